@@ -1,6 +1,6 @@
 //! The one error type of the library.
 //!
-//! A variant says what failed and where; its message ends with what to do next, unless that is obvious.
+//! A variant contains the failure and its location; its message ends with the next step, unless that is obvious.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ pub enum Error {
     Config {
         /// The flag (`--seq-len`) or dotted key (`scaler.init_scale`).
         key: String,
-        /// What is wrong and what to write instead.
+        /// The problem and the valid values.
         message: String,
     },
     /// An operation on a path failed.
@@ -35,7 +35,7 @@ pub enum Error {
     Data {
         /// The file or built-in corpus.
         origin: String,
-        /// What is wrong, with the position if there is one.
+        /// The problem, with its position if known.
         message: String,
     },
     /// A model folder, its configuration or one of its tensors is invalid.
@@ -43,7 +43,7 @@ pub enum Error {
     Model {
         /// The folder, file or model name.
         origin: String,
-        /// What is wrong; tensors with their names, dtypes and shapes.
+        /// The problem; tensors with their names, dtypes and shapes.
         message: String,
     },
     /// A file could not be downloaded from the Hugging Face Hub or another server.
@@ -51,7 +51,7 @@ pub enum Error {
     Hub {
         /// The repository, with the file if it concerns one, or the URL.
         origin: String,
-        /// What happened and what to do next.
+        /// The problem and the next step.
         message: String,
     },
     /// A checkpoint is damaged, incomplete, of a newer format, or does not fit the run.
@@ -59,7 +59,7 @@ pub enum Error {
     Checkpoint {
         /// The step directory, or the file in it.
         path: PathBuf,
-        /// What is wrong and what to do.
+        /// The problem and the next step.
         message: String,
     },
     /// A gradient scaler was used out of order or created with invalid values.
@@ -73,13 +73,13 @@ pub enum Error {
         /// The pass and tensor that were not finite, and the last checkpoint.
         message: String,
     },
-    /// The processes of a run cannot go on together.
+    /// The processes of a run cannot continue together.
     #[error("{0}")]
     Collective(String),
     /// An operation of the engine failed.
     #[error("{message}")]
     Engine {
-        /// What is wrong.
+        /// The problem.
         message: String,
         /// The stack frames at that place, captured under `RUST_BACKTRACE=1`; `None` if they have no symbols.
         backtrace: Option<String>,

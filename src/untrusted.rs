@@ -1,7 +1,8 @@
 //! Untrusted input: files that may be pipes or devices, text that must be escaped before it reaches a terminal, and work that
 //! may ruin its process.
 //!
-//! Text is escaped by the writers, not by the readers: [`Clean`] wraps a stream, [`line()`] and [`block()`] escape a message.
+//! Text is escaped by the writers, not by the readers: [`Clean`] wraps a stream, [`line()`] and [`block()`] escape a
+//! message.
 
 pub mod apart;
 
@@ -96,8 +97,8 @@ impl Read for Pipe {
     }
 }
 
-/// Whether a character can control a terminal or change the order of displayed text: C0 and C1 control characters, line and
-/// paragraph separators, bidirectional marks, embeddings, overrides and isolates.
+/// Whether a character can control a terminal or change the order of displayed text: C0 and C1 control characters, line
+/// and paragraph separators, bidirectional marks, embeddings, overrides and isolates.
 pub fn is_unsafe(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
@@ -108,7 +109,8 @@ pub fn line(text: &str) -> Cow<'_, str> {
     escaped(text, |_| false)
 }
 
-/// `text` with its further lines indented, so that none can imitate another message, and other unsafe characters escaped.
+/// `text` with its further lines indented, so that none can imitate another message, and other unsafe characters
+/// escaped.
 pub fn block(text: &str) -> Cow<'_, str> {
     if !text.contains(is_unsafe) {
         return text.into();
@@ -138,8 +140,8 @@ fn escaped(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
     out.into()
 }
 
-/// Writes text to `inner` with [unsafe](is_unsafe) characters except line feeds and tabs escaped. Bytes that are not UTF-8
-/// become U+FFFD.
+/// Writes text to `inner` with [unsafe](is_unsafe) characters except line feeds and tabs escaped. Bytes that are not
+/// UTF-8 become U+FFFD.
 #[derive(Debug)]
 pub struct Clean<W: Write> {
     inner: W,

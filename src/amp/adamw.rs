@@ -1,7 +1,7 @@
 //! AdamW (Loshchilov and Hutter, 2019) over candle variables of any floating type, with FP32 masters.
 //!
-//! candle's AdamW keeps its moments in the variable's type, where an FP16 second moment is zero below 3e-8 and a BF16 weight
-//! ignores updates below 1/512 of its value; and they are private, so a program cannot resume exactly.
+//! candle's AdamW keeps its moments in the variable's type, where an FP16 second moment is zero below 3e-8 and a BF16
+//! weight ignores updates below 1/512 of its value; and they are private, so a program cannot resume exactly.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,11 +13,12 @@ use crate::{Error, Result};
 
 /// AdamW with FP32 masters and moments (FP64 for FP64 variables), parameter groups and accessible state.
 ///
-/// A variable in half precision holds its rounded master. A variable in FP32 is its own master. As in PyTorch, each variable
-/// counts its own updates, so that one that gets a gradient late starts with the bias correction of a first update; steps
-/// that the scaler skips do not count.
+/// A variable in half precision holds its rounded master. A variable in FP32 is its own master. As in PyTorch, each
+/// variable counts its own updates, so that one that gets a gradient late starts with the bias correction of a first
+/// update; steps that the scaler skips do not count.
 ///
-/// Change such a variable only by [`load_state_dict`](Self::load_state_dict): the next update rounds its master into it.
+/// Change such a variable only by [`load_state_dict`](Self::load_state_dict): the next update rounds its master into
+/// it.
 #[derive(Debug)]
 pub struct AdamW {
     id: OptimizerId,
@@ -48,8 +49,8 @@ impl AdamW {
         Ok(optimizer)
     }
 
-    /// Adds variables with their own settings, as group `groups().len() - 1`. Skips integer variables; a variable that is
-    /// already in a group is an error.
+    /// Adds variables with their own settings, as group `groups().len() - 1`. Skips integer variables; a variable that
+    /// is already in a group is an error.
     pub fn add_group(&mut self, vars: Vec<Var>, params: ParamsAdamW) -> Result<()> {
         Ok(self.push_group(vars, params)?)
     }
@@ -101,8 +102,8 @@ impl AdamW {
         Ok(state)
     }
 
-    /// Restores the state of [`state_dict`](Self::state_dict), including the variables. A state that does not match the variables
-    /// is an error and changes nothing.
+    /// Restores the state of [`state_dict`](Self::state_dict), including the variables. A state that does not match the
+    /// variables is an error and changes nothing.
     pub fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
         let misfit = |message: String| Error::model("optimizer state", message);
         if state.len() != 4 * self.slots.len() {

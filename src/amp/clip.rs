@@ -6,8 +6,8 @@ use super::widen;
 
 /// Clips the gradients of `vars` to a global L2 norm of at most `max_norm`; returns the norm before clipping.
 ///
-/// Unscale first, or pass `max_norm` times the scale. The norm is summed in FP64, so that squares of finite gradients do not
-/// overflow. Gradients whose norm is not finite are left unchanged for the scaler to detect.
+/// Unscale first, or pass `max_norm` times the scale. The norm is summed in FP64, so that squares of finite gradients
+/// do not overflow. Gradients whose norm is not finite are left unchanged for the scaler to detect.
 pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
     let mut sum_squares = 0.0;
     for grad in vars.iter().filter_map(|var| grads.get(var)) {

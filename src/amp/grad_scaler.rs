@@ -11,15 +11,15 @@ use crate::{Error, Result};
 /// Scales losses, unscales gradients, skips steps whose gradients are not finite, and adjusts the scale.
 ///
 /// Methods, defaults and rules are PyTorch's, with these differences:
-/// - `unscale` widens half-precision gradients to FP32 in the store, because they would otherwise underflow when unscaled;
-///   PyTorch rejects such gradients.
-/// - Gradients are checked a second time, right before the optimizer runs. This detects values that become infinite when a
-///   scale below 1 is removed, or that the program breaks between `unscale` and `step`. PyTorch lets both into the weights;
-///   here the step is skipped and counts as an overflow.
+/// - `unscale` widens half-precision gradients to FP32 in the store, because they would otherwise underflow when
+///   unscaled; PyTorch rejects such gradients.
+/// - Gradients are checked a second time, right before the optimizer runs. This detects values that become infinite
+///   when a scale below 1 is removed, or that the program breaks between `unscale` and `step`. PyTorch lets both into
+///   the weights; here the step is skipped and counts as an overflow.
 /// - The scale has a floor, and consecutive overflows at the floor are counted: see [`is_stuck`](Self::is_stuck).
 ///
-/// The configuration's `on_overflow` is up to the loop, which can repeat a batch if [`step`](Self::step) returns that it was
-/// skipped. Each check of an optimizer's gradients reads one number from the device.
+/// The configuration's `on_overflow` is up to the loop, which can repeat a batch if [`step`](Self::step) returns that
+/// it was skipped. Each check of an optimizer's gradients reads one number from the device.
 #[derive(Debug, Clone)]
 pub struct GradScaler {
     scaler: precision::GradScaler,
@@ -39,8 +39,8 @@ impl GradScaler {
         Ok(Self { scaler, stages: PerOptimizerState::new(), found_inf_late: false })
     }
 
-    /// Whether scaling is enabled. If not, `scale`, `unscale` and `update` do nothing and `step` always runs the optimizer, so
-    /// that one loop serves all types.
+    /// Whether scaling is enabled. If not, `scale`, `unscale` and `update` do nothing and `step` always runs the
+    /// optimizer, so that one loop serves all types.
     pub const fn is_enabled(&self) -> bool {
         self.scaler.config().enabled
     }
@@ -85,10 +85,11 @@ impl GradScaler {
         losses.iter().map(|loss| self.scale(loss)).collect()
     }
 
-    /// `loss` times the scale; a loss in half precision is widened to FP32 first, so that the product does not overflow.
+    /// `loss` times the scale; a loss in half precision is widened to FP32 first, so that the product does not
+    /// overflow.
     ///
-    /// Compute losses in FP32: the gradient of a loss *computed* in FP16 is the scale rounded to FP16, which is infinite from
-    /// 65520 on.
+    /// Compute losses in FP32: the gradient of a loss *computed* in FP16 is the scale rounded to FP16, which is
+    /// infinite from 65520 on.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         if !loss.dtype().is_float() {
             return Err(Error::Scaler(format!("a loss of {:?} has no gradient; compute it in F32", loss.dtype())));
@@ -101,8 +102,8 @@ impl GradScaler {
 
     /// Divides the gradients of `optimizer` by the scale and records whether all of them were finite.
     ///
-    /// Only needed to use gradients before the step, for example to clip them. Skips variables without a gradient. An error that
-    /// changes nothing if called twice between updates.
+    /// Only needed to use gradients before the step, for example to clip them. Skips variables without a gradient. An
+    /// error that changes nothing if called twice between updates.
     pub fn unscale(&mut self, optimizer: &impl ScaledOptimizer, grads: &mut GradStore) -> Result<()> {
         let vars = optimizer.vars();
         if !self.is_enabled() || vars.iter().all(|var| grads.get(var).is_none()) {
@@ -120,8 +121,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Unscales the gradients if [`unscale`](Self::unscale) was not called, and runs `optimizer` if they are finite; returns
-    /// whether it ran.
+    /// Unscales the gradients if [`unscale`](Self::unscale) was not called, and runs `optimizer` if they are finite;
+    /// returns whether it ran.
     ///
     /// An error if none of its variables has a gradient, or if called twice between updates.
     pub fn step<O: ScaledOptimizer>(&mut self, optimizer: &mut O, grads: &mut GradStore) -> Result<bool> {
@@ -141,8 +142,8 @@ impl GradScaler {
         Ok(true)
     }
 
-    /// Adjusts the scale after the steps of all optimizers; returns the change and its cause. One optimizer's overflow is enough
-    /// to lower the scale. An error if no gradient was checked since the last update.
+    /// Adjusts the scale after the steps of all optimizers; returns the change and its cause. One optimizer's overflow
+    /// is enough to lower the scale. An error if no gradient was checked since the last update.
     pub fn update(&mut self) -> Result<ScaleChange> {
         if !self.is_enabled() {
             return Ok(ScaleChange::Held);
@@ -170,8 +171,8 @@ impl GradScaler {
         self.scaler.state_dict()
     }
 
-    /// Restores scale, tracker, factors and interval; does nothing if disabled. An empty state or a value out of range is an
-    /// error and changes nothing.
+    /// Restores scale, tracker, factors and interval; does nothing if disabled. An empty state or a value out of range
+    /// is an error and changes nothing.
     pub fn load_state_dict(&mut self, state: Option<&StateDict>) -> Result<()> {
         self.scaler.load_state_dict(state)
     }

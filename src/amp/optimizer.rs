@@ -29,8 +29,8 @@ pub trait ScaledOptimizer: Optimizer {
 
 /// Wraps any candle optimizer with its variables: `Tracked::<SGD>::new(vars, 0.1)`.
 ///
-/// Variables must be FP32 or FP64: these optimizers compute in the variable's own type, and in half precision most updates
-/// would be lost. Cast in the forward pass (`var.to_dtype(DType::F16)`), or use [`AdamW`](super::AdamW).
+/// Variables must be FP32 or FP64: these optimizers compute in the variable's own type, and in half precision most
+/// updates would be lost. Cast in the forward pass (`var.to_dtype(DType::F16)`), or use [`AdamW`](super::AdamW).
 #[derive(Debug)]
 pub struct Tracked<O> {
     id: OptimizerId,

@@ -1,10 +1,11 @@
 //! Rows of tokens to batches, in an order that is a function of the seed and the epoch.
 //!
-//! Every token of a text is seen once an epoch as a target, whatever the batch size (only the very first is not: nothing
-//! precedes it). The last window may be short, and a last batch may have fewer rows: what is missing is [`IGNORE_INDEX`].
+//! Every token of a text except the first is a label once per epoch, regardless of the batch size. The last window may
+//! be short, and the last batch may have fewer rows: their labels are padded with [`IGNORE_INDEX`].
 //!
-//! Rows of samples differ in length. They are sorted by it among the 1,024 that follow each other in the epoch's order, so that
-//! a batch holds rows of about one length, and it is as wide as the longest of them; the order of the batches is drawn again.
+//! Rows of samples differ in length. Groups of 1,024 consecutive rows of the epoch's order are sorted by length, so
+//! that the rows of a batch have similar lengths; a batch is as wide as its longest row. The batches of a group are
+//! then shuffled.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,13 +15,13 @@ use super::tokens::TokenSource;
 use crate::engine::model::Tokens;
 use crate::{Error, Result};
 
-/// The target that takes no part in the loss: padding, and prompts in front of an answer.
+/// The label that is excluded from the loss: padding, and prompts before an answer.
 pub const IGNORE_INDEX: u32 = u32::MAX;
 
-/// One micro-batch: inputs and targets of shape `[batch_size, seq_len]`, row by row.
+/// One micro-batch: inputs and labels of shape `[batch_size, seq_len]`, row-major.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// Token ids; 0 where there is none.
+    /// Token ids; 0 for padding.
     pub inputs: Vec<u32>,
     /// The id that follows each input, or [`IGNORE_INDEX`].
     pub targets: Vec<u32>,
@@ -28,7 +29,7 @@ pub struct Batch {
     pub documents: Vec<u32>,
     /// Rows.
     pub batch_size: usize,
-    /// Columns; of samples, about as many as the longest of them has inputs.
+    /// Columns; for samples, the length of the longest one, rounded up.
     pub seq_len: usize,
     /// Targets that count: those that are not [`IGNORE_INDEX`]. Micro-batches of a step are weighted by it.
     pub target_count: usize,
@@ -43,7 +44,7 @@ impl Batch {
         Self { inputs, targets, documents: Vec::new(), batch_size, seq_len, target_count: 0, ends_epoch: false }
     }
 
-    /// The inputs as a model takes them.
+    /// The inputs in the form that a model takes.
     pub fn tokens(&self) -> Tokens<'_> {
         let documents = (!self.documents.is_empty()).then_some(&self.documents[..]);
         Tokens { ids: &self.inputs, seq_len: self.seq_len, documents }
@@ -74,7 +75,7 @@ impl Batch {
                 begin(at, span.len);
                 at += span.len;
             }
-            // Padding is a document too: no query looks for keys in front of it.
+            // Padding is a separate document, so no query attends to keys before it.
             begin(at, (index + 1) * seq_len - at);
         }
         self.target_count = self.targets.iter().filter(|&&target| target != IGNORE_INDEX).count();
@@ -83,10 +84,10 @@ impl Batch {
 
 /// Rows that are sorted by length together.
 const SORTED_TOGETHER: u64 = 1024;
-/// Keeps the order of batches apart from that of rows.
+/// Makes the order of batches independent of the order of rows.
 const BATCH_ORDER: u64 = 0x6261_7463_6865_7300;
 
-/// Where the next batch starts: all a checkpoint keeps of the loader.
+/// The position of the next batch, which is the loader's whole state in a checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cursor {
     /// Epochs completed.
@@ -106,7 +107,7 @@ pub struct BatchLoader {
     sorted: Sorted,
 }
 
-/// Rows of one stretch of an epoch, sorted into batches.
+/// Rows of one group of an epoch, sorted into batches.
 #[derive(Clone, Debug, Default)]
 struct Sorted {
     /// Epoch and first position.
@@ -115,7 +116,10 @@ struct Sorted {
 }
 
 impl BatchLoader {
-    /// A loader at the start of epoch 0, without packing. Fails if `tokens` do not fill one row.
+    /// A loader at the start of epoch 0, without packing.
+    ///
+    /// # Errors
+    /// The tokens do not fill one row.
     pub fn new(tokens: TokenSource, batch_size: usize, seq_len: usize, seed: u64) -> Result<Self> {
         check_shape(batch_size, seq_len)?;
         Self::over(Layout::new(tokens, seq_len, false, "training data")?, batch_size, seed)
@@ -158,14 +162,14 @@ impl BatchLoader {
         Batch::new(self.batch_size, self.layout.seq_len)
     }
 
-    /// Fills `batch` with the next rows and moves on.
+    /// Fills `batch` with the next rows and advances.
     pub fn next_batch(&mut self, batch: &mut Batch) {
         debug_assert_eq!(batch.batch_size, self.batch_size);
         let Cursor { epoch, window } = self.cursor;
         let windows = self.windows_per_epoch();
         let mut end = (window + self.batch_size as u64).min(windows);
         if self.layout.is_ragged() && !self.layout.is_packed() {
-            // The stretch is of whole batches.
+            // The group consists of whole batches.
             let stretch = SORTED_TOGETHER.next_multiple_of(self.batch_size as u64);
             let first = window / stretch * stretch;
             end = end.min(first + stretch);
@@ -189,7 +193,7 @@ impl BatchLoader {
         let order = Permutation::new(self.windows_per_epoch(), self.seed, epoch);
         let mut rows: Vec<u64> = (first..end).map(|position| order.at(position)).collect();
         rows.sort_by_key(|&row| self.layout.row_len(row));
-        // A batch with fewer rows is the epoch's last one and stays where it is.
+        // A batch with fewer rows is the epoch's last one and keeps its position.
         let whole = rows.len() / self.batch_size;
         let batches = Permutation::new(whole as u64, self.seed ^ BATCH_ORDER, epoch.wrapping_mul(1 << 32) + first);
         let order = (0..whole)
@@ -209,34 +213,34 @@ impl BatchLoader {
         self.layout.rows()
     }
 
-    /// Micro-batches that make an epoch; the last one may be padded.
+    /// Micro-batches per epoch; the last one may be padded.
     pub fn batches_per_epoch(&self) -> u64 {
         self.windows_per_epoch().div_ceil(self.batch_size as u64)
     }
 
-    /// Optimizer steps that make an epoch of `grad_accum` micro-batches each, where the step that meets
-    /// [`Batch::ends_epoch`] stops early.
+    /// Optimizer steps per epoch with `grad_accum` micro-batches each; the step that meets [`Batch::ends_epoch`] has
+    /// fewer.
     pub fn steps_per_epoch(&self, grad_accum: usize) -> u64 {
         self.batches_per_epoch().div_ceil(grad_accum as u64)
     }
 
-    /// Epochs handed out so far, the running one as a fraction.
+    /// Epochs returned so far, including the fraction of the current one.
     pub fn epochs(&self) -> f64 {
         self.cursor.epoch as f64 + self.cursor.window as f64 / self.windows_per_epoch() as f64
     }
 
-    /// Inputs of an epoch, padding left out.
+    /// Inputs per epoch, without padding.
     pub fn inputs_per_epoch(&self) -> u64 {
         self.layout.inputs()
     }
 
-    /// Targets of an epoch.
+    /// Labels per epoch.
     pub fn tokens_per_epoch(&self) -> u64 {
         self.layout.counts().learned
     }
 }
 
-/// One pass over tokens in their own order, for validation.
+/// One pass over tokens in their stored order, for validation.
 #[derive(Clone, Debug)]
 pub struct EvalBatches {
     layout: Layout,
@@ -268,7 +272,7 @@ impl EvalBatches {
         Ok(Self { layout, batch_size, window: 0, end })
     }
 
-    /// Fills `batch` and says so, or says that the pass is over. The buffers are reused; nothing is allocated.
+    /// Fills `batch` and returns `true`, or `false` at the end of the pass. Reuses the buffers and allocates nothing.
     pub fn next_batch(&mut self, batch: &mut Batch) -> bool {
         debug_assert_eq!(batch.batch_size, self.batch_size);
         if self.window == self.end {
@@ -286,7 +290,7 @@ impl EvalBatches {
         self.layout.tokens.check()
     }
 
-    /// Batches still to come.
+    /// Batches left.
     pub fn remaining(&self) -> u64 {
         (self.end - self.window).div_ceil(self.batch_size as u64)
     }
@@ -311,7 +315,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Tokens whose id is their position, so that a target names the place it came from.
+    /// Tokens whose id is their position, so that a label reveals its origin.
     fn numbered(len: usize) -> TokenSource {
         TokenSource::from_ids((0..len as u32).collect())
     }

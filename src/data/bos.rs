@@ -1,17 +1,18 @@
 //! The token that begins a text (BOS): which one it is, and whether texts get it.
 //!
-//! Documents, prompts and windows of running text begin with [`Tokenizer::bos`](super::Tokenizer::bos). A chat template writes
-//! its own. The token is read by the model, and never a target.
+//! Documents, prompts and windows of running text begin with [`Tokenizer::bos`](super::Tokenizer::bos). A chat template
+//! writes the token itself. The token is an input and never a label.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::str::FromStr;
 
-/// When texts begin with the tokenizer's BOS token.
+/// The rule for adding the tokenizer's BOS token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Bos {
-    /// If `add_bos_token` in `tokenizer_config.json` is true; without that key, if the tokenizer's post-processor adds one.
+    /// If `add_bos_token` in `tokenizer_config.json` is true; without that key, if the tokenizer's post-processor adds
+    /// one.
     #[default]
     Auto,
     /// Always.
@@ -40,7 +41,7 @@ impl FromStr for Bos {
     }
 }
 
-/// The name of the token that a `tokenizer.json`'s post-processor puts in front of a text.
+/// The name of the token that a `tokenizer.json`'s post-processor adds before a text.
 pub(super) fn added_by(post_processor: &Value) -> Option<&str> {
     if let Some(parts) = post_processor["processors"].as_array() {
         return parts.iter().find_map(added_by);

@@ -1,8 +1,8 @@
 //! GPT-2's byte-level BPE at some thirty times the general library's speed, with the same ids.
 //!
 //! The library finds words with a backtracking regular expression and keeps offsets that training does not need. Here
-//! a byte loop finds ASCII words and a linear-time expression the others, and each thread remembers the ids of those it
-//! has met: text repeats itself so much that the merges themselves hardly ever run. They stay the library's.
+//! a byte loop finds ASCII words and a linear-time expression the others, and each thread caches the ids of words. Text
+//! repeats itself so often that the library's merges are seldom needed.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -13,10 +13,10 @@ use tokenizers::{Model as _, ModelWrapper, PreTokenizerWrapper};
 use super::tokenizer::byte_level_char;
 use crate::{Error, Result};
 
-/// GPT-2's words, less its one look-ahead, `\s+(?!\S)`: [`FastBpe::word_end`] does what that does.
+/// GPT-2's word pattern without its look-ahead `\s+(?!\S)`, which [`FastBpe::word_end`] implements.
 const WORDS: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+";
 
-/// Words a memo holds at most, and the longest it takes: a bound of about 20 MB a thread.
+/// The maximum number of words in a cache, and the length of the longest: about 20 MB per thread.
 const MEMO_WORDS: usize = 1 << 17;
 const MEMO_WORD_BYTES: usize = 32;
 
@@ -81,7 +81,7 @@ impl FastBpe {
         Ok(ids)
     }
 
-    /// Where the word that begins at `start` ends. The last white-space character before a word belongs to that word.
+    /// The end of the word that begins at `start`. The last white-space character before a word belongs to that word.
     fn word_end(&self, text: &str, start: usize) -> usize {
         // Every character starts some word, so the match begins at `start`.
         let end = self.words.find_at(text, start).map_or(text.len(), |found| found.end());
@@ -91,7 +91,7 @@ impl FastBpe {
         }
     }
 
-    /// The library's merges on one word.
+    /// Applies the library's merges to one word.
     fn merge(&self, word: &str) -> Result<Vec<u32>> {
         let printable: String = word.bytes().map(byte_level_char).collect();
         let tokens = self.inner.get_model().tokenize(&printable);
@@ -100,7 +100,7 @@ impl FastBpe {
     }
 }
 
-/// Where the word that begins at `start` ends, if ASCII characters alone determine it.
+/// The end of the word that begins at `start`, if ASCII characters alone determine it.
 fn ascii_word_end(text: &[u8], start: usize) -> Option<usize> {
     let rest = &text[start..];
     if rest[0] == b'\'' {
@@ -121,7 +121,7 @@ fn ascii_word_end(text: &[u8], start: usize) -> Option<usize> {
     }
 }
 
-/// What GPT-2's words are made of.
+/// The character classes of GPT-2's word pattern.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Class {
     Letter,

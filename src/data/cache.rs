@@ -1,9 +1,10 @@
 //! Token files: a tokenised corpus on disk, read as it is needed, so that a second run starts at once and memory does not
 //! grow with the corpus.
 //!
-//! A file is a header of 64 bytes (magic, format version, bytes a token and what the documents are, tokens, bytes of the text
-//! in the loss, SHA-256 of the ids and of the header so far) and the ids in little endian. It is written under a temporary name and renamed when
-//! complete: other processes see the whole file or none, and whoever has opened an older one keeps it.
+//! A file is a header of 64 bytes (magic, format version, bytes per token and kind of the documents, tokens, bytes of
+//! text in the loss, SHA-256 of the ids and of the preceding header) and the ids in little endian. It is written under
+//! a temporary name and renamed when complete: other processes see the whole file or none, and a process that opened an
+//! older one keeps it.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, Write};
@@ -26,7 +27,7 @@ pub(super) const STARTS: u32 = 1 << 30;
 /// In the header's word with the width: what the documents are.
 const KINDS: [(Documents, u32); 3] = [(Documents::Texts, 0), (Documents::Prompts, 1 << 8), (Documents::Chats, 1 << 9)];
 
-/// What the documents of a token file are.
+/// The kind of a data set's documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Documents {
     /// Parts of one long text.
@@ -38,7 +39,7 @@ pub enum Documents {
     Chats,
 }
 
-/// How ids are stored.
+/// The storage of ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Width {
     /// 16 bits: one document, all of it trained on.
@@ -47,7 +48,7 @@ pub(super) enum Width {
     Four = 4,
 }
 
-/// Name prefix of a file that is not complete yet. Its writer holds a lock on it.
+/// Name prefix of an incomplete file, which its writer has locked.
 const UNFINISHED: &str = ".tokens-";
 
 /// A verified token file. Ids are read on demand, not mapped: truncating a mapped file kills its readers with SIGBUS.
@@ -58,7 +59,7 @@ pub(super) struct TokenFile {
     tokens: usize,
     trained: u64,
     text_bytes: u64,
-    /// Where documents start, the first at 0.
+    /// The start positions of documents; the first is 0.
     starts: Vec<usize>,
     documents: Documents,
     /// Why ids could not be read, the first time.
@@ -66,7 +67,7 @@ pub(super) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Takes a token file after checking every byte of it. `Err` says what is wrong with the file.
+    /// Opens a token file after checking every byte of it. `Err` describes the damage.
     pub(super) fn open(mut file: File) -> Result<Self, String> {
         let mut header = [0; HEADER_BYTES];
         let length = file.metadata().map_err(|error| error.to_string())?.len();
@@ -123,17 +124,17 @@ impl TokenFile {
         self.tokens
     }
 
-    /// Those of them that are trained on.
+    /// Tokens in the loss.
     pub(super) fn trained(&self) -> u64 {
         self.trained
     }
 
-    /// Bytes of the text that is trained on.
+    /// Bytes of text in the loss.
     pub(super) fn text_bytes(&self) -> u64 {
         self.text_bytes
     }
 
-    /// Where its documents start.
+    /// The start positions of its documents.
     pub(super) fn starts(&self) -> &[usize] {
         &self.starts
     }
@@ -143,8 +144,8 @@ impl TokenFile {
         self.documents
     }
 
-    /// Copies ids from position `start` on, with their flags; zeros where the file cannot be read, which
-    /// [`Self::failure`] then tells.
+    /// Copies ids with their flags, starting at position `start`. If the file cannot be read, fills with zeros and sets
+    /// [`Self::failure`].
     pub(super) fn read(&self, start: usize, out: &mut [u32]) {
         let width = self.width as usize;
         let mut buffer = [0; 4096];
@@ -168,13 +169,13 @@ impl TokenFile {
         }
     }
 
-    /// Why ids could not be read, if that has happened.
+    /// The first error of reading ids, if any.
     pub(super) fn failure(&self) -> Option<&str> {
         self.failure.get().map(String::as_str)
     }
 }
 
-/// Fills `buffer`, or as much of it as there is left.
+/// Fills `buffer`, or less at the end of the file.
 fn read_full(from: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {
@@ -228,7 +229,7 @@ impl TokenWriter {
         Ok(Self { out, hash, width, tokens: 0, starts: true, documents: Documents::Texts, bytes })
     }
 
-    /// From here on a new document.
+    /// Starts a new document.
     pub(super) fn start(&mut self) {
         self.starts = true;
     }
@@ -238,12 +239,12 @@ impl TokenWriter {
         self.documents = documents;
     }
 
-    /// Appends ids, all of them in or out of the loss.
+    /// Appends ids that are all in the loss, or all outside it.
     pub(super) fn push(&mut self, ids: &[u32], trained: bool) -> Result<()> {
         self.extend(ids.iter().map(|&id| (id, trained)))
     }
 
-    /// Appends ids, each in or out of the loss.
+    /// Appends ids, each with whether it is in the loss.
     pub(super) fn extend(&mut self, ids: impl IntoIterator<Item = (u32, bool)>) -> Result<()> {
         self.bytes.clear();
         for (id, trained) in ids {
@@ -260,7 +261,7 @@ impl TokenWriter {
         self.out.write_all(&self.bytes).map_err(Error::io("write", self.out.get_ref().path()))
     }
 
-    /// Completes the file and opens it; without a `path` it keeps no name and goes when it is closed.
+    /// Completes the file and opens it. Without a `path` it is unnamed and deleted when closed.
     pub(super) fn finish(mut self, text_bytes: u64, path: Option<&Path>) -> Result<TokenFile> {
         let temporary: PathBuf = self.out.get_ref().path().to_owned();
         let mut file = self.out.into_inner().map_err(|error| Error::io("write", &temporary)(error.into_error()))?;

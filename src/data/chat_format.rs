@@ -1,8 +1,9 @@
 //! How conversations are written for training. The model's own template determines the text. Its `{% generation %}` blocks mark
 //! the answers; if it has none, one of our templates that gives the same text does.
 //!
-//! Such a template is chosen by its output, not by the model's name: it must give the model's text for a few conversations, and
-//! later for every conversation of the training data. If it does not, that is an error, so a mask is never wrong.
+//! A training template is chosen by its output, not by the model's name: it must produce the model's text for a few
+//! conversations, and later for every conversation of the training data. A difference is an error, so a mask is never
+//! wrong.
 
 use std::path::Path;
 
@@ -14,7 +15,7 @@ use super::tokenizer::Tokenizer;
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
-/// Templates and the files that name special tokens are small.
+/// Limit on the size of templates and of files with special tokens, in bytes.
 const MAX_FILE: u64 = 16 << 20;
 
 const CHATML: &str = include_str!("templates/chatml.jinja");
@@ -23,7 +24,7 @@ const LLAMA: &str = include_str!("templates/llama3.jinja");
 const GEMMA: &str = include_str!("templates/gemma.jinja");
 const PLAIN: &str = include_str!("templates/plain.jinja");
 
-/// The training templates: a name, the settings of the text, and the text.
+/// The built-in training templates: name, settings, and text.
 const BUILT_IN: [(&str, &str, &str); 9] = [
     ("chatml", "", CHATML),
     (
@@ -44,7 +45,7 @@ const BUILT_IN: [(&str, &str, &str); 9] = [
     ("plain", "", PLAIN),
 ];
 
-/// Conversations on which a template of ours has to agree with the model's.
+/// Conversations for which a training template must produce the model's text.
 const PROBES: [(&str, Option<&str>); 3] = [
     (r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]"#, None),
     (
@@ -60,7 +61,7 @@ const PROBES: [(&str, Option<&str>); 3] = [
     ),
 ];
 
-/// What a model says of conversations.
+/// A model's settings for conversations.
 #[derive(Clone, Debug, Default)]
 pub struct ChatSettings {
     /// The model's template.
@@ -69,10 +70,10 @@ pub struct ChatSettings {
     pub tokens: TemplateTokens,
 }
 
-/// The template that a user names: one of ours, or a file.
+/// Returns the template that a user names: a built-in one, or a file.
 ///
 /// # Errors
-/// [`Error::Config`] if it is neither; [`Error::Io`] or [`Error::Model`] if the file cannot be read.
+/// [`Error::Config`] if the name is unknown; [`Error::Io`] or [`Error::Model`] if the file cannot be read.
 pub fn named_template(named: &str) -> Result<String> {
     match built_in(named) {
         Some(source) => Ok(source),
@@ -85,8 +86,8 @@ pub fn named_template(named: &str) -> Result<String> {
 }
 
 impl ChatSettings {
-    /// How conversations are written: by the model's template, or one line a message where it brings none. `model` names it in
-    /// errors.
+    /// The format of a model: its template, or one line per message if it has none. `model` is its name in error
+    /// messages.
     pub fn format(&self, model: &str, tokenizer: &Tokenizer) -> ChatFormat {
         if let Some(source) = &self.template {
             return ChatFormat::new(source, model, &self.tokens);
@@ -96,7 +97,7 @@ impl ChatSettings {
     }
 }
 
-/// The text of a template's file.
+/// Reads a template's file.
 ///
 /// # Errors
 /// [`Error::Io`] or [`Error::Model`] if it is not readable text of at most 16 MiB.
@@ -105,17 +106,17 @@ pub fn text_file(path: &Path) -> Result<String> {
     String::from_utf8(bytes).map_err(|_| Error::model(path.display(), "not UTF-8"))
 }
 
-/// The source of the template of ours that is called `name`.
+/// The source of the built-in template `name`.
 fn built_in(name: &str) -> Option<String> {
     BUILT_IN.iter().find(|(built_in, _, _)| *built_in == name).map(|(_, settings, text)| format!("{settings}{text}"))
 }
 
-/// How conversations become text whose answers are known.
+/// Converts conversations to text with marked answers.
 #[derive(Debug)]
 pub struct ChatFormat {
-    /// The template as other programs and `finetune chat` are to use it.
+    /// The template for other programs and `finetune chat`.
     source: String,
-    /// What marks the answers, in words.
+    /// A description of the source of the marks.
     name: String,
     /// Why no conversation can be written, where none can.
     ready: Result<Ready, String>,
@@ -126,7 +127,7 @@ pub struct ChatFormat {
 struct Ready {
     /// Says the text.
     own: Template,
-    /// Gives the same text with its answers marked, unless `own` marks them or nothing does.
+    /// Produces the same text with marked answers; `None` if `own` marks them or nothing does.
     marking: Option<Template>,
     marks: bool,
 }
@@ -147,7 +148,7 @@ impl ChatFormat {
         Self::new(&format!("{set}{PLAIN}"), "the plain template", &TemplateTokens::default())
     }
 
-    /// The format of `source`, a template that `origin` names.
+    /// The format of the template `source`; `origin` is its name in error messages.
     pub fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Self {
         let made = Self::choose(source, origin, tokens);
         let (name, ready) = match made {
@@ -180,17 +181,17 @@ impl ChatFormat {
         &self.source
     }
 
-    /// What marks the answers.
+    /// A description of the source of the marks.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What decides text and marks.
+    /// All inputs that determine text and marks.
     pub(super) fn key(&self) -> String {
         format!("{} {}", self.name, Digest::of(self.source.as_bytes()).sha256)
     }
 
-    /// The text of `conversation` with its answers' bytes; with `unmarked`, nobody asks for these.
+    /// Renders `conversation`, with the byte ranges of its answers unless `unmarked`.
     ///
     /// # Errors
     /// [`Error::Model`]: what the template refuses, with its line; that nothing marks its answers, or what marks them writes
@@ -227,7 +228,7 @@ impl ChatFormat {
     }
 }
 
-/// Whether two templates give the same text for every probe that the first does not refuse.
+/// Whether two templates produce the same text for every probe that the first one accepts.
 fn agree(own: &Template, other: &Template) -> Result<bool> {
     let mut written = 0;
     for (messages, tools) in PROBES {

@@ -1,15 +1,15 @@
 //! The built-in conversations `chats`: questions about an invented store room, whose answers a program can check.
 //!
-//! Each of sixteen things lies in a drawer that no model can know of before it has been trained. A question names two things
-//! in one of six phrasings, and the answer names both drawers:
+//! Each of sixteen things is in a drawer that an untrained model cannot know. A question names two things in one of six
+//! phrasings, and the answer names both drawers:
 //!
 //! ```text
 //! user: Where do I find the rope and the candle?
 //! assistant: The rope is in drawer K7 and the candle is in drawer B2.
 //! ```
 //!
-//! The conversations held back ask for pairs that no other conversation asks for, in either order: a model that answers them
-//! has learned the drawers and the form, not the answers by heart.
+//! The held-out conversations ask for pairs that no training conversation has, in either order: a model that answers
+//! them has learned the drawers and the form instead of memorizing answers.
 
 use super::shuffle::Permutation;
 
@@ -37,7 +37,7 @@ const THINGS: [(&str, &str); 16] = [
     ("carpet", "S8"),
 ];
 
-/// `{}` stands for a thing.
+/// Phrasings; `{}` is replaced by a thing.
 const QUESTIONS: [&str; 6] = [
     "Where do I find the {} and the {}?",
     "Which drawers hold the {} and the {}?",
@@ -47,12 +47,12 @@ const QUESTIONS: [&str; 6] = [
     "Tell me where the {} and the {} are.",
 ];
 
-/// A question and the only right answer.
+/// A question and its only correct answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chat {
     /// What the user says.
     pub question: String,
-    /// What the assistant has to say, to the letter.
+    /// The exact answer of the assistant.
     pub answer: String,
 }
 
@@ -68,7 +68,7 @@ impl Chat {
 
 /// Pairs of things, in no order.
 const PAIRS: usize = THINGS.len() * (THINGS.len() - 1) / 2;
-/// Pairs that are asked for in conversations held back alone.
+/// The number of pairs that only held-out conversations ask for.
 const PAIRS_HELD_BACK: usize = 24;
 
 /// `count` conversations to train on, drawn with `seed`.

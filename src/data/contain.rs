@@ -36,7 +36,7 @@ mod tests {
         assert_eq!(contained(|| contained(|| panic!("inside"))), Some(None::<()>));
     }
 
-    /// Not a test of its own: what the next one starts in a process whose standard error it reads.
+    /// Not a test: the next one runs it in a process whose standard error it reads.
     #[test]
     #[ignore = "started by the other test"]
     fn child() {

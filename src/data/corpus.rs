@@ -17,27 +17,27 @@ use super::tokens::TokenSource;
 use crate::digest::Digest;
 use crate::{Error, Result, untrusted};
 
-/// The share of a corpus that trains; the rest, its contiguous tail, validates.
+/// The percentage of a corpus for training; the rest, its contiguous tail, is for validation.
 const TRAIN_PERCENT: usize = 90;
 
 /// The grammar's sentences do not depend on the run's seed, so that runs with different seeds can be compared.
 const GRAMMAR_SEED: u64 = 0;
 
-/// Tokens to train and to validate on.
+/// Training and validation tokens.
 #[derive(Clone, Debug)]
 pub struct Dataset {
     /// Training tokens.
     pub train: TokenSource,
     /// Validation tokens; no token is in both.
     pub validation: TokenSource,
-    /// Bytes of text behind each training token in the loss, on average: turns nats per token into bits per byte.
+    /// Average bytes of text per training token in the loss; converts nats per token to bits per byte.
     pub bytes_per_token: f64,
-    /// The same of the validation text. Of a held-out tail it is exact where tokens are bytes, as in byte-level BPE; otherwise it
-    /// is the average of the whole text.
+    /// Average bytes of text per validation token. For a held-out tail it is exact if tokens are bytes, as in
+    /// byte-level BPE; otherwise it is the average of the whole text.
     pub validation_bytes_per_token: f64,
-    /// The least loss attainable in nats per token, where that is known.
+    /// The minimum attainable loss in nats per token, if known.
     pub entropy_per_token: Option<f64>,
-    /// SHA-256 over tokenizer and text in hexadecimal; a resumed run must find the same.
+    /// SHA-256 of tokenizer and text in hexadecimal, which a resumed run must match.
     pub fingerprint: String,
 }
 
@@ -56,19 +56,19 @@ pub struct Loader<'a> {
     report: Option<&'a mut dyn FnMut(LoadEvent)>,
 }
 
-/// One tokenised source.
+/// One tokenized source.
 struct Corpus {
     tokens: TokenSource,
-    /// Of text that is trained on, prompts left out.
+    /// Bytes of text in the loss, without prompts.
     bytes_per_token: f64,
-    /// Tokenizer and content.
+    /// SHA-256 of tokenizer and content.
     key: String,
 }
 
-/// Bytes of text behind each token that an evaluation predicts, on average; `None` where tokens are not bytes of the text.
+/// Average bytes of text per token that an evaluation predicts; `None` if tokens are not bytes of the text.
 fn bytes_per_predicted(tokens: &TokenSource, tokenizer: &Tokenizer) -> Option<f64> {
     const CHUNK: usize = 1 << 16;
-    // The first token of a text is not predicted, nor is that of a sample.
+    // The first token of a text or sample is not predicted.
     let firsts: BTreeSet<usize> =
         if tokens.is_samples() { tokens.documents().map(|sample| sample.start).collect() } else { [0].into() };
     let mut counts = vec![0_u64; tokenizer.vocab_size()];
@@ -94,21 +94,21 @@ impl<'a> Loader<'a> {
         Self { folder: folder.into(), reading: Reading::default(), fetch: None, report: None }
     }
 
-    /// Reads files as `reading` says.
+    /// Sets how files are read.
     #[must_use]
     pub fn reading(mut self, reading: Reading) -> Self {
         self.reading = reading;
         self
     }
 
-    /// Lets `fetch` download what is not here.
+    /// Sets the downloader for missing files.
     #[must_use]
     pub fn fetch_with(mut self, fetch: &'a mut dyn Fetch) -> Self {
         self.fetch = Some(fetch);
         self
     }
 
-    /// Calls `report` with progress and notices.
+    /// Sets the callback for progress and notices.
     #[must_use]
     pub fn report_to(mut self, report: &'a mut dyn FnMut(LoadEvent)) -> Self {
         self.report = Some(report);
@@ -146,7 +146,8 @@ impl<'a> Loader<'a> {
         Ok((corpus.tokens, corpus.bytes_per_token))
     }
 
-    /// The conversations of `source`, each without its last answer and with it; those that do not end with one are left out.
+    /// The conversations of `source`, each split into prompt and last answer; skips conversations that do not end with
+    /// one.
     ///
     /// # Errors
     /// As [`Self::load`], and [`Error::Data`] if there is none.
@@ -197,7 +198,7 @@ impl<'a> Loader<'a> {
         Ok(Corpus { tokens: TokenSource::from_file(file).with_bos(tokenizer.bos()), bytes_per_token, key })
     }
 
-    /// The token file at `path`, if it is there and whole.
+    /// The token file at `path`, if it exists and is complete.
     fn cached(&mut self, path: &Path) -> Option<TokenFile> {
         let opened = TokenFile::open(untrusted::open(path).ok()?);
         opened.map_err(|why| self.notice(format!("`{}` is damaged ({why}): tokenising again", path.display()))).ok()
@@ -225,7 +226,8 @@ impl<'a> Loader<'a> {
         writer.finish(text_bytes, kept)
     }
 
-    /// SHA-256 over what decides the tokens: the tokenizer, how rows are read, and of every file its format and content.
+    /// SHA-256 of all inputs that determine the tokens: the tokenizer, the reading options, and format and content of
+    /// every file.
     fn key(&self, documents: &[Document], tokenizer: &Tokenizer) -> Result<String> {
         let mut parts = vec![tokenizer.fingerprint()];
         for document in documents {

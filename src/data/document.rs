@@ -20,14 +20,14 @@ const MAX_PIECE_BYTES: usize = 1 << 20;
 #[derive(Clone, Debug)]
 pub(super) struct Document {
     pub(super) path: PathBuf,
-    /// Its name in messages, which for standard input is not the path.
+    /// Its name in error messages, which differs from the path for standard input.
     pub(super) origin: String,
     pub(super) format: Format,
     /// Whether the user said so; text that looks like rows is refused otherwise.
     pub(super) asked: bool,
 }
 
-/// What of a piece counts in the loss.
+/// The bytes of a chunk that are in the loss.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Learned {
     All,
@@ -36,7 +36,7 @@ pub(super) enum Learned {
     Parts(Vec<Range<usize>>),
 }
 
-/// A stretch of text that is tokenised on its own.
+/// A chunk of text that is tokenized separately.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) text: String,
@@ -46,7 +46,7 @@ pub(super) struct Piece {
     pub(super) end: End,
 }
 
-/// What stands behind a piece.
+/// The end of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
     /// More of the document, or another one: then the end-of-text token separates them.
@@ -75,7 +75,7 @@ impl Document {
         })
     }
 
-    /// Reads the whole file into `sink`, its rows by way of `rows`.
+    /// Reads the whole file into `sink`; converts its rows with `rows`.
     pub(super) fn read(&self, rows: &mut RowReader<'_>, sink: &mut Sink) -> Result<()> {
         if self.format == Format::Text {
             rows.expect(Kind::Text, || format!("`{}`", self.origin)).map_err(|message| self.error(message))?;
@@ -95,7 +95,7 @@ impl Document {
             let ended = read.map_err(Error::io("read", &self.path))? == 0;
             let text = match std::str::from_utf8(&buffer) {
                 Ok(text) => text,
-                // The buffer ends within a character; the rest comes with the next read.
+                // The buffer ends within a character; the next read continues it.
                 Err(error) if !ended && error.error_len().is_none() => {
                     std::str::from_utf8(&buffer[..error.valid_up_to()]).unwrap_or_default()
                 }
@@ -133,7 +133,7 @@ impl Document {
         }
     }
 
-    /// Refuses to learn rows, braces and quotes included, as text.
+    /// Rejects rows that would be trained on as text, including braces and quotes.
     fn refuse_rows(&self, text: &str, fields: &[&str]) -> Result<()> {
         let Some(format) = Format::looks_like(text, fields) else { return Ok(()) };
         let format = format.name();
@@ -361,7 +361,7 @@ mod tests {
             prop_assert_eq!(ids, TOKENIZER.encode(&text).unwrap());
         }
 
-        /// Outside bytes of any kind give pieces or an error, never a panic.
+        /// Arbitrary bytes give chunks or an error, never a panic.
         #[test]
         fn no_bytes_make_a_reader_panic(bytes: Vec<u8>, name in r"a\.(txt|jsonl|json|csv|tsv|parquet)") {
             let _ = read(&name, &bytes);

@@ -10,13 +10,13 @@ use serde::{Deserialize, Serialize};
 pub enum Format {
     /// Text as it stands.
     Text,
-    /// One JSON object a line.
+    /// One JSON object per line.
     Jsonl,
     /// A JSON array of objects.
     Json,
-    /// Comma-separated values below a line of names (RFC 4180).
+    /// Comma-separated values after a line of column names (RFC 4180).
     Csv,
-    /// The same, separated by tabs.
+    /// Tab-separated values after a line of column names.
     Tsv,
     /// Apache Parquet.
     Parquet,
@@ -26,7 +26,7 @@ impl Format {
     /// The extensions of files that a folder is searched for.
     pub(super) const KNOWN: &str = "`.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`";
 
-    /// The format that a file's extension names, if it names one.
+    /// The format of a file extension, if known.
     pub(super) fn of(path: &Path) -> Option<Self> {
         match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
             "txt" | "md" => Some(Self::Text),
@@ -39,7 +39,7 @@ impl Format {
         }
     }
 
-    /// The flag's value that means this format.
+    /// The value of `--format` for this format.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Text => "text",
@@ -51,9 +51,9 @@ impl Format {
         }
     }
 
-    /// The format of rows that a text which nobody called text looks like, judged by its first line.
+    /// Guesses from its first line whether text of unspecified format contains rows.
     ///
-    /// JSON is an object or array there that begins as one. A table is a line of names, one of which is among `fields`.
+    /// JSON begins with an object or an array. A table begins with column names, at least one of them in `fields`.
     pub(super) fn looks_like(text: &str, fields: &[&str]) -> Option<Self> {
         let line = text.trim_start_matches('\u{feff}').trim_start().lines().next()?.trim_end();
         let inside = |open: char| line.strip_prefix(open).map(str::trim_start);

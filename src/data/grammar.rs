@@ -2,7 +2,8 @@
 //! best any model can do.
 //!
 //! A sentence fills eight slots from left to right; a required slot always takes a word, an optional one on a coin
-//! flip; the word is drawn uniformly from the slot's list. Words stand one space apart, a line feed ends the sentence:
+//! flip; the word is drawn uniformly from the slot's list. Words are separated by one space, and a line feed ends the
+//! sentence:
 //!
 //! ```text
 //! the shy fox hid its red key today
@@ -17,8 +18,8 @@
 //! ```
 //!
 //! and with byte tokens a model whose context covers a sentence can reach that loss. A window that starts in the
-//! middle of a sentence costs a little more, because its first bytes have to be guessed without knowing the slot:
-//! about 1.6 nats a window, 2 % of the loss at windows of 128 bytes. As every choice depends on the previous word
+//! middle of a sentence has a slightly higher loss, because its first bytes are predicted without knowing the slot:
+//! about 1.6 nats per window, 2 % of the loss at windows of 128 bytes. As every choice depends on the previous word
 //! only, that is over after a word.
 
 use super::shuffle::mix;
@@ -26,7 +27,7 @@ use super::shuffle::mix;
 /// Bytes of the corpus that `--data grammar` trains on.
 pub const CORPUS_BYTES: usize = 200_000;
 
-/// One place of the sentence.
+/// A slot of the sentence.
 struct Slot {
     /// Filled on a coin flip only.
     optional: bool,
@@ -81,7 +82,8 @@ impl Slot {
     }
 }
 
-/// The exact entropy rate of the text in nats per byte, line feeds included: the least loss attainable with byte tokens.
+/// The exact entropy rate of the text in nats per byte, line feeds included: the minimum loss attainable with byte
+/// tokens.
 pub fn entropy_per_token() -> f64 {
     let entropy: f64 = SLOTS.iter().map(Slot::entropy).sum();
     let bytes: f64 = SLOTS.iter().map(Slot::expected_bytes).sum();
@@ -129,7 +131,7 @@ mod tests {
     use super::*;
     use std::collections::HashSet;
 
-    /// What makes a derivation unique, and a byte one token.
+    /// No word is in two lists, and all are ASCII: a derivation is unique, and a byte is one token.
     #[test]
     fn no_word_is_in_two_slots_and_all_are_ascii_words() {
         let words: Vec<_> = SLOTS.iter().flat_map(|slot| slot.words).collect();

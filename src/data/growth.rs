@@ -1,7 +1,7 @@
 //! Refuses a `tokenizer.json` that would need gigabytes of memory for a short text.
 //!
-//! Normalizers replace text with longer text, and chained ones multiply. A `Precompiled` table states its own size, which the
-//! crate that reads it trusts.
+//! Normalizers replace text with longer text, and chained ones multiply. A `Precompiled` table specifies its size,
+//! which the crate that reads it trusts.
 
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
@@ -11,7 +11,7 @@ use serde_json::Value;
 /// entry has 33 bytes, and three bytes for a space.
 const MAX_GROWTH: f64 = 64.0;
 
-/// Says what is wrong with a `tokenizer.json` that would make a text too long, or whose table lies about its size.
+/// Returns the problem of a `tokenizer.json` that would make a text too long, or whose table has a wrong size.
 pub(super) fn check(json: &Value) -> Result<(), String> {
     let before = growth(&json["normalizer"])? * growth(&json["pre_tokenizer"])?;
     for (part, growth) in [("normalizer", before), ("decoder", growth(&json["decoder"])?)] {
@@ -33,25 +33,26 @@ fn growth(step: &Value) -> Result<f64, String> {
             steps.flatten().try_fold(1.0, |product, step| Ok::<f64, String>(product * growth(step)?))?
         }
         "Replace" => {
-            // An expression may match one byte, or none.
+            // A pattern may match one byte, or none.
             let pattern = step["pattern"]["String"].as_str().map_or(1, str::len).max(1) as f64;
-            // Around every character of a text, where the pattern is empty.
+            // An empty pattern matches around every character.
             (1.0 + length("content")) / pattern
         }
         "Prepend" => 1.0 + length("prepend"),
         "Metaspace" => 1.0 + length("replacement"),
         "Precompiled" => longest_entry(step["precompiled_charsmap"].as_str().unwrap_or_default())?,
         "ByteLevel" => 2.0,
-        // What Unicode defines lengthens a few characters, and no file can change that.
+        // Unicode's own normalizations lengthen a few characters, and no file can change them.
         _ => 1.0,
     }
     .max(1.0))
 }
 
-/// How many times as long the longest entry of a `SentencePiece` table makes a character of at least four bytes, as those with
-/// long entries are; an error for a table that is shorter than it says.
+/// The factor by which the longest entry of a `SentencePiece` table lengthens a character of at least four bytes, which
+/// all characters with long entries have. An error for a table that is shorter than the size in its header.
 ///
-/// The table is base64: the size of a trie in bytes (32 bits, little endian), the trie, and entries that end in a zero byte.
+/// The table is base64: the size of a trie in bytes (32 bits, little endian), the trie, and entries that end in a zero
+/// byte.
 fn longest_entry(base64: &str) -> Result<f64, String> {
     let bytes = BASE64_STANDARD.decode(base64).map_err(|_| "its `precompiled_charsmap` is not base64")?;
     let size = bytes.first_chunk().map_or(0, |size| u32::from_le_bytes(*size)) as usize;

@@ -7,12 +7,12 @@ use minijinja::{Environment, Error, ErrorKind, Output, State, context, escape_fo
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::Result as JsonResult;
 
-/// The filter that `%` becomes.
+/// The filter that replaces `%`.
 const PERCENT: &str = "python_percent";
-/// Brackets within brackets in an expression, at most; the engine accepts fewer.
+/// The maximum nesting of brackets in an expression; the engine accepts less.
 const MAX_DEPTH: usize = 200;
 
-/// Makes `environment` write, trim and format as Python does.
+/// Makes `environment` write, trim and format like Python.
 pub(super) fn install(environment: &mut Environment<'_>) {
     environment.set_unknown_method_callback(method);
     environment.set_formatter(|out: &mut Output, state: &mut State, value: &Value| match float_text(value) {
@@ -31,7 +31,7 @@ pub(super) fn install(environment: &mut Environment<'_>) {
     environment.add_filter(PERCENT, percent);
 }
 
-/// A float as Python's `str` writes it; `None` for other values.
+/// A float in the format of Python's `str`; `None` for other values.
 fn float_text(value: &Value) -> Option<String> {
     let is_float = value.kind() == ValueKind::Number && !value.is_integer();
     is_float.then(|| format(FormatStyle::Printf, "%s", std::slice::from_ref(value)).ok()).flatten()
@@ -42,7 +42,7 @@ fn is_space(c: char) -> bool {
     c.is_whitespace() || matches!(c, '\x1C'..='\x1F')
 }
 
-/// Python's methods of values: the strings' methods that look for white space, and all others.
+/// Python's methods of values.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     if let (Some(text), true) = (value.as_str(), args.iter().all(Value::is_none)) {
         match name {
@@ -123,22 +123,23 @@ fn write_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut Stri
     Ok(())
 }
 
-/// In front of the digits of a whole number that was written as a string: a code point that Unicode keeps free.
+/// Marks the digits of an integer that was written as a string; a Unicode noncharacter.
 const WHOLE: char = '\u{FDD2}';
-/// Digits that fit a `u64` in any case.
+/// The number of digits that always fit a `u64`.
 const SAFE_DIGITS: usize = 19;
 
-/// Parses JSON. Whole numbers of up to 128 bits stay whole, as in Python; the parser alone makes floats of those above 64 bits.
+/// Parses JSON. Integers of up to 128 bits stay exact, as in Python; the parser alone converts those above 64 bits to
+/// floats.
 pub(super) fn read_json(text: &str) -> JsonResult<Value> {
     let marked = mark_large_numbers(text);
     match marked.map(|marked| serde_json::from_str(&marked)) {
         Some(Ok(value)) => Ok(unmark(&value)),
-        // An error of the original has the right position.
+        // Only an error in the original text has the right position.
         Some(Err(_)) | None => serde_json::from_str(text),
     }
 }
 
-/// The text with its large whole numbers as marked strings; `None` if it has none.
+/// The text with its large integers as marked strings; `None` if it has none.
 fn mark_large_numbers(text: &str) -> Option<String> {
     if text.as_bytes().split(|byte| !byte.is_ascii_digit()).all(|digits| digits.len() < SAFE_DIGITS) {
         return None;
@@ -184,8 +185,8 @@ fn unmark(value: &Value) -> Value {
     }
 }
 
-/// Replaces `a % b` in a template's expressions by a filter that also formats texts, because the operator here is for numbers.
-/// Remainders of a product or by a number stay as they are.
+/// Replaces `a % b` in a template's expressions by a filter that also formats text, because the engine's operator is
+/// for numbers. Keeps the operator after a product or before a number.
 pub(super) fn with_percent(source: &str) -> String {
     let (mut out, mut at) = (String::with_capacity(source.len()), 0);
     while let Some(start) = source[at..].find('{').map(|start| at + start) {
@@ -222,7 +223,7 @@ pub(super) fn with_percent(source: &str) -> String {
 /// Copies an expression from `at` to its end, or to `close`, with its operators `%` replaced; returns where it stopped.
 fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out: &mut String) -> usize {
     let bytes = text.as_bytes();
-    // Whether the last operator binds as `%` does, and whether a text may precede.
+    // Whether the last operator has the precedence of `%`, and whether a text may precede.
     let (mut product, mut after_text) = (false, false);
     while at < bytes.len() && !close.is_some_and(|close| text[at..].starts_with(close)) {
         let start = at;
@@ -245,7 +246,7 @@ fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out:
                 let end = group_end(text, at);
                 out.push_str(&text[at..=at]);
                 expression(&text[..end], at + 1, None, depth + 1, out);
-                // Brackets with a text in them may have a text as their value.
+                // Brackets that contain a text may have a text as their value.
                 (at, after_text) = (end, text[at..end].contains(['"', '\'']));
                 continue;
             }

@@ -1,9 +1,9 @@
 //! Which tokens make a row of a batch: a window of a long text, a sample, or several documents packed into one row.
 //!
-//! A text is cut into windows: window `w` takes the tokens `w*T .. w*T + T` as inputs and the token after each as target, and
-//! the next one starts where its inputs end. A sample is a row of its own, cut at `T` inputs. Packing puts as many documents
-//! into a row as fit, the longest first, each where it leaves the least room (best fit); a text's documents are cut into
-//! pieces of `T` first, and longer samples are cut off.
+//! A text is split into windows: the inputs of window `w` are the tokens `w*T .. w*T + T`, and the label of each is the
+//! token after it. A sample is a separate row, truncated to `T` inputs. Packing puts as many documents into a row as
+//! fit: longest first, each into the fullest row that has room (best fit). Documents of a text are split into pieces of
+//! `T` first, and longer samples are truncated.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// Inputs in a row are padded to a multiple of this.
 const LENGTH_STEP: usize = 16;
 
-/// What a set of samples holds.
+/// Statistics of a data set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Samples, or documents of a text.
@@ -32,7 +32,7 @@ pub struct Counts {
     pub dropped: u64,
 }
 
-/// Inputs that follow each other in the tokens; each one's target is the token after it.
+/// Consecutive inputs; the label of each is the token after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
     pub(super) start: usize,
@@ -55,7 +55,7 @@ enum Rows {
         spans: Vec<Span>,
         /// Where each row's spans end.
         ends: Vec<u32>,
-        /// Whether a row may hold more than one.
+        /// Whether a row may contain more than one.
         packed: bool,
     },
 }
@@ -64,7 +64,7 @@ impl Layout {
     /// The rows of `seq_len` inputs that `tokens`, called `origin` in errors, make.
     ///
     /// # Errors
-    /// [`Error::Data`] where there is no row: too few tokens for a window, or nothing to learn in any sample.
+    /// [`Error::Data`] if there is no row: too few tokens for a window, or no sample with loss tokens.
     pub fn new(tokens: TokenSource, seq_len: usize, packing: bool, origin: &str) -> Result<Self> {
         if tokens.is_samples() {
             return Self::of_samples(tokens, seq_len, packing, origin);
@@ -73,10 +73,10 @@ impl Layout {
         Ok(Self::of_text(tokens, seq_len, packing))
     }
 
-    /// The rows of running text, however little there is of it.
+    /// The rows of running text of any length.
     pub(super) fn of_text(tokens: TokenSource, seq_len: usize, packing: bool) -> Self {
         let (samples, all) = (tokens.documents().len() as u64, tokens.len() as u64);
-        // Nothing precedes the first token, and BOS tokens are never targets.
+        // The first token has no predecessor, and BOS tokens are never labels.
         let is_target = |at: &usize| {
             let mut target = [IGNORE_INDEX];
             tokens.read_targets(*at, &mut target);
@@ -184,8 +184,8 @@ impl Layout {
         self.tokens.kind()
     }
 
-    /// The tokens of a document, or the first that rows hold, cut as it is there, each with whether it is learned. `None` if there
-    /// is no such document.
+    /// The tokens of a document, or of the first one in the rows, truncated as in its row, each with whether it is in
+    /// the loss. `None` if there is no such document.
     pub(super) fn sample(&self, number: Option<u64>) -> Option<Vec<(u32, bool)>> {
         let span = match (number, &self.rows) {
             (Some(number), _) => {
@@ -228,7 +228,7 @@ fn pack(spans: &[Span], seq_len: usize) -> Rows {
     let mut order: Vec<usize> = (0..spans.len()).collect();
     order.sort_by_key(|&i| (std::cmp::Reverse(spans[i].len), i));
     let mut rows: Vec<Vec<usize>> = Vec::new();
-    // Rows by the room that is left in them.
+    // Rows by remaining room.
     let mut room: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for i in order {
         let len = spans[i].len;
@@ -261,7 +261,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Samples of these lengths, of each of which the last token is learned.
+    /// Samples of these lengths; the last token of each is in the loss.
     fn samples(lens: &[usize]) -> TokenSource {
         let samples: Vec<Vec<(u32, bool)>> =
             lens.iter().map(|&len| (0..len).map(|i| (i as u32, i + 1 == len)).collect()).collect();

@@ -1,7 +1,7 @@
 //! Reads the rows of a Parquet file in a separate process with limits on memory and processor time.
 //!
-//! The Parquet crate trusts the sizes in a file: a few hundred bytes can make it allocate gigabytes, or pass over billions of
-//! booleans that take no bytes, in the footer and in each page's header.
+//! The Parquet crate trusts the sizes in a file's footer and page headers: a few hundred bytes can make it allocate
+//! gigabytes, or iterate over billions of booleans that take no bytes.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, BufWriter, Read, Write};
@@ -22,10 +22,10 @@ use crate::{Error, untrusted};
 
 /// The first argument that makes the program call [`serve`].
 pub const ARGUMENT: &str = "__parquet-rows";
-/// Limit on a row: that of a line of JSON, with room for escapes.
+/// Limit on a row, in bytes: the limit on a line of JSON, with room for escapes.
 const MAX_LINE: u64 = 256 << 20;
 
-/// Seconds of processor time from one row to the next; a page of 100 MB takes one.
+/// Limit on the processor time per row, in seconds; a page of 100 MB takes one.
 const MAX_SECONDS: u64 = 30;
 /// Between two looks at that time.
 const LOOK: Duration = Duration::from_secs(1);
@@ -37,7 +37,7 @@ type Take<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
 pub(super) enum Failure {
     /// What is wrong with the file.
     File(String),
-    /// The error of the function that takes the rows.
+    /// The error of the callback.
     Row(Error),
 }
 
@@ -115,7 +115,7 @@ fn read_apart(mut command: Command, path: &Path, fields: &[&str], row: &mut Take
             }
         }
     });
-    // It has ended, or the caller has stopped reading.
+    // The process has ended, or the caller has stopped reading.
     let _ = child.kill();
     let _ = child.wait();
     result

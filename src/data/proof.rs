@@ -8,23 +8,23 @@ use super::layout::{Counts, Layout};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result, untrusted};
 
-/// Maximum number of bytes of a sample that are shown; the middle of a longer one is left out.
+/// The maximum number of bytes of a sample in the preview; the middle of a longer sample is left out.
 const SHOWN: usize = 2400;
 
-/// Proof of the mask.
+/// A preview of a data set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Proof {
     /// What the samples hold.
     pub counts: Counts,
     /// Rows that they make.
     pub rows: u64,
-    /// Tokens in a row, at most.
+    /// The maximum number of tokens per row.
     pub seq_len: usize,
-    /// What marks answers, where the samples are conversations.
+    /// The source of the marked answers, if the samples are conversations.
     pub marked_by: Option<String>,
-    /// The sample's number, if one was asked for.
+    /// The number of the sample, if the user selected one.
     pub number: Option<u64>,
-    /// The sample, or the first that is trained on, cut as it is there, in stretches that are learned or not.
+    /// The sample, truncated as in its row, in pieces with whether they are in the loss.
     pub sample: Vec<(String, bool)>,
 }
 
@@ -54,7 +54,7 @@ impl Proof {
         })
     }
 
-    /// The counts in a line.
+    /// The counts on one line.
     pub fn summary(&self) -> String {
         let Counts { samples, tokens, learned, cut, cut_tokens, dropped } = self.counts;
         let of = |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
@@ -70,7 +70,7 @@ impl Proof {
         text
     }
 
-    /// The counts and the sample, with what is learned in colour or in brackets. Its text has no control characters.
+    /// The counts and the sample, with loss tokens in colour or in brackets. Its text has no control characters.
     pub fn text(&self, colour: bool) -> String {
         let mut out = self.summary();
         if let Some(marked_by) = &self.marked_by {
@@ -87,14 +87,14 @@ impl Proof {
             let clean = untrusted::block(&shown);
             _ = if *learned { write!(out, "{open}{clean}{close}") } else { write!(out, "{clean}") };
         }
-        // Its lines are indented, so that none can be taken for a message.
+        // Its lines are indented, so that none looks like a message.
         out.truncate(out.trim_end().len());
         out.push('\n');
         out
     }
 }
 
-/// The part of `text`, which begins at `at` of `total` bytes, that is shown.
+/// The part of `text` in the preview; the text begins at byte `at` of `total`.
 fn middle_left_out(text: &str, at: usize, total: usize) -> String {
     if total <= SHOWN {
         return text.to_owned();

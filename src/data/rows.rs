@@ -1,7 +1,7 @@
 //! Files of rows, read one row at a time: JSON Lines, a JSON array, CSV, TSV and Parquet.
 //!
-//! A row is an object whose keys stay in the file's order, because tools are written into prompts in that order. No row may
-//! have more than 64 MiB, whatever the size of the file.
+//! A row is an object whose keys keep the file's order, because tools are written into prompts in that order. A row may
+//! have at most 64 MiB, a file any size.
 
 use std::cell::Cell;
 use std::fmt;
@@ -18,12 +18,12 @@ use super::jinja_python::read_json;
 use super::parquet_rows;
 use crate::{Error, Result};
 
-/// A longer row means that the file is of another format.
+/// The longest row in bytes; a longer one means that the file has a different format.
 const MAX_ROW_BYTES: u64 = 64 << 20;
 /// Bytes read at a time.
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// Where a row stands in its file.
+/// The location of a row in its file.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Place {
     Line(u64),
@@ -61,7 +61,7 @@ impl Document {
         if rows == 0 { Err(self.error("holds no rows")) } else { Ok(()) }
     }
 
-    /// Whether this is the first byte that is no white space: a `.json` file may hold one object a line.
+    /// Whether the file begins with `byte` after white space: a `.json` file may contain one object per line.
     fn begins_with(&self, byte: u8) -> Result<bool> {
         Ok(without_mark(&self.start()?).trim_ascii_start().first() == Some(&byte))
     }
@@ -97,7 +97,7 @@ impl Document {
         Ok(())
     }
 
-    /// What is wrong with a line that is no JSON; a pretty-printed file says so at its first line.
+    /// The error for a line that is not JSON, with advice for common mistakes such as a pretty-printed file.
     fn line_error(&self, line: u64, text: &[u8], error: &serde_json::Error) -> Error {
         let advice = match text.trim_ascii() {
             [b'[', ..] => "; a JSON array is read with `--format json`",
@@ -185,7 +185,7 @@ impl Document {
     }
 }
 
-/// The byte order mark that some editors put in front of UTF-8.
+/// Removes the byte order mark that some editors write before UTF-8.
 const MARK: &[u8] = b"\xEF\xBB\xBF";
 
 fn without_mark(text: &[u8]) -> &[u8] {
@@ -203,7 +203,7 @@ fn told(error: &serde_json::Error) -> String {
     text.split(" at line ").next().unwrap_or(&text).to_owned()
 }
 
-/// What may still be read before the row at hand is too long.
+/// The number of bytes left before the current row is too long.
 #[derive(Clone, Default)]
 struct Budget(Rc<Cell<u64>>);
 
@@ -213,7 +213,7 @@ impl Budget {
     }
 }
 
-/// A file that fails where a row does not end: an array's element, or a field whose quotes are not closed.
+/// A reader that fails if a row is too long, because a bracket or quote is not closed.
 struct Bounded {
     file: File,
     budget: Budget,

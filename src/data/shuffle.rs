@@ -2,9 +2,9 @@
 //!
 //! A Feistel network permutes the next even power of two; values outside `0..n` are permuted again until they fall
 //! inside (cycle walking), on average fewer than four times. A shuffled epoch is then a function of (seed, epoch),
-//! and the position in it is the whole state a checkpoint has to keep.
+//! and the position in it is the only state in a checkpoint.
 
-/// Rounds of the Feistel network; four are enough for a permutation that no statistical use can tell from random.
+/// Rounds of the Feistel network; four make the permutation statistically indistinguishable from random.
 const ROUNDS: u64 = 4;
 
 /// A pseudo-random permutation of `0..len`, chosen by a key.
@@ -17,7 +17,7 @@ pub struct Permutation {
 }
 
 impl Permutation {
-    /// The permutation of `0..len` that belongs to `seed` and `epoch`. `len` must not exceed 2^62.
+    /// The permutation of `0..len` for `seed` and `epoch`. `len` must not exceed 2^62.
     pub fn new(len: u64, seed: u64, epoch: u64) -> Self {
         debug_assert!(len <= 1 << 62, "the network is at most 62 bits wide");
         let bits = u64::BITS - len.saturating_sub(1).leading_zeros();
@@ -78,7 +78,7 @@ mod tests {
         assert_eq!(order(1, 0), order(1, 0));
     }
 
-    /// Over many keys, each index lands in each place equally often: chi-squared with 63 degrees of freedom.
+    /// Over many keys, each index is mapped to each position equally often: chi-squared with 63 degrees of freedom.
     #[test]
     fn images_are_uniform_over_keys() {
         let (len, keys) = (64u64, 16_384u64);

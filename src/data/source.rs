@@ -20,7 +20,7 @@ const KINDS: &str = "give `grammar`, `tiny_shakespeare`, `chats`, a `.txt`, `.md
 /// The built-in conversations do not depend on the run's seed.
 const CHATS_SEED: u64 = 0;
 
-/// Limit on the text that comes through a pipe, which is copied to disk first.
+/// Limit on the bytes read from a pipe, which are copied to disk first.
 const MAX_SPOOL: u64 = 64 << 30;
 /// Name prefix of that copy, in the system's folder of temporary files.
 const SPOOL: &str = ".finetune-text-";
@@ -28,7 +28,7 @@ const SPOOL: &str = ".finetune-text-";
 /// Karpathy's sample of Shakespeare's plays (public domain), 1,115,394 bytes, compressed with `zstd --ultra -22`.
 const TINY_SHAKESPEARE: &[u8] = include_bytes!("tiny_shakespeare.txt.zst");
 
-/// Where text comes from: the value of `--data` or `--val`.
+/// The value of `--data` or `--val`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// `grammar`: the built-in corpus of known entropy.
@@ -37,7 +37,7 @@ pub enum Source {
     TinyShakespeare,
     /// `chats` or `chats-held-back`: the built-in conversations whose answers can be checked.
     Chats {
-        /// Those that nothing is trained on.
+        /// Whether to use the held-out ones.
         held_back: bool,
     },
     /// `-`: text from standard input.
@@ -74,17 +74,17 @@ pub trait Fetch {
     fn fetch(&mut self, remote: Remote) -> Result<PathBuf>;
 }
 
-/// What happens while data is loaded.
+/// An event while data is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LoadEvent {
-    /// Text is being tokenised.
+    /// Tokenization progress.
     Tokenising {
         /// Bytes of the files already read.
         done: u64,
         /// Bytes of all files.
         total: u64,
     },
-    /// A notice that needs no action.
+    /// A notice.
     Notice(String),
 }
 
@@ -144,7 +144,7 @@ pub(crate) fn nearest(name: &str, names: impl IntoIterator<Item = String>) -> Op
     names.into_iter().filter(|other| (1..=allowed).contains(&distance(other))).min_by_key(distance)
 }
 
-/// The names of what is in `folder`.
+/// The names of the entries of `folder`.
 pub(crate) fn names_in(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| !name.starts_with('.')).collect()
@@ -254,7 +254,7 @@ fn folder_files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// Adds the files of known formats below `folder`, hidden ones left out and links to folders not followed.
+/// Adds the files of known formats below `folder`, without hidden ones; does not follow links to folders.
 fn collect(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
     for entry in std::fs::read_dir(folder).map_err(Error::io("read", folder))? {
         let entry = entry.map_err(Error::io("read", folder))?;

@@ -1,11 +1,12 @@
 //! Chat templates: the Jinja texts that models bring to turn a conversation into the text they were trained on.
 //!
-//! The environment follows transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` exists, and values are
-//! written and have methods as in Python. There is no clock: `strftime_now` is undefined, and templates
-//! that ask for it fall back on their fixed date, so that a text does not depend on the day.
+//! The environment follows transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` exists, and
+//! values are written and have methods as in Python. There is no clock: `strftime_now` is undefined, and templates that
+//! use it fall back on their fixed date, so that a text does not depend on the day.
 //!
-//! A template may mark what the model has to learn with `{% generation %}` … `{% endgeneration %}`. The engine knows no such
-//! block; it is replaced by expressions that print a mark, and the marks become ranges of the text.
+//! A template may mark the assistant's tokens with `{% generation %}` … `{% endgeneration %}`. The engine does not have
+//! this block, so it is replaced by expressions that print a marker, and the markers are converted to ranges of the
+//! text.
 
 use super::jinja_python::{install, read_json, with_percent};
 use super::template_process::TemplateProcess;
@@ -17,15 +18,15 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::ops::Range;
 
-/// Longer templates are refused; the longest in use has some 20 kB.
+/// The longest accepted template in bytes; the longest in use has about 20 kB.
 const MAX_SOURCE: usize = 1 << 20;
-/// Instructions a rendering may take, which ends templates that loop for ever.
+/// Limit on the instructions of a rendering, which ends infinite loops.
 const FUEL: u64 = 50_000_000;
 /// What `{% generation %}` and its end print. Unicode keeps these code points free for programs' own use.
 const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 const NAME: &str = "chat template";
 
-/// A conversation's messages, each an object with `role` and `content` and whatever else its template reads.
+/// A conversation's messages, each an object with `role`, `content` and any other fields that its template reads.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Conversation {
@@ -40,22 +41,22 @@ impl Conversation {
         Ok(Self { messages: messages.map_err(|error| Error::data("a conversation", error))? })
     }
 
-    /// A conversation of these messages.
+    /// A conversation with these messages.
     pub(super) fn of(messages: Vec<Value>) -> Self {
         Self { messages }
     }
 
-    /// Adds what `role` says.
+    /// Adds a message of `role`.
     pub fn push(&mut self, role: &str, content: &str) {
         self.messages.push(context! { role, content });
     }
 
-    /// Takes the last message back.
+    /// Removes the last message.
     pub fn pop(&mut self) {
         self.messages.pop();
     }
 
-    /// What the assistant says in the last message, if that is its.
+    /// The content of the last message, if it is the assistant's.
     pub fn last_answer(&self) -> Option<String> {
         let last = self.messages.last()?;
         let of = |key: &str| Some(last.get_attr(key).ok()?.as_str()?.to_owned());
@@ -67,12 +68,12 @@ impl Conversation {
         self.messages.clear();
     }
 
-    /// Messages so far.
+    /// The number of messages.
     pub fn len(&self) -> usize {
         self.messages.len()
     }
 
-    /// Whether nothing was said.
+    /// Whether there are no messages.
     pub fn is_empty(&self) -> bool {
         self.messages.is_empty()
     }
@@ -83,7 +84,7 @@ impl Conversation {
     }
 }
 
-/// A conversation to be answered, and the answer that it has.
+/// A conversation split into prompt and reference answer.
 #[derive(Clone, Debug)]
 pub struct Dialogue {
     /// What comes before the answer.
@@ -103,7 +104,7 @@ pub struct Rendered {
     pub learned: Vec<Range<usize>>,
 }
 
-/// The special tokens that templates name.
+/// The special tokens that templates use.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TemplateTokens {
     /// `bos_token`.
@@ -123,7 +124,7 @@ pub struct Template {
 }
 
 impl Template {
-    /// Parses `source`; `origin` is where it comes from, for messages.
+    /// Parses `source`; `origin` is its name in error messages.
     ///
     /// # Errors
     /// [`Error::Model`] with the line of a syntax error.
@@ -151,15 +152,16 @@ impl Template {
         Ok(self)
     }
 
-    /// Renders in a separate process with limits on memory and time, if this program can be started again. For templates that a
-    /// model brings.
+    /// Renders in a separate process with limits on memory and time, if this program can start itself. For templates of
+    /// models.
     #[must_use]
     pub fn apart(mut self, source: &str) -> Self {
         self.apart = TemplateProcess::new(source, &self.origin, &self.tokens);
         self
     }
 
-    /// Writes `conversation` as text; `tools` is a JSON array, and `reply` asks for the start of the model's next answer.
+    /// Converts `conversation` to text; `tools` is a JSON array. `add_generation_prompt` appends the start of the next
+    /// answer.
     ///
     /// # Errors
     /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot compute.
@@ -191,7 +193,7 @@ impl Template {
             ("add_generation_prompt", reply.into()),
             ("tools", tools.cloned().unwrap_or_else(|| ().into())),
         ]);
-        // A token that there is none of stays undefined, which templates test for.
+        // A missing token stays undefined, which templates test for.
         for (name, token) in [("bos_token", bos), ("eos_token", eos)] {
             variables.extend(token.iter().map(|token| (name, Value::from(token.as_str()))));
         }
@@ -206,7 +208,7 @@ impl Template {
     }
 }
 
-/// Whether a text in `value` could be taken for a mark of ours.
+/// Whether a text in `value` contains a marker.
 fn holds_mark(value: &Value) -> bool {
     match value.as_str() {
         Some(text) => text.contains(MARKS),
@@ -235,7 +237,8 @@ fn with_marks(source: &str) -> String {
         match ["generation", "endgeneration"].iter().position(|name| *name == word) {
             None => out.push_str(tag),
             Some(mark) => {
-                // A block at the start of a line takes the blanks in front of it along, and the line's end; an expression does not.
+                // A block at the start of a line removes the blanks before it and the line's end; an expression does
+                // not.
                 let control = |side: Option<char>| matches!(side, Some('-'));
                 let (before, after) = (control(inner.chars().next()), control(inner.chars().next_back()));
                 if !before {

@@ -1,7 +1,6 @@
 //! Renders a model's chat template in a separate process with limits on memory and time.
 //!
-//! A template's fuel bounds its instructions, not what each of them allocates: forty times `{% set x = x + x %}` asks for
-//! terabytes.
+//! A template's fuel limits its instructions, not their allocations: forty times `{% set x = x + x %}` needs terabytes.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, ExitCode, Stdio};
@@ -19,12 +18,12 @@ use crate::{Error, Result};
 
 /// The first argument that makes the program call [`serve`].
 pub const ARGUMENT: &str = "__chat-template";
-/// For one conversation; the longest take milliseconds.
+/// Time limit per conversation; the longest take milliseconds.
 const LIMIT: Duration = Duration::from_secs(10);
-/// Limit on a line between the processes.
+/// Limit on a line between the processes, in bytes.
 const MAX_LINE: u64 = 1 << 30;
 
-/// The first line to the process.
+/// The first line to the worker.
 #[derive(Debug, Serialize, Deserialize)]
 struct Setup {
     source: String,
@@ -32,7 +31,7 @@ struct Setup {
     tokens: TemplateTokens,
 }
 
-/// Every other line to it.
+/// Every later line to the worker.
 #[derive(Serialize, Deserialize)]
 struct Request {
     conversation: Conversation,
@@ -43,7 +42,7 @@ struct Request {
 /// A line from it: a text, or why there is none.
 type Response = std::result::Result<Rendered, String>;
 
-/// Renders one template's conversations. The process starts with the first of them.
+/// Renders one template's conversations. The process starts with the first one.
 #[derive(Debug)]
 pub(super) struct TemplateProcess {
     setup: Setup,
@@ -151,7 +150,7 @@ fn answer_all() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Ends the process [`LIMIT`] after a first message that no second one follows.
+/// Ends the process if the second message does not follow the first within [`LIMIT`].
 fn watch() -> mpsc::Sender<()> {
     let (clock, ticks) = mpsc::channel();
     std::thread::spawn(move || {

@@ -1,7 +1,7 @@
 //! Documents to a token file, on all cores and in bounded memory.
 //!
-//! Pieces are read until a few megabytes are together, encoded in parallel and written in the order they were read,
-//! so the result does not depend on the number of threads.
+//! Chunks are collected up to a few megabytes, encoded in parallel and written in order, so the result does not depend
+//! on the number of threads.
 
 use rayon::prelude::*;
 
@@ -25,7 +25,7 @@ pub(super) struct Tokenise<'a> {
     batch_bytes: usize,
     text_bytes: u64,
     trained_bytes: u64,
-    /// Whether a document of running text stands before what comes next: the end of text separates them.
+    /// Whether the end-of-text token must precede the next document of running text.
     running: bool,
     trained_tokens: u64,
 }
@@ -52,7 +52,7 @@ impl<'a> Tokenise<'a> {
         }
     }
 
-    /// Tokenises `documents`; the writer to finish, and the bytes of the text that is trained on.
+    /// Tokenizes `documents`; returns the writer to finish and the bytes of text in the loss.
     pub(super) fn run(mut self, documents: &[Document]) -> Result<(TokenWriter, u64)> {
         let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
         let total = sizes.iter().sum();
@@ -97,7 +97,7 @@ impl<'a> Tokenise<'a> {
             pieces.par_iter().map(|piece| encode(self.tokenizer, piece)).collect();
         for (piece, ids) in pieces.iter().zip(encoded) {
             let mut ids = ids?;
-            // Ends alone teach nothing.
+            // End-of-text tokens alone are not training data.
             self.trained_tokens += ids.iter().filter(|(_, learned)| *learned).count() as u64;
             if let (true, Some(eos)) = (piece.end == End::Marked, self.tokenizer.eos_id()) {
                 ids.push((eos, true));

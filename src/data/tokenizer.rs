@@ -1,7 +1,7 @@
 //! Text to token ids and back: plain bytes, or any Hugging Face `tokenizer.json`.
 //!
 //! The byte tokenizer is also a Hugging Face one: [`Tokenizer::json`] describes it as a byte-level BPE without merges,
-//! so that the checkpoint of a byte model loads in transformers, and [`Tokenizer::from_json`] knows it again.
+//! so that the checkpoint of a byte model loads in transformers, and [`Tokenizer::from_json`] recognizes it.
 
 use std::ops::Range;
 use std::path::Path;
@@ -16,21 +16,21 @@ use super::contain::contained;
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
-/// Names that the end-of-text token goes by; the first one found in a vocabulary is it.
+/// Names of the end-of-text token; the first one in a vocabulary is used.
 const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "<|eot_id|>"];
 
 /// The byte tokenizer's end-of-text id, after the 256 bytes.
 const BYTE_EOS: u32 = 256;
 
-/// The largest vocabularies in use, of 260,000 tokens, take a third of this.
+/// Limit on a `tokenizer.json` in bytes; the largest vocabularies in use, of 260,000 tokens, take a third of it.
 const MAX_BYTES: u64 = 128 << 20;
 
-/// Turns text into token ids and back. Cheap to clone, and shared between threads.
+/// Converts text to token ids and back. Cheap to clone, and shared between threads.
 #[derive(Clone)]
 pub struct Tokenizer {
     kind: Kind,
     json: Arc<[u8]>,
-    /// The token that the post-processor puts in front of a text.
+    /// The token that the post-processor adds before a text.
     added: Option<u32>,
     bos: Option<u32>,
 }
@@ -41,7 +41,7 @@ enum Kind {
     Byte,
     HuggingFace {
         inner: Arc<tokenizers::Tokenizer>,
-        /// The quick way, for the kind of tokenizer that has one.
+        /// The fast path, for byte-level BPE like GPT-2's.
         fast: Option<Arc<FastBpe>>,
         vocab_size: usize,
         eos: Option<u32>,
@@ -52,10 +52,10 @@ impl Kind {
     /// Reads the text of a `tokenizer.json`, or says what is wrong with it.
     fn hugging_face(json: &[u8]) -> std::result::Result<Self, String> {
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
-        // Settings for inference in batches; training text is neither cut nor padded.
+        // These are settings for batched inference; training text is neither truncated nor padded.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|error| error.to_string())?;
-        // Ids index the embedding, so a vocabulary with holes counts up to its largest id.
+        // Ids index the embedding, so the size of a vocabulary with gaps is its largest id plus one.
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err("its vocabulary is empty".into());
         };
@@ -79,7 +79,7 @@ impl Tokenizer {
         Self::from_json(json, &path.display().to_string())
     }
 
-    /// Takes the text of a `tokenizer.json`; `origin` names it in errors.
+    /// Parses the text of a `tokenizer.json`; `origin` is its name in error messages.
     pub fn from_json(json: Vec<u8>, origin: &str) -> Result<Self> {
         let value: Value = serde_json::from_slice(&json)
             .map_err(|error| Error::model(origin, format!("not a `tokenizer.json`: {error}")))?;
@@ -89,7 +89,7 @@ impl Tokenizer {
         let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
         super::growth::check(&value).map_err(unusable)?;
         let added = added_by(&value["post_processor"]).map(str::to_owned);
-        // A large vocabulary takes as much in this form as in the library's.
+        // Frees the JSON value, which takes as much memory as the library's form.
         drop(value);
         let read =
             contained(|| Kind::hugging_face(&json)).unwrap_or_else(|| Err("its parts do not fit together".into()));
@@ -98,8 +98,9 @@ impl Tokenizer {
         Ok(Self { bos: tokenizer.added, ..tokenizer })
     }
 
-    /// The tokenizer with the BOS token that `rule` determines for a model with these values of `add_bos_token` and `bos_token`
-    /// in its `tokenizer_config.json` and `bos_token_id` in its `config.json`. A new tokenizer has what its post-processor adds.
+    /// The tokenizer with the BOS token that `rule` determines for a model with these values of `add_bos_token` and
+    /// `bos_token` in its `tokenizer_config.json` and `bos_token_id` in its `config.json`. A new tokenizer has what its
+    /// post-processor adds.
     ///
     /// # Errors
     /// [`Error::Config`] if `rule` asks for a token that the model does not have.
@@ -114,17 +115,17 @@ impl Tokenizer {
         Ok(Self { bos, ..self })
     }
 
-    /// The token that documents, prompts and windows of running text begin with, if any.
+    /// The token at the start of documents, prompts and windows of running text, if any.
     pub fn bos(&self) -> Option<u32> {
         self.bos
     }
 
-    /// The token to put in front of a document or a prompt: BOS, unless that is its `first` token already.
+    /// The token to add before a document or prompt: BOS, unless `first` is BOS already.
     pub(super) fn prefix(&self, first: Option<u32>) -> Option<u32> {
         self.bos.filter(|bos| first != Some(*bos))
     }
 
-    /// The ids of a document or a prompt: the BOS token, if there is one, and the result of [`Self::encode`].
+    /// The ids of a document or prompt: the BOS token, if any, and the result of [`Self::encode`].
     pub fn encode_document(&self, text: &str) -> Result<Vec<u32>> {
         let mut ids = self.encode(text)?;
         if let Some(bos) = self.prefix(ids.first().copied()) {
@@ -146,7 +147,7 @@ impl Tokenizer {
         matches!(self.kind, Kind::Byte)
     }
 
-    /// The ids of `text`, with no token added at either end. `<|endoftext|>` in the text is that token.
+    /// The ids of `text`, without added tokens. `<|endoftext|>` in the text becomes that token.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &self.kind {
             Kind::Byte => {
@@ -185,8 +186,8 @@ impl Tokenizer {
         let encode = || {
             let encoding = inner.encode(text, false);
             let encoding = encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
-            // Offsets may leave out a token's white space, and the tokens of one character share its bytes: each takes what
-            // the one before it has left.
+            // Offsets may leave out a token's white space, and the tokens of one character share its bytes: each token
+            // starts at the end of the previous one.
             let mut end = 0;
             let spans = encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(&id, &(start, stop))| {
                 let start = start.min(end);
@@ -198,7 +199,7 @@ impl Tokenizer {
         contained(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
     }
 
-    /// The text of `ids`, special tokens left out; bytes that are not UTF-8 become U+FFFD, and unknown ids nothing.
+    /// The text of `ids` without special tokens; invalid UTF-8 becomes U+FFFD, and unknown ids are dropped.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         match &self.kind {
             Kind::Byte => {
@@ -211,7 +212,7 @@ impl Tokenizer {
         }
     }
 
-    /// The text of `ids` with the special tokens in it.
+    /// The text of `ids` with special tokens.
     pub(super) fn decode_with_special(&self, ids: &[u32]) -> Result<String> {
         match &self.kind {
             Kind::Byte => ids
@@ -227,7 +228,7 @@ impl Tokenizer {
         }
     }
 
-    /// One more than the largest id: the least vocabulary a model must have.
+    /// The largest id plus one, which is the minimum vocabulary size of a model.
     pub fn vocab_size(&self) -> usize {
         match self.kind {
             Kind::Byte => BYTE_EOS as usize + 1,
@@ -243,7 +244,7 @@ impl Tokenizer {
         }
     }
 
-    /// A token as the vocabulary spells it.
+    /// The spelling of a token in the vocabulary.
     pub fn token(&self, id: u32) -> Option<String> {
         match &self.kind {
             Kind::Byte if id == BYTE_EOS => Some(END_OF_TEXT[0].to_owned()),
@@ -252,7 +253,7 @@ impl Tokenizer {
         }
     }
 
-    /// The bytes of text that a token stands for, where each stands for bytes; the end of text stands for none.
+    /// The number of bytes of a token's text, if tokens are bytes; 0 for the end of text.
     pub(super) fn token_bytes(&self, id: u32) -> Option<usize> {
         let byte_level = match &self.kind {
             Kind::Byte => true,
@@ -265,12 +266,12 @@ impl Tokenizer {
         if self.eos_id() == Some(id) { Some(0) } else { Some(self.token(id)?.chars().count()) }
     }
 
-    /// The `tokenizer.json` to write beside a model's weights, byte for byte as it was read.
+    /// The `tokenizer.json` to save with a model's weights, with the bytes that were read.
     pub fn json(&self) -> &[u8] {
         &self.json
     }
 
-    /// SHA-256 of [`Self::json`] in hexadecimal, and the BOS token: two tokenizers with the same fingerprint give the same ids.
+    /// SHA-256 of [`Self::json`] in hexadecimal, and the BOS token: equal fingerprints mean equal ids.
     pub fn fingerprint(&self) -> String {
         Digest::of(&self.json).sha256 + &self.bos.map_or_else(String::new, |bos| format!(" bos {bos}"))
     }
@@ -283,7 +284,7 @@ impl std::fmt::Debug for Tokenizer {
     }
 }
 
-/// The byte tokenizer in Hugging Face's terms.
+/// The byte tokenizer as a `tokenizer.json`.
 fn byte_json() -> Value {
     let vocab: serde_json::Map<String, Value> =
         (0..=u8::MAX).map(|byte| (byte_level_char(byte).to_string(), byte.into())).collect();
@@ -353,7 +354,7 @@ pub(super) mod tests {
             prop_assert_eq!(tokenizer.decode(&ids).unwrap(), text);
         }
 
-        /// The emitted `tokenizer.json`, run by the Hugging Face crate, does what the shortcut does.
+        /// The emitted `tokenizer.json` gives the same ids in the Hugging Face crate.
         #[test]
         fn the_json_describes_the_byte_tokenizer(parts in prop::collection::vec(".*", 1..4)) {
             let text = parts.join("<|endoftext|>");

@@ -12,7 +12,7 @@ use crate::{Error, Result};
 pub struct TokenSource {
     store: Arc<Store>,
     view: Range<usize>,
-    /// The token that windows of running text begin with.
+    /// The token at the start of windows of running text.
     bos: Option<u32>,
 }
 
@@ -21,7 +21,7 @@ pub struct TokenSource {
 enum Store {
     Memory {
         ids: Vec<u32>,
-        /// Where documents start.
+        /// The start positions of documents.
         starts: Vec<usize>,
         documents: Documents,
     },
@@ -29,13 +29,13 @@ enum Store {
 }
 
 impl TokenSource {
-    /// Takes ids in memory.
+    /// A sequence of ids in memory.
     pub fn from_ids(ids: Vec<u32>) -> Self {
         let starts = if ids.is_empty() { Vec::new() } else { vec![0] };
         Self::over(Store::Memory { ids, starts, documents: Documents::Texts })
     }
 
-    /// Takes samples in memory: ids, each with whether it is learned.
+    /// Samples in memory: ids, each with whether it is in the loss.
     pub fn from_samples(samples: &[Vec<(u32, bool)>]) -> Self {
         let (mut ids, mut starts) = (Vec::new(), Vec::new());
         for sample in samples.iter().filter(|sample| !sample.is_empty()) {
@@ -54,7 +54,7 @@ impl TokenSource {
         Self { view: 0..store.len(), store: Arc::new(store), bos: None }
     }
 
-    /// The tokens of a tokenizer that puts `bos` in front of a text.
+    /// Sets the token that the tokenizer adds before a text.
     #[must_use]
     pub fn with_bos(self, bos: Option<u32>) -> Self {
         Self { bos, ..self }
@@ -65,15 +65,15 @@ impl TokenSource {
         self.view.len()
     }
 
-    /// Whether the view holds no token.
+    /// Whether the view is empty.
     pub fn is_empty(&self) -> bool {
         self.view.is_empty()
     }
 
-    /// Copies the ids from position `start` on into `out`.
+    /// Copies ids into `out`, starting at position `start`.
     ///
     /// # Panics
-    /// If the ids asked for do not lie inside the view.
+    /// If the range is not inside the view.
     pub fn read(&self, start: usize, out: &mut [u32]) {
         self.read_flagged(start, out);
         for id in out {
@@ -81,8 +81,8 @@ impl TokenSource {
         }
     }
 
-    /// Like [`Self::read`], for the inputs of a row. One that begins within a running text has the BOS token instead of its first
-    /// token, because models that were trained with that token compute badly without it.
+    /// Like [`Self::read`], for the inputs of a row. A row that begins within a running text has the BOS token instead
+    /// of its first token, because models that were trained with that token predict badly without it.
     ///
     /// # Panics
     /// As [`Self::read`].
@@ -93,7 +93,7 @@ impl TokenSource {
         }
     }
 
-    /// Like [`Self::read`], for tokens that are to be predicted: those outside the loss become [`IGNORE_INDEX`].
+    /// Like [`Self::read`], for labels: tokens outside the loss become [`IGNORE_INDEX`].
     ///
     /// # Panics
     /// As [`Self::read`].
@@ -113,7 +113,7 @@ impl TokenSource {
         }
     }
 
-    /// Fails if an earlier read returned no tokens because the file could not be read.
+    /// Returns the error of an earlier read that returned no tokens.
     pub fn check(&self) -> Result<()> {
         let Store::File(file) = &*self.store else { return Ok(()) };
         file.failure().map_or(Ok(()), |failure| {
@@ -122,14 +122,14 @@ impl TokenSource {
         })
     }
 
-    /// The first `at` tokens, and the rest.
+    /// Splits the view at token `at`.
     pub fn split_at(&self, at: usize) -> (Self, Self) {
         let middle = self.view.start + at.min(self.len());
         let view = |view| Self { store: Arc::clone(&self.store), view, bos: self.bos };
         (view(self.view.start..middle), view(middle..self.view.end))
     }
 
-    /// Whether each document is a sample of its own, and not a part of one long text.
+    /// Whether each document is a separate sample, not a part of one long text.
     pub fn is_samples(&self) -> bool {
         self.kind() != Documents::Texts
     }
@@ -142,14 +142,14 @@ impl TokenSource {
         }
     }
 
-    /// The documents in the view, in order; the view's first may have begun before it.
+    /// The documents in the view, in order; the first may begin before the view.
     pub fn documents(&self) -> impl ExactSizeIterator<Item = Range<usize>> {
         let starts = match &*self.store {
             Store::Memory { starts, .. } => starts,
             Store::File(file) => file.starts(),
         };
         let Range { start, end } = self.view;
-        // The document that the view begins in, and those that begin in it.
+        // The document at the start of the view, and those that begin in the view.
         let first = starts.partition_point(|&at| at <= start).saturating_sub(1);
         let last = starts.partition_point(|&at| at < end).max(first);
         let starts = if start == end { &[] } else { &starts[first..last] };
@@ -159,8 +159,8 @@ impl TokenSource {
         })
     }
 
-    /// The first `percent` of the tokens to train on and the rest to validate; samples stay whole, and there is one of them on
-    /// each side if there are two.
+    /// Splits off the first `percent` of the tokens for training; the rest is for validation. Samples are not split,
+    /// and each side has at least one if there are two.
     pub(super) fn hold_out(&self, percent: usize) -> (Self, Self) {
         if !self.is_samples() {
             return self.split_at(self.len() * percent / 100);
@@ -171,7 +171,7 @@ impl TokenSource {
         self.split_at(at)
     }
 
-    /// Fails unless the view holds a training window: `seq_len` inputs and the token after each.
+    /// Rejects a view that is too short for a training window: `seq_len` inputs and the token after each.
     pub fn require(&self, seq_len: usize, origin: &str) -> Result<()> {
         if self.len() > seq_len {
             return Ok(());

@@ -8,7 +8,8 @@ use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
-/// A decoder of `spec` with these FP32 adapters, in the policy's compute type, over their base, which is in it, on an open device.
+/// A decoder of `spec` with these FP32 adapters, in the policy's compute type, over their base, which is in it, on an
+/// open device.
 pub(super) fn load(
     spec: &ModelSpec,
     adapters: &Parameters,

@@ -14,19 +14,19 @@ const MORE: usize = 8;
 /// Wrong answers that are kept to be shown.
 const KEPT: usize = 3;
 
-/// What came of asking.
+/// The result of an exact-match evaluation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Answers {
     /// Questions.
     pub asked: usize,
-    /// Answers that are those of the data, but for white space around them.
+    /// Answers that match the reference after trimming white space.
     pub exact: usize,
-    /// The first wrong ones: what was expected, and what the model said.
+    /// The first wrong answers: the expected one and the model's.
     pub wrong: Vec<(String, String)>,
 }
 
-/// Asks `trained`, with these weights, every question of `dialogues`; the likeliest token is taken each time. `progress` hears
-/// the answers so far.
+/// Asks `trained`, with these weights, every question of `dialogues`; the likeliest token is taken each time.
+/// Calls `progress` with the number of answers so far.
 ///
 /// # Errors
 /// [`Error::Model`] for what the template refuses, [`Error::Data`] for a question that fills the model's context.

@@ -21,7 +21,8 @@ impl Chat {
     /// A conversation with `trained`, with the template in `file`, else the model's own, else one line per turn.
     ///
     /// # Errors
-    /// [`Error::Model`](crate::Error::Model) or [`Error::Io`](crate::Error::Io) for a template that cannot be read or parsed.
+    /// [`Error::Model`](crate::Error::Model) or [`Error::Io`](crate::Error::Io) for a template that cannot be read or
+    /// parsed.
     pub fn new(trained: &TrainedModel, file: Option<&Path>) -> Result<Self> {
         let chat = &trained.chat;
         let (source, origin) = match file {
@@ -44,7 +45,7 @@ impl Chat {
         self.asking(&self.history, None)
     }
 
-    /// The same of another conversation, whose answer may call `tools`.
+    /// The text of a `conversation` up to the start of the next answer, which may call `tools`.
     pub fn asking(&self, conversation: &Conversation, tools: Option<&minijinja::Value>) -> Result<String> {
         Ok(self.template.render_with(conversation, tools, true)?.text)
     }

@@ -1,7 +1,7 @@
 //! Evaluates a model on a text: loss, perplexity and bits per byte over a sliding window.
 //!
-//! Every token except the first is predicted exactly once. With a stride shorter than the window, windows overlap, and a
-//! prediction is taken from the window with more context: at least `seq_len - stride` tokens.
+//! Every token except the first is predicted exactly once. With a stride shorter than the window, windows overlap, and
+//! a prediction is taken from the window with more context: at least `seq_len - stride` tokens.
 
 use crate::data::{Batch, EvalBatches, IGNORE_INDEX, TokenSource};
 use crate::engine::model::{Decoder, Mode, Parameters, Tokens, Workspace};
@@ -84,8 +84,8 @@ impl Evaluation {
     }
 }
 
-/// Evaluates a model on `tokens`; `bytes_per_token` is the average size of a predicted token. Calls `progress` with the number
-/// of windows done after every batch.
+/// Evaluates a model on `tokens`; `bytes_per_token` is the average size of a predicted token. Calls `progress` with the
+/// number of windows done after every batch.
 pub fn evaluate(
     model: &Decoder,
     weights: &Parameters,

@@ -1,6 +1,7 @@
 //! A trained model in the formats that other programs take: a Hugging Face folder, GGUF, ONNX.
 //!
-//! Everything is written under a temporary name beside its place and renamed, so that what is there is complete.
+//! Everything is written under a temporary name in the target folder and then renamed, so that visible files are
+//! complete.
 
 mod gguf;
 mod hugging_face;
@@ -20,13 +21,13 @@ use tempfile::TempDir;
 pub enum Format {
     /// A folder with `config.json`, `tokenizer.json` and `model.safetensors`, as transformers reads it.
     HuggingFace,
-    /// One file for llama.cpp and its kin, tokenizer included.
+    /// One file for llama.cpp and similar programs, including the tokenizer.
     Gguf,
     /// A graph with free batch and sequence axes, and its weights in a second file, `.data`.
     Onnx(OnnxOptions),
 }
 
-/// What of a model with adapters is written; of one without, there is only the whole.
+/// The part of a model with adapters to write. A model without adapters is always written as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parts {
     /// The adapters alone, in PEFT's format.
@@ -63,11 +64,11 @@ impl From<Dtype> for Encoding {
     }
 }
 
-/// Writes `trained` with weights of `encoding` to `out`, which must not be there yet. Returns what was written.
+/// Writes `trained` with weights of dtype `encoding` to `out`, which must not exist. Returns the written files.
 ///
 /// # Errors
-/// [`Error::Config`] where `out` exists or the format has no such encoding; [`Error::Model`] where the type cannot hold the weights or the format cannot hold
-/// the tokenizer; [`Error::Io`].
+/// [`Error::Config`] where `out` exists or the format has no such encoding; [`Error::Model`] where the type cannot hold
+/// the weights or the format cannot hold the tokenizer; [`Error::Io`].
 pub fn export(
     trained: &TrainedModel,
     encoding: impl Into<Encoding>,

@@ -1,8 +1,8 @@
 //! Checks whether a model can train in FP16, by measuring every tensor of forward and backward passes on real text.
 //!
-//! Passes in FP32 measure the activations and gradients without saturation. They determine the units (blocks, or the head)
-//! that cannot stay in FP16, and the best loss scale for the others. Passes in FP16 at that scale, with those units in FP32,
-//! then verify the result.
+//! Passes in FP32 measure the activations and gradients without saturation. They determine the units (blocks, or the
+//! head) that cannot stay in FP16, and the best loss scale for the others. Passes in FP16 at that scale, with those
+//! units in FP32, then verify the result.
 
 use crate::Result;
 use crate::data::{Batch, BatchLoader, TokenSource};
@@ -235,8 +235,8 @@ impl<'a> Passes<'a> {
     }
 }
 
-/// The units that cannot stay in FP16: those whose activations overflow, and, while the loss scale flushes too much of the
-/// others, the one whose gradient limits it.
+/// The units that cannot stay in FP16: units whose activations overflow, and, while the loss scale flushes too much of
+/// the others, the one whose gradient limits it.
 fn wide_units(units: &BTreeMap<PrecisionUnit, Measured>) -> BTreeSet<PrecisionUnit> {
     let overflows = |seen: &Measured| seen.activation.max_abs.is_nan() || seen.activation.max_abs > TOP;
     let mut wide: BTreeSet<PrecisionUnit> =

@@ -52,8 +52,8 @@ impl Sampling {
         check(fine, "--repetition-penalty", format!("`{penalty}` is not between 0.01 and 100; 1 changes nothing"))
     }
 
-    /// Prepares the logits for sampling. With both top-k and top-p, removes all but the k largest before probabilities are summed,
-    /// as in transformers; at a temperature so low that dividing would overflow, shifts the largest to 0.
+    /// Prepares the logits for sampling. With both top-k and top-p, keeps only the k largest before probabilities are
+    /// summed, as in transformers; at a temperature so low that dividing would overflow, shifts the largest to 0.
     fn prepared(&self, logits: &Tensor) -> Result<Tensor> {
         let both = self.top_p.and(self.top_k).filter(|_| self.temperature > 0.0);
         let cold = self.temperature > 0.0 && self.temperature < COLD;
@@ -121,8 +121,8 @@ pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
     Ok(if ids.is_empty() { vec![tokenizer.eos_id().unwrap_or(0)] } else { ids })
 }
 
-/// Generates text, overwriting `cache`. Calls `receive` with each token except the one that ends the text; it returns whether
-/// to continue. Equal weights and requests give equal tokens.
+/// Generates text, overwriting `cache`. Calls `receive` with each token except the one that ends the text; it returns
+/// whether to continue. Equal weights and requests give equal tokens.
 ///
 /// # Errors
 /// [`Error::Model`] if the model's logits are not finite; errors of `receive`.
@@ -190,8 +190,8 @@ mod tests {
         }
     }
 
-    /// transformers 5.0: `TopKLogitsWarper(3)`, then `TopPLogitsWarper(0.5)`, keep the first two of these; half of the whole
-    /// distribution would be the first three.
+    /// transformers 5.0: `TopKLogitsWarper(3)`, then `TopPLogitsWarper(0.5)`, keep the first two of these; half of the
+    /// whole distribution would be the first three.
     #[test]
     fn top_p_applies_to_what_top_k_keeps() {
         let probabilities = [0.25f32, 0.2, 0.15, 0.14, 0.13, 0.13];

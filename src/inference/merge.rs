@@ -22,8 +22,8 @@ pub struct MergeDifference {
     pub tokens: usize,
 }
 
-/// Compares base and adapters with the merged model in `out`, whose weights have `encoding`, on random tokens and on `open`'s
-/// device, in FP32. An ONNX graph is compared by the weights that were written to it.
+/// Compares base and adapters with the merged model in `out`, whose weights have `encoding`, on random tokens and on
+/// `open`'s device, in FP32. An ONNX graph is compared by the weights that were written to it.
 ///
 /// # Errors
 /// [`Error::Model`] if `out` cannot be read, or a logit is not finite.

@@ -1,8 +1,8 @@
 //! Do training and generation agree on a token's probability? Reinforcement learning samples with one and learns with the
 //! other, and weighs each token by the ratio of the two: rounding alone moves it away from 1 (arXiv 2510.26788).
 //!
-//! The same tokens go through the training forward pass, all positions at once, and through generation, one at a time over
-//! the KV cache. Both take the same weights, so that what differs is rounding, in an order that differs.
+//! The same tokens go through the training forward pass, all positions at once, and through generation, one at a time
+//! over the KV cache. Both take the same weights, so that what differs is rounding, in an order that differs.
 
 use crate::engine::kernels::view::host;
 use crate::engine::model::{Decoder, KvCache, Mode, Parameters, Tokens, Workspace};
@@ -21,7 +21,7 @@ pub struct Sequences {
     pub ids: Vec<Vec<u32>>,
 }
 
-/// What both passes say of each predicted token, sequence after sequence.
+/// The log-probabilities of each predicted token in both passes, sequence by sequence.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LogProbs {
     /// By the training forward pass, in nats.
@@ -43,7 +43,7 @@ pub struct Ratios {
     pub max: f64,
 }
 
-/// How far training and generation are apart.
+/// The mismatch between training and generation.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Mismatch {
     /// Tokens predicted.
@@ -61,7 +61,7 @@ pub struct Mismatch {
 }
 
 impl Sequences {
-    /// So many sequences of `tokens` predicted tokens, sampled by the model after `prompt`.
+    /// Sequences of `tokens` predicted tokens, sampled by the model after `prompt`.
     pub fn sample(
         model: &Decoder,
         weights: &Parameters,
@@ -88,7 +88,7 @@ impl Sequences {
     }
 }
 
-/// What training and generation say of each predicted token of `sequences`.
+/// The log-probabilities of each predicted token of `sequences`, in training and in generation.
 ///
 /// # Errors
 /// [`Error::Model`] where logits are not finite.
@@ -138,7 +138,7 @@ fn rows(logits: &Tensor) -> Result<Vec<Vec<f32>>> {
     Ok(host(&logits.to_dtype(DType::F32)?)?.to_vec2()?)
 }
 
-/// Log-probabilities, in FP64 so that they add no error of their own.
+/// Log-probabilities in FP64, so that they add no rounding error.
 fn log_softmax(logits: &[f32]) -> Result<Vec<f64>> {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|x| (f64::from(*x) - f64::from(largest)).exp()).sum();
@@ -150,7 +150,7 @@ fn log_softmax(logits: &[f32]) -> Result<Vec<f64>> {
 }
 
 impl Mismatch {
-    /// The figures of `found`, whose sequences have so many predicted tokens each.
+    /// The statistics of `found`, with `tokens_each` predicted tokens per sequence.
     pub fn new(found: &LogProbs, tokens_each: usize) -> Self {
         let differences: Vec<f64> = found.training.iter().zip(&found.generation).map(|(t, g)| t - g).collect();
         let tokens = differences.len();
@@ -182,7 +182,8 @@ impl Ratios {
 mod tests {
     use super::*;
 
-    /// Two sequences of two tokens. Training gives their tokens half, a quarter, a half and all of generation's probability.
+    /// Two sequences of two tokens. Training gives their tokens half, a quarter, a half and all of generation's
+    /// probability.
     #[test]
     fn a_case_that_is_worked_out_by_hand() {
         let logs = |probabilities: [f64; 4]| probabilities.map(f64::ln).to_vec();

@@ -37,8 +37,8 @@ pub struct TrainedModel {
 pub type Locate<'a> = dyn FnMut(&str, Option<&str>) -> Result<PathBuf> + 'a;
 
 impl TrainedModel {
-    /// Opens `path`: a folder with `config.json`, a GGUF file, a `step-*` or `weights-*` folder (verified first), a run's folder,
-    /// or adapters whose base is on this machine. `tokenizer` replaces the model's own.
+    /// Opens `path`: a folder with `config.json`, a GGUF file, a `step-*` or `weights-*` folder (verified first), a
+    /// run's folder, or adapters whose base is on this machine. `tokenizer` replaces the model's own.
     ///
     /// # Errors
     /// [`Error::Model`] or [`Error::Checkpoint`] if there is no model, it is damaged, or the tokenizer does not fit.
@@ -46,7 +46,7 @@ impl TrainedModel {
         Self::open_with(path, tokenizer, &mut |name, _| Ok(PathBuf::from(name)))
     }
 
-    /// The same; `locate` finds the base of adapters.
+    /// Opens a model; `locate` finds the base of adapters.
     pub fn open_with(path: &Path, tokenizer: Option<&Path>, locate: &mut Locate<'_>) -> Result<Self> {
         if !path.exists() {
             return Err(Error::model(format!("`{}`", path.display()), "there is no such folder or file"));
@@ -78,7 +78,7 @@ impl TrainedModel {
             (None, WeightSource::Random(_)) => path,
         };
         let path = place.to_path_buf();
-        // A folder of adapters may leave it to the base.
+        // A folder of adapters may rely on its base for this.
         let beside = Some(path.join("tokenizer.json")).filter(|file| adapters.is_some() && file.is_file());
         let file = tokenizer.map(Path::to_path_buf).or(beside);
         let own = match (&file, &weights) {
@@ -116,7 +116,7 @@ impl TrainedModel {
         Ok(self)
     }
 
-    /// The tokens that end a text: those of the configuration, of `generation_config.json` and of the tokenizer.
+    /// The stop tokens from the configuration, `generation_config.json` and the tokenizer.
     pub fn ends(&self) -> Result<Vec<u32>> {
         let mut ends = self.config.eos_token_ids.clone();
         ends.extend(self.companions.eos_ids()?);

@@ -1,7 +1,7 @@
 //! Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 //!
-//! The tensors say which layers have an adapter; the configuration says how its output is scaled. A key that means something
-//! else than what the engine computes is refused by name.
+//! The tensors determine which layers have an adapter, the configuration determines its scale. A key that the engine
+//! does not implement is rejected by name.
 
 use super::checkpoint::Base;
 use super::tensor_file::{TensorFile, write_tensors};
@@ -20,10 +20,10 @@ pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 /// Configurations are small.
 const MAX_JSON: u64 = 16 << 20;
-/// What PEFT puts in front of every name.
+/// PEFT's prefix of every name.
 const PREFIX: &str = "base_model.model.";
 
-/// Keys that say where an adapter came from or how it is trained, whatever their values; the tensors tell where it acts.
+/// Keys about an adapter's origin or training, which are ignored; the tensors determine the layers.
 const INERT: [&str; 19] = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -54,7 +54,7 @@ pub struct AdapterFolder {
     file: TensorFile,
 }
 
-/// What an `adapter_config.json` says.
+/// The content of an `adapter_config.json`.
 #[derive(Clone, Debug, PartialEq)]
 struct AdapterConfig {
     r: usize,
@@ -95,12 +95,12 @@ impl AdapterFolder {
         Ok(Self { path, config, file })
     }
 
-    /// Where the folder is.
+    /// The path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What the configuration calls the base.
+    /// The base model's name in the configuration.
     pub fn base(&self) -> Option<&str> {
         self.config.base.as_deref()
     }
@@ -113,7 +113,7 @@ impl AdapterFolder {
     /// `base` with these adapters.
     ///
     /// # Errors
-    /// [`Error::Model`] naming a tensor that does not fit: the adapter is of another base.
+    /// [`Error::Model`] naming a tensor that does not fit, because the adapter belongs to a different base.
     pub fn spec(&self, base: &ModelSpec) -> Result<ModelSpec> {
         let AdapterConfig { r, alpha, dropout, rslora, dora, .. } = self.config;
         let layers: BTreeMap<String, Layer> =
@@ -147,7 +147,7 @@ impl AdapterFolder {
         Ok(spec)
     }
 
-    /// Whether every parameter is there in its shape, and nothing else.
+    /// Checks that exactly the expected parameters exist, with their shapes.
     fn check(&self, spec: &ModelSpec) -> Result<()> {
         let expected = spec.parameters();
         for entry in &expected {
@@ -204,7 +204,7 @@ pub fn adapter_config(spec: &ModelSpec, base: Option<&Base>) -> String {
     format!("{config:#}\n")
 }
 
-/// Writes the trained parameters of `spec` as PEFT stores them into `out`, whose `path` is for messages.
+/// Writes the trained parameters of `spec` in PEFT's format to `out`; `path` is its name in error messages.
 pub fn write_adapter(out: &mut dyn Write, path: &Path, spec: &ModelSpec, parameters: &Parameters) -> Result<()> {
     let tensors: Vec<_> = parameters.iter().map(|(name, tensor)| (stored_name(spec, name), tensor.clone())).collect();
     write_tensors(out, path, &tensors)

@@ -13,8 +13,9 @@ use std::sync::Arc;
 
 /// Values hashed at a time.
 const CHUNK: usize = 1 << 16;
-/// Values of a table of tokens that are read at a time, or four rows more. In FP32 and whole, that of a large vocabulary would take more
-/// than all else that a run over a frozen base holds. A multiple of four, as drawing wants it.
+/// Values of a table of tokens that are read at a time, or four rows more. In FP32 and whole, that of a large
+/// vocabulary would take more than all else that a run over a frozen base holds. A multiple of four, as drawing wants
+/// it.
 const TABLE_PART: usize = 1 << 20;
 
 /// Adapters over their base.
@@ -22,13 +23,13 @@ const TABLE_PART: usize = 1 << 20;
 pub struct AdaptedModel {
     /// The trained parameters with their initial values, in FP32, over the base in the compute type or in blocks.
     pub parameters: Parameters,
-    /// SHA-256 of the base's values in FP32, in the order of their names: the same however they are stored.
+    /// SHA-256 of the base's values in FP32, in the order of their names; independent of their storage.
     pub sha256: String,
 }
 
-/// The trained parameters of `spec`, drawn from `seed`, over its base. `read_part` reads the values of a parameter from one on, in
-/// FP32: whole parameters, but some rows at a time of a table of tokens. On a CPU matrices stay in the blocks that `gguf` has.
-/// `origin` is the base's name, for messages.
+/// Loads the base of `spec` and draws its trained parameters from `seed`. `read_part` reads FP32 values of a parameter,
+/// starting at a given one: a whole parameter, or some rows of a token embedding. On a CPU matrices stay in the
+/// quantized blocks of `gguf`. `origin` is the base's name in error messages.
 ///
 /// # Errors
 /// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_part` says.
@@ -54,7 +55,8 @@ pub fn over_base(
         _ => Parameters::zeros(&frozen, dtype, device)?,
     };
     let base_parameters = spec.base_parameters();
-    // One buffer for all values: what the system's allocator keeps of buffers of many sizes would stay resident during training.
+    // One buffer for all values: what the system's allocator keeps of buffers of many sizes would stay resident during
+    // training.
     let buffer = view::zeros(&[base_parameters.iter().map(part_of).max().unwrap_or(1)], DType::F32, &Device::Cpu)?;
     let mut digest = DigestWriter::new(sink());
     for entry in base_parameters {
@@ -99,7 +101,8 @@ fn part_of(entry: &ParamSpec) -> usize {
     }
 }
 
-/// Rejects FP32 weights that are not finite or exceed the range of `dtype`, naming the tensor; `origin` is the model's name.
+/// Rejects FP32 weights that are not finite or exceed the range of `dtype`, naming the tensor; `origin` is the model's
+/// name.
 pub fn check_range(masters: &Parameters, origin: &str, dtype: Dtype) -> Result<()> {
     masters.iter().try_for_each(|(name, tensor)| {
         check_stats(name, &survey(tensor, FloatFormat::FP32, false)?.stats, origin, dtype)

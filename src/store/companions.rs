@@ -54,8 +54,8 @@ impl Companions {
         self.0.get(name).map(Vec::as_slice)
     }
 
-    /// The chat template and its special tokens. The template is `chat_template.jinja`, or the one in `tokenizer_config.json`: a
-    /// string, or the one named `default` in a list.
+    /// The chat template and its special tokens. The template is `chat_template.jinja`, or the one in
+    /// `tokenizer_config.json`: a string, or the one named `default` in a list.
     ///
     /// # Errors
     /// [`Error::Model`] for a file that is not UTF-8 or not JSON.
@@ -72,8 +72,8 @@ impl Companions {
         Ok(ChatSettings { template, tokens: TemplateTokens { bos: token("bos_token"), eos: token("eos_token") } })
     }
 
-    /// `tokenizer` with the BOS token that `rule` determines; `id` is the one in `config.json`. If it differs from the one that
-    /// `auto` determines, these files record it as `add_bos_token`.
+    /// `tokenizer` with the BOS token that `rule` determines; `id` is the one in `config.json`. If it differs from the
+    /// one that `auto` determines, these files record it as `add_bos_token`.
     ///
     /// # Errors
     /// As [`Tokenizer::with_bos`], and [`Error::Model`] for a file that is not JSON.
@@ -115,7 +115,8 @@ fn special_token<'a>(config: &'a Value, key: &str) -> Option<&'a str> {
     value.as_str().or_else(|| value["content"].as_str())
 }
 
-/// The `tokenizer_config.json` of a tokenizer that has none: what `AutoTokenizer` needs in addition to `tokenizer.json`.
+/// The `tokenizer_config.json` of a tokenizer that has none: what `AutoTokenizer` needs in addition to
+/// `tokenizer.json`.
 pub fn tokenizer_config(tokenizer: &Tokenizer) -> Value {
     let end = tokenizer.eos_id().and_then(|id| tokenizer.token(id));
     json!({

@@ -30,14 +30,14 @@ pub struct ModelFolder {
 }
 
 impl ModelFolder {
-    /// Opens the folder and checks it without reading values, except of a tied head that is stored anyway, which must equal the
-    /// embedding.
+    /// Opens the folder and checks it without reading values, except of a tied head that is stored anyway, which must
+    /// equal the embedding.
     ///
     /// Tensors may have the prefix `transformer.`; buffers of the attention mask are skipped.
     ///
     /// # Errors
-    /// [`Error::Model`] with the folder or file and the first problem: a key of the configuration; only pickled weights; a shard
-    /// outside the folder; a missing or extra tensor, or one of the wrong shape.
+    /// [`Error::Model`] with the folder or file and the first problem: a key of the configuration; only pickled
+    /// weights; a shard outside the folder; a missing or extra tensor, or one of the wrong shape.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let config = Self::read_config(&path)?;
@@ -50,7 +50,7 @@ impl ModelFolder {
         Ok(folder)
     }
 
-    /// The shape that the folder's configuration asks for; weights need not be there.
+    /// The shape in the folder's configuration; the weights may be missing.
     pub fn read_config(folder: &Path) -> Result<ModelSpec> {
         let file = folder.join(CONFIG);
         let text = read_at_most(&file, MAX_JSON).map_err(|error| match error {
@@ -77,7 +77,7 @@ impl ModelFolder {
         &self.config
     }
 
-    /// `tokenizer.json` beside the weights, if it is there.
+    /// The `tokenizer.json` of the folder, if it exists.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         Self::tokenizer_in(&self.path)
     }
@@ -93,7 +93,7 @@ impl ModelFolder {
         self.require(name)?.read_f32(out)
     }
 
-    /// Reads the values of a parameter from `first` on, as many as `out` holds.
+    /// Fills `out` with values of a parameter, starting at value `first`.
     pub fn read_part(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
         self.require(name)?.read_part(first, out)
     }

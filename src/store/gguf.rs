@@ -26,8 +26,8 @@ use candle_core::{CpuStorage, Device, Tensor};
 use crate::data::{Tokenizer, contained};
 use crate::{Error, Result};
 
-/// Metadata in use takes a third of this, with a vocabulary of 262,144 tokens. A value takes up to 32 times its bytes in
-/// memory.
+/// Metadata in use takes a third of this, with a vocabulary of 262,144 tokens. A value takes up to 32 times its bytes
+/// in memory.
 const MAX_METADATA: u64 = 32 << 20;
 
 /// candle multiplies a tensor's dimensions without looking for an overflow.
@@ -44,7 +44,7 @@ impl Gguf {
     /// Opens the file and checks it from end to end, without reading values.
     ///
     /// # Errors
-    /// [`Error::Io`] where it cannot be read; [`Error::Model`] that names the file and the first thing wrong with it: no GGUF,
+    /// [`Error::Io`] if it cannot be read; [`Error::Model`] with the first problem of the file: not GGUF,
     /// truncated, metadata of absurd sizes, a block type that is not built, a tensor that does not fit.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
@@ -93,7 +93,7 @@ impl Gguf {
         Ok(())
     }
 
-    /// Where the file is.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -153,7 +153,7 @@ impl Gguf {
         }
     }
 
-    /// A count of the metadata, of whatever type of integer; `None` if the key is not there.
+    /// An integer of any type in the metadata; `None` if the key is missing.
     pub fn count(&self, key: &str) -> Result<Option<usize>> {
         let Some(value) = self.content.metadata.get(key) else { return Ok(None) };
         let count = match *value {
@@ -167,12 +167,12 @@ impl Gguf {
         count.map(Some).ok_or_else(|| self.wrong(key, "a count", Some(value)))
     }
 
-    /// A count that has to be there.
+    /// A required integer.
     pub fn required_count(&self, key: &str) -> Result<usize> {
         self.count(key)?.ok_or_else(|| self.wrong(key, "a count", None))
     }
 
-    /// A number of the metadata; `None` if the key is not there.
+    /// A number in the metadata; `None` if the key is missing.
     pub fn number(&self, key: &str) -> Result<Option<f64>> {
         match self.content.metadata.get(key) {
             None => Ok(None),
@@ -182,7 +182,7 @@ impl Gguf {
         }
     }
 
-    /// A switch of the metadata; `None` if the key is not there.
+    /// A boolean in the metadata; `None` if the key is missing.
     pub fn flag(&self, key: &str) -> Result<Option<bool>> {
         match self.content.metadata.get(key) {
             None => Ok(None),
@@ -191,7 +191,7 @@ impl Gguf {
         }
     }
 
-    /// A list of the metadata, each element by `read`; `None` if the key is not there.
+    /// A list in the metadata, each element converted by `read`; `None` if the key is missing.
     fn list<'a, T>(&'a self, key: &str, what: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<Option<Vec<T>>> {
         let Some(value) = self.content.metadata.get(key) else { return Ok(None) };
         let list = match value {
@@ -225,7 +225,7 @@ impl Gguf {
     /// # Errors
     /// [`Error::Model`] for a kind that is not built, or parts that contradict each other.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
-        // In a statement of its own, so that the tree is dropped before its text is read.
+        // A separate statement, so that the tree is dropped before its text is read.
         let json = tokenizer::json(self)?.to_string().into_bytes();
         Tokenizer::from_json(json, &self.path.display().to_string())
     }

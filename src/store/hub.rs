@@ -1,8 +1,8 @@
 //! Downloads files from the Hugging Face Hub and verifies them, in the cache that Python's libraries also use.
 //!
-//! Of a model, only a few known files are downloaded, and no code. Every file is checked against the size and hash that the
-//! Hub announces, on download and on every use; a file that does not match is deleted. Pickled weights are rejected, because
-//! loading them would run code they contain.
+//! Only a few known files of a model are downloaded, and no code. Every file is checked against the size and hash that
+//! the Hub announces, on download and on every use; a file that does not match is deleted. Pickled weights are
+//! rejected, because loading them would run code they contain.
 
 mod cache;
 mod client;

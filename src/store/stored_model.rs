@@ -77,7 +77,7 @@ impl StoredModel {
         }
     }
 
-    /// Reads a parameter into `out`, widened to FP32; or from value `first` on some rows of a table of tokens.
+    /// Reads a parameter into `out`, converted to FP32; or some rows of a token embedding, starting at value `first`.
     pub fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
         match self {
             Self::Folder(folder) => folder.read_part(&entry.name, first, out),

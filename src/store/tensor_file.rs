@@ -1,8 +1,8 @@
 //! Named tensors in a safetensors file: a reader that checks the header before it uses it, and a streaming writer.
 //!
 //! The format is 8 bytes of header length (little-endian), a JSON header of `name → {dtype, shape, data_offsets}`, and
-//! the values, little-endian, in row-major order: <https://github.com/huggingface/safetensors#format>. Files are untrusted,
-//! so headers are checked: see [`Header::parse`].
+//! the values, little-endian, in row-major order: <https://github.com/huggingface/safetensors#format>. Files are
+//! untrusted, so headers are checked: see [`Header::parse`].
 
 mod header;
 mod write;
@@ -84,7 +84,7 @@ impl TensorFile {
 pub struct TensorView<'a> {
     file: &'a Path,
     map: &'a Mmap,
-    /// Where its values begin in the file.
+    /// The offset of its values in the file, in bytes.
     begin: usize,
     /// Its name in the file.
     pub name: &'a str,
@@ -118,7 +118,7 @@ impl TensorView<'_> {
         self.read_part(0, out)
     }
 
-    /// Like [`TensorView::read_f32`], of the values from `first` on: as many as `out` holds.
+    /// Like [`TensorView::read_f32`], but fills `out` starting at value `first`.
     pub fn read_part(&self, first: usize, out: &mut [f32]) -> Result<()> {
         let size = match self.dtype {
             Dtype::F32 => 4,
@@ -142,11 +142,11 @@ impl TensorView<'_> {
         Ok(())
     }
 
-    /// Lets go of the pages that were read: until the file is closed they would count as memory of this process, beside the
-    /// tensors that they were read into.
+    /// Releases the pages that were read. Otherwise they count as memory of this process until the file is closed, in
+    /// addition to the tensors that they were read into.
     fn release(&self, range: Range<usize>) {
-        // SAFETY: the map is of a file and read-only, so that a page that is let go has the same bytes when it is read again.
-        // A failure costs memory and nothing else.
+        // SAFETY: the map is of a file and read-only, so that a page that is let go has the same bytes when it is read
+        // again. A failure costs memory and nothing else.
         _ = unsafe {
             self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, self.begin + range.start, range.len())
         };

@@ -137,7 +137,8 @@ mod tests {
     /// A parameter's name, and the new value for each index and old value.
     type Change<'a> = (&'a str, &'a dyn Fn(usize, f32) -> f32);
 
-    /// Two-block FP16 engines at loss scale `scale` with the weights named in `change` modified; one for each set of kernels.
+    /// Two-block FP16 engines at loss scale `scale` with the weights named in `change` modified; one for each set of
+    /// kernels.
     fn crafted(scale: f32, change: &[Change<'_>]) -> [Engine; 2] {
         [Choice::Fused, Choice::Candle].map(|kernels| crafted_of(kernels, scale, change))
     }

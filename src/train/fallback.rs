@@ -9,7 +9,8 @@ use crate::train::fp8::{FP8, Fp8Block};
 use std::collections::BTreeMap;
 
 impl Engine {
-    /// Makes `unit` compute in `compute` from the next step on: converts its working weights, buffers and gradients.
+    /// Changes the compute dtype of `unit`, starting with the next step: converts its working weights, buffers and
+    /// gradients.
     pub fn retype(&mut self, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
         self.workspace.retype(self.model.spec(), unit, compute)?;
         let state = &mut self.state;
@@ -20,7 +21,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The units that compute in another type than the policy's: name to type.
+    /// The units whose compute dtype differs from the policy's, with their dtype.
     pub(super) fn in_fallback(&self) -> BTreeMap<String, String> {
         let fallback = &self.state.fallback;
         let fp8 = self.state.fp8.as_ref().and_then(Fp8Block::active);

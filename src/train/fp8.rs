@@ -107,8 +107,8 @@ impl Fp8Block {
         Ok(())
     }
 
-    /// Adds the variance of an applied step to the mean. `Some(true)` if that moves the block into FP8, `Some(false)` if out
-    /// of it.
+    /// Adds the variance of an applied step to the mean. `Some(true)` if that moves the block into FP8, `Some(false)`
+    /// if out of it.
     pub(super) fn switch(&mut self, variance: f64) -> Option<bool> {
         let mean = self.state.variance.map_or(variance, |mean| mean + SMOOTHING * (variance - mean));
         self.state.variance = Some(mean);
@@ -150,8 +150,8 @@ impl Hook for Fp8Block {
     }
 }
 
-/// The events for each layer's gradient variance in the last step, and for the FP8 block that it switches. Call it before
-/// anything overwrites the gradients.
+/// The events for each layer's gradient variance in the last step, and for the FP8 block that it switches. Call it
+/// before anything overwrites the gradients.
 pub(super) fn after_step(
     engine: &mut Engine,
     compute: Dtype,

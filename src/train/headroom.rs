@@ -14,8 +14,8 @@ use candle_core::{DType, Tensor};
 const STEP_DOWN: f32 = 256.0;
 
 /// The largest unscaled FP16 gradient of the step after `counters` on `micro_batches`, from passes at a scale far below
-/// `scale`; `None` if it is not finite even at the lowest. Overwrites buffers and gradients, and nothing that outlives a
-/// step.
+/// `scale`; `None` if it is not finite even at the lowest. Overwrites buffers and gradients, and nothing that outlives
+/// a step.
 pub(super) fn largest_gradient(
     engine: &mut Engine,
     micro_batches: &[Batch],

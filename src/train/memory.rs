@@ -34,7 +34,7 @@ pub struct EngineBytes {
     pub gradients: u64,
     /// Adam's moments.
     pub adam: u64,
-    /// What the forward pass keeps for the backward pass.
+    /// Activations that the forward pass keeps for the backward pass.
     pub activations: u64,
     /// Buffers that are reused: a tile of logits, gradients of activations.
     pub scratch: u64,
@@ -100,8 +100,9 @@ pub fn probe_bytes(
     Ok(activations + scratch + Gradients::bytes(trained, exact, 1, 1).0 + gathered + widened + base)
 }
 
-/// What the products of micro-batches of so many tokens, on so many threads of this machine, pack. It depends on the CPU: one
-/// without BF16 instructions packs BF16 operands as FP32. Products of FP32 `probes` use the same buffers in turn.
+/// Bytes of the packing buffers of matrix products for micro-batches of `tokens` tokens on `threads` threads. They
+/// depend on the CPU: without BF16 instructions, BF16 operands are packed as FP32. FP32 `probes` reuse the same
+/// buffers.
 pub fn packed_bytes(
     spec: &ModelSpec,
     policy: PrecisionPolicy,
@@ -117,7 +118,7 @@ pub fn packed_bytes(
     Ok(kernels.product_bytes(&products, threads)?)
 }
 
-/// The keys and values of a text sample of so many tokens and its prompt of so many bytes, of which a token has at least one.
+/// KV-cache bytes of a generated sample: `tokens` plus the prompt, whose tokens are at most its `prompt` bytes.
 pub fn sample_bytes(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize, prompt: usize) -> u64 {
     let capacity = if tokens == 0 { 0 } else { tokens.saturating_add(prompt.max(1)).min(spec.context) };
     KvCache::bytes(spec, policy, capacity)
@@ -126,7 +127,7 @@ pub fn sample_bytes(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize, pr
 /// Bytes of a frozen base.
 #[derive(Default)]
 struct Frozen {
-    /// What is held in the compute type.
+    /// Parameters that are stored in the compute dtype.
     dense: u64,
     blocks: u64,
     /// For the largest of the matrices in blocks, dequantised, or for the rows of the embedding that tokens look up.
@@ -178,7 +179,8 @@ fn need(
     bytes().unwrap_or(u64::MAX)
 }
 
-/// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that would fit.
+/// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that would
+/// fit.
 ///
 /// # Errors
 /// [`Error::Config`] with the bytes needed and available.
@@ -245,8 +247,8 @@ fn gib(bytes: u64) -> f64 {
     bytes as f64 / (1_u64 << 30) as f64
 }
 
-/// Rejects a model of which not even one copy of the weights in the compute type fits. Other checks list every parameter several
-/// times per batch size that they try, which takes seconds for thousands of blocks.
+/// Rejects a model of which not even one copy of the weights in the compute type fits. Other checks list every
+/// parameter several times per batch size that they try, which takes seconds for thousands of blocks.
 ///
 /// # Errors
 /// [`Error::Config`] with the bytes needed and available.
@@ -379,8 +381,8 @@ mod tests {
         }
     }
 
-    /// Bytes of the probe of one block: its base in blocks is shared, and dequantised to FP32 in a buffer of its own; a dense one
-    /// is copied unless it is in FP32. Masters in BF16 are widened.
+    /// Bytes of the probe of one block: a quantized base is shared, and dequantized to FP32 in a separate buffer; a
+    /// dense one is copied unless it is in FP32. Masters in BF16 are widened.
     #[test]
     fn a_probe_copies_what_is_not_in_fp32() {
         let whole = ModelSpec::named("tiny").unwrap();
@@ -400,7 +402,7 @@ mod tests {
         assert!(in_blocks.blocks > in_blocks.dense + in_blocks.buffer);
     }
 
-    /// Of an embedding that is not the head's matrix only the rows of a micro-batch are dequantised.
+    /// Only the rows of a micro-batch are dequantized of an embedding that is not tied to the head.
     #[test]
     fn an_embedding_in_blocks_is_looked_up_by_rows() {
         let config = with_lora(&Config::default());

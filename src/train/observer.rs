@@ -17,7 +17,7 @@ pub(super) struct Taken<'a> {
     pub(super) batches: &'a [Batch],
     /// Its figures.
     pub(super) report: StepReport,
-    /// Where its overflow began, and in which unit.
+    /// The first non-finite tensor of its overflow, and the tensor's unit.
     pub(super) origin: Option<(FirstNonFinite, PrecisionUnit)>,
     /// Events to log after the step's own.
     pub(super) events: Vec<Event>,
@@ -41,7 +41,7 @@ pub(super) trait StepObserver: Send {
     fn after(&mut self, engine: &mut Engine, step: &mut Taken<'_>) -> Result<()>;
 }
 
-/// The observers of a configuration in the order they run. Those that read the step's gradients come first.
+/// The observers of a configuration in the order they run. Observers that read the step's gradients come first.
 pub(super) fn observers(config: &Config) -> Vec<Box<dyn StepObserver>> {
     let mut observers: Vec<Box<dyn StepObserver>> = Vec::new();
     observers.push(Box::new(Touched));
@@ -66,7 +66,7 @@ pub(super) fn observers(config: &Config) -> Vec<Box<dyn StepObserver>> {
     observers
 }
 
-/// The first step in which a gradient holds FP16's least magnitude: what is smaller was flushed to zero.
+/// The first step in which a gradient contains FP16's smallest magnitude; smaller values were flushed to zero.
 struct Touched;
 
 impl StepObserver for Touched {
@@ -88,7 +88,7 @@ impl StepObserver for Touched {
     }
 }
 
-/// The largest gradient of each layer, now and then.
+/// The largest gradient of each layer, every few steps.
 struct Maxima {
     every: u64,
 }

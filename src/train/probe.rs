@@ -56,7 +56,7 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Paramet
     Ok(Fp32Probe { step: counters.step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
 }
 
-/// The weights in FP32: the masters, over their base. What is in FP32 already is shared.
+/// The weights in FP32: the masters, over their base. Tensors that are FP32 already are shared.
 fn wide(weights: &Parameters, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
     let is_wide = |parameters: &Parameters| parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32);
     let widened = |parameters: &Parameters| -> Result<Parameters> {

@@ -38,7 +38,7 @@ pub(super) fn tensor_records(layout: &[ParamSpec], survey: &Survey) -> Vec<Tenso
     layout.iter().zip(&survey.tensors).map(|(entry, survey)| tensor_record(entry, survey)).collect()
 }
 
-/// The step's record without what only the loop knows: rates, memory, the tensor table.
+/// The step's record without the fields that the loop adds: rates, memory, the tensor table.
 pub(super) fn step_record(
     report: &StepReport,
     survey: &Survey,

@@ -18,8 +18,8 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler of up to `tokens` tokens after `prompt`, limited by the model's context. An empty prompt is the end-of-text
-    /// token.
+    /// A sampler of up to `tokens` tokens after `prompt`, limited by the model's context. An empty prompt is the
+    /// end-of-text token.
     pub fn new(
         model: &Decoder,
         policy: PrecisionPolicy,
@@ -41,8 +41,8 @@ impl Sampler {
         Ok(Self { prompt, tokens, temperature, ends, cache })
     }
 
-    /// Generates a text; equal weights and seeds give equal texts. Stops at a token that ends a text, and at logits that are
-    /// not finite, which training itself reports.
+    /// Generates a text; equal weights and seeds give equal texts. Stops at a token that ends a text, and at logits
+    /// that are not finite, which training itself reports.
     pub fn generate(
         &mut self,
         model: &Decoder,

@@ -28,17 +28,17 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Where downloads and token caches land.
+/// The folder of downloads and token caches.
 const DATA_FOLDER: &str = "data";
 
-/// What happens while a run is prepared.
+/// An event during the preparation of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Preparing {
     /// A phase of unknown length begins; it lasts until the next event.
     Phase(String),
-    /// Bytes of a file have arrived, or of a text been tokenised.
+    /// Progress of a download or of tokenization, in bytes.
     Progress {
-        /// What is being done, and to which file.
+        /// The activity, with the file's name.
         what: String,
         /// Bytes done.
         done: u64,
@@ -57,11 +57,11 @@ pub type Report<'a> = dyn FnMut(Preparing) + 'a;
 /// A model as its source describes it, before any weight is read.
 #[derive(Debug)]
 pub struct ModelSource {
-    /// What the user calls it.
+    /// Its name, as the user wrote it.
     pub name: String,
     /// Its shape, with the run's dropout rates.
     pub config: ModelSpec,
-    /// Its tokenizer, or the one given in its place.
+    /// Its tokenizer, or the user's replacement.
     pub tokenizer: Tokenizer,
     /// The files beside its weights.
     pub companions: Companions,
@@ -78,7 +78,7 @@ pub struct ModelSource {
 pub struct Initial {
     /// The masters, or the shard of this process, and their working copy over the base.
     pub weights: (MasterWeights, Parameters),
-    /// What the base is known by.
+    /// The identity of the base.
     pub base: Option<Base>,
 }
 
@@ -215,8 +215,8 @@ pub struct Located {
     pub commit: Option<String>,
 }
 
-/// Finds the model called `name`: a local folder or GGUF file, or else a model of the Hub, which is downloaded unless it is
-/// cached: `owner/name`, or a GGUF file in it, `hf://owner/name/file.gguf`.
+/// Finds the model called `name`: a local folder or GGUF file, or else a model of the Hub, which is downloaded unless
+/// it is cached: `owner/name`, or a GGUF file in it, `hf://owner/name/file.gguf`.
 ///
 /// # Errors
 /// [`Error::Model`] or [`Error::Hub`] saying what `name` is, or why it cannot be had and what to do instead.
@@ -282,7 +282,7 @@ fn from_hub(
     without_network(found, no_network, name, ways, report)
 }
 
-/// What was found in the cache where there is no network, with a notice; or the error that says so.
+/// Returns the cached result with a notice if there is no network, or the error.
 fn without_network<T>(
     found: Result<T>,
     no_network: Option<String>,
@@ -313,7 +313,7 @@ pub(crate) fn refuse_misspelling(name: &str, local: impl IntoIterator<Item = Str
     })
 }
 
-/// The Hub's settings, and why there is no network where that is so: then only the cache is used.
+/// The Hub's settings, and the network error, if any; then only the cache is used.
 fn hub_settings() -> (Settings, Option<String>) {
     let mut settings = Settings::from_env();
     let no_network = settings.no_network();
@@ -341,7 +341,7 @@ pub fn reading(config: &Config, chat: &ChatSettings, tokenizer: &Tokenizer) -> R
     Reading { format: config.format, fields: config.fields.clone(), loss_on: config.train.loss_on, chat }
 }
 
-/// The tokens of a configuration's training and validation text; downloads what has to be.
+/// The tokens of a configuration's training and validation text; downloads missing files.
 pub fn dataset(
     config: &Config,
     chat: &ChatSettings,
@@ -360,7 +360,7 @@ pub fn dataset(
     })
 }
 
-/// All tokens of one text, and the bytes of it behind each on average; downloads what has to be.
+/// All tokens of one text, and its average bytes per token; downloads missing files.
 pub fn whole_text(
     text: &Source,
     reading: Reading,

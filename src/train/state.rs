@@ -25,7 +25,7 @@ pub struct TrainState {
     pub fallback: Fallback,
     /// The block in simulated FP8.
     pub fp8: Option<Fp8Block>,
-    /// The parameters whose gradients have held FP16's least magnitude, by name.
+    /// The names of parameters whose gradients have contained FP16's smallest magnitude.
     pub touched: BTreeSet<String>,
     /// Steps, updates and tokens so far.
     pub counters: Counters,

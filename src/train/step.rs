@@ -105,8 +105,8 @@ impl Engine {
         Ok(StepReport { loss: loss / targets as f64, targets, scale, outcome, change, time })
     }
 
-    /// The mean loss, without dropout, over the targets of batches from `next` until it returns `false`, and the number of targets.
-    /// Uses the training buffers, but changes nothing that outlives a step.
+    /// The mean loss, without dropout, over the targets of batches from `next` until it returns `false`, and the number
+    /// of targets. Uses the training buffers, but changes nothing that outlives a step.
     pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<(f64, u64)> {
         let (mut losses, mut targets) = (Vec::new(), 0u64);
         let (rank, world_size) = (self.group.rank(), self.group.world_size());

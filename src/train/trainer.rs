@@ -39,7 +39,7 @@ use std::time::Instant;
 pub struct Trainer {
     config: Config,
     engine: Engine,
-    /// The device's name, for people.
+    /// The device's display name.
     device: String,
     tokenizer: Tokenizer,
     companions: Companions,
@@ -227,7 +227,7 @@ impl Trainer {
         let quantised = state.adamw.quantised().iter();
         let quantised: u64 = quantised.map(|tensor| 2 * Blockwise::bytes(tensor.elements as u64)).sum();
         let exact = [&state.weights, state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq];
-        // Also of what other processes hold.
+        // Includes the shards of other processes.
         let whole = |parameters: &Parameters| {
             let tensors = parameters.layout().iter().zip(parameters.tensors());
             tensors.map(|(entry, tensor)| view::bytes(&entry.shape, tensor.dtype())).sum::<u64>()
@@ -396,7 +396,7 @@ impl Trainer {
         Ok(reason)
     }
 
-    /// An error if no step was applied: nothing was learned, and the exit code should say so.
+    /// Returns an error if no step was applied, so that the exit code reports a run without effect.
     fn check_applied(&self) -> Result<()> {
         let Counters { step, updates, .. } = self.engine.state.counters;
         if updates > 0 || step == 0 {
@@ -573,8 +573,8 @@ impl Trainer {
         self.emitter.emit(Event::Sample(SampleText { step, prompt, text }));
     }
 
-    /// Repeats the first micro-batch's backward pass in FP32. It only writes to buffers that the step overwrites, so the
-    /// run's numbers do not change.
+    /// Repeats the first micro-batch's backward pass in FP32. It only writes to buffers that the step overwrites, so
+    /// the run's numbers do not change.
     fn probe(&mut self) -> Result<()> {
         let masters = if self.is_distributed() { self.gathered().masters()? } else { None };
         if !self.engine.group.is_leader() {

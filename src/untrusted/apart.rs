@@ -1,8 +1,8 @@
 //! Work in a separate process: this program again, with the work's name as its first argument.
 //!
-//! Some crates trust the sizes in a file, and a failed allocation aborts the process; a kernel that misbehaves on a GPU ruins the
-//! process's context or hangs. Apart, only that process ends. Another program that uses this library has no such argument: it
-//! does without.
+//! Some crates trust the sizes in a file, and a failed allocation aborts the process; a kernel that misbehaves on a GPU
+//! ruins the process's context or hangs. Apart, only that process ends. Another program that uses this library has no
+//! such argument: it does without.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// Address space of a process that reads files. A typical Parquet page has 1 MiB, the largest in data sets some hundred.
+/// Address space of a process that reads files. A typical Parquet page has 1 MiB, the largest in data sets some
+/// hundred.
 const MEMORY: u64 = 2 << 30;
 /// How long a process that has closed its output may take to end.
 const ENDING: Duration = Duration::from_secs(10);
@@ -61,8 +62,8 @@ pub(crate) fn limit_computing(seconds: u64) {
     }
 }
 
-/// Ends this process with the thread that started it, where the operating system can. Needed where this process reads nothing
-/// from the other: it would not notice an end.
+/// Ends this process with the thread that started it, where the operating system can. Needed where this process reads
+/// nothing from the other: it would not notice an end.
 pub(crate) fn end_with_parent() {
     #[cfg(target_os = "linux")]
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
@@ -91,7 +92,7 @@ pub(crate) enum End {
     OutOfMemory,
     /// It has computed for too long.
     OutOfTime,
-    /// In words, behind `its process`.
+    /// A description that follows the words `its process`.
     Otherwise(String),
 }
 

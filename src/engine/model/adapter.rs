@@ -1,8 +1,8 @@
 //! A product's adapters: thin products beside the frozen one.
 //!
-//! The first factors of layers that share a product (queries and values, say) are stacked in one pack, so that their input is
-//! multiplied once. Their second factors make one as well, with zeros where a layer takes no share in an output, so that the
-//! kernels can add the thin product to the frozen one before they round.
+//! The first factors of layers that share a product (queries and values, say) are stacked in one pack, so that their
+//! input is multiplied once. Their second factors make one as well, with zeros where a layer takes no share in an
+//! output, so that the kernels can add the thin product to the frozen one before they round.
 
 use super::dora::{self, Lengths};
 use super::hook::Part;
@@ -30,7 +30,7 @@ pub(super) struct Adapter {
     shares: Vec<Range<usize>>,
     /// Outputs of the product.
     outputs: usize,
-    /// Where its columns begin among those of its block's products between their factors.
+    /// The column offset of this adapter's `x·Aᵀ` in the block's buffer.
     first_low: usize,
     r: usize,
     scale: f32,
@@ -49,23 +49,23 @@ pub(super) struct Member {
     pub(super) magnitude: Option<Slot>,
 }
 
-/// What an adapter takes beside its operands.
+/// The buffers of an adapter.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct AdapterPass<'a> {
-    /// Those of the layer's compute type; none where the model has no adapters.
+    /// The scratch buffers of the layer's compute dtype; `None` if the model has no adapters.
     pub(super) buffers: Option<&'a AdapterBuffers>,
-    /// What the block's adapters compute between their factors, `[N · low_columns]`.
+    /// `x·Aᵀ` of the block's adapters, `[N · low_columns]`.
     pub(super) low: Option<&'a Tensor>,
 }
 
-/// What adapters of one compute type overwrite in turn.
+/// Scratch buffers that the adapters of one compute dtype share.
 #[derive(Clone, Debug)]
 pub(super) struct AdapterBuffers<T = Tensor> {
-    /// The gradient of what is between the factors, for as many columns as any product needs.
+    /// The gradient of `x·Aᵀ`, with the columns of the widest product.
     low_gradient: Option<T>,
     /// The second factors of a product as one, for the largest product with several parts.
     factor: Option<T>,
-    /// The input behind dropout, and what goes back through it.
+    /// The input after dropout, and its gradient.
     dropped: Option<[T; 2]>,
     /// DoRA: the product's output before its outputs' lengths act on it, and that output's gradient.
     output: Option<T>,
@@ -170,7 +170,7 @@ impl Adapter {
         self.members.iter().any(|member| member.magnitude.is_some())
     }
 
-    /// The whole product of `x`: the frozen one and what the adapters add.
+    /// Computes the frozen product of `x` plus the output of the adapters.
     pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor, pass: AdapterPass<'_>) -> Result<()> {
         let low = self.forward_low(cx, x, pass)?;
         let bias = self.bias.map(|bias| cx.weights.pack(bias));
@@ -181,7 +181,7 @@ impl Adapter {
         }
     }
 
-    /// Computes what is between the factors, `dropout(x) · Aᵀ`.
+    /// Computes `dropout(x) · Aᵀ`.
     pub(super) fn forward_low(&self, cx: &mut Context<'_>, x: &Tensor, pass: AdapterPass<'_>) -> Result<Tensor> {
         let (input, low) = (self.dropped(cx, x, pass)?, self.low(x.dim(0)?, pass)?);
         let a = Factor::transposed(Columns::all(cx.weights.pack(self.a))?);
@@ -222,7 +222,7 @@ impl Adapter {
         Ok(factor)
     }
 
-    /// Writes the gradient of `x` to `dx`, given that of the output, `dy`. With DoRA it returns the lengths.
+    /// Writes the gradient of `x` to `dx`, given the output gradient `dy`. With DoRA it returns the lengths.
     pub(super) fn backward_input(
         &self,
         cx: &mut Context<'_>,
@@ -319,7 +319,7 @@ impl Adapter {
         Ok(before)
     }
 
-    /// `x` behind dropout.
+    /// `x` after dropout.
     fn dropped(&self, cx: &Context<'_>, x: &Tensor, pass: AdapterPass<'_>) -> Result<Tensor> {
         let Some(dropout) = cx.mode.dropout(self.dropout, self.site) else { return Ok(x.clone()) };
         let (rows, columns) = x.dims2()?;
@@ -333,7 +333,7 @@ impl Adapter {
         i * self.r..(i + 1) * self.r
     }
 
-    /// What is between the factors, `[rows, members · r]`, for all members side by side.
+    /// `x·Aᵀ` of all members, `[rows, members · r]`.
     fn low(&self, rows: usize, pass: AdapterPass<'_>) -> Result<Tensor> {
         let rest = pass.low.map(|low| low.narrow(0, rows * self.first_low, rows * self.members.len() * self.r));
         matrix(rest.transpose()?.as_ref(), rows, self.members.len() * self.r)
@@ -344,7 +344,7 @@ impl Adapter {
         matrix(pass.buffers()?.low_gradient.as_ref(), rows, self.members.len() * self.r)
     }
 
-    /// What DoRA's lengths do to the output, if there are any.
+    /// DoRA's scale of the output, if any.
     fn lengths(&self, weights: &Parameters) -> Result<Option<Lengths>> {
         if !self.has_lengths() {
             return Ok(None);

@@ -29,7 +29,7 @@ pub(super) trait Architecture: Sync {
     /// The prefix that transformers gives every parameter except the head's.
     fn prefix(&self) -> &'static str;
 
-    /// Architectures that go by a name of their own.
+    /// Built-in architectures with a name.
     fn names(&self) -> &'static [&'static str];
 
     /// The architecture of one of those names, with dropout off.

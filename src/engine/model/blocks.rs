@@ -1,8 +1,8 @@
 //! Matrices of a frozen base that stay in the blocks of a GGUF file (QLoRA; Dettmers et al., 2023).
 //!
-//! A matrix is dequantised as a whole into a buffer that all share, each time that it is multiplied: the results have the same
-//! bits as those of a base that was dequantised when it was read. Of the embedding only the rows that are looked up are
-//! dequantised.
+//! A matrix is dequantised as a whole into a buffer that all share, each time that it is multiplied: the results have
+//! the same bits as those of a base that was dequantised when it was read. Of the embedding only the rows that are
+//! looked up are dequantised.
 
 use crate::engine::kernels::WeightLayout;
 use crate::engine::kernels::quantised::Quantised;
@@ -20,7 +20,7 @@ pub(super) struct Blocks {
     buffer: Mutex<Buffer>,
 }
 
-/// What grows with the largest matrix that was used, and with the most rows that were looked up.
+/// Buffers that grow to the largest matrix in use, and to the largest number of embedding rows.
 #[derive(Debug)]
 pub(crate) struct Buffer {
     elements: Tensor,
@@ -54,7 +54,7 @@ impl Deref for Operand<'_> {
 }
 
 impl Operand<'_> {
-    /// The layout of a weight that is `layout` where it is held: GGUF has `[out, in]` for every family.
+    /// The layout of a quantized weight: GGUF has `[out, in]` for every family, regardless of `layout`.
     pub(crate) fn layout(&self, layout: WeightLayout) -> WeightLayout {
         match self {
             Self::Held(_) => layout,

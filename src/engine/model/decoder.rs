@@ -445,8 +445,8 @@ impl Decoder {
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
         let operands = Operands { qkv, documents: ws.documents(), dropout };
         let linear = Columns::split(dqkv, widths)?;
-        // Gradients of normalised queries and keys have a buffer of their own: the norm's backward pass reads it and writes
-        // beside the values' gradient.
+        // Gradients of normalised queries and keys have a buffer of their own: the norm's backward pass reads it and
+        // writes beside the values' gradient.
         let [dq, dk] = match &scratch.gradients()?.query_key {
             Some(query_key) => Columns::split(query_key, [widths[0], widths[1]])?,
             None => [linear[0], linear[1]],

@@ -1,17 +1,17 @@
 //! DoRA (Liu et al., 2024): the weights of each output keep the direction that base and adapter give them and take a trained
 //! length. As the paper proposes and PEFT does, the length they would have is a constant to the gradient.
 //!
-//! candle's own operations on any device: beside the products they cost little.
+//! candle's operations on any device: they cost little compared with the products.
 
 use super::adapter::Member;
 use super::parameters::Parameters;
 use crate::engine::kernels::WeightLayout;
 use candle_core::{DType, Result, Tensor};
 
-/// What happens to the outputs of a product.
+/// DoRA's scale of a product's outputs.
 #[derive(Debug)]
 pub(super) struct Lengths {
-    /// Trained length over actual length, `[out of the product]`, FP32; 1 where there is no trained one.
+    /// Trained magnitude over weight norm, `[out]`, FP32; 1 for outputs without DoRA.
     factors: Tensor,
     /// For each member its first output and the actual lengths, `[out]`, FP32.
     members: Vec<(usize, Tensor)>,
@@ -46,7 +46,7 @@ pub(super) fn lengths(
     Ok(Lengths { factors: Tensor::cat(&factors, 0)?, members: lengths })
 }
 
-/// The lengths of `count` outputs' weights from `first` on: where trained lengths begin.
+/// The weight norms of `count` outputs, starting at output `first`; the initial values of the magnitudes.
 pub(super) fn initial(weight: &Tensor, layout: WeightLayout, first: usize, count: usize) -> Result<Tensor> {
     row_lengths(&rows(weight, layout, first, count)?)
 }
@@ -78,7 +78,7 @@ impl Lengths {
         y.slice_set(&scaled.to_dtype(y.dtype())?, 0, 0)
     }
 
-    /// Writes the gradient of the lengths of member `i`, given that of the output, `dy`, and the output before it was scaled.
+    /// Writes the gradient of the magnitudes of member `i`, given the output gradient `dy` and the unscaled output.
     pub(super) fn gradient(&self, i: usize, dy: &Tensor, output: &Tensor, into: &Tensor) -> Result<()> {
         let (first, lengths) = &self.members[i];
         let columns = |x: &Tensor| wide(&x.narrow(1, *first, lengths.elem_count())?);

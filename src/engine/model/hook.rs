@@ -8,7 +8,7 @@ use candle_core::{Result, Tensor};
 pub enum Part {
     /// Its output; a row for each token.
     Output,
-    /// What its adapter's first factor makes of its input; a row for each token.
+    /// The output `x·Aᵀ` of its adapter's first factor, one row per token.
     LowRank,
     /// The gradient of that; a row for each token.
     LowRankGradient,
@@ -60,11 +60,11 @@ pub struct Place {
 
 /// Called with tensors as they are computed. `()` does nothing.
 pub trait Hook {
-    /// `tensor`, at `place`, does not change before the next call, but may be overwritten later. The pass continues with
-    /// whatever the hook writes into it.
+    /// `tensor`, at `place`, does not change before the next call, but may be overwritten later. The pass continues
+    /// with even if the hook changes it.
     fn record(&mut self, place: Place, tensor: &Tensor) -> Result<()>;
 
-    /// Whether it looks at anything. If not, a pass may leave out what only hooks need.
+    /// Whether it reads any tensor. If not, a pass may skip work that only hooks need.
     fn watches(&self) -> bool {
         true
     }
@@ -97,7 +97,7 @@ impl<H: Hook> Hook for Option<H> {
     }
 }
 
-/// Two hooks, called in order; the second receives what the first has left.
+/// Two hooks, called in order; the second receives the first one's result.
 impl<A: Hook + ?Sized, B: Hook + ?Sized> Hook for (&mut A, &mut B) {
     fn record(&mut self, place: Place, tensor: &Tensor) -> Result<()> {
         self.0.record(place, tensor)?;

@@ -121,7 +121,7 @@ impl NormLayer {
         cx.hook.part(self.layer, Part::Output, y.tensor())
     }
 
-    /// Writes the gradients of the weight and of `x`, given that of the output, `dy`.
+    /// Writes the gradients of the weight and of `x`, given the output gradient `dy`.
     pub(super) fn backward_heads(
         &self,
         cx: &mut Context<'_>,
@@ -182,12 +182,12 @@ impl Linear {
         weights.pack(self.weight).dtype()
     }
 
-    /// Where it stands.
+    /// Its address in the model.
     pub(super) const fn layer(&self) -> Layer {
         self.layer
     }
 
-    /// `y = x · weight + bias`, and what the adapter adds.
+    /// `y = x · weight + bias`, plus the output of the adapter.
     pub(super) fn forward(
         &self,
         cx: &mut Context<'_>,
@@ -206,7 +206,7 @@ impl Linear {
         cx.hook.part(self.layer, Part::Output, y)
     }
 
-    /// Computes what the backward pass needs of [`Self::forward`] beside its operands.
+    /// Recomputes the intermediate results of [`Self::forward`] that the backward pass reads, except its operands.
     pub(super) fn forward_again(&self, cx: &mut Context<'_>, x: &Tensor, adapters: AdapterPass<'_>) -> Result<()> {
         let Some(adapter) = &self.adapter else { return Ok(()) };
         adapter.forward_low(cx, x, adapters).map(drop)

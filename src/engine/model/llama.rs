@@ -46,8 +46,8 @@ pub(super) fn default() -> ModelSpec {
     }
 }
 
-/// What all relatives of Llama read alike. `default` stands in for missing keys, but not for the width of a head; without
-/// `kv_heads`, a missing number of heads of keys is that of queries.
+/// Reads the keys that all Llama-like families share. `default` provides missing keys except the size of a head;
+/// without `kv_heads`, the number of key heads defaults to the number of query heads.
 pub(super) fn read(keys: &Keys<'_>, default: ModelSpec, kv_heads: Option<usize>) -> Result<ModelSpec, String> {
     let heads = keys.size("num_attention_heads", default.heads)?;
     let kv_heads = keys.size("num_key_value_heads", kv_heads.unwrap_or(heads))?;
@@ -72,7 +72,7 @@ pub(super) fn read(keys: &Keys<'_>, default: ModelSpec, kv_heads: Option<usize>)
     })
 }
 
-/// The width of a head: `head_dim`, or `default` where there is no such key, or the width over the number of heads.
+/// The size of a head: `head_dim`, otherwise `default`, otherwise the hidden size over the number of heads.
 pub(super) fn head_dim(keys: &Keys<'_>, spec: &ModelSpec, default: Option<usize>) -> Result<usize, String> {
     let (width, heads) = (spec.width, spec.heads);
     let quotient = default.unwrap_or(width / heads).max(1);
@@ -106,7 +106,7 @@ pub(super) fn with_rope(keys: &Keys<'_>, spec: ModelSpec, theta: f64) -> Result<
     Ok(ModelSpec { rope: Some(rope), context, ..spec })
 }
 
-/// What all relatives of Llama write alike.
+/// Writes the keys that all Llama-like families share.
 pub(super) fn write(spec: &ModelSpec, class: &str) -> Value {
     let context = match &spec.rope {
         Some(Rope { kind: RopeType::Dynamic { max_position_embeddings, .. }, .. }) => *max_position_embeddings,
@@ -134,7 +134,8 @@ pub(super) fn write(spec: &ModelSpec, class: &str) -> Value {
     })
 }
 
-/// Names of layers that all relatives of Llama share. A norm behind attention has the name that the MLP's has elsewhere.
+/// Names of layers that all Llama-like families share. The norm after attention has the name of other families' MLP
+/// norm.
 pub(super) fn layer_name(Layer { block, op }: Layer) -> String {
     let name = match op {
         Op::Embedding => "embed_tokens",
@@ -170,7 +171,7 @@ pub(super) fn parameter_name(tensor: &str) -> Option<&str> {
     (!name.ends_with("rotary_emb.inv_freq")).then_some(name)
 }
 
-/// Layers that have a window: those that `layer_types` calls `sliding_attention`, or else what `default` says of each.
+/// Whether each layer has a sliding window, according to `layer_types` or, without that key, `default`.
 pub(super) fn sliding_layers(
     keys: &Keys<'_>,
     layers: usize,

@@ -1,7 +1,8 @@
 //! Low-rank adapters (Hu et al., 2021): which layers have one, and the parameters that makes.
 //!
-//! An adapted product is `x · W + scale · (x · Aᵀ) · Bᵀ`, with W frozen, A `[r, in]` and B `[out, r]`. rsLoRA (Kalajdzievski, 2023)
-//! divides by √r instead of r. DoRA (Liu et al., 2024) gives every output of `W + scale · B · A` a trained length.
+//! An adapted product is `x · W + scale · (x · Aᵀ) · Bᵀ`, with W frozen, A `[r, in]` and B `[out, r]`. rsLoRA
+//! (Kalajdzievski, 2023) divides by √r instead of r. DoRA (Liu et al., 2024) gives every output of `W + scale · B · A`
+//! a trained length.
 
 use super::dora;
 use super::parameters::Parameters;
@@ -11,7 +12,7 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What stands for every linear layer of the blocks.
+/// The `targets` value that selects all linear layers of the blocks.
 pub const ALL_LINEAR: &str = "all-linear";
 
 /// The adapters of a model.
@@ -34,7 +35,7 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// What the adapters' output is multiplied by.
+    /// The scale of the adapters' output.
     pub fn scale(&self) -> f64 {
         let r = self.r as f64;
         self.alpha / if self.rslora { r.sqrt() } else { r }
@@ -102,7 +103,7 @@ impl Lora {
         names.into_iter().collect()
     }
 
-    /// What is trained: the adapters, and the parameters `base` of saved layers.
+    /// The trained parameters: the adapters, and the parameters `base` of modules that are trained in full.
     pub(super) fn parameters(&self, spec: &ModelSpec, base: Vec<ParamSpec>) -> Vec<ParamSpec> {
         let adapters = spec.linear_layers().into_iter().filter(|(layer, ..)| self.targets.contains(layer));
         let adapters = adapters.flat_map(|(layer, pack, [inputs, outputs])| {
@@ -193,8 +194,8 @@ pub fn set_output_norms(spec: &ModelSpec, parameters: &Parameters) -> candle_cor
     Ok(())
 }
 
-/// Adds the adapters of `parameters` to the weights of their base in `into`, all FP32 on the CPU. Each weight is computed in FP32
-/// from the base's and the factors.
+/// Adds the adapters of `parameters` to the weights of their base in `into`, all FP32 on the CPU. Each weight is
+/// computed in FP32 from the base's and the factors.
 pub fn merge(spec: &ModelSpec, parameters: &Parameters, into: &Parameters) -> candle_core::Result<()> {
     let Some(lora) = &spec.lora else { return Ok(()) };
     for layer in &lora.targets {

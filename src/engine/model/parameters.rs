@@ -1,9 +1,9 @@
 //! A model's tensors in one fixed order, by name.
 //!
 //! Weights, masters, gradients and Adam's moments are each a [`Parameters`] of one layout, so that index `i` means the
-//! same parameter in all of them, in every run. Parameters that one product reads together (queries, keys and values; gate
-//! and up) are views of one tensor, their *pack*. Beneath adapters lies a frozen base, which has no masters, moments or
-//! gradients: [`Slot`] says on which side of the line a pack is.
+//! same parameter in all of them, in every run. Parameters that one product reads together (queries, keys and values;
+//! gate and up) are views of one tensor, their *pack*. Beneath adapters lies a frozen base, which has no masters,
+//! moments or gradients: [`Slot`] says on which side of the line a pack is.
 
 use super::blocks::{Blocks, Operand};
 use super::spec::{Init, Layer, ParamRole, ParamSpec};
@@ -90,8 +90,8 @@ impl Parameters {
         Self::of_layout(Arc::new(Layout::new(entries.to_vec())), dtype, device, None)
     }
 
-    /// The same on the CPU, for a frozen base; the matrices that `quantised` has by name are held in their blocks. They are all
-    /// of a product, or none.
+    /// Zeros on the CPU, for a frozen base. The matrices in `quantised` stay in their quantized blocks: either all
+    /// matrices of a product, or none.
     pub fn with_blocks(
         entries: &[ParamSpec],
         dtype: DType,
@@ -163,7 +163,7 @@ impl Parameters {
         Ok(parts)
     }
 
-    /// The same on the CPU in memory of its own.
+    /// A deep copy on the CPU.
     pub fn copied(&self) -> Result<Self> {
         self.map(|tensor| view::host(&tensor.force_contiguous()?))
     }
@@ -184,7 +184,7 @@ impl Parameters {
         Ok(mapped)
     }
 
-    /// The elements of parameter `index` that are here.
+    /// The elements of parameter `index` in this shard.
     pub fn range(&self, index: usize) -> Range<usize> {
         match &self.shard {
             Some((shards, rank)) => shards.range(*rank, index),
@@ -226,14 +226,14 @@ impl Parameters {
         Ok(())
     }
 
-    /// Draws initial values, each parameter from a random stream of its own. `self` must be FP32. The lengths of outputs are
-    /// the caller's to set, who has the base.
+    /// Draws initial values, each parameter from a separate random stream. `self` must be FP32. The lengths of outputs
+    /// are the caller's to set, who has the base.
     pub fn initialise(&self, seed: u64) -> Result<()> {
         let mut entries = self.layout.entries.iter().zip(&self.tensors);
         entries.try_for_each(|(entry, tensor)| view::write_f32(tensor, |out| draw(entry, seed, 0, out)))
     }
 
-    /// Where the tensors are.
+    /// The device of the tensors.
     pub fn device(&self) -> Device {
         self.tensors.first().map_or(Device::Cpu, |tensor| tensor.device().clone())
     }
@@ -259,7 +259,7 @@ impl Parameters {
         tensors.sum::<u64>() + self.blocks.as_ref().map_or(0, |blocks| blocks.bytes())
     }
 
-    /// The bytes of a base that is in blocks, and what it would take without them.
+    /// The bytes of a base in quantized blocks, and its bytes without quantization.
     pub fn saved_by_blocks(&self) -> Option<(u64, u64)> {
         self.blocks.as_ref()?;
         let size = self.tensors.first()?.dtype().size_in_bytes() as u64;
@@ -267,12 +267,12 @@ impl Parameters {
         Some((self.bytes(), elements.sum::<u64>() * size))
     }
 
-    /// Bytes of the buffer in which matrices in blocks are dequantised: those of the largest that was used.
+    /// Bytes of the buffer for dequantized matrices: the size of the largest matrix in use.
     pub fn buffer_bytes(&self) -> u64 {
         self.blocks.as_ref().map_or(0, |blocks| blocks.buffer_bytes())
     }
 
-    /// What each parameter is, in order.
+    /// The specification of each parameter, in order.
     pub fn layout(&self) -> &[ParamSpec] {
         &self.layout.entries
     }
@@ -297,7 +297,7 @@ impl Parameters {
         self.position(name).map(|index| &self.tensors[index])
     }
 
-    /// Where what is `role` to a layer's product is.
+    /// Looks up parameter `role` of a layer's product.
     pub(super) fn find_pack(&self, layer: Layer, role: ParamRole) -> Option<Slot> {
         let own = self.layout.packs.iter().position(|pack| (pack.layer, pack.role) == (layer, role));
         own.map(Slot::Own).or_else(|| match self.base.as_ref()?.find_pack(layer, role)? {
@@ -325,7 +325,8 @@ impl Parameters {
         self.blocks_of(slot).map(|(blocks, index)| blocks.gather(index, ids)).transpose()
     }
 
-    /// The tensor of a layer: the weight of its product, in one piece. It is empty, but has the right type, if it is in blocks.
+    /// The tensor of a layer: the weight of its product, in one piece. It is empty, but has the right type, if it is in
+    /// blocks.
     ///
     /// # Panics
     /// If it is in the base and there is none.
@@ -367,7 +368,7 @@ impl Parameters {
         Ok(Some(&self.packs[index]))
     }
 
-    /// Puts another tensor of the same shape, such as one of another type, in the place of pack `index`.
+    /// Replaces pack `index` by a tensor of the same shape, for example with a different dtype.
     pub fn replace_pack(&mut self, index: usize, tensor: Tensor) -> Result<()> {
         let Pack { shape, layer, .. } = &self.layout.packs[index];
         if tensor.dims() != shape {
@@ -386,7 +387,7 @@ impl std::ops::Index<usize> for Parameters {
     }
 }
 
-/// Draws the initial values of a parameter from `first` on, a multiple of four: as many as `out` holds.
+/// Fills `out` with initial values of a parameter, starting at value `first`, a multiple of four.
 pub fn draw(entry: &ParamSpec, seed: u64, first: usize, out: &mut [f32]) {
     let (stream, site) = (Stream::new(seed, Domain::Init), site_of(&entry.name));
     match entry.init {
@@ -402,7 +403,7 @@ pub fn draw(entry: &ParamSpec, seed: u64, first: usize, out: &mut [f32]) {
     }
 }
 
-/// Fills `out` with the normal numbers of standard deviation `std` from `first` on, an even number.
+/// Fills `out` with normal numbers of standard deviation `std`, starting at the even number `first`.
 fn draw_normal(stream: Stream, site: u32, std: f32, first: usize, out: &mut [f32]) {
     const PART: usize = 1 << 14;
     out.par_chunks_mut(PART).enumerate().for_each(|(part, out)| {

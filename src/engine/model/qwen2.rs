@@ -23,7 +23,7 @@ pub(super) fn default(family: Family) -> ModelSpec {
     }
 }
 
-/// What Qwen 2 and 3 read alike; `head` is the width of a head where no key says it.
+/// Reads the keys that Qwen 2 and 3 share; `head` is the default size of a head.
 pub(super) fn read(keys: &Keys<'_>, family: Family, head: Option<usize>, biases: Biases) -> Result<ModelSpec, String> {
     only_silu(keys)?;
     let spec = llama::read(keys, default(family), Some(32))?;
@@ -47,7 +47,7 @@ fn with_windows(keys: &Keys<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
     Ok(ModelSpec { sliding, ..spec })
 }
 
-/// What Qwen 2 and 3 write of their windows.
+/// Writes the keys for sliding windows of Qwen 2 and 3.
 pub(super) fn write_windows(json: &mut Value, spec: &ModelSpec) {
     json["use_sliding_window"] = spec.sliding.is_some().into();
     json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();

@@ -1,7 +1,7 @@
 //! A model's rotary position embeddings: read from its configuration, and their frequencies.
 //!
 //! Configurations have two spellings: `rope_parameters`, flat or nested by layer type, and the older `rope_theta` with
-//! `rope_scaling`, whose `type` is now `rope_type`. The formulas are those of transformers, in FP32 where it uses FP32,
+//! `rope_scaling`, whose `type` is now `rope_type`. The formulas are transformers', in FP32 where it uses FP32,
 //! because models were trained with frequencies rounded that way.
 
 use super::architecture::Keys;
@@ -62,7 +62,7 @@ pub enum RopeType {
     },
 }
 
-/// Keys of all types. What a type does not use, transformers passes over as well.
+/// Keys of all types. Transformers also ignores keys that a type does not use.
 const KNOWN: [&str; 14] = [
     "rope_type",
     "type",
@@ -102,8 +102,8 @@ impl Rope {
         }
     }
 
-    /// Those of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the bases that missing keys
-    /// stand for.
+    /// Those of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the bases that missing
+    /// keys stand for.
     pub(super) fn by_layer_type(
         config: &Map<String, Value>,
         theta: [f64; 2],

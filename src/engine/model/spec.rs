@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// What a family of models shares: the words of its `config.json` and the names of its tensors.
+/// A model family: the keys of its `config.json` and the names of its tensors.
 #[derive(Clone, Copy)]
 pub struct Family(pub(super) &'static dyn Architecture);
 
@@ -118,13 +118,13 @@ pub struct ModelSpec {
     pub packed_qkv: bool,
     /// Which layers have a bias.
     pub biases: Biases,
-    /// Whether positions are a learned embedding, added to that of the tokens.
+    /// Whether a learned position embedding is added to the token embedding.
     pub learned_positions: bool,
     /// Rotary position embeddings of layers with full attention.
     pub rope: Option<Rope>,
     /// Layers whose attention has a window.
     pub sliding: Option<Sliding>,
-    /// Factor of attention's scores where it is not 1 / `√head_dim`.
+    /// The scale of attention scores, if it differs from 1 / `√head_dim`.
     pub attention_scale: Option<f64>,
     /// Whether each head of queries and keys is normalised.
     pub qk_norm: bool,
@@ -142,7 +142,7 @@ pub struct ModelSpec {
     pub bos_token_id: Option<u32>,
     /// The tokens that end a text or a turn.
     pub eos_token_ids: Vec<u32>,
-    /// What is trained in place of the parameters themselves.
+    /// The adapters that are trained instead of the parameters.
     pub lora: Option<Lora>,
     /// The matrices that the model's file has in quantised blocks, by name. A frozen base keeps them so.
     pub quantised: BTreeMap<String, GgmlDType>,
@@ -153,21 +153,21 @@ pub struct ModelSpec {
 pub enum NormRole {
     /// Before attention.
     Attention,
-    /// Of each head of queries.
+    /// The norm of each query head.
     Query,
-    /// Of each head of keys.
+    /// The norm of each key head.
     Key,
-    /// Behind attention, before its output joins the residual stream.
+    /// After attention, before its output is added to the residual stream.
     AttentionBranch,
     /// Before the MLP.
     Mlp,
-    /// Behind the MLP, before its output joins the residual stream.
+    /// After the MLP, before its output is added to the residual stream.
     MlpBranch,
     /// Before the head.
     Final,
 }
 
-/// The products of a block. Parts of one product, such as queries, keys and values, have names of their own in files.
+/// The products of a block. Parts of one product, such as queries, keys and values, have separate names in files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LinearRole {
     /// Queries, keys and values in one.
@@ -178,7 +178,7 @@ pub enum LinearRole {
     Key,
     /// Values.
     Value,
-    /// Behind attention.
+    /// After attention.
     Out,
     /// Gate and up in one.
     GateUp,
@@ -228,9 +228,9 @@ pub enum Op {
 /// An operation at its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Layer {
-    /// The block it stands in, if it stands in one.
+    /// The index of its block; `None` outside the blocks.
     pub block: Option<usize>,
-    /// What it does.
+    /// Its operation.
     pub op: Op,
 }
 
@@ -266,7 +266,7 @@ pub enum Init {
     OutputNorms,
 }
 
-/// What a parameter is to its layer.
+/// The role of a parameter in its layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParamRole {
     /// The weight.
@@ -290,7 +290,7 @@ pub struct ParamSpec {
     pub shape: Vec<usize>,
     /// The layer whose it is.
     pub layer: Layer,
-    /// What it is to that layer.
+    /// Its role in that layer.
     pub role: ParamRole,
     /// Its initial values.
     pub init: Init,
@@ -306,17 +306,17 @@ impl ModelSpec {
         super::architecture::names()
     }
 
-    /// The architecture that goes by `name`, with dropout off.
+    /// The built-in architecture `name`, without dropout.
     pub fn named(name: &str) -> Option<Self> {
         named(name)
     }
 
-    /// Reads the text of a `config.json`; `origin` is its path, for messages. Keys that change nothing here are passed
+    /// Reads the text of a `config.json`; `origin` is its path in error messages. Keys without effect are passed
     /// over, as transformers does.
     ///
     /// # Errors
-    /// [`Error::Model`] naming the key: an unknown model type or activation, a variant of attention that the engine lacks,
-    /// a number that is not positive, heads that do not divide the width.
+    /// [`Error::Model`] naming the key: an unknown model type or activation, a variant of attention that the engine
+    /// lacks, a number that is not positive, heads that do not divide the width.
     pub fn from_json(text: &[u8], origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
         let json: Map<String, Value> =
@@ -351,7 +351,7 @@ impl ModelSpec {
         Self { layers, width, heads, kv_heads: heads, head_dim: width / heads, inner: 4 * width, ..self }
     }
 
-    /// The name of a layer in messages and logs: its parameters' without `.weight`.
+    /// The display name of a layer: its parameters' name without `.weight`.
     pub fn layer_name(&self, layer: Layer) -> String {
         self.family.0.layer_name(layer)
     }
@@ -388,7 +388,7 @@ impl ModelSpec {
         self.heads * self.head_dim
     }
 
-    /// Columns of what enters the activation.
+    /// Columns of the activation's input.
     pub fn up_width(&self) -> usize {
         if self.activation.is_gated() { 2 * self.inner } else { self.inner }
     }
@@ -414,7 +414,8 @@ impl ModelSpec {
         linears
     }
 
-    /// The linear layers of all blocks as files have them, each with the layer of its product, and its input and output columns.
+    /// The linear layers of all blocks as files have them, each with the layer of its product, and its input and output
+    /// columns.
     pub(super) fn linear_layers(&self) -> Vec<(Layer, Layer, [usize; 2])> {
         let layers = |block| {
             let layer = move |role| Layer::inner(block, Op::Linear(role));
@@ -437,8 +438,8 @@ impl ModelSpec {
         products.into_values().filter(|(members, ..)| *members > 0).collect()
     }
 
-    /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model, or its
-    /// adapters and saved layers.
+    /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model, or
+    /// its adapters and saved layers.
     pub fn parameters(&self) -> Vec<ParamSpec> {
         let base = self.base_parameters();
         self.lora.as_ref().map_or_else(|| base.clone(), |lora| lora.parameters(self, base.clone()))
@@ -450,7 +451,7 @@ impl ModelSpec {
         self.base_parameters().into_iter().filter(|entry| !lora.saved.contains(&entry.layer)).collect()
     }
 
-    /// The frozen matrices that stay in blocks: those of products whose every part is quantised.
+    /// The frozen matrices that stay in quantized blocks: all parts of their product are quantized.
     pub fn in_blocks(&self) -> BTreeMap<String, GgmlDType> {
         let frozen = self.frozen_parameters();
         let quantised = |entry: &&ParamSpec| self.quantised.contains_key(&entry.name);
@@ -463,7 +464,7 @@ impl ModelSpec {
         whole.map(|entry| (entry.name.clone(), self.quantised[&entry.name])).collect()
     }
 
-    /// The parameters of the model without adapters. A head's matrix of its own is there only where it is not tied.
+    /// The parameters of the model without adapters. Only an untied head has a matrix.
     pub fn base_parameters(&self) -> Vec<ParamSpec> {
         let d = self.width;
         let std = self.initializer_range;

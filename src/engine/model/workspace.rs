@@ -1,8 +1,8 @@
 //! The buffers of a forward and backward pass.
 //!
-//! For N tokens, a GPT-2 block in half precision keeps 8·N·D bytes of residual stream in FP32, before attention and before the
-//! MLP, and 2·N·(6·D + F) bytes for the backward pass: two norms, queries, keys and values, attention's output and the
-//! activation's input.
+//! For N tokens, a GPT-2 block in half precision keeps 8·N·D bytes of residual stream in FP32, before attention and
+//! before the MLP, and 2·N·(6·D + F) bytes for the backward pass: two norms, queries, keys and values, attention's
+//! output and the activation's input.
 
 mod narrow;
 
@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use std::cell::Cell;
 use std::ops::Range;
 
-/// What the forward pass keeps for the backward pass.
+/// Activations that the forward pass keeps for the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Keep {
     /// Every activation but the output of the MLP's, which its derivative computes again.
@@ -73,7 +73,7 @@ impl Rotations {
     }
 }
 
-/// What the norm of a branch's output reads, and its statistics.
+/// The input of a post-norm, and its statistics.
 #[derive(Debug)]
 pub(super) struct BranchNorm<T = Tensor> {
     /// `[N, D]`, compute type.
@@ -95,7 +95,7 @@ impl BranchNorm {
     }
 }
 
-/// What one block's forward pass computes that its backward pass reads.
+/// The activations of one block's forward pass that its backward pass reads.
 #[derive(Debug)]
 pub(super) struct Activations<T = Tensor> {
     pub(super) attention_norm: Normed<T>,
@@ -115,7 +115,7 @@ pub(super) struct Activations<T = Tensor> {
 }
 
 impl Activations {
-    /// What the block's adapters need.
+    /// The buffers of the block's adapters.
     pub(super) fn adapters<'a>(&'a self, scratch: &'a Scratch) -> AdapterPass<'a> {
         AdapterPass { buffers: scratch.adapter.as_ref(), low: self.low.as_ref() }
     }
@@ -123,7 +123,7 @@ impl Activations {
 
 /// All buffers of a forward and backward pass for one (batch, sequence) shape.
 ///
-/// Each block, and the head with what is around the blocks, has a compute type of its own, usually the policy's. `T` is a
+/// Each block, and everything outside the blocks, has a separate compute dtype, usually the policy's. `T` is a
 /// tensor, or nothing where only sizes are counted.
 #[derive(Debug)]
 pub struct Workspace<T = Tensor> {
@@ -132,7 +132,7 @@ pub struct Workspace<T = Tensor> {
     train: bool,
     pub(super) batch: usize,
     pub(super) seq_len: usize,
-    /// The documents of the tokens at hand, as [`Tokens`](super::Tokens) names them; empty if each sequence is one.
+    /// The documents of the current tokens, as in [`Tokens`](super::Tokens); empty if each sequence is one.
     pub(super) documents: Vec<u32>,
     /// The compute type of each block.
     compute: Vec<DType>,
@@ -143,7 +143,7 @@ pub struct Workspace<T = Tensor> {
     pub(super) final_norm: Normed<T>,
     pub(super) head: HeadWorkspace<T>,
     pub(super) backward: Option<StreamGradient<T>>,
-    /// Of the policy's compute type, and of each other one in use.
+    /// One entry for the policy's compute dtype, and one for every other dtype in use.
     scratch: Vec<Scratch<T>>,
     pub(super) rotations: Rotations,
 }
@@ -162,11 +162,11 @@ pub(super) struct Scratch<T = Tensor> {
     compute: DType,
     /// A branch's output before it joins the stream; in the backward pass, its gradient.
     pub(super) branch: T,
-    /// The activation's output, which the backward pass computes again: it costs little and is a sixth of what would be kept.
+    /// The activation's output. The backward pass recomputes it cheaply, which saves a sixth of the kept activations.
     pub(super) activated: T,
     adapter: Option<AdapterBuffers<T>>,
     gradients: Option<BranchGradients<T>>,
-    /// A block's activations where they are not kept.
+    /// A block's activations, if they are recomputed.
     block: Option<Activations<T>>,
 }
 
@@ -178,7 +178,7 @@ pub(super) struct BranchGradients<T = Tensor> {
     pub(super) branch: Option<T>,
     /// Gradient of normalised queries and keys.
     pub(super) query_key: Option<T>,
-    /// Gradient of attention's output, where it is not as wide as the stream.
+    /// The gradient of attention's output, if its width differs from the residual stream's.
     attended: Option<T>,
     pub(super) qkv: T,
     /// Gradient of the activation's output.
@@ -192,16 +192,16 @@ impl<T> BranchGradients<T> {
         self.attended.as_ref().unwrap_or(&self.normed)
     }
 
-    /// Where the gradient of the activation's input goes: over that of its output if they are of one shape.
+    /// The buffer of the activation's input gradient: the output gradient's if they have one shape.
     pub(super) fn up(&self) -> &T {
         self.up.as_ref().unwrap_or(&self.activated)
     }
 }
 
-/// What the buffers of a [`Workspace`] take, in bytes.
+/// Bytes of the buffers of a [`Workspace`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkspaceBytes {
-    /// What the forward pass keeps for the backward pass.
+    /// Activations that the forward pass keeps for the backward pass.
     pub activations: u64,
     /// Scratch buffers: a tile of logits, gradients of activations.
     pub scratch: u64,
@@ -295,8 +295,8 @@ impl<T> Scratch<T> {
 }
 
 impl<T> Workspace<T> {
-    /// The one list of buffers, for training (with `train`) or evaluation: `kept` makes those of the forward pass that the
-    /// backward pass reads, `scratch` the others.
+    /// The one list of buffers, for training (with `train`) or evaluation: `kept` makes those of the forward pass that
+    /// the backward pass reads, `scratch` the others.
     fn lay_out(
         spec: &ModelSpec,
         policy: PrecisionPolicy,
@@ -354,7 +354,7 @@ impl<T> Workspace<T> {
         Positions { seq_len: self.seq_len, past: 0, documents: self.documents() }
     }
 
-    /// Where the documents of its rows start.
+    /// The start columns of its rows' documents.
     pub(super) fn documents(&self) -> Option<&[u32]> {
         (!self.documents.is_empty()).then_some(&self.documents[..])
     }

@@ -83,7 +83,7 @@ pub struct Quantised {
     pub name: String,
     /// Elements of the parameter.
     pub elements: usize,
-    /// Those whose moments are here. Of several processes each has whole blocks.
+    /// The elements whose moments this process holds; shards are cut at block boundaries.
     pub range: Range<usize>,
     /// First and second moment.
     pub moments: [Blockwise; 2],
@@ -154,7 +154,7 @@ impl AdamW {
         &mut self.quantised
     }
 
-    /// What [`AdamW::new`] allocates for parameters of these numbers of elements, in bytes.
+    /// Bytes that [`AdamW::new`] allocates for parameters with these element counts.
     pub fn bytes(kind: OptimizerKind, policy: PrecisionPolicy, tensors: impl IntoIterator<Item = u64>) -> u64 {
         let (mut bytes, mut largest, mut widest) = (0, 0, 0);
         for elements in tensors {
@@ -252,8 +252,8 @@ pub struct MasterWeights {
 }
 
 impl MasterWeights {
-    /// Takes FP32 `parameters`, whose base stays with the working copy, and rounds a working copy of the policy's compute type
-    /// from them. Where masters and working copy are of one type, they share their storage.
+    /// Takes FP32 `parameters`, whose base stays with the working copy, and rounds a working copy of the policy's
+    /// compute type from them. Where masters and working copy are of one type, they share their storage.
     pub fn new(parameters: Parameters, policy: PrecisionPolicy, kernels: &dyn Kernels) -> Result<(Self, Parameters)> {
         let base = parameters.base().cloned();
         let mut parameters = parameters.over(None);
@@ -345,7 +345,8 @@ impl MasterWeights {
         &self.parameters
     }
 
-    /// Gives pack `index` a working copy of another type in `weights`; in FP32 that is the master itself.
+    /// Replaces the working copy of pack `index` in `weights` by one with a different dtype; in FP32 it is the master
+    /// itself.
     pub fn retype(&self, index: usize, compute: DType, weights: &mut Parameters, kernels: &dyn Kernels) -> Result<()> {
         if self.parameters.shards().is_some() {
             // The values come when all processes have rounded theirs.
@@ -378,7 +379,7 @@ fn is_part_of(weights: &Parameters, masters: DType) -> bool {
     weights.device().is_cpu() && weights.tensors().iter().all(|weight| weight.dtype() == masters)
 }
 
-/// Copies each tensor to that of the same place, unless they are one tensor already.
+/// Copies each tensor to the target at the same index, unless both are one tensor.
 fn copy_all(from: &Parameters, to: &Parameters, kernels: &dyn Kernels) -> Result<()> {
     let mut pairs = from.tensors().iter().zip(to.tensors()).filter(|(from, to)| !view::share_storage(from, to));
     pairs.try_for_each(|(from, to)| kernels.copy(from, to))

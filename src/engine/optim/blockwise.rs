@@ -1,8 +1,8 @@
 //! Adam's moments in 8 bits (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022).
 //!
-//! A block of 256 elements shares its largest magnitude; an element is the nearest of 256 values between -1 and 1, which lie
-//! denser towards zero. The values are those of `create_dynamic_map` in bitsandbytes' `functional.py`, and a first moment keeps
-//! its sign, as in its kernel. Tensors of fewer than 4096 elements stay FP32, as there.
+//! A block of 256 elements shares its largest magnitude; an element is the nearest of 256 values between -1 and 1,
+//! which lie denser towards zero. The values are from `create_dynamic_map` in bitsandbytes' `functional.py`, and a
+//! first moment keeps its sign, as in its kernel. Tensors of fewer than 4096 elements stay FP32, as there.
 
 use crate::engine::kernels::view::{self, host, read};
 use candle_core::{Result, Tensor};
@@ -86,7 +86,7 @@ impl Blockwise {
         elements.start.div_ceil(BLOCK)..elements.end.div_ceil(BLOCK)
     }
 
-    /// What so many elements take, in bytes.
+    /// Bytes of `elements` elements.
     pub fn bytes(elements: u64) -> u64 {
         elements + elements.div_ceil(BLOCK as u64) * 4
     }
@@ -127,12 +127,12 @@ impl Blockwise {
         Ok(())
     }
 
-    /// What a file holds: the codes, and each block's largest magnitude.
+    /// The contents of a file: the codes, and each block's largest magnitude.
     pub fn stored(&self) -> (&[u8], &[f32]) {
         (&self.codes, &self.absmax)
     }
 
-    /// Takes over what a file has of as many elements; `false` where it has another number.
+    /// Loads the contents of a file; returns `false` if its number of elements differs.
     pub fn restore(&mut self, codes: &[u8], absmax: Vec<f32>) -> bool {
         let fits = (codes.len(), absmax.len()) == (self.codes.len(), self.absmax.len());
         if fits {

@@ -142,8 +142,8 @@ impl Gradients {
         if self.is_leaf() {
             return Ok(());
         }
-        // The nodes that this micro-batch completes, the outermost first, in one pass: a tree of a power of two of leaves then
-        // moves as many bytes as a running sum.
+        // The nodes that this micro-batch completes, the outermost first, in one pass: a tree of a power of two of
+        // leaves then moves as many bytes as a running sum.
         match self.sums[at - merges..at + usize::from(adds)].split_first() {
             None => {
                 let mut pairs = self.grads.tensors().iter().zip(self.sums[at].tensors());

@@ -1,7 +1,7 @@
 //! The fixed binary tree along which the gradients of a step's micro-batches are summed.
 //!
-//! A node covers a range of micro-batches; its left child takes the largest power of two of them that is less than all. The
-//! shape depends on their number alone, so the sum has the same bits however the micro-batches are shared among
+//! A node covers a range of micro-batches; its left child takes the largest power of two of them that is less than all.
+//! The shape depends on their number alone, so the sum has the same bits however the micro-batches are shared among
 //! processes: a process sums the nodes that lie within its share, and the rest of the tree is summed over those.
 
 use std::ops::Range;
@@ -38,12 +38,12 @@ pub(crate) struct Nodes {
     open: Vec<Range<usize>>,
 }
 
-/// What becomes of the next leaf.
+/// The target of the next leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Placed {
-    /// Where its sum goes, counted from the left.
+    /// The index of its sum, counted from the left.
     pub(crate) at: usize,
-    /// Whether it is added to what is there or begins a node.
+    /// Whether it is added to the sum or begins a node.
     pub(crate) adds: bool,
     /// How many nodes are then added to their left neighbours, the rightmost first.
     pub(crate) merges: usize,
@@ -61,7 +61,7 @@ impl Nodes {
         self.of
     }
 
-    /// Those that are summed here.
+    /// The nodes that are summed here.
     pub(crate) fn share(&self) -> Range<usize> {
         self.share.clone()
     }
@@ -106,8 +106,8 @@ impl Nodes {
     }
 }
 
-/// The micro-batches of process `rank` among `world`, of a step of `of`: as even as can be, without gaps. Process 0 always has the
-/// first.
+/// The micro-batches of process `rank` among `world`, of a step of `of`: as even as can be, without gaps. Process 0
+/// always has the first.
 pub(crate) fn share(rank: usize, world: usize, of: usize) -> Range<usize> {
     (rank * of).div_ceil(world)..((rank + 1) * of).div_ceil(world)
 }
@@ -116,7 +116,7 @@ pub(crate) fn share(rank: usize, world: usize, of: usize) -> Range<usize> {
 mod tests {
     use super::*;
 
-    /// The tree's sum in words.
+    /// The tree's sum as text.
     fn text(node: Range<usize>) -> String {
         if node.len() == 1 {
             return node.start.to_string();
@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(text(0..7), "(((0+1)+(2+3))+((4+5)+6))");
     }
 
-    /// Sums a share as the engine does, in words, and gives the nodes by their ranges.
+    /// Sums a share like the engine, as text, and returns the nodes by their ranges.
     fn by_share(share: Range<usize>, of: usize) -> Vec<String> {
         let (mut nodes, mut sums) = (Nodes::default(), Vec::<String>::new());
         nodes.begin(share.clone(), of);

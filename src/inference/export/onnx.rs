@@ -2,9 +2,9 @@
 //! sequence. With a KV cache, keys and values of earlier tokens are inputs too, and those of all tokens outputs, under
 //! Optimum's names.
 //!
-//! The graph (operator set 20) is one small file; the weights are in a second file, `.data`, which avoids the limit of 2 GB.
-//! 16-bit weights are widened and everything is computed in FP32, so the graph runs on every ONNX runtime. The export walks
-//! the layers of the spec, as the decoder does.
+//! The graph (operator set 20) is one small file; the weights are in a second file, `.data`, which avoids the limit of
+//! 2 GB. 16-bit weights are widened and everything is computed in FP32, so the graph runs on every ONNX runtime. The
+//! export walks the layers of the spec, as the decoder does.
 
 mod graph;
 
@@ -114,8 +114,8 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    /// Streams the weights into their file and declares each of them, widened if it is not FP32. Linear weights are stored as
-    /// `[in, out]`.
+    /// Streams the weights into their file and declares each of them, widened if it is not FP32. Linear weights are
+    /// stored as `[in, out]`.
     fn weights(&mut self, weights: &Parameters) -> Result<()> {
         let config = self.config;
         for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
@@ -135,8 +135,8 @@ impl Builder<'_> {
             }
             let name = if tensor.dtype() == DType::F32 { wide(&entry.name) } else { entry.name.clone() };
             self.store(&name, &tensor)?;
-            // FP32 weights are what the operations read: onnxruntime's dynamic quantiser takes a product whose operand is an
-            // initializer, and none behind another node.
+            // Operations read FP32 weights directly: onnxruntime's dynamic quantizer needs an initializer as operand of
+            // a product.
             if tensor.dtype() != DType::F32 {
                 self.graph.op_as(&wide(&entry.name), "Cast", &[&entry.name], &[Attribute::Int("to", FLOAT)]);
             }
@@ -151,8 +151,9 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// Writes a weight `[in, out]` in 8 bits with a scale per column and a zero point of 128. Not signed: products of unsigned
-    /// with signed bytes saturate at 16 bits on x86 CPUs without VNNI, where onnxruntime adds pairs of them by `vpmaddubsw`.
+    /// Writes a weight `[in, out]` in 8 bits with a scale per column and a zero point of 128. Not signed: products of
+    /// unsigned with signed bytes saturate at 16 bits on x86 CPUs without VNNI, where onnxruntime adds pairs of them by
+    /// `vpmaddubsw`.
     fn int8(&mut self, name: &str, weight: &Tensor) -> Result<()> {
         let weight = weight.to_dtype(DType::F32)?;
         let columns = weight.dim(1)?;
@@ -374,7 +375,8 @@ impl Builder<'_> {
         self.linear(&joined, block, LinearRole::Out)
     }
 
-    /// Reshapes `[B, T, heads · head_dim]` to `[B, heads, T, head_dim]`; normalises and rotates each head if the family does.
+    /// Reshapes `[B, T, heads · head_dim]` to `[B, heads, T, head_dim]`; normalises and rotates each head if the family
+    /// does.
     fn heads(
         &mut self,
         x: &str,

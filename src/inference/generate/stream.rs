@@ -10,8 +10,8 @@ const REPLACEMENT: char = '\u{FFFD}';
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The last token with text in the previous piece, because some decoders treat the first token of a text differently, and the
-    /// tokens after it.
+    /// The last token with text in the previous piece, because some decoders treat the first token of a text
+    /// differently, and the tokens after it.
     ids: Vec<u32>,
     /// Bytes of `ids`' text that have been returned.
     returned: usize,

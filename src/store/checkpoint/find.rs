@@ -152,13 +152,13 @@ pub fn newest_run(folder: &Path) -> Result<PathBuf> {
         .ok_or_else(|| Error::checkpoint(folder, "there is no run here yet; start one without `--resume`"))
 }
 
-/// The largest sequence in any run of `folder`; 0 without runs, or where it cannot be listed.
+/// The largest sequence in any run of `folder`; 0 without runs, or if it cannot be listed.
 pub(super) fn newest_sequence(folder: &Path) -> u64 {
     runs(folder).unwrap_or_default().into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
 }
 
-/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, of its start; none where there
-/// is no such folder. Skips unreadable folders within it, which may not be runs.
+/// The runs in a folder, each with the largest sequence of its checkpoints or, before the first, of its start; none
+/// if the folder does not exist. Skips unreadable folders within it, which may not be runs.
 fn runs(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
     let entries = match std::fs::read_dir(folder) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),

@@ -25,7 +25,7 @@ pub(super) const WEIGHTS: &str = "model.safetensors";
 pub(super) const MASTERS: &str = "master.safetensors";
 /// Adam's moments.
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
-/// What the names of both moments begin with there.
+/// The common prefix of both moments' names.
 pub(super) const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 
 /// Larger sequences are rejected as forged, because incrementing them could overflow.
@@ -82,7 +82,7 @@ impl Kind {
 
 /// A checkpoint's kind, step and validation loss, and the size and SHA-256 of each of its files.
 ///
-/// On disk it includes a SHA-256 of its own compact JSON, to detect damage to the manifest itself.
+/// On disk it includes a SHA-256 of its compact JSON, to detect damage to the manifest itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -90,10 +90,10 @@ pub struct Manifest {
     pub kind: Kind,
     /// Steps attempted when it was written.
     pub step: u64,
-    /// The order of saves, independent of the clock: larger than that of every earlier checkpoint of this run, and of every
-    /// checkpoint in a sibling run when this run was opened.
+    /// The order of saves, independent of the clock: larger than the sequence of every earlier checkpoint of this run,
+    /// and of every checkpoint in a sibling run when this run was opened.
     pub sequence: u64,
-    /// Validation loss of these weights, if it was measured: nats a token.
+    /// Validation loss of these weights in nats per token, if it was measured.
     pub validation_loss: Option<f64>,
     /// The other files of the directory.
     pub files: BTreeMap<String, Digest>,

@@ -18,7 +18,7 @@ use crate::{Error, Result};
 
 /// Maximum size of configuration and state.
 const MAX_JSON: u64 = 16 << 20;
-/// Blocks of a base at most, where the base is not there to tell.
+/// The maximum number of blocks of a base that is not available.
 const MOST_BLOCKS: usize = 1024;
 
 /// A file of a checkpoint that does not match the manifest.
@@ -26,7 +26,7 @@ const MOST_BLOCKS: usize = 1024;
 pub struct Damage {
     /// The file.
     pub path: PathBuf,
-    /// What is wrong with it.
+    /// The problem.
     pub message: String,
 }
 
@@ -177,7 +177,7 @@ impl Checkpoint {
         read_all(&self.masters, into, "")
     }
 
-    /// Reads the master weights of a parameter from value `first` on.
+    /// Reads the master weights of a parameter, starting at value `first`.
     pub fn read_part(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
         self.masters.require(name)?.read_part(first, out)
     }

@@ -41,7 +41,7 @@ pub struct Saved {
 }
 
 impl Run {
-    /// Creates the folder if necessary, locks it, and removes what a killed process left unfinished.
+    /// Creates the folder if necessary, locks it, and removes unfinished files of a killed process.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the process that holds the folder; [`Error::Io`].
@@ -56,8 +56,8 @@ impl Run {
         Self::take(path, disk)
     }
 
-    /// Creates and opens the folder of a new run; `None` if the name is taken. If several processes create the same name at
-    /// once, exactly one succeeds.
+    /// Creates and opens the folder of a new run; `None` if the name is taken. If several processes create the same
+    /// name at once, exactly one succeeds.
     ///
     /// # Errors
     /// As [`Run::open`].
@@ -100,7 +100,8 @@ impl Run {
         self.replace(CONFIG, text)
     }
 
-    /// Writes a checkpoint and points `latest` to it. Older checkpoints stay untouched until [`Run::rotate`], also on an error.
+    /// Writes a checkpoint and points `latest` to it. Older checkpoints stay untouched until [`Run::rotate`], also on
+    /// an error.
     ///
     /// # Errors
     /// [`Error::Io`] from the operating system, such as for a full disk; [`Error::Checkpoint`] if another process has taken over
@@ -140,8 +141,8 @@ impl Run {
         self.disk.remove(&gone)
     }
 
-    /// Checks that the lock file at the run's path is still the one this process holds, because another process may have removed
-    /// and recreated the folder.
+    /// Checks that the lock file at the run's path is still the one this process holds, because another process may
+    /// have removed and recreated the folder.
     fn check_lock(&self) -> Result<()> {
         let path = self.path.join(LOCK);
         let check = || Ok(untrusted::same_file(&self.lock.metadata()?, &std::fs::symlink_metadata(&path)?));
@@ -163,8 +164,9 @@ impl Run {
         }
     }
 
-    /// Renames a complete directory to its final name. An existing one of the same step (after a resume from an older step) is
-    /// renamed first, and restored by [`Run::clear_leftovers`] after a kill in between. Returns its path, for removal.
+    /// Renames a complete directory to its final name. An existing one of the same step (after a resume from an older
+    /// step) is renamed first, and restored by [`Run::clear_leftovers`] after a kill in between. Returns its path, for
+    /// removal.
     fn publish(&self, temporary: &Path, name: &str) -> Result<Option<PathBuf>> {
         let path = self.path.join(name);
         let aside = self.hidden(name, "old");
@@ -187,7 +189,8 @@ impl Run {
         self.disk.sync_folder(&self.path)
     }
 
-    /// Removes the leftovers of a killed process. Temporary files with `tempfile`'s own names come from a `TMPDIR` in the folder.
+    /// Removes the leftovers of a killed process. Temporary files with `tempfile`'s own names come from a `TMPDIR` in
+    /// the folder.
     fn clear_leftovers(&self) -> Result<()> {
         temporary::sweep(&self.path, temporary::is_default_name);
         for entry in std::fs::read_dir(&self.path).map_err(Error::io("list", &self.path))? {

@@ -41,7 +41,7 @@ pub struct State {
     /// The state of a block in simulated FP8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fp8: Option<Fp8State>,
-    /// The parameters whose gradients have held FP16's least magnitude, 2^-24, so that the log says it once.
+    /// The parameters whose gradients have contained FP16's smallest magnitude, 2^-24, so that each is logged once.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub touched: BTreeSet<String>,
     /// Where the next training batch starts.
@@ -80,7 +80,7 @@ pub struct Base {
     pub sha256: String,
 }
 
-/// What must not change between a run and its resumption.
+/// Properties that must not change between a run and its resumption.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
@@ -123,7 +123,7 @@ impl State {
     }
 }
 
-/// Reads only `format_version`, because a newer format may have changed everything else.
+/// Reads only `format_version`, because another format may have different fields.
 pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
     #[derive(Deserialize)]
     struct Version {

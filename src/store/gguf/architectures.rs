@@ -23,7 +23,7 @@ pub struct GgufHeader<'a> {
     pub eos: Vec<u32>,
     /// The shape of a tensor, outermost dimension first.
     pub shape: &'a dyn Fn(&str) -> Option<Vec<usize>>,
-    /// The values of [`ROPE_FACTORS`], if it is there.
+    /// The values of [`ROPE_FACTORS`], if it exists.
     pub rope_factors: Option<Vec<f32>>,
 }
 
@@ -91,10 +91,11 @@ const GEMMA_27B_LAYERS: usize = 62;
 const LLAMA3: (f64, f64, usize) = (1.0, 4.0, 8192);
 
 impl ModelSpec {
-    /// Reads the model of a GGUF file; `origin` is its path, for messages.
+    /// Reads the model of a GGUF file; `origin` is its path in error messages.
     ///
     /// # Errors
-    /// [`Error::Model`] naming the key: an unknown architecture, a key that is missing, of another type or not understood.
+    /// [`Error::Model`] naming the key: an unknown architecture, or a key that is missing, unknown or has the wrong
+    /// type.
     pub fn from_gguf(header: &GgufHeader<'_>, origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
         let json = config(header).map_err(fail)?;
@@ -455,7 +456,7 @@ fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) 
     Ok(json)
 }
 
-/// Rejects unknown keys, which may change what the model computes. Values of 0 and `false` leave a feature off.
+/// Rejects unknown keys, which may change the computation. Values of 0 and `false` leave a feature off.
 fn refuse_unknown(name: &str, keys: &Map<String, Value>) -> Result<(), String> {
     const HARMLESS: [&str; 4] = [
         "attention.value_length",
@@ -477,7 +478,7 @@ fn refuse_unknown(name: &str, keys: &Map<String, Value>) -> Result<(), String> {
     }
 }
 
-/// Rejects value heads of another width than key heads, and partial rotation.
+/// Rejects value heads whose size differs from key heads, and partial rotation.
 fn check_heads(spec: &ModelSpec, header: &GgufHeader<'_>) -> Result<(), String> {
     for key in ["attention.value_length", "rope.dimension_count"] {
         match header.keys.get(key) {

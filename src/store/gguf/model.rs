@@ -25,8 +25,8 @@ impl GgufModel {
     /// Opens the file and checks it without reading the weights.
     ///
     /// # Errors
-    /// [`Error::Model`](crate::Error::Model) with the file and the first problem: an error of [`Gguf::open`]; an unsupported architecture or key; a
-    /// missing or extra tensor, or one of the wrong shape.
+    /// [`Error::Model`](crate::Error::Model) with the file and the first problem: an error of [`Gguf::open`]; an
+    /// unsupported architecture or key; a missing or extra tensor, or one of the wrong shape.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let gguf = Gguf::open(path.as_ref())?;
         let architecture = gguf.architecture()?;
@@ -101,7 +101,7 @@ impl GgufModel {
         &self.gguf
     }
 
-    /// The model's shape. `tied` is what the tensors say.
+    /// The model's shape. The tensors determine `tied`.
     pub fn config(&self) -> &ModelSpec {
         &self.config
     }
@@ -114,7 +114,7 @@ impl GgufModel {
         Ok(())
     }
 
-    /// Reads a parameter, dequantised; or from value `first` on some rows of one that GGUF has in our order.
+    /// Reads a parameter and dequantizes it; or some rows, starting at value `first`, if GGUF stores it in our order.
     pub fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
         let (name, whole) = (gguf_name(entry), entry.shape.iter().product());
         if out.len() < whole {
@@ -155,8 +155,8 @@ impl GgufModel {
     }
 }
 
-/// A metadata value as JSON. FP32 numbers become the shortest decimal that rounds to them, which is the number in the original
-/// configuration.
+/// A metadata value as JSON. FP32 numbers become the shortest decimal that rounds to them, which is the number in the
+/// original configuration.
 fn json_of(value: &Value) -> Json {
     match value {
         Value::U8(x) => (*x).into(),

@@ -1,7 +1,7 @@
 //! A GGUF file's tokenizer as a `tokenizer.json`.
 //!
-//! Two kinds are in use: byte-level BPE with its merges (`gpt2`), whose word pattern has a name, and `SentencePiece`'s BPE
-//! (`llama`), which has scores in the place of merges and falls back to bytes.
+//! Two kinds are in use: byte-level BPE with its merges (`gpt2`), whose word pattern has a name, and `SentencePiece`'s
+//! BPE (`llama`), which has scores instead of merges and falls back to bytes.
 
 use std::collections::HashMap;
 
@@ -35,7 +35,7 @@ const USER_DEFINED: i64 = TokenKind::UserDefined as i64;
 
 /// The word pattern of Llama 3.
 const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// That of Qwen 2 and later.
+/// The word pattern of Qwen 2 and later.
 const QWEN_2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// The space of `SentencePiece`.
@@ -74,7 +74,7 @@ pub(super) fn json(gguf: &Gguf) -> Result<Json> {
 }
 
 impl Vocabulary<'_> {
-    /// Ids by token. Of a token that is listed twice the first one counts, as in llama.cpp.
+    /// Ids by token. The first entry of a duplicated token wins, as in llama.cpp.
     fn ids(&self) -> Map<String, Json> {
         let mut ids = Map::new();
         for (id, token) in self.tokens.iter().enumerate() {
@@ -197,8 +197,8 @@ fn sentence_piece(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     }))
 }
 
-/// The merges that scores stand for: every way to make a token of two others, the best score first, and of one score the
-/// longest left part first, as transformers orders them.
+/// The merges that scores stand for: every way to make a token of two others, the best score first, and of one score
+/// the longest left part first, as transformers orders them.
 fn merges<'a>(vocabulary: &Vocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 2]> {
     let normal = vocabulary.tokens.iter().zip(&vocabulary.kinds).enumerate();
     let normal = normal.filter(|(_, (_, kind))| **kind == NORMAL).map(|(id, (token, _))| (*token, id));
@@ -217,7 +217,7 @@ fn merges<'a>(vocabulary: &Vocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 2]> 
     merges.into_iter().map(|(_, _, _, parts)| parts).collect()
 }
 
-/// Adds the token that begins a text where the file says so.
+/// Adds the BOS token to the post-processor if the file specifies it.
 fn begin_of_text(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
     let default = gguf.text("tokenizer.ggml.model")? == "llama";
     let id = gguf.count("tokenizer.ggml.bos_token_id")?;

@@ -15,7 +15,7 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Op
     let fail = |message: &str| Error::model("tokenizer.json", format!("{message}, so it cannot go into a GGUF file"));
     let json: Json = serde_json::from_slice(tokenizer.json()).map_err(|error| fail(&error.to_string()))?;
     let model = &json["model"];
-    // Older files leave the type out where it is BPE.
+    // Older files omit the type if it is BPE.
     if !matches!(model["type"].as_str(), None | Some("BPE")) {
         return Err(fail("it is not a BPE"));
     }
@@ -112,8 +112,8 @@ impl Vocabulary {
         self.tokens.iter().position(|(token, _)| token == text).map(|id| id as u32)
     }
 
-    /// Scores that give the tokenizer's order of merges: the negative rank of the first merge that makes a token; lower scores for
-    /// tokens that no merge makes.
+    /// Scores that give the tokenizer's order of merges: the negative rank of the first merge that makes a token; lower
+    /// scores for tokens that no merge makes.
     fn scores(&self, merges: &[[String; 2]]) -> Value {
         let mut ranks: HashMap<String, usize> = HashMap::new();
         for (rank, [left, right]) in merges.iter().enumerate() {

@@ -167,8 +167,8 @@ impl RepoCache {
     }
 }
 
-/// Opens or creates a file for reading and writing, with the umask's mode. Follows no links and opens no devices, which may
-/// be attacks in a shared cache.
+/// Opens or creates a file for reading and writing, with the umask's mode. Follows no links and opens no devices, which
+/// may be attacks in a shared cache.
 fn open_file(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false);

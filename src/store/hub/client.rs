@@ -1,9 +1,9 @@
 //! Requests a file's metadata and contents from the Hub, with retries.
 //!
-//! `hf-hub` builds every request: URL, token, agent. Its own downloads are not used, because they have no timeout, accept any
-//! contents, follow redirects to any host and send the token there (see docs/faults.md). So requests have timeouts here, and
-//! redirects are followed only to the same server, to its subdomains, or from the Hub and its mirrors to the Hub's content
-//! network. The token is sent only to the endpoint.
+//! `hf-hub` builds every request: URL, token, agent. Its own downloads are not used, because they have no timeout,
+//! accept any contents, follow redirects to any host and send the token there (see docs/faults.md). So requests have
+//! timeouts here, and redirects are followed only to the same server, to its subdomains, or from the Hub and its
+//! mirrors to the Hub's content network. The token is sent only to the endpoint.
 
 use std::fmt;
 use std::fs::File;
@@ -84,8 +84,8 @@ impl Client {
         Metadata::read(&self.get(&self.url(repo, file), range.as_deref(), attempts, answered)?)
     }
 
-    /// Appends the contents of `url` to `file`, which already has the first `done` bytes. Fails unless the result has exactly
-    /// `size` bytes.
+    /// Appends the contents of `url` to `file`, which already has the first `done` bytes. Fails unless the result has
+    /// exactly `size` bytes.
     pub(super) fn download(
         &self,
         url: &str,

@@ -9,8 +9,8 @@ use super::Settings;
 /// Variables that set a proxy, which may reach hosts that this machine cannot connect to.
 const PROXIES: [&str; 4] = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
 
-/// Connects to the endpoint and disconnects; returns the time taken, or why it failed. Name lookup and connection together
-/// take at most `patience`.
+/// Connects to the endpoint and disconnects; returns the time taken, or why it failed. Name lookup and connection
+/// together take at most `patience`.
 pub fn connect(settings: &Settings, patience: Duration) -> Result<Duration, String> {
     settings.check().map_err(|error| error.to_string())?;
     let (host, port) = settings.host_and_port().ok_or("it is not an HTTP URL")?;

@@ -10,10 +10,10 @@ use serde_json::{Map, json};
 
 use crate::{Error, Result};
 
-/// Writes `tensors` in order as one safetensors file into `out`, whose `path` is for messages.
+/// Writes `tensors` in order as one safetensors file to `out`; `path` is its name in error messages.
 ///
-/// Values keep their dtype (F32, F16, BF16 or U8); a tensor on another device is copied just before it is written. The metadata
-/// has `format: pt`, which transformers requires.
+/// Values keep their dtype (F32, F16, BF16 or U8); a tensor on another device is copied just before it is written. The
+/// metadata has `format: pt`, which transformers requires.
 ///
 /// # Errors
 /// [`Error::Io`] from `out`; [`Error::Model`] for an unsupported dtype or a duplicate name.
@@ -22,7 +22,7 @@ pub fn write_tensors(out: &mut dyn Write, path: &Path, tensors: &[(String, Tenso
     tensors.iter().try_for_each(|(_, tensor)| write_values(out, path, tensor))
 }
 
-/// Writes what stands in front of the values: of tensors with these names, types and shapes, in this order.
+/// Writes the header of a file with tensors of these names, dtypes and shapes, in this order.
 pub fn write_header<'a>(
     out: &mut dyn Write,
     path: &Path,
@@ -33,8 +33,8 @@ pub fn write_header<'a>(
     out.write_all(&start).map_err(Error::io("write", path))
 }
 
-/// Writes the values of an F32, F16 or BF16 tensor, little-endian and in row-major order, into `out`, whose `path` is for
-/// messages.
+/// Writes the values of an F32, F16 or BF16 tensor, little-endian and in row-major order, into `out`, whose `path` is
+/// for messages.
 pub fn write_values(out: &mut dyn Write, path: &Path, tensor: &Tensor) -> Result<()> {
     let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;
     write_storage(out, &tensor)?.map_err(Error::io("write", path))

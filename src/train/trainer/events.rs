@@ -98,7 +98,8 @@ impl Trainer {
         }
     }
 
-    /// The name of the overflowed gradient that the backward pass computes first: the head's, then those of the last block.
+    /// The name of the overflowed gradient that the backward pass computes first: the head's, then those of the last
+    /// block.
     fn first_computed(&self, overflow: &Overflow) -> String {
         let layout = self.engine.state.weights.layout();
         let broken = layout.iter().filter(|entry| overflow.tensors.iter().any(|tensor| tensor.name == entry.name));

@@ -17,7 +17,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Writes a checkpoint, on whatever thread: it has all but the tensors.
+/// Writes a checkpoint on any thread; holds everything except the tensors.
 struct Writer<'a> {
     run: &'a mut Run,
     state: State,
@@ -28,7 +28,7 @@ struct Writer<'a> {
     keep: Keep,
 }
 
-/// What it has written, whether older ones could be removed, and the seconds it took.
+/// The written checkpoint, the result of removing older ones, and the duration in seconds.
 struct Written(checkpoint::Saved, Result<Vec<PathBuf>>, f64);
 
 impl Writer<'_> {
@@ -93,7 +93,8 @@ impl Trainer {
         self.warn_of(self.engine.state.counters.step, saved)
     }
 
-    /// Saves during the passes of the next step; at once if there is none, or if other processes have parts of the state.
+    /// Saves during the passes of the next step; at once if there is none, or if other processes have parts of the
+    /// state.
     pub(super) fn save_soon(&mut self) -> Result<()> {
         let step = self.engine.state.counters.step;
         if self.run.is_some() && self.progress.saved_at != Some(step) && self.progress.due.is_none() {
@@ -134,8 +135,8 @@ impl Trainer {
         Ok((report, Duration::ZERO))
     }
 
-    /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.retry_s` seconds, then tries the weights
-    /// alone. Returns the error of the last full attempt.
+    /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.retry_s` seconds, then tries the
+    /// weights alone. Returns the error of the last full attempt.
     pub(super) fn save_last(&mut self) -> Result<()> {
         let (began, mut warned) = (Instant::now(), false);
         let limit = Duration::from_secs(self.config.checkpoint.retry_s);
@@ -212,7 +213,7 @@ impl Trainer {
         self.written(written).map(Some)
     }
 
-    /// Tells of a checkpoint that is complete, and returns its path.
+    /// Logs a complete checkpoint, and returns its path.
     fn written(&mut self, written: Result<Written>) -> Result<PathBuf> {
         self.activity.end();
         let Written(checkpoint::Saved { path, manifest, trouble }, rotated, seconds) = written?;
@@ -232,8 +233,8 @@ impl Trainer {
         Ok(path)
     }
 
-    /// Rejects a checkpoint with another seed, `seq_len` or set of kernels, from which the run could not continue bit for bit;
-    /// returns the other settings of the step that differ.
+    /// Rejects a checkpoint with another seed, `seq_len` or set of kernels, from which the run could not continue bit
+    /// for bit; returns the other settings of the step that differ.
     pub(super) fn check_settings(&self, checkpoint: &Checkpoint) -> Result<Vec<String>> {
         let (state, config) = (checkpoint.state(), &self.config);
         let differs = |key: &str, now: u64| {
@@ -264,7 +265,7 @@ impl Trainer {
         Ok(batch.into_iter().filter_map(|(key, now)| differs(key, now as u64)).collect())
     }
 
-    /// Rejects adapters over another base than that of the checkpoint.
+    /// Rejects adapters whose base differs from the checkpoint's.
     pub(super) fn check_base(&self, checkpoint: &Checkpoint) -> Result<()> {
         let (was, now) = (&checkpoint.state().base, &self.base);
         if was.as_ref().map(|base| &base.sha256) == now.as_ref().map(|base| &base.sha256) {

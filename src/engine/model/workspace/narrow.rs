@@ -11,7 +11,7 @@ use candle_core::{Result, Tensor, bail};
 type Rows<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
 
 impl Workspace {
-    /// These buffers for sequences of `seq_len` tokens: as they are, or by way of `narrow`.
+    /// These buffers for sequences of `seq_len` tokens: unchanged, or as views stored in `narrow`.
     pub fn fitted<'a>(&'a mut self, seq_len: usize, narrow: &'a mut Option<Self>) -> Result<&'a mut Self> {
         if seq_len == self.seq_len {
             return Ok(self);
@@ -19,7 +19,7 @@ impl Workspace {
         Ok(narrow.insert(self.narrowed(seq_len)?))
     }
 
-    /// The same buffers for as many sequences of `seq_len` tokens, at most as long as these: views of their first rows.
+    /// Views of the first rows of these buffers, for the same number of sequences of `seq_len` tokens or fewer.
     pub fn narrowed(&self, seq_len: usize) -> Result<Self> {
         if seq_len == 0 || seq_len > self.seq_len {
             bail!("sequences of {seq_len} tokens in buffers for {}", self.seq_len);

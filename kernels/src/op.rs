@@ -23,7 +23,7 @@ macro_rules! operations {
         /// One operation with its operands.
         #[derive(Debug)]
         pub enum Op<'a> {
-            $(#[doc = concat!("See [`", stringify!($name), "`].")] $name($name<'a>),)*
+            $(#[doc = concat!("See [`", stringify!($name), "`](struct@", stringify!($name), ").")] $name($name<'a>),)*
         }
 
         impl Op<'_> {
@@ -112,7 +112,7 @@ pub struct Embedding<'a> {
     pub ids: &'a [u32],
     /// Tokens in a sequence.
     pub seq_len: usize,
-    /// For each token, the index in its sequence of its document's first token, where positions begin anew.
+    /// For each token, the index in its sequence of its document's first token, where positions restart.
     pub documents: Option<&'a [u32]>,
     /// Factor of the tokens' rows.
     pub scale: f32,
@@ -326,7 +326,7 @@ pub struct AddBranch<'a> {
     pub out: &'a Tensor,
 }
 
-/// Each row's loss `-log softmax(logits)[target]` in nats, and the gradient of the logits in their place.
+/// Each row's loss `-log softmax(logits)[target]` in nats, and the gradient of the logits, which overwrites them.
 #[derive(Debug)]
 pub struct CrossEntropy<'a> {
     /// `[n, V]`.

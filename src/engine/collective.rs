@@ -139,12 +139,12 @@ impl dyn ProcessGroup + '_ {
         self.all_to_all(&vec![&[] as &[u8]; self.world_size()], &mut into)
     }
 
-    /// Sends a message to one process, which calls [`Self::receive_message`].
+    /// Sends a message to one process, which calls `receive_message`.
     pub fn send_message(&self, to: usize, message: &impl Serialize) -> Result<()> {
         to_frames(message)?.iter().try_for_each(|bytes| self.send(to, bytes))
     }
 
-    /// Sends a message to all other processes, which call [`Self::receive_message`].
+    /// Sends a message to all other processes, which call `receive_message`.
     pub fn broadcast(&self, message: &impl Serialize) -> Result<()> {
         let own = self.rank();
         to_frames(message)?.iter().try_for_each(|bytes| self.send_where(|rank| rank != own, bytes))

@@ -1,7 +1,7 @@
 //! The dependency order of the modules, and a few habits of the source tree, read from `src/**/*.rs`, and the habits in
 //! `kernels/src/**/*.rs`, whose package the compiler keeps from using the other.
 //!
-//! A module may name only modules that stand above it in [`ORDER`]. The reader is a scanner, not a parser: it removes
+//! A module may name only modules above it in [`ORDER`]. The reader is a scanner, not a parser: it removes
 //! comments and string literals, then follows every path that begins with `crate` or `super`, including `use` trees. The tests
 //! at the end check it against sources that break each rule.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
@@ -35,7 +35,7 @@ const ORDER: [&str; 23] = [
     "cli",
     "main",
 ];
-/// Modules that must not know the other, whatever their place in the order.
+/// Pairs of modules: the first must not know the second, regardless of their place in the order.
 const STRANGERS: [(&str, &str); 3] = [("screen", "train"), ("train", "screen"), ("compare", "lab")];
 /// Modules that must not use candle.
 const WITHOUT_CANDLE: [&str; 8] =
@@ -295,7 +295,7 @@ fn the_source_tree_keeps_the_dependency_order_and_the_habits() {
     assert!(list.is_empty(), "the architecture is broken:\n{list}");
 }
 
-/// What the rules say of one file that holds `body` below a proper opening.
+/// Returns the violations of the rules in one file that holds `body` below a proper opening.
 fn judge(path: &str, body: &str) -> Vec<String> {
     breaches(&[Source { path: path.into(), text: format!("//! About.\n{body}\n") }])
 }

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device, Tensor};
 
-    /// The first update of any gradient is the learning rate, whatever the betas.
+    /// The first update of any gradient is the learning rate, regardless of the betas.
     #[test]
     fn a_beta_near_one_leaves_the_first_update_as_it_is() {
         for beta2 in [0.95, 0.999, 0.999_999, 1.0 - 1e-9] {

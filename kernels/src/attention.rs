@@ -112,7 +112,7 @@ const PAD: usize = 16;
 struct Sequence<'a> {
     shape: Shape,
     b: usize,
-    /// Where its rows' documents start.
+    /// For each row, the index of its document's first token.
     documents: Option<&'a [u32]>,
     /// Padded sequence length.
     tokens: usize,
@@ -140,7 +140,7 @@ impl<'a> Sequence<'a> {
         self.documents.map_or(0, |starts| starts[i] as usize).max(self.shape.first_in_window(i))
     }
 
-    /// The first key needed by queries from `first` on, rounded down to the padding.
+    /// The first key needed by queries starting at `first`, rounded down to the padding.
     #[inline(always)]
     fn first_block_key(self, first: usize) -> usize {
         self.first_key(first) / PAD * PAD
@@ -289,7 +289,7 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
     })
 }
 
-/// What the backward pass reads.
+/// The inputs of the backward pass.
 struct Saved<'a> {
     qkv: [Source<'a>; 3],
     dout: Source<'a>,
@@ -298,7 +298,7 @@ struct Saved<'a> {
     dropout: Option<Dropout>,
 }
 
-/// What the heads of a group share: keys by rows, and keys and values in panels.
+/// The data shared by the heads of a group: keys by rows, and keys and values in panels.
 #[derive(Clone, Copy)]
 struct Group<'a> {
     k: &'a [f32],

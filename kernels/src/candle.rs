@@ -139,7 +139,7 @@ fn oriented(layout: WeightLayout, weight: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// What the function is applied to, in FP32, and what a gated activation multiplies it with.
+/// Returns the input of the activation function in FP32, and the factor of the result if the activation is gated.
 fn halves(activation: Activation, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
     if !activation.is_gated() {
         return Ok((widen(x)?, None));
@@ -161,7 +161,7 @@ fn logistic(x: &Tensor) -> Result<Tensor> {
     (x.neg()?.exp()? + 1.0)?.recip()
 }
 
-/// What each element is multiplied with: GELU's (1 + tanh(u)) / 2 is the logistic function of 2u.
+/// The factor of each element: GELU's (1 + tanh(u)) / 2 is the logistic function of 2u.
 fn gate_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
     match activation {
         Activation::GatedSilu => logistic(x),

@@ -116,13 +116,13 @@ pub(crate) struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// Widens elements of `row` from `column` on into `out`.
+    /// Widens elements of `row`, starting at `column`, into `out`.
     #[inline(always)]
     pub(crate) fn load(&self, row: usize, column: usize, out: &mut [f32]) {
         self.view.load(row * self.stride + self.first + column, out);
     }
 
-    /// Elements of `row` from `column` on as FP32, in `scratch` unless they are FP32 in storage.
+    /// Elements of `row` as FP32, starting at `column`; in `scratch` unless they are FP32 in storage.
     #[inline(always)]
     pub(crate) fn widened<'b>(&'b self, row: usize, column: usize, scratch: &'b mut [f32]) -> &'b [f32] {
         self.view.widened(row * self.stride + self.first + column, scratch)
@@ -138,7 +138,7 @@ pub(crate) struct Target<'a> {
 }
 
 impl Target<'_> {
-    /// Rounds `values` into the elements of `row` from `column` on.
+    /// Rounds `values` into the elements of `row`, starting at `column`.
     ///
     /// # Safety
     /// No other thread writes these elements at the same time.

@@ -192,12 +192,12 @@ mod avx2 {
         }
     }
 
-    /// As [`rows::dot`] sums, without storing what is widened. Both slices have the same length.
+    /// Sums as [`rows::dot`] does, without storing the widened values. Both slices have the same length.
     #[target_feature(enable = "avx2,f16c")]
     pub(super) fn dot<const BF16: bool>(row: &[f32], stored: &[u16]) -> f32 {
         let (rows, row_rest) = row.as_chunks::<LANES>();
         let (words, rest) = stored.as_chunks::<LANES>();
-        // Zeros behind the rest change no sum.
+        // Zeros after the rest change no sum.
         let mut last = ([0.0; LANES], [0; LANES]);
         last.0[..row_rest.len()].copy_from_slice(row_rest);
         last.1[..rest.len()].copy_from_slice(rest);
@@ -244,7 +244,7 @@ mod avx512 {
         }
     }
 
-    /// As [`rows::dot`] sums, without storing what is widened: reading memory is all that takes time.
+    /// Sums as [`rows::dot`] does, without storing the widened values: only reading memory takes time.
     ///
     /// # Safety
     /// `stored` must point to as many elements as `row` has.

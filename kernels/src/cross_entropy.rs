@@ -20,7 +20,7 @@ pub struct HeadWorkspace<T = Tensor> {
     pub logits: T,
     /// `[V, D]`, FP32; only if the gradient has a narrower type and is summed over more than one tile.
     pub weight_sum: Option<T>,
-    /// One loss a row, FP32.
+    /// One loss per row, FP32.
     pub losses: T,
 }
 
@@ -80,12 +80,12 @@ pub struct HeadGradient<'a> {
     pub dweight: Option<&'a Tensor>,
 }
 
-/// What the head computes, for hooks.
+/// A tensor that the head computes, for hooks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadTensor {
     /// A tile of logits.
     Logits,
-    /// Their gradient, in their place.
+    /// The gradient of the logits, which overwrites them.
     LogitsGradient,
     /// The tile's rows of the input's gradient.
     InputGradient,

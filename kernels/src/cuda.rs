@@ -1,5 +1,5 @@
-//! CUDA kernels of our own, for single operations: the `.cu` files beside their CPU twins, and
-//! how each is launched.
+//! The project's own CUDA kernels for single operations: the `.cu` files next to their CPU twins, and
+//! the launch code of each.
 //!
 //! A `Queue` takes launches in order: candle's stream on a GPU; or in tests an emulator, which runs the kernels
 //! on a CPU and checks every access. A run uses each of them only after its preflight on the run's GPU.

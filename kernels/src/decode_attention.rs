@@ -1,6 +1,6 @@
 //! Causal attention of new tokens over the cached keys and values of all tokens before them, for generating text.
 //!
-//! The arithmetic and its order are those of [`attention`](super::attention): scores, softmax and sums are FP32.
+//! The arithmetic and its order are the same as in [`attention`](super::attention): scores, softmax and sums are FP32.
 
 use crate::attention::Shape;
 use crate::columns::{Columns, write_columns};
@@ -12,7 +12,7 @@ use crate::view::{read, write, zeros};
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
-/// One layer's keys and values, `[kv_heads, capacity, head_size]` each: a head's rows lie side by side.
+/// One layer's keys and values, `[kv_heads, capacity, head_size]` each: a head's rows are contiguous.
 #[derive(Debug)]
 pub struct KeyValues {
     pub(super) keys: Tensor,

@@ -31,7 +31,7 @@ impl Dropout {
         (self.draw, self.stream.key(), self.site, self.threshold, self.keep_scale)
     }
 
-    /// Multiplies `values`, the elements from index `first` on, by the mask.
+    /// Multiplies `values`, the elements starting at index `first`, by the mask.
     #[inline(always)]
     pub fn apply(&self, first: usize, values: &mut [f32]) {
         let mut index = first;

@@ -1,4 +1,4 @@
-//! Embeddings of tokens and, where they are learned, positions, and their gradient by rows.
+//! Embeddings of tokens and of learned positions, and their gradient by rows.
 
 use crate::op::{self, Embedding};
 use crate::rows::{Rows, SplitRows, axpy, for_each_part, with_scratch, write_rows};

@@ -27,13 +27,13 @@ pub enum Isa {
     /// 512-bit vectors with BF16 dot products.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
-    /// The same, and products of BF16 tiles.
+    /// The instructions of `Avx512Bf16`, and products of BF16 tiles.
     #[cfg(target_arch = "x86_64")]
     Amx,
     /// 128-bit vectors with FMA, which every aarch64 CPU has.
     #[cfg(target_arch = "aarch64")]
     Neon,
-    /// The same, and products of 2 × 4 by 4 × 2 BF16 matrices.
+    /// The instructions of `Neon`, and products of 2 × 4 by 4 × 2 BF16 matrices.
     #[cfg(target_arch = "aarch64")]
     NeonBf16,
 }
@@ -80,8 +80,8 @@ impl Isa {
         *CURRENT.get_or_init(|| Self::pinned().ok().flatten().unwrap_or_else(Self::fastest))
     }
 
-    /// The widest, except for BF16 dot products where they are slow: compared with FP32 multiply-adds they are 1.9 times as fast on
-    /// AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better.
+    /// The widest instruction set, without BF16 dot products if they are slow. Compared with FP32 multiply-adds they
+    /// are 1.9 times as fast on AMD's Zen 5 but half as fast on Intel's Emerald Rapids, where widening is better.
     fn fastest() -> Self {
         match Self::widest() {
             #[cfg(target_arch = "x86_64")]

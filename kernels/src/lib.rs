@@ -64,7 +64,8 @@ use view::Allocate;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Choice {
-    /// [`Choice::Fused`]; but for what takes a few passes only, [`Choice::Candle`] on a GPU, where a preflight takes longer.
+    /// [`Choice::Fused`], except for commands that take only a few passes. On a GPU these use [`Choice::Candle`],
+    /// because a preflight takes longer.
     #[default]
     #[serde(skip_serializing)]
     Auto,
@@ -167,7 +168,7 @@ impl NormSettings {
     }
 }
 
-/// A product of few columns beside a layer's own: `alpha · low · factor`.
+/// A product of few columns, added to a layer's own product: `alpha · low · factor`.
 #[derive(Clone, Copy, Debug)]
 pub struct LowRank<'a> {
     /// `[N, R]`.
@@ -235,7 +236,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     /// Computes an operation whose operands [have been checked](Op::check). Callers use [`Op::run`].
     fn run(&self, op: &mut Op<'_>) -> Result<Ran>;
 
-    /// Bytes that products of these shapes, on so many threads, leave in buffers of the kernels' own.
+    /// Bytes that products of these shapes, on `threads` threads, leave in the kernels' own buffers.
     fn product_bytes(&self, products: &[ProductShape], threads: usize) -> Result<u64> {
         let _ = (products, threads);
         Ok(0)

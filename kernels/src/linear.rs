@@ -105,7 +105,7 @@ fn factor<'a, T>(factor: Factor<'_>, data: &'a [T]) -> Operand<'a, T> {
     if factor.transposed { operand.transposed() } else { operand }
 }
 
-/// `c = a · b`, and the `second` term, whatever type `c` is stored in.
+/// Computes `c = a · b` plus the `second` term, for any type that `c` is stored in.
 fn product<T: Element>(
     a: Operand<'_, T>,
     b: Operand<'_, T>,

@@ -1,4 +1,4 @@
-//! What the kernels run on: memory, threads, and the fastest that the processor can compute.
+//! The hardware under the kernels: memory, threads, and the peak compute rate of the processor.
 
 pub mod allocator;
 pub mod awake;

@@ -36,7 +36,7 @@ mod pack;
 mod tests;
 mod vector;
 
-/// Depth multiplied at a time, in words of a line. A panel of B of this depth fills a third of a 1 MB L2 cache.
+/// Words per line of the depth multiplied at a time. A panel of B of this depth fills a third of a 1 MB L2 cache.
 const DEPTH_WORDS: usize = 1536;
 /// Lines of the shared operand that are packed at a time.
 const SHARED_LINES: usize = 2016;
@@ -127,8 +127,8 @@ pub struct Term<'a, T> {
 
 /// C = α A·B (+ bias) (+ C), for A of m × k, B of k × n and C of m × n, with row i of C at `c[i * ldc..][..n]`.
 ///
-/// A sum is rounded to C's type once, whatever k is, and its bits do not depend on the number of threads: rows and
-/// columns of C are shared out over the rayon pool, k never is. NaN and infinities propagate as in plain arithmetic.
+/// A sum is rounded to C's type once, for any k. Its bits do not depend on the number of threads: rows and columns of
+/// C are shared out over the rayon pool, k never is. NaN and infinities propagate as in plain arithmetic.
 ///
 /// A call for shapes seen before allocates nothing.
 ///
@@ -208,7 +208,7 @@ fn is_turned(kernel: MicroKernel, m: usize, n: usize) -> bool {
     5 * padded(n, m) < 4 * padded(m, n)
 }
 
-/// What a product's buffers depend on.
+/// The properties of a product that determine its buffers.
 #[derive(Clone, Copy, Debug)]
 pub struct ProductShape {
     /// m, k and n, for A of m × k and B of k × n.
@@ -222,7 +222,7 @@ pub struct ProductShape {
 }
 
 /// Bytes that products of these shapes, one after the other, leave in their buffers on this CPU: a buffer only grows. Each of the
-/// `threads` has one of its own.
+/// `threads` has its own buffer.
 ///
 /// # Errors
 /// If there is no kernel for a type.
@@ -260,13 +260,13 @@ fn words(
     [plan.group * width * words, panels * shared_width * words, partial, second_a, second_b]
 }
 
-/// Lines of the other operand, of which there are `private` in panels of `width`, in a part with `shared` lines of the shared one:
-/// partial sums are bounded.
+/// The number of lines of the other operand in a part with `shared` lines of the shared operand. The other operand has
+/// `private` lines, in panels of `width`. Partial sums are bounded.
 fn strip(shared: usize, private: usize, width: usize, partial: bool) -> usize {
     if partial { (PARTIAL_FLOATS / shared.max(1)).next_multiple_of(width) } else { private.max(1) }
 }
 
-/// About how many tasks a part of so many multiply-adds is cut into.
+/// The approximate number of tasks for a part of `work` multiply-adds.
 fn tasks(work: usize, threads: usize) -> usize {
     if threads == 1 { 1 } else { (work / SERIAL_WORK).clamp(threads, threads * TASKS_PER_THREAD) }
 }
@@ -333,7 +333,8 @@ impl<'a> Packed<'a> {
     }
 }
 
-/// Packs whole panels from line `first` on, on all threads unless the product is `serial` or there is little to pack.
+/// Packs whole panels, starting at line `first`, on all threads unless the product is `serial` or there is little to
+/// pack.
 fn pack_in_parallel<T: Element>(
     lines: Lines<'_, T>,
     first: usize,
@@ -419,7 +420,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         }
     }
 
-    /// Packs what is shared, then runs the tasks.
+    /// Packs the shared operand, then runs the tasks.
     fn run_part(&self, part: &Part, shared_memory: &mut Buffer, partial_memory: &mut Buffer) {
         let [(lines, layout), (_, Layout { width: private_width, .. })] = self.sides();
         let words = self.kernel.words(part.depth.len());
@@ -537,7 +538,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         }
     }
 
-    /// Adds a tile to what earlier parts of the depth gave and, after the last one, writes C.
+    /// Adds a tile to the sums of earlier parts of the depth and, after the last part, writes C.
     fn finish(
         &self,
         tile: &mut Tile,

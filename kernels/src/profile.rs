@@ -20,7 +20,7 @@ pub struct Cost {
     pub time: Duration,
     /// Bytes of memory that the operands take: each one read or written once, or both if it is updated.
     pub bytes: f64,
-    /// Floating-point operations of products and attention. Those of other operations are not counted.
+    /// Floating-point operations of products and attention. Other operations are not counted.
     pub flops: f64,
 }
 

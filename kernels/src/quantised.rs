@@ -9,7 +9,8 @@ use std::fmt;
 /// Rows that a task dequantises at a time.
 const GRAIN: usize = 32;
 
-/// A matrix whose rows are whole blocks. Matrices that one product takes together are stacked, each with blocks of its own type.
+/// A matrix whose rows are whole blocks. Matrices that one product takes together are stacked, each with its own block
+/// type.
 pub struct Quantised {
     parts: Vec<Part>,
     columns: usize,

@@ -66,7 +66,7 @@ impl Stream {
         philox([block, site, draw as u32, (draw >> 32) as u32], self.key)
     }
 
-    /// Fills `out` with the uniform numbers between -1 and 1 from group of four `first` on.
+    /// Fills `out` with the uniform numbers between -1 and 1, starting at the group of four with index `first`.
     pub fn fill_uniform(&self, site: u32, draw: u64, first: u32, out: &mut [f32]) {
         out.par_chunks_mut(4).with_min_len(1 << 12).enumerate().for_each(|(block, out)| {
             for (out, number) in out.iter_mut().zip(self.block(site, draw, first + block as u32)) {
@@ -75,7 +75,8 @@ impl Stream {
         });
     }
 
-    /// Fills `out` with the standard normal numbers from pair `first` on (Box and Muller's transform in f64, rounded once).
+    /// Fills `out` with the standard normal numbers, starting at pair `first` (Box and Muller's transform in f64,
+    /// rounded once).
     ///
     /// Plain loops over short arrays, which `vectorize` compiles for each instruction set.
     #[inline(always)]

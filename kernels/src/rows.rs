@@ -1,7 +1,7 @@
 //! Work on rows in parallel, with the same result for any number of threads.
 //!
 //! Rows are independent, so their division among threads does not affect results. Sums over rows (a bias's gradient) are
-//! divided by columns: one thread sums a column in row order, in blocks.
+//! divided by columns: each column is summed by one thread in row order, in blocks.
 
 use crate::isa;
 use crate::view::{ViewMut, write};

@@ -10,8 +10,9 @@ use rayon::prelude::*;
 /// Elements that share a block of random numbers.
 const BLOCK: usize = 8;
 
-/// Rounds the FP32 tensor `values` into the BF16 tensor `out`. They are the elements of a parameter starting at `first`, which is a
-/// multiple of 8 unless there are no values. The random numbers are those of `seed`, the parameter's `name`, the number of the update and the element.
+/// Rounds the FP32 tensor `values` into the BF16 tensor `out`. They are the elements of a parameter starting at
+/// `first`, which is a multiple of 8 unless there are no values. The random numbers depend on `seed`, the parameter's
+/// `name`, the number of the update and the element.
 pub fn round(values: &Tensor, out: &Tensor, first: usize, seed: u64, name: &str, update: u64) -> Result<()> {
     const PART: usize = 8 << 10;
     debug_assert!(
@@ -37,7 +38,7 @@ pub fn round(values: &Tensor, out: &Tensor, first: usize, seed: u64, name: &str,
     })?
 }
 
-/// The BF16 neighbour below `x` in magnitude, or the one above if `draw` is larger than what separates it from `x`.
+/// The BF16 neighbour below `x` in magnitude, or the one above if `draw` is larger than its distance from `x`.
 fn round_one(x: f32, draw: u16) -> bf16 {
     let raised = bf16::from_bits((x.to_bits().wrapping_add(u32::from(draw)) >> 16) as u16);
     match x.is_finite() {

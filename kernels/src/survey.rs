@@ -12,7 +12,7 @@ use rayon::prelude::*;
 pub struct TensorSurvey {
     /// Counts, extremes and sum of squares.
     pub stats: TensorStats,
-    /// Counts by binade; empty where none were asked for.
+    /// Counts by binade; empty if none were requested.
     pub exponents: ExponentHistogram,
 }
 
@@ -44,7 +44,7 @@ pub fn survey(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<T
     Ok(by_parts(read(&tensor)?.view(), format, exponents))
 }
 
-/// The sum of a tensor's values, in f64: that of its `part_sums` in their order.
+/// The sum of a tensor's values, in f64. Adds its `part_sums` in their order.
 pub fn sum(tensor: &Tensor) -> Result<f64> {
     Ok(part_sums(tensor)?.into_iter().sum())
 }
@@ -76,7 +76,7 @@ pub fn parts(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Ve
     Ok((0..count).into_par_iter().map(part).collect())
 }
 
-/// The statistics of a tensor of `len` elements from those of its parts, merged as [`survey`] does.
+/// Merges the statistics of the `parts` of a tensor of `len` elements, as [`survey`] does.
 pub fn merge_parts(len: usize, parts: &mut impl Iterator<Item = TensorStats>) -> TensorStats {
     if len <= PART {
         return parts.next().unwrap_or_default();

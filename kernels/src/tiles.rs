@@ -84,7 +84,7 @@ fn request() -> Support {
     if __cpuid(1).ecx & OSXSAVE == 0 || unsafe { enabled_states() } & XTILE != XTILE {
         return Support::NotEnabled;
     }
-    // SAFETY: the call only changes what the process may use.
+    // SAFETY: the call only changes the features that the process may use.
     let refused = unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, libc::c_long::from(XTILE_DATA)) };
     match refused {
         0 => Support::Granted,
@@ -184,7 +184,7 @@ mod hardware {
     #[derive(Clone, Copy, Debug)]
     pub(in super::super) struct Hardware(PhantomData<*const ()>);
 
-    /// What `ldtilecfg` loads.
+    /// The operand of `ldtilecfg`.
     #[repr(C, align(64))]
     struct Configuration {
         palette: u8,
@@ -206,7 +206,7 @@ mod hardware {
         },
     };
 
-    /// The instruction `$name tmm$tile $rest`, which changes that tile, as the compiler is told.
+    /// The instruction `$name tmm$tile $rest`, which changes that tile; the compiler gets the tile as an output.
     macro_rules! change {
         ($tile:ident, $name:literal, $rest:literal $($operands:tt)*) => {
             match $tile {
@@ -297,7 +297,7 @@ mod hardware {
     }
 }
 
-/// The tiles in plain Rust, which says what the kernels around them do on any machine.
+/// The tiles in plain Rust, to test the kernels around them on any machine.
 #[cfg(test)]
 pub(super) mod model {
     use super::{COLUMNS, ROWS, Tiles, check_room};
@@ -387,7 +387,7 @@ mod tests {
     use super::{COLUMNS, ROWS, Tiles};
     use half::bf16;
 
-    /// Two tiles of BF16 pairs, the sums they are added to, and their product by `T`. Rows lie 80 bytes apart.
+    /// Two tiles of BF16 pairs, the sums they are added to, and their product by `T`. The row stride is 80 bytes.
     ///
     /// # Safety
     /// This process must have the tiles, if `T` is the CPU's.

@@ -59,7 +59,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// Widens the elements from `start` on into `out`.
+    /// Widens the elements starting at `start` into `out`.
     #[inline(always)]
     pub fn load(&self, start: usize, out: &mut [f32]) {
         let range = start..start + out.len();
@@ -70,7 +70,7 @@ impl<'a> View<'a> {
         }
     }
 
-    /// The elements as FP32: the storage itself where it is FP32, else widened into `scratch`.
+    /// The elements as FP32: the storage itself if it is FP32, else widened into `scratch`.
     #[inline(always)]
     pub fn widened<'b>(&self, start: usize, scratch: &'b mut [f32]) -> &'b [f32]
     where
@@ -114,7 +114,7 @@ impl ViewMut<'_> {
         }
     }
 
-    /// Rounds `values` (to nearest even) into the elements from `start` on.
+    /// Rounds `values` (to nearest even) into the elements starting at `start`.
     #[inline(always)]
     pub fn store(&mut self, start: usize, values: &[f32]) {
         let range = start..start + values.len();
@@ -189,7 +189,7 @@ impl<'a> ViewMut<'a> {
 }
 
 impl Interleaved<'_> {
-    /// Rounds `values` into the elements from `start` on.
+    /// Rounds `values` into the elements starting at `start`.
     ///
     /// # Panics
     /// If there are fewer elements than that.

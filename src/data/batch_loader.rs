@@ -31,7 +31,7 @@ pub struct Batch {
     pub batch_size: usize,
     /// Columns; for samples, the length of the longest one, rounded up.
     pub seq_len: usize,
-    /// Targets that count: those that are not [`IGNORE_INDEX`]. Micro-batches of a step are weighted by it.
+    /// The number of targets that are not [`IGNORE_INDEX`]. Micro-batches of a step are weighted by it.
     pub target_count: usize,
     /// Whether the epoch is over after this batch.
     pub ends_epoch: bool,
@@ -103,7 +103,7 @@ pub struct BatchLoader {
     batch_size: usize,
     seed: u64,
     cursor: Cursor,
-    /// The rows around the cursor in the order of their batches, where they are sorted by length.
+    /// The rows around the cursor in the order of their batches, if they are sorted by length.
     sorted: Sorted,
 }
 
@@ -136,17 +136,17 @@ impl BatchLoader {
         &self.layout
     }
 
-    /// What an epoch holds.
+    /// The counts of an epoch.
     pub fn counts(&self) -> Counts {
         self.layout.counts()
     }
 
-    /// Where the next batch starts.
+    /// The start of the next batch.
     pub fn cursor(&self) -> Cursor {
         self.cursor
     }
 
-    /// Goes on from a checkpoint's cursor. Fails if it lies beyond the epoch, as after a change of the data.
+    /// Resumes from a checkpoint's cursor. Fails if it is beyond the epoch, as after a change of the data.
     pub fn seek(&mut self, cursor: Cursor) -> Result<()> {
         let windows = self.windows_per_epoch();
         if cursor.window >= windows {

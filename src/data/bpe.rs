@@ -1,8 +1,8 @@
 //! GPT-2's byte-level BPE at some thirty times the general library's speed, with the same ids.
 //!
-//! The library finds words with a backtracking regular expression and keeps offsets that training does not need. Here
-//! a byte loop finds ASCII words and a linear-time expression the others, and each thread caches the ids of words. Text
-//! repeats itself so often that the library's merges are seldom needed.
+//! The library finds words with a backtracking regular expression and keeps offsets that training does not need. Here a
+//! byte loop finds ASCII words and a linear-time expression the others, and each thread caches the ids of words. Text
+//! repeats its words, often enough that the library's merges are seldom needed.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -53,7 +53,7 @@ impl FastBpe {
         if self.added.iter().any(|token| text.contains(token.as_str())) {
             return None;
         }
-        // A poisoned lock guards a list of finished memos: whatever panicked left none of them half written.
+        // A poisoned lock guards a list of finished memos: the panic left none of them half written.
         let lock = || self.memos.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut memo = lock().pop().unwrap_or_default();
         let ids = self.encode_words(text, &mut memo);

@@ -44,7 +44,7 @@ pub enum Documents {
 pub(super) enum Width {
     /// 16 bits: one document, all of it trained on.
     Two = 2,
-    /// 32 bits, of which the two highest are [`CONTEXT_ONLY`] and [`STARTS`].
+    /// 32 bits; the two highest are [`CONTEXT_ONLY`] and [`STARTS`].
     Four = 4,
 }
 
@@ -139,7 +139,7 @@ impl TokenFile {
         &self.starts
     }
 
-    /// What its documents are.
+    /// The kind of its documents.
     pub(super) fn documents(&self) -> Documents {
         self.documents
     }
@@ -234,7 +234,7 @@ impl TokenWriter {
         self.starts = true;
     }
 
-    /// Says what the documents are.
+    /// Sets the kind of the documents.
     pub(super) fn documents(&mut self, documents: Documents) {
         self.documents = documents;
     }

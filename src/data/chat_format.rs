@@ -118,14 +118,14 @@ pub struct ChatFormat {
     source: String,
     /// A description of the source of the marks.
     name: String,
-    /// Why no conversation can be written, where none can.
+    /// The state for writing conversations; an error with the reason if none can be written.
     ready: Result<Ready, String>,
     origin: String,
 }
 
 #[derive(Debug)]
 struct Ready {
-    /// Says the text.
+    /// Renders the text.
     own: Template,
     /// Produces the same text with marked answers; `None` if `own` marks them or nothing does.
     marking: Option<Template>,

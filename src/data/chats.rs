@@ -50,7 +50,7 @@ const QUESTIONS: [&str; 6] = [
 /// A question and its only correct answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chat {
-    /// What the user says.
+    /// The user's question.
     pub question: String,
     /// The exact answer of the assistant.
     pub answer: String,
@@ -76,12 +76,12 @@ pub fn training(seed: u64, count: usize) -> Vec<Chat> {
     draw(seed, 0..PAIRS - PAIRS_HELD_BACK, count)
 }
 
-/// `count` conversations about other pairs than those to train on, drawn with the same `seed`.
+/// Draws `count` conversations about pairs that are not trained on, with the same `seed`.
 pub fn held_back(seed: u64, count: usize) -> Vec<Chat> {
     draw(seed, PAIRS - PAIRS_HELD_BACK..PAIRS, count)
 }
 
-/// Conversations about the pairs at these places of the seed's order; none is there twice before all were there once.
+/// Draws conversations about the pairs at these places of the seed's order. None repeats before all were drawn once.
 fn draw(seed: u64, pairs: std::ops::Range<usize>, count: usize) -> Vec<Chat> {
     let order = Permutation::new(PAIRS as u64, seed, 0);
     let kinds = pairs.len() * 2 * QUESTIONS.len();

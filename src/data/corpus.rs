@@ -1,4 +1,4 @@
-//! From a [`Source`] to training and validation tokens, by way of the token cache.
+//! Converts a [`Source`] to training and validation tokens, through the token cache.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -140,7 +140,7 @@ impl<'a> Loader<'a> {
         })
     }
 
-    /// All tokens of `source`, and the bytes of text behind each in the loss, on average.
+    /// All tokens of `source`, and the average bytes of text per token in the loss.
     pub fn load_whole(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
         let corpus = self.corpus(source, tokenizer)?;
         Ok((corpus.tokens, corpus.bytes_per_token))

@@ -51,7 +51,7 @@ pub(super) struct Piece {
 pub(super) enum End {
     /// More of the document, or another one: then the end-of-text token separates them.
     Open,
-    /// The end-of-text token, which is learned.
+    /// The end-of-text token, which counts in the loss.
     Marked,
     /// Nothing: a chat template has ended the document.
     Complete,
@@ -148,7 +148,7 @@ impl Document {
     }
 }
 
-/// Passes a text of any length to `sink` in pieces. Either all of it is learned or none.
+/// Passes a text of any length to `sink` in pieces. Either all or none of it counts in the loss.
 pub(super) fn emit(mut text: &str, learned: &Learned, mut starts_document: bool, sink: &mut Sink) -> Result<()> {
     while !text.is_empty() {
         let limit = text.floor_char_boundary(PIECE_BYTES);
@@ -169,14 +169,14 @@ fn seam(text: &str) -> Option<usize> {
     (1..bytes.len()).rev().find(|&at| is_seam(text, bytes, at))
 }
 
-/// The first such place behind `from`, but not beyond [`MAX_PIECE_BYTES`].
+/// The first such place after `from`, at most [`MAX_PIECE_BYTES`].
 fn next_seam(text: &str, from: usize) -> usize {
     let limit = text.floor_char_boundary(MAX_PIECE_BYTES);
     (from.max(1)..limit).find(|&at| is_seam(text, text.as_bytes(), at)).unwrap_or(limit)
 }
 
 fn is_seam(text: &str, bytes: &[u8], at: usize) -> bool {
-    // What stands before a space is a whole character.
+    // The text before a space ends with a whole character.
     bytes[at] == b' ' && text[..at].chars().next_back().is_some_and(char::is_alphanumeric)
 }
 

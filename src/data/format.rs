@@ -1,4 +1,4 @@
-//! How a file is read: what its name says, what `--format` says, and whether its content looks like something else.
+//! The format of a file: from its name, from `--format`, and whether its content looks like a different format.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// Text as it stands.
+    /// Plain text, unchanged.
     Text,
     /// One JSON object per line.
     Jsonl,

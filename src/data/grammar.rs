@@ -174,7 +174,8 @@ mod tests {
         assert!((measured / entropy_per_token() - 1.0).abs() < 0.01, "{measured} against {}", entropy_per_token());
     }
 
-    /// Counts of words in a sampled corpus, against their probabilities: the generator draws what the formula assumes.
+    /// Compares counts of words in a sampled corpus with their probabilities: the generator matches the formula's
+    /// assumption.
     #[test]
     fn words_are_drawn_as_often_as_they_should() {
         let text = text(2, 1_000_000);

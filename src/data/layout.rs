@@ -22,13 +22,13 @@ pub struct Counts {
     pub samples: u64,
     /// Tokens of all samples.
     pub tokens: u64,
-    /// Tokens that are learned: those of them that rows hold as targets.
+    /// Loss tokens: the tokens that rows hold as counted targets.
     pub learned: u64,
     /// Samples that are longer than a row; what does not fit is cut off.
     pub cut: u64,
     /// Tokens that are cut off.
     pub cut_tokens: u64,
-    /// Samples of which nothing is learned, at all or behind the cut. They are left out.
+    /// Samples without loss tokens, at all or after the cut. They are left out.
     pub dropped: u64,
 }
 
@@ -53,7 +53,7 @@ enum Rows {
     Windows,
     Spans {
         spans: Vec<Span>,
-        /// Where each row's spans end.
+        /// The end of each row's spans.
         ends: Vec<u32>,
         /// Whether a row may contain more than one.
         packed: bool,
@@ -61,7 +61,7 @@ enum Rows {
 }
 
 impl Layout {
-    /// The rows of `seq_len` inputs that `tokens`, called `origin` in errors, make.
+    /// Lays out `tokens` as rows of `seq_len` inputs. `origin` names the tokens in an error.
     ///
     /// # Errors
     /// [`Error::Data`] if there is no row: too few tokens for a window, or no sample with loss tokens.
@@ -140,7 +140,7 @@ impl Layout {
         Ok(Self { tokens, seq_len, rows, counts })
     }
 
-    /// What the rows hold.
+    /// The counts of the rows.
     pub fn counts(&self) -> Counts {
         self.counts
     }
@@ -179,7 +179,7 @@ impl Layout {
         one.into_iter().chain(several.iter().copied())
     }
 
-    /// What the documents are.
+    /// The kind of the documents.
     pub fn kind(&self) -> Documents {
         self.tokens.kind()
     }
@@ -222,8 +222,8 @@ impl Layout {
     }
 }
 
-/// Best fit, the longest first: each span goes into the row with the least room that still takes it. Of several such rows it
-/// is the last that was begun, so that the result depends on the lengths alone.
+/// Packs by best fit, the longest first: each span goes into the row with the smallest free room that still takes it.
+/// If several such rows exist, the last begun is taken, so that the result depends on the lengths alone.
 fn pack(spans: &[Span], seq_len: usize) -> Rows {
     let mut order: Vec<usize> = (0..spans.len()).collect();
     order.sort_by_key(|&i| (std::cmp::Reverse(spans[i].len), i));

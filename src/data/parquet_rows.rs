@@ -35,7 +35,7 @@ type Take<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
 
 /// Why the rows end early.
 pub(super) enum Failure {
-    /// What is wrong with the file.
+    /// The fault of the file.
     File(String),
     /// The error of the callback.
     Row(Error),

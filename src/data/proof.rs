@@ -1,5 +1,5 @@
-//! What a run will learn from a set of samples, shown before the first step: counts, and the first sample with its learned
-//! tokens marked.
+//! A preview of the training samples, shown before the first step: counts, and the first sample with its loss tokens
+//! marked.
 
 use std::fmt::Write as _;
 
@@ -14,7 +14,7 @@ const SHOWN: usize = 2400;
 /// A preview of a data set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Proof {
-    /// What the samples hold.
+    /// The counts of the samples.
     pub counts: Counts,
     /// Rows that they make.
     pub rows: u64,
@@ -29,7 +29,7 @@ pub struct Proof {
 }
 
 impl Proof {
-    /// Of the rows of `layout`, with sample `number` or the first; `chat` if they are conversations.
+    /// A preview of the rows of `layout`, with sample `number` or the first; `chat` if they are conversations.
     ///
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) if the tokens cannot be read or decoded.

@@ -1,11 +1,11 @@
-//! One row to what is learned from it: which fields it has, and which of their text are answers.
+//! Converts one row to text with its loss part: which fields it has, and which of their text are answers.
 //!
 //! | fields | becomes |
 //! |---|---|
-//! | `text` | running text, all of it learned |
-//! | `prompt`, `completion` | both as they stand, and the end of text; the completion is learned |
+//! | `text` | running text, all of it in the loss |
+//! | `prompt`, `completion` | both unchanged, and the end of text; the completion in the loss |
 //! | `instruction`, `input`, `output` (and `system`) | a conversation of one question |
-//! | `messages` (and `tools`) | a conversation: the chat template's text, the assistant's turns learned |
+//! | `messages` (and `tools`) | a conversation: the chat template's text, the assistant's turns in the loss |
 //! | `conversations` with `from` and `value` | the same |
 
 use minijinja::Value;
@@ -39,7 +39,7 @@ settings! {
     }
 }
 
-/// What of a conversation, or of a prompt with its answer, counts in the loss.
+/// The part of a conversation, or of a prompt with its answer, that counts in the loss.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossOn {
@@ -52,27 +52,27 @@ pub enum LossOn {
     All,
 }
 
-/// How files become text that is learned.
+/// How files become training text.
 #[derive(Debug, Default)]
 pub struct Reading {
-    /// The format of what does not say it by its name, or of every file.
+    /// The format of files without a known extension, or of every file.
     pub format: Option<Format>,
     /// Names of fields.
     pub fields: Fields,
-    /// What is learned.
+    /// The part that counts in the loss.
     pub loss_on: LossOn,
     /// How conversations are written.
     pub chat: ChatFormat,
 }
 
-/// Fields that say by their names what they are.
+/// Fields with conventional names.
 const CONVENTIONAL: [&str; 10] =
     ["text", "prompt", "completion", "instruction", "input", "output", "system", "messages", "conversations", "tools"];
 
 /// Roles that a message may have.
 const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
 
-/// What `conversations` call the roles.
+/// The names of the roles in `conversations`.
 const SHARED_ROLES: [(&str, &str); 4] =
     [("human", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("observation", "tool")];
 
@@ -84,7 +84,7 @@ impl Reading {
         named.chain(CONVENTIONAL).collect()
     }
 
-    /// What decides the text and its mask, beside the files.
+    /// A key of everything except the files that determines the text and its mask.
     pub(super) fn key(&self) -> String {
         let Fields { text, prompt, completion } = &self.fields;
         format!("{:?} {text:?} {prompt:?} {completion:?} {}", self.loss_on, self.chat.key())
@@ -121,7 +121,7 @@ impl Kind {
     }
 }
 
-/// What a row holds.
+/// The content of a row.
 pub(super) enum Content {
     Text(String),
     /// A prompt and its answer.
@@ -133,7 +133,7 @@ pub(super) enum Content {
 /// Turns the rows of all files of a corpus into pieces.
 pub(super) struct RowReader<'a> {
     reading: &'a Reading,
-    /// The kind of the rows so far, and where the first of them stands.
+    /// The kind of the rows so far, and the place of the first of them.
     kind: Option<(Kind, String)>,
 }
 
@@ -142,7 +142,7 @@ fn field(row: &Value, name: &str) -> Option<Value> {
     row.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
 }
 
-/// What a value is, in JSON's words.
+/// The kind of a value, named as in JSON.
 fn kind_of(value: &Value) -> &'static str {
     match value.kind() {
         ValueKind::Undefined | ValueKind::None => "null",
@@ -164,12 +164,12 @@ impl<'a> RowReader<'a> {
         self.reading.field_names()
     }
 
-    /// What the rows so far are.
+    /// The kind of the rows so far.
     pub(super) fn documents(&self) -> Documents {
         self.kind.as_ref().map_or(Documents::Texts, |(kind, _)| kind.documents())
     }
 
-    /// Notes that what comes next, at `place`, is of `kind`.
+    /// Records that the row at `place` is of `kind`; an error if earlier rows are of a different kind.
     pub(super) fn expect(&mut self, kind: Kind, place: impl FnOnce() -> String) -> Result<(), String> {
         match &self.kind {
             Some((before, _)) if *before == kind => Ok(()),
@@ -184,7 +184,7 @@ impl<'a> RowReader<'a> {
         }
     }
 
-    /// Passes the pieces of `row` on; what is wrong with it is told with its place in `origin`.
+    /// Passes the pieces of `row` to `sink`; an error names its place in `origin`.
     pub(super) fn read(&mut self, origin: &str, place: Place, row: &Value, sink: &mut Sink) -> Result<()> {
         let wrong = |message: String| Error::data(origin, format!("{place}: {message}"));
         let content = self.content(row, || format!("`{origin}`, {place},")).map_err(wrong)?;
@@ -209,7 +209,7 @@ impl<'a> RowReader<'a> {
         sink(Piece { text, learned, starts_document: true, end: End::Complete })
     }
 
-    /// What is in `row`, which stands at `place`; or what is wrong with it.
+    /// The content of `row`, which is at `place`; or a description of its fault.
     pub(super) fn content(&mut self, row: &Value, place: impl FnOnce() -> String) -> Result<Content, String> {
         if row.kind() != ValueKind::Map {
             return Err(format!("{} where an object is needed, such as {{\"text\": \"…\"}}", kind_of(row)));
@@ -289,7 +289,7 @@ impl<'a> RowReader<'a> {
     }
 }
 
-/// What a row may be, and how to say it.
+/// The kinds of rows, and the flags that name other fields.
 pub(super) const EXPECTED: &str = "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
      other fields with `--text-field`, or `--prompt-field` and `--completion-field`";
 
@@ -333,7 +333,7 @@ fn checked_role(role: &Value) -> Result<String, String> {
     Err(format!("the role `{text}` is unknown; use one of {known}"))
 }
 
-/// A message with `role`, `content` and whatever else the template reads.
+/// A message with `role`, `content` and everything else that the template reads.
 fn message(item: &Value) -> Result<Value, String> {
     if item.kind() != ValueKind::Map {
         return Err(format!("{} where an object with `role` and `content` is needed", kind_of(item)));

@@ -105,7 +105,7 @@ impl Document {
             [b'{'] => "; give one object a line, or an array of objects",
             _ => "",
         };
-        // The parser sees one line at a time, so its own line number says nothing.
+        // The parser sees one line at a time, so its own line number has no meaning.
         self.error(format!("line {line}{}: {}{advice}", column(error), told(error)))
     }
 

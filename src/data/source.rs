@@ -1,4 +1,4 @@
-//! What `--data` and `--val` may name, and the files it stands for.
+//! The sources that `--data` and `--val` may name, and their files.
 
 use std::fmt;
 use std::io::{Read, Write as _};
@@ -150,7 +150,7 @@ pub(crate) fn names_in(folder: &Path) -> Vec<String> {
     entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| !name.starts_with('.')).collect()
 }
 
-/// "did you mean …?" about a path that leads nowhere, where something beside it has a similar name.
+/// "did you mean …?" about a path that does not exist, if a file in the same folder has a similar name.
 fn meant(path: &Path) -> String {
     let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
     let mut names = names_in(if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
@@ -169,8 +169,8 @@ pub(super) struct Files {
 }
 
 impl Source {
-    /// Finds the files, and downloads those that are not here. All of them are of the format `asked`, if one was asked for.
-    /// Not for [`Self::Grammar`].
+    /// Finds the files, and downloads missing ones. All of them are of the format `asked`, if one was asked for. Not
+    /// for [`Self::Grammar`].
     pub(super) fn files(&self, asked: Option<Format>, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<Files> {
         let document = |path: PathBuf| {
             let origin = path.display().to_string();
@@ -195,7 +195,7 @@ impl Source {
             Self::Hub { repo, revision, file } => {
                 let fetch = fetch.ok_or_else(|| Error::data(self, "needs the network, which is not in use here"))?;
                 let path = fetch.fetch(Remote { repo, revision, file })?;
-                // The cache may call the file by its hash; its format is that of the name asked for.
+                // The cache may call the file by its hash; the requested name determines its format.
                 let named = Document::new(file.into(), self.to_string(), asked);
                 vec![Document { path, ..named }]
             }
@@ -215,7 +215,7 @@ impl Source {
 }
 
 impl Document {
-    /// The file at `path`, of the format asked for or else of that which its name says; text without either.
+    /// The file at `path`, in the format asked for, or else the format of its extension; text without either.
     fn new(path: PathBuf, origin: String, asked: Option<Format>) -> Self {
         let format = asked.or_else(|| Format::of(&path)).unwrap_or(Format::Text);
         Self { path, origin, format, asked: asked.is_some() }

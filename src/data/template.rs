@@ -22,7 +22,7 @@ use std::ops::Range;
 const MAX_SOURCE: usize = 1 << 20;
 /// Limit on the instructions of a rendering, which ends infinite loops.
 const FUEL: u64 = 50_000_000;
-/// What `{% generation %}` and its end print. Unicode keeps these code points free for programs' own use.
+/// The output of `{% generation %}` and of its end. Unicode keeps these code points free for programs' own use.
 const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 const NAME: &str = "chat template";
 
@@ -87,7 +87,7 @@ impl Conversation {
 /// A conversation split into prompt and reference answer.
 #[derive(Clone, Debug)]
 pub struct Dialogue {
-    /// What comes before the answer.
+    /// The conversation before the answer.
     pub prompt: Conversation,
     /// The tools that the model may call.
     pub tools: Option<Value>,

@@ -120,7 +120,7 @@ impl<'a> Tokenise<'a> {
     }
 }
 
-/// The piece's ids, each with whether it is learned.
+/// The piece's ids, each with whether it counts in the loss.
 fn encode(tokenizer: &Tokenizer, piece: &Piece) -> Result<Vec<(u32, bool)>> {
     let parts = match &piece.learned {
         Learned::Parts(parts) => parts,
@@ -130,7 +130,7 @@ fn encode(tokenizer: &Tokenizer, piece: &Piece) -> Result<Vec<(u32, bool)>> {
         }
     };
     let spans = tokenizer.encode_with_spans(&piece.text)?;
-    // A token that an answer shares with what is before or behind it is part of the answer, as in transformers.
+    // A token that an answer shares with the text before or after it is part of the answer, as in transformers.
     let overlaps = |span: &std::ops::Range<usize>| {
         let next = parts.partition_point(|part| part.end <= span.start);
         parts.get(next).is_some_and(|part| part.start < span.end)

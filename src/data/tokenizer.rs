@@ -49,7 +49,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// Reads the text of a `tokenizer.json`, or says what is wrong with it.
+    /// Reads the text of a `tokenizer.json`; an error describes its fault.
     fn hugging_face(json: &[u8]) -> std::result::Result<Self, String> {
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
         // These are settings for batched inference; training text is neither truncated nor padded.

@@ -134,7 +134,7 @@ impl TokenSource {
         self.kind() != Documents::Texts
     }
 
-    /// What the documents are.
+    /// The kind of the documents.
     pub fn kind(&self) -> Documents {
         match &*self.store {
             Store::Memory { documents, .. } => *documents,

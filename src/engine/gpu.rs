@@ -123,7 +123,7 @@ fn driver_version() -> std::result::Result<u32, String> {
     u32::try_from(version).map_err(|error| error.to_string())
 }
 
-/// A driver runs PTX of its own CUDA version and of earlier versions.
+/// A driver runs PTX of the same and of earlier CUDA versions.
 #[cfg(any(test, feature = "cuda"))]
 fn check_driver(driver: u32, toolkit: u32) -> std::result::Result<(), String> {
     if driver >= toolkit {

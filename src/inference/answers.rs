@@ -1,4 +1,4 @@
-//! How many questions a model answers to the letter.
+//! Counts the questions that a model answers exactly.
 
 use crate::data::Dialogue;
 use crate::engine::model::{Decoder, KvCache, Parameters};
@@ -29,7 +29,7 @@ pub struct Answers {
 /// Calls `progress` with the number of answers so far.
 ///
 /// # Errors
-/// [`Error::Model`] for what the template refuses, [`Error::Data`] for a question that fills the model's context.
+/// [`Error::Model`] if the template refuses a question, [`Error::Data`] for a question that fills the model's context.
 pub fn exact_answers(
     trained: &TrainedModel,
     (model, weights, policy): (&Decoder, &Parameters, PrecisionPolicy),

@@ -37,7 +37,7 @@ pub enum Parts {
 }
 
 impl Format {
-    /// What the name of the result says: `.gguf`, `.onnx`, else a folder.
+    /// The format that the name of the result selects: `.gguf`, `.onnx`, else a folder.
     pub fn of(out: &Path) -> Self {
         match out.extension().and_then(|extension| extension.to_str()) {
             Some("gguf") => Self::Gguf,
@@ -121,7 +121,7 @@ pub fn export(
     Ok(files)
 }
 
-/// Moves what was written to its place, the file that names the others last.
+/// Moves the written files to their destination, the file that names the others last.
 fn settle(work: &TempDir, files: &[PathBuf]) -> Result<()> {
     for file in files {
         let written = work.path().join(file.file_name().unwrap_or_default());

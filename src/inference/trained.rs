@@ -23,7 +23,7 @@ pub struct TrainedModel {
     pub config: ModelSpec,
     /// Its tokenizer.
     pub tokenizer: Tokenizer,
-    /// The files beside its weights.
+    /// The small files stored with its weights.
     pub companions: Companions,
     /// Their template and its special tokens.
     pub chat: ChatSettings,
@@ -203,7 +203,7 @@ impl TrainedModel {
         self.load_merged(policy, open)
     }
 
-    /// The same with its adapters merged: for measurements of every layer, which frozen ones do not allow.
+    /// Loads the model with merged adapters: for measurements of every layer, which frozen layers do not allow.
     pub fn load_merged(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
         let mut weights = self.weights(policy.compute)?;
         if !open.device.is_cpu() {
@@ -217,7 +217,7 @@ impl TrainedModel {
     }
 }
 
-/// What was found at a path.
+/// The kind of model found at a path.
 enum Found {
     Whole(WeightSource, Box<ModelSpec>),
     Adapters(AdapterSource),

@@ -1,4 +1,4 @@
-//! The small files beside a model's weights that chat and generation need.
+//! The small files stored with a model's weights that chat and generation need.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -61,7 +61,7 @@ impl StoredModel {
         }
     }
 
-    /// The files beside its weights.
+    /// The small files stored with its weights.
     pub fn companions(&self) -> Result<Companions> {
         match self {
             Self::Folder(folder) => Companions::of_folder(folder.path()),

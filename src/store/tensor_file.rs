@@ -23,7 +23,7 @@ use crate::{Error, Result, untrusted};
 /// Values that a thread reads at a time.
 const PART: usize = 1 << 18;
 
-/// A memory-mapped safetensors file: values are read from disk on access.
+/// A memory-mapped safetensors file. Access to values reads the disk.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,

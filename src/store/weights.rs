@@ -47,8 +47,8 @@ impl WeightSource {
         if let Self::Stored(model) = self { model.gguf() } else { None }
     }
 
-    /// The adapters of `spec` with initial values of `seed`, over these weights as their frozen base. With `in_blocks`, the
-    /// matrices of a GGUF file stay in their blocks. `origin` is the base's name for errors.
+    /// The adapters of `spec` with initial values of `seed`, over these weights as their frozen base. With `in_blocks`,
+    /// the matrices of a GGUF file stay in their blocks. `origin` is the base's name, used in error texts.
     pub fn adapted(
         &self,
         spec: &ModelSpec,
@@ -122,8 +122,8 @@ impl AdapterSource {
         }
     }
 
-    /// Loads them in FP32 over the weights of `base` in `compute`, on the CPU. With `in_blocks`, the matrices of a GGUF file stay
-    /// in their blocks. `origin` is the base's name for errors.
+    /// Loads them in FP32 over the weights of `base` in `compute`, on the CPU. With `in_blocks`, the matrices of a GGUF
+    /// file stay in their blocks. `origin` is the base's name, used in error texts.
     ///
     /// # Errors
     /// [`Error::Model`] if the base is not the one that they were trained over.

@@ -43,7 +43,7 @@ pub struct Fp8Block {
     config: Fp8Config,
     block: usize,
     state: Fp8State,
-    /// This step's scales, from earlier steps; `None` where there is no history yet.
+    /// This step's scales, from earlier steps; `None` if there is no history yet.
     scales: Vec<Option<f32>>,
     /// This step's maxima.
     amax: Vec<f32>,

@@ -155,7 +155,7 @@ impl Frozen {
     }
 }
 
-/// What this configuration takes in each process with other sizes.
+/// The bytes that this configuration takes in each process with other sizes.
 fn need(
     config: &Config,
     spec: &ModelSpec,
@@ -283,8 +283,9 @@ fn with_lora(config: &Config) -> Config {
     config
 }
 
-/// `config` with as many sequences a step in smaller micro-batches or, where not one sequence fits, with recomputation: the
-/// first that fits, and what was changed in words. Unchanged where nothing has to be or can be.
+/// The first variant of `config` that fits, and a description of the changes. The variants have the same number of
+/// sequences per step in smaller micro-batches, or, if one sequence does not fit, recomputation. Returns `config`
+/// unchanged if no change is needed or possible.
 pub(super) fn fitted(
     config: &Config,
     spec: &ModelSpec,

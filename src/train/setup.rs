@@ -47,11 +47,11 @@ pub enum Preparing {
     },
     /// A notice that needs no action.
     Notice(String),
-    /// What is learned of samples.
+    /// The preview of the samples and their loss tokens.
     Proof(Box<Proof>),
 }
 
-/// Receives what happens during preparation.
+/// Receives the events of the preparation.
 pub type Report<'a> = dyn FnMut(Preparing) + 'a;
 
 /// A model as its source describes it, before any weight is read.
@@ -63,7 +63,7 @@ pub struct ModelSource {
     pub config: ModelSpec,
     /// Its tokenizer, or the user's replacement.
     pub tokenizer: Tokenizer,
-    /// The files beside its weights.
+    /// The small files stored with its weights.
     pub companions: Companions,
     /// Their template and its special tokens.
     pub chat: ChatSettings,
@@ -121,7 +121,7 @@ impl ModelSource {
         Self::checked(config, shape, given.or(own), companions, commit, Some(weights))
     }
 
-    /// The model of a run that goes on: shape and tokenizer as the checkpoint has them, so that nothing else is needed.
+    /// The model of a resumed run: shape and tokenizer come from the checkpoint, so that nothing else is needed.
     pub fn of_checkpoint(config: &Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
         let tokenizer = Some(Tokenizer::from_file(checkpoint.tokenizer())?);
         let (shape, companions) = (checkpoint.config().clone(), Companions::of_folder(checkpoint.path())?);
@@ -219,7 +219,7 @@ pub struct Located {
 /// it is cached: `owner/name`, or a GGUF file in it, `hf://owner/name/file.gguf`.
 ///
 /// # Errors
-/// [`Error::Model`] or [`Error::Hub`] saying what `name` is, or why it cannot be had and what to do instead.
+/// [`Error::Model`] or [`Error::Hub`] with the reason why `name` is no model or is unavailable, and a remedy.
 pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Result<Located> {
     let path = Path::new(name);
     let wrong = |message: &str| Err(Error::model(format!("`{name}`"), message));
@@ -370,7 +370,7 @@ pub fn whole_text(
     with_loader(&[Some(text)], reading, report, |loader| loader.load_whole(text, tokenizer))
 }
 
-/// The conversations of `source` with their last answers; downloads what has to be.
+/// The conversations of `source` with their last answers; downloads missing files.
 pub fn dialogues(source: &Source, reading: Reading, report: &mut Report<'_>) -> Result<Vec<Dialogue>> {
     with_loader(&[Some(source)], reading, report, |loader| loader.dialogues(source))
 }

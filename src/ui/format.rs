@@ -1,4 +1,4 @@
-//! Formats numbers for people, in few columns.
+//! Formats numbers for display, in few columns.
 
 use crate::untrusted::is_unsafe;
 

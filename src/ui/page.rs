@@ -88,7 +88,7 @@ impl Page {
         self
     }
 
-    /// Adds a heading followed by an explanation, on lines of their own if they do not fit on one.
+    /// Adds a heading followed by an explanation, on separate lines if they do not fit on one.
     pub fn headed(&mut self, title: &str, text: &str, width: usize) {
         if title.chars().count() + 3 + text.chars().count() <= width {
             self.push(Line::new().with(Role::Title, title).dim(format!("   {text}")));

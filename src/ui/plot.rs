@@ -154,7 +154,7 @@ impl Plot {
         *cell = PlotCell { mark: Some(mark), role: Some(role), ..*cell };
     }
 
-    /// Draws a line from top to bottom, behind everything.
+    /// Draws a line from top to bottom, below everything else.
     pub(crate) fn rule(&mut self, x: f64, role: Role) {
         let Some(column) = self.dot_column(x) else { return };
         for row in 0..usize::from(self.rows) {

@@ -25,8 +25,8 @@ pub(crate) struct Ruler {
 }
 
 impl Ruler {
-    /// A ruler whose cell for zero is in column `zero`, for a format and the lowest and highest exponent in use. `below` is the
-    /// number of binades shown below FP16's smallest, where a probe sees what is lost.
+    /// A ruler whose cell for zero is in column `zero`, for a format and the lowest and highest exponent in use.
+    /// `below` is the number of binades shown below FP16's smallest, where a probe sees lost values.
     pub(crate) fn new(format: FloatFormat, used: Option<(i32, i32)>, zero: u16, cell_width: u16, below: i32) -> Self {
         let (least, top) = (format.min_subnormal_exponent(), format.max_exponent());
         if top - least < CELLS {
@@ -177,7 +177,7 @@ impl Ruler {
         }
     }
 
-    /// The label of the numbers from 2^exponent on; empty if an earlier tick has it already.
+    /// The label of the numbers starting at 2^exponent; empty if an earlier tick has it already.
     fn kind(&self, exponent: i32) -> &'static str {
         match exponent {
             e if e < self.format.min_subnormal_exponent() => "lost",

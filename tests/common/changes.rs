@@ -14,7 +14,7 @@ pub(crate) enum Change {
     Repeat { length: usize, times: usize },
 }
 
-/// What may be inserted: pieces of the formats, numbers at the edges of their types, and characters of several bytes.
+/// Pieces to insert: pieces of the formats, numbers at the edges of their types, and characters of several bytes.
 const PIECES: [&str; 28] = [
     "{",
     "}",
@@ -77,7 +77,7 @@ pub(crate) fn changed(good: &[u8], changes: &[(Index, Change)]) -> Vec<u8> {
     bytes
 }
 
-/// A place in a JSON value, and what stands there from now on.
+/// A place in a JSON value, and its new value.
 pub(crate) fn replacement() -> impl Strategy<Value = (Index, Value)> {
     let values = [
         json!(null),

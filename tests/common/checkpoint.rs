@@ -12,7 +12,7 @@ use finetune::store::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run,
 use finetune::telemetry::Activity;
 use tempfile::TempDir;
 
-/// What stands for `tokenizer.json`.
+/// The sample content of `tokenizer.json`.
 pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
 
 /// Everything a checkpoint of `step` is made of; another step has other values in every tensor.
@@ -34,7 +34,7 @@ impl Sample {
         Self::of(step, &config)
     }
 
-    /// Of another shape.
+    /// A sample for the shape `config`.
     pub(crate) fn of(step: u64, config: &ModelSpec) -> Self {
         let identity = Identity { model: "sample".into(), policy: "p=f32,c=f16,g=f16,r=f32".into(), data: "d".into() };
         let state = State {
@@ -114,7 +114,7 @@ pub(crate) fn zeros(config: &ModelSpec) -> Parameters {
     Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap()
 }
 
-/// Writes values into a tensor where it is.
+/// Overwrites the values of a tensor in place.
 pub(crate) fn set(tensor: &Tensor, values: Vec<f32>) {
     tensor.slice_set(&Tensor::from_vec(values, tensor.shape(), &Device::Cpu).unwrap(), 0, 0).unwrap();
 }

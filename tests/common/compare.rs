@@ -44,7 +44,7 @@ pub(crate) fn relative(value: &Tensor, truth: &Tensor) -> f64 {
     norm_of_difference(value, truth) / norm(truth)
 }
 
-/// `tensors` with the key third of every `c_attn.bias` under a name of its own, `….c_attn.bias[key]`.
+/// `tensors` with the key third of every `c_attn.bias` under a separate name, `….c_attn.bias[key]`.
 ///
 /// Softmax is invariant to a constant added to all scores of a row, so this third's true gradient is zero, and the computed
 /// one is rounding noise, which Adam divides by itself.

@@ -65,7 +65,7 @@ impl Desk {
         self.command_of(&words.collect::<Vec<_>>())
     }
 
-    /// The same, of words that may have spaces.
+    /// Like `command`, but takes words that may contain spaces.
     pub(crate) fn command_of(&self, words: &[&str]) -> Command {
         let mut command = launch::program();
         command.current_dir(&self.0).args(words).env("HF_HUB_OFFLINE", "1").env_remove("FINETUNE_ISA");
@@ -80,14 +80,14 @@ impl Desk {
         (output.status.code(), out, err)
     }
 
-    /// What `finetune LINE`, which succeeds, writes to standard output.
+    /// The standard output of `finetune LINE`, which must succeed.
     pub(crate) fn said(&self, line: &str) -> String {
         let (code, out, err) = self.output(line);
         assert_eq!(code, Some(0), "finetune {line}: {out}{err}");
         out
     }
 
-    /// What `finetune LINE`, which is refused, writes to standard error.
+    /// The standard error of `finetune LINE`, which must be refused.
     pub(crate) fn refused(&self, line: &str) -> String {
         let (code, out, err) = self.output(line);
         assert_eq!(code, Some(2), "finetune {line}: {out}{err}");

@@ -38,7 +38,7 @@ pub(crate) fn engine(config: &ModelSpec, masters: Parameters, settings: Settings
     engine_of(Arc::new(Fused), config, masters, settings)
 }
 
-/// The same, computed with `kernels`.
+/// Like `engine`, but computes with `kernels`.
 pub(crate) fn engine_of(
     kernels: Arc<dyn Kernels>,
     config: &ModelSpec,
@@ -155,7 +155,7 @@ impl Case {
         (losses, by_name(engine.state.masters.parameters()).values().map(values).collect())
     }
 
-    /// The same with other weights.
+    /// Builds the engine of this case with other weights.
     pub(crate) fn engine_over(
         &self,
         config: &ModelSpec,
@@ -232,7 +232,7 @@ impl Case {
         self.assert_twenty_steps_of(&mut self.engine(PrecisionPolicy::FP32, self.rows()), self.rows());
     }
 
-    /// The same for micro-batches of `rows` rows.
+    /// Like `assert_twenty_steps`, but with micro-batches of `rows` rows.
     pub(crate) fn assert_twenty_steps_of(&self, engine: &mut Engine, rows: usize) {
         for (step, expected) in self.trajectory.fp32.iter().enumerate() {
             let report = engine.step(&self.micro_batches(step, rows)).unwrap();
@@ -241,7 +241,7 @@ impl Case {
             let norm_error = (norm / expected.norm.unwrap() - 1.0).abs();
             assert!(norm_error < 1e-4, "{}: norm {norm} at step {step}", self.name);
         }
-        // In FP32 the working copy, of which every process has all, is the masters.
+        // In FP32 the working copy equals the masters, and every process has all of it.
         assert_close(&self.name, &by_name(&engine.state.weights), &self.final_parameters, 2e-5, 1e-3);
     }
 

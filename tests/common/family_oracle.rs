@@ -12,12 +12,12 @@ pub(crate) struct Attention {
     pub(crate) scale: f64,
     pub(crate) window: Option<usize>,
     pub(crate) softcap: Option<f64>,
-    /// Where each row's document starts, in its sequence.
+    /// The start of each row's document, in its sequence.
     pub(crate) documents: Option<Vec<u32>>,
 }
 
 impl Attention {
-    /// Of queries `[B,T,H·head_size]`, keys and values `[B,T,kv_heads·head_size]`.
+    /// Attention of queries `[B,T,H·head_size]`, keys and values `[B,T,kv_heads·head_size]`.
     pub(crate) fn attend(&self, query: &Tensor, key: &Tensor, value: &Tensor) -> Result<Tensor> {
         let (batch, seq, _) = query.dims3()?;
         let by_head =

@@ -1,6 +1,6 @@
-//! Reference values from PyTorch: those of the project, under `tests/golden`, and those beside it, in `../shared/golden`.
+//! Reference values from PyTorch: the project's in `tests/golden`, and the external ones in `../shared/golden`.
 //!
-//! Both become a [`Case`] with the project's parameter names. `make_golden.py` in either folder says how they were made.
+//! Both become a [`Case`] with the project's parameter names. `make_golden.py` in either folder documents their origin.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -39,7 +39,7 @@ pub(crate) fn all_kernels() -> [Arc<dyn Kernels>; 2] {
     [Arc::new(Fused), Arc::new(CandleKernels)]
 }
 
-/// A model, batches for it, and what PyTorch makes of them.
+/// A model, batches for it, and PyTorch's results.
 #[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) name: String,
@@ -59,7 +59,7 @@ pub(crate) struct Case {
     pub(crate) trajectory: Trajectory,
     /// PEFT's folder, of a case of adapters.
     pub(crate) adapter: Option<PathBuf>,
-    /// What computes the engine of this case.
+    /// The kernels of this case's engine.
     pub(crate) kernels: Arc<dyn Kernels>,
 }
 
@@ -98,7 +98,7 @@ pub(crate) struct ScalerSettings {
 #[derive(Clone, Deserialize)]
 pub(crate) struct Step {
     pub(crate) loss: f64,
-    /// Of the unscaled gradients before clipping; none if the step was skipped.
+    /// The norm of the unscaled gradients before clipping; none if the step was skipped.
     #[serde(alias = "grad_norm")]
     pub(crate) norm: Option<f64>,
     /// Before the step.
@@ -106,7 +106,7 @@ pub(crate) struct Step {
     pub(crate) skipped: bool,
 }
 
-/// What the oracle needs to know of GPT-2; other families have no oracle.
+/// GPT-2's configuration, as the oracle needs it; other families have no oracle.
 #[derive(Clone, Default, Deserialize)]
 #[serde(default)]
 struct Config {
@@ -127,7 +127,7 @@ impl Case {
         Self::assemble(name, &folder, batches, &reference, with_prefix(&reference, "final."))
     }
 
-    /// The case that lies beside the project, or none where there is no such folder.
+    /// The case next to the project, or none if its folder is missing.
     pub(crate) fn shared() -> Option<Self> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/golden/tiny-gpt2");
         if !folder.is_dir() {
@@ -140,12 +140,12 @@ impl Case {
         Some(Self::assemble("shared/tiny-gpt2", &folder, batches, &reference, final_parameters))
     }
 
-    /// Every case of another family than GPT-2.
+    /// Every case of a family other than GPT-2.
     pub(crate) fn families() -> Vec<Self> {
         FAMILIES.iter().flat_map(|name| Self::own(&format!("families/{name}")).for_all_kernels()).collect()
     }
 
-    /// The case `name` of adapters: the base's batches, and what PyTorch makes of them with the adapters.
+    /// The case `name` of adapters: the base's batches, and PyTorch's results with the adapters.
     pub(crate) fn lora_of(name: &str) -> Self {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/lora").join(name);
         let trajectory: Trajectory = json(&folder.join("trajectory.json"));

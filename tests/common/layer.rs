@@ -2,8 +2,8 @@
 //! finite differences.
 //!
 //! A layer is compared three ways on the same inputs: with the plain operation's value, with its gradients by autograd
-//! in FP32, and with central differences of it in FP64. In FP16 and BF16 it is compared with the plain operation in FP32
-//! on the same rounded inputs: what is left is the rounding of what the layer stores.
+//! in FP32, and with central differences of it in FP64. In FP16 and BF16 it is compared with the plain operation in
+//! FP32 on the same rounded inputs: the remaining difference is the rounding of the values that the layer stores.
 
 use super::compare::{relative, values};
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -16,7 +16,7 @@ pub(crate) const KERNELS: [&dyn Kernels; 2] = [&Fused, &CandleKernels];
 /// A layer's forward value, and its inputs' gradients in the order of the inputs.
 pub(crate) type Outcome = (Tensor, Vec<Tensor>);
 
-/// The engine's layer, given what computes it, its inputs and the gradient of its output.
+/// The engine's layer as a function of the kernels, its inputs and the gradient of its output.
 type EngineLayer<'a> = dyn Fn(&dyn Kernels, &[Tensor], &Tensor) -> Result<Outcome> + 'a;
 
 /// One layer at one shape.

@@ -1,6 +1,7 @@
 //! Checks of the HTML pages that the program writes.
 
-/// Every tag is closed, in order, and no attribute is without quotes. Not all of XML, but what a slip here would break.
+/// Asserts that every tag is closed, in order, and that every attribute is quoted. Checks not all of XML, but the parts
+/// that a mistake here would break.
 pub(crate) fn assert_well_formed(html: &str) {
     let mut open = Vec::new();
     let body = html.strip_prefix("<!DOCTYPE html>\n").unwrap();

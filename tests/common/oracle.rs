@@ -10,7 +10,7 @@ use candle_core::{D, DType, Device, Result, Tensor, Var};
 /// A target that contributes neither to the loss nor to the count it is divided by.
 pub(crate) const IGNORED: i64 = -100;
 
-/// What the parameters' shapes do not tell.
+/// The settings that the parameters' shapes do not determine.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shape {
     pub(crate) layers: usize,

@@ -33,7 +33,7 @@ impl ProcessGroup for Thread {
     }
 }
 
-/// Runs `f` as each of `world` processes and gives what each returned, by rank.
+/// Runs `f` as each of `world` processes and returns their results, by rank.
 pub(crate) fn together<R: Send>(world: usize, f: impl Fn(Arc<dyn ProcessGroup>) -> R + Sync) -> Vec<R> {
     if world == 1 {
         return vec![f(Arc::new(SingleProcess))];

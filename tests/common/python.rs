@@ -17,7 +17,7 @@ pub(crate) fn python() -> Option<PathBuf> {
     python
 }
 
-/// Whether `python` can import `module`; says so where it cannot.
+/// Returns whether `python` can import `module`; prints a message if it cannot.
 pub(crate) fn has_module(python: &Path, module: &str) -> bool {
     let output = launch::command(python).args(["-c", &format!("import {module}")]).output().unwrap();
     if !output.status.success() {

@@ -28,7 +28,7 @@ fn pattern(shape: &[usize], salt: u32, dtype: DType, device: &Device) -> Result<
     Tensor::from_vec(values, shape, device)?.to_dtype(dtype)
 }
 
-/// What two roundings of nearly the same number may differ by, relatively.
+/// The maximum relative difference of two roundings of nearly the same number.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 2e-3,
@@ -43,7 +43,7 @@ fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// What `run` makes on the GPU must be what it makes on the CPU, within the type's tolerance.
+/// Asserts that the results of `run` on the GPU and on the CPU agree, within the type's tolerance.
 fn same(what: &str, run: impl Fn(&Device) -> Result<Tensor>) {
     let expected = run(&Device::Cpu).unwrap();
     let found = run(&GPU).unwrap();
@@ -177,7 +177,7 @@ fn reductions() {
     }
 }
 
-/// CUDA's `max` drops what is not a number, so nothing may be judged finite by it.
+/// CUDA's `max` drops NaN, so no check for finite values may rely on it.
 #[test]
 fn a_maximum_hides_nan() {
     let x = Tensor::new(&[1.0f32, f32::NAN, 3.0], &GPU).unwrap();
@@ -215,7 +215,7 @@ fn copies() {
     }
 }
 
-/// What is not contiguous and a bad id are errors of candle or of the kernel, not other numbers.
+/// Tensors that are not contiguous and a bad id are errors of candle or of the kernel, not other numbers.
 #[test]
 fn index_add_wants_contiguous_rows() {
     let table = pattern(&[24, 13], 1, DType::F32, &GPU).unwrap().t().unwrap();

@@ -1,7 +1,7 @@
 //! `amp`, the scaler for any candle program: PyTorch's own tests of its scaler, the lines of the project's list that
 //! need tensors, and AdamW over masters. `tests/engine/gradscaler.rs` has the scale's state machine.
 //!
-//! Where PyTorch compares with a tolerance, here bits are compared: scales are powers of two, which FP32 multiplies and
+//! If PyTorch compares with a tolerance, these tests compare bits: scales are powers of two, which FP32 multiplies and
 //! divides without rounding.
 
 mod adamw;
@@ -62,7 +62,7 @@ fn full(value: f32, like: &Tensor) -> Tensor {
     Tensor::full(value, like.shape(), &CPU).unwrap().to_dtype(like.dtype()).unwrap()
 }
 
-/// A store with `grads`, each for the variable beside it.
+/// A store with `grads`, pairs of a variable and its gradient.
 fn store<'a>(grads: impl IntoIterator<Item = (&'a Var, Tensor)>) -> GradStore {
     let mut store = GradStore::default();
     for (var, grad) in grads {

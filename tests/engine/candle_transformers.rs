@@ -1,6 +1,6 @@
-//! A second oracle for logits beside transformers: the models of candle-transformers, where it has the family.
+//! A second oracle for logits in addition to transformers: the models of candle-transformers, if it has the family.
 //!
-//! Its windows are one token wider than those of transformers, so no text here is longer than a window.
+//! Its windows are one token wider than the windows of transformers, so no text here is longer than a window.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Several processes as threads of one: what they compute together has the bits of what one computes, whatever their number.
+//! Several processes as threads of one: their joint result has the bits of a single process, for any number of
+//! processes.
 
 use crate::common::processes::together;
 use candle_core::DType;
@@ -46,7 +47,7 @@ fn config(dtype: &str) -> Config {
 /// The policy of BF16 weights without FP32 masters.
 const STOCHASTIC: &str = "p=bf16,c=bf16,g=bf16,r=f32";
 
-/// A model in `folder`, of which shards are cut inside of matrices.
+/// Writes a model into `folder` whose shards are cut inside of matrices.
 fn cut_model(folder: &Path) -> String {
     let tiny = ModelSpec::named("tiny").unwrap().resized(2, 64, 2);
     // Matrices of 2.1 blocks of 65,536 elements. Many shards have no part of a matrix that ends inside of a block of 8-bit moments, or
@@ -58,7 +59,7 @@ fn cut_model(folder: &Path) -> String {
     folder.to_str().unwrap().to_owned()
 }
 
-/// Trains in `world` processes, in `folder`, and gives what the log was told without times.
+/// Trains in `world` processes, in `folder`, and returns the logged events without times.
 fn train(world: usize, config: &Config, folder: &Path, checkpoint: Option<&Path>) -> Vec<Event> {
     let told = together(world, |process: Arc<dyn ProcessGroup>| {
         let checkpoint = checkpoint.map(|path| Checkpoint::open(path).unwrap());
@@ -178,7 +179,7 @@ fn a_run_resumes_with_another_number_of_processes() {
     }
 }
 
-/// The sum of the micro-batches is that of the tree, for one process as well.
+/// The sum of the micro-batches is the sum along the tree, for one process as well.
 #[test]
 fn a_step_sums_its_micro_batches_along_the_tree() {
     let mut config = config("fp32");
@@ -214,7 +215,7 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
     assert!((0..found.len()).any(|i| found[i].to_bits() != serial(i).to_bits()), "nothing tells the two apart");
 }
 
-/// Counts what a process sends.
+/// Counts the bytes that a process sends.
 #[derive(Debug)]
 struct Counted {
     process: Arc<dyn ProcessGroup>,
@@ -275,7 +276,7 @@ fn a_step_sends_the_bytes_of_the_formula() {
     }
 }
 
-/// What sums along the tree take more than a running sum is at most 3 % of one process's step.
+/// Sums along the tree take at most 3 % of one process's step more than a running sum.
 #[test]
 #[ignore = "measures times; .ci/full runs it"]
 fn the_tree_costs_one_process_little() {

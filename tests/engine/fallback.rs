@@ -1,5 +1,5 @@
-//! Layers that overflow too often compute in a wider type: what that saves, that nothing else changes, and that a run
-//! which was killed goes on with it. `docs/numerics.md` quotes [`ROWS`].
+//! Layers that overflow too often compute in a wider type: the benefit of that, that nothing else changes, and that a
+//! killed run resumes with it. `docs/numerics.md` quotes [`ROWS`].
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -24,9 +24,9 @@ use finetune::store::tensor_file::TensorFile;
 use finetune::telemetry::{Activity, DtypeChange, Emitter, Event, Record, StepStatus, read};
 use finetune::train::{Config, Engine, Layers, TrainState, Trainer, verify_resume};
 
-/// `tiny` with random weights, of which one hidden unit of block 1's MLP is 2^10 times as large and what reads it as much
-/// smaller. The function is nearly the same; the unit's activations are an outlier channel, as large models have them, and
-/// the gradient of what reads them is 2^10 times as large.
+/// `tiny` with random weights. One hidden unit of block 1's MLP is 2^10 times as large, and the weights that read it
+/// are as much smaller. The function is nearly the same; the unit's activations are an outlier channel, as large models
+/// have them, and the gradient of the weights that read them is 2^10 times as large.
 fn with_outlier(folder: &Path) -> PathBuf {
     let mut trainer =
         Trainer::new(Arc::new(SingleProcess), Config::resolve(&Layers::default()).unwrap(), None, &mut |_| ()).unwrap();
@@ -88,7 +88,7 @@ fn retyped(events: &[Event]) -> Vec<&DtypeChange> {
 /// in percent.
 type Figures = (u64, f32, f64);
 
-/// What a run comes to.
+/// Computes a run's figures.
 fn figures(events: &[Event]) -> Figures {
     let (mut skipped, mut scale, mut subnormal, mut stored) = (0, 0.0, 0, 0);
     for event in events {
@@ -138,7 +138,7 @@ fn a_layer_in_fallback_costs_no_more_steps_and_leaves_the_scale_to_the_others() 
     }
 }
 
-/// In a checkpoint the file of weights holds each tensor in the type it computes in, and says so.
+/// In a checkpoint the file of weights stores each tensor in its compute type, and records the type.
 #[test]
 fn a_checkpoint_says_which_weights_are_wide() {
     let folder = tempfile::tempdir().unwrap();
@@ -202,7 +202,7 @@ fn a_layer_comes_back_where_its_gradients_have_room_again() {
     assert!(!skipped_after.into_iter().any(|event| matches!(event, Event::Overflow(_))), "it fits at this scale");
 }
 
-/// A process is killed when its log tells of the fallback; another one goes on, and in the end all is as if nothing had
+/// A process is killed when its log reports the fallback. Another process resumes, and the result is as if nothing had
 /// happened.
 #[cfg(unix)]
 #[test]
@@ -286,7 +286,7 @@ fn bits(engine: &Engine) -> Vec<Vec<u32>> {
     all.map(|tensor| values(tensor).into_iter().map(f32::to_bits).collect()).collect()
 }
 
-/// A model of which every unit has fallen back computes, bit for bit, what a run in that type does.
+/// A model in which every unit has fallen back computes, bit for bit, like a run in that type.
 #[test]
 fn units_in_another_type_compute_as_a_run_in_that_type() {
     for (dtype, policy) in [(Dtype::F32, PrecisionPolicy::FP32), (Dtype::BF16, PrecisionPolicy::BF16)] {
@@ -299,7 +299,7 @@ fn units_in_another_type_compute_as_a_run_in_that_type() {
                 assert_eq!(losses[0].to_bits(), losses[1].to_bits());
             }
             assert_eq!(bits(&fallen), bits(&whole));
-            // And back again, it is what it was.
+            // Switched back, it computes the original result.
             let mut same = small(PrecisionPolicy::FP16, grad_accum);
             let mut back = small(PrecisionPolicy::FP16, grad_accum);
             for dtype in [dtype, Dtype::F16] {
@@ -313,7 +313,7 @@ fn units_in_another_type_compute_as_a_run_in_that_type() {
     }
 }
 
-/// What only one unit computes otherwise stays close to FP16, and is not FP16.
+/// If one unit alone computes in FP32, the result is close to FP16, and not equal to it.
 #[test]
 fn one_unit_in_fp32_among_others_in_fp16() {
     for unit in UNITS {

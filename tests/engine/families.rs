@@ -1,7 +1,7 @@
 //! Llama, Mistral, Qwen 2 and 3, and Gemma 3 against PyTorch and transformers: logits, loss, every gradient, twenty steps of
 //! AdamW, half precision; and against themselves: decoding with a cache, written configurations, threads.
 //!
-//! The values are those of `tests/golden/families`; `make_families.py` says what each case is there for.
+//! The values are in `tests/golden/families`; `make_families.py` documents the purpose of each case.
 
 use crate::common::compare::{relative, values};
 use crate::common::engine::POLICIES;
@@ -98,7 +98,7 @@ fn configurations_are_written_as_they_were_read() {
     }
 }
 
-/// Gradient checkpointing computes what it did not keep again, to the bit.
+/// Gradient checkpointing recomputes the values that it did not keep, bit for bit.
 #[test]
 fn recomputed_blocks_change_no_bit() {
     for case in Case::families() {

@@ -39,7 +39,7 @@ fn inner(buffer: &Tensor, first: usize, count: usize) -> Result<Tensor> {
 #[test]
 fn rms_norms_of_rows_and_of_heads() {
     const EPSILON: f64 = 1e-5;
-    // (rows, groups in a row, width of a group, what is added to weights)
+    // (rows, groups in a row, width of a group, the number that is added to weights)
     for (rows, groups, width, offset) in [(1, 1, 8, 0.0), (7, 1, 65, 1.0), (40, 3, 10, 0.0), (9, 4, 130, 1.0)] {
         let columns = groups * width;
         let settings = NormSettings { norm: Norm::Rms { unit_offset: offset == 1.0 }, eps: EPSILON as f32 };
@@ -412,7 +412,7 @@ fn attend(
     Ok((out, gradients))
 }
 
-/// The same on one buffer that packs queries, keys and values.
+/// Runs attention on one buffer that packs queries, keys and values.
 fn attend_packed(
     kernels: &dyn Kernels,
     shape: &Shape,
@@ -435,8 +435,8 @@ fn queries_keys_values(batch: usize, seq_len: usize, attention: &Attention) -> V
     (1..).zip(columns).map(|(salt, columns)| (pattern(&[batch * seq_len, columns], salt) * 2.0).unwrap()).collect()
 }
 
-/// Queries, keys and values are one input: where there is one key alone, gradients of queries and keys are zero, and a
-/// relative error of them says nothing.
+/// Queries, keys and values are one input: if there is only one key, gradients of queries and keys are zero, and a
+/// relative error of them is meaningless.
 #[test]
 fn attentions_with_grouped_queries_windows_soft_caps_and_documents() {
     for (batch, seq_len, attention) in attention_cases() {
@@ -471,7 +471,7 @@ fn attentions_with_grouped_queries_windows_soft_caps_and_documents() {
     }
 }
 
-/// Generating text token by token, and in pieces, gives what the whole sequence gives.
+/// Generating text token by token, and in pieces, gives the result of the whole sequence.
 #[test]
 fn a_kv_cache_attends_as_the_whole_sequence_does() {
     for dtype in TYPES {
@@ -504,8 +504,8 @@ fn a_kv_cache_attends_as_the_whole_sequence_does() {
     }
 }
 
-/// Documents that share a sequence get what each alone gets, with its positions from 0 on, bit for bit but for the
-/// blocks that queries are cut into.
+/// Documents that share a sequence get the results of each document alone, with positions starting at 0, bit for bit
+/// except for the blocks that queries are cut into.
 #[test]
 fn packed_documents_are_computed_as_if_alone() {
     for kernels in KERNELS {

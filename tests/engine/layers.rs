@@ -1,5 +1,5 @@
-//! Every layer of GPT-2 as `common/layer.rs` compares it: with plain operations, autograd and finite differences, by every set
-//! of kernels. Then what both sets must do alike: dropout masks, tiles of the head, surveys.
+//! Every layer of GPT-2 as `common/layer.rs` compares it: with plain operations, autograd and finite differences, by
+//! every set of kernels. Then the behaviour that both sets must share: dropout masks, tiles of the head, surveys.
 
 use crate::common::compare::{relative, values};
 use crate::common::layer::{KERNELS, Layer, allocate, flat, like, pattern, tolerance};
@@ -210,7 +210,7 @@ fn heads_with_cross_entropy() {
     }
 }
 
-/// Runs the same operations with each set of kernels and asserts that what they return agrees within the type's tolerance.
+/// Runs the same operations with each set of kernels and asserts that their results agree within the type's tolerance.
 fn agree(dtype: DType, run: &dyn Fn(&dyn Kernels) -> Result<Vec<Tensor>>) {
     let [fused, plain] = KERNELS.map(|kernels| run(kernels).unwrap());
     for (index, (fused, plain)) in fused.iter().zip(&plain).enumerate() {
@@ -278,7 +278,7 @@ fn tiles_of_the_head_sum_up() {
     }
 }
 
-/// What is not finite must be seen: a maximum that drops NaN, as CUDA's does, would hide it.
+/// Values that are not finite must be seen: a maximum that drops NaN, as CUDA's does, would hide them.
 #[test]
 fn surveys_count_alike() {
     let special = [0.0, -0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e-40, -1e-7, 6e-5, 65504.0, 1e20, -3e38];

@@ -1,7 +1,7 @@
 //! Adapters against PEFT: logits, loss, every gradient, twenty steps of AdamW, for plain LoRA, rsLoRA and DoRA; and against
 //! themselves: recomputation, half precision, dropout, decoding.
 //!
-//! The values are those of `tests/golden/lora`; `make_lora.py` says how they were made.
+//! The values are in `tests/golden/lora`; `make_lora.py` documents how they were made.
 
 use crate::common::compare::{assert_close, relative, values};
 use crate::common::engine::{POLICIES, by_name, over_folder, unscaled};
@@ -194,7 +194,7 @@ fn micro_batches_make_the_same_step_as_the_whole_batch() {
     }
 }
 
-/// What is written reads back to the same bits, and names the same layers.
+/// A written adapter reads back to the same bits, and names the same layers.
 #[test]
 fn a_written_adapter_reads_back() {
     for name in LORA {

@@ -102,7 +102,7 @@ fn the_command_prints_a_table_and_an_object() {
     }
 }
 
-/// Each type is measured in a process of its own and stands in one table; with `--latency`, so do percentiles.
+/// Each type is measured in a separate process and listed in one table; with `--latency`, so are percentiles.
 #[test]
 fn bench_compares_types_and_measures_latency() {
     let desk = Desk::empty();

@@ -1,5 +1,5 @@
-//! Samples that are learned in part: losses and gradients against PyTorch's with labels of -100, packed and not, accumulated and
-//! not.
+//! Samples with loss on some of their tokens: losses and gradients against PyTorch's with labels of -100, packed and
+//! not, accumulated and not.
 
 use crate::common::compare::assert_close;
 use crate::common::engine::unscaled;
@@ -109,7 +109,7 @@ fn packed_samples_are_learned_as_if_alone_in_half_precision() {
     }
 }
 
-/// What is told apart by documents alone: without their bounds the losses are others.
+/// Only their bounds separate documents: without the bounds the losses are different.
 #[test]
 fn a_packed_row_without_its_bounds_is_another_text() {
     let (masked, _) = masked();
@@ -134,7 +134,7 @@ fn batches_are_as_wide_as_their_longest_sample() {
     assert!(!widths.is_sorted() && widths.iter().all(|width| width.is_multiple_of(16)), "{widths:?}");
     widths.dedup();
     assert!(widths.len() > 10);
-    // An epoch has every sample once, whatever the order.
+    // An epoch has every sample once, in any order.
     let targets: usize = batches(&samples, 256, false, 8).iter().map(|batch| batch.target_count).sum();
     assert_eq!(targets, tokens);
 }

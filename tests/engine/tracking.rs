@@ -16,7 +16,7 @@ use std::sync::Arc;
 const STEPS: usize = 200;
 const BATCH: (usize, usize) = (4, 64);
 
-/// What the weights live in between steps.
+/// The storage of the weights between steps.
 #[derive(Clone, Copy, PartialEq)]
 enum Masters {
     Fp32,
@@ -76,7 +76,7 @@ fn scaled() -> GradScaler {
     GradScaler::new(GradScalerConfig { growth_interval: 50, ..GradScalerConfig::default() }).unwrap()
 }
 
-/// A figure as `docs/numerics.md` quotes it, with what stands before it there.
+/// A figure as `docs/numerics.md` quotes it; `before` is the text before it on that page.
 fn quoted(before: &str, figure: &str) -> f64 {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/numerics.md");
     let text = std::fs::read_to_string(page).unwrap().replace('\n', " ");
@@ -108,14 +108,14 @@ fn half_precision_ends_where_fp32_ends() {
     assert!(apart(bf16, quoted("| BF16 | ", "1.7570")) < ELSEWHERE);
     assert!((1..=6).contains(&skipped), "{skipped} steps skipped, where the page tells of 3");
 
-    // At so large a rate updates exceed half a unit in the last place, and masters bring nothing within so few steps.
+    // At this large rate updates exceed half a unit in the last place, and masters bring nothing within this few steps.
     let (without, _) = train(PrecisionPolicy::FP16, scaled(), Masters::Fp16, LR);
     println!("FP16 without masters {without:.4}");
     quoted("At a learning rate of 10^-3 FP16 without masters is no worse within ", "200");
     assert!(without < 1.02 * fp16, "{without} without masters, {fp16} with them");
 }
 
-/// What candle's own operations learn in a short run is what the fused kernels learn.
+/// In a short run candle's own operations and the fused kernels train to the same result.
 #[test]
 fn every_set_of_kernels_learns_alike() {
     const STEPS: usize = 12;
@@ -158,7 +158,7 @@ fn fp16_without_masters_and_scale_stays_behind() {
     assert!(apart(bare, quoted("| FP16 with neither | ", "5.3776")) < ELSEWHERE);
 }
 
-/// Sums in FP16 stop growing where the grid becomes coarser than what is added.
+/// Sums in FP16 stop growing once the grid is coarser than the addend.
 #[test]
 fn a_sum_of_ones_in_fp16_stops_at_2048() {
     let mut sum = 0.0;

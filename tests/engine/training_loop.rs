@@ -1,4 +1,5 @@
-//! What the loop around the step must not do, gradient checkpointing, which must change no bit, and the choice of kernels.
+//! The invariants of the loop around the step, gradient checkpointing, which must change no bit, and the choice of
+//! kernels.
 
 use crate::common::compare;
 use candle_core::Device;
@@ -156,7 +157,7 @@ fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
     for (fused, plain) in losses(&fused).iter().zip(losses(&plain)) {
         assert!((plain / fused - 1.0).abs() < 1e-2, "{plain} and {fused}");
     }
-    // Overflows with their origins, probes with what was flushed, variances.
+    // Overflows with their origins, probes with the flushed values, variances.
     let told = |events: &[Event]| -> Vec<String> {
         let brief = |event: &Event| match event {
             Event::Overflow(overflow) => {
@@ -210,7 +211,7 @@ fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
     assert!(error.contains("`kernels` was `candle` and is now `fused`"), "{error}");
 }
 
-/// The first step in which each tensor's gradient held 2^-24 is told once in a run, whatever is resumed.
+/// The first step in which each tensor's gradient held 2^-24 is logged once in a run, even if the run is resumed.
 #[test]
 fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     let folder = tempfile::tempdir().unwrap();

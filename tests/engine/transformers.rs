@@ -1,7 +1,7 @@
 //! Python's transformers loads a checkpoint as the model folder that it is, and computes the same loss from it.
 //!
-//! Needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one. Without it the test
-//! says so and passes, but for CI, where it fails.
+//! Needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one. Without it the
+//! test prints a message and passes, except in CI, where it fails.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};

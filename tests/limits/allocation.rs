@@ -26,7 +26,7 @@ use finetune::train::{Config, Init, TrainState, Trainer};
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
-/// Bytes in use, and the most since somebody has set it back.
+/// Bytes in use, and their maximum since the last reset.
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
@@ -71,7 +71,7 @@ static ALLOCATOR: Counting = Counting;
 /// Limit on the allocations of a step: 27,088 bytes were the most, with two micro-batches in half precision.
 const LIMIT: usize = 32 << 10;
 /// Limit on an engine's allocations besides its buffers: the survey's histogram for each parameter, and names; and the queues of
-/// the threads' pool, which take another block of 1.5 kB now and then.
+/// the threads' pool, which occasionally take another block of 1.5 kB.
 const SMALL_THINGS: usize = (128 << 10) + (8 << 10);
 /// After these steps, every thread has its scratch memory for every part of a step.
 const WARM_UP: usize = 20;
@@ -120,8 +120,8 @@ fn a_steady_state_step_allocates_at_most_32_kib() {
     }
 }
 
-/// Masters and moments take 12 bytes a parameter in one process and 3 in each of four, and nothing keeps the rest alive. In one
-/// process four micro-batches have two sums, in each of four none, and the sum of its shard.
+/// Masters and moments take 12 bytes per parameter in one process and 3 in each of four, and nothing keeps the rest
+/// alive. In one process four micro-batches have two sums, in each of four none, and the sum of its shard.
 #[test]
 fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     let _alone = alone();
@@ -170,7 +170,7 @@ impl ProcessGroup for SecondOfFour {
     }
 }
 
-/// At the start a process never has more than one parameter in FP32 beside its shard.
+/// At the start a process never has more than one parameter in FP32 in addition to its shard.
 #[test]
 fn no_process_of_several_ever_has_all_masters() {
     let _alone = alone();
@@ -189,7 +189,7 @@ fn no_process_of_several_ever_has_all_masters() {
     assert!(peak < 2 * all + 4 * (own + largest) + SMALL_THINGS, "{peak} bytes for {all} parameters");
 }
 
-/// QLoRA: what a base in blocks holds are the blocks, and a run over it takes what the memory check counts.
+/// QLoRA: a quantised base holds only its blocks, and a run over it takes the memory that the memory check counts.
 #[test]
 fn a_base_in_blocks_holds_its_blocks() {
     let _alone = alone();
@@ -235,11 +235,11 @@ fn a_base_in_blocks_holds_its_blocks() {
     assert!(base.buffer_bytes() <= 2 * 1024 * 1024, "the buffer holds one matrix: {}", base.buffer_bytes());
     let live = (LIVE.load(Relaxed) - before) as u64;
     let share = live as f64 / told as f64;
-    // Beside the buffers each thread has scratch memory for packing.
+    // In addition to the buffers each thread has scratch memory for packing.
     assert!((0.95..1.6).contains(&share), "{live} bytes in use, {told} told");
 }
 
-/// What the memory check counts for attention on a GPU, measured where the same operations of candle's run on the CPU.
+/// The memory check's count for attention on a GPU, measured with the same operations of candle on the CPU.
 #[test]
 fn stored_scores_take_what_is_predicted() {
     let _alone = alone();
@@ -260,7 +260,7 @@ fn stored_scores_take_what_is_predicted() {
         let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
         op::AttentionBackward { shape, operands, dout: &out, out: &out, lse: &lse, gradients }.run(&kernels).unwrap();
         let measured = PEAK.load(Relaxed) - before;
-        // Beside the scores there are heads and a mask of a byte an element.
+        // In addition to the scores there are heads and a mask of one byte per element.
         let share = measured as f64 / predicted as f64;
         assert!((0.8..1.15).contains(&share), "{shape:?}: {measured} bytes, predicted {predicted}");
     }

@@ -1,4 +1,4 @@
-//! A log of many steps: what reads it needs little memory, however long it is.
+//! A log of many steps: its readers need little memory, for a log of any length.
 #![cfg(target_os = "linux")]
 
 use std::fs::{self, File};

@@ -1,4 +1,4 @@
-//! What `finetune lab memory` predicts for a run is what the run took.
+//! The prediction of `finetune lab memory` for a run matches the run's measured memory.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn check(line: &str, tolerance: f64) {
     predict(&desk, line, tolerance);
 }
 
-/// The same of a run whose second process went on from a checkpoint.
+/// Checks a run whose second process resumed from a checkpoint.
 fn check_resumed(line: &str, tolerance: f64) {
     let desk = Desk::empty();
     train(&desk, line);
@@ -32,7 +32,7 @@ fn check_resumed(line: &str, tolerance: f64) {
 }
 
 fn train(desk: &Desk, line: &str) {
-    // A sample of as many tokens as by default takes longer than the steps.
+    // A sample of the default number of tokens takes longer than the steps.
     desk.said(&format!(
         "--set train.sample_tokens=8 {line} --run run --plain --steps 3 --init-scale 65536 --set train.eval_batches=1"
     ));
@@ -103,7 +103,7 @@ fn save(folder: &Path, spec: &ModelSpec, tokenizer: &[u8]) -> String {
 
 const SHAPE: &str = "--data grammar --batch-size 4 --seq-len 64";
 
-/// A folder with a model of so many blocks of that width, over bytes.
+/// A folder with a model of `blocks` blocks of width `width`, over bytes.
 fn of_width(folder: &Path, blocks: usize, width: usize) -> String {
     let spec = ModelSpec { vocab_size: 257, ..ModelSpec::named("distilgpt2").unwrap().resized(blocks, width, 8) };
     save(folder, &spec, Tokenizer::byte().json())
@@ -127,7 +127,7 @@ fn adapters_are_predicted_as_such() {
         // A probe copies a dense base to FP32, and shares blocks.
         check(&format!("{shape} {base} --lora r=8,alpha=16 --set telemetry.probe_every=2"), TOLERANCE);
     }
-    // Keys and values of a long text sample were not counted: with what is packed, the prediction was 19 % too low.
+    // Keys and values of a long text sample were not counted: with the packed buffers, the prediction was 19 % too low.
     check(&format!("{shape} {quantised} --lora r=8,alpha=16 --set train.sample_tokens=900"), TOLERANCE);
 }
 
@@ -140,7 +140,8 @@ fn a_frozen_table_is_read_in_parts() {
     let path = save(desk.folder(), &spec, Tokenizer::byte().json());
     let quantised = desk.path("model.gguf").display().to_string();
     desk.said(&format!("export {path} {quantised} --dtype q8_0"));
-    // A GGUF file has a vocabulary of its own, and what reading its 50,000 tokens leaves with the allocator is not counted.
+    // A GGUF file has a separate vocabulary, and the memory that reading its 50,000 tokens leaves with the allocator is
+    // not counted.
     for (base, tolerance) in [(&path, TOLERANCE), (&quantised, 0.15)] {
         let line = "--data grammar --batch-size 1 --seq-len 32 --dtype bf16 --lora r=8,alpha=16";
         check(&format!("{line} --model {base}"), tolerance);
@@ -167,7 +168,7 @@ fn a_probe_of_narrow_masters_is_predicted() {
     check(&format!("{SHAPE} {narrow} --model {path}"), TOLERANCE);
 }
 
-/// A byte-level BPE of so many tokens: the bytes, and pairs of what was there before.
+/// A byte-level BPE of `tokens` tokens: the bytes, and pairs of earlier tokens.
 fn tokenizer(tokens: usize) -> String {
     let mut json: Value = serde_json::from_slice(Tokenizer::byte().json()).unwrap();
     let mut vocabulary = json["model"]["vocab"].as_object().unwrap().clone();

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::process::Stdio;
 
-/// Templates like those of the families, each with the constructs that they use.
+/// Templates like the families' templates, each with the constructs that they use.
 const TEMPLATES: [(&str, &str); 5] = [
     (
         "chatml",

@@ -19,7 +19,7 @@ fn text(output: Output, line: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The same, with `input` on its standard input.
+/// Returns the standard output of `finetune LINE`, which reads `input` from standard input.
 fn said_of(desk: &Desk, line: &str, input: &str) -> String {
     let mut child = desk.command(line).stdin(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();

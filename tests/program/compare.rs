@@ -205,7 +205,7 @@ fn figures_are_counted() {
     assert_eq!(json["differences"], json!([{ "key": "scaler.on_overflow", "values": ["skip", "retry"] }]));
 }
 
-/// Seeds make arms; names and folders do not tell them apart.
+/// Seeds make arms; names and folders do not distinguish them.
 #[test]
 fn the_verdict_needs_the_whole_interval() {
     let verdict = |validation, bound: &str| {

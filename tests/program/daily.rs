@@ -84,7 +84,7 @@ fn n3_a_name_that_cannot_be_on_the_hub_is_wrong_without_a_network_too() {
     }
 }
 
-/// Whoever watches from another terminal reads in the log what the run is busy with.
+/// Anyone who watches from another terminal can read the run's current phase in the log.
 #[test]
 fn n3_phases_are_in_the_log_and_shown_to_those_who_watch() {
     let desk = Desk::new();
@@ -341,7 +341,7 @@ fn n17_a_program_is_run_at_the_best_and_at_the_end() {
     assert!(told[1].starts_with("$HOME|finished|r|step 2, loss "), "{told:?}");
 }
 
-/// Each process of a notifier that hangs would stay; training goes on, and says what is wrong with the program.
+/// Each process of a notifier that hangs would stay; training continues, and reports the program's fault.
 #[test]
 fn n17_a_program_that_hangs_or_fails_is_told_and_bounded() {
     use std::os::unix::fs::PermissionsExt;

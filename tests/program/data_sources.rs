@@ -33,7 +33,7 @@ fn file(folder: &Path, name: &str, content: &str) -> Source {
     Source::Path(path)
 }
 
-/// Loads with the cache in `folder`, and says what was reported.
+/// Loads with the cache in `folder`, and returns the reported events.
 fn load(folder: &Path, source: &Source, val: Option<&Source>) -> (Result<Dataset>, Vec<LoadEvent>) {
     let mut events = Vec::new();
     let mut report = |event| events.push(event);
@@ -284,7 +284,7 @@ fn bits_per_byte_count_the_bytes_that_are_predicted() {
     let folder = tempfile::tempdir().unwrap();
     let rows = r#"{"prompt": "a long prompt that is only read", "completion": "ééé"}"#;
     let train = file(folder.path(), "a.jsonl", &format!("{rows}\n{rows}\n"));
-    // Of two bytes a token, because the vocabulary is made of words.
+    // Two bytes per token, because the vocabulary is made of words.
     let val = file(folder.path(), "b.txt", "ab ab ab ab ab ab");
     let data = load(folder.path(), &train, Some(&val)).0.unwrap();
     // Two completions of six bytes, each with its end.

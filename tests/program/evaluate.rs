@@ -1,7 +1,7 @@
-//! Evaluation agrees with transformers on the same windows, and with itself whatever the windows' batches are.
+//! Evaluation agrees with transformers on the same windows, and with itself for any batches of the windows.
 //!
 //! The comparison needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one.
-//! Without it the test says so and passes, but for CI, where it fails.
+//! Without it the test prints a message and passes, except in CI, where it fails.
 
 use std::path::{Path, PathBuf};
 

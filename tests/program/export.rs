@@ -1,8 +1,8 @@
-//! What is exported computes what we compute: the Hugging Face folder and the GGUF file read back, the ONNX graph in
+//! Exported models compute the same as ours: the Hugging Face folder and the GGUF file read back, the ONNX graph in
 //! onnxruntime.
 //!
-//! onnxruntime and the `gguf` package are looked for in the Python of `FINETUNE_PYTHON`. Without them a test says so and
-//! passes, but for CI, where it fails.
+//! onnxruntime and the `gguf` package are looked for in the Python of `FINETUNE_PYTHON`. Without them a test prints a
+//! message and passes, except in CI, where it fails.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -234,8 +234,8 @@ fn families(folder: &Path) -> Vec<TrainedModel> {
     models
 }
 
-/// Rows whose length is no multiple of 32 stay in FP16 in a file of `Q8_0`: all of them but those of Mistral's `o_proj`, whose
-/// rounding moves logits by 9e-3.
+/// Rows whose length is no multiple of 32 stay in FP16 in a file of `Q8_0`: all rows except in Mistral's `o_proj`,
+/// whose rounding moves logits by 9e-3.
 #[test]
 fn every_family_comes_back_from_a_gguf_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -286,7 +286,8 @@ fn in_blocks_of_32(trained: &TrainedModel) -> Parameters {
     weights
 }
 
-/// Of models whose rows are all of whole blocks; nothing but the order of a sum may differ from weights that are rounded here.
+/// Models whose rows all consist of whole blocks; only the order of a sum may differ from weights that are rounded
+/// here.
 #[test]
 fn a_file_of_blocks_has_the_weights_that_its_type_says() {
     let folder = tempfile::tempdir().unwrap();
@@ -458,7 +459,7 @@ const ONNX: [&str; 11] = [
     "families/gemma3",
 ];
 
-/// A Python with onnxruntime: that of `FINETUNE_PYTHON`.
+/// The Python of `FINETUNE_PYTHON`, if it has onnxruntime.
 fn python_with_onnx() -> Option<PathBuf> {
     python().filter(|python| has_module(python, "onnxruntime"))
 }
@@ -535,7 +536,8 @@ fn onnxruntimes_dynamic_quantiser_takes_every_linear_layer() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    // Of GPT-2: queries, keys and values together, the attention's output, and the two layers of the MLP. Of Llama: all apart.
+    // The linear layers of GPT-2 are: queries, keys and values together, the attention's output, and the two layers of
+    // the MLP. Llama has all separate.
     for (name, linears) in [("deep", 4), ("families/llama", 7)] {
         let trained = model(name, folder.path());
         let out = trained.path.with_extension("onnx");

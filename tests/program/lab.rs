@@ -1,7 +1,7 @@
 //! The laboratory's figures against numpy, PyTorch, `ml_dtypes` and torchao, and its replay against a real run.
 //!
-//! The libraries are looked for in the Python of `FINETUNE_PYTHON`. Without it the test says so and passes, but for CI,
-//! where it fails.
+//! The libraries are looked for in the Python of `FINETUNE_PYTHON`. Without it the test prints a message and passes,
+//! except in CI, where it fails.
 
 use crate::common::desk::Desk;
 use crate::common::python::{has_module, python, run_script};
@@ -148,7 +148,7 @@ fn views_take_their_numbers_from_a_run() {
     assert!(values.eq(shown), "{name} is another");
 }
 
-/// Each entry of the page on what texts get wrong has a command that shows the truth.
+/// Each entry of the page on common errors in texts has a command that shows the truth.
 #[test]
 fn the_commands_of_the_folklore_show_what_it_says() {
     const SHOWN: [(&str, &str); 14] = [
@@ -172,7 +172,7 @@ fn the_commands_of_the_folklore_show_what_it_says() {
     ];
     let folklore = include_str!("../../docs/folklore.md");
     let entries = folklore.lines().filter(|line| line.contains("`finetune lab")).count();
-    // One is for a run with probes; its figures are those of `views_take_their_numbers_from_a_run`.
+    // One is for a run with probes; `views_take_their_numbers_from_a_run` checks its figures.
     assert_eq!(entries, SHOWN.len() + 1);
     let desk = Desk::empty();
     for (view, shown) in SHOWN {

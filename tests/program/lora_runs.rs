@@ -217,7 +217,7 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     let generated = |model: &str| desk.said(&format!("generate {model} --prompt some --temperature 0 --max-tokens 8"));
     assert_eq!(generated("run"), generated("model --adapter adapter"));
     desk.said("eval model --adapter adapter --data text.txt --seq-len 16");
-    // Whether FP16 is enough is measured on all layers, of which adapters leave most frozen.
+    // Whether FP16 is enough is measured on all layers, although adapters leave most layers frozen.
     let checked = |model: &str| {
         let (code, said, complaint) =
             desk.output(&format!("fp16-check {model} --data text.txt --seq-len 16 --batches 1 --json"));
@@ -232,7 +232,7 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     }
 }
 
-/// Adapters over a base in blocks are those of any base: used, exported and merged.
+/// Adapters over a quantised base behave like adapters over any base: used, exported and merged.
 #[test]
 fn a_quantised_base_stays_in_blocks_and_its_adapters_are_used_and_merged() {
     let desk = quantised();

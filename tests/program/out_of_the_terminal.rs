@@ -1,7 +1,7 @@
 //! Item 16 of daily use: a run's figures out of the terminal, as tables, for TensorBoard and Prometheus, and as a page.
 //!
 //! TensorBoard itself reads its event files back. Without a Python that has `tensorboard` (`.ci/python-env`, named by
-//! `FINETUNE_PYTHON`) that test says so and passes; under CI it fails.
+//! `FINETUNE_PYTHON`) that test prints a message and passes; under CI it fails.
 
 use crate::common::desk::Desk;
 use crate::common::markup::{assert_stands_alone, assert_well_formed};

@@ -196,7 +196,7 @@ fn a_template_whose_answers_cannot_be_told_apart_is_refused() {
     let message = chat.render(&conversation, None, false).unwrap_err().to_string();
     assert!(message.contains("odd: its chat template has no `{% generation %}` blocks"), "{message}");
     assert_eq!(chat.render(&conversation, None, true).unwrap().text, "user> a\n");
-    // One that is like another but for some conversations is found out by the first of these.
+    // If a template differs from another one only for some conversations, the first of these reveals the difference.
     let source = built_in("chatml").replace("{%- generation %}", "").replace("{%- endgeneration %}", "");
     let chat = ChatFormat::new(
         &source

@@ -1,4 +1,4 @@
-//! The dashboard and the lab in a real terminal (tmux), which must be restored however they end.
+//! The dashboard and the lab in a real terminal (tmux), which must be restored after every kind of exit.
 //!
 //! The programs under test are `examples/dashboard_demo`, the dashboard over a synthetic run, and `finetune watch`. Without
 //! tmux these tests are skipped with a message, except in CI, where they fail.
@@ -37,14 +37,14 @@ static DEMO: LazyLock<PathBuf> = LazyLock::new(|| {
     Path::new(env!("CARGO_BIN_EXE_finetune")).parent().unwrap().join("examples/dashboard_demo")
 });
 
-/// A shell in a tmux server of its own.
+/// A shell in a separate tmux server.
 struct Terminal {
     server: String,
     folder: tempfile::TempDir,
 }
 
 impl Terminal {
-    /// A shell of this size that has noted the terminal's settings; `None` where there is no tmux.
+    /// Opens a shell of this size that has noted the terminal's settings; `None` if tmux is missing.
     fn open(columns: u32, rows: u32) -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         if launch::command("tmux").arg("-V").output().is_err() {
@@ -388,7 +388,7 @@ fn item_7_a_resumed_run_shows_all_of_itself_and_a_finished_one_its_end() {
     terminal.assert_restored();
 }
 
-/// Item 15 of daily use: the mouse, and the flag that leaves it to the terminal.
+/// Item 15 of daily use: mouse support, and the flag that leaves the mouse to the terminal.
 #[test]
 fn item_15_the_mouse_is_taken_and_given_back() {
     let Some(terminal) = Terminal::open(120, 36) else { return };

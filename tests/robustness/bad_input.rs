@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 const PHASES: [&str; 8] =
     ["drawing", "reading", "tokenising", "preparing", "verifying", "computing", "measuring", "exporting"];
 
-/// A working folder with broken files beside a model and a text, and the messages so far.
+/// A working folder with broken files, a model and a text, and the messages so far.
 struct Refusals {
     desk: Desk,
     said: String,
@@ -314,7 +314,7 @@ fn invalid_resumes() {
     insta::assert_snapshot!("resume", refusals.said);
 }
 
-/// What cannot be looked at is not taken for missing. Links in a circle fail for root as well, unlike permissions.
+/// A path that cannot be read is not reported as missing. Links in a circle fail for root as well, unlike permissions.
 #[cfg(unix)]
 #[test]
 fn a_run_or_folder_that_cannot_be_read_is_not_called_missing() {
@@ -483,7 +483,7 @@ fn invalid_environments() {
     insta::assert_snapshot!("environment", refusals.said);
 }
 
-/// Rows that cannot be learned from: where the mistake is, and what to do about it.
+/// Rows that cannot be used for training: the location of the mistake, and its remedy.
 #[test]
 fn nonsense_in_rows() {
     let mut refusals = Refusals::new();

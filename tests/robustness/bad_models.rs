@@ -145,7 +145,7 @@ const FILES: [(&str, Change); 42] = [
     ("an end that is a text", |parts| parts.set("tokenizer.ggml.eos_token_id", text("</s>"))),
 ];
 
-/// What is wrong with the bytes themselves.
+/// Files with damage in the bytes themselves.
 fn damaged(good: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
     let huge = (1_u64 << 60).to_le_bytes();
     let header = |tensors: &[u8; 8], metadata: &[u8; 8], rest: &[&[u8]]| {

@@ -17,7 +17,7 @@ use finetune::{Error, Result};
 use sha1::Digest as _;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
-/// Requests for what a model may do without.
+/// Requests for optional files of a model.
 const OPTIONAL: [&str; 3] = ["ASK tokenizer_config.json", "ASK generation_config.json", "ASK chat_template.jinja"];
 const LATER_COMMIT: &str = "89abcdef0123456789abcdef0123456789abcdef";
 
@@ -28,9 +28,9 @@ enum Fault {
     Status(&'static str),
     /// Answers so for the first `n` requests.
     StatusFor(u32, &'static str),
-    /// Sends the first half and closes the connection, however often it is asked.
+    /// Sends the first half and closes the connection, for every request.
     Truncated,
-    /// Sends the first half of what was asked for and closes the connection, once.
+    /// Sends the first half of the requested bytes and closes the connection, once.
     DropsOnce,
     /// Sends other bytes of the right length.
     WrongHash,
@@ -40,13 +40,13 @@ enum Fault {
     Silent,
     /// Sends the first half and then nothing for a long time.
     Stalls,
-    /// Sends a byte now and then.
+    /// Sends single bytes with pauses.
     Trickle,
     /// Sends the client to another address.
     Redirect(String),
     /// Announces hashes, sizes or commits that make no sense.
     Header(&'static str, &'static str),
-    /// Answers with this text: where it asks what the file is, and where it fetches it. `None` is the right answer.
+    /// Answers with this text: `ask` to the request about the file, `get` to the download. `None` is the right answer.
     Raw { ask: Option<String>, get: Option<String> },
 }
 
@@ -63,7 +63,7 @@ struct State {
     log: Vec<String>,
 }
 
-/// A server on a port of its own; it lives as long as the test process.
+/// A server on a separate port; it lives as long as the test process.
 #[derive(Clone)]
 struct Server {
     address: String,
@@ -266,7 +266,8 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     }
 }
 
-/// Every file below the cache whose content is not what its name says. A download that is not finished says that it is not.
+/// Every file below the cache whose content does not match its name. An unfinished download is marked as unfinished by
+/// its name.
 fn bad_files(cache: &Path) -> Vec<PathBuf> {
     let mut bad = Vec::new();
     let mut folders = vec![cache.to_owned()];
@@ -350,7 +351,7 @@ fn without_a_network_the_cached_copy_serves_or_three_ways_on_are_named() {
     let settings = Settings { endpoint: format!("http://{gone}"), ..server.settings(cache.path()) };
     let mut notices = 0;
     let mut report = |event| notices += u32::from(matches!(event, Progress::Notice(_)));
-    // The optional files are not cached, and nobody can say whether they exist.
+    // The optional files are not cached, and their existence is unknown.
     let found = Hub::new(settings.clone()).report_to(&mut report).model("distilgpt2", None);
     assert_eq!(found.unwrap(), files);
     assert!(notices > 0);
@@ -599,7 +600,7 @@ fn generate_eval_and_export_take_names_of_the_hub() {
     assert_eq!(finetune(&generate("exported"), "1").1, expected);
     assert_eq!(server.requests(), [] as [String; 0]);
 
-    // What is not there is told as it is to training: with the ways on, and nothing is left behind.
+    // A missing model is reported as in training: with the alternatives, and no files are left over.
     for line in [generate("gpt2"), "eval gpt2 --data text.txt".into(), "export gpt2 there".into()] {
         let (code, said, complaint) = finetune(&line, "1");
         assert_eq!((code, said.as_str()), (2, ""), "{line}");
@@ -614,8 +615,8 @@ fn generate_eval_and_export_take_names_of_the_hub() {
     assert_eq!(bad_files(&desk.path().join("hf/hub")), [] as [PathBuf; 0]);
 }
 
-/// What a Hub may do to a file: where it was asked about, where it was fetched, and what is said of it. `{about}` stands for
-/// the right hash and commit, `{range}` for the right size, `{elsewhere}` for another host.
+/// A Hub's possible attacks on a file: the answer about it, the answer to its download, and the resulting message.
+/// `{about}` stands for the right hash and commit, `{range}` for the right size, `{elsewhere}` for another host.
 #[rustfmt::skip]
 const ATTACKS: [(&str, &str, &str, &str); 56] = [
     // Sizes.
@@ -813,7 +814,7 @@ fn blobs_have_the_mode_that_the_umask_leaves() {
     assert_eq!(mode(files.folder.join("model.safetensors")), mode(cache.path().join("plain")));
 }
 
-/// A shared cache may hold links that somebody else made.
+/// A shared cache may hold links that another user made.
 #[test]
 fn links_out_of_the_cache_are_not_followed_to_write_or_delete() {
     let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
@@ -861,7 +862,7 @@ fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
             assert!(start.elapsed() < Duration::from_secs(10), "{line} {value}: {:?}", start.elapsed());
         }
     }
-    // A good address with a password: it is used, and not shown when nobody answers.
+    // A good address with a password: it is used, and not shown if no server answers.
     let endpoint = format!("http://me:geheim@{closed}");
     let settings = Settings { endpoint, ..server.settings(desk.path()) };
     let message = text(Hub::new(settings).model("distilgpt2", None));

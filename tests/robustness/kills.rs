@@ -1,5 +1,5 @@
-//! Training itself under fire: killed and interrupted at random instants, resumed, and in the end bit for bit what it would
-//! have been.
+//! Training itself under fire: killed and interrupted at random instants, resumed, and in the end bit for bit like an
+//! undisturbed run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,7 +15,7 @@ use signal_hook::consts::{SIGKILL, SIGTERM};
 
 const STEPS: u64 = 60;
 
-/// Starts, or goes on with, the run called `run`. It saves every third step, so that many a kill hits a save.
+/// Starts or resumes the run called `run`. It saves every third step, so that many kills hit a save.
 fn start(desk: &Desk, run: &str, resume: bool, more: &str) -> Child {
     let how = if resume {
         "--resume".to_owned()
@@ -35,13 +35,13 @@ fn finish(child: Child) -> ExitStatus {
     output.status
 }
 
-/// What every step of a run came to: the bits of its loss, its scale, and its gradients' norm.
+/// The figures of every step of a run: the bits of its loss, its scale, and its gradients' norm.
 fn losses(desk: &Desk, run: &str) -> BTreeMap<u64, (u32, String)> {
     let figures = |step: StepRecord| (step.step, (step.loss.to_bits(), format!("{:?} {:?}", step.scale, step.grads)));
     desk.steps(run).into_iter().map(figures).collect()
 }
 
-/// The run has the losses and, at its end, the checkpoint of the one that nobody disturbed.
+/// Asserts that the run has the losses and, at its end, the checkpoint of the undisturbed run.
 fn assert_same_as_undisturbed(desk: &Desk, run: &str) {
     let (expected, found) = (losses(desk, "undisturbed"), losses(desk, run));
     assert_eq!(expected.len() as u64, STEPS);
@@ -108,7 +108,7 @@ fn five_kills_of_a_run_of_packed_samples_change_no_bit() {
     disturb(&desk, SIGKILL, 5, 3, "--data short.jsonl --packing --grad-accum 2");
 }
 
-/// The log is for people and screens: a torn one costs lines, not the run.
+/// The log is read by users and dashboards: a torn one costs lines, not the run.
 #[test]
 fn a_truncated_log_costs_its_lines_only() {
     let desk = Desk::in_memory();

@@ -1,5 +1,5 @@
-//! What the program survives, and what it says: bad input, faults of disks and of the network, kills. `docs/faults.md` is about the
-//! same. It trains and runs the program as `tests/program` does.
+//! Robustness and error messages of the program: bad input, faults of disks and of the network, kills. `docs/faults.md`
+//! is about the same. It trains and runs the program as `tests/program` does.
 #![cfg(unix)]
 #![allow(
     clippy::unwrap_used,

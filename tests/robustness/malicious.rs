@@ -1,7 +1,7 @@
 //! Malicious files: every kind of file that the program reads, changed at random from a seed, given to the real program with 4 GiB
 //! of address space and 30 seconds. It reads or refuses each; it neither panics nor aborts, hangs, or steers the terminal.
-//! `MALICIOUS_FILES` says how many files of each kind, `MALICIOUS_FIRST` the number of the first, for files that were never tried;
-//! the long form is in `docs/faults.md`.
+//! `MALICIOUS_FILES` sets the number of files of each kind, `MALICIOUS_FIRST` the number of the first, for files that
+//! were never tried; the long form is in `docs/faults.md`.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use serde_json::Value;
 
-/// Where the headers of large files are; what lies behind are values, which mean nothing.
+/// The size of the part of a large file that holds its headers; the values after it have no meaning.
 const HEADER: usize = 4096;
 const EVAL: &str = "eval model --data text.txt --seq-len 8";
 const RESUME: &str = "--resume r --steps 1 --plain";
@@ -199,7 +199,7 @@ fn malicious_files_of_every_kind_are_read_or_refused() {
             () if !matches!(output.status.code(), Some(0..=3)) => "does not end by itself",
             () if said.contains("panicked") => "panics",
             () if steers(out) || steers(&output.stderr) => "prints control characters",
-            // It lists what is damaged.
+            // It lists the damaged parts.
             () if words == "checkpoint verify" && !output.stdout.is_empty() => return Ok(!output.status.success()),
             () if messages != usize::from(!output.status.success()) => "does not say once what is wrong",
             () => return Ok(messages > 0),

@@ -23,12 +23,12 @@ use proptest::sample::select;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// Bytes that a parser may hold at a time. The buffers of files take a few megabytes whatever is in them, and the expressions of
-/// a tokenizer some tens, where the crate that compiles them has its own limit.
+/// Bytes that a parser may hold at a time. The buffers of files take a few megabytes regardless of the content, and the
+/// expressions of a tokenizer some tens, where the crate that compiles them has its own limit.
 const LIMIT: isize = 128 << 20;
 
 thread_local! {
-    /// What this thread holds now, and the most it has held since a measurement began.
+    /// The bytes that this thread holds now, and their maximum since a measurement began.
     static HELD: Cell<isize> = const { Cell::new(0) };
     static PEAK: Cell<isize> = const { Cell::new(0) };
 }
@@ -74,7 +74,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What `parse` gives, which must not have taken more memory than [`LIMIT`].
+/// Returns the result of `parse`, which must not have taken more memory than [`LIMIT`].
 fn bounded<T>(parse: impl FnOnce() -> T) -> T {
     PEAK.set(HELD.get());
     let before = HELD.get();
@@ -106,7 +106,7 @@ fn config(bytes: &[u8]) {
     }
 }
 
-/// Reads a log, then goes on writing it: the new line is there, whatever stands before it.
+/// Reads a log, then appends to it: the new line is readable after any content.
 fn events(bytes: &[u8]) {
     let path = folder().join("events.jsonl");
     fs::write(&path, bytes).unwrap();
@@ -407,7 +407,8 @@ fn unchanged_ones_are_accepted() {
     ModelSpec::from_json(GOOD_MODEL.as_bytes(), "config.json").unwrap();
 }
 
-/// The same for a template. Filters in a row each double the text; so do sums of a variable with itself.
+/// A template must not exhaust memory or time either. Filters in a row each double the text; so do sums of a variable
+/// with itself.
 #[test]
 fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
     finetune::untrusted::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
@@ -441,7 +442,7 @@ fn a_key_without_end_is_refused() {
     assert_eq!(Config::resolve(&layers).unwrap_err().exit_code(), 2);
 }
 
-/// A log without the end of a line is no reason to hold all of it in memory, nor to lose what is written next.
+/// A log without the end of a line is no reason to hold all of it in memory, nor to lose the next lines.
 #[test]
 fn a_log_without_lines_is_passed_over() {
     let path = folder().join("endless.jsonl");

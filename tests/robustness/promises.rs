@@ -27,7 +27,7 @@ fn shell(desk: &Desk, before: &str, arguments: &str) -> Command {
     command
 }
 
-/// The exit code, and what the program said on both outputs.
+/// The exit code, and the program's text on both outputs.
 fn finished(output: &Output) -> (Option<i32>, String) {
     let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
     (output.status.code(), text(&output.stdout) + &text(&output.stderr))

@@ -149,7 +149,8 @@ macro_rules! tiles {
                         let first = b.data.as_ptr().wrapping_add(column / PANEL * b.panel_stride);
                         let b = (first, b.row_stride, b.panel_stride);
                         let c = c.as_mut_ptr().wrapping_add(row * ldc + column);
-                        // SAFETY: the caller's promise; `columns` is a multiple of a panel, so a narrow tile fits in what is left.
+                        // SAFETY: the caller's promise; `columns` is a multiple of a panel, so a narrow tile fits in
+                        // the rest.
                         unsafe {
                             if column + $vectors * $lanes <= columns {
                                 tile::<$vectors>(inner, a, b, (c, ldc), accumulate);
@@ -256,7 +257,7 @@ tiles!(
 mod tests {
     use super::*;
 
-    /// Against sums in f64, by rows and transposed, fresh and accumulated, with rows longer than what is used.
+    /// Compares with sums in f64, by rows and transposed, fresh and accumulated, with rows longer than the used part.
     #[test]
     fn products_are_those_of_the_definition() {
         let values = |count: usize, seed: usize| -> Vec<f32> {

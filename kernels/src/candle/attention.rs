@@ -50,7 +50,7 @@ impl<'a> Part<'a> {
         self.first * self.shape.seq_len..(self.first + self.count) * self.shape.seq_len
     }
 
-    /// Its part of the statistics, of which each token has one for each head.
+    /// Its part of the statistics, which have one value for each head of each token.
     fn statistics(self, x: &Tensor) -> Result<Tensor> {
         let each = self.shape.heads * self.shape.seq_len;
         x.narrow(0, self.first * each, self.count * each)
@@ -61,7 +61,7 @@ impl<'a> Part<'a> {
         self.first * self.shape.heads * self.shape.seq_len * self.shape.seq_len
     }
 
-    /// `[count · kv_heads, group · T, head_size]` in FP32: heads of queries beside those that share their keys.
+    /// `[count · kv_heads, group · T, head_size]` in FP32: query heads that share their keys are stacked.
     fn heads(self, x: Columns<'_>) -> Result<Tensor> {
         split_heads(&columns_of_rows(x, self.rows())?, (self.count, self.shape))
     }

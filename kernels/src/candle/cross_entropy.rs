@@ -26,9 +26,9 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
 
 /// The targets of a tile.
 struct Targets {
-    /// `[n, 1]`, U32; 0 where there is none.
+    /// `[n, 1]`, U32; 0 if a row has none.
     ids: Tensor,
-    /// `[n, 1]`, U8: 0 where there is none; `None` if all rows have one.
+    /// `[n, 1]`, U8: 0 if a row has none; `None` if all rows have one.
     valid: Option<Tensor>,
 }
 

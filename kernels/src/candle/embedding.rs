@@ -37,7 +37,7 @@ pub(super) fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     store(&(widen(dtable)? + (sums * f64::from(scale))?)?, dtable)
 }
 
-/// The sums of the rows of each key, for the keys `0..keys`; `order` is scratch of as many numbers as there are rows.
+/// The sums of the rows of each key, for the keys `0..keys`; `order` is scratch with one number per row.
 fn sums_by(rows: &Tensor, order: &mut [u32], key: impl Fn(usize) -> usize, keys: usize) -> Result<Tensor> {
     for (n, slot) in order.iter_mut().enumerate() {
         *slot = n as u32;
@@ -48,7 +48,7 @@ fn sums_by(rows: &Tensor, order: &mut [u32], key: impl Fn(usize) -> usize, keys:
         groups.push((key(group[0] as usize), group.len()));
     }
     let sums = sum_groups(&rows_at(rows, order)?, groups.iter().map(|(_, count)| *count).collect())?;
-    // Each key takes its sum, or the row of zeros behind the sums.
+    // Each key takes its sum, or the row of zeros after the sums.
     let mut source = vec![groups.len() as u32; keys];
     for (index, (key, _)) in groups.iter().enumerate() {
         source[*key] = index as u32;
@@ -56,7 +56,7 @@ fn sums_by(rows: &Tensor, order: &mut [u32], key: impl Fn(usize) -> usize, keys:
     rows_at(&with_zeros(&sums)?, &source)
 }
 
-/// `rows` with a row of zeros behind them.
+/// `rows` followed by a row of zeros.
 fn with_zeros(rows: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[rows, &Tensor::zeros((1, rows.dim(1)?), rows.dtype(), rows.device())?], 0)
 }

@@ -22,7 +22,7 @@ fn normalise(settings: NormSettings, x: &Tensor, weight: &Tensor) -> Result<(Ten
     Ok((x.broadcast_mul(&rstd)?.broadcast_mul(&gain(settings, weight)?)?, rstd))
 }
 
-/// The gradients of `x` and the weight, given that of the output of [`normalise`].
+/// The gradients of `x` and the weight, given the gradient of [`normalise`]'s output.
 fn gradients(
     settings: NormSettings,
     dy: &Tensor,

@@ -36,7 +36,7 @@ pub(super) fn store(value: &Tensor, out: &Tensor) -> Result<()> {
     out.slice_set(&value.to_dtype(out.dtype())?, 0, 0)
 }
 
-/// Some columns of some rows, as a tensor of their own.
+/// Some columns of some rows, as a separate tensor.
 pub(super) fn columns_of_rows(x: Columns<'_>, rows: Range<usize>) -> Result<Tensor> {
     require_contiguous(x.tensor())?;
     x.tensor().narrow(0, rows.start, rows.len())?.narrow(1, x.first(), x.count())?.contiguous()
@@ -129,7 +129,7 @@ pub(super) fn rows_at(table: &Tensor, rows: &[u32]) -> Result<Tensor> {
     table.index_select(&indices(rows, table.device())?, 0)
 }
 
-/// The mask of `dropout` for the elements from index `first` on, in the shape of `x`, multiplied with `x`.
+/// The mask of `dropout` for the elements starting at index `first`, in the shape of `x`, multiplied with `x`.
 ///
 /// The mask is computed on the host and uploaded: our random stream is not a candle operation, and all kernels must use the
 /// same mask.

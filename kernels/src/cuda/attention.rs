@@ -1,4 +1,4 @@
-//! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for what tensor cores multiply.
+//! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for types that tensor cores multiply.
 
 use super::launch::{Arguments, Buffer, Launch, Mask, Queue, entry, word};
 use crate::attention::Shape;
@@ -102,7 +102,7 @@ struct Plan {
     dtype: DType,
     /// The kernels' head size.
     size: usize,
-    /// Where the device has [`bounds`].
+    /// The address of [`bounds`] on the device.
     bounds: u64,
 }
 
@@ -172,7 +172,8 @@ impl Plan {
         ("attention", rows, 256, floats * size_of::<f32>())
     }
 
-    /// The same: rows of two stages of two tiles, and of two tiles at rest where these stay; and the statistics of two stages.
+    /// The module, rows, threads and shared bytes of a block on tensor cores. Shared memory holds the rows of two
+    /// stages of two tiles, of two resident tiles if these stay, and the statistics of two stages.
     fn on_tensor_cores(self, pass: Pass) -> (&'static str, usize, u32, usize) {
         const ROWS: usize = 64;
         let (tile, at_rest) = match pass {

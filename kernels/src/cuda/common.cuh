@@ -80,8 +80,8 @@ template <class T> __device__ inline void store_rounded(void* base, size_t index
     store(static_cast<T*>(base), index, from_float<T>(value));
 }
 
-// The `N` elements from `index` on: by one access if `whole`, which wants the first of them aligned to a pack; or else the
-// first `count`, one by one, and zeros for the others.
+// The `N` elements starting at `index`: by one access if `whole`, which wants the first of them aligned to a pack; or
+// else the first `count`, one by one, and zeros for the others.
 template <class T, int N>
 __device__ inline void load_pack(const void* base, size_t index, bool whole, unsigned count, float (&out)[N]) {
     if (whole) {

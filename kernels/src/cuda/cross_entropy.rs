@@ -22,8 +22,9 @@ struct CrossEntropy {
 // SAFETY: mirrors `CrossEntropy`.
 unsafe impl Arguments for CrossEntropy {}
 
-/// The loss of each row of `logits [rows, vocab]`, rows `stride` apart, whose rest is overwritten; and where `seed` says what the gradient of a row's loss is, that of the
-/// logits in their place. The targets are [`IGNORE`](crate::cross_entropy::IGNORE) or below `vocab`.
+/// Computes the loss of each row of `logits [rows, vocab]`, rows `stride` apart, and overwrites the rest of the row. If
+/// `seed` gives the gradient of a row's loss, it overwrites the logits with their gradient. The targets are
+/// [`IGNORE`](crate::cross_entropy::IGNORE) or below `vocab`.
 pub(crate) fn rows(
     queue: &impl Queue,
     [rows, vocab, stride]: [usize; 3],

@@ -40,7 +40,7 @@ impl KernelFamily {
         Self::Survey,
     ];
 
-    /// The name in messages, logs and checkpoints.
+    /// The name used in logs, checkpoints and error texts.
     pub const fn name(self) -> &'static str {
         match self {
             Self::AdamW => "adamw",
@@ -65,7 +65,8 @@ pub(crate) struct CudaKernels<Q> {
     bounded: Mutex<Option<Bounded>>,
 }
 
-/// Attention's bounds as the device has them, and what they are of. All layers of a pass have the same.
+/// Attention's bounds on the device, with the sizes and documents that they belong to. All layers of a pass have the
+/// same.
 #[derive(Debug)]
 struct Bounded {
     sizes: (usize, usize, Option<usize>),
@@ -119,8 +120,8 @@ impl<Q: Queue> CudaKernels<Q> {
         Ok(rows)
     }
 
-    /// Queries, keys and values, or their gradients, as attention's kernels take them: side by side, with keys and values for
-    /// each head. If they lie otherwise, a tensor for that and where they lie.
+    /// Queries, keys and values, or their gradients, in the layout that attention's kernels take: side by side, with
+    /// keys and values for each head. If their layout differs, returns a tensor for that layout and their current rows.
     fn side_by_side(&self, shape: &Shape, parts: [Columns<'_>; 3]) -> Attempt<(Tensor, Option<[Rows; 3]>)> {
         require(attention::serves(&Shape { kv_heads: shape.heads, ..*shape }))?;
         if let Some(tensor) = packed(shape, parts).filter(|_| shape.kv_heads == shape.heads) {
@@ -392,13 +393,13 @@ fn takes_rows(operands: &[Rows], weight: Buffer) -> bool {
     norm::serves(weight.len) && operands.iter().all(|rows| norm::are_placed(*rows, weight.len))
 }
 
-/// Whether there are kernels for this pair of types, of which the first is the second or FP32.
+/// Whether there are kernels for this pair of types: the first is equal to the second or FP32.
 fn is_pair([wide, narrow]: [DType; 2]) -> bool {
     let is_stored = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
     (wide == DType::F32 || wide == narrow) && is_stored(narrow)
 }
 
-/// The tensor in which queries, keys and values lie side by side, and nothing else.
+/// The tensor that holds queries, keys and values side by side, and nothing else.
 fn packed<'a>(shape: &Shape, parts: [Columns<'a>; 3]) -> Option<&'a Tensor> {
     let (tensor, [queries, keys, values]) = (parts[0].tensor(), shape.widths());
     let side_by_side = parts.iter().zip([0, queries, queries + keys]).all(|(columns, first)| {

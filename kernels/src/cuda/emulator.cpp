@@ -23,7 +23,7 @@ namespace {
 
 constexpr unsigned WARP = 32;
 constexpr size_t STACK_BYTES = 128 << 10;
-// Shared memory is filled with this before each block, NaN in every type, and so are the bytes behind it.
+// Shared memory is filled with this before each block, NaN in every type, and so are the bytes after it.
 constexpr unsigned char POISON = 0xff;
 constexpr size_t GUARD_BYTES = 4096;
 
@@ -104,7 +104,7 @@ void live() {
     }
 }
 
-// Refuses what is not in the block's shared memory, or not where an access of `bytes` may begin.
+// Stops on an address that is outside the block's shared memory or not aligned to `bytes`.
 void check_shared(const void* pointer, size_t bytes, int line) {
     const auto address = reinterpret_cast<uintptr_t>(pointer), first = reinterpret_cast<uintptr_t>(shared_memory.data());
     if (address % bytes != 0) stop("%s: line %d: an address of shared memory is not aligned to %zu bytes", kernel->name, line, bytes);
@@ -114,7 +114,7 @@ void check_shared(const void* pointer, size_t bytes, int line) {
 }
 
 // The four matrices of 8 × 8 that a warp loads. PTX ISA, "ldmatrix", for .m8n8.x4.b16: lanes 8m to 8m + 7 give the rows of
-// matrix m. Of each matrix a lane gets two neighbours of row lane / 4, from column 2 · (lane mod 4) on, or of its transpose's.
+// matrix m. A lane gets two neighbours of each matrix's (or its transpose's) row lane / 4, at column 2 · (lane mod 4).
 void serve_matrices(unsigned first, bool transposed) {
     const MatrixRow* rows[WARP];
     for (unsigned lane = 0; lane < WARP; ++lane) rows[lane] = reinterpret_cast<const MatrixRow*>(fibers[first + lane]->value);
@@ -174,7 +174,7 @@ void resume(unsigned thread) {
     swapcontext(&scheduler_context, &fiber.context);
 }
 
-// Lets a warp of `lanes` threads go on that have all arrived at the same exchange. False if they have not.
+// Resumes a warp of `lanes` threads if all have arrived at the same exchange. False if they have not.
 bool serve_warp(unsigned first, unsigned lanes) {
     uint64_t values[WARP];
     unsigned ballot = 0;
@@ -226,7 +226,7 @@ bool serve_barrier(unsigned threads) {
     return true;
 }
 
-// Lets `count` threads from `first` on go to their next barrier or exchange, and serves the exchanges that they all meet in.
+// Runs `count` threads, starting at `first`, to their next barrier or exchange, and serves exchanges that all meet in.
 bool advance(unsigned first, unsigned count, unsigned order) {
     bool progress = false;
     for (unsigned i = 0; i < count && failure.empty(); ++i) {
@@ -405,7 +405,7 @@ extern "C" int emulator_launch(const char* name, const unsigned grid[3], const u
         run_block(threads, order);
     }
     if (failure.empty()) return 0;
-    // Fibers that were left in the middle of something begin anew.
+    // Unfinished fibers restart from the beginning.
     fibers.clear();
     snprintf(message, message_bytes, "%s", failure.c_str());
     return 1;

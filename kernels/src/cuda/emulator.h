@@ -56,7 +56,7 @@ template <class T> T exchange_value(Exchange kind, unsigned mask, T value, unsig
     return value;
 }
 
-// What a lane brings to the load of four matrices, the row whose address it gives, and what it gets.
+// A lane's input of the load of four matrices, the row whose address it gives, and its output.
 struct MatrixRow {
     uint16_t row[8];
     unsigned* fragments;

@@ -64,7 +64,7 @@ static ENTRY_POINT: LazyLock<std::result::Result<EntryPoint, String>> = LazyLock
     Ok(unsafe { std::mem::transmute::<*mut c_void, EntryPoint>(symbol) })
 });
 
-/// The compiled emulator, built anew where a source has changed.
+/// The compiled emulator, rebuilt if a source has changed.
 fn library() -> std::result::Result<PathBuf, String> {
     let text = |error: std::io::Error| error.to_string();
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -151,7 +151,7 @@ impl Allocation {
         self.lines.as_ptr() as u64
     }
 
-    /// The bytes of `buffer`, if all of them are here.
+    /// The bytes of `buffer`, if this memory holds all of them.
     fn bytes_of(&mut self, buffer: Buffer) -> Option<&mut [u8]> {
         let first = usize::try_from(buffer.address.checked_sub(self.address())?).ok()?;
         // SAFETY: lines are bytes and nothing else.
@@ -160,8 +160,8 @@ impl Allocation {
     }
 }
 
-/// A device with separate memory: kernels may access what it has allocated, and nothing else. For a CPU tensor it allocates memory
-/// of the tensor's size, which holds its values during a launch.
+/// A device with separate memory: kernels may access only memory that it has allocated. For a CPU tensor it allocates
+/// memory of the tensor's size, which holds its values during a launch.
 #[derive(Debug)]
 pub(crate) struct Emulator {
     order: u32,
@@ -223,7 +223,7 @@ impl Emulator {
         bytes.expect("a buffer of this emulator").to_vec()
     }
 
-    /// Copies tensors to their memory before a launch, or what was written back after it.
+    /// Copies tensors to their memory before a launch, or the written values back after it.
     fn copy(&self, back: bool) -> Result<()> {
         for allocation in self.memory.lock().unwrap().iter_mut().filter(|allocation| allocation.writable || !back) {
             let Some(tensor) = &allocation.tensor else { continue };
@@ -248,7 +248,7 @@ impl Emulator {
     /// Structs that kernels have written.
     pub(crate) fn read_structs<T: Copy>(&self, buffer: Buffer) -> Vec<T> {
         let bytes = self.bytes(buffer);
-        // SAFETY: the bytes are those of whole structs of plain numbers.
+        // SAFETY: the bytes hold whole structs of plain numbers.
         bytes.chunks_exact(size_of::<T>()).map(|b| unsafe { b.as_ptr().cast::<T>().read_unaligned() }).collect()
     }
 }

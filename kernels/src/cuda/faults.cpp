@@ -12,7 +12,7 @@ enum Fault : unsigned { NONE, READ_BEHIND, WRITE_INPUT, SHARED_BEHIND, BARRIER_I
 
 constexpr unsigned THREADS = 64;
 
-// out = in in reverse, by way of shared memory: in one block, for as many elements as threads.
+// out = in in reverse, through shared memory: in one block, for as many elements as threads.
 static void reverse(const Faulty& a) {
     SHARED(float, places);
     const unsigned i = threadIdx.x;
@@ -96,7 +96,7 @@ enum MatrixFault : unsigned { WHOLE, ROW_BEHIND, ROW_BETWEEN, WITHOUT_SOME_LANES
 static void exchange_rows(const Faulty& a) {
     SHARED(f16, rows);
     const unsigned lane = threadIdx.x;
-    // Each writes the row of the lane beside it.
+    // Each writes the neighbouring lane's row.
     for (int k = 0; k < 8; ++k) rows[(lane ^ 1) * 8 + k] = from_float<f16>(static_cast<float>(lane ^ 1));
     if (a.fault != NO_WARP_BARRIER) __syncwarp();
     const f16* row = rows + lane * 8 + (a.fault == ROW_BEHIND ? 8 : 0) + (a.fault == ROW_BETWEEN ? 4 : 0);
@@ -114,7 +114,7 @@ static void exchange_rows(const Faulty& a) {
 
 ENTRY(faulty_matrices, WARP, Faulty, exchange_rows)
 
-// What one operation of a warp makes of each lane's words.
+// One operation of a warp on each lane's words, and its results.
 struct Probe {
     const unsigned* in;
     unsigned* out;

@@ -119,7 +119,7 @@ pub(crate) fn spread(queue: &impl Queue, shape: &Shape, parts: [Rows; 3], wide: 
     unsafe { queue.launch(&launch("spread_heads", wide.dtype, len / PACK)?, &arguments) }
 }
 
-/// The gradient of what [`spread`] took from that of what it made; sums are FP32, rounded once.
+/// Computes the gradient of [`spread`]'s inputs from the gradient of its output; sums are FP32, rounded once.
 pub(crate) fn gather(queue: &impl Queue, shape: &Shape, wide: Buffer, parts: [Rows; 3]) -> Result<()> {
     let arguments = shared(shape, parts, wide)?;
     let len = shape.batch * shape.seq_len * shape.widths().iter().sum::<usize>();

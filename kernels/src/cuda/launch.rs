@@ -1,4 +1,4 @@
-//! What a launch consists of, and who takes it.
+//! Launches: their buffers, arguments and grid, and the queue that takes them.
 
 #[cfg(doc)]
 use crate::columns::Columns;
@@ -10,9 +10,9 @@ use std::fmt;
 /// Elements in the memory of a device, contiguous and aligned to [`ALIGNMENT`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Buffer {
-    /// Where they begin.
+    /// The address of the first one.
     pub(crate) address: u64,
-    /// What they are.
+    /// Their type.
     pub(crate) dtype: DType,
     /// How many there are.
     pub(crate) len: usize,
@@ -22,7 +22,7 @@ pub(crate) struct Buffer {
 pub(crate) const ALIGNMENT: u64 = 16;
 
 impl Buffer {
-    /// Where `len` elements of type `dtype` begin; an error if this is not what the buffer holds.
+    /// The address of `len` elements of type `dtype`; an error if the buffer does not hold them.
     pub(crate) fn expect(self, what: &str, dtype: DType, len: usize) -> Result<u64> {
         if self.dtype != dtype || self.len < len {
             bail!("a kernel's `{what}` must hold {len} of {dtype:?}, not {} of {:?}", self.len, self.dtype);
@@ -33,7 +33,7 @@ impl Buffer {
         Ok(self.address)
     }
 
-    /// The same for an operand of any type.
+    /// The address of `len` elements of the buffer's type, for an operand of any type.
     pub(crate) fn of(self, what: &str, len: usize) -> Result<u64> {
         self.expect(what, self.dtype, len)
     }
@@ -71,7 +71,7 @@ impl Rows {
         [self.first, self.stride, width].into_iter().all(|elements| bytes(elements).is_multiple_of(ALIGNMENT))
     }
 
-    /// Where the first of them begins; an error if the buffer does not hold them.
+    /// The address of the first element; an error if the buffer does not hold the rows.
     pub(crate) fn address(self, what: &str) -> Result<u64> {
         if self.first + self.count > self.stride {
             bail!("a kernel's `{what}` has no columns {}..{}", self.first, self.first + self.count);
@@ -104,7 +104,8 @@ pub(crate) struct Launch {
 }
 
 impl Launch {
-    /// Threads that take `packs` packs of neighbours, and go round where there are more than keep the largest GPUs busy.
+    /// Threads that take `packs` packs of neighbours. They loop if there are more packs than keep the largest GPUs
+    /// busy.
     pub(crate) fn by_packs(module: &'static str, kernel: String, packs: usize) -> Result<Self> {
         const THREADS: usize = 256;
         const MAX_BLOCKS: usize = 132 * 8;
@@ -130,7 +131,7 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     /// Launches a kernel; a grid without blocks is nothing to do.
     ///
     /// # Safety
-    /// The addresses in `arguments` are those of buffers of this device, as large as the kernel expects.
+    /// Each address in `arguments` is a buffer of this device, as large as the kernel expects.
     unsafe fn launch<A: Arguments>(&self, launch: &Launch, arguments: &A) -> Result<()>;
 
     /// Owns scratch memory.

@@ -5,7 +5,7 @@ use candle_core::{DType, Result, bail};
 
 /// Rows up to this wide are kept in registers.
 const KEPT_WIDTH: usize = 768;
-/// Threads of a backward block, where rows are kept and where they are not.
+/// Threads of a backward block: with rows kept in registers, and without.
 const KEPT_THREADS: u32 = 384;
 const WIDE_THREADS: u32 = 128;
 /// Shared memory that a block can have on every GPU since compute capability 8.0.
@@ -15,10 +15,10 @@ const MAX_BLOCKS: usize = 132;
 /// Threads of a block that adds up the parts, and the columns it takes.
 const SUM_THREADS: u32 = 256;
 const SUMMED_COLUMNS: usize = 32;
-/// What a block's rows are a multiple of.
+/// The number of a block's rows is a multiple of this.
 const ROWS: usize = 8;
 
-/// What the forward pass leaves behind, FP32.
+/// Statistics that the forward pass stores, FP32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Statistics {
     /// Each row's mean, of a layer norm.
@@ -33,7 +33,7 @@ pub(crate) fn are_placed(rows: Rows, width: usize) -> bool {
     width > 0 && rows.count.is_multiple_of(width) && (is_whole || rows.aligns(width))
 }
 
-/// Where operands begin that have the same heads.
+/// The addresses of operands that have the same heads.
 fn addresses<const N: usize>(width: usize, operands: [(&str, Rows); N]) -> Result<[u64; N]> {
     let sizes = |rows: Rows| [rows.len, rows.count];
     let mut addresses = [0; N];
@@ -149,8 +149,8 @@ pub(crate) fn forward(
     unsafe { queue.launch(&launch, &arguments) }
 }
 
-/// The same for [`Kernels::norm_backward`](crate::Kernels::norm_backward): `dx` is added to, or where it is `fresh`
-/// overwritten.
+/// Computes [`Kernels::norm_backward`](crate::Kernels::norm_backward): overwrites `dx` if it is `fresh`, otherwise adds
+/// to it.
 pub(crate) fn backward(
     queue: &impl Queue,
     width: usize,

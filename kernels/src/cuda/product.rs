@@ -1,4 +1,4 @@
-//! Products by cuBLAS straight into their place, where candle's would be a tensor of their own that is copied there.
+//! Products by cuBLAS straight into their destination; candle's would be a separate tensor that is copied there.
 
 use super::launch::{Buffer, Queue};
 use super::queue::CudaQueue;
@@ -37,7 +37,7 @@ impl Matrix {
         Ok(Some(Self { address, dtype, stride: columns.stride(), transposed }))
     }
 
-    /// Where the element at this row and column of the factor is.
+    /// The address of the element at this row and column of the factor.
     fn at(self, row: usize, column: usize) -> u64 {
         let (row, column) = if self.transposed { (column, row) } else { (row, column) };
         self.address + ((row * self.stride + column) * self.dtype.size_in_bytes()) as u64
@@ -48,8 +48,9 @@ impl Matrix {
     }
 }
 
-/// The parts of a side of a product. cuBLAS is several times as slow where the length of rows is no multiple of 16 bytes, even if
-/// their distance is one: GPT-2's vocabulary of 50,257 is such a length. So what is over is a product of its own.
+/// The parts of a side of a product. cuBLAS is several times as slow if the length of rows is no multiple of 16 bytes,
+/// even if their distance is one: GPT-2's vocabulary of 50,257 is such a length. So the remainder is a separate
+/// product.
 fn parts(len: usize, along_rows: bool, dtype: DType) -> impl Iterator<Item = Range<usize>> {
     /// Shorter sides are not worth a second launch.
     const LEAST: usize = 4096;
@@ -78,7 +79,7 @@ pub(crate) fn product(queue: &CudaQueue, op: &op::Product<'_>) -> Result<bool> {
     let blas = queue.device().cublas_handle();
     for rows in parts(m, a.transposed, a.dtype) {
         for columns in parts(n, true, a.dtype) {
-            // The short part of the depth first: so the sum is rounded once, but for what that part adds.
+            // The short part of the depth first: so the sum is rounded once, except for the addition of that part.
             for depth in parts(k, !a.transposed || b.transposed, a.dtype) {
                 let adds = mode == WriteMode::Accumulate || depth.end < k;
                 let beta = if adds { 1.0f32 } else { 0.0 };

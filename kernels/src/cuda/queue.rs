@@ -44,7 +44,7 @@ impl CudaQueue {
         Ok(self.address(storage.as_cuda_slice::<T>()?))
     }
 
-    /// Where memory of this device begins; whoever holds it keeps it until what uses it is launched.
+    /// The address of memory of this device. The caller keeps the memory until its users are launched.
     pub(crate) fn address<T>(&self, slice: &CudaSlice<T>) -> u64 {
         slice.device_ptr(&self.device.cuda_stream()).0
     }
@@ -82,7 +82,7 @@ impl Queue for CudaQueue {
     fn scratch(&self, len: usize) -> Result<(Buffer, Self::Scratch)> {
         // SAFETY: kernels write scratch memory before they read it.
         let slice = unsafe { self.device.alloc::<f32>(len) }?;
-        // It is freed in the stream's order, behind the kernels that use it.
+        // It is freed in the stream's order, after the kernels that use it.
         Ok((Buffer { address: self.address(&slice), dtype: DType::F32, len }, slice))
     }
 

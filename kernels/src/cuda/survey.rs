@@ -20,7 +20,7 @@ const STATS_WORDS: usize = 14;
 /// Words of a tensor's figures: the statistics, then the histogram.
 pub(crate) const WORDS: usize = STATS_WORDS + BINS;
 
-/// What the device has counted, from the words it left.
+/// Decodes the words that the device has counted.
 pub(crate) fn decode(words: &[u32; WORDS], exponents: bool) -> TensorSurvey {
     let double = |index: usize| u64::from(words[index]) | u64::from(words[index + 1]) << 32;
     let (least, most) = (words[10], words[11]);
@@ -97,12 +97,12 @@ impl Survey {
         Ok(survey)
     }
 
-    /// What [`Survey::run`] needs in the device's memory.
+    /// The table that [`Survey::run`] needs in the device's memory.
     pub(crate) fn table(&self) -> &[u32] {
         &self.table
     }
 
-    /// Counts into `figures`, [`WORDS`] words a tensor that are zero.
+    /// Counts into `figures`, [`WORDS`] zero words per tensor.
     pub(crate) fn run(&self, queue: &impl Queue, table: Buffer, exponents: bool, figures: Buffer) -> Result<()> {
         let (count, chunks) = (self.table.len() / ENTRY_WORDS, self.groups.last().map_or(0, |last| last.chunks.end));
         let (partial, _owner) = queue.scratch(chunks * CHUNK_STATS_BYTES / size_of::<f32>())?;

@@ -1,7 +1,7 @@
 // Tensor cores: products of small matrices by a warp, and the copies that feed them (compute capability 8.0 and later).
 //
 // A matrix lies in the registers of a warp's 32 threads, a fragment in each: which element is where is laid down in the PTX
-// ISA for each instruction, and in the emulator, which tests compare with tables of their own. Every lane must call these
+// ISA for each instruction, and in the emulator, which tests compare with separate tables. Every lane must call these
 // functions, in the same place. With g = lane / 4 and t = lane mod 4, a lane has of
 //   left operands [16, 16]   columns 2t, 2t + 1 of row g, of row g + 8, then columns 2t + 8, 2t + 9 of the same rows,
 //   right operands [16, 8]   rows 2t, 2t + 1, then 2t + 8, 2t + 9, of column g,
@@ -57,8 +57,8 @@ __device__ inline void load_transposed(unsigned (&fragments)[4], const void* row
                  : "memory");
 }
 
-// Begins to copy BYTES from global to shared memory, both aligned to as many; zeros, and `source` is not read, if it is not
-// `inside` what there is to copy.
+// Begins to copy BYTES from global to shared memory, both aligned to BYTES; zeros, and `source` is not read, if it is
+// not `inside` what there is to copy.
 template <unsigned BYTES> __device__ inline void copy_async(void* target, const void* source, bool inside) {
     static_assert(BYTES == 4 || BYTES == 16, "the sizes in use");
     if constexpr (BYTES == 16) {

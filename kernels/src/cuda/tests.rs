@@ -16,7 +16,7 @@ use crate::view::{View, read};
 use crate::{Fused, op};
 use candle_core::{DType, Device, Tensor};
 
-/// Our kernels in the emulator, but for products, which are cuBLAS'.
+/// Our kernels in the emulator, except for products, which are cuBLAS'.
 fn kernels(order: u32) -> CudaKernels<Emulator> {
     let families = KernelFamily::ALL.into_iter().filter(|family| *family != KernelFamily::Product);
     CudaKernels::new(Emulator::new(order), families.collect())
@@ -95,7 +95,7 @@ fn numbers(tensor: &Tensor) -> Vec<f32> {
     values.to_vec()
 }
 
-/// What `run` returns, for each order of threads the same bits.
+/// The result of `run`, which has the same bits for each order of threads.
 fn in_every_order(run: impl Fn(&Emulator) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
     in_every_order_of(|order| run(&Emulator::new(order)))
 }
@@ -109,7 +109,7 @@ fn in_every_order_of(run: impl Fn(u32) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
     first
 }
 
-/// How far two roundings of nearly the same number to `dtype` may be apart, relatively.
+/// The largest relative difference of two roundings of nearly the same number to `dtype`.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 1e-5,

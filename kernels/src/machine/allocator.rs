@@ -31,7 +31,7 @@ impl Allocations {
         Self { count: COUNT.load(Ordering::Relaxed), bytes: BYTES.load(Ordering::Relaxed) }
     }
 
-    /// What was allocated since `earlier`.
+    /// The allocations since `earlier`.
     #[must_use]
     pub fn since(self, earlier: Self) -> Self {
         Self { count: self.count - earlier.count, bytes: self.bytes - earlier.bytes }
@@ -101,7 +101,7 @@ unsafe impl GlobalAlloc for Allocator {
             // SAFETY: the caller's promise.
             return unsafe { System.realloc(start, layout, new_size) };
         }
-        // SAFETY: the caller promised that the new size is valid for this alignment; both blocks hold what is copied.
+        // SAFETY: the caller promised that the new size is valid for this alignment; both blocks hold the copied bytes.
         unsafe {
             let new = self.alloc(Layout::from_size_align_unchecked(new_size, layout.align()));
             if !new.is_null() {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const POLLS: u32 = 64;
 /// How long `body` waits for threads to wake up.
 const PATIENCE: Duration = Duration::from_micros(100);
-/// A number of threads that says that nobody is waited for any longer.
+/// A sentinel number of threads: no thread is waited for any longer.
 const CLOSED: usize = usize::MAX / 2;
 
 /// Runs `body` on this thread while the others of its pool look for its tasks without pause. Outside of a pool it only runs it.

@@ -42,8 +42,8 @@ pub fn measure_peak_f32() -> Peak {
     measure(f32_loop(Isa::current()))
 }
 
-/// The peak in products of BF16 values summed in FP32: by products of tiles or dot products where these are in use,
-/// else widened to FP32.
+/// The peak in products of BF16 values summed in FP32: by products of tiles or dot products if these are in use, else
+/// widened to FP32.
 pub fn measure_peak_bf16() -> Peak {
     measure(bf16_loop(Isa::current()))
 }
@@ -246,8 +246,8 @@ mod tests {
         }
     }
 
-    /// Rates of two measurements cannot be compared on a busy machine, but what is counted can: an instruction of BF16 multiplies
-    /// and adds at least as many values as one of FP32.
+    /// Rates of two measurements cannot be compared on a busy machine, but operation counts can: an instruction of BF16
+    /// multiplies and adds at least as many values as one of FP32.
     #[test]
     fn a_round_in_bf16_has_no_fewer_operations() {
         for &isa in Isa::ALL {

@@ -28,7 +28,7 @@ impl Buffer {
         Self { start: std::ptr::null_mut(), layout: Layout::new::<()>() }
     }
 
-    /// The first `len` values, aligned to a cache line; whatever the last user left, or zeros.
+    /// The first `len` values, aligned to a cache line: the last user's values, or zeros.
     pub(super) fn words(&mut self, len: usize) -> &mut [u32] {
         if len == 0 {
             return &mut [];
@@ -43,7 +43,7 @@ impl Buffer {
         bytemuck::cast_slice_mut(self.words(len))
     }
 
-    /// The bytes that a buffer takes once it was asked for so many words.
+    /// The bytes that a buffer takes after a request for `len` words.
     pub(super) fn bytes_of(len: usize) -> usize {
         rounded(len * size_of::<u32>())
     }
@@ -84,7 +84,7 @@ impl Drop for Buffer {
     }
 }
 
-/// What one product needs beyond its tasks' own memory.
+/// The memory that one product needs in addition to its tasks' own memory.
 #[derive(Debug)]
 pub(super) struct Workspace {
     /// The operand that tasks share.

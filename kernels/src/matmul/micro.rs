@@ -67,7 +67,8 @@ impl Ahead {
         self.len = 0;
     }
 
-    /// Adds the cache lines from `first` on, of memory that need not exist; those above the number that fits are dropped.
+    /// Adds `count` cache lines, starting at `first`. The memory need not exist; lines above the number that fits are
+    /// dropped.
     #[inline(always)]
     pub(super) fn push_lines<T>(&mut self, first: *const T, count: usize) {
         let free = &mut self.addresses[self.len.min(MAX_AHEAD)..];
@@ -112,11 +113,11 @@ pub(super) struct MicroKernel {
     pub(super) rows: usize,
     /// Lines in a panel of B: the tile's columns.
     pub(super) cols: usize,
-    /// What panels of A and of B are made of: units of the same numbers of elements and of words.
+    /// The units of the panels of A and of B, with the same numbers of elements and of words.
     units: [Unit; 2],
     /// `tile = A·B` over this number of words of each line.
     run: unsafe fn(usize, *const u32, *const u32, &Ahead, &mut Tile),
-    /// What a thread does before and after it runs the kernel, if anything.
+    /// Functions that a thread calls before and after it runs the kernel, if any.
     around: Option<[unsafe fn(); 2]>,
 }
 
@@ -194,7 +195,7 @@ impl MicroKernel {
         depth.start / unit.elements() * unit.words()..unit.words_of(depth.end)
     }
 
-    /// Elements of depth in so many words of a line.
+    /// Elements of depth in `words` words of a line.
     pub(super) fn elements(&self, words: usize) -> usize {
         words / self.units[0].words() * self.units[0].elements()
     }
@@ -214,7 +215,8 @@ impl Ready {
         self.kernel
     }
 
-    /// `tile = A·B` for one panel of each, of the same number of words; fetches what is `ahead` meanwhile.
+    /// Computes `tile = A·B` for one panel of each, of the same number of words; fetches the lines of `ahead`
+    /// meanwhile.
     #[inline]
     pub(super) fn run(&self, a: &[u32], b: &[u32], ahead: &Ahead, tile: &mut Tile) {
         let MicroKernel { rows, cols, run, .. } = self.kernel;

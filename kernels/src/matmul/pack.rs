@@ -88,7 +88,7 @@ impl Unit {
         }
     }
 
-    /// Words of the units that hold so many elements.
+    /// Words of the units that hold `elements` elements.
     pub(super) fn words_of(self, elements: usize) -> usize {
         elements.div_ceil(self.elements()) * self.words()
     }
@@ -107,14 +107,14 @@ pub(super) struct Layout {
 
 /// Units that are gathered at a time while transposing.
 const BLOCK: usize = 64;
-/// Lines that are read at a time where they lie side by side: whole cache lines, yet few panels, whose distance may
-/// make them compete for the same place in the L1 cache.
+/// Lines that are read at a time if they are neighbours in memory: whole cache lines, yet few panels, whose distance
+/// may make them compete for the same place in the L1 cache.
 const SPAN: usize = 64;
 
 /// Rows prefetched ahead of their use; the hardware prefetcher does not predict the next row.
 const AHEAD: usize = 24;
 
-/// Packs as many panels as fill `panels` from line `first` on, of the elements `depth` of each line.
+/// Packs as many panels as fill `panels`, starting at line `first`: the elements `depth` of each line.
 pub(super) fn pack<T: Element>(
     lines: Lines<'_, T>,
     first: usize,
@@ -172,7 +172,7 @@ fn pack_panels<T: Element, const WIDTH: usize>(
     }
 }
 
-/// Packs at most `SPAN` lines that lie side by side.
+/// Packs at most `SPAN` lines that are neighbours in memory.
 fn pack_side_by_side<T: Element, const WIDTH: usize>(
     lines: Lines<'_, T>,
     present: Range<usize>,
@@ -314,7 +314,8 @@ fn transpose_pairs<const WIDTH: usize, const PAIRS: usize>(pairs: &[u32], lines:
     }
 }
 
-/// Packs one panel of units of several words from lines that lie anywhere: some neighbouring units of one line after another.
+/// Packs one panel of units of several words from lines at any addresses: some neighbouring units of one line after
+/// another.
 fn pack_lines<T: Element, const WIDTH: usize>(
     lines: Lines<'_, T>,
     present: Range<usize>,
@@ -352,7 +353,7 @@ fn spread<const WIDTH: usize>(words: &[u32], panels: &mut [u32], panel_words: us
     }
 }
 
-/// Packs lines that lie anywhere: blocks of them are gathered line by line and then transposed.
+/// Packs lines at any addresses: gathers blocks of them line by line and then transposes the blocks.
 fn pack_by_transposing<T: Element, const WIDTH: usize>(
     lines: Lines<'_, T>,
     present: Range<usize>,
@@ -430,8 +431,8 @@ fn transpose(block: &[[u32; BLOCK]; 8], lines: usize, units: usize, target: &mut
     }
 }
 
-/// Packs the elements `depth` of eight lines from `line` on, straight from where they lie: as many units as vector
-/// instructions take; returns how many those are.
+/// Packs the elements `depth` of eight lines, starting at `line`, straight from the operand: as many units as vector
+/// instructions take. Returns the number of units.
 #[inline]
 fn transpose_eights<T: Element, const WIDTH: usize>(
     lines: Lines<'_, T>,
@@ -543,7 +544,7 @@ fn as_floats(words: &mut [u32]) -> &mut [f32] {
 /// The elements' patterns, if they are FP32.
 #[inline(always)]
 fn as_float_patterns<T: Element>(elements: &[T]) -> Option<&[u32]> {
-    // SAFETY: `T` is `f32`, whose size and alignment are those of `u32`.
+    // SAFETY: `T` is `f32`, which has the size and alignment of `u32`.
     (T::DTYPE == candle_core::DType::F32)
         .then(|| unsafe { std::slice::from_raw_parts(elements.as_ptr().cast(), elements.len()) })
 }
@@ -560,7 +561,7 @@ fn as_bf16<T: Element>(elements: &[T]) -> &[bf16] {
 pub(super) struct Prefetch<'a, T> {
     /// The rest of the operand from the current run of neighbouring elements on.
     data: &'a [T],
-    /// Runs to come, their distance, and their length in elements, of which so many are done.
+    /// Runs to come, their distance, and their length in elements; `done` counts the finished elements of a run.
     runs: usize,
     stride: usize,
     length: usize,
@@ -573,7 +574,7 @@ impl<'a, T> Prefetch<'a, T> {
     /// Elements in a cache line.
     const LINE: usize = CACHE_LINE / size_of::<T>();
 
-    /// Of the elements `depth` of the lines `span`, which need not exist, in this number of steps.
+    /// A prefetch of the elements `depth` of the lines `span` in this number of steps. The lines need not exist.
     pub(super) fn new(lines: Lines<'a, T>, span: Range<usize>, depth: Range<usize>, steps: usize) -> Self {
         let span = span.start.min(lines.count)..span.end.min(lines.count);
         let start = span.start * lines.line_stride + depth.start * lines.depth_stride;
@@ -587,7 +588,7 @@ impl<'a, T> Prefetch<'a, T> {
         Self { data: lines.data.get(start..).unwrap_or_default(), runs, stride, length, done: 0, per_step }
     }
 
-    /// Adds the next few cache lines to what is fetched.
+    /// Adds the next few cache lines to `ahead`.
     #[inline]
     pub(super) fn step(&mut self, ahead: &mut Ahead) {
         let mut wanted = self.per_step;
@@ -608,7 +609,7 @@ impl<'a, T> Prefetch<'a, T> {
 /// Bytes in a cache line.
 pub(super) const CACHE_LINE: usize = 64;
 
-/// Prefetches `len` elements from `start` on into the L1 cache; they need not exist.
+/// Prefetches `len` elements, starting at `start`, into the L1 cache; they need not exist.
 #[inline(always)]
 fn prefetch<T>(data: &[T], start: usize, len: usize) {
     for offset in (0..len * size_of::<T>()).step_by(CACHE_LINE) {

@@ -98,7 +98,7 @@ fn check_product<A: Element, C: Element>(
     let term = |b, shares| Term { a: Operand::new(&second_a, rows, depth), b, alpha, shares };
     check_terms::<A, C>(kernels, a, b, exact, None, epilogue);
     check_terms::<A, C>(kernels, a, b, exact, Some(&term(Operand::new(&second_b, depth, columns), &[])), epilogue);
-    // Every row of B adds to columns of its own, and some columns get nothing.
+    // Every row of B adds to separate columns, and some columns get nothing.
     let width = b.cols / (depth + 1);
     let shares: Vec<Range<usize>> = (0..depth).map(|k| k * width..(k + 1) * width).collect();
     let mut parted = second_b.clone();
@@ -151,7 +151,7 @@ fn check_terms<A: Element, C: Element>(
     }
 }
 
-/// Those that run here: AMX on the CPU's tiles where it has them, and always on the model.
+/// Kernels that run here: AMX on the CPU's tiles if it has them, and always on the model.
 fn supported() -> impl Iterator<Item = Kernels> {
     Isa::ALL.iter().copied().filter(|isa| isa.is_supported()).map(Kernels::Of).chain([Kernels::TileModel])
 }
@@ -317,7 +317,7 @@ fn nan_and_infinity_reach_their_row_and_column_and_no_other_place() {
         }
     }
     for kernels in supported() {
-        // The second depth does not fill its last tile, where nothing of what was packed before may stay.
+        // The second depth does not fill its last tile. No earlier packed values may stay in that tile.
         for (m, k, is_transposed) in [(10, 7, false), (70, 34, false), (70, 34, true)] {
             poisoned::<f32>(kernels, m, k, is_transposed);
             poisoned::<f16>(kernels, m, k, is_transposed);
@@ -353,7 +353,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// Bytes in the buffers of a product on two threads, of which the larger own buffer counts.
+/// Bytes in the buffers of a product on two threads. The larger own buffer counts.
 fn held<A: Element, C: Element>(kernel: MicroKernel, [m, k, n]: [usize; 3], depth: usize) -> [usize; 5] {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
     let (a, b, mut c) = (vec![A::zero(); m * k], vec![A::zero(); k * n], vec![C::zero(); m * n]);

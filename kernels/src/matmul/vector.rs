@@ -16,7 +16,7 @@ const ROWS: usize = 4;
 /// Where a column's neighbouring elements lie.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stored {
-    /// A row apart: columns are summed side by side.
+    /// One row between them: columns are summed side by side.
     ByRow,
     /// Side by side: each column is a dot product.
     ByColumn,
@@ -113,7 +113,7 @@ fn sum_columns<T: Element>(row: &[f32], b: Operand<'_, T>, first: usize, sums: &
     );
 }
 
-/// Rounds the sums of the columns from `first` on into `c`, which is those columns of C.
+/// Rounds the sums of the columns starting at `first` into `c`, which is those columns of C.
 #[inline(always)]
 fn finish<C: Element>(sums: &mut [f32], first: usize, c: &mut [C], epilogue: Epilogue<'_>) {
     if epilogue.alpha != 1.0 {

@@ -1,7 +1,7 @@
 //! Operands for each operation, in the sizes and types worth testing, with exact results and bounds.
 //!
-//! A [`Case`] is computed by any set of kernels and on any device. Its exact results are those of candle's operations in FP64 on a
-//! CPU, on the same operands.
+//! A [`Case`] is computed by any set of kernels and on any device. Its exact results come from candle's operations in
+//! FP64 on a CPU, on the same operands.
 
 use super::{Embedding, Op};
 use crate::adamw::AdamWStep;
@@ -117,9 +117,10 @@ impl<'a> Trial<'a> {
 impl Case {
     /// Computes the case with `kernels` on `device`, and fails unless its results are within their bounds. Operands depend on `seed`.
     ///
-    /// The root mean square of the errors must be within half of what is allowed, relative to the result's. Each error must be within
-    /// `slack` times what is allowed, relative to its element or to the root mean square. For seeds that are new at each start, a
-    /// slack of 4 leaves room for rare errors: roundings differ by up to what is allowed in one tensor of some hundred.
+    /// The root mean square of the errors must be within half of the bound, relative to the result's. Each error must
+    /// be within `slack` times the bound, relative to its element or to the root mean square. For seeds that are new at
+    /// each start, a slack of 4 leaves room for rare errors: roundings differ by up to the bound in one tensor of some
+    /// hundred.
     pub fn check(&self, kernels: &dyn Kernels, device: &Device, seed: u64, slack: f64) -> Result<Vec<Tensor>> {
         let found = (self.compute)(&Trial { kernels: Some(kernels), device, seed })?;
         let exact = (self.compute)(&Trial { kernels: None, device: &Device::Cpu, seed })?;
@@ -225,7 +226,7 @@ impl Cases {
                 self.add("cross_entropy", name, move |t| {
                     let mut targets: Vec<u32> = (0..rows).map(|row| (row * 31 % vocab) as u32).collect();
                     targets[1] = IGNORE;
-                    // Elements behind a row are not read.
+                    // Elements after a row's end are not read.
                     let values = t.mapped(1, &[rows, vocab], dtype, |x| 8.0 * x)?;
                     let (padded, losses) = (t.poisoned(&[rows, stride], dtype)?, t.poisoned(&[rows], DType::F32)?);
                     padded.slice_set(&values, 1, 0)?;
@@ -326,7 +327,7 @@ impl Cases {
     }
 
     fn linear(&mut self) {
-        // The long sides are cut for cuBLAS where they are no multiple of 8.
+        // The long sides are cut for cuBLAS if they are no multiple of 8.
         for [rows, inner, width] in [[33, 72, 40], [5, 300, 96], [64, 64, 8], [5, 4099, 24], [9, 24, 4101]] {
             for (dtype, layout) in TYPES
                 .into_iter()
@@ -337,7 +338,7 @@ impl Cases {
                     let shape = if layout == WeightLayout::InOut { [inner, width] } else { [width, inner] };
                     let (x, weight) = (&t.numbers(1, &[rows, inner], dtype)?, &t.numbers(2, &shape, dtype)?);
                     let (row, y) = (t.numbers(3, &[width], dtype)?, &t.poisoned(&[rows, width], dtype)?);
-                    // There is no CUDA kernel for a bias of another width.
+                    // There is no CUDA kernel for a bias with a different width.
                     let bias = Some(&row).filter(|_| width % 8 == 0);
                     t.run(op::Linear { layout, x, weight, bias: None, low_rank: None, y })?;
                     let mut outputs = vec![output("the output without a bias", &y.copy()?, dtype)];
@@ -408,7 +409,7 @@ fn outputs<const N: usize>(tensors: [(&'static str, &Tensor); N], dtype: DType) 
     tensors.map(|(name, tensor)| output(name, tensor, dtype)).into()
 }
 
-/// Attention and its gradients. With grouped heads, values have a tensor of their own, as norms of heads leave them.
+/// Attention and its gradients. With grouped heads, values have a separate tensor, as norms of heads leave them.
 fn attention(t: &Trial<'_>, shape: Shape, documents: bool, dtype: DType, drops: bool) -> Result<Vec<Output>> {
     let (tokens, [width, _, values]) = (shape.batch * shape.seq_len, shape.widths());
     let packed = [tokens, shape.widths().iter().sum::<usize>()];
@@ -471,7 +472,7 @@ fn norms(
     Ok(outputs)
 }
 
-/// The figures of a tensor's statistics. Exact ones are those of a CPU, whose counts and sums are exact or in FP64.
+/// The figures of a tensor's statistics. Exact figures come from a CPU, whose counts and sums are exact or in FP64.
 fn statistics(t: &Trial<'_>, len: usize, broken: bool, dtype: DType, exponents: bool) -> Result<Vec<Output>> {
     let on_cpu = Trial { seed: t.seed, ..Trial::on_cpu(&CandleKernels) };
     let mut values: Vec<f32> = on_cpu.numbers(1, &[len], DType::F32)?.to_vec1()?;

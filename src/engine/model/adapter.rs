@@ -1,4 +1,4 @@
-//! A product's adapters: thin products beside the frozen one.
+//! A product's adapters: low-rank products added to the frozen product.
 //!
 //! The first factors of layers that share a product (queries and values, say) are stacked in one pack, so that their
 //! input is multiplied once. Their second factors make one as well, with zeros where a layer takes no share in an

@@ -1,8 +1,8 @@
 //! Matrices of a frozen base that stay in the blocks of a GGUF file (QLoRA; Dettmers et al., 2023).
 //!
 //! A matrix is dequantised as a whole into a buffer that all share, each time that it is multiplied: the results have
-//! the same bits as those of a base that was dequantised when it was read. Of the embedding only the rows that are
-//! looked up are dequantised.
+//! the same bits as with a base that was dequantised when it was read. The embedding dequantises only the rows that are
+//! looked up.
 
 use crate::engine::kernels::WeightLayout;
 use crate::engine::kernels::quantised::Quantised;

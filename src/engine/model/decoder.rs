@@ -1,7 +1,8 @@
 //! The decoder with an explicit forward and backward pass: one walk over the layers for every family and every set of
 //! kernels.
 //!
-//! The forward pass leaves in the [`Workspace`] what the backward pass reads. After the first step neither allocates.
+//! The forward pass stores in the [`Workspace`] all tensors that the backward pass reads. After the first step neither
+//! allocates.
 
 mod decode;
 
@@ -55,7 +56,7 @@ pub struct Tokens<'a> {
     /// Tokens in a sequence.
     pub seq_len: usize,
     /// For each token, the place in its sequence that its document starts at: attention stays within a document, and
-    /// positions begin anew in each. `None` if each sequence is one document.
+    /// positions restart in each. `None` if each sequence is one document.
     pub documents: Option<&'a [u32]>,
 }
 
@@ -71,13 +72,13 @@ impl<'a> Tokens<'a> {
 struct Block {
     attention_norm: NormLayer,
     qkv: Linear,
-    /// Of queries and of keys.
+    /// The norms of queries and of keys.
     head_norms: Option<[NormLayer; 2]>,
     out: Linear,
     mlp_norm: NormLayer,
     up: Linear,
     down: Linear,
-    /// Behind attention and behind the MLP.
+    /// The norms after attention and after the MLP.
     branch_norms: Option<[NormLayer; 2]>,
 }
 
@@ -131,7 +132,7 @@ impl Block {
     }
 }
 
-/// A decoder: which layers there are, which parameters are theirs, and what computes them.
+/// A decoder: its layers, the slots of their parameters, and the kernels.
 #[derive(Clone, Debug)]
 pub struct Decoder {
     spec: ModelSpec,
@@ -163,7 +164,7 @@ impl Decoder {
         &self.spec
     }
 
-    /// What computes it.
+    /// The kernels that compute it.
     pub fn kernels(&self) -> &dyn Kernels {
         &*self.kernels
     }
@@ -177,8 +178,8 @@ impl Decoder {
         Shape { kv_heads: *kv_heads, scale, window, ..shape }
     }
 
-    /// Queries and keys from the product `qkv` on to attention: normalised and rotated. Returns where they are, and the
-    /// values.
+    /// Prepares queries and keys of the product `qkv` for attention: normalises and rotates them. Returns their
+    /// columns, and the values.
     fn prepare_heads<'a>(
         &self,
         cx: &mut Context<'_>,
@@ -201,7 +202,7 @@ impl Decoder {
         Ok([query, key, value])
     }
 
-    /// What attention reads: queries and keys as they were normalised, if they were, and values.
+    /// The operands of attention: queries and keys, normalised if they have norms, and values.
     fn columns<'a>(&self, qkv: &'a Tensor, heads: Option<&'a HeadNorms>) -> Result<[Columns<'a>; 3]> {
         let widths = self.spec.qkv_widths();
         let [query, key, value] = Columns::split(qkv, widths)?;
@@ -236,7 +237,7 @@ impl Decoder {
         }
     }
 
-    /// Embeds tokens. Of a table in blocks only their rows are dequantised.
+    /// Embeds tokens. A table in blocks dequantises only their rows.
     fn embed_into(&self, weights: &Parameters, embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
         let Some(rows) = weights.gathered(self.embedding, embedding.ids)? else {
             return op::Embed { input: embedding, out }.run(self.kernels());
@@ -274,7 +275,8 @@ impl Decoder {
         self.final_norm.forward(cx, last, &ws.final_norm)
     }
 
-    /// A block from its input to what its last product takes, or to the norm behind that: all that its backward pass reads.
+    /// Computes a block from its input to the input of its last product, or of the norm after that: all that its
+    /// backward pass reads.
     fn forward_block(&self, cx: &mut Context<'_>, i: usize, ws: &Workspace) -> Result<()> {
         let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
         let (site, rates) = (Sites::of(i), self.spec.dropout);
@@ -430,7 +432,7 @@ impl Decoder {
         block.attention_norm.backward(cx, &ws.stream[i], &acts.attention_norm, normed, dx)
     }
 
-    /// From the gradient of attention's output to that of the product `qkv`.
+    /// Computes the gradient of the product `qkv` from the gradient of attention's output.
     fn attention_backward(
         &self,
         cx: &mut Context<'_>,
@@ -445,8 +447,8 @@ impl Decoder {
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
         let operands = Operands { qkv, documents: ws.documents(), dropout };
         let linear = Columns::split(dqkv, widths)?;
-        // Gradients of normalised queries and keys have a buffer of their own: the norm's backward pass reads it and
-        // writes beside the values' gradient.
+        // Gradients of normalised queries and keys have a separate buffer: the norm's backward pass reads it and writes
+        // next to the values' gradient.
         let [dq, dk] = match &scratch.gradients()?.query_key {
             Some(query_key) => Columns::split(query_key, [widths[0], widths[1]])?,
             None => [linear[0], linear[1]],
@@ -485,7 +487,7 @@ impl Decoder {
         Ok(logits)
     }
 
-    /// What each block computes in: its weights' type.
+    /// The type that each block computes in: its weights' type.
     fn compute_of_blocks(&self, weights: &Parameters) -> impl Iterator<Item = DType> {
         self.blocks.iter().map(|block| block.qkv.dtype(weights))
     }

@@ -212,7 +212,7 @@ impl Linear {
         adapter.forward_low(cx, x, adapters).map(drop)
     }
 
-    /// Writes the gradient of `x`, given that of the output, `dy`. What this returns belongs into
+    /// Writes the gradient of `x`, given the output's gradient `dy`. The result is an argument of
     /// [`Self::backward_weight`], which must be next to use the adapters' buffers.
     pub(super) fn backward_input(
         &self,

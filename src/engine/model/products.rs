@@ -18,8 +18,8 @@ struct Linear {
 }
 
 impl ModelSpec {
-    /// The products of a forward and backward pass over `tokens` tokens, of the head and all blocks. Of adapters of
-    /// layers that share a product, those with their second factors are given as if one layer had all outputs.
+    /// The products of a forward and backward pass over `tokens` tokens, of the head and all blocks. If layers share a
+    /// product, the products with their adapters' second factors are given as if one layer had all outputs.
     pub(crate) fn products(&self, policy: PrecisionPolicy, tokens: usize) -> Result<Vec<ProductShape>> {
         let (compute, grads) = (candle_dtype(policy.compute), candle_dtype(policy.grads));
         let product = |sizes, second, c| ProductShape { sizes, second, operands: compute, c };

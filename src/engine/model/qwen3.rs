@@ -1,4 +1,4 @@
-//! Qwen 3 (Yang et al., 2025): Llama with a norm on each head of queries and keys, and heads of 128 whatever the width.
+//! Qwen 3 (Yang et al., 2025): Llama with a norm on each head of queries and keys, and heads of 128 at every width.
 
 use super::architecture::{Architecture, Keys};
 use super::rope::Rope;

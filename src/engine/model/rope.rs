@@ -102,8 +102,8 @@ impl Rope {
         }
     }
 
-    /// Those of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the bases that missing
-    /// keys stand for.
+    /// The embeddings of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the bases for
+    /// missing keys.
     pub(super) fn by_layer_type(
         config: &Map<String, Value>,
         theta: [f64; 2],

@@ -334,7 +334,7 @@ impl ModelSpec {
         self.family.0.write(self)
     }
 
-    /// A `config.json` that transformers' `from_pretrained` takes; `dtype` is that of the weights beside it, as torch
+    /// A `config.json` that transformers' `from_pretrained` takes; `dtype` is the type of the stored weights, as torch
     /// names it (`float32`, `float16`, `bfloat16`).
     pub fn to_json(&self, dtype: &str) -> String {
         let mut json = self.config();

@@ -359,7 +359,7 @@ impl<T> Workspace<T> {
         (!self.documents.is_empty()).then_some(&self.documents[..])
     }
 
-    /// What is kept for the backward pass.
+    /// The part that is kept for the backward pass.
     pub fn keep(&self) -> Keep {
         self.keep
     }

@@ -70,9 +70,9 @@ pub struct AdamW {
     pub exp_avg_sq: Parameters,
     /// Both moments of the other parameters.
     quantised: Vec<Quantised>,
-    /// Where the moments of each parameter are, in order.
+    /// The places of each parameter's moments, in order.
     places: Vec<Place>,
-    /// FP32 values of the tensor whose turn it is: its moments, and its weight where that is not FP32.
+    /// FP32 values of the current tensor: its moments, and its weight if that is not FP32.
     scratch: [Option<Tensor>; 3],
 }
 

@@ -35,10 +35,10 @@ pub struct Gradients {
     policy: PrecisionPolicy,
 }
 
-/// What the gradients of a step look like, scaled as they are.
+/// Statistics of the gradients of a step, without unscaling.
 #[derive(Clone, Debug, Default)]
 pub struct Survey {
-    /// One entry a parameter, in order.
+    /// One entry per parameter, in order.
     pub tensors: Vec<TensorSurvey>,
     /// All of them together.
     pub total: TensorSurvey,
@@ -128,8 +128,8 @@ impl Gradients {
         &self.grads
     }
 
-    /// Adds what a backward pass has written to the step's sum. With `measure`, [`Survey::largest`] will be that of the
-    /// micro-batches' gradients: their FP32 sum says nothing of the room that each had in its own type.
+    /// Adds the gradients of a backward pass to the step's sum. With `measure`, [`Survey::largest`] covers the
+    /// micro-batches' gradients: their FP32 sum does not show the room that each had in its own type.
     pub fn accumulate(&mut self, kernels: &dyn Kernels, measure: bool) -> Result<()> {
         let Placed { at, adds, merges } = self.nodes.push();
         if measure && self.accumulates {

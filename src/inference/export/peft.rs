@@ -1,4 +1,4 @@
-//! Adapters in PEFT's format, with the tokenizer beside them.
+//! Adapters in PEFT's format, with the tokenizer.
 
 use crate::engine::model::{ModelSpec, Parameters, candle_dtype};
 use crate::inference::trained::TrainedModel;

@@ -30,7 +30,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The verb for messages: "cannot … `path`".
+    /// The verb of an error text: "cannot … `path`".
     pub fn verb(self) -> &'static str {
         match self {
             Self::CreateFolder => "create folder",

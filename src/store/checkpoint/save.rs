@@ -59,7 +59,7 @@ pub struct Contents<'a> {
     pub config: &'a ModelSpec,
     /// The text of `tokenizer.json`.
     pub tokenizer: &'a [u8],
-    /// The files beside the weights of the model that the run started from.
+    /// The small files stored with the weights of the model that the run started from.
     pub companions: &'a Companions,
     /// The weights in the compute dtype.
     pub weights: &'a Parameters,
@@ -182,7 +182,7 @@ impl Contents<'_> {
             sizes.map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
         };
         match kind {
-            // Masters and two moments in FP32, which may not all be here.
+            // Masters and two moments in FP32; this process may not hold all of them.
             Kind::Full => bytes(self.weights) + 12 * self.weights.elements(),
             Kind::Weights => bytes(self.weights),
         }

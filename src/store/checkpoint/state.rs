@@ -28,9 +28,9 @@ pub struct State {
     pub tokens: u64,
     /// The seed of every random stream.
     pub seed: u64,
-    /// What must not change when a run is resumed.
+    /// The settings that must not change when a run is resumed.
     pub identity: Identity,
-    /// What adapters were trained over.
+    /// The base that adapters were trained over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Base>,
     /// The loss scaler's state.
@@ -44,7 +44,7 @@ pub struct State {
     /// The parameters whose gradients have contained FP16's smallest magnitude, 2^-24, so that each is logged once.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub touched: BTreeSet<String>,
-    /// Where the next training batch starts.
+    /// The start of the next training batch.
     pub cursor: Cursor,
     /// The schedule's settings that the run has used so far.
     pub schedule: Value,

@@ -33,8 +33,8 @@ pub fn write_header<'a>(
     out.write_all(&start).map_err(Error::io("write", path))
 }
 
-/// Writes the values of an F32, F16 or BF16 tensor, little-endian and in row-major order, into `out`, whose `path` is
-/// for messages.
+/// Writes the values of an F32, F16 or BF16 tensor, little-endian and in row-major order, into `out`. An error names
+/// `path`.
 pub fn write_values(out: &mut dyn Write, path: &Path, tensor: &Tensor) -> Result<()> {
     let tensor = tensor.to_device(&Device::Cpu)?.contiguous()?;
     write_storage(out, &tensor)?.map_err(Error::io("write", path))

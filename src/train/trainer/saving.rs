@@ -188,7 +188,8 @@ impl Trainer {
         self.write(self.checkpoint_state(), Kind::Weights).map(drop)
     }
 
-    /// What writes a checkpoint of `state`, the engine whose tensors it takes, and the micro-batches; `None` without a run.
+    /// The writer of a checkpoint of `state`, the engine whose tensors it takes, and the micro-batches; `None` without
+    /// a run.
     fn writer(&mut self, state: State, kind: Kind) -> Option<(Writer<'_>, &mut Engine, &[Batch])> {
         let Self { run, engine, micro_batches, tokenizer, companions, activity, config, .. } = self;
         let last = match kind {

@@ -22,12 +22,13 @@ impl<O: ScaledOptimizer> Case<O> {
         if self.control { loss.clone() } else { self.scaler.scale(loss).unwrap() }
     }
 
-    /// What its gradients are multiplied with: 1 in the control.
+    /// The factor of its gradients: 1 in the control.
     fn factor(&self) -> f64 {
         if self.control { 1.0 } else { f64::from(self.scaler.get_scale()) }
     }
 
-    /// Breaks the gradients of batch `i` if it is the one, then steps and updates, or does what the control does.
+    /// Breaks the gradients of batch `i` if `i` is `SKIP_ITER`, then steps and updates, or does the same as the
+    /// control.
     fn step(&mut self, i: usize, grads: &mut GradStore) {
         let skips = i == SKIP_ITER && self.scaler.is_enabled();
         if !self.control {
@@ -86,7 +87,7 @@ fn g3_one_overflow_in_four_batches() {
     run_scaling_case(candles_adamw, [3, 1], |case| train(case, |_, _| {}));
 }
 
-/// Clipped while scaled, at the scaled norm: the same as clipping what is unscaled (C33).
+/// Clipping while scaled, at the scaled norm, equals clipping the unscaled gradients (C33).
 #[test]
 fn test_grad_scaling_clipping() {
     run_scaling_case(sgd, [3, 1], |case| {
@@ -221,7 +222,7 @@ fn layouts(value: f32, dtype: DType) -> [Tensor; 3] {
     [plain.clone(), plain.t().unwrap(), wide.narrow(1, 5, 20).unwrap()]
 }
 
-/// The same with one of its values replaced.
+/// Like `layouts`, but with one of its values replaced.
 fn layouts_with(odd: f32, dtype: DType) -> [Tensor; 3] {
     layouts(4.0, dtype).map(|tensor| {
         let mut mask = vec![0u8; 400];

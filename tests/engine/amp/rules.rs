@@ -216,7 +216,7 @@ fn c33_clipping_at_m_after_unscaling_equals_clipping_at_m_times_the_scale_before
     }
     let clipped = clip_grad_norm(&mut after, &model.vars, 1.0).unwrap();
     assert!((clipped - 0.1).abs() < 1e-7, "{clipped}");
-    // Below the limit nothing changes, and what is not finite is left for the scaler to find.
+    // Below the limit nothing changes, and values that are not finite are left for the scaler to find.
     let kept = bits(after.get(&model.vars[0]).unwrap());
     model.break_weight(&mut after);
     assert!(clip_grad_norm(&mut after, &model.vars, 0.01).unwrap().is_infinite());

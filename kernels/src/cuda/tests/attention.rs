@@ -65,8 +65,8 @@ fn check_bounded((shape, documents): Bounded<'_>, dtype: DType, dropout: Option<
     }
 }
 
-/// Tensor cores take scores and their gradients rounded, each with an error of its own. So the worst element may be three
-/// times as far off as where one rounding makes the difference, but the tensor as a whole by half of that.
+/// Tensor cores take rounded scores and gradients of scores, each with a separate error. So the worst element may be
+/// three times as far off as with a single rounding, but the tensor as a whole by half of that.
 fn assert_gradient(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
     assert_within(3.0 * tolerance(dtype), what, found, expected, dtype);
     let square = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();

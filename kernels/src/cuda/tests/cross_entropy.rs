@@ -35,7 +35,7 @@ fn cross_entropies() {
             {
                 row[*target as usize] = 1.5;
             }
-            // What lies behind a row is not looked at.
+            // Values after a row's end are not read.
             let strided: Vec<f32> = logits
                 .chunks_exact(vocab)
                 .flat_map(|row| row.iter().copied().chain(std::iter::repeat_n(f32::NAN, stride - vocab)))

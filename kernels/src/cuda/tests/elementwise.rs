@@ -13,7 +13,7 @@ fn activations() {
         for activation in [Activation::Gelu, Activation::GatedSilu, Activation::GatedGelu] {
             let len_of_x = rows * width * if activation.is_gated() { 2 } else { 1 };
             let mut x: Vec<f32> = pattern(len_of_x, 1, DType::F32).into_iter().map(|x| 12.0 * x).collect();
-            // Beyond what an exponential or a cube holds.
+            // Beyond the range of an exponential or a cube.
             (x[0], x[1], x[2], x[3]) = (60_000.0, -60_000.0, 0.0, f32::NAN);
             let (x, dy) = (rounded(x, dtype), pattern(rows * width, 2, dtype));
             let found = in_every_order(|gpu| {

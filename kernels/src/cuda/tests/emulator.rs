@@ -1,4 +1,4 @@
-//! The emulator finds the faults it is there for, and converts as the hardware does.
+//! The emulator finds the faults that it is built to find, and converts as the hardware does.
 
 use super::super::emulator::Emulator;
 use super::super::launch::{Arguments, Buffer, Launch, Queue, entry};
@@ -19,7 +19,7 @@ unsafe impl Arguments for Faulty {}
 
 const THREADS: u32 = 64;
 
-/// What one block of a kernel with this fault leaves, given `inputs` numbers, or what is said of it.
+/// Runs one block of a kernel with this fault on `inputs` numbers. Returns its output or the reported fault.
 fn launch(
     kernel: &str,
     [threads, shared_bytes]: [u32; 2],
@@ -145,7 +145,7 @@ fn faults_of_copies_are_found() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn faults_of_matrices_are_found() {
-    // The first matrix has the rows of lanes 0 to 7, of which four lanes get each.
+    // The first matrix has the rows of lanes 0 to 7; four lanes get each of them.
     let expected: Vec<f32> = (0..32).map(|lane| (lane / 4) as f32).collect();
     for order in Emulator::ORDERS {
         assert_eq!(run_matrices(0, order), Ok(expected.clone()));
@@ -159,7 +159,7 @@ fn faults_of_matrices_are_found() {
     ] {
         assert!(complaint(fault).contains(part), "{}", complaint(fault));
     }
-    // What the lane beside it has not written yet is poison.
+    // The neighbouring lane's value is poison until it is written.
     assert_ne!(bits(&run_matrices(5, 0).unwrap()), bits(&expected));
     assert!(run_matrices(0, 0).is_ok());
 }
@@ -219,7 +219,7 @@ fn products_of_a_warp_have_the_layouts_of_the_hardware() {
         }
         for k in 0..16 {
             for column in 0..8 {
-                // The right operand's neighbours are those of a column; its upper half is register 4.
+                // The right operand's neighbours are in a column; its upper half is register 4.
                 words[LANES[column][k % 8]][4 + k / 8] |= u32::from(round(b[k * 8 + column])) << (k % 2 * 16);
             }
         }

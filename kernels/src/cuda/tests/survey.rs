@@ -5,7 +5,7 @@ use super::*;
 use crate::precision::FloatFormat;
 use crate::survey::TensorSurvey;
 
-/// Gradients of several sizes, one larger than a chunk, with everything that counts apart.
+/// Gradients of several sizes, one larger than a chunk, with every value that is counted separately.
 fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
     [70_001, 8, 1, 3001]
         .into_iter()

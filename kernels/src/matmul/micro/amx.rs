@@ -1,8 +1,8 @@
 //! AMX: 32 × 32 sums in four tiles, from two tiles of A and two of B.
 //!
-//! A step is 32 elements of depth: four loads of about 8 cycles each, hidden behind four products of 16 cycles. Both tiles of A
-//! take turns in one register: an Emerald Rapids reaches 16.4 cycles a product either way, but whole cores of it are slow for
-//! seconds at a time, and then need 50 in place of 72.
+//! A step is 32 elements of depth: four loads of about 8 cycles each, hidden behind four products of 16 cycles. Both
+//! tiles of A take turns in one register: an Emerald Rapids reaches 16.4 cycles per product either way, but whole cores
+//! of it are slow for seconds at a time, and then need 50 instead of 72.
 
 use super::{Ahead, Tile};
 use crate::matmul::pack::fetch;
@@ -32,7 +32,7 @@ pub(super) unsafe fn bf16<T: Tiles>(words: usize, a: *const u32, b: *const u32, 
         for address in addresses {
             fetch(*address);
         }
-        // A tile of A is 16 whole rows; those of B lie side by side.
+        // A tile of A is 16 whole rows; the rows of B are side by side.
         tiles.load::<4>(a, STEP);
         tiles.load::<6>(b, LINES);
         tiles.multiply::<0, 4, 6>();

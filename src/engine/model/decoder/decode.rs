@@ -14,7 +14,7 @@ use crate::engine::model::workspace::{BranchNorm, HeadNorms, Rotations, candle_d
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// What one sequence's tokens left behind in every layer, and the buffers of the pass that adds to it.
+/// The cached keys and values of one sequence's tokens in every layer, and the buffers of the pass that adds to it.
 ///
 /// A layer's part has the type that its weights have when a sequence begins, at first the policy's.
 #[derive(Debug)]

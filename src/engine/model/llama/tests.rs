@@ -1,4 +1,4 @@
-//! Llama and its relatives: sizes, and what is refused.
+//! Llama and its relatives: sizes and rejected configurations.
 use super::*;
 
 fn read(json: &Value) -> Result<ModelSpec, String> {

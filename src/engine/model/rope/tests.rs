@@ -1,4 +1,4 @@
-//! Rotary embeddings against transformers' values, and what is refused.
+//! Rotary embeddings against transformers' values, and rejected configurations.
 use super::*;
 use crate::engine::kernels::rope::Table;
 use candle_core::Device;

@@ -77,7 +77,7 @@ impl Source<'_> {
     }
 }
 
-/// Writes the sum of `sources` along `ops` over the elements of `out` from `first` on.
+/// Writes the sum of `sources` along `ops` over `len` elements of `out`, starting at `first`.
 fn sum(out: &Tensor, first: usize, len: usize, sources: &[Source<'_>], (ops, depth): &(Vec<Op>, usize)) -> Result<()> {
     Ok(view::write(out, |out| {
         let (_, out) = out.split_at(first);

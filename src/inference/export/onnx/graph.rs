@@ -1,4 +1,4 @@
-//! An ONNX graph under construction. Field numbers are those of `onnx.proto`.
+//! An ONNX graph under construction. Field numbers follow `onnx.proto`.
 
 use crate::protobuf::Message;
 use std::collections::HashSet;

@@ -11,6 +11,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub fn check(family: KernelFamily, device: &Device) -> Result<()> {
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
     let kernels = CudaKernels::new(CudaQueue::new(device.as_cuda_device()?), BTreeSet::from([family]));
-    let cases = cases().into_iter().filter(|case| case.family == family.name());
-    cases.map(|case| case.check(&kernels, device, seed, 4.0).map(drop)).collect()
+    let mut cases = cases().into_iter().filter(|case| case.family == family.name());
+    cases.try_for_each(|case| case.check(&kernels, device, seed, 4.0).map(drop))
 }

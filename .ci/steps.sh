@@ -8,15 +8,16 @@ export FINETUNE_REQUIRE=python,tmux
 [[ ${CI:-} != true ]] || FINETUNE_REQUIRE+=,shared
 mkdir -p target/ci
 
-# Seconds of processor time that finished children have used.
-cpu_seconds() {
+# Sets `cpu` to the seconds of processor time that finished children have used. A subshell would count only its own.
+count_cpu() {
   times > target/ci/times
-  awk -F'[ms ]+' 'NR == 2 { printf "%d", $1 * 60 + $2 + $3 * 60 + $4 }' target/ci/times
+  cpu=$(awk -F'[ms ]+' 'NR == 2 { printf "%d", $1 * 60 + $2 + $3 * 60 + $4 }' target/ci/times)
 }
 
 steps=() current=
 step() { # step NAME COMMAND...
-  current=$1 began=$SECONDS cpu_before=$(cpu_seconds)
+  count_cpu
+  current=$1 began=$SECONDS cpu_before=$cpu
   printf '\n=== %s, at %d:%02d\n' "$1" $((SECONDS / 60)) $((SECONDS % 60))
   "${@:2}"
   finish_step
@@ -24,7 +25,8 @@ step() { # step NAME COMMAND...
 
 finish_step() {
   local seconds=$((SECONDS - began))
-  steps+=("$(printf '%3d:%02d %8d s  %s' $((seconds / 60)) $((seconds % 60)) $(($(cpu_seconds) - cpu_before)) "$current")")
+  count_cpu
+  steps+=("$(printf '%3d:%02d %8d s  %s' $((seconds / 60)) $((seconds % 60)) $((cpu - cpu_before)) "$current")")
   current=
 }
 

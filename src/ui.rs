@@ -1,6 +1,6 @@
 //! Drawing shared by every screen, page and report: roles and their colours, charts, formats of numbers.
 //!
-//! Nothing here knows what it draws.
+//! The functions receive figures, series and text; each caller decides what they mean.
 
 mod ascii;
 pub(crate) mod format;

@@ -89,7 +89,7 @@ impl GradScaler {
     /// overflow.
     ///
     /// Compute losses in FP32: the gradient of a loss *computed* in FP16 is the scale rounded to FP16, which is
-    /// infinite from 65520 on.
+    /// infinite for scales of 65520 and more.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         if !loss.dtype().is_float() {
             return Err(Error::Scaler(format!("a loss of {:?} has no gradient; compute it in F32", loss.dtype())));

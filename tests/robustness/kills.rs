@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::common::checkpoint::Dice;
 use crate::common::desk::Desk;
 use finetune::store::checkpoint::{compare, list, newest_good, verify};
-use finetune::telemetry::StepRecord;
+use finetune::telemetry::{Event, StepRecord};
 use signal_hook::consts::{SIGKILL, SIGTERM};
 
 const STEPS: u64 = 60;
@@ -77,8 +77,9 @@ fn disturb(desk: &Desk, signal: i32, count: usize, seed: u64, more: &str) {
             let saved = status.code() == Some(130);
             assert!(saved || status.signal() == Some(signal), "{status}");
             let run = desk.run(&name);
-            // An interrupt before the first step comes before the run's folder is made.
-            if saved && run.join("config.toml").exists() {
+            // An interrupt during preparation ends the process at once; nothing is saved before the first attempt has started.
+            let started = |event: &Event| matches!(event, Event::Started(_));
+            if saved && run.join("events.jsonl").exists() && desk.events(&name).iter().any(started) {
                 assert!(newest_good(&run).unwrap().damaged.is_empty());
             }
             for one in list(&run).unwrap_or_default() {

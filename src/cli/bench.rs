@@ -20,7 +20,7 @@ use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::{StoredModel, WeightSource};
 use crate::telemetry::ProcessStats;
-use crate::train::{Config, Engine, Init, Outcome, StepReport, TrainState, engine};
+use crate::train::{Config, StepOutcome, StepReport, TrainEngine, TrainState, WeightInit, engine};
 use crate::{Error, Result};
 use clap::Args;
 use profile::Limits;
@@ -116,7 +116,7 @@ impl BenchArgs {
     fn config(&self, dtype: PrecisionPolicy) -> Config {
         let mut config = Config {
             model: self.model.clone(),
-            init: Init::Random,
+            init: WeightInit::Random,
             dtype,
             device: self.device.clone(),
             kernels: self.kernels,
@@ -218,7 +218,7 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     Ok(report)
 }
 
-fn timed_step(engine: &mut Engine, batches: &[Batch], peak: Option<fn() -> Peak>) -> Result<Sample> {
+fn timed_step(engine: &mut TrainEngine, batches: &[Batch], peak: Option<fn() -> Peak>) -> Result<Sample> {
     let (before, clock) = (Allocations::now(), Instant::now());
     let report = engine.step(batches)?;
     let (wall, allocations) = (clock.elapsed(), Allocations::now().since(before));
@@ -252,7 +252,7 @@ fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
 /// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without any.
 fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_json::Value {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
-    let applied = || samples.iter().filter(|sample| sample.report.outcome != Outcome::Skipped);
+    let applied = || samples.iter().filter(|sample| sample.report.outcome != StepOutcome::Skipped);
     let step = median(applied().map(|sample| sample.wall));
     let gflops = step.map(|step| operations(args, shape) / step.as_secs_f64() / 1e9);
     let peak = middle_and_best(samples.iter().filter_map(|sample| sample.peak));
@@ -387,9 +387,9 @@ mod tests {
         assert!((gflops - per_token * 32.0 * 64.0 / 1e9).abs() < 1e-3, "{gflops}");
     }
 
-    const APPLIED: Outcome = Outcome::Applied { grad_norm: 1.0, clip: 1.0, lr: 1.0 };
+    const APPLIED: StepOutcome = StepOutcome::Applied { grad_norm: 1.0, clip: 1.0, lr: 1.0 };
 
-    fn sample(seconds: u64, outcome: Outcome) -> Sample {
+    fn sample(seconds: u64, outcome: StepOutcome) -> Sample {
         let report = StepReport {
             loss: 0.0,
             targets: 1,
@@ -407,7 +407,7 @@ mod tests {
         let args = Line::parse_from(["bench"]).bench;
         let shape = args.shape().unwrap();
         let report = |samples: &[Sample]| summary(&args, &shape, samples);
-        let skip = || sample(1, Outcome::Skipped);
+        let skip = || sample(1, StepOutcome::Skipped);
         let mixed = report(&[skip(), sample(8, APPLIED), skip(), skip()]);
         assert_eq!((mixed["skipped"].as_u64(), mixed["tokens_per_s"].as_f64()), (Some(3), Some(128.0)));
         let none = report(&[skip()]);

@@ -8,7 +8,7 @@ use crate::inference::answers::{Answers, exact_answers};
 use crate::inference::evaluate::{Evaluation, Windows, evaluate};
 use crate::inference::trained::TrainedModel;
 use crate::telemetry::PhaseProgress;
-use crate::train::{Config, Layers, dataset, dialogues, whole_text};
+use crate::train::{Config, ConfigLayers, dataset, dialogues, whole_text};
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
@@ -111,7 +111,7 @@ fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(
     let file = run.map(|run| run.join("config.toml")).filter(|file| file.is_file()).ok_or_else(|| {
         Error::config("--data", "this model is not from a run, so a text is needed: `grammar` or a file")
     })?;
-    let config = Config::resolve(&Layers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
+    let config = Config::resolve(&ConfigLayers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
     let rule = if bos == Bos::Auto { config.bos } else { bos };
     let id = trained.config.bos_token_id;
     let tokenizer = trained.companions.clone().with_bos(trained.tokenizer.clone(), rule, id)?;

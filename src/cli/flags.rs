@@ -2,7 +2,7 @@
 
 use crate::digest::read_at_most;
 use crate::settings::{Kind, Setting};
-use crate::train::{Config, Layers};
+use crate::train::{Config, ConfigLayers};
 use crate::{Error, Result};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use std::collections::BTreeMap;
@@ -73,7 +73,7 @@ impl ConfigArgs {
     /// The configuration from the flags and their file.
     pub(crate) fn resolve(&self) -> Result<Config> {
         let file = self.config.as_deref().map(read).transpose()?;
-        Config::resolve(&Layers { file, overrides: self.overrides()?, saved: false })
+        Config::resolve(&ConfigLayers { file, overrides: self.overrides()?, saved: false })
     }
 
     /// The configuration of the run in `folder` with the flags applied, and the changes; an error if a change needs a new run.
@@ -83,16 +83,16 @@ impl ConfigArgs {
             return Err(Error::config("--config", message));
         }
         let file = Some(read(&folder.join("config.toml"))?);
-        let saved = Config::resolve(&Layers { file, overrides: Vec::new(), saved: true })?;
+        let saved = Config::resolve(&ConfigLayers { file, overrides: Vec::new(), saved: true })?;
         let config = self.resolve_like(folder)?;
-        let changes = config.check_continues(&saved)?;
+        let changes = config.check_resumable(&saved)?;
         Ok((config, changes))
     }
 
     /// The configuration of the run in `folder` with the flags applied, for another run.
     pub(crate) fn resolve_like(&self, folder: &Path) -> Result<Config> {
         let file = Some(read(&folder.join("config.toml"))?);
-        Config::resolve(&Layers { file, overrides: self.overrides()?, saved: true })
+        Config::resolve(&ConfigLayers { file, overrides: self.overrides()?, saved: true })
     }
 
     /// The value of a key whose flag was given.

@@ -8,7 +8,7 @@ use crate::engine::kernels::Choice;
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::store::checkpoint::best;
-use crate::train::{check_threads, locate, refuse_misspelling};
+use crate::train::{check_misspelling, check_threads, locate};
 use crate::untrusted;
 use crate::{Error, Result};
 use clap::Args;
@@ -54,7 +54,7 @@ impl NameArgs {
         let reporter = Reporter::of("reading the model");
         let named = run_or_path(Path::new(&self.name), &self.checkpoint_dir);
         if named == Path::new(&self.name) && !named.exists() && self.revision.is_none() {
-            refuse_misspelling(&self.name, names_in(&self.checkpoint_dir))?;
+            check_misspelling(&self.name, names_in(&self.checkpoint_dir))?;
         }
         let folder = if self.revision.is_none() && named != Path::new(&self.name) {
             named

@@ -1,7 +1,7 @@
 //! Reports preparation on standard error: notices at once, and phases once they take long enough.
 
 use crate::telemetry::{Activity, PhaseLines, PhaseProgress};
-use crate::train::Preparing;
+use crate::train::SetupEvent;
 use crate::ui::may_colour;
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -74,18 +74,18 @@ impl Reporter {
     }
 
     /// Reports an event.
-    pub(crate) fn report(&self, event: Preparing) {
+    pub(crate) fn report(&self, event: SetupEvent) {
         match event {
-            Preparing::Phase(what) => self.activity.begin(&what),
-            Preparing::Notice(notice) => self.notice(notice),
-            Preparing::Proof(proof) => {
+            SetupEvent::Phase(what) => self.activity.begin(&what),
+            SetupEvent::Notice(notice) => self.notice(notice),
+            SetupEvent::Proof(proof) => {
                 let colour = stderr().is_terminal() && may_colour();
                 self.send(Notice::Clean(proof.text(colour)));
             }
-            Preparing::Progress { what, done, total } if done < total => {
+            SetupEvent::Progress { what, done, total } if done < total => {
                 self.activity.advance(&what, PhaseProgress::Bytes(done, total));
             }
-            Preparing::Progress { what, total, .. } => {
+            SetupEvent::Progress { what, total, .. } => {
                 self.activity.end();
                 if total >= MIN_REPORTED_BYTES {
                     self.notice(format!("{what}: {:.1} MB", total as f64 / 1e6));

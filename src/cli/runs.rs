@@ -5,7 +5,7 @@ use crate::cli::flags::read;
 use crate::cli::reporter::Reporter;
 use crate::store::checkpoint::{Listed, Run, list};
 use crate::telemetry::{Event, Record, Started};
-use crate::train::{Config, Layers};
+use crate::train::{Config, ConfigLayers};
 use crate::untrusted::line;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
@@ -100,7 +100,7 @@ impl Summary {
     fn of(path: &Path) -> Self {
         let dash = || "-".to_owned();
         let config = read(&path.join("config.toml"))
-            .and_then(|file| Config::resolve(&Layers { file: Some(file), saved: true, overrides: Vec::new() }));
+            .and_then(|file| Config::resolve(&ConfigLayers { file: Some(file), saved: true, overrides: Vec::new() }));
         let model = config.map_or_else(|_| dash(), |config| format!("{} {}", config.model, config.dtype.compute));
         let log = path.join("events.jsonl");
         let (started, last) = (started(&log), last_record(&log));

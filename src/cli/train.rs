@@ -13,7 +13,7 @@ use crate::store::hub::free_bytes;
 use crate::telemetry::{
     Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, is_bound,
 };
-use crate::train::{Config, Heartbeat, Preparing, RunStart, Trainer};
+use crate::train::{Config, Heartbeat, RunStart, SetupEvent, Trainer};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::ErrorKind;
@@ -118,7 +118,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     warnings.extend(check_disk(run.path(), &config, trainer.checkpoint_bytes())?);
     run.write_config(&trainer.config().to_toml()?)?;
     let log = EventLog::open(run.path().join("events.jsonl"))?;
-    reporter.report(Preparing::Phase("reading the log".into()));
+    reporter.report(SetupEvent::Phase("reading the log".into()));
     let history = RunState::history(log.path())?;
     trainer.restore_last_loss(&history);
     drop(reporter);
@@ -179,7 +179,7 @@ pub(crate) fn thread_pool(config: &Config, beside: usize) -> Result<rayon::Threa
 }
 
 fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Resumed> {
-    reporter.report(Preparing::Phase("verifying the checkpoint".into()));
+    reporter.report(SetupEvent::Phase("verifying the checkpoint".into()));
     let named = args.config.given("checkpoint.run").and_then(toml::Value::as_str);
     if let (Some(run), Some(name)) = (run, named) {
         let message = format!("`--resume {}` says which run already; leave `--run {name}` out", run.display());

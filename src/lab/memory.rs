@@ -7,7 +7,7 @@ use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Keep, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
-use crate::train::{DistributedLayout, EngineBytes, largest_batch, packed_bytes, probe_bytes, sample_bytes};
+use crate::train::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};
 use crate::ui::format::binary;
 use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
@@ -244,7 +244,7 @@ impl Setup {
         let kernels: &dyn Kernels = if self.stores_scores { &CandleKernels } else { &Fused };
         let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
         let mut bytes =
-            EngineBytes::new(DistributedLayout::SINGLE, config, policy, self.shape, self.keep, kind, kernels)?;
+            MemoryEstimate::new(DistributedLayout::SINGLE, config, policy, self.shape, self.keep, kind, kernels)?;
         bytes.scratch += sample_bytes(config, policy, tokens, prompt);
         if let Some(threads) = self.threads {
             bytes.scratch += packed_bytes(config, policy, batch * seq_len, self.probes, threads, kernels)?;
@@ -321,7 +321,7 @@ impl Memory {
     ) -> Result<Vec<Item>> {
         let kernels: &dyn Kernels = if stores_scores { &CandleKernels } else { &Fused };
         let layout = DistributedLayout::SINGLE;
-        Ok(items(EngineBytes::new(layout, config, policy, shape, keep, OptimizerKind::AdamW, kernels)?))
+        Ok(items(MemoryEstimate::new(layout, config, policy, shape, keep, OptimizerKind::AdamW, kernels)?))
     }
 
     /// The report as text, `width` columns wide.
@@ -440,7 +440,7 @@ struct Row<'a> {
 }
 
 /// The engine's bytes by group.
-fn items(bytes: EngineBytes) -> Vec<Item> {
+fn items(bytes: MemoryEstimate) -> Vec<Item> {
     let item = |group, bytes| Item { group, bytes };
     vec![
         item(Group::Weights, bytes.weights),

@@ -22,12 +22,12 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 /// The configuration of the built-in model's run, under everything a user says when the model is `tiny`.
-const TINY: &str = include_str!("../../configs/tiny-grammar.toml");
+const TINY_PRESET: &str = include_str!("../../configs/tiny-grammar.toml");
 
 /// Where initial weights come from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Init {
+pub enum WeightInit {
     /// The model's published or stored weights; random ones for `tiny`, which has none.
     #[default]
     Pretrained,
@@ -46,7 +46,7 @@ settings! {
         /// The Hub's branch, tag or commit.
         revision: Option<String> = None, fixed(), flag("revision", Text, 0, "REVISION");
         /// The source of initial weights.
-        init: Init = Init::Pretrained, fixed(), flag("init", Text, 0, "INIT"),
+        init: WeightInit = WeightInit::Pretrained, fixed(), flag("init", Text, 0, "INIT"),
             help("Where initial weights come from: pretrained or random");
         /// A `tokenizer.json` to use instead of the model's.
         tokenizer: Option<PathBuf> = None, fixed(), flag("tokenizer", Text, 0, "FILE"),
@@ -111,11 +111,11 @@ settings! {
 }
 
 /// Top-level keys of earlier versions, which a run's saved configuration may contain. They are ignored.
-const RETIRED: [&str; 1] = ["cuda_graph"];
+const RETIRED_KEYS: [&str; 1] = ["cuda_graph"];
 
 /// Layers of settings; each overrides the previous ones.
 #[derive(Clone, Debug, Default)]
-pub struct Layers {
+pub struct ConfigLayers {
     /// A configuration file's name and text.
     pub file: Option<(String, String)>,
     /// Whether the file is a run's own: older versions wrote both `epochs` and `steps` there, and `steps` took precedence. Those
@@ -127,21 +127,21 @@ pub struct Layers {
 
 impl Config {
     /// Applies `layers` to the defaults and validates the result.
-    pub fn resolve(layers: &Layers) -> Result<Self> {
+    pub fn resolve(layers: &ConfigLayers) -> Result<Self> {
         let mut said = toml::Table::new();
         if let Some((origin, text)) = &layers.file {
             let mut table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
                 Error::config(format!("`{origin}`"), error.to_string().trim_end().to_owned())
             })?;
-            table.retain(|key, _| !RETIRED.contains(&key));
+            table.retain(|key, _| !RETIRED_KEYS.contains(&key));
             check_keys(leaves(&table).into_iter().map(|(key, _)| key), origin)?;
             if layers.saved {
-                if says(&table, "steps") {
-                    forget(&mut table, "epochs");
+                if has_key(&table, "steps") {
+                    remove_key(&mut table, "epochs");
                 }
                 table.entry("bos").or_insert("never".into());
             }
-            add_layer(&mut said, table, origin)?;
+            merge_layer(&mut said, table, origin)?;
         }
         let mut typed = toml::Table::new();
         for (key, value) in &layers.overrides {
@@ -154,13 +154,13 @@ impl Config {
             check_keys(keys, "the command line")?;
             merge(&mut typed, nested(key, value.clone()));
         }
-        add_layer(&mut said, typed, "the command line")?;
+        merge_layer(&mut said, typed, "the command line")?;
         let mut table = toml::Table::new();
         let model = said.get("model").and_then(|model| model.as_str()).unwrap_or("tiny");
         if model == "tiny" {
-            table = TINY.parse().map_err(|error| Error::config("tiny", format!("{error}")))?;
+            table = TINY_PRESET.parse().map_err(|error| Error::config("tiny", format!("{error}")))?;
         }
-        add_layer(&mut table, said, "the configuration")?;
+        merge_layer(&mut table, said, "the configuration")?;
         let config = Self::from_table(&table)?;
         config.validate()?;
         Ok(config)
@@ -259,7 +259,7 @@ impl Config {
     }
 
     /// Rejects changes from the `saved` configuration that need a new run; returns the other changed settings.
-    pub fn check_continues(&self, saved: &Self) -> Result<Vec<String>> {
+    pub fn check_resumable(&self, saved: &Self) -> Result<Vec<String>> {
         let values = [saved.values()?, self.values()?];
         let mut changes = Vec::new();
         for setting in known() {
@@ -323,39 +323,39 @@ impl Config {
 }
 
 /// Upper limit on threads; more are not faster and take long to start.
-const MOST_THREADS: usize = 1024;
+const MAX_THREADS: usize = 1024;
 
 /// Rejects an invalid number of threads; `key` names the flag or key.
 pub fn check_threads(key: &str, threads: Option<usize>) -> Result<()> {
     match threads {
         Some(0) => Err(Error::config(key, "must be at least 1")),
-        Some(threads) if threads > MOST_THREADS => {
-            Err(Error::config(key, format!("{threads} is more than the maximum of {MOST_THREADS}")))
+        Some(threads) if threads > MAX_THREADS => {
+            Err(Error::config(key, format!("{threads} is more than the maximum of {MAX_THREADS}")))
         }
         _ => Ok(()),
     }
 }
 
 /// Whether `[train]` has `key`.
-fn says(table: &toml::Table, key: &str) -> bool {
+fn has_key(table: &toml::Table, key: &str) -> bool {
     table.get("train").and_then(toml::Value::as_table).is_some_and(|train| train.contains_key(key))
 }
 
-fn forget(table: &mut toml::Table, key: &str) {
+fn remove_key(table: &mut toml::Table, key: &str) {
     if let Some(toml::Value::Table(train)) = table.get_mut("train") {
         train.remove(key);
     }
 }
 
 /// Merges `over` into `base`. `epochs` and `steps` both set a run's length, so either replaces the other.
-fn add_layer(base: &mut toml::Table, over: toml::Table, origin: &str) -> Result<()> {
-    match (says(&over, "epochs"), says(&over, "steps")) {
+fn merge_layer(base: &mut toml::Table, over: toml::Table, origin: &str) -> Result<()> {
+    match (has_key(&over, "epochs"), has_key(&over, "steps")) {
         (true, true) => {
             let message = format!("{origin} sets both `epochs` and `steps`; set only one");
             return Err(Error::config("train.epochs", message));
         }
-        (true, false) => forget(base, "steps"),
-        (false, true) => forget(base, "epochs"),
+        (true, false) => remove_key(base, "steps"),
+        (false, true) => remove_key(base, "epochs"),
         (false, false) => {}
     }
     merge(base, over);
@@ -374,7 +374,7 @@ mod tests {
                 ((*key).to_owned(), table["v"].clone())
             })
             .collect();
-        Config::resolve(&Layers { file: Some(("a.toml".into(), file.into())), overrides, saved: false })
+        Config::resolve(&ConfigLayers { file: Some(("a.toml".into(), file.into())), overrides, saved: false })
     }
 
     /// N5: `--epochs 1` of the built-in run was 600 steps.
@@ -404,10 +404,10 @@ mod tests {
     #[test]
     fn a_run_of_an_older_version_with_both_uses_its_steps() {
         let file = Some(("config.toml".into(), "[train]\nepochs = 1.0\nsteps = 7".into()));
-        let layers = Layers { file, saved: true, overrides: Vec::new() };
+        let layers = ConfigLayers { file, saved: true, overrides: Vec::new() };
         assert_eq!(Config::resolve(&layers).unwrap().train.steps, Some(7));
         let epochs = vec![("train.epochs".to_owned(), toml::Value::from(3.0))];
-        let train = Config::resolve(&Layers { overrides: epochs, ..layers }).unwrap().train;
+        let train = Config::resolve(&ConfigLayers { overrides: epochs, ..layers }).unwrap().train;
         assert_eq!((train.epochs, train.steps), (Some(3.0), None));
     }
 

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 /// Everything that a step needs besides its batches.
 #[derive(Debug)]
-pub struct Engine {
+pub struct TrainEngine {
     /// The processes that take the step together; each computes its share of the micro-batches.
     pub group: Arc<dyn ProcessGroup>,
     /// The timings of the last step, by rank.
@@ -54,7 +54,7 @@ pub struct RankTiming {
 
 /// The outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Outcome {
+pub enum StepOutcome {
     /// The masters were updated.
     Applied {
         /// Global norm after unscaling, before clipping.
@@ -68,7 +68,7 @@ pub enum Outcome {
     Skipped,
 }
 
-/// A step's figures, besides [`Engine::survey`].
+/// A step's figures, besides [`TrainEngine::survey`].
 #[derive(Clone, Copy, Debug)]
 pub struct StepReport {
     /// Mean loss over the targets of all micro-batches, in nats.
@@ -78,7 +78,7 @@ pub struct StepReport {
     /// The loss scale during the step.
     pub scale: f32,
     /// Whether it was applied.
-    pub outcome: Outcome,
+    pub outcome: StepOutcome,
     /// The change of the scale.
     pub change: ScaleChange,
     /// Wall time of the parts.
@@ -148,14 +148,14 @@ impl Passes<'_> {
     }
 }
 
-impl Engine {
+impl TrainEngine {
     /// Runs one step over `micro_batches`, whose losses are weighted by their numbers of targets.
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
-        self.step_around(micro_batches, |_, passes| passes())
+        self.step_with(micro_batches, |_, passes| passes())
     }
 
     /// Like [`Self::step`], but `around` runs the passes. Nothing changes the state that it receives until it returns.
-    pub(super) fn step_around(
+    pub(super) fn step_with(
         &mut self,
         micro_batches: &[Batch],
         around: impl FnOnce(StateView<'_>, &mut dyn FnMut() -> Result<StepGradients>) -> Result<StepGradients>,

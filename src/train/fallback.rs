@@ -4,11 +4,11 @@ use crate::Result;
 use crate::engine::model::candle_dtype;
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use crate::telemetry::{DtypeChange, FirstNonFinite, Pass};
-use crate::train::engine::{Engine, Outcome, StepReport};
+use crate::train::engine::{StepOutcome, StepReport, TrainEngine};
 use crate::train::fp8::{FP8, Fp8Block};
 use std::collections::BTreeMap;
 
-impl Engine {
+impl TrainEngine {
     /// Changes the compute dtype of `unit`, starting with the next step: converts its working weights, buffers and
     /// gradients.
     pub fn retype(&mut self, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
@@ -33,18 +33,18 @@ impl Engine {
 /// Moves units into and out of fallback according to the last step and the `origin` of its overflow. A forward overflow
 /// always counts, because no loss scale prevents it; a backward overflow counts only if the scale was not too high.
 pub(super) fn after_step(
-    engine: &mut Engine,
+    engine: &mut TrainEngine,
     policy: PrecisionPolicy,
     report: &StepReport,
     origin: Option<&(FirstNonFinite, PrecisionUnit)>,
 ) -> Result<Vec<DtypeChange>> {
-    let Engine { state, survey, .. } = engine;
+    let TrainEngine { state, survey, .. } = engine;
     if !state.fallback.is_on() {
         return Ok(Vec::new());
     }
     let (step, wide) = (state.counters.step, state.fallback.dtype());
     let mut moves = Vec::new();
-    if report.outcome == Outcome::Skipped {
+    if report.outcome == StepOutcome::Skipped {
         let sound_scale = report.scale <= state.fallback.highest_scale();
         if let Some(&(_, unit)) = origin.filter(|(origin, _)| sound_scale || origin.pass == Pass::Forward) {
             let fallen = state.fallback.overflowed(unit, step);

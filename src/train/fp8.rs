@@ -11,7 +11,7 @@ use crate::engine::kernels::survey::survey;
 use crate::engine::model::{Hook, Layer, LinearRole, NormRole, Op, ParamRole, Parameters, Part, Place};
 use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, PrecisionUnit, scale_for};
 use crate::telemetry::{DtypeChange, Event, GradVariance};
-use crate::train::engine::{Engine, Outcome, StepReport};
+use crate::train::engine::{StepOutcome, StepReport, TrainEngine};
 use candle_core::Tensor;
 use std::borrow::Cow;
 
@@ -153,16 +153,16 @@ impl Hook for Fp8Block {
 /// The events for each layer's gradient variance in the last step, and for the FP8 block that it switches. Call it
 /// before anything overwrites the gradients.
 pub(super) fn after_step(
-    engine: &mut Engine,
+    engine: &mut TrainEngine,
     compute: Dtype,
     report: &StepReport,
     variance_every: u64,
 ) -> Result<Vec<Event>> {
-    let Engine { group, model, state, grads, survey, .. } = engine;
+    let TrainEngine { group, model, state, grads, survey, .. } = engine;
     let step = state.counters.step;
     let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
     let switches = state.fp8.as_ref().is_some_and(|fp8| fp8.config.enter_variance.is_some());
-    if report.outcome == Outcome::Skipped || !(wanted || switches) {
+    if report.outcome == StepOutcome::Skipped || !(wanted || switches) {
         return Ok(Vec::new());
     }
     let mut variances = grads.variances(survey, model.kernels(), &**group)?;

@@ -6,7 +6,7 @@ use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
 use crate::engine::model::{Hook, Place};
 use crate::precision::FloatFormat;
-use crate::train::engine::Engine;
+use crate::train::engine::TrainEngine;
 use crate::train::state::Counters;
 use candle_core::{DType, Tensor};
 
@@ -17,7 +17,7 @@ const STEP_DOWN: f32 = 256.0;
 /// `scale`; `None` if it is not finite even at the lowest. Overwrites buffers and gradients, and nothing that outlives
 /// a step.
 pub(super) fn largest_gradient(
-    engine: &mut Engine,
+    engine: &mut TrainEngine,
     micro_batches: &[Batch],
     counters: Counters,
     scale: f32,
@@ -29,7 +29,7 @@ pub(super) fn largest_gradient(
     let mut tried = scale;
     while tried > lowest {
         tried = (tried / STEP_DOWN).max(lowest);
-        let mut largest = Largest { max_abs: 0.0, finite: true };
+        let mut largest = GradAmaxHook { max_abs: 0.0, finite: true };
         for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
             passes.repeat((index, batch), counters, tried / targets.max(1) as f32, &mut largest)?;
         }
@@ -43,12 +43,12 @@ pub(super) fn largest_gradient(
     Ok(None)
 }
 
-struct Largest {
+struct GradAmaxHook {
     max_abs: f32,
     finite: bool,
 }
 
-impl Hook for Largest {
+impl Hook for GradAmaxHook {
     fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
         // Tensors in wider types do not overflow at FP16's maximum.
         if place.part.is_forward() || tensor.dtype() != DType::F16 || !self.finite {

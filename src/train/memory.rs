@@ -25,7 +25,7 @@ impl DistributedLayout {
 
 /// Bytes by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EngineBytes {
+pub struct MemoryEstimate {
     /// The working copy of the weights.
     pub weights: u64,
     /// FP32 masters.
@@ -42,7 +42,7 @@ pub struct EngineBytes {
     pub scores: u64,
 }
 
-impl EngineBytes {
+impl MemoryEstimate {
     /// For each process, with batches of `batch` sequences of `seq_len` tokens, `grad_accum` of them in a step.
     pub fn new(
         DistributedLayout { world_size, on_gpu }: DistributedLayout,
@@ -58,7 +58,7 @@ impl EngineBytes {
         };
         let trained = elements(spec.parameters());
         let parameters: u64 = trained.iter().sum();
-        let frozen = Frozen::new(spec, policy, batch * seq_len);
+        let frozen = FrozenBytes::new(spec, policy, batch * seq_len);
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
         let (mut masters, weights) = MasterWeights::bytes(parameters, policy, world_size);
         let (mut gradients, sum) = Gradients::bytes(parameters, policy, grad_accum, world_size);
@@ -95,7 +95,7 @@ pub fn probe_bytes(
     let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], Keep::All)?;
     let gathered = if world_size > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
     let widened = if policy.params == Dtype::F32 { 0 } else { trained * Dtype::F32.size_in_bytes() as u64 };
-    let frozen = Frozen::new(spec, exact, batch * seq_len);
+    let frozen = FrozenBytes::new(spec, exact, batch * seq_len);
     let base = if policy.compute == Dtype::F32 { 0 } else { frozen.dense + frozen.buffer };
     Ok(activations + scratch + Gradients::bytes(trained, exact, 1, 1).0 + gathered + widened + base)
 }
@@ -126,7 +126,7 @@ pub fn sample_bytes(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize, pr
 
 /// Bytes of a frozen base.
 #[derive(Default)]
-struct Frozen {
+struct FrozenBytes {
     /// Parameters that are stored in the compute dtype.
     dense: u64,
     blocks: u64,
@@ -134,7 +134,7 @@ struct Frozen {
     buffer: u64,
 }
 
-impl Frozen {
+impl FrozenBytes {
     fn new(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize) -> Self {
         let (in_blocks, size) = (spec.in_blocks(), policy.compute.size_in_bytes() as u64);
         let (mut frozen, mut dequantised) = (Self::default(), BTreeMap::<Layer, u64>::new());
@@ -156,7 +156,7 @@ impl Frozen {
 }
 
 /// The bytes that this configuration takes in each process with other sizes.
-fn need(
+fn required_bytes(
     config: &Config,
     spec: &ModelSpec,
     batch: usize,
@@ -168,7 +168,7 @@ fn need(
     let sizes = [batch, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
     let probes = config.telemetry.probe_every > 0;
     let bytes = || -> Result<u64> {
-        let engine = EngineBytes::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
+        let engine = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
         let probe =
             if probes { probe_bytes(layout.world_size, spec, config.dtype, [batch, train.seq_len])? } else { 0 };
         let (tokens, threads) = (batch * train.seq_len, rayon::current_num_threads());
@@ -193,14 +193,16 @@ pub(super) fn check_fits(
 ) -> Result<()> {
     let train = &config.train;
     let (batch, keep) = (train.batch_size, train.recompute);
-    let need = |config: &Config, spec: &ModelSpec, batch, keep| need(config, spec, batch, keep, kernels, layout);
-    if need(config, spec, batch, keep) <= available {
+    let required_bytes =
+        |config: &Config, spec: &ModelSpec, batch, keep| required_bytes(config, spec, batch, keep, kernels, layout);
+    if required_bytes(config, spec, batch, keep) <= available {
         return Ok(());
     }
     let mut ways = Vec::new();
-    let largest = largest_batch(available, |batch| need(config, spec, batch, keep));
+    let largest = largest_batch(available, |batch| required_bytes(config, spec, batch, keep));
     if keep == Keep::All {
-        match largest_batch(available, |batch| need(config, spec, batch, Keep::BlockInput)).map(|most| most.min(batch))
+        match largest_batch(available, |batch| required_bytes(config, spec, batch, Keep::BlockInput))
+            .map(|most| most.min(batch))
         {
             Some(fits) if fits == batch => ways.push("`--set train.recompute=block`".into()),
             Some(fits) if largest.is_none() => {
@@ -209,17 +211,17 @@ pub(super) fn check_fits(
             _ => {}
         }
     }
-    let narrow = with_narrow_moments(config);
-    if narrow != *config && need(&narrow, spec, batch, keep) <= available {
+    let narrow = with_8bit_moments(config);
+    if narrow != *config && required_bytes(&narrow, spec, batch, keep) <= available {
         ways.push("`--optimizer adamw8bit`".into());
     }
     let unprobed = without_probes(config);
-    if unprobed != *config && need(&unprobed, spec, batch, keep) <= available {
+    if unprobed != *config && required_bytes(&unprobed, spec, batch, keep) <= available {
         ways.push("`--set telemetry.probe_every=0`".into());
     }
     let lora = with_lora(config);
     if config.lora.r.is_none()
-        && lora.adapted(spec.clone()).is_ok_and(|spec| need(&lora, &spec, batch, keep) <= available)
+        && lora.adapted(spec.clone()).is_ok_and(|spec| required_bytes(&lora, &spec, batch, keep) <= available)
     {
         ways.push("`--lora r=16,alpha=32`".into());
     }
@@ -237,7 +239,7 @@ pub(super) fn check_fits(
     let message = format!(
         "{batch} sequences of {} tokens need {:.1} GiB, and {:.1} GiB are available; {advice}{more}",
         train.seq_len,
-        gib(need(config, spec, batch, keep)),
+        gib(required_bytes(config, spec, batch, keep)),
         gib(available)
     );
     Err(Error::config("train.batch_size", message))
@@ -265,7 +267,7 @@ pub(super) fn check_weights_fit(config: &Config, spec: &ModelSpec, available: u6
     Err(Error::config("model", message))
 }
 
-fn with_narrow_moments(config: &Config) -> Config {
+fn with_8bit_moments(config: &Config) -> Config {
     let mut config = config.clone();
     config.train.optimizer = OptimizerKind::AdamW8bit;
     config
@@ -298,7 +300,7 @@ pub(super) fn fitted(
     for keep in keeps {
         let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
         for smaller in divisors {
-            if need(config, spec, smaller, keep, kernels, layout) > available {
+            if required_bytes(config, spec, smaller, keep, kernels, layout) > available {
                 continue;
             }
             let mut fitted = config.clone();
@@ -334,7 +336,14 @@ mod tests {
     const KERNELS: Fused = Fused;
 
     fn needed(config: &Config, spec: &ModelSpec) -> u64 {
-        need(config, spec, config.train.batch_size, config.train.recompute, &KERNELS, DistributedLayout::SINGLE)
+        required_bytes(
+            config,
+            spec,
+            config.train.batch_size,
+            config.train.recompute,
+            &KERNELS,
+            DistributedLayout::SINGLE,
+        )
     }
 
     /// A run whose step fits and whose probe does not was stopped in its middle by the system.
@@ -351,7 +360,7 @@ mod tests {
 
         let train = &config.train;
         let sizes = [train.batch_size, train.seq_len, train.grad_accum];
-        let engine = EngineBytes::new(
+        let engine = MemoryEstimate::new(
             DistributedLayout::SINGLE,
             &spec,
             config.dtype,
@@ -373,7 +382,7 @@ mod tests {
         let parameters = spec.parameter_count();
         let bytes = |policy, world_size, on_gpu| {
             let layout = DistributedLayout { world_size, on_gpu };
-            EngineBytes::new(layout, &spec, policy, [1, 16, 4], Keep::All, OptimizerKind::AdamW, &KERNELS).unwrap()
+            MemoryEstimate::new(layout, &spec, policy, [1, 16, 4], Keep::All, OptimizerKind::AdamW, &KERNELS).unwrap()
         };
         for (policy, shard) in [(PrecisionPolicy::FP16, 16), (PrecisionPolicy::FP32, 12)] {
             let [cpu, gpu] = [false, true].map(|on_gpu| bytes(policy, 2, on_gpu).total());
@@ -397,7 +406,7 @@ mod tests {
         let mut quantised = spec.clone();
         let matrices = spec.frozen_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
         quantised.quantised = matrices.map(|entry| (entry.name, GgmlDType::Q8_0)).collect();
-        let in_blocks = Frozen::new(&quantised, PrecisionPolicy::FP32, 16);
+        let in_blocks = FrozenBytes::new(&quantised, PrecisionPolicy::FP32, 16);
         let saved = probe(&spec, PrecisionPolicy::BF16) - probe(&quantised, PrecisionPolicy::BF16);
         assert_eq!(saved, dense - in_blocks.dense - in_blocks.buffer);
         assert!(in_blocks.blocks > in_blocks.dense + in_blocks.buffer);
@@ -412,7 +421,7 @@ mod tests {
             let mut spec = config.adapted(ModelSpec { tied, ..spec.clone() }).unwrap();
             let embedding = spec.frozen_parameters().into_iter().find(|entry| entry.pack.op == Op::Embedding).unwrap();
             spec.quantised = [(embedding.name, GgmlDType::Q8_0)].into();
-            Frozen::new(&spec, PrecisionPolicy::FP32, 16).buffer
+            FrozenBytes::new(&spec, PrecisionPolicy::FP32, 16).buffer
         };
         assert_eq!(buffer(true, &tied), 4 * 100_000 * tied.width as u64);
         assert_eq!(buffer(false, &tied), 4 * 16 * tied.width as u64);

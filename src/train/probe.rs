@@ -14,19 +14,19 @@ use crate::engine::model::{Hook, Keep, ModelSpec, Parameters, Part, Place, Works
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::{ActivationMax, FlushedTensor, Fp32Probe};
-use crate::train::engine::{Engine, Passes};
+use crate::train::engine::{Passes, TrainEngine};
 use crate::train::records::grad_stats;
 use candle_core::{DType, Tensor};
 use std::borrow::Cow;
 use std::sync::Arc;
 
 /// Elements compared at a time.
-const WIDTH: usize = 1024;
+const CHUNK_ELEMENTS: usize = 1024;
 
 /// Compares the gradients of `batch` in the run's precision with its loss scale with those in FP32 without one.
 /// `masters` are all of them, where this process holds a part.
 /// Overwrites the engine's buffers and gradients, and nothing that outlives a step.
-pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Parameters>) -> Result<Fp32Probe> {
+pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Parameters>) -> Result<Fp32Probe> {
     let (mut passes, state) = engine.passes()?;
     // Without FP8's rounding of weights.
     passes.weights = Cow::Borrowed(state.weights);
@@ -37,8 +37,8 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Paramet
     let mut exact = Gradients::new(state.weights, PrecisionPolicy::FP32, 1, &SingleProcess)?;
     let seed = |scale: f32| scale / batch.target_count.max(1) as f32;
     passes.repeat((0, batch), counters, seed(scale), &mut ())?;
-    let masters = wide(state.weights, masters.unwrap_or(state.masters), model.kernels())?;
-    let mut maxima = Maxima { spec, maxima: Vec::new() };
+    let masters = to_fp32(state.weights, masters.unwrap_or(state.masters), model.kernels())?;
+    let mut maxima = AmaxHook { spec, maxima: Vec::new() };
     let (weights, hook) = (Cow::Borrowed(&masters), &mut ());
     let mut in_fp32 = Passes { weights, hook, workspace: &mut workspace, grads: &mut exact, ..passes };
     in_fp32.repeat((0, batch), counters, seed(1.0), &mut maxima)?;
@@ -50,14 +50,14 @@ pub(super) fn probe(engine: &mut Engine, batch: &Batch, masters: Option<&Paramet
     let tensors = layout
         .iter()
         .zip(exact_grads.tensors().iter().zip(grads.tensors()))
-        .map(|(entry, (exact, stored))| flushed(&entry.name, exact, stored))
+        .map(|(entry, (exact, stored))| count_flushed(&entry.name, exact, stored))
         .collect::<Result<_>>()?;
     let grads = grad_stats(&survey.total);
     Ok(Fp32Probe { step: counters.step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
 }
 
 /// The weights in FP32: the masters, over their base. Tensors that are FP32 already are shared.
-fn wide(weights: &Parameters, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
+fn to_fp32(weights: &Parameters, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
     let is_wide = |parameters: &Parameters| parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32);
     let widened = |parameters: &Parameters| -> Result<Parameters> {
         if is_wide(parameters) {
@@ -75,12 +75,12 @@ fn wide(weights: &Parameters, masters: &Parameters, kernels: &dyn Kernels) -> Re
 }
 
 /// The largest magnitude of each layer's output.
-struct Maxima<'a> {
+struct AmaxHook<'a> {
     spec: &'a ModelSpec,
     maxima: Vec<ActivationMax>,
 }
 
-impl Hook for Maxima<'_> {
+impl Hook for AmaxHook<'_> {
     fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
         if place.part == Part::Output {
             let (name, max_abs) =
@@ -95,14 +95,14 @@ impl Hook for Maxima<'_> {
     }
 }
 
-fn flushed(name: &str, exact: &Tensor, stored: &Tensor) -> Result<FlushedTensor> {
+fn count_flushed(name: &str, exact: &Tensor, stored: &Tensor) -> Result<FlushedTensor> {
     let (exact, stored) = (host(exact)?, host(stored)?);
     let (exact, stored) = (read(&exact)?, read(&stored)?);
     let (exact, stored) = (exact.view(), stored.view());
     let mut out = FlushedTensor { name: name.to_owned(), count: exact.len() as u64, nonzero: 0, flushed: 0 };
-    let (mut a, mut b) = ([0.0; WIDTH], [0.0; WIDTH]);
-    for start in (0..exact.len()).step_by(WIDTH) {
-        let width = WIDTH.min(exact.len() - start);
+    let (mut a, mut b) = ([0.0; CHUNK_ELEMENTS], [0.0; CHUNK_ELEMENTS]);
+    for start in (0..exact.len()).step_by(CHUNK_ELEMENTS) {
+        let width = CHUNK_ELEMENTS.min(exact.len() - start);
         exact.load(start, &mut a[..width]);
         stored.load(start, &mut b[..width]);
         for (exact, stored) in a[..width].iter().zip(&b[..width]) {

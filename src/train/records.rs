@@ -6,7 +6,7 @@ use crate::engine::optim::Survey;
 use crate::telemetry::{
     FirstNonFinite, GradStats, Overflow, ScaleUpdate, StepRecord, StepStatus as RecordedOutcome, StepTime, TensorRecord,
 };
-use crate::train::engine::{Outcome, StepReport};
+use crate::train::engine::{StepOutcome, StepReport};
 use crate::train::state::Counters;
 use std::time::Duration;
 
@@ -48,8 +48,8 @@ pub(super) fn step_record(
     step: Duration,
 ) -> StepRecord {
     let (outcome, grad_norm, clip, lr) = match report.outcome {
-        Outcome::Applied { grad_norm, clip, lr } => (RecordedOutcome::Applied, grad_norm, clip, lr),
-        Outcome::Skipped => (RecordedOutcome::Skipped, f64::NAN, 1.0, next_lr),
+        StepOutcome::Applied { grad_norm, clip, lr } => (RecordedOutcome::Applied, grad_norm, clip, lr),
+        StepOutcome::Skipped => (RecordedOutcome::Skipped, f64::NAN, 1.0, next_lr),
     };
     StepRecord {
         step: counters.step,

@@ -17,8 +17,8 @@ use crate::store::companions::CHAT_TEMPLATE;
 use crate::store::hub::{self, Hub, Settings};
 use crate::store::{Companions, ModelFolder, NO_MODEL_FILE, StoredModel, WeightSource, is_gguf};
 use crate::telemetry::available_bytes;
-use crate::train::config::{Config, Init};
-use crate::train::engine::Engine;
+use crate::train::config::{Config, WeightInit};
+use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Block;
 use crate::train::memory::{DistributedLayout, check_fits, check_weights_fit, fitted};
 use crate::train::state::TrainState;
@@ -33,7 +33,7 @@ const DATA_FOLDER: &str = "data";
 
 /// An event during the preparation of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Preparing {
+pub enum SetupEvent {
     /// A phase of unknown length begins; it lasts until the next event.
     Phase(String),
     /// Progress of a download or of tokenization, in bytes.
@@ -52,7 +52,7 @@ pub enum Preparing {
 }
 
 /// Receives the events of the preparation.
-pub type Report<'a> = dyn FnMut(Preparing) + 'a;
+pub type SetupCallback<'a> = dyn FnMut(SetupEvent) + 'a;
 
 /// A model as its source describes it, before any weight is read.
 #[derive(Debug)]
@@ -75,7 +75,7 @@ pub struct ModelSource {
 
 /// Weights to begin with.
 #[derive(Debug)]
-pub struct Initial {
+pub struct InitialWeights {
     /// The masters, or the shard of this process, and their working copy over the base.
     pub weights: (MasterWeights, Parameters),
     /// The identity of the base.
@@ -84,7 +84,7 @@ pub struct Initial {
 
 impl ModelSource {
     /// Finds the model of a configuration; downloads it if it is neither built in nor a folder.
-    pub fn open(config: &Config, report: &mut Report<'_>) -> Result<Self> {
+    pub fn open(config: &Config, report: &mut SetupCallback<'_>) -> Result<Self> {
         let mut source = Self::find(config, report)?;
         if let Some(named) = &config.chat_template {
             let template = named_template(named)?;
@@ -94,7 +94,7 @@ impl ModelSource {
         Ok(source)
     }
 
-    fn find(config: &Config, report: &mut Report<'_>) -> Result<Self> {
+    fn find(config: &Config, report: &mut SetupCallback<'_>) -> Result<Self> {
         let given = config.tokenizer.as_ref().map(Tokenizer::from_file).transpose()?;
         let (named, random) = (ModelSpec::named(&config.model), || WeightSource::Random(config.seed));
         if config.model == "tiny" {
@@ -102,12 +102,12 @@ impl ModelSource {
             let tokenizer = given.or_else(|| Some(Tokenizer::byte()));
             return Self::checked(config, shape, tokenizer, Companions::default(), None, Some(random()));
         }
-        if config.init == Init::Random && !Path::new(&config.model).exists() {
+        if config.init == WeightInit::Random && !Path::new(&config.model).exists() {
             let shape = named.ok_or_else(|| unknown_architecture(&config.model))?;
             return Self::checked(config, shape, given, Companions::default(), None, Some(random()));
         }
-        let Located { path, commit } = locate(&config.model, config.revision.as_deref(), report)?;
-        let (shape, own, companions, weights) = if config.init == Init::Random && path.is_dir() {
+        let ModelLocation { path, commit } = locate(&config.model, config.revision.as_deref(), report)?;
+        let (shape, own, companions, weights) = if config.init == WeightInit::Random && path.is_dir() {
             let own = ModelFolder::tokenizer_in(&path).map(Tokenizer::from_file).transpose()?;
             (ModelFolder::read_config(&path)?, own, Companions::of_folder(&path)?, random())
         } else {
@@ -115,14 +115,14 @@ impl ModelSource {
             let own = if given.is_some() { None } else { model.tokenizer()? };
             let companions = model.companions()?;
             let shape = model.config().clone();
-            let weights = if config.init == Init::Random { random() } else { WeightSource::Stored(model) };
+            let weights = if config.init == WeightInit::Random { random() } else { WeightSource::Stored(model) };
             (shape, own, companions, weights)
         };
         Self::checked(config, shape, given.or(own), companions, commit, Some(weights))
     }
 
     /// The model of a resumed run: shape and tokenizer come from the checkpoint, so that nothing else is needed.
-    pub fn of_checkpoint(config: &Config, checkpoint: &Checkpoint, report: &mut Report<'_>) -> Result<Self> {
+    pub fn from_checkpoint(config: &Config, checkpoint: &Checkpoint, report: &mut SetupCallback<'_>) -> Result<Self> {
         let tokenizer = Some(Tokenizer::from_file(checkpoint.tokenizer())?);
         let (shape, companions) = (checkpoint.config().clone(), Companions::of_folder(checkpoint.path())?);
         let (commit, weights) = if shape.lora.is_some() {
@@ -172,10 +172,10 @@ impl ModelSource {
         config: &Config,
         OpenDevice { device, kernels, .. }: &OpenDevice,
         group: &dyn ProcessGroup,
-        report: &mut Report<'_>,
-    ) -> Result<Initial> {
+        report: &mut SetupCallback<'_>,
+    ) -> Result<InitialWeights> {
         let random = matches!(self.weights, Some(WeightSource::Random(_)));
-        report(Preparing::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
+        report(SetupEvent::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
         let policy = config.dtype;
         let check = |parameters: &Parameters| check_range(parameters, &self.name, policy.compute);
         if self.config.lora.is_some() {
@@ -190,10 +190,10 @@ impl ModelSource {
             if let Some((held, dense)) = parameters.base().and_then(|base| base.saved_by_blocks()) {
                 let mib = |bytes: u64| bytes >> 20;
                 let message = "the base stays in its quantised blocks (QLoRA)";
-                report(Preparing::Notice(format!("{message}: {} MiB instead of {} MiB", mib(held), mib(dense))));
+                report(SetupEvent::Notice(format!("{message}: {} MiB instead of {} MiB", mib(held), mib(dense))));
             }
             let (masters, weights) = MasterWeights::new(parameters, policy, &**kernels)?;
-            return Ok(Initial { weights: (masters.shard(group, &weights)?, weights), base: Some(base) });
+            return Ok(InitialWeights { weights: (masters.shard(group, &weights)?, weights), base: Some(base) });
         }
         let fill = |into: &Parameters| {
             let Some(weights) = &self.weights else { return Ok(()) };
@@ -202,13 +202,13 @@ impl ModelSource {
         };
         let entries = self.config.parameters();
         let weights = MasterWeights::filled(&entries, policy, device, group, &**kernels, fill)?;
-        Ok(Initial { weights, base: None })
+        Ok(InitialWeights { weights, base: None })
     }
 }
 
 /// Where a model's files are.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Located {
+pub struct ModelLocation {
     /// The folder, or the GGUF file.
     pub path: PathBuf,
     /// The commit of the Hub's files.
@@ -220,7 +220,7 @@ pub struct Located {
 ///
 /// # Errors
 /// [`Error::Model`] or [`Error::Hub`] with the reason why `name` is no model or is unavailable, and a remedy.
-pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Result<Located> {
+pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>) -> Result<ModelLocation> {
     let path = Path::new(name);
     let wrong = |message: &str| Err(Error::model(format!("`{name}`"), message));
     if path.is_dir() || is_gguf(path) {
@@ -228,7 +228,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Re
             let what = if path.is_dir() { "folder" } else { "file" };
             return Err(Error::config("revision", format!("`{name}` is a local {what}, which has none; leave it out")));
         }
-        return Ok(Located { path: path.to_path_buf(), commit: None });
+        return Ok(ModelLocation { path: path.to_path_buf(), commit: None });
     }
     if path.exists() {
         return wrong(NO_MODEL_FILE);
@@ -241,9 +241,9 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Re
         None => None,
     };
     if let Some((repo, file)) = remote {
-        return from_hub(name, report, |hub| {
+        return find_on_hub(name, report, |hub| {
             let (path, commit) = hub.model_file(repo, revision, file)?;
-            Ok(Located { path, commit: Some(commit) })
+            Ok(ModelLocation { path, commit: Some(commit) })
         });
     }
     if name.to_ascii_lowercase().ends_with(".gguf") {
@@ -252,11 +252,11 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut Report<'_>) -> Re
     if path.ancestors().skip(1).any(|above| !above.as_os_str().is_empty() && above.is_dir()) {
         return wrong("there is no such folder");
     }
-    refuse_misspelling(name, names_in(Path::new(".")).into_iter().filter(|name| Path::new(name).is_dir()))?;
+    check_misspelling(name, names_in(Path::new(".")).into_iter().filter(|name| Path::new(name).is_dir()))?;
     hub::check_name(name)?;
-    from_hub(name, report, |hub| {
+    find_on_hub(name, report, |hub| {
         let files = hub.model(name, revision)?;
-        Ok(Located { path: files.folder, commit: Some(files.commit) })
+        Ok(ModelLocation { path: files.folder, commit: Some(files.commit) })
     })
 }
 
@@ -268,32 +268,32 @@ fn hub_file(name: &str) -> Option<(&str, &str)> {
 }
 
 /// Runs `find` on the Hub, or on its cache if there is no network.
-fn from_hub(
+fn find_on_hub(
     name: &str,
-    report: &mut Report<'_>,
-    find: impl FnOnce(&mut Hub<'_>) -> Result<Located>,
-) -> Result<Located> {
-    report(Preparing::Phase(format!("resolving {name}")));
+    report: &mut SetupCallback<'_>,
+    find: impl FnOnce(&mut Hub<'_>) -> Result<ModelLocation>,
+) -> Result<ModelLocation> {
+    report(SetupEvent::Phase(format!("resolving {name}")));
     let (settings, no_network) = hub_settings();
     let mut progress = |progress| report(progress_of(progress));
     let found = find(&mut Hub::new(settings).report_to(&mut progress));
     let ways = "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random weights \
                 (`--init random`)";
-    without_network(found, no_network, name, ways, report)
+    cached_if_offline(found, no_network, name, ways, report)
 }
 
 /// Returns the cached result with a notice if there is no network, or the error.
-fn without_network<T>(
+fn cached_if_offline<T>(
     found: Result<T>,
     no_network: Option<String>,
     name: &str,
     ways: &str,
-    report: &mut Report<'_>,
+    report: &mut SetupCallback<'_>,
 ) -> Result<T> {
     let Some(why) = no_network else { return found };
     match found {
         Ok(found) => {
-            report(Preparing::Notice(format!("the Hub cannot be asked ({why}): `{name}` comes from the cache")));
+            report(SetupEvent::Notice(format!("the Hub cannot be asked ({why}): `{name}` comes from the cache")));
             Ok(found)
         }
         Err(_) => Err(Error::hub(name, format!("it is not in the cache, and the Hub cannot be asked ({why}); {ways}"))),
@@ -301,7 +301,7 @@ fn without_network<T>(
 }
 
 /// Refuses a name that is probably a misspelling of a known one, before the Hub is asked for it.
-pub(crate) fn refuse_misspelling(name: &str, local: impl IntoIterator<Item = String>) -> Result<()> {
+pub(crate) fn check_misspelling(name: &str, local: impl IntoIterator<Item = String>) -> Result<()> {
     let known = || ModelSpec::names().into_iter().map(ToString::to_string);
     if name.contains('/') || known().any(|known| known == name) {
         return Ok(());
@@ -325,12 +325,12 @@ fn unknown_architecture(model: &str) -> Error {
     Error::config("model", format!("`{model}` is neither a folder nor one of {}", ModelSpec::names().join(", ")))
 }
 
-fn progress_of(progress: hub::Progress) -> Preparing {
+fn progress_of(progress: hub::Progress) -> SetupEvent {
     match progress {
         hub::Progress::Bytes { file, done, total } => {
-            Preparing::Progress { what: format!("downloading {file}"), done, total }
+            SetupEvent::Progress { what: format!("downloading {file}"), done, total }
         }
-        hub::Progress::Notice(notice) => Preparing::Notice(notice),
+        hub::Progress::Notice(notice) => SetupEvent::Notice(notice),
     }
 }
 
@@ -346,7 +346,7 @@ pub fn dataset(
     config: &Config,
     chat: &ChatSettings,
     tokenizer: &Tokenizer,
-    report: &mut Report<'_>,
+    report: &mut SetupCallback<'_>,
 ) -> Result<Dataset> {
     let reading = reading(config, chat, tokenizer);
     let of_val = |error| match error {
@@ -365,13 +365,13 @@ pub fn whole_text(
     text: &Source,
     reading: Reading,
     tokenizer: &Tokenizer,
-    report: &mut Report<'_>,
+    report: &mut SetupCallback<'_>,
 ) -> Result<(TokenSource, f64)> {
     with_loader(&[Some(text)], reading, report, |loader| loader.load_whole(text, tokenizer))
 }
 
 /// The conversations of `source` with their last answers; downloads missing files.
-pub fn dialogues(source: &Source, reading: Reading, report: &mut Report<'_>) -> Result<Vec<Dialogue>> {
+pub fn dialogues(source: &Source, reading: Reading, report: &mut SetupCallback<'_>) -> Result<Vec<Dialogue>> {
     with_loader(&[Some(source)], reading, report, |loader| loader.dialogues(source))
 }
 
@@ -379,39 +379,39 @@ pub fn dialogues(source: &Source, reading: Reading, report: &mut Report<'_>) -> 
 fn with_loader<T>(
     sources: &[Option<&Source>],
     reading: Reading,
-    report: &mut Report<'_>,
+    report: &mut SetupCallback<'_>,
     load: impl FnOnce(&mut Loader<'_>) -> Result<T>,
 ) -> Result<T> {
     let remote = sources.iter().flatten().find(|source| matches!(source, Source::Hub { .. }));
     let (mut settings, mut no_network) = (Settings::from_env(), None);
     if remote.is_some() {
-        report(Preparing::Phase("resolving the data set".into()));
+        report(SetupEvent::Phase("resolving the data set".into()));
         (settings, no_network) = hub_settings();
     }
-    report(Preparing::Phase("reading the text".into()));
+    report(SetupEvent::Phase("reading the text".into()));
     let report = RefCell::new(report);
     let mut downloading = |progress| (report.borrow_mut())(progress_of(progress));
     let mut hub = Hub::new(settings).report_to(&mut downloading);
     let mut loading = |event| {
         (report.borrow_mut())(match event {
-            LoadEvent::Tokenising { done, total } => Preparing::Progress { what: "tokenising".into(), done, total },
-            LoadEvent::Notice(notice) => Preparing::Notice(notice),
+            LoadEvent::Tokenising { done, total } => SetupEvent::Progress { what: "tokenising".into(), done, total },
+            LoadEvent::Notice(notice) => SetupEvent::Notice(notice),
         });
     };
     let loaded = load(&mut Loader::new(DATA_FOLDER).reading(reading).fetch_with(&mut hub).report_to(&mut loading));
     let ways = "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)";
     match remote {
-        Some(remote) => without_network(loaded, no_network, &remote.to_string(), ways, *report.borrow_mut()),
+        Some(remote) => cached_if_offline(loaded, no_network, &remote.to_string(), ways, *report.borrow_mut()),
         None => loaded,
     }
 }
 
 /// The device of a configuration for one of the processes.
-pub(super) fn device(config: &Config, group: &dyn ProcessGroup, report: &mut Report<'_>) -> Result<OpenDevice> {
+pub(super) fn device(config: &Config, group: &dyn ProcessGroup, report: &mut SetupCallback<'_>) -> Result<OpenDevice> {
     config
         .place()?
         .of_process(group.local_rank())
-        .open(config.dtype, config.kernels, &mut |notice| report(Preparing::Notice(notice)))
+        .open(config.dtype, config.kernels, &mut |notice| report(SetupEvent::Notice(notice)))
 }
 
 /// Rejects a run for which the device has not enough memory; with `train.auto_batch`, changes it so that it fits.
@@ -420,7 +420,7 @@ pub(super) fn fit_memory(
     shape: &ModelSpec,
     open: &OpenDevice,
     group: &dyn ProcessGroup,
-    report: &mut Report<'_>,
+    report: &mut SetupCallback<'_>,
 ) -> Result<Config> {
     let available = if open.device.is_cpu() { available_bytes() } else { open.free_bytes() };
     let Some(available) = available else { return Ok(config) };
@@ -437,7 +437,7 @@ pub(super) fn fit_memory(
     if std::mem::take(&mut config.train.auto_batch) {
         let (fitted, said) = fitted(&config, shape, &*open.kernels, layout, available);
         if let Some(said) = said {
-            report(Preparing::Notice(said));
+            report(SetupEvent::Notice(said));
         }
         config = fitted;
     }
@@ -454,7 +454,7 @@ pub fn engine(
     weights: (MasterWeights, Parameters),
     kernels: Arc<dyn Kernels>,
     total_steps: u64,
-) -> Result<Engine> {
+) -> Result<TrainEngine> {
     let device = weights.1.device();
     let model = Decoder::new(shape, &weights.1, kernels)?;
     if group.world_size() > 1 && device.is_cpu() && model.kernels().name() != "fused" {
@@ -470,7 +470,7 @@ pub fn engine(
         let message = format!("there is no block {block}: the model has {}, from 0 on", shape.layers);
         return Err(Error::config("precision.fp8.block", message));
     }
-    Ok(Engine {
+    Ok(TrainEngine {
         workspace: Workspace::for_training(shape, policy, (train.batch_size, train.seq_len), train.recompute, &device)?,
         grads: Gradients::new(&state.weights, policy, train.grad_accum, &*group)?,
         group,

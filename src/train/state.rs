@@ -26,7 +26,7 @@ pub struct TrainState {
     /// The block in simulated FP8.
     pub fp8: Option<Fp8Block>,
     /// The names of parameters whose gradients have contained FP16's smallest magnitude.
-    pub touched: BTreeSet<String>,
+    pub underflowed_params: BTreeSet<String>,
     /// Steps, updates and tokens so far.
     pub counters: Counters,
 }
@@ -68,8 +68,8 @@ impl TrainState {
     ) -> Result<Self> {
         let adamw = AdamW::new(optimizer, masters.parameters())?;
         let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
-        let (touched, counters) = (BTreeSet::new(), Counters::default());
-        Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, touched, counters })
+        let (underflowed_params, counters) = (BTreeSet::new(), Counters::default());
+        Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, underflowed_params, counters })
     }
 
     /// The part that an update changes.

@@ -5,7 +5,7 @@ use crate::data::Batch;
 use crate::engine::collective::gather;
 use crate::engine::model::Mode;
 use crate::engine::optim::Update;
-use crate::train::engine::{Engine, Outcome, Passes, RankTiming, StepReport, StepTimings};
+use crate::train::engine::{Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
 use std::time::Instant;
@@ -70,7 +70,7 @@ impl Passes<'_> {
     }
 }
 
-impl Engine {
+impl TrainEngine {
     /// Applies the gradients if all are finite, and updates the loss scale.
     pub(super) fn update(&mut self, gradients: StepGradients) -> Result<StepReport> {
         let Self { group, model, state, grads, survey, .. } = self;
@@ -93,9 +93,9 @@ impl Engine {
             gather::all_gather(weights, &updated, &**group)?;
             time.exchange += clock.elapsed();
             counters.updates += 1;
-            Outcome::Applied { grad_norm, clip, lr }
+            StepOutcome::Applied { grad_norm, clip, lr }
         } else {
-            Outcome::Skipped
+            StepOutcome::Skipped
         };
         time.optimizer = clock.elapsed();
         // 6. Adjust the scale: back off after an overflow; grow after enough clean steps, or into the headroom.

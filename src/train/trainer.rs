@@ -20,13 +20,13 @@ use crate::telemetry::{
     Activity, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, PhaseProgress, RunState, SampleText,
     Validation,
 };
+use crate::train::callbacks::{StepCallback, StepContext, callbacks};
 use crate::train::config::{Config, Place};
-use crate::train::engine::Engine;
+use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Block;
-use crate::train::observer::{StepObserver, Taken, observers};
 use crate::train::probe;
 use crate::train::sample::Sampler;
-use crate::train::setup::{self, Initial, ModelSource, Preparing, Report};
+use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
 use crate::train::state::Counters;
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ use std::time::Instant;
 /// A run in progress.
 pub struct Trainer {
     config: Config,
-    engine: Engine,
+    engine: TrainEngine,
     /// The device's display name.
     device: String,
     tokenizer: Tokenizer,
@@ -63,15 +63,15 @@ pub struct Trainer {
     activity: Activity,
     /// Samples GPU figures in a build with GPU support.
     gpu: Option<GpuSampler>,
-    progress: Progress,
-    observers: Vec<Box<dyn StepObserver>>,
+    progress: LoopState,
+    callbacks: Vec<Box<dyn StepCallback>>,
     throughput: ThroughputMeter,
     heartbeat: Heartbeat,
 }
 
 /// The loop's own state, next to the [`TrainState`](super::TrainState).
 #[derive(Debug, Default)]
-struct Progress {
+struct LoopState {
     /// The start of the current batches, if the next step repeats them.
     retry: Option<Cursor>,
     last_loss: Option<f64>,
@@ -81,19 +81,19 @@ struct Progress {
     evaluations_without_best: u64,
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
-    /// A checkpoint of this step that is still to be written.
-    due: Option<State>,
+    /// The state of a checkpoint that will be written during the next step.
+    pending_save: Option<State>,
     checkpoint: Option<PathBuf>,
     /// Settings that differ from the checkpoint's.
     changes: Vec<String>,
-    /// Consecutive steps whose loss was far above chance.
-    far_above_chance: u32,
+    /// Number of consecutive steps whose loss was far above chance.
+    diverging_steps: u32,
     /// The phase that was logged last, and its step.
     phase: Option<(u64, &'static str)>,
 }
 
-/// The number of micro-batches in the step: up to the one that ends the epoch.
-fn used(micro_batches: &[Batch]) -> usize {
+/// The number of micro-batches in the step: up to and including the one that ends the epoch.
+fn batches_in_step(micro_batches: &[Batch]) -> usize {
     micro_batches.iter().position(|batch| batch.ends_epoch).map_or(micro_batches.len(), |last| last + 1)
 }
 
@@ -109,11 +109,11 @@ impl Trainer {
         group: Arc<dyn ProcessGroup>,
         config: Config,
         checkpoint: Option<&Checkpoint>,
-        report: &mut Report<'_>,
+        report: &mut SetupCallback<'_>,
     ) -> Result<Self> {
         let open = setup::device(&config, &*group, report)?;
         let source = match checkpoint {
-            Some(checkpoint) => ModelSource::of_checkpoint(&config, checkpoint, report)?,
+            Some(checkpoint) => ModelSource::from_checkpoint(&config, checkpoint, report)?,
             None => ModelSource::open(&config, report)?,
         };
         let config = setup::fit_memory(config, &source.config, &open, &*group, report)?;
@@ -127,9 +127,9 @@ impl Trainer {
         group: Arc<dyn ProcessGroup>,
         mut config: Config,
         source: ModelSource,
-        initial: Initial,
+        initial: InitialWeights,
         OpenDevice { device, name, kernels }: OpenDevice,
-        report: &mut Report<'_>,
+        report: &mut SetupCallback<'_>,
     ) -> Result<Self> {
         let chat = source.chat;
         let dataset = setup::dataset(&config, &chat, &source.tokenizer, report)?;
@@ -143,7 +143,7 @@ impl Trainer {
         let format = setup::reading(&config, &chat, &source.tokenizer).chat;
         if dataset.train.is_samples() {
             let proof = Proof::new(loader.layout(), None, &source.tokenizer, chats.then_some(&format))?;
-            report(Preparing::Proof(Box::new(proof)));
+            report(SetupEvent::Proof(Box::new(proof)));
         }
         let held_out = if config.val.is_some() { "`--val`" } else { "the last tenth of the text, which validates" };
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
@@ -155,7 +155,7 @@ impl Trainer {
         }
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
-        report(Preparing::Phase("preparing the first step".into()));
+        report(SetupEvent::Phase("preparing the first step".into()));
         let engine = setup::engine(group, &config, &source.config, initial.weights, kernels, total_steps)?;
         let sampler = (train.sample_tokens > 0)
             .then(|| {
@@ -192,8 +192,8 @@ impl Trainer {
             interrupt: Arc::default(),
             activity: Activity::default(),
             gpu: None,
-            progress: Progress::default(),
-            observers: observers(&config),
+            progress: LoopState::default(),
+            callbacks: callbacks(&config),
             throughput: ThroughputMeter::default(),
             heartbeat: Heartbeat::default(),
             config,
@@ -246,7 +246,7 @@ impl Trainer {
     }
 
     /// The engine, for comparisons.
-    pub fn engine(&self) -> &Engine {
+    pub fn engine(&self) -> &TrainEngine {
         &self.engine
     }
 
@@ -272,7 +272,7 @@ impl Trainer {
         }
         self.engine.state.fallback = Fallback::new(self.config.precision, state.fallback.clone());
         self.engine.state.fp8 = Fp8Block::new(self.config.precision.fp8, state.fp8.clone());
-        self.engine.state.touched.clone_from(&state.touched);
+        self.engine.state.underflowed_params.clone_from(&state.touched);
         let units: Vec<_> = self.engine.state.fallback.active().collect();
         for unit in units {
             self.engine.retype(unit, self.config.precision.fallback_dtype)?;
@@ -338,7 +338,7 @@ impl Trainer {
             self.warn(format!("resumed with a setting that differs from the checkpoint's: {change}"));
         }
         let reason = self.steps();
-        self.save_due()?;
+        self.flush_save()?;
         let reason = match reason {
             Ok(reason) => reason,
             Err(error) => {
@@ -381,7 +381,7 @@ impl Trainer {
                 self.warn_on_failure(Self::save_weights)?;
             }
             if save {
-                self.save_soon()?;
+                self.schedule_save()?;
             }
         }
         let unevaluated = self.progress.validation.is_none_or(|last| last.step != self.engine.state.counters.step);
@@ -426,7 +426,7 @@ impl Trainer {
             };
             let step = self.engine.state.counters.step;
             match command {
-                None if paused => self.save_due()?,
+                None if paused => self.flush_save()?,
                 None => return Ok(None),
                 Some(Command::Pause) if !paused => {
                     paused = true;
@@ -437,7 +437,7 @@ impl Trainer {
                     self.emitter.emit(Event::Resumed { step });
                 }
                 Some(Command::Pause | Command::Resume | Command::Detach) => {}
-                Some(Command::SaveNow) => self.save_soon()?,
+                Some(Command::SaveNow) => self.schedule_save()?,
                 Some(Command::EvalNow) => drop(self.validate()?),
                 Some(Command::SampleNow) => self.sample(),
                 Some(Command::ProbeNow) => *probe = true,
@@ -475,16 +475,16 @@ impl Trainer {
             self.probe()?;
         }
         self.engine.exponents = is_multiple(next, self.config.telemetry.exponents_every);
-        let batches = &self.micro_batches[..used(&self.micro_batches)];
-        self.observers.iter_mut().try_for_each(|observer| observer.before(&mut self.engine, batches))?;
-        let (report, waited) = self.step_and_save()?;
-        let batches = &self.micro_batches[..used(&self.micro_batches)];
-        let mut taken = Taken { batches, report, origin: None, events: Vec::new() };
-        self.observers.iter_mut().try_for_each(|observer| observer.after(&mut self.engine, &mut taken))?;
-        let Taken { report, origin, events, .. } = taken;
+        let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
+        self.callbacks.iter_mut().try_for_each(|callback| callback.on_step_begin(&mut self.engine, batches))?;
+        let (report, waited) = self.step_overlapping_save()?;
+        let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
+        let mut context = StepContext { batches, report, first_nonfinite: None, events: Vec::new() };
+        self.callbacks.iter_mut().try_for_each(|callback| callback.on_step_end(&mut self.engine, &mut context))?;
+        let StepContext { report, first_nonfinite, events, .. } = context;
         self.log_throughput(report.targets);
         let elapsed = began.elapsed().saturating_sub(waited);
-        let diverged = self.log_step(cursor, &report, origin.map(|(origin, _)| origin), elapsed);
+        let diverged = self.log_step(cursor, &report, first_nonfinite.map(|(found, _)| found), elapsed);
         for event in events {
             self.emitter.emit(event);
         }
@@ -546,7 +546,7 @@ impl Trainer {
         if improved && self.config.checkpoint.keep_best {
             // A checkpoint of this step that already exists does not have the loss.
             self.progress.saved_at = None;
-            self.save_soon()?;
+            self.schedule_save()?;
         }
         let patience = self.config.train.early_stopping;
         Ok(patience > 0 && self.progress.evaluations_without_best >= patience)

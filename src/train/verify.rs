@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 /// The result of the comparison.
 #[derive(Debug)]
-pub struct ResumeProof {
+pub struct ResumeCheck {
     /// Tensors compared.
     pub tensors: usize,
     /// Elements compared.
@@ -29,7 +29,7 @@ pub struct ResumeProof {
 
 /// Trains `steps` steps of `config` uninterrupted, and again with a save and a load in `folder` after `at` steps, and
 /// compares masters, weights, moments, scaler and counters bit for bit. `activity` shows how far it is.
-pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activity: &Activity) -> Result<ResumeProof> {
+pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activity: &Activity) -> Result<ResumeCheck> {
     if at == 0 || at >= steps {
         return Err(Error::config("--at", format!("{at} is not between 1 and {}", steps.saturating_sub(1))));
     }
@@ -61,9 +61,9 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activi
     compare(&straight, &second)
 }
 
-pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
+pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeCheck> {
     let (a, b) = (&a.engine().state, &b.engine().state);
-    let mut proof = ResumeProof { tensors: 0, elements: 0, skipped: a.counters.skipped(), differences: Vec::new() };
+    let mut proof = ResumeCheck { tensors: 0, elements: 0, skipped: a.counters.skipped(), differences: Vec::new() };
     compare_all("weights", &a.weights, &b.weights, &mut proof)?;
     compare_all("masters", a.masters.parameters(), b.masters.parameters(), &mut proof)?;
     compare_all("exp_avg", &a.adamw.exp_avg, &b.adamw.exp_avg, &mut proof)?;
@@ -88,7 +88,7 @@ pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeProof> {
     Ok(proof)
 }
 
-fn compare_all(kind: &str, a: &Parameters, b: &Parameters, proof: &mut ResumeProof) -> Result<()> {
+fn compare_all(kind: &str, a: &Parameters, b: &Parameters, proof: &mut ResumeCheck) -> Result<()> {
     for ((name, a), (_, b)) in a.iter().zip(b.iter()) {
         proof.tensors += 1;
         proof.elements += a.elem_count() as u64;

@@ -14,7 +14,7 @@ use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::AdapterFolder;
 use finetune::store::base::over_base;
-use finetune::train::{Engine, Outcome, StepReport, TrainState};
+use finetune::train::{StepOutcome, StepReport, TrainEngine, TrainState};
 
 use super::compare::{assert_close, max_difference, values};
 use super::golden::{Case, Trajectory};
@@ -34,7 +34,7 @@ pub(crate) struct Settings {
 }
 
 /// An engine that starts from `masters` at a constant learning rate.
-pub(crate) fn engine(config: &ModelSpec, masters: Parameters, settings: Settings) -> Engine {
+pub(crate) fn engine(config: &ModelSpec, masters: Parameters, settings: Settings) -> TrainEngine {
     engine_of(Arc::new(Fused), config, masters, settings)
 }
 
@@ -44,12 +44,12 @@ pub(crate) fn engine_of(
     config: &ModelSpec,
     masters: Parameters,
     settings: Settings,
-) -> Engine {
+) -> TrainEngine {
     let Settings { policy, scaler, adamw, lr, max_grad_norm, batch: (rows, seq_len), grad_accum } = settings;
     let weights = MasterWeights::new(masters, policy, &*kernels).unwrap();
     let model = Decoder::new(config, &weights.1, kernels).unwrap();
     let state = TrainState::new(weights, adamw, scaler).unwrap();
-    Engine {
+    TrainEngine {
         group: Arc::new(SingleProcess),
         timings: Vec::new(),
         model,
@@ -89,7 +89,7 @@ pub(crate) fn over_folder(base: &ModelFolder, spec: &ModelSpec, compute: Dtype) 
 
 impl Case {
     /// The engine with this case's initial weights and settings, for micro-batches of `rows` rows.
-    pub(crate) fn engine(&self, policy: PrecisionPolicy, rows: usize) -> Engine {
+    pub(crate) fn engine(&self, policy: PrecisionPolicy, rows: usize) -> TrainEngine {
         let Some(adapter) = &self.adapter else {
             let (config, masters) = read_model(&self.folder);
             return self.engine_over(&config, masters, policy, rows);
@@ -103,7 +103,7 @@ impl Case {
     }
 
     /// The engine for whole batches. Its loss scale is one at which no case overflows.
-    pub(crate) fn calm_engine(&self, policy: PrecisionPolicy) -> Engine {
+    pub(crate) fn calm_engine(&self, policy: PrecisionPolicy) -> TrainEngine {
         let mut engine = self.engine(policy, self.rows());
         if policy.needs_loss_scale() {
             engine.state.scaler.set_scale(1024.0).unwrap();
@@ -150,7 +150,7 @@ impl Case {
     }
 
     /// The losses of `steps` steps of `engine`, and its masters afterwards.
-    pub(crate) fn learned(&self, engine: &mut Engine, steps: usize) -> (Vec<f64>, Vec<Vec<f64>>) {
+    pub(crate) fn learned(&self, engine: &mut TrainEngine, steps: usize) -> (Vec<f64>, Vec<Vec<f64>>) {
         let losses = (0..steps).map(|step| engine.step(&self.whole_batch(step)).unwrap().loss).collect();
         (losses, by_name(engine.state.masters.parameters()).values().map(values).collect())
     }
@@ -162,7 +162,7 @@ impl Case {
         masters: Parameters,
         policy: PrecisionPolicy,
         rows: usize,
-    ) -> Engine {
+    ) -> TrainEngine {
         let Trajectory { adamw, scaler, .. } = &self.trajectory;
         let scaler = GradScalerConfig {
             init_scale: scaler.init_scale as f32,
@@ -208,7 +208,7 @@ impl Case {
     }
 
     /// The logits `[B,T,V]` that `engine` computes for the first batch.
-    pub(crate) fn logits_of(&self, engine: &mut Engine) -> Tensor {
+    pub(crate) fn logits_of(&self, engine: &mut TrainEngine) -> Tensor {
         let batch = &self.whole_batch(0)[0];
         let tokens = batch.tokens();
         engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
@@ -233,7 +233,7 @@ impl Case {
     }
 
     /// Like `assert_twenty_steps`, but with micro-batches of `rows` rows.
-    pub(crate) fn assert_twenty_steps_of(&self, engine: &mut Engine, rows: usize) {
+    pub(crate) fn assert_twenty_steps_of(&self, engine: &mut TrainEngine, rows: usize) {
         for (step, expected) in self.trajectory.fp32.iter().enumerate() {
             let report = engine.step(&self.micro_batches(step, rows)).unwrap();
             let (error, norm) = ((report.loss - expected.loss).abs(), norm_of(&report).unwrap());
@@ -252,19 +252,19 @@ impl Case {
 }
 
 /// The same engine as one process of `group`, which keeps a shard of its masters and moments.
-pub(crate) fn in_group(group: Arc<dyn ProcessGroup>, engine: Engine, grad_accum: usize) -> Engine {
+pub(crate) fn in_group(group: Arc<dyn ProcessGroup>, engine: TrainEngine, grad_accum: usize) -> TrainEngine {
     let TrainState { masters, weights, adamw, scaler, .. } = engine.state;
     let config = adamw.config();
     let state = TrainState::new((masters.shard(&*group, &weights).unwrap(), weights), config, scaler).unwrap();
     let grads = Gradients::new(&state.weights, PrecisionPolicy::FP32, grad_accum, &*group).unwrap();
-    Engine { group, state, grads, ..engine }
+    TrainEngine { group, state, grads, ..engine }
 }
 
 /// The norm of an applied step's gradients.
 fn norm_of(report: &StepReport) -> Option<f64> {
     match report.outcome {
-        Outcome::Applied { grad_norm, .. } => Some(grad_norm),
-        Outcome::Skipped => None,
+        StepOutcome::Applied { grad_norm, .. } => Some(grad_norm),
+        StepOutcome::Skipped => None,
     }
 }
 
@@ -274,7 +274,7 @@ pub(crate) fn by_name(parameters: &Parameters) -> BTreeMap<String, Tensor> {
 }
 
 /// The last step's gradients by name, without the loss scale it ran at.
-pub(crate) fn unscaled(engine: &Engine, scale: f32) -> BTreeMap<String, Tensor> {
+pub(crate) fn unscaled(engine: &TrainEngine, scale: f32) -> BTreeMap<String, Tensor> {
     let unscale = |(name, tensor): (&str, &Tensor)| {
         let tensor = tensor.to_dtype(DType::F64).unwrap();
         (name.to_owned(), (tensor / f64::from(scale)).unwrap())

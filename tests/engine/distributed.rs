@@ -12,7 +12,7 @@ use finetune::engine::model::ModelSpec;
 use finetune::engine::optim::{Gradients, OptimizerKind};
 use finetune::store::checkpoint::{Checkpoint, Run, compare};
 use finetune::telemetry::{Emitter, Event, Record, StepTime};
-use finetune::train::{Config, Init, Layers, Trainer};
+use finetune::train::{Config, ConfigLayers, Trainer, WeightInit};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -41,7 +41,7 @@ fn config(dtype: &str) -> Config {
     let value = |text: &str| format!("x = {text}").parse::<toml::Table>().unwrap().remove("x").unwrap();
     let mut overrides: Vec<_> = overrides.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect();
     overrides.push(("dtype".into(), toml::Value::String(dtype.into())));
-    Config::resolve(&Layers { overrides, ..Layers::default() }).unwrap()
+    Config::resolve(&ConfigLayers { overrides, ..ConfigLayers::default() }).unwrap()
 }
 
 /// The policy of BF16 weights without FP32 masters.
@@ -121,7 +121,8 @@ fn any_number_of_processes_saves_memory_with_the_same_bits() {
         (STOCHASTIC, OptimizerKind::AdamW8bit, &[3]),
     ] {
         let mut config = config(dtype);
-        (config.model, config.init, config.train.optimizer) = (cut_model(&path("model")), Init::Random, optimizer);
+        (config.model, config.init, config.train.optimizer) =
+            (cut_model(&path("model")), WeightInit::Random, optimizer);
         let run = |world: usize, name: &str, from: Option<&Path>| {
             let name = path(&format!("{dtype}-{optimizer:?}-{world}-{name}"));
             (train(world, &config, &name, from), name)

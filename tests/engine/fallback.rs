@@ -22,14 +22,15 @@ use finetune::precision::{
 use finetune::store::checkpoint::{Run, compare, newest_good};
 use finetune::store::tensor_file::TensorFile;
 use finetune::telemetry::{Activity, DtypeChange, Emitter, Event, Record, StepStatus, read};
-use finetune::train::{Config, Engine, Layers, TrainState, Trainer, verify_resume};
+use finetune::train::{Config, ConfigLayers, TrainEngine, TrainState, Trainer, verify_resume};
 
 /// `tiny` with random weights. One hidden unit of block 1's MLP is 2^10 times as large, and the weights that read it
 /// are as much smaller. The function is nearly the same; the unit's activations are an outlier channel, as large models
 /// have them, and the gradient of the weights that read them is 2^10 times as large.
 fn with_outlier(folder: &Path) -> PathBuf {
     let mut trainer =
-        Trainer::new(Arc::new(SingleProcess), Config::resolve(&Layers::default()).unwrap(), None, &mut |_| ()).unwrap();
+        Trainer::new(Arc::new(SingleProcess), Config::resolve(&ConfigLayers::default()).unwrap(), None, &mut |_| ())
+            .unwrap();
     let config = trainer.engine().model.spec().clone();
     let masters = trainer.engine().state.masters.parameters().clone();
     let scale = |name: &str, of_unit: &dyn Fn(usize) -> bool, factor: f32| {
@@ -54,7 +55,7 @@ fn with_outlier(folder: &Path) -> PathBuf {
 fn config(model: &Path, rule: FallbackRule, scale: f32, constant: bool) -> Config {
     let said = [("model", model.display().to_string()), ("data", "grammar".to_owned())];
     let overrides = said.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).into();
-    let mut config = Config::resolve(&Layers { file: None, overrides, ..Layers::default() }).unwrap();
+    let mut config = Config::resolve(&ConfigLayers { file: None, overrides, ..ConfigLayers::default() }).unwrap();
     (config.train.batch_size, config.train.seq_len, config.optimizer.lr) = (2, 32, 1e-4);
     (config.train.sample_tokens, config.train.eval_batches) = (4, 1);
     config.scaler.init_scale = scale;
@@ -246,7 +247,7 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-fn small(policy: PrecisionPolicy, grad_accum: usize) -> Engine {
+fn small(policy: PrecisionPolicy, grad_accum: usize) -> TrainEngine {
     let tiny = ModelSpec::named("tiny").unwrap();
     let shape = ModelSpec { vocab_size: 64, ..tiny.resized(2, 16, 2) };
     let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
@@ -275,13 +276,13 @@ fn batch(first: u32) -> Batch {
 
 const UNITS: [PrecisionUnit; 3] = [PrecisionUnit::Block(0), PrecisionUnit::Block(1), PrecisionUnit::NonBlock];
 
-fn retype_all(engine: &mut Engine, dtype: Dtype) {
+fn retype_all(engine: &mut TrainEngine, dtype: Dtype) {
     for unit in UNITS {
         engine.retype(unit, dtype).unwrap();
     }
 }
 
-fn bits(engine: &Engine) -> Vec<Vec<u32>> {
+fn bits(engine: &TrainEngine) -> Vec<Vec<u32>> {
     let all = engine.state.masters.parameters().tensors().iter().chain(engine.grads.total().tensors());
     all.map(|tensor| values(tensor).into_iter().map(f32::to_bits).collect()).collect()
 }
@@ -325,7 +326,7 @@ fn one_unit_in_fp32_among_others_in_fp16() {
         for (name, gradient) in mixed.grads.micro_batch().iter() {
             let wide = if PrecisionUnit::of(name) == unit { DType::F32 } else { DType::F16 };
             assert_eq!(gradient.dtype(), wide, "{name}");
-            let of = |engine: &Engine| values(engine.grads.micro_batch().get(name).unwrap());
+            let of = |engine: &TrainEngine| values(engine.grads.micro_batch().get(name).unwrap());
             let (found, expected) = (of(&mixed), of(&exact));
             let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| x * x).sum::<f32>().sqrt();
             let error = norm(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
@@ -341,7 +342,7 @@ fn decoding_follows_the_types_of_the_weights() {
     let mut cache = KvCache::new(engine.model.spec(), PrecisionPolicy::FP16, 8, &Device::Cpu).unwrap();
     for unit in UNITS {
         engine.retype(unit, Dtype::F32).unwrap();
-        let Engine { model, state, workspace, .. } = &mut engine;
+        let TrainEngine { model, state, workspace, .. } = &mut engine;
         let ids = batch(5).inputs;
         let tokens = Tokens::new(&ids, 8);
         model.forward(&state.weights, tokens, Mode::Eval, workspace, &mut ()).unwrap();
@@ -364,7 +365,7 @@ fn the_rule_is_refused_where_it_means_nothing() {
             ((*key).to_owned(), table["v"].clone())
         });
         let overrides = overrides.chain([("precision.fallback".to_owned(), toml::Value::String("layer".into()))]);
-        Config::resolve(&Layers { file: None, overrides: overrides.collect(), ..Layers::default() })
+        Config::resolve(&ConfigLayers { file: None, overrides: overrides.collect(), ..ConfigLayers::default() })
             .unwrap_err()
             .to_string()
     };

@@ -9,7 +9,7 @@ use crate::common::golden::Case;
 use candle_core::{Device, Tensor};
 use finetune::engine::model::{Keep, KvCache, ModelSpec, Workspace};
 use finetune::precision::PrecisionPolicy;
-use finetune::train::Outcome;
+use finetune::train::StepOutcome;
 
 #[test]
 fn logits_agree_with_transformers() {
@@ -55,7 +55,7 @@ fn half_precision_losses_follow_those_of_fp32() {
             let mut engine = case.calm_engine(policy);
             for (step, expected) in case.trajectory.fp32.iter().enumerate() {
                 let report = engine.step(&case.whole_batch(step)).unwrap();
-                assert!(report.outcome != Outcome::Skipped, "{} {policy}: step {step} overflows", case.name);
+                assert!(report.outcome != StepOutcome::Skipped, "{} {policy}: step {step} overflows", case.name);
                 let error = (report.loss / expected.loss - 1.0).abs();
                 assert!(error < 1e-2, "{} {policy}: loss {} at step {step}", case.name, report.loss);
             }

@@ -10,10 +10,10 @@ use finetune::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Tokens, 
 use finetune::precision::{Fp8Config, PrecisionPolicy};
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Activity, Emitter, Event, Record};
-use finetune::train::{Config, Fp8Block, Layers, Trainer, verify_resume};
+use finetune::train::{Config, ConfigLayers, Fp8Block, Trainer, verify_resume};
 
 fn config(fp8: Fp8Config) -> Config {
-    let mut config = Config::resolve(&Layers::default()).unwrap();
+    let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
     (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (1, 32, 0);
     (config.scaler.init_scale, config.train.eval_batches) = (65536.0, 1);
     config.precision.fp8 = fp8;
@@ -209,7 +209,8 @@ fn invalid_settings_are_rejected_by_key() {
             let table: toml::Table = format!("v = {value}").parse().unwrap();
             ((*key).to_owned(), table["v"].clone())
         });
-        let config = Config::resolve(&Layers { file: None, overrides: overrides.collect(), ..Layers::default() });
+        let config =
+            Config::resolve(&ConfigLayers { file: None, overrides: overrides.collect(), ..ConfigLayers::default() });
         config
             .and_then(|config| Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).map(drop))
             .unwrap_err()

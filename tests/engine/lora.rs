@@ -12,7 +12,7 @@ use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};
 use finetune::store::checkpoint::Base;
-use finetune::train::Engine;
+use finetune::train::TrainEngine;
 use std::collections::BTreeSet;
 use std::path::Path;
 
@@ -75,7 +75,7 @@ fn the_base_stays_as_it_is() {
     for case in Case::lora() {
         for policy in POLICIES {
             let mut engine = case.engine(policy, case.rows());
-            let base = |engine: &Engine| by_name(engine.state.weights.base().unwrap());
+            let base = |engine: &TrainEngine| by_name(engine.state.weights.base().unwrap());
             let copy = |(name, tensor): (String, Tensor)| (name, values(&tensor));
             let before: Vec<_> = base(&engine).into_iter().map(copy).collect();
             for step in 0..3 {
@@ -107,7 +107,7 @@ fn recomputed_blocks_make_the_same_steps() {
     }
 }
 
-fn with_dropout(case: &Case, policy: PrecisionPolicy, dropout: f64) -> Engine {
+fn with_dropout(case: &Case, policy: PrecisionPolicy, dropout: f64) -> TrainEngine {
     let engine = case.engine(policy, case.rows());
     let spec = engine.model.spec().clone();
     let spec = ModelSpec { lora: spec.lora.clone().map(|lora| Lora { dropout, ..lora }), ..spec };
@@ -125,7 +125,7 @@ fn gradients_under_dropout_are_those_of_the_loss() {
             let batches = case.whole_batch(0);
             let mode = Mode::Train { seed: engine.seed, draw: engine.state.counters.draw(0) };
             let weights = by_name(&engine.state.weights);
-            let loss = |engine: &mut Engine| {
+            let loss = |engine: &mut TrainEngine| {
                 let tokens = batches[0].tokens();
                 engine.model.forward(&engine.state.weights, tokens, mode, &mut engine.workspace, &mut ()).unwrap();
                 let sum = engine.model.loss(&engine.state.weights, &batches[0].targets, &engine.workspace).unwrap();
@@ -221,7 +221,7 @@ fn a_written_adapter_reads_back() {
 }
 
 /// An engine over the base of `case` with adapters of `targets` that add nothing yet, and that no step changes.
-fn untrained(case: &Case, dora: bool, targets: BTreeSet<Layer>) -> Engine {
+fn untrained(case: &Case, dora: bool, targets: BTreeSet<Layer>) -> TrainEngine {
     let base = ModelFolder::open(&case.folder).unwrap();
     let lora = Lora { r: 2, alpha: 3.0, dropout: 0.0, rslora: false, dora, targets, saved: BTreeSet::new() };
     let spec = ModelSpec { lora: Some(lora), ..base.config().clone() };
@@ -232,7 +232,7 @@ fn untrained(case: &Case, dora: bool, targets: BTreeSet<Layer>) -> Engine {
 }
 
 /// Gives the adapters of `active` values of `initial` that do something, and those of other layers values that add nothing.
-fn activate(engine: &Engine, initial: &Parameters, active: &BTreeSet<Layer>) {
+fn activate(engine: &TrainEngine, initial: &Parameters, active: &BTreeSet<Layer>) {
     for entry in engine.model.spec().parameters() {
         let at = values(initial.get(&entry.name).unwrap());
         let wave = |i: usize| 0.1 * ((i + entry.name.len()) as f64).sin();

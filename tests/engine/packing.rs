@@ -10,7 +10,7 @@ use finetune::engine::collective::SingleProcess;
 use finetune::engine::model::{Keep, Workspace};
 use finetune::engine::optim::Gradients;
 use finetune::precision::PrecisionPolicy;
-use finetune::train::Engine;
+use finetune::train::TrainEngine;
 use serde::Deserialize;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -51,7 +51,7 @@ fn batches(samples: &[Vec<(u32, bool)>], seq_len: usize, packing: bool, rows: us
 }
 
 /// The engine of a case for micro-batches of other numbers of rows and columns.
-fn engine(case: &Case, policy: PrecisionPolicy, shape: (usize, usize), keep: Keep) -> Engine {
+fn engine(case: &Case, policy: PrecisionPolicy, shape: (usize, usize), keep: Keep) -> TrainEngine {
     let mut engine = case.engine(policy, shape.0);
     let spec = engine.model.spec();
     engine.workspace = Workspace::for_training(spec, policy, shape, keep, &Device::Cpu).unwrap();

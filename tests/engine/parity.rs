@@ -7,7 +7,7 @@ use crate::common::engine::{POLICIES, in_group, unscaled};
 use crate::common::golden::Case;
 use crate::common::processes::together;
 use finetune::precision::{Dtype, PrecisionPolicy};
-use finetune::train::Outcome;
+use finetune::train::StepOutcome;
 
 /// Every case for every set of kernels. Prints it if the cases of `../shared` are missing.
 fn cases() -> Vec<Case> {
@@ -78,7 +78,7 @@ fn fp16_losses_and_scales_follow_pytorch() {
             let (error, ratio) = ((report.loss - expected.loss).abs(), f64::from(report.scale) / expected.scale);
             assert!(error < 2e-2, "{}: loss {} at step {step}, not {}", case.name, report.loss, expected.loss);
             assert!((0.5..=2.0).contains(&ratio), "{}: scale {} at step {step}", case.name, report.scale);
-            skipped += usize::from(report.outcome == Outcome::Skipped);
+            skipped += usize::from(report.outcome == StepOutcome::Skipped);
         }
         let expected = case.trajectory.fp16.iter().filter(|row| row.skipped).count();
         assert!(skipped > 0 && skipped.abs_diff(expected) <= 1, "{}: {skipped} skipped, not {expected}", case.name);

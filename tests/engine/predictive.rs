@@ -15,7 +15,7 @@ use finetune::precision::ScalerMode;
 use finetune::random::{Domain, Stream};
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Activity, Emitter, Event, ScaleCause, StepStatus};
-use finetune::train::{Config, Layers, TrainState, Trainer, verify_resume};
+use finetune::train::{Config, ConfigLayers, TrainState, Trainer, verify_resume};
 
 /// The figures of a run.
 #[derive(Debug, Default)]
@@ -94,7 +94,7 @@ fn assert_predicted([dynamic, predictive]: &[Figures; 2]) {
 
 /// `tiny` on small batches.
 fn tiny() -> Config {
-    let mut config = Config::resolve(&Layers::default()).unwrap();
+    let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
     (config.train.batch_size, config.train.seq_len) = (4, 64);
     config
 }
@@ -171,7 +171,7 @@ fn narrow_distilgpt2_on_tiny_shakespeare() {
         ("data", "tiny_shakespeare".to_owned()),
     ];
     let overrides = overrides.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).to_vec();
-    let mut config = Config::resolve(&Layers { file: None, overrides, ..Layers::default() }).unwrap();
+    let mut config = Config::resolve(&ConfigLayers { file: None, overrides, ..ConfigLayers::default() }).unwrap();
     (config.train.batch_size, config.train.seq_len) = (4, 64);
     // An interval short enough that the dynamic rule tries a few times within the run's few steps.
     (config.scaler.growth_interval, config.optimizer.lr) = (25, 5e-4);

@@ -15,7 +15,7 @@ use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
 use finetune::store::base::{AdaptedModel, over_base};
-use finetune::train::Engine;
+use finetune::train::TrainEngine;
 use serde_json::json;
 
 const BATCH: (usize, usize) = (2, 16);
@@ -44,7 +44,7 @@ fn read(spec: &ModelSpec, policy: PrecisionPolicy, file: &GgufModel, in_blocks: 
     over_base(spec, policy.compute, 3, &Device::Cpu, "base", in_blocks.then_some(file), values).unwrap()
 }
 
-fn start(spec: &ModelSpec, over: AdaptedModel, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> Engine {
+fn start(spec: &ModelSpec, over: AdaptedModel, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> TrainEngine {
     let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
     let settings = Settings {
         policy,
@@ -59,7 +59,7 @@ fn start(spec: &ModelSpec, over: AdaptedModel, policy: PrecisionPolicy, kernels:
 }
 
 /// Losses of three steps, every bit that they have trained, and the logits of a sequence decoded token by token.
-fn learned(mut engine: Engine, policy: PrecisionPolicy) -> (Vec<u64>, Vec<Vec<f64>>, Vec<f64>) {
+fn learned(mut engine: TrainEngine, policy: PrecisionPolicy) -> (Vec<u64>, Vec<Vec<f64>>, Vec<f64>) {
     let tokens = TokenSource::from_ids(grammar::text(1, 5000).bytes().map(u32::from).collect());
     let mut loader = BatchLoader::new(tokens, BATCH.0, BATCH.1, 5).unwrap();
     let mut batch = loader.batch();

@@ -6,7 +6,7 @@ use finetune::engine::optim::OptimizerKind;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::checkpoint::{Disk, Operation, Run, list, verify};
 use finetune::telemetry::{Command, Emitter, Event, FinishReason, Record};
-use finetune::train::{Config, Layers, Trainer};
+use finetune::train::{Config, ConfigLayers, Trainer};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
@@ -16,7 +16,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 fn config(policy: PrecisionPolicy) -> Config {
-    let mut config = Config::resolve(&Layers::default()).unwrap();
+    let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
     (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (2, 32, 0);
     (config.train.steps, config.train.eval_batches, config.train.eval_every) = (Some(4), 1, 0);
     (config.checkpoint.save_every, config.dtype, config.scaler.init_scale) = (2, policy, 1024.0);

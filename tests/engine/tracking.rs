@@ -10,7 +10,7 @@ use finetune::engine::kernels::{Kernels, view};
 use finetune::engine::model::{Decoder, ModelSpec};
 use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{FloatFormat, GradScaler, GradScalerConfig, PrecisionPolicy};
-use finetune::train::{Engine, Outcome, TrainState};
+use finetune::train::{StepOutcome, TrainEngine, TrainState};
 use std::sync::Arc;
 
 const STEPS: usize = 200;
@@ -25,7 +25,7 @@ enum Masters {
 }
 
 /// `tiny` with random weights before its first step, and its batches; both the same in every run.
-fn start(policy: PrecisionPolicy, scaler: GradScaler, lr: f64) -> (Engine, BatchLoader) {
+fn start(policy: PrecisionPolicy, scaler: GradScaler, lr: f64) -> (TrainEngine, BatchLoader) {
     let config = ModelSpec::named("tiny").unwrap();
     let settings = Settings {
         policy,
@@ -49,7 +49,7 @@ fn train(policy: PrecisionPolicy, scaler: GradScaler, masters: Masters, lr: f64)
     for step in 0..STEPS {
         loader.next_batch(&mut batch[0]);
         let report = engine.step(&batch).unwrap();
-        skipped += usize::from(report.outcome == Outcome::Skipped);
+        skipped += usize::from(report.outcome == StepOutcome::Skipped);
         if masters == Masters::Fp16 {
             round_masters(&engine);
         }
@@ -60,7 +60,7 @@ fn train(policy: PrecisionPolicy, scaler: GradScaler, masters: Masters, lr: f64)
     (last, skipped)
 }
 
-fn round_masters(engine: &Engine) {
+fn round_masters(engine: &TrainEngine) {
     for tensor in engine.state.masters.parameters().tensors() {
         view::write_f32(tensor, |weights| {
             for weight in weights {
@@ -176,7 +176,7 @@ fn without_a_scale_gradients_leave_the_normal_range_of_fp16() {
         let (mut engine, mut loader) = start(PrecisionPolicy::FP16, scaler, 1e-3);
         let mut batch = [loader.batch()];
         loader.next_batch(&mut batch[0]);
-        assert!(engine.step(&batch).unwrap().outcome != Outcome::Skipped);
+        assert!(engine.step(&batch).unwrap().outcome != StepOutcome::Skipped);
         // Rows of the position embedding beyond the batch's length are zeros by right.
         let tensors = engine.grads.total().iter().zip(&engine.survey.tensors);
         let stats = tensors.filter(|((name, _), _)| *name != "wpe.weight").map(|(_, survey)| survey.stats);

@@ -12,14 +12,14 @@ use finetune::engine::optim::MasterWeights;
 use finetune::precision::{PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, newest_good};
 use finetune::telemetry::{Activity, Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
-use finetune::train::{Config, Layers, Preparing, TrainState, Trainer, engine, verify_resume};
+use finetune::train::{Config, ConfigLayers, SetupEvent, TrainState, Trainer, engine, verify_resume};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc;
 
 fn config(policy: PrecisionPolicy, steps: u64) -> Config {
-    let mut config = Config::resolve(&Layers::default()).unwrap();
+    let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
     (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (2, 32, 0);
     (config.train.steps, config.train.eval_batches, config.train.grad_accum) = (Some(steps), 1, 2);
     config.dtype = policy;
@@ -119,7 +119,7 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     std::fs::write(&settings.data, text + &"{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(400)).unwrap();
     let mut told = Vec::new();
     Trainer::new(Arc::new(SingleProcess), settings.clone(), None, &mut |event| {
-        if let Preparing::Proof(proof) = event {
+        if let SetupEvent::Proof(proof) = event {
             told.push(proof);
         }
     })

@@ -22,7 +22,7 @@ use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
 use finetune::store::base::over_base;
-use finetune::train::{Config, Init, TrainState, Trainer};
+use finetune::train::{Config, TrainState, Trainer, WeightInit};
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
@@ -130,7 +130,7 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     std::fs::write(folder.path().join("config.json"), spec.to_json("float32")).unwrap();
     std::fs::write(folder.path().join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
     let mut config =
-        Config { model: folder.path().to_str().unwrap().to_owned(), init: Init::Random, ..Config::default() };
+        Config { model: folder.path().to_str().unwrap().to_owned(), init: WeightInit::Random, ..Config::default() };
     (config.train.batch_size, config.train.seq_len, config.train.grad_accum) = (1, 16, 4);
     (config.dtype, config.train.sample_tokens) = (PrecisionPolicy::FP16, 0);
     let held = |world: usize| {

@@ -65,7 +65,7 @@ fn settings() {
     let keys = keys(&text);
     text += "\n# What a resumed run may change\n";
     for key in keys {
-        let changed = default.check_continues(&other_value(&default, &key));
+        let changed = default.check_resumable(&other_value(&default, &key));
         _ = writeln!(text, "{key}: {}", if changed.is_ok() { "yes" } else { "no" });
     }
     insta::assert_snapshot!("settings", text);

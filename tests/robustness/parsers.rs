@@ -16,7 +16,7 @@ use finetune::data::{Conversation, Loader, Source, Template, TemplateTokens, Tok
 use finetune::engine::model::ModelSpec;
 use finetune::store::tensor_file::Header;
 use finetune::telemetry::{Diagnostic, Event, EventLog, Record, VERSION, read};
-use finetune::train::{Config, Layers};
+use finetune::train::{Config, ConfigLayers};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -98,7 +98,11 @@ fn folder() -> PathBuf {
 fn config(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes).into_owned();
     let resolve = |text| {
-        Config::resolve(&Layers { file: Some(("a.toml".into(), text)), overrides: Vec::new(), ..Layers::default() })
+        Config::resolve(&ConfigLayers {
+            file: Some(("a.toml".into(), text)),
+            overrides: Vec::new(),
+            ..ConfigLayers::default()
+        })
     };
     match bounded(|| resolve(text)) {
         Ok(config) => assert_eq!(resolve(config.to_toml().unwrap()).unwrap(), config),
@@ -390,7 +394,11 @@ fn unchanged_ones_are_accepted() {
         assert!(!tokenizer.encode("the cats").unwrap().is_empty());
     }
     let resolve = |file: &str| {
-        Config::resolve(&Layers { file: Some(("a".into(), file.into())), overrides: Vec::new(), ..Layers::default() })
+        Config::resolve(&ConfigLayers {
+            file: Some(("a".into(), file.into())),
+            overrides: Vec::new(),
+            ..ConfigLayers::default()
+        })
     };
     resolve(GOOD_CONFIG).unwrap();
     let path = folder().join("events.jsonl");
@@ -435,10 +443,14 @@ fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
 fn a_key_without_end_is_refused() {
     let key = "a.".repeat(100_000) + "a";
     let deep = |overrides| {
-        Config::resolve(&Layers { file: Some(("a".into(), format!("{key} = 1"))), overrides, ..Layers::default() })
+        Config::resolve(&ConfigLayers {
+            file: Some(("a".into(), format!("{key} = 1"))),
+            overrides,
+            ..ConfigLayers::default()
+        })
     };
     assert_eq!(deep(Vec::new()).unwrap_err().exit_code(), 2);
-    let layers = Layers { overrides: vec![(key, toml::Table::new().into())], ..Layers::default() };
+    let layers = ConfigLayers { overrides: vec![(key, toml::Table::new().into())], ..ConfigLayers::default() };
     assert_eq!(Config::resolve(&layers).unwrap_err().exit_code(), 2);
 }
 

@@ -11,15 +11,15 @@ use crate::telemetry::{
     Cpu, Event, FinishReason, Finished, FirstNonFinite, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
     ScalerSettings, Started, cpu_name,
 };
-use crate::train::engine::{Outcome, StepReport};
+use crate::train::engine::{StepOutcome, StepReport};
 use crate::train::records;
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
 
 /// A loss is far above chance when it exceeds this many times the loss of uniform guessing, ln(vocabulary size).
-const FAR_ABOVE: f64 = 10.0;
+const DIVERGENCE_FACTOR: f64 = 10.0;
 /// Training has diverged after this many consecutive steps far above chance.
-const FAR_STEPS: u32 = 32;
+const DIVERGENCE_STEPS: u32 = 32;
 /// Number of steps that the printed tokens per second are averaged over.
 const RATE_STEPS: f64 = 10.0;
 
@@ -33,7 +33,7 @@ impl Trainer {
         origin: Option<FirstNonFinite>,
         elapsed: Duration,
     ) -> Option<Error> {
-        let skipped = report.outcome == Outcome::Skipped;
+        let skipped = report.outcome == StepOutcome::Skipped;
         let at_floor = matches!(report.change, ScaleChange::AtMinScale { .. });
         if skipped && self.config.scaler.on_overflow == OnOverflow::Retry && !at_floor {
             self.progress.retry = Some(cursor);
@@ -43,7 +43,7 @@ impl Trainer {
         let (step, layout) = (state.counters.step, state.weights.layout());
         let overflow = skipped.then(|| records::overflow(report, step, layout, survey, origin));
         let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
-        let diverged = diverged.or_else(|| self.far_above_chance(report.loss));
+        let diverged = diverged.or_else(|| self.check_divergence(report.loss));
         self.record(report, overflow, elapsed);
         diverged
     }
@@ -83,7 +83,7 @@ impl Trainer {
             format!(" (first the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)
         });
         let cause = if last.loss.is_finite() {
-            let first = self.first_computed(last);
+            let first = self.first_overflowed_gradient(last);
             format!("the loss is finite, but `{first}` and {} tensors in all overflow{origin}", last.tensors.len())
         } else {
             let wider = if self.config.dtype.needs_loss_scale() { ", or use bf16" } else { "" };
@@ -100,7 +100,7 @@ impl Trainer {
 
     /// The name of the overflowed gradient that the backward pass computes first: the head's, then those of the last
     /// block.
-    fn first_computed(&self, overflow: &Overflow) -> String {
+    fn first_overflowed_gradient(&self, overflow: &Overflow) -> String {
         let layout = self.engine.state.weights.layout();
         let broken = layout.iter().filter(|entry| overflow.tensors.iter().any(|tensor| tensor.name == entry.name));
         let order = |entry: &&ParamSpec| match entry.layer {
@@ -111,17 +111,17 @@ impl Trainer {
         broken.min_by_key(order).map_or_else(|| "a gradient".into(), |entry| entry.name.clone())
     }
 
-    /// The error once the loss has been far above chance for [`FAR_STEPS`] steps.
-    fn far_above_chance(&mut self, loss: f64) -> Option<Error> {
+    /// The error once the loss has been far above chance for [`DIVERGENCE_STEPS`] steps.
+    fn check_divergence(&mut self, loss: f64) -> Option<Error> {
         let chance = (self.engine.model.spec().vocab_size as f64).ln();
-        let far = loss > FAR_ABOVE * chance;
-        self.progress.far_above_chance = if far { self.progress.far_above_chance + 1 } else { 0 };
-        if self.progress.far_above_chance < FAR_STEPS {
+        let far = loss > DIVERGENCE_FACTOR * chance;
+        self.progress.diverging_steps = if far { self.progress.diverging_steps + 1 } else { 0 };
+        if self.progress.diverging_steps < DIVERGENCE_STEPS {
             return None;
         }
         let clip = if self.engine.max_grad_norm.is_none() { ", or clip gradients (`--max-grad-norm 1`)" } else { "" };
         let message = format!(
-            "the loss of the last {FAR_STEPS} steps, now {loss:.1}, is more than {FAR_ABOVE} times the {chance:.2} of \
+            "the loss of the last {DIVERGENCE_STEPS} steps, now {loss:.1}, is more than {DIVERGENCE_FACTOR} times the {chance:.2} of \
              guessing; lower the learning rate{clip}; {}",
             self.last_checkpoint()
         );

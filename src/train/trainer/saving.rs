@@ -1,7 +1,7 @@
 //! Saves the trainer's checkpoints.
 
 use super::processes::GatheredState;
-use super::{Trainer, used};
+use super::{Trainer, batches_in_step};
 use crate::data::Batch;
 use crate::engine::model::ModelSpec;
 use crate::store::checkpoint::{
@@ -9,7 +9,7 @@ use crate::store::checkpoint::{
 };
 use crate::store::companions::Companions;
 use crate::telemetry::{Activity, CheckpointSaved, Diagnostic, Event};
-use crate::train::engine::{Engine, StateView, StepReport};
+use crate::train::engine::{StateView, StepReport, TrainEngine};
 use crate::{Error, Result};
 use serde_json::json;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Writes a checkpoint on any thread; holds everything except the tensors.
-struct Writer<'a> {
+struct CheckpointWriter<'a> {
     run: &'a mut Run,
     state: State,
     tokenizer: &'a [u8],
@@ -28,12 +28,22 @@ struct Writer<'a> {
     keep: Keep,
 }
 
-/// The written checkpoint, the result of removing older ones, and the duration in seconds.
-struct Written(checkpoint::Saved, Result<Vec<PathBuf>>, f64);
+/// The result of writing a checkpoint.
+struct CompletedSave {
+    saved: checkpoint::Saved,
+    /// The removal of older checkpoints.
+    rotated: Result<Vec<PathBuf>>,
+    seconds: f64,
+}
 
-impl Writer<'_> {
+impl CheckpointWriter<'_> {
     /// Writes the checkpoint and removes older ones of its kind.
-    fn write(self, config: &ModelSpec, state: StateView<'_>, sharded: Option<&dyn ShardedTensors>) -> Result<Written> {
+    fn write(
+        self,
+        config: &ModelSpec,
+        state: StateView<'_>,
+        sharded: Option<&dyn ShardedTensors>,
+    ) -> Result<CompletedSave> {
         let began = Instant::now();
         let StateView { weights, masters, adamw } = state;
         let contents = Contents {
@@ -51,13 +61,13 @@ impl Writer<'_> {
         };
         let saved = self.run.save(&contents, self.kind)?;
         let rotated = self.run.rotate(self.kind, self.keep);
-        Ok(Written(saved, rotated, began.elapsed().as_secs_f64()))
+        Ok(CompletedSave { saved, rotated, seconds: began.elapsed().as_secs_f64() })
     }
 }
 
 /// Runs `save` and `passes` at the same time, and returns when both are done: the result of the passes, and the time during
 /// which only `save` ran. `save` runs first if it may not, or cannot, run `on_thread`.
-fn overlap<R>(on_thread: bool, save: impl FnOnce() + Send, passes: impl FnOnce() -> R) -> (R, Duration) {
+fn run_overlapped<R>(on_thread: bool, save: impl FnOnce() + Send, passes: impl FnOnce() -> R) -> (R, Duration) {
     let (save, began) = (Mutex::new(Some(save)), Instant::now());
     let run_save = || {
         let save = save.lock().ok().and_then(|mut save| save.take());
@@ -76,8 +86,8 @@ fn overlap<R>(on_thread: bool, save: impl FnOnce() + Send, passes: impl FnOnce()
 }
 
 impl Trainer {
-    /// Makes of a failed save a warning, because older checkpoints are untouched.
-    fn warn_of(&mut self, step: u64, saved: Result<()>) -> Result<()> {
+    /// Turns the error of a failed save into a warning, because older checkpoints are untouched.
+    fn downgrade_to_warning(&mut self, step: u64, saved: Result<()>) -> Result<()> {
         match saved {
             Err(error @ (Error::Io { .. } | Error::Checkpoint { .. })) => {
                 self.warn_at(step, format!("no checkpoint at step {step}: {error}; training continues"));
@@ -90,48 +100,50 @@ impl Trainer {
     /// Saves; a failure is only a warning.
     pub(super) fn warn_on_failure(&mut self, save: fn(&mut Self) -> Result<()>) -> Result<()> {
         let saved = save(self);
-        self.warn_of(self.engine.state.counters.step, saved)
+        self.downgrade_to_warning(self.engine.state.counters.step, saved)
     }
 
     /// Saves during the passes of the next step; at once if there is none, or if other processes have parts of the
     /// state.
-    pub(super) fn save_soon(&mut self) -> Result<()> {
+    pub(super) fn schedule_save(&mut self) -> Result<()> {
         let step = self.engine.state.counters.step;
-        if self.run.is_some() && self.progress.saved_at != Some(step) && self.progress.due.is_none() {
+        if self.run.is_some() && self.progress.saved_at != Some(step) && self.progress.pending_save.is_none() {
             self.begin_phase("saving");
-            self.progress.due = Some(self.checkpoint_state());
+            self.progress.pending_save = Some(self.checkpoint_state());
         }
-        if self.is_distributed() || step >= self.total_steps { self.save_due() } else { Ok(()) }
+        if self.is_distributed() || step >= self.total_steps { self.flush_save() } else { Ok(()) }
     }
 
-    /// Writes the checkpoint that is due, if one is.
-    pub(super) fn save_due(&mut self) -> Result<()> {
-        if self.progress.due.is_some() { self.warn_on_failure(Self::save) } else { Ok(()) }
+    /// Writes the pending checkpoint, if there is one.
+    pub(super) fn flush_save(&mut self) -> Result<()> {
+        if self.progress.pending_save.is_some() { self.warn_on_failure(Self::save) } else { Ok(()) }
     }
 
     /// Takes a step over the micro-batches. A pending checkpoint is written on a separate thread during its passes, which read
     /// the same tensors. Returns also the time for which the step only waited for the checkpoint.
-    pub(super) fn step_and_save(&mut self) -> Result<(StepReport, Duration)> {
+    pub(super) fn step_overlapping_save(&mut self) -> Result<(StepReport, Duration)> {
         let step = self.engine.state.counters.step;
-        let Some(state) = self.progress.due.take() else { return self.step_only() };
-        let Some((writer, engine, batches)) = self.writer(state, Kind::Full) else { return self.step_only() };
+        let Some(state) = self.progress.pending_save.take() else { return self.step_without_save() };
+        let Some((writer, engine, batches)) = self.checkpoint_writer(state, Kind::Full) else {
+            return self.step_without_save();
+        };
         let (spec, on_thread) = (engine.model.spec().clone(), engine.state.weights.device().is_cpu());
         let (mut written, mut waited) = (None, Duration::ZERO);
-        let report = engine.step_around(batches, |state, passes| {
+        let report = engine.step_with(batches, |state, passes| {
             let save = || written = Some(writer.write(&spec, state, None));
-            let (result, wait) = overlap(on_thread, save, passes);
+            let (result, wait) = run_overlapped(on_thread, save, passes);
             waited = wait;
             result
         });
         if let Some(written) = written {
-            let saved = self.written(written).map(drop);
-            self.warn_of(step, saved)?;
+            let saved = self.finish_save(written).map(drop);
+            self.downgrade_to_warning(step, saved)?;
         }
         Ok((report?, waited))
     }
 
-    fn step_only(&mut self) -> Result<(StepReport, Duration)> {
-        let report = self.engine.step(&self.micro_batches[..used(&self.micro_batches)])?;
+    fn step_without_save(&mut self) -> Result<(StepReport, Duration)> {
+        let report = self.engine.step(&self.micro_batches[..batches_in_step(&self.micro_batches)])?;
         Ok((report, Duration::ZERO))
     }
 
@@ -179,18 +191,22 @@ impl Trainer {
         if self.progress.saved_at == Some(self.engine.state.counters.step) {
             return Ok(());
         }
-        let state = self.progress.due.take().unwrap_or_else(|| self.checkpoint_state());
+        let state = self.progress.pending_save.take().unwrap_or_else(|| self.checkpoint_state());
         self.write(state, Kind::Full).map(drop)
     }
 
     pub(super) fn save_weights(&mut self) -> Result<()> {
-        self.save_due()?;
+        self.flush_save()?;
         self.write(self.checkpoint_state(), Kind::Weights).map(drop)
     }
 
     /// The writer of a checkpoint of `state`, the engine whose tensors it takes, and the micro-batches; `None` without
     /// a run.
-    fn writer(&mut self, state: State, kind: Kind) -> Option<(Writer<'_>, &mut Engine, &[Batch])> {
+    fn checkpoint_writer(
+        &mut self,
+        state: State,
+        kind: Kind,
+    ) -> Option<(CheckpointWriter<'_>, &mut TrainEngine, &[Batch])> {
         let Self { run, engine, micro_batches, tokenizer, companions, activity, config, .. } = self;
         let last = match kind {
             Kind::Full => config.checkpoint.keep_last,
@@ -198,8 +214,8 @@ impl Trainer {
         };
         let keep = Keep { last, best: config.checkpoint.keep_best };
         let (run, tokenizer) = (run.as_mut()?, tokenizer.json());
-        let writer = Writer { run, state, tokenizer, companions, activity, kind, keep };
-        Some((writer, engine, &micro_batches[..used(micro_batches)]))
+        let writer = CheckpointWriter { run, state, tokenizer, companions, activity, kind, keep };
+        Some((writer, engine, &micro_batches[..batches_in_step(micro_batches)]))
     }
 
     /// Writes a checkpoint of `state` now. Returns its path; `None` without a run.
@@ -207,17 +223,17 @@ impl Trainer {
         if self.run.is_some() {
             self.begin_phase("saving");
         }
-        let Some((writer, engine, _)) = self.writer(state, kind) else { return Ok(None) };
+        let Some((writer, engine, _)) = self.checkpoint_writer(state, kind) else { return Ok(None) };
         let gathered = GatheredState { group: &*engine.group, state: &engine.state };
         let sharded = engine.state.masters.parameters().shards().map(|_| &gathered as &dyn ShardedTensors);
         let written = writer.write(engine.model.spec(), engine.state.view(), sharded);
-        self.written(written).map(Some)
+        self.finish_save(written).map(Some)
     }
 
     /// Logs a complete checkpoint, and returns its path.
-    fn written(&mut self, written: Result<Written>) -> Result<PathBuf> {
+    fn finish_save(&mut self, written: Result<CompletedSave>) -> Result<PathBuf> {
         self.activity.end();
-        let Written(checkpoint::Saved { path, manifest, trouble }, rotated, seconds) = written?;
+        let CompletedSave { saved: checkpoint::Saved { path, manifest, trouble }, rotated, seconds } = written?;
         let (step, bytes, weights_only) = (manifest.step, manifest.bytes(), manifest.kind == Kind::Weights);
         let name = path.display().to_string();
         self.emitter.emit(Event::CheckpointSaved(CheckpointSaved { step, path: name, bytes, seconds, weights_only }));
@@ -299,7 +315,7 @@ impl Trainer {
             scaler: self.engine.state.scaler.state(),
             fallback: self.engine.state.fallback.units().clone(),
             fp8: self.engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()),
-            touched: self.engine.state.touched.clone(),
+            touched: self.engine.state.underflowed_params.clone(),
             base: self.base.clone(),
             cursor,
             schedule: json!({

@@ -9,14 +9,14 @@ use crate::engine::kernels::survey::survey;
 use crate::engine::model::{Hook, ModelSpec, Place};
 use crate::precision::{FloatFormat, PrecisionUnit, TensorStats};
 use crate::telemetry::{FirstNonFinite, Pass};
-use crate::train::engine::{Engine, StepReport};
+use crate::train::engine::{StepReport, TrainEngine};
 use candle_core::Tensor;
 
 /// The first tensor of the step, in order of computation, that is not finite, and the unit of its layer. `None` if all
 /// are finite and only their sum over micro-batches or the unscaling overflowed. Call it right after the step that
 /// `report` describes. Overwrites buffers and gradients, and nothing that outlives a step.
-pub(super) fn origin(
-    engine: &mut Engine,
+pub(super) fn first_nonfinite(
+    engine: &mut TrainEngine,
     micro_batches: &[Batch],
     report: &StepReport,
 ) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
@@ -27,7 +27,7 @@ pub(super) fn origin(
 
 /// Searches the share of this process.
 fn search(
-    engine: &mut Engine,
+    engine: &mut TrainEngine,
     micro_batches: &[Batch],
     report: &StepReport,
 ) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
@@ -36,32 +36,32 @@ fn search(
     let loss_seed = report.scale / report.targets.max(1) as f32;
     let share = passes.grads.share(micro_batches.len());
     for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
-        let mut search = Search { seq_len: batch.seq_len, found: None };
+        let mut search = FirstNonFiniteHook { seq_len: batch.seq_len, found: None };
         passes.repeat((index, batch), before, loss_seed, &mut search)?;
         if let Some(found) = search.found {
             let unit = found.place.layer.unit();
-            return Ok(Some((found.origin(passes.model.spec(), index), unit)));
+            return Ok(Some((found.first_nonfinite(passes.model.spec(), index), unit)));
         }
     }
     Ok(None)
 }
 
 /// Keeps the first tensor that is not finite.
-struct Search {
+struct FirstNonFiniteHook {
     seq_len: usize,
-    found: Option<Found>,
+    found: Option<NonFinite>,
 }
 
-struct Found {
+struct NonFinite {
     place: Place,
     stats: TensorStats,
     samples: Vec<usize>,
 }
 
-impl Hook for Search {
+impl Hook for FirstNonFiniteHook {
     fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
         // The head's tiles arrive one by one and count as one tensor.
-        let same_tensor = |found: &Found| (found.place.layer, found.place.part) == (place.layer, place.part);
+        let same_tensor = |found: &NonFinite| (found.place.layer, found.place.part) == (place.layer, place.part);
         if self.found.as_ref().is_some_and(|found| !same_tensor(found)) {
             return Ok(());
         }
@@ -70,7 +70,7 @@ impl Hook for Search {
             return Ok(());
         }
         let samples = if place.part.has_tokens() { self.samples(place.first_token, tensor)? } else { Vec::new() };
-        let found = self.found.get_or_insert(Found { place, stats: TensorStats::default(), samples: Vec::new() });
+        let found = self.found.get_or_insert(NonFinite { place, stats: TensorStats::default(), samples: Vec::new() });
         found.stats.merge(&stats);
         found.samples.extend(samples);
         // A tile may begin in the middle of a sequence.
@@ -79,7 +79,7 @@ impl Hook for Search {
     }
 }
 
-impl Search {
+impl FirstNonFiniteHook {
     /// The sequences with an infinity or NaN in their rows of `tensor`, whose first row is token `first`.
     fn samples(&self, first: usize, tensor: &Tensor) -> candle_core::Result<Vec<usize>> {
         let end = first + tensor.dim(0)?;
@@ -99,8 +99,8 @@ fn stats_of(tensor: &Tensor) -> candle_core::Result<TensorStats> {
     Ok(survey(tensor, FloatFormat::FP32, false)?.stats)
 }
 
-impl Found {
-    fn origin(self, spec: &ModelSpec, micro_batch: usize) -> FirstNonFinite {
+impl NonFinite {
+    fn first_nonfinite(self, spec: &ModelSpec, micro_batch: usize) -> FirstNonFinite {
         let Self { place: Place { layer, part, .. }, stats, samples } = self;
         FirstNonFinite {
             pass: if part.is_forward() { Pass::Forward } else { Pass::Backward },
@@ -126,7 +126,7 @@ mod tests {
     use crate::precision::{GradScalerConfig, PrecisionPolicy};
     use crate::store::checkpoint::Run;
     use crate::telemetry::{Emitter, Event};
-    use crate::train::engine::Outcome;
+    use crate::train::engine::StepOutcome;
     use crate::train::setup::engine;
     use crate::train::{Config, TrainState, Trainer};
     use candle_core::Device;
@@ -139,11 +139,11 @@ mod tests {
 
     /// Two-block FP16 engines at loss scale `scale` with the weights named in `change` modified; one for each set of
     /// kernels.
-    fn crafted(scale: f32, change: &[Change<'_>]) -> [Engine; 2] {
+    fn crafted(scale: f32, change: &[Change<'_>]) -> [TrainEngine; 2] {
         [Choice::Fused, Choice::Candle].map(|kernels| crafted_of(kernels, scale, change))
     }
 
-    fn crafted_of(kernels: Choice, scale: f32, change: &[Change<'_>]) -> Engine {
+    fn crafted_of(kernels: Choice, scale: f32, change: &[Change<'_>]) -> TrainEngine {
         let mut config = Config { dtype: PrecisionPolicy::FP16, device: "cpu".into(), kernels, ..Config::default() };
         (config.train.batch_size, config.train.seq_len) = SHAPE;
         config.train.grad_accum = 2;
@@ -180,12 +180,12 @@ mod tests {
     }
 
     /// The origin that an overflowing step on two micro-batches is attributed to; every set of kernels must agree.
-    fn traced(engines: [Engine; 2]) -> FirstNonFinite {
+    fn traced(engines: [TrainEngine; 2]) -> FirstNonFinite {
         let [fused, plain] = engines.map(|mut engine| {
             let batches = [batch(1), batch(20)];
             let report = engine.step(&batches).unwrap();
-            assert_eq!(report.outcome, Outcome::Skipped);
-            origin(&mut engine, &batches, &report).unwrap().unwrap().0
+            assert_eq!(report.outcome, StepOutcome::Skipped);
+            first_nonfinite(&mut engine, &batches, &report).unwrap().unwrap().0
         });
         assert_eq!(brief(&plain), brief(&fused));
         assert_eq!((plain.count, plain.inf, plain.nan), (fused.count, fused.inf, fused.nan));
@@ -255,21 +255,21 @@ mod tests {
 
     #[test]
     fn tiles_of_the_head_are_one_tensor() {
-        let mut search = Search { seq_len: 4, found: None };
+        let mut search = FirstNonFiniteHook { seq_len: 4, found: None };
         let tile = |broken: bool| Tensor::full(if broken { f32::NAN } else { 1.0 }, (6, 2), &Device::Cpu).unwrap();
         let place = |part, first_token| Place { layer: Layer::outer(Op::Head), part, first_token };
         search.record(place(Part::Output, 0), &tile(true)).unwrap();
         search.record(place(Part::OutputGradient, 0), &tile(true)).unwrap();
         search.record(place(Part::Output, 6), &tile(true)).unwrap();
         search.record(place(Part::Output, 12), &tile(false)).unwrap();
-        let found = search.found.unwrap().origin(&tiny(), 0);
+        let found = search.found.unwrap().first_nonfinite(&tiny(), 0);
         assert_eq!((found.count, found.nan, found.tensor.as_str()), (36, 24, "output"));
         assert_eq!(found.samples, [0, 1, 2]);
     }
 
     /// A run of `tiny` with dropout, accumulation and overflows at its start; each overflow's origin.
     fn run(attribute_overflows: bool, init_scale: f32) -> (Trainer, Vec<Option<FirstNonFinite>>) {
-        let mut config = Config::resolve(&crate::train::Layers::default()).unwrap();
+        let mut config = Config::resolve(&crate::train::ConfigLayers::default()).unwrap();
         config.telemetry.attribute_overflows = attribute_overflows;
         config.scaler.init_scale = init_scale;
         (config.dropout.residual, config.dropout.attention, config.train.grad_accum) = (0.1, 0.1, 2);

@@ -24,7 +24,8 @@ pub use memory::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes,
 pub use sample::Sampler;
 pub(crate) use setup::check_misspelling;
 pub use setup::{
-    ModelLocation, ModelSource, SetupCallback, SetupEvent, dataset, dialogues, engine, locate, reading, whole_text,
+    ModelLocation, ModelSource, SetupCallback, SetupEvent, dataset, dataset_options, dialogues, engine, locate,
+    whole_text,
 };
 pub use state::{Counters, TrainState};
 pub use trainer::{Heartbeat, RunStart, Trainer};

@@ -2,8 +2,8 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::data::{BatchLoader, Documents, Layout, Proof};
-use crate::train::{ModelSource, dataset, reading};
+use crate::data::{BatchLoader, DatasetPreview, Documents, SequenceIndex};
+use crate::train::{ModelSource, dataset, dataset_options};
 use crate::ui::may_colour;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
@@ -47,42 +47,42 @@ struct StatsArgs {
 pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
     let text = match &args.what {
         What::Show(args) => {
-            let (loader, proof) = load(&args.config, args.sample)?;
+            let (loader, preview) = load(&args.config, args.sample)?;
             drop(loader);
             let colour = stdout().is_terminal() && may_colour();
-            proof.text(colour)
+            preview.text(colour)
         }
         What::Stats(args) => {
-            let (loader, proof) = load(&args.config, None)?;
+            let (loader, preview) = load(&args.config, None)?;
             let config = args.config.resolve()?;
-            let counts = proof.counts;
+            let stats = preview.stats;
             let steps = loader.steps_per_epoch(config.train.grad_accum);
             let cells = loader.windows_per_epoch() * config.train.seq_len as u64;
             let filled = 100.0 * loader.inputs_per_epoch() as f64 / cells.max(1) as f64;
             // A batch of samples is only as wide as they are.
-            let rows = if loader.layout().kind() != Documents::Texts && !config.train.packing {
-                format!("{}, of up to {} tokens", proof.rows, proof.seq_len)
+            let rows = if loader.index().kind() != Documents::Texts && !config.train.packing {
+                format!("{}, of up to {} tokens", preview.rows, preview.seq_len)
             } else {
-                format!("{} of {} tokens, {filled:.1} % filled", proof.rows, proof.seq_len)
+                format!("{} of {} tokens, {filled:.1} % filled", preview.rows, preview.seq_len)
             };
             if args.json {
                 let report = json!({
-                    "samples": counts.samples, "tokens": counts.tokens, "learned": counts.learned, "cut": counts.cut,
-                    "cut_tokens": counts.cut_tokens, "dropped": counts.dropped, "rows": proof.rows,
-                    "steps_per_epoch": steps, "marked_by": proof.marked_by,
+                    "samples": stats.samples, "tokens": stats.tokens, "learned": stats.loss_tokens, "cut": stats.truncated,
+                    "cut_tokens": stats.truncated_tokens, "dropped": stats.skipped, "rows": preview.rows,
+                    "steps_per_epoch": steps, "marked_by": preview.marked_by,
                 });
                 format!("{report}\n")
             } else {
                 format!(
                     "samples          {}\ntokens           {}\nlearned          {} ({:.1} %)\ncut              {} samples, by {} \
                      tokens\ndropped          {} samples, of which nothing would be learned\nrows             {rows}\nsteps an epoch   {steps}\n",
-                    counts.samples,
-                    counts.tokens,
-                    counts.learned,
-                    100.0 * counts.learned as f64 / counts.tokens.max(1) as f64,
-                    counts.cut,
-                    counts.cut_tokens,
-                    counts.dropped,
+                    stats.samples,
+                    stats.tokens,
+                    stats.loss_tokens,
+                    100.0 * stats.loss_tokens as f64 / stats.tokens.max(1) as f64,
+                    stats.truncated,
+                    stats.truncated_tokens,
+                    stats.skipped,
                 )
             }
         }
@@ -91,15 +91,15 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
 }
 
 /// The training rows of a configuration, and what is learned of them.
-fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, Proof)> {
+fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, DatasetPreview)> {
     let config = args.resolve()?;
     let reporter = Reporter::start();
     let mut tell = |event| reporter.report(event);
     let source = ModelSource::open(&config, &mut tell)?;
     let data = dataset(&config, &source.chat, &source.tokenizer, &mut tell)?;
-    let layout = Layout::new(data.train, config.train.seq_len, config.train.packing, &config.data)?;
-    let chat = reading(&config, &source.chat, &source.tokenizer).chat;
-    let chat = (layout.kind() == Documents::Chats).then_some(&chat);
-    let proof = Proof::new(&layout, sample, &source.tokenizer, chat)?;
-    Ok((BatchLoader::over(layout, config.train.batch_size, config.seed)?, proof))
+    let index = SequenceIndex::new(data.train, config.train.seq_len, config.train.packing, &config.data)?;
+    let chat = dataset_options(&config, &source.chat, &source.tokenizer).chat;
+    let chat = (index.kind() == Documents::Chats).then_some(&chat);
+    let preview = DatasetPreview::new(&index, sample, &source.tokenizer, chat)?;
+    Ok((BatchLoader::over(index, config.train.batch_size, config.seed)?, preview))
 }

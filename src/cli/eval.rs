@@ -68,7 +68,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
 
 /// Counts the questions of `data` that are answered to the letter.
 fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &str, out: &mut dyn Write) -> Result<()> {
-    let dialogues = dialogues(&data.parse()?, trained.reading(), &mut |event| reporter.report(event))?;
+    let dialogues = dialogues(&data.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
     reporter.begin("reading weights");
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     let count = dialogues.len() as u64;
@@ -101,7 +101,7 @@ struct Text {
 /// The whole text that the user named.
 fn whole(data: &str, trained: &TrainedModel, reporter: &Reporter) -> Result<(String, Text)> {
     let (tokens, bytes_per_token) =
-        whole_text(&data.parse()?, trained.reading(), &trained.tokenizer, &mut |event| reporter.report(event))?;
+        whole_text(&data.parse()?, trained.dataset_options(), &trained.tokenizer, &mut |event| reporter.report(event))?;
     Ok((data.to_owned(), Text { tokens, bytes_per_token }))
 }
 

@@ -53,8 +53,9 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
         let message = format!("{seq_len} is not between 1 and the model's context of {}", trained.config.context);
         return Err(Error::config("--seq-len", message));
     }
-    let (tokens, _) =
-        whole_text(&args.data.parse()?, trained.reading(), &trained.tokenizer, &mut |event| reporter.report(event))?;
+    let (tokens, _) = whole_text(&args.data.parse()?, trained.dataset_options(), &trained.tokenizer, &mut |event| {
+        reporter.report(event)
+    })?;
     reporter.begin("reading weights");
     let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
     let open = args.device.open(PrecisionPolicy::FP16)?;

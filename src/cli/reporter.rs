@@ -78,9 +78,9 @@ impl Reporter {
         match event {
             SetupEvent::Phase(what) => self.activity.begin(&what),
             SetupEvent::Notice(notice) => self.notice(notice),
-            SetupEvent::Proof(proof) => {
+            SetupEvent::Preview(preview) => {
                 let colour = stderr().is_terminal() && may_colour();
-                self.send(Notice::Clean(proof.text(colour)));
+                self.send(Notice::Clean(preview.text(colour)));
             }
             SetupEvent::Progress { what, done, total } if done < total => {
                 self.activity.advance(&what, PhaseProgress::Bytes(done, total));

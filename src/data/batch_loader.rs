@@ -9,7 +9,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::layout::{Counts, Layout};
+use super::sequence_index::{DatasetStats, SequenceIndex};
 use super::shuffle::Permutation;
 use super::tokens::TokenSource;
 use crate::engine::model::Tokens;
@@ -50,33 +50,33 @@ impl Batch {
         Tokens { ids: &self.inputs, seq_len: self.seq_len, documents }
     }
 
-    /// Fills row after row with the rows `rows` of `layout`, and pads those that are left.
-    fn fill(&mut self, layout: &Layout, rows: impl Iterator<Item = u64> + Clone) {
-        let seq_len = layout.columns(rows.clone().map(|row| layout.row_len(row)).max().unwrap_or(0));
+    /// Fills row after row with the rows `rows` of `index`, and pads those that are left.
+    fn fill(&mut self, index: &SequenceIndex, rows: impl Iterator<Item = u64> + Clone) {
+        let seq_len = index.columns(rows.clone().map(|row| index.row_len(row)).max().unwrap_or(0));
         self.seq_len = seq_len;
         for (ids, padding) in [(&mut self.inputs, 0), (&mut self.targets, IGNORE_INDEX)] {
             ids.clear();
             ids.resize(self.batch_size * seq_len, padding);
         }
         self.documents.clear();
-        if layout.is_packed() {
+        if index.is_packed() {
             self.documents.resize(self.batch_size * seq_len, 0);
         }
-        for (index, row) in rows.enumerate() {
-            let mut at = index * seq_len;
+        for (row_index, row) in rows.enumerate() {
+            let mut at = row_index * seq_len;
             let mut begin = |from: usize, len: usize| {
                 if let Some(documents) = self.documents.get_mut(from..from + len) {
-                    documents.fill((from - index * seq_len) as u32);
+                    documents.fill((from - row_index * seq_len) as u32);
                 }
             };
-            for span in layout.row(row) {
-                layout.tokens.read_inputs(span.start, &mut self.inputs[at..at + span.len]);
-                layout.tokens.read_targets(span.start + span.len.min(1), &mut self.targets[at..at + span.len]);
+            for span in index.row(row) {
+                index.tokens.read_inputs(span.start, &mut self.inputs[at..at + span.len]);
+                index.tokens.read_targets(span.start + span.len.min(1), &mut self.targets[at..at + span.len]);
                 begin(at, span.len);
                 at += span.len;
             }
             // Padding is a separate document, so no query attends to keys before it.
-            begin(at, (index + 1) * seq_len - at);
+            begin(at, (row_index + 1) * seq_len - at);
         }
         self.target_count = self.targets.iter().filter(|&&target| target != IGNORE_INDEX).count();
     }
@@ -99,7 +99,7 @@ pub struct Cursor {
 /// An endless stream of training batches, reshuffled each epoch; a batch never crosses from one epoch into the next.
 #[derive(Clone, Debug)]
 pub struct BatchLoader {
-    layout: Layout,
+    index: SequenceIndex,
     batch_size: usize,
     seed: u64,
     cursor: Cursor,
@@ -122,23 +122,23 @@ impl BatchLoader {
     /// The tokens do not fill one row.
     pub fn new(tokens: TokenSource, batch_size: usize, seq_len: usize, seed: u64) -> Result<Self> {
         check_shape(batch_size, seq_len)?;
-        Self::over(Layout::new(tokens, seq_len, false, "training data")?, batch_size, seed)
+        Self::over(SequenceIndex::new(tokens, seq_len, false, "training data")?, batch_size, seed)
     }
 
-    /// A loader of the rows of `layout`, at the start of epoch 0.
-    pub fn over(layout: Layout, batch_size: usize, seed: u64) -> Result<Self> {
-        check_shape(batch_size, layout.seq_len)?;
-        Ok(Self { layout, batch_size, seed, cursor: Cursor::default(), sorted: Sorted::default() })
+    /// A loader of the rows of `index`, at the start of epoch 0.
+    pub fn over(index: SequenceIndex, batch_size: usize, seed: u64) -> Result<Self> {
+        check_shape(batch_size, index.seq_len)?;
+        Ok(Self { index, batch_size, seed, cursor: Cursor::default(), sorted: Sorted::default() })
     }
 
     /// Its rows.
-    pub fn layout(&self) -> &Layout {
-        &self.layout
+    pub fn index(&self) -> &SequenceIndex {
+        &self.index
     }
 
     /// The counts of an epoch.
-    pub fn counts(&self) -> Counts {
-        self.layout.counts()
+    pub fn stats(&self) -> DatasetStats {
+        self.index.stats()
     }
 
     /// The start of the next batch.
@@ -159,7 +159,7 @@ impl BatchLoader {
 
     /// An empty batch of the shape that [`Self::next_batch`] fills.
     pub fn batch(&self) -> Batch {
-        Batch::new(self.batch_size, self.layout.seq_len)
+        Batch::new(self.batch_size, self.index.seq_len)
     }
 
     /// Fills `batch` with the next rows and advances.
@@ -168,17 +168,17 @@ impl BatchLoader {
         let Cursor { epoch, window } = self.cursor;
         let windows = self.windows_per_epoch();
         let mut end = (window + self.batch_size as u64).min(windows);
-        if self.layout.is_ragged() && !self.layout.is_packed() {
+        if self.index.is_ragged() && !self.index.is_packed() {
             // The group consists of whole batches.
             let stretch = SORTED_TOGETHER.next_multiple_of(self.batch_size as u64);
             let first = window / stretch * stretch;
             end = end.min(first + stretch);
             self.sort(epoch, first, (first + stretch).min(windows));
             let rows = &self.sorted.rows[(window - first) as usize..(end - first) as usize];
-            batch.fill(&self.layout, rows.iter().copied());
+            batch.fill(&self.index, rows.iter().copied());
         } else {
             let order = Permutation::new(windows, self.seed, epoch);
-            batch.fill(&self.layout, (window..end).map(|index| order.at(index)));
+            batch.fill(&self.index, (window..end).map(|index| order.at(index)));
         }
         batch.ends_epoch = end == windows;
         self.cursor =
@@ -192,7 +192,7 @@ impl BatchLoader {
         }
         let order = Permutation::new(self.windows_per_epoch(), self.seed, epoch);
         let mut rows: Vec<u64> = (first..end).map(|position| order.at(position)).collect();
-        rows.sort_by_key(|&row| self.layout.row_len(row));
+        rows.sort_by_key(|&row| self.index.row_len(row));
         // A batch with fewer rows is the epoch's last one and keeps its position.
         let whole = rows.len() / self.batch_size;
         let batches = Permutation::new(whole as u64, self.seed ^ BATCH_ORDER, epoch.wrapping_mul(1 << 32) + first);
@@ -205,12 +205,12 @@ impl BatchLoader {
 
     /// Fails if an earlier batch has no text because its tokens could not be read.
     pub fn check(&self) -> Result<()> {
-        self.layout.tokens.check()
+        self.index.tokens.check()
     }
 
     /// Rows that make an epoch.
     pub fn windows_per_epoch(&self) -> u64 {
-        self.layout.rows()
+        self.index.rows()
     }
 
     /// Micro-batches per epoch; the last one may be padded.
@@ -231,19 +231,19 @@ impl BatchLoader {
 
     /// Inputs per epoch, without padding.
     pub fn inputs_per_epoch(&self) -> u64 {
-        self.layout.inputs()
+        self.index.inputs()
     }
 
     /// Labels per epoch.
     pub fn tokens_per_epoch(&self) -> u64 {
-        self.layout.counts().learned
+        self.index.stats().loss_tokens
     }
 }
 
 /// One pass over tokens in their stored order, for validation.
 #[derive(Clone, Debug)]
 pub struct EvalBatches {
-    layout: Layout,
+    index: SequenceIndex,
     batch_size: usize,
     /// The next row, and the one to stop at.
     window: u64,
@@ -255,21 +255,21 @@ impl EvalBatches {
     pub fn new(tokens: TokenSource, batch_size: usize, seq_len: usize, max_batches: Option<u64>) -> Result<Self> {
         check_shape(batch_size, seq_len)?;
         let origin = "validation data";
-        let layout = if tokens.is_samples() {
-            Layout::new(tokens, seq_len, false, origin)?
+        let index = if tokens.is_samples() {
+            SequenceIndex::new(tokens, seq_len, false, origin)?
         } else {
             tokens.require(1, origin)?;
-            Layout::of_text(tokens, seq_len, false)
+            SequenceIndex::of_text(tokens, seq_len, false)
         };
-        Self::over(layout, batch_size, max_batches)
+        Self::over(index, batch_size, max_batches)
     }
 
-    /// Batches over the rows of `layout`, at most `max_batches` of them.
-    pub fn over(layout: Layout, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
-        check_shape(batch_size, layout.seq_len)?;
+    /// Batches over the rows of `index`, at most `max_batches` of them.
+    pub fn over(index: SequenceIndex, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
+        check_shape(batch_size, index.seq_len)?;
         let limit = max_batches.map_or(u64::MAX, |batches| batches.saturating_mul(batch_size as u64));
-        let end = layout.rows().min(limit);
-        Ok(Self { layout, batch_size, window: 0, end })
+        let end = index.rows().min(limit);
+        Ok(Self { index, batch_size, window: 0, end })
     }
 
     /// Fills `batch` and returns `true`, or `false` at the end of the pass. Reuses the buffers and allocates nothing.
@@ -279,7 +279,7 @@ impl EvalBatches {
             return false;
         }
         let end = (self.window + self.batch_size as u64).min(self.end);
-        batch.fill(&self.layout, self.window..end);
+        batch.fill(&self.index, self.window..end);
         batch.ends_epoch = end == self.end;
         self.window = end;
         true
@@ -287,7 +287,7 @@ impl EvalBatches {
 
     /// Fails if an earlier batch has no text because its tokens could not be read.
     pub fn check(&self) -> Result<()> {
-        self.layout.tokens.check()
+        self.index.tokens.check()
     }
 
     /// Batches left.

@@ -8,10 +8,10 @@ use super::cache::{TokenFile, TokenWriter, Width};
 use super::document::Document;
 use super::format::Format;
 use super::grammar;
-use super::row::{Content, Reading, RowReader};
+use super::row::{Content, DatasetOptions, RowReader};
 use super::source::{Fetch, LoadEvent, Source};
 use super::template::Dialogue;
-use super::tokenise::Tokenise;
+use super::tokenize::TokenizeJob;
 use super::tokenizer::Tokenizer;
 use super::tokens::TokenSource;
 use crate::digest::Digest;
@@ -51,7 +51,7 @@ impl Dataset {
 /// Loads data sets, keeping tokens and downloads in a folder.
 pub struct Loader<'a> {
     folder: PathBuf,
-    reading: Reading,
+    options: DatasetOptions,
     fetch: Option<&'a mut dyn Fetch>,
     report: Option<&'a mut dyn FnMut(LoadEvent)>,
 }
@@ -91,13 +91,13 @@ fn bytes_per_predicted(tokens: &TokenSource, tokenizer: &Tokenizer) -> Option<f6
 impl<'a> Loader<'a> {
     /// A loader that keeps its files in `folder`.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into(), reading: Reading::default(), fetch: None, report: None }
+        Self { folder: folder.into(), options: DatasetOptions::default(), fetch: None, report: None }
     }
 
     /// Sets how files are read.
     #[must_use]
-    pub fn reading(mut self, reading: Reading) -> Self {
-        self.reading = reading;
+    pub fn options(mut self, options: DatasetOptions) -> Self {
+        self.options = options;
         self
     }
 
@@ -153,8 +153,8 @@ impl<'a> Loader<'a> {
     /// As [`Self::load`], and [`Error::Data`] if there is none.
     pub fn dialogues(&mut self, source: &Source) -> Result<Vec<Dialogue>> {
         let fetch = self.fetch.as_mut().map(|fetch| &mut **fetch as &mut dyn Fetch);
-        let files = source.files(self.reading.format, fetch)?;
-        let mut rows = RowReader::new(&self.reading);
+        let files = source.files(self.options.format, fetch)?;
+        let mut rows = RowReader::new(&self.options);
         let (fields, mut dialogues) = (rows.fields(), Vec::new());
         for document in &files.documents {
             if document.format == Format::Text {
@@ -187,7 +187,7 @@ impl<'a> Loader<'a> {
             return Ok(Corpus { tokens, bytes_per_token, key });
         }
         let fetch = self.fetch.as_mut().map(|fetch| &mut **fetch as &mut dyn Fetch);
-        let files = source.files(self.reading.format, fetch)?;
+        let files = source.files(self.options.format, fetch)?;
         let key = self.key(&files.documents, tokenizer)?;
         let path = self.folder.join(format!("{}.tokens", &key[..32]));
         let file = match self.cached(&path) {
@@ -217,7 +217,7 @@ impl<'a> Loader<'a> {
         };
         let mut ignore = |_| {};
         let report = self.report.as_mut().map_or(&mut ignore as &mut dyn FnMut(LoadEvent), |report| &mut **report);
-        let (writer, text_bytes) = Tokenise::new((tokenizer, &self.reading), writer, report).run(documents)?;
+        let (writer, text_bytes) = TokenizeJob::new((tokenizer, &self.options), writer, report).run(documents)?;
         // The cache keeps the tokens under this key for good, so they must be those of the text that was hashed.
         if self.key(documents, tokenizer)? != key {
             let origin = documents.first().map_or("data", |document| &document.origin);
@@ -235,7 +235,7 @@ impl<'a> Loader<'a> {
             parts.push(format!("{:?} {}", document.format, Digest::of_file(&document.path)?.sha256));
         }
         if documents.iter().any(|document| document.format != Format::Text) {
-            parts.push(self.reading.key());
+            parts.push(self.options.key());
         }
         Ok(Digest::of(parts.join("\n").as_bytes()).sha256)
     }

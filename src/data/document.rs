@@ -1,4 +1,4 @@
-//! Files to documents: text, read in pieces so that memory does not grow with the file, and rows, whose readers are in
+//! Files to documents: text, read in chunks so that memory does not grow with the file, and rows, whose readers are in
 //! [`rows`](super::rows).
 
 use std::fs::File;
@@ -10,11 +10,11 @@ use super::format::Format;
 use super::row::{Kind, RowReader};
 use crate::{Error, Result, untrusted};
 
-/// Bytes of text that are tokenised at a time, where they end with a seam.
-const PIECE_BYTES: usize = 256 << 10;
+/// Bytes of text that are tokenised at a time, where they end at a split point.
+const CHUNK_BYTES: usize = 256 << 10;
 
-/// Text without a seam is tokenised as a whole up to this length.
-const MAX_PIECE_BYTES: usize = 1 << 20;
+/// Text without a split point is tokenised as a whole up to this length.
+const MAX_CHUNK_BYTES: usize = 1 << 20;
 
 /// A file of a corpus.
 #[derive(Clone, Debug)]
@@ -29,43 +29,43 @@ pub(super) struct Document {
 
 /// The bytes of a chunk that are in the loss.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Learned {
+pub(super) enum LossMask {
     All,
     None,
     /// The tokens that these bytes are part of.
-    Parts(Vec<Range<usize>>),
+    Ranges(Vec<Range<usize>>),
 }
 
 /// A chunk of text that is tokenized separately.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct TextChunk {
     pub(super) text: String,
-    pub(super) learned: Learned,
+    pub(super) loss_mask: LossMask,
     /// Whether a document begins with it.
     pub(super) starts_document: bool,
-    pub(super) end: End,
+    pub(super) end: ChunkEnd,
 }
 
 /// The end of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum ChunkEnd {
     /// More of the document, or another one: then the end-of-text token separates them.
-    Open,
+    Continues,
     /// The end-of-text token, which counts in the loss.
-    Marked,
+    Eos,
     /// Nothing: a chat template has ended the document.
-    Complete,
+    Templated,
 }
 
-impl Piece {
+impl TextChunk {
     /// The end of a document, without text.
     pub(super) fn end() -> Self {
-        Self { text: String::new(), learned: Learned::All, starts_document: false, end: End::Marked }
+        Self { text: String::new(), loss_mask: LossMask::All, starts_document: false, end: ChunkEnd::Eos }
     }
 }
 
-/// Receives the pieces as they are read; an error stops the reading.
-pub(super) type Sink<'a> = dyn FnMut(Piece) -> Result<()> + 'a;
+/// Receives the chunks as they are read; an error stops the reader.
+pub(super) type ChunkSink<'a> = dyn FnMut(TextChunk) -> Result<()> + 'a;
 
 impl Document {
     pub(super) fn open(&self) -> Result<File> {
@@ -76,7 +76,7 @@ impl Document {
     }
 
     /// Reads the whole file into `sink`; converts its rows with `rows`.
-    pub(super) fn read(&self, rows: &mut RowReader<'_>, sink: &mut Sink) -> Result<()> {
+    pub(super) fn read(&self, rows: &mut RowReader<'_>, sink: &mut ChunkSink) -> Result<()> {
         if self.format == Format::Text {
             rows.expect(Kind::Text, || format!("`{}`", self.origin)).map_err(|message| self.error(message))?;
             return self.read_text(&rows.fields(), sink);
@@ -85,13 +85,13 @@ impl Document {
         self.read_rows(&fields, &mut |place, row| rows.read(&self.origin, place, &row, sink))
     }
 
-    fn read_text(&self, fields: &[&str], sink: &mut Sink) -> Result<()> {
+    fn read_text(&self, fields: &[&str], sink: &mut ChunkSink) -> Result<()> {
         let mut file = self.open()?;
-        let mut buffer = Vec::with_capacity(2 * PIECE_BYTES);
+        let mut buffer = Vec::with_capacity(2 * CHUNK_BYTES);
         let (mut position, mut line) = (0, 1);
         let mut blank = true;
         loop {
-            let read = (&mut file).take(PIECE_BYTES as u64).read_to_end(&mut buffer);
+            let read = (&mut file).take(CHUNK_BYTES as u64).read_to_end(&mut buffer);
             let ended = read.map_err(Error::io("read", &self.path))? == 0;
             let text = match std::str::from_utf8(&buffer) {
                 Ok(text) => text,
@@ -117,12 +117,12 @@ impl Document {
                     self.error(format!("byte {position} (line {line}) is zero: this is a binary file, not text"))
                 );
             }
-            let cut = if ended { text.len() } else { seam(text).unwrap_or(0) };
-            let cut = if cut == 0 && text.len() >= MAX_PIECE_BYTES { text.len() } else { cut };
+            let cut = if ended { text.len() } else { last_split_point(text).unwrap_or(0) };
+            let cut = if cut == 0 && text.len() >= MAX_CHUNK_BYTES { text.len() } else { cut };
             blank &= text[..cut].trim().is_empty();
             if cut > 0 {
                 let (text, starts_document) = (text[..cut].to_owned(), position == 0);
-                sink(Piece { text, learned: Learned::All, starts_document, end: End::Open })?;
+                sink(TextChunk { text, loss_mask: LossMask::All, starts_document, end: ChunkEnd::Continues })?;
             }
             position += cut;
             line += line_feeds(&buffer[..cut]);
@@ -148,14 +148,22 @@ impl Document {
     }
 }
 
-/// Passes a text of any length to `sink` in pieces. Either all or none of it counts in the loss.
-pub(super) fn emit(mut text: &str, learned: &Learned, mut starts_document: bool, sink: &mut Sink) -> Result<()> {
+/// Passes a text of any length to `sink` in chunks. Either all or none of it counts in the loss.
+pub(super) fn emit(
+    mut text: &str,
+    loss_mask: &LossMask,
+    mut starts_document: bool,
+    sink: &mut ChunkSink,
+) -> Result<()> {
     while !text.is_empty() {
-        let limit = text.floor_char_boundary(PIECE_BYTES);
-        let cut =
-            if limit == text.len() { limit } else { seam(&text[..limit]).unwrap_or_else(|| next_seam(text, limit)) };
-        let piece = text[..cut].to_owned();
-        sink(Piece { text: piece, learned: learned.clone(), starts_document, end: End::Open })?;
+        let limit = text.floor_char_boundary(CHUNK_BYTES);
+        let cut = if limit == text.len() {
+            limit
+        } else {
+            last_split_point(&text[..limit]).unwrap_or_else(|| next_split_point(text, limit))
+        };
+        let chunk = text[..cut].to_owned();
+        sink(TextChunk { text: chunk, loss_mask: loss_mask.clone(), starts_document, end: ChunkEnd::Continues })?;
         text = &text[cut..];
         starts_document = false;
     }
@@ -164,18 +172,18 @@ pub(super) fn emit(mut text: &str, learned: &Learned, mut starts_document: bool,
 
 /// The last place where a text may be cut so that its parts give the tokens of the whole: between a letter or digit and a
 /// space. There byte-level BPE always starts a new word, and a tokenizer that puts a space in front of a text finds one there.
-fn seam(text: &str) -> Option<usize> {
+fn last_split_point(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
-    (1..bytes.len()).rev().find(|&at| is_seam(text, bytes, at))
+    (1..bytes.len()).rev().find(|&at| is_split_point(text, bytes, at))
 }
 
-/// The first such place after `from`, at most [`MAX_PIECE_BYTES`].
-fn next_seam(text: &str, from: usize) -> usize {
-    let limit = text.floor_char_boundary(MAX_PIECE_BYTES);
-    (from.max(1)..limit).find(|&at| is_seam(text, text.as_bytes(), at)).unwrap_or(limit)
+/// The first such place after `from`, at most [`MAX_CHUNK_BYTES`].
+fn next_split_point(text: &str, from: usize) -> usize {
+    let limit = text.floor_char_boundary(MAX_CHUNK_BYTES);
+    (from.max(1)..limit).find(|&at| is_split_point(text, text.as_bytes(), at)).unwrap_or(limit)
 }
 
-fn is_seam(text: &str, bytes: &[u8], at: usize) -> bool {
+fn is_split_point(text: &str, bytes: &[u8], at: usize) -> bool {
     // The text before a space ends with a whole character.
     bytes[at] == b' ' && text[..at].chars().next_back().is_some_and(char::is_alphanumeric)
 }
@@ -186,45 +194,45 @@ fn line_feeds(bytes: &[u8]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::row::Reading;
+    use super::super::row::DatasetOptions;
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};
     use super::*;
     use proptest::prelude::*;
     use std::path::Path;
     use std::sync::LazyLock;
 
-    fn read(name: &str, content: &[u8]) -> Result<Vec<Piece>> {
+    fn read(name: &str, content: &[u8]) -> Result<Vec<TextChunk>> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, content).unwrap();
         let document = Document { format: Format::of(&path).unwrap(), path, origin: name.to_owned(), asked: false };
-        let mut pieces = Vec::new();
-        let reading = Reading::default();
-        document.read(&mut RowReader::new(&reading), &mut |piece| {
-            pieces.push(piece);
+        let mut chunks = Vec::new();
+        let options = DatasetOptions::default();
+        document.read(&mut RowReader::new(&options), &mut |chunk| {
+            chunks.push(chunk);
             Ok(())
         })?;
-        Ok(pieces)
+        Ok(chunks)
     }
 
     fn refusal(name: &str, content: &[u8]) -> String {
         read(name, content).unwrap_err().to_string()
     }
 
-    /// (text, trained, starts a document) of each piece.
-    fn shape(pieces: &[Piece]) -> Vec<(&str, bool, bool)> {
-        let learned = |piece: &Piece| piece.learned != Learned::None;
-        pieces.iter().map(|piece| (piece.text.as_str(), learned(piece), piece.starts_document)).collect()
+    /// (text, trained, starts a document) of each chunk.
+    fn shape(chunks: &[TextChunk]) -> Vec<(&str, bool, bool)> {
+        let learned = |chunk: &TextChunk| chunk.loss_mask != LossMask::None;
+        chunks.iter().map(|chunk| (chunk.text.as_str(), learned(chunk), chunk.starts_document)).collect()
     }
 
     #[test]
     fn a_long_text_comes_in_pieces_and_whole() {
         // Three bytes a character, so that the buffer's end cuts one in two.
         let text = "語 語語\n".repeat(100_000);
-        let pieces = read("a.txt", text.as_bytes()).unwrap();
-        assert!(pieces.len() > 3 && pieces.iter().all(|piece| piece.text.len() <= 2 * PIECE_BYTES));
-        assert_eq!(pieces.iter().map(|piece| piece.text.as_str()).collect::<String>(), text);
-        assert_eq!(pieces.iter().filter(|piece| piece.starts_document).count(), 1);
+        let chunks = read("a.txt", text.as_bytes()).unwrap();
+        assert!(chunks.len() > 3 && chunks.iter().all(|chunk| chunk.text.len() <= 2 * CHUNK_BYTES));
+        assert_eq!(chunks.iter().map(|chunk| chunk.text.as_str()).collect::<String>(), text);
+        assert_eq!(chunks.iter().filter(|chunk| chunk.starts_document).count(), 1);
     }
 
     #[test]
@@ -241,8 +249,8 @@ mod tests {
     #[test]
     fn rows_of_every_format_are_the_same_rows() {
         let shapes = |name: &str, content: &str| -> Vec<(String, bool, bool)> {
-            let pieces = read(name, content.as_bytes()).unwrap();
-            shape(&pieces).into_iter().map(|(text, learned, starts)| (text.to_owned(), learned, starts)).collect()
+            let chunks = read(name, content.as_bytes()).unwrap();
+            shape(&chunks).into_iter().map(|(text, learned, starts)| (text.to_owned(), learned, starts)).collect()
         };
         let expected = [
             ("1+1=", false, true),
@@ -283,11 +291,11 @@ mod tests {
             r#"{"instruction": "hi", "input": "", "output": "ho"}"#,
             r#"{"messages": "[{\"role\": \"user\", \"content\": \"hi\"}, {\"role\": \"assistant\", \"content\": \"ho\"}]"}"#,
         ] {
-            let pieces = read("a.jsonl", row.as_bytes()).unwrap();
-            let [piece] = &pieces[..] else { panic!("{pieces:?}") };
-            let Learned::Parts(parts) = &piece.learned else { panic!("{piece:?}") };
-            assert_eq!((piece.text.as_str(), &piece.text[parts[0].clone()]), (said, " ho<|endoftext|>"));
-            assert_eq!((parts.len(), piece.end), (1, End::Complete));
+            let chunks = read("a.jsonl", row.as_bytes()).unwrap();
+            let [chunk] = &chunks[..] else { panic!("{chunks:?}") };
+            let LossMask::Ranges(parts) = &chunk.loss_mask else { panic!("{chunk:?}") };
+            assert_eq!((chunk.text.as_str(), &chunk.text[parts[0].clone()]), (said, " ho<|endoftext|>"));
+            assert_eq!((parts.len(), chunk.end), (1, ChunkEnd::Templated));
         }
         let row = r#"{"instruction": "do", "input": "it", "output": "done", "system": "be"}"#;
         assert_eq!(
@@ -304,8 +312,8 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         assert_eq!(shape(&read("a.parquet", &bytes).unwrap()), [("first", true, true), ("second", true, true)]);
         write_parquet(&path, &["prompt", "completion"], &[&["q"], &["a"]]);
-        let pieces = read("a.parquet", &std::fs::read(&path).unwrap()).unwrap();
-        assert_eq!(shape(&pieces), [("q", false, true), ("a", true, false), ("", true, false)]);
+        let chunks = read("a.parquet", &std::fs::read(&path).unwrap()).unwrap();
+        assert_eq!(shape(&chunks), [("q", false, true), ("a", true, false), ("", true, false)]);
 
         write_parquet(&path, &["sentence"], &[&["q"]]);
         let message = refusal("a.parquet", &std::fs::read(&path).unwrap());
@@ -315,20 +323,20 @@ mod tests {
     }
 
     #[test]
-    fn a_text_without_a_seam_is_tokenised_as_a_whole() {
+    fn a_text_without_a_split_point_is_tokenised_as_a_whole() {
         for unit in ["<|endoftext|>", "word", "7", "漢"] {
-            let text = unit.repeat(3 * PIECE_BYTES / unit.len());
+            let text = unit.repeat(3 * CHUNK_BYTES / unit.len());
             assert_eq!(read("a.txt", text.as_bytes()).unwrap().len(), 1, "{unit}");
             let row = serde_json::json!({ "text": text }).to_string();
             assert_eq!(read("a.jsonl", row.as_bytes()).unwrap().len(), 1, "{unit}");
-            let long = unit.repeat(2 * MAX_PIECE_BYTES / unit.len());
-            let pieces = read("a.txt", long.as_bytes()).unwrap();
-            assert!(pieces.iter().all(|piece| piece.text.len() <= MAX_PIECE_BYTES + PIECE_BYTES), "{unit}");
-            assert_eq!(pieces.into_iter().map(|piece| piece.text).collect::<String>(), long);
+            let long = unit.repeat(2 * MAX_CHUNK_BYTES / unit.len());
+            let chunks = read("a.txt", long.as_bytes()).unwrap();
+            assert!(chunks.iter().all(|chunk| chunk.text.len() <= MAX_CHUNK_BYTES + CHUNK_BYTES), "{unit}");
+            assert_eq!(chunks.into_iter().map(|chunk| chunk.text).collect::<String>(), long);
         }
         // A tokenizer that puts a space in front of every text finds one there.
-        let lines = "a line of words\n".repeat(PIECE_BYTES / 8);
-        assert!(read("a.txt", lines.as_bytes()).unwrap()[1..].iter().all(|piece| piece.text.starts_with(' ')));
+        let lines = "a line of words\n".repeat(CHUNK_BYTES / 8);
+        assert!(read("a.txt", lines.as_bytes()).unwrap()[1..].iter().all(|chunk| chunk.text.starts_with(' ')));
     }
 
     fn write_parquet(path: &Path, names: &[&str], columns: &[&[&str]]) {
@@ -355,7 +363,7 @@ mod tests {
         fn both_sides_of_a_seam_give_the_tokens_of_the_whole(text in "([a-z]{1,5}|[ \\n]{1,3}|'s|[0-9é.,!]{1,2}){2,30}") {
             static TOKENIZER: LazyLock<Tokenizer> =
                 LazyLock::new(|| Tokenizer::from_json(byte_level_bpe(), "test").unwrap());
-            let cut = seam(&text).unwrap_or(text.len());
+            let cut = last_split_point(&text).unwrap_or(text.len());
             let mut ids = TOKENIZER.encode(&text[..cut]).unwrap();
             ids.extend(TOKENIZER.encode(&text[cut..]).unwrap());
             prop_assert_eq!(ids, TOKENIZER.encode(&text).unwrap());

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cache::Documents;
 use super::chat_format::ChatFormat;
-use super::document::{End, Learned, Piece, Sink, emit};
+use super::document::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
 use super::format::Format;
 use super::jinja_python::read_json;
 use super::rows::Place;
@@ -54,7 +54,7 @@ pub enum LossOn {
 
 /// How files become training text.
 #[derive(Debug, Default)]
-pub struct Reading {
+pub struct DatasetOptions {
     /// The format of files without a known extension, or of every file.
     pub format: Option<Format>,
     /// Names of fields.
@@ -76,7 +76,7 @@ const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "f
 const SHARED_ROLES: [(&str, &str); 4] =
     [("human", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("observation", "tool")];
 
-impl Reading {
+impl DatasetOptions {
     /// The names of the fields that rows may have.
     pub(super) fn field_names(&self) -> Vec<&str> {
         let Fields { text, prompt, completion } = &self.fields;
@@ -130,9 +130,9 @@ pub(super) enum Content {
     Conversation(Conversation, Option<Value>),
 }
 
-/// Turns the rows of all files of a corpus into pieces.
+/// Turns the rows of all files of a corpus into chunks.
 pub(super) struct RowReader<'a> {
-    reading: &'a Reading,
+    options: &'a DatasetOptions,
     /// The kind of the rows so far, and the place of the first of them.
     kind: Option<(Kind, String)>,
 }
@@ -155,13 +155,13 @@ fn kind_of(value: &Value) -> &'static str {
 }
 
 impl<'a> RowReader<'a> {
-    pub(super) fn new(reading: &'a Reading) -> Self {
-        Self { reading, kind: None }
+    pub(super) fn new(options: &'a DatasetOptions) -> Self {
+        Self { options, kind: None }
     }
 
     /// The names of the fields that rows may have.
     pub(super) fn fields(&self) -> Vec<&'a str> {
-        self.reading.field_names()
+        self.options.field_names()
     }
 
     /// The kind of the rows so far.
@@ -184,29 +184,29 @@ impl<'a> RowReader<'a> {
         }
     }
 
-    /// Passes the pieces of `row` to `sink`; an error names its place in `origin`.
-    pub(super) fn read(&mut self, origin: &str, place: Place, row: &Value, sink: &mut Sink) -> Result<()> {
+    /// Passes the chunks of `row` to `sink`; an error names its place in `origin`.
+    pub(super) fn read(&mut self, origin: &str, place: Place, row: &Value, sink: &mut ChunkSink) -> Result<()> {
         let wrong = |message: String| Error::data(origin, format!("{place}: {message}"));
         let content = self.content(row, || format!("`{origin}`, {place},")).map_err(wrong)?;
-        let Reading { chat, loss_on, .. } = self.reading;
+        let DatasetOptions { chat, loss_on, .. } = self.options;
         let (conversation, tools) = match content {
-            Content::Text(text) => return emit(&text, &Learned::All, true, sink),
+            Content::Text(text) => return emit(&text, &LossMask::All, true, sink),
             Content::Completion(prompt, completion) => {
-                let learned = if *loss_on == LossOn::All { Learned::All } else { Learned::None };
+                let learned = if *loss_on == LossOn::All { LossMask::All } else { LossMask::None };
                 emit(&prompt, &learned, true, sink)?;
-                emit(&completion, &Learned::All, prompt.is_empty(), sink)?;
-                return sink(Piece::end());
+                emit(&completion, &LossMask::All, prompt.is_empty(), sink)?;
+                return sink(TextChunk::end());
             }
             Content::Conversation(conversation, tools) => (conversation, tools),
         };
         let rendered = chat.render(&conversation, tools.as_ref(), *loss_on == LossOn::All);
         let Rendered { text, learned } = rendered.map_err(|error| wrong(error.to_string()))?;
         let learned = match loss_on {
-            LossOn::Answers => Learned::Parts(learned),
-            LossOn::LastAnswer => Learned::Parts(learned.into_iter().next_back().into_iter().collect()),
-            LossOn::All => Learned::All,
+            LossOn::Answers => LossMask::Ranges(learned),
+            LossOn::LastAnswer => LossMask::Ranges(learned.into_iter().next_back().into_iter().collect()),
+            LossOn::All => LossMask::All,
         };
-        sink(Piece { text, learned, starts_document: true, end: End::Complete })
+        sink(TextChunk { text, loss_mask: learned, starts_document: true, end: ChunkEnd::Templated })
     }
 
     /// The content of `row`, which is at `place`; or a description of its fault.
@@ -248,7 +248,7 @@ impl<'a> RowReader<'a> {
 
     /// The names of text, prompt and completion.
     fn names(&self) -> [&'a str; 3] {
-        let Fields { text, prompt, completion } = &self.reading.fields;
+        let Fields { text, prompt, completion } = &self.options.fields;
         [(text, "text"), (prompt, "prompt"), (completion, "completion")]
             .map(|(named, usual)| named.as_deref().unwrap_or(usual))
     }
@@ -256,7 +256,7 @@ impl<'a> RowReader<'a> {
     fn kind_of(&self, row: &Value) -> Result<Kind, String> {
         let [text, prompt, completion] = self.names();
         let has = |names: &[&str]| names.iter().all(|name| field(row, name).is_some());
-        let fields = &self.reading.fields;
+        let fields = &self.options.fields;
         // What was named is meant.
         if fields.prompt.is_some() || fields.completion.is_some() {
             return Ok(Kind::Completion);

@@ -1,7 +1,7 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
 use super::adapted::{self, merged};
-use crate::data::{Bos, ChatSettings, Reading, Tokenizer};
+use crate::data::{Bos, ChatSettings, DatasetOptions, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
@@ -125,9 +125,9 @@ impl TrainedModel {
     }
 
     /// How text is read for it, without a configuration: rows by their usual fields, conversations by its template.
-    pub fn reading(&self) -> Reading {
+    pub fn dataset_options(&self) -> DatasetOptions {
         let chat = self.chat.format(&self.path.display().to_string(), &self.tokenizer);
-        Reading { chat, ..Reading::default() }
+        DatasetOptions { chat, ..DatasetOptions::default() }
     }
 
     /// The same model with the adapters in `folder`, in PEFT's format.

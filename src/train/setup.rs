@@ -1,8 +1,8 @@
 //! From a configuration to something that can train: the model, its tokenizer, its text, the engine.
 
 use crate::data::{
-    ChatSettings, Dataset, Dialogue, LoadEvent, Loader, Proof, Reading, Source, TokenSource, Tokenizer, named_template,
-    names_in, nearest,
+    ChatSettings, Dataset, DatasetOptions, DatasetPreview, Dialogue, LoadEvent, Loader, Source, TokenSource, Tokenizer,
+    named_template, names_in, nearest,
 };
 use crate::engine::collective::ProcessGroup;
 use crate::engine::device::OpenDevice;
@@ -48,7 +48,7 @@ pub enum SetupEvent {
     /// A notice that needs no action.
     Notice(String),
     /// The preview of the samples and their loss tokens.
-    Proof(Box<Proof>),
+    Preview(Box<DatasetPreview>),
 }
 
 /// Receives the events of the preparation.
@@ -335,10 +335,10 @@ fn progress_of(progress: hub::Progress) -> SetupEvent {
 }
 
 /// How a configuration reads its text, for a model that writes conversations as `chat` says.
-pub fn reading(config: &Config, chat: &ChatSettings, tokenizer: &Tokenizer) -> Reading {
+pub fn dataset_options(config: &Config, chat: &ChatSettings, tokenizer: &Tokenizer) -> DatasetOptions {
     let origin = config.chat_template.as_ref().unwrap_or(&config.model);
     let chat = chat.format(origin, tokenizer);
-    Reading { format: config.format, fields: config.fields.clone(), loss_on: config.train.loss_on, chat }
+    DatasetOptions { format: config.format, fields: config.fields.clone(), loss_on: config.train.loss_on, chat }
 }
 
 /// The tokens of a configuration's training and validation text; downloads missing files.
@@ -348,14 +348,14 @@ pub fn dataset(
     tokenizer: &Tokenizer,
     report: &mut SetupCallback<'_>,
 ) -> Result<Dataset> {
-    let reading = reading(config, chat, tokenizer);
+    let options = dataset_options(config, chat, tokenizer);
     let of_val = |error| match error {
         Error::Config { message, .. } => Error::config("--val", message),
         other => other,
     };
     let validation = config.val.as_deref().map(str::parse::<Source>).transpose().map_err(of_val)?;
     let train = config.source()?;
-    with_loader(&[Some(&train), validation.as_ref()], reading, report, |loader| {
+    with_loader(&[Some(&train), validation.as_ref()], options, report, |loader| {
         loader.load(&train, validation.as_ref(), tokenizer)
     })
 }
@@ -363,22 +363,22 @@ pub fn dataset(
 /// All tokens of one text, and its average bytes per token; downloads missing files.
 pub fn whole_text(
     text: &Source,
-    reading: Reading,
+    options: DatasetOptions,
     tokenizer: &Tokenizer,
     report: &mut SetupCallback<'_>,
 ) -> Result<(TokenSource, f64)> {
-    with_loader(&[Some(text)], reading, report, |loader| loader.load_whole(text, tokenizer))
+    with_loader(&[Some(text)], options, report, |loader| loader.load_whole(text, tokenizer))
 }
 
 /// The conversations of `source` with their last answers; downloads missing files.
-pub fn dialogues(source: &Source, reading: Reading, report: &mut SetupCallback<'_>) -> Result<Vec<Dialogue>> {
-    with_loader(&[Some(source)], reading, report, |loader| loader.dialogues(source))
+pub fn dialogues(source: &Source, options: DatasetOptions, report: &mut SetupCallback<'_>) -> Result<Vec<Dialogue>> {
+    with_loader(&[Some(source)], options, report, |loader| loader.dialogues(source))
 }
 
 /// Runs `load` with a loader that can download what `sources` name.
 fn with_loader<T>(
     sources: &[Option<&Source>],
-    reading: Reading,
+    options: DatasetOptions,
     report: &mut SetupCallback<'_>,
     load: impl FnOnce(&mut Loader<'_>) -> Result<T>,
 ) -> Result<T> {
@@ -398,7 +398,7 @@ fn with_loader<T>(
             LoadEvent::Notice(notice) => SetupEvent::Notice(notice),
         });
     };
-    let loaded = load(&mut Loader::new(DATA_FOLDER).reading(reading).fetch_with(&mut hub).report_to(&mut loading));
+    let loaded = load(&mut Loader::new(DATA_FOLDER).options(options).fetch_with(&mut hub).report_to(&mut loading));
     let ways = "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)";
     match remote {
         Some(remote) => cached_if_offline(loaded, no_network, &remote.to_string(), ways, *report.borrow_mut()),

@@ -7,7 +7,7 @@ mod saving;
 use processes::ThroughputMeter;
 pub use processes::{Heartbeat, RunStart};
 
-use crate::data::{Batch, BatchLoader, Cursor, Documents, EvalBatches, Layout, Proof, Tokenizer};
+use crate::data::{Batch, BatchLoader, Cursor, DatasetPreview, Documents, EvalBatches, SequenceIndex, Tokenizer};
 use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
@@ -137,17 +137,17 @@ impl Trainer {
         config.revision = source.commit.or(config.revision);
         let train = &config.train;
         let (batch_size, seq_len, packing) = (train.batch_size, train.seq_len, train.packing);
-        let loader = Layout::new(dataset.train.clone(), seq_len, packing, "training data")?;
+        let loader = SequenceIndex::new(dataset.train.clone(), seq_len, packing, "training data")?;
         let loader = BatchLoader::over(loader, batch_size, config.seed)?;
         let chats = dataset.train.kind() == Documents::Chats;
-        let format = setup::reading(&config, &chat, &source.tokenizer).chat;
+        let format = setup::dataset_options(&config, &chat, &source.tokenizer).chat;
         if dataset.train.is_samples() {
-            let proof = Proof::new(loader.layout(), None, &source.tokenizer, chats.then_some(&format))?;
-            report(SetupEvent::Proof(Box::new(proof)));
+            let preview = DatasetPreview::new(loader.index(), None, &source.tokenizer, chats.then_some(&format))?;
+            report(SetupEvent::Preview(Box::new(preview)));
         }
         let held_out = if config.val.is_some() { "`--val`" } else { "the last tenth of the text, which validates" };
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
-        let eval = Layout::new(dataset.validation.clone(), seq_len, packing, held_out)?;
+        let eval = SequenceIndex::new(dataset.validation.clone(), seq_len, packing, held_out)?;
         let eval = EvalBatches::over(eval, batch_size, limit)?;
         let mut companions = source.companions;
         if chats || chat.template.is_some() {

@@ -5,7 +5,7 @@ use crate::common::compare::assert_close;
 use crate::common::engine::unscaled;
 use crate::common::golden::Case;
 use candle_core::{Device, Tensor};
-use finetune::data::{Batch, BatchLoader, Layout, TokenSource};
+use finetune::data::{Batch, BatchLoader, SequenceIndex, TokenSource};
 use finetune::engine::collective::SingleProcess;
 use finetune::engine::model::{Keep, Workspace};
 use finetune::engine::optim::Gradients;
@@ -39,8 +39,8 @@ fn masked() -> (Masked, HashMap<String, Tensor>) {
 
 /// An epoch's batches of `rows` rows.
 fn batches(samples: &[Vec<(u32, bool)>], seq_len: usize, packing: bool, rows: usize) -> Vec<Batch> {
-    let layout = Layout::new(TokenSource::from_samples(samples), seq_len, packing, "samples").unwrap();
-    let mut loader = BatchLoader::over(layout, rows, 7).unwrap();
+    let index = SequenceIndex::new(TokenSource::from_samples(samples), seq_len, packing, "samples").unwrap();
+    let mut loader = BatchLoader::over(index, rows, 7).unwrap();
     let mut batches = Vec::new();
     while loader.cursor().epoch == 0 {
         let mut batch = loader.batch();

@@ -119,12 +119,12 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     std::fs::write(&settings.data, text + &"{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(400)).unwrap();
     let mut told = Vec::new();
     Trainer::new(Arc::new(SingleProcess), settings.clone(), None, &mut |event| {
-        if let SetupEvent::Proof(proof) = event {
-            told.push(proof);
+        if let SetupEvent::Preview(preview) = event {
+            told.push(preview);
         }
     })
     .unwrap();
-    assert_eq!((told.len(), told[0].counts.dropped, told[0].rows), (1, 400, 320));
+    assert_eq!((told.len(), told[0].stats.skipped, told[0].rows), (1, 400, 320));
     let (_, events, _) = run(settings.clone(), None);
     assert!(steps(&events).count() == 12 && steps(&events).all(|step| step.loss > 0.0));
 

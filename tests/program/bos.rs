@@ -5,7 +5,7 @@ use std::fs;
 use super::evaluate::with_tokenizer;
 use crate::common::desk::Desk;
 use crate::common::python::{python, run_script};
-use finetune::data::{Bos, Dataset, IGNORE_INDEX, Layout, Loader, Source, TokenSource, Tokenizer};
+use finetune::data::{Bos, Dataset, IGNORE_INDEX, Loader, SequenceIndex, Source, TokenSource, Tokenizer};
 use finetune::inference::trained::TrainedModel;
 use serde_json::{Value, json};
 
@@ -121,7 +121,7 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     let mut inputs = vec![0; 3];
     tokens.read_inputs(2, &mut inputs);
     assert_eq!(inputs, [BOS, 2, eos]);
-    assert_eq!(Layout::new(tokens, 4, false, "rows").unwrap().counts().learned, 9);
+    assert_eq!(SequenceIndex::new(tokens, 4, false, "rows").unwrap().stats().loss_tokens, 9);
 
     let prompts = source(&desk, "prompts.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
     assert_eq!(ids(&load(&prompts, &bos)), [BOS, 0, 1, eos]);
@@ -129,7 +129,7 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     let chats = source(&desk, "chats.jsonl", chat);
     let trained = TrainedModel::open(desk.folder(), None).unwrap();
     let chat = |trained: &TrainedModel| {
-        let mut loader = Loader::new(desk.folder()).reading(trained.reading());
+        let mut loader = Loader::new(desk.folder()).options(trained.dataset_options());
         ids(&loader.load_whole(&chats, &trained.tokenizer).unwrap().0)
     };
     // The model has no template, so the plain one begins with the token.

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use finetune::Result;
 use finetune::data::{
-    Dataset, Documents, Fetch, IGNORE_INDEX, Layout, LoadEvent, Loader, LossOn, Reading, Remote, Source, TokenSource,
-    Tokenizer, grammar,
+    Dataset, DatasetOptions, Documents, Fetch, IGNORE_INDEX, LoadEvent, Loader, LossOn, Remote, SequenceIndex, Source,
+    TokenSource, Tokenizer, grammar,
 };
 
 fn ids(tokens: &TokenSource) -> Vec<u32> {
@@ -112,7 +112,7 @@ fn samples_end_with_what_ends_their_answers_and_stay_whole() {
     assert_eq!(data.train.kind(), Documents::Prompts);
     let alone = file(folder.path(), "b.jsonl", &row(0));
     let data = load(folder.path(), &alone, None).0.unwrap();
-    let message = Layout::new(data.validation, 8, false, "held out").unwrap_err().to_string();
+    let message = SequenceIndex::new(data.validation, 8, false, "held out").unwrap_err().to_string();
     assert!(message.contains("one sample is too few"), "{message}");
 }
 
@@ -128,8 +128,8 @@ fn what_is_learned_of_a_conversation_is_what_was_asked_for() {
         (LossOn::LastAnswer, vec![" d<|endoftext|>"]),
         (LossOn::All, vec![text]),
     ] {
-        let reading = Reading { loss_on, ..Reading::default() };
-        let mut loader = Loader::new(folder.path()).reading(reading);
+        let options = DatasetOptions { loss_on, ..DatasetOptions::default() };
+        let mut loader = Loader::new(folder.path()).options(options);
         let (tokens, _) = loader.load_whole(&source, &Tokenizer::byte()).unwrap();
         let (ids, targets) = (ids(&tokens), targets(&tokens));
         assert_eq!(Tokenizer::byte().decode(&ids).unwrap(), text.replace("<|endoftext|>", ""));

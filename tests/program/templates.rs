@@ -3,7 +3,8 @@
 
 use crate::common::python::{python, run_script};
 use finetune::data::{
-    ChatFormat, Conversation, IGNORE_INDEX, Loader, LossOn, Reading, Source, TemplateTokens, Tokenizer, named_template,
+    ChatFormat, Conversation, DatasetOptions, IGNORE_INDEX, Loader, LossOn, Source, TemplateTokens, Tokenizer,
+    named_template,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -113,8 +114,8 @@ fn trained(folder: &Path, tokenizer: &Tokenizer, case: &Value, chat: ChatFormat)
         row["tools"] = case["tools"].clone();
     }
     std::fs::write(&path, row.to_string()).unwrap();
-    let reading = Reading { chat, loss_on: LossOn::Answers, ..Reading::default() };
-    let (source, _) = Loader::new(folder).reading(reading).load_whole(&Source::Path(path), tokenizer).unwrap();
+    let options = DatasetOptions { chat, loss_on: LossOn::Answers, ..DatasetOptions::default() };
+    let (source, _) = Loader::new(folder).options(options).load_whole(&Source::Path(path), tokenizer).unwrap();
     let (mut ids, mut targets) = (vec![0; source.len()], vec![0; source.len()]);
     source.read(0, &mut ids);
     source.read_targets(0, &mut targets);

@@ -17,19 +17,19 @@ const LENGTH_STEP: usize = 16;
 
 /// Statistics of a data set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct DatasetStats {
     /// Samples, or documents of a text.
     pub samples: u64,
     /// Tokens of all samples.
     pub tokens: u64,
     /// Loss tokens: the tokens that rows hold as counted targets.
-    pub learned: u64,
+    pub loss_tokens: u64,
     /// Samples that are longer than a row; what does not fit is cut off.
-    pub cut: u64,
+    pub truncated: u64,
     /// Tokens that are cut off.
-    pub cut_tokens: u64,
+    pub truncated_tokens: u64,
     /// Samples without loss tokens, at all or after the cut. They are left out.
-    pub dropped: u64,
+    pub skipped: u64,
 }
 
 /// Consecutive inputs; the label of each is the token after it.
@@ -41,11 +41,11 @@ pub(super) struct Span {
 
 /// The rows of a set of tokens.
 #[derive(Clone, Debug)]
-pub struct Layout {
+pub struct SequenceIndex {
     pub(super) tokens: TokenSource,
     pub(super) seq_len: usize,
     rows: Rows,
-    counts: Counts,
+    stats: DatasetStats,
 }
 
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ enum Rows {
     },
 }
 
-impl Layout {
+impl SequenceIndex {
     /// Lays out `tokens` as rows of `seq_len` inputs. `origin` names the tokens in an error.
     ///
     /// # Errors
@@ -83,10 +83,10 @@ impl Layout {
             target != [IGNORE_INDEX]
         };
         let begun = tokens.documents().map(|document| document.start).filter(|at| *at > 0 && !is_target(at)).count();
-        let learned = all.saturating_sub(1 + begun as u64);
-        let counts = Counts { samples, tokens: all, learned, ..Counts::default() };
+        let loss_tokens = all.saturating_sub(1 + begun as u64);
+        let stats = DatasetStats { samples, tokens: all, loss_tokens, ..DatasetStats::default() };
         if !packing {
-            return Self { tokens, seq_len, rows: Rows::Windows, counts };
+            return Self { tokens, seq_len, rows: Rows::Windows, stats };
         }
         let mut spans = Vec::new();
         for document in tokens.documents() {
@@ -95,9 +95,9 @@ impl Layout {
                 inputs.clone().step_by(seq_len).map(|start| Span { start, len: seq_len.min(inputs.end - start) }),
             );
         }
-        let learned = spans.iter().map(|span| span.len as u64).sum();
+        let loss_tokens = spans.iter().map(|span| span.len as u64).sum();
         let rows = pack(&spans, seq_len);
-        Self { tokens, seq_len, rows, counts: Counts { learned, ..counts } }
+        Self { tokens, seq_len, rows, stats: DatasetStats { loss_tokens, ..stats } }
     }
 
     fn of_samples(tokens: TokenSource, seq_len: usize, packing: bool, origin: &str) -> Result<Self> {
@@ -105,20 +105,20 @@ impl Layout {
             let message = "one sample is too few to train and to validate on; give others with `--val`";
             return Err(Error::data(origin, message));
         }
-        let (mut counts, mut spans) = (Counts::default(), Vec::new());
+        let (mut stats, mut spans) = (DatasetStats::default(), Vec::new());
         let mut targets = vec![0; seq_len];
         for sample in tokens.documents() {
             let len = (sample.len() - 1).min(seq_len);
             tokens.read_targets(sample.start + 1.min(len), &mut targets[..len]);
-            let learned = targets[..len].iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
+            let loss_tokens = targets[..len].iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
             let cut = (sample.len() - 1 - len) as u64;
-            counts.samples += 1;
-            counts.tokens += sample.len() as u64;
-            counts.learned += learned;
-            counts.cut += u64::from(cut > 0);
-            counts.cut_tokens += cut;
-            if learned == 0 {
-                counts.dropped += 1;
+            stats.samples += 1;
+            stats.tokens += sample.len() as u64;
+            stats.loss_tokens += loss_tokens;
+            stats.truncated += u64::from(cut > 0);
+            stats.truncated_tokens += cut;
+            if loss_tokens == 0 {
+                stats.skipped += 1;
             } else {
                 spans.push(Span { start: sample.start, len });
             }
@@ -127,7 +127,7 @@ impl Layout {
             let message = format!(
                 "nothing to learn: of {} samples, {} are longer than `--seq-len {seq_len}`, and none has an answer within it; \
                  raise `--seq-len`, or check the answers with `finetune data show`",
-                counts.samples, counts.cut
+                stats.samples, stats.truncated
             );
             return Err(Error::data(origin, message));
         }
@@ -137,12 +137,12 @@ impl Layout {
             let ends = (1..=spans.len() as u32).collect();
             Rows::Spans { spans, ends, packed: false }
         };
-        Ok(Self { tokens, seq_len, rows, counts })
+        Ok(Self { tokens, seq_len, rows, stats })
     }
 
     /// The counts of the rows.
-    pub fn counts(&self) -> Counts {
-        self.counts
+    pub fn stats(&self) -> DatasetStats {
+        self.stats
     }
 
     /// Rows.
@@ -268,17 +268,18 @@ mod tests {
         TokenSource::from_samples(&samples)
     }
 
-    fn lens(layout: &Layout) -> Vec<Vec<usize>> {
-        (0..layout.rows()).map(|row| layout.row(row).map(|span| span.len).collect()).collect()
+    fn lens(index: &SequenceIndex) -> Vec<Vec<usize>> {
+        (0..index.rows()).map(|row| index.row(row).map(|span| span.len).collect()).collect()
     }
 
     #[test]
     fn samples_are_rows_and_what_has_no_answer_is_counted() {
-        let layout = Layout::new(samples(&[5, 1, 9, 20, 3]), 8, false, "x").unwrap();
-        assert_eq!(lens(&layout), [vec![4], vec![8], vec![2]]);
-        let counts = Counts { samples: 5, tokens: 38, learned: 3, cut: 1, cut_tokens: 11, dropped: 2 };
-        assert_eq!(layout.counts(), counts);
-        let message = Layout::new(samples(&[20, 30]), 8, false, "a.jsonl").unwrap_err().to_string();
+        let index = SequenceIndex::new(samples(&[5, 1, 9, 20, 3]), 8, false, "x").unwrap();
+        assert_eq!(lens(&index), [vec![4], vec![8], vec![2]]);
+        let stats =
+            DatasetStats { samples: 5, tokens: 38, loss_tokens: 3, truncated: 1, truncated_tokens: 11, skipped: 2 };
+        assert_eq!(index.stats(), stats);
+        let message = SequenceIndex::new(samples(&[20, 30]), 8, false, "a.jsonl").unwrap_err().to_string();
         assert!(
             message.contains("a.jsonl: nothing to learn: of 2 samples, 2 are longer than `--seq-len 8`"),
             "{message}"
@@ -287,8 +288,8 @@ mod tests {
 
     #[test]
     fn documents_fill_the_row_with_the_least_room() {
-        let layout = Layout::new(samples(&[4, 8, 5, 3, 2, 7]), 10, true, "x").unwrap();
-        assert_eq!(lens(&layout), [vec![7, 3], vec![6, 4], vec![2, 1]]);
+        let index = SequenceIndex::new(samples(&[4, 8, 5, 3, 2, 7]), 10, true, "x").unwrap();
+        assert_eq!(lens(&index), [vec![7, 3], vec![6, 4], vec![2, 1]]);
     }
 
     proptest! {
@@ -297,15 +298,15 @@ mod tests {
             lens in prop::collection::vec(2usize..40, 1..60), seq_len in 1usize..30,
         ) {
             let tokens = TokenSource::from_ids((0..lens.iter().sum::<usize>() as u32).collect());
-            for layout in [Layout::of_text(tokens, seq_len, true), Layout::of_text(samples(&lens), seq_len, true)] {
+            for index in [SequenceIndex::of_text(tokens, seq_len, true), SequenceIndex::of_text(samples(&lens), seq_len, true)] {
                 let mut inputs: Vec<usize> = Vec::new();
-                for row in 0..layout.rows() {
-                    prop_assert!((1..=seq_len).contains(&layout.row_len(row)));
-                    inputs.extend(layout.row(row).flat_map(|span| span.start..span.start + span.len));
+                for row in 0..index.rows() {
+                    prop_assert!((1..=seq_len).contains(&index.row_len(row)));
+                    inputs.extend(index.row(row).flat_map(|span| span.start..span.start + span.len));
                 }
                 inputs.sort_unstable();
-                let last: Vec<usize> = layout.tokens.documents().map(|document| document.end - 1).collect();
-                let expected: Vec<usize> = (0..layout.tokens.len()).filter(|at| !last.contains(at)).collect();
+                let last: Vec<usize> = index.tokens.documents().map(|document| document.end - 1).collect();
+                let expected: Vec<usize> = (0..index.tokens.len()).filter(|at| !last.contains(at)).collect();
                 prop_assert_eq!(inputs, expected);
             }
         }

@@ -6,8 +6,8 @@
 use rayon::prelude::*;
 
 use super::cache::TokenWriter;
-use super::document::{Document, End, Learned, Piece};
-use super::row::{Reading, RowReader};
+use super::document::{ChunkEnd, Document, LossMask, TextChunk};
+use super::row::{DatasetOptions, RowReader};
 use super::source::LoadEvent;
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -16,12 +16,12 @@ use crate::{Error, Result};
 const BATCH_BYTES: usize = 8 << 20;
 
 /// Reads, encodes and writes; the text seen so far.
-pub(super) struct Tokenise<'a> {
+pub(super) struct TokenizeJob<'a> {
     tokenizer: &'a Tokenizer,
-    reading: &'a Reading,
+    options: &'a DatasetOptions,
     writer: TokenWriter,
     report: &'a mut dyn FnMut(LoadEvent),
-    batch: Vec<Piece>,
+    batch: Vec<TextChunk>,
     batch_bytes: usize,
     text_bytes: u64,
     trained_bytes: u64,
@@ -30,9 +30,9 @@ pub(super) struct Tokenise<'a> {
     trained_tokens: u64,
 }
 
-impl<'a> Tokenise<'a> {
+impl<'a> TokenizeJob<'a> {
     pub(super) fn new(
-        (tokenizer, reading): (&'a Tokenizer, &'a Reading),
+        (tokenizer, options): (&'a Tokenizer, &'a DatasetOptions),
         writer: TokenWriter,
         report: &'a mut dyn FnMut(LoadEvent),
     ) -> Self {
@@ -40,7 +40,7 @@ impl<'a> Tokenise<'a> {
         let (batch_bytes, text_bytes, trained_bytes, trained_tokens) = (0, 0, 0, 0);
         Self {
             tokenizer,
-            reading,
+            options,
             writer,
             report,
             batch,
@@ -57,18 +57,18 @@ impl<'a> Tokenise<'a> {
         let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
         let total = sizes.iter().sum();
         (self.report)(LoadEvent::Tokenising { done: 0, total });
-        let (mut before, mut rows) = (0, RowReader::new(self.reading));
+        let (mut before, mut rows) = (0, RowReader::new(self.options));
         for (document, size) in documents.iter().zip(sizes) {
             let text_before = self.text_bytes;
-            document.read(&mut rows, &mut |piece| {
-                self.text_bytes += piece.text.len() as u64;
-                self.trained_bytes += match &piece.learned {
-                    Learned::All => piece.text.len() as u64,
-                    Learned::None => 0,
-                    Learned::Parts(parts) => parts.iter().map(|part| part.len() as u64).sum(),
+            document.read(&mut rows, &mut |chunk| {
+                self.text_bytes += chunk.text.len() as u64;
+                self.trained_bytes += match &chunk.loss_mask {
+                    LossMask::All => chunk.text.len() as u64,
+                    LossMask::None => 0,
+                    LossMask::Ranges(parts) => parts.iter().map(|part| part.len() as u64).sum(),
                 };
-                self.batch_bytes += piece.text.len();
-                self.batch.push(piece);
+                self.batch_bytes += chunk.text.len();
+                self.batch.push(chunk);
                 if self.batch_bytes >= BATCH_BYTES {
                     self.flush()?;
                     // A Parquet file unpacks to more text than it has bytes.
@@ -91,45 +91,45 @@ impl<'a> Tokenise<'a> {
     }
 
     fn flush(&mut self) -> Result<()> {
-        let pieces = std::mem::take(&mut self.batch);
+        let chunks = std::mem::take(&mut self.batch);
         self.batch_bytes = 0;
         let encoded: Vec<Result<Vec<(u32, bool)>>> =
-            pieces.par_iter().map(|piece| encode(self.tokenizer, piece)).collect();
-        for (piece, ids) in pieces.iter().zip(encoded) {
+            chunks.par_iter().map(|chunk| encode(self.tokenizer, chunk)).collect();
+        for (chunk, ids) in chunks.iter().zip(encoded) {
             let mut ids = ids?;
             // End-of-text tokens alone are not training data.
             self.trained_tokens += ids.iter().filter(|(_, learned)| *learned).count() as u64;
-            if let (true, Some(eos)) = (piece.end == End::Marked, self.tokenizer.eos_id()) {
+            if let (true, Some(eos)) = (chunk.end == ChunkEnd::Eos, self.tokenizer.eos_id()) {
                 ids.push((eos, true));
             }
-            if piece.starts_document {
+            if chunk.starts_document {
                 if let (true, Some(eos)) = (self.running, self.tokenizer.eos_id()) {
                     self.writer.push(&[eos], true)?;
                 }
                 self.writer.start();
                 let bos = self.tokenizer.prefix(ids.first().map(|(id, _)| *id));
                 // A chat template has written its own.
-                if let Some(bos) = bos.filter(|_| piece.end != End::Complete) {
+                if let Some(bos) = bos.filter(|_| chunk.end != ChunkEnd::Templated) {
                     self.writer.push(&[bos], false)?;
                 }
             }
             self.writer.extend(ids)?;
-            self.running = piece.end == End::Open;
+            self.running = chunk.end == ChunkEnd::Continues;
         }
         Ok(())
     }
 }
 
-/// The piece's ids, each with whether it counts in the loss.
-fn encode(tokenizer: &Tokenizer, piece: &Piece) -> Result<Vec<(u32, bool)>> {
-    let parts = match &piece.learned {
-        Learned::Parts(parts) => parts,
+/// The chunk's ids, each with whether it counts in the loss.
+fn encode(tokenizer: &Tokenizer, chunk: &TextChunk) -> Result<Vec<(u32, bool)>> {
+    let parts = match &chunk.loss_mask {
+        LossMask::Ranges(parts) => parts,
         all_or_none => {
-            let learned = *all_or_none == Learned::All;
-            return Ok(tokenizer.encode(&piece.text)?.into_iter().map(|id| (id, learned)).collect());
+            let learned = *all_or_none == LossMask::All;
+            return Ok(tokenizer.encode(&chunk.text)?.into_iter().map(|id| (id, learned)).collect());
         }
     };
-    let spans = tokenizer.encode_with_spans(&piece.text)?;
+    let spans = tokenizer.encode_with_spans(&chunk.text)?;
     // A token that an answer shares with the text before or after it is part of the answer, as in transformers.
     let overlaps = |span: &std::ops::Range<usize>| {
         let next = parts.partition_point(|part| part.end <= span.start);

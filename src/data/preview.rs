@@ -4,7 +4,7 @@
 use std::fmt::Write as _;
 
 use super::chat_format::ChatFormat;
-use super::layout::{Counts, Layout};
+use super::sequence_index::{DatasetStats, SequenceIndex};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result, untrusted};
 
@@ -13,9 +13,9 @@ const SHOWN: usize = 2400;
 
 /// A preview of a data set.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Proof {
+pub struct DatasetPreview {
     /// The counts of the samples.
-    pub counts: Counts,
+    pub stats: DatasetStats,
     /// Rows that they make.
     pub rows: u64,
     /// The maximum number of tokens per row.
@@ -28,26 +28,31 @@ pub struct Proof {
     pub sample: Vec<(String, bool)>,
 }
 
-impl Proof {
-    /// A preview of the rows of `layout`, with sample `number` or the first; `chat` if they are conversations.
+impl DatasetPreview {
+    /// A preview of the rows of `index`, with sample `number` or the first; `chat` if they are conversations.
     ///
     /// # Errors
     /// [`Error::Data`](crate::Error::Data) if the tokens cannot be read or decoded.
-    pub fn new(layout: &Layout, number: Option<u64>, tokenizer: &Tokenizer, chat: Option<&ChatFormat>) -> Result<Self> {
+    pub fn new(
+        index: &SequenceIndex,
+        number: Option<u64>,
+        tokenizer: &Tokenizer,
+        chat: Option<&ChatFormat>,
+    ) -> Result<Self> {
         let mut sample: Vec<(String, bool)> = Vec::new();
-        let Some(tokens) = layout.sample(number) else {
-            let message = format!("there are {} samples, counted from 1", layout.counts().samples);
+        let Some(tokens) = index.sample(number) else {
+            let message = format!("there are {} samples, counted from 1", index.stats().samples);
             return Err(Error::config("--sample", message));
         };
-        layout.tokens.check()?;
+        index.tokens.check()?;
         for stretch in tokens.chunk_by(|a, b| a.1 == b.1) {
             let ids: Vec<u32> = stretch.iter().map(|(id, _)| *id).collect();
             sample.push((tokenizer.decode_with_special(&ids)?, stretch[0].1));
         }
         Ok(Self {
-            counts: layout.counts(),
-            rows: layout.rows(),
-            seq_len: layout.seq_len,
+            stats: index.stats(),
+            rows: index.rows(),
+            seq_len: index.seq_len,
             marked_by: chat.map(|chat| chat.name().to_owned()),
             number,
             sample,
@@ -56,16 +61,16 @@ impl Proof {
 
     /// The counts on one line.
     pub fn summary(&self) -> String {
-        let Counts { samples, tokens, learned, cut, cut_tokens, dropped } = self.counts;
+        let DatasetStats { samples, tokens, loss_tokens, truncated, truncated_tokens, skipped } = self.stats;
         let of = |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
         let (samples, rows) = (of(samples, "sample"), of(self.rows, "row"));
-        let mut text = format!("{samples} in {rows}, {tokens} tokens, {learned} of them learned");
-        if cut > 0 {
+        let mut text = format!("{samples} in {rows}, {tokens} tokens, {loss_tokens} of them learned");
+        if truncated > 0 {
             let seq_len = self.seq_len;
-            _ = write!(text, "; {cut} cut to `--seq-len {seq_len}`, which takes {cut_tokens} tokens away");
+            _ = write!(text, "; {truncated} cut to `--seq-len {seq_len}`, which takes {truncated_tokens} tokens away");
         }
-        if dropped > 0 {
-            _ = write!(text, "; {dropped} dropped, of which nothing would be learned");
+        if skipped > 0 {
+            _ = write!(text, "; {skipped} dropped, of which nothing would be learned");
         }
         text
     }

@@ -31,7 +31,7 @@ mod verify_distributed;
 mod verify_resume;
 mod watch;
 
-use crate::data::{parquet_rows, template_process};
+use crate::data::{parquet_rows, template_sandbox};
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::isa::{ISA_VARIABLE, Isa};
 #[cfg(feature = "cuda")]
@@ -188,8 +188,8 @@ pub fn main() -> ExitCode {
     crate::screen::terminal::outlive_file_size_limit().ok();
     let mut arguments = std::env::args_os().skip(1);
     match arguments.next() {
-        Some(first) if first == parquet_rows::ARGUMENT => return parquet_rows::serve(arguments),
-        Some(first) if first == template_process::ARGUMENT => return template_process::serve(),
+        Some(first) if first == parquet_rows::ARGUMENT => return parquet_rows::worker_main(arguments),
+        Some(first) if first == template_sandbox::ARGUMENT => return template_sandbox::worker_main(),
         #[cfg(feature = "cuda")]
         Some(first) if first == preflight::ARGUMENT => return preflight::serve(arguments),
         _ => (),

@@ -24,7 +24,7 @@ pub use memory::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes,
 pub use sample::Sampler;
 pub(crate) use setup::check_misspelling;
 pub use setup::{
-    ModelLocation, ModelSource, SetupCallback, SetupEvent, dataset, dataset_options, dialogues, engine, locate,
+    ModelLocation, ModelSource, SetupCallback, SetupEvent, dataset, dataset_options, engine, eval_examples, locate,
     whole_text,
 };
 pub use state::{Counters, TrainState};

@@ -232,9 +232,9 @@ fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
         let random = stream.block(0, draw, block as u32);
         ids.iter_mut().zip(random).for_each(|(id, random)| *id = random % vocab as u32);
     }
-    batch.targets.copy_from_slice(&batch.inputs);
-    batch.targets.rotate_left(1);
-    batch.target_count = batch.targets.len();
+    batch.labels.copy_from_slice(&batch.inputs);
+    batch.labels.rotate_left(1);
+    batch.num_label_tokens = batch.labels.len();
 }
 
 /// Floating-point operations of a step by the usual count: six per matrix weight and token, four of a frozen one, plus those of causal attention.

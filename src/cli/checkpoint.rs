@@ -190,7 +190,7 @@ fn description(path: &Path) -> Result<Vec<String>> {
         if !fallen.is_empty() {
             say("fallback", fallen.join(", "));
         }
-        say("cursor", format!("epoch {}, window {}", state.cursor.epoch, state.cursor.window));
+        say("cursor", format!("epoch {}, window {}", state.cursor.epoch, state.cursor.row));
         say("seed", state.seed.to_string());
         if let Some(best) = state.best {
             let kept = path.parent().is_some_and(|run| {

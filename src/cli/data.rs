@@ -2,7 +2,7 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::data::{BatchLoader, DatasetPreview, Documents, SequenceIndex};
+use crate::data::{BatchLoader, DatasetKind, DatasetPreview, SequenceIndex};
 use crate::train::{ModelSource, dataset, dataset_options};
 use crate::ui::may_colour;
 use crate::{Error, Result};
@@ -57,10 +57,10 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
             let config = args.config.resolve()?;
             let stats = preview.stats;
             let steps = loader.steps_per_epoch(config.train.grad_accum);
-            let cells = loader.windows_per_epoch() * config.train.seq_len as u64;
+            let cells = loader.rows_per_epoch() * config.train.seq_len as u64;
             let filled = 100.0 * loader.inputs_per_epoch() as f64 / cells.max(1) as f64;
             // A batch of samples is only as wide as they are.
-            let rows = if loader.index().kind() != Documents::Texts && !config.train.packing {
+            let rows = if loader.index().kind() != DatasetKind::Text && !config.train.packing {
                 format!("{}, of up to {} tokens", preview.rows, preview.seq_len)
             } else {
                 format!("{} of {} tokens, {filled:.1} % filled", preview.rows, preview.seq_len)
@@ -99,7 +99,7 @@ fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, DatasetP
     let data = dataset(&config, &source.chat, &source.tokenizer, &mut tell)?;
     let index = SequenceIndex::new(data.train, config.train.seq_len, config.train.packing, &config.data)?;
     let chat = dataset_options(&config, &source.chat, &source.tokenizer).chat;
-    let chat = (index.kind() == Documents::Chats).then_some(&chat);
+    let chat = (index.kind() == DatasetKind::Conversational).then_some(&chat);
     let preview = DatasetPreview::new(&index, sample, &source.tokenizer, chat)?;
-    Ok((BatchLoader::over(index, config.train.batch_size, config.seed)?, preview))
+    Ok((BatchLoader::from_index(index, config.train.batch_size, config.seed)?, preview))
 }

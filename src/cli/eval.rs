@@ -8,7 +8,7 @@ use crate::inference::answers::{Answers, exact_answers};
 use crate::inference::evaluate::{Evaluation, Windows, evaluate};
 use crate::inference::trained::TrainedModel;
 use crate::telemetry::PhaseProgress;
-use crate::train::{Config, ConfigLayers, dataset, dialogues, whole_text};
+use crate::train::{Config, ConfigLayers, dataset, eval_examples, whole_text};
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
@@ -68,12 +68,12 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
 
 /// Counts the questions of `data` that are answered to the letter.
 fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &str, out: &mut dyn Write) -> Result<()> {
-    let dialogues = dialogues(&data.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
+    let examples = eval_examples(&data.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
     reporter.begin("reading weights");
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
-    let count = dialogues.len() as u64;
+    let count = examples.len() as u64;
     reporter.begin("answering");
-    let found = exact_answers(trained, (&model, &weights, args.model.dtype), &dialogues, |done| {
+    let found = exact_answers(trained, (&model, &weights, args.model.dtype), &examples, |done| {
         reporter.activity().advance("answering", PhaseProgress::Items(done as u64, count));
     })?;
     drop(reporter);

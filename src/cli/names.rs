@@ -1,6 +1,6 @@
 //! Finds what the user names: a run by name, folder or events file.
 
-use crate::data::{names_in, nearest};
+use crate::data::{closest_match, names_in};
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 
@@ -12,7 +12,7 @@ pub(super) fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
 
 /// "; did you mean …?" if a run in `runs` has a name similar to the missing `name`.
 pub(super) fn did_you_mean(name: &Path, runs: &Path) -> String {
-    let near = nearest(&name.to_string_lossy(), names_in(runs));
+    let near = closest_match(&name.to_string_lossy(), names_in(runs));
     near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"))
 }
 

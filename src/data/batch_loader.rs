@@ -24,15 +24,15 @@ pub struct Batch {
     /// Token ids; 0 for padding.
     pub inputs: Vec<u32>,
     /// The id that follows each input, or [`IGNORE_INDEX`].
-    pub targets: Vec<u32>,
+    pub labels: Vec<u32>,
     /// For each input, the column that its document starts in; empty where a row is one document.
-    pub documents: Vec<u32>,
+    pub document_starts: Vec<u32>,
     /// Rows.
     pub batch_size: usize,
     /// Columns; for samples, the length of the longest one, rounded up.
     pub seq_len: usize,
-    /// The number of targets that are not [`IGNORE_INDEX`]. Micro-batches of a step are weighted by it.
-    pub target_count: usize,
+    /// The number of labels that are not [`IGNORE_INDEX`]. Micro-batches of a step are weighted by it.
+    pub num_label_tokens: usize,
     /// Whether the epoch is over after this batch.
     pub ends_epoch: bool,
 }
@@ -40,13 +40,21 @@ pub struct Batch {
 impl Batch {
     /// Buffers for a shape, to be filled by [`BatchLoader::next_batch`].
     pub fn new(batch_size: usize, seq_len: usize) -> Self {
-        let (inputs, targets) = (vec![0; batch_size * seq_len], vec![IGNORE_INDEX; batch_size * seq_len]);
-        Self { inputs, targets, documents: Vec::new(), batch_size, seq_len, target_count: 0, ends_epoch: false }
+        let (inputs, labels) = (vec![0; batch_size * seq_len], vec![IGNORE_INDEX; batch_size * seq_len]);
+        Self {
+            inputs,
+            labels,
+            document_starts: Vec::new(),
+            batch_size,
+            seq_len,
+            num_label_tokens: 0,
+            ends_epoch: false,
+        }
     }
 
     /// The inputs in the form that a model takes.
     pub fn tokens(&self) -> Tokens<'_> {
-        let documents = (!self.documents.is_empty()).then_some(&self.documents[..]);
+        let documents = (!self.document_starts.is_empty()).then_some(&self.document_starts[..]);
         Tokens { ids: &self.inputs, seq_len: self.seq_len, documents }
     }
 
@@ -54,46 +62,47 @@ impl Batch {
     fn fill(&mut self, index: &SequenceIndex, rows: impl Iterator<Item = u64> + Clone) {
         let seq_len = index.columns(rows.clone().map(|row| index.row_len(row)).max().unwrap_or(0));
         self.seq_len = seq_len;
-        for (ids, padding) in [(&mut self.inputs, 0), (&mut self.targets, IGNORE_INDEX)] {
+        for (ids, padding) in [(&mut self.inputs, 0), (&mut self.labels, IGNORE_INDEX)] {
             ids.clear();
             ids.resize(self.batch_size * seq_len, padding);
         }
-        self.documents.clear();
+        self.document_starts.clear();
         if index.is_packed() {
-            self.documents.resize(self.batch_size * seq_len, 0);
+            self.document_starts.resize(self.batch_size * seq_len, 0);
         }
         for (row_index, row) in rows.enumerate() {
             let mut at = row_index * seq_len;
             let mut begin = |from: usize, len: usize| {
-                if let Some(documents) = self.documents.get_mut(from..from + len) {
+                if let Some(documents) = self.document_starts.get_mut(from..from + len) {
                     documents.fill((from - row_index * seq_len) as u32);
                 }
             };
             for span in index.row(row) {
                 index.tokens.read_inputs(span.start, &mut self.inputs[at..at + span.len]);
-                index.tokens.read_targets(span.start + span.len.min(1), &mut self.targets[at..at + span.len]);
+                index.tokens.read_labels(span.start + span.len.min(1), &mut self.labels[at..at + span.len]);
                 begin(at, span.len);
                 at += span.len;
             }
             // Padding is a separate document, so no query attends to keys before it.
             begin(at, (row_index + 1) * seq_len - at);
         }
-        self.target_count = self.targets.iter().filter(|&&target| target != IGNORE_INDEX).count();
+        self.num_label_tokens = self.labels.iter().filter(|&&label| label != IGNORE_INDEX).count();
     }
 }
 
 /// Rows that are sorted by length together.
-const SORTED_TOGETHER: u64 = 1024;
+const BUCKET_ROWS: u64 = 1024;
 /// Makes the order of batches independent of the order of rows.
-const BATCH_ORDER: u64 = 0x6261_7463_6865_7300;
+const BATCH_ORDER_SALT: u64 = 0x6261_7463_6865_7300;
 
 /// The position of the next batch, which is the loader's whole state in a checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Cursor {
+pub struct DataPosition {
     /// Epochs completed.
     pub epoch: u64,
     /// Rows of the running epoch already handed out.
-    pub window: u64,
+    #[serde(rename = "window")]
+    pub row: u64,
 }
 
 /// An endless stream of training batches, reshuffled each epoch; a batch never crosses from one epoch into the next.
@@ -102,16 +111,16 @@ pub struct BatchLoader {
     index: SequenceIndex,
     batch_size: usize,
     seed: u64,
-    cursor: Cursor,
-    /// The rows around the cursor in the order of their batches, if they are sorted by length.
-    sorted: Sorted,
+    position: DataPosition,
+    /// The rows around the position in the order of their batches, if they are sorted by length.
+    bucket: LengthBucket,
 }
 
 /// Rows of one group of an epoch, sorted into batches.
 #[derive(Clone, Debug, Default)]
-struct Sorted {
+struct LengthBucket {
     /// Epoch and first position.
-    of: Option<(u64, u64)>,
+    key: Option<(u64, u64)>,
     rows: Vec<u64>,
 }
 
@@ -122,13 +131,13 @@ impl BatchLoader {
     /// The tokens do not fill one row.
     pub fn new(tokens: TokenSource, batch_size: usize, seq_len: usize, seed: u64) -> Result<Self> {
         check_shape(batch_size, seq_len)?;
-        Self::over(SequenceIndex::new(tokens, seq_len, false, "training data")?, batch_size, seed)
+        Self::from_index(SequenceIndex::new(tokens, seq_len, false, "training data")?, batch_size, seed)
     }
 
     /// A loader of the rows of `index`, at the start of epoch 0.
-    pub fn over(index: SequenceIndex, batch_size: usize, seed: u64) -> Result<Self> {
+    pub fn from_index(index: SequenceIndex, batch_size: usize, seed: u64) -> Result<Self> {
         check_shape(batch_size, index.seq_len)?;
-        Ok(Self { index, batch_size, seed, cursor: Cursor::default(), sorted: Sorted::default() })
+        Ok(Self { index, batch_size, seed, position: DataPosition::default(), bucket: LengthBucket::default() })
     }
 
     /// Its rows.
@@ -142,18 +151,18 @@ impl BatchLoader {
     }
 
     /// The start of the next batch.
-    pub fn cursor(&self) -> Cursor {
-        self.cursor
+    pub fn position(&self) -> DataPosition {
+        self.position
     }
 
-    /// Resumes from a checkpoint's cursor. Fails if it is beyond the epoch, as after a change of the data.
-    pub fn seek(&mut self, cursor: Cursor) -> Result<()> {
-        let windows = self.windows_per_epoch();
-        if cursor.window >= windows {
-            let message = format!("the checkpoint is at row {} of {windows}: the data changed", cursor.window);
+    /// Resumes from a checkpoint's position. Fails if it is beyond the epoch, as after a change of the data.
+    pub fn seek(&mut self, position: DataPosition) -> Result<()> {
+        let rows = self.rows_per_epoch();
+        if position.row >= rows {
+            let message = format!("the checkpoint is at row {} of {rows}: the data changed", position.row);
             return Err(Error::data("training data", message));
         }
-        self.cursor = cursor;
+        self.position = position;
         Ok(())
     }
 
@@ -165,42 +174,42 @@ impl BatchLoader {
     /// Fills `batch` with the next rows and advances.
     pub fn next_batch(&mut self, batch: &mut Batch) {
         debug_assert_eq!(batch.batch_size, self.batch_size);
-        let Cursor { epoch, window } = self.cursor;
-        let windows = self.windows_per_epoch();
-        let mut end = (window + self.batch_size as u64).min(windows);
+        let DataPosition { epoch, row } = self.position;
+        let rows = self.rows_per_epoch();
+        let mut end = (row + self.batch_size as u64).min(rows);
         if self.index.is_ragged() && !self.index.is_packed() {
             // The group consists of whole batches.
-            let stretch = SORTED_TOGETHER.next_multiple_of(self.batch_size as u64);
-            let first = window / stretch * stretch;
+            let stretch = BUCKET_ROWS.next_multiple_of(self.batch_size as u64);
+            let first = row / stretch * stretch;
             end = end.min(first + stretch);
-            self.sort(epoch, first, (first + stretch).min(windows));
-            let rows = &self.sorted.rows[(window - first) as usize..(end - first) as usize];
+            self.fill_bucket(epoch, first, (first + stretch).min(rows));
+            let rows = &self.bucket.rows[(row - first) as usize..(end - first) as usize];
             batch.fill(&self.index, rows.iter().copied());
         } else {
-            let order = Permutation::new(windows, self.seed, epoch);
-            batch.fill(&self.index, (window..end).map(|index| order.at(index)));
+            let order = Permutation::new(rows, self.seed, epoch);
+            batch.fill(&self.index, (row..end).map(|index| order.at(index)));
         }
-        batch.ends_epoch = end == windows;
-        self.cursor =
-            if batch.ends_epoch { Cursor { epoch: epoch + 1, window: 0 } } else { Cursor { epoch, window: end } };
+        batch.ends_epoch = end == rows;
+        self.position =
+            if batch.ends_epoch { DataPosition { epoch: epoch + 1, row: 0 } } else { DataPosition { epoch, row: end } };
     }
 
     /// Sorts the rows at the positions `first..end` of an epoch into batches of about one length.
-    fn sort(&mut self, epoch: u64, first: u64, end: u64) {
-        if self.sorted.of == Some((epoch, first)) {
+    fn fill_bucket(&mut self, epoch: u64, first: u64, end: u64) {
+        if self.bucket.key == Some((epoch, first)) {
             return;
         }
-        let order = Permutation::new(self.windows_per_epoch(), self.seed, epoch);
+        let order = Permutation::new(self.rows_per_epoch(), self.seed, epoch);
         let mut rows: Vec<u64> = (first..end).map(|position| order.at(position)).collect();
         rows.sort_by_key(|&row| self.index.row_len(row));
         // A batch with fewer rows is the epoch's last one and keeps its position.
         let whole = rows.len() / self.batch_size;
-        let batches = Permutation::new(whole as u64, self.seed ^ BATCH_ORDER, epoch.wrapping_mul(1 << 32) + first);
+        let batches = Permutation::new(whole as u64, self.seed ^ BATCH_ORDER_SALT, epoch.wrapping_mul(1 << 32) + first);
         let order = (0..whole)
             .map(|batch| batches.at(batch as u64) as usize)
             .chain(whole..rows.len().div_ceil(self.batch_size));
         let batch = |batch: usize| rows[batch * self.batch_size..].iter().take(self.batch_size).copied();
-        self.sorted = Sorted { of: Some((epoch, first)), rows: order.flat_map(batch).collect() };
+        self.bucket = LengthBucket { key: Some((epoch, first)), rows: order.flat_map(batch).collect() };
     }
 
     /// Fails if an earlier batch has no text because its tokens could not be read.
@@ -209,13 +218,13 @@ impl BatchLoader {
     }
 
     /// Rows that make an epoch.
-    pub fn windows_per_epoch(&self) -> u64 {
+    pub fn rows_per_epoch(&self) -> u64 {
         self.index.rows()
     }
 
     /// Micro-batches per epoch; the last one may be padded.
     pub fn batches_per_epoch(&self) -> u64 {
-        self.windows_per_epoch().div_ceil(self.batch_size as u64)
+        self.rows_per_epoch().div_ceil(self.batch_size as u64)
     }
 
     /// Optimizer steps per epoch with `grad_accum` micro-batches each; the step that meets [`Batch::ends_epoch`] has
@@ -226,7 +235,7 @@ impl BatchLoader {
 
     /// Epochs returned so far, including the fraction of the current one.
     pub fn epochs(&self) -> f64 {
-        self.cursor.epoch as f64 + self.cursor.window as f64 / self.windows_per_epoch() as f64
+        self.position.epoch as f64 + self.position.row as f64 / self.rows_per_epoch() as f64
     }
 
     /// Inputs per epoch, without padding.
@@ -242,16 +251,16 @@ impl BatchLoader {
 
 /// One pass over tokens in their stored order, for validation.
 #[derive(Clone, Debug)]
-pub struct EvalBatches {
+pub struct EvalLoader {
     index: SequenceIndex,
     batch_size: usize,
     /// The next row, and the one to stop at.
-    window: u64,
+    row: u64,
     end: u64,
 }
 
-impl EvalBatches {
-    /// Batches over `tokens`, at most `max_batches` of them, without packing. Fails if there is not one target.
+impl EvalLoader {
+    /// Batches over `tokens`, at most `max_batches` of them, without packing. Fails if there is not one label.
     pub fn new(tokens: TokenSource, batch_size: usize, seq_len: usize, max_batches: Option<u64>) -> Result<Self> {
         check_shape(batch_size, seq_len)?;
         let origin = "validation data";
@@ -261,27 +270,27 @@ impl EvalBatches {
             tokens.require(1, origin)?;
             SequenceIndex::of_text(tokens, seq_len, false)
         };
-        Self::over(index, batch_size, max_batches)
+        Self::from_index(index, batch_size, max_batches)
     }
 
     /// Batches over the rows of `index`, at most `max_batches` of them.
-    pub fn over(index: SequenceIndex, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
+    pub fn from_index(index: SequenceIndex, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
         check_shape(batch_size, index.seq_len)?;
         let limit = max_batches.map_or(u64::MAX, |batches| batches.saturating_mul(batch_size as u64));
         let end = index.rows().min(limit);
-        Ok(Self { index, batch_size, window: 0, end })
+        Ok(Self { index, batch_size, row: 0, end })
     }
 
     /// Fills `batch` and returns `true`, or `false` at the end of the pass. Reuses the buffers and allocates nothing.
     pub fn next_batch(&mut self, batch: &mut Batch) -> bool {
         debug_assert_eq!(batch.batch_size, self.batch_size);
-        if self.window == self.end {
+        if self.row == self.end {
             return false;
         }
-        let end = (self.window + self.batch_size as u64).min(self.end);
-        batch.fill(&self.index, self.window..end);
+        let end = (self.row + self.batch_size as u64).min(self.end);
+        batch.fill(&self.index, self.row..end);
         batch.ends_epoch = end == self.end;
-        self.window = end;
+        self.row = end;
         true
     }
 
@@ -292,12 +301,12 @@ impl EvalBatches {
 
     /// Batches left.
     pub fn remaining(&self) -> u64 {
-        (self.end - self.window).div_ceil(self.batch_size as u64)
+        (self.end - self.row).div_ceil(self.batch_size as u64)
     }
 
     /// Starts over.
     pub fn rewind(&mut self) {
-        self.window = 0;
+        self.row = 0;
     }
 }
 
@@ -322,7 +331,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_token_is_a_target_once_an_epoch_after_the_one_before_it(
+        fn every_token_is_a_label_once_per_epoch_after_the_one_before_it(
             len in 9usize..400, batch_size in 1usize..6, seq_len in 1usize..9, seed: u64,
         ) {
             let mut loader = BatchLoader::new(numbered(len), batch_size, seq_len, seed).unwrap();
@@ -330,20 +339,20 @@ mod tests {
             for epoch in 0..2 {
                 let mut seen = vec![0; len];
                 let mut batches = 0;
-                while loader.cursor().epoch == epoch {
+                while loader.position().epoch == epoch {
                     loader.next_batch(&mut batch);
                     batches += 1;
                     let mut count = 0;
-                    for (&input, &target) in batch.inputs.iter().zip(&batch.targets) {
-                        if target != IGNORE_INDEX {
-                            prop_assert_eq!(input + 1, target);
-                            seen[target as usize] += 1;
+                    for (&input, &label) in batch.inputs.iter().zip(&batch.labels) {
+                        if label != IGNORE_INDEX {
+                            prop_assert_eq!(input + 1, label);
+                            seen[label as usize] += 1;
                             count += 1;
                         }
                     }
-                    prop_assert_eq!(count, batch.target_count);
+                    prop_assert_eq!(count, batch.num_label_tokens);
                     prop_assert!(count > 0);
-                    prop_assert_eq!(batch.ends_epoch, loader.cursor().epoch != epoch);
+                    prop_assert_eq!(batch.ends_epoch, loader.position().epoch != epoch);
                 }
                 prop_assert_eq!(batches, loader.batches_per_epoch());
                 prop_assert_eq!(seen[0], 0);
@@ -352,13 +361,13 @@ mod tests {
         }
 
         #[test]
-        fn a_cursor_resumes_with_identical_batches(
+        fn a_position_resumes_with_identical_batches(
             len in 9usize..300, batch_size in 1usize..5, seed: u64, before in 0usize..40, after in 1usize..20,
         ) {
             let mut loader = BatchLoader::new(numbered(len), batch_size, 8, seed).unwrap();
             let (mut batch, mut other_batch) = (loader.batch(), loader.batch());
             (0..before).for_each(|_| loader.next_batch(&mut batch));
-            let text = serde_json::to_string(&loader.cursor()).unwrap();
+            let text = serde_json::to_string(&loader.position()).unwrap();
             let mut resumed = BatchLoader::new(numbered(len), batch_size, 8, seed).unwrap();
             resumed.seek(serde_json::from_str(&text).unwrap()).unwrap();
             for _ in 0..after {
@@ -370,18 +379,18 @@ mod tests {
 
         #[test]
         fn evaluation_reads_in_order_and_everything(len in 2usize..300, batch_size in 1usize..5, seq_len in 1usize..20) {
-            let mut eval = EvalBatches::new(numbered(len), batch_size, seq_len, None).unwrap();
+            let mut eval = EvalLoader::new(numbered(len), batch_size, seq_len, None).unwrap();
             let mut batch = Batch::new(batch_size, seq_len);
             let expected: Vec<u32> = (1..len as u32).collect();
             for _ in 0..2 {
-                let mut targets: Vec<u32> = Vec::new();
+                let mut labels: Vec<u32> = Vec::new();
                 let batches = eval.remaining();
                 let mut seen = 0;
                 while eval.next_batch(&mut batch) {
-                    targets.extend(batch.targets.iter().filter(|&&target| target != IGNORE_INDEX));
+                    labels.extend(batch.labels.iter().filter(|&&label| label != IGNORE_INDEX));
                     seen += 1;
                 }
-                prop_assert_eq!(&targets, &expected);
+                prop_assert_eq!(&labels, &expected);
                 prop_assert_eq!(seen, batches);
                 eval.rewind();
             }
@@ -406,13 +415,13 @@ mod tests {
             inputs.resize(whole.inputs.len(), 0);
             assert_eq!(inputs, whole.inputs);
         }
-        assert_eq!(large.cursor(), small.cursor());
+        assert_eq!(large.position(), small.position());
         assert_eq!(large.steps_per_epoch(1), small.steps_per_epoch(4));
     }
 
     #[test]
     fn limited_evaluation_stops_early() {
-        let mut eval = EvalBatches::new(numbered(1000), 2, 10, Some(3)).unwrap();
+        let mut eval = EvalLoader::new(numbered(1000), 2, 10, Some(3)).unwrap();
         let mut batch = Batch::new(2, 10);
         assert_eq!(eval.remaining(), 3);
         assert_eq!((0..10).filter(|_| eval.next_batch(&mut batch)).count(), 3);
@@ -421,7 +430,7 @@ mod tests {
     #[test]
     fn a_cursor_from_other_data_is_refused() {
         let mut loader = BatchLoader::new(numbered(100), 2, 10, 0).unwrap();
-        let message = loader.seek(Cursor { epoch: 0, window: 10 }).unwrap_err().to_string();
+        let message = loader.seek(DataPosition { epoch: 0, row: 10 }).unwrap_err().to_string();
         assert!(message.contains("row 10 of 10"), "{message}");
     }
 
@@ -430,6 +439,6 @@ mod tests {
         assert!(BatchLoader::new(numbered(100), 0, 10, 0).is_err());
         assert!(BatchLoader::new(numbered(100), 1, 0, 0).is_err());
         assert!(BatchLoader::new(numbered(10), 1, 10, 0).is_err());
-        assert!(EvalBatches::new(numbered(1), 1, 10, None).is_err());
+        assert!(EvalLoader::new(numbered(1), 1, 10, None).is_err());
     }
 }

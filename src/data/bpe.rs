@@ -17,20 +17,20 @@ use crate::{Error, Result};
 const WORDS: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+";
 
 /// The maximum number of words in a cache, and the length of the longest: about 20 MB per thread.
-const MEMO_WORDS: usize = 1 << 17;
-const MEMO_WORD_BYTES: usize = 32;
+const CACHE_WORDS: usize = 1 << 17;
+const CACHE_WORD_BYTES: usize = 32;
 
 /// The ids of words already met.
-type Memo = HashMap<Box<str>, Box<[u32]>>;
+type WordCache = HashMap<Box<str>, Box<[u32]>>;
 
 /// A byte-level BPE tokenizer that only needs words and merges.
 pub(super) struct FastBpe {
     inner: Arc<tokenizers::Tokenizer>,
     words: Regex,
     /// Texts such as `<|endoftext|>` that are tokens before words are looked for; left to the library.
-    added: Vec<String>,
-    /// Memos not in use; as many are made as threads encode at once.
-    memos: Mutex<Vec<Memo>>,
+    added_tokens: Vec<String>,
+    /// Caches not in use; as many are made as threads encode at once.
+    caches: Mutex<Vec<WordCache>>,
 }
 
 impl FastBpe {
@@ -44,36 +44,36 @@ impl FastBpe {
         if !words_are_gpt2s || !merges_only || inner.get_normalizer().is_some() {
             return None;
         }
-        let added = inner.get_added_tokens_decoder().into_values().map(|token| token.content).collect();
-        Some(Self { inner: Arc::clone(inner), words: Regex::new(WORDS).ok()?, added, memos: Mutex::default() })
+        let added_tokens = inner.get_added_tokens_decoder().into_values().map(|token| token.content).collect();
+        Some(Self { inner: Arc::clone(inner), words: Regex::new(WORDS).ok()?, added_tokens, caches: Mutex::default() })
     }
 
     /// The ids of `text`, or `None` if it holds an added token.
     pub(super) fn encode(&self, text: &str) -> Option<Result<Vec<u32>>> {
-        if self.added.iter().any(|token| text.contains(token.as_str())) {
+        if self.added_tokens.iter().any(|token| text.contains(token.as_str())) {
             return None;
         }
-        // A poisoned lock guards a list of finished memos: the panic left none of them half written.
-        let lock = || self.memos.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let mut memo = lock().pop().unwrap_or_default();
-        let ids = self.encode_words(text, &mut memo);
-        lock().push(memo);
+        // A poisoned lock guards a list of finished caches: the panic left none of them half written.
+        let lock = || self.caches.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut cache = lock().pop().unwrap_or_default();
+        let ids = self.encode_words(text, &mut cache);
+        lock().push(cache);
         Some(ids)
     }
 
-    fn encode_words(&self, text: &str, memo: &mut Memo) -> Result<Vec<u32>> {
+    fn encode_words(&self, text: &str, cache: &mut WordCache) -> Result<Vec<u32>> {
         let mut ids = Vec::with_capacity(text.len() / 3);
         let mut start = 0;
         while start < text.len() {
             let end = ascii_word_end(text.as_bytes(), start).unwrap_or_else(|| self.word_end(text, start));
             let word = &text[start..end];
-            if let Some(known) = memo.get(word) {
+            if let Some(known) = cache.get(word) {
                 ids.extend_from_slice(known);
             } else {
                 let merged = self.merge(word)?;
                 ids.extend_from_slice(&merged);
-                if word.len() <= MEMO_WORD_BYTES && memo.len() < MEMO_WORDS {
-                    memo.insert(word.into(), merged.into());
+                if word.len() <= CACHE_WORD_BYTES && cache.len() < CACHE_WORDS {
+                    cache.insert(word.into(), merged.into());
                 }
             }
             start = end;
@@ -110,20 +110,21 @@ fn ascii_word_end(text: &[u8], start: usize) -> Option<usize> {
         }
     }
     // A space belongs to the word after it.
-    let lead = usize::from(rest[0] == b' ' && rest.get(1).is_some_and(|&byte| Class::of(byte) != Class::Space));
-    let class = Class::of(rest[lead]);
-    let run = rest[lead..].iter().take_while(|&&byte| Class::of(byte) == class).count();
-    let next = rest.get(lead + run).map(|&byte| Class::of(byte));
+    let lead =
+        usize::from(rest[0] == b' ' && rest.get(1).is_some_and(|&byte| CharClass::from_byte(byte) != CharClass::Space));
+    let class = CharClass::from_byte(rest[lead]);
+    let run = rest[lead..].iter().take_while(|&&byte| CharClass::from_byte(byte) == class).count();
+    let next = rest.get(lead + run).map(|&byte| CharClass::from_byte(byte));
     match (class, next) {
-        (Class::Wide, _) | (_, Some(Class::Wide)) => None,
-        (Class::Space, Some(_)) if run > 1 => Some(start + run - 1),
+        (CharClass::Wide, _) | (_, Some(CharClass::Wide)) => None,
+        (CharClass::Space, Some(_)) if run > 1 => Some(start + run - 1),
         _ => Some(start + lead + run),
     }
 }
 
 /// The character classes of GPT-2's word pattern.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Class {
+enum CharClass {
     Letter,
     Digit,
     Space,
@@ -132,8 +133,8 @@ enum Class {
     Wide,
 }
 
-impl Class {
-    fn of(byte: u8) -> Self {
+impl CharClass {
+    fn from_byte(byte: u8) -> Self {
         match byte {
             b'a'..=b'z' | b'A'..=b'Z' => Self::Letter,
             b'0'..=b'9' => Self::Digit,

@@ -21,31 +21,32 @@ const VERSION: u32 = 3;
 const HEADER_BYTES: usize = 64;
 
 /// Set in an id that is read but not trained on.
-pub(super) const CONTEXT_ONLY: u32 = 1 << 31;
+pub(super) const NO_LOSS_FLAG: u32 = 1 << 31;
 /// Set in the first id of a document.
-pub(super) const STARTS: u32 = 1 << 30;
+pub(super) const DOCUMENT_START_FLAG: u32 = 1 << 30;
 /// In the header's word with the width: what the documents are.
-const KINDS: [(Documents, u32); 3] = [(Documents::Texts, 0), (Documents::Prompts, 1 << 8), (Documents::Chats, 1 << 9)];
+const KINDS: [(DatasetKind, u32); 3] =
+    [(DatasetKind::Text, 0), (DatasetKind::PromptCompletion, 1 << 8), (DatasetKind::Conversational, 1 << 9)];
 
 /// The kind of a data set's documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Documents {
+pub enum DatasetKind {
     /// Parts of one long text.
     #[default]
-    Texts,
+    Text,
     /// Samples: prompts with their answers.
-    Prompts,
+    PromptCompletion,
     /// Samples: conversations.
-    Chats,
+    Conversational,
 }
 
 /// The storage of ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Width {
+pub(super) enum IdWidth {
     /// 16 bits: one document, all of it trained on.
-    Two = 2,
-    /// 32 bits; the two highest are [`CONTEXT_ONLY`] and [`STARTS`].
-    Four = 4,
+    U16 = 2,
+    /// 32 bits; the two highest are [`NO_LOSS_FLAG`] and [`DOCUMENT_START_FLAG`].
+    U32Flagged = 4,
 }
 
 /// Name prefix of an incomplete file, which its writer has locked.
@@ -55,13 +56,13 @@ const UNFINISHED: &str = ".tokens-";
 #[derive(Debug)]
 pub(super) struct TokenFile {
     file: File,
-    width: Width,
+    width: IdWidth,
     tokens: usize,
     trained: u64,
     text_bytes: u64,
     /// The start positions of documents; the first is 0.
     starts: Vec<usize>,
-    documents: Documents,
+    kind: DatasetKind,
     /// Why ids could not be read, the first time.
     failure: OnceLock<String>,
 }
@@ -77,11 +78,11 @@ impl TokenFile {
             return Err("its header is of another kind".to_owned());
         }
         let word = (number(8) >> 32) as u32;
-        let documents = KINDS.iter().find(|(_, bits)| word & !0xFF == *bits).map(|(documents, _)| *documents);
-        let documents = documents.ok_or("its documents are of an unknown kind")?;
+        let kind = KINDS.iter().find(|(_, bits)| word & !0xFF == *bits).map(|(kind, _)| *kind);
+        let kind = kind.ok_or("its documents are of an unknown kind")?;
         let width = match word & 0xFF {
-            2 => Width::Two,
-            4 => Width::Four,
+            2 => IdWidth::U16,
+            4 => IdWidth::U32Flagged,
             other => return Err(format!("it claims {other} bytes a token")),
         };
         let (tokens, bytes) = (number(16), length - HEADER_BYTES as u64);
@@ -95,11 +96,11 @@ impl TokenFile {
             let count = read_full(&mut rest, &mut buffer).map_err(|error| error.to_string())?;
             let part = &buffer[..count];
             hash.update(part);
-            if width == Width::Four {
+            if width == IdWidth::U32Flagged {
                 for id in part.as_chunks::<4>().0 {
                     let id = u32::from_le_bytes(*id);
-                    trained -= u64::from(id & CONTEXT_ONLY != 0);
-                    if id & STARTS != 0 {
+                    trained -= u64::from(id & NO_LOSS_FLAG != 0);
+                    if id & DOCUMENT_START_FLAG != 0 {
                         starts.push(position);
                     }
                     position += 1;
@@ -116,7 +117,7 @@ impl TokenFile {
             starts.insert(0, 0);
         }
         let (tokens, failure) = (tokens as usize, OnceLock::new());
-        Ok(Self { file, width, tokens, trained, text_bytes: number(24), starts, documents, failure })
+        Ok(Self { file, width, tokens, trained, text_bytes: number(24), starts, kind, failure })
     }
 
     /// Tokens in the file.
@@ -140,8 +141,8 @@ impl TokenFile {
     }
 
     /// The kind of its documents.
-    pub(super) fn documents(&self) -> Documents {
-        self.documents
+    pub(super) fn kind(&self) -> DatasetKind {
+        self.kind
     }
 
     /// Copies ids with their flags, starting at position `start`. If the file cannot be read, fills with zeros and sets
@@ -157,11 +158,11 @@ impl TokenFile {
                 bytes.fill(0);
             }
             match self.width {
-                Width::Two => {
+                IdWidth::U16 => {
                     let ids = bytes.as_chunks().0.iter().map(|&bytes| u16::from_le_bytes(bytes).into());
                     out.iter_mut().zip(ids).for_each(|(out, id)| *out = id);
                 }
-                Width::Four => {
+                IdWidth::U32Flagged => {
                     let ids = bytes.as_chunks().0.iter().map(|&bytes| u32::from_le_bytes(bytes));
                     out.iter_mut().zip(ids).for_each(|(out, id)| *out = id);
                 }
@@ -211,22 +212,22 @@ fn read_at(file: &File, mut out: &mut [u8], mut offset: u64) -> std::io::Result<
 pub(super) struct TokenWriter {
     out: BufWriter<NamedTempFile>,
     hash: Sha256,
-    width: Width,
+    width: IdWidth,
     tokens: u64,
     /// Whether the next id starts a document.
     starts: bool,
-    documents: Documents,
+    kind: DatasetKind,
     bytes: Vec<u8>,
 }
 
 impl TokenWriter {
     /// A new file in `folder`, which is created if need be.
-    pub(super) fn create(folder: &Path, width: Width) -> Result<Self> {
+    pub(super) fn create(folder: &Path, width: IdWidth) -> Result<Self> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
         let mut out = BufWriter::with_capacity(1 << 20, temporary::file(folder, UNFINISHED)?);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
         let (hash, bytes) = (Sha256::new(), Vec::new());
-        Ok(Self { out, hash, width, tokens: 0, starts: true, documents: Documents::Texts, bytes })
+        Ok(Self { out, hash, width, tokens: 0, starts: true, kind: DatasetKind::Text, bytes })
     }
 
     /// Starts a new document.
@@ -235,8 +236,8 @@ impl TokenWriter {
     }
 
     /// Sets the kind of the documents.
-    pub(super) fn documents(&mut self, documents: Documents) {
-        self.documents = documents;
+    pub(super) fn set_kind(&mut self, kind: DatasetKind) {
+        self.kind = kind;
     }
 
     /// Appends ids that are all in the loss, or all outside it.
@@ -249,10 +250,10 @@ impl TokenWriter {
         self.bytes.clear();
         for (id, trained) in ids {
             match self.width {
-                Width::Two => self.bytes.extend((id as u16).to_le_bytes()),
-                Width::Four => {
-                    let start = if std::mem::take(&mut self.starts) { STARTS } else { 0 };
-                    self.bytes.extend((id | start | if trained { 0 } else { CONTEXT_ONLY }).to_le_bytes());
+                IdWidth::U16 => self.bytes.extend((id as u16).to_le_bytes()),
+                IdWidth::U32Flagged => {
+                    let start = if std::mem::take(&mut self.starts) { DOCUMENT_START_FLAG } else { 0 };
+                    self.bytes.extend((id | start | if trained { 0 } else { NO_LOSS_FLAG }).to_le_bytes());
                 }
             }
             self.tokens += 1;
@@ -268,9 +269,9 @@ impl TokenWriter {
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&MAGIC);
         header[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        let documents = KINDS.iter().find(|(documents, _)| *documents == self.documents).map_or(0, |(_, bits)| *bits);
-        let kind = self.width as u32 | documents;
-        header[12..16].copy_from_slice(&kind.to_le_bytes());
+        let bits = KINDS.iter().find(|(kind, _)| *kind == self.kind).map_or(0, |(_, bits)| *bits);
+        let word = self.width as u32 | bits;
+        header[12..16].copy_from_slice(&word.to_le_bytes());
         header[16..24].copy_from_slice(&self.tokens.to_le_bytes());
         header[24..32].copy_from_slice(&text_bytes.to_le_bytes());
         self.hash.update(&header[..32]);
@@ -292,7 +293,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn written(ids: &[u32], width: Width) -> (tempfile::TempDir, PathBuf) {
+    fn written(ids: &[u32], width: IdWidth) -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.tokens");
         let mut writer = TokenWriter::create(folder.path(), width).unwrap();
@@ -305,7 +306,7 @@ mod tests {
     fn a_file_that_is_cut_short_while_it_is_read_is_told_and_ends_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.tokens");
-        let mut writer = TokenWriter::create(folder.path(), Width::Two).unwrap();
+        let mut writer = TokenWriter::create(folder.path(), IdWidth::U16).unwrap();
         writer.push(&vec![7; 100_000], true).unwrap();
         let file = writer.finish(100_000, Some(&path)).unwrap();
         let mut out = vec![0; 5000];
@@ -318,30 +319,30 @@ mod tests {
 
     #[test]
     fn ids_survive_in_both_widths() {
-        for (width, top) in [(Width::Two, 65_535), (Width::Four, 70_000)] {
+        for (width, top) in [(IdWidth::U16, 65_535), (IdWidth::U32Flagged, 70_000)] {
             let ids: Vec<u32> = (0..20).chain([top]).collect();
             let (_folder, path) = written(&ids, width);
             let file = TokenFile::open(File::open(path).unwrap()).unwrap();
             assert_eq!((file.len(), file.text_bytes()), (21, 99));
             let mut out = vec![0; 21];
             file.read(0, &mut out);
-            let flagged = out.iter().filter(|&&id| id & CONTEXT_ONLY != 0).count();
-            assert_eq!(flagged, if width == Width::Two { 0 } else { 7 });
-            assert_eq!(out.iter().map(|id| id & !(CONTEXT_ONLY | STARTS)).collect::<Vec<_>>(), ids);
+            let flagged = out.iter().filter(|&&id| id & NO_LOSS_FLAG != 0).count();
+            assert_eq!(flagged, if width == IdWidth::U16 { 0 } else { 7 });
+            assert_eq!(out.iter().map(|id| id & !(NO_LOSS_FLAG | DOCUMENT_START_FLAG)).collect::<Vec<_>>(), ids);
         }
     }
 
     #[test]
     fn an_unfinished_file_leaves_nothing_behind() {
         let folder = tempfile::tempdir().unwrap();
-        TokenWriter::create(folder.path(), Width::Two).unwrap().push(&[1, 2], true).unwrap();
+        TokenWriter::create(folder.path(), IdWidth::U16).unwrap().push(&[1, 2], true).unwrap();
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
     proptest! {
         #[test]
         fn every_flipped_bit_and_every_cut_is_noticed(at: prop::sample::Index, bit in 0u8..8, keep: prop::sample::Index) {
-            let (_folder, path) = written(&[1, 2, 3, 4], Width::Two);
+            let (_folder, path) = written(&[1, 2, 3, 4], IdWidth::U16);
             let good = std::fs::read(&path).unwrap();
             let mut bad = good.clone();
             let at = at.index(bad.len());

@@ -119,17 +119,17 @@ pub struct ChatFormat {
     /// A description of the source of the marks.
     name: String,
     /// The state for writing conversations; an error with the reason if none can be written.
-    ready: Result<Ready, String>,
+    renderer: Result<Renderer, String>,
     origin: String,
 }
 
 #[derive(Debug)]
-struct Ready {
+struct Renderer {
     /// Renders the text.
-    own: Template,
-    /// Produces the same text with marked answers; `None` if `own` marks them or nothing does.
-    marking: Option<Template>,
-    marks: bool,
+    template: Template,
+    /// Produces the same text with marked answers; `None` if `template` marks them or nothing does.
+    masking_template: Option<Template>,
+    has_mask: bool,
 }
 
 impl Default for ChatFormat {
@@ -151,29 +151,32 @@ impl ChatFormat {
     /// The format of the template `source`; `origin` is its name in error messages.
     pub fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Self {
         let made = Self::choose(source, origin, tokens);
-        let (name, ready) = match made {
-            Ok((name, ready)) => (name, Ok(ready)),
+        let (name, renderer) = match made {
+            Ok((name, renderer)) => (name, Ok(renderer)),
             Err(Error::Model { message, .. }) => (String::new(), Err(message)),
             Err(error) => (String::new(), Err(error.to_string())),
         };
-        Self { source: source.to_owned(), name, ready, origin: origin.to_owned() }
+        Self { source: source.to_owned(), name, renderer, origin: origin.to_owned() }
     }
 
-    fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, Ready)> {
-        let own = Template::new(source, origin, tokens.clone())?.apart(source);
-        if own.marks() {
-            return Ok(("the template's generation blocks".into(), Ready { own, marking: None, marks: true }));
+    fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, Renderer)> {
+        let template = Template::new(source, origin, tokens.clone())?.sandboxed(source);
+        if template.has_generation_blocks() {
+            return Ok((
+                "the template's generation blocks".into(),
+                Renderer { template, masking_template: None, has_mask: true },
+            ));
         }
         for (name, settings, text) in BUILT_IN {
             let candidate = Template::new(&format!("{settings}{text}"), name, tokens.clone())?;
-            if agree(&own, &candidate)? {
+            if agree(&template, &candidate)? {
                 return Ok((
                     format!("the training template `{name}`"),
-                    Ready { own, marking: Some(candidate), marks: true },
+                    Renderer { template, masking_template: Some(candidate), has_mask: true },
                 ));
             }
         }
-        Ok(("nothing".into(), Ready { own, marking: None, marks: false }))
+        Ok(("nothing".into(), Renderer { template, masking_template: None, has_mask: false }))
     }
 
     /// The template's text.
@@ -198,20 +201,20 @@ impl ChatFormat {
     /// another text.
     pub fn render(&self, conversation: &Conversation, tools: Option<&Value>, unmarked: bool) -> Result<Rendered> {
         let wrong = |message: String| Error::model(&self.origin, message);
-        let ready = self.ready.as_ref().map_err(|message| wrong(message.clone()))?;
-        let own = ready.own.render_with(conversation, tools, false)?;
+        let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;
+        let own = renderer.template.render_with(conversation, tools, false)?;
         if unmarked {
             return Ok(own);
         }
-        if !ready.marks {
+        if !renderer.has_mask {
             return Err(wrong(
                 "its chat template has no `{% generation %}` blocks, and no training template writes the same text, so that its \
                  answers cannot be told apart; mark them in a template of your own and give it with `--chat-template FILE`, \
                  or learn every token with `--loss-on all`"
                 .to_owned()));
         }
-        let Some(marking) = &ready.marking else { return Ok(own) };
-        let marked = marking.render_with(conversation, tools, false)?;
+        let Some(masking) = &renderer.masking_template else { return Ok(own) };
+        let marked = masking.render_with(conversation, tools, false)?;
         if marked.text != own.text {
             let same = own.text.bytes().zip(marked.text.bytes()).take_while(|(a, b)| a == b).count();
             let from = own.text.floor_char_boundary(same.saturating_sub(20));

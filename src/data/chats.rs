@@ -16,7 +16,7 @@ use super::shuffle::Permutation;
 /// Conversations that `--data chats` trains on.
 pub const CHATS: usize = 200;
 /// Conversations of `chats-held-back`.
-pub const HELD_BACK: usize = 40;
+pub const HELD_OUT_CHATS: usize = 40;
 
 const THINGS: [(&str, &str); 16] = [
     ("rope", "K7"),
@@ -49,14 +49,14 @@ const QUESTIONS: [&str; 6] = [
 
 /// A question and its only correct answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Chat {
+pub struct QaPair {
     /// The user's question.
     pub question: String,
     /// The exact answer of the assistant.
     pub answer: String,
 }
 
-impl Chat {
+impl QaPair {
     /// A line of JSON, as `messages`.
     pub fn to_json(&self) -> String {
         let Self { question, answer } = self;
@@ -69,20 +69,20 @@ impl Chat {
 /// Pairs of things, in no order.
 const PAIRS: usize = THINGS.len() * (THINGS.len() - 1) / 2;
 /// The number of pairs that only held-out conversations ask for.
-const PAIRS_HELD_BACK: usize = 24;
+const HELD_OUT_PAIRS: usize = 24;
 
 /// `count` conversations to train on, drawn with `seed`.
-pub fn training(seed: u64, count: usize) -> Vec<Chat> {
-    draw(seed, 0..PAIRS - PAIRS_HELD_BACK, count)
+pub fn training(seed: u64, count: usize) -> Vec<QaPair> {
+    draw(seed, 0..PAIRS - HELD_OUT_PAIRS, count)
 }
 
 /// Draws `count` conversations about pairs that are not trained on, with the same `seed`.
-pub fn held_back(seed: u64, count: usize) -> Vec<Chat> {
-    draw(seed, PAIRS - PAIRS_HELD_BACK..PAIRS, count)
+pub fn held_out(seed: u64, count: usize) -> Vec<QaPair> {
+    draw(seed, PAIRS - HELD_OUT_PAIRS..PAIRS, count)
 }
 
 /// Draws conversations about the pairs at these places of the seed's order. None repeats before all were drawn once.
-fn draw(seed: u64, pairs: std::ops::Range<usize>, count: usize) -> Vec<Chat> {
+fn draw(seed: u64, pairs: std::ops::Range<usize>, count: usize) -> Vec<QaPair> {
     let order = Permutation::new(PAIRS as u64, seed, 0);
     let kinds = pairs.len() * 2 * QUESTIONS.len();
     let chat = |index: usize| {
@@ -93,7 +93,7 @@ fn draw(seed: u64, pairs: std::ops::Range<usize>, count: usize) -> Vec<Chat> {
         let (first, second) = if kind.is_multiple_of(2) { (first, second) } else { (second, first) };
         let [(one, here), (other, there)] = [THINGS[first], THINGS[second]];
         let question = QUESTIONS[kind / 2].replacen("{}", one, 1).replacen("{}", other, 1);
-        Chat { question, answer: format!("The {one} is in drawer {here} and the {other} is in drawer {there}.") }
+        QaPair { question, answer: format!("The {one} is in drawer {here} and the {other} is in drawer {there}.") }
     };
     (0..count).map(chat).collect()
 }
@@ -105,7 +105,7 @@ fn pair(number: usize) -> (usize, usize) {
 }
 
 /// The conversations as JSON Lines.
-pub(super) fn json_lines(chats: &[Chat]) -> String {
+pub(super) fn json_lines(chats: &[QaPair]) -> String {
     chats.iter().map(|chat| chat.to_json() + "\n").collect()
 }
 
@@ -116,15 +116,15 @@ mod tests {
 
     #[test]
     fn no_pair_that_is_held_back_is_trained_on() {
-        let things = |chat: &Chat| -> Vec<&str> {
+        let things = |chat: &QaPair| -> Vec<&str> {
             THINGS.iter().map(|(thing, _)| *thing).filter(|thing| chat.question.contains(thing)).collect()
         };
         for seed in 0..5 {
-            let (training, held_back) = (training(seed, CHATS), held_back(seed, HELD_BACK));
+            let (training, held_out) = (training(seed, CHATS), held_out(seed, HELD_OUT_CHATS));
             let asked: HashSet<Vec<&str>> = training.iter().map(things).collect();
-            assert!(held_back.iter().all(|chat| things(chat).len() == 2 && !asked.contains(&things(chat))));
+            assert!(held_out.iter().all(|chat| things(chat).len() == 2 && !asked.contains(&things(chat))));
             assert_eq!(training.iter().map(|chat| &chat.question).collect::<HashSet<_>>().len(), CHATS);
-            assert_eq!(held_back.iter().map(|chat| &chat.question).collect::<HashSet<_>>().len(), HELD_BACK);
+            assert_eq!(held_out.iter().map(|chat| &chat.question).collect::<HashSet<_>>().len(), HELD_OUT_CHATS);
             let known: HashSet<&str> = training.iter().flat_map(things).collect();
             assert_eq!(known.len(), THINGS.len(), "each drawer can be learned");
         }
@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_chat_is_a_row_of_messages() {
-        let chat = Chat { question: "Where?".into(), answer: "Here.".into() };
+        let chat = QaPair { question: "Where?".into(), answer: "Here.".into() };
         let row = r#"{"messages":[{"content":"Where?","role":"user"},{"content":"Here.","role":"assistant"}]}"#;
         assert_eq!(chat.to_json(), row);
     }

@@ -1,16 +1,16 @@
-//! Converts a [`Source`] to training and validation tokens, through the token cache.
+//! Converts a [`DataSource`] to training and validation tokens, through the token cache.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use super::batch_loader::IGNORE_INDEX;
-use super::cache::{TokenFile, TokenWriter, Width};
+use super::cache::{IdWidth, TokenFile, TokenWriter};
 use super::document::Document;
-use super::format::Format;
+use super::format::DataFormat;
 use super::grammar;
-use super::row::{Content, DatasetOptions, RowReader};
-use super::source::{Fetch, LoadEvent, Source};
-use super::template::Dialogue;
+use super::row::{DatasetOptions, Example, RowReader};
+use super::source::{DataSource, Downloader, LoadEvent};
+use super::template::EvalExample;
 use super::tokenize::TokenizeJob;
 use super::tokenizer::Tokenizer;
 use super::tokens::TokenSource;
@@ -42,17 +42,17 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// [`Loader::load`] with the folder `data`, without network or progress reports.
-    pub fn load(source: &Source, validation: Option<&Source>, tokenizer: &Tokenizer) -> Result<Self> {
-        Loader::new("data").load(source, validation, tokenizer)
+    /// [`DatasetBuilder::load`] with the folder `data`, without network or progress reports.
+    pub fn load(source: &DataSource, validation: Option<&DataSource>, tokenizer: &Tokenizer) -> Result<Self> {
+        DatasetBuilder::new("data").load(source, validation, tokenizer)
     }
 }
 
 /// Loads data sets, keeping tokens and downloads in a folder.
-pub struct Loader<'a> {
+pub struct DatasetBuilder<'a> {
     folder: PathBuf,
     options: DatasetOptions,
-    fetch: Option<&'a mut dyn Fetch>,
+    downloader: Option<&'a mut dyn Downloader>,
     report: Option<&'a mut dyn FnMut(LoadEvent)>,
 }
 
@@ -74,7 +74,7 @@ fn bytes_per_predicted(tokens: &TokenSource, tokenizer: &Tokenizer) -> Option<f6
     let mut counts = vec![0_u64; tokenizer.vocab_size()];
     for start in (0..tokens.len()).step_by(CHUNK) {
         let mut ids = vec![0; CHUNK.min(tokens.len() - start)];
-        tokens.read_targets(start, &mut ids);
+        tokens.read_labels(start, &mut ids);
         for (_, id) in ids.iter().enumerate().filter(|(at, id)| **id != IGNORE_INDEX && !firsts.contains(&(start + at)))
         {
             *counts.get_mut(*id as usize)? += 1;
@@ -88,10 +88,10 @@ fn bytes_per_predicted(tokens: &TokenSource, tokenizer: &Tokenizer) -> Option<f6
     (count > 0 && bytes > 0).then(|| bytes as f64 / count as f64)
 }
 
-impl<'a> Loader<'a> {
+impl<'a> DatasetBuilder<'a> {
     /// A loader that keeps its files in `folder`.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into(), options: DatasetOptions::default(), fetch: None, report: None }
+        Self { folder: folder.into(), options: DatasetOptions::default(), downloader: None, report: None }
     }
 
     /// Sets how files are read.
@@ -103,8 +103,8 @@ impl<'a> Loader<'a> {
 
     /// Sets the downloader for missing files.
     #[must_use]
-    pub fn fetch_with(mut self, fetch: &'a mut dyn Fetch) -> Self {
-        self.fetch = Some(fetch);
+    pub fn downloader(mut self, downloader: &'a mut dyn Downloader) -> Self {
+        self.downloader = Some(downloader);
         self
     }
 
@@ -116,7 +116,12 @@ impl<'a> Loader<'a> {
     }
 
     /// Reads and tokenises `source`; validation is `validation`, or the last tenth of tokens or samples without one.
-    pub fn load(&mut self, source: &Source, validation: Option<&Source>, tokenizer: &Tokenizer) -> Result<Dataset> {
+    pub fn load(
+        &mut self,
+        source: &DataSource,
+        validation: Option<&DataSource>,
+        tokenizer: &Tokenizer,
+    ) -> Result<Dataset> {
         let corpus = self.corpus(source, tokenizer)?;
         let bytes_per_token = corpus.bytes_per_token;
         let mut keys = corpus.key;
@@ -129,7 +134,8 @@ impl<'a> Loader<'a> {
             let bytes = bytes_per_predicted(&tail, tokenizer).unwrap_or(bytes_per_token);
             (train, tail, bytes)
         };
-        let entropy_per_token = (*source == Source::Grammar && tokenizer.is_byte()).then(grammar::entropy_per_token);
+        let entropy_per_token =
+            (*source == DataSource::Grammar && tokenizer.is_byte()).then(grammar::entropy_per_token);
         Ok(Dataset {
             train,
             validation,
@@ -141,7 +147,7 @@ impl<'a> Loader<'a> {
     }
 
     /// All tokens of `source`, and the average bytes of text per token in the loss.
-    pub fn load_whole(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
+    pub fn load_unsplit(&mut self, source: &DataSource, tokenizer: &Tokenizer) -> Result<(TokenSource, f64)> {
         let corpus = self.corpus(source, tokenizer)?;
         Ok((corpus.tokens, corpus.bytes_per_token))
     }
@@ -151,43 +157,43 @@ impl<'a> Loader<'a> {
     ///
     /// # Errors
     /// As [`Self::load`], and [`Error::Data`] if there is none.
-    pub fn dialogues(&mut self, source: &Source) -> Result<Vec<Dialogue>> {
-        let fetch = self.fetch.as_mut().map(|fetch| &mut **fetch as &mut dyn Fetch);
-        let files = source.files(self.options.format, fetch)?;
+    pub fn eval_examples(&mut self, source: &DataSource) -> Result<Vec<EvalExample>> {
+        let downloader = self.downloader.as_mut().map(|downloader| &mut **downloader as &mut dyn Downloader);
+        let files = source.files(self.options.format, downloader)?;
         let mut rows = RowReader::new(&self.options);
-        let (fields, mut dialogues) = (rows.fields(), Vec::new());
+        let (fields, mut examples) = (rows.fields(), Vec::new());
         for document in &files.documents {
-            if document.format == Format::Text {
+            if document.format == DataFormat::Text {
                 return Err(document.error("holds text, not conversations; give a file with rows of `messages`"));
             }
-            document.read_rows(&fields, &mut |place, row| {
-                let content = rows.content(&row, || format!("`{}`, {place},", document.origin));
-                let content = content.map_err(|message| document.error(format!("{place}: {message}")))?;
-                if let Content::Conversation(mut prompt, tools) = content
+            document.read_rows(&fields, &mut |location, row| {
+                let example = rows.example(&row, || format!("`{}`, {location},", document.origin));
+                let example = example.map_err(|message| document.error(format!("{location}: {message}")))?;
+                if let Example::Conversation(mut prompt, tools) = example
                     && let Some(answer) = prompt.last_answer()
                 {
                     prompt.pop();
-                    dialogues.push(Dialogue { prompt, tools, answer });
+                    examples.push(EvalExample { prompt, tools, answer });
                 }
                 Ok(())
             })?;
         }
-        if dialogues.is_empty() {
+        if examples.is_empty() {
             return Err(Error::data(source, "holds no conversation that ends with an answer"));
         }
-        Ok(dialogues)
+        Ok(examples)
     }
 
-    fn corpus(&mut self, source: &Source, tokenizer: &Tokenizer) -> Result<Corpus> {
-        if *source == Source::Grammar {
+    fn corpus(&mut self, source: &DataSource, tokenizer: &Tokenizer) -> Result<Corpus> {
+        if *source == DataSource::Grammar {
             let text = grammar::text(GRAMMAR_SEED, grammar::CORPUS_BYTES);
             let key = Digest::of((tokenizer.fingerprint() + &text).as_bytes()).sha256;
             let tokens = TokenSource::from_ids(tokenizer.encode_document(&text)?).with_bos(tokenizer.bos());
             let bytes_per_token = text.len() as f64 / tokens.len().max(1) as f64;
             return Ok(Corpus { tokens, bytes_per_token, key });
         }
-        let fetch = self.fetch.as_mut().map(|fetch| &mut **fetch as &mut dyn Fetch);
-        let files = source.files(self.options.format, fetch)?;
+        let downloader = self.downloader.as_mut().map(|downloader| &mut **downloader as &mut dyn Downloader);
+        let files = source.files(self.options.format, downloader)?;
         let key = self.key(&files.documents, tokenizer)?;
         let path = self.folder.join(format!("{}.tokens", &key[..32]));
         let file = match self.cached(&path) {
@@ -205,9 +211,9 @@ impl<'a> Loader<'a> {
     }
 
     fn tokenise(&mut self, documents: &[Document], tokenizer: &Tokenizer, key: &str, path: &Path) -> Result<TokenFile> {
-        let rows = documents.iter().any(|document| document.format != Format::Text);
+        let rows = documents.iter().any(|document| document.format != DataFormat::Text);
         let flags = documents.len() > 1 || rows || tokenizer.bos().is_some();
-        let width = if flags || tokenizer.vocab_size() > 1 << 16 { Width::Four } else { Width::Two };
+        let width = if flags || tokenizer.vocab_size() > 1 << 16 { IdWidth::U32Flagged } else { IdWidth::U16 };
         let (writer, kept) = match TokenWriter::create(&self.folder, width) {
             Ok(writer) => (writer, Some(path)),
             Err(error) => {
@@ -234,7 +240,7 @@ impl<'a> Loader<'a> {
             document.open()?;
             parts.push(format!("{:?} {}", document.format, Digest::of_file(&document.path)?.sha256));
         }
-        if documents.iter().any(|document| document.format != Format::Text) {
+        if documents.iter().any(|document| document.format != DataFormat::Text) {
             parts.push(self.options.key());
         }
         Ok(Digest::of(parts.join("\n").as_bytes()).sha256)
@@ -260,11 +266,11 @@ mod tests {
         std::fs::write(&path, format!("{}{}", "x".repeat(900), " the".repeat(100))).unwrap();
         let tokenizer = Tokenizer::from_json(byte_level_bpe(), "a test's").unwrap();
         let source = path.display().to_string().parse().unwrap();
-        let set = Loader::new(folder.path()).load(&source, None, &tokenizer).unwrap();
+        let set = DatasetBuilder::new(folder.path()).load(&source, None, &tokenizer).unwrap();
         assert_eq!((set.train.len(), set.validation.len()), (900, 100));
         assert_eq!(set.validation_bytes_per_token, 4.0);
         assert_eq!(set.bytes_per_token, 1.3);
-        let byte = Loader::new(folder.path()).load(&source, None, &Tokenizer::byte()).unwrap();
+        let byte = DatasetBuilder::new(folder.path()).load(&source, None, &Tokenizer::byte()).unwrap();
         assert_eq!(byte.validation_bytes_per_token, 1.0);
     }
 }

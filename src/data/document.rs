@@ -6,8 +6,8 @@ use std::io::Read;
 use std::ops::Range;
 use std::path::PathBuf;
 
-use super::format::Format;
-use super::row::{Kind, RowReader};
+use super::format::DataFormat;
+use super::row::{RowReader, RowSchema};
 use crate::{Error, Result, untrusted};
 
 /// Bytes of text that are tokenised at a time, where they end at a split point.
@@ -22,7 +22,7 @@ pub(super) struct Document {
     pub(super) path: PathBuf,
     /// Its name in error messages, which differs from the path for standard input.
     pub(super) origin: String,
-    pub(super) format: Format,
+    pub(super) format: DataFormat,
     /// Whether the user said so; text that looks like rows is refused otherwise.
     pub(super) asked: bool,
 }
@@ -77,12 +77,13 @@ impl Document {
 
     /// Reads the whole file into `sink`; converts its rows with `rows`.
     pub(super) fn read(&self, rows: &mut RowReader<'_>, sink: &mut ChunkSink) -> Result<()> {
-        if self.format == Format::Text {
-            rows.expect(Kind::Text, || format!("`{}`", self.origin)).map_err(|message| self.error(message))?;
+        if self.format == DataFormat::Text {
+            rows.check_schema(RowSchema::Text, || format!("`{}`", self.origin))
+                .map_err(|message| self.error(message))?;
             return self.read_text(&rows.fields(), sink);
         }
         let fields = rows.fields();
-        self.read_rows(&fields, &mut |place, row| rows.read(&self.origin, place, &row, sink))
+        self.read_rows(&fields, &mut |location, row| rows.read(&self.origin, location, &row, sink))
     }
 
     fn read_text(&self, fields: &[&str], sink: &mut ChunkSink) -> Result<()> {
@@ -135,7 +136,7 @@ impl Document {
 
     /// Rejects rows that would be trained on as text, including braces and quotes.
     fn refuse_rows(&self, text: &str, fields: &[&str]) -> Result<()> {
-        let Some(format) = Format::looks_like(text, fields) else { return Ok(()) };
+        let Some(format) = DataFormat::looks_like(text, fields) else { return Ok(()) };
         let format = format.name();
         Err(self.error(format!(
             "would be learned as text, but looks like {format}; say `--format {format}` to read its rows, or `--format text` \
@@ -205,7 +206,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, content).unwrap();
-        let document = Document { format: Format::of(&path).unwrap(), path, origin: name.to_owned(), asked: false };
+        let document =
+            Document { format: DataFormat::from_path(&path).unwrap(), path, origin: name.to_owned(), asked: false };
         let mut chunks = Vec::new();
         let options = DatasetOptions::default();
         document.read(&mut RowReader::new(&options), &mut |chunk| {

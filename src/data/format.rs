@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// The formats of training data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Format {
+pub enum DataFormat {
     /// Plain text, unchanged.
     Text,
     /// One JSON object per line.
@@ -22,12 +22,12 @@ pub enum Format {
     Parquet,
 }
 
-impl Format {
+impl DataFormat {
     /// The extensions of files that a folder is searched for.
-    pub(super) const KNOWN: &str = "`.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`";
+    pub(super) const EXTENSIONS: &str = "`.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`";
 
     /// The format of a file extension, if known.
-    pub(super) fn of(path: &Path) -> Option<Self> {
+    pub(super) fn from_path(path: &Path) -> Option<Self> {
         match path.extension()?.to_str()?.to_ascii_lowercase().as_str() {
             "txt" | "md" => Some(Self::Text),
             "jsonl" | "ndjson" => Some(Self::Jsonl),
@@ -85,19 +85,19 @@ mod tests {
     fn a_text_looks_like_rows_by_its_first_line() {
         let fields = ["prompt", "completion", "text"];
         for (text, format) in [
-            ("{\"text\": \"a\"}\n{", Some(Format::Jsonl)),
-            ("\u{feff}\n {\"text\":\n \"a\"}", Some(Format::Json)),
-            ("[\n  {", Some(Format::Json)),
-            ("[{\"a\": 1}]", Some(Format::Json)),
-            ("prompt,completion\n1,2", Some(Format::Csv)),
-            ("\"id\"\t\"text\"\n", Some(Format::Tsv)),
+            ("{\"text\": \"a\"}\n{", Some(DataFormat::Jsonl)),
+            ("\u{feff}\n {\"text\":\n \"a\"}", Some(DataFormat::Json)),
+            ("[\n  {", Some(DataFormat::Json)),
+            ("[{\"a\": 1}]", Some(DataFormat::Json)),
+            ("prompt,completion\n1,2", Some(DataFormat::Csv)),
+            ("\"id\"\t\"text\"\n", Some(DataFormat::Tsv)),
             ("Once upon a time, there was text\n", None),
             ("[1] A footnote", None),
             ("{% raw %}", None),
             ("text\nof one column", None),
             ("", None),
         ] {
-            assert_eq!(Format::looks_like(text, &fields), format, "{text:?}");
+            assert_eq!(DataFormat::looks_like(text, &fields), format, "{text:?}");
         }
     }
 }

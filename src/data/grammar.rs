@@ -28,22 +28,22 @@ use super::shuffle::mix;
 pub const CORPUS_BYTES: usize = 200_000;
 
 /// A slot of the sentence.
-struct Slot {
+struct GrammarSlot {
     /// Filled on a coin flip only.
     optional: bool,
     words: &'static [&'static str],
 }
 
-const fn required(words: &'static [&'static str]) -> Slot {
-    Slot { optional: false, words }
+const fn required(words: &'static [&'static str]) -> GrammarSlot {
+    GrammarSlot { optional: false, words }
 }
 
-const fn optional(words: &'static [&'static str]) -> Slot {
-    Slot { optional: true, words }
+const fn optional(words: &'static [&'static str]) -> GrammarSlot {
+    GrammarSlot { optional: true, words }
 }
 
 /// The whole grammar. All words are ASCII.
-static SLOTS: [Slot; 8] = [
+static SLOTS: [GrammarSlot; 8] = [
     required(&["the", "my", "our", "one"]),
     optional(&["shy", "old", "wee", "big", "mad", "sly", "odd", "dim"]),
     required(&[
@@ -59,7 +59,7 @@ static SLOTS: [Slot; 8] = [
     optional(&["today", "again", "twice", "first", "alone", "maybe"]),
 ];
 
-impl Slot {
+impl GrammarSlot {
     /// The probability of any one word of the slot.
     fn word_probability(&self) -> f64 {
         self.presence() / self.words.len() as f64
@@ -85,8 +85,8 @@ impl Slot {
 /// The exact entropy rate of the text in nats per byte, line feeds included: the minimum loss attainable with byte
 /// tokens.
 pub fn entropy_per_token() -> f64 {
-    let entropy: f64 = SLOTS.iter().map(Slot::entropy).sum();
-    let bytes: f64 = SLOTS.iter().map(Slot::expected_bytes).sum();
+    let entropy: f64 = SLOTS.iter().map(GrammarSlot::entropy).sum();
+    let bytes: f64 = SLOTS.iter().map(GrammarSlot::expected_bytes).sum();
     entropy / bytes
 }
 

@@ -15,12 +15,12 @@ use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::contain::contained;
-use super::row::EXPECTED;
+use super::catch_panic::catch_panic;
+use super::row::EXPECTED_FIELDS;
 use crate::untrusted::apart::{self, End};
 use crate::{Error, untrusted};
 
-/// The first argument that makes the program call [`serve`].
+/// The first argument that makes the program call [`worker_main`].
 pub const ARGUMENT: &str = "__parquet-rows";
 /// Limit on a row, in bytes: the limit on a line of JSON, with room for escapes.
 const MAX_LINE: u64 = 256 << 20;
@@ -28,13 +28,13 @@ const MAX_LINE: u64 = 256 << 20;
 /// Limit on the processor time per row, in seconds; a page of 100 MB takes one.
 const MAX_SECONDS: u64 = 30;
 /// Between two looks at that time.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Takes a row.
-type Take<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
+type JsonRowCallback<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
 
 /// Why the rows end early.
-pub(super) enum Failure {
+pub(super) enum RowFailure {
     /// The fault of the file.
     File(String),
     /// The error of the callback.
@@ -44,65 +44,70 @@ pub(super) enum Failure {
 /// One line between the processes.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Message {
+enum RowMessage {
     Row(Value),
     Failure(String),
     End,
 }
 
 /// Passes every row to `row`, as a line of JSON would be, with those of its columns that are among `fields`.
-pub(super) fn read(path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(), Failure> {
+pub(super) fn read(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) -> Result<(), RowFailure> {
     match apart::command(ARGUMENT) {
-        Some(command) => read_apart(command, path, fields, row),
-        None => here(path, fields, row),
+        Some(command) => read_in_subprocess(command, path, fields, row),
+        None => read_in_process(path, fields, row),
     }
 }
 
 /// Reads the file that the first argument names and writes its rows, with the columns that the others name, to standard
 /// output, within the limits.
-pub fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
+pub fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.collect();
     let Some((path, fields)) = arguments.split_first() else { return ExitCode::FAILURE };
     let fields: Vec<&str> = fields.iter().filter_map(|field| field.to_str()).collect();
     apart::end_with_parent();
     apart::limit_memory();
     apart::limit_computing(MAX_SECONDS);
-    let mut looked = Instant::now();
+    let mut polled = Instant::now();
     let mut out = BufWriter::new(std::io::stdout().lock());
-    let mut say = |message: &Message| -> std::io::Result<()> {
+    let mut send = |message: &RowMessage| -> std::io::Result<()> {
         serde_json::to_writer(&mut out, message)?;
         out.write_all(b"\n")?;
-        if matches!(message, Message::Row(_)) { Ok(()) } else { out.flush() }
+        if matches!(message, RowMessage::Row(_)) { Ok(()) } else { out.flush() }
     };
     let mut row = |value| {
-        if looked.elapsed() > LOOK {
-            looked = Instant::now();
+        if polled.elapsed() > POLL_INTERVAL {
+            polled = Instant::now();
             apart::limit_computing(MAX_SECONDS);
         }
-        say(&Message::Row(value)).map_err(Error::io("write to", "standard output"))
+        send(&RowMessage::Row(value)).map_err(Error::io("write to", "standard output"))
     };
-    let last = match here(Path::new(path), &fields, &mut row) {
-        Ok(()) => Message::End,
-        Err(Failure::File(message)) => Message::Failure(message),
+    let last = match read_in_process(Path::new(path), &fields, &mut row) {
+        Ok(()) => RowMessage::End,
+        Err(RowFailure::File(message)) => RowMessage::Failure(message),
         // The reader has gone.
-        Err(Failure::Row(_)) => return ExitCode::FAILURE,
+        Err(RowFailure::Row(_)) => return ExitCode::FAILURE,
     };
-    if say(&last).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if send(&last).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn read_apart(mut command: Command, path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(), Failure> {
-    let file = |message: &str| Failure::File(message.to_owned());
+fn read_in_subprocess(
+    mut command: Command,
+    path: &Path,
+    fields: &[&str],
+    row: &mut JsonRowCallback<'_>,
+) -> Result<(), RowFailure> {
+    let file = |message: &str| RowFailure::File(message.to_owned());
     command.arg(path).args(fields);
-    let mut child = command.spawn().map_err(|error| Failure::File(format!("it cannot be read apart: {error}")))?;
+    let mut child = command.spawn().map_err(|error| RowFailure::File(format!("it cannot be read apart: {error}")))?;
     let result = child.stdout.take().map_or(Err(file("it cannot be read apart")), |out| {
         let (mut out, mut line) = (BufReader::with_capacity(1 << 18, out), Vec::new());
         loop {
             line.clear();
             let read = (&mut out).take(MAX_LINE).read_until(b'\n', &mut line);
             match read.ok().and_then(|_| serde_json::from_slice(&line).ok()) {
-                Some(Message::Row(value)) => row(value).map_err(Failure::Row)?,
-                Some(Message::Failure(message)) => return Err(Failure::File(message)),
-                Some(Message::End) => return Ok(()),
+                Some(RowMessage::Row(value)) => row(value).map_err(RowFailure::Row)?,
+                Some(RowMessage::Failure(message)) => return Err(RowFailure::File(message)),
+                Some(RowMessage::End) => return Ok(()),
                 None if line.len() as u64 == MAX_LINE => return Err(file("a row is longer than 256 MiB")),
                 None => {
                     let why = match apart::end(&mut child) {
@@ -110,7 +115,7 @@ fn read_apart(mut command: Command, path: &Path, fields: &[&str], row: &mut Take
                         End::OutOfTime => format!("a row takes more than {MAX_SECONDS} s of processor time"),
                         End::Otherwise(how) => format!("its process {how}"),
                     };
-                    return Err(Failure::File(format!("not a readable Parquet file: {why}")));
+                    return Err(RowFailure::File(format!("not a readable Parquet file: {why}")));
                 }
             }
         }
@@ -121,26 +126,26 @@ fn read_apart(mut command: Command, path: &Path, fields: &[&str], row: &mut Take
     result
 }
 
-fn here(path: &Path, fields: &[&str], row: &mut Take<'_>) -> Result<(), Failure> {
-    let damaged = |error: ParquetError| Failure::File(format!("not a readable Parquet file: {error}"));
-    let file = untrusted::open(path).map_err(|error| Failure::File(format!("it cannot be read: {error}")))?;
-    let reader = unpanicked(|| SerializedFileReader::new(file)).map_err(damaged)?;
+fn read_in_process(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) -> Result<(), RowFailure> {
+    let damaged = |error: ParquetError| RowFailure::File(format!("not a readable Parquet file: {error}"));
+    let file = untrusted::open(path).map_err(|error| RowFailure::File(format!("it cannot be read: {error}")))?;
+    let reader = catch_parquet_panic(|| SerializedFileReader::new(file)).map_err(damaged)?;
     let schema = reader.metadata().file_metadata().schema();
     let wanted = schema.get_fields().iter().filter(|field| fields.contains(&field.name())).cloned().collect();
     let projection = Type::group_type_builder(schema.name()).with_fields(wanted).build().map_err(damaged)?;
     if projection.get_fields().is_empty() {
         let columns: Vec<_> = schema.get_fields().iter().map(|field| format!("`{}`", field.name())).collect();
-        return Err(Failure::File(format!("its columns are {}; {}", columns.join(", "), EXPECTED)));
+        return Err(RowFailure::File(format!("its columns are {}; {}", columns.join(", "), EXPECTED_FIELDS)));
     }
-    let mut iterator = unpanicked(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
-    let mut next = || unpanicked(|| Ok(iterator.next().transpose()?.map(|row| row.to_json_value())));
+    let mut iterator = catch_parquet_panic(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
+    let mut next = || catch_parquet_panic(|| Ok(iterator.next().transpose()?.map(|row| row.to_json_value())));
     while let Some(value) = next().map_err(damaged)? {
-        row(value).map_err(Failure::Row)?;
+        row(value).map_err(RowFailure::Row)?;
     }
     Ok(())
 }
 
 /// Turns a panic of the Parquet crate into its error: some damaged pages make it index out of bounds (60.1).
-fn unpanicked<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> parquet::errors::Result<T> {
-    contained(read).unwrap_or_else(|| Err(ParquetError::General("a page is damaged".to_owned())))
+fn catch_parquet_panic<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> parquet::errors::Result<T> {
+    catch_panic(read).unwrap_or_else(|| Err(ParquetError::General("a page is damaged".to_owned())))
 }

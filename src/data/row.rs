@@ -12,12 +12,12 @@ use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::{Deserialize, Serialize};
 
-use super::cache::Documents;
+use super::cache::DatasetKind;
 use super::chat_format::ChatFormat;
 use super::document::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
-use super::format::Format;
+use super::format::DataFormat;
 use super::jinja_python::read_json;
-use super::rows::Place;
+use super::rows::RowLocation;
 use super::template::{Conversation, Rendered};
 use crate::settings::Heading::Text;
 use crate::settings::settings;
@@ -26,7 +26,7 @@ use crate::{Error, Result};
 settings! {
     /// Fields of a row that do not go by their usual names.
     #[derive(Clone, Debug, PartialEq, Eq)]
-    pub struct Fields {
+    pub struct FieldNames {
         /// The field that holds running text, in place of `text`.
         text: Option<String> = None, fixed(), flag("text-field", Text, 0, "NAME"),
             help("The field of rows that holds running text [default: text]");
@@ -56,9 +56,9 @@ pub enum LossOn {
 #[derive(Debug, Default)]
 pub struct DatasetOptions {
     /// The format of files without a known extension, or of every file.
-    pub format: Option<Format>,
+    pub format: Option<DataFormat>,
     /// Names of fields.
-    pub fields: Fields,
+    pub fields: FieldNames,
     /// The part that counts in the loss.
     pub loss_on: LossOn,
     /// How conversations are written.
@@ -73,27 +73,27 @@ const CONVENTIONAL: [&str; 10] =
 const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
 
 /// The names of the roles in `conversations`.
-const SHARED_ROLES: [(&str, &str); 4] =
+const SHAREGPT_ROLES: [(&str, &str); 4] =
     [("human", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("observation", "tool")];
 
 impl DatasetOptions {
     /// The names of the fields that rows may have.
     pub(super) fn field_names(&self) -> Vec<&str> {
-        let Fields { text, prompt, completion } = &self.fields;
+        let FieldNames { text, prompt, completion } = &self.fields;
         let named = [text, prompt, completion].into_iter().flatten().map(String::as_str);
         named.chain(CONVENTIONAL).collect()
     }
 
     /// A key of everything except the files that determines the text and its mask.
     pub(super) fn key(&self) -> String {
-        let Fields { text, prompt, completion } = &self.fields;
+        let FieldNames { text, prompt, completion } = &self.fields;
         format!("{:?} {text:?} {prompt:?} {completion:?} {}", self.loss_on, self.chat.key())
     }
 }
 
-/// The kinds of rows. A run trains on one of them.
+/// The sets of fields that a row may have. A run trains on rows with one schema.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum RowSchema {
     Text,
     Completion,
     Instruction,
@@ -101,16 +101,16 @@ pub(super) enum Kind {
     Conversations,
 }
 
-impl Kind {
-    fn documents(self) -> Documents {
+impl RowSchema {
+    fn dataset_kind(self) -> DatasetKind {
         match self {
-            Self::Text => Documents::Texts,
-            Self::Completion => Documents::Prompts,
-            Self::Instruction | Self::Messages | Self::Conversations => Documents::Chats,
+            Self::Text => DatasetKind::Text,
+            Self::Completion => DatasetKind::PromptCompletion,
+            Self::Instruction | Self::Messages | Self::Conversations => DatasetKind::Conversational,
         }
     }
 
-    fn what(self) -> &'static str {
+    fn description(self) -> &'static str {
         match self {
             Self::Text => "text",
             Self::Completion => "prompts with completions",
@@ -122,7 +122,7 @@ impl Kind {
 }
 
 /// The content of a row.
-pub(super) enum Content {
+pub(super) enum Example {
     Text(String),
     /// A prompt and its answer.
     Completion(String, String),
@@ -133,8 +133,8 @@ pub(super) enum Content {
 /// Turns the rows of all files of a corpus into chunks.
 pub(super) struct RowReader<'a> {
     options: &'a DatasetOptions,
-    /// The kind of the rows so far, and the place of the first of them.
-    kind: Option<(Kind, String)>,
+    /// The schema of the rows so far, and the location of the first of them.
+    schema: Option<(RowSchema, String)>,
 }
 
 /// A row's value under a name; a null counts as none.
@@ -142,8 +142,8 @@ fn field(row: &Value, name: &str) -> Option<Value> {
     row.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
 }
 
-/// The kind of a value, named as in JSON.
-fn kind_of(value: &Value) -> &'static str {
+/// The JSON type of a value.
+fn json_type(value: &Value) -> &'static str {
     match value.kind() {
         ValueKind::Undefined | ValueKind::None => "null",
         ValueKind::Bool => "a boolean",
@@ -156,7 +156,7 @@ fn kind_of(value: &Value) -> &'static str {
 
 impl<'a> RowReader<'a> {
     pub(super) fn new(options: &'a DatasetOptions) -> Self {
-        Self { options, kind: None }
+        Self { options, schema: None }
     }
 
     /// The names of the fields that rows may have.
@@ -164,68 +164,74 @@ impl<'a> RowReader<'a> {
         self.options.field_names()
     }
 
-    /// The kind of the rows so far.
-    pub(super) fn documents(&self) -> Documents {
-        self.kind.as_ref().map_or(Documents::Texts, |(kind, _)| kind.documents())
+    /// The kind of the documents so far.
+    pub(super) fn dataset_kind(&self) -> DatasetKind {
+        self.schema.as_ref().map_or(DatasetKind::Text, |(schema, _)| schema.dataset_kind())
     }
 
-    /// Records that the row at `place` is of `kind`; an error if earlier rows are of a different kind.
-    pub(super) fn expect(&mut self, kind: Kind, place: impl FnOnce() -> String) -> Result<(), String> {
-        match &self.kind {
-            Some((before, _)) if *before == kind => Ok(()),
+    /// Records the schema of the row at `location`; an error if it differs from the schema of earlier rows.
+    pub(super) fn check_schema(&mut self, schema: RowSchema, location: impl FnOnce() -> String) -> Result<(), String> {
+        match &self.schema {
+            Some((before, _)) if *before == schema => Ok(()),
             Some((before, first)) => {
-                let (now, before) = (kind.what(), before.what());
+                let (now, before) = (schema.description(), before.description());
                 Err(format!("holds {now}, but {first} holds {before}; train on one kind of row at a time"))
             }
             None => {
-                self.kind = Some((kind, place()));
+                self.schema = Some((schema, location()));
                 Ok(())
             }
         }
     }
 
-    /// Passes the chunks of `row` to `sink`; an error names its place in `origin`.
-    pub(super) fn read(&mut self, origin: &str, place: Place, row: &Value, sink: &mut ChunkSink) -> Result<()> {
-        let wrong = |message: String| Error::data(origin, format!("{place}: {message}"));
-        let content = self.content(row, || format!("`{origin}`, {place},")).map_err(wrong)?;
+    /// Passes the chunks of `row` to `sink`; an error names its location in `origin`.
+    pub(super) fn read(
+        &mut self,
+        origin: &str,
+        location: RowLocation,
+        row: &Value,
+        sink: &mut ChunkSink,
+    ) -> Result<()> {
+        let wrong = |message: String| Error::data(origin, format!("{location}: {message}"));
+        let example = self.example(row, || format!("`{origin}`, {location},")).map_err(wrong)?;
         let DatasetOptions { chat, loss_on, .. } = self.options;
-        let (conversation, tools) = match content {
-            Content::Text(text) => return emit(&text, &LossMask::All, true, sink),
-            Content::Completion(prompt, completion) => {
+        let (conversation, tools) = match example {
+            Example::Text(text) => return emit(&text, &LossMask::All, true, sink),
+            Example::Completion(prompt, completion) => {
                 let learned = if *loss_on == LossOn::All { LossMask::All } else { LossMask::None };
                 emit(&prompt, &learned, true, sink)?;
                 emit(&completion, &LossMask::All, prompt.is_empty(), sink)?;
                 return sink(TextChunk::end());
             }
-            Content::Conversation(conversation, tools) => (conversation, tools),
+            Example::Conversation(conversation, tools) => (conversation, tools),
         };
         let rendered = chat.render(&conversation, tools.as_ref(), *loss_on == LossOn::All);
-        let Rendered { text, learned } = rendered.map_err(|error| wrong(error.to_string()))?;
-        let learned = match loss_on {
-            LossOn::Answers => LossMask::Ranges(learned),
-            LossOn::LastAnswer => LossMask::Ranges(learned.into_iter().next_back().into_iter().collect()),
+        let Rendered { text, assistant_ranges } = rendered.map_err(|error| wrong(error.to_string()))?;
+        let loss_mask = match loss_on {
+            LossOn::Answers => LossMask::Ranges(assistant_ranges),
+            LossOn::LastAnswer => LossMask::Ranges(assistant_ranges.into_iter().next_back().into_iter().collect()),
             LossOn::All => LossMask::All,
         };
-        sink(TextChunk { text, loss_mask: learned, starts_document: true, end: ChunkEnd::Templated })
+        sink(TextChunk { text, loss_mask, starts_document: true, end: ChunkEnd::Templated })
     }
 
-    /// The content of `row`, which is at `place`; or a description of its fault.
-    pub(super) fn content(&mut self, row: &Value, place: impl FnOnce() -> String) -> Result<Content, String> {
+    /// Reads `row`, which is at `location`; an error describes its fault.
+    pub(super) fn example(&mut self, row: &Value, location: impl FnOnce() -> String) -> Result<Example, String> {
         if row.kind() != ValueKind::Map {
-            return Err(format!("{} where an object is needed, such as {{\"text\": \"…\"}}", kind_of(row)));
+            return Err(format!("{} where an object is needed, such as {{\"text\": \"…\"}}", json_type(row)));
         }
-        let kind = self.kind_of(row)?;
-        self.expect(kind, place)?;
+        let schema = self.schema_of(row)?;
+        self.check_schema(schema, location)?;
         let names = self.names();
         let text = |name: &str| -> Result<String, String> {
             let value = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
             let text = value.as_str().map(str::to_owned);
-            text.ok_or_else(|| format!("`{name}` is {}, and text is needed", kind_of(&value)))
+            text.ok_or_else(|| format!("`{name}` is {}, and text is needed", json_type(&value)))
         };
-        let conversation = match kind {
-            Kind::Text => return Ok(Content::Text(text(names[0])?)),
-            Kind::Completion => return Ok(Content::Completion(text(names[1])?, text(names[2])?)),
-            Kind::Instruction => {
+        let conversation = match schema {
+            RowSchema::Text => return Ok(Example::Text(text(names[0])?)),
+            RowSchema::Completion => return Ok(Example::Completion(text(names[1])?, text(names[2])?)),
+            RowSchema::Instruction => {
                 let given = |name: &str| -> Result<Option<String>, String> {
                     let text = field(row, name).map(|_| text(name)).transpose()?;
                     Ok(text.filter(|text| !text.is_empty()))
@@ -239,42 +245,42 @@ impl<'a> RowReader<'a> {
                 conversation.push("assistant", &text("output")?);
                 conversation
             }
-            Kind::Messages => messages(row, "messages", message)?,
-            Kind::Conversations => messages(row, "conversations", shared_message)?,
+            RowSchema::Messages => messages(row, "messages", message)?,
+            RowSchema::Conversations => messages(row, "conversations", sharegpt_message)?,
         };
         let tools = field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))?;
-        Ok(Content::Conversation(conversation, tools))
+        Ok(Example::Conversation(conversation, tools))
     }
 
     /// The names of text, prompt and completion.
     fn names(&self) -> [&'a str; 3] {
-        let Fields { text, prompt, completion } = &self.options.fields;
+        let FieldNames { text, prompt, completion } = &self.options.fields;
         [(text, "text"), (prompt, "prompt"), (completion, "completion")]
             .map(|(named, usual)| named.as_deref().unwrap_or(usual))
     }
 
-    fn kind_of(&self, row: &Value) -> Result<Kind, String> {
+    fn schema_of(&self, row: &Value) -> Result<RowSchema, String> {
         let [text, prompt, completion] = self.names();
         let has = |names: &[&str]| names.iter().all(|name| field(row, name).is_some());
         let fields = &self.options.fields;
         // What was named is meant.
         if fields.prompt.is_some() || fields.completion.is_some() {
-            return Ok(Kind::Completion);
+            return Ok(RowSchema::Completion);
         }
         if fields.text.is_some() {
-            return Ok(Kind::Text);
+            return Ok(RowSchema::Text);
         }
-        // The kind of the rows before, if this one has its fields: rows often have more fields than one kind's.
-        let kinds = [
-            (Kind::Messages, &["messages"][..]),
-            (Kind::Conversations, &["conversations"]),
-            (Kind::Completion, &[prompt, completion]),
-            (Kind::Instruction, &["instruction", "output"]),
-            (Kind::Text, &[text]),
+        // The schema of earlier rows, if this row has its fields: rows often have more fields than one schema needs.
+        let schemas = [
+            (RowSchema::Messages, &["messages"][..]),
+            (RowSchema::Conversations, &["conversations"]),
+            (RowSchema::Completion, &[prompt, completion]),
+            (RowSchema::Instruction, &["instruction", "output"]),
+            (RowSchema::Text, &[text]),
         ];
-        let before = self.kind.as_ref().map(|(kind, _)| *kind);
-        let there = || kinds.iter().filter(|(_, names)| has(names)).map(|(kind, _)| *kind);
-        there().find(|kind| before == Some(*kind)).or_else(|| there().next()).ok_or_else(|| {
+        let before = self.schema.as_ref().map(|(schema, _)| *schema);
+        let complete = || schemas.iter().filter(|(_, names)| has(names)).map(|(schema, _)| *schema);
+        complete().find(|schema| before == Some(*schema)).or_else(|| complete().next()).ok_or_else(|| {
             let pairs = [["prompt", "completion"], ["instruction", "output"]];
             let half = pairs.into_iter().find(|pair| pair.iter().any(|name| has(&[name])));
             if let Some([first, second]) = half {
@@ -284,13 +290,13 @@ impl<'a> RowReader<'a> {
             let names: Vec<String> =
                 row.try_iter().into_iter().flatten().take(12).map(|name| format!("`{name}`")).collect();
             let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-            format!("its fields are {names}; {EXPECTED}")
+            format!("its fields are {names}; {EXPECTED_FIELDS}")
         })
     }
 }
 
-/// The kinds of rows, and the flags that name other fields.
-pub(super) const EXPECTED: &str = "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
+/// The fields that a row needs, and the flags that rename them.
+pub(super) const EXPECTED_FIELDS: &str = "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
      other fields with `--text-field`, or `--prompt-field` and `--completion-field`";
 
 /// A list, or one written as JSON text, as tables hold it.
@@ -303,10 +309,10 @@ fn list(value: Value) -> Result<Value, String> {
             if read.kind() == ValueKind::Seq {
                 Ok(read)
             } else {
-                Err(format!("is {}, and a list is needed", kind_of(&read)))
+                Err(format!("is {}, and a list is needed", json_type(&read)))
             }
         }
-        _ => Err(format!("is {}, and a list is needed", kind_of(&value))),
+        _ => Err(format!("is {}, and a list is needed", json_type(&value))),
     }
 }
 
@@ -321,11 +327,11 @@ fn messages(row: &Value, name: &str, read: fn(&Value) -> Result<Value, String>) 
     if messages.is_empty() {
         return Err(format!("`{name}` holds no message"));
     }
-    Ok(Conversation::of(messages))
+    Ok(Conversation::from_messages(messages))
 }
 
 fn checked_role(role: &Value) -> Result<String, String> {
-    let text = role.as_str().ok_or_else(|| format!("its role is {}, and text is needed", kind_of(role)))?;
+    let text = role.as_str().ok_or_else(|| format!("its role is {}, and text is needed", json_type(role)))?;
     if ROLES.contains(&text) {
         return Ok(text.to_owned());
     }
@@ -336,7 +342,7 @@ fn checked_role(role: &Value) -> Result<String, String> {
 /// A message with `role`, `content` and everything else that the template reads.
 fn message(item: &Value) -> Result<Value, String> {
     if item.kind() != ValueKind::Map {
-        return Err(format!("{} where an object with `role` and `content` is needed", kind_of(item)));
+        return Err(format!("{} where an object with `role` and `content` is needed", json_type(item)));
     }
     let role = field(item, "role").ok_or("`role` is missing")?;
     checked_role(&role)?;
@@ -344,16 +350,16 @@ fn message(item: &Value) -> Result<Value, String> {
         None if field(item, "tool_calls").is_some() => Ok(item.clone()),
         None => Err("`content` is missing or null".to_owned()),
         Some(content) if matches!(content.kind(), ValueKind::String | ValueKind::Seq) => Ok(item.clone()),
-        Some(content) => Err(format!("`content` is {}, and text is needed", kind_of(&content))),
+        Some(content) => Err(format!("`content` is {}, and text is needed", json_type(&content))),
     }
 }
 
 /// A message with `from` and `value`.
-fn shared_message(item: &Value) -> Result<Value, String> {
+fn sharegpt_message(item: &Value) -> Result<Value, String> {
     let from = field(item, "from").ok_or("`from` is missing")?;
     let value = field(item, "value").ok_or("`value` is missing or null")?;
-    let content = value.as_str().ok_or_else(|| format!("`value` is {}, and text is needed", kind_of(&value)))?;
-    let known = SHARED_ROLES.iter().find(|(shared, _)| from.as_str() == Some(*shared));
+    let content = value.as_str().ok_or_else(|| format!("`value` is {}, and text is needed", json_type(&value)))?;
+    let known = SHAREGPT_ROLES.iter().find(|(shared, _)| from.as_str() == Some(*shared));
     let role = known.map_or_else(|| checked_role(&from), |(_, role)| Ok((*role).to_owned()))?;
     Ok(minijinja::context! { role, content })
 }

@@ -13,7 +13,7 @@ use minijinja::Value;
 use serde::de::{Deserializer, SeqAccess, Visitor};
 
 use super::document::Document;
-use super::format::Format;
+use super::format::DataFormat;
 use super::jinja_python::read_json;
 use super::parquet_rows;
 use crate::{Error, Result};
@@ -25,12 +25,12 @@ const BUFFER_BYTES: usize = 256 << 10;
 
 /// The location of a row in its file.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Place {
+pub(super) enum RowLocation {
     Line(u64),
     Row(u64),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for RowLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Line(line) => write!(f, "line {line}"),
@@ -40,30 +40,30 @@ impl fmt::Display for Place {
 }
 
 /// Takes a row; an error stops the reading.
-pub(super) type Take<'a> = dyn FnMut(Place, Value) -> Result<()> + 'a;
+pub(super) type RowCallback<'a> = dyn FnMut(RowLocation, Value) -> Result<()> + 'a;
 
 impl Document {
-    /// Passes every row to `take`; of a Parquet file only the columns `fields`.
-    pub(super) fn read_rows(&self, fields: &[&str], take: &mut Take<'_>) -> Result<()> {
+    /// Passes every row to `on_row`; of a Parquet file only the columns `fields`.
+    pub(super) fn read_rows(&self, fields: &[&str], on_row: &mut RowCallback<'_>) -> Result<()> {
         let mut rows = 0;
-        let take = &mut |place, row| {
+        let on_row = &mut |location, row| {
             rows += 1;
-            take(place, row)
+            on_row(location, row)
         };
         match self.format {
-            Format::Json if self.begins_with(b'{')? => self.read_lines(take)?,
-            Format::Json => self.read_array(take)?,
-            Format::Csv => self.read_table(b',', take)?,
-            Format::Tsv => self.read_table(b'\t', take)?,
-            Format::Parquet => self.read_parquet(fields, take)?,
-            Format::Jsonl | Format::Text => self.read_lines(take)?,
+            DataFormat::Json if self.begins_with(b'{')? => self.read_lines(on_row)?,
+            DataFormat::Json => self.read_array(on_row)?,
+            DataFormat::Csv => self.read_table(b',', on_row)?,
+            DataFormat::Tsv => self.read_table(b'\t', on_row)?,
+            DataFormat::Parquet => self.read_parquet(fields, on_row)?,
+            DataFormat::Jsonl | DataFormat::Text => self.read_lines(on_row)?,
         }
         if rows == 0 { Err(self.error("holds no rows")) } else { Ok(()) }
     }
 
     /// Whether the file begins with `byte` after white space: a `.json` file may contain one object per line.
     fn begins_with(&self, byte: u8) -> Result<bool> {
-        Ok(without_mark(&self.start()?).trim_ascii_start().first() == Some(&byte))
+        Ok(strip_bom(&self.start()?).trim_ascii_start().first() == Some(&byte))
     }
 
     /// The first bytes of the file.
@@ -73,7 +73,7 @@ impl Document {
         Ok(start)
     }
 
-    fn read_lines(&self, take: &mut Take<'_>) -> Result<()> {
+    fn read_lines(&self, on_row: &mut RowCallback<'_>) -> Result<()> {
         let mut reader = BufReader::with_capacity(BUFFER_BYTES, self.open()?);
         let mut buffer = Vec::new();
         for line in 1.. {
@@ -86,12 +86,12 @@ impl Document {
             if read as u64 == MAX_ROW_BYTES && buffer.last() != Some(&b'\n') {
                 return Err(self.error(format!("line {line} is longer than 64 MiB; one JSON object a line is needed")));
             }
-            let text = if line == 1 { without_mark(&buffer) } else { &buffer };
+            let text = if line == 1 { strip_bom(&buffer) } else { &buffer };
             if !text.trim_ascii().is_empty() {
                 let row = std::str::from_utf8(text)
                     .map_or_else(|_| serde_json::from_slice(text), read_json)
                     .map_err(|error| self.line_error(line, text, &error))?;
-                take(Place::Line(line), row)?;
+                on_row(RowLocation::Line(line), row)?;
             }
         }
         Ok(())
@@ -106,18 +106,19 @@ impl Document {
             _ => "",
         };
         // The parser sees one line at a time, so its own line number has no meaning.
-        self.error(format!("line {line}{}: {}{advice}", column(error), told(error)))
+        self.error(format!("line {line}{}: {}{advice}", column(error), error_text(error)))
     }
 
-    fn read_array(&self, take: &mut Take<'_>) -> Result<()> {
-        let budget = Budget::default();
-        let mut reader = BufReader::with_capacity(BUFFER_BYTES, Bounded { file: self.open()?, budget: budget.clone() });
-        if reader.fill_buf().map_err(Error::io("read", &self.path))?.starts_with(MARK) {
-            reader.consume(MARK.len());
+    fn read_array(&self, on_row: &mut RowCallback<'_>) -> Result<()> {
+        let limit = RowByteLimit::default();
+        let mut reader =
+            BufReader::with_capacity(BUFFER_BYTES, LimitedFile { file: self.open()?, limit: limit.clone() });
+        if reader.fill_buf().map_err(Error::io("read", &self.path))?.starts_with(BOM) {
+            reader.consume(BOM.len());
         }
         let mut failure = None;
         let mut deserializer = serde_json::Deserializer::from_reader(reader);
-        let read = deserializer.deserialize_any(Elements { take, budget: &budget, failure: &mut failure });
+        let read = deserializer.deserialize_any(ArrayVisitor { on_row, limit: &limit, failure: &mut failure });
         let read = read.and_then(|()| deserializer.end());
         match (failure, read) {
             (Some(error), _) => Err(error),
@@ -125,18 +126,18 @@ impl Document {
             (None, Err(error)) if error.is_io() => Err(self.error(error.to_string())),
             (None, Err(error)) => {
                 let line = error.line();
-                Err(self.error(format!("line {line}{}: {}", column(&error), told(&error))))
+                Err(self.error(format!("line {line}{}: {}", column(&error), error_text(&error))))
             }
         }
     }
 
-    fn read_table(&self, separator: u8, take: &mut Take<'_>) -> Result<()> {
+    fn read_table(&self, separator: u8, on_row: &mut RowCallback<'_>) -> Result<()> {
         // Where lines end with CR LF, the reader counts a line's end with the record after it.
         let lag =
             u64::from(self.start()?.split(|&byte| byte == b'\n').next().is_some_and(|line| line.ends_with(b"\r")));
         let wrong = |error: csv::Error| self.table_error(&error, lag);
-        let budget = Budget::default();
-        let source = Bounded { file: self.open()?, budget: budget.clone() };
+        let limit = RowByteLimit::default();
+        let source = LimitedFile { file: self.open()?, limit: limit.clone() };
         let mut reader =
             csv::ReaderBuilder::new().delimiter(separator).buffer_capacity(BUFFER_BYTES).from_reader(source);
         let names = reader.headers().map_err(wrong)?.clone();
@@ -145,13 +146,13 @@ impl Document {
         }
         let mut record = csv::StringRecord::new();
         loop {
-            budget.renew();
+            limit.renew();
             if !reader.read_record(&mut record).map_err(wrong)? {
                 return Ok(());
             }
             let line = record.position().map_or(0, csv::Position::line) + lag;
             let row = Value::from_pairs(names.iter().zip(&record).map(|(name, field)| (name, Value::from(field))));
-            take(Place::Line(line), row)?;
+            on_row(RowLocation::Line(line), row)?;
         }
     }
 
@@ -171,25 +172,25 @@ impl Document {
         })
     }
 
-    fn read_parquet(&self, fields: &[&str], take: &mut Take<'_>) -> Result<()> {
+    fn read_parquet(&self, fields: &[&str], on_row: &mut RowCallback<'_>) -> Result<()> {
         let mut rows = 0;
         let mut row = |value: serde_json::Value| {
             rows += 1;
             let row = serde_json::from_value(value).map_err(|error| self.error(format!("row {rows}: {error}")))?;
-            take(Place::Row(rows), row)
+            on_row(RowLocation::Row(rows), row)
         };
         parquet_rows::read(&self.path, fields, &mut row).map_err(|error| match error {
-            parquet_rows::Failure::File(message) => self.error(message),
-            parquet_rows::Failure::Row(error) => error,
+            parquet_rows::RowFailure::File(message) => self.error(message),
+            parquet_rows::RowFailure::Row(error) => error,
         })
     }
 }
 
 /// Removes the byte order mark that some editors write before UTF-8.
-const MARK: &[u8] = b"\xEF\xBB\xBF";
+const BOM: &[u8] = b"\xEF\xBB\xBF";
 
-fn without_mark(text: &[u8]) -> &[u8] {
-    text.strip_prefix(MARK).unwrap_or(text)
+fn strip_bom(text: &[u8]) -> &[u8] {
+    text.strip_prefix(BOM).unwrap_or(text)
 }
 
 /// The column of a parser's message, if it has one.
@@ -198,48 +199,48 @@ fn column(error: &serde_json::Error) -> String {
 }
 
 /// A parser's message without its place.
-fn told(error: &serde_json::Error) -> String {
+fn error_text(error: &serde_json::Error) -> String {
     let text = error.to_string();
     text.split(" at line ").next().unwrap_or(&text).to_owned()
 }
 
 /// The number of bytes left before the current row is too long.
 #[derive(Clone, Default)]
-struct Budget(Rc<Cell<u64>>);
+struct RowByteLimit(Rc<Cell<u64>>);
 
-impl Budget {
+impl RowByteLimit {
     fn renew(&self) {
         self.0.set(0);
     }
 }
 
 /// A reader that fails if a row is too long, because a bracket or quote is not closed.
-struct Bounded {
+struct LimitedFile {
     file: File,
-    budget: Budget,
+    limit: RowByteLimit,
 }
 
-impl Read for Bounded {
+impl Read for LimitedFile {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let spent = self.budget.0.get();
+        let spent = self.limit.0.get();
         if spent > MAX_ROW_BYTES {
             return Err(io::Error::other("a row is longer than 64 MiB; a quote or bracket may not be closed"));
         }
         let read = self.file.read(buffer)?;
-        self.budget.0.set(spent + read as u64);
+        self.limit.0.set(spent + read as u64);
         Ok(read)
     }
 }
 
 /// Visits an array's elements one after the other.
-struct Elements<'a, 'b> {
-    take: &'a mut Take<'b>,
-    budget: &'a Budget,
-    /// The error of `take`, which the parser cannot carry.
+struct ArrayVisitor<'a, 'b> {
+    on_row: &'a mut RowCallback<'b>,
+    limit: &'a RowByteLimit,
+    /// The error of `on_row`, which the parser cannot carry.
     failure: &'a mut Option<Error>,
 }
 
-impl<'de> Visitor<'de> for Elements<'_, '_> {
+impl<'de> Visitor<'de> for ArrayVisitor<'_, '_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -248,9 +249,9 @@ impl<'de> Visitor<'de> for Elements<'_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
         for number in 1.. {
-            self.budget.renew();
+            self.limit.renew();
             let Some(row) = elements.next_element()? else { break };
-            if let Err(error) = (self.take)(Place::Row(number), row) {
+            if let Err(error) = (self.on_row)(RowLocation::Row(number), row) {
                 *self.failure = Some(error);
                 return Err(serde::de::Error::custom("the row cannot be used"));
             }

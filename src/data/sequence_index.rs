@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 
 use super::batch_loader::IGNORE_INDEX;
-use super::cache::Documents;
+use super::cache::DatasetKind;
 use super::tokens::TokenSource;
 use crate::{Error, Result};
 
@@ -22,7 +22,7 @@ pub struct DatasetStats {
     pub samples: u64,
     /// Tokens of all samples.
     pub tokens: u64,
-    /// Loss tokens: the tokens that rows hold as counted targets.
+    /// Loss tokens: the tokens that rows hold as counted labels.
     pub loss_tokens: u64,
     /// Samples that are longer than a row; what does not fit is cut off.
     pub truncated: u64,
@@ -34,7 +34,7 @@ pub struct DatasetStats {
 
 /// Consecutive inputs; the label of each is the token after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
+pub(super) struct TokenSpan {
     pub(super) start: usize,
     pub(super) len: usize,
 }
@@ -44,15 +44,15 @@ pub(super) struct Span {
 pub struct SequenceIndex {
     pub(super) tokens: TokenSource,
     pub(super) seq_len: usize,
-    rows: Rows,
+    rows: RowSpans,
     stats: DatasetStats,
 }
 
 #[derive(Clone, Debug)]
-enum Rows {
+enum RowSpans {
     Windows,
     Spans {
-        spans: Vec<Span>,
+        spans: Vec<TokenSpan>,
         /// The end of each row's spans.
         ends: Vec<u32>,
         /// Whether a row may contain more than one.
@@ -77,22 +77,22 @@ impl SequenceIndex {
     pub(super) fn of_text(tokens: TokenSource, seq_len: usize, packing: bool) -> Self {
         let (samples, all) = (tokens.documents().len() as u64, tokens.len() as u64);
         // The first token has no predecessor, and BOS tokens are never labels.
-        let is_target = |at: &usize| {
-            let mut target = [IGNORE_INDEX];
-            tokens.read_targets(*at, &mut target);
-            target != [IGNORE_INDEX]
+        let is_label = |at: &usize| {
+            let mut label = [IGNORE_INDEX];
+            tokens.read_labels(*at, &mut label);
+            label != [IGNORE_INDEX]
         };
-        let begun = tokens.documents().map(|document| document.start).filter(|at| *at > 0 && !is_target(at)).count();
+        let begun = tokens.documents().map(|document| document.start).filter(|at| *at > 0 && !is_label(at)).count();
         let loss_tokens = all.saturating_sub(1 + begun as u64);
         let stats = DatasetStats { samples, tokens: all, loss_tokens, ..DatasetStats::default() };
         if !packing {
-            return Self { tokens, seq_len, rows: Rows::Windows, stats };
+            return Self { tokens, seq_len, rows: RowSpans::Windows, stats };
         }
         let mut spans = Vec::new();
         for document in tokens.documents() {
             let inputs = document.start..document.end - 1;
             spans.extend(
-                inputs.clone().step_by(seq_len).map(|start| Span { start, len: seq_len.min(inputs.end - start) }),
+                inputs.clone().step_by(seq_len).map(|start| TokenSpan { start, len: seq_len.min(inputs.end - start) }),
             );
         }
         let loss_tokens = spans.iter().map(|span| span.len as u64).sum();
@@ -106,11 +106,11 @@ impl SequenceIndex {
             return Err(Error::data(origin, message));
         }
         let (mut stats, mut spans) = (DatasetStats::default(), Vec::new());
-        let mut targets = vec![0; seq_len];
+        let mut labels = vec![0; seq_len];
         for sample in tokens.documents() {
             let len = (sample.len() - 1).min(seq_len);
-            tokens.read_targets(sample.start + 1.min(len), &mut targets[..len]);
-            let loss_tokens = targets[..len].iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
+            tokens.read_labels(sample.start + 1.min(len), &mut labels[..len]);
+            let loss_tokens = labels[..len].iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
             let cut = (sample.len() - 1 - len) as u64;
             stats.samples += 1;
             stats.tokens += sample.len() as u64;
@@ -120,7 +120,7 @@ impl SequenceIndex {
             if loss_tokens == 0 {
                 stats.skipped += 1;
             } else {
-                spans.push(Span { start: sample.start, len });
+                spans.push(TokenSpan { start: sample.start, len });
             }
         }
         if spans.is_empty() {
@@ -135,7 +135,7 @@ impl SequenceIndex {
             pack(&spans, seq_len)
         } else {
             let ends = (1..=spans.len() as u32).collect();
-            Rows::Spans { spans, ends, packed: false }
+            RowSpans::Spans { spans, ends, packed: false }
         };
         Ok(Self { tokens, seq_len, rows, stats })
     }
@@ -145,33 +145,33 @@ impl SequenceIndex {
         self.stats
     }
 
-    /// Rows.
+    /// The number of rows.
     pub fn rows(&self) -> u64 {
         match &self.rows {
-            Rows::Windows => (self.tokens.len() as u64).saturating_sub(1).div_ceil(self.seq_len as u64),
-            Rows::Spans { ends, .. } => ends.len() as u64,
+            RowSpans::Windows => (self.tokens.len() as u64).saturating_sub(1).div_ceil(self.seq_len as u64),
+            RowSpans::Spans { ends, .. } => ends.len() as u64,
         }
     }
 
     /// Whether rows differ in length, so that a batch may be narrower than `seq_len`.
     pub(super) fn is_ragged(&self) -> bool {
-        matches!(self.rows, Rows::Spans { .. })
+        matches!(self.rows, RowSpans::Spans { .. })
     }
 
     /// Whether a row may hold several documents.
     pub(super) fn is_packed(&self) -> bool {
-        matches!(self.rows, Rows::Spans { packed: true, .. })
+        matches!(self.rows, RowSpans::Spans { packed: true, .. })
     }
 
     /// The spans of a row.
-    pub(super) fn row(&self, row: u64) -> impl Iterator<Item = Span> {
+    pub(super) fn row(&self, row: u64) -> impl Iterator<Item = TokenSpan> {
         let (one, several) = match &self.rows {
-            Rows::Windows => {
+            RowSpans::Windows => {
                 let start = row as usize * self.seq_len;
                 let len = self.tokens.len().saturating_sub(start + 1).min(self.seq_len);
-                (Some(Span { start, len }), &[][..])
+                (Some(TokenSpan { start, len }), &[][..])
             }
-            Rows::Spans { spans, ends, .. } => {
+            RowSpans::Spans { spans, ends, .. } => {
                 let (row, end) = (row as usize, |row: usize| ends[row] as usize);
                 (None, &spans[row.checked_sub(1).map_or(0, end)..end(row)])
             }
@@ -180,7 +180,7 @@ impl SequenceIndex {
     }
 
     /// The kind of the documents.
-    pub fn kind(&self) -> Documents {
+    pub fn kind(&self) -> DatasetKind {
         self.tokens.kind()
     }
 
@@ -190,24 +190,24 @@ impl SequenceIndex {
         let span = match (number, &self.rows) {
             (Some(number), _) => {
                 let document = self.tokens.documents().nth((number.checked_sub(1)?) as usize)?;
-                Some(Span { start: document.start, len: (document.len() - 1).min(self.seq_len) })
+                Some(TokenSpan { start: document.start, len: (document.len() - 1).min(self.seq_len) })
             }
-            (None, Rows::Windows) => self.row(0).next(),
-            (None, Rows::Spans { spans, .. }) => spans.iter().copied().min_by_key(|span| span.start),
+            (None, RowSpans::Windows) => self.row(0).next(),
+            (None, RowSpans::Spans { spans, .. }) => spans.iter().copied().min_by_key(|span| span.start),
         };
-        let Span { start, len } = span?;
+        let TokenSpan { start, len } = span?;
         let mut ids = vec![0; len + 1];
-        let mut targets = vec![IGNORE_INDEX; len + 1];
+        let mut labels = vec![IGNORE_INDEX; len + 1];
         self.tokens.read_inputs(start, &mut ids);
-        self.tokens.read_targets(start + 1, &mut targets[1..]);
-        Some(ids.into_iter().zip(targets).map(|(id, target)| (id, target != IGNORE_INDEX)).collect())
+        self.tokens.read_labels(start + 1, &mut labels[1..]);
+        Some(ids.into_iter().zip(labels).map(|(id, label)| (id, label != IGNORE_INDEX)).collect())
     }
 
     /// Inputs of all rows.
     pub(super) fn inputs(&self) -> u64 {
         match &self.rows {
-            Rows::Windows => (self.tokens.len() as u64).saturating_sub(1),
-            Rows::Spans { spans, .. } => spans.iter().map(|span| span.len as u64).sum(),
+            RowSpans::Windows => (self.tokens.len() as u64).saturating_sub(1),
+            RowSpans::Spans { spans, .. } => spans.iter().map(|span| span.len as u64).sum(),
         }
     }
 
@@ -224,7 +224,7 @@ impl SequenceIndex {
 
 /// Packs by best fit, the longest first: each span goes into the row with the smallest free room that still takes it.
 /// If several such rows exist, the last begun is taken, so that the result depends on the lengths alone.
-fn pack(spans: &[Span], seq_len: usize) -> Rows {
+fn pack(spans: &[TokenSpan], seq_len: usize) -> RowSpans {
     let mut order: Vec<usize> = (0..spans.len()).collect();
     order.sort_by_key(|&i| (std::cmp::Reverse(spans[i].len), i));
     let mut rows: Vec<Vec<usize>> = Vec::new();
@@ -253,7 +253,7 @@ fn pack(spans: &[Span], seq_len: usize) -> Rows {
         packed.len() as u32
     });
     let ends = ends.collect();
-    Rows::Spans { spans: packed, ends, packed: true }
+    RowSpans::Spans { spans: packed, ends, packed: true }
 }
 
 #[cfg(test)]

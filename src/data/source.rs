@@ -9,12 +9,12 @@ use tempfile::NamedTempFile;
 
 use super::chats;
 use super::document::Document;
-use super::format::Format;
+use super::format::DataFormat;
 use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result, temporary};
 
 /// The advice at the end of errors about a source.
-const KINDS: &str = "give `grammar`, `tiny_shakespeare`, `chats`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
+const SUPPORTED_SOURCES: &str = "give `grammar`, `tiny_shakespeare`, `chats`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
                      file, a folder or glob of those, `hf://datasets/owner/name/file`, or `-` for standard input";
 
 /// The built-in conversations do not depend on the run's seed.
@@ -23,14 +23,14 @@ const CHATS_SEED: u64 = 0;
 /// Limit on the bytes read from a pipe, which are copied to disk first.
 const MAX_SPOOL: u64 = 64 << 30;
 /// Name prefix of that copy, in the system's folder of temporary files.
-const SPOOL: &str = ".finetune-text-";
+const SPOOL_PREFIX: &str = ".finetune-text-";
 
 /// Karpathy's sample of Shakespeare's plays (public domain), 1,115,394 bytes, compressed with `zstd --ultra -22`.
 const TINY_SHAKESPEARE: &[u8] = include_bytes!("tiny_shakespeare.txt.zst");
 
 /// The value of `--data` or `--val`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Source {
+pub enum DataSource {
     /// `grammar`: the built-in corpus of known entropy.
     Grammar,
     /// `tiny_shakespeare`: a megabyte of Shakespeare's plays, part of the program.
@@ -38,7 +38,7 @@ pub enum Source {
     /// `chats` or `chats-held-back`: the built-in conversations whose answers can be checked.
     Chats {
         /// Whether to use the held-out ones.
-        held_back: bool,
+        held_out: bool,
     },
     /// `-`: text from standard input.
     Stdin,
@@ -59,7 +59,7 @@ pub enum Source {
 
 /// A file of a data set on the Hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Remote<'a> {
+pub struct HubFile<'a> {
     /// `owner/name`.
     pub repo: &'a str,
     /// Branch, tag or commit.
@@ -69,9 +69,9 @@ pub struct Remote<'a> {
 }
 
 /// Downloads files; `data` itself does not use the network.
-pub trait Fetch {
+pub trait Downloader {
     /// The local path of `remote`, verified.
-    fn fetch(&mut self, remote: Remote) -> Result<PathBuf>;
+    fn download(&mut self, remote: HubFile) -> Result<PathBuf>;
 }
 
 /// An event while data is loaded.
@@ -88,17 +88,17 @@ pub enum LoadEvent {
     Notice(String),
 }
 
-impl FromStr for Source {
+impl FromStr for DataSource {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let wrong = |problem: &str| Err(Error::config("--data", format!("{problem}; {KINDS}")));
+        let wrong = |problem: &str| Err(Error::config("--data", format!("{problem}; {SUPPORTED_SOURCES}")));
         match text {
             "" => wrong("must not be empty"),
             "grammar" => Ok(Self::Grammar),
             "tiny_shakespeare" => Ok(Self::TinyShakespeare),
-            "chats" => Ok(Self::Chats { held_back: false }),
-            "chats-held-back" => Ok(Self::Chats { held_back: true }),
+            "chats" => Ok(Self::Chats { held_out: false }),
+            "chats-held-back" => Ok(Self::Chats { held_out: true }),
             "-" => Ok(Self::Stdin),
             _ => match text.split_once("://") {
                 Some(("hf", path)) => match hub_parts(path) {
@@ -121,13 +121,13 @@ fn hub_parts(path: &str) -> Option<(String, String, String)> {
     whole.then(|| (format!("{owner}/{name}"), revision.to_owned(), file.to_owned()))
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for DataSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Grammar => f.write_str("grammar"),
             Self::TinyShakespeare => f.write_str("tiny_shakespeare"),
-            Self::Chats { held_back: false } => f.write_str("chats"),
-            Self::Chats { held_back: true } => f.write_str("chats-held-back"),
+            Self::Chats { held_out: false } => f.write_str("chats"),
+            Self::Chats { held_out: true } => f.write_str("chats-held-back"),
             Self::Stdin => f.write_str("-"),
             Self::Hub { repo, revision, file } if revision == "main" => write!(f, "hf://datasets/{repo}/{file}"),
             Self::Hub { repo, revision, file } => write!(f, "hf://datasets/{repo}@{revision}/{file}"),
@@ -138,7 +138,7 @@ impl fmt::Display for Source {
 }
 
 /// The one of `names` that `name` is probably a misspelling of.
-pub(crate) fn nearest(name: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
+pub(crate) fn closest_match(name: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
     let distance = |other: &String| strsim::damerau_levenshtein(name, other);
     let allowed = (name.chars().count() / 3).min(2);
     names.into_iter().filter(|other| (1..=allowed).contains(&distance(other))).min_by_key(distance)
@@ -151,13 +151,13 @@ pub(crate) fn names_in(folder: &Path) -> Vec<String> {
 }
 
 /// "did you mean …?" about a path that does not exist, if a file in the same folder has a similar name.
-fn meant(path: &Path) -> String {
+fn suggest_path(path: &Path) -> String {
     let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
     let mut names = names_in(if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
     if folder.as_os_str().is_empty() {
         names.extend(["grammar", "tiny_shakespeare", "chats"].map(str::to_owned));
     }
-    let near = nearest(&name.to_string_lossy(), names);
+    let near = closest_match(&name.to_string_lossy(), names);
     near.map_or_else(String::new, |near| format!("did you mean `{}`? Otherwise ", folder.join(near).display()))
 }
 
@@ -168,10 +168,14 @@ pub(super) struct Files {
     _spool: Option<NamedTempFile>,
 }
 
-impl Source {
+impl DataSource {
     /// Finds the files, and downloads missing ones. All of them are of the format `asked`, if one was asked for. Not
     /// for [`Self::Grammar`].
-    pub(super) fn files(&self, asked: Option<Format>, fetch: Option<&mut (dyn Fetch + '_)>) -> Result<Files> {
+    pub(super) fn files(
+        &self,
+        asked: Option<DataFormat>,
+        downloader: Option<&mut (dyn Downloader + '_)>,
+    ) -> Result<Files> {
         let document = |path: PathBuf| {
             let origin = path.display().to_string();
             Document::new(path, origin, asked)
@@ -181,20 +185,21 @@ impl Source {
             Self::TinyShakespeare => {
                 let broken = |error: std::io::Error| Error::data(self, format!("cannot be decompressed: {error}"));
                 let text = zstd::Decoder::new(TINY_SHAKESPEARE).map_err(broken)?;
-                return spool(text, "tiny_shakespeare", Some(Format::Text));
+                return spool(text, "tiny_shakespeare", Some(DataFormat::Text));
             }
-            Self::Chats { held_back } => {
-                let chats = if *held_back {
-                    chats::held_back(CHATS_SEED, chats::HELD_BACK)
+            Self::Chats { held_out } => {
+                let chats = if *held_out {
+                    chats::held_out(CHATS_SEED, chats::HELD_OUT_CHATS)
                 } else {
                     chats::training(CHATS_SEED, chats::CHATS)
                 };
-                return spool(chats::json_lines(&chats).as_bytes(), &self.to_string(), Some(Format::Jsonl));
+                return spool(chats::json_lines(&chats).as_bytes(), &self.to_string(), Some(DataFormat::Jsonl));
             }
             Self::Stdin => return spool(std::io::stdin().lock(), "standard input", asked),
             Self::Hub { repo, revision, file } => {
-                let fetch = fetch.ok_or_else(|| Error::data(self, "needs the network, which is not in use here"))?;
-                let path = fetch.fetch(Remote { repo, revision, file })?;
+                let downloader =
+                    downloader.ok_or_else(|| Error::data(self, "needs the network, which is not in use here"))?;
+                let path = downloader.download(HubFile { repo, revision, file })?;
                 // The cache may call the file by its hash; the requested name determines its format.
                 let named = Document::new(file.into(), self.to_string(), asked);
                 vec![Document { path, ..named }]
@@ -202,11 +207,14 @@ impl Source {
             Self::Glob(pattern) => glob_files(pattern)?.into_iter().map(document).collect(),
             Self::Path(path) if is_pipe(path) => {
                 let pipe = Pipe::open(path).map_err(Error::io("read", path))?;
-                return spool(pipe, &path.display().to_string(), asked.or_else(|| Format::of(path)));
+                return spool(pipe, &path.display().to_string(), asked.or_else(|| DataFormat::from_path(path)));
             }
             Self::Path(path) if path.is_dir() => folder_files(path)?.into_iter().map(document).collect(),
             Self::Path(path) if !path.exists() => {
-                return Err(Error::data(path.display(), format!("there is no such file; {}{KINDS}", meant(path))));
+                return Err(Error::data(
+                    path.display(),
+                    format!("there is no such file; {}{SUPPORTED_SOURCES}", suggest_path(path)),
+                ));
             }
             Self::Path(path) => vec![document(path.clone())],
         };
@@ -216,15 +224,15 @@ impl Source {
 
 impl Document {
     /// The file at `path`, in the format asked for, or else the format of its extension; text without either.
-    fn new(path: PathBuf, origin: String, asked: Option<Format>) -> Self {
-        let format = asked.or_else(|| Format::of(&path)).unwrap_or(Format::Text);
+    fn new(path: PathBuf, origin: String, asked: Option<DataFormat>) -> Self {
+        let format = asked.or_else(|| DataFormat::from_path(&path)).unwrap_or(DataFormat::Text);
         Self { path, origin, format, asked: asked.is_some() }
     }
 }
 
 /// Copies a pipe to a file, because text is read twice: once for its hash, once for its tokens.
-fn spool(from: impl Read, origin: &str, asked: Option<Format>) -> Result<Files> {
-    let mut spool = temporary::file(&std::env::temp_dir(), SPOOL)?;
+fn spool(from: impl Read, origin: &str, asked: Option<DataFormat>) -> Result<Files> {
+    let mut spool = temporary::file(&std::env::temp_dir(), SPOOL_PREFIX)?;
     let copied = std::io::copy(&mut from.take(MAX_SPOOL), &mut spool)
         .and_then(|copied| spool.flush().map(|()| copied))
         .map_err(Error::io("copy the text to", spool.path()))?;
@@ -239,7 +247,7 @@ fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
     let paths = glob::glob(pattern).map_err(|error| Error::config("--data", format!("`{pattern}`: {error}")))?;
     let paths: Vec<PathBuf> = paths.filter_map(Result::ok).filter(|path| path.is_file()).collect();
     if paths.is_empty() {
-        return Err(Error::data(pattern, format!("matches no file; {KINDS}")));
+        return Err(Error::data(pattern, format!("matches no file; {SUPPORTED_SOURCES}")));
     }
     Ok(paths)
 }
@@ -249,7 +257,7 @@ fn folder_files(folder: &Path) -> Result<Vec<PathBuf>> {
     collect(folder, &mut paths)?;
     paths.sort();
     if paths.is_empty() {
-        return Err(Error::data(folder.display(), format!("the folder holds no {} file", Format::KNOWN)));
+        return Err(Error::data(folder.display(), format!("the folder holds no {} file", DataFormat::EXTENSIONS)));
     }
     Ok(paths)
 }
@@ -264,7 +272,7 @@ fn collect(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
         }
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             collect(&path, paths)?;
-        } else if Format::of(&path).is_some() && path.is_file() {
+        } else if DataFormat::from_path(&path).is_some() && path.is_file() {
             paths.push(path);
         }
     }
@@ -288,15 +296,15 @@ mod tests {
             "hf://datasets/roneneldan/TinyStories/data/train.parquet",
             "hf://datasets/o/n@v1/a.jsonl",
         ] {
-            assert_eq!(text.parse::<Source>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<DataSource>().unwrap().to_string(), text);
         }
-        let hub = Source::Hub { repo: "o/n".into(), revision: "main".into(), file: "d/f.txt".into() };
-        assert_eq!("hf://datasets/o/n/d/f.txt".parse::<Source>().unwrap(), hub);
+        let hub = DataSource::Hub { repo: "o/n".into(), revision: "main".into(), file: "d/f.txt".into() };
+        assert_eq!("hf://datasets/o/n/d/f.txt".parse::<DataSource>().unwrap(), hub);
     }
 
     #[test]
     fn tiny_shakespeare_is_the_text_that_everybody_uses() {
-        let files = Source::TinyShakespeare.files(None, None).unwrap();
+        let files = DataSource::TinyShakespeare.files(None, None).unwrap();
         let digest = crate::digest::Digest::of_file(&files.documents[0].path).unwrap();
         assert_eq!(digest.bytes, 1_115_394);
         assert_eq!(digest.sha256, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed");
@@ -305,7 +313,7 @@ mod tests {
     #[test]
     fn nonsense_is_refused_with_what_is_known() {
         for text in ["", "hf://datasets/o/n", "hf://o/n/f", "hf://datasets//n/f", "https://example.org/a.txt"] {
-            let error = text.parse::<Source>().unwrap_err();
+            let error = text.parse::<DataSource>().unwrap_err();
             assert!(error.to_string().contains("give `grammar`"), "{error}");
             assert_eq!(error.exit_code(), 2);
         }
@@ -319,15 +327,15 @@ mod tests {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, "x").unwrap();
         }
-        let names = |source: Source| -> Vec<String> {
+        let names = |source: DataSource| -> Vec<String> {
             let files = source.files(None, None).unwrap();
             let name = |document: &Document| document.path.file_name().unwrap().to_string_lossy().into_owned();
             files.documents.iter().map(name).collect()
         };
-        assert_eq!(names(Source::Path(folder.path().into())), ["a.jsonl", "b.txt", "d.parquet"]);
+        assert_eq!(names(DataSource::Path(folder.path().into())), ["a.jsonl", "b.txt", "d.parquet"]);
         let pattern = folder.path().join("*.*l").display().to_string();
-        assert_eq!(names(Source::Glob(pattern)), ["a.jsonl"]);
-        let nothing = Source::Glob(folder.path().join("*.csv").display().to_string());
+        assert_eq!(names(DataSource::Glob(pattern)), ["a.jsonl"]);
+        let nothing = DataSource::Glob(folder.path().join("*.csv").display().to_string());
         assert!(nothing.files(None, None).err().unwrap().to_string().contains("matches no file"));
     }
 }

@@ -9,7 +9,7 @@
 //! text.
 
 use super::jinja_python::{install, read_json, with_percent};
-use super::template_process::TemplateProcess;
+use super::template_sandbox::TemplateSandbox;
 use crate::{Error, Result};
 use minijinja::value::Value;
 use minijinja::{Environment, ErrorKind, context};
@@ -23,7 +23,7 @@ const MAX_SOURCE: usize = 1 << 20;
 /// Limit on the instructions of a rendering, which ends infinite loops.
 const FUEL: u64 = 50_000_000;
 /// The output of `{% generation %}` and of its end. Unicode keeps these code points free for programs' own use.
-const MARKS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
+const GENERATION_MARKERS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 const NAME: &str = "chat template";
 
 /// A conversation's messages, each an object with `role`, `content` and any other fields that its template reads.
@@ -42,7 +42,7 @@ impl Conversation {
     }
 
     /// A conversation with these messages.
-    pub(super) fn of(messages: Vec<Value>) -> Self {
+    pub(super) fn from_messages(messages: Vec<Value>) -> Self {
         Self { messages }
     }
 
@@ -86,7 +86,7 @@ impl Conversation {
 
 /// A conversation split into prompt and reference answer.
 #[derive(Clone, Debug)]
-pub struct Dialogue {
+pub struct EvalExample {
     /// The conversation before the answer.
     pub prompt: Conversation,
     /// The tools that the model may call.
@@ -101,7 +101,7 @@ pub struct Rendered {
     /// The text, special tokens included: it is tokenised without adding any.
     pub text: String,
     /// The bytes that the template marks as the model's own words, in order; empty where it marks none.
-    pub learned: Vec<Range<usize>>,
+    pub assistant_ranges: Vec<Range<usize>>,
 }
 
 /// The special tokens that templates use.
@@ -119,8 +119,8 @@ pub struct Template {
     environment: Environment<'static>,
     origin: String,
     tokens: TemplateTokens,
-    marks: bool,
-    apart: Option<TemplateProcess>,
+    has_generation_blocks: bool,
+    sandbox: Option<TemplateSandbox>,
 }
 
 impl Template {
@@ -141,13 +141,14 @@ impl Template {
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
-        let template = Self { environment, origin: origin.to_owned(), tokens, marks: false, apart: None };
+        let template =
+            Self { environment, origin: origin.to_owned(), tokens, has_generation_blocks: false, sandbox: None };
         template.with_source(source)
     }
 
     fn with_source(mut self, source: &str) -> Result<Self> {
-        let source = with_percent(&with_marks(source));
-        self.marks = source.contains(MARKS[0]);
+        let source = with_percent(&replace_generation_tags(source));
+        self.has_generation_blocks = source.contains(GENERATION_MARKERS[0]);
         self.environment.add_template_owned(NAME, source).map_err(|error| explain(&self.origin, &error))?;
         Ok(self)
     }
@@ -155,8 +156,8 @@ impl Template {
     /// Renders in a separate process with limits on memory and time, if this program can start itself. For templates of
     /// models.
     #[must_use]
-    pub fn apart(mut self, source: &str) -> Self {
-        self.apart = TemplateProcess::new(source, &self.origin, &self.tokens);
+    pub fn sandboxed(mut self, source: &str) -> Self {
+        self.sandbox = TemplateSandbox::new(source, &self.origin, &self.tokens);
         self
     }
 
@@ -165,55 +166,70 @@ impl Template {
     ///
     /// # Errors
     /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot compute.
-    pub fn render(&self, conversation: &Conversation, tools: Option<&str>, reply: bool) -> Result<Rendered> {
+    pub fn render(
+        &self,
+        conversation: &Conversation,
+        tools: Option<&str>,
+        add_generation_prompt: bool,
+    ) -> Result<Rendered> {
         let tools: Option<Value> =
             tools.map(read_json).transpose().map_err(|error| Error::data("the tools", format!("not JSON: {error}")))?;
-        self.render_with(conversation, tools.as_ref(), reply)
+        self.render_with(conversation, tools.as_ref(), add_generation_prompt)
     }
 
     /// Whether there are generation blocks in it.
-    pub(super) fn marks(&self) -> bool {
-        self.marks
+    pub(super) fn has_generation_blocks(&self) -> bool {
+        self.has_generation_blocks
     }
 
     /// [`Self::render`] with tools that were read already.
-    pub fn render_with(&self, conversation: &Conversation, tools: Option<&Value>, reply: bool) -> Result<Rendered> {
-        match &self.apart {
-            Some(process) => process.render(conversation, tools, reply),
-            None => self.render_here(conversation, tools, reply),
+    pub fn render_with(
+        &self,
+        conversation: &Conversation,
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Rendered> {
+        match &self.sandbox {
+            Some(process) => process.render(conversation, tools, add_generation_prompt),
+            None => self.render_in_process(conversation, tools, add_generation_prompt),
         }
     }
 
-    fn render_here(&self, conversation: &Conversation, tools: Option<&Value>, reply: bool) -> Result<Rendered> {
+    fn render_in_process(
+        &self,
+        conversation: &Conversation,
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Rendered> {
         let fail = |error: minijinja::Error| explain(&self.origin, &error);
         let TemplateTokens { bos, eos } = &self.tokens;
         let template = self.environment.get_template(NAME).map_err(fail)?;
         let mut variables = BTreeMap::from([
             ("messages", Value::from(conversation.messages.clone())),
-            ("add_generation_prompt", reply.into()),
+            ("add_generation_prompt", add_generation_prompt.into()),
             ("tools", tools.cloned().unwrap_or_else(|| ().into())),
         ]);
         // A missing token stays undefined, which templates test for.
         for (name, token) in [("bos_token", bos), ("eos_token", eos)] {
             variables.extend(token.iter().map(|token| (name, Value::from(token.as_str()))));
         }
-        if self.marks && conversation.messages.iter().any(holds_mark) {
+        if self.has_generation_blocks && conversation.messages.iter().any(contains_marker) {
             let message =
                 "a message holds U+FDD0 or U+FDD1, which are no characters and mark answers here; take them out";
             return Err(Error::model(&self.origin, message));
         }
         let marked = template.render(variables).map_err(fail)?;
-        ranges(&marked)
+        extract_ranges(&marked)
             .ok_or_else(|| Error::model(&self.origin, "its chat template's generation blocks do not pair up"))
     }
 }
 
 /// Whether a text in `value` contains a marker.
-fn holds_mark(value: &Value) -> bool {
+fn contains_marker(value: &Value) -> bool {
     match value.as_str() {
-        Some(text) => text.contains(MARKS),
+        Some(text) => text.contains(GENERATION_MARKERS),
         None => value.try_iter().is_ok_and(|mut items| {
-            items.any(|item| holds_mark(&item) || value.get_item(&item).is_ok_and(|value| holds_mark(&value)))
+            items.any(|item| contains_marker(&item) || value.get_item(&item).is_ok_and(|value| contains_marker(&value)))
         }),
     }
 }
@@ -224,8 +240,8 @@ fn explain(origin: &str, error: &minijinja::Error) -> Error {
     Error::model(origin, format!("its chat template{line}: {detail}"))
 }
 
-/// Replaces the tags of generation blocks by expressions that print marks, with the same control of white space.
-fn with_marks(source: &str) -> String {
+/// Replaces the tags of generation blocks by expressions that print markers, with the same control of white space.
+fn replace_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
@@ -248,7 +264,7 @@ fn with_marks(source: &str) -> String {
                     }
                 }
                 let dash = |yes: bool| if yes { "-" } else { "" };
-                let _ = write!(out, "{{{{{} '{}' {}}}}}", dash(before), MARKS[mark], dash(after));
+                let _ = write!(out, "{{{{{} '{}' {}}}}}", dash(before), GENERATION_MARKERS[mark], dash(after));
                 rest = &rest[start + length..];
                 if !after {
                     rest = rest.strip_prefix("\r\n").or_else(|| rest.strip_prefix('\n')).unwrap_or(rest);
@@ -263,16 +279,16 @@ fn with_marks(source: &str) -> String {
 }
 
 /// Takes the marks out of a text; `None` if they do not pair up.
-fn ranges(marked: &str) -> Option<Rendered> {
+fn extract_ranges(marked: &str) -> Option<Rendered> {
     let mut rendered = Rendered::default();
     let mut open = None;
     for c in marked.chars() {
-        if c == MARKS[0] {
+        if c == GENERATION_MARKERS[0] {
             if open.replace(rendered.text.len()).is_some() {
                 return None;
             }
-        } else if c == MARKS[1] {
-            rendered.learned.push(open.take()?..rendered.text.len());
+        } else if c == GENERATION_MARKERS[1] {
+            rendered.assistant_ranges.push(open.take()?..rendered.text.len());
         } else {
             rendered.text.push(c);
         }
@@ -303,15 +319,15 @@ mod tests {
     }
 
     #[test]
-    fn learned_ranges_are_the_generation_blocks() {
+    fn assistant_ranges_are_the_generation_blocks() {
         let chat = conversation(&[("user", "Hi"), ("assistant", "Ho ✓"), ("user", "?"), ("assistant", "!")]);
-        let Rendered { text, learned } = template(CHATML).render(&chat, None, false).unwrap();
+        let Rendered { text, assistant_ranges } = template(CHATML).render(&chat, None, false).unwrap();
         assert_eq!(
             text,
             "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo ✓<|im_end|>\n<|im_start|>user\n?<|im_end|>\n\
              <|im_start|>assistant\n!<|im_end|>\n"
         );
-        let words: Vec<&str> = learned.into_iter().map(|range| &text[range]).collect();
+        let words: Vec<&str> = assistant_ranges.into_iter().map(|range| &text[range]).collect();
         assert_eq!(words, ["Ho ✓<|im_end|>\n", "!<|im_end|>\n"]);
     }
 

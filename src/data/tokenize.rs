@@ -80,7 +80,7 @@ impl<'a> TokenizeJob<'a> {
             before += size;
         }
         self.flush()?;
-        self.writer.documents(rows.documents());
+        self.writer.set_kind(rows.dataset_kind());
         (self.report)(LoadEvent::Tokenising { done: total, total });
         if self.trained_tokens == 0 {
             let origin = documents.first().map_or("data", |document| &document.origin);
@@ -129,7 +129,7 @@ fn encode(tokenizer: &Tokenizer, chunk: &TextChunk) -> Result<Vec<(u32, bool)>> 
             return Ok(tokenizer.encode(&chunk.text)?.into_iter().map(|id| (id, learned)).collect());
         }
     };
-    let spans = tokenizer.encode_with_spans(&chunk.text)?;
+    let spans = tokenizer.encode_with_offsets(&chunk.text)?;
     // A token that an answer shares with the text before or after it is part of the answer, as in transformers.
     let overlaps = |span: &std::ops::Range<usize>| {
         let next = parts.partition_point(|part| part.end <= span.start);

@@ -12,7 +12,7 @@ use tokenizers::DecoderWrapper;
 
 use super::bos::{Bos, added_by};
 use super::bpe::FastBpe;
-use super::contain::contained;
+use super::catch_panic::catch_panic;
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
@@ -28,7 +28,7 @@ const MAX_BYTES: u64 = 128 << 20;
 /// Converts text to token ids and back. Cheap to clone, and shared between threads.
 #[derive(Clone)]
 pub struct Tokenizer {
-    kind: Kind,
+    kind: TokenizerKind,
     json: Arc<[u8]>,
     /// The token that the post-processor adds before a text.
     added: Option<u32>,
@@ -36,7 +36,7 @@ pub struct Tokenizer {
 }
 
 #[derive(Clone)]
-enum Kind {
+enum TokenizerKind {
     /// A byte is its own id.
     Byte,
     HuggingFace {
@@ -48,7 +48,7 @@ enum Kind {
     },
 }
 
-impl Kind {
+impl TokenizerKind {
     /// Reads the text of a `tokenizer.json`; an error describes its fault.
     fn hugging_face(json: &[u8]) -> std::result::Result<Self, String> {
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
@@ -69,7 +69,7 @@ impl Kind {
 impl Tokenizer {
     /// Bytes as ids 0 to 255, and `<|endoftext|>` as 256.
     pub fn byte() -> Self {
-        Self { kind: Kind::Byte, json: byte_json().to_string().into_bytes().into(), added: None, bos: None }
+        Self { kind: TokenizerKind::Byte, json: byte_json().to_string().into_bytes().into(), added: None, bos: None }
     }
 
     /// Reads a `tokenizer.json`.
@@ -87,12 +87,12 @@ impl Tokenizer {
             return Ok(Self { json: json.into(), ..Self::byte() });
         }
         let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
-        super::growth::check(&value).map_err(unusable)?;
+        super::tokenizer_limits::check(&value).map_err(unusable)?;
         let added = added_by(&value["post_processor"]).map(str::to_owned);
         // Frees the JSON value, which takes as much memory as the library's form.
         drop(value);
-        let read =
-            contained(|| Kind::hugging_face(&json)).unwrap_or_else(|| Err("its parts do not fit together".into()));
+        let read = catch_panic(|| TokenizerKind::hugging_face(&json))
+            .unwrap_or_else(|| Err("its parts do not fit together".into()));
         let mut tokenizer = Self { kind: read.map_err(unusable)?, json: json.into(), added: None, bos: None };
         tokenizer.added = added.and_then(|token| tokenizer.id(&token));
         Ok(Self { bos: tokenizer.added, ..tokenizer })
@@ -137,20 +137,20 @@ impl Tokenizer {
     /// The id of the token that the vocabulary spells as `token`.
     fn id(&self, token: &str) -> Option<u32> {
         match &self.kind {
-            Kind::Byte => (token == END_OF_TEXT[0]).then_some(BYTE_EOS),
-            Kind::HuggingFace { inner, .. } => inner.token_to_id(token),
+            TokenizerKind::Byte => (token == END_OF_TEXT[0]).then_some(BYTE_EOS),
+            TokenizerKind::HuggingFace { inner, .. } => inner.token_to_id(token),
         }
     }
 
     /// Whether this is the byte tokenizer, whose losses are in nats per byte.
     pub fn is_byte(&self) -> bool {
-        matches!(self.kind, Kind::Byte)
+        matches!(self.kind, TokenizerKind::Byte)
     }
 
     /// The ids of `text`, without added tokens. `<|endoftext|>` in the text becomes that token.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &self.kind {
-            Kind::Byte => {
+            TokenizerKind::Byte => {
                 let mut ids = Vec::with_capacity(text.len());
                 for (index, part) in text.split(END_OF_TEXT[0]).enumerate() {
                     ids.extend((index > 0).then_some(BYTE_EOS));
@@ -158,7 +158,7 @@ impl Tokenizer {
                 }
                 Ok(ids)
             }
-            Kind::HuggingFace { inner, fast, .. } => {
+            TokenizerKind::HuggingFace { inner, fast, .. } => {
                 let encode = || {
                     if let Some(ids) = fast.as_ref().and_then(|fast| fast.encode(text)) {
                         return ids;
@@ -168,14 +168,14 @@ impl Tokenizer {
                         encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
                     Ok(encoding.get_ids().to_vec())
                 };
-                contained(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
+                catch_panic(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
             }
         }
     }
 
     /// The ids of `text` as [`Self::encode`] has them, each with the bytes that it stands for.
-    pub(super) fn encode_with_spans(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
-        let Kind::HuggingFace { inner, .. } = &self.kind else {
+    pub(super) fn encode_with_offsets(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        let TokenizerKind::HuggingFace { inner, .. } = &self.kind else {
             let mut spans = Vec::with_capacity(text.len());
             for id in self.encode(text)? {
                 let start = spans.last().map_or(0, |(_, span): &(u32, Range<usize>)| span.end);
@@ -196,17 +196,17 @@ impl Tokenizer {
             });
             Ok(spans.collect())
         };
-        contained(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
+        catch_panic(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
     }
 
     /// The text of `ids` without special tokens; invalid UTF-8 becomes U+FFFD, and unknown ids are dropped.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         match &self.kind {
-            Kind::Byte => {
+            TokenizerKind::Byte => {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace { inner, .. } => contained(|| inner.decode(ids, true))
+            TokenizerKind::HuggingFace { inner, .. } => catch_panic(|| inner.decode(ids, true))
                 .unwrap_or_else(|| Err("it is damaged".into()))
                 .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len()))),
         }
@@ -215,14 +215,14 @@ impl Tokenizer {
     /// The text of `ids` with special tokens.
     pub(super) fn decode_with_special(&self, ids: &[u32]) -> Result<String> {
         match &self.kind {
-            Kind::Byte => ids
+            TokenizerKind::Byte => ids
                 .split_inclusive(|&id| id == BYTE_EOS)
                 .map(|part| {
                     let end = if part.last() == Some(&BYTE_EOS) { END_OF_TEXT[0] } else { "" };
                     Ok(self.decode(part)? + end)
                 })
                 .collect(),
-            Kind::HuggingFace { inner, .. } => contained(|| inner.decode(ids, false))
+            TokenizerKind::HuggingFace { inner, .. } => catch_panic(|| inner.decode(ids, false))
                 .unwrap_or_else(|| Err("it is damaged".into()))
                 .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len()))),
         }
@@ -231,33 +231,35 @@ impl Tokenizer {
     /// The largest id plus one, which is the minimum vocabulary size of a model.
     pub fn vocab_size(&self) -> usize {
         match self.kind {
-            Kind::Byte => BYTE_EOS as usize + 1,
-            Kind::HuggingFace { vocab_size, .. } => vocab_size,
+            TokenizerKind::Byte => BYTE_EOS as usize + 1,
+            TokenizerKind::HuggingFace { vocab_size, .. } => vocab_size,
         }
     }
 
     /// The token that separates documents, if the vocabulary has one.
     pub fn eos_id(&self) -> Option<u32> {
         match self.kind {
-            Kind::Byte => Some(BYTE_EOS),
-            Kind::HuggingFace { eos, .. } => eos,
+            TokenizerKind::Byte => Some(BYTE_EOS),
+            TokenizerKind::HuggingFace { eos, .. } => eos,
         }
     }
 
     /// The spelling of a token in the vocabulary.
     pub fn token(&self, id: u32) -> Option<String> {
         match &self.kind {
-            Kind::Byte if id == BYTE_EOS => Some(END_OF_TEXT[0].to_owned()),
-            Kind::Byte => u8::try_from(id).ok().map(|byte| byte_level_char(byte).to_string()),
-            Kind::HuggingFace { inner, .. } => inner.id_to_token(id),
+            TokenizerKind::Byte if id == BYTE_EOS => Some(END_OF_TEXT[0].to_owned()),
+            TokenizerKind::Byte => u8::try_from(id).ok().map(|byte| byte_level_char(byte).to_string()),
+            TokenizerKind::HuggingFace { inner, .. } => inner.id_to_token(id),
         }
     }
 
     /// The number of bytes of a token's text, if tokens are bytes; 0 for the end of text.
     pub(super) fn token_bytes(&self, id: u32) -> Option<usize> {
         let byte_level = match &self.kind {
-            Kind::Byte => true,
-            Kind::HuggingFace { inner, .. } => matches!(inner.get_decoder(), Some(DecoderWrapper::ByteLevel(_))),
+            TokenizerKind::Byte => true,
+            TokenizerKind::HuggingFace { inner, .. } => {
+                matches!(inner.get_decoder(), Some(DecoderWrapper::ByteLevel(_)))
+            }
         };
         if !byte_level {
             return None;

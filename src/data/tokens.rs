@@ -4,26 +4,26 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::batch_loader::IGNORE_INDEX;
-use super::cache::{CONTEXT_ONLY, Documents, STARTS, TokenFile};
+use super::cache::{DOCUMENT_START_FLAG, DatasetKind, NO_LOSS_FLAG, TokenFile};
 use crate::{Error, Result};
 
 /// A contiguous view of a token sequence; cloning and splitting share the storage.
 #[derive(Clone, Debug)]
 pub struct TokenSource {
-    store: Arc<Store>,
+    store: Arc<TokenStore>,
     view: Range<usize>,
     /// The token at the start of windows of running text.
     bos: Option<u32>,
 }
 
-/// The sequence itself. Ids may carry [`CONTEXT_ONLY`] and [`STARTS`].
+/// The sequence itself. Ids may carry [`NO_LOSS_FLAG`] and [`DOCUMENT_START_FLAG`].
 #[derive(Debug)]
-enum Store {
+enum TokenStore {
     Memory {
         ids: Vec<u32>,
         /// The start positions of documents.
         starts: Vec<usize>,
-        documents: Documents,
+        kind: DatasetKind,
     },
     File(TokenFile),
 }
@@ -32,7 +32,7 @@ impl TokenSource {
     /// A sequence of ids in memory.
     pub fn from_ids(ids: Vec<u32>) -> Self {
         let starts = if ids.is_empty() { Vec::new() } else { vec![0] };
-        Self::over(Store::Memory { ids, starts, documents: Documents::Texts })
+        Self::from_store(TokenStore::Memory { ids, starts, kind: DatasetKind::Text })
     }
 
     /// Samples in memory: ids, each with whether it is in the loss.
@@ -40,17 +40,17 @@ impl TokenSource {
         let (mut ids, mut starts) = (Vec::new(), Vec::new());
         for sample in samples.iter().filter(|sample| !sample.is_empty()) {
             starts.push(ids.len());
-            ids.extend(sample.iter().map(|&(id, learned)| if learned { id } else { id | CONTEXT_ONLY }));
+            ids.extend(sample.iter().map(|&(id, in_loss)| if in_loss { id } else { id | NO_LOSS_FLAG }));
         }
-        Self::over(Store::Memory { ids, starts, documents: Documents::Prompts })
+        Self::from_store(TokenStore::Memory { ids, starts, kind: DatasetKind::PromptCompletion })
     }
 
     /// Reads ids from a token file.
     pub(super) fn from_file(file: TokenFile) -> Self {
-        Self::over(Store::File(file))
+        Self::from_store(TokenStore::File(file))
     }
 
-    fn over(store: Store) -> Self {
+    fn from_store(store: TokenStore) -> Self {
         Self { view: 0..store.len(), store: Arc::new(store), bos: None }
     }
 
@@ -77,7 +77,7 @@ impl TokenSource {
     pub fn read(&self, start: usize, out: &mut [u32]) {
         self.read_flagged(start, out);
         for id in out {
-            *id &= !(CONTEXT_ONLY | STARTS);
+            *id &= !(NO_LOSS_FLAG | DOCUMENT_START_FLAG);
         }
     }
 
@@ -97,10 +97,10 @@ impl TokenSource {
     ///
     /// # Panics
     /// As [`Self::read`].
-    pub fn read_targets(&self, start: usize, out: &mut [u32]) {
+    pub fn read_labels(&self, start: usize, out: &mut [u32]) {
         self.read_flagged(start, out);
         for id in out {
-            *id = if *id & CONTEXT_ONLY == 0 { *id & !STARTS } else { IGNORE_INDEX };
+            *id = if *id & NO_LOSS_FLAG == 0 { *id & !DOCUMENT_START_FLAG } else { IGNORE_INDEX };
         }
     }
 
@@ -108,14 +108,14 @@ impl TokenSource {
         let range = self.view.start + start..self.view.start + start + out.len();
         assert!(range.end <= self.view.end, "tokens {start}..{} of {}", start + out.len(), self.len());
         match &*self.store {
-            Store::Memory { ids, .. } => out.copy_from_slice(&ids[range]),
-            Store::File(file) => file.read(range.start, out),
+            TokenStore::Memory { ids, .. } => out.copy_from_slice(&ids[range]),
+            TokenStore::File(file) => file.read(range.start, out),
         }
     }
 
     /// Returns the error of an earlier read that returned no tokens.
     pub fn check(&self) -> Result<()> {
-        let Store::File(file) = &*self.store else { return Ok(()) };
+        let TokenStore::File(file) = &*self.store else { return Ok(()) };
         file.failure().map_or(Ok(()), |failure| {
             let message = format!("the token cache was damaged while it was in use ({failure}); start again");
             Err(Error::data("data", message))
@@ -131,22 +131,22 @@ impl TokenSource {
 
     /// Whether each document is a separate sample, not a part of one long text.
     pub fn is_samples(&self) -> bool {
-        self.kind() != Documents::Texts
+        self.kind() != DatasetKind::Text
     }
 
     /// The kind of the documents.
-    pub fn kind(&self) -> Documents {
+    pub fn kind(&self) -> DatasetKind {
         match &*self.store {
-            Store::Memory { documents, .. } => *documents,
-            Store::File(file) => file.documents(),
+            TokenStore::Memory { kind, .. } => *kind,
+            TokenStore::File(file) => file.kind(),
         }
     }
 
     /// The documents in the view, in order; the first may begin before the view.
     pub fn documents(&self) -> impl ExactSizeIterator<Item = Range<usize>> {
         let starts = match &*self.store {
-            Store::Memory { starts, .. } => starts,
-            Store::File(file) => file.starts(),
+            TokenStore::Memory { starts, .. } => starts,
+            TokenStore::File(file) => file.starts(),
         };
         let Range { start, end } = self.view;
         // The document at the start of the view, and those that begin in the view.
@@ -185,7 +185,7 @@ impl TokenSource {
     }
 }
 
-impl Store {
+impl TokenStore {
     fn len(&self) -> usize {
         match self {
             Self::Memory { ids, .. } => ids.len(),
@@ -200,11 +200,11 @@ mod tests {
 
     #[test]
     fn what_is_only_context_is_read_but_not_predicted() {
-        let source = TokenSource::from_ids(vec![5, 6 | CONTEXT_ONLY, 7]);
+        let source = TokenSource::from_ids(vec![5, 6 | NO_LOSS_FLAG, 7]);
         let mut out = [0; 3];
         source.read(0, &mut out);
         assert_eq!(out, [5, 6, 7]);
-        source.read_targets(0, &mut out);
+        source.read_labels(0, &mut out);
         assert_eq!(out, [5, IGNORE_INDEX, 7]);
     }
 

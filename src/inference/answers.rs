@@ -1,6 +1,6 @@
 //! Counts the questions that a model answers exactly.
 
-use crate::data::Dialogue;
+use crate::data::EvalExample;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::inference::chat::Chat;
 use crate::inference::generate::{Request, Sampling, TextStream, generate};
@@ -25,7 +25,7 @@ pub struct Answers {
     pub wrong: Vec<(String, String)>,
 }
 
-/// Asks `trained`, with these weights, every question of `dialogues`; the likeliest token is taken each time.
+/// Asks `trained`, with these weights, every question of `examples`; the likeliest token is taken each time.
 /// Calls `progress` with the number of answers so far.
 ///
 /// # Errors
@@ -33,13 +33,13 @@ pub struct Answers {
 pub fn exact_answers(
     trained: &TrainedModel,
     (model, weights, policy): (&Decoder, &Parameters, PrecisionPolicy),
-    dialogues: &[Dialogue],
+    examples: &[EvalExample],
     mut progress: impl FnMut(usize),
 ) -> Result<Answers> {
     let chat = Chat::new(trained, None)?;
     let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
-    let mut found = Answers { asked: dialogues.len(), ..Answers::default() };
-    for (index, Dialogue { prompt, tools, answer }) in dialogues.iter().enumerate() {
+    let mut found = Answers { asked: examples.len(), ..Answers::default() };
+    for (index, EvalExample { prompt, tools, answer }) in examples.iter().enumerate() {
         let ids = trained.tokenizer.encode(&chat.asking(prompt, tools.as_ref())?)?;
         let (max_tokens, context) = (trained.tokenizer.encode(answer)?.len() + MORE, trained.config.context);
         if ids.len() >= context {

@@ -33,7 +33,7 @@ impl Chat {
         let source = source.unwrap_or_else(|| chat.format(&origin, &trained.tokenizer).source().to_owned());
         let ends = trained.ends()?;
         Ok(Self {
-            template: Template::new(&source, &origin, chat.tokens.clone())?.apart(&source),
+            template: Template::new(&source, &origin, chat.tokens.clone())?.sandboxed(&source),
             plain,
             ends,
             history: Conversation::default(),

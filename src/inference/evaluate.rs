@@ -3,7 +3,7 @@
 //! Every token except the first is predicted exactly once. With a stride shorter than the window, windows overlap, and
 //! a prediction is taken from the window with more context: at least `seq_len - stride` tokens.
 
-use crate::data::{Batch, EvalBatches, IGNORE_INDEX, TokenSource};
+use crate::data::{Batch, EvalLoader, IGNORE_INDEX, TokenSource};
 use crate::engine::model::{Decoder, Mode, Parameters, Tokens, Workspace};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -114,7 +114,7 @@ pub fn evaluate(
             let (start, done) = windows.at(index);
             let length = seq_len.min(tokens.len() - 1 - start);
             tokens.read_inputs(start, &mut ids[..length]);
-            tokens.read_targets(start + 1, &mut targets[..length]);
+            tokens.read_labels(start + 1, &mut targets[..length]);
             targets[..done.min(length)].fill(IGNORE_INDEX);
         }
         model.forward(weights, Tokens::new(&ids, seq_len), Mode::Eval, &mut workspace, &mut ())?;
@@ -141,7 +141,7 @@ fn evaluate_samples(
 ) -> Result<Evaluation> {
     let longest = tokens.documents().map(|sample| sample.len() - 1).max().unwrap_or(0);
     let seq_len = seq_len.min(longest.max(1));
-    let mut batches = EvalBatches::new(tokens.clone(), batch_size, seq_len, None)?;
+    let mut batches = EvalLoader::new(tokens.clone(), batch_size, seq_len, None)?;
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch_size, seq_len), &weights.device())?;
     let mut batch = Batch::new(batch_size, seq_len);
     let (mut loss, mut predicted, mut done) = (0.0, 0, 0);
@@ -149,9 +149,9 @@ fn evaluate_samples(
         let mut narrow = None;
         let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
         model.forward(weights, batch.tokens(), Mode::Eval, workspace, &mut ())?;
-        loss += model.loss(weights, &batch.targets, workspace)?;
-        predicted += batch.target_count as u64;
-        done += batch.targets.chunks(batch.seq_len).filter(|row| row.iter().any(|&id| id != IGNORE_INDEX)).count();
+        loss += model.loss(weights, &batch.labels, workspace)?;
+        predicted += batch.num_label_tokens as u64;
+        done += batch.labels.chunks(batch.seq_len).filter(|row| row.iter().any(|&id| id != IGNORE_INDEX)).count();
         progress(done);
     }
     batches.check()?;

@@ -165,7 +165,7 @@ pub fn fp16_check(
             loader.next_batch(&mut batch);
             batch
         })
-        .filter(|batch| batch.target_count > 0)
+        .filter(|batch| batch.num_label_tokens > 0)
         .collect();
     let total = 2 * batches.len();
     let mut record = Record { spec, kernels, units: BTreeMap::new() };
@@ -207,7 +207,7 @@ pub fn fp16_check(
         let Measured { activation, gradient, .. } = seen;
         UnitReport { unit, activation, gradient, flushed: shares.flushed, subnormal: shares.subnormal }
     });
-    let tokens = batches.iter().map(|batch| batch.target_count).sum();
+    let tokens = batches.iter().map(|batch| batch.num_label_tokens).sum();
     Ok(Fp16Report { verdict, best_scale, flushed, units: units.collect(), tokens })
 }
 
@@ -228,9 +228,9 @@ impl<'a> Passes<'a> {
         let Self { model, workspace, grads } = self;
         let (tokens, mut narrow) = (batch.tokens(), None);
         let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
-        let (seed, grads) = (scale / batch.target_count as f32, grads.micro_batch());
+        let (seed, grads) = (scale / batch.num_label_tokens as f32, grads.micro_batch());
         model.forward(weights, tokens, Mode::Eval, workspace, hook)?;
-        model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, grads, hook)?;
+        model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, grads, hook)?;
         Ok(model.backward(weights, tokens, Mode::Eval, workspace, grads, hook)?)
     }
 }

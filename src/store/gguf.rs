@@ -23,7 +23,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use candle_core::{CpuStorage, Device, Tensor};
 
-use crate::data::{Tokenizer, contained};
+use crate::data::{Tokenizer, catch_panic};
 use crate::{Error, Result};
 
 /// Metadata in use takes a third of this, with a vocabulary of 262,144 tokens. A value takes up to 32 times its bytes
@@ -55,7 +55,7 @@ impl Gguf {
         }
         let mut start = BufReader::new(Limited { file: &file, left: MAX_METADATA, starved: false });
         // A file can make candle's reader divide by zero.
-        let content = contained(|| Content::read(&mut start)).unwrap_or_else(|| candle_core::bail!("nonsense in it"));
+        let content = catch_panic(|| Content::read(&mut start)).unwrap_or_else(|| candle_core::bail!("nonsense in it"));
         let starved = start.get_ref().starved;
         let content = content.map_err(|error| match error {
             _ if starved => Error::model(path.display(), format!("its metadata takes over {MAX_METADATA} bytes")),

@@ -12,7 +12,7 @@ mod settings;
 
 use std::path::{Path, PathBuf};
 
-use crate::data::{Fetch, Remote};
+use crate::data::{Downloader, HubFile};
 use crate::digest::read_at_most;
 use crate::store::companions::Companions;
 use crate::{Error, Result};
@@ -365,8 +365,8 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
     Some(disk.f_bavail * disk.f_frsize)
 }
 
-impl Fetch for Hub<'_> {
-    fn fetch(&mut self, Remote { repo, revision, file }: Remote) -> Result<PathBuf> {
+impl Downloader for Hub<'_> {
+    fn download(&mut self, HubFile { repo, revision, file }: HubFile) -> Result<PathBuf> {
         Ok(self.file(&Repo::new(Kind::Dataset, repo, revision)?, file)?.path)
     }
 }

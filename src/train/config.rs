@@ -3,7 +3,7 @@
 mod keys;
 mod sections;
 
-use crate::data::{Bos, Fields, Format, Source};
+use crate::data::{Bos, DataFormat, DataSource, FieldNames};
 pub use crate::engine::device::Place;
 use crate::engine::kernels::Choice;
 use crate::engine::model::{Lora, ModelSpec};
@@ -59,7 +59,7 @@ settings! {
         val: Option<String> = None, fixed(), flag("val", Text, 0, "TEXT"),
             help("Validation text [default: the last tenth of the training text]");
         /// The format of all text, instead of by the files' names: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
-        format: Option<Format> = None, fixed(), flag("format", Text, 0, "FORMAT"),
+        format: Option<DataFormat> = None, fixed(), flag("format", Text, 0, "FORMAT"),
             help("How the text is read, in place of what files' names say: text, jsonl, json, csv, tsv or parquet");
         /// The chat template to use instead of the model's: a file, or `chatml`, `smollm2`, `qwen2.5`, `qwen3`,
         /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3` or `plain`.
@@ -85,7 +85,7 @@ settings! {
         threads: Option<usize> = None, flag("threads", Machine, 0, "THREADS"),
             help("Compute threads [default: all processors]");
         /// Names of the fields with text, if they are not the usual ones.
-        fields: Fields = Fields::default(), section(Fields::settings);
+        fields: FieldNames = FieldNames::default(), section(FieldNames::settings);
         /// Batches, length of the run, evaluation and samples.
         train: TrainSection = TrainSection::default(), section(TrainSection::settings);
         /// Low-rank adapters, trained in place of the model's parameters.
@@ -212,7 +212,7 @@ impl Config {
     }
 
     /// The training text.
-    pub fn source(&self) -> Result<Source> {
+    pub fn source(&self) -> Result<DataSource> {
         self.data.parse()
     }
 

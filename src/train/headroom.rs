@@ -24,7 +24,7 @@ pub(super) fn largest_gradient(
 ) -> Result<Option<f32>> {
     let (mut passes, _) = engine.passes()?;
     let share = passes.grads.share(micro_batches.len());
-    let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
+    let targets: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
     let lowest = passes.scaler.config().min_scale;
     let mut tried = scale;
     while tried > lowest {

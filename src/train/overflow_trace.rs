@@ -172,8 +172,8 @@ mod tests {
         let (rows, seq_len) = SHAPE;
         let inputs: Vec<u32> = (0..rows * seq_len).map(|at| first + (at / seq_len) as u32).collect();
         Batch {
-            targets: inputs.iter().map(|id| id + 8).collect(),
-            target_count: inputs.len(),
+            labels: inputs.iter().map(|id| id + 8).collect(),
+            num_label_tokens: inputs.len(),
             inputs,
             ..Batch::new(rows, seq_len)
         }

@@ -35,7 +35,7 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
     let shape = (batch.batch_size, batch.seq_len);
     let mut workspace = Workspace::for_training(spec, PrecisionPolicy::FP32, shape, Keep::All, &device)?;
     let mut exact = Gradients::new(state.weights, PrecisionPolicy::FP32, 1, &SingleProcess)?;
-    let seed = |scale: f32| scale / batch.target_count.max(1) as f32;
+    let seed = |scale: f32| scale / batch.num_label_tokens.max(1) as f32;
     passes.repeat((0, batch), counters, seed(scale), &mut ())?;
     let masters = to_fp32(state.weights, masters.unwrap_or(state.masters), model.kernels())?;
     let mut maxima = AmaxHook { spec, maxima: Vec::new() };

@@ -1,8 +1,8 @@
 //! From a configuration to something that can train: the model, its tokenizer, its text, the engine.
 
 use crate::data::{
-    ChatSettings, Dataset, DatasetOptions, DatasetPreview, Dialogue, LoadEvent, Loader, Source, TokenSource, Tokenizer,
-    named_template, names_in, nearest,
+    ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, EvalExample, LoadEvent,
+    TokenSource, Tokenizer, closest_match, named_template, names_in,
 };
 use crate::engine::collective::ProcessGroup;
 use crate::engine::device::OpenDevice;
@@ -306,7 +306,7 @@ pub(crate) fn check_misspelling(name: &str, local: impl IntoIterator<Item = Stri
     if name.contains('/') || known().any(|known| known == name) {
         return Ok(());
     }
-    nearest(name, local.into_iter().chain(known())).map_or(Ok(()), |near| {
+    closest_match(name, local.into_iter().chain(known())).map_or(Ok(()), |near| {
         let message =
             format!("there is no such run or folder; did you mean `{near}`? A model of the Hub is `owner/name`");
         Err(Error::model(format!("`{name}`"), message))
@@ -353,7 +353,7 @@ pub fn dataset(
         Error::Config { message, .. } => Error::config("--val", message),
         other => other,
     };
-    let validation = config.val.as_deref().map(str::parse::<Source>).transpose().map_err(of_val)?;
+    let validation = config.val.as_deref().map(str::parse::<DataSource>).transpose().map_err(of_val)?;
     let train = config.source()?;
     with_loader(&[Some(&train), validation.as_ref()], options, report, |loader| {
         loader.load(&train, validation.as_ref(), tokenizer)
@@ -362,27 +362,31 @@ pub fn dataset(
 
 /// All tokens of one text, and its average bytes per token; downloads missing files.
 pub fn whole_text(
-    text: &Source,
+    text: &DataSource,
     options: DatasetOptions,
     tokenizer: &Tokenizer,
     report: &mut SetupCallback<'_>,
 ) -> Result<(TokenSource, f64)> {
-    with_loader(&[Some(text)], options, report, |loader| loader.load_whole(text, tokenizer))
+    with_loader(&[Some(text)], options, report, |loader| loader.load_unsplit(text, tokenizer))
 }
 
 /// The conversations of `source` with their last answers; downloads missing files.
-pub fn dialogues(source: &Source, options: DatasetOptions, report: &mut SetupCallback<'_>) -> Result<Vec<Dialogue>> {
-    with_loader(&[Some(source)], options, report, |loader| loader.dialogues(source))
+pub fn eval_examples(
+    source: &DataSource,
+    options: DatasetOptions,
+    report: &mut SetupCallback<'_>,
+) -> Result<Vec<EvalExample>> {
+    with_loader(&[Some(source)], options, report, |loader| loader.eval_examples(source))
 }
 
 /// Runs `load` with a loader that can download what `sources` name.
 fn with_loader<T>(
-    sources: &[Option<&Source>],
+    sources: &[Option<&DataSource>],
     options: DatasetOptions,
     report: &mut SetupCallback<'_>,
-    load: impl FnOnce(&mut Loader<'_>) -> Result<T>,
+    load: impl FnOnce(&mut DatasetBuilder<'_>) -> Result<T>,
 ) -> Result<T> {
-    let remote = sources.iter().flatten().find(|source| matches!(source, Source::Hub { .. }));
+    let remote = sources.iter().flatten().find(|source| matches!(source, DataSource::Hub { .. }));
     let (mut settings, mut no_network) = (Settings::from_env(), None);
     if remote.is_some() {
         report(SetupEvent::Phase("resolving the data set".into()));
@@ -398,7 +402,8 @@ fn with_loader<T>(
             LoadEvent::Notice(notice) => SetupEvent::Notice(notice),
         });
     };
-    let loaded = load(&mut Loader::new(DATA_FOLDER).options(options).fetch_with(&mut hub).report_to(&mut loading));
+    let loaded =
+        load(&mut DatasetBuilder::new(DATA_FOLDER).options(options).downloader(&mut hub).report_to(&mut loading));
     let ways = "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)";
     match remote {
         Some(remote) => cached_if_offline(loaded, no_network, &remote.to_string(), ways, *report.borrow_mut()),

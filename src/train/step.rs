@@ -23,7 +23,7 @@ impl Passes<'_> {
     /// Computes the gradients of `micro_batches` and their statistics.
     pub(super) fn gradients(&mut self, micro_batches: &[Batch]) -> Result<StepGradients> {
         let Self { group, model, weights, hook, scaler, workspace, grads, .. } = self;
-        let targets: usize = micro_batches.iter().map(|batch| batch.target_count).sum();
+        let targets: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
         if targets == 0 {
             let message = "have no target to learn from: every token of theirs is masked";
             return Err(Error::data("a step's batches", message));
@@ -41,7 +41,7 @@ impl Passes<'_> {
             time.forward += clock.elapsed();
             // 2. Backward from scale · dL: gradients are stored in the compute type, every sum in them is FP32.
             let (seed, out) = (scaler.scale() / targets as f32, grads.micro_batch());
-            losses.push(model.loss_and_head_gradient(weights, &batch.targets, seed, workspace, out, *hook)?);
+            losses.push(model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, out, *hook)?);
             model.backward(weights, tokens, mode, workspace, out, *hook)?;
             grads.accumulate(model.kernels(), scaler.is_predictive())?;
             time.backward += clock.elapsed();
@@ -114,14 +114,14 @@ impl TrainEngine {
             if !next(batch) {
                 break;
             }
-            targets += batch.target_count as u64;
+            targets += batch.num_label_tokens as u64;
             if index % world_size != rank {
                 continue;
             }
             let mut narrow = None;
             let workspace = self.workspace.fitted(batch.seq_len, &mut narrow)?;
             self.model.forward(&self.state.weights, batch.tokens(), Mode::Eval, workspace, &mut ())?;
-            losses.push(self.model.loss(&self.state.weights, &batch.targets, workspace)?);
+            losses.push(self.model.loss(&self.state.weights, &batch.labels, workspace)?);
         }
         // In the order of the batches, which the processes take in turn.
         let all = self.group.all_gather(&losses)?;

@@ -7,7 +7,9 @@ mod saving;
 use processes::ThroughputMeter;
 pub use processes::{Heartbeat, RunStart};
 
-use crate::data::{Batch, BatchLoader, Cursor, DatasetPreview, Documents, EvalBatches, SequenceIndex, Tokenizer};
+use crate::data::{
+    Batch, BatchLoader, DataPosition, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
+};
 use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
@@ -45,7 +47,7 @@ pub struct Trainer {
     companions: Companions,
     loader: BatchLoader,
     micro_batches: Vec<Batch>,
-    eval: EvalBatches,
+    eval: EvalLoader,
     eval_batch: Batch,
     sampler: Option<Sampler>,
     identity: Identity,
@@ -73,7 +75,7 @@ pub struct Trainer {
 #[derive(Debug, Default)]
 struct LoopState {
     /// The start of the current batches, if the next step repeats them.
-    retry: Option<Cursor>,
+    retry: Option<DataPosition>,
     last_loss: Option<f64>,
     step_seconds: Option<f64>,
     validation: Option<Best>,
@@ -138,8 +140,8 @@ impl Trainer {
         let train = &config.train;
         let (batch_size, seq_len, packing) = (train.batch_size, train.seq_len, train.packing);
         let loader = SequenceIndex::new(dataset.train.clone(), seq_len, packing, "training data")?;
-        let loader = BatchLoader::over(loader, batch_size, config.seed)?;
-        let chats = dataset.train.kind() == Documents::Chats;
+        let loader = BatchLoader::from_index(loader, batch_size, config.seed)?;
+        let chats = dataset.train.kind() == DatasetKind::Conversational;
         let format = setup::dataset_options(&config, &chat, &source.tokenizer).chat;
         if dataset.train.is_samples() {
             let preview = DatasetPreview::new(loader.index(), None, &source.tokenizer, chats.then_some(&format))?;
@@ -148,7 +150,7 @@ impl Trainer {
         let held_out = if config.val.is_some() { "`--val`" } else { "the last tenth of the text, which validates" };
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
         let eval = SequenceIndex::new(dataset.validation.clone(), seq_len, packing, held_out)?;
-        let eval = EvalBatches::over(eval, batch_size, limit)?;
+        let eval = EvalLoader::from_index(eval, batch_size, limit)?;
         let mut companions = source.companions;
         if chats || chat.template.is_some() {
             companions.insert(CHAT_TEMPLATE, format.source());
@@ -493,8 +495,8 @@ impl Trainer {
 
     /// Fills the micro-batches of the next step, and returns where they begin; an epoch's last step may have fewer. Each batch
     /// has a target: samples without one are in no row.
-    fn next_batches(&mut self) -> Cursor {
-        let cursor = self.loader.cursor();
+    fn next_batches(&mut self) -> DataPosition {
+        let cursor = self.loader.position();
         for batch in &mut self.micro_batches {
             self.loader.next_batch(batch);
             if batch.ends_epoch {

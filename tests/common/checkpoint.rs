@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use finetune::Result;
-use finetune::data::Cursor;
+use finetune::data::DataPosition;
 use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::precision::ScalerState;
 use finetune::store::Companions;
@@ -55,7 +55,7 @@ impl Sample {
             fp8: None,
             touched: std::collections::BTreeSet::new(),
             base: None,
-            cursor: Cursor { epoch: 0, window: step },
+            cursor: DataPosition { epoch: 0, row: step },
             schedule: serde_json::Value::Null,
             validation_loss: None,
             best: None,

@@ -195,8 +195,8 @@ impl Case {
         let (inputs, targets) = (ids(inputs), ids(targets));
         let part = |(inputs, targets): (&[u32], &[u32])| Batch {
             inputs: inputs.to_vec(),
-            targets: targets.to_vec(),
-            target_count: targets.iter().filter(|&&target| target != IGNORE_INDEX).count(),
+            labels: targets.to_vec(),
+            num_label_tokens: targets.iter().filter(|&&target| target != IGNORE_INDEX).count(),
             ..Batch::new(rows, seq_len)
         };
         inputs.chunks_exact(rows * seq_len).zip(targets.chunks_exact(rows * seq_len)).map(part).collect()

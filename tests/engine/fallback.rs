@@ -267,8 +267,8 @@ fn small(policy: PrecisionPolicy, grad_accum: usize) -> TrainEngine {
 fn batch(first: u32) -> Batch {
     let inputs: Vec<u32> = (0..16).map(|i| (first + 7 * i) % 64).collect();
     Batch {
-        targets: inputs.iter().map(|id| (id + 8) % 64).collect(),
-        target_count: inputs.len(),
+        labels: inputs.iter().map(|id| (id + 8) % 64).collect(),
+        num_label_tokens: inputs.len(),
         inputs,
         ..Batch::new(2, 8)
     }

@@ -128,8 +128,8 @@ fn gradients_under_dropout_are_those_of_the_loss() {
             let loss = |engine: &mut TrainEngine| {
                 let tokens = batches[0].tokens();
                 engine.model.forward(&engine.state.weights, tokens, mode, &mut engine.workspace, &mut ()).unwrap();
-                let sum = engine.model.loss(&engine.state.weights, &batches[0].targets, &engine.workspace).unwrap();
-                sum / batches[0].target_count as f64
+                let sum = engine.model.loss(&engine.state.weights, &batches[0].labels, &engine.workspace).unwrap();
+                sum / batches[0].num_label_tokens as f64
             };
             let mut differences = Vec::new();
             for name in weights.keys().filter(|name| name.contains("lora_")) {

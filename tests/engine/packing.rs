@@ -40,9 +40,9 @@ fn masked() -> (Masked, HashMap<String, Tensor>) {
 /// An epoch's batches of `rows` rows.
 fn batches(samples: &[Vec<(u32, bool)>], seq_len: usize, packing: bool, rows: usize) -> Vec<Batch> {
     let index = SequenceIndex::new(TokenSource::from_samples(samples), seq_len, packing, "samples").unwrap();
-    let mut loader = BatchLoader::over(index, rows, 7).unwrap();
+    let mut loader = BatchLoader::from_index(index, rows, 7).unwrap();
     let mut batches = Vec::new();
-    while loader.cursor().epoch == 0 {
+    while loader.position().epoch == 0 {
         let mut batch = loader.batch();
         loader.next_batch(&mut batch);
         batches.push(batch);
@@ -74,7 +74,7 @@ fn masked_cut_packed_and_accumulated_samples_have_pytorchs_loss_and_gradients() 
             {
                 let what = format!("{}, packing {packing}, {rows} rows", case.name);
                 let micro_batches = batches(samples, masked.seq_len, packing, rows);
-                assert!(!packing || micro_batches.iter().all(|batch| !batch.documents.is_empty()));
+                assert!(!packing || micro_batches.iter().all(|batch| !batch.document_starts.is_empty()));
                 let mut engine = engine(&case, PrecisionPolicy::FP32, (rows, masked.seq_len), keep);
                 let report = engine.step(&micro_batches).unwrap();
                 assert_eq!(report.targets, *targets, "{what}");
@@ -117,7 +117,7 @@ fn a_packed_row_without_its_bounds_is_another_text() {
     let case = Case::own("families/llama");
     let mut leaking = batches(samples, masked.seq_len, true, 5);
     for batch in &mut leaking {
-        batch.documents.clear();
+        batch.document_starts.clear();
     }
     let mut engine = engine(&case, PrecisionPolicy::FP32, (5, masked.seq_len), Keep::All);
     let report = engine.step(&leaking).unwrap();
@@ -135,6 +135,6 @@ fn batches_are_as_wide_as_their_longest_sample() {
     widths.dedup();
     assert!(widths.len() > 10);
     // An epoch has every sample once, in any order.
-    let targets: usize = batches(&samples, 256, false, 8).iter().map(|batch| batch.target_count).sum();
+    let targets: usize = batches(&samples, 256, false, 8).iter().map(|batch| batch.num_label_tokens).sum();
     assert_eq!(targets, tokens);
 }

@@ -89,12 +89,12 @@ fn loss_of(folder: &Path, batch: &Batch) -> f64 {
         Workspace::for_evaluation(&config, PrecisionPolicy::FP32, (shape.0, shape.1), &Device::Cpu).unwrap();
     let tokens = batch.tokens();
     model.forward(&weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
-    model.loss(&weights, &batch.targets, &workspace).unwrap() / batch.target_count as f64
+    model.loss(&weights, &batch.labels, &workspace).unwrap() / batch.num_label_tokens as f64
 }
 
 fn ask_transformers(python: &Path, folders: &[PathBuf], batch: &Batch, file: &Path) -> Vec<Value> {
     let rows = |ids: &[u32]| ids.chunks(batch.seq_len).map(<[u32]>::to_vec).collect::<Vec<_>>();
-    let text = json!({"inputs": rows(&batch.inputs), "targets": rows(&batch.targets)}).to_string();
+    let text = json!({"inputs": rows(&batch.inputs), "targets": rows(&batch.labels)}).to_string();
     std::fs::write(file, text).unwrap();
     let arguments: Vec<&OsStr> =
         std::iter::once(file.as_os_str()).chain(folders.iter().map(|f| f.as_os_str())).collect();

@@ -5,7 +5,7 @@ use std::fs;
 use super::evaluate::with_tokenizer;
 use crate::common::desk::Desk;
 use crate::common::python::{python, run_script};
-use finetune::data::{Bos, Dataset, IGNORE_INDEX, Loader, SequenceIndex, Source, TokenSource, Tokenizer};
+use finetune::data::{Bos, DataSource, Dataset, DatasetBuilder, IGNORE_INDEX, SequenceIndex, TokenSource, Tokenizer};
 use finetune::inference::trained::TrainedModel;
 use serde_json::{Value, json};
 
@@ -50,9 +50,9 @@ fn ids(tokens: &TokenSource) -> Vec<u32> {
     ids
 }
 
-fn source(desk: &Desk, name: &str, text: &str) -> Source {
+fn source(desk: &Desk, name: &str, text: &str) -> DataSource {
     desk.write(name, text);
-    Source::Path(desk.path(name))
+    DataSource::Path(desk.path(name))
 }
 
 /// `add_bos_token` has precedence over the post-processor, as in llama.cpp's converter.
@@ -103,13 +103,14 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     let bos = Tokenizer::from_file(desk.path("tokenizer.json")).unwrap();
     let none = bos.clone().with_bos(Bos::Never, None, None, None).unwrap();
     let rows = source(&desk, "rows.jsonl", "{\"text\": \"a b c\"}\n{\"text\": \"d e\"}\n{\"text\": \"<s> f\"}\n");
-    let load =
-        |source: &Source, tokenizer: &Tokenizer| Loader::new(desk.folder()).load_whole(source, tokenizer).unwrap().0;
+    let load = |source: &DataSource, tokenizer: &Tokenizer| {
+        DatasetBuilder::new(desk.folder()).load_unsplit(source, tokenizer).unwrap().0
+    };
     let eos = BOS + 1;
     let tokens = load(&rows, &bos);
     assert_eq!(ids(&tokens), [BOS, 0, 1, 2, eos, BOS, 3, 4, eos, BOS, 5]);
     let mut targets = vec![0; tokens.len()];
-    tokens.read_targets(0, &mut targets);
+    tokens.read_labels(0, &mut targets);
     assert_eq!((targets[0], targets[5]), (IGNORE_INDEX, IGNORE_INDEX));
     assert_eq!(
         ids(&load(&rows, &none)),
@@ -129,8 +130,8 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     let chats = source(&desk, "chats.jsonl", chat);
     let trained = TrainedModel::open(desk.folder(), None).unwrap();
     let chat = |trained: &TrainedModel| {
-        let mut loader = Loader::new(desk.folder()).options(trained.dataset_options());
-        ids(&loader.load_whole(&chats, &trained.tokenizer).unwrap().0)
+        let mut loader = DatasetBuilder::new(desk.folder()).options(trained.dataset_options());
+        ids(&loader.load_unsplit(&chats, &trained.tokenizer).unwrap().0)
     };
     // The model has no template, so the plain one begins with the token.
     assert_eq!(chat(&trained)[..2], [BOS, 0]);
@@ -141,9 +142,9 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     assert_eq!(chat(&templated), [BOS, 0, 1]);
     // Bits per byte are exact: the token stands for no byte.
     let text = source(&desk, "text.txt", "a b c d");
-    let (tokens, bytes) = Loader::new(desk.folder()).load_whole(&text, &bos).unwrap();
+    let (tokens, bytes) = DatasetBuilder::new(desk.folder()).load_unsplit(&text, &bos).unwrap();
     assert_eq!((tokens.len(), bytes), (5, 7.0 / 4.0));
-    assert_eq!(Dataset::load(&Source::Grammar, None, &Tokenizer::byte()).unwrap().train.len() % 2, 0);
+    assert_eq!(Dataset::load(&DataSource::Grammar, None, &Tokenizer::byte()).unwrap().train.len() % 2, 0);
 }
 
 /// A run keeps its setting. An older run, whose `config.toml` does not have it, resumes without the token.

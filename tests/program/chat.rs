@@ -104,7 +104,7 @@ fn templates_give_the_text_that_transformers_gives() {
                 texts += 1;
                 // Offsets in characters, as in transformers.
                 let learned: Vec<[usize; 2]> = rendered
-                    .learned
+                    .assistant_ranges
                     .iter()
                     .map(|range| [range.start, range.end].map(|at| rendered.text[..at].chars().count()))
                     .collect();

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use finetune::Result;
 use finetune::data::{
-    Dataset, DatasetOptions, Documents, Fetch, IGNORE_INDEX, LoadEvent, Loader, LossOn, Remote, SequenceIndex, Source,
-    TokenSource, Tokenizer, grammar,
+    DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, Downloader, HubFile, IGNORE_INDEX, LoadEvent,
+    LossOn, SequenceIndex, TokenSource, Tokenizer, grammar,
 };
 
 fn ids(tokens: &TokenSource) -> Vec<u32> {
@@ -17,7 +17,7 @@ fn ids(tokens: &TokenSource) -> Vec<u32> {
 
 fn targets(tokens: &TokenSource) -> Vec<u32> {
     let mut out = vec![0; tokens.len()];
-    tokens.read_targets(0, &mut out);
+    tokens.read_labels(0, &mut out);
     out
 }
 
@@ -26,18 +26,18 @@ fn bytes(text: &str) -> Vec<u32> {
 }
 
 /// Writes a file and names it as a source.
-fn file(folder: &Path, name: &str, content: &str) -> Source {
+fn file(folder: &Path, name: &str, content: &str) -> DataSource {
     let path = folder.join(name);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     fs::write(&path, content).unwrap();
-    Source::Path(path)
+    DataSource::Path(path)
 }
 
 /// Loads with the cache in `folder`, and returns the reported events.
-fn load(folder: &Path, source: &Source, val: Option<&Source>) -> (Result<Dataset>, Vec<LoadEvent>) {
+fn load(folder: &Path, source: &DataSource, val: Option<&DataSource>) -> (Result<Dataset>, Vec<LoadEvent>) {
     let mut events = Vec::new();
     let mut report = |event| events.push(event);
-    let loaded = Loader::new(folder).report_to(&mut report).load(source, val, &Tokenizer::byte());
+    let loaded = DatasetBuilder::new(folder).report_to(&mut report).load(source, val, &Tokenizer::byte());
     (loaded, events)
 }
 
@@ -77,7 +77,7 @@ fn a_second_source_validates_instead() {
 
 #[test]
 fn the_grammar_knows_its_entropy_and_needs_no_folder() {
-    let data = Loader::new("/nowhere").load(&Source::Grammar, None, &Tokenizer::byte()).unwrap();
+    let data = DatasetBuilder::new("/nowhere").load(&DataSource::Grammar, None, &Tokenizer::byte()).unwrap();
     assert_eq!(data.entropy_per_token, Some(grammar::entropy_per_token()));
     assert!((200_000..200_100).contains(&(data.train.len() + data.validation.len())));
 }
@@ -89,7 +89,7 @@ fn documents_are_separated_by_the_end_of_text() {
     file(&corpus, "a.txt", "one");
     file(&corpus, "b.jsonl", "{\"text\": \"two\"}\n{\"text\": \"\"}\n{\"text\": \"end\"}\n");
     let val = file(folder.path(), "val.txt", "v");
-    let data = load(folder.path(), &Source::Path(corpus), Some(&val)).0.unwrap();
+    let data = load(folder.path(), &DataSource::Path(corpus), Some(&val)).0.unwrap();
     let eos = Tokenizer::byte().eos_id().unwrap();
     let expected = [bytes("one"), vec![eos], bytes("two"), vec![eos], bytes("end")].concat();
     assert_eq!(ids(&data.train), expected);
@@ -109,7 +109,7 @@ fn samples_end_with_what_ends_their_answers_and_stay_whole() {
     assert_eq!(ids(&data.validation), sample(4), "the last tenth, and at least one sample");
     let learned = [IGNORE_INDEX, IGNORE_INDEX, u32::from(b'c'), u32::from(b'4'), eos];
     assert_eq!(targets(&data.validation), learned);
-    assert_eq!(data.train.kind(), Documents::Prompts);
+    assert_eq!(data.train.kind(), DatasetKind::PromptCompletion);
     let alone = file(folder.path(), "b.jsonl", &row(0));
     let data = load(folder.path(), &alone, None).0.unwrap();
     let message = SequenceIndex::new(data.validation, 8, false, "held out").unwrap_err().to_string();
@@ -129,8 +129,8 @@ fn what_is_learned_of_a_conversation_is_what_was_asked_for() {
         (LossOn::All, vec![text]),
     ] {
         let options = DatasetOptions { loss_on, ..DatasetOptions::default() };
-        let mut loader = Loader::new(folder.path()).options(options);
-        let (tokens, _) = loader.load_whole(&source, &Tokenizer::byte()).unwrap();
+        let mut loader = DatasetBuilder::new(folder.path()).options(options);
+        let (tokens, _) = loader.load_unsplit(&source, &Tokenizer::byte()).unwrap();
         let (ids, targets) = (ids(&tokens), targets(&tokens));
         assert_eq!(Tokenizer::byte().decode(&ids).unwrap(), text.replace("<|endoftext|>", ""));
         let pairs: Vec<(u32, bool)> =
@@ -221,20 +221,20 @@ fn many_at_once_agree() {
 fn missing_files_say_what_is_possible() {
     let folder = tempfile::tempdir().unwrap();
     for name in ["nothing.txt", "no-folder/", "tiny_shakespear"] {
-        let error = load(folder.path(), &Source::Path(folder.path().join(name)), None).0.unwrap_err();
+        let error = load(folder.path(), &DataSource::Path(folder.path().join(name)), None).0.unwrap_err();
         assert!(error.exit_code() == 2 && error.to_string().contains("`tiny_shakespeare`"), "{error}");
     }
-    let error = load(folder.path(), &Source::Path(folder.path().into()), None).0.unwrap_err();
+    let error = load(folder.path(), &DataSource::Path(folder.path().into()), None).0.unwrap_err();
     assert!(error.to_string().contains("the folder holds no `.txt`"), "{error}");
 }
 
 /// A network that serves one file.
 struct OneFile(PathBuf, usize);
 
-impl Fetch for OneFile {
-    fn fetch(&mut self, remote: Remote) -> Result<PathBuf> {
+impl Downloader for OneFile {
+    fn download(&mut self, remote: HubFile) -> Result<PathBuf> {
         self.1 += 1;
-        assert_eq!(remote, Remote { repo: "o/n", revision: "main", file: "d/f.jsonl" });
+        assert_eq!(remote, HubFile { repo: "o/n", revision: "main", file: "d/f.jsonl" });
         Ok(self.0.clone())
     }
 }
@@ -244,8 +244,8 @@ fn files_of_the_hub_are_fetched_and_read_by_their_name() {
     let folder = tempfile::tempdir().unwrap();
     file(folder.path(), "blob", "{\"text\": \"from afar\"}\n{\"text\": \"x\"}");
     let mut hub = OneFile(folder.path().join("blob"), 0);
-    let source: Source = "hf://datasets/o/n/d/f.jsonl".parse().unwrap();
-    let mut loader = Loader::new(folder.path()).fetch_with(&mut hub);
+    let source: DataSource = "hf://datasets/o/n/d/f.jsonl".parse().unwrap();
+    let mut loader = DatasetBuilder::new(folder.path()).downloader(&mut hub);
     let data = loader.load(&source, None, &Tokenizer::byte()).unwrap();
     assert_eq!(ids(&data.train)[..9], bytes("from afar"));
     assert_eq!(hub.1, 1);
@@ -265,7 +265,7 @@ fn a_gigabyte_is_tokenised_in_bounded_memory() {
     drop(out);
     let json = std::env::var_os("TOKENIZER").map_or(Tokenizer::byte(), |path| Tokenizer::from_file(path).unwrap());
     let start = std::time::Instant::now();
-    let data = Loader::new(folder.path()).load(&Source::Path(path), None, &json).unwrap();
+    let data = DatasetBuilder::new(folder.path()).load(&DataSource::Path(path), None, &json).unwrap();
     let megabytes_per_s = 1000.0 / start.elapsed().as_secs_f64();
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let peak = |key: &str| {
@@ -298,9 +298,9 @@ fn bits_per_byte_count_the_bytes_that_are_predicted() {
 fn a_text_that_changes_while_it_is_read_is_refused_and_not_kept() {
     let folder = tempfile::tempdir().unwrap();
     let source = file(folder.path(), "a.txt", "what was hashed");
-    let Source::Path(path) = &source else { panic!() };
+    let DataSource::Path(path) = &source else { panic!() };
     let mut rewrite = |_| fs::write(path, "something else ").unwrap();
-    let loaded = Loader::new(folder.path()).report_to(&mut rewrite).load(&source, None, &Tokenizer::byte());
+    let loaded = DatasetBuilder::new(folder.path()).report_to(&mut rewrite).load(&source, None, &Tokenizer::byte());
     assert!(loaded.unwrap_err().to_string().contains("the text has changed while it was read"));
     assert!(token_files(folder.path()).is_empty());
     let data = load(folder.path(), &source, None).0.unwrap();
@@ -320,11 +320,11 @@ fn a_pipe_is_text_and_a_device_is_refused() {
         std::thread::sleep(std::time::Duration::from_millis(500));
         drop(writer);
     });
-    let data = load(folder.path(), &Source::Path(pipe), None).0.unwrap();
+    let data = load(folder.path(), &DataSource::Path(pipe), None).0.unwrap();
     assert_eq!(ids(&data.train), bytes("through a pi"));
     closing.join().unwrap();
     for device in ["/dev/zero", "/dev/full"] {
-        let message = self::load(folder.path(), &Source::Path(device.into()), None).0.unwrap_err().to_string();
+        let message = self::load(folder.path(), &DataSource::Path(device.into()), None).0.unwrap_err().to_string();
         assert!(message.contains("not a regular file"), "{message}");
     }
 }

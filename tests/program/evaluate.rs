@@ -9,7 +9,7 @@ use crate::common::compare::gpt2_tokenizer;
 use crate::common::desk::Desk;
 use crate::common::python::{python, run_script};
 use candle_core::Device;
-use finetune::data::{Dataset, Source, TokenSource};
+use finetune::data::{DataSource, Dataset, TokenSource};
 use finetune::engine::device::OpenDevice;
 use finetune::engine::model::ModelSpec;
 use finetune::inference::evaluate::{Evaluation, Windows, evaluate};
@@ -54,7 +54,7 @@ pub(crate) fn text() -> String {
 }
 
 fn tokens(desk: &Desk, trained: &TrainedModel) -> TokenSource {
-    let source = Source::Path(desk.path("text.txt"));
+    let source = DataSource::Path(desk.path("text.txt"));
     Dataset::load(&source, Some(&source), &trained.tokenizer).unwrap().train
 }
 

@@ -3,8 +3,8 @@
 
 use crate::common::python::{python, run_script};
 use finetune::data::{
-    ChatFormat, Conversation, DatasetOptions, IGNORE_INDEX, Loader, LossOn, Source, TemplateTokens, Tokenizer,
-    named_template,
+    ChatFormat, Conversation, DataSource, DatasetBuilder, DatasetOptions, IGNORE_INDEX, LossOn, TemplateTokens,
+    Tokenizer, named_template,
 };
 use serde_json::{Value, json};
 use std::path::Path;
@@ -115,10 +115,11 @@ fn trained(folder: &Path, tokenizer: &Tokenizer, case: &Value, chat: ChatFormat)
     }
     std::fs::write(&path, row.to_string()).unwrap();
     let options = DatasetOptions { chat, loss_on: LossOn::Answers, ..DatasetOptions::default() };
-    let (source, _) = Loader::new(folder).options(options).load_whole(&Source::Path(path), tokenizer).unwrap();
+    let (source, _) =
+        DatasetBuilder::new(folder).options(options).load_unsplit(&DataSource::Path(path), tokenizer).unwrap();
     let (mut ids, mut targets) = (vec![0; source.len()], vec![0; source.len()]);
     source.read(0, &mut ids);
-    source.read_targets(0, &mut targets);
+    source.read_labels(0, &mut targets);
     (ids, targets.into_iter().map(|target| u32::from(target != IGNORE_INDEX)).collect())
 }
 
@@ -186,7 +187,7 @@ fn smollm2s_template_is_known_by_what_it_does() {
     assert_eq!(chat.name(), "the training template `smollm2`");
     let conversation = Conversation::from_json(&conversations()[1]["messages"].to_string()).unwrap();
     let rendered = chat.render(&conversation, None, false).unwrap();
-    let learned: Vec<&str> = rendered.learned.into_iter().map(|range| &rendered.text[range]).collect();
+    let learned: Vec<&str> = rendered.assistant_ranges.into_iter().map(|range| &rendered.text[range]).collect();
     assert_eq!(learned, ["<|im_end|>", " the end\n<|im_end|>"]);
 }
 

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::launch;
-use finetune::data::{Fetch, Remote, Tokenizer};
+use finetune::data::{Downloader, HubFile, Tokenizer};
 use finetune::store::hub::{Hub, ModelFiles, Progress, Settings};
 use finetune::{Error, Result};
 use sha1::Digest as _;
@@ -538,7 +538,7 @@ fn data_sets_are_fetched_for_data() {
     let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
     server.put("dir/rows.jsonl", b"{\"text\": \"x\"}");
     let mut hub = Hub::new(server.settings(cache.path()));
-    let path = hub.fetch(Remote { repo: "o/n", revision: "main", file: "dir/rows.jsonl" }).unwrap();
+    let path = hub.download(HubFile { repo: "o/n", revision: "main", file: "dir/rows.jsonl" }).unwrap();
     assert_eq!(path, cache.path().join("datasets--o--n/snapshots").join(COMMIT).join("dir/rows.jsonl"));
     assert_eq!(fs::read(path).unwrap(), b"{\"text\": \"x\"}");
 }

@@ -12,7 +12,7 @@ use std::sync::LazyLock;
 
 use crate::common::changes::{any_bytes, changed, changes, replaced, replacement};
 use finetune::Error;
-use finetune::data::{Conversation, Loader, Source, Template, TemplateTokens, Tokenizer};
+use finetune::data::{Conversation, DataSource, DatasetBuilder, Template, TemplateTokens, Tokenizer};
 use finetune::engine::model::ModelSpec;
 use finetune::store::tensor_file::Header;
 use finetune::telemetry::{Diagnostic, Event, EventLog, Record, VERSION, read};
@@ -147,8 +147,8 @@ fn documents(name: &str, bytes: &[u8]) {
     let data = folder().join("data");
     let path = folder().join(name);
     fs::write(&path, bytes).unwrap();
-    let source = Source::Path(path);
-    let load = || Loader::new(&data).load_whole(&source, &Tokenizer::byte());
+    let source = DataSource::Path(path);
+    let load = || DatasetBuilder::new(&data).load_unsplit(&source, &Tokenizer::byte());
     match ALONE.with(|pool| pool.install(|| bounded(load))) {
         Ok((tokens, bytes_per_token)) => {
             assert!(!tokens.is_empty() && bytes_per_token.is_finite());
@@ -280,13 +280,15 @@ fn template(bytes: &[u8]) {
     finetune::untrusted::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
     let Ok(source) = std::str::from_utf8(bytes) else { return };
     let template = match bounded(|| Template::new(source, "t", TemplateTokens::default())) {
-        Ok(template) => template.apart(source),
+        Ok(template) => template.sandboxed(source),
         Err(error) => return assert!(matches!(error, Error::Model { .. }), "{error}"),
     };
     let chat = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c", "tool_calls": [{"name": "f", "arguments": {"x": [1]}}]}, {"role": "tool", "content": "d"}]"#;
     let chat = Conversation::from_json(chat).unwrap();
     match bounded(|| template.render(&chat, Some(r#"[{"name": "f"}]"#), true)) {
-        Ok(rendered) => assert!(rendered.learned.iter().all(|range| rendered.text.get(range.clone()).is_some())),
+        Ok(rendered) => {
+            assert!(rendered.assistant_ranges.iter().all(|range| rendered.text.get(range.clone()).is_some()))
+        }
         Err(error) => assert!(matches!(error, Error::Model { .. }), "{error}"),
     }
 }
@@ -408,7 +410,7 @@ fn unchanged_ones_are_accepted() {
     {
         let path = folder().join(name);
         fs::write(&path, rows).unwrap();
-        Loader::new(folder().join("good")).load_whole(&Source::Path(path), &Tokenizer::byte()).unwrap();
+        DatasetBuilder::new(folder().join("good")).load_unsplit(&DataSource::Path(path), &Tokenizer::byte()).unwrap();
     }
     template(GOOD_TEMPLATE.as_bytes());
     assert_eq!(Header::parse(&tensors(GOOD_HEADER.as_bytes())).unwrap().entries().len(), 2);
@@ -430,7 +432,7 @@ fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
         ),
     ];
     for (source, expected) in cases {
-        let template = Template::new(&source, "t", TemplateTokens::default()).unwrap().apart(&source);
+        let template = Template::new(&source, "t", TemplateTokens::default()).unwrap().sandboxed(&source);
         let chat = Conversation::from_json(r#"[{"role": "user", "content": "a"}]"#).unwrap();
         let error = bounded(|| template.render(&chat, None, true)).unwrap_err().to_string();
         // On a slow machine the time may end before the memory does.

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::data::Cursor;
+use crate::data::DataPosition;
 use crate::precision::{Fp8State, PrecisionUnit, ScalerState, UnitRecord};
 use crate::{Error, Result};
 
@@ -45,7 +45,7 @@ pub struct State {
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub touched: BTreeSet<String>,
     /// The start of the next training batch.
-    pub cursor: Cursor,
+    pub cursor: DataPosition,
     /// The schedule's settings that the run has used so far.
     pub schedule: Value,
     /// Validation loss at this step, if it was measured, in nats per token.
@@ -171,7 +171,7 @@ mod tests {
             fp8: None,
             touched: BTreeSet::new(),
             base: None,
-            cursor: Cursor { epoch: 1, window: 2 },
+            cursor: DataPosition { epoch: 1, row: 2 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),
             best: Some(Best { step: 64, loss: validation_loss }),

@@ -2,7 +2,7 @@
 
 use super::Trainer;
 use crate::Error;
-use crate::data::Cursor;
+use crate::data::DataPosition;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::model::{Layer, Op, ParamSpec};
 use crate::engine::optim::AdamWConfig;
@@ -28,7 +28,7 @@ impl Trainer {
     /// error if training diverged.
     pub(super) fn log_step(
         &mut self,
-        cursor: Cursor,
+        cursor: DataPosition,
         report: &StepReport,
         origin: Option<FirstNonFinite>,
         elapsed: Duration,

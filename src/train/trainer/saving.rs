@@ -303,7 +303,7 @@ impl Trainer {
 
     fn checkpoint_state(&self) -> State {
         let counters = self.engine.state.counters;
-        let cursor = self.progress.retry.unwrap_or_else(|| self.loader.cursor());
+        let cursor = self.progress.retry.unwrap_or_else(|| self.loader.position());
         let validation = self.progress.validation.filter(|last| last.step == counters.step);
         State {
             format_version: FORMAT_VERSION,

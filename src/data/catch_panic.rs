@@ -10,7 +10,7 @@ thread_local! {
 
 /// Returns what `work` returns, or `None` if it panics, without a message on standard error. After `None`, do not use anything
 /// that `work` has changed.
-pub(crate) fn contained<T>(work: impl FnOnce() -> T) -> Option<T> {
+pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let report = take_hook();
@@ -32,22 +32,22 @@ mod tests {
 
     #[test]
     fn a_panic_becomes_nothing() {
-        assert_eq!(contained(|| 1), Some(1));
-        assert_eq!(contained(|| contained(|| panic!("inside"))), Some(None::<()>));
+        assert_eq!(catch_panic(|| 1), Some(1));
+        assert_eq!(catch_panic(|| catch_panic(|| panic!("inside"))), Some(None::<()>));
     }
 
     /// Not a test: the next one runs it in a process whose standard error it reads.
     #[test]
     #[ignore = "started by the other test"]
     fn child() {
-        assert_eq!(contained(|| panic!("of no interest")), None::<()>);
+        assert_eq!(catch_panic(|| panic!("of no interest")), None::<()>);
         catch_unwind(|| panic!("worth a report")).unwrap_err();
     }
 
     #[test]
     fn nothing_is_said_of_it_and_everything_of_others() {
         let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-        let arguments = ["--exact", "data::contain::tests::child", "--ignored", "--nocapture"];
+        let arguments = ["--exact", "data::catch_panic::tests::child", "--ignored", "--nocapture"];
         let output = child.args(arguments).output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success(), "{said}");

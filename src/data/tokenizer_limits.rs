@@ -7,17 +7,17 @@ use base64::Engine;
 use base64::prelude::BASE64_STANDARD;
 use serde_json::Value;
 
-/// The largest accepted growth of a text. The tokenizers in use stay below 40: a `SentencePiece` table whose longest
+/// The largest accepted expansion of a text. The tokenizers in use stay below 40: a `SentencePiece` table whose longest
 /// entry has 33 bytes, and three bytes for a space.
-const MAX_GROWTH: f64 = 64.0;
+const MAX_EXPANSION: f64 = 64.0;
 
 /// Returns the problem of a `tokenizer.json` that would make a text too long, or whose table has a wrong size.
 pub(super) fn check(json: &Value) -> Result<(), String> {
-    let before = growth(&json["normalizer"])? * growth(&json["pre_tokenizer"])?;
-    for (part, growth) in [("normalizer", before), ("decoder", growth(&json["decoder"])?)] {
-        if growth > MAX_GROWTH {
+    let before = expansion_factor(&json["normalizer"])? * expansion_factor(&json["pre_tokenizer"])?;
+    for (part, factor) in [("normalizer", before), ("decoder", expansion_factor(&json["decoder"])?)] {
+        if factor > MAX_EXPANSION {
             return Err(format!(
-                "its {part} makes text up to {growth:.0} times as long; at most {MAX_GROWTH} is accepted"
+                "its {part} makes text up to {factor:.0} times as long; at most {MAX_EXPANSION} is accepted"
             ));
         }
     }
@@ -25,12 +25,12 @@ pub(super) fn check(json: &Value) -> Result<(), String> {
 }
 
 /// How many times as long a step can make a text, in bytes.
-fn growth(step: &Value) -> Result<f64, String> {
+fn expansion_factor(step: &Value) -> Result<f64, String> {
     let length = |key: &str| step[key].as_str().map_or(0, str::len) as f64;
     Ok(match step["type"].as_str().unwrap_or_default() {
         "Sequence" => {
             let steps = ["normalizers", "pretokenizers", "decoders"].iter().filter_map(|key| step[*key].as_array());
-            steps.flatten().try_fold(1.0, |product, step| Ok::<f64, String>(product * growth(step)?))?
+            steps.flatten().try_fold(1.0, |product, step| Ok::<f64, String>(product * expansion_factor(step)?))?
         }
         "Replace" => {
             // A pattern may match one byte, or none.

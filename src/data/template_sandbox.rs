@@ -16,16 +16,16 @@ use super::template::{Conversation, Rendered, Template, TemplateTokens};
 use crate::untrusted::apart::{self, End};
 use crate::{Error, Result};
 
-/// The first argument that makes the program call [`serve`].
+/// The first argument that makes the program call [`worker_main`].
 pub const ARGUMENT: &str = "__chat-template";
 /// Time limit per conversation; the longest take milliseconds.
-const LIMIT: Duration = Duration::from_secs(10);
+const TIME_LIMIT: Duration = Duration::from_secs(10);
 /// Limit on a line between the processes, in bytes.
 const MAX_LINE: u64 = 1 << 30;
 
 /// The first line to the worker.
 #[derive(Debug, Serialize, Deserialize)]
-struct Setup {
+struct TemplateSetup {
     source: String,
     origin: String,
     tokens: TemplateTokens,
@@ -33,10 +33,10 @@ struct Setup {
 
 /// Every later line to the worker.
 #[derive(Serialize, Deserialize)]
-struct Request {
+struct RenderRequest {
     conversation: Conversation,
     tools: Option<Value>,
-    reply: bool,
+    add_generation_prompt: bool,
 }
 
 /// A line from it: a text, or why there is none.
@@ -44,39 +44,45 @@ type Response = std::result::Result<Rendered, String>;
 
 /// Renders one template's conversations. The process starts with the first one.
 #[derive(Debug)]
-pub(super) struct TemplateProcess {
-    setup: Setup,
-    running: Mutex<Option<Running>>,
+pub(super) struct TemplateSandbox {
+    setup: TemplateSetup,
+    worker: Mutex<Option<Worker>>,
 }
 
 #[derive(Debug)]
-struct Running {
+struct Worker {
     child: Child,
     requests: ChildStdin,
     answers: BufReader<ChildStdout>,
 }
 
-impl Drop for Running {
+impl Drop for Worker {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-impl TemplateProcess {
+impl TemplateSandbox {
     /// For the template `source`; `None` if the program cannot be started again.
     pub(super) fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Option<Self> {
         apart::command(ARGUMENT)?;
-        let setup = Setup { source: source.to_owned(), origin: origin.to_owned(), tokens: tokens.clone() };
-        Some(Self { setup, running: Mutex::new(None) })
+        let setup = TemplateSetup { source: source.to_owned(), origin: origin.to_owned(), tokens: tokens.clone() };
+        Some(Self { setup, worker: Mutex::new(None) })
     }
 
     /// As [`Template::render_with`].
-    pub(super) fn render(&self, conversation: &Conversation, tools: Option<&Value>, reply: bool) -> Result<Rendered> {
-        let request = Request { conversation: conversation.clone(), tools: tools.cloned(), reply };
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        let alive = |mut process: Running| matches!(process.child.try_wait(), Ok(None)).then_some(process);
-        let mut process = match running.take().and_then(alive) {
+    pub(super) fn render(
+        &self,
+        conversation: &Conversation,
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Rendered> {
+        let request =
+            RenderRequest { conversation: conversation.clone(), tools: tools.cloned(), add_generation_prompt };
+        let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
+        let alive = |mut process: Worker| matches!(process.child.try_wait(), Ok(None)).then_some(process);
+        let mut process = match worker.take().and_then(alive) {
             Some(process) => process,
             None => self.start().map_err(|error| self.wrong(&format!("cannot be rendered: {error}")))?,
         };
@@ -87,7 +93,7 @@ impl TemplateProcess {
         });
         match answer {
             Ok(answer) => {
-                *running = Some(process);
+                *worker = Some(process);
                 answer.map_err(|message| Error::model(&self.setup.origin, message))
             }
             Err(_) => Err(match apart::end(&mut process.child) {
@@ -98,15 +104,15 @@ impl TemplateProcess {
         }
     }
 
-    fn start(&self) -> std::io::Result<Running> {
+    fn start(&self) -> std::io::Result<Worker> {
         let mut command = apart::command(ARGUMENT).ok_or(std::io::ErrorKind::NotFound)?;
         let mut child = command.stdin(Stdio::piped()).spawn()?;
         let (Some(requests), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(std::io::ErrorKind::BrokenPipe.into());
         };
-        let mut running = Running { child, requests, answers: BufReader::new(answers) };
-        write_line(&mut running.requests, &self.setup)?;
-        Ok(running)
+        let mut worker = Worker { child, requests, answers: BufReader::new(answers) };
+        write_line(&mut worker.requests, &self.setup)?;
+        Ok(worker)
     }
 
     fn wrong(&self, message: &str) -> Error {
@@ -122,7 +128,7 @@ fn write_line(mut to: impl Write, value: &impl Serialize) -> std::io::Result<()>
 }
 
 /// Reads a template and conversations from standard input and writes each one's text to standard output, within the limits.
-pub fn serve() -> ExitCode {
+pub fn worker_main() -> ExitCode {
     apart::limit_memory();
     match answer_all() {
         Ok(()) => ExitCode::SUCCESS,
@@ -133,31 +139,35 @@ pub fn serve() -> ExitCode {
 fn answer_all() -> std::io::Result<()> {
     let mut lines = std::io::stdin().lock().lines();
     let Some(setup) = lines.next() else { return Ok(()) };
-    let Setup { source, origin, tokens } = serde_json::from_str(&setup?)?;
+    let TemplateSetup { source, origin, tokens } = serde_json::from_str(&setup?)?;
     let template = Template::new(&source, &origin, tokens);
-    let clock = watch();
+    let clock = start_watchdog();
     for line in lines {
-        let request = Request::deserialize(read_json(&line?)?).map_err(std::io::Error::other)?;
-        let Request { conversation, tools, reply } = request;
+        let request = RenderRequest::deserialize(read_json(&line?)?).map_err(std::io::Error::other)?;
+        let RenderRequest { conversation, tools, add_generation_prompt } = request;
         let _ = clock.send(());
         let rendered = match &template {
-            Ok(template) => template.render_with(&conversation, tools.as_ref(), reply).map_err(|error| message(&error)),
+            Ok(template) => template
+                .render_with(&conversation, tools.as_ref(), add_generation_prompt)
+                .map_err(|error| message(&error)),
             Err(error) => Err(message(error)),
         };
         let _ = clock.send(());
-        say(&rendered)?;
+        send(&rendered)?;
     }
     Ok(())
 }
 
-/// Ends the process if the second message does not follow the first within [`LIMIT`].
-fn watch() -> mpsc::Sender<()> {
+/// Ends the process if the second message does not follow the first within [`TIME_LIMIT`].
+fn start_watchdog() -> mpsc::Sender<()> {
     let (clock, ticks) = mpsc::channel();
     std::thread::spawn(move || {
         while ticks.recv().is_ok() {
-            if ticks.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
-                let _ =
-                    say(&Err(format!("its chat template takes more than {} s for a conversation", LIMIT.as_secs())));
+            if ticks.recv_timeout(TIME_LIMIT) == Err(RecvTimeoutError::Timeout) {
+                let _ = send(&Err(format!(
+                    "its chat template takes more than {} s for a conversation",
+                    TIME_LIMIT.as_secs()
+                )));
                 std::process::exit(1);
             }
         }
@@ -165,7 +175,7 @@ fn watch() -> mpsc::Sender<()> {
     clock
 }
 
-fn say(answer: &Response) -> std::io::Result<()> {
+fn send(answer: &Response) -> std::io::Result<()> {
     write_line(std::io::stdout().lock(), answer)
 }
 

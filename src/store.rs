@@ -1,9 +1,9 @@
 //! Storage: tensor files, model folders, the Hugging Face Hub, checkpoints.
 
 pub mod adapter;
+pub mod aux_files;
 pub mod base;
 pub mod checkpoint;
-pub mod companions;
 mod folder;
 pub mod gguf;
 pub mod hub;
@@ -11,8 +11,8 @@ mod stored_model;
 pub mod tensor_file;
 mod weights;
 
-pub use companions::Companions;
+pub use aux_files::AuxFiles;
 pub use folder::ModelFolder;
 pub use gguf::{Gguf, GgufModel};
-pub use stored_model::{NO_MODEL_FILE, StoredModel, is_gguf};
+pub use stored_model::{NOT_A_MODEL_FILE, StoredModel, is_gguf};
 pub use weights::{AdapterSource, WeightSource};

@@ -167,7 +167,7 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
         TrainState::random_masters(&shape, config.seed, &open.device)?
     } else {
         let (weights, initial) = (WeightSource::Random(config.seed), (config.seed, false));
-        weights.adapted(&shape, config.dtype.compute, initial, &open.device, &args.model)?.parameters
+        weights.load_adapters(&shape, config.dtype.compute, initial, &open.device, &args.model)?.parameters
     };
     let weights = MasterWeights::new(masters, config.dtype, &*open.kernels)?;
     let profile = args.profile.then(|| Arc::new(Profile::new(open.kernels.clone(), &open.device)));

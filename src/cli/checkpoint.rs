@@ -3,7 +3,8 @@
 use crate::cli::names::run_or_path;
 use crate::cli::reporter::Reporter;
 use crate::store::checkpoint::{
-    Checkpoint, Keep, Kind, Listed, Manifest, Run, compare, list, newest_good, outdated, verify,
+    Checkpoint, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare, expired, latest_valid, list,
+    verify,
 };
 use crate::ui::format::scale;
 use crate::{Error, Result, untrusted};
@@ -127,13 +128,13 @@ fn runs(path: &Path) -> Result<Vec<PathBuf>> {
 /// Whether this is a step folder, valid or damaged.
 fn is_step(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.join("manifest.json").is_file() || (path.is_dir() && Kind::parse_directory(&name).is_some())
+    path.join("manifest.json").is_file() || (path.is_dir() && CheckpointKind::parse_directory(&name).is_some())
 }
 
 /// The step folder itself, or the newest good one of a run.
 fn step(path: &Path) -> Result<PathBuf> {
     check_is_there(path)?;
-    if is_step(path) { Ok(path.to_path_buf()) } else { Ok(newest_good(path)?.checkpoint.path().to_path_buf()) }
+    if is_step(path) { Ok(path.to_path_buf()) } else { Ok(latest_valid(path)?.checkpoint.path().to_path_buf()) }
 }
 
 fn listing(path: &Path) -> Result<Vec<String>> {
@@ -165,7 +166,7 @@ fn about(manifest: &Manifest, best: Option<f64>) -> String {
     format!("{:>9}  {loss}", size(manifest.bytes())).trim_end().to_owned()
 }
 
-fn validation_loss(one: &Listed) -> Option<f64> {
+fn validation_loss(one: &CheckpointEntry) -> Option<f64> {
     one.manifest.as_ref().ok()?.validation_loss
 }
 
@@ -175,12 +176,12 @@ fn description(path: &Path) -> Result<Vec<String>> {
     let mut lines = Vec::new();
     let mut say = |key: &str, value: String| lines.push(format!("{key:<12} {value}"));
     say("checkpoint", path.display().to_string());
-    if manifest.kind == Kind::Full {
+    if manifest.kind == CheckpointKind::Full {
         let checkpoint = Checkpoint::open(&path)?;
         let (state, config) = (checkpoint.state(), checkpoint.config());
-        say("model", format!("{}, {} parameters", state.identity.model, config.parameter_count()));
-        say("policy", state.identity.policy.clone());
-        say("data", state.identity.data.clone());
+        say("model", format!("{}, {} parameters", state.fingerprint.model, config.parameter_count()));
+        say("policy", state.fingerprint.policy.clone());
+        say("data", state.fingerprint.data.clone());
         say("step", format!("{}, {} of them applied", state.step, state.updates));
         say("tokens", state.tokens.to_string());
         say("loss scale", format!("{}, {} clean steps", scale(state.scaler.scale), state.scaler.growth_tracker));
@@ -245,15 +246,15 @@ fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
         return Err(Error::checkpoint(path, "there is no checkpoint in this folder; give the folder of one run"));
     }
     let run = Run::open(path)?;
-    let keep = Keep { last: args.keep_last, best: !args.no_best };
+    let keep = RetentionPolicy { last: args.keep_last, best: !args.no_best };
     let mut gone = Vec::new();
-    for kind in Kind::ALL {
-        gone.extend(outdated(run.path(), kind, keep)?);
+    for kind in CheckpointKind::ALL {
+        gone.extend(expired(run.path(), kind, keep)?);
     }
     if args.damaged {
-        if listed.iter().any(|one| one.kind == Kind::Full) {
+        if listed.iter().any(|one| one.kind == CheckpointKind::Full) {
             // If no checkpoint is valid, the damaged ones may be all that is left of the run.
-            newest_good(run.path())?;
+            latest_valid(run.path())?;
         }
         let damaged = listed.into_iter().map(|one| one.path).filter(|path| !verify(path).is_empty());
         gone.extend(damaged.filter(|path| !gone.contains(path)).collect::<Vec<_>>());

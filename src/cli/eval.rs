@@ -114,7 +114,7 @@ fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(
     let config = Config::resolve(&ConfigLayers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
     let rule = if bos == Bos::Auto { config.bos } else { bos };
     let id = trained.config.bos_token_id;
-    let tokenizer = trained.companions.clone().with_bos(trained.tokenizer.clone(), rule, id)?;
+    let tokenizer = trained.aux_files.clone().with_bos(trained.tokenizer.clone(), rule, id)?;
     let set = dataset(&config, &trained.chat, &tokenizer, &mut |event| reporter.report(event))?;
     let data = match &config.val {
         Some(val) => val.clone(),

@@ -76,7 +76,7 @@ impl NameArgs {
         if let Some(adapter) = &self.adapter {
             trained = trained.with_adapters(adapter)?;
         }
-        for damage in &trained.damaged {
+        for damage in &trained.corrupt_files {
             reporter.notice(format!("warning: skipped a damaged checkpoint: {damage}"));
         }
         reporter.begin("reading weights");

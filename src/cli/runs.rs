@@ -3,7 +3,7 @@
 use crate::cli::checkpoint::size;
 use crate::cli::flags::read;
 use crate::cli::reporter::Reporter;
-use crate::store::checkpoint::{Listed, Run, list};
+use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started};
 use crate::train::{Config, ConfigLayers};
 use crate::untrusted::line;
@@ -107,7 +107,7 @@ impl Summary {
         let step = last.as_ref().and_then(|last| last.event.step()).unwrap_or(0);
         let total = started.as_ref().map_or(0, |started| started.total_steps);
         let checkpoints = list(path).unwrap_or_default();
-        let loss = |one: &Listed| one.manifest.as_ref().ok()?.validation_loss;
+        let loss = |one: &CheckpointEntry| one.manifest.as_ref().ok()?.validation_loss;
         let best = checkpoints.iter().filter_map(loss).min_by(f64::total_cmp);
         let state = match last.as_ref().map(|last| &last.event) {
             Some(Event::Finished(finished)) => finished.reason.to_string(),

@@ -8,7 +8,7 @@ use crate::cli::reporter::Reporter;
 use crate::cli::show::{ShowArgs, show};
 use crate::engine::collective::ProcessGroup;
 use crate::screen::terminal::{Interruption, hold_signals};
-use crate::store::checkpoint::{Checkpoint, Kind, Run, list, newest_good, newest_run};
+use crate::store::checkpoint::{Checkpoint, CheckpointKind, Run, latest_run, latest_valid, list};
 use crate::store::hub::free_bytes;
 use crate::telemetry::{
     Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, is_bound,
@@ -197,7 +197,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
                 format!("there is no such folder, nor a run of this name{}", did_you_mean(run.unwrap_or(path), dir));
             return Err(Error::checkpoint(path, message));
         }
-        (None, _) => Some(named.map_or_else(|| newest_run(dir), |run| Ok(dir.join(run)))?),
+        (None, _) => Some(named.map_or_else(|| latest_run(dir), |run| Ok(dir.join(run)))?),
     };
     let folder = folder.unwrap_or_default();
     let settings = folder.join("config.toml");
@@ -211,12 +211,12 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
     if let Some(step) = step {
         return Ok(Resumed { run, checkpoint: Some(Checkpoint::open(step)?), warnings: Vec::new() });
     }
-    if list(&folder)?.iter().all(|one| one.kind != Kind::Full) {
+    if list(&folder)?.iter().all(|one| one.kind != CheckpointKind::Full) {
         let warnings = vec!["there is no checkpoint in this run yet: it starts over".into()];
         return Ok(Resumed { run, checkpoint: None, warnings });
     }
-    let found = newest_good(&folder)?;
-    let warnings = found.damaged.iter().map(|damage| format!("skipped a damaged checkpoint: {damage}")).collect();
+    let found = latest_valid(&folder)?;
+    let warnings = found.corrupt_files.iter().map(|damage| format!("skipped a damaged checkpoint: {damage}")).collect();
     Ok(Resumed { run, checkpoint: Some(found.checkpoint), warnings })
 }
 
@@ -225,7 +225,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
 fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>> {
     let Some(free) = free_bytes(run) else { return Ok(None) };
     let checkpoints = if run.is_dir() { list(run)? } else { Vec::new() };
-    let there = checkpoints.iter().filter(|one| one.kind == Kind::Full).count() as u64;
+    let there = checkpoints.iter().filter(|one| one.kind == CheckpointKind::Full).count() as u64;
     let most = (config.checkpoint.keep_last as u64 + 1).saturating_sub(there).max(1);
     has_room(run, bytes, most, free)
 }
@@ -259,12 +259,12 @@ fn new_run(config: &Config) -> Result<Run> {
             let message = "already contains a run; continue it with --resume, or choose another --run name";
             Err(Error::checkpoint(&path, message))
         };
-        if Run::is_begun(&path) {
+        if Run::exists(&path) {
             return refused();
         }
         let run = Run::open(&path)?;
         // Another process may have started a run between the check and the lock.
-        return if Run::is_begun(&path) { refused() } else { Ok(run) };
+        return if Run::exists(&path) { refused() } else { Ok(run) };
     }
     let model = Path::new(&config.model).file_name().map_or("model".into(), |name| name.to_string_lossy());
     let dtype = config.dtype.compute;

@@ -1,7 +1,7 @@
 //! `finetune verify-distributed`.
 
 use crate::cli::flags::ConfigArgs;
-use crate::store::checkpoint::{compare, newest_good};
+use crate::store::checkpoint::{compare, latest_valid};
 use crate::telemetry::{Event, StepTime, read};
 use crate::{Error, Result, temporary};
 use clap::Args;
@@ -41,11 +41,11 @@ pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<E
     }
     let mut say = |text: String| writeln!(out, "{text}").map_err(Error::io("write to", "standard output"));
     let run = |count: usize| folder.path().join(name(count));
-    let whole = newest_good(&run(1))?.checkpoint;
+    let whole = latest_valid(&run(1))?.checkpoint;
     let first = figures(&run(1))?;
     let mut differs = false;
     for count in PROCESSES.into_iter().skip(1) {
-        let shared = newest_good(&run(count))?.checkpoint;
+        let shared = latest_valid(&run(count))?.checkpoint;
         let mut differences: Vec<String> =
             compare(whole.path(), shared.path())?.iter().map(ToString::to_string).collect();
         let figures = figures(&run(count))?;

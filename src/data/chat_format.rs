@@ -119,12 +119,12 @@ pub struct ChatFormat {
     /// A description of the source of the marks.
     name: String,
     /// The state for writing conversations; an error with the reason if none can be written.
-    renderer: Result<Renderer, String>,
+    renderer: Result<ChatRenderer, String>,
     origin: String,
 }
 
 #[derive(Debug)]
-struct Renderer {
+struct ChatRenderer {
     /// Renders the text.
     template: Template,
     /// Produces the same text with marked answers; `None` if `template` marks them or nothing does.
@@ -159,12 +159,12 @@ impl ChatFormat {
         Self { source: source.to_owned(), name, renderer, origin: origin.to_owned() }
     }
 
-    fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, Renderer)> {
+    fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, ChatRenderer)> {
         let template = Template::new(source, origin, tokens.clone())?.sandboxed(source);
         if template.has_generation_blocks() {
             return Ok((
                 "the template's generation blocks".into(),
-                Renderer { template, masking_template: None, has_mask: true },
+                ChatRenderer { template, masking_template: None, has_mask: true },
             ));
         }
         for (name, settings, text) in BUILT_IN {
@@ -172,11 +172,11 @@ impl ChatFormat {
             if agree(&template, &candidate)? {
                 return Ok((
                     format!("the training template `{name}`"),
-                    Renderer { template, masking_template: Some(candidate), has_mask: true },
+                    ChatRenderer { template, masking_template: Some(candidate), has_mask: true },
                 ));
             }
         }
-        Ok(("nothing".into(), Renderer { template, masking_template: None, has_mask: false }))
+        Ok(("nothing".into(), ChatRenderer { template, masking_template: None, has_mask: false }))
     }
 
     /// The template's text.

@@ -97,7 +97,7 @@ pub fn export(
         let message = format!("`{}` exists; remove it first, or give another name", there.display());
         return Err(Error::config("OUT", message));
     }
-    let adapters = if parts == Parts::Adapters { trained.over_base(Dtype::F32)? } else { None };
+    let adapters = if parts == Parts::Adapters { trained.load_with_base(Dtype::F32)? } else { None };
     if adapters.is_some() && format != Format::HuggingFace {
         let message = "adapters alone are written as a folder only; add `--merge` for a whole model in this format";
         return Err(Error::config("OUT", message));

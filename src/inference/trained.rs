@@ -8,8 +8,8 @@ use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::store::adapter::AdapterFolder;
 use crate::store::base::check_range;
-use crate::store::checkpoint::{Base, Checkpoint, Damage, newest_good, verify};
-use crate::store::{AdapterSource, Companions, StoredModel, WeightSource};
+use crate::store::checkpoint::{Base, Checkpoint, CorruptFile, latest_valid, verify};
+use crate::store::{AdapterSource, AuxFiles, StoredModel, WeightSource};
 use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::path::{Path, PathBuf};
@@ -24,11 +24,11 @@ pub struct TrainedModel {
     /// Its tokenizer.
     pub tokenizer: Tokenizer,
     /// The small files stored with its weights.
-    pub companions: Companions,
+    pub aux_files: AuxFiles,
     /// Their template and its special tokens.
     pub chat: ChatSettings,
     /// Damaged newer checkpoints of the run, which were skipped.
-    pub damaged: Vec<Damage>,
+    pub corrupt_files: Vec<CorruptFile>,
     weights: WeightSource,
     adapters: Option<AdapterSource>,
 }
@@ -51,21 +51,21 @@ impl TrainedModel {
         if !path.exists() {
             return Err(Error::model(format!("`{}`", path.display()), "there is no such folder or file"));
         }
-        let mut damaged = Vec::new();
+        let mut corrupt_files = Vec::new();
         let found = if path.join("manifest.json").is_file() {
             open_step(path)?
         } else if path.join("config.toml").is_file() {
-            let found = newest_good(path)?;
-            damaged = found.damaged;
+            let found = latest_valid(path)?;
+            corrupt_files = found.corrupt_files;
             of_checkpoint(found.checkpoint)
-        } else if AdapterFolder::is_one(path) {
-            Found::Adapters(AdapterSource::open(path)?)
+        } else if AdapterFolder::exists(path) {
+            OpenedModel::Adapters(AdapterSource::open(path)?)
         } else {
             whole(path)?
         };
         let (weights, config, adapters) = match found {
-            Found::Whole(weights, config) => (weights, *config, None),
-            Found::Adapters(adapters) => {
+            OpenedModel::Whole(weights, config) => (weights, *config, None),
+            OpenedModel::Adapters(adapters) => {
                 let (weights, config) = base_of(&adapters, locate)?;
                 adapters.spec(&config)?;
                 (weights, config, Some(adapters))
@@ -87,11 +87,11 @@ impl TrainedModel {
             (None, WeightSource::Checkpoint(checkpoint)) => Some(Tokenizer::from_file(checkpoint.tokenizer())?),
             (None, WeightSource::Random(_)) => None,
         };
-        let companions = match &weights {
-            _ if matches!(adapters, Some(AdapterSource::Checkpoint(_))) => Companions::of_folder(&path)?,
-            WeightSource::Stored(model) => model.companions()?,
-            WeightSource::Checkpoint(checkpoint) => Companions::of_folder(checkpoint.path())?,
-            WeightSource::Random(_) => Companions::default(),
+        let aux_files = match &weights {
+            _ if matches!(adapters, Some(AdapterSource::Checkpoint(_))) => AuxFiles::of_folder(&path)?,
+            WeightSource::Stored(model) => model.aux_files()?,
+            WeightSource::Checkpoint(checkpoint) => AuxFiles::of_folder(checkpoint.path())?,
+            WeightSource::Random(_) => AuxFiles::default(),
         };
         let file = match file {
             Some(file) => file,
@@ -103,8 +103,8 @@ impl TrainedModel {
             return Err(Error::model(path.display(), message));
         };
         check_vocabulary(&tokenizer, &file, &config)?;
-        let chat = companions.chat()?;
-        Self { path, config, tokenizer, companions, chat, damaged, weights, adapters }.with_bos(Bos::Auto)
+        let chat = aux_files.chat()?;
+        Self { path, config, tokenizer, aux_files, chat, corrupt_files, weights, adapters }.with_bos(Bos::Auto)
     }
 
     /// The model with the BOS token that `rule` determines.
@@ -112,14 +112,14 @@ impl TrainedModel {
     /// # Errors
     /// [`Error::Config`] if `rule` asks for a token that the model does not have.
     pub fn with_bos(mut self, rule: Bos) -> Result<Self> {
-        self.tokenizer = self.companions.with_bos(self.tokenizer, rule, self.config.bos_token_id)?;
+        self.tokenizer = self.aux_files.with_bos(self.tokenizer, rule, self.config.bos_token_id)?;
         Ok(self)
     }
 
     /// The stop tokens from the configuration, `generation_config.json` and the tokenizer.
     pub fn ends(&self) -> Result<Vec<u32>> {
         let mut ends = self.config.eos_token_ids.clone();
-        ends.extend(self.companions.eos_ids()?);
+        ends.extend(self.aux_files.eos_ids()?);
         ends.extend(self.tokenizer.eos_id());
         Ok(ends)
     }
@@ -157,7 +157,7 @@ impl TrainedModel {
     }
 
     /// The adapters in FP32 over their base in `compute`, on the CPU; `None` without adapters.
-    pub fn over_base(&self, compute: Dtype) -> Result<Option<(ModelSpec, Parameters)>> {
+    pub fn load_with_base(&self, compute: Dtype) -> Result<Option<(ModelSpec, Parameters)>> {
         self.load_adapters(compute, false)
     }
 
@@ -169,7 +169,7 @@ impl TrainedModel {
 
     /// The weights in FP32: a checkpoint's masters, or the folder's weights widened. Adapters are merged.
     pub fn masters(&self) -> Result<Parameters> {
-        if let Some((spec, adapters)) = self.over_base(Dtype::F32)? {
+        if let Some((spec, adapters)) = self.load_with_base(Dtype::F32)? {
             Ok(merged(&spec, &adapters)?.1)
         } else {
             let masters = Parameters::zeros(&self.config.parameters(), DType::F32, &Device::Cpu)?;
@@ -218,28 +218,28 @@ impl TrainedModel {
 }
 
 /// The kind of model found at a path.
-enum Found {
+enum OpenedModel {
     Whole(WeightSource, Box<ModelSpec>),
     Adapters(AdapterSource),
 }
 
-fn of_checkpoint(checkpoint: Checkpoint) -> Found {
+fn of_checkpoint(checkpoint: Checkpoint) -> OpenedModel {
     let checkpoint = Box::new(checkpoint);
     if checkpoint.manifest().has_adapters() {
-        Found::Adapters(AdapterSource::Checkpoint(checkpoint))
+        OpenedModel::Adapters(AdapterSource::Checkpoint(checkpoint))
     } else {
         let config = Box::new(checkpoint.config().clone());
-        Found::Whole(WeightSource::Checkpoint(checkpoint), config)
+        OpenedModel::Whole(WeightSource::Checkpoint(checkpoint), config)
     }
 }
 
-fn whole(path: &Path) -> Result<Found> {
+fn whole(path: &Path) -> Result<OpenedModel> {
     let model = StoredModel::open(path)?;
     let config = Box::new(model.config().clone());
-    Ok(Found::Whole(WeightSource::Stored(model), config))
+    Ok(OpenedModel::Whole(WeightSource::Stored(model), config))
 }
 
-fn open_step(path: &Path) -> Result<Found> {
+fn open_step(path: &Path) -> Result<OpenedModel> {
     let is_full = path.join("state.json").exists() || path.join("master.safetensors").exists();
     if is_full {
         return Ok(of_checkpoint(Checkpoint::open(path)?));
@@ -247,8 +247,8 @@ fn open_step(path: &Path) -> Result<Found> {
     if let Some(damage) = verify(path).into_iter().next() {
         return Err(damage.into());
     }
-    if AdapterFolder::is_one(path) {
-        return Ok(Found::Adapters(AdapterSource::open(path)?));
+    if AdapterFolder::exists(path) {
+        return Ok(OpenedModel::Adapters(AdapterSource::open(path)?));
     }
     whole(path)
 }

@@ -24,7 +24,7 @@ const MAX_JSON: u64 = 16 << 20;
 const PREFIX: &str = "base_model.model.";
 
 /// Keys about an adapter's origin or training, which are ignored; the tensors determine the layers.
-const INERT: [&str; 19] = [
+const IGNORED_KEYS: [&str; 19] = [
     "auto_mapping",
     "base_model_name_or_path",
     "exclude_modules",
@@ -68,7 +68,7 @@ struct AdapterConfig {
 
 impl AdapterFolder {
     /// Whether `path` holds an adapter.
-    pub fn is_one(path: &Path) -> bool {
+    pub fn exists(path: &Path) -> bool {
         path.join(ADAPTER_CONFIG).is_file()
     }
 
@@ -225,8 +225,8 @@ impl AdapterConfig {
                 "task_type" => value.as_str().is_none_or(|task| task == "CAUSAL_LM"),
                 // Others take a part of the base's weights into the adapter.
                 "init_lora_weights" => matches!(value.as_str(), None | Some("gaussian" | "eva" | "orthogonal")),
-                key if INERT.contains(&key) => true,
-                _ => is_off(value),
+                key if IGNORED_KEYS.contains(&key) => true,
+                _ => is_disabled(value),
             };
             if !supported {
                 return Err(format!("`{key}` is {value}, which means something that the engine does not compute"));
@@ -255,7 +255,7 @@ impl AdapterConfig {
 }
 
 /// Whether a value says that something is not used.
-fn is_off(value: &Value) -> bool {
+fn is_disabled(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
         Value::Array(list) => list.is_empty(),

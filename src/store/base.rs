@@ -12,11 +12,11 @@ use std::io::{Write as _, sink};
 use std::sync::Arc;
 
 /// Values hashed at a time.
-const CHUNK: usize = 1 << 16;
+const HASH_CHUNK: usize = 1 << 16;
 /// Values of a table of tokens that are read at a time, or four rows more. In FP32 and whole, that of a large
 /// vocabulary would take more than all else that a run over a frozen base holds. A multiple of four, as drawing wants
 /// it.
-const TABLE_PART: usize = 1 << 20;
+const TABLE_CHUNK: usize = 1 << 20;
 
 /// Adapters over their base.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub struct AdaptedModel {
 ///
 /// # Errors
 /// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_part` says.
-pub fn over_base(
+pub fn load_with_base(
     spec: &ModelSpec,
     compute: Dtype,
     seed: u64,
@@ -57,19 +57,20 @@ pub fn over_base(
     let base_parameters = spec.base_parameters();
     // One buffer for all values: what the system's allocator keeps of buffers of many sizes would stay resident during
     // training.
-    let buffer = view::zeros(&[base_parameters.iter().map(part_of).max().unwrap_or(1)], DType::F32, &Device::Cpu)?;
+    let buffer =
+        view::zeros(&[base_parameters.iter().map(chunk_elements).max().unwrap_or(1)], DType::F32, &Device::Cpu)?;
     let mut digest = DigestWriter::new(sink());
     for entry in base_parameters {
         digest.write_all(entry.name.as_bytes()).map_err(Error::io("hash", origin))?;
         let tensor = own.get(&entry.name).or_else(|| base.get(&entry.name)).filter(|tensor| tensor.elem_count() > 0);
         let tensor = tensor.map(Tensor::flatten_all).transpose()?;
         let (elements, mut stats) = (entry.shape.iter().product::<usize>(), TensorStats::default());
-        let part = part_of(&entry);
+        let part = chunk_elements(&entry);
         for first in (0..elements).step_by(part) {
             let wide = buffer.narrow(0, 0, part.min(elements - first))?;
             view::write_f32(&wide, |out| read_part(&entry, first, out))??;
             stats.merge(&survey(&wide, FloatFormat::FP32, false)?.stats);
-            for values in read(&wide)?.typed::<f32>()?.chunks(CHUNK) {
+            for values in read(&wide)?.typed::<f32>()?.chunks(HASH_CHUNK) {
                 let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
                 digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
             }
@@ -93,10 +94,10 @@ pub fn over_base(
 }
 
 /// Values of a parameter that are read at a time.
-fn part_of(entry: &ParamSpec) -> usize {
+fn chunk_elements(entry: &ParamSpec) -> usize {
     let elements = entry.shape.iter().product::<usize>().max(1);
     match (entry.layer.op, &entry.shape[..]) {
-        (Op::Embedding | Op::Head, [_, columns]) => TABLE_PART.next_multiple_of(4 * columns).min(elements),
+        (Op::Embedding | Op::Head, [_, columns]) => TABLE_CHUNK.next_multiple_of(4 * columns).min(elements),
         _ => elements,
     }
 }

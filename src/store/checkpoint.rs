@@ -25,11 +25,11 @@ mod run;
 mod save;
 mod state;
 
-pub use compare::{Difference, compare};
-pub use disk::{Disk, Operation};
-pub use find::{Found, Keep, Listed, best, list, newest_good, newest_run, outdated};
-pub use manifest::{Kind, Manifest};
-pub use read::{Checkpoint, Damage, verify};
-pub use run::{Run, Saved};
+pub use compare::{CheckpointDifference, compare};
+pub use disk::{Disk, FsOp};
+pub use find::{CheckpointEntry, ResumeCandidate, RetentionPolicy, best, expired, latest_run, latest_valid, list};
+pub use manifest::{CheckpointKind, Manifest};
+pub use read::{Checkpoint, CorruptFile, verify};
+pub use run::{Run, SaveResult};
 pub use save::{Contents, ShardedTensors, StateTensor};
-pub use state::{Base, Best, FORMAT_VERSION, Identity, State};
+pub use state::{Base, Best, FORMAT_VERSION, Fingerprint, State};

@@ -13,7 +13,7 @@ use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
 const CONFIG: &str = "config.json";
-const WHOLE: &str = "model.safetensors";
+const SINGLE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
 /// Maximum size of configurations and indices.
@@ -26,7 +26,7 @@ pub struct ModelFolder {
     config: ModelSpec,
     files: Vec<TensorFile>,
     /// The file and the name there of each parameter.
-    places: BTreeMap<String, (usize, String)>,
+    tensor_index: BTreeMap<String, (usize, String)>,
 }
 
 impl ModelFolder {
@@ -43,9 +43,9 @@ impl ModelFolder {
         let config = Self::read_config(&path)?;
         let files = weight_files(&path)?;
         check_depth(&config, files.iter().map(|file| file.tensors().len()).sum(), &path.join(CONFIG))?;
-        let places = places(&files, &config)?;
-        let mut folder = Self { path, config, files, places };
-        folder.settle_head()?;
+        let tensor_index = tensor_index(&files, &config)?;
+        let mut folder = Self { path, config, files, tensor_index };
+        folder.resolve_tied_head()?;
         folder.check_parameters()?;
         Ok(folder)
     }
@@ -84,7 +84,7 @@ impl ModelFolder {
 
     /// The tensor of a parameter, named as in [`ModelSpec::parameters`].
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
-        let (file, name) = self.places.get(name)?;
+        let (file, name) = self.tensor_index.get(name)?;
         self.files[*file].get(name)
     }
 
@@ -111,7 +111,7 @@ impl ModelFolder {
     }
 
     /// Decides whether the head is tied: a stored head that differs from the embedding is not.
-    fn settle_head(&mut self) -> Result<()> {
+    fn resolve_tied_head(&mut self) -> Result<()> {
         if !self.config.tied {
             return Ok(());
         }
@@ -123,7 +123,7 @@ impl ModelFolder {
                  `config.json` if the head is a matrix of its own"
             )));
         }
-        self.places.remove(HEAD);
+        self.tensor_index.remove(HEAD);
         Ok(())
     }
 
@@ -141,7 +141,7 @@ impl ModelFolder {
                 return Err(view.error(format!("dtype {} is not one of F32, F16, BF16", view.dtype)));
             }
         }
-        match self.places.keys().find(|name| !shapes.contains_key(*name)) {
+        match self.tensor_index.keys().find(|name| !shapes.contains_key(*name)) {
             None => Ok(()),
             Some(extra) => Err(self.error(format!("tensor `{extra}` does not belong to this model"))),
         }
@@ -154,8 +154,8 @@ impl ModelFolder {
 
 /// Maps the one file or all shards.
 fn weight_files(folder: &Path) -> Result<Vec<TensorFile>> {
-    if folder.join(WHOLE).exists() {
-        return Ok(vec![TensorFile::open(folder.join(WHOLE))?]);
+    if folder.join(SINGLE_FILE).exists() {
+        return Ok(vec![TensorFile::open(folder.join(SINGLE_FILE))?]);
     }
     let index = folder.join(INDEX);
     if index.exists() {
@@ -189,18 +189,18 @@ fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
 }
 
 /// Finds every parameter by its name without prefix, and rejects duplicates.
-fn places(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<String, (usize, String)>> {
-    let mut places = BTreeMap::new();
+fn tensor_index(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<String, (usize, String)>> {
+    let mut tensor_index = BTreeMap::new();
     for (index, file) in files.iter().enumerate() {
         for view in file.tensors() {
             let Some(name) = config.family.parameter_name(view.name) else { continue };
-            if let Some((other, _)) = places.insert(name.to_owned(), (index, view.name.to_owned())) {
+            if let Some((other, _)) = tensor_index.insert(name.to_owned(), (index, view.name.to_owned())) {
                 let other: &TensorFile = &files[other];
                 return Err(view.error(format!("it is also in `{}`", other.path().display())));
             }
         }
     }
-    Ok(places)
+    Ok(tensor_index)
 }
 
 /// Rejects a model with more blocks than tensors before anything is allocated for each block.
@@ -246,7 +246,7 @@ mod tests {
     fn folder(config: &ModelSpec, tensors: &Tensors) -> TempDir {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("config.json"), config.to_json("float32")).unwrap();
-        save(&folder, WHOLE, tensors);
+        save(&folder, SINGLE_FILE, tensors);
         folder
     }
 
@@ -333,7 +333,7 @@ mod tests {
     fn shards_are_read_and_must_be_in_the_folder() {
         let all = tensors(&config());
         let whole = folder(&config(), &Tensors::new());
-        std::fs::remove_file(whole.path().join(WHOLE)).unwrap();
+        std::fs::remove_file(whole.path().join(SINGLE_FILE)).unwrap();
         let (first, second) = all.split_at(9);
         save(&whole, "model-1.safetensors", &first.to_vec());
         save(&whole, "model-2.safetensors", &second.to_vec());

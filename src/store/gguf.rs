@@ -8,7 +8,7 @@ mod model;
 mod tokenizer;
 mod vocabulary;
 
-pub use architectures::{GgufHeader, GgufWords, ROPE_FACTORS, gguf_name};
+pub use architectures::{GgufHeader, GgufMetadata, ROPE_FACTORS, gguf_name};
 pub use model::GgufModel;
 pub(crate) use vocabulary::vocabulary;
 
@@ -53,12 +53,12 @@ impl Gguf {
         if !about.is_file() {
             return Err(Error::model(path.display(), "it is no regular file"));
         }
-        let mut start = BufReader::new(Limited { file: &file, left: MAX_METADATA, starved: false });
+        let mut start = BufReader::new(LimitedReader { file: &file, left: MAX_METADATA, limit_hit: false });
         // A file can make candle's reader divide by zero.
         let content = catch_panic(|| Content::read(&mut start)).unwrap_or_else(|| candle_core::bail!("nonsense in it"));
-        let starved = start.get_ref().starved;
+        let limit_hit = start.get_ref().limit_hit;
         let content = content.map_err(|error| match error {
-            _ if starved => Error::model(path.display(), format!("its metadata takes over {MAX_METADATA} bytes")),
+            _ if limit_hit => Error::model(path.display(), format!("its metadata takes over {MAX_METADATA} bytes")),
             error if is_end_of_file(&error) => Error::model(path.display(), "it ends within its metadata: truncated"),
             error => Error::model(path.display(), format!("no usable GGUF file: {}", Error::from(error))),
         })?;
@@ -149,7 +149,7 @@ impl Gguf {
     pub fn text(&self, key: &str) -> Result<&str> {
         match self.content.metadata.get(key) {
             Some(Value::String(text)) => Ok(text),
-            other => Err(self.wrong(key, "a text", other)),
+            other => Err(self.type_error(key, "a text", other)),
         }
     }
 
@@ -164,12 +164,12 @@ impl Gguf {
             Value::Bool(_) => None,
             ref value => value.to_u64().ok().and_then(|count| usize::try_from(count).ok()),
         };
-        count.map(Some).ok_or_else(|| self.wrong(key, "a count", Some(value)))
+        count.map(Some).ok_or_else(|| self.type_error(key, "a count", Some(value)))
     }
 
     /// A required integer.
     pub fn required_count(&self, key: &str) -> Result<usize> {
-        self.count(key)?.ok_or_else(|| self.wrong(key, "a count", None))
+        self.count(key)?.ok_or_else(|| self.type_error(key, "a count", None))
     }
 
     /// A number in the metadata; `None` if the key is missing.
@@ -178,7 +178,7 @@ impl Gguf {
             None => Ok(None),
             Some(Value::F32(number)) => Ok(Some(f64::from(*number))),
             Some(Value::F64(number)) => Ok(Some(*number)),
-            Some(other) => Err(self.wrong(key, "a number", Some(other))),
+            Some(other) => Err(self.type_error(key, "a number", Some(other))),
         }
     }
 
@@ -187,7 +187,7 @@ impl Gguf {
         match self.content.metadata.get(key) {
             None => Ok(None),
             Some(Value::Bool(flag)) => Ok(Some(*flag)),
-            Some(other) => Err(self.wrong(key, "true or false", Some(other))),
+            Some(other) => Err(self.type_error(key, "true or false", Some(other))),
         }
     }
 
@@ -198,7 +198,7 @@ impl Gguf {
             Value::Array(values) => values.iter().map(read).collect(),
             _ => None,
         };
-        list.map(Some).ok_or_else(|| self.wrong(key, what, Some(value)))
+        list.map(Some).ok_or_else(|| self.type_error(key, what, Some(value)))
     }
 
     /// The template that writes a chat, in Jinja.
@@ -230,7 +230,7 @@ impl Gguf {
         Tokenizer::from_json(json, &self.path.display().to_string())
     }
 
-    fn wrong(&self, key: &str, wanted: &str, found: Option<&Value>) -> Error {
+    fn type_error(&self, key: &str, wanted: &str, found: Option<&Value>) -> Error {
         let found = found.map_or_else(|| "missing".to_owned(), |value| format!("of type {:?}", value.value_type()));
         self.error(format!("metadata `{key}` should be {wanted} and is {found}"))
     }
@@ -247,16 +247,16 @@ impl std::fmt::Debug for Gguf {
 }
 
 /// The beginning of a file: an error, where more of it is read.
-struct Limited<'a> {
+struct LimitedReader<'a> {
     file: &'a File,
     left: u64,
-    starved: bool,
+    limit_hit: bool,
 }
 
-impl Read for Limited<'_> {
+impl Read for LimitedReader<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         if self.left == 0 && !buffer.is_empty() {
-            self.starved = true;
+            self.limit_hit = true;
             return Err(io::Error::other("too much metadata"));
         }
         let len = buffer.len().min(usize::try_from(self.left).unwrap_or(usize::MAX));
@@ -266,7 +266,7 @@ impl Read for Limited<'_> {
     }
 }
 
-impl Seek for Limited<'_> {
+impl Seek for LimitedReader<'_> {
     fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
         self.file.seek(to)
     }

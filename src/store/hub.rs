@@ -6,21 +6,21 @@
 
 mod cache;
 mod client;
-mod failure;
-mod reach;
+mod connectivity;
+mod error;
 mod settings;
 
 use std::path::{Path, PathBuf};
 
 use crate::data::{Downloader, HubFile};
 use crate::digest::read_at_most;
-use crate::store::companions::Companions;
+use crate::store::aux_files::AuxFiles;
 use crate::{Error, Result};
 
 use cache::RepoCache;
 use client::{ATTEMPTS, Client, Metadata};
-use failure::Failure;
-pub use reach::connect;
+pub use connectivity::connect;
+use error::HubError;
 pub use settings::{Settings, without_password};
 
 /// Short names of models, and their full names, which Python's cache uses.
@@ -45,11 +45,11 @@ const MAX_SHARDS: usize = 4096;
 const PICKLED: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
 
 /// Called while files arrive.
-pub type ProgressFn<'a> = dyn FnMut(Progress) + 'a;
+pub type ProgressFn<'a> = dyn FnMut(DownloadProgress) + 'a;
 
 /// Progress of a download.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Progress {
+pub enum DownloadProgress {
     /// A part of a file has arrived.
     Bytes {
         /// The file's name in its repository.
@@ -76,7 +76,7 @@ pub struct ModelFiles {
 
 /// The kind of a repository, which determines its URL and its folder in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum RepoType {
     Model,
     Dataset,
 }
@@ -84,7 +84,7 @@ enum Kind {
 /// A repository at a revision.
 #[derive(Clone, Debug)]
 struct Repo {
-    kind: Kind,
+    kind: RepoType,
     /// `owner/name`, or a legacy name without owner.
     id: String,
     /// Branch, tag or commit.
@@ -92,7 +92,7 @@ struct Repo {
 }
 
 /// A file in the cache.
-struct Cached {
+struct CachedFile {
     path: PathBuf,
     /// The commit it belongs to.
     commit: String,
@@ -101,10 +101,10 @@ struct Cached {
 }
 
 /// The location of a file.
-enum Place {
-    Here(Cached),
+enum FileLocation {
+    Cached(CachedFile),
     /// On the server. Its blob may already be in the cache.
-    There(Metadata),
+    Remote(Metadata),
 }
 
 /// Access to the Hub.
@@ -133,16 +133,16 @@ impl<'a> Hub<'a> {
     /// The files of model `name` (an alias or `owner/name`) at `revision`, which is `main` if not given.
     pub fn model(&mut self, name: &str, revision: Option<&str>) -> Result<ModelFiles> {
         let id = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, id)| id);
-        let mut repo = Repo::new(Kind::Model, id, revision.unwrap_or("main"))?;
+        let mut repo = Repo::new(RepoType::Model, id, revision.unwrap_or("main"))?;
         let config = self.file(&repo, "config.json")?;
         // Use the commit from here on, so that a push in between cannot mix two versions.
         let commit = config.commit;
         repo.revision.clone_from(&commit);
         self.file(&repo, "tokenizer.json")?;
-        for file in Companions::NAMES {
+        for file in AuxFiles::NAMES {
             match self.fetch_file(&repo, file) {
                 // The file is optional: skip it if it does not exist or the network is down.
-                Err(failure) if failure.is_absence() || failure.is_network() => {}
+                Err(failure) if failure.is_not_found() || failure.is_network() => {}
                 result => drop(result.map_err(|failure| failure.explain(&self.settings, &repo, file))?),
             }
         }
@@ -153,7 +153,7 @@ impl<'a> Hub<'a> {
 
     /// One file of model `name` at `revision`, which is `main` if not given, and the commit it comes from.
     pub fn model_file(&mut self, name: &str, revision: Option<&str>, file: &str) -> Result<(PathBuf, String)> {
-        let found = self.file(&Repo::new(Kind::Model, name, revision.unwrap_or("main"))?, file)?;
+        let found = self.file(&Repo::new(RepoType::Model, name, revision.unwrap_or("main"))?, file)?;
         Ok((found.path, found.commit))
     }
 
@@ -164,7 +164,7 @@ impl<'a> Hub<'a> {
         }
         if let Some(index) = self.optional_file(repo, "model.safetensors.index.json")? {
             let shards = shards(&index.path)?;
-            self.check_room(repo, &shards)?;
+            self.check_disk_space(repo, &shards)?;
             return shards.iter().try_for_each(|shard| self.file(repo, shard).map(drop));
         }
         let pickled = PICKLED.into_iter().find(|file| self.exists(repo, file));
@@ -179,15 +179,15 @@ impl<'a> Hub<'a> {
     }
 
     /// Gets one file: from the cache if it is current, else downloaded.
-    fn file(&mut self, repo: &Repo, file: &str) -> Result<Cached> {
+    fn file(&mut self, repo: &Repo, file: &str) -> Result<CachedFile> {
         self.fetch_file(repo, file).map_err(|failure| failure.explain(&self.settings, repo, file))
     }
 
     /// Like [`Self::file`], for a file that the repository may not have.
-    fn optional_file(&mut self, repo: &Repo, file: &str) -> Result<Option<Cached>> {
+    fn optional_file(&mut self, repo: &Repo, file: &str) -> Result<Option<CachedFile>> {
         match self.fetch_file(repo, file) {
             Ok(cached) => Ok(Some(cached)),
-            Err(failure) if failure.is_absence() => Ok(None),
+            Err(failure) if failure.is_not_found() => Ok(None),
             Err(failure) => Err(failure.explain(&self.settings, repo, file)),
         }
     }
@@ -198,25 +198,25 @@ impl<'a> Hub<'a> {
     }
 
     /// Rejects shards that do not fit on the disk together before downloading the first one.
-    fn check_room(&mut self, repo: &Repo, shards: &[String]) -> Result<()> {
+    fn check_disk_space(&mut self, repo: &Repo, shards: &[String]) -> Result<()> {
         let mut needed = 0_u64;
         for shard in shards {
-            let place = self.locate(repo, shard).map_err(|failure| failure.explain(&self.settings, repo, shard))?;
-            if let Place::There(metadata) = place {
+            let location = self.locate(repo, shard).map_err(|failure| failure.explain(&self.settings, repo, shard))?;
+            if let FileLocation::Remote(metadata) = location {
                 needed = needed.saturating_add(RepoCache::new(&self.settings.cache, repo).missing(&metadata));
             }
         }
-        self.room_for(needed).map_err(|failure| failure.explain(&self.settings, repo, "its weights"))
+        self.require_space(needed).map_err(|failure| failure.explain(&self.settings, repo, "its weights"))
     }
 
-    fn room_for(&self, needed: u64) -> Result<(), Failure> {
+    fn require_space(&self, needed: u64) -> Result<(), HubError> {
         match free_bytes(&self.settings.cache) {
-            Some(free) if needed > free => Err(Failure::NoRoom { needed, free, cache: self.settings.cache.clone() }),
+            Some(free) if needed > free => Err(HubError::DiskFull { needed, free, cache: self.settings.cache.clone() }),
             _ => Ok(()),
         }
     }
 
-    fn client(&mut self) -> Result<Client, Failure> {
+    fn client(&mut self) -> Result<Client, HubError> {
         let client = match &self.client {
             Some(client) => client.clone(),
             None => Client::new(&self.settings)?,
@@ -224,72 +224,72 @@ impl<'a> Hub<'a> {
         Ok(self.client.insert(client).clone())
     }
 
-    fn fetch_file(&mut self, repo: &Repo, file: &str) -> Result<Cached, Failure> {
+    fn fetch_file(&mut self, repo: &Repo, file: &str) -> Result<CachedFile, HubError> {
         match self.locate(repo, file)? {
-            Place::Here(cached) => Ok(cached),
-            Place::There(metadata) => self.download(repo, file, &metadata),
+            FileLocation::Cached(cached) => Ok(cached),
+            FileLocation::Remote(metadata) => self.download(repo, file, &metadata),
         }
     }
 
-    fn locate(&mut self, repo: &Repo, file: &str) -> Result<Place, Failure> {
+    fn locate(&mut self, repo: &Repo, file: &str) -> Result<FileLocation, HubError> {
         if !is_plain_path(file) {
-            return Err(Failure::Refused(format!("`{file}` is not a path inside the repository")));
+            return Err(HubError::Refused(format!("`{file}` is not a path inside the repository")));
         }
         let cached = self.verified(&RepoCache::new(&self.settings.cache, repo), &repo.revision, file)?;
         if self.settings.offline {
-            return cached.map(Place::Here).ok_or(Failure::NotCached);
+            return cached.map(FileLocation::Cached).ok_or(HubError::NotCached);
         }
         // Retry a host that did not answer last time only once.
         let attempts = if cached.is_some() || self.unreachable { 1 } else { ATTEMPTS };
         let metadata = match cached {
             // A commit never changes, so no request is needed.
-            Some(cached) if cached.commit == repo.revision => return Ok(Place::Here(cached)),
+            Some(cached) if cached.commit == repo.revision => return Ok(FileLocation::Cached(cached)),
             Some(cached) => match self.client()?.metadata(repo, file, attempts) {
                 Ok(metadata) if (&metadata.commit, &metadata.etag) == (&cached.commit, &cached.etag) => {
-                    return Ok(Place::Here(cached));
+                    return Ok(FileLocation::Cached(cached));
                 }
                 Err(failure) if failure.is_network() => {
                     self.unreachable = true;
                     self.notice(format!("{}: {failure}; using the cached `{file}`", repo.id));
-                    return Ok(Place::Here(cached));
+                    return Ok(FileLocation::Cached(cached));
                 }
                 answer => answer?,
             },
             None => self.client()?.metadata(repo, file, attempts)?,
         };
         if cache::is_hex(&repo.revision, 40) && metadata.commit != repo.revision {
-            return Err(Failure::Refused(format!(
+            return Err(HubError::Refused(format!(
                 "requested commit {}, but the server returned another",
                 repo.revision
             )));
         }
         let limit = limit(repo, file);
         if metadata.size > limit {
-            return Err(Failure::TooLarge { size: metadata.size, limit });
+            return Err(HubError::TooLarge { size: metadata.size, limit });
         }
-        Ok(Place::There(metadata))
+        Ok(FileLocation::Remote(metadata))
     }
 
     /// The cached file, if it exists and its contents match its hash.
-    fn verified(&mut self, cache: &RepoCache, revision: &str, file: &str) -> Result<Option<Cached>, Failure> {
+    fn verified(&mut self, cache: &RepoCache, revision: &str, file: &str) -> Result<Option<CachedFile>, HubError> {
         let Some(commit) = cache.commit(revision) else { return Ok(None) };
         let Some((path, etag)) = cache.find(&commit, file) else { return Ok(None) };
         if cache::content_matches(&path, &etag)? {
-            return Ok(Some(Cached { path, commit, etag }));
+            return Ok(Some(CachedFile { path, commit, etag }));
         }
         cache.forget(&commit, file, &etag)?;
         self.notice(format!("`{}` is damaged and was deleted", path.display()));
         Ok(None)
     }
 
-    fn download(&mut self, repo: &Repo, file: &str, metadata: &Metadata) -> Result<Cached, Failure> {
+    fn download(&mut self, repo: &Repo, file: &str, metadata: &Metadata) -> Result<CachedFile, HubError> {
         let cache = RepoCache::new(&self.settings.cache, repo);
         if !cache.has_blob(metadata)? {
             cache.sweep();
             self.download_blob(&cache, repo, file, metadata)?;
         }
         let path = cache.link(metadata, &repo.revision, file)?;
-        Ok(Cached { path, commit: metadata.commit.clone(), etag: metadata.etag.clone() })
+        Ok(CachedFile { path, commit: metadata.commit.clone(), etag: metadata.etag.clone() })
     }
 
     /// Downloads a file's contents into the cache, where it becomes visible once its hash is verified.
@@ -299,19 +299,19 @@ impl<'a> Hub<'a> {
         repo: &Repo,
         file: &str,
         metadata: &Metadata,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), HubError> {
         let Some(mut partial) = cache.partial(metadata, |text| self.notice(text))? else { return Ok(()) };
-        self.room_for(metadata.size - partial.len)?;
+        self.require_space(metadata.size - partial.len)?;
         let client = self.client()?;
         let pinned = Repo { revision: metadata.commit.clone(), ..repo.clone() };
         let url = client.url(&pinned, file);
         loop {
             if partial.len < metadata.size || partial.len == 0 {
-                let mut tell = report_bytes(&mut self.progress, file, metadata.size);
-                let received = client.download(&url, metadata.size, &mut partial.file, partial.len, &mut tell);
+                let mut on_bytes = report_bytes(&mut self.progress, file, metadata.size);
+                let received = client.download(&url, metadata.size, &mut partial.file, partial.len, &mut on_bytes);
                 // Keep a partial download to continue later, unless it is empty or of another file.
                 let is_empty = partial.file.metadata().is_ok_and(|m| m.len() == 0);
-                if matches!(received, Err(Failure::TooLong(_))) || received.is_err() && is_empty {
+                if matches!(received, Err(HubError::SizeMismatch(_))) || received.is_err() && is_empty {
                     let _ = std::fs::remove_file(&partial.path);
                 }
                 received?;
@@ -322,7 +322,7 @@ impl<'a> Hub<'a> {
             // The partial download may be damaged, so retry from the start.
             if partial.len == 0 {
                 let _ = std::fs::remove_file(&partial.path);
-                return Err(Failure::WrongContent);
+                return Err(HubError::WrongContent);
             }
             partial.len = 0;
         }
@@ -330,7 +330,7 @@ impl<'a> Hub<'a> {
 
     fn notice(&mut self, text: String) {
         if let Some(progress) = &mut self.progress {
-            progress(Progress::Notice(text));
+            progress(DownloadProgress::Notice(text));
         }
     }
 }
@@ -343,7 +343,7 @@ fn report_bytes<'a, 'b>(
 ) -> impl FnMut(u64) + use<'a, 'b> {
     move |done| {
         if let Some(progress) = progress {
-            progress(Progress::Bytes { file: file.to_owned(), done, total });
+            progress(DownloadProgress::Bytes { file: file.to_owned(), done, total });
         }
     }
 }
@@ -351,8 +351,8 @@ fn report_bytes<'a, 'b>(
 /// Maximum size of a file of a repository; weights and texts are limited by the disk.
 fn limit(repo: &Repo, file: &str) -> u64 {
     match (repo.kind, file.rsplit_once('.')) {
-        (Kind::Model, _) if file == "tokenizer.json" => MAX_TOKENIZER,
-        (Kind::Model, Some((_, "json" | "jinja"))) => MAX_JSON,
+        (RepoType::Model, _) if file == "tokenizer.json" => MAX_TOKENIZER,
+        (RepoType::Model, Some((_, "json" | "jinja"))) => MAX_JSON,
         _ => u64::MAX,
     }
 }
@@ -367,7 +367,7 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
 
 impl Downloader for Hub<'_> {
     fn download(&mut self, HubFile { repo, revision, file }: HubFile) -> Result<PathBuf> {
-        Ok(self.file(&Repo::new(Kind::Dataset, repo, revision)?, file)?.path)
+        Ok(self.file(&Repo::new(RepoType::Dataset, repo, revision)?, file)?.path)
     }
 }
 
@@ -386,7 +386,7 @@ pub fn check_name(id: &str) -> Result<()> {
 }
 
 impl Repo {
-    fn new(kind: Kind, id: &str, revision: &str) -> Result<Self> {
+    fn new(kind: RepoType, id: &str, revision: &str) -> Result<Self> {
         check_name(id)?;
         let allowed = |c: char| c.is_ascii_alphanumeric() || "-_.+@=/".contains(c);
         if !is_plain_path(revision) || !revision.chars().all(allowed) {
@@ -398,8 +398,8 @@ impl Repo {
     /// The repository in `hf-hub`'s terms.
     fn on_hub(&self) -> hf_hub::Repo {
         let kind = match self.kind {
-            Kind::Model => hf_hub::RepoType::Model,
-            Kind::Dataset => hf_hub::RepoType::Dataset,
+            RepoType::Model => hf_hub::RepoType::Model,
+            RepoType::Dataset => hf_hub::RepoType::Dataset,
         };
         hf_hub::Repo::with_revision(self.id.clone(), kind, self.revision.clone())
     }
@@ -442,12 +442,12 @@ mod tests {
     #[test]
     fn names_that_could_escape_the_cache_are_rejected() {
         for id in ["", "a/b/c", "../x", "a/..", "a b/c", "/etc", "a/", "a\\b", "https://host/a"] {
-            assert!(Repo::new(Kind::Model, id, "main").is_err(), "{id}");
+            assert!(Repo::new(RepoType::Model, id, "main").is_err(), "{id}");
         }
         for revision in ["", "../main", "a//b", "/main", "main?x", "a b", "a%2Fb", "a#b"] {
-            assert!(Repo::new(Kind::Model, "a/b", revision).is_err(), "{revision}");
+            assert!(Repo::new(RepoType::Model, "a/b", revision).is_err(), "{revision}");
         }
-        assert!(Repo::new(Kind::Dataset, "a-b_c/d.e", "refs/convert/parquet").is_ok());
+        assert!(Repo::new(RepoType::Dataset, "a-b_c/d.e", "refs/convert/parquet").is_ok());
     }
 
     #[test]

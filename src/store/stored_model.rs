@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::companions::Companions;
+use super::aux_files::AuxFiles;
 use super::{GgufModel, ModelFolder};
 use crate::data::Tokenizer;
 use crate::engine::model::{ModelSpec, ParamSpec, Parameters};
@@ -27,7 +27,7 @@ impl StoredModel {
             return Ok(Self::Gguf(Box::new(GgufModel::open(path)?)));
         }
         if path.is_file() {
-            return Err(Error::model(format!("`{}`", path.display()), NO_MODEL_FILE));
+            return Err(Error::model(format!("`{}`", path.display()), NOT_A_MODEL_FILE));
         }
         Ok(Self::Folder(Box::new(ModelFolder::open(path)?)))
     }
@@ -62,10 +62,10 @@ impl StoredModel {
     }
 
     /// The small files stored with its weights.
-    pub fn companions(&self) -> Result<Companions> {
+    pub fn aux_files(&self) -> Result<AuxFiles> {
         match self {
-            Self::Folder(folder) => Companions::of_folder(folder.path()),
-            Self::Gguf(model) => model.companions(),
+            Self::Folder(folder) => AuxFiles::of_folder(folder.path()),
+            Self::Gguf(model) => model.aux_files(),
         }
     }
 
@@ -95,7 +95,7 @@ impl StoredModel {
 }
 
 /// The message for a file that is not GGUF.
-pub const NO_MODEL_FILE: &str =
+pub const NOT_A_MODEL_FILE: &str =
     "this is a file; give a `.gguf` file, or the folder that `config.json` and the weights are in";
 
 /// Whether `path` is a file with the extension `.gguf`.

@@ -21,7 +21,7 @@ pub use self::write::{write_header, write_tensors, write_values};
 use crate::{Error, Result, untrusted};
 
 /// Values that a thread reads at a time.
-const PART: usize = 1 << 18;
+const VALUES_PER_TASK: usize = 1 << 18;
 
 /// A memory-mapped safetensors file. Access to values reads the disk.
 #[derive(Debug)]
@@ -129,12 +129,14 @@ impl TensorView<'_> {
         let Some(bytes) = self.bytes.get(range.clone()) else {
             return Err(self.error(format!("shape {:?} has no values {first}..{}", self.shape, first + out.len())));
         };
-        out.par_chunks_mut(PART).zip(bytes.par_chunks(size * PART)).for_each(|(out, bytes)| match self.dtype {
-            Dtype::F16 => widen(bytes, out, f16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
-            Dtype::BF16 => widen(bytes, out, bf16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
-            _ => {
-                for (value, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                    *value = f32::from_le_bytes(*bytes);
+        out.par_chunks_mut(VALUES_PER_TASK).zip(bytes.par_chunks(size * VALUES_PER_TASK)).for_each(|(out, bytes)| {
+            match self.dtype {
+                Dtype::F16 => upcast(bytes, out, f16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+                Dtype::BF16 => upcast(bytes, out, bf16::from_le_bytes, HalfFloatSliceExt::convert_to_f32_slice),
+                _ => {
+                    for (value, bytes) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                        *value = f32::from_le_bytes(*bytes);
+                    }
                 }
             }
         });
@@ -167,7 +169,7 @@ impl TensorView<'_> {
 }
 
 /// Widens 16-bit values through a small aligned buffer, because a file's bytes may be unaligned.
-fn widen<T: Copy + Default>(bytes: &[u8], out: &mut [f32], from: fn([u8; 2]) -> T, convert: fn(&[T], &mut [f32])) {
+fn upcast<T: Copy + Default>(bytes: &[u8], out: &mut [f32], from: fn([u8; 2]) -> T, convert: fn(&[T], &mut [f32])) {
     const BLOCK: usize = 1024;
     let mut block = [T::default(); BLOCK];
     for (out, bytes) in out.chunks_mut(BLOCK).zip(bytes.as_chunks::<2>().0.chunks(BLOCK)) {

@@ -1,7 +1,7 @@
 //! The source of a model's weights, and the one way to load adapters over them.
 
 use super::adapter::AdapterFolder;
-use super::base::{AdaptedModel, check_range, over_base};
+use super::base::{AdaptedModel, check_range, load_with_base};
 use super::checkpoint::{Base, Checkpoint};
 use super::{GgufModel, StoredModel};
 use crate::engine::model::{ModelSpec, ParamSpec, Parameters, draw};
@@ -49,7 +49,7 @@ impl WeightSource {
 
     /// The adapters of `spec` with initial values of `seed`, over these weights as their frozen base. With `in_blocks`,
     /// the matrices of a GGUF file stay in their blocks. `origin` is the base's name, used in error texts.
-    pub fn adapted(
+    pub fn load_adapters(
         &self,
         spec: &ModelSpec,
         compute: Dtype,
@@ -58,7 +58,7 @@ impl WeightSource {
         origin: &str,
     ) -> Result<AdaptedModel> {
         let gguf = self.gguf().filter(|_| in_blocks);
-        over_base(spec, compute, seed, device, origin, gguf, |entry, first, out| self.read_part(entry, first, out))
+        load_with_base(spec, compute, seed, device, origin, gguf, |entry, first, out| self.read_part(entry, first, out))
     }
 }
 
@@ -136,7 +136,7 @@ impl AdapterSource {
     ) -> Result<(ModelSpec, Parameters)> {
         let spec = self.spec(base)?;
         let AdaptedModel { parameters, sha256 } =
-            weights.adapted(&spec, compute, (0, in_blocks), &Device::Cpu, origin)?;
+            weights.load_adapters(&spec, compute, (0, in_blocks), &Device::Cpu, origin)?;
         if let Some(Base { name, sha256: wanted, .. }) = self.base().filter(|base| !base.sha256.is_empty())
             && wanted != sha256
         {

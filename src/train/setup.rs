@@ -11,11 +11,11 @@ use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{Gradients, MasterWeights, Survey};
 use crate::precision::{Fallback, GradScaler};
+use crate::store::aux_files::CHAT_TEMPLATE;
 use crate::store::base::{AdaptedModel, check_range};
 use crate::store::checkpoint::{Base, Checkpoint};
-use crate::store::companions::CHAT_TEMPLATE;
 use crate::store::hub::{self, Hub, Settings};
-use crate::store::{Companions, ModelFolder, NO_MODEL_FILE, StoredModel, WeightSource, is_gguf};
+use crate::store::{AuxFiles, ModelFolder, NOT_A_MODEL_FILE, StoredModel, WeightSource, is_gguf};
 use crate::telemetry::available_bytes;
 use crate::train::config::{Config, WeightInit};
 use crate::train::engine::TrainEngine;
@@ -64,7 +64,7 @@ pub struct ModelSource {
     /// Its tokenizer, or the user's replacement.
     pub tokenizer: Tokenizer,
     /// The small files stored with its weights.
-    pub companions: Companions,
+    pub aux_files: AuxFiles,
     /// Their template and its special tokens.
     pub chat: ChatSettings,
     /// The commit of the Hub's files.
@@ -88,7 +88,7 @@ impl ModelSource {
         let mut source = Self::find(config, report)?;
         if let Some(named) = &config.chat_template {
             let template = named_template(named)?;
-            source.companions.insert(CHAT_TEMPLATE, template.as_str());
+            source.aux_files.insert(CHAT_TEMPLATE, template.as_str());
             source.chat.template = Some(template);
         }
         Ok(source)
@@ -100,45 +100,45 @@ impl ModelSource {
         if config.model == "tiny" {
             let shape = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
             let tokenizer = given.or_else(|| Some(Tokenizer::byte()));
-            return Self::checked(config, shape, tokenizer, Companions::default(), None, Some(random()));
+            return Self::checked(config, shape, tokenizer, AuxFiles::default(), None, Some(random()));
         }
         if config.init == WeightInit::Random && !Path::new(&config.model).exists() {
             let shape = named.ok_or_else(|| unknown_architecture(&config.model))?;
-            return Self::checked(config, shape, given, Companions::default(), None, Some(random()));
+            return Self::checked(config, shape, given, AuxFiles::default(), None, Some(random()));
         }
         let ModelLocation { path, commit } = locate(&config.model, config.revision.as_deref(), report)?;
-        let (shape, own, companions, weights) = if config.init == WeightInit::Random && path.is_dir() {
+        let (shape, own, aux_files, weights) = if config.init == WeightInit::Random && path.is_dir() {
             let own = ModelFolder::tokenizer_in(&path).map(Tokenizer::from_file).transpose()?;
-            (ModelFolder::read_config(&path)?, own, Companions::of_folder(&path)?, random())
+            (ModelFolder::read_config(&path)?, own, AuxFiles::of_folder(&path)?, random())
         } else {
             let model = StoredModel::open(&path)?;
             let own = if given.is_some() { None } else { model.tokenizer()? };
-            let companions = model.companions()?;
+            let aux_files = model.aux_files()?;
             let shape = model.config().clone();
             let weights = if config.init == WeightInit::Random { random() } else { WeightSource::Stored(model) };
-            (shape, own, companions, weights)
+            (shape, own, aux_files, weights)
         };
-        Self::checked(config, shape, given.or(own), companions, commit, Some(weights))
+        Self::checked(config, shape, given.or(own), aux_files, commit, Some(weights))
     }
 
     /// The model of a resumed run: shape and tokenizer come from the checkpoint, so that nothing else is needed.
     pub fn from_checkpoint(config: &Config, checkpoint: &Checkpoint, report: &mut SetupCallback<'_>) -> Result<Self> {
         let tokenizer = Some(Tokenizer::from_file(checkpoint.tokenizer())?);
-        let (shape, companions) = (checkpoint.config().clone(), Companions::of_folder(checkpoint.path())?);
+        let (shape, aux_files) = (checkpoint.config().clone(), AuxFiles::of_folder(checkpoint.path())?);
         let (commit, weights) = if shape.lora.is_some() {
             let base = Self::open(config, report)?;
             (base.commit, base.weights)
         } else {
             (config.revision.clone(), None)
         };
-        Self::checked(config, shape, tokenizer, companions, commit, weights)
+        Self::checked(config, shape, tokenizer, aux_files, commit, weights)
     }
 
     fn checked(
         config: &Config,
         shape: ModelSpec,
         tokenizer: Option<Tokenizer>,
-        mut companions: Companions,
+        mut aux_files: AuxFiles,
         commit: Option<String>,
         weights: Option<WeightSource>,
     ) -> Result<Self> {
@@ -161,9 +161,9 @@ impl ModelSource {
             let message = format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.context);
             return Err(Error::config("train.seq_len", message));
         }
-        let tokenizer = companions.with_bos(tokenizer, config.bos, shape.bos_token_id)?;
-        let chat = companions.chat()?;
-        Ok(Self { name: config.model.clone(), config: shape, tokenizer, companions, chat, commit, weights })
+        let tokenizer = aux_files.with_bos(tokenizer, config.bos, shape.bos_token_id)?;
+        let chat = aux_files.chat()?;
+        Ok(Self { name: config.model.clone(), config: shape, tokenizer, aux_files, chat, commit, weights })
     }
 
     /// The initial weights.
@@ -184,7 +184,7 @@ impl ModelSource {
             };
             let in_blocks = device.is_cpu();
             let AdaptedModel { parameters, sha256 } =
-                weights.adapted(&self.config, policy.compute, (config.seed, in_blocks), device, &self.name)?;
+                weights.load_adapters(&self.config, policy.compute, (config.seed, in_blocks), device, &self.name)?;
             let base = Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
             check(&parameters)?;
             if let Some((held, dense)) = parameters.base().and_then(|base| base.saved_by_blocks()) {
@@ -231,7 +231,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
         return Ok(ModelLocation { path: path.to_path_buf(), commit: None });
     }
     if path.exists() {
-        return wrong(NO_MODEL_FILE);
+        return wrong(NOT_A_MODEL_FILE);
     }
     let remote = match name.strip_prefix("hf://").map(hub_file) {
         Some(None) => {
@@ -274,23 +274,23 @@ fn find_on_hub(
     find: impl FnOnce(&mut Hub<'_>) -> Result<ModelLocation>,
 ) -> Result<ModelLocation> {
     report(SetupEvent::Phase(format!("resolving {name}")));
-    let (settings, no_network) = hub_settings();
+    let (settings, network_error) = hub_settings();
     let mut progress = |progress| report(progress_of(progress));
     let found = find(&mut Hub::new(settings).report_to(&mut progress));
     let ways = "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random weights \
                 (`--init random`)";
-    cached_if_offline(found, no_network, name, ways, report)
+    cached_if_offline(found, network_error, name, ways, report)
 }
 
 /// Returns the cached result with a notice if there is no network, or the error.
 fn cached_if_offline<T>(
     found: Result<T>,
-    no_network: Option<String>,
+    network_error: Option<String>,
     name: &str,
     ways: &str,
     report: &mut SetupCallback<'_>,
 ) -> Result<T> {
-    let Some(why) = no_network else { return found };
+    let Some(why) = network_error else { return found };
     match found {
         Ok(found) => {
             report(SetupEvent::Notice(format!("the Hub cannot be asked ({why}): `{name}` comes from the cache")));
@@ -316,21 +316,21 @@ pub(crate) fn check_misspelling(name: &str, local: impl IntoIterator<Item = Stri
 /// The Hub's settings, and the network error, if any; then only the cache is used.
 fn hub_settings() -> (Settings, Option<String>) {
     let mut settings = Settings::from_env();
-    let no_network = settings.no_network();
-    settings.offline |= no_network.is_some();
-    (settings, no_network)
+    let network_error = settings.network_error();
+    settings.offline |= network_error.is_some();
+    (settings, network_error)
 }
 
 fn unknown_architecture(model: &str) -> Error {
     Error::config("model", format!("`{model}` is neither a folder nor one of {}", ModelSpec::names().join(", ")))
 }
 
-fn progress_of(progress: hub::Progress) -> SetupEvent {
+fn progress_of(progress: hub::DownloadProgress) -> SetupEvent {
     match progress {
-        hub::Progress::Bytes { file, done, total } => {
+        hub::DownloadProgress::Bytes { file, done, total } => {
             SetupEvent::Progress { what: format!("downloading {file}"), done, total }
         }
-        hub::Progress::Notice(notice) => SetupEvent::Notice(notice),
+        hub::DownloadProgress::Notice(notice) => SetupEvent::Notice(notice),
     }
 }
 
@@ -387,10 +387,10 @@ fn with_loader<T>(
     load: impl FnOnce(&mut DatasetBuilder<'_>) -> Result<T>,
 ) -> Result<T> {
     let remote = sources.iter().flatten().find(|source| matches!(source, DataSource::Hub { .. }));
-    let (mut settings, mut no_network) = (Settings::from_env(), None);
+    let (mut settings, mut network_error) = (Settings::from_env(), None);
     if remote.is_some() {
         report(SetupEvent::Phase("resolving the data set".into()));
-        (settings, no_network) = hub_settings();
+        (settings, network_error) = hub_settings();
     }
     report(SetupEvent::Phase("reading the text".into()));
     let report = RefCell::new(report);
@@ -406,7 +406,7 @@ fn with_loader<T>(
         load(&mut DatasetBuilder::new(DATA_FOLDER).options(options).downloader(&mut hub).report_to(&mut loading));
     let ways = "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)";
     match remote {
-        Some(remote) => cached_if_offline(loaded, no_network, &remote.to_string(), ways, *report.borrow_mut()),
+        Some(remote) => cached_if_offline(loaded, network_error, &remote.to_string(), ways, *report.borrow_mut()),
         None => loaded,
     }
 }

@@ -16,8 +16,8 @@ use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 use crate::engine::optim::Blockwise;
 use crate::precision::{Fallback, GradScaler};
-use crate::store::checkpoint::{Base, Best, Checkpoint, Identity, Run, State};
-use crate::store::companions::{CHAT_TEMPLATE, Companions};
+use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE};
+use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State};
 use crate::telemetry::{
     Activity, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, PhaseProgress, RunState, SampleText,
     Validation,
@@ -44,13 +44,13 @@ pub struct Trainer {
     /// The device's display name.
     device: String,
     tokenizer: Tokenizer,
-    companions: Companions,
+    aux_files: AuxFiles,
     loader: BatchLoader,
     micro_batches: Vec<Batch>,
     eval: EvalLoader,
     eval_batch: Batch,
     sampler: Option<Sampler>,
-    identity: Identity,
+    fingerprint: Fingerprint,
     /// The base of adapters.
     base: Option<Base>,
     /// A description of the training text.
@@ -80,7 +80,7 @@ struct LoopState {
     step_seconds: Option<f64>,
     validation: Option<Best>,
     best: Option<Best>,
-    evaluations_without_best: u64,
+    early_stopping_counter: u64,
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
     /// The state of a checkpoint that will be written during the next step.
@@ -151,9 +151,9 @@ impl Trainer {
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
         let eval = SequenceIndex::new(dataset.validation.clone(), seq_len, packing, held_out)?;
         let eval = EvalLoader::from_index(eval, batch_size, limit)?;
-        let mut companions = source.companions;
+        let mut aux_files = source.aux_files;
         if chats || chat.template.is_some() {
-            companions.insert(CHAT_TEMPLATE, format.source());
+            aux_files.insert(CHAT_TEMPLATE, format.source());
         }
         let per_epoch = loader.steps_per_epoch(train.grad_accum);
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
@@ -165,8 +165,8 @@ impl Trainer {
                 Sampler::new(&engine.model, config.dtype, &source.tokenizer, prompt, tokens, train.temperature, &device)
             })
             .transpose()?;
-        let identity =
-            Identity { model: source.name, policy: config.dtype.to_string(), data: dataset.fingerprint.clone() };
+        let fingerprint =
+            Fingerprint { model: source.name, policy: config.dtype.to_string(), data: dataset.fingerprint.clone() };
         let optimum = dataset.entropy_per_token.map_or_else(String::new, |h| format!(", entropy {h:.4} nats a token"));
         let data = format!(
             "{}: {} tokens to train on, {} to validate{optimum}",
@@ -180,12 +180,12 @@ impl Trainer {
             micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
             eval_batch: loader.batch(),
             tokenizer: source.tokenizer,
-            companions,
+            aux_files,
             sampler,
             engine,
             loader,
             eval,
-            identity,
+            fingerprint,
             base: initial.base,
             total_steps,
             run: None,
@@ -261,7 +261,7 @@ impl Trainer {
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let state = checkpoint.state();
         self.check_base(checkpoint)?;
-        state.check_identity(&self.identity, checkpoint.path())?;
+        state.check_fingerprint(&self.fingerprint, checkpoint.path())?;
         self.progress.changes = self.check_settings(checkpoint)?;
         if state.step > self.total_steps {
             let key = if self.config.train.steps.is_some() { "train.steps" } else { "train.epochs" };
@@ -274,7 +274,7 @@ impl Trainer {
         }
         self.engine.state.fallback = Fallback::new(self.config.precision, state.fallback.clone());
         self.engine.state.fp8 = Fp8Block::new(self.config.precision.fp8, state.fp8.clone());
-        self.engine.state.underflowed_params.clone_from(&state.touched);
+        self.engine.state.underflowed_params.clone_from(&state.underflowed_params);
         let units: Vec<_> = self.engine.state.fallback.active().collect();
         for unit in units {
             self.engine.retype(unit, self.config.precision.fallback_dtype)?;
@@ -296,7 +296,7 @@ impl Trainer {
         }
         self.loader.seek(state.cursor)?;
         self.progress.best = state.best;
-        self.progress.evaluations_without_best = state.evaluations_without_best;
+        self.progress.early_stopping_counter = state.early_stopping_counter;
         self.progress.saved_at = Some(state.step);
         self.progress.checkpoint = Some(checkpoint.path().to_path_buf());
         Ok(())
@@ -541,9 +541,9 @@ impl Trainer {
         let improved = evaluation.loss.is_finite() && self.progress.best.is_none_or(|best| evaluation.loss < best.loss);
         if improved {
             self.progress.best = Some(evaluation);
-            self.progress.evaluations_without_best = 0;
+            self.progress.early_stopping_counter = 0;
         } else {
-            self.progress.evaluations_without_best += 1;
+            self.progress.early_stopping_counter += 1;
         }
         if improved && self.config.checkpoint.keep_best {
             // A checkpoint of this step that already exists does not have the loss.
@@ -551,7 +551,7 @@ impl Trainer {
             self.schedule_save()?;
         }
         let patience = self.config.train.early_stopping;
-        Ok(patience > 0 && self.progress.evaluations_without_best >= patience)
+        Ok(patience > 0 && self.progress.early_stopping_counter >= patience)
     }
 
     fn sample(&mut self) {

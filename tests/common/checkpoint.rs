@@ -7,8 +7,8 @@ use finetune::Result;
 use finetune::data::DataPosition;
 use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::precision::ScalerState;
-use finetune::store::Companions;
-use finetune::store::checkpoint::{Contents, FORMAT_VERSION, Identity, Kind, Run, Saved, State};
+use finetune::store::AuxFiles;
+use finetune::store::checkpoint::{CheckpointKind, Contents, FORMAT_VERSION, Fingerprint, Run, SaveResult, State};
 use finetune::telemetry::Activity;
 use tempfile::TempDir;
 
@@ -18,7 +18,7 @@ pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
 /// Everything a checkpoint of `step` is made of; another step has other values in every tensor.
 pub(crate) struct Sample {
     pub(crate) config: ModelSpec,
-    pub(crate) companions: Companions,
+    pub(crate) aux_files: AuxFiles,
     pub(crate) state: State,
     pub(crate) weights: Parameters,
     pub(crate) masters: Parameters,
@@ -36,14 +36,15 @@ impl Sample {
 
     /// A sample for the shape `config`.
     pub(crate) fn of(step: u64, config: &ModelSpec) -> Self {
-        let identity = Identity { model: "sample".into(), policy: "p=f32,c=f16,g=f16,r=f32".into(), data: "d".into() };
+        let fingerprint =
+            Fingerprint { model: "sample".into(), policy: "p=f32,c=f16,g=f16,r=f32".into(), data: "d".into() };
         let state = State {
             format_version: FORMAT_VERSION,
             step,
             updates: step - 1,
             tokens: 1024 * step,
             seed: 1,
-            identity,
+            fingerprint,
             scaler: ScalerState {
                 scale: 65536.0,
                 growth_tracker: 1,
@@ -53,13 +54,13 @@ impl Sample {
             },
             fallback: std::collections::BTreeMap::new(),
             fp8: None,
-            touched: std::collections::BTreeSet::new(),
+            underflowed_params: std::collections::BTreeSet::new(),
             base: None,
             cursor: DataPosition { epoch: 0, row: step },
             schedule: serde_json::Value::Null,
             validation_loss: None,
             best: None,
-            evaluations_without_best: 0,
+            early_stopping_counter: 0,
         };
         let masters = fill(config, step as f32);
         let weights = masters.zeros_like(DType::F16).unwrap();
@@ -68,8 +69,8 @@ impl Sample {
         }
         let (exp_avg, exp_avg_sq) = (fill(config, 0.01 * step as f32), fill(config, 0.001 * step as f32));
         let activity = Activity::default();
-        let companions = Companions::default();
-        Self { config: config.clone(), state, companions, weights, masters, exp_avg, exp_avg_sq, activity }
+        let aux_files = AuxFiles::default();
+        Self { config: config.clone(), state, aux_files, weights, masters, exp_avg, exp_avg_sq, activity }
     }
 
     /// With a validation loss.
@@ -84,7 +85,7 @@ impl Sample {
             state: &self.state,
             config: &self.config,
             tokenizer: TOKENIZER,
-            companions: &self.companions,
+            aux_files: &self.aux_files,
             weights: &self.weights,
             sharded: None,
             masters: &self.masters,
@@ -95,8 +96,8 @@ impl Sample {
         }
     }
 
-    pub(crate) fn save(&self, run: &mut Run) -> Result<Saved> {
-        run.save(&self.contents(), Kind::Full)
+    pub(crate) fn save(&self, run: &mut Run) -> Result<SaveResult> {
+        run.save(&self.contents(), CheckpointKind::Full)
     }
 }
 

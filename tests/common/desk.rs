@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use finetune::data::Tokenizer;
-use finetune::store::checkpoint::newest_good;
+use finetune::store::checkpoint::latest_valid;
 use finetune::telemetry::{Event, StepRecord, read};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -106,7 +106,7 @@ impl Desk {
 
     /// The folder of a run's newest checkpoint.
     pub(crate) fn newest(&self, run: &str) -> PathBuf {
-        newest_good(&self.run(run)).unwrap().checkpoint.path().to_path_buf()
+        latest_valid(&self.run(run)).unwrap().checkpoint.path().to_path_buf()
     }
 
     /// The log of a run.

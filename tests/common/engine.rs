@@ -13,7 +13,7 @@ use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, MasterWeights,
 use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::AdapterFolder;
-use finetune::store::base::over_base;
+use finetune::store::base::load_with_base;
 use finetune::train::{StepOutcome, StepReport, TrainEngine, TrainState};
 
 use super::compare::{assert_close, max_difference, values};
@@ -84,7 +84,7 @@ pub(crate) fn read_model(folder: &Path) -> (ModelSpec, Parameters) {
 /// Adapters over the model in a folder, which is read in `compute`.
 pub(crate) fn over_folder(base: &ModelFolder, spec: &ModelSpec, compute: Dtype) -> Parameters {
     let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| base.read_part(&entry.name, first, out);
-    over_base(spec, compute, 1, &Device::Cpu, "base", None, read).unwrap().parameters
+    load_with_base(spec, compute, 1, &Device::Cpu, "base", None, read).unwrap().parameters
 }
 
 impl Case {

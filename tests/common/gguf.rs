@@ -13,8 +13,8 @@ use serde_json::Value as Json;
 
 /// Random weights of `spec` in a file without a tokenizer: matrices take their types in turn, everything else is FP32.
 pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {
-    let words = spec.to_gguf().unwrap();
-    let mut metadata = vec![("general.architecture".to_owned(), Value::String(words.architecture.into()))];
+    let arch = spec.to_gguf().unwrap();
+    let mut metadata = vec![("general.architecture".to_owned(), Value::String(arch.architecture.into()))];
     let number = |json: &Json| match json {
         Json::Bool(value) => Value::Bool(*value),
         Json::Number(value) => value
@@ -22,11 +22,11 @@ pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {
             .map_or_else(|| Value::F32(value.as_f64().unwrap() as f32), |value| Value::U32(value.try_into().unwrap())),
         other => Value::String(other.as_str().unwrap().into()),
     };
-    metadata.extend(words.keys.iter().map(|(key, value)| (format!("{}.{key}", words.architecture), number(value))));
+    metadata.extend(arch.keys.iter().map(|(key, value)| (format!("{}.{key}", arch.architecture), number(value))));
     let weights: Parameters = TrainState::random_masters(spec, 7, &Device::Cpu).unwrap();
     let mut types = types.iter().cycle();
     let tensor = |(entry, tensor)| {
-        let values = spec.into_gguf(entry, tensor).unwrap().to_dtype(DType::F32).unwrap();
+        let values = spec.to_gguf_layout(entry, tensor).unwrap().to_dtype(DType::F32).unwrap();
         let dtype = if entry.shape.len() == 2 { *types.next().unwrap() } else { GgmlDType::F32 };
         (gguf_name(entry), quantised(&values, dtype))
     };

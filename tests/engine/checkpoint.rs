@@ -7,13 +7,13 @@ use crate::common::checkpoint::{Sample, TOKENIZER, names, set, values, zeros};
 use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::store::ModelFolder;
 use finetune::store::checkpoint::{
-    Checkpoint, Contents, Keep, Kind, Run, compare, list, newest_good, newest_run, verify,
+    Checkpoint, CheckpointKind, Contents, RetentionPolicy, Run, compare, latest_run, latest_valid, list, verify,
 };
 use finetune::telemetry::EventLog;
 use tempfile::tempdir;
 
 fn steps(run: &Path) -> Vec<String> {
-    names(run).into_iter().filter(|name| Kind::parse_directory(name).is_some()).collect()
+    names(run).into_iter().filter(|name| CheckpointKind::parse_directory(name).is_some()).collect()
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn a_step_directory_is_a_hugging_face_folder() {
     let folder = tempdir().unwrap();
     let sample = Sample::new(1);
     let mut run = Run::open(folder.path()).unwrap();
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         let saved = run.save(&sample.contents(), kind).unwrap();
         assert!(verify(&saved.path).is_empty());
         let model = ModelFolder::open(&saved.path).unwrap();
@@ -77,11 +77,11 @@ fn latest_and_the_newest_good_are_the_last_save() {
         Sample::new(step).save(&mut run).unwrap();
     }
     assert_eq!(fs::read_to_string(run.path().join("latest")).unwrap(), "step-000300\n");
-    assert_eq!(newest_good(run.path()).unwrap().checkpoint.state().step, 300);
+    assert_eq!(latest_valid(run.path()).unwrap().checkpoint.state().step, 300);
 
     // Resume from step 100: the new step 200 is newer than the old step 300.
     Sample::with_loss(200, 1.5).save(&mut run).unwrap();
-    let found = newest_good(run.path()).unwrap();
+    let found = latest_valid(run.path()).unwrap();
     assert_eq!(found.checkpoint.state().validation_loss, Some(1.5));
     assert_eq!(fs::read_to_string(run.path().join("latest")).unwrap(), "step-000200\n");
     assert_eq!(names(run.path()), [".lock", "latest", "step-000100", "step-000200", "step-000300"]);
@@ -90,7 +90,7 @@ fn latest_and_the_newest_good_are_the_last_save() {
 #[test]
 fn the_newest_run_is_the_one_that_saved_last_whatever_the_clock_says() {
     let folder = tempdir().unwrap();
-    assert!(newest_run(folder.path()).unwrap_err().to_string().contains("there is no run here yet"));
+    assert!(latest_run(folder.path()).unwrap_err().to_string().contains("there is no run here yet"));
     for (name, step) in [("zebra", 900), ("aardvark", 5), ("zebra", 950), ("monkey", 7)] {
         let mut run = Run::open(folder.path().join(name)).unwrap();
         Sample::new(step).save(&mut run).unwrap();
@@ -98,20 +98,20 @@ fn the_newest_run_is_the_one_that_saved_last_whatever_the_clock_says() {
         for file in ["latest", "."] {
             fs::File::open(run.path().join(file)).unwrap().set_modified(long_ago).unwrap();
         }
-        assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join(name));
+        assert_eq!(latest_run(folder.path()).unwrap(), folder.path().join(name));
     }
     // Opening an old run does not make it newer, and a folder that was never a run does not count.
     for name in ["zebra", "without-a-configuration"] {
         Run::open(folder.path().join(name)).unwrap();
-        assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("monkey"));
+        assert_eq!(latest_run(folder.path()).unwrap(), folder.path().join("monkey"));
     }
     let started = Run::open(folder.path().join("started")).unwrap();
     fs::write(started.path().join("config.toml"), "").unwrap();
-    assert_eq!(newest_run(folder.path()).unwrap(), started.path());
-    let message = newest_good(started.path()).unwrap_err().to_string();
+    assert_eq!(latest_run(folder.path()).unwrap(), started.path());
+    let message = latest_valid(started.path()).unwrap_err().to_string();
     assert!(message.contains("there is no checkpoint in this run yet"), "{message}");
     Sample::new(3).save(&mut Run::open(folder.path().join("zebra")).unwrap()).unwrap();
-    assert_eq!(newest_run(folder.path()).unwrap(), folder.path().join("zebra"));
+    assert_eq!(latest_run(folder.path()).unwrap(), folder.path().join("zebra"));
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn damage_is_named_and_an_older_checkpoint_takes_over() {
     for step in 1..=7 {
         Sample::new(step).save(&mut run).unwrap();
     }
-    let file = |step: u64, name: &str| folder.path().join(Kind::Full.directory(step)).join(name);
+    let file = |step: u64, name: &str| folder.path().join(CheckpointKind::Full.directory(step)).join(name);
     let flip = |path: &Path, at: usize| {
         let mut bytes = fs::read(path).unwrap();
         bytes[at] ^= 1;
@@ -134,9 +134,9 @@ fn damage_is_named_and_an_older_checkpoint_takes_over() {
     fs::write(file(3, "manifest.json"), r#"{"format_version": 9}"#).unwrap();
     fs::write(file(1, "manifest.json"), "").unwrap();
 
-    let found = newest_good(folder.path()).unwrap();
+    let found = latest_valid(folder.path()).unwrap();
     assert_eq!(found.checkpoint.state().step, 2);
-    let said: Vec<String> = found.damaged.iter().map(ToString::to_string).collect();
+    let said: Vec<String> = found.corrupt_files.iter().map(ToString::to_string).collect();
     for (said, expected) in said.iter().zip([
         "step-000007/master.safetensors`: it is missing",
         "step-000006/model.safetensors`: its contents changed",
@@ -149,7 +149,7 @@ fn damage_is_named_and_an_older_checkpoint_takes_over() {
     assert_eq!(said.len(), 5, "the first is older than the one found: {said:?}");
 
     fs::remove_file(file(2, "tokenizer.json")).unwrap();
-    let message = newest_good(folder.path()).unwrap_err().to_string();
+    let message = latest_valid(folder.path()).unwrap_err().to_string();
     assert!(message.contains("no checkpoint of this run is good") && message.contains("step-000001"), "{message}");
     assert!(Checkpoint::open(file(6, "")).unwrap_err().to_string().contains("model.safetensors`: its contents"));
 }
@@ -163,17 +163,17 @@ fn rotation_keeps_the_last_and_the_best_of_each_kind() {
     for (step, loss) in [(1, 3.0), (2, 1.0), (3, f64::NAN), (4, 2.0), (5, 2.5), (6, 4.0)] {
         let sample = Sample::with_loss(step, loss);
         sample.save(&mut run).unwrap();
-        run.save(&sample.contents(), Kind::Weights).unwrap();
+        run.save(&sample.contents(), CheckpointKind::Weights).unwrap();
     }
-    let removed = run.rotate(Kind::Full, Keep { last: 2, best: true }).unwrap();
+    let removed = run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 2, best: true }).unwrap();
     assert_eq!(removed.len(), 3);
     assert_eq!(steps(run.path())[..3], ["step-000002", "step-000005", "step-000006"]);
-    assert_eq!(list(run.path()).unwrap().iter().filter(|one| one.kind == Kind::Weights).count(), 6);
+    assert_eq!(list(run.path()).unwrap().iter().filter(|one| one.kind == CheckpointKind::Weights).count(), 6);
 
-    run.rotate(Kind::Weights, Keep { last: 0, best: false }).unwrap();
+    run.apply_retention(CheckpointKind::Weights, RetentionPolicy { last: 0, best: false }).unwrap();
     assert_eq!(steps(run.path()), ["step-000002", "step-000005", "step-000006", "weights-000006"]);
     assert_eq!(steps(neighbour.path()), ["step-000001"]);
-    assert!(run.rotate(Kind::Full, Keep { last: 2, best: true }).unwrap().is_empty());
+    assert!(run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 2, best: true }).unwrap().is_empty());
 }
 
 #[test]
@@ -185,9 +185,9 @@ fn rotation_does_not_count_torn_checkpoints() {
     }
     fs::write(folder.path().join("step-000004/state.json"), "{").unwrap();
     fs::remove_file(folder.path().join("step-000003/manifest.json")).unwrap();
-    let removed = run.rotate(Kind::Full, Keep { last: 1, best: false }).unwrap();
+    let removed = run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 1, best: false }).unwrap();
     assert_eq!(removed, [folder.path().join("step-000001")]);
-    assert_eq!(newest_good(folder.path()).unwrap().checkpoint.state().step, 2);
+    assert_eq!(latest_valid(folder.path()).unwrap().checkpoint.state().step, 2);
 }
 
 #[test]
@@ -200,21 +200,24 @@ fn rotation_never_leaves_fewer_than_keep_last_verified_checkpoints() {
         *bytes.last_mut().unwrap() ^= 1;
         fs::write(file, bytes).unwrap();
     };
-    let keep = Keep { last: 2, best: false };
+    let keep = RetentionPolicy { last: 2, best: false };
     for step in [1, 2] {
         Sample::new(step).save(&mut run).unwrap();
     }
     damage(2);
     Sample::new(3).save(&mut run).unwrap();
-    assert!(run.rotate(Kind::Full, keep).unwrap().is_empty(), "of three only two are good");
+    assert!(run.apply_retention(CheckpointKind::Full, keep).unwrap().is_empty(), "of three only two are good");
     Sample::new(4).save(&mut run).unwrap();
     assert_eq!(
-        run.rotate(Kind::Full, keep).unwrap(),
+        run.apply_retention(CheckpointKind::Full, keep).unwrap(),
         [folder.path().join("step-000001"), folder.path().join("step-000002")]
     );
     damage(3);
     damage(4);
-    assert!(run.rotate(Kind::Full, Keep { last: 1, best: false }).unwrap().is_empty(), "none is good");
+    assert!(
+        run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 1, best: false }).unwrap().is_empty(),
+        "none is good"
+    );
 }
 
 #[test]
@@ -224,11 +227,11 @@ fn a_latest_that_cannot_be_written_costs_nothing_but_itself() {
     fs::create_dir_all(folder.path().join("latest/in-the-way")).unwrap();
     for step in 1..=3 {
         let saved = Sample::new(step).save(&mut run).unwrap();
-        assert!(saved.trouble.unwrap().to_string().contains("latest"));
+        assert!(saved.warning.unwrap().to_string().contains("latest"));
         assert_eq!(verify(&saved.path), []);
     }
-    assert_eq!(run.rotate(Kind::Full, Keep { last: 1, best: false }).unwrap().len(), 2);
-    assert_eq!(newest_good(folder.path()).unwrap().checkpoint.state().step, 3);
+    assert_eq!(run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 1, best: false }).unwrap().len(), 2);
+    assert_eq!(latest_valid(folder.path()).unwrap().checkpoint.state().step, 3);
 }
 
 #[test]
@@ -243,17 +246,17 @@ fn a_folder_that_another_process_has_made_anew_is_left_alone() {
         Sample::new(step).save(&mut second).unwrap();
     }
     let before = names(&path);
-    let keep = Keep { last: 1, best: false };
+    let keep = RetentionPolicy { last: 1, best: false };
     for result in [
         Sample::new(9).save(&mut first).map(drop),
-        first.rotate(Kind::Full, keep).map(drop),
+        first.apply_retention(CheckpointKind::Full, keep).map(drop),
         first.remove(&path.join("step-000001")),
     ] {
         let message = result.unwrap_err().to_string();
         assert!(message.contains("another process has recreated"), "{message}");
     }
     assert_eq!(names(&path), before);
-    second.rotate(Kind::Full, keep).unwrap();
+    second.apply_retention(CheckpointKind::Full, keep).unwrap();
 }
 
 #[test]
@@ -357,7 +360,7 @@ fn comparing_names_the_tensor_and_the_figure() {
     other.state.scaler.scale = 2.0;
     let deeper = Sample::of(5, &ModelSpec { layers: 2, ..sample.config.clone() });
     let contents = Contents { masters: &deeper.masters, ..other.contents() };
-    let b = two.save(&contents, Kind::Full).unwrap().path;
+    let b = two.save(&contents, CheckpointKind::Full).unwrap().path;
     let said: Vec<String> = compare(&a, &b).unwrap().iter().map(ToString::to_string).collect();
     assert_eq!(said.len(), 1 + 12 + 1, "{said:?}");
     assert_eq!(said[0], "state.json: `scaler.scale`: 65536.0 and 2.0");
@@ -366,6 +369,6 @@ fn comparing_names_the_tensor_and_the_figure() {
     let last = said.last().unwrap();
     assert!(last.contains(&format!("`exp_avg_sq.{name}`: 1 of ")) && last.contains("the first at 2"), "{last}");
 
-    let weights = two.save(&sample.contents(), Kind::Weights).unwrap().path;
+    let weights = two.save(&sample.contents(), CheckpointKind::Weights).unwrap().path;
     assert!(compare(&a, &weights).unwrap().iter().any(|one| one.to_string() == "state.json: only in the first"));
 }

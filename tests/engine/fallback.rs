@@ -19,7 +19,7 @@ use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{
     Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionConfig, PrecisionPolicy, PrecisionUnit,
 };
-use finetune::store::checkpoint::{Run, compare, newest_good};
+use finetune::store::checkpoint::{Run, compare, latest_valid};
 use finetune::store::tensor_file::TensorFile;
 use finetune::telemetry::{Activity, DtypeChange, Emitter, Event, Record, StepStatus, read};
 use finetune::train::{Config, ConfigLayers, TrainEngine, TrainState, Trainer, verify_resume};
@@ -239,7 +239,7 @@ fn a_killed_run_goes_on_with_the_layer_in_fallback() {
         _ => None,
     });
     assert_eq!(resumed.unwrap().get("h.1").map(String::as_str), Some("f32"));
-    let last = |run| newest_good(&folder.path().join("checkpoints").join(run)).unwrap();
+    let last = |run| latest_valid(&folder.path().join("checkpoints").join(run)).unwrap();
     assert_eq!(compare(last("whole").checkpoint.path(), last("killed").checkpoint.path()).unwrap(), []);
 }
 

@@ -2,7 +2,7 @@
 
 use finetune::engine::collective::SingleProcess;
 use finetune::precision::OnOverflow;
-use finetune::store::checkpoint::{Run, compare, newest_good};
+use finetune::store::checkpoint::{Run, compare, latest_valid};
 use finetune::telemetry::{Emitter, Event, EventLog, Fp32Probe, StepRecord, read};
 use finetune::train::{Config, Trainer};
 use std::path::Path;
@@ -58,6 +58,6 @@ fn a_run_is_the_same_with_and_without_probes() {
     assert_eq!(alone.len() as u64, STEPS);
     assert!(alone.iter().any(|step| step.grad_norm.is_nan()) && alone.iter().any(|step| step.grad_norm.is_finite()));
     assert_eq!(text(&probed), text(&alone));
-    let last = |name| newest_good(&folder.path().join(name)).unwrap().checkpoint.path().to_path_buf();
+    let last = |name| latest_valid(&folder.path().join(name)).unwrap().checkpoint.path().to_path_buf();
     assert_eq!(compare(&last("alone"), &last("probed")).unwrap(), []);
 }

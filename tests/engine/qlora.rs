@@ -14,7 +14,7 @@ use finetune::engine::model::{KvCache, ModelSpec, ParamSpec};
 use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
-use finetune::store::base::{AdaptedModel, over_base};
+use finetune::store::base::{AdaptedModel, load_with_base};
 use finetune::train::TrainEngine;
 use serde_json::json;
 
@@ -41,7 +41,7 @@ const TYPES: [&[GgmlDType]; 3] = [&[Q4_1, Q8_0, Q5_0], &[Q4_0, Q5_1], &[Q4K, Q6K
 
 fn read(spec: &ModelSpec, policy: PrecisionPolicy, file: &GgufModel, in_blocks: bool) -> AdaptedModel {
     let values = |entry: &ParamSpec, first: usize, out: &mut [f32]| file.read_part(entry, first, out);
-    over_base(spec, policy.compute, 3, &Device::Cpu, "base", in_blocks.then_some(file), values).unwrap()
+    load_with_base(spec, policy.compute, 3, &Device::Cpu, "base", in_blocks.then_some(file), values).unwrap()
 }
 
 fn start(spec: &ModelSpec, over: AdaptedModel, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> TrainEngine {

@@ -21,7 +21,7 @@ use finetune::inference::export::{Encoding, Format, Parts, export};
 use finetune::inference::generate::{Request, Sampling, generate};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
-use finetune::store::checkpoint::{compare, list, newest_good};
+use finetune::store::checkpoint::{compare, latest_valid, list};
 use finetune::telemetry::{Event, read};
 use serde_json::Value;
 
@@ -273,11 +273,11 @@ fn fine_tuning_lowers_the_loss_alike_in_every_type_and_survives_a_kill() {
     child.kill().unwrap();
     child.wait().unwrap();
     // What a chat needs is there without the GGUF file.
-    let checkpoint = newest_good(&runs.join("killed")).unwrap().checkpoint;
+    let checkpoint = latest_valid(&runs.join("killed")).unwrap().checkpoint;
     assert!(checkpoint.state().step < STEPS);
     let chat = Chat::new(&TrainedModel::open(checkpoint.path(), None).unwrap(), None).unwrap();
     assert!(!chat.plain);
     finish(train(&bench, "killed", "fp16", TRAINING, true));
-    let last = |run: &str| newest_good(&runs.join(run)).unwrap().checkpoint.path().to_path_buf();
+    let last = |run: &str| latest_valid(&runs.join(run)).unwrap().checkpoint.path().to_path_buf();
     assert_eq!(compare(&last("fp16"), &last("killed")).unwrap(), []);
 }

@@ -4,7 +4,7 @@ use crate::common::checkpoint::{folder, names};
 use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use finetune::engine::optim::OptimizerKind;
 use finetune::precision::PrecisionPolicy;
-use finetune::store::checkpoint::{Disk, Operation, Run, list, verify};
+use finetune::store::checkpoint::{Disk, FsOp, Run, list, verify};
 use finetune::telemetry::{Command, Emitter, Event, FinishReason, Record};
 use finetune::train::{Config, ConfigLayers, Trainer};
 use std::collections::BTreeMap;
@@ -95,7 +95,7 @@ fn a_checkpoint_written_beside_the_next_steps_passes_is_that_of_its_step() {
         // The first tensors of step 2 are not written before the passes of step 3 are done, and then no sooner than the update
         // would be, if it did not wait.
         let disk = Disk::with_hook(move |operation, path| {
-            let is_first = operation == Operation::Write && path.ends_with(".step-000002.tmp/model.safetensors");
+            let is_first = operation == FsOp::Write && path.ends_with(".step-000002.tmp/model.safetensors");
             if !is_first || waited.fetch_add(1, Ordering::SeqCst) > 0 {
                 return Ok(());
             }
@@ -132,7 +132,7 @@ fn a_save_that_fails_beside_a_step_is_a_warning_of_its_step_and_training_goes_on
     let folder = folder();
     let path = folder.path().join("run");
     let disk = Disk::with_hook(|operation, path| {
-        let fails = operation == Operation::Write && path.display().to_string().contains("step-000001");
+        let fails = operation == FsOp::Write && path.display().to_string().contains("step-000001");
         if fails { Err(io::Error::from_raw_os_error(libc::ENOSPC)) } else { Ok(()) }
     });
     let mut config = config(PrecisionPolicy::FP16);

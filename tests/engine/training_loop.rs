@@ -10,7 +10,7 @@ use finetune::engine::kernels::Choice;
 use finetune::engine::model::{Keep, ModelSpec, Workspace};
 use finetune::engine::optim::MasterWeights;
 use finetune::precision::{PrecisionPolicy, PrecisionUnit};
-use finetune::store::checkpoint::{Run, newest_good};
+use finetune::store::checkpoint::{Run, latest_valid};
 use finetune::telemetry::{Activity, Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
 use finetune::train::{Config, ConfigLayers, SetupEvent, TrainState, Trainer, engine, verify_resume};
 use std::collections::BTreeMap;
@@ -203,7 +203,7 @@ fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
     let proof = verify_resume(&everything_on(Choice::Candle), 6, 4, folder.path(), &Activity::default()).unwrap();
     assert_eq!(proof.differences, [""; 0]);
     assert!(proof.skipped > 0);
-    let saved = newest_good(&folder.path().join("verify-resume")).unwrap().checkpoint;
+    let saved = latest_valid(&folder.path().join("verify-resume")).unwrap().checkpoint;
     let error = Trainer::new(Arc::new(SingleProcess), everything_on(Choice::Auto), Some(&saved), &mut |_| ())
         .err()
         .unwrap()
@@ -226,7 +226,7 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
         events.try_iter().map(|record: Record| record.event).collect::<Vec<_>>()
     };
     let mut events = train(Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap(), 5);
-    let saved = newest_good(&folder.path().join("run")).unwrap().checkpoint;
+    let saved = latest_valid(&folder.path().join("run")).unwrap().checkpoint;
     events.extend(train(Trainer::new(Arc::new(SingleProcess), config.clone(), Some(&saved), &mut |_| ()).unwrap(), 7));
     let mut told = BTreeMap::new();
     for event in &events {

@@ -21,7 +21,7 @@ use finetune::engine::optim::{AdamWConfig, MasterWeights};
 use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
-use finetune::store::base::over_base;
+use finetune::store::base::load_with_base;
 use finetune::train::{Config, TrainState, Trainer, WeightInit};
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
@@ -207,7 +207,7 @@ fn a_base_in_blocks_holds_its_blocks() {
         .sum();
     let before = LIVE.load(Relaxed);
     let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| file.read_part(entry, first, out);
-    let over = over_base(&spec, policy.compute, 3, &Device::Cpu, "base", Some(&file), read).unwrap();
+    let over = load_with_base(&spec, policy.compute, 3, &Device::Cpu, "base", Some(&file), read).unwrap();
     let held = (LIVE.load(Relaxed) - before) as u64 - over.parameters.bytes();
     let (bytes, dense) = over.parameters.base().unwrap().saved_by_blocks().unwrap();
     // The positions' table and the norms are not quantised.

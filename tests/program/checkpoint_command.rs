@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::common::checkpoint::{Sample, names};
 use crate::common::desk::Desk;
-use finetune::store::checkpoint::{Kind, Run};
+use finetune::store::checkpoint::{CheckpointKind, Run};
 
 /// Two runs: `one` with steps 1 to 4, the second the best, and the weights of step 4; `two` with step 4.
 fn runs() -> Desk {
@@ -14,7 +14,7 @@ fn runs() -> Desk {
     for (step, loss) in [(1, 3.0), (2, 1.25), (3, 2.0), (4, 2.5)] {
         Sample::with_loss(step, loss).save(&mut one).unwrap();
     }
-    one.save(&Sample::new(4).contents(), Kind::Weights).unwrap();
+    one.save(&Sample::new(4).contents(), CheckpointKind::Weights).unwrap();
     Sample::new(4).save(&mut Run::open(desk.path("two")).unwrap()).unwrap();
     desk
 }

@@ -10,7 +10,7 @@ use crate::common::desk::Desk;
 use crate::common::launch;
 use candle_core::quantized::gguf_file;
 use finetune::data::grammar;
-use finetune::store::checkpoint::{Kind, list};
+use finetune::store::checkpoint::{CheckpointKind, list};
 use finetune::telemetry::Event;
 use serde_json::Value;
 
@@ -93,7 +93,7 @@ fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     desk.said(&format!("--resume checkpoints/r --steps 12 --plain {}", weights.replace("every=2", "every=5")));
     assert_eq!(folders(), ["step-000009", "step-000012", "weights-000008", "weights-000010"]);
     fs::remove_dir_all(run.join("step-000012")).unwrap();
-    assert_eq!(list(&run).unwrap().last().unwrap().kind, Kind::Weights);
+    assert_eq!(list(&run).unwrap().last().unwrap().kind, CheckpointKind::Weights);
     desk.said("--resume --steps 12 --plain");
     let resumed = desk.events("r").into_iter().filter_map(|event| match event {
         Event::Started(started) => Some(started.resumed_from),

@@ -11,7 +11,7 @@ use finetune::engine::model::{Mode, Tokens, Workspace};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
 use finetune::random::{Domain, Stream};
-use finetune::store::checkpoint::{compare, newest_good};
+use finetune::store::checkpoint::{compare, latest_valid};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -61,7 +61,7 @@ fn kill(desk: &Desk, run: &str, flags: &str) -> bool {
     child.kill().unwrap();
     let status = child.wait().unwrap();
     assert!(status.signal() == Some(libc::SIGKILL) || status.success(), "{run}: {status}");
-    status.signal().is_some() && newest_good(&path).unwrap().checkpoint.state().step < 30
+    status.signal().is_some() && latest_valid(&path).unwrap().checkpoint.state().step < 30
 }
 
 #[test]

@@ -60,8 +60,8 @@ impl Trap<'_> {
         let runs = format!("runs-{p}");
         let mut run = Run::open(self.desk.path(&runs).join(p)).unwrap();
         let mut sample = Sample::new(1);
-        sample.state.identity.model = p.into();
-        sample.state.identity.data = p.into();
+        sample.state.fingerprint.model = p.into();
+        sample.state.fingerprint.data = p.into();
         let saved = sample.save(&mut run).unwrap();
         Sample::new(2).save(&mut run).unwrap();
         fs::write(saved.path.parent().unwrap().join("config.toml"), format!("model = {}\n", json!(p))).unwrap();

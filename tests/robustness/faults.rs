@@ -14,12 +14,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::common::checkpoint::{Dice, Sample, folder, names};
 use crate::common::launch;
 use finetune::store::ModelFolder;
-use finetune::store::checkpoint::{Disk, Keep, Kind, Manifest, Operation, Run, list, newest_good, verify};
+use finetune::store::checkpoint::{
+    CheckpointKind, Disk, FsOp, Manifest, RetentionPolicy, Run, latest_valid, list, verify,
+};
 use finetune::{Error, Result};
 use signal_hook::consts::SIGKILL;
 use tempfile::TempDir;
 
-const KEEP: Keep = Keep { last: 2, best: false };
+const KEEP: RetentionPolicy = RetentionPolicy { last: 2, best: false };
 
 /// A folder of runs, in which `run` has the good checkpoints 1 and 2.
 fn with_run() -> (TempDir, PathBuf) {
@@ -35,8 +37,8 @@ fn with_run() -> (TempDir, PathBuf) {
 /// Saves and rotates, as at a step where a checkpoint is due.
 fn save_and_rotate(run: &mut Run, step: u64) -> Result<()> {
     let saved = Sample::new(step).save(run)?;
-    run.rotate(Kind::Full, KEEP)?;
-    saved.trouble.map_or(Ok(()), Err)
+    run.apply_retention(CheckpointKind::Full, KEEP)?;
+    saved.warning.map_or(Ok(()), Err)
 }
 
 fn copy(from: &Path, to: &Path) {
@@ -56,13 +58,13 @@ fn assert_unharmed(path: &Path, newest: std::ops::RangeInclusive<u64>, context: 
     for one in &listed {
         assert_eq!(verify(&one.path), [], "{context}");
     }
-    let found = newest_good(path).unwrap();
-    assert!(found.damaged.is_empty(), "{context}");
+    let found = latest_valid(path).unwrap();
+    assert!(found.corrupt_files.is_empty(), "{context}");
     assert!(newest.contains(&found.checkpoint.state().step), "{context}: {}", found.checkpoint.state().step);
     let latest = fs::read_to_string(path.join("latest")).unwrap();
     assert_eq!(verify(&path.join(latest.trim())), [], "{context}: latest is {latest}");
     save_and_rotate(&mut run, 9).unwrap();
-    assert_eq!(newest_good(path).unwrap().checkpoint.state().step, 9, "{context}");
+    assert_eq!(latest_valid(path).unwrap().checkpoint.state().step, 9, "{context}");
 }
 
 /// Not a test itself: other tests run it in a child process that they kill.
@@ -122,7 +124,7 @@ fn a_kill_before_any_operation_of_a_save_over_an_older_one_costs_that_save_at_mo
 }
 
 /// A disk on which operation `at` fails with `code`, and with `stays` every later one that `also` says, until `healed`.
-fn failing(at: usize, code: i32, stays: fn(Operation) -> bool) -> (Disk, Arc<AtomicUsize>) {
+fn failing(at: usize, code: i32, stays: fn(FsOp) -> bool) -> (Disk, Arc<AtomicUsize>) {
     let operations = Arc::new(AtomicUsize::new(0));
     let counter = operations.clone();
     let disk = Disk::with_hook(move |operation, _| {
@@ -138,7 +140,7 @@ fn failing(at: usize, code: i32, stays: fn(Operation) -> bool) -> (Disk, Arc<Ato
 }
 
 /// Lets a save fail at each operation in turn. The run stays open, and once the disk is well again saves as before.
-fn fail_every_operation(code: i32, words: &str, stays: fn(Operation) -> bool) {
+fn fail_every_operation(code: i32, words: &str, stays: fn(FsOp) -> bool) {
     let (_folder, template) = with_run();
     for at in 0.. {
         let folder = folder();
@@ -161,9 +163,9 @@ fn fail_every_operation(code: i32, words: &str, stays: fn(Operation) -> bool) {
                 assert!(error.to_string().contains(&path.display().to_string()), "{error}");
             }
         }
-        assert!(newest_good(&path).unwrap().damaged.is_empty());
+        assert!(latest_valid(&path).unwrap().corrupt_files.is_empty());
         save_and_rotate(&mut run, 4).unwrap();
-        assert_eq!(newest_good(&path).unwrap().checkpoint.state().step, 4);
+        assert_eq!(latest_valid(&path).unwrap().checkpoint.state().step, 4);
         drop(run);
         assert_unharmed(&path, 4..=4, &format!("operation {at} failed with {words}"));
     }
@@ -182,7 +184,7 @@ fn a_disk_that_dies_at_any_operation_is_told_and_harms_nothing() {
 #[test]
 fn a_disk_that_is_full_from_any_operation_on_is_told_and_harms_nothing() {
     fail_every_operation(libc::ENOSPC, "No space left on device", |operation| {
-        matches!(operation, Operation::CreateFolder | Operation::CreateFile | Operation::Write)
+        matches!(operation, FsOp::CreateFolder | FsOp::CreateFile | FsOp::Write)
     });
 }
 
@@ -221,10 +223,10 @@ fn a_folder_that_is_removed_during_the_run_is_named() {
 
 /// The step directory's damage is seen and named, and the run falls back to step 1.
 fn assert_damage_is_told(run: &Path, file: &str, context: &str) {
-    let damaged = newest_good(run).unwrap();
+    let damaged = latest_valid(run).unwrap();
     assert_eq!(damaged.checkpoint.state().step, 1, "{context}");
-    assert_eq!(damaged.damaged.len(), 1, "{context}");
-    assert!(damaged.damaged[0].path.ends_with(Path::new("step-000002").join(file)), "{context}");
+    assert_eq!(damaged.corrupt_files.len(), 1, "{context}");
+    assert!(damaged.corrupt_files[0].path.ends_with(Path::new("step-000002").join(file)), "{context}");
 }
 
 #[test]
@@ -316,13 +318,13 @@ fn nothing_depends_on_latest_or_on_the_clock() {
     fs::File::open(path.join("step-000002")).unwrap().set_modified(long_ago).unwrap();
     for latest in ["step-000001\n", "step-999999", "", "../../etc"] {
         fs::write(path.join("latest"), latest).unwrap();
-        assert_eq!(newest_good(&path).unwrap().checkpoint.state().step, 2);
+        assert_eq!(latest_valid(&path).unwrap().checkpoint.state().step, 2);
     }
     fs::remove_file(path.join("latest")).unwrap();
-    assert_eq!(newest_good(&path).unwrap().checkpoint.state().step, 2);
+    assert_eq!(latest_valid(&path).unwrap().checkpoint.state().step, 2);
     save_and_rotate(&mut Run::open(&path).unwrap(), 3).unwrap();
     assert_eq!(fs::read_to_string(path.join("latest")).unwrap(), "step-000003\n");
-    assert_eq!(newest_good(&path).unwrap().checkpoint.state().step, 3);
+    assert_eq!(latest_valid(&path).unwrap().checkpoint.state().step, 3);
 }
 
 #[test]
@@ -334,7 +336,7 @@ fn a_second_process_is_kept_out_until_the_first_is_gone_however_it_went() {
     let message = Run::open(&path).unwrap_err().to_string();
     assert!(message.contains(&format!("process {} is using this run", holder.id())), "{message}");
     // Reading needs no lock.
-    assert_eq!(newest_good(&path).unwrap().checkpoint.state().step, 2);
+    assert_eq!(latest_valid(&path).unwrap().checkpoint.state().step, 2);
     holder.kill().unwrap();
     holder.wait().unwrap();
     save_and_rotate(&mut Run::open(&path).unwrap(), 3).unwrap();

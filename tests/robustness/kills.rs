@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::checkpoint::Dice;
 use crate::common::desk::Desk;
-use finetune::store::checkpoint::{compare, list, newest_good, verify};
+use finetune::store::checkpoint::{compare, latest_valid, list, verify};
 use finetune::telemetry::{Event, StepRecord};
 use signal_hook::consts::{SIGKILL, SIGTERM};
 
@@ -80,7 +80,7 @@ fn disturb(desk: &Desk, signal: i32, count: usize, seed: u64, more: &str) {
             // An interrupt during preparation ends the process at once; nothing is saved before the first attempt has started.
             let started = |event: &Event| matches!(event, Event::Started(_));
             if saved && run.join("events.jsonl").exists() && desk.events(&name).iter().any(started) {
-                assert!(newest_good(&run).unwrap().damaged.is_empty());
+                assert!(latest_valid(&run).unwrap().corrupt_files.is_empty());
             }
             for one in list(&run).unwrap_or_default() {
                 assert_eq!(verify(&one.path), []);

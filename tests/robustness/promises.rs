@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crate::common::desk::Desk;
 use crate::common::launch;
-use finetune::store::checkpoint::{Kind, list, newest_good, verify};
+use finetune::store::checkpoint::{CheckpointKind, latest_valid, list, verify};
 use finetune::telemetry::Event;
 
 /// A run of the built-in model in which little is computed.
@@ -107,7 +107,7 @@ fn promise_1_a_log_that_may_not_grow_costs_its_lines_only() {
     assert!(said.contains("File too large"), "{said}");
     assert!(said.contains("step=40/40"), "{said}");
     assert_eq!(fs::metadata(&log).unwrap().len(), limit as u64);
-    assert_eq!(newest_good(&run).unwrap().checkpoint.state().step, 40);
+    assert_eq!(latest_valid(&run).unwrap().checkpoint.state().step, 40);
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn promise_2_eight_runs_started_at_once_take_eight_numbers() {
     let runs: Vec<PathBuf> = runs.collect();
     assert_eq!(runs.len(), 8);
     for run in runs {
-        assert_eq!(newest_good(&run).unwrap().checkpoint.state().step, 1);
+        assert_eq!(latest_valid(&run).unwrap().checkpoint.state().step, 1);
     }
 }
 
@@ -180,7 +180,7 @@ fn promise_5_the_last_save_is_tried_again_until_the_disk_takes_it() {
     run.until("trying again for");
     fs::rename(lock.with_extension("away"), &lock).unwrap();
     assert_eq!(run.code(), Some(0));
-    assert_eq!(newest_good(&desk.run("r")).unwrap().checkpoint.state().step, 3);
+    assert_eq!(latest_valid(&desk.run("r")).unwrap().checkpoint.state().step, 3);
 }
 
 #[test]
@@ -192,7 +192,7 @@ fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_lo
     assert_eq!(code, Some(1), "{said}");
     let run = desk.run("r");
     let listed = list(&run).unwrap();
-    assert_eq!(listed.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(Kind::Weights, 3)]);
+    assert_eq!(listed.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(CheckpointKind::Weights, 3)]);
     assert_eq!(verify(&listed[0].path), []);
     for text in [
         "no checkpoint at step 2: cannot write",
@@ -219,7 +219,7 @@ fn promise_8_hangup_and_the_processor_limit_save_and_stop_like_termination() {
     for signal in ["INT", "TERM", "HUP", "XCPU"] {
         let (desk, code) = interrupted_by("", signal);
         assert_eq!(code, Some(130), "SIG{signal}");
-        let found = newest_good(&desk.run("r")).unwrap();
+        let found = latest_valid(&desk.run("r")).unwrap();
         let last = desk.steps("r").last().map(|step| step.step);
         assert_eq!(Some(found.checkpoint.state().step), last, "SIG{signal}");
     }
@@ -286,10 +286,10 @@ fn promise_8_sigusr1_saves_and_goes_on() {
     run.signal("USR1");
     run.until("saved ");
     run.until("step=");
-    let first = newest_good(&desk.run("r")).unwrap().checkpoint.state().step;
+    let first = latest_valid(&desk.run("r")).unwrap().checkpoint.state().step;
     run.signal("TERM");
     assert_eq!(run.code(), Some(130));
-    assert!(newest_good(&desk.run("r")).unwrap().checkpoint.state().step > first);
+    assert!(latest_valid(&desk.run("r")).unwrap().checkpoint.state().step > first);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use super::Encoding;
 use crate::engine::model::{Op, ParamSpec, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
-use crate::store::gguf::{GgufWords, ROPE_FACTORS, gguf_name, vocabulary};
+use crate::store::gguf::{GgufMetadata, ROPE_FACTORS, gguf_name, vocabulary};
 use crate::{Error, Result};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -25,22 +25,22 @@ pub(super) fn write(
     name: &str,
     path: &Path,
 ) -> Result<()> {
-    let words = trained.config.to_gguf()?;
+    let header = trained.config.to_gguf()?;
     let mut metadata = vec![
-        ("general.architecture".to_owned(), Value::String(words.architecture.to_owned())),
+        ("general.architecture".to_owned(), Value::String(header.architecture.to_owned())),
         ("general.name".to_owned(), Value::String(name.strip_suffix(".gguf").unwrap_or(name).to_owned())),
         ("general.file_type".to_owned(), Value::U32(file_type(encoding))),
     ];
     if matches!(encoding, Encoding::Q8_0 | Encoding::Q4K) {
         metadata.push(("general.quantization_version".to_owned(), Value::U32(QUANTIZATION_VERSION)));
     }
-    let GgufWords { architecture, keys, rope_factors } = words;
+    let GgufMetadata { architecture, keys, rope_factors } = header;
     metadata.extend(keys.iter().filter_map(|(key, value)| Some((format!("{architecture}.{key}"), value_of(value)?))));
     metadata.extend(vocabulary(&trained.tokenizer, &trained.config, trained.chat.template.as_deref())?);
 
     let convert = |(entry, tensor): (&ParamSpec, &Tensor)| -> Result<(String, QTensor)> {
         // candle quantises a tensor's whole storage, and a parameter may be a view of a part of it.
-        let values = trained.config.into_gguf(entry, &tensor.to_dtype(DType::F32)?)?.force_contiguous()?;
+        let values = trained.config.to_gguf_layout(entry, &tensor.to_dtype(DType::F32)?)?.force_contiguous()?;
         let columns = values.dims().last().copied().unwrap_or_default();
         Ok((gguf_name(entry), QTensor::quantize(&values, block_type(entry, columns, encoding))?))
     };

@@ -3,7 +3,7 @@
 use crate::engine::model::Parameters;
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
-use crate::store::companions::{TOKENIZER_CONFIG, tokenizer_config};
+use crate::store::aux_files::{TOKENIZER_CONFIG, tokenizer_config};
 use crate::store::tensor_file::write_tensors;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -24,13 +24,13 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
     };
     save("config.json", trained.config.to_json(torch_dtype).as_bytes())?;
     save("tokenizer.json", trained.tokenizer.json())?;
-    let mut companions = trained.companions.clone();
-    if companions.get(TOKENIZER_CONFIG).is_none() {
+    let mut aux_files = trained.aux_files.clone();
+    if aux_files.get(TOKENIZER_CONFIG).is_none() {
         let mut config = tokenizer_config(&trained.tokenizer);
         config["model_max_length"] = trained.config.context.into();
-        companions.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
+        aux_files.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
     }
-    companions.iter().try_for_each(|(name, text)| save(name, text))?;
+    aux_files.iter().try_for_each(|(name, text)| save(name, text))?;
     let named = |(name, tensor): (&str, &Tensor)| (trained.config.family.stored_name(name), tensor.clone());
     let tensors: Vec<(String, Tensor)> = weights.iter().map(named).collect();
     let path = folder.join("model.safetensors");

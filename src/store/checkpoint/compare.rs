@@ -14,7 +14,7 @@ use crate::{Error, Result};
 
 /// One difference.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Difference {
+pub struct CheckpointDifference {
     /// The file that differs.
     pub file: String,
     /// The tensor or the JSON path; empty for the file as a whole.
@@ -23,7 +23,7 @@ pub struct Difference {
     pub message: String,
 }
 
-impl fmt::Display for Difference {
+impl fmt::Display for CheckpointDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { file, name, message } = self;
         if name.is_empty() { write!(f, "{file}: {message}") } else { write!(f, "{file}: `{name}`: {message}") }
@@ -34,7 +34,7 @@ impl fmt::Display for Difference {
 ///
 /// # Errors
 /// [`Error::Io`] or [`Error::Model`] if a file cannot be read. Does not check checksums; see [`verify`](super::verify).
-pub fn compare(a: &Path, b: &Path) -> Result<Vec<Difference>> {
+pub fn compare(a: &Path, b: &Path) -> Result<Vec<CheckpointDifference>> {
     let mut differences = Vec::new();
     for file in [CONFIG, ADAPTER_CONFIG, STATE] {
         each_side(a, b, file, &mut differences, |a, b, found| {
@@ -64,7 +64,7 @@ fn each_side(
     a: &Path,
     b: &Path,
     file: &str,
-    differences: &mut Vec<Difference>,
+    differences: &mut Vec<CheckpointDifference>,
     inspect: impl FnOnce(&Path, &Path, &mut Findings) -> Result<()>,
 ) -> Result<()> {
     let (a, b) = (a.join(file), b.join(file));
@@ -75,7 +75,7 @@ fn each_side(
         (true, false) => found.push((String::new(), "only in the first".into())),
         (false, true) => found.push((String::new(), "only in the second".into())),
     }
-    let named = |(name, message)| Difference { file: file.to_owned(), name, message };
+    let named = |(name, message)| CheckpointDifference { file: file.to_owned(), name, message };
     differences.extend(found.into_iter().map(named));
     Ok(())
 }

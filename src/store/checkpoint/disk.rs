@@ -12,7 +12,7 @@ use crate::{Error, Result};
 
 /// A file-system operation that can fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Operation {
+pub enum FsOp {
     /// Create a folder.
     CreateFolder,
     /// Create a new, empty file.
@@ -29,7 +29,7 @@ pub enum Operation {
     Remove,
 }
 
-impl Operation {
+impl FsOp {
     /// The verb of an error text: "cannot … `path`".
     pub fn verb(self) -> &'static str {
         match self {
@@ -44,12 +44,12 @@ impl Operation {
     }
 }
 
-type Hook = Arc<dyn Fn(Operation, &Path) -> io::Result<()> + Send + Sync>;
+type DiskHook = Arc<dyn Fn(FsOp, &Path) -> io::Result<()> + Send + Sync>;
 
 /// The real disk, with an optional hook that can make operations fail.
 #[derive(Clone, Default)]
 pub struct Disk {
-    hook: Option<Hook>,
+    hook: Option<DiskHook>,
 }
 
 impl fmt::Debug for Disk {
@@ -60,40 +60,40 @@ impl fmt::Debug for Disk {
 
 impl Disk {
     /// A disk that calls `hook` before every operation. An error from the hook is treated like one from the operating system.
-    pub fn with_hook(hook: impl Fn(Operation, &Path) -> io::Result<()> + Send + Sync + 'static) -> Self {
+    pub fn with_hook(hook: impl Fn(FsOp, &Path) -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self { hook: Some(Arc::new(hook)) }
     }
 
     /// Creates `path` and its missing parents.
     pub(super) fn create_folders(&self, path: &Path) -> Result<()> {
-        self.act(Operation::CreateFolder, path, || fs::create_dir_all(path))
+        self.perform(FsOp::CreateFolder, path, || fs::create_dir_all(path))
     }
 
     /// Creates `path`, whose parent must exist.
     pub(super) fn create_folder(&self, path: &Path) -> Result<()> {
-        self.act(Operation::CreateFolder, path, || fs::create_dir(path))
+        self.perform(FsOp::CreateFolder, path, || fs::create_dir(path))
     }
 
     /// Creates a file, writes it with `fill`, syncs it, and returns its digest.
     pub(super) fn write_file(&self, path: &Path, fill: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<Digest> {
         let create = || OpenOptions::new().write(true).create_new(true).open(path);
-        let file = self.act(Operation::CreateFile, path, create)?;
+        let file = self.perform(FsOp::CreateFile, path, create)?;
         let mut out = DigestWriter::new(HookedFile { disk: self, path, file });
         fill(&mut out)?;
         let (HookedFile { file, .. }, digest) = out.finish();
-        self.act(Operation::SyncFile, path, || file.sync_all())?;
+        self.perform(FsOp::SyncFile, path, || file.sync_all())?;
         Ok(digest)
     }
 
     /// Syncs a folder's entries to the medium.
     pub(super) fn sync_folder(&self, path: &Path) -> Result<()> {
         // Only Unix can open and sync folders.
-        self.act(Operation::SyncFolder, path, || if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) })
+        self.perform(FsOp::SyncFolder, path, || if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) })
     }
 
     /// Renames within one file system; `to` must not be a non-empty folder.
     pub(super) fn rename(&self, from: &Path, to: &Path) -> Result<()> {
-        self.act(Operation::Rename, from, || fs::rename(from, to))
+        self.perform(FsOp::Rename, from, || fs::rename(from, to))
     }
 
     /// Removes a file or a whole folder; a missing one is not an error.
@@ -103,23 +103,23 @@ impl Disk {
             Ok(_) => fs::remove_file(path),
             Err(error) => Err(error),
         };
-        self.act(Operation::Remove, path, || match remove() {
+        self.perform(FsOp::Remove, path, || match remove() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             done => done,
         })
     }
 
     /// Runs an operation, and retries it after EINTR, which network file systems return from any of them.
-    fn act<T>(&self, operation: Operation, path: &Path, run: impl Fn() -> io::Result<T>) -> Result<T> {
+    fn perform<T>(&self, operation: FsOp, path: &Path, run: impl Fn() -> io::Result<T>) -> Result<T> {
         loop {
-            match self.ask(operation, path).and_then(|()| run()) {
+            match self.call_hook(operation, path).and_then(|()| run()) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 done => return done.map_err(Error::io(operation.verb(), path)),
             }
         }
     }
 
-    fn ask(&self, operation: Operation, path: &Path) -> io::Result<()> {
+    fn call_hook(&self, operation: FsOp, path: &Path) -> io::Result<()> {
         self.hook.as_ref().map_or(Ok(()), |hook| hook(operation, path))
     }
 }
@@ -132,7 +132,7 @@ struct HookedFile<'a> {
 
 impl Write for HookedFile<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.disk.ask(Operation::Write, self.path)?;
+        self.disk.call_hook(FsOp::Write, self.path)?;
         self.file.write(bytes)
     }
 

@@ -2,25 +2,25 @@
 
 use std::path::{Path, PathBuf};
 
-use super::manifest::{Kind, Manifest};
-use super::read::{Checkpoint, Damage, verified};
+use super::manifest::{CheckpointKind, Manifest};
+use super::read::{Checkpoint, CorruptFile, verified};
 use super::run::opened_at;
 use crate::{Error, Result};
 
 /// A step directory of a run.
 #[derive(Debug)]
-pub struct Listed {
+pub struct CheckpointEntry {
     /// The directory.
     pub path: PathBuf,
     /// Full, or weights only.
-    pub kind: Kind,
+    pub kind: CheckpointKind,
     /// Steps attempted when it was written.
     pub step: u64,
     /// Its manifest, or why it is invalid. The files themselves are not checked: see [`verify`](super::verify).
     pub manifest: Result<Manifest>,
 }
 
-impl Listed {
+impl CheckpointEntry {
     fn sequence(&self) -> Option<u64> {
         self.manifest.as_ref().ok().map(|manifest| manifest.sequence)
     }
@@ -30,47 +30,49 @@ impl Listed {
 ///
 /// # Errors
 /// [`Error::Io`] if the run's folder cannot be listed.
-pub fn list(run: &Path) -> Result<Vec<Listed>> {
+pub fn list(run: &Path) -> Result<Vec<CheckpointEntry>> {
     let mut listed = Vec::new();
     for entry in std::fs::read_dir(run).map_err(Error::io("list", run))? {
         let path = entry.map_err(Error::io("list", run))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if let Some((kind, step)) = Kind::parse_directory(&name).filter(|_| path.is_dir()) {
+        if let Some((kind, step)) = CheckpointKind::parse_directory(&name).filter(|_| path.is_dir()) {
             let manifest = Manifest::read(&path);
-            listed.push(Listed { path, kind, step, manifest });
+            listed.push(CheckpointEntry { path, kind, step, manifest });
         }
     }
-    listed.sort_by_key(|one| (one.step, one.kind == Kind::Weights));
+    listed.sort_by_key(|one| (one.step, one.kind == CheckpointKind::Weights));
     Ok(listed)
 }
 
 /// The checkpoint to resume from, and the newer ones that are damaged.
 #[derive(Debug)]
-pub struct Found {
+pub struct ResumeCandidate {
     /// The newest full checkpoint whose files are all unchanged since they were written.
     pub checkpoint: Checkpoint,
     /// The damaged files of the newer ones.
-    pub damaged: Vec<Damage>,
+    pub corrupt_files: Vec<CorruptFile>,
 }
 
 /// Finds the newest good full checkpoint of a run, falling back from damaged ones to older ones.
 ///
 /// # Errors
 /// [`Error::Checkpoint`] if the run has no good one; lists all damage.
-pub fn newest_good(run: &Path) -> Result<Found> {
+pub fn latest_valid(run: &Path) -> Result<ResumeCandidate> {
     let mut candidates = list(run)?;
-    candidates.retain(|one| one.kind == Kind::Full);
+    candidates.retain(|one| one.kind == CheckpointKind::Full);
     if candidates.is_empty() {
         return Err(Error::checkpoint(run, "there is no checkpoint in this run yet"));
     }
-    let mut damaged = Vec::new();
+    let mut corrupt_files = Vec::new();
     for candidate in newest_first(candidates) {
         match verified(&candidate.path) {
-            Ok(manifest) => return Ok(Found { checkpoint: Checkpoint::read(candidate.path, manifest)?, damaged }),
-            Err(damages) => damaged.extend(damages),
+            Ok(manifest) => {
+                return Ok(ResumeCandidate { checkpoint: Checkpoint::read(candidate.path, manifest)?, corrupt_files });
+            }
+            Err(corrupt) => corrupt_files.extend(corrupt),
         }
     }
-    let wrong: Vec<String> = damaged.iter().map(ToString::to_string).collect();
+    let wrong: Vec<String> = corrupt_files.iter().map(ToString::to_string).collect();
     Err(Error::checkpoint(run, format!("no checkpoint of this run is good: {}", wrong.join("; "))))
 }
 
@@ -79,7 +81,7 @@ pub fn newest_good(run: &Path) -> Result<Found> {
 /// # Errors
 /// [`Error::Checkpoint`] if no good one has a validation loss.
 pub fn best(run: &Path) -> Result<PathBuf> {
-    let mut candidates: Vec<(f64, Listed)> =
+    let mut candidates: Vec<(f64, CheckpointEntry)> =
         list(run)?.into_iter().filter_map(|one| Some((one.manifest.as_ref().ok()?.validation_loss?, one))).collect();
     // The sort is stable, and full checkpoints are listed before weights of the same step.
     candidates.sort_by(|(a, _), (b, _)| a.total_cmp(b));
@@ -89,9 +91,9 @@ pub fn best(run: &Path) -> Result<PathBuf> {
 
 /// Sorts the result of [`list`] by sequence, newest first. A checkpoint with an unreadable manifest has no sequence and is
 /// assumed to follow the previous one by step.
-fn newest_first(listed: Vec<Listed>) -> Vec<Listed> {
+fn newest_first(listed: Vec<CheckpointEntry>) -> Vec<CheckpointEntry> {
     let mut before = 0;
-    let mut keyed: Vec<(u64, Listed)> = Vec::with_capacity(listed.len());
+    let mut keyed: Vec<(u64, CheckpointEntry)> = Vec::with_capacity(listed.len());
     for one in listed {
         before = one.sequence().unwrap_or(before);
         keyed.push((before, one));
@@ -103,7 +105,7 @@ fn newest_first(listed: Vec<Listed>) -> Vec<Listed> {
 
 /// Which checkpoints of one kind to keep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Keep {
+pub struct RetentionPolicy {
     /// The number of newest ones; 0 counts as 1.
     pub last: usize,
     /// Also the one with the lowest validation loss.
@@ -113,12 +115,12 @@ pub struct Keep {
 /// The checkpoints of `kind` to remove, oldest first. Only [verified](super::verify) checkpoints count as kept. Damaged ones
 /// among the kept, and ones with an unreadable manifest or a file that is missing or of the wrong size, are never returned:
 /// the user decides about those.
-pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
+pub fn expired(run: &Path, kind: CheckpointKind, keep: RetentionPolicy) -> Result<Vec<PathBuf>> {
     let mut whole: Vec<(PathBuf, Manifest)> = list(run)?
         .into_iter()
         .filter(|one| one.kind == kind)
         .filter_map(|one| Some((one.path, one.manifest.ok()?)))
-        .filter(|(path, manifest)| is_whole(path, manifest))
+        .filter(|(path, manifest)| is_complete(path, manifest))
         .collect();
     whole.sort_by_key(|(_, manifest)| manifest.sequence);
     let losses = whole.iter().filter_map(|(path, manifest)| Some((path, manifest.validation_loss?)));
@@ -135,7 +137,7 @@ pub fn outdated(run: &Path, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
 }
 
 /// Whether every file exists with the right size: the quick part of [`verify`](super::verify).
-fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
+fn is_complete(directory: &Path, manifest: &Manifest) -> bool {
     manifest.files.iter().all(|(name, digest)| {
         std::fs::metadata(directory.join(name)).is_ok_and(|found| found.is_file() && found.len() == digest.bytes)
     })
@@ -145,7 +147,7 @@ fn is_whole(directory: &Path, manifest: &Manifest) -> bool {
 ///
 /// # Errors
 /// [`Error::Checkpoint`] if there is no run; [`Error::Io`] if the folder cannot be listed.
-pub fn newest_run(folder: &Path) -> Result<PathBuf> {
+pub fn latest_run(folder: &Path) -> Result<PathBuf> {
     let newest = runs(folder)?.into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
     newest
         .map(|(path, _)| path)
@@ -153,7 +155,7 @@ pub fn newest_run(folder: &Path) -> Result<PathBuf> {
 }
 
 /// The largest sequence in any run of `folder`; 0 without runs, or if it cannot be listed.
-pub(super) fn newest_sequence(folder: &Path) -> u64 {
+pub(super) fn max_sequence(folder: &Path) -> u64 {
     runs(folder).unwrap_or_default().into_iter().map(|(_, sequence)| sequence).max().unwrap_or(0)
 }
 

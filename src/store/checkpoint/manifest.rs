@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::state::{FORMAT_VERSION, check_version};
 use crate::digest::{Digest, read_at_most};
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
-use crate::store::companions::Companions;
+use crate::store::aux_files::AuxFiles;
 use crate::{Error, Result};
 
 /// The manifest.
@@ -37,18 +37,18 @@ const MAX_BYTES: u64 = 1 << 20;
 /// The kind of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum CheckpointKind {
     /// Everything needed to resume a run.
     Full,
     /// Only a model folder, a fifth of the size.
     Weights,
 }
 
-impl Kind {
+impl CheckpointKind {
     /// Both kinds.
     pub const ALL: [Self; 2] = [Self::Full, Self::Weights];
 
-    /// The files of such a checkpoint in writing order, without the [`Companions`] and the manifest, which come last.
+    /// The files of such a checkpoint in writing order, without the [`AuxFiles`] and the manifest, which come last.
     pub fn files(self, adapters: bool) -> &'static [&'static str] {
         match (self, adapters) {
             (Self::Full, false) => &[CONFIG, TOKENIZER, WEIGHTS, MASTERS, OPTIMIZER, STATE],
@@ -63,7 +63,7 @@ impl Kind {
         format!("{}-{step:06}", self.prefix())
     }
 
-    /// Parses a directory's name: the inverse of [`Kind::directory`].
+    /// Parses a directory's name: the inverse of [`CheckpointKind::directory`].
     pub fn parse_directory(name: &str) -> Option<(Self, u64)> {
         Self::ALL.into_iter().find_map(|kind| {
             let step = name.strip_prefix(kind.prefix())?.strip_prefix('-')?.parse().ok()?;
@@ -87,7 +87,7 @@ impl Kind {
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
     /// Full, or weights only.
-    pub kind: Kind,
+    pub kind: CheckpointKind,
     /// Steps attempted when it was written.
     pub step: u64,
     /// The order of saves, independent of the clock: larger than the sequence of every earlier checkpoint of this run,
@@ -101,7 +101,7 @@ pub struct Manifest {
 
 impl Manifest {
     /// Reads the manifest of a step directory, and checks that it belongs to this directory and lists the files of its kind, and
-    /// no others but [`Companions`].
+    /// no others but [`AuxFiles`].
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the manifest and what is wrong with it.
@@ -115,7 +115,7 @@ impl Manifest {
         let manifest = Self::from_json(&text).map_err(fail)?;
         let name = directory.file_name().unwrap_or_default().to_string_lossy();
         // A copy may have any name except that of another step.
-        match Kind::parse_directory(&name) {
+        match CheckpointKind::parse_directory(&name) {
             Some(said) if said != (manifest.kind, manifest.step) => {
                 Err(fail(format!("it belongs to `{}`", manifest.kind.directory(manifest.step))))
             }
@@ -130,32 +130,33 @@ impl Manifest {
 
     /// The text of the file.
     pub(super) fn to_json(&self) -> serde_json::Result<Vec<u8>> {
-        let sealed = Sealed { format_version: FORMAT_VERSION, manifest: self.clone(), seal: self.seal()? };
-        let mut text = serde_json::to_vec_pretty(&sealed)?;
+        let file = ManifestFile { format_version: FORMAT_VERSION, manifest: self.clone(), checksum: self.checksum()? };
+        let mut text = serde_json::to_vec_pretty(&file)?;
         text.push(b'\n');
         Ok(text)
     }
 
-    fn seal(&self) -> serde_json::Result<String> {
+    fn checksum(&self) -> serde_json::Result<String> {
         Ok(Digest::of(&serde_json::to_vec(self)?).sha256)
     }
 
     /// Reads the text of the file.
     pub(super) fn from_json(text: &[u8]) -> Result<Self, String> {
         check_version(text)?;
-        Self::unseal(text).map_err(|message| format!("damaged: {message}"))
+        Self::parse_verified(text).map_err(|message| format!("damaged: {message}"))
     }
 
-    fn unseal(text: &[u8]) -> Result<Self, String> {
-        let Sealed { manifest, seal, .. } = serde_json::from_slice(text).map_err(|error| error.to_string())?;
-        if manifest.seal().map_err(|error| error.to_string())? != seal {
-            return Err("its contents changed since it was written (its seal differs)".into());
+    fn parse_verified(text: &[u8]) -> Result<Self, String> {
+        let ManifestFile { manifest, checksum, .. } =
+            serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        if manifest.checksum().map_err(|error| error.to_string())? != checksum {
+            return Err("its contents changed since it was written (its checksum differs)".into());
         }
         if manifest.sequence > MAX_SEQUENCE {
             return Err(format!("the sequence number {} is too large", manifest.sequence));
         }
         let expected = manifest.kind.files(manifest.has_adapters());
-        let known = |name: &str| expected.contains(&name) || Companions::NAMES.contains(&name);
+        let known = |name: &str| expected.contains(&name) || AuxFiles::NAMES.contains(&name);
         if let Some(name) = expected.iter().find(|name| !manifest.files.contains_key(**name)) {
             return Err(format!("it does not list `{name}`"));
         }
@@ -174,10 +175,11 @@ impl Manifest {
 /// The file's contents: a manifest and the hash of its compact JSON.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Sealed {
+struct ManifestFile {
     format_version: u32,
     manifest: Manifest,
-    seal: String,
+    #[serde(rename = "seal")]
+    checksum: String,
 }
 
 pub(super) fn missing_or(error: &std::io::Error) -> String {
@@ -193,38 +195,38 @@ mod tests {
 
     use super::*;
 
-    fn manifest(kind: Kind) -> Manifest {
+    fn manifest(kind: CheckpointKind) -> Manifest {
         let files = kind.files(false).iter().map(|name| ((*name).to_owned(), Digest::of(name.as_bytes()))).collect();
         Manifest { kind, step: 128, sequence: 3, validation_loss: Some(2.5), files }
     }
 
     #[test]
     fn directories_have_one_spelling() {
-        assert_eq!(Kind::Full.directory(128), "step-000128");
+        assert_eq!(CheckpointKind::Full.directory(128), "step-000128");
         for (name, expected) in [
-            ("step-000128", Some((Kind::Full, 128))),
-            ("weights-12345678", Some((Kind::Weights, 12_345_678))),
+            ("step-000128", Some((CheckpointKind::Full, 128))),
+            ("weights-12345678", Some((CheckpointKind::Weights, 12_345_678))),
             ("step-128", None),
             ("step-+00128", None),
             (".step-000128.tmp", None),
             ("step-000128.old", None),
             ("step-", None),
         ] {
-            assert_eq!(Kind::parse_directory(name), expected, "{name}");
+            assert_eq!(CheckpointKind::parse_directory(name), expected, "{name}");
         }
     }
 
     #[test]
     fn a_forged_sequence_is_rejected() {
         for (sequence, fine) in [(MAX_SEQUENCE, true), (MAX_SEQUENCE + 1, false), (u64::MAX, false)] {
-            let text = Manifest { sequence, ..manifest(Kind::Full) }.to_json().unwrap();
+            let text = Manifest { sequence, ..manifest(CheckpointKind::Full) }.to_json().unwrap();
             assert_eq!(Manifest::from_json(&text).is_ok(), fine, "{sequence}");
         }
     }
 
     #[test]
     fn a_manifest_lists_exactly_the_files_of_its_kind() {
-        for kind in Kind::ALL {
+        for kind in CheckpointKind::ALL {
             let good = manifest(kind);
             assert_eq!(Manifest::from_json(&good.to_json().unwrap()).unwrap(), good);
             let mut short = good.clone();
@@ -244,7 +246,7 @@ mod tests {
         {
             let directory = folder.path().join(name);
             std::fs::create_dir(&directory).unwrap();
-            std::fs::write(directory.join(MANIFEST), manifest(Kind::Full).to_json().unwrap()).unwrap();
+            std::fs::write(directory.join(MANIFEST), manifest(CheckpointKind::Full).to_json().unwrap()).unwrap();
             match (Manifest::read(&directory), message) {
                 (Ok(_), None) => {}
                 (Err(error), Some(message)) => assert!(error.to_string().contains(message), "{error}"),
@@ -263,11 +265,11 @@ mod tests {
 
         #[test]
         fn a_changed_byte_is_rejected_or_has_no_effect(at in any::<proptest::sample::Index>(), byte in any::<u8>()) {
-            let mut text = manifest(Kind::Full).to_json().unwrap();
+            let mut text = manifest(CheckpointKind::Full).to_json().unwrap();
             let at = at.index(text.len());
             text[at] = byte;
             if let Ok(read) = Manifest::from_json(&text) {
-                prop_assert_eq!(read, manifest(Kind::Full));
+                prop_assert_eq!(read, manifest(CheckpointKind::Full));
             }
         }
     }

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use candle_core::DType;
 
-use super::manifest::{CONFIG, Kind, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or};
+use super::manifest::{
+    CONFIG, CheckpointKind, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or,
+};
 use super::state::State;
 use crate::digest::{Digest, read_at_most};
 use crate::engine::kernels::view;
@@ -19,54 +21,54 @@ use crate::{Error, Result};
 /// Maximum size of configuration and state.
 const MAX_JSON: u64 = 16 << 20;
 /// The maximum number of blocks of a base that is not available.
-const MOST_BLOCKS: usize = 1024;
+const MAX_BLOCKS: usize = 1024;
 
 /// A file of a checkpoint that does not match the manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Damage {
+pub struct CorruptFile {
     /// The file.
     pub path: PathBuf,
     /// The problem.
     pub message: String,
 }
 
-impl fmt::Display for Damage {
+impl fmt::Display for CorruptFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "`{}`: {}", self.path.display(), self.message)
     }
 }
 
-impl From<Damage> for Error {
-    fn from(Damage { path, message }: Damage) -> Self {
+impl From<CorruptFile> for Error {
+    fn from(CorruptFile { path, message }: CorruptFile) -> Self {
         Self::Checkpoint { path, message }
     }
 }
 
 /// Checks every file of a step directory against its manifest; returns one entry for each damaged file.
-pub fn verify(directory: &Path) -> Vec<Damage> {
+pub fn verify(directory: &Path) -> Vec<CorruptFile> {
     verified(directory).err().unwrap_or_default()
 }
 
 /// The manifest of an undamaged step directory, or all damage.
-pub(super) fn verified(directory: &Path) -> Result<Manifest, Vec<Damage>> {
+pub(super) fn verified(directory: &Path) -> Result<Manifest, Vec<CorruptFile>> {
     let manifest = Manifest::read(directory).map_err(|error| match error {
-        Error::Checkpoint { path, message } => vec![Damage { path, message }],
-        other => vec![Damage { path: directory.to_path_buf(), message: other.to_string() }],
+        Error::Checkpoint { path, message } => vec![CorruptFile { path, message }],
+        other => vec![CorruptFile { path: directory.to_path_buf(), message: other.to_string() }],
     })?;
-    let damages = damages(directory, &manifest);
-    if damages.is_empty() { Ok(manifest) } else { Err(damages) }
+    let corrupt = find_corruption(directory, &manifest);
+    if corrupt.is_empty() { Ok(manifest) } else { Err(corrupt) }
 }
 
-fn damages(directory: &Path, manifest: &Manifest) -> Vec<Damage> {
+fn find_corruption(directory: &Path, manifest: &Manifest) -> Vec<CorruptFile> {
     let check = |(name, expected): (&String, &Digest)| {
         let path = directory.join(name);
-        damage(&path, expected).map(|message| Damage { path, message })
+        corruption(&path, expected).map(|message| CorruptFile { path, message })
     };
     manifest.files.iter().filter_map(check).collect()
 }
 
 /// Checks a file against a digest; returns what is wrong. Does not read a file of the wrong size.
-fn damage(path: &Path, expected: &Digest) -> Option<String> {
+fn corruption(path: &Path, expected: &Digest) -> Option<String> {
     match std::fs::metadata(path) {
         Err(error) => return Some(missing_or(&error)),
         Ok(metadata) if !metadata.is_file() => return Some("it is not a file".into()),
@@ -101,7 +103,7 @@ impl Checkpoint {
     /// [`Error::Checkpoint`] naming the first file that is damaged, or saying that it holds weights only.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let manifest = verified(&path).map_err(|mut damages| Error::from(damages.swap_remove(0)))?;
+        let manifest = verified(&path).map_err(|mut corrupt| Error::from(corrupt.swap_remove(0)))?;
         Self::read(path, manifest)
     }
 
@@ -117,7 +119,7 @@ impl Checkpoint {
 
     /// Opens a step directory whose files have just been verified.
     pub(super) fn read(path: PathBuf, manifest: Manifest) -> Result<Self> {
-        if manifest.kind != Kind::Full {
+        if manifest.kind != CheckpointKind::Full {
             let message =
                 "it holds weights only, so a run cannot be resumed from it; start a new one with it as `--model`";
             return Err(Error::checkpoint(&path, message));
@@ -128,7 +130,7 @@ impl Checkpoint {
         let config = ModelSpec::from_json(&text, &file.display().to_string())?;
         let weights = TensorFile::open(path.join(if manifest.has_adapters() { ADAPTER_WEIGHTS } else { WEIGHTS }))?;
         // Adapters may be those of a few layers; of no model there are that many.
-        let most = if manifest.has_adapters() { MOST_BLOCKS } else { weights.tensors().len() };
+        let most = if manifest.has_adapters() { MAX_BLOCKS } else { weights.tensors().len() };
         check_depth(&config, most, &file)?;
         let config = if manifest.has_adapters() { AdapterFolder::open(&path)?.spec(&config)? } else { config };
         Ok(Self {

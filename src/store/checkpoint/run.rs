@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::disk::Disk;
-use super::find::{Keep, list, newest_sequence, outdated};
-use super::manifest::{Kind, MAX_SEQUENCE, Manifest};
+use super::find::{RetentionPolicy, expired, list, max_sequence};
+use super::manifest::{CheckpointKind, MAX_SEQUENCE, Manifest};
 use super::save::Contents;
 use crate::{Error, Result, temporary, untrusted};
 
@@ -17,7 +17,7 @@ const LATEST: &str = "latest";
 const CONFIG: &str = "config.toml";
 const EVENTS: &str = "events.jsonl";
 /// How long to wait for a lock; the kernel releases a killed process's lock with a delay.
-const PATIENCE: Duration = Duration::from_secs(1);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A run's folder, locked by this process until the value is dropped or the process ends.
 #[derive(Debug)]
@@ -31,13 +31,13 @@ pub struct Run {
 
 /// The result of a save.
 #[derive(Debug)]
-pub struct Saved {
+pub struct SaveResult {
     /// The checkpoint's directory.
     pub path: PathBuf,
     /// The checkpoint's manifest.
     pub manifest: Manifest,
     /// An error after the checkpoint was complete: updating `latest`, or removing the one it replaces.
-    pub trouble: Option<Error>,
+    pub warning: Option<Error>,
 }
 
 impl Run {
@@ -53,7 +53,7 @@ impl Run {
     pub fn open_on(path: impl Into<PathBuf>, disk: Disk) -> Result<Self> {
         let path = path.into();
         disk.create_folders(&path)?;
-        Self::take(path, disk)
+        Self::acquire(path, disk)
     }
 
     /// Creates and opens the folder of a new run; `None` if the name is taken. If several processes create the same
@@ -66,22 +66,22 @@ impl Run {
         disk.create_folders(path.parent().unwrap_or(Path::new(".")))?;
         match disk.create_folder(&path) {
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AlreadyExists => Ok(None),
-            made => made.and_then(|()| Self::take(path, disk)).map(Some),
+            made => made.and_then(|()| Self::acquire(path, disk)).map(Some),
         }
     }
 
     /// Whether this folder already contains a run.
-    pub fn is_begun(path: &Path) -> bool {
+    pub fn exists(path: &Path) -> bool {
         let has_checkpoints = || list(path).is_ok_and(|listed| !listed.is_empty());
         path.join(CONFIG).exists() || path.join(EVENTS).exists() || has_checkpoints()
     }
 
-    fn take(path: PathBuf, disk: Disk) -> Result<Self> {
+    fn acquire(path: PathBuf, disk: Disk) -> Result<Self> {
         let mut lock = lock(&path)?;
-        let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(newest_sequence));
+        let neighbours = path.canonicalize().ok().and_then(|path| path.parent().map(max_sequence));
         let sequence = neighbours.unwrap_or(0) + 1;
         // Ignore errors: opening a run must work on a full disk, so that it can be pruned.
-        let _ = sign(&mut lock, sequence);
+        let _ = write_lock_info(&mut lock, sequence);
         let run = Self { path, disk, sequence, lock };
         run.clear_leftovers()?;
         Ok(run)
@@ -100,13 +100,13 @@ impl Run {
         self.replace(CONFIG, text)
     }
 
-    /// Writes a checkpoint and points `latest` to it. Older checkpoints stay untouched until [`Run::rotate`], also on
-    /// an error.
+    /// Writes a checkpoint and points `latest` to it. Older checkpoints stay untouched until
+    /// [`Run::apply_retention`], also on an error.
     ///
     /// # Errors
     /// [`Error::Io`] from the operating system, such as for a full disk; [`Error::Checkpoint`] if another process has taken over
     /// the folder.
-    pub fn save(&mut self, contents: &Contents<'_>, kind: Kind) -> Result<Saved> {
+    pub fn save(&mut self, contents: &Contents<'_>, kind: CheckpointKind) -> Result<SaveResult> {
         self.keep_lock()?;
         let name = kind.directory(contents.state.step);
         let temporary = self.hidden(&name, "tmp");
@@ -119,15 +119,15 @@ impl Run {
             let _ = self.disk.remove(&temporary);
         })?;
         let replaced = self.publish(&temporary, &name)?;
-        let latest = if kind == Kind::Full { self.replace(LATEST, &format!("{name}\n")) } else { Ok(()) };
+        let latest = if kind == CheckpointKind::Full { self.replace(LATEST, &format!("{name}\n")) } else { Ok(()) };
         let removed = replaced.map_or(Ok(()), |old| self.disk.remove(&old));
-        Ok(Saved { path: self.path.join(name), manifest, trouble: latest.and(removed).err() })
+        Ok(SaveResult { path: self.path.join(name), manifest, warning: latest.and(removed).err() })
     }
 
-    /// Removes the [`outdated`](super::outdated) checkpoints and returns their paths.
-    pub fn rotate(&self, kind: Kind, keep: Keep) -> Result<Vec<PathBuf>> {
+    /// Removes the [`expired`](super::expired) checkpoints and returns their paths.
+    pub fn apply_retention(&self, kind: CheckpointKind, keep: RetentionPolicy) -> Result<Vec<PathBuf>> {
         self.check_lock()?;
-        let old = outdated(&self.path, kind, keep)?;
+        let old = expired(&self.path, kind, keep)?;
         old.iter().try_for_each(|path| self.remove(path))?;
         Ok(old)
     }
@@ -199,7 +199,7 @@ impl Run {
             let Some((name, suffix)) = name.to_str().and_then(|name| name.strip_prefix('.')?.rsplit_once('.')) else {
                 continue;
             };
-            if Kind::parse_directory(name).is_none() && name != LATEST && name != CONFIG {
+            if CheckpointKind::parse_directory(name).is_none() && name != LATEST && name != CONFIG {
                 continue;
             }
             match suffix {
@@ -231,7 +231,7 @@ fn lock(run: &Path) -> Result<File> {
     let began = Instant::now();
     let locked = loop {
         match file.try_lock() {
-            Err(TryLockError::WouldBlock) if began.elapsed() < PATIENCE => {
+            Err(TryLockError::WouldBlock) if began.elapsed() < LOCK_TIMEOUT => {
                 std::thread::sleep(Duration::from_millis(10));
             }
             Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Interrupted => {}
@@ -253,7 +253,7 @@ fn lock(run: &Path) -> Result<File> {
 }
 
 /// Writes the process id (for the message above) and the sequence (the age of a run without checkpoints) into the lock file.
-fn sign(file: &mut File, sequence: u64) -> std::io::Result<()> {
+fn write_lock_info(file: &mut File, sequence: u64) -> std::io::Result<()> {
     file.set_len(0)?;
     file.rewind()?;
     writeln!(file, "{} {sequence}", std::process::id())

@@ -8,13 +8,15 @@ use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::disk::Disk;
-use super::manifest::{CONFIG, Kind, MANIFEST, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
+use super::manifest::{
+    CONFIG, CheckpointKind, MANIFEST, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS,
+};
 use super::state::State;
 use crate::digest::Digest;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{Blockwise, Quantised};
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
-use crate::store::companions::Companions;
+use crate::store::aux_files::AuxFiles;
 use crate::store::tensor_file::{write_header, write_tensors, write_values};
 use crate::telemetry::{Activity, PhaseProgress};
 use crate::{Error, Result};
@@ -60,7 +62,7 @@ pub struct Contents<'a> {
     /// The text of `tokenizer.json`.
     pub tokenizer: &'a [u8],
     /// The small files stored with the weights of the model that the run started from.
-    pub companions: &'a Companions,
+    pub aux_files: &'a AuxFiles,
     /// The weights in the compute dtype.
     pub weights: &'a Parameters,
     /// The master weights.
@@ -80,14 +82,14 @@ pub struct Contents<'a> {
 impl Contents<'_> {
     /// Writes and syncs every file of a checkpoint of `kind` into the new folder `directory`. The manifest comes last: a
     /// directory without one is not a checkpoint.
-    pub(super) fn write(&self, disk: &Disk, directory: &Path, kind: Kind, sequence: u64) -> Result<Manifest> {
+    pub(super) fn write(&self, disk: &Disk, directory: &Path, kind: CheckpointKind, sequence: u64) -> Result<Manifest> {
         disk.create_folder(directory)?;
         let mut files = BTreeMap::new();
         let mut done = 0;
         for name in kind.files(self.config.lora.is_some()) {
             files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name, kind, &mut done)?);
         }
-        for (name, text) in self.companions.iter() {
+        for (name, text) in self.aux_files.iter() {
             let path = directory.join(name);
             files.insert(name.to_owned(), disk.write_file(&path, |out| write_bytes(out, &path, text))?);
         }
@@ -105,7 +107,7 @@ impl Contents<'_> {
         Ok(manifest)
     }
 
-    fn write_file(&self, disk: &Disk, path: &Path, name: &str, kind: Kind, done: &mut u64) -> Result<Digest> {
+    fn write_file(&self, disk: &Disk, path: &Path, name: &str, kind: CheckpointKind, done: &mut u64) -> Result<Digest> {
         let (activity, total) = (self.activity, self.tensor_bytes(kind));
         disk.write_file(path, |out| {
             let out = &mut Reporting { out, activity, done, total };
@@ -176,15 +178,15 @@ impl Contents<'_> {
     }
 
     /// The size of the tensors, which make up most of a checkpoint.
-    fn tensor_bytes(&self, kind: Kind) -> u64 {
+    fn tensor_bytes(&self, kind: CheckpointKind) -> u64 {
         let bytes = |parameters: &Parameters| -> u64 {
             let sizes = parameters.tensors().iter();
             sizes.map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
         };
         match kind {
             // Masters and two moments in FP32; this process may not hold all of them.
-            Kind::Full => bytes(self.weights) + 12 * self.weights.elements(),
-            Kind::Weights => bytes(self.weights),
+            CheckpointKind::Full => bytes(self.weights) + 12 * self.weights.elements(),
+            CheckpointKind::Weights => bytes(self.weights),
         }
     }
 

@@ -29,7 +29,8 @@ pub struct State {
     /// The seed of every random stream.
     pub seed: u64,
     /// The settings that must not change when a run is resumed.
-    pub identity: Identity,
+    #[serde(rename = "identity")]
+    pub fingerprint: Fingerprint,
     /// The base that adapters were trained over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<Base>,
@@ -42,8 +43,8 @@ pub struct State {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fp8: Option<Fp8State>,
     /// The parameters whose gradients have contained FP16's smallest magnitude, 2^-24, so that each is logged once.
-    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
-    pub touched: BTreeSet<String>,
+    #[serde(default, rename = "touched", skip_serializing_if = "BTreeSet::is_empty")]
+    pub underflowed_params: BTreeSet<String>,
     /// The start of the next training batch.
     pub cursor: DataPosition,
     /// The schedule's settings that the run has used so far.
@@ -54,7 +55,7 @@ pub struct State {
     pub best: Option<Best>,
     /// Validations since then, counted for early stopping.
     #[serde(rename = "looks_without_best")]
-    pub evaluations_without_best: u64,
+    pub early_stopping_counter: u64,
 }
 
 /// The best validation of a run.
@@ -83,7 +84,7 @@ pub struct Base {
 /// Properties that must not change between a run and its resumption.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Identity {
+pub struct Fingerprint {
     /// The model's name, with its revision if it has one.
     pub model: String,
     /// The precision policy in its text form.
@@ -93,12 +94,12 @@ pub struct Identity {
 }
 
 impl State {
-    /// Rejects a `wanted` identity that differs from the saved one.
+    /// Rejects a `wanted` fingerprint that differs from the saved one.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] about `path` that names the field with both values.
-    pub fn check_identity(&self, wanted: &Identity, path: &Path) -> Result<()> {
-        let saved = &self.identity;
+    pub fn check_fingerprint(&self, wanted: &Fingerprint, path: &Path) -> Result<()> {
+        let saved = &self.fingerprint;
         for (field, saved, wanted) in [
             ("model", &saved.model, &wanted.model),
             ("policy", &saved.policy, &wanted.policy),
@@ -149,14 +150,14 @@ mod tests {
     use super::*;
 
     fn state(validation_loss: f64) -> State {
-        let identity = Identity { model: "tiny".into(), policy: "p=f32".into(), data: "abc".into() };
+        let fingerprint = Fingerprint { model: "tiny".into(), policy: "p=f32".into(), data: "abc".into() };
         State {
             format_version: FORMAT_VERSION,
             step: 128,
             updates: 127,
             tokens: 1 << 40,
             seed: u64::MAX,
-            identity,
+            fingerprint,
             scaler: ScalerState {
                 scale: 65536.0,
                 growth_tracker: 7,
@@ -169,22 +170,22 @@ mod tests {
                 UnitRecord { since: Some(9), ..UnitRecord::default() },
             )]),
             fp8: None,
-            touched: BTreeSet::new(),
+            underflowed_params: BTreeSet::new(),
             base: None,
             cursor: DataPosition { epoch: 1, row: 2 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),
             best: Some(Best { step: 64, loss: validation_loss }),
-            evaluations_without_best: 3,
+            early_stopping_counter: 3,
         }
     }
 
     #[test]
     fn a_changed_identity_names_the_field() {
         let state = state(1.0);
-        state.check_identity(&state.identity, Path::new("x")).unwrap();
-        let wanted = Identity { policy: "p=f32,c=bf16".into(), ..state.identity.clone() };
-        let message = state.check_identity(&wanted, Path::new("x")).unwrap_err().to_string();
+        state.check_fingerprint(&state.fingerprint, Path::new("x")).unwrap();
+        let wanted = Fingerprint { policy: "p=f32,c=bf16".into(), ..state.fingerprint.clone() };
+        let message = state.check_fingerprint(&wanted, Path::new("x")).unwrap_err().to_string();
         assert!(message.contains("`policy` was `p=f32` and is now `p=f32,c=bf16`"), "{message}");
     }
 

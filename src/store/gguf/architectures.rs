@@ -29,7 +29,7 @@ pub struct GgufHeader<'a> {
 
 /// The description of a model for an exported file.
 #[derive(Debug)]
-pub struct GgufWords {
+pub struct GgufMetadata {
     /// `general.architecture`.
     pub architecture: &'static str,
     /// Metadata, without the architecture's name in front of the keys.
@@ -42,19 +42,19 @@ pub struct GgufWords {
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 
 /// A metadata key, the corresponding key of `config.json`, and whether it is required.
-type Word = (&'static str, &'static str, bool);
+type KeyMapping = (&'static str, &'static str, bool);
 
 /// A GGUF architecture.
-struct Words {
+struct GgufArch {
     architecture: &'static str,
     /// The families that use this name; the first one is the default when reading.
     families: &'static [&'static str],
-    keys: &'static [Word],
+    keys: &'static [KeyMapping],
     /// Whether the rows of the two halves of each query and key head are interleaved.
     interleaved: bool,
 }
 
-const GPT2: [Word; 6] = [
+const GPT2: [KeyMapping; 6] = [
     ("context_length", "n_positions", true),
     ("embedding_length", "n_embd", true),
     ("feed_forward_length", "n_inner", true),
@@ -62,7 +62,7 @@ const GPT2: [Word; 6] = [
     ("attention.head_count", "n_head", true),
     ("attention.layer_norm_epsilon", "layer_norm_epsilon", true),
 ];
-const LLAMA: [Word; 10] = [
+const LLAMA: [KeyMapping; 10] = [
     ("context_length", "max_position_embeddings", true),
     ("embedding_length", "hidden_size", true),
     ("feed_forward_length", "intermediate_size", true),
@@ -74,12 +74,12 @@ const LLAMA: [Word; 10] = [
     ("rope.freq_base", "rope_theta", false),
     ("attention.sliding_window", "sliding_window", false),
 ];
-const ARCHITECTURES: [Words; 5] = [
-    Words { architecture: "gpt2", families: &["gpt2"], keys: &GPT2, interleaved: false },
-    Words { architecture: "llama", families: &["llama", "mistral"], keys: &LLAMA, interleaved: true },
-    Words { architecture: "qwen2", families: &["qwen2"], keys: &LLAMA, interleaved: false },
-    Words { architecture: "qwen3", families: &["qwen3"], keys: &LLAMA, interleaved: false },
-    Words { architecture: "gemma3", families: &["gemma3_text"], keys: &LLAMA, interleaved: false },
+const ARCHITECTURES: [GgufArch; 5] = [
+    GgufArch { architecture: "gpt2", families: &["gpt2"], keys: &GPT2, interleaved: false },
+    GgufArch { architecture: "llama", families: &["llama", "mistral"], keys: &LLAMA, interleaved: true },
+    GgufArch { architecture: "qwen2", families: &["qwen2"], keys: &LLAMA, interleaved: false },
+    GgufArch { architecture: "qwen3", families: &["qwen3"], keys: &LLAMA, interleaved: false },
+    GgufArch { architecture: "gemma3", families: &["gemma3_text"], keys: &LLAMA, interleaved: false },
 ];
 
 /// llama.cpp assumes that every sixth layer of Gemma 3 has full attention, and this rope base for the other layers.
@@ -99,7 +99,7 @@ impl ModelSpec {
     pub fn from_gguf(header: &GgufHeader<'_>, origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
         let json = config(header).map_err(fail)?;
-        let spec = Self::from_config(&json).map_err(|message| fail(in_gguf_terms(header.architecture, message)))?;
+        let spec = Self::from_config(&json).map_err(|message| fail(rename_keys(header.architecture, message)))?;
         check_heads(&spec, header).map_err(fail)?;
         Ok(spec)
     }
@@ -108,12 +108,12 @@ impl ModelSpec {
     ///
     /// # Errors
     /// [`Error::Model`] for features that GGUF cannot express, which llama.cpp would compute differently.
-    pub fn to_gguf(&self) -> Result<GgufWords> {
+    pub fn to_gguf(&self) -> Result<GgufMetadata> {
         let fail = |message: String| Error::model(self.family.model_type(), message);
-        let words = self.gguf_words().map_err(fail)?;
+        let arch = self.gguf_arch().map_err(fail)?;
         let json = self.config();
         let mut keys: Vec<(&'static str, Value)> = Vec::new();
-        for (theirs, ours, _) in words.keys {
+        for (theirs, ours, _) in arch.keys {
             keys.extend(Some(&json[*ours]).filter(|value| !value.is_null()).map(|value| (*theirs, value.clone())));
         }
         let mut rope_factors = None;
@@ -125,12 +125,12 @@ impl ModelSpec {
             rope_factors = self.write_rope(rope, &mut keys).map_err(fail)?;
         }
         self.write_windows(&mut keys).map_err(fail)?;
-        Ok(GgufWords { architecture: words.architecture, keys, rope_factors })
+        Ok(GgufMetadata { architecture: arch.architecture, keys, rope_factors })
     }
 
-    fn gguf_words(&self) -> Result<&'static Words, String> {
+    fn gguf_arch(&self) -> Result<&'static GgufArch, String> {
         let family = self.family.model_type();
-        let known = ARCHITECTURES.iter().find(|words| words.families.contains(&family));
+        let known = ARCHITECTURES.iter().find(|arch| arch.families.contains(&family));
         known.ok_or_else(|| format!("`{family}` is no architecture of GGUF's"))
     }
 
@@ -205,29 +205,29 @@ impl ModelSpec {
     }
 
     /// Converts a parameter's values to GGUF's layout.
-    pub fn into_gguf(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
-        match self.form(entry) {
-            Form::Same => Ok(values.clone()),
-            Form::Transposed => values.t()?.contiguous(),
-            Form::PlusOne => values + 1.0,
-            Form::Interleaved { heads } => swap_pairs(values, heads, [2, self.head_dim / 2]),
+    pub fn to_gguf_layout(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
+        match self.transform(entry) {
+            WeightTransform::Same => Ok(values.clone()),
+            WeightTransform::Transposed => values.t()?.contiguous(),
+            WeightTransform::PlusOne => values + 1.0,
+            WeightTransform::Interleaved { heads } => swap_pairs(values, heads, [2, self.head_dim / 2]),
         }
     }
 
-    /// Converts values from GGUF's layout: the inverse of [`Self::into_gguf`].
-    pub fn out_of_gguf(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
-        match self.form(entry) {
-            Form::Same => Ok(values.clone()),
-            Form::Transposed => values.t()?.contiguous(),
-            Form::PlusOne => values - 1.0,
-            Form::Interleaved { heads } => swap_pairs(values, heads, [self.head_dim / 2, 2]),
+    /// Converts values from GGUF's layout: the inverse of [`Self::to_gguf_layout`].
+    pub fn from_gguf_layout(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
+        match self.transform(entry) {
+            WeightTransform::Same => Ok(values.clone()),
+            WeightTransform::Transposed => values.t()?.contiguous(),
+            WeightTransform::PlusOne => values - 1.0,
+            WeightTransform::Interleaved { heads } => swap_pairs(values, heads, [self.head_dim / 2, 2]),
         }
     }
 
     /// The shape of a parameter in GGUF, outermost dimension first.
     pub fn gguf_shape(&self, entry: &ParamSpec) -> Vec<usize> {
         let mut shape = entry.shape.clone();
-        if matches!(self.form(entry), Form::Transposed) {
+        if matches!(self.transform(entry), WeightTransform::Transposed) {
             shape.reverse();
         }
         shape
@@ -236,8 +236,8 @@ impl ModelSpec {
     /// The rows of GGUF's matrix in our order.
     pub fn gguf_rows(&self, entry: &ParamSpec) -> Vec<usize> {
         let count = self.gguf_shape(entry)[0];
-        match self.form(entry) {
-            Form::Interleaved { .. } => {
+        match self.transform(entry) {
+            WeightTransform::Interleaved { .. } => {
                 let half = self.head_dim / 2;
                 let place = |row: usize| {
                     let (head, row) = (row / self.head_dim, row % self.head_dim);
@@ -245,26 +245,26 @@ impl ModelSpec {
                 };
                 (0..count).map(place).collect()
             }
-            Form::Same | Form::Transposed | Form::PlusOne => (0..count).collect(),
+            WeightTransform::Same | WeightTransform::Transposed | WeightTransform::PlusOne => (0..count).collect(),
         }
     }
 
-    fn form(&self, entry: &ParamSpec) -> Form {
-        let interleaved = self.gguf_words().is_ok_and(|words| words.interleaved);
+    fn transform(&self, entry: &ParamSpec) -> WeightTransform {
+        let interleaved = self.gguf_arch().is_ok_and(|arch| arch.interleaved);
         match entry.layer.op {
-            Op::Linear(LinearRole::Query) if interleaved => Form::Interleaved { heads: self.heads },
-            Op::Linear(LinearRole::Key) if interleaved => Form::Interleaved { heads: self.kv_heads },
+            Op::Linear(LinearRole::Query) if interleaved => WeightTransform::Interleaved { heads: self.heads },
+            Op::Linear(LinearRole::Key) if interleaved => WeightTransform::Interleaved { heads: self.kv_heads },
             Op::Linear(_) if self.weight_layout == WeightLayout::InOut && entry.role == ParamRole::Weight => {
-                Form::Transposed
+                WeightTransform::Transposed
             }
-            Op::Norm(_) if self.norm == (Norm::Rms { unit_offset: true }) => Form::PlusOne,
-            _ => Form::Same,
+            Op::Norm(_) if self.norm == (Norm::Rms { unit_offset: true }) => WeightTransform::PlusOne,
+            _ => WeightTransform::Same,
         }
     }
 }
 
 /// How GGUF's layout of a parameter differs from ours.
-enum Form {
+enum WeightTransform {
     Same,
     /// `[out, in]` there, `[in, out]` here.
     Transposed,
@@ -317,10 +317,10 @@ fn gemma_scale(layers: usize, width: usize, heads: usize, head_dim: usize) -> f6
 }
 
 /// Replaces keys of `config.json` in a message by the metadata keys they come from.
-fn in_gguf_terms(architecture: &str, message: String) -> String {
-    let words = ARCHITECTURES.iter().filter(|words| words.architecture == architecture).flat_map(|words| words.keys);
+fn rename_keys(architecture: &str, message: String) -> String {
+    let arch = ARCHITECTURES.iter().filter(|arch| arch.architecture == architecture).flat_map(|arch| arch.keys);
     let scaling = [("rope.scaling", "rope_scaling"), ("rope.scaling.factor", "factor")].map(|(a, b)| (a, b, false));
-    words.chain(&scaling).fold(message, |message, (theirs, ours, _)| {
+    arch.chain(&scaling).fold(message, |message, (theirs, ours, _)| {
         message.replace(&format!("`{ours}`"), &format!("`{architecture}.{theirs}`"))
     })
 }
@@ -328,13 +328,13 @@ fn in_gguf_terms(architecture: &str, message: String) -> String {
 /// Translates the metadata to a `config.json`.
 fn config(header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
     let name = header.architecture;
-    let Some(words) = ARCHITECTURES.iter().find(|words| words.architecture == name) else {
-        let known = ARCHITECTURES.map(|words| words.architecture).join("`, `");
+    let Some(arch) = ARCHITECTURES.iter().find(|arch| arch.architecture == name) else {
+        let known = ARCHITECTURES.map(|arch| arch.architecture).join("`, `");
         return Err(format!("`general.architecture` is `{}`; supported: `{known}`", name.escape_debug()));
     };
     let mut keys = header.keys.clone();
     let mut json = Map::new();
-    for (theirs, ours, required) in words.keys {
+    for (theirs, ours, required) in arch.keys {
         match keys.remove(*theirs) {
             Some(value) => drop(json.insert((*ours).to_owned(), value)),
             None if *required => return Err(format!("metadata `{name}.{theirs}` is missing")),
@@ -351,7 +351,7 @@ fn config(header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
     json.insert("tie_word_embeddings".into(), (!has("output.weight")).into());
     json.insert("bos_token_id".into(), header.bos.into());
     json.insert("eos_token_id".into(), one_or_more(&header.eos));
-    let mut family = words.families[0];
+    let mut family = arch.families[0];
     if family == "llama" {
         json.insert("mlp_bias".into(), has("blk.0.ffn_gate.bias").into());
         if json.contains_key("sliding_window") {

@@ -1,4 +1,4 @@
-//! A model in a GGUF file: its shape, its parameters, and the companion files derived from its metadata.
+//! A model in a GGUF file: its shape, its parameters, and the auxiliary files derived from its metadata.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::Result;
 use crate::engine::kernels::quantised::Quantised;
 use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{ModelSpec, Op, ParamSpec, Parameters};
-use crate::store::companions::{CHAT_TEMPLATE, Companions, GENERATION_CONFIG, TOKENIZER_CONFIG};
+use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER_CONFIG};
 
 /// A GGUF file in which every parameter was found with the right shape.
 #[derive(Debug)]
@@ -121,14 +121,14 @@ impl GgufModel {
             let values = self.gguf.part(&name, first..first + out.len())?;
             out.copy_from_slice(values.as_slice()?);
         } else {
-            let values = self.config.out_of_gguf(entry, &self.gguf.tensor(&name)?)?;
+            let values = self.config.from_gguf_layout(entry, &self.gguf.tensor(&name)?)?;
             out.copy_from_slice(read(&values)?.typed()?);
         }
         Ok(())
     }
 
-    /// The companion files of a Hugging Face folder, derived from the metadata.
-    pub fn companions(&self) -> Result<Companions> {
+    /// The auxiliary files of a Hugging Face folder, derived from the metadata.
+    pub fn aux_files(&self) -> Result<AuxFiles> {
         let Self { gguf, config } = self;
         let token = |id: Option<u32>| -> Result<Json> {
             let tokens = gguf.list("tokenizer.ggml.tokens", "a list of texts", super::tokenizer::text)?;
@@ -143,15 +143,15 @@ impl GgufModel {
             "bos_token": token(config.bos_token_id)?,
             "eos_token": token(eos.first().copied())?,
         });
-        let mut companions = Companions::default();
-        companions.insert(TOKENIZER_CONFIG, format!("{tokenizer:#}\n"));
+        let mut aux_files = AuxFiles::default();
+        aux_files.insert(TOKENIZER_CONFIG, format!("{tokenizer:#}\n"));
         if !eos.is_empty() {
-            companions.insert(GENERATION_CONFIG, format!("{:#}\n", json!({"eos_token_id": eos})));
+            aux_files.insert(GENERATION_CONFIG, format!("{:#}\n", json!({"eos_token_id": eos})));
         }
         if let Some(template) = gguf.chat_template() {
-            companions.insert(CHAT_TEMPLATE, template);
+            aux_files.insert(CHAT_TEMPLATE, template);
         }
-        Ok(companions)
+        Ok(aux_files)
     }
 }
 

@@ -42,7 +42,7 @@ const QWEN_2: &str =
 const SPACE: &str = "\u{2581}";
 
 /// The vocabulary as the file lists it.
-struct Vocabulary<'a> {
+struct GgufVocabulary<'a> {
     tokens: Vec<&'a str>,
     kinds: Vec<i64>,
 }
@@ -50,14 +50,14 @@ struct Vocabulary<'a> {
 /// The tokenizer in Hugging Face's terms.
 pub(super) fn json(gguf: &Gguf) -> Result<Json> {
     let tokens = gguf.list("tokenizer.ggml.tokens", "a list of texts", text)?;
-    let tokens = tokens.ok_or_else(|| gguf.wrong("tokenizer.ggml.tokens", "a list of texts", None))?;
+    let tokens = tokens.ok_or_else(|| gguf.type_error("tokenizer.ggml.tokens", "a list of texts", None))?;
     let kinds = gguf.list("tokenizer.ggml.token_type", "a list of numbers", integer)?;
     let kinds = kinds.unwrap_or_else(|| vec![NORMAL; tokens.len()]);
     if kinds.len() != tokens.len() {
         let message = format!("{} tokens have {} types; the tokenizer is damaged", tokens.len(), kinds.len());
         return Err(gguf.error(message));
     }
-    let vocabulary = Vocabulary { tokens, kinds };
+    let vocabulary = GgufVocabulary { tokens, kinds };
     let kind = gguf.text("tokenizer.ggml.model")?;
     let mut json = match kind {
         "gpt2" => byte_level(gguf, &vocabulary)?,
@@ -69,11 +69,11 @@ pub(super) fn json(gguf: &Gguf) -> Result<Json> {
     };
     json["version"] = "1.0".into();
     json["added_tokens"] = vocabulary.added(kind == "llama").into();
-    json["post_processor"] = begin_of_text(gguf, &vocabulary)?;
+    json["post_processor"] = bos_post_processor(gguf, &vocabulary)?;
     Ok(json)
 }
 
-impl Vocabulary<'_> {
+impl GgufVocabulary<'_> {
     /// Ids by token. The first entry of a duplicated token wins, as in llama.cpp.
     fn ids(&self) -> Map<String, Json> {
         let mut ids = Map::new();
@@ -99,9 +99,9 @@ impl Vocabulary<'_> {
     }
 }
 
-fn byte_level(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
+fn byte_level(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
     let merges = gguf.list("tokenizer.ggml.merges", "a list of texts", text)?;
-    let merges = merges.ok_or_else(|| gguf.wrong("tokenizer.ggml.merges", "a list of texts", None))?;
+    let merges = merges.ok_or_else(|| gguf.type_error("tokenizer.ggml.merges", "a list of texts", None))?;
     let name = gguf.text("tokenizer.ggml.pre")?;
     let known = match name {
         "gpt2" => "gpt-2",
@@ -169,9 +169,9 @@ fn plain(step: &Json) -> Json {
     step
 }
 
-fn sentence_piece(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
+fn sentence_piece(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
     let scores = gguf.list("tokenizer.ggml.scores", "a list of numbers", number)?;
-    let scores = scores.ok_or_else(|| gguf.wrong("tokenizer.ggml.scores", "a list of numbers", None))?;
+    let scores = scores.ok_or_else(|| gguf.type_error("tokenizer.ggml.scores", "a list of numbers", None))?;
     if scores.len() != vocabulary.tokens.len() {
         let message =
             format!("{} tokens have {} scores; the tokenizer is damaged", vocabulary.tokens.len(), scores.len());
@@ -199,7 +199,7 @@ fn sentence_piece(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
 
 /// The merges that scores stand for: every way to make a token of two others, the best score first, and of one score
 /// the longest left part first, as transformers orders them.
-fn merges<'a>(vocabulary: &Vocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 2]> {
+fn merges<'a>(vocabulary: &GgufVocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 2]> {
     let normal = vocabulary.tokens.iter().zip(&vocabulary.kinds).enumerate();
     let normal = normal.filter(|(_, (_, kind))| **kind == NORMAL).map(|(id, (token, _))| (*token, id));
     let ids: HashMap<&str, usize> = normal.collect();
@@ -218,7 +218,7 @@ fn merges<'a>(vocabulary: &Vocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 2]> 
 }
 
 /// Adds the BOS token to the post-processor if the file specifies it.
-fn begin_of_text(gguf: &Gguf, vocabulary: &Vocabulary<'_>) -> Result<Json> {
+fn bos_post_processor(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
     let default = gguf.text("tokenizer.ggml.model")? == "llama";
     let id = gguf.count("tokenizer.ggml.bos_token_id")?;
     let Some(id) = id else { return Ok(Json::Null) };

@@ -8,10 +8,10 @@ use candle_core::quantized::gguf_file::Value;
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, HashMap};
 
-type Keys = Vec<(String, Value)>;
+type MetadataEntries = Vec<(String, Value)>;
 
 /// The metadata of a tokenizer, its special tokens and the chat template, for the model `config`.
-pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Option<&str>) -> Result<Keys> {
+pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Option<&str>) -> Result<MetadataEntries> {
     let fail = |message: &str| Error::model("tokenizer.json", format!("{message}, so it cannot go into a GGUF file"));
     let json: Json = serde_json::from_slice(tokenizer.json()).map_err(|error| fail(&error.to_string()))?;
     let model = &json["model"];
@@ -23,7 +23,7 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Op
     let sentence_piece = model["byte_fallback"] == true;
     let vocabulary =
         Vocabulary::new(config.vocab_size, &json, sentence_piece).ok_or_else(|| fail("it has no vocabulary"))?;
-    let mut keys = Keys::new();
+    let mut keys = MetadataEntries::new();
     let mut put = |key: &str, value: Value| keys.push((format!("tokenizer.ggml.{key}"), value));
     if sentence_piece {
         let prefix = space_prefix(&json).ok_or_else(|| fail("it treats spaces in a way that GGUF has no name for"))?;

@@ -20,7 +20,7 @@ use sha1::{Digest as _, Sha1};
 
 use super::Repo;
 use super::client::Metadata;
-use super::failure::Failure;
+use super::error::HubError;
 use crate::digest::{Digest, read_at_most};
 
 /// The extension of an unfinished download.
@@ -73,15 +73,15 @@ impl RepoCache {
     }
 
     /// Removes a damaged file and its link.
-    pub(super) fn forget(&self, commit: &str, file: &str, etag: &str) -> Result<(), Failure> {
+    pub(super) fn forget(&self, commit: &str, file: &str, etag: &str) -> Result<(), HubError> {
         for path in [self.repo.blob_path(etag), self.repo.pointer_path(commit).join(file)] {
-            std::fs::remove_file(&path).map_err(Failure::disk("delete", &path))?;
+            std::fs::remove_file(&path).map_err(HubError::disk("delete", &path))?;
         }
         Ok(())
     }
 
     /// Whether the blob exists and is undamaged, as for a file that did not change between two commits.
-    pub(super) fn has_blob(&self, metadata: &Metadata) -> Result<bool, Failure> {
+    pub(super) fn has_blob(&self, metadata: &Metadata) -> Result<bool, HubError> {
         let path = self.repo.blob_path(&metadata.etag);
         Ok(path.metadata().is_ok_and(|m| m.is_file() && m.len() == metadata.size)
             && content_matches(&path, &metadata.etag)?)
@@ -97,12 +97,16 @@ impl RepoCache {
 
     /// Opens the partial download. If another process is downloading the file, calls `notice` and waits; `None` if that
     /// completed it.
-    pub(super) fn partial(&self, metadata: &Metadata, notice: impl FnOnce(String)) -> Result<Option<Partial>, Failure> {
+    pub(super) fn partial(
+        &self,
+        metadata: &Metadata,
+        notice: impl FnOnce(String),
+    ) -> Result<Option<Partial>, HubError> {
         let folder = self.blobs();
-        std::fs::create_dir_all(&folder).map_err(Failure::disk("create", &folder))?;
-        std::fs::create_dir_all(&self.locks).map_err(Failure::disk("create", &self.locks))?;
+        std::fs::create_dir_all(&folder).map_err(HubError::disk("create", &folder))?;
+        std::fs::create_dir_all(&self.locks).map_err(HubError::disk("create", &self.locks))?;
         let lock = self.locks.join(format!("{}.lock", metadata.etag));
-        let lock = open_file(&lock).map_err(Failure::disk("open", &lock))?;
+        let lock = open_file(&lock).map_err(HubError::disk("open", &lock))?;
         let path = self.repo.blob_path(&metadata.etag).with_extension(&INCOMPLETE[1..]);
         let mut notice = Some(notice);
         // Continue without a lock on a file system that has none.
@@ -115,20 +119,20 @@ impl RepoCache {
         if self.has_blob(metadata)? {
             return Ok(None);
         }
-        let file = open_file(&path).map_err(Failure::disk("open", &path))?;
-        let mut len = file.metadata().map_err(Failure::disk("read", &path))?.len();
+        let file = open_file(&path).map_err(HubError::disk("open", &path))?;
+        let mut len = file.metadata().map_err(HubError::disk("read", &path))?.len();
         if len > metadata.size {
             len = 0;
-            file.set_len(0).map_err(Failure::disk("write", &path))?;
+            file.set_len(0).map_err(HubError::disk("write", &path))?;
         }
         Ok(Some(Partial { file, path, len, _lock: Some(lock) }))
     }
 
     /// Renames a verified download to its blob.
-    pub(super) fn keep(&self, partial: &Partial, metadata: &Metadata) -> Result<(), Failure> {
+    pub(super) fn keep(&self, partial: &Partial, metadata: &Metadata) -> Result<(), HubError> {
         let path = self.repo.blob_path(&metadata.etag);
-        partial.file.sync_all().map_err(Failure::disk("write", &partial.path))?;
-        std::fs::rename(&partial.path, &path).map_err(Failure::disk("create", &path))
+        partial.file.sync_all().map_err(HubError::disk("write", &partial.path))?;
+        std::fs::rename(&partial.path, &path).map_err(HubError::disk("create", &path))
     }
 
     /// Deletes unfinished downloads older than [`MAX_IDLE`].
@@ -144,10 +148,10 @@ impl RepoCache {
     }
 
     /// Links a blob into its snapshot and updates the revision; returns the path in the snapshot.
-    pub(super) fn link(&self, metadata: &Metadata, revision: &str, file: &str) -> Result<PathBuf, Failure> {
+    pub(super) fn link(&self, metadata: &Metadata, revision: &str, file: &str) -> Result<PathBuf, HubError> {
         let path = self.repo.pointer_path(&metadata.commit).join(file);
         let folder = path.parent().unwrap_or(&self.root);
-        std::fs::create_dir_all(folder).map_err(Failure::disk("create", folder))?;
+        std::fs::create_dir_all(folder).map_err(HubError::disk("create", folder))?;
         // Use a relative link, so that the cache can be moved.
         let up = "../".repeat(2 + file.matches('/').count());
         let target = PathBuf::from(format!("{up}blobs/{}", metadata.etag));
@@ -182,11 +186,11 @@ fn open_file(path: &Path) -> io::Result<File> {
 }
 
 /// Creates `path` atomically: creates a temporary sibling and renames it.
-fn replace(path: &Path, make: impl FnMut(&Path) -> io::Result<()>) -> Result<(), Failure> {
+fn replace(path: &Path, make: impl FnMut(&Path) -> io::Result<()>) -> Result<(), HubError> {
     let folder = path.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(folder).map_err(Failure::disk("create", folder))?;
-    let temporary = tempfile::Builder::new().make_in(folder, make).map_err(Failure::disk("write to", folder))?;
-    temporary.into_temp_path().persist(path).map_err(|error| Failure::disk("create", path)(error.error))
+    std::fs::create_dir_all(folder).map_err(HubError::disk("create", folder))?;
+    let temporary = tempfile::Builder::new().make_in(folder, make).map_err(HubError::disk("write to", folder))?;
+    temporary.into_temp_path().persist(path).map_err(|error| HubError::disk("create", path)(error.error))
 }
 
 #[cfg(unix)]
@@ -200,12 +204,12 @@ fn link_or_copy(_target: &Path, blob: &Path, path: &Path) -> io::Result<()> {
 }
 
 /// Whether a file's contents match its etag.
-pub(super) fn content_matches(path: &Path, etag: &str) -> Result<bool, Failure> {
+pub(super) fn content_matches(path: &Path, etag: &str) -> Result<bool, HubError> {
     if etag.len() == 64 {
-        let digest = Digest::of_file(path).map_err(|error| Failure::Refused(error.to_string()))?;
+        let digest = Digest::of_file(path).map_err(|error| HubError::Refused(error.to_string()))?;
         return Ok(digest.sha256 == etag);
     }
-    git_sha1(path).map(|sha1| sha1 == etag).map_err(Failure::disk("read", path))
+    git_sha1(path).map(|sha1| sha1 == etag).map_err(HubError::disk("read", path))
 }
 
 /// Git's hash of a file.

@@ -17,7 +17,7 @@ use ureq::http::{Response, StatusCode, Uri, header};
 
 use super::Repo;
 use super::cache::is_hex;
-use super::failure::Failure;
+use super::error::HubError;
 use super::settings::{Settings, without_password};
 
 /// Attempts per request.
@@ -29,7 +29,7 @@ const MAX_REDIRECTS: usize = 5;
 /// A server that requests a longer pause than this counts as failed.
 const MAX_PAUSE: Duration = Duration::from_mins(1);
 
-/// Bytes that must arrive within [`Settings::patience`]; a slower server counts as not responding.
+/// Bytes that must arrive within [`Settings::timeout`]; a slower server counts as not responding.
 const MIN_BYTES: u64 = 16 << 10;
 
 /// A connection that delivered this much before it broke resets the number of attempts.
@@ -48,7 +48,7 @@ pub(super) struct Metadata {
     pub(super) size: u64,
 }
 
-type Result<T, E = Failure> = std::result::Result<T, E>;
+type Result<T, E = HubError> = std::result::Result<T, E>;
 
 /// Sends requests to one endpoint.
 #[derive(Clone)]
@@ -60,13 +60,13 @@ pub(super) struct Client {
 impl Client {
     /// A client for the endpoint and token of `settings`, after checking them.
     pub(super) fn new(settings: &Settings) -> Result<Self> {
-        settings.check().map_err(Failure::Settings)?;
+        settings.check().map_err(HubError::Settings)?;
         let api = ApiBuilder::from_cache(hf_hub::Cache::new(settings.cache.clone()))
             .with_endpoint(settings.endpoint.clone())
             .with_token(settings.token.clone())
             .with_user_agent("finetune", env!("CARGO_PKG_VERSION"))
             .build()
-            .map_err(|error| Failure::Refused(error.to_string()))?;
+            .map_err(|error| HubError::Refused(error.to_string()))?;
         Ok(Self { api, settings: settings.clone() })
     }
 
@@ -92,13 +92,13 @@ impl Client {
         size: u64,
         file: &mut File,
         mut done: u64,
-        tell: &mut dyn FnMut(u64),
+        on_bytes: &mut dyn FnMut(u64),
     ) -> Result<()> {
         let mut attempt = 1;
         loop {
             let before = done;
-            match self.receive(url, size, file, &mut done, tell) {
-                Err(failure @ Failure::Network(_)) => {
+            match self.receive(url, size, file, &mut done, on_bytes) {
+                Err(failure @ HubError::Network(_)) => {
                     attempt = if done >= before + GOOD_RUN_BYTES { 1 } else { attempt + 1 };
                     if attempt > ATTEMPTS {
                         return Err(failure);
@@ -111,8 +111,15 @@ impl Client {
     }
 
     /// Downloads over one connection, continuing after the first `done` bytes.
-    fn receive(&self, url: &str, size: u64, file: &mut File, done: &mut u64, tell: &mut dyn FnMut(u64)) -> Result<()> {
-        let disk = |error| Failure::disk("write", Path::new("the download"))(error);
+    fn receive(
+        &self,
+        url: &str,
+        size: u64,
+        file: &mut File,
+        done: &mut u64,
+        on_bytes: &mut dyn FnMut(u64),
+    ) -> Result<()> {
+        let disk = |error| HubError::disk("write", Path::new("the download"))(error);
         let range = (*done > 0).then(|| format!("bytes={done}-"));
         let mut response = self.get(url, range.as_deref(), ATTEMPTS, |_| false)?;
         if response.status() != StatusCode::PARTIAL_CONTENT {
@@ -123,7 +130,7 @@ impl Client {
         let mut body = response.body_mut().as_reader();
         let mut buffer = vec![0; 128 << 10];
         let (mut lap, mut lap_start) = (Instant::now(), *done);
-        let patience = self.settings.patience;
+        let timeout = self.settings.timeout;
         loop {
             let read = body.read(&mut buffer).map_err(|error| self.network(&error))?;
             if read == 0 {
@@ -131,19 +138,19 @@ impl Client {
             }
             *done += read as u64;
             if *done > size {
-                return Err(Failure::TooLong(size));
+                return Err(HubError::SizeMismatch(size));
             }
             file.write_all(&buffer[..read]).map_err(disk)?;
-            tell(*done);
-            if lap.elapsed() > patience {
+            on_bytes(*done);
+            if lap.elapsed() > timeout {
                 if *done - lap_start < MIN_BYTES {
-                    return Err(Failure::Network(format!("only {} bytes in {patience:?}", *done - lap_start)));
+                    return Err(HubError::Network(format!("only {} bytes in {timeout:?}", *done - lap_start)));
                 }
                 (lap, lap_start) = (Instant::now(), *done);
             }
         }
         if *done < size {
-            return Err(Failure::Network(format!("the connection ended after {done} of {size} bytes")));
+            return Err(HubError::Network(format!("the connection ended after {done} of {size} bytes")));
         }
         Ok(())
     }
@@ -164,7 +171,7 @@ impl Client {
             }
             url = self.redirect(start, &url, &response)?;
         }
-        Err(Failure::Refused(format!("`{}` redirects too often", without_password(start))))
+        Err(HubError::Refused(format!("`{}` redirects too often", without_password(start))))
     }
 
     /// Sends a request with retries; returns a success or a redirect.
@@ -173,9 +180,9 @@ impl Client {
         loop {
             let failure = match self.send_once(url, range) {
                 Err(error) => self.network(&error),
-                Ok(response) => match Failure::of_status(&response) {
+                Ok(response) => match HubError::from_status(&response) {
                     None => return Ok(response),
-                    Some(failure @ Failure::Server(_)) => {
+                    Some(failure @ HubError::Server(_)) => {
                         if let Some(pause) = retry_after(&response) {
                             if pause > MAX_PAUSE {
                                 return Err(failure);
@@ -196,17 +203,17 @@ impl Client {
     }
 
     fn send_once(&self, url: &str, range: Option<&str>) -> Result<Response<Body>, ureq::Error> {
-        let Settings { endpoint, patience, .. } = &self.settings;
-        let patience = Some(*patience);
+        let Settings { endpoint, timeout, .. } = &self.settings;
+        let timeout = Some(*timeout);
         let any = hf_hub::Repo::model(String::new());
         let mut config = (self.api.repo(any).info_request().uri(url).config())
             .http_status_as_error(false)
             .max_redirects(0)
             .max_redirects_will_error(false)
-            .timeout_resolve(patience)
-            .timeout_connect(patience)
-            .timeout_recv_response(patience)
-            .timeout_per_read(patience);
+            .timeout_resolve(timeout)
+            .timeout_connect(timeout)
+            .timeout_recv_response(timeout)
+            .timeout_per_read(timeout);
         // Do not use a proxy for this machine.
         if ["http://127.0.0.1:", "http://localhost:"].iter().any(|local| url.starts_with(local)) {
             config = config.proxy(None);
@@ -224,15 +231,15 @@ impl Client {
     }
 
     /// A network failure, with the endpoint's password removed from the message.
-    fn network(&self, error: &dyn fmt::Display) -> Failure {
+    fn network(&self, error: &dyn fmt::Display) -> HubError {
         let Settings { endpoint, .. } = &self.settings;
-        Failure::Network(error.to_string().replace(endpoint, &without_password(endpoint)))
+        HubError::Network(error.to_string().replace(endpoint, &without_password(endpoint)))
     }
 
     /// The target of a redirect, if it is allowed.
     fn redirect(&self, start: &str, from: &str, response: &Response<Body>) -> Result<String> {
         let Some(location) = header_text(response, "location") else {
-            return Err(Failure::Refused(format!("`{}` redirects without a target", without_password(from))));
+            return Err(HubError::Refused(format!("`{}` redirects without a target", without_password(from))));
         };
         let authority = |uri: Uri| Some(format!("{}://{}", uri.scheme_str()?, uri.authority()?));
         let target = match from.parse().ok().and_then(authority) {
@@ -244,7 +251,7 @@ impl Client {
         }
         let host =
             origin(&target).map_or_else(|| without_password(&target), |(_, host, port)| format!("{host}:{port}"));
-        Err(Failure::Refused(format!("the server redirects to another host, `{host}`, which is not followed")))
+        Err(HubError::Refused(format!("the server redirects to another host, `{host}`, which is not followed")))
     }
 
     fn is_content_network(&self, target: &str, start: &str) -> bool {
@@ -262,7 +269,7 @@ impl Client {
 impl Metadata {
     fn read(response: &Response<Body>) -> Result<Self> {
         let first = |names: [&str; 2]| names.into_iter().find_map(|name| header_text(response, name));
-        let lacks = |what: &str| Failure::Refused(format!("the server's answer has no {what}; is it a Hub?"));
+        let lacks = |what: &str| HubError::Refused(format!("the server's answer has no {what}; is it a Hub?"));
         let commit = header_text(response, "x-repo-commit").filter(|commit| is_hex(commit, 40));
         let etag = first(["x-linked-etag", "etag"]).map(|etag| etag.trim_start_matches("W/").trim_matches('"'));
         let etag = etag.filter(|etag| is_hex(etag, 40) || is_hex(etag, 64));
@@ -324,16 +331,16 @@ fn percent_encode(segment: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Kind;
+    use super::super::RepoType;
     use super::*;
 
     #[test]
     fn urls_are_those_of_the_hub() {
         let client = Client::new(&Settings::from_vars(|_| None)).unwrap();
-        let repo = Repo { kind: Kind::Dataset, id: "o/n".into(), revision: "refs/convert/parquet".into() };
+        let repo = Repo { kind: RepoType::Dataset, id: "o/n".into(), revision: "refs/convert/parquet".into() };
         let url = client.url(&repo, "a dir/0.parquet");
         assert_eq!(url, "https://huggingface.co/datasets/o/n/resolve/refs%2Fconvert%2Fparquet/a%20dir/0.parquet");
-        let repo = Repo { kind: Kind::Model, id: "o/n".into(), revision: "main".into() };
+        let repo = Repo { kind: RepoType::Model, id: "o/n".into(), revision: "main".into() };
         assert_eq!(client.url(&repo, "config.json"), "https://huggingface.co/o/n/resolve/main/config.json");
     }
 

@@ -22,7 +22,7 @@ pub struct Settings {
     /// Whether only the cache may be used: `HF_HUB_OFFLINE`.
     pub offline: bool,
     /// The timeout for a server that sends nothing.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// The first pause between two attempts; each later one is twice as long.
     pub backoff: Duration,
 }
@@ -51,7 +51,7 @@ impl Settings {
             cache: cache.unwrap_or_else(|| hf_home.join("hub")),
             token: token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty()),
             offline: ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].iter().any(|name| var(name).is_some_and(is_on)),
-            patience: Duration::from_secs(30),
+            timeout: Duration::from_secs(30),
             backoff: Duration::from_secs(1),
         }
     }

@@ -62,8 +62,8 @@ impl Trainer {
             ("program", format!("{} {}", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH)),
             ("instruction set", format!("{}; set FINETUNE_ISA to the narrowest of all", Isa::current())),
             ("kernels", format!("`{}`; choose them by `--device` and `--kernels`", self.engine.model.kernels().name())),
-            ("training text", self.identity.data.clone()),
-            ("model", self.identity.model.clone()),
+            ("training text", self.fingerprint.data.clone()),
+            ("model", self.fingerprint.model.clone()),
             ("step", self.engine.state.counters.step.to_string()),
         ];
         let facts = facts.map(|(what, value)| (what.to_owned(), value)).to_vec();

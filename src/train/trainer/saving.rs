@@ -4,10 +4,10 @@ use super::processes::GatheredState;
 use super::{Trainer, batches_in_step};
 use crate::data::Batch;
 use crate::engine::model::ModelSpec;
+use crate::store::aux_files::AuxFiles;
 use crate::store::checkpoint::{
-    self, Base, Checkpoint, Contents, FORMAT_VERSION, Keep, Kind, Run, ShardedTensors, State,
+    self, Base, Checkpoint, CheckpointKind, Contents, FORMAT_VERSION, RetentionPolicy, Run, ShardedTensors, State,
 };
-use crate::store::companions::Companions;
 use crate::telemetry::{Activity, CheckpointSaved, Diagnostic, Event};
 use crate::train::engine::{StateView, StepReport, TrainEngine};
 use crate::{Error, Result};
@@ -22,15 +22,15 @@ struct CheckpointWriter<'a> {
     run: &'a mut Run,
     state: State,
     tokenizer: &'a [u8],
-    companions: &'a Companions,
+    aux_files: &'a AuxFiles,
     activity: &'a Activity,
-    kind: Kind,
-    keep: Keep,
+    kind: CheckpointKind,
+    keep: RetentionPolicy,
 }
 
 /// The result of writing a checkpoint.
 struct CompletedSave {
-    saved: checkpoint::Saved,
+    saved: checkpoint::SaveResult,
     /// The removal of older checkpoints.
     rotated: Result<Vec<PathBuf>>,
     seconds: f64,
@@ -50,7 +50,7 @@ impl CheckpointWriter<'_> {
             state: &self.state,
             config,
             tokenizer: self.tokenizer,
-            companions: self.companions,
+            aux_files: self.aux_files,
             weights,
             masters,
             exp_avg: &adamw.exp_avg,
@@ -60,7 +60,7 @@ impl CheckpointWriter<'_> {
             sharded,
         };
         let saved = self.run.save(&contents, self.kind)?;
-        let rotated = self.run.rotate(self.kind, self.keep);
+        let rotated = self.run.apply_retention(self.kind, self.keep);
         Ok(CompletedSave { saved, rotated, seconds: began.elapsed().as_secs_f64() })
     }
 }
@@ -124,7 +124,7 @@ impl Trainer {
     pub(super) fn step_overlapping_save(&mut self) -> Result<(StepReport, Duration)> {
         let step = self.engine.state.counters.step;
         let Some(state) = self.progress.pending_save.take() else { return self.step_without_save() };
-        let Some((writer, engine, batches)) = self.checkpoint_writer(state, Kind::Full) else {
+        let Some((writer, engine, batches)) = self.checkpoint_writer(state, CheckpointKind::Full) else {
             return self.step_without_save();
         };
         let (spec, on_thread) = (engine.model.spec().clone(), engine.state.weights.device().is_cpu());
@@ -160,7 +160,7 @@ impl Trainer {
             };
             let left = limit.saturating_sub(began.elapsed());
             if left.is_zero() {
-                let weights = match self.write(self.checkpoint_state(), Kind::Weights) {
+                let weights = match self.write(self.checkpoint_state(), CheckpointKind::Weights) {
                     Ok(Some(path)) => format!("its weights alone are in `{}`", path.display()),
                     Ok(None) => "there is no folder for it".into(),
                     Err(error) => format!("nor could its weights: {error}"),
@@ -192,12 +192,12 @@ impl Trainer {
             return Ok(());
         }
         let state = self.progress.pending_save.take().unwrap_or_else(|| self.checkpoint_state());
-        self.write(state, Kind::Full).map(drop)
+        self.write(state, CheckpointKind::Full).map(drop)
     }
 
     pub(super) fn save_weights(&mut self) -> Result<()> {
         self.flush_save()?;
-        self.write(self.checkpoint_state(), Kind::Weights).map(drop)
+        self.write(self.checkpoint_state(), CheckpointKind::Weights).map(drop)
     }
 
     /// The writer of a checkpoint of `state`, the engine whose tensors it takes, and the micro-batches; `None` without
@@ -205,21 +205,21 @@ impl Trainer {
     fn checkpoint_writer(
         &mut self,
         state: State,
-        kind: Kind,
+        kind: CheckpointKind,
     ) -> Option<(CheckpointWriter<'_>, &mut TrainEngine, &[Batch])> {
-        let Self { run, engine, micro_batches, tokenizer, companions, activity, config, .. } = self;
+        let Self { run, engine, micro_batches, tokenizer, aux_files, activity, config, .. } = self;
         let last = match kind {
-            Kind::Full => config.checkpoint.keep_last,
-            Kind::Weights => config.checkpoint.keep_weights,
+            CheckpointKind::Full => config.checkpoint.keep_last,
+            CheckpointKind::Weights => config.checkpoint.keep_weights,
         };
-        let keep = Keep { last, best: config.checkpoint.keep_best };
+        let keep = RetentionPolicy { last, best: config.checkpoint.keep_best };
         let (run, tokenizer) = (run.as_mut()?, tokenizer.json());
-        let writer = CheckpointWriter { run, state, tokenizer, companions, activity, kind, keep };
+        let writer = CheckpointWriter { run, state, tokenizer, aux_files, activity, kind, keep };
         Some((writer, engine, &micro_batches[..batches_in_step(micro_batches)]))
     }
 
     /// Writes a checkpoint of `state` now. Returns its path; `None` without a run.
-    fn write(&mut self, state: State, kind: Kind) -> Result<Option<PathBuf>> {
+    fn write(&mut self, state: State, kind: CheckpointKind) -> Result<Option<PathBuf>> {
         if self.run.is_some() {
             self.begin_phase("saving");
         }
@@ -233,11 +233,11 @@ impl Trainer {
     /// Logs a complete checkpoint, and returns its path.
     fn finish_save(&mut self, written: Result<CompletedSave>) -> Result<PathBuf> {
         self.activity.end();
-        let CompletedSave { saved: checkpoint::Saved { path, manifest, trouble }, rotated, seconds } = written?;
-        let (step, bytes, weights_only) = (manifest.step, manifest.bytes(), manifest.kind == Kind::Weights);
+        let CompletedSave { saved: checkpoint::SaveResult { path, manifest, warning }, rotated, seconds } = written?;
+        let (step, bytes, weights_only) = (manifest.step, manifest.bytes(), manifest.kind == CheckpointKind::Weights);
         let name = path.display().to_string();
         self.emitter.emit(Event::CheckpointSaved(CheckpointSaved { step, path: name, bytes, seconds, weights_only }));
-        if let Some(error) = trouble {
+        if let Some(error) = warning {
             self.warn_at(step, format!("the checkpoint of step {step} is complete, but {error}"));
         }
         if let Err(error) = rotated {
@@ -311,11 +311,11 @@ impl Trainer {
             updates: counters.updates,
             tokens: counters.tokens,
             seed: self.config.seed,
-            identity: self.identity.clone(),
+            fingerprint: self.fingerprint.clone(),
             scaler: self.engine.state.scaler.state(),
             fallback: self.engine.state.fallback.units().clone(),
             fp8: self.engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()),
-            touched: self.engine.state.underflowed_params.clone(),
+            underflowed_params: self.engine.state.underflowed_params.clone(),
             base: self.base.clone(),
             cursor,
             schedule: json!({
@@ -328,7 +328,7 @@ impl Trainer {
             }),
             validation_loss: validation.map(|last| last.loss),
             best: self.progress.best,
-            evaluations_without_best: self.progress.evaluations_without_best,
+            early_stopping_counter: self.progress.early_stopping_counter,
         }
     }
 }

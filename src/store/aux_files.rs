@@ -19,15 +19,15 @@ pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 /// Maximum size of each file.
 const MAX_FILE: u64 = 16 << 20;
 
-/// The companion files of a model, byte for byte.
+/// The auxiliary files of a model, byte for byte.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Companions(BTreeMap<&'static str, Vec<u8>>);
+pub struct AuxFiles(BTreeMap<&'static str, Vec<u8>>);
 
-impl Companions {
-    /// The names of all companion files.
+impl AuxFiles {
+    /// The names of all auxiliary files.
     pub const NAMES: [&'static str; 3] = [TOKENIZER_CONFIG, GENERATION_CONFIG, CHAT_TEMPLATE];
 
-    /// Reads the companion files of a folder.
+    /// Reads the auxiliary files of a folder.
     pub fn of_folder(folder: &Path) -> Result<Self> {
         let mut found = Self::default();
         for name in Self::NAMES {

@@ -10,21 +10,21 @@ use super::Settings;
 const PROXIES: [&str; 4] = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];
 
 /// Connects to the endpoint and disconnects; returns the time taken, or why it failed. Name lookup and connection
-/// together take at most `patience`.
-pub fn connect(settings: &Settings, patience: Duration) -> Result<Duration, String> {
+/// together take at most `timeout`.
+pub fn connect(settings: &Settings, timeout: Duration) -> Result<Duration, String> {
     settings.check().map_err(|error| error.to_string())?;
     let (host, port) = settings.host_and_port().ok_or("it is not an HTTP URL")?;
     let began = Instant::now();
     let (sender, receiver) = mpsc::channel();
     let wanted = (host.clone(), port);
-    // A lookup has no timeout, so it runs on a thread that is abandoned after `patience`.
+    // A lookup has no timeout, so it runs on a thread that is abandoned after `timeout`.
     std::thread::spawn(move || sender.send(wanted.to_socket_addrs().map(Iterator::collect::<Vec<_>>)));
     let addresses = receiver
-        .recv_timeout(patience)
-        .map_err(|_| format!("unreachable: no address for `{host}` within {} s", patience.as_secs()))?
+        .recv_timeout(timeout)
+        .map_err(|_| format!("unreachable: no address for `{host}` within {} s", timeout.as_secs()))?
         .map_err(|error| format!("unreachable: no address for `{host}` ({error})"))?;
     let try_one = |address: &SocketAddr| {
-        let left = patience.checked_sub(began.elapsed()).filter(|left| !left.is_zero())?;
+        let left = timeout.checked_sub(began.elapsed()).filter(|left| !left.is_zero())?;
         TcpStream::connect_timeout(address, left).ok()
     };
     match addresses.iter().find_map(try_one) {
@@ -36,7 +36,7 @@ pub fn connect(settings: &Settings, patience: Duration) -> Result<Duration, Stri
 impl Settings {
     /// Why there is no network, if there is none. Takes at most two seconds, much less than a request with retries. Skips the
     /// check behind a proxy.
-    pub fn no_network(&self) -> Option<String> {
+    pub fn network_error(&self) -> Option<String> {
         let proxied = PROXIES.iter().any(|name| std::env::var_os(name).is_some_and(|proxy| !proxy.is_empty()));
         // The request itself reports a malformed URL.
         let tried = !self.offline && !proxied && self.check().is_ok();

@@ -9,23 +9,23 @@ use ureq::http::{Response, StatusCode};
 
 use super::client::header_text;
 use super::settings::{Settings, without_password};
-use super::{Kind, Repo};
+use super::{Repo, RepoType};
 use crate::Error;
 
 /// Why a download failed.
 #[derive(Debug)]
-pub(super) enum Failure {
+pub(super) enum HubError {
     /// No response, or an interrupted one.
     Network(String),
     /// A server error or a busy server, after all attempts.
     Server(StatusCode),
     /// 401 or 403.
-    Denied(StatusCode),
+    Unauthorized(StatusCode),
     NoSuchFile,
     NoSuchRepo,
     NoSuchRevision,
     /// The server sent more bytes than announced.
-    TooLong(u64),
+    SizeMismatch(u64),
     /// The contents have the announced size but another hash.
     WrongContent,
     /// The announced size exceeds the limit for this kind of file.
@@ -34,7 +34,7 @@ pub(super) enum Failure {
         limit: u64,
     },
     /// The cache's disk has too little space.
-    NoRoom {
+    DiskFull {
         needed: u64,
         free: u64,
         cache: PathBuf,
@@ -52,21 +52,21 @@ pub(super) enum Failure {
     },
 }
 
-impl Failure {
+impl HubError {
     pub(super) fn disk(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Self {
         let path = path.as_ref().to_path_buf();
         move |source| Self::Disk { action, path, source }
     }
 
     /// The failure for a status; `None` for success and redirects.
-    pub(super) fn of_status(response: &Response<Body>) -> Option<Self> {
+    pub(super) fn from_status(response: &Response<Body>) -> Option<Self> {
         let status = response.status();
         match (status.as_u16(), header_text(response, "x-error-code")) {
             (200..=399, _) => None,
             // The Hub answers 401 for a repository that does not exist, to hide private ones.
             (_, Some("RepoNotFound")) => Some(Self::NoSuchRepo),
             (_, Some("RevisionNotFound")) => Some(Self::NoSuchRevision),
-            (401 | 403, _) => Some(Self::Denied(status)),
+            (401 | 403, _) => Some(Self::Unauthorized(status)),
             (404 | 410, _) => Some(Self::NoSuchFile),
             (408 | 429 | 500.., _) => Some(Self::Server(status)),
             _ => Some(Self::Refused(format!("the server answers {status}"))),
@@ -74,7 +74,7 @@ impl Failure {
     }
 
     /// Whether the file does not exist.
-    pub(super) fn is_absence(&self) -> bool {
+    pub(super) fn is_not_found(&self) -> bool {
         matches!(self, Self::NoSuchFile | Self::NotCached)
     }
 
@@ -92,15 +92,15 @@ impl Failure {
             Self::Settings(error) => return error,
             _ => {}
         }
-        let ways_on = match repo.kind {
-            Kind::Model => {
+        let alternatives = match repo.kind {
+            RepoType::Model => {
                 "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random \
                  weights (`--init random`)"
             }
-            Kind::Dataset => "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)",
+            RepoType::Dataset => "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)",
         };
         let advice = match self {
-            Self::Denied(_) => {
+            Self::Unauthorized(_) => {
                 format!("accept its terms at {endpoint}/{id} and set `HF_TOKEN` to a token that may read it")
             }
             Self::NoSuchRepo => {
@@ -108,41 +108,41 @@ impl Failure {
             }
             Self::NoSuchRevision => "check `--revision`".to_owned(),
             Self::NoSuchFile => "the repository does not have the required files".to_owned(),
-            Self::NoRoom { .. } => "free some space, or set `HF_HUB_CACHE` to a folder on a larger disk".to_owned(),
-            Self::NotCached => format!("unset `HF_HUB_OFFLINE` to download it, or {ways_on}"),
-            _ => ways_on.to_owned(),
+            Self::DiskFull { .. } => "free some space, or set `HF_HUB_CACHE` to a folder on a larger disk".to_owned(),
+            Self::NotCached => format!("unset `HF_HUB_OFFLINE` to download it, or {alternatives}"),
+            _ => alternatives.to_owned(),
         };
         // Blame the configuration if the user can change it, else the network.
         let asked = matches!(
             self,
-            Self::Denied(_) | Self::NoSuchRepo | Self::NoSuchRevision | Self::NoSuchFile | Self::NotCached
+            Self::Unauthorized(_) | Self::NoSuchRepo | Self::NoSuchRevision | Self::NoSuchFile | Self::NotCached
         );
         let (origin, message) = (format!("{id} at `{endpoint}`"), format!("cannot get `{file}`: {self}; {advice}"));
         if asked { Error::model(origin, message) } else { Error::hub(origin, message) }
     }
 }
 
-impl From<Error> for Failure {
+impl From<Error> for HubError {
     fn from(error: Error) -> Self {
         Self::Refused(error.to_string())
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for HubError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Network(what) => write!(f, "no usable connection ({what})"),
             Self::Server(status) => write!(f, "the server keeps answering {status}"),
-            Self::Denied(status) => write!(f, "the server denies access ({status})"),
+            Self::Unauthorized(status) => write!(f, "the server denies access ({status})"),
             Self::NoSuchFile => f.write_str("the server has no such file"),
             Self::NoSuchRepo => f.write_str("the server has no such repository"),
             Self::NoSuchRevision => f.write_str("the repository has no such revision"),
-            Self::TooLong(size) => write!(f, "the server sends more than the {size} bytes it announced"),
+            Self::SizeMismatch(size) => write!(f, "the server sends more than the {size} bytes it announced"),
             Self::WrongContent => f.write_str("the contents do not match the hash that the server announced"),
             Self::TooLarge { size, limit } => {
                 write!(f, "the server announces {size} bytes; the limit for such a file is {limit}")
             }
-            Self::NoRoom { needed, free, cache } => {
+            Self::DiskFull { needed, free, cache } => {
                 write!(f, "it needs {needed} bytes, but the disk of `{}` has only {free} free", cache.display())
             }
             Self::Refused(why) => f.write_str(why),

@@ -14,7 +14,7 @@ use crate::engine::kernels::machine::allocator::Allocations;
 use crate::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use crate::engine::kernels::profile::Profile;
 use crate::engine::kernels::{Choice, Kernels};
-use crate::engine::model::{ModelSpec, Op, candle_dtype};
+use crate::engine::model::{ModelSpec, ModuleOp, candle_dtype};
 use crate::engine::optim::MasterWeights;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
@@ -141,9 +141,9 @@ impl BenchArgs {
                 return Err(Error::config("--model", message));
             }
         };
-        shape.layers = self.layers.unwrap_or(shape.layers);
-        if self.seq_len > shape.context {
-            let message = format!("{} exceeds the context of {} tokens", self.seq_len, shape.context);
+        shape.num_layers = self.layers.unwrap_or(shape.num_layers);
+        if self.seq_len > shape.max_position_embeddings {
+            let message = format!("{} exceeds the context of {} tokens", self.seq_len, shape.max_position_embeddings);
             return Err(Error::config("--seq-len", message));
         }
         Ok(shape)
@@ -241,12 +241,13 @@ fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
 fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
     let products = shape.base_parameters().into_iter();
-    let products = products.filter(|entry| matches!(entry.layer.op, Op::Linear(_)) && entry.shape.len() == 2);
+    let products = products.filter(|entry| matches!(entry.layer.op, ModuleOp::Linear(_)) && entry.shape.len() == 2);
     let weights: usize = products.map(|entry| entry.shape.iter().product::<usize>()).sum();
-    let weights = weights + shape.width * shape.vocab_size;
+    let weights = weights + shape.hidden_size * shape.vocab_size;
     // Frozen weights have no gradient; their adapters' products are not counted.
     let of_weight = if shape.lora.is_some() { 4.0 } else { 6.0 };
-    (of_weight * weights as f64 + 6.0 * (shape.layers * shape.attended_width() * args.seq_len) as f64) * tokens as f64
+    (of_weight * weights as f64 + 6.0 * (shape.num_layers * shape.attn_out_size() * args.seq_len) as f64)
+        * tokens as f64
 }
 
 /// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without any.
@@ -262,7 +263,7 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "who": "finetune",
         "version": env!("CARGO_PKG_VERSION"),
         "model": args.model,
-        "layers": shape.layers,
+        "layers": shape.num_layers,
         "batch": args.batch_size,
         "seq": args.seq_len,
         "grad_accum": args.grad_accum,
@@ -352,9 +353,9 @@ mod tests {
             chosen.map(|line| line[key].as_f64().unwrap()).sum::<f64>()
         };
         // Each block has one attention, and each parameter one update.
-        assert_eq!(sum("calls", &["Attention"]), shape.layers as f64);
+        assert_eq!(sum("calls", &["Attention"]), shape.num_layers as f64);
         assert_eq!(sum("calls", &["AdamW"]), shape.base_parameters().len() as f64);
-        let attention = 6.0 * (shape.layers * shape.attended_width() * args.seq_len) as f64;
+        let attention = 6.0 * (shape.num_layers * shape.attn_out_size() * args.seq_len) as f64;
         let products = operations(&args, &shape) - attention * (args.batch_size * args.seq_len) as f64;
         assert!((sum("gflop", &["Linear", "Product"]) * 1e9 / products - 1.0).abs() < 1e-9, "{report}");
         let masters = 4.0 * shape.parameter_count() as f64;

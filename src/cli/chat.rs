@@ -134,7 +134,7 @@ impl Speaker<'_> {
         let Self { args, trained, model, weights, sampling, out } = self;
         // The template has already added every special token.
         let prompt = trained.tokenizer.encode(&chat.prompt()?)?;
-        let context = trained.config.context;
+        let context = trained.config.max_position_embeddings;
         if prompt.len() >= context {
             let message = format!(
                 "the conversation has {} tokens and the model's context {context}; /reset restarts it",

@@ -47,7 +47,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     if let (true, Some(data)) = (args.answers, &args.data) {
         return answers(args, &trained, reporter, data, out);
     }
-    let windows = Windows::new(trained.config.context, args.seq_len, args.stride, args.batch_size)?;
+    let windows = Windows::new(trained.config.max_position_embeddings, args.seq_len, args.stride, args.batch_size)?;
     let (data, text) = match &args.data {
         Some(data) => whole(data, &trained, &reporter)?,
         None => validation(&trained, args.model.model.bos, &reporter)?,

@@ -48,7 +48,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     sampling.validate()?;
     let (trained, reporter) = args.model.model.open()?;
     let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
-    let context = trained.config.context;
+    let context = trained.config.max_position_embeddings;
     if prompt.len() > context {
         let message = format!("its {} tokens exceed the context of {context}; shorten it", prompt.len());
         return Err(Error::config("--prompt", message));

@@ -17,7 +17,7 @@ use self::args::{
 use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
 use crate::data::Tokenizer;
-use crate::engine::model::{Keep, ModelSpec};
+use crate::engine::model::{Checkpointing, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::lab::guide;
 use crate::lab::screen;
@@ -221,7 +221,7 @@ impl UlpArgs {
 impl SumsArgs {
     fn report(&self, run: Option<&RunFigures>) -> Result<Sums> {
         // The longest sum in a block is over the MLP's inner width.
-        let deepest = run.map(|run| shape_of(&run.started)).transpose()?.map(|shape| shape.inner);
+        let deepest = run.map(|run| shape_of(&run.started)).transpose()?.map(|shape| shape.intermediate_size);
         Sums::new(self.terms, self.dot, self.length.or(deepest).unwrap_or(16384), self.seed)
     }
 }
@@ -365,7 +365,7 @@ impl MemoryArgs {
             shape: [batch, seq, accum],
             budget: self.memory,
             rank: self.rank,
-            keep: run.map_or(Keep::All, RunFigures::keep),
+            keep: run.map_or(Checkpointing::None, RunFigures::keep),
             probes: run.is_some_and(|run| run.probed.nonzero > 0),
             sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
             threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
@@ -423,9 +423,9 @@ fn shape_of(started: &Started) -> Result<ModelSpec> {
     }
     let (vocab_size, context) = (shape.vocab_size, shape.n_positions);
     let base = model_named("gpt2")?.resized(shape.n_layer, shape.n_embd, shape.n_head);
-    let spec = ModelSpec { vocab_size, context, ..base };
+    let spec = ModelSpec { vocab_size, max_position_embeddings: context, ..base };
     let tied = started.parameters <= spec.parameter_count();
-    Ok(ModelSpec { tied, ..spec })
+    Ok(ModelSpec { tie_word_embeddings: tied, ..spec })
 }
 
 /// Reads `16G`, `512M`, `1.5GiB`; units are binary.
@@ -502,7 +502,7 @@ mod tests {
     fn a_log_with_sizes_that_no_model_has_is_refused() {
         let shape = ModelShape { n_layer: 6, n_head: 12, n_embd: 768, n_positions: 1024, vocab_size: 50257 };
         let read = |shape| shape_of(&Started { shape, ..Started::default() });
-        assert_eq!(read(shape).unwrap().layers, 6);
+        assert_eq!(read(shape).unwrap().num_layers, 6);
         for vocab_size in [0, usize::MAX] {
             let message = read(ModelShape { vocab_size, ..shape }).unwrap_err().to_string();
             assert!(message.contains("no model has the sizes"), "{message}");

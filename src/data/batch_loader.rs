@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::sequence_index::{DatasetStats, SequenceIndex};
 use super::shuffle::Permutation;
 use super::tokens::TokenSource;
-use crate::engine::model::Tokens;
+use crate::engine::model::InputIds;
 use crate::{Error, Result};
 
 /// The label that is excluded from the loss: padding, and prompts before an answer.
@@ -53,9 +53,9 @@ impl Batch {
     }
 
     /// The inputs in the form that a model takes.
-    pub fn tokens(&self) -> Tokens<'_> {
+    pub fn tokens(&self) -> InputIds<'_> {
         let documents = (!self.document_starts.is_empty()).then_some(&self.document_starts[..]);
-        Tokens { ids: &self.inputs, seq_len: self.seq_len, documents }
+        InputIds { ids: &self.inputs, seq_len: self.seq_len, documents }
     }
 
     /// Fills row after row with the rows `rows` of `index`, and pads those that are left.

@@ -1,10 +1,10 @@
 //! Decoders: what a family of models is, as data, and the one walk over its layers.
 
 mod adapter;
-mod architecture;
-mod blocks;
 mod decoder;
 mod dora;
+mod family;
+mod gemm_shapes;
 mod gemma3;
 mod gpt2;
 mod hook;
@@ -13,20 +13,21 @@ mod llama;
 mod lora;
 mod mistral;
 mod parameters;
-mod products;
+mod quantized_base;
 mod qwen2;
 mod qwen3;
 mod rope;
 mod spec;
 mod workspace;
 
-pub(crate) use architecture::{Keys, one_or_more};
-pub use decoder::{Decoder, KvCache, Mode, Tokens};
-pub use hook::{Hook, Part, Place};
-pub use lora::{ALL_LINEAR, Lora, merge, set_output_norms};
-pub use parameters::{Parameters, draw};
+pub use decoder::{Decoder, ForwardMode, InputIds, KvCache};
+pub(crate) use family::{ConfigReader, one_or_more};
+pub use hook::{Hook, HookPoint, TensorKind};
+pub use lora::{ALL_LINEAR, Lora, init_dora_magnitude, merge_adapters};
+pub use parameters::{Parameters, sample_init};
 pub use rope::{Rope, RopeType};
 pub use spec::{
-    Biases, DropoutRates, Family, Init, Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, ParamSpec, Sliding,
+    Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamInit, ParamRole,
+    ParamSpec, Sliding,
 };
-pub use workspace::{Keep, Workspace, WorkspaceBytes, candle_dtype};
+pub use workspace::{Checkpointing, Workspace, WorkspaceBytes, candle_dtype};

@@ -2,7 +2,7 @@
 
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view::{self, host};
-use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype, merge};
+use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype, merge_adapters};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use candle_core::{DType, Device};
@@ -27,7 +27,7 @@ pub(super) fn load(
         Some(base) if !open.device.is_cpu() => Some(Arc::new(there(base, base.layout())?)),
         base => base.cloned(),
     };
-    let weights = there(adapters, adapters.layout())?.over(base);
+    let weights = there(adapters, adapters.layout())?.with_base(base);
     Ok((Decoder::new(spec, &weights, open.kernels.clone())?, weights))
 }
 
@@ -40,6 +40,6 @@ pub(super) fn merged(spec: &ModelSpec, adapters: &Parameters) -> Result<(ModelSp
         let from = from.ok_or_else(|| Error::model(name, "is in neither base nor adapters"))?;
         view::copy(&host(from)?, tensor)?;
     }
-    merge(spec, adapters, &merged)?;
+    merge_adapters(spec, adapters, &merged)?;
     Ok((plain, merged))
 }

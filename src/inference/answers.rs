@@ -41,7 +41,8 @@ pub fn exact_answers(
     let mut found = Answers { asked: examples.len(), ..Answers::default() };
     for (index, EvalExample { prompt, tools, answer }) in examples.iter().enumerate() {
         let ids = trained.tokenizer.encode(&chat.asking(prompt, tools.as_ref())?)?;
-        let (max_tokens, context) = (trained.tokenizer.encode(answer)?.len() + MORE, trained.config.context);
+        let (max_tokens, context) =
+            (trained.tokenizer.encode(answer)?.len() + MORE, trained.config.max_position_embeddings);
         if ids.len() >= context {
             let message = format!("the question has {} tokens, and the model's context {context}", ids.len());
             return Err(Error::data(format!("conversation {}", index + 1), message));

@@ -4,7 +4,7 @@
 //! a prediction is taken from the window with more context: at least `seq_len - stride` tokens.
 
 use crate::data::{Batch, EvalLoader, IGNORE_INDEX, TokenSource};
-use crate::engine::model::{Decoder, Mode, Parameters, Tokens, Workspace};
+use crate::engine::model::{Decoder, ForwardMode, InputIds, Parameters, Workspace};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use serde::Serialize;
@@ -117,7 +117,7 @@ pub fn evaluate(
             tokens.read_labels(start + 1, &mut targets[..length]);
             targets[..done.min(length)].fill(IGNORE_INDEX);
         }
-        model.forward(weights, Tokens::new(&ids, seq_len), Mode::Eval, &mut workspace, &mut ())?;
+        model.forward(weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
         loss += model.loss(weights, &targets, &workspace)?;
         predicted += targets.iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
         progress(count.min(first + batch_size));
@@ -147,8 +147,8 @@ fn evaluate_samples(
     let (mut loss, mut predicted, mut done) = (0.0, 0, 0);
     while batches.next_batch(&mut batch) {
         let mut narrow = None;
-        let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
-        model.forward(weights, batch.tokens(), Mode::Eval, workspace, &mut ())?;
+        let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+        model.forward(weights, batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
         loss += model.loss(weights, &batch.labels, workspace)?;
         predicted += batch.num_label_tokens as u64;
         done += batch.labels.chunks(batch.seq_len).filter(|row| row.iter().any(|&id| id != IGNORE_INDEX)).count();

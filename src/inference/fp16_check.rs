@@ -10,7 +10,8 @@ use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::model::{
-    Decoder, Hook, Keep, Layer, Mode, ModelSpec, Parameters, Part, Place, Workspace, candle_dtype,
+    Checkpointing, Decoder, ForwardMode, Hook, HookPoint, ModelSpec, ModuleId, Parameters, TensorKind, Workspace,
+    candle_dtype,
 };
 use crate::engine::optim::{Gradients, MasterWeights};
 use crate::precision::{Dtype, FloatFormat, PrecisionPolicy, PrecisionUnit};
@@ -112,8 +113,8 @@ struct Record<'a> {
 }
 
 impl Hook for Record<'_> {
-    fn record(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
-        let weights = matches!(part, Part::WeightGradient | Part::BiasGradient);
+    fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+        let weights = matches!(part, TensorKind::WeightGradient | TensorKind::BiasGradient);
         let found = self.kernels.survey(tensor, FloatFormat::FP32, weights)?;
         let max_abs = if found.stats.is_finite() { found.stats.max_abs } else { f32::NAN };
         let seen = self.units.entry(layer.unit()).or_default();
@@ -136,7 +137,7 @@ struct FirstBroken<'a> {
 }
 
 impl Hook for FirstBroken<'_> {
-    fn record(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
+    fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         if self.found.is_none() && !self.kernels.survey(tensor, FloatFormat::FP32, false)?.stats.is_finite() {
             self.found = Some(name_of(self.spec, layer, part));
         }
@@ -144,7 +145,7 @@ impl Hook for FirstBroken<'_> {
     }
 }
 
-fn name_of(spec: &ModelSpec, layer: Layer, part: Part) -> String {
+fn name_of(spec: &ModelSpec, layer: ModuleId, part: TensorKind) -> String {
     format!("{} {}", spec.layer_name(layer), part.name().replace('_', " "))
 }
 
@@ -186,7 +187,7 @@ pub fn fp16_check(
         let mut passes = Passes::new(model, policy, &weights, (batch_size, seq_len))?;
         for &unit in &wide {
             passes.workspace.retype(spec, unit, Dtype::F32)?;
-            for pack in weights.packs_of(unit) {
+            for pack in weights.fused_in(unit) {
                 masters.retype(pack, candle_dtype(Dtype::F32), &mut weights, kernels)?;
                 passes.grads.retype(pack, Dtype::F32)?;
             }
@@ -220,18 +221,18 @@ struct Passes<'a> {
 
 impl<'a> Passes<'a> {
     fn new(model: &'a Decoder, policy: PrecisionPolicy, like: &Parameters, shape: (usize, usize)) -> Result<Self> {
-        let workspace = Workspace::for_training(model.spec(), policy, shape, Keep::BlockInput, &like.device())?;
+        let workspace = Workspace::for_training(model.spec(), policy, shape, Checkpointing::PerBlock, &like.device())?;
         Ok(Self { model, workspace, grads: Gradients::new(like, policy, 1, &SingleProcess)? })
     }
 
     fn run(&mut self, weights: &Parameters, batch: &Batch, scale: f32, hook: &mut dyn Hook) -> Result<()> {
         let Self { model, workspace, grads } = self;
         let (tokens, mut narrow) = (batch.tokens(), None);
-        let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
+        let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let (seed, grads) = (scale / batch.num_label_tokens as f32, grads.micro_batch());
-        model.forward(weights, tokens, Mode::Eval, workspace, hook)?;
+        model.forward(weights, tokens, ForwardMode::Eval, workspace, hook)?;
         model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, grads, hook)?;
-        Ok(model.backward(weights, tokens, Mode::Eval, workspace, grads, hook)?)
+        Ok(model.backward(weights, tokens, ForwardMode::Eval, workspace, grads, hook)?)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view::{self, read};
-use crate::engine::model::{Decoder, Mode, Parameters, Tokens, Workspace};
+use crate::engine::model::{Decoder, ForwardMode, InputIds, Parameters, Workspace};
 use crate::inference::export::{Encoding, Format};
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
@@ -33,7 +33,7 @@ pub fn merge_difference(
     open: &OpenDevice,
 ) -> Result<MergeDifference> {
     const TOKENS: usize = 64;
-    let tokens = TOKENS.min(trained.config.context);
+    let tokens = TOKENS.min(trained.config.max_position_embeddings);
     let stream = Stream::new(0, Domain::Bench);
     let ids: Vec<u32> =
         (0..tokens as u32).map(|at| stream.block(0, 0, at)[0] % trained.config.vocab_size as u32).collect();
@@ -70,7 +70,7 @@ pub fn merge_difference(
 fn logits(model: &Decoder, weights: &Parameters, ids: &[u32]) -> Result<Tensor> {
     let shape = (1, ids.len());
     let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, shape, &weights.device())?;
-    let tokens = Tokens { ids, seq_len: ids.len(), documents: None };
-    model.forward(weights, tokens, Mode::Eval, &mut workspace, &mut ())?;
+    let tokens = InputIds { ids, seq_len: ids.len(), documents: None };
+    model.forward(weights, tokens, ForwardMode::Eval, &mut workspace, &mut ())?;
     Ok(view::host(&model.logits(weights, workspace.hidden())?)?)
 }

@@ -5,7 +5,7 @@
 //! over the KV cache. Both take the same weights, so that what differs is rounding, in an order that differs.
 
 use crate::engine::kernels::view::host;
-use crate::engine::model::{Decoder, KvCache, Mode, Parameters, Tokens, Workspace};
+use crate::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace};
 use crate::inference::generate::{Request, Sampling, generate};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -107,7 +107,7 @@ pub fn log_probs(
     let seq_len = length - 1;
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch, seq_len), &device)?;
     let ids: Vec<u32> = sequences.ids.iter().flat_map(|ids| ids[..seq_len].iter().copied()).collect();
-    model.forward(weights, Tokens::new(&ids, seq_len), Mode::Eval, &mut workspace, &mut ())?;
+    model.forward(weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
     let mut cache = KvCache::new(model.spec(), policy, seq_len, &device)?;
     let mut found = LogProbs::default();
     for (row, ids) in sequences.ids.iter().enumerate() {

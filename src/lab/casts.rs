@@ -12,7 +12,9 @@ pub use operations::Operation;
 use super::number::percent;
 use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Fused;
-use crate::engine::model::{Decoder, Hook, Keep, Mode, ModelSpec, Parameters, Part, Place, Tokens, Workspace};
+use crate::engine::model::{
+    Checkpointing, Decoder, ForwardMode, Hook, HookPoint, InputIds, ModelSpec, Parameters, TensorKind, Workspace,
+};
 use crate::engine::optim::{Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
 use crate::ui::{Line, Page, Role};
@@ -53,7 +55,7 @@ struct Types<'a> {
 }
 
 impl Hook for Types<'_> {
-    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         let layer = self.spec.layer_name(place.layer);
         let dtype = Some(tensor.dtype().as_str());
         let at = self.layers.iter().position(|cast| cast.layer == layer).unwrap_or_else(|| {
@@ -61,10 +63,12 @@ impl Hook for Types<'_> {
             self.layers.len() - 1
         });
         let cast = &mut self.layers[at];
-        match place.part {
-            Part::Output | Part::LowRank => cast.output = dtype,
-            Part::OutputGradient | Part::InputGradient | Part::LowRankGradient => cast.activation_gradient = dtype,
-            Part::WeightGradient | Part::BiasGradient => cast.weight_gradient = dtype,
+        match place.kind {
+            TensorKind::Output | TensorKind::LowRank => cast.output = dtype,
+            TensorKind::OutputGradient | TensorKind::InputGradient | TensorKind::LowRankGradient => {
+                cast.activation_gradient = dtype
+            }
+            TensorKind::WeightGradient | TensorKind::BiasGradient => cast.weight_gradient = dtype,
         }
         Ok(())
     }
@@ -76,14 +80,14 @@ impl Casts {
         const TOKENS: usize = 4;
         let spec = ModelSpec::named("tiny").ok_or_else(|| Error::config("model", "there is no `tiny`"))?;
         let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu)?;
-        masters.initialise(0)?;
+        masters.init_weights(0)?;
         let (masters, weights) = MasterWeights::new(masters, policy, &Fused)?;
         let model = Decoder::new(&spec, &weights, Arc::new(Fused))?;
-        let mut workspace = Workspace::for_training(&spec, policy, (1, TOKENS), Keep::All, &Device::Cpu)?;
+        let mut workspace = Workspace::for_training(&spec, policy, (1, TOKENS), Checkpointing::None, &Device::Cpu)?;
         let grads = Gradients::new(&weights, policy, 1, &SingleProcess)?;
         let ids: Vec<u32> = (0..TOKENS as u32).collect();
-        let tokens = Tokens::new(&ids, TOKENS);
-        let mode = Mode::Train { seed: 0, draw: 0 };
+        let tokens = InputIds::new(&ids, TOKENS);
+        let mode = ForwardMode::Train { seed: 0, micro_batch: 0 };
         let mut types = Types { spec: &spec, layers: Vec::new() };
         model.forward(&weights, tokens, mode, &mut workspace, &mut types)?;
         model.loss_and_head_gradient(&weights, &ids, 1.0, &workspace, grads.micro_batch(), &mut types)?;

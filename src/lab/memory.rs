@@ -4,7 +4,7 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 
 use crate::engine::kernels::{CandleKernels, Fused, Kernels};
-use crate::engine::model::{ALL_LINEAR, Keep, Lora, ModelSpec};
+use crate::engine::model::{ALL_LINEAR, Checkpointing, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::train::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};
@@ -170,12 +170,20 @@ impl Recipe {
     }
 
     /// What else the engine does: what it keeps, how it stores moments, and the adapters it trains.
-    fn setting(self, config: &ModelSpec, rank: usize) -> Result<(ModelSpec, Keep, OptimizerKind)> {
-        let keep = if self == Self::Checkpointing { Keep::BlockInput } else { Keep::All };
+    fn setting(self, config: &ModelSpec, rank: usize) -> Result<(ModelSpec, Checkpointing, OptimizerKind)> {
+        let keep = if self == Self::Checkpointing { Checkpointing::PerBlock } else { Checkpointing::None };
         let kind = if self == Self::Adam8bit { OptimizerKind::AdamW8bit } else { OptimizerKind::AdamW };
         let lora = || -> Result<Lora> {
             let (targets, saved) = (Lora::targets(config, &[ALL_LINEAR])?, BTreeSet::new());
-            Ok(Lora { r: rank, alpha: rank as f64, dropout: 0.0, rslora: false, dora: false, targets, saved })
+            Ok(Lora {
+                r: rank,
+                alpha: rank as f64,
+                dropout: 0.0,
+                rslora: false,
+                dora: false,
+                targets,
+                modules_to_save: saved,
+            })
         };
         let lora = matches!(self, Self::Lora | Self::Qlora).then(lora).transpose()?;
         let mut spec = ModelSpec { lora, ..config.clone() };
@@ -224,7 +232,7 @@ pub struct Setup {
     /// Rank of the adapters.
     pub rank: usize,
     /// What the forward pass keeps.
-    pub keep: Keep,
+    pub keep: Checkpointing,
     /// Whether FP32 probes run between the steps.
     pub probes: bool,
     /// The most tokens of a text sample, and the bytes of its prompt.
@@ -265,7 +273,7 @@ impl Memory {
         let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, process, .. } = setup;
         let engine = |recipe: Recipe, policy, batch| -> Result<Vec<Item>> {
             let (config, recipe_keep, kind) = recipe.setting(config, rank)?;
-            let keep = if recipe_keep == Keep::BlockInput { recipe_keep } else { keep };
+            let keep = if recipe_keep == Checkpointing::PerBlock { recipe_keep } else { keep };
             Setup { shape: [batch, seq_len, grad_accum], keep, ..setup }.engine(&config, policy, kind)
         };
         let textbook = |recipe, batch| {
@@ -294,7 +302,7 @@ impl Memory {
             })
         };
         // Keys and values of every layer and token.
-        let cached = (2 * config.layers * config.kv_heads * config.head_dim * batch * seq_len) as u64;
+        let cached = (2 * config.num_layers * config.kv_heads * config.head_dim * batch * seq_len) as u64;
         Ok(Self {
             model: model.to_owned(),
             parameters: config.parameter_count(),
@@ -316,7 +324,7 @@ impl Memory {
         config: &ModelSpec,
         policy: PrecisionPolicy,
         shape: [usize; 3],
-        keep: Keep,
+        keep: Checkpointing,
         stores_scores: bool,
     ) -> Result<Vec<Item>> {
         let kernels: &dyn Kernels = if stores_scores { &CandleKernels } else { &Fused };
@@ -459,9 +467,9 @@ fn total(items: &[Item]) -> u64 {
 
 /// Weights of low-rank adapters: for each linear layer of a block from `i` to `o` features, rank × (i + o).
 fn adapters(config: &ModelSpec, rank: usize) -> u64 {
-    let (width, inner, queries) = (config.width, config.inner, config.heads * config.head_dim);
+    let (width, inner, queries) = (config.hidden_size, config.intermediate_size, config.heads * config.head_dim);
     let qkv = queries + 2 * config.kv_heads * config.head_dim;
-    (config.layers * rank * ((width + qkv) + (queries + width) + 2 * (width + inner))) as u64
+    (config.num_layers * rank * ((width + qkv) + (queries + width) + 2 * (width + inner))) as u64
 }
 
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
@@ -471,11 +479,11 @@ fn adapters(config: &ModelSpec, rank: usize) -> u64 {
 /// al., 2023).
 fn textbook(config: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 3]) -> Vec<Item> {
     let [b, s, h, a, layers, vocab] =
-        [batch, seq_len, config.width, config.heads, config.layers, config.vocab_size].map(|dim| dim as u64);
+        [batch, seq_len, config.hidden_size, config.heads, config.num_layers, config.vocab_size].map(|dim| dim as u64);
     let parameters = config.parameter_count();
     let adapters = adapters(config, rank);
-    let positions = if config.learned_positions { config.context } else { 0 };
-    let embeddings = ((config.vocab_size + positions) * config.width) as u64;
+    let positions = if config.learned_positions { config.max_position_embeddings } else { 0 };
+    let embeddings = ((config.vocab_size + positions) * config.hidden_size) as u64;
     let nf4 = ((parameters - embeddings) as f64 * 4.127 / 8.0) as u64 + 2 * embeddings;
     let (weights, masters, gradients, adam) = match recipe {
         Recipe::Fp32 => (4 * parameters, 0, 4 * parameters, 8 * parameters),
@@ -520,7 +528,7 @@ pub fn model_named(name: &str) -> Result<ModelSpec> {
         let known = ModelSpec::names().join("`, `");
         Error::config("model", format!("`{name}` is not one of `{known}`, `7b`, nor a number such as `350M`"))
     };
-    let base = ModelSpec { context: 2048, ..ModelSpec::named("gpt2").ok_or_else(unknown)? };
+    let base = ModelSpec { max_position_embeddings: 2048, ..ModelSpec::named("gpt2").ok_or_else(unknown)? };
     let shape = |layers: usize| base.clone().resized(layers, 128 * layers, layers);
     if name.eq_ignore_ascii_case("7b") {
         return Ok(shape(32));
@@ -563,7 +571,7 @@ mod tests {
             shape,
             budget,
             rank: 16,
-            keep: Keep::All,
+            keep: Checkpointing::None,
             probes: false,
             sample: [0; 2],
             threads: None,
@@ -587,8 +595,9 @@ mod tests {
     #[test]
     fn a_gpus_stored_scores_are_counted() {
         let config = ModelSpec { heads: 4, ..model_named("distilgpt2").unwrap() };
-        let bytes =
-            |scores| total(&Memory::engine(&config, PrecisionPolicy::FP16, [8, 256, 1], Keep::All, scores).unwrap());
+        let bytes = |scores| {
+            total(&Memory::engine(&config, PrecisionPolicy::FP16, [8, 256, 1], Checkpointing::None, scores).unwrap())
+        };
         assert_eq!(bytes(true) - bytes(false), 8 * 8 * 4 * 256 * 256 * 4);
     }
 
@@ -639,7 +648,7 @@ mod tests {
         let plans = distilgpt2(Some(budget)).plans;
         let batch = plans[1].largest_batch.0.unwrap();
         let bytes = |batch| {
-            let items = Memory::engine(&config, PrecisionPolicy::FP16, [batch, 32, 1], Keep::All, false);
+            let items = Memory::engine(&config, PrecisionPolicy::FP16, [batch, 32, 1], Checkpointing::None, false);
             total(&items.unwrap())
         };
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);

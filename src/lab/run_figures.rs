@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::ranges::Extent;
 use super::scaler::{Overflows, Visit};
-use crate::engine::model::Keep;
+use crate::engine::model::Checkpointing;
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, GradScalerConfig, PrecisionPolicy, TensorStats};
 use crate::store::tensor_file::TensorFile;
 use crate::telemetry::{Event, ProbeTotals, RunState, Started, StepRecord, StepStatus};
@@ -148,9 +148,9 @@ impl RunFigures {
     }
 
     /// What the run's forward passes keep for the backward pass.
-    pub fn keep(&self) -> Keep {
+    pub fn keep(&self) -> Checkpointing {
         let keep = self.started.config.pointer("/train/recompute").cloned();
-        keep.and_then(|keep| serde_json::from_value(keep).ok()).unwrap_or(Keep::All)
+        keep.and_then(|keep| serde_json::from_value(keep).ok()).unwrap_or(Checkpointing::None)
     }
 
     /// The tokenizer of its newest checkpoint.

@@ -7,7 +7,7 @@ use super::checkpoint::Base;
 use super::tensor_file::{TensorFile, write_tensors};
 use crate::digest::read_at_most;
 use crate::engine::kernels::{WeightLayout, view};
-use crate::engine::model::{Layer, Lora, ModelSpec, Parameters};
+use crate::engine::model::{Lora, ModelSpec, ModuleId, Parameters};
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -116,9 +116,10 @@ impl AdapterFolder {
     /// [`Error::Model`] naming a tensor that does not fit, because the adapter belongs to a different base.
     pub fn spec(&self, base: &ModelSpec) -> Result<ModelSpec> {
         let AdapterConfig { r, alpha, dropout, rslora, dora, .. } = self.config;
-        let layers: BTreeMap<String, Layer> =
+        let layers: BTreeMap<String, ModuleId> =
             base.base_parameters().into_iter().map(|entry| (base.layer_name(entry.layer), entry.layer)).collect();
-        let mut lora = Lora { r, alpha, dropout, rslora, dora, targets: BTreeSet::new(), saved: BTreeSet::new() };
+        let mut lora =
+            Lora { r, alpha, dropout, rslora, dora, targets: BTreeSet::new(), modules_to_save: BTreeSet::new() };
         for tensor in self.file.tensors() {
             let foreign = || {
                 tensor
@@ -131,7 +132,7 @@ impl AdapterFolder {
                 .find_map(|part| name.strip_suffix(part));
             let layer = part.or_else(|| name.rsplit_once('.').map(|(layer, _)| layer));
             let layer = *layer.and_then(|layer| layers.get(layer)).ok_or_else(foreign)?;
-            if part.is_some() { &mut lora.targets } else { &mut lora.saved }.insert(layer);
+            if part.is_some() { &mut lora.targets } else { &mut lora.modules_to_save }.insert(layer);
         }
         if lora.targets.is_empty() {
             return Err(Error::model(
@@ -139,10 +140,10 @@ impl AdapterFolder {
                 "it holds no adapter: no tensor ends in `lora_A.weight`",
             ));
         }
-        let saved = Lora::names(base, &lora.saved, false);
-        let checked =
-            Lora::saved(base, &saved).map_err(|error| Error::model(self.path.display(), error.to_string()))?;
-        let spec = ModelSpec { lora: Some(Lora { saved: checked, ..lora }), ..base.clone() };
+        let saved = Lora::names(base, &lora.modules_to_save, false);
+        let checked = Lora::modules_to_save(base, &saved)
+            .map_err(|error| Error::model(self.path.display(), error.to_string()))?;
+        let spec = ModelSpec { lora: Some(Lora { modules_to_save: checked, ..lora }), ..base.clone() };
         self.check(&spec)?;
         Ok(spec)
     }
@@ -183,7 +184,7 @@ fn stored_name(spec: &ModelSpec, name: &str) -> String {
 /// The text of `adapter_config.json` for the adapters of `spec` over `base`.
 pub fn adapter_config(spec: &ModelSpec, base: Option<&Base>) -> String {
     let Some(lora) = &spec.lora else { return String::new() };
-    let saved = Lora::names(spec, &lora.saved, true);
+    let saved = Lora::names(spec, &lora.modules_to_save, true);
     let config = json!({
         "base_model_name_or_path": base.map_or("", |base| &base.name),
         "bias": "none",

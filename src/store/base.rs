@@ -3,7 +3,7 @@
 use crate::digest::DigestWriter;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view::{self, read};
-use crate::engine::model::{ModelSpec, Op, ParamSpec, Parameters, candle_dtype, set_output_norms};
+use crate::engine::model::{ModelSpec, ModuleOp, ParamSpec, Parameters, candle_dtype, init_dora_magnitude};
 use crate::precision::{Dtype, FloatFormat, TensorStats};
 use crate::store::GgufModel;
 use crate::{Error, Result};
@@ -43,14 +43,14 @@ pub fn load_with_base(
     mut read_part: impl FnMut(&ParamSpec, usize, &mut [f32]) -> Result<()>,
 ) -> Result<AdaptedModel> {
     let own = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
-    own.initialise(seed)?;
+    own.init_weights(seed)?;
     let (frozen, dtype) = (spec.frozen_parameters(), candle_dtype(compute));
     let base = match gguf {
         Some(gguf) if device.is_cpu() => {
-            let in_blocks = spec.in_blocks();
+            let in_blocks = spec.quantized_params();
             let in_blocks = frozen.iter().filter(|entry| in_blocks.contains_key(&entry.name));
             let quantised = in_blocks.map(|entry| Ok((entry.name.clone(), gguf.blocks(entry)?)));
-            Parameters::with_blocks(&frozen, dtype, quantised.collect::<Result<_>>()?)?
+            Parameters::with_quantized(&frozen, dtype, quantised.collect::<Result<_>>()?)?
         }
         _ => Parameters::zeros(&frozen, dtype, device)?,
     };
@@ -88,8 +88,8 @@ pub fn load_with_base(
         }
         check_stats(&entry.name, &stats, origin, compute)?;
     }
-    let parameters = own.over(Some(Arc::new(base)));
-    set_output_norms(spec, &parameters)?;
+    let parameters = own.with_base(Some(Arc::new(base)));
+    init_dora_magnitude(spec, &parameters)?;
     Ok(AdaptedModel { parameters, sha256: digest.finish().1.sha256 })
 }
 
@@ -97,7 +97,7 @@ pub fn load_with_base(
 fn chunk_elements(entry: &ParamSpec) -> usize {
     let elements = entry.shape.iter().product::<usize>().max(1);
     match (entry.layer.op, &entry.shape[..]) {
-        (Op::Embedding | Op::Head, [_, columns]) => TABLE_CHUNK.next_multiple_of(4 * columns).min(elements),
+        (ModuleOp::Embedding | ModuleOp::Head, [_, columns]) => TABLE_CHUNK.next_multiple_of(4 * columns).min(elements),
         _ => elements,
     }
 }

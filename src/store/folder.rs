@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use crate::digest::read_at_most;
 use crate::engine::kernels::view;
-use crate::engine::model::{Layer, ModelSpec, Op, Parameters};
+use crate::engine::model::{ModelSpec, ModuleId, ModuleOp, Parameters};
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
@@ -112,10 +112,10 @@ impl ModelFolder {
 
     /// Decides whether the head is tied: a stored head that differs from the embedding is not.
     fn resolve_tied_head(&mut self) -> Result<()> {
-        if !self.config.tied {
+        if !self.config.tie_word_embeddings {
             return Ok(());
         }
-        let table = format!("{}.weight", self.config.layer_name(Layer::outer(Op::Embedding)));
+        let table = format!("{}.weight", self.config.layer_name(ModuleId::global(ModuleOp::Embedding)));
         let (Some(head), Some(embedding)) = (self.get(HEAD), self.get(&table)) else { return Ok(()) };
         if head.shape != embedding.shape || head.dtype != embedding.dtype || head.bytes != embedding.bytes {
             return Err(self.error(format!(
@@ -205,10 +205,10 @@ fn tensor_index(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<Str
 
 /// Rejects a model with more blocks than tensors before anything is allocated for each block.
 pub(super) fn check_depth(config: &ModelSpec, tensors: usize, file: &Path) -> Result<()> {
-    if config.layers <= tensors {
+    if config.num_layers <= tensors {
         return Ok(());
     }
-    let message = format!("it has {} blocks, but the weights have {tensors} tensors", config.layers);
+    let message = format!("it has {} blocks, but the weights have {tensors} tensors", config.num_layers);
     Err(Error::model(file.display(), message))
 }
 
@@ -225,7 +225,12 @@ mod tests {
     type Tensors = Vec<(String, Tensor)>;
 
     fn config() -> ModelSpec {
-        ModelSpec { vocab_size: 11, context: 5, inner: 12, ..ModelSpec::named("tiny").unwrap().resized(2, 4, 2) }
+        ModelSpec {
+            vocab_size: 11,
+            max_position_embeddings: 5,
+            intermediate_size: 12,
+            ..ModelSpec::named("tiny").unwrap().resized(2, 4, 2)
+        }
     }
 
     /// Every parameter, filled with distinct values.
@@ -300,7 +305,7 @@ mod tests {
         stored.last_mut().unwrap().1 = (embedding + 1.0).unwrap();
         assert!(refused(&folder(&tied, &stored)).contains("`lm_head.weight` differs from `wte.weight`"));
 
-        let separate = ModelSpec { tied: false, ..tied };
+        let separate = ModelSpec { tie_word_embeddings: false, ..tied };
         assert_reads(&folder(&separate, &stored), &stored);
         stored.pop();
         assert!(refused(&folder(&separate, &stored)).contains("`lm_head.weight` of shape [11, 4] is missing"));

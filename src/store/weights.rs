@@ -4,7 +4,7 @@ use super::adapter::AdapterFolder;
 use super::base::{AdaptedModel, check_range, load_with_base};
 use super::checkpoint::{Base, Checkpoint};
 use super::{GgufModel, StoredModel};
-use crate::engine::model::{ModelSpec, ParamSpec, Parameters, draw};
+use crate::engine::model::{ModelSpec, ParamSpec, Parameters, sample_init};
 use crate::precision::Dtype;
 use crate::{Error, Result};
 use candle_core::Device;
@@ -25,7 +25,7 @@ impl WeightSource {
     /// Reads every parameter into the FP32 tensors of `into`.
     pub fn read(&self, into: &Parameters) -> Result<()> {
         match self {
-            Self::Random(seed) => Ok(into.initialise(*seed)?),
+            Self::Random(seed) => Ok(into.init_weights(*seed)?),
             Self::Stored(model) => model.read_parameters(into),
             Self::Checkpoint(checkpoint) => checkpoint.read_masters(into),
         }
@@ -35,7 +35,7 @@ impl WeightSource {
     fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
         match self {
             Self::Random(seed) => {
-                draw(entry, *seed, first, out);
+                sample_init(entry, *seed, first, out);
                 Ok(())
             }
             Self::Stored(model) => model.read_part(entry, first, out),

@@ -232,12 +232,12 @@ impl Config {
         let LoraSection { r, alpha, dropout, rslora, dora, targets, modules_to_save } = &self.lora;
         let (Some(r), Some(alpha)) = (*r, *alpha) else { return Ok(spec) };
         let targets = Lora::targets(&spec, targets)?;
-        let saved = Lora::saved(&spec, modules_to_save)?;
+        let saved = Lora::modules_to_save(&spec, modules_to_save)?;
         if let Some(both) = saved.intersection(&targets).next() {
             let message = format!("`{}` has an adapter already; name it in one place", spec.layer_name(*both));
             return Err(Error::config("lora.modules_to_save", message));
         }
-        let lora = Lora { r, alpha, dropout: *dropout, rslora: *rslora, dora: *dora, targets, saved };
+        let lora = Lora { r, alpha, dropout: *dropout, rslora: *rslora, dora: *dora, targets, modules_to_save: saved };
         Ok(ModelSpec { lora: Some(lora), ..spec })
     }
 

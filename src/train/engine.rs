@@ -4,7 +4,7 @@ use crate::Result;
 use crate::data::Batch;
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::machine::awake::keep_awake;
-use crate::engine::model::{Decoder, Hook, Mode, Parameters, Workspace};
+use crate::engine::model::{Decoder, ForwardMode, Hook, Parameters, Workspace};
 use crate::engine::optim::{AdamW, Gradients, LrSchedule, Survey};
 use crate::precision::{GradScaler, ScaleChange};
 use crate::train::fp8::{Fp8Block, step_weights};
@@ -139,8 +139,9 @@ impl Passes<'_> {
         seed: f32,
         hook: &mut dyn Hook,
     ) -> Result<()> {
-        let (mode, mut narrow) = (Mode::Train { seed: self.seed, draw: counters.draw(index) }, None);
-        let workspace = self.workspace.fitted(batch.seq_len, &mut narrow)?;
+        let (mode, mut narrow) =
+            (ForwardMode::Train { seed: self.seed, micro_batch: counters.micro_batch_index(index) }, None);
+        let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let (tokens, grads, hook) = (batch.tokens(), self.grads.micro_batch(), &mut (&mut *self.hook, hook));
         self.model.forward(&self.weights, tokens, mode, workspace, hook)?;
         self.model.loss_and_head_gradient(&self.weights, &batch.labels, seed, workspace, grads, hook)?;

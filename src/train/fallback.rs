@@ -14,7 +14,7 @@ impl TrainEngine {
     pub fn retype(&mut self, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
         self.workspace.retype(self.model.spec(), unit, compute)?;
         let state = &mut self.state;
-        for index in state.weights.packs_of(unit) {
+        for index in state.weights.fused_in(unit) {
             state.masters.retype(index, candle_dtype(compute), &mut state.weights, self.model.kernels())?;
             self.grads.retype(index, compute)?;
         }

@@ -8,7 +8,9 @@ use crate::Result;
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::fp8::round_through;
 use crate::engine::kernels::survey::survey;
-use crate::engine::model::{Hook, Layer, LinearRole, NormRole, Op, ParamRole, Parameters, Part, Place};
+use crate::engine::model::{
+    Hook, HookPoint, LinearRole, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, TensorKind,
+};
 use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, PrecisionUnit, scale_for};
 use crate::telemetry::{DtypeChange, Event, GradVariance};
 use crate::train::engine::{StepOutcome, StepReport, TrainEngine};
@@ -21,15 +23,15 @@ const E4M3: FloatFormat = FloatFormat::E4M3;
 const E5M2: FloatFormat = FloatFormat::E5M2;
 
 /// The inputs of a block's products except weights, by where the passes compute them, in the checkpoint's order.
-const INPUTS: [(Op, Part, FloatFormat); 8] = [
-    (Op::Norm(NormRole::Attention), Part::Output, E4M3),
-    (Op::Attention, Part::Output, E4M3),
-    (Op::Norm(NormRole::Mlp), Part::Output, E4M3),
-    (Op::Activation, Part::Output, E4M3),
-    (Op::Linear(LinearRole::Down), Part::OutputGradient, E5M2),
-    (Op::Activation, Part::InputGradient, E5M2),
-    (Op::Linear(LinearRole::Out), Part::OutputGradient, E5M2),
-    (Op::Attention, Part::InputGradient, E5M2),
+const INPUTS: [(ModuleOp, TensorKind, FloatFormat); 8] = [
+    (ModuleOp::Norm(NormRole::Attention), TensorKind::Output, E4M3),
+    (ModuleOp::Attention, TensorKind::Output, E4M3),
+    (ModuleOp::Norm(NormRole::Mlp), TensorKind::Output, E4M3),
+    (ModuleOp::Activation, TensorKind::Output, E4M3),
+    (ModuleOp::Linear(LinearRole::Down), TensorKind::OutputGradient, E5M2),
+    (ModuleOp::Activation, TensorKind::InputGradient, E5M2),
+    (ModuleOp::Linear(LinearRole::Out), TensorKind::OutputGradient, E5M2),
+    (ModuleOp::Attention, TensorKind::InputGradient, E5M2),
 ];
 /// The weights of those products, which follow [`INPUTS`] in the checkpoint; a model has one of `Up` and `GateUp`.
 const WEIGHTS: [&[LinearRole]; 4] =
@@ -87,7 +89,7 @@ impl Fp8Block {
         let mut rounded = weights.clone();
         for (i, roles) in WEIGHTS.iter().enumerate() {
             for role in *roles {
-                let layer = Layer::inner(self.block, Op::Linear(*role));
+                let layer = ModuleId::in_block(self.block, ModuleOp::Linear(*role));
                 if let Some(weight) = rounded.unshare(layer, ParamRole::Weight)? {
                     self.round(INPUTS.len() + i, E4M3, weight)?;
                 }
@@ -139,11 +141,11 @@ pub(super) fn step_weights<'a>(fp8: &mut Option<Fp8Block>, weights: &'a Paramete
 }
 
 impl Hook for Fp8Block {
-    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         if !self.state.active || place.layer.block != Some(self.block) {
             return Ok(());
         }
-        match INPUTS.iter().position(|(op, part, _)| (*op, *part) == (place.layer.op, place.part)) {
+        match INPUTS.iter().position(|(op, part, _)| (*op, *part) == (place.layer.op, place.kind)) {
             Some(index) => self.round(index, INPUTS[index].2, tensor),
             None => Ok(()),
         }

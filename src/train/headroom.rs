@@ -4,7 +4,7 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
-use crate::engine::model::{Hook, Place};
+use crate::engine::model::{Hook, HookPoint};
 use crate::precision::FloatFormat;
 use crate::train::engine::TrainEngine;
 use crate::train::state::Counters;
@@ -49,9 +49,9 @@ struct GradAmaxHook {
 }
 
 impl Hook for GradAmaxHook {
-    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         // Tensors in wider types do not overflow at FP16's maximum.
-        if place.part.is_forward() || tensor.dtype() != DType::F16 || !self.finite {
+        if place.kind.is_forward() || tensor.dtype() != DType::F16 || !self.finite {
             return Ok(());
         }
         let stats = survey(tensor, FloatFormat::FP16, false)?.stats;

@@ -2,7 +2,9 @@
 
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::attention::Shape;
-use crate::engine::model::{Keep, KvCache, Layer, ModelSpec, Op, ParamSpec, Workspace, WorkspaceBytes};
+use crate::engine::model::{
+    Checkpointing, KvCache, ModelSpec, ModuleId, ModuleOp, ParamSpec, Workspace, WorkspaceBytes,
+};
 use crate::engine::optim::{AdamW, Gradients, MasterWeights, OptimizerKind};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::train::config::Config;
@@ -49,7 +51,7 @@ impl MemoryEstimate {
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
-        keep: Keep,
+        keep: Checkpointing,
         optimizer: OptimizerKind,
         kernels: &dyn Kernels,
     ) -> Result<Self> {
@@ -92,7 +94,7 @@ pub fn probe_bytes(
 ) -> Result<u64> {
     let exact = PrecisionPolicy::FP32;
     let trained = spec.trained_count();
-    let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], Keep::All)?;
+    let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], Checkpointing::None)?;
     let gathered = if world_size > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
     let widened = if policy.params == Dtype::F32 { 0 } else { trained * Dtype::F32.size_in_bytes() as u64 };
     let frozen = FrozenBytes::new(spec, exact, batch * seq_len);
@@ -111,16 +113,16 @@ pub fn packed_bytes(
     threads: usize,
     kernels: &dyn Kernels,
 ) -> Result<u64> {
-    let mut products = spec.products(policy, tokens)?;
+    let mut products = spec.gemm_shapes(policy, tokens)?;
     if probes {
-        products.extend(spec.products(PrecisionPolicy::FP32, tokens)?);
+        products.extend(spec.gemm_shapes(PrecisionPolicy::FP32, tokens)?);
     }
     Ok(kernels.product_bytes(&products, threads)?)
 }
 
 /// KV-cache bytes of a generated sample: `tokens` plus the prompt, whose tokens are at most its `prompt` bytes.
 pub fn sample_bytes(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize, prompt: usize) -> u64 {
-    let capacity = if tokens == 0 { 0 } else { tokens.saturating_add(prompt.max(1)).min(spec.context) };
+    let capacity = if tokens == 0 { 0 } else { tokens.saturating_add(prompt.max(1)).min(spec.max_position_embeddings) };
     KvCache::bytes(spec, policy, capacity)
 }
 
@@ -136,9 +138,9 @@ struct FrozenBytes {
 
 impl FrozenBytes {
     fn new(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize) -> Self {
-        let (in_blocks, size) = (spec.in_blocks(), policy.compute.size_in_bytes() as u64);
-        let (mut frozen, mut dequantised) = (Self::default(), BTreeMap::<Layer, u64>::new());
-        for ParamSpec { name, shape, pack, .. } in spec.frozen_parameters() {
+        let (in_blocks, size) = (spec.quantized_params(), policy.compute.size_in_bytes() as u64);
+        let (mut frozen, mut dequantised) = (Self::default(), BTreeMap::<ModuleId, u64>::new());
+        for ParamSpec { name, shape, fused_into: pack, .. } in spec.frozen_parameters() {
             let elements = shape.iter().product::<usize>() as u64;
             let Some(dtype) = in_blocks.get(&name) else {
                 frozen.dense += elements * size;
@@ -146,8 +148,8 @@ impl FrozenBytes {
             };
             frozen.blocks += elements / dtype.block_size() as u64 * dtype.type_size() as u64;
             // A tied embedding is the head's matrix as well.
-            let looked_up = pack.op == Op::Embedding && !spec.tied;
-            let used = if looked_up { (tokens * spec.width) as u64 } else { elements };
+            let looked_up = pack.op == ModuleOp::Embedding && !spec.tie_word_embeddings;
+            let used = if looked_up { (tokens * spec.hidden_size) as u64 } else { elements };
             *dequantised.entry(pack).or_default() += used * size;
         }
         frozen.buffer = dequantised.into_values().max().unwrap_or(0);
@@ -160,7 +162,7 @@ fn required_bytes(
     config: &Config,
     spec: &ModelSpec,
     batch: usize,
-    keep: Keep,
+    keep: Checkpointing,
     kernels: &dyn Kernels,
     layout: DistributedLayout,
 ) -> u64 {
@@ -200,8 +202,8 @@ pub(super) fn check_fits(
     }
     let mut ways = Vec::new();
     let largest = largest_batch(available, |batch| required_bytes(config, spec, batch, keep));
-    if keep == Keep::All {
-        match largest_batch(available, |batch| required_bytes(config, spec, batch, Keep::BlockInput))
+    if keep == Checkpointing::None {
+        match largest_batch(available, |batch| required_bytes(config, spec, batch, Checkpointing::PerBlock))
             .map(|most| most.min(batch))
         {
             Some(fits) if fits == batch => ways.push("`--set train.recompute=block`".into()),
@@ -296,7 +298,7 @@ pub(super) fn fitted(
     available: u64,
 ) -> (Config, Option<String>) {
     let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
-    let keeps = [config.train.recompute, Keep::BlockInput];
+    let keeps = [config.train.recompute, Checkpointing::PerBlock];
     for keep in keeps {
         let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
         for smaller in divisors {
@@ -382,7 +384,8 @@ mod tests {
         let parameters = spec.parameter_count();
         let bytes = |policy, world_size, on_gpu| {
             let layout = DistributedLayout { world_size, on_gpu };
-            MemoryEstimate::new(layout, &spec, policy, [1, 16, 4], Keep::All, OptimizerKind::AdamW, &KERNELS).unwrap()
+            MemoryEstimate::new(layout, &spec, policy, [1, 16, 4], Checkpointing::None, OptimizerKind::AdamW, &KERNELS)
+                .unwrap()
         };
         for (policy, shard) in [(PrecisionPolicy::FP16, 16), (PrecisionPolicy::FP32, 12)] {
             let [cpu, gpu] = [false, true].map(|on_gpu| bytes(policy, 2, on_gpu).total());
@@ -418,12 +421,13 @@ mod tests {
         let config = with_lora(&Config::default());
         let tied = ModelSpec { vocab_size: 100_000, ..ModelSpec::named("tiny").unwrap() };
         let buffer = |tied: bool, spec: &ModelSpec| {
-            let mut spec = config.adapted(ModelSpec { tied, ..spec.clone() }).unwrap();
-            let embedding = spec.frozen_parameters().into_iter().find(|entry| entry.pack.op == Op::Embedding).unwrap();
+            let mut spec = config.adapted(ModelSpec { tie_word_embeddings: tied, ..spec.clone() }).unwrap();
+            let embedding =
+                spec.frozen_parameters().into_iter().find(|entry| entry.fused_into.op == ModuleOp::Embedding).unwrap();
             spec.quantised = [(embedding.name, GgmlDType::Q8_0)].into();
             FrozenBytes::new(&spec, PrecisionPolicy::FP32, 16).buffer
         };
-        assert_eq!(buffer(true, &tied), 4 * 100_000 * tied.width as u64);
-        assert_eq!(buffer(false, &tied), 4 * 16 * tied.width as u64);
+        assert_eq!(buffer(true, &tied), 4 * 100_000 * tied.hidden_size as u64);
+        assert_eq!(buffer(false, &tied), 4 * 16 * tied.hidden_size as u64);
     }
 }

@@ -6,7 +6,7 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::engine::kernels::survey::survey;
-use crate::engine::model::{Hook, ModelSpec, Place};
+use crate::engine::model::{Hook, HookPoint, ModelSpec};
 use crate::precision::{FloatFormat, PrecisionUnit, TensorStats};
 use crate::telemetry::{FirstNonFinite, Pass};
 use crate::train::engine::{StepReport, TrainEngine};
@@ -53,15 +53,15 @@ struct FirstNonFiniteHook {
 }
 
 struct NonFinite {
-    place: Place,
+    place: HookPoint,
     stats: TensorStats,
     samples: Vec<usize>,
 }
 
 impl Hook for FirstNonFiniteHook {
-    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
+    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         // The head's tiles arrive one by one and count as one tensor.
-        let same_tensor = |found: &NonFinite| (found.place.layer, found.place.part) == (place.layer, place.part);
+        let same_tensor = |found: &NonFinite| (found.place.layer, found.place.kind) == (place.layer, place.kind);
         if self.found.as_ref().is_some_and(|found| !same_tensor(found)) {
             return Ok(());
         }
@@ -69,7 +69,7 @@ impl Hook for FirstNonFiniteHook {
         if self.found.is_none() && stats.is_finite() {
             return Ok(());
         }
-        let samples = if place.part.has_tokens() { self.samples(place.first_token, tensor)? } else { Vec::new() };
+        let samples = if place.kind.has_tokens() { self.samples(place.first_token, tensor)? } else { Vec::new() };
         let found = self.found.get_or_insert(NonFinite { place, stats: TensorStats::default(), samples: Vec::new() });
         found.stats.merge(&stats);
         found.samples.extend(samples);
@@ -101,7 +101,7 @@ fn stats_of(tensor: &Tensor) -> candle_core::Result<TensorStats> {
 
 impl NonFinite {
     fn first_nonfinite(self, spec: &ModelSpec, micro_batch: usize) -> FirstNonFinite {
-        let Self { place: Place { layer, part, .. }, stats, samples } = self;
+        let Self { place: HookPoint { layer, kind: part, .. }, stats, samples } = self;
         FirstNonFinite {
             pass: if part.is_forward() { Pass::Forward } else { Pass::Backward },
             layer: spec.layer_name(layer),
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
     use crate::engine::collective::SingleProcess;
     use crate::engine::kernels::{Choice, view};
-    use crate::engine::model::{Layer, Op, Part};
+    use crate::engine::model::{ModuleId, ModuleOp, TensorKind};
     use crate::engine::optim::MasterWeights;
     use crate::precision::{GradScalerConfig, PrecisionPolicy};
     use crate::store::checkpoint::Run;
@@ -257,11 +257,11 @@ mod tests {
     fn tiles_of_the_head_are_one_tensor() {
         let mut search = FirstNonFiniteHook { seq_len: 4, found: None };
         let tile = |broken: bool| Tensor::full(if broken { f32::NAN } else { 1.0 }, (6, 2), &Device::Cpu).unwrap();
-        let place = |part, first_token| Place { layer: Layer::outer(Op::Head), part, first_token };
-        search.record(place(Part::Output, 0), &tile(true)).unwrap();
-        search.record(place(Part::OutputGradient, 0), &tile(true)).unwrap();
-        search.record(place(Part::Output, 6), &tile(true)).unwrap();
-        search.record(place(Part::Output, 12), &tile(false)).unwrap();
+        let place = |part, first_token| HookPoint { layer: ModuleId::global(ModuleOp::Head), kind: part, first_token };
+        search.record(place(TensorKind::Output, 0), &tile(true)).unwrap();
+        search.record(place(TensorKind::OutputGradient, 0), &tile(true)).unwrap();
+        search.record(place(TensorKind::Output, 6), &tile(true)).unwrap();
+        search.record(place(TensorKind::Output, 12), &tile(false)).unwrap();
         let found = search.found.unwrap().first_nonfinite(&tiny(), 0);
         assert_eq!((found.count, found.nan, found.tensor.as_str()), (36, 24, "output"));
         assert_eq!(found.samples, [0, 1, 2]);

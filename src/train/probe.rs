@@ -10,7 +10,7 @@ use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view::{host, read};
-use crate::engine::model::{Hook, Keep, ModelSpec, Parameters, Part, Place, Workspace};
+use crate::engine::model::{Checkpointing, Hook, HookPoint, ModelSpec, Parameters, TensorKind, Workspace};
 use crate::engine::optim::{Gradients, Survey};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::{ActivationMax, FlushedTensor, Fp32Probe};
@@ -33,7 +33,7 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
     let (model, counters, scale) = (passes.model, passes.counters, passes.scaler.scale());
     let (spec, device) = (model.spec(), state.weights.device());
     let shape = (batch.batch_size, batch.seq_len);
-    let mut workspace = Workspace::for_training(spec, PrecisionPolicy::FP32, shape, Keep::All, &device)?;
+    let mut workspace = Workspace::for_training(spec, PrecisionPolicy::FP32, shape, Checkpointing::None, &device)?;
     let mut exact = Gradients::new(state.weights, PrecisionPolicy::FP32, 1, &SingleProcess)?;
     let seed = |scale: f32| scale / batch.num_label_tokens.max(1) as f32;
     passes.repeat((0, batch), counters, seed(scale), &mut ())?;
@@ -69,9 +69,9 @@ fn to_fp32(weights: &Parameters, masters: &Parameters, kernels: &dyn Kernels) ->
         Ok(wide)
     };
     let wide_base = |base: &Arc<Parameters>| -> Result<Arc<Parameters>> {
-        Ok(if is_wide(base) { base.clone() } else { Arc::new(base.converted(DType::F32, kernels)?) })
+        Ok(if is_wide(base) { base.clone() } else { Arc::new(base.to_dtype(DType::F32, kernels)?) })
     };
-    Ok(widened(masters)?.over(weights.base().map(wide_base).transpose()?))
+    Ok(widened(masters)?.with_base(weights.base().map(wide_base).transpose()?))
 }
 
 /// The largest magnitude of each layer's output.
@@ -81,8 +81,8 @@ struct AmaxHook<'a> {
 }
 
 impl Hook for AmaxHook<'_> {
-    fn record(&mut self, place: Place, tensor: &Tensor) -> candle_core::Result<()> {
-        if place.part == Part::Output {
+    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
+        if place.kind == TensorKind::Output {
             let (name, max_abs) =
                 (self.spec.layer_name(place.layer), survey(tensor, FloatFormat::FP32, false)?.stats.max_abs);
             match self.maxima.last_mut() {

@@ -30,7 +30,7 @@ impl Sampler {
         device: &Device,
     ) -> Result<Self> {
         let prompt = prompt_ids(tokenizer, prompt)?;
-        let context = model.spec().context;
+        let context = model.spec().max_position_embeddings;
         if prompt.len() >= context {
             let message = format!("its {} tokens fill the context of {context}", prompt.len());
             return Err(Error::config("train.prompt", message));

@@ -157,8 +157,9 @@ impl ModelSource {
             let message = format!("its {tokens} tokens do not fit `{}`, whose vocabulary has {rows}", config.model);
             return Err(Error::config("tokenizer", message));
         }
-        if config.train.seq_len > shape.context {
-            let message = format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.context);
+        if config.train.seq_len > shape.max_position_embeddings {
+            let message =
+                format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.max_position_embeddings);
             return Err(Error::config("train.seq_len", message));
         }
         let tokenizer = aux_files.with_bos(tokenizer, config.bos, shape.bos_token_id)?;
@@ -187,7 +188,7 @@ impl ModelSource {
                 weights.load_adapters(&self.config, policy.compute, (config.seed, in_blocks), device, &self.name)?;
             let base = Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
             check(&parameters)?;
-            if let Some((held, dense)) = parameters.base().and_then(|base| base.saved_by_blocks()) {
+            if let Some((held, dense)) = parameters.base().and_then(|base| base.quantization_savings()) {
                 let mib = |bytes: u64| bytes >> 20;
                 let message = "the base stays in its quantised blocks (QLoRA)";
                 report(SetupEvent::Notice(format!("{message}: {} MiB instead of {} MiB", mib(held), mib(dense))));
@@ -471,8 +472,8 @@ pub fn engine(
     let mut state = TrainState::new(weights, config.optimizer(), scaler)?;
     state.fallback = Fallback::new(config.precision, BTreeMap::new());
     state.fp8 = Fp8Block::new(config.precision.fp8, None);
-    if let Some(block) = config.precision.fp8.block.filter(|block| *block >= shape.layers) {
-        let message = format!("there is no block {block}: the model has {}, from 0 on", shape.layers);
+    if let Some(block) = config.precision.fp8.block.filter(|block| *block >= shape.num_layers) {
+        let message = format!("there is no block {block}: the model has {}, from 0 on", shape.num_layers);
         return Err(Error::config("precision.fp8.block", message));
     }
     Ok(TrainEngine {

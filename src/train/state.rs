@@ -44,7 +44,7 @@ pub struct Counters {
 
 impl Counters {
     /// The number of the next step's micro-batch within the run; each number has its own dropout masks.
-    pub fn draw(self, micro_batch: usize) -> u64 {
+    pub fn micro_batch_index(self, micro_batch: usize) -> u64 {
         self.step << 16 | micro_batch as u64
     }
 
@@ -87,7 +87,7 @@ impl TrainState {
     /// Random initial weights for `spec`, in FP32.
     pub fn random_masters(spec: &ModelSpec, seed: u64, device: &candle_core::Device) -> Result<Parameters> {
         let masters = Parameters::zeros(&spec.parameters(), candle_core::DType::F32, device)?;
-        masters.initialise(seed)?;
+        masters.init_weights(seed)?;
         Ok(masters)
     }
 }

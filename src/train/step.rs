@@ -3,7 +3,7 @@
 
 use crate::data::Batch;
 use crate::engine::collective::gather;
-use crate::engine::model::Mode;
+use crate::engine::model::ForwardMode;
 use crate::engine::optim::Update;
 use crate::train::engine::{Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 use crate::train::state::TrainState;
@@ -33,8 +33,8 @@ impl Passes<'_> {
         let mut losses = Vec::with_capacity(share.len());
         for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
             let (tokens, mut narrow) = (batch.tokens(), None);
-            let workspace = workspace.fitted(batch.seq_len, &mut narrow)?;
-            let mode = Mode::Train { seed: self.seed, draw: self.counters.draw(i) };
+            let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+            let mode = ForwardMode::Train { seed: self.seed, micro_batch: self.counters.micro_batch_index(i) };
             let clock = Instant::now();
             // 1. Forward in the compute type; the loss in FP32.
             model.forward(weights, tokens, mode, workspace, *hook)?;
@@ -119,8 +119,8 @@ impl TrainEngine {
                 continue;
             }
             let mut narrow = None;
-            let workspace = self.workspace.fitted(batch.seq_len, &mut narrow)?;
-            self.model.forward(&self.state.weights, batch.tokens(), Mode::Eval, workspace, &mut ())?;
+            let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+            self.model.forward(&self.state.weights, batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
             losses.push(self.model.loss(&self.state.weights, &batch.labels, workspace)?);
         }
         // In the order of the batches, which the processes take in turn.

@@ -30,7 +30,7 @@ pub(crate) struct Sample {
 impl Sample {
     pub(crate) fn new(step: u64) -> Self {
         let tiny = ModelSpec::named("tiny").unwrap();
-        let config = ModelSpec { vocab_size: 17, context: 8, ..tiny.resized(1, 8, 2) };
+        let config = ModelSpec { vocab_size: 17, max_position_embeddings: 8, ..tiny.resized(1, 8, 2) };
         Self::of(step, &config)
     }
 

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
 use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use finetune::engine::kernels::{Fused, Kernels, view};
-use finetune::engine::model::{Decoder, Keep, Mode, ModelSpec, ParamSpec, Parameters, Workspace};
+use finetune::engine::model::{Checkpointing, Decoder, ForwardMode, ModelSpec, ParamSpec, Parameters, Workspace};
 use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, MasterWeights, ScheduleKind, Survey};
 use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::ModelFolder;
@@ -63,7 +63,7 @@ pub(crate) fn engine_of(
         max_grad_norm,
         seed: 0,
         exponents: false,
-        workspace: Workspace::for_training(config, policy, (rows, seq_len), Keep::All, &Device::Cpu).unwrap(),
+        workspace: Workspace::for_training(config, policy, (rows, seq_len), Checkpointing::None, &Device::Cpu).unwrap(),
         grads: Gradients::new(&state.weights, policy, grad_accum, &SingleProcess).unwrap(),
         survey: Survey::default(),
         state,
@@ -211,7 +211,7 @@ impl Case {
     pub(crate) fn logits_of(&self, engine: &mut TrainEngine) -> Tensor {
         let batch = &self.whole_batch(0)[0];
         let tokens = batch.tokens();
-        engine.model.forward(&engine.state.weights, tokens, Mode::Eval, &mut engine.workspace, &mut ()).unwrap();
+        engine.model.forward(&engine.state.weights, tokens, ForwardMode::Eval, &mut engine.workspace, &mut ()).unwrap();
         let logits = engine.model.logits(&engine.state.weights, engine.workspace.hidden()).unwrap();
         logits.reshape(self.logits.shape()).unwrap()
     }

@@ -49,6 +49,6 @@ fn quantised(values: &Tensor, dtype: GgmlDType) -> QTensor {
 /// `base` with adapters of rank 4 at every linear layer.
 pub(crate) fn with_lora(base: &ModelSpec, dora: bool) -> ModelSpec {
     let targets = Lora::targets(base, &[ALL_LINEAR]).unwrap();
-    let lora = Lora { r: 4, alpha: 8.0, dropout: 0.1, rslora: false, dora, targets, saved: [].into() };
+    let lora = Lora { r: 4, alpha: 8.0, dropout: 0.1, rslora: false, dora, targets, modules_to_save: [].into() };
     ModelSpec { lora: Some(lora), ..base.clone() }
 }

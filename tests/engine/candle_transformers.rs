@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{gemma3, llama, mistral, qwen2, qwen3};
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels, view};
-use finetune::engine::model::{Decoder, Mode, ModelSpec, Parameters, Tokens, Workspace};
+use finetune::engine::model::{Decoder, ForwardMode, InputIds, ModelSpec, Parameters, Workspace};
 use finetune::precision::PrecisionPolicy;
 use serde_json::{Value, json};
 
@@ -30,7 +30,7 @@ fn config(model_type: &str, own: &Value) -> Value {
 fn weights(spec: &ModelSpec) -> Parameters {
     let weights = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
     for (index, (entry, tensor)) in weights.layout().iter().zip(weights.tensors()).enumerate() {
-        let is_norm = entry.init == finetune::engine::model::Init::Ones;
+        let is_norm = entry.init == finetune::engine::model::ParamInit::Ones;
         view::write_f32(tensor, |out| {
             for (i, x) in out.iter_mut().enumerate() {
                 let noise = ((i * 7919 + index * 104_729) as f32 * 0.618).sin();
@@ -46,7 +46,7 @@ fn ours(spec: &ModelSpec, weights: &Parameters, ids: &[u32], kernels: Arc<dyn Ke
     let model = Decoder::new(spec, weights, kernels).unwrap();
     let shape = (1, ids.len());
     let mut workspace = Workspace::for_evaluation(spec, PrecisionPolicy::FP32, shape, &Device::Cpu).unwrap();
-    model.forward(weights, Tokens::new(ids, ids.len()), Mode::Eval, &mut workspace, &mut ()).unwrap();
+    model.forward(weights, InputIds::new(ids, ids.len()), ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     let last = workspace.hidden().narrow(0, ids.len() - 1, 1).unwrap();
     model.logits(weights, &last).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }

@@ -358,7 +358,7 @@ fn comparing_names_the_tensor_and_the_figure() {
     changed[2] += 0.5;
     set(tensor, changed);
     other.state.scaler.scale = 2.0;
-    let deeper = Sample::of(5, &ModelSpec { layers: 2, ..sample.config.clone() });
+    let deeper = Sample::of(5, &ModelSpec { num_layers: 2, ..sample.config.clone() });
     let contents = Contents { masters: &deeper.masters, ..other.contents() };
     let b = two.save(&contents, CheckpointKind::Full).unwrap().path;
     let said: Vec<String> = compare(&a, &b).unwrap().iter().map(ToString::to_string).collect();

@@ -52,7 +52,7 @@ fn cut_model(folder: &Path) -> String {
     let tiny = ModelSpec::named("tiny").unwrap().resized(2, 64, 2);
     // Matrices of 2.1 blocks of 65,536 elements. Many shards have no part of a matrix that ends inside of a block of 8-bit moments, or
     // of a bias that ends inside of a block of random numbers.
-    let spec = ModelSpec { inner: 2201, ..tiny };
+    let spec = ModelSpec { intermediate_size: 2201, ..tiny };
     std::fs::create_dir_all(folder).unwrap();
     std::fs::write(folder.join("config.json"), spec.to_json("float32")).unwrap();
     std::fs::write(folder.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();

@@ -14,7 +14,7 @@ use finetune::Error;
 use finetune::data::Batch;
 use finetune::engine::collective::SingleProcess;
 use finetune::engine::kernels::view;
-use finetune::engine::model::{KvCache, Mode, ModelSpec, Tokens};
+use finetune::engine::model::{ForwardMode, InputIds, KvCache, ModelSpec};
 use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{
     Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionConfig, PrecisionPolicy, PrecisionUnit,
@@ -37,8 +37,8 @@ fn with_outlier(folder: &Path) -> PathBuf {
         let change = |(i, x): (usize, &mut f32)| *x *= if of_unit(i) { factor } else { 1.0 };
         view::write_f32(masters.get(name).unwrap(), |values| values.iter_mut().enumerate().for_each(change)).unwrap();
     };
-    scale("h.1.mlp.c_fc.weight", &|i| i % config.inner == 7, 1024.0);
-    scale("h.1.mlp.c_proj.weight", &|i| i / config.width == 7, 1.0 / 1024.0);
+    scale("h.1.mlp.c_fc.weight", &|i| i % config.intermediate_size == 7, 1024.0);
+    scale("h.1.mlp.c_proj.weight", &|i| i / config.hidden_size == 7, 1.0 / 1024.0);
     trainer.attach(Run::open(folder.join("source")).unwrap(), Emitter::new(None));
     trainer.save().unwrap();
     let model = folder.join("model");
@@ -344,8 +344,8 @@ fn decoding_follows_the_types_of_the_weights() {
         engine.retype(unit, Dtype::F32).unwrap();
         let TrainEngine { model, state, workspace, .. } = &mut engine;
         let ids = batch(5).inputs;
-        let tokens = Tokens::new(&ids, 8);
-        model.forward(&state.weights, tokens, Mode::Eval, workspace, &mut ()).unwrap();
+        let tokens = InputIds::new(&ids, 8);
+        model.forward(&state.weights, tokens, ForwardMode::Eval, workspace, &mut ()).unwrap();
         let expected = workspace.hidden().narrow(0, 0, 8).unwrap();
         cache.truncate(0);
         model.decode(&state.weights, &ids[..5], &mut cache).unwrap();

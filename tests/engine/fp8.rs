@@ -6,7 +6,9 @@ use std::sync::Arc;
 use crate::common::launch;
 use candle_core::{DType, Tensor};
 use finetune::engine::collective::SingleProcess;
-use finetune::engine::model::{Hook, Keep, Mode, ModelSpec, Part, Place, Tokens, Workspace};
+use finetune::engine::model::{
+    Checkpointing, ForwardMode, Hook, HookPoint, InputIds, ModelSpec, TensorKind, Workspace,
+};
 use finetune::precision::{Fp8Config, PrecisionPolicy};
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Activity, Emitter, Event, Record};
@@ -56,7 +58,7 @@ struct Bits {
 }
 
 impl Hook for Bits {
-    fn record(&mut self, Place { layer, part, .. }: Place, tensor: &Tensor) -> candle_core::Result<()> {
+    fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         self.recorded.push((format!("{} {}", self.spec.layer_name(layer), part.name()), mantissa_bits(tensor)));
         Ok(())
     }
@@ -74,16 +76,17 @@ fn only_the_inputs_of_the_blocks_products_are_fp8() {
     let engine = trainer.engine();
     let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.micro_batch());
     let ids: Vec<u32> = (0..32).map(|i| (i * 7) % 64 + 30).collect();
-    let tokens = Tokens::new(&ids, 32);
+    let tokens = InputIds::new(&ids, 32);
     let shape = model.spec();
     let device = candle_core::Device::Cpu;
-    let mut workspace = Workspace::for_training(shape, PrecisionPolicy::FP16, (1, 32), Keep::All, &device).unwrap();
+    let mut workspace =
+        Workspace::for_training(shape, PrecisionPolicy::FP16, (1, 32), Checkpointing::None, &device).unwrap();
     let mut layer = Fp8Block::new(fp8(1), engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()));
     let mut bits = Bits { spec: shape.clone(), recorded: Vec::new() };
     let hook = &mut (&mut layer, &mut bits);
-    model.forward(weights, tokens, Mode::Eval, &mut workspace, hook).unwrap();
+    model.forward(weights, tokens, ForwardMode::Eval, &mut workspace, hook).unwrap();
     model.loss_and_head_gradient(weights, &ids, 100.0, &workspace, grads, &mut ()).unwrap();
-    model.backward(weights, tokens, Mode::Eval, &mut workspace, grads, hook).unwrap();
+    model.backward(weights, tokens, ForwardMode::Eval, &mut workspace, grads, hook).unwrap();
     for place in ["ln_1 output", "attn output", "ln_2 output", "mlp.gelu output"] {
         assert!(bits.of(&format!("h.1.{place}")) <= 3, "{place}");
         assert!(bits.of(&format!("h.0.{place}")) > 3, "{place}");
@@ -98,7 +101,7 @@ fn only_the_inputs_of_the_blocks_products_are_fp8() {
         assert!(bits.of(place) > 3, "{place}: products are stored as ever");
     }
     let recorded = bits.recorded.iter().filter(|(place, _)| place.starts_with("h.1.")).count();
-    assert!(recorded > 20 && Part::Output.is_forward());
+    assert!(recorded > 20 && TensorKind::Output.is_forward());
 }
 
 /// The masters move, and after an update the working copy is theirs, in FP16 and not in FP8.
@@ -154,7 +157,7 @@ fn first_variance() -> f64 {
     let variances =
         events.iter().find_map(|event| if let Event::GradVariance(v) = event { Some(v) } else { None }).unwrap();
     let names: Vec<_> = variances.layers.keys().map(String::as_str).collect();
-    let blocks = trainer.engine().model.spec().layers;
+    let blocks = trainer.engine().model.spec().num_layers;
     assert_eq!((names.len(), names[0], *names.last().unwrap()), (blocks + 1, "h.0", "head"));
     variances.layers["h.1"]
 }

@@ -7,7 +7,9 @@ use crate::common::compare::{assert_close, relative, values};
 use crate::common::engine::{POLICIES, by_name, over_folder, unscaled};
 use crate::common::golden::{Case, LORA};
 use candle_core::{Device, Tensor};
-use finetune::engine::model::{Keep, KvCache, Layer, Lora, Mode, ModelSpec, ParamRole, Parameters, Workspace};
+use finetune::engine::model::{
+    Checkpointing, ForwardMode, KvCache, Lora, ModelSpec, ModuleId, ParamRole, Parameters, Workspace,
+};
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::{AdapterFolder, adapter_config, write_adapter};
@@ -95,14 +97,14 @@ fn the_base_stays_as_it_is() {
 fn recomputed_blocks_make_the_same_steps() {
     for case in Case::lora() {
         for policy in POLICIES {
-            let run = |keep: Keep| {
+            let run = |keep: Checkpointing| {
                 let mut engine = with_dropout(&case, policy, 0.3);
                 let (rows, seq_len) = (case.rows(), case.whole_batch(0)[0].seq_len);
                 let spec = engine.model.spec().clone();
                 engine.workspace = Workspace::for_training(&spec, policy, (rows, seq_len), keep, &Device::Cpu).unwrap();
                 case.learned(&mut engine, 3)
             };
-            assert!(run(Keep::All) == run(Keep::BlockInput), "{} {policy}", case.name);
+            assert!(run(Checkpointing::None) == run(Checkpointing::PerBlock), "{} {policy}", case.name);
         }
     }
 }
@@ -112,7 +114,7 @@ fn with_dropout(case: &Case, policy: PrecisionPolicy, dropout: f64) -> TrainEngi
     let spec = engine.model.spec().clone();
     let spec = ModelSpec { lora: spec.lora.clone().map(|lora| Lora { dropout, ..lora }), ..spec };
     let base = engine.state.weights.base().cloned();
-    let masters = engine.state.masters.parameters().clone().over(base);
+    let masters = engine.state.masters.parameters().clone().with_base(base);
     case.engine_over(&spec, masters, policy, case.rows())
 }
 
@@ -123,7 +125,8 @@ fn gradients_under_dropout_are_those_of_the_loss() {
         for case in Case::lora_of(name).for_all_kernels() {
             let mut engine = with_dropout(&case, PrecisionPolicy::FP32, 0.4);
             let batches = case.whole_batch(0);
-            let mode = Mode::Train { seed: engine.seed, draw: engine.state.counters.draw(0) };
+            let mode =
+                ForwardMode::Train { seed: engine.seed, micro_batch: engine.state.counters.micro_batch_index(0) };
             let weights = by_name(&engine.state.weights);
             let loss = |engine: &mut TrainEngine| {
                 let tokens = batches[0].tokens();
@@ -221,9 +224,9 @@ fn a_written_adapter_reads_back() {
 }
 
 /// An engine over the base of `case` with adapters of `targets` that add nothing yet, and that no step changes.
-fn untrained(case: &Case, dora: bool, targets: BTreeSet<Layer>) -> TrainEngine {
+fn untrained(case: &Case, dora: bool, targets: BTreeSet<ModuleId>) -> TrainEngine {
     let base = ModelFolder::open(&case.folder).unwrap();
-    let lora = Lora { r: 2, alpha: 3.0, dropout: 0.0, rslora: false, dora, targets, saved: BTreeSet::new() };
+    let lora = Lora { r: 2, alpha: 3.0, dropout: 0.0, rslora: false, dora, targets, modules_to_save: BTreeSet::new() };
     let spec = ModelSpec { lora: Some(lora), ..base.config().clone() };
     let over = over_folder(&base, &spec, Dtype::F32);
     let mut engine = case.engine_over(&spec, over, PrecisionPolicy::FP32, case.rows());
@@ -232,7 +235,7 @@ fn untrained(case: &Case, dora: bool, targets: BTreeSet<Layer>) -> TrainEngine {
 }
 
 /// Gives the adapters of `active` values of `initial` that do something, and those of other layers values that add nothing.
-fn activate(engine: &TrainEngine, initial: &Parameters, active: &BTreeSet<Layer>) {
+fn activate(engine: &TrainEngine, initial: &Parameters, active: &BTreeSet<ModuleId>) {
     for entry in engine.model.spec().parameters() {
         let at = values(initial.get(&entry.name).unwrap());
         let wave = |i: usize| 0.1 * ((i + entry.name.len()) as f64).sin();
@@ -258,13 +261,13 @@ fn every_subset_of_target_modules_has_the_gradients_of_all_of_them() {
         let all = Lora::targets(ModelFolder::open(&case.folder).unwrap().config(), &["all-linear"]).unwrap();
         let modules: Vec<_> = all.iter().map(|layer| layer.op).collect::<BTreeSet<_>>().into_iter().collect();
         let subset = |mask: usize| {
-            let chosen = |layer: &&Layer| mask >> modules.iter().position(|op| *op == layer.op).unwrap() & 1 == 1;
+            let chosen = |layer: &&ModuleId| mask >> modules.iter().position(|op| *op == layer.op).unwrap() & 1 == 1;
             all.iter().filter(chosen).copied().collect::<BTreeSet<_>>()
         };
         let last = all.iter().filter(|layer| layer.block == all.last().unwrap().block);
         let subsets = (1..1 << modules.len()).map(subset).chain(last.map(|layer| BTreeSet::from([*layer])));
         let mut whole = untrained(&case, dora, all.clone());
-        let initial = whole.state.weights.copied().unwrap();
+        let initial = whole.state.weights.deep_clone().unwrap();
         for targets in subsets {
             let what = format!("{}{} {targets:?}", case.name, if dora { " with DoRA" } else { "" });
             activate(&whole, &initial, &targets);

@@ -3,7 +3,7 @@
 use crate::common::desk::Desk;
 use finetune::data::TokenSource;
 use finetune::engine::device::OpenDevice;
-use finetune::engine::model::{Decoder, KvCache, Mode, Parameters, Tokens, Workspace};
+use finetune::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace};
 use finetune::inference::evaluate::{Windows, evaluate};
 use finetune::inference::mismatch::{Mismatch, Sequences, log_probs};
 use finetune::inference::trained::TrainedModel;
@@ -28,8 +28,8 @@ fn after(model: &Decoder, weights: &Parameters, past: &[u32], id: u32) -> f64 {
     let device = candle_core::Device::Cpu;
     let shape = (1, past.len());
     let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, shape, &device).unwrap();
-    let tokens = Tokens::new(past, past.len());
-    model.forward(weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
+    let tokens = InputIds::new(past, past.len());
+    model.forward(weights, tokens, ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     let last = workspace.hidden().narrow(0, past.len() - 1, 1).unwrap();
     let logits: Vec<f32> = model.logits(weights, &last).unwrap().to_vec2().unwrap().remove(0);
     let sum: f64 = logits.iter().map(|x| f64::from(*x).exp()).sum();

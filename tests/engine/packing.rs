@@ -7,7 +7,7 @@ use crate::common::golden::Case;
 use candle_core::{Device, Tensor};
 use finetune::data::{Batch, BatchLoader, SequenceIndex, TokenSource};
 use finetune::engine::collective::SingleProcess;
-use finetune::engine::model::{Keep, Workspace};
+use finetune::engine::model::{Checkpointing, Workspace};
 use finetune::engine::optim::Gradients;
 use finetune::precision::PrecisionPolicy;
 use finetune::train::TrainEngine;
@@ -51,7 +51,7 @@ fn batches(samples: &[Vec<(u32, bool)>], seq_len: usize, packing: bool, rows: us
 }
 
 /// The engine of a case for micro-batches of other numbers of rows and columns.
-fn engine(case: &Case, policy: PrecisionPolicy, shape: (usize, usize), keep: Keep) -> TrainEngine {
+fn engine(case: &Case, policy: PrecisionPolicy, shape: (usize, usize), keep: Checkpointing) -> TrainEngine {
     let mut engine = case.engine(policy, shape.0);
     let spec = engine.model.spec();
     engine.workspace = Workspace::for_training(spec, policy, shape, keep, &Device::Cpu).unwrap();
@@ -69,9 +69,12 @@ fn masked_cut_packed_and_accumulated_samples_have_pytorchs_loss_and_gradients() 
             .filter_map(|(name, tensor)| Some((name.strip_prefix(&prefix)?.to_owned(), tensor.clone())))
             .collect();
         for case in Case::own(name).for_all_kernels() {
-            for (packing, rows, keep) in
-                [(false, 8, Keep::All), (false, 3, Keep::BlockInput), (true, 5, Keep::All), (true, 2, Keep::BlockInput)]
-            {
+            for (packing, rows, keep) in [
+                (false, 8, Checkpointing::None),
+                (false, 3, Checkpointing::PerBlock),
+                (true, 5, Checkpointing::None),
+                (true, 2, Checkpointing::PerBlock),
+            ] {
                 let what = format!("{}, packing {packing}, {rows} rows", case.name);
                 let micro_batches = batches(samples, masked.seq_len, packing, rows);
                 assert!(!packing || micro_batches.iter().all(|batch| !batch.document_starts.is_empty()));
@@ -94,7 +97,7 @@ fn packed_samples_are_learned_as_if_alone_in_half_precision() {
             let samples = &masked.cases[name].tokens;
             let case = Case::own(name);
             let step = |packing: bool, rows: usize| {
-                let mut engine = engine(&case, policy, (rows, masked.seq_len), Keep::All);
+                let mut engine = engine(&case, policy, (rows, masked.seq_len), Checkpointing::None);
                 if policy.needs_loss_scale() {
                     engine.state.scaler.set_scale(1024.0).unwrap();
                 }
@@ -119,7 +122,7 @@ fn a_packed_row_without_its_bounds_is_another_text() {
     for batch in &mut leaking {
         batch.document_starts.clear();
     }
-    let mut engine = engine(&case, PrecisionPolicy::FP32, (5, masked.seq_len), Keep::All);
+    let mut engine = engine(&case, PrecisionPolicy::FP32, (5, masked.seq_len), Checkpointing::None);
     let report = engine.step(&leaking).unwrap();
     assert!((report.loss / loss - 1.0).abs() > 1e-3, "{} is as good as {loss}", report.loss);
 }

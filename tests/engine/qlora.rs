@@ -121,14 +121,15 @@ fn products_are_in_blocks_as_a_whole() {
     write_random(llama, &[Q8_0, Q8_0, Q8_0, F32, Q8_0, Q8_0, Q8_0, Q8_0, Q8_0], &path);
     let file = GgufModel::open(&path).unwrap();
     let mut spec = with_lora(file.config(), false);
-    let names = |spec: &ModelSpec| spec.in_blocks().into_keys().filter(|name| name.contains(".0.")).collect::<Vec<_>>();
+    let names =
+        |spec: &ModelSpec| spec.quantized_params().into_keys().filter(|name| name.contains(".0.")).collect::<Vec<_>>();
     let of = |parts: &[&str]| parts.iter().map(|part| format!("layers.0.{part}.weight")).collect::<Vec<_>>();
     let attention = ["self_attn.k_proj", "self_attn.o_proj", "self_attn.q_proj", "self_attn.v_proj"];
     assert_eq!(names(&spec), of(&[&["mlp.down_proj"], &attention[..]].concat()));
-    assert!(spec.in_blocks().contains_key("lm_head.weight"));
-    let saved = finetune::engine::model::Lora::saved(&spec, &["lm_head"]).unwrap();
-    spec.lora.as_mut().unwrap().saved = saved;
-    assert!(!spec.in_blocks().contains_key("lm_head.weight"));
+    assert!(spec.quantized_params().contains_key("lm_head.weight"));
+    let saved = finetune::engine::model::Lora::modules_to_save(&spec, &["lm_head"]).unwrap();
+    spec.lora.as_mut().unwrap().modules_to_save = saved;
+    assert!(!spec.quantized_params().contains_key("lm_head.weight"));
     let over = read(&spec, PrecisionPolicy::BF16, &file, true);
     let (losses, ..) = learned(start(&spec, over, PrecisionPolicy::BF16, Arc::new(Fused)), PrecisionPolicy::BF16);
     assert!(losses.iter().all(|loss| f64::from_bits(*loss).is_finite()));

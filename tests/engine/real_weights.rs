@@ -14,7 +14,7 @@ use crate::common::python::{python, run_script};
 use candle_core::{Device, Tensor};
 use finetune::data::TokenSource;
 use finetune::engine::device::OpenDevice;
-use finetune::engine::model::{KvCache, Mode, Tokens, Workspace};
+use finetune::engine::model::{ForwardMode, InputIds, KvCache, Workspace};
 use finetune::inference::chat::Chat;
 use finetune::inference::evaluate::{Windows, evaluate};
 use finetune::inference::export::{Encoding, Format, Parts, export};
@@ -78,8 +78,8 @@ fn last_logits(trained: &TrainedModel, prompt: &[u32]) -> Vec<f32> {
     let (model, weights) = trained.load(FP32, &OpenDevice::cpu()).unwrap();
     let shape = (1, prompt.len());
     let mut workspace = Workspace::for_evaluation(&trained.config, FP32, shape, &Device::Cpu).unwrap();
-    let tokens = Tokens::new(prompt, prompt.len());
-    model.forward(&weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
+    let tokens = InputIds::new(prompt, prompt.len());
+    model.forward(&weights, tokens, ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     let last: Tensor = workspace.hidden().narrow(0, prompt.len() - 1, 1).unwrap();
     model.logits(&weights, &last).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
@@ -96,7 +96,7 @@ fn loss_logits_and_text_are_those_of_transformers() {
     let theirs = bench.transformers(&bench.file, &text, NEW);
 
     let (model, weights) = trained.load(FP32, &OpenDevice::cpu()).unwrap();
-    let windows = Windows::new(trained.config.context, Some(SEQ_LEN), None, None).unwrap();
+    let windows = Windows::new(trained.config.max_position_embeddings, Some(SEQ_LEN), None, None).unwrap();
     let tokens = TokenSource::from_ids(text);
     let ours = evaluate(&model, &weights, FP32, &tokens, 1.0, windows, |_| {}).unwrap();
     assert_eq!(theirs["tokens"], ours.tokens);

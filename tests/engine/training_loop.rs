@@ -7,7 +7,7 @@ use finetune::data::Batch;
 use finetune::engine::collective::SingleProcess;
 use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::Choice;
-use finetune::engine::model::{Keep, ModelSpec, Workspace};
+use finetune::engine::model::{Checkpointing, ModelSpec, Workspace};
 use finetune::engine::optim::MasterWeights;
 use finetune::precision::{PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, latest_valid};
@@ -57,7 +57,7 @@ fn prompts(folder: &Path, prompt: &str) -> String {
 #[test]
 fn gradient_checkpointing_changes_no_bit_and_saves_memory() {
     for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
-        let [kept, recomputed] = [Keep::All, Keep::BlockInput].map(|recompute| {
+        let [kept, recomputed] = [Checkpointing::None, Checkpointing::PerBlock].map(|recompute| {
             let mut config = config(policy, 8);
             config.train.recompute = recompute;
             (config.dropout.residual, config.dropout.attention, config.scaler.init_scale) = (0.1, 0.1, 2f32.powi(20));
@@ -79,7 +79,7 @@ fn gradient_checkpointing_changes_no_bit_and_saves_memory() {
             let bytes = Workspace::bytes(&spec, policy, [8, 512], keep).unwrap();
             bytes.activations + bytes.scratch
         };
-        assert!(bytes(Keep::BlockInput) < bytes(Keep::All) / 2, "{policy}");
+        assert!(bytes(Checkpointing::PerBlock) < bytes(Checkpointing::None) / 2, "{policy}");
     }
 }
 
@@ -264,10 +264,10 @@ fn the_largest_gradient_of_each_layer_is_recorded() {
     for maxima in maxima {
         let step = steps(&events).find(|step| step.step == maxima.step).unwrap();
         assert_eq!(maxima.loss_scale.to_bits(), step.loss_scale.to_bits());
-        assert_eq!(maxima.layers.len(), trainer.engine().model.spec().layers + 1);
+        assert_eq!(maxima.layers.len(), trainer.engine().model.spec().num_layers + 1);
         for (layer, largest) in &maxima.layers {
-            let of_layer = step.tensors.iter().filter(|tensor| PrecisionUnit::of(&tensor.name).to_string() == *layer);
-            let expected = compare::largest(&of_layer.map(|tensor| tensor.stats.max_abs).collect::<Vec<_>>());
+            let of_module = step.tensors.iter().filter(|tensor| PrecisionUnit::of(&tensor.name).to_string() == *layer);
+            let expected = compare::largest(&of_module.map(|tensor| tensor.stats.max_abs).collect::<Vec<_>>());
             assert_eq!(f64::from(*largest).to_bits(), expected.to_bits(), "{layer}");
         }
     }

@@ -13,7 +13,7 @@ use crate::common::python::{python, run_script};
 use candle_core::Device;
 use finetune::data::{Batch, BatchLoader, TokenSource, Tokenizer, grammar};
 use finetune::engine::kernels::Fused;
-use finetune::engine::model::{Decoder, Mode, Workspace};
+use finetune::engine::model::{Decoder, ForwardMode, Workspace};
 use finetune::precision::PrecisionPolicy;
 use serde_json::{Value, json};
 
@@ -88,7 +88,7 @@ fn loss_of(folder: &Path, batch: &Batch) -> f64 {
     let mut workspace =
         Workspace::for_evaluation(&config, PrecisionPolicy::FP32, (shape.0, shape.1), &Device::Cpu).unwrap();
     let tokens = batch.tokens();
-    model.forward(&weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
+    model.forward(&weights, tokens, ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     model.loss(&weights, &batch.labels, &workspace).unwrap() / batch.num_label_tokens as f64
 }
 

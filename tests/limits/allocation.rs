@@ -16,7 +16,7 @@ use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::Columns;
 use finetune::engine::kernels::dropout::Dropout;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels, op};
-use finetune::engine::model::{Keep, ModelSpec, ParamSpec, Parameters};
+use finetune::engine::model::{Checkpointing, ModelSpec, ParamSpec, Parameters};
 use finetune::engine::optim::{AdamWConfig, MasterWeights};
 use finetune::lab::{Group, Memory};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
@@ -94,7 +94,7 @@ fn a_steady_state_step_allocates_at_most_32_kib() {
                 batch: (4, 64),
                 grad_accum,
             };
-            let items = Memory::engine(&config, policy, [4, 64, grad_accum], Keep::All, false).unwrap();
+            let items = Memory::engine(&config, policy, [4, 64, grad_accum], Checkpointing::None, false).unwrap();
             let before = ALLOCATED.load(Relaxed);
             let mut engine = engine(&config, masters, settings);
             // The masters were there before.
@@ -180,7 +180,7 @@ fn no_process_of_several_ever_has_all_masters() {
     let before = LIVE.load(Relaxed);
     PEAK.store(before, Relaxed);
     let policy = PrecisionPolicy::FP16;
-    let draw = |one: &Parameters| Ok(one.initialise(3)?);
+    let draw = |one: &Parameters| Ok(one.init_weights(3)?);
     let (masters, weights) =
         MasterWeights::filled(&entries, policy, &Device::Cpu, &SecondOfFour, &Fused, draw).unwrap();
     let (peak, own) = (PEAK.load(Relaxed) - before, masters.parameters().elements() as usize);
@@ -209,12 +209,12 @@ fn a_base_in_blocks_holds_its_blocks() {
     let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| file.read_part(entry, first, out);
     let over = load_with_base(&spec, policy.compute, 3, &Device::Cpu, "base", Some(&file), read).unwrap();
     let held = (LIVE.load(Relaxed) - before) as u64 - over.parameters.bytes();
-    let (bytes, dense) = over.parameters.base().unwrap().saved_by_blocks().unwrap();
+    let (bytes, dense) = over.parameters.base().unwrap().quantization_savings().unwrap();
     // The positions' table and the norms are not quantised.
     assert!(bytes >= in_blocks && bytes < in_blocks + (dense >> 3), "{bytes} held, {in_blocks} of them in blocks");
     assert!(bytes * 2 < dense + in_blocks && held.abs_diff(bytes) < SMALL_THINGS as u64, "{held} {bytes} {dense}");
 
-    let items = Memory::engine(&spec, policy, [4, 64, 1], Keep::All, false).unwrap();
+    let items = Memory::engine(&spec, policy, [4, 64, 1], Checkpointing::None, false).unwrap();
     let told: u64 = items.iter().map(|item| item.bytes).sum();
     let settings = Settings {
         policy,

@@ -94,7 +94,7 @@ fn save(folder: &Path, spec: &ModelSpec, tokenizer: &[u8]) -> String {
     std::fs::write(model.join("config.json"), spec.to_json("float32")).unwrap();
     std::fs::write(model.join("tokenizer.json"), tokenizer).unwrap();
     let weights = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
-    weights.initialise(1).unwrap();
+    weights.init_weights(1).unwrap();
     let named: HashMap<String, Tensor> =
         weights.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
     candle_core::safetensors::save(&named, model.join("model.safetensors")).unwrap();

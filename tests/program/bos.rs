@@ -87,7 +87,8 @@ fn transformers_finds_the_loss_of_windows_that_begin_with_the_token() {
     assert_eq!(loss(&model(true, Some(false)), " --bos always"), with);
     assert_eq!(loss(&model(true, Some(false)), ""), without);
     let Some(python) = python() else { return };
-    let (text, context) = (desk.path("text.txt"), TrainedModel::open(desk.folder(), None).unwrap().config.context);
+    let (text, context) =
+        (desk.path("text.txt"), TrainedModel::open(desk.folder(), None).unwrap().config.max_position_embeddings);
     let (seq_len, stride) = (context.to_string(), (context / 2).to_string());
     let arguments = [desk.folder().as_os_str(), text.as_os_str(), seq_len.as_ref(), seq_len.as_ref(), stride.as_ref()];
     let theirs = run_script(&python, "transformers_windows.py", &arguments);

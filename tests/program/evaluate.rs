@@ -74,7 +74,7 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
         tokens.read(0, &mut ids);
         let file = desk.path("ids.json");
         std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
-        let context = trained.config.context;
+        let context = trained.config.max_position_embeddings;
         let strides = [context, context / 2, 3];
         let numbers = [context, strides[0], strides[1], strides[2]].map(|number| number.to_string());
         let arguments =
@@ -108,7 +108,7 @@ fn transformers_finds_the_same_loss_on_tiny_shakespeare() {
     std::fs::copy(tokenizer, desk.path("tokenizer.json")).unwrap();
     let gpt2 = ModelSpec::named("gpt2").unwrap();
     // Weights this wide make a model that is sure of itself, and wrong: its loss is far from a uniform guess.
-    let small = ModelSpec { context: 256, ..gpt2.resized(2, 64, 4) };
+    let small = ModelSpec { max_position_embeddings: 256, ..gpt2.resized(2, 64, 4) };
     let config = ModelSpec { initializer_range: 0.2, ..small };
     let masters = TrainState::random_masters(&config, 1, &Device::Cpu).unwrap();
     let tensors: Vec<_> = masters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
@@ -132,7 +132,7 @@ fn batches_of_windows_do_not_show_in_the_loss() {
     let desk = with_tokenizer("deep");
     let trained = TrainedModel::open(desk.folder(), None).unwrap();
     let tokens = tokens(&desk, &trained);
-    let context = trained.config.context;
+    let context = trained.config.max_position_embeddings;
     let loss = |batch| {
         let windows = Windows::new(context, None, Some(context / 2), Some(batch)).unwrap();
         measure(&trained, PrecisionPolicy::FP32, &tokens, windows)
@@ -151,7 +151,7 @@ fn overlapping_windows_have_more_context_and_predict_no_token_twice() {
     let desk = with_tokenizer("narrow");
     let trained = TrainedModel::open(desk.folder(), None).unwrap();
     let tokens = tokens(&desk, &trained);
-    let context = trained.config.context;
+    let context = trained.config.max_position_embeddings;
     let of = |stride| {
         measure(&trained, PrecisionPolicy::FP32, &tokens, Windows::new(context, None, Some(stride), None).unwrap())
     };
@@ -166,7 +166,7 @@ fn the_command_prints_the_librarys_figures() {
     let desk = with_tokenizer("narrow");
     let trained = TrainedModel::open(desk.folder(), None).unwrap();
     let tokens = tokens(&desk, &trained);
-    let windows = Windows::new(trained.config.context, Some(8), Some(4), None).unwrap();
+    let windows = Windows::new(trained.config.max_position_embeddings, Some(8), Some(4), None).unwrap();
     let expected = measure(&trained, PrecisionPolicy::FP32, &tokens, windows);
     let report = desk.json("eval . --data text.txt --seq-len 8 --stride 4 --json");
     assert_eq!(report["loss"].as_f64().unwrap(), expected.loss);

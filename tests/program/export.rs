@@ -16,7 +16,7 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
 use finetune::engine::kernels::Fused;
-use finetune::engine::model::{Mode, Parameters, Tokens, Workspace};
+use finetune::engine::model::{ForwardMode, InputIds, Parameters, Workspace};
 use finetune::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
@@ -82,7 +82,7 @@ fn logits_of(trained: &TrainedModel, weights: &Parameters, ids: &[u32], length: 
     let model = finetune::engine::model::Decoder::new(&trained.config, weights, Arc::new(Fused)).unwrap();
     let (policy, rows) = (PrecisionPolicy::FP32, ids.len() / length);
     let mut workspace = Workspace::for_evaluation(&trained.config, policy, (rows, length), &Device::Cpu).unwrap();
-    model.forward(weights, Tokens::new(ids, length), Mode::Eval, &mut workspace, &mut ()).unwrap();
+    model.forward(weights, InputIds::new(ids, length), ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     model.logits(weights, workspace.hidden()).unwrap()
 }
 
@@ -196,9 +196,9 @@ fn a_gguf_file_read_back_computes_the_same() {
 
             let size = |key: &str| content.metadata[key].to_u32().unwrap() as usize;
             assert_eq!(content.metadata["general.architecture"].to_string().unwrap(), "gpt2");
-            assert_eq!(size("gpt2.block_count"), trained.config.layers);
+            assert_eq!(size("gpt2.block_count"), trained.config.num_layers);
             assert_eq!(size("gpt2.attention.head_count"), trained.config.heads);
-            assert_eq!(size("gpt2.context_length"), trained.config.context);
+            assert_eq!(size("gpt2.context_length"), trained.config.max_position_embeddings);
             assert_eq!(Some(size("tokenizer.ggml.eos_token_id") as u32), trained.tokenizer.eos_id());
             let tokens = content.metadata["tokenizer.ggml.tokens"].to_vec().unwrap();
             assert_eq!(tokens.len(), trained.config.vocab_size);
@@ -367,7 +367,7 @@ fn wavy_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> 
     std::fs::write(shape.join("config.json"), config.to_string()).unwrap();
     let spec = ModelFolder::read_config(&shape).unwrap();
     let weights = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
-    weights.initialise(7).unwrap();
+    weights.init_weights(7).unwrap();
     let tensors: Vec<(String, Tensor)> = (0..)
         .zip(weights.iter())
         .map(|(index, (name, tensor))| {
@@ -427,7 +427,7 @@ fn the_gguf_package_reads_the_file() {
     let trained = model("untied", folder.path());
     let [shapes, _] = read(&trained, &folder.path().join("x.gguf"));
     // GGUF counts dimensions from the innermost: [in, out] of a matrix stored as [out, in].
-    let width = trained.config.width;
+    let width = trained.config.hidden_size;
     assert_eq!(shapes["blk.0.attn_qkv.weight"], serde_json::json!([width, 3 * width]));
     let windowed = model("families/mistral", folder.path());
     let [_, keys] = read(&windowed, &folder.path().join("windowed.gguf"));
@@ -546,7 +546,7 @@ fn onnxruntimes_dynamic_quantiser_takes_every_linear_layer() {
         std::fs::write(&file, serde_json::to_string(&[ids(&trained, 24)]).unwrap()).unwrap();
         let report = run_script(&python, "onnx_quantised.py", &[out.as_os_str(), file.as_os_str()]);
         let (products, quantised) = (report["products"].as_u64().unwrap(), report["quantised"].as_u64().unwrap());
-        assert!(products >= linears * trained.config.layers as u64 && quantised >= products, "{report}");
+        assert!(products >= linears * trained.config.num_layers as u64 && quantised >= products, "{report}");
         assert!(report["distance"].as_f64().unwrap() < 0.1, "{report}");
     }
 }

@@ -56,7 +56,7 @@ fn the_verdict_is_what_training_shows() {
 
     // A hidden unit whose activations leave the range, and what reads it makes up for it: the block and tensor are named.
     let masters = model.weights(Dtype::F32).unwrap();
-    let (inner, width, factor) = (model.config.inner, model.config.width, 1e6);
+    let (inner, width, factor) = (model.config.intermediate_size, model.config.hidden_size, 1e6);
     scale(&masters, "h.1.mlp.c_fc.weight", factor, |i| i % inner == 7);
     scale(&masters, "h.1.mlp.c_fc.bias", factor, |i| i == 7);
     scale(&masters, "h.1.mlp.c_proj.weight", 1.0 / factor, |i| i / width == 7);
@@ -79,7 +79,7 @@ fn the_verdict_is_what_training_shows() {
 
     // Where every block is like that, only another type helps.
     let masters = model.weights(Dtype::F32).unwrap();
-    for block in 0..model.config.layers {
+    for block in 0..model.config.num_layers {
         scale(&masters, &format!("h.{block}.mlp.c_fc.weight"), factor, |i| i % inner == 7);
         scale(&masters, &format!("h.{block}.mlp.c_fc.bias"), factor, |i| i == 7);
     }

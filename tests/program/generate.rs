@@ -9,7 +9,9 @@ use crate::common::python::{python, run_script};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
-use finetune::engine::model::{Decoder, KvCache, Mode, ModelSpec, Parameters, Tokens, Workspace, candle_dtype};
+use finetune::engine::model::{
+    Decoder, ForwardMode, InputIds, KvCache, ModelSpec, Parameters, Workspace, candle_dtype,
+};
 use finetune::inference::generate::{Request, Sampling, Stop, generate};
 use finetune::precision::PrecisionPolicy;
 use finetune::store::ModelFolder;
@@ -36,14 +38,14 @@ fn rounded(config: &ModelSpec, masters: &Parameters, policy: PrecisionPolicy) ->
 fn tiny(policy: PrecisionPolicy) -> (Decoder, Parameters) {
     let config = ModelSpec { initializer_range: 0.3, ..ModelSpec::named("tiny").unwrap() };
     let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
-    masters.initialise(5).unwrap();
+    masters.init_weights(5).unwrap();
     rounded(&config, &masters, policy)
 }
 
 /// Logits of every position by the training pass over the whole sequence.
 fn full_logits(model: &Decoder, weights: &Parameters, policy: PrecisionPolicy, ids: &[u32]) -> Tensor {
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, (1, ids.len()), &Device::Cpu).unwrap();
-    model.forward(weights, Tokens::new(ids, ids.len()), Mode::Eval, &mut workspace, &mut ()).unwrap();
+    model.forward(weights, InputIds::new(ids, ids.len()), ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     model.logits(weights, workspace.hidden()).unwrap()
 }
 
@@ -71,7 +73,7 @@ fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
             [(PrecisionPolicy::FP32, 1e-5), (PrecisionPolicy::FP16, 4e-3), (PrecisionPolicy::BF16, 3e-2)]
         {
             let (model, weights) = golden(name, policy);
-            let length = model.spec().context;
+            let length = model.spec().max_position_embeddings;
             let ids: Vec<u32> = (0..length).map(|i| (7 * i as u32 + 3) % model.spec().vocab_size as u32).collect();
             let truth = full_logits(&model, &weights, policy, &ids);
             for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(CandleKernels)] {
@@ -103,7 +105,7 @@ fn a_truncated_cache_goes_on_from_there() {
 #[test]
 fn a_cache_refuses_what_does_not_fit() {
     let (model, weights) = golden("narrow", PrecisionPolicy::FP32);
-    let context = model.spec().context;
+    let context = model.spec().max_position_embeddings;
     assert!(KvCache::new(model.spec(), PrecisionPolicy::FP32, context + 1, &Device::Cpu).is_err());
     let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 4, &Device::Cpu).unwrap();
     assert!(model.decode(&weights, &[0; 5], &mut cache).is_err());
@@ -158,7 +160,7 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
 #[test]
 fn a_dynamic_base_gives_the_text_that_transformers_gives() {
     let model = golden("families/llama-dynamic", PrecisionPolicy::FP32);
-    let (original, context) = (12, model.0.spec().context);
+    let (original, context) = (12, model.0.spec().max_position_embeddings);
     assert_eq!(context, 36);
     let prompt = |len: u32| (0..len).map(|i| (i * i * 7 + len * 5 + 3) % 38).collect::<Vec<u32>>();
     let mut cases = Vec::new();

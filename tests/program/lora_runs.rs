@@ -7,7 +7,7 @@ use crate::common::python::{has_module, python, run_script};
 use candle_core::Device;
 use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::Choice;
-use finetune::engine::model::{Mode, Tokens, Workspace};
+use finetune::engine::model::{ForwardMode, InputIds, Workspace};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
 use finetune::random::{Domain, Stream};
@@ -149,8 +149,8 @@ fn logits(trained: &TrainedModel, ids: &[u32]) -> Vec<f64> {
     let (model, weights) = trained.load(PrecisionPolicy::FP32, &open).unwrap();
     let shape = (1, ids.len());
     let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, shape, &Device::Cpu).unwrap();
-    let tokens = Tokens { ids, seq_len: ids.len(), documents: None };
-    model.forward(&weights, tokens, Mode::Eval, &mut workspace, &mut ()).unwrap();
+    let tokens = InputIds { ids, seq_len: ids.len(), documents: None };
+    model.forward(&weights, tokens, ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     values(&model.logits(&weights, workspace.hidden()).unwrap())
 }
 
@@ -164,7 +164,7 @@ fn assert_printed(said: &str, run: &TrainedModel, written: &TrainedModel) -> f64
     let number = said.split("largest difference of logits: ").nth(1).and_then(|rest| rest.split(' ').next());
     let printed: f64 = number.unwrap_or_else(|| panic!("{said}")).parse().unwrap();
     let stream = Stream::new(0, Domain::Bench);
-    let tokens = 64.min(run.config.context) as u32;
+    let tokens = 64.min(run.config.max_position_embeddings) as u32;
     let ids: Vec<u32> = (0..tokens).map(|at| stream.block(0, 0, at)[0] % run.config.vocab_size as u32).collect();
     let expected = furthest(&logits(run, &ids), &logits(written, &ids));
     assert!((printed - expected).abs() <= 0.05 * expected, "printed {printed:e}, measured {expected:e}");

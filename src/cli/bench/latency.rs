@@ -6,7 +6,7 @@ use crate::cli::model::tell_notice;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::machine::peak::measure_bandwidth;
 use crate::engine::kernels::view::host;
-use crate::engine::model::{Decoder, KvCache, Mode, ModelSpec, Op, Parameters, Tokens, Workspace};
+use crate::engine::model::{Decoder, ForwardMode, InputIds, KvCache, ModelSpec, ModuleOp, Parameters, Workspace};
 use crate::engine::optim::MasterWeights;
 use crate::random::{Domain, Stream};
 use crate::telemetry::ProcessStats;
@@ -32,7 +32,7 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
 
     let mut workspace = Workspace::for_evaluation(&shape, policy, (1, seq_len), &open.device)?;
     let forward = timed(count, || {
-        model.forward(&weights, Tokens::new(&ids, seq_len), Mode::Eval, &mut workspace, &mut ())?;
+        model.forward(&weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
         arrived(&model.logits(&weights, workspace.hidden())?)
     })?;
     let mut cache = KvCache::new(&shape, policy, seq_len, &open.device)?;
@@ -54,7 +54,7 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
         "who": "finetune",
         "version": env!("CARGO_PKG_VERSION"),
         "model": args.model,
-        "layers": shape.layers,
+        "layers": shape.num_layers,
         "dtype": policy.to_string(),
         "seq": seq_len,
         "device": open.name,
@@ -74,9 +74,9 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
 
 /// Bytes read for a token after `past` others: the weights, except tables of which it needs one row, and the KV cache.
 fn bytes_of_a_token(shape: &ModelSpec, weights: &Parameters, past: usize) -> u64 {
-    let is_read = |op: Op| match op {
-        Op::Embedding => shape.tied,
-        op => op != Op::Positions,
+    let is_read = |op: ModuleOp| match op {
+        ModuleOp::Embedding => shape.tie_word_embeddings,
+        op => op != ModuleOp::Positions,
     };
     let read = weights.layout().iter().zip(weights.tensors()).filter(|(entry, _)| is_read(entry.layer.op));
     let stored: usize = read.map(|(_, tensor)| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
@@ -85,7 +85,7 @@ fn bytes_of_a_token(shape: &ModelSpec, weights: &Parameters, past: usize) -> u64
         Some(sliding) if shape.is_sliding(block) => past.min(sliding.window),
         _ => past,
     };
-    let rows: usize = (0..shape.layers).map(attended).sum();
+    let rows: usize = (0..shape.num_layers).map(attended).sum();
     (stored + 2 * rows * shape.kv_heads * shape.head_dim * size) as u64
 }
 

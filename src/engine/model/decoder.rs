@@ -9,11 +9,11 @@ mod decode;
 pub use decode::KvCache;
 
 use super::adapter::AdapterPass;
-use super::hook::{Hook, Part, Place};
-use super::layers::{Context, Linear, NormLayer, pack_of};
-use super::parameters::{Parameters, Slot};
-use super::spec::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole};
-use super::workspace::{BranchNorm, HeadNorms, Keep, Rotations, StreamGradient, Workspace};
+use super::hook::{Hook, HookPoint, TensorKind};
+use super::layers::{Context, Linear, NormLayer, fused_param};
+use super::parameters::{ParamRef, Parameters};
+use super::spec::{LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
+use super::workspace::{Checkpointing, PostNorm, QkNorms, ResidualGrad, RopeCaches, Workspace};
 use crate::engine::kernels::attention::{Operands, Shape};
 use crate::engine::kernels::columns::{Columns, WriteMode};
 use crate::engine::kernels::cross_entropy::{self, HeadGradient, HeadTensor};
@@ -25,32 +25,32 @@ use crate::engine::kernels::{HeadHook, Kernels, WeightLayout, view};
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
 
-/// Whether dropout is on, and which masks it draws.
+/// Whether dropout is on, and its random masks.
 #[derive(Clone, Copy, Debug)]
-pub enum Mode {
+pub enum ForwardMode {
     /// No dropout.
     Eval,
-    /// Dropout at the spec's rates; `draw` numbers the micro-batch over the whole run.
+    /// Dropout at the spec's rates.
     Train {
         /// The run's seed.
         seed: u64,
-        /// Each micro-batch draws its own masks.
-        draw: u64,
+        /// The index of the micro-batch in the run; each has different masks.
+        micro_batch: u64,
     },
 }
 
-impl Mode {
+impl ForwardMode {
     pub(super) fn dropout(self, rate: f64, site: usize) -> Option<Dropout> {
         match self {
             Self::Eval => None,
-            Self::Train { seed, draw } => Dropout::new(rate as f32, seed, site as u32, draw),
+            Self::Train { seed, micro_batch: draw } => Dropout::new(rate as f32, seed, site as u32, draw),
         }
     }
 }
 
 /// Token ids with their shape.
 #[derive(Clone, Copy, Debug)]
-pub struct Tokens<'a> {
+pub struct InputIds<'a> {
     /// `batch * seq_len` ids, sequence after sequence.
     pub ids: &'a [u32],
     /// Tokens in a sequence.
@@ -60,7 +60,7 @@ pub struct Tokens<'a> {
     pub documents: Option<&'a [u32]>,
 }
 
-impl<'a> Tokens<'a> {
+impl<'a> InputIds<'a> {
     /// Sequences of `seq_len` tokens, each of them one document.
     pub fn new(ids: &'a [u32], seq_len: usize) -> Self {
         Self { ids, seq_len, documents: None }
@@ -73,27 +73,27 @@ struct Block {
     attention_norm: NormLayer,
     qkv: Linear,
     /// The norms of queries and of keys.
-    head_norms: Option<[NormLayer; 2]>,
+    qk_norms: Option<[NormLayer; 2]>,
     out: Linear,
     mlp_norm: NormLayer,
     up: Linear,
     down: Linear,
     /// The norms after attention and after the MLP.
-    branch_norms: Option<[NormLayer; 2]>,
+    post_norms: Option<[NormLayer; 2]>,
 }
 
 impl Block {
     fn new(spec: &ModelSpec, layout: &Parameters, block: usize) -> Result<Self> {
-        let norm = |role| NormLayer::new(spec, layout, Layer::inner(block, Op::Norm(role)));
-        let linear = |role| Linear::new(spec, layout, Layer::inner(block, Op::Linear(role)));
+        let norm = |role| NormLayer::new(spec, layout, ModuleId::in_block(block, ModuleOp::Norm(role)));
+        let linear = |role| Linear::new(spec, layout, ModuleId::in_block(block, ModuleOp::Linear(role)));
         let pair = |there: bool, roles: [NormRole; 2]| -> Result<Option<[NormLayer; 2]>> {
             if there { Ok(Some([norm(roles[0])?, norm(roles[1])?])) } else { Ok(None) }
         };
         Ok(Self {
             attention_norm: norm(NormRole::Attention)?,
             qkv: linear(LinearRole::Qkv)?,
-            head_norms: pair(spec.qk_norm, [NormRole::Query, NormRole::Key])?,
-            branch_norms: pair(spec.branch_norms, [NormRole::AttentionBranch, NormRole::MlpBranch])?,
+            qk_norms: pair(spec.qk_norm, [NormRole::Query, NormRole::Key])?,
+            post_norms: pair(spec.post_norms, [NormRole::PostAttention, NormRole::PostMlp])?,
             out: linear(LinearRole::Out)?,
             mlp_norm: norm(NormRole::Mlp)?,
             up: linear(if spec.activation.is_gated() { LinearRole::GateUp } else { LinearRole::Up })?,
@@ -101,30 +101,30 @@ impl Block {
         })
     }
 
-    /// Runs the last linear layer of a branch, and the norm after it, if there is one.
-    fn close_branch(
+    /// Runs the last linear layer of attention or the MLP, and its post-norm, if there is one.
+    fn branch_forward(
         &self,
         cx: &mut Context<'_>,
         (linear, x): (&Linear, &Tensor),
-        (norm, kept): (usize, Option<&BranchNorm>),
+        (norm, kept): (usize, Option<&PostNorm>),
         branch: &Tensor,
         adapters: AdapterPass<'_>,
     ) -> Result<()> {
-        let (Some(norms), Some(kept)) = (&self.branch_norms, kept) else {
+        let (Some(norms), Some(kept)) = (&self.post_norms, kept) else {
             return linear.forward(cx, x, branch, adapters);
         };
         linear.forward(cx, x, &kept.input, adapters)?;
         norms[norm].forward(cx, &kept.input, &kept.into(branch))
     }
 
-    /// Backpropagates `branch`, the gradient of the branch output, through the norm after it, if there is one.
-    fn open_branch<'a>(
+    /// Backpropagates `branch`, the gradient of the branch output, through its post-norm, if there is one.
+    fn post_norm_backward<'a>(
         &self,
         cx: &mut Context<'_>,
-        (norm, kept): (usize, Option<&BranchNorm>),
+        (norm, kept): (usize, Option<&PostNorm>),
         (branch, other): (&'a Tensor, Option<&'a Tensor>),
     ) -> Result<&'a Tensor> {
-        let (Some(norms), Some(kept), Some(other)) = (&self.branch_norms, kept, other) else {
+        let (Some(norms), Some(kept), Some(other)) = (&self.post_norms, kept, other) else {
             return Ok(branch);
         };
         norms[norm].backward(cx, &kept.input, &kept.into(branch), branch, (other, WriteMode::Overwrite))?;
@@ -132,30 +132,34 @@ impl Block {
     }
 }
 
-/// A decoder: its layers, the slots of their parameters, and the kernels.
+/// A decoder: its layers, references to their parameters, and the kernels.
 #[derive(Clone, Debug)]
 pub struct Decoder {
     spec: ModelSpec,
     kernels: Arc<dyn Kernels>,
-    embedding: Slot,
-    positions: Option<Slot>,
+    embedding: ParamRef,
+    positions: Option<ParamRef>,
     blocks: Arc<[Block]>,
     final_norm: NormLayer,
-    head: Slot,
+    head: ParamRef,
 }
 
 impl Decoder {
     /// The model of `spec` over parameters laid out as `layout`'s, computed with `kernels`.
     pub fn new(spec: &ModelSpec, layout: &Parameters, kernels: Arc<dyn Kernels>) -> Result<Self> {
-        let embedding = pack_of(layout, Layer::outer(Op::Embedding), ParamRole::Weight)?;
+        let embedding = fused_param(layout, ModuleId::global(ModuleOp::Embedding), ParamRole::Weight)?;
         Ok(Self {
             spec: spec.clone(),
             kernels,
             embedding,
-            positions: layout.find_pack(Layer::outer(Op::Positions), ParamRole::Weight),
-            blocks: (0..spec.layers).map(|block| Block::new(spec, layout, block)).collect::<Result<_>>()?,
-            final_norm: NormLayer::new(spec, layout, Layer::outer(Op::Norm(NormRole::Final)))?,
-            head: if spec.tied { embedding } else { pack_of(layout, Layer::outer(Op::Head), ParamRole::Weight)? },
+            positions: layout.find_fused(ModuleId::global(ModuleOp::Positions), ParamRole::Weight),
+            blocks: (0..spec.num_layers).map(|block| Block::new(spec, layout, block)).collect::<Result<_>>()?,
+            final_norm: NormLayer::new(spec, layout, ModuleId::global(ModuleOp::Norm(NormRole::Final)))?,
+            head: if spec.tie_word_embeddings {
+                embedding
+            } else {
+                fused_param(layout, ModuleId::global(ModuleOp::Head), ParamRole::Weight)?
+            },
         })
     }
 
@@ -180,21 +184,21 @@ impl Decoder {
 
     /// Prepares queries and keys of the product `qkv` for attention: normalises and rotates them. Returns their
     /// columns, and the values.
-    fn prepare_heads<'a>(
+    fn qk_norm_and_rope<'a>(
         &self,
         cx: &mut Context<'_>,
         i: usize,
-        (qkv, heads): (&'a Tensor, Option<&'a HeadNorms>),
-        (rotations, positions): (&Rotations, Positions<'_>),
+        (qkv, heads): (&'a Tensor, Option<&'a QkNorms>),
+        (rope_caches, positions): (&RopeCaches, Positions<'_>),
     ) -> Result<[Columns<'a>; 3]> {
         let [query, key, value] = self.columns(qkv, heads)?;
-        if let (Some(norms), Some(heads)) = (&self.blocks[i].head_norms, heads) {
+        if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, heads) {
             let inputs = Columns::split(qkv, self.spec.qkv_widths())?;
             for (((norm, x), y), rstd) in norms.iter().zip(inputs).zip([query, key]).zip(&heads.rstd) {
                 norm.forward_heads(cx, x, (y, rstd))?;
             }
         }
-        if let Some(table) = rotations.of(&self.spec, i) {
+        if let Some(table) = rope_caches.of(&self.spec, i) {
             for x in [query, key] {
                 op::Rotate { x, table, positions, direction: Direction::Forward }.run(cx.kernels)?;
             }
@@ -203,7 +207,7 @@ impl Decoder {
     }
 
     /// The operands of attention: queries and keys, normalised if they have norms, and values.
-    fn columns<'a>(&self, qkv: &'a Tensor, heads: Option<&'a HeadNorms>) -> Result<[Columns<'a>; 3]> {
+    fn columns<'a>(&self, qkv: &'a Tensor, heads: Option<&'a QkNorms>) -> Result<[Columns<'a>; 3]> {
         let widths = self.spec.qkv_widths();
         let [query, key, value] = Columns::split(qkv, widths)?;
         let Some(heads) = heads else { return Ok([query, key, value]) };
@@ -211,24 +215,24 @@ impl Decoder {
         Ok([query, key, value])
     }
 
-    fn check(&self, tokens: Tokens<'_>, workspace: &Workspace) -> Result<()> {
+    fn check(&self, tokens: InputIds<'_>, workspace: &Workspace) -> Result<()> {
         let (ids, seq_len) = (tokens.ids.len(), tokens.seq_len);
         if ids != workspace.batch * workspace.seq_len || seq_len != workspace.seq_len {
             bail!("{ids} tokens in rows of {seq_len} for buffers of {} × {}", workspace.batch, workspace.seq_len);
         }
         if tokens.documents.is_some_and(|documents| documents.len() != ids) {
-            bail!("{ids} tokens got another number of documents' starts");
+            bail!("{ids} tokens, but a different number of document starts");
         }
-        if seq_len > self.spec.context {
-            bail!("sequences of {seq_len} tokens exceed the model's context of {}", self.spec.context);
+        if seq_len > self.spec.max_position_embeddings {
+            bail!("sequences of {seq_len} tokens exceed the model's context of {}", self.spec.max_position_embeddings);
         }
         Ok(())
     }
 
-    fn embed<'a>(&self, weights: &'a Parameters, tokens: Tokens<'a>, mode: Mode) -> Embedding<'a> {
+    fn embed<'a>(&self, weights: &'a Parameters, tokens: InputIds<'a>, mode: ForwardMode) -> Embedding<'a> {
         Embedding {
-            table: weights.pack(self.embedding),
-            positions: self.positions.map(|positions| weights.pack(positions)),
+            table: weights.fused(self.embedding),
+            positions: self.positions.map(|positions| weights.fused(positions)),
             ids: tokens.ids,
             seq_len: tokens.seq_len,
             documents: tokens.documents,
@@ -245,12 +249,12 @@ impl Decoder {
         op::Embed { input: Embedding { table: &rows, ids: rows.places(), ..embedding }, out }.run(self.kernels())
     }
 
-    /// From tokens to the head's input, [`Workspace::hidden`].
+    /// Computes the head's input, [`Workspace::hidden`], from tokens.
     pub fn forward(
         &self,
         weights: &Parameters,
-        tokens: Tokens<'_>,
-        mode: Mode,
+        tokens: InputIds<'_>,
+        mode: ForwardMode,
         ws: &mut Workspace,
         hook: &mut dyn Hook,
     ) -> Result<()> {
@@ -258,20 +262,24 @@ impl Decoder {
         ws.documents.clear();
         ws.documents.extend_from_slice(tokens.documents.unwrap_or_default());
         self.embed_into(weights, self.embed(weights, tokens, mode), &ws.stream[0])?;
-        hook.part(EMBEDDING, Part::Output, &ws.stream[0])?;
+        hook.record_whole(EMBEDDING, TensorKind::Output, &ws.stream[0])?;
         let cx = &mut Context { kernels: self.kernels(), weights, grads: None, mode, hook };
         for (i, block) in self.blocks.iter().enumerate() {
             self.forward_block(cx, i, ws)?;
             let (acts, scratch) = ws.block(i)?;
-            if acts.mlp_branch.is_none() {
+            if acts.post_mlp.is_none() {
                 block.down.forward(cx, &scratch.activated, &scratch.branch, acts.adapters(scratch))?;
             }
-            let dropout = mode.dropout(self.spec.dropout.residual, Sites::of(i).mlp_out);
+            let dropout = mode.dropout(self.spec.dropout.residual, DropoutSites::of(i).mlp_out);
             op::AddBranch { stream: &acts.middle, branch: &scratch.branch, dropout, out: &ws.stream[i + 1] }
                 .run(cx.kernels)?;
-            cx.hook.part(Layer::inner(i, Op::MlpSum), Part::Output, &ws.stream[i + 1])?;
+            cx.hook.record_whole(
+                ModuleId::in_block(i, ModuleOp::MlpResidual),
+                TensorKind::Output,
+                &ws.stream[i + 1],
+            )?;
         }
-        let last = &ws.stream[self.spec.layers];
+        let last = &ws.stream[self.spec.num_layers];
         self.final_norm.forward(cx, last, &ws.final_norm)
     }
 
@@ -279,44 +287,44 @@ impl Decoder {
     /// backward pass reads.
     fn forward_block(&self, cx: &mut Context<'_>, i: usize, ws: &Workspace) -> Result<()> {
         let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
-        let (site, rates) = (Sites::of(i), self.spec.dropout);
+        let (site, rates) = (DropoutSites::of(i), self.spec.dropout);
         let (input, (acts, scratch)) = (&ws.stream[i], ws.block(i)?);
         let adapters = acts.adapters(scratch);
         block.attention_norm.forward(cx, input, &acts.attention_norm)?;
         block.qkv.forward(cx, &acts.attention_norm.out, &acts.qkv, adapters)?;
-        let places = (&ws.rotations, ws.positions());
-        let qkv = self.prepare_heads(cx, i, (&acts.qkv, acts.heads.as_ref()), places)?;
+        let places = (&ws.rope_caches, ws.positions());
+        let qkv = self.qk_norm_and_rope(cx, i, (&acts.qkv, acts.heads.as_ref()), places)?;
         let operands =
             Operands { qkv, documents: ws.documents(), dropout: mode.dropout(rates.attention, site.attention) };
         op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
             .run(kernels)?;
-        cx.hook.part(Layer::inner(i, Op::Attention), Part::Output, &acts.attended)?;
-        let kept = acts.attention_branch.as_ref();
-        block.close_branch(cx, (&block.out, &acts.attended), (0, kept), &scratch.branch, adapters)?;
+        cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::Output, &acts.attended)?;
+        let kept = acts.post_attention.as_ref();
+        block.branch_forward(cx, (&block.out, &acts.attended), (0, kept), &scratch.branch, adapters)?;
         let dropout = mode.dropout(rates.residual, site.attention_out);
         op::AddBranch { stream: input, branch: &scratch.branch, dropout, out: &acts.middle }.run(kernels)?;
-        cx.hook.part(Layer::inner(i, Op::AttentionSum), Part::Output, &acts.middle)?;
+        cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::AttnResidual), TensorKind::Output, &acts.middle)?;
 
         block.mlp_norm.forward(cx, &acts.middle, &acts.mlp_norm)?;
         block.up.forward(cx, &acts.mlp_norm.out, &acts.up, adapters)?;
         op::Activate { activation: self.spec.activation, x: &acts.up, y: &scratch.activated }.run(kernels)?;
-        cx.hook.part(Layer::inner(i, Op::Activation), Part::Output, &scratch.activated)?;
-        if let Some(kept) = &acts.mlp_branch {
+        cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Activation), TensorKind::Output, &scratch.activated)?;
+        if let Some(kept) = &acts.post_mlp {
             let (down, branch) = ((&block.down, &scratch.activated), &scratch.branch);
-            block.close_branch(cx, down, (1, Some(kept)), branch, adapters)?;
+            block.branch_forward(cx, down, (1, Some(kept)), branch, adapters)?;
         }
         Ok(())
     }
 
     /// The factor of the tokens' embeddings.
     fn embedding_scale(&self, weights: &Parameters) -> f32 {
-        let dtype = weights.pack(self.embedding).dtype();
-        if self.spec.scaled_embedding { scale_of_width(self.spec.width, dtype) } else { 1.0 }
+        let dtype = weights.fused(self.embedding).dtype();
+        if self.spec.scaled_embedding { scale_of_width(self.spec.hidden_size, dtype) } else { 1.0 }
     }
 
     /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
     pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
-        let weight = weights.operand(self.head)?;
+        let weight = weights.weight(self.head)?;
         cross_entropy::head(self.kernels(), ws.hidden(), &weight, targets, &ws.head, None, None)
     }
 
@@ -331,18 +339,18 @@ impl Decoder {
         hook: &mut dyn Hook,
     ) -> Result<f64> {
         let dx = &ws.scratch(ws.hidden().dtype())?.gradients()?.normed;
-        let gradient = HeadGradient { seed, dx, dweight: grads.own(self.head) };
-        let watches = hook.watches();
+        let gradient = HeadGradient { seed, dx, dweight: grads.trainable(self.head) };
+        let watches = hook.is_active();
         let mut record = |tensor, first_token, values: &Tensor| {
             let part = match tensor {
-                HeadTensor::Logits => Part::Output,
-                HeadTensor::LogitsGradient => Part::OutputGradient,
-                HeadTensor::InputGradient => Part::InputGradient,
-                HeadTensor::WeightGradient => Part::WeightGradient,
+                HeadTensor::Logits => TensorKind::Output,
+                HeadTensor::LogitsGradient => TensorKind::OutputGradient,
+                HeadTensor::InputGradient => TensorKind::InputGradient,
+                HeadTensor::WeightGradient => TensorKind::WeightGradient,
             };
-            hook.record(Place { layer: Layer::outer(Op::Head), part, first_token }, values)
+            hook.record(HookPoint { layer: ModuleId::global(ModuleOp::Head), kind: part, first_token }, values)
         };
-        let weight = weights.operand(self.head)?;
+        let weight = weights.weight(self.head)?;
         let hook: HeadHook<'_> = if watches { Some(&mut record) } else { None };
         cross_entropy::head(self.kernels(), ws.hidden(), &weight, targets, &ws.head, Some(gradient), hook)
     }
@@ -351,37 +359,37 @@ impl Decoder {
     pub fn backward(
         &self,
         weights: &Parameters,
-        tokens: Tokens<'_>,
-        mode: Mode,
+        tokens: InputIds<'_>,
+        mode: ForwardMode,
         ws: &mut Workspace,
         grads: &Parameters,
         hook: &mut dyn Hook,
     ) -> Result<()> {
         self.check(tokens, ws)?;
         let kernels = self.kernels();
-        let Some(StreamGradient { stream, mut order }) = ws.backward.take() else {
+        let Some(ResidualGrad { stream, mut order }) = ws.backward.take() else {
             bail!("this workspace has no buffers for a backward pass")
         };
         order.resize(tokens.ids.len(), 0);
         op::Zero { x: &stream }.run(kernels)?;
         let scratch = ws.scratch(ws.hidden().dtype())?;
         let dy = &scratch.gradients()?.normed;
-        let last = &ws.stream[self.spec.layers];
+        let last = &ws.stream[self.spec.num_layers];
         let cx = &mut Context { kernels, weights, grads: Some(grads), mode, hook };
         self.final_norm.backward(cx, last, &ws.final_norm, dy, (&stream, WriteMode::Accumulate))?;
-        for i in (0..self.spec.layers).rev() {
-            if ws.keep() == Keep::BlockInput {
+        for i in (0..self.spec.num_layers).rev() {
+            if ws.keep() == Checkpointing::PerBlock {
                 self.forward_block(cx, i, ws)?;
                 let (acts, scratch) = ws.block(i)?;
-                if acts.mlp_branch.is_none() {
-                    self.blocks[i].down.forward_again(cx, &scratch.activated, acts.adapters(scratch))?;
+                if acts.post_mlp.is_none() {
+                    self.blocks[i].down.recompute(cx, &scratch.activated, acts.adapters(scratch))?;
                 }
             }
             self.backward_block(cx, i, ws, &stream)?;
         }
-        let dpositions = self.positions.and_then(|positions| grads.own(positions));
-        if let Some(dtable) = grads.own(self.embedding) {
-            if !self.spec.tied {
+        let dpositions = self.positions.and_then(|positions| grads.trainable(positions));
+        if let Some(dtable) = grads.trainable(self.embedding) {
+            if !self.spec.tie_word_embeddings {
                 op::Zero { x: dtable }.run(kernels)?;
             }
             op::EmbedBackward {
@@ -392,30 +400,32 @@ impl Decoder {
                 dpositions,
             }
             .run(kernels)?;
-            cx.hook.part(EMBEDDING, Part::WeightGradient, dtable)?;
+            cx.hook.record_whole(EMBEDDING, TensorKind::WeightGradient, dtable)?;
         }
-        ws.backward = Some(StreamGradient { stream, order });
-        dpositions.map_or(Ok(()), |grad| cx.hook.part(Layer::outer(Op::Positions), Part::WeightGradient, grad))
+        ws.backward = Some(ResidualGrad { stream, order });
+        dpositions.map_or(Ok(()), |grad| {
+            cx.hook.record_whole(ModuleId::global(ModuleOp::Positions), TensorKind::WeightGradient, grad)
+        })
     }
 
     fn backward_block(&self, cx: &mut Context<'_>, i: usize, ws: &Workspace, stream: &Tensor) -> Result<()> {
         let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
-        let (site, rates) = (Sites::of(i), self.spec.dropout);
+        let (site, rates) = (DropoutSites::of(i), self.spec.dropout);
         let (acts, scratch) = ws.block(i)?;
         let (branch, gradients) = (&scratch.branch, scratch.gradients()?);
         let adapters = acts.adapters(scratch);
         let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.mlp_out), out: branch }.run(kernels)?;
         let other = gradients.branch.as_ref();
-        let dy = block.open_branch(cx, (1, acts.mlp_branch.as_ref()), (branch, other))?;
-        cx.hook.part(block.down.layer(), Part::OutputGradient, dy)?;
+        let dy = block.post_norm_backward(cx, (1, acts.post_mlp.as_ref()), (branch, other))?;
+        cx.hook.record_whole(block.down.layer(), TensorKind::OutputGradient, dy)?;
         let lengths = block.down.backward_input(cx, dy, activated, adapters)?;
         let (up, input) = (gradients.up(), &scratch.activated);
         op::ActivateBackward { activation: self.spec.activation, x: &acts.up, dy: activated, dx: up, y: input }
             .run(kernels)?;
-        let activation = Layer::inner(i, Op::Activation);
-        cx.hook.part(activation, Part::Output, input)?;
-        cx.hook.part(activation, Part::InputGradient, up)?;
+        let activation = ModuleId::in_block(i, ModuleOp::Activation);
+        cx.hook.record_whole(activation, TensorKind::Output, input)?;
+        cx.hook.record_whole(activation, TensorKind::InputGradient, up)?;
         block.down.backward_weight(cx, input, dy, lengths.as_ref(), adapters)?;
         block.up.backward(cx, &acts.mlp_norm.out, up, normed, adapters)?;
         let dx = (stream, WriteMode::Accumulate);
@@ -423,11 +433,11 @@ impl Decoder {
 
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.attention_out), out: branch }.run(kernels)?;
         let attended = gradients.attended();
-        let dy = block.open_branch(cx, (0, acts.attention_branch.as_ref()), (branch, other))?;
-        cx.hook.part(block.out.layer(), Part::OutputGradient, dy)?;
+        let dy = block.post_norm_backward(cx, (0, acts.post_attention.as_ref()), (branch, other))?;
+        cx.hook.record_whole(block.out.layer(), TensorKind::OutputGradient, dy)?;
         block.out.backward(cx, &acts.attended, dy, attended, adapters)?;
         self.attention_backward(cx, i, ws, attended, qkv)?;
-        cx.hook.part(Layer::inner(i, Op::Attention), Part::InputGradient, qkv)?;
+        cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::InputGradient, qkv)?;
         block.qkv.backward(cx, &acts.attention_norm.out, qkv, normed, adapters)?;
         block.attention_norm.backward(cx, &ws.stream[i], &acts.attention_norm, normed, dx)
     }
@@ -443,7 +453,7 @@ impl Decoder {
     ) -> Result<()> {
         let (kernels, (acts, scratch)) = (cx.kernels, ws.block(i)?);
         let widths = self.spec.qkv_widths();
-        let dropout = cx.mode.dropout(self.spec.dropout.attention, Sites::of(i).attention);
+        let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
         let operands = Operands { qkv, documents: ws.documents(), dropout };
         let linear = Columns::split(dqkv, widths)?;
@@ -463,12 +473,12 @@ impl Decoder {
             gradients: [dq, dk, linear[2]],
         }
         .run(kernels)?;
-        if let Some(table) = ws.rotations.of(&self.spec, i) {
+        if let Some(table) = ws.rope_caches.of(&self.spec, i) {
             for x in [dq, dk] {
                 op::Rotate { x, table, positions: ws.positions(), direction: Direction::Backward }.run(kernels)?;
             }
         }
-        if let (Some(norms), Some(heads)) = (&self.blocks[i].head_norms, &acts.heads) {
+        if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {
             let inputs = Columns::split(&acts.qkv, widths)?;
             for part in 0..2 {
                 let (x, rstd, dy) = (inputs[part], &heads.rstd[part], [dq, dk][part]);
@@ -480,7 +490,7 @@ impl Decoder {
 
     /// The logits `[rows, V]` (compute type) of `hidden [rows, D]`, a part of [`Workspace::hidden`].
     pub fn logits(&self, weights: &Parameters, hidden: &Tensor) -> Result<Tensor> {
-        let weight = weights.operand(self.head)?;
+        let weight = weights.weight(self.head)?;
         let logits = view::zeros(&[hidden.dim(0)?, weight.dim(0)?], hidden.dtype(), hidden.device())?;
         op::Linear { layout: WeightLayout::OutIn, x: hidden, weight: &weight, bias: None, y: &logits, low_rank: None }
             .run(self.kernels())?;
@@ -493,18 +503,18 @@ impl Decoder {
     }
 }
 
-const EMBEDDING: Layer = Layer::outer(Op::Embedding);
+const EMBEDDING: ModuleId = ModuleId::global(ModuleOp::Embedding);
 
 const EMBEDDING_SITE: usize = 0;
 
 /// The places of a block where dropout draws.
-struct Sites {
+struct DropoutSites {
     attention: usize,
     attention_out: usize,
     mlp_out: usize,
 }
 
-impl Sites {
+impl DropoutSites {
     fn of(block: usize) -> Self {
         Self { attention: 3 * block + 1, attention_out: 3 * block + 2, mlp_out: 3 * block + 3 }
     }

@@ -3,52 +3,52 @@
 //!
 //! candle's operations on any device: they cost little compared with the products.
 
-use super::adapter::Member;
+use super::adapter::LoraModule;
 use super::parameters::Parameters;
 use crate::engine::kernels::WeightLayout;
 use candle_core::{DType, Result, Tensor};
 
 /// DoRA's scale of a product's outputs.
 #[derive(Debug)]
-pub(super) struct Lengths {
+pub(super) struct MagnitudeScale {
     /// Trained magnitude over weight norm, `[out]`, FP32; 1 for outputs without DoRA.
     factors: Tensor,
-    /// For each member its first output and the actual lengths, `[out]`, FP32.
+    /// For each member its first output and the weight norms, `[out]`, FP32.
     members: Vec<(usize, Tensor)>,
 }
 
-/// The lengths of a product's outputs. `a` holds the members' first factors, stacked.
-pub(super) fn lengths(
+/// The scale of a product's outputs. `a` holds the stacked `lora_A` of the members.
+pub(super) fn magnitude_scale(
     weights: &Parameters,
-    members: &[Member],
+    members: &[LoraModule],
     (weight, layout): (&Tensor, WeightLayout),
     a: &Tensor,
     (r, scale): (usize, f32),
-) -> Result<Lengths> {
+) -> Result<MagnitudeScale> {
     let outputs = weight.dim(usize::from(layout == WeightLayout::InOut))?;
-    let (mut factors, mut lengths, mut end) = (Vec::new(), Vec::new(), 0);
+    let (mut factors, mut norms, mut end) = (Vec::new(), Vec::new(), 0);
     let ones = |count| Tensor::ones(count, DType::F32, weight.device());
     for (i, member) in members.iter().enumerate() {
         let Some(magnitude) = member.magnitude else { continue };
         let (first, count) = (member.outputs.start, member.outputs.len());
-        let delta = wide(weights.pack(member.b))?.matmul(&wide(&a.narrow(0, i * r, r)?)?)?;
-        let length = row_lengths(&(rows(weight, layout, first, count)? + (delta * f64::from(scale))?)?)?;
+        let delta = wide(weights.fused(member.b))?.matmul(&wide(&a.narrow(0, i * r, r)?)?)?;
+        let norm = weight_norm(&(rows(weight, layout, first, count)? + (delta * f64::from(scale))?)?)?;
         if first > end {
             factors.push(ones(first - end)?);
         }
-        factors.push((wide(weights.pack(magnitude))? / &length)?);
-        lengths.push((first, length));
+        factors.push((wide(weights.fused(magnitude))? / &norm)?);
+        norms.push((first, norm));
         end = first + count;
     }
     if outputs > end {
         factors.push(ones(outputs - end)?);
     }
-    Ok(Lengths { factors: Tensor::cat(&factors, 0)?, members: lengths })
+    Ok(MagnitudeScale { factors: Tensor::cat(&factors, 0)?, members: norms })
 }
 
 /// The weight norms of `count` outputs, starting at output `first`; the initial values of the magnitudes.
 pub(super) fn initial(weight: &Tensor, layout: WeightLayout, first: usize, count: usize) -> Result<Tensor> {
-    row_lengths(&rows(weight, layout, first, count)?)
+    weight_norm(&rows(weight, layout, first, count)?)
 }
 
 fn wide(x: &Tensor) -> Result<Tensor> {
@@ -63,11 +63,11 @@ fn rows(weight: &Tensor, layout: WeightLayout, first: usize, count: usize) -> Re
     }
 }
 
-fn row_lengths(rows: &Tensor) -> Result<Tensor> {
+fn weight_norm(rows: &Tensor) -> Result<Tensor> {
     rows.sqr()?.sum(1)?.sqrt()
 }
 
-impl Lengths {
+impl MagnitudeScale {
     /// Scales each output of `y [N, out]`, which holds `bias` already: `factor · (y - bias) + bias`, rounded once.
     pub(super) fn apply(&self, y: &Tensor, bias: Option<&Tensor>) -> Result<()> {
         let mut scaled = wide(y)?.broadcast_mul(&self.factors)?;
@@ -80,10 +80,10 @@ impl Lengths {
 
     /// Writes the gradient of the magnitudes of member `i`, given the output gradient `dy` and the unscaled output.
     pub(super) fn gradient(&self, i: usize, dy: &Tensor, output: &Tensor, into: &Tensor) -> Result<()> {
-        let (first, lengths) = &self.members[i];
-        let columns = |x: &Tensor| wide(&x.narrow(1, *first, lengths.elem_count())?);
+        let (first, norms) = &self.members[i];
+        let columns = |x: &Tensor| wide(&x.narrow(1, *first, norms.elem_count())?);
         let ones = Tensor::ones((1, dy.dim(0)?), DType::F32, dy.device())?;
         let sums = ones.matmul(&(columns(dy)? * columns(output)?)?)?.squeeze(0)?;
-        into.slice_set(&(sums / lengths)?.to_dtype(into.dtype())?, 0, 0)
+        into.slice_set(&(sums / norms)?.to_dtype(into.dtype())?, 0, 0)
     }
 }

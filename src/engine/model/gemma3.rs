@@ -1,10 +1,10 @@
 //! Gemma 3, text only (Gemma Team, 2025): norms before and after attention and MLP that multiply by 1 + weight, head norms,
 //! embeddings scaled by `√width`, a GELU-gated MLP, and sliding-window layers with their own rotary embeddings.
 
-use super::architecture::{Architecture, Keys};
+use super::family::{ConfigReader, ModelFamily};
 use super::llama::{self, head_dim, layer_types, sliding_layers};
 use super::rope::Rope;
-use super::spec::{Biases, Family, Layer, ModelSpec, NormRole, Op, Sliding};
+use super::spec::{Biases, FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, Sliding};
 use crate::engine::kernels::{Activation, Norm};
 use serde_json::{Value, json};
 
@@ -19,31 +19,31 @@ const PATTERN: usize = 6;
 /// The defaults of transformers for missing keys.
 fn default() -> ModelSpec {
     ModelSpec {
-        family: Family(&Gemma3),
+        family: FamilyRef(&Gemma3),
         vocab_size: 262_208,
-        context: 131_072,
-        width: 2304,
-        layers: 26,
+        max_position_embeddings: 131_072,
+        hidden_size: 2304,
+        num_layers: 26,
         heads: 8,
         kv_heads: 4,
         head_dim: 256,
-        inner: 9216,
+        intermediate_size: 9216,
         norm: Norm::Rms { unit_offset: true },
         norm_eps: 1e-6,
         activation: Activation::GatedGelu,
         rope: Some(Rope::plain(THETA[0])),
         attention_scale: Some(1.0 / 16.0),
         qk_norm: true,
-        branch_norms: true,
+        post_norms: true,
         scaled_embedding: true,
-        tied: true,
+        tie_word_embeddings: true,
         bos_token_id: Some(2),
         eos_token_ids: vec![1],
         ..llama::default()
     }
 }
 
-impl Architecture for Gemma3 {
+impl ModelFamily for Gemma3 {
     fn model_type(&self) -> &'static str {
         "gemma3_text"
     }
@@ -57,12 +57,12 @@ impl Architecture for Gemma3 {
             let layers = 18;
             ModelSpec {
                 vocab_size: 262_144,
-                context: 32_768,
-                layers,
-                width: 640,
+                max_position_embeddings: 32_768,
+                num_layers: layers,
+                hidden_size: 640,
                 heads: 4,
                 kv_heads: 1,
-                inner: 2048,
+                intermediate_size: 2048,
                 sliding: Some(Sliding {
                     window: 512,
                     layers: (1..=layers).map(|layer| layer % PATTERN != 0).collect(),
@@ -73,9 +73,9 @@ impl Architecture for Gemma3 {
         })
     }
 
-    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
+    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         // transformers reads the first of these, and older files have the second as well.
-        let activation = keys.text("hidden_activation", keys.text("hidden_act", "gelu_pytorch_tanh")?)?;
+        let activation = keys.str("hidden_activation", keys.str("hidden_act", "gelu_pytorch_tanh")?)?;
         if activation != "gelu_pytorch_tanh" {
             return Err(format!("`hidden_activation` is `{activation}`; the engine has `gelu_pytorch_tanh` only"));
         }
@@ -84,17 +84,18 @@ impl Architecture for Gemma3 {
                 return Err(format!("`{key}` is {value}; the engine has models without it only"));
             }
         }
-        keys.only("use_bidirectional_attention", false)?;
+        keys.require_value("use_bidirectional_attention", false)?;
         let spec = llama::read(keys, default(), Some(4))?;
-        let attention = keys.flag("attention_bias", false)?;
-        let [full, sliding] = Rope::by_layer_type(keys.0, THETA, spec.context)?;
-        let pattern = keys.size("sliding_window_pattern", keys.size("_sliding_window_pattern", PATTERN)?)?;
-        let layers = sliding_layers(keys, spec.layers, |layer| (layer + 1) % pattern != 0)?;
+        let attention = keys.bool("attention_bias", false)?;
+        let [full, sliding] = Rope::by_layer_type(keys.0, THETA, spec.max_position_embeddings)?;
+        let pattern =
+            keys.positive_usize("sliding_window_pattern", keys.positive_usize("_sliding_window_pattern", PATTERN)?)?;
+        let layers = sliding_layers(keys, spec.num_layers, |layer| (layer + 1) % pattern != 0)?;
         Ok(ModelSpec {
             head_dim: head_dim(keys, &spec, Some(256))?,
             biases: Biases { qkv: attention, out: attention, mlp: false },
             rope: Some(full),
-            sliding: Some(Sliding { window: keys.size("sliding_window", 4096)?, layers, rope: sliding }),
+            sliding: Some(Sliding { window: keys.positive_usize("sliding_window", 4096)?, layers, rope: sliding }),
             attention_scale: Some(keys.positive("query_pre_attn_scalar", 256.0)?.powf(-0.5)),
             ..spec
         })
@@ -117,11 +118,11 @@ impl Architecture for Gemma3 {
         json
     }
 
-    fn layer_name(&self, layer: Layer) -> String {
+    fn layer_name(&self, layer: ModuleId) -> String {
         let name = match layer.op {
-            Op::Norm(NormRole::AttentionBranch) => "post_attention_layernorm",
-            Op::Norm(NormRole::Mlp) => "pre_feedforward_layernorm",
-            Op::Norm(NormRole::MlpBranch) => "post_feedforward_layernorm",
+            ModuleOp::Norm(NormRole::PostAttention) => "post_attention_layernorm",
+            ModuleOp::Norm(NormRole::Mlp) => "pre_feedforward_layernorm",
+            ModuleOp::Norm(NormRole::PostMlp) => "post_feedforward_layernorm",
             _ => return llama::layer_name(layer),
         };
         layer.block.map_or_else(|| name.to_owned(), |block| format!("layers.{block}.{name}"))

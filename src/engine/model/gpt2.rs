@@ -1,8 +1,8 @@
 //! GPT-2 (Radford et al., 2019): learned positions, layer norms with biases, packed queries, keys and values in `[in, out]`
 //! weights, GELU in its tanh form.
 
-use super::architecture::{Architecture, Keys, one_or_more};
-use super::spec::{Biases, DropoutRates, Family, Layer, LinearRole, ModelSpec, NormRole, Op};
+use super::family::{ConfigReader, ModelFamily, one_or_more};
+use super::spec::{Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -13,29 +13,29 @@ pub(super) struct Gpt2;
 /// The smallest of `OpenAI`'s, which is also what transformers puts in for a missing key.
 fn default() -> ModelSpec {
     ModelSpec {
-        family: Family(&Gpt2),
+        family: FamilyRef(&Gpt2),
         vocab_size: 50257,
-        context: 1024,
-        width: 768,
-        layers: 12,
+        max_position_embeddings: 1024,
+        hidden_size: 768,
+        num_layers: 12,
         heads: 12,
         kv_heads: 12,
         head_dim: 64,
-        inner: 4 * 768,
+        intermediate_size: 4 * 768,
         norm: Norm::Layer,
         norm_eps: 1e-5,
         activation: Activation::Gelu,
         weight_layout: WeightLayout::InOut,
-        packed_qkv: true,
+        fused_qkv: true,
         biases: Biases { qkv: true, out: true, mlp: true },
         learned_positions: true,
         rope: None,
         sliding: None,
         attention_scale: None,
         qk_norm: false,
-        branch_norms: false,
+        post_norms: false,
         scaled_embedding: false,
-        tied: true,
+        tie_word_embeddings: true,
         dropout: DropoutRates { embedding: 0.1, residual: 0.1, attention: 0.1 },
         initializer_range: 0.02,
         bos_token_id: Some(50256),
@@ -45,7 +45,7 @@ fn default() -> ModelSpec {
     }
 }
 
-impl Architecture for Gpt2 {
+impl ModelFamily for Gpt2 {
     fn model_type(&self) -> &'static str {
         "gpt2"
     }
@@ -67,35 +67,42 @@ impl Architecture for Gpt2 {
         };
         let spec = ModelSpec { dropout: DropoutRates::default(), ..default().resized(layers, width, heads) };
         Some(if name == "tiny" {
-            ModelSpec { vocab_size: 257, context: 128, bos_token_id: Some(256), eos_token_ids: vec![256], ..spec }
+            ModelSpec {
+                vocab_size: 257,
+                max_position_embeddings: 128,
+                bos_token_id: Some(256),
+                eos_token_ids: vec![256],
+                ..spec
+            }
         } else {
             spec
         })
     }
 
-    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
+    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         // Three names of one function.
         const TANH_GELU: [&str; 3] = ["gelu_new", "gelu_pytorch_tanh", "gelu_fast"];
-        let activation = keys.text("activation_function", TANH_GELU[0])?;
+        let activation = keys.str("activation_function", TANH_GELU[0])?;
         if !TANH_GELU.contains(&activation) {
             return Err(format!(
                 "`activation_function` is `{activation}`; the engine has `gelu_new` only (GELU, tanh form)"
             ));
         }
-        keys.only("scale_attn_weights", true)?;
+        keys.require_value("scale_attn_weights", true)?;
         for key in ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"] {
-            keys.only(key, false)?;
+            keys.require_value(key, false)?;
         }
         let default = default();
-        let (width, heads) = (keys.size("n_embd", default.width)?, keys.size("n_head", default.heads)?);
+        let (width, heads) =
+            (keys.positive_usize("n_embd", default.hidden_size)?, keys.positive_usize("n_head", default.heads)?);
         if !width.is_multiple_of(heads) {
             return Err(format!("`n_head` = {heads} does not divide `n_embd` = {width}"));
         }
         let rates = default.dropout;
         Ok(ModelSpec {
-            vocab_size: keys.size("vocab_size", default.vocab_size)?,
-            context: keys.size("n_positions", default.context)?,
-            inner: keys.size("n_inner", 4 * width)?,
+            vocab_size: keys.positive_usize("vocab_size", default.vocab_size)?,
+            max_position_embeddings: keys.positive_usize("n_positions", default.max_position_embeddings)?,
+            intermediate_size: keys.positive_usize("n_inner", 4 * width)?,
             norm_eps: keys.positive("layer_norm_epsilon", default.norm_eps)?,
             initializer_range: keys.positive("initializer_range", default.initializer_range)?,
             dropout: DropoutRates {
@@ -103,10 +110,10 @@ impl Architecture for Gpt2 {
                 residual: keys.dropout("resid_pdrop", rates.residual)?,
                 attention: keys.dropout("attn_pdrop", rates.attention)?,
             },
-            tied: keys.flag("tie_word_embeddings", default.tied)?,
+            tie_word_embeddings: keys.bool("tie_word_embeddings", default.tie_word_embeddings)?,
             bos_token_id: keys.token("bos_token_id", default.bos_token_id)?,
             eos_token_ids: keys.tokens("eos_token_id", &default.eos_token_ids)?,
-            ..default.clone().resized(keys.depth("n_layer", default.layers)?, width, heads)
+            ..default.clone().resized(keys.depth("n_layer", default.num_layers)?, width, heads)
         })
     }
 
@@ -121,42 +128,42 @@ impl Architecture for Gpt2 {
             "initializer_range": spec.initializer_range,
             "layer_norm_epsilon": spec.norm_eps,
             "model_type": self.model_type(),
-            "n_ctx": spec.context,
-            "n_embd": spec.width,
+            "n_ctx": spec.max_position_embeddings,
+            "n_embd": spec.hidden_size,
             "n_head": spec.heads,
-            "n_inner": spec.inner,
-            "n_layer": spec.layers,
-            "n_positions": spec.context,
+            "n_inner": spec.intermediate_size,
+            "n_layer": spec.num_layers,
+            "n_positions": spec.max_position_embeddings,
             "resid_pdrop": spec.dropout.residual,
-            "tie_word_embeddings": spec.tied,
+            "tie_word_embeddings": spec.tie_word_embeddings,
             "vocab_size": spec.vocab_size,
         })
     }
 
-    fn layer_name(&self, Layer { block, op }: Layer) -> String {
+    fn layer_name(&self, ModuleId { block, op }: ModuleId) -> String {
         let name = match op {
-            Op::Embedding => "wte",
-            Op::Positions => "wpe",
-            Op::Norm(NormRole::Attention) => "ln_1",
-            Op::Norm(NormRole::Mlp) => "ln_2",
-            Op::Norm(NormRole::Final) => "ln_f",
-            Op::Norm(NormRole::Query) => "attn.query_norm",
-            Op::Norm(NormRole::Key) => "attn.key_norm",
-            Op::Norm(NormRole::AttentionBranch) => "attn.branch_norm",
-            Op::Norm(NormRole::MlpBranch) => "mlp.branch_norm",
-            Op::Linear(LinearRole::Qkv) => "attn.c_attn",
-            Op::Linear(LinearRole::Query) => "attn.query",
-            Op::Linear(LinearRole::Key) => "attn.key",
-            Op::Linear(LinearRole::Value) => "attn.value",
-            Op::Linear(LinearRole::Out) => "attn.c_proj",
-            Op::Linear(LinearRole::Up) => "mlp.c_fc",
-            Op::Linear(LinearRole::Gate | LinearRole::GateUp) => "mlp.gate",
-            Op::Linear(LinearRole::Down) => "mlp.c_proj",
-            Op::Attention => "attn",
-            Op::AttentionSum => "attn.residual",
-            Op::Activation => "mlp.gelu",
-            Op::MlpSum => "mlp.residual",
-            Op::Head => "lm_head",
+            ModuleOp::Embedding => "wte",
+            ModuleOp::Positions => "wpe",
+            ModuleOp::Norm(NormRole::Attention) => "ln_1",
+            ModuleOp::Norm(NormRole::Mlp) => "ln_2",
+            ModuleOp::Norm(NormRole::Final) => "ln_f",
+            ModuleOp::Norm(NormRole::Query) => "attn.query_norm",
+            ModuleOp::Norm(NormRole::Key) => "attn.key_norm",
+            ModuleOp::Norm(NormRole::PostAttention) => "attn.branch_norm",
+            ModuleOp::Norm(NormRole::PostMlp) => "mlp.branch_norm",
+            ModuleOp::Linear(LinearRole::Qkv) => "attn.c_attn",
+            ModuleOp::Linear(LinearRole::Query) => "attn.query",
+            ModuleOp::Linear(LinearRole::Key) => "attn.key",
+            ModuleOp::Linear(LinearRole::Value) => "attn.value",
+            ModuleOp::Linear(LinearRole::Out) => "attn.c_proj",
+            ModuleOp::Linear(LinearRole::Up) => "mlp.c_fc",
+            ModuleOp::Linear(LinearRole::Gate | LinearRole::GateUp) => "mlp.gate",
+            ModuleOp::Linear(LinearRole::Down) => "mlp.c_proj",
+            ModuleOp::Attention => "attn",
+            ModuleOp::AttnResidual => "attn.residual",
+            ModuleOp::Activation => "mlp.gelu",
+            ModuleOp::MlpResidual => "mlp.residual",
+            ModuleOp::Head => "lm_head",
         };
         block.map_or_else(|| name.to_owned(), |block| format!("h.{block}.{name}"))
     }
@@ -205,13 +212,13 @@ mod tests {
     fn counting_agrees_with_the_list_of_shapes() {
         for name in Gpt2.names() {
             for tied in [true, false] {
-                let config = ModelSpec { tied, ..ModelSpec::named(name).unwrap() };
+                let config = ModelSpec { tie_word_embeddings: tied, ..ModelSpec::named(name).unwrap() };
                 let parameters = config.parameters();
                 let sum: usize = parameters.iter().map(|entry| entry.shape.iter().product::<usize>()).sum();
                 assert_eq!(sum as u64, config.parameter_count(), "{name}");
                 assert!(
                     parameters.is_sorted_by_key(|entry| &entry.name)
-                        && parameters.len() == 12 * config.layers + 4 + usize::from(!tied)
+                        && parameters.len() == 12 * config.num_layers + 4 + usize::from(!tied)
                 );
             }
         }
@@ -220,7 +227,7 @@ mod tests {
     #[test]
     fn what_is_written_reads_back() {
         for name in Gpt2.names() {
-            let config = ModelSpec { tied: *name == "tiny", ..ModelSpec::named(name).unwrap() };
+            let config = ModelSpec { tie_word_embeddings: *name == "tiny", ..ModelSpec::named(name).unwrap() };
             assert_eq!(ModelSpec::from_json(config.to_json("float16").as_bytes(), "x").unwrap(), config);
         }
     }
@@ -229,7 +236,10 @@ mod tests {
     fn missing_keys_take_the_defaults_of_transformers() {
         assert_eq!(read(&json!({"model_type": "gpt2"})).unwrap(), default());
         let narrow = read(&json!({"model_type": "gpt2", "n_embd": 24, "n_inner": null, "eos_token_id": null})).unwrap();
-        assert_eq!((narrow.inner, narrow.eos_token_ids, narrow.bos_token_id), (96, Vec::new(), Some(50256)));
+        assert_eq!(
+            (narrow.intermediate_size, narrow.eos_token_ids, narrow.bos_token_id),
+            (96, Vec::new(), Some(50256))
+        );
     }
 
     #[test]
@@ -279,7 +289,7 @@ mod tests {
             let json = json!({"model_type": "gpt2", "vocab_size": v, "n_positions": c, "n_embd": d, "n_layer": l,
                 "n_head": h.clamp(0, 2), "n_inner": i});
             if let Ok(config) = read(&json) {
-                prop_assert!(config.parameter_count() > 0 && config.width % config.heads == 0);
+                prop_assert!(config.parameter_count() > 0 && config.hidden_size % config.heads == 0);
             }
         }
     }

@@ -1,18 +1,18 @@
 //! Hooks: code that is called with tensors right after a pass has computed them, in order of computation.
 
-use super::spec::Layer;
+use super::spec::ModuleId;
 use candle_core::{Result, Tensor};
 
-/// A tensor of a layer.
+/// The kind of a tensor of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum TensorKind {
     /// Its output; a row for each token.
     Output,
     /// The output `x·Aᵀ` of its adapter's first factor, one row per token.
     LowRank,
-    /// The gradient of that; a row for each token.
+    /// The gradient of `x·Aᵀ`; a row for each token.
     LowRankGradient,
-    /// The gradient of that; a row for each token.
+    /// The gradient of the output; a row for each token.
     OutputGradient,
     /// The gradient of its input; a row for each token.
     InputGradient,
@@ -22,7 +22,7 @@ pub enum Part {
     BiasGradient,
 }
 
-impl Part {
+impl TensorKind {
     /// Whether the forward pass computes it.
     pub const fn is_forward(self) -> bool {
         matches!(self, Self::Output | Self::LowRank)
@@ -47,64 +47,64 @@ impl Part {
     }
 }
 
-/// Which tensor a hook is called with.
+/// The identity of the tensor that a hook is called with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct HookPoint {
     /// The layer.
-    pub layer: Layer,
+    pub layer: ModuleId,
     /// The tensor of that layer.
-    pub part: Part,
-    /// The token of its first row, where rows are tokens: the head computes a tile at a time.
+    pub kind: TensorKind,
+    /// The token of the first row, if rows are tokens; the head computes a tile at a time.
     pub first_token: usize,
 }
 
 /// Called with tensors as they are computed. `()` does nothing.
 pub trait Hook {
-    /// `tensor`, at `place`, does not change before the next call, but may be overwritten later. The pass continues
-    /// with even if the hook changes it.
-    fn record(&mut self, place: Place, tensor: &Tensor) -> Result<()>;
+    /// Receives a tensor, which the pass may overwrite after the next call. The pass continues with the changes that
+    /// the hook makes.
+    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> Result<()>;
 
-    /// Whether it reads any tensor. If not, a pass may skip work that only hooks need.
-    fn watches(&self) -> bool {
+    /// Whether the hook reads any tensor. If not, a pass may skip work that only hooks need.
+    fn is_active(&self) -> bool {
         true
     }
 }
 
 impl dyn Hook + '_ {
-    /// Records the `part` of `layer` for all tokens, or of its parameters.
-    pub(super) fn part(&mut self, layer: Layer, part: Part, tensor: &Tensor) -> Result<()> {
-        self.record(Place { layer, part, first_token: 0 }, tensor)
+    /// Records a tensor of `layer` that has all tokens, or belongs to its parameters.
+    pub(super) fn record_whole(&mut self, layer: ModuleId, part: TensorKind, tensor: &Tensor) -> Result<()> {
+        self.record(HookPoint { layer, kind: part, first_token: 0 }, tensor)
     }
 }
 
 impl Hook for () {
-    fn record(&mut self, _: Place, _: &Tensor) -> Result<()> {
+    fn record(&mut self, _: HookPoint, _: &Tensor) -> Result<()> {
         Ok(())
     }
 
-    fn watches(&self) -> bool {
+    fn is_active(&self) -> bool {
         false
     }
 }
 
 impl<H: Hook> Hook for Option<H> {
-    fn record(&mut self, place: Place, tensor: &Tensor) -> Result<()> {
+    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> Result<()> {
         self.as_mut().map_or(Ok(()), |hook| hook.record(place, tensor))
     }
 
-    fn watches(&self) -> bool {
-        self.as_ref().is_some_and(Hook::watches)
+    fn is_active(&self) -> bool {
+        self.as_ref().is_some_and(Hook::is_active)
     }
 }
 
 /// Two hooks, called in order; the second receives the first one's result.
 impl<A: Hook + ?Sized, B: Hook + ?Sized> Hook for (&mut A, &mut B) {
-    fn record(&mut self, place: Place, tensor: &Tensor) -> Result<()> {
+    fn record(&mut self, place: HookPoint, tensor: &Tensor) -> Result<()> {
         self.0.record(place, tensor)?;
         self.1.record(place, tensor)
     }
 
-    fn watches(&self) -> bool {
-        self.0.watches() || self.1.watches()
+    fn is_active(&self) -> bool {
+        self.0.is_active() || self.1.is_active()
     }
 }

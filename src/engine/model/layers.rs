@@ -2,11 +2,11 @@
 //! `backward` writes the gradients of its parameters.
 
 use super::adapter::{Adapter, AdapterPass};
-use super::decoder::Mode;
-use super::dora::Lengths;
-use super::hook::{Hook, Part};
-use super::parameters::{Parameters, Slot};
-use super::spec::{Layer, ModelSpec, ParamRole};
+use super::decoder::ForwardMode;
+use super::dora::MagnitudeScale;
+use super::hook::{Hook, TensorKind};
+use super::parameters::{ParamRef, Parameters};
+use super::spec::{ModelSpec, ModuleId, ParamRole};
 use crate::engine::kernels::columns::{Columns, Factor, WriteMode};
 use crate::engine::kernels::{Kernels, NormSettings, Normed, WeightLayout, op};
 use candle_core::{DType, Result, Tensor, bail};
@@ -17,14 +17,14 @@ pub(super) struct Context<'a> {
     pub(super) weights: &'a Parameters,
     /// The gradients that a backward pass writes.
     pub(super) grads: Option<&'a Parameters>,
-    pub(super) mode: Mode,
+    pub(super) mode: ForwardMode,
     pub(super) hook: &'a mut dyn Hook,
 }
 
 impl<'a> Context<'a> {
     /// The tensor for a parameter's gradient; `None` if it is frozen.
-    pub(super) fn grad(&self, slot: Slot) -> Option<&'a Tensor> {
-        self.grads?.own(slot)
+    pub(super) fn grad(&self, param: ParamRef) -> Option<&'a Tensor> {
+        self.grads?.trainable(param)
     }
 
     /// `c = alpha · a · b`.
@@ -34,9 +34,9 @@ impl<'a> Context<'a> {
 }
 
 /// Looks up the fused tensor that holds parameter `role` of `layer`.
-pub(super) fn pack_of(parameters: &Parameters, layer: Layer, role: ParamRole) -> Result<Slot> {
-    match parameters.find_pack(layer, role) {
-        Some(slot) => Ok(slot),
+pub(super) fn fused_param(parameters: &Parameters, layer: ModuleId, role: ParamRole) -> Result<ParamRef> {
+    match parameters.find_fused(layer, role) {
+        Some(param) => Ok(param),
         None => bail!("the model has no {role:?} for {layer:?}"),
     }
 }
@@ -44,34 +44,34 @@ pub(super) fn pack_of(parameters: &Parameters, layer: Layer, role: ParamRole) ->
 /// A normalisation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormLayer {
-    layer: Layer,
+    layer: ModuleId,
     settings: NormSettings,
-    weight: Slot,
-    bias: Option<Slot>,
+    weight: ParamRef,
+    bias: Option<ParamRef>,
 }
 
 impl NormLayer {
     /// The norm at `layer`.
-    pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: Layer) -> Result<Self> {
+    pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: ModuleId) -> Result<Self> {
         let settings = NormSettings { norm: spec.norm, eps: spec.norm_eps as f32 };
-        let weight = pack_of(parameters, layer, ParamRole::Weight)?;
-        Ok(Self { layer, settings, weight, bias: parameters.find_pack(layer, ParamRole::Bias) })
+        let weight = fused_param(parameters, layer, ParamRole::Weight)?;
+        Ok(Self { layer, settings, weight, bias: parameters.find_fused(layer, ParamRole::Bias) })
     }
 
     /// Normalises the rows of `x [N, D]` into `normed`.
     pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, normed: &Normed) -> Result<()> {
-        let bias = self.bias.map(|bias| cx.weights.pack(bias));
+        let bias = self.bias.map(|bias| cx.weights.fused(bias));
         op::Norm {
             settings: self.settings,
             x: Columns::all(x)?,
-            weight: cx.weights.pack(self.weight),
+            weight: cx.weights.fused(self.weight),
             bias,
             y: Columns::all(&normed.out)?,
             mean: normed.mean.as_ref(),
             rstd: &normed.rstd,
         }
         .run(cx.kernels)?;
-        cx.hook.part(self.layer, Part::Output, &normed.out)
+        cx.hook.record_whole(self.layer, TensorKind::Output, &normed.out)
     }
 
     /// Adds the gradient with respect to `x` to `dx`, or overwrites it, given the output's gradient `dy`.
@@ -89,7 +89,7 @@ impl NormLayer {
             settings: self.settings,
             dy,
             x,
-            weight: cx.weights.pack(self.weight),
+            weight: cx.weights.fused(self.weight),
             mean: normed.mean.as_ref(),
             rstd: &normed.rstd,
             dx: to,
@@ -99,7 +99,7 @@ impl NormLayer {
         }
         .run(cx.kernels)?;
         self.record_gradients(cx)?;
-        cx.hook.part(self.layer, Part::InputGradient, dx)
+        cx.hook.record_whole(self.layer, TensorKind::InputGradient, dx)
     }
 
     /// Shows the gradients of its parameters, unless they are frozen.
@@ -116,9 +116,9 @@ impl NormLayer {
         x: Columns<'_>,
         (y, rstd): (Columns<'_>, &Tensor),
     ) -> Result<()> {
-        op::Norm { settings: self.settings, x, weight: cx.weights.pack(self.weight), y, rstd, bias: None, mean: None }
+        op::Norm { settings: self.settings, x, weight: cx.weights.fused(self.weight), y, rstd, bias: None, mean: None }
             .run(cx.kernels)?;
-        cx.hook.part(self.layer, Part::Output, y.tensor())
+        cx.hook.record_whole(self.layer, TensorKind::Output, y.tensor())
     }
 
     /// Writes the gradients of the weight and of `x`, given the output gradient `dy`.
@@ -130,7 +130,7 @@ impl NormLayer {
         dy: Columns<'_>,
         dx: Columns<'_>,
     ) -> Result<()> {
-        let weight = cx.weights.pack(self.weight);
+        let weight = cx.weights.fused(self.weight);
         op::NormBackward {
             settings: self.settings,
             dy,
@@ -149,12 +149,12 @@ impl NormLayer {
 }
 
 /// Shows the gradients of a layer's weight and bias, unless they are frozen.
-fn record_gradients(cx: &mut Context<'_>, layer: Layer, weight: Slot, bias: Option<Slot>) -> Result<()> {
+fn record_gradients(cx: &mut Context<'_>, layer: ModuleId, weight: ParamRef, bias: Option<ParamRef>) -> Result<()> {
     if let Some(dweight) = cx.grad(weight) {
-        cx.hook.part(layer, Part::WeightGradient, dweight)?;
+        cx.hook.record_whole(layer, TensorKind::WeightGradient, dweight)?;
     }
     match bias.and_then(|bias| cx.grad(bias)) {
-        Some(dbias) => cx.hook.part(layer, Part::BiasGradient, dbias),
+        Some(dbias) => cx.hook.record_whole(layer, TensorKind::BiasGradient, dbias),
         None => Ok(()),
     }
 }
@@ -162,28 +162,28 @@ fn record_gradients(cx: &mut Context<'_>, layer: Layer, weight: Slot, bias: Opti
 /// A fully connected layer, with an adapter or without.
 #[derive(Clone, Debug)]
 pub(super) struct Linear {
-    layer: Layer,
+    layer: ModuleId,
     layout: WeightLayout,
-    weight: Slot,
-    bias: Option<Slot>,
+    weight: ParamRef,
+    bias: Option<ParamRef>,
     adapter: Option<Adapter>,
 }
 
 impl Linear {
     /// The product at `layer`.
-    pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: Layer) -> Result<Self> {
-        let weight = pack_of(parameters, layer, ParamRole::Weight)?;
-        let bias = parameters.find_pack(layer, ParamRole::Bias);
+    pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: ModuleId) -> Result<Self> {
+        let weight = fused_param(parameters, layer, ParamRole::Weight)?;
+        let bias = parameters.find_fused(layer, ParamRole::Bias);
         Ok(Self { layer, layout: spec.weight_layout, weight, bias, adapter: Adapter::new(spec, parameters, layer)? })
     }
 
     /// The type of its weight.
     pub(super) fn dtype(&self, weights: &Parameters) -> DType {
-        weights.pack(self.weight).dtype()
+        weights.fused(self.weight).dtype()
     }
 
     /// Its address in the model.
-    pub(super) const fn layer(&self) -> Layer {
+    pub(super) const fn layer(&self) -> ModuleId {
         self.layer
     }
 
@@ -198,18 +198,18 @@ impl Linear {
         if let Some(adapter) = &self.adapter {
             adapter.forward(cx, x, y, adapters)?;
         } else {
-            let bias = self.bias.map(|bias| cx.weights.pack(bias));
-            let weight = cx.weights.operand(self.weight)?;
+            let bias = self.bias.map(|bias| cx.weights.fused(bias));
+            let weight = cx.weights.weight(self.weight)?;
             op::Linear { layout: weight.layout(self.layout), x, weight: &weight, bias, y, low_rank: None }
                 .run(cx.kernels)?;
         }
-        cx.hook.part(self.layer, Part::Output, y)
+        cx.hook.record_whole(self.layer, TensorKind::Output, y)
     }
 
     /// Recomputes the intermediate results of [`Self::forward`] that the backward pass reads, except its operands.
-    pub(super) fn forward_again(&self, cx: &mut Context<'_>, x: &Tensor, adapters: AdapterPass<'_>) -> Result<()> {
+    pub(super) fn recompute(&self, cx: &mut Context<'_>, x: &Tensor, adapters: AdapterPass<'_>) -> Result<()> {
         let Some(adapter) = &self.adapter else { return Ok(()) };
-        adapter.forward_low(cx, x, adapters).map(drop)
+        adapter.forward_a(cx, x, adapters).map(drop)
     }
 
     /// Writes the gradient of `x`, given the output's gradient `dy`. The result is an argument of
@@ -220,11 +220,11 @@ impl Linear {
         dy: &Tensor,
         dx: &Tensor,
         adapters: AdapterPass<'_>,
-    ) -> Result<Option<Lengths>> {
-        let lengths = if let Some(adapter) = &self.adapter {
+    ) -> Result<Option<MagnitudeScale>> {
+        let magnitude_scale = if let Some(adapter) = &self.adapter {
             adapter.backward_input(cx, dy, dx, adapters)?
         } else {
-            let weight = cx.weights.operand(self.weight)?;
+            let weight = cx.weights.weight(self.weight)?;
             op::Linear {
                 layout: weight.layout(self.layout).transposed(),
                 x: dy,
@@ -236,8 +236,8 @@ impl Linear {
             .run(cx.kernels)?;
             None
         };
-        cx.hook.part(self.layer, Part::InputGradient, dx)?;
-        Ok(lengths)
+        cx.hook.record_whole(self.layer, TensorKind::InputGradient, dx)?;
+        Ok(magnitude_scale)
     }
 
     /// Writes the gradients of weight and bias, and of the adapter's, given the input and the gradient of the output, `dy`.
@@ -246,7 +246,7 @@ impl Linear {
         cx: &mut Context<'_>,
         x: &Tensor,
         dy: &Tensor,
-        lengths: Option<&Lengths>,
+        magnitude_scale: Option<&MagnitudeScale>,
         adapters: AdapterPass<'_>,
     ) -> Result<()> {
         if let Some(dweight) = cx.grad(self.weight) {
@@ -255,7 +255,7 @@ impl Linear {
         }
         record_gradients(cx, self.layer, self.weight, self.bias)?;
         match &self.adapter {
-            Some(adapter) => adapter.backward_weight(cx, x, dy, lengths, adapters),
+            Some(adapter) => adapter.backward_weight(cx, x, dy, magnitude_scale, adapters),
             None => Ok(()),
         }
     }
@@ -269,7 +269,7 @@ impl Linear {
         dx: &Tensor,
         adapters: AdapterPass<'_>,
     ) -> Result<()> {
-        let lengths = self.backward_input(cx, dy, dx, adapters)?;
-        self.backward_weight(cx, x, dy, lengths.as_ref(), adapters)
+        let magnitude_scale = self.backward_input(cx, dy, dx, adapters)?;
+        self.backward_weight(cx, x, dy, magnitude_scale.as_ref(), adapters)
     }
 }

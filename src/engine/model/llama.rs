@@ -1,9 +1,9 @@
 //! Llama (Touvron et al., 2023), and what related families share with it: RMS norms, rotary positions, grouped queries, a
 //! SiLU-gated MLP, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 belong to this family.
 
-use super::architecture::{Architecture, Keys, one_or_more};
+use super::family::{ConfigReader, ModelFamily, one_or_more};
 use super::rope::{Rope, RopeType};
-use super::spec::{Biases, DropoutRates, Family, Layer, LinearRole, ModelSpec, NormRole, Op};
+use super::spec::{Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -14,29 +14,29 @@ pub(super) struct Llama;
 /// The defaults of transformers for missing keys.
 pub(super) fn default() -> ModelSpec {
     ModelSpec {
-        family: Family(&Llama),
+        family: FamilyRef(&Llama),
         vocab_size: 32_000,
-        context: 2048,
-        width: 4096,
-        layers: 32,
+        max_position_embeddings: 2048,
+        hidden_size: 4096,
+        num_layers: 32,
         heads: 32,
         kv_heads: 32,
         head_dim: 128,
-        inner: 11_008,
+        intermediate_size: 11_008,
         norm: Norm::Rms { unit_offset: false },
         norm_eps: 1e-6,
         activation: Activation::GatedSilu,
         weight_layout: WeightLayout::OutIn,
-        packed_qkv: false,
+        fused_qkv: false,
         biases: Biases { qkv: false, out: false, mlp: false },
         learned_positions: false,
         rope: Some(Rope::plain(1e4)),
         sliding: None,
         attention_scale: None,
         qk_norm: false,
-        branch_norms: false,
+        post_norms: false,
         scaled_embedding: false,
-        tied: false,
+        tie_word_embeddings: false,
         dropout: DropoutRates::default(),
         initializer_range: 0.02,
         bos_token_id: Some(1),
@@ -48,24 +48,24 @@ pub(super) fn default() -> ModelSpec {
 
 /// Reads the keys that all Llama-like families share. `default` provides missing keys except the size of a head;
 /// without `kv_heads`, the number of key heads defaults to the number of query heads.
-pub(super) fn read(keys: &Keys<'_>, default: ModelSpec, kv_heads: Option<usize>) -> Result<ModelSpec, String> {
-    let heads = keys.size("num_attention_heads", default.heads)?;
-    let kv_heads = keys.size("num_key_value_heads", kv_heads.unwrap_or(heads))?;
+pub(super) fn read(keys: &ConfigReader<'_>, default: ModelSpec, kv_heads: Option<usize>) -> Result<ModelSpec, String> {
+    let heads = keys.positive_usize("num_attention_heads", default.heads)?;
+    let kv_heads = keys.positive_usize("num_key_value_heads", kv_heads.unwrap_or(heads))?;
     if !heads.is_multiple_of(kv_heads) {
         return Err(format!("`num_key_value_heads` = {kv_heads} does not divide `num_attention_heads` = {heads}"));
     }
     Ok(ModelSpec {
-        vocab_size: keys.size("vocab_size", default.vocab_size)?,
-        context: keys.size("max_position_embeddings", default.context)?,
-        width: keys.size("hidden_size", default.width)?,
-        layers: keys.depth("num_hidden_layers", default.layers)?,
+        vocab_size: keys.positive_usize("vocab_size", default.vocab_size)?,
+        max_position_embeddings: keys.positive_usize("max_position_embeddings", default.max_position_embeddings)?,
+        hidden_size: keys.positive_usize("hidden_size", default.hidden_size)?,
+        num_layers: keys.depth("num_hidden_layers", default.num_layers)?,
         heads,
         kv_heads,
-        inner: keys.size("intermediate_size", default.inner)?,
+        intermediate_size: keys.positive_usize("intermediate_size", default.intermediate_size)?,
         norm_eps: keys.positive("rms_norm_eps", default.norm_eps)?,
         dropout: DropoutRates { attention: keys.dropout("attention_dropout", 0.0)?, ..DropoutRates::default() },
         initializer_range: keys.positive("initializer_range", default.initializer_range)?,
-        tied: keys.flag("tie_word_embeddings", default.tied)?,
+        tie_word_embeddings: keys.bool("tie_word_embeddings", default.tie_word_embeddings)?,
         bos_token_id: keys.token("bos_token_id", default.bos_token_id)?,
         eos_token_ids: keys.tokens("eos_token_id", &default.eos_token_ids)?,
         ..default
@@ -73,10 +73,10 @@ pub(super) fn read(keys: &Keys<'_>, default: ModelSpec, kv_heads: Option<usize>)
 }
 
 /// The size of a head: `head_dim`, otherwise `default`, otherwise the hidden size over the number of heads.
-pub(super) fn head_dim(keys: &Keys<'_>, spec: &ModelSpec, default: Option<usize>) -> Result<usize, String> {
-    let (width, heads) = (spec.width, spec.heads);
+pub(super) fn head_dim(keys: &ConfigReader<'_>, spec: &ModelSpec, default: Option<usize>) -> Result<usize, String> {
+    let (width, heads) = (spec.hidden_size, spec.heads);
     let quotient = default.unwrap_or(width / heads).max(1);
-    let head_dim = keys.size("head_dim", quotient)?;
+    let head_dim = keys.positive_usize("head_dim", quotient)?;
     if default.is_none() && head_dim == quotient && !width.is_multiple_of(heads) {
         return Err(format!("`num_attention_heads` = {heads} does not divide `hidden_size` = {width}"));
     }
@@ -88,29 +88,29 @@ pub(super) fn head_dim(keys: &Keys<'_>, spec: &ModelSpec, default: Option<usize>
 }
 
 /// Rejects activations other than `silu`.
-pub(super) fn only_silu(keys: &Keys<'_>) -> Result<(), String> {
-    match keys.text("hidden_act", "silu")? {
+pub(super) fn only_silu(keys: &ConfigReader<'_>) -> Result<(), String> {
+    match keys.str("hidden_act", "silu")? {
         "silu" | "swish" => Ok(()),
         other => Err(format!("`hidden_act` is `{other}`; the engine has `silu` only for this family")),
     }
 }
 
 /// `spec` with the rotary embeddings of a configuration in which they are the same for all layers.
-pub(super) fn with_rope(keys: &Keys<'_>, spec: ModelSpec, theta: f64) -> Result<ModelSpec, String> {
-    let rope = Rope::flat(keys.0, theta, spec.context)?;
+pub(super) fn with_rope(keys: &ConfigReader<'_>, spec: ModelSpec, theta: f64) -> Result<ModelSpec, String> {
+    let rope = Rope::flat(keys.0, theta, spec.max_position_embeddings)?;
     // The base grows with the sequence, which may be longer than the context by the factor.
     let context = match rope.kind {
-        RopeType::Dynamic { factor, .. } => (spec.context as f64 * factor) as usize,
-        _ => spec.context,
+        RopeType::Dynamic { factor, .. } => (spec.max_position_embeddings as f64 * factor) as usize,
+        _ => spec.max_position_embeddings,
     };
-    Ok(ModelSpec { rope: Some(rope), context, ..spec })
+    Ok(ModelSpec { rope: Some(rope), max_position_embeddings: context, ..spec })
 }
 
 /// Writes the keys that all Llama-like families share.
 pub(super) fn write(spec: &ModelSpec, class: &str) -> Value {
     let context = match &spec.rope {
         Some(Rope { kind: RopeType::Dynamic { max_position_embeddings, .. }, .. }) => *max_position_embeddings,
-        _ => spec.context,
+        _ => spec.max_position_embeddings,
     };
     json!({
         "architectures": [class],
@@ -119,48 +119,48 @@ pub(super) fn write(spec: &ModelSpec, class: &str) -> Value {
         "eos_token_id": one_or_more(&spec.eos_token_ids),
         "head_dim": spec.head_dim,
         "hidden_act": "silu",
-        "hidden_size": spec.width,
+        "hidden_size": spec.hidden_size,
         "initializer_range": spec.initializer_range,
-        "intermediate_size": spec.inner,
+        "intermediate_size": spec.intermediate_size,
         "max_position_embeddings": context,
         "model_type": spec.family.model_type(),
         "num_attention_heads": spec.heads,
-        "num_hidden_layers": spec.layers,
+        "num_hidden_layers": spec.num_layers,
         "num_key_value_heads": spec.kv_heads,
         "rms_norm_eps": spec.norm_eps,
         "rope_parameters": spec.rope.as_ref().map(Rope::to_json),
-        "tie_word_embeddings": spec.tied,
+        "tie_word_embeddings": spec.tie_word_embeddings,
         "vocab_size": spec.vocab_size,
     })
 }
 
 /// Names of layers that all Llama-like families share. The norm after attention has the name of other families' MLP
 /// norm.
-pub(super) fn layer_name(Layer { block, op }: Layer) -> String {
+pub(super) fn layer_name(ModuleId { block, op }: ModuleId) -> String {
     let name = match op {
-        Op::Embedding => "embed_tokens",
-        Op::Positions => "embed_positions",
-        Op::Norm(NormRole::Attention) => "input_layernorm",
-        Op::Norm(NormRole::Query) => "self_attn.q_norm",
-        Op::Norm(NormRole::Key) => "self_attn.k_norm",
-        Op::Norm(NormRole::AttentionBranch) => "self_attn.branch_norm",
-        Op::Norm(NormRole::Mlp) => "post_attention_layernorm",
-        Op::Norm(NormRole::MlpBranch) => "mlp.branch_norm",
-        Op::Norm(NormRole::Final) => "norm",
-        Op::Linear(LinearRole::Qkv) => "self_attn.qkv",
-        Op::Linear(LinearRole::Query) => "self_attn.q_proj",
-        Op::Linear(LinearRole::Key) => "self_attn.k_proj",
-        Op::Linear(LinearRole::Value) => "self_attn.v_proj",
-        Op::Linear(LinearRole::Out) => "self_attn.o_proj",
-        Op::Linear(LinearRole::GateUp) => "mlp.gate_up",
-        Op::Linear(LinearRole::Gate) => "mlp.gate_proj",
-        Op::Linear(LinearRole::Up) => "mlp.up_proj",
-        Op::Linear(LinearRole::Down) => "mlp.down_proj",
-        Op::Attention => "self_attn",
-        Op::AttentionSum => "self_attn.residual",
-        Op::Activation => "mlp.act",
-        Op::MlpSum => "mlp.residual",
-        Op::Head => "lm_head",
+        ModuleOp::Embedding => "embed_tokens",
+        ModuleOp::Positions => "embed_positions",
+        ModuleOp::Norm(NormRole::Attention) => "input_layernorm",
+        ModuleOp::Norm(NormRole::Query) => "self_attn.q_norm",
+        ModuleOp::Norm(NormRole::Key) => "self_attn.k_norm",
+        ModuleOp::Norm(NormRole::PostAttention) => "self_attn.branch_norm",
+        ModuleOp::Norm(NormRole::Mlp) => "post_attention_layernorm",
+        ModuleOp::Norm(NormRole::PostMlp) => "mlp.branch_norm",
+        ModuleOp::Norm(NormRole::Final) => "norm",
+        ModuleOp::Linear(LinearRole::Qkv) => "self_attn.qkv",
+        ModuleOp::Linear(LinearRole::Query) => "self_attn.q_proj",
+        ModuleOp::Linear(LinearRole::Key) => "self_attn.k_proj",
+        ModuleOp::Linear(LinearRole::Value) => "self_attn.v_proj",
+        ModuleOp::Linear(LinearRole::Out) => "self_attn.o_proj",
+        ModuleOp::Linear(LinearRole::GateUp) => "mlp.gate_up",
+        ModuleOp::Linear(LinearRole::Gate) => "mlp.gate_proj",
+        ModuleOp::Linear(LinearRole::Up) => "mlp.up_proj",
+        ModuleOp::Linear(LinearRole::Down) => "mlp.down_proj",
+        ModuleOp::Attention => "self_attn",
+        ModuleOp::AttnResidual => "self_attn.residual",
+        ModuleOp::Activation => "mlp.act",
+        ModuleOp::MlpResidual => "mlp.residual",
+        ModuleOp::Head => "lm_head",
     };
     block.map_or_else(|| name.to_owned(), |block| format!("layers.{block}.{name}"))
 }
@@ -173,7 +173,7 @@ pub(super) fn parameter_name(tensor: &str) -> Option<&str> {
 
 /// Whether each layer has a sliding window, according to `layer_types` or, without that key, `default`.
 pub(super) fn sliding_layers(
-    keys: &Keys<'_>,
+    keys: &ConfigReader<'_>,
     layers: usize,
     default: impl Fn(usize) -> bool,
 ) -> Result<Vec<bool>, String> {
@@ -196,10 +196,10 @@ pub(super) fn sliding_layers(
 /// The value of `layer_types`.
 pub(super) fn layer_types(spec: &ModelSpec) -> Value {
     let name = |block| if spec.is_sliding(block) { "sliding_attention" } else { "full_attention" };
-    (0..spec.layers).map(name).collect()
+    (0..spec.num_layers).map(name).collect()
 }
 
-impl Architecture for Llama {
+impl ModelFamily for Llama {
     fn model_type(&self) -> &'static str {
         "llama"
     }
@@ -211,16 +211,16 @@ impl Architecture for Llama {
     fn named(&self, name: &str) -> Option<ModelSpec> {
         let smollm2 = |layers, width, heads, inner| ModelSpec {
             vocab_size: 49_152,
-            context: 8192,
-            layers,
-            width,
+            max_position_embeddings: 8192,
+            num_layers: layers,
+            hidden_size: width,
             heads,
             kv_heads: heads / 3,
             head_dim: 64,
-            inner,
+            intermediate_size: inner,
             norm_eps: 1e-5,
             rope: Some(Rope::plain(1e5)),
-            tied: true,
+            tie_word_embeddings: true,
             bos_token_id: Some(0),
             eos_token_ids: vec![0],
             ..default()
@@ -230,13 +230,13 @@ impl Architecture for Llama {
             "smollm2-360m" => smollm2(32, 960, 15, 2560),
             "llama3.2-1b" => ModelSpec {
                 vocab_size: 128_256,
-                context: 131_072,
-                layers: 16,
-                width: 2048,
+                max_position_embeddings: 131_072,
+                num_layers: 16,
+                hidden_size: 2048,
                 heads: 32,
                 kv_heads: 8,
                 head_dim: 64,
-                inner: 8192,
+                intermediate_size: 8192,
                 norm_eps: 1e-5,
                 rope: Some(Rope {
                     theta: 5e5,
@@ -247,7 +247,7 @@ impl Architecture for Llama {
                         original_max_position_embeddings: 8192,
                     },
                 }),
-                tied: true,
+                tie_word_embeddings: true,
                 bos_token_id: Some(128_000),
                 eos_token_ids: vec![128_001],
                 ..default()
@@ -256,11 +256,11 @@ impl Architecture for Llama {
         })
     }
 
-    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
+    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         only_silu(keys)?;
         let spec = read(keys, default(), None)?;
-        let attention = keys.flag("attention_bias", false)?;
-        let biases = Biases { qkv: attention, out: attention, mlp: keys.flag("mlp_bias", false)? };
+        let attention = keys.bool("attention_bias", false)?;
+        let biases = Biases { qkv: attention, out: attention, mlp: keys.bool("mlp_bias", false)? };
         let spec = ModelSpec { head_dim: head_dim(keys, &spec, None)?, biases, ..spec };
         with_rope(keys, spec, 1e4)
     }
@@ -272,7 +272,7 @@ impl Architecture for Llama {
         json
     }
 
-    fn layer_name(&self, layer: Layer) -> String {
+    fn layer_name(&self, layer: ModuleId) -> String {
         layer_name(layer)
     }
 

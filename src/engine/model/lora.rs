@@ -6,7 +6,7 @@
 
 use super::dora;
 use super::parameters::Parameters;
-use super::spec::{Init, Layer, LinearRole, ModelSpec, Op, ParamRole, ParamSpec};
+use super::spec::{LinearRole, ModelSpec, ModuleId, ModuleOp, ParamInit, ParamRole, ParamSpec};
 use crate::engine::kernels::WeightLayout;
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -26,12 +26,12 @@ pub struct Lora {
     pub dropout: f64,
     /// Whether the factor is divided by √r.
     pub rslora: bool,
-    /// Whether the outputs' lengths are trained.
+    /// Whether the magnitudes of the outputs are trained (DoRA).
     pub dora: bool,
     /// The layers with an adapter: linear ones within blocks.
-    pub targets: BTreeSet<Layer>,
-    /// The layers that are trained as they are.
-    pub saved: BTreeSet<Layer>,
+    pub targets: BTreeSet<ModuleId>,
+    /// The layers that are trained in full.
+    pub modules_to_save: BTreeSet<ModuleId>,
 }
 
 impl Lora {
@@ -45,9 +45,9 @@ impl Lora {
     ///
     /// # Errors
     /// [`Error::Config`] for `lora.targets` naming one that matches no linear layer.
-    pub fn targets(spec: &ModelSpec, targets: &[impl AsRef<str>]) -> Result<BTreeSet<Layer>> {
-        let linears: Vec<Layer> = spec.base_parameters().iter().map(|entry| entry.layer).collect();
-        let linears = linears.into_iter().filter(|layer| matches!(layer.op, Op::Linear(_)));
+    pub fn targets(spec: &ModelSpec, targets: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
+        let linears: Vec<ModuleId> = spec.base_parameters().iter().map(|entry| entry.layer).collect();
+        let linears = linears.into_iter().filter(|layer| matches!(layer.op, ModuleOp::Linear(_)));
         find(spec, &linears.collect(), "lora.targets", "linear layer of a block", targets)
     }
 
@@ -55,23 +55,27 @@ impl Lora {
     ///
     /// # Errors
     /// [`Error::Config`] for `lora.modules_to_save` naming what matches no layer, a tied table, or a part of a product.
-    pub fn saved(spec: &ModelSpec, modules: &[impl AsRef<str>]) -> Result<BTreeSet<Layer>> {
+    pub fn modules_to_save(spec: &ModelSpec, modules: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
         const KEY: &str = "lora.modules_to_save";
         let base = spec.base_parameters();
         let saved = find(spec, &base.iter().map(|entry| entry.layer).collect(), KEY, "layer with parameters", modules)?;
-        if spec.tied && saved.contains(&Layer::outer(Op::Embedding)) {
-            let name = spec.layer_name(Layer::outer(Op::Embedding));
+        if spec.tie_word_embeddings && saved.contains(&ModuleId::global(ModuleOp::Embedding)) {
+            let name = spec.layer_name(ModuleId::global(ModuleOp::Embedding));
             let message = format!(
                 "`{name}` is also the head's matrix; PEFT would train a copy for one of the two, so neither can be saved"
             );
             return Err(Error::config(KEY, message));
         }
-        if saved.contains(&Layer::outer(Op::Positions)) && !saved.contains(&Layer::outer(Op::Embedding)) {
-            let message = "the positions' embedding is trained with that of the tokens or not at all";
+        if saved.contains(&ModuleId::global(ModuleOp::Positions))
+            && !saved.contains(&ModuleId::global(ModuleOp::Embedding))
+        {
+            let message = "train the position embedding together with the token embedding, or neither";
             return Err(Error::config(KEY, message));
         }
         for entry in base.iter().filter(|entry| saved.contains(&entry.layer)) {
-            if let Some(other) = base.iter().find(|other| other.pack == entry.pack && !saved.contains(&other.layer)) {
+            if let Some(other) =
+                base.iter().find(|other| other.fused_into == entry.fused_into && !saved.contains(&other.layer))
+            {
                 let names = [entry, other].map(|entry| spec.layer_name(entry.layer));
                 let message =
                     format!("`{}` is computed together with `{}`; name all parts or none", names[0], names[1]);
@@ -83,9 +87,9 @@ impl Lora {
 
     /// The shortest names that match these layers and no other of `spec`: the value of PEFT's `target_modules` and
     /// `modules_to_save`. PEFT compares the former by whole parts of names, the latter by letters.
-    pub fn names(spec: &ModelSpec, layers: &BTreeSet<Layer>, by_letters: bool) -> Vec<String> {
-        let stored = |layer: Layer| spec.family.stored_name(&spec.layer_name(layer));
-        let all: BTreeMap<String, Layer> =
+    pub fn names(spec: &ModelSpec, layers: &BTreeSet<ModuleId>, by_letters: bool) -> Vec<String> {
+        let stored = |layer: ModuleId| spec.family.stored_name(&spec.layer_name(layer));
+        let all: BTreeMap<String, ModuleId> =
             spec.base_parameters().iter().map(|entry| (stored(entry.layer), entry.layer)).collect();
         let mut names = BTreeSet::new();
         for layer in layers {
@@ -106,33 +110,33 @@ impl Lora {
     /// The trained parameters: the adapters, and the parameters `base` of modules that are trained in full.
     pub(super) fn parameters(&self, spec: &ModelSpec, base: Vec<ParamSpec>) -> Vec<ParamSpec> {
         let adapters = spec.linear_layers().into_iter().filter(|(layer, ..)| self.targets.contains(layer));
-        let adapters = adapters.flat_map(|(layer, pack, [inputs, outputs])| {
-            let entry = |suffix: &str, shape: Vec<usize>, role, init, pack| {
+        let adapters = adapters.flat_map(|(layer, fused_into, [inputs, outputs])| {
+            let entry = |suffix: &str, shape: Vec<usize>, role, init, fused_into| {
                 let name = format!("{}.{suffix}", spec.layer_name(layer));
-                ParamSpec { name, decay: shape.len() >= 2, shape, layer, role, init, pack }
+                ParamSpec { name, decay: shape.len() >= 2, shape, layer, role, init, fused_into }
             };
-            let a = Init::Uniform(1.0 / (inputs as f64).sqrt());
+            let a = ParamInit::Uniform(1.0 / (inputs as f64).sqrt());
             let magnitude =
-                || entry("lora_magnitude_vector", vec![outputs], ParamRole::Magnitude, Init::OutputNorms, layer);
+                || entry("lora_magnitude_vector", vec![outputs], ParamRole::Magnitude, ParamInit::WeightNorm, layer);
             let products = [
-                entry("lora_A.weight", vec![self.r, inputs], ParamRole::LoraA, a, pack),
-                entry("lora_B.weight", vec![outputs, self.r], ParamRole::LoraB, Init::Zeros, layer),
+                entry("lora_A.weight", vec![self.r, inputs], ParamRole::LoraA, a, fused_into),
+                entry("lora_B.weight", vec![outputs, self.r], ParamRole::LoraB, ParamInit::Zeros, layer),
             ];
             products.into_iter().chain(self.dora.then(magnitude))
         });
         let mut all: Vec<_> =
-            base.into_iter().filter(|entry| self.saved.contains(&entry.layer)).chain(adapters).collect();
+            base.into_iter().filter(|entry| self.modules_to_save.contains(&entry.layer)).chain(adapters).collect();
         all.sort_by(|a, b| a.name.cmp(&b.name));
         all
     }
 }
 
 /// The parts of a product's output: each layer of the product with its first output and their number.
-pub(super) fn parts(spec: &ModelSpec, pack: Layer) -> Vec<(Layer, usize, usize)> {
+pub(super) fn parts(spec: &ModelSpec, fused_into: ModuleId) -> Vec<(ModuleId, usize, usize)> {
     let mut first = 0;
-    let mut parts: Vec<_> = spec.linear_layers().into_iter().filter(|(_, other, _)| *other == pack).collect();
+    let mut parts: Vec<_> = spec.linear_layers().into_iter().filter(|(_, other, _)| *other == fused_into).collect();
     parts.sort_by_key(|(layer, ..)| *layer);
-    let place = |(layer, _, [_, outputs]): (Layer, Layer, [usize; 2])| {
+    let place = |(layer, _, [_, outputs]): (ModuleId, ModuleId, [usize; 2])| {
         first += outputs;
         (layer, first - outputs, outputs)
     };
@@ -140,7 +144,7 @@ pub(super) fn parts(spec: &ModelSpec, pack: Layer) -> Vec<(Layer, usize, usize)>
 }
 
 /// Whether `name` means `layer`: by the whole name, with or without the family's prefix, or by the end of it.
-fn matches(spec: &ModelSpec, layer: Layer, name: &str) -> bool {
+fn matches(spec: &ModelSpec, layer: ModuleId, name: &str) -> bool {
     let whole = spec.layer_name(layer);
     let name = name.strip_prefix(spec.family.prefix()).unwrap_or(name);
     whole.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
@@ -153,11 +157,11 @@ fn last_part(name: &str) -> &str {
 
 fn find(
     spec: &ModelSpec,
-    among: &BTreeSet<Layer>,
+    among: &BTreeSet<ModuleId>,
     key: &str,
     kind: &str,
     names: &[impl AsRef<str>],
-) -> Result<BTreeSet<Layer>> {
+) -> Result<BTreeSet<ModuleId>> {
     let mut found = BTreeSet::new();
     for name in names.iter().map(AsRef::as_ref) {
         let all = name == ALL_LINEAR && key == "lora.targets";
@@ -175,17 +179,17 @@ fn find(
 
 /// The place where an adapter's dropout draws: no other place of a block has its number.
 pub(super) fn dropout_site(block: usize, role: LinearRole) -> usize {
-    const FIRST: usize = 1 << 24;
-    FIRST + 16 * block + role as usize
+    const FIRST_LORA_SITE: usize = 1 << 24;
+    FIRST_LORA_SITE + 16 * block + role as usize
 }
 
-/// Sets DoRA's lengths of `parameters` to those that the outputs of their base have.
-pub fn set_output_norms(spec: &ModelSpec, parameters: &Parameters) -> candle_core::Result<()> {
-    for (layer, pack, _) in spec.linear_layers() {
-        let Some(magnitude) = parameters.of_layer(layer, ParamRole::Magnitude) else { continue };
-        let Some(weight) = parameters.find_pack(pack, ParamRole::Weight) else { continue };
-        let weight = parameters.operand(weight)?;
-        let place = parts(spec, pack).into_iter().find(|(part, ..)| *part == layer);
+/// Sets DoRA's magnitudes in `parameters` to the weight norms of their base.
+pub fn init_dora_magnitude(spec: &ModelSpec, parameters: &Parameters) -> candle_core::Result<()> {
+    for (layer, fused_into, _) in spec.linear_layers() {
+        let Some(magnitude) = parameters.of_module(layer, ParamRole::Magnitude) else { continue };
+        let Some(weight) = parameters.find_fused(fused_into, ParamRole::Weight) else { continue };
+        let weight = parameters.weight(weight)?;
+        let place = parts(spec, fused_into).into_iter().find(|(part, ..)| *part == layer);
         if let Some((_, first, count)) = place {
             let layout = weight.layout(spec.weight_layout);
             magnitude.slice_set(&dora::initial(&weight, layout, first, count)?, 0, 0)?;
@@ -196,7 +200,7 @@ pub fn set_output_norms(spec: &ModelSpec, parameters: &Parameters) -> candle_cor
 
 /// Adds the adapters of `parameters` to the weights of their base in `into`, all FP32 on the CPU. Each weight is
 /// computed in FP32 from the base's and the factors.
-pub fn merge(spec: &ModelSpec, parameters: &Parameters, into: &Parameters) -> candle_core::Result<()> {
+pub fn merge_adapters(spec: &ModelSpec, parameters: &Parameters, into: &Parameters) -> candle_core::Result<()> {
     let Some(lora) = &spec.lora else { return Ok(()) };
     for layer in &lora.targets {
         let name = spec.layer_name(*layer);
@@ -209,8 +213,8 @@ pub fn merge(spec: &ModelSpec, parameters: &Parameters, into: &Parameters) -> ca
         };
         let mut sum = (transposed(weight)? + (b.matmul(a)? * lora.scale())?)?;
         if let Some(magnitude) = tensor("lora_magnitude_vector") {
-            let lengths = sum.sqr()?.sum_keepdim(1)?.sqrt()?;
-            sum = sum.broadcast_mul(&(magnitude.unsqueeze(1)? / lengths)?)?;
+            let norms = sum.sqr()?.sum_keepdim(1)?.sqrt()?;
+            sum = sum.broadcast_mul(&(magnitude.unsqueeze(1)? / norms)?)?;
         }
         weight.slice_set(&transposed(&sum)?, 0, 0)?;
     }

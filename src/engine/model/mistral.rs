@@ -1,14 +1,14 @@
 //! Mistral (Jiang et al., 2023): Llama with a window in every layer, or in none.
 
-use super::architecture::{Architecture, Keys};
+use super::family::{ConfigReader, ModelFamily};
 use super::llama::{self, head_dim, only_silu, with_rope};
-use super::spec::{Family, Layer, ModelSpec, Sliding};
+use super::spec::{FamilyRef, ModelSpec, ModuleId, Sliding};
 use serde_json::Value;
 
 /// The family.
 pub(super) struct Mistral;
 
-impl Architecture for Mistral {
+impl ModelFamily for Mistral {
     fn model_type(&self) -> &'static str {
         "mistral"
     }
@@ -21,19 +21,24 @@ impl Architecture for Mistral {
         None
     }
 
-    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
+    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         only_silu(keys)?;
-        let default = ModelSpec { family: Family(&Mistral), context: 131_072, inner: 14_336, ..llama::default() };
+        let default = ModelSpec {
+            family: FamilyRef(&Mistral),
+            max_position_embeddings: 131_072,
+            intermediate_size: 14_336,
+            ..llama::default()
+        };
         let spec = llama::read(keys, default, Some(8))?;
         let spec = ModelSpec { head_dim: head_dim(keys, &spec, None)?, ..spec };
         let spec = with_rope(keys, spec, 1e4)?;
         // A missing key stands for a window of 4096, `null` for none.
         let window = match keys.0.get("sliding_window") {
             Some(Value::Null) => return Ok(spec),
-            _ => keys.size("sliding_window", 4096)?,
+            _ => keys.positive_usize("sliding_window", 4096)?,
         };
         let rope = spec.rope.clone().ok_or("no rotary position embeddings")?;
-        let sliding = Some(Sliding { window, layers: vec![true; spec.layers], rope });
+        let sliding = Some(Sliding { window, layers: vec![true; spec.num_layers], rope });
         Ok(ModelSpec { sliding, ..spec })
     }
 
@@ -43,7 +48,7 @@ impl Architecture for Mistral {
         json
     }
 
-    fn layer_name(&self, layer: Layer) -> String {
+    fn layer_name(&self, layer: ModuleId) -> String {
         llama::layer_name(layer)
     }
 

@@ -2,11 +2,11 @@
 //!
 //! Weights, masters, gradients and Adam's moments are each a [`Parameters`] of one layout, so that index `i` means the
 //! same parameter in all of them, in every run. Parameters that one product reads together (queries, keys and values;
-//! gate and up) are views of one tensor, their *pack*. Beneath adapters lies a frozen base, which has no masters,
-//! moments or gradients: [`Slot`] says on which side of the line a pack is.
+//! gate and up) are views of one tensor, their fused tensor. The base of adapters is frozen and has no
+//! masters, moments or gradients. A [`ParamRef`] is the index of a fused tensor in one of the two.
 
-use super::blocks::{Blocks, Operand};
-use super::spec::{Init, Layer, ParamRole, ParamSpec};
+use super::quantized_base::{QuantizedBase, WeightRef};
+use super::spec::{ModuleId, ParamInit, ParamRole, ParamSpec};
 use crate::engine::collective::Shards;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::isa::vectorize;
@@ -22,101 +22,101 @@ use std::sync::Arc;
 
 /// Which parameters there are and which of them lie in one tensor.
 #[derive(Debug, PartialEq)]
-struct Layout {
+struct ParamLayout {
     entries: Vec<ParamSpec>,
-    packs: Vec<Pack>,
+    fused: Vec<FusedTensor>,
 }
 
 /// A tensor in memory: a parameter, or several stacked along the first dimension.
 #[derive(Debug, PartialEq)]
-struct Pack {
-    layer: Layer,
+struct FusedTensor {
+    layer: ModuleId,
     role: ParamRole,
     shape: Vec<usize>,
     /// Its parameters, in order.
     members: Vec<usize>,
 }
 
-impl Layout {
+impl ParamLayout {
     fn new(mut entries: Vec<ParamSpec>) -> Self {
         entries.sort_by(|a, b| a.name.cmp(&b.name));
-        let mut packs: Vec<Pack> = Vec::new();
+        let mut fused: Vec<FusedTensor> = Vec::new();
         for (index, entry) in entries.iter().enumerate() {
-            match packs.iter_mut().rev().find(|pack| (pack.layer, pack.role) == (entry.pack, entry.role)) {
-                Some(pack) => {
-                    pack.shape[0] += entry.shape[0];
-                    pack.members.push(index);
+            match fused.iter_mut().rev().find(|tensor| (tensor.layer, tensor.role) == (entry.fused_into, entry.role)) {
+                Some(tensor) => {
+                    tensor.shape[0] += entry.shape[0];
+                    tensor.members.push(index);
                 }
-                None => packs.push(Pack {
-                    layer: entry.pack,
+                None => fused.push(FusedTensor {
+                    layer: entry.fused_into,
                     role: entry.role,
                     shape: entry.shape.clone(),
                     members: vec![index],
                 }),
             }
         }
-        for pack in &mut packs {
-            pack.members.sort_by_key(|&member| entries[member].layer);
+        for tensor in &mut fused {
+            tensor.members.sort_by_key(|&member| entries[member].layer);
         }
-        Self { entries, packs }
+        Self { entries, fused }
     }
 }
 
 /// Tensors of one layout, ordered by name.
 #[derive(Clone, Debug)]
 pub struct Parameters {
-    layout: Arc<Layout>,
+    layout: Arc<ParamLayout>,
     tensors: Vec<Tensor>,
-    packs: Vec<Tensor>,
+    fused: Vec<Tensor>,
     base: Option<Arc<Parameters>>,
-    /// The packs that are held in blocks; their tensors are empty.
-    blocks: Option<Arc<Blocks>>,
+    /// The quantized matrices of a base; their tensors are empty.
+    quantized: Option<Arc<QuantizedBase>>,
     /// All shards and the rank of this one, if the tensors are a shard.
     shard: Option<(Arc<Shards>, usize)>,
 }
 
-/// Where a pack is.
+/// A fused tensor of the trained parameters or of their base, by index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Slot {
-    /// Among the parameters themselves, which are trained.
-    Own(usize),
-    /// In the frozen base beneath them.
-    Base(usize),
+pub(crate) enum ParamRef {
+    /// A trained parameter.
+    Trainable(usize),
+    /// A parameter of the frozen base.
+    Frozen(usize),
 }
 
 impl Parameters {
     /// Zeros of `dtype` for each parameter.
     pub fn zeros(entries: &[ParamSpec], dtype: DType, device: &Device) -> Result<Self> {
-        Self::of_layout(Arc::new(Layout::new(entries.to_vec())), dtype, device, None)
+        Self::of_layout(Arc::new(ParamLayout::new(entries.to_vec())), dtype, device, None)
     }
 
     /// Zeros on the CPU, for a frozen base. The matrices in `quantised` stay in their quantized blocks: either all
     /// matrices of a product, or none.
-    pub fn with_blocks(
+    pub fn with_quantized(
         entries: &[ParamSpec],
         dtype: DType,
         mut quantised: BTreeMap<String, Quantised>,
     ) -> Result<Self> {
-        let layout = Arc::new(Layout::new(entries.to_vec()));
+        let layout = Arc::new(ParamLayout::new(entries.to_vec()));
         let mut matrices = BTreeMap::new();
-        for (index, pack) in layout.packs.iter().enumerate() {
-            let names = pack.members.iter().map(|&member| &layout.entries[member].name);
+        for (index, tensor) in layout.fused.iter().enumerate() {
+            let names = tensor.members.iter().map(|&member| &layout.entries[member].name);
             let parts: Vec<_> = names.filter_map(|name| quantised.remove(name)).collect();
             match parts.len() {
                 0 => {}
-                count if count == pack.members.len() => drop(matrices.insert(index, Quantised::stack(parts)?)),
-                _ => bail!("only some parts of {:?} are in blocks", pack.layer),
+                count if count == tensor.members.len() => drop(matrices.insert(index, Quantised::stack(parts)?)),
+                _ => bail!("only some parts of {:?} are quantized", tensor.layer),
             }
         }
-        let blocks = if matrices.is_empty() { None } else { Some(Arc::new(Blocks::new(matrices, dtype)?)) };
-        Self::of_layout(layout, dtype, &Device::Cpu, blocks)
+        let quantized = if matrices.is_empty() { None } else { Some(Arc::new(QuantizedBase::new(matrices, dtype)?)) };
+        Self::of_layout(layout, dtype, &Device::Cpu, quantized)
     }
 
-    /// A frozen base in another compute type: its blocks are shared, other tensors converted.
-    pub fn converted(&self, dtype: DType, kernels: &dyn Kernels) -> Result<Self> {
-        let blocks = self.blocks.as_ref().map(|blocks| blocks.converted(dtype)).transpose()?.map(Arc::new);
-        let converted = Self::of_layout(self.layout.clone(), dtype, &self.device(), blocks)?;
-        for (from, to) in self.packs.iter().zip(&converted.packs).filter(|(from, _)| from.elem_count() > 0) {
+    /// Converts a frozen base to another compute dtype. Quantized matrices are shared, other tensors converted.
+    pub fn to_dtype(&self, dtype: DType, kernels: &dyn Kernels) -> Result<Self> {
+        let quantized = self.quantized.as_ref().map(|quantized| quantized.to_dtype(dtype)).transpose()?.map(Arc::new);
+        let converted = Self::of_layout(self.layout.clone(), dtype, &self.device(), quantized)?;
+        for (from, to) in self.fused.iter().zip(&converted.fused).filter(|(from, _)| from.elem_count() > 0) {
             kernels.copy(from, to)?;
         }
         Ok(converted)
@@ -131,7 +131,7 @@ impl Parameters {
     }
 
     /// Zeros of `dtype` for the parameters `kept`, in order; for a shard, for the same shard of them.
-    pub fn zeros_of(&self, kept: &[usize], dtype: DType) -> Result<Self> {
+    pub fn zeros_for(&self, kept: &[usize], dtype: DType) -> Result<Self> {
         let entries: Vec<ParamSpec> = kept.iter().map(|index| self.layout.entries[*index].clone()).collect();
         let zeros = Self::zeros(&entries, dtype, &self.device())?;
         match &self.shard {
@@ -140,9 +140,9 @@ impl Parameters {
         }
     }
 
-    /// The same tensors over a frozen `base`.
+    /// Adds a frozen `base` to these tensors.
     #[must_use]
-    pub fn over(self, base: Option<Arc<Parameters>>) -> Self {
+    pub fn with_base(self, base: Option<Arc<Parameters>>) -> Self {
         Self { base, ..self }
     }
 
@@ -155,7 +155,7 @@ impl Parameters {
     pub fn shard(&self, shards: &Arc<Shards>, rank: usize) -> Result<Self> {
         let mut parts = self.clone();
         parts.shard = Some((shards.clone(), rank));
-        parts.packs.clear();
+        parts.fused.clear();
         for (index, tensor) in parts.tensors.iter_mut().enumerate() {
             let range = shards.range(rank, index);
             *tensor = tensor.flatten_all()?.narrow(0, range.start, range.len())?;
@@ -164,7 +164,7 @@ impl Parameters {
     }
 
     /// A deep copy on the CPU.
-    pub fn copied(&self) -> Result<Self> {
+    pub fn deep_clone(&self) -> Result<Self> {
         self.map(|tensor| view::host(&tensor.force_contiguous()?))
     }
 
@@ -197,26 +197,31 @@ impl Parameters {
         self.shard.as_ref().map(|(shards, _)| shards)
     }
 
-    fn of_layout(layout: Arc<Layout>, dtype: DType, device: &Device, blocks: Option<Arc<Blocks>>) -> Result<Self> {
-        let in_blocks = |index| blocks.as_ref().is_some_and(|blocks| blocks.has(index));
+    fn of_layout(
+        layout: Arc<ParamLayout>,
+        dtype: DType,
+        device: &Device,
+        quantized: Option<Arc<QuantizedBase>>,
+    ) -> Result<Self> {
+        let is_quantized = |index| quantized.as_ref().is_some_and(|quantized| quantized.has(index));
         let empty = Tensor::zeros(0, dtype, &Device::Cpu)?;
-        let pack = |(index, pack): (usize, &Pack)| {
-            if in_blocks(index) { Ok(empty.clone()) } else { view::zeros(&pack.shape, dtype, device) }
+        let tensor = |(index, tensor): (usize, &FusedTensor)| {
+            if is_quantized(index) { Ok(empty.clone()) } else { view::zeros(&tensor.shape, dtype, device) }
         };
-        let packs: Vec<Tensor> = layout.packs.iter().enumerate().map(pack).collect::<Result<_>>()?;
-        let dense: Vec<usize> = (0..packs.len()).filter(|&index| !in_blocks(index)).collect();
+        let fused: Vec<Tensor> = layout.fused.iter().enumerate().map(tensor).collect::<Result<_>>()?;
+        let dense: Vec<usize> = (0..fused.len()).filter(|&index| !is_quantized(index)).collect();
         let tensors = vec![empty; layout.entries.len()];
-        let mut parameters = Self { tensors, packs, layout, base: None, blocks, shard: None };
-        for pack in dense {
-            parameters.view_members(pack)?;
+        let mut parameters = Self { tensors, fused, layout, base: None, quantized, shard: None };
+        for tensor in dense {
+            parameters.view_members(tensor)?;
         }
         Ok(parameters)
     }
 
-    /// Makes a pack's parameters views of its tensor.
-    fn view_members(&mut self, pack: usize) -> Result<()> {
-        let Pack { members, .. } = &self.layout.packs[pack];
-        let tensor = &self.packs[pack];
+    /// Makes the parameters of fused tensor `index` views of it.
+    fn view_members(&mut self, index: usize) -> Result<()> {
+        let FusedTensor { members, .. } = &self.layout.fused[index];
+        let tensor = &self.fused[index];
         let mut first = 0;
         for &member in members {
             let rows = self.layout.entries[member].shape[0];
@@ -226,11 +231,11 @@ impl Parameters {
         Ok(())
     }
 
-    /// Draws initial values, each parameter from a separate random stream. `self` must be FP32. The lengths of outputs
-    /// are the caller's to set, who has the base.
-    pub fn initialise(&self, seed: u64) -> Result<()> {
+    /// Draws initial values, each parameter from a separate random stream. `self` must be FP32. The caller,
+    /// who has the base, sets DoRA's magnitudes.
+    pub fn init_weights(&self, seed: u64) -> Result<()> {
         let mut entries = self.layout.entries.iter().zip(&self.tensors);
-        entries.try_for_each(|(entry, tensor)| view::write_f32(tensor, |out| draw(entry, seed, 0, out)))
+        entries.try_for_each(|(entry, tensor)| view::write_f32(tensor, |out| sample_init(entry, seed, 0, out)))
     }
 
     /// The device of the tensors.
@@ -256,12 +261,12 @@ impl Parameters {
     /// Bytes of all tensors and blocks.
     pub fn bytes(&self) -> u64 {
         let tensors = self.tensors.iter().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64);
-        tensors.sum::<u64>() + self.blocks.as_ref().map_or(0, |blocks| blocks.bytes())
+        tensors.sum::<u64>() + self.quantized.as_ref().map_or(0, |quantized| quantized.bytes())
     }
 
     /// The bytes of a base in quantized blocks, and its bytes without quantization.
-    pub fn saved_by_blocks(&self) -> Option<(u64, u64)> {
-        self.blocks.as_ref()?;
+    pub fn quantization_savings(&self) -> Option<(u64, u64)> {
+        self.quantized.as_ref()?;
         let size = self.tensors.first()?.dtype().size_in_bytes() as u64;
         let elements = self.layout.entries.iter().map(|entry| entry.shape.iter().product::<usize>() as u64);
         Some((self.bytes(), elements.sum::<u64>() * size))
@@ -269,7 +274,7 @@ impl Parameters {
 
     /// Bytes of the buffer for dequantized matrices: the size of the largest matrix in use.
     pub fn buffer_bytes(&self) -> u64 {
-        self.blocks.as_ref().map_or(0, |blocks| blocks.buffer_bytes())
+        self.quantized.as_ref().map_or(0, |quantized| quantized.buffer_bytes())
     }
 
     /// The specification of each parameter, in order.
@@ -298,83 +303,82 @@ impl Parameters {
     }
 
     /// Looks up parameter `role` of a layer's product.
-    pub(super) fn find_pack(&self, layer: Layer, role: ParamRole) -> Option<Slot> {
-        let own = self.layout.packs.iter().position(|pack| (pack.layer, pack.role) == (layer, role));
-        own.map(Slot::Own).or_else(|| match self.base.as_ref()?.find_pack(layer, role)? {
-            Slot::Own(index) | Slot::Base(index) => Some(Slot::Base(index)),
+    pub(super) fn find_fused(&self, layer: ModuleId, role: ParamRole) -> Option<ParamRef> {
+        let own = self.layout.fused.iter().position(|tensor| (tensor.layer, tensor.role) == (layer, role));
+        own.map(ParamRef::Trainable).or_else(|| match self.base.as_ref()?.find_fused(layer, role)? {
+            ParamRef::Trainable(index) | ParamRef::Frozen(index) => Some(ParamRef::Frozen(index)),
         })
     }
 
-    /// The blocks of a pack, if it is in blocks, and its index.
-    fn blocks_of(&self, slot: Slot) -> Option<(&Blocks, usize)> {
-        let Slot::Base(index) = slot else { return None };
-        let blocks = self.base.as_ref()?.blocks.as_ref()?;
-        blocks.has(index).then_some((&**blocks, index))
+    /// The quantized base and the index of `param`, if `param` is quantized.
+    fn quantized_of(&self, param: ParamRef) -> Option<(&QuantizedBase, usize)> {
+        let ParamRef::Frozen(index) = param else { return None };
+        let quantized = self.base.as_ref()?.quantized.as_ref()?;
+        quantized.has(index).then_some((&**quantized, index))
     }
 
-    /// The matrix of a layer, for one operation: dequantised, if it is in blocks.
-    pub(crate) fn operand(&self, slot: Slot) -> Result<Operand<'_>> {
-        match self.blocks_of(slot) {
-            Some((blocks, index)) => blocks.dequantise(index),
-            None => Ok(Operand::Held(self.pack(slot))),
+    /// The matrix of a layer for one operation, dequantized if it is quantized.
+    pub(crate) fn weight(&self, param: ParamRef) -> Result<WeightRef<'_>> {
+        match self.quantized_of(param) {
+            Some((quantized, index)) => quantized.dequantise(index),
+            None => Ok(WeightRef::Dense(self.fused(param))),
         }
     }
 
-    /// Rows `ids` of a table that is in blocks, dequantised; `None` for one that is not.
-    pub(crate) fn gathered(&self, slot: Slot, ids: &[u32]) -> Result<Option<Operand<'_>>> {
-        self.blocks_of(slot).map(|(blocks, index)| blocks.gather(index, ids)).transpose()
+    /// Rows `ids` of a quantized table, dequantized; `None` for a dense table.
+    pub(crate) fn gathered(&self, param: ParamRef, ids: &[u32]) -> Result<Option<WeightRef<'_>>> {
+        self.quantized_of(param).map(|(quantized, index)| quantized.gather(index, ids)).transpose()
     }
 
-    /// The tensor of a layer: the weight of its product, in one piece. It is empty, but has the right type, if it is in
-    /// blocks.
+    /// The tensor of a layer. For a quantized matrix it is empty, but has the right dtype.
     ///
     /// # Panics
     /// If it is in the base and there is none.
-    pub(crate) fn pack(&self, slot: Slot) -> &Tensor {
-        match (slot, &self.base) {
-            (Slot::Own(index), _) => &self.packs[index],
-            (Slot::Base(index), Some(base)) => &base.packs[index],
-            (Slot::Base(_), None) => unreachable!("a model with adapters keeps its base"),
+    pub(crate) fn fused(&self, param: ParamRef) -> &Tensor {
+        match (param, &self.base) {
+            (ParamRef::Trainable(index), _) => &self.fused[index],
+            (ParamRef::Frozen(index), Some(base)) => &base.fused[index],
+            (ParamRef::Frozen(_), None) => unreachable!("a model with adapters keeps its base"),
         }
     }
 
     /// The tensor of a layer, unless it is frozen: where its gradient goes.
-    pub(crate) fn own(&self, slot: Slot) -> Option<&Tensor> {
-        match slot {
-            Slot::Own(index) => Some(&self.packs[index]),
-            Slot::Base(_) => None,
+    pub(crate) fn trainable(&self, param: ParamRef) -> Option<&Tensor> {
+        match param {
+            ParamRef::Trainable(index) => Some(&self.fused[index]),
+            ParamRef::Frozen(_) => None,
         }
     }
 
-    /// Pack `index` of the parameters themselves.
-    pub(crate) fn pack_at(&self, index: usize) -> &Tensor {
-        &self.packs[index]
+    /// Fused tensor `index` of the trained parameters.
+    pub(crate) fn fused_at(&self, index: usize) -> &Tensor {
+        &self.fused[index]
     }
 
-    /// The packs of a unit, by index.
-    pub fn packs_of(&self, unit: PrecisionUnit) -> Vec<usize> {
-        (0..self.packs.len()).filter(|&index| self.layout.packs[index].layer.unit() == unit).collect()
+    /// The indices of a unit's fused tensors.
+    pub fn fused_in(&self, unit: PrecisionUnit) -> Vec<usize> {
+        (0..self.fused.len()).filter(|&index| self.layout.fused[index].layer.unit() == unit).collect()
     }
 
     /// The tensor of a layer's weight or bias.
-    pub(crate) fn of_layer(&self, layer: Layer, role: ParamRole) -> Option<&Tensor> {
-        self.find_pack(layer, role).map(|slot| self.pack(slot))
+    pub(crate) fn of_module(&self, layer: ModuleId, role: ParamRole) -> Option<&Tensor> {
+        self.find_fused(layer, role).map(|param| self.fused(param))
     }
 
     /// Replaces the trained weight or bias of a layer by a copy, and returns the copy; `None` if there is none.
-    pub(crate) fn unshare(&mut self, layer: Layer, role: ParamRole) -> Result<Option<&Tensor>> {
-        let Some(Slot::Own(index)) = self.find_pack(layer, role) else { return Ok(None) };
-        self.replace_pack(index, self.packs[index].force_contiguous()?)?;
-        Ok(Some(&self.packs[index]))
+    pub(crate) fn unshare(&mut self, layer: ModuleId, role: ParamRole) -> Result<Option<&Tensor>> {
+        let Some(ParamRef::Trainable(index)) = self.find_fused(layer, role) else { return Ok(None) };
+        self.replace_fused(index, self.fused[index].force_contiguous()?)?;
+        Ok(Some(&self.fused[index]))
     }
 
-    /// Replaces pack `index` by a tensor of the same shape, for example with a different dtype.
-    pub fn replace_pack(&mut self, index: usize, tensor: Tensor) -> Result<()> {
-        let Pack { shape, layer, .. } = &self.layout.packs[index];
+    /// Replaces fused tensor `index` by a tensor of the same shape, for example with a different dtype.
+    pub fn replace_fused(&mut self, index: usize, tensor: Tensor) -> Result<()> {
+        let FusedTensor { shape, layer, .. } = &self.layout.fused[index];
         if tensor.dims() != shape {
             bail!("the weights of {layer:?} have the shape {shape:?}, not {:?}", tensor.dims());
         }
-        self.packs[index] = tensor;
+        self.fused[index] = tensor;
         self.view_members(index)
     }
 }
@@ -388,13 +392,13 @@ impl std::ops::Index<usize> for Parameters {
 }
 
 /// Fills `out` with initial values of a parameter, starting at value `first`, a multiple of four.
-pub fn draw(entry: &ParamSpec, seed: u64, first: usize, out: &mut [f32]) {
+pub fn sample_init(entry: &ParamSpec, seed: u64, first: usize, out: &mut [f32]) {
     let (stream, site) = (Stream::new(seed, Domain::Init), site_of(&entry.name));
     match entry.init {
-        Init::Zeros | Init::OutputNorms => out.fill(0.0),
-        Init::Ones => out.fill(1.0),
-        Init::Normal(std) => draw_normal(stream, site, std as f32, first, out),
-        Init::Uniform(bound) => {
+        ParamInit::Zeros | ParamInit::WeightNorm => out.fill(0.0),
+        ParamInit::Ones => out.fill(1.0),
+        ParamInit::Normal(std) => sample_normal(stream, site, std as f32, first, out),
+        ParamInit::Uniform(bound) => {
             stream.fill_uniform(site, 0, (first / 4) as u32, out);
             for x in out {
                 *x *= bound as f32;
@@ -404,7 +408,7 @@ pub fn draw(entry: &ParamSpec, seed: u64, first: usize, out: &mut [f32]) {
 }
 
 /// Fills `out` with normal numbers of standard deviation `std`, starting at the even number `first`.
-fn draw_normal(stream: Stream, site: u32, std: f32, first: usize, out: &mut [f32]) {
+fn sample_normal(stream: Stream, site: u32, std: f32, first: usize, out: &mut [f32]) {
     const PART: usize = 1 << 14;
     out.par_chunks_mut(PART).enumerate().for_each(|(part, out)| {
         vectorize(

@@ -1,22 +1,22 @@
 //! Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases on queries, keys and values, and windows in its upper layers if it
 //! has any.
 
-use super::architecture::{Architecture, Keys};
+use super::family::{ConfigReader, ModelFamily};
 use super::llama::{self, head_dim, layer_types, only_silu, sliding_layers, with_rope};
 use super::rope::Rope;
-use super::spec::{Biases, Family, Layer, ModelSpec, Sliding};
+use super::spec::{Biases, FamilyRef, ModelSpec, ModuleId, Sliding};
 use serde_json::Value;
 
 /// The family.
 pub(super) struct Qwen2;
 
 /// The defaults of transformers for missing keys of Qwen 2 and 3.
-pub(super) fn default(family: Family) -> ModelSpec {
+pub(super) fn default(family: FamilyRef) -> ModelSpec {
     ModelSpec {
         family,
         vocab_size: 151_936,
-        context: 32_768,
-        inner: 22_016,
+        max_position_embeddings: 32_768,
+        intermediate_size: 22_016,
         bos_token_id: None,
         eos_token_ids: Vec::new(),
         ..llama::default()
@@ -24,7 +24,12 @@ pub(super) fn default(family: Family) -> ModelSpec {
 }
 
 /// Reads the keys that Qwen 2 and 3 share; `head` is the default size of a head.
-pub(super) fn read(keys: &Keys<'_>, family: Family, head: Option<usize>, biases: Biases) -> Result<ModelSpec, String> {
+pub(super) fn read(
+    keys: &ConfigReader<'_>,
+    family: FamilyRef,
+    head: Option<usize>,
+    biases: Biases,
+) -> Result<ModelSpec, String> {
     only_silu(keys)?;
     let spec = llama::read(keys, default(family), Some(32))?;
     let spec = ModelSpec { head_dim: head_dim(keys, &spec, head)?, biases, ..spec };
@@ -32,10 +37,10 @@ pub(super) fn read(keys: &Keys<'_>, family: Family, head: Option<usize>, biases:
 }
 
 /// `spec` with the windows of Qwen 2 and 3.
-fn with_windows(keys: &Keys<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
-    let windows = keys.flag("use_sliding_window", false)? && keys.0.get("sliding_window") != Some(&Value::Null);
-    let from = keys.whole("max_window_layers", 28)?;
-    let layers = sliding_layers(keys, spec.layers, |layer| windows && layer >= from)?;
+fn with_windows(keys: &ConfigReader<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
+    let windows = keys.bool("use_sliding_window", false)? && keys.0.get("sliding_window") != Some(&Value::Null);
+    let from = keys.usize("max_window_layers", 28)?;
+    let layers = sliding_layers(keys, spec.num_layers, |layer| windows && layer >= from)?;
     if !layers.contains(&true) {
         return Ok(spec);
     }
@@ -43,7 +48,7 @@ fn with_windows(keys: &Keys<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
         return Err("`layer_types` has `sliding_attention`, but `use_sliding_window` is false".into());
     }
     let rope = spec.rope.clone().ok_or("no rotary position embeddings")?;
-    let sliding = Some(Sliding { window: keys.size("sliding_window", 4096)?, layers, rope });
+    let sliding = Some(Sliding { window: keys.positive_usize("sliding_window", 4096)?, layers, rope });
     Ok(ModelSpec { sliding, ..spec })
 }
 
@@ -54,7 +59,7 @@ pub(super) fn write_windows(json: &mut Value, spec: &ModelSpec) {
     json["layer_types"] = layer_types(spec);
 }
 
-impl Architecture for Qwen2 {
+impl ModelFamily for Qwen2 {
     fn model_type(&self) -> &'static str {
         "qwen2"
     }
@@ -65,24 +70,24 @@ impl Architecture for Qwen2 {
 
     fn named(&self, name: &str) -> Option<ModelSpec> {
         (name == "qwen2.5-0.5b").then(|| ModelSpec {
-            layers: 24,
-            width: 896,
+            num_layers: 24,
+            hidden_size: 896,
             heads: 14,
             kv_heads: 2,
             head_dim: 64,
-            inner: 4864,
+            intermediate_size: 4864,
             norm_eps: 1e-6,
             biases: Biases { qkv: true, out: false, mlp: false },
             rope: Some(Rope::plain(1e6)),
-            tied: true,
+            tie_word_embeddings: true,
             bos_token_id: Some(151_643),
             eos_token_ids: vec![151_643],
-            ..default(Family(&Qwen2))
+            ..default(FamilyRef(&Qwen2))
         })
     }
 
-    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
-        read(keys, Family(&Qwen2), None, Biases { qkv: true, out: false, mlp: false })
+    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
+        read(keys, FamilyRef(&Qwen2), None, Biases { qkv: true, out: false, mlp: false })
     }
 
     fn write(&self, spec: &ModelSpec) -> Value {
@@ -91,7 +96,7 @@ impl Architecture for Qwen2 {
         json
     }
 
-    fn layer_name(&self, layer: Layer) -> String {
+    fn layer_name(&self, layer: ModuleId) -> String {
         llama::layer_name(layer)
     }
 

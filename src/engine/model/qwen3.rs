@@ -1,15 +1,15 @@
 //! Qwen 3 (Yang et al., 2025): Llama with a norm on each head of queries and keys, and heads of 128 at every width.
 
-use super::architecture::{Architecture, Keys};
+use super::family::{ConfigReader, ModelFamily};
 use super::rope::Rope;
-use super::spec::{Biases, Family, Layer, ModelSpec};
+use super::spec::{Biases, FamilyRef, ModelSpec, ModuleId};
 use super::{llama, qwen2};
 use serde_json::Value;
 
 /// The family.
 pub(super) struct Qwen3;
 
-impl Architecture for Qwen3 {
+impl ModelFamily for Qwen3 {
     fn model_type(&self) -> &'static str {
         "qwen3"
     }
@@ -20,27 +20,27 @@ impl Architecture for Qwen3 {
 
     fn named(&self, name: &str) -> Option<ModelSpec> {
         (name == "qwen3-0.6b").then(|| ModelSpec {
-            context: 40_960,
-            layers: 28,
-            width: 1024,
+            max_position_embeddings: 40_960,
+            num_layers: 28,
+            hidden_size: 1024,
             heads: 16,
             kv_heads: 8,
             head_dim: 128,
-            inner: 3072,
+            intermediate_size: 3072,
             norm_eps: 1e-6,
             qk_norm: true,
             rope: Some(Rope::plain(1e6)),
-            tied: true,
+            tie_word_embeddings: true,
             bos_token_id: Some(151_643),
             eos_token_ids: vec![151_645],
-            ..qwen2::default(Family(&Qwen3))
+            ..qwen2::default(FamilyRef(&Qwen3))
         })
     }
 
-    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String> {
-        let attention = keys.flag("attention_bias", false)?;
+    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
+        let attention = keys.bool("attention_bias", false)?;
         let biases = Biases { qkv: attention, out: attention, mlp: false };
-        Ok(ModelSpec { qk_norm: true, ..qwen2::read(keys, Family(&Qwen3), Some(128), biases)? })
+        Ok(ModelSpec { qk_norm: true, ..qwen2::read(keys, FamilyRef(&Qwen3), Some(128), biases)? })
     }
 
     fn write(&self, spec: &ModelSpec) -> Value {
@@ -50,7 +50,7 @@ impl Architecture for Qwen3 {
         json
     }
 
-    fn layer_name(&self, layer: Layer) -> String {
+    fn layer_name(&self, layer: ModuleId) -> String {
         llama::layer_name(layer)
     }
 

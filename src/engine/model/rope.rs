@@ -4,7 +4,7 @@
 //! `rope_scaling`, whose `type` is now `rope_type`. The formulas are transformers', in FP32 where it uses FP32,
 //! because models were trained with frequencies rounded that way.
 
-use super::architecture::Keys;
+use super::family::ConfigReader;
 use serde_json::{Map, Value, json};
 use std::f64::consts::TAU;
 
@@ -91,7 +91,7 @@ impl Rope {
 
     /// The rotary embeddings of a configuration in which they are the same for all layers.
     pub(super) fn flat(config: &Map<String, Value>, theta: f64, max_position: usize) -> Result<Self, String> {
-        let theta = base(&Keys(config), "rope_theta", theta)?;
+        let theta = base(&ConfigReader(config), "rope_theta", theta)?;
         Self::refuse_partial(config)?;
         match parameters(config)? {
             Some((key, found)) if found.values().any(Value::is_object) => {
@@ -109,7 +109,7 @@ impl Rope {
         theta: [f64; 2],
         max_position: usize,
     ) -> Result<[Self; 2], String> {
-        let keys = Keys(config);
+        let keys = ConfigReader(config);
         let theta = [base(&keys, "rope_theta", theta[0])?, base(&keys, "rope_local_base_freq", theta[1])?];
         let plain = theta.map(Self::plain);
         Self::refuse_partial(config)?;
@@ -138,7 +138,7 @@ impl Rope {
     }
 
     fn refuse_partial(config: &Map<String, Value>) -> Result<(), String> {
-        match Keys(config).number("partial_rotary_factor", 1.0)? {
+        match ConfigReader(config).f64("partial_rotary_factor", 1.0)? {
             1.0 => Ok(()),
             other => Err(format!("`partial_rotary_factor` is {other}; only 1 is supported")),
         }
@@ -146,8 +146,8 @@ impl Rope {
 
     /// From the object that holds `rope_type` and its parameters.
     fn parse(parameters: &Map<String, Value>, theta: f64, max_position: usize) -> Result<Self, String> {
-        let keys = Keys(parameters);
-        let name = keys.text("rope_type", keys.text("type", "default")?)?;
+        let keys = ConfigReader(parameters);
+        let name = keys.str("rope_type", keys.str("type", "default")?)?;
         if !Self::TYPES.contains(&name) {
             return Err(format!("`rope_type` is `{name}`; supported: {}", quoted(&Self::TYPES)));
         }
@@ -163,15 +163,15 @@ impl Rope {
             }
         };
         let theta = base(&keys, "rope_theta", theta)?;
-        let original = keys.size("original_max_position_embeddings", max_position)?;
+        let original = keys.positive_usize("original_max_position_embeddings", max_position)?;
         let factor = || match parameters.get("factor") {
             Some(Value::Null) | None if name == "yarn" => positive("factor", max_position as f64 / original as f64),
             Some(Value::Null) | None => Err(format!("`factor` is missing; `rope_type` `{name}` needs it")),
-            Some(_) => positive("factor", keys.number("factor", 1.0)?),
+            Some(_) => positive("factor", keys.f64("factor", 1.0)?),
         };
         let required = |key: &str| match parameters.get(key) {
             Some(Value::Null) | None => Err(format!("`{key}` is missing; `rope_type` `{name}` needs it")),
-            Some(_) => positive(key, keys.number(key, 1.0)?),
+            Some(_) => positive(key, keys.f64(key, 1.0)?),
         };
         let kind = match name {
             "linear" => RopeType::Linear { factor: factor()? },
@@ -191,11 +191,11 @@ impl Rope {
             "yarn" => {
                 let factor = factor()?;
                 // As in transformers, 0 stands for a missing value.
-                let or_default = |key: &str, default: f64| match keys.number(key, default)? {
+                let or_default = |key: &str, default: f64| match keys.f64(key, default)? {
                     0.0 => Ok(default),
                     value => positive(key, value),
                 };
-                let (mscale, all_dim) = (keys.number("mscale", 0.0)?, keys.number("mscale_all_dim", 0.0)?);
+                let (mscale, all_dim) = (keys.f64("mscale", 0.0)?, keys.f64("mscale_all_dim", 0.0)?);
                 let magnitude = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
                 let suggested = if mscale != 0.0 && all_dim != 0.0 {
                     magnitude(mscale) / magnitude(all_dim)
@@ -204,11 +204,11 @@ impl Rope {
                 };
                 RopeType::Yarn {
                     factor,
-                    attention_factor: positive("attention_factor", keys.number("attention_factor", suggested)?)?,
+                    attention_factor: positive("attention_factor", keys.f64("attention_factor", suggested)?)?,
                     beta_fast: or_default("beta_fast", 32.0)?,
                     beta_slow: or_default("beta_slow", 1.0)?,
                     original_max_position_embeddings: original,
-                    truncate: keys.flag("truncate", true)?,
+                    truncate: keys.bool("truncate", true)?,
                 }
             }
             _ => RopeType::Default,
@@ -323,8 +323,8 @@ impl Rope {
 }
 
 /// The base of the frequencies.
-fn base(keys: &Keys<'_>, key: &str, default: f64) -> Result<f64, String> {
-    let theta = keys.number(key, default)?;
+fn base(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64, String> {
+    let theta = keys.f64(key, default)?;
     if theta.is_finite() && theta > 1.0 { Ok(theta) } else { Err(format!("`{key}` is {theta}; it must be above 1")) }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A family (`gpt2.rs` and its siblings) reads a `config.json` into a [`ModelSpec`]; everything else asks the spec.
 
-use super::architecture::{self, Architecture, Keys, named};
+use super::family::{self, ConfigReader, ModelFamily, named};
 use super::lora::Lora;
 use super::rope::Rope;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
@@ -15,9 +15,9 @@ use std::fmt;
 
 /// A model family: the keys of its `config.json` and the names of its tensors.
 #[derive(Clone, Copy)]
-pub struct Family(pub(super) &'static dyn Architecture);
+pub struct FamilyRef(pub(super) &'static dyn ModelFamily);
 
-impl Family {
+impl FamilyRef {
     /// Its `model_type` in `config.json`.
     pub fn model_type(self) -> &'static str {
         self.0.model_type()
@@ -39,13 +39,13 @@ impl Family {
     }
 }
 
-impl PartialEq for Family {
+impl PartialEq for FamilyRef {
     fn eq(&self, other: &Self) -> bool {
         self.model_type() == other.model_type()
     }
 }
 
-impl fmt::Debug for Family {
+impl fmt::Debug for FamilyRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.model_type())
     }
@@ -89,15 +89,15 @@ pub struct Sliding {
 #[expect(clippy::struct_excessive_bools, reason = "families differ in these ways independently")]
 pub struct ModelSpec {
     /// Its family.
-    pub family: Family,
+    pub family: FamilyRef,
     /// V: rows of the token embedding.
     pub vocab_size: usize,
     /// The longest context in tokens.
-    pub context: usize,
+    pub max_position_embeddings: usize,
     /// D: the width of the residual stream.
-    pub width: usize,
+    pub hidden_size: usize,
     /// The number of blocks.
-    pub layers: usize,
+    pub num_layers: usize,
     /// Query heads of a block.
     pub heads: usize,
     /// Key and value heads of a block; divides `heads`.
@@ -105,7 +105,7 @@ pub struct ModelSpec {
     /// Width of a head.
     pub head_dim: usize,
     /// The width inside the MLP.
-    pub inner: usize,
+    pub intermediate_size: usize,
     /// The normalisation.
     pub norm: Norm,
     /// Added to its variance under the square root.
@@ -115,7 +115,7 @@ pub struct ModelSpec {
     /// The layout of weights.
     pub weight_layout: WeightLayout,
     /// Whether queries, keys and values are one tensor in files.
-    pub packed_qkv: bool,
+    pub fused_qkv: bool,
     /// Which layers have a bias.
     pub biases: Biases,
     /// Whether a learned position embedding is added to the token embedding.
@@ -129,11 +129,11 @@ pub struct ModelSpec {
     /// Whether each head of queries and keys is normalised.
     pub qk_norm: bool,
     /// Whether what attention and MLP add to the residual stream is normalised.
-    pub branch_norms: bool,
+    pub post_norms: bool,
     /// Whether the tokens' embeddings are multiplied by `√width`.
     pub scaled_embedding: bool,
     /// Whether the head's matrix is the token embedding.
-    pub tied: bool,
+    pub tie_word_embeddings: bool,
     /// Dropout probabilities.
     pub dropout: DropoutRates,
     /// Standard deviation of freshly drawn weights.
@@ -158,11 +158,11 @@ pub enum NormRole {
     /// The norm of each key head.
     Key,
     /// After attention, before its output is added to the residual stream.
-    AttentionBranch,
+    PostAttention,
     /// Before the MLP.
     Mlp,
     /// After the MLP, before its output is added to the residual stream.
-    MlpBranch,
+    PostMlp,
     /// Before the head.
     Final,
 }
@@ -191,8 +191,8 @@ pub enum LinearRole {
 }
 
 impl LinearRole {
-    /// The product that this is a part of.
-    const fn packed(self, activation: Activation) -> Self {
+    /// The fused layer that contains this one.
+    const fn fused(self, activation: Activation) -> Self {
         match self {
             Self::Query | Self::Key | Self::Value => Self::Qkv,
             Self::Gate => Self::GateUp,
@@ -204,7 +204,7 @@ impl LinearRole {
 
 /// An operation of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Op {
+pub enum ModuleOp {
     /// The token embedding.
     Embedding,
     /// The position embedding.
@@ -216,32 +216,32 @@ pub enum Op {
     /// Attention itself.
     Attention,
     /// The residual stream after attention.
-    AttentionSum,
+    AttnResidual,
     /// The MLP's activation.
     Activation,
     /// The residual stream after the MLP.
-    MlpSum,
+    MlpResidual,
     /// The language-model head.
     Head,
 }
 
-/// An operation at its place.
+/// The address of an operation in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Layer {
+pub struct ModuleId {
     /// The index of its block; `None` outside the blocks.
     pub block: Option<usize>,
     /// Its operation.
-    pub op: Op,
+    pub op: ModuleOp,
 }
 
-impl Layer {
-    /// A layer outside the blocks.
-    pub const fn outer(op: Op) -> Self {
+impl ModuleId {
+    /// A module outside the blocks.
+    pub const fn global(op: ModuleOp) -> Self {
         Self { block: None, op }
     }
 
-    /// A layer of block `block`.
-    pub const fn inner(block: usize, op: Op) -> Self {
+    /// A module of block `block`.
+    pub const fn in_block(block: usize, op: ModuleOp) -> Self {
         Self { block: Some(block), op }
     }
 
@@ -253,7 +253,7 @@ impl Layer {
 
 /// A parameter's initial values.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Init {
+pub enum ParamInit {
     /// Zeros.
     Zeros,
     /// Ones.
@@ -262,8 +262,8 @@ pub enum Init {
     Normal(f64),
     /// Uniform values between this bound and its negative.
     Uniform(f64),
-    /// The length of the base's weights of each output.
-    OutputNorms,
+    /// The norm of the base's weights of each output.
+    WeightNorm,
 }
 
 /// The role of a parameter in its layer.
@@ -277,33 +277,33 @@ pub enum ParamRole {
     LoraA,
     /// The second factor, `[out, r]`.
     LoraB,
-    /// DoRA's lengths of the outputs' weights, `[out]`.
+    /// DoRA's magnitudes, `[out]`.
     Magnitude,
 }
 
-/// A parameter: what it is called, how large it is, whose it is and how it is trained.
+/// A parameter: its name, shape, layer, initial values and weight decay.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
     /// Hugging Face's name without a prefix such as `transformer.`.
     pub name: String,
     /// Dimensions, outermost first.
     pub shape: Vec<usize>,
-    /// The layer whose it is.
-    pub layer: Layer,
+    /// The layer that has it.
+    pub layer: ModuleId,
     /// Its role in that layer.
     pub role: ParamRole,
     /// Its initial values.
-    pub init: Init,
+    pub init: ParamInit,
     /// Whether weight decay acts on it.
     pub decay: bool,
-    /// The layer whose product it is a part of, stacked along the first dimension in order of [`LinearRole`].
-    pub pack: Layer,
+    /// The layer whose fused tensor contains it, stacked along the first dimension in order of [`LinearRole`].
+    pub fused_into: ModuleId,
 }
 
 impl ModelSpec {
     /// The names [`ModelSpec::named`] knows.
     pub fn names() -> Vec<&'static str> {
-        super::architecture::names()
+        super::family::names()
     }
 
     /// The built-in architecture `name`, without dropout.
@@ -326,7 +326,7 @@ impl ModelSpec {
 
     /// Like [`Self::from_json`], from a parsed `config.json`.
     pub(crate) fn from_config(json: &Map<String, Value>) -> Result<Self, String> {
-        architecture::read(&Keys(json))
+        family::read(&ConfigReader(json))
     }
 
     /// The `config.json`, without the type of the weights.
@@ -348,11 +348,19 @@ impl ModelSpec {
     /// The same family with other dimensions: as many key heads as query heads, and an MLP of four times the width.
     #[must_use]
     pub fn resized(self, layers: usize, width: usize, heads: usize) -> Self {
-        Self { layers, width, heads, kv_heads: heads, head_dim: width / heads, inner: 4 * width, ..self }
+        Self {
+            num_layers: layers,
+            hidden_size: width,
+            heads,
+            kv_heads: heads,
+            head_dim: width / heads,
+            intermediate_size: 4 * width,
+            ..self
+        }
     }
 
     /// The display name of a layer: its parameters' name without `.weight`.
-    pub fn layer_name(&self, layer: Layer) -> String {
+    pub fn layer_name(&self, layer: ModuleId) -> String {
         self.family.0.layer_name(layer)
     }
 
@@ -373,31 +381,31 @@ impl ModelSpec {
 
     /// The norms of a block, and the columns of each.
     fn norms(&self) -> Vec<(NormRole, usize)> {
-        let mut norms = vec![(NormRole::Attention, self.width), (NormRole::Mlp, self.width)];
+        let mut norms = vec![(NormRole::Attention, self.hidden_size), (NormRole::Mlp, self.hidden_size)];
         if self.qk_norm {
             norms.extend([(NormRole::Query, self.head_dim), (NormRole::Key, self.head_dim)]);
         }
-        if self.branch_norms {
-            norms.extend([(NormRole::AttentionBranch, self.width), (NormRole::MlpBranch, self.width)]);
+        if self.post_norms {
+            norms.extend([(NormRole::PostAttention, self.hidden_size), (NormRole::PostMlp, self.hidden_size)]);
         }
         norms
     }
 
     /// Columns of the heads' outputs, side by side.
-    pub fn attended_width(&self) -> usize {
+    pub fn attn_out_size(&self) -> usize {
         self.heads * self.head_dim
     }
 
     /// Columns of the activation's input.
     pub fn up_width(&self) -> usize {
-        if self.activation.is_gated() { 2 * self.inner } else { self.inner }
+        if self.activation.is_gated() { 2 * self.intermediate_size } else { self.intermediate_size }
     }
 
     /// The linear layers of a block as files have them, each with its input and output columns and its bias.
     fn linears(&self) -> Vec<(LinearRole, [usize; 2], bool)> {
-        let (d, queries, keys) = (self.width, self.attended_width(), self.kv_heads * self.head_dim);
+        let (d, queries, keys) = (self.hidden_size, self.attn_out_size(), self.kv_heads * self.head_dim);
         let Biases { qkv, out, mlp } = self.biases;
-        let mut linears = if self.packed_qkv {
+        let mut linears = if self.fused_qkv {
             vec![(LinearRole::Qkv, [d, self.qkv_width()], qkv)]
         } else {
             vec![
@@ -408,30 +416,33 @@ impl ModelSpec {
         };
         linears.push((LinearRole::Out, [queries, d], out));
         if self.activation.is_gated() {
-            linears.push((LinearRole::Gate, [d, self.inner], mlp));
+            linears.push((LinearRole::Gate, [d, self.intermediate_size], mlp));
         }
-        linears.extend([(LinearRole::Up, [d, self.inner], mlp), (LinearRole::Down, [self.inner, d], mlp)]);
+        linears.extend([
+            (LinearRole::Up, [d, self.intermediate_size], mlp),
+            (LinearRole::Down, [self.intermediate_size, d], mlp),
+        ]);
         linears
     }
 
     /// The linear layers of all blocks as files have them, each with the layer of its product, and its input and output
     /// columns.
-    pub(super) fn linear_layers(&self) -> Vec<(Layer, Layer, [usize; 2])> {
+    pub(super) fn linear_layers(&self) -> Vec<(ModuleId, ModuleId, [usize; 2])> {
         let layers = |block| {
-            let layer = move |role| Layer::inner(block, Op::Linear(role));
+            let layer = move |role| ModuleId::in_block(block, ModuleOp::Linear(role));
             let place = move |(role, columns, _): (LinearRole, [usize; 2], bool)| {
-                (layer(role), layer(role.packed(self.activation)), columns)
+                (layer(role), layer(role.fused(self.activation)), columns)
             };
             self.linears().into_iter().map(place)
         };
-        (0..self.layers).flat_map(layers).collect()
+        (0..self.num_layers).flat_map(layers).collect()
     }
 
     /// The products with adapters: how many of its layers have one, how many layers it has, and its outputs.
     pub(super) fn adapted_products(&self) -> Vec<(usize, usize, usize)> {
-        let mut products = BTreeMap::<Layer, (usize, usize, usize)>::new();
-        for (layer, pack, [_, columns]) in self.linear_layers() {
-            let (members, parts, outputs) = products.entry(pack).or_default();
+        let mut products = BTreeMap::<ModuleId, (usize, usize, usize)>::new();
+        for (layer, fused_into, [_, columns]) in self.linear_layers() {
+            let (members, parts, outputs) = products.entry(fused_into).or_default();
             *members += usize::from(self.lora.as_ref().is_some_and(|lora| lora.targets.contains(&layer)));
             (*parts, *outputs) = (*parts + 1, *outputs + columns);
         }
@@ -445,73 +456,81 @@ impl ModelSpec {
         self.lora.as_ref().map_or_else(|| base.clone(), |lora| lora.parameters(self, base.clone()))
     }
 
-    /// Every parameter that is not: the base of adapters.
+    /// Every parameter that is not trained: the base of adapters.
     pub fn frozen_parameters(&self) -> Vec<ParamSpec> {
         let Some(lora) = &self.lora else { return Vec::new() };
-        self.base_parameters().into_iter().filter(|entry| !lora.saved.contains(&entry.layer)).collect()
+        self.base_parameters().into_iter().filter(|entry| !lora.modules_to_save.contains(&entry.layer)).collect()
     }
 
     /// The frozen matrices that stay in quantized blocks: all parts of their product are quantized.
-    pub fn in_blocks(&self) -> BTreeMap<String, GgmlDType> {
+    pub fn quantized_params(&self) -> BTreeMap<String, GgmlDType> {
         let frozen = self.frozen_parameters();
         let quantised = |entry: &&ParamSpec| self.quantised.contains_key(&entry.name);
-        let dense: BTreeSet<Layer> = frozen
+        let dense: BTreeSet<ModuleId> = frozen
             .iter()
             .filter(|entry| entry.role == ParamRole::Weight && !quantised(entry))
-            .map(|entry| entry.pack)
+            .map(|entry| entry.fused_into)
             .collect();
-        let whole = frozen.iter().filter(quantised).filter(|entry| !dense.contains(&entry.pack));
+        let whole = frozen.iter().filter(quantised).filter(|entry| !dense.contains(&entry.fused_into));
         whole.map(|entry| (entry.name.clone(), self.quantised[&entry.name])).collect()
     }
 
     /// The parameters of the model without adapters. Only an untied head has a matrix.
     pub fn base_parameters(&self) -> Vec<ParamSpec> {
-        let d = self.width;
+        let d = self.hidden_size;
         let std = self.initializer_range;
         let mut parameters = Vec::new();
-        let mut push = |layer: Layer, bias: bool, shape: Vec<usize>, init: Init, pack: Layer| {
+        let mut push = |layer: ModuleId, bias: bool, shape: Vec<usize>, init: ParamInit, fused_into: ModuleId| {
             let name = format!("{}.{}", self.layer_name(layer), if bias { "bias" } else { "weight" });
             let role = if bias { ParamRole::Bias } else { ParamRole::Weight };
-            parameters.push(ParamSpec { name, decay: shape.len() >= 2, shape, layer, role, init, pack });
+            parameters.push(ParamSpec { name, decay: shape.len() >= 2, shape, layer, role, init, fused_into });
         };
-        let norm = |layer: Layer, columns, push: &mut dyn FnMut(Layer, bool, Vec<usize>, Init, Layer)| match self.norm {
-            Norm::Layer => {
-                push(layer, false, vec![columns], Init::Ones, layer);
-                push(layer, true, vec![columns], Init::Zeros, layer);
-            }
-            Norm::Rms { unit_offset } => {
-                push(layer, false, vec![columns], if unit_offset { Init::Zeros } else { Init::Ones }, layer);
+        let norm = |layer: ModuleId, columns, push: &mut dyn FnMut(ModuleId, bool, Vec<usize>, ParamInit, ModuleId)| {
+            match self.norm {
+                Norm::Layer => {
+                    push(layer, false, vec![columns], ParamInit::Ones, layer);
+                    push(layer, true, vec![columns], ParamInit::Zeros, layer);
+                }
+                Norm::Rms { unit_offset } => {
+                    push(
+                        layer,
+                        false,
+                        vec![columns],
+                        if unit_offset { ParamInit::Zeros } else { ParamInit::Ones },
+                        layer,
+                    );
+                }
             }
         };
-        let outer = |op, rows| (Layer::outer(op), rows);
-        let mut tables = vec![outer(Op::Embedding, self.vocab_size)];
+        let outer = |op, rows| (ModuleId::global(op), rows);
+        let mut tables = vec![outer(ModuleOp::Embedding, self.vocab_size)];
         if self.learned_positions {
-            tables.push(outer(Op::Positions, self.context));
+            tables.push(outer(ModuleOp::Positions, self.max_position_embeddings));
         }
-        if !self.tied {
-            tables.push(outer(Op::Head, self.vocab_size));
+        if !self.tie_word_embeddings {
+            tables.push(outer(ModuleOp::Head, self.vocab_size));
         }
         for (layer, rows) in tables {
-            push(layer, false, vec![rows, d], Init::Normal(std), layer);
+            push(layer, false, vec![rows, d], ParamInit::Normal(std), layer);
         }
-        norm(Layer::outer(Op::Norm(NormRole::Final)), d, &mut push);
+        norm(ModuleId::global(ModuleOp::Norm(NormRole::Final)), d, &mut push);
         // Layers that close a residual branch start narrower (Radford et al., 2019).
-        let closing = std / (2.0 * self.layers as f64).sqrt();
-        for block in 0..self.layers {
+        let closing = std / (2.0 * self.num_layers as f64).sqrt();
+        for block in 0..self.num_layers {
             for (role, columns) in self.norms() {
-                norm(Layer::inner(block, Op::Norm(role)), columns, &mut push);
+                norm(ModuleId::in_block(block, ModuleOp::Norm(role)), columns, &mut push);
             }
             for (role, [rows, columns], bias) in self.linears() {
-                let layer = Layer::inner(block, Op::Linear(role));
-                let pack = Layer::inner(block, Op::Linear(role.packed(self.activation)));
+                let layer = ModuleId::in_block(block, ModuleOp::Linear(role));
+                let fused_into = ModuleId::in_block(block, ModuleOp::Linear(role.fused(self.activation)));
                 let std = if matches!(role, LinearRole::Out | LinearRole::Down) { closing } else { std };
                 let shape = match self.weight_layout {
                     WeightLayout::InOut => vec![rows, columns],
                     WeightLayout::OutIn => vec![columns, rows],
                 };
-                push(layer, false, shape, Init::Normal(std), pack);
+                push(layer, false, shape, ParamInit::Normal(std), fused_into);
                 if bias {
-                    push(layer, true, vec![columns], Init::Zeros, pack);
+                    push(layer, true, vec![columns], ParamInit::Zeros, fused_into);
                 }
             }
         }
@@ -521,7 +540,7 @@ impl ModelSpec {
 
     /// Whether the head's matrix has a gradient.
     pub(super) fn trains_head(&self) -> bool {
-        self.lora.as_ref().is_none_or(|lora| lora.saved.contains(&Layer::outer(Op::Head)))
+        self.lora.as_ref().is_none_or(|lora| lora.modules_to_save.contains(&ModuleId::global(ModuleOp::Head)))
     }
 
     /// The number of trained parameters.
@@ -534,14 +553,15 @@ impl ModelSpec {
 
     /// The number of parameters without adapters, a tied head counted once; at most `u64::MAX`.
     pub fn parameter_count(&self) -> u64 {
-        let [v, c, d, layers] = [self.vocab_size, self.context, self.width, self.layers].map(|dim| dim as u128);
+        let [v, c, d, layers] =
+            [self.vocab_size, self.max_position_embeddings, self.hidden_size, self.num_layers].map(|dim| dim as u128);
         let norm = |columns: u128| if self.norm == Norm::Layer { 2 * columns } else { columns };
         let linear = |(_, [rows, columns], bias): (LinearRole, [usize; 2], bool)| {
             rows as u128 * columns as u128 + if bias { columns as u128 } else { 0 }
         };
         let linears: u128 = self.linears().into_iter().map(linear).sum();
         let positions = if self.learned_positions { c * d } else { 0 };
-        let head = if self.tied { 0 } else { v * d };
+        let head = if self.tie_word_embeddings { 0 } else { v * d };
         let norms: u128 = self.norms().into_iter().map(|(_, columns)| norm(columns as u128)).sum();
         let count = v * d + positions + head + norm(d) + layers * (norms + linears);
         u64::try_from(count).unwrap_or(u64::MAX)

@@ -4,9 +4,9 @@
 //! before the MLP, and 2·N·(6·D + F) bytes for the backward pass: two norms, queries, keys and values, attention's
 //! output and the activation's input.
 
-mod narrow;
+mod views;
 
-use super::adapter::{AdapterBuffers, AdapterPass, low_columns};
+use super::adapter::{AdapterBuffers, AdapterPass, total_rank};
 use super::rope::Rope;
 use super::spec::ModelSpec;
 use crate::engine::kernels::Normed;
@@ -19,28 +19,28 @@ use serde::{Deserialize, Serialize};
 use std::cell::Cell;
 use std::ops::Range;
 
-/// Activations that the forward pass keeps for the backward pass.
+/// Activation checkpointing: the activations that the forward pass keeps for the backward pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Keep {
-    /// Every activation but the output of the MLP's, which its derivative computes again.
+pub enum Checkpointing {
+    /// Keeps every activation except the output of the MLP's activation function, which the backward pass recomputes.
     #[default]
     #[serde(rename = "none")]
-    All,
-    /// The input of each block; the backward pass computes the rest again (gradient checkpointing; Chen et al., 2016).
+    None,
+    /// Keeps the input of each block. The backward pass recomputes the rest (Chen et al., 2016).
     #[serde(rename = "block")]
-    BlockInput,
+    PerBlock,
 }
 
 /// Normalised heads of queries and keys.
 #[derive(Debug)]
-pub(super) struct HeadNorms<T = Tensor> {
+pub(super) struct QkNorms<T = Tensor> {
     /// Queries and keys, normalised.
     pub(super) out: T,
     /// `[N · heads]` and `[N · kv_heads]`, FP32.
     pub(super) rstd: [T; 2],
 }
 
-impl<T> HeadNorms<T> {
+impl<T> QkNorms<T> {
     pub(super) fn lay_out(spec: &ModelSpec, rows: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
         let [queries, keys, _] = spec.qkv_widths();
         let statistics = |heads: usize| allocate(&[rows * heads], DType::F32);
@@ -51,12 +51,12 @@ impl<T> HeadNorms<T> {
 
 /// Cosines and sines of rotary position embeddings.
 #[derive(Debug, Default)]
-pub(super) struct Rotations {
+pub(super) struct RopeCaches {
     full: Option<Table>,
     sliding: Option<Table>,
 }
 
-impl Rotations {
+impl RopeCaches {
     /// The tables of `positions` in a sequence that ends with them.
     pub(super) fn new(spec: &ModelSpec, positions: Range<usize>, device: &Device) -> Result<Self> {
         let table = |rope: &Rope| {
@@ -75,20 +75,20 @@ impl Rotations {
 
 /// The input of a post-norm, and its statistics.
 #[derive(Debug)]
-pub(super) struct BranchNorm<T = Tensor> {
+pub(super) struct PostNorm<T = Tensor> {
     /// `[N, D]`, compute type.
     pub(super) input: T,
     /// `[N]`, FP32.
     pub(super) rstd: T,
 }
 
-impl<T> BranchNorm<T> {
+impl<T> PostNorm<T> {
     pub(super) fn lay_out(spec: &ModelSpec, rows: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
-        Ok(Self { input: allocate(&[rows, spec.width], compute)?, rstd: allocate(&[rows], DType::F32)? })
+        Ok(Self { input: allocate(&[rows, spec.hidden_size], compute)?, rstd: allocate(&[rows], DType::F32)? })
     }
 }
 
-impl BranchNorm {
+impl PostNorm {
     /// The norm's result, with its output in a buffer that is overwritten in turn.
     pub(super) fn into(&self, out: &Tensor) -> Normed {
         Normed { out: out.clone(), mean: None, rstd: self.rstd.clone() }
@@ -97,27 +97,27 @@ impl BranchNorm {
 
 /// The activations of one block's forward pass that its backward pass reads.
 #[derive(Debug)]
-pub(super) struct Activations<T = Tensor> {
+pub(super) struct BlockActivations<T = Tensor> {
     pub(super) attention_norm: Normed<T>,
     pub(super) qkv: T,
-    pub(super) heads: Option<HeadNorms<T>>,
+    pub(super) heads: Option<QkNorms<T>>,
     pub(super) attended: T,
     pub(super) lse: T,
-    pub(super) attention_branch: Option<BranchNorm<T>>,
+    pub(super) post_attention: Option<PostNorm<T>>,
     /// The residual stream between attention and MLP.
     pub(super) middle: T,
     pub(super) mlp_norm: Normed<T>,
     /// The activation's input.
     pub(super) up: T,
-    pub(super) mlp_branch: Option<BranchNorm<T>>,
-    /// Between the factors of adapters, `[N · low_columns]`.
-    low: Option<T>,
+    pub(super) post_mlp: Option<PostNorm<T>>,
+    /// Between the factors of adapters, `[N · total_rank]`.
+    a_out: Option<T>,
 }
 
-impl Activations {
+impl BlockActivations {
     /// The buffers of the block's adapters.
-    pub(super) fn adapters<'a>(&'a self, scratch: &'a Scratch) -> AdapterPass<'a> {
-        AdapterPass { buffers: scratch.adapter.as_ref(), low: self.low.as_ref() }
+    pub(super) fn adapters<'a>(&'a self, scratch: &'a LayerScratch) -> AdapterPass<'a> {
+        AdapterPass { buffers: scratch.adapter.as_ref(), a_out: self.a_out.as_ref() }
     }
 }
 
@@ -128,28 +128,28 @@ impl Activations {
 #[derive(Debug)]
 pub struct Workspace<T = Tensor> {
     policy: PrecisionPolicy,
-    keep: Keep,
+    keep: Checkpointing,
     train: bool,
     pub(super) batch: usize,
     pub(super) seq_len: usize,
-    /// The documents of the current tokens, as in [`Tokens`](super::Tokens); empty if each sequence is one.
+    /// The documents of the current tokens, as in [`InputIds`](super::Tokens); empty if each sequence is one.
     pub(super) documents: Vec<u32>,
     /// The compute type of each block.
     compute: Vec<DType>,
     /// The residual stream as each block receives it, and last as it leaves the last one.
     pub(super) stream: Vec<T>,
     /// One for each block where all is kept, else none.
-    blocks: Vec<Activations<T>>,
+    blocks: Vec<BlockActivations<T>>,
     pub(super) final_norm: Normed<T>,
     pub(super) head: HeadWorkspace<T>,
-    pub(super) backward: Option<StreamGradient<T>>,
+    pub(super) backward: Option<ResidualGrad<T>>,
     /// One entry for the policy's compute dtype, and one for every other dtype in use.
-    scratch: Vec<Scratch<T>>,
-    pub(super) rotations: Rotations,
+    scratch: Vec<LayerScratch<T>>,
+    pub(super) rope_caches: RopeCaches,
 }
 
 #[derive(Debug)]
-pub(super) struct StreamGradient<T = Tensor> {
+pub(super) struct ResidualGrad<T = Tensor> {
     /// Gradient of the residual stream.
     pub(super) stream: T,
     /// Scratch of the embedding's gradient; the first backward pass gives it its length.
@@ -158,23 +158,23 @@ pub(super) struct StreamGradient<T = Tensor> {
 
 /// Scratch buffers of the layers of one compute type.
 #[derive(Debug)]
-pub(super) struct Scratch<T = Tensor> {
+pub(super) struct LayerScratch<T = Tensor> {
     compute: DType,
-    /// A branch's output before it joins the stream; in the backward pass, its gradient.
+    /// The output of attention or MLP before it is added to the residual stream; in the backward pass, its gradient.
     pub(super) branch: T,
     /// The activation's output. The backward pass recomputes it cheaply, which saves a sixth of the kept activations.
     pub(super) activated: T,
     adapter: Option<AdapterBuffers<T>>,
-    gradients: Option<BranchGradients<T>>,
+    gradients: Option<SublayerGrads<T>>,
     /// A block's activations, if they are recomputed.
-    block: Option<Activations<T>>,
+    block: Option<BlockActivations<T>>,
 }
 
 #[derive(Debug)]
-pub(super) struct BranchGradients<T = Tensor> {
+pub(super) struct SublayerGrads<T = Tensor> {
     /// Gradient of a norm's output, `[N, D]`.
     pub(super) normed: T,
-    /// Gradient of the input of a branch's norm.
+    /// Gradient of the input of a post-norm.
     pub(super) branch: Option<T>,
     /// Gradient of normalised queries and keys.
     pub(super) query_key: Option<T>,
@@ -187,7 +187,7 @@ pub(super) struct BranchGradients<T = Tensor> {
     up: Option<T>,
 }
 
-impl<T> BranchGradients<T> {
+impl<T> SublayerGrads<T> {
     pub(super) fn attended(&self) -> &T {
         self.attended.as_ref().unwrap_or(&self.normed)
     }
@@ -216,7 +216,7 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
     }
 }
 
-impl<T> Activations<T> {
+impl<T> BlockActivations<T> {
     fn lay_out(
         spec: &ModelSpec,
         tokens: usize,
@@ -225,37 +225,37 @@ impl<T> Activations<T> {
         allocate: Allocate<'_, T>,
     ) -> Result<Self> {
         let rows = |columns: usize, dtype| allocate(&[tokens, columns], dtype);
-        let norm = || Normed::lay_out(spec.norm, tokens, spec.width, compute, allocate);
-        let branch = || spec.branch_norms.then(|| BranchNorm::lay_out(spec, tokens, compute, allocate)).transpose();
+        let norm = || Normed::lay_out(spec.norm, tokens, spec.hidden_size, compute, allocate);
+        let branch = || spec.post_norms.then(|| PostNorm::lay_out(spec, tokens, compute, allocate)).transpose();
         Ok(Self {
             attention_norm: norm()?,
             qkv: rows(spec.qkv_width(), compute)?,
-            heads: spec.qk_norm.then(|| HeadNorms::lay_out(spec, tokens, compute, allocate)).transpose()?,
-            attended: rows(spec.attended_width(), compute)?,
+            heads: spec.qk_norm.then(|| QkNorms::lay_out(spec, tokens, compute, allocate)).transpose()?,
+            attended: rows(spec.attn_out_size(), compute)?,
             lse: allocate(&[tokens * spec.heads], DType::F32)?,
-            attention_branch: branch()?,
-            middle: rows(spec.width, stream)?,
+            post_attention: branch()?,
+            middle: rows(spec.hidden_size, stream)?,
             mlp_norm: norm()?,
             up: rows(spec.up_width(), compute)?,
-            mlp_branch: branch()?,
-            low: lay_out_low(spec, tokens, compute, allocate)?,
+            post_mlp: branch()?,
+            a_out: lay_out_a_out(spec, tokens, compute, allocate)?,
         })
     }
 }
 
 /// The buffer between the factors of a block's adapters.
-pub(super) fn lay_out_low<T>(
+pub(super) fn lay_out_a_out<T>(
     spec: &ModelSpec,
     tokens: usize,
     compute: DType,
     allocate: Allocate<'_, T>,
 ) -> Result<Option<T>> {
-    let columns = low_columns(spec);
+    let columns = total_rank(spec);
     (columns > 0).then(|| allocate(&[tokens * columns], compute)).transpose()
 }
 
-impl<T> Scratch<T> {
-    pub(super) fn gradients(&self) -> Result<&BranchGradients<T>> {
+impl<T> LayerScratch<T> {
+    pub(super) fn gradients(&self) -> Result<&SublayerGrads<T>> {
         match &self.gradients {
             Some(gradients) => Ok(gradients),
             None => bail!("this workspace has no buffers for a backward pass"),
@@ -266,30 +266,30 @@ impl<T> Scratch<T> {
         spec: &ModelSpec,
         tokens: usize,
         (compute, stream): (DType, DType),
-        (train, keep): (bool, Keep),
+        (train, keep): (bool, Checkpointing),
         allocate: Allocate<'_, T>,
     ) -> Result<Self> {
         let rows = |columns: usize| allocate(&[tokens, columns], compute);
-        let gradients = || -> Result<BranchGradients<T>> {
-            let wide = spec.attended_width() != spec.width;
-            Ok(BranchGradients {
-                normed: rows(spec.width)?,
-                branch: spec.branch_norms.then(|| rows(spec.width)).transpose()?,
+        let gradients = || -> Result<SublayerGrads<T>> {
+            let wide = spec.attn_out_size() != spec.hidden_size;
+            Ok(SublayerGrads {
+                normed: rows(spec.hidden_size)?,
+                branch: spec.post_norms.then(|| rows(spec.hidden_size)).transpose()?,
                 query_key: spec.qk_norm.then(|| rows(spec.qkv_widths()[..2].iter().sum())).transpose()?,
-                attended: wide.then(|| rows(spec.attended_width())).transpose()?,
+                attended: wide.then(|| rows(spec.attn_out_size())).transpose()?,
                 qkv: rows(spec.qkv_width())?,
-                activated: rows(spec.inner)?,
+                activated: rows(spec.intermediate_size)?,
                 up: spec.activation.is_gated().then(|| rows(spec.up_width())).transpose()?,
             })
         };
-        let block = || Activations::lay_out(spec, tokens, compute, stream, allocate);
+        let block = || BlockActivations::lay_out(spec, tokens, compute, stream, allocate);
         Ok(Self {
             compute,
-            branch: rows(spec.width)?,
-            activated: rows(spec.inner)?,
+            branch: rows(spec.hidden_size)?,
+            activated: rows(spec.intermediate_size)?,
             adapter: AdapterBuffers::lay_out(spec, tokens, compute, train, allocate)?,
             gradients: train.then(gradients).transpose()?,
-            block: (keep == Keep::BlockInput).then(block).transpose()?,
+            block: (keep == Checkpointing::PerBlock).then(block).transpose()?,
         })
     }
 }
@@ -301,15 +301,15 @@ impl<T> Workspace<T> {
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         (batch, seq_len): (usize, usize),
-        (train, keep): (bool, Keep),
+        (train, keep): (bool, Checkpointing),
         kept: Allocate<'_, T>,
         scratch: Allocate<'_, T>,
     ) -> Result<Self> {
-        let (tokens, width) = (batch * seq_len, spec.width);
+        let (tokens, width) = (batch * seq_len, spec.hidden_size);
         let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
-        let all = if keep == Keep::All { spec.layers } else { 0 };
-        let backward = || -> Result<StreamGradient<T>> {
-            Ok(StreamGradient { stream: scratch(&[tokens, width], stream)?, order: Vec::new() })
+        let all = if keep == Checkpointing::None { spec.num_layers } else { 0 };
+        let backward = || -> Result<ResidualGrad<T>> {
+            Ok(ResidualGrad { stream: scratch(&[tokens, width], stream)?, order: Vec::new() })
         };
         let grads = (train && spec.trains_head()).then(|| candle_dtype(policy.grads));
         Ok(Self {
@@ -319,21 +319,21 @@ impl<T> Workspace<T> {
             batch,
             seq_len,
             documents: Vec::new(),
-            compute: vec![compute; spec.layers],
-            stream: (0..=spec.layers).map(|_| kept(&[tokens, width], stream)).collect::<Result<_>>()?,
+            compute: vec![compute; spec.num_layers],
+            stream: (0..=spec.num_layers).map(|_| kept(&[tokens, width], stream)).collect::<Result<_>>()?,
             blocks: (0..all)
-                .map(|_| Activations::lay_out(spec, tokens, compute, stream, kept))
+                .map(|_| BlockActivations::lay_out(spec, tokens, compute, stream, kept))
                 .collect::<Result<_>>()?,
             final_norm: Normed::lay_out(spec.norm, tokens, width, compute, kept)?,
             head: HeadWorkspace::lay_out(tokens, spec.vocab_size, width, compute, grads, scratch)?,
             backward: train.then(backward).transpose()?,
-            scratch: vec![Scratch::lay_out(spec, tokens, (compute, stream), (train, keep), scratch)?],
-            rotations: Rotations::default(),
+            scratch: vec![LayerScratch::lay_out(spec, tokens, (compute, stream), (train, keep), scratch)?],
+            rope_caches: RopeCaches::default(),
         })
     }
 
     /// The scratch buffers of layers of type `compute`.
-    pub(super) fn scratch(&self, compute: DType) -> Result<&Scratch<T>> {
+    pub(super) fn scratch(&self, compute: DType) -> Result<&LayerScratch<T>> {
         match self.scratch.iter().find(|scratch| scratch.compute == compute) {
             Some(scratch) => Ok(scratch),
             None => bail!("this workspace has no buffers for layers that compute in {compute:?}"),
@@ -341,7 +341,7 @@ impl<T> Workspace<T> {
     }
 
     /// A block's activations and the scratch of its type.
-    pub(super) fn block(&self, block: usize) -> Result<(&Activations<T>, &Scratch<T>)> {
+    pub(super) fn block(&self, block: usize) -> Result<(&BlockActivations<T>, &LayerScratch<T>)> {
         let scratch = self.scratch(self.compute[block])?;
         match self.blocks.get(block).or(scratch.block.as_ref()) {
             Some(activations) => Ok((activations, scratch)),
@@ -360,7 +360,7 @@ impl<T> Workspace<T> {
     }
 
     /// The part that is kept for the backward pass.
-    pub fn keep(&self) -> Keep {
+    pub fn keep(&self) -> Checkpointing {
         self.keep
     }
 
@@ -381,7 +381,7 @@ impl Workspace<()> {
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         [batch, seq_len]: [usize; 2],
-        keep: Keep,
+        keep: Checkpointing,
     ) -> Result<WorkspaceBytes> {
         let (activations, scratch) = (Cell::new(0), Cell::new(0));
         let count = |sum: &Cell<u64>, shape: &[usize], dtype| {
@@ -401,12 +401,12 @@ impl Workspace {
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         shape: (usize, usize),
-        keep: Keep,
+        keep: Checkpointing,
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        let rotations = Rotations::new(spec, 0..shape.1, device)?;
-        Ok(Self { rotations, ..Self::lay_out(spec, policy, shape, (true, keep), &zeros, &zeros)? })
+        let rope_caches = RopeCaches::new(spec, 0..shape.1, device)?;
+        Ok(Self { rope_caches, ..Self::lay_out(spec, policy, shape, (true, keep), &zeros, &zeros)? })
     }
 
     /// Buffers for evaluation of `batch` sequences of `seq_len` tokens: the blocks share theirs.
@@ -417,8 +417,11 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        let rotations = Rotations::new(spec, 0..shape.1, device)?;
-        Ok(Self { rotations, ..Self::lay_out(spec, policy, shape, (false, Keep::BlockInput), &zeros, &zeros)? })
+        let rope_caches = RopeCaches::new(spec, 0..shape.1, device)?;
+        Ok(Self {
+            rope_caches,
+            ..Self::lay_out(spec, policy, shape, (false, Checkpointing::PerBlock), &zeros, &zeros)?
+        })
     }
 
     /// Gives `unit` buffers of another compute type; those of others stay as they are.
@@ -431,15 +434,15 @@ impl Workspace {
             PrecisionUnit::Block(block) if block < self.compute.len() => {
                 self.compute[block] = dtype;
                 if let Some(activations) = self.blocks.get_mut(block) {
-                    *activations = Activations::lay_out(spec, tokens, dtype, stream, &zeros)?;
+                    *activations = BlockActivations::lay_out(spec, tokens, dtype, stream, &zeros)?;
                 }
             }
             PrecisionUnit::Block(block) => bail!("there is no block {block} among {}", self.compute.len()),
             PrecisionUnit::NonBlock => {
                 let grads =
                     (self.train && spec.trains_head()).then(|| candle_dtype(self.policy.with_compute(compute).grads));
-                self.final_norm = Normed::lay_out(spec.norm, tokens, spec.width, dtype, &zeros)?;
-                self.head = HeadWorkspace::lay_out(tokens, spec.vocab_size, spec.width, dtype, grads, &zeros)?;
+                self.final_norm = Normed::lay_out(spec.norm, tokens, spec.hidden_size, dtype, &zeros)?;
+                self.head = HeadWorkspace::lay_out(tokens, spec.vocab_size, spec.hidden_size, dtype, grads, &zeros)?;
             }
         }
         let (policy, last) = (candle_dtype(self.policy.compute), self.final_norm.out.dtype());
@@ -447,7 +450,7 @@ impl Workspace {
         self.scratch.retain(|scratch| used.contains(&scratch.compute));
         if self.scratch(dtype).is_err() {
             let settings = (self.train, self.keep);
-            self.scratch.push(Scratch::lay_out(spec, tokens, (dtype, stream), settings, &zeros)?);
+            self.scratch.push(LayerScratch::lay_out(spec, tokens, (dtype, stream), settings, &zeros)?);
         }
         Ok(())
     }

@@ -108,7 +108,7 @@ impl AdamW {
         let exact: Vec<usize> = (0..layout.len()).filter(|index| !narrow(&&layout[*index])).collect();
         let moments = || match kind {
             OptimizerKind::AdamW => masters.zeros_like(DType::F32),
-            OptimizerKind::AdamW8bit => masters.zeros_of(&exact, DType::F32),
+            OptimizerKind::AdamW8bit => masters.zeros_for(&exact, DType::F32),
         };
         let zeros = |(index, entry): (usize, &ParamSpec)| {
             let range = masters.range(index);
@@ -256,7 +256,7 @@ impl MasterWeights {
     /// compute type from them. Where masters and working copy are of one type, they share their storage.
     pub fn new(parameters: Parameters, policy: PrecisionPolicy, kernels: &dyn Kernels) -> Result<(Self, Parameters)> {
         let base = parameters.base().cloned();
-        let mut parameters = parameters.over(None);
+        let mut parameters = parameters.with_base(None);
         if policy.params != Dtype::F32 {
             let rounded = parameters.zeros_like(candle_dtype(policy.params))?;
             copy_all(&parameters, &rounded, kernels)?;
@@ -267,7 +267,7 @@ impl MasterWeights {
         let weights = if shared { parameters.clone() } else { parameters.zeros_like(compute)? };
         let masters = Self { parameters };
         masters.write_compute_copy(&weights, kernels)?;
-        Ok((masters, weights.over(base)))
+        Ok((masters, weights.with_base(base)))
     }
 
     /// Like [`Self::new`], but keeps only the shard of this process in `group`. `fill` writes FP32 values. If there are several
@@ -309,7 +309,7 @@ impl MasterWeights {
             return Ok(self);
         }
         let parameters = self.parameters.shard(&shards(weights, group), group.rank())?;
-        let parameters = if is_part_of(weights, self.dtype()) { parameters } else { parameters.copied()? };
+        let parameters = if is_part_of(weights, self.dtype()) { parameters } else { parameters.deep_clone()? };
         Ok(Self { parameters })
     }
 
@@ -350,17 +350,17 @@ impl MasterWeights {
     pub fn retype(&self, index: usize, compute: DType, weights: &mut Parameters, kernels: &dyn Kernels) -> Result<()> {
         if self.parameters.shards().is_some() {
             // The values come when all processes have rounded theirs.
-            let pack = weights.pack_at(index);
+            let pack = weights.fused_at(index);
             let weight = view::zeros(pack.dims(), compute, pack.device())?;
-            return weights.replace_pack(index, weight);
+            return weights.replace_fused(index, weight);
         }
-        let master = self.parameters.pack_at(index);
+        let master = self.parameters.fused_at(index);
         if compute == DType::F32 {
-            return weights.replace_pack(index, master.clone());
+            return weights.replace_fused(index, master.clone());
         }
         let weight = view::zeros(master.dims(), compute, master.device())?;
         kernels.copy(master, &weight)?;
-        weights.replace_pack(index, weight)
+        weights.replace_fused(index, weight)
     }
 
     /// Rounds every master into its tensor of `weights`, the [`counterpart`](Self::counterpart).

@@ -93,9 +93,9 @@ impl Gradients {
     /// Gives the gradient of pack `index` the type it has where its layer computes in `compute`.
     pub fn retype(&mut self, index: usize, compute: Dtype) -> Result<()> {
         let dtype = candle_dtype(self.policy.with_compute(compute).grads);
-        let grad = self.grads.pack_at(index);
+        let grad = self.grads.fused_at(index);
         let retyped = view::zeros(grad.dims(), dtype, grad.device())?;
-        self.grads.replace_pack(index, retyped)?;
+        self.grads.replace_fused(index, retyped)?;
         if let Some(shards) = self.shard.as_ref().and_then(Parameters::shards).cloned() {
             self.shard = Some(self.zero_shard(&shards)?);
         }

@@ -1,7 +1,7 @@
 //! Exports every family as GGUF, as llama.cpp reads it. `store::gguf` translates the model and the tokenizer.
 
 use super::Encoding;
-use crate::engine::model::{Op, ParamSpec, Parameters};
+use crate::engine::model::{ModuleOp, ParamSpec, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
 use crate::store::gguf::{GgufMetadata, ROPE_FACTORS, gguf_name, vocabulary};
@@ -74,10 +74,10 @@ fn file_type(encoding: Encoding) -> u32 {
 /// The type a parameter is stored in: vectors and positions in FP32, embedding and head in more bits than the rest. If rows do
 /// not divide into whole blocks, the same fallback types as in llama.cpp.
 fn block_type(entry: &ParamSpec, columns: usize, encoding: Encoding) -> GgmlDType {
-    let table = matches!(entry.layer.op, Op::Embedding | Op::Head);
+    let table = matches!(entry.layer.op, ModuleOp::Embedding | ModuleOp::Head);
     let whole = |block: usize| columns.is_multiple_of(block);
     match encoding {
-        _ if entry.shape.len() == 1 || entry.layer.op == Op::Positions => GgmlDType::F32,
+        _ if entry.shape.len() == 1 || entry.layer.op == ModuleOp::Positions => GgmlDType::F32,
         Encoding::Plain(Dtype::F32) => GgmlDType::F32,
         Encoding::Plain(Dtype::F16) => GgmlDType::F16,
         Encoding::Plain(Dtype::BF16) => GgmlDType::BF16,

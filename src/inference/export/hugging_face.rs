@@ -27,7 +27,7 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
     let mut aux_files = trained.aux_files.clone();
     if aux_files.get(TOKENIZER_CONFIG).is_none() {
         let mut config = tokenizer_config(&trained.tokenizer);
-        config["model_max_length"] = trained.config.context.into();
+        config["model_max_length"] = trained.config.max_position_embeddings.into();
         aux_files.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
     }
     aux_files.iter().try_for_each(|(name, text)| save(name, text))?;

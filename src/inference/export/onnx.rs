@@ -10,7 +10,9 @@ mod graph;
 
 use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, Graph, INT64, UINT8};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
-use crate::engine::model::{Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, Parameters, Rope, RopeType};
+use crate::engine::model::{
+    LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, Rope, RopeType,
+};
 use crate::store::tensor_file::write_values;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -119,17 +121,18 @@ impl Builder<'_> {
     fn weights(&mut self, weights: &Parameters) -> Result<()> {
         let config = self.config;
         for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
-            let product = matches!(entry.layer.op, Op::Linear(_)) && entry.role == ParamRole::Weight;
+            let product = matches!(entry.layer.op, ModuleOp::Linear(_)) && entry.role == ParamRole::Weight;
             let turned = product && config.weight_layout == WeightLayout::OutIn;
             let tensor = if turned { tensor.t()?.contiguous()? } else { tensor.clone() };
             if product && self.options.int8 {
                 self.int8(&entry.name, &tensor)?;
                 continue;
             }
-            let head = entry.layer.op == Op::Head || (config.tied && entry.layer.op == Op::Embedding);
+            let head = entry.layer.op == ModuleOp::Head
+                || (config.tie_word_embeddings && entry.layer.op == ModuleOp::Embedding);
             if head && self.options.int8 {
-                self.int8(&self.config.layer_name(Layer::outer(Op::Head)), &tensor.t()?.contiguous()?)?;
-                if entry.layer.op == Op::Head {
+                self.int8(&self.config.layer_name(ModuleId::global(ModuleOp::Head)), &tensor.t()?.contiguous()?)?;
+                if entry.layer.op == ModuleOp::Head {
                     continue;
                 }
             }
@@ -184,32 +187,32 @@ impl Builder<'_> {
         let positions = self.positions();
         self.shapes();
 
-        let table = wide(&format!("{}.weight", config.layer_name(Layer::outer(Op::Embedding))));
+        let table = wide(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Embedding))));
         let mut stream = self.graph.op("Gather", &[&table, "input_ids"], &[]);
         if config.scaled_embedding {
-            self.graph.float("embedding_scale", (config.width as f32).sqrt());
+            self.graph.float("embedding_scale", (config.hidden_size as f32).sqrt());
             stream = self.graph.op("Mul", &[&stream, "embedding_scale"], &[]);
         }
         if config.learned_positions {
-            let table = wide(&format!("{}.weight", config.layer_name(Layer::outer(Op::Positions))));
+            let table = wide(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Positions))));
             let rows = self.graph.op("Gather", &[&table, &positions.ids], &[]);
             stream = self.graph.op("Add", &[&stream, &rows], &[]);
         }
-        for block in 0..config.layers {
-            let normed = self.norm(&stream, Layer::inner(block, Op::Norm(NormRole::Attention)));
+        for block in 0..config.num_layers {
+            let normed = self.norm(&stream, ModuleId::in_block(block, ModuleOp::Norm(NormRole::Attention)));
             let attended = self.attention(&normed, block, &positions);
-            stream = self.join(&stream, &attended, block, NormRole::AttentionBranch);
-            let normed = self.norm(&stream, Layer::inner(block, Op::Norm(NormRole::Mlp)));
+            stream = self.join(&stream, &attended, block, NormRole::PostAttention);
+            let normed = self.norm(&stream, ModuleId::in_block(block, ModuleOp::Norm(NormRole::Mlp)));
             let branch = self.mlp(&normed, block);
-            stream = self.join(&stream, &branch, block, NormRole::MlpBranch);
+            stream = self.join(&stream, &branch, block, NormRole::PostMlp);
         }
-        let normed = self.norm(&stream, Layer::outer(Op::Norm(NormRole::Final)));
+        let normed = self.norm(&stream, ModuleId::global(ModuleOp::Norm(NormRole::Final)));
         if self.options.int8 {
-            let head = config.layer_name(Layer::outer(Op::Head));
+            let head = config.layer_name(ModuleId::global(ModuleOp::Head));
             self.integer_product(&normed, &head, Some("logits"));
             return;
         }
-        let head = Layer::outer(if config.tied { Op::Embedding } else { Op::Head });
+        let head = ModuleId::global(if config.tie_word_embeddings { ModuleOp::Embedding } else { ModuleOp::Head });
         let head = wide(&format!("{}.weight", config.layer_name(head)));
         let head = self.graph.op("Transpose", &[&head], &[Attribute::Ints("perm", &[1, 0])]);
         self.graph.op_as("logits", "MatMul", &[&normed, &head], &[]);
@@ -266,7 +269,7 @@ impl Builder<'_> {
         let ropes = [config.rope.as_ref(), config.sliding.as_ref().map(|sliding| &sliding.rope)];
         let mut rotation = |(index, rope): (usize, Option<&Rope>)| -> Option<[String; 2]> {
             let rope = rope.filter(|_| config.rope.is_some())?;
-            let frequencies = rope.frequencies(config.head_dim, config.context);
+            let frequencies = rope.frequencies(config.head_dim, config.max_position_embeddings);
             let frequencies = graph.floats(&format!("frequencies_{index}"), &frequencies);
             let angles = graph.op("Mul", &[&place, &frequencies], &[]);
             let factor = rope.attention_factor() as f32;
@@ -287,11 +290,11 @@ impl Builder<'_> {
 
     /// Adds a branch to the residual stream, after the family's norm if there is one.
     fn join(&mut self, stream: &str, branch: &str, block: usize, role: NormRole) -> String {
-        let normed = self.config.branch_norms.then(|| self.norm(branch, Layer::inner(block, Op::Norm(role))));
+        let normed = self.config.post_norms.then(|| self.norm(branch, ModuleId::in_block(block, ModuleOp::Norm(role))));
         self.graph.op("Add", &[stream, normed.as_deref().unwrap_or(branch)], &[])
     }
 
-    fn norm(&mut self, x: &str, layer: Layer) -> String {
+    fn norm(&mut self, x: &str, layer: ModuleId) -> String {
         let name = self.config.layer_name(layer);
         let (weight, bias) = (wide(&format!("{name}.weight")), wide(&format!("{name}.bias")));
         let graph = &mut self.graph;
@@ -309,7 +312,7 @@ impl Builder<'_> {
     }
 
     fn linear(&mut self, x: &str, block: usize, role: LinearRole) -> String {
-        let name = self.config.layer_name(Layer::inner(block, Op::Linear(role)));
+        let name = self.config.layer_name(ModuleId::in_block(block, ModuleOp::Linear(role)));
         let product = if self.options.int8 {
             self.integer_product(x, &name_of_weight(&name), None)
         } else {
@@ -346,7 +349,7 @@ impl Builder<'_> {
 
     fn attention(&mut self, x: &str, block: usize, positions: &Positions) -> String {
         let config = self.config;
-        let [q, k, v] = if config.packed_qkv {
+        let [q, k, v] = if config.fused_qkv {
             let qkv = self.linear(x, block, LinearRole::Qkv);
             self.graph.split("Split", &qkv, &[Attribute::Int("axis", -1), Attribute::Int("num_outputs", 3)])
         } else {
@@ -387,7 +390,7 @@ impl Builder<'_> {
     ) -> String {
         let mut x = self.graph.op("Reshape", &[x, shape], &[]);
         if let Some(role) = norm.filter(|_| self.config.qk_norm) {
-            x = self.norm(&x, Layer::inner(block, Op::Norm(role)));
+            x = self.norm(&x, ModuleId::in_block(block, ModuleOp::Norm(role)));
         }
         let graph = &mut self.graph;
         let x = graph.op("Transpose", &[&x], &[Attribute::Ints("perm", &[0, 2, 1, 3])]);

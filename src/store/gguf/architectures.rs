@@ -5,7 +5,8 @@
 
 use crate::engine::kernels::{Norm, WeightLayout};
 use crate::engine::model::{
-    Keys, Layer, LinearRole, ModelSpec, NormRole, Op, ParamRole, ParamSpec, Rope, RopeType, one_or_more,
+    ConfigReader, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, ParamSpec, Rope, RopeType,
+    one_or_more,
 };
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -147,8 +148,8 @@ impl ModelSpec {
             }
             RopeType::Llama3 { original_max_position_embeddings, .. } => {
                 keys.push(("rope.scaling.original_context_length", (*original_max_position_embeddings).into()));
-                let plain = Rope::plain(rope.theta).frequencies(self.head_dim, self.context);
-                let scaled = rope.frequencies(self.head_dim, self.context);
+                let plain = Rope::plain(rope.theta).frequencies(self.head_dim, self.max_position_embeddings);
+                let scaled = rope.frequencies(self.head_dim, self.max_position_embeddings);
                 return Ok(Some(plain.iter().zip(scaled).map(|(plain, scaled)| plain / scaled).collect()));
             }
             RopeType::Yarn {
@@ -187,7 +188,7 @@ impl ModelSpec {
                 _ => Ok(()),
             };
         }
-        let scale = gemma_scale(self.layers, self.width, self.heads, self.head_dim);
+        let scale = gemma_scale(self.num_layers, self.hidden_size, self.heads, self.head_dim);
         if self.attention_scale.is_none_or(|ours| (ours * scale.sqrt() - 1.0).abs() > 1e-9) {
             return Err(format!("llama.cpp takes `query_pre_attn_scalar` to be {scale}, which this model's is not"));
         }
@@ -252,12 +253,12 @@ impl ModelSpec {
     fn transform(&self, entry: &ParamSpec) -> WeightTransform {
         let interleaved = self.gguf_arch().is_ok_and(|arch| arch.interleaved);
         match entry.layer.op {
-            Op::Linear(LinearRole::Query) if interleaved => WeightTransform::Interleaved { heads: self.heads },
-            Op::Linear(LinearRole::Key) if interleaved => WeightTransform::Interleaved { heads: self.kv_heads },
-            Op::Linear(_) if self.weight_layout == WeightLayout::InOut && entry.role == ParamRole::Weight => {
+            ModuleOp::Linear(LinearRole::Query) if interleaved => WeightTransform::Interleaved { heads: self.heads },
+            ModuleOp::Linear(LinearRole::Key) if interleaved => WeightTransform::Interleaved { heads: self.kv_heads },
+            ModuleOp::Linear(_) if self.weight_layout == WeightLayout::InOut && entry.role == ParamRole::Weight => {
                 WeightTransform::Transposed
             }
-            Op::Norm(_) if self.norm == (Norm::Rms { unit_offset: true }) => WeightTransform::PlusOne,
+            ModuleOp::Norm(_) if self.norm == (Norm::Rms { unit_offset: true }) => WeightTransform::PlusOne,
             _ => WeightTransform::Same,
         }
     }
@@ -285,27 +286,27 @@ fn swap_pairs(values: &Tensor, heads: usize, [outer, inner]: [usize; 2]) -> cand
 
 /// The name of a parameter in GGUF.
 pub fn gguf_name(entry: &ParamSpec) -> String {
-    let Layer { block, op } = entry.layer;
+    let ModuleId { block, op } = entry.layer;
     let name = match op {
-        Op::Embedding => "token_embd",
-        Op::Positions => "position_embd",
-        Op::Head => "output",
-        Op::Norm(NormRole::Final) => "output_norm",
-        Op::Norm(NormRole::Attention) => "attn_norm",
-        Op::Norm(NormRole::Query) => "attn_q_norm",
-        Op::Norm(NormRole::Key) => "attn_k_norm",
-        Op::Norm(NormRole::AttentionBranch) => "post_attention_norm",
-        Op::Norm(NormRole::Mlp) => "ffn_norm",
-        Op::Norm(NormRole::MlpBranch) => "post_ffw_norm",
-        Op::Linear(LinearRole::Qkv) => "attn_qkv",
-        Op::Linear(LinearRole::Query) => "attn_q",
-        Op::Linear(LinearRole::Key) => "attn_k",
-        Op::Linear(LinearRole::Value) => "attn_v",
-        Op::Linear(LinearRole::Out) => "attn_output",
-        Op::Linear(LinearRole::Gate | LinearRole::GateUp) => "ffn_gate",
-        Op::Linear(LinearRole::Up) => "ffn_up",
-        Op::Linear(LinearRole::Down) => "ffn_down",
-        Op::Attention | Op::AttentionSum | Op::Activation | Op::MlpSum => "none",
+        ModuleOp::Embedding => "token_embd",
+        ModuleOp::Positions => "position_embd",
+        ModuleOp::Head => "output",
+        ModuleOp::Norm(NormRole::Final) => "output_norm",
+        ModuleOp::Norm(NormRole::Attention) => "attn_norm",
+        ModuleOp::Norm(NormRole::Query) => "attn_q_norm",
+        ModuleOp::Norm(NormRole::Key) => "attn_k_norm",
+        ModuleOp::Norm(NormRole::PostAttention) => "post_attention_norm",
+        ModuleOp::Norm(NormRole::Mlp) => "ffn_norm",
+        ModuleOp::Norm(NormRole::PostMlp) => "post_ffw_norm",
+        ModuleOp::Linear(LinearRole::Qkv) => "attn_qkv",
+        ModuleOp::Linear(LinearRole::Query) => "attn_q",
+        ModuleOp::Linear(LinearRole::Key) => "attn_k",
+        ModuleOp::Linear(LinearRole::Value) => "attn_v",
+        ModuleOp::Linear(LinearRole::Out) => "attn_output",
+        ModuleOp::Linear(LinearRole::Gate | LinearRole::GateUp) => "ffn_gate",
+        ModuleOp::Linear(LinearRole::Up) => "ffn_up",
+        ModuleOp::Linear(LinearRole::Down) => "ffn_down",
+        ModuleOp::Attention | ModuleOp::AttnResidual | ModuleOp::Activation | ModuleOp::MlpResidual => "none",
     };
     let ending = if entry.role == ParamRole::Bias { "bias" } else { "weight" };
     block.map_or_else(|| format!("{name}.{ending}"), |block| format!("blk.{block}.{name}.{ending}"))
@@ -432,8 +433,8 @@ fn rope_scaling(name: &str, keys: &mut Map<String, Value>) -> Result<Option<Valu
 fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) -> Result<Value, String> {
     let (low_freq_factor, high_freq_factor, usual) = LLAMA3;
     let factor = f64::from(factors.iter().copied().fold(1.0, f32::max)).round();
-    let theta = Keys(json).number("rope_theta", 1e4)?;
-    let head_dim = Keys(json).size("head_dim", 1)?;
+    let theta = ConfigReader(json).f64("rope_theta", 1e4)?;
+    let head_dim = ConfigReader(json).positive_usize("head_dim", 1)?;
     let original = original.and_then(Value::as_u64).map_or(usual, |original| original as usize);
     let kind = RopeType::Llama3 {
         factor,

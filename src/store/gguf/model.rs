@@ -11,7 +11,7 @@ use super::{Gguf, GgufHeader, ROPE_FACTORS, gguf_name};
 use crate::Result;
 use crate::engine::kernels::quantised::Quantised;
 use crate::engine::kernels::view::{self, read};
-use crate::engine::model::{ModelSpec, Op, ParamSpec, Parameters};
+use crate::engine::model::{ModelSpec, ModuleOp, ParamSpec, Parameters};
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER_CONFIG};
 
 /// A GGUF file in which every parameter was found with the right shape.
@@ -52,7 +52,7 @@ impl GgufModel {
         let stored = self.config.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
         let stored = stored.filter_map(|entry| {
             let dtype = self.gguf.content.tensor_infos.get(&gguf_name(&entry))?.ggml_dtype;
-            (dtype.block_size() > 1 && entry.layer.op != Op::Positions).then_some((entry.name, dtype))
+            (dtype.block_size() > 1 && entry.layer.op != ModuleOp::Positions).then_some((entry.name, dtype))
         });
         stored.collect()
     }
@@ -73,8 +73,10 @@ impl GgufModel {
         let Self { gguf, config } = self;
         let tensors = gguf.content.tensor_infos.len();
         // Checked before anything is allocated per block.
-        if config.layers > tensors {
-            return Err(gguf.error(format!("it has {} blocks by its metadata, but {tensors} tensors", config.layers)));
+        if config.num_layers > tensors {
+            return Err(
+                gguf.error(format!("it has {} blocks by its metadata, but {tensors} tensors", config.num_layers))
+            );
         }
         let mut names = BTreeSet::from([ROPE_FACTORS.to_owned()]);
         for entry in config.parameters() {
@@ -138,7 +140,7 @@ impl GgufModel {
         let eos = &config.eos_token_ids;
         let tokenizer = json!({
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config.context,
+            "model_max_length": config.max_position_embeddings,
             "clean_up_tokenization_spaces": false,
             "bos_token": token(config.bos_token_id)?,
             "eos_token": token(eos.first().copied())?,

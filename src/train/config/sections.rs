@@ -1,7 +1,7 @@
 //! The sections of a configuration file with their defaults. `finetune config --explain` prints the fields' comments.
 
 use crate::data::LossOn;
-use crate::engine::model::{ALL_LINEAR, Keep};
+use crate::engine::model::{ALL_LINEAR, Checkpointing};
 use crate::engine::optim::{OptimizerKind, ScheduleKind};
 use crate::settings::Heading::{Along, Text, Training};
 use crate::settings::{MOST, settings};
@@ -21,7 +21,7 @@ settings! {
         grad_accum: usize = 1, within(1.0, MOST), flag("grad-accum", Training, 1, "N");
         /// What the backward pass recomputes instead of keeping it: `none`, or `block` for everything inside a block (gradient
         /// checkpointing). The numbers are the same; a step takes less memory and about a third longer.
-        recompute: Keep = Keep::All;
+        recompute: Checkpointing = Checkpointing::None;
         /// The part of chats and of prompts with answers that is trained on: `answers`, `last_answer`, or `all`.
         loss_on: LossOn = LossOn::Answers, fixed(), flag("loss-on", Text, 2, "PART"),
             help("What of chats is learned: `answers`, `last_answer` or `all`");

@@ -4,7 +4,7 @@ use super::Trainer;
 use crate::Error;
 use crate::data::DataPosition;
 use crate::engine::kernels::isa::Isa;
-use crate::engine::model::{Layer, Op, ParamSpec};
+use crate::engine::model::{ModuleId, ModuleOp, ParamSpec};
 use crate::engine::optim::AdamWConfig;
 use crate::precision::{OnOverflow, ScaleChange};
 use crate::telemetry::{
@@ -104,9 +104,9 @@ impl Trainer {
         let layout = self.engine.state.weights.layout();
         let broken = layout.iter().filter(|entry| overflow.tensors.iter().any(|tensor| tensor.name == entry.name));
         let order = |entry: &&ParamSpec| match entry.layer {
-            Layer { block: Some(block), op } => (1, usize::MAX - block, Reverse(op)),
-            Layer { block: None, op: op @ (Op::Embedding | Op::Positions) } => (2, 0, Reverse(op)),
-            Layer { block: None, op } => (0, 0, Reverse(op)),
+            ModuleId { block: Some(block), op } => (1, usize::MAX - block, Reverse(op)),
+            ModuleId { block: None, op: op @ (ModuleOp::Embedding | ModuleOp::Positions) } => (2, 0, Reverse(op)),
+            ModuleId { block: None, op } => (0, 0, Reverse(op)),
         };
         broken.min_by_key(order).map_or_else(|| "a gradient".into(), |entry| entry.name.clone())
     }
@@ -156,10 +156,10 @@ impl Trainer {
             os: format!("{} {}", std::env::consts::OS, std::env::consts::ARCH),
             model: config.model.clone(),
             shape: ModelShape {
-                n_layer: shape.layers,
+                n_layer: shape.num_layers,
                 n_head: shape.heads,
-                n_embd: shape.width,
-                n_positions: shape.context,
+                n_embd: shape.hidden_size,
+                n_positions: shape.max_position_embeddings,
                 vocab_size: shape.vocab_size,
             },
             model_config: serde_json::from_str(&shape.to_json("float32")).unwrap_or_default(),

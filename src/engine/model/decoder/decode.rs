@@ -1,6 +1,6 @@
 //! The forward pass for generating text: new tokens only, over the cached keys and values of those before them.
 
-use super::{Decoder, Mode, Tokens};
+use super::{Decoder, ForwardMode, InputIds};
 use crate::engine::kernels::decode_attention::KeyValues;
 use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::rope::Positions;
@@ -10,7 +10,7 @@ use crate::engine::model::layers::Context;
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::ModelSpec;
-use crate::engine::model::workspace::{BranchNorm, HeadNorms, Rotations, candle_dtype, lay_out_low};
+use crate::engine::model::workspace::{PostNorm, QkNorms, RopeCaches, candle_dtype, lay_out_a_out};
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -27,7 +27,7 @@ pub struct KvCache {
     /// Made for the number of tokens that were decoded last.
     buffers: Option<Buffers>,
     /// For `capacity` positions; with a dynamic base, for the rows that were decoded last.
-    rotations: Rotations,
+    rope_caches: RopeCaches,
 }
 
 /// The residual stream, and for each compute type in use the activations of one block.
@@ -44,33 +44,33 @@ struct Buffers {
 struct BlockBuffers {
     normed: Normed,
     qkv: Tensor,
-    heads: Option<HeadNorms>,
+    heads: Option<QkNorms>,
     attended: Tensor,
     branch: Tensor,
-    branch_norm: Option<BranchNorm>,
+    branch_norm: Option<PostNorm>,
     up: Tensor,
     activated: Tensor,
     adapter: Option<AdapterBuffers>,
-    low: Option<Tensor>,
+    a_out: Option<Tensor>,
 }
 
 impl KvCache {
     /// Room for a sequence of `capacity` tokens, which must lie within the model's context.
     pub fn new(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize, device: &Device) -> Result<Self> {
-        if capacity > spec.context {
-            bail!("a cache of {capacity} tokens exceeds the model's context of {}", spec.context);
+        if capacity > spec.max_position_embeddings {
+            bail!("a cache of {capacity} tokens exceeds the model's context of {}", spec.max_position_embeddings);
         }
         let (heads, head_size) = (spec.kv_heads, spec.head_dim);
         let layer = |_| KeyValues::new(heads, capacity, head_size, candle_dtype(policy.compute), device);
-        let layers = (0..spec.layers).map(layer).collect::<Result<_>>()?;
+        let layers = (0..spec.num_layers).map(layer).collect::<Result<_>>()?;
         let residual = candle_dtype(policy.residual);
-        let rotations = Rotations::new(spec, 0..capacity, device)?;
-        Ok(Self { layers, residual, device: device.clone(), capacity, len: 0, buffers: None, rotations })
+        let rope_caches = RopeCaches::new(spec, 0..capacity, device)?;
+        Ok(Self { layers, residual, device: device.clone(), capacity, len: 0, buffers: None, rope_caches })
     }
 
     /// Bytes of the keys and values of a sequence of `capacity` tokens.
     pub fn bytes(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize) -> u64 {
-        (2 * spec.layers * spec.kv_heads * spec.head_dim * capacity * policy.compute.size_in_bytes()) as u64
+        (2 * spec.num_layers * spec.kv_heads * spec.head_dim * capacity * policy.compute.size_in_bytes()) as u64
     }
 
     /// Tokens seen.
@@ -99,16 +99,16 @@ impl BlockBuffers {
         let buffer = |columns: usize| view::zeros(&[rows, columns], compute, device);
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         Ok(Self {
-            normed: Normed::lay_out(spec.norm, rows, spec.width, compute, &zeros)?,
-            heads: spec.qk_norm.then(|| HeadNorms::lay_out(spec, rows, compute, &zeros)).transpose()?,
-            branch_norm: spec.branch_norms.then(|| BranchNorm::lay_out(spec, rows, compute, &zeros)).transpose()?,
+            normed: Normed::lay_out(spec.norm, rows, spec.hidden_size, compute, &zeros)?,
+            heads: spec.qk_norm.then(|| QkNorms::lay_out(spec, rows, compute, &zeros)).transpose()?,
+            branch_norm: spec.post_norms.then(|| PostNorm::lay_out(spec, rows, compute, &zeros)).transpose()?,
             qkv: buffer(spec.qkv_width())?,
-            attended: buffer(spec.attended_width())?,
-            branch: buffer(spec.width)?,
+            attended: buffer(spec.attn_out_size())?,
+            branch: buffer(spec.hidden_size)?,
             up: buffer(spec.up_width())?,
-            activated: buffer(spec.inner)?,
+            activated: buffer(spec.intermediate_size)?,
             adapter: AdapterBuffers::lay_out(spec, rows, compute, false, &zeros)?,
-            low: lay_out_low(spec, rows, compute, &zeros)?,
+            a_out: lay_out_a_out(spec, rows, compute, &zeros)?,
         })
     }
 
@@ -126,7 +126,7 @@ impl BlockBuffers {
 
 impl Buffers {
     fn new(spec: &ModelSpec, residual: DType, compute: &[DType], rows: usize, device: &Device) -> Result<Self> {
-        let stream = || view::zeros(&[rows, spec.width], residual, device);
+        let stream = || view::zeros(&[rows, spec.hidden_size], residual, device);
         let mut blocks: Vec<BlockBuffers> = Vec::new();
         for &dtype in compute {
             if BlockBuffers::of(&blocks, dtype).is_err() {
@@ -149,7 +149,7 @@ impl Decoder {
         if rows == 0 || past + rows > cache.capacity {
             bail!("{rows} tokens after {past} for a cache of {}", cache.capacity);
         }
-        let head = weights.pack(self.head).dtype();
+        let head = weights.fused(self.head).dtype();
         let compute: Vec<DType> = self.compute_of_blocks(weights).chain([head]).collect();
         if past == 0 {
             for (layer, dtype) in cache.layers.iter_mut().zip(&compute) {
@@ -163,35 +163,35 @@ impl Decoder {
         let ropes = [self.spec.rope.as_ref(), self.spec.sliding.as_ref().map(|sliding| &sliding.rope)];
         if ropes.into_iter().flatten().any(Rope::is_dynamic) {
             // Angles depend on the length so far. Keys of earlier tokens keep theirs, as in transformers.
-            cache.rotations = Rotations::new(&self.spec, past..past + rows, &cache.device)?;
+            cache.rope_caches = RopeCaches::new(&self.spec, past..past + rows, &cache.device)?;
             places.past = 0;
         }
-        let KvCache { layers, buffers: Some(buffers), len, rotations, .. } = cache else {
+        let KvCache { layers, buffers: Some(buffers), len, rope_caches, .. } = cache else {
             bail!("the cache has no buffers")
         };
         let Buffers { stream, middle, blocks, .. } = &*buffers;
-        let (kernels, mode) = (self.kernels(), Mode::Eval);
+        let (kernels, mode) = (self.kernels(), ForwardMode::Eval);
         let cx = &mut Context { kernels, weights, grads: None, mode, hook: &mut () };
         // Positions count from the sequence's start.
-        let positions = self.positions.map(|table| weights.pack(table).narrow(0, past, rows)).transpose()?;
-        let embedding = self.embed(weights, Tokens::new(ids, rows), Mode::Eval);
+        let positions = self.positions.map(|table| weights.fused(table).narrow(0, past, rows)).transpose()?;
+        let embedding = self.embed(weights, InputIds::new(ids, rows), ForwardMode::Eval);
         self.embed_into(weights, Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
         for (i, ((block, layer), dtype)) in self.blocks.iter().zip(layers).zip(&compute).enumerate() {
-            let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter, low } =
+            let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter, a_out } =
                 BlockBuffers::of(blocks, *dtype)?;
-            let adapters = AdapterPass { buffers: adapter.as_ref(), low: low.as_ref() };
+            let adapters = AdapterPass { buffers: adapter.as_ref(), a_out: a_out.as_ref() };
             let (heads, branch_norm) = (heads.as_ref(), branch_norm.as_ref());
             block.attention_norm.forward(cx, stream, normed)?;
             block.qkv.forward(cx, &normed.out, qkv, adapters)?;
-            let qkv = self.prepare_heads(cx, i, (qkv, heads), (rotations, places))?;
+            let qkv = self.qk_norm_and_rope(cx, i, (qkv, heads), (rope_caches, places))?;
             op::DecodeAttention { shape: self.shape(i, 1, rows), cache: layer, past, qkv, out: attended }
                 .run(kernels)?;
-            block.close_branch(cx, (&block.out, attended), (0, branch_norm), branch, adapters)?;
+            block.branch_forward(cx, (&block.out, attended), (0, branch_norm), branch, adapters)?;
             op::AddBranch { stream, branch, dropout: None, out: middle }.run(kernels)?;
             block.mlp_norm.forward(cx, middle, normed)?;
             block.up.forward(cx, &normed.out, up, adapters)?;
             op::Activate { activation: self.spec.activation, x: up, y: activated }.run(kernels)?;
-            block.close_branch(cx, (&block.down, activated), (1, branch_norm), branch, adapters)?;
+            block.branch_forward(cx, (&block.down, activated), (1, branch_norm), branch, adapters)?;
             op::AddBranch { stream: middle, branch, dropout: None, out: stream }.run(kernels)?;
         }
         let normed = &BlockBuffers::of(blocks, head)?.normed;

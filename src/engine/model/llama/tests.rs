@@ -28,7 +28,7 @@ fn named_architectures_have_their_known_sizes() {
 #[test]
 fn gemmas_sixth_layer_has_no_window() {
     let spec = ModelSpec::named("gemma3-270m").unwrap();
-    let full: Vec<usize> = (0..spec.layers).filter(|block| !spec.is_sliding(*block)).collect();
+    let full: Vec<usize> = (0..spec.num_layers).filter(|block| !spec.is_sliding(*block)).collect();
     assert_eq!(full, [5, 11, 17]);
 }
 

@@ -6,22 +6,22 @@ use super::llama::Llama;
 use super::mistral::Mistral;
 use super::qwen2::Qwen2;
 use super::qwen3::Qwen3;
-use super::spec::{Family, Layer, ModelSpec};
+use super::spec::{FamilyRef, ModelSpec, ModuleId};
 use serde_json::{Map, Value};
 
 /// A family: its `config.json` and its names. One file each, listed in [`FAMILIES`].
-pub(super) trait Architecture: Sync {
+pub(super) trait ModelFamily: Sync {
     /// `model_type` in `config.json`.
     fn model_type(&self) -> &'static str;
 
-    /// The spec that a `config.json` means, or what is wrong with a key.
-    fn read(&self, keys: &Keys<'_>) -> Result<ModelSpec, String>;
+    /// Reads a `config.json`, or returns an error that names a key.
+    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String>;
 
     /// The `config.json` of a spec, without the type of the weights.
     fn write(&self, spec: &ModelSpec) -> Value;
 
     /// A layer's name, its parameters' without `.weight` and `.bias`.
-    fn layer_name(&self, layer: Layer) -> String;
+    fn layer_name(&self, layer: ModuleId) -> String;
 
     /// A stored tensor's name as a parameter's; `None` for a buffer that is no parameter.
     fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str>;
@@ -36,31 +36,37 @@ pub(super) trait Architecture: Sync {
     fn named(&self, name: &str) -> Option<ModelSpec>;
 }
 
-const FAMILIES: [Family; 6] =
-    [Family(&Gpt2), Family(&Llama), Family(&Mistral), Family(&Qwen2), Family(&Qwen3), Family(&Gemma3)];
+const FAMILIES: [FamilyRef; 6] = [
+    FamilyRef(&Gpt2),
+    FamilyRef(&Llama),
+    FamilyRef(&Mistral),
+    FamilyRef(&Qwen2),
+    FamilyRef(&Qwen3),
+    FamilyRef(&Gemma3),
+];
 
 /// The largest dimension accepted; products of three stay within 64 bits.
-const LARGEST: u64 = 1 << 20;
+const MAX_DIM: u64 = 1 << 20;
 /// The maximum number of blocks. Each block's parameters are listed before their memory is known.
-const DEEPEST: u64 = 1 << 12;
+const MAX_BLOCKS: u64 = 1 << 12;
 /// The maximum number of parameters; their bytes in any number of copies stay within 64 bits.
-const MOST_PARAMETERS: u64 = 1 << 48;
+const MAX_PARAMETERS: u64 = 1 << 48;
 
 /// The spec that a `config.json` describes, or an error that names the key.
-pub(super) fn read(keys: &Keys<'_>) -> Result<ModelSpec, String> {
+pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let spec = family_of(keys)?.0.read(keys)?;
     let count = spec.parameter_count();
-    if count > MOST_PARAMETERS {
-        return Err(format!("it describes {count} parameters, more than the maximum of {MOST_PARAMETERS}"));
+    if count > MAX_PARAMETERS {
+        return Err(format!("it describes {count} parameters, more than the maximum of {MAX_PARAMETERS}"));
     }
     Ok(spec)
 }
 
 /// The family that a `config.json` names.
-fn family_of(keys: &Keys<'_>) -> Result<Family, String> {
-    let model_type = keys.text("model_type", "")?;
+fn family_of(keys: &ConfigReader<'_>) -> Result<FamilyRef, String> {
+    let model_type = keys.str("model_type", "")?;
     FAMILIES.into_iter().find(|family| family.model_type() == model_type).ok_or_else(|| {
-        let known = FAMILIES.map(Family::model_type).join("`, `");
+        let known = FAMILIES.map(FamilyRef::model_type).join("`, `");
         format!("`model_type` is `{model_type}`; supported: `{known}`")
     })
 }
@@ -74,9 +80,9 @@ pub(super) fn names() -> Vec<&'static str> {
 }
 
 /// Reads keys of one type each; a key that is missing or `null` takes its default.
-pub(crate) struct Keys<'a>(pub(crate) &'a Map<String, Value>);
+pub(crate) struct ConfigReader<'a>(pub(crate) &'a Map<String, Value>);
 
-impl<'a> Keys<'a> {
+impl<'a> ConfigReader<'a> {
     fn get<T>(&self, key: &str, default: T, wanted: &str, read: impl Fn(&'a Value) -> Option<T>) -> Result<T, String> {
         match self.0.get(key) {
             None | Some(Value::Null) => Ok(default),
@@ -84,13 +90,13 @@ impl<'a> Keys<'a> {
         }
     }
 
-    pub(crate) fn size(&self, key: &str, default: usize) -> Result<usize, String> {
-        self.up_to(LARGEST, key, default)
+    pub(crate) fn positive_usize(&self, key: &str, default: usize) -> Result<usize, String> {
+        self.up_to(MAX_DIM, key, default)
     }
 
     /// The number of blocks.
     pub(super) fn depth(&self, key: &str, default: usize) -> Result<usize, String> {
-        self.up_to(DEEPEST, key, default)
+        self.up_to(MAX_BLOCKS, key, default)
     }
 
     fn up_to(&self, largest: u64, key: &str, default: usize) -> Result<usize, String> {
@@ -99,38 +105,38 @@ impl<'a> Keys<'a> {
     }
 
     /// A whole number that may be 0.
-    pub(super) fn whole(&self, key: &str, default: usize) -> Result<usize, String> {
-        let read = |value: &Value| value.as_u64().filter(|n| *n <= LARGEST).map(|n| n as usize);
-        self.get(key, default, &format!("a whole number up to {LARGEST}"), read)
+    pub(super) fn usize(&self, key: &str, default: usize) -> Result<usize, String> {
+        let read = |value: &Value| value.as_u64().filter(|n| *n <= MAX_DIM).map(|n| n as usize);
+        self.get(key, default, &format!("a whole number up to {MAX_DIM}"), read)
     }
 
-    pub(crate) fn number(&self, key: &str, default: f64) -> Result<f64, String> {
+    pub(crate) fn f64(&self, key: &str, default: f64) -> Result<f64, String> {
         self.get(key, default, "a number", Value::as_f64)
     }
 
     pub(super) fn positive(&self, key: &str, default: f64) -> Result<f64, String> {
-        let value = self.number(key, default)?;
+        let value = self.f64(key, default)?;
         if value > 0.0 { Ok(value) } else { Err(format!("`{key}` is {value}; it must be positive")) }
     }
 
     /// A dropout probability.
     pub(super) fn dropout(&self, key: &str, default: f64) -> Result<f64, String> {
-        let value = self.number(key, default)?;
+        let value = self.f64(key, default)?;
         let fits = (0.0..1.0).contains(&value);
-        if fits { Ok(value) } else { Err(format!("`{key}` is {value}; a dropout probability lies in [0, 1)")) }
+        if fits { Ok(value) } else { Err(format!("`{key}` is {value}; a dropout probability must be in [0, 1)")) }
     }
 
-    pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool, String> {
+    pub(super) fn bool(&self, key: &str, default: bool) -> Result<bool, String> {
         self.get(key, default, "true or false", Value::as_bool)
     }
 
-    pub(super) fn text(&self, key: &str, default: &'a str) -> Result<&'a str, String> {
+    pub(super) fn str(&self, key: &str, default: &'a str) -> Result<&'a str, String> {
         self.get(key, default, "a string", Value::as_str)
     }
 
     /// Rejects a flag whose value the engine does not support.
-    pub(super) fn only(&self, key: &str, supported: bool) -> Result<(), String> {
-        if self.flag(key, supported)? == supported {
+    pub(super) fn require_value(&self, key: &str, supported: bool) -> Result<(), String> {
+        if self.bool(key, supported)? == supported {
             Ok(())
         } else {
             Err(format!("`{key}` is {}; the engine supports {supported} only", !supported))
@@ -155,7 +161,7 @@ impl<'a> Keys<'a> {
         let ids = found.as_array().map_or(std::slice::from_ref(found), Vec::as_slice);
         let ids: Option<Vec<u32>> = ids.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect();
         ids.filter(|ids| !ids.is_empty())
-            .ok_or_else(|| format!("`{key}` is {found}; it must be a token id or a list of some"))
+            .ok_or_else(|| format!("`{key}` is {found}; it must be a token id or a list of token ids"))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The matrix products of a training step, whose operands the kernels pack.
 
-use super::spec::{Layer, ModelSpec, ParamRole};
+use super::spec::{ModelSpec, ModuleId, ParamRole};
 use super::workspace::candle_dtype;
 use crate::engine::kernels::WeightLayout;
 use crate::engine::kernels::cross_entropy::HeadWorkspace;
@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The layers that a product takes together.
 #[derive(Default)]
-struct Linear {
+struct FusedLinearShape {
     inputs: usize,
     outputs: usize,
     adapters: usize,
@@ -20,10 +20,10 @@ struct Linear {
 impl ModelSpec {
     /// The products of a forward and backward pass over `tokens` tokens, of the head and all blocks. If layers share a
     /// product, the products with their adapters' second factors are given as if one layer had all outputs.
-    pub(crate) fn products(&self, policy: PrecisionPolicy, tokens: usize) -> Result<Vec<ProductShape>> {
+    pub(crate) fn gemm_shapes(&self, policy: PrecisionPolicy, tokens: usize) -> Result<Vec<ProductShape>> {
         let (compute, grads) = (candle_dtype(policy.compute), candle_dtype(policy.grads));
         let product = |sizes, second, c| ProductShape { sizes, second, operands: compute, c };
-        let (vocab, width) = (self.vocab_size, self.width);
+        let (vocab, width) = (self.vocab_size, self.hidden_size);
         let head_grads = self.trains_head().then_some(grads);
         let head = HeadWorkspace::lay_out(tokens, vocab, width, compute, head_grads, &|shape, _| Ok(shape[0]))?;
         let rows = head.logits;
@@ -33,20 +33,20 @@ impl ModelSpec {
             products.push(product([vocab, rows, width], 0, sum));
         }
         let weights = self.parameters().into_iter().filter(|entry| entry.role == ParamRole::Weight);
-        let trained: BTreeSet<Layer> = weights.map(|entry| entry.pack).collect();
-        let mut linears = BTreeMap::<Layer, Linear>::new();
-        for (layer, pack, [inputs, outputs]) in self.linear_layers() {
-            let linear = linears.entry(pack).or_default();
+        let trained: BTreeSet<ModuleId> = weights.map(|entry| entry.fused_into).collect();
+        let mut linears = BTreeMap::<ModuleId, FusedLinearShape>::new();
+        for (layer, fused_into, [inputs, outputs]) in self.linear_layers() {
+            let linear = linears.entry(fused_into).or_default();
             linear.inputs = inputs;
             linear.outputs += outputs;
             linear.adapters += usize::from(self.lora.as_ref().is_some_and(|lora| lora.targets.contains(&layer)));
         }
-        for (pack, Linear { inputs, outputs, adapters }) in linears {
+        for (fused_into, FusedLinearShape { inputs, outputs, adapters }) in linears {
             let r = self.lora.as_ref().map_or(0, |lora| lora.r);
             let low = adapters * r;
             products.push(product([tokens, inputs, outputs], low, compute));
             products.push(product([tokens, outputs, inputs], low, compute));
-            if trained.contains(&pack) {
+            if trained.contains(&fused_into) {
                 let [rows, columns] = match self.weight_layout {
                     WeightLayout::InOut => [inputs, outputs],
                     WeightLayout::OutIn => [outputs, inputs],

@@ -1,9 +1,9 @@
 //! Uses a trained model: opens it, generates text, evaluates, exports.
 
-mod adapted;
-pub mod answers;
+mod adapters;
 pub mod chat;
 pub mod evaluate;
+pub mod exact_match;
 pub mod export;
 pub mod fp16_check;
 pub mod generate;

@@ -4,7 +4,7 @@ use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::inference::chat::Chat;
-use crate::inference::generate::{Request, Sampling, Stop, TextStream, generate};
+use crate::inference::generate::{FinishReason, GenerationRequest, Sampling, TextStream, generate};
 use crate::inference::trained::TrainedModel;
 use crate::{Error, Result};
 use clap::Args;
@@ -144,14 +144,19 @@ impl Speaker<'_> {
         }
         let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
         let mut cache = KvCache::new(model.spec(), args.model.dtype, capacity, &weights.device())?;
-        let request = Request { prompt: &prompt, max_tokens: args.max_tokens, ends: &chat.ends, sampling };
+        let request = GenerationRequest {
+            prompt: &prompt,
+            max_tokens: args.max_tokens,
+            stop_token_ids: &chat.stop_token_ids,
+            sampling,
+        };
         let (mut stream, mut answer) = (TextStream::new(&trained.tokenizer), String::new());
         let mut say = |answer: &mut String, piece: &str| {
             answer.push_str(piece);
             out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
         };
         let mut reporter = Some(Reporter::of("reading the conversation"));
-        let stop = generate(model, weights, &mut cache, request, |id| {
+        let reason = generate(model, weights, &mut cache, request, |id| {
             drop(reporter.take());
             if chat.plain && answer.contains(LINE_END) {
                 return Ok(false);
@@ -163,10 +168,10 @@ impl Speaker<'_> {
         let rest = stream.finish()?;
         say(&mut answer, &rest)?;
         out.write_all(b"\n").map_err(Error::io("write to", "standard output"))?;
-        match stop {
-            Stop::MaxTokens => note("(cut at `--max-tokens`)"),
-            Stop::ContextFull => note("(the context is full; /reset restarts it)"),
-            Stop::EndOfText | Stop::Receiver => {}
+        match reason {
+            FinishReason::Length => note("(cut at `--max-tokens`)"),
+            FinishReason::ContextFull => note("(the context is full; /reset restarts it)"),
+            FinishReason::EndOfText | FinishReason::Callback => {}
         }
         Ok(answer.trim().to_owned())
     }

@@ -4,8 +4,8 @@ use crate::cli::flags::read;
 use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
 use crate::data::{Bos, TokenSource};
-use crate::inference::answers::{Answers, exact_answers};
-use crate::inference::evaluate::{Evaluation, Windows, evaluate};
+use crate::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
+use crate::inference::exact_match::{ExactMatch, exact_match};
 use crate::inference::trained::TrainedModel;
 use crate::telemetry::PhaseProgress;
 use crate::train::{Config, ConfigLayers, dataset, eval_examples, whole_text};
@@ -47,12 +47,13 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     if let (true, Some(data)) = (args.answers, &args.data) {
         return answers(args, &trained, reporter, data, out);
     }
-    let windows = Windows::new(trained.config.max_position_embeddings, args.seq_len, args.stride, args.batch_size)?;
+    let windows =
+        SlidingWindow::new(trained.config.max_position_embeddings, args.seq_len, args.stride, args.batch_size)?;
     let (data, text) = match &args.data {
         Some(data) => whole(data, &trained, &reporter)?,
         None => validation(&trained, args.model.model.bos, &reporter)?,
     };
-    let windows = if args.seq_len.is_none() { windows.within(text.tokens.len()) } else { windows };
+    let windows = if args.seq_len.is_none() { windows.clamped_to(text.tokens.len()) } else { windows };
     reporter.begin("reading weights");
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     let count = windows.count(text.tokens.len()) as u64;
@@ -73,11 +74,11 @@ fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &s
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     let count = examples.len() as u64;
     reporter.begin("answering");
-    let found = exact_answers(trained, (&model, &weights, args.model.dtype), &examples, |done| {
+    let found = exact_match(trained, (&model, &weights, args.model.dtype), &examples, |done| {
         reporter.activity().advance("answering", PhaseProgress::Items(done as u64, count));
     })?;
     drop(reporter);
-    let Answers { asked, exact, wrong } = &found;
+    let ExactMatch { asked, exact, wrong } = &found;
     let report = if args.json {
         serde_json::to_string(&found).map_err(|error| Error::config("--json", error.to_string()))?
     } else {
@@ -123,7 +124,7 @@ fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(
     Ok((data, Text { tokens: set.validation, bytes_per_token: set.validation_bytes_per_token }))
 }
 
-fn as_json(args: &EvalArgs, trained: &TrainedModel, data: &str, windows: Windows, found: Evaluation) -> String {
+fn as_json(args: &EvalArgs, trained: &TrainedModel, data: &str, windows: SlidingWindow, found: Evaluation) -> String {
     let mut report = json!({
         "model": trained.path.display().to_string(),
         "data": data,
@@ -138,9 +139,9 @@ fn as_json(args: &EvalArgs, trained: &TrainedModel, data: &str, windows: Windows
     report.to_string()
 }
 
-fn as_text(data: &str, windows: Windows, found: Evaluation) -> String {
+fn as_text(data: &str, windows: SlidingWindow, found: Evaluation) -> String {
     let Evaluation { loss, perplexity, bits_per_byte, tokens, windows: count } = found;
-    let Windows { seq_len, stride, .. } = windows;
+    let SlidingWindow { seq_len, stride, .. } = windows;
     let data = crate::untrusted::line(data);
     format!(
         "loss            {loss:.6} nats a token\nperplexity      {perplexity:.4}\nbits per byte   {bits_per_byte:.4}\n\

@@ -1,7 +1,7 @@
 //! `finetune export`: writes a trained model for other programs.
 
 use crate::cli::model::NameArgs;
-use crate::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
+use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
 use crate::precision::Dtype;
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
@@ -55,29 +55,29 @@ pub(super) enum DtypeName {
 }
 
 impl FormatName {
-    pub(super) fn format(self) -> Format {
+    pub(super) fn format(self) -> ExportFormat {
         match self {
-            Self::Hf => Format::HuggingFace,
-            Self::Gguf => Format::Gguf,
-            Self::Onnx => Format::Onnx(OnnxOptions::default()),
+            Self::Hf => ExportFormat::HuggingFace,
+            Self::Gguf => ExportFormat::Gguf,
+            Self::Onnx => ExportFormat::Onnx(OnnxOptions::default()),
         }
     }
 }
 
 impl DtypeName {
-    pub(super) fn encoding(self) -> Encoding {
+    pub(super) fn encoding(self) -> WeightDtype {
         match self {
-            Self::Fp32 => Encoding::Plain(Dtype::F32),
-            Self::Fp16 => Encoding::Plain(Dtype::F16),
-            Self::Bf16 => Encoding::Plain(Dtype::BF16),
-            Self::Q8_0 => Encoding::Q8_0,
-            Self::Q4K => Encoding::Q4K,
+            Self::Fp32 => WeightDtype::Plain(Dtype::F32),
+            Self::Fp16 => WeightDtype::Plain(Dtype::F16),
+            Self::Bf16 => WeightDtype::Plain(Dtype::BF16),
+            Self::Q8_0 => WeightDtype::Q8_0,
+            Self::Q4K => WeightDtype::Q4K,
         }
     }
 }
 
 /// The format asked for, else that of `out`'s name.
-pub(super) fn format_of(out: &Path, asked: Option<FormatName>) -> Result<Format> {
+pub(super) fn format_of(out: &Path, asked: Option<FormatName>) -> Result<ExportFormat> {
     if let Some(asked) = asked {
         return Ok(asked.format());
     }
@@ -90,24 +90,24 @@ pub(super) fn format_of(out: &Path, asked: Option<FormatName>) -> Result<Format>
         );
         return Err(Error::config("OUT", message));
     }
-    Ok(Format::of(out))
+    Ok(ExportFormat::from_path(out))
 }
 
 /// Exports the model and prints the written files to `out`, one per line.
 pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     let options = OnnxOptions { kv_cache: args.kv_cache, int8: args.int8 };
     let format = match format_of(&args.out, args.format)? {
-        Format::Onnx(_) => Format::Onnx(options),
+        ExportFormat::Onnx(_) => ExportFormat::Onnx(options),
         other if options == OnnxOptions::default() => other,
         _ => {
             let flag = if args.int8 { "--int8" } else { "--kv-cache" };
             return Err(Error::config(flag, "is for ONNX; give OUT a name that ends in `.onnx`"));
         }
     };
-    let parts = if args.merge { Parts::Merged } else { Parts::Adapters };
+    let scope = if args.merge { ExportScope::Merged } else { ExportScope::Adapters };
     let (trained, reporter) = args.model.open()?;
     reporter.begin("exporting");
-    let written = export(&trained, args.dtype.encoding(), format, parts, &args.out)?;
+    let written = export(&trained, args.dtype.encoding(), format, scope, &args.out)?;
     drop(reporter);
     for path in written {
         writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;

@@ -1,7 +1,7 @@
 //! `finetune fp16-check`: measures whether a model can train in FP16.
 
 use crate::cli::model::{DeviceArgs, NameArgs};
-use crate::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
+use crate::inference::fp16_check::{Fp16Report, PrecisionAdvice, SampleSize, fp16_check};
 use crate::precision::{PrecisionPolicy, PrecisionUnit};
 use crate::telemetry::PhaseProgress;
 use crate::train::whole_text;
@@ -58,11 +58,11 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
         reporter.report(event)
     })?;
     reporter.begin("reading weights");
-    let extent = Extent { batches: args.batches, batch_size: args.batch_size, seq_len };
+    let size = SampleSize { batches: args.batches, batch_size: args.batch_size, seq_len };
     let open = args.device.open(PrecisionPolicy::FP16)?;
     let (model, masters) = trained.load_merged(PrecisionPolicy::FP32, &open)?;
     reporter.begin("measuring");
-    let report = fp16_check(&model, masters, tokens, extent, |done, total| {
+    let report = fp16_check(&model, masters, tokens, size, |done, total| {
         reporter.activity().advance("measuring", PhaseProgress::Items(done as u64, total as u64));
     })?;
     drop(reporter);
@@ -72,10 +72,10 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
         as_text(&report)
     };
     writeln!(out, "{text}").map_err(Error::io("write to", "standard output"))?;
-    Ok(match report.verdict {
-        Verdict::Fp16 => ExitCode::SUCCESS,
-        Verdict::Fp16WithFallback { .. } => ExitCode::from(WITH_FALLBACK),
-        Verdict::Bf16 { .. } => ExitCode::from(BF16),
+    Ok(match report.advice {
+        PrecisionAdvice::Fp16 => ExitCode::SUCCESS,
+        PrecisionAdvice::Fp16WithFallback { .. } => ExitCode::from(WITH_FALLBACK),
+        PrecisionAdvice::Bf16 { .. } => ExitCode::from(BF16),
     })
 }
 
@@ -83,7 +83,7 @@ fn as_text(report: &Fp16Report) -> String {
     let mut text =
         String::from("unit    largest activation              largest gradient                to zero  subnormal\n");
     for unit in &report.units {
-        let cell = |largest: &crate::inference::fp16_check::Largest| {
+        let cell = |largest: &crate::inference::fp16_check::TensorAmax| {
             // Drop the part up to the block's number, which is the same in every row.
             let block = if let PrecisionUnit::Block(block) = unit.unit { format!(".{block}.") } else { String::new() };
             let name = largest.tensor.split_once(&block).map_or(largest.tensor.as_str(), |(_, name)| name);
@@ -107,15 +107,15 @@ fn as_text(report: &Fp16Report) -> String {
         report.tokens,
         100.0 * report.flushed
     );
-    text + &match &report.verdict {
-        Verdict::Fp16 => "verdict: fp16 (`--dtype fp16`)".to_owned(),
-        Verdict::Fp16WithFallback { units } => {
+    text + &match &report.advice {
+        PrecisionAdvice::Fp16 => "verdict: fp16 (`--dtype fp16`)".to_owned(),
+        PrecisionAdvice::Fp16WithFallback { units } => {
             let units: Vec<String> = units.iter().map(ToString::to_string).collect();
             format!(
                 "verdict: fp16 with {} in FP32 (`--dtype fp16 --set precision.fallback=layer --set precision.fallback_overflows=1`), or bf16",
                 units.join(", ")
             )
         }
-        Verdict::Bf16 { reason } => format!("verdict: bf16 (`--dtype bf16`): {reason}"),
+        PrecisionAdvice::Bf16 { reason } => format!("verdict: bf16 (`--dtype bf16`): {reason}"),
     }
 }

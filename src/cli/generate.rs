@@ -2,7 +2,7 @@
 
 use crate::cli::model::ModelArgs;
 use crate::engine::model::KvCache;
-use crate::inference::generate::{Request, Sampling, Stop, TextStream, generate, prompt_ids};
+use crate::inference::generate::{FinishReason, GenerationRequest, Sampling, TextStream, generate, prompt_ids};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{ErrorKind, IsTerminal, Write, stderr};
@@ -57,8 +57,13 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     let (model, weights) = trained.load(args.model.dtype, &open)?;
     let capacity = context.min(prompt.len().saturating_add(args.max_tokens));
     let mut cache = KvCache::new(model.spec(), args.model.dtype, capacity, &open.device)?;
-    let ends = trained.ends()?;
-    let request = Request { prompt: &prompt, max_tokens: args.max_tokens, ends: &ends, sampling: &sampling };
+    let stop_token_ids = trained.stop_token_ids()?;
+    let request = GenerationRequest {
+        prompt: &prompt,
+        max_tokens: args.max_tokens,
+        stop_token_ids: &stop_token_ids,
+        sampling: &sampling,
+    };
 
     let mut stream = TextStream::new(&trained.tokenizer);
     let (began, mut count) = (Instant::now(), 0);
@@ -85,15 +90,15 @@ fn say(out: &mut dyn Write, text: &str) -> Result<bool> {
 }
 
 /// Prints why it ended if standard error is a terminal or the context is full.
-fn report(stop: Stop, count: usize, context: usize, began: Instant) {
+fn report(reason: FinishReason, count: usize, context: usize, began: Instant) {
     let seconds = began.elapsed().as_secs_f64();
-    let why = match stop {
-        Stop::EndOfText => "the text is complete".to_owned(),
-        Stop::MaxTokens => "`--max-tokens` reached".to_owned(),
-        Stop::ContextFull => format!("the context of {context} tokens is full"),
-        Stop::Receiver => return,
+    let why = match reason {
+        FinishReason::EndOfText => "the text is complete".to_owned(),
+        FinishReason::Length => "`--max-tokens` reached".to_owned(),
+        FinishReason::ContextFull => format!("the context of {context} tokens is full"),
+        FinishReason::Callback => return,
     };
-    if stop == Stop::ContextFull || stderr().is_terminal() {
+    if reason == FinishReason::ContextFull || stderr().is_terminal() {
         let rate = count as f64 / seconds.max(1e-9);
         writeln!(stderr(), "stopped after {count} tokens: {why} ({rate:.1} tokens/s)").ok();
     }

@@ -2,8 +2,8 @@
 
 use crate::cli::export::{DtypeName, FormatName, format_of};
 use crate::cli::model::{DeviceArgs, NameArgs};
-use crate::inference::export::{Parts, export};
-use crate::inference::merge::merge_difference;
+use crate::inference::export::{ExportScope, export};
+use crate::inference::merge::merge_error;
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use clap::Args;
@@ -37,15 +37,15 @@ pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
         return Err(Error::config("MODEL", "it has no adapters to merge; give some with `--adapter FOLDER`"));
     }
     reporter.begin("exporting");
-    let written = export(&trained, encoding, format, Parts::Merged, &args.out)?;
+    let written = export(&trained, encoding, format, ExportScope::Merged, &args.out)?;
     reporter.begin("comparing logits");
     let open = args.device.open(PrecisionPolicy::FP32)?;
-    let found = merge_difference(&trained, (&args.out, format, encoding), &open)?;
+    let found = merge_error(&trained, (&args.out, format, encoding), &open)?;
     drop(reporter);
     for path in written {
         writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;
     }
-    let (largest, logit, tokens) = (found.largest, found.logit, found.tokens);
+    let (largest, logit, tokens) = (found.max_abs_diff, found.max_abs_logit, found.tokens);
     let line = format!("largest difference of logits: {largest:.1e} of {logit:.1}, on {tokens} random tokens");
     writeln!(out, "{line}").map_err(Error::io("write to", "standard output"))
 }

@@ -12,7 +12,7 @@ pub struct Chat {
     /// Whether the model has no template.
     pub plain: bool,
     /// Tokens that end an answer.
-    pub ends: Vec<u32>,
+    pub stop_token_ids: Vec<u32>,
     /// The messages so far.
     pub history: Conversation,
 }
@@ -31,11 +31,11 @@ impl Chat {
         };
         let plain = source.is_none();
         let source = source.unwrap_or_else(|| chat.format(&origin, &trained.tokenizer).source().to_owned());
-        let ends = trained.ends()?;
+        let stop_token_ids = trained.stop_token_ids()?;
         Ok(Self {
             template: Template::new(&source, &origin, chat.tokens.clone())?.sandboxed(&source),
             plain,
-            ends,
+            stop_token_ids,
             history: Conversation::default(),
         })
     }

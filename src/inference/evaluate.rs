@@ -11,7 +11,7 @@ use serde::Serialize;
 
 /// How a text is split into windows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Windows {
+pub struct SlidingWindow {
     /// Tokens per window; at most the model's context.
     pub seq_len: usize,
     /// Tokens from one window's start to the next one's; at most `seq_len`.
@@ -23,7 +23,7 @@ pub struct Windows {
 /// Default number of tokens per batch.
 const BATCH_TOKENS: usize = 1024;
 
-impl Windows {
+impl SlidingWindow {
     /// Windows of `seq_len` tokens, or of the whole `context`; without a stride they do not overlap.
     ///
     /// # Errors
@@ -43,7 +43,7 @@ impl Windows {
 
     /// Limits the window to a text of `tokens` tokens, because padding costs time and changes nothing.
     #[must_use]
-    pub fn within(self, tokens: usize) -> Self {
+    pub fn clamped_to(self, tokens: usize) -> Self {
         let longest = tokens.saturating_sub(1).max(1);
         let (seq_len, stride) = (self.seq_len.min(longest), self.stride.min(longest));
         Self { seq_len, stride, ..self }
@@ -51,12 +51,12 @@ impl Windows {
 
     /// The number of windows needed to predict `tokens` tokens except the first.
     pub fn count(&self, tokens: usize) -> usize {
-        let targets = tokens.saturating_sub(1);
-        if targets == 0 { 0 } else { 1 + targets.saturating_sub(self.seq_len).div_ceil(self.stride) }
+        let labels = tokens.saturating_sub(1);
+        if labels == 0 { 0 } else { 1 + labels.saturating_sub(self.seq_len).div_ceil(self.stride) }
     }
 
-    /// The start of window `index`, and the number of its first targets that earlier windows have predicted.
-    fn at(&self, index: usize) -> (usize, usize) {
+    /// The start of window `index`, and the number of its first labels that earlier windows have predicted.
+    fn position(&self, index: usize) -> (usize, usize) {
         (index * self.stride, if index == 0 { 0 } else { self.seq_len - self.stride })
     }
 }
@@ -92,34 +92,34 @@ pub fn evaluate(
     policy: PrecisionPolicy,
     tokens: &TokenSource,
     bytes_per_token: f64,
-    windows: Windows,
+    windows: SlidingWindow,
     mut progress: impl FnMut(usize),
 ) -> Result<Evaluation> {
     if tokens.is_samples() {
         return evaluate_samples(model, weights, policy, tokens, bytes_per_token, windows, progress);
     }
-    let Windows { seq_len, batch_size, .. } = windows;
+    let SlidingWindow { seq_len, batch_size, .. } = windows;
     let count = windows.count(tokens.len());
     let batch_size = batch_size.min(count.max(1));
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch_size, seq_len), &weights.device())?;
     let mut ids = vec![0; batch_size * seq_len];
-    let mut targets = vec![IGNORE_INDEX; batch_size * seq_len];
+    let mut labels = vec![IGNORE_INDEX; batch_size * seq_len];
     let (mut loss, mut predicted) = (0.0, 0);
     for first in (0..count).step_by(batch_size) {
-        // Padding after the text's end and unused rows are never targets, and no target attends to them.
+        // Padding after the text's end and unused rows are never labels, and no label attends to them.
         ids.fill(0);
-        targets.fill(IGNORE_INDEX);
-        let rows = ids.chunks_exact_mut(seq_len).zip(targets.chunks_exact_mut(seq_len));
-        for (index, (ids, targets)) in (first..count).zip(rows) {
-            let (start, done) = windows.at(index);
+        labels.fill(IGNORE_INDEX);
+        let rows = ids.chunks_exact_mut(seq_len).zip(labels.chunks_exact_mut(seq_len));
+        for (index, (ids, labels)) in (first..count).zip(rows) {
+            let (start, done) = windows.position(index);
             let length = seq_len.min(tokens.len() - 1 - start);
             tokens.read_inputs(start, &mut ids[..length]);
-            tokens.read_labels(start + 1, &mut targets[..length]);
-            targets[..done.min(length)].fill(IGNORE_INDEX);
+            tokens.read_labels(start + 1, &mut labels[..length]);
+            labels[..done.min(length)].fill(IGNORE_INDEX);
         }
         model.forward(weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
-        loss += model.loss(weights, &targets, &workspace)?;
-        predicted += targets.iter().filter(|&&target| target != IGNORE_INDEX).count() as u64;
+        loss += model.loss(weights, &labels, &workspace)?;
+        predicted += labels.iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
         progress(count.min(first + batch_size));
     }
     tokens.check()?;
@@ -136,7 +136,7 @@ fn evaluate_samples(
     policy: PrecisionPolicy,
     tokens: &TokenSource,
     bytes_per_token: f64,
-    Windows { seq_len, batch_size, .. }: Windows,
+    SlidingWindow { seq_len, batch_size, .. }: SlidingWindow,
     mut progress: impl FnMut(usize),
 ) -> Result<Evaluation> {
     let longest = tokens.documents().map(|sample| sample.len() - 1).max().unwrap_or(0);
@@ -168,9 +168,9 @@ mod tests {
         fn every_token_but_the_first_is_predicted_once(
             tokens in 0_usize..200, seq_len in 1_usize..20, stride in 1_usize..20
         ) {
-            let windows = Windows { seq_len, stride: stride.min(seq_len), batch_size: 1 };
+            let windows = SlidingWindow { seq_len, stride: stride.min(seq_len), batch_size: 1 };
             let mut hits = vec![0; tokens];
-            for (start, done) in (0..windows.count(tokens)).map(|index| windows.at(index)) {
+            for (start, done) in (0..windows.count(tokens)).map(|index| windows.position(index)) {
                 for hit in &mut hits[start + 1 + done..=(start + seq_len).min(tokens - 1)] {
                     *hit += 1;
                 }
@@ -182,16 +182,16 @@ mod tests {
     /// Otherwise a model with a context of 2^20 would pad 5 kB of text to it.
     #[test]
     fn a_window_is_no_longer_than_the_text() {
-        let windows = Windows::new(1 << 20, None, None, None).unwrap().within(4700);
+        let windows = SlidingWindow::new(1 << 20, None, None, None).unwrap().clamped_to(4700);
         assert_eq!((windows.seq_len, windows.stride, windows.count(4700)), (4699, 4699, 1));
-        let windows = Windows::new(8, None, Some(4), None).unwrap();
-        assert_eq!(windows.within(4700), windows);
+        let windows = SlidingWindow::new(8, None, Some(4), None).unwrap();
+        assert_eq!(windows.clamped_to(4700), windows);
     }
 
     #[test]
     fn invalid_windows_are_rejected_by_flag() {
         let message = |seq_len, stride, batch| {
-            Windows::new(8, seq_len, stride, batch).map_or_else(|error| error.to_string(), |_| "fine".into())
+            SlidingWindow::new(8, seq_len, stride, batch).map_or_else(|error| error.to_string(), |_| "fine".into())
         };
         assert_eq!(message(None, None, None), "fine");
         assert!(message(Some(9), None, None).starts_with("--seq-len: 9 exceeds the model's context of 8"));

@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 /// A format to export to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum ExportFormat {
     /// A folder with `config.json`, `tokenizer.json` and `model.safetensors`, as transformers reads it.
     HuggingFace,
     /// One file for llama.cpp and similar programs, including the tokenizer.
@@ -29,16 +29,16 @@ pub enum Format {
 
 /// The part of a model with adapters to write. A model without adapters is always written as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Parts {
+pub enum ExportScope {
     /// The adapters alone, in PEFT's format.
     Adapters,
     /// The whole model, adapters merged into its weights in FP32.
     Merged,
 }
 
-impl Format {
+impl ExportFormat {
     /// The format that the name of the result selects: `.gguf`, `.onnx`, else a folder.
-    pub fn of(out: &Path) -> Self {
+    pub fn from_path(out: &Path) -> Self {
         match out.extension().and_then(|extension| extension.to_str()) {
             Some("gguf") => Self::Gguf,
             Some("onnx") => Self::Onnx(OnnxOptions::default()),
@@ -49,7 +49,7 @@ impl Format {
 
 /// The encoding of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Encoding {
+pub enum WeightDtype {
     /// Plain numbers.
     Plain(Dtype),
     /// Blocks of 32 8-bit numbers with a scale; GGUF only.
@@ -58,7 +58,7 @@ pub enum Encoding {
     Q4K,
 }
 
-impl From<Dtype> for Encoding {
+impl From<Dtype> for WeightDtype {
     fn from(dtype: Dtype) -> Self {
         Self::Plain(dtype)
     }
@@ -71,16 +71,16 @@ impl From<Dtype> for Encoding {
 /// the weights or the format cannot hold the tokenizer; [`Error::Io`].
 pub fn export(
     trained: &TrainedModel,
-    encoding: impl Into<Encoding>,
-    format: Format,
-    parts: Parts,
+    encoding: impl Into<WeightDtype>,
+    format: ExportFormat,
+    scope: ExportScope,
     out: &Path,
 ) -> Result<Vec<PathBuf>> {
     let encoding = encoding.into();
     let dtype = match encoding {
-        Encoding::Plain(dtype) => dtype,
-        Encoding::Q8_0 | Encoding::Q4K if format == Format::Gguf => Dtype::F32,
-        Encoding::Q8_0 | Encoding::Q4K => {
+        WeightDtype::Plain(dtype) => dtype,
+        WeightDtype::Q8_0 | WeightDtype::Q4K if format == ExportFormat::Gguf => Dtype::F32,
+        WeightDtype::Q8_0 | WeightDtype::Q4K => {
             return Err(Error::config(
                 "--dtype",
                 "only GGUF files have such blocks; give OUT a name that ends in `.gguf`",
@@ -90,15 +90,15 @@ pub fn export(
     let name = out.file_name().and_then(|name| name.to_str());
     let name = name.ok_or_else(|| Error::config("OUT", format!("`{}` names no file or folder", out.display())))?;
     let files = match format {
-        Format::HuggingFace | Format::Gguf => vec![out.to_path_buf()],
-        Format::Onnx(_) => vec![out.with_file_name(format!("{name}.data")), out.to_path_buf()],
+        ExportFormat::HuggingFace | ExportFormat::Gguf => vec![out.to_path_buf()],
+        ExportFormat::Onnx(_) => vec![out.with_file_name(format!("{name}.data")), out.to_path_buf()],
     };
     if let Some(there) = files.iter().find(|file| file.exists()) {
         let message = format!("`{}` exists; remove it first, or give another name", there.display());
         return Err(Error::config("OUT", message));
     }
-    let adapters = if parts == Parts::Adapters { trained.load_with_base(Dtype::F32)? } else { None };
-    if adapters.is_some() && format != Format::HuggingFace {
+    let adapters = if scope == ExportScope::Adapters { trained.load_with_base(Dtype::F32)? } else { None };
+    if adapters.is_some() && format != ExportFormat::HuggingFace {
         let message = "adapters alone are written as a folder only; add `--merge` for a whole model in this format";
         return Err(Error::config("OUT", message));
     }
@@ -106,7 +106,7 @@ pub fn export(
     std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
     let (work, _lock) = temporary::folder(parent, ".export-")?;
     match format {
-        Format::HuggingFace => {
+        ExportFormat::HuggingFace => {
             let folder = work.path().join(name);
             std::fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
             match &adapters {
@@ -114,15 +114,17 @@ pub fn export(
                 None => hugging_face::write(trained, &trained.weights(dtype)?, dtype, &folder)?,
             }
         }
-        Format::Gguf => gguf::write(trained, &trained.weights(dtype)?, encoding, name, &work.path().join(name))?,
-        Format::Onnx(onnx) => onnx::write(&trained.config, &trained.weights(dtype)?, onnx, &work.path().join(name))?,
+        ExportFormat::Gguf => gguf::write(trained, &trained.weights(dtype)?, encoding, name, &work.path().join(name))?,
+        ExportFormat::Onnx(onnx) => {
+            onnx::write(&trained.config, &trained.weights(dtype)?, onnx, &work.path().join(name))?
+        }
     }
-    settle(&work, &files)?;
+    commit(&work, &files)?;
     Ok(files)
 }
 
 /// Moves the written files to their destination, the file that names the others last.
-fn settle(work: &TempDir, files: &[PathBuf]) -> Result<()> {
+fn commit(work: &TempDir, files: &[PathBuf]) -> Result<()> {
     for file in files {
         let written = work.path().join(file.file_name().unwrap_or_default());
         std::fs::rename(&written, file).map_err(Error::io("create", file))?;

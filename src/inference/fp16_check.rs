@@ -20,18 +20,18 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// FP16's largest value.
-const TOP: f32 = 65504.0;
-/// The factor between the largest scaled gradient and [`TOP`], because the next batch's may be larger.
-const ROOM: f32 = 2.0;
+const FP16_MAX: f32 = 65504.0;
+/// The factor between the largest scaled gradient and [`FP16_MAX`], because the next batch's may be larger.
+const HEADROOM: f32 = 2.0;
 /// The highest scale considered, the top of `GradScaler`'s usual range.
-const HIGHEST_SCALE: f32 = 16_777_216.0;
+const MAX_SCALE: f32 = 16_777_216.0;
 /// Maximum share of weight gradients that may flush to zero at the best scale.
-const MOST_FLUSHED: f64 = 0.01;
+const MAX_FLUSHED: f64 = 0.01;
 const SEED: u64 = 1;
 
 /// The amount of text to measure on.
 #[derive(Clone, Copy, Debug)]
-pub struct Extent {
+pub struct SampleSize {
     /// Number of batches.
     pub batches: usize,
     /// Sequences per batch.
@@ -42,7 +42,7 @@ pub struct Extent {
 
 /// The largest magnitude among tensors, and the tensor.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Largest {
+pub struct TensorAmax {
     /// The magnitude; NaN if a value is not finite even in FP32.
     pub max_abs: f32,
     /// The layer and its tensor, such as `h.3.mlp.c_fc output`.
@@ -55,9 +55,9 @@ pub struct UnitReport {
     /// `h.3`, or `head`.
     pub unit: PrecisionUnit,
     /// The largest activation.
-    pub activation: Largest,
+    pub activation: TensorAmax,
     /// The largest unscaled gradient.
-    pub gradient: Largest,
+    pub gradient: TensorAmax,
     /// Share of its non-zero weight gradients that FP16 flushes to zero at the best scale.
     pub flushed: f64,
     /// Share of them that FP16 stores as subnormals.
@@ -67,7 +67,7 @@ pub struct UnitReport {
 /// The recommended precision.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "verdict")]
-pub enum Verdict {
+pub enum PrecisionAdvice {
     /// FP16 without fallback.
     Fp16,
     /// FP16, with these units in FP32.
@@ -87,7 +87,7 @@ pub enum Verdict {
 pub struct Fp16Report {
     /// The recommendation.
     #[serde(flatten)]
-    pub verdict: Verdict,
+    pub advice: PrecisionAdvice,
     /// The best loss scale for the units in FP16.
     pub best_scale: f32,
     /// Share of the non-zero weight gradients in FP16 that flush to zero at that scale.
@@ -100,19 +100,19 @@ pub struct Fp16Report {
 
 /// The measurements of a unit.
 #[derive(Default)]
-struct Measured {
-    activation: Largest,
-    gradient: Largest,
+struct UnitStats {
+    activation: TensorAmax,
+    gradient: TensorAmax,
     weights: TensorSurvey,
 }
 
-struct Record<'a> {
+struct AmaxHook<'a> {
     spec: &'a ModelSpec,
     kernels: &'a dyn Kernels,
-    units: BTreeMap<PrecisionUnit, Measured>,
+    units: BTreeMap<PrecisionUnit, UnitStats>,
 }
 
-impl Hook for Record<'_> {
+impl Hook for AmaxHook<'_> {
     fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         let weights = matches!(part, TensorKind::WeightGradient | TensorKind::BiasGradient);
         let found = self.kernels.survey(tensor, FloatFormat::FP32, weights)?;
@@ -123,20 +123,20 @@ impl Hook for Record<'_> {
         }
         let largest = if part.is_forward() { &mut seen.activation } else { &mut seen.gradient };
         if max_abs.is_nan() || max_abs > largest.max_abs {
-            *largest = Largest { max_abs, tensor: name_of(self.spec, layer, part) };
+            *largest = TensorAmax { max_abs, tensor: name_of(self.spec, layer, part) };
         }
         Ok(())
     }
 }
 
 /// The first tensor that is not finite.
-struct FirstBroken<'a> {
+struct FirstNonFinite<'a> {
     spec: &'a ModelSpec,
     kernels: &'a dyn Kernels,
     found: Option<String>,
 }
 
-impl Hook for FirstBroken<'_> {
+impl Hook for FirstNonFinite<'_> {
     fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         if self.found.is_none() && !self.kernels.survey(tensor, FloatFormat::FP32, false)?.stats.is_finite() {
             self.found = Some(name_of(self.spec, layer, part));
@@ -154,10 +154,10 @@ pub fn fp16_check(
     model: &Decoder,
     masters: Parameters,
     tokens: TokenSource,
-    extent: Extent,
+    size: SampleSize,
     mut progress: impl FnMut(usize, usize),
 ) -> Result<Fp16Report> {
-    let Extent { batches, batch_size, seq_len } = extent;
+    let SampleSize { batches, batch_size, seq_len } = size;
     let (spec, kernels) = (model.spec(), model.kernels());
     let mut loader = BatchLoader::new(tokens, batch_size, seq_len, SEED)?;
     let batches: Vec<Batch> = (0..batches)
@@ -169,57 +169,57 @@ pub fn fp16_check(
         .filter(|batch| batch.num_label_tokens > 0)
         .collect();
     let total = 2 * batches.len();
-    let mut record = Record { spec, kernels, units: BTreeMap::new() };
+    let mut record = AmaxHook { spec, kernels, units: BTreeMap::new() };
     {
-        let mut passes = Passes::new(model, PrecisionPolicy::FP32, &masters, (batch_size, seq_len))?;
+        let mut passes = CheckPasses::new(model, PrecisionPolicy::FP32, &masters, (batch_size, seq_len))?;
         for (done, batch) in batches.iter().enumerate() {
             passes.run(&masters, batch, 1.0, &mut record)?;
             progress(done + 1, total);
         }
     }
-    let wide = wide_units(&record.units);
-    let (best_scale, flushed) = best_scale(&record.units, &wide);
-    let mut verdict = judge(&record.units, &wide, flushed);
-    if !matches!(verdict, Verdict::Bf16 { .. }) {
+    let fp32 = fp32_units(&record.units);
+    let (best_scale, flushed) = best_scale(&record.units, &fp32);
+    let mut advice = recommend(&record.units, &fp32, flushed);
+    if !matches!(advice, PrecisionAdvice::Bf16 { .. }) {
         // Verify in FP16.
         let policy = PrecisionPolicy::FP16;
         let (masters, mut weights) = MasterWeights::new(masters, policy, kernels)?;
-        let mut passes = Passes::new(model, policy, &weights, (batch_size, seq_len))?;
-        for &unit in &wide {
+        let mut passes = CheckPasses::new(model, policy, &weights, (batch_size, seq_len))?;
+        for &unit in &fp32 {
             passes.workspace.retype(spec, unit, Dtype::F32)?;
             for pack in weights.fused_in(unit) {
                 masters.retype(pack, candle_dtype(Dtype::F32), &mut weights, kernels)?;
                 passes.grads.retype(pack, Dtype::F32)?;
             }
         }
-        let mut broken = FirstBroken { spec, kernels, found: None };
+        let mut non_finite = FirstNonFinite { spec, kernels, found: None };
         for (done, batch) in batches.iter().enumerate() {
-            passes.run(&weights, batch, best_scale, &mut broken)?;
+            passes.run(&weights, batch, best_scale, &mut non_finite)?;
             progress(batches.len() + done + 1, total);
         }
-        if let Some(tensor) = broken.found {
+        if let Some(tensor) = non_finite.found {
             let reason = format!("in FP16 at loss scale {best_scale} the {tensor} is not finite");
-            verdict = Verdict::Bf16 { reason };
+            advice = PrecisionAdvice::Bf16 { reason };
         }
     }
     let shift = best_scale.log2() as i32;
     let units = record.units.into_iter().map(|(unit, seen)| {
         let shares = seen.weights.exponents.shares_at(shift, FloatFormat::FP16);
-        let Measured { activation, gradient, .. } = seen;
+        let UnitStats { activation, gradient, .. } = seen;
         UnitReport { unit, activation, gradient, flushed: shares.flushed, subnormal: shares.subnormal }
     });
     let tokens = batches.iter().map(|batch| batch.num_label_tokens).sum();
-    Ok(Fp16Report { verdict, best_scale, flushed, units: units.collect(), tokens })
+    Ok(Fp16Report { advice, best_scale, flushed, units: units.collect(), tokens })
 }
 
 /// Runs forward and backward passes; owns their buffers.
-struct Passes<'a> {
+struct CheckPasses<'a> {
     model: &'a Decoder,
     workspace: Workspace,
     grads: Gradients,
 }
 
-impl<'a> Passes<'a> {
+impl<'a> CheckPasses<'a> {
     fn new(model: &'a Decoder, policy: PrecisionPolicy, like: &Parameters, shape: (usize, usize)) -> Result<Self> {
         let workspace = Workspace::for_training(model.spec(), policy, shape, Checkpointing::PerBlock, &like.device())?;
         Ok(Self { model, workspace, grads: Gradients::new(like, policy, 1, &SingleProcess)? })
@@ -238,24 +238,24 @@ impl<'a> Passes<'a> {
 
 /// The units that cannot stay in FP16: units whose activations overflow, and, while the loss scale flushes too much of
 /// the others, the one whose gradient limits it.
-fn wide_units(units: &BTreeMap<PrecisionUnit, Measured>) -> BTreeSet<PrecisionUnit> {
-    let overflows = |seen: &Measured| seen.activation.max_abs.is_nan() || seen.activation.max_abs > TOP;
-    let mut wide: BTreeSet<PrecisionUnit> =
+fn fp32_units(units: &BTreeMap<PrecisionUnit, UnitStats>) -> BTreeSet<PrecisionUnit> {
+    let overflows = |seen: &UnitStats| seen.activation.max_abs.is_nan() || seen.activation.max_abs > FP16_MAX;
+    let mut fp32: BTreeSet<PrecisionUnit> =
         units.iter().filter(|(_, seen)| overflows(seen)).map(|(unit, _)| *unit).collect();
-    while 2 * wide.len() < units.len() && best_scale(units, &wide).1 > MOST_FLUSHED {
-        let rest = units.iter().filter(|(unit, _)| !wide.contains(unit));
+    while 2 * fp32.len() < units.len() && best_scale(units, &fp32).1 > MAX_FLUSHED {
+        let rest = units.iter().filter(|(unit, _)| !fp32.contains(unit));
         let Some((unit, _)) = rest.max_by(|a, b| a.1.gradient.max_abs.total_cmp(&b.1.gradient.max_abs)) else { break };
-        wide.insert(*unit);
+        fp32.insert(*unit);
     }
-    wide
+    fp32
 }
 
 /// The largest power of two that leaves headroom for the gradients of the units in FP16, and the share of their weight
 /// gradients that flush to zero at it.
-fn best_scale(units: &BTreeMap<PrecisionUnit, Measured>, wide: &BTreeSet<PrecisionUnit>) -> (f32, f64) {
-    let kept = || units.iter().filter(|(unit, _)| !wide.contains(unit)).map(|(_, seen)| seen);
+fn best_scale(units: &BTreeMap<PrecisionUnit, UnitStats>, fp32: &BTreeSet<PrecisionUnit>) -> (f32, f64) {
+    let kept = || units.iter().filter(|(unit, _)| !fp32.contains(unit)).map(|(_, seen)| seen);
     let largest = kept().map(|seen| seen.gradient.max_abs).fold(0.0, f32::max);
-    let scale = (TOP / ROOM / largest.max(f32::MIN_POSITIVE)).min(HIGHEST_SCALE).log2().floor().exp2();
+    let scale = (FP16_MAX / HEADROOM / largest.max(f32::MIN_POSITIVE)).min(MAX_SCALE).log2().floor().exp2();
     let mut weights = TensorSurvey::default();
     for seen in kept() {
         weights.merge(&seen.weights);
@@ -263,21 +263,29 @@ fn best_scale(units: &BTreeMap<PrecisionUnit, Measured>, wide: &BTreeSet<Precisi
     (scale.max(1.0), weights.exponents.shares_at(scale.log2() as i32, FloatFormat::FP16).flushed)
 }
 
-fn judge(units: &BTreeMap<PrecisionUnit, Measured>, wide: &BTreeSet<PrecisionUnit>, flushed: f64) -> Verdict {
+fn recommend(
+    units: &BTreeMap<PrecisionUnit, UnitStats>,
+    fp32: &BTreeSet<PrecisionUnit>,
+    flushed: f64,
+) -> PrecisionAdvice {
     if let Some((unit, _)) =
         units.iter().find(|(_, seen)| seen.activation.max_abs.is_nan() || seen.gradient.max_abs.is_nan())
     {
-        return Verdict::Bf16 { reason: format!("{unit} is not finite even in FP32; no type will help") };
+        return PrecisionAdvice::Bf16 { reason: format!("{unit} is not finite even in FP32; no type will help") };
     }
-    if 2 * wide.len() > units.len() {
-        let reason = format!("{} of {} units overflow FP16 or limit its loss scale", wide.len(), units.len());
-        return Verdict::Bf16 { reason };
+    if 2 * fp32.len() > units.len() {
+        let reason = format!("{} of {} units overflow FP16 or limit its loss scale", fp32.len(), units.len());
+        return PrecisionAdvice::Bf16 { reason };
     }
-    if flushed > MOST_FLUSHED {
+    if flushed > MAX_FLUSHED {
         let reason = format!("{:.1} % of the weight gradients flush to zero at the best loss scale", 100.0 * flushed);
-        return Verdict::Bf16 { reason };
+        return PrecisionAdvice::Bf16 { reason };
     }
-    if wide.is_empty() { Verdict::Fp16 } else { Verdict::Fp16WithFallback { units: wide.iter().copied().collect() } }
+    if fp32.is_empty() {
+        PrecisionAdvice::Fp16
+    } else {
+        PrecisionAdvice::Fp16WithFallback { units: fp32.iter().copied().collect() }
+    }
 }
 
 #[cfg(test)]
@@ -286,41 +294,46 @@ mod tests {
     use crate::precision::{ExponentHistogram, TensorStats};
 
     /// A unit with this largest activation and gradient, and weight gradients around `2^binade`.
-    fn seen(activation: f32, gradient: f32, binade: i32) -> Measured {
+    fn seen(activation: f32, gradient: f32, binade: i32) -> UnitStats {
         let exponents = ExponentHistogram::from_counts([(binade, 1000)]);
-        let of = |max_abs| Largest { max_abs, tensor: String::new() };
+        let of = |max_abs| TensorAmax { max_abs, tensor: String::new() };
         let weights = TensorSurvey { stats: TensorStats::default(), exponents };
-        Measured { activation: of(activation), gradient: of(gradient), weights }
+        UnitStats { activation: of(activation), gradient: of(gradient), weights }
     }
 
-    fn verdict(units: [Measured; 4]) -> (Verdict, f32) {
-        let units: BTreeMap<PrecisionUnit, Measured> =
+    fn verdict(units: [UnitStats; 4]) -> (PrecisionAdvice, f32) {
+        let units: BTreeMap<PrecisionUnit, UnitStats> =
             units.into_iter().enumerate().map(|(block, seen)| (PrecisionUnit::Block(block), seen)).collect();
-        let wide = wide_units(&units);
-        let (scale, flushed) = best_scale(&units, &wide);
-        (judge(&units, &wide, flushed), scale)
+        let fp32 = fp32_units(&units);
+        let (scale, flushed) = best_scale(&units, &fp32);
+        (recommend(&units, &fp32, flushed), scale)
     }
 
     #[test]
     fn gradients_with_a_common_range_need_no_fallback() {
         let units = [0, 1, 2, 3].map(|_| seen(10.0, 1.0, -12));
-        assert_eq!(verdict(units), (Verdict::Fp16, 16384.0));
+        assert_eq!(verdict(units), (PrecisionAdvice::Fp16, 16384.0));
     }
 
     #[test]
     fn a_unit_that_limits_the_scale_gets_a_wider_type() {
         // At 2^4, which suits the second unit, 2^-32 of the others flushes to zero; at 2^14 it does not.
         let units = [seen(10.0, 1.0, -32), seen(10.0, 1024.0, -8), seen(10.0, 1.0, -32), seen(10.0, 1.0, -32)];
-        assert_eq!(verdict(units), (Verdict::Fp16WithFallback { units: vec![PrecisionUnit::Block(1)] }, 16384.0));
+        assert_eq!(
+            verdict(units),
+            (PrecisionAdvice::Fp16WithFallback { units: vec![PrecisionUnit::Block(1)] }, 16384.0)
+        );
     }
 
     #[test]
     fn too_wide_a_range_everywhere_needs_bf16() {
         let units = [0, 1, 2, 3].map(|_| seen(10.0, 1024.0, -40));
-        assert!(matches!(verdict(units).0, Verdict::Bf16 { reason } if reason.contains("flush to zero")));
+        assert!(matches!(verdict(units).0, PrecisionAdvice::Bf16 { reason } if reason.contains("flush to zero")));
         let units = [0, 1, 2, 3].map(|block| seen(if block > 0 { 1e6 } else { 1.0 }, 1.0, -12));
-        assert!(matches!(verdict(units).0, Verdict::Bf16 { reason } if reason.starts_with("3 of 4 units")));
+        assert!(matches!(verdict(units).0, PrecisionAdvice::Bf16 { reason } if reason.starts_with("3 of 4 units")));
         let units = [0, 1, 2, 3].map(|block| seen(if block > 2 { f32::NAN } else { 1.0 }, 1.0, -12));
-        assert!(matches!(verdict(units).0, Verdict::Bf16 { reason } if reason.starts_with("h.3 is not finite")));
+        assert!(
+            matches!(verdict(units).0, PrecisionAdvice::Bf16 { reason } if reason.starts_with("h.3 is not finite"))
+        );
     }
 }

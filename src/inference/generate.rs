@@ -10,7 +10,7 @@ use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use candle_transformers::generation::LogitsProcessor;
-use candle_transformers::generation::Sampling as Choice;
+use candle_transformers::generation::Sampling as CandleSampling;
 use candle_transformers::utils::apply_repeat_penalty;
 
 /// How the next token is sampled.
@@ -29,7 +29,7 @@ pub struct Sampling {
 }
 
 /// Dividing logits by a lower temperature may overflow.
-const COLD: f64 = 1e-3;
+const MIN_TEMPERATURE: f64 = 1e-3;
 
 impl Default for Sampling {
     fn default() -> Self {
@@ -56,7 +56,7 @@ impl Sampling {
     /// summed, as in transformers; at a temperature so low that dividing would overflow, shifts the largest to 0.
     fn prepared(&self, logits: &Tensor) -> Result<Tensor> {
         let both = self.top_p.and(self.top_k).filter(|_| self.temperature > 0.0);
-        let cold = self.temperature > 0.0 && self.temperature < COLD;
+        let cold = self.temperature > 0.0 && self.temperature < MIN_TEMPERATURE;
         if both.is_none() && !cold {
             return Ok(logits.clone());
         }
@@ -76,41 +76,41 @@ impl Sampling {
         Ok(Tensor::new(values, logits.device())?)
     }
 
-    fn choice(&self) -> Choice {
+    fn choice(&self) -> CandleSampling {
         // At lower temperatures the reciprocal overflows FP32, and only the largest logits have any probability.
         let temperature = if self.temperature == 0.0 { 0.0 } else { self.temperature.max(1e-30) };
         match (self.top_k, self.top_p) {
-            _ if temperature == 0.0 => Choice::ArgMax,
-            (None, None) => Choice::All { temperature },
-            (Some(k), None) => Choice::TopK { k, temperature },
+            _ if temperature == 0.0 => CandleSampling::ArgMax,
+            (None, None) => CandleSampling::All { temperature },
+            (Some(k), None) => CandleSampling::TopK { k, temperature },
             // With a top-k, `prepared` has already removed the other logits.
-            (_, Some(p)) => Choice::TopP { p, temperature },
+            (_, Some(p)) => CandleSampling::TopP { p, temperature },
         }
     }
 }
 
 /// Why generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stop {
+pub enum FinishReason {
     /// The model generated the end-of-text token.
     EndOfText,
     /// The requested number of tokens was generated.
-    MaxTokens,
+    Length,
     /// The model's context is full.
     ContextFull,
-    /// The receiver stopped it.
-    Receiver,
+    /// The callback stopped it.
+    Callback,
 }
 
 /// One text to generate.
 #[derive(Clone, Copy, Debug)]
-pub struct Request<'a> {
+pub struct GenerationRequest<'a> {
     /// The start of the text; at least one token.
     pub prompt: &'a [u32],
     /// Maximum number of tokens to generate.
     pub max_tokens: usize,
     /// The tokens that end a text.
-    pub ends: &'a [u32],
+    pub stop_token_ids: &'a [u32],
     /// How tokens are sampled.
     pub sampling: &'a Sampling,
 }
@@ -121,45 +121,45 @@ pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
     Ok(if ids.is_empty() { vec![tokenizer.eos_id().unwrap_or(0)] } else { ids })
 }
 
-/// Generates text, overwriting `cache`. Calls `receive` with each token except the one that ends the text; it returns
+/// Generates text, overwriting `cache`. Calls `on_token` with each token except the one that ends the text; it returns
 /// whether to continue. Equal weights and requests give equal tokens.
 ///
 /// # Errors
-/// [`Error::Model`] if the model's logits are not finite; errors of `receive`.
+/// [`Error::Model`] if the model's logits are not finite; errors of `on_token`.
 pub fn generate(
     model: &Decoder,
     weights: &Parameters,
     cache: &mut KvCache,
-    request: Request<'_>,
-    mut receive: impl FnMut(u32) -> Result<bool>,
-) -> Result<Stop> {
+    request: GenerationRequest<'_>,
+    mut on_token: impl FnMut(u32) -> Result<bool>,
+) -> Result<FinishReason> {
     let mut processor = LogitsProcessor::from_sampling(request.sampling.seed, request.sampling.choice());
     let mut seen = request.prompt.to_vec();
     let mut new = 0;
     cache.truncate(0);
     for _ in 0..request.max_tokens {
         if seen.len() > cache.capacity() {
-            return Ok(Stop::ContextFull);
+            return Ok(FinishReason::ContextFull);
         }
         let hidden = model.decode(weights, &seen[new..], cache)?;
         let last = hidden.narrow(0, seen.len() - new - 1, 1)?;
         // On the CPU, because candle's sampling has no GPU kernels.
         let logits = host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
-        let logits = penalised(logits, request.sampling.repetition_penalty, &seen)?;
+        let logits = with_repetition_penalty(logits, request.sampling.repetition_penalty, &seen)?;
         let next = processor.sample(&request.sampling.prepared(&logits)?)?;
-        if request.ends.contains(&next) {
-            return Ok(Stop::EndOfText);
+        if request.stop_token_ids.contains(&next) {
+            return Ok(FinishReason::EndOfText);
         }
-        if !receive(next)? {
-            return Ok(Stop::Receiver);
+        if !on_token(next)? {
+            return Ok(FinishReason::Callback);
         }
         new = seen.len();
         seen.push(next);
     }
-    Ok(Stop::MaxTokens)
+    Ok(FinishReason::Length)
 }
 
-fn penalised(logits: Tensor, penalty: f32, seen: &[u32]) -> Result<Tensor> {
+fn with_repetition_penalty(logits: Tensor, penalty: f32, seen: &[u32]) -> Result<Tensor> {
     // Otherwise a NaN would cause an error about the weights of a distribution, or be chosen as the largest.
     if !logits.sum_all()?.to_scalar::<f32>()?.is_finite() {
         let message = "its logits are not finite; use `--dtype bf16` or `--dtype fp32` instead of fp16, or an earlier \
@@ -223,9 +223,9 @@ mod tests {
     #[test]
     fn a_penalty_pushes_seen_logits_down_on_both_sides_of_zero() {
         let logits = Tensor::new(&[2.0f32, -2.0, 3.0], &candle_core::Device::Cpu).unwrap();
-        let changed = penalised(logits.clone(), 2.0, &[0, 1, 1]).unwrap();
+        let changed = with_repetition_penalty(logits.clone(), 2.0, &[0, 1, 1]).unwrap();
         assert_eq!(changed.to_vec1::<f32>().unwrap(), [1.0, -4.0, 3.0]);
-        let message = penalised((logits * f64::NAN).unwrap(), 2.0, &[0]).unwrap_err().to_string();
+        let message = with_repetition_penalty((logits * f64::NAN).unwrap(), 2.0, &[0]).unwrap_err().to_string();
         assert!(message.contains("not finite"), "{message}");
     }
 }

@@ -3,7 +3,7 @@
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{Decoder, ForwardMode, InputIds, Parameters, Workspace};
-use crate::inference::export::{Encoding, Format};
+use crate::inference::export::{ExportFormat, WeightDtype};
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::random::{Domain, Stream};
@@ -13,11 +13,11 @@ use std::path::Path;
 
 /// How far the merged model is from base and adapters.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct MergeDifference {
+pub struct MergeError {
     /// The largest difference of two logits.
-    pub largest: f32,
+    pub max_abs_diff: f32,
     /// The largest magnitude of a logit.
-    pub logit: f32,
+    pub max_abs_logit: f32,
     /// Tokens looked at.
     pub tokens: usize,
 }
@@ -27,11 +27,11 @@ pub struct MergeDifference {
 ///
 /// # Errors
 /// [`Error::Model`] if `out` cannot be read, or a logit is not finite.
-pub fn merge_difference(
+pub fn merge_error(
     trained: &TrainedModel,
-    (out, format, encoding): (&Path, Format, Encoding),
+    (out, format, encoding): (&Path, ExportFormat, WeightDtype),
     open: &OpenDevice,
-) -> Result<MergeDifference> {
+) -> Result<MergeError> {
     const TOKENS: usize = 64;
     let tokens = TOKENS.min(trained.config.max_position_embeddings);
     let stream = Stream::new(0, Domain::Bench);
@@ -46,9 +46,9 @@ pub fn merge_difference(
             Err(Error::model(what, "its logits are not finite, so they cannot be compared"))
         }
     };
-    let apart = logits_of("the model with its adapters", trained.load(PrecisionPolicy::FP32, open)?)?;
+    let unmerged = logits_of("the model with its adapters", trained.load(PrecisionPolicy::FP32, open)?)?;
     let merged = match (format, encoding) {
-        (Format::Onnx(_), Encoding::Plain(dtype)) => {
+        (ExportFormat::Onnx(_), WeightDtype::Plain(dtype)) => {
             let rounded = trained.weights(dtype)?;
             let merged = rounded.zeros_like(DType::F32)?;
             for (from, to) in rounded.tensors().iter().zip(merged.tensors()) {
@@ -58,11 +58,11 @@ pub fn merge_difference(
         }
         _ => TrainedModel::open(out, None)?.load(PrecisionPolicy::FP32, open)?,
     };
-    let together = logits_of("the merged model", merged)?;
+    let merged_logits = logits_of("the merged model", merged)?;
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0.0, |most: f32, value| most.max(value.abs()));
-    Ok(MergeDifference {
-        largest: largest(&mut apart.iter().zip(&together).map(|(a, b)| a - b)),
-        logit: largest(&mut apart.iter().copied()),
+    Ok(MergeError {
+        max_abs_diff: largest(&mut unmerged.iter().zip(&merged_logits).map(|(a, b)| a - b)),
+        max_abs_logit: largest(&mut unmerged.iter().copied()),
         tokens,
     })
 }

@@ -6,7 +6,7 @@
 
 use crate::engine::kernels::view::host;
 use crate::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace};
-use crate::inference::generate::{Request, Sampling, generate};
+use crate::inference::generate::{GenerationRequest, Sampling, generate};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -77,7 +77,7 @@ impl Sequences {
             let mut ids = prompt.to_vec();
             // No token ends a sequence, so that all have the same length.
             let sampling = Sampling { seed: seed.wrapping_add(sequence), ..Sampling::default() };
-            let request = Request { prompt, max_tokens: tokens, ends: &[], sampling: &sampling };
+            let request = GenerationRequest { prompt, max_tokens: tokens, stop_token_ids: &[], sampling: &sampling };
             generate(model, weights, &mut cache, request, |id| {
                 ids.push(id);
                 Ok(true)

@@ -1,6 +1,6 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
-use super::adapted::{self, merged};
+use super::adapters::{self, merge_into_base};
 use crate::data::{Bos, ChatSettings, DatasetOptions, Tokenizer};
 use crate::engine::device::OpenDevice;
 use crate::engine::kernels::view;
@@ -117,11 +117,11 @@ impl TrainedModel {
     }
 
     /// The stop tokens from the configuration, `generation_config.json` and the tokenizer.
-    pub fn ends(&self) -> Result<Vec<u32>> {
-        let mut ends = self.config.eos_token_ids.clone();
-        ends.extend(self.aux_files.eos_ids()?);
-        ends.extend(self.tokenizer.eos_id());
-        Ok(ends)
+    pub fn stop_token_ids(&self) -> Result<Vec<u32>> {
+        let mut stop_token_ids = self.config.eos_token_ids.clone();
+        stop_token_ids.extend(self.aux_files.eos_ids()?);
+        stop_token_ids.extend(self.tokenizer.eos_id());
+        Ok(stop_token_ids)
     }
 
     /// How text is read for it, without a configuration: rows by their usual fields, conversations by its template.
@@ -170,7 +170,7 @@ impl TrainedModel {
     /// The weights in FP32: a checkpoint's masters, or the folder's weights widened. Adapters are merged.
     pub fn masters(&self) -> Result<Parameters> {
         if let Some((spec, adapters)) = self.load_with_base(Dtype::F32)? {
-            Ok(merged(&spec, &adapters)?.1)
+            Ok(merge_into_base(&spec, &adapters)?.1)
         } else {
             let masters = Parameters::zeros(&self.config.parameters(), DType::F32, &Device::Cpu)?;
             self.weights.read(&masters)?;
@@ -198,7 +198,7 @@ impl TrainedModel {
     /// The model, and its weights in the policy's compute type, on an open device.
     pub fn load(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
         if let Some((spec, adapters)) = self.load_adapters(policy.compute, open.device.is_cpu())? {
-            return adapted::load(&spec, &adapters, policy, open);
+            return adapters::load_decoder(&spec, &adapters, policy, open);
         }
         self.load_merged(policy, open)
     }

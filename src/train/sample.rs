@@ -2,7 +2,7 @@
 
 use crate::data::Tokenizer;
 use crate::engine::model::{Decoder, KvCache, Parameters};
-use crate::inference::generate::{Request, Sampling, generate, prompt_ids};
+use crate::inference::generate::{GenerationRequest, Sampling, generate, prompt_ids};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use candle_core::Device;
@@ -13,7 +13,7 @@ pub struct Sampler {
     prompt: Vec<u32>,
     tokens: usize,
     temperature: f64,
-    ends: Vec<u32>,
+    stop_token_ids: Vec<u32>,
     cache: KvCache,
 }
 
@@ -37,8 +37,8 @@ impl Sampler {
         }
         let tokens = tokens.min(context - prompt.len());
         let cache = KvCache::new(model.spec(), policy, prompt.len() + tokens, device)?;
-        let ends = model.spec().eos_token_ids.iter().copied().chain(tokenizer.eos_id()).collect();
-        Ok(Self { prompt, tokens, temperature, ends, cache })
+        let stop_token_ids = model.spec().eos_token_ids.iter().copied().chain(tokenizer.eos_id()).collect();
+        Ok(Self { prompt, tokens, temperature, stop_token_ids, cache })
     }
 
     /// Generates a text; equal weights and seeds give equal texts. Stops at a token that ends a text, and at logits
@@ -51,8 +51,8 @@ impl Sampler {
         seed: u64,
     ) -> Result<String> {
         let sampling = Sampling { temperature: self.temperature, seed, ..Sampling::default() };
-        let Self { prompt, tokens, ends, cache, .. } = self;
-        let request = Request { prompt, max_tokens: *tokens, ends, sampling: &sampling };
+        let Self { prompt, tokens, stop_token_ids, cache, .. } = self;
+        let request = GenerationRequest { prompt, max_tokens: *tokens, stop_token_ids, sampling: &sampling };
         let mut ids = Vec::with_capacity(*tokens);
         let receive = |id| {
             ids.push(id);

@@ -4,7 +4,7 @@ use crate::common::desk::Desk;
 use finetune::data::TokenSource;
 use finetune::engine::device::OpenDevice;
 use finetune::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace};
-use finetune::inference::evaluate::{Windows, evaluate};
+use finetune::inference::evaluate::{SlidingWindow, evaluate};
 use finetune::inference::mismatch::{Mismatch, Sequences, log_probs};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
@@ -51,7 +51,7 @@ fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
     let found = log_probs(&decoder, &weights, PrecisionPolicy::FP32, &sequences, |_| ()).unwrap();
     assert_eq!([&found.training, &found.generation, &found.kl].map(Vec::len), [3 * TOKENS; 3]);
     let ids = &sequences.ids[1];
-    let windows = Windows { seq_len: ids.len() - 1, stride: ids.len() - 1, batch_size: 1 };
+    let windows = SlidingWindow { seq_len: ids.len() - 1, stride: ids.len() - 1, batch_size: 1 };
     let text = TokenSource::from_ids(ids.clone());
     let loss = evaluate(&decoder, &weights, PrecisionPolicy::FP32, &text, 1.0, windows, |_| ()).unwrap().loss;
     let of_prompt: f64 = (1..4).map(|place| after(&decoder, &weights, &ids[..place], ids[place])).sum();

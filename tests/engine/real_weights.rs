@@ -16,9 +16,9 @@ use finetune::data::TokenSource;
 use finetune::engine::device::OpenDevice;
 use finetune::engine::model::{ForwardMode, InputIds, KvCache, Workspace};
 use finetune::inference::chat::Chat;
-use finetune::inference::evaluate::{Windows, evaluate};
-use finetune::inference::export::{Encoding, Format, Parts, export};
-use finetune::inference::generate::{Request, Sampling, generate};
+use finetune::inference::evaluate::{SlidingWindow, evaluate};
+use finetune::inference::export::{ExportFormat, ExportScope, WeightDtype, export};
+use finetune::inference::generate::{GenerationRequest, Sampling, generate};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::checkpoint::{compare, latest_valid, list};
@@ -96,7 +96,7 @@ fn loss_logits_and_text_are_those_of_transformers() {
     let theirs = bench.transformers(&bench.file, &text, NEW);
 
     let (model, weights) = trained.load(FP32, &OpenDevice::cpu()).unwrap();
-    let windows = Windows::new(trained.config.max_position_embeddings, Some(SEQ_LEN), None, None).unwrap();
+    let windows = SlidingWindow::new(trained.config.max_position_embeddings, Some(SEQ_LEN), None, None).unwrap();
     let tokens = TokenSource::from_ids(text);
     let ours = evaluate(&model, &weights, FP32, &tokens, 1.0, windows, |_| {}).unwrap();
     assert_eq!(theirs["tokens"], ours.tokens);
@@ -107,16 +107,18 @@ fn loss_logits_and_text_are_those_of_transformers() {
     assert!(error < 1e-5, "logits differ by {error:.1e}");
 
     let mut cache = KvCache::new(&trained.config, FP32, prompt.len() + NEW, &Device::Cpu).unwrap();
-    let (ends, greedy) = (trained.ends().unwrap(), Sampling { temperature: 0.0, ..Sampling::default() });
+    let (stop_token_ids, greedy) =
+        (trained.stop_token_ids().unwrap(), Sampling { temperature: 0.0, ..Sampling::default() });
     let mut ids: Vec<u32> = Vec::new();
-    let request = Request { prompt: &prompt, max_tokens: NEW, ends: &ends, sampling: &greedy };
+    let request =
+        GenerationRequest { prompt: &prompt, max_tokens: NEW, stop_token_ids: &stop_token_ids, sampling: &greedy };
     generate(&model, &weights, &mut cache, request, |id| {
         ids.push(id);
         Ok(true)
     })
     .unwrap();
     let mut expected: Vec<u32> = serde_json::from_value(theirs["greedy"].clone()).unwrap();
-    expected.truncate(expected.iter().position(|id| ends.contains(id)).unwrap_or(expected.len()));
+    expected.truncate(expected.iter().position(|id| stop_token_ids.contains(id)).unwrap_or(expected.len()));
     assert!(expected.len() > NEW / 2, "{expected:?} ends too soon to compare");
     assert_eq!(ids, expected, "{}", trained.tokenizer.decode(&ids).unwrap());
 }
@@ -134,7 +136,7 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
     // FP32 keeps every bit of the dequantised values, in either order of the rows of queries and keys.
     for name in ["folder", "whole.gguf"] {
         let out = bench.path(name);
-        export(trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
+        export(trained, Dtype::F32, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
         let theirs = bench.transformers(&out, &prompt, 1);
         let error = distance(&numbers(&theirs["logits"]), &ours);
         assert!(error < 1e-5, "{name}: logits differ by {error:.1e}");
@@ -162,9 +164,11 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
         );
     }
 
-    for (encoding, tolerance) in [(Encoding::Plain(Dtype::F16), 1e-2), (Encoding::Q8_0, 5e-2), (Encoding::Q4K, 0.3)] {
+    for (encoding, tolerance) in
+        [(WeightDtype::Plain(Dtype::F16), 1e-2), (WeightDtype::Q8_0, 5e-2), (WeightDtype::Q4K, 0.3)]
+    {
         let out = bench.path(&format!("{encoding:?}.gguf"));
-        export(trained, encoding, Format::Gguf, Parts::Merged, &out).unwrap();
+        export(trained, encoding, ExportFormat::Gguf, ExportScope::Merged, &out).unwrap();
         let again = last_logits(&TrainedModel::open(&out, None).unwrap(), &prompt);
         let theirs = bench.transformers(&out, &prompt, 1);
         let read_alike = distance(&numbers(&theirs["logits"]), &again);
@@ -228,7 +232,7 @@ fn lora_learns_the_drawers_of_the_built_in_chats() {
     let Some(bench) = Bench::new() else { return };
     let (folder, config) =
         (bench.path("model"), Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/smollm2-chats-lora.toml"));
-    export(&bench.trained, Dtype::F32, Format::of(&folder), Parts::Merged, &folder).unwrap();
+    export(&bench.trained, Dtype::F32, ExportFormat::from_path(&folder), ExportScope::Merged, &folder).unwrap();
     let base = exact_answers(&bench, &bench.file, "bf16");
     assert!(base < 4, "the base answers {base} of 40 already");
     for (run, model, dtype) in [("fp16", &folder, "fp16"), ("bf16", &folder, "bf16"), ("qlora", &bench.file, "bf16")] {

@@ -12,7 +12,7 @@ use candle_core::Device;
 use finetune::data::{DataSource, Dataset, TokenSource};
 use finetune::engine::device::OpenDevice;
 use finetune::engine::model::ModelSpec;
-use finetune::inference::evaluate::{Evaluation, Windows, evaluate};
+use finetune::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::tensor_file::write_tensors;
@@ -58,7 +58,12 @@ fn tokens(desk: &Desk, trained: &TrainedModel) -> TokenSource {
     Dataset::load(&source, Some(&source), &trained.tokenizer).unwrap().train
 }
 
-fn measure(trained: &TrainedModel, policy: PrecisionPolicy, tokens: &TokenSource, windows: Windows) -> Evaluation {
+fn measure(
+    trained: &TrainedModel,
+    policy: PrecisionPolicy,
+    tokens: &TokenSource,
+    windows: SlidingWindow,
+) -> Evaluation {
     let (model, weights) = trained.load(policy, &OpenDevice::cpu()).unwrap();
     evaluate(&model, &weights, policy, tokens, 2.0, windows, |_| {}).unwrap()
 }
@@ -81,7 +86,7 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
             [desk.folder().as_os_str(), file.as_os_str()].into_iter().chain(numbers.iter().map(AsRef::as_ref));
         let theirs = run_script(&python, "transformers_windows.py", &arguments.collect::<Vec<_>>());
         for (at, stride) in strides.into_iter().enumerate() {
-            let windows = Windows::new(context, None, Some(stride), Some(5)).unwrap();
+            let windows = SlidingWindow::new(context, None, Some(stride), Some(5)).unwrap();
             let theirs = &theirs[at];
             let ours = measure(&trained, PrecisionPolicy::FP32, &tokens, windows);
             assert_eq!(theirs["tokens"], ours.tokens);
@@ -134,7 +139,7 @@ fn batches_of_windows_do_not_show_in_the_loss() {
     let tokens = tokens(&desk, &trained);
     let context = trained.config.max_position_embeddings;
     let loss = |batch| {
-        let windows = Windows::new(context, None, Some(context / 2), Some(batch)).unwrap();
+        let windows = SlidingWindow::new(context, None, Some(context / 2), Some(batch)).unwrap();
         measure(&trained, PrecisionPolicy::FP32, &tokens, windows)
     };
     let one = loss(1);
@@ -153,7 +158,12 @@ fn overlapping_windows_have_more_context_and_predict_no_token_twice() {
     let tokens = tokens(&desk, &trained);
     let context = trained.config.max_position_embeddings;
     let of = |stride| {
-        measure(&trained, PrecisionPolicy::FP32, &tokens, Windows::new(context, None, Some(stride), None).unwrap())
+        measure(
+            &trained,
+            PrecisionPolicy::FP32,
+            &tokens,
+            SlidingWindow::new(context, None, Some(stride), None).unwrap(),
+        )
     };
     let (apart, overlapping) = (of(context), of(1));
     assert_eq!(apart.tokens, overlapping.tokens);
@@ -166,7 +176,7 @@ fn the_command_prints_the_librarys_figures() {
     let desk = with_tokenizer("narrow");
     let trained = TrainedModel::open(desk.folder(), None).unwrap();
     let tokens = tokens(&desk, &trained);
-    let windows = Windows::new(trained.config.max_position_embeddings, Some(8), Some(4), None).unwrap();
+    let windows = SlidingWindow::new(trained.config.max_position_embeddings, Some(8), Some(4), None).unwrap();
     let expected = measure(&trained, PrecisionPolicy::FP32, &tokens, windows);
     let report = desk.json("eval . --data text.txt --seq-len 8 --stride 4 --json");
     assert_eq!(report["loss"].as_f64().unwrap(), expected.loss);

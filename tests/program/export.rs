@@ -17,7 +17,7 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
 use finetune::engine::kernels::Fused;
 use finetune::engine::model::{ForwardMode, InputIds, Parameters, Workspace};
-use finetune::inference::export::{Encoding, Format, OnnxOptions, Parts, export};
+use finetune::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
@@ -102,7 +102,7 @@ fn a_hugging_face_folder_computes_the_same_in_every_dtype() {
         for (dtype, tolerance) in DTYPES {
             let out = folder.path().join(format!("out/{name}-{dtype}"));
             assert_eq!(
-                export(&trained, dtype, Format::of(&out), Parts::Merged, &out).unwrap(),
+                export(&trained, dtype, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap(),
                 std::slice::from_ref(&out)
             );
             let again = TrainedModel::open(&out, None).unwrap();
@@ -121,13 +121,19 @@ fn what_is_there_is_not_overwritten_and_nothing_half_done_stays() {
     let trained = model("deep", folder.path());
     let out = folder.path().join("x.gguf");
     std::fs::write(&out, "precious").unwrap();
-    let message = export(&trained, Dtype::F32, Format::Gguf, Parts::Merged, &out).unwrap_err().to_string();
+    let message = export(&trained, Dtype::F32, ExportFormat::Gguf, ExportScope::Merged, &out).unwrap_err().to_string();
     assert!(message.contains("exists"), "{message}");
     assert_eq!(std::fs::read(&out).unwrap(), b"precious");
     let data = folder.path().join("y.onnx.data");
     std::fs::write(&data, "precious").unwrap();
-    export(&trained, Dtype::F32, Format::of(Path::new("y.onnx")), Parts::Merged, &folder.path().join("y.onnx"))
-        .unwrap_err();
+    export(
+        &trained,
+        Dtype::F32,
+        ExportFormat::from_path(Path::new("y.onnx")),
+        ExportScope::Merged,
+        &folder.path().join("y.onnx"),
+    )
+    .unwrap_err();
     let mut names: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["deep", "x.gguf", "y.onnx.data"]);
@@ -189,7 +195,7 @@ fn a_gguf_file_read_back_computes_the_same() {
         let exact = values(&logits(&trained, Dtype::F32, &ids, 10));
         for (dtype, tolerance) in DTYPES {
             let out = folder.path().join(format!("{name}-{dtype}.gguf"));
-            export(&trained, dtype, Format::of(&out), Parts::Merged, &out).unwrap();
+            export(&trained, dtype, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
             let (content, weights) = from_gguf(&out, &trained);
             let distance = distance(&values(&logits_of(&trained, &weights, &ids, 10)), &exact);
             assert!(distance < tolerance, "{name}, {dtype}: {distance}");
@@ -220,7 +226,7 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     std::fs::write(&file, words).unwrap();
     let trained = TrainedModel::open(&trained.path, Some(&file)).unwrap();
     let out = folder.path().join("x.gguf");
-    let message = export(&trained, Dtype::F32, Format::Gguf, Parts::Merged, &out).unwrap_err().to_string();
+    let message = export(&trained, Dtype::F32, ExportFormat::Gguf, ExportScope::Merged, &out).unwrap_err().to_string();
     assert!(message.contains("it is not a BPE, so") && !out.exists(), "{message}");
 }
 
@@ -244,17 +250,17 @@ fn every_family_comes_back_from_a_gguf_file() {
         let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
         let in_blocks = trained.path.ends_with("mistral");
         for (encoding, tolerance) in [
-            (Encoding::Plain(Dtype::F32), 1e-6),
-            (Encoding::Plain(Dtype::F16), 4e-3),
-            (Encoding::Q8_0, if in_blocks { 1.2e-2 } else { 4e-3 }),
+            (WeightDtype::Plain(Dtype::F32), 1e-6),
+            (WeightDtype::Plain(Dtype::F16), 4e-3),
+            (WeightDtype::Q8_0, if in_blocks { 1.2e-2 } else { 4e-3 }),
         ] {
             let out = trained.path.with_extension(format!("{encoding:?}.gguf"));
-            export(&trained, encoding, Format::of(&out), Parts::Merged, &out).unwrap();
+            export(&trained, encoding, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
             let again = TrainedModel::open(&out, None).unwrap();
             let distance = distance(&values(&logits(&again, Dtype::F32, &ids, 12)), &exact);
             assert!(distance < tolerance, "{}: {distance:.1e}", out.display());
             let blocks = quantised(&out, GgmlDType::Q8_0).len();
-            assert_eq!(blocks, if encoding == Encoding::Q8_0 && in_blocks { 2 } else { 0 }, "{}", out.display());
+            assert_eq!(blocks, if encoding == WeightDtype::Q8_0 && in_blocks { 2 } else { 0 }, "{}", out.display());
             assert_eq!(again.config.rope, trained.config.rope);
             assert_eq!(again.config.eos_token_ids, trained.config.eos_token_ids);
             assert_eq!(again.tokenizer.encode("abcab").unwrap(), trained.tokenizer.encode("abcab").unwrap());
@@ -300,7 +306,7 @@ fn a_file_of_blocks_has_the_weights_that_its_type_says() {
         let matrices = expected.tensors().iter().filter(|tensor| tensor.rank() == 2).count();
         let expected = values(&logits_of(&trained, &expected, &ids, 12));
         let out = folder.path().join(format!("{name}.gguf"));
-        export(&trained, Encoding::Q8_0, Format::of(&out), Parts::Merged, &out).unwrap();
+        export(&trained, WeightDtype::Q8_0, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
         assert_eq!(quantised(&out, GgmlDType::Q8_0).len(), matrices, "{name}");
         let again = TrainedModel::open(&out, None).unwrap();
         let exact = distance(&values(&logits(&trained, Dtype::F32, &ids, 12)), &expected);
@@ -320,13 +326,20 @@ fn what_gguf_has_no_word_for_is_refused() {
     ] {
         let trained = model(&format!("families/{name}"), folder.path());
         let out = folder.path().join(format!("{name}.gguf"));
-        let message = export(&trained, Dtype::F32, Format::Gguf, Parts::Merged, &out).unwrap_err().to_string();
+        let message =
+            export(&trained, Dtype::F32, ExportFormat::Gguf, ExportScope::Merged, &out).unwrap_err().to_string();
         assert!(message.contains(expected) && !out.exists(), "{message}");
     }
     let trained = model("deep", folder.path());
-    let message = export(&trained, Encoding::Q4K, Format::of(Path::new("x.onnx")), Parts::Merged, Path::new("x.onnx"))
-        .unwrap_err()
-        .to_string();
+    let message = export(
+        &trained,
+        WeightDtype::Q4K,
+        ExportFormat::from_path(Path::new("x.onnx")),
+        ExportScope::Merged,
+        Path::new("x.onnx"),
+    )
+    .unwrap_err()
+    .to_string();
     assert!(message.contains("only GGUF files have such blocks"), "{message}");
 }
 
@@ -395,7 +408,7 @@ fn transformers_reads_every_familys_gguf_file_as_we_do() {
         let ids = ids(&trained, 12);
         // A Mistral is a Llama to GGUF; transformers fails on a Llama that has `mistral` in its name.
         let out = folder.path().join(format!("{index}.gguf"));
-        export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
+        export(&trained, Dtype::F32, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
         let file = folder.path().join("ids.json");
         std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
         let arguments =
@@ -417,7 +430,7 @@ fn the_gguf_package_reads_the_file() {
                   print(json.dumps([{t.name: [int(n) for n in t.shape] for t in reader.tensors}, \
                   {key: field.contents() for key, field in reader.fields.items() if 'attention' in key}]))";
     let read = |trained: &TrainedModel, out: &Path| -> [serde_json::Value; 2] {
-        export(trained, Dtype::F16, Format::Gguf, Parts::Merged, out).unwrap();
+        export(trained, Dtype::F16, ExportFormat::Gguf, ExportScope::Merged, out).unwrap();
         let output = launch::command(&python).args(["-c", script]).arg(out).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let [shapes, keys]: [serde_json::Value; 2] = serde_json::from_slice(&output.stdout).unwrap();
@@ -474,7 +487,10 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
         let dtypes = if name == "deep" { &DTYPES[..] } else { &DTYPES[..1] };
         for &(dtype, tolerance) in dtypes {
             let out = folder.path().join(format!("{name}-{dtype}.onnx"));
-            assert_eq!(export(&trained, dtype, Format::of(&out), Parts::Merged, &out).unwrap().len(), 2);
+            assert_eq!(
+                export(&trained, dtype, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap().len(),
+                2
+            );
             for (rows, length) in [(1, 1), (3, 12)] {
                 let ids = ids(&trained, rows * length);
                 let file = folder.path().join("ids.json");
@@ -507,7 +523,8 @@ fn onnxruntime_decodes_with_a_cache_and_in_int8() {
         let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
         for (kv_cache, int8, tolerance) in [(true, false, 1e-5), (false, true, 0.1), (true, true, 0.1)] {
             let out = trained.path.with_extension(format!("{kv_cache}-{int8}.onnx"));
-            export(&trained, Dtype::F32, Format::Onnx(OnnxOptions { kv_cache, int8 }), Parts::Merged, &out).unwrap();
+            export(&trained, Dtype::F32, ExportFormat::Onnx(OnnxOptions { kv_cache, int8 }), ExportScope::Merged, &out)
+                .unwrap();
             let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
             let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
             assert_eq!(report["unused"], serde_json::json!([]), "{name}");
@@ -524,7 +541,8 @@ fn a_graph_cannot_change_its_base_with_the_length() {
     let folder = tempfile::tempdir().unwrap();
     let trained = model("families/llama-dynamic", folder.path());
     let out = folder.path().join("x.onnx");
-    let message = export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap_err().to_string();
+    let message =
+        export(&trained, Dtype::F32, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap_err().to_string();
     assert!(message.contains("of the type `dynamic`") && !out.exists(), "{message}");
 }
 
@@ -541,7 +559,7 @@ fn onnxruntimes_dynamic_quantiser_takes_every_linear_layer() {
     for (name, linears) in [("deep", 4), ("families/llama", 7)] {
         let trained = model(name, folder.path());
         let out = trained.path.with_extension("onnx");
-        export(&trained, Dtype::F32, Format::of(&out), Parts::Merged, &out).unwrap();
+        export(&trained, Dtype::F32, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
         let file = folder.path().join("ids.json");
         std::fs::write(&file, serde_json::to_string(&[ids(&trained, 24)]).unwrap()).unwrap();
         let report = run_script(&python, "onnx_quantised.py", &[out.as_os_str(), file.as_os_str()]);

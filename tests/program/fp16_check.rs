@@ -5,7 +5,7 @@ use finetune::data::{TokenSource, grammar};
 use finetune::engine::device::OpenDevice;
 use finetune::engine::kernels::view;
 use finetune::engine::model::{Decoder, Parameters};
-use finetune::inference::fp16_check::{Extent, Fp16Report, Verdict, fp16_check};
+use finetune::inference::fp16_check::{Fp16Report, PrecisionAdvice, SampleSize, fp16_check};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::{Dtype, PrecisionUnit};
 use finetune::telemetry::Event;
@@ -21,9 +21,9 @@ fn trained(steps: u32) -> Desk {
 
 fn check(masters: Parameters, model: &TrainedModel) -> Fp16Report {
     let tokens = TokenSource::from_ids(grammar::text(1, 20_000).bytes().map(u32::from).collect());
-    let extent = Extent { batches: 2, batch_size: 2, seq_len: 64 };
+    let size = SampleSize { batches: 2, batch_size: 2, seq_len: 64 };
     let decoder = Decoder::new(&model.config, &masters, OpenDevice::cpu().kernels).unwrap();
-    fp16_check(&decoder, masters, tokens, extent, |_, _| ()).unwrap()
+    fp16_check(&decoder, masters, tokens, size, |_, _| ()).unwrap()
 }
 
 /// Multiplies what `of` picks of a parameter.
@@ -44,7 +44,7 @@ fn the_verdict_is_what_training_shows() {
 
     // A model of its kind trains in FP16, and 200 steps of training skip next to none.
     let report = check(model.weights(Dtype::F32).unwrap(), &model);
-    assert_eq!(report.verdict, Verdict::Fp16, "{report:?}");
+    assert_eq!(report.advice, PrecisionAdvice::Fp16, "{report:?}");
     let scale_said = format!("scaler.init_scale={}", report.best_scale);
     let train = "--model model --data grammar --dtype fp16 --plain --steps 200 --run plain --set train.eval_batches=1";
     desk.said(&format!("{train} --set {scale_said}"));
@@ -61,7 +61,7 @@ fn the_verdict_is_what_training_shows() {
     scale(&masters, "h.1.mlp.c_fc.bias", factor, |i| i == 7);
     scale(&masters, "h.1.mlp.c_proj.weight", 1.0 / factor, |i| i / width == 7);
     let report = check(masters, &model);
-    let Verdict::Fp16WithFallback { units } = &report.verdict else { panic!("{report:?}") };
+    let PrecisionAdvice::Fp16WithFallback { units } = &report.advice else { panic!("{report:?}") };
     assert_eq!(units, &[PrecisionUnit::Block(1)]);
     let block = report.units.iter().find(|unit| unit.unit == PrecisionUnit::Block(1)).unwrap();
     assert!(block.activation.tensor.starts_with("h.1.mlp.") && block.activation.max_abs > 65504.0, "{block:?}");
@@ -72,7 +72,7 @@ fn the_verdict_is_what_training_shows() {
     scale(&masters, "h.1.mlp.c_fc.bias", 4096.0, |i| i == 7);
     scale(&masters, "h.1.mlp.c_proj.weight", 1.0 / 4096.0, |i| i / width == 7);
     let smaller = check(masters, &model);
-    assert_eq!(smaller.verdict, Verdict::Fp16, "{smaller:?}");
+    assert_eq!(smaller.advice, PrecisionAdvice::Fp16, "{smaller:?}");
     let block = smaller.units.iter().find(|unit| unit.unit == PrecisionUnit::Block(1)).unwrap();
     assert_eq!(block.gradient.tensor, "h.1.mlp.c_proj weight gradient");
     assert!(smaller.best_scale < report.best_scale / 4.0, "{} {}", smaller.best_scale, report.best_scale);
@@ -84,7 +84,7 @@ fn the_verdict_is_what_training_shows() {
         scale(&masters, &format!("h.{block}.mlp.c_fc.bias"), factor, |i| i == 7);
     }
     let report = check(masters, &model);
-    assert!(matches!(&report.verdict, Verdict::Bf16 { reason } if reason.contains("units")), "{report:?}");
+    assert!(matches!(&report.advice, PrecisionAdvice::Bf16 { reason } if reason.contains("units")), "{report:?}");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::model::{
     Decoder, ForwardMode, InputIds, KvCache, ModelSpec, Parameters, Workspace, candle_dtype,
 };
-use finetune::inference::generate::{Request, Sampling, Stop, generate};
+use finetune::inference::generate::{FinishReason, GenerationRequest, Sampling, generate};
 use finetune::precision::PrecisionPolicy;
 use finetune::store::ModelFolder;
 use finetune::train::Sampler;
@@ -120,12 +120,12 @@ fn tokens(
     capacity: usize,
     prompt: &[u32],
     max_tokens: usize,
-    ends: &[u32],
+    stop_token_ids: &[u32],
     sampling: &Sampling,
-) -> (Vec<u32>, Stop) {
+) -> (Vec<u32>, FinishReason) {
     let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, capacity, &Device::Cpu).unwrap();
     let mut ids = Vec::new();
-    let request = Request { prompt, max_tokens, ends, sampling };
+    let request = GenerationRequest { prompt, max_tokens, stop_token_ids, sampling };
     let receive = |id| {
         ids.push(id);
         Ok(true)
@@ -146,7 +146,7 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
         ids.push(last.argmax(0).unwrap().to_scalar::<u32>().unwrap());
     }
     let (cached, stop) = tokens(&model, 128, &ids[..3], 40, &[], &GREEDY);
-    assert_eq!((cached.as_slice(), stop), (&ids[3..], Stop::MaxTokens));
+    assert_eq!((cached.as_slice(), stop), (&ids[3..], FinishReason::Length));
 
     // What training shows is the same text.
     let tokenizer = Tokenizer::byte();
@@ -211,8 +211,9 @@ fn one_likeliest_token_is_greedy_and_a_penalty_ends_repetition() {
     let narrow = Sampling { top_k: Some(1), ..Sampling::default() };
     assert_eq!(tokens(&model, 128, &[5], 60, &[], &narrow).0, greedy);
     let distinct = |ids: &[u32]| ids.iter().collect::<std::collections::BTreeSet<_>>().len();
-    let penalised = tokens(&model, 128, &[5], 60, &[], &Sampling { repetition_penalty: 50.0, ..GREEDY }).0;
-    assert!(distinct(&penalised) > distinct(&greedy), "{penalised:?} against {greedy:?}");
+    let with_repetition_penalty =
+        tokens(&model, 128, &[5], 60, &[], &Sampling { repetition_penalty: 50.0, ..GREEDY }).0;
+    assert!(distinct(&with_repetition_penalty) > distinct(&greedy), "{with_repetition_penalty:?} against {greedy:?}");
 }
 
 #[test]
@@ -221,7 +222,7 @@ fn the_end_of_text_token_ends_it_and_is_not_returned() {
     let (ids, _) = tokens(&model, 64, &[1], 20, &[], &GREEDY);
     let eos = ids[7];
     let first = ids.iter().position(|&id| id == eos).unwrap();
-    assert_eq!(tokens(&model, 64, &[1], 20, &[300, eos], &GREEDY), (ids[..first].to_vec(), Stop::EndOfText));
+    assert_eq!(tokens(&model, 64, &[1], 20, &[300, eos], &GREEDY), (ids[..first].to_vec(), FinishReason::EndOfText));
 }
 
 #[test]
@@ -229,20 +230,20 @@ fn a_full_context_ends_it() {
     let model = tiny(PrecisionPolicy::FP32);
     // Ten places: three for the prompt, seven for tokens that are looked at, and one more token is chosen from them.
     let (ids, stop) = tokens(&model, 10, &[1, 2, 3], 100, &[], &GREEDY);
-    assert_eq!((ids.len(), stop), (8, Stop::ContextFull));
+    assert_eq!((ids.len(), stop), (8, FinishReason::ContextFull));
 }
 
 #[test]
 fn the_receiver_can_stop_generation() {
     let (model, weights) = tiny(PrecisionPolicy::FP32);
     let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 20, &Device::Cpu).unwrap();
-    let request = Request { prompt: &[1], max_tokens: 9, ends: &[], sampling: &GREEDY };
+    let request = GenerationRequest { prompt: &[1], max_tokens: 9, stop_token_ids: &[], sampling: &GREEDY };
     let mut count = 0;
     let stop = generate(&model, &weights, &mut cache, request, |_| {
         count += 1;
         Ok(count < 4)
     });
-    assert_eq!((stop.unwrap(), count), (Stop::Receiver, 4));
+    assert_eq!((stop.unwrap(), count), (FinishReason::Callback, 4));
 }
 
 #[test]

@@ -10,7 +10,7 @@ use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
-use finetune::inference::export::{self, Format, export};
+use finetune::inference::export::{self, ExportFormat, export};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::Dtype;
 use serde_json::json;
@@ -71,7 +71,7 @@ fn folder(at: &Path, change: impl FnOnce(&mut serde_json::Value)) -> PathBuf {
 fn good(scratch: &Path) -> Parts {
     let trained = TrainedModel::open(&folder(&scratch.join("llama"), |_| {}), None).unwrap();
     let out = scratch.join("good.gguf");
-    export(&trained, Dtype::F32, Format::Gguf, export::Parts::Merged, &out).unwrap();
+    export(&trained, Dtype::F32, ExportFormat::Gguf, export::ExportScope::Merged, &out).unwrap();
     let mut file = fs::File::open(out).unwrap();
     let content = Content::read(&mut file).unwrap();
     let read = |name: &String| content.tensor(&mut file.try_clone().unwrap(), name, &Device::Cpu).unwrap();

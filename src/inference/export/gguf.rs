@@ -1,6 +1,6 @@
 //! Exports every family as GGUF, as llama.cpp reads it. `store::gguf` translates the model and the tokenizer.
 
-use super::Encoding;
+use super::WeightDtype;
 use crate::engine::model::{ModuleOp, ParamSpec, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
@@ -21,7 +21,7 @@ const QUANTIZATION_VERSION: u32 = 2;
 pub(super) fn write(
     trained: &TrainedModel,
     weights: &Parameters,
-    encoding: Encoding,
+    encoding: WeightDtype,
     name: &str,
     path: &Path,
 ) -> Result<()> {
@@ -31,7 +31,7 @@ pub(super) fn write(
         ("general.name".to_owned(), Value::String(name.strip_suffix(".gguf").unwrap_or(name).to_owned())),
         ("general.file_type".to_owned(), Value::U32(file_type(encoding))),
     ];
-    if matches!(encoding, Encoding::Q8_0 | Encoding::Q4K) {
+    if matches!(encoding, WeightDtype::Q8_0 | WeightDtype::Q4K) {
         metadata.push(("general.quantization_version".to_owned(), Value::U32(QUANTIZATION_VERSION)));
     }
     let GgufMetadata { architecture, keys, rope_factors } = header;
@@ -61,30 +61,30 @@ pub(super) fn write(
 }
 
 /// llama.cpp's number for the type of most weights.
-fn file_type(encoding: Encoding) -> u32 {
+fn file_type(encoding: WeightDtype) -> u32 {
     match encoding {
-        Encoding::Plain(Dtype::F32) => 0,
-        Encoding::Plain(Dtype::F16) => 1,
-        Encoding::Plain(Dtype::BF16) => 32,
-        Encoding::Q8_0 => 7,
-        Encoding::Q4K => 14,
+        WeightDtype::Plain(Dtype::F32) => 0,
+        WeightDtype::Plain(Dtype::F16) => 1,
+        WeightDtype::Plain(Dtype::BF16) => 32,
+        WeightDtype::Q8_0 => 7,
+        WeightDtype::Q4K => 14,
     }
 }
 
 /// The type a parameter is stored in: vectors and positions in FP32, embedding and head in more bits than the rest. If rows do
 /// not divide into whole blocks, the same fallback types as in llama.cpp.
-fn block_type(entry: &ParamSpec, columns: usize, encoding: Encoding) -> GgmlDType {
+fn block_type(entry: &ParamSpec, columns: usize, encoding: WeightDtype) -> GgmlDType {
     let table = matches!(entry.layer.op, ModuleOp::Embedding | ModuleOp::Head);
     let whole = |block: usize| columns.is_multiple_of(block);
     match encoding {
         _ if entry.shape.len() == 1 || entry.layer.op == ModuleOp::Positions => GgmlDType::F32,
-        Encoding::Plain(Dtype::F32) => GgmlDType::F32,
-        Encoding::Plain(Dtype::F16) => GgmlDType::F16,
-        Encoding::Plain(Dtype::BF16) => GgmlDType::BF16,
-        Encoding::Q8_0 | Encoding::Q4K if !whole(32) => GgmlDType::F16,
-        Encoding::Q8_0 => GgmlDType::Q8_0,
-        Encoding::Q4K if whole(256) => [GgmlDType::Q4K, GgmlDType::Q6K][usize::from(table)],
-        Encoding::Q4K => [GgmlDType::Q5_0, GgmlDType::Q8_0][usize::from(table)],
+        WeightDtype::Plain(Dtype::F32) => GgmlDType::F32,
+        WeightDtype::Plain(Dtype::F16) => GgmlDType::F16,
+        WeightDtype::Plain(Dtype::BF16) => GgmlDType::BF16,
+        WeightDtype::Q8_0 | WeightDtype::Q4K if !whole(32) => GgmlDType::F16,
+        WeightDtype::Q8_0 => GgmlDType::Q8_0,
+        WeightDtype::Q4K if whole(256) => [GgmlDType::Q4K, GgmlDType::Q6K][usize::from(table)],
+        WeightDtype::Q4K => [GgmlDType::Q5_0, GgmlDType::Q8_0][usize::from(table)],
     }
 }
 

@@ -41,18 +41,18 @@ pub(super) fn write(config: &ModelSpec, weights: &Parameters, options: OnnxOptio
         return Err(Error::model(config.family.model_type(), message));
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let data = Data::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
-    let mut builder = Builder { config, options, graph: Graph::default(), data, quantised: HashMap::new() };
+    let data = ExternalData::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
+    let mut builder = GraphBuilder { config, options, graph: Graph::default(), data, quantised: HashMap::new() };
     builder.weights(weights)?;
     builder.decoder();
-    let Builder { graph, mut data, .. } = builder;
+    let GraphBuilder { graph, mut data, .. } = builder;
     data.file.flush().map_err(Error::io("write", &data.path))?;
     let model = graph.model(config.family.model_type());
     std::fs::write(path, model.bytes()).map_err(Error::io("write", path))
 }
 
 /// The file of the weights.
-struct Data {
+struct ExternalData {
     path: PathBuf,
     /// Its name as the graph has it.
     location: String,
@@ -60,7 +60,7 @@ struct Data {
     at: u64,
 }
 
-impl Data {
+impl ExternalData {
     fn create(path: PathBuf, location: String) -> Result<Self> {
         let file = BufWriter::new(File::create(&path).map_err(Error::io("create", &path))?);
         Ok(Self { path, location, file, at: 0 })
@@ -92,12 +92,12 @@ fn element_type(dtype: DType) -> Result<i64> {
 }
 
 /// The name of a weight in FP32.
-fn wide(name: &str) -> String {
+fn fp32_name(name: &str) -> String {
     format!("{name}.f32")
 }
 
 /// Positions and what depends only on them.
-struct Positions {
+struct PositionInputs {
     /// `[T]`, whole numbers.
     ids: String,
     /// Attention masks `[T, S]` of layers without and with a window.
@@ -106,24 +106,24 @@ struct Positions {
     rotations: [Option<[String; 2]>; 2],
 }
 
-struct Builder<'a> {
+struct GraphBuilder<'a> {
     config: &'a ModelSpec,
     options: OnnxOptions,
     graph: Graph,
-    data: Data,
+    data: ExternalData,
     /// Activations already quantised: values, scale and zero point.
     quantised: HashMap<String, [String; 3]>,
 }
 
-impl Builder<'_> {
+impl GraphBuilder<'_> {
     /// Streams the weights into their file and declares each of them, widened if it is not FP32. Linear weights are
     /// stored as `[in, out]`.
     fn weights(&mut self, weights: &Parameters) -> Result<()> {
         let config = self.config;
         for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
             let product = matches!(entry.layer.op, ModuleOp::Linear(_)) && entry.role == ParamRole::Weight;
-            let turned = product && config.weight_layout == WeightLayout::OutIn;
-            let tensor = if turned { tensor.t()?.contiguous()? } else { tensor.clone() };
+            let transposed = product && config.weight_layout == WeightLayout::OutIn;
+            let tensor = if transposed { tensor.t()?.contiguous()? } else { tensor.clone() };
             if product && self.options.int8 {
                 self.int8(&entry.name, &tensor)?;
                 continue;
@@ -136,12 +136,12 @@ impl Builder<'_> {
                     continue;
                 }
             }
-            let name = if tensor.dtype() == DType::F32 { wide(&entry.name) } else { entry.name.clone() };
+            let name = if tensor.dtype() == DType::F32 { fp32_name(&entry.name) } else { entry.name.clone() };
             self.store(&name, &tensor)?;
             // Operations read FP32 weights directly: onnxruntime's dynamic quantizer needs an initializer as operand of
             // a product.
             if tensor.dtype() != DType::F32 {
-                self.graph.op_as(&wide(&entry.name), "Cast", &[&entry.name], &[Attribute::Int("to", FLOAT)]);
+                self.graph.op_as(&fp32_name(&entry.name), "Cast", &[&entry.name], &[Attribute::Int("to", FLOAT)]);
             }
         }
         Ok(())
@@ -149,8 +149,8 @@ impl Builder<'_> {
 
     fn store(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
         let bytes = (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
-        let place = self.data.append(bytes, |file, path| write_values(file, path, tensor))?;
-        self.graph.external(name, tensor.dims(), element_type(tensor.dtype())?, &self.data.location, place);
+        let location = self.data.append(bytes, |file, path| write_values(file, path, tensor))?;
+        self.graph.external(name, tensor.dims(), element_type(tensor.dtype())?, &self.data.location, location);
         Ok(())
     }
 
@@ -170,10 +170,10 @@ impl Builder<'_> {
         }
         let rounded = |(index, value): (usize, &f32)| ((value / scales[index % columns]).round() + 128.0) as u8;
         let bytes: Vec<u8> = values.iter().enumerate().map(rounded).collect();
-        let place = self
+        let location = self
             .data
             .append(bytes.len() as u64, |file, path| file.write_all(&bytes).map_err(Error::io("write", path)))?;
-        self.graph.external(&format!("{name}.int8"), weight.dims(), UINT8, &self.data.location, place);
+        self.graph.external(&format!("{name}.int8"), weight.dims(), UINT8, &self.data.location, location);
         self.graph.floats(&format!("{name}.scale"), &scales);
         Ok(())
     }
@@ -181,39 +181,39 @@ impl Builder<'_> {
     /// The whole model.
     fn decoder(&mut self) {
         let config = self.config;
-        self.graph.input("input_ids", INT64, &[Dim::Free("batch"), Dim::Free("sequence")]);
-        let vocabulary = [Dim::Free("batch"), Dim::Free("sequence"), Dim::Fixed(config.vocab_size)];
+        self.graph.input("input_ids", INT64, &[Dim::Dynamic("batch"), Dim::Dynamic("sequence")]);
+        let vocabulary = [Dim::Dynamic("batch"), Dim::Dynamic("sequence"), Dim::Static(config.vocab_size)];
         self.graph.output("logits", FLOAT, &vocabulary);
         let positions = self.positions();
         self.shapes();
 
-        let table = wide(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Embedding))));
+        let table = fp32_name(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Embedding))));
         let mut stream = self.graph.op("Gather", &[&table, "input_ids"], &[]);
         if config.scaled_embedding {
             self.graph.float("embedding_scale", (config.hidden_size as f32).sqrt());
             stream = self.graph.op("Mul", &[&stream, "embedding_scale"], &[]);
         }
         if config.learned_positions {
-            let table = wide(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Positions))));
+            let table = fp32_name(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Positions))));
             let rows = self.graph.op("Gather", &[&table, &positions.ids], &[]);
             stream = self.graph.op("Add", &[&stream, &rows], &[]);
         }
         for block in 0..config.num_layers {
             let normed = self.norm(&stream, ModuleId::in_block(block, ModuleOp::Norm(NormRole::Attention)));
             let attended = self.attention(&normed, block, &positions);
-            stream = self.join(&stream, &attended, block, NormRole::PostAttention);
+            stream = self.residual_add(&stream, &attended, block, NormRole::PostAttention);
             let normed = self.norm(&stream, ModuleId::in_block(block, ModuleOp::Norm(NormRole::Mlp)));
             let branch = self.mlp(&normed, block);
-            stream = self.join(&stream, &branch, block, NormRole::PostMlp);
+            stream = self.residual_add(&stream, &branch, block, NormRole::PostMlp);
         }
         let normed = self.norm(&stream, ModuleId::global(ModuleOp::Norm(NormRole::Final)));
         if self.options.int8 {
             let head = config.layer_name(ModuleId::global(ModuleOp::Head));
-            self.integer_product(&normed, &head, Some("logits"));
+            self.integer_matmul(&normed, &head, Some("logits"));
             return;
         }
         let head = ModuleId::global(if config.tie_word_embeddings { ModuleOp::Embedding } else { ModuleOp::Head });
-        let head = wide(&format!("{}.weight", config.layer_name(head)));
+        let head = fp32_name(&format!("{}.weight", config.layer_name(head)));
         let head = self.graph.op("Transpose", &[&head], &[Attribute::Ints("perm", &[1, 0])]);
         self.graph.op_as("logits", "MatMul", &[&normed, &head], &[]);
     }
@@ -237,7 +237,7 @@ impl Builder<'_> {
         self.graph.byte("weight_zero", 128);
     }
 
-    fn positions(&mut self) -> Positions {
+    fn positions(&mut self) -> PositionInputs {
         let config = self.config;
         let graph = &mut self.graph;
         let (zero, one) = (graph.int("zero", &[], &[0]), graph.int("one", &[], &[1]));
@@ -265,13 +265,13 @@ impl Builder<'_> {
             let near = graph.op("Less", &[&row, &end], &[]);
             masks[1] = graph.op("And", &[&causal, &near], &[]);
         }
-        let place = graph.op("Cast", &[&row], &[Attribute::Int("to", FLOAT)]);
+        let location = graph.op("Cast", &[&row], &[Attribute::Int("to", FLOAT)]);
         let ropes = [config.rope.as_ref(), config.sliding.as_ref().map(|sliding| &sliding.rope)];
         let mut rotation = |(index, rope): (usize, Option<&Rope>)| -> Option<[String; 2]> {
             let rope = rope.filter(|_| config.rope.is_some())?;
             let frequencies = rope.frequencies(config.head_dim, config.max_position_embeddings);
             let frequencies = graph.floats(&format!("frequencies_{index}"), &frequencies);
-            let angles = graph.op("Mul", &[&place, &frequencies], &[]);
+            let angles = graph.op("Mul", &[&location, &frequencies], &[]);
             let factor = rope.attention_factor() as f32;
             Some(["Cos", "Sin"].map(|kind| {
                 let values = graph.op(kind, &[&angles], &[]);
@@ -285,18 +285,18 @@ impl Builder<'_> {
         };
         let [full, sliding] = ropes;
         let rotations = [rotation((0, full)), rotation((1, sliding))];
-        Positions { ids, masks, rotations }
+        PositionInputs { ids, masks, rotations }
     }
 
     /// Adds a branch to the residual stream, after the family's norm if there is one.
-    fn join(&mut self, stream: &str, branch: &str, block: usize, role: NormRole) -> String {
+    fn residual_add(&mut self, stream: &str, branch: &str, block: usize, role: NormRole) -> String {
         let normed = self.config.post_norms.then(|| self.norm(branch, ModuleId::in_block(block, ModuleOp::Norm(role))));
         self.graph.op("Add", &[stream, normed.as_deref().unwrap_or(branch)], &[])
     }
 
     fn norm(&mut self, x: &str, layer: ModuleId) -> String {
         let name = self.config.layer_name(layer);
-        let (weight, bias) = (wide(&format!("{name}.weight")), wide(&format!("{name}.bias")));
+        let (weight, bias) = (fp32_name(&format!("{name}.weight")), fp32_name(&format!("{name}.bias")));
         let graph = &mut self.graph;
         let Norm::Rms { unit_offset } = self.config.norm else {
             let epsilon = Attribute::Float("epsilon", self.config.norm_eps as f32);
@@ -314,9 +314,9 @@ impl Builder<'_> {
     fn linear(&mut self, x: &str, block: usize, role: LinearRole) -> String {
         let name = self.config.layer_name(ModuleId::in_block(block, ModuleOp::Linear(role)));
         let product = if self.options.int8 {
-            self.integer_product(x, &name_of_weight(&name), None)
+            self.integer_matmul(x, &name_of_weight(&name), None)
         } else {
-            self.graph.op("MatMul", &[x, &wide(&format!("{name}.weight"))], &[])
+            self.graph.op("MatMul", &[x, &fp32_name(&format!("{name}.weight"))], &[])
         };
         let biases = self.config.biases;
         let has_bias = match role {
@@ -324,11 +324,11 @@ impl Builder<'_> {
             LinearRole::Out => biases.out,
             LinearRole::GateUp | LinearRole::Gate | LinearRole::Up | LinearRole::Down => biases.mlp,
         };
-        if has_bias { self.graph.op("Add", &[&product, &wide(&format!("{name}.bias"))], &[]) } else { product }
+        if has_bias { self.graph.op("Add", &[&product, &fp32_name(&format!("{name}.bias"))], &[]) } else { product }
     }
 
     /// An INT8 product; activations are quantised per tensor.
-    fn integer_product(&mut self, x: &str, name: &str, result: Option<&str>) -> String {
+    fn integer_matmul(&mut self, x: &str, name: &str, result: Option<&str>) -> String {
         if !self.quantised.contains_key(x) {
             let parts = self.graph.split("DynamicQuantizeLinear", x, &[]);
             self.quantised.insert(x.to_owned(), parts);
@@ -347,7 +347,7 @@ impl Builder<'_> {
         }
     }
 
-    fn attention(&mut self, x: &str, block: usize, positions: &Positions) -> String {
+    fn attention(&mut self, x: &str, block: usize, positions: &PositionInputs) -> String {
         let config = self.config;
         let [q, k, v] = if config.fused_qkv {
             let qkv = self.linear(x, block, LinearRole::Qkv);
@@ -410,8 +410,8 @@ impl Builder<'_> {
         }
         let (past, present) = (format!("past_key_values.{block}.{what}"), format!("present.{block}.{what}"));
         let dims = |length| {
-            let (heads, size) = (Dim::Fixed(self.config.kv_heads), Dim::Fixed(self.config.head_dim));
-            [Dim::Free("batch"), heads, Dim::Free(length), size]
+            let (heads, size) = (Dim::Static(self.config.kv_heads), Dim::Static(self.config.head_dim));
+            [Dim::Dynamic("batch"), heads, Dim::Dynamic(length), size]
         };
         self.graph.input(&past, FLOAT, &dims("past"));
         self.graph.output(&present, FLOAT, &dims("total"));

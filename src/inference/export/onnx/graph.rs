@@ -161,16 +161,16 @@ impl Graph {
 #[derive(Clone, Copy)]
 pub(super) enum Dim<'a> {
     /// Free, by name.
-    Free(&'a str),
+    Dynamic(&'a str),
     /// Always this.
-    Fixed(usize),
+    Static(usize),
 }
 
 fn value(name: &str, element: i64, dims: &[Dim<'_>]) -> Message {
     let shape = Message::default().each(dims, |message, dim| {
         let dim = match *dim {
-            Dim::Free(name) => Message::default().put(2, name),
-            Dim::Fixed(size) => Message::default().int(1, size as i64),
+            Dim::Dynamic(name) => Message::default().put(2, name),
+            Dim::Static(size) => Message::default().int(1, size as i64),
         };
         message.message(1, &dim)
     });

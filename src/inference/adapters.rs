@@ -10,29 +10,29 @@ use std::sync::Arc;
 
 /// A decoder of `spec` with these FP32 adapters, in the policy's compute type, over their base, which is in it, on an
 /// open device.
-pub(super) fn load(
+pub(super) fn load_decoder(
     spec: &ModelSpec,
     adapters: &Parameters,
     policy: PrecisionPolicy,
     open: &OpenDevice,
 ) -> Result<(Decoder, Parameters)> {
-    let there = |parameters: &Parameters, entries| -> Result<Parameters> {
-        let there = Parameters::zeros(entries, candle_dtype(policy.compute), &open.device)?;
-        for (from, to) in parameters.tensors().iter().zip(there.tensors()) {
+    let on_device = |parameters: &Parameters, entries| -> Result<Parameters> {
+        let on_device = Parameters::zeros(entries, candle_dtype(policy.compute), &open.device)?;
+        for (from, to) in parameters.tensors().iter().zip(on_device.tensors()) {
             to.slice_set(&from.to_dtype(to.dtype())?.to_device(&open.device)?, 0, 0)?;
         }
-        Ok(there)
+        Ok(on_device)
     };
     let base = match adapters.base() {
-        Some(base) if !open.device.is_cpu() => Some(Arc::new(there(base, base.layout())?)),
+        Some(base) if !open.device.is_cpu() => Some(Arc::new(on_device(base, base.layout())?)),
         base => base.cloned(),
     };
-    let weights = there(adapters, adapters.layout())?.with_base(base);
+    let weights = on_device(adapters, adapters.layout())?.with_base(base);
     Ok((Decoder::new(spec, &weights, open.kernels.clone())?, weights))
 }
 
 /// The parameters of the base with the adapters added to them, in FP32.
-pub(super) fn merged(spec: &ModelSpec, adapters: &Parameters) -> Result<(ModelSpec, Parameters)> {
+pub(super) fn merge_into_base(spec: &ModelSpec, adapters: &Parameters) -> Result<(ModelSpec, Parameters)> {
     let plain = ModelSpec { lora: None, ..spec.clone() };
     let merged = Parameters::zeros(&plain.parameters(), DType::F32, &Device::Cpu)?;
     for (name, tensor) in merged.iter() {

@@ -3,25 +3,20 @@
 mod adapter;
 mod decoder;
 mod dora;
+mod families;
 mod family;
 mod gemm_shapes;
-mod gemma3;
-mod gpt2;
 mod hook;
 mod layers;
-mod llama;
 mod lora;
-mod mistral;
 mod parameters;
 mod quantized_base;
-mod qwen2;
-mod qwen3;
 mod rope;
 mod spec;
 mod workspace;
 
 pub use decoder::{Decoder, ForwardMode, InputIds, KvCache};
-pub(crate) use family::{ConfigReader, one_or_more};
+pub(crate) use family::{ConfigReader, GgufFormat, one_or_more};
 pub use hook::{Hook, HookPoint, TensorKind};
 pub use lora::{ALL_LINEAR, Lora, init_dora_magnitude, merge_adapters};
 pub use parameters::{Parameters, sample_init};

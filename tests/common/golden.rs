@@ -13,7 +13,7 @@ use serde::Deserialize;
 use super::oracle::{IGNORED, Shape};
 
 /// The cases under `tests/golden/families`.
-pub(crate) const FAMILIES: [&str; 11] = [
+pub(crate) const FAMILIES: [&str; 13] = [
     "llama",
     "llama-biases",
     "llama-linear",
@@ -25,11 +25,22 @@ pub(crate) const FAMILIES: [&str; 11] = [
     "qwen2-window",
     "qwen3",
     "gemma3",
+    "smollm3",
+    "smollm3-window",
 ];
 
 /// The cases under `tests/golden/lora`.
-pub(crate) const LORA: [&str; 8] =
-    ["gpt2", "gpt2-dora", "llama-rslora", "llama-biases-dora", "qwen3", "qwen3-dora", "gemma3", "gemma3-dora"];
+pub(crate) const LORA: [&str; 9] = [
+    "gpt2",
+    "gpt2-dora",
+    "llama-rslora",
+    "llama-biases-dora",
+    "qwen3",
+    "qwen3-dora",
+    "gemma3",
+    "gemma3-dora",
+    "smollm3",
+];
 
 /// The cases of GPT-2 under `tests/golden`.
 pub(crate) const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
@@ -129,6 +129,12 @@ CASES = {
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, 47, seq=21),
+    # The fourth layer is not rotated.
+    "smollm3": Case(SmolLM3Config, SMALL | {"num_hidden_layers": 4}, 51, seq=13),
+    # A window in the layer that is not rotated. Softmax would not see biases of its keys.
+    "smollm3-window": Case(SmolLM3Config, SMALL | {
+        "num_hidden_layers": 2, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 4,
+        "mlp_bias": True, "tie_word_embeddings": False}, 52, seq=18),
 }
 
 ROPES = [

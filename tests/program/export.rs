@@ -232,7 +232,8 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
 
 /// The golden families that GGUF can say; the scale of Gemma's scores is the one that llama.cpp knows.
 fn families(folder: &Path) -> Vec<TrainedModel> {
-    let names = ["llama", "llama-biases", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3"];
+    let names =
+        ["llama", "llama-biases", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "smollm3"];
     let ends = ("eos_token_id", serde_json::json!([27, 3]));
     let with_ends = |name: &str| changed_model(&format!("families/{name}"), folder, std::slice::from_ref(&ends));
     let mut models: Vec<TrainedModel> = names.into_iter().map(with_ends).collect();
@@ -322,6 +323,7 @@ fn what_gguf_has_no_word_for_is_refused() {
     for (name, expected) in [
         ("llama-dynamic", "llama.cpp has no rotary embeddings of the type `dynamic`"),
         ("qwen2-window", "GGUF has no key for the windows of `qwen2`"),
+        ("smollm3-window", "GGUF has no key for the windows of `smollm3`"),
         ("gemma3", "llama.cpp takes `query_pre_attn_scalar` to be 6"),
     ] {
         let trained = model(&format!("families/{name}"), folder.path());
@@ -458,7 +460,7 @@ fn the_gguf_package_reads_the_file() {
 }
 
 /// Models whose graphs are compared.
-const ONNX: [&str; 11] = [
+const ONNX: [&str; 13] = [
     "deep",
     "untied",
     "families/llama",
@@ -470,6 +472,8 @@ const ONNX: [&str; 11] = [
     "families/qwen2-window",
     "families/qwen3",
     "families/gemma3",
+    "families/smollm3",
+    "families/smollm3-window",
 ];
 
 /// The Python of `FINETUNE_PYTHON`, if it has onnxruntime.

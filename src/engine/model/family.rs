@@ -1,15 +1,24 @@
-//! The interface of a model family, and the list of families.
+//! The interface of a model family.
 
-use super::gemma3::Gemma3;
-use super::gpt2::Gpt2;
-use super::llama::Llama;
-use super::mistral::Mistral;
-use super::qwen2::Qwen2;
-use super::qwen3::Qwen3;
-use super::spec::{FamilyRef, ModelSpec, ModuleId};
+use super::families::llama;
+use super::spec::{ModelSpec, ModuleId};
 use serde_json::{Map, Value};
 
-/// A family: its `config.json` and its names. One file each, listed in [`FAMILIES`].
+/// A metadata key of GGUF, the key of `config.json` that means the same, and whether it is required.
+pub(crate) type GgufKey = (&'static str, &'static str, bool);
+
+/// How GGUF files describe a family. Names and row orders follow llama.cpp's converter.
+pub(crate) struct GgufFormat {
+    /// `general.architecture`.
+    pub(crate) architecture: &'static str,
+    /// Its keys, without the architecture's name in front.
+    pub(crate) keys: &'static [GgufKey],
+    /// Whether the rows of the two halves of each query and key head are interleaved.
+    pub(crate) interleaved: bool,
+}
+
+/// A family: its `config.json`, its names and its GGUF files. One file each, listed in `families.rs`; names default to
+/// those of Llama.
 pub(super) trait ModelFamily: Sync {
     /// `model_type` in `config.json`.
     fn model_type(&self) -> &'static str;
@@ -21,63 +30,55 @@ pub(super) trait ModelFamily: Sync {
     fn write(&self, spec: &ModelSpec) -> Value;
 
     /// A layer's name, its parameters' without `.weight` and `.bias`.
-    fn layer_name(&self, layer: ModuleId) -> String;
+    fn layer_name(&self, layer: ModuleId) -> String {
+        llama::layer_name(layer)
+    }
 
     /// A stored tensor's name as a parameter's; `None` for a buffer that is no parameter.
-    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str>;
+    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
+        llama::parameter_name(tensor)
+    }
 
     /// The prefix that transformers gives every parameter except the head's.
-    fn prefix(&self) -> &'static str;
+    fn prefix(&self) -> &'static str {
+        "model."
+    }
 
     /// Built-in architectures with a name.
-    fn names(&self) -> &'static [&'static str];
+    fn names(&self) -> &'static [&'static str] {
+        &[]
+    }
 
     /// The architecture of one of those names, with dropout off.
-    fn named(&self, name: &str) -> Option<ModelSpec>;
-}
+    fn named(&self, _name: &str) -> Option<ModelSpec> {
+        None
+    }
 
-const FAMILIES: [FamilyRef; 6] = [
-    FamilyRef(&Gpt2),
-    FamilyRef(&Llama),
-    FamilyRef(&Mistral),
-    FamilyRef(&Qwen2),
-    FamilyRef(&Qwen3),
-    FamilyRef(&Gemma3),
-];
+    /// Its GGUF files.
+    fn gguf(&self) -> GgufFormat;
+
+    /// Whether a GGUF file with these metadata keys is of this family and not of another with the same architecture.
+    fn claims_gguf(&self, _keys: &Map<String, Value>) -> bool {
+        true
+    }
+
+    /// Moves metadata that only this family has from `keys` to the `config.json`.
+    fn read_gguf(&self, _keys: &mut Map<String, Value>, _json: &mut Map<String, Value>) -> Result<(), String> {
+        Ok(())
+    }
+
+    /// Adds metadata that only this family has; rejects what llama.cpp would compute differently.
+    fn write_gguf(&self, spec: &ModelSpec, _keys: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
+        let family = self.model_type();
+        let refused = format!("GGUF has no key for the windows of `{family}`; export it as a folder");
+        if spec.sliding.is_some() { Err(refused) } else { Ok(()) }
+    }
+}
 
 /// The largest dimension accepted; products of three stay within 64 bits.
 const MAX_DIM: u64 = 1 << 20;
 /// The maximum number of blocks. Each block's parameters are listed before their memory is known.
 const MAX_BLOCKS: u64 = 1 << 12;
-/// The maximum number of parameters; their bytes in any number of copies stay within 64 bits.
-const MAX_PARAMETERS: u64 = 1 << 48;
-
-/// The spec that a `config.json` describes, or an error that names the key.
-pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
-    let spec = family_of(keys)?.0.read(keys)?;
-    let count = spec.parameter_count();
-    if count > MAX_PARAMETERS {
-        return Err(format!("it describes {count} parameters, more than the maximum of {MAX_PARAMETERS}"));
-    }
-    Ok(spec)
-}
-
-/// The family that a `config.json` names.
-fn family_of(keys: &ConfigReader<'_>) -> Result<FamilyRef, String> {
-    let model_type = keys.str("model_type", "")?;
-    FAMILIES.into_iter().find(|family| family.model_type() == model_type).ok_or_else(|| {
-        let known = FAMILIES.map(FamilyRef::model_type).join("`, `");
-        format!("`model_type` is `{model_type}`; supported: `{known}`")
-    })
-}
-
-pub(super) fn named(name: &str) -> Option<ModelSpec> {
-    FAMILIES.iter().find_map(|family| family.0.named(name))
-}
-
-pub(super) fn names() -> Vec<&'static str> {
-    FAMILIES.iter().flat_map(|family| family.0.names()).copied().collect()
-}
 
 /// Reads keys of one type each; a key that is missing or `null` takes its default.
 pub(crate) struct ConfigReader<'a>(pub(crate) &'a Map<String, Value>);

@@ -1,8 +1,9 @@
 //! A decoder described as data: its dimensions, the operations of a block, and every parameter with its role.
 //!
-//! A family (`gpt2.rs` and its siblings) reads a `config.json` into a [`ModelSpec`]; everything else asks the spec.
+//! A family (a file in `families`) reads a `config.json` into a [`ModelSpec`]; everything else asks the spec.
 
-use super::family::{self, ConfigReader, ModelFamily, named};
+use super::families;
+use super::family::{ConfigReader, GgufFormat, ModelFamily};
 use super::lora::Lora;
 use super::rope::Rope;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
@@ -36,6 +37,26 @@ impl FamilyRef {
     /// A stored tensor's name without the prefix that some files use; `None` for a buffer that is not a parameter.
     pub fn parameter_name(self, tensor: &str) -> Option<&str> {
         self.0.parameter_name(tensor)
+    }
+
+    /// The family of a GGUF file with this architecture and these metadata keys.
+    pub(crate) fn of_gguf(architecture: &str, keys: &Map<String, Value>) -> Result<Self, String> {
+        families::of_gguf(architecture, keys)
+    }
+
+    /// Its GGUF files.
+    pub(crate) fn gguf(self) -> GgufFormat {
+        self.0.gguf()
+    }
+
+    /// Moves metadata that only this family has from `keys` to the `config.json`.
+    pub(crate) fn read_gguf(self, keys: &mut Map<String, Value>, json: &mut Map<String, Value>) -> Result<(), String> {
+        self.0.read_gguf(keys, json)
+    }
+
+    /// Adds metadata that only this family has; rejects what llama.cpp would compute differently.
+    pub(crate) fn write_gguf(self, spec: &ModelSpec, keys: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
+        self.0.write_gguf(spec, keys)
     }
 }
 
@@ -122,6 +143,8 @@ pub struct ModelSpec {
     pub learned_positions: bool,
     /// Rotary position embeddings of layers with full attention.
     pub rope: Option<Rope>,
+    /// For each layer, whether its queries and keys are not rotated; empty if all are.
+    pub unrotated: Vec<bool>,
     /// Layers whose attention has a window.
     pub sliding: Option<Sliding>,
     /// The scale of attention scores, if it differs from 1 / `√head_dim`.
@@ -303,12 +326,12 @@ pub struct ParamSpec {
 impl ModelSpec {
     /// The names [`ModelSpec::named`] knows.
     pub fn names() -> Vec<&'static str> {
-        super::family::names()
+        families::names()
     }
 
     /// The built-in architecture `name`, without dropout.
     pub fn named(name: &str) -> Option<Self> {
-        named(name)
+        families::named(name)
     }
 
     /// Reads the text of a `config.json`; `origin` is its path in error messages. Keys without effect are passed
@@ -326,7 +349,7 @@ impl ModelSpec {
 
     /// Like [`Self::from_json`], from a parsed `config.json`.
     pub(crate) fn from_config(json: &Map<String, Value>) -> Result<Self, String> {
-        family::read(&ConfigReader(json))
+        families::read(&ConfigReader(json))
     }
 
     /// The `config.json`, without the type of the weights.
@@ -377,6 +400,12 @@ impl ModelSpec {
     /// Whether the attention of layer `block` has a window.
     pub fn is_sliding(&self, block: usize) -> bool {
         self.sliding.as_ref().is_some_and(|sliding| sliding.layers.get(block) == Some(&true))
+    }
+
+    /// The rotary position embeddings of layer `block`.
+    pub fn rope_of(&self, block: usize) -> Option<&Rope> {
+        let sliding = self.sliding.as_ref().filter(|_| self.is_sliding(block)).map(|sliding| &sliding.rope);
+        sliding.or(self.rope.as_ref()).filter(|_| self.unrotated.get(block) != Some(&true))
     }
 
     /// The norms of a block, and the columns of each.

@@ -69,6 +69,7 @@ impl RopeCaches {
 
     /// The table of a block.
     pub(super) fn of(&self, spec: &ModelSpec, block: usize) -> Option<&Table> {
+        spec.rope_of(block)?;
         if spec.is_sliding(block) { self.sliding.as_ref() } else { self.full.as_ref() }
     }
 }

@@ -356,7 +356,7 @@ impl GraphBuilder<'_> {
             [LinearRole::Query, LinearRole::Key, LinearRole::Value].map(|role| self.linear(x, block, role))
         };
         let sliding = usize::from(config.is_sliding(block));
-        let rotation = positions.rotations[sliding].as_ref();
+        let rotation = positions.rotations[sliding].as_ref().filter(|_| config.rope_of(block).is_some());
         let q = self.heads(&q, "by_query_head", block, Some(NormRole::Query), rotation);
         let k = self.heads(&k, "by_key_head", block, Some(NormRole::Key), rotation);
         let v = self.heads(&v, "by_key_head", block, None, None);

@@ -5,8 +5,8 @@
 
 use crate::engine::kernels::{Norm, WeightLayout};
 use crate::engine::model::{
-    ConfigReader, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, ParamSpec, Rope, RopeType,
-    one_or_more,
+    ConfigReader, FamilyRef, GgufFormat, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, ParamSpec,
+    Rope, RopeType, one_or_more,
 };
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -42,52 +42,6 @@ pub struct GgufMetadata {
 /// The tensor of divisors for rotary frequencies, which is how GGUF stores the rope type `llama3`.
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 
-/// A metadata key, the corresponding key of `config.json`, and whether it is required.
-type KeyMapping = (&'static str, &'static str, bool);
-
-/// A GGUF architecture.
-struct GgufArch {
-    architecture: &'static str,
-    /// The families that use this name; the first one is the default when reading.
-    families: &'static [&'static str],
-    keys: &'static [KeyMapping],
-    /// Whether the rows of the two halves of each query and key head are interleaved.
-    interleaved: bool,
-}
-
-const GPT2: [KeyMapping; 6] = [
-    ("context_length", "n_positions", true),
-    ("embedding_length", "n_embd", true),
-    ("feed_forward_length", "n_inner", true),
-    ("block_count", "n_layer", true),
-    ("attention.head_count", "n_head", true),
-    ("attention.layer_norm_epsilon", "layer_norm_epsilon", true),
-];
-const LLAMA: [KeyMapping; 10] = [
-    ("context_length", "max_position_embeddings", true),
-    ("embedding_length", "hidden_size", true),
-    ("feed_forward_length", "intermediate_size", true),
-    ("block_count", "num_hidden_layers", true),
-    ("attention.head_count", "num_attention_heads", true),
-    ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
-    ("attention.head_count_kv", "num_key_value_heads", false),
-    ("attention.key_length", "head_dim", false),
-    ("rope.freq_base", "rope_theta", false),
-    ("attention.sliding_window", "sliding_window", false),
-];
-const ARCHITECTURES: [GgufArch; 5] = [
-    GgufArch { architecture: "gpt2", families: &["gpt2"], keys: &GPT2, interleaved: false },
-    GgufArch { architecture: "llama", families: &["llama", "mistral"], keys: &LLAMA, interleaved: true },
-    GgufArch { architecture: "qwen2", families: &["qwen2"], keys: &LLAMA, interleaved: false },
-    GgufArch { architecture: "qwen3", families: &["qwen3"], keys: &LLAMA, interleaved: false },
-    GgufArch { architecture: "gemma3", families: &["gemma3_text"], keys: &LLAMA, interleaved: false },
-];
-
-/// llama.cpp assumes that every sixth layer of Gemma 3 has full attention, and this rope base for the other layers.
-const GEMMA_PATTERN: usize = 6;
-const GEMMA_LOCAL_BASE: f64 = 1e4;
-/// The layer count by which llama.cpp recognises Gemma 3 27B, which scales its scores differently.
-const GEMMA_27B_LAYERS: usize = 62;
 /// Low and high frequency factor and original context of the published `llama3` models.
 const LLAMA3: (f64, f64, usize) = (1.0, 4.0, 8192);
 
@@ -99,8 +53,9 @@ impl ModelSpec {
     /// type.
     pub fn from_gguf(header: &GgufHeader<'_>, origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
-        let json = config(header).map_err(fail)?;
-        let spec = Self::from_config(&json).map_err(|message| fail(rename_keys(header.architecture, message)))?;
+        let family = FamilyRef::of_gguf(header.architecture, &header.keys).map_err(fail)?;
+        let json = config(family, header).map_err(fail)?;
+        let spec = Self::from_config(&json).map_err(|message| fail(rename_keys(&family.gguf(), message)))?;
         check_heads(&spec, header).map_err(fail)?;
         Ok(spec)
     }
@@ -111,10 +66,10 @@ impl ModelSpec {
     /// [`Error::Model`] for features that GGUF cannot express, which llama.cpp would compute differently.
     pub fn to_gguf(&self) -> Result<GgufMetadata> {
         let fail = |message: String| Error::model(self.family.model_type(), message);
-        let arch = self.gguf_arch().map_err(fail)?;
+        let format = self.family.gguf();
         let json = self.config();
         let mut keys: Vec<(&'static str, Value)> = Vec::new();
-        for (theirs, ours, _) in arch.keys {
+        for (theirs, ours, _) in format.keys {
             keys.extend(Some(&json[*ours]).filter(|value| !value.is_null()).map(|value| (*theirs, value.clone())));
         }
         let mut rope_factors = None;
@@ -125,14 +80,8 @@ impl ModelSpec {
             keys.push(("attention.value_length", self.head_dim.into()));
             rope_factors = self.write_rope(rope, &mut keys).map_err(fail)?;
         }
-        self.write_windows(&mut keys).map_err(fail)?;
-        Ok(GgufMetadata { architecture: arch.architecture, keys, rope_factors })
-    }
-
-    fn gguf_arch(&self) -> Result<&'static GgufArch, String> {
-        let family = self.family.model_type();
-        let known = ARCHITECTURES.iter().find(|arch| arch.families.contains(&family));
-        known.ok_or_else(|| format!("`{family}` is no architecture of GGUF's"))
+        self.family.write_gguf(self, &mut keys).map_err(fail)?;
+        Ok(GgufMetadata { architecture: format.architecture, keys, rope_factors })
     }
 
     /// Adds the rope scaling keys; returns a divisor for each frequency if no key can express the type.
@@ -175,34 +124,6 @@ impl ModelSpec {
             RopeType::Dynamic { .. } => return refuse(""),
         }
         Ok(None)
-    }
-
-    /// Adds keys for windows; rejects windows and scales that llama.cpp would read differently.
-    fn write_windows(&self, keys: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
-        let family = self.family.model_type();
-        if family != "gemma3_text" {
-            return match &self.sliding {
-                Some(sliding) if family != "mistral" || sliding.layers.contains(&false) => {
-                    Err(format!("GGUF has no key for the windows of `{family}`; export it as a folder"))
-                }
-                _ => Ok(()),
-            };
-        }
-        let scale = gemma_scale(self.num_layers, self.hidden_size, self.heads, self.head_dim);
-        if self.attention_scale.is_none_or(|ours| (ours * scale.sqrt() - 1.0).abs() > 1e-9) {
-            return Err(format!("llama.cpp takes `query_pre_attn_scalar` to be {scale}, which this model's is not"));
-        }
-        let Some(sliding) = &self.sliding else { return Ok(()) };
-        if sliding.rope != Rope::plain(GEMMA_LOCAL_BASE) {
-            return Err("llama.cpp has no key for the rotary embeddings of layers with a window".into());
-        }
-        let pattern = |layers: &[bool], n: usize| layers.iter().enumerate().all(|(i, s)| *s == ((i + 1) % n != 0));
-        match (1..=sliding.layers.len() + 1).rev().find(|n| pattern(&sliding.layers, *n)) {
-            _ if pattern(&sliding.layers, GEMMA_PATTERN) => {}
-            Some(n) => keys.push(("attention.sliding_window_pattern", n.into())),
-            None => return Err("its layers with a window follow no pattern that GGUF can name".into()),
-        }
-        Ok(())
     }
 
     /// Converts a parameter's values to GGUF's layout.
@@ -251,7 +172,7 @@ impl ModelSpec {
     }
 
     fn transform(&self, entry: &ParamSpec) -> WeightTransform {
-        let interleaved = self.gguf_arch().is_ok_and(|arch| arch.interleaved);
+        let interleaved = self.family.gguf().interleaved;
         match entry.layer.op {
             ModuleOp::Linear(LinearRole::Query) if interleaved => WeightTransform::Interleaved { heads: self.heads },
             ModuleOp::Linear(LinearRole::Key) if interleaved => WeightTransform::Interleaved { heads: self.kv_heads },
@@ -303,8 +224,8 @@ pub fn gguf_name(entry: &ParamSpec) -> String {
         ModuleOp::Linear(LinearRole::Key) => "attn_k",
         ModuleOp::Linear(LinearRole::Value) => "attn_v",
         ModuleOp::Linear(LinearRole::Out) => "attn_output",
-        ModuleOp::Linear(LinearRole::Gate | LinearRole::GateUp) => "ffn_gate",
-        ModuleOp::Linear(LinearRole::Up) => "ffn_up",
+        ModuleOp::Linear(LinearRole::Gate) => "ffn_gate",
+        ModuleOp::Linear(LinearRole::Up | LinearRole::GateUp) => "ffn_up",
         ModuleOp::Linear(LinearRole::Down) => "ffn_down",
         ModuleOp::Attention | ModuleOp::AttnResidual | ModuleOp::Activation | ModuleOp::MlpResidual => "none",
     };
@@ -312,30 +233,20 @@ pub fn gguf_name(entry: &ParamSpec) -> String {
     block.map_or_else(|| format!("{name}.{ending}"), |block| format!("blk.{block}.{name}.{ending}"))
 }
 
-/// The `query_pre_attn_scalar` that llama.cpp assumes for Gemma 3.
-fn gemma_scale(layers: usize, width: usize, heads: usize, head_dim: usize) -> f64 {
-    if layers == GEMMA_27B_LAYERS { width as f64 / heads as f64 } else { head_dim as f64 }
-}
-
 /// Replaces keys of `config.json` in a message by the metadata keys they come from.
-fn rename_keys(architecture: &str, message: String) -> String {
-    let arch = ARCHITECTURES.iter().filter(|arch| arch.architecture == architecture).flat_map(|arch| arch.keys);
+fn rename_keys(GgufFormat { architecture, keys, .. }: &GgufFormat, message: String) -> String {
     let scaling = [("rope.scaling", "rope_scaling"), ("rope.scaling.factor", "factor")].map(|(a, b)| (a, b, false));
-    arch.chain(&scaling).fold(message, |message, (theirs, ours, _)| {
+    keys.iter().chain(&scaling).fold(message, |message, (theirs, ours, _)| {
         message.replace(&format!("`{ours}`"), &format!("`{architecture}.{theirs}`"))
     })
 }
 
 /// Translates the metadata to a `config.json`.
-fn config(header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
-    let name = header.architecture;
-    let Some(arch) = ARCHITECTURES.iter().find(|arch| arch.architecture == name) else {
-        let known = ARCHITECTURES.map(|arch| arch.architecture).join("`, `");
-        return Err(format!("`general.architecture` is `{}`; supported: `{known}`", name.escape_debug()));
-    };
+fn config(family: FamilyRef, header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
+    let (name, format) = (header.architecture, family.gguf());
     let mut keys = header.keys.clone();
     let mut json = Map::new();
-    for (theirs, ours, required) in arch.keys {
+    for (theirs, ours, required) in format.keys {
         match keys.remove(*theirs) {
             Some(value) => drop(json.insert((*ours).to_owned(), value)),
             None if *required => return Err(format!("metadata `{name}.{theirs}` is missing")),
@@ -352,16 +263,10 @@ fn config(header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
     json.insert("tie_word_embeddings".into(), (!has("output.weight")).into());
     json.insert("bos_token_id".into(), header.bos.into());
     json.insert("eos_token_id".into(), one_or_more(&header.eos));
-    let mut family = arch.families[0];
-    if family == "llama" {
+    json.insert("model_type".into(), family.model_type().into());
+    if format.keys.iter().any(|(theirs, ..)| *theirs == "rope.freq_base") {
+        json.insert("attention_bias".into(), has("blk.0.attn_q.bias").into());
         json.insert("mlp_bias".into(), has("blk.0.ffn_gate.bias").into());
-        if json.contains_key("sliding_window") {
-            family = "mistral";
-        }
-    }
-    json.insert("model_type".into(), family.into());
-    if family != "gpt2" {
-        json.insert("attention_bias".into(), (family != "qwen2" && has("blk.0.attn_q.bias")).into());
         let number = |json: &Map<String, Value>, key: &str| json.get(key).and_then(Value::as_u64);
         let (width, heads) = (number(&json, "hidden_size"), number(&json, "num_attention_heads"));
         if let (Some(width), Some(heads @ 1..)) = (width, heads) {
@@ -376,28 +281,9 @@ fn config(header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
             json.insert("rope_scaling".into(), scaling);
         }
     }
-    if family == "gemma3_text" {
-        read_gemma(&mut json, &mut keys);
-    }
+    family.read_gguf(&mut keys, &mut json)?;
     refuse_unknown(name, &keys)?;
     Ok(json)
-}
-
-fn read_gemma(json: &mut Map<String, Value>, keys: &mut Map<String, Value>) {
-    let number = |key: &str| json.get(key).and_then(Value::as_u64).unwrap_or(1).max(1) as usize;
-    let [layers, width, heads, head_dim] =
-        ["num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim"].map(number);
-    json.insert("query_pre_attn_scalar".into(), json!(gemma_scale(layers, width, heads, head_dim)));
-    for (theirs, ours) in [
-        ("attention.sliding_window_pattern", "sliding_window_pattern"),
-        ("rope.freq_base_swa", "rope_local_base_freq"),
-        ("final_logit_softcapping", "final_logit_softcapping"),
-        ("attn_logit_softcapping", "attn_logit_softcapping"),
-    ] {
-        if let Some(value) = keys.remove(theirs) {
-            json.insert(ours.into(), value);
-        }
-    }
 }
 
 /// Translates the rope scaling keys to `rope_scaling`.

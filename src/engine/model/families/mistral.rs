@@ -1,9 +1,9 @@
 //! Mistral (Jiang et al., 2023): Llama with a window in every layer, or in none.
 
-use super::family::{ConfigReader, ModelFamily};
 use super::llama::{self, head_dim, only_silu, with_rope};
-use super::spec::{FamilyRef, ModelSpec, ModuleId, Sliding};
-use serde_json::Value;
+use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
+use crate::engine::model::spec::{FamilyRef, ModelSpec, Sliding};
+use serde_json::{Map, Value};
 
 /// The family.
 pub(super) struct Mistral;
@@ -11,14 +11,6 @@ pub(super) struct Mistral;
 impl ModelFamily for Mistral {
     fn model_type(&self) -> &'static str {
         "mistral"
-    }
-
-    fn names(&self) -> &'static [&'static str] {
-        &[]
-    }
-
-    fn named(&self, _: &str) -> Option<ModelSpec> {
-        None
     }
 
     fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
@@ -48,15 +40,15 @@ impl ModelFamily for Mistral {
         json
     }
 
-    fn layer_name(&self, layer: ModuleId) -> String {
-        llama::layer_name(layer)
+    fn gguf(&self) -> GgufFormat {
+        llama::Llama.gguf()
     }
 
-    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
-        llama::parameter_name(tensor)
+    fn claims_gguf(&self, keys: &Map<String, Value>) -> bool {
+        keys.contains_key("attention.sliding_window")
     }
 
-    fn prefix(&self) -> &'static str {
-        "model."
+    fn write_gguf(&self, _: &ModelSpec, _: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
+        Ok(())
     }
 }

@@ -1,10 +1,10 @@
 //! Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases on queries, keys and values, and windows in its upper layers if it
 //! has any.
 
-use super::family::{ConfigReader, ModelFamily};
 use super::llama::{self, head_dim, layer_types, only_silu, sliding_layers, with_rope};
-use super::rope::Rope;
-use super::spec::{Biases, FamilyRef, ModelSpec, ModuleId, Sliding};
+use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
+use crate::engine::model::rope::Rope;
+use crate::engine::model::spec::{Biases, FamilyRef, ModelSpec, Sliding};
 use serde_json::Value;
 
 /// The family.
@@ -33,14 +33,18 @@ pub(super) fn read(
     only_silu(keys)?;
     let spec = llama::read(keys, default(family), Some(32))?;
     let spec = ModelSpec { head_dim: head_dim(keys, &spec, head)?, biases, ..spec };
-    with_windows(keys, with_rope(keys, spec, 1e4)?)
+    let from = keys.usize("max_window_layers", 28)?;
+    with_windows(keys, with_rope(keys, spec, 1e4)?, |layer| layer >= from)
 }
 
-/// `spec` with the windows of Qwen 2 and 3.
-fn with_windows(keys: &ConfigReader<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
+/// `spec` with windows in the layers that `layer_types` names, otherwise in those of `default`.
+pub(super) fn with_windows(
+    keys: &ConfigReader<'_>,
+    spec: ModelSpec,
+    default: impl Fn(usize) -> bool,
+) -> Result<ModelSpec, String> {
     let windows = keys.bool("use_sliding_window", false)? && keys.0.get("sliding_window") != Some(&Value::Null);
-    let from = keys.usize("max_window_layers", 28)?;
-    let layers = sliding_layers(keys, spec.num_layers, |layer| windows && layer >= from)?;
+    let layers = sliding_layers(keys, spec.num_layers, |layer| windows && default(layer))?;
     if !layers.contains(&true) {
         return Ok(spec);
     }
@@ -96,15 +100,7 @@ impl ModelFamily for Qwen2 {
         json
     }
 
-    fn layer_name(&self, layer: ModuleId) -> String {
-        llama::layer_name(layer)
-    }
-
-    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
-        llama::parameter_name(tensor)
-    }
-
-    fn prefix(&self) -> &'static str {
-        "model."
+    fn gguf(&self) -> GgufFormat {
+        GgufFormat { architecture: "qwen2", keys: &llama::GGUF_KEYS, interleaved: false }
     }
 }

@@ -77,10 +77,10 @@ fn what_the_engine_has_not_is_refused_by_name() {
         ("gemma3_text", "hidden_activation", json!("gelu"), "the engine has `gelu_pytorch_tanh` only"),
         ("gemma3_text", "query_pre_attn_scalar", json!(0), "`query_pre_attn_scalar` is 0; it must be positive"),
         (
-            "phi3",
+            "mamba",
             "x",
             json!(0),
-            "`model_type` is `phi3`; supported: `gpt2`, `llama`, `mistral`, `qwen2`, `qwen3`, `gemma3_text`",
+            "`model_type` is `mamba`; supported: `gpt2`, `llama`, `mistral`, `qwen2`, `qwen3`, `gemma3_text`",
         ),
     ] {
         let mut config = json!({"model_type": model_type});

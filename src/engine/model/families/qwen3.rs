@@ -1,9 +1,9 @@
 //! Qwen 3 (Yang et al., 2025): Llama with a norm on each head of queries and keys, and heads of 128 at every width.
 
-use super::family::{ConfigReader, ModelFamily};
-use super::rope::Rope;
-use super::spec::{Biases, FamilyRef, ModelSpec, ModuleId};
 use super::{llama, qwen2};
+use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
+use crate::engine::model::rope::Rope;
+use crate::engine::model::spec::{Biases, FamilyRef, ModelSpec};
 use serde_json::Value;
 
 /// The family.
@@ -50,15 +50,7 @@ impl ModelFamily for Qwen3 {
         json
     }
 
-    fn layer_name(&self, layer: ModuleId) -> String {
-        llama::layer_name(layer)
-    }
-
-    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
-        llama::parameter_name(tensor)
-    }
-
-    fn prefix(&self) -> &'static str {
-        "model."
+    fn gguf(&self) -> GgufFormat {
+        GgufFormat { architecture: "qwen3", keys: &llama::GGUF_KEYS, interleaved: false }
     }
 }

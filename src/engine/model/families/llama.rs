@@ -1,15 +1,31 @@
 //! Llama (Touvron et al., 2023), and what related families share with it: RMS norms, rotary positions, grouped queries, a
 //! SiLU-gated MLP, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 belong to this family.
 
-use super::family::{ConfigReader, ModelFamily, one_or_more};
-use super::rope::{Rope, RopeType};
-use super::spec::{Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
+use crate::engine::model::family::{ConfigReader, GgufFormat, GgufKey, ModelFamily, one_or_more};
+use crate::engine::model::rope::{Rope, RopeType};
+use crate::engine::model::spec::{
+    Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole,
+};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
 /// The family.
 pub(super) struct Llama;
+
+/// The metadata keys that all Llama-like families share.
+pub(super) const GGUF_KEYS: [GgufKey; 10] = [
+    ("context_length", "max_position_embeddings", true),
+    ("embedding_length", "hidden_size", true),
+    ("feed_forward_length", "intermediate_size", true),
+    ("block_count", "num_hidden_layers", true),
+    ("attention.head_count", "num_attention_heads", true),
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
+    ("attention.head_count_kv", "num_key_value_heads", false),
+    ("attention.key_length", "head_dim", false),
+    ("rope.freq_base", "rope_theta", false),
+    ("attention.sliding_window", "sliding_window", false),
+];
 
 /// The defaults of transformers for missing keys.
 pub(super) fn default() -> ModelSpec {
@@ -31,6 +47,7 @@ pub(super) fn default() -> ModelSpec {
         biases: Biases { qkv: false, out: false, mlp: false },
         learned_positions: false,
         rope: Some(Rope::plain(1e4)),
+        unrotated: Vec::new(),
         sliding: None,
         attention_scale: None,
         qk_norm: false,
@@ -136,7 +153,7 @@ pub(super) fn write(spec: &ModelSpec, class: &str) -> Value {
 
 /// Names of layers that all Llama-like families share. The norm after attention has the name of other families' MLP
 /// norm.
-pub(super) fn layer_name(ModuleId { block, op }: ModuleId) -> String {
+pub(in crate::engine::model) fn layer_name(ModuleId { block, op }: ModuleId) -> String {
     let name = match op {
         ModuleOp::Embedding => "embed_tokens",
         ModuleOp::Positions => "embed_positions",
@@ -166,7 +183,7 @@ pub(super) fn layer_name(ModuleId { block, op }: ModuleId) -> String {
 }
 
 /// Older versions of transformers saved the frequencies of rotary embeddings with every layer.
-pub(super) fn parameter_name(tensor: &str) -> Option<&str> {
+pub(in crate::engine::model) fn parameter_name(tensor: &str) -> Option<&str> {
     let name = tensor.strip_prefix("model.").unwrap_or(tensor);
     (!name.ends_with("rotary_emb.inv_freq")).then_some(name)
 }
@@ -272,16 +289,8 @@ impl ModelFamily for Llama {
         json
     }
 
-    fn layer_name(&self, layer: ModuleId) -> String {
-        layer_name(layer)
-    }
-
-    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
-        parameter_name(tensor)
-    }
-
-    fn prefix(&self) -> &'static str {
-        "model."
+    fn gguf(&self) -> GgufFormat {
+        GgufFormat { architecture: "llama", keys: &GGUF_KEYS, interleaved: true }
     }
 }
 

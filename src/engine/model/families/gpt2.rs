@@ -1,14 +1,26 @@
 //! GPT-2 (Radford et al., 2019): learned positions, layer norms with biases, packed queries, keys and values in `[in, out]`
 //! weights, GELU in its tanh form.
 
-use super::family::{ConfigReader, ModelFamily, one_or_more};
-use super::spec::{Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
+use crate::engine::model::family::{ConfigReader, GgufFormat, GgufKey, ModelFamily, one_or_more};
+use crate::engine::model::spec::{
+    Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole,
+};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
 /// The family.
 pub(super) struct Gpt2;
+
+/// The metadata keys of its GGUF files.
+const GGUF_KEYS: [GgufKey; 6] = [
+    ("context_length", "n_positions", true),
+    ("embedding_length", "n_embd", true),
+    ("feed_forward_length", "n_inner", true),
+    ("block_count", "n_layer", true),
+    ("attention.head_count", "n_head", true),
+    ("attention.layer_norm_epsilon", "layer_norm_epsilon", true),
+];
 
 /// The smallest of `OpenAI`'s, which is also what transformers puts in for a missing key.
 fn default() -> ModelSpec {
@@ -30,6 +42,7 @@ fn default() -> ModelSpec {
         biases: Biases { qkv: true, out: true, mlp: true },
         learned_positions: true,
         rope: None,
+        unrotated: Vec::new(),
         sliding: None,
         attention_scale: None,
         qk_norm: false,
@@ -166,6 +179,10 @@ impl ModelFamily for Gpt2 {
             ModuleOp::Head => "lm_head",
         };
         block.map_or_else(|| name.to_owned(), |block| format!("h.{block}.{name}"))
+    }
+
+    fn gguf(&self) -> GgufFormat {
+        GgufFormat { architecture: "gpt2", keys: &GGUF_KEYS, interleaved: false }
     }
 
     fn prefix(&self) -> &'static str {

@@ -1,12 +1,12 @@
 //! Gemma 3, text only (Gemma Team, 2025): norms before and after attention and MLP that multiply by 1 + weight, head norms,
 //! embeddings scaled by `√width`, a GELU-gated MLP, and sliding-window layers with their own rotary embeddings.
 
-use super::family::{ConfigReader, ModelFamily};
 use super::llama::{self, head_dim, layer_types, sliding_layers};
-use super::rope::Rope;
-use super::spec::{Biases, FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, Sliding};
 use crate::engine::kernels::{Activation, Norm};
-use serde_json::{Value, json};
+use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
+use crate::engine::model::rope::Rope;
+use crate::engine::model::spec::{Biases, FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, Sliding};
+use serde_json::{Map, Value, json};
 
 /// The family.
 pub(super) struct Gemma3;
@@ -15,6 +15,8 @@ pub(super) struct Gemma3;
 const THETA: [f64; 2] = [1e6, 1e4];
 /// One layer in this many has no window.
 const PATTERN: usize = 6;
+/// The layer count by which llama.cpp recognises the model of 27B, which scales its scores differently.
+const LAYERS_27B: usize = 62;
 
 /// The defaults of transformers for missing keys.
 fn default() -> ModelSpec {
@@ -128,13 +130,49 @@ impl ModelFamily for Gemma3 {
         layer.block.map_or_else(|| name.to_owned(), |block| format!("layers.{block}.{name}"))
     }
 
-    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
-        llama::parameter_name(tensor)
+    fn gguf(&self) -> GgufFormat {
+        GgufFormat { architecture: "gemma3", keys: &llama::GGUF_KEYS, interleaved: false }
     }
 
-    fn prefix(&self) -> &'static str {
-        "model."
+    fn read_gguf(&self, keys: &mut Map<String, Value>, json: &mut Map<String, Value>) -> Result<(), String> {
+        let number = |key: &str| json.get(key).and_then(Value::as_u64).unwrap_or(1).max(1) as usize;
+        let sizes = ["num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim"].map(number);
+        json.insert("query_pre_attn_scalar".into(), json!(gguf_scale(sizes)));
+        for (theirs, ours) in [
+            ("attention.sliding_window_pattern", "sliding_window_pattern"),
+            ("rope.freq_base_swa", "rope_local_base_freq"),
+            ("final_logit_softcapping", "final_logit_softcapping"),
+            ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ] {
+            if let Some(value) = keys.remove(theirs) {
+                json.insert(ours.into(), value);
+            }
+        }
+        Ok(())
     }
+
+    fn write_gguf(&self, spec: &ModelSpec, keys: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
+        let scale = gguf_scale([spec.num_layers, spec.hidden_size, spec.heads, spec.head_dim]);
+        if spec.attention_scale.is_none_or(|ours| (ours * scale.sqrt() - 1.0).abs() > 1e-9) {
+            return Err(format!("llama.cpp takes `query_pre_attn_scalar` to be {scale}, which this model's is not"));
+        }
+        let Some(sliding) = &spec.sliding else { return Ok(()) };
+        if sliding.rope != Rope::plain(THETA[1]) {
+            return Err("llama.cpp has no key for the rotary embeddings of layers with a window".into());
+        }
+        let pattern = |layers: &[bool], n: usize| layers.iter().enumerate().all(|(i, s)| *s == ((i + 1) % n != 0));
+        match (1..=sliding.layers.len() + 1).rev().find(|n| pattern(&sliding.layers, *n)) {
+            _ if pattern(&sliding.layers, PATTERN) => {}
+            Some(n) => keys.push(("attention.sliding_window_pattern", n.into())),
+            None => return Err("its layers with a window follow no pattern that GGUF can name".into()),
+        }
+        Ok(())
+    }
+}
+
+/// The `query_pre_attn_scalar` that llama.cpp assumes.
+fn gguf_scale([layers, width, heads, head_dim]: [usize; 4]) -> f64 {
+    if layers == LAYERS_27B { width as f64 / heads as f64 } else { head_dim as f64 }
 }
 
 /// `query_pre_attn_scalar`, which is 1 over the square of the scale; a whole number in all models there are.

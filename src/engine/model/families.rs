@@ -1,0 +1,66 @@
+//! The list of model families, each in its own file.
+
+mod gemma3;
+mod gpt2;
+pub(super) mod llama;
+mod mistral;
+mod qwen2;
+mod qwen3;
+mod smollm3;
+
+use super::family::ConfigReader;
+use super::spec::{FamilyRef, ModelSpec};
+use serde_json::{Map, Value};
+
+pub(super) const FAMILIES: [FamilyRef; 7] = [
+    FamilyRef(&gpt2::Gpt2),
+    FamilyRef(&llama::Llama),
+    FamilyRef(&mistral::Mistral),
+    FamilyRef(&qwen2::Qwen2),
+    FamilyRef(&qwen3::Qwen3),
+    FamilyRef(&gemma3::Gemma3),
+    FamilyRef(&smollm3::SmolLm3),
+];
+
+/// The maximum number of parameters; their bytes in any number of copies stay within 64 bits.
+const MAX_PARAMETERS: u64 = 1 << 48;
+
+/// The spec that a `config.json` describes, or an error that names the key.
+pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
+    let spec = family_of(keys)?.0.read(keys)?;
+    let count = spec.parameter_count();
+    if count > MAX_PARAMETERS {
+        return Err(format!("it describes {count} parameters, more than the maximum of {MAX_PARAMETERS}"));
+    }
+    Ok(spec)
+}
+
+/// The family that a `config.json` names.
+fn family_of(keys: &ConfigReader<'_>) -> Result<FamilyRef, String> {
+    let model_type = keys.str("model_type", "")?;
+    FAMILIES.into_iter().find(|family| family.model_type() == model_type).ok_or_else(|| {
+        let known = FAMILIES.map(FamilyRef::model_type).join("`, `");
+        format!("`model_type` is `{model_type}`; supported: `{known}`")
+    })
+}
+
+/// The family of a GGUF file. A later entry of the list is asked first, as it is the more special one.
+pub(super) fn of_gguf(architecture: &str, keys: &Map<String, Value>) -> Result<FamilyRef, String> {
+    let fits = |family: &FamilyRef| family.0.gguf().architecture == architecture && family.0.claims_gguf(keys);
+    FAMILIES.into_iter().rev().find(fits).ok_or_else(|| {
+        let mut known = FAMILIES.map(|family| family.0.gguf().architecture).to_vec();
+        known.dedup();
+        let known = known.join("`, `");
+        format!("`general.architecture` is `{}`; supported: `{known}`", architecture.escape_debug())
+    })
+}
+
+/// The built-in architecture `name`.
+pub(super) fn named(name: &str) -> Option<ModelSpec> {
+    FAMILIES.iter().find_map(|family| family.0.named(name))
+}
+
+/// The names of all built-in architectures.
+pub(super) fn names() -> Vec<&'static str> {
+    FAMILIES.iter().flat_map(|family| family.0.names()).copied().collect()
+}

@@ -62,7 +62,7 @@ fn run(dtype: DType, config: GradScalerConfig) -> Result<Outcome> {
     let bias = Var::zeros(WIDTH, dtype, &Device::Cpu)?;
     let model = Linear::new(weight.as_tensor().clone(), Some(bias.as_tensor().clone()));
     let params = ParamsAdamW { lr: 5e-6, ..ParamsAdamW::default() };
-    let mut optimizer = AdamW::decaying_matrices(vec![weight.clone(), bias], params)?;
+    let mut optimizer = AdamW::with_decay_on_matrices(vec![weight.clone(), bias], params)?;
     let mut scaler = GradScaler::new(config)?;
 
     let (mut losses, mut zeros, mut applied) = (vec![], vec![], 0);

@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, SGD, loss::mse};
-use finetune::amp::{GradScaler, Tracked};
+use finetune::amp::{GradScaler, WithVars};
 use finetune::precision::{GradScalerConfig, ScaleChange};
 use finetune::random::{Domain, Stream};
 
@@ -20,7 +20,7 @@ const STEPS: usize = 400;
 fn main() -> Result {
     let (x, y) = data()?;
     let master = Var::zeros((3, 1), DType::F32, &Device::Cpu)?;
-    let mut optimizer = Tracked::<SGD>::new(vec![master.clone()], LEARNING_RATE)?;
+    let mut optimizer = WithVars::<SGD>::new(vec![master.clone()], LEARNING_RATE)?;
     let config = GradScalerConfig { init_scale: 128.0, growth_interval: 50, ..GradScalerConfig::default() };
     let mut scaler = GradScaler::new(config)?;
     let mut growths = vec![];
@@ -62,7 +62,7 @@ fn of_the_texts_size() -> Result {
     let y = x.matmul(&truth)?;
     let x = x.to_dtype(DType::BF16)?;
     let master = Var::zeros((FEATURES, 1), DType::F32, &Device::Cpu)?;
-    let mut optimizer = Tracked::<SGD>::new(vec![master.clone()], 0.05)?;
+    let mut optimizer = WithVars::<SGD>::new(vec![master.clone()], 0.05)?;
     let config = GradScalerConfig { init_scale: 128.0, growth_interval: 50, ..GradScalerConfig::default() };
     let mut scaler = GradScaler::new(config)?;
     let mut errors = vec![];

@@ -7,7 +7,7 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW, SGD};
-use finetune::amp::{AdamW, GradScaler, Tracked};
+use finetune::amp::{AdamW, GradScaler, WithVars};
 use finetune::precision::{GradScalerConfig, ScaleChange};
 
 type Result<T = ()> = std::result::Result<T, finetune::Error>;
@@ -79,7 +79,7 @@ fn vanishing_update() -> Result {
     let weight = Var::ones(1, DType::F16, &Device::Cpu)?;
     let master = Var::ones(1, DType::F32, &Device::Cpu)?;
     let mut in_half = SGD::new(vec![weight.clone()], 5e-5)?;
-    let mut in_single = Tracked::<SGD>::new(vec![master.clone()], 5e-5)?;
+    let mut in_single = WithVars::<SGD>::new(vec![master.clone()], 5e-5)?;
     for _ in 0..3 {
         in_half.backward_step(&weight.sum_all()?)?;
         in_single.backward_step(&master.to_dtype(DType::F16)?.sum_all()?)?;

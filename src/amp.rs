@@ -39,7 +39,7 @@
 //!
 //! To accumulate gradients, divide every micro-batch's loss by their number, scale it, add the gradients with
 //! `GradStore::extend` (in the parameters' own type), and unscale, clip, step and update once. For FP32 parameters that are
-//! only cast to half precision for matrix products, candle's own optimizers work too: see [`Tracked`].
+//! only cast to half precision for matrix products, candle's own optimizers work too: see [`WithVars`].
 
 mod adamw;
 mod clip;
@@ -50,8 +50,8 @@ mod policy;
 pub use adamw::AdamW;
 pub use clip::clip_grad_norm;
 pub use grad_scaler::GradScaler;
-pub use optimizer::{OptimizerId, ScaledOptimizer, Tracked};
-pub use policy::{Class, Op, Policy};
+pub use optimizer::{OptimizerId, ScaledOptimizer, WithVars};
+pub use policy::{Autocast, AutocastOp, CastRule};
 
 use candle_core::{DType, Result, Tensor};
 
@@ -61,6 +61,6 @@ fn wide(dtype: DType) -> DType {
 }
 
 /// `tensor` in [`wide`] precision; shares storage if it already is.
-fn widen(tensor: &Tensor) -> Result<Tensor> {
+fn upcast(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(wide(tensor.dtype()))
 }

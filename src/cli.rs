@@ -37,7 +37,7 @@ use crate::engine::kernels::isa::{ISA_VARIABLE, Isa};
 #[cfg(feature = "cuda")]
 use crate::engine::preflight;
 use crate::telemetry::FinishReason;
-use crate::untrusted::{Clean, apart, block};
+use crate::untrusted::{SanitizingWriter, sanitize_block, subprocess};
 use crate::{Error, Result};
 use clap::error::{ContextKind, ContextValue, ErrorKind as UsageError};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -195,7 +195,7 @@ pub fn main() -> ExitCode {
         _ => (),
     }
     if let Ok(program) = std::env::current_exe() {
-        apart::can_serve(&program);
+        subprocess::register_executable(&program);
     }
     let group = processes::init();
     let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
@@ -232,9 +232,9 @@ pub fn main() -> ExitCode {
         // The reader closed the pipe, as in `finetune man | head`.
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(error) => {
-            writeln!(stderr(), "error: {}", block(&error.to_string())).ok();
+            writeln!(stderr(), "error: {}", sanitize_block(&error.to_string())).ok();
             if let Some(frames) = error.backtrace() {
-                writeln!(stderr(), "{}", block(frames)).ok();
+                writeln!(stderr(), "{}", sanitize_block(frames)).ok();
             }
             ExitCode::from(error.exit_code())
         }
@@ -256,31 +256,33 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
         }),
         Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut on_terminal()))),
         Some(Command::Chat(args)) => done(args.model.on_threads(|| chat::run(&args, &mut on_terminal()))),
-        Some(Command::Eval(args)) => done(args.model.on_threads(|| eval::run(&args, &mut Clean::new(stdout())))),
+        Some(Command::Eval(args)) => {
+            done(args.model.on_threads(|| eval::run(&args, &mut SanitizingWriter::new(stdout()))))
+        }
         Some(Command::Data(args)) => done(data::run(&args, &mut stdout())),
-        Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut Clean::new(stdout())),
-        Some(Command::Mismatch(args)) => done(mismatch::run(&args, &mut Clean::new(stdout()))),
-        Some(Command::Export(args)) => done(export::run(&args, &mut Clean::new(stdout()))),
-        Some(Command::Merge(args)) => done(merge::run(&args, &mut Clean::new(stdout()))),
-        Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut Clean::new(stdout()))),
+        Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut SanitizingWriter::new(stdout())),
+        Some(Command::Mismatch(args)) => done(mismatch::run(&args, &mut SanitizingWriter::new(stdout()))),
+        Some(Command::Export(args)) => done(export::run(&args, &mut SanitizingWriter::new(stdout()))),
+        Some(Command::Merge(args)) => done(merge::run(&args, &mut SanitizingWriter::new(stdout()))),
+        Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut SanitizingWriter::new(stdout()))),
         Some(Command::Report(args)) => done(report::run(&args, &mut in_pipe())),
         Some(Command::Config(args)) => {
             let config = args.config.resolve()?;
             let text = if args.explain { config.explained()? } else { config.to_toml()? };
             // Escaped characters are valid TOML.
-            let text = crate::untrusted::lines(&text);
+            let text = crate::untrusted::sanitize_lines(&text);
             stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
             Ok(ExitCode::SUCCESS)
         }
         Some(Command::Lab(args)) => lab::run(&args, &mut in_pipe()).map(|()| ExitCode::SUCCESS),
         Some(Command::Compare(args)) => done(compare::run(&args, &mut in_pipe())),
-        Some(Command::Doctor(args)) => done(doctor::run(&args, &mut Clean::new(stdout()))),
+        Some(Command::Doctor(args)) => done(doctor::run(&args, &mut SanitizingWriter::new(stdout()))),
         Some(Command::Completions(args)) => done(completions::completions(definition(), &args, &mut stdout())),
         Some(Command::Man) => done(completions::man(definition(), &mut stdout())),
-        Some(Command::Bench(args)) => bench::run(&args, &mut Clean::new(stdout())),
-        Some(Command::Runs(args)) => done(runs::run(&args, &mut Clean::new(stdout()))),
-        Some(Command::Checkpoint(args)) => checkpoint::run(&args, &mut Clean::new(stdout())),
-        Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut Clean::new(stdout())),
+        Some(Command::Bench(args)) => bench::run(&args, &mut SanitizingWriter::new(stdout())),
+        Some(Command::Runs(args)) => done(runs::run(&args, &mut SanitizingWriter::new(stdout()))),
+        Some(Command::Checkpoint(args)) => checkpoint::run(&args, &mut SanitizingWriter::new(stdout())),
+        Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut SanitizingWriter::new(stdout())),
         #[cfg(feature = "mpi")]
         Some(Command::VerifyDistributed(args)) => verify_distributed::run(&args, &mut Clean::new(stdout())),
         Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
@@ -289,12 +291,12 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
 
 /// Standard output for text that a pipe must get unchanged, such as generated text: cleaned only on a terminal.
 fn on_terminal() -> Box<dyn Write> {
-    if stdout().is_terminal() { Box::new(Clean::new(stdout())) } else { Box::new(stdout()) }
+    if stdout().is_terminal() { Box::new(SanitizingWriter::new(stdout())) } else { Box::new(stdout()) }
 }
 
 /// Standard output for pages that clean their own text and colour it on a terminal.
 fn in_pipe() -> Box<dyn Write> {
-    if stdout().is_terminal() { Box::new(stdout()) } else { Box::new(Clean::new(stdout())) }
+    if stdout().is_terminal() { Box::new(stdout()) } else { Box::new(SanitizingWriter::new(stdout())) }
 }
 
 /// The exit code of a command without special codes.

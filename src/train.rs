@@ -17,7 +17,7 @@ mod step;
 mod trainer;
 mod verify;
 
-pub use config::{Config, ConfigLayers, Place, WeightInit, check_threads};
+pub use config::{Config, ConfigLayers, DeviceSpec, WeightInit, check_threads};
 pub use engine::{RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 pub use fp8::Fp8Block;
 pub use memory::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};

@@ -1,10 +1,10 @@
 //! Untrusted input: files that may be pipes or devices, text that must be escaped before it reaches a terminal, and work that
 //! may ruin its process.
 //!
-//! Text is escaped by the writers, not by the readers: [`Clean`] wraps a stream, [`line()`] and [`block()`] escape a
+//! Text is escaped by the writers, not by the readers: [`SanitizingWriter`] wraps a stream, [`line()`] and [`block()`] escape a
 //! message.
 
-pub mod apart;
+pub mod subprocess;
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -30,7 +30,7 @@ pub fn open(path: &Path) -> io::Result<File> {
 ///
 /// # Errors
 /// The operating system's error; [`ErrorKind::InvalidData`] for anything but a regular file.
-pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+pub fn open_run_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let refused = |what: &str| io::Error::new(ErrorKind::InvalidData, format!("it is {what}; remove it"));
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
@@ -99,32 +99,32 @@ impl Read for Pipe {
 
 /// Whether a character can control a terminal or change the order of displayed text: C0 and C1 control characters, line
 /// and paragraph separators, bidirectional marks, embeddings, overrides and isolates.
-pub fn is_unsafe(c: char) -> bool {
+pub fn is_unsafe_char(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2066}'..='\u{2069}')
 }
 
-/// `text` on one line, with every [unsafe](is_unsafe) character escaped like `\u001b`, which JSON and TOML can parse.
-pub fn line(text: &str) -> Cow<'_, str> {
+/// `text` on one line, with every [unsafe](is_unsafe_char) character escaped like `\u001b`, which JSON and TOML can parse.
+pub fn sanitize_line(text: &str) -> Cow<'_, str> {
     escaped(text, |_| false)
 }
 
-/// `text` with its further lines indented, so that none can imitate another message, and other unsafe characters
-/// escaped.
-pub fn block(text: &str) -> Cow<'_, str> {
-    if !text.contains(is_unsafe) {
+/// Indents the lines of `text` after the first, so that none can imitate another message, and escapes other unsafe
+/// characters.
+pub fn sanitize_block(text: &str) -> Cow<'_, str> {
+    if !text.contains(is_unsafe_char) {
         return text.into();
     }
-    lines(text).replace('\n', "\n  ").into()
+    sanitize_lines(text).replace('\n', "\n  ").into()
 }
 
-/// Multi-line `text`, such as JSON, with every other [unsafe](is_unsafe) character escaped.
-pub fn lines(text: &str) -> Cow<'_, str> {
+/// Multi-line `text`, such as JSON, with every other [unsafe](is_unsafe_char) character escaped.
+pub fn sanitize_lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| matches!(c, '\n' | '\t'))
 }
 
 fn escaped(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
-    let unwanted = |c: char| is_unsafe(c) && !keep(c);
+    let unwanted = |c: char| is_unsafe_char(c) && !keep(c);
     if !text.contains(unwanted) {
         return text.into();
     }
@@ -140,23 +140,23 @@ fn escaped(text: &str, keep: impl Fn(char) -> bool) -> Cow<'_, str> {
     out.into()
 }
 
-/// Writes text to `inner` with [unsafe](is_unsafe) characters except line feeds and tabs escaped. Bytes that are not
+/// Writes text to `inner` with [unsafe](is_unsafe_char) characters except line feeds and tabs escaped. Bytes that are not
 /// UTF-8 become U+FFFD.
 #[derive(Debug)]
-pub struct Clean<W: Write> {
+pub struct SanitizingWriter<W: Write> {
     inner: W,
     /// The first bytes of an incomplete character.
     rest: Vec<u8>,
 }
 
-impl<W: Write> Clean<W> {
+impl<W: Write> SanitizingWriter<W> {
     /// A writer in front of `inner`.
     pub fn new(inner: W) -> Self {
         Self { inner, rest: Vec::new() }
     }
 }
 
-impl<W: Write> Write for Clean<W> {
+impl<W: Write> Write for SanitizingWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let mut text = std::mem::take(&mut self.rest);
         text.extend_from_slice(bytes);
@@ -166,7 +166,7 @@ impl<W: Write> Write for Clean<W> {
         };
         self.rest = text.split_off(cut);
         let text = String::from_utf8_lossy(&text);
-        self.inner.write_all(lines(&text).as_bytes())?;
+        self.inner.write_all(sanitize_lines(&text).as_bytes())?;
         Ok(bytes.len())
     }
 
@@ -184,16 +184,16 @@ mod tests {
     #[test]
     fn unsafe_characters_are_escaped_and_others_kept() {
         let clean = r"a\u001b]0;OWNED\u0007\u009b2J\u000d\u000a\u202eb\u007f\u2028\u0009é";
-        assert_eq!(line(PAYLOAD), clean);
+        assert_eq!(sanitize_line(PAYLOAD), clean);
         assert_eq!(serde_json::from_str::<String>(&format!("\"{clean}\"")).unwrap(), PAYLOAD);
-        assert_eq!(block("one\n\terror: two\x1b"), "one\n  \terror: two\\u001b");
-        assert_eq!(line("naïve 日本語 👩‍👩‍👧"), "naïve 日本語 👩‍👩‍👧");
+        assert_eq!(sanitize_block("one\n\terror: two\x1b"), "one\n  \terror: two\\u001b");
+        assert_eq!(sanitize_line("naïve 日本語 👩‍👩‍👧"), "naïve 日本語 👩‍👩‍👧");
     }
 
     #[test]
     fn a_stream_is_cleaned_wherever_it_is_split() {
         for cut in 0..=PAYLOAD.len() {
-            let mut out = Clean::new(Vec::new());
+            let mut out = SanitizingWriter::new(Vec::new());
             out.write_all(&PAYLOAD.as_bytes()[..cut]).unwrap();
             out.write_all(&PAYLOAD.as_bytes()[cut..]).unwrap();
             let text = String::from_utf8(out.inner).unwrap();

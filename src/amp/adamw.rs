@@ -25,12 +25,12 @@ pub struct AdamW {
     groups: Vec<ParamsAdamW>,
     vars: Vec<Var>,
     /// The state of each of `vars`.
-    slots: Vec<Slot>,
+    states: Vec<ParamState>,
 }
 
 /// One variable's state.
 #[derive(Debug, Clone)]
-struct Slot {
+struct ParamState {
     group: usize,
     updates: i64,
     /// Detached; an FP32 variable's own storage.
@@ -41,7 +41,7 @@ struct Slot {
 
 impl AdamW {
     /// Two groups: variables of two or more dimensions decay by `params.weight_decay`; biases and gains do not.
-    pub fn decaying_matrices(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
+    pub fn with_decay_on_matrices(vars: Vec<Var>, params: ParamsAdamW) -> Result<Self> {
         let (matrices, vectors) = vars.into_iter().partition(|var| var.rank() >= 2);
         let without_decay = ParamsAdamW { weight_decay: 0.0, ..params.clone() };
         let mut optimizer = Self::new(matrices, params)?;
@@ -66,10 +66,10 @@ impl AdamW {
             );
         }
         let group = self.groups.len();
-        let slots: Vec<_> = vars.iter().map(|var| Slot::new(var, group)).collect::<CandleResult<_>>()?;
+        let states: Vec<_> = vars.iter().map(|var| ParamState::new(var, group)).collect::<CandleResult<_>>()?;
         self.groups.push(params);
         self.vars.extend(vars);
-        self.slots.extend(slots);
+        self.states.extend(states);
         Ok(())
     }
 
@@ -85,19 +85,19 @@ impl AdamW {
 
     /// The masters, in the order of the variables.
     pub fn masters(&self) -> impl Iterator<Item = &Tensor> {
-        self.slots.iter().map(|slot| &slot.master)
+        self.states.iter().map(|param| &param.master)
     }
 
     /// The whole state under PyTorch's names: `{i}.step`, `{i}.exp_avg`, `{i}.exp_avg_sq` of variable i, and its
     /// `{i}.master`, for `candle_core::safetensors::save`. It does not include settings.
     pub fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         let mut state = HashMap::new();
-        for (i, slot) in self.slots.iter().enumerate() {
-            state.insert(format!("{i}.step"), Tensor::new(slot.updates, slot.master.device())?);
+        for (i, param) in self.states.iter().enumerate() {
+            state.insert(format!("{i}.step"), Tensor::new(param.updates, param.master.device())?);
             // Copy, because updates write it in place.
-            state.insert(format!("{i}.master"), slot.master.copy()?);
-            state.insert(format!("{i}.exp_avg"), slot.exp_avg.clone());
-            state.insert(format!("{i}.exp_avg_sq"), slot.exp_avg_sq.clone());
+            state.insert(format!("{i}.master"), param.master.copy()?);
+            state.insert(format!("{i}.exp_avg"), param.exp_avg.clone());
+            state.insert(format!("{i}.exp_avg_sq"), param.exp_avg_sq.clone());
         }
         Ok(state)
     }
@@ -106,8 +106,8 @@ impl AdamW {
     /// variables is an error and changes nothing.
     pub fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
         let misfit = |message: String| Error::model("optimizer state", message);
-        if state.len() != 4 * self.slots.len() {
-            let (found, vars) = (state.len(), self.slots.len());
+        if state.len() != 4 * self.states.len() {
+            let (found, vars) = (state.len(), self.states.len());
             return Err(misfit(format!("{found} tensors do not fit {vars} variables, which have 4 each")));
         }
         let tensor = |i: usize, name: &str, like: &Tensor| {
@@ -120,20 +120,20 @@ impl AdamW {
             Ok(tensor.to_device(like.device())?)
         };
         let counter = Tensor::new(0i64, &candle_core::Device::Cpu)?;
-        let load = |(i, slot): (usize, &Slot)| {
-            Ok(Slot {
-                group: slot.group,
+        let load = |(i, param): (usize, &ParamState)| {
+            Ok(ParamState {
+                group: param.group,
                 updates: tensor(i, "step", &counter)?.to_scalar()?,
-                master: tensor(i, "master", &slot.master)?,
-                exp_avg: tensor(i, "exp_avg", &slot.exp_avg)?,
-                exp_avg_sq: tensor(i, "exp_avg_sq", &slot.exp_avg_sq)?,
+                master: tensor(i, "master", &param.master)?,
+                exp_avg: tensor(i, "exp_avg", &param.exp_avg)?,
+                exp_avg_sq: tensor(i, "exp_avg_sq", &param.exp_avg_sq)?,
             })
         };
-        let loaded = self.slots.iter().enumerate().map(load).collect::<Result<Vec<_>>>()?;
-        for ((slot, var), loaded) in self.slots.iter_mut().zip(&self.vars).zip(loaded) {
+        let loaded = self.states.iter().enumerate().map(load).collect::<Result<Vec<_>>>()?;
+        for ((param, var), loaded) in self.states.iter_mut().zip(&self.vars).zip(loaded) {
             let master = loaded.master.clone();
-            *slot = Slot { master: slot.master.clone(), ..loaded };
-            slot.set_master(var, master)?;
+            *param = ParamState { master: param.master.clone(), ..loaded };
+            param.set_master(var, master)?;
         }
         Ok(())
     }
@@ -155,7 +155,7 @@ fn check(params: &ParamsAdamW) -> CandleResult<()> {
     Ok(())
 }
 
-impl Slot {
+impl ParamState {
     fn new(var: &Var, group: usize) -> CandleResult<Self> {
         let master = var.as_detached_tensor().to_dtype(wide(var.dtype()))?;
         Ok(Self { group, updates: 0, exp_avg: master.zeros_like()?, exp_avg_sq: master.zeros_like()?, master })
@@ -190,7 +190,7 @@ impl Optimizer for AdamW {
     type Config = ParamsAdamW;
 
     fn new(vars: Vec<Var>, params: ParamsAdamW) -> CandleResult<Self> {
-        let mut optimizer = Self { id: OptimizerId::new(), groups: vec![], vars: vec![], slots: vec![] };
+        let mut optimizer = Self { id: OptimizerId::new(), groups: vec![], vars: vec![], states: vec![] };
         optimizer.push_group(vars, params)?;
         Ok(optimizer)
     }
@@ -199,9 +199,9 @@ impl Optimizer for AdamW {
     fn step(&mut self, grads: &GradStore) -> CandleResult<()> {
         // The program may have changed them.
         self.groups.iter().try_for_each(check)?;
-        for (var, slot) in self.vars.iter().zip(&mut self.slots) {
+        for (var, param) in self.vars.iter().zip(&mut self.states) {
             if let Some(grad) = grads.get(var) {
-                slot.update(var, grad, &self.groups[slot.group])?;
+                param.update(var, grad, &self.groups[param.group])?;
             }
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Var, backprop::GradStore};
 
-use super::widen;
+use super::upcast;
 
 /// Clips the gradients of `vars` to a global L2 norm of at most `max_norm`; returns the norm before clipping.
 ///
@@ -11,13 +11,13 @@ use super::widen;
 pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
     let mut sum_squares = 0.0;
     for grad in vars.iter().filter_map(|var| grads.get(var)) {
-        sum_squares += widen(grad)?.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
+        sum_squares += upcast(grad)?.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
     }
     let norm = sum_squares.sqrt();
     if norm.is_finite() && norm > max_norm {
         for var in vars {
             if let Some(grad) = grads.get(var) {
-                let clipped = widen(grad)?.affine(max_norm / norm, 0.0)?.to_dtype(grad.dtype())?;
+                let clipped = upcast(grad)?.affine(max_norm / norm, 0.0)?.to_dtype(grad.dtype())?;
                 grads.insert(var, clipped);
             }
         }

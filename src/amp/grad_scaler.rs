@@ -4,7 +4,7 @@
 
 use candle_core::{Tensor, Var, backprop::GradStore};
 
-use super::{OptimizerId, ScaledOptimizer, widen};
+use super::{OptimizerId, ScaledOptimizer, upcast};
 use crate::precision::{self, GradScalerConfig, PerOptimizerState, ScaleChange, ScalerMode, StateDict};
 use crate::{Error, Result};
 
@@ -97,7 +97,7 @@ impl GradScaler {
         if !self.is_enabled() {
             return Ok(loss.clone());
         }
-        Ok(widen(loss)?.affine(f64::from(self.get_scale()), 0.0)?)
+        Ok(upcast(loss)?.affine(f64::from(self.get_scale()), 0.0)?)
     }
 
     /// Divides the gradients of `optimizer` by the scale and records whether all of them were finite.
@@ -113,7 +113,7 @@ impl GradScaler {
         let inverse = self.scaler.inverse();
         for var in vars {
             if let Some(grad) = grads.get(var) {
-                let grad = widen(&grad.detach())?;
+                let grad = upcast(&grad.detach())?;
                 let unscaled = if inverse == 1.0 { grad } else { grad.affine(f64::from(inverse), 0.0)? };
                 grads.insert(var, unscaled);
             }

@@ -27,25 +27,25 @@ pub trait ScaledOptimizer: Optimizer {
     fn vars(&self) -> &[Var];
 }
 
-/// Wraps any candle optimizer with its variables: `Tracked::<SGD>::new(vars, 0.1)`.
+/// Wraps any candle optimizer with its variables: `WithVars::<SGD>::new(vars, 0.1)`.
 ///
 /// Variables must be FP32 or FP64: these optimizers compute in the variable's own type, and in half precision most
 /// updates would be lost. Cast in the forward pass (`var.to_dtype(DType::F16)`), or use [`AdamW`](super::AdamW).
 #[derive(Debug)]
-pub struct Tracked<O> {
+pub struct WithVars<O> {
     id: OptimizerId,
     vars: Vec<Var>,
     optimizer: O,
 }
 
-impl<O> Tracked<O> {
+impl<O> WithVars<O> {
     /// The wrapped optimizer.
     pub const fn inner(&self) -> &O {
         &self.optimizer
     }
 }
 
-impl<O: Optimizer> Optimizer for Tracked<O> {
+impl<O: Optimizer> Optimizer for WithVars<O> {
     type Config = O::Config;
 
     /// An error if a variable is in half precision.
@@ -73,7 +73,7 @@ impl<O: Optimizer> Optimizer for Tracked<O> {
     }
 }
 
-impl<O: Optimizer> ScaledOptimizer for Tracked<O> {
+impl<O: Optimizer> ScaledOptimizer for WithVars<O> {
     fn id(&self) -> OptimizerId {
         self.id
     }

@@ -161,8 +161,8 @@ struct Sample {
 
 fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let begin = Instant::now();
-    let shape = config.adapted(args.shape()?)?;
-    let open = config.place()?.open(config.dtype, config.kernels, &mut |notice| tell_notice(&notice))?;
+    let shape = config.with_adapters(args.shape()?)?;
+    let open = config.device_spec()?.open(config.dtype, config.kernels, &mut |notice| tell_notice(&notice))?;
     let masters = if shape.lora.is_none() {
         TrainState::random_masters(&shape, config.seed, &open.device)?
     } else {
@@ -174,7 +174,7 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let kernels = profile.clone().map_or_else(|| open.kernels.clone(), |profile| profile as Arc<dyn Kernels>);
     let steps = (args.warmup + args.steps) as u64;
     let mut engine = engine(Arc::new(SingleProcess), config, &shape, weights, kernels, steps)?;
-    engine.exponents = !args.no_histogram;
+    engine.count_exponents = !args.no_histogram;
     let startup = begin.elapsed();
     let mut batches: Vec<Batch> = (0..args.grad_accum).map(|_| Batch::new(args.batch_size, args.seq_len)).collect();
     let mut draws = 0..;
@@ -274,7 +274,7 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "step_ms": step.map(millis),
         "forward_ms": part(|sample| sample.report.time.forward),
         "backward_ms": part(|sample| sample.report.time.backward),
-        "survey_ms": part(|sample| sample.report.time.survey),
+        "survey_ms": part(|sample| sample.report.time.grad_stats),
         "optimizer_ms": part(|sample| sample.report.time.optimizer),
         "step_ms_all": samples.iter().map(|sample| millis(sample.wall)).collect::<Vec<_>>(),
         "gflops": gflops.map(round),

@@ -99,7 +99,7 @@ pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode
     };
     drop(reporter);
     for line in lines {
-        writeln!(out, "{}", untrusted::line(&line)).map_err(Error::io("write to", "standard output"))?;
+        writeln!(out, "{}", untrusted::sanitize_line(&line)).map_err(Error::io("write to", "standard output"))?;
     }
     Ok(if fine { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

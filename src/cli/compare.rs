@@ -59,7 +59,7 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
         std::fs::write(file, report.html()).map_err(Error::io("write", file))?;
     }
     let text = if args.json {
-        crate::untrusted::lines(&format!("{:#}\n", report.json())).into_owned()
+        crate::untrusted::sanitize_lines(&format!("{:#}\n", report.json())).into_owned()
     } else {
         let page = report.page(args.width.unwrap_or_else(terminal_width));
         let page = if args.ascii { page.ascii() } else { page };

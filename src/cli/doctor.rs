@@ -28,7 +28,7 @@ pub(super) fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<()> {
 fn as_text(found: &Diagnosis) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.
-    let mut line = |key: &str, value: &str| _ = writeln!(text, "{key:<18}{}", untrusted::line(value));
+    let mut line = |key: &str, value: &str| _ = writeln!(text, "{key:<18}{}", untrusted::sanitize_line(value));
     let (has, lacks): (Vec<_>, Vec<_>) = found.cpu.features.iter().partition(|(_, there)| *there);
     let names = |features: &[&(&str, bool)]| features.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(" ");
     let unknown = || "unknown".to_owned();

@@ -85,7 +85,7 @@ fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &s
         let share = 100.0 * *exact as f64 / *asked as f64;
         let mut report = format!("exact answers   {exact} of {asked} ({share:.1} %)");
         for (expected, said) in wrong {
-            let [expected, said] = [expected, said].map(|text| crate::untrusted::line(text));
+            let [expected, said] = [expected, said].map(|text| crate::untrusted::sanitize_line(text));
             report.extend(["\n  expected: ", &expected, "\n  said:     ", &said]);
         }
         report
@@ -142,7 +142,7 @@ fn as_json(args: &EvalArgs, trained: &TrainedModel, data: &str, windows: Sliding
 fn as_text(data: &str, windows: SlidingWindow, found: Evaluation) -> String {
     let Evaluation { loss, perplexity, bits_per_byte, tokens, windows: count } = found;
     let SlidingWindow { seq_len, stride, .. } = windows;
-    let data = crate::untrusted::line(data);
+    let data = crate::untrusted::sanitize_line(data);
     format!(
         "loss            {loss:.6} nats a token\nperplexity      {perplexity:.4}\nbits per byte   {bits_per_byte:.4}\n\
          predicted       {tokens} tokens of {data}\nwindows         {count} of {seq_len} tokens, stride {stride}"

@@ -30,7 +30,7 @@ use crate::store::StoredModel;
 use crate::telemetry::{ProcessStats, Started};
 use crate::train::Config;
 use crate::ui::{Look, Page, Role, Theme};
-use crate::untrusted::Clean;
+use crate::untrusted::SanitizingWriter;
 use crate::{Error, Result};
 
 /// Flags of the lab.
@@ -78,7 +78,7 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     let report = bench.report(view, args.run.as_deref())?;
     drop(reporter);
     let written = if args.json {
-        let mut out = BufWriter::new(Clean::new(out));
+        let mut out = BufWriter::new(SanitizingWriter::new(out));
         (report.json)(&mut out).map_err(Into::into).and_then(|()| writeln!(out)).and_then(|()| out.flush())
     } else {
         let page = report.explained(args.width.unwrap_or_else(terminal_width));
@@ -392,7 +392,7 @@ fn recipe_of(run: &RunFigures, spec: ModelSpec) -> Result<(ModelSpec, OptimizerK
         return Ok((spec, OptimizerKind::AdamW, String::new()));
     };
     let mut recipe = String::new();
-    let mut spec = config.adapted(spec)?;
+    let mut spec = config.with_adapters(spec)?;
     if let Some(lora) = &spec.lora {
         let base = Path::new(&config.model);
         if base.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) {

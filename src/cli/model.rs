@@ -3,7 +3,7 @@
 use crate::cli::names::run_or_path;
 use crate::cli::reporter::Reporter;
 use crate::data::{Bos, names_in};
-use crate::engine::device::{OpenDevice, Place};
+use crate::engine::device::{DeviceContext, DeviceSpec};
 use crate::engine::kernels::Choice;
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
@@ -89,7 +89,7 @@ impl NameArgs {
 pub(super) struct DeviceArgs {
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    device: Place,
+    device: DeviceSpec,
     /// What computes: auto, candle or fused
     #[arg(long, value_name = "NAME", hide = true, default_value = "auto")]
     kernels: Choice,
@@ -97,18 +97,18 @@ pub(super) struct DeviceArgs {
 
 impl DeviceArgs {
     /// Opens the device for a model under `policy`.
-    pub(super) fn open(&self, policy: PrecisionPolicy) -> Result<OpenDevice> {
+    pub(super) fn open(&self, policy: PrecisionPolicy) -> Result<DeviceContext> {
         let auto = self.kernels == Choice::Auto;
         // A few passes are over sooner than a GPU's preflight.
         let kernels = if auto { Choice::Candle } else { self.kernels };
         let open = self.device.open(policy, kernels, &mut |notice| tell_notice(&notice))?;
-        Ok(if auto && open.device.is_cpu() { OpenDevice::cpu() } else { open })
+        Ok(if auto && open.device.is_cpu() { DeviceContext::cpu() } else { open })
     }
 }
 
 /// Prints a notice on standard error.
 pub(super) fn tell_notice(notice: &str) {
-    writeln!(stderr(), "note: {}", untrusted::line(notice)).ok();
+    writeln!(stderr(), "note: {}", untrusted::sanitize_line(notice)).ok();
 }
 
 /// One type or policy, or several types: `fp32,fp16,bf16`. Each with its name as it was typed.
@@ -150,7 +150,7 @@ pub(super) struct ModelArgs {
 
 impl ModelArgs {
     /// Opens the device.
-    pub(super) fn open_device(&self) -> Result<OpenDevice> {
+    pub(super) fn open_device(&self) -> Result<DeviceContext> {
         self.device.open(self.dtype)
     }
 

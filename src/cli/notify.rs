@@ -1,7 +1,7 @@
 //! `--notify COMMAND`: runs a program at important events.
 
 use crate::telemetry::{Event, Record, Sink};
-use crate::untrusted::line;
+use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use std::process::{Child, Command, Stdio};
 
@@ -62,7 +62,7 @@ impl Notify {
 
     fn spawn(&self, event: &str, text: &str) -> Result<Child> {
         let mut command = Command::new(&self.words[0]);
-        command.args(&self.words[1..]).args([event, &line(&self.run), &line(text)]);
+        command.args(&self.words[1..]).args([event, &sanitize_line(&self.run), &sanitize_line(text)]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().map_err(Error::io("run", &self.words[0]))
     }

@@ -134,7 +134,7 @@ impl StatusLine {
         match &phase {
             Some(phase) => {
                 self.open = true;
-                write!(stderr(), "\r{}…\x1b[K", crate::untrusted::line(&phase.to_string())).ok();
+                write!(stderr(), "\r{}…\x1b[K", crate::untrusted::sanitize_line(&phase.to_string())).ok();
             }
             None => self.clear(),
         }
@@ -142,7 +142,7 @@ impl StatusLine {
     }
 
     fn above(&mut self, text: &str) -> bool {
-        self.above_clean(&format!("{}\n", crate::untrusted::line(text)))
+        self.above_clean(&format!("{}\n", crate::untrusted::sanitize_line(text)))
     }
 
     fn above_clean(&mut self, text: &str) -> bool {

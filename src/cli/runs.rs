@@ -6,7 +6,7 @@ use crate::cli::reporter::Reporter;
 use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started};
 use crate::train::{Config, ConfigLayers};
-use crate::untrusted::line;
+use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
 use std::fs::File;
@@ -118,9 +118,10 @@ impl Summary {
         };
         let time = last.map_or(0, |last| last.t);
         // Replace line breaks in names, to keep each run on its row.
-        let (name, model) = (path.file_name().unwrap_or_default().to_string_lossy(), line(&model).into_owned());
+        let (name, model) =
+            (path.file_name().unwrap_or_default().to_string_lossy(), sanitize_line(&model).into_owned());
         let cells = [
-            line(&name).into_owned(),
+            sanitize_line(&name).into_owned(),
             if time == 0 { dash() } else { date(time / 1000) },
             model,
             if total == 0 { step.to_string() } else { format!("{step}/{total}") },

@@ -5,7 +5,7 @@ use super::report::{Arm, Report, Verdict};
 use super::run::RunSummary;
 use crate::telemetry::Series;
 use crate::ui::{Axes, Line, Pad, Page, Plot, Role, extent};
-use crate::untrusted::is_unsafe;
+use crate::untrusted::is_unsafe_char;
 
 /// Draws a run's curve; returns the position of its letter.
 type Curve<'a> = dyn Fn(&mut Plot, &RunSummary, Role) -> Option<(f64, f64)> + 'a;
@@ -255,7 +255,7 @@ fn blocks(page: &mut Page, width: usize, heading: &str, columns: &[String], rows
 
 /// Truncates to a number of columns, with an ellipsis.
 fn fit(text: &str, columns: usize) -> String {
-    let text: String = text.chars().map(|c| if is_unsafe(c) { ' ' } else { c }).collect();
+    let text: String = text.chars().map(|c| if is_unsafe_char(c) { ' ' } else { c }).collect();
     if text.chars().count() <= columns {
         return text;
     }

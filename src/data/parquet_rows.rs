@@ -17,7 +17,7 @@ use serde_json::Value;
 
 use super::catch_panic::catch_panic;
 use super::row::EXPECTED_FIELDS;
-use crate::untrusted::apart::{self, End};
+use crate::untrusted::subprocess::{self, ExitCause};
 use crate::{Error, untrusted};
 
 /// The first argument that makes the program call [`worker_main`].
@@ -52,7 +52,7 @@ enum RowMessage {
 
 /// Passes every row to `row`, as a line of JSON would be, with those of its columns that are among `fields`.
 pub(super) fn read(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) -> Result<(), RowFailure> {
-    match apart::command(ARGUMENT) {
+    match subprocess::worker_command(ARGUMENT) {
         Some(command) => read_in_subprocess(command, path, fields, row),
         None => read_in_process(path, fields, row),
     }
@@ -64,9 +64,9 @@ pub fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.collect();
     let Some((path, fields)) = arguments.split_first() else { return ExitCode::FAILURE };
     let fields: Vec<&str> = fields.iter().filter_map(|field| field.to_str()).collect();
-    apart::end_with_parent();
-    apart::limit_memory();
-    apart::limit_computing(MAX_SECONDS);
+    subprocess::end_with_parent();
+    subprocess::limit_memory();
+    subprocess::limit_computing(MAX_SECONDS);
     let mut polled = Instant::now();
     let mut out = BufWriter::new(std::io::stdout().lock());
     let mut send = |message: &RowMessage| -> std::io::Result<()> {
@@ -77,7 +77,7 @@ pub fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     let mut row = |value| {
         if polled.elapsed() > POLL_INTERVAL {
             polled = Instant::now();
-            apart::limit_computing(MAX_SECONDS);
+            subprocess::limit_computing(MAX_SECONDS);
         }
         send(&RowMessage::Row(value)).map_err(Error::io("write to", "standard output"))
     };
@@ -110,10 +110,10 @@ fn read_in_subprocess(
                 Some(RowMessage::End) => return Ok(()),
                 None if line.len() as u64 == MAX_LINE => return Err(file("a row is longer than 256 MiB")),
                 None => {
-                    let why = match apart::end(&mut child) {
-                        End::OutOfMemory => "reading it takes more than 2 GiB of memory".to_owned(),
-                        End::OutOfTime => format!("a row takes more than {MAX_SECONDS} s of processor time"),
-                        End::Otherwise(how) => format!("its process {how}"),
+                    let why = match subprocess::exit_cause(&mut child) {
+                        ExitCause::OutOfMemory => "reading it takes more than 2 GiB of memory".to_owned(),
+                        ExitCause::OutOfTime => format!("a row takes more than {MAX_SECONDS} s of processor time"),
+                        ExitCause::Otherwise(how) => format!("its process {how}"),
                     };
                     return Err(RowFailure::File(format!("not a readable Parquet file: {why}")));
                 }

@@ -79,7 +79,7 @@ impl DatasetPreview {
     pub fn text(&self, colour: bool) -> String {
         let mut out = self.summary();
         if let Some(marked_by) = &self.marked_by {
-            _ = write!(out, "; answers are marked by {}", untrusted::line(marked_by));
+            _ = write!(out, "; answers are marked by {}", untrusted::sanitize_line(marked_by));
         }
         let (how, open, close) = if colour { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
         let which = self.number.map_or_else(|| "the first sample".to_owned(), |number| format!("sample {number}"));
@@ -89,7 +89,7 @@ impl DatasetPreview {
         for (text, learned) in &self.sample {
             let shown = middle_left_out(text, at, total);
             at += text.len();
-            let clean = untrusted::block(&shown);
+            let clean = untrusted::sanitize_block(&shown);
             _ = if *learned { write!(out, "{open}{clean}{close}") } else { write!(out, "{clean}") };
         }
         // Its lines are indented, so that none looks like a message.

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::jinja_python::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
-use crate::untrusted::apart::{self, End};
+use crate::untrusted::subprocess::{self, ExitCause};
 use crate::{Error, Result};
 
 /// The first argument that makes the program call [`worker_main`].
@@ -66,7 +66,7 @@ impl Drop for Worker {
 impl TemplateSandbox {
     /// For the template `source`; `None` if the program cannot be started again.
     pub(super) fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Option<Self> {
-        apart::command(ARGUMENT)?;
+        subprocess::worker_command(ARGUMENT)?;
         let setup = TemplateSetup { source: source.to_owned(), origin: origin.to_owned(), tokens: tokens.clone() };
         Some(Self { setup, worker: Mutex::new(None) })
     }
@@ -96,16 +96,16 @@ impl TemplateSandbox {
                 *worker = Some(process);
                 answer.map_err(|message| Error::model(&self.setup.origin, message))
             }
-            Err(_) => Err(match apart::end(&mut process.child) {
-                End::OutOfMemory => self.wrong("takes more than 2 GiB of memory for a conversation"),
-                End::OutOfTime => self.wrong("takes more processor time than this process may have"),
-                End::Otherwise(how) => self.wrong(&format!("cannot be rendered: its process {how}")),
+            Err(_) => Err(match subprocess::exit_cause(&mut process.child) {
+                ExitCause::OutOfMemory => self.wrong("takes more than 2 GiB of memory for a conversation"),
+                ExitCause::OutOfTime => self.wrong("takes more processor time than this process may have"),
+                ExitCause::Otherwise(how) => self.wrong(&format!("cannot be rendered: its process {how}")),
             }),
         }
     }
 
     fn start(&self) -> std::io::Result<Worker> {
-        let mut command = apart::command(ARGUMENT).ok_or(std::io::ErrorKind::NotFound)?;
+        let mut command = subprocess::worker_command(ARGUMENT).ok_or(std::io::ErrorKind::NotFound)?;
         let mut child = command.stdin(Stdio::piped()).spawn()?;
         let (Some(requests), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(std::io::ErrorKind::BrokenPipe.into());
@@ -129,7 +129,7 @@ fn write_line(mut to: impl Write, value: &impl Serialize) -> std::io::Result<()>
 
 /// Reads a template and conversations from standard input and writes each one's text to standard output, within the limits.
 pub fn worker_main() -> ExitCode {
-    apart::limit_memory();
+    subprocess::limit_memory();
     match answer_all() {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) => ExitCode::FAILURE,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 /// The device a configuration asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum DeviceSpec {
     /// On the first GPU if this program can use it, otherwise on the CPU.
     Auto,
     /// On the CPU.
@@ -19,7 +19,7 @@ pub enum Place {
     Cuda(usize),
 }
 
-impl FromStr for Place {
+impl FromStr for DeviceSpec {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
@@ -35,7 +35,7 @@ impl FromStr for Place {
 
 /// A device, ready for tensors.
 #[derive(Clone, Debug)]
-pub struct OpenDevice {
+pub struct DeviceContext {
     /// candle's device.
     pub device: Device,
     /// For example `cpu`, or `cuda:0 NVIDIA H200`.
@@ -44,7 +44,7 @@ pub struct OpenDevice {
     pub kernels: Arc<dyn Kernels>,
 }
 
-impl OpenDevice {
+impl DeviceContext {
     /// The CPU, with the kernels that are fastest there.
     pub fn cpu() -> Self {
         Self { device: Device::Cpu, name: "cpu".into(), kernels: Arc::new(Fused) }
@@ -61,11 +61,11 @@ impl OpenDevice {
     }
 }
 
-impl Place {
+impl DeviceSpec {
     /// The device of the process `local_rank` on this machine: the requested GPU for the first one, the following GPUs in turn
     /// for the others.
     #[must_use]
-    pub fn of_process(self, local_rank: usize) -> Self {
+    pub fn for_local_rank(self, local_rank: usize) -> Self {
         let (first, count) = match self {
             Self::Auto => (0, gpu::count()),
             Self::Cpu => return self,
@@ -74,13 +74,18 @@ impl Place {
         if local_rank == 0 || first >= count { self } else { Self::Cuda((first + local_rank) % count) }
     }
 
-    /// Opens the device for a model under `policy`, with the kernels of this `choice`. If [`Place::Auto`] cannot use the GPU,
+    /// Opens the device for a model under `policy`, with the kernels of this `choice`. If [`DeviceSpec::Auto`] cannot use the GPU,
     /// `notice` receives the reason.
     ///
     /// # Errors
     /// [`Error::Config`] for `device` if the requested GPU cannot be used, and [`Error::Engine`] if the device has no kernels of
     /// this kind.
-    pub fn open(self, policy: PrecisionPolicy, choice: Choice, notice: &mut dyn FnMut(String)) -> Result<OpenDevice> {
+    pub fn open(
+        self,
+        policy: PrecisionPolicy,
+        choice: Choice,
+        notice: &mut dyn FnMut(String),
+    ) -> Result<DeviceContext> {
         let (device, name) = match self {
             Self::Cuda(ordinal) => gpu::open(ordinal, policy)
                 .map_err(|message| Error::config("device", format!("`cuda:{ordinal}`: {message}; or use `cpu`")))?,
@@ -91,7 +96,7 @@ impl Place {
             Self::Auto | Self::Cpu => (Device::Cpu, "cpu".into()),
         };
         let kernels = kernels(choice, &device, notice)?;
-        Ok(OpenDevice { device, name, kernels })
+        Ok(DeviceContext { device, name, kernels })
     }
 }
 
@@ -121,12 +126,17 @@ mod tests {
 
     #[test]
     fn places_are_told_by_name() {
-        let names = [("auto", Place::Auto), ("cpu", Place::Cpu), ("cuda", Place::Cuda(0)), ("cuda:3", Place::Cuda(3))];
+        let names = [
+            ("auto", DeviceSpec::Auto),
+            ("cpu", DeviceSpec::Cpu),
+            ("cuda", DeviceSpec::Cuda(0)),
+            ("cuda:3", DeviceSpec::Cuda(3)),
+        ];
         for (name, place) in names {
             assert_eq!(name.parse(), Ok(place));
         }
         for name in ["gpu", "cuda:", "cuda:-1", "cuda3", ""] {
-            let message = name.parse::<Place>().unwrap_err();
+            let message = name.parse::<DeviceSpec>().unwrap_err();
             assert!(message.starts_with(&format!("`{name}` is unknown")), "{message}");
         }
     }
@@ -135,10 +145,10 @@ mod tests {
     #[cfg(not(feature = "cuda"))]
     fn a_cpu_build_says_how_to_rebuild() {
         let policy = "fp16".parse().unwrap();
-        let open = |place: Place| place.open(policy, Choice::Auto, &mut |notice| panic!("{notice}"));
-        assert_eq!(open(Place::Auto).unwrap().name, "cpu");
-        assert_eq!(open(Place::Cpu).unwrap().name, "cpu");
-        let message = open(Place::Cuda(1)).unwrap_err().to_string();
+        let open = |place: DeviceSpec| place.open(policy, Choice::Auto, &mut |notice| panic!("{notice}"));
+        assert_eq!(open(DeviceSpec::Auto).unwrap().name, "cpu");
+        assert_eq!(open(DeviceSpec::Cpu).unwrap().name, "cpu");
+        let message = open(DeviceSpec::Cuda(1)).unwrap_err().to_string();
         assert!(message.starts_with("device: `cuda:1`: ") && message.contains("--features cuda"), "{message}");
     }
 }

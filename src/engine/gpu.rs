@@ -108,8 +108,8 @@ pub(crate) fn open(ordinal: usize, policy: PrecisionPolicy) -> std::result::Resu
         let (major, minor) = capability;
         return Err(format!("its compute capability is {major}.{minor} and BF16 needs 8.0; use `--dtype fp16`"));
     }
-    keep_freed_memory(cuda).map_err(|error| first_line(&error))?;
-    keep_sums_wide(&cuda.cublas_handle()).map_err(|error| first_line(&error))?;
+    set_pool_release_threshold(cuda).map_err(|error| first_line(&error))?;
+    disable_reduced_precision_reduction(&cuda.cublas_handle()).map_err(|error| first_line(&error))?;
     let name = context.name().map_err(|error| first_line(&error))?;
     Ok((device, format!("cuda:{ordinal} {name}")))
 }
@@ -138,7 +138,7 @@ fn check_driver(driver: u32, toolkit: u32) -> std::result::Result<(), String> {
 
 /// Lets the driver keep freed memory for later allocations instead of releasing it at each synchronisation.
 #[cfg(feature = "cuda")]
-fn keep_freed_memory(
+fn set_pool_release_threshold(
     device: &candle_core::CudaDevice,
 ) -> std::result::Result<(), candle_core::cuda_backend::cudarc::driver::DriverError> {
     use candle_core::cuda_backend::cudarc::driver::{result::mem_pool, sys};
@@ -150,7 +150,7 @@ fn keep_freed_memory(
 
 /// Stops cuBLAS from rounding partial sums of FP16 and BF16 products to 16 bits.
 #[cfg(feature = "cuda")]
-fn keep_sums_wide(
+fn disable_reduced_precision_reduction(
     blas: &candle_core::cuda_backend::cudarc::cublas::CudaBlas,
 ) -> std::result::Result<(), candle_core::cuda_backend::cudarc::cublas::result::CublasError> {
     use candle_core::cuda_backend::cudarc::cublas::sys;

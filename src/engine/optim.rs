@@ -6,7 +6,7 @@ mod gradients;
 mod schedule;
 pub(crate) mod tree;
 
-pub use adamw::{AdamW, AdamWConfig, MasterWeights, OptimizerConfig, OptimizerKind, Quantised, Update};
-pub use blockwise::Blockwise;
-pub use gradients::{Gradients, Survey};
+pub use adamw::{AdamW, AdamWConfig, MasterWeights, OptimizerConfig, OptimizerKind, QuantizedMoments, Update};
+pub use blockwise::BlockwiseQuantized;
+pub use gradients::{GradientStats, Gradients};
 pub use schedule::{LrSchedule, ScheduleKind};

@@ -6,7 +6,7 @@
 use super::gpu;
 use super::kernels::cuda::{KernelFamily, check};
 use crate::precision::PrecisionPolicy;
-use crate::untrusted::apart;
+use crate::untrusted::subprocess;
 use candle_core::{Device, DeviceLocation};
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -17,10 +17,10 @@ use std::time::Duration;
 /// The first argument that makes the program call [`serve`].
 pub(crate) const ARGUMENT: &str = "__preflight";
 /// For one operation: opening the device, compiling its kernels for the GPU, and all checks.
-const LIMIT: Duration = Duration::from_mins(1);
+const TIMEOUT: Duration = Duration::from_mins(1);
 
 /// The operations whose kernels pass on `device`; `notice` receives one message about those that fail.
-pub(crate) fn passed(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<KernelFamily> {
+pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<KernelFamily> {
     let (Some(_), DeviceLocation::Cuda { gpu_id }) = (apart::command(ARGUMENT), device.location()) else {
         notice("no preflight: only the program `finetune` can run one, so candle's kernels are used".into());
         return BTreeSet::new();
@@ -48,17 +48,17 @@ fn run(ordinal: usize, family: KernelFamily) -> std::result::Result<(), String> 
     let untried = |error: std::io::Error| format!("could not be tried: {error}");
     let mut command = apart::command(ARGUMENT).ok_or_else(|| untried(std::io::ErrorKind::NotFound.into()))?;
     let mut child = command.args([ordinal.to_string().as_str(), family.name()]).spawn().map_err(untried)?;
-    let Some(status) = apart::wait(&mut child, LIMIT).map_err(untried)? else {
-        return Err(format!("did not end within {} s", LIMIT.as_secs()));
+    let Some(status) = apart::wait(&mut child, TIMEOUT).map_err(untried)? else {
+        return Err(format!("did not end within {} s", TIMEOUT.as_secs()));
     };
     let mut said = String::new();
     if let Some(out) = &mut child.stdout {
         let _ = out.read_to_string(&mut said);
     }
-    judge(status, said.lines().next())
+    exit_status_to_error(status, said.lines().next())
 }
 
-fn judge(status: ExitStatus, said: Option<&str>) -> std::result::Result<(), String> {
+fn exit_status_to_error(status: ExitStatus, said: Option<&str>) -> std::result::Result<(), String> {
     match (status.code(), said) {
         (Some(0), _) => Ok(()),
         (Some(_), Some(said)) => Err(said.to_owned()),
@@ -68,10 +68,10 @@ fn judge(status: ExitStatus, said: Option<&str>) -> std::result::Result<(), Stri
 
 /// Checks one operation in this process: `arguments` are the GPU's number and the operation's name. Prints a failure to standard
 /// output.
-pub(crate) fn serve(arguments: impl Iterator<Item = OsString>) -> ExitCode {
+pub(crate) fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode {
     // A kernel may hang after the waiting program has ended. The waiting program itself reports the timeout first.
     std::thread::spawn(|| {
-        std::thread::sleep(2 * LIMIT);
+        std::thread::sleep(2 * TIMEOUT);
         std::process::exit(1);
     });
     let arguments: Vec<OsString> = arguments.collect();

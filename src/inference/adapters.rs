@@ -1,6 +1,6 @@
 //! Adapters over their base: as a decoder, and merged.
 
-use crate::engine::device::OpenDevice;
+use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view::{self, host};
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype, merge_adapters};
 use crate::precision::PrecisionPolicy;
@@ -14,7 +14,7 @@ pub(super) fn load_decoder(
     spec: &ModelSpec,
     adapters: &Parameters,
     policy: PrecisionPolicy,
-    open: &OpenDevice,
+    open: &DeviceContext,
 ) -> Result<(Decoder, Parameters)> {
     let on_device = |parameters: &Parameters, entries| -> Result<Parameters> {
         let on_device = Parameters::zeros(entries, candle_dtype(policy.compute), &open.device)?;

@@ -186,10 +186,10 @@ pub fn fp16_check(
         let (masters, mut weights) = MasterWeights::new(masters, policy, kernels)?;
         let mut passes = CheckPasses::new(model, policy, &weights, (batch_size, seq_len))?;
         for &unit in &fp32 {
-            passes.workspace.retype(spec, unit, Dtype::F32)?;
+            passes.workspace.change_dtype(spec, unit, Dtype::F32)?;
             for pack in weights.fused_in(unit) {
-                masters.retype(pack, candle_dtype(Dtype::F32), &mut weights, kernels)?;
-                passes.grads.retype(pack, Dtype::F32)?;
+                masters.change_dtype(pack, candle_dtype(Dtype::F32), &mut weights, kernels)?;
+                passes.grads.change_dtype(pack, Dtype::F32)?;
             }
         }
         let mut non_finite = FirstNonFinite { spec, kernels, found: None };
@@ -229,7 +229,7 @@ impl<'a> CheckPasses<'a> {
         let Self { model, workspace, grads } = self;
         let (tokens, mut narrow) = (batch.tokens(), None);
         let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-        let (seed, grads) = (scale / batch.num_label_tokens as f32, grads.micro_batch());
+        let (seed, grads) = (scale / batch.num_label_tokens as f32, grads.micro_batch_grads());
         model.forward(weights, tokens, ForwardMode::Eval, workspace, hook)?;
         model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, grads, hook)?;
         Ok(model.backward(weights, tokens, ForwardMode::Eval, workspace, grads, hook)?)

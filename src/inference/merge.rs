@@ -1,6 +1,6 @@
 //! The largest difference of logits between a merged model as written and its base with adapters.
 
-use crate::engine::device::OpenDevice;
+use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{Decoder, ForwardMode, InputIds, Parameters, Workspace};
 use crate::inference::export::{ExportFormat, WeightDtype};
@@ -30,7 +30,7 @@ pub struct MergeError {
 pub fn merge_error(
     trained: &TrainedModel,
     (out, format, encoding): (&Path, ExportFormat, WeightDtype),
-    open: &OpenDevice,
+    open: &DeviceContext,
 ) -> Result<MergeError> {
     const TOKENS: usize = 64;
     let tokens = TOKENS.min(trained.config.max_position_embeddings);

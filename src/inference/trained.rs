@@ -2,7 +2,7 @@
 
 use super::adapters::{self, merge_into_base};
 use crate::data::{Bos, ChatSettings, DatasetOptions, Tokenizer};
-use crate::engine::device::OpenDevice;
+use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};
@@ -196,7 +196,7 @@ impl TrainedModel {
     }
 
     /// The model, and its weights in the policy's compute type, on an open device.
-    pub fn load(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
+    pub fn load(&self, policy: PrecisionPolicy, open: &DeviceContext) -> Result<(Decoder, Parameters)> {
         if let Some((spec, adapters)) = self.load_adapters(policy.compute, open.device.is_cpu())? {
             return adapters::load_decoder(&spec, &adapters, policy, open);
         }
@@ -204,7 +204,7 @@ impl TrainedModel {
     }
 
     /// Loads the model with merged adapters: for measurements of every layer, which frozen layers do not allow.
-    pub fn load_merged(&self, policy: PrecisionPolicy, open: &OpenDevice) -> Result<(Decoder, Parameters)> {
+    pub fn load_merged(&self, policy: PrecisionPolicy, open: &DeviceContext) -> Result<(Decoder, Parameters)> {
         let mut weights = self.weights(policy.compute)?;
         if !open.device.is_cpu() {
             let there = Parameters::zeros(weights.layout(), candle_dtype(policy.compute), &open.device)?;

@@ -8,7 +8,7 @@ use super::words::announcement;
 use crate::precision::ScalerMode;
 use crate::telemetry::{Event, PhaseLines, RunState, Started, StepRecord};
 use crate::ui::format::{clock, loss, magnitude, percent, rate, scale, short};
-use crate::untrusted::line;
+use crate::untrusted::sanitize_line;
 use std::io::{self, Write};
 
 /// The longest time without a line for a step, in seconds: slow models shall not be silent for minutes.
@@ -170,7 +170,7 @@ fn environment(started: &Started) -> String {
     if let Some(step) = started.resumed_from {
         facts.push(("resumed from", format!("step {step}")));
     }
-    let lines: Vec<_> = facts.iter().map(|(key, value)| format!("{key:<13}{}", line(value))).collect();
+    let lines: Vec<_> = facts.iter().map(|(key, value)| format!("{key:<13}{}", sanitize_line(value))).collect();
     lines.join("\n")
 }
 

@@ -6,7 +6,7 @@ use super::renderer::{Exit, Message, Playback, Source, drive, wall_clock};
 use crate::Result;
 use crate::telemetry::{Diagnostic, Event, PhaseLines, ProcessId, Record, RunState, Tail, VERSION};
 use crate::ui::Theme;
-use crate::untrusted::line;
+use crate::untrusted::sanitize_line;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write, stdout};
@@ -243,7 +243,7 @@ impl Source for Watched {
     fn phase(&mut self, lines: &mut PhaseLines) -> Option<String> {
         let text = self.activity().filter(|_| self.phase != self.said)?;
         self.said.clone_from(&self.phase);
-        Some(format!("{}{}\n", lines.end(), line(&text)))
+        Some(format!("{}{}\n", lines.end(), sanitize_line(&text)))
     }
 
     fn play(&mut self, playback: &mut Option<Playback>) {

@@ -7,11 +7,11 @@ use crate::telemetry::{
 };
 use crate::ui::Role;
 use crate::ui::format::{bytes, loss, magnitude, percent, printable, scale, short};
-use crate::untrusted::line;
+use crate::untrusted::sanitize_line;
 
 /// The line of an event that is printed at once; `None` for steps and probes.
 pub(super) fn announcement(event: &Event) -> Option<String> {
-    words(event).map(|words| line(&words).into_owned())
+    words(event).map(|words| sanitize_line(&words).into_owned())
 }
 
 /// The line of an event above a status line, where an overflow is short enough for a terminal.

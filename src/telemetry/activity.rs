@@ -107,7 +107,7 @@ impl PhaseLines {
             return None;
         }
         let text = if is_new || !self.open {
-            let name = format!("{}{}", self.end(), crate::untrusted::line(&phase.to_string()));
+            let name = format!("{}{}", self.end(), crate::untrusted::sanitize_line(&phase.to_string()));
             self.named = Some((phase.since, now));
             name
         } else {

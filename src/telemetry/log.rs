@@ -36,7 +36,7 @@ impl EventLog {
     /// If the file cannot be opened, read or repaired.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_path_buf();
-        let mut file = untrusted::open_own(&path, OpenOptions::new().read(true).append(true).create(true))
+        let mut file = untrusted::open_run_file(&path, OpenOptions::new().read(true).append(true).create(true))
             .map_err(Error::io("open the event log", &path))?;
         let last = repair(&mut file).map_err(Error::io("read the end of the event log", &path))?;
         Ok(Self { path, file, pending: Vec::new(), dropped: 0, last_seconds: last.map_or(0.0, |record| record.s) })
@@ -65,7 +65,7 @@ impl EventLog {
                 .map_err(|error| Error::io("write an event to", &self.path)(error.into()))?;
             // JSON escapes C0 only.
             let text = String::from_utf8_lossy(&self.pending[start..]);
-            if let std::borrow::Cow::Owned(clean) = untrusted::line(&text) {
+            if let std::borrow::Cow::Owned(clean) = untrusted::sanitize_line(&text) {
                 self.pending.truncate(start);
                 self.pending.extend_from_slice(clean.as_bytes());
             }
@@ -523,7 +523,7 @@ mod tests {
         let record = Record { event: Event::Warning(super::super::Diagnostic { step: 1, message }), ..step(1, 1.0) };
         EventLog::open(&path).unwrap().append(&record).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
-        assert!(!text.trim_end().contains(untrusted::is_unsafe), "{text:?}");
+        assert!(!text.trim_end().contains(untrusted::is_unsafe_char), "{text:?}");
         assert_eq!(read(&path).unwrap(), [record]);
     }
 

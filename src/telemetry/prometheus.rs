@@ -2,7 +2,7 @@
 
 use super::emitter::Sink;
 use super::{Event, FinishReason, Record};
-use crate::untrusted::is_unsafe;
+use crate::untrusted::is_unsafe_char;
 use crate::{Error, Result};
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Read, Write};
@@ -157,7 +157,7 @@ fn answer(mut client: TcpStream, figures: &Mutex<Figures>) -> std::io::Result<()
 impl Figures {
     fn text(&self) -> String {
         let mut out = String::new();
-        let run: String = self.run.chars().filter(|c| !is_unsafe(*c)).collect();
+        let run: String = self.run.chars().filter(|c| !is_unsafe_char(*c)).collect();
         let run = run.replace('\\', "\\\\").replace('"', "\\\"");
         for (name, kind, help, value) in [
             ("running", "gauge", "1 while the run trains, 0 while it is paused and after its end", self.running),

@@ -71,10 +71,10 @@ struct UnderflowOnsetCallback;
 
 impl StepCallback for UnderflowOnsetCallback {
     fn on_step_end(&mut self, engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
-        let TrainEngine { state, grads, survey, .. } = engine;
+        let TrainEngine { state, grads, grad_stats, .. } = engine;
         let min_subnormal = 2f32.powi(FloatFormat::FP16.min_subnormal_exponent());
         let mut tensors = Vec::new();
-        for ((name, grad), summary) in grads.micro_batch().iter().zip(&survey.tensors) {
+        for ((name, grad), summary) in grads.micro_batch_grads().iter().zip(&grad_stats.tensors) {
             let underflows =
                 grad.dtype() == DType::F16 && summary.stats.min_nonzero.is_some_and(|min| min <= min_subnormal);
             if underflows && !state.underflowed_params.contains(name) {
@@ -103,7 +103,7 @@ impl StepCallback for GradMaxCallback {
             return Ok(());
         }
         let mut layers: BTreeMap<String, f32> = BTreeMap::new();
-        for (entry, summary) in engine.state.weights.layout().iter().zip(&engine.survey.tensors) {
+        for (entry, summary) in engine.state.weights.layout().iter().zip(&engine.grad_stats.tensors) {
             let largest = layers.entry(entry.layer.unit().to_string()).or_default();
             *largest = largest.max(summary.stats.max_abs);
         }

@@ -4,7 +4,7 @@ mod keys;
 mod sections;
 
 use crate::data::{Bos, DataFormat, DataSource, FieldNames};
-pub use crate::engine::device::Place;
+pub use crate::engine::device::DeviceSpec;
 use crate::engine::kernels::Choice;
 use crate::engine::model::{Lora, ModelSpec};
 use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
@@ -228,7 +228,7 @@ impl Config {
     }
 
     /// `spec` with the adapters of this configuration, if there are any.
-    pub fn adapted(&self, spec: ModelSpec) -> Result<ModelSpec> {
+    pub fn with_adapters(&self, spec: ModelSpec) -> Result<ModelSpec> {
         let LoraSection { r, alpha, dropout, rslora, dora, targets, modules_to_save } = &self.lora;
         let (Some(r), Some(alpha)) = (*r, *alpha) else { return Ok(spec) };
         let targets = Lora::targets(&spec, targets)?;
@@ -278,13 +278,13 @@ impl Config {
     }
 
     /// The device to compute on.
-    pub fn place(&self) -> Result<Place> {
+    pub fn device_spec(&self) -> Result<DeviceSpec> {
         self.device.parse().map_err(|message: String| Error::config("device", message))
     }
 
     /// Rejects invalid settings; [`Config::resolve`] calls it.
     pub fn validate(&self) -> Result<()> {
-        self.place()?;
+        self.device_spec()?;
         check_threads("threads", self.threads)?;
         for (key, zero) in [("epochs", self.train.epochs == Some(0.0)), ("steps", self.train.steps == Some(0))] {
             if zero {

@@ -5,7 +5,7 @@ use crate::data::Batch;
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::machine::awake::keep_awake;
 use crate::engine::model::{Decoder, ForwardMode, Hook, Parameters, Workspace};
-use crate::engine::optim::{AdamW, Gradients, LrSchedule, Survey};
+use crate::engine::optim::{AdamW, GradientStats, Gradients, LrSchedule};
 use crate::precision::{GradScaler, ScaleChange};
 use crate::train::fp8::{Fp8Block, step_weights};
 use crate::train::state::{Counters, TrainState};
@@ -32,13 +32,13 @@ pub struct TrainEngine {
     /// The seed of dropout.
     pub seed: u64,
     /// Whether the survey counts exponents.
-    pub exponents: bool,
+    pub count_exponents: bool,
     /// Buffers of the passes.
     pub workspace: Workspace,
     /// Gradients of the last step, scaled.
     pub grads: Gradients,
     /// Statistics of the last step's gradients.
-    pub survey: Survey,
+    pub grad_stats: GradientStats,
 }
 
 /// The timing of a step in one process.
@@ -93,11 +93,11 @@ pub struct StepTimings {
     /// The head with its own backward pass, and the model's backward passes.
     pub backward: Duration,
     /// The survey of the gradients.
-    pub survey: Duration,
+    pub grad_stats: Duration,
     /// Unscaling, clipping, AdamW and the new working copy; with several processes also its exchange.
     pub optimizer: Duration,
     /// Exchanges between processes, including the wait for the slowest.
-    pub exchange: Duration,
+    pub comm: Duration,
 }
 
 /// The state that the passes only read and the update changes.
@@ -122,10 +122,10 @@ pub(super) struct Passes<'a> {
     pub(super) scaler: &'a GradScaler,
     pub(super) counters: Counters,
     pub(super) seed: u64,
-    pub(super) exponents: bool,
+    pub(super) count_exponents: bool,
     pub(super) workspace: &'a mut Workspace,
     pub(super) grads: &'a mut Gradients,
-    pub(super) survey: &'a mut Survey,
+    pub(super) grad_stats: &'a mut GradientStats,
     pub(super) timings: &'a mut Vec<RankTiming>,
 }
 
@@ -142,7 +142,7 @@ impl Passes<'_> {
         let (mode, mut narrow) =
             (ForwardMode::Train { seed: self.seed, micro_batch: counters.micro_batch_index(index) }, None);
         let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-        let (tokens, grads, hook) = (batch.tokens(), self.grads.micro_batch(), &mut (&mut *self.hook, hook));
+        let (tokens, grads, hook) = (batch.tokens(), self.grads.micro_batch_grads(), &mut (&mut *self.hook, hook));
         self.model.forward(&self.weights, tokens, mode, workspace, hook)?;
         self.model.loss_and_head_gradient(&self.weights, &batch.labels, seed, workspace, grads, hook)?;
         Ok(self.model.backward(&self.weights, tokens, mode, workspace, grads, hook)?)
@@ -175,7 +175,7 @@ impl TrainEngine {
 
     /// The operands of the passes, with the scales of the last step in FP8, and the state that they leave unchanged.
     pub(super) fn passes(&mut self) -> Result<(Passes<'_>, StateView<'_>)> {
-        let Self { group, timings, model, state, workspace, grads, survey, .. } = self;
+        let Self { group, timings, model, state, workspace, grads, grad_stats, .. } = self;
         let TrainState { weights, masters, adamw, scaler, fp8, counters, .. } = state;
         let passes = Passes {
             group: &**group,
@@ -185,10 +185,10 @@ impl TrainEngine {
             scaler,
             counters: *counters,
             seed: self.seed,
-            exponents: self.exponents,
+            count_exponents: self.count_exponents,
             workspace,
             grads,
-            survey,
+            grad_stats,
             timings,
         };
         Ok((passes, StateView { weights, masters: masters.parameters(), adamw }))

@@ -11,12 +11,12 @@ use std::collections::BTreeMap;
 impl TrainEngine {
     /// Changes the compute dtype of `unit`, starting with the next step: converts its working weights, buffers and
     /// gradients.
-    pub fn retype(&mut self, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
-        self.workspace.retype(self.model.spec(), unit, compute)?;
+    pub fn change_dtype(&mut self, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
+        self.workspace.change_dtype(self.model.spec(), unit, compute)?;
         let state = &mut self.state;
         for index in state.weights.fused_in(unit) {
-            state.masters.retype(index, candle_dtype(compute), &mut state.weights, self.model.kernels())?;
-            self.grads.retype(index, compute)?;
+            state.masters.change_dtype(index, candle_dtype(compute), &mut state.weights, self.model.kernels())?;
+            self.grads.change_dtype(index, compute)?;
         }
         Ok(())
     }
@@ -38,7 +38,7 @@ pub(super) fn after_step(
     report: &StepReport,
     origin: Option<&(FirstNonFinite, PrecisionUnit)>,
 ) -> Result<Vec<DtypeChange>> {
-    let TrainEngine { state, survey, .. } = engine;
+    let TrainEngine { state, grad_stats, .. } = engine;
     if !state.fallback.is_on() {
         return Ok(Vec::new());
     }
@@ -54,15 +54,15 @@ pub(super) fn after_step(
         let top = policy.compute.format().max() as f32;
         let layout = state.weights.layout();
         let fits = |unit| {
-            let mut tensors = layout.iter().zip(&survey.tensors).filter(|(entry, _)| entry.layer.unit() == unit);
-            tensors.all(|(_, survey)| survey.stats.max_abs <= top)
+            let mut tensors = layout.iter().zip(&grad_stats.tensors).filter(|(entry, _)| entry.layer.unit() == unit);
+            tensors.all(|(_, grad_stats)| grad_stats.stats.max_abs <= top)
         };
         moves.extend(state.fallback.clean(fits).into_iter().map(|unit| (unit, wide, policy.compute, None)));
     }
     let mut events = Vec::new();
     let moved = !moves.is_empty();
     for (unit, from, to, overflows) in moves {
-        engine.retype(unit, to)?;
+        engine.change_dtype(unit, to)?;
         let (layer, from, to) = (unit.to_string(), from.to_string(), to.to_string());
         let back = overflows.is_none();
         events.push(DtypeChange { step, layer, from, to, overflows, restored: back, ..DtypeChange::default() });

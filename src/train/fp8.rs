@@ -160,14 +160,14 @@ pub(super) fn after_step(
     report: &StepReport,
     variance_every: u64,
 ) -> Result<Vec<Event>> {
-    let TrainEngine { group, model, state, grads, survey, .. } = engine;
+    let TrainEngine { group, model, state, grads, grad_stats, .. } = engine;
     let step = state.counters.step;
     let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
     let switches = state.fp8.as_ref().is_some_and(|fp8| fp8.config.enter_variance.is_some());
     if report.outcome == StepOutcome::Skipped || !(wanted || switches) {
         return Ok(Vec::new());
     }
-    let mut variances = grads.variances(survey, model.kernels(), &**group)?;
+    let mut variances = grads.variances(grad_stats, model.kernels(), &**group)?;
     for variance in variances.values_mut() {
         *variance /= f64::from(report.scale).powi(2);
     }

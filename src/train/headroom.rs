@@ -23,7 +23,7 @@ pub(super) fn largest_gradient(
     scale: f32,
 ) -> Result<Option<f32>> {
     let (mut passes, _) = engine.passes()?;
-    let share = passes.grads.share(micro_batches.len());
+    let share = passes.grads.local_micro_batches(micro_batches.len());
     let targets: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
     let lowest = passes.scaler.config().min_scale;
     let mut tried = scale;

@@ -34,7 +34,7 @@ fn search(
     let (mut passes, _) = engine.passes()?;
     let before = passes.counters.before_skipped();
     let loss_seed = report.scale / report.targets.max(1) as f32;
-    let share = passes.grads.share(micro_batches.len());
+    let share = passes.grads.local_micro_batches(micro_batches.len());
     for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
         let mut search = FirstNonFiniteHook { seq_len: batch.seq_len, found: None };
         passes.repeat((index, batch), before, loss_seed, &mut search)?;

@@ -11,7 +11,7 @@ use crate::engine::kernels::Kernels;
 use crate::engine::kernels::survey::survey;
 use crate::engine::kernels::view::{host, read};
 use crate::engine::model::{Checkpointing, Hook, HookPoint, ModelSpec, Parameters, TensorKind, Workspace};
-use crate::engine::optim::{Gradients, Survey};
+use crate::engine::optim::{GradientStats, Gradients};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::{ActivationMax, FlushedTensor, Fp32Probe};
 use crate::train::engine::{Passes, TrainEngine};
@@ -42,17 +42,17 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
     let (weights, hook) = (Cow::Borrowed(&masters), &mut ());
     let mut in_fp32 = Passes { weights, hook, workspace: &mut workspace, grads: &mut exact, ..passes };
     in_fp32.repeat((0, batch), counters, seed(1.0), &mut maxima)?;
-    let (grads, exact_grads) = (passes.grads.micro_batch(), exact.micro_batch());
+    let (grads, exact_grads) = (passes.grads.micro_batch_grads(), exact.micro_batch_grads());
 
-    let mut survey = Survey::default();
-    exact.survey(true, &mut survey, model.kernels(), &SingleProcess)?;
+    let mut stats = GradientStats::default();
+    exact.compute_stats(true, &mut stats, model.kernels(), &SingleProcess)?;
     let layout = masters.layout();
     let tensors = layout
         .iter()
         .zip(exact_grads.tensors().iter().zip(grads.tensors()))
         .map(|(entry, (exact, stored))| count_flushed(&entry.name, exact, stored))
         .collect::<Result<_>>()?;
-    let grads = grad_stats(&survey.total);
+    let grads = grad_stats(&stats.total);
     Ok(Fp32Probe { step: counters.step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
 }
 

@@ -2,7 +2,7 @@
 
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::model::ParamSpec;
-use crate::engine::optim::Survey;
+use crate::engine::optim::GradientStats;
 use crate::telemetry::{
     FirstNonFinite, GradStats, Overflow, ScaleUpdate, StepRecord, StepStatus as RecordedOutcome, StepTime, TensorRecord,
 };
@@ -34,14 +34,14 @@ fn tensor_record(entry: &ParamSpec, survey: &TensorSurvey) -> TensorRecord {
 }
 
 /// One record per tensor.
-pub(super) fn tensor_records(layout: &[ParamSpec], survey: &Survey) -> Vec<TensorRecord> {
+pub(super) fn tensor_records(layout: &[ParamSpec], survey: &GradientStats) -> Vec<TensorRecord> {
     layout.iter().zip(&survey.tensors).map(|(entry, survey)| tensor_record(entry, survey)).collect()
 }
 
 /// The step's record without the fields that the loop adds: rates, memory, the tensor table.
 pub(super) fn step_record(
     report: &StepReport,
-    survey: &Survey,
+    survey: &GradientStats,
     counters: Counters,
     growth_tracker: u32,
     next_lr: f64,
@@ -68,7 +68,7 @@ pub(super) fn step_record(
             step_ms: milliseconds(step),
             forward_ms: milliseconds(report.time.forward),
             backward_ms: milliseconds(report.time.backward),
-            grad_stats_ms: milliseconds(report.time.survey),
+            grad_stats_ms: milliseconds(report.time.grad_stats),
             optimizer_ms: milliseconds(report.time.optimizer),
         },
         grads: grad_stats(&survey.total),
@@ -81,7 +81,7 @@ pub(super) fn overflow(
     report: &StepReport,
     step: u64,
     layout: &[ParamSpec],
-    survey: &Survey,
+    survey: &GradientStats,
     origin: Option<FirstNonFinite>,
 ) -> Overflow {
     let broken = layout.iter().zip(&survey.tensors).filter(|(_, survey)| !survey.stats.is_finite());

@@ -5,11 +5,11 @@ use crate::data::{
     TokenSource, Tokenizer, closest_match, named_template, names_in,
 };
 use crate::engine::collective::ProcessGroup;
-use crate::engine::device::OpenDevice;
+use crate::engine::device::DeviceContext;
 use crate::engine::gpu;
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
-use crate::engine::optim::{Gradients, MasterWeights, Survey};
+use crate::engine::optim::{GradientStats, Gradients, MasterWeights};
 use crate::precision::{Fallback, GradScaler};
 use crate::store::aux_files::CHAT_TEMPLATE;
 use crate::store::base::{AdaptedModel, check_range};
@@ -143,7 +143,7 @@ impl ModelSource {
         weights: Option<WeightSource>,
     ) -> Result<Self> {
         let rates = &config.dropout;
-        let mut shape = config.adapted(ModelSpec { lora: None, ..shape })?;
+        let mut shape = config.with_adapters(ModelSpec { lora: None, ..shape })?;
         shape.dropout =
             DropoutRates { embedding: rates.embedding, residual: rates.residual, attention: rates.attention };
         let Some(tokenizer) = tokenizer else {
@@ -171,7 +171,7 @@ impl ModelSource {
     pub fn initial(
         &self,
         config: &Config,
-        OpenDevice { device, kernels, .. }: &OpenDevice,
+        DeviceContext { device, kernels, .. }: &DeviceContext,
         group: &dyn ProcessGroup,
         report: &mut SetupCallback<'_>,
     ) -> Result<InitialWeights> {
@@ -202,7 +202,7 @@ impl ModelSource {
             check(into)
         };
         let entries = self.config.parameters();
-        let weights = MasterWeights::filled(&entries, policy, device, group, &**kernels, fill)?;
+        let weights = MasterWeights::from_shard_fn(&entries, policy, device, group, &**kernels, fill)?;
         Ok(InitialWeights { weights, base: None })
     }
 }
@@ -413,10 +413,14 @@ fn with_loader<T>(
 }
 
 /// The device of a configuration for one of the processes.
-pub(super) fn device(config: &Config, group: &dyn ProcessGroup, report: &mut SetupCallback<'_>) -> Result<OpenDevice> {
+pub(super) fn device(
+    config: &Config,
+    group: &dyn ProcessGroup,
+    report: &mut SetupCallback<'_>,
+) -> Result<DeviceContext> {
     config
-        .place()?
-        .of_process(group.local_rank())
+        .device_spec()?
+        .for_local_rank(group.local_rank())
         .open(config.dtype, config.kernels, &mut |notice| report(SetupEvent::Notice(notice)))
 }
 
@@ -424,7 +428,7 @@ pub(super) fn device(config: &Config, group: &dyn ProcessGroup, report: &mut Set
 pub(super) fn fit_memory(
     config: Config,
     shape: &ModelSpec,
-    open: &OpenDevice,
+    open: &DeviceContext,
     group: &dyn ProcessGroup,
     report: &mut SetupCallback<'_>,
 ) -> Result<Config> {
@@ -486,7 +490,7 @@ pub fn engine(
         schedule: config.lr_schedule(total_steps),
         max_grad_norm: (config.optimizer.max_grad_norm > 0.0).then_some(config.optimizer.max_grad_norm),
         seed: config.seed,
-        exponents: true,
-        survey: Survey::default(),
+        count_exponents: true,
+        grad_stats: GradientStats::default(),
     })
 }

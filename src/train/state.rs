@@ -79,7 +79,7 @@ impl TrainState {
 
     /// Rounds the masters of all processes into the working copy of each.
     pub(super) fn copy_to_weights(&self, kernels: &dyn Kernels, group: &dyn ProcessGroup) -> Result<()> {
-        let counterpart = self.masters.counterpart(&self.weights, group.rank())?;
+        let counterpart = self.masters.compute_copy_of_shard(&self.weights, group.rank())?;
         self.masters.write_compute_copy(&counterpart, self.masters.kernels(kernels))?;
         gather::all_gather(&self.weights, &counterpart, group)
     }

@@ -29,7 +29,7 @@ impl Passes<'_> {
             return Err(Error::data("a step's batches", message));
         }
         let mut time = StepTimings::default();
-        let share = grads.begin(micro_batches.len())?;
+        let share = grads.begin_accumulation(micro_batches.len())?;
         let mut losses = Vec::with_capacity(share.len());
         for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
             let (tokens, mut narrow) = (batch.tokens(), None);
@@ -40,7 +40,7 @@ impl Passes<'_> {
             model.forward(weights, tokens, mode, workspace, *hook)?;
             time.forward += clock.elapsed();
             // 2. Backward from scale · dL: gradients are stored in the compute type, every sum in them is FP32.
-            let (seed, out) = (scaler.scale() / targets as f32, grads.micro_batch());
+            let (seed, out) = (scaler.scale() / targets as f32, grads.micro_batch_grads());
             losses.push(model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, out, *hook)?);
             model.backward(weights, tokens, mode, workspace, out, *hook)?;
             grads.accumulate(model.kernels(), scaler.is_predictive())?;
@@ -61,11 +61,11 @@ impl Passes<'_> {
                 loss += of_batch;
             }
         }
-        time.exchange = clock.elapsed();
+        time.comm = clock.elapsed();
         // 4. Compute the statistics of the gradients before anything rescales them.
         let clock = Instant::now();
-        grads.survey(self.exponents, self.survey, model.kernels(), *group)?;
-        time.survey = clock.elapsed();
+        grads.compute_stats(self.count_exponents, self.grad_stats, model.kernels(), *group)?;
+        time.grad_stats = clock.elapsed();
         Ok(StepGradients { loss, targets, time })
     }
 }
@@ -73,10 +73,10 @@ impl Passes<'_> {
 impl TrainEngine {
     /// Applies the gradients if all are finite, and updates the loss scale.
     pub(super) fn update(&mut self, gradients: StepGradients) -> Result<StepReport> {
-        let Self { group, model, state, grads, survey, .. } = self;
+        let Self { group, model, state, grads, grad_stats, .. } = self;
         let TrainState { weights, masters, adamw, scaler, counters, .. } = state;
         let StepGradients { loss, targets, mut time } = gradients;
-        let (scale, stats, unscale) = (scaler.scale(), &survey.total.stats, scaler.inverse());
+        let (scale, stats, unscale) = (scaler.scale(), &grad_stats.total.stats, scaler.inverse());
         let finite = stats.is_finite() && (stats.max_abs * unscale).is_finite();
         // 5. Update the FP32 masters, or skip the step after an overflow.
         let clock = Instant::now();
@@ -85,13 +85,13 @@ impl TrainEngine {
             let clip = self.max_grad_norm.map_or(1.0, |max| (max / (grad_norm + 1e-6)).min(1.0));
             let lr = self.schedule.lr(counters.updates);
             let grad_factor = (f64::from(unscale) * clip) as f32;
-            let updated = masters.counterpart(weights, group.rank())?;
+            let updated = masters.compute_copy_of_shard(weights, group.rank())?;
             let kernels = masters.kernels(model.kernels());
             let update = Update { lr, grad_factor, updates: counters.updates };
             adamw.step(kernels, grads.total(), update, masters, &updated)?;
             let clock = Instant::now();
             gather::all_gather(weights, &updated, &**group)?;
-            time.exchange += clock.elapsed();
+            time.comm += clock.elapsed();
             counters.updates += 1;
             StepOutcome::Applied { grad_norm, clip, lr }
         } else {
@@ -99,7 +99,7 @@ impl TrainEngine {
         };
         time.optimizer = clock.elapsed();
         // 6. Adjust the scale: back off after an overflow; grow after enough clean steps, or into the headroom.
-        let change = scaler.update_with_amax(finite, survey.largest);
+        let change = scaler.update_with_amax(finite, grad_stats.amax);
         counters.step += 1;
         counters.tokens += targets as u64;
         Ok(StepReport { loss: loss / targets as f64, targets, scale, outcome, change, time })

@@ -11,10 +11,10 @@ use crate::data::{
     Batch, BatchLoader, DataPosition, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
 };
 use crate::engine::collective::{ProcessGroup, SingleProcess};
-use crate::engine::device::OpenDevice;
+use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
-use crate::engine::optim::Blockwise;
+use crate::engine::optim::BlockwiseQuantized;
 use crate::precision::{Fallback, GradScaler};
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE};
 use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State};
@@ -23,7 +23,7 @@ use crate::telemetry::{
     Validation,
 };
 use crate::train::callbacks::{StepCallback, StepContext, callbacks};
-use crate::train::config::{Config, Place};
+use crate::train::config::{Config, DeviceSpec};
 use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Block;
 use crate::train::probe;
@@ -130,7 +130,7 @@ impl Trainer {
         mut config: Config,
         source: ModelSource,
         initial: InitialWeights,
-        OpenDevice { device, name, kernels }: OpenDevice,
+        DeviceContext { device, name, kernels }: DeviceContext,
         report: &mut SetupCallback<'_>,
     ) -> Result<Self> {
         let chat = source.chat;
@@ -226,8 +226,8 @@ impl Trainer {
     /// Bytes of one full checkpoint without its small files.
     pub fn checkpoint_bytes(&self) -> u64 {
         let state = &self.engine.state;
-        let quantised = state.adamw.quantised().iter();
-        let quantised: u64 = quantised.map(|tensor| 2 * Blockwise::bytes(tensor.elements as u64)).sum();
+        let quantised = state.adamw.quantized_moments().iter();
+        let quantised: u64 = quantised.map(|tensor| 2 * BlockwiseQuantized::bytes(tensor.elements as u64)).sum();
         let exact = [&state.weights, state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq];
         // Includes the shards of other processes.
         let whole = |parameters: &Parameters| {
@@ -277,7 +277,7 @@ impl Trainer {
         self.engine.state.underflowed_params.clone_from(&state.underflowed_params);
         let units: Vec<_> = self.engine.state.fallback.active().collect();
         for unit in units {
-            self.engine.retype(unit, self.config.precision.fallback_dtype)?;
+            self.engine.change_dtype(unit, self.config.precision.fallback_dtype)?;
         }
         let train = &mut self.engine.state;
         train.scaler = GradScaler::resume(self.config.grad_scaler(), state.scaler)?;
@@ -287,7 +287,7 @@ impl Trainer {
         checkpoint.read_masters(train.masters.parameters())?;
         checkpoint.read_exp_avg(&train.adamw.exp_avg)?;
         checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
-        checkpoint.read_quantised(train.adamw.quantised_mut())?;
+        checkpoint.read_quantised(train.adamw.quantized_moments_mut())?;
         if train.masters.parameters().shards().is_some() {
             // Without an exchange, because the workers load the checkpoint later than the leader.
             checkpoint.read_masters_rounded(&train.weights)?;
@@ -332,7 +332,7 @@ impl Trainer {
     fn run_to_end(&mut self) -> Result<FinishReason> {
         let began = Instant::now();
         let resumed_from = self.progress.saved_at;
-        let ordinal = if let Ok(Place::Cuda(ordinal)) = self.config.place() { ordinal } else { 0 };
+        let ordinal = if let Ok(DeviceSpec::Cuda(ordinal)) = self.config.device_spec() { ordinal } else { 0 };
         self.gpu = GpuSampler::start(ordinal);
         let started = self.started(resumed_from);
         self.emitter.emit(Event::Started(Box::new(started)));
@@ -476,7 +476,7 @@ impl Trainer {
         if probe {
             self.probe()?;
         }
-        self.engine.exponents = is_multiple(next, self.config.telemetry.exponents_every);
+        self.engine.count_exponents = is_multiple(next, self.config.telemetry.exponents_every);
         let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
         self.callbacks.iter_mut().try_for_each(|callback| callback.on_step_begin(&mut self.engine, batches))?;
         let (report, waited) = self.step_overlapping_save()?;

@@ -68,7 +68,7 @@ pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeCheck> {
     compare_all("masters", a.masters.parameters(), b.masters.parameters(), &mut proof)?;
     compare_all("exp_avg", &a.adamw.exp_avg, &b.adamw.exp_avg, &mut proof)?;
     compare_all("exp_avg_sq", &a.adamw.exp_avg_sq, &b.adamw.exp_avg_sq, &mut proof)?;
-    for (a, b) in a.adamw.quantised().iter().zip(b.adamw.quantised()) {
+    for (a, b) in a.adamw.quantized_moments().iter().zip(b.adamw.quantized_moments()) {
         proof.tensors += 2;
         proof.elements += 2 * a.moments[0].len() as u64;
         if a.moments != b.moments {

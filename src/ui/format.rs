@@ -1,6 +1,6 @@
 //! Formats numbers for display, in few columns.
 
-use crate::untrusted::is_unsafe;
+use crate::untrusted::is_unsafe_char;
 
 /// A loss scale or factor: `2^15` if it is a power of two, else as [`short`] writes it.
 pub(crate) fn scale(value: f32) -> String {
@@ -109,7 +109,7 @@ pub(crate) fn printable(text: &str) -> String {
     text.chars()
         .map(|c| match c {
             '\n' => '⏎',
-            c if is_unsafe(c) => ' ',
+            c if is_unsafe_char(c) => ' ',
             c => c,
         })
         .collect()

@@ -183,7 +183,7 @@ pub(crate) fn escape(text: &str) -> String {
             '>' => out.push_str("&gt;"),
             '"' => out.push_str("&quot;"),
             '\'' => out.push_str("&#39;"),
-            c if crate::untrusted::is_unsafe(c) => out.push(' '),
+            c if crate::untrusted::is_unsafe_char(c) => out.push(' '),
             c => out.push(c),
         }
         out

@@ -1,7 +1,7 @@
 //! A rectangle of the screen to draw on by role. It clips, so no size can make a panel panic.
 
 use super::theme::{Role, Theme};
-use crate::untrusted::line;
+use crate::untrusted::sanitize_line;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::text::{Line, Span};
@@ -47,7 +47,7 @@ impl<'a> Pad<'a> {
         }
         let room = usize::from(self.area.width - x);
         let style = self.theme.style(role);
-        let (end, _) = self.buffer.set_stringn(self.area.x + x, self.area.y + y, line(text), room, style);
+        let (end, _) = self.buffer.set_stringn(self.area.x + x, self.area.y + y, sanitize_line(text), room, style);
         end - self.area.x
     }
 
@@ -55,7 +55,7 @@ impl<'a> Pad<'a> {
     pub(crate) fn shortened(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
         let end = self.text(x, y, text, role);
         let room = usize::from(self.area.width.saturating_sub(x));
-        if room > 0 && Span::raw(line(text)).width() > room {
+        if room > 0 && Span::raw(sanitize_line(text)).width() > room {
             self.glyph(self.area.width - 1, y, '…', role);
         }
         end

@@ -4,7 +4,7 @@
 
 use super::ascii::replacement;
 use super::{Look, Pad, Role, Theme, may_colour};
-use crate::untrusted::line;
+use crate::untrusted::sanitize_line;
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::layout::Rect;
 
@@ -33,7 +33,7 @@ impl Line {
     /// Adds a part.
     #[must_use]
     pub fn with(mut self, role: Role, text: impl Into<String>) -> Self {
-        self.spans.push(Span { text: line(&text.into()).into_owned(), role });
+        self.spans.push(Span { text: sanitize_line(&text.into()).into_owned(), role });
         self
     }
 

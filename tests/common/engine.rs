@@ -9,7 +9,7 @@ use finetune::data::{Batch, IGNORE_INDEX};
 use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use finetune::engine::kernels::{Fused, Kernels, view};
 use finetune::engine::model::{Checkpointing, Decoder, ForwardMode, ModelSpec, ParamSpec, Parameters, Workspace};
-use finetune::engine::optim::{AdamWConfig, Gradients, LrSchedule, MasterWeights, ScheduleKind, Survey};
+use finetune::engine::optim::{AdamWConfig, GradientStats, Gradients, LrSchedule, MasterWeights, ScheduleKind};
 use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::AdapterFolder;
@@ -62,10 +62,10 @@ pub(crate) fn engine_of(
         },
         max_grad_norm,
         seed: 0,
-        exponents: false,
+        count_exponents: false,
         workspace: Workspace::for_training(config, policy, (rows, seq_len), Checkpointing::None, &Device::Cpu).unwrap(),
         grads: Gradients::new(&state.weights, policy, grad_accum, &SingleProcess).unwrap(),
-        survey: Survey::default(),
+        grad_stats: GradientStats::default(),
         state,
     }
 }

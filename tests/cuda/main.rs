@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use candle_core::{D, DType, Device, Result, Tensor};
-use finetune::engine::device::Place;
+use finetune::engine::device::DeviceSpec;
 use finetune::engine::kernels::Choice;
 use std::sync::LazyLock;
 
@@ -14,7 +14,7 @@ const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// One device for all tests: a second one would be another stream.
 static GPU: LazyLock<Device> = LazyLock::new(|| {
     let policy = "bf16".parse().unwrap();
-    Place::Cuda(0).open(policy, Choice::Candle, &mut |notice| panic!("{notice}")).unwrap().device
+    DeviceSpec::Cuda(0).open(policy, Choice::Candle, &mut |notice| panic!("{notice}")).unwrap().device
 });
 
 /// Numbers between -1 and 1 in no order.

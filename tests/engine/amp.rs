@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW, SGD, loss::mse};
-use finetune::amp::{AdamW, GradScaler, ScaledOptimizer, Tracked, clip_grad_norm};
+use finetune::amp::{AdamW, GradScaler, ScaledOptimizer, WithVars, clip_grad_norm};
 use finetune::precision::{GradScalerConfig, ScaleChange, StateDict};
 use half::f16;
 
@@ -81,8 +81,8 @@ fn adamw(vars: Vec<Var>) -> AdamW {
     AdamW::new(vars, ParamsAdamW { lr: 0.1, ..ParamsAdamW::default() }).unwrap()
 }
 
-fn sgd(vars: Vec<Var>) -> Tracked<SGD> {
-    Tracked::new(vars, 1.0).unwrap()
+fn sgd(vars: Vec<Var>) -> WithVars<SGD> {
+    WithVars::new(vars, 1.0).unwrap()
 }
 
 /// Two layers of 8 to 8.

@@ -303,12 +303,12 @@ fn the_tree_costs_one_process_little() {
         let mut times = [Vec::new(), Vec::new()];
         for _ in 0..ROUNDS {
             times[0].push(timed(&mut || {
-                along_tree.begin(micro_batches).unwrap();
+                along_tree.begin_accumulation(micro_batches).unwrap();
                 (0..micro_batches).for_each(|_| along_tree.accumulate(&Fused, false).unwrap());
             }));
             times[1].push(timed(&mut || {
                 for micro_batch in 0..micro_batches {
-                    for (from, to) in along_tree.micro_batch().tensors().iter().zip(sum.tensors()) {
+                    for (from, to) in along_tree.micro_batch_grads().tensors().iter().zip(sum.tensors()) {
                         if micro_batch == 0 {
                             op::Copy { x: from, dropout: None, out: to }.run(&Fused)
                         } else {

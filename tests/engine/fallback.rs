@@ -156,7 +156,7 @@ fn a_checkpoint_says_which_weights_are_wide() {
         assert_eq!(weight.dtype(), if in_fallback { DType::F32 } else { DType::F16 }, "{name}");
         assert_eq!(stored.dtype.to_string(), if in_fallback { "F32" } else { "F16" }, "{name}");
         assert_eq!(stored.to_f32().unwrap(), values(weight), "{name}");
-        let gradient = trainer.engine().grads.micro_batch().get(name).unwrap();
+        let gradient = trainer.engine().grads.micro_batch_grads().get(name).unwrap();
         assert_eq!(gradient.dtype(), weight.dtype(), "{name}");
     }
     assert_eq!(wide, 12);
@@ -278,7 +278,7 @@ const UNITS: [PrecisionUnit; 3] = [PrecisionUnit::Block(0), PrecisionUnit::Block
 
 fn retype_all(engine: &mut TrainEngine, dtype: Dtype) {
     for unit in UNITS {
-        engine.retype(unit, dtype).unwrap();
+        engine.change_dtype(unit, dtype).unwrap();
     }
 }
 
@@ -320,13 +320,13 @@ fn one_unit_in_fp32_among_others_in_fp16() {
     for unit in UNITS {
         let (mut mixed, mut narrow, mut exact) =
             (small(PrecisionPolicy::FP16, 1), small(PrecisionPolicy::FP16, 1), small(PrecisionPolicy::FP32, 1));
-        mixed.retype(unit, Dtype::F32).unwrap();
+        mixed.change_dtype(unit, Dtype::F32).unwrap();
         let losses = [&mut mixed, &mut narrow, &mut exact].map(|engine| engine.step(&[batch(3)]).unwrap().loss);
         assert!((losses[0] - losses[2]).abs() < 1e-3 && losses[0].to_bits() != losses[1].to_bits(), "{losses:?}");
-        for (name, gradient) in mixed.grads.micro_batch().iter() {
+        for (name, gradient) in mixed.grads.micro_batch_grads().iter() {
             let wide = if PrecisionUnit::of(name) == unit { DType::F32 } else { DType::F16 };
             assert_eq!(gradient.dtype(), wide, "{name}");
-            let of = |engine: &TrainEngine| values(engine.grads.micro_batch().get(name).unwrap());
+            let of = |engine: &TrainEngine| values(engine.grads.micro_batch_grads().get(name).unwrap());
             let (found, expected) = (of(&mixed), of(&exact));
             let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| x * x).sum::<f32>().sqrt();
             let error = norm(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
@@ -341,7 +341,7 @@ fn decoding_follows_the_types_of_the_weights() {
     let mut engine = small(PrecisionPolicy::FP16, 1);
     let mut cache = KvCache::new(engine.model.spec(), PrecisionPolicy::FP16, 8, &Device::Cpu).unwrap();
     for unit in UNITS {
-        engine.retype(unit, Dtype::F32).unwrap();
+        engine.change_dtype(unit, Dtype::F32).unwrap();
         let TrainEngine { model, state, workspace, .. } = &mut engine;
         let ids = batch(5).inputs;
         let tokens = InputIds::new(&ids, 8);

@@ -74,7 +74,7 @@ impl Bits {
 fn only_the_inputs_of_the_blocks_products_are_fp8() {
     let (trainer, _) = train(config(fp8(1)), 3);
     let engine = trainer.engine();
-    let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.micro_batch());
+    let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.micro_batch_grads());
     let ids: Vec<u32> = (0..32).map(|i| (i * 7) % 64 + 30).collect();
     let tokens = InputIds::new(&ids, 32);
     let shape = model.spec();
@@ -170,7 +170,7 @@ fn the_variance_is_that_of_the_unscaled_gradients_elements() {
     let scale =
         events.iter().find_map(|e| if let Event::Step(step) = e { Some(f64::from(step.loss_scale)) } else { None });
     let scale = scale.unwrap();
-    let born = trainer.engine().grads.micro_batch();
+    let born = trainer.engine().grads.micro_batch_grads();
     let elements: Vec<f64> = born
         .iter()
         .filter(|(name, _)| name.starts_with("h.1."))

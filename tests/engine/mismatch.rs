@@ -2,7 +2,7 @@
 
 use crate::common::desk::Desk;
 use finetune::data::TokenSource;
-use finetune::engine::device::OpenDevice;
+use finetune::engine::device::DeviceContext;
 use finetune::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace};
 use finetune::inference::evaluate::{SlidingWindow, evaluate};
 use finetune::inference::mismatch::{Mismatch, Sequences, log_probs};
@@ -19,7 +19,7 @@ fn trained() -> Desk {
 }
 
 fn measured(model: &TrainedModel, policy: PrecisionPolicy, sequences: &Sequences) -> Mismatch {
-    let (decoder, weights) = model.load(policy, &OpenDevice::cpu()).unwrap();
+    let (decoder, weights) = model.load(policy, &DeviceContext::cpu()).unwrap();
     Mismatch::new(&log_probs(&decoder, &weights, policy, sequences, |_| ()).unwrap(), sequences.ids[0].len() - 4)
 }
 
@@ -40,7 +40,7 @@ fn after(model: &Decoder, weights: &Parameters, past: &[u32], id: u32) -> f64 {
 fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
     let desk = trained();
     let model = TrainedModel::open(&desk.run("r"), None).unwrap();
-    let (decoder, weights) = model.load(PrecisionPolicy::FP32, &OpenDevice::cpu()).unwrap();
+    let (decoder, weights) = model.load(PrecisionPolicy::FP32, &DeviceContext::cpu()).unwrap();
     let prompt: Vec<u32> = "The ".bytes().map(u32::from).collect();
     let sequences =
         Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (3, TOKENS), 7, |_| ()).unwrap();

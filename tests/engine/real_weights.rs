@@ -13,7 +13,7 @@ use crate::common::launch;
 use crate::common::python::{python, run_script};
 use candle_core::{Device, Tensor};
 use finetune::data::TokenSource;
-use finetune::engine::device::OpenDevice;
+use finetune::engine::device::DeviceContext;
 use finetune::engine::model::{ForwardMode, InputIds, KvCache, Workspace};
 use finetune::inference::chat::Chat;
 use finetune::inference::evaluate::{SlidingWindow, evaluate};
@@ -75,7 +75,7 @@ fn text(trained: &TrainedModel) -> Vec<u32> {
 
 /// Our logits after the prompt.
 fn last_logits(trained: &TrainedModel, prompt: &[u32]) -> Vec<f32> {
-    let (model, weights) = trained.load(FP32, &OpenDevice::cpu()).unwrap();
+    let (model, weights) = trained.load(FP32, &DeviceContext::cpu()).unwrap();
     let shape = (1, prompt.len());
     let mut workspace = Workspace::for_evaluation(&trained.config, FP32, shape, &Device::Cpu).unwrap();
     let tokens = InputIds::new(prompt, prompt.len());
@@ -95,7 +95,7 @@ fn loss_logits_and_text_are_those_of_transformers() {
     let (trained, text, prompt) = (&bench.trained, text(&bench.trained), bench.prompt());
     let theirs = bench.transformers(&bench.file, &text, NEW);
 
-    let (model, weights) = trained.load(FP32, &OpenDevice::cpu()).unwrap();
+    let (model, weights) = trained.load(FP32, &DeviceContext::cpu()).unwrap();
     let windows = SlidingWindow::new(trained.config.max_position_embeddings, Some(SEQ_LEN), None, None).unwrap();
     let tokens = TokenSource::from_ids(text);
     let ours = evaluate(&model, &weights, FP32, &tokens, 1.0, windows, |_| {}).unwrap();

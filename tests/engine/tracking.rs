@@ -178,7 +178,7 @@ fn without_a_scale_gradients_leave_the_normal_range_of_fp16() {
         loader.next_batch(&mut batch[0]);
         assert!(engine.step(&batch).unwrap().outcome != StepOutcome::Skipped);
         // Rows of the position embedding beyond the batch's length are zeros by right.
-        let tensors = engine.grads.total().iter().zip(&engine.survey.tensors);
+        let tensors = engine.grads.total().iter().zip(&engine.grad_stats.tensors);
         let stats = tensors.filter(|((name, _), _)| *name != "wpe.weight").map(|(_, survey)| survey.stats);
         let (below, all) = stats.fold((0, 0), |(b, a), stats| (b + stats.zero + stats.subnormal, a + stats.count));
         below as f64 / all as f64

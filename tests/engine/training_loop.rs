@@ -5,7 +5,7 @@ use crate::common::compare;
 use candle_core::Device;
 use finetune::data::Batch;
 use finetune::engine::collective::SingleProcess;
-use finetune::engine::device::OpenDevice;
+use finetune::engine::device::DeviceContext;
 use finetune::engine::kernels::Choice;
 use finetune::engine::model::{Checkpointing, ModelSpec, Workspace};
 use finetune::engine::optim::MasterWeights;
@@ -130,7 +130,7 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
 
     let spec = ModelSpec::named("tiny").unwrap();
     let masters = TrainState::random_masters(&spec, 1, &Device::Cpu).unwrap();
-    let kernels = OpenDevice::cpu().kernels;
+    let kernels = DeviceContext::cpu().kernels;
     let weights = MasterWeights::new(masters, settings.dtype, &*kernels).unwrap();
     let mut engine = engine(Arc::new(SingleProcess), &settings, &spec, weights, kernels, 1).unwrap();
     let message = engine.step(&[Batch::new(1, 8)]).unwrap_err().to_string();

@@ -102,7 +102,7 @@ fn a_steady_state_step_allocates_at_most_32_kib() {
             let allocated = ALLOCATED.load(Relaxed) - before;
             let untold = allocated.checked_sub(told as usize);
             assert!(untold.is_some_and(|bytes| bytes < SMALL_THINGS), "{policy}: allocated {allocated}, told {told}");
-            engine.exponents = true;
+            engine.count_exponents = true;
             let tokens = TokenSource::from_ids(text.bytes().map(u32::from).collect());
             let mut loader = BatchLoader::new(tokens, 4, 64, 5).unwrap();
             let mut micro_batches = vec![loader.batch(); grad_accum];
@@ -182,7 +182,7 @@ fn no_process_of_several_ever_has_all_masters() {
     let policy = PrecisionPolicy::FP16;
     let draw = |one: &Parameters| Ok(one.init_weights(3)?);
     let (masters, weights) =
-        MasterWeights::filled(&entries, policy, &Device::Cpu, &SecondOfFour, &Fused, draw).unwrap();
+        MasterWeights::from_shard_fn(&entries, policy, &Device::Cpu, &SecondOfFour, &Fused, draw).unwrap();
     let (peak, own) = (PEAK.load(Relaxed) - before, masters.parameters().elements() as usize);
     assert_eq!(weights.elements() as usize, all);
     assert!(own < all / 3, "a shard of {own} of {all}");

@@ -10,7 +10,7 @@ use crate::common::desk::Desk;
 use crate::common::python::{python, run_script};
 use candle_core::Device;
 use finetune::data::{DataSource, Dataset, TokenSource};
-use finetune::engine::device::OpenDevice;
+use finetune::engine::device::DeviceContext;
 use finetune::engine::model::ModelSpec;
 use finetune::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use finetune::inference::trained::TrainedModel;
@@ -64,7 +64,7 @@ fn measure(
     tokens: &TokenSource,
     windows: SlidingWindow,
 ) -> Evaluation {
-    let (model, weights) = trained.load(policy, &OpenDevice::cpu()).unwrap();
+    let (model, weights) = trained.load(policy, &DeviceContext::cpu()).unwrap();
     evaluate(&model, &weights, policy, tokens, 2.0, windows, |_| {}).unwrap()
 }
 

@@ -2,7 +2,7 @@
 
 use crate::common::desk::Desk;
 use finetune::data::{TokenSource, grammar};
-use finetune::engine::device::OpenDevice;
+use finetune::engine::device::DeviceContext;
 use finetune::engine::kernels::view;
 use finetune::engine::model::{Decoder, Parameters};
 use finetune::inference::fp16_check::{Fp16Report, PrecisionAdvice, SampleSize, fp16_check};
@@ -22,7 +22,7 @@ fn trained(steps: u32) -> Desk {
 fn check(masters: Parameters, model: &TrainedModel) -> Fp16Report {
     let tokens = TokenSource::from_ids(grammar::text(1, 20_000).bytes().map(u32::from).collect());
     let size = SampleSize { batches: 2, batch_size: 2, seq_len: 64 };
-    let decoder = Decoder::new(&model.config, &masters, OpenDevice::cpu().kernels).unwrap();
+    let decoder = Decoder::new(&model.config, &masters, DeviceContext::cpu().kernels).unwrap();
     fp16_check(&decoder, masters, tokens, size, |_, _| ()).unwrap()
 }
 

@@ -5,7 +5,7 @@ use crate::common::compare::{furthest, values};
 use crate::common::desk::Desk;
 use crate::common::python::{has_module, python, run_script};
 use candle_core::Device;
-use finetune::engine::device::OpenDevice;
+use finetune::engine::device::DeviceContext;
 use finetune::engine::kernels::Choice;
 use finetune::engine::model::{ForwardMode, InputIds, Workspace};
 use finetune::inference::trained::TrainedModel;
@@ -154,8 +154,8 @@ fn logits(trained: &TrainedModel, ids: &[u32]) -> Vec<f64> {
     values(&model.logits(&weights, workspace.hidden()).unwrap())
 }
 
-fn cpu() -> OpenDevice {
-    let place: finetune::engine::device::Place = "cpu".parse().unwrap();
+fn cpu() -> DeviceContext {
+    let place: finetune::engine::device::DeviceSpec = "cpu".parse().unwrap();
     place.open(PrecisionPolicy::FP32, Choice::Auto, &mut |_| ()).unwrap()
 }
 

@@ -10,7 +10,7 @@ use finetune::telemetry::{
     Diagnostic, Event, EventLog, Finished, GradStats, Overflow, Record, SampleText, Started, StepRecord, TensorRecord,
     VERSION,
 };
-use finetune::untrusted::is_unsafe;
+use finetune::untrusted::is_unsafe_char;
 use serde_json::{Value, json};
 
 /// Payloads: set the title, clear the screen, a C1 sequence, a forged line, a bidirectional override, a deletion.
@@ -104,7 +104,7 @@ impl Trap<'_> {
         }
         // Our own writer escapes; others may not.
         let text = fs::read_to_string(&path).unwrap();
-        assert!(!text.replace('\n', "").contains(is_unsafe));
+        assert!(!text.replace('\n', "").contains(is_unsafe_char));
         let raw = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap().to_string() + "\n");
         let raw: String = raw.collect();
         self.desk.write("second/events.jsonl", &raw);
@@ -184,7 +184,7 @@ impl Trap<'_> {
 }
 
 fn has_controls(text: &str) -> bool {
-    text.contains(|c| is_unsafe(c) && !matches!(c, '\n' | '\t'))
+    text.contains(|c| is_unsafe_char(c) && !matches!(c, '\n' | '\t'))
 }
 
 /// Whether a text would control a terminal, or contains a forged line.

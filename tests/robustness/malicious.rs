@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::common::changes::{any_bytes, changed, changes, replaced, replacement};
 use crate::common::launch;
-use finetune::untrusted::is_unsafe;
+use finetune::untrusted::is_unsafe_char;
 use proptest::collection::vec;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
@@ -193,7 +193,8 @@ fn malicious_files_of_every_kind_are_read_or_refused() {
         // What a model generates goes into a pipe unchanged.
         let out = if words.starts_with("generate") { &[] } else { output.stdout.as_slice() };
         let steers = |text: &[u8]| {
-            std::str::from_utf8(text).map_or(true, |text| text.contains(|c| is_unsafe(c) && !matches!(c, '\n' | '\t')))
+            std::str::from_utf8(text)
+                .map_or(true, |text| text.contains(|c| is_unsafe_char(c) && !matches!(c, '\n' | '\t')))
         };
         let problem = match () {
             () if !matches!(output.status.code(), Some(0..=3)) => "does not end by itself",

@@ -277,7 +277,7 @@ const GOOD_TEMPLATE: &str = include_str!("../../src/data/templates/qwen.jinja");
 
 /// A template that is accepted then writes conversations.
 fn template(bytes: &[u8]) {
-    finetune::untrusted::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
+    finetune::untrusted::subprocess::register_executable(Path::new(env!("CARGO_BIN_EXE_finetune")));
     let Ok(source) = std::str::from_utf8(bytes) else { return };
     let template = match bounded(|| Template::new(source, "t", TemplateTokens::default())) {
         Ok(template) => template.sandboxed(source),
@@ -421,7 +421,7 @@ fn unchanged_ones_are_accepted() {
 /// with itself.
 #[test]
 fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
-    finetune::untrusted::apart::can_serve(Path::new(env!("CARGO_BIN_EXE_finetune")));
+    finetune::untrusted::subprocess::register_executable(Path::new(env!("CARGO_BIN_EXE_finetune")));
     let doubled = "{% set x = x + x %}".repeat(45);
     let cases = [
         (format!("{{{{ messages{} }}}}", " | tojson".repeat(99)), "more than 2 GiB of memory"),

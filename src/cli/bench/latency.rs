@@ -22,7 +22,7 @@ const WARM_UP: usize = 3;
 /// it from the KV cache.
 pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result<serde_json::Value> {
     let (shape, seq_len, policy) = (args.shape()?, args.seq_len, config.dtype);
-    let open = config.place()?.open(policy, config.kernels, &mut |notice| tell_notice(&notice))?;
+    let open = config.device_spec()?.open(policy, config.kernels, &mut |notice| tell_notice(&notice))?;
     let masters = TrainState::random_masters(&shape, config.seed, &open.device)?;
     let (masters, weights) = MasterWeights::new(masters, policy, &*open.kernels)?;
     drop(masters);

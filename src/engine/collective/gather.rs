@@ -5,7 +5,7 @@ use crate::Result;
 use crate::engine::model::Parameters;
 
 /// Number of elements of a shard that are sent at a time.
-const CHUNK: usize = 1 << 20;
+const CHUNK_ELEMENTS: usize = 1 << 20;
 
 /// Copies the shard `own` of each process into the `whole` of all processes. `own` may be a part of `whole` itself. A single
 /// process has nothing to do.
@@ -13,8 +13,8 @@ pub fn all_gather(whole: &Parameters, own: &Parameters, group: &dyn ProcessGroup
     let Some(shards) = own.shards() else { return Ok(()) };
     let (rank, count, in_place) = (group.rank(), group.world_size(), own.shares_storage(whole));
     let longest = (0..count).map(|owner| shards.len(owner)).max().unwrap_or(0);
-    for start in (0..longest).step_by(CHUNK) {
-        let span = start..start + CHUNK;
+    for start in (0..longest).step_by(CHUNK_ELEMENTS) {
+        let span = start..start + CHUNK_ELEMENTS;
         let mut here = Vec::new();
         for (parameter, range) in shards.split_by_parameter(rank, span.clone()) {
             let first = own.range(parameter).start;

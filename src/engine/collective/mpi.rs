@@ -15,9 +15,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The variable with the time limit in seconds; [`DEFAULT_LIMIT`] without it.
-const LIMIT: &str = "FINETUNE_MPI_TIMEOUT_S";
-const DEFAULT_LIMIT: u64 = 600;
+/// The variable with the time limit in seconds; [`DEFAULT_TIMEOUT_SECS`] without it.
+const TIMEOUT_VARIABLE: &str = "FINETUNE_MPI_TIMEOUT_S";
+const DEFAULT_TIMEOUT_SECS: u64 = 600;
 /// Messages are polled without a pause for this long, then at intervals of [`POLL_INTERVAL`].
 const BUSY_POLLING: Duration = Duration::from_millis(2);
 const POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -50,10 +50,10 @@ impl Mpi {
         if LaunchEnv::detect()?.is_none() {
             return Ok(None);
         }
-        let seconds = match std::env::var(LIMIT) {
-            Err(_) => DEFAULT_LIMIT,
+        let seconds = match std::env::var(TIMEOUT_VARIABLE) {
+            Err(_) => DEFAULT_TIMEOUT_SECS,
             Ok(text) => text.parse().ok().filter(|seconds| *seconds > 0).ok_or_else(|| {
-                Error::config(LIMIT, format!("`{text}` is not a whole number of seconds of 1 or more"))
+                Error::config(TIMEOUT_VARIABLE, format!("`{text}` is not a whole number of seconds of 1 or more"))
             })?,
         };
         let (universe, threading) = mpi::initialize_with_threading(Threading::Serialized)
@@ -73,7 +73,7 @@ impl Mpi {
     }
 
     /// Number of processes on this machine among the first `ranks`.
-    fn on_this_host(&self, ranks: usize) -> usize {
+    fn ranks_on_host(&self, ranks: usize) -> usize {
         let own = self.hosts.get(self.rank);
         self.hosts.iter().take(ranks).filter(|host| Some(*host) == own).count()
     }
@@ -136,7 +136,7 @@ impl ProcessGroup for Mpi {
                     () if idle > self.limit => {
                         let message = format!(
                             "{} has sent or taken nothing for {} s, so the job ends; where that is how long it may take, \
-                             raise {LIMIT}",
+                             raise {TIMEOUT_VARIABLE}",
                             self.name(other),
                             self.limit.as_secs()
                         );
@@ -156,10 +156,10 @@ impl ProcessGroup for Mpi {
     }
 
     fn local_world_size(&self) -> usize {
-        self.on_this_host(self.world_size).max(1)
+        self.ranks_on_host(self.world_size).max(1)
     }
 
     fn local_rank(&self) -> usize {
-        self.on_this_host(self.rank)
+        self.ranks_on_host(self.rank)
     }
 }

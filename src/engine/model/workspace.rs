@@ -426,7 +426,7 @@ impl Workspace {
     }
 
     /// Gives `unit` buffers of another compute type; those of others stay as they are.
-    pub fn retype(&mut self, spec: &ModelSpec, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
+    pub fn change_dtype(&mut self, spec: &ModelSpec, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
         let device = self.stream[0].device().clone();
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, &device);
         let tokens = self.batch * self.seq_len;

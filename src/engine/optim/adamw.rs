@@ -1,7 +1,7 @@
 //! AdamW over FP32 masters: the update of the mixed-precision recipe. Or, to save memory, with moments of 8 bits, and over BF16
 //! weights that are rounded stochastically.
 
-use super::blockwise::{BLOCK, Blockwise, SMALLEST};
+use super::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS};
 use crate::engine::collective::{ProcessGroup, Shards};
 use crate::engine::kernels::adamw::AdamWStep;
 use crate::engine::kernels::survey::PART;
@@ -54,7 +54,7 @@ pub struct AdamWConfig {
 
 impl AdamWConfig {
     /// The decay of this parameter.
-    pub(crate) fn decay_of(&self, entry: &ParamSpec) -> f32 {
+    pub(crate) fn weight_decay_for(&self, entry: &ParamSpec) -> f32 {
         if entry.decay { self.weight_decay as f32 } else { 0.0 }
     }
 }
@@ -69,16 +69,16 @@ pub struct AdamW {
     /// Second moments in FP32.
     pub exp_avg_sq: Parameters,
     /// Both moments of the other parameters.
-    quantised: Vec<Quantised>,
-    /// The places of each parameter's moments, in order.
-    places: Vec<Place>,
+    quantized: Vec<QuantizedMoments>,
+    /// The storage of each parameter's moments, in order.
+    storage: Vec<MomentStorage>,
     /// FP32 values of the current tensor: its moments, and its weight if that is not FP32.
     scratch: [Option<Tensor>; 3],
 }
 
 /// The moments of a parameter in 8 bits.
 #[derive(Debug)]
-pub struct Quantised {
+pub struct QuantizedMoments {
     /// The parameter's name.
     pub name: String,
     /// Elements of the parameter.
@@ -86,24 +86,24 @@ pub struct Quantised {
     /// The elements whose moments this process holds; shards are cut at block boundaries.
     pub range: Range<usize>,
     /// First and second moment.
-    pub moments: [Blockwise; 2],
+    pub moments: [BlockwiseQuantized; 2],
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Place {
-    Exact(usize),
-    Quantised(usize),
+enum MomentStorage {
+    Fp32(usize),
+    Int8(usize),
 }
 
-// Shards are cut where the survey's blocks are, so a process never has a part of a block.
-const _: () = assert!(PART.is_multiple_of(BLOCK));
+// Shards are cut at the blocks of the gradient statistics, so a process never has a part of a block.
+const _: () = assert!(PART.is_multiple_of(BLOCK_SIZE));
 
 impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
     pub fn new(config: impl Into<OptimizerConfig>, masters: &Parameters) -> Result<Self> {
         let OptimizerConfig { adamw, kind, seed } = config.into();
         let elements = |entry: &ParamSpec| entry.shape.iter().product::<usize>();
-        let narrow = |entry: &&ParamSpec| kind == OptimizerKind::AdamW8bit && elements(entry) >= SMALLEST;
+        let narrow = |entry: &&ParamSpec| kind == OptimizerKind::AdamW8bit && elements(entry) >= MIN_QUANTIZED_ELEMENTS;
         let layout = masters.layout();
         let exact: Vec<usize> = (0..layout.len()).filter(|index| !narrow(&&layout[*index])).collect();
         let moments = || match kind {
@@ -112,17 +112,21 @@ impl AdamW {
         };
         let zeros = |(index, entry): (usize, &ParamSpec)| {
             let range = masters.range(index);
-            let moments = [true, false].map(|signed| Blockwise::zeros(range.len(), signed));
-            Quantised { name: entry.name.clone(), elements: elements(entry), range, moments }
+            let moments = [true, false].map(|signed| BlockwiseQuantized::zeros(range.len(), signed));
+            QuantizedMoments { name: entry.name.clone(), elements: elements(entry), range, moments }
         };
-        let quantised = layout.iter().enumerate().filter(|(_, entry)| narrow(entry));
-        let quantised: Vec<Quantised> = quantised.map(zeros).collect();
+        let quantized = layout.iter().enumerate().filter(|(_, entry)| narrow(entry));
+        let quantized: Vec<QuantizedMoments> = quantized.map(zeros).collect();
         let (mut exact, mut narrowed) = (0.., 0..);
         let place = |entry: &ParamSpec| {
-            if narrow(&entry) { narrowed.next().map(Place::Quantised) } else { exact.next().map(Place::Exact) }
+            if narrow(&entry) {
+                narrowed.next().map(MomentStorage::Int8)
+            } else {
+                exact.next().map(MomentStorage::Fp32)
+            }
         };
-        let places = layout.iter().filter_map(place).collect();
-        let largest = quantised.iter().map(|tensor| tensor.moments[0].len()).max();
+        let storage = layout.iter().filter_map(place).collect();
+        let largest = quantized.iter().map(|tensor| tensor.moments[0].len()).max();
         let widest = masters.tensors().iter().filter(|master| master.dtype() != DType::F32);
         let widest = widest.map(Tensor::elem_count).max();
         let scratch = |elements: Option<usize>| {
@@ -133,8 +137,8 @@ impl AdamW {
             seed,
             exp_avg: moments()?,
             exp_avg_sq: moments()?,
-            quantised,
-            places,
+            quantized,
+            storage,
             scratch: [scratch(largest)?, scratch(largest)?, scratch(widest)?],
         })
     }
@@ -145,13 +149,13 @@ impl AdamW {
     }
 
     /// The moments in 8 bits.
-    pub fn quantised(&self) -> &[Quantised] {
-        &self.quantised
+    pub fn quantized_moments(&self) -> &[QuantizedMoments] {
+        &self.quantized
     }
 
     /// The moments in 8 bits, to be restored.
-    pub fn quantised_mut(&mut self) -> &mut [Quantised] {
-        &mut self.quantised
+    pub fn quantized_moments_mut(&mut self) -> &mut [QuantizedMoments] {
+        &mut self.quantized
     }
 
     /// Bytes that [`AdamW::new`] allocates for parameters with these element counts.
@@ -159,9 +163,9 @@ impl AdamW {
         let (mut bytes, mut largest, mut widest) = (0, 0, 0);
         for elements in tensors {
             widest = widest.max(elements);
-            if kind == OptimizerKind::AdamW8bit && elements >= SMALLEST as u64 {
+            if kind == OptimizerKind::AdamW8bit && elements >= MIN_QUANTIZED_ELEMENTS as u64 {
                 largest = largest.max(elements);
-                bytes += 2 * Blockwise::bytes(elements);
+                bytes += 2 * BlockwiseQuantized::bytes(elements);
             } else {
                 bytes += 2 * elements * Dtype::F32.size_in_bytes() as u64;
             }
@@ -180,13 +184,13 @@ impl AdamW {
         weights: &Parameters,
     ) -> Result<()> {
         let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
-        let Self { config, seed, exp_avg, exp_avg_sq, quantised, places, scratch } = self;
-        for (i, (entry, place)) in grads.layout().iter().zip(places).enumerate() {
+        let Self { config, seed, exp_avg, exp_avg_sq, quantized, storage, scratch } = self;
+        for (i, (entry, place)) in grads.layout().iter().zip(storage).enumerate() {
             let step = AdamWStep {
                 lr: lr as f32,
                 betas: config.betas,
                 eps: config.eps as f32,
-                weight_decay: config.decay_of(entry),
+                weight_decay: config.weight_decay_for(entry),
                 bias_corrections: config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),
                 grad_factor,
             };
@@ -206,12 +210,12 @@ impl AdamW {
                 op::AdamW { step, grad: &grads[i], master: &updated, exp_avg, exp_avg_sq, weight }.run(kernels)
             };
             match *place {
-                Place::Exact(at) => {
+                MomentStorage::Fp32(at) => {
                     update(&exp_avg[at], &exp_avg_sq[at])?;
                 }
-                Place::Quantised(at) => {
+                MomentStorage::Int8(at) => {
                     let values = [widened(0)?, widened(1)?];
-                    let moments = &mut quantised[at].moments;
+                    let moments = &mut quantized[at].moments;
                     for (moment, values) in moments.iter().zip(&values) {
                         moment.load(values)?;
                     }
@@ -272,7 +276,7 @@ impl MasterWeights {
 
     /// Like [`Self::new`], but keeps only the shard of this process in `group`. `fill` writes FP32 values. If there are several
     /// processes, it receives one of `entries` at a time, so no process ever has all masters.
-    pub fn filled(
+    pub fn from_shard_fn(
         entries: &[ParamSpec],
         policy: PrecisionPolicy,
         device: &Device,
@@ -315,7 +319,7 @@ impl MasterWeights {
 
     /// The tensors that updates are rounded into: the working copy, or the shard of process `rank`. A shard is on the CPU, so for
     /// weights on a GPU it is zeros, which the masters then overwrite.
-    pub fn counterpart(&self, weights: &Parameters, rank: usize) -> Result<Parameters> {
+    pub fn compute_copy_of_shard(&self, weights: &Parameters, rank: usize) -> Result<Parameters> {
         let Some(shards) = self.parameters.shards() else { return Ok(weights.clone()) };
         let part = weights.shard(shards, rank)?;
         if weights.device().is_cpu() { Ok(part) } else { part.zeros_on_host() }
@@ -347,7 +351,13 @@ impl MasterWeights {
 
     /// Replaces the working copy of pack `index` in `weights` by one with a different dtype; in FP32 it is the master
     /// itself.
-    pub fn retype(&self, index: usize, compute: DType, weights: &mut Parameters, kernels: &dyn Kernels) -> Result<()> {
+    pub fn change_dtype(
+        &self,
+        index: usize,
+        compute: DType,
+        weights: &mut Parameters,
+        kernels: &dyn Kernels,
+    ) -> Result<()> {
         if self.parameters.shards().is_some() {
             // The values come when all processes have rounded theirs.
             let pack = weights.fused_at(index);

@@ -11,13 +11,13 @@ use std::ops::Range;
 use std::sync::LazyLock;
 
 /// Elements that share a magnitude.
-pub(super) const BLOCK: usize = 256;
+pub(super) const BLOCK_SIZE: usize = 256;
 /// Tensors with fewer elements stay FP32.
-pub(super) const SMALLEST: usize = 4096;
+pub(super) const MIN_QUANTIZED_ELEMENTS: usize = 4096;
 
 /// A moment of one tensor, on the host.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Blockwise {
+pub struct BlockwiseQuantized {
     codes: Vec<u8>,
     /// The largest magnitude of each block.
     absmax: Vec<f32>,
@@ -59,12 +59,12 @@ fn nearest(map: &[f32; 256], x: f32) -> u8 {
     at as u8
 }
 
-impl Blockwise {
+impl BlockwiseQuantized {
     /// Zeros.
     pub fn zeros(elements: usize, signed: bool) -> Self {
         let map: &[f32; 256] = if signed { &SIGNED } else { &UNSIGNED };
         let zero = nearest(map, 0.0);
-        Self { codes: vec![zero; elements], absmax: vec![0.0; elements.div_ceil(BLOCK)], signed }
+        Self { codes: vec![zero; elements], absmax: vec![0.0; elements.div_ceil(BLOCK_SIZE)], signed }
     }
 
     fn map(&self) -> &'static [f32; 256] {
@@ -83,19 +83,19 @@ impl Blockwise {
 
     /// The blocks of `elements`, which start at a block or are empty.
     pub fn blocks(elements: &Range<usize>) -> Range<usize> {
-        elements.start.div_ceil(BLOCK)..elements.end.div_ceil(BLOCK)
+        elements.start.div_ceil(BLOCK_SIZE)..elements.end.div_ceil(BLOCK_SIZE)
     }
 
     /// Bytes of `elements` elements.
     pub fn bytes(elements: u64) -> u64 {
-        elements + elements.div_ceil(BLOCK as u64) * 4
+        elements + elements.div_ceil(BLOCK_SIZE as u64) * 4
     }
 
     /// Writes the values into the FP32 tensor `out`.
     pub fn load(&self, out: &Tensor) -> Result<()> {
         let map = self.map();
         view::write_f32(out, |out| {
-            let blocks = out.par_chunks_mut(BLOCK).zip(self.codes.par_chunks(BLOCK)).zip(&self.absmax);
+            let blocks = out.par_chunks_mut(BLOCK_SIZE).zip(self.codes.par_chunks(BLOCK_SIZE)).zip(&self.absmax);
             blocks.with_min_len(64).for_each(|((out, codes), absmax)| {
                 for (out, code) in out.iter_mut().zip(codes) {
                     *out = map[usize::from(*code)] * absmax;
@@ -109,7 +109,11 @@ impl Blockwise {
         let (map, signed) = (self.map(), self.signed);
         let from = host(from)?;
         let from = read(&from)?;
-        let blocks = self.codes.par_chunks_mut(BLOCK).zip(&mut self.absmax).zip(from.typed::<f32>()?.par_chunks(BLOCK));
+        let blocks = self
+            .codes
+            .par_chunks_mut(BLOCK_SIZE)
+            .zip(&mut self.absmax)
+            .zip(from.typed::<f32>()?.par_chunks(BLOCK_SIZE));
         blocks.with_min_len(64).for_each(|((codes, absmax), values)| {
             *absmax = values.iter().fold(0.0, |most, value| value.abs().max(most));
             let inverse = if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 };
@@ -170,11 +174,11 @@ mod tests {
 
     #[test]
     fn an_empty_part_has_no_blocks() {
-        for len in [0, 1, BLOCK - 1, BLOCK, 3078] {
-            assert!(Blockwise::blocks(&(len..len)).is_empty(), "{len}");
-            assert_eq!(Blockwise::blocks(&(0..len)), 0..Blockwise::zeros(len, true).stored().1.len());
+        for len in [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, 3078] {
+            assert!(BlockwiseQuantized::blocks(&(len..len)).is_empty(), "{len}");
+            assert_eq!(BlockwiseQuantized::blocks(&(0..len)), 0..BlockwiseQuantized::zeros(len, true).stored().1.len());
         }
-        assert_eq!(Blockwise::blocks(&(512..3078)), 2..13);
+        assert_eq!(BlockwiseQuantized::blocks(&(512..3078)), 2..13);
     }
 
     #[test]
@@ -184,12 +188,12 @@ mod tests {
         for signed in [true, false] {
             let values: Vec<f32> = values.iter().map(|x| if signed { *x } else { x.abs() }).collect();
             let tensor = Tensor::from_vec(values.clone(), 1000, &candle_core::Device::Cpu).unwrap();
-            let mut moment = Blockwise::zeros(1000, signed);
+            let mut moment = BlockwiseQuantized::zeros(1000, signed);
             moment.store(&tensor).unwrap();
             let out = tensor.zeros_like().unwrap();
             moment.load(&out).unwrap();
             let read = out.to_vec1::<f32>().unwrap();
-            for (block, found) in values.chunks(BLOCK).zip(read.chunks(BLOCK)) {
+            for (block, found) in values.chunks(BLOCK_SIZE).zip(read.chunks(BLOCK_SIZE)) {
                 let most = block.iter().fold(0.0f32, |most, x| most.max(x.abs()));
                 for (x, y) in block.iter().zip(found) {
                     // Half the distance of the map's neighbours in the highest decade.
@@ -198,13 +202,13 @@ mod tests {
             }
             // The signed map has no -1, so that a block whose largest value is negative shrinks.
             if !signed {
-                let mut again = Blockwise::zeros(1000, signed);
+                let mut again = BlockwiseQuantized::zeros(1000, signed);
                 again.store(&out).unwrap();
                 assert_eq!(again.codes, moment.codes, "what has been rounded stays as it is");
                 assert!(values.iter().zip(&read).all(|(x, y)| (*x > 0.0) == (*y > 0.0)), "no second moment becomes 0");
             }
             let (codes, absmax) = moment.stored();
-            let mut restored = Blockwise::zeros(1000, signed);
+            let mut restored = BlockwiseQuantized::zeros(1000, signed);
             assert!(restored.restore(codes, absmax.to_vec()));
             assert_eq!(restored, moment);
         }

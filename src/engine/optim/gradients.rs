@@ -6,7 +6,7 @@ use crate::engine::collective::{ProcessGroup, Shards};
 use crate::engine::kernels::survey::TensorSurvey;
 use crate::engine::kernels::{Kernels, op, view};
 use crate::engine::model::{Parameters, candle_dtype};
-use crate::engine::optim::tree::{Nodes, Placed, share};
+use crate::engine::optim::tree::{Merge, ReductionTree, local_range};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
@@ -23,7 +23,7 @@ pub struct Gradients {
     grads: Parameters,
     /// FP32, one for each node that can be open at a time; none where a step has one micro-batch.
     sums: Vec<Parameters>,
-    nodes: Nodes,
+    nodes: ReductionTree,
     /// Whether a step may have several micro-batches, so that its sum is FP32.
     accumulates: bool,
     rank: usize,
@@ -37,19 +37,19 @@ pub struct Gradients {
 
 /// Statistics of the gradients of a step, without unscaling.
 #[derive(Clone, Debug, Default)]
-pub struct Survey {
+pub struct GradientStats {
     /// One entry per parameter, in order.
     pub tensors: Vec<TensorSurvey>,
     /// All of them together.
     pub total: TensorSurvey,
-    /// The largest finite magnitude among those of the policy's type: what the loss scale has to leave room for.
-    pub largest: f32,
+    /// The largest finite magnitude of gradients in the policy's type, which the loss scale must keep finite.
+    pub amax: f32,
 }
 
 /// Number of FP32 sums that a process needs for its share of a step of `micro_batches` micro-batches.
-fn sums(micro_batches: usize, rank: usize, world_size: usize) -> usize {
-    let share = share(rank, world_size, micro_batches);
-    if share.len() > 1 { Nodes::most_open(share, micro_batches) } else { 0 }
+fn live_sums(micro_batches: usize, rank: usize, world_size: usize) -> usize {
+    let share = local_range(rank, world_size, micro_batches);
+    if share.len() > 1 { ReductionTree::max_live_sums(share, micro_batches) } else { 0 }
 }
 
 impl Gradients {
@@ -63,9 +63,9 @@ impl Gradients {
     ) -> Result<Self> {
         let (rank, world_size) = (group.rank(), group.world_size());
         let grads = like.zeros_like(candle_dtype(policy.grads))?;
-        let count = sums(grad_accum, rank, world_size);
+        let count = live_sums(grad_accum, rank, world_size);
         let sums = (0..count).map(|_| grads.zeros_like(DType::F32)).collect::<Result<_>>()?;
-        let (accumulates, nodes) = (grad_accum > 1, Nodes::default());
+        let (accumulates, nodes) = (grad_accum > 1, ReductionTree::default());
         let mut new = Self { grads, sums, nodes, accumulates, rank, world_size, shard: None, largest: None, policy };
         if world_size > 1 {
             let lengths = new.grads.tensors().iter().map(Tensor::elem_count);
@@ -86,12 +86,12 @@ impl Gradients {
         let size = Dtype::F32.size_in_bytes();
         let total = if grad_accum > 1 { size } else { policy.grads.size_in_bytes() } as u64;
         let total = if world_size > 1 { (parameters * total).div_ceil(world_size as u64) } else { 0 };
-        let sums = (0..world_size).map(|rank| sums(grad_accum, rank, world_size)).max().unwrap_or(0);
+        let sums = (0..world_size).map(|rank| live_sums(grad_accum, rank, world_size)).max().unwrap_or(0);
         (parameters * (policy.grads.size_in_bytes() + sums * size) as u64, total)
     }
 
     /// Gives the gradient of pack `index` the type it has where its layer computes in `compute`.
-    pub fn retype(&mut self, index: usize, compute: Dtype) -> Result<()> {
+    pub fn change_dtype(&mut self, index: usize, compute: Dtype) -> Result<()> {
         let dtype = candle_dtype(self.policy.with_compute(compute).grads);
         let grad = self.grads.fused_at(index);
         let retyped = view::zeros(grad.dims(), dtype, grad.device())?;
@@ -102,36 +102,36 @@ impl Gradients {
         Ok(())
     }
 
-    /// Starts a step of `micro_batches` micro-batches, and returns the share of this process.
-    pub fn begin(&mut self, micro_batches: usize) -> Result<Range<usize>> {
-        let share = self.share(micro_batches);
+    /// Starts a step of `micro_batches` micro-batches, and returns the range that this process computes.
+    pub fn begin_accumulation(&mut self, micro_batches: usize) -> Result<Range<usize>> {
+        let share = self.local_micro_batches(micro_batches);
         self.nodes.begin(share.clone(), micro_batches);
         self.largest = None;
-        while self.sums.len() < sums(micro_batches, self.rank, self.world_size) {
+        while self.sums.len() < live_sums(micro_batches, self.rank, self.world_size) {
             self.sums.push(self.grads.zeros_like(DType::F32)?);
         }
         Ok(share)
     }
 
-    /// The share of this process in a step of `micro_batches` micro-batches.
-    pub fn share(&self, micro_batches: usize) -> Range<usize> {
-        share(self.rank, self.world_size, micro_batches)
+    /// The micro-batches that this process computes in a step of `micro_batches`.
+    pub fn local_micro_batches(&self, micro_batches: usize) -> Range<usize> {
+        local_range(self.rank, self.world_size, micro_batches)
     }
 
-    /// Whether this process's part of the sum is one micro-batch's gradients, as the backward pass wrote them.
+    /// Whether this process's part of the sum is the gradient of a single micro-batch.
     fn is_leaf(&self) -> bool {
         if self.shard.is_some() { self.nodes.share().len() <= 1 } else { !self.accumulates }
     }
 
-    /// Where a backward pass writes: the gradients of one micro-batch.
-    pub fn micro_batch(&self) -> &Parameters {
+    /// The gradients of one micro-batch, as a backward pass writes them.
+    pub fn micro_batch_grads(&self) -> &Parameters {
         &self.grads
     }
 
-    /// Adds the gradients of a backward pass to the step's sum. With `measure`, [`Survey::largest`] covers the
+    /// Adds the gradients of a backward pass to the step's sum. With `measure`, [`GradientStats::amax`] covers the
     /// micro-batches' gradients: their FP32 sum does not show the room that each had in its own type.
     pub fn accumulate(&mut self, kernels: &dyn Kernels, measure: bool) -> Result<()> {
-        let Placed { at, adds, merges } = self.nodes.push();
+        let Merge { at, adds, merges } = self.nodes.push();
         if measure && self.accumulates {
             let policy = candle_dtype(self.policy.grads);
             for grad in self.grads.tensors().iter().filter(|grad| grad.dtype() == policy) {
@@ -161,10 +161,10 @@ impl Gradients {
         self.shard.as_ref().or(self.sums.first()).unwrap_or(&self.grads)
     }
 
-    /// The variance of the elements of each unit's gradient, scaled as they are, given the look at them.
+    /// The variance of the elements of each unit's scaled gradient, computed from `stats`.
     pub fn variances(
         &self,
-        survey: &Survey,
+        stats: &GradientStats,
         kernels: &dyn Kernels,
         group: &dyn ProcessGroup,
     ) -> crate::Result<BTreeMap<PrecisionUnit, f64>> {
@@ -174,9 +174,9 @@ impl Gradients {
             self.total().tensors().par_iter().map(|grad| kernels.sum(grad)).collect::<Result<Vec<f64>>>()?
         };
         let mut units: BTreeMap<PrecisionUnit, [f64; 3]> = BTreeMap::new();
-        for ((entry, looked), sum) in self.grads.layout().iter().zip(&survey.tensors).zip(sums) {
+        for ((entry, summary), sum) in self.grads.layout().iter().zip(&stats.tensors).zip(sums) {
             let of_unit = units.entry(entry.layer.unit()).or_default();
-            for (total, term) in of_unit.iter_mut().zip([looked.stats.count as f64, sum, looked.stats.sum_squares]) {
+            for (total, term) in of_unit.iter_mut().zip([summary.stats.count as f64, sum, summary.stats.sum_squares]) {
                 *total += term;
             }
         }
@@ -184,37 +184,37 @@ impl Gradients {
         Ok(units.into_iter().map(|(unit, sums)| (unit, variance(sums))).collect())
     }
 
-    /// Looks at every gradient in one pass; with `exponents` it also counts them by binade.
-    pub fn survey(
+    /// Computes the statistics of every gradient in one pass; with `exponents`, also a histogram of exponents.
+    pub fn compute_stats(
         &self,
         exponents: bool,
-        survey: &mut Survey,
+        stats: &mut GradientStats,
         kernels: &dyn Kernels,
         group: &dyn ProcessGroup,
     ) -> crate::Result<()> {
         let mut largest = self.largest;
         if self.shard.is_some() {
-            largest = self.reduce_stats(exponents, survey, group)?;
+            largest = self.reduce_stats(exponents, stats, group)?;
         } else {
-            self.local_stats(exponents, survey, kernels)?;
+            self.local_stats(exponents, stats, kernels)?;
         }
-        survey.total = TensorSurvey::default();
-        survey.largest = 0.0;
+        stats.total = TensorSurvey::default();
+        stats.amax = 0.0;
         let policy = candle_dtype(self.policy.grads);
-        for (tensor, grad) in survey.tensors.iter().zip(self.grads.tensors()) {
-            survey.total.merge(tensor);
+        for (tensor, grad) in stats.tensors.iter().zip(self.grads.tensors()) {
+            stats.total.merge(tensor);
             if grad.dtype() == policy {
-                survey.largest = survey.largest.max(tensor.stats.max_abs);
+                stats.amax = stats.amax.max(tensor.stats.max_abs);
             }
         }
-        survey.largest = largest.unwrap_or(survey.largest);
+        stats.amax = largest.unwrap_or(stats.amax);
         Ok(())
     }
 
-    fn local_stats(&self, exponents: bool, survey: &mut Survey, kernels: &dyn Kernels) -> Result<()> {
+    fn local_stats(&self, exponents: bool, stats: &mut GradientStats, kernels: &dyn Kernels) -> Result<()> {
         let grads = self.total().tensors().iter().zip(self.grads.tensors());
         let tensors: Vec<_> = grads.map(|(total, grad)| (total, view::float_format(grad.dtype()))).collect();
-        survey.tensors.resize(tensors.len(), TensorSurvey::default());
-        op::Survey { tensors: &tensors, exponents, out: &mut survey.tensors }.run(kernels)
+        stats.tensors.resize(tensors.len(), TensorSurvey::default());
+        op::Survey { tensors: &tensors, exponents, out: &mut stats.tensors }.run(kernels)
     }
 }

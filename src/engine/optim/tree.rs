@@ -7,40 +7,40 @@
 use std::ops::Range;
 
 /// Where a node of two or more micro-batches is cut in two.
-pub(crate) fn cut(node: &Range<usize>) -> usize {
+pub(crate) fn split(node: &Range<usize>) -> usize {
     node.start + node.len().next_power_of_two() / 2
 }
 
-/// Whether `left` and `right` are the children of one node in the tree over `of` micro-batches.
-fn are_siblings(of: usize, left: &Range<usize>, right: &Range<usize>) -> bool {
+/// Whether `left` and `right` are the children of one node in the tree over `leaves` micro-batches.
+fn are_siblings(leaves: usize, left: &Range<usize>, right: &Range<usize>) -> bool {
     let parent = left.start..right.end;
-    let mut node = 0..of;
+    let mut node = 0..leaves;
     while node != parent {
         if node.len() < 2 {
             return false;
         }
-        let cut = cut(&node);
+        let cut = split(&node);
         match () {
             () if parent.end <= cut => node.end = cut,
             () if parent.start >= cut => node.start = cut,
             () => return false,
         }
     }
-    left.end == right.start && parent.len() > 1 && cut(&parent) == left.end
+    left.end == right.start && parent.len() > 1 && split(&parent) == left.end
 }
 
 /// The nodes that a process has summed so far, left to right.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Nodes {
-    of: usize,
+pub(crate) struct ReductionTree {
+    leaves: usize,
     share: Range<usize>,
     next: usize,
     open: Vec<Range<usize>>,
 }
 
-/// The target of the next leaf.
+/// The destination of the next leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Placed {
+pub(crate) struct Merge {
     /// The index of its sum, counted from the left.
     pub(crate) at: usize,
     /// Whether it is added to the sum or begins a node.
@@ -49,56 +49,56 @@ pub(crate) struct Placed {
     pub(crate) merges: usize,
 }
 
-impl Nodes {
-    /// For the micro-batches `share` of a step of `of`.
-    pub(crate) fn begin(&mut self, share: Range<usize>, of: usize) {
+impl ReductionTree {
+    /// Starts a step of `leaves` micro-batches. This process sums `share`.
+    pub(crate) fn begin(&mut self, share: Range<usize>, leaves: usize) {
         self.open.clear();
-        (self.next, self.share, self.of) = (share.start, share, of);
+        (self.next, self.share, self.leaves) = (share.start, share, leaves);
     }
 
     /// The micro-batches of the step.
-    pub(crate) fn of(&self) -> usize {
-        self.of
+    pub(crate) fn leaves(&self) -> usize {
+        self.leaves
     }
 
-    /// The nodes that are summed here.
+    /// The micro-batches that this process sums.
     pub(crate) fn share(&self) -> Range<usize> {
         self.share.clone()
     }
 
-    /// Takes in the next micro-batch.
-    pub(crate) fn push(&mut self) -> Placed {
+    /// Adds the next micro-batch.
+    pub(crate) fn push(&mut self) -> Merge {
         let leaf = self.next..self.next + 1;
         self.next += 1;
-        let adds = self.open.last().is_some_and(|last| are_siblings(self.of, last, &leaf));
+        let adds = self.open.last().is_some_and(|last| are_siblings(self.leaves, last, &leaf));
         match self.open.last_mut() {
             Some(last) if adds => last.end = leaf.end,
             _ => self.open.push(leaf),
         }
         let (at, mut merges) = (self.open.len() - 1, 0);
         while let [.., left, right] = self.open.as_mut_slice()
-            && are_siblings(self.of, left, right)
+            && are_siblings(self.leaves, left, right)
         {
             left.end = right.end;
             self.open.pop();
             merges += 1;
         }
-        Placed { at, adds, merges }
+        Merge { at, adds, merges }
     }
 
-    /// The nodes left when a share has been summed, left to right.
-    pub(crate) fn of_share(share: Range<usize>, of: usize) -> Vec<Range<usize>> {
-        Self::summed(share, of).0
+    /// The nodes that remain after `share` was summed, left to right.
+    pub(crate) fn nodes_of_range(share: Range<usize>, leaves: usize) -> Vec<Range<usize>> {
+        Self::summed(share, leaves).0
     }
 
-    /// The most sums that are open at a time.
-    pub(crate) fn most_open(share: Range<usize>, of: usize) -> usize {
-        Self::summed(share, of).1
+    /// The maximum number of sums in memory.
+    pub(crate) fn max_live_sums(share: Range<usize>, leaves: usize) -> usize {
+        Self::summed(share, leaves).1
     }
 
-    fn summed(share: Range<usize>, of: usize) -> (Vec<Range<usize>>, usize) {
+    fn summed(share: Range<usize>, leaves: usize) -> (Vec<Range<usize>>, usize) {
         let (mut nodes, mut most) = (Self::default(), 0);
-        nodes.begin(share.clone(), of);
+        nodes.begin(share.clone(), leaves);
         for _ in share {
             most = most.max(nodes.push().at + 1);
         }
@@ -106,10 +106,9 @@ impl Nodes {
     }
 }
 
-/// The micro-batches of process `rank` among `world`, of a step of `of`: as even as can be, without gaps. Process 0
-/// always has the first.
-pub(crate) fn share(rank: usize, world: usize, of: usize) -> Range<usize> {
-    (rank * of).div_ceil(world)..((rank + 1) * of).div_ceil(world)
+/// The micro-batches of process `rank` in a step of `leaves`, distributed evenly. Rank 0 always has the first.
+pub(crate) fn local_range(rank: usize, world_size: usize, leaves: usize) -> Range<usize> {
+    (rank * leaves).div_ceil(world_size)..((rank + 1) * leaves).div_ceil(world_size)
 }
 
 #[cfg(test)]
@@ -121,7 +120,7 @@ mod tests {
         if node.len() == 1 {
             return node.start.to_string();
         }
-        let cut = cut(&node);
+        let cut = split(&node);
         format!("({}+{})", text(node.start..cut), text(cut..node.end))
     }
 
@@ -133,9 +132,9 @@ mod tests {
     }
 
     /// Sums a share like the engine, as text, and returns the nodes by their ranges.
-    fn by_share(share: Range<usize>, of: usize) -> Vec<String> {
-        let (mut nodes, mut sums) = (Nodes::default(), Vec::<String>::new());
-        nodes.begin(share.clone(), of);
+    fn by_share(share: Range<usize>, leaves: usize) -> Vec<String> {
+        let (mut nodes, mut sums) = (ReductionTree::default(), Vec::<String>::new());
+        nodes.begin(share.clone(), leaves);
         for leaf in share {
             let placed = nodes.push();
             if placed.adds {
@@ -156,28 +155,28 @@ mod tests {
 
     #[test]
     fn every_share_sums_nodes_of_the_tree_and_nothing_else() {
-        for of in 1..=33 {
-            assert_eq!(by_share(0..of, of), [text(0..of)]);
-            for world in 1..=9 {
+        for leaves in 1..=33 {
+            assert_eq!(by_share(0..leaves, leaves), [text(0..leaves)]);
+            for world_size in 1..=9 {
                 let mut covered = 0;
-                for rank in 0..world {
-                    let share = share(rank, world, of);
-                    let nodes = Nodes::of_share(share.clone(), of);
-                    assert_eq!(by_share(share, of), nodes.iter().cloned().map(text).collect::<Vec<_>>());
+                for rank in 0..world_size {
+                    let share = local_range(rank, world_size, leaves);
+                    let nodes = ReductionTree::nodes_of_range(share.clone(), leaves);
+                    assert_eq!(by_share(share, leaves), nodes.iter().cloned().map(text).collect::<Vec<_>>());
                     for node in nodes {
                         assert_eq!(node.start, covered);
                         covered = node.end;
                     }
                 }
-                assert_eq!(covered, of, "{world} processes");
+                assert_eq!(covered, leaves, "{world_size} processes");
             }
         }
     }
 
     #[test]
     fn sums_take_the_logarithm_of_their_number_in_memory() {
-        for of in 2..=64usize {
-            assert_eq!(Nodes::most_open(0..of, of) as u32, of.ilog2(), "{of}");
+        for leaves in 2..=64usize {
+            assert_eq!(ReductionTree::max_live_sums(0..leaves, leaves) as u32, leaves.ilog2(), "{leaves}");
         }
     }
 }

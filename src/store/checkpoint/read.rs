@@ -12,7 +12,7 @@ use super::state::State;
 use crate::digest::{Digest, read_at_most};
 use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, Parameters};
-use crate::engine::optim::{Blockwise, Quantised};
+use crate::engine::optim::{BlockwiseQuantized, QuantizedMoments};
 use crate::store::adapter::{ADAPTER_WEIGHTS, AdapterFolder};
 use crate::store::folder::check_depth;
 use crate::store::tensor_file::{Dtype, TensorFile};
@@ -200,15 +200,15 @@ impl Checkpoint {
     }
 
     /// Reads the moments in 8 bits, or the part of them that each entry has.
-    pub fn read_quantised(&self, into: &mut [Quantised]) -> Result<()> {
-        for Quantised { name, elements, range, moments } in into {
+    pub fn read_quantised(&self, into: &mut [QuantizedMoments]) -> Result<()> {
+        for QuantizedMoments { name, elements, range, moments } in into {
             for (kind, moment) in MOMENTS.iter().zip(moments) {
                 let codes = self.optimizer.require(&format!("{kind}.{name}"))?;
                 let absmax = self.optimizer.require(&format!("{kind}.{name}.absmax"))?.to_f32()?;
                 let whole = codes.dtype == Dtype::U8
                     && codes.bytes.len() == *elements
-                    && absmax.len() == Blockwise::blocks(&(0..*elements)).len();
-                let absmax = absmax.get(Blockwise::blocks(range)).filter(|_| whole);
+                    && absmax.len() == BlockwiseQuantized::blocks(&(0..*elements)).len();
+                let absmax = absmax.get(BlockwiseQuantized::blocks(range)).filter(|_| whole);
                 if !absmax.is_some_and(|absmax| moment.restore(&codes.bytes[range.clone()], absmax.to_vec())) {
                     return Err(codes.error("it does not hold the moments of this parameter in 8 bits"));
                 }

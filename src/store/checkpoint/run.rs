@@ -226,8 +226,9 @@ impl Drop for Run {
 /// Locks the folder. The operating system releases the lock when the process ends in any way.
 fn lock(run: &Path) -> Result<File> {
     let path = run.join(LOCK);
-    let mut file = untrusted::open_own(&path, OpenOptions::new().read(true).write(true).create(true).truncate(false))
-        .map_err(Error::io("open", &path))?;
+    let mut file =
+        untrusted::open_run_file(&path, OpenOptions::new().read(true).write(true).create(true).truncate(false))
+            .map_err(Error::io("open", &path))?;
     let began = Instant::now();
     let locked = loop {
         match file.try_lock() {

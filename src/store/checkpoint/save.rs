@@ -14,7 +14,7 @@ use super::manifest::{
 use super::state::State;
 use crate::digest::Digest;
 use crate::engine::model::{ModelSpec, Parameters};
-use crate::engine::optim::{Blockwise, Quantised};
+use crate::engine::optim::{BlockwiseQuantized, QuantizedMoments};
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
 use crate::store::aux_files::AuxFiles;
 use crate::store::tensor_file::{write_header, write_tensors, write_values};
@@ -72,7 +72,7 @@ pub struct Contents<'a> {
     /// Adam's second moments, FP32.
     pub exp_avg_sq: &'a Parameters,
     /// Adam's moments in 8 bits, of the parameters that have no others.
-    pub quantised: &'a [Quantised],
+    pub quantised: &'a [QuantizedMoments],
     /// The source of masters and moments, if they are sharded among several processes.
     pub sharded: Option<&'a dyn ShardedTensors>,
     /// Receives the number of bytes written.
@@ -139,13 +139,14 @@ impl Contents<'_> {
         out: &mut dyn Write,
         path: &Path,
         wide: &[(StateTensor, &str, &Parameters)],
-        quantised: &[Quantised],
+        quantised: &[QuantizedMoments],
     ) -> Result<()> {
         let entries = wide.iter().flat_map(|(_, prefix, parameters)| {
             let tensors = parameters.layout().iter().zip(parameters.tensors());
             tensors.map(move |(it, tensor)| (format!("{prefix}{}", it.name), tensor.dtype(), it.shape.as_slice()))
         });
-        let shape = |tensor: &Quantised| [tensor.elements, Blockwise::blocks(&(0..tensor.elements)).len()];
+        let shape =
+            |tensor: &QuantizedMoments| [tensor.elements, BlockwiseQuantized::blocks(&(0..tensor.elements)).len()];
         let shapes: Vec<[usize; 2]> = quantised.iter().map(shape).collect();
         let narrow = quantised.iter().zip(&shapes).flat_map(|(tensor, shape)| {
             MOMENTS.iter().flat_map(move |kind| {

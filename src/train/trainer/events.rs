@@ -39,9 +39,9 @@ impl Trainer {
             self.progress.retry = Some(cursor);
         }
         self.progress.last_loss = Some(report.loss);
-        let (state, survey) = (&self.engine.state, &self.engine.survey);
+        let (state, grad_stats) = (&self.engine.state, &self.engine.grad_stats);
         let (step, layout) = (state.counters.step, state.weights.layout());
-        let overflow = skipped.then(|| records::overflow(report, step, layout, survey, origin));
+        let overflow = skipped.then(|| records::overflow(report, step, layout, grad_stats, origin));
         let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
         let diverged = diverged.or_else(|| self.check_divergence(report.loss));
         self.record(report, overflow, elapsed);
@@ -58,7 +58,7 @@ impl Trainer {
         self.progress.step_seconds = Some(seconds);
         let tracker = state.scaler.state().growth_tracker;
         let next_lr = engine.schedule.lr(state.counters.updates);
-        let mut record = records::step_record(report, &engine.survey, state.counters, tracker, next_lr, elapsed);
+        let mut record = records::step_record(report, &engine.grad_stats, state.counters, tracker, next_lr, elapsed);
         record.tokens_per_s = report.targets as f64 / seconds;
         record.epoch = self.loader.epochs();
         let process = ProcessStats::now();
@@ -67,7 +67,7 @@ impl Trainer {
         record.cpu_seconds = process.cpu_seconds;
         record.gpu = self.gpu.as_ref().and_then(GpuSampler::newest);
         if overflow.is_some() || state.counters.step.is_multiple_of(self.config.telemetry.tensors_every) {
-            record.tensors = records::tensor_records(state.weights.layout(), &engine.survey);
+            record.tensors = records::tensor_records(state.weights.layout(), &engine.grad_stats);
         }
         self.emitter.emit(Event::Step(Box::new(record)));
         if let Some(overflow) = overflow {

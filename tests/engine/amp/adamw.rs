@@ -92,7 +92,7 @@ fn adamw_refuses_a_state_of_other_variables() {
 fn groups_have_their_own_settings_and_a_variable_has_one_group() {
     let [matrix, bias] = [Var::ones((2, 2), DType::F32, &CPU), Var::ones(2, DType::F32, &CPU)].map(Result::unwrap);
     let params = ParamsAdamW { lr: 0.1, weight_decay: 0.5, ..ParamsAdamW::default() };
-    let mut optimizer = AdamW::decaying_matrices(vec![bias.clone(), matrix.clone()], params.clone()).unwrap();
+    let mut optimizer = AdamW::with_decay_on_matrices(vec![bias.clone(), matrix.clone()], params.clone()).unwrap();
     assert_eq!(optimizer.groups().iter().map(|group| group.weight_decay).collect::<Vec<_>>(), [0.5, 0.0]);
     // Without a gradient's push only the decay moves anything.
     optimizer.step(&store([&matrix, &bias].map(|var| (var, full(0.0, var))))).unwrap();
@@ -121,6 +121,6 @@ fn a_variable_counts_its_own_updates() {
 #[test]
 fn candles_optimizers_refuse_half_precision_variables() {
     let var = Var::zeros(1, DType::BF16, &CPU).unwrap();
-    let error = Tracked::<SGD>::new(vec![var], 0.1).unwrap_err().to_string();
+    let error = WithVars::<SGD>::new(vec![var], 0.1).unwrap_err().to_string();
     assert!(error.contains("keep it in F32") && error.contains("amp::AdamW"), "{error}");
 }

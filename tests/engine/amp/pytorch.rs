@@ -79,8 +79,8 @@ fn train<O: ScaledOptimizer>(case: &mut Case<O>, between: impl Fn(&mut Case<O>, 
 
 #[test]
 fn g3_one_overflow_in_four_batches() {
-    fn candles_adamw(vars: Vec<Var>) -> Tracked<candle_nn::AdamW> {
-        Tracked::new(vars, ParamsAdamW::default()).unwrap()
+    fn candles_adamw(vars: Vec<Var>) -> WithVars<candle_nn::AdamW> {
+        WithVars::new(vars, ParamsAdamW::default()).unwrap()
     }
     run_scaling_case(sgd, [3, 1], |case| train(case, |_, _| {}));
     run_scaling_case(adamw, [3, 1], |case| train(case, |_, _| {}));

@@ -1,14 +1,14 @@
 //! Reduces the gradients of several processes: each process receives its shard of all partial sums, adds them along the tree,
 //! and computes statistics of the result. The statistics are merged in the order of a single process.
 
-use super::{Gradients, Survey};
+use super::{GradientStats, Gradients};
 use crate::engine::collective::{ProcessGroup, Shards, range_bytes};
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
 use crate::engine::kernels::survey::{PART, TensorSurvey, merge_parts, part_sums, parts};
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
-use crate::engine::optim::tree::{Nodes, cut, share};
+use crate::engine::optim::tree::{ReductionTree, local_range, split};
 use crate::precision::{ExponentHistogram, TensorStats};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -18,28 +18,28 @@ use rayon::prelude::*;
 use std::ops::Range;
 
 /// Number of elements of a shard that are exchanged at a time. It limits the memory of the exchange.
-pub(crate) const CHUNK: usize = 1 << 20;
+pub(crate) const CHUNK_ELEMENTS: usize = 1 << 20;
 /// Elements that are summed at a time.
-const WIDTH: usize = 1024;
+const TILE_ELEMENTS: usize = 1024;
 
 /// One step of summing along the tree, on a stack.
 #[derive(Clone, Copy, Debug)]
-enum Op {
+enum ReduceOp {
     Load(usize),
     Add,
 }
 
 /// How the sums of `nodes`, left to right, become that of the tree over `of` micro-batches; and the depth of the stack.
-fn program(nodes: &[Range<usize>], of: usize) -> (Vec<Op>, usize) {
-    fn descend(node: Range<usize>, nodes: &[Range<usize>], ops: &mut Vec<Op>, depth: usize) -> usize {
+fn reduction_plan(nodes: &[Range<usize>], of: usize) -> (Vec<ReduceOp>, usize) {
+    fn descend(node: Range<usize>, nodes: &[Range<usize>], ops: &mut Vec<ReduceOp>, depth: usize) -> usize {
         if let Ok(index) = nodes.binary_search_by_key(&(node.start, node.end), |node| (node.start, node.end)) {
-            ops.push(Op::Load(index));
+            ops.push(ReduceOp::Load(index));
             return depth + 1;
         }
-        let cut = cut(&node);
+        let cut = split(&node);
         let left = descend(node.start..cut, nodes, ops, depth);
         let right = descend(cut..node.end, nodes, ops, depth + 1);
-        ops.push(Op::Add);
+        ops.push(ReduceOp::Add);
         left.max(right)
     }
     let mut ops = Vec::new();
@@ -49,12 +49,12 @@ fn program(nodes: &[Range<usize>], of: usize) -> (Vec<Op>, usize) {
 
 /// Elements of one node as they came.
 #[derive(Clone, Copy)]
-struct Source<'a> {
+struct NodeChunk<'a> {
     bytes: &'a [u8],
     dtype: DType,
 }
 
-impl Source<'_> {
+impl NodeChunk<'_> {
     #[inline]
     fn load(&self, start: usize, out: &mut [f32]) {
         let size = self.dtype.size_in_bytes();
@@ -66,7 +66,7 @@ impl Source<'_> {
             }
             return;
         }
-        let mut copy = [0u16; WIDTH];
+        let mut copy = [0u16; TILE_ELEMENTS];
         let copy = &mut copy[..out.len()];
         bytemuck::cast_slice_mut(copy).copy_from_slice(bytes);
         if self.dtype == DType::F16 {
@@ -78,30 +78,36 @@ impl Source<'_> {
 }
 
 /// Writes the sum of `sources` along `ops` over `len` elements of `out`, starting at `first`.
-fn sum(out: &Tensor, first: usize, len: usize, sources: &[Source<'_>], (ops, depth): &(Vec<Op>, usize)) -> Result<()> {
+fn sum(
+    out: &Tensor,
+    first: usize,
+    len: usize,
+    sources: &[NodeChunk<'_>],
+    (ops, depth): &(Vec<ReduceOp>, usize),
+) -> Result<()> {
     Ok(view::write(out, |out| {
         let (_, out) = out.split_at(first);
         let (out, _) = out.split_at(len);
         for_each_part(
             Rows { view: out, width: 1 },
             len,
-            16 * WIDTH,
+            16 * TILE_ELEMENTS,
             #[inline(always)]
             |first, len, mut out| {
-                for start in (0..len).step_by(WIDTH) {
-                    let width = WIDTH.min(len - start);
-                    with_scratch(depth * WIDTH, |stack| {
+                for start in (0..len).step_by(TILE_ELEMENTS) {
+                    let width = TILE_ELEMENTS.min(len - start);
+                    with_scratch(depth * TILE_ELEMENTS, |stack| {
                         let mut top = 0;
                         for op in ops {
                             match op {
-                                Op::Load(index) => {
+                                ReduceOp::Load(index) => {
                                     sources[*index].load(first + start, &mut stack[top..top + width]);
-                                    top += WIDTH;
+                                    top += TILE_ELEMENTS;
                                 }
-                                Op::Add => {
-                                    top -= WIDTH;
+                                ReduceOp::Add => {
+                                    top -= TILE_ELEMENTS;
                                     let (left, right) = stack.split_at_mut(top);
-                                    for (left, right) in left[top - WIDTH..].iter_mut().zip(&right[..width]) {
+                                    for (left, right) in left[top - TILE_ELEMENTS..].iter_mut().zip(&right[..width]) {
                                         *left += right;
                                     }
                                 }
@@ -120,20 +126,20 @@ impl Gradients {
     pub fn reduce(&mut self, group: &dyn ProcessGroup) -> Result<()> {
         let Some(total) = &self.shard else { return Ok(()) };
         let Some(shards) = total.shards().cloned() else { return Ok(()) };
-        let (rank, count, of) = (self.rank, self.world_size, self.nodes.of());
+        let (rank, count, of) = (self.rank, self.world_size, self.nodes.leaves());
         let nodes: Vec<Vec<Range<usize>>> =
-            (0..count).map(|other| Nodes::of_share(share(other, count, of), of)).collect();
-        let program = program(&nodes.concat(), of);
+            (0..count).map(|other| ReductionTree::nodes_of_range(local_range(other, count, of), of)).collect();
+        let plan = reduction_plan(&nodes.concat(), of);
         let own: Vec<&Parameters> =
             (0..nodes[rank].len()).map(|node| if self.is_leaf() { &self.grads } else { &self.sums[node] }).collect();
         // A share of one micro-batch is sent as the backward pass wrote it.
-        let dtype = |from: usize, parameter: usize| match share(from, count, of).len() {
+        let dtype = |from: usize, parameter: usize| match local_range(from, count, of).len() {
             1 => self.grads[parameter].dtype(),
             _ => DType::F32,
         };
         let longest = (0..count).map(|owner| shards.len(owner)).max().unwrap_or(0);
-        for start in (0..longest).step_by(CHUNK) {
-            let span = start..start + CHUNK;
+        for start in (0..longest).step_by(CHUNK_ELEMENTS) {
+            let span = start..start + CHUNK_ELEMENTS;
             let out = (0..count).into_par_iter().map(|owner| {
                 let mut bytes = Vec::new();
                 for node in &own {
@@ -164,12 +170,12 @@ impl Gradients {
                     let size = range.len() * dtype.size_in_bytes();
                     for node in 0..nodes[from].len() {
                         let start = node * node_bytes + at[from];
-                        sources.push(Source { bytes: &received[from][start..start + size], dtype });
+                        sources.push(NodeChunk { bytes: &received[from][start..start + size], dtype });
                     }
                     at[from] += size;
                 }
                 let first = range.start - shards.range(rank, *parameter).start;
-                sum(&total[*parameter], first, range.len(), &sources, &program)?;
+                sum(&total[*parameter], first, range.len(), &sources, &plan)?;
             }
         }
         Ok(())
@@ -180,42 +186,43 @@ impl Gradients {
     pub(super) fn reduce_stats(
         &self,
         exponents: bool,
-        survey: &mut Survey,
+        stats: &mut GradientStats,
         group: &dyn ProcessGroup,
     ) -> Result<Option<f32>> {
         let total = self.total();
         let Some(shards) = total.shards() else { return Ok(None) };
-        let (mut stats, mut histograms) = (Vec::new(), Vec::new());
+        let (mut words, mut histograms) = (Vec::new(), Vec::new());
         for (tensor, grad) in total.tensors().iter().zip(self.grads.tensors()) {
             let parts = parts(tensor, view::float_format(grad.dtype()), exponents)?;
             let mut histogram = ExponentHistogram::default();
             for part in &parts {
-                stats.push(to_words(&part.stats));
+                words.push(to_words(&part.stats));
                 histogram.merge(&part.exponents);
             }
             histograms.push(histogram);
         }
         // The last row is the measured magnitude.
         let largest = self.largest.map_or(0, |largest| u64::from(largest.to_bits()));
-        stats.push([self.largest.is_some().into(), largest, 0, 0, 0, 0, 0]);
-        let stats = group.all_gather(&stats)?;
+        words.push([self.largest.is_some().into(), largest, 0, 0, 0, 0, 0]);
+        let words = group.all_gather(&words)?;
         let rows = |rank: usize| (0..total.len()).map(|index| blocks(shards, rank, index)).sum::<usize>() + 1;
-        if stats.iter().enumerate().any(|(rank, stats)| stats.len() != rows(rank)) {
-            let message = "a process sent another number of statistics; all processes must run the same build";
+        if words.iter().enumerate().any(|(rank, words)| words.len() != rows(rank)) {
+            let message =
+                "received a different number of statistics than expected; all processes must run the same build";
             return Err(Error::Collective(message.into()));
         }
         let histograms = if exponents { group.all_gather_messages(&histograms)? } else { Vec::new() };
-        let mut stats: Vec<_> = stats.iter().map(|stats| stats.iter()).collect();
-        survey.tensors.clear();
+        let mut words: Vec<_> = words.iter().map(|words| words.iter()).collect();
+        stats.tensors.clear();
         for index in 0..total.len() {
-            let of_rank = stats.iter_mut().enumerate();
-            let mut parts = of_rank.flat_map(|(rank, stats)| stats.take(blocks(shards, rank, index))).map(from_words);
-            let stats = merge_parts(self.grads[index].elem_count(), &mut parts);
+            let of_rank = words.iter_mut().enumerate();
+            let mut parts = of_rank.flat_map(|(rank, words)| words.take(blocks(shards, rank, index))).map(from_words);
+            let merged = merge_parts(self.grads[index].elem_count(), &mut parts);
             let mut exponents = ExponentHistogram::default();
             histograms.iter().filter_map(|histograms| histograms.get(index)).for_each(|other| exponents.merge(other));
-            survey.tensors.push(TensorSurvey { stats, exponents });
+            stats.tensors.push(TensorSurvey { stats: merged, exponents });
         }
-        let largest = stats.into_iter().flatten().filter(|[is_known, ..]| *is_known > 0);
+        let largest = words.into_iter().flatten().filter(|[is_known, ..]| *is_known > 0);
         Ok(largest.map(|[_, bits, ..]| f32::from_bits(*bits as u32)).reduce(f32::max))
     }
 

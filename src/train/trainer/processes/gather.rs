@@ -3,7 +3,7 @@
 use super::messages::LeaderMessage;
 use crate::engine::collective::{ProcessGroup, Shards, range_bytes, write_range};
 use crate::engine::model::Parameters;
-use crate::engine::optim::Blockwise;
+use crate::engine::optim::BlockwiseQuantized;
 use crate::store::checkpoint::{ShardedTensors, StateTensor};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
@@ -18,8 +18,8 @@ const REQUEST: usize = 1 << 20;
 /// A kind of values of a sharded tensor.
 enum ShardData<'a> {
     Tensors(&'a Parameters),
-    Codes(&'a Blockwise),
-    Absmax(&'a Blockwise),
+    Codes(&'a BlockwiseQuantized),
+    Absmax(&'a BlockwiseQuantized),
 }
 
 /// The shard of one tensor in this process, and the sizes of all others.
@@ -38,8 +38,8 @@ impl<'a> TensorShard<'a> {
             let shards = parameters.shards()?;
             Some(Self { data: ShardData::Tensors(parameters), index, shards, parameter: index })
         };
-        let moment = |which: usize, data: fn(&'a Blockwise) -> ShardData<'a>| {
-            let tensor = &state.adamw.quantised()[index];
+        let moment = |which: usize, data: fn(&'a BlockwiseQuantized) -> ShardData<'a>| {
+            let tensor = &state.adamw.quantized_moments()[index];
             let parameter = masters.position(&tensor.name)?;
             Some(Self { data: data(&tensor.moments[which]), index, shards: masters.shards()?, parameter })
         };
@@ -57,7 +57,7 @@ impl<'a> TensorShard<'a> {
     /// The values of process `rank`.
     fn range(&self, rank: usize) -> Range<usize> {
         let elements = self.shards.range(rank, self.parameter);
-        if matches!(self.data, ShardData::Absmax(_)) { Blockwise::blocks(&elements) } else { elements }
+        if matches!(self.data, ShardData::Absmax(_)) { BlockwiseQuantized::blocks(&elements) } else { elements }
     }
 
     fn bytes_per_value(&self) -> usize {

@@ -1,8 +1,8 @@
-//! Work in a separate process: this program again, with the work's name as its first argument.
+//! Runs risky work in a subprocess: this program again, with the name of the work as its first argument.
 //!
 //! Some crates trust the sizes in a file, and a failed allocation aborts the process; a kernel that misbehaves on a GPU
-//! ruins the process's context or hangs. Apart, only that process ends. Another program that uses this library has no
-//! such argument: it does without.
+//! ruins the process's context or hangs. In a subprocess, only the subprocess ends. Other programs that use this library
+//! do not have such an argument and run the work in their own process.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -12,22 +12,22 @@ use std::time::{Duration, Instant};
 
 /// Address space of a process that reads files. A typical Parquet page has 1 MiB, the largest in data sets some
 /// hundred.
-const MEMORY: u64 = 2 << 30;
-/// How long a process that has closed its output may take to end.
-const ENDING: Duration = Duration::from_secs(10);
-/// Between two looks at a process.
-const PAUSE: Duration = Duration::from_millis(5);
+const MEMORY_LIMIT: u64 = 2 << 30;
+/// The time that a process may take to exit after it has closed its output.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+/// The interval between two checks of a process.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The program that can be started again.
+/// The executable that runs the work.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
 /// Declares that `program` does the work that its first argument names.
-pub fn can_serve(program: &Path) {
+pub fn register_executable(program: &Path) {
     let _ = PROGRAM.set(program.to_owned());
 }
 
 /// The command that starts the program for `work`; `None` if it cannot be started.
-pub(crate) fn command(work: &str) -> Option<Command> {
+pub(crate) fn worker_command(work: &str) -> Option<Command> {
     let mut command = Command::new(PROGRAM.get()?);
     command.arg(work).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     // An interrupt on the terminal is for the program that waits.
@@ -41,7 +41,7 @@ pub(crate) fn limit_memory() {
     #[cfg(unix)]
     {
         use rustix::process::{Resource, Rlimit, setrlimit};
-        for (resource, most) in [(Resource::As, MEMORY), (Resource::Core, 0)] {
+        for (resource, most) in [(Resource::As, MEMORY_LIMIT), (Resource::Core, 0)] {
             // Best effort: the work is done without the limit, too.
             let _ = setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) });
         }
@@ -74,7 +74,7 @@ pub(crate) fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<Exit
     let began = Instant::now();
     loop {
         match child.try_wait()? {
-            None if began.elapsed() < limit => std::thread::sleep(PAUSE),
+            None if began.elapsed() < limit => std::thread::sleep(POLL_INTERVAL),
             None => {
                 child.kill()?;
                 child.wait()?;
@@ -85,12 +85,12 @@ pub(crate) fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<Exit
     }
 }
 
-/// Why a process within [`limit_memory`] or [`limit_computing`] answers no more.
+/// The reason why a process under [`limit_memory`] or [`limit_computing`] stopped answering.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum End {
+pub(crate) enum ExitCause {
     /// An allocation failed, which aborts.
     OutOfMemory,
-    /// It has computed for too long.
+    /// It exceeded the limit on processor time.
     OutOfTime,
     /// A description that follows the words `its process`.
     Otherwise(String),
@@ -108,18 +108,18 @@ fn signal(status: ExitStatus) -> Option<i32> {
     signal
 }
 
-/// Why `child` answers no more.
-pub(crate) fn end(child: &mut Child) -> End {
-    match wait(child, ENDING) {
+/// Waits for `child` and returns why it stopped answering.
+pub(crate) fn exit_cause(child: &mut Child) -> ExitCause {
+    match wait(child, EXIT_TIMEOUT) {
         Ok(Some(status)) => match signal(status) {
             #[cfg(unix)]
-            Some(libc::SIGABRT) => End::OutOfMemory,
+            Some(libc::SIGABRT) => ExitCause::OutOfMemory,
             #[cfg(unix)]
-            Some(libc::SIGXCPU) => End::OutOfTime,
-            _ => End::Otherwise(format!("ended ({status})")),
+            Some(libc::SIGXCPU) => ExitCause::OutOfTime,
+            _ => ExitCause::Otherwise(format!("ended ({status})")),
         },
-        Ok(None) => End::Otherwise("answered nothing readable".to_owned()),
-        Err(error) => End::Otherwise(format!("is lost: {error}")),
+        Ok(None) => ExitCause::Otherwise("sent an unreadable answer".to_owned()),
+        Err(error) => ExitCause::Otherwise(format!("cannot be observed: {error}")),
     }
 }
 
@@ -134,16 +134,16 @@ mod tests {
 
     #[test]
     fn the_end_of_a_process_is_told_from_a_want_of_memory() {
-        let ended = |text: &str| End::Otherwise(format!("ended ({text})"));
+        let ended = |text: &str| ExitCause::Otherwise(format!("ended ({text})"));
         for (text, expected) in [
-            ("kill -ABRT $$", End::OutOfMemory),
-            ("kill -XCPU $$", End::OutOfTime),
+            ("kill -ABRT $$", ExitCause::OutOfMemory),
+            ("kill -XCPU $$", ExitCause::OutOfTime),
             ("kill -KILL $$", ended("signal: 9 (SIGKILL)")),
             ("kill -SEGV $$", ended("signal: 11 (SIGSEGV)")),
             ("exit 101", ended("exit status: 101")),
         ] {
             // A dump of the shell is of no use.
-            assert_eq!(end(&mut shell(&format!("ulimit -c 0; {text}"))), expected, "{text}");
+            assert_eq!(exit_cause(&mut shell(&format!("ulimit -c 0; {text}"))), expected, "{text}");
         }
     }
 

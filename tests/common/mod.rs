@@ -10,7 +10,6 @@ pub(crate) mod family_oracle;
 pub(crate) mod gguf;
 pub(crate) mod golden;
 pub(crate) mod launch;
-pub(crate) mod layer;
 pub(crate) mod markup;
 pub(crate) mod oracle;
 pub(crate) mod processes;

@@ -6,7 +6,8 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use finetune::engine::device::DeviceSpec;
-use finetune::engine::kernels::Choice;
+use finetune::engine::kernels::op::cases::{Bounds, Case, cases};
+use finetune::engine::kernels::{CandleKernels, Choice};
 use std::sync::LazyLock;
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -58,6 +59,14 @@ fn same(what: &str, run: impl Fn(&Device) -> Result<Tensor>) {
             "{what}: element {i} is {found}, not {expected}"
         );
     }
+}
+
+/// The operations of a decoder against their exact results.
+#[test]
+fn operations() {
+    let check = |case: Case| case.check(&CandleKernels, &GPU, 1, Bounds::Gpu).err();
+    let failures: Vec<String> = cases().into_iter().filter_map(check).map(|error| error.to_string()).collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]

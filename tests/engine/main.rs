@@ -16,7 +16,6 @@ mod comparators;
 mod distributed;
 mod fallback;
 mod families;
-mod family_layers;
 mod fp8;
 mod gguf;
 mod gguf_models;

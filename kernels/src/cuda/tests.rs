@@ -11,7 +11,7 @@ use super::dispatch::{CudaKernels, KernelFamily};
 use super::emulator::Emulator;
 use super::launch::Buffer;
 use crate::Kernels;
-use crate::op::cases::cases;
+use crate::op::cases::{Bounds, Case, cases};
 use crate::view::{View, read};
 use crate::{Fused, op};
 use candle_core::{DType, Device, Tensor};
@@ -22,14 +22,18 @@ fn kernels(order: u32) -> CudaKernels<Emulator> {
     CudaKernels::new(Emulator::new(order), families.collect())
 }
 
-/// The cases of some families, with the same bits in every order.
+/// A case, with the same bits in every order.
+fn check_case(case: &Case) {
+    in_every_order_of(|order| {
+        let found = case.check(&kernels(order), &Device::Cpu, 1, Bounds::Gpu).unwrap_or_else(|error| panic!("{error}"));
+        found.iter().map(numbers).collect()
+    });
+}
+
+/// The cases of some families.
 fn check_cases(families: &[KernelFamily]) {
-    for case in cases().iter().filter(|case| families.iter().any(|family| family.name() == case.family)) {
-        in_every_order_of(|order| {
-            let found = case.check(&kernels(order), &Device::Cpu, 1, 1.0).unwrap_or_else(|error| panic!("{error}"));
-            found.iter().map(numbers).collect()
-        });
-    }
+    let wanted = |case: &&Case| families.iter().any(|family| family.name() == case.family);
+    cases().iter().filter(wanted).for_each(check_case);
 }
 
 #[test]
@@ -120,15 +124,11 @@ fn tolerance(dtype: DType) -> f64 {
 
 /// Every element within the tolerance, relative to the larger of the expected one and the tensor's root mean square.
 fn assert_close(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
-    assert_within(tolerance(dtype), what, found, expected, dtype);
-}
-
-fn assert_within(allowed: f64, what: &str, found: &[f32], expected: &[f32], dtype: DType) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let squares: f64 = expected.iter().map(|&x| f64::from(x).powi(2)).sum();
     let typical = (squares / expected.len().max(1) as f64).sqrt();
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
         let error = f64::from(found - expected).abs() / f64::from(expected.abs()).max(typical).max(f64::MIN_POSITIVE);
-        assert!(error <= allowed, "{what} in {dtype:?}: element {i} is {found}, not {expected}");
+        assert!(error <= tolerance(dtype), "{what} in {dtype:?}: element {i} is {found}, not {expected}");
     }
 }

@@ -5,19 +5,12 @@ use super::*;
 use crate::attention::{Operands, Shape};
 use crate::columns::Columns;
 use crate::dropout::Dropout;
-
-/// A draw with something in both words.
-const DRAW: u64 = 77 << 32 | 5;
-const NARROW: [DType; 2] = [DType::F16, DType::BF16];
-
-fn dropout(rate: f32) -> Option<Dropout> {
-    Dropout::new(rate, 11, 4, DRAW)
-}
+use crate::op::cases::{Documents, Operation};
 
 /// Output, log-sum-exps and gradients.
 fn attend(
     kernels: &dyn Kernels,
-    (shape, documents): Bounded<'_>,
+    shape: Shape,
     dtype: DType,
     dropout: Option<Dropout>,
     qkv: &[f32],
@@ -28,7 +21,7 @@ fn attend(
     let (qkv, dout) = (tensor(qkv, &[tokens, 3 * width], dtype), tensor(dout, &[tokens, width], dtype));
     let (out, dqkv) = (poisoned(&[tokens, width], dtype), poisoned(&[tokens, 3 * width], dtype));
     let lse = poisoned(&[tokens * heads], DType::F32);
-    let operands = Operands { documents, ..Operands::packed(&shape, &qkv, dropout).unwrap() };
+    let operands = Operands::packed(&shape, &qkv, dropout).unwrap();
     op::Attention { shape, operands, out: &out, lse: &lse }.run(kernels).unwrap();
     let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
     op::AttentionBackward { shape, operands, dout: &dout, out: &out, lse: &lse, gradients }.run(kernels).unwrap();
@@ -41,57 +34,23 @@ fn operands(shape: Shape, dtype: DType) -> (Vec<f32>, Vec<f32>) {
     (rounded(qkv, dtype), pattern(elements, 2, dtype))
 }
 
-fn check(shape: Shape, dtype: DType, dropout: Option<Dropout>) {
-    check_bounded((shape, None), dtype, dropout);
-}
-
-/// A shape, and where its rows' documents start.
-type Bounded<'a> = (Shape, Option<&'a [u32]>);
-
-fn check_bounded((shape, documents): Bounded<'_>, dtype: DType, dropout: Option<Dropout>) {
-    let (qkv, dout) = operands(shape, dtype);
-    let [out, lse, dqkv] = attend(&Fused, (shape, documents), dtype, dropout, &qkv, &dout);
-    let found =
-        in_every_order_of(|order| attend(&kernels(order), (shape, documents), dtype, dropout, &qkv, &dout).to_vec());
-    let Shape { batch, seq_len, heads, head_size, window, .. } = shape;
-    let sizes = [batch, seq_len, heads, head_size];
-    let sizes = format!("{sizes:?}: dropout {}, window {window:?}, {documents:?}", dropout.is_some());
-    assert_close(&format!("attention's value {sizes}"), &found[0], &out, dtype);
-    assert_close(&format!("attention's log-sum-exp {sizes}"), &found[1], &lse, DType::F32);
-    if dtype == DType::F32 {
-        assert_close(&format!("attention's gradient {sizes}"), &found[2], &dqkv, dtype);
-    } else {
-        assert_gradient(&format!("attention's gradient {sizes}"), &found[2], &dqkv, dtype);
-    }
-}
-
-/// Tensor cores take rounded scores and gradients of scores, each with a separate error. So the worst element may be
-/// three times as far off as with a single rounding, but the tensor as a whole by half of that.
-fn assert_gradient(what: &str, found: &[f32], expected: &[f32], dtype: DType) {
-    assert_within(3.0 * tolerance(dtype), what, found, expected, dtype);
-    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>();
-    let size = square(&mut expected.iter().map(|&x| f64::from(x)));
-    let apart = square(&mut found.iter().zip(expected).map(|(&a, &b)| f64::from(a) - f64::from(b)));
-    let error = (apart / size.max(f64::MIN_POSITIVE)).sqrt();
-    assert!(error <= tolerance(dtype) / 2.0, "{what} in {dtype:?} is off by {error:e}");
-}
-
-#[test]
-#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
-fn in_fp32() {
-    for dropout in [None, dropout(0.2)] {
-        check(Shape::new(2, 13, 3, 8), DType::F32, dropout);
-        check(Shape::new(1, 72, 2, 64), DType::F32, dropout);
-    }
+/// Checks a case of the table's kind, with scores as large as a model's.
+fn check(shape: Shape, documents: Option<Documents>, dtype: DType, drops: bool) {
+    let shape = Shape { scale: 4.0 * shape.scale, ..shape };
+    check_case(&Operation::Attention { shape, documents, dtype, drops, packed: true }.into());
 }
 
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn in_fp32_of_all_head_sizes() {
     for (seq_len, head_size) in [(1, 1), (65, 20), (131, 32), (64, 48), (33, 80), (70, 96), (41, 128)] {
-        check(Shape::new(1, seq_len, 2, head_size), DType::F32, None);
+        check(Shape::new(1, seq_len, 2, head_size), None, DType::F32, false);
     }
-    check(Shape::new(1, 40, 1, 100), DType::F32, dropout(0.5));
+    for shape in [Shape::new(2, 13, 3, 8), Shape::new(1, 72, 2, 64), Shape::new(1, 40, 1, 100)] {
+        for drops in [false, true] {
+            check(shape, None, DType::F32, drops);
+        }
+    }
 }
 
 /// Within a warp's rows and a tile, at their ends, and over them; lengths in which lanes can share draws of masks, and others.
@@ -101,7 +60,7 @@ const HEAD_SIZES: [usize; 8] = [32, 40, 64, 80, 96, 128, 8, 33];
 
 /// The case of number `i`, of all types and masks.
 fn case(shape: Shape, i: usize) {
-    check(shape, NARROW[i % 2], dropout(0.2).filter(|_| i % 4 < 2));
+    check(shape, None, [DType::F16, DType::BF16][i % 2], i % 4 < 2);
 }
 
 fn of_length(seq_len: usize, head_size: usize) -> Shape {
@@ -161,18 +120,16 @@ fn in_windows_and_documents() {
     {
         let shape = Shape { window: Some(window), ..Shape::new(2, seq_len, 2, head_size) };
         for dtype in TYPES {
-            check_bounded((shape, None), dtype, dropout(0.2).filter(|_| i % 2 == 0));
+            check(shape, None, dtype, i % 2 == 0);
         }
     }
-    for (i, (seq_len, head_size, ends)) in
-        [(140, 64, &[1, 17, 80, 81][..]), (260, 96, &[200, 231]), (72, 32, &[64])].into_iter().enumerate()
+    // The second sequence is one document.
+    let documents: [Documents; 3] = [&[&[1, 17, 80, 81], &[]], &[&[200, 231], &[]], &[&[64], &[]]];
+    for (i, ((seq_len, head_size), documents)) in
+        [(140, 64), (260, 96), (72, 32)].into_iter().zip(documents).enumerate()
     {
-        let start = |row: usize| ends.iter().rev().find(|end| **end <= row).map_or(0, |end| *end as u32);
-        // The second sequence is one document.
-        let starts: Vec<u32> = (0..2 * seq_len).map(|row| if row < seq_len { start(row) } else { 0 }).collect();
         for (window, dtype) in [(None, DType::F32), (Some(50), DType::F16), (None, DType::BF16)] {
-            let shape = Shape { window, ..Shape::new(2, seq_len, 2, head_size) };
-            check_bounded((shape, Some(&starts)), dtype, dropout(0.2).filter(|_| i % 2 == 1));
+            check(Shape { window, ..Shape::new(2, seq_len, 2, head_size) }, Some(documents), dtype, i % 2 == 1);
         }
     }
 }
@@ -183,7 +140,7 @@ fn later_tokens_change_nothing_earlier() {
     let shape = Shape::new(1, 130, 2, 64);
     let width = shape.heads * shape.head_size;
     for (dtype, first) in [(DType::F32, 70), (DType::F16, 70), (DType::BF16, 5)] {
-        let run = |qkv: &[f32], dout: &[f32]| attend(&kernels(0), (shape, None), dtype, dropout(0.1), qkv, dout);
+        let run = |qkv: &[f32], dout: &[f32]| attend(&kernels(0), shape, dtype, Dropout::new(0.1, 11, 4, 5), qkv, dout);
         let (mut qkv, mut dout) = operands(shape, dtype);
         let before = run(&qkv, &dout);
         qkv[first * 3 * width..].iter_mut().for_each(|x| *x = 1.5 - *x);
@@ -216,7 +173,7 @@ fn numbers_that_are_not_finite_show() {
             for part in 0..3 {
                 let mut qkv = qkv.clone();
                 qkv[token * 3 * width + part * width + column] = bad;
-                let [out, lse, dqkv] = attend(&kernels(2), (shape, None), dtype, None, &qkv, &dout);
+                let [out, lse, dqkv] = attend(&kernels(2), shape, dtype, None, &qkv, &dout);
                 // An infinite key may be one that its query does not look at.
                 if part != 1 || bad.is_nan() {
                     assert!(!out[token * width + column].is_finite(), "{bad} in part {part} in {dtype:?}");
@@ -226,7 +183,7 @@ fn numbers_that_are_not_finite_show() {
             }
             let mut dout = dout.clone();
             dout[token * width + column] = bad;
-            let [out, _, dqkv] = attend(&kernels(2), (shape, None), dtype, None, &qkv, &dout);
+            let [out, _, dqkv] = attend(&kernels(2), shape, dtype, None, &qkv, &dout);
             assert!(out.iter().all(|x| x.is_finite()));
             // Of the query, of the keys and of the values.
             for part in 0..3 {
@@ -244,9 +201,9 @@ fn an_overflow_in_between_shows() {
     let shape = Shape::new(1, 20, 1, 64);
     let (qkv, dout) = operands(shape, DType::F16);
     let dout: Vec<f32> = rounded(dout.into_iter().map(|x| 60_000.0 * x).collect(), DType::F16);
-    let [out, _, dqkv] = attend(&kernels(1), (shape, None), DType::F16, None, &qkv, &dout);
+    let [out, _, dqkv] = attend(&kernels(1), shape, DType::F16, None, &qkv, &dout);
     assert!(out.iter().all(|x| x.is_finite()) && dqkv.iter().any(|x| !x.is_finite()));
-    let [_, _, twin] = attend(&Fused, (shape, None), DType::F16, None, &qkv, &dout);
+    let [_, _, twin] = attend(&Fused, shape, DType::F16, None, &qkv, &dout);
     assert!(twin.iter().zip(&dqkv).all(|(twin, found)| twin.is_finite() || !found.is_finite()));
 }
 

@@ -1,0 +1,195 @@
+//! The table of cases.
+
+use super::{Case, Documents, Operation};
+use crate::attention::Shape;
+use crate::columns::WriteMode;
+use crate::rope::Direction;
+use crate::{Activation, Norm, WeightLayout};
+use candle_core::DType;
+
+const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+/// Types of the residual stream and of the products, or of gradients and working copies.
+const PAIRS: [[DType; 2]; 5] = [
+    [DType::F32, DType::F32],
+    [DType::F32, DType::F16],
+    [DType::F16, DType::F16],
+    [DType::F32, DType::BF16],
+    [DType::BF16, DType::BF16],
+];
+const LAYOUTS: [WeightLayout; 2] = [WeightLayout::InOut, WeightLayout::OutIn];
+const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
+
+/// All cases.
+pub fn cases() -> Vec<Case> {
+    let mut cases = Cases::default();
+    cases.with_cuda_kernels();
+    cases.attention();
+    cases.norm();
+    cases.on_a_cpu();
+    cases.0
+}
+
+#[derive(Default)]
+struct Cases(Vec<Case>);
+
+impl Cases {
+    fn add(&mut self, family: &'static str, operations: impl IntoIterator<Item = Operation>) {
+        self.0.extend(operations.into_iter().map(|operation| Case { family, operation }));
+    }
+
+    fn with_cuda_kernels(&mut self) {
+        let lengths = [5003, 70_001, 8, 1, 130];
+        self.add("adamw", PAIRS.into_iter().zip(lengths).map(|(types, len)| Operation::AdamW { len, types }));
+        for sizes in [[5, 5003, 5003], [3, 97, 104], [3, 97, 97], [4, 64, 64], [5, 3, 3], [2, 5003, 5008]] {
+            self.add("cross_entropy", TYPES.map(|dtype| Operation::CrossEntropy { sizes, dtype }));
+        }
+        for activation in [Activation::Gelu, Activation::GatedSilu, Activation::GatedGelu] {
+            for sizes in [[37, 72], [64, 192]] {
+                self.add("elementwise", TYPES.map(|dtype| Operation::Activate { activation, sizes, dtype }));
+            }
+        }
+        let wider = [[DType::F16, DType::F32], [DType::BF16, DType::F32]];
+        for drops in [false, true] {
+            let lengths = PAIRS.into_iter().zip(lengths);
+            self.add("elementwise", lengths.map(|(types, len)| Operation::Sums { len, types, drops }));
+            for types in PAIRS.into_iter().chain(wider) {
+                let embed =
+                    |backward| [true, false].map(|positions| Operation::Embed { backward, positions, types, drops });
+                // Candle embeds tokens.
+                self.add(Case::CPU, embed(false));
+                self.add("embedding", embed(true));
+            }
+        }
+        // The long sides are cut for cuBLAS if they are no multiple of 8.
+        for sizes @ [rows, inner, width] in [[33, 72, 40], [5, 300, 96], [64, 64, 8], [5, 4099, 24], [9, 24, 4101]] {
+            for dtype in TYPES {
+                // There is no CUDA kernel for a bias with a different width.
+                let biased: &[bool] = if width % 8 == 0 { &[false, true] } else { &[false] };
+                for (layout, biased) in LAYOUTS.into_iter().flat_map(|layout| biased.iter().map(move |b| (layout, *b)))
+                {
+                    self.add("product", [Operation::Linear { layout, sizes, biased, rank: 0, dtype }]);
+                }
+                let (sizes, transposed) = ([inner, rows, width], [true, false]);
+                let sums = [[dtype; 2], [dtype, DType::F32]];
+                self.add("product", sums.map(|types| Operation::Product { sizes, transposed, types }));
+            }
+        }
+        for (dtype, direction) in TYPES.into_iter().flat_map(|dtype| DIRECTIONS.map(|to| (dtype, to))) {
+            let (seq_len, heads, half, past) = (33, 2, 32, 2);
+            let rotate = |documents| Operation::Rotate { seq_len, heads, half, past, documents, dtype, direction };
+            self.add("rope", [false, true].map(rotate));
+        }
+        for (len, broken) in [(70_001, false), (3001, true), (8, false)] {
+            for (dtype, factor) in TYPES.map(|dtype| (dtype, None)) {
+                let survey = |exponents| Operation::Survey { len, factor, broken, dtype, exponents };
+                self.add("survey", [false, true].map(survey));
+            }
+        }
+    }
+
+    fn attention(&mut self) {
+        const TWO: Documents = &[&[19], &[19]];
+        // Within a tile, over its end, and with heads of every size that there are CUDA kernels for.
+        let shapes = [(2, 33, 3, 32, 3), (1, 130, 4, 64, 2), (2, 40, 2, 80, 2), (1, 70, 3, 128, 1), (1, 65, 2, 20, 2)];
+        for (i, (batch, seq_len, heads, head_size, kv_heads)) in shapes.into_iter().enumerate() {
+            let shape = Shape { kv_heads, ..Shape::new(batch, seq_len, heads, head_size) };
+            // A window over which tiles are skipped.
+            let windowed = Shape { window: Some(seq_len / 3), ..shape };
+            let (drops, packed) = (i % 2 == 0, kv_heads == heads);
+            for dtype in TYPES {
+                let attention = |(shape, documents)| Operation::Attention { shape, documents, dtype, drops, packed };
+                let two = Some(&TWO[..batch]);
+                self.add("attention", [(shape, None), (windowed, None), (shape, two)].map(attention));
+            }
+        }
+        // Shapes that differ in one way each, then in all.
+        let packed = |batch, seq_len| Shape::new(batch, seq_len, 3, 8);
+        let grouped = |batch, seq_len| Shape { kv_heads: 2, scale: 1.2, ..Shape::new(batch, seq_len, 4, 10) };
+        let windowed = |batch, seq_len, window| Shape { window: Some(window), ..grouped(batch, seq_len) };
+        let capped = |shape, cap| Shape { softcap: Some(cap), ..shape };
+        let shapes = [
+            packed(1, 1),
+            packed(2, 11),
+            Shape::new(1, 131, 1, 64),
+            grouped(1, 1),
+            grouped(2, 33),
+            Shape { kv_heads: 1, scale: 1.2, ..Shape::new(2, 19, 3, 64) },
+            windowed(2, 50, 1),
+            windowed(1, 131, 21),
+            windowed(1, 40, 100),
+            capped(grouped(2, 33), 0.7),
+        ];
+        let cut: Option<Documents> = Some(&[&[5, 6, 30], &[17]]);
+        let cut = [(grouped(2, 37), cut), (capped(windowed(2, 37, 9), 0.5), cut)];
+        for (shape, documents) in shapes.map(|shape| (shape, None)).into_iter().chain(cut) {
+            for dtype in TYPES {
+                let attention = |packed| Operation::Attention { shape, documents, dtype, drops: false, packed };
+                self.add(Case::CPU, [true, false].map(attention));
+                if documents.is_none() {
+                    self.add(Case::CPU, [Operation::Decode { shape: Shape { batch: 1, ..shape }, dtype }]);
+                }
+            }
+        }
+    }
+
+    fn norm(&mut self) {
+        let formulas = [Norm::Layer, Norm::Rms { unit_offset: false }, Norm::Rms { unit_offset: true }];
+        let (add, overwrite) = (WriteMode::Accumulate, WriteMode::Overwrite);
+        for (types, norm) in PAIRS.into_iter().flat_map(|types| formulas.map(|norm| (types, norm))) {
+            let shapes = [([70, 768], add), ([9, 1000], overwrite), ([33, 65], add), ([3, 1], add), ([1, 8], add)];
+            let more = [([7, 24], overwrite), ([3, 771], add), ([300, 12], add), ([1100, 8], overwrite)];
+            for (sizes, mode) in shapes.into_iter().chain(more) {
+                self.add("norm", [Operation::Norm { norm, sizes, place: [0, sizes[1], sizes[1]], types, mode }]);
+            }
+        }
+        // Heads in some columns of wider rows.
+        let heads = [("norm", [70, 3, 64]), ("norm", [5, 3, 8]), ("norm", [9, 4, 128])];
+        for (family, [rows, heads, width]) in
+            heads.into_iter().chain([(Case::CPU, [40, 3, 10]), (Case::CPU, [9, 4, 130])])
+        {
+            let (norm, columns) = (Norm::Rms { unit_offset: true }, heads * width);
+            let (sizes, place) = ([rows, columns], [16, width, columns + 40]);
+            let norm = |dtype| Operation::Norm { norm, sizes, place, types: [dtype; 2], mode: overwrite };
+            self.add(family, TYPES.map(norm));
+        }
+    }
+
+    /// Operations and sizes that there are no CUDA kernels for.
+    fn on_a_cpu(&mut self) {
+        for dtype in TYPES {
+            for sizes in [[1, 1, 1], [5, 24, 72], [33, 64, 17], [70, 130, 96]] {
+                for (layout, biased) in LAYOUTS.into_iter().flat_map(|layout| [(layout, false), (layout, true)]) {
+                    self.add(Case::CPU, [Operation::Linear { layout, sizes, biased, rank: 0, dtype }]);
+                }
+            }
+            for (sizes, rank) in [([1, 24, 72], 4), ([5, 24, 72], 3), ([70, 130, 96], 20)] {
+                self.add(
+                    Case::CPU,
+                    LAYOUTS.map(|layout| Operation::Linear { layout, sizes, biased: true, rank, dtype }),
+                );
+            }
+            for transposed in [[false, false], [false, true], [true, true]] {
+                let types = [dtype, dtype];
+                self.add(Case::CPU, [Operation::Product { sizes: [33, 70, 17], transposed, types }]);
+            }
+            for activation in [Activation::Gelu, Activation::GatedSilu, Activation::GatedGelu] {
+                let sizes = [[1, 3], [9, 31], [5, 1100]];
+                self.add(Case::CPU, sizes.map(|sizes| Operation::Activate { activation, sizes, dtype }));
+            }
+            for (heads, half, past, documents) in
+                [(1, 1, 0, false), (3, 5, 0, false), (2, 32, 6, false), (2, 5, 0, true)]
+            {
+                let rotate =
+                    |direction| Operation::Rotate { seq_len: 7, heads, half, past, documents, dtype, direction };
+                self.add(Case::CPU, DIRECTIONS.map(rotate));
+            }
+            for (len, factor) in [(1, 1.0), (10, 1.0), (1024, 1e-30), (5000, 1.0), (70_000, 1e25)] {
+                let survey = |broken| Operation::Survey { len, factor: Some(factor), broken, dtype, exponents: false };
+                self.add(Case::CPU, [false, true].map(survey));
+                // Larger numbers are infinite in FP16.
+                let factor = if dtype == DType::F16 { factor.min(1.0) } else { factor };
+                self.add(Case::CPU, [Operation::Sum { len, factor, dtype }]);
+            }
+        }
+    }
+}

@@ -6,6 +6,7 @@
 //! at the end check it against sources that break each rule.
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -42,6 +43,8 @@ const WITHOUT_CANDLE: [&str; 8] =
     ["error", "untrusted", "settings", "precision", "protobuf", "telemetry", "ui", "screen"];
 /// Names the crate root re-exports from `error`.
 const ROOT_NAMES: [&str; 2] = ["Error", "Result"];
+/// Folders whose files import each other in one direction only.
+const WITHOUT_CYCLES: [&str; 1] = ["data"];
 const MAX_MAIN_LINES: usize = 60;
 const MAX_FILE_LINES: usize = 700;
 
@@ -62,7 +65,8 @@ impl Source {
 
 /// Checks every rule on every file; returns one line for each breach.
 fn breaches(sources: &[Source]) -> Vec<String> {
-    sources.iter().flat_map(|source| [dependencies(source), habits(source)].concat()).collect()
+    let each = sources.iter().flat_map(|source| [dependencies(source), habits(source)].concat());
+    each.chain(WITHOUT_CYCLES.into_iter().filter_map(|folder| import_cycle(sources, folder))).collect()
 }
 
 /// The breaches of the dependency order in one file.
@@ -113,6 +117,32 @@ fn habits(source: &Source) -> Vec<String> {
         found.push(format!("{path}: {lines} lines, more than {limit}"));
     }
     found
+}
+
+/// The breach of the files of `folder` that import each other, directly or through others. Tests may import any file.
+fn import_cycle(sources: &[Source], folder: &str) -> Option<String> {
+    let files = sources.iter().filter(|source| source.path.parent() == Some(Path::new(folder)));
+    let mut imports: BTreeMap<String, Vec<String>> = files
+        .map(|source| {
+            let code = code_of(source.text.split("#[cfg(test)]").next().unwrap());
+            let (tokens, mut used) = (tokens(&code), Vec::new());
+            for at in (0..tokens.len()).filter(|at| tokens[*at] == "super" && (*at == 0 || tokens[at - 1] != "::")) {
+                leaves(&tokens[at + 1..], &mut used);
+            }
+            (source.module().pop().unwrap(), used)
+        })
+        .collect();
+    // Removes files that import none of the others, or that none of the others imports, until only cycles are left.
+    loop {
+        let names: BTreeSet<String> = imports.keys().cloned().collect();
+        imports.values_mut().for_each(|used| used.retain(|name| names.contains(name)));
+        let imported: BTreeSet<String> = imports.values().flatten().cloned().collect();
+        imports.retain(|name, used| !used.is_empty() && imported.contains(name));
+        if imports.len() == names.len() {
+            let list = names.into_iter().collect::<Vec<_>>().join(", ");
+            return (!list.is_empty()).then(|| format!("{folder}: files import each other: {list}"));
+        }
+    }
 }
 
 fn rank(module: &str) -> Option<usize> {
@@ -359,6 +389,19 @@ fn candle_stays_out_of_the_pure_modules() {
     }
     assert_eq!(judge("error.rs", "pub enum Error { Engine(candle_core::Error) }").len(), 1);
     assert_eq!(judge("engine.rs", "use candle_core::Tensor;"), [""; 0]);
+}
+
+#[test]
+fn files_that_import_each_other_are_found() {
+    let cycle = |files: &[(&str, &str)]| {
+        let source = |(name, text): &(&str, &str)| Source { path: name.into(), text: (*text).to_owned() };
+        import_cycle(&files.iter().map(source).collect::<Vec<_>>(), "data")
+    };
+    let (a, b) = (("data/a.rs", "use super::b::B;"), ("data/b.rs", "use super::{c::C, x};"));
+    let found = cycle(&[a, b, ("data/c.rs", "fn f() { super::a::g() }"), ("data/d.rs", "use super::a;")]);
+    assert_eq!(found.unwrap(), "data: files import each other: a, b, c");
+    let c = ("data/c.rs", "// super::a\n#[cfg(test)]\nmod tests { use super::super::a; }");
+    assert_eq!(cycle(&[a, b, c, ("store/c.rs", "use super::a;")]), None);
 }
 
 #[test]

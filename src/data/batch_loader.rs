@@ -11,12 +11,9 @@ use serde::{Deserialize, Serialize};
 
 use super::sequence_index::{DatasetStats, SequenceIndex};
 use super::shuffle::Permutation;
-use super::tokens::TokenSource;
+use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::engine::model::InputIds;
 use crate::{Error, Result};
-
-/// The label that is excluded from the loss: padding, and prompts before an answer.
-pub const IGNORE_INDEX: u32 = u32::MAX;
 
 /// One micro-batch: inputs and labels of shape `[batch_size, seq_len]`, row-major.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex};
 use regex::Regex;
 use tokenizers::{Model as _, ModelWrapper, PreTokenizerWrapper};
 
-use super::tokenizer::byte_level_char;
 use crate::{Error, Result};
 
 /// GPT-2's word pattern without its look-ahead `\s+(?!\S)`, which [`FastBpe::word_end`] implements.
@@ -143,6 +142,18 @@ impl CharClass {
             _ => Self::Wide,
         }
     }
+}
+
+/// The printable character by which GPT-2's vocabulary writes a byte: itself if it is printable in Latin-1, else the
+/// next unused one from U+0100 on.
+pub(super) fn byte_level_char(byte: u8) -> char {
+    let code = match byte {
+        0..=32 => 0x100 + u32::from(byte),
+        127..=160 => 0x100 + 33 + u32::from(byte - 127),
+        173 => 0x100 + 33 + 34,
+        _ => u32::from(byte),
+    };
+    char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
 #[cfg(test)]

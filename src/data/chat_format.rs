@@ -10,7 +10,9 @@ use std::path::Path;
 use minijinja::Value;
 use serde_json::Value as Json;
 
+use super::jinja_python::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
+use super::template_sandbox::TemplateSandbox;
 use super::tokenizer::Tokenizer;
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
@@ -126,7 +128,7 @@ pub struct ChatFormat {
 #[derive(Debug)]
 struct ChatRenderer {
     /// Renders the text.
-    template: Template,
+    template: TemplateSandbox,
     /// Produces the same text with marked answers; `None` if `template` marks them or nothing does.
     masking_template: Option<Template>,
     has_mask: bool,
@@ -160,7 +162,7 @@ impl ChatFormat {
     }
 
     fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, ChatRenderer)> {
-        let template = Template::new(source, origin, tokens.clone())?.sandboxed(source);
+        let template = TemplateSandbox::new(source, origin, tokens)?;
         if template.has_generation_blocks() {
             return Ok((
                 "the template's generation blocks".into(),
@@ -202,7 +204,7 @@ impl ChatFormat {
     pub fn render(&self, conversation: &Conversation, tools: Option<&Value>, unmarked: bool) -> Result<Rendered> {
         let wrong = |message: String| Error::model(&self.origin, message);
         let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;
-        let own = renderer.template.render_with(conversation, tools, false)?;
+        let own = renderer.template.render(conversation, tools, false)?;
         if unmarked {
             return Ok(own);
         }
@@ -232,12 +234,13 @@ impl ChatFormat {
 }
 
 /// Whether two templates produce the same text for every probe that the first one accepts.
-fn agree(own: &Template, other: &Template) -> Result<bool> {
+fn agree(own: &TemplateSandbox, other: &Template) -> Result<bool> {
     let mut written = 0;
     for (messages, tools) in PROBES {
         let conversation = Conversation::from_json(messages)?;
-        let Ok(text) = own.render(&conversation, tools, false) else { continue };
-        if other.render(&conversation, tools, false).ok().is_none_or(|other| other.text != text.text) {
+        let tools = tools.and_then(|tools| read_json(tools).ok());
+        let Ok(text) = own.render(&conversation, tools.as_ref(), false) else { continue };
+        if other.render_with(&conversation, tools.as_ref(), false).ok().is_none_or(|other| other.text != text.text) {
             return Ok(false);
         }
         written += 1;

@@ -3,17 +3,15 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use super::batch_loader::IGNORE_INDEX;
 use super::cache::{IdWidth, TokenFile, TokenWriter};
-use super::document::Document;
 use super::format::DataFormat;
 use super::grammar;
 use super::row::{DatasetOptions, Example, RowReader};
-use super::source::{DataSource, Downloader, LoadEvent};
+use super::source::{DataSource, Document, Downloader, LoadEvent};
 use super::template::EvalExample;
 use super::tokenize::TokenizeJob;
 use super::tokenizer::Tokenizer;
-use super::tokens::TokenSource;
+use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::digest::Digest;
 use crate::{Error, Result, untrusted};
 

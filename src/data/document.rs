@@ -1,80 +1,14 @@
-//! Files to documents: text, read in chunks so that memory does not grow with the file, and rows, whose readers are in
-//! [`rows`](super::rows).
+//! Reads a file in chunks: text, so that memory does not grow with the file, or rows, which [`rows`](super::rows) reads.
 
-use std::fs::File;
 use std::io::Read;
-use std::ops::Range;
-use std::path::PathBuf;
 
+use super::chunk::{CHUNK_BYTES, ChunkEnd, ChunkSink, LossMask, MAX_CHUNK_BYTES, TextChunk, last_split_point};
 use super::format::DataFormat;
 use super::row::{RowReader, RowSchema};
-use crate::{Error, Result, untrusted};
-
-/// Bytes of text that are tokenised at a time, where they end at a split point.
-const CHUNK_BYTES: usize = 256 << 10;
-
-/// Text without a split point is tokenised as a whole up to this length.
-const MAX_CHUNK_BYTES: usize = 1 << 20;
-
-/// A file of a corpus.
-#[derive(Clone, Debug)]
-pub(super) struct Document {
-    pub(super) path: PathBuf,
-    /// Its name in error messages, which differs from the path for standard input.
-    pub(super) origin: String,
-    pub(super) format: DataFormat,
-    /// Whether the user said so; text that looks like rows is refused otherwise.
-    pub(super) asked: bool,
-}
-
-/// The bytes of a chunk that are in the loss.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum LossMask {
-    All,
-    None,
-    /// The tokens that these bytes are part of.
-    Ranges(Vec<Range<usize>>),
-}
-
-/// A chunk of text that is tokenized separately.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct TextChunk {
-    pub(super) text: String,
-    pub(super) loss_mask: LossMask,
-    /// Whether a document begins with it.
-    pub(super) starts_document: bool,
-    pub(super) end: ChunkEnd,
-}
-
-/// The end of a chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ChunkEnd {
-    /// More of the document, or another one: then the end-of-text token separates them.
-    Continues,
-    /// The end-of-text token, which counts in the loss.
-    Eos,
-    /// Nothing: a chat template has ended the document.
-    Templated,
-}
-
-impl TextChunk {
-    /// The end of a document, without text.
-    pub(super) fn end() -> Self {
-        Self { text: String::new(), loss_mask: LossMask::All, starts_document: false, end: ChunkEnd::Eos }
-    }
-}
-
-/// Receives the chunks as they are read; an error stops the reader.
-pub(super) type ChunkSink<'a> = dyn FnMut(TextChunk) -> Result<()> + 'a;
+use super::source::Document;
+use crate::{Error, Result};
 
 impl Document {
-    pub(super) fn open(&self) -> Result<File> {
-        untrusted::open(&self.path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => self.error("there is no such file"),
-            _ => Error::io("read", &self.path)(error),
-        })
-    }
-
     /// Reads the whole file into `sink`; converts its rows with `rows`.
     pub(super) fn read(&self, rows: &mut RowReader<'_>, sink: &mut ChunkSink) -> Result<()> {
         if self.format == DataFormat::Text {
@@ -143,50 +77,6 @@ impl Document {
              to learn it as it stands"
         )))
     }
-
-    pub(super) fn error(&self, message: impl Into<String>) -> Error {
-        Error::data(&self.origin, message)
-    }
-}
-
-/// Passes a text of any length to `sink` in chunks. Either all or none of it counts in the loss.
-pub(super) fn emit(
-    mut text: &str,
-    loss_mask: &LossMask,
-    mut starts_document: bool,
-    sink: &mut ChunkSink,
-) -> Result<()> {
-    while !text.is_empty() {
-        let limit = text.floor_char_boundary(CHUNK_BYTES);
-        let cut = if limit == text.len() {
-            limit
-        } else {
-            last_split_point(&text[..limit]).unwrap_or_else(|| next_split_point(text, limit))
-        };
-        let chunk = text[..cut].to_owned();
-        sink(TextChunk { text: chunk, loss_mask: loss_mask.clone(), starts_document, end: ChunkEnd::Continues })?;
-        text = &text[cut..];
-        starts_document = false;
-    }
-    Ok(())
-}
-
-/// The last place where a text may be cut so that its parts give the tokens of the whole: between a letter or digit and a
-/// space. There byte-level BPE always starts a new word, and a tokenizer that puts a space in front of a text finds one there.
-fn last_split_point(text: &str) -> Option<usize> {
-    let bytes = text.as_bytes();
-    (1..bytes.len()).rev().find(|&at| is_split_point(text, bytes, at))
-}
-
-/// The first such place after `from`, at most [`MAX_CHUNK_BYTES`].
-fn next_split_point(text: &str, from: usize) -> usize {
-    let limit = text.floor_char_boundary(MAX_CHUNK_BYTES);
-    (from.max(1)..limit).find(|&at| is_split_point(text, text.as_bytes(), at)).unwrap_or(limit)
-}
-
-fn is_split_point(text: &str, bytes: &[u8], at: usize) -> bool {
-    // The text before a space ends with a whole character.
-    bytes[at] == b' ' && text[..at].chars().next_back().is_some_and(char::is_alphanumeric)
 }
 
 fn line_feeds(bytes: &[u8]) -> usize {
@@ -345,7 +235,7 @@ mod tests {
         use parquet::data_type::{ByteArray, ByteArrayType};
         let fields = names.iter().map(|name| format!("required binary {name} (UTF8);")).collect::<Vec<_>>().join(" ");
         let schema = parquet::schema::parser::parse_message_type(&format!("message rows {{ {fields} }}")).unwrap();
-        let file = File::create(path).unwrap();
+        let file = std::fs::File::create(path).unwrap();
         let mut writer =
             parquet::file::writer::SerializedFileWriter::new(file, schema.into(), std::sync::Arc::default()).unwrap();
         let mut group = writer.next_row_group().unwrap();

@@ -22,6 +22,10 @@ pub enum DataFormat {
     Parquet,
 }
 
+/// The fields that a row needs, and the flags that rename them.
+pub(super) const EXPECTED_FIELDS: &str = "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
+     other fields with `--text-field`, or `--prompt-field` and `--completion-field`";
+
 impl DataFormat {
     /// The extensions of files that a folder is searched for.
     pub(super) const EXTENSIONS: &str = "`.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`";

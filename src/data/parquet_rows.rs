@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::catch_panic::catch_panic;
-use super::row::EXPECTED_FIELDS;
+use super::format::EXPECTED_FIELDS;
 use crate::untrusted::subprocess::{self, ExitCause};
 use crate::{Error, untrusted};
 

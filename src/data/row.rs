@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 
 use super::cache::DatasetKind;
 use super::chat_format::ChatFormat;
-use super::document::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
-use super::format::DataFormat;
+use super::chunk::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
+use super::format::{DataFormat, EXPECTED_FIELDS};
 use super::jinja_python::read_json;
 use super::rows::RowLocation;
 use super::template::{Conversation, Rendered};
@@ -294,10 +294,6 @@ impl<'a> RowReader<'a> {
         })
     }
 }
-
-/// The fields that a row needs, and the flags that rename them.
-pub(super) const EXPECTED_FIELDS: &str = "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
-     other fields with `--text-field`, or `--prompt-field` and `--completion-field`";
 
 /// A list, or one written as JSON text, as tables hold it.
 fn list(value: Value) -> Result<Value, String> {

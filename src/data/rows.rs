@@ -12,10 +12,10 @@ use std::rc::Rc;
 use minijinja::Value;
 use serde::de::{Deserializer, SeqAccess, Visitor};
 
-use super::document::Document;
 use super::format::DataFormat;
 use super::jinja_python::read_json;
 use super::parquet_rows;
+use super::source::Document;
 use crate::{Error, Result};
 
 /// The longest row in bytes; a longer one means that the file has a different format.

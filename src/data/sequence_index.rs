@@ -7,9 +7,8 @@
 
 use std::collections::BTreeMap;
 
-use super::batch_loader::IGNORE_INDEX;
 use super::cache::DatasetKind;
-use super::tokens::TokenSource;
+use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::{Error, Result};
 
 /// Inputs in a row are padded to a multiple of this.

@@ -1,6 +1,7 @@
 //! The sources that `--data` and `--val` may name, and their files.
 
 use std::fmt;
+use std::fs::File;
 use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -8,10 +9,9 @@ use std::str::FromStr;
 use tempfile::NamedTempFile;
 
 use super::chats;
-use super::document::Document;
 use super::format::DataFormat;
 use crate::untrusted::{Pipe, is_pipe};
-use crate::{Error, Result, temporary};
+use crate::{Error, Result, temporary, untrusted};
 
 /// The advice at the end of errors about a source.
 const SUPPORTED_SOURCES: &str = "give `grammar`, `tiny_shakespeare`, `chats`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
@@ -161,6 +161,17 @@ fn suggest_path(path: &Path) -> String {
     near.map_or_else(String::new, |near| format!("did you mean `{}`? Otherwise ", folder.join(near).display()))
 }
 
+/// A file of a corpus.
+#[derive(Clone, Debug)]
+pub(super) struct Document {
+    pub(super) path: PathBuf,
+    /// Its name in error messages, which differs from the path for standard input.
+    pub(super) origin: String,
+    pub(super) format: DataFormat,
+    /// Whether the user said so; text that looks like rows is refused otherwise.
+    pub(super) asked: bool,
+}
+
 /// The files of a source.
 pub(super) struct Files {
     pub(super) documents: Vec<Document>,
@@ -227,6 +238,17 @@ impl Document {
     fn new(path: PathBuf, origin: String, asked: Option<DataFormat>) -> Self {
         let format = asked.or_else(|| DataFormat::from_path(&path)).unwrap_or(DataFormat::Text);
         Self { path, origin, format, asked: asked.is_some() }
+    }
+
+    pub(super) fn open(&self) -> Result<File> {
+        untrusted::open(&self.path).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => self.error("there is no such file"),
+            _ => Error::io("read", &self.path)(error),
+        })
+    }
+
+    pub(super) fn error(&self, message: impl Into<String>) -> Error {
+        Error::data(&self.origin, message)
     }
 }
 

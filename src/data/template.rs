@@ -9,7 +9,6 @@
 //! text.
 
 use super::jinja_python::{install, read_json, with_percent};
-use super::template_sandbox::TemplateSandbox;
 use crate::{Error, Result};
 use minijinja::value::Value;
 use minijinja::{Environment, ErrorKind, context};
@@ -120,7 +119,6 @@ pub struct Template {
     origin: String,
     tokens: TemplateTokens,
     has_generation_blocks: bool,
-    sandbox: Option<TemplateSandbox>,
 }
 
 impl Template {
@@ -141,8 +139,7 @@ impl Template {
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
-        let template =
-            Self { environment, origin: origin.to_owned(), tokens, has_generation_blocks: false, sandbox: None };
+        let template = Self { environment, origin: origin.to_owned(), tokens, has_generation_blocks: false };
         template.with_source(source)
     }
 
@@ -151,14 +148,6 @@ impl Template {
         self.has_generation_blocks = source.contains(GENERATION_MARKERS[0]);
         self.environment.add_template_owned(NAME, source).map_err(|error| explain(&self.origin, &error))?;
         Ok(self)
-    }
-
-    /// Renders in a separate process with limits on memory and time, if this program can start itself. For templates of
-    /// models.
-    #[must_use]
-    pub fn sandboxed(mut self, source: &str) -> Self {
-        self.sandbox = TemplateSandbox::new(source, &self.origin, &self.tokens);
-        self
     }
 
     /// Converts `conversation` to text; `tools` is a JSON array. `add_generation_prompt` appends the start of the next
@@ -184,18 +173,6 @@ impl Template {
 
     /// [`Self::render`] with tools that were read already.
     pub fn render_with(
-        &self,
-        conversation: &Conversation,
-        tools: Option<&Value>,
-        add_generation_prompt: bool,
-    ) -> Result<Rendered> {
-        match &self.sandbox {
-            Some(process) => process.render(conversation, tools, add_generation_prompt),
-            None => self.render_in_process(conversation, tools, add_generation_prompt),
-        }
-    }
-
-    fn render_in_process(
         &self,
         conversation: &Conversation,
         tools: Option<&Value>,

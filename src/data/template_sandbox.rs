@@ -3,7 +3,7 @@
 //! A template's fuel limits its instructions, not their allocations: forty times `{% set x = x + x %}` needs terabytes.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, ChildStdout, ExitCode, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -42,9 +42,11 @@ struct RenderRequest {
 /// A line from it: a text, or why there is none.
 type Response = std::result::Result<Rendered, String>;
 
-/// Renders one template's conversations. The process starts with the first one.
+/// A model's template, rendered in a worker process if this program can start itself. The worker starts with the first
+/// conversation.
 #[derive(Debug)]
-pub(super) struct TemplateSandbox {
+pub struct TemplateSandbox {
+    template: Template,
     setup: TemplateSetup,
     worker: Mutex<Option<Worker>>,
 }
@@ -64,27 +66,35 @@ impl Drop for Worker {
 }
 
 impl TemplateSandbox {
-    /// For the template `source`; `None` if the program cannot be started again.
-    pub(super) fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Option<Self> {
-        subprocess::worker_command(ARGUMENT)?;
+    /// Like [`Template::new`].
+    pub fn new(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<Self> {
+        let template = Template::new(source, origin, tokens.clone())?;
         let setup = TemplateSetup { source: source.to_owned(), origin: origin.to_owned(), tokens: tokens.clone() };
-        Some(Self { setup, worker: Mutex::new(None) })
+        Ok(Self { template, setup, worker: Mutex::new(None) })
     }
 
-    /// As [`Template::render_with`].
-    pub(super) fn render(
+    /// Whether the template has generation blocks.
+    pub(super) fn has_generation_blocks(&self) -> bool {
+        self.template.has_generation_blocks()
+    }
+
+    /// Like [`Template::render_with`].
+    pub fn render(
         &self,
         conversation: &Conversation,
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<Rendered> {
+        let Some(command) = subprocess::worker_command(ARGUMENT) else {
+            return self.template.render_with(conversation, tools, add_generation_prompt);
+        };
         let request =
             RenderRequest { conversation: conversation.clone(), tools: tools.cloned(), add_generation_prompt };
         let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
         let alive = |mut process: Worker| matches!(process.child.try_wait(), Ok(None)).then_some(process);
         let mut process = match worker.take().and_then(alive) {
             Some(process) => process,
-            None => self.start().map_err(|error| self.wrong(&format!("cannot be rendered: {error}")))?,
+            None => self.start(command).map_err(|error| self.wrong(&format!("cannot be rendered: {error}")))?,
         };
         let answer = write_line(&mut process.requests, &request).and_then(|()| {
             let mut line = Vec::new();
@@ -104,8 +114,7 @@ impl TemplateSandbox {
         }
     }
 
-    fn start(&self) -> std::io::Result<Worker> {
-        let mut command = subprocess::worker_command(ARGUMENT).ok_or(std::io::ErrorKind::NotFound)?;
+    fn start(&self, mut command: Command) -> std::io::Result<Worker> {
         let mut child = command.stdin(Stdio::piped()).spawn()?;
         let (Some(requests), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(std::io::ErrorKind::BrokenPipe.into());

@@ -6,9 +6,9 @@
 use rayon::prelude::*;
 
 use super::cache::TokenWriter;
-use super::document::{ChunkEnd, Document, LossMask, TextChunk};
+use super::chunk::{ChunkEnd, LossMask, TextChunk};
 use super::row::{DatasetOptions, RowReader};
-use super::source::LoadEvent;
+use super::source::{Document, LoadEvent};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result};
 

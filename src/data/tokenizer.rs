@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tokenizers::DecoderWrapper;
 
 use super::bos::{Bos, added_by};
-use super::bpe::FastBpe;
+use super::bpe::{FastBpe, byte_level_char};
 use super::catch_panic::catch_panic;
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
@@ -309,18 +309,6 @@ fn byte_json() -> Value {
             "vocab": vocab, "merges": [],
         },
     })
-}
-
-/// The printable character by which GPT-2's vocabulary writes a byte: itself if it is printable in Latin-1, else the
-/// next unused one from U+0100 on.
-pub(super) fn byte_level_char(byte: u8) -> char {
-    let code = match byte {
-        0..=32 => 0x100 + u32::from(byte),
-        127..=160 => 0x100 + 33 + u32::from(byte - 127),
-        173 => 0x100 + 33 + 34,
-        _ => u32::from(byte),
-    };
-    char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER)
 }
 
 #[cfg(test)]

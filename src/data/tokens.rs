@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::batch_loader::IGNORE_INDEX;
 use super::cache::{DOCUMENT_START_FLAG, DatasetKind, NO_LOSS_FLAG, TokenFile};
 use crate::{Error, Result};
+
+/// The label that is excluded from the loss: padding, and prompts before an answer.
+pub const IGNORE_INDEX: u32 = u32::MAX;
 
 /// A contiguous view of a token sequence; cloning and splitting share the storage.
 #[derive(Clone, Debug)]

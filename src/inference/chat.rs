@@ -1,14 +1,14 @@
 //! A conversation with a model: its template, its history, and the tokens that end a turn.
 
 use crate::Result;
-use crate::data::{Conversation, Template, text_file};
+use crate::data::{Conversation, TemplateSandbox, text_file};
 use crate::inference::trained::TrainedModel;
 use std::path::Path;
 
 /// A conversation with a model.
 #[derive(Debug)]
 pub struct Chat {
-    template: Template,
+    template: TemplateSandbox,
     /// Whether the model has no template.
     pub plain: bool,
     /// Tokens that end an answer.
@@ -33,7 +33,7 @@ impl Chat {
         let source = source.unwrap_or_else(|| chat.format(&origin, &trained.tokenizer).source().to_owned());
         let stop_token_ids = trained.stop_token_ids()?;
         Ok(Self {
-            template: Template::new(&source, &origin, chat.tokens.clone())?.sandboxed(&source),
+            template: TemplateSandbox::new(&source, &origin, &chat.tokens)?,
             plain,
             stop_token_ids,
             history: Conversation::default(),
@@ -47,6 +47,6 @@ impl Chat {
 
     /// The text of a `conversation` up to the start of the next answer, which may call `tools`.
     pub fn asking(&self, conversation: &Conversation, tools: Option<&minijinja::Value>) -> Result<String> {
-        Ok(self.template.render_with(conversation, tools, true)?.text)
+        Ok(self.template.render(conversation, tools, true)?.text)
     }
 }

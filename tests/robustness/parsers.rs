@@ -12,7 +12,7 @@ use std::sync::LazyLock;
 
 use crate::common::changes::{any_bytes, changed, changes, replaced, replacement};
 use finetune::Error;
-use finetune::data::{Conversation, DataSource, DatasetBuilder, Template, TemplateTokens, Tokenizer};
+use finetune::data::{Conversation, DataSource, DatasetBuilder, TemplateSandbox, TemplateTokens, Tokenizer};
 use finetune::engine::model::ModelSpec;
 use finetune::store::tensor_file::Header;
 use finetune::telemetry::{Diagnostic, Event, EventLog, Record, VERSION, read};
@@ -279,13 +279,14 @@ const GOOD_TEMPLATE: &str = include_str!("../../src/data/templates/qwen.jinja");
 fn template(bytes: &[u8]) {
     finetune::untrusted::subprocess::register_executable(Path::new(env!("CARGO_BIN_EXE_finetune")));
     let Ok(source) = std::str::from_utf8(bytes) else { return };
-    let template = match bounded(|| Template::new(source, "t", TemplateTokens::default())) {
-        Ok(template) => template.sandboxed(source),
+    let template = match bounded(|| TemplateSandbox::new(source, "t", &TemplateTokens::default())) {
+        Ok(template) => template,
         Err(error) => return assert!(matches!(error, Error::Model { .. }), "{error}"),
     };
     let chat = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c", "tool_calls": [{"name": "f", "arguments": {"x": [1]}}]}, {"role": "tool", "content": "d"}]"#;
     let chat = Conversation::from_json(chat).unwrap();
-    match bounded(|| template.render(&chat, Some(r#"[{"name": "f"}]"#), true)) {
+    let tools: minijinja::Value = serde_json::from_str(r#"[{"name": "f"}]"#).unwrap();
+    match bounded(|| template.render(&chat, Some(&tools), true)) {
         Ok(rendered) => {
             assert!(rendered.assistant_ranges.iter().all(|range| rendered.text.get(range.clone()).is_some()))
         }
@@ -432,7 +433,7 @@ fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
         ),
     ];
     for (source, expected) in cases {
-        let template = Template::new(&source, "t", TemplateTokens::default()).unwrap().sandboxed(&source);
+        let template = TemplateSandbox::new(&source, "t", &TemplateTokens::default()).unwrap();
         let chat = Conversation::from_json(r#"[{"role": "user", "content": "a"}]"#).unwrap();
         let error = bounded(|| template.render(&chat, None, true)).unwrap_err().to_string();
         // On a slow machine the time may end before the memory does.

@@ -214,3 +214,16 @@ fn a_template_whose_answers_cannot_be_told_apart_is_refused() {
     let message = chat.render(&conversation, None, false).unwrap_err().to_string();
     assert!(message.contains("writes") && message.contains("`chatml`, which marks the answers"), "{message}");
 }
+
+/// Every probe counts: a template that writes `chatml`'s text except for system messages or tools' answers is another one.
+#[test]
+fn a_template_that_differs_in_one_role_is_not_taken_for_a_built_in_one() {
+    let source = built_in("chatml").replace("{%- generation %}", "").replace("{%- endgeneration %}", "");
+    for role in ["none", "system", "tool"] {
+        let start = format!("{{{{- ('>' if message.role == '{role}' else '') + '<|im_start|>' + message.role");
+        let changed = source.replace("{{- '<|im_start|>' + message.role", &start);
+        let name = if role == "none" { "the training template `chatml`" } else { "nothing" };
+        assert_ne!(changed, source);
+        assert_eq!(ChatFormat::new(&changed, "like", &tokens()).name(), name, "{role}");
+    }
+}

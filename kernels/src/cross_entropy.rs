@@ -69,6 +69,17 @@ impl<T> HeadWorkspace<T> {
     }
 }
 
+/// The operands of logits, `scale · x · weightᵀ`.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadInput<'a> {
+    /// `[N, D]`.
+    pub x: &'a Tensor,
+    /// `[V, D]`.
+    pub weight: &'a Tensor,
+    /// The factor of logits.
+    pub scale: f32,
+}
+
 /// The outputs of the head's backward pass, and the gradient it starts from.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadGradient<'a> {
@@ -93,18 +104,20 @@ pub enum HeadTensor {
     WeightGradient,
 }
 
-/// Sum of the losses `-log softmax(x · weightᵀ)[target]` in nats, over rows whose target is not [`IGNORE`], for `x [N, D]` and
-/// `weight [V, D]`; with `gradient` its derivatives too. Calls `hook` with each tensor in the order of [`HeadTensor`].
+/// Sum of the losses `-log softmax(logits)[target]` in nats, over rows whose target is not [`IGNORE`]; with `gradient` its
+/// derivatives too. Calls `hook` with each tensor in the order of [`HeadTensor`].
 pub fn head(
     kernels: &dyn Kernels,
-    x: &Tensor,
-    weight: &Tensor,
+    HeadInput { x, weight, scale }: HeadInput<'_>,
     targets: &[u32],
     workspace: &HeadWorkspace,
     gradient: Option<HeadGradient<'_>>,
     mut hook: HeadHook<'_>,
 ) -> Result<f64> {
     let padded = if hook.is_none() && kernels.pads_logits() { padded(&workspace.logits)? } else { None };
+    let product = |a: Factor<'_>, b: Factor<'_>, c: Columns<'_>, mode: WriteMode| {
+        op::Product { a, b, alpha: scale, c, mode }.run(kernels)
+    };
     let mut hook = |tensor, first, values: &Tensor| hook.as_mut().map_or(Ok(()), |hook| hook(tensor, first, values));
     let (rows, (vocab, _), tile) = (x.dim(0)?, weight.dims2()?, workspace.logits.dim(0)?);
     for first in (0..rows).step_by(tile) {
@@ -112,24 +125,24 @@ pub fn head(
         let (x, losses) = (x.narrow(0, first, count)?, workspace.losses.narrow(0, first, count)?);
         let tile = padded.as_ref().unwrap_or(&workspace.logits).narrow(0, 0, count)?;
         let logits = Columns::new(&tile, 0..vocab)?;
-        product(kernels, whole(&x)?, Factor::transposed(Columns::all(weight)?), logits, WriteMode::Overwrite)?;
+        product(whole(&x)?, Factor::transposed(Columns::all(weight)?), logits, WriteMode::Overwrite)?;
         hook(HeadTensor::Logits, first, &tile)?;
         let (targets, seed) = (&targets[first..first + count], gradient.map(|gradient| gradient.seed));
         op::CrossEntropy { logits, targets, losses: &losses, seed }.run(kernels)?;
         let Some(gradient) = gradient else { continue };
         hook(HeadTensor::LogitsGradient, first, &tile)?;
         let dx = gradient.dx.narrow(0, first, count)?;
-        product(kernels, Factor::plain(logits), whole(weight)?, Columns::all(&dx)?, WriteMode::Overwrite)?;
+        product(Factor::plain(logits), whole(weight)?, Columns::all(&dx)?, WriteMode::Overwrite)?;
         if let Some(dweight) = gradient.dweight {
             let sum = workspace.weight_sum.as_ref().unwrap_or(dweight);
             let (dlogits, x) = (Factor::transposed(logits), whole(&x)?);
             let mode = if first > 0 { WriteMode::Accumulate } else { WriteMode::Overwrite };
             if x.columns.tensor().device().is_cpu() || kernels.pads_logits() {
-                product(kernels, dlogits, x, Columns::all(sum)?, mode)?;
+                product(dlogits, x, Columns::all(sum)?, mode)?;
             } else {
                 // candle's product is fast on a GPU only if it is of the operands' type.
                 let term = view::zeros(dweight.dims(), dweight.dtype(), dweight.device())?;
-                product(kernels, dlogits, x, Columns::all(&term)?, WriteMode::Overwrite)?;
+                product(dlogits, x, Columns::all(&term)?, WriteMode::Overwrite)?;
                 match mode {
                     WriteMode::Accumulate => op::Accumulate { x: &term, inner: &[], out: sum }.run(kernels),
                     WriteMode::Overwrite => kernels.copy(&term, sum),
@@ -150,10 +163,6 @@ pub fn head(
 
 fn whole(x: &Tensor) -> Result<Factor<'_>> {
     Ok(Factor::plain(Columns::all(x)?))
-}
-
-fn product(kernels: &dyn Kernels, a: Factor<'_>, b: Factor<'_>, c: Columns<'_>, mode: WriteMode) -> Result<()> {
-    op::Product { a, b, alpha: 1.0, c, mode }.run(kernels)
 }
 
 /// Logits whose rows begin at multiples of 16 bytes, which makes cuBLAS several times as fast; `None` if those of `logits` do.

@@ -22,7 +22,7 @@ pub use lora::{ALL_LINEAR, Lora, init_dora_magnitude, merge_adapters};
 pub use parameters::{Parameters, sample_init};
 pub use rope::{Rope, RopeType};
 pub use spec::{
-    Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamInit, ParamRole,
-    ParamSpec, Sliding,
+    Biases, DropoutRates, EmbeddingScale, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamInit,
+    ParamRole, ParamSpec, QkNorm, Sliding,
 };
 pub use workspace::{Checkpointing, Workspace, WorkspaceBytes, candle_dtype};

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use super::oracle::{IGNORED, Shape};
 
 /// The cases under `tests/golden/families`.
-pub(crate) const FAMILIES: [&str; 13] = [
+pub(crate) const FAMILIES: [&str; 15] = [
     "llama",
     "llama-biases",
     "llama-linear",
@@ -27,10 +27,12 @@ pub(crate) const FAMILIES: [&str; 13] = [
     "gemma3",
     "smollm3",
     "smollm3-window",
+    "olmo2",
+    "granite",
 ];
 
 /// The cases under `tests/golden/lora`.
-pub(crate) const LORA: [&str; 9] = [
+pub(crate) const LORA: [&str; 11] = [
     "gpt2",
     "gpt2-dora",
     "llama-rslora",
@@ -40,6 +42,8 @@ pub(crate) const LORA: [&str; 9] = [
     "gemma3",
     "gemma3-dora",
     "smollm3",
+    "olmo2",
+    "granite-dora",
 ];
 
 /// The cases of GPT-2 under `tests/golden`.

@@ -7,7 +7,7 @@ use crate::common::oracle;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use finetune::engine::kernels::attention::{Operands, Shape};
 use finetune::engine::kernels::columns::{Columns, WriteMode};
-use finetune::engine::kernels::cross_entropy::{self, HeadGradient, HeadWorkspace, IGNORE};
+use finetune::engine::kernels::cross_entropy::{self, HeadGradient, HeadInput, HeadWorkspace, IGNORE};
 use finetune::engine::kernels::embedding::scale_of_width;
 use finetune::engine::kernels::op;
 use finetune::engine::kernels::op::cases::{self, Bounds, Case, Exact, Operation, cases};
@@ -240,12 +240,14 @@ fn allocate(shape: &[usize], dtype: DType) -> Result<Tensor> {
     zeros(shape, dtype, &Device::Cpu)
 }
 
-/// In one tile and in several, with rows that are no targets.
+/// In one tile and in several, with rows that are no targets, and with scaled logits.
 #[test]
 fn heads_with_cross_entropy() {
     // Rounding each value once gives 2e-4 in FP16 and 1.7e-3 in BF16, and the logits' gradient is rounded as well.
     for (dtype, tolerance) in TYPES.into_iter().zip([1e-6, 6e-4, 5e-3]) {
-        for (rows, width, vocab, tiles) in [(1, 8, 5, 1), (21, 24, 50, 3), (21, 24, 50, 1), (64, 48, 257, 2)] {
+        for (rows, width, vocab, tiles, scale) in
+            [(1, 8, 5, 1, 1.0_f32), (21, 24, 50, 3, 0.3), (21, 24, 50, 1, 1.0), (64, 48, 257, 2, 1.0)]
+        {
             let ids: Vec<i64> =
                 (0..rows).map(|i| if i % 5 == 3 { oracle::IGNORED } else { (i * 7 % vocab) as i64 }).collect();
             let targets: Vec<u32> = ids.iter().map(|&id| u32::try_from(id).unwrap_or(IGNORE)).collect();
@@ -255,15 +257,16 @@ fn heads_with_cross_entropy() {
             let [x, weight] = inputs.map(|input| input.to_dtype(dtype).unwrap());
             let [x64, weight64] = [&x, &weight].map(|x| Var::from_tensor(&x.to_dtype(DType::F64).unwrap()).unwrap());
             let logits = oracle::project(&x64, &weight64.t().unwrap()).unwrap().unsqueeze(0).unwrap();
-            let truth = (oracle::cross_entropy(&logits, &ids).unwrap() * count).unwrap();
+            let truth = (oracle::cross_entropy(&(logits * f64::from(scale)).unwrap(), &ids).unwrap() * count).unwrap();
             let store = truth.backward().unwrap();
             for kernels in KERNELS {
                 let workspace =
                     HeadWorkspace::with_tiles(tiles, [rows, vocab, width], dtype, Some(dtype), &allocate).unwrap();
                 let [dx, dweight] = [&x, &weight].map(|x| x.zeros_like().unwrap());
                 let gradient = HeadGradient { seed: 0.5, dx: &dx, dweight: Some(&dweight) };
+                let input = HeadInput { x: &x, weight: &weight, scale };
                 let head =
-                    |gradient| cross_entropy::head(kernels, &x, &weight, &targets, &workspace, gradient, None).unwrap();
+                    |gradient| cross_entropy::head(kernels, input, &targets, &workspace, gradient, None).unwrap();
                 let loss = head(Some(gradient));
                 assert_eq!(loss, head(None));
                 let loss = Tensor::new(loss, &Device::Cpu).unwrap();

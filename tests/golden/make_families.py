@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
@@ -135,6 +135,12 @@ CASES = {
     "smollm3-window": Case(SmolLM3Config, SMALL | {
         "num_hidden_layers": 2, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 4,
         "mlp_bias": True, "tie_word_embeddings": False}, 52, seq=18),
+    # Norms after attention and MLP, and over all heads of queries and of keys.
+    "olmo2": Case(Olmo2Config, {}, 53, padded=True),
+    # Factors of embeddings, scores, branches and logits, none a power of two; biases in the MLP.
+    "granite": Case(GraniteConfig, {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 1.5,
+        "mlp_bias": True, "tie_word_embeddings": True}, 54),
 }
 
 ROPES = [

@@ -460,7 +460,7 @@ fn the_gguf_package_reads_the_file() {
 }
 
 /// Models whose graphs are compared.
-const ONNX: [&str; 13] = [
+const ONNX: [&str; 15] = [
     "deep",
     "untied",
     "families/llama",
@@ -474,6 +474,8 @@ const ONNX: [&str; 13] = [
     "families/gemma3",
     "families/smollm3",
     "families/smollm3-window",
+    "families/olmo2",
+    "families/granite",
 ];
 
 /// The Python of `FINETUNE_PYTHON`, if it has onnxruntime.

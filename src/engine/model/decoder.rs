@@ -12,11 +12,11 @@ use super::adapter::AdapterPass;
 use super::hook::{Hook, HookPoint, TensorKind};
 use super::layers::{Context, Linear, NormLayer, fused_param};
 use super::parameters::{ParamRef, Parameters};
-use super::spec::{LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
+use super::spec::{EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
 use super::workspace::{Checkpointing, PostNorm, QkNorms, ResidualGrad, RopeCaches, Workspace};
 use crate::engine::kernels::attention::{Operands, Shape};
-use crate::engine::kernels::columns::{Columns, WriteMode};
-use crate::engine::kernels::cross_entropy::{self, HeadGradient, HeadTensor};
+use crate::engine::kernels::columns::{Columns, Factor, WriteMode};
+use crate::engine::kernels::cross_entropy::{self, HeadGradient, HeadInput, HeadTensor};
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::embedding::scale_of_width;
 use crate::engine::kernels::op::{self, Embedding};
@@ -92,7 +92,7 @@ impl Block {
         Ok(Self {
             attention_norm: norm(NormRole::Attention)?,
             qkv: linear(LinearRole::Qkv)?,
-            qk_norms: pair(spec.qk_norm, [NormRole::Query, NormRole::Key])?,
+            qk_norms: pair(spec.qk_norm.is_some(), [NormRole::Query, NormRole::Key])?,
             post_norms: pair(spec.post_norms, [NormRole::PostAttention, NormRole::PostMlp])?,
             out: linear(LinearRole::Out)?,
             mlp_norm: norm(NormRole::Mlp)?,
@@ -319,13 +319,27 @@ impl Decoder {
     /// The factor of the tokens' embeddings.
     fn embedding_scale(&self, weights: &Parameters) -> f32 {
         let dtype = weights.fused(self.embedding).dtype();
-        if self.spec.scaled_embedding { scale_of_width(self.spec.hidden_size, dtype) } else { 1.0 }
+        let scale = match self.spec.embedding_scale {
+            EmbeddingScale::Factor(factor) => factor,
+            EmbeddingScale::RootOfWidth => f64::from(scale_of_width(self.spec.hidden_size, dtype)),
+        };
+        (scale / self.spec.residual_multiplier) as f32
+    }
+
+    /// The operands of logits.
+    fn head_input<'a>(&self, ws: &'a Workspace, weight: &'a Tensor) -> HeadInput<'a> {
+        HeadInput { x: ws.hidden(), weight, scale: self.logits_scale() }
+    }
+
+    /// The factor of logits.
+    fn logits_scale(&self) -> f32 {
+        (1.0 / self.spec.logits_scaling) as f32
     }
 
     /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
     pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
         let weight = weights.weight(self.head)?;
-        cross_entropy::head(self.kernels(), ws.hidden(), &weight, targets, &ws.head, None, None)
+        cross_entropy::head(self.kernels(), self.head_input(ws, &weight), targets, &ws.head, None, None)
     }
 
     /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target.
@@ -352,7 +366,7 @@ impl Decoder {
         };
         let weight = weights.weight(self.head)?;
         let hook: HeadHook<'_> = if watches { Some(&mut record) } else { None };
-        cross_entropy::head(self.kernels(), ws.hidden(), &weight, targets, &ws.head, Some(gradient), hook)
+        cross_entropy::head(self.kernels(), self.head_input(ws, &weight), targets, &ws.head, Some(gradient), hook)
     }
 
     /// From the head's input back to the embeddings, after [`Self::loss_and_head_gradient`]; writes every gradient.
@@ -492,8 +506,15 @@ impl Decoder {
     pub fn logits(&self, weights: &Parameters, hidden: &Tensor) -> Result<Tensor> {
         let weight = weights.weight(self.head)?;
         let logits = view::zeros(&[hidden.dim(0)?, weight.dim(0)?], hidden.dtype(), hidden.device())?;
-        op::Linear { layout: WeightLayout::OutIn, x: hidden, weight: &weight, bias: None, y: &logits, low_rank: None }
-            .run(self.kernels())?;
+        let (layout, alpha) = (WeightLayout::OutIn, self.logits_scale());
+        if alpha == 1.0 {
+            op::Linear { layout, x: hidden, weight: &weight, bias: None, y: &logits, low_rank: None }
+                .run(self.kernels())?;
+        } else {
+            let (a, b) = (Factor::plain(Columns::all(hidden)?), Factor::transposed(Columns::all(&weight)?));
+            let c = Columns::all(&logits)?;
+            op::Product { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels())?;
+        }
         Ok(logits)
     }
 

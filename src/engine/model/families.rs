@@ -2,8 +2,10 @@
 
 mod gemma3;
 mod gpt2;
+mod granite;
 pub(super) mod llama;
 mod mistral;
+mod olmo2;
 mod qwen2;
 mod qwen3;
 mod smollm3;
@@ -12,7 +14,7 @@ use super::family::ConfigReader;
 use super::spec::{FamilyRef, ModelSpec};
 use serde_json::{Map, Value};
 
-pub(super) const FAMILIES: [FamilyRef; 7] = [
+pub(super) const FAMILIES: [FamilyRef; 9] = [
     FamilyRef(&gpt2::Gpt2),
     FamilyRef(&llama::Llama),
     FamilyRef(&mistral::Mistral),
@@ -20,6 +22,8 @@ pub(super) const FAMILIES: [FamilyRef; 7] = [
     FamilyRef(&qwen3::Qwen3),
     FamilyRef(&gemma3::Gemma3),
     FamilyRef(&smollm3::SmolLm3),
+    FamilyRef(&olmo2::Olmo2),
+    FamilyRef(&granite::Granite),
 ];
 
 /// The maximum number of parameters; their bytes in any number of copies stay within 64 bits.

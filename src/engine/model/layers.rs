@@ -6,7 +6,7 @@ use super::decoder::ForwardMode;
 use super::dora::MagnitudeScale;
 use super::hook::{Hook, TensorKind};
 use super::parameters::{ParamRef, Parameters};
-use super::spec::{ModelSpec, ModuleId, ParamRole};
+use super::spec::{ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
 use crate::engine::kernels::columns::{Columns, Factor, WriteMode};
 use crate::engine::kernels::{Kernels, NormSettings, Normed, WeightLayout, op};
 use candle_core::{DType, Result, Tensor, bail};
@@ -41,30 +41,39 @@ pub(super) fn fused_param(parameters: &Parameters, layer: ModuleId, role: ParamR
     }
 }
 
-/// A normalisation.
+/// A normalisation, or a copy in the compute type if attention and MLP take the residual stream as it is.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NormLayer {
     layer: ModuleId,
     settings: NormSettings,
-    weight: ParamRef,
+    weight: Option<ParamRef>,
     bias: Option<ParamRef>,
 }
 
 impl NormLayer {
     /// The norm at `layer`.
     pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: ModuleId) -> Result<Self> {
-        let settings = NormSettings { norm: spec.norm, eps: spec.norm_eps as f32 };
-        let weight = fused_param(parameters, layer, ParamRole::Weight)?;
+        let (eps, there) = match layer.op {
+            ModuleOp::Norm(NormRole::Attention | NormRole::Mlp) => (spec.stream_norm_eps(), spec.pre_norms),
+            ModuleOp::Norm(NormRole::Final) => (spec.stream_norm_eps(), true),
+            _ => (spec.norm_eps, true),
+        };
+        let settings = NormSettings { norm: spec.norm, eps: eps as f32 };
+        let weight = there.then(|| fused_param(parameters, layer, ParamRole::Weight)).transpose()?;
         Ok(Self { layer, settings, weight, bias: parameters.find_fused(layer, ParamRole::Bias) })
     }
 
     /// Normalises the rows of `x [N, D]` into `normed`.
     pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, normed: &Normed) -> Result<()> {
         let bias = self.bias.map(|bias| cx.weights.fused(bias));
+        let Some(weight) = self.weight.map(|weight| cx.weights.fused(weight)) else {
+            op::Copy { x, dropout: None, out: &normed.out }.run(cx.kernels)?;
+            return cx.hook.record_whole(self.layer, TensorKind::Output, &normed.out);
+        };
         op::Norm {
             settings: self.settings,
             x: Columns::all(x)?,
-            weight: cx.weights.fused(self.weight),
+            weight,
             bias,
             y: Columns::all(&normed.out)?,
             mean: normed.mean.as_ref(),
@@ -83,41 +92,46 @@ impl NormLayer {
         dy: &Tensor,
         (dx, mode): (&Tensor, WriteMode),
     ) -> Result<()> {
-        let (dy, x, to) = (Columns::all(dy)?, Columns::all(x)?, Columns::all(dx)?);
-        let dweight = cx.grad(self.weight);
-        op::NormBackward {
-            settings: self.settings,
-            dy,
-            x,
-            weight: cx.weights.fused(self.weight),
-            mean: normed.mean.as_ref(),
-            rstd: &normed.rstd,
-            dx: to,
-            mode,
-            dweight,
-            dbias: self.bias.and_then(|bias| cx.grad(bias)),
+        if self.weight.is_some() {
+            let (x, dy, into) = (Columns::all(x)?, Columns::all(dy)?, (Columns::all(dx)?, mode));
+            self.backward_columns(cx, x, (normed.mean.as_ref(), &normed.rstd), dy, into)?;
+        } else {
+            op::Accumulate { x: dy, inner: &[], out: dx }.run(cx.kernels)?;
         }
-        .run(cx.kernels)?;
-        self.record_gradients(cx)?;
         cx.hook.record_whole(self.layer, TensorKind::InputGradient, dx)
     }
 
-    /// Shows the gradients of its parameters, unless they are frozen.
-    fn record_gradients(&self, cx: &mut Context<'_>) -> Result<()> {
-        record_gradients(cx, self.layer, self.weight, self.bias)
+    fn backward_columns(
+        &self,
+        cx: &mut Context<'_>,
+        x: Columns<'_>,
+        (mean, rstd): (Option<&Tensor>, &Tensor),
+        dy: Columns<'_>,
+        (dx, mode): (Columns<'_>, WriteMode),
+    ) -> Result<()> {
+        let Self { layer, settings, bias, .. } = *self;
+        let (param, dbias) = (self.param()?, bias.and_then(|bias| cx.grad(bias)));
+        let (weight, dweight) = (cx.weights.fused(param), cx.grad(param));
+        op::NormBackward { settings, dy, x, weight, mean, rstd, dx, mode, dweight, dbias }.run(cx.kernels)?;
+        record_gradients(cx, layer, param, bias)
     }
-}
 
-impl NormLayer {
-    /// Normalises each head in the columns `x` into the columns `y`.
+    fn param(&self) -> Result<ParamRef> {
+        match self.weight {
+            Some(weight) => Ok(weight),
+            None => bail!("{:?} has no weight", self.layer),
+        }
+    }
+
+    /// Normalises the groups of the columns `x`, which are as wide as the weight, into the columns `y`.
     pub(super) fn forward_heads(
         &self,
         cx: &mut Context<'_>,
         x: Columns<'_>,
         (y, rstd): (Columns<'_>, &Tensor),
     ) -> Result<()> {
-        op::Norm { settings: self.settings, x, weight: cx.weights.fused(self.weight), y, rstd, bias: None, mean: None }
-            .run(cx.kernels)?;
+        let weight = cx.weights.fused(self.param()?);
+        op::Norm { settings: self.settings, x, weight, y, rstd, bias: None, mean: None }.run(cx.kernels)?;
         cx.hook.record_whole(self.layer, TensorKind::Output, y.tensor())
     }
 
@@ -130,21 +144,7 @@ impl NormLayer {
         dy: Columns<'_>,
         dx: Columns<'_>,
     ) -> Result<()> {
-        let weight = cx.weights.fused(self.weight);
-        op::NormBackward {
-            settings: self.settings,
-            dy,
-            x,
-            weight,
-            rstd,
-            dx,
-            dweight: cx.grad(self.weight),
-            mode: WriteMode::Overwrite,
-            mean: None,
-            dbias: None,
-        }
-        .run(cx.kernels)?;
-        self.record_gradients(cx)
+        self.backward_columns(cx, x, (None, rstd), dy, (dx, WriteMode::Overwrite))
     }
 }
 

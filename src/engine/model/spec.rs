@@ -94,6 +94,24 @@ pub struct DropoutRates {
     pub attention: f64,
 }
 
+/// The norms of queries and keys, before they are rotated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// One per head.
+    PerHead,
+    /// One over all heads.
+    Whole,
+}
+
+/// The factor of the tokens' embeddings.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum EmbeddingScale {
+    /// This number.
+    Factor(f64),
+    /// `√hidden_size`, rounded to the type of the embedding.
+    RootOfWidth,
+}
+
 /// Attention with a window, in some layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sliding {
@@ -149,12 +167,19 @@ pub struct ModelSpec {
     pub sliding: Option<Sliding>,
     /// The scale of attention scores, if it differs from 1 / `√head_dim`.
     pub attention_scale: Option<f64>,
-    /// Whether each head of queries and keys is normalised.
-    pub qk_norm: bool,
+    /// The norms of queries and keys.
+    pub qk_norm: Option<QkNorm>,
+    /// Whether the inputs of attention and MLP are normalised.
+    pub pre_norms: bool,
     /// Whether what attention and MLP add to the residual stream is normalised.
     pub post_norms: bool,
-    /// Whether the tokens' embeddings are multiplied by `√width`.
-    pub scaled_embedding: bool,
+    /// The factor of the tokens' embeddings.
+    pub embedding_scale: EmbeddingScale,
+    /// The factor of the outputs of attention and MLP. The engine divides the residual stream by it instead, which
+    /// [`Self::stream_norm_eps`] and the embedding's factor undo.
+    pub residual_multiplier: f64,
+    /// The divisor of logits.
+    pub logits_scaling: f64,
     /// Whether the head's matrix is the token embedding.
     pub tie_word_embeddings: bool,
     /// Dropout probabilities.
@@ -387,6 +412,11 @@ impl ModelSpec {
         self.family.0.layer_name(layer)
     }
 
+    /// The epsilon of norms whose input is the residual stream.
+    pub fn stream_norm_eps(&self) -> f64 {
+        self.norm_eps / self.residual_multiplier.powi(2)
+    }
+
     /// Columns of the packed queries, keys and values.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -410,9 +440,16 @@ impl ModelSpec {
 
     /// The norms of a block, and the columns of each.
     fn norms(&self) -> Vec<(NormRole, usize)> {
-        let mut norms = vec![(NormRole::Attention, self.hidden_size), (NormRole::Mlp, self.hidden_size)];
-        if self.qk_norm {
-            norms.extend([(NormRole::Query, self.head_dim), (NormRole::Key, self.head_dim)]);
+        let mut norms = Vec::new();
+        if self.pre_norms {
+            norms.extend([(NormRole::Attention, self.hidden_size), (NormRole::Mlp, self.hidden_size)]);
+        }
+        if let Some(kind) = self.qk_norm {
+            let [query, key, _] = match kind {
+                QkNorm::PerHead => [self.head_dim; 3],
+                QkNorm::Whole => self.qkv_widths(),
+            };
+            norms.extend([(NormRole::Query, query), (NormRole::Key, key)]);
         }
         if self.post_norms {
             norms.extend([(NormRole::PostAttention, self.hidden_size), (NormRole::PostMlp, self.hidden_size)]);

@@ -8,7 +8,7 @@ mod views;
 
 use super::adapter::{AdapterBuffers, AdapterPass, total_rank};
 use super::rope::Rope;
-use super::spec::ModelSpec;
+use super::spec::{ModelSpec, QkNorm};
 use crate::engine::kernels::Normed;
 use crate::engine::kernels::cross_entropy::HeadWorkspace;
 use crate::engine::kernels::rope::{Positions, Table};
@@ -41,11 +41,22 @@ pub(super) struct QkNorms<T = Tensor> {
 }
 
 impl<T> QkNorms<T> {
-    pub(super) fn lay_out(spec: &ModelSpec, rows: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
+    /// The buffers, if there are such norms.
+    pub(super) fn lay_out(
+        spec: &ModelSpec,
+        rows: usize,
+        compute: DType,
+        allocate: Allocate<'_, T>,
+    ) -> Result<Option<Self>> {
         let [queries, keys, _] = spec.qkv_widths();
-        let statistics = |heads: usize| allocate(&[rows * heads], DType::F32);
-        let rstd = [statistics(spec.heads)?, statistics(spec.kv_heads)?];
-        Ok(Self { out: allocate(&[rows, queries + keys], compute)?, rstd })
+        let groups = match spec.qk_norm {
+            None => return Ok(None),
+            Some(QkNorm::PerHead) => [spec.heads, spec.kv_heads],
+            Some(QkNorm::Whole) => [1, 1],
+        };
+        let statistics = |groups: usize| allocate(&[rows * groups], DType::F32);
+        let rstd = [statistics(groups[0])?, statistics(groups[1])?];
+        Ok(Some(Self { out: allocate(&[rows, queries + keys], compute)?, rstd }))
     }
 }
 
@@ -231,7 +242,7 @@ impl<T> BlockActivations<T> {
         Ok(Self {
             attention_norm: norm()?,
             qkv: rows(spec.qkv_width(), compute)?,
-            heads: spec.qk_norm.then(|| QkNorms::lay_out(spec, tokens, compute, allocate)).transpose()?,
+            heads: QkNorms::lay_out(spec, tokens, compute, allocate)?,
             attended: rows(spec.attn_out_size(), compute)?,
             lse: allocate(&[tokens * spec.heads], DType::F32)?,
             post_attention: branch()?,
@@ -276,7 +287,7 @@ impl<T> LayerScratch<T> {
             Ok(SublayerGrads {
                 normed: rows(spec.hidden_size)?,
                 branch: spec.post_norms.then(|| rows(spec.hidden_size)).transpose()?,
-                query_key: spec.qk_norm.then(|| rows(spec.qkv_widths()[..2].iter().sum())).transpose()?,
+                query_key: spec.qk_norm.map(|_| rows(spec.qkv_widths()[..2].iter().sum())).transpose()?,
                 attended: wide.then(|| rows(spec.attn_out_size())).transpose()?,
                 qkv: rows(spec.qkv_width())?,
                 activated: rows(spec.intermediate_size)?,

@@ -11,7 +11,7 @@ mod graph;
 use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, Graph, INT64, UINT8};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::engine::model::{
-    LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, Rope, RopeType,
+    EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, QkNorm, Rope, RopeType,
 };
 use crate::store::tensor_file::write_values;
 use crate::{Error, Result};
@@ -189,8 +189,13 @@ impl GraphBuilder<'_> {
 
         let table = fp32_name(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Embedding))));
         let mut stream = self.graph.op("Gather", &[&table, "input_ids"], &[]);
-        if config.scaled_embedding {
-            self.graph.float("embedding_scale", (config.hidden_size as f32).sqrt());
+        let scale = match config.embedding_scale {
+            EmbeddingScale::Factor(factor) => factor,
+            EmbeddingScale::RootOfWidth => f64::from((config.hidden_size as f32).sqrt()),
+        };
+        let scale = (scale / config.residual_multiplier) as f32;
+        if scale != 1.0 {
+            self.graph.float("embedding_scale", scale);
             stream = self.graph.op("Mul", &[&stream, "embedding_scale"], &[]);
         }
         if config.learned_positions {
@@ -199,14 +204,18 @@ impl GraphBuilder<'_> {
             stream = self.graph.op("Add", &[&stream, &rows], &[]);
         }
         for block in 0..config.num_layers {
-            let normed = self.norm(&stream, ModuleId::in_block(block, ModuleOp::Norm(NormRole::Attention)));
+            let normed = self.pre_norm(&stream, block, NormRole::Attention);
             let attended = self.attention(&normed, block, &positions);
             stream = self.residual_add(&stream, &attended, block, NormRole::PostAttention);
-            let normed = self.norm(&stream, ModuleId::in_block(block, ModuleOp::Norm(NormRole::Mlp)));
+            let normed = self.pre_norm(&stream, block, NormRole::Mlp);
             let branch = self.mlp(&normed, block);
             stream = self.residual_add(&stream, &branch, block, NormRole::PostMlp);
         }
-        let normed = self.norm(&stream, ModuleId::global(ModuleOp::Norm(NormRole::Final)));
+        let mut normed = self.norm(&stream, ModuleId::global(ModuleOp::Norm(NormRole::Final)));
+        if config.logits_scaling != 1.0 {
+            self.graph.float("logits_scale", (1.0 / config.logits_scaling) as f32);
+            normed = self.graph.op("Mul", &[&normed, "logits_scale"], &[]);
+        }
         if self.options.int8 {
             let head = config.layer_name(ModuleId::global(ModuleOp::Head));
             self.integer_matmul(&normed, &head, Some("logits"));
@@ -232,7 +241,7 @@ impl GraphBuilder<'_> {
         let scale = config.attention_scale.unwrap_or_else(|| 1.0 / (config.head_dim as f64).sqrt());
         self.graph.float("softmax_scale", scale as f32);
         self.graph.float("masked", f32::MIN);
-        self.graph.float("norm_epsilon", config.norm_eps as f32);
+        self.graph.float("norm_epsilon", config.stream_norm_eps() as f32);
         self.graph.float("unit", 1.0);
         self.graph.byte("weight_zero", 128);
     }
@@ -292,6 +301,14 @@ impl GraphBuilder<'_> {
     fn residual_add(&mut self, stream: &str, branch: &str, block: usize, role: NormRole) -> String {
         let normed = self.config.post_norms.then(|| self.norm(branch, ModuleId::in_block(block, ModuleOp::Norm(role))));
         self.graph.op("Add", &[stream, normed.as_deref().unwrap_or(branch)], &[])
+    }
+
+    /// The input of attention or the MLP, normalised if the family does.
+    fn pre_norm(&mut self, stream: &str, block: usize, role: NormRole) -> String {
+        if !self.config.pre_norms {
+            return stream.to_owned();
+        }
+        self.norm(stream, ModuleId::in_block(block, ModuleOp::Norm(role)))
     }
 
     fn norm(&mut self, x: &str, layer: ModuleId) -> String {
@@ -388,9 +405,14 @@ impl GraphBuilder<'_> {
         norm: Option<NormRole>,
         rotation: Option<&[String; 2]>,
     ) -> String {
-        let mut x = self.graph.op("Reshape", &[x, shape], &[]);
-        if let Some(role) = norm.filter(|_| self.config.qk_norm) {
-            x = self.norm(&x, ModuleId::in_block(block, ModuleOp::Norm(role)));
+        let mut x = x.to_owned();
+        let norm = norm.map(|role| ModuleId::in_block(block, ModuleOp::Norm(role))).zip(self.config.qk_norm);
+        if let Some((layer, QkNorm::Whole)) = norm {
+            x = self.norm(&x, layer);
+        }
+        x = self.graph.op("Reshape", &[&x, shape], &[]);
+        if let Some((layer, QkNorm::PerHead)) = norm {
+            x = self.norm(&x, layer);
         }
         let graph = &mut self.graph;
         let x = graph.op("Transpose", &[&x], &[Attribute::Ints("perm", &[0, 2, 1, 3])]);

@@ -100,7 +100,7 @@ impl BlockBuffers {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         Ok(Self {
             normed: Normed::lay_out(spec.norm, rows, spec.hidden_size, compute, &zeros)?,
-            heads: spec.qk_norm.then(|| QkNorms::lay_out(spec, rows, compute, &zeros)).transpose()?,
+            heads: QkNorms::lay_out(spec, rows, compute, &zeros)?,
             branch_norm: spec.post_norms.then(|| PostNorm::lay_out(spec, rows, compute, &zeros)).transpose()?,
             qkv: buffer(spec.qkv_width())?,
             attended: buffer(spec.attn_out_size())?,

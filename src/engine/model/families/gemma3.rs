@@ -5,7 +5,9 @@ use super::llama::{self, head_dim, layer_types, sliding_layers};
 use crate::engine::kernels::{Activation, Norm};
 use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
 use crate::engine::model::rope::Rope;
-use crate::engine::model::spec::{Biases, FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, Sliding};
+use crate::engine::model::spec::{
+    Biases, EmbeddingScale, FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, QkNorm, Sliding,
+};
 use serde_json::{Map, Value, json};
 
 /// The family.
@@ -35,9 +37,9 @@ fn default() -> ModelSpec {
         activation: Activation::GatedGelu,
         rope: Some(Rope::plain(THETA[0])),
         attention_scale: Some(1.0 / 16.0),
-        qk_norm: true,
+        qk_norm: Some(QkNorm::PerHead),
         post_norms: true,
-        scaled_embedding: true,
+        embedding_scale: EmbeddingScale::RootOfWidth,
         tie_word_embeddings: true,
         bos_token_id: Some(2),
         eos_token_ids: vec![1],

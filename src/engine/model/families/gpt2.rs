@@ -4,7 +4,7 @@
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::engine::model::family::{ConfigReader, GgufFormat, GgufKey, ModelFamily, one_or_more};
 use crate::engine::model::spec::{
-    Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole,
+    Biases, DropoutRates, EmbeddingScale, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -45,9 +45,12 @@ fn default() -> ModelSpec {
         unrotated: Vec::new(),
         sliding: None,
         attention_scale: None,
-        qk_norm: false,
+        qk_norm: None,
+        pre_norms: true,
         post_norms: false,
-        scaled_embedding: false,
+        embedding_scale: EmbeddingScale::Factor(1.0),
+        residual_multiplier: 1.0,
+        logits_scaling: 1.0,
         tie_word_embeddings: true,
         dropout: DropoutRates { embedding: 0.1, residual: 0.1, attention: 0.1 },
         initializer_range: 0.02,

@@ -5,7 +5,7 @@ use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::engine::model::family::{ConfigReader, GgufFormat, GgufKey, ModelFamily, one_or_more};
 use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{
-    Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole,
+    Biases, DropoutRates, EmbeddingScale, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -50,9 +50,12 @@ pub(super) fn default() -> ModelSpec {
         unrotated: Vec::new(),
         sliding: None,
         attention_scale: None,
-        qk_norm: false,
+        qk_norm: None,
+        pre_norms: true,
         post_norms: false,
-        scaled_embedding: false,
+        embedding_scale: EmbeddingScale::Factor(1.0),
+        residual_multiplier: 1.0,
+        logits_scaling: 1.0,
         tie_word_embeddings: false,
         dropout: DropoutRates::default(),
         initializer_range: 0.02,

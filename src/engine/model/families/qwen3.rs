@@ -3,7 +3,7 @@
 use super::{llama, qwen2};
 use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
 use crate::engine::model::rope::Rope;
-use crate::engine::model::spec::{Biases, FamilyRef, ModelSpec};
+use crate::engine::model::spec::{Biases, FamilyRef, ModelSpec, QkNorm};
 use serde_json::Value;
 
 /// The family.
@@ -28,7 +28,7 @@ impl ModelFamily for Qwen3 {
             head_dim: 128,
             intermediate_size: 3072,
             norm_eps: 1e-6,
-            qk_norm: true,
+            qk_norm: Some(QkNorm::PerHead),
             rope: Some(Rope::plain(1e6)),
             tie_word_embeddings: true,
             bos_token_id: Some(151_643),
@@ -40,7 +40,7 @@ impl ModelFamily for Qwen3 {
     fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         let attention = keys.bool("attention_bias", false)?;
         let biases = Biases { qkv: attention, out: attention, mlp: false };
-        Ok(ModelSpec { qk_norm: true, ..qwen2::read(keys, FamilyRef(&Qwen3), Some(128), biases)? })
+        Ok(ModelSpec { qk_norm: Some(QkNorm::PerHead), ..qwen2::read(keys, FamilyRef(&Qwen3), Some(128), biases)? })
     }
 
     fn write(&self, spec: &ModelSpec) -> Value {

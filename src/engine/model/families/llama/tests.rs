@@ -75,6 +75,10 @@ fn what_the_engine_has_not_is_refused_by_name() {
         ("gemma3_text", "attn_logit_softcapping", json!(50.0), "`attn_logit_softcapping` is 50"),
         ("gemma3_text", "use_bidirectional_attention", json!(true), "supports false only"),
         ("gemma3_text", "hidden_activation", json!("gelu"), "the engine has `gelu_pytorch_tanh` only"),
+        ("olmo2", "hidden_act", json!("gelu"), "`hidden_act` is `gelu`; the engine has `silu` only"),
+        ("granite", "hidden_act", json!("gelu"), "`hidden_act` is `gelu`; the engine has `silu` only"),
+        ("granite", "residual_multiplier", json!(0), "`residual_multiplier` is 0; it must be positive"),
+        ("granite", "rope_scaling", json!({"type": "longrope"}), "`rope_type` is `longrope`; supported:"),
         ("gemma3_text", "query_pre_attn_scalar", json!(0), "`query_pre_attn_scalar` is 0; it must be positive"),
         (
             "mamba",

@@ -7,7 +7,6 @@
 #![allow(clippy::unwrap_used, reason = "a test stops at the first thing that is not as it should be")]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 /// The modules of the library, lowest first.
@@ -45,6 +44,9 @@ const WITHOUT_CANDLE: [&str; 8] =
 const ROOT_NAMES: [&str; 2] = ["Error", "Result"];
 /// Folders whose files import each other in one direction only.
 const WITHOUT_CYCLES: [&str; 1] = ["data"];
+/// Public types that may have a second definition: those of `amp` have PyTorch's names, as the engine's have.
+const DEFINED_TWICE: [&str; 8] =
+    ["Action", "AdamW", "Axes", "FinishReason", "GradScaler", "Message", "Tensors", "Verdict"];
 const MAX_MAIN_LINES: usize = 60;
 const MAX_FILE_LINES: usize = 700;
 
@@ -213,6 +215,24 @@ fn leaves(after: &[&str], used: &mut Vec<String>) {
     }
 }
 
+/// The names that more than one file defines as a public type, except those of [`DEFINED_TWICE`].
+fn defined_twice(sources: &[Source]) -> Vec<String> {
+    let mut definitions = BTreeMap::<String, BTreeSet<&Path>>::new();
+    for source in sources {
+        let code = code_of(&source.text);
+        let tokens = tokens(&code);
+        for (at, pair) in tokens.windows(2).enumerate() {
+            // `pub`, or the parenthesis of `pub(crate)`.
+            let public = at > 0 && matches!(tokens[at - 1], "pub" | ")");
+            if public && matches!(pair[0], "struct" | "enum" | "trait" | "type" | "union") {
+                definitions.entry(pair[1].to_owned()).or_default().insert(&source.path);
+            }
+        }
+    }
+    definitions.retain(|name, files| files.len() > 1 && !DEFINED_TWICE.contains(&name.as_str()));
+    definitions.into_iter().map(|(name, files)| format!("`{name}` is defined in each of {files:?}")).collect()
+}
+
 /// Names, `::` and single other characters, in order.
 fn tokens(code: &str) -> Vec<&str> {
     let (mut found, mut rest) = (Vec::new(), code.trim_start());
@@ -318,11 +338,8 @@ fn the_source_tree_keeps_the_dependency_order_and_the_habits() {
     });
     let of_kernels =
         kernels.iter().flat_map(|source| [candle_use(source, &code_of(&source.text)), habits(source)].concat());
-    let list = breaches(&sources).into_iter().chain(of_kernels).fold(String::new(), |mut list, breach| {
-        writeln!(list, "  {breach}").unwrap();
-        list
-    });
-    assert!(list.is_empty(), "the architecture is broken:\n{list}");
+    let found: Vec<String> = breaches(&sources).into_iter().chain(of_kernels).chain(defined_twice(&sources)).collect();
+    assert!(found.is_empty(), "the architecture is broken:\n  {}", found.join("\n  "));
 }
 
 /// Returns the violations of the rules in one file that holds `body` below a proper opening.
@@ -402,6 +419,15 @@ fn files_that_import_each_other_are_found() {
     assert_eq!(found.unwrap(), "data: files import each other: a, b, c");
     let c = ("data/c.rs", "// super::a\n#[cfg(test)]\nmod tests { use super::super::a; }");
     assert_eq!(cycle(&[a, b, c, ("store/c.rs", "use super::a;")]), None);
+}
+
+#[test]
+fn a_public_type_has_one_definition() {
+    let sources = ["pub struct Place;", "pub(crate) enum Place { A }", "struct Private; pub type AdamW = f32;"];
+    let sources = ["a.rs", "b.rs", "c.rs"].into_iter().zip(sources);
+    let sources: Vec<_> = sources.map(|(path, text)| Source { path: path.into(), text: text.into() }).collect();
+    assert_eq!(defined_twice(&sources), [r#"`Place` is defined in each of {"a.rs", "b.rs"}"#]);
+    assert_eq!(defined_twice(&sources[1..]), [""; 0]);
 }
 
 #[test]

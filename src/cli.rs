@@ -17,11 +17,11 @@ mod lab;
 mod merge;
 mod mismatch;
 mod model;
-mod names;
 mod notify;
 mod processes;
 mod report;
 mod reporter;
+mod run_lookup;
 mod runs;
 mod show;
 
@@ -140,7 +140,7 @@ pub fn definition() -> clap::Command {
 }
 
 /// A tip for commands and flags that other programs have.
-fn tip(error: &clap::Error) -> Option<&'static str> {
+fn suggestion(error: &clap::Error) -> Option<&'static str> {
     let typed = |kind| match error.get(kind) {
         Some(ContextValue::String(typed)) => typed.trim_start_matches('-').replace('-', "_"),
         _ => String::new(),
@@ -206,8 +206,8 @@ pub fn main() -> ExitCode {
                 processes::finalize();
                 return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
             }
-            let tip = tip(&error);
-            if tip.is_some() {
+            let suggestion = suggestion(&error);
+            if suggestion.is_some() {
                 // clap's guess goes by letters only.
                 for guess in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::Usage] {
                     error.remove(guess);
@@ -216,8 +216,8 @@ pub fn main() -> ExitCode {
             // clap chooses the stream; ignore a closed one.
             error.print().ok();
             processes::finalize();
-            if let Some(tip) = tip {
-                writeln!(stderr(), "\n  tip: {tip}").ok();
+            if let Some(suggestion) = suggestion {
+                writeln!(stderr(), "\n  tip: {suggestion}").ok();
             }
             return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
         }

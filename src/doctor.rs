@@ -2,7 +2,7 @@
 
 mod hub;
 
-pub use hub::{HubCheck, check_hub};
+pub use hub::{HubStatus, check_hub};
 
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::tiles;
@@ -17,26 +17,26 @@ pub struct Diagnosis {
     /// The program's version.
     pub version: &'static str,
     /// The processor.
-    pub cpu: CpuFacts,
+    pub cpu: CpuInfo,
     /// Bytes of memory in the machine.
     pub memory_bytes: Option<u64>,
     /// Bytes of memory available to a new process.
     pub memory_available_bytes: Option<u64>,
     /// GPU support of this build and machine.
-    pub gpu: GpuFacts,
+    pub gpu: GpuInfo,
     /// The folders that `finetune` uses.
-    pub folders: Vec<FolderFacts>,
+    pub folders: Vec<FolderInfo>,
     /// Whether the Hub is reachable.
-    pub hub: HubCheck,
+    pub hub: HubStatus,
 }
 
 /// The first driver that runs PTX of CUDA 13.0.
 #[cfg(not(feature = "cuda"))]
-const LEAST_DRIVER: u32 = 580;
+const MIN_DRIVER: u32 = 580;
 
 /// The processor as the kernels use it.
 #[derive(Clone, Debug, Serialize)]
-pub struct CpuFacts {
+pub struct CpuInfo {
     /// Its model name.
     pub name: Option<String>,
     /// Default number of compute threads.
@@ -51,7 +51,7 @@ pub struct CpuFacts {
 
 /// Support for NVIDIA GPUs.
 #[derive(Clone, Debug, Serialize)]
-pub struct GpuFacts {
+pub struct GpuInfo {
     /// Whether it is compiled in.
     pub compiled: bool,
     /// Names of the driver's device files.
@@ -62,7 +62,7 @@ pub struct GpuFacts {
 
 /// A folder that `finetune` writes into.
 #[derive(Clone, Debug, Serialize)]
-pub struct FolderFacts {
+pub struct FolderInfo {
     /// Its purpose.
     pub purpose: &'static str,
     /// Its path.
@@ -81,7 +81,7 @@ pub fn diagnose() -> Diagnosis {
     let hub = Settings::from_env();
     Diagnosis {
         version: env!("CARGO_PKG_VERSION"),
-        cpu: CpuFacts {
+        cpu: CpuInfo {
             name: cpu_name(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             isa: Isa::current().to_string(),
@@ -123,19 +123,19 @@ fn cpu_features() -> Vec<(&'static str, bool)> {
     Vec::new()
 }
 
-fn gpu() -> GpuFacts {
+fn gpu() -> GpuInfo {
     let compiled = cfg!(feature = "cuda");
     let is_card = |name: &String| name.strip_prefix("nvidia").is_some_and(|number| number.parse::<u32>().is_ok());
     let entries = std::fs::read_dir("/dev").into_iter().flatten().flatten();
     let mut devices: Vec<String> =
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).filter(is_card).collect();
     devices.sort();
-    let note = in_words(!devices.is_empty());
-    GpuFacts { compiled, devices, note }
+    let note = describe(!devices.is_empty());
+    GpuInfo { compiled, devices, note }
 }
 
 #[cfg(feature = "cuda")]
-fn in_words(_: bool) -> String {
+fn describe(_: bool) -> String {
     match crate::engine::gpu::all() {
         Ok(gpus) if gpus.is_empty() => {
             "GPU support is compiled in; the driver shows no GPU: training runs on the CPU".into()
@@ -146,14 +146,14 @@ fn in_words(_: bool) -> String {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn in_words(is_there: bool) -> String {
-    if !is_there {
+fn describe(exists: bool) -> String {
+    if !exists {
         return "this build computes on the CPU".into();
     }
     let there = "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`";
     let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
-    match driver_series(&version).filter(|series| *series < LEAST_DRIVER) {
-        Some(old) => format!("{there}; driver {old} is too old for CUDA 13.0; update it to {LEAST_DRIVER} or later"),
+    match driver_series(&version).filter(|series| *series < MIN_DRIVER) {
+        Some(old) => format!("{there}; driver {old} is too old for CUDA 13.0; update it to {MIN_DRIVER} or later"),
         None => there.into(),
     }
 }
@@ -166,10 +166,10 @@ fn driver_series(version: &str) -> Option<u32> {
     line.split_whitespace().find_map(number)
 }
 
-fn folders(cache: PathBuf) -> Vec<FolderFacts> {
+fn folders(cache: PathBuf) -> Vec<FolderInfo> {
     let [runs, data] = ["checkpoints", "data"].map(PathBuf::from);
     let folders = [("runs", runs), ("data and tokens", data), ("models of the Hub", cache)];
-    let facts = |(purpose, path): (&'static str, PathBuf)| FolderFacts {
+    let facts = |(purpose, path): (&'static str, PathBuf)| FolderInfo {
         purpose,
         exists: path.is_dir(),
         bytes: path.is_dir().then(|| size_of_folder(&path)),

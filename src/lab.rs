@@ -2,7 +2,7 @@
 //!
 //! Views, each a function from its parameters to a report. A report serialises (`--json`) and renders to a
 //! [`Page`](crate::ui::Page), which is printed, or shown on the interactive [`screen`]; the [`guide`] has the explanations,
-//! scenarios and keys. Reports can start from a real run's events ([`RunFigures`]).
+//! scenarios and keys. Reports can start from a real run's events ([`RunData`]).
 //! All arithmetic is that of [`precision`](crate::precision); nothing is computed twice.
 
 mod bits;
@@ -13,7 +13,7 @@ pub mod guide;
 mod memory;
 mod number;
 mod ranges;
-mod run_figures;
+mod run_data;
 mod scaler;
 mod scaling;
 pub mod screen;
@@ -21,21 +21,23 @@ mod softmax;
 mod sums;
 mod ulp;
 
-pub use bits::{Bits, Fate, Stored};
-pub use blocks::{Blocks, Quantised, Scheme, normal_tensor};
-pub use casts::{Cast, Casts, Operation};
-pub use crises::{Crises, Outcome};
-pub use memory::{Group, Item, Measured, Memory, Plan, Recipe, Setup, model_named};
+pub use bits::{Bits, RoundingResult, StoredNumber};
+pub use blocks::{BlockScaling, QuantizedTensor, Scheme, normal_tensor};
+pub use casts::{DtypeReport, LayerDtypes, MeasuredOp};
+pub use crises::{FailureDemo, FailureResult};
+pub use memory::{BatchPlan, MeasuredRun, MemoryCategory, MemoryItem, MemoryPlan, Recipe, TrainSetup, model_named};
 pub use number::{parse_format, parse_value};
-pub use ranges::{Extent, RangeRow, Ranges};
-pub use run_figures::RunFigures;
+pub use ranges::{RangeRow, Ranges, ValueRange};
+pub use run_data::RunData;
 #[cfg(test)]
-pub(crate) use run_figures::write_run;
-pub use scaler::{Attempt, Comparison, GradientModel, Mean, Overflows, Trajectory, Visit, apply_setting};
+pub(crate) use run_data::write_run;
+pub use scaler::{
+    Attempt, GradientModel, GradientTrace, Mean, ScalerComparison, StepCondition, Trajectory, apply_setting,
+};
 pub use scaling::{Scaling, ScalingRow, log_normal};
 pub use softmax::{Softmax, SoftmaxRow};
-pub use sums::{Algorithm, SumRow, Sums, Terms};
-pub use ulp::{UlpGrid, UlpRow, Verdict};
+pub use sums::{Algorithm, SumRow, SummationReport, Terms};
+pub use ulp::{UlpGrid, UlpRow, UpdateFate};
 
 #[cfg(test)]
 mod tests {

@@ -12,10 +12,10 @@ pub mod terminal;
 mod watch;
 mod words;
 
-pub(crate) use output::{Output, Terminal};
-pub(crate) use picture::{Format, picture};
-pub(crate) use plain::Plain;
-pub(crate) use progress::Progress;
+pub(crate) use output::{DisplayMode, Terminal};
+pub(crate) use picture::{ImageFormat, picture};
+pub(crate) use plain::PlainPrinter;
+pub(crate) use progress::StatusLine;
 pub(crate) use renderer::follow_with;
 pub use renderer::{Exit, follow};
 pub(crate) use watch::{watch, watch_plain};

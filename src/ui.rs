@@ -3,9 +3,9 @@
 //! The functions receive figures, series and text; each caller decides what they mean.
 
 mod ascii;
+mod canvas;
 pub(crate) mod format;
 pub(crate) mod html;
-mod pad;
 mod page;
 mod palette;
 mod plot;
@@ -13,7 +13,7 @@ mod ruler;
 mod theme;
 
 pub(crate) use ascii::to_ascii;
-pub(crate) use pad::Pad;
+pub(crate) use canvas::Canvas;
 pub(crate) use page::column_cell;
 pub use page::{Line, Page, Span};
 #[cfg(test)]
@@ -21,4 +21,4 @@ pub(crate) use palette::Palette;
 pub(crate) use palette::may_colour;
 pub(crate) use plot::{Axes, Plot, extent};
 pub(crate) use ruler::Ruler;
-pub use theme::{Look, Role, Theme};
+pub use theme::{ColorScheme, Role, Theme};

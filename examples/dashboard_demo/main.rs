@@ -7,7 +7,7 @@
 
 #![allow(clippy::expect_used, reason = "a program for people and tests")]
 
-use finetune::screen::terminal::Interruption;
+use finetune::screen::terminal::SignalHandler;
 use finetune::screen::{self, Exit};
 use finetune::telemetry::{
     self, Activity, CheckpointSaved, Command, Emitter, Event, EventLog, FinishReason, ProcessId, RunState,
@@ -38,7 +38,7 @@ fn main() {
     let (commands, orders) = channel();
     let events = emitter.connect();
     let interrupt: Arc<AtomicBool> = Arc::default();
-    Interruption::listen().expect("signals can be listened to").attach(interrupt.clone(), || {});
+    SignalHandler::listen().expect("signals can be listened to").attach(interrupt.clone(), || {});
     let panic_at = if panics == "training" { 100 } else { u64::MAX };
     let trained = Trained { orders, interrupt, stubborn: has("--stubborn"), panic_at };
     let training = thread::Builder::new().name("training".into());
@@ -50,7 +50,7 @@ fn main() {
     let look = (theme, true);
     let exit = screen::follow(writer, (&events, &Activity::default()), &commands, look, 10, RunState::default());
     say(&format!("exit: {exit:?}"));
-    if exit == Exit::Aborted {
+    if exit == Exit::Killed {
         std::process::exit(130);
     }
     let told = training.join().unwrap_or_else(|_| vec!["training panicked".into()]);

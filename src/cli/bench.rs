@@ -4,7 +4,7 @@ mod latency;
 mod profile;
 mod table;
 
-use crate::cli::model::{Policies, tell_notice};
+use crate::cli::model::{DtypeList, print_notice};
 use crate::cli::reporter::Reporter;
 use crate::cli::train::thread_pool;
 use crate::data::Batch;
@@ -48,7 +48,7 @@ pub(super) struct BenchArgs {
     seq_len: usize,
     /// fp16, bf16, fp32, or a policy such as `p=f32,c=f16,g=f32,r=f32`; several types, `fp32,fp16,bf16`, for a table
     #[arg(long, value_name = "DTYPE,…", default_value = "fp16", overrides_with = "dtype")]
-    dtype: Policies,
+    dtype: DtypeList,
     /// Batches in a step
     #[arg(long, value_name = "N", default_value_t = 1)]
     grad_accum: usize,
@@ -162,7 +162,7 @@ struct Sample {
 fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let begin = Instant::now();
     let shape = config.with_adapters(args.shape()?)?;
-    let open = config.device_spec()?.open(config.dtype, config.kernels, &mut |notice| tell_notice(&notice))?;
+    let open = config.device_spec()?.open(config.dtype, config.kernels, &mut |notice| print_notice(&notice))?;
     let masters = if shape.lora.is_none() {
         TrainState::random_masters(&shape, config.seed, &open.device)?
     } else {
@@ -256,7 +256,7 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
     let applied = || samples.iter().filter(|sample| sample.report.outcome != StepOutcome::Skipped);
     let step = median(applied().map(|sample| sample.wall));
     let gflops = step.map(|step| operations(args, shape) / step.as_secs_f64() / 1e9);
-    let peak = middle_and_best(samples.iter().filter_map(|sample| sample.peak));
+    let peak = median_and_max(samples.iter().filter_map(|sample| sample.peak));
     let part = |of: fn(&Sample) -> Duration| median(applied().map(of)).map(millis);
     let skipped = samples.len() - applied().count();
     json!({
@@ -297,7 +297,7 @@ fn median(values: impl Iterator<Item = Duration>) -> Option<Duration> {
 }
 
 /// The median of the sustained peaks measured after each step, and the highest burst.
-fn middle_and_best(peaks: impl Iterator<Item = Peak>) -> Option<(f64, f64)> {
+fn median_and_max(peaks: impl Iterator<Item = Peak>) -> Option<(f64, f64)> {
     let (mut held, best): (Vec<f64>, Vec<f64>) = peaks.map(|peak| (peak.held, peak.best)).unzip();
     held.sort_unstable_by(f64::total_cmp);
     Some((*held.get(held.len() / 2)?, best.into_iter().fold(0.0, f64::max)))

@@ -52,14 +52,14 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     drop(reporter);
     let terminal = stdin().is_terminal();
     if chat.plain {
-        note(
+        print_notice(
             "this model has no chat template; turns are formatted as lines of `role: content`, like `messages` in training data",
         );
     }
     if terminal {
-        note(HELP);
+        print_notice(HELP);
     }
-    let mut speaker = Speaker { args, trained: &trained, model, weights, sampling, out };
+    let mut speaker = ChatResponder { args, trained: &trained, model, weights, sampling, out };
     begin(&mut chat, args.system.as_deref());
     loop {
         if terminal {
@@ -76,12 +76,12 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
             "/quit" => return Ok(()),
             "/reset" => begin(&mut chat, args.system.as_deref()),
             "/system" => begin(&mut chat, Some(rest).filter(|text| !text.is_empty())),
-            "/save" if rest.is_empty() => note("`/save` needs the name of a file"),
+            "/save" if rest.is_empty() => print_notice("`/save` needs the name of a file"),
             "/save" => match save(&chat, rest) {
-                Ok(()) => note(&format!("{} messages are in `{rest}`", chat.history.len())),
-                Err(error) => note(&error.to_string()),
+                Ok(()) => print_notice(&format!("{} messages are in `{rest}`", chat.history.len())),
+                Err(error) => print_notice(&error.to_string()),
             },
-            unknown if unknown.starts_with('/') => note(&format!("unknown command `{unknown}`: {HELP}")),
+            unknown if unknown.starts_with('/') => print_notice(&format!("unknown command `{unknown}`: {HELP}")),
             _ => {
                 chat.history.push("user", line);
                 match speaker.answer(&chat) {
@@ -89,7 +89,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
                     // Drop the message if the template or the context rejects it.
                     Err(error @ (Error::Model { .. } | Error::Config { .. })) => {
                         chat.history.pop();
-                        note(&error.to_string());
+                        print_notice(&error.to_string());
                     }
                     Err(error) => return Err(error),
                 }
@@ -106,7 +106,7 @@ fn begin(chat: &mut Chat, system: Option<&str>) {
     }
 }
 
-fn note(text: &str) {
+fn print_notice(text: &str) {
     writeln!(stderr(), "{text}").ok();
 }
 
@@ -119,7 +119,7 @@ fn save(chat: &Chat, file: &str) -> Result<()> {
 }
 
 /// Generates the model's answers.
-struct Speaker<'a> {
+struct ChatResponder<'a> {
     args: &'a ChatArgs,
     trained: &'a TrainedModel,
     model: Decoder,
@@ -128,7 +128,7 @@ struct Speaker<'a> {
     out: &'a mut dyn Write,
 }
 
-impl Speaker<'_> {
+impl ChatResponder<'_> {
     /// Generates the answer and prints it as it is generated.
     fn answer(&mut self, chat: &Chat) -> Result<String> {
         let Self { args, trained, model, weights, sampling, out } = self;
@@ -169,8 +169,8 @@ impl Speaker<'_> {
         say(&mut answer, &rest)?;
         out.write_all(b"\n").map_err(Error::io("write to", "standard output"))?;
         match reason {
-            FinishReason::Length => note("(cut at `--max-tokens`)"),
-            FinishReason::ContextFull => note("(the context is full; /reset restarts it)"),
+            FinishReason::Length => print_notice("(cut at `--max-tokens`)"),
+            FinishReason::ContextFull => print_notice("(the context is full; /reset restarts it)"),
             FinishReason::EndOfText | FinishReason::Callback => {}
         }
         Ok(answer.trim().to_owned())

@@ -1,7 +1,7 @@
 //! `finetune checkpoint`: list, show, verify, prune and compare checkpoints.
 
-use crate::cli::names::run_or_path;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::run_or_path;
 use crate::store::checkpoint::{
     Checkpoint, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare, expired, latest_valid, list,
     verify,
@@ -104,7 +104,7 @@ pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode
     Ok(if fine { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn check_is_there(path: &Path) -> Result<()> {
+fn check_exists(path: &Path) -> Result<()> {
     if path.is_dir() {
         return Ok(());
     }
@@ -118,7 +118,7 @@ fn runs(path: &Path) -> Result<Vec<PathBuf>> {
     if has_checkpoints(&path.to_path_buf()) {
         return Ok(vec![path.to_path_buf()]);
     }
-    check_is_there(path)?;
+    check_exists(path)?;
     let entries = std::fs::read_dir(path).map_err(Error::io("list", path))?;
     let mut runs: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(has_checkpoints).collect();
     runs.sort();
@@ -133,7 +133,7 @@ fn is_step(path: &Path) -> bool {
 
 /// The step folder itself, or the newest good one of a run.
 fn step(path: &Path) -> Result<PathBuf> {
-    check_is_there(path)?;
+    check_exists(path)?;
     if is_step(path) { Ok(path.to_path_buf()) } else { Ok(latest_valid(path)?.checkpoint.path().to_path_buf()) }
 }
 
@@ -240,7 +240,7 @@ fn verification(path: &Path) -> Result<(Vec<String>, bool)> {
 }
 
 fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
-    check_is_there(path)?;
+    check_exists(path)?;
     let listed = list(path)?;
     if listed.is_empty() {
         return Err(Error::checkpoint(path, "there is no checkpoint in this folder; give the folder of one run"));

@@ -1,9 +1,9 @@
 //! `finetune compare`: compares runs, as text, JSON or an HTML page.
 
 use crate::cli::lab::terminal_width;
-use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
-use crate::compare::{Report, RunSummary};
+use crate::cli::run_lookup::find_log;
+use crate::compare::{Comparison, RunSummary};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{IsTerminal, Write, stdout};
@@ -52,7 +52,7 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
         reporter.activity().begin(&format!("reading `{}`", run.display()));
         RunSummary::read(&find_log(Some(run), &args.checkpoint_dir)?)
     };
-    let report = Report::new(args.runs.iter().map(read).collect::<Result<_>>()?, args.bound)?;
+    let report = Comparison::new(args.runs.iter().map(read).collect::<Result<_>>()?, args.bound)?;
     drop(reporter);
     let report = report.with_skip_bound(args.skip_bound)?;
     if let Some(file) = &args.html {

@@ -14,11 +14,11 @@ use std::io::{IsTerminal, Write, stdout};
 #[derive(Args, Debug)]
 pub(super) struct DataArgs {
     #[command(subcommand)]
-    what: What,
+    what: DataCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum DataCommand {
     /// Print a sample as it is trained on, with what is learned marked, and the counts
     Show(Box<ShowArgs>),
     /// Print the counts: samples, tokens, learned tokens, what is cut or left out, rows and steps of an epoch
@@ -46,13 +46,13 @@ struct StatsArgs {
 /// Prints to `out`.
 pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
     let text = match &args.what {
-        What::Show(args) => {
+        DataCommand::Show(args) => {
             let (loader, preview) = load(&args.config, args.sample)?;
             drop(loader);
             let colour = stdout().is_terminal() && may_colour();
             preview.text(colour)
         }
-        What::Stats(args) => {
+        DataCommand::Stats(args) => {
             let (loader, preview) = load(&args.config, None)?;
             let config = args.config.resolve()?;
             let stats = preview.stats;

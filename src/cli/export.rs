@@ -1,6 +1,6 @@
 //! `finetune export`: writes a trained model for other programs.
 
-use crate::cli::model::NameArgs;
+use crate::cli::model::ModelSourceArgs;
 use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
 use crate::precision::Dtype;
 use crate::{Error, Result};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Debug)]
 pub(super) struct ExportArgs {
     #[command(flatten)]
-    model: NameArgs,
+    model: ModelSourceArgs,
     /// A folder, or a file that ends in .gguf or .onnx
     #[arg(value_name = "OUT")]
     out: PathBuf,

@@ -1,7 +1,7 @@
 //! `finetune export-metrics`: exports a run's figures as a table or as TensorBoard event files.
 
-use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::find_log;
 use crate::telemetry::{Event, Sink, StepRecord, StepStatus, Tail, TensorBoard, Validation, float, for_each};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
@@ -17,7 +17,7 @@ pub(crate) struct ExportMetricsArgs {
     run: Option<PathBuf>,
     /// The format: a table with a row for each step, or an event file with scalars and histograms
     #[arg(long, value_enum, default_value = "csv")]
-    format: Format,
+    format: MetricsFormat,
     /// The file to write, or the folder for TensorBoard [default: standard output, or `tensorboard` in the run's folder]
     #[arg(long, short, value_name = "FILE|FOLDER")]
     output: Option<PathBuf>,
@@ -27,7 +27,7 @@ pub(crate) struct ExportMetricsArgs {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Format {
+enum MetricsFormat {
     Csv,
     Jsonl,
     Tensorboard,
@@ -108,7 +108,7 @@ pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
     let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
     check_has_steps(&log)?;
     match (args.format, &args.output) {
-        (Format::Tensorboard, folder) => {
+        (MetricsFormat::Tensorboard, folder) => {
             let beside = || log.parent().unwrap_or(Path::new("")).join("tensorboard");
             tensorboard(&log, &folder.clone().unwrap_or_else(beside), out)
         }
@@ -154,7 +154,7 @@ fn tensorboard(log: &Path, folder: &Path, out: &mut dyn Write) -> Result<()> {
 
 fn table<F: FnOnce(std::io::Error) -> Error>(
     log: &Path,
-    format: Format,
+    format: MetricsFormat,
     out: &mut dyn Write,
     failed: impl Fn() -> F,
 ) -> Result<()> {
@@ -179,8 +179,8 @@ fn table<F: FnOnce(std::io::Error) -> Error>(
     finish(row)
 }
 
-fn write_row(row: &Row, format: Format, first: bool, out: &mut dyn Write) -> std::io::Result<()> {
-    if format == Format::Jsonl {
+fn write_row(row: &Row, format: MetricsFormat, first: bool, out: &mut dyn Write) -> std::io::Result<()> {
+    if format == MetricsFormat::Jsonl {
         serde_json::to_writer(&mut *out, row)?;
         return writeln!(out);
     }

@@ -77,20 +77,20 @@ impl ConfigArgs {
     }
 
     /// The configuration of the run in `folder` with the flags applied, and the changes; an error if a change needs a new run.
-    pub(crate) fn resolve_over(&self, folder: &Path) -> Result<(Config, Vec<String>)> {
+    pub(crate) fn resolve_for_resume(&self, folder: &Path) -> Result<(Config, Vec<String>)> {
         if self.config.is_some() {
             let message = "a resumed run uses its own configuration; make changes with flags or --set";
             return Err(Error::config("--config", message));
         }
         let file = Some(read(&folder.join("config.toml"))?);
         let saved = Config::resolve(&ConfigLayers { file, overrides: Vec::new(), saved: true })?;
-        let config = self.resolve_like(folder)?;
+        let config = self.resolve_from_run(folder)?;
         let changes = config.check_resumable(&saved)?;
         Ok((config, changes))
     }
 
     /// The configuration of the run in `folder` with the flags applied, for another run.
-    pub(crate) fn resolve_like(&self, folder: &Path) -> Result<Config> {
+    pub(crate) fn resolve_from_run(&self, folder: &Path) -> Result<Config> {
         let file = Some(read(&folder.join("config.toml"))?);
         Config::resolve(&ConfigLayers { file, overrides: self.overrides()?, saved: true })
     }

@@ -1,6 +1,6 @@
 //! `finetune fp16-check`: measures whether a model can train in FP16.
 
-use crate::cli::model::{DeviceArgs, NameArgs};
+use crate::cli::model::{DeviceArgs, ModelSourceArgs};
 use crate::inference::fp16_check::{Fp16Report, PrecisionAdvice, SampleSize, fp16_check};
 use crate::precision::{PrecisionPolicy, PrecisionUnit};
 use crate::telemetry::PhaseProgress;
@@ -19,7 +19,7 @@ const BF16: u8 = 5;
 #[derive(Args, Debug)]
 pub(super) struct Fp16CheckArgs {
     #[command(flatten)]
-    model: NameArgs,
+    model: ModelSourceArgs,
     #[command(flatten)]
     device: DeviceArgs,
     /// The text to measure on

@@ -72,16 +72,16 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     let stop = generate(&model, &weights, &mut cache, request, |id| {
         drop(reporter.take());
         count += 1;
-        say(out, &stream.push(id)?)
+        write_text(out, &stream.push(id)?)
     })?;
     drop(reporter);
-    say(out, &(stream.finish()? + "\n"))?;
+    write_text(out, &(stream.finish()? + "\n"))?;
     report(stop, count, context, began);
     Ok(())
 }
 
 /// Writes and flushes; `false` if the reader has closed the pipe.
-fn say(out: &mut dyn Write, text: &str) -> Result<bool> {
+fn write_text(out: &mut dyn Write, text: &str) -> Result<bool> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),

@@ -14,22 +14,23 @@ use self::args::{
     BitsArgs, BlocksArgs, CastsArgs, CrisesArgs, MemoryArgs, RangesArgs, ScalerArgs, ScalingArgs, SoftmaxArgs,
     SumsArgs, UlpArgs, View,
 };
-use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::find_log;
 use crate::data::Tokenizer;
 use crate::engine::model::{Checkpointing, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::lab::guide;
 use crate::lab::screen;
 use crate::lab::{
-    Bits, Blocks, Casts, Comparison, Crises, Extent, GradientModel, Measured, Memory, Overflows, Ranges, RunFigures,
-    Scaling, Setup, Softmax, Sums, UlpGrid, apply_setting, log_normal, model_named, normal_tensor, parse_value,
+    Bits, BlockScaling, DtypeReport, FailureDemo, GradientModel, GradientTrace, MeasuredRun, MemoryPlan, Ranges,
+    RunData, ScalerComparison, Scaling, Softmax, SummationReport, TrainSetup, UlpGrid, ValueRange, apply_setting,
+    log_normal, model_named, normal_tensor, parse_value,
 };
 use crate::precision::PrecisionPolicy;
 use crate::store::StoredModel;
 use crate::telemetry::{ProcessStats, Started};
 use crate::train::Config;
-use crate::ui::{Look, Page, Role, Theme};
+use crate::ui::{ColorScheme, Page, Role, Theme};
 use crate::untrusted::SanitizingWriter;
 use crate::{Error, Result};
 
@@ -65,17 +66,17 @@ pub(crate) struct LabArgs {
 
 /// Prints a view, or shows the screen if none is named.
 pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
-    let mut bench = Bench::new(&args.checkpoint_dir);
+    let mut session = LabSession::new(&args.checkpoint_dir);
     let terminal = std::io::stdout().is_terminal();
     let Some(view) = &args.view else {
         if !terminal || !std::io::stdin().is_terminal() || args.json {
             let message = "the screen needs a terminal; name a view to print, such as `bits 0.1`; --help lists them";
             return Err(Error::config("lab", message));
         }
-        return show_screen(args, &mut bench);
+        return show_screen(args, &mut session);
     };
     let reporter = Reporter::of("computing");
-    let report = bench.report(view, args.run.as_deref())?;
+    let report = session.report(view, args.run.as_deref())?;
     drop(reporter);
     let written = if args.json {
         let mut out = BufWriter::new(SanitizingWriter::new(out));
@@ -97,13 +98,13 @@ pub(super) fn terminal_width() -> usize {
 type WriteJson = dyn Fn(&mut dyn Write) -> serde_json::Result<()>;
 
 /// A report before rendering.
-struct Report {
+struct LabReport {
     view: &'static str,
     page: Box<dyn Fn(usize) -> Page>,
     json: Box<WriteJson>,
 }
 
-impl Report {
+impl LabReport {
     fn new<T: Serialize + 'static>(view: &'static str, report: T, page: fn(&T, usize) -> Page) -> Self {
         let report = Rc::new(report);
         let same = Rc::clone(&report);
@@ -124,8 +125,8 @@ impl Report {
 }
 
 /// Makes reports and caches the run it has read.
-struct Bench {
-    read: Option<(PathBuf, RunFigures)>,
+struct LabSession {
+    read: Option<(PathBuf, RunData)>,
     /// The folder of all runs.
     runs: PathBuf,
     /// The program's own memory, in bytes.
@@ -134,7 +135,7 @@ struct Bench {
     tokenizer: Option<u64>,
 }
 
-impl Bench {
+impl LabSession {
     fn new(runs: &Path) -> Self {
         // What training needs in addition, measured with `tiny` in each type: about 5 MB of code and tables that this command
         // does not use, thread stacks, rows in FP32, text, tokenizer, and memory that the allocator retains.
@@ -143,40 +144,40 @@ impl Bench {
         Self { read: None, runs: runs.to_path_buf(), program, tokenizer: None }
     }
 
-    fn report(&mut self, view: &View, run: Option<&Path>) -> Result<Report> {
+    fn report(&mut self, view: &View, run: Option<&Path>) -> Result<LabReport> {
         if let (View::Memory(_), Some(path)) = (view, run) {
             self.read_tokenizer(path)?;
         }
         let program = self.program + run.and(self.tokenizer).unwrap_or(0);
         let run = run.map(|path| self.read(path)).transpose()?;
         Ok(match view {
-            View::Bits(args) => Report::new("bits", args.report()?, Bits::page),
-            View::Ranges(args) => Report::new("ranges", args.report(run)?, Ranges::page),
-            View::Ulp(args) => Report::new("ulp", args.report(run)?, UlpGrid::page),
-            View::Scaler(args) => Report::new("scaler", args.report(run)?, Comparison::page),
-            View::Scaling(args) => Report::new("scaling", args.report(run)?, Scaling::page),
-            View::Memory(args) => Report::new("memory", args.report(run, program)?, Memory::page),
-            View::Sums(args) => Report::new("sums", args.report(run)?, Sums::page),
-            View::Blocks(args) => Report::new("blocks", args.report(run)?, Blocks::page),
-            View::Softmax(args) => Report::new("softmax", args.report(run), Softmax::page),
-            View::Crises(args) => Report::new("crises", args.report(run)?, Crises::page),
-            View::Casts(args) => Report::new("casts", args.report(run)?, Casts::page),
+            View::Bits(args) => LabReport::new("bits", args.report()?, Bits::page),
+            View::Ranges(args) => LabReport::new("ranges", args.report(run)?, Ranges::page),
+            View::Ulp(args) => LabReport::new("ulp", args.report(run)?, UlpGrid::page),
+            View::Scaler(args) => LabReport::new("scaler", args.report(run)?, ScalerComparison::page),
+            View::Scaling(args) => LabReport::new("scaling", args.report(run)?, Scaling::page),
+            View::Memory(args) => LabReport::new("memory", args.report(run, program)?, MemoryPlan::page),
+            View::Sums(args) => LabReport::new("sums", args.report(run)?, SummationReport::page),
+            View::Blocks(args) => LabReport::new("blocks", args.report(run)?, BlockScaling::page),
+            View::Softmax(args) => LabReport::new("softmax", args.report(run), Softmax::page),
+            View::Crises(args) => LabReport::new("crises", args.report(run)?, FailureDemo::page),
+            View::Casts(args) => LabReport::new("casts", args.report(run)?, DtypeReport::page),
         })
     }
 
-    fn read(&mut self, path: &Path) -> Result<&RunFigures> {
+    fn read(&mut self, path: &Path) -> Result<&RunData> {
         if self.read.as_ref().is_none_or(|(read, _)| read != path) {
             (self.read, self.tokenizer) = (None, None);
         }
         let (_, figures) = match self.read.take() {
             Some(kept) => self.read.insert(kept),
-            None => self.read.insert((path.to_path_buf(), RunFigures::read(&find_log(Some(path), &self.runs)?)?)),
+            None => self.read.insert((path.to_path_buf(), RunData::read(&find_log(Some(path), &self.runs)?)?)),
         };
         Ok(figures)
     }
 }
 
-impl Bench {
+impl LabSession {
     /// Measures what a run's tokenizer takes by reading it as training does: one of 50,000 tokens takes as much as the whole of a
     /// small model.
     fn read_tokenizer(&mut self, run: &Path) -> Result<()> {
@@ -193,69 +194,69 @@ impl Bench {
 }
 
 impl RangesArgs {
-    fn report(&self, run: Option<&RunFigures>) -> Result<Ranges> {
-        let values = self.values.iter().map(|text| Ok(Extent::value(text.trim(), parse_value(text)?)));
-        let mut extents = values.collect::<Result<Vec<_>>>()?;
+    fn report(&self, run: Option<&RunData>) -> Result<Ranges> {
+        let values = self.values.iter().map(|text| Ok(ValueRange::value(text.trim(), parse_value(text)?)));
+        let mut value_ranges = values.collect::<Result<Vec<_>>>()?;
         if let Some(run) = run {
-            extents.extend(run.extents()?);
+            value_ranges.extend(run.value_ranges()?);
         }
-        Ok(Ranges::new(extents, (self.from, self.to)))
+        Ok(Ranges::new(value_ranges, (self.from, self.to)))
     }
 }
 
 impl BitsArgs {
     fn report(&self) -> Result<Bits> {
-        let mut bits = Bits::of(&self.value)?;
+        let mut bits = Bits::parse(&self.value)?;
         bits.cursor = self.cursor.map(|bit| (self.format, bit.min(self.format.bits() - 1)));
         Ok(bits)
     }
 }
 
 impl UlpArgs {
-    fn report(&self, run: Option<&RunFigures>) -> Result<UlpGrid> {
-        let of_run = run.map(RunFigures::weight_and_update).transpose()?.unwrap_or((1.0, 5e-5));
-        Ok(UlpGrid::new(self.center.unwrap_or(of_run.0), self.update.unwrap_or(of_run.1)))
+    fn report(&self, run: Option<&RunData>) -> Result<UlpGrid> {
+        let from_run = run.map(RunData::weight_and_update).transpose()?.unwrap_or((1.0, 5e-5));
+        Ok(UlpGrid::new(self.center.unwrap_or(from_run.0), self.update.unwrap_or(from_run.1)))
     }
 }
 
 impl SumsArgs {
-    fn report(&self, run: Option<&RunFigures>) -> Result<Sums> {
+    fn report(&self, run: Option<&RunData>) -> Result<SummationReport> {
         // The longest sum in a block is over the MLP's inner width.
-        let deepest = run.map(|run| shape_of(&run.started)).transpose()?.map(|shape| shape.intermediate_size);
-        Sums::new(self.terms, self.dot, self.length.or(deepest).unwrap_or(16384), self.seed)
+        let deepest = run.map(|run| spec_from_log(&run.started)).transpose()?.map(|shape| shape.intermediate_size);
+        SummationReport::new(self.terms, self.dot, self.length.or(deepest).unwrap_or(16384), self.seed)
     }
 }
 
 impl BlocksArgs {
-    fn report(&self, run: Option<&RunFigures>) -> Result<Blocks> {
+    fn report(&self, run: Option<&RunData>) -> Result<BlockScaling> {
         /// Maximum number of values of a quantized tensor.
-        const MOST: usize = 1 << 20;
+        const MAX_ULP_ERROR: usize = 1 << 20;
         if let Some(run) = run {
-            let (source, tensor, shape) = run.matrix(MOST)?;
-            return Blocks::new(source, tensor, shape, self.remembered as f32, self.scheme);
+            let (source, tensor, shape) = run.matrix(MAX_ULP_ERROR)?;
+            return BlockScaling::new(source, tensor, shape, self.remembered as f32, self.scheme);
         }
         let shape = [self.rows, self.columns];
-        if self.rows.saturating_mul(self.columns) > MOST {
+        if self.rows.saturating_mul(self.columns) > MAX_ULP_ERROR {
             return Err(Error::config(
                 "--rows",
-                format!("{} × {} are more than {MOST} values", self.rows, self.columns),
+                format!("{} × {} are more than {MAX_ULP_ERROR} values", self.rows, self.columns),
             ));
         }
         let tensor = if shape.contains(&0) { Vec::new() } else { normal_tensor(shape, self.outlier as f32, self.seed) };
         let source = format!("normal, seed {}, outlier × {}", self.seed, self.outlier);
-        Blocks::new(source, tensor, shape, self.remembered as f32, self.scheme)
+        BlockScaling::new(source, tensor, shape, self.remembered as f32, self.scheme)
     }
 }
 
 impl CastsArgs {
-    fn report(&self, run: Option<&RunFigures>) -> Result<Casts> {
+    fn report(&self, run: Option<&RunData>) -> Result<DtypeReport> {
         let policy = self.policy.as_deref().map(str::parse).transpose()?;
-        Casts::of(policy.or(run.map(RunFigures::policy)).unwrap_or(PrecisionPolicy::FP16))
+        DtypeReport::of(policy.or(run.map(RunData::policy)).unwrap_or(PrecisionPolicy::FP16))
     }
 }
 
 impl SoftmaxArgs {
-    fn report(&self, run: Option<&RunFigures>) -> Softmax {
+    fn report(&self, run: Option<&RunData>) -> Softmax {
         let logit = run.and_then(|run| run.probed.activations.get("lm_head")).map(|largest| f64::from(*largest));
         let length = run.and_then(|run| run.setting("/train/seq_len"));
         let (logit, length) = (self.logit.or(logit).unwrap_or(12.0), self.length.or(length).unwrap_or(4096));
@@ -264,22 +265,22 @@ impl SoftmaxArgs {
 }
 
 impl CrisesArgs {
-    fn report(&self, run: Option<&RunFigures>) -> Result<Crises> {
-        let gradients = run.and_then(RunFigures::true_gradients);
-        let rate = run.and_then(RunFigures::largest_rate);
-        let scale = run.and_then(RunFigures::first_scale).map(f64::from);
+    fn report(&self, run: Option<&RunData>) -> Result<FailureDemo> {
+        let gradients = run.and_then(RunData::true_gradients);
+        let rate = run.and_then(RunData::largest_rate);
+        let scale = run.and_then(RunData::first_scale).map(f64::from);
         let small = self.small.or(gradients.map(|(low, _)| low)).unwrap_or(1e-8);
         let large = self.large.or(gradients.map(|(_, high)| high)).unwrap_or(3.0);
         let scale = self.scale.or(scale).unwrap_or(65536.0);
-        Crises::new([small, large], scale, [self.weight, self.update.or(rate).unwrap_or(5e-5)], self.steps)
+        FailureDemo::new([small, large], scale, [self.weight, self.update.or(rate).unwrap_or(5e-5)], self.steps)
     }
 }
 
 impl ScalerArgs {
     /// Maximum number of simulated steps.
-    const LONGEST: usize = 1_000_000;
+    const MAX_STEPS: usize = 1_000_000;
 
-    fn report(&self, run: Option<&RunFigures>) -> Result<Comparison> {
+    fn report(&self, run: Option<&RunData>) -> Result<ScalerComparison> {
         if self.setting.len() > 3 {
             return Err(Error::config("--setting", "at most four settings can be compared: the base and three others"));
         }
@@ -288,22 +289,22 @@ impl ScalerArgs {
                 return Err(Error::config(flag, format!("{share} is not a share between 0 and 1")));
             }
         }
-        if self.steps > Self::LONGEST {
-            return Err(Error::config("--steps", format!("{} are too many; {} at most", self.steps, Self::LONGEST)));
+        if self.steps > Self::MAX_STEPS {
+            return Err(Error::config("--steps", format!("{} are too many; {} at most", self.steps, Self::MAX_STEPS)));
         }
-        let started = run.and_then(RunFigures::scaler);
+        let started = run.and_then(RunData::scaler);
         let base = apply_setting(started.unwrap_or_default(), &self.base)?;
         let model = if self.level.trim() == "none" { None } else { Some(self.gradients()?) };
         let steps = |seed| match (run, model) {
             (Some(run), _) => run.overflows(),
             (None, Some(model)) => model.steps(seed, self.steps),
-            (None, None) => Overflows::none(self.steps),
+            (None, None) => GradientTrace::none(self.steps),
         };
         let injected = |seed| steps(seed).injected(&self.overflow_at, self.rate, seed);
         let label = if (1..20).contains(&self.base.trim().len()) { self.base.trim() } else { "base" };
         let others = self.setting.iter().map(|text| Ok((text.clone(), apply_setting(base, text)?)));
         let settings = std::iter::once(Ok((label.to_owned(), base))).chain(others).collect::<Result<_>>()?;
-        let mut comparison = Comparison::run(settings, &injected(self.seed))?;
+        let mut comparison = ScalerComparison::run(settings, &injected(self.seed))?;
         if let Some(seeds) = self.seeds {
             comparison.repeat(seeds, injected)?;
         }
@@ -322,7 +323,7 @@ impl ScalerArgs {
 }
 
 impl ScalingArgs {
-    fn report(&self, run: Option<&RunFigures>) -> Result<Scaling> {
+    fn report(&self, run: Option<&RunData>) -> Result<Scaling> {
         if !(self.sigma > 0.0 && self.sigma.is_finite() && self.mu.is_finite()) {
             return Err(Error::config("--sigma", "the mean must be finite, the deviation finite and above 0"));
         }
@@ -341,13 +342,13 @@ impl ScalingArgs {
 
 impl MemoryArgs {
     /// Flags that are not given default to the run's values, or to a small fine-tuning of distilgpt2.
-    fn report(&self, run: Option<&RunFigures>, program: u64) -> Result<Memory> {
+    fn report(&self, run: Option<&RunData>, program: u64) -> Result<MemoryPlan> {
         let setting = |path| run.and_then(|run| run.setting(path)).map(|value| value as usize);
         let batch = self.batch.or_else(|| setting("/train/batch_size")).unwrap_or(32);
         let seq = self.seq.or_else(|| setting("/train/seq_len")).unwrap_or(32);
         let accum = self.grad_accum.or_else(|| setting("/train/grad_accum")).unwrap_or(1);
         let (name, config) = match (&self.model, run) {
-            (None, Some(run)) => (run.started.model.clone(), shape_of(&run.started)?),
+            (None, Some(run)) => (run.started.model.clone(), spec_from_log(&run.started)?),
             (name, _) => {
                 let name = name.as_deref().unwrap_or("distilgpt2");
                 let path = Path::new(name);
@@ -361,32 +362,32 @@ impl MemoryArgs {
             return Err(Error::config("--batch", "batch, sequence and micro-batches must be 1048576 or fewer"));
         }
         let prompt = run.and_then(|run| run.started.config.pointer("/train/prompt")?.as_str());
-        let setup = Setup {
+        let setup = TrainSetup {
             shape: [batch, seq, accum],
             budget: self.memory,
             rank: self.rank,
-            keep: run.map_or(Checkpointing::None, RunFigures::keep),
+            keep: run.map_or(Checkpointing::None, RunData::keep),
             probes: run.is_some_and(|run| run.probed.nonzero > 0),
             sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
             threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
             process: program,
             stores_scores: self.gpu || run.is_some_and(|run| run.started.device.starts_with("cuda")),
         };
-        let mut memory = Memory::new(&name, &config, setup)?;
+        let mut memory = MemoryPlan::new(&name, &config, setup)?;
         let as_it_ran = self.model.is_none() && self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();
         if let Some(run) = run
             && let Some(peak) = run.peak_rss_bytes.filter(|_| as_it_ran)
         {
-            let (spec, kind, recipe) = recipe_of(run, config)?;
+            let (spec, kind, recipe) = recipe_from_run(run, config)?;
             let engine = setup.engine(&spec, run.policy(), kind)?;
-            memory.measured = Some(Measured { policy: run.policy(), recipe, peak, engine });
+            memory.measured = Some(MeasuredRun { policy: run.policy(), recipe, peak, engine });
         }
         Ok(memory)
     }
 }
 
 /// A run's model with its adapters, its optimizer, and both in words where they are not a whole model and AdamW.
-fn recipe_of(run: &RunFigures, spec: ModelSpec) -> Result<(ModelSpec, OptimizerKind, String)> {
+fn recipe_from_run(run: &RunData, spec: ModelSpec) -> Result<(ModelSpec, OptimizerKind, String)> {
     // An older log may have settings that are no more.
     let Ok(config) = Config::deserialize(&run.started.config) else {
         return Ok((spec, OptimizerKind::AdamW, String::new()));
@@ -411,14 +412,14 @@ fn recipe_of(run: &RunFigures, spec: ModelSpec) -> Result<(ModelSpec, OptimizerK
 }
 
 /// The shape of a run's model: from its `config.json`, or in an older log from the dimensions of a GPT-2.
-fn shape_of(started: &Started) -> Result<ModelSpec> {
-    const MOST: usize = 1 << 20;
+fn spec_from_log(started: &Started) -> Result<ModelSpec> {
+    const MAX_ULP_ERROR: usize = 1 << 20;
     if started.model_config.is_object() {
         return ModelSpec::from_json(started.model_config.to_string().as_bytes(), "the run's log");
     }
     let shape = started.shape;
     let sizes = [shape.vocab_size, shape.n_positions, shape.n_embd, shape.n_layer, shape.n_head];
-    if sizes.iter().any(|size| !(1..=MOST).contains(size)) {
+    if sizes.iter().any(|size| !(1..=MAX_ULP_ERROR).contains(size)) {
         return Err(Error::data("the run's log", format!("no model has the sizes {sizes:?}; name one with --model")));
     }
     let (vocab_size, context) = (shape.vocab_size, shape.n_positions);
@@ -450,7 +451,7 @@ fn parse_bytes(text: &str) -> Result<u64, String> {
 /// A view parsed from its fields as if typed.
 #[derive(Parser)]
 #[command(no_binary_name = true, disable_help_flag = true)]
-struct Typed {
+struct ParsedView {
     #[command(subcommand)]
     view: View,
 }
@@ -458,23 +459,21 @@ struct Typed {
 /// The definitions of the views.
 static VIEWS: LazyLock<Command> = LazyLock::new(|| View::augment_subcommands(Command::new("lab")));
 
-fn show_screen(args: &LabArgs, bench: &mut Bench) -> Result<()> {
+fn show_screen(args: &LabArgs, session: &mut LabSession) -> Result<()> {
     let run = args.run.as_deref().map(|run| run.display().to_string()).unwrap_or_default();
-    let theme = Theme::from_env(args.ascii, Some(Look::Dark));
-    screen::run(guide::instruments(&VIEWS, &run), theme, &mut |view, fields, width| {
-        evaluate(bench, view, fields, width)
-    })
+    let theme = Theme::from_env(args.ascii, Some(ColorScheme::Dark));
+    screen::run(guide::lab_tabs(&VIEWS, &run), theme, &mut |view, fields, width| evaluate(session, view, fields, width))
 }
 
 /// The page of `view` for the values of its fields, as `finetune lab VIEW` would print it.
-fn evaluate(bench: &mut Bench, view: &str, fields: &[(&str, &str)], width: usize) -> Result<Page> {
+fn evaluate(session: &mut LabSession, view: &str, fields: &[(&str, &str)], width: usize) -> Result<Page> {
     let run = fields.iter().find(|(flag, _)| *flag == "run").map(|(_, path)| PathBuf::from(path));
-    let typed = VIEWS.find_subcommand(view).map(|view| screen::typed(view, fields)).unwrap_or_default();
-    let typed = Typed::try_parse_from(typed).map_err(|error| {
+    let typed = VIEWS.find_subcommand(view).map(|view| screen::to_args(view, fields)).unwrap_or_default();
+    let typed = ParsedView::try_parse_from(typed).map_err(|error| {
         let text = error.to_string();
         Error::config(view, text.lines().next().unwrap_or_default().trim_start_matches("error: "))
     })?;
-    Ok(bench.report(&typed.view, run.as_deref())?.explained(width))
+    Ok(session.report(&typed.view, run.as_deref())?.explained(width))
 }
 
 #[cfg(test)]
@@ -482,7 +481,7 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
-    use crate::lab::screen::Instrument;
+    use crate::lab::screen::Tab;
     use crate::telemetry::ModelShape;
 
     #[derive(Parser)]
@@ -501,7 +500,7 @@ mod tests {
     #[test]
     fn a_log_with_sizes_that_no_model_has_is_refused() {
         let shape = ModelShape { n_layer: 6, n_head: 12, n_embd: 768, n_positions: 1024, vocab_size: 50257 };
-        let read = |shape| shape_of(&Started { shape, ..Started::default() });
+        let read = |shape| spec_from_log(&Started { shape, ..Started::default() });
         assert_eq!(read(shape).unwrap().num_layers, 6);
         for vocab_size in [0, usize::MAX] {
             let message = read(ModelShape { vocab_size, ..shape }).unwrap_err().to_string();
@@ -518,28 +517,28 @@ mod tests {
         std::fs::create_dir(&long).unwrap();
         crate::lab::write_run(&long);
         let run = long.display().to_string();
-        let mut bench = Bench::new(Path::new("checkpoints"));
-        for instrument in guide::instruments(&VIEWS, "") {
-            let scenarios = instrument.scenarios.iter().map(|scenario| scenario.set.clone());
+        let mut session = LabSession::new(Path::new("checkpoints"));
+        for lab_tab in guide::lab_tabs(&VIEWS, "") {
+            let scenarios = lab_tab.scenarios.iter().map(|scenario| scenario.set.clone());
             let cursors = [vec![], vec![("cursor", "7")], vec![("seeds", "3"), ("cursor", "3")]];
             let varied = [vec![], vec![("run", run.as_str())]].into_iter().chain(scenarios);
             for set in varied.flat_map(|set| cursors.iter().map(move |more| [&set[..], more].concat())) {
-                let mut instrument = instrument.clone();
+                let mut lab_tab = lab_tab.clone();
                 for (flag, value) in &set {
-                    instrument.set(flag, *value);
+                    lab_tab.set(flag, *value);
                 }
-                let of_run = set.iter().any(|(flag, value)| *flag == "run" && !value.is_empty());
+                let from_run = set.iter().any(|(flag, value)| *flag == "run" && !value.is_empty());
                 // No checkpoint, no matrix.
-                if of_run && instrument.name == "blocks" {
+                if from_run && lab_tab.name == "blocks" {
                     continue;
                 }
-                let given = instrument.fields.iter().filter(|field| !field.value.is_empty());
-                let given = given.filter(|field| !(of_run && instrument.is_of_run(field)));
+                let given = lab_tab.fields.iter().filter(|field| !field.value.is_empty());
+                let given = given.filter(|field| !(from_run && lab_tab.is_of_run(field)));
                 let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
                 for width in [78, 118] {
-                    let page = evaluate(&mut bench, instrument.name, &fields, width).unwrap().text();
+                    let page = evaluate(&mut session, lab_tab.name, &fields, width).unwrap().text();
                     let wide: Vec<_> = page.lines().filter(|line| line.chars().count() > width).collect();
-                    assert!(wide.is_empty(), "{} with {set:?}: {wide:#?}", instrument.name);
+                    assert!(wide.is_empty(), "{} with {set:?}: {wide:#?}", lab_tab.name);
                 }
             }
         }
@@ -547,7 +546,7 @@ mod tests {
 
     #[test]
     fn every_view_has_an_explanation_and_scenarios_of_its_parameters() {
-        for Instrument { name, fields, scenarios, .. } in guide::instruments(&VIEWS, "") {
+        for Tab { name, fields, scenarios, .. } in guide::lab_tabs(&VIEWS, "") {
             assert!(guide::about(name).len() > 200 && scenarios.len() == 4, "{name}");
             for scenario in scenarios {
                 let unknown = scenario.set.iter().find(|(flag, _)| fields.iter().all(|field| field.flag != *flag));
@@ -559,13 +558,13 @@ mod tests {
     /// Every tab of the screen shows what the command line prints, at both sizes, without an error.
     #[test]
     fn every_instrument_has_a_page() {
-        for instrument in guide::instruments(&VIEWS, "") {
-            let given = instrument.fields.iter().filter(|field| !field.value.is_empty());
+        for lab_tab in guide::lab_tabs(&VIEWS, "") {
+            let given = lab_tab.fields.iter().filter(|field| !field.value.is_empty());
             let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
             for width in [78, 118] {
                 let page =
-                    evaluate(&mut Bench::new(Path::new("checkpoints")), instrument.name, &fields, width).unwrap();
-                assert!(page.lines.len() <= 44, "{}: {} lines", instrument.name, page.lines.len());
+                    evaluate(&mut LabSession::new(Path::new("checkpoints")), lab_tab.name, &fields, width).unwrap();
+                assert!(page.lines.len() <= 44, "{}: {} lines", lab_tab.name, page.lines.len());
             }
         }
     }
@@ -573,12 +572,12 @@ mod tests {
     #[test]
     fn pictures() {
         for (width, height) in [(80, 24), (120, 36)] {
-            for (tab, instrument) in guide::instruments(&VIEWS, "").into_iter().enumerate() {
-                let mut bench = Bench { program: 24 << 20, ..Bench::new(Path::new("checkpoints")) };
+            for (tab, lab_tab) in guide::lab_tabs(&VIEWS, "").into_iter().enumerate() {
+                let mut session = LabSession { program: 24 << 20, ..LabSession::new(Path::new("checkpoints")) };
                 let mut evaluate =
-                    |view: &str, fields: &[(&str, &str)], width| evaluate(&mut bench, view, fields, width);
-                let picture = screen::picture(guide::instruments(&VIEWS, ""), tab, (width, height), &mut evaluate);
-                insta::assert_snapshot!(format!("{}_{width}x{height}", instrument.name), picture);
+                    |view: &str, fields: &[(&str, &str)], width| evaluate(&mut session, view, fields, width);
+                let picture = screen::picture(guide::lab_tabs(&VIEWS, ""), tab, (width, height), &mut evaluate);
+                insta::assert_snapshot!(format!("{}_{width}x{height}", lab_tab.name), picture);
             }
         }
     }
@@ -587,17 +586,17 @@ mod tests {
     #[test]
     fn every_key_does_what_the_help_says() {
         for size in [(80, 24), (120, 36)] {
-            let mut bench = Bench { program: 24 << 20, ..Bench::new(Path::new("checkpoints")) };
+            let mut session = LabSession { program: 24 << 20, ..LabSession::new(Path::new("checkpoints")) };
             // Most keys start from the same page.
             let mut known = HashMap::new();
             let mut evaluate = |view: &str, fields: &[(&str, &str)], width| {
                 let asked = format!("{view} {fields:?} {width}");
                 if !known.contains_key(&asked) {
-                    known.insert(asked.clone(), evaluate(&mut bench, view, fields, width)?);
+                    known.insert(asked.clone(), evaluate(&mut session, view, fields, width)?);
                 }
                 Ok(known[&asked].clone())
             };
-            let dead = screen::pressed::dead_keys(&guide::instruments(&VIEWS, ""), size, &mut evaluate);
+            let dead = screen::key_tests::unresponsive_keys(&guide::lab_tabs(&VIEWS, ""), size, &mut evaluate);
             assert!(dead.is_empty(), "at {size:?}:\n{}", dead.join("\n"));
         }
     }

@@ -1,7 +1,7 @@
 //! `finetune merge`: writes a model with its adapters merged into its weights.
 
 use crate::cli::export::{DtypeName, FormatName, format_of};
-use crate::cli::model::{DeviceArgs, NameArgs};
+use crate::cli::model::{DeviceArgs, ModelSourceArgs};
 use crate::inference::export::{ExportScope, export};
 use crate::inference::merge::merge_error;
 use crate::precision::PrecisionPolicy;
@@ -14,7 +14,7 @@ use std::path::PathBuf;
 #[derive(Args, Debug)]
 pub(super) struct MergeArgs {
     #[command(flatten)]
-    model: NameArgs,
+    model: ModelSourceArgs,
     /// A folder, or a file that ends in .gguf or .onnx
     #[arg(value_name = "OUT")]
     out: PathBuf,

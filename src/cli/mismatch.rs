@@ -1,6 +1,6 @@
 //! `finetune mismatch`: how far training and generation are apart in each type.
 
-use crate::cli::model::{DeviceArgs, NameArgs, Policies};
+use crate::cli::model::{DeviceArgs, DtypeList, ModelSourceArgs};
 use crate::inference::generate::prompt_ids;
 use crate::inference::mismatch::{Mismatch, Ratios, Sequences, log_probs};
 use crate::precision::PrecisionPolicy;
@@ -15,12 +15,12 @@ use std::io::Write;
 #[derive(Args, Debug)]
 pub(super) struct MismatchArgs {
     #[command(flatten)]
-    model: NameArgs,
+    model: ModelSourceArgs,
     #[command(flatten)]
     device: DeviceArgs,
     /// The types to compare: fp32, fp16, bf16, or one policy such as p=f32,c=f16,g=f16,r=f32
     #[arg(long, value_name = "DTYPE,…", default_value = "fp32,bf16,fp16")]
-    dtype: Policies,
+    dtype: DtypeList,
     /// What each sequence begins with; without it texts of the model's own
     #[arg(long, short, value_name = "TEXT", default_value = "", hide_default_value = true)]
     prompt: String,

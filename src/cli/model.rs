@@ -1,7 +1,7 @@
 //! Flags shared by the commands that use a model: which one, in which precision, on how many threads.
 
-use crate::cli::names::run_or_path;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::run_or_path;
 use crate::data::{Bos, names_in};
 use crate::engine::device::{DeviceContext, DeviceSpec};
 use crate::engine::kernels::Choice;
@@ -18,7 +18,7 @@ use std::str::FromStr;
 
 /// The flags that select a model.
 #[derive(Args, Debug)]
-pub(super) struct NameArgs {
+pub(super) struct ModelSourceArgs {
     /// A run by name or folder, a checkpoint in it, a Hugging Face folder, a .gguf file, or one of these on the Hub:
     /// `owner/name`, `hf://owner/name/file.gguf`
     #[arg(value_name = "MODEL")]
@@ -43,7 +43,7 @@ pub(super) struct NameArgs {
     pub(super) bos: Bos,
 }
 
-impl NameArgs {
+impl ModelSourceArgs {
     /// Opens the model, downloading it if necessary; warns about damaged checkpoints that were skipped. The reporter says
     /// what the command is busy with until it is dropped.
     pub(super) fn open(&self) -> Result<(TrainedModel, Reporter)> {
@@ -101,21 +101,21 @@ impl DeviceArgs {
         let auto = self.kernels == Choice::Auto;
         // A few passes are over sooner than a GPU's preflight.
         let kernels = if auto { Choice::Candle } else { self.kernels };
-        let open = self.device.open(policy, kernels, &mut |notice| tell_notice(&notice))?;
+        let open = self.device.open(policy, kernels, &mut |notice| print_notice(&notice))?;
         Ok(if auto && open.device.is_cpu() { DeviceContext::cpu() } else { open })
     }
 }
 
 /// Prints a notice on standard error.
-pub(super) fn tell_notice(notice: &str) {
+pub(super) fn print_notice(notice: &str) {
     writeln!(stderr(), "note: {}", untrusted::sanitize_line(notice)).ok();
 }
 
 /// One type or policy, or several types: `fp32,fp16,bf16`. Each with its name as it was typed.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Policies(pub(super) Vec<(String, PrecisionPolicy)>);
+pub(super) struct DtypeList(pub(super) Vec<(String, PrecisionPolicy)>);
 
-impl FromStr for Policies {
+impl FromStr for DtypeList {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
@@ -137,7 +137,7 @@ impl FromStr for Policies {
 #[derive(Args, Debug)]
 pub(super) struct ModelArgs {
     #[command(flatten)]
-    pub(super) model: NameArgs,
+    pub(super) model: ModelSourceArgs,
     /// fp32 (a checkpoint's masters), fp16, bf16, or a policy such as p=f32,c=f16,g=f16,r=f32
     #[arg(long, value_name = "DTYPE", default_value = "fp32")]
     pub(super) dtype: PrecisionPolicy,
@@ -173,11 +173,11 @@ mod tests {
     #[test]
     fn types_are_listed_and_a_policy_stands_alone() {
         let names = |text: &str| -> Vec<String> {
-            text.parse::<Policies>().unwrap().0.into_iter().map(|(name, _)| name).collect()
+            text.parse::<DtypeList>().unwrap().0.into_iter().map(|(name, _)| name).collect()
         };
         assert_eq!(names("fp32, bf16,half"), ["fp32", "bf16", "half"]);
         assert_eq!(names("p=f32,c=f16,g=f32,r=f32"), ["p=f32,c=f16,g=f32,r=f32"]);
-        assert!("fp16,half".parse::<Policies>().unwrap_err().to_string().contains("`half` stands twice"));
-        assert!("fp32,".parse::<Policies>().is_err() && "fp32,int8".parse::<Policies>().is_err());
+        assert!("fp16,half".parse::<DtypeList>().unwrap_err().to_string().contains("`half` stands twice"));
+        assert!("fp32,".parse::<DtypeList>().is_err() && "fp32,int8".parse::<DtypeList>().is_err());
     }
 }

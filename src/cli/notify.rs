@@ -6,65 +6,65 @@ use crate::{Error, Result};
 use std::process::{Child, Command, Stdio};
 
 /// So many may run at once: a program that hangs at each best loss would fill the machine.
-const AT_ONCE: usize = 8;
+const MAX_CHILDREN: usize = 8;
 
 /// Runs a program, without a shell, at a new best validation loss, at divergence and at the end. The program gets `best`,
 /// `diverged` or `finished`, the run's name and a sentence as its last arguments.
 #[derive(Debug)]
 pub(super) struct Notify {
     /// The program and its first arguments.
-    words: Vec<String>,
+    command: Vec<String>,
     run: String,
     /// The lowest validation loss so far.
     best: f64,
     children: Vec<Child>,
     /// What first went wrong with the program, until it is told.
-    trouble: Option<String>,
-    troubled: bool,
+    error: Option<String>,
+    error_reported: bool,
 }
 
 impl Notify {
     /// Splits the command at spaces.
     pub(super) fn new(command: &str) -> Result<Self> {
-        let words: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
-        let Some(program) = words.first() else {
+        let command: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
+        let Some(program) = command.first() else {
             return Err(Error::config(
                 "--notify",
                 "names no program; give one with its arguments, such as `notify-send`",
             ));
         };
-        let is_there = if program.contains('/') {
+        let exists = if program.contains('/') {
             std::path::Path::new(program).is_file()
         } else {
             let paths = std::env::var_os("PATH").unwrap_or_default();
             std::env::split_paths(&paths).any(|folder| folder.join(program).is_file())
         };
-        if !is_there {
+        if !exists {
             let message =
                 format!("there is no program `{program}`; give its path, and a script for what needs a shell");
             return Err(Error::config("--notify", message));
         }
         Ok(Self {
-            words,
+            command,
             run: String::new(),
             best: f64::INFINITY,
             children: Vec::new(),
-            trouble: None,
-            troubled: false,
+            error: None,
+            error_reported: false,
         })
     }
 
     /// Reports only losses below `best`, the lowest of the run so far.
-    pub(super) fn below(mut self, best: Option<f64>) -> Self {
+    pub(super) fn only_below(mut self, best: Option<f64>) -> Self {
         self.best = best.unwrap_or(f64::INFINITY);
         self
     }
 
     fn spawn(&self, event: &str, text: &str) -> Result<Child> {
-        let mut command = Command::new(&self.words[0]);
-        command.args(&self.words[1..]).args([event, &sanitize_line(&self.run), &sanitize_line(text)]);
+        let mut command = Command::new(&self.command[0]);
+        command.args(&self.command[1..]).args([event, &sanitize_line(&self.run), &sanitize_line(text)]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        command.spawn().map_err(Error::io("run", &self.words[0]))
+        command.spawn().map_err(Error::io("run", &self.command[0]))
     }
 }
 
@@ -79,33 +79,33 @@ impl Sink for Notify {
                 self.best = eval.loss;
                 ("best", format!("validation loss {:.4} at step {}", eval.loss, eval.step))
             }
-            Event::Diverged(trouble) => ("diverged", trouble.message.clone()),
+            Event::Diverged(error) => ("diverged", error.message.clone()),
             Event::Finished(end) => ("finished", format!("step {}, loss {:.4}, {:?}", end.step, end.loss, end.reason)),
             _ => return Ok(()),
         };
-        let mut trouble = None;
+        let mut error = None;
         // Reaps the children that have exited.
         self.children.retain_mut(|child| match child.try_wait() {
             Ok(Some(status)) if !status.success() => {
-                trouble = Some(format!("has failed ({status})"));
+                error = Some(format!("has failed ({status})"));
                 false
             }
             waited => waited.is_ok_and(|exit| exit.is_none()),
         });
-        if self.children.len() < AT_ONCE {
+        if self.children.len() < MAX_CHILDREN {
             self.children.push(self.spawn(event, &text)?);
         } else {
-            trouble = Some(format!("still runs for {AT_ONCE} events, and is not started until one of them ends"));
+            error = Some(format!("still runs for {MAX_CHILDREN} events, and is not started until one of them ends"));
         }
-        if let Some(trouble) = trouble.filter(|_| !self.troubled) {
-            self.troubled = true;
-            self.trouble = Some(format!("`{}` of `--notify` {trouble}", self.words[0]));
+        if let Some(error) = error.filter(|_| !self.error_reported) {
+            self.error_reported = true;
+            self.error = Some(format!("`{}` of `--notify` {error}", self.command[0]));
         }
         Ok(())
     }
 
     fn take_warning(&mut self) -> Option<String> {
-        self.trouble.take()
+        self.error.take()
     }
 
     fn name(&self) -> &'static str {

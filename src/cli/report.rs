@@ -1,7 +1,7 @@
 //! `finetune report`: reports a run as one HTML page.
 
-use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::find_log;
 use crate::{Error, Result, report};
 use clap::Args;
 use std::io::Write;

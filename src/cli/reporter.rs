@@ -18,7 +18,7 @@ enum Notice {
     /// A line, cleaned before it is printed.
     Line(String),
     /// Lines that have been cleaned, with colours of ours.
-    Clean(String),
+    Sanitized(String),
 }
 
 /// Reports the preparation on its own thread until it is dropped.
@@ -36,13 +36,13 @@ impl Reporter {
         let (notices, waiting) = channel::<Notice>();
         let watched = activity.clone();
         let show = move || {
-            let (mut line, mut said) = (StatusLine::new(), Instant::now());
+            let (mut line, mut said) = (SetupStatusLine::new(), Instant::now());
             loop {
                 // Several short phases in a row shall not be silent for longer than one.
                 let least = PhaseLines::FIRST.saturating_sub(said.elapsed());
                 let shown = match waiting.recv_timeout(UPDATE_INTERVAL) {
-                    Ok(Notice::Line(notice)) => line.above(&notice),
-                    Ok(Notice::Clean(text)) => line.above_clean(&text),
+                    Ok(Notice::Line(notice)) => line.print_above(&notice),
+                    Ok(Notice::Sanitized(text)) => line.print_sanitized_above(&text),
                     Err(RecvTimeoutError::Timeout) => line.show(&watched, least),
                     Err(RecvTimeoutError::Disconnected) => break line.clear(),
                 };
@@ -80,7 +80,7 @@ impl Reporter {
             SetupEvent::Notice(notice) => self.notice(notice),
             SetupEvent::Preview(preview) => {
                 let colour = stderr().is_terminal() && may_colour();
-                self.send(Notice::Clean(preview.text(colour)));
+                self.send(Notice::Sanitized(preview.text(colour)));
             }
             SetupEvent::Progress { what, done, total } if done < total => {
                 self.activity.advance(&what, PhaseProgress::Bytes(done, total));
@@ -114,13 +114,13 @@ impl Drop for Reporter {
 }
 
 /// The phase in progress: on a terminal a line at the bottom that is rewritten in place, elsewhere lines that stay.
-struct StatusLine {
+struct SetupStatusLine {
     terminal: bool,
     open: bool,
     lines: PhaseLines,
 }
 
-impl StatusLine {
+impl SetupStatusLine {
     fn new() -> Self {
         Self { terminal: stderr().is_terminal(), open: false, lines: PhaseLines::default() }
     }
@@ -141,11 +141,11 @@ impl StatusLine {
         phase.is_some()
     }
 
-    fn above(&mut self, text: &str) -> bool {
-        self.above_clean(&format!("{}\n", crate::untrusted::sanitize_line(text)))
+    fn print_above(&mut self, text: &str) -> bool {
+        self.print_sanitized_above(&format!("{}\n", crate::untrusted::sanitize_line(text)))
     }
 
-    fn above_clean(&mut self, text: &str) -> bool {
+    fn print_sanitized_above(&mut self, text: &str) -> bool {
         self.clear();
         write!(stderr(), "{text}").ok();
         true

@@ -1,27 +1,27 @@
 //! Shows a run in the terminal while another thread trains.
 
-use crate::screen::{self, Exit, Output, Plain, Progress, Terminal};
+use crate::screen::{self, DisplayMode, Exit, PlainPrinter, StatusLine, Terminal};
 use crate::telemetry::{Activity, Command, Record, RunState};
-use crate::ui::{Look, Theme};
+use crate::ui::{ColorScheme, Theme};
 use clap::Args;
 use std::io::{Write, stderr, stdout};
 use std::sync::mpsc::{Receiver, Sender};
 
 /// Flags for the look and mouse of the dashboard.
 #[derive(Args, Clone, Debug, Default)]
-pub(crate) struct LookArgs {
+pub(crate) struct ThemeArgs {
     /// Draw with ASCII characters only
     #[arg(long)]
     pub(crate) ascii: bool,
     /// Colour theme: dark, light or high-contrast [default: the terminal's, else dark]
     #[arg(long, value_name = "THEME")]
-    pub(crate) theme: Option<Look>,
+    pub(crate) theme: Option<ColorScheme>,
     /// Leave the mouse to the terminal, for selecting text
     #[arg(long)]
     pub(crate) no_mouse: bool,
 }
 
-impl LookArgs {
+impl ThemeArgs {
     /// The dashboard's theme.
     pub(crate) fn theme(&self) -> Theme {
         Theme::from_env(self.ascii, self.theme)
@@ -43,15 +43,15 @@ pub(crate) struct ShowArgs {
     pub(crate) progress: bool,
     /// The look of the dashboard.
     #[command(flatten)]
-    pub(crate) look: LookArgs,
+    pub(crate) scheme: ThemeArgs,
 }
 
 impl ShowArgs {
-    fn asked(&self) -> Option<Output> {
+    fn asked(&self) -> Option<DisplayMode> {
         match self {
-            Self { dashboard: true, .. } => Some(Output::Dashboard),
-            Self { plain: true, .. } => Some(Output::Plain),
-            Self { progress: true, .. } => Some(Output::Progress),
+            Self { dashboard: true, .. } => Some(DisplayMode::Dashboard),
+            Self { plain: true, .. } => Some(DisplayMode::Plain),
+            Self { progress: true, .. } => Some(DisplayMode::Progress),
             _ => None,
         }
     }
@@ -66,14 +66,14 @@ pub(crate) fn show(
     history: RunState,
 ) {
     match Terminal::current().output(args.asked()) {
-        Output::Dashboard => {
-            let look = (args.look.theme(), !args.look.no_mouse);
-            if screen::follow(stdout(), (records, activity), commands, look, log_every, history) == Exit::Aborted {
+        DisplayMode::Dashboard => {
+            let scheme = (args.scheme.theme(), !args.scheme.no_mouse);
+            if screen::follow(stdout(), (records, activity), commands, scheme, log_every, history) == Exit::Killed {
                 writeln!(stderr(), "stopped without saving the steps after the last checkpoint").ok();
                 std::process::exit(130);
             }
         }
-        Output::Progress => screen::follow_with((records, activity), &mut Progress::new(stderr())),
-        Output::Plain => screen::follow_with((records, activity), &mut Plain::new(stdout(), log_every)),
+        DisplayMode::Progress => screen::follow_with((records, activity), &mut StatusLine::new(stderr())),
+        DisplayMode::Plain => screen::follow_with((records, activity), &mut PlainPrinter::new(stdout(), log_every)),
     }
 }

@@ -1,13 +1,13 @@
 //! `finetune` without a command: trains on a separate thread and shows the run.
 
 use crate::cli::flags::ConfigArgs;
-use crate::cli::names::{did_you_mean, run_or_path};
 use crate::cli::notify::Notify;
 use crate::cli::processes;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::{did_you_mean, run_or_path};
 use crate::cli::show::{ShowArgs, show};
 use crate::engine::collective::ProcessGroup;
-use crate::screen::terminal::{Interruption, hold_signals};
+use crate::screen::terminal::{SignalHandler, ignore_stop_signals};
 use crate::store::checkpoint::{Checkpoint, CheckpointKind, Run, latest_run, latest_valid, list};
 use crate::store::hub::free_bytes;
 use crate::telemetry::{
@@ -65,12 +65,12 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         return run_worker(group);
     }
     let notify = args.notify.as_deref().map(Notify::new).transpose()?;
-    let signals = Interruption::listen().map_err(Error::io("listen to signals in", "."))?;
+    let signals = SignalHandler::listen().map_err(Error::io("listen to signals in", "."))?;
     let reporter = Reporter::start();
     let mut resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args, &reporter)).transpose()?;
     let config = match &mut resumed {
         Some(resumed) => {
-            let (config, changes) = args.config.resolve_over(resumed.run.path())?;
+            let (config, changes) = args.config.resolve_for_resume(resumed.run.path())?;
             resumed.warnings.extend(changes.iter().map(|change| format!("resumed with another setting: {change}")));
             config
         }
@@ -131,7 +131,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         emitter.add_sink(Box::new(TensorBoard::create(&run.path().join("tensorboard"))?));
     }
     if let Some(notify) = notify {
-        emitter.add_sink(Box::new(notify.below(best)));
+        emitter.add_sink(Box::new(notify.only_below(best)));
     }
     for message in warnings {
         emitter.emit(Event::Warning(Diagnostic { step, message }));
@@ -155,7 +155,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
 
 /// Takes part in the leader's run.
 fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<FinishReason> {
-    hold_signals().map_err(Error::io("listen to signals in", "."))?;
+    ignore_stop_signals().map_err(Error::io("listen to signals in", "."))?;
     let Some(RunStart { config, checkpoint }) = RunStart::receive(&**group)? else { return Ok(FinishReason::Done) };
     let checkpoint = checkpoint.map(Checkpoint::open_verified).transpose()?;
     thread_pool(&config, group.local_world_size())?.install(|| {

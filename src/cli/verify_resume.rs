@@ -1,8 +1,8 @@
 //! `finetune verify-resume`.
 
 use crate::cli::flags::ConfigArgs;
-use crate::cli::names::run_folder;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::run_folder;
 use crate::cli::train::thread_pool;
 use crate::train::verify_resume;
 use crate::{Error, Result, temporary};
@@ -31,7 +31,7 @@ const STEPS: u64 = 100;
 /// Runs the proof and prints the result; exit code 1 if anything differs.
 pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let config = match &args.like {
-        Some(run) => args.config.resolve_like(&run_folder(run, args.config.runs())?)?,
+        Some(run) => args.config.resolve_from_run(&run_folder(run, args.config.runs())?)?,
         None => args.config.resolve()?,
     };
     let steps = args.config.steps().map_or(STEPS, |steps| steps.max(0) as u64);

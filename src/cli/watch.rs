@@ -1,9 +1,9 @@
 //! `finetune watch`: the dashboard of a run in another process, or of a finished one.
 
-use crate::cli::names::find_log;
 use crate::cli::reporter::Reporter;
-use crate::cli::show::LookArgs;
-use crate::screen::{self, Format, Output, Terminal};
+use crate::cli::run_lookup::find_log;
+use crate::cli::show::ThemeArgs;
+use crate::screen::{self, DisplayMode, ImageFormat, Terminal};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::stdout;
@@ -23,7 +23,7 @@ pub(crate) struct WatchArgs {
     plain: bool,
     /// The look of the dashboard.
     #[command(flatten)]
-    look: LookArgs,
+    scheme: ThemeArgs,
     /// Write one frame to an SVG file and exit
     #[arg(long, value_name = "FILE", conflicts_with_all = ["speed", "plain", "png"])]
     svg: Option<PathBuf>,
@@ -50,18 +50,18 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         [] => vec![find_log(None, &args.checkpoint_dir)?],
         runs => runs.iter().map(|run| find_log(Some(run), &args.checkpoint_dir)).collect::<Result<_>>()?,
     };
-    for (file, format) in [(&args.svg, Format::Svg), (&args.png, Format::Png)] {
+    for (file, format) in [(&args.svg, ImageFormat::Svg), (&args.png, ImageFormat::Png)] {
         let Some(file) = file else { continue };
         let _reporter = Reporter::of("reading the log");
-        let picture = screen::picture(&logs, &args.keys, args.size, args.look.theme().look(), format)?;
+        let picture = screen::picture(&logs, &args.keys, args.size, args.scheme.theme().scheme(), format)?;
         return std::fs::write(file, picture).map_err(Error::io("write", file));
     }
     if args.speed.is_some_and(|speed| !speed.is_finite() || speed <= 0.0) {
         return Err(Error::config("--speed", "must be above 0, such as 10"));
     }
-    let asked = if args.plain { Output::Plain } else { Output::Dashboard };
-    if Terminal::current().output(Some(asked)) == Output::Dashboard {
-        screen::watch(&logs, args.speed, args.look.theme(), !args.look.no_mouse)?;
+    let asked = if args.plain { DisplayMode::Plain } else { DisplayMode::Dashboard };
+    if Terminal::current().output(Some(asked)) == DisplayMode::Dashboard {
+        screen::watch(&logs, args.speed, args.scheme.theme(), !args.scheme.no_mouse)?;
         Ok(())
     } else {
         screen::watch_plain(&logs[0], args.speed, stdout(), LOG_EVERY)

@@ -1,20 +1,20 @@
 //! The comparison as one HTML page.
 //!
-//! For accessibility, arms differ by colour and by dashes, every chart has a title and a description, and the figures are a
+//! For accessibility, groups differ by colour and by dashes, every chart has a title and a description, and the figures are a
 //! table.
 
 use std::fmt::Write;
 
 use super::metrics::METRICS;
 use super::page::{logarithms, means, range};
-use super::report::{Report, Verdict};
+use super::report::{Comparison, EquivalenceVerdict};
 use super::run::RunSummary;
-use crate::ui::html::{Axes, escape, page, table};
+use crate::ui::html::{SvgAxes, escape, page, table};
 
-impl Report {
+impl Comparison {
     /// The report as an HTML page.
     pub fn html(&self) -> String {
-        let names: Vec<_> = self.arms.iter().map(|arm| arm.name.as_str()).collect();
+        let names: Vec<_> = self.groups.iter().map(|group| group.name.as_str()).collect();
         let mut out = String::new();
         self.html_list(&mut out);
         self.html_conclusion(&mut out);
@@ -27,10 +27,10 @@ impl Report {
     }
 
     fn html_list(&self, out: &mut String) {
-        for (i, arm) in self.arms.iter().enumerate() {
-            let _ = write!(out, "<h2>{} {} {}</h2>\n<ul>\n", key(i), arm.label, escape(&arm.name));
-            for (j, run) in arm.runs.iter().enumerate() {
-                let (label, name, seed) = (arm.run_label(j), escape(&run.name), run.started.seed);
+        for (i, group) in self.groups.iter().enumerate() {
+            let _ = write!(out, "<h2>{} {} {}</h2>\n<ul>\n", key(i), group.label, escape(&group.name));
+            for (j, run) in group.runs.iter().enumerate() {
+                let (label, name, seed) = (group.run_label(j), escape(&run.name), run.started.seed);
                 let _ = writeln!(out, "<li>{label}: {name}, seed {seed}, {}</li>", escape(&run.end()));
             }
             out.push_str("</ul>\n");
@@ -38,14 +38,14 @@ impl Report {
     }
 
     fn html_conclusion(&self, out: &mut String) {
-        if let Some(text) = self.perplexity_in_words() {
+        if let Some(text) = self.describe_perplexity() {
             let _ = writeln!(out, "<p>{}</p>", escape(&text));
         }
-        if let Some((text, verdict)) = self.verdict_in_words() {
+        if let Some((text, verdict)) = self.describe_verdict() {
             let mark = match verdict {
-                Verdict::Exceeded => "✕",
-                Verdict::NotExceeded => "✓",
-                Verdict::Undecided => "?",
+                EquivalenceVerdict::Exceeded => "✕",
+                EquivalenceVerdict::NotExceeded => "✓",
+                EquivalenceVerdict::Undecided => "?",
             };
             let _ = writeln!(out, "<p><strong>{mark} {}</strong></p>", escape(&text));
         }
@@ -56,21 +56,21 @@ impl Report {
             out.push_str("<p class=\"note\">The configurations differ only in the seed.</p>\n");
             return;
         }
-        out.push_str(&arm_table("Settings that differ", &self.labels(None), self.settings()));
+        out.push_str(&group_table("Settings that differ", &self.labels(None), self.settings()));
     }
 
     fn html_figures(&self, out: &mut String) {
         let caption = if self.has_samples() { "Figures, mean ± 95 % confidence" } else { "Figures" };
-        out.push_str(&arm_table(caption, &self.labels(Some("−")), self.figures()));
+        out.push_str(&group_table(caption, &self.labels(Some("−")), self.figures()));
     }
 
     fn runs(&self) -> impl Iterator<Item = (usize, &RunSummary)> {
-        self.arms.iter().enumerate().flat_map(|(i, arm)| arm.runs.iter().map(move |run| (i, run)))
+        self.groups.iter().enumerate().flat_map(|(i, group)| group.runs.iter().map(move |run| (i, run)))
     }
 
-    fn axes(&self, y: (f64, f64)) -> Axes {
+    fn axes(&self, y: (f64, f64)) -> SvgAxes {
         let last = self.runs().map(|(_, run)| run.figures.steps).max().unwrap_or(1);
-        Axes { x: (0.0, last.max(1) as f64), y }
+        SvgAxes { x: (0.0, last.max(1) as f64), y }
     }
 
     fn losses(&self) -> Option<String> {
@@ -115,32 +115,31 @@ impl Report {
         Some(axes.picture("scale", "Loss scale, log2, by step", &figures, &body, |y| format!("2^{y:.0}")))
     }
 
-    /// A description of a chart: its figure for each arm.
+    /// A description of a chart: its figure for each group.
     fn in_words(&self, key: &str, what: &str) -> String {
         let Some(metric) = METRICS.iter().find(|metric| metric.key == key) else { return String::new() };
-        let arms = self
-            .arms
-            .iter()
-            .map(|arm| format!("{} ({}): {}", arm.label, arm.name, metric.show_estimate(arm.estimate(metric), false)));
-        format!("{what}: {}", arms.collect::<Vec<_>>().join("; "))
+        let groups = self.groups.iter().map(|group| {
+            format!("{} ({}): {}", group.label, group.name, metric.show_estimate(group.estimate(metric), false))
+        });
+        format!("{what}: {}", groups.collect::<Vec<_>>().join("; "))
     }
 }
 
-/// A table whose columns are arms, or the difference of two.
-fn arm_table(caption: &str, labels: &[String], rows: Vec<(String, Vec<String>)>) -> String {
+/// A table whose columns are groups, or the difference of two.
+fn group_table(caption: &str, labels: &[String], rows: Vec<(String, Vec<String>)>) -> String {
     let headings: Vec<_> = std::iter::once("").chain(labels.iter().map(String::as_str)).collect();
     table(caption, &headings, rows.into_iter().map(|(name, cells)| [vec![name], cells].concat()))
 }
 
-/// The class of an arm's curves.
-fn class(arm: usize) -> String {
-    format!("curve s{}", arm % 4)
+/// The class of a group's curves.
+fn class(group: usize) -> String {
+    format!("curve s{}", group % 4)
 }
 
-/// The line of an arm in the legend.
-fn key(arm: usize) -> String {
+/// The line of a group in the legend.
+fn key(group: usize) -> String {
     format!(
         "<svg class=\"key\" viewBox=\"0 0 48 12\" aria-hidden=\"true\"><path d=\"M0 6H48\" class=\"{}\"/></svg>",
-        class(arm)
+        class(group)
     )
 }

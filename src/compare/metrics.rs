@@ -13,12 +13,12 @@ pub struct Metric {
     pub name: &'static str,
     /// Extracts it from a run's figures.
     pub of: fn(&RunMetrics) -> Option<f64>,
-    unit: Unit,
+    unit: MetricUnit,
 }
 
 /// The unit of a figure, which determines its format.
 #[derive(Debug, Clone, Copy)]
-enum Unit {
+enum MetricUnit {
     /// Nats, with four decimals.
     Nats,
     /// A perplexity, with three decimals.
@@ -32,7 +32,7 @@ enum Unit {
     Bytes,
 }
 
-const fn metric(key: &'static str, name: &'static str, unit: Unit, of: fn(&RunMetrics) -> Option<f64>) -> Metric {
+const fn metric(key: &'static str, name: &'static str, unit: MetricUnit, of: fn(&RunMetrics) -> Option<f64>) -> Metric {
     Metric { key, name, of, unit }
 }
 
@@ -42,30 +42,30 @@ fn log2(scale: f32) -> f64 {
 
 /// Every figure, in display order.
 pub const METRICS: &[Metric] = &[
-    metric("steps", "steps", Unit::Count, |f| Some(f.steps as f64)),
-    metric("updates", "updates", Unit::Count, |f| Some(f.updates as f64)),
-    metric("loss", "loss, last 10 steps", Unit::Nats, |f| f.loss),
-    metric("best_loss", "loss, best 10 steps", Unit::Nats, |f| f.best_loss),
-    metric("validation_loss", "validation loss", Unit::Nats, |f| Some(f.validation?.0)),
-    metric("best_validation_loss", "validation loss, best", Unit::Nats, |f| Some(f.validation?.1)),
-    metric("perplexity", "perplexity", Unit::Perplexity, |f| Some(f.perplexity?.0)),
-    metric("best_perplexity", "perplexity, best", Unit::Perplexity, |f| Some(f.perplexity?.1)),
-    metric("scale_start_log2", "loss scale at start", Unit::Log2, |f| Some(log2(f.scale?.0))),
-    metric("scale_end_log2", "loss scale at end", Unit::Log2, |f| Some(log2(f.scale?.1))),
-    metric("scale_min_log2", "loss scale, lowest", Unit::Log2, |f| Some(log2(f.scale_range?.0))),
-    metric("scale_max_log2", "loss scale, highest", Unit::Log2, |f| Some(log2(f.scale_range?.1))),
-    metric("growths", "growths", Unit::Count, |f| Some(f.growths as f64)),
-    metric("overflows", "overflows", Unit::Count, |f| Some(f.overflows as f64)),
-    metric("skipped", "skipped steps", Unit::Count, |f| Some(f.skipped as f64)),
-    metric("longest_streak", "skipped in a row", Unit::Count, |f| Some(f.longest_streak as f64)),
-    metric("in_fallback", "layers in fallback", Unit::Count, |f| f.in_fallback.map(|layers| layers as f64)),
-    metric("repeated", "repeated steps", Unit::Count, |f| Some(f.repeated as f64)),
-    metric("tokens_lost", "tokens lost", Unit::Count, |f| Some(f.tokens_lost as f64)),
-    metric("flushed", "flushed to zero", Unit::Share, |f| f.flushed),
-    metric("subnormal", "subnormal gradients", Unit::Share, |f| f.subnormal),
-    metric("tokens_per_s", "tokens/s", Unit::Rate, |f| f.tokens_per_s),
-    metric("seconds", "time", Unit::Seconds, |f| Some(f.seconds)),
-    metric("peak_rss_bytes", "peak memory", Unit::Bytes, |f| f.peak_rss.map(|bytes| bytes as f64)),
+    metric("steps", "steps", MetricUnit::Count, |f| Some(f.steps as f64)),
+    metric("updates", "updates", MetricUnit::Count, |f| Some(f.updates as f64)),
+    metric("loss", "loss, last 10 steps", MetricUnit::Nats, |f| f.loss),
+    metric("best_loss", "loss, best 10 steps", MetricUnit::Nats, |f| f.best_loss),
+    metric("validation_loss", "validation loss", MetricUnit::Nats, |f| Some(f.validation?.0)),
+    metric("best_validation_loss", "validation loss, best", MetricUnit::Nats, |f| Some(f.validation?.1)),
+    metric("perplexity", "perplexity", MetricUnit::Perplexity, |f| Some(f.perplexity?.0)),
+    metric("best_perplexity", "perplexity, best", MetricUnit::Perplexity, |f| Some(f.perplexity?.1)),
+    metric("scale_start_log2", "loss scale at start", MetricUnit::Log2, |f| Some(log2(f.scale?.0))),
+    metric("scale_end_log2", "loss scale at end", MetricUnit::Log2, |f| Some(log2(f.scale?.1))),
+    metric("scale_min_log2", "loss scale, lowest", MetricUnit::Log2, |f| Some(log2(f.scale_range?.0))),
+    metric("scale_max_log2", "loss scale, highest", MetricUnit::Log2, |f| Some(log2(f.scale_range?.1))),
+    metric("growths", "growths", MetricUnit::Count, |f| Some(f.growths as f64)),
+    metric("overflows", "overflows", MetricUnit::Count, |f| Some(f.overflows as f64)),
+    metric("skipped", "skipped steps", MetricUnit::Count, |f| Some(f.skipped as f64)),
+    metric("longest_streak", "skipped in a row", MetricUnit::Count, |f| Some(f.longest_streak as f64)),
+    metric("in_fallback", "layers in fallback", MetricUnit::Count, |f| f.in_fallback.map(|layers| layers as f64)),
+    metric("repeated", "repeated steps", MetricUnit::Count, |f| Some(f.repeated as f64)),
+    metric("tokens_lost", "tokens lost", MetricUnit::Count, |f| Some(f.tokens_lost as f64)),
+    metric("flushed", "flushed to zero", MetricUnit::Share, |f| f.flushed),
+    metric("subnormal", "subnormal gradients", MetricUnit::Share, |f| f.subnormal),
+    metric("tokens_per_s", "tokens/s", MetricUnit::Rate, |f| f.tokens_per_s),
+    metric("seconds", "time", MetricUnit::Seconds, |f| Some(f.seconds)),
+    metric("peak_rss_bytes", "peak memory", MetricUnit::Bytes, |f| f.peak_rss.map(|bytes| bytes as f64)),
 ];
 
 /// The text for a missing figure.
@@ -85,15 +85,15 @@ impl Metric {
             return format::short(value);
         }
         match self.unit {
-            Unit::Nats => format!("{value:.4}"),
-            Unit::Perplexity if value.abs() >= 1e5 => format::short(value),
-            Unit::Perplexity => format!("{value:.3}"),
-            Unit::Log2 => format!("2^{}", rounded(value, 2)),
-            Unit::Count => rounded(value, 1),
-            Unit::Share => format!("{} %", significant(value * 100.0)),
-            Unit::Rate => format!("{value:.0}"),
-            Unit::Seconds => format!("{value:.1} s"),
-            Unit::Bytes => format::bytes(value.max(0.0) as u64),
+            MetricUnit::Nats => format!("{value:.4}"),
+            MetricUnit::Perplexity if value.abs() >= 1e5 => format::short(value),
+            MetricUnit::Perplexity => format!("{value:.3}"),
+            MetricUnit::Log2 => format!("2^{}", rounded(value, 2)),
+            MetricUnit::Count => rounded(value, 1),
+            MetricUnit::Share => format!("{} %", significant(value * 100.0)),
+            MetricUnit::Rate => format!("{value:.0}"),
+            MetricUnit::Seconds => format!("{value:.1} s"),
+            MetricUnit::Bytes => format::bytes(value.max(0.0) as u64),
         }
     }
 
@@ -103,12 +103,12 @@ impl Metric {
         let plus = if difference && mean > 0.0 { "+" } else { "" };
         let figure = |value: f64| match self.unit {
             // A difference of logarithms is not a scale, and one of bytes may be negative.
-            Unit::Log2 if difference => format!("{} binades", rounded(value, 2)),
-            Unit::Bytes if difference && value < 0.0 => format!("-{}", format::bytes(-value as u64)),
+            MetricUnit::Log2 if difference => format!("{} binades", rounded(value, 2)),
+            MetricUnit::Bytes if difference && value < 0.0 => format!("-{}", format::bytes(-value as u64)),
             _ => self.show(Some(value)),
         };
         let spread = |half: f64| match self.unit {
-            Unit::Log2 => rounded(half, 2),
+            MetricUnit::Log2 => rounded(half, 2),
             _ => self.show(Some(half)),
         };
         match half {

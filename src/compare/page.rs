@@ -1,19 +1,19 @@
 //! The comparison as text.
 
 use super::metrics::{METRICS, Metric};
-use super::report::{Arm, Report, Verdict};
+use super::report::{Comparison, EquivalenceVerdict, RunGroup};
 use super::run::RunSummary;
 use crate::telemetry::Series;
-use crate::ui::{Axes, Line, Pad, Page, Plot, Role, extent};
+use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent};
 use crate::untrusted::is_unsafe_char;
 
 /// Draws a run's curve; returns the position of its letter.
-type Curve<'a> = dyn Fn(&mut Plot, &RunSummary, Role) -> Option<(f64, f64)> + 'a;
+type DrawCurve<'a> = dyn Fn(&mut Plot, &RunSummary, Role) -> Option<(f64, f64)> + 'a;
 
 /// Rows of a plot, including its axis.
 const PLOT: u16 = 15;
 
-impl Report {
+impl Comparison {
     /// The report as text, `width` columns wide.
     pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
@@ -25,21 +25,21 @@ impl Report {
         page
     }
 
-    /// The runs, by arm.
+    /// The runs, by group.
     fn list(&self, page: &mut Page, width: usize) {
-        for (i, arm) in self.arms.iter().enumerate() {
-            let heading = Line::new().with(Role::Series(i), arm.label.clone());
-            page.push(heading.with(Role::Title, format!("  {}", fit(&arm.name, width.saturating_sub(3)))));
-            let names = arm.runs.iter().map(|run| run.name.chars().count()).max().unwrap_or(0).min(width / 3);
-            for (j, run) in arm.runs.iter().enumerate() {
+        for (i, group) in self.groups.iter().enumerate() {
+            let heading = Line::new().with(Role::Series(i), group.label.clone());
+            page.push(heading.with(Role::Title, format!("  {}", fit(&group.name, width.saturating_sub(3)))));
+            let names = group.runs.iter().map(|run| run.name.chars().count()).max().unwrap_or(0).min(width / 3);
+            for (j, run) in group.runs.iter().enumerate() {
                 let role = if run.finished.is_some() && run.unreadable == 0 { Role::Dim } else { Role::Warn };
                 let figures = METRICS.iter().filter(|metric| ["perplexity", "skipped"].contains(&metric.key));
                 let figures = figures.fold(format!("seed {}", run.started.seed), |text, metric| {
                     text + &format!("   {} {}", metric.name, metric.show((metric.of)(&run.figures)))
                 });
-                let which = match arm.runs.len() {
+                let which = match group.runs.len() {
                     1 => String::new(),
-                    _ => format!("{:<4}{:<names$}   ", arm.run_label(j), fit(&run.name, names)),
+                    _ => format!("{:<4}{:<names$}   ", group.run_label(j), fit(&run.name, names)),
                 };
                 page.push(Line::new().plain(format!("   {which}{figures}")).with(role, format!("   {}", run.end())));
             }
@@ -57,13 +57,13 @@ impl Report {
         blocks(page, width, "differing", &self.labels(None), &self.settings());
     }
 
-    /// The heads of a table's columns: an arm for each, and the difference of two with this sign.
+    /// The heads of a table's columns: a group for each, and the difference of two with this sign.
     pub(super) fn labels(&self, minus: Option<&str>) -> Vec<String> {
-        let difference = match (&self.arms[..], minus) {
+        let difference = match (&self.groups[..], minus) {
             ([first, second], Some(minus)) => Some(format!("{} {minus} {}", second.label, first.label)),
             _ => None,
         };
-        self.arms.iter().map(|arm| arm.label.clone()).chain(difference).collect()
+        self.groups.iter().map(|group| group.label.clone()).chain(difference).collect()
     }
 
     /// A row for each setting that differs: its key and its values.
@@ -71,25 +71,25 @@ impl Report {
         self.differences.iter().map(|difference| (difference.key.clone(), difference.values.clone())).collect()
     }
 
-    /// A row for each figure: its name, the arms' estimates, and the difference of two arms.
+    /// A row for each figure: its name, the groups' estimates, and the difference of two groups.
     pub(super) fn figures(&self) -> Vec<(String, Vec<String>)> {
         let row = |metric: &'static Metric| {
-            let difference = (self.arms.len() == 2).then(|| metric.show_estimate(self.difference(metric), true));
-            let of_arm = |arm: &Arm| metric.show_estimate(arm.estimate(metric), false);
-            (metric.name.to_owned(), self.arms.iter().map(of_arm).chain(difference).collect())
+            let difference = (self.groups.len() == 2).then(|| metric.show_estimate(self.difference(metric), true));
+            let of_arm = |group: &RunGroup| metric.show_estimate(group.estimate(metric), false);
+            (metric.name.to_owned(), self.groups.iter().map(of_arm).chain(difference).collect())
         };
         self.metrics().map(row).collect()
     }
 
-    /// The figures: of single runs, or means with intervals; and the difference of two arms.
+    /// The figures: of single runs, or means with intervals; and the difference of two groups.
     fn table(&self, page: &mut Page, width: usize) {
         let heading = if self.has_samples() { "mean ±95 %" } else { "figures" };
         blocks(page, width, heading, &self.labels(Some("-")), &self.figures());
     }
 
-    /// Loss and loss scale of all arms in one plot each; every curve has its arm's colour and letter.
+    /// Loss and loss scale of all groups in one plot each; every curve has its group's colour and letter.
     fn plots(&self, page: &mut Page, width: usize) {
-        let runs = || self.arms.iter().flat_map(|arm| &arm.runs);
+        let runs = || self.groups.iter().flat_map(|group| &group.runs);
         let Some(losses) = range(runs().flat_map(|run| logarithms(&run.loss)).map(|(_, loss)| loss)) else { return };
         let steps = (0.0, runs().map(|run| run.figures.steps).max().unwrap_or(1) as f64);
         let scales = range(runs().flat_map(|run| run.scale.points()).map(|point| point.value));
@@ -102,86 +102,90 @@ impl Report {
                 .with(Role::Bad, "   ✕")
                 .dim(" overflow"),
         );
-        let draw = |axes: &Axes, pad: &mut Pad, curve: &Curve| {
-            axes.draw(pad, |plot| {
-                for (i, arm) in self.arms.iter().enumerate() {
-                    let middles: Vec<_> = arm.runs.iter().filter_map(|run| curve(plot, run, role(i))).collect();
+        let draw = |axes: &Axes, canvas: &mut Canvas, curve: &DrawCurve| {
+            axes.draw(canvas, |plot| {
+                for (i, group) in self.groups.iter().enumerate() {
+                    let middles: Vec<_> = group.runs.iter().filter_map(|run| curve(plot, run, role(i))).collect();
                     if let Some((x, y)) = middles.first() {
-                        plot.mark(*x, *y, arm.label.chars().next().unwrap_or('?'), role(i));
+                        plot.mark(*x, *y, group.label.chars().next().unwrap_or('?'), role(i));
                     }
                 }
             });
         };
         // Place letters at different steps, to distinguish overlapping curves.
         let part = |run: &RunSummary| {
-            let at = self.arms.iter().position(|arm| arm.runs.iter().any(|other| std::ptr::eq(other, run)));
-            (at.unwrap_or(0) + 1) as f64 / (self.arms.len() + 1) as f64
+            let at = self.groups.iter().position(|group| group.runs.iter().any(|other| std::ptr::eq(other, run)));
+            (at.unwrap_or(0) + 1) as f64 / (self.groups.len() + 1) as f64
         };
         let roles: Vec<_> = (0..4).map(role).chain([Role::Bad, Role::Dim]).collect();
-        page.drawn((2 * half + 2, PLOT), &roles, |pad| {
+        page.drawn((2 * half + 2, PLOT), &roles, |canvas| {
             let y_label = |y: f64| format!("{:.2}", y.exp());
             let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
-            draw(&axes, &mut pad.part(0, 0, half, PLOT), &|plot, run, role| loss(plot, run, role, part(run)));
+            draw(&axes, &mut canvas.part(0, 0, half, PLOT), &|plot, run, role| loss(plot, run, role, part(run)));
             let Some((low, high)) = scales else { return };
             let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
             let y_label = |y: f64| format!("2^{y:.0}");
             let y = (low, high + (high - low) % 2.0);
             let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
-            draw(&axes, &mut pad.part(half + 2, 0, half, PLOT), &|plot, run, role| scale(plot, run, role, part(run)));
+            draw(&axes, &mut canvas.part(half + 2, 0, half, PLOT), &|plot, run, role| {
+                scale(plot, run, role, part(run))
+            });
         });
         page.gap();
     }
 
-    /// The difference of two arms' perplexities, and the verdict on the bound.
+    /// The difference of two groups' perplexities, and the verdict on the bound.
     fn conclusion(&self, page: &mut Page, width: usize) {
-        if let Some(text) = self.perplexity_in_words() {
+        if let Some(text) = self.describe_perplexity() {
             page.wrapped(Role::Text, &text, width);
         }
-        for (text, verdict) in self.verdict_in_words().into_iter().chain(self.skips_in_words()) {
+        for (text, verdict) in self.describe_verdict().into_iter().chain(self.describe_skips()) {
             let role = match verdict {
-                Verdict::Exceeded => Role::Bad,
-                Verdict::NotExceeded => Role::Good,
-                Verdict::Undecided => Role::Warn,
+                EquivalenceVerdict::Exceeded => Role::Bad,
+                EquivalenceVerdict::NotExceeded => Role::Good,
+                EquivalenceVerdict::Undecided => Role::Warn,
             };
             page.wrapped(role, &text, width);
         }
     }
 
-    /// The difference of two arms' perplexities as text.
-    pub(super) fn perplexity_in_words(&self) -> Option<String> {
-        let [first, second] = &self.arms[..] else { return None };
+    /// The difference of two groups' perplexities as text.
+    pub(super) fn describe_perplexity(&self) -> Option<String> {
+        let [first, second] = &self.groups[..] else { return None };
         let estimate = self.perplexity()?;
         let sizes = format!("{} and {} runs", first.runs.len(), second.runs.len());
         let interval = match estimate.interval() {
             Some((low, high)) => format!("95 % confidence {low:+.4} to {high:+.4} (Welch, {sizes})"),
-            None if estimate.mean.is_finite() => format!("no interval from {sizes}; each arm needs at least two seeds"),
+            None if estimate.mean.is_finite() => {
+                format!("no interval from {sizes}; each group needs at least two seeds")
+            }
             None => "no interval".to_owned(),
         };
         Some(format!("perplexity {} - {}: {:+.4}, {interval}", second.label, first.label, estimate.mean))
     }
 
     /// The verdict on consecutive skipped steps as text.
-    pub(super) fn skips_in_words(&self) -> Option<(String, Verdict)> {
+    pub(super) fn describe_skips(&self) -> Option<(String, EquivalenceVerdict)> {
         let (bound, estimate, verdict) = self.skip_verdict()?;
         let verdict_text = match verdict {
-            Verdict::Exceeded => "falsified",
-            Verdict::NotExceeded => "not falsified",
-            Verdict::Undecided => "undecided; run more seeds",
+            EquivalenceVerdict::Exceeded => "falsified",
+            EquivalenceVerdict::NotExceeded => "not falsified",
+            EquivalenceVerdict::Undecided => "undecided; run more seeds",
         };
         let text = format!(
             "skipped in a row: {:+.1} on average; `{} adds at most {bound} consecutive skips`: {verdict_text}",
-            estimate.mean, self.arms[1].label
+            estimate.mean, self.groups[1].label
         );
         Some((text, verdict))
     }
 
     /// The verdict on the bound as text.
-    pub(super) fn verdict_in_words(&self) -> Option<(String, Verdict)> {
+    pub(super) fn describe_verdict(&self) -> Option<(String, EquivalenceVerdict)> {
         let (bound, verdict) = self.verdict()?;
         let text = match verdict {
-            Verdict::Exceeded => format!("a difference of {bound} in perplexity is exceeded"),
-            Verdict::NotExceeded => format!("a difference of {bound} in perplexity is not exceeded"),
-            Verdict::Undecided => {
+            EquivalenceVerdict::Exceeded => format!("a difference of {bound} in perplexity is exceeded"),
+            EquivalenceVerdict::NotExceeded => format!("a difference of {bound} in perplexity is not exceeded"),
+            EquivalenceVerdict::Undecided => {
                 format!("whether a difference of {bound} in perplexity is exceeded is undecided; run more seeds")
             }
         };
@@ -204,9 +208,9 @@ pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     extent(values).map(|(low, high)| (low, if high > low { high } else { low + 1.0 }))
 }
 
-/// The role of an arm, which determines its colour.
-fn role(arm: usize) -> Role {
-    Role::Series(arm % 4)
+/// The role of a group, which determines its colour.
+fn role(group: usize) -> Role {
+    Role::Series(group % 4)
 }
 
 /// Draws a run's loss; returns the point at a share of its steps.

@@ -16,14 +16,14 @@ pub struct Estimate {
 }
 
 /// The moments of a sample.
-struct Moments {
+struct SampleMoments {
     count: f64,
     mean: f64,
     /// The variance of the mean: the sample's unbiased variance divided by its size. `None` for a single value.
     variance: Option<f64>,
 }
 
-impl Moments {
+impl SampleMoments {
     fn of(values: &[f64]) -> Option<Self> {
         let count = values.len() as f64;
         let mean = values.iter().sum::<f64>() / count;
@@ -36,13 +36,13 @@ impl Moments {
 impl Estimate {
     /// The mean of a sample, with Student's interval. `None` for no sample.
     pub fn mean(values: &[f64]) -> Option<Self> {
-        let Moments { count, mean, variance } = Moments::of(values)?;
+        let SampleMoments { count, mean, variance } = SampleMoments::of(values)?;
         Some(Self { mean, half: variance.and_then(|variance| half_width(variance, count - 1.0)) })
     }
 
     /// The mean of `second` minus that of `first`, with Welch's interval for unequal variances.
     pub fn difference(first: &[f64], second: &[f64]) -> Option<Self> {
-        let (a, b) = (Moments::of(first)?, Moments::of(second)?);
+        let (a, b) = (SampleMoments::of(first)?, SampleMoments::of(second)?);
         let half = a.variance.zip(b.variance).and_then(|(va, vb)| {
             let freedom = (va + vb).powi(2) / (va * va / (a.count - 1.0) + vb * vb / (b.count - 1.0));
             half_width(va + vb, freedom)

@@ -5,11 +5,11 @@ use serde::Serialize;
 use std::time::Duration;
 
 /// Timeout for name lookup and connection together.
-const PATIENCE: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The result of the check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct HubCheck {
+pub struct HubStatus {
     /// `HF_ENDPOINT` without its password, or the public one.
     pub endpoint: String,
     /// `None` if it was not tried.
@@ -19,19 +19,19 @@ pub struct HubCheck {
 }
 
 /// Connects to the endpoint and disconnects.
-pub fn check_hub(settings: &Settings) -> HubCheck {
+pub fn check_hub(settings: &Settings) -> HubStatus {
     let endpoint = without_password(&settings.endpoint);
     if settings.offline {
         let note = "not tried: `HF_HUB_OFFLINE` is set, so only cached models are used".into();
-        return HubCheck { endpoint, reachable: None, note };
+        return HubStatus { endpoint, reachable: None, note };
     }
-    match connect(settings, PATIENCE) {
+    match connect(settings, TIMEOUT) {
         Ok(took) => {
-            HubCheck { endpoint, reachable: Some(true), note: format!("answers within {} ms", took.as_millis()) }
+            HubStatus { endpoint, reachable: Some(true), note: format!("answers within {} ms", took.as_millis()) }
         }
         Err(why) => {
             let note = format!("{why}; use a local folder, a mirror by `HF_ENDPOINT`, or `--init random`");
-            HubCheck { endpoint, reachable: Some(false), note }
+            HubStatus { endpoint, reachable: Some(false), note }
         }
     }
 }

@@ -18,7 +18,7 @@ pub struct Bits {
     /// All of its decimal digits.
     pub exact: String,
     /// Widest format first.
-    pub formats: Vec<Stored>,
+    pub formats: Vec<StoredNumber>,
     /// The format and bit (counted from the left) to mark.
     #[serde(skip)]
     pub cursor: Option<(FloatFormat, u32)>,
@@ -26,7 +26,7 @@ pub struct Bits {
 
 /// A number in a format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Stored {
+pub struct StoredNumber {
     /// The format's name.
     pub format: &'static str,
     /// The pattern in hexadecimal: `0x3C00`.
@@ -45,7 +45,7 @@ pub struct Stored {
     /// The class of the stored value.
     pub class: FloatClass,
     /// How the number was stored.
-    pub fate: Fate,
+    pub fate: RoundingResult,
     /// The value stored by a saturating conversion, as in PyTorch's cast to E4M3 and this program's FP8 simulation; `None` if it
     /// is the same.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -70,7 +70,7 @@ pub struct Stored {
 /// How a number was stored in a format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Fate {
+pub enum RoundingResult {
     /// It is stored without error.
     Exact,
     /// It is stored as the nearest number.
@@ -86,9 +86,9 @@ impl Bits {
     pub const PRESETS: [&str; 7] = ["pi", "1e-8", "65504", "65520", "2^-24", "2^-25", "1 + 2^-11"];
 
     /// Parses `input` with [`parse_value`](super::parse_value) and stores it in every format.
-    pub fn of(input: &str) -> Result<Self> {
+    pub fn parse(input: &str) -> Result<Self> {
         let value = parse_value(input)?;
-        let formats = FloatFormat::ALL.map(|format| Stored::new(value, format)).to_vec();
+        let formats = FloatFormat::ALL.map(|format| StoredNumber::new(value, format)).to_vec();
         Ok(Self { input: input.trim().to_owned(), value, exact: exact(value), formats, cursor: None })
     }
 
@@ -144,7 +144,7 @@ fn pattern(format: FloatFormat, bits: u32) -> String {
     format!("{name}:0x{bits:0width$x}", width = format.bits() as usize / 4)
 }
 
-impl Stored {
+impl StoredNumber {
     fn new(value: f64, format: FloatFormat) -> Self {
         let bits = format.encode(value);
         let stored = format.decode(bits);
@@ -164,7 +164,7 @@ impl Stored {
             value: stored,
             exact: exact(stored),
             class: format.classify(bits),
-            fate: Fate::of(value, stored),
+            fate: RoundingResult::of(value, stored),
             saturated: (saturated.is_finite() && !stored.is_finite()).then_some(saturated),
             absolute_error: error,
             relative_error: if error == 0.0 { 0.0 } else { error / value.abs() },
@@ -200,7 +200,7 @@ impl Stored {
             return;
         }
         let error = match self.fate {
-            Fate::Exact => "  no error".to_owned(),
+            RoundingResult::Exact => "  no error".to_owned(),
             _ => format!("  error {:.3e} (rel {:.3e})", self.absolute_error, self.relative_error),
         };
         page.push(line.plain(error).dim("  ulp ").plain(short(self.ulp)));
@@ -220,9 +220,9 @@ impl Stored {
 
     fn class_text(&self) -> (Role, &'static str) {
         match (self.fate, self.class) {
-            (Fate::Underflow, _) => (Role::Bad, "○ zero by underflow"),
-            (Fate::Overflow, FloatClass::Nan) => (Role::Bad, "✕ NaN by overflow"),
-            (Fate::Overflow, _) => (Role::Bad, "✕ inf by overflow"),
+            (RoundingResult::Underflow, _) => (Role::Bad, "○ zero by underflow"),
+            (RoundingResult::Overflow, FloatClass::Nan) => (Role::Bad, "✕ NaN by overflow"),
+            (RoundingResult::Overflow, _) => (Role::Bad, "✕ inf by overflow"),
             (_, FloatClass::Normal) => (Role::Good, "● normal"),
             (_, FloatClass::Subnormal) => (Role::Warn, "◐ subnormal"),
             (_, FloatClass::Zero) => (Role::Text, "○ zero"),
@@ -232,7 +232,7 @@ impl Stored {
     }
 }
 
-impl Fate {
+impl RoundingResult {
     /// How `value` was stored, given the result `stored`.
     pub fn of(value: f64, stored: f64) -> Self {
         if value == stored || value.is_nan() {
@@ -277,8 +277,8 @@ mod tests {
 
     use super::*;
 
-    fn stored(input: &str, format: &str) -> Stored {
-        let bits = Bits::of(input).unwrap();
+    fn stored(input: &str, format: &str) -> StoredNumber {
+        let bits = Bits::parse(input).unwrap();
         bits.formats.into_iter().find(|stored| stored.format == format).unwrap()
     }
 
@@ -291,13 +291,13 @@ mod tests {
             (pi.value, &*pi.pattern, &*pi.exponent, &*pi.mantissa),
             (3.140_625, "0x4248", "10000", "1001001000")
         );
-        assert_eq!((pi.fate, pi.ulp), (Fate::Rounded, 2f64.powi(-9)));
+        assert_eq!((pi.fate, pi.ulp), (RoundingResult::Rounded, 2f64.powi(-9)));
         assert!((pi.absolute_error - 9.676_535_897_93e-4).abs() < 1e-12);
-        assert_eq!(fp16("1e-8").fate, Fate::Underflow);
-        assert_eq!((fp16("65504").fate, fp16("65504").ulp), (Fate::Exact, 32.0));
-        assert_eq!((fp16("65520").fate, fp16("65519").value), (Fate::Overflow, 65504.0));
-        assert_eq!((fp16("2^-24").class, fp16("2^-24").fate), (FloatClass::Subnormal, Fate::Exact));
-        assert_eq!(fp16("2^-25").fate, Fate::Underflow);
+        assert_eq!(fp16("1e-8").fate, RoundingResult::Underflow);
+        assert_eq!((fp16("65504").fate, fp16("65504").ulp), (RoundingResult::Exact, 32.0));
+        assert_eq!((fp16("65520").fate, fp16("65519").value), (RoundingResult::Overflow, 65504.0));
+        assert_eq!((fp16("2^-24").class, fp16("2^-24").fate), (FloatClass::Subnormal, RoundingResult::Exact));
+        assert_eq!(fp16("2^-25").fate, RoundingResult::Underflow);
         assert_eq!((fp16("1 + 2^-11").value, fp16("1 + 2^-11").above), (1.0, 1.0 + 2f64.powi(-10)));
     }
 
@@ -308,10 +308,10 @@ mod tests {
         assert_eq!((stored("pi", "FP8 E4M3").value, stored("pi", "FP8 E5M2").value), (3.25, 3.0));
         assert_eq!(
             (stored("65504", "FP8 E4M3").class, stored("65504", "FP8 E4M3").fate),
-            (FloatClass::Nan, Fate::Overflow)
+            (FloatClass::Nan, RoundingResult::Overflow)
         );
-        assert_eq!(stored("inf", "FP16").fate, Fate::Exact);
-        assert_eq!(stored("nan", "FP32").fate, Fate::Exact);
+        assert_eq!(stored("inf", "FP16").fate, RoundingResult::Exact);
+        assert_eq!(stored("nan", "FP32").fate, RoundingResult::Exact);
     }
 
     #[test]
@@ -321,7 +321,7 @@ mod tests {
         assert_eq!(Bits::neighbour("448", FloatFormat::E4M3, true).unwrap(), "e4m3:0x7f");
         assert_eq!(Bits::neighbour("0", FloatFormat::E5M2, false).unwrap(), "e5m2:0x81");
         assert_eq!(Bits::neighbour("inf", FloatFormat::BF16, true).unwrap(), "bf16:0x7f80");
-        let mut bits = Bits::of("1").unwrap();
+        let mut bits = Bits::parse("1").unwrap();
         bits.cursor = Some((FloatFormat::FP16, 3));
         let text = bits.page(80).text();
         let at = text.lines().position(|line| line.starts_with("FP16")).unwrap();
@@ -333,7 +333,7 @@ mod tests {
     /// Regression: 1e-300 took thirteen lines.
     #[test]
     fn a_page_shows_a_handful_of_digits_and_json_all() {
-        let bits = Bits::of("1e-300").unwrap();
+        let bits = Bits::parse("1e-300").unwrap();
         let first = bits.page(80).text().lines().next().unwrap().to_owned();
         assert!(first.chars().count() <= 40, "{first}");
         assert!(bits.exact.len() > 600);
@@ -353,14 +353,14 @@ mod tests {
     #[test]
     fn pages() {
         for (name, input) in [("pi", "pi"), ("lost_gradient", "1e-8"), ("overflow", "65520"), ("nan", "nan")] {
-            insta::assert_snapshot!(format!("bits_{name}"), Bits::of(input).unwrap().page(80).text());
+            insta::assert_snapshot!(format!("bits_{name}"), Bits::parse(input).unwrap().page(80).text());
         }
     }
 
     #[test]
     fn every_preset_fits_a_small_terminal() {
         for preset in Bits::PRESETS {
-            let page = Bits::of(preset).unwrap().page(80);
+            let page = Bits::parse(preset).unwrap().page(80);
             assert!(page.lines.len() <= 22, "{preset}: {} lines", page.lines.len());
             assert!(page.text().lines().all(|line| line.chars().count() <= 80), "{}", page.text());
         }
@@ -394,7 +394,7 @@ mod tests {
 
         #[test]
         fn stored_values_match_other_crates(pattern in patterns()) {
-            let bits = Bits::of(&format!("fp32:{pattern:08x}")).unwrap();
+            let bits = Bits::parse(&format!("fp32:{pattern:08x}")).unwrap();
             for (stored, expected) in bits.formats.iter().zip(by_the_crates(f32::from_bits(pattern))) {
                 let value = stored.value;
                 prop_assert!(

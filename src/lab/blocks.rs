@@ -76,7 +76,7 @@ impl std::str::FromStr for Scheme {
 
 /// A quantized tensor.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Quantised {
+pub struct QuantizedTensor {
     /// The scheme.
     pub scheme: Scheme,
     /// Number of values that share a scale.
@@ -103,7 +103,7 @@ pub struct Quantised {
 
 /// A tensor under every scheme.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Blocks {
+pub struct BlockScaling {
     /// Where the tensor comes from.
     pub source: String,
     /// Rows and columns.
@@ -113,9 +113,9 @@ pub struct Blocks {
     /// Its largest magnitude.
     pub amax: f32,
     /// The amax that delayed scaling uses.
-    pub remembered: f32,
+    pub stale_amax: f32,
     /// The result of each scheme.
-    pub schemes: Vec<Quantised>,
+    pub schemes: Vec<QuantizedTensor>,
     /// The scheme whose first block is shown.
     #[serde(skip)]
     pub shown: Scheme,
@@ -131,9 +131,9 @@ pub fn normal_tensor([rows, columns]: [usize; 2], outlier: f32, seed: u64) -> Ve
     values
 }
 
-impl Blocks {
-    /// Quantizes `tensor` with every scheme; delayed scaling uses `remembered` times its amax.
-    pub fn new(source: String, tensor: Vec<f32>, shape: [usize; 2], remembered: f32, shown: Scheme) -> Result<Self> {
+impl BlockScaling {
+    /// Quantizes `tensor` with every scheme; delayed scaling uses `stale_amax` times its amax.
+    pub fn new(source: String, tensor: Vec<f32>, shape: [usize; 2], stale_amax: f32, shown: Scheme) -> Result<Self> {
         let [rows, columns] = shape;
         if rows * columns != tensor.len() || tensor.is_empty() || columns % 128 != 0 {
             let message =
@@ -144,9 +144,9 @@ impl Blocks {
             return Err(Error::config("tensor", format!("contains {value}; a scale needs finite values")));
         }
         let amax = largest(&tensor);
-        let remembered = amax * remembered;
-        let schemes = Scheme::ALL.map(|scheme| Quantised::new(scheme, &tensor, columns, remembered)).to_vec();
-        Ok(Self { source, shape, tensor, amax, remembered, schemes, shown })
+        let stale_amax = amax * stale_amax;
+        let schemes = Scheme::ALL.map(|scheme| QuantizedTensor::new(scheme, &tensor, columns, stale_amax)).to_vec();
+        Ok(Self { source, shape, tensor, amax, stale_amax, schemes, shown })
     }
 
     /// The report as text, `width` columns wide.
@@ -182,8 +182,8 @@ impl Blocks {
     }
 }
 
-impl Quantised {
-    fn new(scheme: Scheme, tensor: &[f32], columns: usize, remembered: f32) -> Self {
+impl QuantizedTensor {
+    fn new(scheme: Scheme, tensor: &[f32], columns: usize, stale_amax: f32) -> Self {
         let block = match scheme {
             Scheme::Fp8Current | Scheme::Fp8Delayed | Scheme::Int8 => tensor.len(),
             Scheme::Fp8Row => columns,
@@ -207,7 +207,7 @@ impl Quantised {
             saturated: 0,
         };
         for values in tensor.chunks(block) {
-            let amax = if scheme == Scheme::Fp8Delayed { remembered } else { largest(values) };
+            let amax = if scheme == Scheme::Fp8Delayed { stale_amax } else { largest(values) };
             this.quantise(values, amax);
         }
         let (code, scale, more) = match scheme {
@@ -342,12 +342,12 @@ fn e2m1_value(code: u8) -> f64 {
 mod tests {
     use super::*;
 
-    fn blocks(outlier: f32, remembered: f32) -> Blocks {
+    fn blocks(outlier: f32, stale_amax: f32) -> BlockScaling {
         let tensor = normal_tensor([4, 256], outlier, 0);
-        Blocks::new("normal".into(), tensor, [4, 256], remembered, Scheme::Mxfp8).unwrap()
+        BlockScaling::new("normal".into(), tensor, [4, 256], stale_amax, Scheme::Mxfp8).unwrap()
     }
 
-    fn of(blocks: &Blocks, scheme: Scheme) -> &Quantised {
+    fn of(blocks: &BlockScaling, scheme: Scheme) -> &QuantizedTensor {
         blocks.schemes.iter().find(|quantised| quantised.scheme == scheme).unwrap()
     }
 
@@ -362,7 +362,7 @@ mod tests {
     #[test]
     fn an_outlier_affects_only_its_own_block() {
         let (calm, wild) = (blocks(1.0, 1.0), blocks(1e6, 1.0));
-        let flushed = |blocks: &Blocks, scheme| of(blocks, scheme).flushed;
+        let flushed = |blocks: &BlockScaling, scheme| of(blocks, scheme).flushed;
         assert!(flushed(&calm, Scheme::Fp8Current) < 0.01);
         let schemes = [Scheme::Fp8Current, Scheme::Fp8Block128, Scheme::Mxfp8];
         let [tensor, block, mx] = schemes.map(|scheme| flushed(&wild, scheme));
@@ -374,7 +374,7 @@ mod tests {
     /// Delayed scaling saturates above the remembered amax, and wastes range if that was larger.
     #[test]
     fn delayed_scaling_depends_on_the_remembered_amax() {
-        let cut = |remembered| of(&blocks(1.0, remembered), Scheme::Fp8Delayed).saturated;
+        let cut = |stale_amax| of(&blocks(1.0, stale_amax), Scheme::Fp8Delayed).saturated;
         assert_eq!(cut(1.0), 0);
         assert!(cut(0.25) > 10);
         let (same, current) = (blocks(1.0, 1.0), blocks(1.0, 1.0));
@@ -390,7 +390,8 @@ mod tests {
 
     #[test]
     fn invalid_tensors_are_rejected() {
-        let refused = |tensor: Vec<f32>, shape| Blocks::new(String::new(), tensor, shape, 1.0, Scheme::Int8).is_err();
+        let refused =
+            |tensor: Vec<f32>, shape| BlockScaling::new(String::new(), tensor, shape, 1.0, Scheme::Int8).is_err();
         assert!(
             refused(vec![1.0; 100], [1, 100]) && refused(vec![f32::NAN; 128], [1, 128]) && refused(vec![], [0, 128])
         );

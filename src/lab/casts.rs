@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
-pub use operations::Operation;
+pub use operations::MeasuredOp;
 
 use super::number::percent;
 use crate::engine::collective::SingleProcess;
@@ -22,7 +22,7 @@ use crate::{Error, Result};
 
 /// The stored types of a step under a policy.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Casts {
+pub struct DtypeReport {
     /// The policy's text form.
     pub policy: String,
     /// Whether the policy needs loss scaling.
@@ -30,14 +30,14 @@ pub struct Casts {
     /// Types of the masters, the working copy and the optimizer's gradients.
     pub state: [(&'static str, &'static str); 3],
     /// The operations of the passes.
-    pub operations: Vec<Operation>,
+    pub operations: Vec<MeasuredOp>,
     /// Layers of the first block and outside the blocks, in order of computation.
-    pub layers: Vec<Cast>,
+    pub layers: Vec<LayerDtypes>,
 }
 
 /// A layer's stored types; `None` for tensors it does not have.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Cast {
+pub struct LayerDtypes {
     /// The layer's name, as in its parameters.
     pub layer: String,
     /// The type of its output.
@@ -51,7 +51,7 @@ pub struct Cast {
 /// Records the type of every tensor in the passes.
 struct Types<'a> {
     spec: &'a ModelSpec,
-    layers: Vec<Cast>,
+    layers: Vec<LayerDtypes>,
 }
 
 impl Hook for Types<'_> {
@@ -59,7 +59,7 @@ impl Hook for Types<'_> {
         let layer = self.spec.layer_name(place.layer);
         let dtype = Some(tensor.dtype().as_str());
         let at = self.layers.iter().position(|cast| cast.layer == layer).unwrap_or_else(|| {
-            self.layers.push(Cast { layer, output: None, activation_gradient: None, weight_gradient: None });
+            self.layers.push(LayerDtypes { layer, output: None, activation_gradient: None, weight_gradient: None });
             self.layers.len() - 1
         });
         let cast = &mut self.layers[at];
@@ -74,7 +74,7 @@ impl Hook for Types<'_> {
     }
 }
 
-impl Casts {
+impl DtypeReport {
     /// Runs a step of the built-in model under `policy` on the CPU and records the types of its tensors.
     pub fn of(policy: PrecisionPolicy) -> Result<Self> {
         const TOKENS: usize = 4;
@@ -128,7 +128,7 @@ impl Casts {
                 .into_iter()
                 .fold(line, |line, (dtype, width)| line.with(role(dtype), format!("{:>width$}", dtype.unwrap_or("–"))))
         };
-        for Operation { name, operands, inside, result, rounded_once } in &self.operations {
+        for MeasuredOp { name, operands, inside, result, rounded_once } in &self.operations {
             let line = row(name, [operands, inside, result].map(|dtype| (Some(*dtype), 10)));
             page.push(line.plain(format!("{:>16} %", percent(*rounded_once))));
         }
@@ -156,12 +156,12 @@ mod tests {
 
     #[test]
     fn the_list_matches_the_engine() {
-        let fp32 = Casts::of(PrecisionPolicy::FP32).unwrap();
+        let fp32 = DtypeReport::of(PrecisionPolicy::FP32).unwrap();
         assert!(fp32.layers.len() > 5 && fp32.layers.iter().all(|cast| cast.output.is_none_or(|dtype| dtype == "f32")));
-        let fp16 = Casts::of(PrecisionPolicy::FP16).unwrap();
+        let fp16 = DtypeReport::of(PrecisionPolicy::FP16).unwrap();
         assert_eq!(fp16.state.map(|(_, dtype)| dtype), ["f32", "f16", "f16"]);
         assert!(fp16.layers.iter().any(|cast| cast.output == Some("f16")) && fp16.loss_scale);
-        let wide = Casts::of("p=f32,c=f16,g=f32,r=f32".parse().unwrap()).unwrap();
+        let wide = DtypeReport::of("p=f32,c=f16,g=f32,r=f32".parse().unwrap()).unwrap();
         assert_eq!(wide.state[2].1, "f32");
         assert!(wide.layers.iter().any(|cast| cast.output == Some("f32")), "the residual stream");
         insta::assert_snapshot!("casts", fp16.page(80).text());

@@ -10,7 +10,7 @@ use crate::ui::{Line, Page, Role};
 
 /// The inputs and outcomes of the three failures.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Crises {
+pub struct FailureDemo {
     /// A small gradient.
     pub small: f64,
     /// A large gradient.
@@ -25,12 +25,12 @@ pub struct Crises {
     pub steps: u64,
     /// The results.
     #[serde(flatten)]
-    pub outcome: Outcome,
+    pub outcome: FailureResult,
 }
 
 /// The gradients and the weight in FP16, without and with the remedies.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Outcome {
+pub struct FailureResult {
     /// The small gradient as FP16 stores it.
     #[serde(serialize_with = "serialize")]
     pub unscaled: f64,
@@ -56,9 +56,9 @@ pub struct Outcome {
     pub working: f64,
 }
 
-impl Crises {
+impl FailureDemo {
     /// Maximum number of steps.
-    pub const MOST: u64 = 1_000_000;
+    pub const MAX_STEPS: u64 = 1_000_000;
 
     /// Applies a loss scale to the gradients `[small, large]`, and updates to a weight.
     pub fn new([small, large]: [f64; 2], scale: f64, [weight, update]: [f64; 2], steps: u64) -> Result<Self> {
@@ -74,11 +74,11 @@ impl Crises {
             skipped += 1;
         }
         let (mut stuck, mut master) = (fp16.round(weight), weight as f32);
-        for _ in 0..steps.min(Self::MOST) {
+        for _ in 0..steps.min(Self::MAX_STEPS) {
             stuck = fp16.round(stuck - fp16.round(update));
             master -= update as f32;
         }
-        let outcome = Outcome {
+        let outcome = FailureResult {
             unscaled: fp16.round(small),
             rescued,
             scaled,
@@ -94,7 +94,7 @@ impl Crises {
     /// The report as text, `width` columns wide.
     pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
-        let Outcome { unscaled, rescued, scaled, skipped, fitting, stuck, master, working } = self.outcome;
+        let FailureResult { unscaled, rescued, scaled, skipped, fitting, stuck, master, working } = self.outcome;
         let judged = |good: bool, text: String| {
             if good { (Role::Good, format!("✓ {text}")) } else { (Role::Bad, format!("✕ {text}")) }
         };
@@ -150,7 +150,7 @@ mod tests {
     /// The figures of `examples/three_crises.rs`, which trains with candle.
     #[test]
     fn the_figures_match_the_example() {
-        let crises = Crises::new([1e-8, 3.0], 65536.0, [1.0, 5e-5], 3).unwrap();
+        let crises = FailureDemo::new([1e-8, 3.0], 65536.0, [1.0, 5e-5], 3).unwrap();
         let outcome = crises.outcome;
         assert_eq!((outcome.unscaled, format!("{:.3e}", outcome.rescued)), (0.0, "9.997e-9".to_owned()));
         assert_eq!((outcome.scaled, outcome.skipped, outcome.fitting), (f64::INFINITY, 2, 16384.0));
@@ -160,8 +160,8 @@ mod tests {
 
     #[test]
     fn an_invalid_scale_is_rejected() {
-        assert!(Crises::new([1e-8, 3.0], -1.0, [1.0, 5e-5], 3).is_err());
-        let broken = Crises::new([f64::NAN, f64::INFINITY], 65536.0, [0.0, 0.0], 0).unwrap();
+        assert!(FailureDemo::new([1e-8, 3.0], -1.0, [1.0, 5e-5], 3).is_err());
+        let broken = FailureDemo::new([f64::NAN, f64::INFINITY], 65536.0, [0.0, 0.0], 0).unwrap();
         assert_eq!(broken.outcome.fitting, 1.0);
         assert!(!broken.page(40).text().is_empty());
     }

@@ -3,7 +3,7 @@
 use clap::Command;
 use ratatui::crossterm::event::KeyCode;
 
-use super::screen::{Adjust, Field, Instrument, Scenario, ViewKey};
+use super::screen::{Adjust, Field, Scenario, Tab, ViewKey};
 use super::{Bits, parse_format};
 
 const fn key(
@@ -11,7 +11,7 @@ const fn key(
     written: &'static str,
     footer: &'static str,
     help: &'static str,
-    act: fn(&mut Instrument),
+    act: fn(&mut Tab),
 ) -> ViewKey {
     ViewKey { code, written, footer, help, act }
 }
@@ -41,16 +41,16 @@ fn scenarios(view: &str) -> Vec<Scenario> {
     chapter(view).skip(1).filter_map(scenario).collect()
 }
 
-fn cursor(instrument: &mut Instrument, change: i64) {
-    let at = instrument.value("cursor").parse::<i64>().unwrap_or(0);
-    let width = parse_format(instrument.value("in")).map_or(16, |format| i64::from(format.bits()));
-    instrument.set("cursor", (at + change).rem_euclid(width).to_string());
+fn cursor(lab_tab: &mut Tab, change: i64) {
+    let at = lab_tab.value("cursor").parse::<i64>().unwrap_or(0);
+    let width = parse_format(lab_tab.value("in")).map_or(16, |format| i64::from(format.bits()));
+    lab_tab.set("cursor", (at + change).rem_euclid(width).to_string());
 }
 
-fn replace(instrument: &mut Instrument, make: impl Fn(&str, crate::precision::FloatFormat) -> crate::Result<String>) {
-    let format = parse_format(instrument.value("in"));
-    if let Ok(value) = format.and_then(|format| make(instrument.value("value"), format)) {
-        instrument.set("value", value);
+fn replace(lab_tab: &mut Tab, make: impl Fn(&str, crate::precision::FloatFormat) -> crate::Result<String>) {
+    let format = parse_format(lab_tab.value("in"));
+    if let Ok(value) = format.and_then(|format| make(lab_tab.value("value"), format)) {
+        lab_tab.set("value", value);
     }
 }
 
@@ -70,7 +70,7 @@ const BITS_KEYS: &[ViewKey] = &[
 ];
 
 /// Moves the scaler's cursor by a share of the steps, at least one; `false` at the end.
-fn advance(scaler: &mut Instrument, share: f64, forwards: bool) -> bool {
+fn advance(scaler: &mut Tab, share: f64, forwards: bool) -> bool {
     let (first, last) = scaler.steps;
     let step = ((last - first) as f64 * share).round().max(1.0) as u64;
     let at = scaler.value("cursor").parse::<u64>().unwrap_or(if forwards { first } else { last });
@@ -106,7 +106,7 @@ const SCALER_KEYS: &[ViewKey] = &[
 ];
 
 /// Advances the scaler's playback by a frame; restarts at the end.
-fn play(scaler: &mut Instrument) -> bool {
+fn play(scaler: &mut Tab) -> bool {
     let at = scaler.value("cursor").parse::<u64>();
     if at.is_err() || at == Ok(scaler.steps.1) {
         scaler.set("cursor", scaler.steps.0.to_string());
@@ -116,8 +116,8 @@ fn play(scaler: &mut Instrument) -> bool {
 }
 
 /// The views with their initial parameters, from the arguments of the commands that print them.
-pub fn instruments(views: &'static Command, run: &str) -> Vec<Instrument> {
-    let instrument = |view: &'static Command| {
+pub fn lab_tabs(views: &'static Command, run: &str) -> Vec<Tab> {
+    let lab_tab = |view: &'static Command| {
         let name = view.get_name();
         let keys: &[_] = match name {
             "bits" => BITS_KEYS,
@@ -128,8 +128,8 @@ pub fn instruments(views: &'static Command, run: &str) -> Vec<Instrument> {
         if name != "bits" {
             fields.push(Field::new("run", run, Adjust::Typed));
         }
-        let play = (name == "scaler").then_some(play as fn(&mut Instrument) -> bool);
-        Instrument { scenarios: scenarios(name), keys, play, ..Instrument::new(name, fields) }
+        let play = (name == "scaler").then_some(play as fn(&mut Tab) -> bool);
+        Tab { scenarios: scenarios(name), keys, play, ..Tab::new(name, fields) }
     };
-    views.get_subcommands().map(instrument).collect()
+    views.get_subcommands().map(lab_tab).collect()
 }

@@ -40,7 +40,7 @@ pub enum Recipe {
 /// The purpose of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Group {
+pub enum MemoryCategory {
     /// The working copy of the weights.
     Weights,
     /// FP32 master weights.
@@ -61,22 +61,22 @@ pub enum Group {
 
 /// Bytes with a purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Item {
+pub struct MemoryItem {
     /// The purpose.
-    pub group: Group,
+    pub group: MemoryCategory,
     /// The number of bytes.
     pub bytes: u64,
 }
 
 /// A recipe's memory in this engine and by the textbook.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Plan {
+pub struct BatchPlan {
     /// The recipe.
     pub recipe: Recipe,
     /// This engine's memory; `None` if it does not support the recipe.
-    pub engine: Option<Vec<Item>>,
+    pub engine: Option<Vec<MemoryItem>>,
     /// The textbook estimate: all activations stored, as in PyTorch without checkpointing or fused attention.
-    pub textbook: Vec<Item>,
+    pub textbook: Vec<MemoryItem>,
     /// The largest batches within the budget: engine and textbook.
     pub largest_batch: (Option<usize>, Option<usize>),
     /// Bytes that the budget leaves for activations, engine and textbook; negative if the rest alone exceeds it.
@@ -85,7 +85,7 @@ pub struct Plan {
 
 /// What a run took, and what this engine's buffers take with its settings.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Measured {
+pub struct MeasuredRun {
     /// The run's policy.
     pub policy: PrecisionPolicy,
     /// Its recipe in words, where it is not full fine-tuning with AdamW.
@@ -93,12 +93,12 @@ pub struct Measured {
     /// Its peak, in bytes.
     pub peak: u64,
     /// The prediction.
-    pub engine: Vec<Item>,
+    pub engine: Vec<MemoryItem>,
 }
 
 /// The memory of training a model, by recipe.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Memory {
+pub struct MemoryPlan {
     /// The model's name.
     pub model: String,
     /// Its parameters.
@@ -112,7 +112,7 @@ pub struct Memory {
     /// The memory budget in bytes.
     pub budget: Option<u64>,
     /// The plan of each recipe.
-    pub plans: Vec<Plan>,
+    pub plans: Vec<BatchPlan>,
     /// Rank of the adapters.
     pub rank: usize,
     /// Weights of the adapters.
@@ -120,7 +120,7 @@ pub struct Memory {
     /// Bytes of a KV cache of these sequences, by format.
     pub kv_cache: Vec<(&'static str, u64)>,
     /// A real run of this shape.
-    pub measured: Option<Measured>,
+    pub measured: Option<MeasuredRun>,
 }
 
 impl Recipe {
@@ -194,7 +194,7 @@ impl Recipe {
     }
 }
 
-impl Group {
+impl MemoryCategory {
     /// Every group, in the order of bars and tables.
     pub const ALL: [Self; 8] = [
         Self::Weights,
@@ -224,7 +224,7 @@ impl Group {
 
 /// The training setup.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Setup {
+pub struct TrainSetup {
     /// Sequences in a micro-batch, tokens in a sequence, micro-batches in a step.
     pub shape: [usize; 3],
     /// The memory budget in bytes.
@@ -246,9 +246,9 @@ pub struct Setup {
     pub stores_scores: bool,
 }
 
-impl Setup {
+impl TrainSetup {
     /// This engine's memory, the program's own included. `config` has the adapters, if there are any.
-    pub fn engine(&self, config: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<Item>> {
+    pub fn engine(&self, config: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<MemoryItem>> {
         let kernels: &dyn Kernels = if self.stores_scores { &CandleKernels } else { &Fused };
         let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
         let mut bytes =
@@ -260,37 +260,38 @@ impl Setup {
         let mut items = items(bytes);
         if self.probes {
             let bytes = probe_bytes(1, config, policy, [batch, seq_len])?;
-            items.push(Item { group: Group::Probe, bytes });
+            items.push(MemoryItem { group: MemoryCategory::Probe, bytes });
         }
-        items.push(Item { group: Group::Process, bytes: self.process });
+        items.push(MemoryItem { group: MemoryCategory::Process, bytes: self.process });
         Ok(items)
     }
 }
 
-impl Memory {
+impl MemoryPlan {
     /// Computes every recipe.
-    pub fn new(model: &str, config: &ModelSpec, setup: Setup) -> Result<Self> {
-        let Setup { shape: [batch, seq_len, grad_accum], budget, rank, keep, process, .. } = setup;
-        let engine = |recipe: Recipe, policy, batch| -> Result<Vec<Item>> {
+    pub fn new(model: &str, config: &ModelSpec, setup: TrainSetup) -> Result<Self> {
+        let TrainSetup { shape: [batch, seq_len, grad_accum], budget, rank, keep, process, .. } = setup;
+        let engine = |recipe: Recipe, policy, batch| -> Result<Vec<MemoryItem>> {
             let (config, recipe_keep, kind) = recipe.setting(config, rank)?;
             let keep = if recipe_keep == Checkpointing::PerBlock { recipe_keep } else { keep };
-            Setup { shape: [batch, seq_len, grad_accum], keep, ..setup }.engine(&config, policy, kind)
+            TrainSetup { shape: [batch, seq_len, grad_accum], keep, ..setup }.engine(&config, policy, kind)
         };
         let textbook = |recipe, batch| {
             let mut items = textbook(config, recipe, [batch, seq_len, rank]);
-            items.push(Item { group: Group::Process, bytes: process });
+            items.push(MemoryItem { group: MemoryCategory::Process, bytes: process });
             items
         };
-        let left = |items: &[Item]| {
-            let fixed: u64 = items.iter().filter(|item| item.group != Group::Activations).map(|item| item.bytes).sum();
+        let left = |items: &[MemoryItem]| {
+            let fixed: u64 =
+                items.iter().filter(|item| item.group != MemoryCategory::Activations).map(|item| item.bytes).sum();
             budget.map(|budget| budget as i64 - fixed as i64)
         };
-        let plan = |recipe: Recipe| -> Result<Plan> {
+        let plan = |recipe: Recipe| -> Result<BatchPlan> {
             let bytes = |policy, batch| engine(recipe, policy, batch).map_or(u64::MAX, |items| total(&items));
             let policy = recipe.policy_for(config);
             let ours = policy.map(|policy| engine(recipe, policy, batch)).transpose()?;
             let theirs = textbook(recipe, batch);
-            Ok(Plan {
+            Ok(BatchPlan {
                 recipe,
                 for_activations: (ours.as_deref().and_then(left), left(&theirs)),
                 engine: ours,
@@ -326,7 +327,7 @@ impl Memory {
         shape: [usize; 3],
         keep: Checkpointing,
         stores_scores: bool,
-    ) -> Result<Vec<Item>> {
+    ) -> Result<Vec<MemoryItem>> {
         let kernels: &dyn Kernels = if stores_scores { &CandleKernels } else { &Fused };
         let layout = DistributedLayout::SINGLE;
         Ok(items(MemoryEstimate::new(layout, config, policy, shape, keep, OptimizerKind::AdamW, kernels)?))
@@ -357,7 +358,7 @@ impl Memory {
     /// The figures of each recipe, by this engine, if it supports it, and by the textbook.
     fn rows(&self) -> impl Iterator<Item = Row<'_>> {
         self.plans.iter().flat_map(|plan| {
-            let Plan { recipe, engine, textbook, largest_batch, for_activations } = plan;
+            let BatchPlan { recipe, engine, textbook, largest_batch, for_activations } = plan;
             let name = recipe.name();
             let ours = engine.as_deref().map(|items| Row {
                 label: format!("{:<15}", format!("{name} (ours)")),
@@ -378,13 +379,13 @@ impl Memory {
             page.push(self.bar(&label, items, scale, width.saturating_sub(16)));
         }
         let mut legend = Line::new();
-        for (letter, name, role) in Group::ALL.map(Group::show) {
+        for (letter, name, role) in MemoryCategory::ALL.map(MemoryCategory::show) {
             legend = legend.with(role, format!("{letter} ")).dim(format!("{name} "));
         }
         page.push(legend);
     }
 
-    fn bar(&self, label: &str, items: &[Item], scale: u64, width: usize) -> Line {
+    fn bar(&self, label: &str, items: &[MemoryItem], scale: u64, width: usize) -> Line {
         let all = total(items);
         let (role, mark) =
             if self.budget.is_some_and(|budget| all > budget) { (Role::Bad, '✕') } else { (Role::Text, ' ') };
@@ -401,8 +402,14 @@ impl Memory {
     }
 
     fn table(&self, page: &mut Page) {
-        const OWN: [Group; 5] = [Group::Weights, Group::Masters, Group::Gradients, Group::Adam, Group::Activations];
-        let sum = |items: &[Item], belongs: &dyn Fn(Group) -> bool| {
+        const OWN: [MemoryCategory; 5] = [
+            MemoryCategory::Weights,
+            MemoryCategory::Masters,
+            MemoryCategory::Gradients,
+            MemoryCategory::Adam,
+            MemoryCategory::Activations,
+        ];
+        let sum = |items: &[MemoryItem], belongs: &dyn Fn(MemoryCategory) -> bool| {
             items.iter().filter(|item| belongs(item.group)).map(|item| item.bytes).sum::<u64>()
         };
         let budget = self.budget.map(|_| ["room", "batch"]).into_iter().flatten();
@@ -429,7 +436,7 @@ impl Memory {
     }
 
     fn conclusion(&self, page: &mut Page) {
-        let Some(Measured { policy, recipe, peak, engine }) = &self.measured else { return };
+        let Some(MeasuredRun { policy, recipe, peak, engine }) = &self.measured else { return };
         let predicted = total(engine);
         page.push(Line::new().plain(format!("measured peak of the run ({policy}{recipe}): {}", bytes(*peak))));
         let error = (predicted as f64 / *peak as f64 - 1.0) * 100.0;
@@ -440,7 +447,7 @@ impl Memory {
 /// A recipe's figures, by this engine or by the textbook.
 struct Row<'a> {
     label: String,
-    items: &'a [Item],
+    items: &'a [MemoryItem],
     /// The largest batch.
     batch: Option<usize>,
     /// Bytes left for activations.
@@ -448,20 +455,20 @@ struct Row<'a> {
 }
 
 /// The engine's bytes by group.
-fn items(bytes: MemoryEstimate) -> Vec<Item> {
-    let item = |group, bytes| Item { group, bytes };
+fn items(bytes: MemoryEstimate) -> Vec<MemoryItem> {
+    let item = |group, bytes| MemoryItem { group, bytes };
     vec![
-        item(Group::Weights, bytes.weights),
-        item(Group::Masters, bytes.masters),
-        item(Group::Gradients, bytes.gradients),
-        item(Group::Adam, bytes.adam),
-        item(Group::Activations, bytes.activations),
-        item(Group::Buffers, bytes.scratch + bytes.scores),
+        item(MemoryCategory::Weights, bytes.weights),
+        item(MemoryCategory::Masters, bytes.masters),
+        item(MemoryCategory::Gradients, bytes.gradients),
+        item(MemoryCategory::Adam, bytes.adam),
+        item(MemoryCategory::Activations, bytes.activations),
+        item(MemoryCategory::Buffers, bytes.scratch + bytes.scores),
     ]
 }
 
 /// The sum of all items.
-fn total(items: &[Item]) -> u64 {
+fn total(items: &[MemoryItem]) -> u64 {
     items.iter().map(|item| item.bytes).sum()
 }
 
@@ -477,7 +484,7 @@ fn adapters(config: &ModelSpec, rank: usize) -> u64 {
 /// precision; and FP32 logits. FP32 takes twice that; FP8 stores the inputs of the four products, 14 of the 34 bytes, in half
 /// the size. 8-bit Adam has an FP32 scale per 256 values (Dettmers et al., 2022); NF4 takes 4.127 bits per weight (Dettmers et
 /// al., 2023).
-fn textbook(config: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 3]) -> Vec<Item> {
+fn textbook(config: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 3]) -> Vec<MemoryItem> {
     let [b, s, h, a, layers, vocab] =
         [batch, seq_len, config.hidden_size, config.heads, config.num_layers, config.vocab_size].map(|dim| dim as u64);
     let parameters = config.parameter_count();
@@ -503,13 +510,13 @@ fn textbook(config: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 
     };
     let layer = linear * s * b * h + attention * a * s * s * b;
     let kept = if recipe == Recipe::Checkpointing { layers * 2 * s * b * h + layer } else { layers * layer };
-    let item = |group, bytes| Item { group, bytes };
+    let item = |group, bytes| MemoryItem { group, bytes };
     vec![
-        item(Group::Weights, weights),
-        item(Group::Masters, masters),
-        item(Group::Gradients, gradients),
-        item(Group::Adam, adam),
-        item(Group::Activations, kept + 4 * b * s * vocab),
+        item(MemoryCategory::Weights, weights),
+        item(MemoryCategory::Masters, masters),
+        item(MemoryCategory::Gradients, gradients),
+        item(MemoryCategory::Adam, adam),
+        item(MemoryCategory::Activations, kept + 4 * b * s * vocab),
     ]
 }
 
@@ -566,8 +573,8 @@ fn bytes(value: u64) -> String {
 mod tests {
     use super::*;
 
-    fn setup(shape: [usize; 3], budget: Option<u64>) -> Setup {
-        Setup {
+    fn setup(shape: [usize; 3], budget: Option<u64>) -> TrainSetup {
+        TrainSetup {
             shape,
             budget,
             rank: 16,
@@ -580,14 +587,14 @@ mod tests {
         }
     }
 
-    fn distilgpt2(budget: Option<u64>) -> Memory {
-        Memory::new("distilgpt2", &model_named("distilgpt2").unwrap(), setup([32, 32, 1], budget)).unwrap()
+    fn distilgpt2(budget: Option<u64>) -> MemoryPlan {
+        MemoryPlan::new("distilgpt2", &model_named("distilgpt2").unwrap(), setup([32, 32, 1], budget)).unwrap()
     }
 
     #[test]
     fn pages() {
         insta::assert_snapshot!("memory_distilgpt2", distilgpt2(Some(4 << 30)).page(80).text());
-        let large = Memory::new("7b", &model_named("7b").unwrap(), setup([1, 2048, 8], Some(80 << 30))).unwrap();
+        let large = MemoryPlan::new("7b", &model_named("7b").unwrap(), setup([1, 2048, 8], Some(80 << 30))).unwrap();
         insta::assert_snapshot!("memory_7b", large.page(80).text());
     }
 
@@ -596,7 +603,9 @@ mod tests {
     fn a_gpus_stored_scores_are_counted() {
         let config = ModelSpec { heads: 4, ..model_named("distilgpt2").unwrap() };
         let bytes = |scores| {
-            total(&Memory::engine(&config, PrecisionPolicy::FP16, [8, 256, 1], Checkpointing::None, scores).unwrap())
+            total(
+                &MemoryPlan::engine(&config, PrecisionPolicy::FP16, [8, 256, 1], Checkpointing::None, scores).unwrap(),
+            )
         };
         assert_eq!(bytes(true) - bytes(false), 8 * 8 * 4 * 256 * 256 * 4);
     }
@@ -606,8 +615,12 @@ mod tests {
     fn the_static_part_is_16_bytes_per_parameter() {
         let memory = distilgpt2(None);
         for plan in &memory.plans[..3] {
-            let fixed: u64 =
-                plan.textbook.iter().filter(|item| item.group != Group::Activations).map(|item| item.bytes).sum();
+            let fixed: u64 = plan
+                .textbook
+                .iter()
+                .filter(|item| item.group != MemoryCategory::Activations)
+                .map(|item| item.bytes)
+                .sum();
             assert_eq!(fixed, 16 * memory.parameters, "{:?}", plan.recipe);
         }
     }
@@ -617,7 +630,7 @@ mod tests {
     #[test]
     fn recipes_of_a_7b_model() {
         let config = model_named("7b").unwrap();
-        let memory = Memory::new("7b", &config, setup([10, 2048, 1], Some(80 << 30))).unwrap();
+        let memory = MemoryPlan::new("7b", &config, setup([10, 2048, 1], Some(80 << 30))).unwrap();
         assert_eq!(memory.kv_cache[1].1, 2 * 32 * 4096 * 2 * 10 * 2048);
         assert_eq!((memory.kv_cache[1].1 as f64 / 1e8).round(), 107.0);
         assert_eq!(memory.adapters, 32 * 16 * 16 * 4096);
@@ -627,7 +640,7 @@ mod tests {
         };
         let p = memory.parameters as f64;
         let states = |recipe| {
-            [Group::Weights, Group::Masters, Group::Gradients, Group::Adam]
+            [MemoryCategory::Weights, MemoryCategory::Masters, MemoryCategory::Gradients, MemoryCategory::Adam]
                 .map(|g| group(recipe, g))
                 .iter()
                 .sum::<f64>()
@@ -636,7 +649,7 @@ mod tests {
         assert_eq!([Recipe::Bf16Amp, Recipe::Bf16Pure].map(states), [16.0, 8.0]);
         assert!((states(Recipe::Adam8bit) - 10.03).abs() < 0.01 && states(Recipe::Bf16Amp) * p > 80e9);
         assert!((states(Recipe::Lora) - 2.08).abs() < 0.03 && (states(Recipe::Qlora) - 0.64).abs() < 0.03);
-        let kept = |recipe| group(recipe, Group::Activations);
+        let kept = |recipe| group(recipe, MemoryCategory::Activations);
         assert!(kept(Recipe::Checkpointing) < 0.15 * kept(Recipe::Bf16Amp));
         assert!(memory.plans[2].for_activations.1.unwrap() < 0);
     }
@@ -648,7 +661,7 @@ mod tests {
         let plans = distilgpt2(Some(budget)).plans;
         let batch = plans[1].largest_batch.0.unwrap();
         let bytes = |batch| {
-            let items = Memory::engine(&config, PrecisionPolicy::FP16, [batch, 32, 1], Checkpointing::None, false);
+            let items = MemoryPlan::engine(&config, PrecisionPolicy::FP16, [batch, 32, 1], Checkpointing::None, false);
             total(&items.unwrap())
         };
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);

@@ -12,7 +12,7 @@ pub struct Ranges {
     /// Widest format first.
     pub formats: Vec<RangeRow>,
     /// The magnitudes to compare.
-    pub extents: Vec<Extent>,
+    pub value_ranges: Vec<ValueRange>,
     /// Exponents of the chart's ends.
     pub window: (i32, i32),
 }
@@ -44,7 +44,7 @@ pub struct RangeRow {
 
 /// Magnitudes from `low` to `high`; a single value if they are equal.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Extent {
+pub struct ValueRange {
     /// Their name: `value`, `gradients, scaled`, ….
     pub label: String,
     /// The smallest magnitude above zero.
@@ -61,14 +61,14 @@ impl Ranges {
     /// A chart from just below FP32's smallest to just above its largest number.
     pub const WHOLE: (i32, i32) = (-150, 130);
 
-    /// Compares `extents` with every format. `window` is the exponents of the chart's ends; by default they fit the extents and
+    /// Compares `value_ranges` with every format. `window` is the exponents of the chart's ends; by default they fit the extents and
     /// FP16, or all formats without extents.
-    pub fn new(extents: Vec<Extent>, window: (Option<i32>, Option<i32>)) -> Self {
+    pub fn new(value_ranges: Vec<ValueRange>, window: (Option<i32>, Option<i32>)) -> Self {
         const MARGIN: i32 = 4;
-        let exponents = |ends: fn(&Extent) -> f64| {
-            extents.iter().map(move |extent| ends(extent).log2()).filter(|log2| log2.is_finite())
+        let exponents = |ends: fn(&ValueRange) -> f64| {
+            value_ranges.iter().map(move |extent| ends(extent).log2()).filter(|log2| log2.is_finite())
         };
-        let fitting = if extents.is_empty() {
+        let fitting = if value_ranges.is_empty() {
             Self::WHOLE
         } else {
             let low = exponents(|extent| extent.low).fold(-24.0, f64::min);
@@ -87,15 +87,15 @@ impl Ranges {
             ulp_at_1: format.epsilon(),
         };
         let window = (window.0, window.1.max(window.0 + 1));
-        Self { formats: FloatFormat::ALL.map(row).to_vec(), extents, window }
+        Self { formats: FloatFormat::ALL.map(row).to_vec(), value_ranges, window }
     }
 
     /// The report as text, `width` columns wide.
     pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         page.push(Line::new().with(Role::Title, "range").dim("   ┄ subnormal   ━ normal   ● extent"));
-        let axis = Axis { window: self.window, columns: width.saturating_sub(LABEL).max(16) };
-        for extent in &self.extents {
+        let axis = ExponentAxis { window: self.window, columns: width.saturating_sub(LABEL).max(16) };
+        for extent in &self.value_ranges {
             let bar = axis.bar(&[(extent.low, extent.high, '●')]);
             page.push(Line::new().plain(format!("{:<LABEL$}", extent.label)).with(Role::Series(0), bar));
         }
@@ -108,7 +108,7 @@ impl Ranges {
         page.push(Line::new().dim(" ".repeat(LABEL) + &labels));
         page.gap();
         self.limits(&mut page);
-        if !self.extents.is_empty() {
+        if !self.value_ranges.is_empty() {
             page.gap();
             self.verdicts(&mut page);
         }
@@ -131,7 +131,7 @@ impl Ranges {
     fn verdicts(&self, page: &mut Page) {
         let [a, b, c, d, e] = FloatFormat::ALL.map(|format| format.name);
         page.title(format!("{:<LABEL$}{a:>10}{b:>10}{c:>10}{d:>10}{e:>10}", "held by"));
-        for extent in &self.extents {
+        for extent in &self.value_ranges {
             let mut line = Line::new().plain(format!("{:<LABEL$}", extent.label));
             for format in FloatFormat::ALL {
                 let (role, verdict) = extent.verdict(format);
@@ -146,7 +146,7 @@ impl Ranges {
     }
 }
 
-impl Extent {
+impl ValueRange {
     /// A single value's magnitude.
     pub fn value(label: impl Into<String>, x: f64) -> Self {
         Self { label: label.into(), low: x.abs(), high: x.abs() }
@@ -165,12 +165,12 @@ impl Extent {
 }
 
 /// A logarithmic axis in terminal columns.
-struct Axis {
+struct ExponentAxis {
     window: (i32, i32),
     columns: usize,
 }
 
-impl Axis {
+impl ExponentAxis {
     /// The column of `x`, clamped to the window.
     fn column(&self, x: f64) -> usize {
         let (low, high) = (f64::from(self.window.0), f64::from(self.window.1));
@@ -220,12 +220,12 @@ mod tests {
     use super::*;
 
     fn example() -> Ranges {
-        let extents = vec![
-            Extent::value("1e-8", 1e-8),
-            Extent { label: "gradients, scaled".into(), low: 2f64.powi(-24), high: 71.0 },
-            Extent { label: "logits".into(), low: 1e-3, high: 1e5 },
+        let value_ranges = vec![
+            ValueRange::value("1e-8", 1e-8),
+            ValueRange { label: "gradients, scaled".into(), low: 2f64.powi(-24), high: 71.0 },
+            ValueRange { label: "logits".into(), low: 1e-3, high: 1e5 },
         ];
-        Ranges::new(extents, (Some(Ranges::WHOLE.0), Some(Ranges::WHOLE.1)))
+        Ranges::new(value_ranges, (Some(Ranges::WHOLE.0), Some(Ranges::WHOLE.1)))
     }
 
     #[test]
@@ -236,14 +236,14 @@ mod tests {
 
     #[test]
     fn the_axis_fits_what_is_shown() {
-        let window = |x| Ranges::new(vec![Extent::value("x", x)], (None, None)).window;
+        let window = |x| Ranges::new(vec![ValueRange::value("x", x)], (None, None)).window;
         assert_eq!([window(1.0), window(2f64.powi(-40)), window(1e30)], [(-28, 20), (-44, 20), (-28, 104)]);
         assert_eq!(Ranges::new(Vec::new(), (None, Some(20))).window, (-150, 20));
     }
 
     #[test]
     fn verdicts_follow_the_formats() {
-        let verdict = |x, format| Extent::value("x", x).verdict(format).1;
+        let verdict = |x, format| ValueRange::value("x", x).verdict(format).1;
         assert_eq!(verdict(1e-8, FloatFormat::FP16), "○ flushed");
         assert_eq!(verdict(1e-8, FloatFormat::BF16), "● normal");
         assert_eq!(verdict(1e-5, FloatFormat::FP16), "◐ subn");

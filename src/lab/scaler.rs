@@ -15,7 +15,7 @@ pub use gradients::{GradientModel, Mean};
 
 /// The condition for a step's gradients to be finite.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Visit {
+pub enum StepCondition {
     /// Finite at any scale.
     Clean,
     /// Not finite the first time, at any scale; finite if the batch is repeated.
@@ -30,20 +30,20 @@ pub enum Visit {
 
 /// The steps of a simulation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Overflows {
+pub struct GradientTrace {
     /// A description of their source.
     pub source: String,
     /// The number of the first step.
     pub first: u64,
     /// The condition of each step.
-    pub visits: Vec<Visit>,
+    pub visits: Vec<StepCondition>,
     /// Tokens per step; 0 if unknown.
     pub tokens_per_step: u64,
 }
 
 /// Several settings simulated on the same steps.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Comparison {
+pub struct ScalerComparison {
     /// A description of the steps' source.
     pub source: String,
     /// Number of steps.
@@ -107,12 +107,12 @@ pub struct Attempt {
 }
 
 /// Maximum attempts at one batch.
-const RETRIES: usize = 300;
+const MAX_RETRIES: usize = 300;
 
-impl Overflows {
+impl GradientTrace {
     /// `steps` steps from 0 that overflow exactly at `overflowing`.
     pub fn at(overflowing: &[u64], steps: usize) -> Self {
-        let visit = |step| if overflowing.contains(&step) { Visit::Overflow } else { Visit::Clean };
+        let visit = |step| if overflowing.contains(&step) { StepCondition::Overflow } else { StepCondition::Clean };
         let listed: Vec<_> = overflowing.iter().map(u64::to_string).collect();
         let source =
             if listed.is_empty() { "no overflow".to_owned() } else { format!("overflow at {}", listed.join(", ")) };
@@ -131,7 +131,7 @@ impl Overflows {
         let uniform = |step| f64::from(stream.block(0, step, 0)[0]) / 2f64.powi(32);
         for (visit, step) in self.visits.iter_mut().zip(self.first..) {
             if at.contains(&step) || uniform(step) < rate {
-                *visit = Visit::Overflow;
+                *visit = StepCondition::Overflow;
             }
         }
         if !at.is_empty() {
@@ -145,7 +145,7 @@ impl Overflows {
     }
 }
 
-impl Visit {
+impl StepCondition {
     /// The condition from a step that ran at `scale` with the largest scaled gradient `max_abs`. A step that overflowed only shows
     /// that `scale` is too large.
     pub fn of_step(scale: f32, max_abs: f32, finite: bool, loss_finite: bool, format: FloatFormat) -> Self {
@@ -182,9 +182,9 @@ impl Visit {
     }
 }
 
-impl Comparison {
+impl ScalerComparison {
     /// Simulates every setting on the same steps.
-    pub fn run(settings: Vec<(String, GradScalerConfig)>, overflows: &Overflows) -> Result<Self> {
+    pub fn run(settings: Vec<(String, GradScalerConfig)>, overflows: &GradientTrace) -> Result<Self> {
         let run = |(label, config)| Trajectory::run(label, config, overflows);
         Ok(Self {
             source: overflows.source.clone(),
@@ -198,7 +198,7 @@ impl Comparison {
     }
 
     /// Repeats the simulation with seeds from 0 on, and stores the means.
-    pub fn repeat(&mut self, seeds: u64, steps: impl Fn(u64) -> Overflows) -> Result<()> {
+    pub fn repeat(&mut self, seeds: u64, steps: impl Fn(u64) -> GradientTrace) -> Result<()> {
         let settings: Vec<_> = self.trajectories.iter().map(|t| (t.label.clone(), t.config)).collect();
         let mut figures = vec![(Vec::new(), Vec::new()); settings.len()];
         for seed in 0..seeds {
@@ -215,7 +215,7 @@ impl Comparison {
 }
 
 impl Trajectory {
-    fn run(label: String, config: GradScalerConfig, overflows: &Overflows) -> Result<Self> {
+    fn run(label: String, config: GradScalerConfig, overflows: &GradientTrace) -> Result<Self> {
         let mut scaler = GradScaler::new(config)?;
         let mut attempts = Vec::with_capacity(overflows.visits.len());
         let mut lost = 0;
@@ -234,7 +234,8 @@ impl Trajectory {
                 }
                 let (after, clean) = (scaler.scale(), scaler.state().growth_tracker);
                 attempts.push(Attempt { step, scale, finite, after, clean, largest: visit.measured(), change });
-                let hopeless = matches!(change, ScaleChange::AtMinScale { .. }) || attempts.len() - before > RETRIES;
+                let hopeless =
+                    matches!(change, ScaleChange::AtMinScale { .. }) || attempts.len() - before > MAX_RETRIES;
                 if finite {
                     break;
                 }
@@ -289,16 +290,16 @@ pub fn apply_setting(config: GradScalerConfig, text: &str) -> Result<GradScalerC
 mod tests {
     use super::*;
 
-    fn compare(settings: &[&str], overflows: &Overflows) -> Comparison {
+    fn compare(settings: &[&str], overflows: &GradientTrace) -> ScalerComparison {
         let base = GradScalerConfig { init_scale: 32768.0, growth_interval: 5, ..GradScalerConfig::default() };
         let settings = settings.iter().map(|text| ((*text).to_owned(), apply_setting(base, text).unwrap()));
-        Comparison::run(settings.collect(), overflows).unwrap()
+        ScalerComparison::run(settings.collect(), overflows).unwrap()
     }
 
     /// The example of the mixed-precision chapter: the scale after each of 20 steps.
     #[test]
     fn the_twenty_steps_of_the_chapter() {
-        let comparison = compare(&[""], &Overflows::at(&[10], 20));
+        let comparison = compare(&[""], &GradientTrace::at(&[10], 20));
         let after: Vec<_> = comparison.trajectories[0].attempts.iter().map(|attempt| attempt.after).collect();
         let expected = [[32768.0; 4].as_slice(), &[65536.0; 5], &[131_072.0], &[65536.0; 5], &[131_072.0; 5]].concat();
         assert_eq!(after, expected);
@@ -359,7 +360,7 @@ mod tests {
     #[test]
     fn four_settings_side_by_side() {
         let settings = ["", "growth_interval=20", "hysteresis=2", "on_overflow=retry"];
-        let comparison = compare(&settings, &Overflows::none(200).injected(&[], 0.05, 1));
+        let comparison = compare(&settings, &GradientTrace::none(200).injected(&[], 0.05, 1));
         insta::assert_snapshot!("scaler_four_settings", comparison.page(80).text());
         let [standard, slow, _, retry] = &comparison.trajectories[..] else { panic!("four settings") };
         assert!(slow.growths < standard.growths);
@@ -370,14 +371,14 @@ mod tests {
     #[test]
     fn a_replay_depends_on_the_scale() {
         let fp16 = FloatFormat::FP16;
-        assert_eq!(Visit::of_step(1024.0, 65504.0, true, true, fp16), Visit::Limit(1024.0));
-        assert_eq!(Visit::of_step(1024.0, 32752.0, true, true, fp16), Visit::Limit(2048.0));
-        assert_eq!(Visit::of_step(1024.0, 1.0, false, false, fp16), Visit::Broken);
-        assert_eq!(Visit::of_step(1024.0, 1.0, false, true, fp16).measured(), None);
-        assert!(!Visit::of_step(1024.0, 1.0, false, true, fp16).is_finite(1024.0, false));
-        assert!(Visit::of_step(1024.0, 1.0, false, true, fp16).is_finite(512.0, true));
-        let visits = vec![Visit::Limit(20000.0); 6];
-        let overflows = Overflows { source: "a run".into(), first: 1, visits, tokens_per_step: 1024 };
+        assert_eq!(StepCondition::of_step(1024.0, 65504.0, true, true, fp16), StepCondition::Limit(1024.0));
+        assert_eq!(StepCondition::of_step(1024.0, 32752.0, true, true, fp16), StepCondition::Limit(2048.0));
+        assert_eq!(StepCondition::of_step(1024.0, 1.0, false, false, fp16), StepCondition::Broken);
+        assert_eq!(StepCondition::of_step(1024.0, 1.0, false, true, fp16).measured(), None);
+        assert!(!StepCondition::of_step(1024.0, 1.0, false, true, fp16).is_finite(1024.0, false));
+        assert!(StepCondition::of_step(1024.0, 1.0, false, true, fp16).is_finite(512.0, true));
+        let visits = vec![StepCondition::Limit(20000.0); 6];
+        let overflows = GradientTrace { source: "a run".into(), first: 1, visits, tokens_per_step: 1024 };
         let comparison = compare(&["growth_interval=2", "growth_interval=2,on_overflow=retry"], &overflows);
         let scales: Vec<_> = comparison.trajectories[0].attempts.iter().map(|attempt| attempt.scale).collect();
         assert_eq!(scales, [32768.0, 16384.0, 16384.0, 32768.0, 16384.0, 16384.0]);
@@ -390,8 +391,8 @@ mod tests {
     fn the_predictive_rule_overflows_far_less_often_than_the_dynamic_one() {
         let stream = Stream::new(3, Domain::Bench);
         let noise = |step| stream.block(0, step, 0).iter().map(|&word| word as f32 / 2f32.powi(31)).sum::<f32>();
-        let visits = (0..4000).map(|step| Visit::Limit(2f32.powf(18.3 - noise(step)))).collect();
-        let overflows = Overflows { source: "noise".into(), first: 1, visits, tokens_per_step: 0 };
+        let visits = (0..4000).map(|step| StepCondition::Limit(2f32.powf(18.3 - noise(step)))).collect();
+        let overflows = GradientTrace { source: "noise".into(), first: 1, visits, tokens_per_step: 0 };
         let base = "init_scale=16777216,growth_interval=100";
         let comparison = compare(&[base, &format!("{base},mode=predictive")], &overflows);
         let [trying, measuring] = &comparison.trajectories[..] else { panic!("two settings") };
@@ -402,8 +403,8 @@ mod tests {
 
     #[test]
     fn a_broken_batch_ends_at_the_floor_even_with_retry() {
-        let visits = vec![Visit::Broken, Visit::Clean];
-        let overflows = Overflows { source: String::new(), first: 0, visits, tokens_per_step: 0 };
+        let visits = vec![StepCondition::Broken, StepCondition::Clean];
+        let overflows = GradientTrace { source: String::new(), first: 0, visits, tokens_per_step: 0 };
         let comparison = compare(&["on_overflow=retry"], &overflows);
         let t = &comparison.trajectories[0];
         assert_eq!((t.overflows, t.lost, t.at_floor), (16, 1, 2));
@@ -422,7 +423,7 @@ mod tests {
 
     #[test]
     fn an_empty_simulation_does_not_panic() {
-        assert!(!compare(&["", ""], &Overflows::at(&[], 0)).page(80).text().is_empty());
-        assert!(!compare(&[], &Overflows::at(&[], 3)).page(10).text().is_empty());
+        assert!(!compare(&["", ""], &GradientTrace::at(&[], 0)).page(80).text().is_empty());
+        assert!(!compare(&[], &GradientTrace::at(&[], 3)).page(10).text().is_empty());
     }
 }

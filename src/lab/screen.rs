@@ -1,12 +1,12 @@
 //! The interactive lab: one tab per view, with adjustable parameters and the view's page below.
 //!
-//! A tab shows what `finetune lab VIEW` prints for the same parameters. State (`model`), keys (`keys`) and drawing (`view`) are
+//! A tab shows what `finetune lab VIEW` prints for the same parameters. State (`state`), keys (`keys`) and drawing (`view`) are
 //! separate, so that tests can drive everything except the terminal.
 
-mod keys;
-mod model;
 #[cfg(test)]
-pub(crate) mod pressed;
+pub(crate) mod key_tests;
+mod keys;
+mod state;
 mod view;
 
 use std::io::{self, stdout};
@@ -14,13 +14,13 @@ use std::time::Duration;
 
 use ratatui::crossterm::event::{Event, KeyEventKind};
 
-use crate::screen::terminal::{Ending, Screen};
+use crate::screen::terminal::{Screen, ShutdownFlag};
 use crate::ui::{Page, Theme};
 use crate::{Error, Result};
 
-use model::Model;
-pub(crate) use model::typed;
-pub use model::{Adjust, Control, Controls, Field, Instrument, Scenario, ViewKey};
+use state::LabState;
+pub(crate) use state::to_args;
+pub use state::{Adjust, Control, Controls, Field, Scenario, Tab, ViewKey};
 
 /// How long to wait for a key before checking for signals.
 const TICK: Duration = Duration::from_millis(200);
@@ -30,42 +30,37 @@ const FRAME: Duration = Duration::from_millis(80);
 /// Renders a view's page from its name, the flags and values of its fields, and a width.
 pub type Evaluate<'a> = dyn FnMut(&str, &[(&str, &str)], usize) -> Result<Page> + 'a;
 
-/// Shows `instruments` until the user quits or a signal arrives, and restores the terminal.
-pub fn run(instruments: Vec<Instrument>, theme: Theme, evaluate: &mut Evaluate) -> Result<()> {
-    show(Model::new(instruments), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
+/// Shows `lab_tabs` until the user quits or a signal arrives, and restores the terminal.
+pub fn run(lab_tabs: Vec<Tab>, theme: Theme, evaluate: &mut Evaluate) -> Result<()> {
+    show(LabState::new(lab_tabs), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
 }
 
 /// The screen of `width` × `height` with the tab `tab`, as text.
 #[cfg(test)]
-pub(crate) fn picture(
-    instruments: Vec<Instrument>,
-    tab: usize,
-    (width, height): (u16, u16),
-    evaluate: &mut Evaluate,
-) -> String {
-    let mut model = Model::new(instruments);
-    model.tab = tab;
-    model.evaluate(width.into(), evaluate);
-    view::picture(&mut model, Theme::monochrome(), width, height)
+pub(crate) fn picture(lab_tabs: Vec<Tab>, tab: usize, (width, height): (u16, u16), evaluate: &mut Evaluate) -> String {
+    let mut state = LabState::new(lab_tabs);
+    state.tab = tab;
+    state.evaluate(width.into(), evaluate);
+    view::picture(&mut state, Theme::monochrome(), width, height)
 }
 
 /// Runs the loop: redraws after changes and waits for keys.
-fn show(mut model: Model, theme: Theme, evaluate: &mut Evaluate) -> io::Result<()> {
-    let ending = Ending::listen()?;
-    let mut screen = Screen::take(stdout(), false)?;
+fn show(mut state: LabState, theme: Theme, evaluate: &mut Evaluate) -> io::Result<()> {
+    let ending = ShutdownFlag::listen()?;
+    let mut screen = Screen::enter(stdout(), false)?;
     let mut changed = true;
-    while !ending.arrived() {
+    while !ending.is_set() {
         if changed {
             screen.draw(|frame| {
-                model.evaluate(frame.area().width.into(), evaluate);
-                view::draw(&mut model, theme, frame);
+                state.evaluate(frame.area().width.into(), evaluate);
+                view::draw(&mut state, theme, frame);
             })?;
         }
-        let event = screen.next_event(if model.playing { FRAME } else { TICK })?;
-        changed = event.is_some() || model.tick();
+        let event = screen.next_event(if state.playing { FRAME } else { TICK })?;
+        changed = event.is_some() || state.tick();
         match event {
-            Some(Event::Key(key)) if key.kind != KeyEventKind::Release && model.press(key).is_break() => break,
-            Some(Event::Resize(..)) => model.stale = true,
+            Some(Event::Key(key)) if key.kind != KeyEventKind::Release && state.press(key).is_break() => break,
+            Some(Event::Resize(..)) => state.stale = true,
             _ => {}
         }
     }

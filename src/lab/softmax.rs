@@ -57,11 +57,11 @@ const FORMATS: [FloatFormat; 3] = [FloatFormat::FP32, FloatFormat::FP16, FloatFo
 
 impl Softmax {
     /// Maximum length.
-    pub const LONGEST: u64 = 1 << 20;
+    pub const MAX_LENGTH: u64 = 1 << 20;
 
     /// Computes a softmax over `length` tokens, and the sine of a position.
     pub fn new(logit: f64, length: u64, position: f64) -> Self {
-        let length = length.clamp(1, Self::LONGEST);
+        let length = length.clamp(1, Self::MAX_LENGTH);
         let formats = FORMATS.map(|format| SoftmaxRow::new(format, logit, length, position)).to_vec();
         Self { logit, length, position, formats }
     }

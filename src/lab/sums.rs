@@ -69,7 +69,7 @@ pub struct SumRow {
 
 /// Accumulators compared over lengths.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Sums {
+pub struct SummationReport {
     /// What is summed.
     pub terms: Terms,
     /// Whether products of two such sequences are summed.
@@ -98,14 +98,14 @@ const ROWS: [(FloatFormat, Algorithm); 11] = [
     (FloatFormat::FP32, Algorithm::OneByOne),
 ];
 
-impl Sums {
+impl SummationReport {
     /// Maximum length.
-    pub const LONGEST: usize = 1 << 20;
+    pub const MAX_TERMS: usize = 1 << 20;
 
     /// Sums at powers of four up to `length`, and at `length`. `seed` is for stochastic rounding.
     pub fn new(terms: Terms, dot: bool, length: usize, seed: u64) -> Result<Self> {
-        if !(1..=Self::LONGEST).contains(&length) {
-            return Err(Error::config("--length", format!("must be between 1 and {}", Self::LONGEST)));
+        if !(1..=Self::MAX_TERMS).contains(&length) {
+            return Err(Error::config("--length", format!("must be between 1 and {}", Self::MAX_TERMS)));
         }
         let mut lengths: Vec<usize> = (2..32).map(|power| 1 << (2 * power)).filter(|n| *n < length).collect();
         lengths.push(length);
@@ -257,14 +257,14 @@ fn stochastic(format: FloatFormat, x: f64, uniform: f64) -> f64 {
 mod tests {
     use super::*;
 
-    fn row(sums: &Sums, format: &str, algorithm: Algorithm) -> SumRow {
+    fn row(sums: &SummationReport, format: &str, algorithm: Algorithm) -> SumRow {
         sums.rows.iter().find(|row| row.format == format && row.algorithm == algorithm).unwrap().clone()
     }
 
     /// BF16 has eight significant bits: from 32 on its spacing is 0.25, and adding 0.1 has no effect.
     #[test]
     fn repeated_tenths_stop_adding_up() {
-        let sums = Sums::new(Terms::Tenths, false, 65536, 0).unwrap();
+        let sums = SummationReport::new(Terms::Tenths, false, 65536, 0).unwrap();
         let bf16 = row(&sums, "BF16", Algorithm::OneByOne);
         assert_eq!(*bf16.results.last().unwrap(), 32.0);
         let fp16 = row(&sums, "FP16", Algorithm::OneByOne);
@@ -297,9 +297,9 @@ mod tests {
 
     #[test]
     fn lengths_end_at_the_requested_one() {
-        let sums = Sums::new(Terms::Uniform, true, 5000, 0).unwrap();
+        let sums = SummationReport::new(Terms::Uniform, true, 5000, 0).unwrap();
         assert_eq!(sums.lengths, [16, 64, 256, 1024, 4096, 5000]);
-        assert!(Sums::new(Terms::Uniform, true, 0, 0).is_err());
-        insta::assert_snapshot!("sums", Sums::new(Terms::Uniform, false, 16384, 0).unwrap().page(80).text());
+        assert!(SummationReport::new(Terms::Uniform, true, 0, 0).is_err());
+        insta::assert_snapshot!("sums", SummationReport::new(Terms::Uniform, false, 16384, 0).unwrap().page(80).text());
     }
 }

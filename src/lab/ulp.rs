@@ -39,7 +39,7 @@ pub struct UlpRow {
     #[serde(serialize_with = "serialize")]
     pub sum: f64,
     /// Whether the update survives.
-    pub verdict: Verdict,
+    pub verdict: UpdateFate,
     /// Whether the sum is a finite number other than the stored weight.
     pub survives: bool,
     /// Distance to `next`; at the format's maximum, the spacing below it.
@@ -53,7 +53,7 @@ pub struct UlpRow {
     pub smallest: f64,
     /// Whether an update of exactly `smallest` survives, as a finite number.
     pub tie_survives: bool,
-    /// Steps until the working copy of an FP32 master changes; `None` if it has not after [`UlpGrid::PATIENCE`] steps, the
+    /// Steps until the working copy of an FP32 master changes; `None` if it has not after [`UlpGrid::MAX_UPDATES`] steps, the
     /// master itself does not change, or the copy is not finite.
     pub steps_with_master: Option<u64>,
 }
@@ -61,7 +61,7 @@ pub struct UlpRow {
 /// The effect of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Verdict {
+pub enum UpdateFate {
     /// The weight changes.
     Survives,
     /// The sum rounds to the weight itself.
@@ -72,7 +72,7 @@ pub enum Verdict {
     OutOfRange,
 }
 
-impl Verdict {
+impl UpdateFate {
     const fn show(self) -> (Role, &'static str) {
         match self {
             Self::Survives => (Role::Good, "✓ moves"),
@@ -85,7 +85,7 @@ impl Verdict {
 
 impl UlpGrid {
     /// Maximum number of steps for a working copy to change.
-    pub const PATIENCE: u64 = 1_000_000;
+    pub const MAX_UPDATES: u64 = 1_000_000;
 
     /// Adds `update` to `center` in every format.
     pub fn new(center: f64, update: f64) -> Self {
@@ -120,7 +120,7 @@ impl UlpGrid {
              the working copy of an FP32 master moves.",
             width,
         );
-        let narrow = self.formats.iter().filter(|row| row.verdict == Verdict::Overflows);
+        let narrow = self.formats.iter().filter(|row| row.verdict == UpdateFate::Overflows);
         for row in narrow {
             let from = short(row.overflows_from);
             page.push(
@@ -169,7 +169,7 @@ impl UlpGrid {
             }
             let mut line = Line::new().with(Role::Title, format!("{:<LABEL$}", row.format));
             for (at, cell) in cells.iter().enumerate() {
-                let role = if row.verdict == Verdict::OutOfRange || lost(at) { Role::Bad } else { Role::Good };
+                let role = if row.verdict == UpdateFate::OutOfRange || lost(at) { Role::Bad } else { Role::Good };
                 line = line.with(if *cell == '┃' { Role::Mantissa } else { role }, cell.to_string());
             }
             page.push(line);
@@ -205,10 +205,10 @@ impl UlpRow {
         let half = spacing / 2.0;
         let tie = format.round(stored + half.copysign(update));
         let verdict = match (stored.is_finite(), sum.is_finite()) {
-            (false, _) => Verdict::OutOfRange,
-            (true, false) => Verdict::Overflows,
-            _ if sum == stored => Verdict::Lost,
-            _ => Verdict::Survives,
+            (false, _) => UpdateFate::OutOfRange,
+            (true, false) => UpdateFate::Overflows,
+            _ if sum == stored => UpdateFate::Lost,
+            _ => UpdateFate::Survives,
         };
         Self {
             format: format.name,
@@ -217,7 +217,7 @@ impl UlpRow {
             next,
             sum,
             verdict,
-            survives: verdict == Verdict::Survives,
+            survives: verdict == UpdateFate::Survives,
             spacing,
             overflows_from: format.max() + format.ulp(format.max()) / 2.0,
             smallest: half,
@@ -229,7 +229,7 @@ impl UlpRow {
     fn line(&self) -> Line {
         let (role, verdict) = self.verdict.show();
         let bound = if self.tie_survives { "≥ " } else { "> " };
-        let known = self.verdict != Verdict::OutOfRange;
+        let known = self.verdict != UpdateFate::OutOfRange;
         let steps = self.steps_with_master.map_or_else(|| "never".to_owned(), |steps| steps.to_string());
         let smallest = bound.to_owned() + &short(self.smallest);
         let [smallest, steps] = [smallest, steps].map(|text| if known { text } else { "–".to_owned() });
@@ -245,7 +245,7 @@ impl UlpRow {
 fn steps_with_master(format: FloatFormat, center: f64, update: f64) -> Option<u64> {
     let start = format.round(f64::from(center as f32));
     let (mut master, update) = (center as f32, update as f32);
-    for step in 1..=UlpGrid::PATIENCE {
+    for step in 1..=UlpGrid::MAX_UPDATES {
         let before = master;
         master += update;
         if master == before || master.is_nan() {
@@ -303,15 +303,15 @@ mod tests {
     #[test]
     fn overflow_is_not_survival() {
         let edge = row(65504.0, 20.0, "FP16");
-        assert_eq!((edge.verdict, edge.survives, edge.spacing), (Verdict::Overflows, false, 32.0));
+        assert_eq!((edge.verdict, edge.survives, edge.spacing), (UpdateFate::Overflows, false, 32.0));
         assert_eq!((edge.overflows_from, edge.smallest), (65520.0, 16.0));
-        assert_eq!(row(65504.0, 15.0, "FP16").verdict, Verdict::Lost);
-        assert_eq!(row(65504.0, -20.0, "FP16").verdict, Verdict::Survives);
+        assert_eq!(row(65504.0, 15.0, "FP16").verdict, UpdateFate::Lost);
+        assert_eq!(row(65504.0, -20.0, "FP16").verdict, UpdateFate::Survives);
         assert_eq!((edge.steps_with_master, edge.tie_survives), (None, false));
         let outside = row(65504.0, 20.0, "FP8 E4M3");
-        assert_eq!((outside.verdict, outside.steps_with_master), (Verdict::OutOfRange, None));
+        assert_eq!((outside.verdict, outside.steps_with_master), (UpdateFate::OutOfRange, None));
         assert!(!outside.tie_survives);
-        assert_eq!(row(448.0, 20.0, "FP8 E4M3").verdict, Verdict::Overflows);
+        assert_eq!(row(448.0, 20.0, "FP8 E4M3").verdict, UpdateFate::Overflows);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The charts of a run's page.
 
 use crate::telemetry::{Bucket, Curve, RunState, SMOOTHING, histogram, smoothing_for};
-use crate::ui::html::{Axes, escape};
+use crate::ui::html::{SvgAxes, escape};
 use crate::ui::{extent, format};
 use std::fmt::Write;
 
@@ -37,14 +37,14 @@ fn ends(buckets: &[Bucket]) -> impl Iterator<Item = f64> + '_ {
 }
 
 /// The area between the smallest and the largest value of each bucket.
-fn band(axes: &Axes, buckets: &[Bucket], out: &mut String) {
+fn band(axes: &SvgAxes, buckets: &[Bucket], out: &mut String) {
     let shown = || buckets.iter().filter(|bucket| bucket.count > 0);
     let above = shown().map(|bucket| (bucket.step as f64, bucket.max));
     let below = shown().rev().map(|bucket| (bucket.step as f64, bucket.min));
     let _ = writeln!(out, "<polygon class=\"band\" points=\"{}\"/>", axes.points(above.chain(below)));
 }
 
-fn means(axes: &Axes, buckets: &[Bucket], class: &str, out: &mut String) {
+fn means(axes: &SvgAxes, buckets: &[Bucket], class: &str, out: &mut String) {
     axes.curve(out, class, buckets.iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?))));
 }
 
@@ -59,7 +59,7 @@ fn loss(run: &RunState) -> Option<String> {
     let window = smoothing_for(run.total_steps());
     let (batches, smoothed) = (run.curves.loss.since(0), run.curves.smoothed[window].since(0));
     let validation = run.curves.validation.buckets();
-    let axes = Axes { x: x_of(run), y: y_of(ends(&batches).chain(ends(validation)))? };
+    let axes = SvgAxes { x: x_of(run), y: y_of(ends(&batches).chain(ends(validation)))? };
     let mut body = String::new();
     band(&axes, &batches, &mut body);
     means(&axes, &batches, "plain", &mut body);
@@ -92,7 +92,7 @@ fn scale(run: &RunState) -> Option<String> {
         return None;
     }
     let (low, high) = extent(run.curves.scale.points().iter().map(|point| point.value))?;
-    let axes = Axes { x: x_of(run), y: (low.floor() - 0.5, high.ceil() + 0.5) };
+    let axes = SvgAxes { x: x_of(run), y: (low.floor() - 0.5, high.ceil() + 0.5) };
     let mut body = String::new();
     axes.stairs(&mut body, "plain", &run.curves.scale, &run.curves.skips, axes.x.1);
     let words = format!("{} overflows, each marked with a cross", run.figures().overflows);
@@ -107,7 +107,7 @@ fn gradients(run: &RunState) -> Option<String> {
     let (low, high) = counts.lowest().zip(counts.highest())?;
     let most = counts.iter().map(|(_, count)| count).max().unwrap_or(1).max(1);
     let format = run.grad_format();
-    let axes = Axes { x: (f64::from(low), f64::from(high) + 1.0), y: (0.0, (most as f64 + 1.0).log10()) };
+    let axes = SvgAxes { x: (f64::from(low), f64::from(high) + 1.0), y: (0.0, (most as f64 + 1.0).log10()) };
     let mut body = String::new();
     for (exponent, count) in counts.iter().filter(|(_, count)| *count > 0) {
         let class = if exponent < format.min_exponent() { "sub" } else { "bar" };
@@ -134,7 +134,7 @@ fn gradients(run: &RunState) -> Option<String> {
 
 fn line(run: &RunState, id: &str, title: &str, curve: &Curve, label: fn(f64) -> String) -> Option<String> {
     let buckets = curve.since(0);
-    let axes = Axes { x: x_of(run), y: y_of(ends(&buckets))? };
+    let axes = SvgAxes { x: x_of(run), y: y_of(ends(&buckets))? };
     let mut body = String::new();
     band(&axes, &buckets, &mut body);
     means(&axes, &buckets, "plain", &mut body);

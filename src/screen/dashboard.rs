@@ -25,4 +25,4 @@ mod tests;
 
 pub(crate) use app::App;
 pub(super) use layout::Size;
-pub(crate) use scene::Mode;
+pub(crate) use scene::DashboardMode;

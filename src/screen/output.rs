@@ -6,7 +6,7 @@ use std::io::IsTerminal;
 
 /// How a run is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Output {
+pub(crate) enum DisplayMode {
     /// The whole screen.
     Dashboard,
     /// One status line on standard error.
@@ -43,15 +43,15 @@ impl Terminal {
     }
 
     /// The output for this terminal: the one `asked` for, else the dashboard; plain lines if the terminal cannot show it.
-    pub(crate) fn output(self, asked: Option<Output>) -> Output {
+    pub(crate) fn output(self, asked: Option<DisplayMode>) -> DisplayMode {
         let (width, height) = self.size;
         let fits = matches!(Size::of(Rect::new(0, 0, width, height)), Size::Full | Size::Compact | Size::Small);
         match asked {
-            Some(Output::Dashboard) if self.stdout && !self.dumb => Output::Dashboard,
-            None if self.stdout && !self.dumb && fits => Output::Dashboard,
-            Some(Output::Progress) | None if self.stdout && self.stderr && !self.dumb => Output::Progress,
-            Some(Output::Progress) if self.stderr && !self.dumb => Output::Progress,
-            _ => Output::Plain,
+            Some(DisplayMode::Dashboard) if self.stdout && !self.dumb => DisplayMode::Dashboard,
+            None if self.stdout && !self.dumb && fits => DisplayMode::Dashboard,
+            Some(DisplayMode::Progress) | None if self.stdout && self.stderr && !self.dumb => DisplayMode::Progress,
+            Some(DisplayMode::Progress) if self.stderr && !self.dumb => DisplayMode::Progress,
+            _ => DisplayMode::Plain,
         }
     }
 }
@@ -64,21 +64,21 @@ mod tests {
 
     #[test]
     fn the_dashboard_needs_a_terminal_with_room() {
-        assert_eq!(Terminal { size: (60, 40), ..FULL }.output(None), Output::Dashboard);
-        assert_eq!(Terminal { size: (100, 11), ..FULL }.output(None), Output::Progress);
-        assert_eq!(FULL.output(None), Output::Dashboard);
-        assert_eq!(Terminal { size: (39, 20), ..FULL }.output(None), Output::Progress);
-        assert_eq!(Terminal { stdout: false, ..FULL }.output(None), Output::Plain);
-        assert_eq!(Terminal { dumb: true, ..FULL }.output(None), Output::Plain);
+        assert_eq!(Terminal { size: (60, 40), ..FULL }.output(None), DisplayMode::Dashboard);
+        assert_eq!(Terminal { size: (100, 11), ..FULL }.output(None), DisplayMode::Progress);
+        assert_eq!(FULL.output(None), DisplayMode::Dashboard);
+        assert_eq!(Terminal { size: (39, 20), ..FULL }.output(None), DisplayMode::Progress);
+        assert_eq!(Terminal { stdout: false, ..FULL }.output(None), DisplayMode::Plain);
+        assert_eq!(Terminal { dumb: true, ..FULL }.output(None), DisplayMode::Plain);
     }
 
     #[test]
     fn a_requested_output_is_used_if_the_terminal_can_show_it() {
-        assert_eq!(FULL.output(Some(Output::Plain)), Output::Plain);
-        assert_eq!(FULL.output(Some(Output::Progress)), Output::Progress);
-        assert_eq!(Terminal { size: (60, 20), ..FULL }.output(Some(Output::Dashboard)), Output::Dashboard);
-        assert_eq!(Terminal { stdout: false, ..FULL }.output(Some(Output::Dashboard)), Output::Plain);
-        assert_eq!(Terminal { stdout: false, ..FULL }.output(Some(Output::Progress)), Output::Progress);
-        assert_eq!(Terminal { stderr: false, ..FULL }.output(Some(Output::Progress)), Output::Plain);
+        assert_eq!(FULL.output(Some(DisplayMode::Plain)), DisplayMode::Plain);
+        assert_eq!(FULL.output(Some(DisplayMode::Progress)), DisplayMode::Progress);
+        assert_eq!(Terminal { size: (60, 20), ..FULL }.output(Some(DisplayMode::Dashboard)), DisplayMode::Dashboard);
+        assert_eq!(Terminal { stdout: false, ..FULL }.output(Some(DisplayMode::Dashboard)), DisplayMode::Plain);
+        assert_eq!(Terminal { stdout: false, ..FULL }.output(Some(DisplayMode::Progress)), DisplayMode::Progress);
+        assert_eq!(Terminal { stderr: false, ..FULL }.output(Some(DisplayMode::Progress)), DisplayMode::Plain);
     }
 }

@@ -4,10 +4,10 @@ mod png;
 mod svg;
 
 use super::dashboard::App;
-use super::renderer::Source;
-use super::watch::Watched;
+use super::renderer::MessageSource;
+use super::watch::LogSource;
 use crate::Result;
-use crate::ui::{Look, Theme};
+use crate::ui::{ColorScheme, Theme};
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::layout::Rect;
@@ -16,7 +16,7 @@ use std::time::Duration;
 
 /// The encoding of a picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Format {
+pub(crate) enum ImageFormat {
     /// Vector shapes and text.
     Svg,
     /// Pixels, eight by sixteen per cell.
@@ -32,11 +32,11 @@ pub(crate) fn picture(
     logs: &[PathBuf],
     keys: &str,
     (columns, rows): (u16, u16),
-    look: Look,
-    format: Format,
+    scheme: ColorScheme,
+    format: ImageFormat,
 ) -> Result<Vec<u8>> {
     let mut app = App::watching(logs);
-    let mut source = Watched::new(logs, None);
+    let mut source = LogSource::new(logs, None);
     while source.poll(Duration::ZERO, &mut |message| app.receive(message))? {}
     app.scene.now = app.scene.run().last_t;
     app.size = (columns, rows);
@@ -45,10 +45,10 @@ pub(crate) fn picture(
         app.key(KeyEvent::new(code, KeyModifiers::NONE));
     }
     let mut buffer = Buffer::empty(Rect::new(0, 0, columns, rows));
-    app.draw(Theme::truecolor(look), &mut buffer);
-    let look = app.look.unwrap_or(look);
+    app.draw(Theme::truecolor(scheme), &mut buffer);
+    let scheme = app.scheme.unwrap_or(scheme);
     match format {
-        Format::Svg => Ok(svg::svg(&buffer, look).into_bytes()),
-        Format::Png => png::png(&buffer, look),
+        ImageFormat::Svg => Ok(svg::svg(&buffer, scheme).into_bytes()),
+        ImageFormat::Png => png::png(&buffer, scheme),
     }
 }

@@ -3,7 +3,7 @@
 //! A step is one line of `key=value` pairs every `log_every` steps, and at least every ten seconds; other events are printed at
 //! once.
 
-use super::renderer::{Exit, Message, Renderer, Source};
+use super::renderer::{Exit, MessageSource, Renderer, ScreenMessage};
 use super::words::announcement;
 use crate::precision::ScalerMode;
 use crate::telemetry::{Event, PhaseLines, RunState, Started, StepRecord};
@@ -16,7 +16,7 @@ const LONGEST_SILENCE: f64 = 10.0;
 
 /// Writes a run's records as lines.
 #[derive(Debug)]
-pub(crate) struct Plain<W> {
+pub(crate) struct PlainPrinter<W> {
     out: W,
     log_every: u64,
     run: RunState,
@@ -27,13 +27,13 @@ pub(crate) struct Plain<W> {
     phases: PhaseLines,
 }
 
-impl<W: Write> Plain<W> {
+impl<W: Write> PlainPrinter<W> {
     /// Writes to `out` a line for every `log_every`-th step, and for others where steps are slow.
     pub(crate) fn new(out: W, log_every: u64) -> Self {
         Self::after(RunState::default(), out, log_every)
     }
 
-    /// Like [`Plain::new`], but prints only what happens after `run`.
+    /// Like [`PlainPrinter::new`], but prints only what happens after `run`.
     pub(super) fn after(run: RunState, out: W, log_every: u64) -> Self {
         let (losses, phases) = ((0.0, 0), PhaseLines::default());
         Self { out, log_every: log_every.max(1), run, losses, due_at: 0.0, phases }
@@ -86,9 +86,9 @@ impl<W: Write> Plain<W> {
     }
 }
 
-impl<W: Write> Renderer for Plain<W> {
-    fn show(&mut self, message: Message) -> io::Result<()> {
-        let Message::Record(record) = message else { return Ok(()) };
+impl<W: Write> Renderer for PlainPrinter<W> {
+    fn show(&mut self, message: ScreenMessage) -> io::Result<()> {
+        let ScreenMessage::Record(record) = message else { return Ok(()) };
         let words = announcement(&record.event);
         let (started, stepped) = (matches!(record.event, Event::Started(_)), matches!(record.event, Event::Step(_)));
         self.run.apply(*record);
@@ -103,7 +103,7 @@ impl<W: Write> Renderer for Plain<W> {
         text.map_or(Ok(()), |text| self.line(&text))
     }
 
-    fn idle(&mut self, source: &mut dyn Source, quiet: bool, more: bool) -> io::Result<Option<Exit>> {
+    fn idle(&mut self, source: &mut dyn MessageSource, quiet: bool, more: bool) -> io::Result<Option<Exit>> {
         if let Some(text) = quiet.then(|| source.phase(&mut self.phases)).flatten() {
             write!(self.out, "{text}")?;
             self.out.flush()?;
@@ -182,12 +182,12 @@ mod tests {
         TensorRecord, VERSION,
     };
 
-    fn message(s: f64, event: Event) -> Message {
-        Message::Record(Box::new(Record { v: VERSION, t: 0, s, event }))
+    fn message(s: f64, event: Event) -> ScreenMessage {
+        ScreenMessage::Record(Box::new(Record { v: VERSION, t: 0, s, event }))
     }
 
     fn lines(log_every: u64, events: Vec<Event>) -> Vec<String> {
-        let mut plain = Plain::new(Vec::new(), log_every);
+        let mut plain = PlainPrinter::new(Vec::new(), log_every);
         for (at, event) in events.into_iter().enumerate() {
             plain.show(message(at as f64, event)).unwrap();
         }
@@ -215,7 +215,7 @@ mod tests {
         let mut run = RunState::default();
         let started = Started { total_steps: 10, ..Started::default() };
         run.apply(Record { v: VERSION, t: 0, s: 0.0, event: Event::Started(Box::new(started)) });
-        let mut plain = Plain::after(run, Vec::new(), 1);
+        let mut plain = PlainPrinter::after(run, Vec::new(), 1);
         plain.show(message(0.0, step(5))).unwrap();
         assert!(plain.out.starts_with(b"step=5/10 "));
     }

@@ -1,6 +1,6 @@
 //! One status line that is rewritten in place, for a terminal without the dashboard.
 
-use super::renderer::{Exit, Message, Renderer, Source};
+use super::renderer::{Exit, MessageSource, Renderer, ScreenMessage};
 use super::words::brief;
 use crate::telemetry::{Event, PhaseLines, RunState};
 use crate::ui::format::{clock, count, loss, scale};
@@ -17,7 +17,7 @@ const RUNNING: usize = " (+99.9 s)".len();
 
 /// Keeps a status line on a terminal; overflows, saves and the like are written above it.
 #[derive(Debug)]
-pub(crate) struct Progress<W: Write> {
+pub(crate) struct StatusLine<W: Write> {
     err: W,
     run: RunState,
     drawn: Option<Instant>,
@@ -29,7 +29,7 @@ pub(crate) struct Progress<W: Write> {
     since: Option<Instant>,
 }
 
-impl<W: Write> Progress<W> {
+impl<W: Write> StatusLine<W> {
     /// A status line on `err`, which should be a terminal.
     pub(crate) fn new(err: W) -> Self {
         Self { err, run: RunState::default(), drawn: None, open: false, status: (0.0, String::new()), since: None }
@@ -100,9 +100,9 @@ impl<W: Write> Progress<W> {
     }
 }
 
-impl<W: Write> Renderer for Progress<W> {
-    fn show(&mut self, message: Message) -> io::Result<()> {
-        let Message::Record(record) = message else { return Ok(()) };
+impl<W: Write> Renderer for StatusLine<W> {
+    fn show(&mut self, message: ScreenMessage) -> io::Result<()> {
+        let ScreenMessage::Record(record) = message else { return Ok(()) };
         self.since = (!matches!(record.event, Event::Finished(_))).then(Instant::now);
         let line = brief(&record.event);
         let stepped = matches!(record.event, Event::Step(_));
@@ -118,7 +118,7 @@ impl<W: Write> Renderer for Progress<W> {
         line.map_or(Ok(()), |line| self.above(&line))
     }
 
-    fn idle(&mut self, source: &mut dyn Source, quiet: bool, more: bool) -> io::Result<Option<Exit>> {
+    fn idle(&mut self, source: &mut dyn MessageSource, quiet: bool, more: bool) -> io::Result<Option<Exit>> {
         if quiet {
             match source.activity() {
                 Some(phase) => self.phase(&phase)?,
@@ -134,7 +134,7 @@ fn width() -> usize {
     terminal::size().map_or(80, |(columns, _)| usize::from(columns)).saturating_sub(1)
 }
 
-impl<W: Write> Drop for Progress<W> {
+impl<W: Write> Drop for StatusLine<W> {
     fn drop(&mut self) {
         if self.open {
             // Start the next output on its own line; a closed terminal is not a failure.
@@ -148,13 +148,13 @@ mod tests {
     use super::*;
     use crate::telemetry::{CheckpointSaved, Record, Started, StepRecord, VERSION};
 
-    fn message(s: f64, event: Event) -> Message {
-        Message::Record(Box::new(Record { v: VERSION, t: 0, s, event }))
+    fn message(s: f64, event: Event) -> ScreenMessage {
+        ScreenMessage::Record(Box::new(Record { v: VERSION, t: 0, s, event }))
     }
 
     fn output(events: Vec<Event>) -> String {
         let mut out = Vec::new();
-        let mut progress = Progress::new(&mut out);
+        let mut progress = StatusLine::new(&mut out);
         for (at, event) in events.into_iter().enumerate() {
             progress.show(message(at as f64, event)).unwrap();
         }
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn n3_a_slow_step_is_seen_to_run() {
         let mut out = Vec::new();
-        let mut progress = Progress::new(&mut out);
+        let mut progress = StatusLine::new(&mut out);
         let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
         progress.show(message(0.0, started)).unwrap();
         progress.wait().unwrap();
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_narrow_terminal_gets_a_shorter_line() {
-        let mut progress = Progress::new(io::sink());
+        let mut progress = StatusLine::new(io::sink());
         let started = Started { total_steps: 10, ..Started::default() };
         progress.show(message(0.0, Event::Started(Box::new(started)))).unwrap();
         progress.show(message(1.0, step(5))).unwrap();

@@ -1,8 +1,8 @@
 //! Shows a run while it trains: one loop passes messages from a source to a renderer. Sources are training in this process
 //! and a run's log; renderers are the dashboard, the status line and plain lines.
 
-use super::dashboard::{App, Mode};
-use super::plain::Plain;
+use super::dashboard::{App, DashboardMode};
+use super::plain::PlainPrinter;
 use super::words::announcement;
 use crate::telemetry::{Activity, Command, Event, Phase, PhaseLines, Record, RunState};
 use crate::ui::Theme;
@@ -24,16 +24,16 @@ pub enum Exit {
     /// A signal came or the terminal is lost; training saves and stops.
     Terminated,
     /// The user does not want to wait: the process should end at once.
-    Aborted,
+    Killed,
     /// Training panicked.
-    Lost,
+    TrainerPanicked,
     /// The dashboard itself panicked; training continues.
     Crashed,
 }
 
 /// News of the runs.
 #[derive(Debug)]
-pub(crate) enum Message {
+pub(crate) enum ScreenMessage {
     /// A record of the run.
     Record(Box<Record>),
     /// A record of an overlaid run.
@@ -59,10 +59,10 @@ pub(crate) struct Playback {
 }
 
 /// A source of messages.
-pub(crate) trait Source {
+pub(crate) trait MessageSource {
     /// Passes on the messages since the last call, or some of them; `true` if there are more already. If there are none, it
     /// may wait for this long.
-    fn poll(&mut self, wait: Duration, pass: &mut dyn FnMut(Message)) -> Result<bool>;
+    fn poll(&mut self, wait: Duration, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool>;
 
     /// Whether there will be no more records.
     fn is_over(&self) -> bool;
@@ -88,14 +88,14 @@ pub(crate) trait Renderer {
     const PATIENCE: Duration = Duration::from_millis(100);
 
     /// Shows a message.
-    fn show(&mut self, message: Message) -> io::Result<()>;
+    fn show(&mut self, message: ScreenMessage) -> io::Result<()>;
 
     /// Shows what else there is, after a poll that passed no message if it was `quiet`; a result ends the loop.
-    fn idle(&mut self, source: &mut dyn Source, quiet: bool, more: bool) -> io::Result<Option<Exit>>;
+    fn idle(&mut self, source: &mut dyn MessageSource, quiet: bool, more: bool) -> io::Result<Option<Exit>>;
 }
 
 /// Passes the source's messages to the renderer until it ends.
-pub(super) fn drive<R: Renderer>(source: &mut dyn Source, renderer: &mut R) -> Result<Exit> {
+pub(super) fn drive<R: Renderer>(source: &mut dyn MessageSource, renderer: &mut R) -> Result<Exit> {
     loop {
         let (mut quiet, mut shown) = (true, Ok(()));
         let more = source.poll(R::PATIENCE, &mut |message| {
@@ -116,20 +116,20 @@ pub(super) fn wall_clock() -> u64 {
 }
 
 /// The training thread of this process.
-struct Attached<'a> {
+struct LiveSource<'a> {
     records: &'a Receiver<Record>,
     activity: &'a Activity,
     closed: bool,
 }
 
-impl Source for Attached<'_> {
-    fn poll(&mut self, mut wait: Duration, pass: &mut dyn FnMut(Message)) -> Result<bool> {
+impl MessageSource for LiveSource<'_> {
+    fn poll(&mut self, mut wait: Duration, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool> {
         for _ in 0..BATCH {
             match self.records.recv_timeout(wait) {
-                Ok(record) => pass(Message::Record(Box::new(record))),
+                Ok(record) => pass(ScreenMessage::Record(Box::new(record))),
                 Err(RecvTimeoutError::Disconnected) if !self.closed => {
                     self.closed = true;
-                    pass(Message::Closed);
+                    pass(ScreenMessage::Closed);
                 }
                 Err(_) => return Ok(false),
             }
@@ -157,7 +157,7 @@ impl Source for Attached<'_> {
 /// resumed run; the flag enables the mouse.
 ///
 /// The terminal is restored before any line and before any thread's panic message is printed. If drawing panics, the result
-/// is [`Exit::Crashed`], and the run continues. [`Exit::Aborted`] returns without waiting for training.
+/// is [`Exit::Crashed`], and the run continues. [`Exit::Killed`] returns without waiting for training.
 pub fn follow<W: Write>(
     writer: W,
     (records, activity): (&Receiver<Record>, &Activity),
@@ -166,8 +166,8 @@ pub fn follow<W: Write>(
     log_every: u64,
     history: RunState,
 ) -> Exit {
-    let mut source = Attached { records, activity, closed: false };
-    let mut app = App::new(Mode::Attached, history);
+    let mut source = LiveSource { records, activity, closed: false };
+    let mut app = App::new(DashboardMode::Attached, history);
     let exit = app.run(writer, &mut source, Some(commands), theme, mouse).unwrap_or_else(|error| {
         // A closed standard error is not a failure.
         let _ = writeln!(stderr(), "warning: no dashboard: {error}");
@@ -180,20 +180,20 @@ pub fn follow<W: Write>(
         // The screen that showed it has closed.
         let _ = writeln!(stdout(), "{end}");
     }
-    if exit == Exit::Aborted {
+    if exit == Exit::Killed {
         return exit;
     }
     if exit == Exit::Detached {
         let name = run.started.as_ref().map_or("", |started| &started.run);
         let _ = writeln!(stdout(), "detached; `finetune watch {name}` in another terminal shows the dashboard");
     }
-    let _ = drive(&mut source, &mut Plain::after(run, stdout(), log_every));
+    let _ = drive(&mut source, &mut PlainPrinter::after(run, stdout(), log_every));
     records.iter().for_each(drop);
     exit
 }
 
 /// Shows training on another thread until it has ended. A closed output does not stop it: the log has everything.
 pub(crate) fn follow_with<R: Renderer>((records, activity): (&Receiver<Record>, &Activity), renderer: &mut R) {
-    let _ = drive(&mut Attached { records, activity, closed: false }, renderer);
+    let _ = drive(&mut LiveSource { records, activity, closed: false }, renderer);
     records.iter().for_each(drop);
 }

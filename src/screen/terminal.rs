@@ -7,5 +7,5 @@ mod signals;
 
 pub(crate) use keys::Binding;
 pub(crate) use screen::Screen;
-pub(crate) use signals::Ending;
-pub use signals::{Interruption, hold_signals, outlive_file_size_limit};
+pub(crate) use signals::ShutdownFlag;
+pub use signals::{SignalHandler, ignore_stop_signals, outlive_file_size_limit};

@@ -1,8 +1,8 @@
 //! A run's log as a source: of a run in another process, or of a finished one.
 
-use super::dashboard::{App, Mode};
-use super::plain::Plain;
-use super::renderer::{Exit, Message, Playback, Source, drive, wall_clock};
+use super::dashboard::{App, DashboardMode};
+use super::plain::PlainPrinter;
+use super::renderer::{Exit, MessageSource, Playback, ScreenMessage, drive, wall_clock};
 use crate::Result;
 use crate::telemetry::{Diagnostic, Event, PhaseLines, ProcessId, Record, RunState, Tail, VERSION};
 use crate::ui::Theme;
@@ -25,7 +25,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 pub(crate) fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) -> Result<Exit> {
     let mut app = App::watching(logs);
     app.scene.playback = speed.map(|speed| Playback { speed, paused: false, seek: None, at: 0.0 });
-    app.run(stdout(), &mut Watched::new(logs, speed), None, theme, mouse)
+    app.run(stdout(), &mut LogSource::new(logs, speed), None, theme, mouse)
 }
 
 /// Writes the run of `log` as plain lines, and follows it until it ends. With a `speed`, replays the existing records that
@@ -34,23 +34,23 @@ pub(crate) fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: b
 /// # Errors
 /// If the log cannot be read or `out` is closed.
 pub(crate) fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: u64) -> Result<()> {
-    let mut source = Watched::new(&[log.to_path_buf()], speed);
+    let mut source = LogSource::new(&[log.to_path_buf()], speed);
     // A skimmed step lacks most of its line's figures.
     source.tail = Tail::new(log);
-    drive(&mut source, &mut Plain::new(out, log_every)).map(drop)
+    drive(&mut source, &mut PlainPrinter::new(out, log_every)).map(drop)
 }
 
 impl App {
     /// A dashboard for these logs.
     pub(super) fn watching(logs: &[PathBuf]) -> Self {
-        let mut app = Self::new(Mode::Watching, RunState::default());
+        let mut app = Self::new(DashboardMode::Watching, RunState::default());
         app.scene.others = logs.iter().skip(1).map(|_| RunState::default()).collect();
         app
     }
 }
 
 /// A log as a source of messages.
-pub(super) struct Watched {
+pub(super) struct LogSource {
     tail: Tail,
     /// The logs of overlaid runs.
     others: Vec<Tail>,
@@ -135,7 +135,7 @@ fn last_seconds(log: &Path) -> Option<f64> {
     end.rsplit(|byte| *byte == b'\n').find_map(|line| Some(serde_json::from_slice::<Record>(line).ok()?.s))
 }
 
-impl Watched {
+impl LogSource {
     /// The run of the first log, with the others overlaid.
     pub(super) fn new(logs: &[PathBuf], speed: Option<f64>) -> Self {
         let log = logs.first().map_or(Path::new(""), PathBuf::as_path);
@@ -147,17 +147,17 @@ impl Watched {
     }
 
     /// Passes on the records of the other runs; `true` if there are more already.
-    fn poll_others(&mut self, pass: &mut dyn FnMut(Message)) -> Result<bool> {
+    fn poll_others(&mut self, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool> {
         let mut more = false;
         for (at, tail) in self.others.iter_mut().enumerate() {
             let poll = tail.poll()?;
-            poll.records.into_iter().for_each(|record| pass(Message::Other(at, Box::new(record))));
+            poll.records.into_iter().for_each(|record| pass(ScreenMessage::Other(at, Box::new(record))));
             more |= poll.more;
         }
         Ok(more)
     }
 
-    fn follow(&mut self, pass: &mut dyn FnMut(Message)) -> Result<bool> {
+    fn follow(&mut self, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool> {
         let mut poll = self.tail.poll()?;
         let mut gone = false;
         if poll.records.is_empty() && !poll.more && self.checked.elapsed() >= CHECK_INTERVAL {
@@ -181,25 +181,25 @@ impl Watched {
                 Event::Phase { what, .. } => Some((what.clone(), record.t)),
                 _ => None,
             };
-            pass(Message::Record(Box::new(record)));
+            pass(ScreenMessage::Record(Box::new(record)));
         }
         if poll.unreadable > 0 {
-            pass(Message::Record(Box::new(unreadable(poll.unreadable, last.unwrap_or_default()))));
+            pass(ScreenMessage::Record(Box::new(unreadable(poll.unreadable, last.unwrap_or_default()))));
         }
         if gone && !self.over {
             self.over = true;
-            pass(Message::Gone);
+            pass(ScreenMessage::Gone);
         }
         Ok(poll.more)
     }
 
-    fn read(&mut self, pass: &mut dyn FnMut(Message)) -> Result<bool> {
+    fn read(&mut self, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool> {
         let more = self.poll_others(pass)?;
         let Some(replay) = &mut self.replay else { return Ok(self.follow(pass)? || more) };
         if std::mem::take(&mut replay.rewind) {
             self.tail = Tail::new(self.tail.path());
             replay.waiting.clear();
-            pass(Message::Rewind);
+            pass(ScreenMessage::Rewind);
         }
         if replay.waiting.len() < 1024 {
             replay.waiting.extend(self.tail.poll()?.records);
@@ -213,15 +213,15 @@ impl Watched {
         while replay.waiting.front().is_some_and(|record| record.s <= due) {
             if let Some(record) = replay.waiting.pop_front() {
                 replay.clock = record.t;
-                pass(Message::Record(Box::new(record)));
+                pass(ScreenMessage::Record(Box::new(record)));
             }
         }
         Ok(replay.waiting.is_empty())
     }
 }
 
-impl Source for Watched {
-    fn poll(&mut self, wait: Duration, pass: &mut dyn FnMut(Message)) -> Result<bool> {
+impl MessageSource for LogSource {
+    fn poll(&mut self, wait: Duration, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool> {
         let mut quiet = true;
         let more = self.read(&mut |message| {
             quiet = false;

@@ -74,12 +74,12 @@ const AIR: f64 = 10.0;
 const RIGHT: f64 = 28.0;
 
 /// The mapping of data to positions in a chart.
-pub(crate) struct Axes {
+pub(crate) struct SvgAxes {
     pub(crate) x: (f64, f64),
     pub(crate) y: (f64, f64),
 }
 
-impl Axes {
+impl SvgAxes {
     pub(crate) fn left(&self, x: f64) -> f64 {
         LEFT + (x - self.x.0) / (self.x.1 - self.x.0) * (WIDTH - LEFT - RIGHT)
     }

@@ -3,7 +3,7 @@
 //! Roles never carry meaning alone: the text says the same without colour.
 
 use super::ascii::replacement;
-use super::{Look, Pad, Role, Theme, may_colour};
+use super::{Canvas, ColorScheme, Role, Theme, may_colour};
 use crate::untrusted::sanitize_line;
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::layout::Rect;
@@ -116,10 +116,10 @@ impl Page {
     }
 
     /// Draws on a rectangle of `width` × `height` cells, and adds them as lines. `roles` are all roles that `draw` uses.
-    pub(crate) fn drawn(&mut self, (width, height): (u16, u16), roles: &[Role], draw: impl FnOnce(&mut Pad)) {
+    pub(crate) fn drawn(&mut self, (width, height): (u16, u16), roles: &[Role], draw: impl FnOnce(&mut Canvas)) {
         let area = Rect::new(0, 0, width, height);
-        let (mut buffer, theme) = (Buffer::empty(area), Theme::truecolor(Look::Dark));
-        draw(&mut Pad::new(&mut buffer, area, theme));
+        let (mut buffer, theme) = (Buffer::empty(area), Theme::truecolor(ColorScheme::Dark));
+        draw(&mut Canvas::new(&mut buffer, area, theme));
         // A cell stores only its colour, which is unique to each of the roles.
         let role = |cell: &Cell| roles.iter().find(|role| theme.style(**role).fg == Some(cell.fg)).copied();
         for row in buffer.content.chunks(usize::from(width).max(1)) {
@@ -132,10 +132,10 @@ impl Page {
     }
 
     /// Shows the lines on a screen, starting at row `y`.
-    pub(crate) fn show(self, pad: &mut Pad, y: u16) {
-        let page = if pad.theme().ascii() { self.ascii() } else { self };
-        for (y, line) in (y..pad.height()).zip(&page.lines) {
-            line.spans.iter().fold(1, |x, span| pad.text(x, y, &span.text, span.role));
+    pub(crate) fn show(self, canvas: &mut Canvas, y: u16) {
+        let page = if canvas.theme().ascii() { self.ascii() } else { self };
+        for (y, line) in (y..canvas.height()).zip(&page.lines) {
+            line.spans.iter().fold(1, |x, span| canvas.text(x, y, &span.text, span.role));
         }
     }
 

@@ -1,6 +1,6 @@
 //! Curves in braille, two by four dots per character, with axes.
 
-use super::{Pad, Role};
+use super::{Canvas, Role};
 
 /// A chart's axes: the ranges of the data and the formats of the labels.
 pub(crate) struct Axes<'a> {
@@ -47,24 +47,24 @@ impl Axes<'_> {
     }
 
     /// Draws the axes, and calls `curves` to draw between them.
-    pub(crate) fn draw(&self, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
+    pub(crate) fn draw(&self, canvas: &mut Canvas, curves: impl FnOnce(&mut Plot)) {
         let (labels, margin) = (self.y_labels(), self.margin());
-        let (columns, rows) = (pad.width().saturating_sub(margin + 1), pad.height().saturating_sub(2));
+        let (columns, rows) = (canvas.width().saturating_sub(margin + 1), canvas.height().saturating_sub(2));
         if columns < 2 || rows < 1 {
             return;
         }
         for y in 0..rows {
-            pad.text(margin, y, "│", Role::Dim);
+            canvas.text(margin, y, "│", Role::Dim);
         }
-        pad.text(margin, rows, &format!("└{}", "─".repeat(columns.into())), Role::Dim);
-        pad.text_before(margin, 0, &labels[0], Role::Dim);
+        canvas.text(margin, rows, &format!("└{}", "─".repeat(columns.into())), Role::Dim);
+        canvas.text_before(margin, 0, &labels[0], Role::Dim);
         if rows >= 5 {
-            pad.text_before(margin, (rows - 1) / 2, &labels[1], Role::Dim);
+            canvas.text_before(margin, (rows - 1) / 2, &labels[1], Role::Dim);
         }
         if rows >= 2 {
-            pad.text_before(margin, rows - 1, &labels[2], Role::Dim);
+            canvas.text_before(margin, rows - 1, &labels[2], Role::Dim);
         }
-        self.label_x(pad, margin, columns, rows + 1);
+        self.label_x(canvas, margin, columns, rows + 1);
 
         let mut plot = Plot {
             columns,
@@ -74,21 +74,21 @@ impl Axes<'_> {
             cells: vec![PlotCell::default(); usize::from(columns) * usize::from(rows)],
         };
         curves(&mut plot);
-        plot.draw(&mut pad.part(margin + 1, 0, columns, rows));
+        plot.draw(&mut canvas.part(margin + 1, 0, columns, rows));
     }
 
-    fn label_x(&self, pad: &mut Pad, margin: u16, columns: u16, y: u16) {
+    fn label_x(&self, canvas: &mut Canvas, margin: u16, columns: u16, y: u16) {
         let (first, last) = ((self.x_label)(self.x.0), (self.x_label)(self.x.1));
         let middle = (self.x_label)(f64::midpoint(self.x.0, self.x.1));
         let end = margin + 1 + columns;
-        let after_first = pad.text(margin, y, &first, Role::Dim);
+        let after_first = canvas.text(margin, y, &first, Role::Dim);
         let before_last = end.saturating_sub(last.chars().count() as u16);
         if before_last > after_first {
-            pad.text_before(end, y, &last, Role::Dim);
+            canvas.text_before(end, y, &last, Role::Dim);
         }
         let at = (margin + columns / 2).saturating_sub(middle.chars().count() as u16 / 2);
         if at > after_first + 1 && at + (middle.chars().count() as u16) + 1 < before_last {
-            pad.text(at, y, &middle, Role::Dim);
+            canvas.text(at, y, &middle, Role::Dim);
         }
     }
 }
@@ -185,7 +185,7 @@ impl Plot {
         }
     }
 
-    fn draw(&self, pad: &mut Pad) {
+    fn draw(&self, canvas: &mut Canvas) {
         for (index, cell) in self.cells.iter().enumerate() {
             let Some(role) = cell.role else { continue };
             let braille = match cell.dots {
@@ -193,7 +193,7 @@ impl Plot {
                 dots => char::from_u32(0x2800 + u32::from(dots)).unwrap_or(' '),
             };
             let (x, y) = (index % usize::from(self.columns), index / usize::from(self.columns));
-            pad.glyph(x as u16, y as u16, cell.mark.unwrap_or(braille), role);
+            canvas.glyph(x as u16, y as u16, cell.mark.unwrap_or(braille), role);
         }
     }
 }
@@ -220,7 +220,7 @@ mod tests {
         let label = |value: f64| format!("{value:.0}");
         let axes = Axes { x: (0.0, 9.0), y: (0.0, 4.0), x_label: &label, y_label: &label };
         let mut page = Page::new();
-        page.drawn((width, height), &[], |pad| axes.draw(pad, curves));
+        page.drawn((width, height), &[], |canvas| axes.draw(canvas, curves));
         page.text().lines().map(str::to_owned).collect()
     }
 

@@ -3,7 +3,7 @@
 //! FP16 has exactly 40 binades of finite values, 2^-24 to 2^15, so it gets a cell for each, 44 columns in all. The wide
 //! formats show the binades in use, several per cell if there are more than 40.
 
-use super::{Pad, Role, column_cell};
+use super::{Canvas, Role, column_cell};
 use crate::precision::{ExponentHistogram, FloatFormat};
 
 /// Number of cells for finite values.
@@ -111,7 +111,7 @@ impl Ruler {
     /// Returns the count of the highest bar.
     pub(crate) fn bars(
         &self,
-        pad: &mut Pad,
+        canvas: &mut Canvas,
         y: u16,
         height: u16,
         histogram: &ExponentHistogram,
@@ -130,7 +130,7 @@ impl Ruler {
             for at in 0..height {
                 let block = column_cell(eighths(count).max(1).into(), (height - 1 - at).into());
                 if count > 0 && block != ' ' {
-                    (x..x + width).for_each(|x| pad.glyph(x, y + at, block, role));
+                    (x..x + width).for_each(|x| canvas.glyph(x, y + at, block, role));
                 }
             }
         };
@@ -143,36 +143,36 @@ impl Ruler {
         for (cell, count) in outlined.iter().enumerate().filter(|(_, count)| **count > 0) {
             let above = (eighths(*count) / 8).min(height.saturating_sub(1));
             let x = self.start() + cell as u16 * self.cell_width;
-            (x..x + self.cell_width).for_each(|x| pad.glyph(x, y + height - 1 - above, '∙', Role::Validation));
+            (x..x + self.cell_width).for_each(|x| canvas.glyph(x, y + height - 1 - above, '∙', Role::Validation));
         }
         top
     }
 
     /// Draws the axis on two rows from `y`. Its labels are exponents minus `shift`.
-    pub(crate) fn axis(&self, pad: &mut Pad, y: u16, shift: i32) {
+    pub(crate) fn axis(&self, canvas: &mut Canvas, y: u16, shift: i32) {
         let start = self.start();
-        pad.glyph(self.zero, y, '┴', Role::Dim);
-        pad.text(self.zero, y + 1, "0", Role::Dim);
-        pad.text(start, y, &"─".repeat(usize::from(self.infinity() - 1 - start)), Role::Dim);
-        pad.glyph(self.infinity(), y, '┴', Role::Dim);
-        pad.text(self.infinity(), y + 1, "∞", Role::Overflow);
+        canvas.glyph(self.zero, y, '┴', Role::Dim);
+        canvas.text(self.zero, y + 1, "0", Role::Dim);
+        canvas.text(start, y, &"─".repeat(usize::from(self.infinity() - 1 - start)), Role::Dim);
+        canvas.glyph(self.infinity(), y, '┴', Role::Dim);
+        canvas.text(self.infinity(), y + 1, "∞", Role::Overflow);
         let end = self.infinity() - 1;
         let mut free = start;
         let ticks = self.ticks();
         for (at, exponent) in ticks.iter().enumerate() {
             let x = self.column(*exponent);
-            pad.glyph(x, y, '┴', Role::Dim);
+            canvas.glyph(x, y, '┴', Role::Dim);
             let label = (exponent - shift).to_string();
             let x = x.min(end.saturating_sub(label.len() as u16));
             let last = at + 1 == ticks.len();
             if x < free || (!last && x + label.len() as u16 + 3 > end) {
                 continue;
             }
-            free = pad.text(x, y + 1, &label, Role::Dim) + 1;
+            free = canvas.text(x, y + 1, &label, Role::Dim) + 1;
             let next = ticks.get(at + 1).map_or(end, |next| self.column(*next));
             let kind = self.kind(*exponent);
             if !last && !kind.is_empty() && free + (kind.len() as u16) < next {
-                free = pad.text(free, y + 1, kind, Role::Dim) + 1;
+                free = canvas.text(free, y + 1, kind, Role::Dim) + 1;
             }
         }
     }

@@ -73,7 +73,7 @@ impl Role {
 
 /// The background and contrast of the colours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Look {
+pub enum ColorScheme {
     /// A dark background, the terminal's own.
     #[default]
     Dark,
@@ -83,7 +83,7 @@ pub enum Look {
     HighContrast,
 }
 
-impl Look {
+impl ColorScheme {
     /// Reads the terminal's background from `COLORFGBG`; dark if it is not set.
     fn from_env(env: impl Fn(&str) -> Option<String>) -> Self {
         let background = env("COLORFGBG").and_then(|value| value.rsplit(';').next()?.parse::<u8>().ok());
@@ -109,7 +109,7 @@ impl Look {
     }
 }
 
-impl FromStr for Look {
+impl FromStr for ColorScheme {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -126,32 +126,32 @@ impl FromStr for Look {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Theme {
     palette: Palette,
-    look: Look,
+    scheme: ColorScheme,
     ascii: bool,
 }
 
 impl Theme {
     /// From the environment: no colours with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI. `ascii`
-    /// replaces non-ASCII characters. Without a `look`, `COLORFGBG` decides.
-    pub fn from_env(ascii: bool, look: Option<Look>) -> Self {
-        let look = look.unwrap_or_else(|| Look::from_env(|name| std::env::var(name).ok()));
-        Self { palette: Palette::from_env(), look, ascii }
+    /// replaces non-ASCII characters. Without a `scheme`, `COLORFGBG` decides.
+    pub fn from_env(ascii: bool, scheme: Option<ColorScheme>) -> Self {
+        let scheme = scheme.unwrap_or_else(|| ColorScheme::from_env(|name| std::env::var(name).ok()));
+        Self { palette: Palette::from_env(), scheme, ascii }
     }
 
     /// All colours, as in pictures.
-    pub fn truecolor(look: Look) -> Self {
-        Self { palette: Palette::Truecolor, look, ascii: false }
+    pub fn truecolor(scheme: ColorScheme) -> Self {
+        Self { palette: Palette::Truecolor, scheme, ascii: false }
     }
 
     /// No colours, as under `NO_COLOR`.
     pub fn monochrome() -> Self {
-        Self { palette: Palette::Monochrome, look: Look::Dark, ascii: false }
+        Self { palette: Palette::Monochrome, scheme: ColorScheme::Dark, ascii: false }
     }
 
     /// The dark look with a number of colours.
     #[cfg(test)]
     pub(crate) const fn of(palette: Palette, ascii: bool) -> Self {
-        Self { palette, look: Look::Dark, ascii }
+        Self { palette, scheme: ColorScheme::Dark, ascii }
     }
 
     /// Whether to replace non-ASCII characters.
@@ -160,22 +160,22 @@ impl Theme {
     }
 
     /// The theme's look.
-    pub fn look(self) -> Look {
-        self.look
+    pub fn scheme(self) -> ColorScheme {
+        self.scheme
     }
 
     /// The theme with another look.
-    pub(crate) fn on(self, look: Look) -> Self {
-        Self { look, ..self }
+    pub(crate) fn on(self, scheme: ColorScheme) -> Self {
+        Self { scheme, ..self }
     }
 
     /// The style of the whole screen: the terminal's own, unless the theme sets the background.
     pub(crate) fn base(self) -> Style {
-        match (self.look, self.palette) {
-            (Look::HighContrast, Palette::Truecolor) => {
+        match (self.scheme, self.palette) {
+            (ColorScheme::HighContrast, Palette::Truecolor) => {
                 Style::new().fg(Color::Rgb(255, 255, 255)).bg(Color::Rgb(0, 0, 0))
             }
-            (Look::HighContrast, Palette::Ansi) => Style::new().fg(Color::White).bg(Color::Black),
+            (ColorScheme::HighContrast, Palette::Ansi) => Style::new().fg(Color::White).bg(Color::Black),
             _ => Style::new(),
         }
     }
@@ -183,10 +183,10 @@ impl Theme {
     /// A role's style. Truecolor uses the colour-blind-safe palette of Okabe and Ito; on a light background, darker variants
     /// with a contrast of at least 4.5:1 to white.
     pub(crate) fn style(self, role: Role) -> Style {
-        let inks = match self.look {
-            Look::Dark => &DARK,
-            Look::Light => &LIGHT,
-            Look::HighContrast => &HIGH_CONTRAST,
+        let inks = match self.scheme {
+            ColorScheme::Dark => &DARK,
+            ColorScheme::Light => &LIGHT,
+            ColorScheme::HighContrast => &HIGH_CONTRAST,
         };
         let (rgb, ansi) = match role {
             Role::Text => return Style::new(),
@@ -208,21 +208,21 @@ impl Theme {
 }
 
 /// A colour, and its substitute among the sixteen of ANSI.
-type Ink = ((u8, u8, u8), Color);
+type ColorPair = ((u8, u8, u8), Color);
 
 /// The colours of a look, named by the roles that use them.
 struct Inks {
-    dim: Ink,
-    train: Ink,
-    smooth: Ink,
-    validation: Ink,
-    bad: Ink,
-    warn: Ink,
-    good: Ink,
+    dim: ColorPair,
+    train: ColorPair,
+    smooth: ColorPair,
+    validation: ColorPair,
+    bad: ColorPair,
+    warn: ColorPair,
+    good: ColorPair,
     /// The third overlaid run.
-    third: Ink,
+    third: ColorPair,
     /// The fourth compared series.
-    fourth: Ink,
+    fourth: ColorPair,
 }
 
 const DARK: Inks = Inks {
@@ -293,8 +293,8 @@ mod tests {
 
     #[test]
     fn monochrome_has_no_colour_at_all() {
-        for look in [Look::Dark, Look::Light, Look::HighContrast] {
-            let theme = Theme::monochrome().on(look);
+        for scheme in [ColorScheme::Dark, ColorScheme::Light, ColorScheme::HighContrast] {
+            let theme = Theme::monochrome().on(scheme);
             for role in ROLES {
                 let style = theme.style(role);
                 assert_eq!((style.fg, style.bg), (None, None), "{role:?}");
@@ -313,23 +313,23 @@ mod tests {
             };
             0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b)
         };
-        for (look, least) in [(Look::Dark, 4.5), (Look::Light, 4.5), (Look::HighContrast, 7.0)] {
+        for (scheme, least) in [(ColorScheme::Dark, 4.5), (ColorScheme::Light, 4.5), (ColorScheme::HighContrast, 7.0)] {
             for role in ROLES {
-                let Some(Color::Rgb(r, g, b)) = Theme::truecolor(look).style(role).fg else { continue };
-                let (ink, paper) = (luminance((r, g, b)), luminance(look.page().1));
+                let Some(Color::Rgb(r, g, b)) = Theme::truecolor(scheme).style(role).fg else { continue };
+                let (ink, paper) = (luminance((r, g, b)), luminance(scheme.page().1));
                 let ratio = (ink.max(paper) + 0.05) / (ink.min(paper) + 0.05);
-                assert!(ratio >= least, "{look:?} {role:?}: {ratio:.2}");
+                assert!(ratio >= least, "{scheme:?} {role:?}: {ratio:.2}");
             }
         }
     }
 
     #[test]
     fn a_light_terminal_is_detected() {
-        let told = |value: Option<&'static str>| Look::from_env(move |_| value.map(str::to_owned));
-        assert_eq!(told(Some("0;15")), Look::Light);
-        assert_eq!(told(Some("0;default;7")), Look::Light);
-        assert_eq!([told(Some("15;0")), told(Some("nonsense")), told(None)], [Look::Dark; 3]);
-        assert_eq!("high-contrast".parse(), Ok(Look::HighContrast));
-        assert!("bright".parse::<Look>().is_err());
+        let told = |value: Option<&'static str>| ColorScheme::from_env(move |_| value.map(str::to_owned));
+        assert_eq!(told(Some("0;15")), ColorScheme::Light);
+        assert_eq!(told(Some("0;default;7")), ColorScheme::Light);
+        assert_eq!([told(Some("15;0")), told(Some("nonsense")), told(None)], [ColorScheme::Dark; 3]);
+        assert_eq!("high-contrast".parse(), Ok(ColorScheme::HighContrast));
+        assert!("bright".parse::<ColorScheme>().is_err());
     }
 }

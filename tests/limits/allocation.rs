@@ -18,7 +18,7 @@ use finetune::engine::kernels::dropout::Dropout;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels, op};
 use finetune::engine::model::{Checkpointing, ModelSpec, ParamSpec, Parameters};
 use finetune::engine::optim::{AdamWConfig, MasterWeights};
-use finetune::lab::{Group, Memory};
+use finetune::lab::{MemoryCategory, MemoryPlan};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
 use finetune::store::base::load_with_base;
@@ -94,11 +94,12 @@ fn a_steady_state_step_allocates_at_most_32_kib() {
                 batch: (4, 64),
                 grad_accum,
             };
-            let items = Memory::engine(&config, policy, [4, 64, grad_accum], Checkpointing::None, false).unwrap();
+            let items = MemoryPlan::engine(&config, policy, [4, 64, grad_accum], Checkpointing::None, false).unwrap();
             let before = ALLOCATED.load(Relaxed);
             let mut engine = engine(&config, masters, settings);
             // The masters were there before.
-            let told: u64 = items.iter().filter(|item| item.group != Group::Masters).map(|item| item.bytes).sum();
+            let told: u64 =
+                items.iter().filter(|item| item.group != MemoryCategory::Masters).map(|item| item.bytes).sum();
             let allocated = ALLOCATED.load(Relaxed) - before;
             let untold = allocated.checked_sub(told as usize);
             assert!(untold.is_some_and(|bytes| bytes < SMALL_THINGS), "{policy}: allocated {allocated}, told {told}");
@@ -214,7 +215,7 @@ fn a_base_in_blocks_holds_its_blocks() {
     assert!(bytes >= in_blocks && bytes < in_blocks + (dense >> 3), "{bytes} held, {in_blocks} of them in blocks");
     assert!(bytes * 2 < dense + in_blocks && held.abs_diff(bytes) < SMALL_THINGS as u64, "{held} {bytes} {dense}");
 
-    let items = Memory::engine(&spec, policy, [4, 64, 1], Checkpointing::None, false).unwrap();
+    let items = MemoryPlan::engine(&spec, policy, [4, 64, 1], Checkpointing::None, false).unwrap();
     let told: u64 = items.iter().map(|item| item.bytes).sum();
     let settings = Settings {
         policy,

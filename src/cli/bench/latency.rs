@@ -2,7 +2,7 @@
 
 use super::{BenchArgs, round};
 use crate::Result;
-use crate::cli::model::tell_notice;
+use crate::cli::model::print_notice;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::machine::peak::measure_bandwidth;
 use crate::engine::kernels::view::host;
@@ -22,7 +22,7 @@ const WARM_UP: usize = 3;
 /// it from the KV cache.
 pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result<serde_json::Value> {
     let (shape, seq_len, policy) = (args.shape()?, args.seq_len, config.dtype);
-    let open = config.device_spec()?.open(policy, config.kernels, &mut |notice| tell_notice(&notice))?;
+    let open = config.device_spec()?.open(policy, config.kernels, &mut |notice| print_notice(&notice))?;
     let masters = TrainState::random_masters(&shape, config.seed, &open.device)?;
     let (masters, weights) = MasterWeights::new(masters, policy, &*open.kernels)?;
     drop(masters);
@@ -33,7 +33,7 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
     let mut workspace = Workspace::for_evaluation(&shape, policy, (1, seq_len), &open.device)?;
     let forward = timed(count, || {
         model.forward(&weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
-        arrived(&model.logits(&weights, workspace.hidden())?)
+        synchronize(&model.logits(&weights, workspace.hidden())?)
     })?;
     let mut cache = KvCache::new(&shape, policy, seq_len, &open.device)?;
     let past = seq_len - 1;
@@ -43,10 +43,10 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
     let token = timed(count, || {
         cache.truncate(past);
         let hidden = model.decode(&weights, &ids[past..], &mut cache)?;
-        arrived(&model.logits(&weights, hidden)?)
+        synchronize(&model.logits(&weights, hidden)?)
     })?;
     // A token reads every weight once and computes little, so memory bandwidth limits its speed.
-    let bytes = bytes_of_a_token(&shape, &weights, past);
+    let bytes = bytes_read_per_token(&shape, &weights, past);
     let bandwidth = open.device.is_cpu().then(measure_bandwidth);
     let token = percentiles(token);
     let rate = token["p50"].as_f64().map(|ms| bytes as f64 / ms / 1e6);
@@ -73,7 +73,7 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
 }
 
 /// Bytes read for a token after `past` others: the weights, except tables of which it needs one row, and the KV cache.
-fn bytes_of_a_token(shape: &ModelSpec, weights: &Parameters, past: usize) -> u64 {
+fn bytes_read_per_token(shape: &ModelSpec, weights: &Parameters, past: usize) -> u64 {
     let is_read = |op: ModuleOp| match op {
         ModuleOp::Embedding => shape.tie_word_embeddings,
         op => op != ModuleOp::Positions,
@@ -90,7 +90,7 @@ fn bytes_of_a_token(shape: &ModelSpec, weights: &Parameters, past: usize) -> u64
 }
 
 /// Waits until a result is there: a device computes on while its host goes ahead.
-fn arrived(logits: &Tensor) -> Result<()> {
+fn synchronize(logits: &Tensor) -> Result<()> {
     if !logits.device().is_cpu() {
         let last = logits.narrow(0, logits.dim(0)? - 1, 1)?;
         host(&last.to_dtype(DType::F32)?)?;
@@ -128,7 +128,7 @@ mod tests {
     fn a_token_reads_the_weights_and_the_cache() {
         let shape = ModelSpec::named("tiny").unwrap_or_else(|| unreachable!());
         let weights = Parameters::zeros(&shape.parameters(), DType::BF16, &candle_core::Device::Cpu);
-        let read = weights.map(|weights| bytes_of_a_token(&shape, &weights, 12)).unwrap_or_default();
+        let read = weights.map(|weights| bytes_read_per_token(&shape, &weights, 12)).unwrap_or_default();
         // All parameters but the positions, and keys and values of 4 heads of 32 in 4 blocks.
         assert_eq!(read, 2 * (shape.parameter_count() - 128 * 128) + 2 * 2 * 4 * 12 * 128);
     }

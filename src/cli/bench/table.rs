@@ -10,13 +10,13 @@ use std::process::{Command, Stdio};
 /// Measures every one of `types` and compares them with FP32, if it is among them.
 pub(super) fn of(args: &BenchArgs, types: &[(String, PrecisionPolicy)]) -> Result<String> {
     let reports: Vec<(&str, Value)> =
-        types.iter().map(|(name, _)| Ok((name.as_str(), measure_apart(name)?))).collect::<Result<_>>()?;
+        types.iter().map(|(name, _)| Ok((name.as_str(), measure_in_subprocess(name)?))).collect::<Result<_>>()?;
     let fp32 = types.iter().position(|(_, policy)| *policy == PrecisionPolicy::FP32).map(|at| &reports[at].1);
     Ok(if args.latency.is_some() { latencies(&reports) } else { speeds(&reports, fp32) })
 }
 
 /// The report of the same command with this type alone, which stands last on its line and counts.
-fn measure_apart(dtype: &str) -> Result<Value> {
+fn measure_in_subprocess(dtype: &str) -> Result<Value> {
     let program = std::env::current_exe().map_err(Error::io("find", "this program"))?;
     let output = Command::new(program)
         .args(std::env::args_os().skip(1))

@@ -16,7 +16,7 @@ use crate::random::{Domain, Stream};
 
 /// What an operation reads, computes in and stores.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Operation {
+pub struct MeasuredOp {
     /// The operation.
     pub name: &'static str,
     /// The type of its operands.
@@ -30,11 +30,11 @@ pub struct Operation {
 }
 
 /// The share of results below which an operation does not count as FP32 inside.
-const MOST: f64 = 0.9;
+const MAX_ULP_ERROR: f64 = 0.9;
 
 /// Measures the operations of a decoder with this project's kernels for a CPU.
-pub(super) fn measured(policy: PrecisionPolicy) -> candle_core::Result<Vec<Operation>> {
-    let bench = Bench { compute: candle_dtype(policy.compute), format: policy.compute.format() };
+pub(super) fn measured(policy: PrecisionPolicy) -> candle_core::Result<Vec<MeasuredOp>> {
+    let bench = PrecisionProbe { compute: candle_dtype(policy.compute), format: policy.compute.format() };
     let [norm, statistics] = bench.norm(candle_dtype(policy.residual))?;
     let [softmax, attention] = bench.attention()?;
     let [product, bias] = bench.products(candle_dtype(policy.grads))?;
@@ -45,7 +45,7 @@ pub(super) fn measured(policy: PrecisionPolicy) -> candle_core::Result<Vec<Opera
 /// Rows and columns of the operands.
 const SIZE: [usize; 2] = [96, 192];
 
-struct Bench {
+struct PrecisionProbe {
     compute: DType,
     format: FloatFormat,
 }
@@ -57,28 +57,28 @@ fn numbers(salt: u32, shape: [usize; 2]) -> candle_core::Result<Tensor> {
     Tensor::from_vec(numbers, &shape, &Device::Cpu)
 }
 
-impl Bench {
+impl PrecisionProbe {
     /// Measures operations with operands of one type; `compute` returns a result for each of `names`.
     fn measure<const N: usize>(
         &self,
         names: [&'static str; N],
         operands: DType,
         compute: impl Fn(&Trial<'_>) -> candle_core::Result<[Tensor; N]>,
-    ) -> candle_core::Result<[Operation; N]> {
+    ) -> candle_core::Result<[MeasuredOp; N]> {
         let (results, exact) = (compute(&Trial::on_cpu(&Fused))?, compute(&Trial::exact())?);
         let values = |tensor: &Tensor| tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
         let mut operations =
-            names.map(|name| Operation { name, operands: "", inside: "", result: "", rounded_once: 0.0 });
+            names.map(|name| MeasuredOp { name, operands: "", inside: "", result: "", rounded_once: 0.0 });
         for ((operation, result), exact) in operations.iter_mut().zip(&results).zip(&exact) {
             operation.rounded_once = rounded_once(&values(result)?, &values(exact)?, self.format);
-            let inside = if operation.rounded_once >= MOST { DType::F32 } else { operands };
+            let inside = if operation.rounded_once >= MAX_ULP_ERROR { DType::F32 } else { operands };
             (operation.operands, operation.inside) = (operands.as_str(), inside.as_str());
             operation.result = result.dtype().as_str();
         }
         Ok(operations)
     }
 
-    fn products(&self, grads: DType) -> candle_core::Result<[Operation; 2]> {
+    fn products(&self, grads: DType) -> candle_core::Result<[MeasuredOp; 2]> {
         let [rows, width] = SIZE;
         self.measure(["matrix products", "gradients of biases"], self.compute, |t| {
             let (x, weight) = (numbers(1, SIZE)?, numbers(2, [width, rows])?);
@@ -90,7 +90,7 @@ impl Bench {
         })
     }
 
-    fn norm(&self, residual: DType) -> candle_core::Result<[Operation; 2]> {
+    fn norm(&self, residual: DType) -> candle_core::Result<[MeasuredOp; 2]> {
         let [rows, width] = SIZE;
         self.measure(["normalisation", "its statistics"], residual, |t| {
             let x = t.stored(&numbers(3, SIZE)?, residual)?;
@@ -104,7 +104,7 @@ impl Bench {
         })
     }
 
-    fn attention(&self) -> candle_core::Result<[Operation; 2]> {
+    fn attention(&self) -> candle_core::Result<[MeasuredOp; 2]> {
         const HEAD: usize = SIZE[1] / 3;
         let shape = Shape::new(1, SIZE[0], 1, HEAD);
         self.measure(["softmax's sums", "attention"], self.compute, |t| {
@@ -116,7 +116,7 @@ impl Bench {
         })
     }
 
-    fn gelu(&self) -> candle_core::Result<[Operation; 1]> {
+    fn gelu(&self) -> candle_core::Result<[MeasuredOp; 1]> {
         self.measure(["GELU"], self.compute, |t| {
             let (x, y) = (&t.stored(&numbers(7, SIZE)?, self.compute)?, t.poisoned(&SIZE, self.compute)?);
             t.run(op::Activate { activation: Activation::Gelu, x, y: &y })?;
@@ -124,7 +124,7 @@ impl Bench {
         })
     }
 
-    fn loss(&self) -> candle_core::Result<[Operation; 1]> {
+    fn loss(&self) -> candle_core::Result<[MeasuredOp; 1]> {
         let [rows, width] = SIZE;
         let trial = Trial::on_cpu(&Fused);
         let (x, weight) = (numbers(8, SIZE)?.to_dtype(self.compute)?, numbers(9, [rows, width])?);
@@ -167,7 +167,7 @@ mod tests {
         };
         let share = |format| rounded_once(&in_format(format), &exact, FloatFormat::FP16);
         assert!(share(FloatFormat::FP16) < 0.5, "{}", share(FloatFormat::FP16));
-        assert!(share(FloatFormat::FP32) >= MOST, "{}", share(FloatFormat::FP32));
+        assert!(share(FloatFormat::FP32) >= MAX_ULP_ERROR, "{}", share(FloatFormat::FP32));
     }
 
     #[test]

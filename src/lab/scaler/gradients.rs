@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{Overflows, Visit};
+use super::{GradientTrace, StepCondition};
 use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
 
@@ -44,9 +44,9 @@ impl GradientModel {
     }
 
     /// Generates steps.
-    pub fn steps(&self, seed: u64, steps: usize) -> Overflows {
+    pub fn steps(&self, seed: u64, steps: usize) -> GradientTrace {
         let top = FloatFormat::FP16.max();
-        let visit = |step| Visit::Limit((top / self.log2(seed, step).exp2()) as f32);
+        let visit = |step| StepCondition::Limit((top / self.log2(seed, step).exp2()) as f32);
         let mut source = vec![format!("log2 max|g| ~ N({}, {})", self.level, self.sigma)];
         if self.drift != 0.0 {
             source.push(format!("drift {} per 1000", self.drift));
@@ -58,7 +58,7 @@ impl GradientModel {
             source.push(format!("jump {} at {at}", self.jump));
         }
         source.push(format!("seed {seed}"));
-        Overflows {
+        GradientTrace {
             source: source.join(", "),
             first: 0,
             visits: (0..steps as u64).map(visit).collect(),

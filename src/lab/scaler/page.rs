@@ -2,12 +2,12 @@
 
 use std::iter::repeat_n;
 
-use super::{Attempt, Comparison, Trajectory};
+use super::{Attempt, ScalerComparison, Trajectory};
 use crate::lab::number::short;
 use crate::precision::{FloatFormat, ScaleChange};
 use crate::ui::{Line, Page, Role, column_cell};
 
-impl Comparison {
+impl ScalerComparison {
     /// The report as text, `width` columns wide.
     pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();

@@ -4,67 +4,67 @@ use ratatui::Frame;
 use ratatui::layout::Position;
 
 use super::keys::KEYS;
-use super::model::{Instrument, Model};
+use super::state::{LabState, Tab};
 use crate::screen::terminal::keys::{self, GAPS};
-use crate::ui::{Line, Pad, Page, Role, Theme};
+use crate::ui::{Canvas, Line, Page, Role, Theme};
 
 /// Draws the whole screen at any size; clamps scrolling to the page.
-pub(super) fn draw(model: &mut Model, theme: Theme, frame: &mut Frame) {
+pub(super) fn draw(state: &mut LabState, theme: Theme, frame: &mut Frame) {
     let area = frame.area();
     let width = usize::from(area.width);
     let mut shown = Page::new();
-    shown.push(tabs(model, width));
+    shown.push(tabs(state, width));
     // The keys need the whole screen at 80×24.
-    if !model.help {
-        shown.lines.extend(field_lines(model, width));
-        shown.lines.extend(scenario_line(model));
+    if !state.help {
+        shown.lines.extend(field_lines(state, width));
+        shown.lines.extend(scenario_line(state));
     }
     let room = usize::from(area.height).saturating_sub(shown.lines.len() + 1);
-    let help = help_page(model);
-    let page = if model.help { &help } else { &model.page };
+    let help = help_page(state);
+    let page = if state.help { &help } else { &state.page };
     let most = page.lines.len().saturating_sub(room);
-    model.scroll = model.scroll.min(most);
-    let (scroll, below) = if model.help { (0, 0) } else { (model.scroll, most - model.scroll) };
+    state.scroll = state.scroll.min(most);
+    let (scroll, below) = if state.help { (0, 0) } else { (state.scroll, most - state.scroll) };
     shown.lines.extend(page.lines.iter().skip(scroll).take(room).cloned());
     let mut last = Page::new();
-    last.push(footer(model, below, width.saturating_sub(1)));
+    last.push(footer(state, below, width.saturating_sub(1)));
 
-    let mut pad = Pad::new(frame.buffer_mut(), area, theme);
-    shown.show(&mut pad, 0);
-    last.show(&mut pad, area.height.saturating_sub(1));
-    if let (Some(typed), true) = (&model.typed, area.height > 0) {
-        let column = 9 + model.instrument().fields[model.field].flag.chars().count() + typed.chars().count();
+    let mut canvas = Canvas::new(frame.buffer_mut(), area, theme);
+    shown.show(&mut canvas, 0);
+    last.show(&mut canvas, area.height.saturating_sub(1));
+    if let (Some(typed), true) = (&state.typed, area.height > 0) {
+        let column = 9 + state.current_tab().fields[state.field].flag.chars().count() + typed.chars().count();
         let last = Position { x: area.width.saturating_sub(1), y: area.height - 1 };
         frame.set_cursor_position(Position { x: last.x.min(column as u16), ..last });
     }
 }
 
 /// The tabs; in a narrow terminal only the current one has its number.
-fn tabs(model: &Model, width: usize) -> Line {
+fn tabs(state: &LabState, width: usize) -> Line {
     let number = |i: usize| if i < 10 { ((i + 1) % 10).to_string() } else { "-".to_owned() };
-    let name = |(i, instrument): (usize, &Instrument)| (i, format!("{} {}", number(i), instrument.name));
-    let full: Vec<_> = model.instruments.iter().enumerate().map(name).collect();
+    let name = |(i, lab_tab): (usize, &Tab)| (i, format!("{} {}", number(i), lab_tab.name));
+    let full: Vec<_> = state.lab_tabs.iter().enumerate().map(name).collect();
     let columns = 14 + full.iter().map(|(_, name)| name.len() + 2).sum::<usize>();
     if columns <= width {
         let line = Line::new().with(Role::Title, "finetune lab ");
         return full.iter().fold(line, |line, (i, name)| {
-            line.with(if *i == model.tab { Role::SelectedTitle } else { Role::Dim }, format!(" {name} "))
+            line.with(if *i == state.tab { Role::SelectedTitle } else { Role::Dim }, format!(" {name} "))
         });
     }
     full.iter().fold(Line::new(), |line, (i, name)| {
-        if *i == model.tab {
+        if *i == state.tab {
             line.with(Role::SelectedTitle, format!(" {name} "))
         } else {
-            line.dim(format!(" {}", model.instruments[*i].name))
+            line.dim(format!(" {}", state.lab_tabs[*i].name))
         }
     })
 }
 
 /// The scenarios of the view with their keys; the loaded one is marked.
-fn scenario_line(model: &Model) -> Option<Line> {
-    let scenarios = &model.instrument().scenarios;
+fn scenario_line(state: &LabState) -> Option<Line> {
+    let scenarios = &state.current_tab().scenarios;
     let line = scenarios.iter().zip('a'..).enumerate().fold(Line::new().dim("try"), |line, (i, (scenario, key))| {
-        let is = model.scenario == Some(i);
+        let is = state.scenario == Some(i);
         line.plain("  ")
             .with(Role::Title, key.to_string())
             .with(if is { Role::SelectedTitle } else { Role::Dim }, format!(" {} ", scenario.name))
@@ -73,15 +73,15 @@ fn scenario_line(model: &Model) -> Option<Line> {
 }
 
 /// The parameters, wrapped into lines; the selected one is marked, also by brackets.
-fn field_lines(model: &Model, width: usize) -> Vec<Line> {
+fn field_lines(state: &LabState, width: usize) -> Vec<Line> {
     let (mut lines, mut line, mut used) = (Vec::new(), Line::new(), 1);
-    for (i, field) in model.instrument().fields.iter().enumerate() {
+    for (i, field) in state.current_tab().fields.iter().enumerate() {
         let value = match &field.value {
-            _ if model.instrument().is_of_run(field) => "the run's",
+            _ if state.current_tab().is_of_run(field) => "the run's",
             value if value.is_empty() => "–",
             value => value,
         };
-        let is_chosen = i == model.field;
+        let is_chosen = i == state.field;
         let (open, close) = if is_chosen { ('[', ']') } else { (' ', ' ') };
         let length = field.flag.len() + value.chars().count() + 5;
         if used + length > width && used > 1 {
@@ -96,9 +96,9 @@ fn field_lines(model: &Model, width: usize) -> Vec<Line> {
     lines
 }
 
-fn footer(model: &Model, below: usize, mut width: usize) -> Line {
-    if let Some(typed) = &model.typed {
-        let flag = model.instrument().fields[model.field].flag;
+fn footer(state: &LabState, below: usize, mut width: usize) -> Line {
+    if let Some(typed) = &state.typed {
+        let flag = state.current_tab().fields[state.field].flag;
         return Line::new()
             .with(Role::Title, format!("type {flag} = "))
             .plain(typed.clone())
@@ -110,8 +110,8 @@ fn footer(model: &Model, below: usize, mut width: usize) -> Line {
         width = width.saturating_sub(more.chars().count());
         line = line.with(Role::Warn, more);
     }
-    let keys = model.instrument().keys.iter().filter(|key| !key.footer.is_empty());
-    let play = model.instrument().play.map(|_| ("space", if model.playing { "pause" } else { "run" }));
+    let keys = state.current_tab().keys.iter().filter(|key| !key.footer.is_empty());
+    let play = state.current_tab().play.map(|_| ("space", if state.playing { "pause" } else { "run" }));
     for (key, what) in play.into_iter().chain(keys.map(|key| (key.written, key.footer))) {
         let columns = key.chars().count() + what.len() + usize::from(GAPS.0 + GAPS.1);
         if columns + 30 > width {
@@ -126,21 +126,21 @@ fn footer(model: &Model, below: usize, mut width: usize) -> Line {
     })
 }
 
-fn help_page(model: &Model) -> Page {
+fn help_page(state: &LabState) -> Page {
     let mut page = Page::new();
-    let instrument = model.instrument();
-    if instrument.play.is_some() || !instrument.keys.is_empty() {
-        page.title(format!("Keys of {}", instrument.name));
-        if instrument.play.is_some() {
+    let lab_tab = state.current_tab();
+    if lab_tab.play.is_some() || !lab_tab.keys.is_empty() {
+        page.title(format!("Keys of {}", lab_tab.name));
+        if lab_tab.play.is_some() {
             page.push(Line::new().with(Role::Title, "  space       ").plain("run and pause"));
         }
-        for key in instrument.keys {
+        for key in lab_tab.keys {
             page.push(Line::new().with(Role::Title, format!("  {:<12}", key.written)).plain(key.help));
         }
         page.gap();
     }
     page.title("Keys");
-    if !instrument.scenarios.is_empty() {
+    if !lab_tab.scenarios.is_empty() {
         page.push(
             Line::new().with(Role::Title, "  a b c d     ").plain("load a scenario; its first line says what to try"),
         );
@@ -171,9 +171,9 @@ mod tests {
 
     const MONOCHROME: Theme = Theme::of(Palette::Monochrome, false);
 
-    fn picture(model: &mut Model, theme: Theme, width: u16, height: u16) -> Buffer {
+    fn picture(state: &mut LabState, theme: Theme, width: u16, height: u16) -> Buffer {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-        terminal.draw(|frame| draw(model, theme, frame)).unwrap();
+        terminal.draw(|frame| draw(state, theme, frame)).unwrap();
         terminal.backend().buffer().clone()
     }
 
@@ -183,63 +183,63 @@ mod tests {
         rows.map(|cells| row(cells).trim_end().to_owned() + "\n").collect()
     }
 
-    pub(in crate::lab::screen) fn text_of(model: &mut Model, theme: Theme, width: u16, height: u16) -> String {
-        text(&picture(model, theme, width, height))
+    pub(in crate::lab::screen) fn text_of(state: &mut LabState, theme: Theme, width: u16, height: u16) -> String {
+        text(&picture(state, theme, width, height))
     }
 
-    fn model() -> Model {
+    fn state() -> LabState {
         let fields = vec![
             Field::new("value", "1e-8", Adjust::Among(&Bits::PRESETS)),
             Field::new("note", "", Adjust::Typed),
             Field::new("a-rather-long-parameter", "of a certain length", Adjust::Typed),
             Field::new("another-one", "that needs a second line", Adjust::Typed),
         ];
-        let instruments = ["bits", "ranges", "ulp", "scaler", "scaling", "memory"];
-        let mut model = Model::new(instruments.map(|name| Instrument::new(name, fields.clone())).to_vec());
-        model.evaluate(80, &mut |_, values, width| Ok(Bits::of(values[0].1)?.page(width)));
-        model
+        let lab_tabs = ["bits", "ranges", "ulp", "scaler", "scaling", "memory"];
+        let mut state = LabState::new(lab_tabs.map(|name| Tab::new(name, fields.clone())).to_vec());
+        state.evaluate(80, &mut |_, values, width| Ok(Bits::parse(values[0].1)?.page(width)));
+        state
     }
 
     #[test]
     fn pictures() {
-        let mut model = model();
-        insta::assert_snapshot!("screen_80x24", text(&picture(&mut model, MONOCHROME, 80, 24)));
-        insta::assert_snapshot!("screen_120x36", text(&picture(&mut model, MONOCHROME, 120, 36)));
-        model.help = true;
-        insta::assert_snapshot!("screen_help", text(&picture(&mut model, MONOCHROME, 80, 24)));
-        model.help = false;
-        assert!(model.press(KeyEvent::from(KeyCode::Enter)).is_continue());
-        let last = text(&picture(&mut model, MONOCHROME, 80, 24)).lines().last().unwrap().to_owned();
+        let mut state = state();
+        insta::assert_snapshot!("screen_80x24", text(&picture(&mut state, MONOCHROME, 80, 24)));
+        insta::assert_snapshot!("screen_120x36", text(&picture(&mut state, MONOCHROME, 120, 36)));
+        state.help = true;
+        insta::assert_snapshot!("screen_help", text(&picture(&mut state, MONOCHROME, 80, 24)));
+        state.help = false;
+        assert!(state.press(KeyEvent::from(KeyCode::Enter)).is_continue());
+        let last = text(&picture(&mut state, MONOCHROME, 80, 24)).lines().last().unwrap().to_owned();
         assert_eq!(last, " type value = 1e-8   Enter  Esc  Ctrl-U");
     }
 
     #[test]
     fn every_size_draws() {
-        let mut model = model();
+        let mut state = state();
         for (width, height) in (1..=40).map(|n| (n * 3, n)).chain([(1, 1), (250, 80), (80, 1), (1, 80)]) {
-            picture(&mut model, MONOCHROME, width, height);
+            picture(&mut state, MONOCHROME, width, height);
         }
     }
 
     #[test]
     fn colour_is_decoration_and_ascii_is_ascii() {
-        let mut model = model();
-        let plain = text(&picture(&mut model, MONOCHROME, 100, 30));
+        let mut state = state();
+        let plain = text(&picture(&mut state, MONOCHROME, 100, 30));
         for palette in [Palette::Ansi, Palette::Truecolor] {
-            assert_eq!(text(&picture(&mut model, Theme::of(palette, false), 100, 30)), plain);
+            assert_eq!(text(&picture(&mut state, Theme::of(palette, false), 100, 30)), plain);
         }
-        assert!(text(&picture(&mut model, Theme::of(Palette::Monochrome, true), 100, 30)).is_ascii());
-        let colours = picture(&mut model, MONOCHROME, 100, 30).content;
+        assert!(text(&picture(&mut state, Theme::of(Palette::Monochrome, true), 100, 30)).is_ascii());
+        let colours = picture(&mut state, MONOCHROME, 100, 30).content;
         assert!(colours.iter().all(|cell| cell.fg == Color::Reset && cell.bg == Color::Reset));
     }
 
     #[test]
     fn scrolling_ends_with_the_page() {
-        let mut model = model();
-        model.scroll = 1000;
-        picture(&mut model, MONOCHROME, 80, 12);
-        assert!(model.scroll > 0 && model.scroll < model.page.lines.len());
-        picture(&mut model, MONOCHROME, 80, 60);
-        assert_eq!(model.scroll, 0);
+        let mut state = state();
+        state.scroll = 1000;
+        picture(&mut state, MONOCHROME, 80, 12);
+        assert!(state.scroll > 0 && state.scroll < state.page.lines.len());
+        picture(&mut state, MONOCHROME, 80, 60);
+        assert_eq!(state.scroll, 0);
     }
 }

@@ -9,14 +9,14 @@ use super::list::List;
 use super::overview::Overview;
 use super::precision::Precision;
 use super::samples::Samples;
-use super::scene::{Mode, Scene};
+use super::scene::{DashboardMode, Scene};
 use super::tensors::Tensors;
 use super::{charts, header, status};
-use crate::screen::renderer::{Exit, Message, Playback};
+use crate::screen::renderer::{Exit, Playback, ScreenMessage};
 use crate::screen::terminal::Binding;
 use crate::screen::terminal::keys::{self, GAPS, action, is_ctrl_c};
 use crate::telemetry::{Command, Event, FinishReason, Phase, Record, RunState};
-use crate::ui::{Look, Pad, Role, Theme, to_ascii};
+use crate::ui::{Canvas, ColorScheme, Role, Theme, to_ascii};
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyEvent, MouseButton, MouseEvent, MouseEventKind};
 use ratatui::layout::{Position, Rect};
@@ -35,7 +35,7 @@ const NOTCH: isize = 3;
 /// A tab: it has its state, handles its keys and clicks, and draws itself.
 pub(super) trait Tab {
     /// Draws the tab over the whole pad.
-    fn draw(&self, scene: &Scene, pad: &mut Pad);
+    fn draw(&self, scene: &Scene, canvas: &mut Canvas);
 
     /// Handles an action that is not the dashboard's own; keys may work while another tab is `shown`.
     fn act(&mut self, _scene: &mut Scene, _action: Action, _shown: bool) {}
@@ -89,9 +89,9 @@ pub(crate) struct App {
     samples: Samples,
     pub(super) dialog: Option<Dialog>,
     /// The look that the screen started with.
-    pub(super) first_look: Look,
+    pub(super) first_look: ColorScheme,
     /// The look selected with a key.
-    pub(crate) look: Option<Look>,
+    pub(crate) scheme: Option<ColorScheme>,
     /// The terminal's columns and rows.
     pub(crate) size: (u16, u16),
     /// A message about the last command, until training answers it.
@@ -106,7 +106,7 @@ pub(crate) struct App {
 
 impl App {
     /// A dashboard of a run with an existing history.
-    pub(crate) fn new(mode: Mode, history: RunState) -> Self {
+    pub(crate) fn new(mode: DashboardMode, history: RunState) -> Self {
         Self { scene: Scene { mode, live: history, ..Scene::default() }, ..Self::default() }
     }
 
@@ -128,20 +128,20 @@ impl App {
     }
 
     /// Handles a message about the runs.
-    pub(crate) fn receive(&mut self, message: Message) {
+    pub(crate) fn receive(&mut self, message: ScreenMessage) {
         match message {
-            Message::Record(record) => self.record_arrived(*record),
-            Message::Other(at, record) => {
+            ScreenMessage::Record(record) => self.record_arrived(*record),
+            ScreenMessage::Other(at, record) => {
                 if let Some(other) = self.scene.others.get_mut(at) {
                     other.apply(*record);
                 }
             }
-            Message::Rewind => (self.scene.live, self.scene.frozen) = (RunState::default(), None),
-            Message::Closed if self.scene.live.is_over() => {
+            ScreenMessage::Rewind => (self.scene.live, self.scene.frozen) = (RunState::default(), None),
+            ScreenMessage::Closed if self.scene.live.is_over() => {
                 self.exit = self.stopping.map(|_| Exit::Ended).or(self.exit);
             }
-            Message::Closed => (self.scene.live.phase, self.exit) = (Phase::Lost, Some(Exit::Lost)),
-            Message::Gone => self.scene.live.phase = Phase::Lost,
+            ScreenMessage::Closed => (self.scene.live.phase, self.exit) = (Phase::Lost, Some(Exit::TrainerPanicked)),
+            ScreenMessage::Gone => self.scene.live.phase = Phase::Lost,
         }
     }
 
@@ -159,7 +159,7 @@ impl App {
         self.notice = self.notice.filter(|notice| answers != Some(notice));
         let reason = if let Event::Finished(finished) = &record.event { Some(finished.reason) } else { None };
         self.scene.live.apply(record);
-        let Some(reason) = reason.filter(|_| self.scene.mode == Mode::Attached) else { return };
+        let Some(reason) = reason.filter(|_| self.scene.mode == DashboardMode::Attached) else { return };
         if self.stopping.is_some() || reason == FinishReason::Interrupted {
             self.exit = Some(Exit::Ended);
         } else {
@@ -198,7 +198,7 @@ impl App {
                 let live = &self.scene.live;
                 self.scene.frozen = self.scene.frozen.is_none().then(|| Box::new(live.clone()));
             }
-            Action::Look => self.look = Some(self.look.unwrap_or(self.first_look).next()),
+            Action::ColorScheme => self.scheme = Some(self.scheme.unwrap_or(self.first_look).next()),
             Action::Seek(by) => self.play(|playback| {
                 playback.seek = Some((playback.at + f64::from(by) / 20.0).clamp(0.0, 1.0));
             }),
@@ -268,7 +268,7 @@ impl App {
 
     /// Sends a command to training, unless this dashboard only watches or training has ended.
     fn ask(&mut self, command: Command, notice: &'static str) -> Option<Command> {
-        if self.scene.mode != Mode::Attached {
+        if self.scene.mode != DashboardMode::Attached {
             self.notice = Some("watching only: commands work in the terminal that trains");
             return None;
         }
@@ -296,7 +296,7 @@ impl App {
             // Rapid presses do not confirm the abort.
             Some(since) if self.scene.now < since + CTRL_C_REPEAT => None,
             Some(_) => {
-                self.exit = Some(Exit::Aborted);
+                self.exit = Some(Exit::Killed);
                 Some(Command::Abort)
             }
             None if self.dialog == Some(Dialog::Quit) => {
@@ -314,7 +314,7 @@ impl App {
     /// Handles SIGINT, SIGTERM, or a terminal that hung up.
     pub(crate) fn terminate(&mut self) -> Option<Command> {
         self.exit = Some(Exit::Terminated);
-        (self.scene.mode == Mode::Attached).then_some(Command::Interrupt)
+        (self.scene.mode == DashboardMode::Attached).then_some(Command::Interrupt)
     }
 
     /// Handles a mouse event: clicks select a tab, a point of a chart, a tensor or an event; the wheel scrolls. None of them
@@ -373,32 +373,32 @@ impl App {
 
     /// Draws the dashboard over the whole buffer.
     pub(crate) fn draw(&self, theme: Theme, buffer: &mut Buffer) {
-        let theme = self.look.map_or(theme, |look| theme.on(look));
+        let theme = self.scheme.map_or(theme, |scheme| theme.on(scheme));
         let area = buffer.area;
         let Areas { header, body, status, footer } = Areas::of(area);
         match Size::of(area) {
-            Size::Tiny => self.draw_tiny(&mut Pad::new(buffer, area, theme)),
+            Size::Tiny => self.draw_tiny(&mut Canvas::new(buffer, area, theme)),
             Size::Minimal => {
-                header::draw_state(&self.scene, &mut Pad::new(buffer, header, theme));
+                header::draw_state(&self.scene, &mut Canvas::new(buffer, header, theme));
                 let lines = Rect { y: header.bottom(), height: 3, ..header };
-                status::draw(&self.scene, &mut Pad::new(buffer, lines, theme));
-                self.draw_footer(&mut Pad::new(buffer, footer, theme));
+                status::draw(&self.scene, &mut Canvas::new(buffer, lines, theme));
+                self.draw_footer(&mut Canvas::new(buffer, footer, theme));
                 if self.dialog == Some(Dialog::Quit) {
-                    let mut pad = Pad::new(buffer, footer, theme);
-                    let x = pad.text(0, 0, "Leave?  s save+stop  d detach  D discard  Esc", Role::Title);
-                    pad.text(x, 0, &" ".repeat(footer.width.into()), Role::Text);
+                    let mut canvas = Canvas::new(buffer, footer, theme);
+                    let x = canvas.text(0, 0, "Leave?  s save+stop  d detach  D discard  Esc", Role::Title);
+                    canvas.text(x, 0, &" ".repeat(footer.width.into()), Role::Text);
                 } else {
-                    self.draw_dialog(&mut Pad::new(buffer, body.union(status), theme));
+                    self.draw_dialog(&mut Canvas::new(buffer, body.union(status), theme));
                 }
             }
             Size::Full | Size::Compact | Size::Small => {
-                header::draw(&self.scene, self.tab, &mut Pad::new(buffer, header, theme));
+                header::draw(&self.scene, self.tab, &mut Canvas::new(buffer, header, theme));
                 let tabs: [&dyn Tab; TABS.len()] =
                     [&self.overview, &self.precision, &self.tensors, &self.events, &self.samples];
-                tabs[self.tab].draw(&self.scene, &mut Pad::new(buffer, body, theme));
-                status::draw(&self.scene, &mut Pad::new(buffer, status, theme));
-                self.draw_footer(&mut Pad::new(buffer, footer, theme));
-                self.draw_dialog(&mut Pad::new(buffer, area, theme));
+                tabs[self.tab].draw(&self.scene, &mut Canvas::new(buffer, body, theme));
+                status::draw(&self.scene, &mut Canvas::new(buffer, status, theme));
+                self.draw_footer(&mut Canvas::new(buffer, footer, theme));
+                self.draw_dialog(&mut Canvas::new(buffer, area, theme));
             }
         }
         if let (Some(ink), Some(paper)) = (theme.base().fg, theme.base().bg) {
@@ -412,19 +412,19 @@ impl App {
         }
     }
 
-    fn draw_footer(&self, pad: &mut Pad) {
+    fn draw_footer(&self, canvas: &mut Canvas) {
         if let (Some(step), 0) = (self.scene.charts.cursor, self.tab) {
-            charts::draw_readout(&self.scene, step, pad);
+            charts::draw_cursor_values(&self.scene, step, canvas);
             return;
         }
         let mut x = 1;
         for message in [self.activity.as_deref(), self.notice].into_iter().flatten() {
-            x = pad.text(x, 0, &format!("{message}…"), Role::Subnormal) + 3;
+            x = canvas.text(x, 0, &format!("{message}…"), Role::Subnormal) + 3;
         }
-        let room = usize::from(pad.width().saturating_sub(x));
+        let room = usize::from(canvas.width().saturating_sub(x));
         for (key, word) in keys::footer(KEYS, room, |binding| self.offers(binding)) {
-            x = pad.text(x, 0, key, Role::Title) + GAPS.0;
-            x = pad.text(x, 0, word, Role::Dim) + GAPS.1;
+            x = canvas.text(x, 0, key, Role::Title) + GAPS.0;
+            x = canvas.text(x, 0, word, Role::Dim) + GAPS.1;
         }
     }
 
@@ -439,20 +439,20 @@ impl App {
     }
 
     /// Draws the figures that matter most, as many as fit on each line.
-    fn draw_tiny(&self, pad: &mut Pad) {
+    fn draw_tiny(&self, canvas: &mut Canvas) {
         if self.dialog == Some(Dialog::Quit) {
             for (y, answer) in (0..).zip(["s save+stop", "d detach", "D discard", "Esc back"]) {
-                pad.text(0, y, answer, Role::Title);
+                canvas.text(0, y, answer, Role::Title);
             }
             return;
         }
         let (mut x, mut y) = (0, 0);
         for (text, role) in status::essentials(&self.scene) {
             let columns = text.chars().count() as u16;
-            if x > 0 && x + columns > pad.width() {
+            if x > 0 && x + columns > canvas.width() {
                 (x, y) = (0, y + 1);
             }
-            x = pad.text(x, y, &text, role) + 2;
+            x = canvas.text(x, y, &text, role) + 2;
         }
     }
 }

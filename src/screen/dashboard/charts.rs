@@ -8,7 +8,7 @@ use super::keys::Action;
 use super::overview::Panel;
 use super::scene::Scene;
 use crate::telemetry::{Bucket, Curve, PLOTTED, Quantity, RunState, SMOOTHING, Series, smoothing_for};
-use crate::ui::{Axes, Pad, Plot, Role, format};
+use crate::ui::{Axes, Canvas, Plot, Role, format};
 use std::borrow::Cow;
 
 /// The ranges of the charts, in last steps, besides the whole run.
@@ -77,7 +77,7 @@ impl Charts {
 
 /// The unit of a chart's y axis, which determines the format of its labels.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Unit {
+pub(super) enum AxisUnit {
     /// A loss, with this many decimals.
     Loss(usize),
     /// log10 of a loss.
@@ -87,7 +87,7 @@ pub(super) enum Unit {
     Of(Quantity),
 }
 
-impl Unit {
+impl AxisUnit {
     fn write(self, y: f64) -> String {
         match self {
             Self::Loss(decimals) => format!("{y:.decimals$}"),
@@ -112,14 +112,14 @@ fn written(quantity: Quantity, value: f64) -> String {
 pub(super) struct Chart {
     x: (f64, f64),
     y: (f64, f64),
-    unit: Unit,
+    unit: AxisUnit,
     time: bool,
 }
 
 impl Chart {
     /// The x axis has the last steps if a range is set; else from the first known step (0 for a run known from its start) to
     /// the last step of the longest run shown.
-    pub(super) fn new(scene: &Scene, y: (f64, f64), unit: Unit) -> Self {
+    pub(super) fn new(scene: &Scene, y: (f64, f64), unit: AxisUnit) -> Self {
         let (run, charts, time) = (scene.run(), &scene.charts, scene.charts.time);
         let last = scene.runs().map(|run| if time { run.last_s } else { run.step.step as f64 }).fold(0.0, f64::max);
         let first = match (charts.range, run.curves.loss.whole().buckets().first()) {
@@ -150,9 +150,9 @@ impl Chart {
         };
         let span = y.1 - y.0;
         let unit = match charts.log_loss {
-            true => Unit::LogLoss(if span < 0.1 { 2 } else { 1 }),
-            false if span < 0.05 => Unit::Loss(3),
-            false => Unit::Loss(if span < 0.5 { 2 } else { 1 }),
+            true => AxisUnit::LogLoss(if span < 0.1 { 2 } else { 1 }),
+            false if span < 0.05 => AxisUnit::Loss(3),
+            false => AxisUnit::Loss(if span < 0.5 { 2 } else { 1 }),
         };
         Some(Self::new(scene, y, unit))
     }
@@ -172,10 +172,10 @@ impl Chart {
             None => {
                 // Integer labels at the bottom, in the middle and at the top.
                 let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
-                ((low, high + (high - low) % 2.0), Unit::Power)
+                ((low, high + (high - low) % 2.0), AxisUnit::Power)
             }
-            Some(rate @ Quantity::Rate) => ((0.0, high.max(f64::MIN_POSITIVE)), Unit::Of(rate)),
-            Some(quantity) => (((low - air).max(0.0), high + air), Unit::Of(quantity)),
+            Some(rate @ Quantity::Rate) => ((0.0, high.max(f64::MIN_POSITIVE)), AxisUnit::Of(rate)),
+            Some(quantity) => (((low - air).max(0.0), high + air), AxisUnit::Of(quantity)),
         };
         Some(Self::new(scene, y, unit))
     }
@@ -186,13 +186,13 @@ impl Chart {
     }
 
     /// Draws the axes and the curves.
-    pub(super) fn draw(self, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
-        self.axes(|axes| axes.draw(pad, curves));
+    pub(super) fn draw(self, canvas: &mut Canvas, curves: impl FnOnce(&mut Plot)) {
+        self.axes(|axes| axes.draw(canvas, curves));
     }
 
     /// Draws the axes, a line at the cursor, and the curves.
-    fn draw_read(self, scene: &Scene, pad: &mut Pad, curves: impl FnOnce(&mut Plot)) {
-        self.draw(pad, |plot| {
+    fn draw_read(self, scene: &Scene, canvas: &mut Canvas, curves: impl FnOnce(&mut Plot)) {
+        self.draw(canvas, |plot| {
             if let Some(step) = scene.charts.cursor {
                 plot.rule(x_of_step(scene.run(), step, self.time), Role::Text);
             }
@@ -299,9 +299,9 @@ pub(super) fn step_at(scene: &Scene, panel: Panel, width: u16, column: u16) -> O
 }
 
 /// Draws the panel of the loss.
-pub(super) fn draw_loss(scene: &Scene, pad: &mut Pad) {
+pub(super) fn draw_loss(scene: &Scene, canvas: &mut Canvas) {
     let (run, charts) = (scene.run(), &scene.charts);
-    let wide = pad.width() >= 50;
+    let wide = canvas.width() >= 50;
     let gap = if wide { "   " } else { " " };
     let mut title = vec![("Loss".to_owned(), Role::Title)];
     if charts.log_loss {
@@ -326,7 +326,7 @@ pub(super) fn draw_loss(scene: &Scene, pad: &mut Pad) {
         }
     }
     let title: Vec<_> = title.iter().map(|(text, role)| (text.as_str(), *role)).collect();
-    let mut inner = pad.frame(&title);
+    let mut inner = canvas.frame(&title);
     match Chart::loss(scene) {
         Some(chart) => chart.draw_read(scene, &mut inner, |plot| losses(scene, chart, plot)),
         None => drop(inner.text(1, 0, "no loss yet", Role::Dim)),
@@ -365,12 +365,12 @@ fn losses(scene: &Scene, chart: Chart, plot: &mut Plot) {
 }
 
 /// Draws the panel of the second chart.
-pub(super) fn draw_second(scene: &Scene, pad: &mut Pad) {
+pub(super) fn draw_second(scene: &Scene, canvas: &mut Canvas) {
     let second = scene.charts.second;
     let legend = [("  ", Role::Text), ("✕", Role::Overflow), (" overflow", Role::Text)];
     let mut title = vec![(second.map_or("Loss scale (log2)", |at| PLOTTED[at].title), Role::Title)];
     title.extend(legend.into_iter().filter(|_| second.is_none()));
-    let mut inner = pad.frame(&title);
+    let mut inner = canvas.frame(&title);
     if second.is_none() && !scene.run().scales_losses() {
         inner.text(1, 0, "off: gradients have FP32's range", Role::Dim);
         return;
@@ -425,14 +425,14 @@ fn stairs(chart: Chart, plot: &mut Plot, run: &RunState, first: u64, other: Opti
 }
 
 /// Draws the figures of the step at the cursor, on one line.
-pub(super) fn draw_readout(scene: &Scene, step: u64, pad: &mut Pad) {
-    let mut x = pad.text(1, 0, &format!("┊ step {step}"), Role::Title);
+pub(super) fn draw_cursor_values(scene: &Scene, step: u64, canvas: &mut Canvas) {
+    let mut x = canvas.text(1, 0, &format!("┊ step {step}"), Role::Title);
     for (text, role) in figures(scene, step) {
         let columns = text.chars().count() as u16;
-        if x + 2 + columns > pad.width() {
+        if x + 2 + columns > canvas.width() {
             break;
         }
-        x = pad.text(x + 2, 0, &text, role);
+        x = canvas.text(x + 2, 0, &text, role);
     }
 }
 

@@ -2,12 +2,12 @@
 
 use super::app::App;
 use super::keys::{Action, KEYS};
-use super::scene::Mode;
+use super::scene::DashboardMode;
 use crate::screen::renderer::Exit;
 use crate::screen::terminal::Binding;
 use crate::screen::terminal::keys::action;
 use crate::telemetry::{Command, Finished, PLOTTED, Phase};
-use crate::ui::{Pad, Role, format};
+use crate::ui::{Canvas, Role, format};
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
 /// A dialog.
@@ -49,9 +49,9 @@ impl App {
     }
 
     /// Draws the dialog that is open, if any.
-    pub(super) fn draw_dialog(&self, pad: &mut Pad) {
+    pub(super) fn draw_dialog(&self, canvas: &mut Canvas) {
         match (self.dialog, &self.scene.live.phase) {
-            (Some(Dialog::Help(top)), _) => self.draw_help(top, pad),
+            (Some(Dialog::Help(top)), _) => self.draw_help(top, canvas),
             (Some(Dialog::Quit), _) => {
                 let answers = [
                     ("s", "save and stop"),
@@ -59,28 +59,28 @@ impl App {
                     ("D", "discard: stop without saving"),
                     ("Esc", "back"),
                 ];
-                draw_question(pad, ("Leave?", Role::Title), None, &answers);
+                draw_question(canvas, ("Leave?", Role::Title), None, &answers);
             }
             (Some(Dialog::Discard), _) => {
                 let run = &self.scene.live;
                 let saved = run.saved.as_ref().map_or(0, |(saved, _)| saved.step);
                 let lost = format!("{} steps since the last save are lost", run.step.step.saturating_sub(saved));
                 let answers = [("y", "stop without saving"), ("Esc", "back")];
-                draw_question(pad, ("Discard?", Role::Overflow), Some(&lost), &answers);
+                draw_question(canvas, ("Discard?", Role::Overflow), Some(&lost), &answers);
             }
-            (Some(Dialog::Summary), Phase::Finished(finished)) => self.draw_summary(finished, pad),
+            (Some(Dialog::Summary), Phase::Finished(finished)) => self.draw_summary(finished, canvas),
             _ => {}
         }
     }
 
-    fn draw_help(&self, top: u16, pad: &mut Pad) {
+    fn draw_help(&self, top: u16, canvas: &mut Canvas) {
         // Keys that command training do nothing in a watcher, except the pause key, which also pauses a replay.
         let replaying = self.scene.playback.is_some();
         let pauses = |key: &Binding<Action>| replaying && key.does(|action| action == Action::Pause);
-        let commands = self.scene.mode == Mode::Attached;
+        let commands = self.scene.mode == DashboardMode::Attached;
         let works = |key: &&Binding<Action>| commands || !key.does(Action::commands) || pauses(key);
         let keys: Vec<_> = KEYS.iter().filter(works).collect();
-        let mut popup = pad.popup(78, keys.len() as u16 + 3);
+        let mut popup = canvas.popup(78, keys.len() as u16 + 3);
         let rows = popup.height().saturating_sub(3);
         let top = top.min((keys.len() as u16).saturating_sub(rows));
         let scrolls = rows < keys.len() as u16;
@@ -109,7 +109,7 @@ impl App {
         inner.spans(1, rows, &range);
     }
 
-    fn draw_summary(&self, finished: &Finished, pad: &mut Pad) {
+    fn draw_summary(&self, finished: &Finished, canvas: &mut Canvas) {
         let run = &self.scene.live;
         let reason = finished.reason.to_string();
         let reason = reason[..1].to_uppercase() + &reason[1..];
@@ -127,7 +127,7 @@ impl App {
         lines.push(("loss scale", format::scale(finished.loss_scale)));
         lines.extend(finished.peak_rss_bytes.map(|peak| ("peak memory", format::bytes(peak))));
         lines.extend(finished.checkpoint.clone().map(|path| ("checkpoint", path)));
-        let mut popup = pad.popup(64, lines.len() as u16 + 4);
+        let mut popup = canvas.popup(64, lines.len() as u16 + 4);
         let mut inner = popup.frame(&[(&reason, Role::Title)]);
         for (y, (what, value)) in (0..).zip(&lines) {
             inner.text(1, y, what, Role::Dim);
@@ -139,9 +139,9 @@ impl App {
 }
 
 /// Draws a question: what it is about, and the keys that answer it.
-fn draw_question(pad: &mut Pad, title: (&str, Role), about: Option<&str>, answers: &[(&str, &str)]) {
+fn draw_question(canvas: &mut Canvas, title: (&str, Role), about: Option<&str>, answers: &[(&str, &str)]) {
     let first = u16::from(about.is_some());
-    let mut popup = pad.popup(44, first + answers.len() as u16 + 2);
+    let mut popup = canvas.popup(44, first + answers.len() as u16 + 2);
     let mut inner = popup.frame(&[title]);
     inner.text(1, 0, about.unwrap_or_default(), Role::Text);
     for (y, (key, meaning)) in (first..).zip(answers) {

@@ -6,7 +6,7 @@ use super::list::List;
 use super::scene::Scene;
 use crate::screen::words;
 use crate::telemetry::{EventRow, RunState};
-use crate::ui::{Pad, Role, format};
+use crate::ui::{Canvas, Role, format};
 use ratatui::layout::Position;
 use serde_json::Value;
 
@@ -34,18 +34,18 @@ impl Events {
 }
 
 impl Tab for Events {
-    fn draw(&self, scene: &Scene, pad: &mut Pad) {
+    fn draw(&self, scene: &Scene, canvas: &mut Canvas) {
         if let Some((row, top)) = &self.open {
-            draw_event(row, *top, pad);
+            draw_event(row, *top, canvas);
             return;
         }
         let rows = self.rows(scene.run());
         let selected = self.list.selected(rows.len());
-        let hidden = self.list.hidden(rows.len(), pad.height().saturating_sub(2));
+        let hidden = self.list.hidden(rows.len(), canvas.height().saturating_sub(2));
         // Show how many newer events are below the visible rows.
         let below = if hidden > 0 { format!("   {hidden} newer below") } else { String::new() };
         let title = format!("Events {}{}{below}", rows.len(), self.list.label());
-        let mut inner = pad.frame(&[(&title, Role::Title)]);
+        let mut inner = canvas.frame(&[(&title, Role::Title)]);
         if rows.is_empty() {
             inner.text(1, 0, "none", Role::Dim);
         }
@@ -111,11 +111,11 @@ impl Tab for Events {
 }
 
 /// Draws an event, scrolled to line `top`, over the whole tab.
-fn draw_event(row: &EventRow, top: u16, pad: &mut Pad) {
+fn draw_event(row: &EventRow, top: u16, canvas: &mut Canvas) {
     let (glyph, role) = words::glyph(&row.event);
     let at = format!(" step {} at {}", row.step, format::clock(row.s));
     let mut inner =
-        pad.frame(&[(&glyph.to_string(), role), (&at, Role::Title), ("   j k scroll   Esc closes", Role::Dim)]);
+        canvas.frame(&[(&glyph.to_string(), role), (&at, Role::Title), ("   j k scroll   Esc closes", Role::Dim)]);
     let lines = lines(row, inner.width().into());
     let top = usize::from(top).min(lines.len().saturating_sub(usize::from(inner.height())));
     for (y, (key, value)) in (0..inner.height()).zip(&lines[top..]) {

@@ -2,28 +2,28 @@
 //! the precision, the model if the run's name contains it, the tabs' names, the run.
 
 use super::app::TABS;
-use super::scene::{Mode, Scene};
+use super::scene::{DashboardMode, Scene};
 use crate::telemetry::{FinishReason, Phase};
-use crate::ui::{Pad, Role, format};
+use crate::ui::{Canvas, Role, format};
 
 /// Draws the line.
-pub(super) fn draw(scene: &Scene, tab: usize, pad: &mut Pad) {
-    let x = draw_state(scene, pad);
-    let (about, named) = pieces(scene, tab, x, pad.width());
+pub(super) fn draw(scene: &Scene, tab: usize, canvas: &mut Canvas) {
+    let x = draw_state(scene, canvas);
+    let (about, named) = pieces(scene, tab, x, canvas.width());
     if !about.is_empty() {
-        pad.text(x + 2, 0, &about, Role::Dim);
+        canvas.text(x + 2, 0, &about, Role::Dim);
     }
-    for (at, label, one) in tabs(tab, named, x, pad.width()) {
-        pad.text(at, 0, &label, if one == tab { Role::Title } else { Role::Dim });
+    for (at, label, one) in tabs(tab, named, x, canvas.width()) {
+        canvas.text(at, 0, &label, if one == tab { Role::Title } else { Role::Dim });
     }
 }
 
 /// Draws the run's phase; returns the column after it.
-pub(super) fn draw_state(scene: &Scene, pad: &mut Pad) -> u16 {
+pub(super) fn draw_state(scene: &Scene, canvas: &mut Canvas) -> u16 {
     let (state, role) = phase(scene);
-    let x = pad.spans(0, 0, &[("finetune ", Role::Title), (&state, role)]);
+    let x = canvas.spans(0, 0, &[("finetune ", Role::Title), (&state, role)]);
     match scene.frozen_at() {
-        Some(step) => pad.text(x + 1, 0, &format!("view frozen at {step}"), Role::Subnormal),
+        Some(step) => canvas.text(x + 1, 0, &format!("view frozen at {step}"), Role::Subnormal),
         None => x,
     }
 }
@@ -112,7 +112,7 @@ fn phase(scene: &Scene) -> (String, Role) {
     }
     // A watched run without new records may hang or be in a slow step, so show for how long.
     let silent = scene.now.saturating_sub(run.last_t) as f64 / 1000.0;
-    if scene.mode == Mode::Watching && run.phase == Phase::Running && run.last_t > 0 && silent > 30.0 {
+    if scene.mode == DashboardMode::Watching && run.phase == Phase::Running && run.last_t > 0 && silent > 30.0 {
         return (format!("{word}, silent for {}", format::ago(silent)), Role::Subnormal);
     }
     // Something moves during a slow step.

@@ -1,20 +1,20 @@
 //! The layers: the type each computes in, and the variance of its gradient, which may move a block into FP8 and out of it.
 
-use super::charts::{Chart, Unit, extent};
+use super::charts::{AxisUnit, Chart, extent};
 use super::scene::Scene;
 use crate::precision;
 use crate::telemetry::{Bucket, RunState};
-use crate::ui::{Pad, Role};
+use crate::ui::{Canvas, Role};
 
 /// Columns of name, type and newest variance, left of the ranges.
 const LABELS: u16 = 26;
 
 /// Draws the third tab's layers: one row each, with the range of its variance over the run on a common axis.
-pub(super) fn draw(scene: &Scene, pad: &mut Pad) {
+pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
     let thresholds = run.fp8_thresholds();
     let legend = thresholds.map_or_else(String::new, |(unit, at)| format!("   ┊ {unit}: {}", in_words(at)));
-    let mut inner = pad.frame(&[("Layers, gradient variance", Role::Title), (&legend, Role::Dim)]);
+    let mut inner = canvas.frame(&[("Layers, gradient variance", Role::Title), (&legend, Role::Dim)]);
     inner.text(1, 0, &format!("{:<7}{:<6}{:<10}├ least  ● now  ┤ most", "layer", "type", "variance"), Role::Dim);
     let measured = &run.tensors.variances;
     let units = units(run);
@@ -55,33 +55,33 @@ fn units(run: &RunState) -> Vec<precision::PrecisionUnit> {
 }
 
 /// The columns of log2 of variances.
-struct Axis {
+struct VarianceAxis {
     range: (f64, f64),
     width: u16,
 }
 
 /// The axis of all variances and the threshold; `None` where nothing was measured.
-fn axis(run: &RunState, width: u16) -> Option<Axis> {
+fn axis(run: &RunState, width: u16) -> Option<VarianceAxis> {
     let histories = run.tensors.variances.values().flat_map(|(_, history)| history.buckets());
     let (mut low, mut high) = extent(histories)?;
     for threshold in run.fp8_thresholds().iter().flat_map(|(_, at)| at) {
         (low, high) = (low.min(threshold.log2()), high.max(threshold.log2()));
     }
-    Some(Axis { range: (low.floor() - 1.0, high.ceil() + 1.0), width: width.saturating_sub(LABELS + 2).max(2) })
+    Some(VarianceAxis { range: (low.floor() - 1.0, high.ceil() + 1.0), width: width.saturating_sub(LABELS + 2).max(2) })
 }
 
-impl Axis {
+impl VarianceAxis {
     fn column(&self, log2: f64) -> u16 {
         let share = ((log2 - self.range.0) / (self.range.1 - self.range.0)).clamp(0.0, 1.0);
         LABELS + (share * f64::from(self.width - 1)).round() as u16
     }
 
-    fn draw(&self, pad: &mut Pad, y: u16) {
-        pad.text(LABELS, y, &"─".repeat(self.width.into()), Role::Dim);
+    fn draw(&self, canvas: &mut Canvas, y: u16) {
+        canvas.text(LABELS, y, &"─".repeat(self.width.into()), Role::Dim);
         let middle = f64::midpoint(self.range.0, self.range.1).round();
         for at in [self.range.0, middle, self.range.1] {
-            pad.glyph(self.column(at), y, '┴', Role::Dim);
-            pad.text_before(self.column(at) + 2, y + 1, &format!("2^{at:.0}"), Role::Dim);
+            canvas.glyph(self.column(at), y, '┴', Role::Dim);
+            canvas.text_before(self.column(at) + 2, y + 1, &format!("2^{at:.0}"), Role::Dim);
         }
     }
 }
@@ -93,18 +93,18 @@ pub(super) fn is_measured(run: &RunState, tensor: &str) -> bool {
 }
 
 /// Draws the variance of a tensor's layer over the run, with the lines at which a block enters FP8 and leaves it.
-pub(super) fn draw_history(scene: &Scene, tensor: &str, pad: &mut Pad) {
+pub(super) fn draw_history(scene: &Scene, tensor: &str, canvas: &mut Canvas) {
     let (run, unit) = (scene.run(), precision::PrecisionUnit::of(tensor));
     let Some((newest, series)) = run.tensors.variances.get(&unit) else { return };
     let Some((low, high)) = extent(series.buckets()) else { return };
     let thresholds = run.fp8_thresholds().filter(|(block, _)| *block == unit).map(|(_, at)| at);
     let line = thresholds.map_or_else(String::new, |at| format!("   ┄ {}", in_words(at)));
-    pad.text(1, 0, &format!("gradient variance of {unit}, now {newest:.1e}{line}"), Role::Dim);
-    let (width, height) = (pad.width(), pad.height().saturating_sub(1));
+    canvas.text(1, 0, &format!("gradient variance of {unit}, now {newest:.1e}{line}"), Role::Dim);
+    let (width, height) = (canvas.width(), canvas.height().saturating_sub(1));
     let limits: Vec<f64> = thresholds.into_iter().flatten().map(f64::log2).collect();
     let (low, high) = limits.iter().fold((low, high), |(low, high), limit| (low.min(*limit), high.max(*limit)));
-    let chart = Chart::new(scene, (low.floor(), high.ceil() + 1.0), Unit::Power);
-    chart.draw(&mut pad.part(0, 1, width, height), |plot| {
+    let chart = Chart::new(scene, (low.floor(), high.ceil() + 1.0), AxisUnit::Power);
+    chart.draw(&mut canvas.part(0, 1, width, height), |plot| {
         for limit in &limits {
             chart.limit(plot, *limit);
         }

@@ -2,9 +2,9 @@
 
 use super::app::App;
 use super::header::BLINK;
-use crate::screen::renderer::{Exit, Message, Renderer, Source, drive};
+use crate::screen::renderer::{Exit, MessageSource, Renderer, ScreenMessage, drive};
 use crate::screen::terminal::keys::is_ctrl_z;
-use crate::screen::terminal::{Ending, Screen};
+use crate::screen::terminal::{Screen, ShutdownFlag};
 use crate::telemetry::Command;
 use crate::ui::Theme;
 use crate::{Error, Result};
@@ -23,7 +23,7 @@ struct Live<'a, W: Write> {
     app: &'a mut App,
     screen: Screen<W>,
     commands: Option<&'a Sender<Command>>,
-    ending: Ending,
+    ending: ShutdownFlag,
     theme: Theme,
     /// When the last frame was drawn, and whether anything has changed since.
     drawn: Option<Instant>,
@@ -35,14 +35,14 @@ impl App {
     pub(crate) fn run<W: Write>(
         &mut self,
         writer: W,
-        source: &mut dyn Source,
+        source: &mut dyn MessageSource,
         commands: Option<&Sender<Command>>,
         theme: Theme,
         mouse: bool,
     ) -> Result<Exit> {
-        let ending = Ending::listen().map_err(Error::io("watch for signals on", "terminal"))?;
-        let screen = Screen::take(writer, mouse).map_err(Error::io("take over", "terminal"))?;
-        self.first_look = theme.look();
+        let ending = ShutdownFlag::listen().map_err(Error::io("watch for signals on", "terminal"))?;
+        let screen = Screen::enter(writer, mouse).map_err(Error::io("take over", "terminal"))?;
+        self.first_look = theme.scheme();
         let mut live = Live { app: self, screen, commands, ending, theme, drawn: None, changed: true };
         let driven = catch_unwind(AssertUnwindSafe(|| drive(source, &mut live)));
         drop(live);
@@ -97,15 +97,15 @@ impl<W: Write> Renderer for Live<'_, W> {
     /// It waits for keys instead.
     const PATIENCE: Duration = Duration::ZERO;
 
-    fn show(&mut self, message: Message) -> io::Result<()> {
+    fn show(&mut self, message: ScreenMessage) -> io::Result<()> {
         self.changed = true;
         self.app.receive(message);
         Ok(())
     }
 
-    fn idle(&mut self, source: &mut dyn Source, _quiet: bool, more: bool) -> io::Result<Option<Exit>> {
+    fn idle(&mut self, source: &mut dyn MessageSource, _quiet: bool, more: bool) -> io::Result<Option<Exit>> {
         source.play(&mut self.app.scene.playback);
-        if self.ending.arrived() {
+        if self.ending.is_set() {
             self.terminate();
         }
         let (now, activity) = (source.clock(), source.activity());
@@ -118,7 +118,7 @@ impl<W: Write> Renderer for Live<'_, W> {
             match self.draw() {
                 Ok(true) => (self.drawn, self.changed) = (Some(Instant::now()), false),
                 // A thread panicked, and its message is on the terminal.
-                Ok(false) => return Ok(Some(Exit::Lost)),
+                Ok(false) => return Ok(Some(Exit::TrainerPanicked)),
                 Err(_) => {
                     self.terminate();
                     return Ok(None);

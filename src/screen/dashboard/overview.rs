@@ -7,7 +7,7 @@ use super::scene::Scene;
 use super::{charts, precision, tensors};
 use crate::screen::words;
 use crate::telemetry::OverflowRow;
-use crate::ui::{Pad, Role, format};
+use crate::ui::{Canvas, Role, format};
 use ratatui::layout::{Position, Rect};
 
 /// The panels, in the order that zooming visits them.
@@ -41,18 +41,18 @@ impl Overview {
 }
 
 impl Tab for Overview {
-    fn draw(&self, scene: &Scene, pad: &mut Pad) {
-        for (panel, area) in self.panels((pad.width(), pad.height())) {
+    fn draw(&self, scene: &Scene, canvas: &mut Canvas) {
+        for (panel, area) in self.panels((canvas.width(), canvas.height())) {
             if area.is_empty() {
                 continue;
             }
-            let mut pad = pad.part(area.x, area.y, area.width, area.height);
+            let mut canvas = canvas.part(area.x, area.y, area.width, area.height);
             match panel {
-                Panel::Loss => charts::draw_loss(scene, &mut pad),
-                Panel::Scale => charts::draw_second(scene, &mut pad),
-                Panel::Ruler => precision::draw_ruler(scene, &mut pad),
-                Panel::Overflows => draw_overflows(scene, &mut pad),
-                Panel::Tensors => tensors::draw_short(scene, &mut pad),
+                Panel::Loss => charts::draw_loss(scene, &mut canvas),
+                Panel::Scale => charts::draw_second(scene, &mut canvas),
+                Panel::Ruler => precision::draw_ruler(scene, &mut canvas),
+                Panel::Overflows => draw_overflows(scene, &mut canvas),
+                Panel::Tensors => tensors::draw_short(scene, &mut canvas),
             }
         }
     }
@@ -85,10 +85,10 @@ impl Tab for Overview {
 
 /// Draws the skipped steps, newest first: the new scale and the tensors that overflowed. If the overflow was traced, an
 /// arrow marks the pass it began in, forward or backward, followed by the layer. The title names the layers in fallback.
-fn draw_overflows(scene: &Scene, pad: &mut Pad) {
+fn draw_overflows(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
     let (skipped, steps) = (run.step.skipped, run.step.step);
-    let wide = pad.width() >= 40;
+    let wide = canvas.width() >= 40;
     let title = if wide {
         format!("Overflows {skipped} of {steps} steps ({})", format::percent(skipped, steps))
     } else {
@@ -96,7 +96,7 @@ fn draw_overflows(scene: &Scene, pad: &mut Pad) {
     };
     let fallback = run.in_fallback();
     let gap = if fallback.is_empty() { "" } else { "  " };
-    let mut inner = pad.frame(&[(&title, Role::Title), (gap, Role::Text), (&fallback, Role::Subnormal)]);
+    let mut inner = canvas.frame(&[(&title, Role::Title), (gap, Role::Text), (&fallback, Role::Subnormal)]);
     if run.overflows.is_empty() {
         inner.text(1, 0, if skipped == 0 { "none" } else { "before this log" }, Role::Dim);
     }
@@ -111,8 +111,8 @@ fn draw_overflows(scene: &Scene, pad: &mut Pad) {
 
 /// Draws where an overflow began, if that is known, then the tensors that were not finite, worst first, as far as they fit,
 /// and the number of the others.
-fn draw_names(row: &OverflowRow, pad: &mut Pad, x: u16, y: u16) {
-    let room = usize::from(pad.width().saturating_sub(x));
+fn draw_names(row: &OverflowRow, canvas: &mut Canvas, x: u16, y: u16) {
+    let room = usize::from(canvas.width().saturating_sub(x));
     let mut text = row.origin.as_ref().map_or_else(String::new, words::beginning);
     let mut named = 0;
     for name in &row.tensors {
@@ -129,7 +129,7 @@ fn draw_names(row: &OverflowRow, pad: &mut Pad, x: u16, y: u16) {
     let text = if text.is_empty() { "-" } else { &text };
     // The number of the others takes precedence over the end of a long name.
     let more = if more > 0 { format!(" +{more}") } else { String::new() };
-    let room = pad.width().saturating_sub(more.len() as u16);
-    let x = pad.part(0, y, room, 1).shortened(x, 0, text, Role::Text);
-    pad.text(x, y, &more, Role::Dim);
+    let room = canvas.width().saturating_sub(more.len() as u16);
+    let x = canvas.part(0, y, room, 1).shortened(x, 0, text, Role::Text);
+    canvas.text(x, y, &more, Role::Dim);
 }

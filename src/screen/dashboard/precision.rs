@@ -5,7 +5,7 @@ use super::layout;
 use super::scene::Scene;
 use crate::precision::{ExponentHistogram, FloatFormat, RangeShares};
 use crate::telemetry::{GradStats, Layer, RunState, histogram};
-use crate::ui::{Pad, Role, Ruler, format};
+use crate::ui::{Canvas, Role, Ruler, format};
 use ratatui::layout::Rect;
 
 /// Columns for the labels of layers, left of the ruler.
@@ -16,22 +16,22 @@ const LABELS: u16 = 16;
 pub(super) struct Precision;
 
 impl Tab for Precision {
-    fn draw(&self, scene: &Scene, pad: &mut Pad) {
-        let (width, height) = (pad.width(), pad.height());
+    fn draw(&self, scene: &Scene, canvas: &mut Canvas) {
+        let (width, height) = (canvas.width(), canvas.height());
         let (ruler, table) = layout::precision(Rect::new(0, 0, width, height));
         if !ruler.is_empty() {
-            draw_large(scene, &mut pad.part(0, 0, width, ruler.height));
+            draw_large(scene, &mut canvas.part(0, 0, width, ruler.height));
         }
         if !table.is_empty() {
-            draw_scales(scene, &mut pad.part(0, table.y, width, table.height));
+            draw_scales(scene, &mut canvas.part(0, table.y, width, table.height));
         }
     }
 }
 
 /// Draws the panel of the first tab.
-pub(super) fn draw_ruler(scene: &Scene, pad: &mut Pad) {
+pub(super) fn draw_ruler(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
-    let mut inner = pad.frame(&[(&title(scene), Role::Title)]);
+    let mut inner = canvas.frame(&[(&title(scene), Role::Title)]);
     let layered = inner.width() >= LABELS + 45;
     let zero = if layered { LABELS } else { 7 };
     let Some((_, scale, stats)) = &run.grads else {
@@ -60,9 +60,9 @@ pub(super) fn draw_ruler(scene: &Scene, pad: &mut Pad) {
 }
 
 /// Draws the panel of the second tab: a full-width ruler with the probe's FP32 gradients as an outline.
-fn draw_large(scene: &Scene, pad: &mut Pad) {
+fn draw_large(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
-    let mut inner = pad.frame(&[(&title(scene), Role::Title)]);
+    let mut inner = canvas.frame(&[(&title(scene), Role::Title)]);
     let Some((step, scale, stats)) = &run.grads else {
         inner.text(1, 0, "no gradients yet", Role::Dim);
         return;
@@ -85,9 +85,9 @@ fn draw_large(scene: &Scene, pad: &mut Pad) {
     probe_line(run, scene.can_command(), &mut inner, bars + 3);
 }
 
-fn probe_line(run: &RunState, attached: bool, pad: &mut Pad, y: u16) {
+fn probe_line(run: &RunState, attached: bool, canvas: &mut Canvas, y: u16) {
     let Some(probe) = &run.probe else {
-        pad.text(1, y, if attached { "no FP32 probe yet: press p" } else { "no FP32 probe" }, Role::Dim);
+        canvas.text(1, y, if attached { "no FP32 probe yet: press p" } else { "no FP32 probe" }, Role::Dim);
         return;
     };
     let (flushed, nonzero) = probe.underflow();
@@ -97,7 +97,7 @@ fn probe_line(run: &RunState, attached: bool, pad: &mut Pad, y: u16) {
         format::percent(flushed, nonzero),
         format::count(nonzero as f64)
     );
-    pad.spans(1, y, &[("∙", Role::Validation), (&text, Role::Text)]);
+    canvas.spans(1, y, &[("∙", Role::Validation), (&text, Role::Text)]);
 }
 
 fn title(scene: &Scene) -> String {
@@ -118,25 +118,25 @@ fn title(scene: &Scene) -> String {
 
 /// The histogram on `height` rows and its axis on two more.
 fn draw_bars(
-    pad: &mut Pad,
+    canvas: &mut Canvas,
     height: u16,
     ruler: &Ruler,
     histogram: &ExponentHistogram,
     outline: Option<&ExponentHistogram>,
     shift: i32,
 ) {
-    let top = ruler.bars(pad, 0, height, histogram, outline);
+    let top = ruler.bars(canvas, 0, height, histogram, outline);
     let label = format!("10^{:.0}", (top.max(1) as f64).log10());
     if ruler.zero >= LABELS {
-        pad.text(1, 0, &format!("log count {label}"), Role::Dim);
+        canvas.text(1, 0, &format!("log count {label}"), Role::Dim);
     } else {
-        pad.text(1, 0, &label, Role::Dim);
+        canvas.text(1, 0, &label, Role::Dim);
     }
-    ruler.axis(pad, height, shift);
+    ruler.axis(canvas, height, shift);
 }
 
 /// The shares left of the histogram, if it is high enough.
-fn margin(pad: &mut Pad, height: u16, stats: &GradStats) {
+fn margin(canvas: &mut Canvas, height: u16, stats: &GradStats) {
     if height < 5 {
         return;
     }
@@ -147,8 +147,8 @@ fn margin(pad: &mut Pad, height: u16, stats: &GradStats) {
     ];
     for (y, (what, figure, role)) in (height - 3..).zip(rows) {
         let nothing = figure.starts_with("0%") || figure == "0";
-        pad.text(1, y, what, Role::Dim);
-        pad.text(6, y, &figure, if nothing { Role::Dim } else { role });
+        canvas.text(1, y, what, Role::Dim);
+        canvas.text(6, y, &figure, if nothing { Role::Dim } else { role });
     }
 }
 
@@ -166,10 +166,10 @@ fn summary(stats: &GradStats, shift: i32) -> String {
 }
 
 /// One layer: name, smallest magnitude, and the range from smallest to largest with the root mean square on it.
-fn layer_row(pad: &mut Pad, y: u16, ruler: &Ruler, format: FloatFormat, layer: &Layer, shift: i32) {
-    pad.text(1, y, &layer.name, Role::Text);
+fn layer_row(canvas: &mut Canvas, y: u16, ruler: &Ruler, format: FloatFormat, layer: &Layer, shift: i32) {
+    canvas.text(1, y, &layer.name, Role::Text);
     for column in ruler.limits() {
-        pad.glyph(column, y, '┊', Role::Dim);
+        canvas.glyph(column, y, '┊', Role::Dim);
     }
     if let Some(min) = layer.min_abs {
         let low = exponent_of(min);
@@ -180,23 +180,23 @@ fn layer_row(pad: &mut Pad, y: u16, ruler: &Ruler, format: FloatFormat, layer: &
             (None, true) => "▾",
             (None, false) => " ",
         };
-        pad.text(7, y, mark, Role::Subnormal);
-        pad.text(9, y, &format!("2^{}", low - shift), Role::Dim);
+        canvas.text(7, y, mark, Role::Subnormal);
+        canvas.text(9, y, &format!("2^{}", low - shift), Role::Dim);
         let (from, to) = (ruler.column(low), ruler.column(exponent_of(layer.max_abs)));
         for column in from..=to {
-            pad.glyph(column, y, '─', Role::Train);
+            canvas.glyph(column, y, '─', Role::Train);
         }
         if from < to {
-            pad.glyph(from, y, '├', if at_edge { Role::Subnormal } else { Role::Train });
-            pad.glyph(to, y, '┤', Role::Train);
+            canvas.glyph(from, y, '├', if at_edge { Role::Subnormal } else { Role::Train });
+            canvas.glyph(to, y, '┤', Role::Train);
         }
         // A layer that overflowed has no mean.
         if layer.rms().is_finite() {
-            pad.glyph(ruler.column(exponent_of(layer.rms() as f32)).clamp(from, to), y, '●', Role::Train);
+            canvas.glyph(ruler.column(exponent_of(layer.rms() as f32)).clamp(from, to), y, '●', Role::Train);
         }
     }
     if layer.overflowed {
-        pad.glyph(ruler.infinity(), y, '✕', Role::Overflow);
+        canvas.glyph(ruler.infinity(), y, '✕', Role::Overflow);
     }
 }
 
@@ -235,9 +235,9 @@ fn shifted(histogram: &ExponentHistogram, shift: i32) -> ExponentHistogram {
 }
 
 /// Draws the shares that would flush to zero, be subnormal, or overflow at each loss scale.
-fn draw_scales(scene: &Scene, pad: &mut Pad) {
+fn draw_scales(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
-    let mut inner = pad.frame(&[("If the loss scale were", Role::Title)]);
+    let mut inner = canvas.frame(&[("If the loss scale were", Role::Title)]);
     let Some((true_gradients, source)) = unscaled(run, scene.can_command()) else {
         inner.text(1, 0, "no gradients yet", Role::Dim);
         return;

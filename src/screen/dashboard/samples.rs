@@ -3,7 +3,7 @@
 use super::app::Tab;
 use super::list::List;
 use super::scene::Scene;
-use crate::ui::{Pad, Role, format};
+use crate::ui::{Canvas, Role, format};
 use ratatui::text::Span;
 
 /// The tab's state.
@@ -13,9 +13,9 @@ pub(super) struct Samples {
 }
 
 impl Tab for Samples {
-    fn draw(&self, scene: &Scene, pad: &mut Pad) {
+    fn draw(&self, scene: &Scene, canvas: &mut Canvas) {
         let samples = &scene.run().samples;
-        let mut inner = pad.frame(&[(&format!("Samples {}, newest first", samples.len()), Role::Title)]);
+        let mut inner = canvas.frame(&[(&format!("Samples {}, newest first", samples.len()), Role::Title)]);
         if samples.is_empty() {
             inner.text(1, 0, if scene.can_command() { "none yet: press g" } else { "none" }, Role::Dim);
         }

@@ -7,7 +7,7 @@ use crate::telemetry::RunState;
 
 /// How the dashboard relates to the run.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(crate) enum Mode {
+pub(crate) enum DashboardMode {
     /// This process trains, so keys can command training.
     #[default]
     Attached,
@@ -18,7 +18,7 @@ pub(crate) enum Mode {
 /// The runs and the shared settings.
 #[derive(Debug, Default)]
 pub(crate) struct Scene {
-    pub(super) mode: Mode,
+    pub(super) mode: DashboardMode,
     pub(crate) live: RunState,
     /// The run at the moment when the view was frozen.
     pub(super) frozen: Option<Box<RunState>>,
@@ -52,6 +52,6 @@ impl Scene {
 
     /// Whether keys pressed here can command training.
     pub(super) fn can_command(&self) -> bool {
-        self.mode == Mode::Attached && !self.live.is_over()
+        self.mode == DashboardMode::Attached && !self.live.is_over()
     }
 }

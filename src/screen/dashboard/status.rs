@@ -2,24 +2,24 @@
 
 use super::scene::Scene;
 use crate::telemetry::{GpuStats, RunState};
-use crate::ui::{Pad, Role, format};
+use crate::ui::{Canvas, Role, format};
 
 /// Draws the lines.
-pub(super) fn draw(scene: &Scene, pad: &mut Pad) {
+pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
     if run.started.is_none() && run.step.step == 0 {
-        pad.text(1, 0, "waiting for the run to begin", Role::Dim);
+        canvas.text(1, 0, "waiting for the run to begin", Role::Dim);
         return;
     }
-    let wide = pad.width() >= 110;
-    progress(run, pad);
+    let wide = canvas.width() >= 110;
+    progress(run, canvas);
     if run.step.step == 0 && !run.is_over() {
-        pad.text(1, 1, "the first step has not ended yet", Role::Dim);
+        canvas.text(1, 1, "the first step has not ended yet", Role::Dim);
         return;
     }
-    let narrow = pad.width() < 64;
-    items(pad, 1, &learning(scene, run, wide, narrow));
-    items(pad, 2, &cost(scene, run, wide));
+    let narrow = canvas.width() < 64;
+    items(canvas, 1, &learning(scene, run, wide, narrow));
+    items(canvas, 2, &cost(scene, run, wide));
 }
 
 /// Loss, loss scale and step, for a very small terminal.
@@ -34,7 +34,7 @@ pub(super) fn essentials(scene: &Scene) -> Vec<(String, Role)> {
     items
 }
 
-fn progress(run: &RunState, pad: &mut Pad) {
+fn progress(run: &RunState, canvas: &mut Canvas) {
     let (step, total) = (run.step.step, run.total_steps());
     let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
     let epochs = run.started.as_ref().map_or(0.0, |started| started.epochs);
@@ -53,22 +53,22 @@ fn progress(run: &RunState, pad: &mut Pad) {
         share * 100.0,
         eta.map_or_else(|| "--:--:--".into(), format::clock),
     );
-    let x = pad.text(1, 0, &text, Role::Text);
-    let cells = usize::from(pad.width().saturating_sub(x + 1));
+    let x = canvas.text(1, 0, &text, Role::Text);
+    let cells = usize::from(canvas.width().saturating_sub(x + 1));
     let full = (share * cells as f64).round() as usize;
-    let x = pad.text(x, 0, &"━".repeat(full), Role::Good);
-    pad.text(x, 0, &"─".repeat(cells - full), Role::Dim);
+    let x = canvas.text(x, 0, &"━".repeat(full), Role::Good);
+    canvas.text(x, 0, &"─".repeat(cells - full), Role::Dim);
 }
 
 /// Writes the items that fit, three columns apart, or two if that is too wide.
-fn items(pad: &mut Pad, y: u16, items: &[(String, Role)]) {
+fn items(canvas: &mut Canvas, y: u16, items: &[(String, Role)]) {
     let columns = |text: &str| text.chars().count() as u16;
     let all: u16 = items.iter().map(|(text, _)| columns(text) + 3).sum();
-    let gap = if all <= pad.width() { 3 } else { 2 };
+    let gap = if all <= canvas.width() { 3 } else { 2 };
     let mut x = 1;
     for (text, role) in items {
-        if x == 1 || x + columns(text) <= pad.width() {
-            x = pad.text(x, y, text, *role) + gap;
+        if x == 1 || x + columns(text) <= canvas.width() {
+            x = canvas.text(x, y, text, *role) + gap;
         }
     }
 }

@@ -1,13 +1,13 @@
 //! The third tab: the table of tensors, the history of one of them, or the layers. The first tab has a short table.
 
 use super::app::Tab;
-use super::charts::{Chart, Unit, extent};
+use super::charts::{AxisUnit, Chart, extent};
 use super::keys::Action;
 use super::layers;
 use super::list::List;
 use super::scene::Scene;
 use crate::telemetry::{Bucket, RunState, TensorRow};
-use crate::ui::{Pad, Role, format};
+use crate::ui::{Canvas, Role, format};
 use ratatui::layout::Position;
 
 /// Columns right of the name: in the first tab, in the third tab, and there without those that are dropped first, so that
@@ -103,11 +103,11 @@ impl Tensors {
 }
 
 impl Tab for Tensors {
-    fn draw(&self, scene: &Scene, pad: &mut Pad) {
+    fn draw(&self, scene: &Scene, canvas: &mut Canvas) {
         match &self.detail {
-            _ if self.layers => layers::draw(scene, pad),
-            Some(name) => draw_history(scene, name, pad),
-            None => draw_table(scene, pad),
+            _ if self.layers => layers::draw(scene, canvas),
+            Some(name) => draw_history(scene, name, canvas),
+            None => draw_table(scene, canvas),
         }
     }
 
@@ -196,18 +196,18 @@ fn divisor(scene: &Scene) -> f32 {
 }
 
 /// Draws the heading, or a tensor's row.
-fn draw_row(scene: &Scene, pad: &mut Pad, y: u16, name: &str, columns: &[Column], row: Option<&TensorRow>) {
-    let mut x = pad.text(0, y, name, if row.is_some() { Role::Text } else { Role::Dim });
+fn draw_row(scene: &Scene, canvas: &mut Canvas, y: u16, name: &str, columns: &[Column], row: Option<&TensorRow>) {
+    let mut x = canvas.text(0, y, name, if row.is_some() { Role::Text } else { Role::Dim });
     for (at, (heading, width, cell)) in columns.iter().enumerate() {
         let (text, role) = row.map_or_else(|| ((*heading).to_owned(), Role::Dim), |row| cell(scene, row));
         let gap = if at + 1 < columns.len() { " " } else { "" };
-        x = pad.text(x, y, &format!("{text:>width$}{gap}"), role);
+        x = canvas.text(x, y, &format!("{text:>width$}{gap}"), role);
     }
 }
 
 /// Draws the panel of the first tab.
-pub(super) fn draw_short(scene: &Scene, pad: &mut Pad) {
-    let mut inner = pad.frame(&[(&scene.tensors.title(scene.run(), ""), Role::Title)]);
+pub(super) fn draw_short(scene: &Scene, canvas: &mut Canvas) {
+    let mut inner = canvas.frame(&[(&scene.tensors.title(scene.run(), ""), Role::Title)]);
     let rows = scene.tensors.rows(scene.run());
     if rows.is_empty() {
         inner.text(0, 0, scene.tensors.nothing(), Role::Dim);
@@ -221,10 +221,10 @@ pub(super) fn draw_short(scene: &Scene, pad: &mut Pad) {
     }
 }
 
-fn draw_table(scene: &Scene, pad: &mut Pad) {
+fn draw_table(scene: &Scene, canvas: &mut Canvas) {
     let (run, list) = (scene.run(), &scene.tensors.list);
     let title = scene.tensors.title(run, &format!(", at step {}", run.tensors.step));
-    let mut inner = pad.frame(&[(&title, Role::Title)]);
+    let mut inner = canvas.frame(&[(&title, Role::Title)]);
     let width = usize::from(inner.width());
     let spare = width >= WIDE + NAME;
     let name = width.saturating_sub(if spare { WIDE } else { LEAST }).clamp(8, 40);
@@ -252,13 +252,13 @@ fn touched(run: &RunState, name: &str) -> Option<String> {
 
 /// Draws a tensor's smallest and largest magnitude over the run, with the format's limits, and the variance of its layer's
 /// gradient where it was measured.
-fn draw_history(scene: &Scene, name: &str, pad: &mut Pad) {
+fn draw_history(scene: &Scene, name: &str, canvas: &mut Canvas) {
     let run = scene.run();
     let Some(row) = run.tensors.rows.iter().find(|row| row.name == *name) else { return };
     let format = run.grad_format();
     let (least, normal) = (format.min_subnormal_exponent(), format.min_exponent());
     let legend = format!("   min and max |g| as stored, log2   ┄ 2^{least} 2^{normal}");
-    let mut inner = pad.frame(&[(name, Role::Title), (&legend, Role::Dim)]);
+    let mut inner = canvas.frame(&[(name, Role::Title), (&legend, Role::Dim)]);
     let first = touched(run, name).map(|step| format!(", first at 2^-24 in step {step}")).unwrap_or_default();
     inner.text(1, 0, &format!("computes in {}{first}", run.computes_in(name)), Role::Text);
     let (width, rows) = (inner.width(), inner.height().saturating_sub(1));
@@ -273,7 +273,7 @@ fn draw_history(scene: &Scene, name: &str, pad: &mut Pad) {
     // Draw a format's limits only if they are near the data: FP32's would compress everything else.
     let limits: Vec<_> = [least, normal].map(f64::from).into_iter().filter(|limit| bottom - limit < 24.0).collect();
     let bottom = limits.iter().fold(bottom, |bottom, limit| bottom.min(*limit));
-    let chart = Chart::new(scene, (bottom.floor() - 1.0, top.ceil() + 1.0), Unit::Power);
+    let chart = Chart::new(scene, (bottom.floor() - 1.0, top.ceil() + 1.0), AxisUnit::Power);
     let first = scene.charts.first_step(run);
     chart.draw(&mut inner, |plot| {
         for limit in &limits {

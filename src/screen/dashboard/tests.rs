@@ -7,15 +7,15 @@ mod daily_use;
 mod invented;
 
 use super::dialogs::Dialog;
-use super::{App, Mode};
-use crate::screen::renderer::{Exit, Message, Playback, Source};
-use crate::screen::watch::Watched;
+use super::{App, DashboardMode};
+use crate::screen::renderer::{Exit, MessageSource, Playback, ScreenMessage};
+use crate::screen::watch::LogSource;
 use crate::screen::words;
 use crate::telemetry::{
     self, CheckpointSaved, Command, DtypeChange, Event, EventLog, FinishReason, FirstNonFinite, GpuStats, GradVariance,
     Overflow, Pass, ProcessStats, Record, RunState, Started, StepRecord, TensorRow, UnderflowOnset, VERSION,
 };
-use crate::ui::{Look, Theme};
+use crate::ui::{ColorScheme, Theme};
 use invented::{Invented, InventedRun};
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
@@ -27,10 +27,10 @@ const COMPACT: (u16, u16) = (80, 24);
 
 /// The dashboard after the first `records` records of a run.
 fn after(settings: Invented, records: usize) -> App {
-    let mut view = App::new(Mode::Attached, RunState::default());
+    let mut view = App::new(DashboardMode::Attached, RunState::default());
     for record in InventedRun::new(settings).take(records) {
         view.scene.now = record.t + 41_000;
-        view.receive(Message::Record(Box::new(record)));
+        view.receive(ScreenMessage::Record(Box::new(record)));
     }
     view
 }
@@ -40,15 +40,15 @@ fn running() -> App {
     after(Invented::default(), 1800)
 }
 
-fn record(event: Event) -> Message {
-    Message::Record(Box::new(Record { v: VERSION, t: 1_750_000_200_000, s: 200.0, event }))
+fn record(event: Event) -> ScreenMessage {
+    ScreenMessage::Record(Box::new(Record { v: VERSION, t: 1_750_000_200_000, s: 200.0, event }))
 }
 
-fn started(started: Started) -> Message {
+fn started(started: Started) -> ScreenMessage {
     record(Event::Started(Box::new(started)))
 }
 
-fn step(step: StepRecord) -> Message {
+fn step(step: StepRecord) -> ScreenMessage {
     record(Event::Step(Box::new(step)))
 }
 
@@ -82,7 +82,7 @@ fn text(buffer: &Buffer) -> String {
 }
 
 fn picture(view: &App, size: (u16, u16)) -> String {
-    text(&buffer(view, Theme::truecolor(Look::Dark), size))
+    text(&buffer(view, Theme::truecolor(ColorScheme::Dark), size))
 }
 
 /// Compares the frames at both sizes with the stored ones.
@@ -106,7 +106,7 @@ fn every_tab() {
 
 #[test]
 fn an_empty_run() {
-    snapshots("empty", &App::new(Mode::Attached, RunState::default()));
+    snapshots("empty", &App::new(DashboardMode::Attached, RunState::default()));
 }
 
 #[test]
@@ -122,11 +122,11 @@ fn a_scale_that_is_far_too_high_shows_who_overflowed_and_falls() {
 /// The start of the log of a real run of `tiny` with `scaler.init_scale = 2^24`, with only one table of tensors.
 #[test]
 fn a_real_overflow_can_be_read_off() {
-    let mut view = App::new(Mode::Watching, RunState::default());
+    let mut view = App::new(DashboardMode::Watching, RunState::default());
     for line in include_str!("fixtures/init_scale_2_24.jsonl").lines() {
         let record: Record = serde_json::from_str(line).unwrap();
         view.scene.now = record.t;
-        view.receive(Message::Record(Box::new(record)));
+        view.receive(ScreenMessage::Record(Box::new(record)));
     }
     snapshots("real_overflows", &view);
     press(&mut view, "zzzz");
@@ -236,7 +236,7 @@ fn a_frozen_view_does_not_change_while_the_run_continues() {
     press(&mut view, "f");
     let frozen = picture(&view, FULL);
     for record in InventedRun::new(Invented::default()).skip(1800).take(100) {
-        view.receive(Message::Record(Box::new(record)));
+        view.receive(ScreenMessage::Record(Box::new(record)));
     }
     assert_eq!(picture(&view, FULL), frozen);
     snapshots("frozen", &view);
@@ -276,13 +276,13 @@ fn small_terminals() {
 #[test]
 fn wide_formats_fold_their_ruler() {
     for (policy, name) in [("p=f32,c=bf16,g=bf16,r=f32", "BF16"), ("p=f32,c=f32,g=f32,r=f32", "FP32")] {
-        let mut view = App::new(Mode::Attached, RunState::default());
+        let mut view = App::new(DashboardMode::Attached, RunState::default());
         for mut record in InventedRun::new(Invented { init_scale: 0, ..Invented::default() }).take(200) {
             if let Event::Started(started) = &mut record.event {
                 started.policy = policy.into();
                 started.scaler.enabled = false;
             }
-            view.receive(Message::Record(Box::new(record)));
+            view.receive(ScreenMessage::Record(Box::new(record)));
         }
         let picture = picture(&view, FULL);
         assert!(
@@ -305,7 +305,7 @@ fn every_size_draws() {
             view.dialog = dialogs[turn / 5 % 5];
             view.tensors.detail = (turn % 2 == 0).then(|| "wte.weight".into());
             view.overview.zoom = None;
-            let drawn = buffer(&view, Theme::truecolor(Look::Dark), (width, height));
+            let drawn = buffer(&view, Theme::truecolor(ColorScheme::Dark), (width, height));
             assert!(drawn.content.iter().any(|cell| cell.symbol() != " "), "{width}x{height} is empty");
         }
     }
@@ -346,7 +346,7 @@ fn ascii_is_ascii() {
 #[test]
 fn the_colours_of_one_frame() {
     let view = after(Invented { init_scale: 24, total_steps: 60, ..Invented::default() }, 60);
-    insta::assert_debug_snapshot!("styled_80x24", buffer(&view, Theme::truecolor(Look::Dark), COMPACT));
+    insta::assert_debug_snapshot!("styled_80x24", buffer(&view, Theme::truecolor(ColorScheme::Dark), COMPACT));
 }
 
 #[test]
@@ -364,9 +364,9 @@ fn keys_become_commands_and_answers_clear_their_notice() {
 
 #[test]
 fn a_watcher_sends_no_commands_and_quits_at_once() {
-    let mut view = App::new(Mode::Watching, RunState::default());
+    let mut view = App::new(DashboardMode::Watching, RunState::default());
     InventedRun::new(Invented::default()).take(50).for_each(|record| {
-        view.receive(Message::Record(Box::new(record)));
+        view.receive(ScreenMessage::Record(Box::new(record)));
     });
     assert_eq!(press(&mut view, " segp"), []);
     assert!(view.notice.is_some());
@@ -378,7 +378,7 @@ fn a_watcher_sends_no_commands_and_quits_at_once() {
 fn a_watcher_is_offered_only_what_works() {
     let footer = |view: &App| picture(view, FULL).lines().last().unwrap().to_owned();
     let mut watching = running();
-    watching.scene.mode = Mode::Watching;
+    watching.scene.mode = DashboardMode::Watching;
     let offered = footer(&watching);
     assert!(offered.contains("f  freeze") && !offered.contains("pause") && !offered.contains("save"), "{offered}");
     watching.scene.playback = Some(Playback { speed: 12.5, paused: false, seek: None, at: 0.0 });
@@ -454,7 +454,7 @@ fn control_c_asks_then_saves_then_ends_everything() {
     let later = view.scene.now + 2000;
     view.scene.now = later;
     assert_eq!(ctrl_c(&mut view), Some(Command::Abort));
-    assert_eq!(view.exit, Some(Exit::Aborted));
+    assert_eq!(view.exit, Some(Exit::Killed));
 }
 
 #[test]
@@ -476,11 +476,11 @@ fn a_signal_to_terminate_saves_and_closes_the_screen() {
 #[test]
 fn training_that_ends_without_a_finished_event_is_lost() {
     let mut view = running();
-    view.receive(Message::Closed);
-    assert_eq!(view.exit, Some(Exit::Lost));
+    view.receive(ScreenMessage::Closed);
+    assert_eq!(view.exit, Some(Exit::TrainerPanicked));
 
     let mut view = after(Invented::default(), usize::MAX);
-    view.receive(Message::Closed);
+    view.receive(ScreenMessage::Closed);
     assert_eq!(view.exit, None);
     press(&mut view, "q");
     assert_eq!(view.exit, Some(Exit::Ended));
@@ -489,7 +489,7 @@ fn training_that_ends_without_a_finished_event_is_lost() {
 #[test]
 fn a_killed_process_shows_in_the_header_and_a_resumed_one_runs_again() {
     let mut view = running();
-    view.receive(Message::Gone);
+    view.receive(ScreenMessage::Gone);
     assert!(picture(&view, FULL).starts_with("finetune ✕ process gone"));
     view.receive(started(Started { resumed_from: Some(1000), ..Started::default() }));
     let now = view.scene.live.last_t;
@@ -565,7 +565,7 @@ fn a_frame_is_drawn_in_milliseconds() {
     let view = after(Invented { total_steps: 6000, ..Invented::default() }, 5000);
     let began = thread_time();
     for _ in 0..20 {
-        buffer(&view, Theme::truecolor(Look::Dark), (200, 60));
+        buffer(&view, Theme::truecolor(ColorScheme::Dark), (200, 60));
     }
     let each = thread_time().saturating_sub(began) / 20;
     println!("a frame of 200x60: {each:?}");
@@ -598,8 +598,8 @@ fn open_long_log(steps: u64) -> (Duration, u64, App) {
     drop(log);
     let before = ProcessStats::now().rss_bytes.unwrap_or(0);
     let began = thread_time();
-    let mut source = Watched::new(std::slice::from_ref(&path), None);
-    let mut view = App::new(Mode::Watching, RunState::default());
+    let mut source = LogSource::new(std::slice::from_ref(&path), None);
+    let mut view = App::new(DashboardMode::Watching, RunState::default());
     while source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap() {}
     let took = thread_time().saturating_sub(began);
     (took, ProcessStats::now().rss_bytes.unwrap_or(0).saturating_sub(before), view)
@@ -630,8 +630,10 @@ fn a_log_with_a_damaged_line_says_so() {
     InventedRun::new(Invented::default()).take(20).for_each(|record| log.append(&record).unwrap());
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text + "{\"v\":1, broken\n").unwrap();
-    let mut view = App::new(Mode::Watching, RunState::default());
-    Watched::new(std::slice::from_ref(&path), None).poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap();
+    let mut view = App::new(DashboardMode::Watching, RunState::default());
+    LogSource::new(std::slice::from_ref(&path), None)
+        .poll(Duration::ZERO, &mut |message| view.receive(message))
+        .unwrap();
     assert!(
         view.scene.run().events.iter().any(|row| words::listed(row).contains("1 lines of the log could not be read"))
     );

@@ -1,6 +1,6 @@
 //! A frame as PNG, drawn with GNU Unifont, which covers the basic multilingual plane.
 
-use crate::ui::Look;
+use crate::ui::ColorScheme;
 use crate::{Error, Result};
 use ratatui::buffer::Buffer;
 use ratatui::style::{Color, Modifier};
@@ -13,10 +13,10 @@ const HEIGHT: usize = 16;
 type Rgb = (u8, u8, u8);
 
 /// The encoded picture.
-pub(super) fn png(buffer: &Buffer, look: Look) -> Result<Vec<u8>> {
+pub(super) fn png(buffer: &Buffer, scheme: ColorScheme) -> Result<Vec<u8>> {
     let (columns, rows) = (usize::from(buffer.area.width), usize::from(buffer.area.height));
-    let mut canvas = Canvas { width: columns * WIDTH, pixels: vec![0; columns * WIDTH * rows * HEIGHT * 3] };
-    let (ink, paper) = look.page();
+    let mut canvas = PixelBuffer { width: columns * WIDTH, pixels: vec![0; columns * WIDTH * rows * HEIGHT * 3] };
+    let (ink, paper) = scheme.page();
     for y in 0..rows {
         let mut x = 0;
         while x < columns {
@@ -39,12 +39,12 @@ pub(super) fn png(buffer: &Buffer, look: Look) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-struct Canvas {
+struct PixelBuffer {
     width: usize,
     pixels: Vec<u8>,
 }
 
-impl Canvas {
+impl PixelBuffer {
     /// Draws a character over `cells` cells.
     fn glyph(&mut self, (x, y): (usize, usize), cells: usize, c: char, (ink, paper): (Rgb, Rgb), bold: bool) {
         let glyph = unifont::get_glyph(c);
@@ -92,11 +92,11 @@ mod tests {
     fn a_compressed_glyph_does_not_touch_its_neighbour() {
         let mut buffer = Buffer::empty(Rect::new(0, 0, 3, 1));
         buffer.set_string(0, 0, "a⏎b", Style::new());
-        let bytes = png(&buffer, Look::Dark).unwrap();
+        let bytes = png(&buffer, ColorScheme::Dark).unwrap();
         let mut reader = png::Decoder::new(std::io::Cursor::new(bytes)).read_info().unwrap();
         let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
         reader.next_frame(&mut pixels).unwrap();
-        let (r, g, b) = Look::Dark.page().1;
+        let (r, g, b) = ColorScheme::Dark.page().1;
         let inked = |column: usize| {
             (0..HEIGHT).filter(|row| pixels[(row * 3 * WIDTH + column) * 3..][..3] != [r, g, b]).count()
         };

@@ -1,6 +1,6 @@
 //! A frame as SVG. Braille, blocks and lines are drawn as shapes, so the picture does not depend on the viewer's fonts.
 
-use crate::ui::Look;
+use crate::ui::ColorScheme;
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::style::{Color, Modifier};
 use std::fmt::Write;
@@ -10,9 +10,9 @@ const WIDTH: f64 = 8.0;
 const HEIGHT: f64 = 16.0;
 
 /// The document.
-pub(super) fn svg(buffer: &Buffer, look: Look) -> String {
-    let (ink, paper) = look.page();
-    let page = Page { ink: hex(ink), paper: hex(paper) };
+pub(super) fn svg(buffer: &Buffer, scheme: ColorScheme) -> String {
+    let (ink, paper) = scheme.page();
+    let page = SvgColors { ink: hex(ink), paper: hex(paper) };
     let (width, height) = (f64::from(buffer.area.width) * WIDTH, f64::from(buffer.area.height) * HEIGHT);
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" \
@@ -30,7 +30,7 @@ pub(super) fn svg(buffer: &Buffer, look: Look) -> String {
 }
 
 /// Draws the run of equally styled cells from (x, y); returns its length.
-fn run_of_cells(buffer: &Buffer, x: u16, y: u16, page: &Page, out: &mut String) -> u16 {
+fn run_of_cells(buffer: &Buffer, x: u16, y: u16, page: &SvgColors, out: &mut String) -> u16 {
     let first = &buffer[(x, y)];
     let (left, top) = (f64::from(x) * WIDTH, f64::from(y) * HEIGHT);
     let ink = page.colour(first);
@@ -70,12 +70,12 @@ fn run_of_cells(buffer: &Buffer, x: u16, y: u16, page: &Page, out: &mut String) 
 }
 
 /// The default colours.
-struct Page {
+struct SvgColors {
     ink: String,
     paper: String,
 }
 
-impl Page {
+impl SvgColors {
     fn colour(&self, cell: &Cell) -> String {
         match cell.fg {
             _ if cell.modifier.contains(Modifier::REVERSED) => self.paper.clone(),

@@ -40,25 +40,25 @@ pub(crate) struct Screen<W: Write> {
 
 impl<W: Write> Screen<W> {
     /// Takes over the terminal of `writer`, which must be standard output's, and its mouse if `mouse`.
-    pub(crate) fn take(mut writer: W, mouse: bool) -> io::Result<Self> {
+    pub(crate) fn enter(mut writer: W, mouse: bool) -> io::Result<Self> {
         static HOOK: Once = Once::new();
         HOOK.call_once(|| {
             let report = std::panic::take_hook();
             std::panic::set_hook(Box::new(move |info| {
-                give_back();
+                restore();
                 report(info);
             }));
         });
         enable_raw_mode()?;
         TAKEN.store(true, Ordering::SeqCst);
         // From here on the guard restores the terminal, even if the rest fails.
-        execute!(writer, EnterAlternateScreen).inspect_err(|_| give_back())?;
+        execute!(writer, EnterAlternateScreen).inspect_err(|_| restore())?;
         if mouse {
             MOUSE.store(true, Ordering::SeqCst);
-            execute!(writer, EnableMouseCapture).inspect_err(|_| give_back())?;
+            execute!(writer, EnableMouseCapture).inspect_err(|_| restore())?;
         }
-        let terminal = Terminal::new(CrosstermBackend::new(writer)).inspect_err(|_| give_back())?;
-        let keyboard = Keyboard::open().inspect_err(|_| give_back())?;
+        let terminal = Terminal::new(CrosstermBackend::new(writer)).inspect_err(|_| restore())?;
+        let keyboard = Keyboard::open().inspect_err(|_| restore())?;
         Ok(Self { terminal: ManuallyDrop::new(terminal), keyboard })
     }
 
@@ -75,7 +75,7 @@ impl<W: Write> Screen<W> {
     /// Restores the terminal, suspends the process, and takes the terminal over again when the process continues.
     pub(crate) fn suspend(&mut self) -> io::Result<()> {
         let mouse = MOUSE.load(Ordering::SeqCst);
-        give_back();
+        restore();
         raise(SIGTSTP)?;
         enable_raw_mode()?;
         TAKEN.store(true, Ordering::SeqCst);
@@ -96,7 +96,7 @@ impl<W: Write> Screen<W> {
 impl<W: Write> Drop for Screen<W> {
     fn drop(&mut self) {
         self.keyboard.close();
-        give_back();
+        restore();
     }
 }
 
@@ -159,12 +159,12 @@ pub(super) fn wait<T>(patience: Duration, done: impl Fn() -> Option<T>) -> Optio
 }
 
 /// Whether a screen has taken over the terminal.
-pub(super) fn is_taken() -> bool {
+pub(super) fn is_active() -> bool {
     TAKEN.load(Ordering::SeqCst)
 }
 
 /// Restores the terminal, once.
-pub(super) fn give_back() {
+pub(super) fn restore() {
     if !TAKEN.swap(false, Ordering::SeqCst) {
         return;
     }

@@ -1,6 +1,6 @@
 //! Signals that stop a run or a screen.
 
-use super::screen::{give_back, is_taken, wait};
+use super::screen::{is_active, restore, wait};
 use crate::telemetry::is_ignored;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
 use signal_hook::iterator::Signals;
@@ -25,7 +25,7 @@ const CTRL_C_REPEAT: Duration = Duration::from_secs(1);
 /// progress save and stop. After that, a SIGINT or SIGTERM ends the process at once; the system may send the other two
 /// repeatedly. SIGUSR1 saves. The exit code is 130, and the terminal is restored first.
 #[derive(Clone, Default)]
-pub struct Interruption {
+pub struct SignalHandler {
     run: Arc<OnceLock<Handlers>>,
 }
 
@@ -35,7 +35,7 @@ struct Handlers {
 }
 
 /// Lets the signals that end a run pass by a process that another one leads: that one hears them, saves and ends all.
-pub fn hold_signals() -> io::Result<()> {
+pub fn ignore_stop_signals() -> io::Result<()> {
     let heard = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP, SIGXCPU, SIGUSR1] {
         flag::register(signal, heard.clone())?;
@@ -43,7 +43,7 @@ pub fn hold_signals() -> io::Result<()> {
     Ok(())
 }
 
-impl Interruption {
+impl SignalHandler {
     /// Listens from now on.
     ///
     /// # Errors
@@ -93,7 +93,7 @@ impl Interruption {
 
 /// Prints the effect of a signal on standard error, unless a screen has the terminal.
 fn say(text: &str) {
-    if !is_taken() {
+    if !is_active() {
         // The cursor may be after `^C` or a status line.
         let new_line = if stderr().is_terminal() { "\n" } else { "" };
         let _ = writeln!(stderr(), "{new_line}{text}");
@@ -103,7 +103,7 @@ fn say(text: &str) {
 /// Ends the process after a short wait for the terminal to be restored.
 fn leave() {
     // On its own thread, because a blocked terminal must not keep the process alive.
-    let restoring = thread::spawn(give_back);
+    let restoring = thread::spawn(restore);
     wait(PATIENCE, || restoring.is_finished().then_some(()));
     low_level::exit(INTERRUPTED);
 }
@@ -118,12 +118,12 @@ pub fn outlive_file_size_limit() -> io::Result<()> {
 }
 
 /// Records SIGINT, SIGTERM and SIGHUP for a screen. In raw mode Ctrl-C is a key and not a signal.
-pub(crate) struct Ending {
+pub(crate) struct ShutdownFlag {
     interrupted: Arc<AtomicBool>,
     registered: Vec<SigId>,
 }
 
-impl Ending {
+impl ShutdownFlag {
     /// Listens until it is dropped.
     pub(crate) fn listen() -> io::Result<Self> {
         let mut ending = Self { interrupted: Arc::default(), registered: Vec::new() };
@@ -135,12 +135,12 @@ impl Ending {
     }
 
     /// Whether a signal arrived.
-    pub(crate) fn arrived(&self) -> bool {
+    pub(crate) fn is_set(&self) -> bool {
         self.interrupted.load(Ordering::SeqCst)
     }
 }
 
-impl Drop for Ending {
+impl Drop for ShutdownFlag {
     fn drop(&mut self) {
         for id in self.registered.drain(..) {
             low_level::unregister(id);

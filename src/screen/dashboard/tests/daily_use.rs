@@ -1,7 +1,7 @@
 //! Regressions from daily use, one test for each numbered item: 7 (a resumed run), 14 (layouts), 15 (charts).
 
 use super::*;
-use crate::screen::picture::{Format, picture as picture_file};
+use crate::screen::picture::{ImageFormat, picture as picture_file};
 use ratatui::crossterm::event::{MouseButton, MouseEvent, MouseEventKind};
 use std::path::PathBuf;
 
@@ -31,7 +31,7 @@ fn item_7_a_resumed_dashboard_shows_the_whole_run() {
     let (_folder, path) = log(Invented::default(), 1400);
     let before = RunState::history(&path).unwrap();
     let reached = before.step.step;
-    let mut view = App::new(Mode::Attached, before);
+    let mut view = App::new(DashboardMode::Attached, before);
     assert!(picture(&view, FULL).starts_with("finetune ∙ waiting"));
     view.receive(started(Started { resumed_from: Some(1000), total_steps: 2000, ..Started::default() }));
     view.receive(step(StepRecord { step: 1001, loss: 3.5, ..StepRecord::default() }));
@@ -48,7 +48,7 @@ fn item_7_a_resumed_dashboard_shows_the_whole_run() {
 #[test]
 fn item_7_a_finished_run_that_is_resumed_shows_its_end() {
     let (_folder, path) = log(Invented { total_steps: 300, ..Invented::default() }, usize::MAX);
-    let mut view = App::new(Mode::Attached, RunState::history(&path).unwrap());
+    let mut view = App::new(DashboardMode::Attached, RunState::history(&path).unwrap());
     view.receive(started(Started { resumed_from: Some(300), total_steps: 300, ..Started::default() }));
     let finished = crate::telemetry::Finished { step: 300, loss: 3.214, ..Default::default() };
     view.receive(record(Event::Finished(finished)));
@@ -188,17 +188,17 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
 #[test]
 fn item_15_themes_change_colours_and_nothing_else() {
     let mut view = running();
-    let (dark, before) = (buffer(&view, Theme::truecolor(Look::Dark), FULL), picture(&view, FULL));
+    let (dark, before) = (buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL), picture(&view, FULL));
     press(&mut view, "t");
-    let light = buffer(&view, Theme::truecolor(Look::Dark), FULL);
+    let light = buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL);
     assert_eq!(text(&light), before);
     assert_ne!(light, dark);
     press(&mut view, "t");
-    let contrast = buffer(&view, Theme::truecolor(Look::Dark), FULL);
+    let contrast = buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL);
     let black = ratatui::style::Color::Rgb(0, 0, 0);
     assert!(text(&contrast) == before && contrast.content.iter().all(|cell| cell.bg == black));
     press(&mut view, "t");
-    assert_eq!(buffer(&view, Theme::truecolor(Look::Dark), FULL), dark);
+    assert_eq!(buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL), dark);
 }
 
 #[test]
@@ -245,20 +245,20 @@ fn item_15_the_mouse_chooses_a_tab_a_point_a_tensor_and_an_event() {
 #[test]
 fn item_15_a_replay_pauses_and_seeks() {
     let (_folder, path) = log(Invented { total_steps: 400, ..Invented::default() }, usize::MAX);
-    let mut view = App::new(Mode::Watching, RunState::default());
+    let mut view = App::new(DashboardMode::Watching, RunState::default());
     view.scene.playback = Some(Playback { speed: 1.0, paused: true, seek: None, at: 0.0 });
-    let mut source = Watched::new(std::slice::from_ref(&path), Some(1.0));
-    let mut look = |view: &mut App| {
+    let mut source = LogSource::new(std::slice::from_ref(&path), Some(1.0));
+    let mut scheme = |view: &mut App| {
         source.play(&mut view.scene.playback);
         while source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap() {}
         source.play(&mut view.scene.playback);
     };
-    look(&mut view);
+    scheme(&mut view);
     let at = |view: &App| view.scene.run().step.step;
     assert!(at(&view) <= 1, "{}", at(&view));
     for (key, expected) in [("]", 20), ("]", 40), ("]]]]]]", 60), ("[", 40), ("[", 20)] {
         press(&mut view, &key[..1]);
-        look(&mut view);
+        scheme(&mut view);
         assert!(at(&view).abs_diff(expected) <= 2, "{key}: {} is not {expected}", at(&view));
         assert!(view.scene.run().curves.loss.whole().buckets().last().unwrap().last_step <= expected + 2);
     }
@@ -285,7 +285,7 @@ fn item_15_runs_are_laid_over_one_another() {
             if let Event::Step(step) = &mut record.event {
                 step.loss += 0.3;
             }
-            view.receive(Message::Other(at as usize, Box::new(record)));
+            view.receive(ScreenMessage::Other(at as usize, Box::new(record)));
         }
     }
     let shown = picture(&view, FULL);
@@ -299,16 +299,16 @@ fn item_15_runs_are_laid_over_one_another() {
 fn item_15_pictures_are_files() {
     let (_folder, path) = log(Invented::default(), 1200);
     let logs = [path];
-    for look in [Look::Dark, Look::Light, Look::HighContrast] {
-        let svg = String::from_utf8(picture_file(&logs, "2u", (80, 24), look, Format::Svg).unwrap()).unwrap();
+    for scheme in [ColorScheme::Dark, ColorScheme::Light, ColorScheme::HighContrast] {
+        let svg = String::from_utf8(picture_file(&logs, "2u", (80, 24), scheme, ImageFormat::Svg).unwrap()).unwrap();
         assert!(svg.starts_with("<svg ") && svg.contains("viewBox=\"0 0 640 384\"") && svg.contains("[2 Precision]"));
-        let png = picture_file(&logs, "", (80, 24), look, Format::Png).unwrap();
+        let png = picture_file(&logs, "", (80, 24), scheme, ImageFormat::Png).unwrap();
         let mut reader = png::Decoder::new(std::io::Cursor::new(png)).read_info().unwrap();
         let mut pixels = vec![0; reader.output_buffer_size().unwrap()];
         let info = reader.next_frame(&mut pixels).unwrap();
         assert_eq!((info.width, info.height), (640, 384));
-        let paper = <[u8; 3]>::from(look.page().1);
+        let paper = <[u8; 3]>::from(scheme.page().1);
         let of_paper = pixels.chunks(3).filter(|pixel| *pixel == paper).count();
-        assert!(of_paper > pixels.len() / 3 / 2 && of_paper < pixels.len() / 3, "{look:?}: {of_paper}");
+        assert!(of_paper > pixels.len() / 3 / 2 && of_paper < pixels.len() / 3, "{scheme:?}: {of_paper}");
     }
 }

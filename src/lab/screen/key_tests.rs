@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
 use super::keys::{Action, KEYS};
-use super::model::{Adjust, Instrument, Model};
+use super::state::{Adjust, LabState, Tab};
 use super::{Evaluate, view};
 use crate::lab::parse_value;
 use crate::screen::terminal::Binding;
@@ -22,37 +22,32 @@ const NEEDED: [(&str, &str, &str, &str); 5] = [
 ];
 
 /// A view at work.
-struct Stage<'a, 'e> {
-    model: Model,
+struct ViewHarness<'a, 'e> {
+    state: LabState,
     size: (u16, u16),
     evaluate: &'a RefCell<&'a mut Evaluate<'e>>,
 }
 
-impl<'a, 'e> Stage<'a, 'e> {
-    fn new(
-        instruments: &[Instrument],
-        tab: usize,
-        size: (u16, u16),
-        evaluate: &'a RefCell<&'a mut Evaluate<'e>>,
-    ) -> Self {
-        let mut model = Model::new(instruments.to_vec());
-        model.tab = tab;
-        Self { model, size, evaluate }
+impl<'a, 'e> ViewHarness<'a, 'e> {
+    fn new(lab_tabs: &[Tab], tab: usize, size: (u16, u16), evaluate: &'a RefCell<&'a mut Evaluate<'e>>) -> Self {
+        let mut state = LabState::new(lab_tabs.to_vec());
+        state.tab = tab;
+        Self { state, size, evaluate }
     }
 
     fn picture(&mut self) -> String {
-        self.model.evaluate(self.size.0.into(), &mut **self.evaluate.borrow_mut());
-        view::picture(&mut self.model, Theme::monochrome(), self.size.0, self.size.1)
+        self.state.evaluate(self.size.0.into(), &mut **self.evaluate.borrow_mut());
+        view::picture(&mut self.state, Theme::monochrome(), self.size.0, self.size.1)
     }
 
     /// The page, whole.
     fn page(&mut self) -> String {
         self.picture();
-        self.model.page.text()
+        self.state.page.text()
     }
 
     fn press(&mut self, code: KeyCode) -> ControlFlow<()> {
-        self.model.press(KeyEvent::from(code))
+        self.state.press(KeyEvent::from(code))
     }
 
     /// Whether the picture is another one behind the key.
@@ -63,56 +58,55 @@ impl<'a, 'e> Stage<'a, 'e> {
 }
 
 /// What is wrong with the keys of every view at `size`.
-pub(crate) fn dead_keys(instruments: &[Instrument], size: (u16, u16), evaluate: &mut Evaluate) -> Vec<String> {
+pub(crate) fn unresponsive_keys(lab_tabs: &[Tab], size: (u16, u16), evaluate: &mut Evaluate) -> Vec<String> {
     let (evaluate, mut wrong) = (RefCell::new(evaluate), Vec::new());
-    for (tab, instrument) in instruments.iter().enumerate() {
-        let stage = || Stage::new(instruments, tab, size, &evaluate);
+    for (tab, lab_tab) in lab_tabs.iter().enumerate() {
+        let stage = || ViewHarness::new(lab_tabs, tab, size, &evaluate);
         for (code, action) in KEYS.iter().flat_map(Binding::keys) {
             // The view's own keys take precedence.
-            if instrument.keys.iter().any(|key| key.code == code)
-                || (code == KeyCode::Char(' ') && instrument.play.is_some())
+            if lab_tab.keys.iter().any(|key| key.code == code) || (code == KeyCode::Char(' ') && lab_tab.play.is_some())
             {
                 continue;
             }
             if let Action::Increase { .. } | Action::Decrease { .. } = action {
-                for field in 0..instrument.fields.len() {
+                for field in 0..lab_tab.fields.len() {
                     if let Err(what) = step(stage(), field, code, action) {
-                        wrong.push(format!("{}: {what}", instrument.name));
+                        wrong.push(format!("{}: {what}", lab_tab.name));
                     }
                 }
             } else if let Err(what) = common(stage(), code, action) {
-                wrong.push(format!("{}: {code}: {what}", instrument.name));
+                wrong.push(format!("{}: {code}: {what}", lab_tab.name));
             }
         }
-        for (letter, scenario) in ('a'..='d').zip(&instrument.scenarios) {
+        for (letter, scenario) in ('a'..='d').zip(&lab_tab.scenarios) {
             let mut stage = stage();
             // Its text may be wrapped.
             let begins: String = scenario.text.chars().take(40).collect();
             if !stage.changes(KeyCode::Char(letter)) || !stage.picture().contains(&begins) {
-                wrong.push(format!("{}: {letter} does not load `{}`", instrument.name, scenario.name));
+                wrong.push(format!("{}: {letter} does not load `{}`", lab_tab.name, scenario.name));
             }
             if stage.page().contains("cannot show") {
-                wrong.push(format!("{}: {letter} loads what cannot be shown", instrument.name));
+                wrong.push(format!("{}: {letter} loads what cannot be shown", lab_tab.name));
             }
         }
-        for key in instrument.keys {
+        for key in lab_tab.keys {
             // Some act only behind another one, as End does behind Home.
             let alone = stage().changes(key.code);
             let behind = |other: KeyCode| {
                 let mut stage = stage();
                 stage.press(other).is_continue() && stage.changes(key.code)
             };
-            if !alone && !instrument.keys.iter().map(|other| other.code).any(behind) {
-                wrong.push(format!("{}: {} ({})", instrument.name, key.written, key.help));
+            if !alone && !lab_tab.keys.iter().map(|other| other.code).any(behind) {
+                wrong.push(format!("{}: {} ({})", lab_tab.name, key.written, key.help));
             }
         }
         let mut stage = stage();
-        if instrument.play.is_some() {
-            let begins = stage.press(KeyCode::Char(' ')).is_continue() && stage.model.playing && stage.model.tick();
+        if lab_tab.play.is_some() {
+            let begins = stage.press(KeyCode::Char(' ')).is_continue() && stage.state.playing && stage.state.tick();
             let first = stage.picture();
-            let goes_on = stage.model.tick() && stage.picture() != first;
-            if !begins || !goes_on || stage.press(KeyCode::Char(' ')).is_break() || stage.model.tick() {
-                wrong.push(format!("{}: space does not run and pause", instrument.name));
+            let goes_on = stage.state.tick() && stage.picture() != first;
+            if !begins || !goes_on || stage.press(KeyCode::Char(' ')).is_break() || stage.state.tick() {
+                wrong.push(format!("{}: space does not run and pause", lab_tab.name));
             }
         }
     }
@@ -120,26 +114,26 @@ pub(crate) fn dead_keys(instruments: &[Instrument], size: (u16, u16), evaluate: 
 }
 
 /// A key that changes a parameter.
-fn step(mut stage: Stage, field: usize, code: KeyCode, action: Action) -> Result<(), String> {
-    let instrument = stage.model.instrument().clone();
-    let parameter = &instrument.fields[field];
+fn step(mut stage: ViewHarness, field: usize, code: KeyCode, action: Action) -> Result<(), String> {
+    let lab_tab = stage.state.current_tab().clone();
+    let parameter = &lab_tab.fields[field];
     let name = format!("{code} on `{}` = `{}`", parameter.flag, parameter.value);
     for (view, flag, needed, value) in NEEDED {
-        if (view, flag) == (instrument.name, parameter.flag) {
-            let tab = stage.model.tab;
-            stage.model.instruments[tab].set(needed, value);
+        if (view, flag) == (lab_tab.name, parameter.flag) {
+            let tab = stage.state.tab;
+            stage.state.lab_tabs[tab].set(needed, value);
         }
     }
-    stage.model.field = field;
+    stage.state.field = field;
     let before = stage.page();
     if stage.press(code).is_break() {
         return Err(format!("{name} ends the screen"));
     }
     let page = stage.page();
     if let Adjust::Typed = parameter.control.adjust {
-        return stage.model.typed.is_some().then_some(()).ok_or(format!("{name} does not begin to type"));
+        return stage.state.typed.is_some().then_some(()).ok_or(format!("{name} does not begin to type"));
     }
-    let value = stage.model.instrument().fields[field].value.clone();
+    let value = stage.state.current_tab().fields[field].value.clone();
     if let (Ok(old), Ok(new), Action::Increase { .. } | Action::Decrease { .. }) =
         (parse_value(&parameter.value), parse_value(&value), action)
         && !matches!(parameter.control.adjust, Adjust::Among(_))
@@ -157,23 +151,23 @@ fn step(mut stage: Stage, field: usize, code: KeyCode, action: Action) -> Result
 }
 
 /// Any other key of all views.
-fn common(mut stage: Stage, code: KeyCode, action: Action) -> Result<(), String> {
-    let (tab, tabs) = (stage.model.tab, stage.model.instruments.len());
-    let fields = stage.model.instrument().fields.len();
+fn common(mut stage: ViewHarness, code: KeyCode, action: Action) -> Result<(), String> {
+    let (tab, tabs) = (stage.state.tab, stage.state.lab_tabs.len());
+    let fields = stage.state.current_tab().fields.len();
     let first = stage.picture();
-    let last_line = stage.model.page.text().trim_end().lines().last().unwrap_or_default().trim().to_owned();
+    let last_line = stage.state.page.text().trim_end().lines().last().unwrap_or_default().trim().to_owned();
     let wholly_shown = first.contains(&last_line);
     let flow = stage.press(code);
     let then = stage.picture();
     let done = match action {
         Action::Quit => return flow.is_break().then_some(()).ok_or("does not leave".to_owned()),
-        Action::Tab(shown) => stage.model.tab == shown && (shown == tab || then != first),
-        Action::NextTab => stage.model.tab == (tab + 1) % tabs && then != first,
-        Action::PreviousTab => stage.model.tab == (tab + tabs - 1) % tabs && then != first,
-        Action::NextField => stage.model.field == 1 % fields && (fields == 1 || then != first),
-        Action::PreviousField => stage.model.field == fields - 1 && (fields == 1 || then != first),
+        Action::Tab(shown) => stage.state.tab == shown && (shown == tab || then != first),
+        Action::NextTab => stage.state.tab == (tab + 1) % tabs && then != first,
+        Action::PreviousTab => stage.state.tab == (tab + tabs - 1) % tabs && then != first,
+        Action::NextField => stage.state.field == 1 % fields && (fields == 1 || then != first),
+        Action::PreviousField => stage.state.field == fields - 1 && (fields == 1 || then != first),
         Action::Edit => {
-            let typing = stage.model.typed.is_some() && then != first;
+            let typing = stage.state.typed.is_some() && then != first;
             let typed = stage.changes(KeyCode::Char('7')) && stage.changes(KeyCode::Backspace);
             let cancelled = stage.changes(KeyCode::Esc) && stage.picture() == first;
             typing && typed && cancelled
@@ -191,7 +185,7 @@ fn common(mut stage: Stage, code: KeyCode, action: Action) -> Result<(), String>
             wholly_shown || (scrolled != first && stage.changes(code) && stage.picture() == first)
         }
         Action::Help => {
-            let keys = stage.model.instrument().keys.iter().map(|key| key.help);
+            let keys = stage.state.current_tab().keys.iter().map(|key| key.help);
             let missing = KEYS.iter().map(|binding| binding.help).chain(keys).find(|help| !then.contains(help));
             if let Some(missing) = missing {
                 return Err(format!("the help does not show `{missing}`"));

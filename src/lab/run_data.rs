@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 
-use super::ranges::Extent;
-use super::scaler::{Overflows, Visit};
+use super::ranges::ValueRange;
+use super::scaler::{GradientTrace, StepCondition};
 use crate::engine::model::Checkpointing;
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, GradScalerConfig, PrecisionPolicy, TensorStats};
 use crate::store::tensor_file::TensorFile;
@@ -13,12 +13,12 @@ use crate::{Error, Result};
 
 /// A run's figures, read from its folder or its `events.jsonl`.
 #[derive(Debug)]
-pub struct RunFigures {
+pub struct RunData {
     /// The run's folder.
     pub folder: PathBuf,
     /// The newest `Started` event.
     pub started: Started,
-    sums: Sums,
+    sums: StepAggregates,
     /// Totals over all FP32 probes.
     pub probed: ProbeTotals,
     /// The largest reported resident memory, in bytes.
@@ -28,7 +28,7 @@ pub struct RunFigures {
 }
 
 /// Steps that the scaler's replay keeps: a run may have millions.
-const MOST_STEPS: usize = 1 << 18;
+const MAX_STEPS: usize = 1 << 18;
 
 /// What the scaler's replay needs of a step.
 #[derive(Clone, Copy, Debug)]
@@ -43,8 +43,8 @@ struct Step {
 
 /// What is kept of a log's steps.
 #[derive(Debug, Default)]
-struct Sums {
-    /// The newest, at most [`MOST_STEPS`].
+struct StepAggregates {
+    /// The newest, at most [`MAX_STEPS`].
     steps: VecDeque<Step>,
     /// Their number before those.
     earlier: u64,
@@ -61,7 +61,7 @@ struct Sums {
     largest: BTreeMap<u64, f32>,
 }
 
-impl Sums {
+impl StepAggregates {
     fn add(&mut self, step: &StepRecord, most: usize) {
         let (loss_scale, max_abs, applied) = (step.loss_scale, step.grads.max_abs, step.outcome == StepStatus::Applied);
         if self.steps.len() == most {
@@ -91,10 +91,10 @@ impl Sums {
     }
 }
 
-impl RunFigures {
+impl RunData {
     /// Reads a run. A log without steps is an error.
     pub fn read(path: &Path) -> Result<Self> {
-        Self::read_newest(path, MOST_STEPS)
+        Self::read_newest(path, MAX_STEPS)
     }
 
     /// The same with the newest `most` steps for a replay.
@@ -104,10 +104,10 @@ impl RunFigures {
         } else {
             (path.parent().unwrap_or(Path::new("")).to_path_buf(), path.to_path_buf())
         };
-        let mut sums = Sums::default();
+        let mut sums = StepAggregates::default();
         let (state, _) = RunState::default().read_with(&log, |record| match &record.event {
             // Another run in the same log.
-            Event::Started(started) if started.resumed_from.is_none() => sums = Sums::default(),
+            Event::Started(started) if started.resumed_from.is_none() => sums = StepAggregates::default(),
             Event::Step(step) => sums.add(step, most),
             Event::Fp32Probe(probe) => drop(sums.largest.insert(probe.step, probe.grads.max_abs)),
             _ => {}
@@ -161,21 +161,21 @@ impl RunFigures {
 
     /// The run's steps, for the scaler's replay. Where an FP32 probe has measured a step's largest gradient, that decides at
     /// which scales it overflows; an overflow without one tells only that its scale was too large.
-    pub fn overflows(&self) -> Overflows {
+    pub fn overflows(&self) -> GradientTrace {
         // A probe measures the first micro-batch only.
         let probed = if self.setting("/train/grad_accum") == Some(1) { &self.sums.largest } else { &BTreeMap::new() };
         // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
         let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
         let visit = |step: &Step| {
             if let Some(largest) = probed.get(&step.number).filter(|largest| step.loss_is_finite && **largest > 0.0) {
-                return Visit::Limit((format.max() / f64::from(*largest)) as f32);
+                return StepCondition::Limit((format.max() / f64::from(*largest)) as f32);
             }
-            Visit::of_step(step.loss_scale, step.max_abs, step.applied, step.loss_is_finite, format)
+            StepCondition::of_step(step.loss_scale, step.max_abs, step.applied, step.loss_is_finite, format)
         };
-        let Sums { steps, earlier, .. } = &self.sums;
+        let StepAggregates { steps, earlier, .. } = &self.sums;
         let all = *earlier + steps.len() as u64;
         let part = if *earlier > 0 { format!("the last {} of {all} steps, ", steps.len()) } else { String::new() };
-        Overflows {
+        GradientTrace {
             source: format!("{part}replayed from {}", self.name()),
             first: steps.front().map_or(0, |step| step.number),
             visits: steps.iter().map(visit).collect(),
@@ -202,11 +202,11 @@ impl RunFigures {
     /// Magnitudes of the run's gradients, the standard deviation of its layers' (the smallest and the largest, if measured), of
     /// activations if there was a probe (the smallest and the largest of the blocks' maxima), and of the weights if there is a
     /// checkpoint.
-    pub fn extents(&self) -> Result<Vec<Extent>> {
-        let mut extents = Vec::new();
+    pub fn value_ranges(&self) -> Result<Vec<ValueRange>> {
+        let mut value_ranges = Vec::new();
         let mut push = |label: &str, low: f64, high: f64| {
             if low <= high && high > 0.0 {
-                extents.push(Extent { label: label.to_owned(), low, high });
+                value_ranges.push(ValueRange { label: label.to_owned(), low, high });
             }
         };
         let fold = |values: &mut dyn Iterator<Item = (f64, f64)>| {
@@ -241,7 +241,7 @@ impl RunFigures {
         if let Some(weights) = self.weights()? {
             push("weights", weights.min_nonzero.map_or(f64::INFINITY, f64::from), f64::from(weights.max_abs));
         }
-        Ok(extents)
+        Ok(value_ranges)
     }
 
     /// The smallest and the largest true gradient of all applied steps, if recorded.
@@ -315,10 +315,10 @@ mod tests {
     use super::*;
     use crate::telemetry::{ActivationMax, EventLog, Fp32Probe, GradStats, GradVariance, ModelShape, Record, VERSION};
 
-    fn run() -> (tempfile::TempDir, RunFigures) {
+    fn run() -> (tempfile::TempDir, RunData) {
         let folder = tempfile::tempdir().unwrap();
         write_run(folder.path());
-        let figures = RunFigures::read(folder.path()).unwrap();
+        let figures = RunData::read(folder.path()).unwrap();
         (folder, figures)
     }
 
@@ -352,7 +352,11 @@ mod tests {
         let overflows = run.overflows();
         assert_eq!((overflows.first, overflows.tokens_per_step), (1, 64));
         let limit = 65504.0 / 1024.0;
-        let expected = [Visit::Limit(65536.0 * limit), Visit::Above(65536.0), Visit::Limit(32768.0 * limit)];
+        let expected = [
+            StepCondition::Limit(65536.0 * limit),
+            StepCondition::Above(65536.0),
+            StepCondition::Limit(32768.0 * limit),
+        ];
         assert_eq!(overflows.visits, expected);
         assert_eq!(run.peak_rss_bytes, Some(3 << 20));
     }
@@ -361,14 +365,14 @@ mod tests {
     #[test]
     fn a_replay_of_a_long_log_has_its_newest_steps() {
         let (folder, whole) = run();
-        let run = RunFigures::read_newest(folder.path(), 2).unwrap();
+        let run = RunData::read_newest(folder.path(), 2).unwrap();
         let overflows = run.overflows();
         assert_eq!((overflows.first, &overflows.visits[..]), (2, &whole.overflows().visits[1..]));
         assert!(overflows.source.starts_with("the last 2 of 3 steps, replayed from "), "{}", overflows.source);
         assert_eq!(run.true_gradients(), whole.true_gradients());
         assert_eq!(run.first_scale(), Some(65536.0));
         assert_eq!((run.scaler().unwrap().init_scale, whole.scaler().unwrap().init_scale), (65536.0, 1024.0));
-        let last = RunFigures::read_newest(folder.path(), 1).unwrap();
+        let last = RunData::read_newest(folder.path(), 1).unwrap();
         assert_eq!(last.scaler().unwrap().init_scale, 32768.0);
     }
 
@@ -378,9 +382,12 @@ mod tests {
         let (_, gradients) = run.gradients().unwrap();
         let expected = ExponentHistogram::from_counts([(-36, 3), (-6, 1), (-35, 3), (-5, 1)]);
         assert_eq!(gradients, expected);
-        let extents = run.extents().unwrap();
-        assert_eq!(extents[1], Extent { label: "gradients, true".into(), low: 2f64.powi(-36), high: 2f64.powi(-5) });
-        assert_eq!(extents.len(), 2);
+        let value_ranges = run.value_ranges().unwrap();
+        assert_eq!(
+            value_ranges[1],
+            ValueRange { label: "gradients, true".into(), low: 2f64.powi(-36), high: 2f64.powi(-5) }
+        );
+        assert_eq!(value_ranges.len(), 2);
     }
 
     #[test]
@@ -391,11 +398,11 @@ mod tests {
         let layers = layers.map(|(layer, variance)| (layer.to_owned(), variance)).into();
         let event = Event::GradVariance(GradVariance { step: 3, layers });
         log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
-        let run = RunFigures::read(folder.path()).unwrap();
+        let run = RunData::read(folder.path()).unwrap();
         let order: Vec<_> = run.variances.iter().map(|(layer, _)| layer.as_str()).collect();
         assert_eq!(order, ["head", "h.1", "h.0"]);
-        let expected = Extent { label: "deviation by layer".into(), low: 2f64.powi(-15), high: 2f64.powi(-10) };
-        assert_eq!(run.extents().unwrap()[2], expected);
+        let expected = ValueRange { label: "deviation by layer".into(), low: 2f64.powi(-15), high: 2f64.powi(-10) };
+        assert_eq!(run.value_ranges().unwrap()[2], expected);
     }
 
     #[test]
@@ -413,16 +420,16 @@ mod tests {
             let probe = Fp32Probe { step: 2, activations, ..Fp32Probe::default() };
             log.append(&Record { v: VERSION, t: 0, s: 0.0, event: Event::Fp32Probe(Box::new(probe)) }).unwrap();
         }
-        let extents = RunFigures::read(folder.path()).unwrap().extents().unwrap();
-        let extent = |label: &str, low, high| Extent { label: label.into(), low, high };
-        assert_eq!(extents[2..], [extent("MLP, maxima", 5.0, 10.0), extent("residual, maxima", 8.0, 16.0)]);
+        let value_ranges = RunData::read(folder.path()).unwrap().value_ranges().unwrap();
+        let extent = |label: &str, low, high| ValueRange { label: label.into(), low, high };
+        assert_eq!(value_ranges[2..], [extent("MLP, maxima", 5.0, 10.0), extent("residual, maxima", 8.0, 16.0)]);
     }
 
     #[test]
     fn a_folder_without_steps_is_one_clear_error() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(RunFigures::read(folder.path()).unwrap_err().to_string().contains("events.jsonl"));
+        assert!(RunData::read(folder.path()).unwrap_err().to_string().contains("events.jsonl"));
         std::fs::write(folder.path().join("events.jsonl"), "").unwrap();
-        assert!(RunFigures::read(folder.path()).unwrap_err().to_string().contains("has no step yet"));
+        assert!(RunData::read(folder.path()).unwrap_err().to_string().contains("has no step yet"));
     }
 }

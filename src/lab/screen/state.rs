@@ -14,7 +14,7 @@ use crate::ui::{Line, Page, Role};
 
 /// A tab: a view with its parameters.
 #[derive(Debug, Clone)]
-pub struct Instrument {
+pub struct Tab {
     /// The view's name on the command line.
     pub name: &'static str,
     /// Its parameters.
@@ -52,10 +52,10 @@ pub struct ViewKey {
     /// The help's text.
     pub help: &'static str,
     /// The action.
-    pub act: fn(&mut Instrument),
+    pub act: fn(&mut Tab),
 }
 
-impl Instrument {
+impl Tab {
     /// A tab without scenarios and own keys.
     pub const fn new(name: &'static str, fields: Vec<Field>) -> Self {
         Self { name, fields, scenarios: Vec::new(), keys: &[], play: None, steps: (0, 0) }
@@ -75,7 +75,7 @@ impl Instrument {
 
     /// Whether a parameter has the value of the run that is read.
     pub(crate) fn is_of_run(&self, field: &Field) -> bool {
-        field.control.of_run && !field.chosen && !self.value("run").is_empty()
+        field.control.from_run && !field.chosen && !self.value("run").is_empty()
     }
 
     fn load(&mut self, scenario: &Scenario) {
@@ -116,7 +116,7 @@ pub struct Control {
     /// The least and the greatest value that keys reach.
     ends: (f64, f64),
     /// Whether a run has a value for it, which counts until another one is chosen.
-    of_run: bool,
+    from_run: bool,
 }
 
 /// Several parameters for one argument: `key=value` pairs, or values of a flag that can be repeated.
@@ -152,7 +152,7 @@ impl From<Adjust> for Control {
 impl Control {
     /// A parameter that starts at the argument's default, without ends.
     pub const fn new(adjust: Adjust) -> Self {
-        Self { adjust, start: None, ends: (f64::NEG_INFINITY, f64::INFINITY), of_run: false }
+        Self { adjust, start: None, ends: (f64::NEG_INFINITY, f64::INFINITY), from_run: false }
     }
 
     /// Starts at `value`.
@@ -169,8 +169,8 @@ impl Control {
 
     /// Starts at `value`, or at a run's.
     #[must_use]
-    pub const fn of_run(self, value: &'static str) -> Self {
-        Self { of_run: true, ..self.start(value) }
+    pub const fn from_run(self, value: &'static str) -> Self {
+        Self { from_run: true, ..self.start(value) }
     }
 }
 
@@ -217,19 +217,19 @@ impl Field {
             Adjust::Scale => match parse_value(&self.value) {
                 Ok(value) if other && value != 0.0 => {
                     let unit = 10f64.powf(value.abs().log10().floor() - 1.0);
-                    written(((value / unit).round() + sign) * unit)
+                    format_number(((value / unit).round() + sign) * unit)
                 }
-                Ok(value) => written(value * if up { 2.0 } else { 0.5 }),
+                Ok(value) => format_number(value * if up { 2.0 } else { 0.5 }),
                 Err(_) => return,
             },
             Adjust::By(step) => match parse_value(&self.value) {
-                Ok(value) => written(value + sign * step * if other { 10.0 } else { 1.0 }),
-                Err(_) => written(step),
+                Ok(value) => format_number(value + sign * step * if other { 10.0 } else { 1.0 }),
+                Err(_) => format_number(step),
             },
         };
         let (least, greatest) = self.control.ends;
         if let Some(value) = parse_value(&self.value).ok().filter(|value| !(least..=greatest).contains(value)) {
-            self.value = written(value.clamp(least, greatest));
+            self.value = format_number(value.clamp(least, greatest));
         }
     }
 }
@@ -240,7 +240,7 @@ fn name(arg: &Arg) -> &str {
 }
 
 /// The words that would be typed on the command line for the values of `view`'s parameters.
-pub(crate) fn typed(view: &Command, fields: &[(&str, &str)]) -> Vec<String> {
+pub(crate) fn to_args(view: &Command, fields: &[(&str, &str)]) -> Vec<String> {
     let value = |name: &str| fields.iter().find(|(flag, _)| *flag == name).map(|(_, value)| *value);
     let mut typed = vec![view.get_name().to_owned()];
     for arg in view.get_arguments() {
@@ -266,15 +266,15 @@ pub(crate) fn typed(view: &Command, fields: &[(&str, &str)]) -> Vec<String> {
 }
 
 /// A value with at most twelve significant digits, so that decimal steps stay exact in decimal.
-fn written(value: f64) -> String {
+fn format_number(value: f64) -> String {
     let rounded = format!("{value:.11e}").parse().unwrap_or(value);
     if (1e-4..1e12).contains(&value.abs()) || value == 0.0 { format!("{rounded}") } else { format!("{rounded:e}") }
 }
 
 /// The screen's state.
 #[derive(Debug)]
-pub(super) struct Model {
-    pub(super) instruments: Vec<Instrument>,
+pub(super) struct LabState {
+    pub(super) lab_tabs: Vec<Tab>,
     /// The current tab.
     pub(super) tab: usize,
     /// The selected parameter of the current tab.
@@ -294,11 +294,11 @@ pub(super) struct Model {
     pub(super) playing: bool,
 }
 
-impl Model {
-    pub(super) fn new(instruments: Vec<Instrument>) -> Self {
+impl LabState {
+    pub(super) fn new(lab_tabs: Vec<Tab>) -> Self {
         let page = Page::new();
         Self {
-            instruments,
+            lab_tabs,
             tab: 0,
             field: 0,
             typed: None,
@@ -312,8 +312,8 @@ impl Model {
     }
 
     /// The current tab.
-    pub(super) fn instrument(&self) -> &Instrument {
-        &self.instruments[self.tab]
+    pub(super) fn current_tab(&self) -> &Tab {
+        &self.lab_tabs[self.tab]
     }
 
     /// Updates the page; shows an error as the page.
@@ -322,27 +322,27 @@ impl Model {
             return;
         }
         self.stale = false;
-        let instrument = self.instrument();
+        let lab_tab = self.current_tab();
         // Apply typed text immediately if it is valid.
         let current = |(i, field): (usize, &'_ Field)| match &self.typed {
             Some(typed) if i == self.field => (field.flag, typed.clone()),
-            _ if instrument.is_of_run(field) => (field.flag, String::new()),
+            _ if lab_tab.is_of_run(field) => (field.flag, String::new()),
             _ => (field.flag, field.value.clone()),
         };
-        let given: Vec<_> = instrument.fields.iter().enumerate().map(current).collect();
+        let given: Vec<_> = lab_tab.fields.iter().enumerate().map(current).collect();
         let given = given.iter().filter(|(_, value)| !value.trim().is_empty());
         let values: Vec<_> = given.map(|(flag, value)| (*flag, value.as_str())).collect();
-        let result = evaluate(instrument.name, &values, width.saturating_sub(2));
+        let result = evaluate(lab_tab.name, &values, width.saturating_sub(2));
         if self.typed.is_some() && result.is_err() {
             return;
         }
         let mut text = Page::new();
-        if let Some(scenario) = self.scenario.and_then(|scenario| instrument.scenarios.get(scenario)) {
+        if let Some(scenario) = self.scenario.and_then(|scenario| lab_tab.scenarios.get(scenario)) {
             text.wrapped(Role::Series(1), &format!("→ {}", scenario.text), width.saturating_sub(2));
         }
         self.page = match result {
             Ok(page) => {
-                self.instruments[self.tab].steps = page.steps;
+                self.lab_tabs[self.tab].steps = page.steps;
                 text.followed_by(page)
             }
             Err(error) => {
@@ -379,16 +379,16 @@ impl Model {
 
     /// Handles a key of the current view or of its scenarios; `false` if it is neither.
     fn of_view(&mut self, code: KeyCode) -> bool {
-        let instrument = &mut self.instruments[self.tab];
+        let lab_tab = &mut self.lab_tabs[self.tab];
         if let KeyCode::Char(letter @ 'a'..='d') = code {
             let index = letter as usize - 'a' as usize;
-            let Some(scenario) = instrument.scenarios.get(index).cloned() else { return false };
-            instrument.load(&scenario);
+            let Some(scenario) = lab_tab.scenarios.get(index).cloned() else { return false };
+            lab_tab.load(&scenario);
             (self.scenario, self.scroll, self.playing) = (Some(index), 0, false);
-        } else if code == KeyCode::Char(' ') && instrument.play.is_some() {
+        } else if code == KeyCode::Char(' ') && lab_tab.play.is_some() {
             self.playing = !self.playing;
-        } else if let Some(key) = instrument.keys.iter().find(|key| key.code == code) {
-            (key.act)(instrument);
+        } else if let Some(key) = lab_tab.keys.iter().find(|key| key.code == code) {
+            (key.act)(lab_tab);
         } else {
             return false;
         }
@@ -401,14 +401,14 @@ impl Model {
         if !self.playing {
             return false;
         }
-        let instrument = &mut self.instruments[self.tab];
-        self.playing = instrument.play.is_some_and(|play| play(instrument));
+        let lab_tab = &mut self.lab_tabs[self.tab];
+        self.playing = lab_tab.play.is_some_and(|play| play(lab_tab));
         self.stale = true;
         true
     }
 
     fn act(&mut self, action: Action) -> ControlFlow<()> {
-        let (tabs, fields) = (self.instruments.len(), self.instrument().fields.len());
+        let (tabs, fields) = (self.lab_tabs.len(), self.current_tab().fields.len());
         match action {
             Action::Tab(tab) if tab < tabs => self.show(tab),
             Action::NextTab => self.show((self.tab + 1) % tabs),
@@ -417,12 +417,12 @@ impl Model {
             Action::PreviousField => self.field = (self.field + fields - 1) % fields,
             Action::Increase { other } | Action::Decrease { other } if !self.is_typed() => {
                 let up = matches!(action, Action::Increase { .. });
-                self.instruments[self.tab].fields[self.field].step(up, other);
+                self.lab_tabs[self.tab].fields[self.field].step(up, other);
                 self.stale = true;
             }
             // A parameter without steps must be typed.
             Action::Increase { .. } | Action::Decrease { .. } | Action::Edit => {
-                self.typed = Some(self.instrument().fields[self.field].value.clone());
+                self.typed = Some(self.current_tab().fields[self.field].value.clone());
             }
             Action::PageDown => self.scroll += 10,
             Action::PageUp => self.scroll = self.scroll.saturating_sub(10),
@@ -434,7 +434,7 @@ impl Model {
     }
 
     fn is_typed(&self) -> bool {
-        matches!(self.instrument().fields[self.field].control.adjust, Adjust::Typed)
+        matches!(self.current_tab().fields[self.field].control.adjust, Adjust::Typed)
     }
 
     fn show(&mut self, tab: usize) {
@@ -449,7 +449,7 @@ impl Model {
         match key.code {
             KeyCode::Enter => {
                 let value = std::mem::take(typed);
-                let field = &mut self.instruments[self.tab].fields[self.field];
+                let field = &mut self.lab_tabs[self.tab].fields[self.field];
                 // What is cleared is the run's again.
                 field.chosen = !value.is_empty();
                 field.value = value;
@@ -470,66 +470,66 @@ mod tests {
     use super::*;
     use crate::Error;
 
-    fn model() -> Model {
+    fn state() -> LabState {
         let fields = vec![
             Field::new("format", "fp16", Adjust::Among(&["fp16", "bf16", "e4m3"])),
             Field::new("steps", "20", Adjust::Double(8)),
             Field::new("scale", "", Adjust::Count(16)),
             Field::new("update", "-0.5", Adjust::Scale),
         ];
-        Model::new(vec![Instrument::new("one", fields.clone()), Instrument::new("two", fields)])
+        LabState::new(vec![Tab::new("one", fields.clone()), Tab::new("two", fields)])
     }
 
-    fn press(model: &mut Model, keys: &[KeyCode]) -> ControlFlow<()> {
-        keys.iter().try_for_each(|code| model.press(KeyEvent::new(*code, KeyModifiers::NONE)))
+    fn press(state: &mut LabState, keys: &[KeyCode]) -> ControlFlow<()> {
+        keys.iter().try_for_each(|code| state.press(KeyEvent::new(*code, KeyModifiers::NONE)))
     }
 
-    fn value(model: &Model) -> &str {
-        &model.instrument().fields[model.field].value
+    fn value(state: &LabState) -> &str {
+        &state.current_tab().fields[state.field].value
     }
 
     #[test]
     fn arrows_select_and_change_parameters() {
         use KeyCode::{Char, Down, Left, Right, Up};
-        let mut model = model();
-        assert!(press(&mut model, &[Left]).is_continue());
-        assert_eq!(value(&model), "e4m3");
-        assert!(press(&mut model, &[Right, Right, Down, Right]).is_continue());
-        assert_eq!(value(&model), "40");
-        assert!(press(&mut model, &[Char('j'), Char('l'), Char('h'), Char('h')]).is_continue());
-        assert_eq!(value(&model), "14");
-        assert!(press(&mut model, &[Down, Right]).is_continue());
-        assert_eq!(value(&model), "-1");
-        assert!(press(&mut model, &[Down, Down, Up]).is_continue());
-        assert_eq!((model.field, &*model.instruments[0].fields[0].value), (0, "bf16"));
+        let mut state = state();
+        assert!(press(&mut state, &[Left]).is_continue());
+        assert_eq!(value(&state), "e4m3");
+        assert!(press(&mut state, &[Right, Right, Down, Right]).is_continue());
+        assert_eq!(value(&state), "40");
+        assert!(press(&mut state, &[Char('j'), Char('l'), Char('h'), Char('h')]).is_continue());
+        assert_eq!(value(&state), "14");
+        assert!(press(&mut state, &[Down, Right]).is_continue());
+        assert_eq!(value(&state), "-1");
+        assert!(press(&mut state, &[Down, Down, Up]).is_continue());
+        assert_eq!((state.field, &*state.lab_tabs[0].fields[0].value), (0, "bf16"));
     }
 
     #[test]
     fn typing_is_accepted_by_enter_and_cancelled_by_esc() {
         use KeyCode::{Backspace, Char, Enter, Esc};
-        let mut model = model();
-        assert!(press(&mut model, &[Enter, Backspace, Char('q'), Char('1')]).is_continue());
-        assert_eq!(model.typed.as_deref(), Some("fp1q1"));
-        assert!(press(&mut model, &[Esc]).is_continue());
-        assert_eq!((value(&model), model.tab), ("fp16", 0));
-        assert!(press(&mut model, &[Enter, Char('x'), Enter]).is_continue());
-        assert_eq!(value(&model), "fp16x");
-        assert!(model.stale);
+        let mut state = state();
+        assert!(press(&mut state, &[Enter, Backspace, Char('q'), Char('1')]).is_continue());
+        assert_eq!(state.typed.as_deref(), Some("fp1q1"));
+        assert!(press(&mut state, &[Esc]).is_continue());
+        assert_eq!((value(&state), state.tab), ("fp16", 0));
+        assert!(press(&mut state, &[Enter, Char('x'), Enter]).is_continue());
+        assert_eq!(value(&state), "fp16x");
+        assert!(state.stale);
     }
 
     #[test]
     fn tabs_help_and_leaving() {
         use KeyCode::{Char, Tab};
-        let mut model = model();
-        assert!(press(&mut model, &[Char('2')]).is_continue());
-        assert_eq!(model.tab, 1);
-        assert!(press(&mut model, &[Tab, Char('6')]).is_continue());
-        assert_eq!(model.tab, 0);
-        assert!(press(&mut model, &[Char('?'), Char('2')]).is_continue());
-        assert!(!model.help && model.tab == 0, "any key closes the help");
-        assert!(press(&mut model, &[Char('q')]).is_break());
-        model.typed = Some(String::new());
-        assert!(model.press(KeyEvent::new(Char('c'), KeyModifiers::CONTROL)).is_break());
+        let mut state = state();
+        assert!(press(&mut state, &[Char('2')]).is_continue());
+        assert_eq!(state.tab, 1);
+        assert!(press(&mut state, &[Tab, Char('6')]).is_continue());
+        assert_eq!(state.tab, 0);
+        assert!(press(&mut state, &[Char('?'), Char('2')]).is_continue());
+        assert!(!state.help && state.tab == 0, "any key closes the help");
+        assert!(press(&mut state, &[Char('q')]).is_break());
+        state.typed = Some(String::new());
+        assert!(state.press(KeyEvent::new(Char('c'), KeyModifiers::CONTROL)).is_break());
     }
 
     /// With a run, a parameter that the run knows is the run's until another value is chosen.
@@ -539,27 +539,27 @@ mod tests {
         let scenarios = vec![Scenario { name: "one", set: vec![("scale", "8")], text: "" }];
         let fields = |run| {
             vec![
-                Field::new("logit", "", Control::new(Adjust::By(1.0)).of_run("12")),
+                Field::new("logit", "", Control::new(Adjust::By(1.0)).from_run("12")),
                 Field::new("scale", "4", Adjust::Scale),
                 Field::new("run", run, Adjust::Typed),
             ]
         };
-        let given = |model: &mut Model| {
+        let given = |state: &mut LabState| {
             let mut seen = Vec::new();
-            model.evaluate(80, &mut |_, values, _| {
+            state.evaluate(80, &mut |_, values, _| {
                 seen = values.iter().map(|(flag, value)| format!("{flag}={value}")).collect();
                 Ok(Page::new())
             });
             seen
         };
-        let instrument = |run| Instrument { scenarios: scenarios.clone(), ..Instrument::new("one", fields(run)) };
-        let model = |run| Model::new(vec![instrument(run)]);
-        assert_eq!(given(&mut model("")), ["logit=12", "scale=4"]);
-        let mut of_run = model("r");
-        assert_eq!(given(&mut of_run), ["scale=4", "run=r"]);
-        assert!(press(&mut of_run, &[Right]).is_continue());
-        assert_eq!(given(&mut of_run), ["logit=13", "scale=4", "run=r"]);
-        let mut typed = model("");
+        let lab_tab = |run| Tab { scenarios: scenarios.clone(), ..Tab::new("one", fields(run)) };
+        let state = |run| LabState::new(vec![lab_tab(run)]);
+        assert_eq!(given(&mut state("")), ["logit=12", "scale=4"]);
+        let mut from_run = state("r");
+        assert_eq!(given(&mut from_run), ["scale=4", "run=r"]);
+        assert!(press(&mut from_run, &[Right]).is_continue());
+        assert_eq!(given(&mut from_run), ["logit=13", "scale=4", "run=r"]);
+        let mut typed = state("");
         assert!(press(&mut typed, &[Down, Down, Enter, Char('r'), Enter]).is_continue());
         assert_eq!(given(&mut typed), ["scale=4", "run=r"]);
         assert!(press(&mut typed, &[Char('a')]).is_continue());
@@ -568,14 +568,14 @@ mod tests {
 
     #[test]
     fn empty_values_are_omitted_and_errors_are_shown() {
-        let mut model = model();
+        let mut state = state();
         let mut seen = Vec::new();
-        model.evaluate(80, &mut |name, values, width| {
+        state.evaluate(80, &mut |name, values, width| {
             seen.push((name.to_owned(), values.len(), width));
             Err(Error::config("value", "cannot read `x`"))
         });
         assert_eq!(seen, [("one".to_owned(), 3, 78)]);
-        assert!(model.page.text().contains("value: cannot read `x`"));
-        model.evaluate(80, &mut |_, _, _| unreachable!("nothing has changed"));
+        assert!(state.page.text().contains("value: cannot read `x`"));
+        state.evaluate(80, &mut |_, _, _| unreachable!("nothing has changed"));
     }
 }

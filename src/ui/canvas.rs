@@ -8,13 +8,13 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Clear, Widget};
 
 /// A rectangle of the buffer; positions count from its top left corner.
-pub(crate) struct Pad<'a> {
+pub(crate) struct Canvas<'a> {
     buffer: &'a mut Buffer,
     area: Rect,
     theme: Theme,
 }
 
-impl<'a> Pad<'a> {
+impl<'a> Canvas<'a> {
     /// The part of `area` that is on the screen.
     pub(crate) fn new(buffer: &'a mut Buffer, area: Rect, theme: Theme) -> Self {
         let area = area.intersection(buffer.area);
@@ -34,10 +34,10 @@ impl<'a> Pad<'a> {
     }
 
     /// A sub-rectangle of this pad.
-    pub(crate) fn part(&mut self, x: u16, y: u16, width: u16, height: u16) -> Pad<'_> {
+    pub(crate) fn part(&mut self, x: u16, y: u16, width: u16, height: u16) -> Canvas<'_> {
         let part = Rect::new(self.area.x.saturating_add(x), self.area.y.saturating_add(y), width, height);
         let area = part.intersection(self.area);
-        Pad { buffer: self.buffer, area, theme: self.theme }
+        Canvas { buffer: self.buffer, area, theme: self.theme }
     }
 
     /// Writes text on one line; returns the column after it.
@@ -51,7 +51,7 @@ impl<'a> Pad<'a> {
         end - self.area.x
     }
 
-    /// Like [`Pad::text`], but text that does not fit ends with `…`.
+    /// Like [`Canvas::text`], but text that does not fit ends with `…`.
     pub(crate) fn shortened(&mut self, x: u16, y: u16, text: &str, role: Role) -> u16 {
         let end = self.text(x, y, text, role);
         let room = usize::from(self.area.width.saturating_sub(x));
@@ -84,18 +84,18 @@ impl<'a> Pad<'a> {
     }
 
     /// Draws a frame with a title; returns the area inside.
-    pub(crate) fn frame(&mut self, title: &[(&str, Role)]) -> Pad<'_> {
+    pub(crate) fn frame(&mut self, title: &[(&str, Role)]) -> Canvas<'_> {
         let mut spans = vec![Span::raw(" ")];
         spans.extend(title.iter().map(|(text, role)| Span::styled((*text).to_owned(), self.theme.style(*role))));
         spans.push(Span::raw(" "));
         let block = Block::bordered().border_style(self.theme.style(Role::Dim)).title(Line::from(spans));
         let area = block.inner(self.area);
         block.render(self.area, self.buffer);
-        Pad { buffer: self.buffer, area, theme: self.theme }
+        Canvas { buffer: self.buffer, area, theme: self.theme }
     }
 
     /// Clears a centred box of at most this size; returns it.
-    pub(crate) fn popup(&mut self, width: u16, height: u16) -> Pad<'_> {
+    pub(crate) fn popup(&mut self, width: u16, height: u16) -> Canvas<'_> {
         let (width, height) = (width.min(self.area.width), height.min(self.area.height));
         let area = Rect::new(
             self.area.x + (self.area.width - width) / 2,
@@ -104,6 +104,6 @@ impl<'a> Pad<'a> {
             height,
         );
         Clear.render(area, self.buffer);
-        Pad { buffer: self.buffer, area, theme: self.theme }
+        Canvas { buffer: self.buffer, area, theme: self.theme }
     }
 }

@@ -22,7 +22,7 @@ fn main() {
     let compile = |module: &str| {
         println!("cargo::rerun-if-changed={FOLDER}/{module}.cu");
         let mut command = Command::new(&nvcc);
-        // What every GPU with tensor cores for BF16 can run: the driver compiles it for the one it finds.
+        // PTX for every GPU with BF16 tensor cores; the driver compiles it for the GPU in use.
         command.args(["--ptx", "-std=c++17", "-O3", "-arch=compute_80", "-o"]).arg(out.join(format!("{module}.ptx")));
         let child = command.arg(format!("{FOLDER}/{module}.cu")).spawn();
         child.unwrap_or_else(|error| panic!("{}: {error}; the feature `cuda` needs CUDA's toolkit", nvcc.display()))

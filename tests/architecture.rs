@@ -44,7 +44,7 @@ const WITHOUT_CANDLE: [&str; 8] =
 const ROOT_NAMES: [&str; 2] = ["Error", "Result"];
 /// Folders whose files import each other in one direction only.
 const WITHOUT_CYCLES: [&str; 1] = ["data"];
-/// Public types that may have a second definition: those of `amp` have PyTorch's names, as the engine's have.
+/// Public types that may have a second definition: types of `amp` and of the engine share PyTorch's names.
 const DEFINED_TWICE: [&str; 8] =
     ["Action", "AdamW", "Axes", "FinishReason", "GradScaler", "Message", "Tensors", "Verdict"];
 const MAX_MAIN_LINES: usize = 60;

@@ -274,7 +274,7 @@ fn spread(count: u64, exponent: i32, peak: i32) -> Vec<(i32, u64)> {
     (-18..=peak).map(|distance| (exponent + distance, share(distance))).filter(|(_, count)| *count > 0).collect()
 }
 
-/// What a format from 2^least to 2^top keeps of them.
+/// The statistics of `counts` in a format from 2^least to 2^top.
 fn stats(count: u64, counts: &[(i32, u64)], least: i32, top: i32) -> GradStats {
     let kept: Vec<_> = counts.iter().filter(|(e, _)| (least..=top).contains(e)).copied().collect();
     let sum = |keep: &dyn Fn(i32) -> bool| counts.iter().filter(|(e, _)| keep(*e)).map(|(_, count)| count).sum();

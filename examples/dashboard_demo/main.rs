@@ -2,8 +2,8 @@
 //!
 //! `cargo run --example dashboard_demo [-- --panic training|screen] [--log FILE] [--stubborn] [--ascii]`
 //!
-//! The run never ends, at a hundred steps a second. It serves every command, and prints its commands and how the dashboard
-//! ended. With `--stubborn` it does not stop when told to, like a very long step.
+//! The run never ends and takes a hundred steps per second. It executes every command, and prints the commands and how
+//! the dashboard ended. With `--stubborn` it ignores requests to stop, like a very long step.
 
 #![allow(clippy::expect_used, reason = "a program for people and tests")]
 

@@ -1,20 +1,20 @@
-// Causal self-attention on packed queries, keys and values, in FP32: the twin of attention.rs. attention_mma.cu is for the
-// narrow types; the rows' products with their gradients are here for all.
+// Causal self-attention on packed queries, keys and values, in FP32: the counterpart of attention.rs. attention_mma.cu
+// serves FP16 and BF16; `attention_delta` serves all three types.
 //
 // Scores exist for one tile of queries and one of keys at a time, in shared memory (Dao, "FlashAttention-2", 2023). The
-// backward pass is two kernels, one with the keys and one with the queries at rest: each result has one writer, and the
-// sums have one order, at the price of computing the scores twice.
+// backward pass is two kernels: one keeps a tile of keys, the other a tile of queries. Each result has one writer and
+// the sums have a fixed order, but the scores are computed twice.
 #include "cuda/attention.cuh"
 
 constexpr unsigned THREADS = 256;
-// Threads form a square of this side; one computes a square of a tile of scores.
+// Threads form a square with this side; each computes a square of a tile of scores.
 constexpr int SIDE = 16;
 constexpr int N = 4;
 
-// What a block works on: a tile of queries or keys of one head of one sequence, for heads of up to SIZE elements.
+// The work of a block: a tile of queries or keys of one head of one sequence, for heads of up to SIZE elements.
 template <int SIZE> struct Head {
     static constexpr int ROWS = SIZE <= 64 ? 64 : 32;  // of a tile
-    static constexpr int LD = SIZE + 1;                // of a tile in shared memory: odd, so that its columns have own banks
+    static constexpr int LD = SIZE + 1;                // of a tile in shared memory: odd, so that a column's banks differ
     static constexpr int LP = ROWS + 1;                // of a tile of scores
     static constexpr int R = ROWS / SIDE;              // a thread's rows and columns of scores
     static constexpr int C = SIZE / SIDE;              // a thread's columns of a result
@@ -26,14 +26,15 @@ template <int SIZE> struct Head {
         : shape(shape), b(blockIdx.y / shape.heads), head(blockIdx.y % shape.heads), y(threadIdx.x / SIDE), x(threadIdx.x % SIDE) {}
 
     __device__ unsigned width() const { return shape.heads * shape.head_size; }
-    // Where token t has this head's part of rows of `stride` elements.
+    // The offset of this head's elements of token t, in rows of `stride` elements.
     __device__ size_t at(unsigned t, unsigned stride) const {
         return (static_cast<size_t>(b) * shape.seq_len + t) * stride + head * shape.head_size;
     }
-    // Where row i has its log-sum-exp and its delta; times T, where its mask begins.
+    // The index of row i's log-sum-exp and delta; times T, the offset of its dropout mask.
     __device__ size_t row(unsigned i) const { return static_cast<size_t>(blockIdx.y) * shape.seq_len + i; }
 
-    // The tile [ROWS, LD] of the rows from `first` on, times `factor`; zeros outside the sequence and the head.
+    // Loads the rows starting at `first`, times `factor`, into `tile` [ROWS, LD]; zeros outside the sequence and the
+    // head.
     __device__ void load_tile(const void* rows, unsigned stride, unsigned part, unsigned first, float factor, float* tile) const {
         const bool whole = shape.head_size % N == 0;
         for (unsigned i = threadIdx.x; i < ROWS * SIZE / N; i += THREADS) {
@@ -106,7 +107,7 @@ template <int SIZE> struct Head {
     }
 };
 
-// Over the 16 threads that share rows of a tile: they are one half of a warp.
+// Reductions over the 16 threads that share rows of a tile, which are half a warp.
 __device__ inline float side_max(float value) {
 #pragma unroll
     for (unsigned distance = SIDE / 2; distance > 0; distance /= 2) value = fmaxf(value, __shfl_xor_sync(EVERY_LANE, value, distance));
@@ -144,7 +145,7 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
                 s[i][j] = column + j <= row && column + j >= bound ? s[i][j] : -INFINITY;
                 highest = fmaxf(highest, s[i][j]);
             }
-            // Until a row has met a key that it attends to, its maximum is no number to subtract.
+            // Before a row's first visible key its maximum is -∞, and -∞ - (-∞) would be NaN.
             const float now = fmaxf(top[i], side_max(highest)), base = now == -INFINITY ? 0.0f : now;
             const float shrink = expf(top[i] - base);
             float sum = 0.0f;
@@ -197,14 +198,14 @@ template <class T> __device__ void attention_delta(const AttentionDelta& a) {
     if (threadIdx.x % WARP == 0) store(a.delta, task, sum);
 }
 
-// From a thread's scores and its dP: the probabilities as they met the values, and dS.
+// Replaces a thread's scores by the probabilities after dropout, and its dP by dS.
 template <class H, int R>
 __device__ inline void differentiate(const H& head, const AttentionBackward& a, unsigned query, unsigned key, float (&p)[R][R], float (&ds)[R][R]) {
 #pragma unroll
     for (int i = 0; i < R; ++i) {
         const unsigned row = query + head.y * R + i, column = key + head.x * R;
         const bool inside = row < a.shape.seq_len;
-        // No key of a row that is not there. (Asked for again below, this costs a register too many.)
+        // A row outside the sequence attends to no key. (Testing `inside` again below would cost a register.)
         const unsigned bound = inside ? a.shape.first_key(row) : ~0u;
         const float lse = inside ? load(a.lse, head.row(row)) : 0.0f, delta = inside ? load(a.delta, head.row(row)) : 0.0f;
         float mask[R];
@@ -281,7 +282,7 @@ template <int SIZE> __device__ void attention_backward_q(const AttentionBackward
     head.store_rows(a.dqkv, 3 * width, 0, first, dq, scales);
 }
 
-// One entry for each of a few head sizes; others run in the next larger one.
+// One entry for each of these head sizes; other heads run in the next larger one.
 #define ENTRIES_SIZE(size)                                                                        \
     ENTRY(attention_forward_f32_##size, THREADS, AttentionForward, attention_forward<size>)       \
     ENTRY(attention_backward_kv_f32_##size, THREADS, AttentionBackward, attention_backward_kv<size>) \

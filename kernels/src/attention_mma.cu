@@ -1,14 +1,16 @@
-// Causal self-attention on packed queries, keys and values on tensor cores, for FP16 and BF16: the twin of attention.rs.
+// Causal self-attention on packed queries, keys and values on tensor cores, for FP16 and BF16: the counterpart of
+// attention.rs.
 //
-// A block has 64 rows at rest, 16 a warp, and tiles of the rows that these meet pass by in shared memory, the next one being
-// copied while one is worked on (Dao, "FlashAttention-2", 2023). Scores exist in registers alone, for a warp's rows and 16 to
-// 64 columns at a time: as they come out of one product they go into the next, rounded to the type of the operands. All
-// else is FP32: sums, softmax, the running output. The backward pass is one kernel with two faces, with the queries and with
-// the keys at rest: each result has one writer, and the sums have one order, at the price of computing the scores twice.
+// A block keeps 64 resident rows, 16 per warp, and iterates over tiles of the rows that these combine with, in shared
+// memory; the next tile is copied during the work on the current one (Dao, "FlashAttention-2", 2023). Scores exist only
+// in registers, for a warp's rows and 16 to 64 columns at a time: the result fragments of one matmul, rounded to the
+// operands' type, are the operand of the next. Sums, softmax and the running output are FP32. The backward pass is one
+// template with two instances, resident queries and resident keys: each result has one writer and the sums have a fixed
+// order, but the scores are computed twice.
 //
-// As nvcc 13.0 compiles it for sm_90, without spills, registers let this many blocks run on a multiprocessor for heads of 32,
-// 64, 96 and 128 elements: 5, 4, 3, 2 forward, 4, 3, 3, 2 for keys and values, 4, 4, 4, 3 for queries. Shared memory, 20 to 69
-// KiB a block, would allow as many or more.
+// Blocks per multiprocessor for heads of 32, 64, 96 and 128 elements, limited by registers (nvcc 13.0, sm_90, no
+// spills): 5, 4, 3, 2 forward, 4, 3, 3, 2 for keys and values, 4, 4, 4, 3 for queries. Shared memory, 20 to 69 KiB per
+// block, would allow at least as many.
 #include "cuda/attention.cuh"
 #include "cuda/tensor_core.cuh"
 
@@ -20,8 +22,8 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // Tiles of one head of one sequence, for heads of up to SIZE elements: rows of T, with zeros outside the sequence and the head.
 template <class T, int SIZE> struct Tiles {
-    static constexpr int CHUNK = 16 / sizeof(T);  // elements that are copied at once
-    static constexpr int LD = SIZE + CHUNK;       // of a row: so eight rows in sequence have the same columns in different banks
+    static constexpr int CHUNK = 16 / sizeof(T);  // elements per copy
+    static constexpr int LD = SIZE + CHUNK;       // of a row: eight consecutive rows of a column have different banks
 
     const AttentionShape& shape;
     const unsigned lane;
@@ -29,17 +31,18 @@ template <class T, int SIZE> struct Tiles {
     __device__ explicit Tiles(const AttentionShape& shape) : shape(shape), lane(threadIdx.x % WARP) {}
 
     __device__ unsigned width() const { return shape.heads * shape.head_size; }
-    // Where token t has this head's part of rows of `stride` elements.
+    // The offset of this head's elements of token t, in rows of `stride` elements.
     __device__ size_t at(unsigned t, unsigned stride) const {
         const unsigned b = blockIdx.y / shape.heads, head = blockIdx.y % shape.heads;
         return (static_cast<size_t>(b) * shape.seq_len + t) * stride + head * shape.head_size;
     }
-    // Where row i has its log-sum-exp and its delta; times T, where its mask begins.
+    // The index of row i's log-sum-exp and delta; times T, the offset of its dropout mask.
     __device__ size_t row(unsigned i) const { return static_cast<size_t>(blockIdx.y) * shape.seq_len + i; }
 
-    // Begins to copy N rows from `first` on into a tile.
+    // Starts copying N rows, beginning with `first`, into a tile.
     template <int N> __device__ void fetch(const void* rows, unsigned stride, unsigned part, unsigned first, T* tile) const {
-        // A thread copies the same columns of every STEP-th row: addresses would otherwise take more instructions than products.
+        // A thread copies the same columns of every STEP-th row; otherwise addresses would take more instructions than
+        // matmuls.
         constexpr unsigned LANES = SIZE <= 32 ? 4 : SIZE <= 64 ? 8 : 16, STEP = THREADS / LANES;
         static_assert(SIZE <= LANES * CHUNK && N % STEP == 0, "each row has its threads, and each thread as many rows");
         const unsigned begin = threadIdx.x / LANES, d = threadIdx.x % LANES * CHUNK;
@@ -60,13 +63,14 @@ template <class T, int SIZE> struct Tiles {
         }
     }
 
-    // The address that this lane gives for 16 × 16 elements of a tile as a left operand, or transposed as two right ones.
+    // This lane's address for loading 16 × 16 elements of a tile as a left operand, or transposed as two right
+    // operands.
     __device__ const T* by_columns(const T* tile) const { return tile + lane % 16 * LD + lane / 16 * 8; }
-    // The same for two right operands that are the transposes of what lies there.
+    // This lane's address for loading 16 × 16 elements as two right operands that are their transposes.
     __device__ const T* by_rows(const T* tile) const { return tile + (lane / 16 * 8 + lane % 8) * LD + lane / 8 % 2 * 8; }
 
-    // out += p · tile, for a warp's p [16, N], rounded to T, and the tile's first N rows; 16 of them are left out if they are
-    // `hidden`.
+    // out += p · tile, for a warp's p [16, N], rounded to T, and the tile's first N rows; skips groups of 16 rows that
+    // are `hidden`.
     template <int N, class Hidden>
     __device__ void fold(const float (&p)[N / 8][4], const T* tile, Hidden hidden, float (&out)[SIZE / 8][4]) const {
         const T* place = by_columns(tile);
@@ -87,7 +91,7 @@ template <class T, int SIZE> struct Tiles {
         }
     }
 
-    // Stores a warp's 16 rows of a result, each half of them times its factor, by way of `place`, as much shared memory.
+    // Stores a warp's 16 rows of a result, each half times its factor, through `place`, shared memory of the same size.
     __device__ void store_rows(T* place, void* rows, unsigned stride, unsigned part, unsigned first, const float (&values)[SIZE / 8][4],
                                const float (&factors)[2]) const {
 #pragma unroll
@@ -115,8 +119,8 @@ template <class T, int SIZE> struct Tiles {
     }
 };
 
-// A warp's 16 rows of a tile as the left operands of products over the head: in registers, or, where those are short, read
-// anew each time.
+// A warp's 16 rows of a tile as left operands of matmuls over the head: held in registers, or, if registers are scarce,
+// loaded for each use.
 template <class T, int SIZE, bool HELD> struct Left {
     const T* place = nullptr;
     unsigned held[HELD ? SIZE / 16 : 1][4];
@@ -158,7 +162,7 @@ template <class T, int SIZE, bool HELD> struct Left {
     }
 };
 
-// Over the four lanes that share a row of a product.
+// Reductions over the four lanes that share a row of a matmul's result.
 __device__ inline float row_max(float value) {
     value = fmaxf(value, __shfl_xor_sync(EVERY_LANE, value, 1));
     return fmaxf(value, __shfl_xor_sync(EVERY_LANE, value, 2));
@@ -168,7 +172,7 @@ __device__ inline float row_sum(float value) {
     return value + __shfl_xor_sync(EVERY_LANE, value, 2);
 }
 
-// Which of four neighbours that share a draw are kept.
+// A bit for each of four neighbours that share a draw: 1 if dropout keeps it.
 __device__ inline unsigned kept_of_draw(const Dropout& dropout, size_t block) {
     const Words words = draw_block(dropout, block);
     unsigned bits = 0;
@@ -179,8 +183,9 @@ __device__ inline unsigned kept_of_draw(const Dropout& dropout, size_t block) {
     return bits;
 }
 
-// Which of a lane's four scores dropout keeps, of 16 × 8 scores from `query` and `key` on; the rows are keys or queries. Where
-// the sequence allows it, lanes draw for each other, so that nothing is drawn twice.
+// A bit for each of a lane's four scores, of 16 × 8 scores starting at `query` and `key`: 1 if dropout keeps it. The
+// rows are keys or queries. If the sequence length is a multiple of 4, lanes share their draws, so that none is
+// repeated.
 template <bool KEYS_AT_REST>
 __device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned seq_len, unsigned query, unsigned key) {
     const unsigned lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
@@ -194,14 +199,14 @@ __device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned seq_len
             bits |= (kept_of_draw(dropout, index / 4) >> index % 4 & 1) << i;
         }
     } else if (KEYS_AT_REST) {
-        // Four lanes have four keys of the same queries. Each draws for one of the four queries and halves.
+        // Four lanes hold four keys of the same queries. Each draws for one pair of query and half.
         const unsigned turn = g % 4;
         const size_t row = g / 4 * 4 + turn / 2 * 8, column = 2 * t + turn % 2;
         const unsigned drawn = kept_of_draw(dropout, (first + column * seq_len + row) / 4);
 #pragma unroll
         for (unsigned i = 0; i < 4; ++i) bits |= (__shfl_sync(EVERY_LANE, drawn, g / 4 * 16 + i * 4 + t) >> turn & 1) << i;
     } else {
-        // Two lanes have four keys of the same two queries. Each draws for one of these.
+        // Two lanes hold four keys of the same two queries. Each draws for one of the queries.
         const unsigned odd = t % 2;
         const size_t row = g + 8 * odd, column = t / 2 * 4;
         const unsigned drawn = kept_of_draw(dropout, (first + row * seq_len + column) / 4);
@@ -211,7 +216,8 @@ __device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned seq_len
     return bits;
 }
 
-// The same for `count` times 8 columns, four bits for each, lowest first. A loop, for a draw is many instructions.
+// [`kept_of_tile`] for `count` tiles of 8 columns, four bits each, lowest first. Not unrolled: a draw is many
+// instructions.
 template <bool KEYS_AT_REST>
 __device__ inline unsigned kept(const Dropout& dropout, unsigned seq_len, unsigned query, unsigned key, unsigned count) {
     unsigned bits = 0;
@@ -222,7 +228,7 @@ __device__ inline unsigned kept(const Dropout& dropout, unsigned seq_len, unsign
     return bits;
 }
 
-// A warp's queries on their way past the keys.
+// A warp's queries, with their running output, maximum and sum over the keys so far.
 template <class T, int SIZE> struct Queries {
     const AttentionForward& a;
     const Tiles<T, SIZE>& tiles;
@@ -255,7 +261,7 @@ template <class T, int SIZE> struct Queries {
 #pragma unroll
             for (int j = 0; j < KEYS / 8; ++j) highest = fmaxf(highest, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
             highest = row_max(highest);
-            // Until a row has met a key that it attends to, its maximum is no number to subtract.
+            // Before a row's first visible key its maximum is -∞, and -∞ - (-∞) would be NaN.
             const float base = highest == -INFINITY ? 0.0f : highest;
             const float shrink = exp2f((top[half] - base) * scale), offset = base * scale;
             float sum = 0.0f;
@@ -267,7 +273,7 @@ template <class T, int SIZE> struct Queries {
                     sum += s[j][i];
                 }
             top[half] = highest;
-            // This lane's part; the four of a row add theirs up in the end.
+            // This lane's part; `attend` adds those of a row's four lanes.
             total[half] = total[half] * shrink + sum;
 #pragma unroll
             for (int j = 0; j < SIZE / 8; ++j) {
@@ -291,7 +297,7 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     constexpr int LD = Tiles<T, SIZE>::LD;
     const Tiles<T, SIZE> tiles(a.shape);
     SHARED(T, memory);
-    // Two stages of keys and values; before the second is used, the queries are in its place.
+    // Two stages of keys and values. The second first holds the queries.
     const auto stage = [&](unsigned turn) { return memory + turn * 2 * KEYS * LD; };
     const auto fetch = [&](unsigned key, unsigned turn) {
         tiles.template fetch<KEYS>(a.qkv, 3 * tiles.width(), 1, key, stage(turn));
@@ -338,23 +344,23 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     tiles.store_rows(memory + warp * WARP_ROWS * LD, a.out, tiles.width(), 0, first, queries.out, factors);
 }
 
-// A warp's rows of the backward pass, keys or queries, on their way past the others. Products with the head's operands come in
-// twos, in this order: keys and values, or queries and the output's gradient.
+// A warp's resident rows of the backward pass, keys or queries, with the running sums of their gradients. Operands come
+// in pairs, in this order: keys and values, or queries and the output's gradient.
 template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
-    // With larger heads registers are short: the rows at rest stay in shared memory, and more columns share a look at them.
+    // Larger heads lack registers: the resident rows stay in shared memory, and one load of them serves more columns.
     static constexpr bool HELD = SIZE <= 64;
-    static constexpr int TILE = HELD ? 64 : 32;  // rows of a tile that passes
-    // Columns of scores at a time. The largest heads whose rows are held leave room for few.
+    static constexpr int TILE = HELD ? 64 : 32;  // rows of an iterated tile
+    // Columns of scores at a time. The largest heads whose rows are in registers leave room for only 16.
     static constexpr int GROUP = SIZE == 64 ? 16 : 32;
 
     const AttentionBackward& a;
     const Tiles<T, SIZE>& tiles;
-    const unsigned first;  // row at rest
+    const unsigned first;  // resident row
     Left<T, SIZE, HELD> left[2];
-    float lse[2], delta[2];  // of the rows at rest, if they are queries
+    float lse[2], delta[2];  // of the resident rows, if they are queries
     float out[KEYS_AT_REST ? 2 : 1][SIZE / 8][4] = {};
 
-    // Whether the GROUP columns from `column` on have scores for no row at rest, or for every one.
+    // Whether the GROUP columns starting at `column` are masked for every resident row (`hidden`) or for none (`seen`).
     __device__ bool hidden(unsigned column) const {
         const unsigned last = first + WARP_ROWS - 1;
         return KEYS_AT_REST ? column + GROUP <= first || column >= a.shape.seq_len || a.shape.first_key(column) > last
@@ -366,8 +372,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
                             : last_column <= first && a.shape.first_key(last) <= column;
     }
 
-    // For the GROUP columns from `column` on: `tile` and `other` have the rows of their operands, `stats` two rows of TILE
-    // numbers, their log-sum-exps and deltas, if they are queries.
+    // Adds the gradients from the GROUP columns starting at `column`. `tile` and `other` hold their operands' rows; if
+    // they are queries, `stats` holds two rows of TILE numbers, their log-sum-exps and deltas.
     template <bool MASKED> __device__ void meet(unsigned column, const T* tile, const T* other, const float* stats) {
         const unsigned lane = tiles.lane, seq_len = a.shape.seq_len;
         const auto none = [](unsigned) { return false; };
@@ -398,7 +404,7 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
     }
 };
 
-// Begins to copy N queries and rows of the output's gradient, or N keys and values, into two tiles in sequence.
+// Starts copying N queries and rows of the output's gradient, or N keys and values, into two consecutive tiles.
 template <int N, class T, int SIZE>
 __device__ inline void fetch_two(const Tiles<T, SIZE>& tiles, const AttentionBackward& a, bool queries, unsigned first, T* tile) {
     const unsigned width = tiles.width();
@@ -417,7 +423,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     const Tiles<T, SIZE> tiles(a.shape);
     const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len, width = tiles.width();
     SHARED(T, memory);
-    // Two stages of two tiles. The rows at rest have a place of their own, or that of the second stage until it is used.
+    // Two stages of two tiles. Resident rows have separate memory, or, if they go to registers, the second stage's at
+    // first.
     const auto stage = [&](unsigned turn) { return memory + turn * 2 * TILE * LD; };
     T* const at_rest = stage(G::HELD ? 1 : 2);
     float* const all_stats = reinterpret_cast<float*>(stage(2) + (G::HELD ? 0 : 2 * ROWS * LD));
@@ -481,7 +488,7 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     if constexpr (KEYS_AT_REST) tiles.store_rows(place, a.dqkv, 3 * width, 2, first, gradient.out[1], ones);
 }
 
-// One entry for each type and each of a few head sizes; others run in the next larger one.
+// One entry for each type and each of these head sizes; other heads run in the next larger one.
 #define ENTRIES_SIZE(size)                                                                                            \
     ENTRY(attention_forward_f16_##size, THREADS, AttentionForward, attend<f16, size>)                                 \
     ENTRY(attention_forward_bf16_##size, THREADS, AttentionForward, attend<bf16, size>)                               \

@@ -1,8 +1,8 @@
-// Softmax, loss and gradient of rows of logits: the twin of `loss_rows` in cross_entropy.rs.
+// Softmax, loss and gradient of rows of logits: the counterpart of `loss_rows` in cross_entropy.rs.
 #include "cuda/common.cuh"
 
 struct CrossEntropy {
-    void* logits;             // [rows, vocab], T, rows `stride` apart, whose rest is overwritten; the gradient takes their place
+    void* logits;             // [rows, stride], T, the first `vocab` of each row; the gradient overwrites the row
     const unsigned* targets;  // [rows]
     float* losses;            // [rows]
     unsigned rows, vocab, stride;
@@ -16,7 +16,7 @@ constexpr unsigned WARPS = THREADS / WARP;
 constexpr int N = 8;
 constexpr unsigned IGNORE = 0xffffffffu;
 
-// One block a row: maximum and sum in one pass over the logits, the gradient in a second.
+// One block per row: maximum and sum in one pass over the logits, the gradient in a second.
 template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
     SHARED(float, scratch);  // [WARPS]
     const unsigned row = blockIdx.x, target = load(a.targets, row);

@@ -1,22 +1,22 @@
-// Activations, residual branches and biases: the twins of gelu.rs, gated.rs and residual.rs.
+// Activations, residual branches and biases: the counterparts of gelu.rs, gated.rs and residual.rs.
 #include "cuda/random.cuh"
 
-// What the activation multiplies x with.
+// The factor that the activation multiplies x with.
 enum : unsigned { GELU = 0, GATED_SILU = 1, GATED_GELU = 2 };
 
 struct Activate {
-    const void* x;   // [rows, width], T; where the activation is gated [rows, 2 · width]: gates, then what they multiply
+    const void* x;   // [rows, width], T; if gated [rows, 2 · width]: gates, then the values that they multiply
     const void* dy;  // [rows, width], T; null in the forward pass
     void* y;         // [rows, width], T
     void* dx;        // as x; null in the forward pass
     u64 len;         // rows · width
-    unsigned width;  // where gated a multiple of N
+    unsigned width;  // if gated a multiple of N
     unsigned activation;
 };
 
 struct Residual {
     const void* stream;  // S
-    const void* branch;  // T, written where it is the branch's gradient
+    const void* branch;  // T; `branch_gradient` writes it
     void* out;           // S; null for the branch's gradient
     u64 len;
     Dropout dropout;
@@ -47,13 +47,13 @@ __device__ inline float gate_of(unsigned activation, float x) {
 
 // The derivative of x · gate(x), finite for every number.
 __device__ inline float slope_of(unsigned activation, float x) {
-    x = x > LIMIT ? LIMIT : x < -LIMIT ? -LIMIT : x;  // and NaN stays
+    x = x > LIMIT ? LIMIT : x < -LIMIT ? -LIMIT : x;  // keeps NaN
     const float gate = gate_of(activation, x);
     const float inner = activation == GATED_SILU ? 1.0f : 2.0f * SQRT_2_OVER_PI + 6.0f * SQRT_2_OVER_PI * GELU_CUBIC * x * x;
     return gate + gate * (1.0f - gate) * x * inner;
 }
 
-// Where the pack of y at `at` has its gates in x; what they multiply lies `width` behind them.
+// The offset in x of the gates for the pack of y at `at`; the values that they multiply follow `width` elements later.
 __device__ inline size_t gates_at(const Activate& a, size_t at) {
     return a.activation == GELU ? at : at / a.width * a.width + at;
 }
@@ -119,7 +119,7 @@ template <class S, class T> __device__ void branch_gradient(const Residual& a) {
     });
 }
 
-// The same row in every row.
+// Copies one row into every row.
 template <class T> __device__ void fill_rows(const Fill& a) {
     for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
         float x[N];

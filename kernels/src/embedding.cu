@@ -1,6 +1,7 @@
-// The gradient of an embedding: the sum of each token's rows, added to its row of the table. The twin of embedding.rs.
+// The gradient of an embedding: each token's rows are summed and added to its row of the table. The counterpart of
+// embedding.rs.
 //
-// The host sorts the rows by token, so that every sum has one order and no atomics are needed.
+// The host sorts the rows by token, so that every sum has a fixed order and no atomics are needed.
 #include "cuda/random.cuh"
 
 struct EmbeddingBackward {
@@ -18,7 +19,7 @@ struct EmbeddingBackward {
 constexpr unsigned THREADS = 128;
 constexpr int N = 8;
 
-// One block a group.
+// One block per group.
 template <class S, class T> __device__ void embedding_backward(const EmbeddingBackward& a) {
     const unsigned group = blockIdx.x;
     const unsigned begin = group == 0 ? 0 : load(a.groups, 2 * group - 1), end = load(a.groups, 2 * group + 1);

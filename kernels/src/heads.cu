@@ -49,7 +49,7 @@ template <class T> __device__ void rotate(const Rotate& a) {
     });
 }
 
-// Puts queries, keys and values side by side, and repeats keys and values for the heads that share them.
+// Packs queries, keys and values into rows of 3 · D, and repeats keys and values for the heads that share them.
 template <class T> __device__ void spread_heads(const SharedHeads& a) {
     const unsigned queries = a.heads * a.head_size, group = a.heads / a.kv_heads;
     const size_t len = static_cast<size_t>(a.rows) * 3 * queries;
@@ -63,7 +63,7 @@ template <class T> __device__ void spread_heads(const SharedHeads& a) {
     });
 }
 
-// The inverse for gradients: those of heads that share keys and values are added.
+// The inverse for gradients: adds the gradients of heads that share keys and values.
 template <class T> __device__ void gather_heads(const SharedHeads& a) {
     const unsigned queries = a.heads * a.head_size, keys = a.kv_heads * a.head_size, group = a.heads / a.kv_heads;
     const unsigned width = queries + 2 * keys;

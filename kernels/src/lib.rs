@@ -127,7 +127,7 @@ impl Activation {
     }
 }
 
-/// How a weight matrix lies in memory and in files.
+/// The layout of a weight matrix in memory and in files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightLayout {
     /// `[in, out]`, GPT-2's `Conv1D`.
@@ -137,7 +137,7 @@ pub enum WeightLayout {
 }
 
 impl WeightLayout {
-    /// How the transposed matrix lies in the same memory.
+    /// The layout of the transposed matrix in the same memory.
     #[must_use]
     pub const fn transposed(self) -> Self {
         match self {

@@ -221,7 +221,7 @@ mod tests {
         2f64.powi(exponent - mantissa_bits)
     }
 
-    /// The largest error of `function` over `inputs`, in ULP of FP32, and where it is.
+    /// The largest error of `function` over `inputs`, in ULP of FP32, and its input.
     fn worst(inputs: impl Iterator<Item = f32>, function: fn(f32) -> f32, exact: fn(f64) -> f64) -> (f64, f32) {
         inputs.fold((0.0, 0.0), |worst, x| {
             let (found, expected) = (f64::from(function(x)), exact(f64::from(x)));

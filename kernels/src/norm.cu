@@ -1,6 +1,6 @@
-// Layer and RMS normalisation: the twins of layer_norm.rs and rms_norm.rs. X is the residual stream's type, Y that of the
-// products. An RMS norm has neither mean nor bias; its pointers to them are null. A row is one of some heads that lie side by
-// side in a longer row, or that row itself: then there is one head.
+// Layer and RMS normalisation: the counterparts of layer_norm.rs and rms_norm.rs. X is the residual stream's type, Y
+// the matmuls' type. An RMS norm has neither mean nor bias; its pointers to them are null. A row is one of `heads`
+// adjacent heads of a longer row; one head is the whole row.
 #include "cuda/common.cuh"
 
 struct NormForward {
@@ -17,7 +17,7 @@ struct NormForward {
 struct NormBackward {
     const void *dy, *x, *weight;  // dy, weight: Y; x: X
     const float *mean, *rstd;
-    void* dx;        // X, added to, or where it is fresh overwritten
+    void* dx;        // X, added to, or overwritten if `fresh`
     float* partial;  // [blocks, 2, width]: this block's part of the gradients of weight and bias
     unsigned rows, width, rows_per_block;
     unsigned fresh;
@@ -33,14 +33,14 @@ struct SumParts {
 
 constexpr unsigned THREADS = 256;
 constexpr unsigned WARPS = THREADS / WARP;
-// Backward, a thread that keeps rows has 168 registers, and one that does not a part of the shared memory.
+// In the backward pass a thread that keeps rows has 168 registers; the others are limited by shared memory.
 constexpr unsigned BACKWARD_KEPT_THREADS = 384;
 constexpr unsigned BACKWARD_WIDE_THREADS = 128;
 
-// Packs of a row that a lane keeps in registers, so that the row is read once. With none it is read anew in each pass.
+// Packs of a row that a lane keeps in registers, so that the row is read once. With 0 each pass reads it again.
 template <class X, class Y, int ELEMENTS> constexpr int KEPT_PACKS = ELEMENTS / NEIGHBOURS<X, Y>;
 
-// `f(k, column)` for each pack of a warp's lane, the k-th of which goes to the k-th place where rows are kept.
+// Calls `f(k, column)` for each pack of a lane; k is the pack's index in the registers, 0 if rows are not kept.
 template <int PACKS, int N, class F> __device__ inline void for_row(unsigned width, F f) {
     const unsigned first = threadIdx.x % WARP * N;
     if constexpr (PACKS > 0) {
@@ -54,12 +54,12 @@ template <int PACKS, int N, class F> __device__ inline void for_row(unsigned wid
     }
 }
 
-// Where a row begins, of `heads` in each `stride` elements.
+// The offset of a row; every `stride` elements hold `heads` rows.
 __device__ inline size_t start_of(unsigned row, unsigned heads, unsigned stride, unsigned width) {
     return static_cast<size_t>(row / heads) * stride + row % heads * width;
 }
 
-// One warp a row.
+// One warp per row.
 template <class X, class Y, int ELEMENTS> __device__ void norm_forward(const NormForward& a) {
     constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
     const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
@@ -99,12 +99,12 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_forward(const Nor
     }
 }
 
-// A block takes `rows_per_block` rows, and each warp of it every so many-th. Each lane sums the gradients of weight and bias for
-// the columns that it sees, and at the end the warps' sums are added in their order.
+// A block processes `rows_per_block` rows, each warp every WARPS-th of them. Each lane sums the gradients of weight and
+// bias for its columns; at the end the warps' sums are added in their order.
 template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const NormBackward& a) {
     constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
     constexpr unsigned BLOCK = PACKS > 0 ? BACKWARD_KEPT_THREADS : BACKWARD_WIDE_THREADS, WARPS = BLOCK / WARP;
-    SHARED(float, sums);  // [WARPS, 2, width], each part one warp's
+    SHARED(float, sums);  // [WARPS, 2, width]
     const unsigned warp = threadIdx.x / WARP;
     const bool whole = a.width % N == 0;
     float* const own = sums + static_cast<size_t>(warp) * 2 * a.width;

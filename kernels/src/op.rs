@@ -204,7 +204,7 @@ pub struct Rotate<'a> {
 /// `y = x · weight + bias + low rank`.
 #[derive(Debug)]
 pub struct Linear<'a> {
-    /// How the weight lies in memory.
+    /// The weight's layout in memory.
     pub layout: WeightLayout,
     /// `[N, I]`, compute type.
     pub x: &'a Tensor,

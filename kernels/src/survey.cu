@@ -1,7 +1,7 @@
-// Statistics of a gradient before anything rescales it: the twin of survey.rs and of TensorStats.
+// Statistics of a gradient before anything rescales it: the counterpart of survey.rs and TensorStats.
 //
-// All tensors at once, first by chunks, then merged: single tensors are too small to keep a GPU busy. Counts are integers, so
-// their atomic sums are deterministic; squares are added in f64 along fixed trees.
+// All tensors in one launch, first by chunks, then merged: single tensors are too small to keep a GPU busy. Counts are
+// integers, so their atomic sums are deterministic; squares are added in f64 along fixed trees.
 #include "cuda/stats.cuh"
 
 struct SurveyedTensor {
@@ -12,7 +12,7 @@ struct SurveyedTensor {
     unsigned place;        // of its figures
 };
 
-// What is counted of a tensor.
+// The statistics of a tensor.
 struct Figures {
     TensorStats stats;
     unsigned exponents[256];  // by FP32's exponent field
@@ -99,7 +99,7 @@ template <class T> __device__ void survey_chunks(const Survey& a) {
     }
 }
 
-// One block a tensor.
+// One block per tensor.
 __device__ void merge_chunks(const Survey& a) {
     SHARED(double, scratch);  // [WARPS]
     const SurveyedTensor tensor = load(a.tensors, blockIdx.x);

@@ -602,8 +602,8 @@ fn a_state_without_headroom_is_read_and_one_with_it_comes_back() {
 }
 
 proptest! {
-    /// Whatever it is shown, the scale is a power of two between floor and f32's top, and the step it was just shown
-    /// would not overflow at the scale that follows.
+    /// For any gradients, the scale is a power of two between its floor and f32's maximum, and the last observed step
+    /// would not overflow at the new scale.
     #[test]
     fn the_predicted_scale_is_a_power_of_two_with_room(
         steps in proptest::collection::vec((any::<bool>(), -40f32..40.0), 1..200), interval in 1u32..200,

@@ -155,7 +155,7 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
     let arguments = ["tensors".as_ref(), whole.as_os_str(), bench.file.as_os_str()];
     let report = run_script(&bench.python, "real_weights.py", &arguments);
     assert_eq!(report, serde_json::json!({"tensors": 272, "differ": [], "keys": [], "missing": report["missing"]}));
-    // What a file of another converter has beside: nothing that changes the model.
+    // Keys that only the other converter writes: none changes the model.
     for key in report["missing"].as_array().unwrap() {
         let known = ["llama.vocab_size", "tokenizer.ggml.padding_token_id", "tokenizer.ggml.unknown_token_id"];
         assert!(
@@ -276,7 +276,7 @@ fn fine_tuning_lowers_the_loss_alike_in_every_type_and_survives_a_kill() {
     }
     child.kill().unwrap();
     child.wait().unwrap();
-    // What a chat needs is there without the GGUF file.
+    // A chat works without the GGUF file.
     let checkpoint = latest_valid(&runs.join("killed")).unwrap().checkpoint;
     assert!(checkpoint.state().step < STEPS);
     let chat = Chat::new(&TrainedModel::open(checkpoint.path(), None).unwrap(), None).unwrap();

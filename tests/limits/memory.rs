@@ -12,8 +12,8 @@ use serde_json::Value;
 
 /// How far a prediction may be off.
 const TOLERANCE: f64 = 0.1;
-/// Where a tokenizer takes most of the memory. It is measured by reading it, and what reading leaves to the allocator is reused by
-/// training in part: from 11 % too little to 3 % too much were seen.
+/// The tolerance if the tokenizer takes most of the memory. It is measured by reading it, and training reuses part of
+/// the memory that reading frees: predictions were from 11 % too low to 3 % too high.
 const TOKENIZER_TOLERANCE: f64 = 0.2;
 
 /// Trains, asks the laboratory, and compares with the peak that the kernel has counted.

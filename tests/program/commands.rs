@@ -215,7 +215,7 @@ fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
     let step = desk.path("checkpoints/r/step-000004");
     assert_eq!(fs::read_to_string(step.join("chat_template.jinja")).unwrap(), template);
     assert_eq!(fs::read_to_string(step.join("tokenizer_config.json")).unwrap(), config);
-    // What the model brought may be gone by now.
+    // The run no longer needs the model's folder.
     fs::remove_dir_all(desk.path("model")).unwrap();
     desk.said("--resume r --steps 6 --plain");
     let exact = desk.said("eval r --data chats.jsonl --answers");

@@ -77,7 +77,7 @@ fn the_verdict_is_what_training_shows() {
     assert_eq!(block.gradient.tensor, "h.1.mlp.c_proj weight gradient");
     assert!(smaller.best_scale < report.best_scale / 4.0, "{} {}", smaller.best_scale, report.best_scale);
 
-    // Where every block is like that, only another type helps.
+    // If every block is like that, only another dtype helps.
     let masters = model.weights(Dtype::F32).unwrap();
     for block in 0..model.config.num_layers {
         scale(&masters, &format!("h.{block}.mlp.c_fc.weight"), factor, |i| i % inner == 7);

@@ -148,7 +148,7 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
     let (cached, stop) = tokens(&model, 128, &ids[..3], 40, &[], &GREEDY);
     assert_eq!((cached.as_slice(), stop), (&ids[3..], FinishReason::Length));
 
-    // What training shows is the same text.
+    // Training's samples are the same text.
     let tokenizer = Tokenizer::byte();
     let mut sampler = Sampler::new(&model.0, PrecisionPolicy::FP32, &tokenizer, "the", 40, 0.0, &Device::Cpu).unwrap();
     let text = sampler.generate(&model.0, &model.1, &tokenizer, 9).unwrap();

@@ -294,7 +294,7 @@ fn watch_follows_another_process_and_sees_it_killed() {
     terminal.signal(&["KILL"]);
     watcher.wait_for("✕ process gone");
     watcher.keys(&["q"]);
-    // What is typed before the prompt is back goes to the dashboard.
+    // Keys typed before the prompt is back go to the dashboard.
     watcher.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
     watcher.assert_restored();
 }
@@ -438,7 +438,7 @@ fn the_laboratory_shows_its_views_and_moves_their_values() {
         terminal.keys(&["Enter", "C-u", "7", "b", "Enter"]);
         terminal.wait_for("7b: 6658.4 M parameters");
         terminal.keys(&["q"]);
-        // What is typed before the prompt is back goes to the laboratory.
+        // Keys typed before the prompt is back go to the laboratory.
         terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
         terminal.assert_restored();
     }

@@ -160,7 +160,7 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
     let path = words.nth(1).unwrap_or_default();
     // /owner/name/resolve/revision/file
     let file = path.split("/resolve/").nth(1).and_then(|rest| rest.split_once('/')).map_or(path, |(_, file)| file);
-    // What a file is, is asked for with its first byte.
+    // A request for the first byte asks for the file's metadata.
     let ask = header("range: bytes=") == Some("0-0");
     let from = header("range: bytes=").and_then(|range| range.trim_end_matches('-').parse::<usize>().ok());
 

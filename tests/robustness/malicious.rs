@@ -190,7 +190,7 @@ fn malicious_files_of_every_kind_are_read_or_refused() {
         fs::remove_dir_all(trial).unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         let messages = said.lines().filter(|line| line.starts_with("error: ")).count();
-        // What a model generates goes into a pipe unchanged.
+        // Generated text goes into a pipe unchanged.
         let out = if words.starts_with("generate") { &[] } else { output.stdout.as_slice() };
         let steers = |text: &[u8]| {
             std::str::from_utf8(text)

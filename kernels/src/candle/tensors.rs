@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Fails unless the elements of `x` lie in order, without gaps.
+/// Fails unless the elements of `x` are in order, without gaps.
 pub(super) fn require_contiguous(x: &Tensor) -> Result<()> {
     if !x.is_contiguous() {
         bail!("kernels take contiguous tensors, not one of {:?} with strides {:?}", x.dims(), x.stride());

@@ -1,11 +1,11 @@
-// What the attention kernels take, in FP32 and on tensor cores.
+// The arguments of the attention kernels, in FP32 and on tensor cores.
 #pragma once
 
 #include "random.cuh"
 
 struct AttentionShape {
     // The first key that each query attends to, then the end of the queries that attend to each key; both rise along a sequence.
-    const unsigned* bounds;  // [2, B·T]; null where a query attends to all keys up to its own
+    const unsigned* bounds;  // [2, B·T]; null if every query attends to all keys up to its own
     unsigned batch, seq_len, heads, head_size;
     float softmax_scale;
     unsigned unused;

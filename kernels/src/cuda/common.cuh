@@ -1,7 +1,7 @@
-// What the engine's CUDA kernels share: entry points, accesses to memory, reductions.
+// Shared parts of the engine's CUDA kernels: entry points, memory accesses, reductions.
 //
 // A kernel takes one struct of arguments, mirrored by a `#[repr(C)]` struct in Rust. Every access to global memory goes
-// through `load` and `store`, so that the emulator, which runs these same files on a CPU, can check each of them. Values
+// through `load` and `store`, so that the emulator, which runs the same files on a CPU, can check it. Values
 // are FP32 from a load to a store, and a store rounds once, to nearest even.
 #pragma once
 
@@ -14,7 +14,7 @@
 #define SHARED(type, name)                                        \
     extern __shared__ __align__(16) unsigned char shared_bytes[]; \
     type* const name = reinterpret_cast<type*>(shared_bytes)
-// The kernel `symbol` with blocks of `threads`, each of which calls `function`.
+// The kernel `symbol` with blocks of `threads`; each thread calls `function`.
 #define ENTRY(symbol, threads, Args, ...)                                                                   \
     extern "C" __global__ void __launch_bounds__(threads) symbol(const __grid_constant__ Args arguments) { \
         __VA_ARGS__(arguments);                                                                             \

@@ -85,7 +85,7 @@ void fail(const char* format, ...) {
     if (failure.empty()) failure = text;
 }
 
-// The same for an error of the current fiber, which ends here.
+// Like `fail`, for an error of the current fiber, and ends the fiber.
 template <class... Arguments> void stop(const char* format, Arguments... arguments) {
     fail(format, arguments...);
     current->state = State::Done;

@@ -1,4 +1,4 @@
-// CUDA's device side on a CPU, as far as kernels use it: the tests run the same .cu files with it, ours and candle's.
+// The parts of CUDA's device side that kernels use, on a CPU: tests run this crate's and candle's .cu files with it.
 //
 // The threads of a block are fibers on one thread of the host. A fiber runs until it meets a barrier or an exchange within
 // its warp; meeting a different one than its neighbours, or none, is an error that names both lines. Blocks run one after the
@@ -44,7 +44,7 @@ unsigned char* shared();
 // Ends the launch with this message.
 [[noreturn]] void refuse(const char* what, int line);
 void block_barrier(int line);
-// What `value` the lane gets that the exchange and its argument lead to.
+// Returns the lane's `value` after the exchange; `argument` selects the source lane.
 uint64_t exchange(Exchange kind, unsigned mask, uint64_t value, unsigned argument, int line);
 
 template <class T> T exchange_value(Exchange kind, unsigned mask, T value, unsigned argument, int line) {
@@ -61,7 +61,7 @@ struct MatrixRow {
     uint16_t row[8];
     unsigned* fragments;
 };
-// What a lane brings to a product of matrices, and gets back in the accumulators.
+// A lane's operands of a matmul, and its accumulators, which receive the result.
 struct Multiplicands {
     const unsigned *a, *b;
     float* accumulators;
@@ -71,7 +71,7 @@ struct Multiplicands {
 // gets its fragments of the four matrices.
 void load_matrices(Exchange kind, const void* row, unsigned (&fragments)[4], int line);
 
-// Copies of one thread to shared memory. Where one goes is poison until the thread has waited for its group.
+// Copies one thread's bytes to shared memory. The target is poison until the thread has waited for its group.
 void copy_async(void* target, const void* source, size_t bytes, bool inside, int line);
 void commit_copies();
 void wait_for_copies(size_t groups_left);

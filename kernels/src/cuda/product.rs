@@ -84,7 +84,8 @@ pub(crate) fn product(queue: &CudaQueue, op: &op::Product<'_>) -> Result<bool> {
                 let adds = mode == WriteMode::Accumulate || depth.end < k;
                 let beta = if adds { 1.0f32 } else { 0.0 };
                 // By columns, c's transpose is b's transpose times a's.
-                // SAFETY: the matrices lie in memory of this device, which their tensors hold until the product is in the stream.
+                // SAFETY: the matrices are in this device's memory, which their tensors hold until the GEMM is in the
+                // stream.
                 unsafe {
                     result::gemm_strided_batched_ex(
                         *blas.handle(),

@@ -1,12 +1,12 @@
 // Tensor cores: products of small matrices by a warp, and the copies that feed them (compute capability 8.0 and later).
 //
-// A matrix lies in the registers of a warp's 32 threads, a fragment in each: which element is where is laid down in the PTX
-// ISA for each instruction, and in the emulator, which tests compare with separate tables. Every lane must call these
-// functions, in the same place. With g = lane / 4 and t = lane mod 4, a lane has of
+// The registers of a warp's 32 threads hold a matrix, one fragment each. The PTX ISA defines the layout for each
+// instruction; tests compare the emulator's layout with separate tables. All lanes must call these functions together.
+// With g = lane / 4 and t = lane mod 4, a lane holds of
 //   left operands [16, 16]   columns 2t, 2t + 1 of row g, of row g + 8, then columns 2t + 8, 2t + 9 of the same rows,
 //   right operands [16, 8]   rows 2t, 2t + 1, then 2t + 8, 2t + 9, of column g,
 //   results [16, 8]          columns 2t, 2t + 1 of row g, then of row g + 8.
-// So two results side by side, rounded, are a left operand.
+// So two adjacent results, rounded, are a left operand.
 #pragma once
 
 #include "common.cuh"
@@ -49,7 +49,7 @@ __device__ inline void load_matrices(unsigned (&fragments)[4], const void* row) 
                  : "r"(shared_address(row))
                  : "memory");
 }
-// The same of the matrices' transposes.
+// Like `load_matrices`, but loads the transposes.
 __device__ inline void load_transposed(unsigned (&fragments)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
@@ -57,8 +57,8 @@ __device__ inline void load_transposed(unsigned (&fragments)[4], const void* row
                  : "memory");
 }
 
-// Begins to copy BYTES from global to shared memory, both aligned to BYTES; zeros, and `source` is not read, if it is
-// not `inside` what there is to copy.
+// Starts copying BYTES from global to shared memory, both aligned to BYTES; if not `inside`, writes zeros without
+// reading `source`.
 template <unsigned BYTES> __device__ inline void copy_async(void* target, const void* source, bool inside) {
     static_assert(BYTES == 4 || BYTES == 16, "the sizes in use");
     if constexpr (BYTES == 16) {

@@ -79,7 +79,7 @@ impl Ahead {
         self.len += count;
     }
 
-    /// The addresses, evenly spread over `steps`, in this number of parts, the last of which may be empty.
+    /// Splits the addresses evenly into `steps` parts; the last ones may be empty.
     #[cfg(any(target_arch = "x86_64", test))]
     #[inline(always)]
     fn in_parts(&self, steps: usize) -> impl Iterator<Item = &[*const i8]> {

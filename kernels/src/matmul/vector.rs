@@ -13,7 +13,7 @@ const MIN_SPAN: usize = 128;
 /// Rows added at a time, so that the sums are loaded and stored less often.
 const ROWS: usize = 4;
 
-/// Where a column's neighbouring elements lie.
+/// The placement of a column's elements.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stored {
     /// One row between them: columns are summed side by side.

@@ -41,7 +41,7 @@ pub enum Operation {
     /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one. Documents start
     /// at 0 and at these places of each sequence.
     Attention { shape: Shape, documents: Option<Documents>, dtype: DType, drops: bool, packed: bool },
-    /// [`op::DecodeAttention`] of all tokens of a sequence, a few at a time. The exact result is that of [`op::Attention`].
+    /// [`op::DecodeAttention`] of all tokens of a sequence, a few at a time; the exact result is [`op::Attention`]'s.
     Decode { shape: Shape, dtype: DType },
     /// [`op::CrossEntropy`] of rows, vocabulary and stride, first without the gradient.
     CrossEntropy { sizes: [usize; 3], dtype: DType },
@@ -461,7 +461,7 @@ fn norms(
     let x = t.mapped("x", &shape, stream, |_, x| x + 3.0)?;
     let [weight, bias] = ["weight", "bias"].map(|name| t.numbers(name, &[width], compute));
     let (weight, bias, dy) = (&weight?, bias?, t.numbers("dy", &shape, compute)?);
-    // What is next to the columns stays.
+    // Elements next to the columns stay.
     let (y, dx) = (t.numbers("y", &shape, compute)?, t.numbers("dx", &shape, stream)?);
     let (mean, rstd) = (t.poisoned(&[groups], DType::F32)?, &t.poisoned(&[groups], DType::F32)?);
     let [dweight, dbias] = [(); 2].map(|()| t.poisoned(&[width], compute));

@@ -124,7 +124,7 @@ template <class T, class V> T atomicMin(T* address, V value) {
 
 namespace emulator {
 
-// A kernel with ordinary arguments; the launch brings each in 8 bytes of its own.
+// A kernel with ordinary arguments; the launch passes each in a separate 8 bytes.
 struct Signature {
     const char* name;
     const unsigned char* sizes;

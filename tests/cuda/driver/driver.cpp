@@ -1,9 +1,9 @@
 // A stand-in for NVIDIA's driver, as far as candle's CUDA back end calls it: memory is the host's, kernels run in the emulator.
 //
 // A module is the PTX that nvcc made of a .cu file; a function is found in it by name, its parameters' sizes must be those of
-// the same kernel compiled for the host, and the latter runs. Nothing is done before somebody waits for it, as on the slowest
-// of GPUs: whoever reads too early gets other numbers. Memory ends at a page that cannot be accessed, and so does what was
-// freed, so that an access outside ends the program.
+// the same kernel compiled for the host, and the latter runs. Work starts only when the program waits for it, as on the
+// slowest GPU: a read without a wait returns wrong numbers. Each allocation is followed by an inaccessible page, and
+// freed memory is inaccessible, so that an access outside ends the program.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -169,7 +169,7 @@ EXPORT Status cuDeviceTotalMem_v2(size_t* bytes, int) {
 EXPORT Status cuDeviceGetAttribute(int* value, int attribute, int) {
     const char* capability = std::getenv("STAND_IN_CAPABILITY");
     const int said = capability != nullptr ? std::atoi(capability) : 80;
-    // Compute capability, major and minor; memory pools; whatever else is asked for is not there.
+    // Compute capability, major and minor, and memory pools; every other attribute is 0.
     *value = attribute == 75 ? said / 10 : attribute == 76 ? said % 10 : attribute == 115 ? 1 : 0;
     return OK;
 }

@@ -1,4 +1,4 @@
-// What the stand-ins for the driver and for cuBLAS share: device memory and the stream.
+// Shared parts of the stand-ins for the driver and for cuBLAS: device memory and the stream.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +15,14 @@ constexpr Status OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, FAILED
 [[gnu::visibility("default")]] Status complain(const char* format, ...);
 // Whether the context is current in this thread and nothing has failed.
 [[gnu::visibility("default")]] bool ready();
-// Whether a range lies in one allocation.
+// Whether a range is inside one allocation.
 [[gnu::visibility("default")]] bool is_memory(Address first, size_t bytes);
-// Gives the stream something to do when somebody waits for it.
+// Queues `work`, which runs when the program waits for the stream.
 [[gnu::visibility("default")]] Status enqueue(std::function<Status()> work);
 
 }  // namespace stand_in
 
 #define EXPORT extern "C" [[gnu::visibility("default")]]
-// A function that nobody has needed yet, where no other source defines it.
+// A function that no test has needed yet; weak, so that another source can define it.
 #define STUB(name) \
     EXPORT [[gnu::weak]] Status name() { return stand_in::complain("the stand-in lacks " #name); }

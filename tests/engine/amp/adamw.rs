@@ -56,7 +56,7 @@ fn adamw_resumes_bit_identically() {
     resumed.load_state_dict(&candle_core::safetensors::load(&file, &CPU).unwrap()).unwrap();
     train(&mut resumed, &others, 3..6);
     assert_eq!((all_bits(&others), state_bits(&resumed)), (all_bits(&vars), state_bits(&straight)));
-    // What was saved did not move along with the variables.
+    // The saved state did not change with the variables.
     straight.load_state_dict(&state).unwrap();
     train(&mut straight, &vars, 3..6);
     assert_eq!(state_bits(&resumed), state_bits(&straight));

@@ -167,7 +167,7 @@ fn c18_and_c25_a_second_step_and_an_update_without_a_check_are_errors() {
     assert!(scaler.step(&mut optimizer, &mut grads).unwrap_err().to_string().contains("already called"));
     assert_eq!(bits(&var), after);
     scaler.update().unwrap();
-    // What is unscaled but not stepped counts as a check.
+    // Unscaling without a step counts as a check.
     scaler.unscale(&optimizer, &mut grads).unwrap();
     scaler.update().unwrap();
 }

@@ -1,7 +1,7 @@
 //! AVX-512: 8 × 48 sums in 24 registers; the inner loop issues two multiply-adds a cycle and little else.
 //!
-//! Loops by index over local arrays, and nothing that takes or returns a vector but the intrinsics: a closure or an
-//! iterator of vectors is inlined at the compiler's whim, and where it is not, the kernel takes five times as long.
+//! Loops by index over local arrays; only intrinsics take or return vectors. The compiler does not always inline a
+//! closure or an iterator of vectors, and without inlining the kernel takes five times as long.
 
 use std::arch::x86_64::{
     __m512, __m512bh, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps, _mm512_set1_ps, _mm512_setzero_ps,

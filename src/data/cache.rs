@@ -1,5 +1,5 @@
-//! Token files: a tokenised corpus on disk, read as it is needed, so that a second run starts at once and memory does not
-//! grow with the corpus.
+//! Token files: a tokenised corpus on disk, read as it is needed, so that a second run starts at once and memory does
+//! not grow with the corpus.
 //!
 //! A file is a header of 64 bytes (magic, format version, bytes per token and kind of the documents, tokens, bytes of
 //! text in the loss, SHA-256 of the ids and of the preceding header) and the ids in little endian. It is written under
@@ -75,19 +75,19 @@ impl TokenFile {
         file.rewind().and_then(|()| file.read_exact(&mut header)).map_err(|_| format!("{length} bytes are too few"))?;
         let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| header[at + i]));
         if header[..8] != MAGIC || number(8) as u32 != VERSION {
-            return Err("its header is of another kind".to_owned());
+            return Err("its header has an unknown format or version".to_owned());
         }
         let word = (number(8) >> 32) as u32;
         let kind = KINDS.iter().find(|(_, bits)| word & !0xFF == *bits).map(|(kind, _)| *kind);
-        let kind = kind.ok_or("its documents are of an unknown kind")?;
+        let kind = kind.ok_or("the kind of its documents is unknown")?;
         let width = match word & 0xFF {
             2 => IdWidth::U16,
             4 => IdWidth::U32Flagged,
-            other => return Err(format!("it claims {other} bytes a token")),
+            other => return Err(format!("it specifies {other} bytes per token")),
         };
         let (tokens, bytes) = (number(16), length - HEADER_BYTES as u64);
         if tokens.checked_mul(width as u64) != Some(bytes) {
-            return Err(format!("it should hold {tokens} tokens and holds {bytes} bytes"));
+            return Err(format!("its {bytes} bytes do not match its {tokens} tokens"));
         }
         let (mut hash, mut trained, mut starts, mut position) = (Sha256::new(), tokens, Vec::new(), 0);
         let mut buffer = vec![0; 1 << 18];

@@ -8,8 +8,8 @@ thread_local! {
     static SILENT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns what `work` returns, or `None` if it panics, without a message on standard error. After `None`, do not use anything
-/// that `work` has changed.
+/// Returns what `work` returns, or `None` if it panics, without a message on standard error. After `None`, do not use
+/// anything that `work` has changed.
 pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -1,5 +1,5 @@
-//! How conversations are written for training. The model's own template determines the text. Its `{% generation %}` blocks mark
-//! the answers; if it has none, one of our templates that gives the same text does.
+//! How conversations are written for training. The model's own template determines the text. Its `{% generation %}`
+//! blocks mark the answers; if it has none, one of our templates that gives the same text does.
 //!
 //! A training template is chosen by its output, not by the model's name: it must produce the model's text for a few
 //! conversations, and later for every conversation of the training data. A difference is an error, so a mask is never
@@ -199,8 +199,8 @@ impl ChatFormat {
     /// Renders `conversation`, with the byte ranges of its answers unless `unmarked`.
     ///
     /// # Errors
-    /// [`Error::Model`]: what the template refuses, with its line; that nothing marks its answers, or what marks them writes
-    /// another text.
+    /// [`Error::Model`]: what the template refuses, with its line; that nothing marks its answers, or what marks them
+    /// writes another text.
     pub fn render(&self, conversation: &Conversation, tools: Option<&Value>, unmarked: bool) -> Result<Rendered> {
         let wrong = |message: String| Error::model(&self.origin, message);
         let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;
@@ -210,10 +210,11 @@ impl ChatFormat {
         }
         if !renderer.has_mask {
             return Err(wrong(
-                "its chat template has no `{% generation %}` blocks, and no training template writes the same text, so that its \
-                 answers cannot be told apart; mark them in a template of your own and give it with `--chat-template FILE`, \
-                 or learn every token with `--loss-on all`"
-                .to_owned()));
+                "its chat template has no `{% generation %}` blocks, and no built-in training template produces the \
+                 same text, so assistant turns cannot be located; add `{% generation %}` to a custom template and \
+                 pass it with `--chat-template FILE`, or train on all tokens with `--loss-on all`"
+                    .to_owned(),
+            ));
         }
         let Some(masking) = &renderer.masking_template else { return Ok(own) };
         let marked = masking.render_with(conversation, tools, false)?;
@@ -222,8 +223,8 @@ impl ChatFormat {
             let from = own.text.floor_char_boundary(same.saturating_sub(20));
             let part = |text: &str| text.chars().skip(own.text[..from].chars().count()).take(60).collect::<String>();
             return Err(wrong(format!(
-                "its chat template writes {:?} where {}, which marks the answers, writes {:?}; give a template with \
-                 `{{% generation %}}` blocks with `--chat-template FILE`, or learn every token with `--loss-on all`",
+                "its chat template writes {:?} where {}, which locates the answers, writes {:?}; pass a template with \
+                 `{{% generation %}}` blocks with `--chat-template FILE`, or train on all tokens with `--loss-on all`",
                 part(&own.text),
                 self.name,
                 part(&marked.text)

@@ -72,8 +72,9 @@ pub(super) fn emit(
     Ok(())
 }
 
-/// The last place where a text may be cut so that its parts give the tokens of the whole: between a letter or digit and a
-/// space. There byte-level BPE always starts a new word, and a tokenizer that puts a space in front of a text finds one there.
+/// The last place where a text may be cut so that its parts give the tokens of the whole: between a letter or digit and
+/// a space. There byte-level BPE always starts a new word, and a tokenizer that puts a space in front of a text finds
+/// one there.
 pub(super) fn last_split_point(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     (1..bytes.len()).rev().find(|&at| is_split_point(text, bytes, at))

@@ -162,7 +162,7 @@ impl<'a> DatasetBuilder<'a> {
         let (fields, mut examples) = (rows.fields(), Vec::new());
         for document in &files.documents {
             if document.format == DataFormat::Text {
-                return Err(document.error("holds text, not conversations; give a file with rows of `messages`"));
+                return Err(document.error("contains text, not conversations; use a file with rows of `messages`"));
             }
             document.read_rows(&fields, &mut |location, row| {
                 let example = rows.example(&row, || format!("`{}`, {location},", document.origin));
@@ -177,7 +177,7 @@ impl<'a> DatasetBuilder<'a> {
             })?;
         }
         if examples.is_empty() {
-            return Err(Error::data(source, "holds no conversation that ends with an answer"));
+            return Err(Error::data(source, "contains no conversation that ends with an answer"));
         }
         Ok(examples)
     }
@@ -205,7 +205,7 @@ impl<'a> DatasetBuilder<'a> {
     /// The token file at `path`, if it exists and is complete.
     fn cached(&mut self, path: &Path) -> Option<TokenFile> {
         let opened = TokenFile::open(untrusted::open(path).ok()?);
-        opened.map_err(|why| self.notice(format!("`{}` is damaged ({why}): tokenising again", path.display()))).ok()
+        opened.map_err(|why| self.notice(format!("`{}` is damaged ({why}); tokenizing again", path.display()))).ok()
     }
 
     fn tokenise(&mut self, documents: &[Document], tokenizer: &Tokenizer, key: &str, path: &Path) -> Result<TokenFile> {
@@ -215,7 +215,7 @@ impl<'a> DatasetBuilder<'a> {
         let (writer, kept) = match TokenWriter::create(&self.folder, width) {
             Ok(writer) => (writer, Some(path)),
             Err(error) => {
-                self.notice(format!("{error}; the tokens are not kept for the next run"));
+                self.notice(format!("{error}; the tokens will not be cached for the next run"));
                 (TokenWriter::create(&std::env::temp_dir(), width)?, None)
             }
         };
@@ -225,7 +225,10 @@ impl<'a> DatasetBuilder<'a> {
         // The cache keeps the tokens under this key for good, so they must be those of the text that was hashed.
         if self.key(documents, tokenizer)? != key {
             let origin = documents.first().map_or("data", |document| &document.origin);
-            return Err(Error::data(origin, "the text has changed while it was read; start again when it is complete"));
+            return Err(Error::data(
+                origin,
+                "the text changed while it was being read; start again when it is complete",
+            ));
         }
         writer.finish(text_bytes, kept)
     }

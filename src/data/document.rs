@@ -1,4 +1,5 @@
-//! Reads a file in chunks: text, so that memory does not grow with the file, or rows, which [`rows`](super::rows) reads.
+//! Reads a file in chunks: text, so that memory does not grow with the file, or rows, which [`rows`](super::rows)
+//! reads.
 
 use std::io::Read;
 
@@ -63,7 +64,7 @@ impl Document {
             line += line_feeds(&buffer[..cut]);
             buffer.drain(..cut);
             if ended {
-                return if blank { Err(self.error("holds no text")) } else { Ok(()) };
+                return if blank { Err(self.error("contains no text")) } else { Ok(()) };
             }
         }
     }
@@ -73,8 +74,8 @@ impl Document {
         let Some(format) = DataFormat::looks_like(text, fields) else { return Ok(()) };
         let format = format.name();
         Err(self.error(format!(
-            "would be learned as text, but looks like {format}; say `--format {format}` to read its rows, or `--format text` \
-             to learn it as it stands"
+            "looks like {format} but would be read as plain text; use `--format {format}` to parse its rows, or \
+             `--format text` to train on it verbatim"
         )))
     }
 }
@@ -129,8 +130,8 @@ mod tests {
 
     #[test]
     fn text_that_cannot_be_used_is_refused_with_the_position() {
-        assert_eq!(refusal("a.txt", b""), "a.txt: holds no text");
-        assert_eq!(refusal("a.txt", b" \n\t "), "a.txt: holds no text");
+        assert_eq!(refusal("a.txt", b""), "a.txt: contains no text");
+        assert_eq!(refusal("a.txt", b" \n\t "), "a.txt: contains no text");
         assert!(refusal("a.txt", b"one\ntwo \xFF three").contains("byte 8 (line 2) is 0xFF"));
         assert!(refusal("a.txt", b"cut short \xE2\x82").contains("byte 10 (line 1) is 0xE2"));
         let mut late = "line\n".repeat(200_000).into_bytes();

@@ -1,5 +1,6 @@
-//! Chat templates are written for Jinja in Python. These are its differences from the engine here: the operator `%` formats texts,
-//! floats are written differently, strings have more white space, and whole numbers in JSON have no largest value.
+//! Chat templates are written for Jinja in Python. These are its differences from the engine here: the operator `%`
+//! formats texts, floats are written differently, strings have more white space, and whole numbers in JSON have no
+//! largest value.
 
 use minijinja::formatting::{FormatStyle, format};
 use minijinja::value::{Kwargs, Rest, Tuple, Value, ValueKind};

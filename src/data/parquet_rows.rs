@@ -98,8 +98,10 @@ fn read_in_subprocess(
 ) -> Result<(), RowFailure> {
     let file = |message: &str| RowFailure::File(message.to_owned());
     command.arg(path).args(fields);
-    let mut child = command.spawn().map_err(|error| RowFailure::File(format!("it cannot be read apart: {error}")))?;
-    let result = child.stdout.take().map_or(Err(file("it cannot be read apart")), |out| {
+    let mut child = command
+        .spawn()
+        .map_err(|error| RowFailure::File(format!("its reader subprocess could not be started: {error}")))?;
+    let result = child.stdout.take().map_or(Err(file("its reader subprocess could not be started")), |out| {
         let (mut out, mut line) = (BufReader::with_capacity(1 << 18, out), Vec::new());
         loop {
             line.clear();

@@ -64,13 +64,16 @@ impl DatasetPreview {
         let DatasetStats { samples, tokens, loss_tokens, truncated, truncated_tokens, skipped } = self.stats;
         let of = |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
         let (samples, rows) = (of(samples, "sample"), of(self.rows, "row"));
-        let mut text = format!("{samples} in {rows}, {tokens} tokens, {loss_tokens} of them learned");
+        let mut text = format!("{samples} in {rows}, {tokens} tokens, {loss_tokens} of them in the loss");
         if truncated > 0 {
             let seq_len = self.seq_len;
-            _ = write!(text, "; {truncated} cut to `--seq-len {seq_len}`, which takes {truncated_tokens} tokens away");
+            _ = write!(
+                text,
+                "; {truncated} truncated to `--seq-len {seq_len}`, which removes {truncated_tokens} tokens"
+            );
         }
         if skipped > 0 {
-            _ = write!(text, "; {skipped} dropped, of which nothing would be learned");
+            _ = write!(text, "; {skipped} skipped because they have no loss tokens");
         }
         text
     }
@@ -79,11 +82,11 @@ impl DatasetPreview {
     pub fn text(&self, colour: bool) -> String {
         let mut out = self.summary();
         if let Some(marked_by) = &self.marked_by {
-            _ = write!(out, "; answers are marked by {}", untrusted::sanitize_line(marked_by));
+            _ = write!(out, "; answers are located by {}", untrusted::sanitize_line(marked_by));
         }
         let (how, open, close) = if colour { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
         let which = self.number.map_or_else(|| "the first sample".to_owned(), |number| format!("sample {number}"));
-        _ = write!(out, "\n{which}, with what is learned in {how}:\n  ");
+        _ = write!(out, "\n{which}, with its loss tokens in {how}:\n  ");
         let total: usize = self.sample.iter().map(|(text, _)| text.len()).sum();
         let mut at = 0;
         for (text, learned) in &self.sample {

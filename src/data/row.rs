@@ -175,7 +175,7 @@ impl<'a> RowReader<'a> {
             Some((before, _)) if *before == schema => Ok(()),
             Some((before, first)) => {
                 let (now, before) = (schema.description(), before.description());
-                Err(format!("holds {now}, but {first} holds {before}; train on one kind of row at a time"))
+                Err(format!("contains {now}, but {first} contains {before}; use one kind of row per run"))
             }
             None => {
                 self.schema = Some((schema, location()));
@@ -218,7 +218,7 @@ impl<'a> RowReader<'a> {
     /// Reads `row`, which is at `location`; an error describes its fault.
     pub(super) fn example(&mut self, row: &Value, location: impl FnOnce() -> String) -> Result<Example, String> {
         if row.kind() != ValueKind::Map {
-            return Err(format!("{} where an object is needed, such as {{\"text\": \"…\"}}", json_type(row)));
+            return Err(format!("must be an object such as {{\"text\": \"…\"}}, but is {}", json_type(row)));
         }
         let schema = self.schema_of(row)?;
         self.check_schema(schema, location)?;
@@ -226,7 +226,7 @@ impl<'a> RowReader<'a> {
         let text = |name: &str| -> Result<String, String> {
             let value = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
             let text = value.as_str().map(str::to_owned);
-            text.ok_or_else(|| format!("`{name}` is {}, and text is needed", json_type(&value)))
+            text.ok_or_else(|| format!("`{name}` must be text, but is {}", json_type(&value)))
         };
         let conversation = match schema {
             RowSchema::Text => return Ok(Example::Text(text(names[0])?)),
@@ -285,7 +285,7 @@ impl<'a> RowReader<'a> {
             let half = pairs.into_iter().find(|pair| pair.iter().any(|name| has(&[name])));
             if let Some([first, second]) = half {
                 let [there, missing] = if has(&[first]) { [first, second] } else { [second, first] };
-                return format!("`{there}` is there, but `{missing}` is missing or null");
+                return format!("has `{there}`, but `{missing}` is missing or null");
             }
             let names: Vec<String> =
                 row.try_iter().into_iter().flatten().take(12).map(|name| format!("`{name}`")).collect();
@@ -301,14 +301,14 @@ fn list(value: Value) -> Result<Value, String> {
         ValueKind::Seq => Ok(value),
         ValueKind::String => {
             let text = value.as_str().unwrap_or_default();
-            let read: Value = read_json(text).map_err(|error| format!("is text that is no JSON: {error}"))?;
+            let read: Value = read_json(text).map_err(|error| format!("is text, but not JSON: {error}"))?;
             if read.kind() == ValueKind::Seq {
                 Ok(read)
             } else {
-                Err(format!("is {}, and a list is needed", json_type(&read)))
+                Err(format!("must be a list, but is {}", json_type(&read)))
             }
         }
-        _ => Err(format!("is {}, and a list is needed", json_type(&value))),
+        _ => Err(format!("must be a list, but is {}", json_type(&value))),
     }
 }
 
@@ -321,13 +321,13 @@ fn messages(row: &Value, name: &str, read: fn(&Value) -> Result<Value, String>) 
         messages.push(read(&item).map_err(|problem| format!("message {} of `{name}`: {problem}", index + 1))?);
     }
     if messages.is_empty() {
-        return Err(format!("`{name}` holds no message"));
+        return Err(format!("`{name}` contains no message"));
     }
     Ok(Conversation::from_messages(messages))
 }
 
 fn checked_role(role: &Value) -> Result<String, String> {
-    let text = role.as_str().ok_or_else(|| format!("its role is {}, and text is needed", json_type(role)))?;
+    let text = role.as_str().ok_or_else(|| format!("its role must be text, but is {}", json_type(role)))?;
     if ROLES.contains(&text) {
         return Ok(text.to_owned());
     }
@@ -338,7 +338,7 @@ fn checked_role(role: &Value) -> Result<String, String> {
 /// A message with `role`, `content` and everything else that the template reads.
 fn message(item: &Value) -> Result<Value, String> {
     if item.kind() != ValueKind::Map {
-        return Err(format!("{} where an object with `role` and `content` is needed", json_type(item)));
+        return Err(format!("must be an object with `role` and `content`, but is {}", json_type(item)));
     }
     let role = field(item, "role").ok_or("`role` is missing")?;
     checked_role(&role)?;
@@ -346,7 +346,7 @@ fn message(item: &Value) -> Result<Value, String> {
         None if field(item, "tool_calls").is_some() => Ok(item.clone()),
         None => Err("`content` is missing or null".to_owned()),
         Some(content) if matches!(content.kind(), ValueKind::String | ValueKind::Seq) => Ok(item.clone()),
-        Some(content) => Err(format!("`content` is {}, and text is needed", json_type(&content))),
+        Some(content) => Err(format!("`content` must be text, but is {}", json_type(&content))),
     }
 }
 
@@ -354,7 +354,7 @@ fn message(item: &Value) -> Result<Value, String> {
 fn sharegpt_message(item: &Value) -> Result<Value, String> {
     let from = field(item, "from").ok_or("`from` is missing")?;
     let value = field(item, "value").ok_or("`value` is missing or null")?;
-    let content = value.as_str().ok_or_else(|| format!("`value` is {}, and text is needed", json_type(&value)))?;
+    let content = value.as_str().ok_or_else(|| format!("`value` must be text, but is {}", json_type(&value)))?;
     let known = SHAREGPT_ROLES.iter().find(|(shared, _)| from.as_str() == Some(*shared));
     let role = known.map_or_else(|| checked_role(&from), |(_, role)| Ok((*role).to_owned()))?;
     Ok(minijinja::context! { role, content })

@@ -58,7 +58,7 @@ impl Document {
             DataFormat::Parquet => self.read_parquet(fields, on_row)?,
             DataFormat::Jsonl | DataFormat::Text => self.read_lines(on_row)?,
         }
-        if rows == 0 { Err(self.error("holds no rows")) } else { Ok(()) }
+        if rows == 0 { Err(self.error("contains no rows")) } else { Ok(()) }
     }
 
     /// Whether the file begins with `byte` after white space: a `.json` file may contain one object per line.
@@ -84,7 +84,7 @@ impl Document {
                 break;
             }
             if read as u64 == MAX_ROW_BYTES && buffer.last() != Some(&b'\n') {
-                return Err(self.error(format!("line {line} is longer than 64 MiB; one JSON object a line is needed")));
+                return Err(self.error(format!("line {line} is longer than 64 MiB; write one JSON object per line")));
             }
             let text = if line == 1 { strip_bom(&buffer) } else { &buffer };
             if !text.trim_ascii().is_empty() {
@@ -101,8 +101,8 @@ impl Document {
     fn line_error(&self, line: u64, text: &[u8], error: &serde_json::Error) -> Error {
         let advice = match text.trim_ascii() {
             [b'[', ..] => "; a JSON array is read with `--format json`",
-            [b'{', .., b','] => "; take the comma away, or make the file an array and read it with `--format json`",
-            [b'{'] => "; give one object a line, or an array of objects",
+            [b'{', .., b','] => "; remove the comma, or make the file an array and read it with `--format json`",
+            [b'{'] => "; write one object per line, or an array of objects",
             _ => "",
         };
         // The parser sees one line at a time, so its own line number has no meaning.
@@ -142,7 +142,7 @@ impl Document {
             csv::ReaderBuilder::new().delimiter(separator).buffer_capacity(BUFFER_BYTES).from_reader(source);
         let names = reader.headers().map_err(wrong)?.clone();
         if let Some(name) = names.iter().enumerate().find_map(|(i, name)| names.iter().take(i).find(|n| *n == name)) {
-            return Err(self.error(format!("line 1: two columns are called `{name}`; rename one")));
+            return Err(self.error(format!("line 1: two columns are named `{name}`; rename one")));
         }
         let mut record = csv::StringRecord::new();
         loop {
@@ -160,8 +160,8 @@ impl Document {
         let line = error.position().map_or(1, |position| position.line() + lag);
         self.error(match error.kind() {
             csv::ErrorKind::UnequalLengths { expected_len, len, .. } => format!(
-                "line {line}: {len} fields where the first line names {expected_len}; put fields with commas, tabs or line \
-                 ends into double quotes"
+                "line {line}: {len} fields, but the header has {expected_len}; quote fields that contain commas, tabs \
+                 or line breaks"
             ),
             csv::ErrorKind::Utf8 { err, .. } => {
                 let field = err.field() + 1;
@@ -244,7 +244,7 @@ impl<'de> Visitor<'de> for ArrayVisitor<'_, '_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an array of objects; text is read with `--format text`")
+        f.write_str("an array of objects; use `--format text` to read plain text")
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {

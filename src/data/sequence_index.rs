@@ -101,7 +101,7 @@ impl SequenceIndex {
 
     fn of_samples(tokens: TokenSource, seq_len: usize, packing: bool, origin: &str) -> Result<Self> {
         if tokens.is_empty() {
-            let message = "one sample is too few to train and to validate on; give others with `--val`";
+            let message = "one sample is too few for training and validation; give validation data with `--val`";
             return Err(Error::data(origin, message));
         }
         let (mut stats, mut spans) = (DatasetStats::default(), Vec::new());
@@ -124,9 +124,9 @@ impl SequenceIndex {
         }
         if spans.is_empty() {
             let message = format!(
-                "nothing to learn: of {} samples, {} are longer than `--seq-len {seq_len}`, and none has an answer within it; \
-                 raise `--seq-len`, or check the answers with `finetune data show`",
-                stats.samples, stats.truncated
+                "no loss tokens: {} of {} samples are longer than `--seq-len {seq_len}`, and no answer begins within \
+                 it; raise `--seq-len`, or check the answers with `finetune data show`",
+                stats.truncated, stats.samples
             );
             return Err(Error::data(origin, message));
         }
@@ -279,10 +279,7 @@ mod tests {
             DatasetStats { samples: 5, tokens: 38, loss_tokens: 3, truncated: 1, truncated_tokens: 11, skipped: 2 };
         assert_eq!(index.stats(), stats);
         let message = SequenceIndex::new(samples(&[20, 30]), 8, false, "a.jsonl").unwrap_err().to_string();
-        assert!(
-            message.contains("a.jsonl: nothing to learn: of 2 samples, 2 are longer than `--seq-len 8`"),
-            "{message}"
-        );
+        assert!(message.contains("a.jsonl: no loss tokens: 2 of 2 samples are longer than `--seq-len 8`"), "{message}");
     }
 
     #[test]

@@ -105,7 +105,7 @@ impl FromStr for DataSource {
                     Some((repo, revision, file)) => Ok(Self::Hub { repo, revision, file }),
                     None => wrong(&format!("`{text}` is not `hf://datasets/owner/name/file`")),
                 },
-                Some(_) => wrong(&format!("`{text}` cannot be downloaded from")),
+                Some(_) => wrong(&format!("downloads from `{text}` are not supported")),
                 None if text.contains(['*', '?', '[']) => Ok(Self::Glob(text.to_owned())),
                 None => Ok(Self::Path(text.into())),
             },
@@ -208,8 +208,9 @@ impl DataSource {
             }
             Self::Stdin => return spool(std::io::stdin().lock(), "standard input", asked),
             Self::Hub { repo, revision, file } => {
-                let downloader =
-                    downloader.ok_or_else(|| Error::data(self, "needs the network, which is not in use here"))?;
+                let downloader = downloader.ok_or_else(|| {
+                    Error::data(self, "must be downloaded, but this command does not use the network")
+                })?;
                 let path = downloader.download(HubFile { repo, revision, file })?;
                 // The cache may call the file by its hash; the requested name determines its format.
                 let named = Document::new(file.into(), self.to_string(), asked);
@@ -259,7 +260,7 @@ fn spool(from: impl Read, origin: &str, asked: Option<DataFormat>) -> Result<Fil
         .and_then(|copied| spool.flush().map(|()| copied))
         .map_err(Error::io("copy the text to", spool.path()))?;
     if copied == MAX_SPOOL {
-        return Err(Error::data(origin, "more than 64 GiB came through the pipe; give a file"));
+        return Err(Error::data(origin, "the pipe delivered more than 64 GiB; use a file instead"));
     }
     let document = Document::new(spool.path().to_path_buf(), origin.to_owned(), asked);
     Ok(Files { documents: vec![document], _spool: Some(spool) })
@@ -279,7 +280,7 @@ fn folder_files(folder: &Path) -> Result<Vec<PathBuf>> {
     collect(folder, &mut paths)?;
     paths.sort();
     if paths.is_empty() {
-        return Err(Error::data(folder.display(), format!("the folder holds no {} file", DataFormat::EXTENSIONS)));
+        return Err(Error::data(folder.display(), format!("the folder contains no {} file", DataFormat::EXTENSIONS)));
     }
     Ok(paths)
 }

@@ -128,7 +128,7 @@ impl Template {
     /// [`Error::Model`] with the line of a syntax error.
     pub fn new(source: &str, origin: &str, tokens: TemplateTokens) -> Result<Self> {
         if source.len() > MAX_SOURCE {
-            let message = format!("its chat template has {} bytes; {MAX_SOURCE} are the most", source.len());
+            let message = format!("its chat template has {} bytes; the maximum is {MAX_SOURCE}", source.len());
             return Err(Error::model(origin, message));
         }
         let mut environment = Environment::new();
@@ -154,7 +154,8 @@ impl Template {
     /// answer.
     ///
     /// # Errors
-    /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot compute.
+    /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot
+    /// compute.
     pub fn render(
         &self,
         conversation: &Conversation,
@@ -191,13 +192,14 @@ impl Template {
             variables.extend(token.iter().map(|token| (name, Value::from(token.as_str()))));
         }
         if self.has_generation_blocks && conversation.messages.iter().any(contains_marker) {
-            let message =
-                "a message holds U+FDD0 or U+FDD1, which are no characters and mark answers here; take them out";
+            let message = "a message contains U+FDD0 or U+FDD1, which are noncharacters and reserved for marking \
+                 answers; remove them";
             return Err(Error::model(&self.origin, message));
         }
         let marked = template.render(variables).map_err(fail)?;
-        extract_ranges(&marked)
-            .ok_or_else(|| Error::model(&self.origin, "its chat template's generation blocks do not pair up"))
+        extract_ranges(&marked).ok_or_else(|| {
+            Error::model(&self.origin, "its chat template has an unpaired `{% generation %}` or `{% endgeneration %}`")
+        })
     }
 }
 

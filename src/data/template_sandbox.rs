@@ -108,7 +108,7 @@ impl TemplateSandbox {
             }
             Err(_) => Err(match subprocess::exit_cause(&mut process.child) {
                 ExitCause::OutOfMemory => self.wrong("takes more than 2 GiB of memory for a conversation"),
-                ExitCause::OutOfTime => self.wrong("takes more processor time than this process may have"),
+                ExitCause::OutOfTime => self.wrong("exceeds the limit on processor time"),
                 ExitCause::Otherwise(how) => self.wrong(&format!("cannot be rendered: its process {how}")),
             }),
         }
@@ -136,7 +136,8 @@ fn write_line(mut to: impl Write, value: &impl Serialize) -> std::io::Result<()>
     to.flush()
 }
 
-/// Reads a template and conversations from standard input and writes each one's text to standard output, within the limits.
+/// Reads a template and conversations from standard input and writes each one's text to standard output, within the
+/// limits.
 pub fn worker_main() -> ExitCode {
     subprocess::limit_memory();
     match answer_all() {

@@ -84,7 +84,7 @@ impl<'a> TokenizeJob<'a> {
         (self.report)(LoadEvent::Tokenising { done: total, total });
         if self.trained_tokens == 0 {
             let origin = documents.first().map_or("data", |document| &document.origin);
-            let message = "nothing to learn: every `completion` is empty, or no message is of the role `assistant`";
+            let message = "no loss tokens: every `completion` is empty, or no message has the role `assistant`";
             return Err(Error::data(origin, message));
         }
         Ok((self.writer, self.trained_bytes))

@@ -92,7 +92,7 @@ impl Tokenizer {
         // Frees the JSON value, which takes as much memory as the library's form.
         drop(value);
         let read = catch_panic(|| TokenizerKind::hugging_face(&json))
-            .unwrap_or_else(|| Err("its parts do not fit together".into()));
+            .unwrap_or_else(|| Err("its parts contradict each other".into()));
         let mut tokenizer = Self { kind: read.map_err(unusable)?, json: json.into(), added: None, bos: None };
         tokenizer.added = added.and_then(|token| tokenizer.id(&token));
         Ok(Self { bos: tokenizer.added, ..tokenizer })
@@ -109,7 +109,8 @@ impl Tokenizer {
         let bos = if rule.applies(add_bos_token, self.added.is_some()) { named() } else { None };
         if rule == Bos::Always && bos.is_none() {
             let id = id.filter(|id| self.token(*id).is_some());
-            let message = "`always` needs a `bos_token` in `tokenizer_config.json`, and this model has none; use `auto` or `never`";
+            let message = "`always` needs a `bos_token` in `tokenizer_config.json`, but this model has none; use \
+                 `auto` or `never`";
             return Ok(Self { bos: Some(id.ok_or_else(|| Error::config("bos", message))?), ..self });
         }
         Ok(Self { bos, ..self })
@@ -168,7 +169,7 @@ impl Tokenizer {
                         encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
                     Ok(encoding.get_ids().to_vec())
                 };
-                catch_panic(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
+                catch_panic(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged and cannot encode")))
             }
         }
     }
@@ -196,7 +197,7 @@ impl Tokenizer {
             });
             Ok(spans.collect())
         };
-        catch_panic(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged: it cannot encode")))
+        catch_panic(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged and cannot encode")))
     }
 
     /// The text of `ids` without special tokens; invalid UTF-8 becomes U+FFFD, and unknown ids are dropped.

@@ -16,9 +16,7 @@ pub(super) fn check(json: &Value) -> Result<(), String> {
     let before = expansion_factor(&json["normalizer"])? * expansion_factor(&json["pre_tokenizer"])?;
     for (part, factor) in [("normalizer", before), ("decoder", expansion_factor(&json["decoder"])?)] {
         if factor > MAX_EXPANSION {
-            return Err(format!(
-                "its {part} makes text up to {factor:.0} times as long; at most {MAX_EXPANSION} is accepted"
-            ));
+            return Err(format!("its {part} can make text {factor:.0} times as long; the maximum is {MAX_EXPANSION}"));
         }
     }
     Ok(())

@@ -179,7 +179,8 @@ impl TokenSource {
             return Ok(());
         }
         let message = format!(
-            "{} tokens are too few: one window of `--seq-len {seq_len}` needs {}; give more text or a smaller `--seq-len`",
+            "{} tokens are too few: one window of `--seq-len {seq_len}` needs {}; use more text or a smaller \
+             `--seq-len`",
             self.len(),
             seq_len + 1
         );

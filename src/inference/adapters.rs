@@ -37,7 +37,7 @@ pub(super) fn merge_into_base(spec: &ModelSpec, adapters: &Parameters) -> Result
     let merged = Parameters::zeros(&plain.parameters(), DType::F32, &Device::Cpu)?;
     for (name, tensor) in merged.iter() {
         let from = adapters.get(name).or_else(|| adapters.base().and_then(|base| base.get(name)));
-        let from = from.ok_or_else(|| Error::model(name, "is in neither base nor adapters"))?;
+        let from = from.ok_or_else(|| Error::model(name, "is missing in both the base model and the adapters"))?;
         view::copy(&host(from)?, tensor)?;
     }
     merge_adapters(spec, adapters, &merged)?;

@@ -124,7 +124,7 @@ pub fn evaluate(
     }
     tokens.check()?;
     if predicted == 0 {
-        return Err(Error::data("the text", "has no token to predict; it needs at least two tokens"));
+        return Err(Error::data("the text", "has no token to predict; use a text with at least two tokens"));
     }
     Ok(Evaluation::of(loss, predicted, count, bytes_per_token))
 }

@@ -44,7 +44,7 @@ pub fn exact_match(
         let (max_tokens, context) =
             (trained.tokenizer.encode(answer)?.len() + EXTRA_TOKENS, trained.config.max_position_embeddings);
         if ids.len() >= context {
-            let message = format!("the question has {} tokens, and the model's context {context}", ids.len());
+            let message = format!("the question has {} tokens, but the model's context is {context}", ids.len());
             return Err(Error::data(format!("conversation {}", index + 1), message));
         }
         let capacity = context.min(ids.len() + max_tokens);

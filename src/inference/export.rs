@@ -83,23 +83,24 @@ pub fn export(
         WeightDtype::Q8_0 | WeightDtype::Q4K => {
             return Err(Error::config(
                 "--dtype",
-                "only GGUF files have such blocks; give OUT a name that ends in `.gguf`",
+                "only GGUF files support quantized blocks; use a name for OUT that ends in `.gguf`",
             ));
         }
     };
     let name = out.file_name().and_then(|name| name.to_str());
-    let name = name.ok_or_else(|| Error::config("OUT", format!("`{}` names no file or folder", out.display())))?;
+    let name =
+        name.ok_or_else(|| Error::config("OUT", format!("`{}` is not the name of a file or folder", out.display())))?;
     let files = match format {
         ExportFormat::HuggingFace | ExportFormat::Gguf => vec![out.to_path_buf()],
         ExportFormat::Onnx(_) => vec![out.with_file_name(format!("{name}.data")), out.to_path_buf()],
     };
     if let Some(there) = files.iter().find(|file| file.exists()) {
-        let message = format!("`{}` exists; remove it first, or give another name", there.display());
+        let message = format!("`{}` already exists; remove it, or use another name", there.display());
         return Err(Error::config("OUT", message));
     }
     let adapters = if scope == ExportScope::Adapters { trained.load_with_base(Dtype::F32)? } else { None };
     if adapters.is_some() && format != ExportFormat::HuggingFace {
-        let message = "adapters alone are written as a folder only; add `--merge` for a whole model in this format";
+        let message = "adapters can only be written as a folder; add `--merge` to write the whole model in this format";
         return Err(Error::config("OUT", message));
     }
     let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));

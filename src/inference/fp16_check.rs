@@ -271,7 +271,7 @@ fn recommend(
     if let Some((unit, _)) =
         units.iter().find(|(_, seen)| seen.activation.max_abs.is_nan() || seen.gradient.max_abs.is_nan())
     {
-        return PrecisionAdvice::Bf16 { reason: format!("{unit} is not finite even in FP32; no type will help") };
+        return PrecisionAdvice::Bf16 { reason: format!("{unit} is not finite even in FP32; no dtype will help") };
     }
     if 2 * fp32.len() > units.len() {
         let reason = format!("{} of {} units overflow FP16 or limit its loss scale", fp32.len(), units.len());

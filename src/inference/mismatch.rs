@@ -1,5 +1,6 @@
-//! Do training and generation agree on a token's probability? Reinforcement learning samples with one and learns with the
-//! other, and weighs each token by the ratio of the two: rounding alone moves it away from 1 (arXiv 2510.26788).
+//! Compares the probabilities of tokens in training and in generation. Reinforcement learning samples with one, trains
+//! with the other, and weights each token by the ratio of the two: rounding alone moves it away from 1 (arXiv
+//! 2510.26788).
 //!
 //! The same tokens go through the training forward pass, all positions at once, and through generation, one at a time
 //! over the KV cache. Both take the same weights, so that what differs is rounding, in an order that differs.
@@ -143,7 +144,7 @@ fn log_softmax(logits: &[f32]) -> Result<Vec<f64>> {
     let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|x| (f64::from(*x) - f64::from(largest)).exp()).sum();
     if !(sum.is_finite() && largest.is_finite()) {
-        return Err(Error::model("the model", "its logits are not finite in this type; leave it out of `--dtype`"));
+        return Err(Error::model("the model", "its logits are not finite in this dtype; remove it from `--dtype`"));
     }
     let log_sum = f64::from(largest) + sum.ln();
     Ok(logits.iter().map(|x| f64::from(*x) - log_sum).collect())

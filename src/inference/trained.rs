@@ -49,7 +49,7 @@ impl TrainedModel {
     /// Opens a model; `locate` finds the base of adapters.
     pub fn open_with(path: &Path, tokenizer: Option<&Path>, locate: &mut Locate<'_>) -> Result<Self> {
         if !path.exists() {
-            return Err(Error::model(format!("`{}`", path.display()), "there is no such folder or file"));
+            return Err(Error::model(format!("`{}`", path.display()), "no such folder or file exists"));
         }
         let mut corrupt_files = Vec::new();
         let found = if path.join("manifest.json").is_file() {
@@ -99,7 +99,7 @@ impl TrainedModel {
             None => path.clone(),
         };
         let Some(tokenizer) = own else {
-            let message = "it has no `tokenizer.json`; give one with `--tokenizer FILE`";
+            let message = "it has no `tokenizer.json`; pass one with `--tokenizer FILE`";
             return Err(Error::model(path.display(), message));
         };
         check_vocabulary(&tokenizer, &file, &config)?;
@@ -256,7 +256,7 @@ fn open_step(path: &Path) -> Result<OpenedModel> {
 /// The base that adapters name, and its shape.
 fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightSource, ModelSpec)> {
     let Some(Base { name, revision, .. }) = adapters.base().filter(|base| !base.name.is_empty()) else {
-        let message = "the adapters do not name their base; give the base as MODEL and this folder with `--adapter`";
+        let message = "the adapters do not name their base model; pass it as MODEL and this folder with `--adapter`";
         return Err(Error::model(adapters.path().display(), message));
     };
     if let (Some(shape), Some(seed), false) = (ModelSpec::named(&name), adapters.seed(), Path::new(&name).exists()) {
@@ -264,7 +264,8 @@ fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightS
     }
     let path = locate(&name, revision.as_deref())?;
     if !path.exists() {
-        let message = format!("its base `{name}` is not here; give the base as MODEL and this folder with `--adapter`");
+        let message =
+            format!("the base model `{name}` was not found; pass it as MODEL and this folder with `--adapter`");
         return Err(Error::model(adapters.path().display(), message));
     }
     let model = StoredModel::open(&path)?;
@@ -277,5 +278,5 @@ fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &ModelSpec) -> R
     if tokens <= rows {
         return Ok(());
     }
-    Err(Error::model(file.display(), format!("its {tokens} tokens do not fit the model, whose vocabulary has {rows}")))
+    Err(Error::model(file.display(), format!("it has {tokens} tokens, but the model's vocabulary has {rows}")))
 }

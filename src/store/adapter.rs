@@ -87,8 +87,8 @@ impl AdapterFolder {
         })?;
         let config = AdapterConfig::read(&text).map_err(|message| Error::model(file.display(), message))?;
         if !path.join(ADAPTER_WEIGHTS).is_file() && path.join("adapter_model.bin").is_file() {
-            let message = "its weights are pickled (`adapter_model.bin`), and reading a pickle can run any code that its \
-                           author put in; save it again with PEFT's `save_pretrained`, which writes safetensors";
+            let message = "its weights are pickled (`adapter_model.bin`), and loading a pickle can run arbitrary code; \
+                           save it again with PEFT's `save_pretrained`, which writes safetensors";
             return Err(Error::model(path.display(), message));
         }
         let file = TensorFile::open(path.join(ADAPTER_WEIGHTS))?;
@@ -122,8 +122,10 @@ impl AdapterFolder {
             Lora { r, alpha, dropout, rslora, dora, targets: BTreeSet::new(), modules_to_save: BTreeSet::new() };
         for tensor in self.file.tensors() {
             let foreign = || {
-                tensor
-                    .error(format!("`{}` has no such layer: the adapter is of another base", base.family.model_type()))
+                tensor.error(format!(
+                    "`{}` has no such layer; the adapter belongs to a different base model",
+                    base.family.model_type()
+                ))
             };
             let name = tensor.name.strip_prefix(PREFIX).and_then(|name| base.family.parameter_name(name));
             let name = name.ok_or_else(foreign)?;
@@ -137,7 +139,7 @@ impl AdapterFolder {
         if lora.targets.is_empty() {
             return Err(Error::model(
                 self.file.path().display(),
-                "it holds no adapter: no tensor ends in `lora_A.weight`",
+                "it contains no adapter: no tensor name ends in `lora_A.weight`",
             ));
         }
         let saved = Lora::names(base, &lora.modules_to_save, false);
@@ -154,14 +156,16 @@ impl AdapterFolder {
         for entry in &expected {
             let stored = self.file.require(&stored_name(spec, &entry.name))?;
             if stored.shape != entry.shape {
-                let message =
-                    format!("shape {:?}, but base and `r` = {} ask for {:?}", stored.shape, self.config.r, entry.shape);
+                let message = format!(
+                    "shape {:?}, but the base model and `r` = {} require {:?}",
+                    stored.shape, self.config.r, entry.shape
+                );
                 return Err(stored.error(message));
             }
         }
         let known: BTreeSet<String> = expected.iter().map(|entry| stored_name(spec, &entry.name)).collect();
         match self.file.tensors().find(|tensor| !known.contains(tensor.name)) {
-            Some(extra) => Err(extra.error("the configuration asks for no such tensor")),
+            Some(extra) => Err(extra.error("the configuration does not define this tensor")),
             None => Ok(()),
         }
     }
@@ -230,7 +234,7 @@ impl AdapterConfig {
                 _ => is_disabled(value),
             };
             if !supported {
-                return Err(format!("`{key}` is {value}, which means something that the engine does not compute"));
+                return Err(format!("`{key}` is {value}, which is not supported"));
             }
         }
         let number = |key: &str, default: f64, fits: &dyn Fn(f64) -> bool, wanted: &str| match json.get(key) {

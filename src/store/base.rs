@@ -1,4 +1,5 @@
-//! The frozen base of adapters: read once, kept in the compute type or in a file's blocks, and known by a digest of its values.
+//! The frozen base of adapters: read once, kept in the compute type or in a file's blocks, and known by a digest of its
+//! values.
 
 use crate::digest::DigestWriter;
 use crate::engine::kernels::survey::survey;
@@ -32,7 +33,8 @@ pub struct AdaptedModel {
 /// quantized blocks of `gguf`. `origin` is the base's name in error messages.
 ///
 /// # Errors
-/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_part` says.
+/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_part`
+/// says.
 pub fn load_with_base(
     spec: &ModelSpec,
     compute: Dtype,

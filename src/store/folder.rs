@@ -120,7 +120,7 @@ impl ModelFolder {
         if head.shape != embedding.shape || head.dtype != embedding.dtype || head.bytes != embedding.bytes {
             return Err(self.error(format!(
                 "`tie_word_embeddings` is true but tensor `{HEAD}` differs from `{table}`; set the key to false in \
-                 `config.json` if the head is a matrix of its own"
+                 `config.json` if the head is untied"
             )));
         }
         self.tensor_index.remove(HEAD);
@@ -165,7 +165,7 @@ fn weight_files(folder: &Path) -> Result<Vec<TensorFile>> {
     }
     let pickled = ["pytorch_model.bin", "pytorch_model.bin.index.json"].iter().any(|name| folder.join(name).exists());
     let message = if pickled {
-        "its weights are pickled (`pytorch_model.bin`), and reading a pickle can run any code that its author put in; \
+        "its weights are pickled (`pytorch_model.bin`), and loading a pickle can run arbitrary code; \
          save the model as `model.safetensors` first (in Python: `model.save_pretrained(folder)`)"
     } else {
         "there is neither `model.safetensors` nor `model.safetensors.index.json`"
@@ -365,7 +365,7 @@ mod tests {
         std::fs::write(folder.path().join("config.json"), config().to_json("float32")).unwrap();
         assert!(refused(&folder).contains("neither `model.safetensors` nor"));
         std::fs::write(folder.path().join("pytorch_model.bin"), b"\x80\x02.").unwrap();
-        assert!(refused(&folder).contains("can run any code"));
+        assert!(refused(&folder).contains("can run arbitrary code"));
     }
 
     proptest! {

@@ -51,16 +51,19 @@ impl Gguf {
         let file = File::open(&path).map_err(Error::io("open", &path))?;
         let about = file.metadata().map_err(Error::io("read", &path))?;
         if !about.is_file() {
-            return Err(Error::model(path.display(), "it is no regular file"));
+            return Err(Error::model(path.display(), "it is not a regular file"));
         }
         let mut start = BufReader::new(LimitedReader { file: &file, left: MAX_METADATA, limit_hit: false });
         // A file can make candle's reader divide by zero.
-        let content = catch_panic(|| Content::read(&mut start)).unwrap_or_else(|| candle_core::bail!("nonsense in it"));
+        let content =
+            catch_panic(|| Content::read(&mut start)).unwrap_or_else(|| candle_core::bail!("its values are invalid"));
         let limit_hit = start.get_ref().limit_hit;
         let content = content.map_err(|error| match error {
-            _ if limit_hit => Error::model(path.display(), format!("its metadata takes over {MAX_METADATA} bytes")),
-            error if is_end_of_file(&error) => Error::model(path.display(), "it ends within its metadata: truncated"),
-            error => Error::model(path.display(), format!("no usable GGUF file: {}", Error::from(error))),
+            _ if limit_hit => Error::model(path.display(), format!("its metadata exceeds {MAX_METADATA} bytes")),
+            error if is_end_of_file(&error) => {
+                Error::model(path.display(), "it is truncated: it ends within its metadata")
+            }
+            error => Error::model(path.display(), format!("not a usable GGUF file: {}", Error::from(error))),
         })?;
         let gguf = Self { path, file: Mutex::new(file), content };
         gguf.check(about.len())?;
@@ -81,13 +84,16 @@ impl Gguf {
             }
             let block = info.ggml_dtype.block_size();
             if !dims.last().unwrap_or(&1).is_multiple_of(block) {
-                return fail(format!("rows of {dims:?} are no whole blocks of {block} ({:?})", info.ggml_dtype));
+                return fail(format!(
+                    "its rows do not divide into blocks of {block} ({:?}): shape {dims:?}",
+                    info.ggml_dtype
+                ));
             }
             let size = (count / block * info.ggml_dtype.type_size()) as u64;
             let end = self.content.tensor_data_offset.checked_add(info.offset).and_then(|at| at.checked_add(size));
             if end.is_none_or(|end| end > bytes) {
                 let at = info.offset;
-                return fail(format!("its {size} bytes from {at} on run over the end of the file: truncated"));
+                return fail(format!("its {size} bytes starting at {at} exceed the file: truncated"));
             }
         }
         Ok(())
@@ -149,7 +155,7 @@ impl Gguf {
     pub fn text(&self, key: &str) -> Result<&str> {
         match self.content.metadata.get(key) {
             Some(Value::String(text)) => Ok(text),
-            other => Err(self.type_error(key, "a text", other)),
+            other => Err(self.type_error(key, "a string", other)),
         }
     }
 
@@ -232,7 +238,7 @@ impl Gguf {
 
     fn type_error(&self, key: &str, wanted: &str, found: Option<&Value>) -> Error {
         let found = found.map_or_else(|| "missing".to_owned(), |value| format!("of type {:?}", value.value_type()));
-        self.error(format!("metadata `{key}` should be {wanted} and is {found}"))
+        self.error(format!("metadata `{key}` must be {wanted}, but is {found}"))
     }
 
     fn error(&self, message: impl Into<String>) -> Error {

@@ -170,8 +170,8 @@ impl<'a> Hub<'a> {
         let pickled = PICKLED.into_iter().find(|file| self.exists(repo, file));
         let message = match pickled {
             Some(file) => format!(
-                "its weights are only there as `{file}`, a pickle: loading one runs the code in it; convert it with \
-                 `save_pretrained(safe_serialization=True)` and give the folder"
+                "its weights are pickled (`{file}`), and loading a pickle can run arbitrary code; convert them with \
+                 `save_pretrained(safe_serialization=True)` and use that folder"
             ),
             None => "has neither `model.safetensors` nor `model.safetensors.index.json`".to_owned(),
         };
@@ -278,7 +278,7 @@ impl<'a> Hub<'a> {
             return Ok(Some(CachedFile { path, commit, etag }));
         }
         cache.forget(&commit, file, &etag)?;
-        self.notice(format!("`{}` is damaged and was deleted", path.display()));
+        self.notice(format!("`{}` was damaged, so it was deleted", path.display()));
         Ok(None)
     }
 

@@ -96,7 +96,7 @@ impl StoredModel {
 
 /// The message for a file that is not GGUF.
 pub const NOT_A_MODEL_FILE: &str =
-    "this is a file; give a `.gguf` file, or the folder that `config.json` and the weights are in";
+    "this is not a GGUF file; use a `.gguf` file, or the folder with `config.json` and the weights";
 
 /// Whether `path` is a file with the extension `.gguf`.
 pub fn is_gguf(path: &Path) -> bool {

@@ -113,7 +113,11 @@ impl TensorView<'_> {
     /// [`Error::Model`] with the tensor, if its dtype or length does not match.
     pub fn read_f32(&self, out: &mut [f32]) -> Result<()> {
         if out.len() != self.len() {
-            return Err(self.error(format!("shape {:?} does not hold the {} values wanted", self.shape, out.len())));
+            return Err(self.error(format!(
+                "shape {:?} does not match the {} requested values",
+                self.shape,
+                out.len()
+            )));
         }
         self.read_part(0, out)
     }

@@ -117,7 +117,10 @@ impl AdapterSource {
                 {
                     return Ok(spec);
                 }
-                Err(Error::checkpoint(checkpoint.path(), "its adapters are of a base of another shape"))
+                Err(Error::checkpoint(
+                    checkpoint.path(),
+                    "its adapters were trained on a base model with a different shape",
+                ))
             }
         }
     }

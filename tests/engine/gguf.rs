@@ -96,12 +96,9 @@ fn metadata_is_read_by_its_type() {
     assert_eq!((gguf.count("no").unwrap(), gguf.flag("no").unwrap(), gguf.number("no").unwrap()), (None, None, None));
     assert_eq!((gguf.chat_template(), gguf.eos_ids().unwrap()), (Some("{{ messages }}"), vec![0]));
     for (error, expected) in [
-        (
-            gguf.count("general.architecture").map(drop),
-            "`general.architecture` should be a count and is of type String",
-        ),
-        (gguf.required_count("llama.rope").map(drop), "`llama.rope` should be a count and is missing"),
-        (gguf.text("llama.block_count").map(drop), "`llama.block_count` should be a text and is of type U32"),
+        (gguf.count("general.architecture").map(drop), "`general.architecture` must be a count, but is of type String"),
+        (gguf.required_count("llama.rope").map(drop), "`llama.rope` must be a count, but is missing"),
+        (gguf.text("llama.block_count").map(drop), "`llama.block_count` must be a string, but is of type U32"),
     ] {
         assert!(error.unwrap_err().to_string().ends_with(expected), "{expected}");
     }
@@ -174,7 +171,7 @@ fn a_file_that_lies_is_refused_with_one_line() {
         (header(0, 1, &[&string("k"), &u32s(9), &nested, &pad]), "nesting depth"),
         (header(0, 1, &[&string("k"), &u32s(77), &pad]), "value-type 0x00004d"),
         (header(0, 1, &[&string("k"), &u32s(7), &[9], &pad]), "bool"),
-        (header(0, 1, &[&string("general.alignment"), &u32s(4), &u32s(0)]), "nonsense"),
+        (header(0, 1, &[&string("general.alignment"), &u32s(4), &u32s(0)]), "values are invalid"),
         (header(0, 1, &[&string("k"), &u32s(9), &u32s(0), &u64s(40 << 20), &vec![0; 41 << 20]]), "over 33554432 bytes"),
         (header(1, 0, &[&entry("t", &[4; 9], 0, 0), &pad]), "9 dimensions"),
         (header(1, 0, &[&entry("t", &[4], 99, 0), &pad]), "99"),
@@ -184,14 +181,14 @@ fn a_file_that_lies_is_refused_with_one_line() {
         ),
         (header(1, 0, &[&entry("t", &[1 << 62, 4], 0, 0), &pad]), "overflows"),
         (header(1, 0, &[&entry("t", &[32, 0], 8, 0), &pad]), "its shape [0, 32] has no elements"),
-        (header(1, 0, &[&entry("t", &[33, 32], 8, 0), &pad]), "rows of [32, 33] are no whole blocks of 32 (Q8_0)"),
         (
-            header(1, 0, &[&entry("t", &[2048], 0, 0), &pad]),
-            "its 8192 bytes from 0 on run over the end of the file: truncated",
+            header(1, 0, &[&entry("t", &[33, 32], 8, 0), &pad]),
+            "rows do not divide into blocks of 32 (Q8_0): shape [32, 33]",
         ),
-        (header(1, 0, &[&entry("t", &[4], 0, u64::MAX), &pad]), "run over the end"),
+        (header(1, 0, &[&entry("t", &[2048], 0, 0), &pad]), "its 8192 bytes starting at 0 exceed the file: truncated"),
+        (header(1, 0, &[&entry("t", &[4], 0, u64::MAX), &pad]), "exceed the file"),
         (header(1, 0, &[&entry("\u{1b}[2J", &[4], 0, huge), &pad]), "tensor `\\u{1b}[2J`"),
-        (good[..good.len() - 4096].to_vec(), "run over the end of the file: truncated"),
+        (good[..good.len() - 4096].to_vec(), "exceed the file: truncated"),
         (good[..200].to_vec(), "exceeds remaining file bytes"),
     ];
     for (bytes, expected) in cases {
@@ -233,16 +230,19 @@ fn a_tokenizer_that_contradicts_itself_is_refused() {
     let text = |text: &str| Value::String(text.into());
     let list = |text: &str| Value::Array(vec![Value::String(text.into())]);
     for (message, expected) in [
-        (changed(metadata(), "tokenizer.ggml.model", text("t5")), "of the kind `t5`; built are `gpt2`, `llama`"),
-        (changed(metadata(), "tokenizer.ggml.pre", text("tekken")), "as `tekken` does; built are `gpt-2`, `smollm`"),
-        (changed(metadata(), "tokenizer.ggml.tokens", Value::U32(7)), "should be a list of texts and is of type U32"),
+        (
+            changed(metadata(), "tokenizer.ggml.model", text("t5")),
+            "kind `t5` is not supported (supported: `gpt2`, `llama`)",
+        ),
+        (
+            changed(metadata(), "tokenizer.ggml.pre", text("tekken")),
+            "`tekken` is not supported (supported: `gpt-2`, `smollm`",
+        ),
+        (changed(metadata(), "tokenizer.ggml.tokens", Value::U32(7)), "must be a list of strings, but is of type U32"),
         (changed(metadata(), "tokenizer.ggml.tokens", list("a")), "1 tokens have 11 types"),
         (changed(metadata(), "tokenizer.ggml.merges", list("a x")), "not a usable `tokenizer.json`"),
         (changed(sentence_piece(), "tokenizer.ggml.scores", Value::Array(vec![Value::F32(0.0)])), "have 1 scores"),
-        (
-            changed(sentence_piece(), "tokenizer.ggml.bos_token_id", Value::U32(1 << 30)),
-            "begin-of-text token is 1073741824",
-        ),
+        (changed(sentence_piece(), "tokenizer.ggml.bos_token_id", Value::U32(1 << 30)), "BOS token is 1073741824"),
     ] {
         assert!(message.contains(expected), "{message}");
     }

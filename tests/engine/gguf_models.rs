@@ -81,7 +81,7 @@ fn what_is_no_model_of_the_hub_is_refused() {
         ("generate hf://owner/name", "a GGUF file there `hf://owner/name/file.gguf`"),
         ("generate hf://owner/name/config.json", "a GGUF file there `hf://owner/name/file.gguf`"),
         ("generate hf://owner/name/model.gguf", "owner/name at"),
-        ("--model text.txt", "give a `.gguf` file, or the folder"),
+        ("--model text.txt", "use a `.gguf` file, or the folder"),
         ("export shape x.gguf --int8", "--int8: is for ONNX"),
     ] {
         let complaint = desk.refused(line);

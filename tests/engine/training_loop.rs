@@ -114,7 +114,7 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     settings.data = prompts(folder.path(), &"long ".repeat(8));
     let message =
         Trainer::new(Arc::new(SingleProcess), settings.clone(), None, &mut |_| ()).map(drop).unwrap_err().to_string();
-    assert!(message.contains("nothing to learn: of 360 samples, 360 are longer"), "{message}");
+    assert!(message.contains("no loss tokens: 360 of 360 samples are longer"), "{message}");
     let text = std::fs::read_to_string(&settings.data).unwrap();
     std::fs::write(&settings.data, text + &"{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(400)).unwrap();
     let mut told = Vec::new();

@@ -100,7 +100,7 @@ fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
         _ => None,
     });
     assert_eq!(resumed.collect::<Vec<_>>(), [None, Some(9), Some(9)]);
-    assert!(desk.refused("--resume checkpoints/r/weights-000010").contains("it holds weights only"));
+    assert!(desk.refused("--resume checkpoints/r/weights-000010").contains("it contains only weights"));
 
     let generated = desk.said("generate checkpoints/r/weights-000010 --prompt so -n 8 --temperature 0");
     assert!(!generated.is_empty());
@@ -200,8 +200,8 @@ fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
     let what = "--model model --data chats.jsonl --seq-len 16 --batch-size 2";
     assert_eq!(
         desk.said(&format!("data show {what} --sample 13")),
-        "18 samples in 18 rows, 102 tokens, 58 of them learned; answers are marked by the template's generation blocks\n\
-         sample 13, with what is learned in [brackets]:\n  12>[144|]\n"
+        "18 samples in 18 rows, 102 tokens, 58 of them in the loss; answers are located by the template's generation blocks\n\
+         sample 13, with its loss tokens in [brackets]:\n  12>[144|]\n"
     );
     let stats = |more: &str| desk.json(&format!("data stats {what} --json {more}"));
     let (alone, packed) = (stats(""), stats("--packing"));

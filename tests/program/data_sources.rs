@@ -151,7 +151,7 @@ fn rows_without_an_answer_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let source = file(folder.path(), "a.jsonl", r#"{"messages": [{"role": "user", "content": "hello?"}]}"#);
     let message = load(folder.path(), &source, None).0.unwrap_err().to_string();
-    assert!(message.contains("a.jsonl: nothing to learn"), "{message}");
+    assert!(message.contains("a.jsonl: no loss tokens"), "{message}");
     assert!(token_files(folder.path()).is_empty());
 }
 
@@ -201,7 +201,7 @@ fn a_folder_that_cannot_be_written_costs_the_cache_only() {
     // A file in the folder's place: also refused to root, whom permissions do not stop.
     let (loaded, events) = load(&folder.path().join("a.txt"), &source, None);
     assert_eq!(loaded.unwrap().train.len(), 12);
-    assert!(notices(&events)[0].contains("not kept"), "{events:?}");
+    assert!(notices(&events)[0].contains("will not be cached"), "{events:?}");
 }
 
 #[test]
@@ -225,7 +225,7 @@ fn missing_files_say_what_is_possible() {
         assert!(error.exit_code() == 2 && error.to_string().contains("`tiny_shakespeare`"), "{error}");
     }
     let error = load(folder.path(), &DataSource::Path(folder.path().into()), None).0.unwrap_err();
-    assert!(error.to_string().contains("the folder holds no `.txt`"), "{error}");
+    assert!(error.to_string().contains("the folder contains no `.txt`"), "{error}");
 }
 
 /// A network that serves one file.
@@ -301,7 +301,7 @@ fn a_text_that_changes_while_it_is_read_is_refused_and_not_kept() {
     let DataSource::Path(path) = &source else { panic!() };
     let mut rewrite = |_| fs::write(path, "something else ").unwrap();
     let loaded = DatasetBuilder::new(folder.path()).report_to(&mut rewrite).load(&source, None, &Tokenizer::byte());
-    assert!(loaded.unwrap_err().to_string().contains("the text has changed while it was read"));
+    assert!(loaded.unwrap_err().to_string().contains("the text changed while it was being read"));
     assert!(token_files(folder.path()).is_empty());
     let data = load(folder.path(), &source, None).0.unwrap();
     assert_eq!(ids(&data.train)[..9], bytes("something"));

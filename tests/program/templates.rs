@@ -212,7 +212,7 @@ fn a_template_whose_answers_cannot_be_told_apart_is_refused() {
         Conversation::from_json(r#"[{"role": "user", "content": "x"}, {"role": "assistant", "content": "b"}]"#)
             .unwrap();
     let message = chat.render(&conversation, None, false).unwrap_err().to_string();
-    assert!(message.contains("writes") && message.contains("`chatml`, which marks the answers"), "{message}");
+    assert!(message.contains("writes") && message.contains("`chatml`, which locates the answers"), "{message}");
 }
 
 /// Every probe counts: a template that writes `chatml`'s text except for system messages or tools' answers is another one.

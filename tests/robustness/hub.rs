@@ -502,7 +502,7 @@ fn pickled_weights_are_refused_with_the_reason() {
     assert!(message.contains("neither `model.safetensors` nor"), "{message}");
     server.put("pytorch_model.bin", b"a pickle");
     let message = text(server.model(cache.path()));
-    assert!(message.contains("`pytorch_model.bin`, a pickle: loading one runs the code in it"), "{message}");
+    assert!(message.contains("its weights are pickled (`pytorch_model.bin`)"), "{message}");
     assert!(!server.requests().contains(&"GET pytorch_model.bin".to_owned()));
 }
 

@@ -1,6 +1,6 @@
-//! ONNX export: input `input_ids [batch, sequence]`, output `logits [batch, sequence, vocabulary]`, with dynamic batch and
-//! sequence. With a KV cache, keys and values of earlier tokens are inputs too, and those of all tokens outputs, under
-//! Optimum's names.
+//! ONNX export: input `input_ids [batch, sequence]`, output `logits [batch, sequence, vocabulary]`, with dynamic batch
+//! and sequence. With a KV cache, keys and values of earlier tokens are inputs too, and those of all tokens outputs,
+//! under Optimum's names.
 //!
 //! The graph (operator set 20) is one small file; the weights are in a second file, `.data`, which avoids the limit of
 //! 2 GB. 16-bit weights are widened and everything is computed in FP32, so the graph runs on every ONNX runtime. The
@@ -36,8 +36,8 @@ pub struct OnnxOptions {
 /// Writes the graph to `path` and the weights to `path` with `.data` at its end.
 pub(super) fn write(config: &ModelSpec, weights: &Parameters, options: OnnxOptions, path: &Path) -> Result<()> {
     if let Some(Rope { kind: RopeType::Dynamic { .. }, .. }) = &config.rope {
-        let message = "rotary embeddings of the type `dynamic` change with the length of the text, which a graph cannot; \
-                       export it as a folder";
+        let message = "`dynamic` rotary embeddings depend on the length of the text, which an ONNX graph cannot \
+                       express; export it as a folder";
         return Err(Error::model(config.family.model_type(), message));
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();

@@ -59,7 +59,8 @@ impl fmt::Debug for Disk {
 }
 
 impl Disk {
-    /// A disk that calls `hook` before every operation. An error from the hook is treated like one from the operating system.
+    /// A disk that calls `hook` before every operation. An error from the hook is treated like one from the operating
+    /// system.
     pub fn with_hook(hook: impl Fn(FsOp, &Path) -> io::Result<()> + Send + Sync + 'static) -> Self {
         Self { hook: Some(Arc::new(hook)) }
     }

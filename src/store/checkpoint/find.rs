@@ -61,7 +61,7 @@ pub fn latest_valid(run: &Path) -> Result<ResumeCandidate> {
     let mut candidates = list(run)?;
     candidates.retain(|one| one.kind == CheckpointKind::Full);
     if candidates.is_empty() {
-        return Err(Error::checkpoint(run, "there is no checkpoint in this run yet"));
+        return Err(Error::checkpoint(run, "this run has no checkpoint yet"));
     }
     let mut corrupt_files = Vec::new();
     for candidate in newest_first(candidates) {
@@ -73,7 +73,7 @@ pub fn latest_valid(run: &Path) -> Result<ResumeCandidate> {
         }
     }
     let wrong: Vec<String> = corrupt_files.iter().map(ToString::to_string).collect();
-    Err(Error::checkpoint(run, format!("no checkpoint of this run is good: {}", wrong.join("; "))))
+    Err(Error::checkpoint(run, format!("this run has no valid checkpoint: {}", wrong.join("; "))))
 }
 
 /// The good checkpoint of a run with the lowest validation loss; prefers a full one of the same step.
@@ -86,11 +86,11 @@ pub fn best(run: &Path) -> Result<PathBuf> {
     // The sort is stable, and full checkpoints are listed before weights of the same step.
     candidates.sort_by(|(a, _), (b, _)| a.total_cmp(b));
     let good = candidates.into_iter().map(|(_, one)| one.path).find(|path| verified(path).is_ok());
-    good.ok_or_else(|| Error::checkpoint(run, "no good checkpoint of this run has a validation loss"))
+    good.ok_or_else(|| Error::checkpoint(run, "no valid checkpoint of this run has a validation loss"))
 }
 
-/// Sorts the result of [`list`] by sequence, newest first. A checkpoint with an unreadable manifest has no sequence and is
-/// assumed to follow the previous one by step.
+/// Sorts the result of [`list`] by sequence, newest first. A checkpoint with an unreadable manifest has no sequence and
+/// is assumed to follow the previous one by step.
 fn newest_first(listed: Vec<CheckpointEntry>) -> Vec<CheckpointEntry> {
     let mut before = 0;
     let mut keyed: Vec<(u64, CheckpointEntry)> = Vec::with_capacity(listed.len());
@@ -112,9 +112,9 @@ pub struct RetentionPolicy {
     pub best: bool,
 }
 
-/// The checkpoints of `kind` to remove, oldest first. Only [verified](super::verify) checkpoints count as kept. Damaged ones
-/// among the kept, and ones with an unreadable manifest or a file that is missing or of the wrong size, are never returned:
-/// the user decides about those.
+/// The checkpoints of `kind` to remove, oldest first. Only [verified](super::verify) checkpoints count as kept. Damaged
+/// ones among the kept, and ones with an unreadable manifest or a file that is missing or of the wrong size, are never
+/// returned: the user decides about those.
 pub fn expired(run: &Path, kind: CheckpointKind, keep: RetentionPolicy) -> Result<Vec<PathBuf>> {
     let mut whole: Vec<(PathBuf, Manifest)> = list(run)?
         .into_iter()
@@ -151,7 +151,7 @@ pub fn latest_run(folder: &Path) -> Result<PathBuf> {
     let newest = runs(folder)?.into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
     newest
         .map(|(path, _)| path)
-        .ok_or_else(|| Error::checkpoint(folder, "there is no run here yet; start one without `--resume`"))
+        .ok_or_else(|| Error::checkpoint(folder, "this folder contains no run yet; start one without `--resume`"))
 }
 
 /// The largest sequence in any run of `folder`; 0 without runs, or if it cannot be listed.

@@ -100,8 +100,8 @@ pub struct Manifest {
 }
 
 impl Manifest {
-    /// Reads the manifest of a step directory, and checks that it belongs to this directory and lists the files of its kind, and
-    /// no others but [`AuxFiles`].
+    /// Reads the manifest of a step directory, and checks that it belongs to this directory and lists the files of its
+    /// kind, and no others but [`AuxFiles`].
     ///
     /// # Errors
     /// [`Error::Checkpoint`] naming the manifest and what is wrong with it.

@@ -120,8 +120,7 @@ impl Checkpoint {
     /// Opens a step directory whose files have just been verified.
     pub(super) fn read(path: PathBuf, manifest: Manifest) -> Result<Self> {
         if manifest.kind != CheckpointKind::Full {
-            let message =
-                "it holds weights only, so a run cannot be resumed from it; start a new one with it as `--model`";
+            let message = "it contains only weights, so it cannot resume a run; start a new run with it as `--model`";
             return Err(Error::checkpoint(&path, message));
         }
         let state = read_state(&path.join(STATE), &manifest)?;
@@ -210,7 +209,7 @@ impl Checkpoint {
                     && absmax.len() == BlockwiseQuantized::blocks(&(0..*elements)).len();
                 let absmax = absmax.get(BlockwiseQuantized::blocks(range)).filter(|_| whole);
                 if !absmax.is_some_and(|absmax| moment.restore(&codes.bytes[range.clone()], absmax.to_vec())) {
-                    return Err(codes.error("it does not hold the moments of this parameter in 8 bits"));
+                    return Err(codes.error("it does not contain this parameter's 8-bit moments"));
                 }
             }
         }

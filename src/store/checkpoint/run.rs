@@ -104,8 +104,8 @@ impl Run {
     /// [`Run::apply_retention`], also on an error.
     ///
     /// # Errors
-    /// [`Error::Io`] from the operating system, such as for a full disk; [`Error::Checkpoint`] if another process has taken over
-    /// the folder.
+    /// [`Error::Io`] from the operating system, such as for a full disk; [`Error::Checkpoint`] if another process has
+    /// taken over the folder.
     pub fn save(&mut self, contents: &Contents<'_>, kind: CheckpointKind) -> Result<SaveResult> {
         self.keep_lock()?;
         let name = kind.directory(contents.state.step);
@@ -149,7 +149,7 @@ impl Run {
         if check().map_err(Error::io("find the run's lock", &path))? {
             return Ok(());
         }
-        let message = "another process has recreated the folder, so nothing is written there";
+        let message = "another process has recreated the folder, so this process no longer writes to it";
         Err(Error::checkpoint(&self.path, message))
     }
 
@@ -253,7 +253,8 @@ fn lock(run: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Writes the process id (for the message above) and the sequence (the age of a run without checkpoints) into the lock file.
+/// Writes the process id (for the message above) and the sequence (the age of a run without checkpoints) into the lock
+/// file.
 fn write_lock_info(file: &mut File, sequence: u64) -> std::io::Result<()> {
     file.set_len(0)?;
     file.rewind()?;

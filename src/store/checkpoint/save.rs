@@ -80,8 +80,8 @@ pub struct Contents<'a> {
 }
 
 impl Contents<'_> {
-    /// Writes and syncs every file of a checkpoint of `kind` into the new folder `directory`. The manifest comes last: a
-    /// directory without one is not a checkpoint.
+    /// Writes and syncs every file of a checkpoint of `kind` into the new folder `directory`. The manifest comes last:
+    /// a directory without one is not a checkpoint.
     pub(super) fn write(&self, disk: &Disk, directory: &Path, kind: CheckpointKind, sequence: u64) -> Result<Manifest> {
         disk.create_folder(directory)?;
         let mut files = BTreeMap::new();

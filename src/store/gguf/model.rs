@@ -74,9 +74,8 @@ impl GgufModel {
         let tensors = gguf.content.tensor_infos.len();
         // Checked before anything is allocated per block.
         if config.num_layers > tensors {
-            return Err(
-                gguf.error(format!("it has {} blocks by its metadata, but {tensors} tensors", config.num_layers))
-            );
+            return Err(gguf
+                .error(format!("its metadata specifies {} blocks, but it has {tensors} tensors", config.num_layers)));
         }
         let mut names = BTreeSet::from([ROPE_FACTORS.to_owned()]);
         for entry in config.parameters() {
@@ -87,14 +86,14 @@ impl GgufModel {
             if info.shape.dims() != expected {
                 let found = info.shape.dims();
                 return Err(
-                    gguf.error(format!("tensor `{name}`: shape {found:?}, but the metadata asks for {expected:?}"))
+                    gguf.error(format!("tensor `{name}`: shape {found:?}, but the metadata requires {expected:?}"))
                 );
             }
             names.insert(name);
         }
         let extra = gguf.content.tensor_infos.keys().filter(|name| !names.contains(*name)).min();
         extra.map_or(Ok(()), |name| {
-            Err(gguf.error(format!("tensor `{}` belongs to no part of this model", name.escape_debug())))
+            Err(gguf.error(format!("tensor `{}` does not belong to this model", name.escape_debug())))
         })
     }
 
@@ -133,7 +132,7 @@ impl GgufModel {
     pub fn aux_files(&self) -> Result<AuxFiles> {
         let Self { gguf, config } = self;
         let token = |id: Option<u32>| -> Result<Json> {
-            let tokens = gguf.list("tokenizer.ggml.tokens", "a list of texts", super::tokenizer::text)?;
+            let tokens = gguf.list("tokenizer.ggml.tokens", "a list of strings", super::tokenizer::text)?;
             let text = id.zip(tokens).and_then(|(id, tokens)| tokens.get(id as usize).map(|text| (*text).to_owned()));
             Ok(text.into())
         };

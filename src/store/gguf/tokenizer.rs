@@ -49,8 +49,8 @@ struct GgufVocabulary<'a> {
 
 /// The tokenizer in Hugging Face's terms.
 pub(super) fn json(gguf: &Gguf) -> Result<Json> {
-    let tokens = gguf.list("tokenizer.ggml.tokens", "a list of texts", text)?;
-    let tokens = tokens.ok_or_else(|| gguf.type_error("tokenizer.ggml.tokens", "a list of texts", None))?;
+    let tokens = gguf.list("tokenizer.ggml.tokens", "a list of strings", text)?;
+    let tokens = tokens.ok_or_else(|| gguf.type_error("tokenizer.ggml.tokens", "a list of strings", None))?;
     let kinds = gguf.list("tokenizer.ggml.token_type", "a list of numbers", integer)?;
     let kinds = kinds.unwrap_or_else(|| vec![NORMAL; tokens.len()]);
     if kinds.len() != tokens.len() {
@@ -63,7 +63,8 @@ pub(super) fn json(gguf: &Gguf) -> Result<Json> {
         "gpt2" => byte_level(gguf, &vocabulary)?,
         "llama" => sentence_piece(gguf, &vocabulary)?,
         _ => {
-            let message = format!("its tokenizer is of the kind `{}`; built are `gpt2`, `llama`", kind.escape_debug());
+            let message =
+                format!("tokenizer kind `{}` is not supported (supported: `gpt2`, `llama`)", kind.escape_debug());
             return Err(gguf.error(message));
         }
     };
@@ -100,8 +101,8 @@ impl GgufVocabulary<'_> {
 }
 
 fn byte_level(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
-    let merges = gguf.list("tokenizer.ggml.merges", "a list of texts", text)?;
-    let merges = merges.ok_or_else(|| gguf.type_error("tokenizer.ggml.merges", "a list of texts", None))?;
+    let merges = gguf.list("tokenizer.ggml.merges", "a list of strings", text)?;
+    let merges = merges.ok_or_else(|| gguf.type_error("tokenizer.ggml.merges", "a list of strings", None))?;
     let name = gguf.text("tokenizer.ggml.pre")?;
     let known = match name {
         "gpt2" => "gpt-2",
@@ -111,7 +112,7 @@ fn byte_level(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
     let Some(pre_tokenizer) = pre_tokenizer(known) else {
         let (name, built) = (name.escape_debug(), WORD_PATTERNS.join("`, `"));
         let message = format!(
-            "its tokenizer cuts words as `{name}` does; built are `{built}`; give the model's folder from the Hub instead"
+            "pre-tokenizer `{name}` is not supported (supported: `{built}`); use the model's Hub folder instead"
         );
         return Err(gguf.error(message));
     };
@@ -226,7 +227,7 @@ fn bos_post_processor(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Js
         return Ok(Json::Null);
     }
     let Some(token) = vocabulary.tokens.get(id) else {
-        return Err(gguf.error(format!("its begin-of-text token is {id}, of {} tokens", vocabulary.tokens.len())));
+        return Err(gguf.error(format!("its BOS token is {id}, but it has {} tokens", vocabulary.tokens.len())));
     };
     let begin = json!({"SpecialToken": {"id": token, "type_id": 0}});
     let part = |name: &str, type_id: u32| json!({"Sequence": {"id": name, "type_id": type_id}});

@@ -12,7 +12,8 @@ type MetadataEntries = Vec<(String, Value)>;
 
 /// The metadata of a tokenizer, its special tokens and the chat template, for the model `config`.
 pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Option<&str>) -> Result<MetadataEntries> {
-    let fail = |message: &str| Error::model("tokenizer.json", format!("{message}, so it cannot go into a GGUF file"));
+    let fail =
+        |message: &str| Error::model("tokenizer.json", format!("{message}, so it cannot be written to a GGUF file"));
     let json: Json = serde_json::from_slice(tokenizer.json()).map_err(|error| fail(&error.to_string()))?;
     let model = &json["model"];
     // Older files omit the type if it is BPE.
@@ -26,7 +27,7 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Op
     let mut keys = MetadataEntries::new();
     let mut put = |key: &str, value: Value| keys.push((format!("tokenizer.ggml.{key}"), value));
     if sentence_piece {
-        let prefix = space_prefix(&json).ok_or_else(|| fail("it treats spaces in a way that GGUF has no name for"))?;
+        let prefix = space_prefix(&json).ok_or_else(|| fail("GGUF cannot express how it handles spaces"))?;
         put("model", Value::String("llama".into()));
         put("pre", Value::String("default".into()));
         put("add_space_prefix", Value::Bool(prefix));
@@ -38,7 +39,7 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Op
         let pattern = word_pattern(&json["pre_tokenizer"]);
         // Without merges the word pattern has no effect.
         let pattern = pattern.or(merges.is_empty().then_some("gpt-2"));
-        let pattern = pattern.ok_or_else(|| fail("it cuts words in a way that GGUF has no name for"))?;
+        let pattern = pattern.ok_or_else(|| fail("GGUF has no name for its pre-tokenizer"))?;
         put("model", Value::String("gpt2".into()));
         put("pre", Value::String(pattern.into()));
         put("merges", Value::Array(merges.iter().map(|[a, b]| Value::String(format!("{a} {b}"))).collect()));

@@ -94,17 +94,17 @@ impl HubError {
         }
         let alternatives = match repo.kind {
             RepoType::Model => {
-                "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random \
-                 weights (`--init random`)"
+                "use a local folder instead of the name, a mirror (`HF_ENDPOINT=URL`), or random weights for training \
+                 (`--init random`)"
             }
-            RepoType::Dataset => "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)",
+            RepoType::Dataset => "use a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)",
         };
         let advice = match self {
             Self::Unauthorized(_) => {
                 format!("accept its terms at {endpoint}/{id} and set `HF_TOKEN` to a token that may read it")
             }
             Self::NoSuchRepo => {
-                "check the name, which is not a local folder either; a private repository needs `HF_TOKEN`".to_owned()
+                "check the name, which is no local folder either; a private repository needs `HF_TOKEN`".to_owned()
             }
             Self::NoSuchRevision => "check `--revision`".to_owned(),
             Self::NoSuchFile => "the repository does not have the required files".to_owned(),

@@ -75,16 +75,12 @@ fn explain(error: &SafeTensorError, bytes: usize) -> String {
             format!("its header does not fit in its {bytes} bytes: truncated, or not safetensors")
         }
         SafeTensorError::MetadataIncompleteBuffer => {
-            format!("its tensors take another number of bytes than its {bytes}: truncated, or longer than they are")
+            format!("its size of {bytes} bytes does not match its tensors: it is truncated or has extra data")
         }
         SafeTensorError::InvalidOffset(name) => {
-            format!(
-                "the values of tensor `{name}` overlap another's, leave a hole before them or end before they begin"
-            )
+            format!("the values of tensor `{name}` overlap others, leave a gap before them or end before they begin")
         }
-        SafeTensorError::TensorInvalidInfo => {
-            "a tensor's shape takes another number of bytes than it is given".to_owned()
-        }
+        SafeTensorError::TensorInvalidInfo => "a tensor's shape does not match its byte range".to_owned(),
         error => format!("its header is damaged: {error}"),
     }
 }
@@ -134,20 +130,20 @@ mod tests {
         };
         let huge = u64::MAX;
         for (json, data, expected) in [
-            (one("F32", "[2]", "[0,8]"), 4, "another number of bytes than its 66: truncated"),
-            (one("F32", "[2]", "[0,8]"), 9, "truncated, or longer than they are"),
-            (one("F32", "[2]", "[4,12]"), 12, "the values of tensor `x` overlap another's, leave a hole"),
-            (one("F32", "[2]", "[0,4]"), 4, "another number of bytes than it is given"),
+            (one("F32", "[2]", "[0,8]"), 4, "size of 66 bytes does not match its tensors"),
+            (one("F32", "[2]", "[0,8]"), 9, "truncated or has extra data"),
+            (one("F32", "[2]", "[4,12]"), 12, "the values of tensor `x` overlap others, leave a gap"),
+            (one("F32", "[2]", "[0,4]"), 4, "does not match its byte range"),
             (one("F16", "[4294967296,4294967296]", "[0,8]"), 8, "overflow"),
             (one("U8", &format!("[{huge}]"), &format!("[0,{huge}]")), 8, "overflow"),
-            (one("F32", "[0]", "[0,0]"), 8, "another number of bytes than its"),
+            (one("F32", "[0]", "[0,0]"), 8, "does not match its tensors"),
             (one("F4", "[3]", "[0,1]"), 1, "its header is damaged"),
             (one("Q4", "[2]", "[0,8]"), 8, "unknown variant `Q4`"),
             (one("F32", "[-2]", "[0,8]"), 8, "invalid value: integer `-2`"),
             (one("F32", "[2]", "[0]"), 8, "invalid length 1"),
             (TWO.replace("[8,14]", "[6,12]"), 12, "the values of tensor `a` overlap"),
             // The last of two equal names counts, so the first one's values are a gap.
-            (TWO.replace("\"a\"", "\"b\""), 14, "the values of tensor `b` overlap another's, leave a hole"),
+            (TWO.replace("\"a\"", "\"b\""), 14, "the values of tensor `b` overlap others, leave a gap"),
             ("[]".into(), 0, "its header is damaged"),
             ("{".into(), 0, "its header is damaged"),
         ] {
@@ -155,7 +151,7 @@ mod tests {
             assert!(message.contains(expected), "{json}: {message}");
         }
         let backwards = TWO.replace("[0,8]", "[0,0]").replace("[2]", "[0]").replace("[8,14]", "[0,14]");
-        assert!(refused(&backwards, 14).contains("another number of bytes than it is given"));
+        assert!(refused(&backwards, 14).contains("does not match its byte range"));
     }
 
     #[test]

@@ -157,7 +157,7 @@ mod tests {
         let file = round_trip(&[("x".into(), Tensor::zeros((2, 3), DType::F16, &Device::Cpu).unwrap())]);
         let view = file.require("x").unwrap();
         let message = view.read_f32(&mut [0.0; 5]).unwrap_err().to_string();
-        assert!(message.contains("tensor `x`: shape [2, 3] does not hold the 5 values wanted"), "{message}");
+        assert!(message.contains("tensor `x`: shape [2, 3] does not match the 5 requested values"), "{message}");
         assert!(file.require("y").unwrap_err().to_string().contains("tensor `y` is missing"));
     }
 }

@@ -3,7 +3,7 @@
 //! Views, each a function from its parameters to a report. A report serialises (`--json`) and renders to a
 //! [`Page`](crate::ui::Page), which is printed, or shown on the interactive [`screen`]; the [`guide`] has the explanations,
 //! scenarios and keys. Reports can start from a real run's events ([`RunData`]).
-//! All arithmetic is that of [`precision`](crate::precision); nothing is computed twice.
+//! All number formats and rounding are implemented in [`precision`](crate::precision).
 
 mod bits;
 mod blocks;

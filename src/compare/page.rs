@@ -198,7 +198,7 @@ pub(super) fn means(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
     series.buckets().iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?)))
 }
 
-/// The same on a logarithmic axis, which shows the end of a run as clearly as its start.
+/// The positive means on a logarithmic axis, which shows the end of a run as clearly as its start.
 pub(super) fn logarithms(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
     means(series).filter(|(_, mean)| *mean > 0.0).map(|(step, mean)| (step, mean.ln()))
 }

@@ -263,7 +263,7 @@ impl<'a> RowReader<'a> {
         let [text, prompt, completion] = self.names();
         let has = |names: &[&str]| names.iter().all(|name| field(row, name).is_some());
         let fields = &self.options.fields;
-        // What was named is meant.
+        // Field names from the user determine the schema.
         if fields.prompt.is_some() || fields.completion.is_some() {
             return Ok(RowSchema::Completion);
         }

@@ -132,7 +132,7 @@ impl Document {
     }
 
     fn read_table(&self, separator: u8, on_row: &mut RowCallback<'_>) -> Result<()> {
-        // Where lines end with CR LF, the reader counts a line's end with the record after it.
+        // If lines end with CR LF, the reader counts a line's end with the next record.
         let lag =
             u64::from(self.start()?.split(|&byte| byte == b'\n').next().is_some_and(|line| line.ends_with(b"\r")));
         let wrong = |error: csv::Error| self.table_error(&error, lag);

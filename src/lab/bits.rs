@@ -259,7 +259,7 @@ fn neighbour(x: f64) -> String {
     }
 }
 
-/// Digits, truncated to `room` columns, and to a handful where an exponent says how large the number is; `--json` has all of them.
+/// Truncates `digits` to `room` columns; before an exponent, to at most 20 characters. `--json` contains all digits.
 fn cut(digits: &str, room: usize) -> String {
     match digits.split_once('e') {
         _ if digits.len() <= room => digits.to_owned(),

@@ -93,7 +93,7 @@ pub struct QuantizedTensor {
     /// The dequantized values.
     #[serde(skip)]
     pub values: Vec<f64>,
-    /// Root mean square of the error over that of the values.
+    /// Root mean square of the error, relative to the root mean square of the values.
     pub error: f64,
     /// Share of non-zero values that became zero.
     pub flushed: f64,
@@ -104,7 +104,7 @@ pub struct QuantizedTensor {
 /// A tensor under every scheme.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct BlockScaling {
-    /// Where the tensor comes from.
+    /// The tensor's origin.
     pub source: String,
     /// Rows and columns.
     pub shape: [usize; 2],

@@ -34,7 +34,7 @@ pub struct FailureResult {
     /// The small gradient as FP16 stores it.
     #[serde(serialize_with = "serialize")]
     pub unscaled: f64,
-    /// The same after scaling, storage in FP16 and unscaling in FP32.
+    /// The small gradient after scaling, storage in FP16 and unscaling in FP32.
     #[serde(serialize_with = "serialize")]
     pub rescued: f64,
     /// The scaled large gradient as FP16 stores it.

@@ -49,7 +49,7 @@ pub enum MemoryCategory {
     Gradients,
     /// Adam's moments.
     Adam,
-    /// What the forward pass keeps for the backward pass.
+    /// Activations that the forward pass keeps for the backward pass.
     Activations,
     /// Temporary buffers: a tile of logits, gradients of activations, packed operands, a text sample's keys and values.
     Buffers,
@@ -83,12 +83,12 @@ pub struct BatchPlan {
     pub for_activations: (Option<i64>, Option<i64>),
 }
 
-/// What a run took, and what this engine's buffers take with its settings.
+/// A run's measured memory, and the prediction for its settings.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MeasuredRun {
     /// The run's policy.
     pub policy: PrecisionPolicy,
-    /// Its recipe in words, where it is not full fine-tuning with AdamW.
+    /// Its recipe as text; empty for full fine-tuning with AdamW.
     pub recipe: String,
     /// Its peak, in bytes.
     pub peak: u64,
@@ -169,7 +169,7 @@ impl Recipe {
         self.policy().filter(|_| self != Self::Qlora || !config.quantised.is_empty())
     }
 
-    /// What else the engine does: what it keeps, how it stores moments, and the adapters it trains.
+    /// The engine's settings for this recipe: the model with its adapters, checkpointing, and the optimizer.
     fn setting(self, config: &ModelSpec, rank: usize) -> Result<(ModelSpec, Checkpointing, OptimizerKind)> {
         let keep = if self == Self::Checkpointing { Checkpointing::PerBlock } else { Checkpointing::None };
         let kind = if self == Self::Adam8bit { OptimizerKind::AdamW8bit } else { OptimizerKind::AdamW };
@@ -231,7 +231,7 @@ pub struct TrainSetup {
     pub budget: Option<u64>,
     /// Rank of the adapters.
     pub rank: usize,
-    /// What the forward pass keeps.
+    /// The activations that the forward pass keeps.
     pub keep: Checkpointing,
     /// Whether FP32 probes run between the steps.
     pub probes: bool,
@@ -480,10 +480,10 @@ fn adapters(config: &ModelSpec, rank: usize) -> u64 {
 }
 
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
-/// "Reducing activation recomputation in large transformer models"), `s·b·h·(34 + 5·a·s/h)` bytes a layer in half
-/// precision; and FP32 logits. FP32 takes twice that; FP8 stores the inputs of the four products, 14 of the 34 bytes, in half
-/// the size. 8-bit Adam has an FP32 scale per 256 values (Dettmers et al., 2022); NF4 takes 4.127 bits per weight (Dettmers et
-/// al., 2023).
+/// "Reducing activation recomputation in large transformer models"), `s·b·h·(34 + 5·a·s/h)` bytes per layer in half
+/// precision; and FP32 logits. FP32 takes twice as much; FP8 halves the inputs of the four matmuls, 14 of the 34
+/// bytes. 8-bit Adam has an FP32 scale per 256 values (Dettmers et al., 2022); NF4 takes 4.127 bits per weight
+/// (Dettmers et al., 2023).
 fn textbook(config: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 3]) -> Vec<MemoryItem> {
     let [b, s, h, a, layers, vocab] =
         [batch, seq_len, config.hidden_size, config.heads, config.num_layers, config.vocab_size].map(|dim| dim as u64);
@@ -610,7 +610,7 @@ mod tests {
         assert_eq!(bytes(true) - bytes(false), 8 * 8 * 4 * 256 * 256 * 4);
     }
 
-    /// The textbook's 16 bytes a parameter, whether in FP32 or mixed precision.
+    /// The textbook's 16 bytes per parameter, both in FP32 and in mixed precision.
     #[test]
     fn the_static_part_is_16_bytes_per_parameter() {
         let memory = distilgpt2(None);

@@ -23,14 +23,14 @@ pub struct RunData {
     pub probed: ProbeTotals,
     /// The largest reported resident memory, in bytes.
     pub peak_rss_bytes: Option<u64>,
-    /// The newest variance of each layer's unscaled gradient, least first.
+    /// The newest variance of each layer's unscaled gradient, in ascending order.
     pub variances: Vec<(String, f64)>,
 }
 
 /// Steps that the scaler's replay keeps: a run may have millions.
 const MAX_STEPS: usize = 1 << 18;
 
-/// What the scaler's replay needs of a step.
+/// The fields of a step that the scaler's replay needs.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     number: u64,
@@ -41,14 +41,14 @@ struct Step {
     loss_is_finite: bool,
 }
 
-/// What is kept of a log's steps.
+/// The steps of a log, aggregated.
 #[derive(Debug, Default)]
 struct StepAggregates {
-    /// The newest, at most [`MAX_STEPS`].
+    /// The newest steps, at most [`MAX_STEPS`].
     steps: VecDeque<Step>,
-    /// Their number before those.
+    /// The number of older steps.
     earlier: u64,
-    /// The loss scale of the first.
+    /// The loss scale of the run's first step.
     first_scale: Option<f32>,
     /// The smallest and the largest gradient of all applied steps, scaled and true.
     scaled: Option<(f64, f64)>,
@@ -97,7 +97,7 @@ impl RunData {
         Self::read_newest(path, MAX_STEPS)
     }
 
-    /// The same with the newest `most` steps for a replay.
+    /// Reads a run, and keeps the newest `most` steps for a replay.
     fn read_newest(path: &Path, most: usize) -> Result<Self> {
         let (folder, log) = if path.is_dir() {
             (path.to_path_buf(), path.join("events.jsonl"))
@@ -147,7 +147,7 @@ impl RunData {
         self.started.config.pointer(path)?.as_u64()
     }
 
-    /// What the run's forward passes keep for the backward pass.
+    /// The activations that the run's forward passes keep.
     pub fn keep(&self) -> Checkpointing {
         let keep = self.started.config.pointer("/train/recompute").cloned();
         keep.and_then(|keep| serde_json::from_value(keep).ok()).unwrap_or(Checkpointing::None)
@@ -322,7 +322,7 @@ mod tests {
         (folder, figures)
     }
 
-    /// Logs a run of three steps, the second of which overflowed at 2^16.
+    /// Logs a run of three steps; the second overflowed at 2^16.
     pub(crate) fn write_run(folder: &Path) {
         let mut log = EventLog::open(folder.join("events.jsonl")).unwrap();
         let mut append = |event| log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();

@@ -157,7 +157,7 @@ impl StepCondition {
         }
     }
 
-    /// The largest unscaled gradient, or the least that it can have been, for the predictive rule.
+    /// The largest unscaled gradient, or a lower bound of it, for the predictive rule.
     fn largest(self) -> Option<f32> {
         match self {
             Self::Limit(limit) => Some((FloatFormat::FP16.max() / f64::from(limit)) as f32),
@@ -197,7 +197,7 @@ impl ScalerComparison {
         })
     }
 
-    /// Repeats the simulation with seeds from 0 on, and stores the means.
+    /// Repeats the simulation with `seeds` seeds, starting at 0, and stores the means.
     pub fn repeat(&mut self, seeds: u64, steps: impl Fn(u64) -> GradientTrace) -> Result<()> {
         let settings: Vec<_> = self.trajectories.iter().map(|t| (t.label.clone(), t.config)).collect();
         let mut figures = vec![(Vec::new(), Vec::new()); settings.len()];
@@ -261,7 +261,7 @@ impl Trajectory {
     }
 }
 
-/// Applies `text`, such as `growth_interval=200,hysteresis=2`, to `config`; the keys are those of the `[scaler]` table.
+/// Applies `text`, such as `growth_interval=200,hysteresis=2`, to `config`. The `[scaler]` table has the same keys.
 pub fn apply_setting(config: GradScalerConfig, text: &str) -> Result<GradScalerConfig> {
     let fail = |message: String| Error::config("setting", message);
     let mut table = toml::Table::try_from(config).map_err(|error| fail(error.to_string()))?;
@@ -386,7 +386,7 @@ mod tests {
         assert!(comparison.page(80).text().contains("tokens never trained on: 2048, 0"));
     }
 
-    /// The gradients fluctuate like those of real runs.
+    /// The gradients fluctuate as in real runs.
     #[test]
     fn the_predictive_rule_overflows_far_less_often_than_the_dynamic_one() {
         let stream = Stream::new(3, Domain::Bench);

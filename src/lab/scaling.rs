@@ -29,7 +29,7 @@ pub struct Scaling {
     pub margin: i32,
     /// The scales around the best one and the one shown.
     pub table: Vec<ScalingRow>,
-    /// The variance of each layer's unscaled gradient, least first, where a run has measured it.
+    /// The variance of each layer's unscaled gradient, in ascending order, if a run has measured it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub variances: Vec<(String, f64)>,
     /// Whether the counts' axis is linear instead of logarithmic.
@@ -272,7 +272,7 @@ mod tests {
 
     #[test]
     fn the_best_scale_loses_the_least_without_overflow() {
-        // Five binades from 2^-30: all are normal in FP16 from scale 2^16 on, and overflow above 2^41.
+        // Five binades from 2^-30: all are normal in FP16 at scales of at least 2^16, and overflow above 2^41.
         let five = ExponentHistogram::from_counts((-30..-25).map(|e| (e, 10)));
         let scaling = Scaling::new("", five, FloatFormat::FP16, None);
         assert_eq!((scaling.best, scaling.best_shares.normal, scaling.margin), (16, 1.0, 25));

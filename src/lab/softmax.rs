@@ -31,7 +31,7 @@ pub struct SoftmaxRow {
     /// The largest weight by the formula `exp(x) / Σ exp`, with every operation rounded.
     #[serde(serialize_with = "serialize")]
     pub plain: f64,
-    /// The same after subtracting the largest logit.
+    /// The largest weight, with the largest logit subtracted first.
     #[serde(serialize_with = "serialize")]
     pub shifted: f64,
     /// The weight of each of the other tokens, shifted.

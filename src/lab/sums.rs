@@ -70,7 +70,7 @@ pub struct SumRow {
 /// Accumulators compared over lengths.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct SummationReport {
-    /// What is summed.
+    /// The terms of the sum.
     pub terms: Terms,
     /// Whether products of two such sequences are summed.
     pub dot: bool,

@@ -70,7 +70,7 @@ pub(crate) trait MessageSource {
     /// The slow work training does between two steps, if any.
     fn activity(&self) -> Option<String>;
 
-    /// What to write about that work now, for an output that keeps every line.
+    /// The line to write about that work now, if one is due, for an output that keeps every line.
     fn phase(&mut self, lines: &mut PhaseLines) -> Option<String>;
 
     /// Applies pause, speed and seek to a replay, and updates its position.

@@ -1,5 +1,5 @@
 //! Shared by the program's screens: the key table, and taking over and restoring the terminal. Nothing here
-//! knows what a screen shows.
+//! depends on a screen's content.
 
 pub(crate) mod keys;
 mod screen;

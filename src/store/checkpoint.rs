@@ -12,9 +12,8 @@
 //!
 //! A save writes into a hidden sibling, syncs files and folder, renames it to its final name, syncs the parent, then
 //! updates `latest`; a deletion renames to a hidden name first. So a directory with a visible name is complete, and the
-//! next
-//! [`Run::open`] removes the hidden ones that a kill leaves behind. Checkpoints are ordered by their manifests'
-//! [`sequence`](Manifest::sequence), not by the clock.
+//! next [`Run::open`] removes hidden directories, which remain after a kill. Checkpoints are ordered by their
+//! manifests' [`sequence`](Manifest::sequence), not by the clock.
 
 mod compare;
 mod disk;

@@ -1,7 +1,8 @@
-//! The precision inside an operation, measured: the share of its results that are the exact ones rounded once.
+//! Measures the precision inside an operation: the share of its results that equal the exact results rounded once.
 //!
-//! The kernels get random operands, and FP64 gives the exact results. What is FP32 inside rounds once, when it stores a result, so
-//! nearly all results are the exact ones rounded. What sums in half precision rounds at each term and misses most of them.
+//! The kernels get random operands, and FP64 gives the exact results. An operation that is FP32 inside rounds once,
+//! when it stores a result, so nearly all results match. An operation that sums in half precision rounds at each term,
+//! and most results differ.
 
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
@@ -14,7 +15,7 @@ use crate::engine::model::candle_dtype;
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 
-/// What an operation reads, computes in and stores.
+/// The types that an operation reads, computes in and stores.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MeasuredOp {
     /// The operation.

@@ -154,7 +154,7 @@ impl Trajectory {
         page.push(line);
     }
 
-    /// The step under the cursor as text: its numbers, and on a line of its own what came of them.
+    /// The step under the cursor as text: its numbers, and on the next line its outcome.
     fn verdict(&self, page: &mut Page, index: usize, cursor: u64) {
         let Some(attempt) = self.attempts.iter().rev().find(|attempt| attempt.step <= cursor) else {
             page.push(Line::new().dim("no step yet"));

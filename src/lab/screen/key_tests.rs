@@ -1,4 +1,4 @@
-//! Presses every key that the help of a view names, and tells which do not do what it says.
+//! Presses every key in a view's help, and reports keys that do not work as described.
 
 use std::cell::RefCell;
 use std::ops::ControlFlow;
@@ -50,14 +50,14 @@ impl<'a, 'e> ViewHarness<'a, 'e> {
         self.state.press(KeyEvent::from(code))
     }
 
-    /// Whether the picture is another one behind the key.
+    /// Whether the key changes the picture.
     fn changes(&mut self, code: KeyCode) -> bool {
         let before = self.picture();
         self.press(code).is_continue() && self.picture() != before
     }
 }
 
-/// What is wrong with the keys of every view at `size`.
+/// The keys of all views that do not work at `size`, with the defect.
 pub(crate) fn unresponsive_keys(lab_tabs: &[Tab], size: (u16, u16), evaluate: &mut Evaluate) -> Vec<String> {
     let (evaluate, mut wrong) = (RefCell::new(evaluate), Vec::new());
     for (tab, lab_tab) in lab_tabs.iter().enumerate() {
@@ -90,7 +90,7 @@ pub(crate) fn unresponsive_keys(lab_tabs: &[Tab], size: (u16, u16), evaluate: &m
             }
         }
         for key in lab_tab.keys {
-            // Some act only behind another one, as End does behind Home.
+            // Some keys act only after another one, for example End after Home.
             let alone = stage().changes(key.code);
             let behind = |other: KeyCode| {
                 let mut stage = stage();
@@ -145,7 +145,7 @@ fn step(mut stage: ViewHarness, field: usize, code: KeyCode, action: Action) -> 
     if page.contains("cannot show") {
         return Err(format!("{name} gives {value}, which cannot be shown"));
     }
-    // What is at its end stays there.
+    // A value at its bound stays.
     let at_end = value == parameter.value;
     (at_end || page != before).then_some(()).ok_or(format!("{name} changes nothing"))
 }

@@ -36,7 +36,7 @@ pub struct Scenario {
     pub name: &'static str,
     /// Values by flag; the other parameters are reset.
     pub set: Vec<(&'static str, &'static str)>,
-    /// What to try, and what to expect.
+    /// Instructions, and the expected result.
     pub text: &'static str,
 }
 
@@ -82,7 +82,7 @@ impl Tab {
         for field in &mut self.fields {
             if field.flag != "run" {
                 field.value.clone_from(&field.first);
-                // A scenario describes what will be seen, whatever run is read.
+                // A scenario's text describes its own values, not a run's.
                 field.chosen = true;
             }
         }
@@ -450,7 +450,7 @@ impl LabState {
             KeyCode::Enter => {
                 let value = std::mem::take(typed);
                 let field = &mut self.lab_tabs[self.tab].fields[self.field];
-                // What is cleared is the run's again.
+                // A cleared field takes the run's value again.
                 field.chosen = !value.is_empty();
                 field.value = value;
                 (self.typed, self.stale, self.scroll) = (None, true, 0);

@@ -71,7 +71,7 @@ pub(super) trait Tab {
     }
 }
 
-/// Where a click leads outside of its tab.
+/// The target of a click that leaves its tab.
 pub(super) enum Goto {
     /// To the history of the tensor in this row.
     Tensor(usize),

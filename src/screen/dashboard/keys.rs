@@ -3,7 +3,7 @@
 use crate::screen::terminal::Binding;
 use ratatui::crossterm::event::KeyCode::{self, Char};
 
-/// What a key does.
+/// The action of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     /// Shows a tab, by its index.
@@ -27,7 +27,7 @@ pub(super) enum Action {
     PageDown,
     PageUp,
     Details,
-    /// The layers in place of their tensors.
+    /// Shows layers instead of tensors.
     Layers,
     /// Moves the charts' cursor by this many 200ths of the x axis.
     Cursor(i32),

@@ -60,7 +60,7 @@ struct VarianceAxis {
     width: u16,
 }
 
-/// The axis of all variances and the threshold; `None` where nothing was measured.
+/// The axis of all variances and the threshold; `None` if nothing was measured.
 fn axis(run: &RunState, width: u16) -> Option<VarianceAxis> {
     let histories = run.tensors.variances.values().flat_map(|(_, history)| history.buckets());
     let (mut low, mut high) = extent(histories)?;
@@ -113,7 +113,7 @@ pub(super) fn draw_history(scene: &Scene, tensor: &str, canvas: &mut Canvas) {
     });
 }
 
-/// Where a block enters FP8 and where it leaves it.
+/// The thresholds at which a block enters and leaves FP8, as text.
 fn in_words([enters, leaves]: [f64; 2]) -> String {
     format!("FP8 up to {enters:.1e}, out above {leaves:.1e}")
 }

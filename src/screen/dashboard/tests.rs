@@ -159,8 +159,8 @@ fn layers_in_fallback_are_named_and_marked() {
     assert_eq!(view.scene.run().in_fallback(), "f32 h.2");
 }
 
-/// The third tab says what each layer computes in, when a tensor first held 2^-24, and how a layer's variance stands to
-/// the line at which a block enters FP8.
+/// The third tab shows each layer's dtype, the step at which a tensor first held 2^-24, and a layer's variance next to
+/// the threshold at which a block enters FP8.
 #[test]
 fn layers_have_types_variances_and_the_threshold() {
     let mut view = running();

@@ -34,7 +34,7 @@ struct Handlers {
     save: Box<dyn Fn() + Send + Sync>,
 }
 
-/// Lets the signals that end a run pass by a process that another one leads: that one hears them, saves and ends all.
+/// Makes a worker ignore the signals that end a run. The leader handles them: it saves and ends all processes.
 pub fn ignore_stop_signals() -> io::Result<()> {
     let heard = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP, SIGXCPU, SIGUSR1] {
@@ -44,7 +44,7 @@ pub fn ignore_stop_signals() -> io::Result<()> {
 }
 
 impl SignalHandler {
-    /// Listens from now on.
+    /// Starts listening.
     ///
     /// # Errors
     /// If the system refuses.

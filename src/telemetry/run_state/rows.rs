@@ -69,7 +69,7 @@ pub struct OverflowRow {
     pub tensors: Vec<String>,
     /// Number of tensors left out.
     pub more: usize,
-    /// Where it began, if it was traced.
+    /// The first tensor that was not finite, if the overflow was traced.
     pub origin: Option<FirstNonFinite>,
 }
 

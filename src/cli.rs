@@ -244,7 +244,7 @@ pub fn main() -> ExitCode {
 fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
     Isa::pinned().map_err(|message| Error::config(ISA_VARIABLE, message))?;
     if cli.command.is_some() && !group.is_leader() {
-        // What is not training is done by one process.
+        // Only the leader runs commands other than training.
         return Ok(ExitCode::SUCCESS);
     }
     match cli.command {

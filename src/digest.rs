@@ -60,7 +60,7 @@ impl Digest {
     }
 }
 
-/// Writes to `inner` and computes the digest of what was written.
+/// Writes to `inner` and computes the digest of the written bytes.
 #[derive(Debug)]
 pub struct DigestWriter<W> {
     inner: W,

@@ -1,4 +1,4 @@
-//! What trains and runs a model: kernels, the decoder over them, optimizer.
+//! Training and inference of a model: kernels, the decoder that uses them, and the optimizer.
 
 pub mod collective;
 pub mod device;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// The library's result type.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// All errors, in terms of what the user can inspect: a flag, a key, a file, a tensor, a step.
+/// All errors. Each names something that the user can inspect: a flag, a key, a file, a tensor, a step.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -67,7 +67,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))
 }
 
-/// Counts the questions of `data` that are answered to the letter.
+/// Counts the questions of `data` whose answers match exactly.
 fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &str, out: &mut dyn Write) -> Result<()> {
     let examples = eval_examples(&data.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
     reporter.begin("reading weights");

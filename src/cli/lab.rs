@@ -131,14 +131,14 @@ struct LabSession {
     runs: PathBuf,
     /// The program's own memory, in bytes.
     program: u64,
-    /// What the run's tokenizer takes, once it was read.
+    /// Bytes of the run's tokenizer; `None` until it is read.
     tokenizer: Option<u64>,
 }
 
 impl LabSession {
     fn new(runs: &Path) -> Self {
-        // What training needs in addition, measured with `tiny` in each type: about 5 MB of code and tables that this command
-        // does not use, thread stacks, rows in FP32, text, tokenizer, and memory that the allocator retains.
+        // Training's additional memory, measured with `tiny` in each type: about 5 MB of code and tables that this
+        // command does not use, thread stacks, rows in FP32, text, tokenizer, and memory that the allocator retains.
         const TRAINING: u64 = 12 << 20;
         let program = ProcessStats::now().rss_bytes.unwrap_or(0) + TRAINING;
         Self { read: None, runs: runs.to_path_buf(), program, tokenizer: None }
@@ -178,8 +178,8 @@ impl LabSession {
 }
 
 impl LabSession {
-    /// Measures what a run's tokenizer takes by reading it as training does: one of 50,000 tokens takes as much as the whole of a
-    /// small model.
+    /// Measures the memory of a run's tokenizer by reading it as training does: 50,000 tokens take as much as a small
+    /// model.
     fn read_tokenizer(&mut self, run: &Path) -> Result<()> {
         let file = self.read(run)?.tokenizer();
         if self.tokenizer.is_none() {
@@ -386,9 +386,9 @@ impl MemoryArgs {
     }
 }
 
-/// A run's model with its adapters, its optimizer, and both in words where they are not a whole model and AdamW.
+/// A run's model with its adapters, its optimizer, and a description of both; empty for a full model and AdamW.
 fn recipe_from_run(run: &RunData, spec: ModelSpec) -> Result<(ModelSpec, OptimizerKind, String)> {
-    // An older log may have settings that are no more.
+    // An older log may have settings that no longer exist.
     let Ok(config) = Config::deserialize(&run.started.config) else {
         return Ok((spec, OptimizerKind::AdamW, String::new()));
     };

@@ -1,4 +1,4 @@
-//! `finetune mismatch`: how far training and generation are apart in each type.
+//! `finetune mismatch`: measures the difference between training and generation in each type.
 
 use crate::cli::model::{DeviceArgs, DtypeList, ModelSourceArgs};
 use crate::inference::generate::prompt_ids;

@@ -84,7 +84,7 @@ impl ModelSourceArgs {
     }
 }
 
-/// The flags that select where and with what a model computes.
+/// The flags that select a model's device and kernels.
 #[derive(Args, Debug)]
 pub(super) struct DeviceArgs {
     /// Where to compute: auto, cpu, cuda or cuda:N
@@ -119,7 +119,7 @@ impl FromStr for DtypeList {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        // A policy in full has commas of its own.
+        // A policy with keys contains commas itself.
         let names: Vec<&str> = if text.contains('=') { vec![text] } else { text.split(',').map(str::trim).collect() };
         let mut policies: Vec<(String, PrecisionPolicy)> = Vec::new();
         for name in names {

@@ -5,7 +5,7 @@ use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use std::process::{Child, Command, Stdio};
 
-/// So many may run at once: a program that hangs at each best loss would fill the machine.
+/// The maximum number of running programs: otherwise one that hangs at each best loss would fill the machine.
 const MAX_CHILDREN: usize = 8;
 
 /// Runs a program, without a shell, at a new best validation loss, at divergence and at the end. The program gets `best`,
@@ -18,7 +18,7 @@ pub(super) struct Notify {
     /// The lowest validation loss so far.
     best: f64,
     children: Vec<Child>,
-    /// What first went wrong with the program, until it is told.
+    /// The first error of the program, until it is reported.
     error: Option<String>,
     error_reported: bool,
 }

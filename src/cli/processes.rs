@@ -71,7 +71,7 @@ mod dist {
         Ok(Arc::new(SingleProcess))
     }
 
-    /// Rejects a launch of several processes, each of which would train the same run. The leader prints the error.
+    /// Rejects a launch of several processes, because each would train the same run. The leader prints the error.
     pub(crate) fn check_launch() -> Result<()> {
         let Some(LaunchEnv { variable, world_size, rank }) = LaunchEnv::detect()? else { return Ok(()) };
         if rank > 0 {

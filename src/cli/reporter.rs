@@ -13,11 +13,11 @@ const MIN_REPORTED_BYTES: u64 = 4 << 20;
 /// Time between two updates of the phase.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What is printed above the status line.
+/// Text to print above the status line.
 enum Notice {
     /// A line, cleaned before it is printed.
     Line(String),
-    /// Lines that have been cleaned, with colours of ours.
+    /// Lines that are already cleaned and coloured.
     Sanitized(String),
 }
 

@@ -1,4 +1,4 @@
-//! Finds what the user names: a run by name, folder or events file.
+//! Finds a run by name, folder or events file.
 
 use crate::data::{closest_match, names_in};
 use crate::{Error, Result};

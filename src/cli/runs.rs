@@ -96,7 +96,7 @@ struct Summary {
 }
 
 impl Summary {
-    /// Summarizes a run; shows a dash for what cannot be read.
+    /// Summarizes a run; a field that cannot be read is a dash.
     fn of(path: &Path) -> Self {
         let dash = || "-".to_owned();
         let config = read(&path.join("config.toml"))

@@ -89,11 +89,11 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let heartbeat = Heartbeat::default();
     let mut tell = |event| {
         reporter.report(event);
-        // If it fails, so will what follows.
+        // If it fails, the next broadcast fails too.
         heartbeat.beat(&**group).ok();
     };
     let mut trainer = pool.install(|| Trainer::new(group.clone(), config.clone(), checkpoint, &mut tell))?;
-    // What is downloaded or tokenised is in the cache by now.
+    // All downloads and tokens are now in the cache.
     let checkpoint = checkpoint.map(|it| it.path().to_path_buf());
     RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
     trainer.check_consistency()?;
@@ -166,8 +166,8 @@ fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<FinishReason> {
     Ok(FinishReason::Done)
 }
 
-/// A pool of the configured number of threads, or one a core; `beside` processes share this machine's cores, unless their
-/// launcher has bound each to its own.
+/// A pool of the configured number of threads, by default one per core. `beside` processes share this machine's cores,
+/// unless their launcher has bound them to separate ones.
 pub(crate) fn thread_pool(config: &Config, beside: usize) -> Result<rayon::ThreadPool> {
     let own = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let shared = if beside > 1 && !is_bound() { (own / beside).max(1) } else { 0 };

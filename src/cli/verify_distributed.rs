@@ -24,7 +24,7 @@ const STEPS: u64 = 20;
 const MICRO_BATCHES: usize = 4;
 const PROCESSES: [usize; 3] = [1, 2, 4];
 
-/// Trains the same with each number of processes and says what differs; exit code 1 if anything does.
+/// Trains the same run with each number of processes and prints the differences; exit code 1 if there are any.
 pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let mut config = args.config.resolve()?;
     let (folder, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
@@ -97,7 +97,7 @@ fn finish(command: &mut Command) -> Result<()> {
     Err(Error::Collective(format!("`{program}` ended with {}: {}", output.status, said.trim())))
 }
 
-/// What a run's log says but for times and what is about single processes; as text, in which NaN equals itself.
+/// The records of a run's log without times and per-process fields, as text so that NaN equals itself.
 fn figures(run: &Path) -> Result<Vec<String>> {
     let mut events: Vec<Event> = read(run.join("events.jsonl"))?.into_iter().map(|record| record.event).collect();
     events

@@ -24,7 +24,7 @@ use std::path::PathBuf;
 /// The configuration of the built-in model's run, under everything a user says when the model is `tiny`.
 const TINY_PRESET: &str = include_str!("../../configs/tiny-grammar.toml");
 
-/// Where initial weights come from.
+/// The source of the initial weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WeightInit {

@@ -204,7 +204,7 @@ mod tests {
     use crate::train::TrainState;
     use candle_core::{DType, Device};
 
-    /// Between the two thresholds a block stays where it is, and where that is, is part of a checkpoint's state.
+    /// Between the two thresholds a block keeps its type, which is part of a checkpoint's state.
     #[test]
     fn hysteresis_keeps_a_block_where_it_is_through_a_checkpoint() {
         let resumed = |active, exit_ratio| {

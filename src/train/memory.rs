@@ -68,7 +68,7 @@ impl MemoryEstimate {
         let mut adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world_size as u64);
         if world_size > 1 && on_gpu {
             adam = 0;
-            // Where masters are the weights, the weights are on the GPU nevertheless.
+            // Masters that are also the weights stay on the GPU.
             masters = if weights == 0 { masters } else { 0 };
         } else {
             gradients += sum;
@@ -251,8 +251,8 @@ fn gib(bytes: u64) -> f64 {
     bytes as f64 / (1_u64 << 30) as f64
 }
 
-/// Rejects a model of which not even one copy of the weights in the compute type fits. Other checks list every
-/// parameter several times per batch size that they try, which takes seconds for thousands of blocks.
+/// Rejects a model if even one copy of its weights in the compute type does not fit. Other checks list every
+/// parameter several times per batch size, which takes seconds for thousands of blocks.
 ///
 /// # Errors
 /// [`Error::Config`] with the bytes needed and available.

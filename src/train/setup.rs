@@ -207,7 +207,7 @@ impl ModelSource {
     }
 }
 
-/// Where a model's files are.
+/// The location of a model's files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelLocation {
     /// The folder, or the GGUF file.

@@ -72,7 +72,7 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
     }))
 }
 
-/// Bytes read for a token after `past` others: the weights, except tables of which it needs one row, and the KV cache.
+/// Bytes read for a token after `past` others: the KV cache, and the weights except tables that are read by rows.
 fn bytes_read_per_token(shape: &ModelSpec, weights: &Parameters, past: usize) -> u64 {
     let is_read = |op: ModuleOp| match op {
         ModuleOp::Embedding => shape.tie_word_embeddings,
@@ -89,7 +89,7 @@ fn bytes_read_per_token(shape: &ModelSpec, weights: &Parameters, past: usize) ->
     (stored + 2 * rows * shape.kv_heads * shape.head_dim * size) as u64
 }
 
-/// Waits until a result is there: a device computes on while its host goes ahead.
+/// Waits for the logits: a device computes asynchronously.
 fn synchronize(logits: &Tensor) -> Result<()> {
     if !logits.device().is_cpu() {
         let last = logits.narrow(0, logits.dim(0)? - 1, 1)?;

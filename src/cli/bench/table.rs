@@ -1,4 +1,4 @@
-//! Several types in one table: each is measured in a process of its own, so that its memory is its own too.
+//! Measures several types and prints one table. Each type runs in a separate process, to measure its memory alone.
 
 use super::BenchArgs;
 use crate::precision::PrecisionPolicy;
@@ -15,7 +15,7 @@ pub(super) fn of(args: &BenchArgs, types: &[(String, PrecisionPolicy)]) -> Resul
     Ok(if args.latency.is_some() { latencies(&reports) } else { speeds(&reports, fp32) })
 }
 
-/// The report of the same command with this type alone, which stands last on its line and counts.
+/// Runs this command for one type, and returns its report. The last `--dtype` of a command line counts.
 fn measure_in_subprocess(dtype: &str) -> Result<Value> {
     let program = std::env::current_exe().map_err(Error::io("find", "this program"))?;
     let output = Command::new(program)

@@ -51,10 +51,10 @@ impl Lora {
         find(spec, &linears.collect(), "lora.targets", "linear layer of a block", targets)
     }
 
-    /// The layers that `modules` name, all of which have parameters.
+    /// The layers that `modules` name; all have parameters.
     ///
     /// # Errors
-    /// [`Error::Config`] for `lora.modules_to_save` naming what matches no layer, a tied table, or a part of a product.
+    /// [`Error::Config`] if a name matches no layer, a tied table, or a part of a fused tensor.
     pub fn modules_to_save(spec: &ModelSpec, modules: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
         const KEY: &str = "lora.modules_to_save";
         let base = spec.base_parameters();

@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Which parameters there are and which of them lie in one tensor.
+/// The parameters, and the fused tensors that hold them.
 #[derive(Debug, PartialEq)]
 struct ParamLayout {
     entries: Vec<ParamSpec>,

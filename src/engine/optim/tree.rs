@@ -1,12 +1,12 @@
 //! The fixed binary tree along which the gradients of a step's micro-batches are summed.
 //!
-//! A node covers a range of micro-batches; its left child takes the largest power of two of them that is less than all.
-//! The shape depends on their number alone, so the sum has the same bits however the micro-batches are shared among
-//! processes: a process sums the nodes that lie within its share, and the rest of the tree is summed over those.
+//! A node covers a range of micro-batches; its left child takes the largest power of two that is less than their
+//! number. The shape depends only on the number of micro-batches, so the sum has the same bits for any distribution
+//! over processes: a process sums the nodes inside its share, and the rest of the tree sums over those.
 
 use std::ops::Range;
 
-/// Where a node of two or more micro-batches is cut in two.
+/// The first micro-batch of the right child of a node of two or more micro-batches.
 pub(crate) fn split(node: &Range<usize>) -> usize {
     node.start + node.len().next_power_of_two() / 2
 }

@@ -34,8 +34,8 @@ pub fn connect(settings: &Settings, timeout: Duration) -> Result<Duration, Strin
 }
 
 impl Settings {
-    /// Why there is no network, if there is none. Takes at most two seconds, much less than a request with retries.
-    /// Skips the check behind a proxy.
+    /// The reason if the Hub is unreachable. Takes at most two seconds, much less than a request with retries. With a
+    /// proxy, skips the check.
     pub fn network_error(&self) -> Option<String> {
         let proxied = PROXIES.iter().any(|name| std::env::var_os(name).is_some_and(|proxy| !proxy.is_empty()));
         // The request itself reports a malformed URL.

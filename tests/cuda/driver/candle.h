@@ -1,5 +1,6 @@
-// What candle's unmodified CUDA kernels expect of nvcc and its headers, for a host compiler: with `emulator.h`, they run on a
-// CPU. Half-precision operators compute in FP32 and round once, as a GPU's do. FP8 is declared and refused.
+// The parts of nvcc and its headers that candle's unmodified CUDA kernels need, for a host compiler: with `emulator.h`,
+// they run on a CPU. Half-precision operators compute in FP32 and round once, as on a GPU. FP8 is declared, but
+// refused.
 #pragma once
 
 #define EMULATOR_TYPES_WITH_OPERATORS

@@ -1,8 +1,8 @@
 //! AMX: 32 × 32 sums in four tiles, from two tiles of A and two of B.
 //!
-//! A step is 32 elements of depth: four loads of about 8 cycles each, hidden behind four products of 16 cycles. Both
-//! tiles of A take turns in one register: an Emerald Rapids reaches 16.4 cycles per product either way, but whole cores
-//! of it are slow for seconds at a time, and then need 50 instead of 72.
+//! A step is 32 elements of depth: four loads of about 8 cycles each, hidden by four tile products of 16 cycles. Both
+//! tiles of A share one register: an Emerald Rapids takes 16.4 cycles per product with one or two registers, but
+//! some of its cores are slow for seconds at a time, and then take 50 cycles with one register and 72 with two.
 
 use super::{Ahead, Tile};
 use crate::matmul::pack::fetch;

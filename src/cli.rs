@@ -208,7 +208,7 @@ pub fn main() -> ExitCode {
             }
             let suggestion = suggestion(&error);
             if suggestion.is_some() {
-                // clap's guess goes by letters only.
+                // clap's guess compares only letters.
                 for guess in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::Usage] {
                     error.remove(guess);
                 }

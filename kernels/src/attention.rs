@@ -34,7 +34,7 @@ pub struct Shape {
     pub head_size: usize,
     /// Factor of the scores.
     pub scale: f32,
-    /// The most keys a query attends to: its own position and those just before it.
+    /// The maximum number of keys that a query attends to: its own position and the ones just before it.
     pub window: Option<usize>,
     /// Scores `s` become `cap * tanh(s / cap)`.
     pub softcap: Option<f32>,
@@ -146,7 +146,7 @@ impl<'a> Sequence<'a> {
         self.first_key(first) / PAD * PAD
     }
 
-    /// Widens `head`'s part of the rows into `out [T, head_size]`, times `factor`.
+    /// Upcasts `head`'s part of the rows into `out [T, head_size]`, times `factor`.
     #[inline(always)]
     fn load(self, rows: Source<'_>, head: usize, factor: f32, out: &mut [f32]) {
         let Shape { seq_len, head_size, .. } = self.shape;

@@ -10,7 +10,7 @@
 //
 // Blocks per multiprocessor for heads of 32, 64, 96 and 128 elements, limited by registers (nvcc 13.0, sm_90, no
 // spills): 5, 4, 3, 2 forward, 4, 3, 3, 2 for keys and values, 4, 4, 4, 3 for queries. Shared memory, 20 to 69 KiB per
-// block, would allow at least as many.
+// block, is not the limit.
 #include "cuda/attention.cuh"
 #include "cuda/tensor_core.cuh"
 

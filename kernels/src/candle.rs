@@ -1,7 +1,7 @@
 //! The decoder's operations in candle's own, on any candle device.
 //!
-//! Inputs are widened to FP32, computed with in FP32 and rounded once, when they are stored. Two things differ by the device:
-//! products in half precision run in that type on a GPU, where a bias is added to the rounded product; and the order of sums.
+//! Operations upcast their inputs to FP32, compute in FP32 and round once, when they store the result. A GPU differs in
+//! the order of sums and in half-precision matmuls: they run in that type, and a bias is added to the rounded result.
 
 mod attention;
 mod cross_entropy;

@@ -91,12 +91,12 @@ impl<'a> Columns<'a> {
 pub struct Factor<'a> {
     /// The columns.
     pub columns: Columns<'a>,
-    /// Whether they are its rows instead.
+    /// Whether the operand is the transpose of the columns.
     pub transposed: bool,
 }
 
 impl<'a> Factor<'a> {
-    /// The columns as they are.
+    /// The columns, not transposed.
     pub fn plain(columns: Columns<'a>) -> Self {
         Self { columns, transposed: false }
     }
@@ -116,7 +116,7 @@ pub(crate) struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// Widens elements of `row`, starting at `column`, into `out`.
+    /// Upcasts elements of `row`, starting at `column`, into `out`.
     #[inline(always)]
     pub(crate) fn load(&self, row: usize, column: usize, out: &mut [f32]) {
         self.view.load(row * self.stride + self.first + column, out);

@@ -13,26 +13,26 @@ use super::rows;
 
 /// An element type of the engine's buffers: `f32`, `f16` or `bf16`.
 pub trait Element: candle_core::WithDType + Default {
-    /// Widens `source` into `target`, which has the same length; exact.
+    /// Upcasts `source` into `target`, which has the same length; exact.
     fn load(source: &[Self], target: &mut [f32]);
 
     /// Rounds `source` to nearest even into `target`, which has the same length. Overflow becomes infinity, and NaN stays NaN.
     fn store(source: &[f32], target: &mut [Self]);
 
-    /// Widens one element; exact.
+    /// Upcasts one element; exact.
     fn to_f32(self) -> f32;
 
     /// Rounds one element to nearest even.
     fn from_f32(value: f32) -> Self;
 
-    /// The elements as FP32: borrowed if they are FP32, otherwise widened into `scratch`, which has the same length.
+    /// The elements as FP32: borrowed if they are FP32, otherwise upcast into `scratch`, which has the same length.
     #[inline(always)]
     fn widened<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
         Self::load(source, scratch);
         scratch
     }
 
-    /// [`rows::dot`] with the widened elements, the same bits; `scratch` has their length.
+    /// [`rows::dot`] with the upcast elements, with the same bits; `scratch` has their length.
     #[inline(always)]
     fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
         rows::dot(row, Self::widened(stored, scratch))

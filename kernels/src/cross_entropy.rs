@@ -24,13 +24,13 @@ pub struct HeadWorkspace<T = Tensor> {
     pub losses: T,
 }
 
-/// The fewest rows of a tile. With fewer, reading the weight and adding to its gradient for each tile would cost more than
-/// the products. For a vocabulary of 262,144 a tile takes a fifth of the memory of the embedding's masters, moments and
-/// gradient.
+/// The minimum number of rows of a tile. With fewer, reading the weight and adding to its gradient for each tile would
+/// cost more than the products. For a vocabulary of 262,144 a tile takes a fifth of the memory of the embedding's
+/// masters, moments and gradient.
 const MIN_TILE: usize = 256;
 
-/// The most bytes of a tile of logits, which bounds the head's memory for any batch. Tiles of an FP32 gradient are summed in
-/// the gradient itself and take no extra memory; each tile costs about 2 % of a step's time.
+/// The maximum bytes of a tile of logits, which bounds the head's memory for any batch. Tiles of an FP32 gradient are
+/// summed in the gradient itself and take no extra memory; each tile costs about 2 % of a step's time.
 fn tile_bytes(grads: Option<DType>) -> usize {
     if grads == Some(DType::F32) { 1 << 26 } else { 1 << 27 }
 }
@@ -87,7 +87,7 @@ pub struct HeadGradient<'a> {
     pub seed: f32,
     /// `[N, D]`, compute type, overwritten.
     pub dx: &'a Tensor,
-    /// `[V, D]`, gradients' type, overwritten; none where the weight is frozen.
+    /// `[V, D]`, gradients' type, overwritten; `None` if the weight is frozen.
     pub dweight: Option<&'a Tensor>,
 }
 
@@ -140,7 +140,7 @@ pub fn head(
             if x.columns.tensor().device().is_cpu() || kernels.pads_logits() {
                 product(dlogits, x, Columns::all(sum)?, mode)?;
             } else {
-                // candle's product is fast on a GPU only if it is of the operands' type.
+                // candle's matmul is fast on a GPU only in the operands' type.
                 let term = view::zeros(dweight.dims(), dweight.dtype(), dweight.device())?;
                 product(dlogits, x, Columns::all(&term)?, WriteMode::Overwrite)?;
                 match mode {

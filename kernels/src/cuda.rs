@@ -1,4 +1,4 @@
-//! The project's own CUDA kernels for single operations: the `.cu` files next to their CPU twins, and
+//! The project's own CUDA kernels for single operations: the `.cu` files next to their CPU counterparts, and
 //! the launch code of each.
 //!
 //! A `Queue` takes launches in order: candle's stream on a GPU; or in tests an emulator, which runs the kernels

@@ -47,7 +47,7 @@ pub fn forward(op: &op::Embed<'_>) -> Result<()> {
 }
 
 /// Computes [`op::EmbedBackward`]. Rows are grouped by token, and a token's rows are summed in FP32 in batch order by one thread,
-/// so that the sum does not depend on the threads. Then the same by position.
+/// so that the sum does not depend on the threads. Positions are summed in the same way.
 pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     let op::EmbedBackward { input, dx, order, dtable, dpositions } = op;
     let (Embedding { ids, scale, dropout, .. }, places) = (*input, input.places());

@@ -73,7 +73,7 @@ impl Isa {
         }
     }
 
-    /// The pinned one, or the fastest of this CPU.
+    /// The pinned instruction set, or the fastest of this CPU.
     #[inline]
     pub fn current() -> Self {
         static CURRENT: OnceLock<Isa> = OnceLock::new();

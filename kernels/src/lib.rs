@@ -242,7 +242,7 @@ pub trait Kernels: fmt::Debug + Send + Sync {
         Ok(0)
     }
 
-    /// The most bytes that attention and its backward pass allocate for scores.
+    /// The maximum bytes that attention and its backward pass allocate for scores.
     fn score_bytes(&self, shape: &Shape) -> Result<u64> {
         let _ = shape;
         Ok(0)

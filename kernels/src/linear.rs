@@ -41,7 +41,7 @@ pub fn forward(op: &op::Linear<'_>) -> Result<()> {
     )
 }
 
-/// A thin product as a term of the layer's, with its operands open.
+/// A low-rank product as a term of the layer's product, with its operands open.
 fn term<'a, T: Element>(low_rank: LowRank<'a>, [low, opened]: &'a [Read<'_>; 2]) -> Result<Term<'a, T>> {
     let LowRank { low: x, factor: b, alpha, shares } = low_rank;
     let (rows, columns) = x.dims2()?;

@@ -92,7 +92,7 @@ fn limit(x: f32) -> f32 {
     if x < -GELU_LIMIT { -GELU_LIMIT } else { x }
 }
 
-/// GELU in its tanh form, x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2. Of -∞ it is NaN, as in `PyTorch`.
+/// GELU in its tanh form, x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2. NaN for -∞, as in `PyTorch`.
 #[inline(always)]
 pub fn gelu(x: f32) -> f32 {
     x * gelu_gate(limit(x))
@@ -121,7 +121,7 @@ fn logistic(x: f32) -> (f32, f32) {
     if x < 0.0 { (small / total, large / total) } else { (large / total, small / total) }
 }
 
-/// SiLU, x / (1 + exp(-x)). Of -∞ it is NaN, as in PyTorch.
+/// SiLU, x / (1 + exp(-x)). NaN for -∞, as in PyTorch.
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
     let small = exp(-x.abs());
@@ -179,7 +179,7 @@ mod tests {
 
     use super::*;
 
-    /// A function of this module, and the truth.
+    /// A function of this module, and its exact counterpart.
     type Named = (&'static str, fn(f32) -> f32, fn(f64) -> f64);
     /// From a format's bits, and to its nearest number.
     type Format = (fn(u16) -> f32, fn(f32) -> f64);

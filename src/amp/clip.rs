@@ -1,4 +1,4 @@
-//! Clipping by the global norm of all gradients (Pascanu et al., 2013).
+//! Clips gradients to a global norm (Pascanu et al., 2013).
 
 use candle_core::{DType, Result, Var, backprop::GradStore};
 

@@ -90,7 +90,7 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
     out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
 }
 
-/// The training rows of a configuration, and what is learned of them.
+/// The training rows of a configuration, and a preview of their loss tokens.
 fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, DatasetPreview)> {
     let config = args.resolve()?;
     let reporter = Reporter::start();

@@ -38,7 +38,7 @@ impl Reporter {
         let show = move || {
             let (mut line, mut said) = (SetupStatusLine::new(), Instant::now());
             loop {
-                // Several short phases in a row shall not be silent for longer than one.
+                // Several short phases in a row must not be silent for longer than one.
                 let least = PhaseLines::FIRST.saturating_sub(said.elapsed());
                 let shown = match waiting.recv_timeout(UPDATE_INTERVAL) {
                     Ok(Notice::Line(notice)) => line.print_above(&notice),

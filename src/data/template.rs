@@ -1,4 +1,4 @@
-//! Chat templates: the Jinja texts that models bring to turn a conversation into the text they were trained on.
+//! Chat templates: the models' Jinja templates, which convert a conversation to the text format of their training.
 //!
 //! The environment follows transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` exists, and
 //! values are written and have methods as in Python. There is no clock: `strftime_now` is undefined, and templates that

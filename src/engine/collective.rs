@@ -34,7 +34,7 @@ impl LaunchEnv {
     /// Reads the variables of `mpirun`, `srun` or a Kubernetes MPI job; `None` for a single process.
     ///
     /// # Errors
-    /// If a launcher's variable is not a number: to train as a single process would be a guess.
+    /// If a launcher's variable is not a number; training as a single process would be a guess.
     pub fn detect() -> Result<Option<Self>> {
         Self::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
@@ -69,7 +69,7 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
     fn world_size(&self) -> usize;
 
     /// Sends `out[r]` to each rank `r` and fills `into[r]` with the bytes that rank `r` sends to this process. Both sides
-    /// know the lengths, and empty messages are not sent. The entries of the own rank are ignored.
+    /// know the lengths, and empty messages are not sent. Ignores this rank's entries.
     ///
     /// # Errors
     /// If a process cannot be reached, or sends nothing within the time limit. The error names it.
@@ -85,7 +85,7 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
         1
     }
 
-    /// The rank of this process among those of this machine.
+    /// The rank of this process among the processes of this machine.
     fn local_rank(&self) -> usize {
         0
     }
@@ -153,7 +153,7 @@ impl dyn ProcessGroup + '_ {
     /// Receives a message from one process.
     ///
     /// # Errors
-    /// If it has another type, which happens only if the processes run different builds.
+    /// If it has a different type, which happens only if the processes run different builds.
     pub fn receive_message<T: DeserializeOwned>(&self, from: usize) -> Result<T> {
         let mut length = [0; 8];
         self.receive(from, &mut length)?;
@@ -162,7 +162,7 @@ impl dyn ProcessGroup + '_ {
         from_json(&bytes)
     }
 
-    /// The bytes of all processes, by rank; `lengths` are their numbers.
+    /// The bytes of all processes, by rank; `lengths` are the byte counts.
     fn gather_bytes(&self, own: &[u8], lengths: impl Iterator<Item = usize>) -> Result<Vec<Vec<u8>>> {
         let rank = self.rank();
         let mut all: Vec<Vec<u8>> = lengths.map(|length| vec![0; length]).collect();

@@ -55,7 +55,7 @@ impl DeviceContext {
         gpu::free_bytes(&self.device)
     }
 
-    /// The most memory of a GPU that tensors have held at once, in bytes.
+    /// The peak memory of a GPU's tensors, in bytes.
     pub fn peak_bytes(&self) -> Option<u64> {
         gpu::peak_bytes(&self.device)
     }

@@ -1,4 +1,4 @@
-//! Decoders: what a family of models is, as data, and the one walk over its layers.
+//! Decoders: model families as data, and one traversal of the layers for all families.
 
 mod adapter;
 mod decoder;

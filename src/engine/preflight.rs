@@ -1,7 +1,7 @@
 //! The preflight of our CUDA kernels.
 //!
 //! An illegal access poisons a CUDA context and a wrong barrier hangs, so the program starts itself again for each operation
-//! ([`serve`]), with a time limit. An operation that disagrees, crashes or does not end stays candle's.
+//! ([`serve`]), with a time limit. If an operation differs, crashes or hangs, candle's is used.
 
 use super::gpu;
 use super::kernels::cuda::{KernelFamily, check};
@@ -25,7 +25,7 @@ pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) 
         notice("no preflight: only the program `finetune` can run one, so candle's kernels are used".into());
         return BTreeSet::new();
     };
-    // Most of each trial is opening the device, so they run side by side.
+    // A trial mostly waits for the device to open, so trials run concurrently.
     let tried = std::thread::scope(|scope| {
         let trials = KernelFamily::ALL.map(|family| (family, scope.spawn(move || run(gpu_id, family))));
         trials.map(|(family, trial)| (family, trial.join().unwrap_or_else(|_| Err("could not be tried".into()))))

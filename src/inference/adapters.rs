@@ -8,8 +8,8 @@ use crate::{Error, Result};
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
-/// A decoder of `spec` with these FP32 adapters, in the policy's compute type, over their base, which is in it, on an
-/// open device.
+/// A decoder of `spec` with these FP32 adapters, rounded to the policy's compute type, over their base of that type, on
+/// an open device.
 pub(super) fn load_decoder(
     spec: &ModelSpec,
     adapters: &Parameters,

@@ -129,7 +129,7 @@ pub fn evaluate(
     Ok(Evaluation::of(loss, predicted, count, bytes_per_token))
 }
 
-/// As [`evaluate`], of samples: each is computed alone, cut at the window's length.
+/// Like [`evaluate`], for samples: each is computed separately, truncated to the window's length.
 fn evaluate_samples(
     model: &Decoder,
     weights: &Parameters,

@@ -67,7 +67,7 @@ impl From<Dtype> for WeightDtype {
 /// Writes `trained` with weights of dtype `encoding` to `out`, which must not exist. Returns the written files.
 ///
 /// # Errors
-/// [`Error::Config`] where `out` exists or the format has no such encoding; [`Error::Model`] where the type cannot hold
+/// [`Error::Config`] if `out` exists or the format has no such encoding; [`Error::Model`] if the type cannot hold
 /// the weights or the format cannot hold the tokenizer; [`Error::Io`].
 pub fn export(
     trained: &TrainedModel,

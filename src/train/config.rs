@@ -1,4 +1,4 @@
-//! A run's configuration: what a TOML file, flags and `--set` may say, with defaults for everything.
+//! A run's configuration: the settings of a TOML file, flags and `--set`, all with defaults.
 
 mod keys;
 mod sections;
@@ -21,7 +21,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-/// The configuration of the built-in model's run, under everything a user says when the model is `tiny`.
+/// The defaults of a run of the model `tiny`; the user's settings override them.
 const TINY_PRESET: &str = include_str!("../../configs/tiny-grammar.toml");
 
 /// The source of the initial weights.
@@ -411,7 +411,7 @@ mod tests {
         assert_eq!((train.epochs, train.steps), (Some(3.0), None));
     }
 
-    /// N1: every model but `tiny` trained on the toy grammar.
+    /// N1: every model except `tiny` trained on the toy grammar.
     #[test]
     fn the_default_text_is_shakespeare_but_for_the_built_in_model() {
         assert_eq!(resolve("", &[]).unwrap().data, "grammar");

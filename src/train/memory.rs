@@ -40,7 +40,7 @@ pub struct MemoryEstimate {
     pub activations: u64,
     /// Buffers that are reused: a tile of logits, gradients of activations.
     pub scratch: u64,
-    /// Attention's scores, where the kernels store them: candle's do, and so a GPU.
+    /// Attention's scores, if the kernels store them; candle's do.
     pub scores: u64,
 }
 
@@ -348,7 +348,7 @@ mod tests {
         )
     }
 
-    /// A run whose step fits and whose probe does not was stopped in its middle by the system.
+    /// The system used to kill a run if its step fitted into memory but its probe did not.
     #[test]
     fn the_start_check_counts_probes_samples_and_packed_operands() {
         let spec = ModelSpec::named("tiny").unwrap();
@@ -395,7 +395,7 @@ mod tests {
     }
 
     /// Bytes of the probe of one block: a quantized base is shared, and dequantized to FP32 in a separate buffer; a
-    /// dense one is copied unless it is in FP32. Masters in BF16 are widened.
+    /// dense one is copied unless it is in FP32. Masters in BF16 are upcast.
     #[test]
     fn a_probe_copies_what_is_not_in_fp32() {
         let whole = ModelSpec::named("tiny").unwrap();
@@ -415,7 +415,7 @@ mod tests {
         assert!(in_blocks.blocks > in_blocks.dense + in_blocks.buffer);
     }
 
-    /// Only the rows of a micro-batch are dequantized of an embedding that is not tied to the head.
+    /// An embedding that is not tied to the head dequantizes only the rows of a micro-batch.
     #[test]
     fn an_embedding_in_blocks_is_looked_up_by_rows() {
         let config = with_lora(&Config::default());

@@ -23,8 +23,8 @@ use std::sync::Arc;
 /// Elements compared at a time.
 const CHUNK_ELEMENTS: usize = 1024;
 
-/// Compares the gradients of `batch` in the run's precision with its loss scale with those in FP32 without one.
-/// `masters` are all of them, where this process holds a part.
+/// Compares the gradients of `batch` in the run's precision and loss scale with FP32 gradients without a loss scale.
+/// `masters` are the whole masters, if this process holds only a shard.
 /// Overwrites the engine's buffers and gradients, and nothing that outlives a step.
 pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Parameters>) -> Result<Fp32Probe> {
     let (mut passes, state) = engine.passes()?;

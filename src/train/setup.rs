@@ -1,4 +1,4 @@
-//! From a configuration to something that can train: the model, its tokenizer, its text, the engine.
+//! Prepares training from a configuration: the model, its tokenizer, its text, the engine.
 
 use crate::data::{
     ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, EvalExample, LoadEvent,
@@ -42,7 +42,7 @@ pub enum SetupEvent {
         what: String,
         /// Bytes done.
         done: u64,
-        /// Bytes in all.
+        /// Total bytes.
         total: u64,
     },
     /// A notice that needs no action.
@@ -69,7 +69,7 @@ pub struct ModelSource {
     pub chat: ChatSettings,
     /// The commit of the Hub's files.
     pub commit: Option<String>,
-    /// `None` if a checkpoint brings them.
+    /// `None` if a checkpoint contains them.
     weights: Option<WeightSource>,
 }
 
@@ -301,7 +301,7 @@ fn cached_if_offline<T>(
     }
 }
 
-/// Refuses a name that is probably a misspelling of a known one, before the Hub is asked for it.
+/// Rejects a name that is probably a misspelling of a known one, before a request to the Hub.
 pub(crate) fn check_misspelling(name: &str, local: impl IntoIterator<Item = String>) -> Result<()> {
     let known = || ModelSpec::names().into_iter().map(ToString::to_string);
     if name.contains('/') || known().any(|known| known == name) {
@@ -335,7 +335,7 @@ fn progress_of(progress: hub::DownloadProgress) -> SetupEvent {
     }
 }
 
-/// How a configuration reads its text, for a model that writes conversations as `chat` says.
+/// The options for reading a configuration's text, for a model with the chat format `chat`.
 pub fn dataset_options(config: &Config, chat: &ChatSettings, tokenizer: &Tokenizer) -> DatasetOptions {
     let origin = config.chat_template.as_ref().unwrap_or(&config.model);
     let chat = chat.format(origin, tokenizer);
@@ -439,7 +439,7 @@ pub(super) fn fit_memory(
     let layout = DistributedLayout { world_size: group.world_size(), on_gpu: !open.device.is_cpu() };
     let (mut config, mut shape) = (config, shape.clone());
     if !open.device.is_cpu() {
-        // Blocks are a CPU's.
+        // Only a CPU keeps matrices quantized.
         shape.quantised.clear();
     }
     let shape = &shape;

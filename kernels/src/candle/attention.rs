@@ -93,8 +93,8 @@ fn merge_heads(heads: &Tensor, (sequences, shape): (usize, &Shape)) -> Result<Te
     heads.transpose(1, 2)?.contiguous()?.reshape((sequences * shape.seq_len, ()))
 }
 
-/// Which of `past + T` keys each of T queries attends to: `[sequences, 1, T, past + T]`, U8. Without documents one mask serves
-/// all sequences.
+/// The mask of the `past + T` keys that each of T queries attends to: `[sequences, 1, T, past + T]`, U8. Without
+/// documents one mask serves all sequences.
 fn visible(shape: &Shape, past: usize, documents: Option<&[u32]>, device: &Device) -> Result<Tensor> {
     let (queries, keys) = (shape.seq_len, past + shape.seq_len);
     let rows = documents.map_or(queries, <[u32]>::len);
@@ -107,7 +107,7 @@ fn visible(shape: &Shape, past: usize, documents: Option<&[u32]>, device: &Devic
     Tensor::from_vec(visible, (rows / queries, 1, queries, keys), device)
 }
 
-/// The scores of all keys, capped where the model caps them: `[sequences, heads, T, keys]`.
+/// The scores of all keys, capped if the model caps them: `[sequences, heads, T, keys]`.
 fn scores(shape: &Shape, queries: &Tensor, keys: &Tensor) -> Result<Tensor> {
     let scores = matmul(&(queries * f64::from(shape.scale))?, &keys.transpose(1, 2)?)?;
     let scores = scores.reshape(((), shape.heads, shape.seq_len, keys.dim(1)?))?;

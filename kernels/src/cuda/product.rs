@@ -66,7 +66,7 @@ fn size(n: usize) -> Result<i32> {
     }
 }
 
-/// `c = alpha · a · b`, or added to it, summed in FP32 and rounded once; `false` where cuBLAS has no such product.
+/// `c = alpha · a · b`, or added to it, summed in FP32 and rounded once; `false` if cuBLAS has no such product.
 pub(crate) fn product(queue: &CudaQueue, op: &op::Product<'_>) -> Result<bool> {
     let &op::Product { a, b, alpha, c, mode } = op;
     let (m, n, k) = (c.rows(), c.count(), if a.transposed { a.columns.rows() } else { a.columns.count() });

@@ -1,4 +1,4 @@
-// Statistics of gradients, and how those of parts are merged: the twin of TensorStats.
+// Statistics of gradients, and how statistics of parts are merged: the counterpart of TensorStats.
 #pragma once
 
 #include "common.cuh"

@@ -1,5 +1,5 @@
-//! Each kernel in the emulator against its CPU twin or its definition in f64: odd sizes, poisoned outputs, all types, and
-//! every order of threads, whose results must have the same bits.
+//! Each kernel in the emulator against its CPU counterpart or its definition in f64: odd sizes, poisoned outputs, all
+//! types, and every order of threads, whose results must have the same bits.
 mod attention;
 mod cross_entropy;
 mod elementwise;

@@ -17,7 +17,7 @@ pub(crate) fn range_bytes(tensor: &Tensor, range: Range<usize>, out: &mut Vec<u8
     Ok(())
 }
 
-/// Writes such bytes into elements `range` of a tensor of the same type, and returns the rest of `bytes`.
+/// Writes the start of `bytes` into elements `range` of a tensor of the same type, and returns the rest.
 pub(crate) fn write_range<'a>(tensor: &Tensor, range: Range<usize>, bytes: &'a [u8]) -> Result<&'a [u8]> {
     let (bytes, rest) = bytes.split_at(range.len() * tensor.dtype().size_in_bytes());
     if !tensor.device().is_cpu() {

@@ -1,8 +1,8 @@
 //! A product's adapters: low-rank products added to the frozen product.
 //!
-//! The first factors of layers that share a product (queries and values, say) are stacked in one tensor, so that their
-//! input is multiplied once. Their second factors make one as well, with zeros where a layer takes no share in an
-//! output, so that the kernels can add the thin product to the frozen one before they round.
+//! The first factors of layers that share a product (for example queries and values) are stacked in one tensor, so that
+//! their input is multiplied once. Their second factors also form one tensor, with zeros for outputs that a layer does
+//! not have, so that the kernels can add the low-rank product to the frozen one before they round.
 
 use super::dora::{self, MagnitudeScale};
 use super::hook::TensorKind;
@@ -84,7 +84,7 @@ pub(super) fn total_rank(spec: &ModelSpec) -> usize {
 }
 
 impl<T> AdapterBuffers<T> {
-    /// Buffers for `tokens` rows, or none where `spec` has no adapters.
+    /// Buffers for `tokens` rows, or none if `spec` has no adapters.
     pub(super) fn lay_out(
         spec: &ModelSpec,
         tokens: usize,
@@ -341,7 +341,7 @@ impl Adapter {
         matrix(rest.transpose()?.as_ref(), rows, self.members.len() * self.r)
     }
 
-    /// The gradient of that.
+    /// The gradient of [`Self::a_out`].
     fn a_out_grad(&self, rows: usize, pass: AdapterPass<'_>) -> Result<Tensor> {
         matrix(pass.buffers()?.a_out_grad.as_ref(), rows, self.members.len() * self.r)
     }

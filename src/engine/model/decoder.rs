@@ -1,5 +1,5 @@
-//! The decoder with an explicit forward and backward pass: one walk over the layers for every family and every set of
-//! kernels.
+//! The decoder with an explicit forward and backward pass: one traversal of the layers for every family and every set
+//! of kernels.
 //!
 //! The forward pass stores in the [`Workspace`] all tensors that the backward pass reads. After the first step neither
 //! allocates.
@@ -55,7 +55,7 @@ pub struct InputIds<'a> {
     pub ids: &'a [u32],
     /// Tokens in a sequence.
     pub seq_len: usize,
-    /// For each token, the place in its sequence that its document starts at: attention stays within a document, and
+    /// For each token, the offset in its sequence at which its document starts: attention stays within a document, and
     /// positions restart in each. `None` if each sequence is one document.
     pub documents: Option<&'a [u32]>,
 }
@@ -145,7 +145,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// The model of `spec` over parameters laid out as `layout`'s, computed with `kernels`.
+    /// The model of `spec` over parameters with the layout of `layout`, computed with `kernels`.
     pub fn new(spec: &ModelSpec, layout: &Parameters, kernels: Arc<dyn Kernels>) -> Result<Self> {
         let embedding = fused_param(layout, ModuleId::global(ModuleOp::Embedding), ParamRole::Weight)?;
         Ok(Self {
@@ -241,7 +241,7 @@ impl Decoder {
         }
     }
 
-    /// Embeds tokens. A table in blocks dequantises only their rows.
+    /// Embeds tokens. A quantized table dequantizes only their rows.
     fn embed_into(&self, weights: &Parameters, embedding: Embedding<'_>, out: &Tensor) -> Result<()> {
         let Some(rows) = weights.gathered(self.embedding, embedding.ids)? else {
             return op::Embed { input: embedding, out }.run(self.kernels());
@@ -369,7 +369,8 @@ impl Decoder {
         cross_entropy::head(self.kernels(), self.head_input(ws, &weight), targets, &ws.head, Some(gradient), hook)
     }
 
-    /// From the head's input back to the embeddings, after [`Self::loss_and_head_gradient`]; writes every gradient.
+    /// Backpropagates from the head's input to the embeddings, after [`Self::loss_and_head_gradient`]; writes every
+    /// gradient.
     pub fn backward(
         &self,
         weights: &Parameters,
@@ -528,7 +529,7 @@ const EMBEDDING: ModuleId = ModuleId::global(ModuleOp::Embedding);
 
 const EMBEDDING_SITE: usize = 0;
 
-/// The places of a block where dropout draws.
+/// The dropout sites of a block.
 struct DropoutSites {
     attention: usize,
     attention_out: usize,

@@ -48,7 +48,7 @@ fn family_of(keys: &ConfigReader<'_>) -> Result<FamilyRef, String> {
     })
 }
 
-/// The family of a GGUF file. A later entry of the list is asked first, as it is the more special one.
+/// The family of a GGUF file. Later entries of the list come first, because they are more specific.
 pub(super) fn of_gguf(architecture: &str, keys: &Map<String, Value>) -> Result<FamilyRef, String> {
     let fits = |family: &FamilyRef| family.0.gguf().architecture == architecture && family.0.claims_gguf(keys);
     FAMILIES.into_iter().rev().find(fits).ok_or_else(|| {

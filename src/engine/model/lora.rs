@@ -1,4 +1,4 @@
-//! Low-rank adapters (Hu et al., 2021): which layers have one, and the parameters that makes.
+//! Low-rank adapters (Hu et al., 2021): the layers that have one, and their parameters.
 //!
 //! An adapted product is `x · W + scale · (x · Aᵀ) · Bᵀ`, with W frozen, A `[r, in]` and B `[out, r]`. rsLoRA
 //! (Kalajdzievski, 2023) divides by √r instead of r. DoRA (Liu et al., 2024) gives every output of `W + scale · B · A`
@@ -177,7 +177,7 @@ fn find(
     Ok(found)
 }
 
-/// The place where an adapter's dropout draws: no other place of a block has its number.
+/// The dropout site of an adapter; unique within a block.
 pub(super) fn dropout_site(block: usize, role: LinearRole) -> usize {
     const FIRST_LORA_SITE: usize = 1 << 24;
     FIRST_LORA_SITE + 16 * block + role as usize

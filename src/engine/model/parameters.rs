@@ -342,7 +342,7 @@ impl Parameters {
         }
     }
 
-    /// The tensor of a layer, unless it is frozen: where its gradient goes.
+    /// The tensor of a layer; `None` if it is frozen. In a [`Parameters`] of gradients, the tensor for the gradient.
     pub(crate) fn trainable(&self, param: ParamRef) -> Option<&Tensor> {
         match param {
             ParamRef::Trainable(index) => Some(&self.fused[index]),

@@ -1,8 +1,7 @@
 //! Matrices of a frozen base that stay quantized as in a GGUF file (QLoRA; Dettmers et al., 2023).
 //!
-//! A matrix is dequantised as a whole into a buffer that all share, each time that it is multiplied: the results have
-//! the same bits as with a base that was dequantised when it was read. The embedding dequantises only the rows that are
-//! looked up.
+//! Each multiplication dequantizes the whole matrix into a shared buffer: the results have the same bits as with a base
+//! that was dequantized when it was read. The embedding dequantizes only the rows that are looked up.
 
 use crate::engine::kernels::WeightLayout;
 use crate::engine::kernels::quantised::Quantised;

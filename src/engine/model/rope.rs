@@ -328,10 +328,10 @@ fn base(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64, String>
     if theta.is_finite() && theta > 1.0 { Ok(theta) } else { Err(format!("`{key}` is {theta}; it must be above 1")) }
 }
 
-/// A key and the object it has.
+/// A key and its object.
 type Named<'a> = (&'static str, &'a Map<String, Value>);
 
-/// The object with the parameters and its key, whichever spelling there is; the older one wins, as in transformers.
+/// The object with the parameters and its key, in either spelling; the older one wins, as in transformers.
 fn parameters(config: &Map<String, Value>) -> Result<Option<Named<'_>>, String> {
     for key in ["rope_scaling", "rope_parameters"] {
         match config.get(key) {

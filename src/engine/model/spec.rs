@@ -1,6 +1,6 @@
 //! A decoder described as data: its dimensions, the operations of a block, and every parameter with its role.
 //!
-//! A family (a file in `families`) reads a `config.json` into a [`ModelSpec`]; everything else asks the spec.
+//! A family (a file in `families`) reads a `config.json` into a [`ModelSpec`]; all other code uses the spec.
 
 use super::families;
 use super::family::{ConfigReader, GgufFormat, ModelFamily};
@@ -88,7 +88,7 @@ pub struct Biases {
 pub struct DropoutRates {
     /// After the embeddings.
     pub embedding: f64,
-    /// On what attention and MLP add to the residual stream.
+    /// On the outputs of attention and MLP, before they are added to the residual stream.
     pub residual: f64,
     /// On the weights of attention.
     pub attention: f64,
@@ -115,7 +115,7 @@ pub enum EmbeddingScale {
 /// Attention with a window, in some layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sliding {
-    /// How many tokens a query attends to at most, itself included.
+    /// The maximum number of tokens that a query attends to, itself included.
     pub window: usize,
     /// Which layers have it.
     pub layers: Vec<bool>,
@@ -171,7 +171,7 @@ pub struct ModelSpec {
     pub qk_norm: Option<QkNorm>,
     /// Whether the inputs of attention and MLP are normalised.
     pub pre_norms: bool,
-    /// Whether what attention and MLP add to the residual stream is normalised.
+    /// Whether the outputs of attention and MLP are normalised before they are added to the residual stream.
     pub post_norms: bool,
     /// The factor of the tokens' embeddings.
     pub embedding_scale: EmbeddingScale,
@@ -349,7 +349,7 @@ pub struct ParamSpec {
 }
 
 impl ModelSpec {
-    /// The names [`ModelSpec::named`] knows.
+    /// The names that [`ModelSpec::named`] accepts.
     pub fn names() -> Vec<&'static str> {
         families::names()
     }
@@ -359,8 +359,8 @@ impl ModelSpec {
         families::named(name)
     }
 
-    /// Reads the text of a `config.json`; `origin` is its path in error messages. Keys without effect are passed
-    /// over, as transformers does.
+    /// Reads the text of a `config.json`; `origin` is its path in error messages. Ignores keys without
+    /// effect, as transformers does.
     ///
     /// # Errors
     /// [`Error::Model`] naming the key: an unknown model type or activation, a variant of attention that the engine
@@ -386,7 +386,7 @@ impl ModelSpec {
     /// names it (`float32`, `float16`, `bfloat16`).
     pub fn to_json(&self, dtype: &str) -> String {
         let mut json = self.config();
-        // transformers 5 writes and reads `dtype`; older versions know `torch_dtype` only.
+        // transformers 5 writes and reads `dtype`; older versions support only `torch_dtype`.
         for key in ["dtype", "torch_dtype"] {
             json[key] = dtype.into();
         }

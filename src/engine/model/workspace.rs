@@ -136,7 +136,7 @@ impl BlockActivations {
 /// All buffers of a forward and backward pass for one (batch, sequence) shape.
 ///
 /// Each block, and everything outside the blocks, has a separate compute dtype, usually the policy's. `T` is a
-/// tensor, or nothing where only sizes are counted.
+/// tensor, or nothing if only sizes are counted.
 #[derive(Debug)]
 pub struct Workspace<T = Tensor> {
     policy: PrecisionPolicy,
@@ -150,7 +150,7 @@ pub struct Workspace<T = Tensor> {
     compute: Vec<DType>,
     /// The residual stream as each block receives it, and last as it leaves the last one.
     pub(super) stream: Vec<T>,
-    /// One for each block where all is kept, else none.
+    /// One for each block if all activations are kept, otherwise none.
     blocks: Vec<BlockActivations<T>>,
     pub(super) final_norm: Normed<T>,
     pub(super) head: HeadWorkspace<T>,
@@ -436,7 +436,7 @@ impl Workspace {
         })
     }
 
-    /// Gives `unit` buffers of another compute type; those of others stay as they are.
+    /// Gives `unit` buffers of a different compute type; other units keep their buffers.
     pub fn change_dtype(&mut self, spec: &ModelSpec, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
         let device = self.stream[0].device().clone();
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, &device);

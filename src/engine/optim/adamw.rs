@@ -1,5 +1,5 @@
-//! AdamW over FP32 masters: the update of the mixed-precision recipe. Or, to save memory, with moments of 8 bits, and over BF16
-//! weights that are rounded stochastically.
+//! AdamW over FP32 masters: the update of the mixed-precision recipe. To save memory, also with 8-bit moments, and over
+//! BF16 weights with stochastic rounding.
 
 use super::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS};
 use crate::engine::collective::{ProcessGroup, Shards};
@@ -248,8 +248,8 @@ pub struct Update {
     pub updates: u64,
 }
 
-/// The weights that updates accumulate in: FP32, with a working copy in the compute type that is rounded from them; or BF16,
-/// rounded stochastically, which is its own working copy.
+/// The weights that updates accumulate in: FP32, with a working copy that is rounded to the compute type; or BF16 with
+/// stochastic rounding, without a separate working copy.
 #[derive(Debug)]
 pub struct MasterWeights {
     parameters: Parameters,
@@ -257,7 +257,7 @@ pub struct MasterWeights {
 
 impl MasterWeights {
     /// Takes FP32 `parameters`, whose base stays with the working copy, and rounds a working copy of the policy's
-    /// compute type from them. Where masters and working copy are of one type, they share their storage.
+    /// compute type from them. If masters and working copy have the same type, they share their storage.
     pub fn new(parameters: Parameters, policy: PrecisionPolicy, kernels: &dyn Kernels) -> Result<(Self, Parameters)> {
         let base = parameters.base().cloned();
         let mut parameters = parameters.with_base(None);
@@ -359,7 +359,7 @@ impl MasterWeights {
         kernels: &dyn Kernels,
     ) -> Result<()> {
         if self.parameters.shards().is_some() {
-            // The values come when all processes have rounded theirs.
+            // The values follow when all processes have rounded theirs.
             let pack = weights.fused_at(index);
             let weight = view::zeros(pack.dims(), compute, pack.device())?;
             return weights.replace_fused(index, weight);
@@ -384,7 +384,7 @@ fn shards(weights: &Parameters, group: &dyn ProcessGroup) -> Arc<Shards> {
     Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), group.world_size()))
 }
 
-/// Whether a shard of masters of this type is a part of the working copy itself: where both have one type, on a CPU.
+/// Whether a shard of masters of this type is a part of the working copy: if both have the same type, on a CPU.
 fn is_part_of(weights: &Parameters, masters: DType) -> bool {
     weights.device().is_cpu() && weights.tensors().iter().all(|weight| weight.dtype() == masters)
 }

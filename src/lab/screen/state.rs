@@ -532,7 +532,7 @@ mod tests {
         assert!(state.press(KeyEvent::new(Char('c'), KeyModifiers::CONTROL)).is_break());
     }
 
-    /// With a run, a parameter that the run knows is the run's until another value is chosen.
+    /// With a run, a parameter that the run determines has the run's value until another value is chosen.
     #[test]
     fn a_runs_values_count_until_others_are_chosen() {
         use KeyCode::{Char, Down, Enter, Right};

@@ -1,4 +1,4 @@
-//! The forward pass for generating text: new tokens only, over the cached keys and values of those before them.
+//! The forward pass for generating text: computes only new tokens, over the cached keys and values of earlier ones.
 
 use super::{Decoder, ForwardMode, InputIds};
 use crate::engine::kernels::decode_attention::KeyValues;
@@ -39,7 +39,7 @@ struct Buffers {
     blocks: Vec<BlockBuffers>,
 }
 
-/// The activations of one block; every block uses them in turn, for no backward pass follows.
+/// The activations of one block. All blocks reuse them, because no backward pass follows.
 #[derive(Debug)]
 struct BlockBuffers {
     normed: Normed,
@@ -55,7 +55,7 @@ struct BlockBuffers {
 }
 
 impl KvCache {
-    /// Room for a sequence of `capacity` tokens, which must lie within the model's context.
+    /// A cache for a sequence of `capacity` tokens, at most the model's context.
     pub fn new(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize, device: &Device) -> Result<Self> {
         if capacity > spec.max_position_embeddings {
             bail!("a cache of {capacity} tokens exceeds the model's context of {}", spec.max_position_embeddings);
@@ -83,12 +83,12 @@ impl KvCache {
         self.len == 0
     }
 
-    /// Tokens there is room for.
+    /// The maximum number of tokens.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// Forgets every token but the first `len`.
+    /// Keeps only the first `len` tokens.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
@@ -142,8 +142,8 @@ impl Buffers {
 }
 
 impl Decoder {
-    /// Appends `ids` to the cached sequence and returns the head's input for each of them, `[ids.len(), D]`: what
-    /// [`Decoder::forward`] computes for those rows of the whole sequence, without dropout.
+    /// Appends `ids` to the cached sequence and returns the head's input for each of them, `[ids.len(), D]`: the rows
+    /// that [`Decoder::forward`] computes in the whole sequence, without dropout.
     pub fn decode<'c>(&self, weights: &Parameters, ids: &[u32], cache: &'c mut KvCache) -> Result<&'c Tensor> {
         let (past, rows) = (cache.len, ids.len());
         if rows == 0 || past + rows > cache.capacity {

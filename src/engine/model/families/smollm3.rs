@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 /// The family.
 pub(super) struct SmolLm3;
 
-/// One layer in this many has no rotary embeddings; llama.cpp knows no other number.
+/// One layer in this many has no rotary embeddings; llama.cpp supports no other number.
 const INTERVAL: usize = 4;
 
 /// The defaults of transformers for missing keys.
@@ -30,7 +30,7 @@ fn default() -> ModelSpec {
     }
 }
 
-/// Which of `layers` layers have no rotary embeddings. In the configuration, 0 stands for such a layer.
+/// Whether each of `layers` layers has no rotary embeddings; the configuration marks such a layer with 0.
 fn unrotated(keys: &ConfigReader<'_>, layers: usize) -> Result<Vec<bool>, String> {
     let interval = keys.positive_usize("no_rope_layer_interval", INTERVAL)?;
     let list = match keys.0.get("no_rope_layers") {

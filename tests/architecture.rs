@@ -35,7 +35,7 @@ const ORDER: [&str; 23] = [
     "cli",
     "main",
 ];
-/// Pairs of modules: the first must not know the second, regardless of their place in the order.
+/// Pairs of modules: the first must not use the second, regardless of their order.
 const STRANGERS: [(&str, &str); 3] = [("screen", "train"), ("train", "screen"), ("compare", "lab")];
 /// Modules that must not use candle.
 const WITHOUT_CANDLE: [&str; 8] =

@@ -26,9 +26,9 @@ type WordCache = HashMap<Box<str>, Box<[u32]>>;
 pub(super) struct FastBpe {
     inner: Arc<tokenizers::Tokenizer>,
     words: Regex,
-    /// Texts such as `<|endoftext|>` that are tokens before words are looked for; left to the library.
+    /// Texts such as `<|endoftext|>` that become tokens before the text is split into words; the library handles them.
     added_tokens: Vec<String>,
-    /// Caches not in use; as many are made as threads encode at once.
+    /// Caches not in use. There is one cache per thread that encodes at the same time.
     caches: Mutex<Vec<WordCache>>,
 }
 
@@ -144,8 +144,8 @@ impl CharClass {
     }
 }
 
-/// The printable character by which GPT-2's vocabulary writes a byte: itself if it is printable in Latin-1, else the
-/// next unused one from U+0100 on.
+/// The printable character by which GPT-2's vocabulary writes a byte: itself if it is printable in Latin-1, otherwise
+/// the next unused one, starting at U+0100.
 pub(super) fn byte_level_char(byte: u8) -> char {
     let code = match byte {
         0..=32 => 0x100 + u32::from(byte),

@@ -3,8 +3,8 @@
 //!
 //! A file is a header of 64 bytes (magic, format version, bytes per token and kind of the documents, tokens, bytes of
 //! text in the loss, SHA-256 of the ids and of the preceding header) and the ids in little endian. It is written under
-//! a temporary name and renamed when complete: other processes see the whole file or none, and a process that opened an
-//! older one keeps it.
+//! a temporary name and renamed when complete: other processes see the whole file or none, and a process that has
+//! opened an older file keeps it.
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, Write};

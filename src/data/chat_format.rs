@@ -199,8 +199,8 @@ impl ChatFormat {
     /// Renders `conversation`, with the byte ranges of its answers unless `unmarked`.
     ///
     /// # Errors
-    /// [`Error::Model`]: what the template refuses, with its line; that nothing marks its answers, or what marks them
-    /// writes another text.
+    /// [`Error::Model`] if the template fails, with its line; if no block marks its answers; or if the training
+    /// template writes a different text.
     pub fn render(&self, conversation: &Conversation, tools: Option<&Value>, unmarked: bool) -> Result<Rendered> {
         let wrong = |message: String| Error::model(&self.origin, message);
         let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;

@@ -81,7 +81,7 @@ pub fn held_out(seed: u64, count: usize) -> Vec<QaPair> {
     draw(seed, PAIRS - HELD_OUT_PAIRS..PAIRS, count)
 }
 
-/// Draws conversations about the pairs at these places of the seed's order. None repeats before all were drawn once.
+/// Draws conversations about the pairs at these indices of the seed's order. All are drawn once before any repeats.
 fn draw(seed: u64, pairs: std::ops::Range<usize>, count: usize) -> Vec<QaPair> {
     let order = Permutation::new(PAIRS as u64, seed, 0);
     let kinds = pairs.len() * 2 * QUESTIONS.len();

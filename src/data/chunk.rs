@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::Result;
 
-/// Bytes of text that are tokenised at a time, where they end at a split point.
+/// Bytes of text that are tokenised at a time, if they end at a split point.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;
 
 /// Text without a split point is tokenised as a whole up to this length.
@@ -32,7 +32,7 @@ pub(super) struct TextChunk {
 /// The end of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ChunkEnd {
-    /// More of the document, or another one: then the end-of-text token separates them.
+    /// More of the document, or a new document, which the end-of-text token separates.
     Continues,
     /// The end-of-text token, which counts in the loss.
     Eos,
@@ -72,9 +72,9 @@ pub(super) fn emit(
     Ok(())
 }
 
-/// The last place where a text may be cut so that its parts give the tokens of the whole: between a letter or digit and
-/// a space. There byte-level BPE always starts a new word, and a tokenizer that puts a space in front of a text finds
-/// one there.
+/// The last position at which a text may be split so that its parts give the tokens of the whole: between a letter or
+/// digit and a space. There byte-level BPE always starts a new word, and a tokenizer that puts a space in front of a
+/// text finds one there.
 pub(super) fn last_split_point(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     (1..bytes.len()).rev().find(|&at| is_split_point(text, bytes, at))

@@ -154,7 +154,7 @@ impl<'a> DatasetBuilder<'a> {
     /// one.
     ///
     /// # Errors
-    /// As [`Self::load`], and [`Error::Data`] if there is none.
+    /// Like [`Self::load`], and [`Error::Data`] if there is none.
     pub fn eval_examples(&mut self, source: &DataSource) -> Result<Vec<EvalExample>> {
         let downloader = self.downloader.as_mut().map(|downloader| &mut **downloader as &mut dyn Downloader);
         let files = source.files(self.options.format, downloader)?;
@@ -222,7 +222,7 @@ impl<'a> DatasetBuilder<'a> {
         let mut ignore = |_| {};
         let report = self.report.as_mut().map_or(&mut ignore as &mut dyn FnMut(LoadEvent), |report| &mut **report);
         let (writer, text_bytes) = TokenizeJob::new((tokenizer, &self.options), writer, report).run(documents)?;
-        // The cache keeps the tokens under this key for good, so they must be those of the text that was hashed.
+        // The cache keeps the tokens under this key forever, so they must come from the hashed text.
         if self.key(documents, tokenizer)? != key {
             let origin = documents.first().map_or("data", |document| &document.origin);
             return Err(Error::data(

@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn a_long_text_comes_in_pieces_and_whole() {
-        // Three bytes a character, so that the buffer's end cuts one in two.
+        // Three bytes per character, so that the buffer's end splits one.
         let text = "語 語語\n".repeat(100_000);
         let chunks = read("a.txt", text.as_bytes()).unwrap();
         assert!(chunks.len() > 3 && chunks.iter().all(|chunk| chunk.text.len() <= 2 * CHUNK_BYTES));

@@ -70,7 +70,7 @@ impl GrammarSlot {
         if self.optional { 0.5 } else { 1.0 }
     }
 
-    /// Entropy of the slot's choice in nats: the coin's, and the word's when there is one.
+    /// Entropy of the slot's choice in nats: of the coin, and of the word, if there is one.
     fn entropy(&self) -> f64 {
         let coin = if self.optional { std::f64::consts::LN_2 } else { 0.0 };
         coin + self.presence() * (self.words.len() as f64).ln()

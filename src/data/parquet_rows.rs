@@ -50,7 +50,7 @@ enum RowMessage {
     End,
 }
 
-/// Passes every row to `row`, as a line of JSON would be, with those of its columns that are among `fields`.
+/// Passes every row to `row` in the form of a line of JSON, with only the columns in `fields`.
 pub(super) fn read(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) -> Result<(), RowFailure> {
     match subprocess::worker_command(ARGUMENT) {
         Some(command) => read_in_subprocess(command, path, fields, row),

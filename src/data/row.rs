@@ -295,7 +295,7 @@ impl<'a> RowReader<'a> {
     }
 }
 
-/// A list, or one written as JSON text, as tables hold it.
+/// A list, or a list as JSON text, as in tables.
 fn list(value: Value) -> Result<Value, String> {
     match value.kind() {
         ValueKind::Seq => Ok(value),

@@ -1,4 +1,4 @@
-//! Which tokens make a row of a batch: a window of a long text, a sample, or several documents packed into one row.
+//! The tokens of each row of a batch: a window of a long text, a sample, or several documents packed into one row.
 //!
 //! A text is split into windows: the inputs of window `w` are the tokens `w*T .. w*T + T`, and the label of each is the
 //! token after it. A sample is a separate row, truncated to `T` inputs. Packing puts as many documents into a row as
@@ -222,7 +222,7 @@ impl SequenceIndex {
 }
 
 /// Packs by best fit, the longest first: each span goes into the row with the smallest free room that still takes it.
-/// If several such rows exist, the last begun is taken, so that the result depends on the lengths alone.
+/// Among several such rows it takes the last begun, so that the result depends only on the lengths.
 fn pack(spans: &[TokenSpan], seq_len: usize) -> RowSpans {
     let mut order: Vec<usize> = (0..spans.len()).collect();
     order.sort_by_key(|&i| (std::cmp::Reverse(spans[i].len), i));

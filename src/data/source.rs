@@ -137,7 +137,7 @@ impl fmt::Display for DataSource {
     }
 }
 
-/// The one of `names` that `name` is probably a misspelling of.
+/// The entry of `names` of which `name` is probably a misspelling.
 pub(crate) fn closest_match(name: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
     let distance = |other: &String| strsim::damerau_levenshtein(name, other);
     let allowed = (name.chars().count() / 3).min(2);
@@ -180,7 +180,7 @@ pub(super) struct Files {
 }
 
 impl DataSource {
-    /// Finds the files, and downloads missing ones. All of them are of the format `asked`, if one was asked for. Not
+    /// Finds the files, and downloads missing ones. All have the format `asked`, if it is given. Not
     /// for [`Self::Grammar`].
     pub(super) fn files(
         &self,

@@ -235,7 +235,7 @@ pub struct TrainSetup {
     pub keep: Checkpointing,
     /// Whether FP32 probes run between the steps.
     pub probes: bool,
-    /// The most tokens of a text sample, and the bytes of its prompt.
+    /// The maximum number of tokens of a text sample, and the bytes of its prompt.
     pub sample: [usize; 2],
     /// The threads of a run on this machine, whose packed operands are counted. `None` for figures that are the same on every
     /// machine.

@@ -159,8 +159,8 @@ impl RunData {
         Some(self.folder.join(latest.trim()).join("tokenizer.json")).filter(|file| file.is_file())
     }
 
-    /// The run's steps, for the scaler's replay. Where an FP32 probe has measured a step's largest gradient, that decides at
-    /// which scales it overflows; an overflow without one tells only that its scale was too large.
+    /// The run's steps, for the scaler's replay. If an FP32 probe has measured a step's largest gradient, it determines
+    /// the scales at which the step overflows; an overflow without a probe shows only that its scale was too large.
     pub fn overflows(&self) -> GradientTrace {
         // A probe measures the first micro-batch only.
         let probed = if self.setting("/train/grad_accum") == Some(1) { &self.sums.largest } else { &BTreeMap::new() };
@@ -220,7 +220,7 @@ impl RunData {
         if let [(_, least), .., (_, most)] = &self.variances[..] {
             push("deviation by layer", least.sqrt(), most.sqrt());
         }
-        // As GPT-2 calls them, and as Llama and its relatives do.
+        // The names in GPT-2, and in Llama and similar models.
         for (label, layers) in [
             ("QKV, maxima", ["attn.c_attn", "self_attn.qkv"]),
             ("MLP, maxima", ["mlp.c_fc", "mlp.gate_up"]),

@@ -22,7 +22,7 @@ pub enum StepCondition {
     Overflow,
     /// Finite up to this scale.
     Limit(f32),
-    /// Overflowed at this scale; at which smaller ones it would not have is not known.
+    /// Overflowed at this scale; the smaller scales at which it would not have overflowed are unknown.
     Above(f32),
     /// Never finite, because the forward pass overflows.
     Broken,

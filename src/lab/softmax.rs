@@ -173,7 +173,7 @@ mod tests {
         softmax.formats.iter().find(|row| row.format == format).unwrap().clone()
     }
 
-    /// exp overflows FP16 from ln 65520 = 11.0901 on, and is zero from ln 2^-25 = -17.33 on.
+    /// exp overflows FP16 above ln 65520 = 11.0901, and is zero below ln 2^-25 = -17.33.
     #[test]
     fn exp_in_fp16() {
         let fp16 = row(&Softmax::new(12.0, 16, 4095.0), "FP16");

@@ -17,7 +17,7 @@ use crate::ui::{Line, Page, Role};
 pub enum Terms {
     /// Numbers between 0 and 1: `frac((i + 1) × 0.618…)`.
     Uniform,
-    /// The same minus 0.5, so that most of the sum cancels.
+    /// Uniform minus 0.5, so that most of the sum cancels.
     Signed,
     /// 0.1 repeated.
     Tenths,
@@ -261,7 +261,7 @@ mod tests {
         sums.rows.iter().find(|row| row.format == format && row.algorithm == algorithm).unwrap().clone()
     }
 
-    /// BF16 has eight significant bits: from 32 on its spacing is 0.25, and adding 0.1 has no effect.
+    /// BF16 has eight significant bits: at 32 its spacing is 0.25, and adding 0.1 has no effect.
     #[test]
     fn repeated_tenths_stop_adding_up() {
         let sums = SummationReport::new(Terms::Tenths, false, 65536, 0).unwrap();

@@ -54,7 +54,7 @@ impl<W: Write> PlainPrinter<W> {
         let edge = step.step == 1 || step.step == self.run.total_steps();
         let due = step.step.is_multiple_of(self.log_every) || s - self.due_at >= LONGEST_SILENCE;
         let text = (due || edge).then(|| self.step_line());
-        // The line for step 1 comes out of turn, and the next one's mean has it too.
+        // The line for step 1 is extra; the mean of the next line includes step 1 too.
         if due {
             (self.losses, self.due_at) = ((0.0, 0), s);
         }

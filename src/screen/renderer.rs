@@ -90,7 +90,7 @@ pub(crate) trait Renderer {
     /// Shows a message.
     fn show(&mut self, message: ScreenMessage) -> io::Result<()>;
 
-    /// Shows what else there is, after a poll that passed no message if it was `quiet`; a result ends the loop.
+    /// Shows everything else after a poll; `quiet` if the poll passed no message. A result ends the loop.
     fn idle(&mut self, source: &mut dyn MessageSource, quiet: bool, more: bool) -> io::Result<Option<Exit>>;
 }
 

@@ -76,7 +76,7 @@ impl AuxFiles {
     /// one that `auto` determines, these files record it as `add_bos_token`.
     ///
     /// # Errors
-    /// As [`Tokenizer::with_bos`], and [`Error::Model`] for a file that is not JSON.
+    /// Like [`Tokenizer::with_bos`], and [`Error::Model`] for a file that is not JSON.
     pub fn with_bos(&mut self, tokenizer: Tokenizer, rule: Bos, id: Option<u32>) -> Result<Tokenizer> {
         let mut config = self.json(TOKENIZER_CONFIG)?;
         let (add, name) = (config["add_bos_token"].as_bool(), special_token(&config, "bos_token"));

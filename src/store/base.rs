@@ -57,8 +57,8 @@ pub fn load_with_base(
         _ => Parameters::zeros(&frozen, dtype, device)?,
     };
     let base_parameters = spec.base_parameters();
-    // One buffer for all values: what the system's allocator keeps of buffers of many sizes would stay resident during
-    // training.
+    // One buffer for all values: memory that the system's allocator retains from buffers of many sizes would stay
+    // resident during training.
     let buffer =
         view::zeros(&[base_parameters.iter().map(chunk_elements).max().unwrap_or(1)], DType::F32, &Device::Cpu)?;
     let mut digest = DigestWriter::new(sink());

@@ -120,7 +120,7 @@ pub(crate) fn set(tensor: &Tensor, values: Vec<f32>) {
     tensor.slice_set(&Tensor::from_vec(values, tensor.shape(), &Device::Cpu).unwrap(), 0, 0).unwrap();
 }
 
-/// A temporary folder, in memory where the system has such a place: what is tested is the order of operations, and
+/// A temporary folder, in memory if the system has such a file system: the tests are about the order of operations, and
 /// thousands of syncs of a real disk would take minutes.
 pub(crate) fn folder() -> TempDir {
     let memory = Path::new("/dev/shm");

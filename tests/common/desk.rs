@@ -21,7 +21,7 @@ impl Desk {
         Self(tempfile::tempdir().unwrap())
     }
 
-    /// An empty folder in memory, where the system has such a place.
+    /// An empty folder, in memory if the system has such a file system.
     pub(crate) fn in_memory() -> Self {
         Self(folder())
     }

@@ -1,4 +1,4 @@
-//! The layers of Llama-like models in plain differentiable candle operations, as slow as they are simple.
+//! The layers of Llama-like models in plain differentiable candle operations: simple and slow.
 
 use super::oracle::softmax;
 use candle_core::{D, Device, Result, Tensor};

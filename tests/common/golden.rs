@@ -185,7 +185,7 @@ impl Case {
         LORA.iter().flat_map(|name| Self::lora_of(name).for_all_kernels()).collect()
     }
 
-    /// Every case of GPT-2 there is; those of the project always.
+    /// Every available case of GPT-2; the project's own are always available.
     pub(crate) fn all() -> Vec<Self> {
         CASES.iter().map(|name| Self::own(name)).chain(Self::shared()).collect()
     }

@@ -38,7 +38,7 @@ pub(crate) fn command(program: impl AsRef<OsStr>) -> Command {
     Command::new(program)
 }
 
-/// Kills each child of this process, as far as `/proc` lists them, once it has been here for `limit`.
+/// Kills each child of this process that `/proc` lists, once it has run for `limit`.
 #[expect(clippy::print_stderr, reason = "a killed process is named in the test's output")]
 fn end_children_after(limit: Duration) {
     let mut seen: HashMap<String, Instant> = HashMap::new();

@@ -1,4 +1,4 @@
-//! A slow GPT-2 of plain differentiable candle operations: what the engine's forward and backward are compared with.
+//! A slow GPT-2 of plain differentiable candle operations, the reference for the engine's forward and backward passes.
 //!
 //! Nothing here is fused, because candle's fused layer norm and softmax cut the autograd graph without a word. It runs in
 //! FP32 to compare with, and in FP64 for finite differences. `tests/engine/oracle.rs` checks it against PyTorch.

@@ -51,7 +51,7 @@ fn ours(spec: &ModelSpec, weights: &Parameters, ids: &[u32], kernels: Arc<dyn Ke
     model.logits(weights, &last).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Compares the last logits of texts of several lengths with those of the model that `theirs` makes.
+/// Compares the last logits of texts of several lengths with the logits of the model that `theirs` returns.
 fn compare(config: &Value, mut theirs: impl FnMut(VarBuilder<'static>, &Tensor) -> candle_core::Result<Tensor>) {
     let spec = ModelSpec::from_json(config.to_string().as_bytes(), "config.json").unwrap();
     let weights = weights(&spec);

@@ -1,4 +1,4 @@
-//! Layers that overflow too often compute in a wider type: the benefit of that, that nothing else changes, and that a
+//! Layers that overflow too often compute in a wider type: the benefit, that nothing else changes, and that a
 //! killed run resumes with it. `docs/numerics.md` quotes [`ROWS`].
 
 use std::collections::HashMap;
@@ -314,7 +314,7 @@ fn units_in_another_type_compute_as_a_run_in_that_type() {
     }
 }
 
-/// If one unit alone computes in FP32, the result is close to FP16, and not equal to it.
+/// If only one unit computes in FP32, the result is close to FP16, but not equal.
 #[test]
 fn one_unit_in_fp32_among_others_in_fp16() {
     for unit in UNITS {

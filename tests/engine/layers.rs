@@ -1,5 +1,6 @@
 //! The table of operations' cases: every set of kernels for a CPU against the exact results, and these against autograd on
-//! plain operations and finite differences. Then the head, and what no result shows: refusals, skipped work, threads.
+//! plain operations and finite differences. Then the head, and properties that results do not show: refusals, skipped
+//! work, threads.
 
 use crate::common::compare::{relative, values};
 use crate::common::family_oracle::{self, Attention};

@@ -95,7 +95,7 @@ fn the_base_stays_as_it_is() {
     }
 }
 
-/// With dropout too: what the backward pass computes again has the bits of the forward pass.
+/// Also with dropout, the values that the backward pass recomputes have the forward pass's bits.
 #[test]
 fn recomputed_blocks_make_the_same_steps() {
     for case in Case::lora() {
@@ -237,7 +237,7 @@ fn untrained(case: &Case, dora: bool, targets: BTreeSet<ModuleId>) -> TrainEngin
     engine
 }
 
-/// Gives the adapters of `active` values of `initial` that do something, and those of other layers values that add nothing.
+/// Gives the adapters of `active` values of `initial` with an effect, and adapters of other layers values without one.
 fn activate(engine: &TrainEngine, initial: &Parameters, active: &BTreeSet<ModuleId>) {
     for entry in engine.model.spec().parameters() {
         let at = values(initial.get(&entry.name).unwrap());

@@ -47,7 +47,7 @@ fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
     assert!(sequences.ids.iter().all(|ids| ids.len() == 4 + TOKENS && ids.starts_with(&prompt)));
     assert_ne!(sequences.ids[0], sequences.ids[1], "each sequence has a seed of its own");
 
-    // Training's side is minus the loss that an evaluation finds, generation's what passes over each prefix alone find.
+    // Training's side is minus an evaluation's loss, generation's side comes from separate passes over each prefix.
     let found = log_probs(&decoder, &weights, PrecisionPolicy::FP32, &sequences, |_| ()).unwrap();
     assert_eq!([&found.training, &found.generation, &found.kl].map(Vec::len), [3 * TOKENS; 3]);
     let ids = &sequences.ids[1];

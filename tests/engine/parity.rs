@@ -52,7 +52,7 @@ fn twenty_adamw_steps_agree_with_pytorch() {
     }
 }
 
-/// Processes that share the rows of a batch among them take the steps of PyTorch, which has the batch in one piece.
+/// Processes that share the rows of a batch take the same steps as PyTorch with the whole batch.
 #[test]
 fn twenty_steps_of_several_processes_agree_with_pytorch() {
     let of_rows = |case: &Case| case.kernels.name() == "fused" && case.rows() > 1;

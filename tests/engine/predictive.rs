@@ -120,7 +120,7 @@ fn spiked(folder: &Path, every: u32) -> String {
     path.display().to_string()
 }
 
-/// The short version of the first run: what the long ones show must already be seen here.
+/// The short version of the first run, which must already show the effects of the long runs.
 #[test]
 fn the_predictive_rule_overflows_less_than_the_dynamic_one() {
     let mut config = tiny();

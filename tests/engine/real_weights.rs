@@ -67,7 +67,7 @@ impl Bench {
     }
 }
 
-/// The beginning of Tiny Shakespeare (public domain), as many tokens as take a few seconds.
+/// The beginning of Tiny Shakespeare (public domain), with enough tokens for a few seconds.
 fn text(trained: &TrainedModel) -> Vec<u32> {
     let text = zstd::decode_all(&include_bytes!("../../src/data/tiny_shakespeare.txt.zst")[..]).unwrap();
     trained.tokenizer.encode(std::str::from_utf8(&text[..6000]).unwrap()).unwrap()

@@ -23,7 +23,7 @@ fn config(policy: PrecisionPolicy) -> Config {
     config
 }
 
-/// A process alone that counts how often a step asks how many there are: first when all of its passes are done.
+/// A single process that counts a step's calls of `world_size`; the first is after all of its passes.
 #[derive(Debug, Default)]
 struct Counting(AtomicUsize);
 

@@ -108,7 +108,7 @@ fn half_precision_ends_where_fp32_ends() {
     assert!(apart(bf16, quoted("| BF16 | ", "1.7570")) < ELSEWHERE);
     assert!((1..=6).contains(&skipped), "{skipped} steps skipped, where the page tells of 3");
 
-    // At this large rate updates exceed half a unit in the last place, and masters bring nothing within this few steps.
+    // At this large rate updates exceed half an ULP, and masters have no benefit within these few steps.
     let (without, _) = train(PrecisionPolicy::FP16, scaled(), Masters::Fp16, LR);
     println!("FP16 without masters {without:.4}");
     quoted("At a learning rate of 10^-3 FP16 without masters is no worse within ", "200");

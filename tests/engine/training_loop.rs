@@ -236,7 +236,7 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
             }
         }
     }
-    // The tables of all tensors, which every step has here, say the same.
+    // The tables of all tensors, which every step has here, agree.
     let mut seen = BTreeMap::new();
     for step in steps(&events) {
         for tensor in step.tensors.iter().filter(|tensor| tensor.stats.min_abs == Some(2f32.powi(-24))) {

@@ -230,7 +230,7 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     assert!(message.contains("it is not a BPE, so") && !out.exists(), "{message}");
 }
 
-/// The golden families that GGUF can say; the scale of Gemma's scores is the one that llama.cpp knows.
+/// The golden families that GGUF can represent; Gemma's scores have the scale that llama.cpp supports.
 fn families(folder: &Path) -> Vec<TrainedModel> {
     let names =
         ["llama", "llama-biases", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "smollm3"];
@@ -275,8 +275,8 @@ fn quantised(path: &Path, dtype: GgmlDType) -> Vec<String> {
     content.tensor_infos.into_iter().filter(|(_, info)| info.ggml_dtype == dtype).map(|(name, _)| name).collect()
 }
 
-/// The weights with each matrix rounded as `Q8_0` says: 32 values of a row are multiples of a 127th of the largest magnitude, and
-/// this step is stored in FP16.
+/// The weights with each matrix rounded to `Q8_0`: 32 values of a row are multiples of a 127th of the largest
+/// magnitude, and this step is stored in FP16.
 fn in_blocks_of_32(trained: &TrainedModel) -> Parameters {
     let weights = trained.masters().unwrap();
     for tensor in weights.tensors().iter().filter(|tensor| tensor.rank() == 2) {
@@ -489,7 +489,7 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
     let folder = tempfile::tempdir().unwrap();
     for name in ONNX {
         let trained = model(name, folder.path());
-        // One family in every type: the rest of the graph does not know of them.
+        // One family in every type: the rest of the graph does not depend on the type.
         let dtypes = if name == "deep" { &DTYPES[..] } else { &DTYPES[..1] };
         for &(dtype, tolerance) in dtypes {
             let out = folder.path().join(format!("{name}-{dtype}.onnx"));

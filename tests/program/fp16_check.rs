@@ -26,7 +26,7 @@ fn check(masters: Parameters, model: &TrainedModel) -> Fp16Report {
     fp16_check(&decoder, masters, tokens, size, |_, _| ()).unwrap()
 }
 
-/// Multiplies what `of` picks of a parameter.
+/// Multiplies the elements of a parameter that `of` selects.
 fn scale(masters: &Parameters, name: &str, factor: f32, of: impl Fn(usize) -> bool) {
     view::write_f32(masters.get(name).unwrap(), |values| {
         for (_, value) in values.iter_mut().enumerate().filter(|(i, _)| of(*i)) {
@@ -66,7 +66,7 @@ fn the_verdict_is_what_training_shows() {
     let block = report.units.iter().find(|unit| unit.unit == PrecisionUnit::Block(1)).unwrap();
     assert!(block.activation.tensor.starts_with("h.1.mlp.") && block.activation.max_abs > 65504.0, "{block:?}");
 
-    // With a smaller factor it fits, and the scale is what its gradient allows, which is enough for the others.
+    // With a smaller factor it fits; its gradient determines the scale, which is high enough for the others.
     let masters = model.weights(Dtype::F32).unwrap();
     scale(&masters, "h.1.mlp.c_fc.weight", 4096.0, |i| i % inner == 7);
     scale(&masters, "h.1.mlp.c_fc.bias", 4096.0, |i| i == 7);

@@ -1,5 +1,5 @@
 //! Runs that save memory: adapters, 8-bit moments, BF16 without masters. Killed and resumed bit for bit, exported to PEFT's format,
-//! merged, and refused where they make no sense.
+//! merged, and refused if they make no sense.
 
 use crate::common::compare::{furthest, values};
 use crate::common::desk::Desk;

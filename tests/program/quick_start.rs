@@ -1,4 +1,4 @@
-//! The run of README's first command does what README says of it.
+//! The run of README's first command behaves as README describes.
 
 use std::path::Path;
 

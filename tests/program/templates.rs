@@ -20,7 +20,7 @@ const FAMILIES: [(&str, &str); 7] = [
     ("gemma", "gemma3"),
 ];
 
-/// SmolLM2's, as its model file holds it.
+/// SmolLM2's template, from its model file.
 const SMOLLM2: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful \
      AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + \
      message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 /// How long anything may take on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
 
-/// The demonstration: brought up to date, for a test that is asked for alone does not build it.
+/// The demonstration, rebuilt first, because running a single test does not build it.
 static DEMO: LazyLock<PathBuf> = LazyLock::new(|| {
     let mut build = launch::command(env!("CARGO"));
     build.args(["build", "--quiet", "--example", "dashboard_demo"]);

@@ -59,7 +59,7 @@ struct State {
     files: HashMap<String, Vec<u8>>,
     faults: HashMap<String, Fault>,
     commit: String,
-    /// "ASK file" or "GET file" of each request, with `+token` and `+range` where they were sent.
+    /// "ASK file" or "GET file" of each request, with `+token` and `+range` if they were sent.
     log: Vec<String>,
 }
 
@@ -872,7 +872,7 @@ fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
     assert!(server.requests().iter().all(|request| request.contains("+token")), "as basic authentication");
 }
 
-/// The server itself: what the client never does, it must notice.
+/// The server itself must detect requests that the client never sends.
 #[test]
 fn the_server_speaks_http() {
     let server = Server::start();

@@ -1,5 +1,5 @@
 //! Malicious files: every kind of file that the program reads, changed at random from a seed, given to the real program with 4 GiB
-//! of address space and 30 seconds. It reads or refuses each; it neither panics nor aborts, hangs, or steers the terminal.
+//! of address space and 30 seconds. It reads or refuses each; it never panics, aborts, hangs, or controls the terminal.
 //! `MALICIOUS_FILES` sets the number of files of each kind, `MALICIOUS_FIRST` the number of the first, for files that
 //! were never tried; the long form is in `docs/faults.md`.
 

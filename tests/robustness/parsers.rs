@@ -84,7 +84,7 @@ fn bounded<T>(parse: impl FnOnce() -> T) -> T {
     result
 }
 
-/// A folder of the thread's own, in memory where the system has such a place.
+/// A folder for this thread, in memory if the system has such a file system.
 fn folder() -> PathBuf {
     thread_local! {
         static FOLDER: LazyLock<TempDir> = LazyLock::new(|| {
@@ -140,7 +140,7 @@ fn tokenizer(json: Vec<u8>) {
 }
 
 fn documents(name: &str, bytes: &[u8]) {
-    // On this thread, which waits for no other and is the one that is measured.
+    // On this thread, which waits for no other thread, because only its memory is measured.
     thread_local! {
         static ALONE: rayon::ThreadPool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build().unwrap();
     }
@@ -457,7 +457,7 @@ fn a_key_without_end_is_refused() {
     assert_eq!(Config::resolve(&layers).unwrap_err().exit_code(), 2);
 }
 
-/// A log without the end of a line is no reason to hold all of it in memory, nor to lose the next lines.
+/// A log without line ends is not read into memory as a whole, and the next lines are not lost.
 #[test]
 fn a_log_without_lines_is_passed_over() {
     let path = folder().join("endless.jsonl");

@@ -369,7 +369,7 @@ fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
             }
         }
     }
-    // One that asks for more memory than there may be becomes an error of the program that wants the rows.
+    // A reader that requests more memory than allowed becomes an error of the program that requested the rows.
     if let Some((at, value)) = aborted.first() {
         let mut bad = good.clone();
         bad[*at] = *value;
@@ -380,7 +380,7 @@ fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
     }
 }
 
-/// The footer's unknown fields are passed over: 200 lists of 2^31 booleans, which take no bytes each in the Parquet crate.
+/// The footer's unknown fields are skipped: 200 lists of 2^31 booleans, which take no bytes each in the Parquet crate.
 #[test]
 fn promise_7_a_parquet_file_that_takes_for_ever_is_refused_and_ends_with_its_reader() {
     let desk = Desk::in_memory();

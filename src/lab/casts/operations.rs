@@ -141,7 +141,7 @@ impl PrecisionProbe {
     }
 }
 
-/// The share of `results` that are the `exact` ones where both are rounded to `format`.
+/// The share of `results` that equal the `exact` ones after both are rounded to `format`.
 fn rounded_once(results: &[f64], exact: &[f64], format: FloatFormat) -> f64 {
     let equal = |(result, exact): &(&f64, &f64)| format.round(**result) == format.round(**exact);
     results.iter().zip(exact).filter(equal).count() as f64 / results.len().max(1) as f64
@@ -151,7 +151,7 @@ fn rounded_once(results: &[f64], exact: &[f64], format: FloatFormat) -> f64 {
 mod tests {
     use super::*;
 
-    /// The measurement tells sums in half precision from those in FP32.
+    /// The measurement distinguishes sums in half precision from sums in FP32.
     #[test]
     fn a_narrow_sum_is_found() {
         let terms: Vec<Vec<f64>> = (0..100u32)

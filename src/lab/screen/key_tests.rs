@@ -12,7 +12,7 @@ use crate::lab::parse_value;
 use crate::screen::terminal::Binding;
 use crate::ui::Theme;
 
-/// Parameters that change nothing at first, and the one that has to be set for them.
+/// Parameters without an effect at first, each with the parameter that enables it.
 const NEEDED: [(&str, &str, &str, &str); 5] = [
     ("scaler", "min_scale", "level", "18"),
     ("scaler", "hysteresis_refill", "hysteresis", "2"),

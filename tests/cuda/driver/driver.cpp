@@ -263,7 +263,7 @@ EXPORT Status cuMemsetD8Async(Address to, unsigned char value, size_t bytes, voi
 EXPORT Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, void* it) {
     Guard guard;
     if (!of_stream(it) || !is_memory(to, bytes)) return complain("sends to memory that is not there");
-    // Of memory whose pages are not locked the driver makes a copy before it returns.
+    // The driver copies memory whose pages are not locked before it returns.
     const auto* first = static_cast<const unsigned char*>(from);
     return enqueue([to, copy = std::vector<unsigned char>(first, first + bytes)] {
         std::memcpy(reinterpret_cast<void*>(to), copy.data(), copy.size());
@@ -273,7 +273,7 @@ EXPORT Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, v
 EXPORT Status cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, void* it) {
     Guard guard;
     if (!of_stream(it) || !is_memory(from, bytes)) return complain("fetches memory that is not there");
-    // To memory whose pages are not locked the driver copies before it returns.
+    // If the target's pages are not locked, the driver finishes the copy before it returns.
     if (work_all() == OK) std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
     return broken;
 }
@@ -342,7 +342,7 @@ EXPORT Status cuLaunchKernel(Function* function, unsigned gx, unsigned gy, unsig
         static const char* const said = std::getenv("STAND_IN_ORDER");
         static const unsigned order = said != nullptr ? std::atoi(said) : 0;
         const unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
-        // Faults on purpose, in kernels whose names begin so: one that does nothing, one that never ends, one that crashes.
+        // Deliberate faults in kernels with these name prefixes: one does nothing, one never ends, one crashes.
         const auto has = [&](const char* fault) {
             const char* const kernel = std::getenv(fault);
             return kernel != nullptr && name.rfind(kernel, 0) == 0;

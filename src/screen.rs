@@ -1,6 +1,6 @@
 //! Shows a run in the terminal: as the dashboard, as one status line, or as plain lines.
 //!
-//! Everything here reads [`telemetry`](crate::telemetry) records and knows nothing of training.
+//! Everything here reads [`telemetry`](crate::telemetry) records and does not depend on training.
 
 mod dashboard;
 mod output;

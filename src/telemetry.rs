@@ -3,7 +3,7 @@
 //! Training passes each [`Event`] to an [`Emitter`], which stamps it, appends it to `events.jsonl` and sends it to a
 //! screen. A screen (`dashboard`, or `finetune watch` in another terminal) knows only these types and controls training
 //! with
-//! [`Command`]s. Nothing here knows tensors, models or terminals.
+//! [`Command`]s. Nothing here depends on tensors, models or terminals.
 
 mod activity;
 mod command;

@@ -1,10 +1,10 @@
-// AdamW on one tensor: the twin of adamw.rs. G is the gradient's type, W the working copy's.
+// AdamW on one tensor: the counterpart of adamw.rs. G is the gradient's type, W the working copy's.
 #include "cuda/common.cuh"
 
 struct AdamW {
     const void* grad;  // G
     float *master, *exp_avg, *exp_avg_sq;
-    void* weight;  // W; null where the master is the working copy
+    void* weight;  // W; null if the master is the working copy
     u64 len;
     float lr;
     float betas[2];

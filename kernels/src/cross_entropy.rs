@@ -58,7 +58,7 @@ impl<T> HeadWorkspace<T> {
         grads: Option<DType>,
         allocate: Allocate<'_, T>,
     ) -> Result<Self> {
-        // Every tile but the last begins where a GPU's widest accesses may.
+        // Each tile starts at a multiple of 8 rows, so that a GPU's widest accesses are aligned.
         let tile = tokens.div_ceil(tiles).next_multiple_of(8).min(tokens);
         let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);
         Ok(Self {

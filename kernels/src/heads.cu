@@ -1,5 +1,5 @@
-// Heads side by side in rows: rotary positions, the twin of rope.rs; and keys and values for each head of queries, because the
-// kernels of attention know no grouped ones.
+// Adjacent heads in rows: rotary positions, the counterpart of rope.rs; and keys and values for each head of queries,
+// because the attention kernels do not support grouped queries.
 #include "cuda/common.cuh"
 
 struct Rotate {

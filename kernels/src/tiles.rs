@@ -303,7 +303,7 @@ pub(super) mod model {
     use super::{COLUMNS, ROWS, Tiles, check_room};
     use std::cell::Cell;
 
-    /// Eight tiles of 32-bit patterns; those that nothing was loaded into hold signalling patterns.
+    /// Eight tiles of 32-bit patterns; tiles that were not loaded hold signalling patterns.
     #[derive(Clone, Debug)]
     pub(in super::super) struct Model([[[u32; COLUMNS]; ROWS]; 8]);
 

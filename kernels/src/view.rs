@@ -1,7 +1,7 @@
 //! Typed slices of candle tensors: the only access to their CPU storage.
 //!
-//! A [`View`] knows its element type at run time and loads rows as FP32, so kernels compute on FP32 rows and need no copy for
-//! each combination of storage types. The match for each row costs nothing compared with the row's work.
+//! A [`View`] has its element type at run time and loads rows as FP32, so kernels compute on FP32 rows and need no copy
+//! for each combination of storage types. The match for each row costs nothing compared with the row's work.
 
 use crate::convert::Element;
 use crate::precision::FloatFormat;
@@ -225,7 +225,7 @@ pub fn host(tensor: &Tensor) -> Result<Tensor> {
 /// Elements of a contiguous tensor, counted in row-major order, in host memory: a view if it is on the CPU.
 pub fn host_range(tensor: &Tensor, range: Range<usize>) -> Result<Tensor> {
     let part = tensor.flatten_all()?.narrow(0, range.start, range.len())?;
-    // Of a view, candle copies all that it is a view of.
+    // For a view, candle copies the whole tensor that it is a view of.
     if tensor.device().is_cpu() { Ok(part) } else { host(&part.force_contiguous()?) }
 }
 

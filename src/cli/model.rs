@@ -44,8 +44,8 @@ pub(super) struct ModelSourceArgs {
 }
 
 impl ModelSourceArgs {
-    /// Opens the model, downloading it if necessary; warns about damaged checkpoints that were skipped. The reporter says
-    /// what the command is busy with until it is dropped.
+    /// Opens the model, downloading it if necessary; warns about damaged checkpoints that were skipped. The reporter
+    /// shows the command's activity until it is dropped.
     pub(super) fn open(&self) -> Result<(TrainedModel, Reporter)> {
         if self.name == "tiny" {
             let message = "the built-in model has no weights of its own; train it, and give the run's folder";

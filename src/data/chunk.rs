@@ -1,4 +1,4 @@
-//! Chunks of text that are tokenized separately, and where a text may be split into them.
+//! Chunks of text that are tokenized separately, and the positions at which a text may be split.
 
 use std::ops::Range;
 

@@ -251,7 +251,7 @@ mod tests {
     }
 
     proptest! {
-        /// Tokens do not depend on where a text was cut.
+        /// Tokens do not depend on the positions at which a text is split.
         #[test]
         fn both_sides_of_a_seam_give_the_tokens_of_the_whole(text in "([a-z]{1,5}|[ \\n]{1,3}|'s|[0-9é.,!]{1,2}){2,30}") {
             static TOKENIZER: LazyLock<Tokenizer> =

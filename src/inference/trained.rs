@@ -133,7 +133,7 @@ impl TrainedModel {
     /// The same model with the adapters in `folder`, in PEFT's format.
     ///
     /// # Errors
-    /// [`Error::Model`] naming what does not fit; [`Error::Config`] where the model has adapters already.
+    /// [`Error::Model`] naming the part that does not fit; [`Error::Config`] if the model already has adapters.
     pub fn with_adapters(self, folder: &Path) -> Result<Self> {
         if self.adapters.is_some() {
             return Err(Error::config(

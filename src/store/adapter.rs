@@ -259,7 +259,7 @@ impl AdapterConfig {
     }
 }
 
-/// Whether a value says that something is not used.
+/// Whether a value means that a feature is not used.
 fn is_disabled(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,

@@ -14,9 +14,9 @@ use std::sync::Arc;
 
 /// Values hashed at a time.
 const HASH_CHUNK: usize = 1 << 16;
-/// Values of a table of tokens that are read at a time, or four rows more. In FP32 and whole, that of a large
-/// vocabulary would take more than all else that a run over a frozen base holds. A multiple of four, as drawing wants
-/// it.
+/// Values of a token table that are read at a time, or four rows if they are more. The whole table of a large
+/// vocabulary in FP32 would take more memory than the rest of a run over a frozen base. A multiple of four, which
+/// random initialisation requires.
 const TABLE_CHUNK: usize = 1 << 20;
 
 /// Adapters over their base.
@@ -33,8 +33,8 @@ pub struct AdaptedModel {
 /// quantized blocks of `gguf`. `origin` is the base's name in error messages.
 ///
 /// # Errors
-/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or what `read_part`
-/// says.
+/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or the error of
+/// `read_part`.
 pub fn load_with_base(
     spec: &ModelSpec,
     compute: Dtype,

@@ -62,7 +62,7 @@ pub(crate) fn key_bias_apart(tensors: &BTreeMap<String, Tensor>) -> BTreeMap<Str
     apart
 }
 
-/// Asserts that both hold the same names and that every tensor is within `tolerance` of the truth, [`relative`]ly.
+/// Asserts that both hold the same names and that every tensor is within a [`relative`] `tolerance` of the reference.
 ///
 /// The key third of `c_attn.bias` is compared on the scale of the whole bias, to `key_tolerance`.
 pub(crate) fn assert_close(

@@ -148,7 +148,7 @@ fn views_take_their_numbers_from_a_run() {
     assert!(values.eq(shown), "{name} is another");
 }
 
-/// Each entry of the page on common errors in texts has a command that shows the truth.
+/// Each entry of the page on common mistakes has a command that shows the correct result.
 #[test]
 fn the_commands_of_the_folklore_show_what_it_says() {
     const SHOWN: [(&str, &str); 14] = [

@@ -191,7 +191,7 @@ fn a_merge_whose_logits_are_not_finite_is_an_error() {
 
 const IDS: [u32; 12] = [1, 7, 33, 2, 99, 200, 13, 13, 64, 5, 128, 90];
 
-/// The run, its export and the merged model answer alike; `generate` and `eval` take each of them.
+/// The run, its export and the merged model give the same answers; `generate` and `eval` take each of them.
 #[test]
 fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     let desk = desk();

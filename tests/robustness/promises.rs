@@ -297,7 +297,7 @@ fn promise_8_an_interrupt_while_a_run_is_prepared_ends_it_with_130() {
     let desk = Desk::in_memory();
     let pipe = desk.path("never.txt");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    // A writer that never says anything keeps the preparation waiting.
+    // A writer that never writes keeps the preparation waiting.
     let _writer = fs::File::options().read(true).write(true).open(&pipe).unwrap();
     let run = Running::start(&desk, "", &format!("--run r --data never.txt {SMALL}"));
     std::thread::sleep(Duration::from_millis(500));

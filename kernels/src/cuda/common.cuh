@@ -80,7 +80,7 @@ template <class T> __device__ inline void store_rounded(void* base, size_t index
     store(static_cast<T*>(base), index, from_float<T>(value));
 }
 
-// The `N` elements starting at `index`: by one access if `whole`, which wants the first of them aligned to a pack; or
+// The `N` elements starting at `index`: by one access if `whole`, which requires `index` to be aligned to a pack; or
 // else the first `count`, one by one, and zeros for the others.
 template <class T, int N>
 __device__ inline void load_pack(const void* base, size_t index, bool whole, unsigned count, float (&out)[N]) {

@@ -149,7 +149,7 @@ impl<C: Element> Output<C> {
         }
     }
 
-    /// Rounds a tile into this matrix as `epilogue` says.
+    /// Rounds a tile into this matrix and applies `epilogue`.
     ///
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.

@@ -122,7 +122,7 @@ pub(super) fn pack<T: Element>(
     Layout { width, unit }: Layout,
     panels: &mut [u32],
 ) {
-    // The compiler needs to know the width: panels are filled in pieces of it.
+    // The compiler needs the width as a constant: panels are filled in pieces of it.
     match width {
         4 => pack_panels::<T, 4>(lines, first, depth, unit, panels),
         6 => pack_panels::<T, 6>(lines, first, depth, unit, panels),

@@ -272,7 +272,7 @@ mod tests {
         check_every_rounding(FloatFormat::BF16, |x| bf16::from_f32(x).to_f64());
     }
 
-    /// `float8` saturates: the largest value stands where ours leaves the range.
+    /// `float8` saturates: it has the largest value if this module's result leaves the range.
     #[test]
     fn fp8_matches_float8_except_for_overflow() {
         let saturated = |format: FloatFormat, x: f64| format.decode(format.encode_saturating(x));

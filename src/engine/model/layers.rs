@@ -1,5 +1,5 @@
-//! The layers with parameters. A layer knows its tensors; `forward` writes what `backward` needs into the caller's buffers, and
-//! `backward` writes the gradients of its parameters.
+//! The layers with parameters. A layer holds references to its tensors; `forward` writes what `backward` needs into the
+//! caller's buffers, and `backward` writes the gradients of its parameters.
 
 use super::adapter::{Adapter, AdapterPass};
 use super::decoder::ForwardMode;

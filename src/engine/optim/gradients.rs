@@ -21,7 +21,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct Gradients {
     grads: Parameters,
-    /// FP32, one for each node that can be open at a time; none where a step has one micro-batch.
+    /// FP32, one for each node that can be open at a time; none if a step has one micro-batch.
     sums: Vec<Parameters>,
     nodes: ReductionTree,
     /// Whether a step may have several micro-batches, so that its sum is FP32.

@@ -116,7 +116,7 @@ impl App {
         let mut lines = vec![
             ("steps", format!("{}, {} applied, {} skipped", finished.step, finished.updates, finished.skipped)),
             ("tokens", format::count(finished.tokens as f64)),
-            // Of all the run's processes.
+            // Includes earlier processes of the run.
             ("time", format::clock(run.last_s.max(finished.seconds))),
             ("loss", format::loss(f64::from(finished.loss))),
         ];

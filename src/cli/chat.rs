@@ -4,7 +4,7 @@ use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::inference::chat::Chat;
-use crate::inference::generate::{FinishReason, GenerationRequest, Sampling, TextStream, generate};
+use crate::inference::generate::{GenerationRequest, Sampling, StopReason, TextStream, generate};
 use crate::inference::trained::TrainedModel;
 use crate::{Error, Result};
 use clap::Args;
@@ -169,9 +169,9 @@ impl ChatResponder<'_> {
         say(&mut answer, &rest)?;
         out.write_all(b"\n").map_err(Error::io("write to", "standard output"))?;
         match reason {
-            FinishReason::Length => print_notice("(cut at `--max-tokens`)"),
-            FinishReason::ContextFull => print_notice("(the context is full; /reset restarts it)"),
-            FinishReason::EndOfText | FinishReason::Callback => {}
+            StopReason::Length => print_notice("(cut at `--max-tokens`)"),
+            StopReason::ContextFull => print_notice("(the context is full; /reset restarts it)"),
+            StopReason::EndOfText | StopReason::Callback => {}
         }
         Ok(answer.trim().to_owned())
     }

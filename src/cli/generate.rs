@@ -2,7 +2,7 @@
 
 use crate::cli::model::ModelArgs;
 use crate::engine::model::KvCache;
-use crate::inference::generate::{FinishReason, GenerationRequest, Sampling, TextStream, generate, prompt_ids};
+use crate::inference::generate::{GenerationRequest, Sampling, StopReason, TextStream, generate, prompt_ids};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{ErrorKind, IsTerminal, Write, stderr};
@@ -90,15 +90,15 @@ fn write_text(out: &mut dyn Write, text: &str) -> Result<bool> {
 }
 
 /// Prints why it ended if standard error is a terminal or the context is full.
-fn report(reason: FinishReason, count: usize, context: usize, began: Instant) {
+fn report(reason: StopReason, count: usize, context: usize, began: Instant) {
     let seconds = began.elapsed().as_secs_f64();
     let why = match reason {
-        FinishReason::EndOfText => "the text is complete".to_owned(),
-        FinishReason::Length => "`--max-tokens` reached".to_owned(),
-        FinishReason::ContextFull => format!("the context of {context} tokens is full"),
-        FinishReason::Callback => return,
+        StopReason::EndOfText => "the text is complete".to_owned(),
+        StopReason::Length => "`--max-tokens` reached".to_owned(),
+        StopReason::ContextFull => format!("the context of {context} tokens is full"),
+        StopReason::Callback => return,
     };
-    if reason == FinishReason::ContextFull || stderr().is_terminal() {
+    if reason == StopReason::ContextFull || stderr().is_terminal() {
         let rate = count as f64 / seconds.max(1e-9);
         writeln!(stderr(), "stopped after {count} tokens: {why} ({rate:.1} tokens/s)").ok();
     }

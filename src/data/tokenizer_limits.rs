@@ -69,10 +69,10 @@ mod tests {
         let replace = |from: &str, to: String| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
         let sequence = |steps: Vec<Value>| json!({"type": "Sequence", "normalizers": steps});
         for (normalizer, message) in [
-            (replace("a", "a".repeat(1000)), "up to 1001 times as long"),
+            (replace("a", "a".repeat(1000)), "text 1001 times as long"),
             (sequence(vec![replace("a", "aa".into()); 20]), "times as long"),
-            (json!({"type": "Replace", "pattern": {"Regex": ""}, "content": "b".repeat(70)}), "up to 71 times"),
-            (json!({"type": "Prepend", "prepend": "x".repeat(100)}), "up to 101 times"),
+            (json!({"type": "Replace", "pattern": {"Regex": ""}, "content": "b".repeat(70)}), "text 71 times"),
+            (json!({"type": "Prepend", "prepend": "x".repeat(100)}), "text 101 times"),
             (json!({"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}), "of 8 bytes is damaged"),
             (json!({"type": "Precompiled", "precompiled_charsmap": "?"}), "not base64"),
             (json!({"type": "Precompiled", "precompiled_charsmap": "a b"}), "not base64"),

@@ -106,13 +106,13 @@ struct UnitStats {
     weights: TensorSurvey,
 }
 
-struct AmaxHook<'a> {
+struct RangeHook<'a> {
     spec: &'a ModelSpec,
     kernels: &'a dyn Kernels,
     units: BTreeMap<PrecisionUnit, UnitStats>,
 }
 
-impl Hook for AmaxHook<'_> {
+impl Hook for RangeHook<'_> {
     fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         let weights = matches!(part, TensorKind::WeightGradient | TensorKind::BiasGradient);
         let found = self.kernels.survey(tensor, FloatFormat::FP32, weights)?;
@@ -130,13 +130,13 @@ impl Hook for AmaxHook<'_> {
 }
 
 /// The first tensor that is not finite.
-struct FirstNonFinite<'a> {
+struct FiniteCheckHook<'a> {
     spec: &'a ModelSpec,
     kernels: &'a dyn Kernels,
     found: Option<String>,
 }
 
-impl Hook for FirstNonFinite<'_> {
+impl Hook for FiniteCheckHook<'_> {
     fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         if self.found.is_none() && !self.kernels.survey(tensor, FloatFormat::FP32, false)?.stats.is_finite() {
             self.found = Some(name_of(self.spec, layer, part));
@@ -169,7 +169,7 @@ pub fn fp16_check(
         .filter(|batch| batch.num_label_tokens > 0)
         .collect();
     let total = 2 * batches.len();
-    let mut record = AmaxHook { spec, kernels, units: BTreeMap::new() };
+    let mut record = RangeHook { spec, kernels, units: BTreeMap::new() };
     {
         let mut passes = CheckPasses::new(model, PrecisionPolicy::FP32, &masters, (batch_size, seq_len))?;
         for (done, batch) in batches.iter().enumerate() {
@@ -192,7 +192,7 @@ pub fn fp16_check(
                 passes.grads.change_dtype(pack, Dtype::F32)?;
             }
         }
-        let mut non_finite = FirstNonFinite { spec, kernels, found: None };
+        let mut non_finite = FiniteCheckHook { spec, kernels, found: None };
         for (done, batch) in batches.iter().enumerate() {
             passes.run(&weights, batch, best_scale, &mut non_finite)?;
             progress(batches.len() + done + 1, total);

@@ -91,7 +91,7 @@ impl Sampling {
 
 /// Why generation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
+pub enum StopReason {
     /// The model generated the end-of-text token.
     EndOfText,
     /// The requested number of tokens was generated.
@@ -132,14 +132,14 @@ pub fn generate(
     cache: &mut KvCache,
     request: GenerationRequest<'_>,
     mut on_token: impl FnMut(u32) -> Result<bool>,
-) -> Result<FinishReason> {
+) -> Result<StopReason> {
     let mut processor = LogitsProcessor::from_sampling(request.sampling.seed, request.sampling.choice());
     let mut seen = request.prompt.to_vec();
     let mut new = 0;
     cache.truncate(0);
     for _ in 0..request.max_tokens {
         if seen.len() > cache.capacity() {
-            return Ok(FinishReason::ContextFull);
+            return Ok(StopReason::ContextFull);
         }
         let hidden = model.decode(weights, &seen[new..], cache)?;
         let last = hidden.narrow(0, seen.len() - new - 1, 1)?;
@@ -148,15 +148,15 @@ pub fn generate(
         let logits = with_repetition_penalty(logits, request.sampling.repetition_penalty, &seen)?;
         let next = processor.sample(&request.sampling.prepared(&logits)?)?;
         if request.stop_token_ids.contains(&next) {
-            return Ok(FinishReason::EndOfText);
+            return Ok(StopReason::EndOfText);
         }
         if !on_token(next)? {
-            return Ok(FinishReason::Callback);
+            return Ok(StopReason::Callback);
         }
         new = seen.len();
         seen.push(next);
     }
-    Ok(FinishReason::Length)
+    Ok(StopReason::Length)
 }
 
 fn with_repetition_penalty(logits: Tensor, penalty: f32, seen: &[u32]) -> Result<Tensor> {

@@ -173,13 +173,19 @@ fn weight_files(folder: &Path) -> Result<Vec<TensorFile>> {
     Err(Error::model(folder.display(), message))
 }
 
-/// The files listed in an index, each a plain file name in the folder.
-fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
+/// The `weight_map` of an index: the file of each tensor.
+pub(super) fn weight_map(index: &[u8]) -> Result<BTreeMap<String, String>, String> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
-    let Index { weight_map } = serde_json::from_slice(index).map_err(|error| format!("not an index: {error}"))?;
+    let index: Index = serde_json::from_slice(index).map_err(|error| format!("not an index of weights: {error}"))?;
+    Ok(index.weight_map)
+}
+
+/// The files listed in an index, each a plain file name in the folder.
+fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
+    let weight_map = weight_map(index)?;
     for (tensor, file) in &weight_map {
         if Path::new(file).file_name() != Some(OsStr::new(file)) {
             return Err(format!("tensor `{tensor}` is listed in `{file}`, which is not a file of this folder"));

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use crate::data::{Downloader, HubFile};
 use crate::digest::read_at_most;
 use crate::store::aux_files::AuxFiles;
+use crate::store::folder::weight_map;
 use crate::{Error, Result};
 
 use cache::RepoCache;
@@ -407,13 +408,7 @@ impl Repo {
 
 /// The files listed in an index of sharded weights. The index is untrusted, so its names are checked.
 fn shards(index: &Path) -> Result<Vec<String>> {
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: std::collections::BTreeMap<String, String>,
-    }
-    let bytes = read_at_most(index, MAX_JSON)?;
-    let Index { weight_map } = serde_json::from_slice(&bytes)
-        .map_err(|error| Error::hub(index.display(), format!("not an index of weights: {error}")))?;
+    let weight_map = weight_map(&read_at_most(index, MAX_JSON)?).map_err(|error| Error::hub(index.display(), error))?;
     let files: std::collections::BTreeSet<String> = weight_map.into_values().collect();
     let safe = |file: &String| is_plain_path(file) && file.ends_with(".safetensors");
     if files.len() > MAX_SHARDS {

@@ -12,7 +12,7 @@ use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::model::{
     Decoder, ForwardMode, InputIds, KvCache, ModelSpec, Parameters, Workspace, candle_dtype,
 };
-use finetune::inference::generate::{FinishReason, GenerationRequest, Sampling, generate};
+use finetune::inference::generate::{GenerationRequest, Sampling, StopReason, generate};
 use finetune::precision::PrecisionPolicy;
 use finetune::store::ModelFolder;
 use finetune::train::Sampler;
@@ -122,7 +122,7 @@ fn tokens(
     max_tokens: usize,
     stop_token_ids: &[u32],
     sampling: &Sampling,
-) -> (Vec<u32>, FinishReason) {
+) -> (Vec<u32>, StopReason) {
     let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, capacity, &Device::Cpu).unwrap();
     let mut ids = Vec::new();
     let request = GenerationRequest { prompt, max_tokens, stop_token_ids, sampling };
@@ -146,7 +146,7 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
         ids.push(last.argmax(0).unwrap().to_scalar::<u32>().unwrap());
     }
     let (cached, stop) = tokens(&model, 128, &ids[..3], 40, &[], &GREEDY);
-    assert_eq!((cached.as_slice(), stop), (&ids[3..], FinishReason::Length));
+    assert_eq!((cached.as_slice(), stop), (&ids[3..], StopReason::Length));
 
     // Training's samples are the same text.
     let tokenizer = Tokenizer::byte();
@@ -222,7 +222,7 @@ fn the_end_of_text_token_ends_it_and_is_not_returned() {
     let (ids, _) = tokens(&model, 64, &[1], 20, &[], &GREEDY);
     let eos = ids[7];
     let first = ids.iter().position(|&id| id == eos).unwrap();
-    assert_eq!(tokens(&model, 64, &[1], 20, &[300, eos], &GREEDY), (ids[..first].to_vec(), FinishReason::EndOfText));
+    assert_eq!(tokens(&model, 64, &[1], 20, &[300, eos], &GREEDY), (ids[..first].to_vec(), StopReason::EndOfText));
 }
 
 #[test]
@@ -230,7 +230,7 @@ fn a_full_context_ends_it() {
     let model = tiny(PrecisionPolicy::FP32);
     // Ten places: three for the prompt, seven for tokens that are looked at, and one more token is chosen from them.
     let (ids, stop) = tokens(&model, 10, &[1, 2, 3], 100, &[], &GREEDY);
-    assert_eq!((ids.len(), stop), (8, FinishReason::ContextFull));
+    assert_eq!((ids.len(), stop), (8, StopReason::ContextFull));
 }
 
 #[test]
@@ -243,7 +243,7 @@ fn the_receiver_can_stop_generation() {
         count += 1;
         Ok(count < 4)
     });
-    assert_eq!((stop.unwrap(), count), (FinishReason::Callback, 4));
+    assert_eq!((stop.unwrap(), count), (StopReason::Callback, 4));
 }
 
 #[test]

@@ -19,6 +19,6 @@ pub use page::{Line, Page, Span};
 #[cfg(test)]
 pub(crate) use palette::Palette;
 pub(crate) use palette::may_colour;
-pub(crate) use plot::{Axes, Plot, extent};
+pub(crate) use plot::{Axes, DOTS, Plot, extent};
 pub(crate) use ruler::Ruler;
 pub use theme::{ColorScheme, Role, Theme};

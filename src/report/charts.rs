@@ -1,24 +1,14 @@
 //! The charts of a run's page.
 
-use crate::telemetry::{Bucket, Curve, RunState, SMOOTHING, histogram, smoothing_for};
+use crate::telemetry::{Bucket, Curve, PLOTTED, Plotted, RunState, SMOOTHING, histogram, smoothing_for};
 use crate::ui::html::{SvgAxes, escape};
 use crate::ui::{extent, format};
 use std::fmt::Write;
 
 /// All charts that have data.
 pub(super) fn all(run: &RunState) -> String {
-    let [lr, norm, speed, memory, ..] = &run.curves.plotted;
-    let bytes = |y: f64| format::bytes(y.max(0.0) as u64);
-    let charts = [
-        loss(run),
-        scale(run),
-        gradients(run),
-        line(run, "lr", "Learning rate, by step", lr, |y| format!("{y:.1e}")),
-        line(run, "norm", "Global gradient norm before clipping, by step", norm, format::short),
-        line(run, "speed", "Tokens a second, by step", speed, |y| format!("{y:.0}")),
-        line(run, "memory", "Resident memory, by step", memory, bytes),
-    ];
-    charts.into_iter().flatten().collect()
+    let lines = PLOTTED.iter().zip(&run.curves.plotted).enumerate().map(|(n, plotted)| line(run, n, plotted));
+    [loss(run), scale(run), gradients(run)].into_iter().chain(lines).flatten().collect()
 }
 
 fn x_of(run: &RunState) -> (f64, f64) {
@@ -132,12 +122,15 @@ fn gradients(run: &RunState) -> Option<String> {
     Some(axes.picture("gradients", title, &words, &body, |y| format!("10^{y:.0}")) + &legend + &note)
 }
 
-fn line(run: &RunState, id: &str, title: &str, curve: &Curve, label: fn(f64) -> String) -> Option<String> {
+/// The chart of the `n`th of [`PLOTTED`].
+fn line(run: &RunState, n: usize, (plotted, curve): (&Plotted, &Curve)) -> Option<String> {
     let buckets = curve.since(0);
     let axes = SvgAxes { x: x_of(run), y: y_of(ends(&buckets))? };
     let mut body = String::new();
     band(&axes, &buckets, &mut body);
     means(&axes, &buckets, "plain", &mut body);
+    let label = |value| format::quantity(plotted.quantity, value);
     let last = buckets.last().and_then(Bucket::mean).map_or_else(|| "unknown".into(), label);
-    Some(axes.picture(id, title, &format!("at the end {last}"), &body, label))
+    let title = format!("{}, by step", plotted.title);
+    Some(axes.picture(&format!("curve-{n}"), &title, &format!("at the end {last}"), &body, label))
 }

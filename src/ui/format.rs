@@ -1,5 +1,6 @@
 //! Formats numbers for display, in few columns.
 
+use crate::telemetry::Quantity;
 use crate::untrusted::is_unsafe_char;
 
 /// A loss scale or factor: `2^15` if it is a power of two, else as [`short`] writes it.
@@ -28,6 +29,16 @@ pub(crate) fn short(value: f64) -> String {
 /// A magnitude in the table of tensors: `6.0e-8`, always with an exponent; `-` if there is none.
 pub(crate) fn magnitude(value: Option<f32>) -> String {
     value.map_or_else(|| "-".into(), |value| format!("{value:.1e}"))
+}
+
+/// A value of a [`Quantity`].
+pub(crate) fn quantity(quantity: Quantity, value: f64) -> String {
+    match quantity {
+        Quantity::Rate => rate(value),
+        Quantity::Number => short(value),
+        Quantity::Count => count(value),
+        Quantity::Bytes => bytes(value.max(0.0) as u64),
+    }
 }
 
 /// A loss: three decimals, `NaN` or `inf`.

@@ -33,7 +33,7 @@ struct PlotCell {
 }
 
 /// The bits of a braille character's dots, by row and column.
-const DOTS: [[u8; 2]; 4] = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]];
+pub(crate) const DOTS: [[u8; 2]; 4] = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]];
 
 impl Axes<'_> {
     /// The labels at the top, in the middle and at the bottom.

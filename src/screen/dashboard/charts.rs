@@ -93,17 +93,8 @@ impl AxisUnit {
             Self::Loss(decimals) => format!("{y:.decimals$}"),
             Self::LogLoss(decimals) => format!("{:.decimals$}", 10f64.powf(y)),
             Self::Power => format!("2^{y:.0}"),
-            Self::Of(quantity) => written(quantity, y),
+            Self::Of(quantity) => format::quantity(quantity, y),
         }
-    }
-}
-
-fn written(quantity: Quantity, value: f64) -> String {
-    match quantity {
-        Quantity::Rate => format::rate(value),
-        Quantity::Number => format::short(value),
-        Quantity::Count => format::count(value),
-        Quantity::Bytes => format::bytes(value.max(0.0) as u64),
     }
 }
 
@@ -472,7 +463,7 @@ fn figures(scene: &Scene, step: u64) -> Vec<(String, Role)> {
         figures.push((format!("scale 2^{scale}"), Role::Text));
     }
     for (plotted, curve) in PLOTTED.iter().zip(&curves.plotted) {
-        let figure = |value| (format!("{} {}", plotted.short, written(plotted.quantity, value)), Role::Text);
+        let figure = |value| (format!("{} {}", plotted.short, format::quantity(plotted.quantity, value)), Role::Text);
         figures.extend(mean(curve).map(figure));
     }
     figures

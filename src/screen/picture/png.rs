@@ -1,6 +1,6 @@
 //! A frame as PNG, drawn with GNU Unifont, which covers the basic multilingual plane.
 
-use crate::ui::ColorScheme;
+use crate::ui::{ColorScheme, DOTS};
 use crate::{Error, Result};
 use ratatui::buffer::Buffer;
 use ratatui::style::{Color, Modifier};
@@ -59,9 +59,8 @@ impl PixelBuffer {
         for row in 0..HEIGHT {
             let lit = |column: usize| {
                 if let Some(dots) = dots {
-                    // Bits by row and column, in Unicode's numbering of the dots; each dot is 2×2 pixels.
-                    const BITS: [[u32; 2]; 4] = [[0, 3], [1, 4], [2, 5], [6, 7]];
-                    let set = dots >> BITS[row / 4][column / 4] & 1 == 1;
+                    // Each dot is 2×2 pixels.
+                    let set = dots & u32::from(DOTS[row / 4][column / 4]) != 0;
                     return set && (1..3).contains(&(row % 4)) && (1..3).contains(&(column % 4));
                 }
                 let part = column * drawn / taken..(column + 1) * drawn / taken;

@@ -1,6 +1,6 @@
 //! A frame as SVG. Braille, blocks and lines are drawn as shapes, so the picture does not depend on the viewer's fonts.
 
-use crate::ui::ColorScheme;
+use crate::ui::{ColorScheme, DOTS};
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::style::{Color, Modifier};
 use std::fmt::Write;
@@ -116,13 +116,12 @@ fn shape(c: char, x: f64, y: f64, ink: &str) -> Option<String> {
 }
 
 fn braille(dots: u32, x: f64, y: f64, ink: &str) -> String {
-    // Bit to (column, row), in Unicode's numbering of the dots.
-    const PLACES: [(f64, f64); 8] =
-        [(0.0, 0.0), (0.0, 1.0), (0.0, 2.0), (1.0, 0.0), (1.0, 1.0), (1.0, 2.0), (0.0, 3.0), (1.0, 3.0)];
-    let lit = PLACES.iter().enumerate().filter(|(bit, _)| dots >> bit & 1 == 1);
-    lit.fold(String::new(), |mut out, (_, (column, row))| {
-        let (cx, cy) = (x + 2.0 + column * 4.0, y + 2.0 + row * 4.0);
-        let _ = writeln!(out, "<circle cx=\"{cx}\" cy=\"{cy}\" r=\"1.3\" fill=\"{ink}\"/>");
-        out
-    })
+    let mut out = String::new();
+    for (row, bits) in DOTS.iter().enumerate() {
+        for column in (0..2).filter(|&column| dots & u32::from(bits[column]) != 0) {
+            let (cx, cy) = (x + 2.0 + column as f64 * 4.0, y + 2.0 + row as f64 * 4.0);
+            let _ = writeln!(out, "<circle cx=\"{cx}\" cy=\"{cy}\" r=\"1.3\" fill=\"{ink}\"/>");
+        }
+    }
+    out
 }

@@ -51,7 +51,7 @@ pub const PLOTTED: [Plotted; 4] = [
     Plotted {
         short: "tok/s",
         name: "tokens/s",
-        title: "Tokens a second",
+        title: "Tokens per second",
         quantity: Quantity::Count,
         of: |step| Some(step.tokens_per_s),
     },

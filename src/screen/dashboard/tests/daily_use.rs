@@ -160,7 +160,7 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
         (None, "Loss scale (log2)", "2^15│"),
         (Some(0), "Learning rate", "e-5│"),
         (Some(1), "Gradient norm", "│"),
-        (Some(2), "Tokens a second", "10.2k│"),
+        (Some(2), "Tokens per second", "10.2k│"),
         (Some(3), "Resident memory", "1.2 GiB│"),
     ] {
         assert_eq!(view.scene.charts.second, chosen);

@@ -1,6 +1,6 @@
 //! Drawing shared by every screen, page and report: roles and their colours, charts, formats of numbers.
 //!
-//! The functions receive figures, series and text; each caller decides what they mean.
+//! The functions receive figures, series and text; their meaning is the caller's.
 
 mod ascii;
 mod canvas;

@@ -1,4 +1,4 @@
-//! `finetune doctor`: reports what this machine can do.
+//! `finetune doctor`: reports the capabilities of this machine.
 
 use crate::doctor::{Diagnosis, diagnose};
 use crate::{Error, Result, untrusted};

@@ -33,7 +33,7 @@ impl<W: Write> PlainPrinter<W> {
         Self::after(RunState::default(), out, log_every)
     }
 
-    /// Like [`PlainPrinter::new`], but prints only what happens after `run`.
+    /// Like [`PlainPrinter::new`], but prints only the events after `run`.
     pub(super) fn after(run: RunState, out: W, log_every: u64) -> Self {
         let (losses, phases) = ((0.0, 0), PhaseLines::default());
         Self { out, log_every: log_every.max(1), run, losses, due_at: 0.0, phases }

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use super::oracle::{IGNORED, Shape};
 
 /// The cases under `tests/golden/families`.
-pub(crate) const FAMILIES: [&str; 15] = [
+pub(crate) const FAMILIES: [&str; 17] = [
     "llama",
     "llama-biases",
     "llama-linear",
@@ -29,10 +29,12 @@ pub(crate) const FAMILIES: [&str; 15] = [
     "smollm3-window",
     "olmo2",
     "granite",
+    "phi3",
+    "phi3-longrope",
 ];
 
 /// The cases under `tests/golden/lora`.
-pub(crate) const LORA: [&str; 11] = [
+pub(crate) const LORA: [&str; 12] = [
     "gpt2",
     "gpt2-dora",
     "llama-rslora",
@@ -44,6 +46,7 @@ pub(crate) const LORA: [&str; 11] = [
     "smollm3",
     "olmo2",
     "granite-dora",
+    "phi3",
 ];
 
 /// The cases of GPT-2 under `tests/golden`.

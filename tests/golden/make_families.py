@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Qwen2Config, Qwen3Config, SmolLM3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
@@ -141,6 +141,13 @@ CASES = {
     "granite": Case(GraniteConfig, {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 1.5,
         "mlp_bias": True, "tie_word_embeddings": True}, 54),
+    # Fused weights, three heads over one, a window.
+    "phi3": Case(Phi3Config, {"num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 5}, 55, seq=13),
+    # Six of a head's eight elements are rotated, by the factors of a sequence beyond the original context.
+    "phi3-longrope": Case(Phi3Config, SMALL | {
+        "tie_word_embeddings": True, "original_max_position_embeddings": 16, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 2.5, 4.0]}}, 56, seq=19),
 }
 
 ROPES = [
@@ -152,6 +159,10 @@ ROPES = [
     (32, 1e6, 131072, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
     (16, 1e4, 256, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
                     "beta_slow": 2.0, "mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}),
+    (8, 1e4, 512, {"rope_type": "longrope", "original_max_position_embeddings": 256,
+                   "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.2, 2.5, 4.0, 8.0]}),
+    (8, 1e4, 512, {"rope_type": "longrope", "original_max_position_embeddings": 400, "factor": 3.0,
+                   "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.2, 2.5, 4.0, 8.0]}),
 ]
 
 

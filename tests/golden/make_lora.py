@@ -45,6 +45,7 @@ CASES = {
     "smollm3": ("families/smollm3-window", {"target_modules": "all-linear"}),
     "olmo2": ("families/olmo2", {"target_modules": "all-linear"}),
     "granite-dora": ("families/granite", {"target_modules": "all-linear", "use_dora": True}),
+    "phi3": ("families/phi3", {"target_modules": "all-linear"}),
 }
 
 # Where another seed would have PyTorch's own FP32 run end 1e-5 from its FP64 run.

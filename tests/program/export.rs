@@ -232,8 +232,20 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
 
 /// The golden families that GGUF can represent; Gemma's scores have the scale that llama.cpp supports.
 fn families(folder: &Path) -> Vec<TrainedModel> {
-    let names =
-        ["llama", "llama-biases", "llama-linear", "llama-llama3", "llama-yarn", "mistral", "qwen2", "qwen3", "smollm3"];
+    let names = [
+        "llama",
+        "llama-biases",
+        "llama-linear",
+        "llama-llama3",
+        "llama-yarn",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "olmo2",
+        "granite",
+        "phi3",
+    ];
     let ends = ("eos_token_id", serde_json::json!([27, 3]));
     let with_ends = |name: &str| changed_model(&format!("families/{name}"), folder, std::slice::from_ref(&ends));
     let mut models: Vec<TrainedModel> = names.into_iter().map(with_ends).collect();
@@ -323,6 +335,7 @@ fn what_gguf_has_no_word_for_is_refused() {
     for (name, expected) in [
         ("llama-dynamic", "llama.cpp has no rotary embeddings of the type `dynamic`"),
         ("qwen2-window", "GGUF has no key for the windows of `qwen2`"),
+        ("phi3-longrope", "GGUF files with rotary embeddings of the type `longrope` are not supported"),
         ("smollm3-window", "GGUF has no key for the windows of `smollm3`"),
         ("gemma3", "llama.cpp takes `query_pre_attn_scalar` to be 6"),
     ] {
@@ -460,7 +473,7 @@ fn the_gguf_package_reads_the_file() {
 }
 
 /// Models whose graphs are compared.
-const ONNX: [&str; 15] = [
+const ONNX: [&str; 16] = [
     "deep",
     "untied",
     "families/llama",
@@ -476,6 +489,7 @@ const ONNX: [&str; 15] = [
     "families/smollm3-window",
     "families/olmo2",
     "families/granite",
+    "families/phi3",
 ];
 
 /// The Python of `FINETUNE_PYTHON`, if it has onnxruntime.
@@ -549,7 +563,7 @@ fn a_graph_cannot_change_its_base_with_the_length() {
     let out = folder.path().join("x.onnx");
     let message =
         export(&trained, Dtype::F32, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap_err().to_string();
-    assert!(message.contains("`dynamic` rotary embeddings") && !out.exists(), "{message}");
+    assert!(message.contains("`dynamic` and `longrope` rotary embeddings") && !out.exists(), "{message}");
 }
 
 /// An `Identity` before every weight once hid all products from the quantiser.

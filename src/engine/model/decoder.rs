@@ -20,7 +20,7 @@ use crate::engine::kernels::cross_entropy::{self, HeadGradient, HeadInput, HeadT
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::embedding::scale_of_width;
 use crate::engine::kernels::op::{self, Embedding};
-use crate::engine::kernels::rope::{Direction, Positions};
+use crate::engine::kernels::rope::{Direction, Positions, Table};
 use crate::engine::kernels::{HeadHook, Kernels, WeightLayout, view};
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
@@ -199,11 +199,29 @@ impl Decoder {
             }
         }
         if let Some(table) = rope_caches.of(&self.spec, i) {
-            for x in [query, key] {
-                op::Rotate { x, table, positions, direction: Direction::Forward }.run(cx.kernels)?;
-            }
+            self.rotate(cx.kernels, [query, key], table, (positions, Direction::Forward))?;
         }
         Ok([query, key, value])
+    }
+
+    /// Rotates queries and keys, or the first elements of each head.
+    fn rotate(
+        &self,
+        kernels: &dyn Kernels,
+        query_key: [Columns<'_>; 2],
+        table: &Table,
+        (positions, direction): (Positions<'_>, Direction),
+    ) -> Result<()> {
+        let (head, rotated) = (self.spec.head_dim, self.spec.rotary_dim());
+        for x in query_key {
+            // Heads that are rotated as a whole are rotated together.
+            let (step, count) = if rotated == head { (x.count(), x.count()) } else { (head, rotated) };
+            for first in (x.first()..x.first() + x.count()).step_by(step) {
+                let x = Columns::new(x.tensor(), first..first + count)?;
+                op::Rotate { x, table, positions, direction }.run(kernels)?;
+            }
+        }
+        Ok(())
     }
 
     /// The operands of attention: queries and keys, normalised if they have norms, and values.
@@ -489,9 +507,7 @@ impl Decoder {
         }
         .run(kernels)?;
         if let Some(table) = ws.rope_caches.of(&self.spec, i) {
-            for x in [dq, dk] {
-                op::Rotate { x, table, positions: ws.positions(), direction: Direction::Backward }.run(kernels)?;
-            }
+            self.rotate(kernels, [dq, dk], table, (ws.positions(), Direction::Backward))?;
         }
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {
             let inputs = Columns::split(&acts.qkv, widths)?;

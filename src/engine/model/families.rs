@@ -6,6 +6,7 @@ mod granite;
 pub(super) mod llama;
 mod mistral;
 mod olmo2;
+mod phi3;
 mod qwen2;
 mod qwen3;
 mod smollm3;
@@ -14,7 +15,7 @@ use super::family::ConfigReader;
 use super::spec::{FamilyRef, ModelSpec};
 use serde_json::{Map, Value};
 
-pub(super) const FAMILIES: [FamilyRef; 9] = [
+pub(super) const FAMILIES: [FamilyRef; 10] = [
     FamilyRef(&gpt2::Gpt2),
     FamilyRef(&llama::Llama),
     FamilyRef(&mistral::Mistral),
@@ -23,6 +24,7 @@ pub(super) const FAMILIES: [FamilyRef; 9] = [
     FamilyRef(&gemma3::Gemma3),
     FamilyRef(&smollm3::SmolLm3),
     FamilyRef(&olmo2::Olmo2),
+    FamilyRef(&phi3::Phi3),
     FamilyRef(&granite::Granite),
 ];
 
@@ -36,6 +38,8 @@ pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     if count > MAX_PARAMETERS {
         return Err(format!("it describes {count} parameters, more than the maximum of {MAX_PARAMETERS}"));
     }
+    let ropes = spec.rope.iter().chain(spec.sliding.iter().map(|sliding| &sliding.rope));
+    ropes.into_iter().try_for_each(|rope| rope.check_factors(spec.rotary_dim() / 2))?;
     Ok(spec)
 }
 

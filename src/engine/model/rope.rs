@@ -45,6 +45,17 @@ pub enum RopeType {
         /// The context before it was extended.
         original_max_position_embeddings: usize,
     },
+    /// LongRoPE (Ding et al., 2024): a divisor for each frequency, and others for longer sequences.
+    LongRope {
+        /// For sequences up to `original_max_position_embeddings`.
+        short_factor: Vec<f64>,
+        /// For longer sequences.
+        long_factor: Vec<f64>,
+        /// Multiplies cosines and sines.
+        attention_factor: f64,
+        /// The context before it was extended.
+        original_max_position_embeddings: usize,
+    },
     /// YaRN (Peng et al., 2023).
     Yarn {
         /// From 1.
@@ -63,7 +74,7 @@ pub enum RopeType {
 }
 
 /// Keys of all types. Transformers also ignores keys that a type does not use.
-const KNOWN: [&str; 14] = [
+const KNOWN: [&str; 16] = [
     "rope_type",
     "type",
     "rope_theta",
@@ -78,6 +89,8 @@ const KNOWN: [&str; 14] = [
     "mscale_all_dim",
     "truncate",
     "partial_rotary_factor",
+    "short_factor",
+    "long_factor",
 ];
 
 impl Rope {
@@ -87,7 +100,7 @@ impl Rope {
     }
 
     /// The types that can be computed.
-    pub const TYPES: [&'static str; 5] = ["default", "linear", "dynamic", "llama3", "yarn"];
+    pub const TYPES: [&'static str; 6] = ["default", "linear", "dynamic", "llama3", "yarn", "longrope"];
 
     /// The rotary embeddings of a configuration in which they are the same for all layers.
     pub(super) fn flat(config: &Map<String, Value>, theta: f64, max_position: usize) -> Result<Self, String> {
@@ -211,6 +224,22 @@ impl Rope {
                     truncate: keys.bool("truncate", true)?,
                 }
             }
+            "longrope" => {
+                let factors = |key: &str| match parameters.get(key).and_then(Value::as_array) {
+                    Some(list) => {
+                        list.iter().map(|factor| positive(key, factor.as_f64().unwrap_or_default())).collect()
+                    }
+                    None => Err(format!("`{key}` must be a list of numbers; `rope_type` `{name}` needs it")),
+                };
+                let stretch = keys.f64("factor", max_position as f64 / original as f64)?;
+                let suggested = if stretch <= 1.0 { 1.0 } else { (1.0 + stretch.ln() / (original as f64).ln()).sqrt() };
+                RopeType::LongRope {
+                    short_factor: factors("short_factor")?,
+                    long_factor: factors("long_factor")?,
+                    attention_factor: positive("attention_factor", keys.f64("attention_factor", suggested)?)?,
+                    original_max_position_embeddings: original,
+                }
+            }
             _ => RopeType::Default,
         };
         Ok(Self { theta, kind })
@@ -229,6 +258,15 @@ impl Rope {
                 "high_freq_factor": high_freq_factor,
                 "original_max_position_embeddings": original_max_position_embeddings,
             }),
+            RopeType::LongRope { short_factor, long_factor, attention_factor, original_max_position_embeddings } => {
+                json!({
+                    "rope_type": "longrope",
+                    "short_factor": short_factor,
+                    "long_factor": long_factor,
+                    "attention_factor": attention_factor,
+                    "original_max_position_embeddings": original_max_position_embeddings,
+                })
+            }
             RopeType::Yarn {
                 factor,
                 attention_factor,
@@ -263,10 +301,14 @@ impl Rope {
         // PyTorch raises a whole number's FP32 to an FP32 exponent, and rounds each step.
         let wavelength = |i: usize| f64::from(theta as f32).powf(f64::from((2 * i) as f32 / head_size as f32)) as f32;
         let plain = (0..half).map(|i| 1.0 / wavelength(i));
-        match self.kind {
+        match &self.kind {
             RopeType::Default | RopeType::Dynamic { .. } => plain.collect(),
-            RopeType::Linear { factor } => plain.map(|frequency| frequency / factor as f32).collect(),
-            RopeType::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+            RopeType::LongRope { short_factor, long_factor, original_max_position_embeddings: original, .. } => {
+                let factors = if seq_len > *original { long_factor } else { short_factor };
+                (0..half).zip(factors).map(|(i, factor)| 1.0 / (*factor as f32 * wavelength(i))).collect()
+            }
+            &RopeType::Linear { factor } => plain.map(|frequency| frequency / factor as f32).collect(),
+            &RopeType::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
                 let (factor, context) = (factor as f32, original_max_position_embeddings as f64);
                 let (longest, shortest) = ((context / low_freq_factor) as f32, (context / high_freq_factor) as f32);
                 let change = |frequency: f32| {
@@ -283,7 +325,7 @@ impl Rope {
                 };
                 plain.map(change).collect()
             }
-            RopeType::Yarn { factor, beta_fast, beta_slow, original_max_position_embeddings, truncate, .. } => {
+            &RopeType::Yarn { factor, beta_fast, beta_slow, original_max_position_embeddings, truncate, .. } => {
                 let size = head_size as f64;
                 let bound = |rotations: f64| {
                     let turns = original_max_position_embeddings as f64 / (rotations * TAU);
@@ -308,15 +350,29 @@ impl Rope {
         }
     }
 
+    /// Rejects a number of LongRoPE's factors that is not that of the pairs of a head's elements.
+    pub(super) fn check_factors(&self, pairs: usize) -> Result<(), String> {
+        let RopeType::LongRope { short_factor, long_factor, .. } = &self.kind else { return Ok(()) };
+        for (key, factors) in [("short_factor", short_factor), ("long_factor", long_factor)] {
+            if factors.len() != pairs {
+                return Err(format!(
+                    "`{key}` has {} numbers; the rotated part of a head has {pairs} pairs",
+                    factors.len()
+                ));
+            }
+        }
+        Ok(())
+    }
+
     /// Whether the frequencies depend on a sequence's length.
-    pub(super) fn is_dynamic(&self) -> bool {
-        matches!(self.kind, RopeType::Dynamic { .. })
+    pub fn is_dynamic(&self) -> bool {
+        matches!(self.kind, RopeType::Dynamic { .. } | RopeType::LongRope { .. })
     }
 
     /// The factor of cosines and sines.
     pub fn attention_factor(&self) -> f64 {
         match self.kind {
-            RopeType::Yarn { attention_factor, .. } => attention_factor,
+            RopeType::Yarn { attention_factor, .. } | RopeType::LongRope { attention_factor, .. } => attention_factor,
             _ => 1.0,
         }
     }

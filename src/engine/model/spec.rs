@@ -155,12 +155,16 @@ pub struct ModelSpec {
     pub weight_layout: WeightLayout,
     /// Whether queries, keys and values are one tensor in files.
     pub fused_qkv: bool,
+    /// Whether gate and up are one tensor in files.
+    pub fused_gate_up: bool,
     /// Which layers have a bias.
     pub biases: Biases,
     /// Whether a learned position embedding is added to the token embedding.
     pub learned_positions: bool,
     /// Rotary position embeddings of layers with full attention.
     pub rope: Option<Rope>,
+    /// The number of a head's first elements that are rotated, if not all are.
+    pub rotary_dim: Option<usize>,
     /// For each layer, whether its queries and keys are not rotated; empty if all are.
     pub unrotated: Vec<bool>,
     /// Layers whose attention has a window.
@@ -432,6 +436,11 @@ impl ModelSpec {
         self.sliding.as_ref().is_some_and(|sliding| sliding.layers.get(block) == Some(&true))
     }
 
+    /// The number of a head's elements that are rotated.
+    pub fn rotary_dim(&self) -> usize {
+        self.rotary_dim.unwrap_or(self.head_dim)
+    }
+
     /// The rotary position embeddings of layer `block`.
     pub fn rope_of(&self, block: usize) -> Option<&Rope> {
         let sliding = self.sliding.as_ref().filter(|_| self.is_sliding(block)).map(|sliding| &sliding.rope);
@@ -481,13 +490,14 @@ impl ModelSpec {
             ]
         };
         linears.push((LinearRole::Out, [queries, d], out));
-        if self.activation.is_gated() {
-            linears.push((LinearRole::Gate, [d, self.intermediate_size], mlp));
+        let inner = self.intermediate_size;
+        if self.fused_gate_up {
+            linears.push((LinearRole::GateUp, [d, 2 * inner], mlp));
+        } else {
+            linears.extend(self.activation.is_gated().then_some((LinearRole::Gate, [d, inner], mlp)));
+            linears.push((LinearRole::Up, [d, inner], mlp));
         }
-        linears.extend([
-            (LinearRole::Up, [d, self.intermediate_size], mlp),
-            (LinearRole::Down, [self.intermediate_size, d], mlp),
-        ]);
+        linears.push((LinearRole::Down, [inner, d], mlp));
         linears
     }
 

@@ -71,7 +71,7 @@ impl RopeCaches {
     /// The tables of `positions` in a sequence that ends with them.
     pub(super) fn new(spec: &ModelSpec, positions: Range<usize>, device: &Device) -> Result<Self> {
         let table = |rope: &Rope| {
-            let frequencies = rope.frequencies(spec.head_dim, positions.end);
+            let frequencies = rope.frequencies(spec.rotary_dim(), positions.end);
             Table::new(&frequencies, rope.attention_factor(), positions.clone(), device)
         };
         let sliding = spec.sliding.as_ref().map(|sliding| &sliding.rope);

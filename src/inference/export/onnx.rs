@@ -11,7 +11,7 @@ mod graph;
 use self::graph::{Attribute, BFLOAT16, Dim, FLOAT, FLOAT16, Graph, INT64, UINT8};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::engine::model::{
-    EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, QkNorm, Rope, RopeType,
+    EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, QkNorm, Rope,
 };
 use crate::store::tensor_file::write_values;
 use crate::{Error, Result};
@@ -35,9 +35,9 @@ pub struct OnnxOptions {
 
 /// Writes the graph to `path` and the weights to `path` with `.data` at its end.
 pub(super) fn write(config: &ModelSpec, weights: &Parameters, options: OnnxOptions, path: &Path) -> Result<()> {
-    if let Some(Rope { kind: RopeType::Dynamic { .. }, .. }) = &config.rope {
-        let message = "`dynamic` rotary embeddings depend on the length of the text, which an ONNX graph cannot \
-                       express; export it as a folder";
+    if config.rope.as_ref().is_some_and(Rope::is_dynamic) {
+        let message = "`dynamic` and `longrope` rotary embeddings depend on the length of the text, which an ONNX graph \
+                       cannot express; export it as a folder";
         return Err(Error::model(config.family.model_type(), message));
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -231,6 +231,13 @@ impl GraphBuilder<'_> {
     fn shapes(&mut self) {
         let config = self.config;
         let [heads, kv_heads, head_dim] = [config.heads, config.kv_heads, config.head_dim].map(|size| size as i64);
+        if config.fused_qkv {
+            self.graph.int("qkv_widths", &[3], &config.qkv_widths().map(|width| width as i64));
+        }
+        if config.rotary_dim.is_some() {
+            let rotated = config.rotary_dim();
+            self.graph.int("rotated_widths", &[2], &[rotated, config.head_dim - rotated].map(|width| width as i64));
+        }
         self.graph.int("by_query_head", &[4], &[0, 0, heads, head_dim]);
         self.graph.int("by_key_head", &[4], &[0, 0, kv_heads, head_dim]);
         self.graph.int("by_group", &[5], &[0, kv_heads, heads / kv_heads, -1, head_dim]);
@@ -278,7 +285,7 @@ impl GraphBuilder<'_> {
         let ropes = [config.rope.as_ref(), config.sliding.as_ref().map(|sliding| &sliding.rope)];
         let mut rotation = |(index, rope): (usize, Option<&Rope>)| -> Option<[String; 2]> {
             let rope = rope.filter(|_| config.rope.is_some())?;
-            let frequencies = rope.frequencies(config.head_dim, config.max_position_embeddings);
+            let frequencies = rope.frequencies(config.rotary_dim(), config.max_position_embeddings);
             let frequencies = graph.floats(&format!("frequencies_{index}"), &frequencies);
             let angles = graph.op("Mul", &[&location, &frequencies], &[]);
             let factor = rope.attention_factor() as f32;
@@ -347,7 +354,7 @@ impl GraphBuilder<'_> {
     /// An INT8 product; activations are quantised per tensor.
     fn integer_matmul(&mut self, x: &str, name: &str, result: Option<&str>) -> String {
         if !self.quantised.contains_key(x) {
-            let parts = self.graph.split("DynamicQuantizeLinear", x, &[]);
+            let parts = self.graph.split("DynamicQuantizeLinear", &[x], &[]);
             self.quantised.insert(x.to_owned(), parts);
         }
         let [values, scale, zero] = self.quantised[x].clone();
@@ -368,7 +375,7 @@ impl GraphBuilder<'_> {
         let config = self.config;
         let [q, k, v] = if config.fused_qkv {
             let qkv = self.linear(x, block, LinearRole::Qkv);
-            self.graph.split("Split", &qkv, &[Attribute::Int("axis", -1), Attribute::Int("num_outputs", 3)])
+            self.graph.split("Split", &[&qkv, "qkv_widths"], &[Attribute::Int("axis", -1)])
         } else {
             [LinearRole::Query, LinearRole::Key, LinearRole::Value].map(|role| self.linear(x, block, role))
         };
@@ -417,12 +424,19 @@ impl GraphBuilder<'_> {
         let graph = &mut self.graph;
         let x = graph.op("Transpose", &[&x], &[Attribute::Ints("perm", &[0, 2, 1, 3])]);
         let Some([cos, sin]) = rotation else { return x };
+        let (x, rest) = if self.config.rotary_dim.is_some() {
+            let [rotated, rest] = graph.split("Split", &[&x, "rotated_widths"], &[Attribute::Int("axis", -1)]);
+            (rotated, Some(rest))
+        } else {
+            (x, None)
+        };
         let halves = [Attribute::Int("axis", -1), Attribute::Int("num_outputs", 2)];
-        let [a, b] = graph.split("Split", &x, &halves);
+        let [a, b] = graph.split("Split", &[&x], &halves);
         let mut product = |half: &str, factor: &str| graph.op("Mul", &[half, factor], &[]);
         let (ac, bs, bc, as_) = (product(&a, cos), product(&b, sin), product(&b, cos), product(&a, sin));
         let (low, high) = (graph.op("Sub", &[&ac, &bs], &[]), graph.op("Add", &[&bc, &as_], &[]));
-        graph.op("Concat", &[&low, &high], &[Attribute::Int("axis", -1)])
+        let parts: Vec<&str> = [&low, &high].into_iter().chain(&rest).map(String::as_str).collect();
+        graph.op("Concat", &parts, &[Attribute::Int("axis", -1)])
     }
 
     /// Appends keys or values to the cache, if there is one.
@@ -443,8 +457,16 @@ impl GraphBuilder<'_> {
 
     fn mlp(&mut self, x: &str, block: usize) -> String {
         let activation = self.config.activation;
-        let entrance = if activation.is_gated() { LinearRole::Gate } else { LinearRole::Up };
-        let inner = self.linear(x, block, entrance);
+        let [inner, up] = if self.config.fused_gate_up {
+            let both = self.linear(x, block, LinearRole::GateUp);
+            let halves = [Attribute::Int("axis", -1), Attribute::Int("num_outputs", 2)];
+            self.graph.split("Split", &[&both], &halves).map(Some)
+        } else if activation.is_gated() {
+            [LinearRole::Gate, LinearRole::Up].map(|role| Some(self.linear(x, block, role)))
+        } else {
+            [Some(self.linear(x, block, LinearRole::Up)), None]
+        };
+        let inner = inner.unwrap_or_default();
         let mut active = match activation {
             Activation::Gelu | Activation::GatedGelu => {
                 self.graph.op("Gelu", &[&inner], &[Attribute::Text("approximate", "tanh")])
@@ -454,8 +476,7 @@ impl GraphBuilder<'_> {
                 self.graph.op("Mul", &[&inner, &sigmoid], &[])
             }
         };
-        if activation.is_gated() {
-            let up = self.linear(x, block, LinearRole::Up);
+        if let Some(up) = up {
             active = self.graph.op("Mul", &[&active, &up], &[]);
         }
         self.linear(&active, block, LinearRole::Down)

@@ -76,7 +76,7 @@ impl ModelSpec {
         if let Some(rope) = &self.rope {
             keys.retain(|(key, _)| *key != "rope.freq_base");
             keys.push(("rope.freq_base", json!(rope.theta)));
-            keys.push(("rope.dimension_count", self.head_dim.into()));
+            keys.push(("rope.dimension_count", self.rotary_dim().into()));
             keys.push(("attention.value_length", self.head_dim.into()));
             rope_factors = self.write_rope(rope, &mut keys).map_err(fail)?;
         }
@@ -122,6 +122,12 @@ impl ModelSpec {
                 keys.push(("rope.scaling.yarn_beta_slow", json!(beta_slow)));
             }
             RopeType::Dynamic { .. } => return refuse(""),
+            RopeType::LongRope { .. } => {
+                return Err(
+                    "GGUF files with rotary embeddings of the type `longrope` are not supported; export a folder"
+                        .into(),
+                );
+            }
         }
         Ok(None)
     }
@@ -365,14 +371,14 @@ fn refuse_unknown(name: &str, keys: &Map<String, Value>) -> Result<(), String> {
     }
 }
 
-/// Rejects value heads whose size differs from key heads, and partial rotation.
+/// Rejects value heads whose size differs from key heads, and another part of heads that is rotated.
 fn check_heads(spec: &ModelSpec, header: &GgufHeader<'_>) -> Result<(), String> {
-    for key in ["attention.value_length", "rope.dimension_count"] {
+    for (key, expected) in [("attention.value_length", spec.head_dim), ("rope.dimension_count", spec.rotary_dim())] {
         match header.keys.get(key) {
-            Some(value) if spec.rope.is_some() && *value != json!(spec.head_dim) => {
-                let (name, head_dim) = (header.architecture, spec.head_dim);
+            Some(value) if spec.rope.is_some() && *value != json!(expected) => {
+                let name = header.architecture;
                 return Err(format!(
-                    "metadata `{name}.{key}` is {value}; only the head's whole width, {head_dim}, is built"
+                    "metadata `{name}.{key}` is {value}; only the head's whole width, {expected}, is built"
                 ));
             }
             _ => {}

@@ -39,9 +39,11 @@ fn default() -> ModelSpec {
         activation: Activation::Gelu,
         weight_layout: WeightLayout::InOut,
         fused_qkv: true,
+        fused_gate_up: false,
         biases: Biases { qkv: true, out: true, mlp: true },
         learned_positions: true,
         rope: None,
+        rotary_dim: None,
         unrotated: Vec::new(),
         sliding: None,
         attention_scale: None,
@@ -286,7 +288,7 @@ mod tests {
             ("vocab_size", json!(1_u64 << 40), "`vocab_size` is 1099511627776"),
             ("resid_pdrop", json!(1.0), "`resid_pdrop` is 1"),
             ("layer_norm_epsilon", json!(0), "`layer_norm_epsilon` is 0; it must be positive"),
-            ("eos_token_id", json!([1, -2]), "`eos_token_id` is [1,-2]; it must be a token id or a list of some"),
+            ("eos_token_id", json!([1, -2]), "`eos_token_id` is [1,-2]; it must be a token id or a list of token ids"),
         ] {
             let mut config = json!({"model_type": "gpt2"});
             config[key] = value;

@@ -30,7 +30,7 @@ fn older(config: &Value) -> Value {
 #[test]
 fn frequencies_and_tables_are_those_of_transformers() {
     let cases: Vec<Value> = serde_json::from_str(REFERENCE).unwrap();
-    assert_eq!(cases.len(), 6);
+    assert_eq!(cases.len(), 8);
     for case in &cases {
         let context = case["config"]["max_position_embeddings"].as_u64().unwrap() as usize;
         let [size, positions] = ["head_dim", "positions"].map(|key| case[key].as_u64().unwrap() as usize);
@@ -95,7 +95,9 @@ fn layers_of_two_types_have_their_own() {
 #[test]
 fn what_cannot_be_computed_is_refused_by_name() {
     for (parameters, expected) in [
-        (json!({"rope_type": "longrope"}), "`rope_type` is `longrope`; supported: `default`, `linear`, `dynamic`"),
+        (json!({"rope_type": "su"}), "`rope_type` is `su`; supported: `default`, `linear`, `dynamic`"),
+        (json!({"rope_type": "longrope"}), "`short_factor` must be a list of numbers"),
+        (json!({"rope_type": "longrope", "short_factor": [1, "2"]}), "`short_factor` is 0; it must be positive"),
         (json!({"type": "proportional"}), "`rope_type` is `proportional`"),
         (json!({"rope_type": 7}), "`rope_type` is 7; it must be a string"),
         (json!({"rope_type": "linear"}), "`factor` is missing; `rope_type` `linear` needs it"),

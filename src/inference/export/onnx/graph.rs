@@ -72,10 +72,15 @@ impl Graph {
     }
 
     /// Appends an operation with several results; returns their names.
-    pub(super) fn split<const N: usize>(&mut self, kind: &str, x: &str, attributes: &[Attribute<'_>]) -> [String; N] {
+    pub(super) fn split<const N: usize>(
+        &mut self,
+        kind: &str,
+        inputs: &[&str],
+        attributes: &[Attribute<'_>],
+    ) -> [String; N] {
         let at = self.nodes.len();
         let names: [String; N] = std::array::from_fn(|part| format!("{kind}_{at}_{part}"));
-        self.node(kind, &[x], &names.each_ref().map(String::as_str), attributes);
+        self.node(kind, inputs, &names.each_ref().map(String::as_str), attributes);
         names
     }
 

@@ -1,0 +1,119 @@
+//! Phi-3 and Phi-4 mini (Abdin et al., 2024): Llama with queries, keys and values in one weight, gate and up in another, and
+//! rotary embeddings of a part of each head with factors for two lengths.
+
+use super::llama::{self, head_dim, only_silu, with_rope};
+use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
+use crate::engine::model::spec::{DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, Sliding};
+use serde_json::{Map, Value, json};
+
+/// The family.
+pub(super) struct Phi3;
+
+/// The key of the part of a head that is rotated.
+const PARTIAL: &str = "partial_rotary_factor";
+/// The key of the context before it was extended.
+const ORIGINAL: &str = "original_max_position_embeddings";
+
+/// The defaults of transformers for missing keys.
+fn default() -> ModelSpec {
+    ModelSpec {
+        family: FamilyRef(&Phi3),
+        vocab_size: 32_064,
+        max_position_embeddings: 4096,
+        hidden_size: 3072,
+        intermediate_size: 8192,
+        norm_eps: 1e-5,
+        fused_qkv: true,
+        fused_gate_up: true,
+        eos_token_ids: vec![32_000],
+        ..llama::default()
+    }
+}
+
+/// The configuration with `rope_parameters` as other families have it, and the part of a head that is rotated.
+fn standard_rope(keys: &ConfigReader<'_>) -> Result<(Map<String, Value>, f64), String> {
+    let mut config = keys.0.clone();
+    let mut partial = keys.f64(PARTIAL, 1.0)?;
+    config.remove(PARTIAL);
+    let original = keys.positive_usize(ORIGINAL, 4096)?;
+    for key in ["rope_scaling", "rope_parameters"] {
+        let Some(Value::Object(rope)) = config.get_mut(key) else { continue };
+        partial = ConfigReader(rope).f64(PARTIAL, partial)?;
+        rope.remove(PARTIAL);
+        for key in ["rope_type", "type"] {
+            // Older files have these names for it.
+            if matches!(rope.get(key).and_then(Value::as_str), Some("su" | "yarn")) {
+                rope.insert(key.into(), "longrope".into());
+            }
+        }
+        rope.entry(ORIGINAL).or_insert_with(|| original.into());
+    }
+    Ok((config, partial))
+}
+
+impl ModelFamily for Phi3 {
+    fn model_type(&self) -> &'static str {
+        "phi3"
+    }
+
+    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
+        only_silu(keys)?;
+        let spec = llama::read(keys, default(), None)?;
+        let (config, partial) = standard_rope(keys)?;
+        let head_dim = head_dim(keys, &spec, None)?;
+        let rotary_dim = (head_dim as f64 * partial + 1e-6) as usize;
+        if !(rotary_dim.is_multiple_of(2) && (2..=head_dim).contains(&rotary_dim)) {
+            let whole = format!("of a head of {head_dim}; they need an even number of elements");
+            return Err(format!(
+                "`{PARTIAL}` is {partial}: rotary position embeddings of {rotary_dim} elements {whole}"
+            ));
+        }
+        let dropout = DropoutRates { residual: keys.dropout("resid_pdrop", 0.0)?, ..spec.dropout };
+        let rotary_dim = (rotary_dim < head_dim).then_some(rotary_dim);
+        let spec = with_rope(&ConfigReader(&config), ModelSpec { head_dim, dropout, rotary_dim, ..spec }, 1e4)?;
+        if keys.0.get("sliding_window").is_none_or(Value::is_null) {
+            return Ok(spec);
+        }
+        let rope = spec.rope.clone().ok_or("no rotary position embeddings")?;
+        let window = keys.positive_usize("sliding_window", 1)?;
+        let sliding = Some(Sliding { window, layers: vec![true; spec.num_layers], rope });
+        Ok(ModelSpec { sliding, ..spec })
+    }
+
+    fn write(&self, spec: &ModelSpec) -> Value {
+        let mut json = llama::write(spec, "Phi3ForCausalLM");
+        json["resid_pdrop"] = spec.dropout.residual.into();
+        json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+        let original = json["rope_parameters"][ORIGINAL].clone();
+        json[ORIGINAL] = if original.is_null() { json["max_position_embeddings"].clone() } else { original };
+        json["rope_parameters"][PARTIAL] = json!(spec.rotary_dim() as f64 / spec.head_dim as f64);
+        json
+    }
+
+    fn layer_name(&self, layer: ModuleId) -> String {
+        let name = match layer.op {
+            ModuleOp::Linear(LinearRole::Qkv) => "self_attn.qkv_proj",
+            ModuleOp::Linear(LinearRole::GateUp) => "mlp.gate_up_proj",
+            _ => return llama::layer_name(layer),
+        };
+        layer.block.map_or_else(|| name.to_owned(), |block| format!("layers.{block}.{name}"))
+    }
+
+    fn gguf(&self) -> GgufFormat {
+        GgufFormat { architecture: "phi3", keys: &llama::GGUF_KEYS, interleaved: false }
+    }
+
+    fn read_gguf(&self, keys: &mut Map<String, Value>, json: &mut Map<String, Value>) -> Result<(), String> {
+        let number = |value: Option<&Value>| value.and_then(Value::as_f64).filter(|number| *number > 0.0);
+        if let (Some(rotated), Some(whole)) = (number(keys.get("rope.dimension_count")), number(json.get("head_dim"))) {
+            json.insert(PARTIAL.into(), json!(rotated / whole));
+        }
+        // llama.cpp writes 0 for a model without windows.
+        json.retain(|key, value| key != "sliding_window" || value.as_u64() != Some(0));
+        Ok(())
+    }
+
+    fn write_gguf(&self, _: &ModelSpec, _: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
+        Ok(())
+    }
+}

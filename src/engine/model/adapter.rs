@@ -242,22 +242,14 @@ impl Adapter {
         }
         cx.hook.record_whole(self.layer, TensorKind::LowRankGradient, &a_out_grad)?;
         let (weight, a) = (cx.weights.weight(self.weight)?, Factor::plain(Columns::all(cx.weights.fused(self.a))?));
-        let layout = weight.layout(self.layout);
+        let layout = weight.layout(self.layout).transposed();
         let Some(dropout) = cx.mode.dropout(self.dropout, self.site) else {
             let low_rank = LowRank { low: &a_out_grad, factor: a, alpha: 1.0, shares: &[] };
-            op::Linear {
-                layout: layout.transposed(),
-                x: &dy,
-                weight: &weight,
-                bias: None,
-                low_rank: Some(low_rank),
-                y: dx,
-            }
-            .run(cx.kernels)?;
+            op::Linear { layout, x: &dy, weight: &weight, bias: None, low_rank: Some(low_rank), y: dx }
+                .run(cx.kernels)?;
             return Ok(magnitude_scale);
         };
-        op::Linear { layout: layout.transposed(), x: &dy, weight: &weight, bias: None, low_rank: None, y: dx }
-            .run(cx.kernels)?;
+        op::Linear { layout, x: &dy, weight: &weight, bias: None, low_rank: None, y: dx }.run(cx.kernels)?;
         let buffers = pass.buffers()?.dropped.as_ref();
         let [through_dropout, before] = [buffers.map(|buffers| &buffers[0]), buffers.map(|buffers| &buffers[1])];
         let (through_dropout, before) = (matrix(through_dropout, rows, dx.dim(1)?)?, matrix(before, rows, dx.dim(1)?)?);

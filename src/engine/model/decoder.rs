@@ -195,7 +195,7 @@ impl Decoder {
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, heads) {
             let inputs = Columns::split(qkv, self.spec.qkv_widths())?;
             for (((norm, x), y), rstd) in norms.iter().zip(inputs).zip([query, key]).zip(&heads.rstd) {
-                norm.forward_heads(cx, x, (y, rstd))?;
+                norm.forward_columns(cx, x, (y, None, rstd))?;
             }
         }
         if let Some(table) = rope_caches.of(&self.spec, i) {
@@ -513,7 +513,7 @@ impl Decoder {
             let inputs = Columns::split(&acts.qkv, widths)?;
             for part in 0..2 {
                 let (x, rstd, dy) = (inputs[part], &heads.rstd[part], [dq, dk][part]);
-                norms[part].backward_heads(cx, x, rstd, dy, linear[part])?;
+                norms[part].backward_columns(cx, x, (None, rstd), dy, (linear[part], WriteMode::Overwrite))?;
             }
         }
         Ok(())

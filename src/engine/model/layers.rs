@@ -65,22 +65,24 @@ impl NormLayer {
 
     /// Normalises the rows of `x [N, D]` into `normed`.
     pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, normed: &Normed) -> Result<()> {
-        let bias = self.bias.map(|bias| cx.weights.fused(bias));
-        let Some(weight) = self.weight.map(|weight| cx.weights.fused(weight)) else {
-            op::Copy { x, dropout: None, out: &normed.out }.run(cx.kernels)?;
+        if self.weight.is_none() {
+            cx.kernels.copy(x, &normed.out)?;
             return cx.hook.record_whole(self.layer, TensorKind::Output, &normed.out);
-        };
-        op::Norm {
-            settings: self.settings,
-            x: Columns::all(x)?,
-            weight,
-            bias,
-            y: Columns::all(&normed.out)?,
-            mean: normed.mean.as_ref(),
-            rstd: &normed.rstd,
         }
-        .run(cx.kernels)?;
-        cx.hook.record_whole(self.layer, TensorKind::Output, &normed.out)
+        let y = Columns::all(&normed.out)?;
+        self.forward_columns(cx, Columns::all(x)?, (y, normed.mean.as_ref(), &normed.rstd))
+    }
+
+    /// Normalises the groups of the columns `x`, which are as wide as the weight, into the columns `y`.
+    pub(super) fn forward_columns(
+        &self,
+        cx: &mut Context<'_>,
+        x: Columns<'_>,
+        (y, mean, rstd): (Columns<'_>, Option<&Tensor>, &Tensor),
+    ) -> Result<()> {
+        let (weight, bias) = (cx.weights.fused(self.param()?), self.bias.map(|bias| cx.weights.fused(bias)));
+        op::Norm { settings: self.settings, x, weight, bias, y, mean, rstd }.run(cx.kernels)?;
+        cx.hook.record_whole(self.layer, TensorKind::Output, y.tensor())
     }
 
     /// Adds the gradient with respect to `x` to `dx`, or overwrites it, given the output's gradient `dy`.
@@ -101,7 +103,8 @@ impl NormLayer {
         cx.hook.record_whole(self.layer, TensorKind::InputGradient, dx)
     }
 
-    fn backward_columns(
+    /// Writes the gradients of the parameters and of the groups of `x`, given the output gradient `dy`.
+    pub(super) fn backward_columns(
         &self,
         cx: &mut Context<'_>,
         x: Columns<'_>,
@@ -121,30 +124,6 @@ impl NormLayer {
             Some(weight) => Ok(weight),
             None => bail!("{:?} has no weight", self.layer),
         }
-    }
-
-    /// Normalises the groups of the columns `x`, which are as wide as the weight, into the columns `y`.
-    pub(super) fn forward_heads(
-        &self,
-        cx: &mut Context<'_>,
-        x: Columns<'_>,
-        (y, rstd): (Columns<'_>, &Tensor),
-    ) -> Result<()> {
-        let weight = cx.weights.fused(self.param()?);
-        op::Norm { settings: self.settings, x, weight, y, rstd, bias: None, mean: None }.run(cx.kernels)?;
-        cx.hook.record_whole(self.layer, TensorKind::Output, y.tensor())
-    }
-
-    /// Writes the gradients of the weight and of `x`, given the output gradient `dy`.
-    pub(super) fn backward_heads(
-        &self,
-        cx: &mut Context<'_>,
-        x: Columns<'_>,
-        rstd: &Tensor,
-        dy: Columns<'_>,
-        dx: Columns<'_>,
-    ) -> Result<()> {
-        self.backward_columns(cx, x, (None, rstd), dy, (dx, WriteMode::Overwrite))
     }
 }
 
@@ -225,15 +204,8 @@ impl Linear {
             adapter.backward_input(cx, dy, dx, adapters)?
         } else {
             let weight = cx.weights.weight(self.weight)?;
-            op::Linear {
-                layout: weight.layout(self.layout).transposed(),
-                x: dy,
-                weight: &weight,
-                bias: None,
-                low_rank: None,
-                y: dx,
-            }
-            .run(cx.kernels)?;
+            let layout = weight.layout(self.layout).transposed();
+            op::Linear { layout, x: dy, weight: &weight, bias: None, low_rank: None, y: dx }.run(cx.kernels)?;
             None
         };
         cx.hook.record_whole(self.layer, TensorKind::InputGradient, dx)?;

@@ -355,38 +355,32 @@ mod tests {
         check::<bf16>();
     }
 
-    #[test]
-    fn every_f16_survives_and_every_boundary_rounds_to_even() {
-        let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+    /// Checks a type with these conversions.
+    fn rounds_to_even<T: Element>(
+        from_bits: fn(u16) -> T,
+        to_f32: fn(T) -> f32,
+        from_f32: fn(f32) -> T,
+        bits: fn(T) -> u16,
+    ) {
+        let all: Vec<T> = (0..=u16::MAX).map(from_bits).collect();
         let mut wide = vec![0.0; all.len()];
-        f16::load(&all, &mut wide);
+        T::load(&all, &mut wide);
         for (narrow, wide) in all.iter().zip(&wide) {
-            assert!(narrow.to_f32() == *wide || narrow.is_nan() && wide.is_nan());
+            assert!(to_f32(*narrow) == *wide || to_f32(*narrow).is_nan() && wide.is_nan());
         }
-        let cases = hard_cases(|bits| f16::from_bits(bits).to_f32());
-        let mut stored = vec![f16::ZERO; cases.len()];
-        f16::store(&cases, &mut stored);
+        let cases = hard_cases(|bits| to_f32(from_bits(bits)));
+        let mut stored = vec![from_bits(0); cases.len()];
+        T::store(&cases, &mut stored);
         for (case, stored) in cases.iter().zip(&stored) {
-            let expected = f16::from_f32_const(*case);
-            assert!(stored.to_bits() == expected.to_bits() || stored.is_nan() && case.is_nan(), "{case:e}");
+            let equal = bits(*stored) == bits(from_f32(*case));
+            assert!(equal || to_f32(*stored).is_nan() && case.is_nan(), "{case:e}");
         }
     }
 
     #[test]
-    fn every_bf16_survives_and_every_boundary_rounds_to_even() {
-        let all: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
-        let mut wide = vec![0.0; all.len()];
-        bf16::load(&all, &mut wide);
-        for (narrow, wide) in all.iter().zip(&wide) {
-            assert!(narrow.to_f32_const() == *wide || narrow.is_nan() && wide.is_nan());
-        }
-        let cases = hard_cases(|bits| bf16::from_bits(bits).to_f32_const());
-        let mut stored = vec![bf16::ZERO; cases.len()];
-        bf16::store(&cases, &mut stored);
-        for (case, stored) in cases.iter().zip(&stored) {
-            let expected = bf16::from_f32_const(*case);
-            assert!(stored.to_bits() == expected.to_bits() || stored.is_nan() && case.is_nan(), "{case:e}");
-        }
+    fn every_number_survives_and_every_boundary_rounds_to_even() {
+        rounds_to_even(f16::from_bits, f16::to_f32, f16::from_f32_const, f16::to_bits);
+        rounds_to_even(bf16::from_bits, bf16::to_f32_const, bf16::from_f32_const, bf16::to_bits);
     }
 
     #[test]

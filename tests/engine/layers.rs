@@ -116,7 +116,7 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
                 scale: f64::from(shape.scale),
                 window: shape.window,
                 softcap: shape.softcap.map(f64::from),
-                documents: documents.map(|documents| cases::starts(seq_len, documents)),
+                documents: (!documents.is_empty()).then(|| cases::starts(seq_len, documents)),
             };
             let compute = move |x: &[Tensor]| {
                 let part = |first, width| x[0].narrow(1, first, width)?.contiguous()?.reshape((batch, seq_len, width));

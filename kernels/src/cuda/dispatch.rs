@@ -354,7 +354,7 @@ impl<Q: Queue> Kernels for CudaKernels<Q> {
             Op::CrossEntropy(op) => self.cross_entropy(op),
             Op::Survey(op) => self.survey(op),
             Op::AdamW(op) => self.adamw(op),
-            Op::Zero(_) | Op::Embed(_) | Op::DecodeAttention(_) | Op::Sum(_) => Err(Stop::Unsupported),
+            _ => Err(Stop::Unsupported),
         };
         match attempt {
             Ok(()) => Ok(Ran::Done),

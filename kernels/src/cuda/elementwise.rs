@@ -55,8 +55,7 @@ fn launch(kernel: &str, dtypes: &[DType], len: usize) -> Result<Launch> {
     Launch::by_packs("elementwise", entry(kernel, dtypes)?, len.div_ceil(PACK))
 }
 
-/// See [`Kernels::activate`](crate::Kernels::activate), and with `gradient`, which is `dy` and `dx`,
-/// [`Kernels::activate_backward`](crate::Kernels::activate_backward).
+/// Computes [`op::Activate`](crate::op::Activate), or with `gradient`, which is `dy` and `dx`, its backward pass.
 pub(crate) fn activate(
     queue: &impl Queue,
     activation: Activation,

@@ -11,6 +11,7 @@ use super::dispatch::{CudaKernels, KernelFamily};
 use super::emulator::Emulator;
 use super::launch::Buffer;
 use crate::Kernels;
+use crate::op::cases::table::{PAIRS, TYPES};
 use crate::op::cases::{Bounds, Case, cases};
 use crate::view::{View, read};
 use crate::{Fused, op};
@@ -54,16 +55,6 @@ fn cases_of_all_other_kernels() {
     use KernelFamily::{AdamW, CrossEntropy, Elementwise, Embedding, Rope, Survey};
     check_cases(&[AdamW, CrossEntropy, Elementwise, Embedding, Rope, Survey]);
 }
-
-const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
-/// The residual stream's and the products' type, as policies allow them.
-const STREAM_AND_COMPUTE: [[DType; 2]; 5] = [
-    [DType::F32, DType::F32],
-    [DType::F32, DType::F16],
-    [DType::F16, DType::F16],
-    [DType::F32, DType::BF16],
-    [DType::BF16, DType::BF16],
-];
 
 /// Values between -1 and 1 in no order that `dtype` can hold.
 fn pattern(count: usize, salt: u64, dtype: DType) -> Vec<f32> {

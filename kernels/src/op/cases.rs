@@ -19,7 +19,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-mod table;
+pub(crate) mod table;
 
 pub use table::cases;
 
@@ -38,9 +38,9 @@ pub struct Case {
 pub enum Operation {
     /// [`op::AdamW`]; types of the gradient and of the working copy.
     AdamW { len: usize, types: [DType; 2] },
-    /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one. Documents start
-    /// at 0 and at these places of each sequence.
-    Attention { shape: Shape, documents: Option<Documents>, dtype: DType, drops: bool, packed: bool },
+    /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one. Without
+    /// documents, each sequence is one.
+    Attention { shape: Shape, documents: Documents, dtype: DType, drops: bool, packed: bool },
     /// [`op::DecodeAttention`] of all tokens of a sequence, a few at a time; the exact result is [`op::Attention`]'s.
     Decode { shape: Shape, dtype: DType },
     /// [`op::CrossEntropy`] of rows, vocabulary and stride, first without the gradient.
@@ -74,8 +74,11 @@ pub enum Operation {
     Sum { len: usize, factor: f32, dtype: DType },
 }
 
-/// The places of each sequence at which documents start, except 0.
+/// The places of each sequence at which documents start, except 0; empty if each sequence is one document.
 pub type Documents = &'static [&'static [u32]];
+
+/// The name of an operand or result.
+type Name = &'static str;
 
 /// How far results may be from exact ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,13 +111,13 @@ impl Bounds {
 
 /// A result with its bounds.
 struct Output {
-    name: &'static str,
+    name: Name,
     tensor: Tensor,
     bounds: [f64; 2],
 }
 
 /// The operands of a case before the operation, and its exact results, by name.
-pub type Exact = [BTreeMap<&'static str, Tensor>; 2];
+pub type Exact = [BTreeMap<Name, Tensor>; 2];
 
 /// The kernels, device and random numbers of one computation.
 pub struct Trial<'a> {
@@ -124,7 +127,7 @@ pub struct Trial<'a> {
     seed: u64,
     bounds: Bounds,
     /// The operands, as they were before the operation if results are exact.
-    operands: RefCell<Vec<(&'static str, Tensor)>>,
+    operands: RefCell<Vec<(Name, Tensor)>>,
 }
 
 impl<'a> Trial<'a> {
@@ -143,18 +146,12 @@ impl<'a> Trial<'a> {
     }
 
     /// Random numbers between -1 and 1 that `dtype` can hold.
-    fn numbers(&self, name: &'static str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    fn numbers(&self, name: Name, shape: &[usize], dtype: DType) -> Result<Tensor> {
         self.mapped(name, shape, dtype, |_, x| x)
     }
 
     /// [`Self::numbers`] after `f` of their index and value.
-    fn mapped(
-        &self,
-        name: &'static str,
-        shape: &[usize],
-        dtype: DType,
-        f: impl Fn(usize, f32) -> f32,
-    ) -> Result<Tensor> {
+    fn mapped(&self, name: Name, shape: &[usize], dtype: DType, f: impl Fn(usize, f32) -> f32) -> Result<Tensor> {
         let (mut values, mut operands) = (vec![0.0f32; shape.iter().product()], self.operands.borrow_mut());
         let (stream, salt) = (Stream::new(self.seed, Domain::Bench), operands.len() as u64);
         for (block, values) in values.chunks_mut(4).enumerate() {
@@ -193,17 +190,19 @@ impl<'a> Trial<'a> {
         }
     }
 
-    fn output(&self, name: &'static str, tensor: &Tensor, dtype: DType) -> Output {
+    fn output(&self, name: Name, tensor: &Tensor, dtype: DType) -> Output {
         Output { name, tensor: tensor.clone(), bounds: self.bounds.of(dtype) }
     }
 
-    fn outputs<const N: usize>(&self, tensors: [(&'static str, &Tensor); N], dtype: DType) -> Vec<Output> {
+    fn outputs<const N: usize>(&self, tensors: [(Name, &Tensor); N], dtype: DType) -> Vec<Output> {
         tensors.map(|(name, tensor)| self.output(name, tensor, dtype)).into()
     }
 }
 
+type Outputs = Result<Vec<Output>>;
+
 /// A result that has no error.
-fn equal(name: &'static str, tensor: &Tensor) -> Output {
+fn equal(name: Name, tensor: &Tensor) -> Output {
     Output { name, tensor: tensor.clone(), bounds: [0.0; 2] }
 }
 
@@ -261,18 +260,18 @@ impl From<Operation> for Case {
 }
 
 impl Operation {
-    fn compute(self, t: &Trial<'_>) -> Result<Vec<Output>> {
+    fn compute(self, t: &Trial<'_>) -> Outputs {
         match self {
             Self::AdamW { len, types } => adamw(t, len, types),
             Self::Attention { shape, documents, dtype, drops, packed } => {
-                attention(t, shape, documents, dtype, drops, packed)
+                attention(t, shape, documents, dtype, [drops, packed])
             }
             Self::Decode { shape, dtype } => decode(t, shape, dtype),
             Self::CrossEntropy { sizes, dtype } => cross_entropy(t, sizes, dtype),
             Self::Activate { activation, sizes, dtype } => activate(t, activation, sizes, dtype),
             Self::Sums { len, types, drops } => sums(t, len, types, drops),
-            Self::Embed { backward, positions, types, drops } => embed(t, backward, positions, types, drops),
-            Self::Norm { norm, sizes, place, types, mode } => norms(t, norm, sizes, place, types, mode),
+            Self::Embed { backward, positions, types, drops } => embed(t, [backward, positions, drops], types),
+            Self::Norm { norm, sizes, place, types, mode } => self::norm(t, norm, sizes, place, types, mode),
             Self::Linear { layout, sizes, biased, rank, dtype } => linear(t, layout, sizes, biased, rank, dtype),
             Self::Product { sizes, transposed, types } => product(t, sizes, transposed, types),
             Self::Rotate { .. } => rotate(t, self),
@@ -285,7 +284,7 @@ impl Operation {
     }
 }
 
-fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2]) -> Result<Vec<Output>> {
+fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2]) -> Outputs {
     let step = AdamWStep {
         lr: 0.01,
         betas: [0.9, 0.999],
@@ -311,17 +310,10 @@ pub fn starts(seq_len: usize, documents: Documents) -> Vec<u32> {
     documents.iter().flat_map(|places| (0..seq_len as u32).map(move |row| start(places, row))).collect()
 }
 
-fn attention(
-    t: &Trial<'_>,
-    shape: Shape,
-    documents: Option<Documents>,
-    dtype: DType,
-    drops: bool,
-    packed: bool,
-) -> Result<Vec<Output>> {
+fn attention(t: &Trial<'_>, shape: Shape, documents: Documents, dtype: DType, [drops, packed]: [bool; 2]) -> Outputs {
     let (tokens, [width, _, values]) = (shape.batch * shape.seq_len, shape.widths());
     let columns = [tokens, shape.widths().iter().sum::<usize>()];
-    let starts = documents.map(|documents| starts(shape.seq_len, documents));
+    let starts = (!documents.is_empty()).then(|| starts(shape.seq_len, documents));
     let (qkv, apart) = (t.numbers("qkv", &columns, dtype)?, t.numbers("values", &[tokens, values], dtype)?);
     let (dqkv, dv) = (t.numbers("dqkv", &columns, dtype)?, t.numbers("dv", &[tokens, values], dtype)?);
     let (out, lse) = (&t.poisoned(&[tokens, width], dtype)?, &t.poisoned(&[tokens * shape.heads], DType::F32)?);
@@ -348,7 +340,7 @@ fn attention(
     Ok(outputs)
 }
 
-fn decode(t: &Trial<'_>, shape: Shape, dtype: DType) -> Result<Vec<Output>> {
+fn decode(t: &Trial<'_>, shape: Shape, dtype: DType) -> Outputs {
     let Shape { seq_len, kv_heads, head_size, .. } = shape;
     let widths = shape.widths();
     let qkv = t.numbers("qkv", &[seq_len, widths.iter().sum()], dtype)?;
@@ -369,7 +361,7 @@ fn decode(t: &Trial<'_>, shape: Shape, dtype: DType) -> Result<Vec<Output>> {
     Ok(vec![t.output("out", &out, dtype)])
 }
 
-fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], dtype: DType) -> Result<Vec<Output>> {
+fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], dtype: DType) -> Outputs {
     let mut targets: Vec<u32> = (0..rows).map(|row| (row * 31 % vocab) as u32).collect();
     targets[1] = IGNORE;
     // Some threads of a GPU meet only -∞ at first.
@@ -392,7 +384,7 @@ fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], dtype: DType)
     Ok(outputs)
 }
 
-fn activate(t: &Trial<'_>, activation: Activation, shape: [usize; 2], dtype: DType) -> Result<Vec<Output>> {
+fn activate(t: &Trial<'_>, activation: Activation, shape: [usize; 2], dtype: DType) -> Outputs {
     let shape_of_x = [shape[0], if activation.is_gated() { 2 * shape[1] } else { shape[1] }];
     let (x, dy) = (&t.mapped("x", &shape_of_x, dtype, |_, x| 12.0 * x)?, t.numbers("dy", &shape, dtype)?);
     let (y, again) = (t.poisoned(&shape, dtype)?, t.poisoned(&shape, dtype)?);
@@ -404,7 +396,7 @@ fn activate(t: &Trial<'_>, activation: Activation, shape: [usize; 2], dtype: DTy
     Ok(outputs)
 }
 
-fn sums(t: &Trial<'_>, len: usize, [wide, narrow]: [DType; 2], drops: bool) -> Result<Vec<Output>> {
+fn sums(t: &Trial<'_>, len: usize, [wide, narrow]: [DType; 2], drops: bool) -> Outputs {
     let (shape, dropout) = ([1, len], t.dropout(drops));
     let (stream, branch) = (&t.numbers("stream", &shape, wide)?, &t.numbers("branch", &shape, narrow)?);
     let (sum, copy) = (&t.poisoned(&shape, wide)?, &t.poisoned(&shape, narrow)?);
@@ -422,13 +414,7 @@ pub fn tokens() -> Vec<u32> {
     (0..132).map(|n| n * n % 17).collect()
 }
 
-fn embed(
-    t: &Trial<'_>,
-    backward: bool,
-    learned: bool,
-    [stream, dtype]: [DType; 2],
-    drops: bool,
-) -> Result<Vec<Output>> {
+fn embed(t: &Trial<'_>, [backward, learned, drops]: [bool; 3], [stream, dtype]: [DType; 2]) -> Outputs {
     let (ids, width, vocab, seq_len) = (tokens(), 136, 19, 33);
     let (table, shape) = (&t.numbers("table", &[vocab, width], dtype)?, [ids.len(), width]);
     let positions = &t.numbers("positions", &[seq_len + 3, width], dtype)?;
@@ -448,14 +434,15 @@ fn embed(
     Ok(outputs)
 }
 
-fn norms(
+fn norm(
     t: &Trial<'_>,
     norm: Norm,
-    [rows, columns]: [usize; 2],
-    [first, width, stride]: [usize; 3],
-    [stream, compute]: [DType; 2],
+    sizes: [usize; 2],
+    place: [usize; 3],
+    types: [DType; 2],
     mode: WriteMode,
-) -> Result<Vec<Output>> {
+) -> Outputs {
+    let ([rows, columns], [first, width, stride], [stream, compute]) = (sizes, place, types);
     let (settings, shape, groups) = (NormSettings { norm, eps: 1e-5 }, [rows, stride], rows * columns / width);
     // Away from zero, so that a variance by differences of squares would show.
     let x = t.mapped("x", &shape, stream, |_, x| x + 3.0)?;
@@ -483,14 +470,8 @@ fn norms(
     Ok(outputs)
 }
 
-fn linear(
-    t: &Trial<'_>,
-    layout: WeightLayout,
-    [rows, inner, width]: [usize; 3],
-    biased: bool,
-    rank: usize,
-    dtype: DType,
-) -> Result<Vec<Output>> {
+fn linear(t: &Trial<'_>, layout: WeightLayout, sizes: [usize; 3], biased: bool, rank: usize, dtype: DType) -> Outputs {
+    let [rows, inner, width] = sizes;
     let is_plain = layout == WeightLayout::InOut;
     let shape = if is_plain { [inner, width] } else { [width, inner] };
     let (x, weight) = (&t.numbers("x", &[rows, inner], dtype)?, &t.numbers("weight", &shape, dtype)?);
@@ -510,12 +491,7 @@ fn linear(
 }
 
 /// Products of some columns of wider matrices, added to a sum of either type.
-fn product(
-    t: &Trial<'_>,
-    [m, k, n]: [usize; 3],
-    transposed: [bool; 2],
-    [dtype, out]: [DType; 2],
-) -> Result<Vec<Output>> {
+fn product(t: &Trial<'_>, [m, k, n]: [usize; 3], transposed: [bool; 2], [dtype, out]: [DType; 2]) -> Outputs {
     let turned = |[rows, columns]: [usize; 2], turn| if turn { [columns, rows] } else { [rows, columns] };
     let ([rows, columns], [depth, width]) = (turned([m, k], transposed[0]), turned([k, n], transposed[1]));
     let (x, y) = (&t.numbers("a", &[rows, columns], dtype)?, &t.numbers("b", &[depth, width + 5], dtype)?);
@@ -536,7 +512,7 @@ pub fn angles(half: usize, positions: usize) -> Result<Table> {
     Table::new(&frequencies, 1.25, 0..positions, &Device::Cpu)
 }
 
-fn rotate(t: &Trial<'_>, operation: Operation) -> Result<Vec<Output>> {
+fn rotate(t: &Trial<'_>, operation: Operation) -> Outputs {
     let Operation::Rotate { seq_len, heads, half, past, documents, dtype, direction } = operation else {
         bail!("not a rotation: {operation:?}")
     };
@@ -572,7 +548,7 @@ impl Trial<'_> {
 }
 
 /// The figures of a tensor's statistics. Exact figures come from a CPU, whose counts and sums are exact or in FP64.
-fn statistics(t: &Trial<'_>, x: &Tensor, dtype: DType, exponents: bool) -> Result<Vec<Output>> {
+fn statistics(t: &Trial<'_>, x: &Tensor, dtype: DType, exponents: bool) -> Outputs {
     let format = view::float_format(dtype);
     let TensorSurvey { stats, exponents } = match t.kernels {
         Some(kernels) => kernels.survey(&x.to_device(t.device)?, format, exponents)?,
@@ -590,7 +566,7 @@ fn statistics(t: &Trial<'_>, x: &Tensor, dtype: DType, exponents: bool) -> Resul
 }
 
 /// A tensor's sum, next to the size of its terms.
-fn sum(t: &Trial<'_>, x: &Tensor) -> Result<Vec<Output>> {
+fn sum(t: &Trial<'_>, x: &Tensor) -> Outputs {
     let size = survey::survey(x, view::float_format(x.dtype()), false)?.stats.norm() * x.elem_count() as f64;
     let sum = match t.kernels {
         Some(kernels) => kernels.sum(&x.to_device(t.device)?)?,

@@ -49,7 +49,7 @@ fn activations() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn branches() {
-    for [stream, compute] in STREAM_AND_COMPUTE {
+    for [stream, compute] in PAIRS {
         for (len, dropout) in [(5003, None), (64, Dropout::new(0.3, 9, 4, 5)), (131, Dropout::new(0.3, 9, 4, 5))] {
             let (x, y) = (pattern(len, 1, stream), pattern(len, 2, compute));
             let found = in_every_order(|gpu| {

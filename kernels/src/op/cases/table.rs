@@ -7,9 +7,10 @@ use crate::rope::Direction;
 use crate::{Activation, Norm, WeightLayout};
 use candle_core::DType;
 
-const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+/// The types that kernels store.
+pub(crate) const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// Types of the residual stream and of the products, or of gradients and working copies.
-const PAIRS: [[DType; 2]; 5] = [
+pub(crate) const PAIRS: [[DType; 2]; 5] = [
     [DType::F32, DType::F32],
     [DType::F32, DType::F16],
     [DType::F16, DType::F16],
@@ -98,8 +99,8 @@ impl Cases {
             let (drops, packed) = (i % 2 == 0, kv_heads == heads);
             for dtype in TYPES {
                 let attention = |(shape, documents)| Operation::Attention { shape, documents, dtype, drops, packed };
-                let two = Some(&TWO[..batch]);
-                self.add("attention", [(shape, None), (windowed, None), (shape, two)].map(attention));
+                let documents = &TWO[..batch];
+                self.add("attention", [(shape, &[][..]), (windowed, &[]), (shape, documents)].map(attention));
             }
         }
         // Shapes that differ in one way each, then in all.
@@ -119,13 +120,13 @@ impl Cases {
             windowed(1, 40, 100),
             capped(grouped(2, 33), 0.7),
         ];
-        let cut: Option<Documents> = Some(&[&[5, 6, 30], &[17]]);
+        let cut: Documents = &[&[5, 6, 30], &[17]];
         let cut = [(grouped(2, 37), cut), (capped(windowed(2, 37, 9), 0.5), cut)];
-        for (shape, documents) in shapes.map(|shape| (shape, None)).into_iter().chain(cut) {
+        for (shape, documents) in shapes.map(|shape| (shape, &[][..])).into_iter().chain(cut) {
             for dtype in TYPES {
                 let attention = |packed| Operation::Attention { shape, documents, dtype, drops: false, packed };
                 self.add(Case::CPU, [true, false].map(attention));
-                if documents.is_none() {
+                if documents.is_empty() {
                     self.add(Case::CPU, [Operation::Decode { shape: Shape { batch: 1, ..shape }, dtype }]);
                 }
             }

@@ -172,7 +172,10 @@ fn a_file_that_lies_is_refused_with_one_line() {
         (header(0, 1, &[&string("k"), &u32s(77), &pad]), "value-type 0x00004d"),
         (header(0, 1, &[&string("k"), &u32s(7), &[9], &pad]), "bool"),
         (header(0, 1, &[&string("general.alignment"), &u32s(4), &u32s(0)]), "values are invalid"),
-        (header(0, 1, &[&string("k"), &u32s(9), &u32s(0), &u64s(40 << 20), &vec![0; 41 << 20]]), "over 33554432 bytes"),
+        (
+            header(0, 1, &[&string("k"), &u32s(9), &u32s(0), &u64s(40 << 20), &vec![0; 41 << 20]]),
+            "exceeds 33554432 bytes",
+        ),
         (header(1, 0, &[&entry("t", &[4; 9], 0, 0), &pad]), "9 dimensions"),
         (header(1, 0, &[&entry("t", &[4], 99, 0), &pad]), "99"),
         (

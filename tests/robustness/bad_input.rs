@@ -186,7 +186,7 @@ fn a_model_that_is_none() {
     let desk = &refusals.desk;
     desk.write("no-config/model.safetensors", "");
     desk.write("bad-config/config.json", "{\"model_type\": ");
-    desk.model("phi3", |config| config["model_type"] = json!("phi3"));
+    desk.model("mamba", |config| config["model_type"] = json!("mamba"));
     desk.model("odd-heads", |config| config["n_head"] = json!(5));
     desk.model("wider", |config| config["n_embd"] = json!(64));
     desk.model("deeper", |config| config["n_layer"] = json!(4));
@@ -215,7 +215,7 @@ fn a_model_that_is_none() {
     refusals.refuse_all(&[
         "--model no-config",
         "--model bad-config",
-        "--model phi3",
+        "--model mamba",
         "--model odd-heads",
         "--model wider",
         "--model deeper",

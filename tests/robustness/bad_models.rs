@@ -92,7 +92,7 @@ fn texts(count: usize) -> Value {
 
 const FILES: [(&str, Change); 42] = [
     ("no architecture", |parts| drop(parts.metadata.remove("general.architecture"))),
-    ("an unknown architecture", |parts| parts.set("general.architecture", text("phi3"))),
+    ("an unknown architecture", |parts| parts.set("general.architecture", text("mamba"))),
     ("an architecture that steers the terminal", |parts| parts.set("general.architecture", text("\u{1b}[2J"))),
     ("an architecture that is a number", |parts| parts.set("general.architecture", Value::U32(3))),
     ("no depth", |parts| drop(parts.metadata.remove("llama.block_count"))),
@@ -180,7 +180,7 @@ const CONFIGURATIONS: [(&str, Configure); 25] = [
     ("heads of keys that do not divide", |config| config["num_key_value_heads"] = 3.into()),
     ("heads of an odd width", |config| config["head_dim"] = 3.into()),
     ("a vocabulary that is a text", |config| config["vocab_size"] = "many".into()),
-    ("an unknown rope type", |config| config["rope_scaling"] = json!({"rope_type": "longrope", "factor": 2.0})),
+    ("an unknown rope type", |config| config["rope_scaling"] = json!({"rope_type": "proportional", "factor": 2.0})),
     ("rotary embeddings without a factor", |config| config["rope_scaling"] = json!({"type": "linear"})),
     ("rotary embeddings that are a number", |config| config["rope_parameters"] = 7.into()),
     ("rotary embeddings with an unknown key", |config| {

@@ -1,7 +1,7 @@
 //! `finetune checkpoint`: list, show, verify, prune and compare checkpoints.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::run_or_path;
+use crate::cli::run_lookup::{RunsDirArgs, run_or_path};
 use crate::store::checkpoint::{
     Checkpoint, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare, expired, latest_valid, list,
     verify,
@@ -18,16 +18,8 @@ use std::process::ExitCode;
 pub(super) struct CheckpointArgs {
     #[command(subcommand)]
     command: CheckpointCommand,
-    /// The folder of all runs
-    // A separate id, because clap would otherwise pass a global value to the flag of training.
-    #[arg(
-        id = "runs_folder",
-        long = "checkpoint-dir",
-        value_name = "FOLDER",
-        default_value = "checkpoints",
-        global = true
-    )]
-    checkpoint_dir: PathBuf,
+    #[command(flatten)]
+    runs_dir: RunsDirArgs,
 }
 
 /// The subcommands. A PATH is a run's name or folder, a step folder in it (`NAME/step-000200`), or a folder of runs.
@@ -86,7 +78,7 @@ pub(super) struct PruneArgs {
 
 /// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode> {
-    let runs = &args.checkpoint_dir;
+    let runs = &args.runs_dir.path;
     let named = |path: &Path| run_or_path(path, runs);
     let some_or_all = |path: &Option<PathBuf>| path.as_deref().map_or_else(|| runs.clone(), named);
     let reporter = Reporter::of("reading checkpoints");

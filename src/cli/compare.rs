@@ -2,7 +2,7 @@
 
 use crate::cli::lab::terminal_width;
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::find_log;
+use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::compare::{Comparison, RunSummary};
 use crate::{Error, Result};
 use clap::Args;
@@ -33,9 +33,8 @@ pub(crate) struct CompareArgs {
     /// Width of the text [default: the terminal's, or 80]
     #[arg(long, value_name = "COLUMNS")]
     width: Option<usize>,
-    /// The folder of all runs
-    #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
-    checkpoint_dir: PathBuf,
+    #[command(flatten)]
+    runs_dir: RunsDirArgs,
 }
 
 fn positive(text: &str) -> Result<f64, String> {
@@ -50,7 +49,7 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
     let reporter = Reporter::start();
     let read = |run: &PathBuf| {
         reporter.activity().begin(&format!("reading `{}`", run.display()));
-        RunSummary::read(&find_log(Some(run), &args.checkpoint_dir)?)
+        RunSummary::read(&find_log(Some(run), &args.runs_dir.path)?)
     };
     let report = Comparison::new(args.runs.iter().map(read).collect::<Result<_>>()?, args.bound)?;
     drop(reporter);

@@ -1,7 +1,7 @@
 //! `finetune export-metrics`: exports a run's figures as a table or as TensorBoard event files.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::find_log;
+use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::telemetry::{Event, Sink, StepRecord, StepStatus, Tail, TensorBoard, Validation, float, for_each};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
@@ -21,9 +21,8 @@ pub(crate) struct ExportMetricsArgs {
     /// The file to write, or the folder for TensorBoard [default: standard output, or `tensorboard` in the run's folder]
     #[arg(long, short, value_name = "FILE|FOLDER")]
     output: Option<PathBuf>,
-    /// The folder of all runs
-    #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
-    checkpoint_dir: PathBuf,
+    #[command(flatten)]
+    runs_dir: RunsDirArgs,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -105,7 +104,7 @@ impl Row {
 
 /// Writes the figures, without steps that a resume made void.
 pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
-    let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
+    let log = find_log(args.run.as_deref(), &args.runs_dir.path)?;
     check_has_steps(&log)?;
     match (args.format, &args.output) {
         (MetricsFormat::Tensorboard, folder) => {

@@ -15,7 +15,7 @@ use self::args::{
     SumsArgs, UlpArgs, View,
 };
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::find_log;
+use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::data::Tokenizer;
 use crate::engine::model::{Checkpointing, ModelSpec};
 use crate::engine::optim::OptimizerKind;
@@ -53,20 +53,13 @@ pub(crate) struct LabArgs {
     // Separate ids, because clap would otherwise also pass global values to the flags of training.
     #[arg(id = "lab_run", long = "run", value_name = "RUN", global = true)]
     run: Option<PathBuf>,
-    /// The folder of all runs
-    #[arg(
-        id = "lab_runs",
-        long = "checkpoint-dir",
-        value_name = "FOLDER",
-        default_value = "checkpoints",
-        global = true
-    )]
-    checkpoint_dir: PathBuf,
+    #[command(flatten)]
+    runs_dir: RunsDirArgs,
 }
 
 /// Prints a view, or shows the screen if none is named.
 pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
-    let mut session = LabSession::new(&args.checkpoint_dir);
+    let mut session = LabSession::new(&args.runs_dir.path);
     let terminal = std::io::stdout().is_terminal();
     let Some(view) = &args.view else {
         if !terminal || !std::io::stdin().is_terminal() || args.json {

@@ -1,7 +1,7 @@
 //! Flags shared by the commands that use a model: which one, in which precision, on how many threads.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::run_or_path;
+use crate::cli::run_lookup::{RunsDirArgs, run_or_path};
 use crate::data::{Bos, names_in};
 use crate::engine::device::{DeviceContext, DeviceSpec};
 use crate::engine::kernels::Choice;
@@ -23,9 +23,8 @@ pub(super) struct ModelSourceArgs {
     /// `owner/name`, `hf://owner/name/file.gguf`
     #[arg(value_name = "MODEL")]
     name: String,
-    /// The folder of all runs
-    #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
-    checkpoint_dir: PathBuf,
+    #[command(flatten)]
+    runs_dir: RunsDirArgs,
     /// Use the run's checkpoint with the lowest validation loss instead of the newest one
     #[arg(long)]
     best: bool,
@@ -52,9 +51,9 @@ impl ModelSourceArgs {
             return Err(Error::model("`tiny`", message));
         }
         let reporter = Reporter::of("reading the model");
-        let named = run_or_path(Path::new(&self.name), &self.checkpoint_dir);
+        let named = run_or_path(Path::new(&self.name), &self.runs_dir.path);
         if named == Path::new(&self.name) && !named.exists() && self.revision.is_none() {
-            check_misspelling(&self.name, names_in(&self.checkpoint_dir))?;
+            check_misspelling(&self.name, names_in(&self.runs_dir.path))?;
         }
         let folder = if self.revision.is_none() && named != Path::new(&self.name) {
             named

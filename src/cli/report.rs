@@ -1,7 +1,7 @@
 //! `finetune report`: reports a run as one HTML page.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::find_log;
+use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::{Error, Result, report};
 use clap::Args;
 use std::io::Write;
@@ -15,14 +15,13 @@ pub(crate) struct ReportArgs {
     /// The file to write [default: `report.html` in the run's folder]
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// The folder of all runs
-    #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
-    checkpoint_dir: PathBuf,
+    #[command(flatten)]
+    runs_dir: RunsDirArgs,
 }
 
 /// Writes the page and prints its path.
 pub(crate) fn run(args: &ReportArgs, out: &mut dyn Write) -> Result<()> {
-    let log = find_log(args.run.as_deref(), &args.checkpoint_dir)?;
+    let log = find_log(args.run.as_deref(), &args.runs_dir.path)?;
     let file = args.output.clone().unwrap_or_else(|| log.with_file_name("report.html"));
     let reporter = Reporter::of("reading the log");
     std::fs::write(&file, report::page(&log)?).map_err(Error::io("write", &file))?;

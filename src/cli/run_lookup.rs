@@ -2,7 +2,23 @@
 
 use crate::data::{closest_match, names_in};
 use crate::{Error, Result};
+use clap::Args;
 use std::path::{Path, PathBuf};
+
+/// The flag of commands that look up runs.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct RunsDirArgs {
+    /// The folder of all runs
+    // A separate id, because clap would otherwise pass a global value to the flag of training.
+    #[arg(
+        id = "runs_folder",
+        long = "checkpoint-dir",
+        value_name = "FOLDER",
+        default_value = "checkpoints",
+        global = true
+    )]
+    pub(super) path: PathBuf,
+}
 
 /// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`.
 pub(super) fn run_or_path(name: &Path, runs: &Path) -> PathBuf {

@@ -3,6 +3,7 @@
 use crate::cli::checkpoint::size;
 use crate::cli::flags::read;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::RunsDirArgs;
 use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started};
 use crate::train::{Config, ConfigLayers};
@@ -18,16 +19,8 @@ use std::path::{Path, PathBuf};
 pub(super) struct RunsArgs {
     #[command(subcommand)]
     command: Option<RunsCommand>,
-    /// The folder of all runs
-    // A separate id, because clap would otherwise pass a global value to the flag of training.
-    #[arg(
-        id = "runs_folder",
-        long = "checkpoint-dir",
-        value_name = "FOLDER",
-        default_value = "checkpoints",
-        global = true
-    )]
-    checkpoint_dir: PathBuf,
+    #[command(flatten)]
+    runs_dir: RunsDirArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -51,9 +44,9 @@ const LOG_END: u64 = 256 << 10;
 /// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
     match &args.command {
-        None | Some(RunsCommand::List) => listing(&args.checkpoint_dir, out),
+        None | Some(RunsCommand::List) => listing(&args.runs_dir.path, out),
         Some(RunsCommand::Delete { runs, yes }) => {
-            let paths = runs.iter().map(|name| find(&args.checkpoint_dir, name)).collect::<Result<Vec<_>>>()?;
+            let paths = runs.iter().map(|name| find(&args.runs_dir.path, name)).collect::<Result<Vec<_>>>()?;
             paths.iter().try_for_each(|path| delete(path, *yes, out))
         }
     }

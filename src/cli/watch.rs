@@ -1,7 +1,7 @@
 //! `finetune watch`: the dashboard of a run in another process, or of a finished one.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::find_log;
+use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::cli::show::ThemeArgs;
 use crate::screen::{self, DisplayMode, ImageFormat, Terminal};
 use crate::{Error, Result};
@@ -36,9 +36,8 @@ pub(crate) struct WatchArgs {
     /// Keys to press before the picture is drawn, such as `2u`
     #[arg(long, value_name = "KEYS", default_value = "", hide_default_value = true)]
     keys: String,
-    /// The folder of all runs
-    #[arg(long, value_name = "FOLDER", default_value = "checkpoints")]
-    checkpoint_dir: PathBuf,
+    #[command(flatten)]
+    runs_dir: RunsDirArgs,
 }
 
 /// Steps between two plain lines.
@@ -47,8 +46,8 @@ const LOG_EVERY: u64 = 128;
 /// Watches until the user quits, or as plain lines until the run ends.
 pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     let logs = match &args.runs[..] {
-        [] => vec![find_log(None, &args.checkpoint_dir)?],
-        runs => runs.iter().map(|run| find_log(Some(run), &args.checkpoint_dir)).collect::<Result<_>>()?,
+        [] => vec![find_log(None, &args.runs_dir.path)?],
+        runs => runs.iter().map(|run| find_log(Some(run), &args.runs_dir.path)).collect::<Result<_>>()?,
     };
     for (file, format) in [(&args.svg, ImageFormat::Svg), (&args.png, ImageFormat::Png)] {
         let Some(file) = file else { continue };

@@ -55,9 +55,9 @@ Examples:
 
 `finetune config --explain` prints every setting with an explanation.";
 
-/// Fine-tunes language models in mixed precision, and shows the numbers doing it.
+/// Fine-tunes language models in mixed precision, and shows the numbers at work.
 ///
-/// Without a command it trains; without any flag, it trains a built-in model on a built-in text in FP16, in under a minute.
+/// Without a command it trains; without flags, it trains a built-in model on a built-in text in FP16 in under a minute.
 #[derive(Debug, Parser)]
 #[command(version, args_conflicts_with_subcommands = true, max_term_width = 120, after_help = EXAMPLES)]
 struct Cli {
@@ -79,36 +79,36 @@ enum Command {
     Chat(Box<chat::ChatArgs>),
     /// Evaluate a model on a text: loss, perplexity, bits per byte
     Eval(Box<eval::EvalArgs>),
-    /// Show or count what training would read, without training
+    /// Show or count the training data without training
     Data(data::DataArgs),
-    /// Check whether a model can train in FP16, by measuring every tensor of its passes on a text
+    /// Check whether a model can train in FP16, by measuring every tensor of a forward and backward pass
     Fp16Check(Box<fp16_check::Fp16CheckArgs>),
-    /// Measure how far training and generation are apart in each type: probabilities of the same tokens
+    /// Measure the mismatch of training and generation in each type: log-probabilities of the same tokens
     Mismatch(Box<mismatch::MismatchArgs>),
     /// Export a model for other programs: a Hugging Face folder, GGUF or ONNX
     Export(Box<export::ExportArgs>),
-    /// Merge adapters into the weights of their base, and print how far the merged model's logits are off
+    /// Merge adapters into their base model, and print the largest logit error of the merged model
     Merge(Box<merge::MergeArgs>),
     /// List, show, verify, prune and compare checkpoints
     Checkpoint(checkpoint::CheckpointArgs),
-    /// Export a run's figures: CSV, JSON Lines, or TensorBoard event files
+    /// Export a run's metrics as CSV, JSON Lines, or TensorBoard event files
     ExportMetrics(export_metrics::ExportMetricsArgs),
-    /// Write a report of a run as one HTML page: charts, overflows and their origins, precision, samples, configuration
+    /// Write an HTML report of a run: charts, overflows and their origins, precision, samples, configuration
     Report(report::ReportArgs),
-    /// Compare runs: settings, losses, loss scale, overflows; with several seeds, whether differences are significant
+    /// Compare runs: settings, losses, loss scale, overflows; with several seeds, also the significance of differences
     Compare(compare::CompareArgs),
-    /// Prove on this machine that a checkpoint resumes bit for bit
+    /// Verify on this machine that a checkpoint resumes bit for bit
     VerifyResume(Box<verify_resume::VerifyResumeArgs>),
-    /// Prove on this machine that a run's results do not depend on the number of processes
+    /// Verify on this machine that results do not depend on the number of processes
     #[cfg(feature = "mpi")]
     VerifyDistributed(Box<verify_distributed::VerifyDistributedArgs>),
     /// Print the resolved configuration
     Config(Box<ConfigCommand>),
     /// Explore and predict the effects of number formats
     Lab(Box<lab::LabArgs>),
-    /// Measure how fast this machine trains, and print the figures as JSON
+    /// Measure the training speed of this machine, and print it as JSON
     Bench(Box<bench::BenchArgs>),
-    /// Show what this machine can do: processor, memory, GPU support, folders, the Hub
+    /// Show the capabilities of this machine: processor, memory, GPU support, folders, the Hub
     Doctor(doctor::DoctorArgs),
     /// Print a shell's completion script
     Completions(completions::CompletionsArgs),
@@ -149,7 +149,7 @@ fn suggestion(error: &clap::Error) -> Option<&'static str> {
         "num_train_epochs" | "num_epochs" | "max_epochs" => return Some("`--epochs` sets the passes over the text"),
         "max_steps" | "max_iters" | "num_steps" => return Some("`--steps` sets the number of steps"),
         "output_dir" | "out_dir" => {
-            return Some("a run is written into `--checkpoint-dir FOLDER`, under the name `--run NAME`");
+            return Some("a run is saved in `--checkpoint-dir FOLDER` under the name `--run NAME`");
         }
         "per_device_train_batch_size" | "micro_batch_size" => {
             return Some("`--batch-size` sets the sequences of a micro-batch");

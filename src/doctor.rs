@@ -138,19 +138,19 @@ fn gpu() -> GpuInfo {
 fn describe(_: bool) -> String {
     match crate::engine::gpu::all() {
         Ok(gpus) if gpus.is_empty() => {
-            "GPU support is compiled in; the driver shows no GPU: training runs on the CPU".into()
+            "this build supports GPUs, but the driver reports none; training runs on the CPU".into()
         }
         Ok(gpus) => gpus.join("; "),
-        Err(why) => format!("GPU support is compiled in; no GPU can be used: {why}; training runs on the CPU"),
+        Err(why) => format!("this build supports GPUs, but none can be used ({why}); training runs on the CPU"),
     }
 }
 
 #[cfg(not(feature = "cuda"))]
 fn describe(exists: bool) -> String {
     if !exists {
-        return "this build computes on the CPU".into();
+        return "this build supports only the CPU".into();
     }
-    let there = "there is a GPU, but this build computes on the CPU; rebuild with `--features cuda`";
+    let there = "a GPU is present, but this build supports only the CPU; rebuild with `--features cuda`";
     let version = std::fs::read_to_string("/proc/driver/nvidia/version").unwrap_or_default();
     match driver_series(&version).filter(|series| *series < MIN_DRIVER) {
         Some(old) => format!("{there}; driver {old} is too old for CUDA 13.0; update it to {MIN_DRIVER} or later"),

@@ -61,7 +61,7 @@ impl AdamW {
         let vars: Vec<_> = vars.into_iter().filter(|var| var.dtype().is_float()).collect();
         if let Some(var) = vars.iter().find(|var| !known.insert(var.id())) {
             candle_core::bail!(
-                "a variable of shape {:?} was given to `AdamW` twice; name it in one group",
+                "a variable of shape {:?} is in two groups of `AdamW`; put it in one group",
                 var.shape()
             );
         }
@@ -108,14 +108,14 @@ impl AdamW {
         let misfit = |message: String| Error::model("optimizer state", message);
         if state.len() != 4 * self.states.len() {
             let (found, vars) = (state.len(), self.states.len());
-            return Err(misfit(format!("{found} tensors do not fit {vars} variables, which have 4 each")));
+            return Err(misfit(format!("the state has {found} tensors, but {vars} variables need 4 each")));
         }
         let tensor = |i: usize, name: &str, like: &Tensor| {
             let key = format!("{i}.{name}");
             let tensor = state.get(&key).ok_or_else(|| misfit(format!("`{key}` is missing")))?;
             if (tensor.shape(), tensor.dtype()) != (like.shape(), like.dtype()) {
                 let (found, wanted) = ((tensor.dtype(), tensor.dims()), (like.dtype(), like.dims()));
-                return Err(misfit(format!("`{key}` is {found:?}, the variable needs {wanted:?}")));
+                return Err(misfit(format!("`{key}` is {found:?}, but the variable needs {wanted:?}")));
             }
             Ok(tensor.to_device(like.device())?)
         };

@@ -32,7 +32,7 @@ impl GradScaler {
     /// A scaler at its initial scale. *Errors name the invalid option.
     pub fn new(config: GradScalerConfig) -> Result<Self> {
         if config.mode != ScalerMode::Dynamic {
-            let message = "`predictive` needs the size of gradients, which is not measured here; use `dynamic`";
+            let message = "`predictive` needs gradient magnitudes, which this scaler does not measure; use `dynamic`";
             return Err(Error::config("scaler.mode", message));
         }
         let scaler = precision::GradScaler::new(config)?;

@@ -52,13 +52,13 @@ pub(super) struct BenchArgs {
     /// Batches in a step
     #[arg(long, value_name = "N", default_value_t = 1)]
     grad_accum: usize,
-    /// Train adapters of this rank at every linear layer, over a frozen base, in place of the model
+    /// Benchmark LoRA of this rank on all linear layers instead of full fine-tuning
     #[arg(long, value_name = "R", conflicts_with = "latency")]
     lora: Option<usize>,
     /// Measured steps
     #[arg(long, value_name = "N", default_value_t = 6)]
     steps: usize,
-    /// Warm-up steps before them
+    /// Warm-up steps before the measured ones
     #[arg(long, value_name = "N", default_value_t = 2)]
     warmup: usize,
     /// Device: auto, cpu, cuda or cuda:N
@@ -70,10 +70,10 @@ pub(super) struct BenchArgs {
     /// Threads [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
-    /// Measure latency instead, N times: of a forward pass over one sequence, and of a token generated after it
+    /// Measure latency instead: N forward passes over one sequence, and N tokens generated after it
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "100")]
     latency: Option<usize>,
-    /// Print a table of the operations of a step: calls, time, memory traffic, arithmetic, and shares of the machine's limits
+    /// Print a table of a step's operations: calls, time, memory traffic, arithmetic, and fractions of the machine's limits
     #[arg(long, conflicts_with = "latency")]
     profile: bool,
     /// Do not count the exponents of gradients
@@ -87,10 +87,10 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
         return Err(Error::config("--steps", "must be at least 1"));
     }
     if args.latency == Some(0) {
-        return Err(Error::config("--latency", "at least one pass has to be measured"));
+        return Err(Error::config("--latency", "must be at least 1"));
     }
     if args.profile && args.dtype.0.len() > 1 {
-        return Err(Error::config("--profile", "measures one type; give a single `--dtype`"));
+        return Err(Error::config("--profile", "measures one type at a time; use a single `--dtype`"));
     }
     args.shape()?;
     let reporter = Reporter::of("measuring");

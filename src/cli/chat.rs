@@ -11,8 +11,8 @@ use clap::Args;
 use std::io::{BufRead, IsTerminal, Write, stderr, stdin};
 use std::path::PathBuf;
 
-const HELP: &str = "/reset clears the conversation, /system TEXT restarts it with instructions, /save FILE appends it as JSON Lines, \
-                    /quit or Ctrl-D ends it";
+const HELP: &str = "/reset clears the conversation, /system TEXT restarts it with instructions, /save FILE appends \
+it as JSON Lines, /quit or Ctrl-D ends it";
 /// Ends an answer if the model has no template: each turn is a line.
 const LINE_END: char = '\n';
 
@@ -24,7 +24,7 @@ pub(super) struct ChatArgs {
     /// System instructions at the start of the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// A chat template in place of the model's own
+    /// A chat template to use instead of the model's
     #[arg(long, value_name = "FILE")]
     template: Option<PathBuf>,
     /// Maximum tokens per answer
@@ -53,7 +53,8 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     let terminal = stdin().is_terminal();
     if chat.plain {
         print_notice(
-            "this model has no chat template; turns are formatted as lines of `role: content`, like `messages` in training data",
+            "this model has no chat template; turns are formatted as lines of `role: content`, like `messages` in \
+             training data",
         );
     }
     if terminal {
@@ -76,9 +77,9 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
             "/quit" => return Ok(()),
             "/reset" => begin(&mut chat, args.system.as_deref()),
             "/system" => begin(&mut chat, Some(rest).filter(|text| !text.is_empty())),
-            "/save" if rest.is_empty() => print_notice("`/save` needs the name of a file"),
+            "/save" if rest.is_empty() => print_notice("`/save` needs a file name"),
             "/save" => match save(&chat, rest) {
-                Ok(()) => print_notice(&format!("{} messages are in `{rest}`", chat.history.len())),
+                Ok(()) => print_notice(&format!("saved {} messages to `{rest}`", chat.history.len())),
                 Err(error) => print_notice(&error.to_string()),
             },
             unknown if unknown.starts_with('/') => print_notice(&format!("unknown command `{unknown}`: {HELP}")),
@@ -137,7 +138,7 @@ impl ChatResponder<'_> {
         let context = trained.config.max_position_embeddings;
         if prompt.len() >= context {
             let message = format!(
-                "the conversation has {} tokens and the model's context {context}; /reset restarts it",
+                "the conversation has {} tokens, but the model's context is {context}; /reset restarts it",
                 prompt.len()
             );
             return Err(Error::config("chat", message));
@@ -169,7 +170,7 @@ impl ChatResponder<'_> {
         say(&mut answer, &rest)?;
         out.write_all(b"\n").map_err(Error::io("write to", "standard output"))?;
         match reason {
-            StopReason::Length => print_notice("(cut at `--max-tokens`)"),
+            StopReason::Length => print_notice("(stopped at `--max-tokens`)"),
             StopReason::ContextFull => print_notice("(the context is full; /reset restarts it)"),
             StopReason::EndOfText | StopReason::Callback => {}
         }

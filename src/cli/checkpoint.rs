@@ -33,11 +33,11 @@ enum CheckpointCommand {
     },
     /// Verify a checkpoint's files and show its contents
     Show {
-        /// A step folder, or a run for its newest good one
+        /// A step folder, or a run for its newest valid checkpoint
         #[arg(value_name = "PATH")]
         path: PathBuf,
     },
-    /// Check every file against its size and SHA-256; exit code 1 if any differs
+    /// Check the size and SHA-256 of every file; exit code 1 if any differs
     Verify {
         /// A run, a step folder, or a folder of runs [default: checkpoints]
         #[arg(value_name = "PATH")]
@@ -47,10 +47,10 @@ enum CheckpointCommand {
     Prune(PruneArgs),
     /// Compare two checkpoints bit for bit; exit code 1 if they differ
     Diff {
-        /// A step folder, or a run for its newest good one
+        /// A step folder, or a run for its newest valid checkpoint
         #[arg(value_name = "A")]
         a: PathBuf,
-        /// The other one
+        /// The other checkpoint
         #[arg(value_name = "B")]
         b: PathBuf,
     },
@@ -65,10 +65,10 @@ pub(super) struct PruneArgs {
     /// Keep the newest N of the full and of the weights-only checkpoints
     #[arg(long, value_name = "N", default_value_t = 2)]
     keep_last: usize,
-    /// Also delete the one with the best validation loss, if it is old
+    /// Also delete the checkpoint with the best validation loss if it is old
     #[arg(long)]
     no_best: bool,
-    /// Also delete damaged ones
+    /// Also delete damaged checkpoints
     #[arg(long)]
     damaged: bool,
     /// Print what would be deleted, and delete nothing
@@ -100,7 +100,7 @@ fn check_exists(path: &Path) -> Result<()> {
     if path.is_dir() {
         return Ok(());
     }
-    let message = "there is no such run or folder; `finetune runs` lists the runs, and `finetune` starts one";
+    let message = "no run or folder with this name exists; `finetune runs` lists the runs";
     Err(Error::checkpoint(path, message))
 }
 
@@ -235,7 +235,7 @@ fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
     check_exists(path)?;
     let listed = list(path)?;
     if listed.is_empty() {
-        return Err(Error::checkpoint(path, "there is no checkpoint in this folder; give the folder of one run"));
+        return Err(Error::checkpoint(path, "contains no checkpoint; use the folder of one run"));
     }
     let run = Run::open(path)?;
     let keep = RetentionPolicy { last: args.keep_last, best: !args.no_best };

@@ -19,9 +19,9 @@ pub(super) struct DataArgs {
 
 #[derive(Debug, Subcommand)]
 enum DataCommand {
-    /// Print a sample as it is trained on, with what is learned marked, and the counts
+    /// Print one training sample with its loss tokens highlighted, and the token counts
     Show(Box<ShowArgs>),
-    /// Print the counts: samples, tokens, learned tokens, what is cut or left out, rows and steps of an epoch
+    /// Print counts: samples, tokens, loss tokens, truncated and skipped samples, rows and steps per epoch
     Stats(Box<StatsArgs>),
 }
 
@@ -29,7 +29,7 @@ enum DataCommand {
 struct ShowArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Which sample, counted from 1 [default: the first that is trained on]
+    /// Number of the sample, starting at 1 [default: the first with loss tokens]
     #[arg(long, value_name = "N")]
     sample: Option<u64>,
 }
@@ -74,8 +74,9 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
                 format!("{report}\n")
             } else {
                 format!(
-                    "samples          {}\ntokens           {}\nlearned          {} ({:.1} %)\ncut              {} samples, by {} \
-                     tokens\ndropped          {} samples, of which nothing would be learned\nrows             {rows}\nsteps an epoch   {steps}\n",
+                    "samples           {}\ntokens            {}\nloss tokens       {} ({:.1} %)\n\
+                     truncated         {} samples, by {} tokens\nskipped           {} samples without loss tokens\n\
+                     rows              {rows}\nsteps per epoch   {steps}\n",
                     stats.samples,
                     stats.tokens,
                     stats.loss_tokens,

@@ -32,8 +32,8 @@ pub(super) struct EvalArgs {
     /// Windows per batch [default: about 1,024 tokens]
     #[arg(long, short, value_name = "N")]
     batch_size: Option<usize>,
-    /// Ask the last question of each conversation in `--data`, such as `chats-held-back`, and count the answers that are its
-    /// own to the letter
+    /// Ask the last question of each conversation in `--data`, such as `chats-held-back`, and count the answers that match
+    /// exactly
     #[arg(long, requires = "data", conflicts_with_all = ["seq_len", "stride", "batch_size"])]
     answers: bool,
     /// Print one JSON object
@@ -110,7 +110,7 @@ fn whole(data: &str, trained: &TrainedModel, reporter: &Reporter) -> Result<(Str
 fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(String, Text)> {
     let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
     let file = run.map(|run| run.join("config.toml")).filter(|file| file.is_file()).ok_or_else(|| {
-        Error::config("--data", "this model is not from a run, so a text is needed: `grammar` or a file")
+        Error::config("--data", "this model is not from a run; name a text with `--data`: `grammar` or a file")
     })?;
     let config = Config::resolve(&ConfigLayers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
     let rule = if bos == Bos::Auto { config.bos } else { bos };
@@ -144,7 +144,8 @@ fn as_text(data: &str, windows: SlidingWindow, found: Evaluation) -> String {
     let SlidingWindow { seq_len, stride, .. } = windows;
     let data = crate::untrusted::sanitize_line(data);
     format!(
-        "loss            {loss:.6} nats a token\nperplexity      {perplexity:.4}\nbits per byte   {bits_per_byte:.4}\n\
+        "loss            {loss:.6} nats per token\nperplexity      {perplexity:.4}\nbits per byte   \
+         {bits_per_byte:.4}\n\
          predicted       {tokens} tokens of {data}\nwindows         {count} of {seq_len} tokens, stride {stride}"
     )
 }

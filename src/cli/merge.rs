@@ -34,7 +34,7 @@ pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
     let (trained, reporter) = args.model.open()?;
     let encoding = args.dtype.encoding();
     if trained.adapted()?.is_none() {
-        return Err(Error::config("MODEL", "it has no adapters to merge; give some with `--adapter FOLDER`"));
+        return Err(Error::config("MODEL", "has no adapters to merge; specify them with `--adapter FOLDER`"));
     }
     reporter.begin("exporting");
     let written = export(&trained, encoding, format, ExportScope::Merged, &args.out)?;
@@ -46,6 +46,6 @@ pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
         writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;
     }
     let (largest, logit, tokens) = (found.max_abs_diff, found.max_abs_logit, found.tokens);
-    let line = format!("largest difference of logits: {largest:.1e} of {logit:.1}, on {tokens} random tokens");
+    let line = format!("largest logit error: {largest:.1e} (largest logit {logit:.1}), on {tokens} random tokens");
     writeln!(out, "{line}").map_err(Error::io("write to", "standard output"))
 }

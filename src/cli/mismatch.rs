@@ -21,10 +21,10 @@ pub(super) struct MismatchArgs {
     /// The types to compare: fp32, fp16, bf16, or one policy such as p=f32,c=f16,g=f16,r=f32
     #[arg(long, value_name = "DTYPE,…", default_value = "fp32,bf16,fp16")]
     dtype: DtypeList,
-    /// What each sequence begins with; without it texts of the model's own
+    /// Start of each sequence [default: the model's own text]
     #[arg(long, short, value_name = "TEXT", default_value = "", hide_default_value = true)]
     prompt: String,
-    /// Tokens that each sequence predicts [default: 128, or what the context has room for]
+    /// Predicted tokens per sequence [default: 128, at most what fits the context]
     #[arg(long, short = 'n', value_name = "N")]
     max_tokens: Option<usize>,
     /// Sequences, sampled in FP32 for all types
@@ -49,7 +49,7 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
     let room = context.saturating_sub(prompt.len());
     let tokens = args.max_tokens.unwrap_or(128.min(room));
     if tokens == 0 || tokens > room {
-        let message = format!("a prompt of {} tokens and {tokens} more for a context of {context}", prompt.len());
+        let message = format!("a prompt of {} tokens plus {tokens} exceeds the context of {context}", prompt.len());
         return Err(Error::config("--max-tokens", message));
     }
     let total = args.sequences as u64;
@@ -107,7 +107,7 @@ fn as_text(found: &[(String, Mismatch)], sequences: usize, tokens: usize) -> Str
     let _ = write!(
         text,
         "\n{sequences} sequences of {tokens} tokens, sampled in FP32, went through the training forward pass and, token by \
-         token,\nthrough generation with its KV cache. KL is that of the whole distributions, in nats a token. A step of\n\
+         token,\nthrough generation with its KV cache. KL is computed over the whole distributions, in nats per token. A step of\n\
          reinforcement learning weighs what it learns from a token by the ratio: in exact arithmetic it is 1."
     );
     text

@@ -47,7 +47,7 @@ impl ModelSourceArgs {
     /// shows the command's activity until it is dropped.
     pub(super) fn open(&self) -> Result<(TrainedModel, Reporter)> {
         if self.name == "tiny" {
-            let message = "the built-in model has no weights of its own; train it, and give the run's folder";
+            let message = "the built-in model has no pretrained weights; train it, and use the run's name or folder";
             return Err(Error::model("`tiny`", message));
         }
         let reporter = Reporter::of("reading the model");
@@ -86,10 +86,10 @@ impl ModelSourceArgs {
 /// The flags that select a model's device and kernels.
 #[derive(Args, Debug)]
 pub(super) struct DeviceArgs {
-    /// Where to compute: auto, cpu, cuda or cuda:N
+    /// Device: auto, cpu, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: DeviceSpec,
-    /// What computes: auto, candle or fused
+    /// Kernels: auto, candle or fused
     #[arg(long, value_name = "NAME", hide = true, default_value = "auto")]
     kernels: Choice,
 }
@@ -124,7 +124,7 @@ impl FromStr for DtypeList {
         for name in names {
             let policy = name.parse()?;
             if policies.iter().any(|(_, other)| *other == policy) {
-                return Err(Error::config("--dtype", format!("`{name}` stands twice")));
+                return Err(Error::config("--dtype", format!("`{name}` is listed twice")));
             }
             policies.push((name.to_owned(), policy));
         }
@@ -176,7 +176,7 @@ mod tests {
         };
         assert_eq!(names("fp32, bf16,half"), ["fp32", "bf16", "half"]);
         assert_eq!(names("p=f32,c=f16,g=f32,r=f32"), ["p=f32,c=f16,g=f32,r=f32"]);
-        assert!("fp16,half".parse::<DtypeList>().unwrap_err().to_string().contains("`half` stands twice"));
+        assert!("fp16,half".parse::<DtypeList>().unwrap_err().to_string().contains("`half` is listed twice"));
         assert!("fp32,".parse::<DtypeList>().is_err() && "fp32,int8".parse::<DtypeList>().is_err());
     }
 }

@@ -28,10 +28,7 @@ impl Notify {
     pub(super) fn new(command: &str) -> Result<Self> {
         let command: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
         let Some(program) = command.first() else {
-            return Err(Error::config(
-                "--notify",
-                "names no program; give one with its arguments, such as `notify-send`",
-            ));
+            return Err(Error::config("--notify", "is empty; use a program with its arguments, such as `notify-send`"));
         };
         let exists = if program.contains('/') {
             std::path::Path::new(program).is_file()
@@ -40,8 +37,7 @@ impl Notify {
             std::env::split_paths(&paths).any(|folder| folder.join(program).is_file())
         };
         if !exists {
-            let message =
-                format!("there is no program `{program}`; give its path, and a script for what needs a shell");
+            let message = format!("program `{program}` was not found; use its path, or a script for shell commands");
             return Err(Error::config("--notify", message));
         }
         Ok(Self {
@@ -87,7 +83,7 @@ impl Sink for Notify {
         // Reaps the children that have exited.
         self.children.retain_mut(|child| match child.try_wait() {
             Ok(Some(status)) if !status.success() => {
-                error = Some(format!("has failed ({status})"));
+                error = Some(format!("failed ({status})"));
                 false
             }
             waited => waited.is_ok_and(|exit| exit.is_none()),
@@ -95,7 +91,8 @@ impl Sink for Notify {
         if self.children.len() < MAX_CHILDREN {
             self.children.push(self.spawn(event, &text)?);
         } else {
-            error = Some(format!("still runs for {MAX_CHILDREN} events, and is not started until one of them ends"));
+            error =
+                Some(format!("is still running for {MAX_CHILDREN} events; it will start again after one of them ends"));
         }
         if let Some(error) = error.filter(|_| !self.error_reported) {
             self.error_reported = true;

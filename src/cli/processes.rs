@@ -79,8 +79,8 @@ mod dist {
             std::process::exit(2);
         }
         let message = format!(
-            "it says that this is one of {world_size} processes, but this program was built for one; build it with `--features mpi` \
-             to train in {world_size}, or remove the variable for {world_size} separate runs"
+            "a launcher started {world_size} processes, but this build has no MPI support; build with `--features \
+             mpi` to train with {world_size} processes, or remove the variable for {world_size} separate runs"
         );
         Err(Error::config(variable, message))
     }

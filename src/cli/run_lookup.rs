@@ -39,7 +39,7 @@ pub(super) fn run_folder(run: &Path, runs: &Path) -> Result<PathBuf> {
         return Ok(folder);
     }
     let near = did_you_mean(run, runs);
-    let message = format!("is not a run's folder, or the name of a run in `{}`{near}", runs.display());
+    let message = format!("is neither a run's folder nor the name of a run in `{}`{near}", runs.display());
     Err(Error::config(format!("`{}`", run.display()), message))
 }
 
@@ -52,7 +52,7 @@ pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
     let candidates = [run.to_path_buf(), run.join("events.jsonl"), runs.join(run).join("events.jsonl")];
     candidates.into_iter().find(|path| path.is_file()).ok_or_else(|| {
         let message = format!(
-            "is not an events file, a run's folder, or the name of a run in `{}`{}",
+            "is neither an events file, a run's folder, nor the name of a run in `{}`{}",
             runs.display(),
             did_you_mean(run, runs)
         );

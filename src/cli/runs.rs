@@ -32,7 +32,7 @@ enum RunsCommand {
         /// Names of runs
         #[arg(value_name = "RUN", required = true)]
         runs: Vec<String>,
-        /// Do not prompt
+        /// Delete without a prompt
         #[arg(long, short)]
         yes: bool,
     },
@@ -55,7 +55,7 @@ pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
 fn listing(folder: &Path, out: &mut dyn Write) -> Result<()> {
     let mut runs: Vec<Summary> = runs_in(folder)?.iter().map(|path| Summary::of(path)).collect();
     if runs.is_empty() {
-        let message = "there is no run here yet; `finetune` starts one";
+        let message = "contains no run yet; `finetune` starts one";
         return Err(Error::checkpoint(folder, message));
     }
     runs.sort_by_key(|run| (run.time, run.cells[0].clone()));
@@ -186,7 +186,7 @@ fn find(folder: &Path, name: &str) -> Result<PathBuf> {
     if is_name && path.join("config.toml").is_file() {
         return Ok(path);
     }
-    let message = format!("there is no run of this name in `{}`; `finetune runs` lists them", folder.display());
+    let message = format!("no run with this name exists in `{}`; `finetune runs` lists the runs", folder.display());
     Err(Error::config(format!("`{name}`"), message))
 }
 
@@ -197,7 +197,7 @@ fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
     let what = format!("run `{}`, {} checkpoints, {}", name_of(path), list(path)?.len(), size(bytes_in(path)));
     if !yes {
         if !stdin().is_terminal() {
-            let message = "standard input is not a terminal, so there is no prompt; add `--yes` to delete";
+            let message = "standard input is not a terminal; add `--yes` to delete without a prompt";
             return Err(Error::config("runs delete", message));
         }
         write!(out, "Delete {what}? [y/N] ").and_then(|()| out.flush()).map_err(failed())?;

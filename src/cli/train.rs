@@ -32,11 +32,11 @@ pub(crate) struct TrainArgs {
     /// Continue from the newest good checkpoint of the newest run, or of the run given by name or folder, or from a step folder
     #[arg(long, value_name = "RUN", num_args = 0..=1)]
     pub(crate) resume: Option<Option<PathBuf>>,
-    /// Serve metrics to Prometheus at /metrics, only on this machine unless an address precedes the port
+    /// Serve Prometheus metrics at /metrics on this port of localhost, or on ADDRESS:PORT
     #[arg(long, value_name = "[ADDRESS:]PORT", value_parser = metrics_port)]
     pub(crate) metrics_port: Option<SocketAddr>,
-    /// Run a program at a new best validation loss, at divergence and at the end; it gets the event, the run's name and a
-    /// sentence as its last arguments, and no shell is involved
+    /// Run a program (without a shell) at a new best validation loss, at divergence and at the end; its last arguments are
+    /// the event, the run's name and a sentence
     #[arg(long, value_name = "COMMAND", help_heading = "Along the way")]
     pub(crate) notify: Option<String>,
     /// How the run is shown.
@@ -71,14 +71,14 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let config = match &mut resumed {
         Some(resumed) => {
             let (config, changes) = args.config.resolve_for_resume(resumed.run.path())?;
-            resumed.warnings.extend(changes.iter().map(|change| format!("resumed with another setting: {change}")));
+            resumed.warnings.extend(changes.iter().map(|change| format!("resumed with a changed setting: {change}")));
             config
         }
         None => args.config.resolve()?,
     };
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     if group.world_size() > 1 && config.data == "-" {
-        let message = "standard input reaches one process only; give a file that all of them can read";
+        let message = "only one process can read standard input; use a file that all processes can read";
         return Err(Error::config("data", message));
     }
     let idle = group.world_size().saturating_sub(config.train.grad_accum);
@@ -111,8 +111,8 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     if idle > 0 {
         let (world_size, micro_batches) = (group.world_size(), config.train.grad_accum);
         warnings.push(format!(
-            "{idle} of {world_size} processes have no micro-batch: a step has {micro_batches}; set `--grad-accum` to {world_size} or \
-             more"
+            "{idle} of {world_size} processes have no micro-batch: a step has {micro_batches}; set `--grad-accum` to \
+             {world_size} or more"
         ));
     }
     warnings.extend(check_disk(run.path(), &config, trainer.checkpoint_bytes())?);
@@ -182,7 +182,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
     reporter.report(SetupEvent::Phase("verifying the checkpoint".into()));
     let named = args.config.given("checkpoint.run").and_then(toml::Value::as_str);
     if let (Some(run), Some(name)) = (run, named) {
-        let message = format!("`--resume {}` says which run already; leave `--run {name}` out", run.display());
+        let message = format!("`--resume {}` already selects the run; remove `--run {name}`", run.display());
         return Err(Error::config("--run", message));
     }
     let dir = args.config.runs();
@@ -193,8 +193,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
         (_, Some(step)) => step.canonicalize().ok().and_then(|step| step.parent().map(Path::to_path_buf)),
         (Some(path), None) if path.is_dir() => Some(path.to_path_buf()),
         (Some(path), None) => {
-            let message =
-                format!("there is no such folder, nor a run of this name{}", did_you_mean(run.unwrap_or(path), dir));
+            let message = format!("no folder or run with this name exists{}", did_you_mean(run.unwrap_or(path), dir));
             return Err(Error::checkpoint(path, message));
         }
         (None, _) => Some(named.map_or_else(|| latest_run(dir), |run| Ok(dir.join(run)))?),
@@ -212,7 +211,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
         return Ok(Resumed { run, checkpoint: Some(Checkpoint::open(step)?), warnings: Vec::new() });
     }
     if list(&folder)?.iter().all(|one| one.kind != CheckpointKind::Full) {
-        let warnings = vec!["there is no checkpoint in this run yet: it starts over".into()];
+        let warnings = vec!["this run has no checkpoint yet; starting over".into()];
         return Ok(Resumed { run, checkpoint: None, warnings });
     }
     let found = latest_valid(&folder)?;
@@ -234,8 +233,8 @@ fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>>
 fn has_room(run: &Path, bytes: u64, most: u64, free: u64) -> Result<Option<String>> {
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let message = format!(
-        "a checkpoint takes {:.1} MiB, up to {most} more are written before an older one goes, and {:.1} MiB are free \
-         in `{}`",
+        "each checkpoint needs {:.1} MiB and up to {most} are written before the oldest is deleted, but only {:.1} \
+         MiB are free in `{}`",
         mib(bytes),
         mib(free),
         run.display()
@@ -256,7 +255,7 @@ fn new_run(config: &Config) -> Result<Run> {
     if let Some(name) = &config.checkpoint.run {
         let path = dir.join(name);
         let refused = || {
-            let message = "already contains a run; continue it with --resume, or choose another --run name";
+            let message = "already contains a run; continue it with `--resume`, or choose another name with `--run`";
             Err(Error::checkpoint(&path, message))
         };
         if Run::exists(&path) {
@@ -273,7 +272,7 @@ fn new_run(config: &Config) -> Result<Run> {
             return Ok(run);
         }
     }
-    Err(Error::checkpoint(dir, "every number for a new run is taken; choose a name with --run"))
+    Err(Error::checkpoint(dir, "all run numbers are in use; choose a name with `--run`"))
 }
 
 #[cfg(test)]
@@ -285,7 +284,7 @@ mod tests {
         let judge = |free| has_room(Path::new("r"), 100, 3, free);
         let refused = judge(99).unwrap_err();
         assert!(refused.to_string().starts_with("checkpoint.dir: ") && refused.exit_code() == 2, "{refused}");
-        assert!(judge(100).unwrap().unwrap().contains("up to 3 more"));
+        assert!(judge(100).unwrap().unwrap().contains("up to 3 are written"));
         assert!(judge(299).unwrap().is_some());
         assert_eq!(judge(300).unwrap(), None);
         assert!(has_room(Path::new("r"), u64::MAX, 3, u64::MAX).unwrap().is_none());

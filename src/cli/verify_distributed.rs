@@ -9,12 +9,12 @@ use std::io::Write;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 
-/// Flags of the proof; what to train is said as for a run.
+/// Flags of `verify-distributed`, including those that define a run.
 #[derive(Args, Debug)]
 pub(crate) struct VerifyDistributedArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// What starts several processes; `-n`, their number and the program follow
+    /// The launcher, called with `-n`, the number of processes, and this program
     #[arg(long, value_name = "COMMAND", default_value = "mpirun --oversubscribe")]
     launcher: String,
 }
@@ -60,8 +60,8 @@ pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<E
     }
     let verdict = if differs { "NOT identical" } else { "bit-identical" };
     say(format!(
-        "{verdict}: {steps} steps of {} micro-batches by 1, 2 and 4 processes: {} tensors of weights, masters and moments, \
-         and {} lines of losses, scales, norms and histograms",
+        "{verdict}: {steps} steps of {} micro-batches by 1, 2 and 4 processes: {} tensors of weights, masters and \
+         moments, and {} lines of losses, scales, norms and histograms",
         config.train.grad_accum,
         4 * whole.weights().tensors().len(),
         first.len()

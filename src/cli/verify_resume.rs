@@ -14,13 +14,13 @@ use std::process::ExitCode;
 /// Flags of `verify-resume`, including those that define a run.
 #[derive(Args, Debug)]
 pub(crate) struct VerifyResumeArgs {
-    /// A run whose configuration is used, by name or folder; the run itself stays as it is
+    /// Use the configuration of this run (name or folder); the run itself is not changed
     // Not `run`, which is the id of a flag below.
     #[arg(value_name = "RUN", conflicts_with = "config")]
     like: Option<PathBuf>,
     #[command(flatten)]
     config: ConfigArgs,
-    /// Save and load after this many of the steps [default: half]
+    /// Step after which to save and load [default: half of the steps]
     #[arg(long, value_name = "K")]
     at: Option<u64>,
 }
@@ -50,8 +50,8 @@ pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCo
     let (tensors, elements, skipped) = (proof.tensors, proof.elements, proof.skipped);
     let verdict = if proof.differences.is_empty() { "bit-identical" } else { "NOT identical" };
     say(format!(
-        "{verdict}: {steps} steps against {at} + save + load + {}: {tensors} tensors, {elements} values, the scaler and \
-         the counters ({skipped} steps overflowed)",
+        "{verdict}: {steps} steps against {at} + save + load + {}: {tensors} tensors, {elements} values, the scaler \
+         and the counters ({skipped} steps overflowed)",
         steps - at
     ))?;
     Ok(if proof.differences.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })

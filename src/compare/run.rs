@@ -50,7 +50,7 @@ impl RunSummary {
     pub(crate) fn of(log: &Path, state: RunState, unreadable: usize) -> Result<Self> {
         let (figures, finished) = (state.figures(), state.finished());
         let Some(started) = state.started else {
-            return Err(Error::data(log.display(), "this is not a run's log: no record of a start in it"));
+            return Err(Error::data(log.display(), "not a run's log: it has no start record"));
         };
         let name = if started.run.is_empty() { log.display().to_string() } else { started.run.clone() };
         let curves = state.curves;

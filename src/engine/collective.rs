@@ -212,7 +212,7 @@ fn to_frames(message: &impl Serialize) -> Result<[Vec<u8>; 2]> {
 
 fn from_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     serde_json::from_slice(bytes).map_err(|error| {
-        Error::Collective(format!("a process sent an unknown message ({error}); all processes must run the same build"))
+        Error::Collective(format!("received an unknown message ({error}); all processes must run the same build"))
     })
 }
 

@@ -11,7 +11,7 @@ fn needs_bf16(policy: PrecisionPolicy) -> bool {
 
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn open(_: usize, _: PrecisionPolicy) -> std::result::Result<(Device, String), String> {
-    Err("this program was built without GPU support; build it with `--features cuda`, see README.md".into())
+    Err("this program was built without GPU support; build it with `--features cuda` (see README.md)".into())
 }
 
 /// The number of GPUs that the driver reports.
@@ -94,7 +94,7 @@ pub(crate) fn open(ordinal: usize, policy: PrecisionPolicy) -> std::result::Resu
     use candle_core::cuda_backend::cudarc::driver::{CudaContext, sys};
     let count = CudaContext::device_count().map_err(|error| first_line(&error))?;
     if usize::try_from(count).unwrap_or(0) <= ordinal {
-        return Err(format!("there is no such GPU, the driver shows {count}"));
+        return Err(format!("this GPU does not exist; the driver reports {count}"));
     }
     check_driver(driver_version()?, sys::CUDA_VERSION)?;
     let device = Device::new_cuda_with_stream(ordinal).map_err(|error| first_line(&error))?;
@@ -132,7 +132,8 @@ fn check_driver(driver: u32, toolkit: u32) -> std::result::Result<(), String> {
     let number = |version: u32| format!("{}.{}", version / 1000, version % 1000 / 10);
     let (runs, built) = (number(driver), number(toolkit));
     Err(format!(
-        "the driver runs CUDA {runs} and this program was built with CUDA {built}; update the driver, or build with an older toolkit"
+        "the driver supports CUDA {runs}, but this program was built with CUDA {built}; update the driver, or build \
+         with an older toolkit"
     ))
 }
 

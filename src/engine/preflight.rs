@@ -22,13 +22,13 @@ const TIMEOUT: Duration = Duration::from_mins(1);
 /// The operations whose kernels pass on `device`; `notice` receives one message about those that fail.
 pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<KernelFamily> {
     let (Some(_), DeviceLocation::Cuda { gpu_id }) = (apart::command(ARGUMENT), device.location()) else {
-        notice("no preflight: only the program `finetune` can run one, so candle's kernels are used".into());
+        notice("using candle's kernels, because only the program `finetune` can test the custom ones".into());
         return BTreeSet::new();
     };
     // A trial mostly waits for the device to open, so trials run concurrently.
     let tried = std::thread::scope(|scope| {
         let trials = KernelFamily::ALL.map(|family| (family, scope.spawn(move || run(gpu_id, family))));
-        trials.map(|(family, trial)| (family, trial.join().unwrap_or_else(|_| Err("could not be tried".into()))))
+        trials.map(|(family, trial)| (family, trial.join().unwrap_or_else(|_| Err("could not be tested".into()))))
     });
     let (mut passed, mut failed) = (BTreeSet::new(), Vec::new());
     for (family, result) in tried {
@@ -38,14 +38,14 @@ pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) 
         }
     }
     if !failed.is_empty() {
-        notice(format!("kernels that failed their preflight, so candle's are used: {}", failed.join("; ")));
+        notice(format!("using candle's kernels instead of those that failed their preflight: {}", failed.join("; ")));
     }
     passed
 }
 
 /// Tries one operation in another process.
 fn run(ordinal: usize, family: KernelFamily) -> std::result::Result<(), String> {
-    let untried = |error: std::io::Error| format!("could not be tried: {error}");
+    let untried = |error: std::io::Error| format!("could not be tested: {error}");
     let mut command = apart::command(ARGUMENT).ok_or_else(|| untried(std::io::ErrorKind::NotFound.into()))?;
     let mut child = command.args([ordinal.to_string().as_str(), family.name()]).spawn().map_err(untried)?;
     let Some(status) = apart::wait(&mut child, TIMEOUT).map_err(untried)? else {

@@ -136,8 +136,8 @@ impl BlockScaling {
     pub fn new(source: String, tensor: Vec<f32>, shape: [usize; 2], stale_amax: f32, shown: Scheme) -> Result<Self> {
         let [rows, columns] = shape;
         if rows * columns != tensor.len() || tensor.is_empty() || columns % 128 != 0 {
-            let message =
-                "the tensor's rows must be a multiple of 128 values, so that every scheme's blocks are complete";
+            let message = "the length of the tensor's rows must be a multiple of 128, so that the blocks of all schemes are \
+                 complete";
             return Err(Error::config("--columns", message));
         }
         if let Some(value) = tensor.iter().find(|value| !value.is_finite()) {

@@ -118,7 +118,7 @@ impl FailureDemo {
             "2 Overflow",
             &format!("a gradient of {} times the scale {} is beyond 65504", short(self.large), short(self.scale)),
             judged(scaled.is_finite(), format!("stored as {}", short(scaled))),
-            "skip such a step, which leaves the weight as it was, and halve the scale",
+            "skip the step, which leaves the weight unchanged, and halve the scale",
             judged(
                 (self.large * fitting).abs() < 65520.0,
                 format!("{skipped} steps skipped, then {} at scale {}", short(self.large * fitting), short(fitting)),
@@ -129,14 +129,14 @@ impl FailureDemo {
         crisis(
             "3 Vanishing update",
             &format!(
-                "{} updates of {} beside a weight of {}; below a power of two FP16 loses what is under {}",
+                "{} updates of {} to a weight of {}; below a power of two FP16 loses updates below {}",
                 self.steps,
                 short(self.update),
                 short(self.weight),
                 short(half)
             ),
             judged(moved || self.update == 0.0, format!("the FP16 weight is {}", exact(stuck))),
-            "keep a master weight in FP32, and round the working copy from it",
+            "keep a master weight in FP32, and round it to the working copy",
             judged(master != self.weight, format!("master {master:.8}, its FP16 copy {}", exact(working))),
         );
         page

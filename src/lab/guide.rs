@@ -80,7 +80,7 @@ fn advance(scaler: &mut Tab, share: f64, forwards: bool) -> bool {
 }
 
 const SCALER_KEYS: &[ViewKey] = &[
-    key(KeyCode::Char('.'), ".", "step", "one step on", |scaler| {
+    key(KeyCode::Char('.'), ".", "step", "one step forward", |scaler| {
         advance(scaler, 0.0, true);
     }),
     key(KeyCode::Char('o'), "o", "overflow", "inject an overflow at the cursor's step", |scaler| {
@@ -93,16 +93,16 @@ const SCALER_KEYS: &[ViewKey] = &[
         let steps = steps.join(",");
         scaler.set("overflow-at", steps);
     }),
-    key(KeyCode::Left, "←", "", "the cursor a column back", |scaler| {
+    key(KeyCode::Left, "←", "", "move the cursor a column back", |scaler| {
         advance(scaler, 1.0 / 70.0, false);
     }),
-    key(KeyCode::Right, "→", "", "the cursor a column on", |scaler| {
+    key(KeyCode::Right, "→", "", "move the cursor a column forward", |scaler| {
         advance(scaler, 1.0 / 70.0, true);
     }),
-    key(KeyCode::Home, "Home", "", "the cursor to the first step", |scaler| {
+    key(KeyCode::Home, "Home", "", "move the cursor to the first step", |scaler| {
         scaler.set("cursor", scaler.steps.0.to_string());
     }),
-    key(KeyCode::End, "End", "", "everything, without a cursor", |scaler| scaler.set("cursor", "")),
+    key(KeyCode::End, "End", "", "show everything, without a cursor", |scaler| scaler.set("cursor", "")),
 ];
 
 /// Advances the scaler's playback by a frame; restarts at the end.

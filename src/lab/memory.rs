@@ -431,7 +431,7 @@ impl MemoryPlan {
             page.push(line);
         }
         if self.budget.is_some() {
-            page.push(Line::new().dim("room: what the budget leaves for activations; batch: the largest that fits"));
+            page.push(Line::new().dim("room: memory left for activations; batch: the largest batch that fits"));
         }
     }
 

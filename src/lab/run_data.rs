@@ -190,7 +190,7 @@ impl RunData {
             return Ok((format!("FP32 probes of {}", self.name()), self.probed.exponents.clone()));
         }
         if self.sums.stored.total() == 0 {
-            let message = "no step has a histogram of its gradients; record some with `telemetry.exponents_every`";
+            let message = "no step has a histogram of its gradients; record them with `telemetry.exponents_every`";
             return Err(Error::data(self.folder.display(), message));
         }
         Ok((
@@ -263,7 +263,7 @@ impl RunData {
 
     /// A weight matrix of the newest checkpoint, with its name: the first of at most `most` values whose rows are multiples of 128.
     pub fn matrix(&self, most: usize) -> Result<(String, Vec<f32>, [usize; 2])> {
-        let missing = |why: &str| Error::data(self.folder.display(), format!("{why}; name a run with a checkpoint"));
+        let missing = |why: &str| Error::data(self.folder.display(), format!("{why}; use a run with a checkpoint"));
         let latest = std::fs::read_to_string(self.folder.join("latest")).map_err(|_| missing("no checkpoint found"))?;
         let file = TensorFile::open(self.folder.join(latest.trim()).join("master.safetensors"))?;
         for tensor in file.tensors() {
@@ -274,7 +274,7 @@ impl RunData {
                 return Ok((format!("{} of {}", tensor.name, self.name()), tensor.to_f32()?, [rows, columns]));
             }
         }
-        Err(missing("no matrix with rows of a multiple of 128 values"))
+        Err(missing("no matrix has rows with a multiple of 128 values"))
     }
 
     /// Statistics of the newest checkpoint's master weights, if there is one.

@@ -97,7 +97,7 @@ impl Scaling {
         page.push(Line::new().with(Role::Title, format!("best scale 2^{}", self.best)).plain(match self.margin {
             margin if margin < 0 => "   every scale overflows".to_owned(),
             0 => "   twice that scale overflows".to_owned(),
-            margin => format!("   overflows from 2^{} on", self.best + margin + 1),
+            margin => format!("   overflows at 2^{} and above", self.best + margin + 1),
         }));
         if let [(calm, least), .., (wild, most)] = &self.variances[..] {
             page.push(

@@ -111,7 +111,7 @@ impl Softmax {
         }
         page.gap();
         let text = "Shifted: exp(x − max x), which no logit overflows; each column rounds after every operation. \
-                    Positions count in steps of the format's spacing, so from the last column on neighbours share an angle.";
+                    Positions count in steps of the format's spacing, so beyond the last column neighbouring positions have the same angle.";
         page.wrapped(Role::Dim, text, width);
         page
     }

@@ -154,7 +154,7 @@ impl SummationReport {
         page.title(format!("{:<20}{}", "accumulator", lengths.concat()));
         for row in &self.rows {
             let name = match row.algorithm {
-                Algorithm::OneByOne => "one by one",
+                Algorithm::OneByOne => "sequential",
                 Algorithm::Kahan => "Kahan",
                 Algorithm::Pairwise => "pairwise",
                 Algorithm::Stochastic => "stochastic",
@@ -170,13 +170,13 @@ impl SummationReport {
         for row in self.rows.iter().filter(|row| row.algorithm == Algorithm::OneByOne) {
             let result = row.results.last().copied().unwrap_or(0.0);
             let text = match row.stuck_from {
-                _ if !result.is_finite() => format!("{} one by one overflows: {}", row.format, short(result)),
+                _ if !result.is_finite() => format!("sequential {} summation overflows: {}", row.format, short(result)),
                 Some(from) => format!(
-                    "{} one by one stands still at {} from term {from} on: a term is under half its ULP",
+                    "sequential {} summation stagnates at {} from term {from}: each term is below half an ULP",
                     row.format,
                     short(result)
                 ),
-                None => format!("{} one by one ends at {}", row.format, short(result)),
+                None => format!("sequential {} summation ends at {}", row.format, short(result)),
             };
             page.wrapped(if row.stuck_from.is_some() { Role::Bad } else { Role::Text }, &text, width);
         }

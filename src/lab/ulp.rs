@@ -116,15 +116,16 @@ impl UlpGrid {
         }
         page.wrapped(
             Role::Dim,
-            "smallest one: an update moves the weight if it is above (>) or at least (≥) this. with master: steps until \
-             the working copy of an FP32 master moves.",
+            "smallest one: an update moves the weight if it is above (>) or at least (≥) this. with master: steps \
+             until the working copy of an FP32 master weight changes.",
             width,
         );
         let narrow = self.formats.iter().filter(|row| row.verdict == UpdateFate::Overflows);
         for row in narrow {
             let from = short(row.overflows_from);
             page.push(
-                Line::new().with(Role::Bad, format!("{} overflows from {from} on, in either direction", row.format)),
+                Line::new()
+                    .with(Role::Bad, format!("{} overflows at {from} and above, in either direction", row.format)),
             );
         }
         page

@@ -117,8 +117,7 @@ impl PrecisionConfig {
             return refuse("fallback_max_scale", format!("{} must be finite and positive", self.fallback_max_scale));
         }
         if self.fallback != FallbackRule::Off && compute != Dtype::F16 {
-            let message =
-                format!("layers fall back from FP16, but this run computes in `{compute}`; remove the setting");
+            let message = format!("fallback needs FP16, but this run computes in `{compute}`; remove the setting");
             return refuse("fallback", message);
         }
         self.fp8.validate()?;
@@ -129,7 +128,7 @@ impl PrecisionConfig {
         if self.fp8.block.is_some() && compute == Dtype::F32 {
             return refuse(
                 "fp8.block",
-                "an FP32 run has no working copy of its weights to round; use fp16 or bf16".into(),
+                "FP8 needs a working copy of the weights, which an FP32 run lacks; use fp16 or bf16".into(),
             );
         }
         Ok(())

@@ -29,7 +29,7 @@ settings! {
         min_scale: f32 = 1.0;
         /// Consecutive overflows at `min_scale` after which the run counts as diverged; 0 for never.
         max_overflows_at_min_scale: u32 = 16;
-        /// Overflows needed to back off; earlier ones only skip their step. 1 is PyTorch's rule.
+        /// Overflows before the scale backs off; earlier ones only skip their step. 1 is PyTorch's rule.
         hysteresis: u32 = 1;
         /// The event that resets the count for `hysteresis`: `growth` of the scale, or any `clean` step.
         hysteresis_refill: HysteresisRefill = HysteresisRefill::Growth;

@@ -106,7 +106,7 @@ fn gradients(run: &RunState) -> Option<String> {
     }
     let share = |part| format::percent(part, stats.count);
     let words = format!(
-        "{} stores them at step {step}, times the loss scale {}: zero {}, subnormal {}, not finite {}",
+        "{} stores them at step {step}, multiplied by the loss scale {}: zero {}, subnormal {}, not finite {}",
         format.name,
         format::scale(*scale),
         share(stats.zero),

@@ -53,8 +53,8 @@ pub(super) fn precision(run: &RunState) -> String {
         ("gradients are stored as", run.grad_format().name.to_owned()),
         ("loss scaling", if run.scales_losses() { "on".to_owned() } else { "off".to_owned() }),
         ("subnormal gradients", share(figures.subnormal)),
-        ("flushed to zero, as FP32 probes saw it", share(figures.flushed)),
-        ("layers in a wider type at the end", if fallback.is_empty() { "none".to_owned() } else { fallback }),
+        ("flushed to zero (FP32 probes)", share(figures.flushed)),
+        ("layers in a wider dtype at the end", if fallback.is_empty() { "none".to_owned() } else { fallback }),
     ];
     let mut out = String::from("<h2>Precision</h2>\n<dl>\n");
     for (what, value) in facts {

@@ -67,7 +67,8 @@ impl<W: Write> PlainPrinter<W> {
         let of = if total == 0 { String::new() } else { format!("/{total}") };
         let StepRecord { step: at, epoch, loss_scale, grads, updates, skipped, tokens_per_s, .. } = step;
         let mut line = format!(
-            "step={at}{of} epoch={epoch:.2} loss={} loss_avg={} scale={loss_scale} grad_min={} grad_max={} norm_scaled={} \
+            "step={at}{of} epoch={epoch:.2} loss={} loss_avg={} scale={loss_scale} grad_min={} grad_max={} \
+             norm_scaled={} \
              norm={} lr={} updates={updates} skipped={skipped} success={} tokens_per_s={tokens_per_s:.0} step_ms={}",
             loss(f64::from(step.loss)),
             loss(if count == 0 { f64::NAN } else { sum / f64::from(count) }),
@@ -161,7 +162,7 @@ fn environment(started: &Started) -> String {
         (
             "length",
             format!(
-                "{} steps of up to {} tokens, {} tokens an epoch, {:.2} epochs",
+                "{} steps of up to {} tokens, {} tokens per epoch, {:.2} epochs",
                 started.total_steps, started.tokens_per_step, started.tokens_per_epoch, started.epochs
             ),
         ),

@@ -268,6 +268,9 @@ impl MessageSource for LogSource {
 
 /// A warning about unreadable lines, at the time and step of their neighbours.
 fn unreadable(lines: usize, (t, s, step): (u64, f64, u64)) -> Record {
-    let message = format!("{lines} lines of the log could not be read: damaged, or written by a newer program");
+    let message = format!(
+        "{lines} lines of the log could not be read: they are damaged, or a newer version wrote \
+    them"
+    );
     Record { v: VERSION, t, s, event: Event::Warning(Diagnostic { step, message }) }
 }

@@ -52,7 +52,9 @@ pub(super) fn listed(row: &EventRow) -> String {
             None => format!("started {}: {} on {}", started.model, started.program, started.device),
         },
         Event::Overflow(overflow) => overflow_text(overflow, row.more),
-        Event::UnderflowOnset(touched) => format!("first at 2^-24, FP16's least: {}", touched.tensors.join(", ")),
+        Event::UnderflowOnset(touched) => {
+            format!("first at 2^-24, the smallest FP16 magnitude: {}", touched.tensors.join(", "))
+        }
         other => announcement(other).unwrap_or_default(),
     };
     // The row has a column for the step.
@@ -171,8 +173,8 @@ fn finished_line(finished: &Finished) -> String {
     };
     let Finished { step, updates, skipped, loss_scale, tokens, seconds, .. } = finished;
     let mut line = format!(
-        "finished reason={reason} step={step} updates={updates} skipped={skipped} success={} loss={} scale={loss_scale} \
-         tokens={tokens} seconds={seconds:.1}",
+        "finished reason={reason} step={step} updates={updates} skipped={skipped} success={} loss={} \
+         scale={loss_scale} tokens={tokens} seconds={seconds:.1}",
         percent(*updates, *step),
         loss(f64::from(finished.loss)),
     );

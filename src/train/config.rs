@@ -47,7 +47,7 @@ settings! {
         revision: Option<String> = None, fixed(), flag("revision", Text, 0, "REVISION");
         /// The source of initial weights.
         init: WeightInit = WeightInit::Pretrained, fixed(), flag("init", Text, 0, "INIT"),
-            help("Where initial weights come from: pretrained or random");
+            help("Initial weights: pretrained or random");
         /// A `tokenizer.json` to use instead of the model's.
         tokenizer: Option<PathBuf> = None, fixed(), flag("tokenizer", Text, 0, "FILE"),
             help("A tokenizer.json to use instead of the model's");
@@ -58,14 +58,13 @@ settings! {
         /// Validation text; by default the last tenth of the training text.
         val: Option<String> = None, fixed(), flag("val", Text, 0, "TEXT"),
             help("Validation text [default: the last tenth of the training text]");
-        /// The format of all text, instead of by the files' names: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
+        /// The input format, overriding file extensions: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
         format: Option<DataFormat> = None, fixed(), flag("format", Text, 0, "FORMAT"),
-            help("How the text is read, in place of what files' names say: text, jsonl, json, csv, tsv or parquet");
+            help("Input format, overriding the file extension: text, jsonl, json, csv, tsv or parquet");
         /// The chat template to use instead of the model's: a file, or `chatml`, `smollm2`, `qwen2.5`, `qwen3`,
         /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3` or `plain`.
         chat_template: Option<String> = None, fixed(), flag("chat-template", Text, 1, "FILE|NAME"),
-            help("How chats are written: a template's file, or one such as chatml or llama3.1 [default: the model's \
-                  own]");
+            help("Chat template: a file, or a name such as chatml or llama3.1 [default: the model's]");
         /// Whether texts begin with the BOS token: `auto` if the model's tokenizer adds it, `always` or `never`. Chat templates write
         /// their own.
         bos: Bos = Bos::Auto, fixed(), flag("bos", Text, 1, "RULE"),
@@ -77,35 +76,35 @@ settings! {
         seed: u64 = 1, fixed(), flag("seed", Training, 0, "SEED"), help("Seed of every random stream");
         /// Device: `cpu`, `cuda`, `cuda:N`, or `auto` for a GPU if this program can use one.
         device: String = "auto".into(), flag("device", Machine, 0, "DEVICE"), help("Device: auto, cpu, cuda or cuda:N");
-        /// `auto`, `candle` for candle's own operations, or `fused` for the project's. It is for comparisons; what a user wants
-        /// is `auto`, which is left out of files.
+        /// Kernels: `auto`, `candle` for candle's operations, or `fused` for this program's. Use `auto`, which is not written
+        /// to files; the others are for comparisons.
         kernels: Choice = Choice::Auto, flag("kernels", Machine, 0, "NAME"), hidden(),
             help("Kernels: auto, candle or fused");
         /// Compute threads; all processors by default. The numbers do not depend on it.
         threads: Option<usize> = None, flag("threads", Machine, 0, "THREADS"),
             help("Compute threads [default: all processors]");
-        /// Names of the fields with text, if they are not the usual ones.
+        /// Names of the fields that contain text, if they differ from the usual names.
         fields: FieldNames = FieldNames::default(), section(FieldNames::settings);
         /// Batches, length of the run, evaluation and samples.
         train: TrainSection = TrainSection::default(), section(TrainSection::settings);
-        /// Low-rank adapters, trained in place of the model's parameters.
+        /// Low-rank adapters, trained instead of the model's weights.
         lora: LoraSection = LoraSection::default(), section(LoraSection::settings),
             flag("lora", Training, 3, "SETTINGS"),
-            help("Train low-rank adapters in place of the model: `r=16,alpha=32`, and `targets=q_proj+v_proj`, \
-                  `dropout=0.05`, `rslora`, `dora`, `save=norm`");
+            help("Train low-rank adapters (LoRA) instead of the full model: `r=16,alpha=32`, and \
+                 `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`, `save=norm`");
         /// AdamW and clipping.
         optimizer: OptimizerSection = OptimizerSection::default(), section(OptimizerSection::settings);
         /// The learning rate over time.
         schedule: ScheduleSection = ScheduleSection::default(), section(ScheduleSection::settings);
-        /// The loss scale, which is used if the policy computes in FP16.
+        /// The loss scale, used if the policy computes in FP16.
         scaler: GradScalerConfig = GradScalerConfig::default(), section(GradScalerConfig::settings);
-        /// Layers that compute in another type than the policy's.
+        /// Layers whose compute dtype differs from the policy's.
         precision: PrecisionConfig = PrecisionConfig::default(), section(PrecisionConfig::settings);
         /// Dropout rates; off by default.
         dropout: DropoutSection = DropoutSection::default(), section(DropoutSection::settings);
-        /// Checkpoints: where, when, and how many to keep.
+        /// Checkpoints: folder, interval, and number to keep.
         checkpoint: CheckpointSection = CheckpointSection::default(), section(CheckpointSection::settings);
-        /// What is measured and logged, and how often.
+        /// Measurements and logs, and their intervals.
         telemetry: TelemetrySection = TelemetrySection::default(), section(TelemetrySection::settings);
     }
 }
@@ -173,7 +172,7 @@ impl Config {
             let path = error.path().to_string();
             // Report an element of a list as the list.
             let key = path.split('[').next().unwrap_or_default();
-            let value = all.iter().find(|(leaf, _)| leaf == key).map(|(_, value)| format!("`{value}` does not fit: "));
+            let value = all.iter().find(|(leaf, _)| leaf == key).map(|(_, value)| format!("`{value}` is invalid: "));
             if all.iter().any(|(leaf, value)| leaf == key && value.as_integer().is_some_and(|value| value < 0)) {
                 return Error::config(key, "must not be negative");
             }
@@ -234,7 +233,8 @@ impl Config {
         let targets = Lora::targets(&spec, targets)?;
         let saved = Lora::modules_to_save(&spec, modules_to_save)?;
         if let Some(both) = saved.intersection(&targets).next() {
-            let message = format!("`{}` has an adapter already; name it in one place", spec.layer_name(*both));
+            let message =
+                format!("`{}` already has an adapter; remove it from one of the two lists", spec.layer_name(*both));
             return Err(Error::config("lora.modules_to_save", message));
         }
         let lora = Lora { r, alpha, dropout: *dropout, rslora: *rslora, dora: *dora, targets, modules_to_save: saved };
@@ -300,7 +300,7 @@ impl Config {
             [("log_every", log_every), ("tensors_every", tensors_every), ("exponents_every", exponents_every)]
         {
             if every == 0 {
-                let message = "must be at least 1; use more than the number of steps for never";
+                let message = "must be at least 1; for never, use more than the number of steps";
                 return Err(Error::config(format!("telemetry.{key}"), message));
             }
         }
@@ -310,7 +310,7 @@ impl Config {
         let narrowed = self.lora.r.is_some() || self.dtype.params != Dtype::F32;
         if narrowed && (self.precision.fallback != FallbackRule::Off || self.precision.fp8.block.is_some()) {
             let key = if self.precision.fp8.block.is_some() { "precision.fp8.block" } else { "precision.fallback" };
-            let message = "needs FP32 masters of every weight; leave it out, or train without `lora` and with `p=f32`";
+            let message = "needs FP32 masters of every weight; remove it, or train without `lora` and with `p=f32`";
             return Err(Error::config(key, message));
         }
         if let Some(run) = &self.checkpoint.run

@@ -229,17 +229,17 @@ pub(super) fn check_fits(
     }
     let advice = match largest {
         Some(largest) => {
-            format!("the largest batch that fits is {largest}, use `--grad-accum` for several micro-batches a step")
+            format!("the largest batch that fits is {largest}; use `--grad-accum` for several micro-batches per step")
         }
         None => "not even a batch of 1 fits".into(),
     };
     let more = match (ways.is_empty(), largest) {
-        (false, _) => format!("; what fits as well: {}", ways.join("; ")),
+        (false, _) => format!("; other options that fit: {}", ways.join("; ")),
         (true, None) => "; use a shorter `--seq-len` or a smaller model".into(),
         (true, Some(_)) => String::new(),
     };
     let message = format!(
-        "{batch} sequences of {} tokens need {:.1} GiB, and {:.1} GiB are available; {advice}{more}",
+        "{batch} sequences of {} tokens need {:.1} GiB, but only {:.1} GiB are available; {advice}{more}",
         train.seq_len,
         gib(required_bytes(config, spec, batch, keep)),
         gib(available)
@@ -264,7 +264,8 @@ pub(super) fn check_weights_fit(config: &Config, spec: &ModelSpec, available: u6
     }
     let (needed, left) = (gib(bytes), gib(available));
     let message = format!(
-        "its {count} parameters take {needed:.1} GiB in {dtype} alone, and {left:.1} GiB are available; use a smaller model"
+        "its {count} parameters need {needed:.1} GiB in {dtype}, but only {left:.1} GiB are available; use a smaller \
+         model"
     );
     Err(Error::config("model", message))
 }

@@ -32,7 +32,7 @@ impl Sampler {
         let prompt = prompt_ids(tokenizer, prompt)?;
         let context = model.spec().max_position_embeddings;
         if prompt.len() >= context {
-            let message = format!("its {} tokens fill the context of {context}", prompt.len());
+            let message = format!("has {} tokens, which fill the context of {context}", prompt.len());
             return Err(Error::config("train.prompt", message));
         }
         let tokens = tokens.min(context - prompt.len());

@@ -149,12 +149,12 @@ impl ModelSource {
         let Some(tokenizer) = tokenizer else {
             return Err(Error::config(
                 "tokenizer",
-                format!("`{}` brings none; give one with --tokenizer FILE", config.model),
+                format!("`{}` has no tokenizer; specify one with `--tokenizer FILE`", config.model),
             ));
         };
         if tokenizer.vocab_size() > shape.vocab_size {
             let (tokens, rows) = (tokenizer.vocab_size(), shape.vocab_size);
-            let message = format!("its {tokens} tokens do not fit `{}`, whose vocabulary has {rows}", config.model);
+            let message = format!("has {tokens} tokens, but the vocabulary of `{}` has {rows}", config.model);
             return Err(Error::config("tokenizer", message));
         }
         if config.train.seq_len > shape.max_position_embeddings {
@@ -181,7 +181,7 @@ impl ModelSource {
         let check = |parameters: &Parameters| check_range(parameters, &self.name, policy.compute);
         if self.config.lora.is_some() {
             let Some(weights) = &self.weights else {
-                return Err(Error::model(&self.name, "adapters need their base"));
+                return Err(Error::model(&self.name, "adapters need their base model"));
             };
             let in_blocks = device.is_cpu();
             let AdaptedModel { parameters, sha256 } =
@@ -190,7 +190,7 @@ impl ModelSource {
             check(&parameters)?;
             if let Some((held, dense)) = parameters.base().and_then(|base| base.quantization_savings()) {
                 let mib = |bytes: u64| bytes >> 20;
-                let message = "the base stays in its quantised blocks (QLoRA)";
+                let message = "the base model stays quantized (QLoRA)";
                 report(SetupEvent::Notice(format!("{message}: {} MiB instead of {} MiB", mib(held), mib(dense))));
             }
             let (masters, weights) = MasterWeights::new(parameters, policy, &**kernels)?;
@@ -227,7 +227,10 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
     if path.is_dir() || is_gguf(path) {
         if revision.is_some() {
             let what = if path.is_dir() { "folder" } else { "file" };
-            return Err(Error::config("revision", format!("`{name}` is a local {what}, which has none; leave it out")));
+            return Err(Error::config(
+                "revision",
+                format!("`{name}` is a local {what}, which has no revision; remove it"),
+            ));
         }
         return Ok(ModelLocation { path: path.to_path_buf(), commit: None });
     }
@@ -236,7 +239,9 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
     }
     let remote = match name.strip_prefix("hf://").map(hub_file) {
         Some(None) => {
-            return wrong("a model of the Hub is `owner/name`, a GGUF file there `hf://owner/name/file.gguf`");
+            return wrong(
+                "write a model of the Hub as `owner/name`, and a GGUF file on it as `hf://owner/name/file.gguf`",
+            );
         }
         Some(remote) => remote,
         None => None,
@@ -248,10 +253,10 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
         });
     }
     if name.to_ascii_lowercase().ends_with(".gguf") {
-        return wrong("there is no such file; one on the Hub is `hf://owner/name/file.gguf`");
+        return wrong("the file does not exist; write a GGUF file on the Hub as `hf://owner/name/file.gguf`");
     }
     if path.ancestors().skip(1).any(|above| !above.as_os_str().is_empty() && above.is_dir()) {
-        return wrong("there is no such folder");
+        return wrong("the folder does not exist");
     }
     check_misspelling(name, names_in(Path::new(".")).into_iter().filter(|name| Path::new(name).is_dir()))?;
     hub::check_name(name)?;
@@ -278,8 +283,8 @@ fn find_on_hub(
     let (settings, network_error) = hub_settings();
     let mut progress = |progress| report(progress_of(progress));
     let found = find(&mut Hub::new(settings).report_to(&mut progress));
-    let ways = "go on with a local folder in place of the name, a mirror (`HF_ENDPOINT=URL`) or, to train, random weights \
-                (`--init random`)";
+    let ways = "use a local folder instead of the name, a mirror (`HF_ENDPOINT=URL`), or random weights for training \
+    (`--init random`)";
     cached_if_offline(found, network_error, name, ways, report)
 }
 
@@ -294,10 +299,10 @@ fn cached_if_offline<T>(
     let Some(why) = network_error else { return found };
     match found {
         Ok(found) => {
-            report(SetupEvent::Notice(format!("the Hub cannot be asked ({why}): `{name}` comes from the cache")));
+            report(SetupEvent::Notice(format!("the Hub is unreachable ({why}); using the cached copy of `{name}`")));
             Ok(found)
         }
-        Err(_) => Err(Error::hub(name, format!("it is not in the cache, and the Hub cannot be asked ({why}); {ways}"))),
+        Err(_) => Err(Error::hub(name, format!("not in the cache, and the Hub is unreachable ({why}); {ways}"))),
     }
 }
 
@@ -308,8 +313,9 @@ pub(crate) fn check_misspelling(name: &str, local: impl IntoIterator<Item = Stri
         return Ok(());
     }
     closest_match(name, local.into_iter().chain(known())).map_or(Ok(()), |near| {
-        let message =
-            format!("there is no such run or folder; did you mean `{near}`? A model of the Hub is `owner/name`");
+        let message = format!(
+            "no run or folder with this name exists; did you mean `{near}`? A model of the Hub is `owner/name`"
+        );
         Err(Error::model(format!("`{name}`"), message))
     })
 }
@@ -405,7 +411,7 @@ fn with_loader<T>(
     };
     let loaded =
         load(&mut DatasetBuilder::new(DATA_FOLDER).options(options).downloader(&mut hub).report_to(&mut loading));
-    let ways = "go on with a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)";
+    let ways = "use a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)";
     match remote {
         Some(remote) => cached_if_offline(loaded, network_error, &remote.to_string(), ways, *report.borrow_mut()),
         None => loaded,
@@ -468,7 +474,7 @@ pub fn engine(
     let device = weights.1.device();
     let model = Decoder::new(shape, &weights.1, kernels)?;
     if group.world_size() > 1 && device.is_cpu() && model.kernels().name() != "fused" {
-        let message = "several processes on CPUs train with the fused kernels; use `auto`, or one process";
+        let message = "training with several processes on CPUs needs the fused kernels; use `auto`, or one process";
         return Err(Error::config("kernels", message));
     }
     let (policy, train) = (config.dtype, &config.train);
@@ -477,7 +483,7 @@ pub fn engine(
     state.fallback = Fallback::new(config.precision, BTreeMap::new());
     state.fp8 = Fp8Block::new(config.precision.fp8, None);
     if let Some(block) = config.precision.fp8.block.filter(|block| *block >= shape.num_layers) {
-        let message = format!("there is no block {block}: the model has {}, from 0 on", shape.num_layers);
+        let message = format!("block {block} does not exist: the model has {}, numbered from 0", shape.num_layers);
         return Err(Error::config("precision.fp8.block", message));
     }
     Ok(TrainEngine {

@@ -147,7 +147,7 @@ impl Trainer {
             let preview = DatasetPreview::new(loader.index(), None, &source.tokenizer, chats.then_some(&format))?;
             report(SetupEvent::Preview(Box::new(preview)));
         }
-        let held_out = if config.val.is_some() { "`--val`" } else { "the last tenth of the text, which validates" };
+        let held_out = if config.val.is_some() { "`--val`" } else { "the last tenth of the text, used for validation" };
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
         let eval = SequenceIndex::new(dataset.validation.clone(), seq_len, packing, held_out)?;
         let eval = EvalLoader::from_index(eval, batch_size, limit)?;
@@ -167,7 +167,8 @@ impl Trainer {
             .transpose()?;
         let fingerprint =
             Fingerprint { model: source.name, policy: config.dtype.to_string(), data: dataset.fingerprint.clone() };
-        let optimum = dataset.entropy_per_token.map_or_else(String::new, |h| format!(", entropy {h:.4} nats a token"));
+        let optimum =
+            dataset.entropy_per_token.map_or_else(String::new, |h| format!(", entropy {h:.4} nats per token"));
         let data = format!(
             "{}: {} tokens to train on, {} to validate{optimum}",
             config.data,
@@ -266,11 +267,15 @@ impl Trainer {
         if state.step > self.total_steps {
             let key = if self.config.train.steps.is_some() { "train.steps" } else { "train.epochs" };
             let (done, total) = (state.step, self.total_steps);
-            let message = format!("{total} steps in all, of which the run has taken {done} already; ask for more");
+            let message =
+                format!("the run has already completed {done} of {total} steps; increase the number of steps");
             return Err(Error::config(key, message));
         }
         if checkpoint.config().parameters() != self.engine.model.spec().parameters() {
-            return Err(Error::checkpoint(checkpoint.path(), "holds a model of another shape; start a new run"));
+            return Err(Error::checkpoint(
+                checkpoint.path(),
+                "contains a model with a different shape; start a new run",
+            ));
         }
         self.engine.state.fallback = Fallback::new(self.config.precision, state.fallback.clone());
         self.engine.state.fp8 = Fp8Block::new(self.config.precision.fp8, state.fp8.clone());
@@ -406,8 +411,8 @@ impl Trainer {
         }
         let scale = self.engine.state.scaler.scale();
         let message = format!(
-            "all {step} steps overflowed and were skipped, so nothing was learned; start with a lower loss scale, such as \
-             `--init-scale {scale}`, or take more steps"
+            "all {step} steps overflowed and were skipped, so the model did not change; use a lower initial loss \
+             scale, such as `--init-scale {scale}`, or more steps"
         );
         Err(Error::Diverged { step, message })
     }

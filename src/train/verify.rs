@@ -43,7 +43,7 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activi
     };
     activity.begin("preparing");
     let mut straight = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ())?;
-    advance(&mut straight, 0, steps, "training without a break")?;
+    advance(&mut straight, 0, steps, "training without interruption")?;
 
     activity.begin("preparing");
     let mut first = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ())?;
@@ -72,7 +72,7 @@ pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeCheck> {
         proof.tensors += 2;
         proof.elements += 2 * a.moments[0].len() as u64;
         if a.moments != b.moments {
-            proof.differences.push(format!("moments in 8 bits of `{}` differ", a.name));
+            proof.differences.push(format!("8-bit moments of `{}` differ", a.name));
         }
     }
     let mut field = |what: &str, a: String, b: String| {

@@ -371,7 +371,7 @@ fn the_rule_is_refused_where_it_means_nothing() {
     };
     assert_eq!(
         refused(&[("dtype", "\"bf16\"")]),
-        "precision.fallback: layers fall back from FP16, but this run computes in `bf16`; remove the setting"
+        "precision.fallback: fallback needs FP16, but this run computes in `bf16`; remove the setting"
     );
     assert!(
         refused(&[("precision.fallback_dtype", "\"f16\"")])

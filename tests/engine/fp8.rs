@@ -219,7 +219,7 @@ fn invalid_settings_are_rejected_by_key() {
             .unwrap_err()
             .to_string()
     };
-    assert!(refused(&[("precision.fp8.block", "9")]).starts_with("precision.fp8.block: there is no block 9"));
+    assert!(refused(&[("precision.fp8.block", "9")]).starts_with("precision.fp8.block: block 9 does not exist"));
     assert!(refused(&[("precision.fp8.block", "1"), ("dtype", "\"fp32\"")]).starts_with("precision.fp8.block: "));
     let both = refused(&[("precision.fp8.block", "1"), ("precision.fallback", "\"layer\"")]);
     assert!(both.starts_with("precision.fallback: layer fallback and FP8 cannot be combined"), "{both}");

@@ -78,8 +78,8 @@ fn a_run_from_a_gguf_file_needs_it_no_more_and_carries_what_a_chat_needs() {
 fn what_is_no_model_of_the_hub_is_refused() {
     let desk = desk();
     for (line, expected) in [
-        ("generate hf://owner/name", "a GGUF file there `hf://owner/name/file.gguf`"),
-        ("generate hf://owner/name/config.json", "a GGUF file there `hf://owner/name/file.gguf`"),
+        ("generate hf://owner/name", "a GGUF file on it as `hf://owner/name/file.gguf`"),
+        ("generate hf://owner/name/config.json", "a GGUF file on it as `hf://owner/name/file.gguf`"),
         ("generate hf://owner/name/model.gguf", "owner/name at"),
         ("--model text.txt", "use a `.gguf` file, or the folder"),
         ("export shape x.gguf --int8", "--int8: is for ONNX"),

@@ -208,7 +208,7 @@ fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
         .err()
         .unwrap()
         .to_string();
-    assert!(error.contains("`kernels` was `candle` and is now `fused`"), "{error}");
+    assert!(error.contains("`kernels` changed from `candle` to `fused`"), "{error}");
 }
 
 /// The first step in which each tensor's gradient held 2^-24 is logged once in a run, even if the run is resumed.

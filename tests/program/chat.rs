@@ -165,7 +165,7 @@ fn a_conversation_is_held_saved_and_restarted() {
         "one answer a question: {answers:?}"
     );
     assert!(
-        notes.contains("unknown command `/nonsense`") && notes.contains("`/save` needs the name of a file"),
+        notes.contains("unknown command `/nonsense`") && notes.contains("`/save` needs a file name"),
         "{notes}"
     );
     let saved = std::fs::read_to_string(desk.path("talk.jsonl")).unwrap();
@@ -186,7 +186,7 @@ fn messages_rejected_by_the_template_or_the_context_are_dropped() {
     let long = "x".repeat(400);
     let (_, notes) = chat(&desk, &[&long, "a", "b", "/save talk.jsonl"]);
     assert!(notes.contains("/reset restarts it") && notes.contains("line 1: too long"), "{notes}");
-    assert!(notes.contains("2 messages are in `talk.jsonl`"), "{notes}");
+    assert!(notes.contains("saved 2 messages to `talk.jsonl`"), "{notes}");
 }
 
 #[test]

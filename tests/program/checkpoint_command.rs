@@ -121,7 +121,7 @@ fn prune_keeps_the_last_the_best_and_what_a_run_can_be_resumed_from() {
 fn prune_rejects_running_runs_and_other_folders() {
     let desk = runs();
     let err = desk.refused("checkpoint prune .");
-    assert!(err.contains("there is no checkpoint in this folder; give the folder of one run"), "{err}");
+    assert!(err.contains("contains no checkpoint; use the folder of one run"), "{err}");
     assert!(!desk.path(".lock").exists());
     let _training = Run::open(desk.path("one")).unwrap();
     let err = desk.refused("checkpoint prune one --keep-last 1");

@@ -296,9 +296,9 @@ fn invalid_input_is_one_clear_error() {
     std::fs::write(runs.0.path("begun.jsonl"), begun.lines().next().unwrap().to_owned() + "\n").unwrap();
     for (line, part) in [
         ("one", "a comparison needs at least two runs"),
-        ("one nowhere", "`nowhere`: is not an events file"),
-        ("one empty", "`empty`: is not an events file"),
-        ("one text.txt", "text.txt: this is not a run's log"),
+        ("one nowhere", "`nowhere`: is neither an events file"),
+        ("one empty", "`empty`: is neither an events file"),
+        ("one text.txt", "text.txt: not a run's log"),
         ("one begun.jsonl", "begun.jsonl: the log has no step yet"),
         ("one one/events.jsonl", "is named twice"),
         ("one same --bound 2.0", "--bound: requires two configurations, but these runs have 1"),

@@ -200,7 +200,7 @@ fn n8_a_setting_that_changes_on_resume_is_an_event_and_compare_tells_both() {
     let report = desk.said("compare a b --width 200");
     assert!(report.contains("0.001; from step 2 0.002"), "{report}");
     let complaint = desk.refused("--resume a --steps 3");
-    assert!(complaint.contains("3 steps in all, of which the run has taken 4"), "{complaint}");
+    assert!(complaint.contains("the run has already completed 4 of 3 steps"), "{complaint}");
 }
 
 #[test]
@@ -347,8 +347,8 @@ fn n17_a_program_that_hangs_or_fails_is_told_and_bounded() {
     use std::os::unix::fs::PermissionsExt;
     let desk = Desk::new();
     for (name, script, expected) in [
-        ("hang", "echo $$ >> hang.ids; exec sleep 60", "still runs for 8 events"),
-        ("fail", "exit 3", "has failed (exit status: 3)"),
+        ("hang", "echo $$ >> hang.ids; exec sleep 60", "is still running for 8 events"),
+        ("fail", "exit 3", "failed (exit status: 3)"),
     ] {
         let path = desk.path(name);
         fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();

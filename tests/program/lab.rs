@@ -159,7 +159,7 @@ fn the_commands_of_the_folklore_show_what_it_says() {
         ("scaler --base growth_interval=50 --seeds 100", "31.00 ± 0.21"),
         ("scaling --scale 30", "overflow 2.28 %"),
         ("bits 100000", "inf by overflow"),
-        ("sums --terms tenths --length 65536", "BF16 one by one stands still at 32 from term 276 on"),
+        ("sums --terms tenths --length 65536", "sequential BF16 summation stagnates at 32 from term 276"),
         (
             "sums --terms tenths --length 1048576",
             "BF16  Kahan               0 %      0 %   0.49 %   0.98 %  68.78 %  92.20 %",

@@ -161,7 +161,7 @@ fn cpu() -> DeviceContext {
 
 /// Asserts that `merge` printed the largest difference between the logits of `run` and of `written`, and returns it.
 fn assert_printed(said: &str, run: &TrainedModel, written: &TrainedModel) -> f64 {
-    let number = said.split("largest difference of logits: ").nth(1).and_then(|rest| rest.split(' ').next());
+    let number = said.split("largest logit error: ").nth(1).and_then(|rest| rest.split(' ').next());
     let printed: f64 = number.unwrap_or_else(|| panic!("{said}")).parse().unwrap();
     let stream = Stream::new(0, Domain::Bench);
     let tokens = 64.min(run.config.max_position_embeddings) as u32;

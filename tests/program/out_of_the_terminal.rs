@@ -59,7 +59,7 @@ fn item_16_a_report_is_one_page_that_stands_alone() {
         "where it began",
         " pass, ",
         "p=f32,c=f16,g=f16,r=f32",
-        "flushed to zero, as FP32 probes saw it",
+        "flushed to zero (FP32 probes)",
         "<strong>&lt;&amp;&quot;&gt;</strong>",
         "optimizer.lr",
         "2^24 → 2^23",

@@ -155,7 +155,7 @@ fn promise_4_a_resumed_run_checks_the_seed_and_names_every_setting_that_changed(
     fs::rename(two, &one).unwrap();
     let (code, said) = finetune(&desk, "", "--resume one --steps 6 --plain");
     assert_eq!(code, Some(2), "{said}");
-    assert!(said.contains("`seed` was 2 and is now 1: the checkpoint is of another run"), "{said}");
+    assert!(said.contains("`seed` was 2 and is now 1: the checkpoint belongs to a different run"), "{said}");
 
     let (code, said) = finetune(&desk, "", &format!("--run three --steps 4 {SMALL}"));
     assert_eq!(code, Some(0), "{said}");
@@ -198,7 +198,7 @@ fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_lo
         "no checkpoint at step 2: cannot write",
         "File too large (os error 27); training continues",
         "trying again for 1 s",
-        "could not be written within 1 s; its weights alone are in",
+        "could not be written within 1 s; only its weights were saved, in",
     ] {
         assert!(said.contains(text), "{text}: {said}");
     }

@@ -101,9 +101,6 @@ pub(super) fn table(report: &Value) -> String {
     }
     let step = report["profiled_step_ms"].as_f64().unwrap_or(f64::NAN);
     let _ = write!(text, "\n{:<18} {:>7} {:>10.3} {:>7}", "outside operations", "", rest * step, percent(Some(rest)));
-    let _ = write!(
-        text,
-        "\n\nOne step of {step:.3} ms, the mean of those measured. MB are the operands, GFLOP the products."
-    );
+    let _ = write!(text, "\n\nMean of the measured steps: {step:.3} ms. MB counts operands, GFLOP matrix products.");
     text
 }

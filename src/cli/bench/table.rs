@@ -28,7 +28,7 @@ fn measure_in_subprocess(dtype: &str) -> Result<Value> {
         return Err(Error::config("--dtype", format!("`{dtype}` could not be measured; see the error above")));
     }
     serde_json::from_slice(&output.stdout)
-        .map_err(|error| Error::config("--dtype", format!("`{dtype}` was measured, but not understood: {error}")))
+        .map_err(|error| Error::config("--dtype", format!("the result for `{dtype}` could not be read: {error}")))
 }
 
 fn speeds(reports: &[(&str, Value)], fp32: Option<&Value>) -> String {
@@ -56,8 +56,8 @@ fn speeds(reports: &[(&str, Value)], fp32: Option<&Value>) -> String {
             figure("skipped"),
         );
     }
-    text + "\n\nMemory is the largest resident size of a process of its own. The first loss is of equal weights, so that its\n\
-            distance is rounding alone; from then on each type trains by itself."
+    text + "\n\nMemory is the peak resident size of a separate process. All types start from the same weights, so the\n\
+            first losses differ only by rounding."
 }
 
 fn latencies(reports: &[(&str, Value)]) -> String {
@@ -80,5 +80,5 @@ fn latencies(reports: &[(&str, Value)]) -> String {
             report["peak_rss_mib"].as_f64().unwrap_or(f64::NAN)
         );
     }
-    text + "\n\nMilliseconds within which half, 95 % and 99 % were done: a forward pass over one sequence, and a token after it."
+    text + "\n\nLatency percentiles in milliseconds: a forward pass over one sequence, and the next token."
 }

@@ -53,7 +53,7 @@ impl Mpi {
         let seconds = match std::env::var(TIMEOUT_VARIABLE) {
             Err(_) => DEFAULT_TIMEOUT_SECS,
             Ok(text) => text.parse().ok().filter(|seconds| *seconds > 0).ok_or_else(|| {
-                Error::config(TIMEOUT_VARIABLE, format!("`{text}` is not a whole number of seconds of 1 or more"))
+                Error::config(TIMEOUT_VARIABLE, format!("`{text}` is not a whole number of seconds, at least 1"))
             })?,
         };
         let (universe, threading) = mpi::initialize_with_threading(Threading::Serialized)
@@ -62,7 +62,7 @@ impl Mpi {
         let (rank, world_size) = (world.rank() as usize, world.size() as usize);
         *UNIVERSE.lock().unwrap_or_else(PoisonError::into_inner) = Some(universe);
         if threading < Threading::Serialized {
-            let message = "this MPI library serves the thread that started it only; it needs MPI_THREAD_SERIALIZED";
+            let message = "this MPI library serves only the thread that started it; use one with MPI_THREAD_SERIALIZED";
             return Err(Error::Collective(message.into()));
         }
         let limit = Duration::from_secs(seconds);
@@ -135,8 +135,8 @@ impl ProcessGroup for Mpi {
                     () if done => moved = Instant::now(),
                     () if idle > self.limit => {
                         let message = format!(
-                            "{} has sent or taken nothing for {} s, so the job ends; where that is how long it may take, \
-                             raise {TIMEOUT_VARIABLE}",
+                            "no message from {} for {} s; aborting the job. If this can be normal, raise \
+                             {TIMEOUT_VARIABLE}",
                             self.name(other),
                             self.limit.as_secs()
                         );

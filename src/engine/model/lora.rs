@@ -62,7 +62,7 @@ impl Lora {
         if spec.tie_word_embeddings && saved.contains(&ModuleId::global(ModuleOp::Embedding)) {
             let name = spec.layer_name(ModuleId::global(ModuleOp::Embedding));
             let message = format!(
-                "`{name}` is also the head's matrix; PEFT would train a copy for one of the two, so neither can be saved"
+                "`{name}` is also the matrix of the head, and PEFT would train a copy of one of them; remove it"
             );
             return Err(Error::config(KEY, message));
         }
@@ -77,8 +77,7 @@ impl Lora {
                 base.iter().find(|other| other.fused_into == entry.fused_into && !saved.contains(&other.layer))
             {
                 let names = [entry, other].map(|entry| spec.layer_name(entry.layer));
-                let message =
-                    format!("`{}` is computed together with `{}`; name all parts or none", names[0], names[1]);
+                let message = format!("`{}` is fused with `{}`; list both or neither", names[0], names[1]);
                 return Err(Error::config(KEY, message));
             }
         }
@@ -171,7 +170,7 @@ fn find(
             let known: BTreeSet<String> =
                 among.iter().map(|layer| last_part(&spec.layer_name(*layer)).to_owned()).collect();
             let known = known.into_iter().collect::<Vec<_>>().join("`, `");
-            return Err(Error::config(key, format!("`{name}` matches no {kind}; there are `{known}`")));
+            return Err(Error::config(key, format!("`{name}` matches no {kind}; available: `{known}`")));
         }
     }
     Ok(found)

@@ -222,11 +222,11 @@ fn happened(attempt: &Attempt) -> (Role, String) {
         ScaleChange::Held => (Role::Warn, "✕ overflow, skipped; held by hysteresis".into()),
         ScaleChange::Grew { from, .. } => (Role::Good, format!("grew from {}", short(f64::from(from)))),
         ScaleChange::Lowered { from, .. } => {
-            (Role::Good, format!("lowered from {}, before anything overflows", short(f64::from(from))))
+            (Role::Good, format!("lowered from {}, before an overflow", short(f64::from(from))))
         }
         ScaleChange::BackedOff { from, .. } => {
             (Role::Bad, format!("✕ overflow, skipped; backed off from {}", short(f64::from(from))))
         }
-        ScaleChange::AtMinScale { .. } => (Role::Bad, "✕ overflow, skipped; at the floor".into()),
+        ScaleChange::AtMinScale { .. } => (Role::Bad, "✕ overflow, skipped; at min_scale".into()),
     }
 }

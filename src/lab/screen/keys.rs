@@ -81,7 +81,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new(
         "Enter",
         &[(KeyCode::Enter, Action::Edit), (Char('e'), Action::Edit)],
-        "type the parameter: Enter accepts, Esc cancels, Ctrl-U clears",
+        "type a value: Enter accepts, Esc cancels, Ctrl-U clears",
     )
     .footer("type", "type"),
     Binding::new(
@@ -91,7 +91,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     ),
     Binding::new("?", &[(Char('?'), Action::Help)], "these keys").footer("help", "help"),
     Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close the dialog or detail view"),
-    Binding::new("q", &[(Char('q'), Action::Quit)], "leave; Ctrl-C too").footer("quit", "quit"),
+    Binding::new("q", &[(Char('q'), Action::Quit)], "quit; Ctrl-C too").footer("quit", "quit"),
 ];
 
 #[cfg(test)]

@@ -269,7 +269,7 @@ impl App {
     /// Sends a command to training, unless this dashboard only watches or training has ended.
     fn ask(&mut self, command: Command, notice: &'static str) -> Option<Command> {
         if self.scene.mode != DashboardMode::Attached {
-            self.notice = Some("watching only: commands work in the terminal that trains");
+            self.notice = Some("watching only: commands work in the training terminal");
             return None;
         }
         if self.scene.live.is_over() {

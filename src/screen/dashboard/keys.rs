@@ -118,13 +118,9 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new("u", &[(Char('u'), Action::TrueMagnitudes)], "magnitudes as stored, or divided by the loss scale")
         .footer("scaled/true", "scaled/true")
         .tabs(&[0, 1, 2]),
-    Binding::new(
-        "v",
-        &[(Char('v'), Action::Layers)],
-        "layers in place of tensors: their types and gradients' variances",
-    )
-    .footer("layers", "layers")
-    .tabs(&[2]),
+    Binding::new("v", &[(Char('v'), Action::Layers)], "show layers instead of tensors: dtypes and gradient variances")
+        .footer("layers", "layers")
+        .tabs(&[2]),
     Binding::new("p", &[(Char('p'), Action::Probe)], "repeat the next batch's backward pass in FP32")
         .footer("probe", "FP32 probe"),
     Binding::new("o", &[(Char('o'), Action::Sort)], "sort the tensors by the next column")
@@ -160,7 +156,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
         .footer("theme", "theme"),
     Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close the dialog or detail view"),
     Binding::new("?", &[(Char('?'), Action::Help), (Char('h'), Action::Help)], "this list").footer("help", "help"),
-    Binding::new("q", &[(Char('q'), Action::Quit)], "leave: save and stop, detach, or stop").footer("quit", "quit"),
+    Binding::new("q", &[(Char('q'), Action::Quit)], "quit: save and stop, detach, or stop").footer("quit", "quit"),
 ];
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
     let thresholds = run.fp8_thresholds();
     let legend = thresholds.map_or_else(String::new, |(unit, at)| format!("   ┊ {unit}: {}", in_words(at)));
     let mut inner = canvas.frame(&[("Layers, gradient variance", Role::Title), (&legend, Role::Dim)]);
-    inner.text(1, 0, &format!("{:<7}{:<6}{:<10}├ least  ● now  ┤ most", "layer", "type", "variance"), Role::Dim);
+    inner.text(1, 0, &format!("{:<7}{:<6}{:<10}├ min  ● current  ┤ max", "layer", "type", "variance"), Role::Dim);
     let measured = &run.tensors.variances;
     let units = units(run);
     let axis = axis(run, inner.width());
@@ -38,7 +38,7 @@ pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
         inner.glyph(axis.column(newest.log2()).clamp(from, to), y, '●', Role::Train);
     }
     let y = 1 + rows.min(units.len() as u16);
-    let nothing = "no variance is measured: `--set telemetry.variance_every=20` records it";
+    let nothing = "no variance was recorded: enable it with `--set telemetry.variance_every=20`";
     match axis {
         Some(axis) => axis.draw(&mut inner, y),
         None => drop(inner.text(1, y + 1, nothing, Role::Dim)),
@@ -99,7 +99,7 @@ pub(super) fn draw_history(scene: &Scene, tensor: &str, canvas: &mut Canvas) {
     let Some((low, high)) = extent(series.buckets()) else { return };
     let thresholds = run.fp8_thresholds().filter(|(block, _)| *block == unit).map(|(_, at)| at);
     let line = thresholds.map_or_else(String::new, |at| format!("   ┄ {}", in_words(at)));
-    canvas.text(1, 0, &format!("gradient variance of {unit}, now {newest:.1e}{line}"), Role::Dim);
+    canvas.text(1, 0, &format!("gradient variance of {unit}, current {newest:.1e}{line}"), Role::Dim);
     let (width, height) = (canvas.width(), canvas.height().saturating_sub(1));
     let limits: Vec<f64> = thresholds.into_iter().flatten().map(f64::log2).collect();
     let (low, high) = limits.iter().fold((low, high), |(low, high), limit| (low.min(*limit), high.max(*limit)));

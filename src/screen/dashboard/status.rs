@@ -8,7 +8,7 @@ use crate::ui::{Canvas, Role, format};
 pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
     if run.started.is_none() && run.step.step == 0 {
-        canvas.text(1, 0, "waiting for the run to begin", Role::Dim);
+        canvas.text(1, 0, "waiting for the run to start", Role::Dim);
         return;
     }
     let wide = canvas.width() >= 110;

@@ -19,20 +19,21 @@ settings! {
             help("Tokens in a sequence");
         /// Micro-batches in a step.
         grad_accum: usize = 1, within(1.0, MOST), flag("grad-accum", Training, 1, "N");
-        /// What the backward pass recomputes instead of keeping it: `none`, or `block` for everything inside a block (gradient
-        /// checkpointing). The numbers are the same; a step takes less memory and about a third longer.
+        /// Gradient checkpointing: the backward pass recomputes nothing (`none`) or everything inside a block (`block`). The
+        /// numbers are the same; a step needs less memory and takes about a third longer.
         recompute: Checkpointing = Checkpointing::None;
-        /// The part of chats and of prompts with answers that is trained on: `answers`, `last_answer`, or `all`.
+        /// The turns of a chat, or the parts of a prompt with an answer, that count in the loss: `answers`, `last_answer`, or
+        /// `all`.
         loss_on: LossOn = LossOn::Answers, fixed(), flag("loss-on", Text, 2, "PART"),
-            help("What of chats is learned: `answers`, `last_answer` or `all`");
+            help("Which turns of a chat count in the loss: `answers`, `last_answer` or `all`");
         /// Whether to pack several short documents into a row. Attention stays within each document, and positions restart in each.
         packing: bool = false, fixed(), flag("packing", Training, 0, ""),
-            help("Put several short documents into a row, each with attention and positions of its own");
-        /// Whether to cut a batch that does not fit into memory into smaller micro-batches, and to recompute blocks if need be. The
-        /// run saves what was chosen.
+            help("Pack several short documents into a row, with separate attention and positions");
+        /// Whether to split a batch that does not fit into memory into smaller micro-batches, and to recompute blocks if needed.
+        /// The run's configuration records the choice.
         auto_batch: bool = false, flag("auto-batch", Training, 0, ""),
-            help("Cut a batch that does not fit into memory into micro-batches, and recompute blocks if need be");
-        /// How Adam's moments are stored: `adamw` in FP32, `adamw8bit` in 8 bits with a maximum for each block of 256.
+            help("Split a batch that does not fit into memory into micro-batches, and recompute blocks if needed");
+        /// How Adam's moments are stored: `adamw` in FP32, `adamw8bit` in 8 bits with one scale per block of 256.
         optimizer: OptimizerKind = OptimizerKind::AdamW, fixed(), flag("optimizer", Training, 4, "KIND"),
             help("How Adam's moments are stored: adamw (FP32) or adamw8bit");
         /// Passes over the training text, instead of `steps`; 1 if neither is given.
@@ -40,14 +41,14 @@ settings! {
             help("Passes over the training text [default: 1]");
         /// Number of steps, instead of `epochs`.
         steps: Option<u64> = None, flag("steps", Training, 1, "N"), help("Number of steps, instead of `--epochs`");
-        /// Steps between two validations; 0 for only one at the end.
-        eval_every: u64 = 100, flag("eval-every", Along, 0, "N"), help("Steps between two validations");
+        /// Steps between validations; 0 for one at the end.
+        eval_every: u64 = 100, flag("eval-every", Along, 0, "N"), help("Steps between validations");
         /// Maximum number of validation batches; 0 for all.
         eval_batches: u64 = 16;
-        /// Steps between two text samples; 0 for only one at the end.
+        /// Steps between text samples; 0 for one at the end.
         sample_every: u64 = 0, flag("sample-every", Along, 0, "N"),
-            help("Steps between two text samples [default: 0, only at the end]");
-        /// Tokens of a sample.
+            help("Steps between text samples [default: 0, only at the end]");
+        /// Maximum number of tokens per sample.
         sample_tokens: usize = 64;
         /// Sampling temperature; 0 takes the likeliest token.
         temperature: f64 = 0.8, within(0.0, 100.0);
@@ -59,22 +60,22 @@ settings! {
 }
 
 settings! {
-    /// Low-rank adapters, trained in place of the model's parameters. Their base is kept once, in the compute type, and not changed.
+    /// LoRA adapters, trained instead of the model's weights. The base model is frozen and stored once, in the compute dtype.
     #[derive(Clone, Debug, PartialEq)]
     pub struct LoraSection {
-        /// The rank; without one the model itself is trained.
+        /// The rank; without it the full model is trained.
         r: Option<usize> = None, fixed();
-        /// Factor of the adapters' output, divided by the rank; twice the rank is usual.
+        /// The adapters' output is multiplied by `alpha / r`; twice the rank is usual.
         alpha: Option<f64> = None, fixed();
         /// Dropout of the adapters' input.
         dropout: f64 = 0.0;
-        /// Whether the factor is divided by the root of the rank instead (rsLoRA).
+        /// Whether to divide `alpha` by the square root of the rank instead (rsLoRA).
         rslora: bool = false, fixed();
-        /// Whether the length of each output's weights is trained too (DoRA).
+        /// Whether to train the magnitude of each output's weights too (DoRA).
         dora: bool = false, fixed();
-        /// The linear layers that have an adapter, by the ends of their names; `all-linear` for all within the blocks.
+        /// The linear layers that get an adapter, by the ends of their names; `all-linear` for all layers of the blocks.
         targets: Vec<String> = vec![ALL_LINEAR.to_owned()], fixed();
-        /// Other layers that are trained as they are.
+        /// Additional modules that are trained in full (PEFT's `modules_to_save`).
         modules_to_save: Vec<String> = Vec::new(), fixed();
     }
 }
@@ -84,13 +85,16 @@ impl LoraSection {
         const LARGEST: usize = 1 << 16;
         match (self.r, self.alpha) {
             (None, Some(_)) => {
-                return Err(Error::config("lora.r", "is missing beside `lora.alpha`; give the rank, such as 16"));
+                return Err(Error::config(
+                    "lora.r",
+                    "is missing, but `lora.alpha` needs it; set the rank, for example 16",
+                ));
             }
             (Some(r), _) if r == 0 || r > LARGEST => {
                 return Err(Error::config("lora.r", format!("`{r}` is not a rank from 1 to {LARGEST}")));
             }
             (Some(r), None) => {
-                let message = format!("is missing beside `lora.r`; twice the rank is usual: `alpha={}`", 2 * r);
+                let message = format!("is missing, but `lora.r` needs it; twice the rank is usual: `alpha={}`", 2 * r);
                 return Err(Error::config("lora.alpha", message));
             }
             (_, Some(alpha)) if !(alpha > 0.0 && alpha <= 1e6) => {
@@ -102,7 +106,7 @@ impl LoraSection {
             return Err(Error::config("lora.dropout", format!("`{}` is not a probability in [0, 1)", self.dropout)));
         }
         if self.targets.is_empty() {
-            let message = format!("names no layer; give names such as `q_proj`, or `{ALL_LINEAR}`");
+            let message = format!("is empty; list names such as `q_proj`, or use `{ALL_LINEAR}`");
             return Err(Error::config("lora.targets", message));
         }
         Ok(())
@@ -115,11 +119,11 @@ settings! {
     pub struct OptimizerSection {
         /// The highest learning rate.
         lr: f64 = 5e-5, within(0.0, 10.0), flag("lr", Training, 2, "X");
-        /// Decay rates of Adam's moments.
+        /// Decay rates of Adam's moments (beta1, beta2).
         betas: [f64; 2] = [0.9, 0.95], within(0.0, 1.0 - 1e-9);
-        /// Added to the root of the second moment.
+        /// Adam's epsilon, added to the root of the second moment.
         eps: f64 = 1e-8, within(0.0, 1.0);
-        /// Decoupled decay of parameters of two or more dimensions.
+        /// Decoupled weight decay of parameters with two or more dimensions.
         weight_decay: f64 = 0.01, within(0.0, 100.0), flag("weight-decay", Training, 2, "X"),
             help("Decoupled weight decay");
         /// Clip gradients to this global norm; 0 for no clipping.
@@ -135,12 +139,12 @@ settings! {
         /// `constant`, `linear` or `cosine`.
         kind: ScheduleKind = ScheduleKind::Cosine, flag("schedule", Training, 4, "KIND"),
             help("Learning-rate schedule: constant, linear or cosine");
-        /// Warm-up as a share of the run's steps.
+        /// Warm-up steps as a fraction of the run's steps.
         warmup_ratio: f64 = 0.05, within(0.0, 1.0);
-        /// Warm-up steps, instead of the share.
+        /// Number of warm-up steps, instead of `warmup_ratio`.
         warmup_steps: Option<u64> = None, flag("warmup-steps", Training, 4, "N"),
             help("Warm-up updates [default: 5 % of the run]");
-        /// Ratio of the final learning rate to the highest.
+        /// The final learning rate as a fraction of the highest.
         min_lr_ratio: f64 = 0.1, within(0.0, 1.0);
     }
 }
@@ -149,61 +153,61 @@ settings! {
     /// Dropout rates in training.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct DropoutSection {
-        /// For the sum of the embeddings.
+        /// After the embeddings.
         embedding: f64 = 0.0, within(0.0, 0.99);
-        /// For the branches added to the residual stream.
+        /// Before attention and MLP are added to the residual stream.
         residual: f64 = 0.0, within(0.0, 0.99);
-        /// For the attention weights.
+        /// On the attention weights.
         attention: f64 = 0.0, within(0.0, 0.99);
     }
 }
 
 settings! {
-    /// Checkpoints: where, when, and how many to keep.
+    /// Checkpoints: folder, interval, and number to keep.
     #[derive(Clone, Debug, PartialEq)]
     pub struct CheckpointSection {
         /// The folder of all runs.
         dir: PathBuf = "checkpoints".into(), flag("checkpoint-dir", Along, 1, "FOLDER");
-        /// The run's folder within; by default named after model and dtype, with a number.
+        /// The name of the run's folder; by default the model, the dtype and a number.
         run: Option<String> = None, flag("run", Along, 1, "NAME"),
             help("The run's name [default: model, dtype and a number]");
-        /// Steps between two checkpoints; 0 for only one at the end.
-        save_every: u64 = 500, flag("save-every", Along, 0, "N"), help("Steps between two checkpoints");
+        /// Steps between checkpoints; 0 for one at the end.
+        save_every: u64 = 500, flag("save-every", Along, 0, "N"), help("Steps between checkpoints");
         /// Number of checkpoints to keep; older ones are removed when a newer one is complete.
         keep_last: usize = 2, within(1.0, MOST), flag("keep-last", Along, 0, "N"),
-            help("Full checkpoints to keep besides the best one");
-        /// Whether to keep the checkpoint with the best validation loss too.
+            help("Full checkpoints to keep in addition to the best one");
+        /// Whether to also keep the checkpoint with the best validation loss.
         keep_best: bool = true;
-        /// Steps between two weights-only checkpoints, which are small but cannot be resumed; 0 for none.
+        /// Steps between weights-only checkpoints, which are small but cannot be resumed; 0 for none.
         weights_every: u64 = 0;
-        /// Number of weights-only checkpoints to keep, besides the best one with `keep_best`.
+        /// Number of weights-only checkpoints to keep, in addition to the best one with `keep_best`.
         keep_weights: usize = 2, within(1.0, MOST);
-        /// Seconds to retry a failing last checkpoint of a run, before trying the weights alone.
+        /// Seconds to retry the last checkpoint of a run if it fails, before saving only the weights.
         retry_s: u64 = 60;
     }
 }
 
 settings! {
-    /// What is measured and logged, and how often.
+    /// Measurements and logs, and their intervals.
     #[derive(Clone, Debug, PartialEq)]
     pub struct TelemetrySection {
-        /// Steps between two printed lines without a dashboard.
+        /// Steps between printed lines without a dashboard.
         log_every: u64 = 128, flag("log-every", Along, 0, "N"),
-            help("Steps between two printed lines; slow steps have one every 10 s");
-        /// Steps between two tables of all tensors (every overflow has one too).
+            help("Steps between printed lines; slow steps print one every 10 s");
+        /// Steps between tables of per-tensor gradient statistics; every overflow has one too.
         tensors_every: u64 = 16;
-        /// Steps between two counts of gradient exponents. candle's operations cannot count them on a GPU: each such step copies all
-        /// gradients to the host, unless the project's own survey counts.
+        /// Steps between histograms of gradient exponents. On a GPU, candle's operations copy all gradients to the host for one;
+        /// the custom kernels do not.
         exponents_every: u64 = 1;
-        /// Steps between two FP32 probes; 0 for none.
+        /// Steps between FP32 probes; 0 for none.
         probe_every: u64 = 0;
-        /// Steps between two measurements of each layer's gradient variance; 0 for none.
+        /// Steps between measurements of each layer's gradient variance; 0 for none.
         variance_every: u64 = 0;
-        /// Steps between two records, and printed lines, of each layer's largest gradient; 0 for none.
+        /// Steps between records of each layer's largest gradient; 0 for none.
         layer_maxima_every: u64 = 0;
-        /// Whether the passes of an overflowing step run once more, to find the tensor where it began.
+        /// Whether to repeat the passes of an overflowing step to find the first non-finite tensor.
         attribute_overflows: bool = true;
-        /// Whether scalars and histograms are written for TensorBoard too, into `tensorboard` in the run's folder.
+        /// Whether to also write TensorBoard scalars and histograms, into `tensorboard` in the run's folder.
         tensorboard: bool = false;
     }
 }

@@ -80,21 +80,21 @@ impl Trainer {
         let streak = self.engine.state.scaler.state().min_scale_streak;
         let scale = self.engine.state.scaler.scale();
         let origin = last.first_nonfinite.as_ref().map_or_else(String::new, |origin| {
-            format!(" (first the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)
+            format!(" (first in the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)
         });
         let cause = if last.loss.is_finite() {
             let first = self.first_overflowed_gradient(last);
-            format!("the loss is finite, but `{first}` and {} tensors in all overflow{origin}", last.tensors.len())
+            format!("the loss is finite, but `{first}` overflows, {} tensors in total{origin}", last.tensors.len())
         } else {
             let wider = if self.config.dtype.needs_loss_scale() { ", or use bf16" } else { "" };
             format!(
-                "the forward pass is not finite{origin}, which no loss scale can cure; lower the learning rate{wider}"
+                "the forward pass is not finite{origin}, which no loss scale can fix; lower the learning rate{wider}"
             )
         };
         let good = self.last_checkpoint();
         Error::Diverged {
             step,
-            message: format!("{streak} steps in a row overflowed at scale {scale}: {cause}; {good}"),
+            message: format!("{streak} consecutive steps overflowed at scale {scale}: {cause}; {good}"),
         }
     }
 
@@ -121,8 +121,8 @@ impl Trainer {
         }
         let clip = if self.engine.max_grad_norm.is_none() { ", or clip gradients (`--max-grad-norm 1`)" } else { "" };
         let message = format!(
-            "the loss of the last {DIVERGENCE_STEPS} steps, now {loss:.1}, is more than {DIVERGENCE_FACTOR} times the {chance:.2} of \
-             guessing; lower the learning rate{clip}; {}",
+            "the loss of the last {DIVERGENCE_STEPS} steps, now {loss:.1}, is more than {DIVERGENCE_FACTOR} times the \
+             {chance:.2} of random guessing; lower the learning rate{clip}; {}",
             self.last_checkpoint()
         );
         Some(Error::Diverged { step: self.engine.state.counters.step, message })

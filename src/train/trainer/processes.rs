@@ -60,8 +60,11 @@ impl Trainer {
     pub fn check_consistency(&self) -> Result<()> {
         let facts = [
             ("program", format!("{} {}", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH)),
-            ("instruction set", format!("{}; set FINETUNE_ISA to the narrowest of all", Isa::current())),
-            ("kernels", format!("`{}`; choose them by `--device` and `--kernels`", self.engine.model.kernels().name())),
+            ("instruction set", format!("{} (set FINETUNE_ISA to one that all processes support)", Isa::current())),
+            (
+                "kernels",
+                format!("`{}` (choose them with `--device` and `--kernels`)", self.engine.model.kernels().name()),
+            ),
             ("training text", self.fingerprint.data.clone()),
             ("model", self.fingerprint.model.clone()),
             ("step", self.engine.state.counters.step.to_string()),
@@ -71,7 +74,7 @@ impl Trainer {
             let differs = facts.iter().zip(theirs).find(|(own, other)| own != other);
             if let Some(((what, first), (_, other))) = differs {
                 let (here, there) = (self.group().name(self.group().rank()), self.group().name(rank));
-                let message = format!("{there} has another {what} than {here}: {other}, here {first}");
+                let message = format!("{what} differs between ranks: {other} on {there}, {first} on {here}");
                 return Err(Error::Collective(message));
             }
         }

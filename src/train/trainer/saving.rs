@@ -161,9 +161,9 @@ impl Trainer {
             let left = limit.saturating_sub(began.elapsed());
             if left.is_zero() {
                 let weights = match self.write(self.checkpoint_state(), CheckpointKind::Weights) {
-                    Ok(Some(path)) => format!("its weights alone are in `{}`", path.display()),
-                    Ok(None) => "there is no folder for it".into(),
-                    Err(error) => format!("nor could its weights: {error}"),
+                    Ok(Some(path)) => format!("only its weights were saved, in `{}`", path.display()),
+                    Ok(None) => "the run has no folder".into(),
+                    Err(error) => format!("saving only the weights failed too: {error}"),
                 };
                 let seconds = limit.as_secs();
                 self.warn(format!("the checkpoint of step {step} could not be written within {seconds} s; {weights}"));
@@ -262,7 +262,7 @@ impl Trainer {
         let seed = (state.seed != config.seed).then(|| format!("`seed` was {} and is now {}", state.seed, config.seed));
         if let Some(difference) = seed.or_else(|| differs("seq_len", config.train.seq_len as u64)) {
             let message =
-                format!("{difference}: the checkpoint is of another run; resume that run, or start a new one");
+                format!("{difference}: the checkpoint belongs to a different run; resume that run, or start a new one");
             return Err(Error::checkpoint(checkpoint.path(), message));
         }
         // Older checkpoints do not name their kernels; they used the fused ones.
@@ -273,8 +273,8 @@ impl Trainer {
         {
             let kind = was.split(':').next().unwrap_or(was);
             let message = format!(
-                "`kernels` was `{was}` and is now `{now}`, which rounds otherwise; resume with `--kernels {kind}` on a device \
-                 that has them, or start a new run"
+                "`kernels` changed from `{was}` to `{now}`, which rounds differently; resume with `--kernels {kind}` \
+                 on a device that has them, or start a new run"
             );
             return Err(Error::checkpoint(checkpoint.path(), message));
         }
@@ -293,7 +293,8 @@ impl Trainer {
                 .map_or("none".into(), |base| format!("SHA-256 {}…", &base.sha256[..12.min(base.sha256.len())]))
         };
         let message = format!(
-            "its adapters were trained over another base: `{}` had {} and now has {}; restore that model, or start a new run",
+            "its adapters were trained on a different base model: `{}` had {} and now has {}; restore that model, or \
+             start a new run",
             was.as_ref().map_or(self.config.model.as_str(), |base| &base.name),
             hash(was),
             hash(now)

@@ -74,7 +74,7 @@ fn adamw_refuses_a_state_of_other_variables() {
         assert_eq!(state_bits(&optimizer), before);
         error
     };
-    assert!(refusal(HashMap::clear).contains("0 tensors do not fit 1 variables"));
+    assert!(refusal(HashMap::clear).contains("the state has 0 tensors, but 1 variables"));
     assert!(
         refusal(|state| {
             let tensor = state.remove("0.exp_avg").unwrap();

@@ -474,7 +474,7 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
-    use crate::lab::screen::Tab;
+    use crate::lab::screen::LabTab;
     use crate::telemetry::ModelShape;
 
     #[derive(Parser)]
@@ -539,7 +539,7 @@ mod tests {
 
     #[test]
     fn every_view_has_an_explanation_and_scenarios_of_its_parameters() {
-        for Tab { name, fields, scenarios, .. } in guide::lab_tabs(&VIEWS, "") {
+        for LabTab { name, fields, scenarios, .. } in guide::lab_tabs(&VIEWS, "") {
             assert!(guide::about(name).len() > 200 && scenarios.len() == 4, "{name}");
             for scenario in scenarios {
                 let unknown = scenario.set.iter().find(|(flag, _)| fields.iter().all(|field| field.flag != *flag));

@@ -27,13 +27,13 @@ settings! {
     /// Fields of a row that do not go by their usual names.
     #[derive(Clone, Debug, PartialEq, Eq)]
     pub struct FieldNames {
-        /// The field that holds running text, in place of `text`.
+        /// The field that holds running text, instead of `text`.
         text: Option<String> = None, fixed(), flag("text-field", Text, 0, "NAME"),
             help("The field of rows that holds running text [default: text]");
-        /// The field that holds a prompt, in place of `prompt`.
+        /// The field that holds a prompt, instead of `prompt`.
         prompt: Option<String> = None, fixed(), flag("prompt-field", Text, 0, "NAME"),
             help("The field of rows that holds a prompt [default: prompt]");
-        /// The field that holds its answer, in place of `completion`.
+        /// The field that holds its answer, instead of `completion`.
         completion: Option<String> = None, fixed(), flag("completion-field", Text, 0, "NAME"),
             help("The field of rows that holds a prompt's answer [default: completion]");
     }

@@ -137,7 +137,7 @@ impl fmt::Display for DataSource {
     }
 }
 
-/// The entry of `names` of which `name` is probably a misspelling.
+/// The entry of `names` that a misspelled `name` probably meant.
 pub(crate) fn closest_match(name: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
     let distance = |other: &String| strsim::damerau_levenshtein(name, other);
     let allowed = (name.chars().count() / 3).min(2);

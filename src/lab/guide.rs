@@ -3,7 +3,7 @@
 use clap::Command;
 use ratatui::crossterm::event::KeyCode;
 
-use super::screen::{Adjust, Field, Scenario, Tab, ViewKey};
+use super::screen::{Adjust, Field, LabTab, Scenario, ViewKey};
 use super::{Bits, parse_format};
 
 const fn key(
@@ -11,7 +11,7 @@ const fn key(
     written: &'static str,
     footer: &'static str,
     help: &'static str,
-    act: fn(&mut Tab),
+    act: fn(&mut LabTab),
 ) -> ViewKey {
     ViewKey { code, written, footer, help, act }
 }
@@ -41,13 +41,13 @@ fn scenarios(view: &str) -> Vec<Scenario> {
     chapter(view).skip(1).filter_map(scenario).collect()
 }
 
-fn cursor(lab_tab: &mut Tab, change: i64) {
+fn cursor(lab_tab: &mut LabTab, change: i64) {
     let at = lab_tab.value("cursor").parse::<i64>().unwrap_or(0);
     let width = parse_format(lab_tab.value("in")).map_or(16, |format| i64::from(format.bits()));
     lab_tab.set("cursor", (at + change).rem_euclid(width).to_string());
 }
 
-fn replace(lab_tab: &mut Tab, make: impl Fn(&str, crate::precision::FloatFormat) -> crate::Result<String>) {
+fn replace(lab_tab: &mut LabTab, make: impl Fn(&str, crate::precision::FloatFormat) -> crate::Result<String>) {
     let format = parse_format(lab_tab.value("in"));
     if let Ok(value) = format.and_then(|format| make(lab_tab.value("value"), format)) {
         lab_tab.set("value", value);
@@ -70,7 +70,7 @@ const BITS_KEYS: &[ViewKey] = &[
 ];
 
 /// Moves the scaler's cursor by a share of the steps, at least one; `false` at the end.
-fn advance(scaler: &mut Tab, share: f64, forwards: bool) -> bool {
+fn advance(scaler: &mut LabTab, share: f64, forwards: bool) -> bool {
     let (first, last) = scaler.steps;
     let step = ((last - first) as f64 * share).round().max(1.0) as u64;
     let at = scaler.value("cursor").parse::<u64>().unwrap_or(if forwards { first } else { last });
@@ -106,7 +106,7 @@ const SCALER_KEYS: &[ViewKey] = &[
 ];
 
 /// Advances the scaler's playback by a frame; restarts at the end.
-fn play(scaler: &mut Tab) -> bool {
+fn play(scaler: &mut LabTab) -> bool {
     let at = scaler.value("cursor").parse::<u64>();
     if at.is_err() || at == Ok(scaler.steps.1) {
         scaler.set("cursor", scaler.steps.0.to_string());
@@ -116,7 +116,7 @@ fn play(scaler: &mut Tab) -> bool {
 }
 
 /// The views with their initial parameters, from the arguments of the commands that print them.
-pub fn lab_tabs(views: &'static Command, run: &str) -> Vec<Tab> {
+pub fn lab_tabs(views: &'static Command, run: &str) -> Vec<LabTab> {
     let lab_tab = |view: &'static Command| {
         let name = view.get_name();
         let keys: &[_] = match name {
@@ -128,8 +128,8 @@ pub fn lab_tabs(views: &'static Command, run: &str) -> Vec<Tab> {
         if name != "bits" {
             fields.push(Field::new("run", run, Adjust::Typed));
         }
-        let play = (name == "scaler").then_some(play as fn(&mut Tab) -> bool);
-        Tab { scenarios: scenarios(name), keys, play, ..Tab::new(name, fields) }
+        let play = (name == "scaler").then_some(play as fn(&mut LabTab) -> bool);
+        LabTab { scenarios: scenarios(name), keys, play, ..LabTab::new(name, fields) }
     };
     views.get_subcommands().map(lab_tab).collect()
 }

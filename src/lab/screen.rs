@@ -20,7 +20,7 @@ use crate::{Error, Result};
 
 use state::LabState;
 pub(crate) use state::to_args;
-pub use state::{Adjust, Control, Controls, Field, Scenario, Tab, ViewKey};
+pub use state::{Adjust, Control, Controls, Field, LabTab, Scenario, ViewKey};
 
 /// How long to wait for a key before checking for signals.
 const TICK: Duration = Duration::from_millis(200);
@@ -31,13 +31,18 @@ const FRAME: Duration = Duration::from_millis(80);
 pub type Evaluate<'a> = dyn FnMut(&str, &[(&str, &str)], usize) -> Result<Page> + 'a;
 
 /// Shows `lab_tabs` until the user quits or a signal arrives, and restores the terminal.
-pub fn run(lab_tabs: Vec<Tab>, theme: Theme, evaluate: &mut Evaluate) -> Result<()> {
+pub fn run(lab_tabs: Vec<LabTab>, theme: Theme, evaluate: &mut Evaluate) -> Result<()> {
     show(LabState::new(lab_tabs), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
 }
 
 /// The screen of `width` × `height` with the tab `tab`, as text.
 #[cfg(test)]
-pub(crate) fn picture(lab_tabs: Vec<Tab>, tab: usize, (width, height): (u16, u16), evaluate: &mut Evaluate) -> String {
+pub(crate) fn picture(
+    lab_tabs: Vec<LabTab>,
+    tab: usize,
+    (width, height): (u16, u16),
+    evaluate: &mut Evaluate,
+) -> String {
     let mut state = LabState::new(lab_tabs);
     state.tab = tab;
     state.evaluate(width.into(), evaluate);

@@ -164,10 +164,7 @@ fn a_conversation_is_held_saved_and_restarted() {
         3,
         "one answer a question: {answers:?}"
     );
-    assert!(
-        notes.contains("unknown command `/nonsense`") && notes.contains("`/save` needs a file name"),
-        "{notes}"
-    );
+    assert!(notes.contains("unknown command `/nonsense`") && notes.contains("`/save` needs a file name"), "{notes}");
     let saved = std::fs::read_to_string(desk.path("talk.jsonl")).unwrap();
     let roles: Vec<Vec<String>> = saved
         .lines()

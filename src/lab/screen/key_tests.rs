@@ -5,8 +5,8 @@ use std::ops::ControlFlow;
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
-use super::keys::{Action, KEYS};
-use super::state::{Adjust, LabState, Tab};
+use super::keys::{KEYS, LabAction};
+use super::state::{Adjust, LabState, LabTab};
 use super::{Evaluate, view};
 use crate::lab::parse_value;
 use crate::screen::terminal::Binding;
@@ -29,7 +29,7 @@ struct ViewHarness<'a, 'e> {
 }
 
 impl<'a, 'e> ViewHarness<'a, 'e> {
-    fn new(lab_tabs: &[Tab], tab: usize, size: (u16, u16), evaluate: &'a RefCell<&'a mut Evaluate<'e>>) -> Self {
+    fn new(lab_tabs: &[LabTab], tab: usize, size: (u16, u16), evaluate: &'a RefCell<&'a mut Evaluate<'e>>) -> Self {
         let mut state = LabState::new(lab_tabs.to_vec());
         state.tab = tab;
         Self { state, size, evaluate }
@@ -58,7 +58,7 @@ impl<'a, 'e> ViewHarness<'a, 'e> {
 }
 
 /// The keys of all views that do not work at `size`, with the defect.
-pub(crate) fn unresponsive_keys(lab_tabs: &[Tab], size: (u16, u16), evaluate: &mut Evaluate) -> Vec<String> {
+pub(crate) fn unresponsive_keys(lab_tabs: &[LabTab], size: (u16, u16), evaluate: &mut Evaluate) -> Vec<String> {
     let (evaluate, mut wrong) = (RefCell::new(evaluate), Vec::new());
     for (tab, lab_tab) in lab_tabs.iter().enumerate() {
         let stage = || ViewHarness::new(lab_tabs, tab, size, &evaluate);
@@ -68,7 +68,7 @@ pub(crate) fn unresponsive_keys(lab_tabs: &[Tab], size: (u16, u16), evaluate: &m
             {
                 continue;
             }
-            if let Action::Increase { .. } | Action::Decrease { .. } = action {
+            if let LabAction::Increase { .. } | LabAction::Decrease { .. } = action {
                 for field in 0..lab_tab.fields.len() {
                     if let Err(what) = step(stage(), field, code, action) {
                         wrong.push(format!("{}: {what}", lab_tab.name));
@@ -114,7 +114,7 @@ pub(crate) fn unresponsive_keys(lab_tabs: &[Tab], size: (u16, u16), evaluate: &m
 }
 
 /// A key that changes a parameter.
-fn step(mut stage: ViewHarness, field: usize, code: KeyCode, action: Action) -> Result<(), String> {
+fn step(mut stage: ViewHarness, field: usize, code: KeyCode, action: LabAction) -> Result<(), String> {
     let lab_tab = stage.state.current_tab().clone();
     let parameter = &lab_tab.fields[field];
     let name = format!("{code} on `{}` = `{}`", parameter.flag, parameter.value);
@@ -134,10 +134,10 @@ fn step(mut stage: ViewHarness, field: usize, code: KeyCode, action: Action) -> 
         return stage.state.typed.is_some().then_some(()).ok_or(format!("{name} does not begin to type"));
     }
     let value = stage.state.current_tab().fields[field].value.clone();
-    if let (Ok(old), Ok(new), Action::Increase { .. } | Action::Decrease { .. }) =
+    if let (Ok(old), Ok(new), LabAction::Increase { .. } | LabAction::Decrease { .. }) =
         (parse_value(&parameter.value), parse_value(&value), action)
         && !matches!(parameter.control.adjust, Adjust::Among(_))
-        && (new > old) != matches!(action, Action::Increase { .. })
+        && (new > old) != matches!(action, LabAction::Increase { .. })
         && new != old
     {
         return Err(format!("{name} gives {value}"));
@@ -151,7 +151,7 @@ fn step(mut stage: ViewHarness, field: usize, code: KeyCode, action: Action) -> 
 }
 
 /// Any other key of all views.
-fn common(mut stage: ViewHarness, code: KeyCode, action: Action) -> Result<(), String> {
+fn common(mut stage: ViewHarness, code: KeyCode, action: LabAction) -> Result<(), String> {
     let (tab, tabs) = (stage.state.tab, stage.state.lab_tabs.len());
     let fields = stage.state.current_tab().fields.len();
     let first = stage.picture();
@@ -160,31 +160,31 @@ fn common(mut stage: ViewHarness, code: KeyCode, action: Action) -> Result<(), S
     let flow = stage.press(code);
     let then = stage.picture();
     let done = match action {
-        Action::Quit => return flow.is_break().then_some(()).ok_or("does not leave".to_owned()),
-        Action::Tab(shown) => stage.state.tab == shown && (shown == tab || then != first),
-        Action::NextTab => stage.state.tab == (tab + 1) % tabs && then != first,
-        Action::PreviousTab => stage.state.tab == (tab + tabs - 1) % tabs && then != first,
-        Action::NextField => stage.state.field == 1 % fields && (fields == 1 || then != first),
-        Action::PreviousField => stage.state.field == fields - 1 && (fields == 1 || then != first),
-        Action::Edit => {
+        LabAction::Quit => return flow.is_break().then_some(()).ok_or("does not leave".to_owned()),
+        LabAction::Tab(shown) => stage.state.tab == shown && (shown == tab || then != first),
+        LabAction::NextTab => stage.state.tab == (tab + 1) % tabs && then != first,
+        LabAction::PreviousTab => stage.state.tab == (tab + tabs - 1) % tabs && then != first,
+        LabAction::NextField => stage.state.field == 1 % fields && (fields == 1 || then != first),
+        LabAction::PreviousField => stage.state.field == fields - 1 && (fields == 1 || then != first),
+        LabAction::Edit => {
             let typing = stage.state.typed.is_some() && then != first;
             let typed = stage.changes(KeyCode::Char('7')) && stage.changes(KeyCode::Backspace);
             let cancelled = stage.changes(KeyCode::Esc) && stage.picture() == first;
             typing && typed && cancelled
         }
-        Action::PageDown => {
+        LabAction::PageDown => {
             for _ in 0..20 {
                 let _ = stage.press(code);
             }
             let end = stage.picture();
             wholly_shown || (then != first && end.contains(&last_line))
         }
-        Action::PageUp => {
+        LabAction::PageUp => {
             let _ = stage.press(KeyCode::PageDown);
             let scrolled = stage.picture();
             wholly_shown || (scrolled != first && stage.changes(code) && stage.picture() == first)
         }
-        Action::Help => {
+        LabAction::Help => {
             let keys = stage.state.current_tab().keys.iter().map(|key| key.help);
             let missing = KEYS.iter().map(|binding| binding.help).chain(keys).find(|help| !then.contains(help));
             if let Some(missing) = missing {
@@ -192,11 +192,11 @@ fn common(mut stage: ViewHarness, code: KeyCode, action: Action) -> Result<(), S
             }
             stage.changes(KeyCode::Esc) && stage.picture() == first
         }
-        Action::Close => {
+        LabAction::Close => {
             let _ = stage.press(KeyCode::Char('?'));
             stage.changes(code) && stage.picture() == first
         }
-        Action::Increase { .. } | Action::Decrease { .. } => true,
+        LabAction::Increase { .. } | LabAction::Decrease { .. } => true,
     };
     (flow.is_continue() && done).then_some(()).ok_or("does not do what the help says".to_owned())
 }

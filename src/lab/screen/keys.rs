@@ -5,7 +5,7 @@ use ratatui::crossterm::event::KeyCode::{self, Char};
 
 /// The action of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Action {
+pub(super) enum LabAction {
     /// Shows a tab, by its index.
     Tab(usize),
     NextTab,
@@ -29,23 +29,23 @@ pub(super) enum Action {
 }
 
 /// Every key.
-pub(super) const KEYS: &[Binding<Action>] = &[
+pub(super) const KEYS: &[Binding<LabAction>] = &[
     Binding::new(
         "1-9 0 -",
         &[
-            (Char('1'), Action::Tab(0)),
-            (Char('2'), Action::Tab(1)),
-            (Char('3'), Action::Tab(2)),
-            (Char('4'), Action::Tab(3)),
-            (Char('5'), Action::Tab(4)),
-            (Char('6'), Action::Tab(5)),
-            (Char('7'), Action::Tab(6)),
-            (Char('8'), Action::Tab(7)),
-            (Char('9'), Action::Tab(8)),
-            (Char('0'), Action::Tab(9)),
-            (Char('-'), Action::Tab(10)),
-            (KeyCode::Tab, Action::NextTab),
-            (KeyCode::BackTab, Action::PreviousTab),
+            (Char('1'), LabAction::Tab(0)),
+            (Char('2'), LabAction::Tab(1)),
+            (Char('3'), LabAction::Tab(2)),
+            (Char('4'), LabAction::Tab(3)),
+            (Char('5'), LabAction::Tab(4)),
+            (Char('6'), LabAction::Tab(5)),
+            (Char('7'), LabAction::Tab(6)),
+            (Char('8'), LabAction::Tab(7)),
+            (Char('9'), LabAction::Tab(8)),
+            (Char('0'), LabAction::Tab(9)),
+            (Char('-'), LabAction::Tab(10)),
+            (KeyCode::Tab, LabAction::NextTab),
+            (KeyCode::BackTab, LabAction::PreviousTab),
         ],
         "show a view; Tab cycles",
     )
@@ -53,10 +53,10 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new(
         "j k",
         &[
-            (Char('j'), Action::NextField),
-            (Char('k'), Action::PreviousField),
-            (KeyCode::Down, Action::NextField),
-            (KeyCode::Up, Action::PreviousField),
+            (Char('j'), LabAction::NextField),
+            (Char('k'), LabAction::PreviousField),
+            (KeyCode::Down, LabAction::NextField),
+            (KeyCode::Up, LabAction::PreviousField),
         ],
         "select a parameter; down and up too",
     )
@@ -64,34 +64,38 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new(
         "h l",
         &[
-            (Char('h'), Action::Decrease { other: false }),
-            (Char('l'), Action::Increase { other: false }),
-            (KeyCode::Left, Action::Decrease { other: false }),
-            (KeyCode::Right, Action::Increase { other: false }),
+            (Char('h'), LabAction::Decrease { other: false }),
+            (Char('l'), LabAction::Increase { other: false }),
+            (KeyCode::Left, LabAction::Decrease { other: false }),
+            (KeyCode::Right, LabAction::Increase { other: false }),
         ],
         "change it; left and right too, if the view has no cursor",
     )
     .footer("less, more", "less, more"),
     Binding::new(
         "H L",
-        &[(Char('H'), Action::Decrease { other: true }), (Char('L'), Action::Increase { other: true })],
+        &[(Char('H'), LabAction::Decrease { other: true }), (Char('L'), LabAction::Increase { other: true })],
         "change it by another step: finer values, tenfold counts",
     )
     .footer("other step", "other step"),
     Binding::new(
         "Enter",
-        &[(KeyCode::Enter, Action::Edit), (Char('e'), Action::Edit)],
+        &[(KeyCode::Enter, LabAction::Edit), (Char('e'), LabAction::Edit)],
         "type a value: Enter accepts, Esc cancels, Ctrl-U clears",
     )
     .footer("type", "type"),
     Binding::new(
         "PgUp PgDn",
-        &[(KeyCode::PageUp, Action::PageUp), (KeyCode::PageDown, Action::PageDown), (Char(' '), Action::PageDown)],
+        &[
+            (KeyCode::PageUp, LabAction::PageUp),
+            (KeyCode::PageDown, LabAction::PageDown),
+            (Char(' '), LabAction::PageDown),
+        ],
         "scroll a long page; space too, if the view does not play",
     ),
-    Binding::new("?", &[(Char('?'), Action::Help)], "these keys").footer("help", "help"),
-    Binding::new("Esc", &[(KeyCode::Esc, Action::Close)], "close the dialog or detail view"),
-    Binding::new("q", &[(Char('q'), Action::Quit)], "quit; Ctrl-C too").footer("quit", "quit"),
+    Binding::new("?", &[(Char('?'), LabAction::Help)], "these keys").footer("help", "help"),
+    Binding::new("Esc", &[(KeyCode::Esc, LabAction::Close)], "close the dialog or detail view"),
+    Binding::new("q", &[(Char('q'), LabAction::Quit)], "quit; Ctrl-C too").footer("quit", "quit"),
 ];
 
 #[cfg(test)]

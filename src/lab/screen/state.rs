@@ -7,14 +7,14 @@ use clap::{Arg, ArgAction, Command};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use super::Evaluate;
-use super::keys::{Action, KEYS};
+use super::keys::{KEYS, LabAction};
 use crate::lab::parse_value;
 use crate::screen::terminal::keys::{action, is_ctrl_c};
 use crate::ui::{Line, Page, Role};
 
 /// A tab: a view with its parameters.
 #[derive(Debug, Clone)]
-pub struct Tab {
+pub struct LabTab {
     /// The view's name on the command line.
     pub name: &'static str,
     /// Its parameters.
@@ -52,10 +52,10 @@ pub struct ViewKey {
     /// The help's text.
     pub help: &'static str,
     /// The action.
-    pub act: fn(&mut Tab),
+    pub act: fn(&mut LabTab),
 }
 
-impl Tab {
+impl LabTab {
     /// A tab without scenarios and own keys.
     pub const fn new(name: &'static str, fields: Vec<Field>) -> Self {
         Self { name, fields, scenarios: Vec::new(), keys: &[], play: None, steps: (0, 0) }
@@ -274,7 +274,7 @@ fn format_number(value: f64) -> String {
 /// The screen's state.
 #[derive(Debug)]
 pub(super) struct LabState {
-    pub(super) lab_tabs: Vec<Tab>,
+    pub(super) lab_tabs: Vec<LabTab>,
     /// The current tab.
     pub(super) tab: usize,
     /// The selected parameter of the current tab.
@@ -295,7 +295,7 @@ pub(super) struct LabState {
 }
 
 impl LabState {
-    pub(super) fn new(lab_tabs: Vec<Tab>) -> Self {
+    pub(super) fn new(lab_tabs: Vec<LabTab>) -> Self {
         let page = Page::new();
         Self {
             lab_tabs,
@@ -312,7 +312,7 @@ impl LabState {
     }
 
     /// The current tab.
-    pub(super) fn current_tab(&self) -> &Tab {
+    pub(super) fn current_tab(&self) -> &LabTab {
         &self.lab_tabs[self.tab]
     }
 
@@ -370,7 +370,7 @@ impl LabState {
             return ControlFlow::Continue(());
         }
         let Some(action) = action(KEYS, key) else { return ControlFlow::Continue(()) };
-        if self.help && !matches!(action, Action::Quit) {
+        if self.help && !matches!(action, LabAction::Quit) {
             self.help = false;
             return ControlFlow::Continue(());
         }
@@ -407,28 +407,28 @@ impl LabState {
         true
     }
 
-    fn act(&mut self, action: Action) -> ControlFlow<()> {
+    fn act(&mut self, action: LabAction) -> ControlFlow<()> {
         let (tabs, fields) = (self.lab_tabs.len(), self.current_tab().fields.len());
         match action {
-            Action::Tab(tab) if tab < tabs => self.show(tab),
-            Action::NextTab => self.show((self.tab + 1) % tabs),
-            Action::PreviousTab => self.show((self.tab + tabs - 1) % tabs),
-            Action::NextField => self.field = (self.field + 1) % fields,
-            Action::PreviousField => self.field = (self.field + fields - 1) % fields,
-            Action::Increase { other } | Action::Decrease { other } if !self.is_typed() => {
-                let up = matches!(action, Action::Increase { .. });
+            LabAction::Tab(tab) if tab < tabs => self.show(tab),
+            LabAction::NextTab => self.show((self.tab + 1) % tabs),
+            LabAction::PreviousTab => self.show((self.tab + tabs - 1) % tabs),
+            LabAction::NextField => self.field = (self.field + 1) % fields,
+            LabAction::PreviousField => self.field = (self.field + fields - 1) % fields,
+            LabAction::Increase { other } | LabAction::Decrease { other } if !self.is_typed() => {
+                let up = matches!(action, LabAction::Increase { .. });
                 self.lab_tabs[self.tab].fields[self.field].step(up, other);
                 self.stale = true;
             }
             // A parameter without steps must be typed.
-            Action::Increase { .. } | Action::Decrease { .. } | Action::Edit => {
+            LabAction::Increase { .. } | LabAction::Decrease { .. } | LabAction::Edit => {
                 self.typed = Some(self.current_tab().fields[self.field].value.clone());
             }
-            Action::PageDown => self.scroll += 10,
-            Action::PageUp => self.scroll = self.scroll.saturating_sub(10),
-            Action::Help => self.help = true,
-            Action::Quit => return ControlFlow::Break(()),
-            Action::Tab(_) | Action::Close => {}
+            LabAction::PageDown => self.scroll += 10,
+            LabAction::PageUp => self.scroll = self.scroll.saturating_sub(10),
+            LabAction::Help => self.help = true,
+            LabAction::Quit => return ControlFlow::Break(()),
+            LabAction::Tab(_) | LabAction::Close => {}
         }
         ControlFlow::Continue(())
     }
@@ -477,7 +477,7 @@ mod tests {
             Field::new("scale", "", Adjust::Count(16)),
             Field::new("update", "-0.5", Adjust::Scale),
         ];
-        LabState::new(vec![Tab::new("one", fields.clone()), Tab::new("two", fields)])
+        LabState::new(vec![LabTab::new("one", fields.clone()), LabTab::new("two", fields)])
     }
 
     fn press(state: &mut LabState, keys: &[KeyCode]) -> ControlFlow<()> {
@@ -552,7 +552,7 @@ mod tests {
             });
             seen
         };
-        let lab_tab = |run| Tab { scenarios: scenarios.clone(), ..Tab::new("one", fields(run)) };
+        let lab_tab = |run| LabTab { scenarios: scenarios.clone(), ..LabTab::new("one", fields(run)) };
         let state = |run| LabState::new(vec![lab_tab(run)]);
         assert_eq!(given(&mut state("")), ["logit=12", "scale=4"]);
         let mut from_run = state("r");

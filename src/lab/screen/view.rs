@@ -4,7 +4,7 @@ use ratatui::Frame;
 use ratatui::layout::Position;
 
 use super::keys::KEYS;
-use super::state::{LabState, Tab};
+use super::state::{LabState, LabTab};
 use crate::screen::terminal::keys::{self, GAPS};
 use crate::ui::{Canvas, Line, Page, Role, Theme};
 
@@ -42,7 +42,7 @@ pub(super) fn draw(state: &mut LabState, theme: Theme, frame: &mut Frame) {
 /// The tabs; in a narrow terminal only the current one has its number.
 fn tabs(state: &LabState, width: usize) -> Line {
     let number = |i: usize| if i < 10 { ((i + 1) % 10).to_string() } else { "-".to_owned() };
-    let name = |(i, lab_tab): (usize, &Tab)| (i, format!("{} {}", number(i), lab_tab.name));
+    let name = |(i, lab_tab): (usize, &LabTab)| (i, format!("{} {}", number(i), lab_tab.name));
     let full: Vec<_> = state.lab_tabs.iter().enumerate().map(name).collect();
     let columns = 14 + full.iter().map(|(_, name)| name.len() + 2).sum::<usize>();
     if columns <= width {
@@ -195,7 +195,7 @@ mod tests {
             Field::new("another-one", "that needs a second line", Adjust::Typed),
         ];
         let lab_tabs = ["bits", "ranges", "ulp", "scaler", "scaling", "memory"];
-        let mut state = LabState::new(lab_tabs.map(|name| Tab::new(name, fields.clone())).to_vec());
+        let mut state = LabState::new(lab_tabs.map(|name| LabTab::new(name, fields.clone())).to_vec());
         state.evaluate(80, &mut |_, values, width| Ok(Bits::parse(values[0].1)?.page(width)));
         state
     }

@@ -10,7 +10,7 @@ use super::overview::Overview;
 use super::precision::Precision;
 use super::samples::Samples;
 use super::scene::{DashboardMode, Scene};
-use super::tensors::Tensors;
+use super::tensors::TensorsTab;
 use super::{charts, header, status};
 use crate::screen::renderer::{Exit, Playback, ScreenMessage};
 use crate::screen::terminal::Binding;
@@ -84,7 +84,7 @@ pub(crate) struct App {
     pub(super) tab: usize,
     pub(super) overview: Overview,
     precision: Precision,
-    pub(super) tensors: Tensors,
+    pub(super) tensors: TensorsTab,
     pub(super) events: Events,
     samples: Samples,
     pub(super) dialog: Option<Dialog>,

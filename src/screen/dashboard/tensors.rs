@@ -85,14 +85,14 @@ impl Selection {
 
 /// The tab's state.
 #[derive(Debug, Default)]
-pub(super) struct Tensors {
+pub(super) struct TensorsTab {
     /// Whether it shows layers.
     pub(super) layers: bool,
     /// The tensor whose history is open.
     pub(super) detail: Option<String>,
 }
 
-impl Tensors {
+impl TensorsTab {
     /// Opens the tensor under the cursor.
     pub(super) fn open(&mut self, scene: &Scene) {
         if self.detail.is_none() {
@@ -102,7 +102,7 @@ impl Tensors {
     }
 }
 
-impl Tab for Tensors {
+impl Tab for TensorsTab {
     fn draw(&self, scene: &Scene, canvas: &mut Canvas) {
         match &self.detail {
             _ if self.layers => layers::draw(scene, canvas),

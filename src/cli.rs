@@ -55,7 +55,7 @@ Examples:
 
 `finetune config --explain` prints every setting with an explanation.";
 
-/// Fine-tunes language models in mixed precision, and shows the numbers at work.
+/// Fine-tunes language models in mixed precision, and shows the numbers while it does.
 ///
 /// Without a command it trains; without flags, it trains a built-in model on a built-in text in FP16 in under a minute.
 #[derive(Debug, Parser)]

@@ -25,7 +25,7 @@ impl Passes<'_> {
         let Self { group, model, weights, hook, scaler, workspace, grads, .. } = self;
         let targets: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
         if targets == 0 {
-            let message = "have no loss tokens: every token is masked";
+            let message = "there are no loss tokens: every token is masked";
             return Err(Error::data("a step's batches", message));
         }
         let mut time = StepTimings::default();

@@ -93,7 +93,7 @@ fn the_command_prints_a_table_and_an_object() {
     assert!(json["types"]["bf16"]["sequence_ratio"]["max"].as_f64().unwrap() > 0.0, "{json}");
     for (wrong, said) in [
         ("r --dtype fp16,int8", "int8"),
-        ("r --dtype fp16,fp16", "stands twice"),
+        ("r --dtype fp16,fp16", "is listed twice"),
         ("r -n 128 --prompt a", "--max-tokens"),
         ("r --sequences 0", "--sequences"),
     ] {

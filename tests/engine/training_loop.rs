@@ -134,7 +134,7 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     let weights = MasterWeights::new(masters, settings.dtype, &*kernels).unwrap();
     let mut engine = engine(Arc::new(SingleProcess), &settings, &spec, weights, kernels, 1).unwrap();
     let message = engine.step(&[Batch::new(1, 8)]).unwrap_err().to_string();
-    assert!(message.contains("no target"), "{message}");
+    assert!(message.contains("no loss tokens"), "{message}");
     assert_eq!(engine.state.counters.step, 0);
 }
 

@@ -222,7 +222,7 @@ fn the_verdict_needs_the_whole_interval() {
     let (difference, _) = verdict(0.7, "2.0");
     assert_eq!(verdict(0.7, &difference.to_string()).1, "undecided");
     let text = two_arms(0.61).text("a-1 b-1 --bound 2.0");
-    assert!(text.contains("each arm needs") && text.contains("undecided"), "{text}");
+    assert!(text.contains("each group needs") && text.contains("undecided"), "{text}");
 }
 
 /// The second bound, in the experiment's words: the switch adds more than three consecutive skips, or it does not.
@@ -298,7 +298,7 @@ fn invalid_input_is_one_clear_error() {
         ("one", "a comparison needs at least two runs"),
         ("one nowhere", "`nowhere`: is neither an events file"),
         ("one empty", "`empty`: is neither an events file"),
-        ("one text.txt", "text.txt: not a run's log"),
+        ("one text.txt", "text.txt: this is not a run's log"),
         ("one begun.jsonl", "begun.jsonl: the log has no step yet"),
         ("one one/events.jsonl", "is named twice"),
         ("one same --bound 2.0", "--bound: requires two configurations, but these runs have 1"),

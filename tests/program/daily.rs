@@ -273,7 +273,7 @@ fn n11_runs_go_by_their_names_everywhere() {
     desk.said("--resume r/step-000002 --plain");
     desk.said("eval r/step-000002");
     let complaint = desk.refused("--resume r --run other");
-    assert!(complaint.contains("leave `--run other` out"), "{complaint}");
+    assert!(complaint.contains("remove `--run other`"), "{complaint}");
     let complaint = desk.refused("--lr -1");
     assert!(complaint.contains("optimizer.lr: `-1` is not between"), "{complaint}");
 }

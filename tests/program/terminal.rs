@@ -214,7 +214,7 @@ fn a_panic_in_training_shows_its_message_on_a_restored_terminal() {
     let Some(terminal) = Terminal::open(120, 36) else { return };
     terminal.run(&format!("clear; {} --panic training", DEMO.display()));
     let screen = terminal.wait_for("told: training panicked");
-    assert!(screen.contains("an invented panic in training") && screen.contains("exit: Lost"), "{screen}");
+    assert!(screen.contains("an invented panic in training") && screen.contains("exit: TrainerPanicked"), "{screen}");
     terminal.assert_restored();
 }
 

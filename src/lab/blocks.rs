@@ -113,6 +113,7 @@ pub struct BlockScaling {
     /// Its largest magnitude.
     pub amax: f32,
     /// The amax that delayed scaling uses.
+    #[serde(rename = "remembered")]
     pub stale_amax: f32,
     /// The result of each scheme.
     pub schemes: Vec<QuantizedTensor>,

@@ -53,7 +53,7 @@ pub(super) fn listed(row: &EventRow) -> String {
         },
         Event::Overflow(overflow) => overflow_text(overflow, row.more),
         Event::UnderflowOnset(touched) => {
-            format!("first at 2^-24, the smallest FP16 magnitude: {}", touched.tensors.join(", "))
+            format!("first at 2^-24, FP16's smallest: {}", touched.tensors.join(", "))
         }
         other => announcement(other).unwrap_or_default(),
     };

@@ -144,7 +144,7 @@ impl AdapterSource {
             && wanted != sha256
         {
             let message = format!(
-                "the adapters of `{}` were trained over another base: `{name}` with SHA-256 {}…, and this one has {}…",
+                "the adapters of `{}` were trained on a different base model: `{name}` with SHA-256 {}…, but this one has {}…",
                 self.path().display(),
                 &wanted[..12.min(wanted.len())],
                 &sha256[..12.min(sha256.len())]

@@ -193,7 +193,7 @@ fn layers_have_types_variances_and_the_threshold() {
     snapshots("layer_variance", &view);
     key(&mut view, KeyCode::Esc);
     press(&mut view, "4");
-    assert!(picture(&view, FULL).contains("▾ first at 2^-24, the smallest FP16 magnitude: wte.weight"));
+    assert!(picture(&view, FULL).contains("▾ first at 2^-24, FP16's smallest: wte.weight, h.3.mlp.c_fc.weight"));
     // A resume from before all this forgets it.
     view.receive(started(Started { resumed_from: Some(1700), ..Started::default() }));
     assert!(view.scene.run().tensors.underflow_onsets.is_empty());

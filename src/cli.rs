@@ -191,7 +191,7 @@ pub fn main() -> ExitCode {
         Some(first) if first == parquet_rows::ARGUMENT => return parquet_rows::worker_main(arguments),
         Some(first) if first == template_sandbox::ARGUMENT => return template_sandbox::worker_main(),
         #[cfg(feature = "cuda")]
-        Some(first) if first == preflight::ARGUMENT => return preflight::serve(arguments),
+        Some(first) if first == preflight::ARGUMENT => return preflight::worker_main(arguments),
         _ => (),
     }
     if let Ok(program) = std::env::current_exe() {
@@ -284,7 +284,7 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
         Some(Command::Checkpoint(args)) => checkpoint::run(&args, &mut SanitizingWriter::new(stdout())),
         Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut SanitizingWriter::new(stdout())),
         #[cfg(feature = "mpi")]
-        Some(Command::VerifyDistributed(args)) => verify_distributed::run(&args, &mut Clean::new(stdout())),
+        Some(Command::VerifyDistributed(args)) => verify_distributed::run(&args, &mut SanitizingWriter::new(stdout())),
         Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
     }
 }

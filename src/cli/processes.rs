@@ -8,7 +8,7 @@ use std::sync::Arc;
 mod dist {
     use super::{Arc, ProcessGroup, Result, SingleProcess};
     use crate::engine::collective::mpi::Mpi;
-    use crate::untrusted::block;
+    use crate::untrusted::sanitize_block;
     use std::io::{Write, stderr};
     use std::sync::OnceLock;
     use std::time::Duration;
@@ -28,9 +28,9 @@ mod dist {
     fn fail(message: &str, code: u8) -> ! {
         if let Some(rank @ 1..) = RANK.get() {
             std::thread::sleep(RANK0_ERROR_GRACE + Duration::from_millis(50) * *rank as u32);
-            writeln!(stderr(), "error: process {rank}: {}", block(message)).ok();
+            writeln!(stderr(), "error: process {rank}: {}", sanitize_block(message)).ok();
         } else {
-            writeln!(stderr(), "error: {}", block(message)).ok();
+            writeln!(stderr(), "error: {}", sanitize_block(message)).ok();
         }
         Mpi::abort(code)
     }

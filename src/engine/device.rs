@@ -112,7 +112,7 @@ pub(crate) fn kernels(choice: Choice, device: &Device, notice: &mut dyn FnMut(St
 /// Our CUDA kernels that passed the preflight, and candle's.
 #[cfg(feature = "cuda")]
 fn with_cuda(device: &Device, notice: &mut dyn FnMut(String)) -> candle_core::Result<Arc<dyn Kernels>> {
-    super::kernels::cuda::before_candle(super::preflight::passed(device, notice), device)
+    super::kernels::cuda::before_candle(super::preflight::passing_families(device, notice), device)
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -1,7 +1,7 @@
 //! The preflight of our CUDA kernels.
 //!
 //! An illegal access poisons a CUDA context and a wrong barrier hangs, so the program starts itself again for each operation
-//! ([`serve`]), with a time limit. If an operation differs, crashes or hangs, candle's is used.
+//! ([`worker_main`]), with a time limit. If an operation differs, crashes or hangs, candle's is used.
 
 use super::gpu;
 use super::kernels::cuda::{KernelFamily, check};
@@ -14,14 +14,14 @@ use std::io::Read;
 use std::process::{ExitCode, ExitStatus};
 use std::time::Duration;
 
-/// The first argument that makes the program call [`serve`].
+/// The first argument that makes the program call [`worker_main`].
 pub(crate) const ARGUMENT: &str = "__preflight";
 /// For one operation: opening the device, compiling its kernels for the GPU, and all checks.
 const TIMEOUT: Duration = Duration::from_mins(1);
 
 /// The operations whose kernels pass on `device`; `notice` receives one message about those that fail.
 pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<KernelFamily> {
-    let (Some(_), DeviceLocation::Cuda { gpu_id }) = (apart::command(ARGUMENT), device.location()) else {
+    let (Some(_), DeviceLocation::Cuda { gpu_id }) = (subprocess::worker_command(ARGUMENT), device.location()) else {
         notice("using candle's kernels, because only the program `finetune` can test the custom ones".into());
         return BTreeSet::new();
     };
@@ -46,9 +46,10 @@ pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) 
 /// Tries one operation in another process.
 fn run(ordinal: usize, family: KernelFamily) -> std::result::Result<(), String> {
     let untried = |error: std::io::Error| format!("could not be tested: {error}");
-    let mut command = apart::command(ARGUMENT).ok_or_else(|| untried(std::io::ErrorKind::NotFound.into()))?;
+    let mut command =
+        subprocess::worker_command(ARGUMENT).ok_or_else(|| untried(std::io::ErrorKind::NotFound.into()))?;
     let mut child = command.args([ordinal.to_string().as_str(), family.name()]).spawn().map_err(untried)?;
-    let Some(status) = apart::wait(&mut child, TIMEOUT).map_err(untried)? else {
+    let Some(status) = subprocess::wait(&mut child, TIMEOUT).map_err(untried)? else {
         return Err(format!("did not end within {} s", TIMEOUT.as_secs()));
     };
     let mut said = String::new();

@@ -1,8 +1,8 @@
 //! Untrusted input: files that may be pipes or devices, text that must be escaped before it reaches a terminal, and work that
 //! may ruin its process.
 //!
-//! Text is escaped by the writers, not by the readers: [`SanitizingWriter`] wraps a stream, [`line()`] and [`block()`] escape a
-//! message.
+//! Text is escaped by the writers, not by the readers: [`SanitizingWriter`] wraps a stream, [`sanitize_line`] and
+//! [`sanitize_block`] escape a message.
 
 pub mod subprocess;
 

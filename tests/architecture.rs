@@ -136,7 +136,9 @@ fn import_cycle(sources: &[Source], folder: &str) -> Option<String> {
     // Removes files that import none of the others, or that none of the others imports, until only cycles are left.
     loop {
         let names: BTreeSet<String> = imports.keys().cloned().collect();
-        imports.values_mut().for_each(|used| used.retain(|name| names.contains(name)));
+        for used in imports.values_mut() {
+            used.retain(|name| names.contains(name));
+        }
         let imported: BTreeSet<String> = imports.values().flatten().cloned().collect();
         imports.retain(|name, used| !used.is_empty() && imported.contains(name));
         if imports.len() == names.len() {

@@ -55,7 +55,7 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
         return Err(Error::config("--seq-len", message));
     }
     let (tokens, _) = whole_text(&args.data.parse()?, trained.dataset_options(), &trained.tokenizer, &mut |event| {
-        reporter.report(event)
+        reporter.report(event);
     })?;
     reporter.begin("reading weights");
     let size = SampleSize { batches: args.batches, batch_size: args.batch_size, seq_len };

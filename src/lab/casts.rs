@@ -66,7 +66,7 @@ impl Hook for Types<'_> {
         match place.kind {
             TensorKind::Output | TensorKind::LowRank => cast.output = dtype,
             TensorKind::OutputGradient | TensorKind::InputGradient | TensorKind::LowRankGradient => {
-                cast.activation_gradient = dtype
+                cast.activation_gradient = dtype;
             }
             TensorKind::WeightGradient | TensorKind::BiasGradient => cast.weight_gradient = dtype,
         }

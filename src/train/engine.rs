@@ -68,7 +68,7 @@ pub enum StepOutcome {
     Skipped,
 }
 
-/// A step's figures, besides [`TrainEngine::survey`].
+/// A step's figures, besides [`TrainEngine::grad_stats`].
 #[derive(Clone, Copy, Debug)]
 pub struct StepReport {
     /// Mean loss over the targets of all micro-batches, in nats.

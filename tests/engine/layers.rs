@@ -30,10 +30,13 @@ fn results_are_within_their_bounds() {
     }
 }
 
+/// The value of an operation from its inputs.
+type Compute = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
+
 /// An operation in plain differentiable operations, and the results of the table to compare it with.
 struct Plain {
     inputs: Vec<Tensor>,
-    compute: Box<dyn Fn(&[Tensor]) -> Result<Tensor>>,
+    compute: Compute,
     /// `None` if the case has only gradients.
     value: Option<Tensor>,
     /// The gradient of the value.
@@ -147,8 +150,7 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
                 let tokens = family_oracle::embed(&ids, &x[0], 1.5)?;
                 if positions { tokens + family_oracle::embed(&places, &x[1], 1.0)? } else { Ok(tokens) }
             };
-            let inputs =
-                ["table", "positions"][..1 + usize::from(positions)].iter().map(|name| operand(name)).collect();
+            let inputs = ["table", "positions"][..=usize::from(positions)].iter().map(|name| operand(name)).collect();
             if !backward {
                 let value = result("out");
                 return plain(inputs, Box::new(compute), Some(value.clone()), value, vec![]);

@@ -308,7 +308,7 @@ def refused():
     gpu = next((line for line in said.splitlines() if line.startswith("GPU")), "nothing")
     row("doctor names the GPU", "compute capability" in gpu, gpu.removeprefix("GPU").strip())
     cases = [
-        ("a GPU that is not there", ["--device", "cuda:7"], {}, "no such GPU"),
+        ("a GPU that is not there", ["--device", "cuda:7"], {}, "this GPU does not exist"),
         ("BF16 on compute capability 7.5", ["--device", "cuda", "--dtype", "bf16"], {"STAND_IN_CAPABILITY": "75"}, "BF16 needs 8.0"),
         ("a driver that is too old", ["--device", "cuda"], {"STAND_IN_DRIVER": "12080"}, "the driver supports CUDA 12.8"),
         ("no GPU at all", ["--device", "cuda"], {"STAND_IN_WITHOUT_GPU": "1"}, "no CUDA-capable device"),

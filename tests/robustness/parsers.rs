@@ -288,7 +288,7 @@ fn template(bytes: &[u8]) {
     let tools: minijinja::Value = serde_json::from_str(r#"[{"name": "f"}]"#).unwrap();
     match bounded(|| template.render(&chat, Some(&tools), true)) {
         Ok(rendered) => {
-            assert!(rendered.assistant_ranges.iter().all(|range| rendered.text.get(range.clone()).is_some()))
+            assert!(rendered.assistant_ranges.iter().all(|range| rendered.text.get(range.clone()).is_some()));
         }
         Err(error) => assert!(matches!(error, Error::Model { .. }), "{error}"),
     }

@@ -373,7 +373,7 @@ impl MasterWeights {
         weights.replace_fused(index, weight)
     }
 
-    /// Rounds every master into its tensor of `weights`, the [`counterpart`](Self::counterpart).
+    /// Rounds every master into its tensor of `weights`, the copy in the compute type.
     pub fn write_compute_copy(&self, weights: &Parameters, kernels: &dyn Kernels) -> Result<()> {
         copy_all(&self.parameters, weights, kernels)
     }

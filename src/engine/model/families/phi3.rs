@@ -70,7 +70,7 @@ impl ModelFamily for Phi3 {
         }
         let dropout = DropoutRates { residual: keys.dropout("resid_pdrop", 0.0)?, ..spec.dropout };
         let rotary_dim = (rotary_dim < head_dim).then_some(rotary_dim);
-        let spec = with_rope(&ConfigReader(&config), ModelSpec { head_dim, dropout, rotary_dim, ..spec }, 1e4)?;
+        let spec = with_rope(&ConfigReader(&config), ModelSpec { head_dim, rotary_dim, dropout, ..spec }, 1e4)?;
         if keys.0.get("sliding_window").is_none_or(Value::is_null) {
             return Ok(spec);
         }

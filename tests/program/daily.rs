@@ -291,7 +291,7 @@ fn n11_runs_are_listed_and_deleted_after_a_question() {
     assert_eq!((cells(1)[0], cells(1)[2], cells(1)[3], cells(1)[6]), ("first", "model f16", "2/2", "done"), "{listed}");
     assert_eq!((cells(2)[0], cells(2)[2], cells(2)[3]), ("second", "model bf16", "3/3"), "{listed}");
     let complaint = desk.refused("runs delete first");
-    assert!(complaint.contains("add `--yes`"), "nobody is there to answer: {complaint}");
+    assert!(complaint.contains("add `--yes`"), "there is no terminal to answer on: {complaint}");
     assert!(desk.path("checkpoints/first").is_dir());
     desk.said("runs delete first --yes");
     assert!(!desk.path("checkpoints/first").exists());

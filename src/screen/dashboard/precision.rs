@@ -286,7 +286,7 @@ fn unscaled(run: &RunState, attached: bool) -> Option<(ExponentHistogram, String
     let counts = histogram(stats);
     let unscaled = ExponentHistogram::from_counts(counts.iter().map(|(exponent, count)| (exponent - shift, count)));
     let hint = if attached { "; press p for an FP32 probe, which includes the rest" } else { "" };
-    let source = format!("of what {} kept at step {step}{hint}", run.grad_format().name);
+    let source = format!("of the gradients that {} kept at step {step}{hint}", run.grad_format().name);
     Some((unscaled, source))
 }
 

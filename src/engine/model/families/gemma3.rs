@@ -5,9 +5,7 @@ use super::llama::{self, head_dim, layer_types, sliding_layers};
 use crate::engine::kernels::{Activation, Norm};
 use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
 use crate::engine::model::rope::Rope;
-use crate::engine::model::spec::{
-    Biases, EmbeddingScale, FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, QkNorm, Sliding,
-};
+use crate::engine::model::spec::{EmbeddingScale, FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, QkNorm, Sliding};
 use serde_json::{Map, Value, json};
 
 /// The family.
@@ -90,14 +88,13 @@ impl ModelFamily for Gemma3 {
         }
         keys.require_value("use_bidirectional_attention", false)?;
         let spec = llama::read(keys, default(), Some(4))?;
-        let attention = keys.bool("attention_bias", false)?;
         let [full, sliding] = Rope::by_layer_type(keys.0, THETA, spec.max_position_embeddings)?;
         let pattern =
             keys.positive_usize("sliding_window_pattern", keys.positive_usize("_sliding_window_pattern", PATTERN)?)?;
         let layers = sliding_layers(keys, spec.num_layers, |layer| (layer + 1) % pattern != 0)?;
         Ok(ModelSpec {
             head_dim: head_dim(keys, &spec, Some(256))?,
-            biases: Biases { qkv: attention, out: attention, mlp: false },
+            biases: llama::attention_biases(keys)?,
             rope: Some(full),
             sliding: Some(Sliding { window: keys.positive_usize("sliding_window", 4096)?, layers, rope: sliding }),
             attention_scale: Some(keys.positive("query_pre_attn_scalar", 256.0)?.powf(-0.5)),
@@ -129,7 +126,7 @@ impl ModelFamily for Gemma3 {
             ModuleOp::Norm(NormRole::PostMlp) => "post_feedforward_layernorm",
             _ => return llama::layer_name(layer),
         };
-        layer.block.map_or_else(|| name.to_owned(), |block| format!("layers.{block}.{name}"))
+        llama::in_block(layer.block, name)
     }
 
     fn gguf(&self) -> GgufFormat {

@@ -4,10 +4,9 @@
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::engine::model::family::{ConfigReader, GgufFormat, GgufKey, ModelFamily, one_or_more};
 use crate::engine::model::spec::{
-    Biases, DropoutRates, EmbeddingScale, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole,
+    Biases, DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole,
 };
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
 
 /// The family.
 pub(super) struct Gpt2;
@@ -39,27 +38,14 @@ fn default() -> ModelSpec {
         activation: Activation::Gelu,
         weight_layout: WeightLayout::InOut,
         fused_qkv: true,
-        fused_gate_up: false,
         biases: Biases { qkv: true, out: true, mlp: true },
         learned_positions: true,
         rope: None,
-        rotary_dim: None,
-        unrotated: Vec::new(),
-        sliding: None,
-        attention_scale: None,
-        qk_norm: None,
-        pre_norms: true,
-        post_norms: false,
-        embedding_scale: EmbeddingScale::Factor(1.0),
-        residual_multiplier: 1.0,
-        logits_scaling: 1.0,
         tie_word_embeddings: true,
         dropout: DropoutRates { embedding: 0.1, residual: 0.1, attention: 0.1 },
-        initializer_range: 0.02,
         bos_token_id: Some(50256),
         eos_token_ids: vec![50256],
-        lora: None,
-        quantised: BTreeMap::new(),
+        ..super::llama::default()
     }
 }
 

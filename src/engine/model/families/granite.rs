@@ -2,7 +2,7 @@
 
 use super::llama::{self, head_dim, only_silu, with_rope};
 use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
-use crate::engine::model::spec::{Biases, EmbeddingScale, FamilyRef, ModelSpec};
+use crate::engine::model::spec::{EmbeddingScale, FamilyRef, ModelSpec};
 use serde_json::{Map, Value};
 
 /// The family.
@@ -26,10 +26,9 @@ impl ModelFamily for Granite {
         let default = ModelSpec { family: FamilyRef(&Granite), ..llama::default() };
         let spec = llama::read(keys, default, None)?;
         let [embedding, attention, residual, logits] = FACTORS.map(|(_, key)| keys.positive(key, 1.0));
-        let has_bias = keys.bool("attention_bias", false)?;
         let spec = ModelSpec {
             head_dim: head_dim(keys, &spec, None)?,
-            biases: Biases { qkv: has_bias, out: has_bias, mlp: keys.bool("mlp_bias", false)? },
+            biases: llama::biases(keys)?,
             embedding_scale: EmbeddingScale::Factor(embedding?),
             attention_scale: Some(attention?),
             residual_multiplier: residual?,

@@ -117,6 +117,17 @@ pub(super) fn only_silu(keys: &ConfigReader<'_>) -> Result<(), String> {
     }
 }
 
+/// The biases of a family without biases in its MLPs.
+pub(super) fn attention_biases(keys: &ConfigReader<'_>) -> Result<Biases, String> {
+    let attention = keys.bool("attention_bias", false)?;
+    Ok(Biases { qkv: attention, out: attention, mlp: false })
+}
+
+/// The biases of a family that may have them in attention and MLPs.
+pub(super) fn biases(keys: &ConfigReader<'_>) -> Result<Biases, String> {
+    Ok(Biases { mlp: keys.bool("mlp_bias", false)?, ..attention_biases(keys)? })
+}
+
 /// `spec` with the rotary embeddings of a configuration in which they are the same for all layers.
 pub(super) fn with_rope(keys: &ConfigReader<'_>, spec: ModelSpec, theta: f64) -> Result<ModelSpec, String> {
     let rope = Rope::flat(keys.0, theta, spec.max_position_embeddings)?;
@@ -184,6 +195,11 @@ pub(in crate::engine::model) fn layer_name(ModuleId { block, op }: ModuleId) -> 
         ModuleOp::MlpResidual => "mlp.residual",
         ModuleOp::Head => "lm_head",
     };
+    in_block(block, name)
+}
+
+/// The name of a layer of `block`, or outside the blocks.
+pub(super) fn in_block(block: Option<usize>, name: &str) -> String {
     block.map_or_else(|| name.to_owned(), |block| format!("layers.{block}.{name}"))
 }
 
@@ -281,8 +297,7 @@ impl ModelFamily for Llama {
     fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         only_silu(keys)?;
         let spec = read(keys, default(), None)?;
-        let attention = keys.bool("attention_bias", false)?;
-        let biases = Biases { qkv: attention, out: attention, mlp: keys.bool("mlp_bias", false)? };
+        let biases = biases(keys)?;
         let spec = ModelSpec { head_dim: head_dim(keys, &spec, None)?, biases, ..spec };
         with_rope(keys, spec, 1e4)
     }

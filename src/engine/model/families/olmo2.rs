@@ -3,7 +3,7 @@
 
 use super::llama::{self, head_dim, only_silu, with_rope};
 use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
-use crate::engine::model::spec::{Biases, FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, QkNorm};
+use crate::engine::model::spec::{FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, QkNorm};
 use serde_json::Value;
 
 /// The family.
@@ -32,8 +32,7 @@ impl ModelFamily for Olmo2 {
     fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         only_silu(keys)?;
         let spec = llama::read(keys, default(), None)?;
-        let attention = keys.bool("attention_bias", false)?;
-        let biases = Biases { qkv: attention, out: attention, mlp: false };
+        let biases = llama::attention_biases(keys)?;
         with_rope(keys, ModelSpec { head_dim: head_dim(keys, &spec, None)?, biases, ..spec }, 1e4)
     }
 
@@ -50,7 +49,7 @@ impl ModelFamily for Olmo2 {
             ModuleOp::Norm(NormRole::PostMlp) => "post_feedforward_layernorm",
             _ => return llama::layer_name(layer),
         };
-        layer.block.map_or_else(|| name.to_owned(), |block| format!("layers.{block}.{name}"))
+        llama::in_block(layer.block, name)
     }
 
     fn gguf(&self) -> GgufFormat {

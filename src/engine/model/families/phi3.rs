@@ -96,7 +96,7 @@ impl ModelFamily for Phi3 {
             ModuleOp::Linear(LinearRole::GateUp) => "mlp.gate_up_proj",
             _ => return llama::layer_name(layer),
         };
-        layer.block.map_or_else(|| name.to_owned(), |block| format!("layers.{block}.{name}"))
+        llama::in_block(layer.block, name)
     }
 
     fn gguf(&self) -> GgufFormat {

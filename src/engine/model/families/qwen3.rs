@@ -3,7 +3,7 @@
 use super::{llama, qwen2};
 use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
 use crate::engine::model::rope::Rope;
-use crate::engine::model::spec::{Biases, FamilyRef, ModelSpec, QkNorm};
+use crate::engine::model::spec::{FamilyRef, ModelSpec, QkNorm};
 use serde_json::Value;
 
 /// The family.
@@ -38,8 +38,7 @@ impl ModelFamily for Qwen3 {
     }
 
     fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
-        let attention = keys.bool("attention_bias", false)?;
-        let biases = Biases { qkv: attention, out: attention, mlp: false };
+        let biases = llama::attention_biases(keys)?;
         Ok(ModelSpec { qk_norm: Some(QkNorm::PerHead), ..qwen2::read(keys, FamilyRef(&Qwen3), Some(128), biases)? })
     }
 

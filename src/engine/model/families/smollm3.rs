@@ -4,7 +4,7 @@ use super::llama::{self, head_dim, only_silu, with_rope};
 use super::qwen2;
 use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
 use crate::engine::model::rope::Rope;
-use crate::engine::model::spec::{Biases, FamilyRef, ModelSpec};
+use crate::engine::model::spec::{FamilyRef, ModelSpec};
 use serde_json::{Map, Value};
 
 /// The family.
@@ -53,8 +53,7 @@ impl ModelFamily for SmolLm3 {
     fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         only_silu(keys)?;
         let spec = llama::read(keys, default(), Some(4))?;
-        let attention = keys.bool("attention_bias", false)?;
-        let biases = Biases { qkv: attention, out: attention, mlp: keys.bool("mlp_bias", false)? };
+        let biases = llama::biases(keys)?;
         let unrotated = unrotated(keys, spec.num_layers)?;
         let spec = ModelSpec { head_dim: head_dim(keys, &spec, None)?, biases, ..spec };
         let spec = qwen2::with_windows(keys, with_rope(keys, spec, 2e6)?, |layer| unrotated[layer])?;

@@ -31,7 +31,7 @@ pub mod tokenizer;
 mod tokenizer_limits;
 pub mod tokens;
 
-pub use batch_loader::{Batch, BatchLoader, DataPosition, EvalLoader};
+pub use batch_loader::{Batch, BatchLoader, DataPosition, EvalLoader, Role, Sequence};
 pub use bos::Bos;
 pub use cache::DatasetKind;
 pub(crate) use catch_panic::catch_panic;

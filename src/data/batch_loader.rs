@@ -7,6 +7,8 @@
 //! that the rows of a batch have similar lengths; a batch is as wide as its longest row. The batches of a group are
 //! then shuffled.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use super::sequence_index::{DatasetStats, SequenceIndex};
@@ -15,8 +17,34 @@ use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::engine::model::InputIds;
 use crate::{Error, Result};
 
+/// One sequence of a batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sequence {
+    /// The positions of its columns in [`Batch::labels`]; some may contain [`IGNORE_INDEX`].
+    pub labels: Range<usize>,
+    /// Its number in the data set, in the order of the file and different for every sequence.
+    pub index: u64,
+    /// Its part in the objective.
+    pub role: Role,
+}
+
+/// The part of a sequence in the objective.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Role {
+    /// The better answer of a pair; the next sequence of the batch is the worse one.
+    Chosen,
+    /// The worse answer of the pair of the sequence before it.
+    Rejected,
+    /// A completion that is labelled good.
+    Desirable,
+    /// A completion that is labelled bad.
+    Undesirable,
+    /// A sample with its weight in the loss.
+    Weighted(f32),
+}
+
 /// One micro-batch: inputs and labels of shape `[batch_size, seq_len]`, row-major.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Batch {
     /// Token ids; 0 for padding.
     pub inputs: Vec<u32>,
@@ -24,6 +52,8 @@ pub struct Batch {
     pub labels: Vec<u32>,
     /// For each input, the column that its document starts in; empty where a row is one document.
     pub document_starts: Vec<u32>,
+    /// The sequences, in the order of their rows; empty for plain fine-tuning without weights.
+    pub sequences: Vec<Sequence>,
     /// Rows.
     pub batch_size: usize,
     /// Columns; for samples, the length of the longest one, rounded up.
@@ -42,6 +72,7 @@ impl Batch {
             inputs,
             labels,
             document_starts: Vec::new(),
+            sequences: Vec::new(),
             batch_size,
             seq_len,
             num_label_tokens: 0,

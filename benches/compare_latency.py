@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Latency of `finetune bench --latency` beside onnxruntime's, in FP32 and in INT8 by its dynamic quantiser, and llama.cpp's.
+"""Latency of `finetune bench --latency` beside onnxruntime's, in FP32 and in INT8 by its dynamic quantizer, and llama.cpp's.
 
     benches/compare_latency.py MODEL --seq-len 128 --threads 2 --passes 200 --rounds 3
 

@@ -7,7 +7,7 @@ use std::process::Command;
 
 const FOLDER: &str = "src";
 const MODULES: [&str; 9] =
-    ["adamw", "attention", "attention_mma", "cross_entropy", "elementwise", "embedding", "heads", "norm", "survey"];
+    ["adamw", "attention", "attention_mma", "cross_entropy", "elementwise", "embedding", "heads", "norm", "summary"];
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -4,8 +4,8 @@ mod hub;
 
 pub use hub::{HubStatus, check_hub};
 
+use crate::engine::kernels::amx;
 use crate::engine::kernels::isa::Isa;
-use crate::engine::kernels::tiles;
 use crate::store::hub::{Settings, free_bytes};
 use crate::telemetry::{MachineMemory, cpu_name};
 use serde::Serialize;
@@ -49,7 +49,7 @@ pub struct CpuInfo {
     pub features: Vec<(&'static str, bool)>,
 }
 
-/// Support for NVIDIA GPUs.
+/// AmxSupport for NVIDIA GPUs.
 #[derive(Clone, Debug, Serialize)]
 pub struct GpuInfo {
     /// Whether it is compiled in.
@@ -85,7 +85,7 @@ pub fn diagnose() -> Diagnosis {
             name: cpu_name(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             isa: Isa::current().to_string(),
-            tiles: tiles::support().to_string(),
+            tiles: amx::support().to_string(),
             features: cpu_features(),
         },
         memory_bytes: memory.total,
@@ -108,7 +108,7 @@ fn cpu_features() -> Vec<(&'static str, bool)> {
         ("avx512dq", is_x86_feature_detected!("avx512dq")),
         ("avx512vl", is_x86_feature_detected!("avx512vl")),
         ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
-        ("amx-bf16", tiles::support() != tiles::Support::Missing),
+        ("amx-bf16", amx::support() != amx::AmxSupport::Missing),
     ]
 }
 

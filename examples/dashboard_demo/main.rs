@@ -1,4 +1,4 @@
-//! The dashboard over a synthetic run, to try it without training, and for `tests/program/terminal.rs`.
+//! The dashboard over a synthetic run, to try it without training, and for `tests/cli/terminal.rs`.
 //!
 //! `cargo run --example dashboard_demo [-- --panic training|screen] [--log FILE] [--stubborn] [--ascii]`
 //!

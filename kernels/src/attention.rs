@@ -6,7 +6,7 @@
 //! tree. Keys that no query of a block attends to are skipped.
 
 use self::product::{by_columns, by_rows, in_panels, in_rows, multiply, transpose};
-use crate::columns::{Columns, Source, Target, write_columns};
+use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::dropout::Dropout;
 use crate::isa;
 use crate::math;
@@ -21,7 +21,7 @@ mod product;
 
 /// The shape of one attention call, and which keys a query attends to.
 #[derive(Clone, Copy, Debug)]
-pub struct Shape {
+pub struct AttentionShape {
     /// Sequences in the batch, B.
     pub batch: usize,
     /// Tokens in a sequence, T.
@@ -32,7 +32,7 @@ pub struct Shape {
     pub kv_heads: usize,
     /// Width of a head.
     pub head_size: usize,
-    /// Factor of the scores.
+    /// MatmulOperand of the scores.
     pub scale: f32,
     /// The maximum number of keys that a query attends to: its own position and the ones just before it.
     pub window: Option<usize>,
@@ -40,14 +40,14 @@ pub struct Shape {
     pub softcap: Option<f32>,
 }
 
-impl Shape {
+impl AttentionShape {
     /// As many heads of keys as of queries, scores divided by `√head_size`, and no limits.
     pub fn new(batch: usize, seq_len: usize, heads: usize, head_size: usize) -> Self {
         let scale = 1.0 / (head_size as f32).sqrt();
         Self { batch, seq_len, heads, kv_heads: heads, head_size, scale, window: None, softcap: None }
     }
 
-    /// Columns of queries, of keys and of values.
+    /// ColumnSlice of queries, of keys and of values.
     pub fn widths(&self) -> [usize; 3] {
         [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_size)
     }
@@ -58,7 +58,7 @@ impl Shape {
     }
 
     /// Fails unless operands of these shapes fit.
-    pub(crate) fn check(&self, qkv: [Columns<'_>; 3]) -> Result<()> {
+    pub(crate) fn check(&self, qkv: [ColumnSlice<'_>; 3]) -> Result<()> {
         let fits = self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads) && self.window != Some(0);
         let tokens = self.batch * self.seq_len;
         let operands = qkv.map(|columns| [columns.rows(), columns.count()]);
@@ -71,22 +71,22 @@ impl Shape {
 
 /// The inputs of attention.
 #[derive(Clone, Copy, Debug)]
-pub struct Operands<'a> {
+pub struct AttentionInputs<'a> {
     /// Queries `[B·T, H·head_size]`, keys and values `[B·T, kv_heads·head_size]`.
-    pub qkv: [Columns<'a>; 3],
+    pub qkv: [ColumnSlice<'a>; 3],
     /// For each row, the row of its sequence at which its document starts; earlier rows are masked.
     pub documents: Option<&'a [u32]>,
     /// Applied to the softmax's output.
     pub dropout: Option<Dropout>,
 }
 
-impl<'a> Operands<'a> {
+impl<'a> AttentionInputs<'a> {
     /// Queries, keys and values side by side in `qkv [B·T, C]`.
-    pub fn packed(shape: &Shape, qkv: &'a Tensor, dropout: Option<Dropout>) -> Result<Self> {
-        Ok(Self { qkv: Columns::split(qkv, shape.widths())?, documents: None, dropout })
+    pub fn packed(shape: &AttentionShape, qkv: &'a Tensor, dropout: Option<Dropout>) -> Result<Self> {
+        Ok(Self { qkv: ColumnSlice::split(qkv, shape.widths())?, documents: None, dropout })
     }
 
-    pub(crate) fn check(&self, shape: &Shape, out: &Tensor, lse: &Tensor) -> Result<()> {
+    pub(crate) fn check(&self, shape: &AttentionShape, out: &Tensor, lse: &Tensor) -> Result<()> {
         shape.check(self.qkv)?;
         let tokens = shape.batch * shape.seq_len;
         if out.dims() != [tokens, shape.widths()[0]] || lse.elem_count() != tokens * shape.heads {
@@ -110,7 +110,7 @@ const PAD: usize = 16;
 /// One sequence, with padded sizes.
 #[derive(Clone, Copy)]
 struct Sequence<'a> {
-    shape: Shape,
+    shape: AttentionShape,
     b: usize,
     /// For each row, the index of its document's first token.
     documents: Option<&'a [u32]>,
@@ -123,7 +123,7 @@ struct Sequence<'a> {
 }
 
 impl<'a> Sequence<'a> {
-    fn new(shape: Shape, b: usize, documents: Option<&'a [u32]>) -> Self {
+    fn new(shape: AttentionShape, b: usize, documents: Option<&'a [u32]>) -> Self {
         let (tokens, size) = (shape.seq_len.next_multiple_of(PAD), shape.head_size.next_multiple_of(PAD));
         let documents = documents.map(|starts| &starts[b * shape.seq_len..][..shape.seq_len]);
         Self { shape, b, documents, tokens, row: tokens + PAD, size }
@@ -148,8 +148,8 @@ impl<'a> Sequence<'a> {
 
     /// Upcasts `head`'s part of the rows into `out [T, head_size]`, times `factor`.
     #[inline(always)]
-    fn load(self, rows: Source<'_>, head: usize, factor: f32, out: &mut [f32]) {
-        let Shape { seq_len, head_size, .. } = self.shape;
+    fn load(self, rows: ColumnReader<'_>, head: usize, factor: f32, out: &mut [f32]) {
+        let AttentionShape { seq_len, head_size, .. } = self.shape;
         out.fill(0.0);
         for (t, row) in out.chunks_exact_mut(self.size).take(seq_len).enumerate() {
             let row = &mut row[..head_size];
@@ -165,8 +165,8 @@ impl<'a> Sequence<'a> {
     /// # Safety
     /// No other thread writes this part at the same time.
     #[inline(always)]
-    unsafe fn store(self, rows: &[f32], head: usize, out: Target<'_>) {
-        let Shape { seq_len, head_size, .. } = self.shape;
+    unsafe fn store(self, rows: &[f32], head: usize, out: ColumnWriter<'_>) {
+        let AttentionShape { seq_len, head_size, .. } = self.shape;
         for (t, row) in rows.chunks_exact(self.size).take(seq_len).enumerate() {
             // SAFETY: the caller's promise.
             unsafe { out.store(self.b * seq_len + t, head * head_size, &row[..head_size]) };
@@ -185,8 +185,8 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
     let [q, k, v] = operands.qkv;
     let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?);
     let sources = [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)];
-    let Operands { documents, dropout, .. } = operands;
-    write_columns([Columns::all(out)?], |[out]| {
+    let AttentionInputs { documents, dropout, .. } = operands;
+    write_columns([ColumnSlice::all(out)?], |[out]| {
         write_f32(lse, |lse| {
             lse.par_chunks_exact_mut(shape.seq_len).enumerate().for_each(|(task, lse)| {
                 let (b, head) = (task / shape.heads, task % shape.heads);
@@ -203,13 +203,13 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
 fn forward_head(
     sequence: Sequence<'_>,
     head: usize,
-    [queries, keys, values]: [Source<'_>; 3],
+    [queries, keys, values]: [ColumnReader<'_>; 3],
     dropout: Option<Dropout>,
-    out: Target<'_>,
+    out: ColumnWriter<'_>,
     lse: &mut [f32],
 ) {
     let Sequence { shape, b, row, size, .. } = sequence;
-    let Shape { seq_len, head_size, .. } = shape;
+    let AttentionShape { seq_len, head_size, .. } = shape;
     let kv_head = head / (shape.heads / shape.kv_heads);
     let n = sequence.elements();
     with_matrices(
@@ -270,10 +270,10 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
     let &op::AttentionBackward { shape, operands, dout, out, lse, gradients } = op;
     let [q, k, v] = operands.qkv;
     let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?, read(dout)?, read(out)?, read(lse)?);
-    let saved = Saved {
+    let saved = SavedTensors {
         qkv: [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)],
-        dout: Columns::all(dout)?.source(&opened.3),
-        out: Columns::all(out)?.source(&opened.4),
+        dout: ColumnSlice::all(dout)?.source(&opened.3),
+        out: ColumnSlice::all(out)?.source(&opened.4),
         lse: opened.5.typed::<f32>()?,
         dropout: operands.dropout,
     };
@@ -290,17 +290,17 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
 }
 
 /// The inputs of the backward pass.
-struct Saved<'a> {
-    qkv: [Source<'a>; 3],
-    dout: Source<'a>,
-    out: Source<'a>,
+struct SavedTensors<'a> {
+    qkv: [ColumnReader<'a>; 3],
+    dout: ColumnReader<'a>,
+    out: ColumnReader<'a>,
     lse: &'a [f32],
     dropout: Option<Dropout>,
 }
 
 /// The data shared by the heads of a group: keys by rows, and keys and values in panels.
 #[derive(Clone, Copy)]
-struct Group<'a> {
+struct KvGroup<'a> {
     k: &'a [f32],
     kt: &'a [f32],
     vt: &'a [f32],
@@ -308,7 +308,12 @@ struct Group<'a> {
 
 /// The gradients of the heads that share `kv_head`.
 #[inline(always)]
-fn backward_group(sequence: Sequence<'_>, kv_head: usize, saved: &Saved<'_>, [d_q, d_k, d_v]: [Target<'_>; 3]) {
+fn backward_group(
+    sequence: Sequence<'_>,
+    kv_head: usize,
+    saved: &SavedTensors<'_>,
+    [d_q, d_k, d_v]: [ColumnWriter<'_>; 3],
+) {
     let n = sequence.elements();
     let group = sequence.shape.heads / sequence.shape.kv_heads;
     let [_, keys, values] = saved.qkv;
@@ -321,7 +326,7 @@ fn backward_group(sequence: Sequence<'_>, kv_head: usize, saved: &Saved<'_>, [d_
             sequence.load(keys, kv_head, 1.0, k);
             transpose(k, sequence.size, kt);
             let heads = kv_head * group..(kv_head + 1) * group;
-            backward_heads(sequence, heads, saved, Group { k, kt, vt }, [dk, dv], d_q);
+            backward_heads(sequence, heads, saved, KvGroup { k, kt, vt }, [dk, dv], d_q);
             // SAFETY: this task alone writes the parts of this group's heads.
             unsafe {
                 sequence.store(dk, kv_head, d_k);
@@ -336,10 +341,10 @@ fn backward_group(sequence: Sequence<'_>, kv_head: usize, saved: &Saved<'_>, [d_
 fn backward_heads(
     sequence: Sequence<'_>,
     heads: Range<usize>,
-    saved: &Saved<'_>,
-    shared: Group<'_>,
+    saved: &SavedTensors<'_>,
+    shared: KvGroup<'_>,
     [dk, dv]: [&mut [f32]; 2],
-    d_q: Target<'_>,
+    d_q: ColumnWriter<'_>,
 ) {
     if heads.len() == 1 {
         return isa::vectorize(
@@ -363,13 +368,13 @@ fn backward_heads(
 fn backward_head(
     sequence: Sequence<'_>,
     head: usize,
-    saved: &Saved<'_>,
-    Group { k, kt, vt }: Group<'_>,
+    saved: &SavedTensors<'_>,
+    KvGroup { k, kt, vt }: KvGroup<'_>,
     [dk, dv]: [&mut [f32]; 2],
-    d_q: Target<'_>,
+    d_q: ColumnWriter<'_>,
 ) {
     let Sequence { shape, b, row, size, .. } = sequence;
-    let Shape { seq_len, scale, .. } = shape;
+    let AttentionShape { seq_len, scale, .. } = shape;
     let n = sequence.elements();
     with_matrices(
         [n, n, n, QUERIES * row, QUERIES * row],

@@ -344,13 +344,13 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     tiles.store_rows(memory + warp * WARP_ROWS * LD, a.out, tiles.width(), 0, first, queries.out, factors);
 }
 
-// A warp's resident rows of the backward pass, keys or queries, with the running sums of their gradients. Operands come
+// A warp's resident rows of the backward pass, keys or queries, with the running sums of their gradients. AttentionInputs come
 // in pairs, in this order: keys and values, or queries and the output's gradient.
 template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
     // Larger heads lack registers: the resident rows stay in shared memory, and one load of them serves more columns.
     static constexpr bool HELD = SIZE <= 64;
     static constexpr int TILE = HELD ? 64 : 32;  // rows of an iterated tile
-    // Columns of scores at a time. The largest heads whose rows are in registers leave room for only 16.
+    // ColumnSlice of scores at a time. The largest heads whose rows are in registers leave room for only 16.
     static constexpr int GROUP = SIZE == 64 ? 16 : 32;
 
     const AttentionBackward& a;

@@ -8,14 +8,14 @@ mod cross_entropy;
 mod embedding;
 mod norm;
 mod rope;
-mod survey;
+mod summary;
 mod tensors;
 
 use super::adamw::AdamWStep;
-use super::attention::Shape;
-use super::columns::{Factor, WriteMode};
+use super::attention::AttentionShape;
+use super::columns::{MatmulOperand, WriteMode};
 use super::op::{self, Op};
-use super::survey::side_by_side;
+use super::summary::side_by_side;
 use super::{Activation, Kernels, Ran, WeightLayout};
 use candle_core::{Result, Tensor};
 use tensors::{
@@ -32,7 +32,7 @@ impl Kernels for CandleKernels {
         "candle"
     }
 
-    fn score_bytes(&self, shape: &Shape) -> Result<u64> {
+    fn score_bytes(&self, shape: &AttentionShape) -> Result<u64> {
         attention::score_bytes(shape)
     }
 
@@ -53,12 +53,12 @@ impl Kernels for CandleKernels {
             Op::EmbedBackward(op) => embedding::backward(op),
             Op::Norm(op) => norm::forward(op),
             Op::NormBackward(op) => norm::backward(op),
-            Op::Rotate(op) => rope::rotate(op),
+            Op::Rotate(op) => rope::apply_rope(op),
             Op::Linear(op) => {
                 linear(op)?;
                 return op.low_rank.map_or(Ok(Ran::Done), |low_rank| low_rank.add_to(self, op.y));
             }
-            Op::Product(op) => product_of_columns(op),
+            Op::Matmul(op) => product_of_columns(op),
             Op::SumRows(op) => store(&column_sums(&widen(op.x)?)?, op.out),
             Op::Attention(op) => attention::forward(op),
             Op::AttentionBackward(op) => attention::backward(op),
@@ -67,8 +67,8 @@ impl Kernels for CandleKernels {
             Op::ActivateBackward(op) => activate_backward(op),
             Op::AddBranch(op) => store(&(widen(op.stream)? + drop(op.dropout, 0, widen(op.branch)?)?)?, op.out),
             Op::CrossEntropy(op) => cross_entropy::rows(op),
-            Op::Survey(op) => side_by_side(op, survey::survey),
-            Op::Sum(op) => survey::sum(op.x).map(|sum| *op.sum = sum),
+            Op::Summarize(op) => side_by_side(op, summary::summarize),
+            Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
             Op::AdamW(op) => adamw(op),
         }?;
         Ok(Ran::Done)
@@ -84,8 +84,8 @@ fn linear(op: &op::Linear<'_>) -> Result<()> {
     store(&sum, op.y)
 }
 
-fn product_of_columns(op: &op::Product<'_>) -> Result<()> {
-    let matrix = |factor: Factor<'_>| {
+fn product_of_columns(op: &op::Matmul<'_>) -> Result<()> {
+    let matrix = |factor: MatmulOperand<'_>| {
         let columns = columns_of_rows(factor.columns, 0..factor.columns.rows())?;
         if factor.transposed { columns.t() } else { Ok(columns) }
     };
@@ -164,8 +164,8 @@ fn logistic(x: &Tensor) -> Result<Tensor> {
 /// The factor of each element: GELU's (1 + tanh(u)) / 2 is the logistic function of 2u.
 fn gate_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
     match activation {
-        Activation::GatedSilu => logistic(x),
-        Activation::Gelu | Activation::GatedGelu => {
+        Activation::SwiGlu => logistic(x),
+        Activation::Gelu | Activation::GeGlu => {
             let inner = (((x.sqr()? * (2.0 * SQRT_2_OVER_PI * GELU_CUBIC))? + 2.0 * SQRT_2_OVER_PI)? * x)?;
             logistic(&inner)
         }
@@ -183,8 +183,8 @@ fn slope_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
     let x = limit(&x, -LIMIT, x.lt(-LIMIT)?)?;
     let gate = gate_of(activation, &x)?;
     let inner = match activation {
-        Activation::GatedSilu => x.ones_like()?,
-        Activation::Gelu | Activation::GatedGelu => {
+        Activation::SwiGlu => x.ones_like()?,
+        Activation::Gelu | Activation::GeGlu => {
             ((x.sqr()? * (6.0 * SQRT_2_OVER_PI * GELU_CUBIC))? + 2.0 * SQRT_2_OVER_PI)?
         }
     };

@@ -1,8 +1,8 @@
 //! A range of a matrix's columns, such as the queries in a buffer of packed queries, keys and values.
 //!
-//! Kernels that take [`Columns`] work on packed and on separate buffers alike.
+//! Kernels that take [`ColumnSlice`] work on packed and on separate buffers alike.
 
-use crate::view::{Interleaved, Read, View, write};
+use crate::view::{ReadGuard, SharedViewMut, View, write};
 use candle_core::{Result, Tensor, bail};
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ pub enum WriteMode {
 
 /// A range of columns of a matrix.
 #[derive(Clone, Copy, Debug)]
-pub struct Columns<'a> {
+pub struct ColumnSlice<'a> {
     tensor: &'a Tensor,
     rows: usize,
     /// Elements from one row to the next.
@@ -26,7 +26,7 @@ pub struct Columns<'a> {
     count: usize,
 }
 
-impl<'a> Columns<'a> {
+impl<'a> ColumnSlice<'a> {
     /// The given columns of `tensor [N, C]`.
     pub fn new(tensor: &'a Tensor, columns: Range<usize>) -> Result<Self> {
         let (rows, stride) = tensor.dims2()?;
@@ -81,41 +81,41 @@ impl<'a> Columns<'a> {
     }
 
     /// These columns of the opened tensor.
-    pub(crate) fn source<'b>(&self, opened: &'b Read<'_>) -> Source<'b> {
-        Source { view: opened.view(), stride: self.stride, first: self.first }
+    pub(crate) fn source<'b>(&self, opened: &'b ReadGuard<'_>) -> ColumnReader<'b> {
+        ColumnReader { view: opened.view(), stride: self.stride, first: self.first }
     }
 }
 
 /// An operand of a product: some columns of a matrix, or the transpose of them.
 #[derive(Clone, Copy, Debug)]
-pub struct Factor<'a> {
+pub struct MatmulOperand<'a> {
     /// The columns.
-    pub columns: Columns<'a>,
+    pub columns: ColumnSlice<'a>,
     /// Whether the operand is the transpose of the columns.
     pub transposed: bool,
 }
 
-impl<'a> Factor<'a> {
+impl<'a> MatmulOperand<'a> {
     /// The columns, not transposed.
-    pub fn plain(columns: Columns<'a>) -> Self {
+    pub fn plain(columns: ColumnSlice<'a>) -> Self {
         Self { columns, transposed: false }
     }
 
     /// Their transpose.
-    pub fn transposed(columns: Columns<'a>) -> Self {
+    pub fn transposed(columns: ColumnSlice<'a>) -> Self {
         Self { columns, transposed: true }
     }
 }
 
-/// Columns that are open for reading.
+/// ColumnSlice that are open for reading.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Source<'a> {
+pub(crate) struct ColumnReader<'a> {
     view: View<'a>,
     stride: usize,
     first: usize,
 }
 
-impl Source<'_> {
+impl ColumnReader<'_> {
     /// Upcasts elements of `row`, starting at `column`, into `out`.
     #[inline(always)]
     pub(crate) fn load(&self, row: usize, column: usize, out: &mut [f32]) {
@@ -129,15 +129,15 @@ impl Source<'_> {
     }
 }
 
-/// Columns that several tasks write at once.
+/// ColumnSlice that several tasks write at once.
 #[derive(Clone, Copy)]
-pub(crate) struct Target<'a> {
-    out: Interleaved<'a>,
+pub(crate) struct ColumnWriter<'a> {
+    out: SharedViewMut<'a>,
     stride: usize,
     first: usize,
 }
 
-impl Target<'_> {
+impl ColumnWriter<'_> {
     /// Rounds `values` into the elements of `row`, starting at `column`.
     ///
     /// # Safety
@@ -151,14 +151,14 @@ impl Target<'_> {
 
 /// Gives `f` write access to columns. Parts of one tensor are opened together; tensors that share storage are not allowed.
 pub(crate) fn write_columns<const N: usize, R>(
-    columns: [Columns<'_>; N],
-    f: impl FnOnce([Target<'_>; N]) -> R,
+    columns: [ColumnSlice<'_>; N],
+    f: impl FnOnce([ColumnWriter<'_>; N]) -> R,
 ) -> Result<R> {
     fn open<const N: usize, R>(
-        columns: &[Columns<'_>; N],
+        columns: &[ColumnSlice<'_>; N],
         index: usize,
-        mut targets: [Option<Target<'_>>; N],
-        f: impl FnOnce([Target<'_>; N]) -> R,
+        mut targets: [Option<ColumnWriter<'_>>; N],
+        f: impl FnOnce([ColumnWriter<'_>; N]) -> R,
     ) -> Result<R> {
         let Some(next) = columns.get(index) else {
             let Some(first) = targets[0] else { bail!("there is nothing to write") };
@@ -166,12 +166,12 @@ pub(crate) fn write_columns<const N: usize, R>(
         };
         let before = columns[..index].iter().position(|column| column.tensor.id() == next.tensor.id());
         if let Some(opened) = before.and_then(|before| targets[before]) {
-            targets[index] = Some(Target { first: next.first, ..opened });
+            targets[index] = Some(ColumnWriter { first: next.first, ..opened });
             return open(columns, index + 1, targets, f);
         }
         write(next.tensor, |view| {
             let mut targets = targets;
-            targets[index] = Some(Target { out: view.interleaved(), stride: next.stride, first: next.first });
+            targets[index] = Some(ColumnWriter { out: view.interleaved(), stride: next.stride, first: next.first });
             open(columns, index + 1, targets, f)
         })?
     }
@@ -188,8 +188,8 @@ mod tests {
     fn parts_of_one_tensor_and_other_tensors_are_written_together() {
         let packed = Tensor::zeros((2, 5), candle_core::DType::F32, &Device::Cpu).unwrap();
         let other = Tensor::zeros((2, 2), candle_core::DType::F32, &Device::Cpu).unwrap();
-        let [a, b] = Columns::split(&packed, [2, 3]).unwrap();
-        write_columns([b, Columns::all(&other).unwrap(), a], |[b, other, a]| {
+        let [a, b] = ColumnSlice::split(&packed, [2, 3]).unwrap();
+        write_columns([b, ColumnSlice::all(&other).unwrap(), a], |[b, other, a]| {
             // SAFETY: this thread alone writes.
             unsafe {
                 b.store(1, 1, &[1.0, 2.0]);
@@ -208,7 +208,7 @@ mod tests {
     #[test]
     fn columns_that_are_not_there_are_an_error() {
         let matrix = Tensor::zeros((2, 5), candle_core::DType::F32, &Device::Cpu).unwrap();
-        assert!(Columns::new(&matrix, 3..6).is_err());
-        assert!(Columns::split(&matrix, [2, 2]).is_err());
+        assert!(ColumnSlice::new(&matrix, 3..6).is_err());
+        assert!(ColumnSlice::split(&matrix, [2, 2]).is_err());
     }
 }

@@ -3,10 +3,10 @@
 //! Logits exist for one tile of rows at a time, in the compute type; the softmax and the loss are FP32. The logits'
 //! gradient overwrites the logits, and goes straight into the gradients of the head's input and weight.
 
-use crate::columns::{Columns, Factor, WriteMode};
+use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::math;
 use crate::rows::{Rows, WORK, for_each_part, max, sum, with_scratch};
-use crate::view::{self, Allocate, ViewMut, host, read, write, write_f32};
+use crate::view::{self, AllocFn, ViewMut, read, to_host, write, write_f32};
 use crate::{HeadHook, Kernels, op};
 use candle_core::{DType, Result, Tensor};
 
@@ -15,7 +15,7 @@ pub const IGNORE: u32 = u32::MAX;
 
 /// The head's buffers: a tile of logits and a sum over tiles.
 #[derive(Debug)]
-pub struct HeadWorkspace<T = Tensor> {
+pub struct CrossEntropyWorkspace<T = Tensor> {
     /// `[tile, V]`, compute type.
     pub logits: T,
     /// `[V, D]`, FP32; only if the gradient has a narrower type and is summed over more than one tile.
@@ -35,28 +35,28 @@ fn tile_bytes(grads: Option<DType>) -> usize {
     if grads == Some(DType::F32) { 1 << 26 } else { 1 << 27 }
 }
 
-impl<T> HeadWorkspace<T> {
+impl<T> CrossEntropyWorkspace<T> {
     /// For `tokens` rows, `vocab` columns and inputs of `width`; `grads` is the weight gradient's type, `None` for a
     /// workspace that only evaluates.
-    pub fn lay_out(
+    pub fn alloc(
         tokens: usize,
         vocab: usize,
         width: usize,
         compute: DType,
         grads: Option<DType>,
-        allocate: Allocate<'_, T>,
+        allocate: AllocFn<'_, T>,
     ) -> Result<Self> {
         let tile = (tile_bytes(grads) / compute.size_in_bytes() / vocab).max(MIN_TILE).min(tokens);
         Self::with_tiles(tokens.div_ceil(tile), [tokens, vocab, width], compute, grads, allocate)
     }
 
-    /// Like [`HeadWorkspace::lay_out`], with this number of tiles of about equal size.
+    /// Like [`CrossEntropyWorkspace::alloc`], with this number of tiles of about equal size.
     pub fn with_tiles(
         tiles: usize,
         [tokens, vocab, width]: [usize; 3],
         compute: DType,
         grads: Option<DType>,
-        allocate: Allocate<'_, T>,
+        allocate: AllocFn<'_, T>,
     ) -> Result<Self> {
         // Each tile starts at a multiple of 8 rows, so that a GPU's widest accesses are aligned.
         let tile = tokens.div_ceil(tiles).next_multiple_of(8).min(tokens);
@@ -106,17 +106,17 @@ pub enum HeadTensor {
 
 /// Sum of the losses `-log softmax(logits)[target]` in nats, over rows whose target is not [`IGNORE`]; with `gradient` its
 /// derivatives too. Calls `hook` with each tensor in the order of [`HeadTensor`].
-pub fn head(
+pub fn fused_linear_cross_entropy(
     kernels: &dyn Kernels,
     HeadInput { x, weight, scale }: HeadInput<'_>,
     targets: &[u32],
-    workspace: &HeadWorkspace,
+    workspace: &CrossEntropyWorkspace,
     gradient: Option<HeadGradient<'_>>,
     mut hook: HeadHook<'_>,
 ) -> Result<f64> {
     let padded = if hook.is_none() && kernels.pads_logits() { padded(&workspace.logits)? } else { None };
-    let product = |a: Factor<'_>, b: Factor<'_>, c: Columns<'_>, mode: WriteMode| {
-        op::Product { a, b, alpha: scale, c, mode }.run(kernels)
+    let product = |a: MatmulOperand<'_>, b: MatmulOperand<'_>, c: ColumnSlice<'_>, mode: WriteMode| {
+        op::Matmul { a, b, alpha: scale, c, mode }.run(kernels)
     };
     let mut hook = |tensor, first, values: &Tensor| hook.as_mut().map_or(Ok(()), |hook| hook(tensor, first, values));
     let (rows, (vocab, _), tile) = (x.dim(0)?, weight.dims2()?, workspace.logits.dim(0)?);
@@ -124,25 +124,25 @@ pub fn head(
         let count = tile.min(rows - first);
         let (x, losses) = (x.narrow(0, first, count)?, workspace.losses.narrow(0, first, count)?);
         let tile = padded.as_ref().unwrap_or(&workspace.logits).narrow(0, 0, count)?;
-        let logits = Columns::new(&tile, 0..vocab)?;
-        product(whole(&x)?, Factor::transposed(Columns::all(weight)?), logits, WriteMode::Overwrite)?;
+        let logits = ColumnSlice::new(&tile, 0..vocab)?;
+        product(whole(&x)?, MatmulOperand::transposed(ColumnSlice::all(weight)?), logits, WriteMode::Overwrite)?;
         hook(HeadTensor::Logits, first, &tile)?;
         let (targets, seed) = (&targets[first..first + count], gradient.map(|gradient| gradient.seed));
         op::CrossEntropy { logits, targets, losses: &losses, seed }.run(kernels)?;
         let Some(gradient) = gradient else { continue };
         hook(HeadTensor::LogitsGradient, first, &tile)?;
         let dx = gradient.dx.narrow(0, first, count)?;
-        product(Factor::plain(logits), whole(weight)?, Columns::all(&dx)?, WriteMode::Overwrite)?;
+        product(MatmulOperand::plain(logits), whole(weight)?, ColumnSlice::all(&dx)?, WriteMode::Overwrite)?;
         if let Some(dweight) = gradient.dweight {
             let sum = workspace.weight_sum.as_ref().unwrap_or(dweight);
-            let (dlogits, x) = (Factor::transposed(logits), whole(&x)?);
+            let (dlogits, x) = (MatmulOperand::transposed(logits), whole(&x)?);
             let mode = if first > 0 { WriteMode::Accumulate } else { WriteMode::Overwrite };
             if x.columns.tensor().device().is_cpu() || kernels.pads_logits() {
-                product(dlogits, x, Columns::all(sum)?, mode)?;
+                product(dlogits, x, ColumnSlice::all(sum)?, mode)?;
             } else {
                 // candle's matmul is fast on a GPU only in the operands' type.
                 let term = view::zeros(dweight.dims(), dweight.dtype(), dweight.device())?;
-                product(dlogits, x, Columns::all(&term)?, WriteMode::Overwrite)?;
+                product(dlogits, x, ColumnSlice::all(&term)?, WriteMode::Overwrite)?;
                 match mode {
                     WriteMode::Accumulate => op::Accumulate { x: &term, inner: &[], out: sum }.run(kernels),
                     WriteMode::Overwrite => kernels.copy(&term, sum),
@@ -157,12 +157,12 @@ pub fn head(
         }
         hook(HeadTensor::WeightGradient, 0, dweight)?;
     }
-    let losses = host(&workspace.losses)?;
+    let losses = to_host(&workspace.losses)?;
     Ok(read(&losses)?.typed::<f32>()?[..rows].iter().map(|&loss| f64::from(loss)).sum())
 }
 
-fn whole(x: &Tensor) -> Result<Factor<'_>> {
-    Ok(Factor::plain(Columns::all(x)?))
+fn whole(x: &Tensor) -> Result<MatmulOperand<'_>> {
+    Ok(MatmulOperand::plain(ColumnSlice::all(x)?))
 }
 
 /// Logits whose rows begin at multiples of 16 bytes, which makes cuBLAS several times as fast; `None` if those of `logits` do.

@@ -21,7 +21,7 @@ mod preflight;
 mod product;
 #[cfg(feature = "cuda")]
 mod queue;
-mod survey;
+mod summary;
 #[cfg(test)]
 mod tests;
 

@@ -2,8 +2,8 @@
 //!
 //! The arithmetic and its order are the same as in [`attention`](super::attention): scores, softmax and sums are FP32.
 
-use crate::attention::Shape;
-use crate::columns::{Columns, write_columns};
+use crate::attention::AttentionShape;
+use crate::columns::{ColumnSlice, write_columns};
 use crate::isa;
 use crate::math;
 use crate::op;
@@ -14,12 +14,12 @@ use rayon::prelude::*;
 
 /// One layer's keys and values, `[kv_heads, capacity, head_size]` each: a head's rows are contiguous.
 #[derive(Debug)]
-pub struct KeyValues {
+pub struct LayerKvCache {
     pub(super) keys: Tensor,
     pub(super) values: Tensor,
 }
 
-impl KeyValues {
+impl LayerKvCache {
     /// Room for `capacity` tokens.
     pub fn new(kv_heads: usize, capacity: usize, head_size: usize, dtype: DType, device: &Device) -> Result<Self> {
         let zeros = || zeros(&[kv_heads, capacity, head_size], dtype, device);
@@ -47,7 +47,7 @@ impl KeyValues {
         // Keys before the first new token's window are not read.
         let lowest = shape.first_in_window(past);
         let (kept, group) = (past + new - lowest, shape.heads / kv_heads);
-        write_columns([Columns::all(out)?], |[out]| {
+        write_columns([ColumnSlice::all(out)?], |[out]| {
             (0..kv_heads).into_par_iter().for_each(|kv_head| {
                 let size = kept * head_size;
                 let start = (kv_head * capacity + lowest) * head_size;
@@ -81,7 +81,7 @@ impl KeyValues {
     }
 
     /// Copies new keys and values into the cache.
-    fn append(&self, past: usize, new: usize, parts: [Columns<'_>; 2]) -> Result<()> {
+    fn append(&self, past: usize, new: usize, parts: [ColumnSlice<'_>; 2]) -> Result<()> {
         let (heads, capacity, head_size) = self.keys.dims3()?;
         for (part, store) in parts.into_iter().zip([&self.keys, &self.values]) {
             let opened = read(part.tensor())?;
@@ -105,7 +105,7 @@ impl KeyValues {
 
 /// `out = Σ softmax(scale · query · k)[j] v[j]` over the rows of keys and values; `p` is scratch for as many scores.
 #[inline(always)]
-fn attend_row(shape: &Shape, query: &[f32], keys: &[f32], values: &[f32], p: &mut [f32], out: &mut [f32]) {
+fn attend_row(shape: &AttentionShape, query: &[f32], keys: &[f32], values: &[f32], p: &mut [f32], out: &mut [f32]) {
     for (p, key) in p.iter_mut().zip(keys.chunks_exact(query.len())) {
         *p = shape.scale * dot(query, key);
     }

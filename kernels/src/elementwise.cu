@@ -16,7 +16,7 @@ struct Activate {
 
 struct Residual {
     const void* stream;  // S
-    const void* branch;  // T; `branch_gradient` writes it
+    const void* branch;  // T; `residual_backward` writes it
     void* out;           // S; null for the branch's gradient
     u64 len;
     Dropout dropout;
@@ -98,7 +98,7 @@ template <class T> __device__ void activate_backward(const Activate& a) {
     });
 }
 
-template <class S, class T> __device__ void add_branch(const Residual& a) {
+template <class S, class T> __device__ void residual_add(const Residual& a) {
     for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
         float stream[N], branch[N];
         load_pack<S>(a.stream, at, whole, count, stream);
@@ -110,7 +110,7 @@ template <class S, class T> __device__ void add_branch(const Residual& a) {
     });
 }
 
-template <class S, class T> __device__ void branch_gradient(const Residual& a) {
+template <class S, class T> __device__ void residual_backward(const Residual& a) {
     for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
         float x[N];
         load_pack<S>(a.stream, at, whole, count, x);
@@ -130,6 +130,6 @@ template <class T> __device__ void fill_rows(const Fill& a) {
 
 ENTRIES(activate, THREADS, Activate)
 ENTRIES(activate_backward, THREADS, Activate)
-ENTRIES_WIDE_FIRST(add_branch, THREADS, Residual)
-ENTRIES_WIDE_FIRST(branch_gradient, THREADS, Residual)
+ENTRIES_WIDE_FIRST(residual_add, THREADS, Residual)
+ENTRIES_WIDE_FIRST(residual_backward, THREADS, Residual)
 ENTRIES(fill_rows, THREADS, Fill)

@@ -2,7 +2,7 @@
 
 use crate::op::{self, Embedding};
 use crate::rows::{Rows, SplitRows, axpy, for_each_part, with_scratch, write_rows};
-use crate::view::{Read, View, ViewMut, read, write};
+use crate::view::{ReadGuard, View, ViewMut, read, write};
 use candle_core::{DType, Result};
 use half::{bf16, f16};
 
@@ -23,7 +23,7 @@ pub fn forward(op: &op::Embed<'_>) -> Result<()> {
     let Embedding { table, positions, ids, scale, dropout, .. } = op.input;
     let (places, (_, width)) = (op.input.places(), table.dims2()?);
     let (tokens, positions) = (read(table)?, positions.map(read).transpose()?);
-    let (tokens, positions) = (tokens.view(), positions.as_ref().map(Read::view));
+    let (tokens, positions) = (tokens.view(), positions.as_ref().map(ReadGuard::view));
     write_rows(
         op.out,
         #[inline(always)]

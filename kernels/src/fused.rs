@@ -1,11 +1,11 @@
 //! Our CPU kernels: each operation is one multithreaded pass over memory, with the same bits for any number of threads.
 
-use super::columns::Columns;
-use super::matmul::{ProductShape, buffer_bytes};
+use super::columns::ColumnSlice;
+use super::matmul::{GemmShape, buffer_bytes};
 use super::op::{self, Op};
 use super::{
-    Kernels, Ran, adamw, attention, cross_entropy, embedding, gated, gelu, layer_norm, linear, residual, rms_norm,
-    rope, survey, view,
+    Kernels, Ran, adamw, attention, cross_entropy, embedding, gelu, glu, layer_norm, linear, residual, rms_norm, rope,
+    summary, view,
 };
 use candle_core::{Result, Tensor};
 
@@ -18,7 +18,7 @@ impl Kernels for Fused {
         "fused"
     }
 
-    fn product_bytes(&self, products: &[ProductShape], threads: usize) -> Result<u64> {
+    fn packing_bytes(&self, products: &[GemmShape], threads: usize) -> Result<u64> {
         buffer_bytes(products, threads)
     }
 
@@ -34,7 +34,7 @@ impl Kernels for Fused {
             Op::Norm(op) => return layer_norm::forward(op),
             Op::NormBackward(op) if !op.settings.centers() => rms_norm::backward(op),
             Op::NormBackward(op) => return layer_norm::backward(op),
-            Op::Rotate(op) => rope::rotate(op),
+            Op::Rotate(op) => rope::apply_rope(op),
             Op::Linear(op) => match op.low_rank {
                 // A single row is multiplied without packing anything.
                 Some(low_rank) if op.x.dim(0)? == 1 => {
@@ -43,7 +43,7 @@ impl Kernels for Fused {
                 }
                 _ => linear::forward(op),
             },
-            Op::Product(op) => linear::product_of_columns(op),
+            Op::Matmul(op) => linear::product_of_columns(op),
             Op::SumRows(op) => linear::sum_rows(op),
             Op::Attention(op) => attention::forward(op),
             Op::AttentionBackward(op) => attention::backward(op),
@@ -52,20 +52,20 @@ impl Kernels for Fused {
                 None => gelu::forward(op.x, op.y),
                 Some(gate) => {
                     let [gates, up] = halves(op.x)?;
-                    gated::forward(gate, gates, up, op.y)
+                    glu::forward(gate, gates, up, op.y)
                 }
             },
             Op::ActivateBackward(op) => match op.activation.gate() {
                 None => gelu::backward(op.x, op.dy, op.y),
                 Some(gate) => {
                     let ([gates, up], gradients) = (halves(op.x)?, halves(op.dx)?);
-                    gated::backward(gate, gates, up, op.dy, gradients, op.y)
+                    glu::backward(gate, gates, up, op.dy, gradients, op.y)
                 }
             },
             Op::AddBranch(op) => residual::add(op),
             Op::CrossEntropy(op) => cross_entropy::rows(op),
-            Op::Survey(op) => survey::side_by_side(op, survey::survey),
-            Op::Sum(op) => survey::sum(op.x).map(|sum| *op.sum = sum),
+            Op::Summarize(op) => summary::side_by_side(op, summary::summarize),
+            Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
             Op::AdamW(op) => adamw::step(op),
         }?;
         Ok(Ran::Done)
@@ -73,6 +73,6 @@ impl Kernels for Fused {
 }
 
 /// The halves of the columns of `x [N, 2·F]`.
-fn halves(x: &Tensor) -> Result<[Columns<'_>; 2]> {
-    Columns::split(x, [x.dims2()?.1 / 2; 2])
+fn halves(x: &Tensor) -> Result<[ColumnSlice<'_>; 2]> {
+    ColumnSlice::split(x, [x.dims2()?.1 / 2; 2])
 }

@@ -13,7 +13,7 @@ struct Rotate {
     unsigned unused;
 };
 
-struct SharedHeads {
+struct GqaArgs {
     void* parts[3];  // T: queries, and keys and values of kv_heads, in rows `strides` apart
     void* wide;      // [rows, 3 · heads · head_size], T
     unsigned strides[3];
@@ -25,7 +25,7 @@ struct SharedHeads {
 constexpr unsigned THREADS = 256;
 constexpr int N = 8;
 
-template <class T> __device__ void rotate(const Rotate& a) {
+template <class T> __device__ void apply_rope(const Rotate& a) {
     const unsigned packs = a.half / N;
     for_each_pack<1>(static_cast<size_t>(a.rows) * a.heads * packs, [&](size_t at_pack, bool, unsigned) {
         const unsigned i = static_cast<unsigned>(at_pack);  // a division of 64 bits would take longer than all else
@@ -50,7 +50,7 @@ template <class T> __device__ void rotate(const Rotate& a) {
 }
 
 // Packs queries, keys and values into rows of 3 · D, and repeats keys and values for the heads that share them.
-template <class T> __device__ void spread_heads(const SharedHeads& a) {
+template <class T> __device__ void spread_heads(const GqaArgs& a) {
     const unsigned queries = a.heads * a.head_size, group = a.heads / a.kv_heads;
     const size_t len = static_cast<size_t>(a.rows) * 3 * queries;
     for_each_pack<N>(len, [&](size_t at, bool, unsigned) {
@@ -64,7 +64,7 @@ template <class T> __device__ void spread_heads(const SharedHeads& a) {
 }
 
 // The inverse for gradients: adds the gradients of heads that share keys and values.
-template <class T> __device__ void gather_heads(const SharedHeads& a) {
+template <class T> __device__ void gather_heads(const GqaArgs& a) {
     const unsigned queries = a.heads * a.head_size, keys = a.kv_heads * a.head_size, group = a.heads / a.kv_heads;
     const unsigned width = queries + 2 * keys;
     for_each_pack<N>(static_cast<size_t>(a.rows) * width, [&](size_t at, bool, unsigned) {
@@ -88,6 +88,6 @@ template <class T> __device__ void gather_heads(const SharedHeads& a) {
     });
 }
 
-ENTRIES(rotate, THREADS, Rotate)
-ENTRIES(spread_heads, THREADS, SharedHeads)
-ENTRIES(gather_heads, THREADS, SharedHeads)
+ENTRIES(apply_rope, THREADS, Rotate)
+ENTRIES(spread_heads, THREADS, GqaArgs)
+ENTRIES(gather_heads, THREADS, GqaArgs)

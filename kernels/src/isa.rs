@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 #[cfg(target_arch = "x86_64")]
-use super::tiles;
+use super::amx;
 
 /// The environment variable that pins the instruction set.
 pub const ISA_VARIABLE: &str = "FINETUNE_ISA";
@@ -66,7 +66,7 @@ impl Isa {
         } else {
             let lacks = match isa {
                 #[cfg(target_arch = "x86_64")]
-                Self::Amx => format!("`{isa}` cannot be used here: {}", tiles::support()),
+                Self::Amx => format!("`{isa}` cannot be used here: {}", amx::support()),
                 _ => format!("this CPU lacks `{isa}`"),
             };
             Err(format!("{lacks}; its widest instruction set is `{}`", Self::widest()))
@@ -108,7 +108,7 @@ impl Isa {
             Self::Avx2
         } else if !is_x86_feature_detected!("avx512bf16") {
             Self::Avx512
-        } else if tiles::support() != tiles::Support::Granted {
+        } else if amx::support() != amx::AmxSupport::Available {
             Self::Avx512Bf16
         } else {
             Self::Amx

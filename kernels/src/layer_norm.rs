@@ -1,16 +1,16 @@
 //! Layer normalisation over the last dimension, statistics in FP32 (Ba, Kiros and Hinton, 2016).
 
 use crate::Ran;
-use crate::columns::{Columns, WriteMode};
+use crate::columns::{ColumnSlice, WriteMode};
 use crate::op;
 use crate::rows::{
-    Rows, STRIPE, WORK, column_sums, dot, for_each_part, for_each_stripe, sum, sum_squared_distance, with_scratch,
+    Rows, STRIPE, WORK, column_sums, dot, for_each_part, par_columns, sum, sum_squared_distance, with_scratch,
 };
 use crate::view::{View, ViewMut, read, write, write_f32};
 use candle_core::Result;
 
 /// Whether these are whole rows of one group.
-fn are_whole(columns: &[Columns<'_>], width: usize) -> bool {
+fn are_whole(columns: &[ColumnSlice<'_>], width: usize) -> bool {
     columns.iter().all(|x| [x.stride(), x.count()] == [width; 2])
 }
 
@@ -78,7 +78,7 @@ pub fn backward(op: &op::NormBackward<'_>) -> Result<Ran> {
     write(dweight, |dweight| {
         write(dbias, |dbias| {
             let out = (Rows { view: dweight, width: 1 }, Rows { view: dbias, width: 1 });
-            for_each_stripe(
+            par_columns(
                 out,
                 width,
                 rows,

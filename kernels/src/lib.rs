@@ -6,6 +6,7 @@
 #![allow(clippy::inline_always, reason = "code inlines into `isa::vectorize`, or else misses its vector instructions")]
 
 pub mod adamw;
+pub mod amx;
 pub mod attention;
 mod candle;
 pub mod columns;
@@ -18,8 +19,8 @@ pub mod dropout;
 pub mod embedding;
 pub mod fp8;
 mod fused;
-pub mod gated;
 pub mod gelu;
+pub mod glu;
 pub mod isa;
 pub mod layer_norm;
 pub mod linear;
@@ -31,15 +32,14 @@ mod neon;
 pub mod op;
 pub mod precision;
 pub mod profile;
-pub mod quantised;
+pub mod quantized;
 pub mod random;
 pub mod residual;
 pub mod rms_norm;
 pub mod rope;
 pub mod rows;
 pub mod stochastic;
-pub mod survey;
-pub mod tiles;
+pub mod summary;
 pub mod view;
 
 pub use candle::CandleKernels;
@@ -47,24 +47,24 @@ pub use fused::Fused;
 pub use op::Op;
 
 use crate::precision::FloatFormat;
-use attention::Shape;
+use attention::AttentionShape;
 use candle_core::{DType, Result, Tensor};
-use columns::{Columns, Factor, WriteMode};
+use columns::{ColumnSlice, MatmulOperand, WriteMode};
 use cross_entropy::HeadTensor;
-use gated::Gate;
-use matmul::ProductShape;
+use glu::GateActivation;
+use matmul::GemmShape;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
-use survey::TensorSurvey;
-use view::Allocate;
+use summary::TensorSummary;
+use view::AllocFn;
 
 /// The kernels a configuration asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Choice {
-    /// [`Choice::Fused`], except for commands that take only a few passes. On a GPU these use [`Choice::Candle`],
+pub enum KernelBackend {
+    /// [`KernelBackend::Fused`], except for commands that take only a few passes. On a GPU these use [`KernelBackend::Candle`],
     /// because a preflight takes longer.
     #[default]
     #[serde(skip_serializing)]
@@ -75,7 +75,7 @@ pub enum Choice {
     Fused,
 }
 
-impl FromStr for Choice {
+impl FromStr for KernelBackend {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
@@ -106,9 +106,9 @@ pub enum Activation {
     /// GELU in its tanh form (Hendrycks and Gimpel, 2016).
     Gelu,
     /// `silu(gate) * up` (Shazeer, 2020).
-    GatedSilu,
+    SwiGlu,
     /// `gelu(gate) * up`, tanh form.
-    GatedGelu,
+    GeGlu,
 }
 
 impl Activation {
@@ -118,11 +118,11 @@ impl Activation {
     }
 
     /// The function applied to the gate.
-    pub(crate) const fn gate(self) -> Option<Gate> {
+    pub(crate) const fn gate(self) -> Option<GateActivation> {
         match self {
             Self::Gelu => None,
-            Self::GatedSilu => Some(Gate::Silu),
-            Self::GatedGelu => Some(Gate::Gelu),
+            Self::SwiGlu => Some(GateActivation::Silu),
+            Self::GeGlu => Some(GateActivation::Gelu),
         }
     }
 }
@@ -170,11 +170,11 @@ impl NormSettings {
 
 /// A product of few columns, added to a layer's own product: `alpha · low · factor`.
 #[derive(Clone, Copy, Debug)]
-pub struct LowRank<'a> {
+pub struct LoraTerm<'a> {
     /// `[N, R]`.
     pub low: &'a Tensor,
     /// R × the outputs.
-    pub factor: Factor<'a>,
+    pub factor: MatmulOperand<'a>,
     /// A factor of the sums.
     pub alpha: f32,
     /// The outputs that each of equal shares of `low`'s columns adds to, in order: the factor has zeros elsewhere. Empty if
@@ -182,18 +182,18 @@ pub struct LowRank<'a> {
     pub shares: &'a [Range<usize>],
 }
 
-impl LowRank<'_> {
+impl LoraTerm<'_> {
     /// Adds it to `y`, in FP32 with one rounding.
     fn add_to(self, kernels: &dyn Kernels, y: &Tensor) -> Result<Ran> {
-        let (a, c) = (Factor::plain(Columns::all(self.low)?), Columns::all(y)?);
-        let product = op::Product { a, b: self.factor, alpha: self.alpha, c, mode: WriteMode::Accumulate };
-        kernels.run(&mut Op::Product(product))
+        let (a, c) = (MatmulOperand::plain(ColumnSlice::all(self.low)?), ColumnSlice::all(y)?);
+        let product = op::Matmul { a, b: self.factor, alpha: self.alpha, c, mode: WriteMode::Accumulate };
+        kernels.run(&mut Op::Matmul(product))
     }
 }
 
 /// A norm's output and the statistics its backward pass needs.
 #[derive(Debug)]
-pub struct Normed<T = Tensor> {
+pub struct NormOutput<T = Tensor> {
     /// `[N, D]`, compute type.
     pub out: T,
     /// `[N]`, FP32; layer norms only.
@@ -202,9 +202,9 @@ pub struct Normed<T = Tensor> {
     pub rstd: T,
 }
 
-impl<T> Normed<T> {
+impl<T> NormOutput<T> {
     /// Buffers for `rows` rows of `width`.
-    pub fn lay_out(norm: Norm, rows: usize, width: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
+    pub fn alloc(norm: Norm, rows: usize, width: usize, compute: DType, allocate: AllocFn<'_, T>) -> Result<Self> {
         let statistics = || allocate(&[rows], DType::F32);
         Ok(Self {
             out: allocate(&[rows, width], compute)?,
@@ -237,13 +237,13 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     fn run(&self, op: &mut Op<'_>) -> Result<Ran>;
 
     /// Bytes that products of these shapes, on `threads` threads, leave in the kernels' own buffers.
-    fn product_bytes(&self, products: &[ProductShape], threads: usize) -> Result<u64> {
+    fn packing_bytes(&self, products: &[GemmShape], threads: usize) -> Result<u64> {
         let _ = (products, threads);
         Ok(0)
     }
 
     /// The maximum bytes that attention and its backward pass allocate for scores.
-    fn score_bytes(&self, shape: &Shape) -> Result<u64> {
+    fn score_bytes(&self, shape: &AttentionShape) -> Result<u64> {
         let _ = shape;
         Ok(0)
     }
@@ -260,12 +260,12 @@ impl dyn Kernels + '_ {
         op::Copy { x, dropout: None, out }.run(self)
     }
 
-    /// Runs [`op::Survey`] on one tensor.
-    pub fn survey(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSurvey> {
-        let mut out = [TensorSurvey::default()];
-        op::Survey { tensors: &[(tensor, format)], exponents, out: &mut out }.run(self)?;
-        let [survey] = out;
-        Ok(survey)
+    /// Runs [`op::Summarize`] on one tensor.
+    pub fn summarize(&self, tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSummary> {
+        let mut out = [TensorSummary::default()];
+        op::Summarize { tensors: &[(tensor, format)], exponents, out: &mut out }.run(self)?;
+        let [summary] = out;
+        Ok(summary)
     }
 
     /// Runs [`op::Sum`].
@@ -300,7 +300,7 @@ impl Kernels for Chain {
         Ok(Ran::Unsupported)
     }
 
-    fn score_bytes(&self, shape: &Shape) -> Result<u64> {
+    fn score_bytes(&self, shape: &AttentionShape) -> Result<u64> {
         self.0.iter().try_fold(0, |most, kernels| Ok(kernels.score_bytes(shape)?.max(most)))
     }
 

@@ -1,13 +1,13 @@
 //! The fully connected layer, on weights `[in, out]` or `[out, in]` as they are stored: the product transposes operands
 //! while it packs them.
 
-use crate::columns::{Factor, WriteMode};
+use crate::columns::{MatmulOperand, WriteMode};
 use crate::convert::Element;
-use crate::matmul::{Epilogue, Operand, Term, matmul, matmul_with};
+use crate::matmul::{Epilogue, LowRankTerm, Operand, matmul, matmul_with};
 use crate::op;
-use crate::rows::{Rows, STRIPE, column_sums, for_each_stripe, with_scratch};
-use crate::view::{Read, ViewMut, read, with_element, write};
-use crate::{LowRank, WeightLayout};
+use crate::rows::{Rows, STRIPE, column_sums, par_columns, with_scratch};
+use crate::view::{ReadGuard, ViewMut, read, with_element, write};
+use crate::{LoraTerm, WeightLayout};
 use candle_core::{Error, Result, Tensor};
 
 /// The `inputs` × `outputs` matrix of a weight, of either layout.
@@ -42,11 +42,11 @@ pub fn forward(op: &op::Linear<'_>) -> Result<()> {
 }
 
 /// A low-rank product as a term of the layer's product, with its operands open.
-fn term<'a, T: Element>(low_rank: LowRank<'a>, [low, opened]: &'a [Read<'_>; 2]) -> Result<Term<'a, T>> {
-    let LowRank { low: x, factor: b, alpha, shares } = low_rank;
+fn term<'a, T: Element>(low_rank: LoraTerm<'a>, [low, opened]: &'a [ReadGuard<'_>; 2]) -> Result<LowRankTerm<'a, T>> {
+    let LoraTerm { low: x, factor: b, alpha, shares } = low_rank;
     let (rows, columns) = x.dims2()?;
     let a = Operand::new(low.typed::<T>()?, rows, columns);
-    Ok(Term { a, b: factor(b, opened.typed::<T>()?), alpha, shares })
+    Ok(LowRankTerm { a, b: factor(b, opened.typed::<T>()?), alpha, shares })
 }
 
 /// Computes [`op::SumRows`].
@@ -55,7 +55,7 @@ pub fn sum_rows(op: &op::SumRows<'_>) -> Result<()> {
     let x = read(op.x)?;
     let x = x.view();
     write(op.out, |out| {
-        for_each_stripe(
+        par_columns(
             Rows { view: out, width: 1 },
             columns,
             rows,
@@ -80,9 +80,9 @@ pub fn sum_rows(op: &op::SumRows<'_>) -> Result<()> {
     })
 }
 
-/// Computes [`op::Product`].
-pub fn product_of_columns(op: &op::Product<'_>) -> Result<()> {
-    let &op::Product { a, b, alpha, c, mode } = op;
+/// Computes [`op::Matmul`].
+pub fn product_of_columns(op: &op::Matmul<'_>) -> Result<()> {
+    let &op::Matmul { a, b, alpha, c, mode } = op;
     let epilogue = Epilogue { alpha, accumulate: mode == WriteMode::Accumulate, ..Epilogue::default() };
     let (a_storage, b_storage) = (read(a.columns.tensor())?, read(b.columns.tensor())?);
     with_element!(a.columns.tensor().dtype(), T => {
@@ -99,7 +99,7 @@ pub fn product_of_columns(op: &op::Product<'_>) -> Result<()> {
     Ok(())
 }
 
-fn factor<'a, T>(factor: Factor<'_>, data: &'a [T]) -> Operand<'a, T> {
+fn factor<'a, T>(factor: MatmulOperand<'_>, data: &'a [T]) -> Operand<'a, T> {
     let columns = factor.columns;
     let operand = Operand::with_strides(&data[columns.first()..], columns.rows(), columns.count(), columns.stride(), 1);
     if factor.transposed { operand.transposed() } else { operand }
@@ -109,7 +109,7 @@ fn factor<'a, T>(factor: Factor<'_>, data: &'a [T]) -> Operand<'a, T> {
 fn product<T: Element>(
     a: Operand<'_, T>,
     b: Operand<'_, T>,
-    second: Option<Term<'_, T>>,
+    second: Option<LowRankTerm<'_, T>>,
     c: &Tensor,
     epilogue: Epilogue<'_>,
 ) -> Result<()> {

@@ -1,5 +1,5 @@
 //! The hardware under the kernels: memory, threads, and the peak compute rate of the processor.
 
 pub mod allocator;
-pub mod awake;
 pub mod peak;
+pub mod spin;

@@ -20,25 +20,25 @@ use std::ops::Range;
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
-use self::buffer::{Buffer, Workspace, with_thread_buffer, with_workspace};
-use self::epilogue::{Area, Output, Scratch};
-use self::micro::{Ahead, MAX_TILE, MicroKernel, Ready, Tile};
-use self::pack::{Layout, Lines, Prefetch, pack};
+use self::buffer::{PackBuffer, Workspace, with_thread_buffer, with_workspace};
+use self::epilogue::{OutputMatrix, Scratch, TileRect};
+use self::micro::{MAX_TILE, MicroKernel, PrefetchQueue, PreparedKernel, Tile};
+use self::pack::{PackSource, PanelLayout, Prefetch, pack};
 use super::convert::Element;
 use super::isa::{Isa, vectorize};
 use super::view::with_element;
 
 mod buffer;
 mod epilogue;
+mod gemv;
 mod micro;
 mod pack;
 #[cfg(test)]
 mod tests;
-mod vector;
 
 /// Words per line of the depth multiplied at a time. A panel of B of this depth fills a third of a 1 MB L2 cache.
 const DEPTH_WORDS: usize = 1536;
-/// Lines of the shared operand that are packed at a time.
+/// PackSource of the shared operand that are packed at a time.
 const SHARED_LINES: usize = 2016;
 /// Words a task packs for itself: half of a 1 MB L2 cache.
 const PRIVATE_WORDS: usize = 128 << 10;
@@ -114,7 +114,7 @@ impl Default for Epilogue<'_> {
 
 /// A product that is added to another, in FP32, before that is stored: α A·B.
 #[derive(Clone, Copy, Debug)]
-pub struct Term<'a, T> {
+pub struct LowRankTerm<'a, T> {
     /// As many rows as C.
     pub a: Operand<'a, T>,
     /// As many columns as C.
@@ -152,7 +152,7 @@ pub fn matmul<A: Element, C: Element>(
 pub fn matmul_with<A: Element, C: Element>(
     a: Operand<'_, A>,
     b: Operand<'_, A>,
-    second: Option<Term<'_, A>>,
+    second: Option<LowRankTerm<'_, A>>,
     c: &mut [C],
     ldc: usize,
     epilogue: Epilogue<'_>,
@@ -165,7 +165,7 @@ fn matmul_on<A: Element, C: Element>(
     kernel: MicroKernel,
     a: Operand<'_, A>,
     b: Operand<'_, A>,
-    second: Option<Term<'_, A>>,
+    second: Option<LowRankTerm<'_, A>>,
     c: &mut [C],
     ldc: usize,
     epilogue: Epilogue<'_>,
@@ -174,13 +174,13 @@ fn matmul_on<A: Element, C: Element>(
     assert_eq!(k, b.rows, "A has {k} columns, B {} rows", b.rows);
     assert!(m == 0 || n == 0 || ldc >= n && c.len() >= (m - 1) * ldc + n, "C is too small for {m} × {n}");
     assert!(epilogue.bias.is_none_or(|bias| bias.len() == n), "the bias must have {n} elements");
-    if let Some(Term { a, b, .. }) = &second {
+    if let Some(LowRankTerm { a, b, .. }) = &second {
         assert!([a.rows, a.cols, b.cols] == [m, b.rows, n], "{} × {} and {} × {}", a.rows, a.cols, b.rows, b.cols);
     }
-    if m == 1 && second.is_none() && vector::multiply(a, b, c, epilogue) {
+    if m == 1 && second.is_none() && gemv::multiply(a, b, c, epilogue) {
         return;
     }
-    with_workspace(|workspace| run_in(workspace, kernel, a, b, second, Output::new(c, ldc), epilogue));
+    with_workspace(|workspace| run_in(workspace, kernel, a, b, second, OutputMatrix::new(c, ldc), epilogue));
 }
 
 /// [`matmul_on`] of operands that fit together, with these buffers.
@@ -189,12 +189,12 @@ fn run_in<A: Element, C: Element>(
     kernel: MicroKernel,
     a: Operand<'_, A>,
     b: Operand<'_, A>,
-    second: Option<Term<'_, A>>,
-    c: Output<C>,
+    second: Option<LowRankTerm<'_, A>>,
+    c: OutputMatrix<C>,
     epilogue: Epilogue<'_>,
 ) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
-    let (a, b) = (Lines::rows(a), Lines::columns(b));
+    let (a, b) = (PackSource::rows(a), PackSource::columns(b));
     let turned = is_turned(kernel, m, n);
     let [a, b] = if turned { [b, a] } else { [a, b] };
     let serial = m * n * k < SERIAL_WORK;
@@ -210,7 +210,7 @@ fn is_turned(kernel: MicroKernel, m: usize, n: usize) -> bool {
 
 /// The properties of a product that determine its buffers.
 #[derive(Clone, Copy, Debug)]
-pub struct ProductShape {
+pub struct GemmShape {
     /// m, k and n, for A of m × k and B of k × n.
     pub sizes: [usize; 3],
     /// The depth of the second term; 0 without one.
@@ -226,7 +226,7 @@ pub struct ProductShape {
 ///
 /// # Errors
 /// If there is no kernel for a type.
-pub fn buffer_bytes(products: &[ProductShape], threads: usize) -> Result<u64> {
+pub fn buffer_bytes(products: &[GemmShape], threads: usize) -> Result<u64> {
     let mut largest = [0; 5];
     for product in products {
         let kernel = with_element!(product.operands, T => MicroKernel::of::<T>(Isa::current()));
@@ -234,16 +234,12 @@ pub fn buffer_bytes(products: &[ProductShape], threads: usize) -> Result<u64> {
             *largest = words.max(*largest);
         }
     }
-    let [own, shared @ ..] = largest.map(Buffer::bytes_of);
+    let [own, shared @ ..] = largest.map(PackBuffer::bytes_of);
     Ok((own * threads + shared.iter().sum::<usize>()) as u64)
 }
 
 /// The words that a product asks its buffers for: a thread's own, then the fields of [`Workspace`].
-fn words(
-    kernel: MicroKernel,
-    ProductShape { sizes: [m, k, n], second, c, .. }: ProductShape,
-    threads: usize,
-) -> [usize; 5] {
+fn words(kernel: MicroKernel, GemmShape { sizes: [m, k, n], second, c, .. }: GemmShape, threads: usize) -> [usize; 5] {
     let [a, b] = if is_turned(kernel, m, n) { [n, m] } else { [m, n] };
     let [a, b] = [(a, kernel.a().width), (b, kernel.b().width)];
     let [second_a, second_b] = [a, b].map(|(lines, width)| lines.next_multiple_of(width) * kernel.words(second));
@@ -285,14 +281,14 @@ struct Packed<'a> {
 impl<'a> Packed<'a> {
     fn new<T: Element>(
         kernel: MicroKernel,
-        Term { a, b, alpha, shares }: Term<'a, T>,
+        LowRankTerm { a, b, alpha, shares }: LowRankTerm<'a, T>,
         turned: bool,
         serial: bool,
-        [to_a, to_b]: &'a mut [Buffer; 2],
+        [to_a, to_b]: &'a mut [PackBuffer; 2],
     ) -> Self {
-        let (depth, [a, b]) = (a.cols, [Lines::rows(a), Lines::columns(b)]);
+        let (depth, [a, b]) = (a.cols, [PackSource::rows(a), PackSource::columns(b)]);
         let [a, b] = if turned { [b, a] } else { [a, b] };
-        let pack_all = |lines: Lines<'_, T>, layout: Layout, packed: &'a mut Buffer| {
+        let pack_all = |lines: PackSource<'_, T>, layout: PanelLayout, packed: &'a mut PackBuffer| {
             let packed = packed.words(lines.count.next_multiple_of(layout.width) * kernel.words(depth));
             pack_in_parallel(lines, 0, 0..depth, layout, packed, serial);
             &*packed
@@ -311,7 +307,14 @@ impl<'a> Packed<'a> {
     }
 
     /// Adds the tile at (row, col) to `tile`; `second` is scratch.
-    fn add_to(self, ready: &Ready, (row, col): (usize, usize), tile: &mut Tile, second: &mut Tile, none: &Ahead) {
+    fn add_to(
+        self,
+        ready: &PreparedKernel,
+        (row, col): (usize, usize),
+        tile: &mut Tile,
+        second: &mut Tile,
+        none: &PrefetchQueue,
+    ) {
         let kernel = ready.kernel();
         let MicroKernel { rows, cols, .. } = kernel;
         let (all, of_c) = (kernel.words(self.depth), if self.turned { row..row + rows } else { col..col + cols });
@@ -336,10 +339,10 @@ impl<'a> Packed<'a> {
 /// Packs whole panels, starting at line `first`, on all threads unless the product is `serial` or there is little to
 /// pack.
 fn pack_in_parallel<T: Element>(
-    lines: Lines<'_, T>,
+    lines: PackSource<'_, T>,
     first: usize,
     depth: Range<usize>,
-    layout: Layout,
+    layout: PanelLayout,
     packed: &mut [u32],
     serial: bool,
 ) {
@@ -356,21 +359,21 @@ fn pack_in_parallel<T: Element>(
 /// A product, ready to be divided into tasks.
 struct Product<'a, A, C> {
     kernel: MicroKernel,
-    a: Lines<'a, A>,
-    b: Lines<'a, A>,
-    /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. Tiles are
+    a: PackSource<'a, A>,
+    b: PackSource<'a, A>,
+    /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. TileUnit are
     /// then transposed before they are stored.
     turned: bool,
     depth: usize,
     second: Option<Packed<'a>>,
-    c: Output<C>,
+    c: OutputMatrix<C>,
     epilogue: Epilogue<'a>,
     serial: bool,
 }
 
 /// A part of a product: these lines of the shared operand, those of the other, this part of the depth.
 #[derive(Clone)]
-struct Part {
+struct TileRange {
     shared: Range<usize>,
     private: Range<usize>,
     depth: Range<usize>,
@@ -390,7 +393,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     }
 
     /// The shared operand and the other one, each with the layout of its panels.
-    fn sides(&self) -> [(Lines<'_, A>, Layout); 2] {
+    fn sides(&self) -> [(PackSource<'_, A>, PanelLayout); 2] {
         let a = (self.a, self.kernel.a());
         let b = (self.b, self.kernel.b());
         if self.shared() == Shared::A { [a, b] } else { [b, a] }
@@ -406,14 +409,14 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         self.kernel.elements(DEPTH_WORDS)
     }
 
-    fn run(&self, shared_memory: &mut Buffer, partial_memory: &mut Buffer) {
+    fn run(&self, shared_memory: &mut PackBuffer, partial_memory: &mut PackBuffer) {
         let [(shared_lines, shared_layout), (private_lines, private_layout)] = self.sides();
         for shared in pieces(0..shared_lines.count, SHARED_LINES.next_multiple_of(shared_layout.width)) {
             let strip = strip(shared.len(), private_lines.count, private_layout.width, self.needs_partial_sums());
             for private in pieces(0..private_lines.count, strip) {
                 for start in (0..self.depth.max(1)).step_by(self.depth_step()) {
                     let depth = start..self.depth.min(start + self.depth_step());
-                    let part = Part { shared: shared.clone(), private: private.clone(), depth };
+                    let part = TileRange { shared: shared.clone(), private: private.clone(), depth };
                     self.run_part(&part, shared_memory, partial_memory);
                 }
             }
@@ -421,8 +424,8 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     }
 
     /// Packs the shared operand, then runs the tasks.
-    fn run_part(&self, part: &Part, shared_memory: &mut Buffer, partial_memory: &mut Buffer) {
-        let [(lines, layout), (_, Layout { width: private_width, .. })] = self.sides();
+    fn run_part(&self, part: &TileRange, shared_memory: &mut PackBuffer, partial_memory: &mut PackBuffer) {
+        let [(lines, layout), (_, PanelLayout { width: private_width, .. })] = self.sides();
         let words = self.kernel.words(part.depth.len());
         let panels = part.shared.len().div_ceil(layout.width);
         let packed = shared_memory.words(panels * layout.width * words);
@@ -431,7 +434,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let partial = if self.needs_partial_sums() {
             let (_, cols) = self.area(part);
             let sums = partial_memory.floats(part.shared.len() * part.private.len());
-            Some(Output::new(sums, cols.len()))
+            Some(OutputMatrix::new(sums, cols.len()))
         } else {
             None
         };
@@ -451,7 +454,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     }
 
     /// The rows and columns of C of a part.
-    fn area(&self, part: &Part) -> (Range<usize>, Range<usize>) {
+    fn area(&self, part: &TileRange) -> (Range<usize>, Range<usize>) {
         match self.shared() {
             Shared::A => (part.shared.clone(), part.private.clone()),
             Shared::B => (part.private.clone(), part.shared.clone()),
@@ -461,14 +464,14 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     /// Packs a group of panels and multiplies it with a share of the packed ones.
     fn run_task(
         &self,
-        part: &Part,
+        part: &TileRange,
         plan: &Plan,
         index: usize,
         packed: &[u32],
         words: usize,
-        partial: Option<Output<f32>>,
+        partial: Option<OutputMatrix<f32>>,
     ) {
-        let [(_, Layout { width: shared_width, .. }), (lines, layout)] = self.sides();
+        let [(_, PanelLayout { width: shared_width, .. }), (lines, layout)] = self.sides();
         let width = layout.width;
         let (group, share) = plan.task(index);
         let shared = &packed[share.start * shared_width * words..share.end * shared_width * words];
@@ -490,23 +493,24 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     /// Multiplies packed panels of A with packed panels of B, each given with its first line.
     fn multiply(
         &self,
-        part: &Part,
+        part: &TileRange,
         words: usize,
         (first_row, a): (usize, &[u32]),
         (first_col, b): (usize, &[u32]),
-        partial: Option<Output<f32>>,
+        partial: Option<OutputMatrix<f32>>,
         mut prefetch: Prefetch<'_, A>,
     ) {
         let MicroKernel { rows, cols, .. } = self.kernel;
         let (mut tile, mut second_tile) = (Tile([0.0; MAX_TILE]), Tile([0.0; MAX_TILE]));
-        let (mut ahead, nothing) = (Ahead::new(), Ahead::new());
+        let (mut ahead, nothing) = (PrefetchQueue::new(), PrefetchQueue::new());
         let second = self.second.filter(|_| part.depth.end == self.depth);
         let (mut scratch, mut partial_scratch) = (Scratch::new(), Scratch::new());
         let (part_rows, part_cols) = self.area(part);
         let ready = self.kernel.ready();
         for (b, col) in panels(b, cols * words).zip((first_col..part_cols.end).step_by(cols)) {
             for (a, row) in panels(a, rows * words).zip((first_row..part_rows.end).step_by(rows)) {
-                let area = Area { row, col, rows: rows.min(part_rows.end - row), cols: cols.min(part_cols.end - col) };
+                let area =
+                    TileRect { row, col, rows: rows.min(part_rows.end - row), cols: cols.min(part_cols.end - col) };
                 ahead.clear();
                 match partial {
                     Some(partial) => partial.fetch(area.relative_to(&part_rows, &part_cols), &mut ahead),
@@ -525,8 +529,8 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     /// Rounds a tile into C.
     ///
     /// # Safety
-    /// As [`Output::finish`].
-    unsafe fn write(&self, tile: &mut Tile, area: Area, epilogue: Epilogue<'_>, scratch: &mut Scratch<C>) {
+    /// As [`OutputMatrix::finish`].
+    unsafe fn write(&self, tile: &mut Tile, area: TileRect, epilogue: Epilogue<'_>, scratch: &mut Scratch<C>) {
         let MicroKernel { rows, cols, .. } = self.kernel;
         // SAFETY: the caller's promise.
         unsafe {
@@ -542,9 +546,9 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     fn finish(
         &self,
         tile: &mut Tile,
-        area: Area,
-        part: &Part,
-        partial: Option<Output<f32>>,
+        area: TileRect,
+        part: &TileRange,
+        partial: Option<OutputMatrix<f32>>,
         (scratch, partial_scratch): (&mut Scratch<C>, &mut Scratch<f32>),
     ) {
         let width = self.kernel.cols;

@@ -6,14 +6,14 @@
 pub mod cases;
 
 use super::adamw::AdamWStep;
-use super::attention::{Operands, Shape};
-use super::columns::{Columns, Factor, WriteMode};
+use super::attention::{AttentionInputs, AttentionShape};
+use super::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use super::cross_entropy::IGNORE;
-use super::decode_attention::KeyValues;
+use super::decode_attention::LayerKvCache;
 use super::dropout::Dropout;
-use super::rope::{Direction, Positions, Table};
-use super::survey::TensorSurvey;
-use super::{Activation, Kernels, LowRank, NormSettings, Ran, WeightLayout};
+use super::rope::{CosSinCache, Direction, PositionIds};
+use super::summary::TensorSummary;
+use super::{Activation, Kernels, LoraTerm, NormSettings, Ran, WeightLayout};
 use crate::precision::FloatFormat;
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -58,7 +58,7 @@ operations!(
     NormBackward,
     Rotate,
     Linear,
-    Product,
+    Matmul,
     SumRows,
     Attention,
     AttentionBackward,
@@ -67,7 +67,7 @@ operations!(
     ActivateBackward,
     AddBranch,
     CrossEntropy,
-    Survey,
+    Summarize,
     Sum,
     AdamW
 );
@@ -114,7 +114,7 @@ pub struct Embedding<'a> {
     pub seq_len: usize,
     /// For each token, the index in its sequence of its document's first token, where positions restart.
     pub documents: Option<&'a [u32]>,
-    /// Factor of the tokens' rows.
+    /// MatmulOperand of the tokens' rows.
     pub scale: f32,
     /// Applied to the sum.
     pub dropout: Option<Dropout>,
@@ -150,13 +150,13 @@ pub struct Norm<'a> {
     /// The formula.
     pub settings: NormSettings,
     /// `[N, D]`, residual type.
-    pub x: Columns<'a>,
+    pub x: ColumnSlice<'a>,
     /// As wide as a group, compute type.
     pub weight: &'a Tensor,
     /// Like `weight`; layer norms only.
     pub bias: Option<&'a Tensor>,
     /// `[N, D]`, compute type.
-    pub y: Columns<'a>,
+    pub y: ColumnSlice<'a>,
     /// One value per group, FP32; layer norms only.
     pub mean: Option<&'a Tensor>,
     /// One value per group, FP32: the inverse standard deviation.
@@ -169,9 +169,9 @@ pub struct NormBackward<'a> {
     /// The formula.
     pub settings: NormSettings,
     /// `[N, D]`, compute type: the gradient of the output.
-    pub dy: Columns<'a>,
+    pub dy: ColumnSlice<'a>,
     /// The input of the forward pass.
-    pub x: Columns<'a>,
+    pub x: ColumnSlice<'a>,
     /// The weight of the forward pass.
     pub weight: &'a Tensor,
     /// The mean of the forward pass.
@@ -179,7 +179,7 @@ pub struct NormBackward<'a> {
     /// The inverse standard deviation of the forward pass.
     pub rstd: &'a Tensor,
     /// `[N, D]`, the type of `x`.
-    pub dx: Columns<'a>,
+    pub dx: ColumnSlice<'a>,
     /// Whether the gradient is added to `dx`.
     pub mode: WriteMode,
     /// Like `weight`, overwritten; `None` if the norm is frozen.
@@ -192,11 +192,11 @@ pub struct NormBackward<'a> {
 #[derive(Debug)]
 pub struct Rotate<'a> {
     /// `[N, heads · head_size]`.
-    pub x: Columns<'a>,
+    pub x: ColumnSlice<'a>,
     /// The angles.
-    pub table: &'a Table,
+    pub table: &'a CosSinCache,
     /// The rows' positions.
-    pub positions: Positions<'a>,
+    pub positions: PositionIds<'a>,
     /// Forward, or backward for gradients.
     pub direction: Direction,
 }
@@ -213,22 +213,22 @@ pub struct Linear<'a> {
     /// `[O]`.
     pub bias: Option<&'a Tensor>,
     /// An additional product. It may be added after the sum was rounded.
-    pub low_rank: Option<LowRank<'a>>,
+    pub low_rank: Option<LoraTerm<'a>>,
     /// `[N, O]`.
     pub y: &'a Tensor,
 }
 
 /// `c = alpha · a · b`, or added to `c`.
 #[derive(Debug)]
-pub struct Product<'a> {
+pub struct Matmul<'a> {
     /// M × K.
-    pub a: Factor<'a>,
+    pub a: MatmulOperand<'a>,
     /// K × N, the type of `a`.
-    pub b: Factor<'a>,
+    pub b: MatmulOperand<'a>,
     /// Multiplies the product.
     pub alpha: f32,
     /// `[M, N]`.
-    pub c: Columns<'a>,
+    pub c: ColumnSlice<'a>,
     /// Whether the product is added to `c`.
     pub mode: WriteMode,
 }
@@ -246,9 +246,9 @@ pub struct SumRows<'a> {
 #[derive(Debug)]
 pub struct Attention<'a> {
     /// Sizes and limits.
-    pub shape: Shape,
+    pub shape: AttentionShape,
     /// Queries, keys and values.
-    pub operands: Operands<'a>,
+    pub operands: AttentionInputs<'a>,
     /// `[N, H·head_size]`.
     pub out: &'a Tensor,
     /// `[B·H·T]`, FP32: the log-sum-exp of each row of scores.
@@ -259,9 +259,9 @@ pub struct Attention<'a> {
 #[derive(Debug)]
 pub struct AttentionBackward<'a> {
     /// Sizes and limits.
-    pub shape: Shape,
+    pub shape: AttentionShape,
     /// The operands of the forward pass.
-    pub operands: Operands<'a>,
+    pub operands: AttentionInputs<'a>,
     /// `[N, H·head_size]`, the gradient of the output.
     pub dout: &'a Tensor,
     /// The output of the forward pass.
@@ -269,20 +269,20 @@ pub struct AttentionBackward<'a> {
     /// The log-sum-exps of the forward pass.
     pub lse: &'a Tensor,
     /// The gradients of queries, keys and values, overwritten.
-    pub gradients: [Columns<'a>; 3],
+    pub gradients: [ColumnSlice<'a>; 3],
 }
 
 /// Appends the keys and values of new tokens to a cache, and computes attention for the new queries.
 #[derive(Debug)]
 pub struct DecodeAttention<'a> {
     /// One sequence of the n new tokens.
-    pub shape: Shape,
+    pub shape: AttentionShape,
     /// Keys and values of all tokens.
-    pub cache: &'a KeyValues,
+    pub cache: &'a LayerKvCache,
     /// Tokens in the cache before these.
     pub past: usize,
     /// Queries, keys and values of the new tokens.
-    pub qkv: [Columns<'a>; 3],
+    pub qkv: [ColumnSlice<'a>; 3],
     /// `[n, H·head_size]`.
     pub out: &'a Tensor,
 }
@@ -330,7 +330,7 @@ pub struct AddBranch<'a> {
 #[derive(Debug)]
 pub struct CrossEntropy<'a> {
     /// `[n, V]`.
-    pub logits: Columns<'a>,
+    pub logits: ColumnSlice<'a>,
     /// n ids, or [`IGNORE`].
     pub targets: &'a [u32],
     /// `[n]`, FP32; 0 for ignored targets.
@@ -341,13 +341,13 @@ pub struct CrossEntropy<'a> {
 
 /// Statistics of tensors.
 #[derive(Debug)]
-pub struct Survey<'a> {
+pub struct Summarize<'a> {
     /// Each tensor with the format whose smallest normal value bounds subnormal ones.
     pub tensors: &'a [(&'a Tensor, FloatFormat)],
     /// Whether to count values by exponent.
     pub exponents: bool,
     /// The statistics of each tensor.
-    pub out: &'a mut [TensorSurvey],
+    pub out: &'a mut [TensorSummary],
 }
 
 /// The sum of a tensor's values.
@@ -395,15 +395,15 @@ pub fn linear_weight_gradient(
     dbias: Option<&Tensor>,
 ) -> Result<()> {
     let [left, right] = if layout == WeightLayout::InOut { [x, dy] } else { [dy, x] };
-    let (a, b) = (Factor::transposed(Columns::all(left)?), Factor::plain(Columns::all(right)?));
-    Product { a, b, alpha: 1.0, c: Columns::all(dweight)?, mode: WriteMode::Overwrite }.run(kernels)?;
+    let (a, b) = (MatmulOperand::transposed(ColumnSlice::all(left)?), MatmulOperand::plain(ColumnSlice::all(right)?));
+    Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(dweight)?, mode: WriteMode::Overwrite }.run(kernels)?;
     dbias.map_or(Ok(()), |out| SumRows { x: dy, out }.run(kernels))
 }
 
 impl<'a> Embedding<'a> {
     /// The position of each token.
-    pub(crate) fn places(&self) -> Positions<'a> {
-        Positions { seq_len: self.seq_len, past: 0, documents: self.documents }
+    pub(crate) fn places(&self) -> PositionIds<'a> {
+        PositionIds { seq_len: self.seq_len, past: 0, documents: self.documents }
     }
 
     /// Whether there are rows for all tokens, given the tables that are read or written.
@@ -420,16 +420,16 @@ impl<'a> Embedding<'a> {
     }
 }
 
-fn tensors(columns: [Columns<'_>; 3]) -> [&Tensor; 3] {
+fn tensors(columns: [ColumnSlice<'_>; 3]) -> [&Tensor; 3] {
     columns.map(|columns| columns.tensor())
 }
 
 /// Rows and columns.
-fn dims(columns: Columns<'_>) -> [usize; 2] {
+fn dims(columns: ColumnSlice<'_>) -> [usize; 2] {
     [columns.rows(), columns.count()]
 }
 
-fn factor_dims(factor: Factor<'_>) -> [usize; 2] {
+fn factor_dims(factor: MatmulOperand<'_>) -> [usize; 2] {
     let [rows, columns] = dims(factor.columns);
     if factor.transposed { [columns, rows] } else { [rows, columns] }
 }
@@ -448,7 +448,7 @@ impl Op<'_> {
         }
     }
 
-    /// Calls `visit` with each tensor that is read, then with each one that is written. Not for [`Op::Survey`].
+    /// Calls `visit` with each tensor that is read, then with each one that is written. Not for [`Op::Summarize`].
     pub fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
         let mut all = |access, tensors: &[&Tensor], optional: &[Option<&Tensor>]| {
             let optional = optional.iter().copied().flatten();
@@ -491,7 +491,7 @@ impl Op<'_> {
                 all(read, low_rank.as_ref().map_or(&[], |tensors| tensors), &[]);
                 all(write, &[op.y], &[]);
             }
-            Self::Product(op) => {
+            Self::Matmul(op) => {
                 all(read, &[op.a.columns.tensor(), op.b.columns.tensor()], &[]);
                 all(write, &[op.c.tensor()], &[]);
             }
@@ -524,7 +524,7 @@ impl Op<'_> {
                 all(write, &[op.out], &[]);
             }
             Self::CrossEntropy(op) => all(write, &[op.logits.tensor(), op.losses], &[]),
-            Self::Survey(_) => {}
+            Self::Summarize(_) => {}
             Self::Sum(op) => all(read, &[op.x], &[]),
             Self::AdamW(op) => {
                 all(read, &[op.grad], &[]);
@@ -589,7 +589,7 @@ impl Op<'_> {
                 });
                 op.x.dims() == [rows, inner] && op.y.dims() == [rows, outer] && bias && low_rank
             }
-            Self::Product(op) => {
+            Self::Matmul(op) => {
                 let ([m, k], [depth, n]) = (factor_dims(op.a), factor_dims(op.b));
                 let one_type = op.a.columns.tensor().dtype() == op.b.columns.tensor().dtype();
                 k == depth && [m, n] == dims(op.c) && one_type
@@ -607,7 +607,7 @@ impl Op<'_> {
             Self::DecodeAttention(op) => {
                 op.shape.check(op.qkv)?;
                 let (kv_heads, capacity, head_size) = op.cache.keys.dims3()?;
-                let Shape { batch, seq_len, .. } = op.shape;
+                let AttentionShape { batch, seq_len, .. } = op.shape;
                 [batch, op.shape.kv_heads, op.shape.head_size] == [1, kv_heads, head_size]
                     && op.out.dims() == [seq_len, op.shape.widths()[0]]
                     && op.past + seq_len <= capacity
@@ -624,7 +624,7 @@ impl Op<'_> {
                 }
                 op.targets.len() == rows && op.losses.dims() == [rows] && op.losses.dtype() == DType::F32
             }
-            Self::Survey(op) => op.tensors.len() == op.out.len(),
+            Self::Summarize(op) => op.tensors.len() == op.out.len(),
             Self::AdamW(op) => {
                 let state = [op.master, op.exp_avg, op.exp_avg_sq];
                 let shapes = same_shapes([op.grad, state[0], state[1], state[2], op.weight.unwrap_or(op.grad)]);
@@ -636,7 +636,7 @@ impl Op<'_> {
 
 impl NormSettings {
     /// Whether two matrices are rows of groups as wide as the weight, with statistics for each group.
-    fn fits(self, x: [Columns<'_>; 2], weight: &Tensor, mean: Option<&Tensor>, rstd: &Tensor) -> bool {
+    fn fits(self, x: [ColumnSlice<'_>; 2], weight: &Tensor, mean: Option<&Tensor>, rstd: &Tensor) -> bool {
         let ([rows, columns], width) = (dims(x[0]), weight.elem_count());
         let whole = weight.rank() == 1 && width > 0 && columns.is_multiple_of(width) && dims(x[1]) == [rows, columns];
         let groups = |x: &Tensor| x.dtype() == DType::F32 && x.elem_count() * width == rows * columns;

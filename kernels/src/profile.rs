@@ -1,8 +1,8 @@
 //! A profile of the operations that a set of kernels computes, by kind.
 
-use crate::attention::Shape;
-use crate::columns::{Columns, WriteMode};
-use crate::matmul::ProductShape;
+use crate::attention::AttentionShape;
+use crate::columns::{ColumnSlice, WriteMode};
+use crate::matmul::GemmShape;
 use crate::op::{Access, Op};
 use crate::{Kernels, Ran};
 use candle_core::{Device, Result, Tensor, TensorId};
@@ -143,11 +143,11 @@ impl Kernels for Profile {
         Ok(ran)
     }
 
-    fn product_bytes(&self, products: &[ProductShape], threads: usize) -> Result<u64> {
-        self.kernels.product_bytes(products, threads)
+    fn packing_bytes(&self, products: &[GemmShape], threads: usize) -> Result<u64> {
+        self.kernels.packing_bytes(products, threads)
     }
 
-    fn score_bytes(&self, shape: &Shape) -> Result<u64> {
+    fn score_bytes(&self, shape: &AttentionShape) -> Result<u64> {
         self.kernels.score_bytes(shape)
     }
 
@@ -159,14 +159,14 @@ impl Kernels for Profile {
 /// Multiplications and additions of an operation's products.
 fn flops(op: &Op<'_>) -> f64 {
     let product = |m: usize, n: usize, k: usize| 2.0 * m as f64 * n as f64 * k as f64;
-    let rows_by = |x: Columns<'_>, inner: usize| product(x.rows(), x.count(), inner);
+    let rows_by = |x: ColumnSlice<'_>, inner: usize| product(x.rows(), x.count(), inner);
     match op {
         Op::Linear(op) => {
             let (rows, outputs) = (op.x.dims()[0], op.y.dims()[1]);
             let rank = op.low_rank.map_or(0, |low_rank| low_rank.low.dims()[1]);
             product(rows, outputs, op.x.dims()[1] + rank)
         }
-        Op::Product(op) => {
+        Op::Matmul(op) => {
             let a = op.a.columns;
             rows_by(op.c, if op.a.transposed { a.rows() } else { a.count() })
         }
@@ -178,7 +178,7 @@ fn flops(op: &Op<'_>) -> f64 {
 }
 
 /// The number of scores that are not masked, times the width of a head. `past` tokens of a cache come before each sequence.
-fn score_elements(shape: &Shape, documents: Option<&[u32]>, past: usize) -> f64 {
+fn score_elements(shape: &AttentionShape, documents: Option<&[u32]>, past: usize) -> f64 {
     let keys = |row: usize| {
         let place = row % shape.seq_len;
         let start = documents.map_or(0, |starts| starts[row] as usize);
@@ -192,19 +192,19 @@ fn score_elements(shape: &Shape, documents: Option<&[u32]>, past: usize) -> f64 
 fn bytes(op: &Op<'_>) -> f64 {
     let size = |x: &Tensor| x.dtype().size_in_bytes();
     let of = |x: &Tensor| (x.elem_count() * size(x)) as f64;
-    let matrix = |x: Columns<'_>| (x.rows() * x.count() * size(x.tensor())) as f64;
+    let matrix = |x: ColumnSlice<'_>| (x.rows() * x.count() * size(x.tensor())) as f64;
     match op {
         // Only the rows of the tokens.
         Op::Embed(op) => (2 + usize::from(op.input.positions.is_some())) as f64 * of(op.out),
         Op::EmbedBackward(op) => (3 + 2 * usize::from(op.dpositions.is_some())) as f64 * of(op.dx),
-        Op::Survey(op) => op.tensors.iter().map(|(tensor, _)| of(tensor)).sum(),
+        Op::Summarize(op) => op.tensors.iter().map(|(tensor, _)| of(tensor)).sum(),
         Op::Rotate(op) => 2.0 * matrix(op.x),
         Op::Norm(op) => matrix(op.x) + matrix(op.y),
         Op::NormBackward(op) => {
             let updates = f64::from(1 + u8::from(op.mode == WriteMode::Accumulate));
             matrix(op.x) + matrix(op.dy) + updates * matrix(op.dx)
         }
-        Op::Product(op) => {
+        Op::Matmul(op) => {
             let updates = f64::from(1 + u8::from(op.mode == WriteMode::Accumulate));
             matrix(op.a.columns) + matrix(op.b.columns) + updates * matrix(op.c)
         }
@@ -227,7 +227,7 @@ fn bytes(op: &Op<'_>) -> f64 {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
-    use crate::columns::Factor;
+    use crate::columns::MatmulOperand;
     use crate::{Fused, op};
     use candle_core::DType;
 
@@ -237,8 +237,8 @@ mod tests {
         let matrix = |rows, columns| Tensor::zeros((rows, columns), DType::F32, &Device::Cpu).unwrap();
         let (a, b, c) = (matrix(4, 8), matrix(8, 2), matrix(4, 2));
         for mode in [WriteMode::Overwrite, WriteMode::Accumulate] {
-            let [a, b] = [&a, &b].map(|x| Factor::plain(Columns::all(x).unwrap()));
-            op::Product { a, b, alpha: 1.0, c: Columns::all(&c).unwrap(), mode }.run(&profile).unwrap();
+            let [a, b] = [&a, &b].map(|x| MatmulOperand::plain(ColumnSlice::all(x).unwrap()));
+            op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(&c).unwrap(), mode }.run(&profile).unwrap();
         }
         op::Zero { x: &c }.run(&profile).unwrap();
         let costs = profile.take().unwrap();
@@ -253,14 +253,14 @@ mod tests {
 
     #[test]
     fn masked_scores_are_not_counted() {
-        let shape = Shape::new(2, 4, 3, 5);
+        let shape = AttentionShape::new(2, 4, 3, 5);
         let width = f64::from(3 * 5);
         assert_eq!(score_elements(&shape, None, 0), 2.0 * 10.0 * width);
         assert_eq!(score_elements(&shape, Some(&[0, 0, 2, 2, 0, 0, 0, 3]), 0), (6.0 + 7.0) * width);
-        let windowed = Shape { window: Some(2), ..shape };
+        let windowed = AttentionShape { window: Some(2), ..shape };
         assert_eq!(score_elements(&windowed, None, 0), 2.0 * 7.0 * width);
-        assert_eq!(score_elements(&Shape { batch: 1, seq_len: 1, ..windowed }, None, 9), 2.0 * width);
-        assert_eq!(score_elements(&Shape { batch: 1, seq_len: 1, ..shape }, None, 9), 10.0 * width);
+        assert_eq!(score_elements(&AttentionShape { batch: 1, seq_len: 1, ..windowed }, None, 9), 2.0 * width);
+        assert_eq!(score_elements(&AttentionShape { batch: 1, seq_len: 1, ..shape }, None, 9), 10.0 * width);
     }
 
     #[test]

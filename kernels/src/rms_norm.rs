@@ -4,7 +4,7 @@
 
 use crate::columns::WriteMode;
 use crate::op;
-use crate::rows::{Rows, STRIPE, column_sums, dot, for_each_part, for_each_stripe, with_scratch};
+use crate::rows::{Rows, STRIPE, column_sums, dot, for_each_part, par_columns, with_scratch};
 use crate::view::{View, read, write, write_f32};
 use candle_core::Result;
 
@@ -109,7 +109,7 @@ pub fn backward(op: &op::NormBackward<'_>) -> Result<()> {
     })?;
     let Some(dweight) = dweight else { return Ok(()) };
     write(dweight, |dweight| {
-        for_each_stripe(
+        par_columns(
             Rows { view: dweight, width: 1 },
             width,
             rows * groups,

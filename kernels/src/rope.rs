@@ -14,14 +14,14 @@ const GRAIN: usize = 16 << 10;
 
 /// Cosines and sines of every position's angles, FP32.
 #[derive(Clone, Debug)]
-pub struct Table {
+pub struct CosSinCache {
     /// `[positions, head_size / 2]`.
     pub cos: Tensor,
     /// `[positions, head_size / 2]`.
     pub sin: Tensor,
 }
 
-impl Table {
+impl CosSinCache {
     /// Angles of `positions` at the given frequencies; `factor` multiplies cosines and sines.
     ///
     /// An angle is the FP32 product of position and frequency, as in transformers, so that results agree at large positions too.
@@ -50,7 +50,7 @@ impl Table {
 
 /// The position of each row of a batch.
 #[derive(Clone, Copy, Debug)]
-pub struct Positions<'a> {
+pub struct PositionIds<'a> {
     /// Rows in a sequence; sequences follow each other.
     pub seq_len: usize,
     /// Tokens before the first row of each sequence, as in decoding.
@@ -59,7 +59,7 @@ pub struct Positions<'a> {
     pub documents: Option<&'a [u32]>,
 }
 
-impl Positions<'_> {
+impl PositionIds<'_> {
     #[inline(always)]
     pub(crate) fn of(self, row: usize) -> usize {
         let document = self.documents.map_or(0, |starts| starts[row] as usize);
@@ -77,7 +77,7 @@ pub enum Direction {
 }
 
 /// Computes [`op::Rotate`], in FP32 with one rounding.
-pub fn rotate(op: &op::Rotate<'_>) -> Result<()> {
+pub fn apply_rope(op: &op::Rotate<'_>) -> Result<()> {
     let &op::Rotate { x, table, positions, direction } = op;
     let (rows, half) = (x.rows(), table.cos.dim(1)?);
     let head_size = 2 * half;

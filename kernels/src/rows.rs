@@ -79,7 +79,7 @@ pub fn for_each_part<V: SplitRows>(out: V, rows: usize, grain: usize, f: impl Fn
 }
 
 /// [`for_each_part`] over `columns` columns in parts of at most [`STRIPE`]; each costs `rows` elements.
-pub fn for_each_stripe<V: SplitRows>(out: V, columns: usize, rows: usize, f: impl Fn(usize, usize, V) + Sync) {
+pub fn par_columns<V: SplitRows>(out: V, columns: usize, rows: usize, f: impl Fn(usize, usize, V) + Sync) {
     if columns > 0 {
         descend(0, columns, [STRIPE, WORK / rows.max(1)], out, &f);
     }
@@ -158,7 +158,7 @@ pub fn write_rows(out: &Tensor, fill: impl Fn(usize, &mut [f32], &mut [f32]) + S
 
 /// Elements of a row kernel that take about as long as handing them to another thread.
 pub const WORK: usize = 16 << 10;
-/// Columns a thread sums at a time: a few cache lines of every row.
+/// ColumnSlice a thread sums at a time: a few cache lines of every row.
 pub const STRIPE: usize = 128;
 /// Rows summed in FP32 before the sum joins the total, which keeps the rounding error of long columns small.
 pub const BLOCK: usize = 64;

@@ -2,7 +2,7 @@
 //! than half a step of the format are not lost on average (Gupta et al., 2015).
 
 use crate::random::{Domain, Stream, site_of};
-use crate::view::{ViewMut, host, read, write};
+use crate::view::{ViewMut, read, to_host, write};
 use candle_core::{Result, Tensor, bail};
 use half::bf16;
 use rayon::prelude::*;
@@ -20,7 +20,7 @@ pub fn round(values: &Tensor, out: &Tensor, first: usize, seed: u64, name: &str,
         "element {first} is inside of a block of random numbers"
     );
     let (stream, site) = (Stream::new(seed, Domain::Rounding), site_of(name));
-    let values = host(values)?;
+    let values = to_host(values)?;
     let values = read(&values)?;
     let values = values.typed::<f32>()?;
     write(out, |out| {

@@ -157,7 +157,7 @@ impl<'a> ViewMut<'a> {
 
 /// A view that several threads write at once, for interleaved parts that cannot be split into slices.
 #[derive(Clone, Copy)]
-pub struct Interleaved<'a> {
+pub struct SharedViewMut<'a> {
     pointer: Pointer,
     len: usize,
     elements: PhantomData<&'a mut [f32]>,
@@ -171,24 +171,24 @@ enum Pointer {
 }
 
 // SAFETY: the pointer represents a unique borrow of plain numbers, and writing through it is `unsafe`.
-unsafe impl Send for Interleaved<'_> {}
+unsafe impl Send for SharedViewMut<'_> {}
 // SAFETY: as above.
-unsafe impl Sync for Interleaved<'_> {}
+unsafe impl Sync for SharedViewMut<'_> {}
 
 impl<'a> ViewMut<'a> {
     /// The same elements, to be written by several threads.
-    pub fn interleaved(self) -> Interleaved<'a> {
+    pub fn interleaved(self) -> SharedViewMut<'a> {
         let len = self.len();
         let pointer = match self {
             Self::F32(s) => Pointer::F32(s.as_mut_ptr()),
             Self::F16(s) => Pointer::F16(s.as_mut_ptr()),
             Self::BF16(s) => Pointer::BF16(s.as_mut_ptr()),
         };
-        Interleaved { pointer, len, elements: PhantomData }
+        SharedViewMut { pointer, len, elements: PhantomData }
     }
 }
 
-impl Interleaved<'_> {
+impl SharedViewMut<'_> {
     /// Rounds `values` into the elements starting at `start`.
     ///
     /// # Panics
@@ -212,13 +212,13 @@ impl Interleaved<'_> {
 }
 
 /// Holds a tensor's storage for reading.
-pub struct Read<'a> {
+pub struct ReadGuard<'a> {
     storage: StorageRef<'a>,
     range: Range<usize>,
 }
 
 /// `tensor` in host memory: itself if it is on the CPU, otherwise a copy.
-pub fn host(tensor: &Tensor) -> Result<Tensor> {
+pub fn to_host(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)
 }
 
@@ -226,7 +226,7 @@ pub fn host(tensor: &Tensor) -> Result<Tensor> {
 pub fn host_range(tensor: &Tensor, range: Range<usize>) -> Result<Tensor> {
     let part = tensor.flatten_all()?.narrow(0, range.start, range.len())?;
     // For a view, candle copies the whole tensor that it is a view of.
-    if tensor.device().is_cpu() { Ok(part) } else { host(&part.force_contiguous()?) }
+    if tensor.device().is_cpu() { Ok(part) } else { to_host(&part.force_contiguous()?) }
 }
 
 /// Whether both are views of one storage.
@@ -236,16 +236,16 @@ pub fn share_storage(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// Opens `tensor` for reading; an error unless it is contiguous, on the CPU, and FP32, FP16 or BF16.
-pub fn read(tensor: &Tensor) -> Result<Read<'_>> {
+pub fn read(tensor: &Tensor) -> Result<ReadGuard<'_>> {
     let (storage, layout) = tensor.storage_and_layout();
     let range = contiguous(layout)?;
     match &*storage {
-        Storage::Cpu(CpuStorage::F32(_) | CpuStorage::F16(_) | CpuStorage::BF16(_)) => Ok(Read { storage, range }),
+        Storage::Cpu(CpuStorage::F32(_) | CpuStorage::F16(_) | CpuStorage::BF16(_)) => Ok(ReadGuard { storage, range }),
         other => bail!("no CPU kernel for a tensor of {:?} on {:?}", other.dtype(), other.device().location()),
     }
 }
 
-impl Read<'_> {
+impl ReadGuard<'_> {
     /// The elements.
     pub fn view(&self) -> View<'_> {
         match &*self.storage {
@@ -280,18 +280,18 @@ pub fn write<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> 
     if tensor.device().is_cpu() {
         return write_on_host(tensor, f);
     }
-    let copy = host(tensor)?;
+    let copy = to_host(tensor)?;
     let result = write_on_host(&copy, f)?;
     tensor.slice_set(&copy.to_device(tensor.device())?, 0, 0)?;
     Ok(result)
 }
 
 fn write_on_host<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> {
-    struct Lend<F, R> {
+    struct WriteOp<F, R> {
         f: Cell<Option<F>>,
         result: Cell<Option<R>>,
     }
-    impl<R, F: FnOnce(ViewMut<'_>) -> R> InplaceOp1 for Lend<F, R> {
+    impl<R, F: FnOnce(ViewMut<'_>) -> R> InplaceOp1 for WriteOp<F, R> {
         fn name(&self) -> &'static str {
             "write"
         }
@@ -307,7 +307,7 @@ fn write_on_host<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result
             Ok(())
         }
     }
-    let lend = Lend { f: Cell::new(Some(f)), result: Cell::new(None) };
+    let lend = WriteOp { f: Cell::new(Some(f)), result: Cell::new(None) };
     tensor.inplace_op1(&lend)?;
     lend.result.take().ok_or_else(|| Error::Msg("a CPU kernel was called on another device".into()))
 }
@@ -328,7 +328,7 @@ pub fn copy(x: &Tensor, out: &Tensor) -> Result<()> {
 /// `out += (x + inner[0]) + …`, each sum formed in FP32, in one pass over memory. `inner` is FP32 and stays as it is.
 pub fn accumulate(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
     let inner = inner.iter().map(|tensor| read(tensor)).collect::<Result<Vec<_>>>()?;
-    let inner = inner.iter().map(Read::typed::<f32>).collect::<Result<Vec<_>>>()?;
+    let inner = inner.iter().map(ReadGuard::typed::<f32>).collect::<Result<Vec<_>>>()?;
     streamed(
         x,
         out,
@@ -384,7 +384,7 @@ pub fn zeros(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
 }
 
 /// Creates a buffer of a shape and type: a tensor of zeros, or its size where only sizes are counted.
-pub type Allocate<'a, T> = &'a dyn Fn(&[usize], DType) -> Result<T>;
+pub type AllocFn<'a, T> = &'a dyn Fn(&[usize], DType) -> Result<T>;
 
 /// The number format of a type.
 pub fn float_format(dtype: DType) -> FloatFormat {

@@ -13,7 +13,7 @@ use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::machine::allocator::Allocations;
 use crate::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use crate::engine::kernels::profile::Profile;
-use crate::engine::kernels::{Choice, Kernels};
+use crate::engine::kernels::{KernelBackend, Kernels};
 use crate::engine::model::{ModelSpec, ModuleOp, candle_dtype};
 use crate::engine::optim::MasterWeights;
 use crate::precision::{Dtype, PrecisionPolicy};
@@ -66,7 +66,7 @@ pub(super) struct BenchArgs {
     device: String,
     /// Kernels: auto, candle or fused
     #[arg(long, value_name = "NAME", hide = true, default_value = "auto")]
-    kernels: Choice,
+    kernels: KernelBackend,
     /// Threads [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
@@ -274,7 +274,7 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "step_ms": step.map(millis),
         "forward_ms": part(|sample| sample.report.time.forward),
         "backward_ms": part(|sample| sample.report.time.backward),
-        "survey_ms": part(|sample| sample.report.time.grad_stats),
+        "grad_stats_ms": part(|sample| sample.report.time.grad_stats),
         "optimizer_ms": part(|sample| sample.report.time.optimizer),
         "step_ms_all": samples.iter().map(|sample| millis(sample.wall)).collect::<Vec<_>>(),
         "gflops": gflops.map(round),

@@ -392,9 +392,9 @@ fn recipe_from_run(run: &RunData, spec: ModelSpec) -> Result<(ModelSpec, Optimiz
         if base.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) {
             let missing = "the run's base is not there; run this where it is, or name a model with --model";
             let found = base.is_file().then(|| StoredModel::shape(base));
-            spec.quantised = found.ok_or_else(|| Error::data(&config.model, missing))??.quantised;
+            spec.quantized = found.ok_or_else(|| Error::data(&config.model, missing))??.quantized;
         }
-        let kind = if spec.quantised.is_empty() { "LoRA" } else { "QLoRA" };
+        let kind = if spec.quantized.is_empty() { "LoRA" } else { "QLoRA" };
         recipe = format!(", {kind} of rank {}", lora.r);
     }
     let kind = config.train.optimizer;

@@ -4,7 +4,7 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, run_or_path};
 use crate::data::{Bos, names_in};
 use crate::engine::device::{DeviceContext, DeviceSpec};
-use crate::engine::kernels::Choice;
+use crate::engine::kernels::KernelBackend;
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::store::checkpoint::best;
@@ -91,15 +91,15 @@ pub(super) struct DeviceArgs {
     device: DeviceSpec,
     /// Kernels: auto, candle or fused
     #[arg(long, value_name = "NAME", hide = true, default_value = "auto")]
-    kernels: Choice,
+    kernels: KernelBackend,
 }
 
 impl DeviceArgs {
     /// Opens the device for a model under `policy`.
     pub(super) fn open(&self, policy: PrecisionPolicy) -> Result<DeviceContext> {
-        let auto = self.kernels == Choice::Auto;
+        let auto = self.kernels == KernelBackend::Auto;
         // A few passes are over sooner than a GPU's preflight.
-        let kernels = if auto { Choice::Candle } else { self.kernels };
+        let kernels = if auto { KernelBackend::Candle } else { self.kernels };
         let open = self.device.open(policy, kernels, &mut |notice| print_notice(&notice))?;
         Ok(if auto && open.device.is_cpu() { DeviceContext::cpu() } else { open })
     }

@@ -1,4 +1,4 @@
-//! Token files: a tokenised corpus on disk, read as it is needed, so that a second run starts at once and memory does
+//! Token files: a tokenized corpus on disk, read as it is needed, so that a second run starts at once and memory does
 //! not grow with the corpus.
 //!
 //! A file is a header of 64 bytes (magic, format version, bytes per token and kind of the documents, tokens, bytes of

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use crate::Result;
 
-/// Bytes of text that are tokenised at a time, if they end at a split point.
+/// Bytes of text that are tokenized at a time, if they end at a split point.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;
 
-/// Text without a split point is tokenised as a whole up to this length.
+/// Text without a split point is tokenized as a whole up to this length.
 pub(super) const MAX_CHUNK_BYTES: usize = 1 << 20;
 
 /// The bytes of a chunk that are in the loss.

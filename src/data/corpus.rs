@@ -113,7 +113,7 @@ impl<'a> DatasetBuilder<'a> {
         self
     }
 
-    /// Reads and tokenises `source`; validation is `validation`, or the last tenth of tokens or samples without one.
+    /// Reads and tokenizes `source`; validation is `validation`, or the last tenth of tokens or samples without one.
     pub fn load(
         &mut self,
         source: &DataSource,
@@ -196,7 +196,7 @@ impl<'a> DatasetBuilder<'a> {
         let path = self.folder.join(format!("{}.tokens", &key[..32]));
         let file = match self.cached(&path) {
             Some(file) => file,
-            None => self.tokenise(&files.documents, tokenizer, &key, &path)?,
+            None => self.tokenize(&files.documents, tokenizer, &key, &path)?,
         };
         let bytes_per_token = file.text_bytes() as f64 / file.trained().max(1) as f64;
         Ok(Corpus { tokens: TokenSource::from_file(file).with_bos(tokenizer.bos()), bytes_per_token, key })
@@ -208,7 +208,7 @@ impl<'a> DatasetBuilder<'a> {
         opened.map_err(|why| self.notice(format!("`{}` is damaged ({why}); tokenizing again", path.display()))).ok()
     }
 
-    fn tokenise(&mut self, documents: &[Document], tokenizer: &Tokenizer, key: &str, path: &Path) -> Result<TokenFile> {
+    fn tokenize(&mut self, documents: &[Document], tokenizer: &Tokenizer, key: &str, path: &Path) -> Result<TokenFile> {
         let rows = documents.iter().any(|document| document.format != DataFormat::Text);
         let flags = documents.len() > 1 || rows || tokenizer.bos().is_some();
         let width = if flags || tokenizer.vocab_size() > 1 << 16 { IdWidth::U32Flagged } else { IdWidth::U16 };

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_without_a_split_point_is_tokenised_as_a_whole() {
+    fn a_text_without_a_split_point_is_tokenized_as_a_whole() {
         for unit in ["<|endoftext|>", "word", "7", "漢"] {
             let text = unit.repeat(3 * CHUNK_BYTES / unit.len());
             assert_eq!(read("a.txt", text.as_bytes()).unwrap().len(), 1, "{unit}");

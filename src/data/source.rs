@@ -78,7 +78,7 @@ pub trait Downloader {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LoadEvent {
     /// Tokenization progress.
-    Tokenising {
+    Tokenizing {
         /// Bytes of the files already read.
         done: u64,
         /// Bytes of all files.

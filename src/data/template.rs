@@ -97,7 +97,7 @@ pub struct EvalExample {
 /// A conversation as text.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rendered {
-    /// The text, special tokens included: it is tokenised without adding any.
+    /// The text, special tokens included: it is tokenized without adding any.
     pub text: String,
     /// The bytes that the template marks as the model's own words, in order; empty where it marks none.
     pub assistant_ranges: Vec<Range<usize>>,

@@ -56,7 +56,7 @@ impl<'a> TokenizeJob<'a> {
     pub(super) fn run(mut self, documents: &[Document]) -> Result<(TokenWriter, u64)> {
         let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
         let total = sizes.iter().sum();
-        (self.report)(LoadEvent::Tokenising { done: 0, total });
+        (self.report)(LoadEvent::Tokenizing { done: 0, total });
         let (mut before, mut rows) = (0, RowReader::new(self.options));
         for (document, size) in documents.iter().zip(sizes) {
             let text_before = self.text_bytes;
@@ -73,7 +73,7 @@ impl<'a> TokenizeJob<'a> {
                     self.flush()?;
                     // A Parquet file unpacks to more text than it has bytes.
                     let done = before + (self.text_bytes - text_before).min(size);
-                    (self.report)(LoadEvent::Tokenising { done, total });
+                    (self.report)(LoadEvent::Tokenizing { done, total });
                 }
                 Ok(())
             })?;
@@ -81,7 +81,7 @@ impl<'a> TokenizeJob<'a> {
         }
         self.flush()?;
         self.writer.set_kind(rows.dataset_kind());
-        (self.report)(LoadEvent::Tokenising { done: total, total });
+        (self.report)(LoadEvent::Tokenizing { done: total, total });
         if self.trained_tokens == 0 {
             let origin = documents.first().map_or("data", |document| &document.origin);
             let message = "no loss tokens: every `completion` is empty, or no message has the role `assistant`";

@@ -1,7 +1,7 @@
 //! Opens the device and the [`Kernels`] that a configuration names.
 
 use super::gpu;
-use crate::engine::kernels::{CandleKernels, Choice, Fused, Kernels};
+use crate::engine::kernels::{CandleKernels, Fused, KernelBackend, Kernels};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
 use candle_core::Device;
@@ -83,7 +83,7 @@ impl DeviceSpec {
     pub fn open(
         self,
         policy: PrecisionPolicy,
-        choice: Choice,
+        choice: KernelBackend,
         notice: &mut dyn FnMut(String),
     ) -> Result<DeviceContext> {
         let (device, name) = match self {
@@ -101,11 +101,15 @@ impl DeviceSpec {
 }
 
 /// The kernels for tensors of `device`; `notice` receives a message about CUDA kernels that failed their preflight.
-pub(crate) fn kernels(choice: Choice, device: &Device, notice: &mut dyn FnMut(String)) -> Result<Arc<dyn Kernels>> {
+pub(crate) fn kernels(
+    choice: KernelBackend,
+    device: &Device,
+    notice: &mut dyn FnMut(String),
+) -> Result<Arc<dyn Kernels>> {
     Ok(match choice {
-        Choice::Auto | Choice::Fused if device.is_cpu() => Arc::new(Fused),
-        Choice::Candle => Arc::new(CandleKernels),
-        Choice::Auto | Choice::Fused => with_cuda(device, notice)?,
+        KernelBackend::Auto | KernelBackend::Fused if device.is_cpu() => Arc::new(Fused),
+        KernelBackend::Candle => Arc::new(CandleKernels),
+        KernelBackend::Auto | KernelBackend::Fused => with_cuda(device, notice)?,
     })
 }
 
@@ -145,7 +149,7 @@ mod tests {
     #[cfg(not(feature = "cuda"))]
     fn a_cpu_build_says_how_to_rebuild() {
         let policy = "fp16".parse().unwrap();
-        let open = |place: DeviceSpec| place.open(policy, Choice::Auto, &mut |notice| panic!("{notice}"));
+        let open = |place: DeviceSpec| place.open(policy, KernelBackend::Auto, &mut |notice| panic!("{notice}"));
         assert_eq!(open(DeviceSpec::Auto).unwrap().name, "cpu");
         assert_eq!(open(DeviceSpec::Cpu).unwrap().name, "cpu");
         let message = open(DeviceSpec::Cuda(1)).unwrap_err().to_string();

@@ -1,7 +1,7 @@
 //! Adapters over their base: as a decoder, and merged.
 
 use crate::engine::device::DeviceContext;
-use crate::engine::kernels::view::{self, host};
+use crate::engine::kernels::view::{self, to_host};
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype, merge_adapters};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -38,7 +38,7 @@ pub(super) fn merge_into_base(spec: &ModelSpec, adapters: &Parameters) -> Result
     for (name, tensor) in merged.iter() {
         let from = adapters.get(name).or_else(|| adapters.base().and_then(|base| base.get(name)));
         let from = from.ok_or_else(|| Error::model(name, "is missing in both the base model and the adapters"))?;
-        view::copy(&host(from)?, tensor)?;
+        view::copy(&to_host(from)?, tensor)?;
     }
     merge_adapters(spec, adapters, &merged)?;
     Ok((plain, merged))

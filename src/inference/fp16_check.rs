@@ -8,7 +8,7 @@ use crate::Result;
 use crate::data::{Batch, BatchLoader, TokenSource};
 use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Kernels;
-use crate::engine::kernels::survey::TensorSurvey;
+use crate::engine::kernels::summary::TensorSummary;
 use crate::engine::model::{
     Checkpointing, Decoder, ForwardMode, Hook, HookPoint, ModelSpec, ModuleId, Parameters, TensorKind, Workspace,
     candle_dtype,
@@ -103,7 +103,7 @@ pub struct Fp16Report {
 struct UnitStats {
     activation: TensorAmax,
     gradient: TensorAmax,
-    weights: TensorSurvey,
+    weights: TensorSummary,
 }
 
 struct RangeHook<'a> {
@@ -115,7 +115,7 @@ struct RangeHook<'a> {
 impl Hook for RangeHook<'_> {
     fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         let weights = matches!(part, TensorKind::WeightGradient | TensorKind::BiasGradient);
-        let found = self.kernels.survey(tensor, FloatFormat::FP32, weights)?;
+        let found = self.kernels.summarize(tensor, FloatFormat::FP32, weights)?;
         let max_abs = if found.stats.is_finite() { found.stats.max_abs } else { f32::NAN };
         let seen = self.units.entry(layer.unit()).or_default();
         if weights {
@@ -138,7 +138,7 @@ struct FiniteCheckHook<'a> {
 
 impl Hook for FiniteCheckHook<'_> {
     fn record(&mut self, HookPoint { layer, kind: part, .. }: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
-        if self.found.is_none() && !self.kernels.survey(tensor, FloatFormat::FP32, false)?.stats.is_finite() {
+        if self.found.is_none() && !self.kernels.summarize(tensor, FloatFormat::FP32, false)?.stats.is_finite() {
             self.found = Some(name_of(self.spec, layer, part));
         }
         Ok(())
@@ -256,7 +256,7 @@ fn best_scale(units: &BTreeMap<PrecisionUnit, UnitStats>, fp32: &BTreeSet<Precis
     let kept = || units.iter().filter(|(unit, _)| !fp32.contains(unit)).map(|(_, seen)| seen);
     let largest = kept().map(|seen| seen.gradient.max_abs).fold(0.0, f32::max);
     let scale = (FP16_MAX / HEADROOM / largest.max(f32::MIN_POSITIVE)).min(MAX_SCALE).log2().floor().exp2();
-    let mut weights = TensorSurvey::default();
+    let mut weights = TensorSummary::default();
     for seen in kept() {
         weights.merge(&seen.weights);
     }
@@ -297,7 +297,7 @@ mod tests {
     fn seen(activation: f32, gradient: f32, binade: i32) -> UnitStats {
         let exponents = ExponentHistogram::from_counts([(binade, 1000)]);
         let of = |max_abs| TensorAmax { max_abs, tensor: String::new() };
-        let weights = TensorSurvey { stats: TensorStats::default(), exponents };
+        let weights = TensorSummary { stats: TensorStats::default(), exponents };
         UnitStats { activation: of(activation), gradient: of(gradient), weights }
     }
 

@@ -5,7 +5,7 @@ mod stream;
 pub use stream::TextStream;
 
 use crate::data::Tokenizer;
-use crate::engine::kernels::view::host;
+use crate::engine::kernels::view::to_host;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
@@ -144,7 +144,7 @@ pub fn generate(
         let hidden = model.decode(weights, &seen[new..], cache)?;
         let last = hidden.narrow(0, seen.len() - new - 1, 1)?;
         // On the CPU, because candle's sampling has no GPU kernels.
-        let logits = host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
+        let logits = to_host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
         let logits = with_repetition_penalty(logits, request.sampling.repetition_penalty, &seen)?;
         let next = processor.sample(&request.sampling.prepared(&logits)?)?;
         if request.stop_token_ids.contains(&next) {

@@ -72,5 +72,5 @@ fn logits(model: &Decoder, weights: &Parameters, ids: &[u32]) -> Result<Tensor> 
     let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, shape, &weights.device())?;
     let tokens = InputIds { ids, seq_len: ids.len(), documents: None };
     model.forward(weights, tokens, ForwardMode::Eval, &mut workspace, &mut ())?;
-    Ok(view::host(&model.logits(weights, workspace.hidden())?)?)
+    Ok(view::to_host(&model.logits(weights, workspace.hidden())?)?)
 }

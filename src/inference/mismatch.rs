@@ -5,7 +5,7 @@
 //! The same tokens go through the training forward pass, all positions at once, and through generation, one at a time
 //! over the KV cache. Both take the same weights, so that what differs is rounding, in an order that differs.
 
-use crate::engine::kernels::view::host;
+use crate::engine::kernels::view::to_host;
 use crate::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace};
 use crate::inference::generate::{GenerationRequest, Sampling, generate};
 use crate::precision::PrecisionPolicy;
@@ -136,7 +136,7 @@ pub fn log_probs(
 
 /// Logits by row.
 fn rows(logits: &Tensor) -> Result<Vec<Vec<f32>>> {
-    Ok(host(&logits.to_dtype(DType::F32)?)?.to_vec2()?)
+    Ok(to_host(&logits.to_dtype(DType::F32)?)?.to_vec2()?)
 }
 
 /// Log-probabilities in FP64, so that they add no rounding error.

@@ -209,7 +209,7 @@ impl QuantizedTensor {
         };
         for values in tensor.chunks(block) {
             let amax = if scheme == Scheme::Fp8Delayed { stale_amax } else { largest(values) };
-            this.quantise(values, amax);
+            this.quantize(values, amax);
         }
         let (code, scale, more) = match scheme {
             Scheme::Mxfp8 => (8.0, 8.0, 0.0),
@@ -227,7 +227,7 @@ impl QuantizedTensor {
     }
 
     /// Adds a block's scale and codes.
-    fn quantise(&mut self, values: &[f32], amax: f32) {
+    fn quantize(&mut self, values: &[f32], amax: f32) {
         let e4m3 = FloatFormat::E4M3;
         match self.scheme {
             Scheme::Mxfp8 => {
@@ -349,7 +349,7 @@ mod tests {
     }
 
     fn of(blocks: &BlockScaling, scheme: Scheme) -> &QuantizedTensor {
-        blocks.schemes.iter().find(|quantised| quantised.scheme == scheme).unwrap()
+        blocks.schemes.iter().find(|quantized| quantized.scheme == scheme).unwrap()
     }
 
     #[test]

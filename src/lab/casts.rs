@@ -64,7 +64,7 @@ impl Hook for Types<'_> {
         });
         let cast = &mut self.layers[at];
         match place.kind {
-            TensorKind::Output | TensorKind::LowRank => cast.output = dtype,
+            TensorKind::Output | TensorKind::LoraTerm => cast.output = dtype,
             TensorKind::OutputGradient | TensorKind::InputGradient | TensorKind::LowRankGradient => {
                 cast.activation_gradient = dtype;
             }

@@ -164,9 +164,9 @@ impl Recipe {
         }
     }
 
-    /// The engine's policy for a model: only one that is quantised can stay in its blocks.
+    /// The engine's policy for a model: only one that is quantized can stay in its blocks.
     fn policy_for(self, config: &ModelSpec) -> Option<PrecisionPolicy> {
-        self.policy().filter(|_| self != Self::Qlora || !config.quantised.is_empty())
+        self.policy().filter(|_| self != Self::Qlora || !config.quantized.is_empty())
     }
 
     /// The engine's settings for this recipe: the model with its adapters, checkpointing, and the optimizer.
@@ -188,7 +188,7 @@ impl Recipe {
         let lora = matches!(self, Self::Lora | Self::Qlora).then(lora).transpose()?;
         let mut spec = ModelSpec { lora, ..config.clone() };
         if self != Self::Qlora {
-            spec.quantised.clear();
+            spec.quantized.clear();
         }
         Ok((spec, keep, kind))
     }

@@ -2,7 +2,7 @@
 //! values.
 
 use crate::digest::DigestWriter;
-use crate::engine::kernels::survey::survey;
+use crate::engine::kernels::summary::summarize;
 use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{ModelSpec, ModuleOp, ParamSpec, Parameters, candle_dtype, init_dora_magnitude};
 use crate::precision::{Dtype, FloatFormat, TensorStats};
@@ -51,8 +51,8 @@ pub fn load_with_base(
         Some(gguf) if device.is_cpu() => {
             let in_blocks = spec.quantized_params();
             let in_blocks = frozen.iter().filter(|entry| in_blocks.contains_key(&entry.name));
-            let quantised = in_blocks.map(|entry| Ok((entry.name.clone(), gguf.blocks(entry)?)));
-            Parameters::with_quantized(&frozen, dtype, quantised.collect::<Result<_>>()?)?
+            let quantized = in_blocks.map(|entry| Ok((entry.name.clone(), gguf.blocks(entry)?)));
+            Parameters::with_quantized(&frozen, dtype, quantized.collect::<Result<_>>()?)?
         }
         _ => Parameters::zeros(&frozen, dtype, device)?,
     };
@@ -71,7 +71,7 @@ pub fn load_with_base(
         for first in (0..elements).step_by(part) {
             let wide = buffer.narrow(0, 0, part.min(elements - first))?;
             view::write_f32(&wide, |out| read_part(&entry, first, out))??;
-            stats.merge(&survey(&wide, FloatFormat::FP32, false)?.stats);
+            stats.merge(&summarize(&wide, FloatFormat::FP32, false)?.stats);
             for values in read(&wide)?.typed::<f32>()?.chunks(HASH_CHUNK) {
                 let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
                 digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
@@ -108,7 +108,7 @@ fn chunk_elements(entry: &ParamSpec) -> usize {
 /// name.
 pub fn check_range(masters: &Parameters, origin: &str, dtype: Dtype) -> Result<()> {
     masters.iter().try_for_each(|(name, tensor)| {
-        check_stats(name, &survey(tensor, FloatFormat::FP32, false)?.stats, origin, dtype)
+        check_stats(name, &summarize(tensor, FloatFormat::FP32, false)?.stats, origin, dtype)
     })
 }
 

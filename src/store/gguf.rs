@@ -109,10 +109,10 @@ impl Gguf {
         self.content.tensor_infos.iter().map(|(name, info)| (name.as_str(), info.ggml_dtype, info.shape.dims()))
     }
 
-    /// A tensor, dequantised to FP32 on the CPU; the outermost dimension comes first.
+    /// A tensor, dequantized to FP32 on the CPU; the outermost dimension comes first.
     ///
     /// # Errors
-    /// [`Error::Model`] if there is none of this name, or its block type cannot be dequantised.
+    /// [`Error::Model`] if there is none of this name, or its block type cannot be dequantized.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         self.info(name)?;
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
@@ -120,7 +120,7 @@ impl Gguf {
         read().map_err(|error| self.error(format!("tensor `{name}`: {}", Error::from(error))))
     }
 
-    /// The elements `range` of a tensor, dequantised to FP32; they are whole blocks.
+    /// The elements `range` of a tensor, dequantized to FP32; they are whole blocks.
     fn part(&self, name: &str, range: Range<usize>) -> Result<CpuStorage> {
         let (elements, dtype) = (range.len(), self.info(name)?.ggml_dtype);
         let blocks = self.blocks(name, range)?;

@@ -5,7 +5,7 @@ mod sections;
 
 use crate::data::{Bos, DataFormat, DataSource, FieldNames};
 pub use crate::engine::device::DeviceSpec;
-use crate::engine::kernels::Choice;
+use crate::engine::kernels::KernelBackend;
 use crate::engine::model::{Lora, ModelSpec};
 use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
 use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy};
@@ -78,7 +78,7 @@ settings! {
         device: String = "auto".into(), flag("device", Machine, 0, "DEVICE"), help("Device: auto, cpu, cuda or cuda:N");
         /// Kernels: `auto`, `candle` for candle's operations, or `fused` for this program's. Use `auto`, which is not written
         /// to files; the others are for comparisons.
-        kernels: Choice = Choice::Auto, flag("kernels", Machine, 0, "NAME"), hidden(),
+        kernels: KernelBackend = KernelBackend::Auto, flag("kernels", Machine, 0, "NAME"), hidden(),
             help("Kernels: auto, candle or fused");
         /// Compute threads; all processors by default. The numbers do not depend on it.
         threads: Option<usize> = None, flag("threads", Machine, 0, "THREADS"),

@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::engine::collective::ProcessGroup;
-use crate::engine::kernels::machine::awake::keep_awake;
+use crate::engine::kernels::machine::spin::with_spinning_workers;
 use crate::engine::model::{Decoder, ForwardMode, Hook, Parameters, Workspace};
 use crate::engine::optim::{AdamW, GradientStats, Gradients, LrSchedule};
 use crate::precision::{GradScaler, ScaleChange};
@@ -31,7 +31,7 @@ pub struct TrainEngine {
     pub max_grad_norm: Option<f64>,
     /// The seed of dropout.
     pub seed: u64,
-    /// Whether the survey counts exponents.
+    /// Whether the statistics count exponents.
     pub count_exponents: bool,
     /// Buffers of the passes.
     pub workspace: Workspace,
@@ -92,7 +92,7 @@ pub struct StepTimings {
     pub forward: Duration,
     /// The head with its own backward pass, and the model's backward passes.
     pub backward: Duration,
-    /// The survey of the gradients.
+    /// Statistics of the gradients.
     pub grad_stats: Duration,
     /// Unscaling, clipping, AdamW and the new working copy; with several processes also its exchange.
     pub optimizer: Duration,
@@ -170,7 +170,7 @@ impl TrainEngine {
             self.state.fp8.as_mut().map_or(Ok(()), |fp8| fp8.end_step(&*self.group))?;
             Ok(report)
         };
-        if computes_here { keep_awake(step) } else { step() }
+        if computes_here { with_spinning_workers(step) } else { step() }
     }
 
     /// The operands of the passes, with the scales of the last step in FP8, and the state that they leave unchanged.

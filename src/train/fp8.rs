@@ -7,7 +7,7 @@
 use crate::Result;
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::fp8::round_through;
-use crate::engine::kernels::survey::survey;
+use crate::engine::kernels::summary::summarize;
 use crate::engine::model::{
     Hook, HookPoint, LinearRole, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, TensorKind,
 };
@@ -126,7 +126,7 @@ impl Fp8Block {
     }
 
     fn round(&mut self, index: usize, format: FloatFormat, tensor: &Tensor) -> candle_core::Result<()> {
-        let amax = survey(tensor, format, false)?.stats.max_abs;
+        let amax = summarize(tensor, format, false)?.stats.max_abs;
         self.amax[index] = self.amax[index].max(amax);
         round_through(tensor, format, self.scales[index].unwrap_or_else(|| scale_for(amax, format)))
     }

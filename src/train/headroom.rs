@@ -3,7 +3,7 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::engine::kernels::survey::survey;
+use crate::engine::kernels::summary::summarize;
 use crate::engine::model::{Hook, HookPoint};
 use crate::precision::FloatFormat;
 use crate::train::engine::TrainEngine;
@@ -54,7 +54,7 @@ impl Hook for GradAmaxHook {
         if place.kind.is_forward() || tensor.dtype() != DType::F16 || !self.finite {
             return Ok(());
         }
-        let stats = survey(tensor, FloatFormat::FP16, false)?.stats;
+        let stats = summarize(tensor, FloatFormat::FP16, false)?.stats;
         self.max_abs = self.max_abs.max(stats.max_abs);
         self.finite = stats.is_finite();
         Ok(())

@@ -1,7 +1,7 @@
 //! The memory that training's buffers take, summed from the types that allocate them.
 
 use crate::engine::kernels::Kernels;
-use crate::engine::kernels::attention::Shape;
+use crate::engine::kernels::attention::AttentionShape;
 use crate::engine::model::{
     Checkpointing, KvCache, ModelSpec, ModuleId, ModuleOp, ParamSpec, Workspace, WorkspaceBytes,
 };
@@ -64,7 +64,7 @@ impl MemoryEstimate {
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
         let (mut masters, weights) = MasterWeights::bytes(parameters, policy, world_size);
         let (mut gradients, sum) = Gradients::bytes(parameters, policy, grad_accum, world_size);
-        let scores = kernels.score_bytes(&Shape::new(batch, seq_len, spec.heads, spec.head_dim))?;
+        let scores = kernels.score_bytes(&AttentionShape::new(batch, seq_len, spec.heads, spec.head_dim))?;
         let mut adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world_size as u64);
         if world_size > 1 && on_gpu {
             adam = 0;
@@ -117,7 +117,7 @@ pub fn packed_bytes(
     if probes {
         products.extend(spec.gemm_shapes(PrecisionPolicy::FP32, tokens)?);
     }
-    Ok(kernels.product_bytes(&products, threads)?)
+    Ok(kernels.packing_bytes(&products, threads)?)
 }
 
 /// KV-cache bytes of a generated sample: `tokens` plus the prompt, whose tokens are at most its `prompt` bytes.
@@ -132,14 +132,14 @@ struct FrozenBytes {
     /// Parameters that are stored in the compute dtype.
     dense: u64,
     blocks: u64,
-    /// For the largest of the matrices in blocks, dequantised, or for the rows of the embedding that tokens look up.
+    /// For the largest of the matrices in blocks, dequantized, or for the rows of the embedding that tokens look up.
     buffer: u64,
 }
 
 impl FrozenBytes {
     fn new(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize) -> Self {
         let (in_blocks, size) = (spec.quantized_params(), policy.compute.size_in_bytes() as u64);
-        let (mut frozen, mut dequantised) = (Self::default(), BTreeMap::<ModuleId, u64>::new());
+        let (mut frozen, mut dequantized) = (Self::default(), BTreeMap::<ModuleId, u64>::new());
         for ParamSpec { name, shape, fused_into: pack, .. } in spec.frozen_parameters() {
             let elements = shape.iter().product::<usize>() as u64;
             let Some(dtype) = in_blocks.get(&name) else {
@@ -150,9 +150,9 @@ impl FrozenBytes {
             // A tied embedding is the head's matrix as well.
             let looked_up = pack.op == ModuleOp::Embedding && !spec.tie_word_embeddings;
             let used = if looked_up { (tokens * spec.hidden_size) as u64 } else { elements };
-            *dequantised.entry(pack).or_default() += used * size;
+            *dequantized.entry(pack).or_default() += used * size;
         }
-        frozen.buffer = dequantised.into_values().max().unwrap_or(0);
+        frozen.buffer = dequantized.into_values().max().unwrap_or(0);
         frozen
     }
 }
@@ -259,7 +259,7 @@ fn gib(bytes: u64) -> f64 {
 pub(super) fn check_weights_fit(config: &Config, spec: &ModelSpec, available: u64) -> Result<()> {
     let (count, dtype) = (spec.parameter_count(), config.dtype.compute);
     let bytes = count.saturating_mul(dtype.size_in_bytes() as u64);
-    if !spec.quantised.is_empty() || bytes <= available {
+    if !spec.quantized.is_empty() || bytes <= available {
         return Ok(());
     }
     let (needed, left) = (gib(bytes), gib(available));
@@ -407,11 +407,11 @@ mod tests {
 
         let dense = probe(&spec, PrecisionPolicy::BF16) - probe(&spec, PrecisionPolicy::FP32);
         assert_eq!(dense, 4 * whole.parameter_count());
-        let mut quantised = spec.clone();
+        let mut quantized = spec.clone();
         let matrices = spec.frozen_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
-        quantised.quantised = matrices.map(|entry| (entry.name, GgmlDType::Q8_0)).collect();
-        let in_blocks = FrozenBytes::new(&quantised, PrecisionPolicy::FP32, 16);
-        let saved = probe(&spec, PrecisionPolicy::BF16) - probe(&quantised, PrecisionPolicy::BF16);
+        quantized.quantized = matrices.map(|entry| (entry.name, GgmlDType::Q8_0)).collect();
+        let in_blocks = FrozenBytes::new(&quantized, PrecisionPolicy::FP32, 16);
+        let saved = probe(&spec, PrecisionPolicy::BF16) - probe(&quantized, PrecisionPolicy::BF16);
         assert_eq!(saved, dense - in_blocks.dense - in_blocks.buffer);
         assert!(in_blocks.blocks > in_blocks.dense + in_blocks.buffer);
     }
@@ -425,7 +425,7 @@ mod tests {
             let mut spec = config.with_adapters(ModelSpec { tie_word_embeddings: tied, ..spec.clone() }).unwrap();
             let embedding =
                 spec.frozen_parameters().into_iter().find(|entry| entry.fused_into.op == ModuleOp::Embedding).unwrap();
-            spec.quantised = [(embedding.name, GgmlDType::Q8_0)].into();
+            spec.quantized = [(embedding.name, GgmlDType::Q8_0)].into();
             FrozenBytes::new(&spec, PrecisionPolicy::FP32, 16).buffer
         };
         assert_eq!(buffer(true, &tied), 4 * 100_000 * tied.hidden_size as u64);

@@ -5,7 +5,7 @@
 
 use crate::Result;
 use crate::data::Batch;
-use crate::engine::kernels::survey::survey;
+use crate::engine::kernels::summary::summarize;
 use crate::engine::model::{Hook, HookPoint, ModelSpec};
 use crate::precision::{FloatFormat, PrecisionUnit, TensorStats};
 use crate::telemetry::{FirstNonFinite, Pass};
@@ -96,7 +96,7 @@ impl FirstNonFiniteHook {
 }
 
 fn stats_of(tensor: &Tensor) -> candle_core::Result<TensorStats> {
-    Ok(survey(tensor, FloatFormat::FP32, false)?.stats)
+    Ok(summarize(tensor, FloatFormat::FP32, false)?.stats)
 }
 
 impl NonFinite {
@@ -120,7 +120,7 @@ impl NonFinite {
 mod tests {
     use super::*;
     use crate::engine::collective::SingleProcess;
-    use crate::engine::kernels::{Choice, view};
+    use crate::engine::kernels::{KernelBackend, view};
     use crate::engine::model::{ModuleId, ModuleOp, TensorKind};
     use crate::engine::optim::MasterWeights;
     use crate::precision::{GradScalerConfig, PrecisionPolicy};
@@ -140,10 +140,10 @@ mod tests {
     /// Two-block FP16 engines at loss scale `scale` with the weights named in `change` modified; one for each set of
     /// kernels.
     fn crafted(scale: f32, change: &[Change<'_>]) -> [TrainEngine; 2] {
-        [Choice::Fused, Choice::Candle].map(|kernels| crafted_of(kernels, scale, change))
+        [KernelBackend::Fused, KernelBackend::Candle].map(|kernels| crafted_of(kernels, scale, change))
     }
 
-    fn crafted_of(kernels: Choice, scale: f32, change: &[Change<'_>]) -> TrainEngine {
+    fn crafted_of(kernels: KernelBackend, scale: f32, change: &[Change<'_>]) -> TrainEngine {
         let mut config = Config { dtype: PrecisionPolicy::FP16, device: "cpu".into(), kernels, ..Config::default() };
         (config.train.batch_size, config.train.seq_len) = SHAPE;
         config.train.grad_accum = 2;

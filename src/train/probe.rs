@@ -8,8 +8,8 @@ use crate::Result;
 use crate::data::Batch;
 use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Kernels;
-use crate::engine::kernels::survey::survey;
-use crate::engine::kernels::view::{host, read};
+use crate::engine::kernels::summary::summarize;
+use crate::engine::kernels::view::{read, to_host};
 use crate::engine::model::{Checkpointing, Hook, HookPoint, ModelSpec, Parameters, TensorKind, Workspace};
 use crate::engine::optim::{GradientStats, Gradients};
 use crate::precision::{FloatFormat, PrecisionPolicy};
@@ -84,7 +84,7 @@ impl Hook for AmaxHook<'_> {
     fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         if place.kind == TensorKind::Output {
             let (name, max_abs) =
-                (self.spec.layer_name(place.layer), survey(tensor, FloatFormat::FP32, false)?.stats.max_abs);
+                (self.spec.layer_name(place.layer), summarize(tensor, FloatFormat::FP32, false)?.stats.max_abs);
             match self.maxima.last_mut() {
                 // The head computes its logits a tile at a time.
                 Some(last) if last.name == name => last.max_abs = last.max_abs.max(max_abs),
@@ -96,7 +96,7 @@ impl Hook for AmaxHook<'_> {
 }
 
 fn count_flushed(name: &str, exact: &Tensor, stored: &Tensor) -> Result<FlushedTensor> {
-    let (exact, stored) = (host(exact)?, host(stored)?);
+    let (exact, stored) = (to_host(exact)?, to_host(stored)?);
     let (exact, stored) = (read(&exact)?, read(&stored)?);
     let (exact, stored) = (exact.view(), stored.view());
     let mut out = FlushedTensor { name: name.to_owned(), count: exact.len() as u64, nonzero: 0, flushed: 0 };

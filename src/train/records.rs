@@ -1,6 +1,6 @@
 //! Converts a step's results to the records of [`crate::telemetry`].
 
-use crate::engine::kernels::survey::TensorSurvey;
+use crate::engine::kernels::summary::TensorSummary;
 use crate::engine::model::ParamSpec;
 use crate::engine::optim::GradientStats;
 use crate::telemetry::{
@@ -14,8 +14,8 @@ fn milliseconds(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-pub(super) fn grad_stats(survey: &TensorSurvey) -> GradStats {
-    let stats = &survey.stats;
+pub(super) fn grad_stats(summary: &TensorSummary) -> GradStats {
+    let stats = &summary.stats;
     GradStats {
         count: stats.count,
         min_abs: stats.min_nonzero,
@@ -25,23 +25,23 @@ pub(super) fn grad_stats(survey: &TensorSurvey) -> GradStats {
         inf: stats.inf,
         nan: stats.nan,
         norm: if stats.is_finite() { stats.norm() } else { f64::NAN },
-        exponents: survey.exponents.iter().map(|(exponent, count)| (exponent as i16, count)).collect(),
+        exponents: summary.exponents.iter().map(|(exponent, count)| (exponent as i16, count)).collect(),
     }
 }
 
-fn tensor_record(entry: &ParamSpec, survey: &TensorSurvey) -> TensorRecord {
-    TensorRecord { name: entry.name.clone(), stats: grad_stats(survey) }
+fn tensor_record(entry: &ParamSpec, summary: &TensorSummary) -> TensorRecord {
+    TensorRecord { name: entry.name.clone(), stats: grad_stats(summary) }
 }
 
 /// One record per tensor.
-pub(super) fn tensor_records(layout: &[ParamSpec], survey: &GradientStats) -> Vec<TensorRecord> {
-    layout.iter().zip(&survey.tensors).map(|(entry, survey)| tensor_record(entry, survey)).collect()
+pub(super) fn tensor_records(layout: &[ParamSpec], summary: &GradientStats) -> Vec<TensorRecord> {
+    layout.iter().zip(&summary.tensors).map(|(entry, summary)| tensor_record(entry, summary)).collect()
 }
 
 /// The step's record without the fields that the loop adds: rates, memory, the tensor table.
 pub(super) fn step_record(
     report: &StepReport,
-    survey: &GradientStats,
+    summary: &GradientStats,
     counters: Counters,
     growth_tracker: u32,
     next_lr: f64,
@@ -71,7 +71,7 @@ pub(super) fn step_record(
             grad_stats_ms: milliseconds(report.time.grad_stats),
             optimizer_ms: milliseconds(report.time.optimizer),
         },
-        grads: grad_stats(&survey.total),
+        grads: grad_stats(&summary.total),
         ..StepRecord::default()
     }
 }
@@ -81,16 +81,16 @@ pub(super) fn overflow(
     report: &StepReport,
     step: u64,
     layout: &[ParamSpec],
-    survey: &GradientStats,
+    summary: &GradientStats,
     origin: Option<FirstNonFinite>,
 ) -> Overflow {
-    let broken = layout.iter().zip(&survey.tensors).filter(|(_, survey)| !survey.stats.is_finite());
+    let broken = layout.iter().zip(&summary.tensors).filter(|(_, summary)| !summary.stats.is_finite());
     Overflow {
         step,
         scale: ScaleUpdate::new(report.scale, report.change),
         loss: report.loss as f32,
-        max_abs: survey.total.stats.max_abs,
-        tensors: broken.map(|(entry, survey)| tensor_record(entry, survey)).collect(),
+        max_abs: summary.total.stats.max_abs,
+        tensors: broken.map(|(entry, summary)| tensor_record(entry, summary)).collect(),
         first_nonfinite: origin,
     }
 }

@@ -405,7 +405,7 @@ fn with_loader<T>(
     let mut hub = Hub::new(settings).report_to(&mut downloading);
     let mut loading = |event| {
         (report.borrow_mut())(match event {
-            LoadEvent::Tokenising { done, total } => SetupEvent::Progress { what: "tokenising".into(), done, total },
+            LoadEvent::Tokenizing { done, total } => SetupEvent::Progress { what: "tokenizing".into(), done, total },
             LoadEvent::Notice(notice) => SetupEvent::Notice(notice),
         });
     };
@@ -446,7 +446,7 @@ pub(super) fn fit_memory(
     let (mut config, mut shape) = (config, shape.clone());
     if !open.device.is_cpu() {
         // Only a CPU keeps matrices quantized.
-        shape.quantised.clear();
+        shape.quantized.clear();
     }
     let shape = &shape;
     check_weights_fit(&config, shape, available)?;

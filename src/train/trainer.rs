@@ -227,15 +227,15 @@ impl Trainer {
     /// Bytes of one full checkpoint without its small files.
     pub fn checkpoint_bytes(&self) -> u64 {
         let state = &self.engine.state;
-        let quantised = state.adamw.quantized_moments().iter();
-        let quantised: u64 = quantised.map(|tensor| 2 * BlockwiseQuantized::bytes(tensor.elements as u64)).sum();
+        let quantized = state.adamw.quantized_moments().iter();
+        let quantized: u64 = quantized.map(|tensor| 2 * BlockwiseQuantized::bytes(tensor.elements as u64)).sum();
         let exact = [&state.weights, state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq];
         // Includes the shards of other processes.
         let whole = |parameters: &Parameters| {
             let tensors = parameters.layout().iter().zip(parameters.tensors());
             tensors.map(|(entry, tensor)| view::bytes(&entry.shape, tensor.dtype())).sum::<u64>()
         };
-        exact.map(whole).iter().sum::<u64>() + quantised + self.tokenizer.json().len() as u64
+        exact.map(whole).iter().sum::<u64>() + quantized + self.tokenizer.json().len() as u64
     }
 
     /// The newest checkpoint written or read.
@@ -292,7 +292,7 @@ impl Trainer {
         checkpoint.read_masters(train.masters.parameters())?;
         checkpoint.read_exp_avg(&train.adamw.exp_avg)?;
         checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
-        checkpoint.read_quantised(train.adamw.quantized_moments_mut())?;
+        checkpoint.read_quantized(train.adamw.quantized_moments_mut())?;
         if train.masters.parameters().shards().is_some() {
             // Without an exchange, because the workers load the checkpoint later than the leader.
             checkpoint.read_masters_rounded(&train.weights)?;

@@ -1,7 +1,7 @@
 //! Proves that a checkpoint resumes: `n` steps equal `k` steps, save, load, and `n - k` steps, bit for bit.
 
 use crate::engine::collective::SingleProcess;
-use crate::engine::kernels::view::{View, host, read};
+use crate::engine::kernels::view::{View, read, to_host};
 use crate::engine::model::Parameters;
 use crate::store::checkpoint::{Checkpoint, Run};
 use crate::telemetry::{Activity, Emitter, PhaseProgress};
@@ -107,7 +107,7 @@ fn differing(a: &Tensor, b: &Tensor) -> Result<Option<(usize, usize)>> {
         let (first, _) = differing.next()?;
         Some((1 + differing.count(), first))
     }
-    let (a, b) = (host(a)?, host(b)?);
+    let (a, b) = (to_host(a)?, to_host(b)?);
     let (a, b) = (read(&a)?, read(&b)?);
     Ok(match (a.view(), b.view()) {
         (View::F32(a), View::F32(b)) => count(a, b, f32::to_bits),

@@ -91,7 +91,7 @@ impl Sample {
             masters: &self.masters,
             exp_avg: &self.exp_avg,
             exp_avg_sq: &self.exp_avg_sq,
-            quantised: &[],
+            quantized: &[],
             activity: &self.activity,
         }
     }

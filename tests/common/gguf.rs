@@ -28,7 +28,7 @@ pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {
     let tensor = |(entry, tensor)| {
         let values = spec.to_gguf_layout(entry, tensor).unwrap().to_dtype(DType::F32).unwrap();
         let dtype = if entry.shape.len() == 2 { *types.next().unwrap() } else { GgmlDType::F32 };
-        (gguf_name(entry), quantised(&values, dtype))
+        (gguf_name(entry), quantized(&values, dtype))
     };
     let tensors: Vec<_> = weights.layout().iter().zip(weights.tensors()).map(tensor).collect();
     let metadata: Vec<_> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
@@ -36,7 +36,7 @@ pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {
     gguf_file::write(&mut File::create(path).unwrap(), &metadata, &tensors).unwrap();
 }
 
-fn quantised(values: &Tensor, dtype: GgmlDType) -> QTensor {
+fn quantized(values: &Tensor, dtype: GgmlDType) -> QTensor {
     if dtype != GgmlDType::F32 {
         return QTensor::quantize(values, dtype).unwrap();
     }

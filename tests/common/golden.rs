@@ -10,7 +10,7 @@ use candle_core::{Device, Tensor};
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use serde::Deserialize;
 
-use super::oracle::{IGNORED, Shape};
+use super::reference_model::{IGNORED, Shape};
 
 /// The cases under `tests/golden/families`.
 pub(crate) const FAMILIES: [&str; 17] = [

@@ -7,7 +7,7 @@
 use candle_core::{D, DType, Device, Result, Tensor};
 use finetune::engine::device::DeviceSpec;
 use finetune::engine::kernels::op::cases::{Bounds, Case, cases};
-use finetune::engine::kernels::{CandleKernels, Choice};
+use finetune::engine::kernels::{CandleKernels, KernelBackend};
 use std::sync::LazyLock;
 
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -15,7 +15,7 @@ const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 /// One device for all tests: a second one would be another stream.
 static GPU: LazyLock<Device> = LazyLock::new(|| {
     let policy = "bf16".parse().unwrap();
-    DeviceSpec::Cuda(0).open(policy, Choice::Candle, &mut |notice| panic!("{notice}")).unwrap().device
+    DeviceSpec::Cuda(0).open(policy, KernelBackend::Candle, &mut |notice| panic!("{notice}")).unwrap().device
 });
 
 /// Numbers between -1 and 1 in no order.

@@ -68,7 +68,7 @@ fn values() -> Tensor {
 }
 
 #[test]
-fn every_block_type_comes_back_as_it_is_dequantised() {
+fn every_block_type_comes_back_as_it_is_dequantized() {
     use GgmlDType::{BF16, F16, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
     let folder = tempfile::tempdir().unwrap();
     for dtype in [F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {

@@ -3,16 +3,16 @@
 //! work, threads.
 
 use crate::common::compare::{relative, values};
-use crate::common::family_oracle::{self, Attention};
-use crate::common::oracle;
+use crate::common::reference_families::{self, Attention};
+use crate::common::reference_model;
 use candle_core::{DType, Device, Result, Tensor, Var};
-use finetune::engine::kernels::attention::{Operands, Shape};
-use finetune::engine::kernels::columns::{Columns, WriteMode};
-use finetune::engine::kernels::cross_entropy::{self, HeadGradient, HeadInput, HeadWorkspace, IGNORE};
+use finetune::engine::kernels::attention::{AttentionInputs, AttentionShape};
+use finetune::engine::kernels::columns::{ColumnSlice, WriteMode};
+use finetune::engine::kernels::cross_entropy::{self, CrossEntropyWorkspace, HeadGradient, HeadInput, IGNORE};
 use finetune::engine::kernels::embedding::scale_of_width;
 use finetune::engine::kernels::op;
 use finetune::engine::kernels::op::cases::{self, Bounds, Case, Exact, Operation, cases};
-use finetune::engine::kernels::rope::{Direction, Positions};
+use finetune::engine::kernels::rope::{Direction, PositionIds};
 use finetune::engine::kernels::view::zeros;
 use finetune::engine::kernels::{Activation, CandleKernels, Fused, Kernels, Norm, NormSettings, WeightLayout};
 
@@ -58,9 +58,9 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             let inputs = ["x", "weight"].into_iter().chain(bias).chain(low).map(operand).collect();
             let compute = move |x: &[Tensor]| {
                 let weight = if layout == WeightLayout::InOut { x[1].t()? } else { x[1].clone() };
-                let y = family_oracle::linear(&x[0], &weight, biased.then(|| &x[2]))?;
+                let y = reference_families::linear(&x[0], &weight, biased.then(|| &x[2]))?;
                 match &x[2 + usize::from(biased)..] {
-                    [low, factor] => y + (family_oracle::linear(low, factor, None)? * 1.5)?,
+                    [low, factor] => y + (reference_families::linear(low, factor, None)? * 1.5)?,
                     _ => Ok(y),
                 }
             };
@@ -87,8 +87,10 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
                 gradients.push(result("dbias"));
             }
             let compute = move |x: &[Tensor]| match norm {
-                Norm::Layer => oracle::layer_norm(&x[0], &x[1], &x[2], EPSILON),
-                Norm::Rms { unit_offset } => family_oracle::rms_norm(&x[0], &x[1], f64::from(unit_offset), EPSILON),
+                Norm::Layer => reference_model::layer_norm(&x[0], &x[1], &x[2], EPSILON),
+                Norm::Rms { unit_offset } => {
+                    reference_families::rms_norm(&x[0], &x[1], f64::from(unit_offset), EPSILON)
+                }
             };
             plain(inputs, Box::new(compute), Some(part(result("y"))), part(operand("dy")), gradients)
         }
@@ -96,16 +98,16 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             let compute = move |x: &[Tensor]| {
                 let halves = |x: &Tensor| x.chunk(2, 1);
                 match activation {
-                    Activation::Gelu => oracle::gelu(&x[0]),
-                    Activation::GatedSilu => family_oracle::silu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
-                    Activation::GatedGelu => oracle::gelu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
+                    Activation::Gelu => reference_model::gelu(&x[0]),
+                    Activation::SwiGlu => reference_families::silu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
+                    Activation::GeGlu => reference_model::gelu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
                 }
             };
             plain(vec![operand("x")], Box::new(compute), Some(result("y")), operand("dy"), vec![result("dx")])
         }
         // If a query has only one key, gradients of queries and keys are zero: the three inputs are compared as one.
         Operation::Attention { shape, documents, drops: false, packed, .. } => {
-            let ([queries, keys, values], Shape { batch, seq_len, .. }) = (shape.widths(), shape);
+            let ([queries, keys, values], AttentionShape { batch, seq_len, .. }) = (shape.widths(), shape);
             let joined = |all: Tensor, apart| {
                 let parts = [columns(all, 0, queries + keys), apart];
                 Tensor::cat(&parts, 1).unwrap()
@@ -129,9 +131,10 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             plain(vec![qkv], Box::new(compute), Some(result("out")), operand("dout"), vec![gradient])
         }
         Operation::CrossEntropy { sizes: [rows, vocab, _], .. } => {
-            let target = |row| if row == 1 { oracle::IGNORED } else { (row * 31 % vocab) as i64 };
+            let target = |row| if row == 1 { reference_model::IGNORED } else { (row * 31 % vocab) as i64 };
             let targets = Tensor::from_vec((0..rows).map(target).collect(), (1, rows), &Device::Cpu).unwrap();
-            let compute = move |x: &[Tensor]| oracle::cross_entropy(&x[0].unsqueeze(0)?, &targets)? * (rows - 1) as f64;
+            let compute =
+                move |x: &[Tensor]| reference_model::cross_entropy(&x[0].unsqueeze(0)?, &targets)? * (rows - 1) as f64;
             let losses = result("the losses").sum_all().unwrap();
             let seed = Tensor::new(256.0, &Device::Cpu).unwrap();
             plain(vec![operand("logits")], Box::new(compute), Some(losses), seed, vec![result("the gradient")])
@@ -147,8 +150,8 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             let ids = cases::tokens();
             let places: Vec<u32> = (0..ids.len() as u32).map(|n| n % 33).collect();
             let compute = move |x: &[Tensor]| {
-                let tokens = family_oracle::embed(&ids, &x[0], 1.5)?;
-                if positions { tokens + family_oracle::embed(&places, &x[1], 1.0)? } else { Ok(tokens) }
+                let tokens = reference_families::embed(&ids, &x[0], 1.5)?;
+                if positions { tokens + reference_families::embed(&places, &x[1], 1.0)? } else { Ok(tokens) }
             };
             let inputs = ["table", "positions"][..=usize::from(positions)].iter().map(|name| operand(name)).collect();
             if !backward {
@@ -165,7 +168,7 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
                 (cases::angles(half, seq_len + past).unwrap(), Tensor::new(index, &Device::Cpu).unwrap());
             let [cos, sin] = [table.cos, table.sin].map(|table| table.index_select(&index, 0).unwrap());
             let [x, turned] = [operand("x"), result("the heads")].map(|x| columns(x, 16, 2 * half * heads));
-            let compute = move |x: &[Tensor]| family_oracle::rotate(&x[0], &cos, &sin);
+            let compute = move |x: &[Tensor]| reference_families::rotate(&x[0], &cos, &sin);
             let (value, gradients) =
                 if direction == Direction::Forward { (Some(turned), vec![]) } else { (None, vec![turned]) };
             plain(vec![x.clone()], Box::new(compute), value, x, gradients)
@@ -252,24 +255,28 @@ fn heads_with_cross_entropy() {
             [(1, 8, 5, 1, 1.0_f32), (21, 24, 50, 3, 0.3), (21, 24, 50, 1, 1.0), (64, 48, 257, 2, 1.0)]
         {
             let ids: Vec<i64> =
-                (0..rows).map(|i| if i % 5 == 3 { oracle::IGNORED } else { (i * 7 % vocab) as i64 }).collect();
+                (0..rows).map(|i| if i % 5 == 3 { reference_model::IGNORED } else { (i * 7 % vocab) as i64 }).collect();
             let targets: Vec<u32> = ids.iter().map(|&id| u32::try_from(id).unwrap_or(IGNORE)).collect();
             let count = targets.iter().filter(|&&target| target != IGNORE).count() as f64;
             let ids = Tensor::from_vec(ids, (1, rows), &Device::Cpu).unwrap();
             let inputs = [pattern(&[rows, width], 1), pattern(&[vocab, width], 2)];
             let [x, weight] = inputs.map(|input| input.to_dtype(dtype).unwrap());
             let [x64, weight64] = [&x, &weight].map(|x| Var::from_tensor(&x.to_dtype(DType::F64).unwrap()).unwrap());
-            let logits = oracle::project(&x64, &weight64.t().unwrap()).unwrap().unsqueeze(0).unwrap();
-            let truth = (oracle::cross_entropy(&(logits * f64::from(scale)).unwrap(), &ids).unwrap() * count).unwrap();
+            let logits = reference_model::project(&x64, &weight64.t().unwrap()).unwrap().unsqueeze(0).unwrap();
+            let truth =
+                (reference_model::cross_entropy(&(logits * f64::from(scale)).unwrap(), &ids).unwrap() * count).unwrap();
             let store = truth.backward().unwrap();
             for kernels in KERNELS {
                 let workspace =
-                    HeadWorkspace::with_tiles(tiles, [rows, vocab, width], dtype, Some(dtype), &allocate).unwrap();
+                    CrossEntropyWorkspace::with_tiles(tiles, [rows, vocab, width], dtype, Some(dtype), &allocate)
+                        .unwrap();
                 let [dx, dweight] = [&x, &weight].map(|x| x.zeros_like().unwrap());
                 let gradient = HeadGradient { seed: 0.5, dx: &dx, dweight: Some(&dweight) };
                 let input = HeadInput { x: &x, weight: &weight, scale };
-                let head =
-                    |gradient| cross_entropy::head(kernels, input, &targets, &workspace, gradient, None).unwrap();
+                let head = |gradient| {
+                    cross_entropy::fused_linear_cross_entropy(kernels, input, &targets, &workspace, gradient, None)
+                        .unwrap()
+                };
                 let loss = head(Some(gradient));
                 assert_eq!(loss, head(None));
                 let loss = Tensor::new(loss, &Device::Cpu).unwrap();
@@ -290,21 +297,21 @@ fn the_scale_of_embeddings_is_rounded_to_their_type() {
 }
 
 /// All columns of three matrices.
-fn separate(tensors: &[Tensor; 3]) -> [Columns<'_>; 3] {
-    tensors.each_ref().map(|tensor| Columns::all(tensor).unwrap())
+fn separate(tensors: &[Tensor; 3]) -> [ColumnSlice<'_>; 3] {
+    tensors.each_ref().map(|tensor| ColumnSlice::all(tensor).unwrap())
 }
 
 /// Output and gradients of attention on separate buffers.
 fn attend(
     kernels: &dyn Kernels,
-    shape: Shape,
+    shape: AttentionShape,
     documents: Option<&[u32]>,
     inputs: &[Tensor; 3],
     dout: &Tensor,
 ) -> Result<(Tensor, [Tensor; 3])> {
     let (out, gradients) = (dout.zeros_like()?, inputs.each_ref().map(|x| x.zeros_like().unwrap()));
     let lse = &allocate(&[shape.batch * shape.heads * shape.seq_len], DType::F32)?;
-    let operands = Operands { qkv: separate(inputs), documents, dropout: None };
+    let operands = AttentionInputs { qkv: separate(inputs), documents, dropout: None };
     op::Attention { shape, operands, out: &out, lse }.run(kernels)?;
     op::AttentionBackward { shape, operands, dout, out: &out, lse, gradients: separate(&gradients) }.run(kernels)?;
     Ok((out, gradients))
@@ -320,16 +327,16 @@ fn packed_documents_are_computed_as_if_alone() {
     let starts: Vec<u32> = [(0, 13), (13, 1), (14, 23)].iter().flat_map(|&(start, len)| vec![start; len]).collect();
     for kernels in KERNELS {
         let run = |inputs: &[Tensor; 3], dy: &Tensor, seq_len: usize, documents: Option<&[u32]>| {
-            let positions = Positions { seq_len, past: 0, documents };
+            let positions = PositionIds { seq_len, past: 0, documents };
             let turn = |x: &Tensor, direction| {
                 let x = x.copy().unwrap();
-                let columns = Columns::all(&x).unwrap();
+                let columns = ColumnSlice::all(&x).unwrap();
                 op::Rotate { x: columns, table: &table, positions, direction }.run(kernels).unwrap();
                 x
             };
             let [queries, keys, values] = inputs;
             let turned = [turn(queries, Direction::Forward), turn(keys, Direction::Forward), values.clone()];
-            let shape = Shape { kv_heads: 2, scale: 0.3, ..Shape::new(1, seq_len, 4, 10) };
+            let shape = AttentionShape { kv_heads: 2, scale: 0.3, ..AttentionShape::new(1, seq_len, 4, 10) };
             let (out, [dq, dk, dv]) = attend(kernels, shape, documents, &turned, dy).unwrap();
             [out, turn(&dq, Direction::Backward), turn(&dk, Direction::Backward), dv]
         };
@@ -356,7 +363,7 @@ fn an_rms_norms_gradient_joins_the_stream() {
     let weight = &pattern(&[24], 4);
     let settings = NormSettings { norm: Norm::Rms { unit_offset: false }, eps: 1e-5 };
     for kernels in KERNELS {
-        let all = |tensor| Columns::all(tensor).unwrap();
+        let all = |tensor| ColumnSlice::all(tensor).unwrap();
         let (y, rstd) = (x.zeros_like().unwrap(), &allocate(&[5], DType::F32).unwrap());
         op::Norm { settings, x: all(&x), weight, bias: None, y: all(&y), mean: None, rstd }.run(kernels).unwrap();
         let (alone, joined) = (dy.zeros_like().unwrap(), stream.copy().unwrap());
@@ -375,7 +382,7 @@ fn an_rms_norms_gradient_joins_the_stream() {
 /// spread.
 #[test]
 fn keys_outside_of_the_window_are_not_computed() {
-    let shape = Shape { kv_heads: 1, window: Some(16), ..Shape::new(1, 96, 2, 8) };
+    let shape = AttentionShape { kv_heads: 1, window: Some(16), ..AttentionShape::new(1, 96, 2, 8) };
     let [queries, keys, values_, dy] = [16, 8, 8, 16].map(|width| pattern(&[96, width], width as u64));
     let poison = |x: &Tensor| {
         let nan = Tensor::full(f32::NAN, (32, 8), &Device::Cpu).unwrap();
@@ -392,16 +399,16 @@ fn keys_outside_of_the_window_are_not_computed() {
 #[test]
 fn positions_that_are_not_there_are_refused() {
     let x = allocate(&[14, 4], DType::F32).unwrap();
-    let (table, positions) = (&cases::angles(2, 13).unwrap(), Positions { seq_len: 14, past: 0, documents: None });
+    let (table, positions) = (&cases::angles(2, 13).unwrap(), PositionIds { seq_len: 14, past: 0, documents: None });
     for kernels in KERNELS {
-        let x = Columns::all(&x).unwrap();
+        let x = ColumnSlice::all(&x).unwrap();
         assert!(op::Rotate { x, table, positions, direction: Direction::Forward }.run(kernels).is_err());
     }
     // A document's start that lies ahead, or goes back.
     let inputs = [(); 3].map(|()| pattern(&[37, 8], 1));
     for starts in [vec![1; 37], (0..37).map(|t| u32::from(t == 3)).collect()] {
         for kernels in KERNELS {
-            assert!(attend(kernels, Shape::new(1, 37, 1, 8), Some(&starts), &inputs, &inputs[0]).is_err());
+            assert!(attend(kernels, AttentionShape::new(1, 37, 1, 8), Some(&starts), &inputs, &inputs[0]).is_err());
         }
     }
 }

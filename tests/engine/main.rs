@@ -10,9 +10,11 @@
 mod common;
 
 mod amp;
+mod async_save;
 mod candle_transformers;
 mod checkpoint;
 mod comparators;
+mod convergence;
 mod distributed;
 mod fallback;
 mod families;
@@ -23,14 +25,12 @@ mod gradscaler;
 mod layers;
 mod lora;
 mod mismatch;
-mod oracle;
 mod packing;
 mod parity;
 mod predictive;
 mod probe;
 mod qlora;
 mod real_weights;
-mod saving;
-mod tracking;
+mod reference_model;
 mod training_loop;
 mod transformers;

@@ -1,6 +1,6 @@
 //! `finetune mismatch`: training's and generation's probabilities of the same tokens, against values computed otherwise.
 
-use crate::common::desk::Desk;
+use crate::common::cli_fixture::CliFixture;
 use finetune::data::TokenSource;
 use finetune::engine::device::DeviceContext;
 use finetune::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace};
@@ -12,10 +12,10 @@ use finetune::precision::PrecisionPolicy;
 const TOKENS: usize = 40;
 
 /// A folder with the run `r`: `tiny`, trained for a moment.
-fn trained() -> Desk {
-    let desk = Desk::empty();
-    desk.said("--run r --steps 40 --plain --seq-len 64 --set train.eval_batches=1");
-    desk
+fn trained() -> CliFixture {
+    let fixture = CliFixture::empty();
+    fixture.said("--run r --steps 40 --plain --seq-len 64 --set train.eval_batches=1");
+    fixture
 }
 
 fn measured(model: &TrainedModel, policy: PrecisionPolicy, sequences: &Sequences) -> Mismatch {
@@ -38,8 +38,8 @@ fn after(model: &Decoder, weights: &Parameters, past: &[u32], id: u32) -> f64 {
 
 #[test]
 fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
-    let desk = trained();
-    let model = TrainedModel::open(&desk.run("r"), None).unwrap();
+    let fixture = trained();
+    let model = TrainedModel::open(&fixture.run("r"), None).unwrap();
     let (decoder, weights) = model.load(PrecisionPolicy::FP32, &DeviceContext::cpu()).unwrap();
     let prompt: Vec<u32> = "The ".bytes().map(u32::from).collect();
     let sequences =
@@ -82,12 +82,12 @@ fn fp32_agrees_to_1e_5_and_half_precision_is_as_far_off_as_its_bits() {
 
 #[test]
 fn the_command_prints_a_table_and_an_object() {
-    let desk = trained();
+    let fixture = trained();
     let line = "mismatch r --dtype fp16,bf16,fp32 -n 20 --sequences 2 --prompt The";
-    let text = desk.said(line);
+    let text = fixture.said(line);
     let names: Vec<_> = text.lines().skip(2).take(3).map(|line| line.split_whitespace().next().unwrap()).collect();
     assert_eq!(names, ["fp16", "bf16", "fp32"], "{text}");
-    let json = desk.json(&format!("{line} --json"));
+    let json = fixture.json(&format!("{line} --json"));
     assert_eq!(json["types"]["bf16"]["tokens"], 40);
     assert!(json["types"]["fp32"]["largest"].as_f64().unwrap() < 1e-5, "{json}");
     assert!(json["types"]["bf16"]["sequence_ratio"]["max"].as_f64().unwrap() > 0.0, "{json}");
@@ -97,7 +97,7 @@ fn the_command_prints_a_table_and_an_object() {
         ("r -n 128 --prompt a", "--max-tokens"),
         ("r --sequences 0", "--sequences"),
     ] {
-        let complaint = desk.refused(&format!("mismatch {wrong}"));
+        let complaint = fixture.refused(&format!("mismatch {wrong}"));
         assert!(complaint.contains(said), "{wrong}: {complaint}");
     }
 }
@@ -105,22 +105,22 @@ fn the_command_prints_a_table_and_an_object() {
 /// Each type is measured in a separate process and listed in one table; with `--latency`, so are percentiles.
 #[test]
 fn bench_compares_types_and_measures_latency() {
-    let desk = Desk::empty();
+    let fixture = CliFixture::empty();
     let bench = "bench --device cpu --model tiny --layers 1 --batch-size 2 --seq-len 16";
-    let text = desk.said(&format!("{bench} --dtype fp32,fp16,bf16 --steps 2 --warmup 1"));
+    let text = fixture.said(&format!("{bench} --dtype fp32,fp16,bf16 --steps 2 --warmup 1"));
     let rows: Vec<Vec<&str>> = text.lines().take(4).map(|line| line.split_whitespace().collect()).collect();
     assert_eq!([rows[1][0], rows[2][0], rows[3][0]], ["fp32", "fp16", "bf16"], "{text}");
     assert_eq!([rows[1][2], rows[1][4], rows[1][6]], ["1.00", "1.00", "+0.0e0"], "{text}");
     let distance = |row: usize| rows[row][6].parse::<f64>().unwrap().abs();
     assert!(distance(2) < 1e-2 && distance(3) < 5e-2 && distance(2) + distance(3) > 0.0, "{text}");
-    let json = desk.json(&format!("{bench} --latency 20"));
+    let json = fixture.json(&format!("{bench} --latency 20"));
     for what in ["forward_ms", "token_ms"] {
         let [p50, p95, p99] = ["p50", "p95", "p99"].map(|share| json[what][share].as_f64().unwrap());
         assert!(0.0 < p50 && p50 <= p95 && p95 <= p99, "{json}");
     }
     assert_eq!(json["passes"], 20);
-    let text = desk.said(&format!("{bench} --latency 5 --dtype fp32,bf16"));
+    let text = fixture.said(&format!("{bench} --latency 5 --dtype fp32,bf16"));
     assert!(text.lines().nth(2).unwrap().starts_with("bf16 "), "{text}");
-    let complaint = desk.refused(&format!("{bench} --latency 0"));
+    let complaint = fixture.refused(&format!("{bench} --latency 0"));
     assert!(complaint.contains("--latency"), "{complaint}");
 }

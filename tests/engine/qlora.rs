@@ -1,4 +1,4 @@
-//! QLoRA: a base that stays in the blocks of its GGUF file computes the same, to the bit, as that base dequantised when
+//! QLoRA: a base that stays in the blocks of its GGUF file computes the same, to the bit, as that base dequantized when
 //! it is read.
 
 use std::sync::Arc;
@@ -76,7 +76,7 @@ fn learned(mut engine: TrainEngine, policy: PrecisionPolicy) -> (Vec<u64>, Vec<V
 }
 
 #[test]
-fn a_base_in_blocks_has_the_bits_of_the_dequantised_one() {
+fn a_base_in_blocks_has_the_bits_of_the_dequantized_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     for (index, shape) in shapes().into_iter().enumerate() {
@@ -111,7 +111,7 @@ fn a_base_in_blocks_has_the_bits_of_the_dequantised_one() {
     }
 }
 
-/// If one part of a product is not quantised, the whole of it is dequantised; a saved layer is trained and so no base.
+/// If one part of a product is not quantized, the whole of it is dequantized; a saved layer is trained and so no base.
 #[test]
 fn products_are_in_blocks_as_a_whole() {
     let folder = tempfile::tempdir().unwrap();

@@ -133,7 +133,7 @@ fn what_is_exported_loads_elsewhere_with_the_same_logits() {
     let template = trained.chat.template.clone();
     assert!(template.as_ref().unwrap().contains("<|im_start|>"));
 
-    // FP32 keeps every bit of the dequantised values, in either order of the rows of queries and keys.
+    // FP32 keeps every bit of the dequantized values, in either order of the rows of queries and keys.
     for name in ["folder", "whole.gguf"] {
         let out = bench.path(name);
         export(trained, Dtype::F32, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();

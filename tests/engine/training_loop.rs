@@ -6,7 +6,7 @@ use candle_core::Device;
 use finetune::data::Batch;
 use finetune::engine::collective::SingleProcess;
 use finetune::engine::device::DeviceContext;
-use finetune::engine::kernels::Choice;
+use finetune::engine::kernels::KernelBackend;
 use finetune::engine::model::{Checkpointing, ModelSpec, Workspace};
 use finetune::engine::optim::MasterWeights;
 use finetune::precision::{PrecisionPolicy, PrecisionUnit};
@@ -139,7 +139,7 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
 }
 
 /// Overflows at first, dropout, accumulation, probes, variances, attribution and a block in FP8: all that looks at tensors.
-fn everything_on(kernels: Choice) -> Config {
+fn everything_on(kernels: KernelBackend) -> Config {
     let mut config = Config { kernels, ..config(PrecisionPolicy::FP16, 8) };
     (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (1, 16, 4);
     (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.1, 0.1);
@@ -151,7 +151,8 @@ fn everything_on(kernels: Choice) -> Config {
 
 #[test]
 fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
-    let [fused, plain] = [Choice::Fused, Choice::Candle].map(|kernels| run(everything_on(kernels), None).1);
+    let [fused, plain] =
+        [KernelBackend::Fused, KernelBackend::Candle].map(|kernels| run(everything_on(kernels), None).1);
     let losses = |events: &[Event]| steps(events).map(|step| step.loss).collect::<Vec<_>>();
     assert_eq!(losses(&fused).len(), 8);
     for (fused, plain) in losses(&fused).iter().zip(losses(&plain)) {
@@ -187,7 +188,7 @@ fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
 /// On a GPU a count copies all gradients to the host, so that between two counts there must be none.
 #[test]
 fn exponents_are_counted_only_every_so_many_steps() {
-    for kernels in [Choice::Fused, Choice::Candle] {
+    for kernels in [KernelBackend::Fused, KernelBackend::Candle] {
         let mut settings = config(PrecisionPolicy::BF16, 7);
         (settings.kernels, settings.telemetry.exponents_every) = (kernels, 3);
         let (_, events, _) = run(settings, None);
@@ -200,11 +201,12 @@ fn exponents_are_counted_only_every_so_many_steps() {
 #[test]
 fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
     let folder = tempfile::tempdir().unwrap();
-    let proof = verify_resume(&everything_on(Choice::Candle), 6, 4, folder.path(), &Activity::default()).unwrap();
+    let proof =
+        verify_resume(&everything_on(KernelBackend::Candle), 6, 4, folder.path(), &Activity::default()).unwrap();
     assert_eq!(proof.differences, [""; 0]);
     assert!(proof.skipped > 0);
     let saved = latest_valid(&folder.path().join("verify-resume")).unwrap().checkpoint;
-    let error = Trainer::new(Arc::new(SingleProcess), everything_on(Choice::Auto), Some(&saved), &mut |_| ())
+    let error = Trainer::new(Arc::new(SingleProcess), everything_on(KernelBackend::Auto), Some(&saved), &mut |_| ())
         .err()
         .unwrap()
         .to_string();

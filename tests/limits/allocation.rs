@@ -12,8 +12,8 @@ use candle_core::quantized::GgmlDType::{Q4_1, Q8_0};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{BatchLoader, TokenSource, Tokenizer, grammar};
 use finetune::engine::collective::ProcessGroup;
-use finetune::engine::kernels::attention::{Operands, Shape};
-use finetune::engine::kernels::columns::Columns;
+use finetune::engine::kernels::attention::{AttentionInputs, AttentionShape};
+use finetune::engine::kernels::columns::ColumnSlice;
 use finetune::engine::kernels::dropout::Dropout;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels, op};
 use finetune::engine::model::{Checkpointing, ModelSpec, ParamSpec, Parameters};
@@ -70,7 +70,7 @@ static ALLOCATOR: Counting = Counting;
 
 /// Limit on the allocations of a step: 27,088 bytes were the most, with two micro-batches in half precision.
 const LIMIT: usize = 32 << 10;
-/// Limit on an engine's allocations besides its buffers: the survey's histogram for each parameter, and names; and the queues of
+/// Limit on an engine's allocations besides its buffers: the statistics' histogram for each parameter, and names; and the queues of
 /// the threads' pool, which occasionally take another block of 1.5 kB.
 const SMALL_THINGS: usize = (128 << 10) + (8 << 10);
 /// After these steps, every thread has its scratch memory for every part of a step.
@@ -190,7 +190,7 @@ fn no_process_of_several_ever_has_all_masters() {
     assert!(peak < 2 * all + 4 * (own + largest) + SMALL_THINGS, "{peak} bytes for {all} parameters");
 }
 
-/// QLoRA: a quantised base holds only its blocks, and a run over it takes the memory that the memory check counts.
+/// QLoRA: a quantized base holds only its blocks, and a run over it takes the memory that the memory check counts.
 #[test]
 fn a_base_in_blocks_holds_its_blocks() {
     let _alone = alone();
@@ -211,7 +211,7 @@ fn a_base_in_blocks_holds_its_blocks() {
     let over = load_with_base(&spec, policy.compute, 3, &Device::Cpu, "base", Some(&file), read).unwrap();
     let held = (LIVE.load(Relaxed) - before) as u64 - over.parameters.bytes();
     let (bytes, dense) = over.parameters.base().unwrap().quantization_savings().unwrap();
-    // The positions' table and the norms are not quantised.
+    // The positions' table and the norms are not quantized.
     assert!(bytes >= in_blocks && bytes < in_blocks + (dense >> 3), "{bytes} held, {in_blocks} of them in blocks");
     assert!(bytes * 2 < dense + in_blocks && held.abs_diff(bytes) < SMALL_THINGS as u64, "{held} {bytes} {dense}");
 
@@ -246,19 +246,19 @@ fn stored_scores_take_what_is_predicted() {
     let _alone = alone();
     let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, &Device::Cpu).unwrap();
     for (shape, dropout) in [
-        (Shape::new(2, 256, 4, 16), Dropout::new(0.1, 1, 2, 3)),
-        (Shape { softcap: Some(30.0), ..Shape::new(1, 384, 2, 16) }, None),
+        (AttentionShape::new(2, 256, 4, 16), Dropout::new(0.1, 1, 2, 3)),
+        (AttentionShape { softcap: Some(30.0), ..AttentionShape::new(1, 384, 2, 16) }, None),
     ] {
         let (tokens, width) = (shape.batch * shape.seq_len, shape.heads * shape.head_size);
         let (qkv, dqkv) = (zeros(&[tokens, 3 * width], DType::F32), zeros(&[tokens, 3 * width], DType::F32));
         let (out, lse) = (zeros(&[tokens, width], DType::F32), zeros(&[tokens * shape.heads], DType::F32));
-        let operands = Operands::packed(&shape, &qkv, dropout).unwrap();
+        let operands = AttentionInputs::packed(&shape, &qkv, dropout).unwrap();
         let kernels = CandleKernels;
         let predicted = kernels.score_bytes(&shape).unwrap() as usize;
         let before = LIVE.load(Relaxed);
         PEAK.store(before, Relaxed);
         op::Attention { shape, operands, out: &out, lse: &lse }.run(&kernels).unwrap();
-        let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
+        let gradients = ColumnSlice::split(&dqkv, shape.widths()).unwrap();
         op::AttentionBackward { shape, operands, dout: &out, out: &out, lse: &lse, gradients }.run(&kernels).unwrap();
         let measured = PEAK.load(Relaxed) - before;
         // In addition to the scores there are heads and a mask of one byte per element.

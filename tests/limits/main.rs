@@ -9,9 +9,9 @@
 mod common;
 
 mod allocation;
-mod long_log;
+mod log_memory;
 mod memory;
-mod start;
+mod startup_time;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use crate::alone;
-use crate::common::desk::Desk;
+use crate::common::cli_fixture::CliFixture;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Tokenizer, grammar};
 use finetune::engine::model::{ModelSpec, Parameters};
@@ -18,28 +18,28 @@ const TOKENIZER_TOLERANCE: f64 = 0.2;
 
 /// Trains, asks the laboratory, and compares with the peak that the kernel has counted.
 fn check(line: &str, tolerance: f64) {
-    let desk = Desk::empty();
-    train(&desk, line);
-    predict(&desk, line, tolerance);
+    let fixture = CliFixture::empty();
+    train(&fixture, line);
+    predict(&fixture, line, tolerance);
 }
 
 /// Checks a run whose second process resumed from a checkpoint.
 fn check_resumed(line: &str, tolerance: f64) {
-    let desk = Desk::empty();
-    train(&desk, line);
-    desk.said("--resume run --steps 6 --plain");
-    predict(&desk, line, tolerance);
+    let fixture = CliFixture::empty();
+    train(&fixture, line);
+    fixture.said("--resume run --steps 6 --plain");
+    predict(&fixture, line, tolerance);
 }
 
-fn train(desk: &Desk, line: &str) {
+fn train(fixture: &CliFixture, line: &str) {
     // A sample of the default number of tokens takes longer than the steps.
-    desk.said(&format!(
+    fixture.said(&format!(
         "--set train.sample_tokens=8 {line} --run run --plain --steps 3 --init-scale 65536 --set train.eval_batches=1"
     ));
 }
 
-fn predict(desk: &Desk, line: &str, tolerance: f64) {
-    let report = desk.json("lab memory --run checkpoints/run --json");
+fn predict(fixture: &CliFixture, line: &str, tolerance: f64) {
+    let report = fixture.json("lab memory --run checkpoints/run --json");
     let run = &report["measured"];
     let (policy, measured) = (format!("{}{}", run["policy"], run["recipe"]), run["peak"].as_f64().unwrap());
     let items = run["engine"].as_array().unwrap();
@@ -114,35 +114,35 @@ fn of_width(folder: &Path, blocks: usize, width: usize) -> String {
 #[test]
 fn adapters_are_predicted_as_such() {
     let _alone = alone();
-    let desk = Desk::empty();
-    let path = of_width(desk.folder(), 4, 512);
-    let quantised = desk.path("model.gguf").display().to_string();
-    desk.said(&format!("export {path} {quantised} --dtype q8_0"));
+    let fixture = CliFixture::empty();
+    let path = of_width(fixture.folder(), 4, 512);
+    let quantized = fixture.path("model.gguf").display().to_string();
+    fixture.said(&format!("export {path} {quantized} --dtype q8_0"));
     let shape = format!("{SHAPE} --dtype bf16 --model");
     check(&format!("{shape} {path}"), TOLERANCE);
     // A save makes no copy of the moments.
     check(&format!("{shape} {path} --optimizer adamw8bit"), TOLERANCE);
-    for base in [&path, &quantised] {
+    for base in [&path, &quantized] {
         check(&format!("{shape} {base} --lora r=8,alpha=16"), TOLERANCE);
         // A probe copies a dense base to FP32, and shares blocks.
         check(&format!("{shape} {base} --lora r=8,alpha=16 --set telemetry.probe_every=2"), TOLERANCE);
     }
     // Keys and values of a long text sample were not counted: with the packed buffers, the prediction was 19 % too low.
-    check(&format!("{shape} {quantised} --lora r=8,alpha=16 --set train.sample_tokens=900"), TOLERANCE);
+    check(&format!("{shape} {quantized} --lora r=8,alpha=16 --set train.sample_tokens=900"), TOLERANCE);
 }
 
 /// The table of a large vocabulary, 98 MiB in FP32, is read some rows at a time: whole, it would take more than the rest.
 #[test]
 fn a_frozen_table_is_read_in_parts() {
     let _alone = alone();
-    let desk = Desk::empty();
+    let fixture = CliFixture::empty();
     let spec = ModelSpec { vocab_size: 50_000, ..ModelSpec::named("distilgpt2").unwrap().resized(1, 512, 8) };
-    let path = save(desk.folder(), &spec, Tokenizer::byte().json());
-    let quantised = desk.path("model.gguf").display().to_string();
-    desk.said(&format!("export {path} {quantised} --dtype q8_0"));
+    let path = save(fixture.folder(), &spec, Tokenizer::byte().json());
+    let quantized = fixture.path("model.gguf").display().to_string();
+    fixture.said(&format!("export {path} {quantized} --dtype q8_0"));
     // A GGUF file has a separate vocabulary, and the memory that reading its 50,000 tokens leaves with the allocator is
     // not counted.
-    for (base, tolerance) in [(&path, TOLERANCE), (&quantised, 0.15)] {
+    for (base, tolerance) in [(&path, TOLERANCE), (&quantized, 0.15)] {
         let line = "--data grammar --batch-size 1 --seq-len 32 --dtype bf16 --lora r=8,alpha=16";
         check(&format!("{line} --model {base}"), tolerance);
     }

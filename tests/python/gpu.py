@@ -171,7 +171,7 @@ def kernels_of(folder):
 
 def own():
     """Our own kernels: used after their preflight, and found out where they are wrong, crash or hang."""
-    everything = ["adamw", "attention", "cross_entropy", "elementwise", "embedding", "norm", "product", "rope", "survey"]
+    everything = ["adamw", "attention", "cross_entropy", "elementwise", "embedding", "norm", "product", "rope", "summary"]
     for dtype, tolerance in TOLERANCE.items():
         what = f"own kernels, {OWN_STEPS} steps of {dtype} as on the CPU"
         flags = flags_of(dtype, OWN_STEPS)
@@ -192,8 +192,8 @@ def own():
         row(what, passed, "; ".join(figures))
     if not args.stand_in:
         return
-    faults = {"STAND_IN_SKIPS": "norm_backward", "STAND_IN_CRASHES": "attention_backward", "STAND_IN_HANGS": "survey"}
-    said = ["norm differs from the FP64 result", "attention crashed", "survey did not end within 60 s"]
+    faults = {"STAND_IN_SKIPS": "norm_backward", "STAND_IN_CRASHES": "attention_backward", "STAND_IN_HANGS": "summary"}
+    said = ["norm differs from the FP64 result", "attention crashed", "summary did not end within 60 s"]
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--steps", 2, "--dtype", "bf16", "--kernels", "fused", "--set", "checkpoint.save_every=2"]
         code, out, err = run(*command("cuda", folder, *flags), **faults)

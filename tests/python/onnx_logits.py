@@ -1,4 +1,4 @@
-"""Logits of an exported ONNX graph, by onnxruntime; `tests/program/export.rs` runs it.
+"""Logits of an exported ONNX graph, by onnxruntime; `tests/cli/export.rs` runs it.
 
     python onnx_logits.py MODEL IDS
 

@@ -6,7 +6,7 @@
         MODEL: a folder or a GGUF file; IDS and PROMPT: JSON files with token ids. `loss`: the mean over windows of SEQ_LEN
         tokens; `greedy`: NEW tokens after the prompt; `logits`: those that predict the token after the prompt
     real_weights.py tensors FILE OTHER
-        `tensors` and `differ`: how many tensors two GGUF files have, and the names of those whose dequantised values differ;
+        `tensors` and `differ`: how many tensors two GGUF files have, and the names of those whose dequantized values differ;
         `keys`: the keys of the metadata whose values differ, but for what describes the file itself
 
 Prints one JSON object.
@@ -58,8 +58,8 @@ def tensors(file, other):
 
     def read(path):
         reader = gguf.GGUFReader(path)
-        dequantised = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
-        return dequantised, {key: field.contents() for key, field in reader.fields.items()}
+        dequantized = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+        return dequantized, {key: field.contents() for key, field in reader.fields.items()}
 
     (ours, keys), (theirs, expected) = read(file), read(other)
     differ = [name for name in theirs if name not in ours or (ours[name] != theirs[name]).any()]

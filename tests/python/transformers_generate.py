@@ -1,4 +1,4 @@
-"""Greedy tokens of a model folder by transformers; `tests/program/generate.rs` runs it.
+"""Greedy tokens of a model folder by transformers; `tests/cli/generate.rs` runs it.
 
     python transformers_generate.py FOLDER CASES
 

@@ -1,4 +1,4 @@
-"""Mean loss of a model folder on windows of a text, by transformers; `tests/program/evaluate.rs` runs it.
+"""Mean loss of a model folder on windows of a text, by transformers; `tests/cli/evaluate.rs` runs it.
 
     python transformers_windows.py FOLDER TEXT SEQ_LEN STRIDE [STRIDE ...]
 

@@ -7,36 +7,36 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::common::desk::Desk;
+use crate::common::cli_fixture::CliFixture;
 use serde_json::{Value, json};
 
 /// Messages of a slow preparation.
 const PHASES: [&str; 8] =
-    ["drawing", "reading", "tokenising", "preparing", "verifying", "computing", "measuring", "exporting"];
+    ["drawing", "reading", "tokenizing", "preparing", "verifying", "computing", "measuring", "exporting"];
 
 /// A working folder with broken files, a model and a text, and the messages so far.
 struct Refusals {
-    desk: Desk,
+    fixture: CliFixture,
     said: String,
 }
 
 impl Refusals {
     fn new() -> Self {
-        let desk = Desk::new();
-        desk.write("text.txt", "some words to learn from ".repeat(40));
-        desk.write("short.txt", "abc");
-        desk.write("empty.txt", "");
-        desk.write("blank.txt", " \n\t\n");
-        desk.write("latin1.txt", b"one\ntwo caf\xE9\n");
-        desk.write("not-json.jsonl", "{\"text\": \"fine\"}\nnot json\n");
-        desk.write("no-text.jsonl", "{\"title\": \"no text here\"}\n");
-        desk.write("no.parquet", "not parquet");
-        Self { desk, said: String::new() }
+        let fixture = CliFixture::new();
+        fixture.write("text.txt", "some words to learn from ".repeat(40));
+        fixture.write("short.txt", "abc");
+        fixture.write("empty.txt", "");
+        fixture.write("blank.txt", " \n\t\n");
+        fixture.write("latin1.txt", b"one\ntwo caf\xE9\n");
+        fixture.write("not-json.jsonl", "{\"text\": \"fine\"}\nnot json\n");
+        fixture.write("no-text.jsonl", "{\"title\": \"no text here\"}\n");
+        fixture.write("no.parquet", "not parquet");
+        Self { fixture, said: String::new() }
     }
 
     /// A run of one step in `checkpoints/NAME`.
     fn run(&self, name: &str) {
-        self.desk.said(&format!(
+        self.fixture.said(&format!(
             "--model model --data text.txt --run {name} --steps 1 --seq-len 8 --batch-size 2 --set train.sample_tokens=0"
         ));
     }
@@ -56,15 +56,15 @@ impl Refusals {
             }
         }
         let mut found = BTreeMap::new();
-        walk(self.desk.folder(), &mut found);
-        found.retain(|path, _| !path.starts_with(self.desk.path("data")) && !path.ends_with(".lock"));
+        walk(self.fixture.folder(), &mut found);
+        found.retain(|path, _| !path.starts_with(self.fixture.path("data")) && !path.ends_with(".lock"));
         found
     }
 
     /// Runs a command line that must fail, and records its message.
     fn refuse(&mut self, line: &str) {
         let before = self.tree();
-        let (code, said, complaint) = self.desk.output(line);
+        let (code, said, complaint) = self.fixture.output(line);
         // On a slow machine, slow phases before the error have been reported.
         let is_phase = |line: &&str| PHASES.iter().any(|phase| line.starts_with(phase));
         let complaint: String = complaint.lines().skip_while(is_phase).map(|line| line.to_owned() + "\n").collect();
@@ -80,7 +80,7 @@ impl Refusals {
         let after = self.tree();
         let changed: Vec<_> = after.iter().filter(|(path, bytes)| before.get(*path) != Some(bytes)).collect();
         assert!(changed.is_empty() && before.len() == after.len(), "finetune {line} changed the folder: {changed:?}");
-        let folder = self.desk.folder().display().to_string();
+        let folder = self.fixture.folder().display().to_string();
         writeln!(self.said, "$ finetune {line}\n{}\n", complaint.trim_end().replace(&folder, "[FOLDER]")).unwrap();
     }
 
@@ -141,13 +141,13 @@ fn invalid_flags() {
 #[test]
 fn invalid_configurations() {
     let mut refusals = Refusals::new();
-    let desk = &refusals.desk;
-    desk.write("unknown-key.toml", "[train]\nseqlen = 8\n");
-    desk.write("unknown-section.toml", "[trainer]\nsteps = 8\n");
-    desk.write("wrong-type.toml", "[train]\nsteps = \"ten\"\n");
-    desk.write("not.toml", "steps: 8\n");
-    desk.write("long.toml", "# ".repeat(600_000));
-    desk.write("latin1.toml", b"model = \"caf\xE9\"\n");
+    let fixture = &refusals.fixture;
+    fixture.write("unknown-key.toml", "[train]\nseqlen = 8\n");
+    fixture.write("unknown-section.toml", "[trainer]\nsteps = 8\n");
+    fixture.write("wrong-type.toml", "[train]\nsteps = \"ten\"\n");
+    fixture.write("not.toml", "steps: 8\n");
+    fixture.write("long.toml", "# ".repeat(600_000));
+    fixture.write("latin1.toml", b"model = \"caf\xE9\"\n");
     refusals.refuse_all(&[
         "--config missing.toml",
         "--config model",
@@ -183,35 +183,35 @@ fn invalid_configurations() {
 #[test]
 fn a_model_that_is_none() {
     let mut refusals = Refusals::new();
-    let desk = &refusals.desk;
-    desk.write("no-config/model.safetensors", "");
-    desk.write("bad-config/config.json", "{\"model_type\": ");
-    desk.model("mamba", |config| config["model_type"] = json!("mamba"));
-    desk.model("odd-heads", |config| config["n_head"] = json!(5));
-    desk.model("wider", |config| config["n_embd"] = json!(64));
-    desk.model("deeper", |config| config["n_layer"] = json!(4));
-    desk.model("shallower", |config| config["n_layer"] = json!(2));
-    desk.model("deepest", |config| config["n_layer"] = json!(1 << 12));
-    desk.model("relu", |config| config["activation_function"] = json!("relu"));
-    desk.model("no-tokenizer", |_| {});
-    fs::remove_file(desk.path("no-tokenizer/tokenizer.json")).unwrap();
-    desk.model("bad-tokenizer", |_| {});
-    desk.write("bad-tokenizer/tokenizer.json", "{}");
-    desk.model("truncated", |_| {});
-    let weights = fs::read(desk.path("model/model.safetensors")).unwrap();
-    desk.write("truncated/model.safetensors", &weights[..weights.len() / 2]);
-    desk.model("garbage", |_| {});
-    desk.write("garbage/model.safetensors", "this is no model");
-    desk.model("no-weights", |_| {});
-    fs::remove_file(desk.path("no-weights/model.safetensors")).unwrap();
-    desk.model("pickled", |_| {});
-    fs::rename(desk.path("pickled/model.safetensors"), desk.path("pickled/pytorch_model.bin")).unwrap();
+    let fixture = &refusals.fixture;
+    fixture.write("no-config/model.safetensors", "");
+    fixture.write("bad-config/config.json", "{\"model_type\": ");
+    fixture.model("mamba", |config| config["model_type"] = json!("mamba"));
+    fixture.model("odd-heads", |config| config["n_head"] = json!(5));
+    fixture.model("wider", |config| config["n_embd"] = json!(64));
+    fixture.model("deeper", |config| config["n_layer"] = json!(4));
+    fixture.model("shallower", |config| config["n_layer"] = json!(2));
+    fixture.model("deepest", |config| config["n_layer"] = json!(1 << 12));
+    fixture.model("relu", |config| config["activation_function"] = json!("relu"));
+    fixture.model("no-tokenizer", |_| {});
+    fs::remove_file(fixture.path("no-tokenizer/tokenizer.json")).unwrap();
+    fixture.model("bad-tokenizer", |_| {});
+    fixture.write("bad-tokenizer/tokenizer.json", "{}");
+    fixture.model("truncated", |_| {});
+    let weights = fs::read(fixture.path("model/model.safetensors")).unwrap();
+    fixture.write("truncated/model.safetensors", &weights[..weights.len() / 2]);
+    fixture.model("garbage", |_| {});
+    fixture.write("garbage/model.safetensors", "this is no model");
+    fixture.model("no-weights", |_| {});
+    fs::remove_file(fixture.path("no-weights/model.safetensors")).unwrap();
+    fixture.model("pickled", |_| {});
+    fs::rename(fixture.path("pickled/model.safetensors"), fixture.path("pickled/pytorch_model.bin")).unwrap();
     // A tokenizer of 300 words does not fit a model of 257 rows.
     let vocab: serde_json::Map<String, Value> = (0..300).map(|id| (format!("w{id}"), id.into())).collect();
     let model = json!({"type": "WordLevel", "vocab": vocab, "unk_token": "w0"});
     let large = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
         "pre_tokenizer": null, "post_processor": null, "decoder": null, "model": model});
-    desk.write("large.json", large.to_string());
+    fixture.write("large.json", large.to_string());
     refusals.refuse_all(&[
         "--model no-config",
         "--model bad-config",
@@ -247,9 +247,9 @@ fn a_model_that_is_none() {
 #[test]
 fn invalid_texts() {
     let mut refusals = Refusals::new();
-    let desk = &refusals.desk;
-    fs::create_dir(desk.path("nothing")).unwrap();
-    desk.write("middling.txt", "a tenth of this is too short ".repeat(10));
+    let fixture = &refusals.fixture;
+    fs::create_dir(fixture.path("nothing")).unwrap();
+    fixture.write("middling.txt", "a tenth of this is too short ".repeat(10));
     refusals.refuse_all(&[
         "--data missing.txt",
         "--data ''",
@@ -276,20 +276,20 @@ fn invalid_texts() {
 #[test]
 fn invalid_resumes() {
     let mut refusals = Refusals::new();
-    let desk = &refusals.desk;
-    desk.model("other", |_| {});
-    desk.write("other.txt", "some other words to learn from ".repeat(40));
+    let fixture = &refusals.fixture;
+    fixture.model("other", |_| {});
+    fixture.write("other.txt", "some other words to learn from ".repeat(40));
     refusals.run("good");
     refusals.run("future");
-    let manifest = desk.path("checkpoints/future/step-000001/manifest.json");
+    let manifest = fixture.path("checkpoints/future/step-000001/manifest.json");
     let newer = fs::read_to_string(&manifest).unwrap().replace("\"format_version\": 2", "\"format_version\": 99");
     fs::write(&manifest, newer.replace("\"format_version\":2", "\"format_version\":99")).unwrap();
     refusals.run("broken");
-    let weights = desk.path("checkpoints/broken/step-000001/master.safetensors");
+    let weights = fixture.path("checkpoints/broken/step-000001/master.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&weights, bytes).unwrap();
-    fs::create_dir_all(desk.path("checkpoints/none")).unwrap();
+    fs::create_dir_all(fixture.path("checkpoints/none")).unwrap();
     refusals.refuse_all(&[
         "--resume missing",
         "--resume text.txt",
@@ -318,27 +318,27 @@ fn invalid_resumes() {
 #[cfg(unix)]
 #[test]
 fn a_run_or_folder_that_cannot_be_read_is_not_called_missing() {
-    let desk = Desk::new();
+    let fixture = CliFixture::new();
     let refused = |line: &str| {
-        let (code, _, said) = desk.output(line);
+        let (code, _, said) = fixture.output(line);
         assert!(matches!(code, Some(1 | 2)), "{line}");
         assert!(said.lines().any(|it| it.starts_with("error: ") && it.contains("symbolic links")), "{line}: {said}");
     };
-    fs::create_dir_all(desk.path("checkpoints/r")).unwrap();
-    std::os::unix::fs::symlink("config.toml", desk.path("checkpoints/r/config.toml")).unwrap();
+    fs::create_dir_all(fixture.path("checkpoints/r")).unwrap();
+    std::os::unix::fs::symlink("config.toml", fixture.path("checkpoints/r/config.toml")).unwrap();
     refused("--resume r");
-    fs::remove_dir_all(desk.path("checkpoints")).unwrap();
-    std::os::unix::fs::symlink("checkpoints", desk.path("checkpoints")).unwrap();
+    fs::remove_dir_all(fixture.path("checkpoints")).unwrap();
+    std::os::unix::fs::symlink("checkpoints", fixture.path("checkpoints")).unwrap();
     ["--resume", "runs"].into_iter().for_each(refused);
 }
 
 #[test]
 fn unusable_models() {
     let mut refusals = Refusals::new();
-    let desk = &refusals.desk;
+    let fixture = &refusals.fixture;
     refusals.run("good");
     refusals.run("broken");
-    desk.write("checkpoints/broken/step-000001/model.safetensors", "damaged");
+    fixture.write("checkpoints/broken/step-000001/model.safetensors", "damaged");
     refusals.refuse_all(&[
         "generate",
         "generate missing",
@@ -476,8 +476,8 @@ fn mistakes_of_daily_use() {
 #[test]
 fn invalid_environments() {
     let mut refusals = Refusals::new();
-    let desk = &refusals.desk;
-    let output = desk.command("").env("FINETUNE_ISA", "mmx").output().unwrap();
+    let fixture = &refusals.fixture;
+    let output = fixture.command("").env("FINETUNE_ISA", "mmx").output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     refusals.said = String::from_utf8(output.stderr).unwrap();
     insta::assert_snapshot!("environment", refusals.said);
@@ -529,16 +529,16 @@ fn nonsense_in_rows() {
         ("binary.txt", "text\0\u{1}\u{2}".into()),
     ];
     for (name, content) in &files {
-        refusals.desk.write(name, content);
+        refusals.fixture.write(name, content);
         refusals.refuse(&format!("data show --model model --seq-len 32 --data {name}"));
     }
-    refusals.desk.write("latin1.csv", b"text\ncaf\xE9\n");
+    refusals.fixture.write("latin1.csv", b"text\ncaf\xE9\n");
     refusals
-        .desk
+        .fixture
         .write("chats.jsonl", chat(&[message("user", "a"), message("user", "b"), message("assistant", "c")]) + &good);
-    refusals.desk.write("strict.jinja", "{% for m in messages %}\n{% if m.role == 'user' and loop.index0 % 2 == 1 %}{{ raise_exception('users must not follow users') }}{% endif %}\n{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}");
-    refusals.desk.write("broken.jinja", "{% for m in messages %}\n{{ m.content }\n");
-    refusals.desk.write("unmarked.jinja", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}");
+    refusals.fixture.write("strict.jinja", "{% for m in messages %}\n{% if m.role == 'user' and loop.index0 % 2 == 1 %}{{ raise_exception('users must not follow users') }}{% endif %}\n{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}");
+    refusals.fixture.write("broken.jinja", "{% for m in messages %}\n{{ m.content }\n");
+    refusals.fixture.write("unmarked.jinja", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}");
     refusals.refuse_all(&[
         "data show --model model --seq-len 32 --data latin1.csv",
         "data show --model model --seq-len 32 --data chats.jsonl --chat-template strict.jinja",
@@ -564,11 +564,11 @@ fn nonsense_in_rows() {
 #[test]
 fn a_build_for_one_process_refuses_to_be_one_of_several() {
     let refusals = Refusals::new();
-    let (desk, before) = (&refusals.desk, refusals.tree());
+    let (fixture, before) = (&refusals.fixture, refusals.tree());
     let line = "--model model --data text.txt --steps 1";
     for (size, rank) in [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")] {
         for process in ["0", "1"] {
-            let mut command = desk.command(line);
+            let mut command = fixture.command(line);
             let output = command.env(size, "2").env(rank, process).output().unwrap();
             assert_eq!(output.status.code(), Some(2));
             let said = String::from_utf8(output.stderr).unwrap();
@@ -579,10 +579,10 @@ fn a_build_for_one_process_refuses_to_be_one_of_several() {
                 _ => assert_eq!(said, "", "process 0 says it for all"),
             }
         }
-        let mut alone = desk.command("config");
+        let mut alone = fixture.command("config");
         assert!(alone.env(size, "2").env(rank, "0").output().unwrap().status.success(), "only training is refused");
     }
-    let mut command = desk.command(line);
+    let mut command = fixture.command(line);
     let output = command.env("OMPI_COMM_WORLD_SIZE", "ban\x1bana").output().unwrap();
     assert_eq!(output.status.code(), Some(2), "a number of processes that is none is not one process");
     let said = String::from_utf8(output.stderr).unwrap();

@@ -33,9 +33,9 @@ impl Parts {
 
     fn bytes(&self) -> Vec<u8> {
         let metadata: Vec<_> = self.metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
-        let quantised =
+        let quantized =
             |(name, tensor): (&String, &Tensor)| (name.clone(), QTensor::quantize(tensor, GgmlDType::F32).unwrap());
-        let tensors: Vec<_> = self.tensors.iter().map(quantised).collect();
+        let tensors: Vec<_> = self.tensors.iter().map(quantized).collect();
         let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
         let mut bytes = std::io::Cursor::new(Vec::new());
         gguf_file::write(&mut bytes, &metadata, &tensors).unwrap();

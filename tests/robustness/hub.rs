@@ -546,22 +546,22 @@ fn data_sets_are_fetched_for_data() {
 /// The commands that use a model take it from the Hub as training does.
 #[test]
 fn generate_eval_and_export_take_names_of_the_hub() {
-    let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
+    let (server, fixture) = (Server::start(), tempfile::tempdir().unwrap());
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
-    let local = desk.path().join("local");
+    let local = fixture.path().join("local");
     fs::create_dir(&local).unwrap();
     let files = ["config.json", "model.safetensors"].map(|name| (name, fs::read(golden.join(name)).unwrap()));
     for (name, content) in files.into_iter().chain([("tokenizer.json", Tokenizer::byte().json().to_vec())]) {
         server.put(name, &content);
         fs::write(local.join(name), content).unwrap();
     }
-    fs::write(desk.path().join("text.txt"), "a text to be measured on").unwrap();
+    fs::write(fixture.path().join("text.txt"), "a text to be measured on").unwrap();
     let finetune = |line: &str, offline: &str| {
         let mut command = launch::program();
-        command.current_dir(desk.path()).args(line.split(' ')).env_clear();
+        command.current_dir(fixture.path()).args(line.split(' ')).env_clear();
         command
             .env("HF_ENDPOINT", &server.address)
-            .env("HF_HOME", desk.path().join("hf"))
+            .env("HF_HOME", fixture.path().join("hf"))
             .env("HF_HUB_OFFLINE", offline);
         let output = command.output().unwrap();
         let [said, complaint] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
@@ -571,12 +571,12 @@ fn generate_eval_and_export_take_names_of_the_hub() {
     let (_, expected, _) = finetune(&generate("local"), "0");
     assert!(server.requests().is_empty() && !expected.is_empty());
     assert_eq!(finetune(&generate("distilgpt2"), "0"), (0, expected.clone(), String::new()));
-    assert!(desk.path().join("hf/hub/models--distilbert--distilgpt2/snapshots").join(COMMIT).is_dir());
+    assert!(fixture.path().join("hf/hub/models--distilbert--distilgpt2/snapshots").join(COMMIT).is_dir());
     assert!(server.requests().contains(&"GET model.safetensors".to_owned()));
 
     // A GGUF file of a repository, and nothing else of it.
     assert_eq!(finetune("export local there.gguf", "0").0, 0);
-    server.put("files/model.gguf", &fs::read(desk.path().join("there.gguf")).unwrap());
+    server.put("files/model.gguf", &fs::read(fixture.path().join("there.gguf")).unwrap());
     let gguf = generate("hf://owner/name/files/model.gguf");
     for offline in ["0", "1"] {
         assert_eq!(finetune(&gguf, offline), (0, expected.clone(), String::new()));
@@ -611,8 +611,8 @@ fn generate_eval_and_export_take_names_of_the_hub() {
     server.fault("config.json", Fault::Status("404 Not Found\r\nX-Error-Code: RevisionNotFound"));
     let (code, _, complaint) = finetune(&format!("{} --revision v9", generate("distilgpt2")), "0");
     assert!(code == 2 && complaint.contains("check `--revision`"), "{complaint}");
-    assert!(!desk.path().join("there").exists());
-    assert_eq!(bad_files(&desk.path().join("hf/hub")), [] as [PathBuf; 0]);
+    assert!(!fixture.path().join("there").exists());
+    assert_eq!(bad_files(&fixture.path().join("hf/hub")), [] as [PathBuf; 0]);
 }
 
 /// A Hub's possible attacks on a file: the answer about it, the answer to its download, and the resulting message.
@@ -687,8 +687,8 @@ const ATTACKS: [(&str, &str, &str, &str); 56] = [
 #[test]
 fn attacks_by_a_hub_are_refused() {
     let attack = |(file, ask, get, expected): (&str, &str, &str, &str)| {
-        let (server, elsewhere, desk) = (Server::start(), Server::start(), tempfile::tempdir().unwrap());
-        let cache = desk.path().join("cache");
+        let (server, elsewhere, fixture) = (Server::start(), Server::start(), tempfile::tempdir().unwrap());
+        let cache = fixture.path().join("cache");
         let raw = |text: &str| {
             let host = elsewhere.address.trim_start_matches("http://");
             let text = text.replace("{elsewhere}", &elsewhere.address).replace("{host}", host);
@@ -703,7 +703,7 @@ fn attacks_by_a_hub_are_refused() {
         assert!(!message.contains("secret") && !message.contains(char::is_control), "{about}");
         assert!(start.elapsed() < Duration::from_secs(20), "{about}: {:?}", start.elapsed());
         assert_eq!(bad_files(&cache), [] as [PathBuf; 0], "{about}");
-        assert_eq!(fs::read_dir(desk.path()).unwrap().count(), usize::from(cache.exists()), "{about}");
+        assert_eq!(fs::read_dir(fixture.path()).unwrap().count(), usize::from(cache.exists()), "{about}");
         assert!(!unfinished(&cache).iter().any(|path| path.metadata().unwrap().len() > 600_000), "{about}");
         assert_eq!(elsewhere.requests(), [] as [String; 0], "{about}");
         server.heal();
@@ -760,21 +760,21 @@ fn shards_that_do_not_fit_on_the_disk_are_refused_before_the_first() {
 }
 
 /// Runs the program with this Hub; the command can still be changed.
-fn program(server: &Server, desk: &Path, line: &str) -> std::process::Command {
+fn program(server: &Server, fixture: &Path, line: &str) -> std::process::Command {
     let mut command = launch::program();
-    command.current_dir(desk).args(line.split(' ')).env_clear();
-    command.env("HF_ENDPOINT", &server.address).env("HF_HOME", desk.join("hf"));
+    command.current_dir(fixture).args(line.split(' ')).env_clear();
+    command.env("HF_ENDPOINT", &server.address).env("HF_HOME", fixture.join("hf"));
     command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
     command
 }
 
 #[test]
 fn a_killed_download_is_resumed_and_leaves_nothing() {
-    let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
+    let (server, fixture) = (Server::start(), tempfile::tempdir().unwrap());
     let half = server.state.lock().unwrap().files["model.safetensors"][..300_000].to_vec();
     server.fault("model.safetensors", Fault::Stalls);
-    let mut child = program(&server, desk.path(), "generate distilgpt2 --prompt so").spawn().unwrap();
-    let cache = desk.path().join("hf/hub");
+    let mut child = program(&server, fixture.path(), "generate distilgpt2 --prompt so").spawn().unwrap();
+    let cache = fixture.path().join("hf/hub");
     let start = Instant::now();
     while unfinished(&cache).first().is_none_or(|path| path.metadata().unwrap().len() < 300_000) {
         assert!(start.elapsed() < Duration::from_mins(1));
@@ -817,12 +817,12 @@ fn blobs_have_the_mode_that_the_umask_leaves() {
 /// A shared cache may hold links that another user made.
 #[test]
 fn links_out_of_the_cache_are_not_followed_to_write_or_delete() {
-    let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
-    let cache = desk.path().join("cache");
+    let (server, fixture) = (Server::start(), tempfile::tempdir().unwrap());
+    let cache = fixture.path().join("cache");
     let files = server.model(&cache).unwrap();
     let blobs = cache.join("models--distilbert--distilgpt2/blobs");
     let weights = fs::read(files.folder.join("model.safetensors")).unwrap();
-    let outside = desk.path().join(sha256(&weights));
+    let outside = fixture.path().join(sha256(&weights));
     let damaged = b"not what the name says".to_vec();
     fs::write(&outside, &damaged).unwrap();
     // The snapshot's link leads out; the blob is a link; the unfinished download is one.
@@ -843,7 +843,7 @@ fn links_out_of_the_cache_are_not_followed_to_write_or_delete() {
 
 #[test]
 fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
-    let (server, desk) = (Server::start(), tempfile::tempdir().unwrap());
+    let (server, fixture) = (Server::start(), tempfile::tempdir().unwrap());
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let cases = [
         ("HF_ENDPOINT", "ftp://me:geheim@hub.test".to_owned(), "is not a Hub URL"),
@@ -855,7 +855,7 @@ fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
     for (name, value, expected) in cases {
         for line in ["generate distilgpt2 --prompt so", "doctor"] {
             let start = Instant::now();
-            let output = program(&server, desk.path(), line).env(name, &value).output().unwrap();
+            let output = program(&server, fixture.path(), line).env(name, &value).output().unwrap();
             let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap()).concat();
             assert!(said.contains(expected) && !said.contains("geheim"), "{line} {value}: {said}");
             assert_eq!(output.status.code(), Some(if line == "doctor" { 0 } else { 2 }), "{said}");
@@ -864,11 +864,11 @@ fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
     }
     // A good address with a password: it is used, and not shown if no server answers.
     let endpoint = format!("http://me:geheim@{closed}");
-    let settings = Settings { endpoint, ..server.settings(desk.path()) };
+    let settings = Settings { endpoint, ..server.settings(fixture.path()) };
     let message = text(Hub::new(settings).model("distilgpt2", None));
     assert!(message.contains("http://…@127.0.0.1") && !message.contains("geheim"), "{message}");
     let endpoint = server.address.replace("http://", "http://me:geheim@");
-    Hub::new(Settings { endpoint, ..server.settings(desk.path()) }).model("distilgpt2", None).unwrap();
+    Hub::new(Settings { endpoint, ..server.settings(fixture.path()) }).model("distilgpt2", None).unwrap();
     assert!(server.requests().iter().all(|request| request.contains("+token")), "as basic authentication");
 }
 

@@ -12,10 +12,10 @@ mod common;
 
 mod bad_input;
 mod bad_models;
-mod channels;
-mod faults;
+mod crash_recovery;
+mod durability;
+mod fault_injection;
 mod hub;
-mod kills;
-mod malicious;
-mod parsers;
-mod promises;
+mod malformed_files;
+mod output_escaping;
+mod parser_robustness;

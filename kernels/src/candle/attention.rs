@@ -1,8 +1,8 @@
 //! Causal attention with stored scores, in FP32, for as many whole sequences at a time as fit a budget.
 
 use super::tensors::{columns_of_rows, drop, matmul, select, store, store_columns_of_rows, widen};
-use crate::attention::Shape;
-use crate::columns::Columns;
+use crate::attention::AttentionShape;
+use crate::columns::ColumnSlice;
 use crate::op;
 use candle_core::{D, Device, Result, Tensor, bail};
 use std::ops::Range;
@@ -13,14 +13,14 @@ const SCORE_BYTES: usize = 256 << 20;
 const MATRICES: usize = 8;
 
 /// See [`Kernels::score_bytes`](crate::Kernels::score_bytes).
-pub(super) fn score_bytes(shape: &Shape) -> Result<u64> {
+pub(super) fn score_bytes(shape: &AttentionShape) -> Result<u64> {
     let scores = sequences_at_a_time(shape)? * shape.heads * shape.seq_len * shape.seq_len;
     Ok((MATRICES * scores * size_of::<f32>()) as u64)
 }
 
 /// Sequences processed together.
-fn sequences_at_a_time(shape: &Shape) -> Result<usize> {
-    let Shape { heads, seq_len, .. } = *shape;
+fn sequences_at_a_time(shape: &AttentionShape) -> Result<usize> {
+    let AttentionShape { heads, seq_len, .. } = *shape;
     let scores = heads * seq_len * seq_len;
     if scores >= 1 << 32 {
         bail!(
@@ -32,14 +32,14 @@ fn sequences_at_a_time(shape: &Shape) -> Result<usize> {
 
 /// A part of the batch: whole sequences.
 #[derive(Clone, Copy)]
-struct Part<'a> {
+struct BatchSlice<'a> {
     first: usize,
     count: usize,
-    shape: &'a Shape,
+    shape: &'a AttentionShape,
 }
 
-impl<'a> Part<'a> {
-    fn all(shape: &'a Shape) -> Result<impl Iterator<Item = Self>> {
+impl<'a> BatchSlice<'a> {
+    fn all(shape: &'a AttentionShape) -> Result<impl Iterator<Item = Self>> {
         let step = sequences_at_a_time(shape)?;
         let part = move |first| Self { first, count: step.min(shape.batch - first), shape };
         Ok((0..shape.batch).step_by(step).map(part))
@@ -62,16 +62,16 @@ impl<'a> Part<'a> {
     }
 
     /// `[count · kv_heads, group · T, head_size]` in FP32: query heads that share their keys are stacked.
-    fn heads(self, x: Columns<'_>) -> Result<Tensor> {
+    fn heads(self, x: ColumnSlice<'_>) -> Result<Tensor> {
         split_heads(&columns_of_rows(x, self.rows())?, (self.count, self.shape))
     }
 
-    /// The inverse of [`Part::heads`]: rows of heads.
+    /// The inverse of [`BatchSlice::heads`]: rows of heads.
     fn merge(self, heads: &Tensor) -> Result<Tensor> {
         merge_heads(heads, (self.count, self.shape))
     }
 
-    fn operands(self, qkv: [Columns<'_>; 3]) -> Result<[Tensor; 3]> {
+    fn operands(self, qkv: [ColumnSlice<'_>; 3]) -> Result<[Tensor; 3]> {
         let [queries, keys, values] = qkv;
         Ok([self.heads(queries)?, self.heads(keys)?, self.heads(values)?])
     }
@@ -83,19 +83,19 @@ impl<'a> Part<'a> {
 }
 
 /// Rows of heads as `[sequences · kv_heads, group · T, head_size]`, in FP32.
-fn split_heads(rows: &Tensor, (sequences, shape): (usize, &Shape)) -> Result<Tensor> {
+fn split_heads(rows: &Tensor, (sequences, shape): (usize, &AttentionShape)) -> Result<Tensor> {
     let heads = rows.reshape((sequences, shape.seq_len, (), shape.head_size))?.transpose(1, 2)?.contiguous()?;
     widen(&heads.reshape((sequences * shape.kv_heads, (), shape.head_size))?)
 }
 
-fn merge_heads(heads: &Tensor, (sequences, shape): (usize, &Shape)) -> Result<Tensor> {
+fn merge_heads(heads: &Tensor, (sequences, shape): (usize, &AttentionShape)) -> Result<Tensor> {
     let heads = heads.reshape((sequences, (), shape.seq_len, shape.head_size))?;
     heads.transpose(1, 2)?.contiguous()?.reshape((sequences * shape.seq_len, ()))
 }
 
 /// The mask of the `past + T` keys that each of T queries attends to: `[sequences, 1, T, past + T]`, U8. Without
 /// documents one mask serves all sequences.
-fn visible(shape: &Shape, past: usize, documents: Option<&[u32]>, device: &Device) -> Result<Tensor> {
+fn visible(shape: &AttentionShape, past: usize, documents: Option<&[u32]>, device: &Device) -> Result<Tensor> {
     let (queries, keys) = (shape.seq_len, past + shape.seq_len);
     let rows = documents.map_or(queries, <[u32]>::len);
     let mut visible = vec![0u8; rows * keys];
@@ -108,7 +108,7 @@ fn visible(shape: &Shape, past: usize, documents: Option<&[u32]>, device: &Devic
 }
 
 /// The scores of all keys, capped if the model caps them: `[sequences, heads, T, keys]`.
-fn scores(shape: &Shape, queries: &Tensor, keys: &Tensor) -> Result<Tensor> {
+fn scores(shape: &AttentionShape, queries: &Tensor, keys: &Tensor) -> Result<Tensor> {
     let scores = matmul(&(queries * f64::from(shape.scale))?, &keys.transpose(1, 2)?)?;
     let scores = scores.reshape(((), shape.heads, shape.seq_len, keys.dim(1)?))?;
     match shape.softcap.map(f64::from) {
@@ -138,13 +138,13 @@ fn grouped(scores: &Tensor, like: &Tensor) -> Result<Tensor> {
 /// Computes [`op::Attention`].
 pub(super) fn forward(op: &op::Attention<'_>) -> Result<()> {
     let op::Attention { shape, operands, out, lse } = op;
-    for part in Part::all(shape)? {
+    for part in BatchSlice::all(shape)? {
         let [queries, keys, values] = part.operands(operands.qkv)?;
         let visible = part.visible(operands.documents, out.device())?;
         let (probabilities, log_sum) = softmax(&masked(&scores(shape, &queries, &keys)?, &visible)?)?;
         let probabilities = drop(operands.dropout, part.first_score(), probabilities)?;
         let attended = matmul(&grouped(&probabilities, &queries)?, &values)?;
-        store_columns_of_rows(&part.merge(&attended)?, Columns::all(out)?, part.rows())?;
+        store_columns_of_rows(&part.merge(&attended)?, ColumnSlice::all(out)?, part.rows())?;
         store(&log_sum.flatten_all()?, &part.statistics(&lse.flatten_all()?)?)?;
     }
     Ok(())
@@ -153,9 +153,9 @@ pub(super) fn forward(op: &op::Attention<'_>) -> Result<()> {
 /// Computes [`op::AttentionBackward`].
 pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
     let &op::AttentionBackward { ref shape, operands, dout, out, lse, gradients } = op;
-    for part in Part::all(shape)? {
+    for part in BatchSlice::all(shape)? {
         let [queries, keys, values] = part.operands(operands.qkv)?;
-        let (dout, out) = (part.heads(Columns::all(dout)?)?, part.heads(Columns::all(out)?)?);
+        let (dout, out) = (part.heads(ColumnSlice::all(dout)?)?, part.heads(ColumnSlice::all(out)?)?);
         let visible = part.visible(operands.documents, dout.device())?;
         let per_row = |x: &Tensor| x.reshape((part.count, shape.heads, shape.seq_len, 1));
         let scores = scores(shape, &queries, &keys)?;
@@ -185,7 +185,7 @@ pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
 pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
     let &op::DecodeAttention { ref shape, cache, past, qkv, out } = op;
     let new = shape.seq_len;
-    let heads = |x: Columns<'_>| split_heads(&columns_of_rows(x, 0..new)?, (1, shape));
+    let heads = |x: ColumnSlice<'_>| split_heads(&columns_of_rows(x, 0..new)?, (1, shape));
     let [queries, keys, values] = qkv;
     for (x, store) in [(keys, &cache.keys), (values, &cache.values)] {
         store.slice_set(&heads(x)?.to_dtype(store.dtype())?, 1, past)?;

@@ -1,7 +1,7 @@
 //! Layer and RMS normalisation in FP32; candle's own norms round in half precision.
 
 use super::tensors::{column_sums, store, store_columns, widen, widen_columns};
-use crate::columns::{Columns, WriteMode};
+use crate::columns::{ColumnSlice, WriteMode};
 use crate::{NormSettings, op};
 use candle_core::{Result, Tensor};
 
@@ -41,7 +41,7 @@ fn gradients(
 }
 
 /// The groups of some columns, which are as wide as the weight, as rows of FP32.
-fn groups(x: Columns<'_>, weight: &Tensor) -> Result<Tensor> {
+fn groups(x: ColumnSlice<'_>, weight: &Tensor) -> Result<Tensor> {
     widen_columns(x)?.reshape(((), weight.dims1()?))
 }
 

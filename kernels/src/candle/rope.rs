@@ -6,7 +6,7 @@ use crate::rope::Direction;
 use candle_core::{Result, Tensor};
 
 /// Computes [`op::Rotate`].
-pub(super) fn rotate(op: &op::Rotate<'_>) -> Result<()> {
+pub(super) fn apply_rope(op: &op::Rotate<'_>) -> Result<()> {
     let &op::Rotate { x, table, positions, direction } = op;
     let half = table.cos.dim(1)?;
     let rows: Vec<u32> = (0..x.rows()).map(|row| positions.of(row) as u32).collect();

@@ -1,7 +1,7 @@
 //! Helpers for `plain`: FP32 inside, one rounding at the end. They assert the layouts that candle's CUDA back end requires on
 //! every device, because the CPU back end accepts others.
 
-use crate::columns::Columns;
+use crate::columns::ColumnSlice;
 use crate::dropout::Dropout;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -37,18 +37,18 @@ pub(super) fn store(value: &Tensor, out: &Tensor) -> Result<()> {
 }
 
 /// Some columns of some rows, as a separate tensor.
-pub(super) fn columns_of_rows(x: Columns<'_>, rows: Range<usize>) -> Result<Tensor> {
+pub(super) fn columns_of_rows(x: ColumnSlice<'_>, rows: Range<usize>) -> Result<Tensor> {
     require_contiguous(x.tensor())?;
     x.tensor().narrow(0, rows.start, rows.len())?.narrow(1, x.first(), x.count())?.contiguous()
 }
 
 /// Some columns, in FP32.
-pub(super) fn widen_columns(x: Columns<'_>) -> Result<Tensor> {
+pub(super) fn widen_columns(x: ColumnSlice<'_>) -> Result<Tensor> {
     widen(&columns_of_rows(x, 0..x.rows())?)
 }
 
 /// Rounds `value` into some columns of some rows.
-pub(super) fn store_columns_of_rows(value: &Tensor, x: Columns<'_>, rows: Range<usize>) -> Result<()> {
+pub(super) fn store_columns_of_rows(value: &Tensor, x: ColumnSlice<'_>, rows: Range<usize>) -> Result<()> {
     if value.dims() != [rows.len(), x.count()] {
         bail!("a result of {:?} for {} rows of {} columns", value.dims(), rows.len(), x.count());
     }
@@ -59,7 +59,7 @@ pub(super) fn store_columns_of_rows(value: &Tensor, x: Columns<'_>, rows: Range<
 }
 
 /// Rounds `value` into some columns.
-pub(super) fn store_columns(value: &Tensor, x: Columns<'_>) -> Result<()> {
+pub(super) fn store_columns(value: &Tensor, x: ColumnSlice<'_>) -> Result<()> {
     store_columns_of_rows(value, x, 0..x.rows())
 }
 

@@ -1,6 +1,6 @@
 //! The launch of `adamw.cu`.
 
-use super::launch::{Arguments, Buffer, Launch, Queue, entry};
+use super::launch::{Arguments, DeviceSlice, Launch, Queue, entry};
 use crate::adamw::AdamWStep;
 use candle_core::{DType, Result};
 
@@ -32,9 +32,9 @@ unsafe impl Arguments for AdamW {}
 pub(crate) fn step(
     queue: &impl Queue,
     numbers: AdamWStep,
-    grad: Buffer,
-    [master, exp_avg, exp_avg_sq]: [Buffer; 3],
-    weight: Option<Buffer>,
+    grad: DeviceSlice,
+    [master, exp_avg, exp_avg_sq]: [DeviceSlice; 3],
+    weight: Option<DeviceSlice>,
 ) -> Result<()> {
     let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = numbers;
     let len = grad.len;
@@ -54,7 +54,7 @@ pub(crate) fn step(
         grad_factor,
     };
     let kernel = entry("adamw", &[grad.dtype, weight.map_or(DType::F32, |weight| weight.dtype)])?;
-    let launch = Launch::by_packs("adamw", kernel, len.div_ceil(PACK))?;
+    let launch = Launch::for_packs("adamw", kernel, len.div_ceil(PACK))?;
     // SAFETY: every buffer was found large enough.
     unsafe { queue.launch(&launch, &arguments) }
 }

@@ -3,7 +3,7 @@
 
 #include "random.cuh"
 
-struct AttentionShape {
+struct ShapeArgs {
     // The first key that each query attends to, then the end of the queries that attend to each key; both rise along a sequence.
     const unsigned* bounds;  // [2, B·T]; null if every query attends to all keys up to its own
     unsigned batch, seq_len, heads, head_size;
@@ -22,20 +22,20 @@ struct AttentionForward {
     const void* qkv;  // [B·T, 3·D]
     void* out;        // [B·T, D]
     float* lse;       // [B·H·T]
-    AttentionShape shape;
+    ShapeArgs shape;
     Dropout dropout;
 };
 
 struct AttentionDelta {
     const void *dout, *out;  // [B·T, D]
     float* delta;            // [B·H·T]: each row's product of the two
-    AttentionShape shape;
+    ShapeArgs shape;
 };
 
 struct AttentionBackward {
     const void *qkv, *dout;
     const float *lse, *delta;
     void* dqkv;
-    AttentionShape shape;
+    ShapeArgs shape;
     Dropout dropout;
 };

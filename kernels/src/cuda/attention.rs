@@ -1,7 +1,7 @@
 //! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for types that tensor cores multiply.
 
-use super::launch::{Arguments, Buffer, Launch, Mask, Queue, entry, word};
-use crate::attention::Shape;
+use super::launch::{Arguments, DeviceSlice, DropoutArgs, Launch, Queue, entry, word};
+use crate::attention::AttentionShape;
 use crate::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
@@ -10,7 +10,7 @@ const SIZES: [usize; 4] = [32, 64, 96, 128];
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct AttentionShape {
+struct ShapeArgs {
     bounds: u64,
     batch: u32,
     seq_len: u32,
@@ -26,8 +26,8 @@ struct Forward {
     qkv: u64,
     out: u64,
     lse: u64,
-    shape: AttentionShape,
-    dropout: Mask,
+    shape: ShapeArgs,
+    dropout: DropoutArgs,
 }
 // SAFETY: mirrors `AttentionForward`.
 unsafe impl Arguments for Forward {}
@@ -38,7 +38,7 @@ struct RowProducts {
     dout: u64,
     out: u64,
     delta: u64,
-    shape: AttentionShape,
+    shape: ShapeArgs,
 }
 // SAFETY: mirrors `AttentionDelta`.
 unsafe impl Arguments for RowProducts {}
@@ -51,8 +51,8 @@ struct Backward {
     lse: u64,
     delta: u64,
     dqkv: u64,
-    shape: AttentionShape,
-    dropout: Mask,
+    shape: ShapeArgs,
+    dropout: DropoutArgs,
 }
 // SAFETY: mirrors `AttentionBackward`.
 unsafe impl Arguments for Backward {}
@@ -66,14 +66,14 @@ enum Pass {
 }
 
 /// Whether there are kernels for attention of this shape: no grouped queries or soft caps, and no large heads.
-pub(crate) fn serves(shape: &Shape) -> bool {
-    let Shape { heads, kv_heads, head_size, softcap, .. } = *shape;
+pub(crate) fn serves(shape: &AttentionShape) -> bool {
+    let AttentionShape { heads, kv_heads, head_size, softcap, .. } = *shape;
     kv_heads == heads && head_size <= SIZES[3] && softcap.is_none()
 }
 
 /// The first key that each query attends to, then the end of the queries that attend to each key, `[2, B·T]`; `None` where each
 /// query attends to all keys up to its own.
-pub(crate) fn bounds(shape: &Shape, documents: Option<&[u32]>) -> Result<Option<Vec<u32>>> {
+pub(crate) fn bounds(shape: &AttentionShape, documents: Option<&[u32]>) -> Result<Option<Vec<u32>>> {
     let (rows, seq_len) = (shape.batch * shape.seq_len, shape.seq_len);
     if documents.is_none() && !is_windowed(shape) {
         return Ok(None);
@@ -91,14 +91,14 @@ pub(crate) fn bounds(shape: &Shape, documents: Option<&[u32]>) -> Result<Option<
     Ok(Some(bounds))
 }
 
-fn is_windowed(shape: &Shape) -> bool {
+fn is_windowed(shape: &AttentionShape) -> bool {
     shape.window.is_some_and(|window| window < shape.seq_len)
 }
 
 /// One call's sizes, and the kernels that serve them.
 #[derive(Clone, Copy)]
 struct Plan {
-    shape: Shape,
+    shape: AttentionShape,
     dtype: DType,
     /// The kernels' head size.
     size: usize,
@@ -107,7 +107,7 @@ struct Plan {
 }
 
 impl Plan {
-    fn new(shape: Shape, bounds: Option<Buffer>, dtype: DType) -> Result<Self> {
+    fn new(shape: AttentionShape, bounds: Option<DeviceSlice>, dtype: DType) -> Result<Self> {
         let rows = shape.batch * shape.seq_len;
         let bounds = match bounds {
             Some(bounds) => bounds.expect("bounds", DType::U32, 2 * rows)?,
@@ -128,9 +128,9 @@ impl Plan {
         self.shape.batch * self.shape.seq_len * self.shape.heads
     }
 
-    fn arguments(self) -> Result<AttentionShape> {
-        let Shape { batch, seq_len, heads, head_size, scale, .. } = self.shape;
-        Ok(AttentionShape {
+    fn arguments(self) -> Result<ShapeArgs> {
+        let AttentionShape { batch, seq_len, heads, head_size, scale, .. } = self.shape;
+        Ok(ShapeArgs {
             bounds: self.bounds,
             batch: word(batch)?,
             seq_len: word(seq_len)?,
@@ -189,11 +189,11 @@ impl Plan {
 /// See [`attention::forward`](crate::attention::forward); the device has the shape's [`bounds`].
 pub(crate) fn forward(
     queue: &impl Queue,
-    (shape, bounds): (Shape, Option<Buffer>),
-    qkv: Buffer,
+    (shape, bounds): (AttentionShape, Option<DeviceSlice>),
+    qkv: DeviceSlice,
     dropout: Option<Dropout>,
-    out: Buffer,
-    lse: Buffer,
+    out: DeviceSlice,
+    lse: DeviceSlice,
 ) -> Result<()> {
     let plan = Plan::new(shape, bounds, qkv.dtype)?;
     let arguments = Forward {
@@ -201,7 +201,7 @@ pub(crate) fn forward(
         out: out.expect("out", qkv.dtype, plan.elements())?,
         lse: lse.expect("lse", DType::F32, plan.stat_len())?,
         shape: plan.arguments()?,
-        dropout: Mask::new(dropout),
+        dropout: DropoutArgs::new(dropout),
     };
     // SAFETY: every buffer was found large enough.
     unsafe { queue.launch(&plan.launch(Pass::Forward)?, &arguments) }
@@ -210,10 +210,10 @@ pub(crate) fn forward(
 /// See [`attention::backward`](crate::attention::backward); the device has the shape's [`bounds`].
 pub(crate) fn backward(
     queue: &impl Queue,
-    (shape, bounds): (Shape, Option<Buffer>),
-    [dout, qkv, out, lse]: [Buffer; 4],
+    (shape, bounds): (AttentionShape, Option<DeviceSlice>),
+    [dout, qkv, out, lse]: [DeviceSlice; 4],
     dropout: Option<Dropout>,
-    dqkv: Buffer,
+    dqkv: DeviceSlice,
 ) -> Result<()> {
     let plan = Plan::new(shape, bounds, qkv.dtype)?;
     let (delta, _owner) = queue.scratch(plan.stat_len())?;
@@ -230,9 +230,9 @@ pub(crate) fn backward(
         delta: delta.address,
         dqkv: dqkv.expect("dqkv", qkv.dtype, 3 * plan.elements())?,
         shape: products.shape,
-        dropout: Mask::new(dropout),
+        dropout: DropoutArgs::new(dropout),
     };
-    let by_rows = Launch::warp_a_row("attention", entry("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
+    let by_rows = Launch::warp_per_row("attention", entry("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
     // SAFETY: every buffer was found large enough.
     unsafe {
         queue.launch(&by_rows, &products)?;

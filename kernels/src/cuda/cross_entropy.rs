@@ -1,6 +1,6 @@
 //! The launch of `cross_entropy.cu`.
 
-use super::launch::{Arguments, Buffer, Launch, Queue, entry, word};
+use super::launch::{Arguments, DeviceSlice, Launch, Queue, entry, word};
 use candle_core::{DType, Result};
 
 const THREADS: u32 = 512;
@@ -28,9 +28,9 @@ unsafe impl Arguments for CrossEntropy {}
 pub(crate) fn rows(
     queue: &impl Queue,
     [rows, vocab, stride]: [usize; 3],
-    logits: Buffer,
-    targets: Buffer,
-    losses: Buffer,
+    logits: DeviceSlice,
+    targets: DeviceSlice,
+    losses: DeviceSlice,
     seed: Option<f32>,
 ) -> Result<()> {
     let arguments = CrossEntropy {

@@ -1,10 +1,10 @@
 //! Our own kernels for a GPU.
 
-use super::launch::{Buffer, Queue, Rows};
-use super::survey::Survey;
-use super::{adamw, attention, cross_entropy, elementwise, embedding, heads, norm, survey};
-use crate::attention::Shape;
-use crate::columns::{Columns, Factor, WriteMode};
+use super::launch::{DeviceSlice, Queue, Rows};
+use super::summary::StatsLaunch;
+use super::{adamw, attention, cross_entropy, elementwise, embedding, heads, norm, summary};
+use crate::attention::AttentionShape;
+use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::op::{self, Embedding, Op};
 use crate::{Kernels, Ran, WeightLayout};
 use candle_core::{DType, Device, Error, Result, Tensor};
@@ -23,7 +23,7 @@ pub enum KernelFamily {
     Norm,
     Product,
     Rope,
-    Survey,
+    StatsLaunch,
 }
 
 impl KernelFamily {
@@ -37,7 +37,7 @@ impl KernelFamily {
         Self::Norm,
         Self::Product,
         Self::Rope,
-        Self::Survey,
+        Self::StatsLaunch,
     ];
 
     /// The name used in logs, checkpoints and error texts.
@@ -51,7 +51,7 @@ impl KernelFamily {
             Self::Norm => "norm",
             Self::Product => "product",
             Self::Rope => "rope",
-            Self::Survey => "survey",
+            Self::StatsLaunch => "summary",
         }
     }
 }
@@ -62,13 +62,13 @@ pub(crate) struct CudaKernels<Q> {
     queue: Q,
     families: BTreeSet<KernelFamily>,
     name: String,
-    bounded: Mutex<Option<Bounded>>,
+    bounded: Mutex<Option<KeyRangeCache>>,
 }
 
 /// Attention's bounds on the device, with the sizes and documents that they belong to. All layers of a pass have the
 /// same.
 #[derive(Debug)]
-struct Bounded {
+struct KeyRangeCache {
     sizes: (usize, usize, Option<usize>),
     documents: Option<Vec<u32>>,
     tensor: Tensor,
@@ -82,7 +82,7 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     /// [`attention::bounds`] on the device.
-    fn bounds(&self, shape: &Shape, documents: Option<&[u32]>, device: &Device) -> Result<Option<Tensor>> {
+    fn bounds(&self, shape: &AttentionShape, documents: Option<&[u32]>, device: &Device) -> Result<Option<Tensor>> {
         let sizes = (shape.batch, shape.seq_len, shape.window);
         let mut last = self.bounded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(last) = last.as_ref().filter(|last| last.sizes == sizes && last.documents.as_deref() == documents) {
@@ -90,14 +90,14 @@ impl<Q: Queue> CudaKernels<Q> {
         }
         let Some(bounds) = attention::bounds(shape, documents)? else { return Ok(None) };
         let bounds = Tensor::new(bounds, device)?;
-        *last = Some(Bounded { sizes, documents: documents.map(<[u32]>::to_vec), tensor: bounds.clone() });
+        *last = Some(KeyRangeCache { sizes, documents: documents.map(<[u32]>::to_vec), tensor: bounds.clone() });
         Ok(Some(bounds))
     }
 
     /// The memory of tensors that the kernels of `family` can take.
-    fn buffers<const N: usize>(&self, family: KernelFamily, tensors: [&Tensor; N]) -> Attempt<[Buffer; N]> {
+    fn buffers<const N: usize>(&self, family: KernelFamily, tensors: [&Tensor; N]) -> Attempt<[DeviceSlice; N]> {
         require(self.families.contains(&family))?;
-        let mut buffers = [Buffer { address: 0, dtype: DType::F32, len: 0 }; N];
+        let mut buffers = [DeviceSlice { address: 0, dtype: DType::F32, len: 0 }; N];
         for (tensor, slot) in tensors.into_iter().zip(&mut buffers) {
             *slot = self.queue.buffer(tensor)?.ok_or(Stop::Unsupported)?;
         }
@@ -105,12 +105,12 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     /// [`Self::buffers`] of an operand that may be missing.
-    fn optional(&self, family: KernelFamily, tensor: Option<&Tensor>) -> Attempt<Option<Buffer>> {
+    fn optional(&self, family: KernelFamily, tensor: Option<&Tensor>) -> Attempt<Option<DeviceSlice>> {
         tensor.map(|tensor| self.buffers(family, [tensor]).map(|[buffer]| buffer)).transpose()
     }
 
     /// [`Self::buffers`] of some columns of tensors.
-    fn rows<const N: usize>(&self, family: KernelFamily, columns: [Columns<'_>; N]) -> Attempt<[Rows; N]> {
+    fn rows<const N: usize>(&self, family: KernelFamily, columns: [ColumnSlice<'_>; N]) -> Attempt<[Rows; N]> {
         let buffers = self.buffers(family, columns.map(|columns| columns.tensor()))?;
         let mut rows = buffers.map(|buffer| Rows::whole(buffer, [0, 0]));
         for (rows, columns) in rows.iter_mut().zip(columns) {
@@ -122,21 +122,25 @@ impl<Q: Queue> CudaKernels<Q> {
 
     /// Queries, keys and values, or their gradients, in the layout that attention's kernels take: side by side, with
     /// keys and values for each head. If their layout differs, returns a tensor for that layout and their current rows.
-    fn side_by_side(&self, shape: &Shape, parts: [Columns<'_>; 3]) -> Attempt<(Tensor, Option<[Rows; 3]>)> {
-        require(attention::serves(&Shape { kv_heads: shape.heads, ..*shape }))?;
+    fn side_by_side(
+        &self,
+        shape: &AttentionShape,
+        parts: [ColumnSlice<'_>; 3],
+    ) -> Attempt<(Tensor, Option<[Rows; 3]>)> {
+        require(attention::serves(&AttentionShape { kv_heads: shape.heads, ..*shape }))?;
         if let Some(tensor) = packed(shape, parts).filter(|_| shape.kv_heads == shape.heads) {
             return Ok((tensor.clone(), None));
         }
         let rows = self.rows(KernelFamily::Attention, parts)?;
         let (tokens, tensor) = (shape.batch * shape.seq_len, parts[0].tensor());
         let one_type = rows.iter().all(|part| part.buffer.dtype == tensor.dtype());
-        require(heads::can_spread(shape, rows) && one_type)?;
+        require(heads::supports_repeat_kv(shape, rows) && one_type)?;
         let wide = Tensor::zeros((tokens, 3 * shape.widths()[0]), tensor.dtype(), tensor.device())?;
         Ok((wide, Some(rows)))
     }
 
     /// Queries, keys and values [`side_by_side`](Self::side_by_side).
-    fn spread(&self, shape: &Shape, parts: [Columns<'_>; 3]) -> Attempt<Tensor> {
+    fn spread(&self, shape: &AttentionShape, parts: [ColumnSlice<'_>; 3]) -> Attempt<Tensor> {
         let (tensor, apart) = self.side_by_side(shape, parts)?;
         if let Some(rows) = apart {
             let [wide] = self.buffers(KernelFamily::Attention, [&tensor])?;
@@ -152,7 +156,7 @@ impl<Q: Queue> CudaKernels<Q> {
         let bounds = self.optional(KernelFamily::Attention, bounds.as_ref())?;
         let [qkv, out, lse] = self.buffers(KernelFamily::Attention, [&qkv, op.out, op.lse])?;
         require(out.dtype == qkv.dtype)?;
-        let equal = Shape { kv_heads: shape.heads, ..*shape };
+        let equal = AttentionShape { kv_heads: shape.heads, ..*shape };
         Ok(attention::forward(&self.queue, (equal, bounds), qkv, operands.dropout, out, lse)?)
     }
 
@@ -165,19 +169,19 @@ impl<Q: Queue> CudaKernels<Q> {
         let tensors = [op.dout, &qkv, op.out, op.lse, &dqkv];
         let [dout, qkv, out, lse, dqkv] = self.buffers(KernelFamily::Attention, tensors)?;
         require([dout, out, dqkv].iter().all(|buffer| buffer.dtype == qkv.dtype))?;
-        let equal = Shape { kv_heads: shape.heads, ..*shape };
+        let equal = AttentionShape { kv_heads: shape.heads, ..*shape };
         attention::backward(&self.queue, (equal, bounds), [dout, qkv, out, lse], operands.dropout, dqkv)?;
         Ok(apart.map_or(Ok(()), |apart| heads::gather(&self.queue, shape, dqkv, apart))?)
     }
 
-    fn rotate(&self, op: &op::Rotate<'_>) -> Attempt {
+    fn apply_rope(&self, op: &op::Rotate<'_>) -> Attempt {
         let (half, positions) = (op.table.cos.dim(1)?, op.positions);
         let starts = positions.documents.map(|starts| Tensor::new(starts, op.x.tensor().device())).transpose()?;
         let [x] = self.rows(KernelFamily::Rope, [op.x])?;
         let angles = self.buffers(KernelFamily::Rope, [&op.table.cos, &op.table.sin])?;
         let starts = self.optional(KernelFamily::Rope, starts.as_ref())?;
-        require(heads::can_rotate(x, half))?;
-        Ok(heads::rotate(&self.queue, x, angles, half, positions, starts, op.direction)?)
+        require(heads::supports_rope(x, half))?;
+        Ok(heads::apply_rope(&self.queue, x, angles, half, positions, starts, op.direction)?)
     }
 
     fn norm(&self, op: &op::Norm<'_>) -> Attempt {
@@ -216,22 +220,22 @@ impl<Q: Queue> CudaKernels<Q> {
         Ok(cross_entropy::rows(&self.queue, shape, buffer, targets, losses, seed)?)
     }
 
-    fn survey(&self, op: &mut op::Survey<'_>) -> Attempt {
+    fn summarize(&self, op: &mut op::Summarize<'_>) -> Attempt {
         let mut buffers = Vec::with_capacity(op.tensors.len());
         for (tensor, format) in op.tensors {
-            let [buffer] = self.buffers(KernelFamily::Survey, [tensor])?;
+            let [buffer] = self.buffers(KernelFamily::StatsLaunch, [tensor])?;
             buffers.push((buffer, *format));
         }
-        let survey = Survey::new(&buffers)?;
+        let summary = StatsLaunch::new(&buffers)?;
         let Some((first, _)) = op.tensors.first() else { return Ok(()) };
-        let words = Tensor::zeros(buffers.len() * survey::WORDS, DType::U32, first.device())?;
-        let table = Tensor::new(survey.table(), first.device())?;
-        let [figures, table] = self.buffers(KernelFamily::Survey, [&words, &table])?;
-        survey.run(&self.queue, table, op.exponents, figures)?;
+        let words = Tensor::zeros(buffers.len() * summary::WORDS, DType::U32, first.device())?;
+        let table = Tensor::new(summary.table(), first.device())?;
+        let [figures, table] = self.buffers(KernelFamily::StatsLaunch, [&words, &table])?;
+        summary.run(&self.queue, table, op.exponents, figures)?;
         // One copy, because the host waits for each.
         let counted: Vec<u32> = words.to_vec1()?;
         for (out, words) in op.out.iter_mut().zip(counted.as_chunks().0) {
-            *out = survey::decode(words, op.exponents);
+            *out = summary::decode(words, op.exponents);
         }
         Ok(())
     }
@@ -250,19 +254,19 @@ impl<Q: Queue> CudaKernels<Q> {
         Ok(elementwise::activate(&self.queue, op.activation, width, x, y, Some([dy, dx]))?)
     }
 
-    fn add_branch(&self, op: &op::AddBranch<'_>) -> Attempt {
+    fn residual_add(&self, op: &op::AddBranch<'_>) -> Attempt {
         let [stream, branch, out] = self.buffers(KernelFamily::Elementwise, [op.stream, op.branch, op.out])?;
         require(stream.dtype == out.dtype && is_pair([out.dtype, branch.dtype]))?;
-        Ok(elementwise::add_branch(&self.queue, stream, branch, op.dropout, out)?)
+        Ok(elementwise::residual_add(&self.queue, stream, branch, op.dropout, out)?)
     }
 
     fn accumulate(&self, op: &op::Accumulate<'_>) -> Attempt {
         let along: Vec<&Tensor> = [op.x].into_iter().chain(op.inner.iter().copied()).chain([op.out]).collect();
         require(along.windows(2).all(|pair| is_pair([pair[1].dtype(), pair[0].dtype()])))?;
         let buffers = along.iter().map(|x| self.buffers(KernelFamily::Elementwise, [x]).map(|[buffer]| buffer));
-        let buffers: Vec<Buffer> = buffers.collect::<Attempt<_>>()?;
+        let buffers: Vec<DeviceSlice> = buffers.collect::<Attempt<_>>()?;
         for pair in buffers.windows(2) {
-            elementwise::add_branch(&self.queue, pair[1], pair[0], None, pair[1])?;
+            elementwise::residual_add(&self.queue, pair[1], pair[0], None, pair[1])?;
         }
         Ok(())
     }
@@ -270,7 +274,7 @@ impl<Q: Queue> CudaKernels<Q> {
     fn copy(&self, op: &op::Copy<'_>) -> Attempt {
         let [x, out] = self.buffers(KernelFamily::Elementwise, [op.x, op.out])?;
         require(is_pair([x.dtype, out.dtype]))?;
-        Ok(elementwise::branch_gradient(&self.queue, x, op.dropout, out)?)
+        Ok(elementwise::residual_backward(&self.queue, x, op.dropout, out)?)
     }
 
     fn embed_backward(&self, op: &op::EmbedBackward<'_>) -> Attempt {
@@ -278,9 +282,9 @@ impl<Q: Queue> CudaKernels<Q> {
         let width = op.dx.dim(1)?;
         let [dx, dtable] = self.buffers(KernelFamily::Embedding, [op.dx, op.dtable])?;
         let dpositions = self.optional(KernelFamily::Embedding, op.dpositions)?;
-        let served = |table: Buffer| is_pair([dx.dtype, table.dtype]) || table.dtype == DType::F32;
+        let served = |table: DeviceSlice| is_pair([dx.dtype, table.dtype]) || table.dtype == DType::F32;
         require(elementwise::serves(width) && served(dtable) && dpositions.is_none_or(served))?;
-        let add = |groups: embedding::Groups, table: Buffer, scale| -> Attempt {
+        let add = |groups: embedding::Groups, table: DeviceSlice, scale| -> Attempt {
             let upload = |numbers: Vec<u32>| Tensor::new(numbers, op.dx.device());
             let [order, ends] = [upload(groups.order)?, upload(groups.ends)?];
             let grouped = self.buffers(KernelFamily::Embedding, [&order, &ends])?;
@@ -305,19 +309,19 @@ impl<Q: Queue> CudaKernels<Q> {
                 WriteMode::Accumulate
             }
         };
-        let b = Factor { columns: Columns::all(op.weight)?, transposed: op.layout == WeightLayout::OutIn };
-        let a = Factor::plain(Columns::all(op.x)?);
-        self.product(&op::Product { a, b, alpha: 1.0, c: Columns::all(op.y)?, mode })
+        let b = MatmulOperand { columns: ColumnSlice::all(op.weight)?, transposed: op.layout == WeightLayout::OutIn };
+        let a = MatmulOperand::plain(ColumnSlice::all(op.x)?);
+        self.product(&op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(op.y)?, mode })
     }
 
-    fn product(&self, op: &op::Product<'_>) -> Attempt {
+    fn product(&self, op: &op::Matmul<'_>) -> Attempt {
         require(self.families.contains(&KernelFamily::Product) && self.queue.product(op)?)
     }
 
     fn sum_rows(&self, op: &op::SumRows<'_>) -> Attempt {
         let (ones, sums) = (Tensor::ones((1, op.x.dim(0)?), op.x.dtype(), op.x.device())?, op.out.unsqueeze(0)?);
-        let (a, b) = (Factor::plain(Columns::all(&ones)?), Factor::plain(Columns::all(op.x)?));
-        self.product(&op::Product { a, b, alpha: 1.0, c: Columns::all(&sums)?, mode: WriteMode::Overwrite })
+        let (a, b) = (MatmulOperand::plain(ColumnSlice::all(&ones)?), MatmulOperand::plain(ColumnSlice::all(op.x)?));
+        self.product(&op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(&sums)?, mode: WriteMode::Overwrite })
     }
 
     fn adamw(&self, op: &op::AdamW<'_>) -> Attempt {
@@ -342,17 +346,17 @@ impl<Q: Queue> Kernels for CudaKernels<Q> {
             Op::EmbedBackward(op) => self.embed_backward(op),
             Op::Norm(op) => self.norm(op),
             Op::NormBackward(op) => self.norm_backward(op),
-            Op::Rotate(op) => self.rotate(op),
+            Op::Rotate(op) => self.apply_rope(op),
             Op::Linear(op) => self.linear(op),
-            Op::Product(op) => self.product(op),
+            Op::Matmul(op) => self.product(op),
             Op::SumRows(op) => self.sum_rows(op),
             Op::Attention(op) => self.attention(op),
             Op::AttentionBackward(op) => self.attention_backward(op),
             Op::Activate(op) => self.activate(op),
             Op::ActivateBackward(op) => self.activate_backward(op),
-            Op::AddBranch(op) => self.add_branch(op),
+            Op::AddBranch(op) => self.residual_add(op),
             Op::CrossEntropy(op) => self.cross_entropy(op),
-            Op::Survey(op) => self.survey(op),
+            Op::Summarize(op) => self.summarize(op),
             Op::AdamW(op) => self.adamw(op),
             _ => Err(Stop::Unsupported),
         };
@@ -389,8 +393,8 @@ fn require(supported: bool) -> Attempt {
 }
 
 /// Whether there are kernels for norms of these rows, by groups as wide as the weight.
-fn takes_rows(operands: &[Rows], weight: Buffer) -> bool {
-    norm::serves(weight.len) && operands.iter().all(|rows| norm::are_placed(*rows, weight.len))
+fn takes_rows(operands: &[Rows], weight: DeviceSlice) -> bool {
+    norm::serves(weight.len) && operands.iter().all(|rows| norm::supports_rows(*rows, weight.len))
 }
 
 /// Whether there are kernels for this pair of types: the first is equal to the second or FP32.
@@ -400,7 +404,7 @@ fn is_pair([wide, narrow]: [DType; 2]) -> bool {
 }
 
 /// The tensor that holds queries, keys and values side by side, and nothing else.
-fn packed<'a>(shape: &Shape, parts: [Columns<'a>; 3]) -> Option<&'a Tensor> {
+fn packed<'a>(shape: &AttentionShape, parts: [ColumnSlice<'a>; 3]) -> Option<&'a Tensor> {
     let (tensor, [queries, keys, values]) = (parts[0].tensor(), shape.widths());
     let side_by_side = parts.iter().zip([0, queries, queries + keys]).all(|(columns, first)| {
         columns.tensor().id() == tensor.id() && (columns.first(), columns.stride()) == (first, queries + keys + values)

@@ -1,6 +1,6 @@
 //! The launches of `elementwise.cu`.
 
-use super::launch::{Arguments, Buffer, Launch, Mask, Queue, entry, word};
+use super::launch::{Arguments, DeviceSlice, DropoutArgs, Launch, Queue, entry, word};
 use crate::Activation;
 use crate::dropout::Dropout;
 use candle_core::{DType, Result, bail};
@@ -29,7 +29,7 @@ struct Residual {
     branch: u64,
     out: u64,
     len: u64,
-    dropout: Mask,
+    dropout: DropoutArgs,
 }
 // SAFETY: mirrors `Residual`.
 unsafe impl Arguments for Residual {}
@@ -52,7 +52,7 @@ pub(crate) fn serves(width: usize) -> bool {
 }
 
 fn launch(kernel: &str, dtypes: &[DType], len: usize) -> Result<Launch> {
-    Launch::by_packs("elementwise", entry(kernel, dtypes)?, len.div_ceil(PACK))
+    Launch::for_packs("elementwise", entry(kernel, dtypes)?, len.div_ceil(PACK))
 }
 
 /// Computes [`op::Activate`](crate::op::Activate), or with `gradient`, which is `dy` and `dx`, its backward pass.
@@ -60,9 +60,9 @@ pub(crate) fn activate(
     queue: &impl Queue,
     activation: Activation,
     width: usize,
-    x: Buffer,
-    y: Buffer,
-    gradient: Option<[Buffer; 2]>,
+    x: DeviceSlice,
+    y: DeviceSlice,
+    gradient: Option<[DeviceSlice; 2]>,
 ) -> Result<()> {
     let (dtype, len) = (y.dtype, y.len);
     let len_of_x = if activation.is_gated() { 2 * len } else { len };
@@ -78,8 +78,8 @@ pub(crate) fn activate(
         width: word(width)?,
         activation: match activation {
             Activation::Gelu => 0,
-            Activation::GatedSilu => 1,
-            Activation::GatedGelu => 2,
+            Activation::SwiGlu => 1,
+            Activation::GeGlu => 2,
         },
     };
     let kernel = if gradient.is_some() { "activate_backward" } else { "activate" };
@@ -88,12 +88,12 @@ pub(crate) fn activate(
 }
 
 /// `out = stream + dropout(branch)`.
-pub(crate) fn add_branch(
+pub(crate) fn residual_add(
     queue: &impl Queue,
-    stream: Buffer,
-    branch: Buffer,
+    stream: DeviceSlice,
+    branch: DeviceSlice,
     dropout: Option<Dropout>,
-    out: Buffer,
+    out: DeviceSlice,
 ) -> Result<()> {
     let len = out.len;
     let arguments = Residual {
@@ -101,18 +101,18 @@ pub(crate) fn add_branch(
         branch: branch.of("branch", len)?,
         out: out.of("out", len)?,
         len: len as u64,
-        dropout: Mask::new(dropout),
+        dropout: DropoutArgs::new(dropout),
     };
     // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&launch("add_branch", &[out.dtype, branch.dtype], len)?, &arguments) }
+    unsafe { queue.launch(&launch("residual_add", &[out.dtype, branch.dtype], len)?, &arguments) }
 }
 
 /// `branch = dropout(stream)`.
-pub(crate) fn branch_gradient(
+pub(crate) fn residual_backward(
     queue: &impl Queue,
-    stream: Buffer,
+    stream: DeviceSlice,
     dropout: Option<Dropout>,
-    branch: Buffer,
+    branch: DeviceSlice,
 ) -> Result<()> {
     let len = branch.len;
     let arguments = Residual {
@@ -120,14 +120,14 @@ pub(crate) fn branch_gradient(
         branch: branch.of("branch", len)?,
         out: 0,
         len: len as u64,
-        dropout: Mask::new(dropout),
+        dropout: DropoutArgs::new(dropout),
     };
     // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&launch("branch_gradient", &[stream.dtype, branch.dtype], len)?, &arguments) }
+    unsafe { queue.launch(&launch("residual_backward", &[stream.dtype, branch.dtype], len)?, &arguments) }
 }
 
 /// Puts `row` into every row of `out`.
-pub(crate) fn fill_rows(queue: &impl Queue, row: Buffer, out: Buffer) -> Result<()> {
+pub(crate) fn fill_rows(queue: &impl Queue, row: DeviceSlice, out: DeviceSlice) -> Result<()> {
     let (width, len) = (row.len, out.len);
     if !serves(width) || !len.is_multiple_of(width) {
         bail!("{len} elements in rows of {width}");

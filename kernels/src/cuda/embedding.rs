@@ -1,7 +1,7 @@
 //! The launch of `embedding.cu`.
 
 use super::elementwise::serves;
-use super::launch::{Arguments, Buffer, Launch, Mask, Queue, entry, word};
+use super::launch::{Arguments, DeviceSlice, DropoutArgs, Launch, Queue, entry, word};
 use crate::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
@@ -18,7 +18,7 @@ struct EmbeddingBackward {
     count: u32,
     scale: f32,
     unused: u32,
-    dropout: Mask,
+    dropout: DropoutArgs,
 }
 // SAFETY: mirrors `EmbeddingBackward`.
 unsafe impl Arguments for EmbeddingBackward {}
@@ -48,8 +48,8 @@ pub(crate) fn grouped(count: usize, key: impl Fn(usize) -> usize) -> Result<Grou
 /// rounding. The groups' rows have been checked against V, and no two groups share one.
 pub(crate) fn backward(
     queue: &impl Queue,
-    [dx, dtable]: [Buffer; 2],
-    [order, ends]: [Buffer; 2],
+    [dx, dtable]: [DeviceSlice; 2],
+    [order, ends]: [DeviceSlice; 2],
     width: usize,
     scale: f32,
     dropout: Option<Dropout>,
@@ -67,7 +67,7 @@ pub(crate) fn backward(
         count: word(groups)?,
         scale,
         unused: 0,
-        dropout: Mask::new(dropout),
+        dropout: DropoutArgs::new(dropout),
     };
     let launch = Launch {
         module: "embedding",

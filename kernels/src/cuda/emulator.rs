@@ -1,7 +1,7 @@
 //! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
 #![allow(clippy::unwrap_used, reason = "only tests use it, and a panic is a failed test")]
 
-use super::launch::{Arguments, Buffer, Launch, Queue};
+use super::launch::{Arguments, DeviceSlice, Launch, Queue};
 use crate::op::{Access, Op};
 use candle_core::{DType, Result, Tensor, TensorId, bail};
 use half::{bf16, f16};
@@ -152,7 +152,7 @@ impl Allocation {
     }
 
     /// The bytes of `buffer`, if this memory holds all of them.
-    fn bytes_of(&mut self, buffer: Buffer) -> Option<&mut [u8]> {
+    fn bytes_of(&mut self, buffer: DeviceSlice) -> Option<&mut [u8]> {
         let first = usize::try_from(buffer.address.checked_sub(self.address())?).ok()?;
         // SAFETY: lines are bytes and nothing else.
         let (_, all, _) = unsafe { self.lines.align_to_mut::<u8>() };
@@ -178,46 +178,46 @@ impl Emulator {
         Self { order, memory: Mutex::default(), read_only: Mutex::default() }
     }
 
-    fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> Buffer {
+    fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> DeviceSlice {
         let mut lines = vec![Line([0xff; 256]); bytes.len().div_ceil(256).max(1)];
         for (line, part) in lines.iter_mut().zip(bytes.chunks(256)) {
             line.0[..part.len()].copy_from_slice(part);
         }
         let allocation = Allocation { lines, tensor: None, bytes: bytes.len(), writable };
-        let buffer = Buffer { address: allocation.address(), dtype, len };
+        let buffer = DeviceSlice { address: allocation.address(), dtype, len };
         self.memory.lock().unwrap().push(allocation);
         buffer
     }
 
     /// Numbers that kernels may read.
-    pub(crate) fn input(&self, values: &[f32], dtype: DType) -> Buffer {
+    pub(crate) fn input(&self, values: &[f32], dtype: DType) -> DeviceSlice {
         self.keep(&encode(values, dtype), dtype, values.len(), false)
     }
 
     /// Numbers that kernels may change.
-    pub(crate) fn state(&self, values: &[f32], dtype: DType) -> Buffer {
+    pub(crate) fn state(&self, values: &[f32], dtype: DType) -> DeviceSlice {
         self.keep(&encode(values, dtype), dtype, values.len(), true)
     }
 
     /// Room for results, full of NaN, so that a read before the first write shows.
-    pub(crate) fn output(&self, len: usize, dtype: DType) -> Buffer {
+    pub(crate) fn output(&self, len: usize, dtype: DType) -> DeviceSlice {
         self.keep(&vec![0xff; len * dtype.size_in_bytes()], dtype, len, true)
     }
 
-    pub(crate) fn words(&self, words: &[u32]) -> Buffer {
+    pub(crate) fn words(&self, words: &[u32]) -> DeviceSlice {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         self.keep(&bytes, DType::U32, words.len(), false)
     }
 
     /// Plain structs, as bytes.
-    pub(crate) fn structs<T: Copy>(&self, values: &[T], writable: bool) -> Buffer {
+    pub(crate) fn structs<T: Copy>(&self, values: &[T], writable: bool) -> DeviceSlice {
         let bytes = size_of_val(values);
         // SAFETY: the structs are made of plain numbers without padding.
         let view = unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), bytes) };
         self.keep(view, DType::U8, bytes, writable)
     }
 
-    pub(crate) fn bytes(&self, buffer: Buffer) -> Vec<u8> {
+    pub(crate) fn bytes(&self, buffer: DeviceSlice) -> Vec<u8> {
         let mut memory = self.memory.lock().unwrap();
         let bytes = memory.iter_mut().find_map(|allocation| allocation.bytes_of(buffer));
         bytes.expect("a buffer of this emulator").to_vec()
@@ -241,12 +241,12 @@ impl Emulator {
     }
 
     /// The buffer's elements, widened.
-    pub(crate) fn read(&self, buffer: Buffer) -> Vec<f32> {
+    pub(crate) fn read(&self, buffer: DeviceSlice) -> Vec<f32> {
         decode(&self.bytes(buffer), buffer.dtype)
     }
 
     /// Structs that kernels have written.
-    pub(crate) fn read_structs<T: Copy>(&self, buffer: Buffer) -> Vec<T> {
+    pub(crate) fn read_structs<T: Copy>(&self, buffer: DeviceSlice) -> Vec<T> {
         let bytes = self.bytes(buffer);
         // SAFETY: the bytes hold whole structs of plain numbers.
         bytes.chunks_exact(size_of::<T>()).map(|b| unsafe { b.as_ptr().cast::<T>().read_unaligned() }).collect()
@@ -326,15 +326,15 @@ impl Queue for Emulator {
 
     type Scratch = ();
 
-    fn scratch(&self, len: usize) -> Result<(Buffer, ())> {
+    fn scratch(&self, len: usize) -> Result<(DeviceSlice, ())> {
         Ok((self.output(len, DType::F32), ()))
     }
 
-    fn buffer(&self, tensor: &Tensor) -> Result<Option<Buffer>> {
+    fn buffer(&self, tensor: &Tensor) -> Result<Option<DeviceSlice>> {
         let known = |memory: &Allocation| memory.tensor.as_ref().is_some_and(|known| known.id() == tensor.id());
         let (dtype, len) = (tensor.dtype(), tensor.elem_count());
         if let Some(allocation) = self.memory.lock().unwrap().iter().find(|memory| known(memory)) {
-            return Ok(Some(Buffer { address: allocation.address(), dtype, len }));
+            return Ok(Some(DeviceSlice { address: allocation.address(), dtype, len }));
         }
         let writable = !self.read_only.lock().unwrap().contains(&tensor.id());
         let buffer = self.keep(&bytes_of(tensor)?, dtype, len, writable);

@@ -1,8 +1,8 @@
 //! The launches of `heads.cu`.
 
-use super::launch::{Arguments, Buffer, Launch, Queue, Rows, entry, word};
-use crate::attention::Shape;
-use crate::rope::{Direction, Positions};
+use super::launch::{Arguments, DeviceSlice, Launch, Queue, Rows, entry, word};
+use crate::attention::AttentionShape;
+use crate::rope::{Direction, PositionIds};
 use candle_core::{DType, Result, bail};
 
 /// Elements a thread takes at a time.
@@ -29,7 +29,7 @@ unsafe impl Arguments for Rotate {}
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct SharedHeads {
+struct GqaArgs {
     parts: [u64; 3],
     wide: u64,
     strides: [u32; 3],
@@ -39,32 +39,32 @@ struct SharedHeads {
     head_size: u32,
     unused: u32,
 }
-// SAFETY: mirrors `SharedHeads`.
-unsafe impl Arguments for SharedHeads {}
+// SAFETY: mirrors `GqaArgs`.
+unsafe impl Arguments for GqaArgs {}
 
 fn launch(kernel: &str, dtype: DType, packs: usize) -> Result<Launch> {
-    Launch::by_packs("heads", entry(kernel, &[dtype])?, packs)
+    Launch::for_packs("heads", entry(kernel, &[dtype])?, packs)
 }
 
 /// Whether there is a kernel that rotates heads with halves of this width.
-pub(crate) fn can_rotate(x: Rows, half: usize) -> bool {
+pub(crate) fn supports_rope(x: Rows, half: usize) -> bool {
     half > 0 && half.is_multiple_of(PACK) && x.aligns(half) && x.count.is_multiple_of(2 * half)
 }
 
-/// See [`rope::rotate`](crate::rope::rotate). `starts` holds the documents of `positions`; `angles` are cosines
+/// See [`rope::apply_rope`](crate::rope::apply_rope). `starts` holds the documents of `positions`; `angles` are cosines
 /// and sines for every position.
-pub(crate) fn rotate(
+pub(crate) fn apply_rope(
     queue: &impl Queue,
     x: Rows,
-    angles: [Buffer; 2],
+    angles: [DeviceSlice; 2],
     half: usize,
-    positions: Positions<'_>,
-    starts: Option<Buffer>,
+    positions: PositionIds<'_>,
+    starts: Option<DeviceSlice>,
     direction: Direction,
 ) -> Result<()> {
     let Rows { buffer, len: rows, stride, count, .. } = x;
     let longest = positions.past + positions.seq_len.min(rows);
-    if !can_rotate(x, half) || positions.seq_len == 0 {
+    if !supports_rope(x, half) || positions.seq_len == 0 {
         bail!("rotation of {rows} × {count} by heads of {}", 2 * half);
     }
     let [cos, sin] = angles;
@@ -85,22 +85,22 @@ pub(crate) fn rotate(
     // The kernel counts packs in 32 bits.
     let packs = word(rows * count / 2 / PACK)?;
     // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&launch("rotate", buffer.dtype, packs as usize)?, &arguments) }
+    unsafe { queue.launch(&launch("apply_rope", buffer.dtype, packs as usize)?, &arguments) }
 }
 
 /// Whether queries, keys and values can be put side by side.
-pub(crate) fn can_spread(shape: &Shape, parts: [Rows; 3]) -> bool {
+pub(crate) fn supports_repeat_kv(shape: &AttentionShape, parts: [Rows; 3]) -> bool {
     shape.head_size.is_multiple_of(PACK) && parts.iter().all(|part| part.aligns(shape.head_size))
 }
 
-fn shared(shape: &Shape, parts: [Rows; 3], wide: Buffer) -> Result<SharedHeads> {
+fn shared(shape: &AttentionShape, parts: [Rows; 3], wide: DeviceSlice) -> Result<GqaArgs> {
     let (rows, widths) = (shape.batch * shape.seq_len, shape.widths());
     let sized = |(part, width): (&Rows, usize)| (part.len, part.count, part.buffer.dtype) == (rows, width, wide.dtype);
-    if !can_spread(shape, parts) || !parts.iter().zip(widths).all(sized) {
+    if !supports_repeat_kv(shape, parts) || !parts.iter().zip(widths).all(sized) {
         bail!("there is no CUDA kernel for heads of {shape:?} in {parts:?}");
     }
     let [queries, keys, values] = parts;
-    Ok(SharedHeads {
+    Ok(GqaArgs {
         parts: [queries.address("queries")?, keys.address("keys")?, values.address("values")?],
         wide: wide.of("wide", rows * 3 * widths[0])?,
         strides: [word(queries.stride)?, word(keys.stride)?, word(values.stride)?],
@@ -113,14 +113,14 @@ fn shared(shape: &Shape, parts: [Rows; 3], wide: Buffer) -> Result<SharedHeads> 
 }
 
 /// Queries, keys and values of `shape` side by side, with keys and values for each head: `wide [B·T, 3·H·head_size]`.
-pub(crate) fn spread(queue: &impl Queue, shape: &Shape, parts: [Rows; 3], wide: Buffer) -> Result<()> {
+pub(crate) fn spread(queue: &impl Queue, shape: &AttentionShape, parts: [Rows; 3], wide: DeviceSlice) -> Result<()> {
     let (arguments, len) = (shared(shape, parts, wide)?, shape.batch * shape.seq_len * 3 * shape.widths()[0]);
     // SAFETY: all buffers were found large enough.
     unsafe { queue.launch(&launch("spread_heads", wide.dtype, len / PACK)?, &arguments) }
 }
 
 /// Computes the gradient of [`spread`]'s inputs from the gradient of its output; sums are FP32, rounded once.
-pub(crate) fn gather(queue: &impl Queue, shape: &Shape, wide: Buffer, parts: [Rows; 3]) -> Result<()> {
+pub(crate) fn gather(queue: &impl Queue, shape: &AttentionShape, wide: DeviceSlice, parts: [Rows; 3]) -> Result<()> {
     let arguments = shared(shape, parts, wide)?;
     let len = shape.batch * shape.seq_len * shape.widths().iter().sum::<usize>();
     // SAFETY: all buffers were found large enough.

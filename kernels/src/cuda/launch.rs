@@ -1,7 +1,7 @@
 //! Launches: their buffers, arguments and grid, and the queue that takes them.
 
 #[cfg(doc)]
-use crate::columns::Columns;
+use crate::columns::ColumnSlice;
 use crate::dropout::Dropout;
 use crate::op::{self, Op};
 use candle_core::{DType, Result, Tensor, bail};
@@ -9,7 +9,7 @@ use std::fmt;
 
 /// Elements in the memory of a device, contiguous and aligned to [`ALIGNMENT`].
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Buffer {
+pub(crate) struct DeviceSlice {
     /// The address of the first one.
     pub(crate) address: u64,
     /// Their type.
@@ -21,7 +21,7 @@ pub(crate) struct Buffer {
 /// Bytes that a buffer's address is a multiple of: the widest access of a kernel.
 pub(crate) const ALIGNMENT: u64 = 16;
 
-impl Buffer {
+impl DeviceSlice {
     /// The address of `len` elements of type `dtype`; an error if the buffer does not hold them.
     pub(crate) fn expect(self, what: &str, dtype: DType, len: usize) -> Result<u64> {
         if self.dtype != dtype || self.len < len {
@@ -45,10 +45,10 @@ impl Buffer {
     }
 }
 
-/// Some columns of rows in a buffer, as [`Columns`] are of a tensor.
+/// Some columns of rows in a buffer, as [`ColumnSlice`] are of a tensor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
-    pub(crate) buffer: Buffer,
+    pub(crate) buffer: DeviceSlice,
     /// How many there are.
     pub(crate) len: usize,
     /// Elements from one row to the next.
@@ -61,7 +61,7 @@ pub(crate) struct Rows {
 
 impl Rows {
     /// All columns of a matrix.
-    pub(crate) fn whole(buffer: Buffer, [len, count]: [usize; 2]) -> Self {
+    pub(crate) fn whole(buffer: DeviceSlice, [len, count]: [usize; 2]) -> Self {
         Self { buffer, len, stride: count, first: 0, count }
     }
 
@@ -106,7 +106,7 @@ pub(crate) struct Launch {
 impl Launch {
     /// Threads that take `packs` packs of neighbours. They loop if there are more packs than keep the largest GPUs
     /// busy.
-    pub(crate) fn by_packs(module: &'static str, kernel: String, packs: usize) -> Result<Self> {
+    pub(crate) fn for_packs(module: &'static str, kernel: String, packs: usize) -> Result<Self> {
         const THREADS: usize = 256;
         const MAX_BLOCKS: usize = 132 * 8;
         let grid = [word(packs.div_ceil(THREADS).min(MAX_BLOCKS))?, 1, 1];
@@ -114,7 +114,7 @@ impl Launch {
     }
 
     /// One warp for each of `rows` rows, eight warps a block.
-    pub(crate) fn warp_a_row(module: &'static str, kernel: String, rows: usize) -> Result<Self> {
+    pub(crate) fn warp_per_row(module: &'static str, kernel: String, rows: usize) -> Result<Self> {
         const WARPS: usize = 8;
         Ok(Self {
             module,
@@ -138,13 +138,13 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     type Scratch;
 
     /// Memory for `len` FP32 numbers, and its owner, which may go once the kernels that use it are launched.
-    fn scratch(&self, len: usize) -> Result<(Buffer, Self::Scratch)>;
+    fn scratch(&self, len: usize) -> Result<(DeviceSlice, Self::Scratch)>;
 
     /// The memory of `tensor`, on this device; `None` if it has gaps or an address that kernels do not take.
-    fn buffer(&self, tensor: &Tensor) -> Result<Option<Buffer>>;
+    fn buffer(&self, tensor: &Tensor) -> Result<Option<DeviceSlice>>;
 
     /// Computes a product with a library of the device. `false` if the library has no such product.
-    fn product(&self, op: &op::Product<'_>) -> Result<bool> {
+    fn product(&self, op: &op::Matmul<'_>) -> Result<bool> {
         let _ = op;
         Ok(false)
     }
@@ -158,7 +158,7 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
 /// A dropout mask as the kernels take it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Mask {
+pub(super) struct DropoutArgs {
     draw: [u32; 2],
     key: [u32; 2],
     site: u32,
@@ -167,7 +167,7 @@ pub(super) struct Mask {
     unused: u32,
 }
 
-impl Mask {
+impl DropoutArgs {
     /// The mask of `dropout`; `None` drops nothing.
     pub(super) fn new(dropout: Option<Dropout>) -> Self {
         let Some(dropout) = dropout else {

@@ -1,6 +1,6 @@
 //! The launches of `norm.cu`.
 
-use super::launch::{Arguments, Buffer, Launch, Queue, Rows, entry, word};
+use super::launch::{Arguments, DeviceSlice, Launch, Queue, Rows, entry, word};
 use candle_core::{DType, Result, bail};
 
 /// Rows up to this wide are kept in registers.
@@ -22,13 +22,13 @@ const ROWS: usize = 8;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Statistics {
     /// Each row's mean, of a layer norm.
-    pub(crate) mean: Option<Buffer>,
+    pub(crate) mean: Option<DeviceSlice>,
     /// One over each row's standard deviation.
-    pub(crate) rstd: Buffer,
+    pub(crate) rstd: DeviceSlice,
 }
 
 /// Whether the kernels can read and write heads of `width` elements: rows that are one head need no alignment.
-pub(crate) fn are_placed(rows: Rows, width: usize) -> bool {
+pub(crate) fn supports_rows(rows: Rows, width: usize) -> bool {
     let is_whole = (rows.first, rows.stride) == (0, width);
     width > 0 && rows.count.is_multiple_of(width) && (is_whole || rows.aligns(width))
 }
@@ -38,7 +38,7 @@ fn addresses<const N: usize>(width: usize, operands: [(&str, Rows); N]) -> Resul
     let sizes = |rows: Rows| [rows.len, rows.count];
     let mut addresses = [0; N];
     for ((what, rows), address) in operands.into_iter().zip(&mut addresses) {
-        if !are_placed(rows, width) || sizes(rows) != sizes(operands[0].1) {
+        if !supports_rows(rows, width) || sizes(rows) != sizes(operands[0].1) {
             bail!("there is no CUDA kernel for norms of {width} elements in {rows:?}");
         }
         *address = rows.address(what)?;
@@ -120,7 +120,7 @@ pub(crate) fn forward(
     queue: &impl Queue,
     width: usize,
     x: Rows,
-    (weight, bias): (Buffer, Option<Buffer>),
+    (weight, bias): (DeviceSlice, Option<DeviceSlice>),
     (eps, gain_offset): (f32, f32),
     y: Rows,
     statistics: Statistics,
@@ -144,7 +144,7 @@ pub(crate) fn forward(
         unused: 0,
     };
     let kernel = entry(&format!("norm_forward_{}", variant(width)), &types)?;
-    let launch = Launch::warp_a_row("norm", kernel, rows)?;
+    let launch = Launch::warp_per_row("norm", kernel, rows)?;
     // SAFETY: every buffer was found large enough above.
     unsafe { queue.launch(&launch, &arguments) }
 }
@@ -154,10 +154,10 @@ pub(crate) fn forward(
 pub(crate) fn backward(
     queue: &impl Queue,
     width: usize,
-    (dy, x, weight): (Rows, Rows, Buffer),
+    (dy, x, weight): (Rows, Rows, DeviceSlice),
     (statistics, gain_offset): (Statistics, f32),
     (dx, fresh): (Rows, bool),
-    gradients: Option<(Buffer, Option<Buffer>)>,
+    gradients: Option<(DeviceSlice, Option<DeviceSlice>)>,
 ) -> Result<()> {
     let types = [x, dy].map(|rows| rows.buffer.dtype);
     let ([of_dy, of_x, of_dx], heads) = (addresses(width, [("dy", dy), ("x", x), ("dx", dx)])?, x.count / width);

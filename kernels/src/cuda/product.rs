@@ -1,8 +1,8 @@
 //! Products by cuBLAS straight into their destination; candle's would be a separate tensor that is copied there.
 
-use super::launch::{Buffer, Queue};
+use super::launch::{DeviceSlice, Queue};
 use super::queue::CudaQueue;
-use crate::columns::{Factor, WriteMode};
+use crate::columns::{MatmulOperand, WriteMode};
 use crate::op;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::cublas::{result, sys};
@@ -31,8 +31,8 @@ struct Matrix {
 }
 
 impl Matrix {
-    fn new(queue: &CudaQueue, Factor { columns, transposed }: Factor<'_>) -> Result<Option<Self>> {
-        let Some(Buffer { address, dtype, .. }) = queue.buffer(columns.tensor())? else { return Ok(None) };
+    fn new(queue: &CudaQueue, MatmulOperand { columns, transposed }: MatmulOperand<'_>) -> Result<Option<Self>> {
+        let Some(DeviceSlice { address, dtype, .. }) = queue.buffer(columns.tensor())? else { return Ok(None) };
         let address = address + (columns.first() * dtype.size_in_bytes()) as u64;
         Ok(Some(Self { address, dtype, stride: columns.stride(), transposed }))
     }
@@ -67,10 +67,10 @@ fn size(n: usize) -> Result<i32> {
 }
 
 /// `c = alpha · a · b`, or added to it, summed in FP32 and rounded once; `false` if cuBLAS has no such product.
-pub(crate) fn product(queue: &CudaQueue, op: &op::Product<'_>) -> Result<bool> {
-    let &op::Product { a, b, alpha, c, mode } = op;
+pub(crate) fn product(queue: &CudaQueue, op: &op::Matmul<'_>) -> Result<bool> {
+    let &op::Matmul { a, b, alpha, c, mode } = op;
     let (m, n, k) = (c.rows(), c.count(), if a.transposed { a.columns.rows() } else { a.columns.count() });
-    let [a, b, c] = [Matrix::new(queue, a)?, Matrix::new(queue, b)?, Matrix::new(queue, Factor::plain(c))?];
+    let [a, b, c] = [Matrix::new(queue, a)?, Matrix::new(queue, b)?, Matrix::new(queue, MatmulOperand::plain(c))?];
     let [Some(a), Some(b), Some(c)] = [a, b, c] else { return Ok(false) };
     let [Some(of_factors), Some(of_c)] = [data_type(a.dtype), data_type(c.dtype)] else { return Ok(false) };
     if b.dtype != a.dtype || ![a.dtype, DType::F32].contains(&c.dtype) || m * n * k == 0 {

@@ -1,6 +1,6 @@
 //! Launches on a GPU, in candle's stream.
 
-use super::launch::{ALIGNMENT, Arguments, Buffer, Launch, Queue};
+use super::launch::{ALIGNMENT, Arguments, DeviceSlice, Launch, Queue};
 use super::product;
 use crate::op;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, sys};
@@ -18,7 +18,7 @@ const MODULES: [(&str, &str); 9] = [
     ("embedding", include_str!(concat!(env!("OUT_DIR"), "/embedding.ptx"))),
     ("heads", include_str!(concat!(env!("OUT_DIR"), "/heads.ptx"))),
     ("norm", include_str!(concat!(env!("OUT_DIR"), "/norm.ptx"))),
-    ("survey", include_str!(concat!(env!("OUT_DIR"), "/survey.ptx"))),
+    ("summary", include_str!(concat!(env!("OUT_DIR"), "/summary.ptx"))),
 ];
 /// Shared memory that a kernel gets without asking for more.
 const SHARED_BYTES: u32 = 48 << 10;
@@ -79,14 +79,14 @@ impl Queue for CudaQueue {
 
     type Scratch = CudaSlice<f32>;
 
-    fn scratch(&self, len: usize) -> Result<(Buffer, Self::Scratch)> {
+    fn scratch(&self, len: usize) -> Result<(DeviceSlice, Self::Scratch)> {
         // SAFETY: kernels write scratch memory before they read it.
         let slice = unsafe { self.device.alloc::<f32>(len) }?;
         // It is freed in the stream's order, after the kernels that use it.
-        Ok((Buffer { address: self.address(&slice), dtype: DType::F32, len }, slice))
+        Ok((DeviceSlice { address: self.address(&slice), dtype: DType::F32, len }, slice))
     }
 
-    fn buffer(&self, tensor: &Tensor) -> Result<Option<Buffer>> {
+    fn buffer(&self, tensor: &Tensor) -> Result<Option<DeviceSlice>> {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else {
             bail!("a tensor of {:?} for a kernel of a GPU", tensor.device())
@@ -102,10 +102,10 @@ impl Queue for CudaQueue {
         }?;
         let address = base + (first * dtype.size_in_bytes()) as u64;
         let aligned = address.is_multiple_of(ALIGNMENT);
-        Ok(aligned.then(|| Buffer { address, dtype, len: tensor.elem_count() }))
+        Ok(aligned.then(|| DeviceSlice { address, dtype, len: tensor.elem_count() }))
     }
 
-    fn product(&self, op: &op::Product<'_>) -> Result<bool> {
+    fn product(&self, op: &op::Matmul<'_>) -> Result<bool> {
         product::product(self, op)
     }
 }

@@ -5,11 +5,11 @@ mod cross_entropy;
 mod elementwise;
 mod emulator;
 mod norm;
-mod survey;
+mod summary;
 
 use super::dispatch::{CudaKernels, KernelFamily};
 use super::emulator::Emulator;
-use super::launch::Buffer;
+use super::launch::DeviceSlice;
 use crate::Kernels;
 use crate::op::cases::table::{PAIRS, TYPES};
 use crate::op::cases::{Bounds, Case, cases};
@@ -52,8 +52,8 @@ fn cases_of_norms() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn cases_of_all_other_kernels() {
-    use KernelFamily::{AdamW, CrossEntropy, Elementwise, Embedding, Rope, Survey};
-    check_cases(&[AdamW, CrossEntropy, Elementwise, Embedding, Rope, Survey]);
+    use KernelFamily::{AdamW, CrossEntropy, Elementwise, Embedding, Rope, StatsLaunch};
+    check_cases(&[AdamW, CrossEntropy, Elementwise, Embedding, Rope, StatsLaunch]);
 }
 
 /// Values between -1 and 1 in no order that `dtype` can hold.

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 
-use crate::isa::Isa;
 #[cfg(target_arch = "x86_64")]
-use crate::tiles;
+use crate::amx;
+use crate::isa::Isa;
 
 /// Independent sums: enough to hide the latency of a multiply-add, few enough for the registers of every CPU.
 const SUMS: usize = 12;
@@ -92,7 +92,7 @@ fn f32_loop(isa: Isa) -> Loop {
 #[cfg(target_arch = "x86_64")]
 fn bf16_loop(isa: Isa) -> Loop {
     match isa {
-        Isa::Amx => Loop { run: tiles::products::<tiles::Hardware>, operations: tiles::OPERATIONS },
+        Isa::Amx => Loop { run: amx::products::<amx::AmxTiles>, operations: amx::OPERATIONS },
         Isa::Avx512Bf16 => Loop { run: x86::avx512_bf16, operations: 4 * SUMS * 16 },
         _ => f32_loop(isa),
     }

@@ -14,15 +14,15 @@ const CACHE_LINE: usize = 64;
 
 /// Memory for plain 32-bit values that grows on demand and forgets its content when it does.
 #[derive(Debug)]
-pub(super) struct Buffer {
+pub(super) struct PackBuffer {
     start: *mut u32,
     layout: Layout,
 }
 
 // SAFETY: a buffer owns its memory, and plain integers may move between threads.
-unsafe impl Send for Buffer {}
+unsafe impl Send for PackBuffer {}
 
-impl Buffer {
+impl PackBuffer {
     /// A buffer that owns no memory yet.
     pub(super) const fn new() -> Self {
         Self { start: std::ptr::null_mut(), layout: Layout::new::<()>() }
@@ -38,7 +38,7 @@ impl Buffer {
         unsafe { std::slice::from_raw_parts_mut(self.start, len) }
     }
 
-    /// As [`Buffer::words`], as floats.
+    /// As [`PackBuffer::words`], as floats.
     pub(super) fn floats(&mut self, len: usize) -> &mut [f32] {
         bytemuck::cast_slice_mut(self.words(len))
     }
@@ -75,7 +75,7 @@ fn rounded(bytes: usize) -> usize {
     bytes.next_multiple_of(if bytes >= HUGE_PAGE { HUGE_PAGE } else { CACHE_LINE })
 }
 
-impl Drop for Buffer {
+impl Drop for PackBuffer {
     fn drop(&mut self) {
         if self.layout.size() > 0 {
             // SAFETY: this is the block that `reserve` allocated, with its layout.
@@ -88,15 +88,15 @@ impl Drop for Buffer {
 #[derive(Debug)]
 pub(super) struct Workspace {
     /// The operand that tasks share.
-    pub(super) shared: Buffer,
-    pub(super) partial: Buffer,
+    pub(super) shared: PackBuffer,
+    pub(super) partial: PackBuffer,
     /// The operands of the second term.
-    pub(super) second: [Buffer; 2],
+    pub(super) second: [PackBuffer; 2],
 }
 
 impl Workspace {
     pub(super) const fn new() -> Self {
-        Self { shared: Buffer::new(), partial: Buffer::new(), second: [const { Buffer::new() }; 2] }
+        Self { shared: PackBuffer::new(), partial: PackBuffer::new(), second: [const { PackBuffer::new() }; 2] }
     }
 }
 
@@ -112,9 +112,9 @@ pub(super) fn with_workspace<R>(body: impl FnOnce(&mut Workspace) -> R) -> R {
 }
 
 /// Passes this thread's buffer to `body`, which must not request it again.
-pub(super) fn with_thread_buffer<R>(body: impl FnOnce(&mut Buffer) -> R) -> R {
+pub(super) fn with_thread_buffer<R>(body: impl FnOnce(&mut PackBuffer) -> R) -> R {
     thread_local! {
-        static OWN: RefCell<Buffer> = const { RefCell::new(Buffer::new()) };
+        static OWN: RefCell<PackBuffer> = const { RefCell::new(PackBuffer::new()) };
     }
     OWN.with_borrow_mut(body)
 }

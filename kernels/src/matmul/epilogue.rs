@@ -6,20 +6,20 @@ use std::ops::Range;
 use super::super::convert::Element;
 use super::super::isa::vectorize;
 use super::Epilogue;
-use super::micro::{Ahead, MAX_TILE, Tile};
+use super::micro::{MAX_TILE, PrefetchQueue, Tile};
 use super::pack::CACHE_LINE;
 
 /// A row-major matrix that tasks write tile by tile, each tile by one task.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Output<C> {
+pub(super) struct OutputMatrix<C> {
     start: *mut C,
     stride: usize,
 }
 
-// SAFETY: the tasks of a product write disjoint tiles, see `Output::tile`.
-unsafe impl<C: Send> Send for Output<C> {}
+// SAFETY: the tasks of a product write disjoint tiles, see `OutputMatrix::tile`.
+unsafe impl<C: Send> Send for OutputMatrix<C> {}
 // SAFETY: as above.
-unsafe impl<C: Send> Sync for Output<C> {}
+unsafe impl<C: Send> Sync for OutputMatrix<C> {}
 
 /// A tile in C's type, and its old values widened; kept from tile to tile, because zeroing it takes longer than using it.
 pub(super) struct Scratch<C> {
@@ -35,14 +35,14 @@ impl<C: Element> Scratch<C> {
 
 /// The part of a matrix that a tile covers.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Area {
+pub(super) struct TileRect {
     pub(super) row: usize,
     pub(super) col: usize,
     pub(super) rows: usize,
     pub(super) cols: usize,
 }
 
-impl Area {
+impl TileRect {
     /// The area of the transposed matrix.
     pub(super) fn transposed(self) -> Self {
         Self { row: self.col, col: self.row, rows: self.cols, cols: self.rows }
@@ -54,14 +54,14 @@ impl Area {
     }
 }
 
-impl<C: Element> Output<C> {
+impl<C: Element> OutputMatrix<C> {
     pub(super) fn new(matrix: &mut [C], stride: usize) -> Self {
         Self { start: matrix.as_mut_ptr(), stride }
     }
 
     /// The cache lines of an area.
     #[inline]
-    pub(super) fn fetch(self, area: Area, ahead: &mut Ahead) {
+    pub(super) fn fetch(self, area: TileRect, ahead: &mut PrefetchQueue) {
         // One more than the length fills, because a row may start anywhere in a line.
         let lines = (area.cols * size_of::<C>()).div_ceil(CACHE_LINE) + 1;
         for i in 0..area.rows {
@@ -71,8 +71,9 @@ impl<C: Element> Output<C> {
 
     /// This matrix, if it is one of FP32.
     #[inline(always)]
-    fn as_floats(self) -> Option<Output<f32>> {
-        (TypeId::of::<C>() == TypeId::of::<f32>()).then(|| Output { start: self.start.cast(), stride: self.stride })
+    fn as_floats(self) -> Option<OutputMatrix<f32>> {
+        (TypeId::of::<C>() == TypeId::of::<f32>())
+            .then(|| OutputMatrix { start: self.start.cast(), stride: self.stride })
     }
 
     /// The `i`th row of an area.
@@ -80,7 +81,7 @@ impl<C: Element> Output<C> {
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
     #[inline(always)]
-    unsafe fn row<'c>(self, area: Area, i: usize) -> &'c mut [C] {
+    unsafe fn row<'c>(self, area: TileRect, i: usize) -> &'c mut [C] {
         // SAFETY: the caller's promise.
         unsafe {
             let start = self.start.add((area.row + i) * self.stride + area.col);
@@ -92,7 +93,7 @@ impl<C: Element> Output<C> {
     ///
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
-    pub(super) unsafe fn add_to(self, tile: &mut Tile, width: usize, area: Area, scratch: &mut Scratch<C>) {
+    pub(super) unsafe fn add_to(self, tile: &mut Tile, width: usize, area: TileRect, scratch: &mut Scratch<C>) {
         if let Some(floats) = self.as_floats() {
             return vectorize(
                 #[inline(always)]
@@ -128,7 +129,7 @@ impl<C: Element> Output<C> {
     ///
     /// # Safety
     /// The area must lie inside the matrix, and no other task may touch it meanwhile.
-    pub(super) unsafe fn store(self, tile: &Tile, width: usize, area: Area, scratch: &mut Scratch<C>) {
+    pub(super) unsafe fn store(self, tile: &Tile, width: usize, area: TileRect, scratch: &mut Scratch<C>) {
         if let Some(floats) = self.as_floats() {
             return vectorize(
                 #[inline(always)]
@@ -157,7 +158,7 @@ impl<C: Element> Output<C> {
         self,
         tile: &mut Tile,
         width: usize,
-        area: Area,
+        area: TileRect,
         epilogue: Epilogue<'_>,
         scratch: &mut Scratch<C>,
     ) {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::super::convert::Element;
 use super::super::isa::Isa;
-use super::pack::{CACHE_LINE, Layout, Unit};
+use super::pack::{CACHE_LINE, PackUnit, PanelLayout};
 
 #[cfg(any(target_arch = "x86_64", test))]
 mod amx;
@@ -37,13 +37,13 @@ impl Tile {
     }
 }
 
-/// The most addresses of [`Ahead`].
+/// The most addresses of [`PrefetchQueue`].
 const MAX_AHEAD: usize = 160;
 
 /// Addresses to prefetch while a tile is computed: its place in C, whose cache lines a store would otherwise wait for, and what
 /// is packed next. They are spread out, because a burst of prefetches would stall the kernel.
 #[derive(Clone, Debug)]
-pub(super) struct Ahead {
+pub(super) struct PrefetchQueue {
     addresses: [*const i8; MAX_AHEAD],
     len: usize,
 }
@@ -56,7 +56,7 @@ struct Span {
     units: usize,
 }
 
-impl Ahead {
+impl PrefetchQueue {
     /// No addresses.
     pub(super) fn new() -> Self {
         Self { addresses: [std::ptr::null(); MAX_AHEAD], len: 0 }
@@ -109,21 +109,21 @@ impl Ahead {
 /// A micro-kernel and the shape of its panels.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MicroKernel {
-    /// Lines in a panel of A: the tile's rows.
+    /// PackSource in a panel of A: the tile's rows.
     pub(super) rows: usize,
-    /// Lines in a panel of B: the tile's columns.
+    /// PackSource in a panel of B: the tile's columns.
     pub(super) cols: usize,
     /// The units of the panels of A and of B, with the same numbers of elements and of words.
-    units: [Unit; 2],
+    units: [PackUnit; 2],
     /// `tile = A·B` over this number of words of each line.
-    run: unsafe fn(usize, *const u32, *const u32, &Ahead, &mut Tile),
+    run: unsafe fn(usize, *const u32, *const u32, &PrefetchQueue, &mut Tile),
     /// Functions that a thread calls before and after it runs the kernel, if any.
     around: Option<[unsafe fn(); 2]>,
 }
 
 /// A micro-kernel that this thread is ready to run.
 #[derive(Debug)]
-pub(super) struct Ready {
+pub(super) struct PreparedKernel {
     kernel: MicroKernel,
     /// It belongs to this thread.
     _thread: PhantomData<*const ()>,
@@ -134,54 +134,54 @@ impl MicroKernel {
     pub(super) fn of<T: Element>(isa: Isa) -> Self {
         assert!(isa.is_supported());
         match isa {
-            Isa::Portable => Self::in_registers([4, 8], Unit::Float, portable),
+            Isa::Portable => Self::in_registers([4, 8], PackUnit::Float, portable),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Self::in_registers([6, 16], Unit::Float, avx2::float),
+            Isa::Avx2 => Self::in_registers([6, 16], PackUnit::Float, avx2::float),
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx if T::DTYPE == candle_core::DType::BF16 => Self::in_tiles::<super::super::tiles::Hardware>(),
+            Isa::Amx if T::DTYPE == candle_core::DType::BF16 => Self::in_tiles::<super::super::amx::AmxTiles>(),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 if T::DTYPE == candle_core::DType::BF16 => {
-                Self::in_registers([8, 48], Unit::Bf16Pair, avx512::bf16_pair)
+                Self::in_registers([8, 48], PackUnit::Bf16Pair, avx512::bf16_pair)
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Self::in_registers([8, 48], Unit::Float, avx512::float),
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Self::in_registers([8, 48], PackUnit::Float, avx512::float),
             #[cfg(target_arch = "aarch64")]
             Isa::NeonBf16 if T::DTYPE == candle_core::DType::BF16 => {
-                Self::in_registers([8, 12], Unit::Bf16Quad, neon::bf16_quad)
+                Self::in_registers([8, 12], PackUnit::Bf16Quad, neon::bf16_quad)
             }
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon | Isa::NeonBf16 => Self::in_registers([8, 12], Unit::Float, neon::float),
+            Isa::Neon | Isa::NeonBf16 => Self::in_registers([8, 12], PackUnit::Float, neon::float),
         }
     }
 
     fn in_registers(
         [rows, cols]: [usize; 2],
-        unit: Unit,
-        run: unsafe fn(usize, *const u32, *const u32, &Ahead, &mut Tile),
+        unit: PackUnit,
+        run: unsafe fn(usize, *const u32, *const u32, &PrefetchQueue, &mut Tile),
     ) -> Self {
         Self { rows, cols, units: [unit; 2], run, around: None }
     }
 
     /// The micro-kernel for AMX or a model of it.
     #[cfg(any(target_arch = "x86_64", test))]
-    pub(super) fn in_tiles<T: super::super::tiles::Tiles>() -> Self {
+    pub(super) fn in_tiles<T: super::super::amx::TileUnit>() -> Self {
         Self {
             rows: amx::LINES,
             cols: amx::LINES,
-            units: [Unit::TileRow, Unit::TileColumn],
+            units: [PackUnit::TileRow, PackUnit::TileColumn],
             run: amx::bf16::<T>,
             around: Some([T::configure, T::release]),
         }
     }
 
     /// The layout of A's panels.
-    pub(super) fn a(&self) -> Layout {
-        Layout { width: self.rows, unit: self.units[0] }
+    pub(super) fn a(&self) -> PanelLayout {
+        PanelLayout { width: self.rows, unit: self.units[0] }
     }
 
     /// The layout of B's panels.
-    pub(super) fn b(&self) -> Layout {
-        Layout { width: self.cols, unit: self.units[1] }
+    pub(super) fn b(&self) -> PanelLayout {
+        PanelLayout { width: self.cols, unit: self.units[1] }
     }
 
     /// Words that a line of `depth` elements takes in a panel.
@@ -201,16 +201,16 @@ impl MicroKernel {
     }
 
     /// Makes this thread ready to run the kernel; it may not be so already.
-    pub(super) fn ready(&self) -> Ready {
+    pub(super) fn ready(&self) -> PreparedKernel {
         if let Some([before, _]) = self.around {
             // SAFETY: `of` checked that the CPU has the instructions.
             unsafe { before() };
         }
-        Ready { kernel: *self, _thread: PhantomData }
+        PreparedKernel { kernel: *self, _thread: PhantomData }
     }
 }
 
-impl Ready {
+impl PreparedKernel {
     pub(super) fn kernel(&self) -> MicroKernel {
         self.kernel
     }
@@ -218,7 +218,7 @@ impl Ready {
     /// Computes `tile = A·B` for one panel of each, of the same number of words; fetches the lines of `ahead`
     /// meanwhile.
     #[inline]
-    pub(super) fn run(&self, a: &[u32], b: &[u32], ahead: &Ahead, tile: &mut Tile) {
+    pub(super) fn run(&self, a: &[u32], b: &[u32], ahead: &PrefetchQueue, tile: &mut Tile) {
         let MicroKernel { rows, cols, run, .. } = self.kernel;
         let words = a.len() / rows;
         assert!(a.len() == words * rows && b.len() == words * cols);
@@ -227,7 +227,7 @@ impl Ready {
     }
 }
 
-impl Drop for Ready {
+impl Drop for PreparedKernel {
     fn drop(&mut self) {
         if let Some([_, after]) = self.kernel.around {
             // SAFETY: `ready` was called on this thread.
@@ -240,7 +240,7 @@ impl Drop for Ready {
 ///
 /// # Safety
 /// `a` must have 4 floats a unit and `b` 8.
-unsafe fn portable(units: usize, a: *const u32, b: *const u32, _: &Ahead, tile: &mut Tile) {
+unsafe fn portable(units: usize, a: *const u32, b: *const u32, _: &PrefetchQueue, tile: &mut Tile) {
     // SAFETY: the caller's promise.
     let (a, b) = unsafe {
         (

@@ -12,26 +12,26 @@ use half::bf16;
 use super::super::convert::Element;
 use super::super::isa::vectorize;
 use super::Operand;
-use super::micro::Ahead;
+use super::micro::PrefetchQueue;
 
 /// An operand's lines; see the module's description.
 #[derive(Debug)]
-pub(super) struct Lines<'a, T> {
+pub(super) struct PackSource<'a, T> {
     data: &'a [T],
     pub(super) count: usize,
     line_stride: usize,
     depth_stride: usize,
 }
 
-impl<T> Clone for Lines<'_, T> {
+impl<T> Clone for PackSource<'_, T> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<T> Copy for Lines<'_, T> {}
+impl<T> Copy for PackSource<'_, T> {}
 
-impl<'a, T> Lines<'a, T> {
+impl<'a, T> PackSource<'a, T> {
     /// The rows of A.
     pub(super) fn rows(operand: Operand<'a, T>) -> Self {
         Self {
@@ -50,7 +50,7 @@ impl<'a, T> Lines<'a, T> {
 
 /// How elements are grouped in a panel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unit {
+pub(super) enum PackUnit {
     /// One value, widened to FP32.
     Float,
     /// Two neighbouring BF16 values, the first in the low half.
@@ -68,7 +68,7 @@ pub(super) enum Unit {
     TileColumn,
 }
 
-impl Unit {
+impl PackUnit {
     /// Elements in a unit.
     pub(super) fn elements(self) -> usize {
         match self {
@@ -95,19 +95,19 @@ impl Unit {
 }
 
 /// Pairs in a row of a tile.
-const TILE_PAIRS: usize = super::super::tiles::COLUMNS;
+const TILE_PAIRS: usize = super::super::amx::COLUMNS;
 
 /// How an operand is packed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Layout {
-    /// Lines in a panel.
+pub(super) struct PanelLayout {
+    /// PackSource in a panel.
     pub(super) width: usize,
-    pub(super) unit: Unit,
+    pub(super) unit: PackUnit,
 }
 
 /// Units that are gathered at a time while transposing.
 const BLOCK: usize = 64;
-/// Lines that are read at a time if they are neighbours in memory: whole cache lines, yet few panels, whose distance
+/// PackSource that are read at a time if they are neighbours in memory: whole cache lines, yet few panels, whose distance
 /// may make them compete for the same place in the L1 cache.
 const SPAN: usize = 64;
 
@@ -116,10 +116,10 @@ const AHEAD: usize = 24;
 
 /// Packs as many panels as fill `panels`, starting at line `first`: the elements `depth` of each line.
 pub(super) fn pack<T: Element>(
-    lines: Lines<'_, T>,
+    lines: PackSource<'_, T>,
     first: usize,
     depth: Range<usize>,
-    Layout { width, unit }: Layout,
+    PanelLayout { width, unit }: PanelLayout,
     panels: &mut [u32],
 ) {
     // The compiler needs the width as a constant: panels are filled in pieces of it.
@@ -136,10 +136,10 @@ pub(super) fn pack<T: Element>(
 }
 
 fn pack_panels<T: Element, const WIDTH: usize>(
-    lines: Lines<'_, T>,
+    lines: PackSource<'_, T>,
     mut first: usize,
     depth: Range<usize>,
-    unit: Unit,
+    unit: PackUnit,
     panels: &mut [u32],
 ) {
     let panel_words = WIDTH * unit.words_of(depth.len());
@@ -148,7 +148,7 @@ fn pack_panels<T: Element, const WIDTH: usize>(
     }
     let is_ragged = unit.words() > 1 && !depth.len().is_multiple_of(unit.elements());
     // Beyond its padding, such a panel is one of pairs.
-    let unit = if unit == Unit::TileColumn { Unit::Bf16Pair } else { unit };
+    let unit = if unit == PackUnit::TileColumn { PackUnit::Bf16Pair } else { unit };
     for panels in panels.chunks_mut((SPAN / WIDTH).max(1) * panel_words) {
         let span = panels.len() / panel_words * WIDTH;
         let present = span.min(lines.count.saturating_sub(first));
@@ -174,26 +174,26 @@ fn pack_panels<T: Element, const WIDTH: usize>(
 
 /// Packs at most `SPAN` lines that are neighbours in memory.
 fn pack_side_by_side<T: Element, const WIDTH: usize>(
-    lines: Lines<'_, T>,
+    lines: PackSource<'_, T>,
     present: Range<usize>,
     depth: Range<usize>,
-    unit: Unit,
+    unit: PackUnit,
     panels: &mut [u32],
     panel_words: usize,
 ) {
     vectorize(
         #[inline(always)]
         || match unit {
-            Unit::Float => spread_rows::<T, WIDTH>(lines, present, depth, panels, panel_words),
-            Unit::Bf16Pair | Unit::TileColumn => {
+            PackUnit::Float => spread_rows::<T, WIDTH>(lines, present, depth, panels, panel_words),
+            PackUnit::Bf16Pair | PackUnit::TileColumn => {
                 let data = as_bf16(lines.data);
                 pair_rows::<WIDTH>(data, lines.depth_stride, present, depth, panels, panel_words);
             }
-            Unit::Bf16Quad => {
+            PackUnit::Bf16Quad => {
                 let data = as_bf16(lines.data);
                 transpose_rows::<WIDTH, 2>(data, lines.depth_stride, present, depth, panels, panel_words);
             }
-            Unit::TileRow => {
+            PackUnit::TileRow => {
                 let data = as_bf16(lines.data);
                 transpose_rows::<WIDTH, TILE_PAIRS>(data, lines.depth_stride, present, depth, panels, panel_words);
             }
@@ -204,7 +204,7 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
 /// Spreads one row of FP32 values after another over the panels.
 #[inline(always)]
 fn spread_rows<T: Element, const WIDTH: usize>(
-    lines: Lines<'_, T>,
+    lines: PackSource<'_, T>,
     present: Range<usize>,
     depth: Range<usize>,
     panels: &mut [u32],
@@ -317,10 +317,10 @@ fn transpose_pairs<const WIDTH: usize, const PAIRS: usize>(pairs: &[u32], lines:
 /// Packs one panel of units of several words from lines at any addresses: some neighbouring units of one line after
 /// another.
 fn pack_lines<T: Element, const WIDTH: usize>(
-    lines: Lines<'_, T>,
+    lines: PackSource<'_, T>,
     present: Range<usize>,
     depth: Range<usize>,
-    unit: Unit,
+    unit: PackUnit,
     panel: &mut [u32],
 ) {
     /// Elements copied at a time: the target stays in the L1 cache.
@@ -334,7 +334,7 @@ fn pack_lines<T: Element, const WIDTH: usize>(
             }
             for (from, block) in (from..to).step_by(step).zip(panel.chunks_mut(words * WIDTH)) {
                 let target = &mut block[index * words..][..words];
-                gather(lines, line, from..to.min(from + step), Unit::Bf16Pair, target);
+                gather(lines, line, from..to.min(from + step), PackUnit::Bf16Pair, target);
             }
         }
     }
@@ -355,10 +355,10 @@ fn spread<const WIDTH: usize>(words: &[u32], panels: &mut [u32], panel_words: us
 
 /// Packs lines at any addresses: gathers blocks of them line by line and then transposes the blocks.
 fn pack_by_transposing<T: Element, const WIDTH: usize>(
-    lines: Lines<'_, T>,
+    lines: PackSource<'_, T>,
     present: Range<usize>,
     depth: Range<usize>,
-    unit: Unit,
+    unit: PackUnit,
     panel: &mut [u32],
 ) {
     let mut block = [[0u32; BLOCK]; 8];
@@ -388,19 +388,19 @@ fn pack_by_transposing<T: Element, const WIDTH: usize>(
 
 /// The units of the elements `depth` of one line.
 #[inline]
-fn gather<T: Element>(lines: Lines<'_, T>, line: usize, depth: Range<usize>, unit: Unit, units: &mut [u32]) {
+fn gather<T: Element>(lines: PackSource<'_, T>, line: usize, depth: Range<usize>, unit: PackUnit, units: &mut [u32]) {
     let start = line * lines.line_stride;
     if lines.depth_stride == 1 {
         let elements = &lines.data[start..][depth];
         match unit {
-            Unit::Float => T::load(elements, as_floats(units)),
+            PackUnit::Float => T::load(elements, as_floats(units)),
             _ => gather_pairs(as_bf16(elements), units),
         }
     } else {
         let at = |k: usize| lines.data[start + k * lines.depth_stride];
         let end = depth.end;
         for (k, target) in depth.step_by(unit.elements()).zip(units) {
-            *target = if unit == Unit::Float {
+            *target = if unit == PackUnit::Float {
                 at(k).to_f32().to_bits()
             } else {
                 let high = if k + 1 < end { bf16::from_f32(at(k + 1).to_f32()) } else { bf16::ZERO };
@@ -435,10 +435,10 @@ fn transpose(block: &[[u32; BLOCK]; 8], lines: usize, units: usize, target: &mut
 /// instructions take. Returns the number of units.
 #[inline]
 fn transpose_eights<T: Element, const WIDTH: usize>(
-    lines: Lines<'_, T>,
+    lines: PackSource<'_, T>,
     line: usize,
     depth: Range<usize>,
-    unit: Unit,
+    unit: PackUnit,
     target: &mut [u32],
 ) -> usize {
     #[cfg(target_arch = "x86_64")]
@@ -453,7 +453,7 @@ fn transpose_eights<T: Element, const WIDTH: usize>(
         // SAFETY: the CPU has AVX2, the eight lines have `units` units, and the target has room for them.
         unsafe {
             match unit {
-                Unit::Float => transpose_avx2::<T, WIDTH, false>(source, stride, units, target),
+                PackUnit::Float => transpose_avx2::<T, WIDTH, false>(source, stride, units, target),
                 _ => {
                     transpose_avx2::<T, WIDTH, true>(source, stride, units, target);
                 }
@@ -575,7 +575,7 @@ impl<'a, T> Prefetch<'a, T> {
     const LINE: usize = CACHE_LINE / size_of::<T>();
 
     /// A prefetch of the elements `depth` of the lines `span` in this number of steps. The lines need not exist.
-    pub(super) fn new(lines: Lines<'a, T>, span: Range<usize>, depth: Range<usize>, steps: usize) -> Self {
+    pub(super) fn new(lines: PackSource<'a, T>, span: Range<usize>, depth: Range<usize>, steps: usize) -> Self {
         let span = span.start.min(lines.count)..span.end.min(lines.count);
         let start = span.start * lines.line_stride + depth.start * lines.depth_stride;
         let (runs, stride, length) = if lines.line_stride == 1 {
@@ -590,7 +590,7 @@ impl<'a, T> Prefetch<'a, T> {
 
     /// Adds the next few cache lines to `ahead`.
     #[inline]
-    pub(super) fn step(&mut self, ahead: &mut Ahead) {
+    pub(super) fn step(&mut self, ahead: &mut PrefetchQueue) {
         let mut wanted = self.per_step;
         while wanted > 0 && self.runs > 0 {
             let lines = wanted.min((self.length - self.done).div_ceil(Self::LINE));

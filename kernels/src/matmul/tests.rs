@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
+use super::super::amx::model::EmulatedTiles;
 use super::super::convert::Element;
 use super::super::isa::Isa;
-use super::super::tiles::model::Model;
-use super::buffer::{Buffer, Workspace, with_thread_buffer};
-use super::epilogue::Output;
+use super::buffer::{PackBuffer, Workspace, with_thread_buffer};
+use super::epilogue::OutputMatrix;
 use super::micro::MicroKernel;
-use super::{Epilogue, Operand, ProductShape, Term, matmul, matmul_on, run_in, words};
+use super::{Epilogue, GemmShape, LowRankTerm, Operand, matmul, matmul_on, run_in, words};
 
 /// The micro-kernels of an instruction set of this CPU, or the one for AMX on a model of its tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +24,7 @@ impl Kernels {
     fn of<T: Element>(self) -> Option<MicroKernel> {
         match self {
             Self::Of(isa) => Some(MicroKernel::of::<T>(isa)),
-            Self::TileModel => (T::DTYPE == candle_core::DType::BF16).then(MicroKernel::in_tiles::<Model>),
+            Self::TileModel => (T::DTYPE == candle_core::DType::BF16).then(MicroKernel::in_tiles::<EmulatedTiles>),
         }
     }
 }
@@ -95,7 +95,7 @@ fn check_product<A: Element, C: Element>(
     let (depth, alpha) = (a.cols % 7 + 1, 0.75);
     let [second_a, second_b] = [(a.rows * depth, 11), (depth * b.cols, 12)].map(|(len, seed)| random::<A>(len, seed));
     let [rows, columns] = [a.rows, b.cols];
-    let term = |b, shares| Term { a: Operand::new(&second_a, rows, depth), b, alpha, shares };
+    let term = |b, shares| LowRankTerm { a: Operand::new(&second_a, rows, depth), b, alpha, shares };
     check_terms::<A, C>(kernels, a, b, exact, None, epilogue);
     check_terms::<A, C>(kernels, a, b, exact, Some(&term(Operand::new(&second_b, depth, columns), &[])), epilogue);
     // Every row of B adds to separate columns, and some columns get nothing.
@@ -114,7 +114,7 @@ fn check_terms<A: Element, C: Element>(
     a: Operand<'_, A>,
     b: Operand<'_, A>,
     exact: &Exact,
-    second: Option<&Term<'_, A>>,
+    second: Option<&LowRankTerm<'_, A>>,
     epilogue: Epilogue<'_>,
 ) {
     let Some(kernel) = kernels.of::<A>() else { return };
@@ -123,7 +123,7 @@ fn check_terms<A: Element, C: Element>(
     let old: Vec<C> = random(m * ldc, 7);
     let mut c = old.clone();
     matmul_on(kernel, a, b, second.copied(), &mut c, ldc, epilogue);
-    let more = second.map(|Term { a, b, alpha, .. }| (Exact::of(a, b), f64::from(*alpha)));
+    let more = second.map(|LowRankTerm { a, b, alpha, .. }| (Exact::of(a, b), f64::from(*alpha)));
     for (i, (row, old)) in c.chunks(ldc).zip(old.chunks(ldc)).enumerate() {
         assert!(row[n..] == old[n..], "wrote beyond row {i}");
         for j in 0..n {
@@ -358,11 +358,12 @@ fn held<A: Element, C: Element>(kernel: MicroKernel, [m, k, n]: [usize; 3], dept
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
     let (a, b, mut c) = (vec![A::zero(); m * k], vec![A::zero(); k * n], vec![C::zero(); m * n]);
     let (low, factor) = (vec![A::zero(); m * depth], vec![A::zero(); depth * n]);
-    let term = Term { a: Operand::new(&low, m, depth), b: Operand::new(&factor, depth, n), alpha: 1.0, shares: &[] };
+    let term =
+        LowRankTerm { a: Operand::new(&low, m, depth), b: Operand::new(&factor, depth, n), alpha: 1.0, shares: &[] };
     let (a, b, second) = (Operand::new(&a, m, k), Operand::new(&b, k, n), (depth > 0).then_some(term));
     let mut workspace = Workspace::new();
     pool.install(|| {
-        run_in(&mut workspace, kernel, a, b, second, Output::new(&mut c, n), Epilogue::default());
+        run_in(&mut workspace, kernel, a, b, second, OutputMatrix::new(&mut c, n), Epilogue::default());
     });
     let own = pool.broadcast(|_| with_thread_buffer(|buffer| buffer.bytes()));
     let Workspace { shared, partial, second: [a, b] } = &workspace;
@@ -376,8 +377,8 @@ fn buffers_take_what_is_told_of_them() {
         let Some(kernel) = kernels.of::<A>() else { return };
         let sizes = [[5, 7, 9], [256, 300, 700], [700, 300, 256], [3000, 20, 2500], [60, 3100, 700], [700, 3100, 8]];
         for (sizes, second) in sizes.into_iter().flat_map(|sizes| [(sizes, 0), (sizes, 24)]) {
-            let shape = ProductShape { sizes, second, operands: A::DTYPE, c: C::DTYPE };
-            let told = words(kernel, shape, 2).map(Buffer::bytes_of);
+            let shape = GemmShape { sizes, second, operands: A::DTYPE, c: C::DTYPE };
+            let told = words(kernel, shape, 2).map(PackBuffer::bytes_of);
             assert_eq!(held::<A, C>(kernel, sizes, second), told, "{kernels:?} {shape:?}");
         }
     }
@@ -389,8 +390,8 @@ fn buffers_take_what_is_told_of_them() {
     }
     // Partial sums have a bound.
     let (kernel, sizes) = (MicroKernel::of::<f16>(Isa::current()), [2050, 1540, 2200]);
-    let shape = ProductShape { sizes, second: 0, operands: candle_core::DType::F16, c: candle_core::DType::F16 };
-    assert_eq!(held::<f16, f16>(kernel, sizes, 0), words(kernel, shape, 2).map(Buffer::bytes_of));
+    let shape = GemmShape { sizes, second: 0, operands: candle_core::DType::F16, c: candle_core::DType::F16 };
+    assert_eq!(held::<f16, f16>(kernel, sizes, 0), words(kernel, shape, 2).map(PackBuffer::bytes_of));
 }
 
 /// Sizes around those of tiles and of their pairs.

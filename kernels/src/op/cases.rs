@@ -1,20 +1,20 @@
-//! Operands for each operation, in the sizes and types worth testing, with exact results and bounds.
+//! AttentionInputs for each operation, in the sizes and types worth testing, with exact results and bounds.
 //!
 //! A [`Case`] is computed by any set of kernels and on any device. Its exact results come from candle's operations in
 //! FP64 on a CPU, on the same operands. `tests/engine/layers.rs` compares them with autograd on plain operations.
 
 use super::{Embedding, Op};
 use crate::adamw::AdamWStep;
-use crate::attention::{Operands, Shape};
-use crate::columns::{Columns, Factor, WriteMode};
+use crate::attention::{AttentionInputs, AttentionShape};
+use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::cross_entropy::IGNORE;
-use crate::decode_attention::KeyValues;
+use crate::decode_attention::LayerKvCache;
 use crate::dropout::Dropout;
 use crate::precision::ExponentHistogram;
 use crate::random::{Domain, Stream};
-use crate::rope::{Direction, Positions, Table};
-use crate::survey::{self, TensorSurvey};
-use crate::{Activation, CandleKernels, Kernels, LowRank, Norm, NormSettings, WeightLayout, op, view};
+use crate::rope::{CosSinCache, Direction, PositionIds};
+use crate::summary::{self, TensorSummary};
+use crate::{Activation, CandleKernels, Kernels, LoraTerm, Norm, NormSettings, WeightLayout, op, view};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -40,9 +40,9 @@ pub enum Operation {
     AdamW { len: usize, types: [DType; 2] },
     /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one. Without
     /// documents, each sequence is one.
-    Attention { shape: Shape, documents: Documents, dtype: DType, drops: bool, packed: bool },
+    Attention { shape: AttentionShape, documents: Documents, dtype: DType, drops: bool, packed: bool },
     /// [`op::DecodeAttention`] of all tokens of a sequence, a few at a time; the exact result is [`op::Attention`]'s.
-    Decode { shape: Shape, dtype: DType },
+    Decode { shape: AttentionShape, dtype: DType },
     /// [`op::CrossEntropy`] of rows, vocabulary and stride, first without the gradient.
     CrossEntropy { sizes: [usize; 3], dtype: DType },
     /// [`op::Activate`] and [`op::ActivateBackward`] of rows and width of the output.
@@ -56,7 +56,7 @@ pub enum Operation {
     Norm { norm: Norm, sizes: [usize; 2], place: [usize; 3], types: [DType; 2], mode: WriteMode },
     /// [`op::Linear`] of rows, inputs and outputs, with a low-rank product, unless `rank` is 0, and its backward pass.
     Linear { layout: WeightLayout, sizes: [usize; 3], biased: bool, rank: usize, dtype: DType },
-    /// [`op::Product`] of the sizes M, K and N, with these factors transposed, and [`op::SumRows`]; types of operands and results.
+    /// [`op::Matmul`] of the sizes M, K and N, with these factors transposed, and [`op::SumRows`]; types of operands and results.
     Product { sizes: [usize; 3], transposed: [bool; 2], types: [DType; 2] },
     /// [`op::Rotate`] of sequences' rows of heads of twice `half`.
     Rotate {
@@ -68,8 +68,8 @@ pub enum Operation {
         dtype: DType,
         direction: Direction,
     },
-    /// [`op::Survey`] of numbers of many magnitudes, or times a factor.
-    Survey { len: usize, factor: Option<f32>, broken: bool, dtype: DType, exponents: bool },
+    /// [`op::Summarize`] of numbers of many magnitudes, or times a factor.
+    Summarize { len: usize, factor: Option<f32>, broken: bool, dtype: DType, exponents: bool },
     /// [`op::Sum`] of numbers times a factor.
     Sum { len: usize, factor: f32, dtype: DType },
 }
@@ -227,10 +227,10 @@ impl Case {
     pub fn check(&self, kernels: &dyn Kernels, device: &Device, seed: u64, bounds: Bounds) -> Result<Vec<Tensor>> {
         let found = self.operation.compute(&Trial::new(Some(kernels), device, seed, bounds))?;
         let exact = self.operation.compute(&Trial::new(None, &Device::Cpu, seed, bounds))?;
-        let host = |x: &Tensor| view::host(x)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
+        let values = |x: &Tensor| view::to_host(x)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
         for (Output { name, tensor, bounds: [each, all] }, exact) in found.iter().zip(&exact) {
             let what = format!("{name} of {:?} (seed {seed})", self.operation);
-            let (found, exact) = (host(tensor)?, host(&exact.tensor)?);
+            let (found, exact) = (values(tensor)?, values(&exact.tensor)?);
             let rms = |squares: f64| (squares / exact.len().max(1) as f64).sqrt();
             let known = exact.iter().filter(|x| x.is_finite());
             let typical = rms(known.map(|x| x.powi(2)).sum()).max(f64::MIN_POSITIVE);
@@ -274,12 +274,12 @@ impl Operation {
             Self::Norm { norm, sizes, place, types, mode } => self::norm(t, norm, sizes, place, types, mode),
             Self::Linear { layout, sizes, biased, rank, dtype } => linear(t, layout, sizes, biased, rank, dtype),
             Self::Product { sizes, transposed, types } => product(t, sizes, transposed, types),
-            Self::Rotate { .. } => rotate(t, self),
-            Self::Survey { len, factor, broken, dtype, exponents } => {
-                let x = t.surveyed(len, factor, broken, dtype)?;
+            Self::Rotate { .. } => apply_rope(t, self),
+            Self::Summarize { len, factor, broken, dtype, exponents } => {
+                let x = t.gradient(len, factor, broken, dtype)?;
                 statistics(t, &x, dtype, exponents)
             }
-            Self::Sum { len, factor, dtype } => sum(t, &t.surveyed(len, Some(factor), false, dtype)?),
+            Self::Sum { len, factor, dtype } => sum(t, &t.gradient(len, Some(factor), false, dtype)?),
         }
     }
 }
@@ -310,7 +310,13 @@ pub fn starts(seq_len: usize, documents: Documents) -> Vec<u32> {
     documents.iter().flat_map(|places| (0..seq_len as u32).map(move |row| start(places, row))).collect()
 }
 
-fn attention(t: &Trial<'_>, shape: Shape, documents: Documents, dtype: DType, [drops, packed]: [bool; 2]) -> Outputs {
+fn attention(
+    t: &Trial<'_>,
+    shape: AttentionShape,
+    documents: Documents,
+    dtype: DType,
+    [drops, packed]: [bool; 2],
+) -> Outputs {
     let (tokens, [width, _, values]) = (shape.batch * shape.seq_len, shape.widths());
     let columns = [tokens, shape.widths().iter().sum::<usize>()];
     let starts = (!documents.is_empty()).then(|| starts(shape.seq_len, documents));
@@ -318,13 +324,14 @@ fn attention(t: &Trial<'_>, shape: Shape, documents: Documents, dtype: DType, [d
     let (dqkv, dv) = (t.numbers("dqkv", &columns, dtype)?, t.numbers("dv", &[tokens, values], dtype)?);
     let (out, lse) = (&t.poisoned(&[tokens, width], dtype)?, &t.poisoned(&[tokens * shape.heads], DType::F32)?);
     let parts = |all, values| -> Result<_> {
-        let mut parts = Columns::split(all, shape.widths())?;
+        let mut parts = ColumnSlice::split(all, shape.widths())?;
         if !packed {
-            parts[2] = Columns::all(values)?;
+            parts[2] = ColumnSlice::all(values)?;
         }
         Ok(parts)
     };
-    let operands = Operands { qkv: parts(&qkv, &apart)?, documents: starts.as_deref(), dropout: t.dropout(drops) };
+    let operands =
+        AttentionInputs { qkv: parts(&qkv, &apart)?, documents: starts.as_deref(), dropout: t.dropout(drops) };
     let (dout, gradients) = (&t.numbers("dout", &[tokens, width], dtype)?, parts(&dqkv, &dv)?);
     t.run(op::Attention { shape, operands, out, lse })?;
     t.run(op::AttentionBackward { shape, operands, dout, out, lse, gradients })?;
@@ -340,22 +347,22 @@ fn attention(t: &Trial<'_>, shape: Shape, documents: Documents, dtype: DType, [d
     Ok(outputs)
 }
 
-fn decode(t: &Trial<'_>, shape: Shape, dtype: DType) -> Outputs {
-    let Shape { seq_len, kv_heads, head_size, .. } = shape;
+fn decode(t: &Trial<'_>, shape: AttentionShape, dtype: DType) -> Outputs {
+    let AttentionShape { seq_len, kv_heads, head_size, .. } = shape;
     let widths = shape.widths();
     let qkv = t.numbers("qkv", &[seq_len, widths.iter().sum()], dtype)?;
     let out = t.poisoned(&[seq_len, widths[0]], dtype)?;
     if t.kernels.is_none() {
         let lse = &t.poisoned(&[shape.heads * seq_len], DType::F32)?;
-        t.run(op::Attention { shape, operands: Operands::packed(&shape, &qkv, None)?, out: &out, lse })?;
+        t.run(op::Attention { shape, operands: AttentionInputs::packed(&shape, &qkv, None)?, out: &out, lse })?;
         return Ok(vec![t.output("out", &out, dtype)]);
     }
-    let (cache, mut past) = (KeyValues::new(kv_heads, seq_len + 3, head_size, dtype, t.device)?, 0);
+    let (cache, mut past) = (LayerKvCache::new(kv_heads, seq_len + 3, head_size, dtype, t.device)?, 0);
     while past < seq_len {
         let new = (past % 4 + 1).min(seq_len - past);
         let (qkv, out) = (qkv.narrow(0, past, new)?, out.narrow(0, past, new)?);
-        let shape = Shape { seq_len: new, ..shape };
-        t.run(op::DecodeAttention { shape, cache: &cache, past, qkv: Columns::split(&qkv, widths)?, out: &out })?;
+        let shape = AttentionShape { seq_len: new, ..shape };
+        t.run(op::DecodeAttention { shape, cache: &cache, past, qkv: ColumnSlice::split(&qkv, widths)?, out: &out })?;
         past += new;
     }
     Ok(vec![t.output("out", &out, dtype)])
@@ -372,7 +379,7 @@ fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], dtype: DType)
     // Elements after a row's end are not read.
     let padded = t.poisoned(&[rows, stride], dtype)?;
     padded.slice_set(&values, 1, 0)?;
-    let (logits, targets) = (Columns::new(&padded, 0..vocab)?, &targets[..]);
+    let (logits, targets) = (ColumnSlice::new(&padded, 0..vocab)?, &targets[..]);
     let [losses, trained] = [(); 2].map(|()| t.poisoned(&[rows], DType::F32));
     let (losses, trained) = (&losses?, &trained?);
     t.run(op::CrossEntropy { logits, targets, losses, seed: None })?;
@@ -454,7 +461,7 @@ fn norm(
     let [dweight, dbias] = [(); 2].map(|()| t.poisoned(&[width], compute));
     let (dweight, dbias, frozen) = (dweight?, dbias?, dx.copy()?);
     let of_layer = |x| settings.centers().then_some(x);
-    let of = |x| Columns::new(x, first..first + columns);
+    let of = |x| ColumnSlice::new(x, first..first + columns);
     let mean = of_layer(&mean);
     t.run(op::Norm { settings, x: of(&x)?, weight, bias: of_layer(&bias), y: of(&y)?, mean, rstd })?;
     // A frozen norm has the same gradient.
@@ -477,15 +484,15 @@ fn linear(t: &Trial<'_>, layout: WeightLayout, sizes: [usize; 3], biased: bool, 
     let (x, weight) = (&t.numbers("x", &[rows, inner], dtype)?, &t.numbers("weight", &shape, dtype)?);
     let (row, dy) = (t.numbers("bias", &[width], dtype)?, &t.numbers("dy", &[rows, width], dtype)?);
     let (low, factor) = (t.numbers("low", &[rows, rank], dtype)?, t.numbers("factor", &[width, rank], dtype)?);
-    let factor = Factor::transposed(Columns::all(&factor)?);
-    let low_rank = (rank > 0).then_some(LowRank { low: &low, factor, alpha: 1.5, shares: &[] });
+    let factor = MatmulOperand::transposed(ColumnSlice::all(&factor)?);
+    let low_rank = (rank > 0).then_some(LoraTerm { low: &low, factor, alpha: 1.5, shares: &[] });
     let (y, dx) = (&t.poisoned(&[rows, width], dtype)?, &t.poisoned(&[rows, inner], dtype)?);
     let (dweight, dbias) = (&t.poisoned(&shape, dtype)?, &t.poisoned(&[width], dtype)?);
     t.run(op::Linear { layout, x, weight, bias: biased.then_some(&row), low_rank, y })?;
     t.run(op::Linear { layout: layout.transposed(), x: dy, weight, bias: None, low_rank: None, y: dx })?;
     let [left, right] = if is_plain { [x, dy] } else { [dy, x] };
-    let (a, b) = (Factor::transposed(Columns::all(left)?), Factor::plain(Columns::all(right)?));
-    t.run(op::Product { a, b, alpha: 1.0, c: Columns::all(dweight)?, mode: WriteMode::Overwrite })?;
+    let (a, b) = (MatmulOperand::transposed(ColumnSlice::all(left)?), MatmulOperand::plain(ColumnSlice::all(right)?));
+    t.run(op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(dweight)?, mode: WriteMode::Overwrite })?;
     t.run(op::SumRows { x: dy, out: dbias })?;
     Ok(t.outputs([("y", y), ("dx", dx), ("dweight", dweight), ("dbias", dbias)], dtype))
 }
@@ -495,33 +502,33 @@ fn product(t: &Trial<'_>, [m, k, n]: [usize; 3], transposed: [bool; 2], [dtype, 
     let turned = |[rows, columns]: [usize; 2], turn| if turn { [columns, rows] } else { [rows, columns] };
     let ([rows, columns], [depth, width]) = (turned([m, k], transposed[0]), turned([k, n], transposed[1]));
     let (x, y) = (&t.numbers("a", &[rows, columns], dtype)?, &t.numbers("b", &[depth, width + 5], dtype)?);
-    let a = Factor { columns: Columns::all(x)?, transposed: transposed[0] };
-    let b = Factor { columns: Columns::new(y, 2..width + 2)?, transposed: transposed[1] };
+    let a = MatmulOperand { columns: ColumnSlice::all(x)?, transposed: transposed[0] };
+    let b = MatmulOperand { columns: ColumnSlice::new(y, 2..width + 2)?, transposed: transposed[1] };
     let [sum, product] = ["sum", "product"].map(|name| t.numbers(name, &[m, n + 3], out));
     let (sum, product, rows) = (&sum?, &product?, &t.poisoned(&[columns], out)?);
     for (c, mode) in [(sum, WriteMode::Accumulate), (product, WriteMode::Overwrite)] {
-        t.run(op::Product { a, b, alpha: 0.5, c: Columns::new(c, 1..n + 1)?, mode })?;
+        t.run(op::Matmul { a, b, alpha: 0.5, c: ColumnSlice::new(c, 1..n + 1)?, mode })?;
     }
     t.run(op::SumRows { x, out: rows })?;
     Ok(t.outputs([("sum", sum), ("the product", product), ("the sum of rows", rows)], out))
 }
 
 /// Angles of `positions` positions, and their frequencies.
-pub fn angles(half: usize, positions: usize) -> Result<Table> {
+pub fn angles(half: usize, positions: usize) -> Result<CosSinCache> {
     let frequencies: Vec<f32> = (0..half).map(|i| 0.8f32.powi(i as i32)).collect();
-    Table::new(&frequencies, 1.25, 0..positions, &Device::Cpu)
+    CosSinCache::new(&frequencies, 1.25, 0..positions, &Device::Cpu)
 }
 
-fn rotate(t: &Trial<'_>, operation: Operation) -> Outputs {
+fn apply_rope(t: &Trial<'_>, operation: Operation) -> Outputs {
     let Operation::Rotate { seq_len, heads, half, past, documents, dtype, direction } = operation else {
         bail!("not a rotation: {operation:?}")
     };
     let (rows, columns, table) = (2 * seq_len, 2 * half * heads, angles(half, seq_len + past)?);
-    let table = &Table { cos: t.stored(&table.cos, DType::F32)?, sin: t.stored(&table.sin, DType::F32)? };
+    let table = &CosSinCache { cos: t.stored(&table.cos, DType::F32)?, sin: t.stored(&table.sin, DType::F32)? };
     let starts = starts(seq_len, ROTATED);
-    let positions = Positions { seq_len, past, documents: documents.then_some(&starts[..]) };
+    let positions = PositionIds { seq_len, past, documents: documents.then_some(&starts[..]) };
     let x = t.numbers("x", &[rows, columns + 32], dtype)?;
-    t.run(op::Rotate { x: Columns::new(&x, 16..16 + columns)?, table, positions, direction })?;
+    t.run(op::Rotate { x: ColumnSlice::new(&x, 16..16 + columns)?, table, positions, direction })?;
     Ok(vec![t.output("the heads", &x, dtype)])
 }
 
@@ -529,8 +536,8 @@ fn rotate(t: &Trial<'_>, operation: Operation) -> Outputs {
 pub const ROTATED: Documents = &[&[21], &[4, 5]];
 
 impl Trial<'_> {
-    /// Numbers to survey, on a CPU.
-    fn surveyed(&self, len: usize, factor: Option<f32>, broken: bool, dtype: DType) -> Result<Tensor> {
+    /// A gradient, some of it not finite if `broken`, on a CPU.
+    fn gradient(&self, len: usize, factor: Option<f32>, broken: bool, dtype: DType) -> Result<Tensor> {
         let numbers = self.numbers("x", &[len], DType::F32)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         let mut values: Vec<f32> = numbers.to_vec1()?;
         for (i, value) in values.iter_mut().enumerate() {
@@ -550,9 +557,9 @@ impl Trial<'_> {
 /// The figures of a tensor's statistics. Exact figures come from a CPU, whose counts and sums are exact or in FP64.
 fn statistics(t: &Trial<'_>, x: &Tensor, dtype: DType, exponents: bool) -> Outputs {
     let format = view::float_format(dtype);
-    let TensorSurvey { stats, exponents } = match t.kernels {
-        Some(kernels) => kernels.survey(&x.to_device(t.device)?, format, exponents)?,
-        None => survey::survey(x, format, exponents)?,
+    let TensorSummary { stats, exponents } = match t.kernels {
+        Some(kernels) => kernels.summarize(&x.to_device(t.device)?, format, exponents)?,
+        None => summary::summarize(x, format, exponents)?,
     };
     let counts = [stats.count, stats.zero, stats.subnormal, stats.inf, stats.nan];
     let counts = counts.into_iter().chain([exponents.zero, exponents.inf, exponents.nan]);
@@ -567,7 +574,7 @@ fn statistics(t: &Trial<'_>, x: &Tensor, dtype: DType, exponents: bool) -> Outpu
 
 /// A tensor's sum, next to the size of its terms.
 fn sum(t: &Trial<'_>, x: &Tensor) -> Outputs {
-    let size = survey::survey(x, view::float_format(x.dtype()), false)?.stats.norm() * x.elem_count() as f64;
+    let size = summary::summarize(x, view::float_format(x.dtype()), false)?.stats.norm() * x.elem_count() as f64;
     let sum = match t.kernels {
         Some(kernels) => kernels.sum(&x.to_device(t.device)?)?,
         None => x.to_dtype(DType::F64)?.sum_all()?.to_scalar()?,

@@ -1,4 +1,4 @@
-//! The survey of a gradient: all statistics for the scaler, the log and the dashboard in one pass.
+//! Statistics of a gradient for the scaler, the log and the dashboard in one pass.
 //!
 //! Values are processed in blocks that stay in the L1 cache: widened to FP32 patterns, reduced, and counted by
 //! exponent. The loops are branch-free over fixed lanes, so that they vectorize for the caller's instruction set;
@@ -81,10 +81,10 @@ pub struct TensorStats {
 }
 
 impl TensorStats {
-    /// Surveys `values`; `format`, usually that of the storage, defines which values are subnormal.
+    /// Summarizes `values`; `format`, usually that of the storage, defines which values are subnormal.
     #[inline(always)]
     pub fn of<T: Element>(values: &[T], format: FloatFormat) -> Self {
-        survey(values, format, |_| {})
+        scan(values, format, |_| {})
     }
 
     /// Like [`of`](Self::of), and adds the values to `histogram`.
@@ -93,7 +93,7 @@ impl TensorStats {
         let mut stats = Self::default();
         for span in values.chunks(SPAN) {
             let mut counters = ExponentCounters([[0; 256]; 4]);
-            let part = survey(span, format, |block| counters.count(block));
+            let part = scan(span, format, |block| counters.count(block));
             counters.add_to(histogram, &part);
             stats.merge(&part);
         }
@@ -129,7 +129,7 @@ impl TensorStats {
 /// Calls `visit` with each block of `values` as FP32 magnitudes, with non-finite values replaced by zero. The last
 /// block is padded with zeros.
 #[inline(always)]
-fn survey<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u32; BLOCK])) -> TensorStats {
+fn scan<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u32; BLOCK])) -> TensorStats {
     let mut stats = TensorStats { count: values.len() as u64, ..TensorStats::default() };
     let threshold = (format.min_normal() as f32).to_bits();
     let mut reduction = Reduction::new();
@@ -243,7 +243,7 @@ impl ExponentCounters {
     }
 
     /// Adds the counts of the fields between the extremes of `stats` to `histogram`. Field 0 contains FP32's
-    /// subnormals, the zeros and the values that `survey` replaced by zero; `stats` has the number of the latter two.
+    /// subnormals, the zeros and the values that `scan` replaced by zero; `stats` has the number of the latter two.
     fn add_to(&self, histogram: &mut ExponentHistogram, stats: &TensorStats) {
         let field = |x: f32| (x.to_bits() >> 23) as usize;
         let mut counted = 0;

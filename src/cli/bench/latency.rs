@@ -5,7 +5,7 @@ use crate::Result;
 use crate::cli::model::print_notice;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::kernels::machine::peak::measure_bandwidth;
-use crate::engine::kernels::view::host;
+use crate::engine::kernels::view::to_host;
 use crate::engine::model::{Decoder, ForwardMode, InputIds, KvCache, ModelSpec, ModuleOp, Parameters, Workspace};
 use crate::engine::optim::MasterWeights;
 use crate::random::{Domain, Stream};
@@ -93,7 +93,7 @@ fn bytes_read_per_token(shape: &ModelSpec, weights: &Parameters, past: usize) ->
 fn synchronize(logits: &Tensor) -> Result<()> {
     if !logits.device().is_cpu() {
         let last = logits.narrow(0, logits.dim(0)? - 1, 1)?;
-        host(&last.to_dtype(DType::F32)?)?;
+        to_host(&last.to_dtype(DType::F32)?)?;
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! `finetune bench --profile`: the cost of a step by kind of operation.
 
 use crate::Result;
-use crate::engine::kernels::columns::{Columns, Factor, WriteMode};
+use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::engine::kernels::machine::peak::measure_bandwidth;
 use crate::engine::kernels::op;
 use crate::engine::kernels::profile::{Cost, Profile};
@@ -35,8 +35,8 @@ impl Limits {
         // The first time is a warm-up.
         for _ in 0..2 {
             profile.take()?;
-            let [a, b] = [Factor::plain(Columns::all(x)?); 2];
-            op::Product { a, b, alpha: 1.0, c: Columns::all(y)?, mode: WriteMode::Overwrite }.run(profile)?;
+            let [a, b] = [MatmulOperand::plain(ColumnSlice::all(x)?); 2];
+            op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(y)?, mode: WriteMode::Overwrite }.run(profile)?;
             op::Copy { x, dropout: None, out: y }.run(profile)?;
             measured = profile.take()?.into_values().collect();
         }

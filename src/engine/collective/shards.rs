@@ -4,7 +4,7 @@
 //! All parameters, concatenated in their order, are split into one range per process. The boundaries are multiples of the blocks
 //! of the gradient statistics, so that statistics merge in the order of a single process.
 
-use crate::engine::kernels::survey::PART;
+use crate::engine::kernels::summary::PART;
 use std::ops::Range;
 
 /// The shards of a model.

@@ -10,9 +10,9 @@ use super::layers::{Context, fused_param};
 use super::lora::{Lora, dropout_site, parts};
 use super::parameters::{ParamRef, Parameters};
 use super::spec::{ModelSpec, ModuleId, ModuleOp, ParamRole};
-use crate::engine::kernels::columns::{Columns, Factor};
-use crate::engine::kernels::view::Allocate;
-use crate::engine::kernels::{LowRank, WeightLayout, op};
+use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand};
+use crate::engine::kernels::view::AllocFn;
+use crate::engine::kernels::{LoraTerm, WeightLayout, op};
 use candle_core::{DType, Result, Tensor, bail};
 use std::ops::Range;
 
@@ -71,7 +71,7 @@ pub(super) struct AdapterBuffers<T = Tensor> {
     output: Option<T>,
 }
 
-/// Columns between the factors of the adapters of any block.
+/// ColumnSlice between the factors of the adapters of any block.
 pub(super) fn total_rank(spec: &ModelSpec) -> usize {
     let Some(lora) = &spec.lora else { return 0 };
     let mut columns = vec![0; spec.num_layers];
@@ -85,12 +85,12 @@ pub(super) fn total_rank(spec: &ModelSpec) -> usize {
 
 impl<T> AdapterBuffers<T> {
     /// Buffers for `tokens` rows, or none if `spec` has no adapters.
-    pub(super) fn lay_out(
+    pub(super) fn alloc(
         spec: &ModelSpec,
         tokens: usize,
         compute: DType,
         train: bool,
-        allocate: Allocate<'_, T>,
+        allocate: AllocFn<'_, T>,
     ) -> Result<Option<Self>> {
         let Some(lora) = &spec.lora else { return Ok(None) };
         let rows = |columns: usize| allocate(&[tokens * columns], compute);
@@ -185,9 +185,9 @@ impl Adapter {
     /// Computes `dropout(x) · Aᵀ`.
     pub(super) fn forward_a(&self, cx: &mut Context<'_>, x: &Tensor, pass: AdapterPass<'_>) -> Result<Tensor> {
         let (input, a_out) = (self.dropped(cx, x, pass)?, self.a_out(x.dim(0)?, pass)?);
-        let a = Factor::transposed(Columns::all(cx.weights.fused(self.a))?);
-        cx.product(Factor::plain(Columns::all(&input)?), a, 1.0, Columns::all(&a_out)?)?;
-        cx.hook.record_whole(self.layer, TensorKind::LowRank, &a_out)?;
+        let a = MatmulOperand::transposed(ColumnSlice::all(cx.weights.fused(self.a))?);
+        cx.product(MatmulOperand::plain(ColumnSlice::all(&input)?), a, 1.0, ColumnSlice::all(&a_out)?)?;
+        cx.hook.record_whole(self.layer, TensorKind::LoraTerm, &a_out)?;
         Ok(a_out)
     }
 
@@ -202,8 +202,8 @@ impl Adapter {
         pass: AdapterPass<'_>,
     ) -> Result<()> {
         let factor = self.factor(cx, pass)?;
-        let (factor, shares) = (Factor::transposed(Columns::all(&factor)?), &self.out_slices[..]);
-        let low_rank = LowRank { low: a_out, factor, alpha: self.scale, shares };
+        let (factor, shares) = (MatmulOperand::transposed(ColumnSlice::all(&factor)?), &self.out_slices[..]);
+        let low_rank = LoraTerm { low: a_out, factor, alpha: self.scale, shares };
         let weight = cx.weights.weight(self.weight)?;
         op::Linear { layout: weight.layout(self.layout), x, weight: &weight, bias, low_rank: Some(low_rank), y }
             .run(cx.kernels)
@@ -235,16 +235,17 @@ impl Adapter {
         let dy = self.grad_before_scaling(cx, magnitude_scale.as_ref(), dy, pass)?;
         let a_out_grad = self.a_out_grad(rows, pass)?;
         for (i, member) in self.members.iter().enumerate() {
-            let dy = Factor::plain(Columns::new(&dy, member.outputs.clone())?);
-            let b = Factor::plain(Columns::all(cx.weights.fused(member.b))?);
-            let into = Columns::new(&a_out_grad, self.columns(i))?;
+            let dy = MatmulOperand::plain(ColumnSlice::new(&dy, member.outputs.clone())?);
+            let b = MatmulOperand::plain(ColumnSlice::all(cx.weights.fused(member.b))?);
+            let into = ColumnSlice::new(&a_out_grad, self.columns(i))?;
             cx.product(dy, b, self.scale, into)?;
         }
         cx.hook.record_whole(self.layer, TensorKind::LowRankGradient, &a_out_grad)?;
-        let (weight, a) = (cx.weights.weight(self.weight)?, Factor::plain(Columns::all(cx.weights.fused(self.a))?));
+        let (weight, a) =
+            (cx.weights.weight(self.weight)?, MatmulOperand::plain(ColumnSlice::all(cx.weights.fused(self.a))?));
         let layout = weight.layout(self.layout).transposed();
         let Some(dropout) = cx.mode.dropout(self.dropout, self.site) else {
-            let low_rank = LowRank { low: &a_out_grad, factor: a, alpha: 1.0, shares: &[] };
+            let low_rank = LoraTerm { low: &a_out_grad, factor: a, alpha: 1.0, shares: &[] };
             op::Linear { layout, x: &dy, weight: &weight, bias: None, low_rank: Some(low_rank), y: dx }
                 .run(cx.kernels)?;
             return Ok(magnitude_scale);
@@ -253,8 +254,8 @@ impl Adapter {
         let buffers = pass.buffers()?.dropped.as_ref();
         let [through_dropout, before] = [buffers.map(|buffers| &buffers[0]), buffers.map(|buffers| &buffers[1])];
         let (through_dropout, before) = (matrix(through_dropout, rows, dx.dim(1)?)?, matrix(before, rows, dx.dim(1)?)?);
-        let a_out_grad = Factor::plain(Columns::all(&a_out_grad)?);
-        cx.product(a_out_grad, a, 1.0, Columns::all(&before)?)?;
+        let a_out_grad = MatmulOperand::plain(ColumnSlice::all(&a_out_grad)?);
+        cx.product(a_out_grad, a, 1.0, ColumnSlice::all(&before)?)?;
         op::Copy { x: &before, dropout: Some(dropout), out: &through_dropout }.run(cx.kernels)?;
         op::Accumulate { x: &through_dropout, out: dx, inner: &[] }.run(cx.kernels)?;
         Ok(magnitude_scale)
@@ -284,17 +285,19 @@ impl Adapter {
         let dy = self.grad_before_scaling(cx, magnitude_scale, dy, pass)?;
         for (i, member) in self.members.iter().enumerate() {
             if let Some(db) = cx.grad(member.b) {
-                let dy = Factor::transposed(Columns::new(&dy, member.outputs.clone())?);
-                let a_out = Factor::plain(Columns::new(&a_out, self.columns(i))?);
-                cx.product(dy, a_out, self.scale, Columns::all(db)?)?;
+                let dy = MatmulOperand::transposed(ColumnSlice::new(&dy, member.outputs.clone())?);
+                let a_out = MatmulOperand::plain(ColumnSlice::new(&a_out, self.columns(i))?);
+                cx.product(dy, a_out, self.scale, ColumnSlice::all(db)?)?;
                 cx.hook.record_whole(self.layer, TensorKind::WeightGradient, db)?;
             }
         }
         let Some(da) = cx.grad(self.a) else { return Ok(()) };
         let input = self.dropped(cx, x, pass)?;
-        let (a_out_grad, input) =
-            (Factor::transposed(Columns::all(&a_out_grad)?), Factor::plain(Columns::all(&input)?));
-        cx.product(a_out_grad, input, 1.0, Columns::all(da)?)?;
+        let (a_out_grad, input) = (
+            MatmulOperand::transposed(ColumnSlice::all(&a_out_grad)?),
+            MatmulOperand::plain(ColumnSlice::all(&input)?),
+        );
+        cx.product(a_out_grad, input, 1.0, ColumnSlice::all(da)?)?;
         cx.hook.record_whole(self.layer, TensorKind::WeightGradient, da)
     }
 

@@ -14,13 +14,13 @@ use super::layers::{Context, Linear, NormLayer, fused_param};
 use super::parameters::{ParamRef, Parameters};
 use super::spec::{EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
 use super::workspace::{Checkpointing, PostNorm, QkNorms, ResidualGrad, RopeCaches, Workspace};
-use crate::engine::kernels::attention::{Operands, Shape};
-use crate::engine::kernels::columns::{Columns, Factor, WriteMode};
+use crate::engine::kernels::attention::{AttentionInputs, AttentionShape};
+use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::engine::kernels::cross_entropy::{self, HeadGradient, HeadInput, HeadTensor};
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::embedding::scale_of_width;
 use crate::engine::kernels::op::{self, Embedding};
-use crate::engine::kernels::rope::{Direction, Positions, Table};
+use crate::engine::kernels::rope::{CosSinCache, Direction, PositionIds};
 use crate::engine::kernels::{HeadHook, Kernels, WeightLayout, view};
 use candle_core::{DType, Result, Tensor, bail};
 use std::sync::Arc;
@@ -174,12 +174,12 @@ impl Decoder {
     }
 
     /// The attention of block `block` over `batch` sequences.
-    fn shape(&self, block: usize, batch: usize, seq_len: usize) -> Shape {
+    fn shape(&self, block: usize, batch: usize, seq_len: usize) -> AttentionShape {
         let ModelSpec { heads, kv_heads, head_dim, attention_scale, sliding, .. } = &self.spec;
-        let shape = Shape::new(batch, seq_len, *heads, *head_dim);
+        let shape = AttentionShape::new(batch, seq_len, *heads, *head_dim);
         let window = sliding.as_ref().filter(|_| self.spec.is_sliding(block)).map(|sliding| sliding.window);
         let scale = attention_scale.map_or(shape.scale, |scale| scale as f32);
-        Shape { kv_heads: *kv_heads, scale, window, ..shape }
+        AttentionShape { kv_heads: *kv_heads, scale, window, ..shape }
     }
 
     /// Prepares queries and keys of the product `qkv` for attention: normalises and rotates them. Returns their
@@ -189,35 +189,35 @@ impl Decoder {
         cx: &mut Context<'_>,
         i: usize,
         (qkv, heads): (&'a Tensor, Option<&'a QkNorms>),
-        (rope_caches, positions): (&RopeCaches, Positions<'_>),
-    ) -> Result<[Columns<'a>; 3]> {
+        (rope_caches, positions): (&RopeCaches, PositionIds<'_>),
+    ) -> Result<[ColumnSlice<'a>; 3]> {
         let [query, key, value] = self.columns(qkv, heads)?;
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, heads) {
-            let inputs = Columns::split(qkv, self.spec.qkv_widths())?;
+            let inputs = ColumnSlice::split(qkv, self.spec.qkv_widths())?;
             for (((norm, x), y), rstd) in norms.iter().zip(inputs).zip([query, key]).zip(&heads.rstd) {
                 norm.forward_columns(cx, x, (y, None, rstd))?;
             }
         }
         if let Some(table) = rope_caches.of(&self.spec, i) {
-            self.rotate(cx.kernels, [query, key], table, (positions, Direction::Forward))?;
+            self.apply_rope(cx.kernels, [query, key], table, (positions, Direction::Forward))?;
         }
         Ok([query, key, value])
     }
 
     /// Rotates queries and keys, or the first elements of each head.
-    fn rotate(
+    fn apply_rope(
         &self,
         kernels: &dyn Kernels,
-        query_key: [Columns<'_>; 2],
-        table: &Table,
-        (positions, direction): (Positions<'_>, Direction),
+        query_key: [ColumnSlice<'_>; 2],
+        table: &CosSinCache,
+        (positions, direction): (PositionIds<'_>, Direction),
     ) -> Result<()> {
         let (head, rotated) = (self.spec.head_dim, self.spec.rotary_dim());
         for x in query_key {
             // Heads that are rotated as a whole are rotated together.
             let (step, count) = if rotated == head { (x.count(), x.count()) } else { (head, rotated) };
             for first in (x.first()..x.first() + x.count()).step_by(step) {
-                let x = Columns::new(x.tensor(), first..first + count)?;
+                let x = ColumnSlice::new(x.tensor(), first..first + count)?;
                 op::Rotate { x, table, positions, direction }.run(kernels)?;
             }
         }
@@ -225,11 +225,11 @@ impl Decoder {
     }
 
     /// The operands of attention: queries and keys, normalised if they have norms, and values.
-    fn columns<'a>(&self, qkv: &'a Tensor, heads: Option<&'a QkNorms>) -> Result<[Columns<'a>; 3]> {
+    fn columns<'a>(&self, qkv: &'a Tensor, heads: Option<&'a QkNorms>) -> Result<[ColumnSlice<'a>; 3]> {
         let widths = self.spec.qkv_widths();
-        let [query, key, value] = Columns::split(qkv, widths)?;
+        let [query, key, value] = ColumnSlice::split(qkv, widths)?;
         let Some(heads) = heads else { return Ok([query, key, value]) };
-        let [query, key] = Columns::split(&heads.out, [widths[0], widths[1]])?;
+        let [query, key] = ColumnSlice::split(&heads.out, [widths[0], widths[1]])?;
         Ok([query, key, value])
     }
 
@@ -313,7 +313,7 @@ impl Decoder {
         let places = (&ws.rope_caches, ws.positions());
         let qkv = self.qk_norm_and_rope(cx, i, (&acts.qkv, acts.heads.as_ref()), places)?;
         let operands =
-            Operands { qkv, documents: ws.documents(), dropout: mode.dropout(rates.attention, site.attention) };
+            AttentionInputs { qkv, documents: ws.documents(), dropout: mode.dropout(rates.attention, site.attention) };
         op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
             .run(kernels)?;
         cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::Output, &acts.attended)?;
@@ -338,7 +338,7 @@ impl Decoder {
     fn embedding_scale(&self, weights: &Parameters) -> f32 {
         let dtype = weights.fused(self.embedding).dtype();
         let scale = match self.spec.embedding_scale {
-            EmbeddingScale::Factor(factor) => factor,
+            EmbeddingScale::MatmulOperand(factor) => factor,
             EmbeddingScale::RootOfWidth => f64::from(scale_of_width(self.spec.hidden_size, dtype)),
         };
         (scale / self.spec.residual_multiplier) as f32
@@ -357,7 +357,14 @@ impl Decoder {
     /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
     pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
         let weight = weights.weight(self.head)?;
-        cross_entropy::head(self.kernels(), self.head_input(ws, &weight), targets, &ws.head, None, None)
+        cross_entropy::fused_linear_cross_entropy(
+            self.kernels(),
+            self.head_input(ws, &weight),
+            targets,
+            &ws.head,
+            None,
+            None,
+        )
     }
 
     /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target.
@@ -384,7 +391,14 @@ impl Decoder {
         };
         let weight = weights.weight(self.head)?;
         let hook: HeadHook<'_> = if watches { Some(&mut record) } else { None };
-        cross_entropy::head(self.kernels(), self.head_input(ws, &weight), targets, &ws.head, Some(gradient), hook)
+        cross_entropy::fused_linear_cross_entropy(
+            self.kernels(),
+            self.head_input(ws, &weight),
+            targets,
+            &ws.head,
+            Some(gradient),
+            hook,
+        )
     }
 
     /// Backpropagates from the head's input to the embeddings, after [`Self::loss_and_head_gradient`]; writes every
@@ -488,12 +502,12 @@ impl Decoder {
         let widths = self.spec.qkv_widths();
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
-        let operands = Operands { qkv, documents: ws.documents(), dropout };
-        let linear = Columns::split(dqkv, widths)?;
+        let operands = AttentionInputs { qkv, documents: ws.documents(), dropout };
+        let linear = ColumnSlice::split(dqkv, widths)?;
         // Gradients of normalised queries and keys have a separate buffer: the norm's backward pass reads it and writes
         // next to the values' gradient.
         let [dq, dk] = match &scratch.gradients()?.query_key {
-            Some(query_key) => Columns::split(query_key, [widths[0], widths[1]])?,
+            Some(query_key) => ColumnSlice::split(query_key, [widths[0], widths[1]])?,
             None => [linear[0], linear[1]],
         };
         let shape = self.shape(i, ws.batch, ws.seq_len);
@@ -507,10 +521,10 @@ impl Decoder {
         }
         .run(kernels)?;
         if let Some(table) = ws.rope_caches.of(&self.spec, i) {
-            self.rotate(kernels, [dq, dk], table, (ws.positions(), Direction::Backward))?;
+            self.apply_rope(kernels, [dq, dk], table, (ws.positions(), Direction::Backward))?;
         }
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {
-            let inputs = Columns::split(&acts.qkv, widths)?;
+            let inputs = ColumnSlice::split(&acts.qkv, widths)?;
             for part in 0..2 {
                 let (x, rstd, dy) = (inputs[part], &heads.rstd[part], [dq, dk][part]);
                 norms[part].backward_columns(cx, x, (None, rstd), dy, (linear[part], WriteMode::Overwrite))?;
@@ -528,9 +542,12 @@ impl Decoder {
             op::Linear { layout, x: hidden, weight: &weight, bias: None, y: &logits, low_rank: None }
                 .run(self.kernels())?;
         } else {
-            let (a, b) = (Factor::plain(Columns::all(hidden)?), Factor::transposed(Columns::all(&weight)?));
-            let c = Columns::all(&logits)?;
-            op::Product { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels())?;
+            let (a, b) = (
+                MatmulOperand::plain(ColumnSlice::all(hidden)?),
+                MatmulOperand::transposed(ColumnSlice::all(&weight)?),
+            );
+            let c = ColumnSlice::all(&logits)?;
+            op::Matmul { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels())?;
         }
         Ok(logits)
     }

@@ -3,8 +3,8 @@
 use super::spec::{ModelSpec, ModuleId, ParamRole};
 use super::workspace::candle_dtype;
 use crate::engine::kernels::WeightLayout;
-use crate::engine::kernels::cross_entropy::HeadWorkspace;
-use crate::engine::kernels::matmul::ProductShape;
+use crate::engine::kernels::cross_entropy::CrossEntropyWorkspace;
+use crate::engine::kernels::matmul::GemmShape;
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Result};
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,12 +20,12 @@ struct FusedLinearShape {
 impl ModelSpec {
     /// The products of a forward and backward pass over `tokens` tokens, of the head and all blocks. If layers share a
     /// product, the products with their adapters' second factors are given as if one layer had all outputs.
-    pub(crate) fn gemm_shapes(&self, policy: PrecisionPolicy, tokens: usize) -> Result<Vec<ProductShape>> {
+    pub(crate) fn gemm_shapes(&self, policy: PrecisionPolicy, tokens: usize) -> Result<Vec<GemmShape>> {
         let (compute, grads) = (candle_dtype(policy.compute), candle_dtype(policy.grads));
-        let product = |sizes, second, c| ProductShape { sizes, second, operands: compute, c };
+        let product = |sizes, second, c| GemmShape { sizes, second, operands: compute, c };
         let (vocab, width) = (self.vocab_size, self.hidden_size);
         let head_grads = self.trains_head().then_some(grads);
-        let head = HeadWorkspace::lay_out(tokens, vocab, width, compute, head_grads, &|shape, _| Ok(shape[0]))?;
+        let head = CrossEntropyWorkspace::alloc(tokens, vocab, width, compute, head_grads, &|shape, _| Ok(shape[0]))?;
         let rows = head.logits;
         let mut products = vec![product([rows, width, vocab], 0, compute), product([rows, vocab, width], 0, compute)];
         if let Some(grads) = head_grads {

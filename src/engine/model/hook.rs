@@ -9,7 +9,7 @@ pub enum TensorKind {
     /// Its output; a row for each token.
     Output,
     /// The output `x·Aᵀ` of its adapter's first factor, one row per token.
-    LowRank,
+    LoraTerm,
     /// The gradient of `x·Aᵀ`; a row for each token.
     LowRankGradient,
     /// The gradient of the output; a row for each token.
@@ -25,7 +25,7 @@ pub enum TensorKind {
 impl TensorKind {
     /// Whether the forward pass computes it.
     pub const fn is_forward(self) -> bool {
-        matches!(self, Self::Output | Self::LowRank)
+        matches!(self, Self::Output | Self::LoraTerm)
     }
 
     /// Whether its rows are tokens.
@@ -37,7 +37,7 @@ impl TensorKind {
     pub const fn name(self) -> &'static str {
         match self {
             Self::Output => "output",
-            Self::LowRank => "adapter",
+            Self::LoraTerm => "adapter",
             Self::LowRankGradient => "adapter_gradient",
             Self::OutputGradient => "output_gradient",
             Self::InputGradient => "input_gradient",

@@ -7,8 +7,8 @@ use super::dora::MagnitudeScale;
 use super::hook::{Hook, TensorKind};
 use super::parameters::{ParamRef, Parameters};
 use super::spec::{ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
-use crate::engine::kernels::columns::{Columns, Factor, WriteMode};
-use crate::engine::kernels::{Kernels, NormSettings, Normed, WeightLayout, op};
+use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
+use crate::engine::kernels::{Kernels, NormOutput, NormSettings, WeightLayout, op};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// The arguments that the layers of a pass share.
@@ -28,8 +28,14 @@ impl<'a> Context<'a> {
     }
 
     /// `c = alpha · a · b`.
-    pub(super) fn product(&self, a: Factor<'_>, b: Factor<'_>, alpha: f32, c: Columns<'_>) -> Result<()> {
-        op::Product { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels)
+    pub(super) fn product(
+        &self,
+        a: MatmulOperand<'_>,
+        b: MatmulOperand<'_>,
+        alpha: f32,
+        c: ColumnSlice<'_>,
+    ) -> Result<()> {
+        op::Matmul { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels)
     }
 }
 
@@ -64,21 +70,21 @@ impl NormLayer {
     }
 
     /// Normalises the rows of `x [N, D]` into `normed`.
-    pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, normed: &Normed) -> Result<()> {
+    pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, normed: &NormOutput) -> Result<()> {
         if self.weight.is_none() {
             cx.kernels.copy(x, &normed.out)?;
             return cx.hook.record_whole(self.layer, TensorKind::Output, &normed.out);
         }
-        let y = Columns::all(&normed.out)?;
-        self.forward_columns(cx, Columns::all(x)?, (y, normed.mean.as_ref(), &normed.rstd))
+        let y = ColumnSlice::all(&normed.out)?;
+        self.forward_columns(cx, ColumnSlice::all(x)?, (y, normed.mean.as_ref(), &normed.rstd))
     }
 
     /// Normalises the groups of the columns `x`, which are as wide as the weight, into the columns `y`.
     pub(super) fn forward_columns(
         &self,
         cx: &mut Context<'_>,
-        x: Columns<'_>,
-        (y, mean, rstd): (Columns<'_>, Option<&Tensor>, &Tensor),
+        x: ColumnSlice<'_>,
+        (y, mean, rstd): (ColumnSlice<'_>, Option<&Tensor>, &Tensor),
     ) -> Result<()> {
         let (weight, bias) = (cx.weights.fused(self.param()?), self.bias.map(|bias| cx.weights.fused(bias)));
         op::Norm { settings: self.settings, x, weight, bias, y, mean, rstd }.run(cx.kernels)?;
@@ -90,12 +96,12 @@ impl NormLayer {
         &self,
         cx: &mut Context<'_>,
         x: &Tensor,
-        normed: &Normed,
+        normed: &NormOutput,
         dy: &Tensor,
         (dx, mode): (&Tensor, WriteMode),
     ) -> Result<()> {
         if self.weight.is_some() {
-            let (x, dy, into) = (Columns::all(x)?, Columns::all(dy)?, (Columns::all(dx)?, mode));
+            let (x, dy, into) = (ColumnSlice::all(x)?, ColumnSlice::all(dy)?, (ColumnSlice::all(dx)?, mode));
             self.backward_columns(cx, x, (normed.mean.as_ref(), &normed.rstd), dy, into)?;
         } else {
             op::Accumulate { x: dy, inner: &[], out: dx }.run(cx.kernels)?;
@@ -107,10 +113,10 @@ impl NormLayer {
     pub(super) fn backward_columns(
         &self,
         cx: &mut Context<'_>,
-        x: Columns<'_>,
+        x: ColumnSlice<'_>,
         (mean, rstd): (Option<&Tensor>, &Tensor),
-        dy: Columns<'_>,
-        (dx, mode): (Columns<'_>, WriteMode),
+        dy: ColumnSlice<'_>,
+        (dx, mode): (ColumnSlice<'_>, WriteMode),
     ) -> Result<()> {
         let Self { layer, settings, bias, .. } = *self;
         let (param, dbias) = (self.param()?, bias.and_then(|bias| cx.grad(bias)));

@@ -10,7 +10,7 @@ use super::spec::{ModuleId, ParamInit, ParamRole, ParamSpec};
 use crate::engine::collective::Shards;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::isa::vectorize;
-use crate::engine::kernels::quantised::Quantised;
+use crate::engine::kernels::quantized::QuantizedMatrix;
 use crate::engine::kernels::view;
 use crate::precision::PrecisionUnit;
 use crate::random::{Domain, Stream, site_of};
@@ -90,21 +90,21 @@ impl Parameters {
         Self::of_layout(Arc::new(ParamLayout::new(entries.to_vec())), dtype, device, None)
     }
 
-    /// Zeros on the CPU, for a frozen base. The matrices in `quantised` stay in their quantized blocks: either all
+    /// Zeros on the CPU, for a frozen base. The matrices in `quantized` stay in their quantized blocks: either all
     /// matrices of a product, or none.
     pub fn with_quantized(
         entries: &[ParamSpec],
         dtype: DType,
-        mut quantised: BTreeMap<String, Quantised>,
+        mut quantized: BTreeMap<String, QuantizedMatrix>,
     ) -> Result<Self> {
         let layout = Arc::new(ParamLayout::new(entries.to_vec()));
         let mut matrices = BTreeMap::new();
         for (index, tensor) in layout.fused.iter().enumerate() {
             let names = tensor.members.iter().map(|&member| &layout.entries[member].name);
-            let parts: Vec<_> = names.filter_map(|name| quantised.remove(name)).collect();
+            let parts: Vec<_> = names.filter_map(|name| quantized.remove(name)).collect();
             match parts.len() {
                 0 => {}
-                count if count == tensor.members.len() => drop(matrices.insert(index, Quantised::stack(parts)?)),
+                count if count == tensor.members.len() => drop(matrices.insert(index, QuantizedMatrix::stack(parts)?)),
                 _ => bail!("only some parts of {:?} are quantized", tensor.layer),
             }
         }
@@ -112,7 +112,7 @@ impl Parameters {
         Self::of_layout(layout, dtype, &Device::Cpu, quantized)
     }
 
-    /// Converts a frozen base to another compute dtype. Quantized matrices are shared, other tensors converted.
+    /// Converts a frozen base to another compute dtype. QuantizedMatrix matrices are shared, other tensors converted.
     pub fn to_dtype(&self, dtype: DType, kernels: &dyn Kernels) -> Result<Self> {
         let quantized = self.quantized.as_ref().map(|quantized| quantized.to_dtype(dtype)).transpose()?.map(Arc::new);
         let converted = Self::of_layout(self.layout.clone(), dtype, &self.device(), quantized)?;
@@ -165,7 +165,7 @@ impl Parameters {
 
     /// A deep copy on the CPU.
     pub fn deep_clone(&self) -> Result<Self> {
-        self.map(|tensor| view::host(&tensor.force_contiguous()?))
+        self.map(|tensor| view::to_host(&tensor.force_contiguous()?))
     }
 
     /// Zeros of the same shapes and types on the CPU.
@@ -320,7 +320,7 @@ impl Parameters {
     /// The matrix of a layer for one operation, dequantized if it is quantized.
     pub(crate) fn weight(&self, param: ParamRef) -> Result<WeightRef<'_>> {
         match self.quantized_of(param) {
-            Some((quantized, index)) => quantized.dequantise(index),
+            Some((quantized, index)) => quantized.dequantize(index),
             None => Ok(WeightRef::Dense(self.fused(param))),
         }
     }

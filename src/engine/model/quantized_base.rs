@@ -4,7 +4,7 @@
 //! that was dequantized when it was read. The embedding dequantizes only the rows that are looked up.
 
 use crate::engine::kernels::WeightLayout;
-use crate::engine::kernels::quantised::Quantised;
+use crate::engine::kernels::quantized::QuantizedMatrix;
 use crate::engine::kernels::view;
 use candle_core::{DType, Device, Result, Tensor};
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The quantized matrices of a set of parameters, by the index of their fused tensor.
 #[derive(Debug)]
 pub(super) struct QuantizedBase {
-    matrices: Arc<BTreeMap<usize, Quantised>>,
+    matrices: Arc<BTreeMap<usize, QuantizedMatrix>>,
     dtype: DType,
     buffer: Mutex<DequantBuffer>,
 }
@@ -72,7 +72,7 @@ impl WeightRef<'_> {
 
 impl QuantizedBase {
     /// Matrices that are dequantized to `dtype`.
-    pub(super) fn new(matrices: BTreeMap<usize, Quantised>, dtype: DType) -> Result<Self> {
+    pub(super) fn new(matrices: BTreeMap<usize, QuantizedMatrix>, dtype: DType) -> Result<Self> {
         Self::over(Arc::new(matrices), dtype)
     }
 
@@ -81,7 +81,7 @@ impl QuantizedBase {
         Self::over(self.matrices.clone(), dtype)
     }
 
-    fn over(matrices: Arc<BTreeMap<usize, Quantised>>, dtype: DType) -> Result<Self> {
+    fn over(matrices: Arc<BTreeMap<usize, QuantizedMatrix>>, dtype: DType) -> Result<Self> {
         let buffer = DequantBuffer { elements: Tensor::zeros(0, dtype, &Device::Cpu)?, places: Vec::new() };
         Ok(Self { matrices, dtype, buffer: Mutex::new(buffer) })
     }
@@ -93,7 +93,7 @@ impl QuantizedBase {
 
     /// Bytes of the quantized matrices.
     pub(super) fn bytes(&self) -> u64 {
-        self.matrices.values().map(Quantised::bytes).sum()
+        self.matrices.values().map(QuantizedMatrix::bytes).sum()
     }
 
     /// Bytes of the buffer.
@@ -103,23 +103,23 @@ impl QuantizedBase {
     }
 
     /// Dequantizes fused tensor `index`.
-    pub(super) fn dequantise(&self, index: usize) -> Result<WeightRef<'_>> {
-        let quantised = &self.matrices[&index];
-        let dequantised = self.matrix(quantised.dims())?;
-        quantised.dequantise(&dequantised)?;
-        Ok(dequantised)
+    pub(super) fn dequantize(&self, index: usize) -> Result<WeightRef<'_>> {
+        let quantized = &self.matrices[&index];
+        let dequantized = self.matrix(quantized.dims())?;
+        quantized.dequantize(&dequantized)?;
+        Ok(dequantized)
     }
 
     /// Dequantizes rows `ids` of fused tensor `index`.
     pub(super) fn gather(&self, index: usize, ids: &[u32]) -> Result<WeightRef<'_>> {
-        let quantised = &self.matrices[&index];
-        let mut rows = self.matrix([ids.len(), quantised.dims()[1]])?;
+        let quantized = &self.matrices[&index];
+        let mut rows = self.matrix([ids.len(), quantized.dims()[1]])?;
         if let WeightRef::Dequantized { buffer, .. } = &mut rows {
             let known = buffer.places.len() as u32;
             buffer.places.extend(known..ids.len() as u32);
             buffer.places.truncate(ids.len());
         }
-        quantised.gather(ids, &rows)?;
+        quantized.gather(ids, &rows)?;
         Ok(rows)
     }
 

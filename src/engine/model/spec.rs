@@ -107,7 +107,7 @@ pub enum QkNorm {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum EmbeddingScale {
     /// This number.
-    Factor(f64),
+    MatmulOperand(f64),
     /// `√hidden_size`, rounded to the type of the embedding.
     RootOfWidth,
 }
@@ -196,8 +196,8 @@ pub struct ModelSpec {
     pub eos_token_ids: Vec<u32>,
     /// The adapters that are trained instead of the parameters.
     pub lora: Option<Lora>,
-    /// The matrices that the model's file has in quantised blocks, by name. A frozen base keeps them so.
-    pub quantised: BTreeMap<String, GgmlDType>,
+    /// The matrices that the model's file has in quantized blocks, by name. A frozen base keeps them so.
+    pub quantized: BTreeMap<String, GgmlDType>,
 }
 
 /// The norms of a block, and the last one.
@@ -421,12 +421,12 @@ impl ModelSpec {
         self.norm_eps / self.residual_multiplier.powi(2)
     }
 
-    /// Columns of the packed queries, keys and values.
+    /// ColumnSlice of the packed queries, keys and values.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Columns of queries, of keys and of values.
+    /// ColumnSlice of queries, of keys and of values.
     pub fn qkv_widths(&self) -> [usize; 3] {
         [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_dim)
     }
@@ -466,12 +466,12 @@ impl ModelSpec {
         norms
     }
 
-    /// Columns of the heads' outputs, side by side.
+    /// ColumnSlice of the heads' outputs, side by side.
     pub fn attn_out_size(&self) -> usize {
         self.heads * self.head_dim
     }
 
-    /// Columns of the activation's input.
+    /// ColumnSlice of the activation's input.
     pub fn up_width(&self) -> usize {
         if self.activation.is_gated() { 2 * self.intermediate_size } else { self.intermediate_size }
     }
@@ -541,14 +541,14 @@ impl ModelSpec {
     /// The frozen matrices that stay in quantized blocks: all parts of their product are quantized.
     pub fn quantized_params(&self) -> BTreeMap<String, GgmlDType> {
         let frozen = self.frozen_parameters();
-        let quantised = |entry: &&ParamSpec| self.quantised.contains_key(&entry.name);
+        let quantized = |entry: &&ParamSpec| self.quantized.contains_key(&entry.name);
         let dense: BTreeSet<ModuleId> = frozen
             .iter()
-            .filter(|entry| entry.role == ParamRole::Weight && !quantised(entry))
+            .filter(|entry| entry.role == ParamRole::Weight && !quantized(entry))
             .map(|entry| entry.fused_into)
             .collect();
-        let whole = frozen.iter().filter(quantised).filter(|entry| !dense.contains(&entry.fused_into));
-        whole.map(|entry| (entry.name.clone(), self.quantised[&entry.name])).collect()
+        let whole = frozen.iter().filter(quantized).filter(|entry| !dense.contains(&entry.fused_into));
+        whole.map(|entry| (entry.name.clone(), self.quantized[&entry.name])).collect()
     }
 
     /// The parameters of the model without adapters. Only an untied head has a matrix.

@@ -9,10 +9,10 @@ mod views;
 use super::adapter::{AdapterBuffers, AdapterPass, total_rank};
 use super::rope::Rope;
 use super::spec::{ModelSpec, QkNorm};
-use crate::engine::kernels::Normed;
-use crate::engine::kernels::cross_entropy::HeadWorkspace;
-use crate::engine::kernels::rope::{Positions, Table};
-use crate::engine::kernels::view::{self, Allocate};
+use crate::engine::kernels::NormOutput;
+use crate::engine::kernels::cross_entropy::CrossEntropyWorkspace;
+use crate::engine::kernels::rope::{CosSinCache, PositionIds};
+use crate::engine::kernels::view::{self, AllocFn};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -42,11 +42,11 @@ pub(super) struct QkNorms<T = Tensor> {
 
 impl<T> QkNorms<T> {
     /// The buffers, if there are such norms.
-    pub(super) fn lay_out(
+    pub(super) fn alloc(
         spec: &ModelSpec,
         rows: usize,
         compute: DType,
-        allocate: Allocate<'_, T>,
+        allocate: AllocFn<'_, T>,
     ) -> Result<Option<Self>> {
         let [queries, keys, _] = spec.qkv_widths();
         let groups = match spec.qk_norm {
@@ -63,8 +63,8 @@ impl<T> QkNorms<T> {
 /// Cosines and sines of rotary position embeddings.
 #[derive(Debug, Default)]
 pub(super) struct RopeCaches {
-    full: Option<Table>,
-    sliding: Option<Table>,
+    full: Option<CosSinCache>,
+    sliding: Option<CosSinCache>,
 }
 
 impl RopeCaches {
@@ -72,14 +72,14 @@ impl RopeCaches {
     pub(super) fn new(spec: &ModelSpec, positions: Range<usize>, device: &Device) -> Result<Self> {
         let table = |rope: &Rope| {
             let frequencies = rope.frequencies(spec.rotary_dim(), positions.end);
-            Table::new(&frequencies, rope.attention_factor(), positions.clone(), device)
+            CosSinCache::new(&frequencies, rope.attention_factor(), positions.clone(), device)
         };
         let sliding = spec.sliding.as_ref().map(|sliding| &sliding.rope);
         Ok(Self { full: spec.rope.as_ref().map(table).transpose()?, sliding: sliding.map(table).transpose()? })
     }
 
     /// The table of a block.
-    pub(super) fn of(&self, spec: &ModelSpec, block: usize) -> Option<&Table> {
+    pub(super) fn of(&self, spec: &ModelSpec, block: usize) -> Option<&CosSinCache> {
         spec.rope_of(block)?;
         if spec.is_sliding(block) { self.sliding.as_ref() } else { self.full.as_ref() }
     }
@@ -95,22 +95,22 @@ pub(super) struct PostNorm<T = Tensor> {
 }
 
 impl<T> PostNorm<T> {
-    pub(super) fn lay_out(spec: &ModelSpec, rows: usize, compute: DType, allocate: Allocate<'_, T>) -> Result<Self> {
+    pub(super) fn alloc(spec: &ModelSpec, rows: usize, compute: DType, allocate: AllocFn<'_, T>) -> Result<Self> {
         Ok(Self { input: allocate(&[rows, spec.hidden_size], compute)?, rstd: allocate(&[rows], DType::F32)? })
     }
 }
 
 impl PostNorm {
     /// The norm's result, with its output in a buffer that is overwritten in turn.
-    pub(super) fn into(&self, out: &Tensor) -> Normed {
-        Normed { out: out.clone(), mean: None, rstd: self.rstd.clone() }
+    pub(super) fn into(&self, out: &Tensor) -> NormOutput {
+        NormOutput { out: out.clone(), mean: None, rstd: self.rstd.clone() }
     }
 }
 
 /// The activations of one block's forward pass that its backward pass reads.
 #[derive(Debug)]
 pub(super) struct BlockActivations<T = Tensor> {
-    pub(super) attention_norm: Normed<T>,
+    pub(super) attention_norm: NormOutput<T>,
     pub(super) qkv: T,
     pub(super) heads: Option<QkNorms<T>>,
     pub(super) attended: T,
@@ -118,7 +118,7 @@ pub(super) struct BlockActivations<T = Tensor> {
     pub(super) post_attention: Option<PostNorm<T>>,
     /// The residual stream between attention and MLP.
     pub(super) middle: T,
-    pub(super) mlp_norm: Normed<T>,
+    pub(super) mlp_norm: NormOutput<T>,
     /// The activation's input.
     pub(super) up: T,
     pub(super) post_mlp: Option<PostNorm<T>>,
@@ -152,8 +152,8 @@ pub struct Workspace<T = Tensor> {
     pub(super) stream: Vec<T>,
     /// One for each block if all activations are kept, otherwise none.
     blocks: Vec<BlockActivations<T>>,
-    pub(super) final_norm: Normed<T>,
-    pub(super) head: HeadWorkspace<T>,
+    pub(super) final_norm: NormOutput<T>,
+    pub(super) head: CrossEntropyWorkspace<T>,
     pub(super) backward: Option<ResidualGrad<T>>,
     /// One entry for the policy's compute dtype, and one for every other dtype in use.
     scratch: Vec<LayerScratch<T>>,
@@ -229,20 +229,14 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
 }
 
 impl<T> BlockActivations<T> {
-    fn lay_out(
-        spec: &ModelSpec,
-        tokens: usize,
-        compute: DType,
-        stream: DType,
-        allocate: Allocate<'_, T>,
-    ) -> Result<Self> {
+    fn alloc(spec: &ModelSpec, tokens: usize, compute: DType, stream: DType, allocate: AllocFn<'_, T>) -> Result<Self> {
         let rows = |columns: usize, dtype| allocate(&[tokens, columns], dtype);
-        let norm = || Normed::lay_out(spec.norm, tokens, spec.hidden_size, compute, allocate);
-        let branch = || spec.post_norms.then(|| PostNorm::lay_out(spec, tokens, compute, allocate)).transpose();
+        let norm = || NormOutput::alloc(spec.norm, tokens, spec.hidden_size, compute, allocate);
+        let branch = || spec.post_norms.then(|| PostNorm::alloc(spec, tokens, compute, allocate)).transpose();
         Ok(Self {
             attention_norm: norm()?,
             qkv: rows(spec.qkv_width(), compute)?,
-            heads: QkNorms::lay_out(spec, tokens, compute, allocate)?,
+            heads: QkNorms::alloc(spec, tokens, compute, allocate)?,
             attended: rows(spec.attn_out_size(), compute)?,
             lse: allocate(&[tokens * spec.heads], DType::F32)?,
             post_attention: branch()?,
@@ -250,17 +244,17 @@ impl<T> BlockActivations<T> {
             mlp_norm: norm()?,
             up: rows(spec.up_width(), compute)?,
             post_mlp: branch()?,
-            a_out: lay_out_a_out(spec, tokens, compute, allocate)?,
+            a_out: alloc_a_out(spec, tokens, compute, allocate)?,
         })
     }
 }
 
 /// The buffer between the factors of a block's adapters.
-pub(super) fn lay_out_a_out<T>(
+pub(super) fn alloc_a_out<T>(
     spec: &ModelSpec,
     tokens: usize,
     compute: DType,
-    allocate: Allocate<'_, T>,
+    allocate: AllocFn<'_, T>,
 ) -> Result<Option<T>> {
     let columns = total_rank(spec);
     (columns > 0).then(|| allocate(&[tokens * columns], compute)).transpose()
@@ -274,12 +268,12 @@ impl<T> LayerScratch<T> {
         }
     }
 
-    fn lay_out(
+    fn alloc(
         spec: &ModelSpec,
         tokens: usize,
         (compute, stream): (DType, DType),
         (train, keep): (bool, Checkpointing),
-        allocate: Allocate<'_, T>,
+        allocate: AllocFn<'_, T>,
     ) -> Result<Self> {
         let rows = |columns: usize| allocate(&[tokens, columns], compute);
         let gradients = || -> Result<SublayerGrads<T>> {
@@ -294,12 +288,12 @@ impl<T> LayerScratch<T> {
                 up: spec.activation.is_gated().then(|| rows(spec.up_width())).transpose()?,
             })
         };
-        let block = || BlockActivations::lay_out(spec, tokens, compute, stream, allocate);
+        let block = || BlockActivations::alloc(spec, tokens, compute, stream, allocate);
         Ok(Self {
             compute,
             branch: rows(spec.hidden_size)?,
             activated: rows(spec.intermediate_size)?,
-            adapter: AdapterBuffers::lay_out(spec, tokens, compute, train, allocate)?,
+            adapter: AdapterBuffers::alloc(spec, tokens, compute, train, allocate)?,
             gradients: train.then(gradients).transpose()?,
             block: (keep == Checkpointing::PerBlock).then(block).transpose()?,
         })
@@ -309,13 +303,13 @@ impl<T> LayerScratch<T> {
 impl<T> Workspace<T> {
     /// The one list of buffers, for training (with `train`) or evaluation: `kept` makes those of the forward pass that
     /// the backward pass reads, `scratch` the others.
-    fn lay_out(
+    fn alloc(
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         (batch, seq_len): (usize, usize),
         (train, keep): (bool, Checkpointing),
-        kept: Allocate<'_, T>,
-        scratch: Allocate<'_, T>,
+        kept: AllocFn<'_, T>,
+        scratch: AllocFn<'_, T>,
     ) -> Result<Self> {
         let (tokens, width) = (batch * seq_len, spec.hidden_size);
         let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
@@ -334,12 +328,12 @@ impl<T> Workspace<T> {
             compute: vec![compute; spec.num_layers],
             stream: (0..=spec.num_layers).map(|_| kept(&[tokens, width], stream)).collect::<Result<_>>()?,
             blocks: (0..all)
-                .map(|_| BlockActivations::lay_out(spec, tokens, compute, stream, kept))
+                .map(|_| BlockActivations::alloc(spec, tokens, compute, stream, kept))
                 .collect::<Result<_>>()?,
-            final_norm: Normed::lay_out(spec.norm, tokens, width, compute, kept)?,
-            head: HeadWorkspace::lay_out(tokens, spec.vocab_size, width, compute, grads, scratch)?,
+            final_norm: NormOutput::alloc(spec.norm, tokens, width, compute, kept)?,
+            head: CrossEntropyWorkspace::alloc(tokens, spec.vocab_size, width, compute, grads, scratch)?,
             backward: train.then(backward).transpose()?,
-            scratch: vec![LayerScratch::lay_out(spec, tokens, (compute, stream), (train, keep), scratch)?],
+            scratch: vec![LayerScratch::alloc(spec, tokens, (compute, stream), (train, keep), scratch)?],
             rope_caches: RopeCaches::default(),
         })
     }
@@ -362,8 +356,8 @@ impl<T> Workspace<T> {
     }
 
     /// The positions of its rows.
-    pub(super) fn positions(&self) -> Positions<'_> {
-        Positions { seq_len: self.seq_len, past: 0, documents: self.documents() }
+    pub(super) fn positions(&self) -> PositionIds<'_> {
+        PositionIds { seq_len: self.seq_len, past: 0, documents: self.documents() }
     }
 
     /// The start columns of its rows' documents.
@@ -402,7 +396,7 @@ impl Workspace<()> {
         };
         let kept = |shape: &[usize], dtype| count(&activations, shape, dtype);
         let overwritten = |shape: &[usize], dtype| count(&scratch, shape, dtype);
-        Self::lay_out(spec, policy, (batch, seq_len), (true, keep), &kept, &overwritten)?;
+        Self::alloc(spec, policy, (batch, seq_len), (true, keep), &kept, &overwritten)?;
         Ok(WorkspaceBytes { activations: activations.get(), scratch: scratch.get() })
     }
 }
@@ -418,7 +412,7 @@ impl Workspace {
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         let rope_caches = RopeCaches::new(spec, 0..shape.1, device)?;
-        Ok(Self { rope_caches, ..Self::lay_out(spec, policy, shape, (true, keep), &zeros, &zeros)? })
+        Ok(Self { rope_caches, ..Self::alloc(spec, policy, shape, (true, keep), &zeros, &zeros)? })
     }
 
     /// Buffers for evaluation of `batch` sequences of `seq_len` tokens: the blocks share theirs.
@@ -430,10 +424,7 @@ impl Workspace {
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         let rope_caches = RopeCaches::new(spec, 0..shape.1, device)?;
-        Ok(Self {
-            rope_caches,
-            ..Self::lay_out(spec, policy, shape, (false, Checkpointing::PerBlock), &zeros, &zeros)?
-        })
+        Ok(Self { rope_caches, ..Self::alloc(spec, policy, shape, (false, Checkpointing::PerBlock), &zeros, &zeros)? })
     }
 
     /// Gives `unit` buffers of a different compute type; other units keep their buffers.
@@ -446,15 +437,16 @@ impl Workspace {
             PrecisionUnit::Block(block) if block < self.compute.len() => {
                 self.compute[block] = dtype;
                 if let Some(activations) = self.blocks.get_mut(block) {
-                    *activations = BlockActivations::lay_out(spec, tokens, dtype, stream, &zeros)?;
+                    *activations = BlockActivations::alloc(spec, tokens, dtype, stream, &zeros)?;
                 }
             }
             PrecisionUnit::Block(block) => bail!("there is no block {block} among {}", self.compute.len()),
             PrecisionUnit::NonBlock => {
                 let grads =
                     (self.train && spec.trains_head()).then(|| candle_dtype(self.policy.with_compute(compute).grads));
-                self.final_norm = Normed::lay_out(spec.norm, tokens, spec.hidden_size, dtype, &zeros)?;
-                self.head = HeadWorkspace::lay_out(tokens, spec.vocab_size, spec.hidden_size, dtype, grads, &zeros)?;
+                self.final_norm = NormOutput::alloc(spec.norm, tokens, spec.hidden_size, dtype, &zeros)?;
+                self.head =
+                    CrossEntropyWorkspace::alloc(tokens, spec.vocab_size, spec.hidden_size, dtype, grads, &zeros)?;
             }
         }
         let (policy, last) = (candle_dtype(self.policy.compute), self.final_norm.out.dtype());
@@ -462,7 +454,7 @@ impl Workspace {
         self.scratch.retain(|scratch| used.contains(&scratch.compute));
         if self.scratch(dtype).is_err() {
             let settings = (self.train, self.keep);
-            self.scratch.push(LayerScratch::lay_out(spec, tokens, (dtype, stream), settings, &zeros)?);
+            self.scratch.push(LayerScratch::alloc(spec, tokens, (dtype, stream), settings, &zeros)?);
         }
         Ok(())
     }

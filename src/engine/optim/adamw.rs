@@ -4,7 +4,7 @@
 use super::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS};
 use crate::engine::collective::{ProcessGroup, Shards};
 use crate::engine::kernels::adamw::AdamWStep;
-use crate::engine::kernels::survey::PART;
+use crate::engine::kernels::summary::PART;
 use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy};

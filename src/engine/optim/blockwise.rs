@@ -4,7 +4,7 @@
 //! which lie denser towards zero. The values are from `create_dynamic_map` in bitsandbytes' `functional.py`, and a
 //! first moment keeps its sign, as in its kernel. Tensors of fewer than 4096 elements stay FP32, as there.
 
-use crate::engine::kernels::view::{self, host, read};
+use crate::engine::kernels::view::{self, read, to_host};
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -107,7 +107,7 @@ impl BlockwiseQuantized {
     /// Takes over the values of the FP32 tensor `from`.
     pub fn store(&mut self, from: &Tensor) -> Result<()> {
         let (map, signed) = (self.map(), self.signed);
-        let from = host(from)?;
+        let from = to_host(from)?;
         let from = read(&from)?;
         let blocks = self
             .codes

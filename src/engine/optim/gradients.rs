@@ -1,9 +1,9 @@
-//! Gradients: as the backward pass writes them, summed over micro-batches, and the survey that decides whether they are used.
+//! Gradients: as the backward pass writes them, summed over micro-batches, and the statistics that decide whether they are used.
 
 mod reduce;
 
 use crate::engine::collective::{ProcessGroup, Shards};
-use crate::engine::kernels::survey::TensorSurvey;
+use crate::engine::kernels::summary::TensorSummary;
 use crate::engine::kernels::{Kernels, op, view};
 use crate::engine::model::{Parameters, candle_dtype};
 use crate::engine::optim::tree::{Merge, ReductionTree, local_range};
@@ -39,9 +39,9 @@ pub struct Gradients {
 #[derive(Clone, Debug, Default)]
 pub struct GradientStats {
     /// One entry per parameter, in order.
-    pub tensors: Vec<TensorSurvey>,
+    pub tensors: Vec<TensorSummary>,
     /// All of them together.
-    pub total: TensorSurvey,
+    pub total: TensorSummary,
     /// The largest finite magnitude of gradients in the policy's type, which the loss scale must keep finite.
     pub amax: f32,
 }
@@ -135,7 +135,7 @@ impl Gradients {
         if measure && self.accumulates {
             let policy = candle_dtype(self.policy.grads);
             for grad in self.grads.tensors().iter().filter(|grad| grad.dtype() == policy) {
-                let stats = kernels.survey(grad, view::float_format(policy), false)?.stats;
+                let stats = kernels.summarize(grad, view::float_format(policy), false)?.stats;
                 self.largest = Some(self.largest.unwrap_or(0.0).max(stats.max_abs));
             }
         }
@@ -198,7 +198,7 @@ impl Gradients {
         } else {
             self.local_stats(exponents, stats, kernels)?;
         }
-        stats.total = TensorSurvey::default();
+        stats.total = TensorSummary::default();
         stats.amax = 0.0;
         let policy = candle_dtype(self.policy.grads);
         for (tensor, grad) in stats.tensors.iter().zip(self.grads.tensors()) {
@@ -214,7 +214,7 @@ impl Gradients {
     fn local_stats(&self, exponents: bool, stats: &mut GradientStats, kernels: &dyn Kernels) -> Result<()> {
         let grads = self.total().tensors().iter().zip(self.grads.tensors());
         let tensors: Vec<_> = grads.map(|(total, grad)| (total, view::float_format(grad.dtype()))).collect();
-        stats.tensors.resize(tensors.len(), TensorSurvey::default());
-        op::Survey { tensors: &tensors, exponents, out: &mut stats.tensors }.run(kernels)
+        stats.tensors.resize(tensors.len(), TensorSummary::default());
+        op::Summarize { tensors: &tensors, exponents, out: &mut stats.tensors }.run(kernels)
     }
 }

@@ -39,7 +39,7 @@ pub(super) fn write(
     metadata.extend(vocabulary(&trained.tokenizer, &trained.config, trained.chat.template.as_deref())?);
 
     let convert = |(entry, tensor): (&ParamSpec, &Tensor)| -> Result<(String, QTensor)> {
-        // candle quantises a tensor's whole storage, and a parameter may be a view of a part of it.
+        // candle quantizes a tensor's whole storage, and a parameter may be a view of a part of it.
         let values = trained.config.to_gguf_layout(entry, &tensor.to_dtype(DType::F32)?)?.force_contiguous()?;
         let columns = values.dims().last().copied().unwrap_or_default();
         Ok((gguf_name(entry), QTensor::quantize(&values, block_type(entry, columns, encoding))?))

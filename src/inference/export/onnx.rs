@@ -29,7 +29,7 @@ const ALIGNMENT: u64 = 64;
 pub struct OnnxOptions {
     /// Keys and values of earlier tokens as inputs, of all tokens as outputs.
     pub kv_cache: bool,
-    /// INT8 matrix products: weights with a scale per output, activations quantised dynamically.
+    /// INT8 matrix products: weights with a scale per output, activations quantized dynamically.
     pub int8: bool,
 }
 
@@ -42,7 +42,7 @@ pub(super) fn write(config: &ModelSpec, weights: &Parameters, options: OnnxOptio
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let data = ExternalData::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
-    let mut builder = GraphBuilder { config, options, graph: Graph::default(), data, quantised: HashMap::new() };
+    let mut builder = GraphBuilder { config, options, graph: Graph::default(), data, quantized: HashMap::new() };
     builder.weights(weights)?;
     builder.decoder();
     let GraphBuilder { graph, mut data, .. } = builder;
@@ -111,8 +111,8 @@ struct GraphBuilder<'a> {
     options: OnnxOptions,
     graph: Graph,
     data: ExternalData,
-    /// Activations already quantised: values, scale and zero point.
-    quantised: HashMap<String, [String; 3]>,
+    /// Activations already quantized: values, scale and zero point.
+    quantized: HashMap<String, [String; 3]>,
 }
 
 impl GraphBuilder<'_> {
@@ -190,7 +190,7 @@ impl GraphBuilder<'_> {
         let table = fp32_name(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Embedding))));
         let mut stream = self.graph.op("Gather", &[&table, "input_ids"], &[]);
         let scale = match config.embedding_scale {
-            EmbeddingScale::Factor(factor) => factor,
+            EmbeddingScale::MatmulOperand(factor) => factor,
             EmbeddingScale::RootOfWidth => f64::from((config.hidden_size as f32).sqrt()),
         };
         let scale = (scale / config.residual_multiplier) as f32;
@@ -351,13 +351,13 @@ impl GraphBuilder<'_> {
         if has_bias { self.graph.op("Add", &[&product, &fp32_name(&format!("{name}.bias"))], &[]) } else { product }
     }
 
-    /// An INT8 product; activations are quantised per tensor.
+    /// An INT8 product; activations are quantized per tensor.
     fn integer_matmul(&mut self, x: &str, name: &str, result: Option<&str>) -> String {
-        if !self.quantised.contains_key(x) {
+        if !self.quantized.contains_key(x) {
             let parts = self.graph.split("DynamicQuantizeLinear", &[x], &[]);
-            self.quantised.insert(x.to_owned(), parts);
+            self.quantized.insert(x.to_owned(), parts);
         }
-        let [values, scale, zero] = self.quantised[x].clone();
+        let [values, scale, zero] = self.quantized[x].clone();
         let graph = &mut self.graph;
         let sums = graph.op("MatMulInteger", &[&values, &format!("{name}.int8"), &zero, "weight_zero"], &[]);
         let sums = graph.op("Cast", &[&sums], &[Attribute::Int("to", FLOAT)]);
@@ -468,10 +468,10 @@ impl GraphBuilder<'_> {
         };
         let inner = inner.unwrap_or_default();
         let mut active = match activation {
-            Activation::Gelu | Activation::GatedGelu => {
+            Activation::Gelu | Activation::GeGlu => {
                 self.graph.op("Gelu", &[&inner], &[Attribute::Text("approximate", "tanh")])
             }
-            Activation::GatedSilu => {
+            Activation::SwiGlu => {
                 let sigmoid = self.graph.op("Sigmoid", &[&inner], &[]);
                 self.graph.op("Mul", &[&inner, &sigmoid], &[])
             }

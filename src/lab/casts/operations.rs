@@ -7,8 +7,8 @@
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
-use crate::engine::kernels::attention::{Operands, Shape};
-use crate::engine::kernels::columns::Columns;
+use crate::engine::kernels::attention::{AttentionInputs, AttentionShape};
+use crate::engine::kernels::columns::ColumnSlice;
 use crate::engine::kernels::op::{self, cases::Trial};
 use crate::engine::kernels::{Activation, Fused, Norm, NormSettings, WeightLayout};
 use crate::engine::model::candle_dtype;
@@ -98,7 +98,8 @@ impl PrecisionProbe {
             let [weight, bias] = [4, 5].map(|salt| t.stored(&numbers(salt, [1, width])?.flatten_all()?, self.compute));
             let (weight, bias, y) = (&weight?, &bias?, t.poisoned(&SIZE, self.compute)?);
             let [mean, rstd] = [(); 2].map(|()| t.poisoned(&[rows], DType::F32));
-            let (x, out, bias, mean, rstd) = (Columns::all(&x)?, Columns::all(&y)?, Some(bias), Some(&mean?), rstd?);
+            let (x, out, bias, mean, rstd) =
+                (ColumnSlice::all(&x)?, ColumnSlice::all(&y)?, Some(bias), Some(&mean?), rstd?);
             let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
             t.run(op::Norm { settings, x, weight, bias, y: out, mean, rstd: &rstd })?;
             Ok([y, rstd])
@@ -107,11 +108,11 @@ impl PrecisionProbe {
 
     fn attention(&self) -> candle_core::Result<[MeasuredOp; 2]> {
         const HEAD: usize = SIZE[1] / 3;
-        let shape = Shape::new(1, SIZE[0], 1, HEAD);
+        let shape = AttentionShape::new(1, SIZE[0], 1, HEAD);
         self.measure(["softmax's sums", "attention"], self.compute, |t| {
             let qkv = t.stored(&numbers(6, SIZE)?, self.compute)?;
             let (out, lse) = (t.poisoned(&[SIZE[0], HEAD], self.compute)?, t.poisoned(&[SIZE[0]], DType::F32)?);
-            let operands = Operands::packed(&shape, &qkv, None)?;
+            let operands = AttentionInputs::packed(&shape, &qkv, None)?;
             t.run(op::Attention { shape, operands, out: &out, lse: &lse })?;
             Ok([lse, out])
         })
@@ -134,7 +135,7 @@ impl PrecisionProbe {
         let targets: Vec<u32> = (0..rows as u32).collect();
         self.measure(["loss"], self.compute, |t| {
             let (logits, losses) = (t.stored(y, self.compute)?, t.poisoned(&[rows], DType::F32)?);
-            let logits = Columns::all(&logits)?;
+            let logits = ColumnSlice::all(&logits)?;
             t.run(op::CrossEntropy { logits, targets: &targets, losses: &losses, seed: None })?;
             Ok([losses])
         })

@@ -199,7 +199,7 @@ impl Checkpoint {
     }
 
     /// Reads the moments in 8 bits, or the part of them that each entry has.
-    pub fn read_quantised(&self, into: &mut [QuantizedMoments]) -> Result<()> {
+    pub fn read_quantized(&self, into: &mut [QuantizedMoments]) -> Result<()> {
         for QuantizedMoments { name, elements, range, moments } in into {
             for (kind, moment) in MOMENTS.iter().zip(moments) {
                 let codes = self.optimizer.require(&format!("{kind}.{name}"))?;

@@ -72,7 +72,7 @@ pub struct Contents<'a> {
     /// Adam's second moments, FP32.
     pub exp_avg_sq: &'a Parameters,
     /// Adam's moments in 8 bits, of the parameters that have no others.
-    pub quantised: &'a [QuantizedMoments],
+    pub quantized: &'a [QuantizedMoments],
     /// The source of masters and moments, if they are sharded among several processes.
     pub sharded: Option<&'a dyn ShardedTensors>,
     /// Receives the number of bytes written.
@@ -125,7 +125,7 @@ impl Contents<'_> {
                         (StateTensor::ExpAvg, "exp_avg.", self.exp_avg),
                         (StateTensor::ExpAvgSq, "exp_avg_sq.", self.exp_avg_sq),
                     ];
-                    self.write_state(out, path, &wide, self.quantised)
+                    self.write_state(out, path, &wide, self.quantized)
                 }
                 STATE => write_json(out, path, self.state),
                 other => unreachable!("`{other}` is not a file of a checkpoint"),
@@ -139,7 +139,7 @@ impl Contents<'_> {
         out: &mut dyn Write,
         path: &Path,
         wide: &[(StateTensor, &str, &Parameters)],
-        quantised: &[QuantizedMoments],
+        quantized: &[QuantizedMoments],
     ) -> Result<()> {
         let entries = wide.iter().flat_map(|(_, prefix, parameters)| {
             let tensors = parameters.layout().iter().zip(parameters.tensors());
@@ -147,8 +147,8 @@ impl Contents<'_> {
         });
         let shape =
             |tensor: &QuantizedMoments| [tensor.elements, BlockwiseQuantized::blocks(&(0..tensor.elements)).len()];
-        let shapes: Vec<[usize; 2]> = quantised.iter().map(shape).collect();
-        let narrow = quantised.iter().zip(&shapes).flat_map(|(tensor, shape)| {
+        let shapes: Vec<[usize; 2]> = quantized.iter().map(shape).collect();
+        let narrow = quantized.iter().zip(&shapes).flat_map(|(tensor, shape)| {
             MOMENTS.iter().flat_map(move |kind| {
                 let name = format!("{kind}.{}", tensor.name);
                 [(name.clone(), DType::U8, &shape[..1]), (format!("{name}.absmax"), DType::F32, &shape[1..])]
@@ -163,7 +163,7 @@ impl Contents<'_> {
                 }
             }
         }
-        for (index, tensor) in quantised.iter().enumerate() {
+        for (index, tensor) in quantized.iter().enumerate() {
             for (kinds, moment) in StateTensor::QUANTISED.iter().zip(&tensor.moments) {
                 if let Some(sharded) = self.sharded {
                     kinds.iter().try_for_each(|kind| sharded.write(*kind, index, out, path))?;

@@ -9,7 +9,7 @@ use serde_json::{Map, Value as Json, json};
 
 use super::{Gguf, GgufHeader, ROPE_FACTORS, gguf_name};
 use crate::Result;
-use crate::engine::kernels::quantised::Quantised;
+use crate::engine::kernels::quantized::QuantizedMatrix;
 use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{ModelSpec, ModuleOp, ParamSpec, Parameters};
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER_CONFIG};
@@ -43,12 +43,12 @@ impl GgufModel {
         let config = ModelSpec::from_gguf(&header, &gguf.path.display().to_string())?;
         let mut model = Self { gguf, config };
         model.check()?;
-        model.config.quantised = model.quantised();
+        model.config.quantized = model.quantized();
         Ok(model)
     }
 
-    /// The matrices in quantised blocks, by the parameter's name.
-    fn quantised(&self) -> BTreeMap<String, GgmlDType> {
+    /// The matrices in quantized blocks, by the parameter's name.
+    fn quantized(&self) -> BTreeMap<String, GgmlDType> {
         let stored = self.config.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
         let stored = stored.filter_map(|entry| {
             let dtype = self.gguf.content.tensor_infos.get(&gguf_name(&entry))?.ggml_dtype;
@@ -58,7 +58,7 @@ impl GgufModel {
     }
 
     /// A matrix in the blocks that the file has, its rows in our order.
-    pub fn blocks(&self, entry: &ParamSpec) -> Result<Quantised> {
+    pub fn blocks(&self, entry: &ParamSpec) -> Result<QuantizedMatrix> {
         let name = gguf_name(entry);
         let elements = entry.shape.iter().product();
         let (blocks, dtype) = (self.gguf.blocks(&name, 0..elements)?, self.gguf.info(&name)?.ggml_dtype);
@@ -66,7 +66,7 @@ impl GgufModel {
         let row = blocks.len() / rows.len();
         let ours: Vec<u8> = rows.iter().flat_map(|from| &blocks[from * row..(from + 1) * row]).copied().collect();
         let columns = row / dtype.type_size() * dtype.block_size();
-        Ok(Quantised::new(dtype, ours, [rows.len(), columns])?)
+        Ok(QuantizedMatrix::new(dtype, ours, [rows.len(), columns])?)
     }
 
     fn check(&self) -> Result<()> {
@@ -107,7 +107,7 @@ impl GgufModel {
         &self.config
     }
 
-    /// Reads every parameter, dequantised, into the FP32 tensors of [`ModelSpec::parameters`].
+    /// Reads every parameter, dequantized, into the FP32 tensors of [`ModelSpec::parameters`].
     pub fn read_parameters(&self, into: &Parameters) -> Result<()> {
         for (entry, tensor) in into.layout().iter().zip(into.tensors()) {
             view::write_f32(tensor, |out| self.read_part(entry, 0, out))??;

@@ -105,9 +105,9 @@ pub struct ScalerSettings {
     pub enabled: bool,
     /// The first scale.
     pub init_scale: f32,
-    /// Factor of a growth.
+    /// MatmulOperand of a growth.
     pub growth_factor: f64,
-    /// Factor of a backoff.
+    /// MatmulOperand of a backoff.
     pub backoff_factor: f64,
     /// Clean steps between two growths.
     pub growth_interval: u32,

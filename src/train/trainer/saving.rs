@@ -55,7 +55,7 @@ impl CheckpointWriter<'_> {
             masters,
             exp_avg: &adamw.exp_avg,
             exp_avg_sq: &adamw.exp_avg_sq,
-            quantised: adamw.quantized_moments(),
+            quantized: adamw.quantized_moments(),
             activity: self.activity,
             sharded,
         };

@@ -2,41 +2,41 @@
 
 use super::super::attention as device_attention;
 use super::*;
-use crate::attention::{Operands, Shape};
-use crate::columns::Columns;
+use crate::attention::{AttentionInputs, AttentionShape};
+use crate::columns::ColumnSlice;
 use crate::dropout::Dropout;
 use crate::op::cases::{Documents, Operation};
 
 /// Output, log-sum-exps and gradients.
 fn attend(
     kernels: &dyn Kernels,
-    shape: Shape,
+    shape: AttentionShape,
     dtype: DType,
     dropout: Option<Dropout>,
     qkv: &[f32],
     dout: &[f32],
 ) -> [Vec<f32>; 3] {
-    let Shape { batch, seq_len, heads, head_size, .. } = shape;
+    let AttentionShape { batch, seq_len, heads, head_size, .. } = shape;
     let (tokens, width) = (batch * seq_len, heads * head_size);
     let (qkv, dout) = (tensor(qkv, &[tokens, 3 * width], dtype), tensor(dout, &[tokens, width], dtype));
     let (out, dqkv) = (poisoned(&[tokens, width], dtype), poisoned(&[tokens, 3 * width], dtype));
     let lse = poisoned(&[tokens * heads], DType::F32);
-    let operands = Operands::packed(&shape, &qkv, dropout).unwrap();
+    let operands = AttentionInputs::packed(&shape, &qkv, dropout).unwrap();
     op::Attention { shape, operands, out: &out, lse: &lse }.run(kernels).unwrap();
-    let gradients = Columns::split(&dqkv, shape.widths()).unwrap();
+    let gradients = ColumnSlice::split(&dqkv, shape.widths()).unwrap();
     op::AttentionBackward { shape, operands, dout: &dout, out: &out, lse: &lse, gradients }.run(kernels).unwrap();
     [out, lse, dqkv].map(|tensor| numbers(&tensor))
 }
 
-fn operands(shape: Shape, dtype: DType) -> (Vec<f32>, Vec<f32>) {
+fn operands(shape: AttentionShape, dtype: DType) -> (Vec<f32>, Vec<f32>) {
     let elements = shape.batch * shape.seq_len * shape.heads * shape.head_size;
     let qkv = pattern(3 * elements, 1, DType::F32).into_iter().map(|x| 2.0 * x).collect();
     (rounded(qkv, dtype), pattern(elements, 2, dtype))
 }
 
 /// Checks a case of the table's kind, with scores as large as a model's.
-fn check(shape: Shape, documents: Documents, dtype: DType, drops: bool) {
-    let shape = Shape { scale: 4.0 * shape.scale, ..shape };
+fn check(shape: AttentionShape, documents: Documents, dtype: DType, drops: bool) {
+    let shape = AttentionShape { scale: 4.0 * shape.scale, ..shape };
     check_case(&Operation::Attention { shape, documents, dtype, drops, packed: true }.into());
 }
 
@@ -44,9 +44,11 @@ fn check(shape: Shape, documents: Documents, dtype: DType, drops: bool) {
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn in_fp32_of_all_head_sizes() {
     for (seq_len, head_size) in [(1, 1), (65, 20), (131, 32), (64, 48), (33, 80), (70, 96), (41, 128)] {
-        check(Shape::new(1, seq_len, 2, head_size), &[], DType::F32, false);
+        check(AttentionShape::new(1, seq_len, 2, head_size), &[], DType::F32, false);
     }
-    for shape in [Shape::new(2, 13, 3, 8), Shape::new(1, 72, 2, 64), Shape::new(1, 40, 1, 100)] {
+    for shape in
+        [AttentionShape::new(2, 13, 3, 8), AttentionShape::new(1, 72, 2, 64), AttentionShape::new(1, 40, 1, 100)]
+    {
         for drops in [false, true] {
             check(shape, &[], DType::F32, drops);
         }
@@ -59,13 +61,13 @@ const LENGTHS: [usize; 8] = [1, 7, 32, 63, 64, 65, 100, 130];
 const HEAD_SIZES: [usize; 8] = [32, 40, 64, 80, 96, 128, 8, 33];
 
 /// The case of number `i`, of all types and masks.
-fn case(shape: Shape, i: usize) {
+fn case(shape: AttentionShape, i: usize) {
     check(shape, &[], [DType::F16, DType::BF16][i % 2], i % 4 < 2);
 }
 
-fn of_length(seq_len: usize, head_size: usize) -> Shape {
+fn of_length(seq_len: usize, head_size: usize) -> AttentionShape {
     let (batch, heads) = if seq_len < 64 { (2, 3) } else { (1, 2) };
-    Shape::new(batch, seq_len, heads, head_size)
+    AttentionShape::new(batch, seq_len, heads, head_size)
 }
 
 /// Every length with these head sizes, and each pair with one of the types and masks.
@@ -118,7 +120,7 @@ fn in_windows_and_documents() {
     for (i, (seq_len, head_size, window)) in
         [(70, 32, 1), (130, 64, 40), (200, 128, 64), (260, 40, 130), (33, 64, 7)].into_iter().enumerate()
     {
-        let shape = Shape { window: Some(window), ..Shape::new(2, seq_len, 2, head_size) };
+        let shape = AttentionShape { window: Some(window), ..AttentionShape::new(2, seq_len, 2, head_size) };
         for dtype in TYPES {
             check(shape, &[], dtype, i % 2 == 0);
         }
@@ -129,7 +131,12 @@ fn in_windows_and_documents() {
         [(140, 64), (260, 96), (72, 32)].into_iter().zip(documents).enumerate()
     {
         for (window, dtype) in [(None, DType::F32), (Some(50), DType::F16), (None, DType::BF16)] {
-            check(Shape { window, ..Shape::new(2, seq_len, 2, head_size) }, documents, dtype, i % 2 == 1);
+            check(
+                AttentionShape { window, ..AttentionShape::new(2, seq_len, 2, head_size) },
+                documents,
+                dtype,
+                i % 2 == 1,
+            );
         }
     }
 }
@@ -137,7 +144,7 @@ fn in_windows_and_documents() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn later_tokens_change_nothing_earlier() {
-    let shape = Shape::new(1, 130, 2, 64);
+    let shape = AttentionShape::new(1, 130, 2, 64);
     let width = shape.heads * shape.head_size;
     for (dtype, first) in [(DType::F32, 70), (DType::F16, 70), (DType::BF16, 5)] {
         let run = |qkv: &[f32], dout: &[f32]| attend(&kernels(0), shape, dtype, Dropout::new(0.1, 11, 4, 5), qkv, dout);
@@ -163,7 +170,7 @@ fn later_tokens_change_nothing_earlier() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn numbers_that_are_not_finite_show() {
-    let shape = Shape::new(1, 70, 1, 32);
+    let shape = AttentionShape::new(1, 70, 1, 32);
     let width = shape.head_size;
     let (token, column) = (66, 3);
     for dtype in TYPES {
@@ -198,7 +205,7 @@ fn numbers_that_are_not_finite_show() {
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn an_overflow_in_between_shows() {
     // The output's gradient is finite, and so are the operands, but not their products as FP16 holds them.
-    let shape = Shape::new(1, 20, 1, 64);
+    let shape = AttentionShape::new(1, 20, 1, 64);
     let (qkv, dout) = operands(shape, DType::F16);
     let dout: Vec<f32> = rounded(dout.into_iter().map(|x| 60_000.0 * x).collect(), DType::F16);
     let [out, _, dqkv] = attend(&kernels(1), shape, DType::F16, None, &qkv, &dout);
@@ -212,14 +219,18 @@ fn an_overflow_in_between_shows() {
 fn what_there_is_no_kernel_for_is_refused() {
     let gpu = Emulator::new(0);
     let buffer = gpu.output(1, DType::F32);
-    let shape = Shape::new(1, 1, 2, 8);
-    assert!(device_attention::serves(&shape) && device_attention::serves(&Shape { window: Some(1), ..shape }));
-    for shape in [Shape::new(1, 1, 1, 129), Shape { kv_heads: 1, ..shape }, Shape { softcap: Some(50.0), ..shape }] {
+    let shape = AttentionShape::new(1, 1, 2, 8);
+    assert!(device_attention::serves(&shape) && device_attention::serves(&AttentionShape { window: Some(1), ..shape }));
+    for shape in [
+        AttentionShape::new(1, 1, 1, 129),
+        AttentionShape { kv_heads: 1, ..shape },
+        AttentionShape { softcap: Some(50.0), ..shape },
+    ] {
         let error =
             device_attention::forward(&gpu, (shape, None), buffer, None, buffer, buffer).unwrap_err().to_string();
         assert!(!device_attention::serves(&shape) && error.contains("no CUDA kernel"), "{error}");
     }
-    let windowed = Shape { seq_len: 2, window: Some(1), ..shape };
+    let windowed = AttentionShape { seq_len: 2, window: Some(1), ..shape };
     let error = device_attention::forward(&gpu, (windowed, None), buffer, None, buffer, buffer).unwrap_err();
     assert!(error.to_string().contains("without its bounds"), "{error}");
 }

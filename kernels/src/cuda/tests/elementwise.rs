@@ -10,7 +10,7 @@ use crate::dropout::Dropout;
 fn activations() {
     let (rows, width) = (5, 24);
     for dtype in TYPES {
-        for activation in [Activation::Gelu, Activation::GatedSilu, Activation::GatedGelu] {
+        for activation in [Activation::Gelu, Activation::SwiGlu, Activation::GeGlu] {
             let len_of_x = rows * width * if activation.is_gated() { 2 } else { 1 };
             let mut x: Vec<f32> = pattern(len_of_x, 1, DType::F32).into_iter().map(|x| 12.0 * x).collect();
             // Beyond the range of an exponential or a cube.
@@ -55,9 +55,9 @@ fn branches() {
             let found = in_every_order(|gpu| {
                 let (sum, grad) = (gpu.output(len, stream), gpu.output(len, compute));
                 let summed = gpu.state(&x, stream);
-                elementwise::add_branch(gpu, gpu.input(&x, stream), gpu.input(&y, compute), dropout, sum).unwrap();
-                elementwise::add_branch(gpu, summed, gpu.input(&y, compute), dropout, summed).unwrap();
-                elementwise::branch_gradient(gpu, gpu.input(&x, stream), dropout, grad).unwrap();
+                elementwise::residual_add(gpu, gpu.input(&x, stream), gpu.input(&y, compute), dropout, sum).unwrap();
+                elementwise::residual_add(gpu, summed, gpu.input(&y, compute), dropout, summed).unwrap();
+                elementwise::residual_backward(gpu, gpu.input(&x, stream), dropout, grad).unwrap();
                 assert_eq!(gpu.read(sum), gpu.read(summed), "a sum in place is another one");
                 vec![gpu.read(sum), gpu.read(grad)]
             });

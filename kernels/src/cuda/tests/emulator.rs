@@ -1,7 +1,7 @@
 //! The emulator finds the faults that it is built to find, and converts as the hardware does.
 
 use super::super::emulator::Emulator;
-use super::super::launch::{Arguments, Buffer, Launch, Queue, entry};
+use super::super::launch::{Arguments, DeviceSlice, Launch, Queue, entry};
 use super::pattern;
 use candle_core::DType;
 use half::{bf16, f16};
@@ -291,7 +291,7 @@ struct Converted {
 unsafe impl Arguments for Converted {}
 
 /// `out = x`, rounded to `out`'s type.
-fn convert(gpu: &Emulator, x: Buffer, out: Buffer) {
+fn convert(gpu: &Emulator, x: DeviceSlice, out: DeviceSlice) {
     let arguments = Converted { input: x.address, output: out.address, len: x.len as u64 };
     let kernel = entry("convert", &[x.dtype, out.dtype]).unwrap();
     let launch = Launch { module: "faults", kernel, grid: [1; 3], threads: THREADS, shared_bytes: 0 };

@@ -4,12 +4,12 @@
 //! tiles of A share one register: an Emerald Rapids takes 16.4 cycles per product with one or two registers, but
 //! some of its cores are slow for seconds at a time, and then take 50 cycles with one register and 72 with two.
 
-use super::{Ahead, Tile};
+use super::{PrefetchQueue, Tile};
+use crate::amx::{COLUMNS, ROWS, TileUnit};
 use crate::matmul::pack::fetch;
-use crate::tiles::{COLUMNS, ROWS, Tiles};
 use std::slice::from_raw_parts;
 
-/// Lines in a panel, of A and of B.
+/// PackSource in a panel, of A and of B.
 pub(super) const LINES: usize = 2 * ROWS;
 /// Words of a line in a step.
 const STEP: usize = COLUMNS;
@@ -18,7 +18,13 @@ const STEP: usize = COLUMNS;
 ///
 /// # Safety
 /// `T`'s tiles must be configured on this thread; `a` and `b` must have 32 lines of `words` words.
-pub(super) unsafe fn bf16<T: Tiles>(words: usize, a: *const u32, b: *const u32, ahead: &Ahead, tile: &mut Tile) {
+pub(super) unsafe fn bf16<T: TileUnit>(
+    words: usize,
+    a: *const u32,
+    b: *const u32,
+    ahead: &PrefetchQueue,
+    tile: &mut Tile,
+) {
     // SAFETY: the caller's promise.
     let (a, b, mut tiles) = unsafe {
         (from_raw_parts(a, LINES * words).as_chunks(), from_raw_parts(b, LINES * words).as_chunks(), T::new())

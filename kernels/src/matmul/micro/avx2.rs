@@ -4,7 +4,7 @@
 
 use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps};
 
-use super::{Ahead, Tile};
+use super::{PrefetchQueue, Tile};
 use crate::matmul::pack::fetch;
 
 const ROWS: usize = 6;
@@ -16,7 +16,7 @@ const LANES: usize = 8;
 /// # Safety
 /// The CPU must have AVX2 and FMA; `a` must have 6 floats for each of `units`, `b` 16.
 #[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &Ahead, tile: &mut Tile) {
+pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &PrefetchQueue, tile: &mut Tile) {
     let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
     let mut sums = [[_mm256_setzero_ps(); VECTORS]; ROWS];
     for span in ahead.spread_over(units) {

@@ -9,7 +9,7 @@ use std::arch::x86_64::{
 };
 use std::mem::transmute;
 
-use super::{Ahead, Tile};
+use super::{PrefetchQueue, Tile};
 use crate::matmul::pack::fetch;
 
 const ROWS: usize = 8;
@@ -19,7 +19,7 @@ const LANES: usize = 16;
 macro_rules! micro_kernel {
     ($(#[$attribute:meta])* $name:ident, |$left:ident, $right:ident, $sum:ident| $multiply_add:expr) => {
         $(#[$attribute])*
-        pub(super) unsafe fn $name(units: usize, a: *const u32, b: *const u32, ahead: &Ahead, tile: &mut Tile) {
+        pub(super) unsafe fn $name(units: usize, a: *const u32, b: *const u32, ahead: &PrefetchQueue, tile: &mut Tile) {
             let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
             let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
             for span in ahead.spread_over(units) {

@@ -8,7 +8,7 @@ use std::arch::aarch64::{
     vdupq_n_f32, vfmaq_laneq_f32, vget_high_f32, vget_low_f32, vld1q_f32, vld1q_u32, vst1_f32, vst1q_f32,
 };
 
-use super::{Ahead, Tile};
+use super::{PrefetchQueue, Tile};
 use crate::matmul::pack::fetch;
 use crate::neon::multiply_bf16;
 
@@ -21,7 +21,7 @@ const LANES: usize = 4;
 /// # Safety
 /// `a` must have 8 floats for each of `units`, `b` 12.
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &Ahead, tile: &mut Tile) {
+pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &PrefetchQueue, tile: &mut Tile) {
     const VECTORS: usize = COLUMNS / LANES;
     let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
     // SAFETY: the caller promised this many units, and a tile has room for 8 × 12 floats.
@@ -62,7 +62,13 @@ pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &A
 /// # Safety
 /// The CPU must have BF16 products of matrices; `a` must have 8 units of two words for each pair of `words`, `b` 12.
 #[target_feature(enable = "neon,bf16")]
-pub(super) unsafe fn bf16_quad(words: usize, mut a: *const u32, mut b: *const u32, ahead: &Ahead, tile: &mut Tile) {
+pub(super) unsafe fn bf16_quad(
+    words: usize,
+    mut a: *const u32,
+    mut b: *const u32,
+    ahead: &PrefetchQueue,
+    tile: &mut Tile,
+) {
     // SAFETY: as in `float`; a register is two units of two words.
     unsafe {
         let mut sums = [[vdupq_n_f32(0.0); COLUMNS / 2]; ROWS / 2];

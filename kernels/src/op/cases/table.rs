@@ -1,7 +1,7 @@
 //! The table of cases.
 
 use super::{Case, Documents, Operation};
-use crate::attention::Shape;
+use crate::attention::AttentionShape;
 use crate::columns::WriteMode;
 use crate::rope::Direction;
 use crate::{Activation, Norm, WeightLayout};
@@ -44,7 +44,7 @@ impl Cases {
         for sizes in [[5, 5003, 5003], [3, 97, 104], [3, 97, 97], [4, 64, 64], [5, 3, 3], [2, 5003, 5008]] {
             self.add("cross_entropy", TYPES.map(|dtype| Operation::CrossEntropy { sizes, dtype }));
         }
-        for activation in [Activation::Gelu, Activation::GatedSilu, Activation::GatedGelu] {
+        for activation in [Activation::Gelu, Activation::SwiGlu, Activation::GeGlu] {
             for sizes in [[37, 72], [64, 192]] {
                 self.add("elementwise", TYPES.map(|dtype| Operation::Activate { activation, sizes, dtype }));
             }
@@ -77,13 +77,13 @@ impl Cases {
         }
         for (dtype, direction) in TYPES.into_iter().flat_map(|dtype| DIRECTIONS.map(|to| (dtype, to))) {
             let (seq_len, heads, half, past) = (33, 2, 32, 2);
-            let rotate = |documents| Operation::Rotate { seq_len, heads, half, past, documents, dtype, direction };
-            self.add("rope", [false, true].map(rotate));
+            let apply_rope = |documents| Operation::Rotate { seq_len, heads, half, past, documents, dtype, direction };
+            self.add("rope", [false, true].map(apply_rope));
         }
         for (len, broken) in [(70_001, false), (3001, true), (8, false)] {
             for (dtype, factor) in TYPES.map(|dtype| (dtype, None)) {
-                let survey = |exponents| Operation::Survey { len, factor, broken, dtype, exponents };
-                self.add("survey", [false, true].map(survey));
+                let summary = |exponents| Operation::Summarize { len, factor, broken, dtype, exponents };
+                self.add("summary", [false, true].map(summary));
             }
         }
     }
@@ -93,9 +93,9 @@ impl Cases {
         // Within a tile, over its end, and with heads of every size that there are CUDA kernels for.
         let shapes = [(2, 33, 3, 32, 3), (1, 130, 4, 64, 2), (2, 40, 2, 80, 2), (1, 70, 3, 128, 1), (1, 65, 2, 20, 2)];
         for (i, (batch, seq_len, heads, head_size, kv_heads)) in shapes.into_iter().enumerate() {
-            let shape = Shape { kv_heads, ..Shape::new(batch, seq_len, heads, head_size) };
+            let shape = AttentionShape { kv_heads, ..AttentionShape::new(batch, seq_len, heads, head_size) };
             // A window over which tiles are skipped.
-            let windowed = Shape { window: Some(seq_len / 3), ..shape };
+            let windowed = AttentionShape { window: Some(seq_len / 3), ..shape };
             let (drops, packed) = (i % 2 == 0, kv_heads == heads);
             for dtype in TYPES {
                 let attention = |(shape, documents)| Operation::Attention { shape, documents, dtype, drops, packed };
@@ -104,17 +104,18 @@ impl Cases {
             }
         }
         // Shapes that differ in one way each, then in all.
-        let packed = |batch, seq_len| Shape::new(batch, seq_len, 3, 8);
-        let grouped = |batch, seq_len| Shape { kv_heads: 2, scale: 1.2, ..Shape::new(batch, seq_len, 4, 10) };
-        let windowed = |batch, seq_len, window| Shape { window: Some(window), ..grouped(batch, seq_len) };
-        let capped = |shape, cap| Shape { softcap: Some(cap), ..shape };
+        let packed = |batch, seq_len| AttentionShape::new(batch, seq_len, 3, 8);
+        let grouped =
+            |batch, seq_len| AttentionShape { kv_heads: 2, scale: 1.2, ..AttentionShape::new(batch, seq_len, 4, 10) };
+        let windowed = |batch, seq_len, window| AttentionShape { window: Some(window), ..grouped(batch, seq_len) };
+        let capped = |shape, cap| AttentionShape { softcap: Some(cap), ..shape };
         let shapes = [
             packed(1, 1),
             packed(2, 11),
-            Shape::new(1, 131, 1, 64),
+            AttentionShape::new(1, 131, 1, 64),
             grouped(1, 1),
             grouped(2, 33),
-            Shape { kv_heads: 1, scale: 1.2, ..Shape::new(2, 19, 3, 64) },
+            AttentionShape { kv_heads: 1, scale: 1.2, ..AttentionShape::new(2, 19, 3, 64) },
             windowed(2, 50, 1),
             windowed(1, 131, 21),
             windowed(1, 40, 100),
@@ -127,7 +128,7 @@ impl Cases {
                 let attention = |packed| Operation::Attention { shape, documents, dtype, drops: false, packed };
                 self.add(Case::CPU, [true, false].map(attention));
                 if documents.is_empty() {
-                    self.add(Case::CPU, [Operation::Decode { shape: Shape { batch: 1, ..shape }, dtype }]);
+                    self.add(Case::CPU, [Operation::Decode { shape: AttentionShape { batch: 1, ..shape }, dtype }]);
                 }
             }
         }
@@ -173,20 +174,21 @@ impl Cases {
                 let types = [dtype, dtype];
                 self.add(Case::CPU, [Operation::Product { sizes: [33, 70, 17], transposed, types }]);
             }
-            for activation in [Activation::Gelu, Activation::GatedSilu, Activation::GatedGelu] {
+            for activation in [Activation::Gelu, Activation::SwiGlu, Activation::GeGlu] {
                 let sizes = [[1, 3], [9, 31], [5, 1100]];
                 self.add(Case::CPU, sizes.map(|sizes| Operation::Activate { activation, sizes, dtype }));
             }
             for (heads, half, past, documents) in
                 [(1, 1, 0, false), (3, 5, 0, false), (2, 32, 6, false), (2, 5, 0, true)]
             {
-                let rotate =
+                let apply_rope =
                     |direction| Operation::Rotate { seq_len: 7, heads, half, past, documents, dtype, direction };
-                self.add(Case::CPU, DIRECTIONS.map(rotate));
+                self.add(Case::CPU, DIRECTIONS.map(apply_rope));
             }
             for (len, factor) in [(1, 1.0), (10, 1.0), (1024, 1e-30), (5000, 1.0), (70_000, 1e25)] {
-                let survey = |broken| Operation::Survey { len, factor: Some(factor), broken, dtype, exponents: false };
-                self.add(Case::CPU, [false, true].map(survey));
+                let summary =
+                    |broken| Operation::Summarize { len, factor: Some(factor), broken, dtype, exponents: false };
+                self.add(Case::CPU, [false, true].map(summary));
                 // Larger numbers are infinite in FP16.
                 let factor = if dtype == DType::F16 { factor.min(1.0) } else { factor };
                 self.add(Case::CPU, [Operation::Sum { len, factor, dtype }]);

@@ -1,16 +1,16 @@
 //! The forward pass for generating text: computes only new tokens, over the cached keys and values of earlier ones.
 
 use super::{Decoder, ForwardMode, InputIds};
-use crate::engine::kernels::decode_attention::KeyValues;
+use crate::engine::kernels::decode_attention::LayerKvCache;
 use crate::engine::kernels::op::{self, Embedding};
-use crate::engine::kernels::rope::Positions;
-use crate::engine::kernels::{Normed, view};
+use crate::engine::kernels::rope::PositionIds;
+use crate::engine::kernels::{NormOutput, view};
 use crate::engine::model::adapter::{AdapterBuffers, AdapterPass};
 use crate::engine::model::layers::Context;
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::ModelSpec;
-use crate::engine::model::workspace::{PostNorm, QkNorms, RopeCaches, candle_dtype, lay_out_a_out};
+use crate::engine::model::workspace::{PostNorm, QkNorms, RopeCaches, alloc_a_out, candle_dtype};
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -19,7 +19,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 /// A layer's part has the type that its weights have when a sequence begins, at first the policy's.
 #[derive(Debug)]
 pub struct KvCache {
-    layers: Vec<KeyValues>,
+    layers: Vec<LayerKvCache>,
     residual: DType,
     device: Device,
     capacity: usize,
@@ -42,7 +42,7 @@ struct Buffers {
 /// The activations of one block. All blocks reuse them, because no backward pass follows.
 #[derive(Debug)]
 struct BlockBuffers {
-    normed: Normed,
+    normed: NormOutput,
     qkv: Tensor,
     heads: Option<QkNorms>,
     attended: Tensor,
@@ -61,7 +61,7 @@ impl KvCache {
             bail!("a cache of {capacity} tokens exceeds the model's context of {}", spec.max_position_embeddings);
         }
         let (heads, head_size) = (spec.kv_heads, spec.head_dim);
-        let layer = |_| KeyValues::new(heads, capacity, head_size, candle_dtype(policy.compute), device);
+        let layer = |_| LayerKvCache::new(heads, capacity, head_size, candle_dtype(policy.compute), device);
         let layers = (0..spec.num_layers).map(layer).collect::<Result<_>>()?;
         let residual = candle_dtype(policy.residual);
         let rope_caches = RopeCaches::new(spec, 0..capacity, device)?;
@@ -99,16 +99,16 @@ impl BlockBuffers {
         let buffer = |columns: usize| view::zeros(&[rows, columns], compute, device);
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         Ok(Self {
-            normed: Normed::lay_out(spec.norm, rows, spec.hidden_size, compute, &zeros)?,
-            heads: QkNorms::lay_out(spec, rows, compute, &zeros)?,
-            branch_norm: spec.post_norms.then(|| PostNorm::lay_out(spec, rows, compute, &zeros)).transpose()?,
+            normed: NormOutput::alloc(spec.norm, rows, spec.hidden_size, compute, &zeros)?,
+            heads: QkNorms::alloc(spec, rows, compute, &zeros)?,
+            branch_norm: spec.post_norms.then(|| PostNorm::alloc(spec, rows, compute, &zeros)).transpose()?,
             qkv: buffer(spec.qkv_width())?,
             attended: buffer(spec.attn_out_size())?,
             branch: buffer(spec.hidden_size)?,
             up: buffer(spec.up_width())?,
             activated: buffer(spec.intermediate_size)?,
-            adapter: AdapterBuffers::lay_out(spec, rows, compute, false, &zeros)?,
-            a_out: lay_out_a_out(spec, rows, compute, &zeros)?,
+            adapter: AdapterBuffers::alloc(spec, rows, compute, false, &zeros)?,
+            a_out: alloc_a_out(spec, rows, compute, &zeros)?,
         })
     }
 
@@ -159,7 +159,7 @@ impl Decoder {
         if cache.buffers.as_ref().is_none_or(|buffers| !buffers.serve(rows, &compute)) {
             cache.buffers = Some(Buffers::new(&self.spec, cache.residual, &compute, rows, &cache.device)?);
         }
-        let mut places = Positions { seq_len: rows, past, documents: None };
+        let mut places = PositionIds { seq_len: rows, past, documents: None };
         let ropes = [self.spec.rope.as_ref(), self.spec.sliding.as_ref().map(|sliding| &sliding.rope)];
         if ropes.into_iter().flatten().any(Rope::is_dynamic) {
             // Angles depend on the length so far. Keys of earlier tokens keep theirs, as in transformers.

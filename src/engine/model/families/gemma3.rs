@@ -32,7 +32,7 @@ fn default() -> ModelSpec {
         intermediate_size: 9216,
         norm: Norm::Rms { unit_offset: true },
         norm_eps: 1e-6,
-        activation: Activation::GatedGelu,
+        activation: Activation::GeGlu,
         rope: Some(Rope::plain(THETA[0])),
         attention_scale: Some(1.0 / 16.0),
         qk_norm: Some(QkNorm::PerHead),

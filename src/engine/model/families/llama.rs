@@ -41,7 +41,7 @@ pub(super) fn default() -> ModelSpec {
         intermediate_size: 11_008,
         norm: Norm::Rms { unit_offset: false },
         norm_eps: 1e-6,
-        activation: Activation::GatedSilu,
+        activation: Activation::SwiGlu,
         weight_layout: WeightLayout::OutIn,
         fused_qkv: false,
         fused_gate_up: false,
@@ -55,7 +55,7 @@ pub(super) fn default() -> ModelSpec {
         qk_norm: None,
         pre_norms: true,
         post_norms: false,
-        embedding_scale: EmbeddingScale::Factor(1.0),
+        embedding_scale: EmbeddingScale::MatmulOperand(1.0),
         residual_multiplier: 1.0,
         logits_scaling: 1.0,
         tie_word_embeddings: false,
@@ -64,7 +64,7 @@ pub(super) fn default() -> ModelSpec {
         bos_token_id: Some(1),
         eos_token_ids: vec![2],
         lora: None,
-        quantised: BTreeMap::new(),
+        quantized: BTreeMap::new(),
     }
 }
 

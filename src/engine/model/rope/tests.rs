@@ -1,6 +1,6 @@
 //! Rotary embeddings against transformers' values, and rejected configurations.
 use super::*;
-use crate::engine::kernels::rope::Table;
+use crate::engine::kernels::rope::CosSinCache;
 use candle_core::Device;
 
 /// `tests/golden/make_families.py` makes this file.
@@ -42,7 +42,7 @@ fn frequencies_and_tables_are_those_of_transformers() {
         for (found, expected) in frequencies.iter().zip(numbers(&case["frequencies"])) {
             assert!((found / expected - 1.0).abs() < 2e-7, "{what}: {found:e}, not {expected:e}");
         }
-        let table = Table::new(&frequencies, rope.attention_factor(), 0..positions, &Device::Cpu).unwrap();
+        let table = CosSinCache::new(&frequencies, rope.attention_factor(), 0..positions, &Device::Cpu).unwrap();
         for (key, table) in [("cos", &table.cos), ("sin", &table.sin)] {
             let found = table.get(positions - 1).unwrap().to_vec1::<f32>().unwrap();
             let expected = numbers(&case[key]);

@@ -1,8 +1,8 @@
 //! Views of a workspace's buffers for shorter sequences, so that the work of a batch depends on its length.
 
 use super::{
-    BlockActivations, HeadWorkspace, LayerScratch, Normed, PostNorm, QkNorms, ResidualGrad, RopeCaches, SublayerGrads,
-    Workspace,
+    BlockActivations, CrossEntropyWorkspace, LayerScratch, NormOutput, PostNorm, QkNorms, ResidualGrad, RopeCaches,
+    SublayerGrads, Workspace,
 };
 use candle_core::{Result, Tensor, bail};
 
@@ -24,7 +24,7 @@ impl Workspace {
             bail!("sequences of {seq_len} tokens in buffers for {}", self.seq_len);
         }
         let rows: Rows<'_> = &|buffer| buffer.narrow(0, 0, buffer.dim(0)? / self.seq_len * seq_len);
-        let HeadWorkspace { logits, weight_sum, losses } = &self.head;
+        let CrossEntropyWorkspace { logits, weight_sum, losses } = &self.head;
         let RopeCaches { full, sliding } = &self.rope_caches;
         Ok(Self {
             policy: self.policy,
@@ -37,7 +37,11 @@ impl Workspace {
             stream: self.stream.iter().map(rows).collect::<Result<_>>()?,
             blocks: self.blocks.iter().map(|block| activations(block, rows)).collect::<Result<_>>()?,
             final_norm: normed(&self.final_norm, rows)?,
-            head: HeadWorkspace { logits: logits.clone(), weight_sum: weight_sum.clone(), losses: rows(losses)? },
+            head: CrossEntropyWorkspace {
+                logits: logits.clone(),
+                weight_sum: weight_sum.clone(),
+                losses: rows(losses)?,
+            },
             backward: optional(self.backward.as_ref(), |backward| {
                 Ok(ResidualGrad { stream: rows(&backward.stream)?, order: Vec::new() })
             })?,
@@ -51,9 +55,9 @@ fn optional<T>(value: Option<&T>, narrow: impl FnOnce(&T) -> Result<T>) -> Resul
     value.map(narrow).transpose()
 }
 
-fn normed(normed: &Normed, rows: Rows<'_>) -> Result<Normed> {
-    let Normed { out, mean, rstd } = normed;
-    Ok(Normed { out: rows(out)?, mean: optional(mean.as_ref(), rows)?, rstd: rows(rstd)? })
+fn normed(normed: &NormOutput, rows: Rows<'_>) -> Result<NormOutput> {
+    let NormOutput { out, mean, rstd } = normed;
+    Ok(NormOutput { out: rows(out)?, mean: optional(mean.as_ref(), rows)?, rstd: rows(rstd)? })
 }
 
 fn activations(block: &BlockActivations, rows: Rows<'_>) -> Result<BlockActivations> {

@@ -5,7 +5,7 @@ use super::{GradientStats, Gradients};
 use crate::engine::collective::{ProcessGroup, Shards, range_bytes};
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
-use crate::engine::kernels::survey::{PART, TensorSurvey, merge_parts, part_sums, parts};
+use crate::engine::kernels::summary::{PART, TensorSummary, block_sums, merge_parts, parts};
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 use crate::engine::optim::tree::{ReductionTree, local_range, split};
@@ -220,7 +220,7 @@ impl Gradients {
             let merged = merge_parts(self.grads[index].elem_count(), &mut parts);
             let mut exponents = ExponentHistogram::default();
             histograms.iter().filter_map(|histograms| histograms.get(index)).for_each(|other| exponents.merge(other));
-            stats.tensors.push(TensorSurvey { stats: merged, exponents });
+            stats.tensors.push(TensorSummary { stats: merged, exponents });
         }
         let largest = words.into_iter().flatten().filter(|[is_known, ..]| *is_known > 0);
         Ok(largest.map(|[_, bits, ..]| f32::from_bits(*bits as u32)).reduce(f32::max))
@@ -229,7 +229,7 @@ impl Gradients {
     /// The sum of each parameter's gradient, in the order of a single process.
     pub(super) fn reduce_sums(&self, group: &dyn ProcessGroup) -> Result<Vec<f64>> {
         let total = self.total();
-        let own = total.tensors().iter().map(part_sums).collect::<candle_core::Result<Vec<_>>>()?.concat();
+        let own = total.tensors().iter().map(block_sums).collect::<candle_core::Result<Vec<_>>>()?.concat();
         let Some(shards) = total.shards() else { return Ok(own) };
         let all = group.all_gather(&own)?;
         let mut all: Vec<_> = all.iter().map(|sums| sums.iter()).collect();

@@ -1,0 +1,65 @@
+//! Statistics of gradients.
+
+use super::super::summary::{self, StatsLaunch};
+use super::*;
+use crate::precision::FloatFormat;
+use crate::summary::TensorSummary;
+
+/// Gradients of several sizes, one larger than a chunk, with every value that is counted separately.
+fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
+    [70_001, 8, 1, 3001]
+        .into_iter()
+        .enumerate()
+        .map(|(i, len)| {
+            let spread =
+                |(at, x): (usize, f32)| if at % 9 == 0 { 0.0 } else { x * x * x * 2f32.powi(-((at % 40) as i32)) };
+            let mut values: Vec<f32> = pattern(len, i as u64, DType::F32).into_iter().enumerate().map(spread).collect();
+            if broken && len > 100 {
+                (values[7], values[len - 1], values[50]) = (f32::INFINITY, f32::NAN, f32::NEG_INFINITY);
+            }
+            rounded(values, dtype)
+        })
+        .collect()
+}
+
+/// The device's statistics of these gradients.
+fn summarized(gpu: &Emulator, tensors: &[(Vec<f32>, DType, FloatFormat)], exponents: bool) -> Vec<TensorSummary> {
+    let inputs: Vec<_> = tensors.iter().map(|(values, dtype, format)| (gpu.input(values, *dtype), *format)).collect();
+    let figures = gpu.structs(&vec![0u32; tensors.len() * summary::WORDS], true);
+    let figures = DeviceSlice { dtype: DType::U32, len: tensors.len() * summary::WORDS, ..figures };
+    let summary = StatsLaunch::new(&inputs).unwrap();
+    summary.run(gpu, gpu.words(summary.table()), exponents, figures).unwrap();
+    let words: Vec<u32> = gpu.read_structs(figures);
+    words.as_chunks().0.iter().map(|words| summary::decode(words, exponents)).collect()
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn summaries_equal_the_cpus() {
+    let types = [(DType::F32, FloatFormat::FP16), (DType::F16, FloatFormat::FP16), (DType::BF16, FloatFormat::BF16)];
+    for (broken, exponents) in [(false, true), (true, true), (true, false)] {
+        // Tensors of a type are not neighbours, and one is empty.
+        let mut tensors: Vec<_> = (types.iter())
+            .flat_map(|&(dtype, format)| {
+                gradients(dtype, broken).into_iter().map(move |values| (values, dtype, format))
+            })
+            .collect();
+        tensors.push((Vec::new(), DType::F16, FloatFormat::FP16));
+        tensors.rotate_left(3);
+        tensors.swap(1, 10);
+        let [found, others @ ..] = Emulator::ORDERS.map(|order| summarized(&Emulator::new(order), &tensors, exponents));
+        for (i, ((values, dtype, format), found)) in tensors.iter().zip(&found).enumerate() {
+            let cpu = tensor(values, &[values.len()], *dtype);
+            let expected = crate::summary::summarize(&cpu, *format, exponents).unwrap();
+            assert_eq!(found.exponents, expected.exponents);
+            let squares = expected.stats.sum_squares;
+            assert!((found.stats.sum_squares - squares).abs() <= 1e-13 * squares, "{found:?} {expected:?}");
+            let mut stats = found.stats;
+            stats.sum_squares = squares;
+            assert_eq!(stats, expected.stats);
+            for other in &others {
+                assert_eq!(other[i].stats, found.stats, "the order of threads shows");
+            }
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Threads that stay awake through a step.
+//!
+//! A pool's threads go to sleep a few microseconds after their last task, and waking one takes longer than a kernel over a
+//! few thousand elements. A step of a small model is hundreds of such kernels.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Polls between two that let other programs run.
+const POLLS: u32 = 64;
+/// How long `body` waits for threads to wake up.
+const PATIENCE: Duration = Duration::from_micros(100);
+/// A sentinel number of threads: no thread is waited for any longer.
+const CLOSED: usize = usize::MAX / 2;
+
+/// Runs `body` on this thread while the others of its pool look for its tasks without pause. Outside of a pool it only runs it.
+pub fn with_spinning_workers<R>(body: impl FnOnce() -> R) -> R {
+    struct End<'a>(&'a AtomicBool);
+    impl Drop for End<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Release);
+        }
+    }
+    let Some(own) = rayon::current_thread_index() else { return body() };
+    let (awake, done) = (AtomicUsize::new(0), AtomicBool::new(false));
+    rayon::in_place_scope(|scope| {
+        let (awake, done) = (&awake, &done);
+        scope.spawn_broadcast(move |_, place| {
+            // Once `body` runs, a thread may get here while it waits within a task, to which it has to return.
+            if place.index() == own || awake.fetch_add(1, Ordering::AcqRel) >= CLOSED {
+                return;
+            }
+            while !done.load(Ordering::Acquire) {
+                poll(done);
+            }
+        });
+        let (others, began) = (rayon::current_num_threads() - 1, Instant::now());
+        while awake.load(Ordering::Acquire) < others && began.elapsed() < PATIENCE {
+            std::hint::spin_loop();
+        }
+        awake.fetch_add(CLOSED, Ordering::AcqRel);
+        let _end = End(done);
+        body()
+    })
+}
+
+/// Looks for tasks some times, and yields the core once if there are none.
+fn poll(done: &AtomicBool) {
+    for _ in 0..POLLS {
+        if rayon::yield_now() == Some(rayon::Yield::Executed) || done.load(Ordering::Acquire) {
+            return;
+        }
+        std::hint::spin_loop();
+    }
+    std::thread::yield_now();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic::AssertUnwindSafe;
+
+    fn sum(range: std::ops::Range<u64>) -> u64 {
+        if range.end - range.start < 4 {
+            return range.sum();
+        }
+        let middle = u64::midpoint(range.start, range.end);
+        let (a, b) = rayon::join(|| sum(range.start..middle), || sum(middle..range.end));
+        a + b
+    }
+
+    #[test]
+    fn nested_tasks_end_for_any_number_of_threads() {
+        for threads in [1, 2, 5] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            for _ in 0..100 {
+                assert_eq!(pool.install(|| with_spinning_workers(|| sum(0..1000))), 499_500);
+            }
+        }
+        assert_eq!(with_spinning_workers(|| sum(0..1000)), 499_500, "outside of a pool");
+    }
+
+    #[test]
+    fn a_panic_ends_the_others_too() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+        let caught = std::panic::catch_unwind(AssertUnwindSafe(|| {
+            pool.install(|| with_spinning_workers::<()>(|| panic!("in a step")));
+        }));
+        assert!(caught.is_err());
+        assert_eq!(pool.install(|| sum(0..100)), 4950);
+    }
+}

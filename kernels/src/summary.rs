@@ -1,0 +1,116 @@
+//! Statistics of a gradient before anything rescales it: whether it is finite, its magnitude, and what its type lost.
+
+use crate::isa;
+use crate::op;
+use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
+use crate::view::{View, read, to_host};
+use candle_core::{Result, Tensor};
+use rayon::prelude::*;
+
+/// A tensor's statistics and its histogram of exponents.
+#[derive(Clone, Debug, Default)]
+pub struct TensorSummary {
+    /// Counts, extremes and sum of squares.
+    pub stats: TensorStats,
+    /// Counts by binade; empty if none were requested.
+    pub exponents: ExponentHistogram,
+}
+
+impl TensorSummary {
+    /// Adds another part's figures.
+    pub fn merge(&mut self, other: &Self) {
+        self.stats.merge(&other.stats);
+        self.exponents.merge(&other.exponents);
+    }
+}
+
+/// Computes [`op::Summarize`] on all threads, each tensor by `summarize`.
+pub(super) fn side_by_side(
+    op: &mut op::Summarize<'_>,
+    summarize: impl Fn(&Tensor, FloatFormat, bool) -> Result<TensorSummary> + Sync,
+) -> Result<()> {
+    op.out.par_iter_mut().zip(op.tensors).try_for_each(|(out, (tensor, format))| {
+        *out = summarize(tensor, *format, op.exponents)?;
+        Ok(())
+    })
+}
+
+/// Elements of a task. The tree in which parts are merged, and so the sums' bits, depend only on this.
+pub const PART: usize = 1 << 16;
+
+/// Summarizes `tensor` on the host; a value counts as subnormal below the smallest normal value of `format`.
+pub fn summarize(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<TensorSummary> {
+    let tensor = to_host(tensor)?;
+    Ok(by_parts(read(&tensor)?.view(), format, exponents))
+}
+
+/// The sum of a tensor's values, in f64. Adds its `block_sums` in their order.
+pub fn sum(tensor: &Tensor) -> Result<f64> {
+    Ok(block_sums(tensor)?.into_iter().sum())
+}
+
+/// The sum of each part's values, in f64 in the order of its elements.
+pub fn block_sums(tensor: &Tensor) -> Result<Vec<f64>> {
+    const WIDTH: usize = 1024;
+    let tensor = read(tensor)?;
+    let view = tensor.view();
+    let part = |start: usize| {
+        let (mut values, mut sum) = ([0.0; WIDTH], 0.0);
+        let end = view.len().min(start + PART);
+        for start in (start..end).step_by(WIDTH) {
+            let values = &mut values[..WIDTH.min(end - start)];
+            view.load(start, values);
+            sum += values.iter().map(|x| f64::from(*x)).sum::<f64>();
+        }
+        sum
+    };
+    Ok((0..view.len()).step_by(PART).map(part).collect())
+}
+
+/// Summarizes part after part of `tensor`, the whole of a parameter or parts of it from [`PART`] to [`PART`].
+pub fn parts(tensor: &Tensor, format: FloatFormat, exponents: bool) -> Result<Vec<TensorSummary>> {
+    let tensor = read(tensor)?;
+    let view = tensor.view();
+    let count = view.len().div_ceil(PART);
+    let part = |i: usize| by_parts(view.slice(i * PART..view.len().min((i + 1) * PART)), format, exponents);
+    Ok((0..count).into_par_iter().map(part).collect())
+}
+
+/// Merges the statistics of the `parts` of a tensor of `len` elements, as [`summarize`] does.
+pub fn merge_parts(len: usize, parts: &mut impl Iterator<Item = TensorStats>) -> TensorStats {
+    if len <= PART {
+        return parts.next().unwrap_or_default();
+    }
+    let cut = (len / 2).next_multiple_of(PART).min(len - 1);
+    let mut low = merge_parts(cut, parts);
+    low.merge(&merge_parts(len - cut, parts));
+    low
+}
+
+fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSummary {
+    if view.len() <= PART {
+        return isa::vectorize(
+            #[inline(always)]
+            || leaf(view, format, exponents),
+        );
+    }
+    let cut = (view.len() / 2).next_multiple_of(PART).min(view.len() - 1);
+    let (low, high) = (view.slice(0..cut), view.slice(cut..view.len()));
+    let (mut low, high) = rayon::join(|| by_parts(low, format, exponents), || by_parts(high, format, exponents));
+    low.merge(&high);
+    low
+}
+
+#[inline(always)]
+fn leaf(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSummary {
+    let mut summary = TensorSummary::default();
+    summary.stats = match (view, exponents) {
+        (View::F32(x), false) => TensorStats::of(x, format),
+        (View::F16(x), false) => TensorStats::of(x, format),
+        (View::BF16(x), false) => TensorStats::of(x, format),
+        (View::F32(x), true) => TensorStats::with_histogram(x, format, &mut summary.exponents),
+        (View::F16(x), true) => TensorStats::with_histogram(x, format, &mut summary.exponents),
+        (View::BF16(x), true) => TensorStats::with_histogram(x, format, &mut summary.exponents),
+    };
+    summary
+}

@@ -1,0 +1,229 @@
+//! End-to-end tests of the commands on valid input.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Child, Output, Stdio};
+
+use crate::common::checkpoint::names;
+use crate::common::cli_fixture::CliFixture;
+use crate::common::launch;
+use candle_core::quantized::gguf_file;
+use finetune::data::grammar;
+use finetune::store::checkpoint::{CheckpointKind, list};
+use finetune::telemetry::Event;
+use serde_json::Value;
+
+fn text(output: Output, line: &str) -> String {
+    assert!(output.status.success(), "finetune {line}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Returns the standard output of `finetune LINE`, which reads `input` from standard input.
+fn said_of(fixture: &CliFixture, line: &str, input: &str) -> String {
+    let mut child = fixture.command(line).stdin(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    text(child.wait_with_output().unwrap(), line)
+}
+
+/// A line that trains `model` a little in the run called `name`.
+fn training(name: &str, more: &str) -> String {
+    format!(
+        "--model model --data text.txt --run {name} --seq-len 8 --batch-size 2 --threads 1 --plain \
+         --set train.sample_tokens=0 --set train.eval_batches=1 {more}"
+    )
+}
+
+#[test]
+fn processes_that_tokenize_the_same_text_at_once_share_one_cache() {
+    let fixture = CliFixture::new();
+    fs::write(fixture.path("text.txt"), grammar::text(3, 2_000_000)).unwrap();
+    let children: Vec<Child> =
+        (0..6).map(|index| fixture.command(&training(&format!("r{index}"), "--steps 2")).spawn().unwrap()).collect();
+    for child in children {
+        text(child.wait_with_output().unwrap(), "of six at once");
+    }
+    let caches = names(fixture.path("data"));
+    assert_eq!(caches.len(), 1, "{caches:?}");
+    assert!(caches[0].ends_with(".tokens"), "{caches:?}");
+    let losses = |run: &str| fixture.steps(run).iter().map(|step| step.loss.to_bits()).collect::<Vec<_>>();
+    assert_eq!(losses("r0").len(), 2);
+    assert!((1..6).all(|index| losses(&format!("r{index}")) == losses("r0")));
+}
+
+#[test]
+fn standard_input_is_a_text_like_any_other() {
+    let fixture = CliFixture::new();
+    let input = fs::read_to_string(fixture.path("text.txt")).unwrap();
+    let file = fixture.json("eval model --data text.txt --json");
+    let piped: Value = serde_json::from_str(&said_of(&fixture, "eval model --data - --json", &input)).unwrap();
+    assert_eq!((&piped["loss"], &piped["tokens"], &piped["data"]), (&file["loss"], &file["tokens"], &"-".into()));
+
+    fixture.said(&training("file", "--steps 3"));
+    said_of(&fixture, &training("piped", "--steps 3").replace("text.txt", "-"), &input);
+    let weights = |run: &str| fs::read(fixture.path(format!("checkpoints/{run}/step-000003/master.safetensors")));
+    assert_eq!(weights("piped").unwrap(), weights("file").unwrap());
+    // It resumes only if the text is given again.
+    let resume = "--resume checkpoints/piped --steps 4 --plain";
+    said_of(&fixture, resume, &input);
+    fixture.refused(resume);
+}
+
+#[test]
+fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
+    let fixture = CliFixture::new();
+    let weights = "--set checkpoint.weights_every=2 --set checkpoint.keep_weights=2 --set checkpoint.keep_best=false";
+    fixture.said(&training("r", &format!("--steps 9 --save-every 4 {weights}")));
+    let run = fixture.path("checkpoints/r");
+    let folders = || names(run.clone()).into_iter().filter(|name| name.contains("-0000")).collect::<Vec<_>>();
+    assert_eq!(folders(), ["step-000008", "step-000009", "weights-000006", "weights-000008"]);
+    assert_eq!(
+        names(run.join("weights-000008")),
+        ["config.json", "manifest.json", "model.safetensors", "tokenizer.json"]
+    );
+    let listing = fixture.said("checkpoint list checkpoints/r");
+    assert_eq!(listing.lines().filter(|line| line.contains("weights-")).count(), 2, "{listing}");
+    assert_eq!(fs::read_to_string(run.join("latest")).unwrap(), "step-000009\n");
+    for name in ["step-000008", "weights-000008"] {
+        let model = |name: &str| fs::read(run.join(name).join("model.safetensors")).unwrap();
+        assert_eq!(model(name), model("step-000008"));
+    }
+
+    // The newest checkpoint has only weights: it can be used, but not resumed.
+    fixture.said(&format!("--resume checkpoints/r --steps 12 --plain {}", weights.replace("every=2", "every=5")));
+    assert_eq!(folders(), ["step-000009", "step-000012", "weights-000008", "weights-000010"]);
+    fs::remove_dir_all(run.join("step-000012")).unwrap();
+    assert_eq!(list(&run).unwrap().last().unwrap().kind, CheckpointKind::Weights);
+    fixture.said("--resume --steps 12 --plain");
+    let resumed = fixture.events("r").into_iter().filter_map(|event| match event {
+        Event::Started(started) => Some(started.resumed_from),
+        _ => None,
+    });
+    assert_eq!(resumed.collect::<Vec<_>>(), [None, Some(9), Some(9)]);
+    assert!(fixture.refused("--resume checkpoints/r/weights-000010").contains("it contains only weights"));
+
+    let generated = fixture.said("generate checkpoints/r/weights-000010 --prompt so -n 8 --temperature 0");
+    assert!(!generated.is_empty());
+    fixture.said("export checkpoints/r/weights-000010 exported --dtype fp16");
+    let loss = |model: &str| fixture.json(&format!("eval {model} --data text.txt --json"))["loss"].as_f64().unwrap();
+    assert_eq!(loss("exported"), loss("checkpoints/r/weights-000010"));
+    assert_eq!(loss("r"), loss("checkpoints/r"), "a run goes by its name too");
+}
+
+#[test]
+fn a_model_is_exported_in_every_format_and_read_back() {
+    let fixture = CliFixture::new();
+    let generate = |model: &str| fixture.said(&format!("generate {model} --prompt so -n 20 --temperature 0"));
+    let original = generate("model");
+    for dtype in ["fp32", "fp16", "bf16"] {
+        let folder = format!("out/{dtype}");
+        assert_eq!(fixture.said(&format!("export model {folder} --dtype {dtype}")), format!("{folder}\n"));
+        assert!(dtype != "fp32" || generate(&folder) == original);
+        let gguf = format!("out/{dtype}.gguf");
+        assert_eq!(fixture.said(&format!("export model {gguf} --dtype {dtype}")), format!("{gguf}\n"));
+        let content = gguf_file::Content::read(&mut fs::File::open(fixture.path(&gguf)).unwrap()).unwrap();
+        assert!(content.tensor_infos.contains_key("token_embd.weight"));
+        let onnx = format!("out/{dtype}.onnx");
+        assert_eq!(fixture.said(&format!("export model {onnx} --dtype {dtype}")), format!("{onnx}.data\n{onnx}\n"));
+        assert!(fs::metadata(fixture.path(&onnx)).unwrap().len() > 1000);
+    }
+    assert_eq!(fixture.said("export model out/named --format gguf"), "out/named\n");
+    assert!(fs::read(fixture.path("out/named")).unwrap().starts_with(b"GGUF"));
+    assert_eq!(names(fixture.path("out")).len(), 3 * 4 + 1, "nothing else is left behind");
+}
+
+#[test]
+fn the_doctor_answers_in_json() {
+    let fixture = CliFixture::new();
+    let report = fixture.json("doctor --json");
+    assert_eq!(report["version"], env!("CARGO_PKG_VERSION"));
+    assert!(report["cpu"]["threads"].as_u64().unwrap() > 0 && report["cpu"]["isa"].is_string());
+    assert!(report["cpu"]["tiles"].is_string());
+    assert!(report["memory_bytes"].as_u64() > report["memory_available_bytes"].as_u64());
+    assert_eq!(report["hub"]["reachable"], Value::Null, "offline, nobody is asked");
+    let purposes: Vec<&Value> = report["folders"].as_array().unwrap().iter().map(|folder| &folder["purpose"]).collect();
+    assert_eq!(&purposes[..2], ["runs", "data and tokens"]);
+    assert!(fixture.said("doctor").lines().count() >= 8);
+}
+
+#[test]
+fn completions_and_the_manual_have_every_command() {
+    let fixture = CliFixture::new();
+    let commands = [
+        "generate",
+        "eval",
+        "export",
+        "config",
+        "lab",
+        "doctor",
+        "completions",
+        "man",
+        "bench",
+        "checkpoint",
+        "verify-resume",
+        "watch",
+    ];
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = fixture.said(&format!("completions {shell}"));
+        assert!(commands.iter().all(|command| script.contains(command)), "{shell}");
+    }
+    if Path::new("/bin/bash").exists() {
+        let script = fixture.path("finetune.bash");
+        fs::write(&script, fixture.said("completions bash")).unwrap();
+        let load = "source finetune.bash && complete -p finetune";
+        let output = launch::command("/bin/bash").args(["-c", load]).current_dir(fixture.folder()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let page = fixture.said("man");
+    assert!(page.contains(".TH finetune"), "{page}");
+    let sections: Vec<&str> = page.lines().filter(|line| line.starts_with(".SH")).collect();
+    for command in commands {
+        let section = format!(".SH \"FINETUNE {}\"", command.to_uppercase());
+        assert!(sections.contains(&section.as_str()), "{section}");
+    }
+}
+
+#[test]
+fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
+    let fixture = CliFixture::new();
+    let template = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}|{% endgeneration %}\
+                    {% else %}{{ m.content }}>{% endif %}{% endfor %}";
+    let config = serde_json::json!({"chat_template": template, "eos_token": "|"}).to_string();
+    fs::write(fixture.path("model/tokenizer_config.json"), &config).unwrap();
+    let row = |i: u32| {
+        format!(
+            "{{\"messages\": [{{\"role\": \"user\", \"content\": \"{i}\"}}, {{\"role\": \"assistant\", \"content\": \"{}\"}}]}}\n",
+            i * i
+        )
+    };
+    fs::write(fixture.path("chats.jsonl"), (0..20).map(row).collect::<String>()).unwrap();
+    let what = "--model model --data chats.jsonl --seq-len 16 --batch-size 2";
+    assert_eq!(
+        fixture.said(&format!("data show {what} --sample 13")),
+        "18 samples in 18 rows, 102 tokens, 58 of them in the loss; answers are located by the template's generation blocks\n\
+         sample 13, with its loss tokens in [brackets]:\n  12>[144|]\n"
+    );
+    let stats = |more: &str| fixture.json(&format!("data stats {what} --json {more}"));
+    let (alone, packed) = (stats(""), stats("--packing"));
+    assert_eq!((&alone["rows"], &alone["steps_per_epoch"], &alone["learned"]), (&18.into(), &9.into(), &58.into()));
+    assert_eq!((&packed["rows"], &packed["learned"]), (&6.into(), &58.into()), "{packed}");
+    assert_eq!(stats("--loss-on all")["learned"], 84);
+
+    let run = format!("{what} --packing --run r --steps 4 --threads 1 --plain --set train.sample_tokens=0");
+    let (code, _, told) = fixture.output(&run);
+    assert!(code == Some(0) && told.contains("18 samples in 6 rows") && told.contains("  0>[0|]\n"), "{told}");
+    let step = fixture.path("checkpoints/r/step-000004");
+    assert_eq!(fs::read_to_string(step.join("chat_template.jinja")).unwrap(), template);
+    assert_eq!(fs::read_to_string(step.join("tokenizer_config.json")).unwrap(), config);
+    // The run no longer needs the model's folder.
+    fs::remove_dir_all(fixture.path("model")).unwrap();
+    fixture.said("--resume r --steps 6 --plain");
+    let exact = fixture.said("eval r --data chats.jsonl --answers");
+    assert!(exact.starts_with("exact answers   ") && exact.contains(" of 20 ("), "{exact}");
+    let loss = fixture.json("eval r --data chats.jsonl --json");
+    assert_eq!((&loss["windows"], &loss["tokens"]), (&20.into(), &66.into()));
+    fixture.said("export r out");
+    assert_eq!(fs::read_to_string(fixture.path("out/chat_template.jinja")).unwrap(), template);
+    let out = "--model out --data chats.jsonl --seq-len 16 --batch-size 2 --packing --steps 6";
+    assert!(fixture.said(&format!("verify-resume {out}")).starts_with("bit-identical"));
+}

@@ -1,0 +1,275 @@
+//! The cached forward pass equals the training one, and generation is reproducible and stops as specified.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::common::cli_fixture::CliFixture;
+use crate::common::compare::{distance, values};
+use crate::common::python::{python, run_script};
+use candle_core::{DType, Device, Tensor};
+use finetune::data::Tokenizer;
+use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
+use finetune::engine::model::{
+    Decoder, ForwardMode, InputIds, KvCache, ModelSpec, Parameters, Workspace, candle_dtype,
+};
+use finetune::inference::generate::{GenerationRequest, Sampling, StopReason, generate};
+use finetune::precision::PrecisionPolicy;
+use finetune::store::ModelFolder;
+use finetune::train::Sampler;
+
+/// A golden model with its weights in the policy's compute type.
+fn golden(name: &str, policy: PrecisionPolicy) -> (Decoder, Parameters) {
+    let folder = ModelFolder::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)).unwrap();
+    let config = folder.config();
+    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    folder.read_parameters(&masters).unwrap();
+    rounded(config, &masters, policy)
+}
+
+fn rounded(config: &ModelSpec, masters: &Parameters, policy: PrecisionPolicy) -> (Decoder, Parameters) {
+    let weights = masters.zeros_like(candle_dtype(policy.compute)).unwrap();
+    for (weight, master) in weights.tensors().iter().zip(masters.tensors()) {
+        finetune::engine::kernels::view::copy(master, weight).unwrap();
+    }
+    (Decoder::new(config, &weights, Arc::new(Fused)).unwrap(), weights)
+}
+
+/// `tiny` with random weights, wide enough that it prefers different tokens at different places.
+fn tiny(policy: PrecisionPolicy) -> (Decoder, Parameters) {
+    let config = ModelSpec { initializer_range: 0.3, ..ModelSpec::named("tiny").unwrap() };
+    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    masters.init_weights(5).unwrap();
+    rounded(&config, &masters, policy)
+}
+
+/// Logits of every position by the training pass over the whole sequence.
+fn full_logits(model: &Decoder, weights: &Parameters, policy: PrecisionPolicy, ids: &[u32]) -> Tensor {
+    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (1, ids.len()), &Device::Cpu).unwrap();
+    model.forward(weights, InputIds::new(ids, ids.len()), ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
+    model.logits(weights, workspace.hidden()).unwrap()
+}
+
+/// Logits of every position by the cached pass, fed in pieces of these lengths.
+fn cached_logits(cache: &mut KvCache, model: &Decoder, weights: &Parameters, ids: &[u32], pieces: &[usize]) -> Tensor {
+    cache.truncate(0);
+    let mut rest = ids;
+    let logits: Vec<Tensor> = pieces
+        .iter()
+        .map(|&length| {
+            let (piece, after) = rest.split_at(length);
+            rest = after;
+            let hidden = model.decode(weights, piece, cache).unwrap();
+            model.logits(weights, hidden).unwrap()
+        })
+        .collect();
+    assert!(rest.is_empty() && cache.len() == ids.len());
+    Tensor::cat(&logits, 0).unwrap()
+}
+
+#[test]
+fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
+    for name in ["narrow", "head64", "untied", "deep"] {
+        for (policy, tolerance) in
+            [(PrecisionPolicy::FP32, 1e-5), (PrecisionPolicy::FP16, 4e-3), (PrecisionPolicy::BF16, 3e-2)]
+        {
+            let (model, weights) = golden(name, policy);
+            let length = model.spec().max_position_embeddings;
+            let ids: Vec<u32> = (0..length).map(|i| (7 * i as u32 + 3) % model.spec().vocab_size as u32).collect();
+            let truth = full_logits(&model, &weights, policy, &ids);
+            for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(CandleKernels)] {
+                let by = kernels.name().to_owned();
+                let model = Decoder::new(model.spec(), &weights, kernels).unwrap();
+                let mut cache = KvCache::new(model.spec(), policy, length, &Device::Cpu).unwrap();
+                for pieces in [vec![length], vec![1; length], vec![3, length - 5, 1, 1], vec![length - 1, 1]] {
+                    let logits = cached_logits(&mut cache, &model, &weights, &ids, &pieces);
+                    let distance = distance(&values(&logits), &values(&truth));
+                    assert!(distance < tolerance, "{name}, {policy}, {by}, pieces of {pieces:?}: {distance}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_truncated_cache_goes_on_from_there() {
+    let (model, weights) = golden("deep", PrecisionPolicy::FP32);
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 12, &Device::Cpu).unwrap();
+    model.decode(&weights, &[1, 2, 3, 4, 5, 6], &mut cache).unwrap();
+    cache.truncate(3);
+    let after = model.decode(&weights, &[9, 8], &mut cache).unwrap().copy().unwrap();
+    cache.truncate(0);
+    let whole = model.decode(&weights, &[1, 2, 3, 9, 8], &mut cache).unwrap().narrow(0, 3, 2).unwrap();
+    assert!(distance(&values(&after), &values(&whole)) < 1e-6);
+}
+
+#[test]
+fn a_cache_refuses_what_does_not_fit() {
+    let (model, weights) = golden("narrow", PrecisionPolicy::FP32);
+    let context = model.spec().max_position_embeddings;
+    assert!(KvCache::new(model.spec(), PrecisionPolicy::FP32, context + 1, &Device::Cpu).is_err());
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 4, &Device::Cpu).unwrap();
+    assert!(model.decode(&weights, &[0; 5], &mut cache).is_err());
+    assert!(model.decode(&weights, &[], &mut cache).is_err());
+    assert!(model.decode(&weights, &[u32::MAX], &mut cache).is_err(), "an id outside the vocabulary");
+    assert_eq!(cache.len(), 0);
+}
+
+/// Tokens that `model` generates after `prompt`, and why it stopped.
+fn tokens(
+    (model, weights): &(Decoder, Parameters),
+    capacity: usize,
+    prompt: &[u32],
+    max_tokens: usize,
+    stop_token_ids: &[u32],
+    sampling: &Sampling,
+) -> (Vec<u32>, StopReason) {
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, capacity, &Device::Cpu).unwrap();
+    let mut ids = Vec::new();
+    let request = GenerationRequest { prompt, max_tokens, stop_token_ids, sampling };
+    let receive = |id| {
+        ids.push(id);
+        Ok(true)
+    };
+    let stop = generate(model, weights, &mut cache, request, receive).unwrap();
+    (ids, stop)
+}
+
+const GREEDY: Sampling = Sampling { temperature: 0.0, top_k: None, top_p: None, repetition_penalty: 1.0, seed: 0 };
+
+#[test]
+fn the_likeliest_tokens_are_those_of_recomputing_everything() {
+    let model = tiny(PrecisionPolicy::FP32);
+    let mut ids = vec![116, 104, 101];
+    for _ in 0..40 {
+        let logits = full_logits(&model.0, &model.1, PrecisionPolicy::FP32, &ids);
+        let last = logits.get(ids.len() - 1).unwrap();
+        ids.push(last.argmax(0).unwrap().to_scalar::<u32>().unwrap());
+    }
+    let (cached, stop) = tokens(&model, 128, &ids[..3], 40, &[], &GREEDY);
+    assert_eq!((cached.as_slice(), stop), (&ids[3..], StopReason::Length));
+
+    // Training's samples are the same text.
+    let tokenizer = Tokenizer::byte();
+    let mut sampler = Sampler::new(&model.0, PrecisionPolicy::FP32, &tokenizer, "the", 40, 0.0, &Device::Cpu).unwrap();
+    let text = sampler.generate(&model.0, &model.1, &tokenizer, 9).unwrap();
+    let until_eos = ids[3..].split(|&id| id == 256).next().unwrap();
+    assert_eq!(text, tokenizer.decode(until_eos).unwrap());
+}
+
+/// With a dynamic base the angles depend on the tokens so far, and not on the tokens that are planned.
+#[test]
+fn a_dynamic_base_gives_the_text_that_transformers_gives() {
+    let model = golden("families/llama-dynamic", PrecisionPolicy::FP32);
+    let (original, context) = (12, model.0.spec().max_position_embeddings);
+    assert_eq!(context, 36);
+    let prompt = |len: u32| (0..len).map(|i| (i * i * 7 + len * 5 + 3) % 38).collect::<Vec<u32>>();
+    let mut cases = Vec::new();
+    for len in [1, 4, 7, 11, 12, 13, 20, 30] {
+        for n in [1, 5, 16, 35 - len as usize] {
+            let prompt = prompt(len);
+            let found = tokens(&model, context.min(prompt.len() + n), &prompt, n, &[], &GREEDY).0;
+            cases.push((prompt, n, found));
+        }
+    }
+    for (prompt, n, found) in &cases {
+        let longer = cases.iter().filter(|(other, more, _)| other == prompt && more > n);
+        for (_, more, longer) in longer {
+            let same = found.len().min(longer.len());
+            assert_eq!(found[..same], longer[..same], "{} tokens, {n} and {more} more", prompt.len());
+        }
+    }
+    assert!(cases.iter().any(|(prompt, _, found)| prompt.len() < original && prompt.len() + found.len() > original));
+    let Some(python) = python() else { return };
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/families/llama-dynamic");
+    let fixture = tempfile::tempdir().unwrap();
+    let file = fixture.path().join("cases.json");
+    let asked: Vec<(&[u32], usize)> = cases.iter().map(|(prompt, _, found)| (&prompt[..], found.len())).collect();
+    std::fs::write(&file, serde_json::to_string(&asked).unwrap()).unwrap();
+    let theirs = run_script(&python, "transformers_generate.py", &[folder.as_os_str(), file.as_os_str()]);
+    for ((prompt, _, found), theirs) in cases.iter().zip(theirs.as_array().unwrap()) {
+        assert_eq!(serde_json::json!(found), *theirs, "{} tokens, {} more", prompt.len(), found.len());
+    }
+}
+
+#[test]
+fn equal_seeds_give_equal_texts_and_others_do_not() {
+    let model = tiny(PrecisionPolicy::FP32);
+    for (top_k, top_p) in [(None, None), (Some(40), None), (None, Some(0.9)), (Some(40), Some(0.9))] {
+        let of = |seed| {
+            let sampling = Sampling { temperature: 2.0, top_k, top_p, seed, ..Sampling::default() };
+            tokens(&model, 64, &[1], 30, &[], &sampling).0
+        };
+        assert_eq!(of(1), of(1));
+        assert_ne!(of(1), of(2), "top-k {top_k:?}, top-p {top_p:?}");
+    }
+}
+
+#[test]
+fn one_likeliest_token_is_greedy_and_a_penalty_ends_repetition() {
+    let model = tiny(PrecisionPolicy::FP32);
+    let greedy = tokens(&model, 128, &[5], 60, &[], &GREEDY).0;
+    let narrow = Sampling { top_k: Some(1), ..Sampling::default() };
+    assert_eq!(tokens(&model, 128, &[5], 60, &[], &narrow).0, greedy);
+    let distinct = |ids: &[u32]| ids.iter().collect::<std::collections::BTreeSet<_>>().len();
+    let with_repetition_penalty =
+        tokens(&model, 128, &[5], 60, &[], &Sampling { repetition_penalty: 50.0, ..GREEDY }).0;
+    assert!(distinct(&with_repetition_penalty) > distinct(&greedy), "{with_repetition_penalty:?} against {greedy:?}");
+}
+
+#[test]
+fn the_end_of_text_token_ends_it_and_is_not_returned() {
+    let model = tiny(PrecisionPolicy::FP32);
+    let (ids, _) = tokens(&model, 64, &[1], 20, &[], &GREEDY);
+    let eos = ids[7];
+    let first = ids.iter().position(|&id| id == eos).unwrap();
+    assert_eq!(tokens(&model, 64, &[1], 20, &[300, eos], &GREEDY), (ids[..first].to_vec(), StopReason::EndOfText));
+}
+
+#[test]
+fn a_full_context_ends_it() {
+    let model = tiny(PrecisionPolicy::FP32);
+    // Ten places: three for the prompt, seven for tokens that are looked at, and one more token is chosen from them.
+    let (ids, stop) = tokens(&model, 10, &[1, 2, 3], 100, &[], &GREEDY);
+    assert_eq!((ids.len(), stop), (8, StopReason::ContextFull));
+}
+
+#[test]
+fn the_receiver_can_stop_generation() {
+    let (model, weights) = tiny(PrecisionPolicy::FP32);
+    let mut cache = KvCache::new(model.spec(), PrecisionPolicy::FP32, 20, &Device::Cpu).unwrap();
+    let request = GenerationRequest { prompt: &[1], max_tokens: 9, stop_token_ids: &[], sampling: &GREEDY };
+    let mut count = 0;
+    let stop = generate(&model, &weights, &mut cache, request, |_| {
+        count += 1;
+        Ok(count < 4)
+    });
+    assert_eq!((stop.unwrap(), count), (StopReason::Callback, 4));
+}
+
+#[test]
+fn the_command_writes_the_same_text_for_the_same_seed_from_run_checkpoint_and_folder() {
+    let fixture = CliFixture::empty();
+    fixture.said(
+        "--plain --run r --threads 1 --steps 2 --batch-size 2 --init-scale 65536 --set train.sample_tokens=0 \
+         --set train.eval_batches=1",
+    );
+    let text = |model: &str, seed: u32| {
+        fixture.said(&format!("generate {model} --prompt the -n 20 --seed {seed} --threads 1"))
+    };
+    let from_run = text("checkpoints/r", 3);
+    assert_eq!(text("checkpoints/r/step-000002", 3), from_run);
+    assert_eq!(text("checkpoints/r", 3), from_run);
+    assert_ne!(text("checkpoints/r", 4), from_run);
+
+    // The device and its kernels are chosen as for training.
+    let greedy = |kernels: &str| {
+        fixture.said(&format!("generate r --prompt the -n 20 --temperature 0 --device cpu --kernels {kernels}"))
+    };
+    assert_eq!(greedy("candle"), greedy("fused"));
+
+    let (code, text, notice) = fixture.output("generate checkpoints/r -n 1000 --temperature 0 --dtype fp16");
+    assert_eq!(code, Some(0), "{notice}");
+    assert!(text.ends_with('\n'));
+    let ended = notice.contains("the context of 128 tokens is full");
+    assert!(ended || notice.is_empty(), "{notice}");
+}

@@ -1,0 +1,28 @@
+//! The program as its users have it: commands, messages, files, the terminal. One program, because each links everything once more.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test stops at the first thing that is not as it should be, and prints what it has measured"
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod bos;
+mod chat;
+mod checkpoint_command;
+mod commands;
+mod compare;
+mod data_sources;
+mod evaluate;
+mod export;
+mod fp16_check;
+mod generate;
+mod interface;
+mod lab;
+mod memory_saving_runs;
+mod metrics_export;
+mod quick_start;
+mod regressions;
+mod templates;
+mod terminal;

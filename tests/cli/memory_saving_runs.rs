@@ -1,0 +1,387 @@
+//! Runs that save memory: adapters, 8-bit moments, BF16 without masters. Killed and resumed bit for bit, exported to PEFT's format,
+//! merged, and refused if they make no sense.
+
+use crate::common::cli_fixture::CliFixture;
+use crate::common::compare::{furthest, values};
+use crate::common::python::{has_module, python, run_script};
+use candle_core::Device;
+use finetune::engine::device::DeviceContext;
+use finetune::engine::kernels::KernelBackend;
+use finetune::engine::model::{ForwardMode, InputIds, Workspace};
+use finetune::inference::trained::TrainedModel;
+use finetune::precision::PrecisionPolicy;
+use finetune::random::{Domain, Stream};
+use finetune::store::checkpoint::{compare, latest_valid};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::process::Stdio;
+use std::time::Duration;
+
+/// The ways to save memory that a resumed run must not show. `model.gguf` is [`quantized`].
+const WAYS: [(&str, &str); 6] = [
+    ("qlora", "--model model.gguf --lora r=4,alpha=8,dropout=0.1,dora --dtype bf16 --lr 3e-3"),
+    ("lora", "--lora r=4,alpha=8,dropout=0.1 --dtype fp16"),
+    ("dora", "--lora r=2,alpha=8,targets=c_attn+mlp.c_proj,rslora,dora,save=ln_f --dtype bf16"),
+    ("adamw8bit", "--optimizer adamw8bit --dtype fp16 --lr 1e-3"),
+    ("no-masters", "--dtype p=bf16,c=bf16,g=bf16,r=f32"),
+    (
+        "all",
+        "--lora r=64,alpha=8,dropout=0.1 --optimizer adamw8bit --dtype p=bf16,c=bf16,g=bf16,r=bf16 \
+         --set train.recompute=block",
+    ),
+];
+
+/// A line that trains a little in the run called `run`.
+fn small(run: &str, steps: u32, more: &str) -> String {
+    format!(
+        "--run {run} --plain --steps {steps} --batch-size 2 --seq-len 16 --save-every 5 --set train.sample_tokens=0 \
+         --set train.eval_batches=2 --threads 1 --set telemetry.probe_every=7 {more}"
+    )
+}
+
+/// A folder with `model.gguf`: the default model in blocks of `Q8_0`, untrained, so that there is something to learn.
+fn quantized() -> CliFixture {
+    let fixture = CliFixture::empty();
+    fixture.said(&small("first", 1, "--init-scale 1024 --lr 1e-9"));
+    fixture.said("export first model.gguf --dtype q8_0");
+    fixture
+}
+
+/// Starts the run `run` from its beginning and kills it after its save at step 10. `false` if it ended before.
+fn kill(fixture: &CliFixture, run: &str, flags: &str) -> bool {
+    let path = fixture.run(run);
+    fs::remove_dir_all(&path).ok();
+    let mut child = fixture.command(&small(run, 30, flags)).stdout(Stdio::null()).spawn().unwrap();
+    while !path.join("step-000010").exists() && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child.kill().unwrap();
+    let status = child.wait().unwrap();
+    assert!(status.signal() == Some(libc::SIGKILL) || status.success(), "{run}: {status}");
+    status.signal().is_some() && latest_valid(&path).unwrap().checkpoint.state().step < 30
+}
+
+#[test]
+fn killed_runs_resume_bit_for_bit() {
+    let fixture = quantized();
+    for (way, flags) in WAYS {
+        let (undisturbed, killed) = (format!("{way}-undisturbed"), format!("{way}-killed"));
+        fixture.said(&small(&undisturbed, 30, flags));
+        // A run may come to its end before it is killed.
+        assert!((0..10).any(|_| kill(&fixture, &killed, flags)), "{way}: no run was killed");
+        fixture.said(&format!("--resume {killed} --plain --threads 1"));
+        let losses = |run: &str| -> BTreeMap<u64, u32> {
+            fixture.steps(run).iter().map(|step| (step.step, step.loss.to_bits())).collect()
+        };
+        let (expected, found) = (losses(&undisturbed), losses(&killed));
+        assert_eq!(expected.len(), 30, "{way}");
+        assert_eq!(found, expected, "{way}");
+        assert_eq!(compare(&fixture.newest(&undisturbed), &fixture.newest(&killed)).unwrap(), [], "{way}");
+        let losses: Vec<f32> = expected.values().map(|bits| f32::from_bits(*bits)).collect();
+        assert!(losses.iter().all(|loss| loss.is_finite()), "{way}: {losses:?}");
+        // Losses of two batches differ by a tenth or two.
+        assert!(losses[29] < losses[0] - 0.3, "{way} learns nothing: {losses:?}");
+    }
+}
+
+#[test]
+fn verify_resume_holds_for_every_way() {
+    let fixture = quantized();
+    for (way, flags) in WAYS {
+        let said = fixture.said(&format!("verify-resume --steps 8 --at 5 --batch-size 2 --seq-len 16 {flags}"));
+        assert!(!said.is_empty(), "{way}");
+    }
+}
+
+/// A checkpoint of adapters has no base, and is small.
+#[test]
+fn a_checkpoint_of_adapters_is_small_and_in_pefts_format() {
+    let fixture = CliFixture::empty();
+    fixture.said(&small("lora", 5, "--lora r=4,alpha=8 --init-scale 1024"));
+    fixture.said(&small("whole", 5, "--init-scale 1024"));
+    let files = |run: &str| -> BTreeMap<String, u64> {
+        let files = fs::read_dir(fixture.run(run).join("step-000005")).unwrap();
+        files
+            .map(|file| file.unwrap())
+            .map(|file| (file.file_name().into_string().unwrap(), file.metadata().unwrap().len()))
+            .collect()
+    };
+    let (lora, whole) = (files("lora"), files("whole"));
+    assert!(lora.contains_key("adapter_config.json") && lora.contains_key("adapter_model.safetensors"));
+    assert!(!lora.contains_key("model.safetensors"), "{lora:?}");
+    let total = |files: &BTreeMap<String, u64>| files.values().sum::<u64>();
+    assert!(total(&lora) * 5 < total(&whole), "{} {}", total(&lora), total(&whole));
+    let state: Value =
+        serde_json::from_slice(&fs::read(fixture.run("lora").join("step-000005/state.json")).unwrap()).unwrap();
+    assert_eq!(state["base"]["name"], "tiny");
+    assert_eq!(state["base"]["sha256"].as_str().unwrap().len(), 64);
+}
+
+/// A folder with a model, a text and a run of adapters over it.
+fn fixture() -> CliFixture {
+    let fixture = CliFixture::new();
+    fixture.model("other", |_| {});
+    let path = fixture.path("other/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last - 2] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    fixture.said(&small("run", 10, "--model model --data text.txt --lora r=3,alpha=6,targets=c_attn+c_fc --lr 1e-2"));
+    fixture
+}
+
+#[test]
+fn another_base_is_refused_by_its_hash() {
+    let fixture = fixture();
+    fs::rename(fixture.path("model"), fixture.path("was")).unwrap();
+    fs::rename(fixture.path("other"), fixture.path("model")).unwrap();
+    for line in ["--resume run --steps 12", "generate run --prompt a"] {
+        let (code, _, said) = fixture.output(line);
+        assert!(code != Some(0) && said.contains("a different base model"), "{line}: {said}");
+    }
+}
+
+fn logits(trained: &TrainedModel, ids: &[u32]) -> Vec<f64> {
+    let open = cpu();
+    let (model, weights) = trained.load(PrecisionPolicy::FP32, &open).unwrap();
+    let shape = (1, ids.len());
+    let mut workspace = Workspace::for_evaluation(model.spec(), PrecisionPolicy::FP32, shape, &Device::Cpu).unwrap();
+    let tokens = InputIds { ids, seq_len: ids.len(), documents: None };
+    model.forward(&weights, tokens, ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
+    values(&model.logits(&weights, workspace.hidden()).unwrap())
+}
+
+fn cpu() -> DeviceContext {
+    let place: finetune::engine::device::DeviceSpec = "cpu".parse().unwrap();
+    place.open(PrecisionPolicy::FP32, KernelBackend::Auto, &mut |_| ()).unwrap()
+}
+
+/// Asserts that `merge` printed the largest difference between the logits of `run` and of `written`, and returns it.
+fn assert_printed(said: &str, run: &TrainedModel, written: &TrainedModel) -> f64 {
+    let number = said.split("largest logit error: ").nth(1).and_then(|rest| rest.split(' ').next());
+    let printed: f64 = number.unwrap_or_else(|| panic!("{said}")).parse().unwrap();
+    let stream = Stream::new(0, Domain::Bench);
+    let tokens = 64.min(run.config.max_position_embeddings) as u32;
+    let ids: Vec<u32> = (0..tokens).map(|at| stream.block(0, 0, at)[0] % run.config.vocab_size as u32).collect();
+    let expected = furthest(&logits(run, &ids), &logits(written, &ids));
+    assert!((printed - expected).abs() <= 0.05 * expected, "printed {printed:e}, measured {expected:e}");
+    expected
+}
+
+/// Logits that are not finite are an error; a maximum that ignores them would print no difference.
+#[test]
+fn a_merge_whose_logits_are_not_finite_is_an_error() {
+    let fixture = fixture();
+    fixture.said("export run adapter");
+    let file = fixture.path("adapter/adapter_model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    for (name, tensor) in &mut tensors {
+        if name.contains("lora_B") {
+            *tensor = (&*tensor * 1e30).unwrap();
+        }
+    }
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let (code, said, complaint) = fixture.output("merge model merged --adapter adapter");
+    assert!(code != Some(0) && complaint.contains("logits are not finite"), "{complaint}");
+    assert!(!said.contains("largest difference"));
+}
+
+const IDS: [u32; 12] = [1, 7, 33, 2, 99, 200, 13, 13, 64, 5, 128, 90];
+
+/// The run, its export and the merged model give the same answers; `generate` and `eval` take each of them.
+#[test]
+fn exported_and_merged_adapters_have_the_logits_of_the_run() {
+    let fixture = fixture();
+    fixture.said("export run adapter");
+    let merged = fixture.said("merge model merged --adapter adapter");
+    let printed = [merged, fixture.said("merge run merged16 --dtype bf16")];
+    fixture.said("export run exported --merge");
+    // The base's name is relative to where the run was started.
+    let open =
+        |path: &str| TrainedModel::open_with(&fixture.path(path), None, &mut |name, _| Ok(fixture.path(name))).unwrap();
+    let whole = logits(&open("model"), &IDS);
+    let run = logits(&open("checkpoints/run"), &IDS);
+    assert!(furthest(&whole, &run) > 1e-2, "the adapters do nothing");
+    for (path, bound) in [("adapter", 0.0), ("merged", 1e-4), ("exported", 1e-4), ("merged16", 0.3)] {
+        let difference = furthest(&run, &logits(&open(path), &IDS));
+        assert!(difference <= bound, "{path}: {difference:.1e}");
+    }
+    for (path, printed) in ["merged", "merged16"].into_iter().zip(printed) {
+        assert_printed(&printed, &open("checkpoints/run"), &open(path));
+    }
+    let with = open("model").with_adapters(&fixture.path("adapter")).unwrap();
+    assert_eq!(furthest(&run, &logits(&with, &IDS)), 0.0);
+    let generated =
+        |model: &str| fixture.said(&format!("generate {model} --prompt some --temperature 0 --max-tokens 8"));
+    assert_eq!(generated("run"), generated("model --adapter adapter"));
+    fixture.said("eval model --adapter adapter --data text.txt --seq-len 16");
+    // Whether FP16 is enough is measured on all layers, although adapters leave most layers frozen.
+    let checked = |model: &str| {
+        let (code, said, complaint) =
+            fixture.output(&format!("fp16-check {model} --data text.txt --seq-len 16 --batches 1 --json"));
+        assert!(matches!(code, Some(0 | 4 | 5)), "{complaint}");
+        serde_json::from_str::<Value>(&said).unwrap()
+    };
+    let merged = checked("merged");
+    for model in ["run", "model --adapter adapter"] {
+        let report = checked(model);
+        assert_eq!(report["best_scale"], merged["best_scale"]);
+        assert_eq!(report["units"].as_array().unwrap().len(), merged["units"].as_array().unwrap().len());
+    }
+}
+
+/// Adapters over a quantized base behave like adapters over any base: used, exported and merged.
+#[test]
+fn a_quantized_base_stays_in_blocks_and_its_adapters_are_used_and_merged() {
+    let fixture = quantized();
+    let (code, out, err) =
+        fixture.output(&small("run", 10, "--model model.gguf --lora r=3,alpha=6 --lr 1e-2 --dtype bf16"));
+    let said = out + &err;
+    assert!(code == Some(0) && said.contains("stays quantized (QLoRA)"), "{said}");
+    let state = fs::read(fixture.run("run").join("step-000010/state.json")).unwrap();
+    assert_eq!(serde_json::from_slice::<Value>(&state).unwrap()["base"]["name"], "model.gguf");
+    fixture.said("export run adapter");
+    let open =
+        |path: &str| TrainedModel::open_with(&fixture.path(path), None, &mut |name, _| Ok(fixture.path(name))).unwrap();
+    let mut differences = Vec::new();
+    for (out, dtype) in
+        [("merged", "fp32"), ("merged16.gguf", "fp16"), ("merged8.gguf", "q8_0"), ("merged4.gguf", "q4_k")]
+    {
+        let printed = fixture.said(&format!("merge model.gguf {out} --adapter adapter --dtype {dtype}"));
+        differences.push(assert_printed(&printed, &open("checkpoints/run"), &open(out)));
+    }
+    assert!(differences.is_sorted() && differences[2] > 100.0 * differences[0], "{differences:?}");
+    let (base, run) = (logits(&open("model.gguf"), &IDS), logits(&open("checkpoints/run"), &IDS));
+    assert!(furthest(&base, &run) > 1e-2, "the adapters do nothing");
+    let with = open("model.gguf").with_adapters(&fixture.path("adapter")).unwrap();
+    assert_eq!(furthest(&run, &logits(&with, &IDS)), 0.0);
+    let difference = furthest(&run, &logits(&open("merged"), &IDS));
+    assert!(difference <= 1e-4, "merged: {difference:.1e}");
+    let generated =
+        |model: &str| fixture.said(&format!("generate {model} --prompt the --temperature 0 --max-tokens 8"));
+    assert_eq!(generated("run"), generated("model.gguf --adapter adapter"));
+    fixture.said("eval model.gguf --adapter adapter --data grammar --seq-len 64 --dtype bf16");
+    let memory = fixture.said("lab memory --model model.gguf --seq 16 --batch 2");
+    assert!(memory.contains("LoRA (ours)") && memory.contains("QLoRA (ours)"), "{memory}");
+}
+
+/// PEFT reads what we export, and we read what PEFT saves, with the same logits.
+#[test]
+fn peft_and_we_read_each_others_adapters() {
+    let Some(python) = python() else { return };
+    if !has_module(&python, "peft") {
+        return;
+    }
+    let fixture = fixture();
+    fixture.said("export run adapter");
+    let path = |name: &str| fixture.path(name);
+    let ids = IDS.map(|id| id.to_string()).join(",");
+    let theirs = run_script(
+        &python,
+        "peft_logits.py",
+        &[path("model").as_os_str(), path("adapter").as_os_str(), path("again").as_os_str(), ids.as_ref()],
+    );
+    let numbers = |value: &Value| value.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect::<Vec<_>>();
+    let base = TrainedModel::open(&path("model"), None).unwrap();
+    let ours = logits(&base.with_adapters(&path("adapter")).unwrap(), &IDS);
+    let difference = furthest(&ours, &numbers(&theirs["logits"]));
+    assert!(difference < 1e-4, "PEFT's logits differ by {difference:.1e}");
+    let base = TrainedModel::open(&path("model"), None).unwrap();
+    let again = logits(&base.with_adapters(&path("again")).unwrap(), &IDS);
+    assert_eq!(furthest(&ours, &again), 0.0, "what PEFT saved again is another adapter");
+    let base = TrainedModel::open(&path("model"), None).unwrap();
+    let fresh = logits(&base.with_adapters(&path("again-fresh")).unwrap(), &IDS);
+    let difference = furthest(&fresh, &numbers(&theirs["fresh"]));
+    assert!(difference < 1e-4, "the logits of PEFT's own adapter differ by {difference:.1e}");
+}
+
+/// Every message for adapters that make no sense, with exit code 2.
+#[test]
+fn nonsense_is_refused() {
+    let fixture = fixture();
+    fixture.said("export run adapter");
+    let config: Value =
+        serde_json::from_slice(&fs::read(fixture.path("adapter/adapter_config.json")).unwrap()).unwrap();
+    let broken = |name: &str, change: &dyn Fn(&mut Value, &mut Vec<u8>)| {
+        let (mut config, mut bytes) =
+            (config.clone(), fs::read(fixture.path("adapter/adapter_model.safetensors")).unwrap());
+        change(&mut config, &mut bytes);
+        fixture.write(&format!("{name}/adapter_config.json"), config.to_string());
+        fixture.write(&format!("{name}/adapter_model.safetensors"), bytes);
+    };
+    let keys = [
+        ("ia3", "peft_type", json!("IA3")),
+        ("rank", "r", json!(4)),
+        ("zero", "r", json!(0)),
+        ("alpha", "lora_alpha", json!("many")),
+        ("dropped", "lora_dropout", json!(1.0)),
+        ("pattern", "rank_pattern", json!({"c_attn": 8})),
+        ("bias", "bias", json!("all")),
+        ("pissa", "init_lora_weights", json!("pissa")),
+        ("unknown", "warp_factor", json!(9)),
+        ("dora", "use_dora", json!(true)),
+    ];
+    for (name, key, value) in &keys {
+        broken(name, &|config, _| config[*key] = value.clone());
+    }
+    broken("cut", &|_, bytes| bytes.truncate(bytes.len() - 9));
+    broken("header", &|_, bytes| bytes.truncate(5));
+    let text =
+        String::from_utf8_lossy(&fs::read(fixture.path("adapter/adapter_model.safetensors")).unwrap()).into_owned();
+    assert!(text.contains("h.0.attn.c_attn"));
+    broken("foreign", &|_, bytes| {
+        let at = bytes.windows(6).position(|window| window == b"c_attn").unwrap();
+        bytes[at..at + 6].copy_from_slice(b"q_proj");
+    });
+    fixture.write("pickled/adapter_config.json", config.to_string());
+    fixture.write("pickled/adapter_model.bin", "x");
+
+    let mut lines: Vec<String> = [
+        "r=0,alpha=8",
+        "r=4",
+        "alpha=8",
+        "r=4,alpha=nan",
+        "r=4,alpha=0",
+        "r=4,alpha=8,dropout=1",
+        "r=4,alpha=8,dropout=-0.1",
+        "r=four,alpha=8",
+        "r=4,alpha=8,targets=q_proj",
+        "r=4,alpha=8,targets=",
+        "r=4,alpha=8,targets=wte",
+        "r=4,alpha=8,save=wte",
+        "r=4,alpha=8,save=c_attn",
+        "r=4,alpha=8,save=lm_head",
+        "r=4,alpha=8,bias=all",
+        "rank=4",
+    ]
+    .iter()
+    .map(|lora| format!("--model model --data text.txt --seq-len 16 --lora {lora}"))
+    .collect();
+    lines.extend(
+        [
+            "--lora r=4,alpha=8 --set precision.fallback=layer",
+            "--lora r=4,alpha=8 --set precision.fp8.block=1",
+            "--dtype p=bf16,c=f16,g=f16,r=f32",
+            "--optimizer sgd",
+        ]
+        .map(ToOwned::to_owned),
+    );
+    let names =
+        keys.iter().map(|(name, ..)| *name).chain(["cut", "header", "foreign", "pickled", "text.txt", "nowhere"]);
+    lines.extend(names.map(|name| format!("generate model --adapter {name}")));
+    lines.push("generate run --adapter adapter".into());
+    lines.push("merge model out".into());
+    lines.push("export run out.gguf".into());
+    lines.push("--resume run --lora r=8,alpha=8".into());
+    let mut said = String::new();
+    for line in lines {
+        let complaint = fixture.refused(&line).replace(&fixture.folder().display().to_string(), "[FOLDER]");
+        let errors: Vec<&str> = complaint.lines().skip_while(|line| !line.starts_with("error: ")).collect();
+        assert!(!errors.is_empty() && !complaint.contains("panicked"), "finetune {line}\n{complaint}");
+        writeln!(said, "$ finetune {line}\n{}\n", errors.join("\n")).unwrap();
+    }
+    insta::assert_snapshot!(said);
+}

@@ -1,0 +1,371 @@
+//! Regressions from daily use, named by their number in a list.
+
+use std::fs;
+use std::io::{BufRead, BufReader, ErrorKind, Read};
+use std::net::{TcpListener, TcpStream};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::common::cli_fixture::CliFixture;
+use finetune::telemetry::{Event, ProcessId, Record, StepRecord, VERSION, read};
+
+/// A line that trains `model` a little in the run called `name`.
+fn training(name: &str, more: &str) -> String {
+    format!(
+        "--model model --run {name} --seq-len 8 --batch-size 2 --threads 1 --plain --set train.sample_tokens=0 \
+         --set train.eval_batches=4 {more}"
+    )
+}
+
+#[test]
+fn n1_a_model_without_a_text_learns_shakespeare_without_a_network() {
+    let fixture = CliFixture::new();
+    let lines = fixture.said(&training("r", "--steps 1 --log-every 1"));
+    assert!(lines.contains("tiny_shakespeare: "), "{lines}");
+    assert!(fixture.said("config --model distilgpt2").contains("data = \"tiny_shakespeare\""));
+    assert!(fixture.said("config").contains("data = \"grammar\""));
+}
+
+#[test]
+fn n3_no_network_is_found_out_in_two_seconds() {
+    let fixture = CliFixture::new();
+    let (_listener, _waiting, silent) = silent_endpoint();
+    // An address that never answers, and a port without a listener.
+    for endpoint in [silent.as_str(), "http://127.0.0.1:9"] {
+        for line in ["generate owner/name", "--model owner/name", "--data hf://datasets/o/n/f.txt"] {
+            let time = |offline: bool| {
+                let began = Instant::now();
+                let mut command = fixture.command(line);
+                command.env("HF_ENDPOINT", endpoint).env("HF_HOME", fixture.folder());
+                for variable in ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"] {
+                    command.env_remove(variable);
+                }
+                if !offline {
+                    command.env_remove("HF_HUB_OFFLINE");
+                }
+                let output = command.output().unwrap();
+                let complaint = String::from_utf8(output.stderr).unwrap();
+                let (code, why) = if offline { (2, "`HF_HUB_OFFLINE` forbids") } else { (1, "unreachable") };
+                assert_eq!(output.status.code(), Some(code), "{complaint}");
+                assert!(complaint.contains(why) && complaint.contains("not in the cache"), "{complaint}");
+                began.elapsed()
+            };
+            // The rest of the time is the program's start. The machine may be busy during one trial.
+            let mut waits = (0..5).map(|_| time(false).saturating_sub(time(true)));
+            let waited = waits.find(|wait| *wait < Duration::from_millis(2200));
+            let waited = waited.unwrap_or_else(|| panic!("{endpoint}: {line}: more than two seconds"));
+            assert!(endpoint != silent || waited > Duration::from_secs(1), "{endpoint} is not silent: {waited:?}");
+        }
+    }
+}
+
+/// An endpoint that accepts no connection, because its queue is full, and the connections that fill it.
+fn silent_endpoint() -> (TcpListener, Vec<TcpStream>, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let connect = || match TcpStream::connect_timeout(&address, Duration::from_millis(500)) {
+        Err(error) if error.kind() == ErrorKind::TimedOut => None,
+        connected => Some(connected.unwrap()),
+    };
+    let waiting = std::iter::from_fn(connect).collect();
+    (listener, waiting, format!("http://{address}"))
+}
+
+#[test]
+fn n3_a_name_that_cannot_be_on_the_hub_is_wrong_without_a_network_too() {
+    let fixture = CliFixture::new();
+    for name in ["~/model", "https://huggingface.co/distilgpt2", "my:model", "model.gguf"] {
+        let mut command = fixture.command(&format!("generate {name}"));
+        command.env("HF_ENDPOINT", "http://127.0.0.1:9").env_remove("HF_HUB_OFFLINE").env("HF_HOME", fixture.folder());
+        let output = command.output().unwrap();
+        let complaint = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{complaint}");
+        assert!(!complaint.contains("cache"), "{complaint}");
+    }
+}
+
+/// Anyone who watches from another terminal can read the run's current phase in the log.
+#[test]
+fn n3_phases_are_in_the_log_and_shown_to_those_who_watch() {
+    let fixture = CliFixture::new();
+    fixture
+        .said(&training("r", "--data text.txt --steps 4 --eval-every 2 --set train.sample_tokens=2 --sample-every 4"));
+    let log = fixture.path("checkpoints/r/events.jsonl");
+    let records = read(&log).unwrap();
+    let begun = |record: &Record| match &record.event {
+        Event::Phase { step, what } => Some((*step, what.clone())),
+        _ => None,
+    };
+    let phases: Vec<_> = records.iter().filter_map(begun).collect();
+    let of = |step: u64, what: &str| (step, what.to_owned());
+    assert!(phases.starts_with(&[of(2, "evaluating"), of(2, "saving")]), "{phases:?}");
+    for what in ["evaluating", "saving", "sampling"] {
+        assert!(phases.contains(&of(4, what)), "{phases:?}");
+    }
+
+    // As if the run were saving now: its process is this test.
+    let saving = records.iter().rposition(|record| begun(record).is_some_and(|(_, what)| what == "saving")).unwrap();
+    let mut records = records[..=saving].to_vec();
+    if let Event::Started(started) = &mut records[0].event {
+        started.process = ProcessId::own();
+    }
+    fs::write(&log, records.iter().map(|record| serde_json::to_string(record).unwrap() + "\n").collect::<String>())
+        .unwrap();
+    let mut watching = fixture.command("watch r --plain").spawn().unwrap();
+    let mut lines = BufReader::new(watching.stdout.take().unwrap()).lines();
+    let shown = lines.find(|line| line.as_ref().unwrap().starts_with("saving for "));
+    watching.kill().unwrap();
+    watching.wait().unwrap();
+    assert!(shown.is_some());
+}
+
+#[test]
+fn n3_a_misspelt_name_is_suggested_before_the_hub_is_asked() {
+    let fixture = CliFixture::new();
+    let hub = TcpListener::bind("127.0.0.1:0").unwrap();
+    hub.set_nonblocking(true).unwrap();
+    let endpoint = format!("http://{}", hub.local_addr().unwrap());
+    for line in ["eval mdoel --data text.txt", "generate modle", "--model mdoel", "--model distilgtp2"] {
+        let output = fixture.command(line).env("HF_ENDPOINT", &endpoint).env_remove("HF_HUB_OFFLINE").output().unwrap();
+        let complaint = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{complaint}");
+        assert!(complaint.contains("did you mean `"), "{complaint}");
+        assert!(hub.accept().is_err(), "finetune {line} asked the Hub");
+    }
+}
+
+#[test]
+fn n4_help_is_grouped_and_has_defaults_and_examples() {
+    let fixture = CliFixture::new();
+    let help = fixture.said("--help");
+    for part in ["Model and text:", "Training:", "Loss scale:", "Examples:", "[default: 5e-5]"] {
+        assert!(help.contains(part), "{part} is missing:\n{help}");
+    }
+    assert_eq!(help.lines().filter(|line| line.starts_with("  finetune ")).count(), 3);
+    let explained = fixture.said("config --explain");
+    assert!(explained.contains("# The highest learning rate.\nlr = 0.003\n"), "{explained}");
+    assert!(fixture.said("config --dtype half").contains("dtype = \"p=f32,c=f16,g=f16,r=f32\""));
+    for (typed, tip) in [("train", "`finetune` without a command trains"), ("resume", "`finetune --resume`")] {
+        let complaint = fixture.refused(typed);
+        assert!(complaint.contains(tip), "{complaint}");
+    }
+}
+
+#[test]
+fn n5_epochs_win_over_the_presets_steps() {
+    let fixture = CliFixture::new();
+    let config = fixture.said("config --epochs 1");
+    assert!(config.contains("epochs = 1.0") && !config.contains("\nsteps"), "{config}");
+    let complaint = fixture.refused("--epochs 1 --steps 4");
+    assert!(complaint.contains("both `epochs` and `steps`"), "{complaint}");
+}
+
+#[test]
+fn n6_the_best_checkpoint_is_kept_and_used() {
+    let fixture = CliFixture::new();
+    // At this high rate the loss rises after the first steps.
+    let worse = "--data text.txt --steps 40 --eval-every 2 --lr 0.3 --schedule constant --warmup-steps 4 --keep-last 1";
+    let lines = fixture.said(&training("r", &format!("{worse} --early-stopping 3 --save-every 1000")));
+    assert!(lines.contains("finished reason=early_stopped"), "{lines}");
+    let events = fixture.events("r");
+    let evals = events.iter().filter_map(|event| match event {
+        Event::Eval(eval) => Some((eval.step, eval.loss)),
+        _ => None,
+    });
+    let (best, loss) = evals.min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
+    let listed = fixture.said("checkpoint list r");
+    let marked: Vec<_> = listed.lines().filter(|line| line.contains("the best")).collect();
+    assert_eq!(marked.len(), 1, "{listed}");
+    assert!(marked[0].contains(&format!("step-{best:06}")), "{listed}");
+    assert_eq!(listed.lines().count(), 3, "the run, the best and the last:\n{listed}");
+    let shown = fixture.said("checkpoint show r");
+    assert!(shown.contains(&format!("best         validation loss {loss:.4} at step {best}\n")), "{shown}");
+    let evaluated =
+        |more: &str| -> String { fixture.json(&format!("eval r --json {more}"))["model"].as_str().unwrap().to_owned() };
+    assert!(
+        evaluated("--best").ends_with(&format!("step-{best:06}"))
+            && !evaluated("").ends_with(&format!("step-{best:06}"))
+    );
+    fixture.said("export r out --best");
+    assert!(!fixture.said("generate r --best -n 4 --prompt so").is_empty());
+}
+
+#[test]
+fn n8_a_setting_that_changes_on_resume_is_an_event_and_compare_tells_both() {
+    let fixture = CliFixture::new();
+    fixture.said(&training("a", "--data text.txt --steps 2 --lr 0.001"));
+    fixture.said(&training("b", "--data text.txt --steps 4 --lr 0.001"));
+    fixture.said("--resume a --steps 4 --lr 0.002 --plain");
+    let told = |event: &Event| matches!(event, Event::Warning(told) if told.message.contains("optimizer.lr"));
+    assert!(fixture.events("a").iter().any(told));
+    let report = fixture.said("compare a b --width 200");
+    assert!(report.contains("0.001; from step 2 0.002"), "{report}");
+    let complaint = fixture.refused("--resume a --steps 3");
+    assert!(complaint.contains("the run has already completed 4 of 3 steps"), "{complaint}");
+}
+
+#[test]
+fn n9_a_run_that_applies_no_step_says_so_and_fails() {
+    let fixture = CliFixture::new();
+    let line = training("r", "--data text.txt --steps 2 --init-scale 1e30");
+    let (code, _, complaint) = fixture.output(&line);
+    assert_eq!(code, Some(3), "{complaint}");
+    assert!(complaint.contains("all 2 steps overflowed") && complaint.contains("--init-scale"), "{complaint}");
+}
+
+#[test]
+fn n10_a_closed_pipe_is_not_an_error() {
+    let fixture = CliFixture::new();
+    let mut child = fixture.command("man").spawn().unwrap();
+    let mut line = String::new();
+    BufReader::with_capacity(1, child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let mut complaint = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
+    assert_eq!((child.wait().unwrap().code(), complaint.as_str()), (Some(0), ""));
+}
+
+#[test]
+fn n9_every_step_records_the_peak_of_memory_that_the_end_reports() {
+    let fixture = CliFixture::new();
+    fixture.said(&training("r", "--data text.txt --steps 3"));
+    let (mut during, mut at_end) = (0, 0);
+    for event in fixture.events("r") {
+        match event {
+            Event::Step(step) => during = step.peak_rss_bytes.unwrap(),
+            Event::Finished(finished) => at_end = finished.peak_rss_bytes.unwrap(),
+            _ => {}
+        }
+    }
+    assert!(during <= at_end && during as f64 > 0.9 * at_end as f64, "{during} during training, {at_end} at the end");
+}
+
+#[test]
+fn n10_lines_are_replayed_at_the_speed_asked_for() {
+    let fixture = CliFixture::new();
+    let step = |step: u64, s: f64| Record {
+        v: VERSION,
+        t: 0,
+        s,
+        event: Event::Step(Box::new(StepRecord { step, ..StepRecord::default() })),
+    };
+    let lines: Vec<String> =
+        [(128, 0.0), (256, 3.0)].map(|(at, s)| serde_json::to_string(&step(at, s)).unwrap() + "\n").into();
+    fs::write(fixture.path("events.jsonl"), lines.concat()).unwrap();
+    let timed = |speed: &str| {
+        let began = Instant::now();
+        assert_eq!(fixture.said(&format!("watch events.jsonl --plain --speed {speed}")).lines().count(), 2);
+        began.elapsed()
+    };
+    assert!(timed("2") >= Duration::from_millis(1500));
+    assert!(timed("1000") < Duration::from_millis(1500));
+}
+
+#[test]
+fn n11_runs_go_by_their_names_everywhere() {
+    let fixture = CliFixture::new();
+    fixture.said(&training("r", "--data text.txt --steps 4 --save-every 2"));
+    for line in ["list r", "show r", "show r/step-000002", "verify r", "diff r r/step-000004", "prune r --dry-run"] {
+        fixture.said(&format!("checkpoint {line}"));
+    }
+    fixture.said("watch r --plain");
+    assert!(fixture.said("lab scaler --run r").contains("replayed from run r"));
+    assert!(fixture.said("lab memory --run checkpoints/r/events.jsonl").contains("model: "));
+    assert!(fixture.said("verify-resume r --steps 4").contains("bit-identical: 4 steps against 2 + save + load + 2"));
+    fixture.said("--resume r/step-000002 --plain");
+    fixture.said("eval r/step-000002");
+    let complaint = fixture.refused("--resume r --run other");
+    assert!(complaint.contains("remove `--run other`"), "{complaint}");
+    let complaint = fixture.refused("--lr -1");
+    assert!(complaint.contains("optimizer.lr: `-1` is not between"), "{complaint}");
+}
+
+#[test]
+fn n11_runs_are_listed_and_deleted_after_a_question() {
+    let fixture = CliFixture::new();
+    fixture.said(&training("first", "--data text.txt --steps 2"));
+    fixture.said(&training("second", "--data text.txt --steps 3 --dtype bf16"));
+    let listed = fixture.said("runs");
+    let rows: Vec<Vec<&str>> =
+        listed.lines().map(|line| line.split("  ").filter(|cell| !cell.is_empty()).collect()).collect();
+    assert_eq!(rows.len(), 3, "{listed}");
+    let cells = |row: usize| -> Vec<&str> { rows[row].iter().map(|cell| cell.trim()).collect() };
+    assert_eq!((cells(1)[0], cells(1)[2], cells(1)[3], cells(1)[6]), ("first", "model f16", "2/2", "done"), "{listed}");
+    assert_eq!((cells(2)[0], cells(2)[2], cells(2)[3]), ("second", "model bf16", "3/3"), "{listed}");
+    let complaint = fixture.refused("runs delete first");
+    assert!(complaint.contains("add `--yes`"), "there is no terminal to answer on: {complaint}");
+    assert!(fixture.path("checkpoints/first").is_dir());
+    fixture.said("runs delete first --yes");
+    assert!(!fixture.path("checkpoints/first").exists());
+    assert_eq!(fixture.said("runs").lines().count(), 2);
+}
+
+#[test]
+fn n12_three_quick_interrupts_save_and_say_so() {
+    let fixture = CliFixture::new();
+    let mut child = fixture.command(&training("r", "--data text.txt --steps 1000000 --log-every 1")).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.starts_with("step=2/") {
+        line.clear();
+        assert!(lines.read_line(&mut line).unwrap() > 0, "training ended");
+    }
+    for _ in 0..3 {
+        Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+        std::thread::sleep(Duration::from_millis(30));
+    }
+    let mut rest = String::new();
+    lines.read_to_string(&mut rest).unwrap();
+    let mut complaint = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130), "{complaint}");
+    assert!(complaint.contains("interrupted: saving; Ctrl-C again stops without saving"), "{complaint}");
+    assert!(rest.contains("saved step=") && rest.contains("finished reason=interrupted"), "{rest}");
+}
+
+#[test]
+fn n17_a_program_is_run_at_the_best_and_at_the_end() {
+    use std::os::unix::fs::PermissionsExt;
+    let fixture = CliFixture::new();
+    let script = fixture.path("notify.sh");
+    fs::write(&script, "#!/bin/sh\necho \"$1|$2|$3|$4\" >> told\n").unwrap();
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = fixture.command(&training("r", "--data text.txt --steps 2"));
+    assert!(command.args(["--notify", "./notify.sh $HOME"]).status().unwrap().success());
+    let told = || fs::read_to_string(fixture.path("told")).unwrap_or_default();
+    let began = Instant::now();
+    while told().lines().count() < 2 && began.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let mut told: Vec<String> = told().lines().map(str::to_owned).collect();
+    told.sort();
+    assert!(told[0].starts_with("$HOME|best|r|validation loss "), "no shell looks at the words: {told:?}");
+    assert!(told[1].starts_with("$HOME|finished|r|step 2, loss "), "{told:?}");
+}
+
+/// Each process of a notifier that hangs would stay; training continues, and reports the program's fault.
+#[test]
+fn n17_a_program_that_hangs_or_fails_is_told_and_bounded() {
+    use std::os::unix::fs::PermissionsExt;
+    let fixture = CliFixture::new();
+    for (name, script, expected) in [
+        ("hang", "echo $$ >> hang.ids; exec sleep 60", "is still running for 8 events"),
+        ("fail", "exit 3", "failed (exit status: 3)"),
+    ] {
+        let path = fixture.path(name);
+        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let line = format!("--data text.txt --steps 20 --eval-every 1 --notify ./{name}");
+        let output = fixture.command(&training(name, &line)).output().unwrap();
+        assert!(output.status.success());
+        let said = String::from_utf8(output.stdout).unwrap();
+        assert_eq!(said.matches(expected).count(), 1, "{said}");
+    }
+    let ids = || fs::read_to_string(fixture.path("hang.ids")).unwrap_or_default();
+    let began = Instant::now();
+    while ids().lines().count() < 8 && began.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let ids = ids();
+    assert_eq!(ids.lines().count(), 8);
+    Command::new("kill").args(ids.lines()).status().unwrap();
+}

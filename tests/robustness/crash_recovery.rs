@@ -1,0 +1,132 @@
+//! Training itself under fire: killed and interrupted at random instants, resumed, and in the end bit for bit like an
+//! undisturbed run.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::common::checkpoint::Dice;
+use crate::common::cli_fixture::CliFixture;
+use finetune::store::checkpoint::{compare, latest_valid, list, verify};
+use finetune::telemetry::{Event, StepRecord};
+use signal_hook::consts::{SIGKILL, SIGTERM};
+
+const STEPS: u64 = 60;
+
+/// Starts or resumes the run called `run`. It saves every third step, so that many kills hit a save.
+fn start(fixture: &CliFixture, run: &str, resume: bool, more: &str) -> Child {
+    let how = if resume {
+        "--resume".to_owned()
+    } else {
+        format!(
+            "--steps {STEPS} --batch-size 2 --seq-len 16 --save-every 3 --eval-every 20 --set train.eval_batches=2 \
+             --set train.sample_tokens=0 --set dropout.residual=0.1 --threads 1 {more}"
+        )
+    };
+    fixture.command(&format!("--run {run} --plain {how}")).stdout(Stdio::null()).spawn().unwrap()
+}
+
+fn finish(child: Child) -> ExitStatus {
+    let output = child.wait_with_output().unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(matches!(output.status.code(), Some(0 | 130) | None), "{}: {error}", output.status);
+    output.status
+}
+
+/// The figures of every step of a run: the bits of its loss, its scale, and its gradients' norm.
+fn losses(fixture: &CliFixture, run: &str) -> BTreeMap<u64, (u32, String)> {
+    let figures = |step: StepRecord| (step.step, (step.loss.to_bits(), format!("{:?} {:?}", step.scale, step.grads)));
+    fixture.steps(run).into_iter().map(figures).collect()
+}
+
+/// Asserts that the run has the losses and, at its end, the checkpoint of the undisturbed run.
+fn assert_same_as_undisturbed(fixture: &CliFixture, run: &str) {
+    let (expected, found) = (losses(fixture, "undisturbed"), losses(fixture, run));
+    assert_eq!(expected.len() as u64, STEPS);
+    assert_eq!(found, expected);
+    assert_eq!(compare(&fixture.newest("undisturbed"), &fixture.newest(run)).unwrap(), []);
+}
+
+/// Sends `signal` to `count` processes, each after a random time, and lets each run that comes to its end be compared.
+fn disturb(fixture: &CliFixture, signal: i32, count: usize, seed: u64, more: &str) {
+    let began = Instant::now();
+    assert!(finish(start(fixture, "undisturbed", false, more)).success());
+    let undisturbed = began.elapsed();
+
+    let mut dice = Dice(seed);
+    let (mut run, mut disturbed) = (0, 0);
+    while disturbed < count {
+        run += 1;
+        let name = format!("run-{run}");
+        loop {
+            let resume = fixture.run(&name).join("config.toml").exists();
+            let mut child = start(fixture, &name, resume, more);
+            // Half of the time between the start of a process and the end of the run, at most.
+            std::thread::sleep(Duration::from_micros(dice.below(undisturbed.as_micros() as usize / 2) as u64));
+            if disturbed < count && child.try_wait().unwrap().is_none() {
+                let kill = Command::new("kill").args([format!("-{signal}"), child.id().to_string()]).status().unwrap();
+                assert!(kill.success());
+            }
+            let status = finish(child);
+            if status.success() {
+                break;
+            }
+            disturbed += 1;
+            let saved = status.code() == Some(130);
+            assert!(saved || status.signal() == Some(signal), "{status}");
+            let run = fixture.run(&name);
+            // An interrupt during preparation ends the process at once; nothing is saved before the first attempt has started.
+            let started = |event: &Event| matches!(event, Event::Started(_));
+            if saved && run.join("events.jsonl").exists() && fixture.events(&name).iter().any(started) {
+                assert!(latest_valid(&run).unwrap().corrupt_files.is_empty());
+            }
+            for one in list(&run).unwrap_or_default() {
+                assert_eq!(verify(&one.path), []);
+            }
+        }
+        assert_same_as_undisturbed(fixture, &name);
+    }
+}
+
+#[test]
+fn twenty_kills_at_random_instants_change_no_bit() {
+    disturb(&CliFixture::in_memory(), SIGKILL, 20, 1, "");
+}
+
+#[test]
+fn twenty_terminations_at_random_instants_change_no_bit() {
+    disturb(&CliFixture::in_memory(), SIGTERM, 20, 2, "");
+}
+
+/// Rows of several documents, two micro-batches a step, epochs that end in between.
+#[test]
+fn five_kills_of_a_run_of_packed_samples_change_no_bit() {
+    let fixture = CliFixture::in_memory();
+    let row = |i: u32| format!("{{\"prompt\": \"{}\", \"completion\": \"{}\"}}\n", 1 << (i % 9), i * i % 97);
+    fixture.write("short.jsonl", (0..90).map(row).collect::<String>());
+    disturb(&fixture, SIGKILL, 5, 3, "--data short.jsonl --packing --grad-accum 2");
+}
+
+/// The log is read by users and dashboards: a torn one costs lines, not the run.
+#[test]
+fn a_truncated_log_costs_its_lines_only() {
+    let fixture = CliFixture::in_memory();
+    assert!(finish(start(&fixture, "undisturbed", false, "")).success());
+    let mut child = start(&fixture, "torn", false, "");
+    let run = fixture.run("torn");
+    while list(&run).unwrap_or_default().len() < 2 {
+        assert_eq!(child.try_wait().unwrap(), None);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    finish(child);
+    let log = fs::File::options().write(true).open(run.join("events.jsonl")).unwrap();
+    let length = log.metadata().unwrap().len();
+    log.set_len(length * 2 / 3).unwrap();
+    assert!(finish(start(&fixture, "torn", true, "")).success());
+    let (expected, found) = (losses(&fixture, "undisturbed"), losses(&fixture, "torn"));
+    assert!(found.len() < expected.len() && found.contains_key(&STEPS));
+    assert!(found.iter().all(|(step, loss)| expected[step] == *loss));
+}

@@ -2,7 +2,7 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::data::{BatchLoader, DatasetKind, DatasetPreview, SequenceIndex};
+use crate::data::{BatchLoader, DatasetKind, DatasetPreview, DatasetStats, PairStats, SequenceIndex};
 use crate::train::{ModelSource, dataset, dataset_options};
 use crate::ui::may_colour;
 use crate::{Error, Result};
@@ -57,7 +57,7 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
             let config = args.config.resolve()?;
             let stats = preview.stats;
             let steps = loader.steps_per_epoch(config.train.grad_accum);
-            let cells = loader.rows_per_epoch() * config.train.seq_len as u64;
+            let cells = preview.rows * config.train.seq_len as u64;
             let filled = 100.0 * loader.inputs_per_epoch() as f64 / cells.max(1) as f64;
             // A batch of samples is only as wide as they are.
             let rows = if loader.index().kind() != DatasetKind::Text && !config.train.packing {
@@ -66,16 +66,27 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
                 format!("{} of {} tokens, {filled:.1} % filled", preview.rows, preview.seq_len)
             };
             if args.json {
-                let report = json!({
+                let mut report = json!({
                     "samples": stats.samples, "tokens": stats.tokens, "learned": stats.loss_tokens, "cut": stats.truncated,
                     "cut_tokens": stats.truncated_tokens, "dropped": stats.skipped, "rows": preview.rows,
                     "steps_per_epoch": steps, "marked_by": preview.marked_by,
                 });
+                if let Some(PairStats { tokens, longest, longer, equally_long, identical }) = stats.pairs {
+                    report["pairs"] = json!({
+                        "loss_tokens": tokens, "longest": longest, "longer": longer, "equally_long": equally_long,
+                        "identical": identical,
+                    });
+                }
+                if let Some(desirable) = stats.desirable {
+                    report["desirable"] = desirable.into();
+                }
                 format!("{report}\n")
             } else {
+                let what = if stats.pairs.is_some() { "pairs" } else { "samples" };
+                let preferences = preferences(stats);
                 format!(
-                    "samples           {}\ntokens            {}\nloss tokens       {} ({:.1} %)\n\
-                     truncated         {} samples, by {} tokens\nskipped           {} samples without loss tokens\n\
+                    "{what:<7}           {}\ntokens            {}\nloss tokens       {} ({:.1} %)\n{preferences}\
+                     truncated         {} {what}, by {} tokens\nskipped           {} {what} without loss tokens\n\
                      rows              {rows}\nsteps per epoch   {steps}\n",
                     stats.samples,
                     stats.tokens,
@@ -89,6 +100,25 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
         }
     };
     out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
+}
+
+/// Lines about the answers of pairs, or about labels.
+fn preferences(DatasetStats { samples, skipped, pairs, desirable, .. }: DatasetStats) -> String {
+    if let Some(desirable) = desirable {
+        return format!("labels            {desirable} good, {} bad\n", samples - skipped - desirable);
+    }
+    let Some(PairStats { tokens, longest, longer, equally_long, identical }) = pairs else { return String::new() };
+    let kept = (longer[0] + longer[1] + equally_long).max(1) as f64;
+    let side =
+        |side: usize| format!("{:.1} loss tokens on average, at most {}", tokens[side] as f64 / kept, longest[side]);
+    format!(
+        "chosen            {}\nrejected          {}\nlonger            chosen in {} pairs, rejected in {}, \
+         {equally_long} ties\nidentical         {identical} pairs after truncation, left out\n",
+        side(0),
+        side(1),
+        longer[0],
+        longer[1],
+    )
 }
 
 /// The training rows of a configuration, and a preview of their loss tokens.

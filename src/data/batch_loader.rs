@@ -3,9 +3,9 @@
 //! Every token of a text except the first is a label once per epoch, regardless of the batch size. The last window may
 //! be short, and the last batch may have fewer rows: their labels are padded with [`IGNORE_INDEX`].
 //!
-//! Rows of samples differ in length. Groups of 1,024 consecutive rows of the epoch's order are sorted by length, so
-//! that the rows of a batch have similar lengths; a batch is as wide as its longest row. The batches of a group are
-//! then shuffled.
+//! Rows of samples differ in length. Buckets of 1,024 consecutive rows of the epoch's order are sorted by length, so
+//! that the rows of a batch have similar lengths; a batch is as wide as its longest row. The batches of a bucket are
+//! then shuffled. The two rows of a pair count as one in all of this, and stay together.
 
 use std::ops::Range;
 
@@ -86,14 +86,16 @@ impl Batch {
         InputIds { ids: &self.inputs, seq_len: self.seq_len, documents }
     }
 
-    /// Fills row after row with the rows `rows` of `index`, and pads those that are left.
-    fn fill(&mut self, index: &SequenceIndex, rows: impl Iterator<Item = u64> + Clone) {
+    /// Fills row after row with the rows of `groups` of `index`, and pads those that are left.
+    fn fill(&mut self, index: &SequenceIndex, groups: impl Iterator<Item = u64> + Clone) {
+        let rows = index.rows_of(groups);
         let seq_len = index.columns(rows.clone().map(|row| index.row_len(row)).max().unwrap_or(0));
         self.seq_len = seq_len;
         for (ids, padding) in [(&mut self.inputs, 0), (&mut self.labels, IGNORE_INDEX)] {
             ids.clear();
             ids.resize(self.batch_size * seq_len, padding);
         }
+        self.sequences.clear();
         self.document_starts.clear();
         if index.is_packed() {
             self.document_starts.resize(self.batch_size * seq_len, 0);
@@ -109,6 +111,8 @@ impl Batch {
                 index.tokens.read_inputs(span.start, &mut self.inputs[at..at + span.len]);
                 index.tokens.read_labels(span.start + span.len.min(1), &mut self.labels[at..at + span.len]);
                 begin(at, span.len);
+                let role = index.tokens.role(span.start);
+                self.sequences.extend(role.map(|(index, role)| Sequence { labels: at..at + span.len, index, role }));
                 at += span.len;
             }
             // Padding is a separate document, so no query attends to keys before it.
@@ -128,7 +132,7 @@ const BATCH_ORDER_SALT: u64 = 0x6261_7463_6865_7300;
 pub struct DataPosition {
     /// Epochs completed.
     pub epoch: u64,
-    /// Rows of the running epoch already handed out.
+    /// Rows of the running epoch already handed out; a pair counts as one.
     #[serde(rename = "window")]
     pub row: u64,
 }
@@ -196,17 +200,17 @@ impl BatchLoader {
 
     /// An empty batch of the shape that [`Self::next_batch`] fills.
     pub fn batch(&self) -> Batch {
-        Batch::new(self.batch_size, self.index.seq_len)
+        Batch::new(self.batch_size * self.index.group_rows(), self.index.seq_len)
     }
 
     /// Fills `batch` with the next rows and advances.
     pub fn next_batch(&mut self, batch: &mut Batch) {
-        debug_assert_eq!(batch.batch_size, self.batch_size);
+        debug_assert_eq!(batch.batch_size, self.batch_size * self.index.group_rows());
         let DataPosition { epoch, row } = self.position;
         let rows = self.rows_per_epoch();
         let mut end = (row + self.batch_size as u64).min(rows);
         if self.index.is_ragged() && !self.index.is_packed() {
-            // The group consists of whole batches.
+            // The bucket consists of whole batches.
             let stretch = BUCKET_ROWS.next_multiple_of(self.batch_size as u64);
             let first = row / stretch * stretch;
             end = end.min(first + stretch);
@@ -229,7 +233,7 @@ impl BatchLoader {
         }
         let order = Permutation::new(self.rows_per_epoch(), self.seed, epoch);
         let mut rows: Vec<u64> = (first..end).map(|position| order.at(position)).collect();
-        rows.sort_by_key(|&row| self.index.row_len(row));
+        rows.sort_by_key(|&row| self.index.group_len(row));
         // A batch with fewer rows is the epoch's last one and keeps its position.
         let whole = rows.len() / self.batch_size;
         let batches = Permutation::new(whole as u64, self.seed ^ BATCH_ORDER_SALT, epoch.wrapping_mul(1 << 32) + first);
@@ -245,9 +249,9 @@ impl BatchLoader {
         self.index.tokens.check()
     }
 
-    /// Rows that make an epoch.
+    /// Rows that make an epoch; a pair counts as one.
     pub fn rows_per_epoch(&self) -> u64 {
-        self.index.rows()
+        self.index.groups()
     }
 
     /// Micro-batches per epoch; the last one may be padded.
@@ -305,13 +309,18 @@ impl EvalLoader {
     pub fn from_index(index: SequenceIndex, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
         check_shape(batch_size, index.seq_len)?;
         let limit = max_batches.map_or(u64::MAX, |batches| batches.saturating_mul(batch_size as u64));
-        let end = index.rows().min(limit);
+        let end = index.groups().min(limit);
         Ok(Self { index, batch_size, row: 0, end })
+    }
+
+    /// An empty batch of the shape that [`Self::next_batch`] fills.
+    pub fn batch(&self) -> Batch {
+        Batch::new(self.batch_size * self.index.group_rows(), self.index.seq_len)
     }
 
     /// Fills `batch` and returns `true`, or `false` at the end of the pass. Reuses the buffers and allocates nothing.
     pub fn next_batch(&mut self, batch: &mut Batch) -> bool {
-        debug_assert_eq!(batch.batch_size, self.batch_size);
+        debug_assert_eq!(batch.batch_size, self.batch_size * self.index.group_rows());
         if self.row == self.end {
             return false;
         }
@@ -350,6 +359,7 @@ fn check_shape(batch_size: usize, seq_len: usize) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::SampleKind;
     use proptest::prelude::*;
 
     /// Tokens whose id is their position, so that a label reveals its origin.
@@ -445,6 +455,65 @@ mod tests {
         }
         assert_eq!(large.position(), small.position());
         assert_eq!(large.steps_per_epoch(1), small.steps_per_epoch(4));
+    }
+
+    /// Twenty-four samples of different lengths, whose first id is their number.
+    fn samples() -> Vec<Vec<(u32, bool)>> {
+        let sample = |number: u32| (0..3 + number * 7 % 13).map(|at| (number + 100 * at, at > 0)).collect();
+        (0..24).map(sample).collect()
+    }
+
+    #[test]
+    fn a_pair_is_in_one_batch_and_every_pair_in_an_epoch() {
+        let tokens = TokenSource::from_kind(&samples(), SampleKind::Preference, &[]);
+        let mut loader = BatchLoader::new(tokens.clone(), 5, 32, 3).unwrap();
+        let mut batch = loader.batch();
+        let mut seen = Vec::new();
+        while loader.position().epoch == 0 {
+            loader.next_batch(&mut batch);
+            assert_eq!((batch.batch_size, batch.inputs.len()), (10, 10 * batch.seq_len));
+            for (row, Sequence { labels, index, role }) in batch.sequences.iter().enumerate() {
+                assert_eq!((labels.start, *role), (row * batch.seq_len, [Role::Chosen, Role::Rejected][row % 2]));
+                assert_eq!(
+                    (batch.inputs[labels.start], labels.len()),
+                    (*index as u32, samples()[*index as usize].len() - 1)
+                );
+                seen.push(*index);
+            }
+        }
+        assert!(seen.chunks(2).all(|pair| pair[0] + 1 == pair[1]));
+        seen.sort_unstable();
+        assert_eq!(seen, (0..24).collect::<Vec<_>>());
+        assert_eq!((loader.rows_per_epoch(), loader.batches_per_epoch()), (12, 3));
+        let mut eval = EvalLoader::new(tokens, 5, 32, None).unwrap();
+        let mut batch = eval.batch();
+        assert!(eval.next_batch(&mut batch));
+        assert_eq!(
+            batch.sequences.iter().map(|sequence| sequence.index).collect::<Vec<_>>(),
+            (0..10).collect::<Vec<_>>()
+        );
+    }
+
+    #[test]
+    fn weights_are_of_sequences_and_plain_samples_have_none() {
+        let weights: Vec<f32> = (0..24).map(|number| number as f32 / 8.0).collect();
+        let weighted = TokenSource::from_kind(&samples(), SampleKind::Plain, &weights);
+        for packing in [false, true] {
+            let index = SequenceIndex::new(weighted.clone(), 32, packing, "x").unwrap();
+            let mut loader = BatchLoader::from_index(index, 4, 1).unwrap();
+            let mut batch = loader.batch();
+            loader.next_batch(&mut batch);
+            assert!(batch.sequences.len() >= 4);
+            for Sequence { labels, index, role } in &batch.sequences {
+                assert_eq!(batch.inputs[labels.start], *index as u32);
+                assert_eq!(*role, Role::Weighted(weights[*index as usize]));
+                assert_eq!(labels.len(), samples()[*index as usize].len() - 1);
+            }
+        }
+        let mut plain = BatchLoader::new(TokenSource::from_samples(&samples()), 4, 32, 1).unwrap();
+        let mut batch = plain.batch();
+        plain.next_batch(&mut batch);
+        assert!(batch.sequences.is_empty());
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //! not grow with the corpus.
 //!
 //! A file is a header of 64 bytes (magic, format version, bytes per token and kind of the documents, tokens, bytes of
-//! text in the loss, SHA-256 of the ids and of the preceding header) and the ids in little endian. It is written under
+//! text in the loss, SHA-256 of everything else), the ids in little endian, and, if documents have values, one FP32
+//! number per document. It is written under
 //! a temporary name and renamed when complete: other processes see the whole file or none, and a process that has
 //! opened an older file keeps it.
 
@@ -14,10 +15,11 @@ use std::sync::OnceLock;
 use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
+use super::preference::SampleKind;
 use crate::{Error, Result, temporary};
 
 const MAGIC: [u8; 8] = *b"FTTOKENS";
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 const HEADER_BYTES: usize = 64;
 
 /// Set in an id that is read but not trained on.
@@ -27,6 +29,19 @@ pub(super) const DOCUMENT_START_FLAG: u32 = 1 << 30;
 /// In the header's word with the width: what the documents are.
 const KINDS: [(DatasetKind, u32); 3] =
     [(DatasetKind::Text, 0), (DatasetKind::PromptCompletion, 1 << 8), (DatasetKind::Conversational, 1 << 9)];
+/// In the same word: the samples that the documents form.
+const SAMPLES: [(SampleKind, u32); 3] =
+    [(SampleKind::Plain, 0), (SampleKind::Preference, 1 << 10), (SampleKind::UnpairedPreference, 1 << 11)];
+
+/// A description of a data set's documents.
+#[derive(Clone, Debug, Default)]
+pub(super) struct DatasetContents {
+    pub(super) kind: DatasetKind,
+    /// With [`SampleKind::Preference`], two documents form a pair: the chosen and the rejected sample.
+    pub(super) samples: SampleKind,
+    /// One value per document, or none: its weight in the loss, or 1 for a good and 0 for a bad answer.
+    pub(super) values: Vec<f32>,
+}
 
 /// The kind of a data set's documents.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -62,7 +77,7 @@ pub(super) struct TokenFile {
     text_bytes: u64,
     /// The start positions of documents; the first is 0.
     starts: Vec<usize>,
-    kind: DatasetKind,
+    contents: DatasetContents,
     /// Why ids could not be read, the first time.
     failure: OnceLock<String>,
 }
@@ -78,20 +93,20 @@ impl TokenFile {
             return Err("its header has an unknown format or version".to_owned());
         }
         let word = (number(8) >> 32) as u32;
-        let kind = KINDS.iter().find(|(_, bits)| word & !0xFF == *bits).map(|(kind, _)| *kind);
-        let kind = kind.ok_or("the kind of its documents is unknown")?;
+        let kind = KINDS.iter().find(|(_, bits)| word & 0x300 == *bits).map(|(kind, _)| *kind);
+        let samples = SAMPLES.iter().find(|(_, bits)| word & !0x3FF == *bits).map(|(samples, _)| *samples);
+        let (kind, samples) = kind.zip(samples).ok_or("the kind of its documents is unknown")?;
         let width = match word & 0xFF {
             2 => IdWidth::U16,
             4 => IdWidth::U32Flagged,
             other => return Err(format!("it specifies {other} bytes per token")),
         };
         let (tokens, bytes) = (number(16), length - HEADER_BYTES as u64);
-        if tokens.checked_mul(width as u64) != Some(bytes) {
-            return Err(format!("its {bytes} bytes do not match its {tokens} tokens"));
-        }
+        let id_bytes = tokens.checked_mul(width as u64).filter(|id_bytes| *id_bytes <= bytes);
+        let id_bytes = id_bytes.ok_or_else(|| format!("its {bytes} bytes do not match its {tokens} tokens"))?;
         let (mut hash, mut trained, mut starts, mut position) = (Sha256::new(), tokens, Vec::new(), 0);
         let mut buffer = vec![0; 1 << 18];
-        let mut rest = (&mut file).take(bytes);
+        let mut rest = (&mut file).take(id_bytes);
         loop {
             let count = read_full(&mut rest, &mut buffer).map_err(|error| error.to_string())?;
             let part = &buffer[..count];
@@ -110,14 +125,24 @@ impl TokenFile {
                 break;
             }
         }
-        if hash.chain_update(&header[..32]).finalize()[..] != header[32..] {
-            return Err("its SHA-256 does not match".to_owned());
-        }
         if starts.first() != Some(&0) && tokens > 0 {
             starts.insert(0, 0);
         }
+        let mut tail = Vec::new();
+        file.read_to_end(&mut tail).map_err(|error| error.to_string())?;
+        if hash.chain_update(&tail).chain_update(&header[..32]).finalize()[..] != header[32..] {
+            return Err("its SHA-256 does not match".to_owned());
+        }
+        let values: Vec<f32> = tail.as_chunks().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
+        if !tail.is_empty() && tail.len() != 4 * starts.len() {
+            return Err(format!("its {} documents have {} values", starts.len(), values.len()));
+        }
+        if samples == SampleKind::Preference && !starts.len().is_multiple_of(2) {
+            return Err("a document has no second one that forms a pair".to_owned());
+        }
+        let contents = DatasetContents { kind, samples, values };
         let (tokens, failure) = (tokens as usize, OnceLock::new());
-        Ok(Self { file, width, tokens, trained, text_bytes: number(24), starts, kind, failure })
+        Ok(Self { file, width, tokens, trained, text_bytes: number(24), starts, contents, failure })
     }
 
     /// Tokens in the file.
@@ -140,9 +165,9 @@ impl TokenFile {
         &self.starts
     }
 
-    /// The kind of its documents.
-    pub(super) fn kind(&self) -> DatasetKind {
-        self.kind
+    /// A description of its documents.
+    pub(super) fn contents(&self) -> &DatasetContents {
+        &self.contents
     }
 
     /// Copies ids with their flags, starting at position `start`. If the file cannot be read, fills with zeros and sets
@@ -216,7 +241,7 @@ pub(super) struct TokenWriter {
     tokens: u64,
     /// Whether the next id starts a document.
     starts: bool,
-    kind: DatasetKind,
+    contents: DatasetContents,
     bytes: Vec<u8>,
 }
 
@@ -227,7 +252,7 @@ impl TokenWriter {
         let mut out = BufWriter::with_capacity(1 << 20, temporary::file(folder, UNFINISHED)?);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
         let (hash, bytes) = (Sha256::new(), Vec::new());
-        Ok(Self { out, hash, width, tokens: 0, starts: true, kind: DatasetKind::Text, bytes })
+        Ok(Self { out, hash, width, tokens: 0, starts: true, contents: DatasetContents::default(), bytes })
     }
 
     /// Starts a new document.
@@ -235,9 +260,9 @@ impl TokenWriter {
         self.starts = true;
     }
 
-    /// Sets the kind of the documents.
-    pub(super) fn set_kind(&mut self, kind: DatasetKind) {
-        self.kind = kind;
+    /// Sets the description of the documents.
+    pub(super) fn set_contents(&mut self, contents: DatasetContents) {
+        self.contents = contents;
     }
 
     /// Appends ids that are all in the loss, or all outside it.
@@ -265,12 +290,17 @@ impl TokenWriter {
     /// Completes the file and opens it. Without a `path` it is unnamed and deleted when closed.
     pub(super) fn finish(mut self, text_bytes: u64, path: Option<&Path>) -> Result<TokenFile> {
         let temporary: PathBuf = self.out.get_ref().path().to_owned();
+        let DatasetContents { kind, samples, values } = &self.contents;
+        let tail: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        self.hash.update(&tail);
+        self.out.write_all(&tail).map_err(Error::io("write", &temporary))?;
         let mut file = self.out.into_inner().map_err(|error| Error::io("write", &temporary)(error.into_error()))?;
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&MAGIC);
         header[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        let bits = KINDS.iter().find(|(kind, _)| *kind == self.kind).map_or(0, |(_, bits)| *bits);
-        let word = self.width as u32 | bits;
+        let of_kind = KINDS.iter().find(|(found, _)| found == kind).map_or(0, |(_, bits)| *bits);
+        let of_samples = SAMPLES.iter().find(|(found, _)| found == samples).map_or(0, |(_, bits)| *bits);
+        let word = self.width as u32 | of_kind | of_samples;
         header[12..16].copy_from_slice(&word.to_le_bytes());
         header[16..24].copy_from_slice(&self.tokens.to_le_bytes());
         header[24..32].copy_from_slice(&text_bytes.to_le_bytes());
@@ -330,6 +360,31 @@ mod tests {
             assert_eq!(flagged, if width == IdWidth::U16 { 0 } else { 7 });
             assert_eq!(out.iter().map(|id| id & !(NO_LOSS_FLAG | DOCUMENT_START_FLAG)).collect::<Vec<_>>(), ids);
         }
+    }
+
+    #[test]
+    fn pairs_and_the_values_of_documents_survive() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |documents: usize, samples: SampleKind, values: Vec<f32>| {
+            let mut writer = TokenWriter::create(folder.path(), IdWidth::U32Flagged).unwrap();
+            for _ in 0..documents {
+                writer.start();
+                writer.push(&[7, 8], true).unwrap();
+            }
+            writer.set_contents(DatasetContents { kind: DatasetKind::PromptCompletion, samples, values });
+            writer.finish(0, None)
+        };
+        for (samples, values) in [
+            (SampleKind::Preference, vec![]),
+            (SampleKind::UnpairedPreference, vec![1.0, 0.0]),
+            (SampleKind::Plain, vec![0.5, 2.0]),
+        ] {
+            let file = write(2, samples, values.clone()).unwrap();
+            assert_eq!((file.contents().samples, &file.contents().values), (samples, &values));
+            assert_eq!((file.len(), file.starts()), (4, &[0, 2][..]));
+        }
+        assert!(write(3, SampleKind::Preference, vec![]).is_err());
+        assert!(write(2, SampleKind::Plain, vec![0.5]).is_err());
     }
 
     #[test]

@@ -41,9 +41,9 @@ pub(super) enum ChunkEnd {
 }
 
 impl TextChunk {
-    /// The end of a document, without text.
-    pub(super) fn end() -> Self {
-        Self { text: String::new(), loss_mask: LossMask::All, starts_document: false, end: ChunkEnd::Eos }
+    /// The end of a document, without text; `starts_document` if nothing precedes it.
+    pub(super) fn end(starts_document: bool) -> Self {
+        Self { text: String::new(), loss_mask: LossMask::All, starts_document, end: ChunkEnd::Eos }
     }
 }
 

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use super::cache::{IdWidth, TokenFile, TokenWriter};
 use super::format::DataFormat;
 use super::grammar;
-use super::row::{DatasetOptions, Example, RowReader};
+use super::preference::SampleKind;
+use super::row::{DatasetOptions, Example, RowReader, Sample};
 use super::source::{DataSource, Document, Downloader, LoadEvent};
 use super::template::EvalExample;
 use super::tokenize::TokenizeJob;
@@ -167,7 +168,7 @@ impl<'a> DatasetBuilder<'a> {
             document.read_rows(&fields, &mut |location, row| {
                 let example = rows.example(&row, || format!("`{}`, {location},", document.origin));
                 let example = example.map_err(|message| document.error(format!("{location}: {message}")))?;
-                if let Example::Conversation(mut prompt, tools) = example
+                if let Example::Sample(Sample::Conversation { conversation: mut prompt, tools, .. }) = example
                     && let Some(answer) = prompt.last_answer()
                 {
                     prompt.pop();
@@ -184,6 +185,8 @@ impl<'a> DatasetBuilder<'a> {
 
     fn corpus(&mut self, source: &DataSource, tokenizer: &Tokenizer) -> Result<Corpus> {
         if *source == DataSource::Grammar {
+            let fits = self.options.samples.require(SampleKind::Plain, "text");
+            fits.map_err(|message| Error::data(source, message))?;
             let text = grammar::text(GRAMMAR_SEED, grammar::CORPUS_BYTES);
             let key = Digest::of((tokenizer.fingerprint() + &text).as_bytes()).sha256;
             let tokens = TokenSource::from_ids(tokenizer.encode_document(&text)?).with_bos(tokenizer.bos());

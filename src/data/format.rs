@@ -23,7 +23,7 @@ pub enum DataFormat {
 }
 
 /// The fields that a row needs, and the flags that rename them.
-pub(super) const EXPECTED_FIELDS: &str = "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`; name \
+pub(super) const EXPECTED_FIELDS: &str = "a row needs `text`, or `prompt` and `completion`, or `instruction` and `output`, or `messages`, or `conversations`, or `chosen` and `rejected`; name \
      other fields with `--text-field`, or `--prompt-field` and `--completion-field`";
 
 impl DataFormat {

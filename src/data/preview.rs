@@ -1,10 +1,10 @@
-//! A preview of the training samples, shown before the first step: counts, and the first sample with its loss tokens
-//! marked.
+//! A preview of the training samples, shown before the first step: counts, and the first sample or pair with its loss
+//! tokens marked.
 
 use std::fmt::Write as _;
 
 use super::chat_format::ChatFormat;
-use super::sequence_index::{DatasetStats, SequenceIndex};
+use super::sequence_index::{DatasetStats, PairStats, SequenceIndex};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result, untrusted};
 
@@ -24,8 +24,9 @@ pub struct DatasetPreview {
     pub marked_by: Option<String>,
     /// The number of the sample, if the user selected one.
     pub number: Option<u64>,
-    /// The sample, truncated as in its row, in pieces with whether they are in the loss.
-    pub sample: Vec<(String, bool)>,
+    /// The sample, truncated as in its row, in pieces with whether they are in the loss. A pair has two: the chosen one
+    /// and the rejected one.
+    pub sides: Vec<Vec<(String, bool)>>,
 }
 
 impl DatasetPreview {
@@ -39,31 +40,32 @@ impl DatasetPreview {
         tokenizer: &Tokenizer,
         chat: Option<&ChatFormat>,
     ) -> Result<Self> {
-        let mut sample: Vec<(String, bool)> = Vec::new();
-        let Some(tokens) = index.sample(number) else {
+        let Some(sides) = index.sample(number) else {
             let message = format!("there are {} samples, counted from 1", index.stats().samples);
             return Err(Error::config("--sample", message));
         };
         index.tokens.check()?;
-        for stretch in tokens.chunk_by(|a, b| a.1 == b.1) {
+        let piece = |stretch: &[(u32, bool)]| {
             let ids: Vec<u32> = stretch.iter().map(|(id, _)| *id).collect();
-            sample.push((tokenizer.decode_with_special(&ids)?, stretch[0].1));
-        }
+            Ok((tokenizer.decode_with_special(&ids)?, stretch[0].1))
+        };
+        let pieces = |tokens: &Vec<(u32, bool)>| tokens.chunk_by(|a, b| a.1 == b.1).map(piece).collect();
+        let sides = sides.iter().map(pieces).collect::<Result<_>>()?;
         Ok(Self {
             stats: index.stats(),
             rows: index.rows(),
             seq_len: index.seq_len,
             marked_by: chat.map(|chat| chat.name().to_owned()),
             number,
-            sample,
+            sides,
         })
     }
 
     /// The counts on one line.
     pub fn summary(&self) -> String {
-        let DatasetStats { samples, tokens, loss_tokens, truncated, truncated_tokens, skipped } = self.stats;
+        let DatasetStats { samples, tokens, loss_tokens, truncated, truncated_tokens, skipped, pairs, .. } = self.stats;
         let of = |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
-        let (samples, rows) = (of(samples, "sample"), of(self.rows, "row"));
+        let (samples, rows) = (of(samples, if pairs.is_some() { "pair" } else { "sample" }), of(self.rows, "row"));
         let mut text = format!("{samples} in {rows}, {tokens} tokens, {loss_tokens} of them in the loss");
         if truncated > 0 {
             let seq_len = self.seq_len;
@@ -75,6 +77,9 @@ impl DatasetPreview {
         if skipped > 0 {
             _ = write!(text, "; {skipped} skipped because they have no loss tokens");
         }
+        if let Some(PairStats { identical: identical @ 1.., .. }) = pairs {
+            _ = write!(text, "; {identical} skipped because they are identical after the cut");
+        }
         text
     }
 
@@ -85,18 +90,25 @@ impl DatasetPreview {
             _ = write!(out, "; answers are located by {}", untrusted::sanitize_line(marked_by));
         }
         let (how, open, close) = if colour { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
-        let which = self.number.map_or_else(|| "the first sample".to_owned(), |number| format!("sample {number}"));
-        _ = write!(out, "\n{which}, with its loss tokens in {how}:\n  ");
-        let total: usize = self.sample.iter().map(|(text, _)| text.len()).sum();
-        let mut at = 0;
-        for (text, learned) in &self.sample {
-            let shown = middle_left_out(text, at, total);
-            at += text.len();
-            let clean = untrusted::sanitize_block(&shown);
-            _ = if *learned { write!(out, "{open}{clean}{close}") } else { write!(out, "{clean}") };
-        }
         // Its lines are indented, so that none looks like a message.
-        out.truncate(out.trim_end().len());
+        let what = if self.sides.len() > 1 { "pair" } else { "sample" };
+        let which = self.number.map_or_else(|| format!("the first {what}"), |number| format!("{what} {number}"));
+        _ = write!(out, "\n{which}, with its loss tokens in {how}:");
+        for (side, name) in self.sides.iter().zip(["chosen", "rejected"]) {
+            out += "\n  ";
+            if self.sides.len() > 1 {
+                _ = write!(out, "{name}:\n  ");
+            }
+            let total: usize = side.iter().map(|(text, _)| text.len()).sum();
+            let mut at = 0;
+            for (text, in_loss) in side {
+                let shown = middle_left_out(text, at, total);
+                at += text.len();
+                let clean = untrusted::sanitize_block(&shown);
+                _ = if *in_loss { write!(out, "{open}{clean}{close}") } else { write!(out, "{clean}") };
+            }
+            out.truncate(out.trim_end().len());
+        }
         out.push('\n');
         out
     }

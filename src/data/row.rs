@@ -4,19 +4,24 @@
 //! |---|---|
 //! | `text` | running text, all of it in the loss |
 //! | `prompt`, `completion` | both unchanged, and the end of text; the completion in the loss |
+//! | `prompt`, `completion`, `label` | the same, labelled good or bad |
+//! | `prompt`, `chosen`, `rejected` | two such samples, which form a pair |
 //! | `instruction`, `input`, `output` (and `system`) | a conversation of one question |
 //! | `messages` (and `tools`) | a conversation: the chat template's text, the assistant's turns in the loss |
 //! | `conversations` with `from` and `value` | the same |
+//!
+//! `prompt` and its answers may also be lists of messages. The `weight` of a sample multiplies its loss.
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::{Deserialize, Serialize};
 
-use super::cache::DatasetKind;
+use super::cache::{DatasetContents, DatasetKind};
 use super::chat_format::ChatFormat;
 use super::chunk::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
 use super::format::{DataFormat, EXPECTED_FIELDS};
 use super::jinja_python::read_json;
+use super::preference::{self, SampleKind};
 use super::rows::RowLocation;
 use super::template::{Conversation, Rendered};
 use crate::settings::Heading::Text;
@@ -59,6 +64,8 @@ pub struct DatasetOptions {
     pub format: Option<DataFormat>,
     /// Names of fields.
     pub fields: FieldNames,
+    /// The samples that the objective needs.
+    pub samples: SampleKind,
     /// The part that counts in the loss.
     pub loss_on: LossOn,
     /// How conversations are written.
@@ -66,8 +73,22 @@ pub struct DatasetOptions {
 }
 
 /// Fields with conventional names.
-const CONVENTIONAL: [&str; 10] =
-    ["text", "prompt", "completion", "instruction", "input", "output", "system", "messages", "conversations", "tools"];
+const CONVENTIONAL: [&str; 14] = [
+    "text",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "messages",
+    "conversations",
+    "tools",
+    "chosen",
+    "rejected",
+    "label",
+    "weight",
+];
 
 /// Roles that a message may have.
 const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
@@ -87,7 +108,9 @@ impl DatasetOptions {
     /// A key of everything except the files that determines the text and its mask.
     pub(super) fn key(&self) -> String {
         let FieldNames { text, prompt, completion } = &self.fields;
-        format!("{:?} {text:?} {prompt:?} {completion:?} {}", self.loss_on, self.chat.key())
+        // Rows may have the fields of several kinds of samples.
+        let samples = if self.samples == SampleKind::Plain { String::new() } else { format!("{:?} ", self.samples) };
+        format!("{samples}{:?} {text:?} {prompt:?} {completion:?} {}", self.loss_on, self.chat.key())
     }
 }
 
@@ -99,14 +122,16 @@ pub(super) enum RowSchema {
     Instruction,
     Messages,
     Conversations,
+    Pair,
+    Labelled,
 }
 
 impl RowSchema {
-    fn dataset_kind(self) -> DatasetKind {
+    fn samples(self) -> SampleKind {
         match self {
-            Self::Text => DatasetKind::Text,
-            Self::Completion => DatasetKind::PromptCompletion,
-            Self::Instruction | Self::Messages | Self::Conversations => DatasetKind::Conversational,
+            Self::Pair => SampleKind::Preference,
+            Self::Labelled => SampleKind::UnpairedPreference,
+            _ => SampleKind::Plain,
         }
     }
 
@@ -117,6 +142,8 @@ impl RowSchema {
             Self::Instruction => "instructions with outputs",
             Self::Messages => "`messages`",
             Self::Conversations => "`conversations`",
+            Self::Pair => "pairs of `chosen` and `rejected` answers",
+            Self::Labelled => "completions with a `label`",
         }
     }
 }
@@ -124,10 +151,29 @@ impl RowSchema {
 /// The content of a row.
 pub(super) enum Example {
     Text(String),
-    /// A prompt and its answer.
+    Sample(Sample),
+    /// A chosen and a rejected sample.
+    Pair([Sample; 2]),
+    /// A pair of identical answers.
+    Identical,
+}
+
+/// A prompt and its answer.
+pub(super) enum Sample {
     Completion(String, String),
-    /// Messages, and the tools that they may call.
-    Conversation(Conversation, Option<Value>),
+    Conversation {
+        conversation: Conversation,
+        /// The messages before the answer; 0 if all answers count.
+        prompt: usize,
+        /// The tools that the messages may call.
+        tools: Option<Value>,
+    },
+}
+
+impl Sample {
+    pub(super) fn is_empty(&self) -> bool {
+        matches!(self, Self::Completion(prompt, answer) if prompt.is_empty() && answer.is_empty())
+    }
 }
 
 /// Turns the rows of all files of a corpus into chunks.
@@ -135,15 +181,23 @@ pub(super) struct RowReader<'a> {
     options: &'a DatasetOptions,
     /// The schema of the rows so far, and the location of the first of them.
     schema: Option<(RowSchema, String)>,
+    /// Whether a sample is a conversation.
+    conversational: bool,
+    /// The weights of the samples so far, or 1 for good and 0 for bad answers.
+    values: Vec<f32>,
+    /// Whether a row has a value.
+    has_values: bool,
+    /// The number of identical pairs, and the location of the first one.
+    identical: Option<(u64, Error)>,
 }
 
 /// A row's value under a name; a null counts as none.
-fn field(row: &Value, name: &str) -> Option<Value> {
+pub(super) fn field(row: &Value, name: &str) -> Option<Value> {
     row.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
 }
 
 /// The JSON type of a value.
-fn json_type(value: &Value) -> &'static str {
+pub(super) fn json_type(value: &Value) -> &'static str {
     match value.kind() {
         ValueKind::Undefined | ValueKind::None => "null",
         ValueKind::Bool => "a boolean",
@@ -156,7 +210,8 @@ fn json_type(value: &Value) -> &'static str {
 
 impl<'a> RowReader<'a> {
     pub(super) fn new(options: &'a DatasetOptions) -> Self {
-        Self { options, schema: None }
+        let (schema, values, identical) = (None, Vec::new(), None);
+        Self { options, schema, conversational: false, values, has_values: false, identical }
     }
 
     /// The names of the fields that rows may have.
@@ -164,12 +219,30 @@ impl<'a> RowReader<'a> {
         self.options.field_names()
     }
 
-    /// The kind of the documents so far.
-    pub(super) fn dataset_kind(&self) -> DatasetKind {
-        self.schema.as_ref().map_or(DatasetKind::Text, |(schema, _)| schema.dataset_kind())
+    /// A description of the documents so far.
+    ///
+    /// # Errors
+    /// [`Error::Data`] with the first pair of identical answers, if there are any.
+    pub(super) fn contents(self) -> Result<DatasetContents> {
+        if let Some((count, error)) = self.identical {
+            let Error::Data { origin, message } = error else { return Err(error) };
+            let (more, which) =
+                if count > 1 { (format!(" ({count} such rows)"), "them") } else { (String::new(), "the row") };
+            let advice = format!("a pair needs a better and a worse answer, so remove {which}");
+            return Err(Error::data(origin, format!("{message}{more}; {advice}")));
+        }
+        let schema = self.schema.map_or(RowSchema::Text, |(schema, _)| schema);
+        let kind = match schema {
+            RowSchema::Text => DatasetKind::Text,
+            _ if self.conversational => DatasetKind::Conversational,
+            _ => DatasetKind::PromptCompletion,
+        };
+        let values = if self.has_values { self.values } else { Vec::new() };
+        Ok(DatasetContents { kind, samples: schema.samples(), values })
     }
 
-    /// Records the schema of the row at `location`; an error if it differs from the schema of earlier rows.
+    /// Records the schema of the row at `location`; an error if it differs from the schema of earlier rows, or if the
+    /// objective needs other samples.
     pub(super) fn check_schema(&mut self, schema: RowSchema, location: impl FnOnce() -> String) -> Result<(), String> {
         match &self.schema {
             Some((before, _)) if *before == schema => Ok(()),
@@ -178,6 +251,7 @@ impl<'a> RowReader<'a> {
                 Err(format!("contains {now}, but {first} contains {before}; use one kind of row per run"))
             }
             None => {
+                self.options.samples.require(schema.samples(), schema.description())?;
                 self.schema = Some((schema, location()));
                 Ok(())
             }
@@ -193,20 +267,55 @@ impl<'a> RowReader<'a> {
         sink: &mut ChunkSink,
     ) -> Result<()> {
         let wrong = |message: String| Error::data(origin, format!("{location}: {message}"));
-        let example = self.example(row, || format!("`{origin}`, {location},")).map_err(wrong)?;
-        let DatasetOptions { chat, loss_on, .. } = self.options;
-        let (conversation, tools) = match example {
-            Example::Text(text) => return emit(&text, &LossMask::All, true, sink),
-            Example::Completion(prompt, completion) => {
-                let learned = if *loss_on == LossOn::All { LossMask::All } else { LossMask::None };
-                emit(&prompt, &learned, true, sink)?;
-                emit(&completion, &LossMask::All, prompt.is_empty(), sink)?;
-                return sink(TextChunk::end());
+        match self.example(row, || format!("`{origin}`, {location},")).map_err(wrong)? {
+            Example::Text(text) => emit(&text, &LossMask::All, true, sink),
+            Example::Sample(sample) => {
+                let value = self.value(row).map_err(wrong)?;
+                self.has_values |= value.is_some();
+                self.values.push(value.unwrap_or(1.0));
+                self.emit(sample, &wrong, sink)
             }
-            Example::Conversation(conversation, tools) => (conversation, tools),
+            Example::Pair(pair) => pair.into_iter().try_for_each(|sample| self.emit(sample, &wrong, sink)),
+            Example::Identical => {
+                let first = || (0, wrong("`chosen` and `rejected` are identical".to_owned()));
+                self.identical.get_or_insert_with(first).0 += 1;
+                Ok(())
+            }
+        }
+    }
+
+    /// The value of a sample: its weight, or whether it is good.
+    fn value(&self, row: &Value) -> Result<Option<f32>, String> {
+        if matches!(self.schema, Some((RowSchema::Labelled, _))) {
+            return Ok(Some(f32::from(preference::label(row)?)));
+        }
+        preference::weight(row)
+    }
+
+    /// Passes the chunks of `sample` to `sink`. `wrong` turns a description into an error.
+    fn emit(&mut self, sample: Sample, wrong: &dyn Fn(String) -> Error, sink: &mut ChunkSink) -> Result<()> {
+        let DatasetOptions { chat, loss_on, .. } = self.options;
+        let (conversation, prompt, tools) = match sample {
+            Sample::Completion(prompt, completion) => {
+                let loss_mask = if *loss_on == LossOn::All { LossMask::All } else { LossMask::None };
+                emit(&prompt, &loss_mask, true, sink)?;
+                emit(&completion, &LossMask::All, prompt.is_empty(), sink)?;
+                return sink(TextChunk::end(prompt.is_empty() && completion.is_empty()));
+            }
+            Sample::Conversation { conversation, prompt, tools } => (conversation, prompt, tools),
         };
-        let rendered = chat.render(&conversation, tools.as_ref(), *loss_on == LossOn::All);
-        let Rendered { text, assistant_ranges } = rendered.map_err(|error| wrong(error.to_string()))?;
+        self.conversational = true;
+        let render = |conversation: &Conversation| {
+            let rendered = chat.render(conversation, tools.as_ref(), *loss_on == LossOn::All);
+            rendered.map_err(|error| wrong(error.to_string()))
+        };
+        let Rendered { text, mut assistant_ranges } = render(&conversation)?;
+        // Answers within the prompt are not in the loss.
+        let before = conversation.first(prompt);
+        if before.has_answer(0) {
+            let before = render(&before)?.assistant_ranges.len();
+            assistant_ranges.drain(..before.min(assistant_ranges.len()));
+        }
         let loss_mask = match loss_on {
             LossOn::Answers => LossMask::Ranges(assistant_ranges),
             LossOn::LastAnswer => LossMask::Ranges(assistant_ranges.into_iter().next_back().into_iter().collect()),
@@ -222,15 +331,20 @@ impl<'a> RowReader<'a> {
         }
         let schema = self.schema_of(row)?;
         self.check_schema(schema, location)?;
-        let names = self.names();
+        let [text_name, prompt, completion] = self.names();
         let text = |name: &str| -> Result<String, String> {
             let value = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
             let text = value.as_str().map(str::to_owned);
             text.ok_or_else(|| format!("`{name}` must be text, but is {}", json_type(&value)))
         };
+        if schema == RowSchema::Text {
+            return Ok(Example::Text(text(text_name)?));
+        }
+        let tools = field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))?;
         let conversation = match schema {
-            RowSchema::Text => return Ok(Example::Text(text(names[0])?)),
-            RowSchema::Completion => return Ok(Example::Completion(text(names[1])?, text(names[2])?)),
+            RowSchema::Pair => {
+                return Ok(preference::pair(row, prompt, tools.as_ref())?.map_or(Example::Identical, Example::Pair));
+            }
             RowSchema::Instruction => {
                 let given = |name: &str| -> Result<Option<String>, String> {
                     let text = field(row, name).map(|_| text(name)).transpose()?;
@@ -247,9 +361,11 @@ impl<'a> RowReader<'a> {
             }
             RowSchema::Messages => messages(row, "messages", message)?,
             RowSchema::Conversations => messages(row, "conversations", sharegpt_message)?,
+            RowSchema::Text | RowSchema::Completion | RowSchema::Labelled => {
+                return preference::answered(row, prompt, completion, tools).map(Example::Sample);
+            }
         };
-        let tools = field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))?;
-        Ok(Example::Conversation(conversation, tools))
+        Ok(Example::Sample(Sample::Conversation { conversation, prompt: 0, tools }))
     }
 
     /// The names of text, prompt and completion.
@@ -262,26 +378,36 @@ impl<'a> RowReader<'a> {
     fn schema_of(&self, row: &Value) -> Result<RowSchema, String> {
         let [text, prompt, completion] = self.names();
         let has = |names: &[&str]| names.iter().all(|name| field(row, name).is_some());
-        let fields = &self.options.fields;
+        let (fields, wanted) = (&self.options.fields, self.options.samples);
         // Field names from the user determine the schema.
         if fields.prompt.is_some() || fields.completion.is_some() {
-            return Ok(RowSchema::Completion);
+            return Ok(match wanted {
+                SampleKind::Plain => RowSchema::Completion,
+                SampleKind::Preference => RowSchema::Pair,
+                SampleKind::UnpairedPreference => RowSchema::Labelled,
+            });
         }
         if fields.text.is_some() {
             return Ok(RowSchema::Text);
         }
-        // The schema of earlier rows, if this row has its fields: rows often have more fields than one schema needs.
+        // Rows often have more fields than one schema needs. The schema of earlier rows is preferred, then those that
+        // the objective needs.
         let schemas = [
             (RowSchema::Messages, &["messages"][..]),
             (RowSchema::Conversations, &["conversations"]),
             (RowSchema::Completion, &[prompt, completion]),
             (RowSchema::Instruction, &["instruction", "output"]),
             (RowSchema::Text, &[text]),
+            (RowSchema::Pair, &["chosen", "rejected"]),
+            (RowSchema::Labelled, &[prompt, completion, "label"]),
         ];
         let before = self.schema.as_ref().map(|(schema, _)| *schema);
         let complete = || schemas.iter().filter(|(_, names)| has(names)).map(|(schema, _)| *schema);
-        complete().find(|schema| before == Some(*schema)).or_else(|| complete().next()).ok_or_else(|| {
-            let pairs = [["prompt", "completion"], ["instruction", "output"]];
+        let found = complete().find(|schema| before == Some(*schema));
+        let found =
+            found.or_else(|| complete().find(|schema| schema.samples() == wanted)).or_else(|| complete().next());
+        found.ok_or_else(|| {
+            let pairs = [["chosen", "rejected"], ["prompt", "completion"], ["instruction", "output"]];
             let half = pairs.into_iter().find(|pair| pair.iter().any(|name| has(&[name])));
             if let Some([first, second]) = half {
                 let [there, missing] = if has(&[first]) { [first, second] } else { [second, first] };
@@ -296,7 +422,7 @@ impl<'a> RowReader<'a> {
 }
 
 /// A list, or a list as JSON text, as in tables.
-fn list(value: Value) -> Result<Value, String> {
+pub(super) fn list(value: Value) -> Result<Value, String> {
     match value.kind() {
         ValueKind::Seq => Ok(value),
         ValueKind::String => {
@@ -336,7 +462,7 @@ fn checked_role(role: &Value) -> Result<String, String> {
 }
 
 /// A message with `role`, `content` and everything else that the template reads.
-fn message(item: &Value) -> Result<Value, String> {
+pub(super) fn message(item: &Value) -> Result<Value, String> {
     if item.kind() != ValueKind::Map {
         return Err(format!("must be an object with `role` and `content`, but is {}", json_type(item)));
     }

@@ -3,11 +3,16 @@
 //! A text is split into windows: the inputs of window `w` are the tokens `w*T .. w*T + T`, and the label of each is the
 //! token after it. A sample is a separate row, truncated to `T` inputs. Packing puts as many documents into a row as
 //! fit: longest first, each into the fullest row that has room (best fit). Documents of a text are split into pieces of
-//! `T` first, and longer samples are truncated.
+//! `T` first, and longer samples are truncated. The chosen and the rejected sample of a pair are two consecutive rows,
+//! which form a group: batches consist of whole groups.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
+use super::batch_loader::Role;
 use super::cache::DatasetKind;
+use super::preference::SampleKind;
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::{Error, Result};
 
@@ -27,8 +32,41 @@ pub struct DatasetStats {
     pub truncated: u64,
     /// Tokens that are cut off.
     pub truncated_tokens: u64,
-    /// Samples without loss tokens, at all or after the cut. They are left out.
+    /// Samples without loss tokens, at all or after the cut. They are left out, and so are pairs that have one.
     pub skipped: u64,
+    /// Statistics of pairs. A pair counts as one sample above.
+    pub pairs: Option<PairStats>,
+    /// Answers that are labelled good.
+    pub desirable: Option<u64>,
+}
+
+/// Statistics of the loss tokens of the pairs that are trained on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PairStats {
+    /// The sums for chosen and for rejected answers.
+    pub tokens: [u64; 2],
+    /// The maxima for chosen and for rejected answers.
+    pub longest: [u64; 2],
+    /// Pairs whose chosen answer is longer, and whose rejected answer is.
+    pub longer: [u64; 2],
+    /// Pairs whose answers are equally long.
+    pub equally_long: u64,
+    /// Pairs that are identical after the cut. They are left out.
+    pub identical: u64,
+}
+
+impl PairStats {
+    fn add(&mut self, [chosen, rejected]: [u64; 2]) {
+        for (side, tokens) in [chosen, rejected].into_iter().enumerate() {
+            self.tokens[side] += tokens;
+            self.longest[side] = self.longest[side].max(tokens);
+        }
+        match chosen.cmp(&rejected) {
+            Ordering::Greater => self.longer[0] += 1,
+            Ordering::Less => self.longer[1] += 1,
+            Ordering::Equal => self.equally_long += 1,
+        }
+    }
 }
 
 /// Consecutive inputs; the label of each is the token after it.
@@ -36,6 +74,13 @@ pub struct DatasetStats {
 pub(super) struct TokenSpan {
     pub(super) start: usize,
     pub(super) len: usize,
+}
+
+impl TokenSpan {
+    /// The inputs of a sample, truncated to `seq_len`.
+    fn of(document: &Range<usize>, seq_len: usize) -> Self {
+        Self { start: document.start, len: (document.len() - 1).min(seq_len) }
+    }
 }
 
 /// The rows of a set of tokens.
@@ -104,23 +149,45 @@ impl SequenceIndex {
             let message = "one sample is too few for training and validation; give validation data with `--val`";
             return Err(Error::data(origin, message));
         }
+        let (kind, each) = (tokens.samples(), tokens.documents_per_sample());
+        if packing && kind != SampleKind::Plain {
+            return Err(Error::config("--packing", "pairs and labelled answers cannot be packed; omit `--packing`"));
+        }
         let (mut stats, mut spans) = (DatasetStats::default(), Vec::new());
+        stats.pairs = (kind == SampleKind::Preference).then(PairStats::default);
+        stats.desirable = (kind == SampleKind::UnpairedPreference).then_some(0);
         let mut labels = vec![0; seq_len];
-        for sample in tokens.documents() {
-            let len = (sample.len() - 1).min(seq_len);
-            tokens.read_labels(sample.start + 1.min(len), &mut labels[..len]);
-            let loss_tokens = labels[..len].iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
-            let cut = (sample.len() - 1 - len) as u64;
+        let documents: Vec<Range<usize>> = tokens.documents().collect();
+        for sample in documents.chunks(each) {
+            let (mut cut, mut loss_tokens) = (0, [0; 2]);
+            for (document, loss_tokens) in sample.iter().zip(&mut loss_tokens) {
+                let TokenSpan { start, len } = TokenSpan::of(document, seq_len);
+                tokens.read_labels(start + 1.min(len), &mut labels[..len]);
+                *loss_tokens = labels[..len].iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
+                cut += (document.len() - 1 - len) as u64;
+            }
             stats.samples += 1;
-            stats.tokens += sample.len() as u64;
-            stats.loss_tokens += loss_tokens;
+            stats.tokens += sample.iter().map(|document| document.len() as u64).sum::<u64>();
             stats.truncated += u64::from(cut > 0);
             stats.truncated_tokens += cut;
-            if loss_tokens == 0 {
+            if loss_tokens[..each].contains(&0) {
                 stats.skipped += 1;
-            } else {
-                spans.push(TokenSpan { start: sample.start, len });
+                continue;
             }
+            if let Some(pairs) = &mut stats.pairs {
+                let [chosen, rejected] = [0, 1].map(|side| tokens.prefix(&sample[side], seq_len + 1));
+                if chosen == rejected {
+                    pairs.identical += 1;
+                    continue;
+                }
+                pairs.add(loss_tokens);
+            }
+            if let (Some(desirable), Some((_, Role::Desirable))) = (&mut stats.desirable, tokens.role(sample[0].start))
+            {
+                *desirable += 1;
+            }
+            stats.loss_tokens += loss_tokens.iter().sum::<u64>();
+            spans.extend(sample.iter().map(|document| TokenSpan::of(document, seq_len)));
         }
         if spans.is_empty() {
             let message = format!(
@@ -150,6 +217,27 @@ impl SequenceIndex {
             RowSpans::Windows => (self.tokens.len() as u64).saturating_sub(1).div_ceil(self.seq_len as u64),
             RowSpans::Spans { ends, .. } => ends.len() as u64,
         }
+    }
+
+    /// The rows of a group: the two of a pair, or one.
+    pub fn group_rows(&self) -> usize {
+        self.tokens.documents_per_sample()
+    }
+
+    /// The number of groups.
+    pub fn groups(&self) -> u64 {
+        self.rows() / self.group_rows() as u64
+    }
+
+    /// The rows of `groups`, in their order.
+    pub(super) fn rows_of(&self, groups: impl Iterator<Item = u64> + Clone) -> impl Iterator<Item = u64> + Clone {
+        let each = self.group_rows() as u64;
+        groups.flat_map(move |group| group * each..(group + 1) * each)
+    }
+
+    /// Inputs of a group's longest row.
+    pub(super) fn group_len(&self, group: u64) -> usize {
+        self.rows_of(std::iter::once(group)).map(|row| self.row_len(row)).max().unwrap_or(0)
     }
 
     /// Whether rows differ in length, so that a batch may be narrower than `seq_len`.
@@ -183,23 +271,30 @@ impl SequenceIndex {
         self.tokens.kind()
     }
 
-    /// The tokens of a document, or of the first one in the rows, truncated as in its row, each with whether it is in
-    /// the loss. `None` if there is no such document.
-    pub(super) fn sample(&self, number: Option<u64>) -> Option<Vec<(u32, bool)>> {
-        let span = match (number, &self.rows) {
+    /// The tokens of a sample, or of the first one in the rows, each with whether it is in the loss; a pair has two such
+    /// sequences. They are truncated as in their rows. `None` if there is no such sample.
+    pub(super) fn sample(&self, number: Option<u64>) -> Option<Vec<Vec<(u32, bool)>>> {
+        let each = self.group_rows();
+        let spans: Vec<TokenSpan> = match (number, &self.rows) {
             (Some(number), _) => {
-                let document = self.tokens.documents().nth((number.checked_sub(1)?) as usize)?;
-                Some(TokenSpan { start: document.start, len: (document.len() - 1).min(self.seq_len) })
+                let first = number.checked_sub(1)? as usize * each;
+                let documents = self.tokens.documents().skip(first).take(each);
+                documents.map(|document| TokenSpan::of(&document, self.seq_len)).collect()
             }
-            (None, RowSpans::Windows) => self.row(0).next(),
-            (None, RowSpans::Spans { spans, .. }) => spans.iter().copied().min_by_key(|span| span.start),
+            (None, RowSpans::Windows) => self.row(0).collect(),
+            (None, RowSpans::Spans { spans, packed: true, .. }) => {
+                spans.iter().copied().min_by_key(|span| span.start).into_iter().collect()
+            }
+            (None, RowSpans::Spans { spans, .. }) => spans.iter().copied().take(each).collect(),
         };
-        let TokenSpan { start, len } = span?;
-        let mut ids = vec![0; len + 1];
-        let mut labels = vec![IGNORE_INDEX; len + 1];
-        self.tokens.read_inputs(start, &mut ids);
-        self.tokens.read_labels(start + 1, &mut labels[1..]);
-        Some(ids.into_iter().zip(labels).map(|(id, label)| (id, label != IGNORE_INDEX)).collect())
+        let sequence = |TokenSpan { start, len }| {
+            let mut ids = vec![0; len + 1];
+            let mut labels = vec![IGNORE_INDEX; len + 1];
+            self.tokens.read_inputs(start, &mut ids);
+            self.tokens.read_labels(start + 1, &mut labels[1..]);
+            ids.into_iter().zip(labels).map(|(id, label)| (id, label != IGNORE_INDEX)).collect()
+        };
+        (!spans.is_empty()).then(|| spans.into_iter().map(sequence).collect())
     }
 
     /// Inputs of all rows.
@@ -275,11 +370,48 @@ mod tests {
     fn samples_are_rows_and_what_has_no_answer_is_counted() {
         let index = SequenceIndex::new(samples(&[5, 1, 9, 20, 3]), 8, false, "x").unwrap();
         assert_eq!(lens(&index), [vec![4], vec![8], vec![2]]);
-        let stats =
-            DatasetStats { samples: 5, tokens: 38, loss_tokens: 3, truncated: 1, truncated_tokens: 11, skipped: 2 };
+        let stats = DatasetStats {
+            samples: 5,
+            tokens: 38,
+            loss_tokens: 3,
+            truncated: 1,
+            truncated_tokens: 11,
+            skipped: 2,
+            ..DatasetStats::default()
+        };
         assert_eq!(index.stats(), stats);
         let message = SequenceIndex::new(samples(&[20, 30]), 8, false, "a.jsonl").unwrap_err().to_string();
         assert!(message.contains("a.jsonl: no loss tokens: 2 of 2 samples are longer than `--seq-len 8`"), "{message}");
+    }
+
+    #[test]
+    fn a_pair_is_two_rows_and_is_left_out_as_a_whole() {
+        // Ids of the prompt, then of the answer.
+        let sample = |prompt: usize, answer: &[u32]| -> Vec<(u32, bool)> {
+            (0..prompt).map(|id| (id as u32, false)).chain(answer.iter().map(|&id| (id, true))).collect()
+        };
+        let pairs = [
+            [sample(2, &[10, 11]), sample(2, &[12])],
+            [sample(3, &[10; 9]), sample(3, &[12, 13])],
+            [sample(8, &[10]), sample(8, &[11])],
+            // Nothing of an answer is left, and nothing of the difference.
+            [sample(9, &[10]), sample(2, &[11])],
+            [sample(6, &[10, 11, 12, 13]), sample(6, &[10, 11, 12, 14])],
+        ];
+        let samples: Vec<_> = pairs.iter().flatten().cloned().collect();
+        let tokens = TokenSource::from_kind(&samples, SampleKind::Preference, &[]);
+        let index = SequenceIndex::new(tokens.clone(), 8, false, "x").unwrap();
+        assert_eq!(lens(&index), [vec![3], vec![2], vec![8], vec![4], vec![8], vec![8]]);
+        assert_eq!((index.groups(), index.group_rows(), index.group_len(1)), (3, 2, 8));
+        let stats = index.stats();
+        assert_eq!((stats.samples, stats.truncated, stats.skipped, stats.loss_tokens), (5, 3, 1, 13));
+        let expected = PairStats { tokens: [9, 4], longest: [6, 2], longer: [2, 0], equally_long: 1, identical: 1 };
+        assert_eq!(stats.pairs, Some(expected));
+        let sides = index.sample(Some(1)).unwrap();
+        assert_eq!(sides, pairs[0]);
+        assert!(index.sample(Some(6)).is_none());
+        let message = SequenceIndex::new(tokens, 8, true, "x").unwrap_err().to_string();
+        assert!(message.contains("--packing: pairs and labelled answers cannot be packed"), "{message}");
     }
 
     #[test]

@@ -29,7 +29,7 @@ const NAME: &str = "chat template";
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Conversation {
-    messages: Vec<Value>,
+    pub(super) messages: Vec<Value>,
 }
 
 impl Conversation {
@@ -43,6 +43,17 @@ impl Conversation {
     /// A conversation with these messages.
     pub(super) fn from_messages(messages: Vec<Value>) -> Self {
         Self { messages }
+    }
+
+    /// A conversation with the first `count` messages.
+    pub(super) fn first(&self, count: usize) -> Self {
+        Self { messages: self.messages[..count].to_vec() }
+    }
+
+    /// Whether the assistant has a message, starting at number `from`.
+    pub(super) fn has_answer(&self, from: usize) -> bool {
+        let is_answer = |message: &Value| message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"));
+        self.messages[from..].iter().any(is_answer)
     }
 
     /// Adds a message of `role`.

@@ -80,7 +80,7 @@ impl<'a> TokenizeJob<'a> {
             before += size;
         }
         self.flush()?;
-        self.writer.set_kind(rows.dataset_kind());
+        self.writer.set_contents(rows.contents()?);
         (self.report)(LoadEvent::Tokenizing { done: total, total });
         if self.trained_tokens == 0 {
             let origin = documents.first().map_or("data", |document| &document.origin);

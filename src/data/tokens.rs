@@ -3,7 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::cache::{DOCUMENT_START_FLAG, DatasetKind, NO_LOSS_FLAG, TokenFile};
+use super::batch_loader::Role;
+use super::cache::{DOCUMENT_START_FLAG, DatasetContents, DatasetKind, NO_LOSS_FLAG, TokenFile};
+use super::preference::SampleKind;
 use crate::{Error, Result};
 
 /// The label that is excluded from the loss: padding, and prompts before an answer.
@@ -25,7 +27,7 @@ enum TokenStore {
         ids: Vec<u32>,
         /// The start positions of documents.
         starts: Vec<usize>,
-        kind: DatasetKind,
+        contents: DatasetContents,
     },
     File(TokenFile),
 }
@@ -34,17 +36,24 @@ impl TokenSource {
     /// A sequence of ids in memory.
     pub fn from_ids(ids: Vec<u32>) -> Self {
         let starts = if ids.is_empty() { Vec::new() } else { vec![0] };
-        Self::from_store(TokenStore::Memory { ids, starts, kind: DatasetKind::Text })
+        Self::from_store(TokenStore::Memory { ids, starts, contents: DatasetContents::default() })
     }
 
     /// Samples in memory: ids, each with whether it is in the loss.
     pub fn from_samples(samples: &[Vec<(u32, bool)>]) -> Self {
+        Self::from_kind(samples, SampleKind::Plain, &[])
+    }
+
+    /// Like [`Self::from_samples`], for samples of any kind. `values` has one number per sample: its weight, or 1 for a
+    /// good and 0 for a bad answer; empty if there are none, as for pairs, which are a chosen and a rejected sample.
+    pub fn from_kind(samples: &[Vec<(u32, bool)>], kind: SampleKind, values: &[f32]) -> Self {
         let (mut ids, mut starts) = (Vec::new(), Vec::new());
         for sample in samples.iter().filter(|sample| !sample.is_empty()) {
             starts.push(ids.len());
             ids.extend(sample.iter().map(|&(id, in_loss)| if in_loss { id } else { id | NO_LOSS_FLAG }));
         }
-        Self::from_store(TokenStore::Memory { ids, starts, kind: DatasetKind::PromptCompletion })
+        let contents = DatasetContents { kind: DatasetKind::PromptCompletion, samples: kind, values: values.to_vec() };
+        Self::from_store(TokenStore::Memory { ids, starts, contents })
     }
 
     /// Reads ids from a token file.
@@ -106,6 +115,13 @@ impl TokenSource {
         }
     }
 
+    /// The first ids of a document, at most `count`.
+    pub(super) fn prefix(&self, document: &Range<usize>, count: usize) -> Vec<u32> {
+        let mut ids = vec![0; count.min(document.len())];
+        self.read(document.start, &mut ids);
+        ids
+    }
+
     fn read_flagged(&self, start: usize, out: &mut [u32]) {
         let range = self.view.start + start..self.view.start + start + out.len();
         assert!(range.end <= self.view.end, "tokens {start}..{} of {}", start + out.len(), self.len());
@@ -136,20 +152,58 @@ impl TokenSource {
         self.kind() != DatasetKind::Text
     }
 
+    fn contents(&self) -> &DatasetContents {
+        match &*self.store {
+            TokenStore::Memory { contents, .. } => contents,
+            TokenStore::File(file) => file.contents(),
+        }
+    }
+
     /// The kind of the documents.
     pub fn kind(&self) -> DatasetKind {
+        self.contents().kind
+    }
+
+    /// The kind of the samples.
+    pub fn samples(&self) -> SampleKind {
+        self.contents().samples
+    }
+
+    /// Documents per sample: the two of a pair, or one.
+    pub(super) fn documents_per_sample(&self) -> usize {
+        if self.samples() == SampleKind::Preference { 2 } else { 1 }
+    }
+
+    /// The number of the document that begins at `start`, in the order of the whole data set, and its role in the
+    /// objective; `None` for plain samples without weights.
+    pub(super) fn role(&self, start: usize) -> Option<(u64, Role)> {
+        let DatasetContents { samples, values, .. } = self.contents();
+        if *samples == SampleKind::Plain && values.is_empty() {
+            return None;
+        }
+        let number = self.starts().partition_point(|&at| at <= self.view.start + start).saturating_sub(1);
+        let value = values.get(number).copied().unwrap_or(1.0);
+        let role = match samples {
+            SampleKind::Plain => Role::Weighted(value),
+            SampleKind::Preference if number.is_multiple_of(2) => Role::Chosen,
+            SampleKind::Preference => Role::Rejected,
+            SampleKind::UnpairedPreference if value > 0.0 => Role::Desirable,
+            SampleKind::UnpairedPreference => Role::Undesirable,
+        };
+        Some((number as u64, role))
+    }
+
+    /// The start positions of the documents of the whole data set.
+    fn starts(&self) -> &[usize] {
         match &*self.store {
-            TokenStore::Memory { kind, .. } => *kind,
-            TokenStore::File(file) => file.kind(),
+            TokenStore::Memory { starts, .. } => starts,
+            TokenStore::File(file) => file.starts(),
         }
     }
 
     /// The documents in the view, in order; the first may begin before the view.
     pub fn documents(&self) -> impl ExactSizeIterator<Item = Range<usize>> {
-        let starts = match &*self.store {
-            TokenStore::Memory { starts, .. } => starts,
-            TokenStore::File(file) => file.starts(),
-        };
+        let starts = self.starts();
         let Range { start, end } = self.view;
         // The document at the start of the view, and those that begin in the view.
         let first = starts.partition_point(|&at| at <= start).saturating_sub(1);
@@ -161,14 +215,14 @@ impl TokenSource {
         })
     }
 
-    /// Splits off the first `percent` of the tokens for training; the rest is for validation. Samples are not split,
-    /// and each side has at least one if there are two.
+    /// Splits off the first `percent` of the tokens for training; the rest is for validation. Samples and pairs are not
+    /// split, and each side has at least one if there are two.
     pub(super) fn hold_out(&self, percent: usize) -> (Self, Self) {
         if !self.is_samples() {
             return self.split_at(self.len() * percent / 100);
         }
-        let samples = self.documents();
-        let train = (samples.len() * percent / 100).max(1);
+        let each = self.documents_per_sample();
+        let train = (self.documents().len() / each * percent / 100).max(1) * each;
         let at = self.documents().nth(train).map_or(self.len(), |sample| sample.start);
         self.split_at(at)
     }
@@ -220,6 +274,23 @@ mod tests {
         assert_eq!(out, [7, 8, 9]);
         let (all, none) = tail.split_at(99);
         assert_eq!((all.len(), none.is_empty()), (3, true));
+    }
+
+    #[test]
+    fn pairs_stay_together_and_keep_their_numbers() {
+        let sample = |len: usize| (0..len as u32).map(|id| (id, true)).collect::<Vec<_>>();
+        let samples: Vec<_> = [2, 3, 4, 5, 6, 7].map(sample).into();
+        let (train, validation) = TokenSource::from_kind(&samples, SampleKind::Preference, &[]).hold_out(90);
+        let roles = |tokens: &TokenSource| {
+            tokens.documents().map(|document| tokens.role(document.start).unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(roles(&train), [(0, Role::Chosen), (1, Role::Rejected), (2, Role::Chosen), (3, Role::Rejected)]);
+        assert_eq!(roles(&validation), [(4, Role::Chosen), (5, Role::Rejected)]);
+        let labelled = TokenSource::from_kind(&samples[..2], SampleKind::UnpairedPreference, &[0.0, 1.0]);
+        assert_eq!(roles(&labelled), [(0, Role::Undesirable), (1, Role::Desirable)]);
+        let weighted = TokenSource::from_kind(&samples[..2], SampleKind::Plain, &[0.5, 2.0]);
+        assert_eq!(roles(&weighted), [(0, Role::Weighted(0.5)), (1, Role::Weighted(2.0))]);
+        assert_eq!(TokenSource::from_samples(&samples).role(0), None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! Every token except the first is predicted exactly once. With a stride shorter than the window, windows overlap, and
 //! a prediction is taken from the window with more context: at least `seq_len - stride` tokens.
 
-use crate::data::{Batch, EvalLoader, IGNORE_INDEX, TokenSource};
+use crate::data::{EvalLoader, IGNORE_INDEX, TokenSource};
 use crate::engine::model::{Decoder, ForwardMode, InputIds, Parameters, Workspace};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -142,8 +142,9 @@ fn evaluate_samples(
     let longest = tokens.documents().map(|sample| sample.len() - 1).max().unwrap_or(0);
     let seq_len = seq_len.min(longest.max(1));
     let mut batches = EvalLoader::new(tokens.clone(), batch_size, seq_len, None)?;
-    let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch_size, seq_len), &weights.device())?;
-    let mut batch = Batch::new(batch_size, seq_len);
+    let mut batch = batches.batch();
+    let shape = (batch.batch_size, seq_len);
+    let mut workspace = Workspace::for_evaluation(model.spec(), policy, shape, &weights.device())?;
     let (mut loss, mut predicted, mut done) = (0.0, 0, 0);
     while batches.next_batch(&mut batch) {
         let mut narrow = None;

@@ -2,7 +2,7 @@
 
 use crate::data::{
     ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, EvalExample, LoadEvent,
-    TokenSource, Tokenizer, closest_match, named_template, names_in,
+    SampleKind, TokenSource, Tokenizer, closest_match, named_template, names_in,
 };
 use crate::engine::collective::ProcessGroup;
 use crate::engine::device::DeviceContext;
@@ -345,7 +345,8 @@ fn progress_of(progress: hub::DownloadProgress) -> SetupEvent {
 pub fn dataset_options(config: &Config, chat: &ChatSettings, tokenizer: &Tokenizer) -> DatasetOptions {
     let origin = config.chat_template.as_ref().unwrap_or(&config.model);
     let chat = chat.format(origin, tokenizer);
-    DatasetOptions { format: config.format, fields: config.fields.clone(), loss_on: config.train.loss_on, chat }
+    let (fields, loss_on) = (config.fields.clone(), config.train.loss_on);
+    DatasetOptions { format: config.format, fields, samples: SampleKind::Plain, loss_on, chat }
 }
 
 /// The tokens of a configuration's training and validation text; downloads missing files.

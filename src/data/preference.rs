@@ -1,0 +1,319 @@
+//! Prompts and answers of a row: one answer, or a chosen and a rejected one, as text or as messages.
+//!
+//! The formats are TRL's. If `chosen` and `rejected` contain the prompt, it is their common prefix.
+
+use minijinja::Value;
+use minijinja::value::ValueKind;
+
+use super::row::{Sample, field, json_type, list, message};
+use super::template::Conversation;
+
+/// The kind of samples that an objective trains on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SampleKind {
+    /// Text, prompts with answers, or conversations.
+    #[default]
+    Plain,
+    /// Pairs of a chosen and a rejected answer: TRL's preference data.
+    Preference,
+    /// Answers that are labelled good or bad: TRL's unpaired preference data.
+    UnpairedPreference,
+}
+
+impl SampleKind {
+    /// The rows of this kind, for an error.
+    fn rows(self) -> &'static str {
+        match self {
+            Self::Plain => "text, prompts with completions, or conversations",
+            Self::Preference => "pairs, in rows with `prompt`, `chosen` and `rejected`",
+            Self::UnpairedPreference => "labelled answers, in rows with `prompt`, `completion` and `label`",
+        }
+    }
+
+    /// The value of `--objective` for rows of this kind.
+    fn objective(self) -> &'static str {
+        match self {
+            Self::Plain => "sft",
+            Self::Preference => "dpo",
+            Self::UnpairedPreference => "kto",
+        }
+    }
+
+    /// Checks that `found`, the data's kind, is this one. `rows` describes the rows found.
+    pub(super) fn require(self, found: Self, rows: &str) -> Result<(), String> {
+        if found == self {
+            return Ok(());
+        }
+        let (needed, objective) = (self.rows(), found.objective());
+        Err(format!("contains {rows}, but this objective needs {needed}; use `--objective {objective}` for these rows"))
+    }
+}
+
+/// A prompt or an answer.
+#[derive(Debug, PartialEq)]
+enum Part {
+    Text(String),
+    Messages(Vec<Value>),
+}
+
+impl Part {
+    /// The part in field `name`; `None` if it is missing or null.
+    fn read(row: &Value, name: &str) -> Result<Option<Self>, String> {
+        let Some(value) = field(row, name) else { return Ok(None) };
+        let in_table = |text: &str| text.trim_start().starts_with("[{");
+        match value.as_str() {
+            // Tables have messages as JSON text.
+            Some(text) if in_table(text) && list(value.clone()).is_ok_and(|list| is_messages(&list)) => {}
+            Some(text) => return Ok(Some(Self::Text(text.to_owned()))),
+            None if value.kind() == ValueKind::Seq => {}
+            None => return Err(format!("`{name}` must be text or a list of messages, but is {}", json_type(&value))),
+        }
+        let items = list(value).map_err(|problem| format!("`{name}` {problem}"))?;
+        let items = items.try_iter().into_iter().flatten().enumerate();
+        let message =
+            |(index, item)| message(&item).map_err(|problem| format!("message {} of `{name}`: {problem}", index + 1));
+        Ok(Some(Self::Messages(items.map(message).collect::<Result<_, _>>()?)))
+    }
+
+    fn require(row: &Value, name: &str) -> Result<Self, String> {
+        Self::read(row, name)?.ok_or_else(|| format!("`{name}` is missing or null"))
+    }
+
+    fn is_messages(&self) -> bool {
+        matches!(self, Self::Messages(_))
+    }
+
+    /// The end of the prompt that the two answers of a pair begin with, as in TRL: the first difference, and at least
+    /// one character or message before the end of the shorter one. A space at the end of a text's prompt belongs to the
+    /// answers.
+    fn shared_prompt(&self, other: &Self) -> usize {
+        fn common<T: PartialEq>(one: &[T], other: &[T]) -> Option<usize> {
+            one.iter().zip(other).position(|(a, b)| a != b)
+        }
+        match (self, other) {
+            (Self::Text(one), Self::Text(other)) => {
+                let last = |text: &str| text.char_indices().next_back().map_or(0, |(at, _)| at);
+                let Some(at) = common(one.as_bytes(), other.as_bytes()) else {
+                    return if one.len() < other.len() { last(one) } else { last(other) };
+                };
+                let at = one.floor_char_boundary(at);
+                at - usize::from(one[..at].ends_with(' '))
+            }
+            (Self::Messages(one), Self::Messages(other)) => {
+                common(one, other).unwrap_or(one.len().min(other.len()).saturating_sub(1))
+            }
+            _ => 0,
+        }
+    }
+
+    /// Splits off the end, starting at `at`.
+    fn split_off(&mut self, at: usize) -> Self {
+        match self {
+            Self::Text(text) => Self::Text(text.split_off(at)),
+            Self::Messages(messages) => Self::Messages(messages.split_off(at)),
+        }
+    }
+
+    fn duplicate(&self) -> Self {
+        match self {
+            Self::Text(text) => Self::Text(text.clone()),
+            Self::Messages(messages) => Self::Messages(messages.clone()),
+        }
+    }
+
+    /// Joins a prompt and its answer, which is field `name`.
+    fn join(self, answer: Self, name: &str, tools: Option<Value>) -> Result<Sample, String> {
+        let mut messages = match (self, &answer) {
+            (Self::Text(prompt), Self::Text(answer)) => return Ok(Sample::Completion(prompt, answer.clone())),
+            (Self::Text(content), _) => vec![minijinja::context! { role => "user", content }],
+            (Self::Messages(prompt), Self::Messages(_)) => prompt,
+            (Self::Messages(_), Self::Text(_)) => {
+                return Err(format!("the prompt is a list of messages, but `{name}` is text; use one form for both"));
+            }
+        };
+        let prompt = messages.len();
+        if let Self::Messages(answer) = answer {
+            messages.extend(answer);
+        }
+        let conversation = Conversation::from_messages(messages);
+        if !conversation.has_answer(prompt) {
+            return Err(format!("`{name}` contains no message with the role `assistant`"));
+        }
+        Ok(Sample::Conversation { conversation, prompt, tools })
+    }
+}
+
+fn is_messages(list: &Value) -> bool {
+    list.try_iter().is_ok_and(|mut items| items.all(|item| field(&item, "role").is_some()))
+}
+
+/// The prompt of a row with the answer in field `name`.
+pub(super) fn answered(row: &Value, prompt: &str, name: &str, tools: Option<Value>) -> Result<Sample, String> {
+    Part::require(row, prompt)?.join(Part::require(row, name)?, name, tools)
+}
+
+/// The chosen and the rejected answer of a row, each with its prompt; `None` if they are identical.
+pub(super) fn pair(row: &Value, prompt: &str, tools: Option<&Value>) -> Result<Option<[Sample; 2]>, String> {
+    let names = ["chosen", "rejected"];
+    let [mut chosen, mut rejected] = [Part::require(row, names[0])?, Part::require(row, names[1])?];
+    if chosen.is_messages() != rejected.is_messages() {
+        return Err(
+            "one of `chosen` and `rejected` is text, the other a list of messages; use one form for both".into()
+        );
+    }
+    if chosen == rejected {
+        return Ok(None);
+    }
+    let shared = chosen.shared_prompt(&rejected);
+    // A prompt as text next to conversations repeats their beginning, or is the question before them.
+    let prompt = match Part::read(row, prompt)? {
+        Some(prompt) if prompt.is_messages() || !chosen.is_messages() || shared == 0 => prompt,
+        _ => {
+            let [answer, other] = [chosen.split_off(shared), rejected.split_off(shared)];
+            let prompt = std::mem::replace(&mut chosen, answer);
+            rejected = other;
+            prompt
+        }
+    };
+    let second = prompt.duplicate();
+    let pair = [prompt.join(chosen, names[0], tools.cloned())?, second.join(rejected, names[1], tools.cloned())?];
+    if let Some(at) = pair.iter().position(Sample::is_empty) {
+        return Err(format!("`prompt` and `{}` are empty", names[at]));
+    }
+    Ok(Some(pair))
+}
+
+/// The label of an answer: whether it is good. Tables have it as text.
+pub(super) fn label(row: &Value) -> Result<bool, String> {
+    let value = field(row, "label").ok_or("`label` is missing or null")?;
+    match value.as_str().map(str::to_ascii_lowercase).as_deref() {
+        Some("true") => Ok(true),
+        Some("false") => Ok(false),
+        None if value.kind() == ValueKind::Bool => Ok(value.is_true()),
+        _ => Err(format!("`label` must be true or false, but is {value}")),
+    }
+}
+
+/// The weight of a sample in the loss, if it has one. Tables have it as text.
+pub(super) fn weight(row: &Value) -> Result<Option<f32>, String> {
+    let Some(value) = field(row, "weight") else { return Ok(None) };
+    let number = match value.as_str() {
+        Some(text) => text.trim().parse().ok(),
+        None => f64::try_from(value.clone()).ok().filter(|_| value.kind() == ValueKind::Number),
+    };
+    let number = number.map(|number| number as f32).filter(|number| number.is_finite() && *number >= 0.0);
+    number.map(Some).ok_or_else(|| format!("`weight` must be a number of at least 0, but is {value}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::jinja_python::read_json;
+
+    fn row(text: &str) -> Value {
+        read_json(text).unwrap()
+    }
+
+    /// Prompt and answer of each side; messages as `role: content` lines.
+    fn sides(text: &str) -> [(String, String); 2] {
+        let sides = pair(&row(text), "prompt", None).unwrap().unwrap();
+        sides.map(|sample| match sample {
+            Sample::Completion(prompt, answer) => (prompt, answer),
+            Sample::Conversation { conversation, prompt, .. } => {
+                let lines: Vec<String> = conversation
+                    .messages
+                    .iter()
+                    .map(|m| format!("{}: {}", m.get_attr("role").unwrap(), m.get_attr("content").unwrap()))
+                    .collect();
+                (lines[..prompt].join("\n"), lines[prompt..].join("\n"))
+            }
+        })
+    }
+
+    fn pairs(prompt: &str, chosen: &str, rejected: &str) -> [(String, String); 2] {
+        [chosen, rejected].map(|answer| (prompt.to_owned(), answer.to_owned()))
+    }
+
+    fn refusal(text: &str) -> String {
+        pair(&row(text), "prompt", None).err().unwrap()
+    }
+
+    #[test]
+    fn texts_are_split_as_in_trl() {
+        for (text, expected) in [
+            (
+                r#"{"prompt": "Sky is", "chosen": " blue.", "rejected": " green."}"#,
+                pairs("Sky is", " blue.", " green."),
+            ),
+            (
+                r#"{"chosen": "The sky is blue", "rejected": "The sky is green"}"#,
+                pairs("The sky is", " blue", " green"),
+            ),
+            (r#"{"chosen": "ab", "rejected": "abc"}"#, pairs("a", "b", "bc")),
+            (r#"{"chosen": "né", "rejected": "nè"}"#, pairs("n", "é", "è")),
+            (r#"{"chosen": "x", "rejected": "y"}"#, pairs("", "x", "y")),
+        ] {
+            assert_eq!(sides(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn conversations_share_their_beginning_or_follow_their_prompt() {
+        let (question, good, bad) = (
+            r#"{"role": "user", "content": "Sky?"}"#,
+            r#"{"role": "assistant", "content": "Blue."}"#,
+            r#"{"role": "assistant", "content": "Red."}"#,
+        );
+        let expected = pairs("user: Sky?", "assistant: Blue.", "assistant: Red.");
+        for text in [
+            format!(r#"{{"prompt": [{question}], "chosen": [{good}], "rejected": [{bad}]}}"#),
+            format!(r#"{{"chosen": [{question}, {good}], "rejected": [{question}, {bad}]}}"#),
+            format!(r#"{{"prompt": "Sky?", "chosen": [{question}, {good}], "rejected": [{question}, {bad}]}}"#),
+            format!(r#"{{"prompt": "Sky?", "chosen": [{good}], "rejected": [{bad}]}}"#),
+        ] {
+            assert_eq!(sides(&text), expected, "{text}");
+        }
+        let table =
+            serde_json::json!({"chosen": format!("[{question}, {good}]"), "rejected": format!("[{question}, {bad}]")});
+        assert_eq!(sides(&table.to_string()), expected);
+        let longer =
+            format!(r#"{{"chosen": [{question}, {good}], "rejected": [{question}, {good}, {question}, {bad}]}}"#);
+        assert_eq!(sides(&longer)[0], ("user: Sky?".to_owned(), "assistant: Blue.".to_owned()));
+    }
+
+    #[test]
+    fn unusable_pairs_are_refused() {
+        assert!(pair(&row(r#"{"prompt": "a", "chosen": "b", "rejected": "b"}"#), "prompt", None).unwrap().is_none());
+        for (text, problem) in [
+            (r#"{"prompt": "a", "chosen": "b"}"#, "`rejected` is missing"),
+            (
+                r#"{"prompt": "a", "chosen": "b", "rejected": 3}"#,
+                "`rejected` must be text or a list of messages, but is a number",
+            ),
+            (r#"{"chosen": "b", "rejected": [{"role": "user", "content": "x"}]}"#, "is text, the other a list"),
+            (r#"{"prompt": [], "chosen": "b", "rejected": "c"}"#, "the prompt is a list"),
+            (r#"{"prompt": "", "chosen": "", "rejected": "c"}"#, "`prompt` and `chosen` are empty"),
+            (
+                r#"{"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]}"#,
+                "`chosen` contains no message with the role `assistant`",
+            ),
+        ] {
+            assert!(refusal(text).contains(problem), "{text}: {}", refusal(text));
+        }
+    }
+
+    #[test]
+    fn labels_and_weights_are_read_from_tables_too() {
+        for (text, good) in [("true", true), ("false", false), ("\"True\"", true), ("\"FALSE\"", false)] {
+            assert_eq!(label(&row(&format!("{{\"label\": {text}}}"))), Ok(good));
+        }
+        assert!(label(&row(r#"{"label": 3}"#)).unwrap_err().contains("but is 3"));
+        for (text, expected) in [("2", 2.0), ("\"0.5\"", 0.5), ("0", 0.0)] {
+            assert_eq!(weight(&row(&format!("{{\"weight\": {text}}}"))), Ok(Some(expected)));
+        }
+        assert_eq!(weight(&row("{}")), Ok(None));
+        for text in ["-1", "true", "\"heavy\"", "1e60"] {
+            assert!(weight(&row(&format!("{{\"weight\": {text}}}"))).unwrap_err().contains("at least 0"), "{text}");
+        }
+    }
+}

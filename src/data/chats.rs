@@ -10,13 +10,21 @@
 //!
 //! The held-out conversations ask for pairs that no training conversation has, in either order: a model that answers
 //! them has learned the drawers and the form instead of memorizing answers.
+//!
+//! `preferences` are pairs about the same questions: the rejected answer names the drawers of two other things.
 
-use super::shuffle::Permutation;
+use serde_json::json;
+
+use super::shuffle::{Permutation, mix};
 
 /// Conversations that `--data chats` trains on.
 pub const CHATS: usize = 200;
 /// Conversations of `chats-held-back`.
 pub const HELD_OUT_CHATS: usize = 40;
+/// Pairs that `--data preferences` trains on.
+pub(super) const PREFERENCES: usize = 600;
+/// Pairs of `preferences-held-back`.
+pub(super) const HELD_OUT_PREFERENCES: usize = 60;
 
 const THINGS: [(&str, &str); 16] = [
     ("rope", "K7"),
@@ -54,16 +62,26 @@ pub struct QaPair {
     pub question: String,
     /// The exact answer of the assistant.
     pub answer: String,
+    /// An answer with the drawers of two other things.
+    pub wrong: String,
 }
 
 impl QaPair {
     /// A line of JSON, as `messages`.
     pub fn to_json(&self) -> String {
-        let Self { question, answer } = self;
-        let messages = [("user", question), ("assistant", answer)]
-            .map(|(role, content)| serde_json::json!({"role": role, "content": content}));
-        serde_json::json!({ "messages": messages }).to_string()
+        let messages = [message("user", &self.question), message("assistant", &self.answer)];
+        json!({ "messages": messages }).to_string()
     }
+
+    /// A line of JSON, as a pair.
+    fn to_pair(&self) -> String {
+        let [chosen, rejected] = [&self.answer, &self.wrong].map(|answer| [message("assistant", answer)]);
+        json!({ "prompt": [message("user", &self.question)], "chosen": chosen, "rejected": rejected }).to_string()
+    }
+}
+
+fn message(role: &str, content: &str) -> serde_json::Value {
+    json!({ "role": role, "content": content })
 }
 
 /// Pairs of things, in no order.
@@ -93,7 +111,16 @@ fn draw(seed: u64, pairs: std::ops::Range<usize>, count: usize) -> Vec<QaPair> {
         let (first, second) = if kind.is_multiple_of(2) { (first, second) } else { (second, first) };
         let [(one, here), (other, there)] = [THINGS[first], THINGS[second]];
         let question = QUESTIONS[kind / 2].replacen("{}", one, 1).replacen("{}", other, 1);
-        QaPair { question, answer: format!("The {one} is in drawer {here} and the {other} is in drawer {there}.") }
+        let answer =
+            |here: &str, there: &str| format!("The {one} is in drawer {here} and the {other} is in drawer {there}.");
+        let mut drawers: Vec<&str> =
+            THINGS.iter().map(|(_, drawer)| *drawer).filter(|drawer| ![here, there].contains(drawer)).collect();
+        let mut draw = |salt: u64| {
+            let at = mix(mix(seed) ^ (2 * index as u64 + salt)) % drawers.len() as u64;
+            drawers.swap_remove(at as usize)
+        };
+        let wrong = [draw(0), draw(1)];
+        QaPair { question, answer: answer(here, there), wrong: answer(wrong[0], wrong[1]) }
     };
     (0..count).map(chat).collect()
 }
@@ -104,9 +131,9 @@ fn pair(number: usize) -> (usize, usize) {
     pairs.clone().nth(number).unwrap_or((0, 1))
 }
 
-/// The conversations as JSON Lines.
-pub(super) fn json_lines(chats: &[QaPair]) -> String {
-    chats.iter().map(|chat| chat.to_json() + "\n").collect()
+/// The conversations as JSON Lines, or the pairs.
+pub(super) fn json_lines(chats: &[QaPair], pairs: bool) -> String {
+    chats.iter().map(|chat| if pairs { chat.to_pair() } else { chat.to_json() } + "\n").collect()
 }
 
 #[cfg(test)]
@@ -135,8 +162,22 @@ mod tests {
 
     #[test]
     fn a_chat_is_a_row_of_messages() {
-        let chat = QaPair { question: "Where?".into(), answer: "Here.".into() };
+        let chat = QaPair { question: "Where?".into(), answer: "Here.".into(), wrong: "There.".into() };
         let row = r#"{"messages":[{"content":"Where?","role":"user"},{"content":"Here.","role":"assistant"}]}"#;
         assert_eq!(chat.to_json(), row);
+        let pair = r#"{"chosen":[{"content":"Here.","role":"assistant"}],"prompt":[{"content":"Where?","role":"user"}],"rejected":[{"content":"There.","role":"assistant"}]}"#;
+        assert_eq!(chat.to_pair(), pair);
+    }
+
+    #[test]
+    fn a_wrong_answer_differs_in_both_drawers() {
+        let drawers = |answer: &str| -> Vec<String> {
+            answer.trim_end_matches('.').split("drawer ").skip(1).map(|rest| rest[..2].to_owned()).collect()
+        };
+        for chat in training(0, PREFERENCES).into_iter().chain(held_out(0, HELD_OUT_PREFERENCES)) {
+            let [right, wrong] = [&chat.answer, &chat.wrong].map(|answer| drawers(answer));
+            assert_eq!(right.iter().chain(&wrong).collect::<HashSet<_>>().len(), 4, "{chat:?}");
+            assert_eq!(chat.answer.len(), chat.wrong.len());
+        }
     }
 }

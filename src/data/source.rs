@@ -14,7 +14,7 @@ use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result, temporary, untrusted};
 
 /// The advice at the end of errors about a source.
-const SUPPORTED_SOURCES: &str = "give `grammar`, `tiny_shakespeare`, `chats`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
+const SUPPORTED_SOURCES: &str = "give `grammar`, `tiny_shakespeare`, `chats`, `preferences`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
                      file, a folder or glob of those, `hf://datasets/owner/name/file`, or `-` for standard input";
 
 /// The built-in conversations do not depend on the run's seed.
@@ -37,6 +37,11 @@ pub enum DataSource {
     TinyShakespeare,
     /// `chats` or `chats-held-back`: the built-in conversations whose answers can be checked.
     Chats {
+        /// Whether to use the held-out ones.
+        held_out: bool,
+    },
+    /// `preferences` or `preferences-held-back`: the same questions, each with a right and a wrong answer.
+    Preferences {
         /// Whether to use the held-out ones.
         held_out: bool,
     },
@@ -99,6 +104,8 @@ impl FromStr for DataSource {
             "tiny_shakespeare" => Ok(Self::TinyShakespeare),
             "chats" => Ok(Self::Chats { held_out: false }),
             "chats-held-back" => Ok(Self::Chats { held_out: true }),
+            "preferences" => Ok(Self::Preferences { held_out: false }),
+            "preferences-held-back" => Ok(Self::Preferences { held_out: true }),
             "-" => Ok(Self::Stdin),
             _ => match text.split_once("://") {
                 Some(("hf", path)) => match hub_parts(path) {
@@ -128,6 +135,8 @@ impl fmt::Display for DataSource {
             Self::TinyShakespeare => f.write_str("tiny_shakespeare"),
             Self::Chats { held_out: false } => f.write_str("chats"),
             Self::Chats { held_out: true } => f.write_str("chats-held-back"),
+            Self::Preferences { held_out: false } => f.write_str("preferences"),
+            Self::Preferences { held_out: true } => f.write_str("preferences-held-back"),
             Self::Stdin => f.write_str("-"),
             Self::Hub { repo, revision, file } if revision == "main" => write!(f, "hf://datasets/{repo}/{file}"),
             Self::Hub { repo, revision, file } => write!(f, "hf://datasets/{repo}@{revision}/{file}"),
@@ -155,7 +164,7 @@ fn suggest_path(path: &Path) -> String {
     let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
     let mut names = names_in(if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
     if folder.as_os_str().is_empty() {
-        names.extend(["grammar", "tiny_shakespeare", "chats"].map(str::to_owned));
+        names.extend(["grammar", "tiny_shakespeare", "chats", "preferences"].map(str::to_owned));
     }
     let near = closest_match(&name.to_string_lossy(), names);
     near.map_or_else(String::new, |near| format!("did you mean `{}`? Otherwise ", folder.join(near).display()))
@@ -198,13 +207,19 @@ impl DataSource {
                 let text = zstd::Decoder::new(TINY_SHAKESPEARE).map_err(broken)?;
                 return spool(text, "tiny_shakespeare", Some(DataFormat::Text));
             }
-            Self::Chats { held_out } => {
-                let chats = if *held_out {
-                    chats::held_out(CHATS_SEED, chats::HELD_OUT_CHATS)
+            Self::Chats { held_out } | Self::Preferences { held_out } => {
+                let pairs = matches!(self, Self::Preferences { .. });
+                let [train, validation] = if pairs {
+                    [chats::PREFERENCES, chats::HELD_OUT_PREFERENCES]
                 } else {
-                    chats::training(CHATS_SEED, chats::CHATS)
+                    [chats::CHATS, chats::HELD_OUT_CHATS]
                 };
-                return spool(chats::json_lines(&chats).as_bytes(), &self.to_string(), Some(DataFormat::Jsonl));
+                let chats = if *held_out {
+                    chats::held_out(CHATS_SEED, validation)
+                } else {
+                    chats::training(CHATS_SEED, train)
+                };
+                return spool(chats::json_lines(&chats, pairs).as_bytes(), &self.to_string(), Some(DataFormat::Jsonl));
             }
             Self::Stdin => return spool(std::io::stdin().lock(), "standard input", asked),
             Self::Hub { repo, revision, file } => {
@@ -313,6 +328,8 @@ mod tests {
             "tiny_shakespeare",
             "chats",
             "chats-held-back",
+            "preferences",
+            "preferences-held-back",
             "-",
             "some/file.txt",
             "some/*.jsonl",

@@ -22,6 +22,7 @@ mod interface;
 mod lab;
 mod memory_saving_runs;
 mod metrics_export;
+mod preferences;
 mod quick_start;
 mod regressions;
 mod templates;

@@ -1,0 +1,213 @@
+//! Preference pairs, labelled answers and weighted samples: from files to batches.
+
+use std::fs;
+use std::path::Path;
+
+use finetune::data::{
+    BatchLoader, DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, IGNORE_INDEX, Role, SampleKind,
+    Tokenizer,
+};
+
+/// Loads `content` as file `name`; without validation data.
+fn load(folder: &Path, name: &str, content: &str, samples: SampleKind) -> finetune::Result<Dataset> {
+    let path = folder.join(name);
+    fs::write(&path, content).unwrap();
+    let options = DatasetOptions { samples, ..DatasetOptions::default() };
+    DatasetBuilder::new(folder).options(options).load(&DataSource::Path(path), None, &Tokenizer::byte())
+}
+
+fn refusal(name: &str, content: &str, samples: SampleKind) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    load(folder.path(), name, content, samples).unwrap_err().to_string()
+}
+
+/// The sequences of the training and validation data: text, the text in the loss, and role.
+fn sequences(data: &Dataset) -> Vec<(String, String, Role)> {
+    let mut found = Vec::new();
+    for tokens in [&data.train, &data.validation] {
+        let mut loader = BatchLoader::new(tokens.clone(), 1, 256, 0).unwrap();
+        let mut batch = loader.batch();
+        while loader.position().epoch == 0 {
+            loader.next_batch(&mut batch);
+            for sequence in &batch.sequences {
+                let text = |ids: &[u32]| -> String {
+                    let ids = ids.iter().filter(|&&id| id != IGNORE_INDEX);
+                    ids.map(|&id| if id < 256 { char::from(id as u8) } else { '$' }).collect()
+                };
+                let row = sequence.labels.clone();
+                found.push((sequence.index, text(&batch.inputs[row.clone()]), text(&batch.labels[row]), sequence.role));
+            }
+        }
+    }
+    found.sort_by_key(|(index, ..)| *index);
+    let numbers: Vec<u64> = found.iter().map(|(index, ..)| *index).collect();
+    assert_eq!(numbers, (0..found.len() as u64).collect::<Vec<_>>(), "every sequence has its number");
+    found.into_iter().map(|(_, text, in_loss, role)| (text, in_loss, role)).collect()
+}
+
+fn owned(expected: &[(&str, &str, Role)]) -> Vec<(String, String, Role)> {
+    expected.iter().map(|&(text, in_loss, role)| (text.to_owned(), in_loss.to_owned(), role)).collect()
+}
+
+#[test]
+fn pairs_of_every_format_are_the_same_sequences() {
+    let expected = owned(&[
+        ("1+1=2", "2$", Role::Chosen),
+        ("1+1=3", "3$", Role::Rejected),
+        ("2+2=4", "4$", Role::Chosen),
+        ("2+2=22", "22$", Role::Rejected),
+    ]);
+    for (name, content) in [
+        (
+            "a.jsonl",
+            "{\"prompt\": \"1+1=\", \"chosen\": \"2\", \"rejected\": \"3\"}\n{\"chosen\": \"4\", \"rejected\": \"22\", \"prompt\": \"2+2=\"}\n",
+        ),
+        (
+            "a.json",
+            "[{\"chosen\": \"1+1=2\", \"rejected\": \"1+1=3\"}, {\"chosen\": \"2+2=4\", \"rejected\": \"2+2=22\", \"id\": 7}]",
+        ),
+        ("a.csv", "prompt,chosen,rejected\n1+1=,2,3\n2+2=,4,22\n"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let data = load(folder.path(), name, content, SampleKind::Preference).unwrap();
+        assert_eq!((data.train.kind(), data.train.samples()), (DatasetKind::PromptCompletion, SampleKind::Preference));
+        assert_eq!(sequences(&data), expected, "{name}");
+        let cached = load(folder.path(), name, content, SampleKind::Preference).unwrap();
+        assert_eq!((sequences(&cached), cached.fingerprint), (expected.clone(), data.fingerprint), "{name}");
+    }
+}
+
+#[test]
+fn only_the_answers_after_the_prompt_of_a_conversation_are_in_the_loss() {
+    let turn = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
+    let prompt = [turn("user", "a"), turn("assistant", "b"), turn("user", "c")];
+    let with = |answer: &str| [&prompt[..], &[turn("assistant", answer)]].concat();
+    let row = serde_json::json!({"chosen": with("d"), "rejected": with("e")});
+    let explicit = serde_json::json!({
+        "prompt": prompt, "chosen": [turn("assistant", "d")], "rejected": [turn("assistant", "e")],
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let data = load(folder.path(), "a.jsonl", &format!("{row}\n{explicit}\n"), SampleKind::Preference).unwrap();
+    let text = |answer: &str| format!("user: a\nassistant: b$\nuser: c\nassistant: {answer}$");
+    let pair = [("d", Role::Chosen), ("e", Role::Rejected)];
+    let expected: Vec<_> =
+        pair.iter().cycle().take(4).map(|(answer, role)| (text(answer), format!(" {answer}$"), *role)).collect();
+    assert_eq!(sequences(&data), expected);
+    assert_eq!(data.train.kind(), DatasetKind::Conversational);
+}
+
+#[test]
+fn labelled_answers_are_good_or_bad() {
+    let rows = "{\"prompt\": \"p\", \"completion\": \"c\", \"label\": true}\n\
+                {\"prompt\": [{\"role\": \"user\", \"content\": \"p\"}], \
+                 \"completion\": [{\"role\": \"assistant\", \"content\": \"d\"}], \"label\": false}\n";
+    let folder = tempfile::tempdir().unwrap();
+    let data = load(folder.path(), "a.jsonl", rows, SampleKind::UnpairedPreference).unwrap();
+    let expected = [("pc", "c$", Role::Desirable), ("user: p\nassistant: d$", " d$", Role::Undesirable)];
+    assert_eq!(sequences(&data), owned(&expected));
+    let table =
+        load(folder.path(), "a.csv", "prompt,completion,label\np,c,True\np,d,false\n", SampleKind::UnpairedPreference);
+    let expected = [("pc", "c$", Role::Desirable), ("pd", "d$", Role::Undesirable)];
+    assert_eq!(sequences(&table.unwrap()), owned(&expected));
+    let message =
+        refusal("a.jsonl", "{\"prompt\": \"p\", \"completion\": \"c\", \"label\": 2}", SampleKind::UnpairedPreference);
+    assert!(message.contains("a.jsonl: line 1: `label` must be true or false, but is 2"), "{message}");
+    // The label has no meaning for plain fine-tuning.
+    assert_eq!(load(folder.path(), "a.jsonl", rows, SampleKind::Plain).unwrap().train.samples(), SampleKind::Plain);
+}
+
+#[test]
+fn a_weight_belongs_to_its_sample() {
+    let rows = "{\"prompt\": \"p\", \"completion\": \"c\", \"weight\": 0.5}\n{\"prompt\": \"p\", \"completion\": \"d\"}\n\
+                {\"prompt\": \"p\", \"completion\": \"e\", \"weight\": 3}\n";
+    let folder = tempfile::tempdir().unwrap();
+    let data = load(folder.path(), "a.jsonl", rows, SampleKind::Plain).unwrap();
+    let expected =
+        [("pc", "c$", Role::Weighted(0.5)), ("pd", "d$", Role::Weighted(1.0)), ("pe", "e$", Role::Weighted(3.0))];
+    assert_eq!(sequences(&data), owned(&expected));
+    let message = refusal("a.csv", "prompt,completion,weight\np,c,1\np,d,heavy\n", SampleKind::Plain);
+    assert!(message.contains("a.csv: line 3: `weight` must be a number of at least 0, but is heavy"), "{message}");
+}
+
+#[test]
+fn data_that_does_not_fit_the_objective_is_refused_with_the_one_that_does() {
+    let pair = "{\"prompt\": \"p\", \"chosen\": \"c\", \"rejected\": \"d\"}\n";
+    let sample = "{\"prompt\": \"p\", \"completion\": \"c\"}\n";
+    let labelled = "{\"prompt\": \"p\", \"completion\": \"c\", \"label\": true}\n";
+    for (name, content, samples, expected) in [
+        ("a.jsonl", pair, SampleKind::Plain, ["line 1: contains pairs", "use `--objective dpo`"]),
+        ("a.jsonl", pair, SampleKind::UnpairedPreference, ["line 1: contains pairs", "use `--objective dpo`"]),
+        (
+            "a.jsonl",
+            sample,
+            SampleKind::Preference,
+            ["needs pairs, in rows with `prompt`, `chosen`", "`--objective sft`"],
+        ),
+        (
+            "a.txt",
+            "words",
+            SampleKind::Preference,
+            ["contains text, but this objective needs pairs", "`--objective sft`"],
+        ),
+        ("a.jsonl", labelled, SampleKind::Preference, ["line 1: contains", "use `--objective"]),
+        (
+            "a.jsonl",
+            "{\"prompt\": \"p\", \"chosen\": \"c\"}",
+            SampleKind::Preference,
+            ["line 1: has `chosen`, but `rejected` is missing", ""],
+        ),
+    ] {
+        let message = refusal(name, content, samples);
+        assert!(message.starts_with("a.") || message.contains(name), "{message}");
+        assert!(expected.iter().all(|part| message.contains(part)), "{content} {samples:?}: {message}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
+    let mut loader = DatasetBuilder::new(folder.path()).options(options);
+    let message = loader.load(&DataSource::Grammar, None, &Tokenizer::byte()).unwrap_err().to_string();
+    assert!(message.contains("grammar: contains text, but this objective needs pairs"), "{message}");
+    // Rows may have the fields of both.
+    let both = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\", \"content\": \"b\"}], \
+                \"chosen\": \"ab\", \"rejected\": \"ac\"}\n";
+    for samples in [SampleKind::Plain, SampleKind::Preference] {
+        assert_eq!(load(folder.path(), "b.jsonl", &both.repeat(2), samples).unwrap().train.samples(), samples);
+    }
+}
+
+#[test]
+fn identical_answers_are_refused_with_their_number_and_the_first_line() {
+    let row = |answer: &str| format!("{{\"prompt\": \"p\", \"chosen\": \"c\", \"rejected\": \"{answer}\"}}\n");
+    let rows = [row("d"), row("c"), row("e"), row("c")].concat();
+    let message = refusal("a.jsonl", &rows, SampleKind::Preference);
+    let expected = "a.jsonl: line 2: `chosen` and `rejected` are identical (2 such rows); a pair needs a better and a \
+                    worse answer, so remove them";
+    assert!(message.contains(expected), "{message}");
+}
+
+#[test]
+fn the_built_in_pairs_name_right_and_wrong_drawers() {
+    let folder = tempfile::tempdir().unwrap();
+    let sources: [DataSource; 2] = ["preferences", "preferences-held-back"].map(|name| name.parse().unwrap());
+    let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
+    let mut loader = DatasetBuilder::new(folder.path()).options(options);
+    let data = loader.load(&sources[0], Some(&sources[1]), &Tokenizer::byte()).unwrap();
+    let chosen = |text: &str| text.contains("rope is in drawer K7");
+    let (mut right, mut wrong) = (0, 0);
+    for tokens in [&data.train, &data.validation] {
+        let mut loader = BatchLoader::new(tokens.clone(), 4, 256, 0).unwrap();
+        let mut batch = loader.batch();
+        while loader.position().epoch == 0 {
+            loader.next_batch(&mut batch);
+            for sequence in &batch.sequences {
+                let labels = batch.labels[sequence.labels.clone()].iter().filter(|&&id| id < 256);
+                let answer: String = labels.map(|&id| char::from(id as u8)).collect();
+                assert!(answer.starts_with(" The ") && answer.ends_with('.'), "{answer}");
+                match sequence.role {
+                    Role::Chosen => right += usize::from(chosen(&answer)),
+                    _ => wrong += usize::from(chosen(&answer)),
+                }
+            }
+        }
+    }
+    assert!(right > 50 && wrong == 0, "{right} {wrong}");
+}

@@ -41,6 +41,7 @@ pub use corpus::{Dataset, DatasetBuilder};
 pub use format::DataFormat;
 pub use preference::SampleKind;
 pub use preview::DatasetPreview;
+pub(crate) use preview::counted;
 pub use row::{DatasetOptions, FieldNames, LossOn};
 pub use sequence_index::{DatasetStats, PairStats, SequenceIndex};
 pub use source::{DataSource, Downloader, HubFile, LoadEvent};

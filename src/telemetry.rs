@@ -19,7 +19,7 @@ mod run_state;
 mod series;
 mod tensorboard;
 
-pub use activity::{Activity, CurrentPhase, PhaseLines, PhaseProgress};
+pub use activity::{Activity, CurrentPhase, PhaseLines, PhaseProgress, bytes, bytes_of};
 pub use command::Command;
 pub use emitter::{Emitter, Sink};
 pub use event::{

@@ -3,12 +3,13 @@
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, run_or_path};
 use crate::store::checkpoint::{
-    Checkpoint, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare, expired, latest_valid, list,
-    verify,
+    Checkpoint, CheckpointDifference, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare,
+    expired, latest_valid, list, verify,
 };
-use crate::ui::format::scale;
+use crate::ui::format::{bytes, scale};
 use crate::{Error, Result, untrusted};
 use clap::{Args, Subcommand};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -155,7 +156,7 @@ fn about(manifest: &Manifest, best: Option<f64>) -> String {
         Some(loss) => format!("validation loss {loss:.4}"),
         None => String::new(),
     };
-    format!("{:>9}  {loss}", size(manifest.bytes())).trim_end().to_owned()
+    format!("{:>9}  {loss}", bytes(manifest.bytes())).trim_end().to_owned()
 }
 
 fn validation_loss(one: &CheckpointEntry) -> Option<f64> {
@@ -202,7 +203,7 @@ fn description(path: &Path) -> Result<Vec<String>> {
         say("validation", format!("loss {loss:.4}"));
     }
     for (name, digest) in &manifest.files {
-        say("file", format!("{name:<22} {:>9}  sha256 {}", size(digest.bytes), digest.sha256));
+        say("file", format!("{name:<22} {:>9}  sha256 {}", bytes(digest.bytes), digest.sha256));
     }
     Ok(lines)
 }
@@ -271,17 +272,29 @@ fn difference(a: &Path, b: &Path) -> Result<(Vec<String>, bool)> {
     if differences.is_empty() {
         return Ok((vec![format!("`{}` and `{}` are bit-identical", a.display(), b.display())], true));
     }
-    Ok((differences.iter().map(ToString::to_string).collect(), false))
+    let mut lines = summary(&differences);
+    lines.extend(differences.iter().map(ToString::to_string));
+    Ok((lines, false))
+}
+
+/// The number of differences of each kind in each file, and the settings that make the models unlike.
+fn summary(differences: &[CheckpointDifference]) -> Vec<String> {
+    let of_model = |one: &&CheckpointDifference| one.file == "config.json";
+    let unlike: Vec<_> = differences.iter().filter(of_model).map(|one| format!("`{}`", one.name)).collect();
+    let mut lines = Vec::new();
+    if !unlike.is_empty() {
+        lines.push(format!("the models differ in {}", unlike.join(", ")));
+    }
+    for in_file in differences.chunk_by(|a, b| a.file == b.file) {
+        let mut kinds = BTreeMap::new();
+        in_file.iter().for_each(|one| *kinds.entry(one.kind).or_insert(0) += 1);
+        let kinds: Vec<_> = kinds.into_iter().map(|(kind, count)| format!("{count} {kind}")).collect();
+        lines.push(format!("{}: {}", in_file[0].file, kinds.join(", ")));
+    }
+    lines.push(String::new());
+    lines
 }
 
 fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
-}
-
-pub(super) fn size(bytes: u64) -> String {
-    match bytes {
-        0..1_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
-        1_000_000..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
-        _ => format!("{:.2} GB", bytes as f64 / 1e9),
-    }
 }

@@ -2,9 +2,10 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::data::{BatchLoader, DatasetKind, DatasetPreview, DatasetStats, PairStats, SequenceIndex};
+use crate::data::{BatchLoader, DatasetKind, DatasetPreview, DatasetStats, PairStats, SequenceIndex, counted};
 use crate::train::{ModelSource, dataset, dataset_options};
 use crate::ui::may_colour;
+use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
 use serde_json::json;
@@ -47,13 +48,12 @@ struct StatsArgs {
 pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
     let text = match &args.what {
         DataCommand::Show(args) => {
-            let (loader, preview) = load(&args.config, args.sample)?;
-            drop(loader);
+            let (_, preview, validation) = load(&args.config, args.sample)?;
             let colour = stdout().is_terminal() && may_colour();
-            preview.text(colour)
+            format!("{}validation: {validation}\n", preview.text(colour))
         }
         DataCommand::Stats(args) => {
-            let (loader, preview) = load(&args.config, None)?;
+            let (loader, preview, validation) = load(&args.config, None)?;
             let config = args.config.resolve()?;
             let stats = preview.stats;
             let steps = loader.steps_per_epoch(config.train.grad_accum);
@@ -87,7 +87,7 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
                 format!(
                     "{what:<7}           {}\ntokens            {}\nloss tokens       {} ({:.1} %)\n{preferences}\
                      truncated         {} {what}, by {} tokens\nskipped           {} {what} without loss tokens\n\
-                     rows              {rows}\nsteps per epoch   {steps}\n",
+                     rows              {rows}\nsteps per epoch   {steps}\nvalidation        {validation}\n",
                     stats.samples,
                     stats.tokens,
                     stats.loss_tokens,
@@ -121,8 +121,8 @@ fn preferences(DatasetStats { samples, skipped, pairs, desirable, .. }: DatasetS
     )
 }
 
-/// The training rows of a configuration, and a preview of their loss tokens.
-fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, DatasetPreview)> {
+/// The training rows of a configuration, a preview of their loss tokens, and a description of the validation rows.
+fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, DatasetPreview, String)> {
     let config = args.resolve()?;
     let reporter = Reporter::start();
     let mut tell = |event| reporter.report(event);
@@ -132,5 +132,14 @@ fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, DatasetP
     let chat = dataset_options(&config, &source.chat, &source.tokenizer).chat;
     let chat = (index.kind() == DatasetKind::Conversational).then_some(&chat);
     let preview = DatasetPreview::new(&index, sample, &source.tokenizer, chat)?;
-    Ok((BatchLoader::from_index(index, config.train.batch_size, config.seed)?, preview))
+    let source = config.val.as_deref().unwrap_or("the end of the text, held out");
+    let validation = match SequenceIndex::new(data.validation, config.train.seq_len, config.train.packing, "validation")
+    {
+        Ok(index) => {
+            let DatasetStats { samples, loss_tokens, .. } = index.stats();
+            format!("{} with {loss_tokens} loss tokens ({})", counted(samples, "sample"), sanitize_line(source))
+        }
+        Err(error) => sanitize_line(&error.to_string()).into_owned(),
+    };
+    Ok((BatchLoader::from_index(index, config.train.batch_size, config.seed)?, preview, validation))
 }

@@ -1,6 +1,7 @@
 //! `finetune doctor`: reports the capabilities of this machine.
 
 use crate::doctor::{Diagnosis, diagnose};
+use crate::telemetry::bytes;
 use crate::{Error, Result, untrusted};
 use clap::Args;
 use std::fmt::Write as _;
@@ -43,15 +44,13 @@ fn as_text(found: &Diagnosis) -> String {
     if !lacks.is_empty() {
         line("  missing", &names(&lacks));
     }
-    let gib = |bytes: Option<u64>| {
-        bytes.map_or_else(unknown, |bytes| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64))
-    };
-    line("memory", &format!("{}, {} available", gib(found.memory_bytes), gib(found.memory_available_bytes)));
+    let size = |size: Option<u64>| size.map_or_else(unknown, bytes);
+    line("memory", &format!("{}, {} available", size(found.memory_bytes), size(found.memory_available_bytes)));
     line("GPU", &found.gpu.note);
     for folder in &found.folders {
-        let size = if folder.exists { gib(folder.bytes) } else { "not created yet".into() };
-        let (path, free) = (folder.path.display(), gib(folder.free_bytes));
-        line(folder.purpose, &format!("{path}: {size}, {free} free"));
+        let held = if folder.exists { size(folder.bytes) } else { "not created yet".into() };
+        let (path, free) = (folder.path.display(), size(folder.free_bytes));
+        line(folder.purpose, &format!("{path}: {held}, {free} free"));
     }
     line("Hub", &format!("{}: {}", found.hub.endpoint, found.hub.note));
     text

@@ -1,6 +1,6 @@
 //! Reports preparation on standard error: notices at once, and phases once they take long enough.
 
-use crate::telemetry::{Activity, PhaseLines, PhaseProgress};
+use crate::telemetry::{Activity, PhaseLines, PhaseProgress, bytes};
 use crate::train::SetupEvent;
 use crate::ui::may_colour;
 use std::io::{IsTerminal, Write, stderr};
@@ -88,7 +88,7 @@ impl Reporter {
             SetupEvent::Progress { what, total, .. } => {
                 self.activity.end();
                 if total >= MIN_REPORTED_BYTES {
-                    self.notice(format!("{what}: {:.1} MB", total as f64 / 1e6));
+                    self.notice(format!("{what}: {}", bytes(total)));
                 }
             }
         }

@@ -1,12 +1,12 @@
 //! `finetune runs`: lists and deletes runs.
 
-use crate::cli::checkpoint::size;
 use crate::cli::flags::read;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::RunsDirArgs;
 use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started};
 use crate::train::{Config, ConfigLayers};
+use crate::ui::format::{base_name, bytes};
 use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
@@ -94,7 +94,8 @@ impl Summary {
         let dash = || "-".to_owned();
         let config = read(&path.join("config.toml"))
             .and_then(|file| Config::resolve(&ConfigLayers { file: Some(file), saved: true, overrides: Vec::new() }));
-        let model = config.map_or_else(|_| dash(), |config| format!("{} {}", config.model, config.dtype.compute));
+        let model =
+            config.map_or_else(|_| dash(), |config| format!("{} {}", base_name(&config.model), config.dtype.compute));
         let log = path.join("events.jsonl");
         let (started, last) = (started(&log), last_record(&log));
         let step = last.as_ref().and_then(|last| last.event.step()).unwrap_or(0);
@@ -119,7 +120,7 @@ impl Summary {
             model,
             if total == 0 { step.to_string() } else { format!("{step}/{total}") },
             best.map_or_else(dash, |best| format!("{best:.4}")),
-            size(bytes_in(path)),
+            bytes(bytes_in(path)),
             state,
         ];
         Self { time, cells }
@@ -194,7 +195,7 @@ fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
     // Opening fails if another process holds the run's lock.
     let run = Run::open(path)?;
     let failed = || Error::io("write to", "standard output");
-    let what = format!("run `{}`, {} checkpoints, {}", name_of(path), list(path)?.len(), size(bytes_in(path)));
+    let what = format!("run `{}`, {} checkpoints, {}", name_of(path), list(path)?.len(), bytes(bytes_in(path)));
     if !yes {
         if !stdin().is_terminal() {
             let message = "standard input is not a terminal; add `--yes` to delete without a prompt";

@@ -11,7 +11,7 @@ use crate::screen::terminal::{SignalHandler, ignore_stop_signals};
 use crate::store::checkpoint::{Checkpoint, CheckpointKind, Run, latest_run, latest_valid, list};
 use crate::store::hub::free_bytes;
 use crate::telemetry::{
-    Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, is_bound,
+    self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, is_bound,
 };
 use crate::train::{Config, Heartbeat, RunStart, SetupEvent, Trainer};
 use crate::{Error, Result};
@@ -231,12 +231,10 @@ fn check_disk(run: &Path, config: &Config, bytes: u64) -> Result<Option<String>>
 
 /// Whether `free` bytes are enough for `most` checkpoints.
 fn has_room(run: &Path, bytes: u64, most: u64, free: u64) -> Result<Option<String>> {
-    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let message = format!(
-        "each checkpoint needs {:.1} MiB and up to {most} are written before the oldest is deleted, but only {:.1} \
-         MiB are free in `{}`",
-        mib(bytes),
-        mib(free),
+        "each checkpoint needs {} and up to {most} are written before the oldest is deleted, but only {} are free in `{}`",
+        telemetry::bytes(bytes),
+        telemetry::bytes(free),
         run.display()
     );
     match () {

@@ -78,6 +78,11 @@ impl Metric {
         METRICS.iter().find(|metric| metric.key == key).unwrap_or(&METRICS[0])
     }
 
+    /// Whether it is a loss or a perplexity, which only the same data makes comparable.
+    pub fn depends_on_data(&self) -> bool {
+        matches!(self.unit, MetricUnit::Nats | MetricUnit::Perplexity)
+    }
+
     /// A run's figure as text.
     pub fn show(&self, value: Option<f64>) -> String {
         let Some(value) = value else { return NONE.into() };
@@ -162,7 +167,7 @@ mod tests {
         assert_eq!(show("skipped", 2.0 / 3.0, None, false), "0.7");
         assert_eq!(show("scale_end_log2", 15.5, Some(0.25), false), "2^15.5 ±0.25");
         assert_eq!(show("scale_end_log2", -0.5, None, true), "-0.5 binades");
-        assert_eq!(show("peak_rss_bytes", -1_048_576.0, None, true), "-1.0 MiB");
+        assert_eq!(show("peak_rss_bytes", -1_048_576.0, None, true), "-1.0 MB");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The comparison as text.
 
 use super::metrics::{METRICS, Metric};
-use super::report::{Comparison, EquivalenceVerdict, RunGroup};
+use super::report::{Comparison, EquivalenceVerdict, RunGroup, SettingDifference};
 use super::run::RunSummary;
 use crate::telemetry::Series;
 use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent};
@@ -151,6 +151,12 @@ impl Comparison {
 
     /// The difference of two groups' perplexities as text.
     pub(super) fn describe_perplexity(&self) -> Option<String> {
+        if let Some(SettingDifference { key, values }) = self.different_data() {
+            return Some(format!(
+                "losses and perplexities are over different data and not comparable: {key} is {}",
+                values.join(" and ")
+            ));
+        }
         let [first, second] = &self.groups[..] else { return None };
         let estimate = self.perplexity()?;
         let sizes = format!("{} and {} runs", first.runs.len(), second.runs.len());

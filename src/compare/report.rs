@@ -15,6 +15,9 @@ const VARIES_WITHIN_GROUP: [&str; 5] = ["seed", "threads", "checkpoint.", "telem
 /// Settings that always differ between runs and are not listed.
 const UNLISTED_SETTINGS: [&str; 3] = ["seed", "checkpoint.run", "checkpoint.dir"];
 
+/// Settings that decide which tokens a loss is a mean over. `run.data` counts tokens, which depend on the tokenizer.
+const DATA_SETTINGS: [&str; 4] = ["val", "data", "train.loss_on", "run.data"];
+
 /// Runs of one configuration.
 #[derive(Debug, Clone)]
 pub struct RunGroup {
@@ -125,7 +128,12 @@ impl Comparison {
                 _ => differing_settings.join(", "),
             };
         }
-        Ok(Self { groups, differences, bound, skip_bound: None })
+        let comparison = Self { groups, differences, bound, skip_bound: None };
+        if let (Some(_), Some(different)) = (bound, comparison.different_data()) {
+            let message = format!("perplexities over different data are not comparable: `{}` differs", different.key);
+            return Err(Error::config("--bound", message));
+        }
+        Ok(comparison)
     }
 
     /// Whether a group has several runs.
@@ -133,9 +141,18 @@ impl Comparison {
         self.groups.iter().any(|group| group.runs.len() > 1)
     }
 
-    /// The second group's figure minus the first's; `None` without two groups or without the figure.
+    /// The first setting that decides about the data of losses and in which the groups differ.
+    pub fn different_data(&self) -> Option<&SettingDifference> {
+        DATA_SETTINGS.iter().find_map(|key| self.differences.iter().find(|difference| difference.key == *key))
+    }
+
+    /// The second group's figure minus the first's; `None` without two groups, without the figure, or for losses over
+    /// different data.
     pub fn difference(&self, metric: &Metric) -> Option<Estimate> {
         let [first, second] = &self.groups[..] else { return None };
+        if metric.depends_on_data() && self.different_data().is_some() {
+            return None;
+        }
         Estimate::difference(&first.values(metric), &second.values(metric))
     }
 

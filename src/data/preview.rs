@@ -64,8 +64,8 @@ impl DatasetPreview {
     /// The counts on one line.
     pub fn summary(&self) -> String {
         let DatasetStats { samples, tokens, loss_tokens, truncated, truncated_tokens, skipped, pairs, .. } = self.stats;
-        let of = |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
-        let (samples, rows) = (of(samples, if pairs.is_some() { "pair" } else { "sample" }), of(self.rows, "row"));
+        let what = if pairs.is_some() { "pair" } else { "sample" };
+        let (samples, rows) = (counted(samples, what), counted(self.rows, "row"));
         let mut text = format!("{samples} in {rows}, {tokens} tokens, {loss_tokens} of them in the loss");
         if truncated > 0 {
             let seq_len = self.seq_len;
@@ -112,6 +112,11 @@ impl DatasetPreview {
         out.push('\n');
         out
     }
+}
+
+/// A count with its noun: `1 sample`, `2 samples`.
+pub(crate) fn counted(count: u64, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// The part of `text` in the preview; the text begins at byte `at` of `total`.

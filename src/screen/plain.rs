@@ -80,7 +80,7 @@ impl<W: Write> PlainPrinter<W> {
             percent(*updates, *at),
             short(step.time.step_ms),
         );
-        line.extend(step.rss_bytes.map(|rss| format!(" rss_mib={}", rss >> 20)));
+        line.extend(step.rss_bytes.map(|rss| format!(" rss_mb={}", rss / 1_000_000)));
         let left = self.run.remaining().filter(|_| total > 0);
         line.extend(left.map(|left| format!(" eta={}", clock(left))));
         line
@@ -267,7 +267,7 @@ mod tests {
         let [line] = &found[..] else { panic!("{found:?}") };
         assert_eq!(
             line,
-            "overflow step=3 loss=4.500 scale=2^16->2^15 largest_finite=6.6e4 tensors=a:inf=3,nan=1 b:inf=3,nan=1 \
+            "overflow step=3 loss=4.500 scale=2^16->2^15 largest_finite=65504 tensors=a:inf=3,nan=1 b:inf=3,nan=1 \
              c:inf=3,nan=1 d:inf=3,nan=1 +2"
         );
     }
@@ -289,7 +289,7 @@ mod tests {
         let found = lines(128, vec![Event::Overflow(overflow)]);
         assert!(
             found[0].contains(
-                "largest_finite=0.0e0 origin=backward:h.3.mlp.c_fc:input_gradient,inf=2,nan=1,largest_finite=6.6e4,\
+                "largest_finite=0 origin=backward:h.3.mlp.c_fc:input_gradient,inf=2,nan=1,largest_finite=65504,\
                  micro_batch=1,samples=0;1;2;3;4;5;6;7;+3 tensors="
             ),
             "{}",

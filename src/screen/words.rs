@@ -6,7 +6,7 @@ use crate::telemetry::{
     ScaleCause, ScaleUpdate, TensorRecord, Throughput, Validation,
 };
 use crate::ui::Role;
-use crate::ui::format::{bytes, loss, magnitude, percent, printable, scale, short};
+use crate::ui::format::{base_name, bytes, exact, loss, magnitude, percent, printable, scale, short};
 use crate::untrusted::sanitize_line;
 
 /// The line of an event that is printed at once; `None` for steps and probes.
@@ -49,7 +49,7 @@ pub(super) fn listed(row: &EventRow) -> String {
         Event::Step(step) => format!("scale {}", arrow(step.scale)),
         Event::Started(started) => match started.resumed_from {
             Some(step) => format!("resumed from step {step}: {}", started.program),
-            None => format!("started {}: {} on {}", started.model, started.program, started.device),
+            None => format!("started {}: {} on {}", base_name(&started.model), started.program, started.device),
         },
         Event::Overflow(overflow) => overflow_text(overflow, row.more),
         Event::UnderflowOnset(touched) => {
@@ -123,7 +123,7 @@ fn overflow_line(overflow: &Overflow) -> String {
         overflow.step,
         loss(f64::from(overflow.loss)),
         scale_change(overflow.scale),
-        magnitude(Some(overflow.max_abs)),
+        exact(overflow.max_abs),
         overflow.first_nonfinite.as_ref().map_or_else(String::new, origin_pair),
         tensors.join(" ")
     )
@@ -161,7 +161,7 @@ fn origin_pair(origin: &FirstNonFinite) -> String {
         origin.tensor,
         origin.inf,
         origin.nan,
-        magnitude(Some(origin.max_abs)),
+        exact(origin.max_abs),
         origin.micro_batch
     )
 }
@@ -179,7 +179,7 @@ fn finished_line(finished: &Finished) -> String {
         loss(f64::from(finished.loss)),
     );
     line.extend(finished.val_loss.map(|val_loss| format!(" val_loss={}", loss(val_loss))));
-    line.extend(finished.peak_rss_bytes.map(|peak| format!(" peak_rss_mib={}", peak >> 20)));
+    line.extend(finished.peak_rss_bytes.map(|peak| format!(" peak_rss_mb={}", peak / 1_000_000)));
     line.extend(finished.checkpoint.as_ref().map(|checkpoint| format!(" checkpoint={checkpoint}")));
     line
 }
@@ -233,5 +233,5 @@ fn overflow_text(overflow: &Overflow, more: usize) -> String {
         .as_ref()
         .map_or_else(String::new, |origin| format!(", {} at {} ({})", origin.pass, origin.layer, origin.tensor));
     let (names, loss) = (names.join(", "), loss(f64::from(overflow.loss)));
-    format!("overflow {change}, loss {loss}{began}: {names}; largest finite {}", magnitude(Some(overflow.max_abs)))
+    format!("overflow {change}, loss {loss}{began}: {names}; largest finite {}", exact(overflow.max_abs))
 }

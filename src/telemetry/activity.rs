@@ -64,18 +64,35 @@ impl Activity {
     }
 }
 
+/// A size with a decimal prefix: `21.4 GB`. The one format of sizes.
+pub fn bytes(value: u64) -> String {
+    let (digits, unit) = with_prefix(value, value);
+    format!("{digits} {unit}")
+}
+
+/// A part of a size, in the unit of the whole: `3.1/21.4 GB`.
+pub fn bytes_of(part: u64, whole: u64) -> String {
+    let [(part, _), (whole, unit)] = [with_prefix(part, whole), with_prefix(whole, whole)];
+    format!("{part}/{whole} {unit}")
+}
+
+/// `value` in the unit that suits `whole`.
+fn with_prefix(value: u64, whole: u64) -> (String, &'static str) {
+    const UNITS: [(&str, f64); 4] = [("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)];
+    // A value that rounds to 1000.0 gets the next unit.
+    match UNITS.into_iter().find(|(_, size)| whole as f64 >= 0.99995 * size) {
+        Some((unit, size)) => (format!("{:.1}", value as f64 / size), unit),
+        None => (value.to_string(), "B"),
+    }
+}
+
 impl std::fmt::Display for CurrentPhase {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { what, amount, .. } = self;
         match *amount {
             PhaseProgress::Unknown => write!(f, "{what}"),
             PhaseProgress::Items(done, total) => write!(f, "{what} {done}/{total}"),
-            PhaseProgress::Bytes(done, total) if total >= 1_000_000_000 => {
-                write!(f, "{what} {:.1}/{:.1} GB", done as f64 / 1e9, total as f64 / 1e9)
-            }
-            PhaseProgress::Bytes(done, total) => {
-                write!(f, "{what} {:.1}/{:.1} MB", done as f64 / 1e6, total as f64 / 1e6)
-            }
+            PhaseProgress::Bytes(done, total) => write!(f, "{what} {}", bytes_of(done, total)),
         }
     }
 }

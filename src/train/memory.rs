@@ -7,6 +7,7 @@ use crate::engine::model::{
 };
 use crate::engine::optim::{AdamW, Gradients, MasterWeights, OptimizerKind};
 use crate::precision::{Dtype, PrecisionPolicy};
+use crate::telemetry;
 use crate::train::config::Config;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -239,16 +240,12 @@ pub(super) fn check_fits(
         (true, Some(_)) => String::new(),
     };
     let message = format!(
-        "{batch} sequences of {} tokens need {:.1} GiB, but only {:.1} GiB are available; {advice}{more}",
+        "{batch} sequences of {} tokens need {}, but only {} are available; {advice}{more}",
         train.seq_len,
-        gib(required_bytes(config, spec, batch, keep)),
-        gib(available)
+        telemetry::bytes(required_bytes(config, spec, batch, keep)),
+        telemetry::bytes(available)
     );
     Err(Error::config("train.batch_size", message))
-}
-
-fn gib(bytes: u64) -> f64 {
-    bytes as f64 / (1_u64 << 30) as f64
 }
 
 /// Rejects a model if even one copy of its weights in the compute type does not fit. Other checks list every
@@ -262,11 +259,9 @@ pub(super) fn check_weights_fit(config: &Config, spec: &ModelSpec, available: u6
     if !spec.quantized.is_empty() || bytes <= available {
         return Ok(());
     }
-    let (needed, left) = (gib(bytes), gib(available));
-    let message = format!(
-        "its {count} parameters need {needed:.1} GiB in {dtype}, but only {left:.1} GiB are available; use a smaller \
-         model"
-    );
+    let [needed, left] = [bytes, available].map(telemetry::bytes);
+    let message =
+        format!("its {count} parameters need {needed} in {dtype}, but only {left} are available; use a smaller model");
     Err(Error::config("model", message))
 }
 

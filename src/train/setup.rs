@@ -16,7 +16,7 @@ use crate::store::base::{AdaptedModel, check_range};
 use crate::store::checkpoint::{Base, Checkpoint};
 use crate::store::hub::{self, Hub, Settings};
 use crate::store::{AuxFiles, ModelFolder, NOT_A_MODEL_FILE, StoredModel, WeightSource, is_gguf};
-use crate::telemetry::available_bytes;
+use crate::telemetry::{available_bytes, bytes};
 use crate::train::config::{Config, WeightInit};
 use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Block;
@@ -189,9 +189,8 @@ impl ModelSource {
             let base = Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
             check(&parameters)?;
             if let Some((held, dense)) = parameters.base().and_then(|base| base.quantization_savings()) {
-                let mib = |bytes: u64| bytes >> 20;
                 let message = "the base model stays quantized (QLoRA)";
-                report(SetupEvent::Notice(format!("{message}: {} MiB instead of {} MiB", mib(held), mib(dense))));
+                report(SetupEvent::Notice(format!("{message}: {} instead of {}", bytes(held), bytes(dense))));
             }
             let (masters, weights) = MasterWeights::new(parameters, policy, &**kernels)?;
             return Ok(InitialWeights { weights: (masters.shard(group, &weights)?, weights), base: Some(base) });

@@ -1,6 +1,7 @@
 //! Formats numbers for display, in few columns.
 
 use crate::telemetry::Quantity;
+pub(crate) use crate::telemetry::{bytes, bytes_of};
 use crate::untrusted::is_unsafe_char;
 
 /// A loss scale or factor: `2^15` if it is a power of two, else as [`short`] writes it.
@@ -29,6 +30,11 @@ pub(crate) fn short(value: f64) -> String {
 /// A magnitude in the table of tensors: `6.0e-8`, always with an exponent; `-` if there is none.
 pub(crate) fn magnitude(value: Option<f32>) -> String {
     value.map_or_else(|| "-".into(), |value| format!("{value:.1e}"))
+}
+
+/// A stored number in as many digits as it needs: `65504`, `5.9604645e-8`.
+pub(crate) fn exact(value: f32) -> String {
+    if value == 0.0 || (1e-3..1e7).contains(&value.abs()) { value.to_string() } else { format!("{value:e}") }
 }
 
 /// A value of a [`Quantity`].
@@ -60,22 +66,6 @@ pub(crate) fn count(value: f64) -> String {
         _ if value >= 10.0 || value.fract() == 0.0 => format!("{value:.0}"),
         _ => format!("{value:.1}"),
     }
-}
-
-/// `value` divided by the power of 1024 that leaves a number below 1024, and that power, at most `most`.
-pub(crate) fn binary(mut value: f64, most: usize) -> (f64, usize) {
-    let mut power = 0;
-    while value >= 1023.95 && power < most {
-        value /= 1024.0;
-        power += 1;
-    }
-    (value, power)
-}
-
-/// Bytes with a binary prefix: `21.4 GiB`.
-pub(crate) fn bytes(value: u64) -> String {
-    let (value, power) = binary(value as f64, 3);
-    format!("{value:.*} {}", usize::from(power > 0), ["B", "KiB", "MiB", "GiB"][power])
 }
 
 /// A duration as `hh:mm:ss`, preceded by days if there are any.
@@ -115,6 +105,11 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
     }
 }
 
+/// The last part of a path or of a name on the Hub.
+pub(crate) fn base_name(path: &str) -> &str {
+    path.trim_end_matches('/').rsplit('/').next().unwrap_or(path)
+}
+
 /// Replaces line breaks, tabs and other control characters, which would break the layout or control the terminal.
 pub(crate) fn printable(text: &str) -> String {
     text.chars()
@@ -135,9 +130,11 @@ mod tests {
         assert_eq!([65536.0, 0.5, 1.0, 3.0].map(scale), ["2^16", "2^-1", "2^0", "3.00"]);
         assert_eq!([0.0, 0.83, 41.23, 6e-8, 123_456.0].map(short), ["0", "0.830", "41.23", "6.0e-8", "1.2e5"]);
         assert_eq!([f64::NAN, f64::INFINITY, f64::NEG_INFINITY].map(short), ["NaN", "inf", "-inf"]);
+        assert_eq!([65504.0, 0.0, 2f32.powi(-24), f32::NAN].map(exact), ["65504", "0", "5.9604645e-8", "NaN"]);
         assert_eq!([3.5, 950.0, 41_200.0, 999_960.0].map(count), ["3.5", "950", "41.2k", "1.0M"]);
         assert_eq!([2.25, 96.4, 3800.0].map(milliseconds), ["2.2 ms", "96 ms", "3.8 s"]);
-        assert_eq!([12, 1 << 20, 22_978_000_000].map(bytes), ["12 B", "1.0 MiB", "21.4 GiB"]);
+        assert_eq!([12, 999_949, 999_950, 22_978_000_000].map(bytes), ["12 B", "999.9 kB", "1.0 MB", "23.0 GB"]);
+        assert_eq!(bytes_of(512, 22_978_000), "0.0/23.0 MB");
         assert_eq!([1267.0, 90_061.0, -1.0].map(clock), ["00:21:07", "1d 01:01:01", "00:00:00"]);
         assert_eq!(
             [percent(5, 3712), percent(0, 9), percent(1, 1_000_000), percent(1, 2)],

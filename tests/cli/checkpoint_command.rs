@@ -136,11 +136,24 @@ fn diff_names_tensors_and_figures() {
     let fixture = runs();
     let (code, out, _) = fixture.output("checkpoint diff one/step-000004 two");
     assert_eq!(code, Some(1));
-    assert_eq!(out, "state.json: `validation_loss`: 2.5 and null\n");
+    assert_eq!(out, "state.json: 1 with other values\n\nstate.json: `validation_loss`: 2.5 and null\n");
     let (code, out, _) = fixture.output("checkpoint diff one/step-000001 one/step-000002");
     assert_eq!(code, Some(1));
     assert!(out.contains("state.json: `step`: 1 and 2\n"), "{out}");
     assert!(out.contains("master.safetensors: `wte.weight`: 136 of 136 values differ, the first at 0"), "{out}");
+    assert!(out.lines().take_while(|line| !line.is_empty()).all(|line| line.ends_with(" with other values")), "{out}");
+    // Another shape and another tensor.
+    let [a, b] = ["one/step-000001", "one/step-000002"].map(|step| fixture.path(step));
+    let mut weights = fs::read(b.join("model.safetensors")).unwrap();
+    let name = weights.windows(10).position(|name| name == b"wte.weight").unwrap();
+    weights[name..name + 3].copy_from_slice(b"wtx");
+    fs::write(b.join("model.safetensors"), weights).unwrap();
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(a.join("config.json")).unwrap()).unwrap();
+    config["n_layer"] = 99.into();
+    fs::write(b.join("config.json"), config.to_string()).unwrap();
+    let (_, out, _) = fixture.output("checkpoint diff one/step-000001 one/step-000002");
+    assert!(out.starts_with("the models differ in `n_layer`\nconfig.json: 1 with other values\n"), "{out}");
+    assert!(out.contains("model.safetensors: 1 only in the first, 1 only in the second, "), "{out}");
     assert_eq!(
         fixture.said("checkpoint diff two two/step-000004"),
         "`two/step-000004` and `two/step-000004` are bit-identical\n"

@@ -201,7 +201,8 @@ fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
     assert_eq!(
         fixture.said(&format!("data show {what} --sample 13")),
         "18 samples in 18 rows, 102 tokens, 58 of them in the loss; answers are located by the template's generation blocks\n\
-         sample 13, with its loss tokens in [brackets]:\n  12>[144|]\n"
+         sample 13, with its loss tokens in [brackets]:\n  12>[144|]\n\
+         validation: 2 samples with 8 loss tokens (the end of the text, held out)\n"
     );
     let stats = |more: &str| fixture.json(&format!("data stats {what} --json {more}"));
     let (alone, packed) = (stats(""), stats("--packing"));

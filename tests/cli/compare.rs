@@ -150,6 +150,23 @@ fn two_runs_side_by_side() {
     assert!(ascii.is_ascii() && ascii.lines().all(|line| line.len() <= 80), "{ascii}");
 }
 
+/// Losses over different data are shown and not subtracted.
+#[test]
+fn losses_over_different_data_are_not_subtracted() {
+    let runs = Runs::new();
+    runs.invent(&RUN);
+    runs.invent(&Invented { name: "other", validation: 0.7, ..RUN });
+    let log = std::fs::read_to_string(runs.log("other")).unwrap();
+    std::fs::write(runs.log("other"), log.replacen("\"config\":{", "\"config\":{\"val\":\"other.txt\",", 1)).unwrap();
+    let text = runs.text("one other --width 120");
+    assert!(text.contains("over different data and not comparable: val is – and other.txt"), "{text}");
+    let json = runs.json("one other");
+    let differences = &json["second_minus_first"];
+    assert!(differences["perplexity"].is_null() && differences["loss"].is_null(), "{differences}");
+    assert_eq!(differences["skipped"]["mean"], 0.0);
+    assert!(runs.complaint("one other --bound 2").contains("over different data are not comparable: `val` differs"));
+}
+
 #[test]
 fn seeds_of_two_configurations() {
     let runs = two_arms(0.61);

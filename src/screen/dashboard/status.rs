@@ -130,15 +130,14 @@ fn cost(scene: &Scene, run: &RunState, wide: bool) -> Vec<(String, Role)> {
     items
 }
 
-/// `GPU 94% 611 W 61 °C 21.4/139.8 GiB`; in a narrow terminal `GPU 94% 61°C 21.4/140 GiB`.
+/// `GPU 94% 611 W 61 °C 23.0/150.1 GB`; without the power in a narrow terminal.
 fn gpu_figures(gpu: &GpuStats, wide: bool) -> String {
-    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-    let (space, decimals) = if wide { (" ", 1) } else { ("", 0) };
+    let space = if wide { " " } else { "" };
     let figures = [
         gpu.utilisation.map(|share| format!("{share:.0}%")),
         gpu.power_w.filter(|_| wide).map(|watts| format!("{watts:.0} W")),
         gpu.temperature_c.map(|degrees| format!("{degrees:.0}{space}°C")),
-        Some(format!("{:.1}/{:.decimals$} GiB", gib(gpu.memory_bytes), gib(gpu.memory_total_bytes))),
+        Some(format::bytes_of(gpu.memory_bytes, gpu.memory_total_bytes)),
     ];
     figures.into_iter().flatten().fold("GPU".into(), |text, figure| text + " " + &figure)
 }

@@ -19,13 +19,15 @@ pub struct CheckpointDifference {
     pub file: String,
     /// The tensor or the JSON path; empty for the file as a whole.
     pub name: String,
+    /// The kind of difference, for counts: `with other values`.
+    pub kind: &'static str,
     /// How they differ.
     pub message: String,
 }
 
 impl fmt::Display for CheckpointDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { file, name, message } = self;
+        let Self { file, name, message, .. } = self;
         if name.is_empty() { write!(f, "{file}: {message}") } else { write!(f, "{file}: `{name}`: {message}") }
     }
 }
@@ -44,7 +46,7 @@ pub fn compare(a: &Path, b: &Path) -> Result<Vec<CheckpointDifference>> {
     }
     each_side(a, b, TOKENIZER, &mut differences, |a, b, found| {
         if read(a)? != read(b)? {
-            found.push((String::new(), "the contents differ".into()));
+            found.push((String::new(), OTHER, "the contents differ".into()));
         }
         Ok(())
     })?;
@@ -56,8 +58,13 @@ pub fn compare(a: &Path, b: &Path) -> Result<Vec<CheckpointDifference>> {
     Ok(differences)
 }
 
-/// A name within a file and how it differs.
-type Findings = Vec<(String, String)>;
+const OTHER: &str = "with other values";
+const RESHAPED: &str = "with another shape or type";
+const FIRST: &str = "only in the first";
+const SECOND: &str = "only in the second";
+
+/// A name within a file, and the kind and description of the difference.
+type Findings = Vec<(String, &'static str, String)>;
 
 /// Runs `inspect` on a file that exists in both; a file in only one is a difference.
 fn each_side(
@@ -72,10 +79,10 @@ fn each_side(
     match (a.exists(), b.exists()) {
         (true, true) => inspect(&a, &b, &mut found)?,
         (false, false) => {}
-        (true, false) => found.push((String::new(), "only in the first".into())),
-        (false, true) => found.push((String::new(), "only in the second".into())),
+        (true, false) => found.push((String::new(), FIRST, FIRST.into())),
+        (false, true) => found.push((String::new(), SECOND, SECOND.into())),
     }
-    let named = |(name, message)| CheckpointDifference { file: file.to_owned(), name, message };
+    let named = |(name, kind, message)| CheckpointDifference { file: file.to_owned(), name, kind, message };
     differences.extend(found.into_iter().map(named));
     Ok(())
 }
@@ -99,28 +106,28 @@ fn json(a: &Value, b: &Value, path: &str, found: &mut Findings) {
             json(left.get(key).unwrap_or(&Value::Null), right.get(key).unwrap_or(&Value::Null), &path, found);
         }
     } else if a != b {
-        found.push((path.to_owned(), format!("{a} and {b}")));
+        found.push((path.to_owned(), OTHER, format!("{a} and {b}")));
     }
 }
 
 fn tensors(a: &TensorFile, b: &TensorFile, found: &mut Findings) -> Result<()> {
     let names: BTreeSet<_> = a.tensors().chain(b.tensors()).map(|view| view.name.to_owned()).collect();
     for name in names {
-        let message = match (a.get(&name), b.get(&name)) {
-            (Some(a), Some(b)) => values(&a, &b)?,
-            (Some(_), None) => Some("only in the first".into()),
-            (None, _) => Some("only in the second".into()),
+        let difference = match (a.get(&name), b.get(&name)) {
+            (Some(a), Some(b)) if (a.dtype, a.shape) != (b.dtype, b.shape) => {
+                Some((RESHAPED, format!("{} {:?} and {} {:?}", a.dtype, a.shape, b.dtype, b.shape)))
+            }
+            (Some(a), Some(b)) => values(&a, &b)?.map(|message| (OTHER, message)),
+            (Some(_), None) => Some((FIRST, FIRST.into())),
+            (None, _) => Some((SECOND, SECOND.into())),
         };
-        found.extend(message.map(|message| (name, message)));
+        found.extend(difference.map(|(kind, message)| (name, kind, message)));
     }
     Ok(())
 }
 
-/// How two tensors differ: in dtype, in shape, or in values (how many, the first, the largest difference).
+/// How the values of two tensors of one type and shape differ: how many, the first, the largest difference.
 fn values(a: &TensorView<'_>, b: &TensorView<'_>) -> Result<Option<String>> {
-    if (a.dtype, a.shape) != (b.dtype, b.shape) {
-        return Ok(Some(format!("{} {:?} and {} {:?}", a.dtype, a.shape, b.dtype, b.shape)));
-    }
     if a.bytes == b.bytes {
         return Ok(None);
     }

@@ -62,6 +62,9 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
     if Terminal::current().output(Some(asked)) == DisplayMode::Dashboard {
         screen::watch(&logs, args.speed, args.scheme.theme(), !args.scheme.no_mouse)?;
         Ok(())
+    } else if logs.len() > 1 {
+        let message = "plain lines show one run; leave the others out, or let `finetune compare` print all of them";
+        Err(Error::config("watch", message))
     } else {
         screen::watch_plain(&logs[0], args.speed, stdout(), LOG_EVERY)
     }

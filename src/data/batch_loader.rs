@@ -265,6 +265,13 @@ impl BatchLoader {
         self.batches_per_epoch().div_ceil(grad_accum as u64)
     }
 
+    /// Epochs in this many optimizer steps, in the unit of [`BatchLoader::epochs`].
+    pub fn epochs_in(&self, steps: u64, grad_accum: usize) -> f64 {
+        let per_epoch = self.steps_per_epoch(grad_accum).max(1);
+        let rows = steps % per_epoch * (self.batch_size * grad_accum) as u64;
+        (steps / per_epoch) as f64 + rows as f64 / self.rows_per_epoch() as f64
+    }
+
     /// Epochs returned so far, including the fraction of the current one.
     pub fn epochs(&self) -> f64 {
         self.position.epoch as f64 + self.position.row as f64 / self.rows_per_epoch() as f64
@@ -440,7 +447,7 @@ mod tests {
         let mut large = BatchLoader::new(numbered(1000), 8, 10, 3).unwrap();
         let mut small = BatchLoader::new(numbered(1000), 2, 10, 3).unwrap();
         let (mut whole, mut part) = (large.batch(), small.batch());
-        for _ in 0..30 {
+        for step in 1..=30 {
             large.next_batch(&mut whole);
             let mut inputs = Vec::new();
             for _ in 0..4 {
@@ -452,6 +459,7 @@ mod tests {
             }
             inputs.resize(whole.inputs.len(), 0);
             assert_eq!(inputs, whole.inputs);
+            assert_eq!([large.epochs_in(step, 1), small.epochs_in(step, 4)], [large.epochs(), small.epochs()]);
         }
         assert_eq!(large.position(), small.position());
         assert_eq!(large.steps_per_epoch(1), small.steps_per_epoch(4));

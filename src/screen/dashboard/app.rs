@@ -28,6 +28,10 @@ pub(super) const TENSORS: usize = 2;
 pub(super) const EVENTS: usize = 3;
 /// Milliseconds within which repeated presses of Ctrl-C count as one.
 const CTRL_C_REPEAT: u64 = 1000;
+/// How long a dialog ignores keys, in milliseconds: they were typed before it could be read.
+const TOO_SOON: u64 = 300;
+/// How long a watcher's key that only training obeys is explained, in milliseconds.
+const EXPLAINED: u64 = 5000;
 /// Rows moved by a page key, and by one notch of the mouse's wheel.
 const PAGE: isize = 10;
 const NOTCH: isize = 3;
@@ -88,6 +92,8 @@ pub(crate) struct App {
     pub(super) events: Events,
     samples: Samples,
     pub(super) dialog: Option<Dialog>,
+    /// When the dialog opened, in wall-clock milliseconds.
+    opened: u64,
     /// The look that the screen started with.
     pub(super) first_look: ColorScheme,
     /// The look selected with a key.
@@ -96,6 +102,8 @@ pub(crate) struct App {
     pub(crate) size: (u16, u16),
     /// A message about the last command, until training answers it.
     pub(super) notice: Option<&'static str>,
+    /// When a watcher pressed a key that only training obeys, in wall-clock milliseconds.
+    pub(super) refused: Option<u64>,
     /// The slow work training does between two steps, if any.
     pub(super) activity: Option<String>,
     /// When the user stopped the run, in wall-clock milliseconds.
@@ -163,14 +171,22 @@ impl App {
         if self.stopping.is_some() || reason == FinishReason::Interrupted {
             self.exit = Some(Exit::Ended);
         } else {
-            self.dialog = Some(Dialog::Summary);
+            self.open(Dialog::Summary);
         }
+    }
+
+    pub(super) fn open(&mut self, dialog: Dialog) {
+        (self.dialog, self.opened) = (Some(dialog), self.scene.now);
     }
 
     /// Handles a key; returns a command for training, if any.
     pub(crate) fn key(&mut self, key: KeyEvent) -> Option<Command> {
         if is_ctrl_c(key) {
             return self.interrupted();
+        }
+        self.refused = None;
+        if self.dialog.is_some() && self.scene.now < self.opened + TOO_SOON {
+            return None;
         }
         if let Some(list) = self.list().filter(|list| list.typing) {
             list.typed(key.code);
@@ -212,9 +228,9 @@ impl App {
             Action::Up => self.scroll(-1),
             Action::PageDown => self.scroll(PAGE),
             Action::PageUp => self.scroll(-PAGE),
-            Action::Help => self.dialog = Some(Dialog::Help(0)),
+            Action::Help => self.open(Dialog::Help(0)),
             Action::Close => self.close(),
-            Action::Quit if self.scene.can_command() => self.dialog = Some(Dialog::Quit),
+            Action::Quit if self.scene.can_command() => self.open(Dialog::Quit),
             Action::Quit => self.exit = Some(Exit::Ended),
             _ => {
                 let run = self.scene.frozen.as_deref().unwrap_or(&self.scene.live);
@@ -269,7 +285,7 @@ impl App {
     /// Sends a command to training, unless this dashboard only watches or training has ended.
     fn ask(&mut self, command: Command, notice: &'static str) -> Option<Command> {
         if self.scene.mode != DashboardMode::Attached {
-            self.notice = Some("watching only: commands work in the training terminal");
+            self.refused = Some(self.scene.now);
             return None;
         }
         if self.scene.live.is_over() {
@@ -286,7 +302,7 @@ impl App {
         Command::Stop { save }
     }
 
-    /// Ctrl-C asks first, then saves and stops, then ends everything.
+    /// Ctrl-C saves and stops, and then ends everything.
     fn interrupted(&mut self) -> Option<Command> {
         match self.stopping {
             _ if !self.scene.can_command() => {
@@ -299,14 +315,10 @@ impl App {
                 self.exit = Some(Exit::Killed);
                 Some(Command::Abort)
             }
-            None if self.dialog == Some(Dialog::Quit) => {
-                self.stop(true);
-                Some(Command::Interrupt)
-            }
             None => {
                 self.stop_typing();
-                self.dialog = Some(Dialog::Quit);
-                None
+                self.stop(true);
+                Some(Command::Interrupt)
             }
         }
     }
@@ -418,23 +430,26 @@ impl App {
             return;
         }
         let mut x = 1;
+        // A replay's clock runs at the replay's speed.
+        let explained = |since: u64| self.scene.playback.is_some() || self.scene.now < since + EXPLAINED;
+        if self.refused.is_some_and(explained) {
+            x = canvas.text(x, 0, "commands work only in the training terminal", Role::Subnormal) + 3;
+        }
         for message in [self.activity.as_deref(), self.notice].into_iter().flatten() {
             x = canvas.text(x, 0, &format!("{message}…"), Role::Subnormal) + 3;
         }
         let room = usize::from(canvas.width().saturating_sub(x));
-        for (key, word) in keys::footer(KEYS, room, |binding| self.offers(binding)) {
+        for (key, word) in keys::footer(KEYS, room, |binding| binding.is_for(self.tab) && self.works(binding)) {
             x = canvas.text(x, 0, key, Role::Title) + GAPS.0;
             x = canvas.text(x, 0, word, Role::Dim) + GAPS.1;
         }
     }
 
-    /// Whether the footer shows a key: it must work in this tab, and commands to training and to a replay only where they
-    /// apply.
-    fn offers(&self, binding: &Binding<Action>) -> bool {
+    /// Whether a key does anything in this mode, in some tab: commands need training, and others a replay.
+    pub(super) fn works(&self, binding: &Binding<Action>) -> bool {
         let replaying = self.scene.playback.is_some();
         let pauses = binding.does(|action| action == Action::Pause) && replaying;
-        binding.is_for(self.tab)
-            && (self.scene.can_command() || pauses || !binding.does(Action::commands))
+        (self.scene.can_command() || pauses || !binding.does(Action::commands))
             && (replaying || !binding.does(Action::plays))
     }
 

@@ -2,9 +2,7 @@
 
 use super::app::App;
 use super::keys::{Action, KEYS};
-use super::scene::DashboardMode;
 use crate::screen::renderer::Exit;
-use crate::screen::terminal::Binding;
 use crate::screen::terminal::keys::action;
 use crate::telemetry::{Command, Finished, PLOTTED, Phase};
 use crate::ui::{Canvas, Role, format};
@@ -38,7 +36,7 @@ impl App {
                 self.exit = Some(Exit::Detached);
                 return Some(Command::Detach);
             }
-            (Dialog::Quit, KeyCode::Char('D')) => self.dialog = Some(Dialog::Discard),
+            (Dialog::Quit, KeyCode::Char('D')) => self.open(Dialog::Discard),
             (Dialog::Discard, KeyCode::Char('y')) => return Some(self.stop(false)),
             (Dialog::Quit, KeyCode::Esc) | (Dialog::Discard, KeyCode::Esc | KeyCode::Char('n' | 'q')) => {
                 self.dialog = None;
@@ -74,12 +72,7 @@ impl App {
     }
 
     fn draw_help(&self, top: u16, canvas: &mut Canvas) {
-        // Keys that command training do nothing in a watcher, except the pause key, which also pauses a replay.
-        let replaying = self.scene.playback.is_some();
-        let pauses = |key: &Binding<Action>| replaying && key.does(|action| action == Action::Pause);
-        let commands = self.scene.mode == DashboardMode::Attached;
-        let works = |key: &&Binding<Action>| commands || !key.does(Action::commands) || pauses(key);
-        let keys: Vec<_> = KEYS.iter().filter(works).collect();
+        let keys: Vec<_> = KEYS.iter().filter(|key| self.works(key)).collect();
         let mut popup = canvas.popup(78, keys.len() as u16 + 3);
         let rows = popup.height().saturating_sub(3);
         let top = top.min((keys.len() as u16).saturating_sub(rows));
@@ -88,8 +81,18 @@ impl App {
         let mut inner = popup.frame(&[("Keys", Role::Title), (hint, Role::Dim)]);
         for (y, binding) in (0..rows).zip(&keys[usize::from(top)..]) {
             inner.text(1, y, binding.written, Role::Title);
-            let x = inner.text(8, y, binding.help, Role::Text);
-            if binding.does(|action| action == Action::Curve) {
+            let does = |sought: Action| binding.does(|action| action == sought);
+            let help = if self.scene.can_command() {
+                binding.help
+            } else if does(Action::Quit) {
+                "quit"
+            } else if does(Action::Pause) {
+                "pause or continue the replay"
+            } else {
+                binding.help
+            };
+            let x = inner.text(8, y, help, Role::Text);
+            if does(Action::Curve) {
                 let curves = PLOTTED.iter().fold(String::new(), |list, plotted| list + ", " + plotted.name);
                 inner.text(x, y, &curves, Role::Text);
             }

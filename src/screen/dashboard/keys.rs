@@ -74,7 +74,7 @@ pub(super) const KEYS: &[Binding<Action>] = &[
         "show a tab; Tab and the arrows cycle",
     )
     .footer("tab", "tab"),
-    Binding::new("space", &[(Char(' '), Action::Pause)], "pause or continue training (at the next step) or a replay")
+    Binding::new("space", &[(Char(' '), Action::Pause)], "pause or continue training, at the next step")
         .footer("pause", "pause"),
     Binding::new("f", &[(Char('f'), Action::Freeze)], "freeze the view; training continues")
         .footer("freeze", "freeze view"),

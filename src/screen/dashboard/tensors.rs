@@ -10,13 +10,10 @@ use crate::telemetry::{Bucket, RunState, TensorRow};
 use crate::ui::{Canvas, Role, format};
 use ratatui::layout::Position;
 
-/// Columns right of the name: in the first tab, in the third tab, and there without those that are dropped first, so that
-/// names stay readable.
-const NARROW: usize = 33;
-const WIDE: usize = 81;
-const LEAST: usize = 49;
-/// The length of the longest GPT-2 tensor name, which must be readable.
+/// Columns that a name gets before less telling columns are dropped: enough for GPT-2's longest name.
 const NAME: usize = 24;
+/// Columns of a name if there is room.
+const LONG_NAME: usize = 40;
 
 /// The sort key of the table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -150,35 +147,34 @@ impl Tab for TensorsTab {
 /// A column right of the names: its heading, its width, and the text and the role of a row's cell.
 type Column = (&'static str, usize, fn(&Scene, &TensorRow) -> (String, Role));
 
-/// The columns of the third tab's table, there with the `spare` ones if they fit, or of the first tab's.
-fn columns(scene: &Scene, wide: bool, spare: bool) -> Vec<Column> {
+/// The columns that leave room for the names in a table of this width, and the width of the names.
+fn columns(scene: &Scene, width: usize) -> (Vec<Column>, usize) {
     let [min, max] = if scene.true_magnitudes { ["true min", "true max"] } else { ["min|g|", "max|g|"] };
-    let subnormal: Column = ("sub", 7, |_, row| share(row.stats.subnormal, row.stats.count));
-    let underflow: Column = ("under", 7, |_, row| match row.flushed {
-        Some((flushed, nonzero)) => share(flushed, nonzero),
-        None => ("-".into(), share(row.stats.subnormal, row.stats.count).1),
-    });
-    let mut columns: Vec<Column> = Vec::new();
-    if spare {
-        columns.extend::<[Column; 4]>([
-            ("type", 4, |scene, row| text(format!("{:<4}", scene.run().computes_in(&row.name)))),
-            ("2^-24", 7, |scene, row| text(touched(scene.run(), &row.name).unwrap_or_else(|| "-".into()))),
-            ("elements", 9, |_, row| text(format::count(row.stats.count as f64))),
-            ("norm", 8, |scene, row| text(format::short(row.stats.norm / f64::from(divisor(scene))))),
-        ]);
+    let all: [Column; 10] = [
+        ("type", 4, |scene, row| text(format!("{:<4}", scene.run().computes_in(&row.name)))),
+        ("2^-24", 7, |scene, row| text(touched(scene.run(), &row.name).unwrap_or_else(|| "-".into()))),
+        ("elements", 9, |_, row| text(format::count(row.stats.count as f64))),
+        ("norm", 8, |scene, row| text(format::short(row.stats.norm / f64::from(divisor(scene))))),
+        (min, 8, |scene, row| text(format::magnitude(row.stats.min_abs.map(|min| min / divisor(scene))))),
+        (max, 8, |scene, row| text(format::magnitude(Some(row.stats.max_abs / divisor(scene))))),
+        ("zero", 7, |_, row| text(format::percent(row.stats.zero, row.stats.count))),
+        ("sub", 7, |_, row| share(row.stats.subnormal, row.stats.count)),
+        ("under", 7, |_, row| match row.flushed {
+            Some((flushed, nonzero)) => share(flushed, nonzero),
+            None => ("-".into(), share(row.stats.subnormal, row.stats.count).1),
+        }),
+        ("✕", 4, |_, row| (row.overflows.to_string(), if row.overflows > 0 { Role::Overflow } else { Role::Text })),
+    ];
+    let mut columns = Vec::from(all);
+    let less_telling = if scene.run().probe.is_some() { "sub" } else { "under" };
+    let mut droppable = ["elements", "norm", "2^-24", "type", "zero", less_telling, min, max, "✕"].into_iter();
+    loop {
+        let name = width.saturating_sub(columns.iter().map(|(_, width, _)| width + 1).sum());
+        match droppable.next().filter(|_| name < NAME) {
+            Some(dropped) => columns.retain(|(heading, ..)| *heading != dropped),
+            None => return (columns, name.min(LONG_NAME)),
+        }
     }
-    columns.push((min, 8, |scene, row| text(format::magnitude(row.stats.min_abs.map(|min| min / divisor(scene))))));
-    columns.push((max, 8, |scene, row| text(format::magnitude(Some(row.stats.max_abs / divisor(scene))))));
-    if wide {
-        columns.push(("zero", 7, |_, row| text(format::percent(row.stats.zero, row.stats.count))));
-        columns.extend([subnormal, underflow]);
-    } else {
-        columns.push(if scene.run().probe.is_some() { underflow } else { subnormal });
-    }
-    columns.push(("✕", if wide { 4 } else { 6 }, |_, row| {
-        (row.overflows.to_string(), if row.overflows > 0 { Role::Overflow } else { Role::Text })
-    }));
-    columns
 }
 
 fn text(text: String) -> (String, Role) {
@@ -213,8 +209,7 @@ pub(super) fn draw_short(scene: &Scene, canvas: &mut Canvas) {
         inner.text(0, 0, scene.tensors.nothing(), Role::Dim);
         return;
     }
-    let name = usize::from(inner.width()).saturating_sub(NARROW);
-    let columns = columns(scene, false, false);
+    let (columns, name) = columns(scene, inner.width().into());
     draw_row(scene, &mut inner, 0, &format!("{:<name$}", "tensor"), &columns, None);
     for (y, row) in (1..inner.height()).zip(rows) {
         draw_row(scene, &mut inner, y, &format!("{:<name$}", shortened(&row.name, name)), &columns, Some(row));
@@ -225,10 +220,7 @@ fn draw_table(scene: &Scene, canvas: &mut Canvas) {
     let (run, list) = (scene.run(), &scene.tensors.list);
     let title = scene.tensors.title(run, &format!(", at step {}", run.tensors.step));
     let mut inner = canvas.frame(&[(&title, Role::Title)]);
-    let width = usize::from(inner.width());
-    let spare = width >= WIDE + NAME;
-    let name = width.saturating_sub(if spare { WIDE } else { LEAST }).clamp(8, 40);
-    let columns = columns(scene, true, spare);
+    let (columns, name) = columns(scene, usize::from(inner.width()).saturating_sub(2));
     draw_row(scene, &mut inner, 0, &format!("  {:<name$}", "tensor"), &columns, None);
     let rows = scene.tensors.rows(run);
     if rows.is_empty() {
@@ -284,12 +276,28 @@ fn draw_history(scene: &Scene, name: &str, canvas: &mut Canvas) {
     });
 }
 
-/// Shortens a long name at its start, because its end distinguishes the tensors of a layer.
+/// Shortens a long name: by the words before the block's number, then in the middle, because the end names the tensor.
 fn shortened(name: &str, width: usize) -> String {
-    let length = name.chars().count();
-    if length <= width {
+    let fits = |name: &str| name.chars().count() <= width;
+    let name = name.split_once(".layers.").filter(|_| !fits(name)).map_or(name, |(_, from_block)| from_block);
+    if fits(name) {
         return name.to_owned();
     }
-    let kept: String = name.chars().skip(length - width.saturating_sub(1).min(length)).collect();
-    format!("…{kept}")
+    let (length, kept) = (name.chars().count(), width.saturating_sub(1));
+    let (start, end) = (kept * 2 / 5, kept - kept * 2 / 5);
+    name.chars().take(start).chain(['…']).chain(name.chars().skip(length - end)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shortened_name_keeps_its_block_and_its_end() {
+        let name = "model.layers.11.self_attn.q_proj.weight";
+        assert_eq!(shortened(name, 39), name);
+        assert_eq!(shortened(name, 30), "11.self_attn.q_proj.weight");
+        assert_eq!(shortened(name, 24), "11.self_a….q_proj.weight");
+        assert_eq!([shortened(name, 1), shortened(name, 0)], ["…", "…"]);
+    }
 }

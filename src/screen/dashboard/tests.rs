@@ -52,7 +52,9 @@ fn step(step: StepRecord) -> ScreenMessage {
     record(Event::Step(Box::new(step)))
 }
 
+/// Presses a key; if a dialog is open, after it could be read.
 fn key(view: &mut App, code: KeyCode) -> Option<Command> {
+    view.scene.now += if view.dialog.is_some() { 800 } else { 0 };
     view.key(KeyEvent::new(code, KeyModifiers::NONE))
 }
 
@@ -368,8 +370,17 @@ fn a_watcher_sends_no_commands_and_quits_at_once() {
     InventedRun::new(Invented::default()).take(50).for_each(|record| {
         view.receive(ScreenMessage::Record(Box::new(record)));
     });
-    assert_eq!(press(&mut view, " segp"), []);
-    assert!(view.notice.is_some());
+    let footer = |view: &App| picture(view, COMPACT).lines().last().unwrap().to_owned();
+    let usual = footer(&view);
+    for command in [" ", "s", "e", "g", "p"] {
+        assert_eq!(press(&mut view, command), []);
+        assert!(footer(&view).contains("commands work only in the training terminal"), "{}", footer(&view));
+        press(&mut view, "k");
+        assert_eq!(footer(&view), usual, "the next key ends the message");
+    }
+    press(&mut view, "e");
+    view.scene.now += 6000;
+    assert_eq!(footer(&view), usual, "time ends it too");
     assert_eq!(press(&mut view, "q"), []);
     assert_eq!(view.exit, Some(Exit::Ended));
 }
@@ -381,6 +392,11 @@ fn a_watcher_is_offered_only_what_works() {
     watching.scene.mode = DashboardMode::Watching;
     let offered = footer(&watching);
     assert!(offered.contains("f  freeze") && !offered.contains("pause") && !offered.contains("save"), "{offered}");
+    press(&mut watching, "?");
+    let help = picture(&watching, FULL);
+    assert!(!["write a checkpoint", "replay:", "save and stop"].iter().any(|text| help.contains(text)), "{help}");
+    assert!(help.contains("q      quit  "), "{help}");
+    key(&mut watching, KeyCode::Esc);
     watching.scene.playback = Some(Playback { speed: 12.5, paused: false, seek: None, at: 0.0 });
     assert!(picture(&watching, FULL).starts_with("finetune ▶ replay ×12.5"));
     let finished = after(Invented::default(), usize::MAX);
@@ -411,13 +427,13 @@ fn a_gpu_has_its_figures_and_leaves_room_for_the_others() {
     view.receive(record(Event::Step(Box::new(step(gpu)))));
     assert_eq!(
         cost(&view, FULL),
-        "41.2k tok/s   0 ms/step   CPU 190%   GPU 94% 611 W 61 °C 21.4/139.8 GiB   mem 1.0 GiB   ckpt 1500, 69 s ago"
+        "41.2k tok/s   0 ms/step   CPU 190%   GPU 94% 611 W 61 °C 23.0/150.1 GB   mem 1.1 GB   ckpt 1500, 69 s ago"
     );
-    assert_eq!(cost(&view, COMPACT), "41.2k tok/s  0 ms/step  CPU 190%  GPU 94% 61°C 21.4/140 GiB  mem 1.0 GiB");
+    assert_eq!(cost(&view, COMPACT), "41.2k tok/s  0 ms/step  CPU 190%  GPU 94% 61°C 23.0/150.1 GB  mem 1.1 GB");
     // A MIG partition does not report all of them.
     let part = GpuStats { utilisation: None, power_w: None, temperature_c: None, ..gpu };
     view.receive(record(Event::Step(Box::new(step(part)))));
-    assert!(cost(&view, FULL).contains("   GPU 21.4/139.8 GiB   "));
+    assert!(cost(&view, FULL).contains("   GPU 23.0/150.1 GB   "));
 }
 
 #[test]
@@ -444,12 +460,13 @@ fn quitting_asks_and_follows_the_answer() {
 }
 
 #[test]
-fn control_c_asks_then_saves_then_ends_everything() {
+fn control_c_saves_then_ends_everything() {
     let mut view = running();
-    assert_eq!(ctrl_c(&mut view), None);
-    assert_eq!(view.dialog, Some(Dialog::Quit));
+    press(&mut view, "q");
     assert_eq!(ctrl_c(&mut view), Some(Command::Interrupt));
-    assert_eq!(view.exit, None);
+    assert_eq!((view.dialog, view.exit), (None, None));
+    let footer = picture(&view, COMPACT).lines().last().unwrap().to_owned();
+    assert!(footer.starts_with(" saving, then stopping; Ctrl-C again stops without saving"), "{footer}");
     assert_eq!(ctrl_c(&mut view), None, "rapid presses do not abort");
     let later = view.scene.now + 2000;
     view.scene.now = later;
@@ -458,12 +475,32 @@ fn control_c_asks_then_saves_then_ends_everything() {
 }
 
 #[test]
-fn control_c_after_going_back_asks_again() {
+fn keys_typed_before_a_dialog_can_be_read_do_not_answer_it() {
     let mut view = running();
-    ctrl_c(&mut view);
-    key(&mut view, KeyCode::Esc);
-    assert_eq!(ctrl_c(&mut view), None);
-    assert_eq!(view.dialog, Some(Dialog::Quit));
+    let typed = |view: &mut App, c| view.key(KeyEvent::new(KeyCode::Char(c), KeyModifiers::NONE));
+    press(&mut view, "q");
+    view.scene.now += 299;
+    assert_eq!([typed(&mut view, 's'), typed(&mut view, 'd')], [None, None]);
+    assert_eq!((view.dialog, view.exit), (Some(Dialog::Quit), None));
+    view.scene.now += 1;
+    assert_eq!(typed(&mut view, 'D'), None);
+    assert_eq!(typed(&mut view, 'y'), None, "the next question is new");
+    view.scene.now += 300;
+    assert_eq!(typed(&mut view, 'y'), Some(Command::Stop { save: false }));
+    // A run may end while its user types.
+    let mut view = after(Invented::default(), usize::MAX);
+    typed(&mut view, 'q');
+    assert_eq!((view.dialog, view.exit), (Some(Dialog::Summary), None));
+}
+
+#[test]
+fn names_are_readable_at_60_columns_and_paths_are_short() {
+    let mut view = running();
+    view.scene.live.started.as_mut().unwrap().model = "/srv/models/distilgpt2/".into();
+    assert!(picture(&view, FULL).contains(" distilgpt2 ·") && !picture(&view, FULL).contains("/srv"));
+    press(&mut view, "3");
+    insta::assert_snapshot!("tensors_60x20", picture(&view, (60, 20)));
+    insta::assert_snapshot!("tensors_40x12", picture(&view, (40, 12)));
 }
 
 #[test]

@@ -180,7 +180,7 @@ impl Trainer {
             data: self.data.clone(),
             tokens_per_step,
             tokens_per_epoch,
-            epochs: self.total_steps as f64 / self.loader.steps_per_epoch(self.config.train.grad_accum).max(1) as f64,
+            epochs: self.loader.epochs_in(self.total_steps, self.config.train.grad_accum),
             total_steps: self.total_steps,
             seed: config.seed,
             resumed_from,

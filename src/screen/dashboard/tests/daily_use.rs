@@ -161,7 +161,7 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
         (Some(0), "Learning rate", "e-5│"),
         (Some(1), "Gradient norm", "│"),
         (Some(2), "Tokens per second", "10.2k│"),
-        (Some(3), "Resident memory", "1.2 GiB│"),
+        (Some(3), "Resident memory", "1.3 GB│"),
     ] {
         assert_eq!(view.scene.charts.second, chosen);
         let shown = picture(&view, FULL);
@@ -270,7 +270,7 @@ fn item_15_a_replay_pauses_and_seeks() {
     assert!(footer.contains("[ ]  seek") && footer.contains("space  pause"), "{footer}");
     assert!(!picture(&running(), (250, 36)).contains("[ ]  seek"));
     press(&mut view, "?");
-    assert!(picture(&view, FULL).contains("space  pause or continue"), "{}", picture(&view, FULL));
+    assert!(picture(&view, FULL).contains("space  pause or continue the replay"), "{}", picture(&view, FULL));
 }
 
 #[test]

@@ -6,13 +6,23 @@ use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::inference::chat::Chat;
 use crate::inference::generate::{GenerationRequest, Sampling, StopReason, TextStream, generate};
 use crate::inference::trained::TrainedModel;
+use crate::screen::Terminal;
+use crate::screen::terminal::{MessageEditor, interrupt_flag};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{BufRead, IsTerminal, Write, stderr, stdin};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-const HELP: &str = "/reset clears the conversation, /system TEXT restarts it with instructions, /save FILE appends \
-it as JSON Lines, /quit or Ctrl-D ends it";
+const HELP: &str = "\
+/help          show this list
+/reset         clear the conversation
+/system TEXT   restart it with system instructions
+/regenerate    replace the last answer by one with the next seed
+/save FILE     append the conversation to FILE as JSON Lines
+/quit, Ctrl-D  end the chat
+A backslash before Enter, or Alt-Enter, continues the message on the next line. Ctrl-C stops an answer.";
 /// Ends an answer if the model has no template: each turn is a line.
 const LINE_END: char = '\n';
 
@@ -50,31 +60,25 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     let mut chat = Chat::new(&trained, args.template.as_deref())?;
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     drop(reporter);
-    let terminal = stdin().is_terminal();
+    let terminal = stdin().is_terminal() && stderr().is_terminal() && !Terminal::current().dumb;
     if chat.plain {
         print_notice(
             "this model has no chat template; turns are formatted as lines of `role: content`, like `messages` in \
              training data",
         );
     }
-    if terminal {
-        print_notice(HELP);
-    }
-    let mut speaker = ChatResponder { args, trained: &trained, model, weights, sampling, out };
+    let mut editor = terminal.then(|| MessageEditor::new("/help lists the commands, Ctrl-D ends the chat"));
+    let stopped = if terminal { interrupt_flag() } else { Ok(Arc::default()) };
+    let stopped = stopped.map_err(Error::io("watch for signals on", "terminal"))?;
+    let mut speaker = ChatResponder { args, trained: &trained, model, weights, sampling, stopped, out };
     begin(&mut chat, args.system.as_deref());
-    loop {
-        if terminal {
-            write!(stderr(), "\n> ").and_then(|()| stderr().flush()).ok();
-        }
-        let mut line = String::new();
-        if stdin().lock().read_line(&mut line).map_err(Error::io("read from", "standard input"))? == 0 {
-            return Ok(());
-        }
+    while let Some(line) = next_message(editor.as_mut())? {
         let line = line.trim();
-        let (command, rest) = line.split_once(' ').unwrap_or((line, ""));
+        let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
         match command {
             "" => {}
-            "/quit" => return Ok(()),
+            "/quit" => break,
+            "/help" => print_notice(HELP),
             "/reset" => begin(&mut chat, args.system.as_deref()),
             "/system" => begin(&mut chat, Some(rest).filter(|text| !text.is_empty())),
             "/save" if rest.is_empty() => print_notice("`/save` needs a file name"),
@@ -82,21 +86,37 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
                 Ok(()) => print_notice(&format!("saved {} messages to `{rest}`", chat.history.len())),
                 Err(error) => print_notice(&error.to_string()),
             },
-            unknown if unknown.starts_with('/') => print_notice(&format!("unknown command `{unknown}`: {HELP}")),
+            "/regenerate" if chat.history.last_answer().is_some() => {
+                chat.history.pop();
+                speaker.sampling.seed = speaker.sampling.seed.wrapping_add(1);
+                speaker.reply(&mut chat)?;
+            }
+            "/regenerate" => print_notice("there is no answer yet"),
+            unknown if unknown.starts_with('/') => {
+                print_notice(&format!("unknown command `{unknown}`; /help lists the commands"));
+            }
             _ => {
                 chat.history.push("user", line);
-                match speaker.answer(&chat) {
-                    Ok(answer) => chat.history.push("assistant", &answer),
-                    // Drop the message if the template or the context rejects it.
-                    Err(error @ (Error::Model { .. } | Error::Config { .. })) => {
-                        chat.history.pop();
-                        print_notice(&error.to_string());
-                    }
-                    Err(error) => return Err(error),
-                }
+                speaker.reply(&mut chat)?;
             }
         }
     }
+    Ok(())
+}
+
+/// The next message or command, from the editor or as a line of standard input; `None` at the end.
+fn next_message(editor: Option<&mut MessageEditor>) -> Result<Option<String>> {
+    let message = match editor {
+        Some(editor) => editor.read(),
+        None => {
+            if stdin().is_terminal() {
+                write!(stderr(), "> ").and_then(|()| stderr().flush()).ok();
+            }
+            let mut line = String::new();
+            stdin().lock().read_line(&mut line).map(|read| (read > 0).then_some(line))
+        }
+    };
+    message.map_err(Error::io("read from", "standard input"))
 }
 
 /// Restarts the conversation.
@@ -126,13 +146,35 @@ struct ChatResponder<'a> {
     model: Decoder,
     weights: Parameters,
     sampling: Sampling,
+    /// Set to stop an answer.
+    stopped: Arc<AtomicBool>,
     out: &'a mut dyn Write,
 }
 
 impl ChatResponder<'_> {
+    /// Answers the last message. Drops it if the template or the context rejects it, or the answer is stopped at once.
+    fn reply(&mut self, chat: &mut Chat) -> Result<()> {
+        self.stopped.store(false, Ordering::SeqCst);
+        let answer = self.answer(chat);
+        let stopped = self.stopped.swap(false, Ordering::SeqCst);
+        if stopped {
+            print_notice("(stopped)");
+        }
+        match answer {
+            Ok(answer) if stopped && answer.is_empty() => chat.history.pop(),
+            Ok(answer) => chat.history.push("assistant", &answer),
+            Err(error @ (Error::Model { .. } | Error::Config { .. })) => {
+                chat.history.pop();
+                print_notice(&error.to_string());
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
     /// Generates the answer and prints it as it is generated.
     fn answer(&mut self, chat: &Chat) -> Result<String> {
-        let Self { args, trained, model, weights, sampling, out } = self;
+        let Self { args, trained, model, weights, sampling, stopped, out } = self;
         // The template has already added every special token.
         let prompt = trained.tokenizer.encode(&chat.prompt()?)?;
         let context = trained.config.max_position_embeddings;
@@ -159,7 +201,7 @@ impl ChatResponder<'_> {
         let mut reporter = Some(Reporter::of("reading the conversation"));
         let reason = generate(model, weights, &mut cache, request, |id| {
             drop(reporter.take());
-            if chat.plain && answer.contains(LINE_END) {
+            if stopped.load(Ordering::SeqCst) || chat.plain && answer.contains(LINE_END) {
                 return Ok(false);
             }
             say(&mut answer, &stream.push(id)?)?;

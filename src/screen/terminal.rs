@@ -2,10 +2,12 @@
 //! depends on a screen's content.
 
 pub(crate) mod keys;
+mod message;
 mod screen;
 mod signals;
 
 pub(crate) use keys::Binding;
+pub(crate) use message::MessageEditor;
 pub(crate) use screen::Screen;
-pub(crate) use signals::ShutdownFlag;
+pub(crate) use signals::{ShutdownFlag, interrupt_flag};
 pub use signals::{SignalHandler, ignore_stop_signals, outlive_file_size_limit};

@@ -4,6 +4,7 @@
 //! tmux these tests are skipped with a message, except in CI, where they fail.
 
 use crate::common::compare::skip;
+use crate::common::desk::Desk;
 use crate::common::launch;
 use finetune::telemetry::{Event, read};
 use std::ffi::OsString;
@@ -81,6 +82,12 @@ impl Terminal {
         self.tmux(&[&["send-keys"], keys].concat());
     }
 
+    /// Answers a dialog that has just appeared, which ignores keys at first.
+    fn answer(&self, key: &str) {
+        sleep(Duration::from_millis(400));
+        self.keys(&[key]);
+    }
+
     fn text(&self) -> String {
         String::from_utf8(self.tmux(&["capture-pane", "-p"]).stdout).unwrap()
     }
@@ -143,7 +150,7 @@ fn quit_saves_stops_and_restores() {
     terminal.start_demo("");
     terminal.keys(&["q"]);
     terminal.wait_for("save and stop");
-    terminal.keys(&["s"]);
+    terminal.answer("s");
     terminal.wait_for("finished reason=stopped");
     terminal.wait_for("exit: Ended");
     terminal.wait_for("told: Stop { save: true }");
@@ -156,7 +163,7 @@ fn detach_goes_on_as_lines() {
     terminal.start_demo("");
     terminal.keys(&["q"]);
     terminal.wait_for("detach");
-    terminal.keys(&["d"]);
+    terminal.answer("d");
     terminal.wait_for("loss_avg=");
     // The terminal makes a signal of Ctrl-C again.
     terminal.keys(&["C-c"]);
@@ -181,7 +188,8 @@ fn keys_reach_training_and_the_screen() {
     terminal.wait_for("[4 Events]");
     terminal.keys(&["?"]);
     terminal.wait_for("any key closes");
-    terminal.keys(&["x", "C-c", "C-c"]);
+    terminal.answer("x");
+    terminal.keys(&["C-c"]);
     terminal.wait_for("told: Pause Resume SaveNow Interrupt");
     terminal.assert_restored();
 }
@@ -203,7 +211,9 @@ fn a_live_resize_keeps_everything() {
     }
     terminal.keys(&["q"]);
     terminal.wait_for("save and stop");
-    terminal.keys(&["D", "y"]);
+    terminal.answer("D");
+    terminal.wait_for("Discard?");
+    terminal.answer("y");
     terminal.wait_for("told: Stop { save: false }");
     // The size is part of the settings: it is as before too.
     terminal.assert_restored();
@@ -278,7 +288,7 @@ fn no_color_means_no_colour() {
         .flat_map(|code| code.split(';'))
         .any(|part| part.parse().is_ok_and(|code: u32| matches!(code, 30..=38 | 40..=48 | 90..=97 | 100..=107)));
     assert!(!coloured, "{screen:?}");
-    terminal.keys(&["q", "D", "y"]);
+    terminal.keys(&["C-c"]);
     terminal.wait_for("exit: Ended");
     terminal.assert_restored();
 }
@@ -310,6 +320,62 @@ fn piped_output_is_lines() {
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success() && text.contains("step=128 ") && text.contains("finished reason=done"), "{text}");
     assert!(!text.contains('\u{1b}'), "{text:?}");
+    let output = launch::program().arg("watch").args([&log, &log]).output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(2) && text.contains("plain lines show one run"), "{text}");
+}
+
+/// Arrow keys, history, lines, commands and Ctrl-C of a chat in a terminal.
+#[test]
+fn a_chat_is_edited_stopped_and_saved() {
+    let Some(terminal) = Terminal::open(80, 24) else { return };
+    let desk = Desk::new();
+    // So long a context that an answer lasts until it is stopped.
+    let llama =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/families/llama/config.json"));
+    let mut config: serde_json::Value = serde_json::from_str(&llama.unwrap()).unwrap();
+    for (key, value) in
+        [("max_position_embeddings", 16384), ("vocab_size", 257), ("eos_token_id", 256), ("bos_token_id", 256)]
+    {
+        config[key] = value.into();
+    }
+    desk.write("model/config.json", config.to_string());
+    let train = "--model model --init random --data text.txt --val text.txt --steps 1 --seq-len 16 --batch-size 1 --run m --plain";
+    desk.said(&format!("{train} --dtype fp32 --set train.sample_tokens=0"));
+    desk.write("ends.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
+    let chat = format!(
+        "chat {} --template {} -n 100000 --threads 1 --temperature 0",
+        desk.run("m").display(),
+        desk.path("ends.jinja").display()
+    );
+    terminal.run(&format!("clear; {} {chat}; echo code $?", env!("CARGO_BIN_EXE_finetune")));
+    terminal.wait_for("/help lists the commands");
+    terminal.keys(&["h", "l", "o", "Left", "Left", "e", "l", "Enter"]);
+    terminal.wait_for("> hello");
+    sleep(Duration::from_millis(300));
+    terminal.keys(&["C-c"]);
+    terminal.wait_until("the prompt", |screen| screen.contains("(stopped)") && screen.contains("/help lists"));
+    terminal.run("/save talk.jsonl");
+    terminal.wait_for("messages to `talk.jsonl`");
+    terminal.run("/reset");
+    terminal.wait_until("the editor", |screen| screen.trim_end().ends_with("ends the chat"));
+    terminal.keys(&["Up", "Up", "Up", "End"]);
+    terminal.run("\\");
+    terminal.run("y");
+    terminal.wait_for("> y");
+    sleep(Duration::from_millis(300));
+    terminal.keys(&["C-c"]);
+    terminal.wait_until("the second stop", |screen| screen.matches("(stopped)").count() == 2);
+    terminal.run("/save talk.jsonl");
+    terminal.wait_until("the second save", |screen| screen.matches("messages to `talk.jsonl`").count() == 2);
+    terminal.run("/help");
+    terminal.wait_for("/regenerate    replace the last answer");
+    terminal.keys(&["C-d"]);
+    terminal.wait_for("code 0");
+    terminal.assert_restored();
+    let saved = std::fs::read_to_string(terminal.folder.path().join("talk.jsonl")).unwrap();
+    assert!(saved.lines().next().unwrap().contains(r#""content":"hello""#), "{saved}");
+    assert!(saved.lines().last().unwrap().contains(r#""content":"hello\ny""#), "{saved}");
 }
 
 #[test]
@@ -328,7 +394,7 @@ fn real_training_shows_itself_and_stops_when_told() {
     terminal.wait_until("an overflow", |screen| screen.contains("Overflows ") && screen.contains("→2^"));
     terminal.keys(&["q"]);
     terminal.wait_for("save and stop");
-    terminal.keys(&["s"]);
+    terminal.answer("s");
     terminal.wait_for("code 130");
     terminal.wait_until("the prompt", |screen| screen.ends_with("$\n") || screen.trim_end().ends_with('$'));
     terminal.assert_restored();
@@ -372,7 +438,7 @@ fn item_7_a_resumed_run_shows_all_of_itself_and_a_finished_one_its_end() {
     let screen = terminal.wait_for("┌ Done");
     assert!(screen.contains("■ done") && screen.contains("step 40/40") && !screen.contains("NaN"), "{screen}");
     assert!(screen.contains("steps       40, ") && !screen.contains("step 0/"), "{screen}");
-    terminal.keys(&["Escape"]);
+    terminal.answer("Escape");
     let screen = terminal.wait_until("the charts", |screen| !screen.contains("┌ Done"));
     assert!(screen.contains("val ") && screen.contains("(best ") && !screen.contains("no loss yet"), "{screen}");
     terminal.keys(&["q"]);
@@ -404,7 +470,7 @@ fn item_15_the_mouse_is_taken_and_given_back() {
     terminal.wait_for("[4 Events]");
     terminal.keys(&["q"]);
     terminal.wait_for("save and stop");
-    terminal.keys(&["s"]);
+    terminal.answer("s");
     terminal.wait_for("exit: Ended");
     terminal.assert_restored();
     std::fs::write(terminal.folder.path().join("events.jsonl"), "").unwrap();
@@ -422,12 +488,12 @@ fn the_laboratory_shows_its_views_and_moves_their_values() {
         let Some(terminal) = Terminal::open(columns, rows) else { return };
         terminal.run(&format!("clear; {} lab", env!("CARGO_BIN_EXE_finetune")));
         for (key, expected) in [
-            ("1", "0x4248"),
-            ("2", "held by"),
-            ("3", "half way, nearer is lost"),
-            ("4", "log2 max|g| ~ N(-1, 1)"),
-            ("5", "log-normal around 2^-22"),
-            ("6", "distilgpt2: 81.9 M parameters"),
+            ("F1", "0x4248"),
+            ("F2", "held by"),
+            ("F3", "half way, nearer is lost"),
+            ("F4", "log2 max|g| ~ N(-1, 1)"),
+            ("F5", "log-normal around 2^-22"),
+            ("F6", "distilgpt2: 81.9 M parameters"),
         ] {
             terminal.keys(&[key]);
             terminal.wait_for(expected);
@@ -435,8 +501,14 @@ fn the_laboratory_shows_its_views_and_moves_their_values() {
         // An arrow takes the next model, typing any other.
         terminal.keys(&["l"]);
         terminal.wait_for("gpt2: 124.4 M parameters");
-        terminal.keys(&["Enter", "C-u", "7", "b", "Enter"]);
+        terminal.keys(&["7", "b", "Enter"]);
         terminal.wait_for("7b: 6658.4 M parameters");
+        terminal.keys(&["b"]);
+        terminal.wait_for("KV cache FP32 21.5 GB");
+        terminal.keys(&["q"]);
+        terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+        terminal.run(&format!("clear; {} lab scaler --screen --level 3", env!("CARGO_BIN_EXE_finetune")));
+        terminal.wait_for("log2 max|g| ~ N(3, 1)");
         terminal.keys(&["q"]);
         // Keys typed before the prompt is back go to the laboratory.
         terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));

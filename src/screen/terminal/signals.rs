@@ -117,6 +117,17 @@ pub fn outlive_file_size_limit() -> io::Result<()> {
     flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
+/// A flag that SIGINT sets. Another SIGINT ends the process while it is set.
+///
+/// # Errors
+/// If the system refuses.
+pub(crate) fn interrupt_flag() -> io::Result<Arc<AtomicBool>> {
+    let interrupted = Arc::new(AtomicBool::new(false));
+    flag::register_conditional_shutdown(SIGINT, INTERRUPTED, Arc::clone(&interrupted))?;
+    flag::register(SIGINT, Arc::clone(&interrupted))?;
+    Ok(interrupted)
+}
+
 /// Records SIGINT, SIGTERM and SIGHUP for a screen. In raw mode Ctrl-C is a key and not a signal.
 pub(crate) struct ShutdownFlag {
     interrupted: Arc<AtomicBool>,

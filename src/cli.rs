@@ -24,7 +24,7 @@ mod reporter;
 mod run_lookup;
 mod runs;
 mod show;
-
+mod suggestions;
 mod train;
 #[cfg(feature = "mpi")]
 mod verify_distributed;
@@ -39,7 +39,7 @@ use crate::engine::preflight;
 use crate::telemetry::FinishReason;
 use crate::untrusted::{SanitizingWriter, sanitize_block, subprocess};
 use crate::{Error, Result};
-use clap::error::{ContextKind, ContextValue, ErrorKind as UsageError};
+use clap::error::ContextKind;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use flags::ConfigArgs;
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
@@ -139,48 +139,6 @@ pub fn definition() -> clap::Command {
     with_numbers(Cli::command())
 }
 
-/// A tip for commands and flags that other programs have.
-fn suggestion(error: &clap::Error) -> Option<&'static str> {
-    let typed = |kind| match error.get(kind) {
-        Some(ContextValue::String(typed)) => typed.trim_start_matches('-').replace('-', "_"),
-        _ => String::new(),
-    };
-    match typed(ContextKind::InvalidArg).as_str() {
-        "num_train_epochs" | "num_epochs" | "max_epochs" => return Some("`--epochs` sets the passes over the text"),
-        "max_steps" | "max_iters" | "num_steps" => return Some("`--steps` sets the number of steps"),
-        "output_dir" | "out_dir" => {
-            return Some("a run is saved in `--checkpoint-dir FOLDER` under the name `--run NAME`");
-        }
-        "per_device_train_batch_size" | "micro_batch_size" => {
-            return Some("`--batch-size` sets the sequences of a micro-batch");
-        }
-        "gradient_accumulation_steps" => return Some("`--grad-accum` sets the micro-batches of a step"),
-        "max_seq_length" | "max_length" | "block_size" | "cutoff_len" => {
-            return Some("`--seq-len` sets the tokens of a sequence");
-        }
-        "fp16" | "bf16" | "fp32" | "half" => return Some("`--dtype` sets the type: fp16, bf16 or fp32"),
-        "resume_from_checkpoint" => return Some("`--resume NAME` continues a run"),
-        "max_new_tokens" => return Some("`--max-tokens` sets how many tokens are generated"),
-        _ => {}
-    }
-    if error.kind() == UsageError::ValueValidation && error.to_string().contains("invalid digit") {
-        return Some("write a whole number in digits, without a unit or an exponent, such as 1000");
-    }
-    match typed(ContextKind::InvalidSubcommand).as_str() {
-        "train" | "run" | "fit" => Some("`finetune` without a command trains; use the same flags"),
-        "resume" | "continue" => Some("`finetune --resume` continues the newest run, `--resume NAME` another"),
-        "delete" | "rm" | "remove" => {
-            Some("`finetune runs delete NAME` deletes runs, `finetune checkpoint prune NAME` a run's older checkpoints")
-        }
-        "log" | "logs" | "tail" | "monitor" => Some("`finetune watch NAME` shows a run"),
-        "version" => Some("`finetune --version` prints the version"),
-        "list" | "ls" => Some("`finetune runs` lists the runs"),
-        "test" | "evaluate" => Some("`finetune eval MODEL` evaluates a model on a text"),
-        "sample" | "predict" | "infer" => Some("`finetune generate MODEL` generates text"),
-        _ => None,
-    }
-}
-
 /// Parses and executes the command line. Returns the exit code: 0 done, 1 failure, 2 usage or configuration, 3 diverged, 130
 /// interrupted after a save.
 pub fn main() -> ExitCode {
@@ -206,7 +164,7 @@ pub fn main() -> ExitCode {
                 processes::finalize();
                 return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
             }
-            let suggestion = suggestion(&error);
+            let suggestion = suggestions::suggestion(&error);
             if suggestion.is_some() {
                 // clap's guess compares only letters.
                 for guess in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::Usage] {

@@ -146,19 +146,13 @@ impl Setting {
         Err(Error::config(&self.key, message))
     }
 
-    /// The flag for clap, with `default` in its help unless the help names another one.
-    pub(crate) fn arg(&self, default: Option<&toml::Value>) -> Option<Arg> {
+    /// The flag for clap, with `default` in its help unless that is empty or the help names another one.
+    pub(crate) fn arg(&self, default: &str) -> Option<Arg> {
         let (_, _, arg) = self.flag.clone()?;
         let comment = || self.comment.concat().trim().trim_end_matches('.').to_owned();
         let mut help = arg.get_help().map_or_else(comment, ToString::to_string);
-        let shown = match default {
-            Some(toml::Value::Float(number)) => format!("{number:?}").trim_end_matches(".0").to_owned(),
-            Some(toml::Value::Integer(number)) => number.to_string(),
-            Some(toml::Value::String(text)) => text.clone(),
-            _ => String::new(),
-        };
-        if !shown.is_empty() && !help.contains("[default: ") {
-            help = format!("{help} [default: {shown}]");
+        if !default.is_empty() && !help.contains("[default: ") {
+            help = format!("{help} [default: {default}]");
         }
         let arg = arg.help(help);
         Some(match self.kind {

@@ -30,11 +30,30 @@ struct Flags(BTreeMap<String, toml::Value>);
 
 /// The settings that have a flag, in the order of the help.
 fn flagged() -> Vec<(Setting, Arg)> {
-    let defaults = Config::default().values().unwrap_or_default();
-    let flag = |setting: Setting| Some((setting.arg(defaults.get(&setting.key))?, setting));
+    let values = |config: Result<Config>| config.and_then(|config| config.values()).unwrap_or_default();
+    let (usual, tiny) = (values(Ok(Config::default())), values(Config::resolve(&ConfigLayers::default())));
+    let flag = |setting: Setting| {
+        let [usual, tiny] = [&usual, &tiny].map(|values| values.get(&setting.key).map_or_else(String::new, shown));
+        let default = match (usual.as_str(), tiny.as_str()) {
+            (usual, tiny) if usual == tiny || tiny.is_empty() => usual.to_owned(),
+            ("", tiny) => format!("{tiny} for `tiny`"),
+            (usual, tiny) => format!("{usual}; {tiny} for `tiny`"),
+        };
+        Some((setting.arg(&default)?, setting))
+    };
     let mut flags: Vec<_> = Config::settings().into_iter().filter_map(flag).collect();
     flags.sort_by_key(|(_, setting)| setting.flag.as_ref().map(|(heading, position, _)| (*heading, *position)));
     flags.into_iter().map(|(arg, setting)| (setting, arg)).collect()
+}
+
+/// A default value in a flag's help; empty for switches and lists.
+fn shown(value: &toml::Value) -> String {
+    match value {
+        toml::Value::Float(number) => format!("{number:?}").trim_end_matches(".0").to_owned(),
+        toml::Value::Integer(number) => number.to_string(),
+        toml::Value::String(text) => text.clone(),
+        _ => String::new(),
+    }
 }
 
 impl Args for Flags {
@@ -161,4 +180,21 @@ pub(crate) fn read(path: &Path) -> Result<(String, String)> {
     let text = String::from_utf8(read_at_most(path, MAX_BYTES)?);
     let text = text.map_err(|error| Error::config(format!("`{origin}`"), error.to_string()))?;
     Ok((origin, text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_help_names_the_defaults_of_tiny_and_of_other_models() {
+        let configs = [Config::default(), Config::resolve(&ConfigLayers::default()).unwrap()];
+        let values = configs.map(|config| config.values().unwrap());
+        for (setting, arg) in flagged().into_iter().filter(|(setting, _)| setting.key != "dtype") {
+            let help = arg.get_help().unwrap().to_string();
+            for value in values.iter().filter_map(|values| values.get(&setting.key)) {
+                assert!(help.contains(&shown(value)), "--{}: {value} in `{help}`", arg.get_id());
+            }
+        }
+    }
 }

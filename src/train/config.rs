@@ -53,8 +53,7 @@ settings! {
             help("A tokenizer.json to use instead of the model's");
         /// Training text: `grammar`, `tiny_shakespeare`, a file, a folder, a glob, `hf://datasets/…`, or `-`.
         data: String = "tiny_shakespeare".into(), fixed(), flag("data", Text, 0, "TEXT"), short('d'),
-            help("Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-` \
-                  [default: `tiny_shakespeare`; `grammar` for `tiny`]");
+            help("Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-`");
         /// Validation text; by default the last tenth of the training text.
         val: Option<String> = None, fixed(), flag("val", Text, 0, "TEXT"),
             help("Validation text [default: the last tenth of the training text]");

@@ -47,7 +47,7 @@ settings! {
         eval_batches: u64 = 16;
         /// Steps between text samples; 0 for one at the end.
         sample_every: u64 = 0, flag("sample-every", Along, 0, "N"),
-            help("Steps between text samples [default: 0, only at the end]");
+            help("Steps between text samples; 0 samples only at the end");
         /// Maximum number of tokens per sample.
         sample_tokens: usize = 64;
         /// Sampling temperature; 0 takes the likeliest token.

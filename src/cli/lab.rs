@@ -2,12 +2,14 @@
 
 mod args;
 
+use std::ffi::OsString;
 use std::io::{BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::LazyLock;
 
-use clap::{Args, Command, Parser, Subcommand};
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, Command, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
 use self::args::{
@@ -20,7 +22,7 @@ use crate::data::Tokenizer;
 use crate::engine::model::{Checkpointing, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::lab::guide;
-use crate::lab::screen;
+use crate::lab::screen::{self, LabTab};
 use crate::lab::{
     Bits, BlockScaling, DtypeReport, FailureDemo, GradientModel, GradientTrace, MeasuredRun, MemoryPlan, Ranges,
     RunData, ScalerComparison, Scaling, Softmax, SummationReport, TrainSetup, UlpGrid, ValueRange, apply_setting,
@@ -40,6 +42,9 @@ use crate::{Error, Result};
 pub(crate) struct LabArgs {
     #[command(subcommand)]
     view: Option<View>,
+    /// Show the screen, with this view and its parameters first
+    #[arg(long, global = true, conflicts_with = "json")]
+    screen: bool,
     /// Print the report as JSON
     #[arg(long, global = true)]
     json: bool,
@@ -61,7 +66,7 @@ pub(crate) struct LabArgs {
 pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     let mut session = LabSession::new(&args.runs_dir.path);
     let terminal = std::io::stdout().is_terminal();
-    let Some(view) = &args.view else {
+    let Some(view) = args.view.as_ref().filter(|_| !args.screen) else {
         if !terminal || !std::io::stdin().is_terminal() || args.json {
             let message = "the screen needs a terminal; name a view to print, such as `bits 0.1`; --help lists them";
             return Err(Error::config("lab", message));
@@ -265,7 +270,8 @@ impl CrisesArgs {
         let small = self.small.or(gradients.map(|(low, _)| low)).unwrap_or(1e-8);
         let large = self.large.or(gradients.map(|(_, high)| high)).unwrap_or(3.0);
         let scale = self.scale.or(scale).unwrap_or(65536.0);
-        FailureDemo::new([small, large], scale, [self.weight, self.update.or(rate).unwrap_or(5e-5)], self.steps)
+        let weight = [self.weight, self.update.or(rate).unwrap_or(5e-5)];
+        FailureDemo::new([small, large], scale, self.activation, weight, self.steps)
     }
 }
 
@@ -286,7 +292,7 @@ impl ScalerArgs {
             return Err(Error::config("--steps", format!("{} are too many; {} at most", self.steps, Self::MAX_STEPS)));
         }
         let started = run.and_then(RunData::scaler);
-        let base = apply_setting(started.unwrap_or_default(), &self.base)?;
+        let base = self.base.as_deref().unwrap_or(if run.is_some() { "" } else { "growth_interval=50" }).trim();
         let model = if self.level.trim() == "none" { None } else { Some(self.gradients()?) };
         let steps = |seed| match (run, model) {
             (Some(run), _) => run.overflows(),
@@ -294,7 +300,8 @@ impl ScalerArgs {
             (None, None) => GradientTrace::none(self.steps),
         };
         let injected = |seed| steps(seed).injected(&self.overflow_at, self.rate, seed);
-        let label = if (1..20).contains(&self.base.trim().len()) { self.base.trim() } else { "base" };
+        let label = if (1..20).contains(&base.len()) { base } else { "base" };
+        let base = apply_setting(started.unwrap_or_default(), base)?;
         let others = self.setting.iter().map(|text| Ok((text.clone(), apply_setting(base, text)?)));
         let settings = std::iter::once(Ok((label.to_owned(), base))).chain(others).collect::<Result<_>>()?;
         let mut comparison = ScalerComparison::run(settings, &injected(self.seed))?;
@@ -422,23 +429,21 @@ fn spec_from_log(started: &Started) -> Result<ModelSpec> {
     Ok(ModelSpec { tie_word_embeddings: tied, ..spec })
 }
 
-/// Reads `16G`, `512M`, `1.5GiB`; units are binary.
+/// Reads `16G`, `16GB` and `512M`, whose units are decimal, and `1.5GiB`, whose unit is binary.
 fn parse_bytes(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = match text[digits.len()..].to_ascii_lowercase().as_str() {
-        "" | "b" => 0,
-        "k" | "kb" | "kib" => 10,
-        "m" | "mb" | "mib" => 20,
-        "g" | "gb" | "gib" => 30,
-        "t" | "tb" | "tib" => 40,
-        other => return Err(format!("unknown unit `{other}`; write `16G` or `512M`")),
+    let unit = text[digits.len()..].to_ascii_lowercase();
+    let base: f64 = if unit.ends_with("ib") { 1024.0 } else { 1000.0 };
+    let power = match unit.trim_end_matches('b').trim_end_matches('i') {
+        "" => 0,
+        "k" => 1,
+        "m" => 2,
+        "g" => 3,
+        "t" => 4,
+        _ => return Err(format!("unknown unit `{unit}`; write `16GB` or `16GiB`")),
     };
-    let value: f64 = digits.trim().parse().map_err(|_| format!("`{text}` is not a size; write `16G` or `512M`"))?;
-    if value > 0.0 && value < 1e6 * f64::from(1u32 << 20) {
-        Ok((value * 2f64.powi(unit)) as u64)
-    } else {
-        Err("must be above 0".into())
-    }
+    let value: f64 = digits.trim().parse().map_err(|_| format!("`{text}` is not a size; write `16GB` or `16GiB`"))?;
+    if value > 0.0 && value < 1e12 { Ok((value * base.powi(power)) as u64) } else { Err("must be above 0".into()) }
 }
 
 /// A view parsed from its fields as if typed.
@@ -455,7 +460,26 @@ static VIEWS: LazyLock<Command> = LazyLock::new(|| View::augment_subcommands(Com
 fn show_screen(args: &LabArgs, session: &mut LabSession) -> Result<()> {
     let run = args.run.as_deref().map(|run| run.display().to_string()).unwrap_or_default();
     let theme = Theme::from_env(args.ascii, Some(ColorScheme::Dark));
-    screen::run(guide::lab_tabs(&VIEWS, &run), theme, &mut |view, fields, width| evaluate(session, view, fields, width))
+    let mut lab_tabs = guide::lab_tabs(&VIEWS, &run);
+    let tab = choose_typed(&mut lab_tabs, std::env::args_os());
+    screen::run(lab_tabs, tab, theme, &mut |view, fields, width| evaluate(session, view, fields, width))
+}
+
+/// Sets the parameters that the command line names; returns the index of its view.
+fn choose_typed(lab_tabs: &mut [LabTab], typed: impl IntoIterator<Item = OsString>) -> usize {
+    let matches = super::definition().try_get_matches_from(typed).ok();
+    let lab = matches.as_ref().and_then(|matches| matches.subcommand_matches("lab"));
+    let Some((name, matches)) = lab.and_then(ArgMatches::subcommand) else { return 0 };
+    let arguments = VIEWS.find_subcommand(name).into_iter().flat_map(Command::get_arguments);
+    let Some(tab) = lab_tabs.iter().position(|lab_tab| lab_tab.name == name) else { return 0 };
+    for arg in arguments {
+        let id = arg.get_id().as_str();
+        if matches.value_source(id) == Some(ValueSource::CommandLine) {
+            let values = matches.get_raw(id).into_iter().flatten().map(|value| value.to_string_lossy().into_owned());
+            screen::choose(&mut lab_tabs[tab], arg, &values.collect::<Vec<_>>());
+        }
+    }
+    tab
 }
 
 /// The page of `view` for the values of its fields, as `finetune lab VIEW` would print it.
@@ -474,7 +498,6 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
-    use crate::lab::screen::LabTab;
     use crate::telemetry::ModelShape;
 
     #[derive(Parser)]
@@ -562,6 +585,38 @@ mod tests {
         }
     }
 
+    /// A view has the same values at first on the screen and as text.
+    #[test]
+    fn the_screen_and_the_text_have_the_same_defaults() {
+        for lab_tab in guide::lab_tabs(&VIEWS, "") {
+            let mut session = LabSession { program: 24 << 20, ..LabSession::new(Path::new("checkpoints")) };
+            // The cursor marks a bit on the screen.
+            let given = lab_tab.fields.iter().filter(|field| !field.value.is_empty() && field.flag != "cursor");
+            let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
+            let shown = evaluate(&mut session, lab_tab.name, &fields, 100).unwrap().text();
+            let bare = ParsedView::try_parse_from([lab_tab.name]).unwrap();
+            let printed = session.report(&bare.view, None).unwrap().explained(100).text();
+            // The list of options names a setting of the scaler.
+            let [shown, printed] =
+                [shown, printed].map(|text| text.replace("growth_interval=50 ", "base               "));
+            assert_eq!(shown, printed, "{}", lab_tab.name);
+        }
+    }
+
+    #[test]
+    fn typed_parameters_start_the_screen() {
+        let mut lab_tabs = guide::lab_tabs(&VIEWS, "");
+        let typed =
+            "finetune lab scaler --screen --base growth_interval=7,min_scale=2 --level 3 --setting hysteresis=2";
+        let tab = choose_typed(&mut lab_tabs, typed.split(' ').map(OsString::from));
+        let value = |flag| lab_tabs[tab].value(flag);
+        assert_eq!(lab_tabs[tab].name, "scaler");
+        let found = ["growth_interval", "min_scale", "level", "setting-2", "sigma", "init_scale"].map(value);
+        assert_eq!(found, ["7", "2", "3", "hysteresis=2", "1", "65536"]);
+        let tab = choose_typed(&mut lab_tabs, "finetune lab bits -1e-8 --screen".split(' ').map(OsString::from));
+        assert_eq!((lab_tabs[tab].name, lab_tabs[tab].value("value")), ("bits", "-1e-8"));
+    }
+
     #[test]
     fn pictures() {
         for (width, height) in [(80, 24), (120, 36)] {
@@ -608,7 +663,7 @@ mod tests {
         assert!(lab("memory --model gpt2-xl --batch 1 --seq 1024 --memory 24G").unwrap().contains("KV cache FP32"));
         let simulated =
             lab("scaler --base init_scale=32768,growth_interval=5 --level none --steps 20 --overflow-at 10").unwrap();
-        assert!(simulated.contains("10–14                65536  ✕ overflow, skipped; backed off from 2^17"));
+        assert!(simulated.contains("✕ skipped         0 of 5   backed off to 2^16"), "{simulated}");
     }
 
     #[test]
@@ -627,6 +682,7 @@ mod tests {
             assert!(error.to_string().contains(part), "{typed}: {error}");
         }
         assert!(parse_bytes("16Q").is_err() && parse_bytes("G").is_err() && parse_bytes("-1G").is_err());
-        assert_eq!(parse_bytes("1.5 GiB"), Ok(3 << 29));
+        let sizes = ["1.5 GiB", "80GB", "80G", "512 MiB", "7"].map(|size| parse_bytes(size).unwrap());
+        assert_eq!(sizes, [3 << 29, 80_000_000_000, 80_000_000_000, 512 << 20, 7]);
     }
 }

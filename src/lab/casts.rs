@@ -10,6 +10,7 @@ use serde::Serialize;
 pub use operations::MeasuredOp;
 
 use super::number::percent;
+use crate::amp::{AutocastOp, CastRule};
 use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Fused;
 use crate::engine::model::{
@@ -110,7 +111,7 @@ impl DtypeReport {
     }
 
     /// The report as text, `width` columns wide.
-    pub fn page(&self, _: usize) -> Page {
+    pub fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         let scale = if self.loss_scale { "with a loss scale" } else { "without a loss scale" };
         page.push(Line::new().with(Role::Title, self.policy.clone()).dim(format!("   {scale}")));
@@ -119,8 +120,8 @@ impl DtypeReport {
         }
         page.gap();
         page.title(format!(
-            "{:<24}{:>10}{:>10}{:>10}{:>18}",
-            "operation", "operands", "inside", "result", "rounded once"
+            "{:<24}{:>10}{:>8}{:>8}{:>14}{:>14}",
+            "operation", "operands", "inside", "result", "rounded once", "autocast"
         ));
         let row = |name: &str, types: [(Option<&'static str>, usize); 3]| {
             let line = Line::new().plain(format!("{name:<24}"));
@@ -128,9 +129,21 @@ impl DtypeReport {
                 .into_iter()
                 .fold(line, |line, (dtype, width)| line.with(role(dtype), format!("{:>width$}", dtype.unwrap_or("–"))))
         };
-        for MeasuredOp { name, operands, inside, result, rounded_once } in &self.operations {
-            let line = row(name, [operands, inside, result].map(|dtype| (Some(*dtype), 10)));
-            page.push(line.plain(format!("{:>16} %", percent(*rounded_once))));
+        for MeasuredOp { name, operands, inside, result, rounded_once, autocast } in &self.operations {
+            let line = row(name, [(Some(*operands), 10), (Some(*inside), 8), (Some(*result), 8)]);
+            let line = line.plain(format!("{:>12} %", percent(*rounded_once)));
+            page.push(line.with(role(*autocast), format!("{:>14}", autocast.unwrap_or("the operand's"))));
+        }
+        page.gap();
+        for (rule, to) in [
+            (CastRule::LowPrecision, "to the compute type"),
+            (CastRule::Fp32, "to FP32"),
+            (CastRule::Promote, "to the widest operand's type"),
+            (CastRule::Keep, "nothing for"),
+        ] {
+            let operations = AutocastOp::ALL.into_iter().filter(|op| op.cast_rule() == rule);
+            let names: Vec<_> = operations.map(|op| format!("{op:?}")).collect();
+            page.wrapped(Role::Dim, &format!("autocast casts {to}: {}", names.join(", ")), width);
         }
         page.gap();
         page.title(format!("{:<24}{:>10}{:>24}{:>18}", "stored", "output", "activation gradient", "weight gradient"));

@@ -8,7 +8,7 @@ use crate::engine::model::{ALL_LINEAR, Checkpointing, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::train::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};
-use crate::ui::format::binary;
+use crate::ui::format::bytes;
 use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
 
@@ -349,9 +349,10 @@ impl MemoryPlan {
         page.push(
             Line::new().with(Role::Title, "LoRA ").plain(format!("{adapters:.1} M weights of rank {}", self.rank)),
         );
-        self.table(&mut page);
         self.bars(&mut page, width);
         self.conclusion(&mut page);
+        page.gap();
+        self.table(&mut page);
         page
     }
 
@@ -372,11 +373,25 @@ impl MemoryPlan {
         })
     }
 
+    /// Each recipe's totals and its bar: this program's if it supports the recipe, else the textbook's.
     fn bars(&self, page: &mut Page, width: usize) {
-        let scale = self.rows().map(|row| total(row.items)).max().unwrap_or(1).max(1);
-        page.gap();
-        for Row { label, items, .. } in self.rows() {
-            page.push(self.bar(&label, items, scale, width.saturating_sub(16)));
+        const TOTALS: usize = 29;
+        let items = |plan: &BatchPlan| plan.engine.clone().unwrap_or_else(|| plan.textbook.clone());
+        let scale = self.plans.iter().map(|plan| total(&items(plan))).max().unwrap_or(1).max(1);
+        let budget = self.budget.map_or_else(String::new, |budget| format!("of {}", bytes(budget)));
+        page.title(format!("{:<10}{:>7}{:>9}  {budget}", "recipe", "ours", "textbook"));
+        for plan in &self.plans {
+            let role = |bytes: u64| match self.budget {
+                Some(budget) if bytes > budget => Role::Bad,
+                _ => Role::Good,
+            };
+            let all = total(&plan.textbook);
+            let ours = plan.engine.as_deref().map(total);
+            let line = Line::new().with(Role::Title, format!("{:<10}", plan.recipe.name()));
+            let cell = ours.map_or_else(|| "–".to_owned(), |ours| compact(ours as f64));
+            let line = line.with(role(ours.unwrap_or(0)), format!("{cell:>7}"));
+            let line = line.with(role(all), format!("{:>9}", compact(all as f64)));
+            page.push(self.bar(line, &items(plan), scale, width.saturating_sub(TOTALS)));
         }
         let mut legend = Line::new();
         for (letter, name, role) in MemoryCategory::ALL.map(MemoryCategory::show) {
@@ -385,11 +400,11 @@ impl MemoryPlan {
         page.push(legend);
     }
 
-    fn bar(&self, label: &str, items: &[MemoryItem], scale: u64, width: usize) -> Line {
-        let all = total(items);
-        let (role, mark) =
-            if self.budget.is_some_and(|budget| all > budget) { (Role::Bad, '✕') } else { (Role::Text, ' ') };
-        let mut line = Line::new().with(Role::Title, label).with(role, mark.to_string());
+    /// Adds a bar to a line, after a cross if it exceeds the budget.
+    fn bar(&self, line: Line, items: &[MemoryItem], scale: u64, width: usize) -> Line {
+        let fits = self.budget.is_none_or(|budget| total(items) <= budget);
+        let (role, mark) = if fits { (Role::Text, "   ") } else { (Role::Bad, " ✕ ") };
+        let mut line = line.with(role, mark);
         let column = |sum: u64| (sum as f64 / scale as f64 * width as f64).round() as usize;
         let mut sum = 0;
         for item in items {
@@ -555,18 +570,15 @@ pub fn model_named(name: &str) -> Result<ModelSpec> {
     Ok(shape(nearest.unwrap_or(1)))
 }
 
-/// `512`, `1.4M`, `-12.0G`: binary units in six columns.
+/// `512`, `1.4M`, `-12.0G`: decimal units in six columns.
 fn compact(value: f64) -> String {
-    let (magnitude, power) = binary(value.abs(), 4);
-    let decimals = usize::from(power > 0 && magnitude < 99.95);
-    format!("{}{magnitude:.decimals$}{}", if value < 0.0 { "-" } else { "" }, ["", "K", "M", "G", "T"][power])
-}
-
-/// `512 B`, `1.4 MiB`, `12.0 GiB`.
-fn bytes(value: u64) -> String {
-    let (value, power) = binary(value as f64, 4);
-    let decimals = usize::from(power > 0 && value < 99.95);
-    format!("{value:.decimals$} {}", ["B", "KiB", "MiB", "GiB", "TiB"][power])
+    let text = bytes(value.abs() as u64);
+    let (number, unit) = text.split_once(' ').unwrap_or((&text, ""));
+    let number = match number.parse::<f64>() {
+        Ok(value) if number.len() > 4 => format!("{value:.0}"),
+        _ => number.to_owned(),
+    };
+    format!("{}{number}{}", if value < 0.0 { "-" } else { "" }, unit.trim_end_matches('B').to_uppercase())
 }
 
 #[cfg(test)]
@@ -593,8 +605,9 @@ mod tests {
 
     #[test]
     fn pages() {
-        insta::assert_snapshot!("memory_distilgpt2", distilgpt2(Some(4 << 30)).page(80).text());
-        let large = MemoryPlan::new("7b", &model_named("7b").unwrap(), setup([1, 2048, 8], Some(80 << 30))).unwrap();
+        insta::assert_snapshot!("memory_distilgpt2", distilgpt2(Some(4_000_000_000)).page(80).text());
+        let large =
+            MemoryPlan::new("7b", &model_named("7b").unwrap(), setup([1, 2048, 8], Some(80_000_000_000))).unwrap();
         insta::assert_snapshot!("memory_7b", large.page(80).text());
     }
 
@@ -630,7 +643,7 @@ mod tests {
     #[test]
     fn recipes_of_a_7b_model() {
         let config = model_named("7b").unwrap();
-        let memory = MemoryPlan::new("7b", &config, setup([10, 2048, 1], Some(80 << 30))).unwrap();
+        let memory = MemoryPlan::new("7b", &config, setup([10, 2048, 1], Some(80_000_000_000))).unwrap();
         assert_eq!(memory.kv_cache[1].1, 2 * 32 * 4096 * 2 * 10 * 2048);
         assert_eq!((memory.kv_cache[1].1 as f64 / 1e8).round(), 107.0);
         assert_eq!(memory.adapters, 32 * 16 * 16 * 4096);
@@ -652,6 +665,11 @@ mod tests {
         let kept = |recipe| group(recipe, MemoryCategory::Activations);
         assert!(kept(Recipe::Checkpointing) < 0.15 * kept(Recipe::Bf16Amp));
         assert!(memory.plans[2].for_activations.1.unwrap() < 0);
+        // The scenario `7B on 80 GB`.
+        let short = MemoryPlan::new("7b", &config, setup([1, 2048, 1], Some(80_000_000_000))).unwrap();
+        let fits = |plan: &BatchPlan| total(plan.engine.as_ref().unwrap_or(&plan.textbook)) <= 80_000_000_000;
+        let fitting: Vec<_> = short.plans.iter().filter(|plan| fits(plan)).map(|plan| plan.recipe).collect();
+        assert_eq!(fitting, [Recipe::Adam8bit, Recipe::Lora, Recipe::Qlora]);
     }
 
     #[test]

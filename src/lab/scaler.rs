@@ -303,17 +303,16 @@ mod tests {
         let after: Vec<_> = comparison.trajectories[0].attempts.iter().map(|attempt| attempt.after).collect();
         let expected = [[32768.0; 4].as_slice(), &[65536.0; 5], &[131_072.0], &[65536.0; 5], &[131_072.0; 5]].concat();
         assert_eq!(after, expected);
-        let lines: Vec<_> = comparison.page(80).text().lines().rev().take(5).map(str::to_owned).collect();
-        assert_eq!(
-            lines.into_iter().rev().collect::<Vec<_>>(),
-            [
-                "0–3                  32768",
-                "4–8                  65536  grew from 2^15",
-                "9                   131072  grew from 2^16",
-                "10–14                65536  ✕ overflow, skipped; backed off from 2^17",
-                "15–19               131072  grew from 2^16",
-            ]
-        );
+        let text = comparison.page(80).text();
+        let lines: Vec<_> = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+        for attempt in [
+            "3 32768 ✓ applied 4 of 5",
+            "4 32768 ✓ applied 0 of 5 grew to 2^16",
+            "10 131072 ✕ skipped 0 of 5 backed off to 2^16",
+            "11 65536 ✓ applied 1 of 5",
+        ] {
+            assert!(lines.iter().any(|line| line == attempt), "no `{attempt}` in\n{text}");
+        }
         insta::assert_snapshot!("scaler_twenty_steps", comparison.page(80).text());
     }
 

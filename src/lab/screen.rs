@@ -19,8 +19,8 @@ use crate::ui::{Page, Theme};
 use crate::{Error, Result};
 
 use state::LabState;
-pub(crate) use state::to_args;
 pub use state::{Adjust, Control, Controls, Field, LabTab, Scenario, ViewKey};
+pub(crate) use state::{choose, to_args};
 
 /// How long to wait for a key before checking for signals.
 const TICK: Duration = Duration::from_millis(200);
@@ -30,9 +30,9 @@ const FRAME: Duration = Duration::from_millis(80);
 /// Renders a view's page from its name, the flags and values of its fields, and a width.
 pub type Evaluate<'a> = dyn FnMut(&str, &[(&str, &str)], usize) -> Result<Page> + 'a;
 
-/// Shows `lab_tabs` until the user quits or a signal arrives, and restores the terminal.
-pub fn run(lab_tabs: Vec<LabTab>, theme: Theme, evaluate: &mut Evaluate) -> Result<()> {
-    show(LabState::new(lab_tabs), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
+/// Shows `lab_tabs`, `tab` first, until the user quits or a signal arrives, and restores the terminal.
+pub fn run(lab_tabs: Vec<LabTab>, tab: usize, theme: Theme, evaluate: &mut Evaluate) -> Result<()> {
+    show(LabState::new(lab_tabs, tab), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
 }
 
 /// The screen of `width` × `height` with the tab `tab`, as text.
@@ -43,8 +43,7 @@ pub(crate) fn picture(
     (width, height): (u16, u16),
     evaluate: &mut Evaluate,
 ) -> String {
-    let mut state = LabState::new(lab_tabs);
-    state.tab = tab;
+    let mut state = LabState::new(lab_tabs, tab);
     state.evaluate(width.into(), evaluate);
     view::picture(&mut state, Theme::monochrome(), width, height)
 }

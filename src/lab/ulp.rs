@@ -53,6 +53,10 @@ pub struct UlpRow {
     pub smallest: f64,
     /// Whether an update of exactly `smallest` survives, as a finite number.
     pub tie_survives: bool,
+    /// Whether an update that does not round back to the weight overflows: the weight is the format's largest number.
+    pub overflows: bool,
+    /// Whether an update of exactly `smallest` overflows.
+    pub tie_overflows: bool,
     /// Steps until the working copy of an FP32 master changes; `None` if it has not after [`UlpGrid::MAX_UPDATES`] steps, the
     /// master itself does not change, or the copy is not finite.
     pub steps_with_master: Option<u64>,
@@ -116,8 +120,8 @@ impl UlpGrid {
         }
         page.wrapped(
             Role::Dim,
-            "smallest one: an update moves the weight if it is above (>) or at least (≥) this. with master: steps \
-             until the working copy of an FP32 master weight changes.",
+            "smallest one: an update moves the weight if it is above (>) or at least (≥) this; of the largest \
+             number it makes infinity (∞). with master: steps until the working copy of an FP32 master weight changes.",
             width,
         );
         let narrow = self.formats.iter().filter(|row| row.verdict == UpdateFate::Overflows);
@@ -223,13 +227,20 @@ impl UlpRow {
             overflows_from: format.max() + format.ulp(format.max()) / 2.0,
             smallest: half,
             tie_survives: tie.is_finite() && tie != stored,
+            overflows: stored.is_finite() && !next.is_finite(),
+            tie_overflows: stored.is_finite() && !tie.is_finite(),
             steps_with_master: steps_with_master(format, center, update),
         }
     }
 
     fn line(&self) -> Line {
         let (role, verdict) = self.verdict.show();
-        let bound = if self.tie_survives { "≥ " } else { "> " };
+        let bound = match (self.overflows, self.tie_survives || self.tie_overflows) {
+            (false, false) => "> ",
+            (false, true) => "≥ ",
+            (true, false) => "∞ above ",
+            (true, true) => "∞ from ",
+        };
         let known = self.verdict != UpdateFate::OutOfRange;
         let steps = self.steps_with_master.map_or_else(|| "never".to_owned(), |steps| steps.to_string());
         let smallest = bound.to_owned() + &short(self.smallest);
@@ -309,6 +320,11 @@ mod tests {
         assert_eq!(row(65504.0, 15.0, "FP16").verdict, UpdateFate::Lost);
         assert_eq!(row(65504.0, -20.0, "FP16").verdict, UpdateFate::Survives);
         assert_eq!((edge.steps_with_master, edge.tie_survives), (None, false));
+        // The tie at 16 rounds to 65536.
+        assert_eq!((row(65504.0, 16.0, "FP16").verdict, edge.tie_overflows), (UpdateFate::Overflows, true));
+        assert!(UlpGrid::new(65504.0, 15.0).page(80).text().contains("∞ from 16"));
+        let e4m3 = row(448.0, 8.0, "FP8 E4M3");
+        assert_eq!((e4m3.overflows, e4m3.tie_overflows, e4m3.verdict), (true, false, UpdateFate::Lost));
         let outside = row(65504.0, 20.0, "FP8 E4M3");
         assert_eq!((outside.verdict, outside.steps_with_master), (UpdateFate::OutOfRange, None));
         assert!(!outside.tie_survives);

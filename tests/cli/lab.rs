@@ -152,10 +152,13 @@ fn views_take_their_numbers_from_a_run() {
 /// Each entry of the page on common mistakes has a command that shows the correct result.
 #[test]
 fn the_commands_of_the_folklore_show_what_it_says() {
-    const SHOWN: [(&str, &str); 14] = [
+    const SHOWN: [(&str, &str); 20] = [
         ("bits pi", "stored  3.140625  error 9.677e-4"),
         ("bits 0.99995", "stored  1  error 5.000e-5"),
         ("ranges 6e-8 6.1e-5", "6e-8                 ● normal    ◐ subn"),
+        ("bits 2^-12", "stored  0.000244140625  no error"),
+        ("ulp --center 1 --update 0.05", "FP8 E4M3       2^-3 ✕ lost                     1         > 2^-4"),
+        ("bits 50256", "stored  50240  error 1.600e1"),
         ("ulp --center 1 --update 0.001", "BF16           2^-7 ✕ lost"),
         ("scaler --base growth_interval=50 --seeds 100", "31.00 ± 0.21"),
         ("scaling --scale 30", "overflow 2.28 %"),
@@ -165,9 +168,12 @@ fn the_commands_of_the_folklore_show_what_it_says() {
             "sums --terms tenths --length 1048576",
             "BF16  Kahan               0 %      0 %   0.49 %   0.98 %  68.78 %  92.20 %",
         ),
-        ("memory --model 7b --batch 10 --seq 2048", "FP16 or BF16 10.0 GiB"),
-        ("memory --model 7b --batch 1 --seq 2048 --memory 80G", "-19.2G   none"),
-        ("memory --model gpt2", "–   475M   475M   949M"),
+        ("memory --model 7b --batch 10 --seq 2048", "FP16 or BF16 10.7 GB"),
+        ("memory --model 7b --batch 1 --seq 2048 --memory 80GB", "-26.6G   none"),
+        ("memory --model 70B --batch 1 --seq 2048 --memory 80GB", "FP16 AMP          142G"),
+        ("memory --model gpt2 --batch 1", "FP16 AMP          249M   498M   249M   996M"),
+        ("memory --model 7b --batch 1 --seq 2048", "FP16 AMP     115G     138G"),
+        ("memory --model gpt2", "–   498M   498M   996M"),
         ("softmax --logit 2 --length 65536", "2.644e-4"),
         ("softmax --position 4095", "BF16              2^12      -0.59375"),
     ];

@@ -136,7 +136,7 @@ fn n3_a_misspelt_name_is_suggested_before_the_hub_is_asked() {
 
 #[test]
 fn n4_help_is_grouped_and_has_defaults_and_examples() {
-    let desk = Desk::new();
+    let fixture = CliFixture::new();
     let help = fixture.said("--help");
     for part in ["Model and text:", "Training:", "Loss scale:", "Examples:", "[default: 5e-5; 0.003 for `tiny`]"] {
         assert!(help.contains(part), "{part} is missing:\n{help}");

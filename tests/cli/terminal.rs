@@ -4,7 +4,7 @@
 //! tmux these tests are skipped with a message, except in CI, where they fail.
 
 use crate::common::compare::skip;
-use crate::common::desk::Desk;
+use crate::common::cli_fixture::CliFixture;
 use crate::common::launch;
 use finetune::telemetry::{Event, read};
 use std::ffi::OsString;
@@ -329,7 +329,7 @@ fn piped_output_is_lines() {
 #[test]
 fn a_chat_is_edited_stopped_and_saved() {
     let Some(terminal) = Terminal::open(80, 24) else { return };
-    let desk = Desk::new();
+    let fixture = CliFixture::new();
     // So long a context that an answer lasts until it is stopped.
     let llama =
         std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/families/llama/config.json"));
@@ -339,14 +339,14 @@ fn a_chat_is_edited_stopped_and_saved() {
     {
         config[key] = value.into();
     }
-    desk.write("model/config.json", config.to_string());
+    fixture.write("model/config.json", config.to_string());
     let train = "--model model --init random --data text.txt --val text.txt --steps 1 --seq-len 16 --batch-size 1 --run m --plain";
-    desk.said(&format!("{train} --dtype fp32 --set train.sample_tokens=0"));
-    desk.write("ends.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
+    fixture.said(&format!("{train} --dtype fp32 --set train.sample_tokens=0"));
+    fixture.write("ends.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}");
     let chat = format!(
         "chat {} --template {} -n 100000 --threads 1 --temperature 0",
-        desk.run("m").display(),
-        desk.path("ends.jinja").display()
+        fixture.run("m").display(),
+        fixture.path("ends.jinja").display()
     );
     terminal.run(&format!("clear; {} {chat}; echo code $?", env!("CARGO_BIN_EXE_finetune")));
     terminal.wait_for("/help lists the commands");

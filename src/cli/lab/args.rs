@@ -28,7 +28,7 @@ pub(super) enum View {
     Blocks(BlocksArgs),
     /// Softmax and positions in half precision
     Softmax(SoftmaxArgs),
-    /// Underflow, overflow, lost updates: causes and remedies
+    /// Underflowing gradients, overflowing activations, lost updates: causes and remedies
     Crises(CrisesArgs),
     /// The type inside each operation, measured, and of each tensor that a step stores
     Casts(CastsArgs),
@@ -36,7 +36,7 @@ pub(super) enum View {
 
 const FORMATS: &[&str] = &["fp16", "bf16", "fp32", "e4m3", "e5m2"];
 const MODELS: &[&str] = &["tiny", "distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "7b"];
-const MEMORY_SIZES: &[&str] = &["4G", "8G", "16G", "24G", "40G", "80G", "141G"];
+const MEMORY_SIZES: &[&str] = &["4GB", "8GB", "16GB", "24GB", "40GB", "80GB", "141GB"];
 const SCHEMES: &[&str] = &["fp8", "delayed", "rows", "block128", "mxfp8", "nvfp4", "int8"];
 const SWITCH: Control = control(Among(&["", "yes"])).start("");
 
@@ -50,19 +50,19 @@ const OPTIONS: &[(&str, Control)] = &[
     ("growth_factor", control(By(0.5)).within(1.5, f64::MAX).from_run("2")),
     ("backoff_factor", control(By(0.05)).within(0.05, 0.95).from_run("0.5")),
     ("growth_interval", control(Double(50)).from_run("50")),
-    ("min_scale", control(Scale).from_run("1")),
-    ("hysteresis", control(Count(1)).within(1.0, f64::MAX).from_run("1")),
-    ("hysteresis_refill", control(Among(&["growth", "clean"])).from_run("growth")),
-    ("on_overflow", control(Among(&["skip", "retry"])).from_run("skip")),
-    ("mode", control(Among(&["dynamic", "predictive"])).from_run("dynamic")),
+    ("min_scale", control(Scale).from_run("1").rare()),
+    ("hysteresis", control(Count(1)).within(1.0, f64::MAX).from_run("1").rare()),
+    ("hysteresis_refill", control(Among(&["growth", "clean"])).from_run("growth").rare()),
+    ("on_overflow", control(Among(&["skip", "retry"])).from_run("skip").rare()),
+    ("mode", control(Among(&["dynamic", "predictive"])).from_run("dynamic").rare()),
 ];
 const SETTINGS: &[(&str, Control)] =
-    &[("setting-2", control(Typed)), ("setting-3", control(Typed)), ("setting-4", control(Typed))];
+    &[("setting-2", control(Typed)), ("setting-3", control(Typed).rare()), ("setting-4", control(Typed).rare())];
 
 #[derive(Args, Debug)]
 pub(super) struct BitsArgs {
     /// `1e-8`, `pi`, `2^-24`, `1 + 2^-11`, or a pattern: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`
-    #[arg(allow_hyphen_values = true, add = control(Among(&Bits::PRESETS)).start("pi"))]
+    #[arg(allow_hyphen_values = true, default_value = "pi", add = control(Among(&Bits::PRESETS)))]
     pub(super) value: String,
     /// The format whose bit is marked
     #[arg(long = "in", value_name = "FORMAT", default_value = "fp16", value_parser = parse_format, add = control(Among(FORMATS)))]
@@ -141,6 +141,9 @@ pub(super) struct CrisesArgs {
     /// The loss scale [default: 65536, or the run's first]
     #[arg(long, value_parser = parse_value, add = control(Scale).from_run("65536"))]
     pub(super) scale: Option<f64>,
+    /// An activation, which a norm squares and attention multiplies
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "300", add = control(Scale))]
+    pub(super) activation: f64,
     /// A weight
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "1", add = control(Scale))]
     pub(super) weight: f64,
@@ -155,7 +158,7 @@ pub(super) struct CrisesArgs {
 #[derive(Args, Debug)]
 pub(super) struct RangesArgs {
     /// Values to mark
-    #[arg(allow_negative_numbers = true, add = control(Typed).start("1e-8,65504"))]
+    #[arg(allow_negative_numbers = true, default_values = ["1e-8", "65504"], add = control(Typed).start("1e-8,65504"))]
     pub(super) values: Vec<String>,
     /// Exponent at the chart's left end [default: automatic]
     #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, add = control(Count(-30)))]
@@ -177,9 +180,9 @@ pub(super) struct UlpArgs {
 
 #[derive(Args, Debug)]
 pub(super) struct ScalerArgs {
-    /// Options of the scaler that all settings share, such as `init_scale=32768,growth_interval=5`
-    #[arg(long, value_name = "KEY=VALUE,…", default_value = "", add = Controls(OPTIONS))]
-    pub(super) base: String,
+    /// Options of the scaler that all settings share, such as `init_scale=32768` [default: growth_interval=50, or the run's]
+    #[arg(long, value_name = "KEY=VALUE,…", add = Controls(OPTIONS))]
+    pub(super) base: Option<String>,
     /// A setting to compare with the base, such as `growth_interval=200,hysteresis=2`; up to three
     #[arg(long, value_name = "KEY=VALUE,…", add = Controls(SETTINGS))]
     pub(super) setting: Vec<String>,
@@ -190,19 +193,19 @@ pub(super) struct ScalerArgs {
     #[arg(long, default_value_t = 1.0, add = control(By(0.25)).within(0.0, f64::MAX))]
     pub(super) sigma: f64,
     /// Change of the level in 1,000 steps, in binades
-    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true, add = control(By(0.5)))]
+    #[arg(long, default_value_t = 0.0, allow_negative_numbers = true, add = control(By(0.5)).rare())]
     pub(super) drift: f64,
     /// Share of steps with a spike
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, add = control(By(0.005)).within(0.0, 1.0))]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, add = control(By(0.005)).within(0.0, 1.0).rare())]
     pub(super) spikes: f64,
     /// Height of a spike, in binades
-    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)))]
+    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)).rare())]
     pub(super) spike: f64,
     /// The step at which the level rises by `--jump` binades
-    #[arg(long, value_name = "STEP", add = control(Count(1000)).within(0.0, f64::MAX))]
+    #[arg(long, value_name = "STEP", add = control(Count(1000)).within(0.0, f64::MAX).rare())]
     pub(super) jump_at: Option<u64>,
     /// Height of the jump at `--jump-at`, in binades
-    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)))]
+    #[arg(long, default_value_t = 6.0, allow_negative_numbers = true, add = control(By(1.0)).rare())]
     pub(super) jump: f64,
     /// Number of steps, without a run
     // The help has it after `--setting`.
@@ -212,16 +215,16 @@ pub(super) struct ScalerArgs {
     #[arg(long, value_name = "STEP,…", value_delimiter = ',', add = control(Typed))]
     pub(super) overflow_at: Vec<u64>,
     /// Probability that a step is forced to overflow
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, add = control(By(0.01)).start("").within(0.0, 1.0))]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.0, add = control(By(0.01)).start("").within(0.0, 1.0).rare())]
     pub(super) rate: f64,
     /// The seed of the gradients
-    #[arg(long, default_value_t = 0, add = control(Count(0)).within(0.0, f64::MAX))]
+    #[arg(long, default_value_t = 0, add = control(Count(0)).within(0.0, f64::MAX).rare())]
     pub(super) seed: u64,
     /// Repeat with this many seeds, and print means with 95 % intervals
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000), add = control(Count(10)).within(2.0, 100.0))]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(2..=10_000), add = control(Count(10)).within(2.0, 100.0).rare())]
     pub(super) seeds: Option<u64>,
     /// A step to explain, where the chart ends
-    #[arg(long, value_name = "STEP", add = control(Count(0)).within(0.0, f64::MAX))]
+    #[arg(long, value_name = "STEP", add = control(Count(0)).within(0.0, f64::MAX).rare())]
     pub(super) cursor: Option<u64>,
 }
 
@@ -229,7 +232,7 @@ pub(super) struct ScalerArgs {
 pub(super) struct ScalingArgs {
     /// log2 of the loss scale to show [default: the best]
     // The help has it after `--format`.
-    #[arg(long, display_order = 1, value_name = "EXPONENT", allow_negative_numbers = true, add = control(Count(0)).start("0"))]
+    #[arg(long, display_order = 1, value_name = "EXPONENT", allow_negative_numbers = true, add = control(Count(0)))]
     pub(super) scale: Option<i32>,
     /// `fp16`, `bf16`, `fp32`, `e4m3` or `e5m2`
     #[arg(long, default_value = "fp16", value_parser = parse_format, add = control(Among(FORMATS)))]
@@ -265,8 +268,8 @@ pub(super) struct MemoryArgs {
     /// Rank of the adapters of `LoRA`
     #[arg(long, default_value_t = 16, add = control(Double(16)))]
     pub(super) rank: usize,
-    /// Memory to fit in: `16G`, `512M`
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes, add = control(Among(MEMORY_SIZES)).start("16G"))]
+    /// Memory to fit in: `16GB`, `512MB`, `16GiB`
+    #[arg(long, value_name = "BYTES", default_value = "16GB", value_parser = parse_bytes, add = control(Among(MEMORY_SIZES)))]
     pub(super) memory: Option<u64>,
     /// Count attention's scores, which candle's operations on a GPU store [default: as the run did]
     #[arg(long)]

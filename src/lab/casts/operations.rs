@@ -7,6 +7,7 @@
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
+use crate::amp::{AutocastOp, CastRule};
 use crate::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use crate::engine::kernels::columns::ColumnSlice;
 use crate::engine::kernels::op::{self, cases::Trial};
@@ -28,6 +29,8 @@ pub struct MeasuredOp {
     pub result: &'static str,
     /// The share of its results that are the exact ones, rounded once to the operands' type.
     pub rounded_once: f64,
+    /// The type to which PyTorch's autocast casts the operands; `None` if it leaves them.
+    pub autocast: Option<&'static str>,
 }
 
 /// The share of results below which an operation does not count as FP32 inside.
@@ -40,7 +43,22 @@ pub(super) fn measured(policy: PrecisionPolicy) -> candle_core::Result<Vec<Measu
     let [softmax, attention] = bench.attention()?;
     let [product, bias] = bench.products(candle_dtype(policy.grads))?;
     let ([gelu], [loss]) = (bench.gelu()?, bench.loss()?);
-    Ok(vec![product, bias, norm, statistics, softmax, attention, gelu, loss])
+    let listed = [
+        (product, AutocastOp::Linear),
+        (bias, AutocastOp::Sum),
+        (norm, AutocastOp::LayerNorm),
+        (statistics, AutocastOp::LayerNorm),
+        (softmax, AutocastOp::Softmax),
+        (attention, AutocastOp::Attention),
+        (gelu, AutocastOp::Gelu),
+        (loss, AutocastOp::CrossEntropy),
+    ];
+    let cast = |op: AutocastOp| match op.cast_rule() {
+        CastRule::LowPrecision => Some(bench.compute.as_str()),
+        CastRule::Fp32 => Some(DType::F32.as_str()),
+        CastRule::Promote | CastRule::Keep => None,
+    };
+    Ok(listed.into_iter().map(|(measured, op)| MeasuredOp { autocast: cast(op), ..measured }).collect())
 }
 
 /// Rows and columns of the operands.
@@ -68,8 +86,14 @@ impl PrecisionProbe {
     ) -> candle_core::Result<[MeasuredOp; N]> {
         let (results, exact) = (compute(&Trial::on_cpu(&Fused))?, compute(&Trial::exact())?);
         let values = |tensor: &Tensor| tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
-        let mut operations =
-            names.map(|name| MeasuredOp { name, operands: "", inside: "", result: "", rounded_once: 0.0 });
+        let mut operations = names.map(|name| MeasuredOp {
+            name,
+            operands: "",
+            inside: "",
+            result: "",
+            rounded_once: 0.0,
+            autocast: None,
+        });
         for ((operation, result), exact) in operations.iter_mut().zip(&results).zip(&exact) {
             operation.rounded_once = rounded_once(&values(result)?, &values(exact)?, self.format);
             let inside = if operation.rounded_once >= MAX_ULP_ERROR { DType::F32 } else { operands };

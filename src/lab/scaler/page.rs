@@ -169,34 +169,28 @@ impl Trajectory {
             None if !attempt.finite => "   max|g| not measured".to_owned(),
             None => String::new(),
         };
-        let (role, what) = happened(attempt);
+        let (role, outcome) =
+            if attempt.finite { (Role::Good, "✓ applied") } else { (Role::Bad, "✕ overflow, skipped") };
+        let effect = effect(attempt);
+        let then = if effect.is_empty() { String::new() } else { format!("; {effect}") };
         page.push(
             Line::new()
                 .with(Role::Series(index), format!("{} step {}: ", letter(index), attempt.step))
                 .plain(format!("S {}{scaled}", short(f64::from(attempt.scale))))
                 .dim(format!("   clean {} of {interval}", attempt.clean)),
         );
-        page.push(Line::new().with(role, format!("  {}", if what.is_empty() { "✓ clean" } else { &what })));
+        page.push(Line::new().with(role, format!("  {outcome}{then}")));
     }
 
-    /// The scale after each step, with equal scales on one line.
+    /// Every attempt: its scale, whether its step was applied, the clean steps after it, and its effect on the scale.
     fn list(&self, page: &mut Page) {
-        const LINES: usize = 200;
-        page.title(format!("{:<14}{:>12}  {}", "steps", "scale after", "what happened"));
-        let runs = self.attempts.chunk_by(|a, b| a.after == b.after && b.finite);
-        let total = runs.clone().count();
-        for run in runs.take(LINES) {
-            let (first, last) = (run[0], run[run.len() - 1]);
-            let steps = if first.step == last.step {
-                first.step.to_string()
-            } else {
-                format!("{}–{}", first.step, last.step)
-            };
-            let (role, event) = happened(&first);
-            page.push(Line::new().plain(format!("{steps:<14}{:>12}  ", f64::from(first.after))).with(role, event));
-        }
-        if total > LINES {
-            page.push(Line::new().dim(format!("… {} more lines; --json has every step", total - LINES)));
+        let interval = self.config.growth_interval;
+        page.title(format!("{:<8}{:>12}   {:<10}{:>14}   {}", "step", "scale", "outcome", "clean after", "then"));
+        for attempt in &self.attempts {
+            let (role, outcome) = if attempt.finite { (Role::Good, "✓ applied") } else { (Role::Bad, "✕ skipped") };
+            let clean = format!("{} of {interval}", attempt.clean);
+            let line = Line::new().plain(format!("{:<8}{:>12}   ", attempt.step, f64::from(attempt.scale)));
+            page.push(line.with(role, format!("{outcome:<10}")).dim(format!("{clean:>14}   ")).plain(effect(attempt)));
         }
     }
 }
@@ -215,18 +209,15 @@ fn brief(x: f64) -> String {
     }
 }
 
-/// The effect of an attempt on the scale; empty if it was clean and the scale held.
-fn happened(attempt: &Attempt) -> (Role, String) {
+/// The effect of an attempt on the scale; empty if it held.
+fn effect(attempt: &Attempt) -> String {
+    let after = short(f64::from(attempt.after));
     match attempt.change {
-        ScaleChange::Held if attempt.finite => (Role::Good, String::new()),
-        ScaleChange::Held => (Role::Warn, "✕ overflow, skipped; held by hysteresis".into()),
-        ScaleChange::Grew { from, .. } => (Role::Good, format!("grew from {}", short(f64::from(from)))),
-        ScaleChange::Lowered { from, .. } => {
-            (Role::Good, format!("lowered from {}, before an overflow", short(f64::from(from))))
-        }
-        ScaleChange::BackedOff { from, .. } => {
-            (Role::Bad, format!("✕ overflow, skipped; backed off from {}", short(f64::from(from))))
-        }
-        ScaleChange::AtMinScale { .. } => (Role::Bad, "✕ overflow, skipped; at min_scale".into()),
+        ScaleChange::Held if attempt.finite => String::new(),
+        ScaleChange::Held => "held by hysteresis".into(),
+        ScaleChange::Grew { .. } => format!("grew to {after}"),
+        ScaleChange::Lowered { .. } => format!("lowered to {after}, before an overflow"),
+        ScaleChange::BackedOff { .. } => format!("backed off to {after}"),
+        ScaleChange::AtMinScale { .. } => "at min_scale".into(),
     }
 }

@@ -30,9 +30,7 @@ struct ViewHarness<'a, 'e> {
 
 impl<'a, 'e> ViewHarness<'a, 'e> {
     fn new(lab_tabs: &[LabTab], tab: usize, size: (u16, u16), evaluate: &'a RefCell<&'a mut Evaluate<'e>>) -> Self {
-        let mut state = LabState::new(lab_tabs.to_vec());
-        state.tab = tab;
-        Self { state, size, evaluate }
+        Self { state: LabState::new(lab_tabs.to_vec(), tab), size, evaluate }
     }
 
     fn picture(&mut self) -> String {
@@ -164,8 +162,13 @@ fn common(mut stage: ViewHarness, code: KeyCode, action: LabAction) -> Result<()
         LabAction::Tab(shown) => stage.state.tab == shown && (shown == tab || then != first),
         LabAction::NextTab => stage.state.tab == (tab + 1) % tabs && then != first,
         LabAction::PreviousTab => stage.state.tab == (tab + tabs - 1) % tabs && then != first,
-        LabAction::NextField => stage.state.field == 1 % fields && (fields == 1 || then != first),
-        LabAction::PreviousField => stage.state.field == fields - 1 && (fields == 1 || then != first),
+        LabAction::NextField => stage.state.field != 0 && then != first || fields == 1,
+        LabAction::PreviousField => stage.state.field >= fields / 2 && then != first || fields == 1,
+        LabAction::Type(digit) => {
+            let typing = stage.state.typed == Some(digit.to_string()) && then != first;
+            typing && stage.changes(KeyCode::Esc) && stage.picture() == first
+        }
+        LabAction::All => !stage.state.current_tab().has_rare() || then != first,
         LabAction::Edit => {
             let typing = stage.state.typed.is_some() && then != first;
             let typed = stage.changes(KeyCode::Char('7')) && stage.changes(KeyCode::Backspace);

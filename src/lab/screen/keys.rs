@@ -20,7 +20,11 @@ pub(super) enum LabAction {
     Decrease {
         other: bool,
     },
+    /// Begins a new value with this character.
+    Type(char),
     Edit,
+    /// Shows all parameters, or the important ones.
+    All,
     PageDown,
     PageUp,
     Help,
@@ -31,23 +35,23 @@ pub(super) enum LabAction {
 /// Every key.
 pub(super) const KEYS: &[Binding<LabAction>] = &[
     Binding::new(
-        "1-9 0 -",
+        "Tab F1-11",
         &[
-            (Char('1'), LabAction::Tab(0)),
-            (Char('2'), LabAction::Tab(1)),
-            (Char('3'), LabAction::Tab(2)),
-            (Char('4'), LabAction::Tab(3)),
-            (Char('5'), LabAction::Tab(4)),
-            (Char('6'), LabAction::Tab(5)),
-            (Char('7'), LabAction::Tab(6)),
-            (Char('8'), LabAction::Tab(7)),
-            (Char('9'), LabAction::Tab(8)),
-            (Char('0'), LabAction::Tab(9)),
-            (Char('-'), LabAction::Tab(10)),
             (KeyCode::Tab, LabAction::NextTab),
             (KeyCode::BackTab, LabAction::PreviousTab),
+            (KeyCode::F(1), LabAction::Tab(0)),
+            (KeyCode::F(2), LabAction::Tab(1)),
+            (KeyCode::F(3), LabAction::Tab(2)),
+            (KeyCode::F(4), LabAction::Tab(3)),
+            (KeyCode::F(5), LabAction::Tab(4)),
+            (KeyCode::F(6), LabAction::Tab(5)),
+            (KeyCode::F(7), LabAction::Tab(6)),
+            (KeyCode::F(8), LabAction::Tab(7)),
+            (KeyCode::F(9), LabAction::Tab(8)),
+            (KeyCode::F(10), LabAction::Tab(9)),
+            (KeyCode::F(11), LabAction::Tab(10)),
         ],
-        "show a view; Tab cycles",
+        "the next view, Shift-Tab the previous one; F1 to F11 show one",
     )
     .footer("view", "view"),
     Binding::new(
@@ -73,17 +77,32 @@ pub(super) const KEYS: &[Binding<LabAction>] = &[
     )
     .footer("less, more", "less, more"),
     Binding::new(
-        "H L",
-        &[(Char('H'), LabAction::Decrease { other: true }), (Char('L'), LabAction::Increase { other: true })],
+        "< >",
+        &[(Char('<'), LabAction::Decrease { other: true }), (Char('>'), LabAction::Increase { other: true })],
         "change it by another step: finer values, tenfold counts",
     )
     .footer("other step", "other step"),
     Binding::new(
-        "Enter",
-        &[(KeyCode::Enter, LabAction::Edit), (Char('e'), LabAction::Edit)],
-        "type a value: Enter accepts, Esc cancels, Ctrl-U clears",
+        "0-9 Enter",
+        &[
+            (Char('0'), LabAction::Type('0')),
+            (Char('1'), LabAction::Type('1')),
+            (Char('2'), LabAction::Type('2')),
+            (Char('3'), LabAction::Type('3')),
+            (Char('4'), LabAction::Type('4')),
+            (Char('5'), LabAction::Type('5')),
+            (Char('6'), LabAction::Type('6')),
+            (Char('7'), LabAction::Type('7')),
+            (Char('8'), LabAction::Type('8')),
+            (Char('9'), LabAction::Type('9')),
+            (Char('-'), LabAction::Type('-')),
+            (KeyCode::Enter, LabAction::Edit),
+            (Char('e'), LabAction::Edit),
+        ],
+        "type a value, or edit it with Enter; Esc cancels, Ctrl-U clears",
     )
     .footer("type", "type"),
+    Binding::new("+", &[(Char('+'), LabAction::All)], "show all parameters of a view, or the important ones"),
     Binding::new(
         "PgUp PgDn",
         &[

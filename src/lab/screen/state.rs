@@ -27,6 +27,8 @@ pub struct LabTab {
     pub play: Option<fn(&mut Self) -> bool>,
     /// The first and the last step of its page.
     pub steps: (u64, u64),
+    /// Whether all its parameters are shown, not only the important ones.
+    pub(crate) all: bool,
 }
 
 /// Parameter values to load, with instructions.
@@ -58,7 +60,7 @@ pub struct ViewKey {
 impl LabTab {
     /// A tab without scenarios and own keys.
     pub const fn new(name: &'static str, fields: Vec<Field>) -> Self {
-        Self { name, fields, scenarios: Vec::new(), keys: &[], play: None, steps: (0, 0) }
+        Self { name, fields, scenarios: Vec::new(), keys: &[], play: None, steps: (0, 0), all: false }
     }
 
     /// The value of a parameter; empty if it does not exist.
@@ -71,6 +73,22 @@ impl LabTab {
         if let Some(field) = self.fields.iter_mut().find(|field| field.flag == flag) {
             field.value = value.into();
         }
+    }
+
+    /// Sets a parameter to a value from the command line.
+    pub(crate) fn choose(&mut self, flag: &str, value: &str) {
+        self.set(flag, value);
+        self.fields.iter_mut().filter(|field| field.flag == flag).for_each(|field| field.chosen = true);
+    }
+
+    /// Whether a parameter is shown: it is important, it differs from its initial value, or all are shown.
+    pub(super) fn shows(&self, field: &Field) -> bool {
+        self.all || !field.control.rare || field.value != field.first
+    }
+
+    /// Whether some parameters are shown only on demand.
+    pub(super) fn has_rare(&self) -> bool {
+        self.fields.iter().any(|field| field.control.rare)
     }
 
     /// Whether a parameter has the value of the run that is read.
@@ -117,6 +135,8 @@ pub struct Control {
     ends: (f64, f64),
     /// Whether a run has a value for it, which counts until another one is chosen.
     from_run: bool,
+    /// Whether it is shown only on demand.
+    rare: bool,
 }
 
 /// Several parameters for one argument: `key=value` pairs, or values of a flag that can be repeated.
@@ -152,7 +172,7 @@ impl From<Adjust> for Control {
 impl Control {
     /// A parameter that starts at the argument's default, without ends.
     pub const fn new(adjust: Adjust) -> Self {
-        Self { adjust, start: None, ends: (f64::NEG_INFINITY, f64::INFINITY), from_run: false }
+        Self { adjust, start: None, ends: (f64::NEG_INFINITY, f64::INFINITY), from_run: false, rare: false }
     }
 
     /// Starts at `value`.
@@ -165,6 +185,12 @@ impl Control {
     #[must_use]
     pub const fn within(self, least: f64, greatest: f64) -> Self {
         Self { ends: (least, greatest), ..self }
+    }
+
+    /// Shows the parameter only on demand.
+    #[must_use]
+    pub const fn rare(self) -> Self {
+        Self { rare: true, ..self }
     }
 
     /// Starts at `value`, or at a run's.
@@ -239,6 +265,21 @@ fn name(arg: &Arg) -> &str {
     arg.get_long().unwrap_or(arg.get_id().as_str())
 }
 
+/// Sets the parameters of `arg` to the values that were typed for it.
+pub(crate) fn choose(lab_tab: &mut LabTab, arg: &Arg, values: &[String]) {
+    match (arg.get::<Controls>(), arg.get_action()) {
+        (Some(Controls(parts)), ArgAction::Append) => {
+            parts.iter().zip(values).for_each(|((name, _), value)| lab_tab.choose(name, value));
+        }
+        (Some(_), _) => {
+            let pairs = values.iter().flat_map(|value| value.split(',')).filter_map(|pair| pair.split_once('='));
+            pairs.for_each(|(name, value)| lab_tab.choose(name.trim(), value.trim()));
+        }
+        (None, ArgAction::SetTrue) => lab_tab.choose(name(arg), "yes"),
+        (None, _) => lab_tab.choose(name(arg), &values.join(",")),
+    }
+}
+
 /// The words that would be typed on the command line for the values of `view`'s parameters.
 pub(crate) fn to_args(view: &Command, fields: &[(&str, &str)]) -> Vec<String> {
     let value = |name: &str| fields.iter().find(|(flag, _)| *flag == name).map(|(_, value)| *value);
@@ -295,11 +336,12 @@ pub(super) struct LabState {
 }
 
 impl LabState {
-    pub(super) fn new(lab_tabs: Vec<LabTab>) -> Self {
+    /// The state with the tab `tab` on the screen.
+    pub(super) fn new(lab_tabs: Vec<LabTab>, tab: usize) -> Self {
         let page = Page::new();
         Self {
             lab_tabs,
-            tab: 0,
+            tab,
             field: 0,
             typed: None,
             help: false,
@@ -369,7 +411,15 @@ impl LabState {
         {
             return ControlFlow::Continue(());
         }
-        let Some(action) = action(KEYS, key) else { return ControlFlow::Continue(()) };
+        let Some(action) = action(KEYS, key) else {
+            let plain = (key.modifiers - KeyModifiers::SHIFT).is_empty() && !self.help;
+            if let KeyCode::Char(letter) = key.code
+                && plain
+            {
+                self.jump(letter);
+            }
+            return ControlFlow::Continue(());
+        };
         if self.help && !matches!(action, LabAction::Quit) {
             self.help = false;
             return ControlFlow::Continue(());
@@ -413,8 +463,16 @@ impl LabState {
             LabAction::Tab(tab) if tab < tabs => self.show(tab),
             LabAction::NextTab => self.show((self.tab + 1) % tabs),
             LabAction::PreviousTab => self.show((self.tab + tabs - 1) % tabs),
-            LabAction::NextField => self.field = (self.field + 1) % fields,
-            LabAction::PreviousField => self.field = (self.field + fields - 1) % fields,
+            LabAction::NextField => self.select(1, |_| true),
+            LabAction::PreviousField => self.select(fields - 1, |_| true),
+            LabAction::Type(digit) => self.typed = Some(digit.to_string()),
+            LabAction::All => {
+                let lab_tab = &mut self.lab_tabs[self.tab];
+                lab_tab.all = !lab_tab.all;
+                if !lab_tab.shows(&lab_tab.fields[self.field]) {
+                    self.field = 0;
+                }
+            }
             LabAction::Increase { other } | LabAction::Decrease { other } if !self.is_typed() => {
                 let up = matches!(action, LabAction::Increase { .. });
                 self.lab_tabs[self.tab].fields[self.field].step(up, other);
@@ -431,6 +489,20 @@ impl LabState {
             LabAction::Tab(_) | LabAction::Close => {}
         }
         ControlFlow::Continue(())
+    }
+
+    /// Selects the next shown parameter that meets the condition, in steps of `by` around the list.
+    fn select(&mut self, by: usize, meets: impl Fn(&Field) -> bool) {
+        let lab_tab = self.current_tab();
+        let count = lab_tab.fields.len();
+        let next = (1..=count).map(|step| (self.field + step * by) % count);
+        let shown = |at: &usize| lab_tab.shows(&lab_tab.fields[*at]) && meets(&lab_tab.fields[*at]);
+        self.field = next.into_iter().find(shown).unwrap_or(self.field);
+    }
+
+    /// Selects the next parameter whose name begins with a letter.
+    fn jump(&mut self, letter: char) {
+        self.select(1, |field| field.flag.starts_with(letter.to_ascii_lowercase()));
     }
 
     fn is_typed(&self) -> bool {
@@ -477,7 +549,7 @@ mod tests {
             Field::new("scale", "", Adjust::Count(16)),
             Field::new("update", "-0.5", Adjust::Scale),
         ];
-        LabState::new(vec![LabTab::new("one", fields.clone()), LabTab::new("two", fields)])
+        LabState::new(vec![LabTab::new("one", fields.clone()), LabTab::new("two", fields)], 0)
     }
 
     fn press(state: &mut LabState, keys: &[KeyCode]) -> ControlFlow<()> {
@@ -518,14 +590,44 @@ mod tests {
     }
 
     #[test]
-    fn tabs_help_and_leaving() {
-        use KeyCode::{Char, Tab};
+    fn a_digit_replaces_the_value_and_a_letter_jumps() {
+        use KeyCode::{Char, Enter, Esc};
         let mut state = state();
-        assert!(press(&mut state, &[Char('2')]).is_continue());
+        assert!(press(&mut state, &[Char('s'), Char('4'), Char('8'), Enter]).is_continue());
+        assert_eq!((state.current_tab().fields[state.field].flag, value(&state)), ("steps", "48"));
+        assert!(press(&mut state, &[Char('S'), Char('-'), Esc]).is_continue());
+        assert_eq!((state.current_tab().fields[state.field].flag, value(&state)), ("scale", ""));
+        assert!(press(&mut state, &[Char('u'), Char('z')]).is_continue());
+        assert_eq!(state.current_tab().fields[state.field].flag, "update");
+    }
+
+    #[test]
+    fn rare_parameters_are_shown_on_demand_or_with_a_value_of_their_own() {
+        use KeyCode::{Char, Down};
+        let fields = vec![
+            Field::new("steps", "20", Adjust::Double(8)),
+            Field::new("drift", "0", Control::new(Adjust::By(1.0)).rare()),
+            Field::new("seed", "0", Adjust::Count(0)),
+        ];
+        let mut state = LabState::new(vec![LabTab::new("one", fields)], 0);
+        let flag = |state: &LabState| state.current_tab().fields[state.field].flag;
+        assert!(press(&mut state, &[Down]).is_continue());
+        assert_eq!(flag(&state), "seed");
+        assert!(press(&mut state, &[Char('+'), Down, Down, Char('l')]).is_continue());
+        assert_eq!((flag(&state), value(&state)), ("drift", "1"));
+        assert!(press(&mut state, &[Char('+'), Down, Down, Down]).is_continue());
+        assert_eq!(flag(&state), "drift", "it has a value of its own");
+    }
+
+    #[test]
+    fn tabs_help_and_leaving() {
+        use KeyCode::{Char, F, Tab};
+        let mut state = state();
+        assert!(press(&mut state, &[F(2)]).is_continue());
         assert_eq!(state.tab, 1);
-        assert!(press(&mut state, &[Tab, Char('6')]).is_continue());
+        assert!(press(&mut state, &[Tab, F(6)]).is_continue());
         assert_eq!(state.tab, 0);
-        assert!(press(&mut state, &[Char('?'), Char('2')]).is_continue());
+        assert!(press(&mut state, &[Char('?'), F(2)]).is_continue());
         assert!(!state.help && state.tab == 0, "any key closes the help");
         assert!(press(&mut state, &[Char('q')]).is_break());
         state.typed = Some(String::new());
@@ -553,7 +655,7 @@ mod tests {
             seen
         };
         let lab_tab = |run| LabTab { scenarios: scenarios.clone(), ..LabTab::new("one", fields(run)) };
-        let state = |run| LabState::new(vec![lab_tab(run)]);
+        let state = |run| LabState::new(vec![lab_tab(run)], 0);
         assert_eq!(given(&mut state("")), ["logit=12", "scale=4"]);
         let mut from_run = state("r");
         assert_eq!(given(&mut from_run), ["scale=4", "run=r"]);

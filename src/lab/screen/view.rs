@@ -4,7 +4,7 @@ use ratatui::Frame;
 use ratatui::layout::Position;
 
 use super::keys::KEYS;
-use super::state::{LabState, LabTab};
+use super::state::{Field, LabState, LabTab};
 use crate::screen::terminal::keys::{self, GAPS};
 use crate::ui::{Canvas, Line, Page, Role, Theme};
 
@@ -39,10 +39,9 @@ pub(super) fn draw(state: &mut LabState, theme: Theme, frame: &mut Frame) {
     }
 }
 
-/// The tabs; in a narrow terminal only the current one has its number.
+/// The tabs; in a narrow terminal only the current one has the number of its function key.
 fn tabs(state: &LabState, width: usize) -> Line {
-    let number = |i: usize| if i < 10 { ((i + 1) % 10).to_string() } else { "-".to_owned() };
-    let name = |(i, lab_tab): (usize, &LabTab)| (i, format!("{} {}", number(i), lab_tab.name));
+    let name = |(i, lab_tab): (usize, &LabTab)| (i, format!("{} {}", i + 1, lab_tab.name));
     let full: Vec<_> = state.lab_tabs.iter().enumerate().map(name).collect();
     let columns = 14 + full.iter().map(|(_, name)| name.len() + 2).sum::<usize>();
     if columns <= width {
@@ -75,7 +74,8 @@ fn scenario_line(state: &LabState) -> Option<Line> {
 /// The parameters, wrapped into lines; the selected one is marked, also by brackets.
 fn field_lines(state: &LabState, width: usize) -> Vec<Line> {
     let (mut lines, mut line, mut used) = (Vec::new(), Line::new(), 1);
-    for (i, field) in state.current_tab().fields.iter().enumerate() {
+    let shown = |(_, field): &(usize, &Field)| state.current_tab().shows(field);
+    for (i, field) in state.current_tab().fields.iter().enumerate().filter(shown) {
         let value = match &field.value {
             _ if state.current_tab().is_of_run(field) => "the run's",
             value if value.is_empty() => "–",
@@ -91,6 +91,9 @@ fn field_lines(state: &LabState, width: usize) -> Vec<Line> {
         used += length;
         let role = if is_chosen { Role::SelectedTitle } else { Role::Title };
         line = line.dim(format!("{} ", field.flag)).with(role, format!("{open}{value}{close}")).plain(" ");
+    }
+    if state.current_tab().has_rare() && !state.current_tab().all {
+        line = line.with(Role::Title, "+").dim(" more");
     }
     lines.push(line);
     lines
@@ -145,6 +148,11 @@ fn help_page(state: &LabState) -> Page {
             Line::new().with(Role::Title, "  a b c d     ").plain("load a scenario; its first line says what to try"),
         );
     }
+    page.push(
+        Line::new()
+            .with(Role::Title, "  A-Z         ")
+            .plain("select the next parameter with this first letter; free small letters too"),
+    );
     for binding in KEYS {
         page.push(Line::new().with(Role::Title, format!("  {:<12}", binding.written)).plain(binding.help));
     }
@@ -195,7 +203,7 @@ mod tests {
             Field::new("another-one", "that needs a second line", Adjust::Typed),
         ];
         let lab_tabs = ["bits", "ranges", "ulp", "scaler", "scaling", "memory"];
-        let mut state = LabState::new(lab_tabs.map(|name| LabTab::new(name, fields.clone())).to_vec());
+        let mut state = LabState::new(lab_tabs.map(|name| LabTab::new(name, fields.clone())).to_vec(), 0);
         state.evaluate(80, &mut |_, values, width| Ok(Bits::parse(values[0].1)?.page(width)));
         state
     }

@@ -3,8 +3,8 @@
 //! The programs under test are `examples/dashboard_demo`, the dashboard over a synthetic run, and `finetune watch`. Without
 //! tmux these tests are skipped with a message, except in CI, where they fail.
 
-use crate::common::compare::skip;
 use crate::common::cli_fixture::CliFixture;
+use crate::common::compare::skip;
 use crate::common::launch;
 use finetune::telemetry::{Event, read};
 use std::ffi::OsString;

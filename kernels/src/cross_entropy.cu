@@ -5,9 +5,10 @@ struct CrossEntropy {
     void* logits;             // [rows, stride], T, the first `vocab` of each row; the gradient overwrites the row
     const unsigned* targets;  // [rows]
     float* losses;            // [rows]
+    const float* weights;     // [rows], the factors of `seed`; null if all are 1
     unsigned rows, vocab, stride;
     unsigned has_gradient;  // 0 for the loss alone
-    float seed;             // the gradient of a row's loss
+    float seed;             // the gradient of a row's loss, before its weight
     unsigned unused;
 };
 
@@ -56,7 +57,7 @@ template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
     }
     if (!a.has_gradient) return;
     __syncthreads();  // the target's logit is read
-    const float seed = a.seed, factor = seed / total;
+    const float seed = a.weights == nullptr ? a.seed : a.seed * load(a.weights, row), factor = seed / total;
     for (unsigned c = threadIdx.x * N; c < a.vocab; c += THREADS * N) {
         load_pack<T>(a.logits, start + c, whole, a.vocab - c, x);
 #pragma unroll

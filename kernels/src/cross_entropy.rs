@@ -83,8 +83,10 @@ pub struct HeadInput<'a> {
 /// The outputs of the head's backward pass, and the gradient it starts from.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadGradient<'a> {
-    /// dL/d(row's loss): the loss scale over the number of targets.
+    /// dL/d(row's loss) before its weight: the loss scale over the number of targets.
     pub seed: f32,
+    /// A factor of `seed` for each row; 1 if `None`.
+    pub weights: Option<&'a [f32]>,
     /// `[N, D]`, compute type, overwritten.
     pub dx: &'a Tensor,
     /// `[V, D]`, gradients' type, overwritten; `None` if the weight is frozen.
@@ -128,7 +130,8 @@ pub fn fused_linear_cross_entropy(
         product(whole(&x)?, MatmulOperand::transposed(ColumnSlice::all(weight)?), logits, WriteMode::Overwrite)?;
         hook(HeadTensor::Logits, first, &tile)?;
         let (targets, seed) = (&targets[first..first + count], gradient.map(|gradient| gradient.seed));
-        op::CrossEntropy { logits, targets, losses: &losses, seed }.run(kernels)?;
+        let weights = gradient.and_then(|gradient| gradient.weights).map(|weights| &weights[first..first + count]);
+        op::CrossEntropy { logits, targets, losses: &losses, seed, weights }.run(kernels)?;
         let Some(gradient) = gradient else { continue };
         hook(HeadTensor::LogitsGradient, first, &tile)?;
         let dx = gradient.dx.narrow(0, first, count)?;
@@ -175,7 +178,7 @@ fn padded(logits: &Tensor) -> Result<Option<Tensor>> {
 
 /// Computes [`op::CrossEntropy`].
 pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
-    let &op::CrossEntropy { logits, targets, losses, seed } = op;
+    let &op::CrossEntropy { logits, targets, losses, seed, weights } = op;
     let ((rows, vocab), (stride, column)) = ((logits.rows(), logits.count()), (logits.stride(), logits.first()));
     write(logits.tensor(), |logits| {
         write_f32(losses, |losses| {
@@ -191,7 +194,8 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
                         #[inline(always)]
                         |row| {
                             for i in 0..rows {
-                                let target = targets[first + i];
+                                let (target, weight) = (targets[first + i], weights.map(|weights| weights[first + i]));
+                                let seed = seed.map(|seed| weight.map_or(seed, |weight| seed * weight));
                                 losses.view[i] = loss_row(&mut logits.view, i * stride + column, target, seed, row);
                             }
                         },

@@ -335,8 +335,10 @@ pub struct CrossEntropy<'a> {
     pub targets: &'a [u32],
     /// `[n]`, FP32; 0 for ignored targets.
     pub losses: &'a Tensor,
-    /// dL/d(row's loss). If `None`, the logits stay as they are.
+    /// dL/d(row's loss) before its weight. If `None`, the logits stay as they are.
     pub seed: Option<f32>,
+    /// n factors of the rows' gradients, of either sign; 1 if `None`. The losses have no weights.
+    pub weights: Option<&'a [f32]>,
 }
 
 /// Statistics of tensors.
@@ -622,7 +624,8 @@ impl Op<'_> {
                 if let Some(target) = op.targets.iter().find(|&&target| target != IGNORE && target as usize >= vocab) {
                     bail!("target {target} is outside the model's vocabulary of {vocab}");
                 }
-                op.targets.len() == rows && op.losses.dims() == [rows] && op.losses.dtype() == DType::F32
+                let rows_fit = op.targets.len() == rows && op.weights.is_none_or(|weights| weights.len() == rows);
+                rows_fit && op.losses.dims() == [rows] && op.losses.dtype() == DType::F32
             }
             Self::Summarize(op) => op.tensors.len() == op.out.len(),
             Self::AdamW(op) => {

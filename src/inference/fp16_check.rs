@@ -231,7 +231,7 @@ impl<'a> CheckPasses<'a> {
         let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let (seed, grads) = (scale / batch.num_label_tokens as f32, grads.micro_batch_grads());
         model.forward(weights, tokens, ForwardMode::Eval, workspace, hook)?;
-        model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, grads, hook)?;
+        model.loss_and_head_gradient(weights, &batch.labels, (seed, None), workspace, grads, hook)?;
         Ok(model.backward(weights, tokens, ForwardMode::Eval, workspace, grads, hook)?)
     }
 }

@@ -91,7 +91,7 @@ impl DtypeReport {
         let mode = ForwardMode::Train { seed: 0, micro_batch: 0 };
         let mut types = Types { spec: &spec, layers: Vec::new() };
         model.forward(&weights, tokens, mode, &mut workspace, &mut types)?;
-        model.loss_and_head_gradient(&weights, &ids, 1.0, &workspace, grads.micro_batch_grads(), &mut types)?;
+        model.loss_and_head_gradient(&weights, &ids, (1.0, None), &workspace, grads.micro_batch_grads(), &mut types)?;
         model.backward(&weights, tokens, mode, &mut workspace, grads.micro_batch_grads(), &mut types)?;
         let name = |parameters: &Parameters| parameters.tensors().first().map_or("", |tensor| tensor.dtype().as_str());
         // The blocks are alike, so show only the first.

@@ -144,7 +144,7 @@ impl Passes<'_> {
         let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let (tokens, grads, hook) = (batch.tokens(), self.grads.micro_batch_grads(), &mut (&mut *self.hook, hook));
         self.model.forward(&self.weights, tokens, mode, workspace, hook)?;
-        self.model.loss_and_head_gradient(&self.weights, &batch.labels, seed, workspace, grads, hook)?;
+        self.model.loss_and_head_gradient(&self.weights, &batch.labels, (seed, None), workspace, grads, hook)?;
         Ok(self.model.backward(&self.weights, tokens, mode, workspace, grads, hook)?)
     }
 }

@@ -41,7 +41,7 @@ impl Passes<'_> {
             time.forward += clock.elapsed();
             // 2. Backward from scale · dL: gradients are stored in the compute type, every sum in them is FP32.
             let (seed, out) = (scaler.scale() / targets as f32, grads.micro_batch_grads());
-            losses.push(model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, out, *hook)?);
+            losses.push(model.loss_and_head_gradient(weights, &batch.labels, (seed, None), workspace, out, *hook)?);
             model.backward(weights, tokens, mode, workspace, out, *hook)?;
             grads.accumulate(model.kernels(), scaler.is_predictive())?;
             time.backward += clock.elapsed();

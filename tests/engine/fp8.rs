@@ -85,7 +85,7 @@ fn only_the_inputs_of_the_blocks_products_are_fp8() {
     let mut bits = Bits { spec: shape.clone(), recorded: Vec::new() };
     let hook = &mut (&mut layer, &mut bits);
     model.forward(weights, tokens, ForwardMode::Eval, &mut workspace, hook).unwrap();
-    model.loss_and_head_gradient(weights, &ids, 100.0, &workspace, grads, &mut ()).unwrap();
+    model.loss_and_head_gradient(weights, &ids, (100.0, None), &workspace, grads, &mut ()).unwrap();
     model.backward(weights, tokens, ForwardMode::Eval, &mut workspace, grads, hook).unwrap();
     for place in ["ln_1 output", "attn output", "ln_2 output", "mlp.gelu output"] {
         assert!(bits.of(&format!("h.1.{place}")) <= 3, "{place}");

@@ -5,6 +5,7 @@
 use crate::common::compare::{relative, values};
 use crate::common::reference_families::{self, Attention};
 use crate::common::reference_model;
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use finetune::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use finetune::engine::kernels::columns::{ColumnSlice, WriteMode};
@@ -263,15 +264,22 @@ fn heads_with_cross_entropy() {
             let [x, weight] = inputs.map(|input| input.to_dtype(dtype).unwrap());
             let [x64, weight64] = [&x, &weight].map(|x| Var::from_tensor(&x.to_dtype(DType::F64).unwrap()).unwrap());
             let logits = reference_model::project(&x64, &weight64.t().unwrap()).unwrap().unsqueeze(0).unwrap();
-            let truth =
-                (reference_model::cross_entropy(&(logits * f64::from(scale)).unwrap(), &ids).unwrap() * count).unwrap();
+            let logits = (logits * f64::from(scale)).unwrap();
+            let truth = (reference_model::cross_entropy(&logits, &ids).unwrap() * count).unwrap();
             let store = truth.backward().unwrap();
+            let weights: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 - 1.5).collect();
+            let weighted = |row: usize| {
+                let [logits, ids] = [&logits, &ids].map(|x| x.narrow(1, row, 1).unwrap());
+                (reference_model::cross_entropy(&logits, &ids).unwrap() * f64::from(weights[row])).unwrap()
+            };
+            let targeted: Vec<Tensor> = (0..rows).filter(|&row| targets[row] != IGNORE).map(weighted).collect();
+            let weighted_store = Tensor::stack(&targeted, 0).unwrap().sum_all().unwrap().backward().unwrap();
             for kernels in KERNELS {
                 let workspace =
                     CrossEntropyWorkspace::with_tiles(tiles, [rows, vocab, width], dtype, Some(dtype), &allocate)
                         .unwrap();
                 let [dx, dweight] = [&x, &weight].map(|x| x.zeros_like().unwrap());
-                let gradient = HeadGradient { seed: 0.5, dx: &dx, dweight: Some(&dweight) };
+                let gradient = HeadGradient { seed: 0.5, weights: None, dx: &dx, dweight: Some(&dweight) };
                 let input = HeadInput { x: &x, weight: &weight, scale };
                 let head = |gradient| {
                     cross_entropy::fused_linear_cross_entropy(kernels, input, &targets, &workspace, gradient, None)
@@ -279,12 +287,18 @@ fn heads_with_cross_entropy() {
                 };
                 let loss = head(Some(gradient));
                 assert_eq!(loss, head(None));
-                let loss = Tensor::new(loss, &Device::Cpu).unwrap();
-                let half = |variable: &Var| (store.get(variable).unwrap() * 0.5).unwrap();
-                for (found, truth) in [(&loss, truth.detach()), (&dx, half(&x64)), (&dweight, half(&weight64))] {
-                    let error = relative(found, &truth);
-                    assert!(error <= tolerance, "{rows} × {vocab} in {dtype:?} by {}: {error:.1e}", kernels.name());
-                }
+                let compare = |found: &Tensor, truth: &Tensor, what: &str| {
+                    let error = relative(found, truth);
+                    let name = kernels.name();
+                    assert!(error <= tolerance, "{what} of {rows} × {vocab} in {dtype:?} by {name}: {error:.1e}");
+                };
+                compare(&Tensor::new(loss, &Device::Cpu).unwrap(), &truth.detach(), "loss");
+                let half = |store: &GradStore, variable: &Var| (store.get(variable).unwrap() * 0.5).unwrap();
+                compare(&dx, &half(&store, &x64), "dx");
+                compare(&dweight, &half(&store, &weight64), "dweight");
+                assert_eq!(loss, head(Some(HeadGradient { weights: Some(&weights), ..gradient })));
+                compare(&dx, &half(&weighted_store, &x64), "weighted dx");
+                compare(&dweight, &half(&weighted_store, &weight64), "weighted dweight");
             }
         }
     }

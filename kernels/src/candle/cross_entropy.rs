@@ -17,10 +17,13 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
     let loss = (total.log()? + (top - picked)?)?;
     store(&targets.only_valid(&loss)?.squeeze(1)?, op.losses)?;
     let Some(seed) = op.seed else { return Ok(()) };
-    let factor = (total.recip()? * f64::from(seed))?;
-    let grad = exponentials.broadcast_mul(&factor)?;
-    let at_targets = Tensor::full(-seed, targets.ids.shape(), values.device())?.to_dtype(values.dtype())?;
-    grad.scatter_add_set(&targets.ids, &at_targets, 1)?;
+    let seeds = match op.weights {
+        None => Tensor::full(seed, targets.ids.shape(), values.device())?,
+        Some(weights) => (Tensor::new(weights, values.device())?.unsqueeze(1)? * f64::from(seed))?,
+    };
+    let seeds = seeds.to_dtype(values.dtype())?;
+    let grad = exponentials.broadcast_mul(&(total.recip()? * &seeds)?)?;
+    grad.scatter_add_set(&targets.ids, &seeds.neg()?, 1)?;
     store_columns(&targets.only_valid(&grad)?, op.logits)
 }
 

@@ -12,6 +12,7 @@ struct CrossEntropy {
     logits: u64,
     targets: u64,
     losses: u64,
+    weights: u64,
     rows: u32,
     vocab: u32,
     stride: u32,
@@ -23,8 +24,8 @@ struct CrossEntropy {
 unsafe impl Arguments for CrossEntropy {}
 
 /// Computes the loss of each row of `logits [rows, vocab]`, rows `stride` apart, and overwrites the rest of the row. If
-/// `seed` gives the gradient of a row's loss, it overwrites the logits with their gradient. The targets are
-/// [`IGNORE`](crate::cross_entropy::IGNORE) or below `vocab`.
+/// `seed` gives the gradient of a row's loss, it overwrites the logits with their gradient, times the row's weight if there
+/// are `weights`. The targets are [`IGNORE`](crate::cross_entropy::IGNORE) or below `vocab`.
 pub(crate) fn rows(
     queue: &impl Queue,
     [rows, vocab, stride]: [usize; 3],
@@ -32,11 +33,13 @@ pub(crate) fn rows(
     targets: DeviceSlice,
     losses: DeviceSlice,
     seed: Option<f32>,
+    weights: Option<DeviceSlice>,
 ) -> Result<()> {
     let arguments = CrossEntropy {
         logits: logits.of("logits", rows * stride)?,
         targets: targets.expect("targets", DType::U32, rows)?,
         losses: losses.expect("losses", DType::F32, rows)?,
+        weights: weights.map_or(Ok(0), |weights| weights.expect("weights", DType::F32, rows))?,
         rows: word(rows)?,
         vocab: word(vocab)?,
         stride: word(stride.max(vocab))?,

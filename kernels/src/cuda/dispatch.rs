@@ -213,11 +213,13 @@ impl<Q: Queue> CudaKernels<Q> {
     fn cross_entropy(&self, op: &op::CrossEntropy<'_>) -> Attempt {
         let (logits, seed) = (op.logits, op.seed);
         let targets = Tensor::new(op.targets, op.losses.device())?;
+        let weights = op.weights.map(|weights| Tensor::new(weights, op.losses.device())).transpose()?;
         let tensors = [&targets, logits.tensor(), op.losses];
         let [targets, buffer, losses] = self.buffers(KernelFamily::CrossEntropy, tensors)?;
+        let weights = self.optional(KernelFamily::CrossEntropy, weights.as_ref())?;
         require(logits.first() == 0)?;
         let shape = [logits.rows(), logits.count(), logits.stride()];
-        Ok(cross_entropy::rows(&self.queue, shape, buffer, targets, losses, seed)?)
+        Ok(cross_entropy::rows(&self.queue, shape, buffer, targets, losses, seed, weights)?)
     }
 
     fn summarize(&self, op: &mut op::Summarize<'_>) -> Attempt {

@@ -367,18 +367,19 @@ impl Decoder {
         )
     }
 
-    /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target.
+    /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target, times its weight if there are
+    /// `target_weights`.
     pub fn loss_and_head_gradient(
         &self,
         weights: &Parameters,
         targets: &[u32],
-        seed: f32,
+        (seed, target_weights): (f32, Option<&[f32]>),
         ws: &Workspace,
         grads: &Parameters,
         hook: &mut dyn Hook,
     ) -> Result<f64> {
         let dx = &ws.scratch(ws.hidden().dtype())?.gradients()?.normed;
-        let gradient = HeadGradient { seed, dx, dweight: grads.trainable(self.head) };
+        let gradient = HeadGradient { seed, weights: target_weights, dx, dweight: grads.trainable(self.head) };
         let watches = hook.is_active();
         let mut record = |tensor, first_token, values: &Tensor| {
             let part = match tensor {

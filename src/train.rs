@@ -7,6 +7,7 @@ mod fallback;
 mod fp8;
 mod headroom;
 mod memory;
+mod objective;
 mod overflow_trace;
 mod probe;
 mod records;
@@ -17,10 +18,14 @@ mod step;
 mod trainer;
 mod verify;
 
-pub use config::{Config, ConfigLayers, DeviceSpec, WeightInit, check_threads};
-pub use engine::{RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
+pub use config::{Config, ConfigLayers, DeviceSpec, ObjectiveSection, WeightInit, check_threads};
+pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 pub use fp8::Fp8Block;
 pub use memory::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};
+pub use objective::{
+    Completion, CompletionLoss, LossSums, Objective, ObjectiveKind, PairLoss, Reference, ReferenceLogps, Split,
+    completion_loss, pair_loss,
+};
 pub use sample::Sampler;
 pub(crate) use setup::check_misspelling;
 pub use setup::{

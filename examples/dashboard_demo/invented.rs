@@ -117,6 +117,7 @@ impl InventedRun {
         let norm = grads.norm;
         let looked = at.is_multiple_of(self.settings.tables_every) || outcome == StepStatus::Skipped;
         self.pending.push_back(Event::Step(Box::new(StepRecord {
+            preference: None,
             step: at,
             loss,
             loss_scale: change.from,
@@ -163,7 +164,13 @@ impl InventedRun {
         if at.is_multiple_of(200) {
             let loss = 3.15 + 1.25 * (-5.0 * progress).exp();
             let tokens = 8192;
-            self.pending.push_back(Event::Eval(Validation { step: at, loss, perplexity: loss.exp(), tokens }));
+            self.pending.push_back(Event::Eval(Validation {
+                step: at,
+                loss,
+                perplexity: loss.exp(),
+                tokens,
+                preference: None,
+            }));
         }
         if at.is_multiple_of(500) {
             let path = format!("checkpoints/0007/step-{at:06}");

@@ -392,6 +392,7 @@ mod tests {
 
     fn sample(seconds: u64, outcome: StepOutcome) -> Sample {
         let report = StepReport {
+            metrics: None,
             loss: 0.0,
             targets: 1,
             scale: 1.0,

@@ -2,7 +2,9 @@
 
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
-use crate::telemetry::{Event, Sink, StepRecord, StepStatus, Tail, TensorBoard, Validation, float, for_each};
+use crate::telemetry::{
+    Event, PreferenceMetrics, Sink, StepRecord, StepStatus, Tail, TensorBoard, Validation, float, for_each,
+};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -63,6 +65,8 @@ struct Row {
     val_loss: Option<f64>,
     #[serde(serialize_with = "optional")]
     val_perplexity: Option<f64>,
+    #[serde(flatten)]
+    preference: Option<PreferenceMetrics>,
 }
 
 /// Serializes NaN and infinities by name, as in the log.
@@ -98,6 +102,7 @@ impl Row {
             resident_bytes: step.rss_bytes,
             val_loss: None,
             val_perplexity: None,
+            preference: step.preference,
         }
     }
 }
@@ -166,9 +171,10 @@ fn table<F: FnOnce(std::io::Error) -> Error>(
     for_each(log, |record| {
         match &record.event {
             Event::Step(step) => finish(row.replace(Row::new(record.t, record.s, step)))?,
-            Event::Eval(Validation { step, loss, perplexity, .. }) => {
+            Event::Eval(Validation { step, loss, perplexity, preference, .. }) => {
                 if let Some(row) = row.as_mut().filter(|row| row.step == *step) {
-                    (row.val_loss, row.val_perplexity) = (Some(*loss), Some(*perplexity));
+                    row.val_loss = Some(*loss);
+                    row.val_perplexity = preference.is_none().then_some(*perplexity);
                 }
             }
             _ => {}

@@ -50,6 +50,8 @@ pub const METRICS: &[Metric] = &[
     metric("best_validation_loss", "validation loss, best", MetricUnit::Nats, |f| Some(f.validation?.1)),
     metric("perplexity", "perplexity", MetricUnit::Perplexity, |f| Some(f.perplexity?.0)),
     metric("best_perplexity", "perplexity, best", MetricUnit::Perplexity, |f| Some(f.perplexity?.1)),
+    metric("reward_margin", "reward margin", MetricUnit::Nats, |f| f.preference?.rewards_margins),
+    metric("reward_accuracy", "reward accuracy", MetricUnit::Share, |f| f.preference?.rewards_accuracies),
     metric("scale_start_log2", "loss scale at start", MetricUnit::Log2, |f| Some(log2(f.scale?.0))),
     metric("scale_end_log2", "loss scale at end", MetricUnit::Log2, |f| Some(log2(f.scale?.1))),
     metric("scale_min_log2", "loss scale, lowest", MetricUnit::Log2, |f| Some(log2(f.scale_range?.0))),

@@ -11,6 +11,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use super::samples::SequenceRole;
 use super::sequence_index::{DatasetStats, SequenceIndex};
 use super::shuffle::Permutation;
 use super::tokens::{IGNORE_INDEX, TokenSource};
@@ -25,22 +26,7 @@ pub struct Sequence {
     /// Its number in the data set, in the order of the file and different for every sequence.
     pub index: u64,
     /// Its part in the objective.
-    pub role: Role,
-}
-
-/// The part of a sequence in the objective.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Role {
-    /// The better answer of a pair; the next sequence of the batch is the worse one.
-    Chosen,
-    /// The worse answer of the pair of the sequence before it.
-    Rejected,
-    /// A completion that is labelled good.
-    Desirable,
-    /// A completion that is labelled bad.
-    Undesirable,
-    /// A sample with its weight in the loss.
-    Weighted(f32),
+    pub role: SequenceRole,
 }
 
 /// One micro-batch: inputs and labels of shape `[batch_size, seq_len]`, row-major.
@@ -481,7 +467,10 @@ mod tests {
             loader.next_batch(&mut batch);
             assert_eq!((batch.batch_size, batch.inputs.len()), (10, 10 * batch.seq_len));
             for (row, Sequence { labels, index, role }) in batch.sequences.iter().enumerate() {
-                assert_eq!((labels.start, *role), (row * batch.seq_len, [Role::Chosen, Role::Rejected][row % 2]));
+                assert_eq!(
+                    (labels.start, *role),
+                    (row * batch.seq_len, [SequenceRole::Chosen, SequenceRole::Rejected][row % 2])
+                );
                 assert_eq!(
                     (batch.inputs[labels.start], labels.len()),
                     (*index as u32, samples()[*index as usize].len() - 1)
@@ -514,7 +503,7 @@ mod tests {
             assert!(batch.sequences.len() >= 4);
             for Sequence { labels, index, role } in &batch.sequences {
                 assert_eq!(batch.inputs[labels.start], *index as u32);
-                assert_eq!(*role, Role::Weighted(weights[*index as usize]));
+                assert_eq!(*role, SequenceRole::Weighted(weights[*index as usize]));
                 assert_eq!(labels.len(), samples()[*index as usize].len() - 1);
             }
         }

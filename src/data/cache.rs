@@ -15,7 +15,7 @@ use std::sync::OnceLock;
 use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
-use super::preference::SampleKind;
+use super::samples::SampleKind;
 use crate::{Error, Result, temporary};
 
 const MAGIC: [u8; 8] = *b"FTTOKENS";

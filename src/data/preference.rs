@@ -8,47 +8,6 @@ use minijinja::value::ValueKind;
 use super::row::{Sample, field, json_type, list, message};
 use super::template::Conversation;
 
-/// The kind of samples that an objective trains on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SampleKind {
-    /// Text, prompts with answers, or conversations.
-    #[default]
-    Plain,
-    /// Pairs of a chosen and a rejected answer: TRL's preference data.
-    Preference,
-    /// Answers that are labelled good or bad: TRL's unpaired preference data.
-    UnpairedPreference,
-}
-
-impl SampleKind {
-    /// The rows of this kind, for an error.
-    fn rows(self) -> &'static str {
-        match self {
-            Self::Plain => "text, prompts with completions, or conversations",
-            Self::Preference => "pairs, in rows with `prompt`, `chosen` and `rejected`",
-            Self::UnpairedPreference => "labelled answers, in rows with `prompt`, `completion` and `label`",
-        }
-    }
-
-    /// The value of `--objective` for rows of this kind.
-    fn objective(self) -> &'static str {
-        match self {
-            Self::Plain => "sft",
-            Self::Preference => "dpo",
-            Self::UnpairedPreference => "kto",
-        }
-    }
-
-    /// Checks that `found`, the data's kind, is this one. `rows` describes the rows found.
-    pub(super) fn require(self, found: Self, rows: &str) -> Result<(), String> {
-        if found == self {
-            return Ok(());
-        }
-        let (needed, objective) = (self.rows(), found.objective());
-        Err(format!("contains {rows}, but this objective needs {needed}; use `--objective {objective}` for these rows"))
-    }
-}
-
 /// A prompt or an answer.
 #[derive(Debug, PartialEq)]
 enum Part {

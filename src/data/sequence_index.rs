@@ -10,9 +10,8 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::batch_loader::Role;
 use super::cache::DatasetKind;
-use super::preference::SampleKind;
+use super::samples::{SampleKind, SequenceRole};
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::{Error, Result};
 
@@ -182,7 +181,8 @@ impl SequenceIndex {
                 }
                 pairs.add(loss_tokens);
             }
-            if let (Some(desirable), Some((_, Role::Desirable))) = (&mut stats.desirable, tokens.role(sample[0].start))
+            if let (Some(desirable), Some((_, SequenceRole::Desirable))) =
+                (&mut stats.desirable, tokens.role(sample[0].start))
             {
                 *desirable += 1;
             }

@@ -3,9 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::batch_loader::Role;
 use super::cache::{DOCUMENT_START_FLAG, DatasetContents, DatasetKind, NO_LOSS_FLAG, TokenFile};
-use super::preference::SampleKind;
+use super::samples::{SampleKind, SequenceRole};
 use crate::{Error, Result};
 
 /// The label that is excluded from the loss: padding, and prompts before an answer.
@@ -176,7 +175,7 @@ impl TokenSource {
 
     /// The number of the document that begins at `start`, in the order of the whole data set, and its role in the
     /// objective; `None` for plain samples without weights.
-    pub(super) fn role(&self, start: usize) -> Option<(u64, Role)> {
+    pub(super) fn role(&self, start: usize) -> Option<(u64, SequenceRole)> {
         let DatasetContents { samples, values, .. } = self.contents();
         if *samples == SampleKind::Plain && values.is_empty() {
             return None;
@@ -184,11 +183,11 @@ impl TokenSource {
         let number = self.starts().partition_point(|&at| at <= self.view.start + start).saturating_sub(1);
         let value = values.get(number).copied().unwrap_or(1.0);
         let role = match samples {
-            SampleKind::Plain => Role::Weighted(value),
-            SampleKind::Preference if number.is_multiple_of(2) => Role::Chosen,
-            SampleKind::Preference => Role::Rejected,
-            SampleKind::UnpairedPreference if value > 0.0 => Role::Desirable,
-            SampleKind::UnpairedPreference => Role::Undesirable,
+            SampleKind::Plain => SequenceRole::Weighted(value),
+            SampleKind::Preference if number.is_multiple_of(2) => SequenceRole::Chosen,
+            SampleKind::Preference => SequenceRole::Rejected,
+            SampleKind::UnpairedPreference if value > 0.0 => SequenceRole::Desirable,
+            SampleKind::UnpairedPreference => SequenceRole::Undesirable,
         };
         Some((number as u64, role))
     }
@@ -284,12 +283,20 @@ mod tests {
         let roles = |tokens: &TokenSource| {
             tokens.documents().map(|document| tokens.role(document.start).unwrap()).collect::<Vec<_>>()
         };
-        assert_eq!(roles(&train), [(0, Role::Chosen), (1, Role::Rejected), (2, Role::Chosen), (3, Role::Rejected)]);
-        assert_eq!(roles(&validation), [(4, Role::Chosen), (5, Role::Rejected)]);
+        assert_eq!(
+            roles(&train),
+            [
+                (0, SequenceRole::Chosen),
+                (1, SequenceRole::Rejected),
+                (2, SequenceRole::Chosen),
+                (3, SequenceRole::Rejected)
+            ]
+        );
+        assert_eq!(roles(&validation), [(4, SequenceRole::Chosen), (5, SequenceRole::Rejected)]);
         let labelled = TokenSource::from_kind(&samples[..2], SampleKind::UnpairedPreference, &[0.0, 1.0]);
-        assert_eq!(roles(&labelled), [(0, Role::Undesirable), (1, Role::Desirable)]);
+        assert_eq!(roles(&labelled), [(0, SequenceRole::Undesirable), (1, SequenceRole::Desirable)]);
         let weighted = TokenSource::from_kind(&samples[..2], SampleKind::Plain, &[0.5, 2.0]);
-        assert_eq!(roles(&weighted), [(0, Role::Weighted(0.5)), (1, Role::Weighted(2.0))]);
+        assert_eq!(roles(&weighted), [(0, SequenceRole::Weighted(0.5)), (1, SequenceRole::Weighted(2.0))]);
         assert_eq!(TokenSource::from_samples(&samples).role(0), None);
     }
 

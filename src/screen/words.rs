@@ -3,7 +3,7 @@
 use crate::precision::PrecisionUnit;
 use crate::telemetry::{
     CheckpointSaved, DtypeChange, Event, EventRow, FinishReason, Finished, FirstNonFinite, GradMax, Overflow, Pass,
-    ScaleCause, ScaleUpdate, TensorRecord, Throughput, Validation,
+    PreferenceMetrics, ScaleCause, ScaleUpdate, TensorRecord, Throughput, Validation,
 };
 use crate::ui::Role;
 use crate::ui::format::{base_name, bytes, exact, loss, magnitude, percent, printable, scale, short};
@@ -61,6 +61,11 @@ pub(super) fn listed(row: &EventRow) -> String {
     text.replacen(&format!(" step={}", row.step), "", 1)
 }
 
+/// Metrics of preference tuning, with a space before each.
+pub(super) fn preferences(metrics: &PreferenceMetrics) -> String {
+    metrics.named().fold(String::new(), |line, (name, value)| format!("{line} {name}={}", short(value)))
+}
+
 fn words(event: &Event) -> Option<String> {
     Some(match event {
         Event::Started(_)
@@ -73,8 +78,12 @@ fn words(event: &Event) -> Option<String> {
         Event::GradMax(maxima) => maxima_line(maxima),
         Event::Overflow(overflow) => overflow_line(overflow),
         Event::DtypeChange(retyped) => retyped_line(retyped),
-        Event::Eval(Validation { step, loss: nats, perplexity, tokens }) => {
-            format!("eval step={step} val_loss={} perplexity={} tokens={tokens}", loss(*nats), short(*perplexity))
+        Event::Eval(Validation { step, loss: nats, perplexity, tokens, preference }) => {
+            let figures = match preference {
+                Some(metrics) => preferences(metrics),
+                None => format!(" perplexity={}", short(*perplexity)),
+            };
+            format!("eval step={step} val_loss={}{figures} tokens={tokens}", loss(*nats))
         }
         Event::Sample(sample) => {
             format!("sample step={} text=\"{}\"", sample.step, printable(&format!("{}{}", sample.prompt, sample.text)))

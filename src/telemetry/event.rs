@@ -11,6 +11,7 @@ mod gradients;
 mod measurement;
 mod outcome;
 mod overflow;
+mod preference;
 mod started;
 mod step;
 
@@ -18,6 +19,7 @@ pub use gradients::{GradMax, GradStats, GradVariance, TensorRecord, UnderflowOns
 pub use measurement::{ActivationMax, FlushedTensor, Fp32Probe, SampleText, Validation};
 pub use outcome::{CheckpointSaved, Diagnostic, FinishReason, Finished, ProcessRate, Throughput};
 pub use overflow::{DtypeChange, FirstNonFinite, Overflow, Pass};
+pub use preference::PreferenceMetrics;
 pub use started::{Cpu, ModelShape, ScalerSettings, Started};
 pub use step::{GpuStats, ScaleCause, ScaleUpdate, StepRecord, StepStatus, StepTime};
 

@@ -269,7 +269,7 @@ impl RunState {
         self.tally = MetricsAccumulator::default();
         for bucket in self.curves.validation.buckets() {
             let loss = bucket.min;
-            let eval = super::Validation { step: bucket.step, loss, perplexity: loss.exp(), tokens: 0 };
+            let eval = super::Validation { step: bucket.step, loss, perplexity: loss.exp(), ..Default::default() };
             self.tally.eval(&eval);
         }
         self.step = StepRecord { step, ..StepRecord::default() };
@@ -452,7 +452,7 @@ mod tests {
     }
 
     fn eval(step: u64, loss: f64) -> Event {
-        Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens: 9 })
+        Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens: 9, preference: None })
     }
 
     /// A run that is resumed from its checkpoint at step 20 after it got to step 40.

@@ -5,7 +5,7 @@
 //! TensorBoard itself.
 
 use super::emitter::Sink;
-use super::{Event, GradStats, Record, StepRecord};
+use super::{Event, GradStats, PreferenceMetrics, Record, StepRecord};
 use crate::protobuf::Message;
 use crate::{Error, Result};
 use std::fs::File;
@@ -70,6 +70,9 @@ impl TensorBoard {
         if let Some(rss) = step.rss_bytes {
             scalar("performance/resident_bytes", rss as f64);
         }
+        for (name, value) in step.preference.iter().flat_map(PreferenceMetrics::named) {
+            scalar(name, value);
+        }
         let grads = &step.grads;
         if grads.count > 0 {
             let share = |part: u64| part as f64 / grads.count as f64;
@@ -98,7 +101,13 @@ impl Sink for TensorBoard {
             }
             Event::Step(step) => self.step(record.t, step),
             Event::Eval(eval) => {
-                let values = [scalar("loss/validation", eval.loss), scalar("perplexity/validation", eval.perplexity)];
+                let mut values = vec![scalar("loss/validation", eval.loss)];
+                match &eval.preference {
+                    Some(metrics) => {
+                        values.extend(metrics.named().map(|(name, value)| scalar(&format!("eval_{name}"), value)))
+                    }
+                    None => values.push(scalar("perplexity/validation", eval.perplexity)),
+                }
                 self.summary(record.t, eval.step, &values)
             }
             _ => Ok(()),

@@ -13,6 +13,7 @@ use crate::settings::Heading::{Machine, Text, Training};
 use crate::settings::{Kind, settings};
 use crate::{Error, Result};
 use keys::{check_keys, known, leaves, merge, nested};
+pub use sections::ObjectiveSection;
 use sections::{
     CheckpointSection, DropoutSection, LoraSection, OptimizerSection, ScheduleSection, TelemetrySection, TrainSection,
 };
@@ -91,6 +92,8 @@ settings! {
             flag("lora", Training, 3, "SETTINGS"),
             help("Train low-rank adapters (LoRA) instead of the full model: `r=16,alpha=32`, and \
                  `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`, `save=norm`");
+        /// The training signal.
+        objective: ObjectiveSection = ObjectiveSection::default(), section(ObjectiveSection::settings);
         /// AdamW and clipping.
         optimizer: OptimizerSection = OptimizerSection::default(), section(OptimizerSection::settings);
         /// The learning rate over time.
@@ -306,6 +309,7 @@ impl Config {
         self.scaler.validate()?;
         self.precision.validate(self.dtype.compute)?;
         self.lora.validate()?;
+        self.objective.validate(self.train.batch_size)?;
         let narrowed = self.lora.r.is_some() || self.dtype.params != Dtype::F32;
         if narrowed && (self.precision.fallback != FallbackRule::Off || self.precision.fp8.block.is_some()) {
             let key = if self.precision.fp8.block.is_some() { "precision.fp8.block" } else { "precision.fallback" };

@@ -4,10 +4,12 @@ use crate::Result;
 use crate::data::Batch;
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::machine::spin::with_spinning_workers;
-use crate::engine::model::{Decoder, ForwardMode, Hook, Parameters, Workspace};
+use crate::engine::model::{Decoder, Hook, Parameters, Workspace};
 use crate::engine::optim::{AdamW, GradientStats, Gradients, LrSchedule};
 use crate::precision::{GradScaler, ScaleChange};
+use crate::telemetry::PreferenceMetrics;
 use crate::train::fp8::{Fp8Block, step_weights};
+use crate::train::objective::Objective;
 use crate::train::state::{Counters, TrainState};
 use crate::train::step::StepGradients;
 use std::borrow::Cow;
@@ -33,6 +35,8 @@ pub struct TrainEngine {
     pub seed: u64,
     /// Whether the statistics count exponents.
     pub count_exponents: bool,
+    /// The training signal.
+    pub objective: Objective,
     /// Buffers of the passes.
     pub workspace: Workspace,
     /// Gradients of the last step, scaled.
@@ -71,8 +75,10 @@ pub enum StepOutcome {
 /// A step's figures, besides [`TrainEngine::grad_stats`].
 #[derive(Clone, Copy, Debug)]
 pub struct StepReport {
-    /// Mean loss over the targets of all micro-batches, in nats.
+    /// Mean of the objective's losses of all micro-batches; for fine-tuning over the targets, in nats.
     pub loss: f64,
+    /// Metrics of preference tuning.
+    pub metrics: Option<PreferenceMetrics>,
     /// Targets of all micro-batches.
     pub targets: usize,
     /// The loss scale during the step.
@@ -83,6 +89,17 @@ pub struct StepReport {
     pub change: ScaleChange,
     /// Wall time of the parts.
     pub time: StepTimings,
+}
+
+/// The figures of a validation.
+#[derive(Clone, Copy, Debug)]
+pub struct EvalReport {
+    /// Mean of the objective's losses.
+    pub loss: f64,
+    /// Metrics of preference tuning.
+    pub metrics: Option<PreferenceMetrics>,
+    /// Number of targets.
+    pub targets: u64,
 }
 
 /// Wall time of a step's parts.
@@ -123,30 +140,11 @@ pub(super) struct Passes<'a> {
     pub(super) counters: Counters,
     pub(super) seed: u64,
     pub(super) count_exponents: bool,
+    pub(super) objective: &'a mut Objective,
     pub(super) workspace: &'a mut Workspace,
     pub(super) grads: &'a mut Gradients,
     pub(super) grad_stats: &'a mut GradientStats,
     pub(super) timings: &'a mut Vec<RankTiming>,
-}
-
-impl Passes<'_> {
-    /// Repeats the passes of micro-batch `index` of the step after `counters`, with dL/d(loss of a target) = `seed`. `hook`
-    /// receives every tensor. Overwrites buffers and gradients, and nothing that outlives a step.
-    pub(super) fn repeat(
-        &mut self,
-        (index, batch): (usize, &Batch),
-        counters: Counters,
-        seed: f32,
-        hook: &mut dyn Hook,
-    ) -> Result<()> {
-        let (mode, mut narrow) =
-            (ForwardMode::Train { seed: self.seed, micro_batch: counters.micro_batch_index(index) }, None);
-        let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-        let (tokens, grads, hook) = (batch.tokens(), self.grads.micro_batch_grads(), &mut (&mut *self.hook, hook));
-        self.model.forward(&self.weights, tokens, mode, workspace, hook)?;
-        self.model.loss_and_head_gradient(&self.weights, &batch.labels, (seed, None), workspace, grads, hook)?;
-        Ok(self.model.backward(&self.weights, tokens, mode, workspace, grads, hook)?)
-    }
 }
 
 impl TrainEngine {
@@ -175,7 +173,7 @@ impl TrainEngine {
 
     /// The operands of the passes, with the scales of the last step in FP8, and the state that they leave unchanged.
     pub(super) fn passes(&mut self) -> Result<(Passes<'_>, StateView<'_>)> {
-        let Self { group, timings, model, state, workspace, grads, grad_stats, .. } = self;
+        let Self { group, timings, model, state, objective, workspace, grads, grad_stats, .. } = self;
         let TrainState { weights, masters, adamw, scaler, fp8, counters, .. } = state;
         let passes = Passes {
             group: &**group,
@@ -186,6 +184,7 @@ impl TrainEngine {
             counters: *counters,
             seed: self.seed,
             count_exponents: self.count_exponents,
+            objective,
             workspace,
             grads,
             grad_stats,

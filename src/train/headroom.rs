@@ -24,14 +24,14 @@ pub(super) fn largest_gradient(
 ) -> Result<Option<f32>> {
     let (mut passes, _) = engine.passes()?;
     let share = passes.grads.local_micro_batches(micro_batches.len());
-    let targets: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
+    let count = passes.objective.count(micro_batches);
     let lowest = passes.scaler.config().min_scale;
     let mut tried = scale;
     while tried > lowest {
         tried = (tried / STEP_DOWN).max(lowest);
         let mut largest = GradAmaxHook { max_abs: 0.0, finite: true };
         for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
-            passes.repeat((index, batch), counters, tried / targets.max(1) as f32, &mut largest)?;
+            passes.micro_batch((index, batch), counters, tried / count.max(1) as f32, &mut largest)?;
         }
         // The maximum over all processes, which then agree.
         let mut seen = [largest.max_abs, if largest.finite { 0.0 } else { 1.0 }];

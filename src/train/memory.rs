@@ -167,14 +167,13 @@ fn required_bytes(
     kernels: &dyn Kernels,
     layout: DistributedLayout,
 ) -> u64 {
-    let train = &config.train;
-    let sizes = [batch, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
+    let (train, rows) = (&config.train, config.objective.kind.rows(batch));
+    let sizes = [rows, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
     let probes = config.telemetry.probe_every > 0;
     let bytes = || -> Result<u64> {
         let engine = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
-        let probe =
-            if probes { probe_bytes(layout.world_size, spec, config.dtype, [batch, train.seq_len])? } else { 0 };
-        let (tokens, threads) = (batch * train.seq_len, rayon::current_num_threads());
+        let probe = if probes { probe_bytes(layout.world_size, spec, config.dtype, [rows, train.seq_len])? } else { 0 };
+        let (tokens, threads) = (rows * train.seq_len, rayon::current_num_threads());
         let packed = packed_bytes(spec, config.dtype, tokens, probes, threads, kernels)?;
         let sample = sample_bytes(spec, config.dtype, train.sample_tokens, train.prompt.len());
         Ok(engine.total() + probe + packed + sample)

@@ -33,11 +33,11 @@ fn search(
 ) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
     let (mut passes, _) = engine.passes()?;
     let before = passes.counters.before_skipped();
-    let loss_seed = report.scale / report.targets.max(1) as f32;
+    let loss_seed = report.scale / passes.objective.count(micro_batches).max(1) as f32;
     let share = passes.grads.local_micro_batches(micro_batches.len());
     for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
         let mut search = FirstNonFiniteHook { seq_len: batch.seq_len, found: None };
-        passes.repeat((index, batch), before, loss_seed, &mut search)?;
+        passes.micro_batch((index, batch), before, loss_seed, &mut search)?;
         if let Some(found) = search.found {
             let unit = found.place.layer.unit();
             return Ok(Some((found.first_nonfinite(passes.model.spec(), index), unit)));

@@ -54,6 +54,7 @@ pub(super) fn step_record(
     StepRecord {
         step: counters.step,
         loss: report.loss as f32,
+        preference: report.metrics,
         loss_scale: report.scale,
         outcome,
         grad_norm,

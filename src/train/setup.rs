@@ -2,7 +2,7 @@
 
 use crate::data::{
     ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, EvalExample, LoadEvent,
-    SampleKind, TokenSource, Tokenizer, closest_match, named_template, names_in,
+    TokenSource, Tokenizer, closest_match, named_template, names_in,
 };
 use crate::engine::collective::ProcessGroup;
 use crate::engine::device::DeviceContext;
@@ -21,6 +21,7 @@ use crate::train::config::{Config, WeightInit};
 use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Block;
 use crate::train::memory::{DistributedLayout, check_fits, check_weights_fit, fitted};
+use crate::train::objective::{Objective, Reference, ReferenceLogps};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
 use std::cell::RefCell;
@@ -345,7 +346,7 @@ pub fn dataset_options(config: &Config, chat: &ChatSettings, tokenizer: &Tokeniz
     let origin = config.chat_template.as_ref().unwrap_or(&config.model);
     let chat = chat.format(origin, tokenizer);
     let (fields, loss_on) = (config.fields.clone(), config.train.loss_on);
-    DatasetOptions { format: config.format, fields, samples: SampleKind::Plain, loss_on, chat }
+    DatasetOptions { format: config.format, fields, samples: config.objective.kind.samples(), loss_on, chat }
 }
 
 /// The tokens of a configuration's training and validation text; downloads missing files.
@@ -486,8 +487,13 @@ pub fn engine(
         let message = format!("block {block} does not exist: the model has {}, numbered from 0", shape.num_layers);
         return Err(Error::config("precision.fp8.block", message));
     }
+    let has_base = shape.lora.as_ref().is_some_and(|lora| lora.modules_to_save.is_empty());
+    let computed_before = config.objective.kind.needs_reference() && !has_base;
+    let reference = if computed_before { Reference::Stored(ReferenceLogps::default()) } else { Reference::Base };
+    let rows = config.objective.kind.rows(train.batch_size);
     Ok(TrainEngine {
-        workspace: Workspace::for_training(shape, policy, (train.batch_size, train.seq_len), train.recompute, &device)?,
+        objective: Objective::new(config.objective.clone(), reference),
+        workspace: Workspace::for_training(shape, policy, (rows, train.seq_len), train.recompute, &device)?,
         grads: Gradients::new(&state.weights, policy, train.grad_accum, &*group)?,
         group,
         timings: Vec::new(),

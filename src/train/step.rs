@@ -3,70 +3,93 @@
 
 use crate::data::Batch;
 use crate::engine::collective::gather;
-use crate::engine::model::ForwardMode;
+use crate::engine::model::{ForwardMode, Hook};
 use crate::engine::optim::Update;
-use crate::train::engine::{Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
-use crate::train::state::TrainState;
+use crate::train::engine::{EvalReport, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
+use crate::train::objective::{BatchPass, LossSums, Split};
+use crate::train::state::{Counters, TrainState};
 use crate::{Error, Result};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The result of a step's passes, next to its gradients and their statistics.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepGradients {
-    /// Sum of the losses of all targets.
-    loss: f64,
+    /// Sums over all micro-batches.
+    sums: LossSums,
+    /// The number of losses in them.
+    count: usize,
     targets: usize,
     time: StepTimings,
 }
 
 impl Passes<'_> {
+    /// Computes the gradients of micro-batch `index` of the step after `counters`, with `seed` = dL/d(one loss). `also` receives
+    /// every tensor. Returns the sums of the losses and the time of the forward pass.
+    pub(super) fn micro_batch(
+        &mut self,
+        (index, batch): (usize, &Batch),
+        counters: Counters,
+        seed: f32,
+        also: &mut dyn Hook,
+    ) -> Result<(LossSums, Duration)> {
+        let Self { model, weights, objective, grads, .. } = self;
+        let (tokens, mut narrow, pass) = (batch.tokens(), None, BatchPass { model, weights, batch });
+        let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+        let mode = ForwardMode::Train { seed: self.seed, micro_batch: counters.micro_batch_index(index) };
+        let (hook, out, clock) = (&mut (&mut *self.hook, also), grads.micro_batch_grads(), Instant::now());
+        // 1. Forward in the compute type; the loss in FP32.
+        objective.refer(pass, workspace, Split::Train)?;
+        model.forward(weights, tokens, mode, workspace, hook)?;
+        let forward = clock.elapsed();
+        // 2. Backward from scale · dL · weight: gradients are stored in the compute type, every sum in them is FP32.
+        objective.weigh(pass, workspace)?;
+        let seed = (seed, objective.weights(batch));
+        let nll = model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, out, hook)?;
+        let sums = objective.sums(pass, workspace, nll)?;
+        model.backward(weights, tokens, mode, workspace, out, hook)?;
+        Ok((sums, forward))
+    }
+
     /// Computes the gradients of `micro_batches` and their statistics.
     pub(super) fn gradients(&mut self, micro_batches: &[Batch]) -> Result<StepGradients> {
-        let Self { group, model, weights, hook, scaler, workspace, grads, .. } = self;
         let targets: usize = micro_batches.iter().map(|batch| batch.num_label_tokens).sum();
         if targets == 0 {
             let message = "there are no loss tokens: every token is masked";
             return Err(Error::data("a step's batches", message));
         }
+        let count = self.objective.count(micro_batches);
         let mut time = StepTimings::default();
-        let share = grads.begin_accumulation(micro_batches.len())?;
+        let share = self.grads.begin_accumulation(micro_batches.len())?;
         let mut losses = Vec::with_capacity(share.len());
         for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
-            let (tokens, mut narrow) = (batch.tokens(), None);
-            let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-            let mode = ForwardMode::Train { seed: self.seed, micro_batch: self.counters.micro_batch_index(i) };
             let clock = Instant::now();
-            // 1. Forward in the compute type; the loss in FP32.
-            model.forward(weights, tokens, mode, workspace, *hook)?;
-            time.forward += clock.elapsed();
-            // 2. Backward from scale · dL: gradients are stored in the compute type, every sum in them is FP32.
-            let (seed, out) = (scaler.scale() / targets as f32, grads.micro_batch_grads());
-            losses.push(model.loss_and_head_gradient(weights, &batch.labels, (seed, None), workspace, out, *hook)?);
-            model.backward(weights, tokens, mode, workspace, out, *hook)?;
-            grads.accumulate(model.kernels(), scaler.is_predictive())?;
-            time.backward += clock.elapsed();
+            let seed = self.scaler.scale() / count as f32;
+            let (sums, forward) = self.micro_batch((i, batch), self.counters, seed, &mut ())?;
+            losses.push(sums);
+            self.grads.accumulate(self.model.kernels(), self.scaler.is_predictive())?;
+            time.forward += forward;
+            time.backward += clock.elapsed() - forward;
         }
-        time.backward -= time.forward;
+        let Self { group, model, grads, objective, .. } = self;
         // 3. Reduce: each process sums its shard of the gradients, in an order that does not depend on the number of processes.
         let clock = Instant::now();
         grads.reduce(*group)?;
         let compute = (time.forward + time.backward).as_secs_f64();
-        let figures: Vec<f64> = [compute, group.comm_time().as_secs_f64()].into_iter().chain(losses).collect();
-        let mut loss = 0.0;
+        let (figures, len) = ([compute, group.comm_time().as_secs_f64()], LossSums::len(objective.kind()));
+        let losses = losses.iter().flat_map(|sums| sums.to_array().into_iter().take(len));
+        let (figures, mut sums) = (figures.into_iter().chain(losses).collect::<Vec<f64>>(), LossSums::default());
         self.timings.clear();
         for figures in group.all_gather(&figures)? {
             let [compute, comm, losses @ ..] = figures.as_slice() else { continue };
-            self.timings.push(RankTiming { compute: *compute, comm: *comm, micro_batches: losses.len() });
-            for of_batch in losses {
-                loss += of_batch;
-            }
+            self.timings.push(RankTiming { compute: *compute, comm: *comm, micro_batches: losses.len() / len });
+            losses.chunks_exact(len).for_each(|of_batch| sums.add(of_batch));
         }
         time.comm = clock.elapsed();
         // 4. Compute the statistics of the gradients before anything rescales them.
         let clock = Instant::now();
         grads.compute_stats(self.count_exponents, self.grad_stats, model.kernels(), *group)?;
         time.grad_stats = clock.elapsed();
-        Ok(StepGradients { loss, targets, time })
+        Ok(StepGradients { sums, count, targets, time })
     }
 }
 
@@ -75,7 +98,7 @@ impl TrainEngine {
     pub(super) fn update(&mut self, gradients: StepGradients) -> Result<StepReport> {
         let Self { group, model, state, grads, grad_stats, .. } = self;
         let TrainState { weights, masters, adamw, scaler, counters, .. } = state;
-        let StepGradients { loss, targets, mut time } = gradients;
+        let StepGradients { sums, count, targets, mut time } = gradients;
         let (scale, stats, unscale) = (scaler.scale(), &grad_stats.total.stats, scaler.inverse());
         let finite = stats.is_finite() && (stats.max_abs * unscale).is_finite();
         // 5. Update the FP32 masters, or skip the step after an overflow.
@@ -102,32 +125,35 @@ impl TrainEngine {
         let change = scaler.update_with_amax(finite, grad_stats.amax);
         counters.step += 1;
         counters.tokens += targets as u64;
-        Ok(StepReport { loss: loss / targets as f64, targets, scale, outcome, change, time })
+        let (loss, metrics) = (sums.loss / count as f64, sums.metrics(self.objective.kind()));
+        Ok(StepReport { loss, metrics, targets, scale, outcome, change, time })
     }
 
-    /// The mean loss, without dropout, over the targets of batches from `next` until it returns `false`, and the number
-    /// of targets. Uses the training buffers, but changes nothing that outlives a step.
-    pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<(f64, u64)> {
-        let (mut losses, mut targets) = (Vec::new(), 0u64);
-        let (rank, world_size) = (self.group.rank(), self.group.world_size());
+    /// The mean loss, without dropout, over batches from `next` until it returns `false`. Uses the training buffers, but changes
+    /// nothing that outlives a step.
+    pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<EvalReport> {
+        let (mut own, mut targets, mut count) = (Vec::new(), 0u64, 0);
+        let Self { group, model, state, workspace, objective, .. } = self;
+        let (rank, world_size) = (group.rank(), group.world_size());
         for index in 0.. {
             if !next(batch) {
                 break;
             }
             targets += batch.num_label_tokens as u64;
+            count += objective.count(std::slice::from_ref(batch));
             if index % world_size != rank {
                 continue;
             }
             let mut narrow = None;
-            let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-            self.model.forward(&self.state.weights, batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
-            losses.push(self.model.loss(&self.state.weights, &batch.labels, workspace)?);
+            let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+            own.push(objective.evaluate(BatchPass { model, weights: &state.weights, batch }, workspace)?.to_array());
         }
         // In the order of the batches, which the processes take in turn.
-        let all = self.group.all_gather(&losses)?;
-        let batches = all.iter().map(Vec::len).sum();
-        let of_batch = |index: usize| all[index % world_size].get(index / world_size).copied().unwrap_or(f64::NAN);
-        let loss: f64 = (0..batches).map(of_batch).sum();
-        Ok((loss / targets.max(1) as f64, targets))
+        let all = group.all_gather(&own)?;
+        let of_batch =
+            |index: usize| all[index % world_size].get(index / world_size).unwrap_or(&[f64::NAN; LossSums::LEN]);
+        let mut sums = LossSums::default();
+        (0..all.iter().map(Vec::len).sum()).for_each(|index| sums.add(of_batch(index)));
+        Ok(EvalReport { loss: sums.loss / count.max(1) as f64, metrics: sums.metrics(objective.kind()), targets })
     }
 }

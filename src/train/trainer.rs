@@ -2,6 +2,7 @@
 
 mod events;
 mod processes;
+mod reference;
 mod saving;
 
 use processes::ThroughputMeter;
@@ -24,7 +25,7 @@ use crate::telemetry::{
 };
 use crate::train::callbacks::{StepCallback, StepContext, callbacks};
 use crate::train::config::{Config, DeviceSpec};
-use crate::train::engine::TrainEngine;
+use crate::train::engine::{EvalReport, TrainEngine};
 use crate::train::fp8::Fp8Block;
 use crate::train::probe;
 use crate::train::sample::Sampler;
@@ -322,6 +323,7 @@ impl Trainer {
 
     /// Runs `count` steps without evaluation, samples, checkpoints or commands.
     pub fn advance(&mut self, count: u64) -> Result<()> {
+        self.prepare_reference()?;
         (0..count).try_for_each(|_| self.step(false))
     }
 
@@ -344,6 +346,7 @@ impl Trainer {
         for change in std::mem::take(&mut self.progress.changes) {
             self.warn(format!("resumed with a setting that differs from the checkpoint's: {change}"));
         }
+        self.prepare_reference()?;
         let reason = self.steps();
         self.flush_save()?;
         let reason = match reason {
@@ -528,15 +531,17 @@ impl Trainer {
         self.eval.rewind();
         let total = self.eval.remaining();
         let (eval, activity) = (&mut self.eval, &self.activity);
-        let (loss, tokens) = self.engine.evaluate(&mut self.eval_batch, |batch| {
+        let evaluation = self.engine.evaluate(&mut self.eval_batch, |batch| {
             activity.advance("evaluating", PhaseProgress::Items(total - eval.remaining(), total));
             eval.next_batch(batch)
         })?;
         self.activity.end();
         self.eval.check()?;
+        let EvalReport { loss, metrics: preference, targets: tokens } = evaluation;
+        let perplexity = if preference.is_none() { loss.exp() } else { f64::NAN };
         let evaluation = Best { step, loss };
         self.progress.validation = Some(evaluation);
-        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens }));
+        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity, tokens, preference }));
         Ok(evaluation)
     }
 

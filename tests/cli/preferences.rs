@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use finetune::data::{
-    BatchLoader, DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, IGNORE_INDEX, Role, SampleKind,
-    Tokenizer,
+    BatchLoader, DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, IGNORE_INDEX, SampleKind,
+    SequenceRole, Tokenizer,
 };
 
 /// Loads `content` as file `name`; without validation data.
@@ -22,7 +22,7 @@ fn refusal(name: &str, content: &str, samples: SampleKind) -> String {
 }
 
 /// The sequences of the training and validation data: text, the text in the loss, and role.
-fn sequences(data: &Dataset) -> Vec<(String, String, Role)> {
+fn sequences(data: &Dataset) -> Vec<(String, String, SequenceRole)> {
     let mut found = Vec::new();
     for tokens in [&data.train, &data.validation] {
         let mut loader = BatchLoader::new(tokens.clone(), 1, 256, 0).unwrap();
@@ -45,17 +45,17 @@ fn sequences(data: &Dataset) -> Vec<(String, String, Role)> {
     found.into_iter().map(|(_, text, in_loss, role)| (text, in_loss, role)).collect()
 }
 
-fn owned(expected: &[(&str, &str, Role)]) -> Vec<(String, String, Role)> {
+fn owned(expected: &[(&str, &str, SequenceRole)]) -> Vec<(String, String, SequenceRole)> {
     expected.iter().map(|&(text, in_loss, role)| (text.to_owned(), in_loss.to_owned(), role)).collect()
 }
 
 #[test]
 fn pairs_of_every_format_are_the_same_sequences() {
     let expected = owned(&[
-        ("1+1=2", "2$", Role::Chosen),
-        ("1+1=3", "3$", Role::Rejected),
-        ("2+2=4", "4$", Role::Chosen),
-        ("2+2=22", "22$", Role::Rejected),
+        ("1+1=2", "2$", SequenceRole::Chosen),
+        ("1+1=3", "3$", SequenceRole::Rejected),
+        ("2+2=4", "4$", SequenceRole::Chosen),
+        ("2+2=22", "22$", SequenceRole::Rejected),
     ]);
     for (name, content) in [
         (
@@ -89,7 +89,7 @@ fn only_the_answers_after_the_prompt_of_a_conversation_are_in_the_loss() {
     let folder = tempfile::tempdir().unwrap();
     let data = load(folder.path(), "a.jsonl", &format!("{row}\n{explicit}\n"), SampleKind::Preference).unwrap();
     let text = |answer: &str| format!("user: a\nassistant: b$\nuser: c\nassistant: {answer}$");
-    let pair = [("d", Role::Chosen), ("e", Role::Rejected)];
+    let pair = [("d", SequenceRole::Chosen), ("e", SequenceRole::Rejected)];
     let expected: Vec<_> =
         pair.iter().cycle().take(4).map(|(answer, role)| (text(answer), format!(" {answer}$"), *role)).collect();
     assert_eq!(sequences(&data), expected);
@@ -103,11 +103,12 @@ fn labelled_answers_are_good_or_bad() {
                  \"completion\": [{\"role\": \"assistant\", \"content\": \"d\"}], \"label\": false}\n";
     let folder = tempfile::tempdir().unwrap();
     let data = load(folder.path(), "a.jsonl", rows, SampleKind::UnpairedPreference).unwrap();
-    let expected = [("pc", "c$", Role::Desirable), ("user: p\nassistant: d$", " d$", Role::Undesirable)];
+    let expected =
+        [("pc", "c$", SequenceRole::Desirable), ("user: p\nassistant: d$", " d$", SequenceRole::Undesirable)];
     assert_eq!(sequences(&data), owned(&expected));
     let table =
         load(folder.path(), "a.csv", "prompt,completion,label\np,c,True\np,d,false\n", SampleKind::UnpairedPreference);
-    let expected = [("pc", "c$", Role::Desirable), ("pd", "d$", Role::Undesirable)];
+    let expected = [("pc", "c$", SequenceRole::Desirable), ("pd", "d$", SequenceRole::Undesirable)];
     assert_eq!(sequences(&table.unwrap()), owned(&expected));
     let message =
         refusal("a.jsonl", "{\"prompt\": \"p\", \"completion\": \"c\", \"label\": 2}", SampleKind::UnpairedPreference);
@@ -122,8 +123,11 @@ fn a_weight_belongs_to_its_sample() {
                 {\"prompt\": \"p\", \"completion\": \"e\", \"weight\": 3}\n";
     let folder = tempfile::tempdir().unwrap();
     let data = load(folder.path(), "a.jsonl", rows, SampleKind::Plain).unwrap();
-    let expected =
-        [("pc", "c$", Role::Weighted(0.5)), ("pd", "d$", Role::Weighted(1.0)), ("pe", "e$", Role::Weighted(3.0))];
+    let expected = [
+        ("pc", "c$", SequenceRole::Weighted(0.5)),
+        ("pd", "d$", SequenceRole::Weighted(1.0)),
+        ("pe", "e$", SequenceRole::Weighted(3.0)),
+    ];
     assert_eq!(sequences(&data), owned(&expected));
     let message = refusal("a.csv", "prompt,completion,weight\np,c,1\np,d,heavy\n", SampleKind::Plain);
     assert!(message.contains("a.csv: line 3: `weight` must be a number of at least 0, but is heavy"), "{message}");
@@ -203,7 +207,7 @@ fn the_built_in_pairs_name_right_and_wrong_drawers() {
                 let answer: String = labels.map(|&id| char::from(id as u8)).collect();
                 assert!(answer.starts_with(" The ") && answer.ends_with('.'), "{answer}");
                 match sequence.role {
-                    Role::Chosen => right += usize::from(chosen(&answer)),
+                    SequenceRole::Chosen => right += usize::from(chosen(&answer)),
                     _ => wrong += usize::from(chosen(&answer)),
                 }
             }

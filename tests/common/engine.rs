@@ -14,7 +14,7 @@ use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::adapter::AdapterFolder;
 use finetune::store::base::load_with_base;
-use finetune::train::{StepOutcome, StepReport, TrainEngine, TrainState};
+use finetune::train::{Objective, StepOutcome, StepReport, TrainEngine, TrainState};
 
 use super::compare::{assert_close, max_difference, values};
 use super::golden::{Case, Trajectory};
@@ -63,6 +63,7 @@ pub(crate) fn engine_of(
         max_grad_norm,
         seed: 0,
         count_exponents: false,
+        objective: Objective::default(),
         workspace: Workspace::for_training(config, policy, (rows, seq_len), Checkpointing::None, &Device::Cpu).unwrap(),
         grads: Gradients::new(&state.weights, policy, grad_accum, &SingleProcess).unwrap(),
         grad_stats: GradientStats::default(),

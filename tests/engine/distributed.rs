@@ -60,7 +60,7 @@ fn cut_model(folder: &Path) -> String {
 }
 
 /// Trains in `world` processes, in `folder`, and returns the logged events without times.
-fn train(world: usize, config: &Config, folder: &Path, checkpoint: Option<&Path>) -> Vec<Event> {
+pub(crate) fn train(world: usize, config: &Config, folder: &Path, checkpoint: Option<&Path>) -> Vec<Event> {
     let told = together(world, |process: Arc<dyn ProcessGroup>| {
         let checkpoint = checkpoint.map(|path| Checkpoint::open(path).unwrap());
         let mut trainer = Trainer::new(process.clone(), config.clone(), checkpoint.as_ref(), &mut |_| ()).unwrap();

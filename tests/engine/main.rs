@@ -25,6 +25,7 @@ mod gradscaler;
 mod layers;
 mod lora;
 mod mismatch;
+mod objectives;
 mod packing;
 mod parity;
 mod predictive;

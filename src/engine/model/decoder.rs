@@ -30,6 +30,8 @@ use std::sync::Arc;
 pub enum ForwardMode {
     /// No dropout.
     Eval,
+    /// The frozen base alone, without adapters and dropout.
+    Base,
     /// Dropout at the spec's rates.
     Train {
         /// The run's seed.
@@ -42,7 +44,7 @@ pub enum ForwardMode {
 impl ForwardMode {
     pub(super) fn dropout(self, rate: f64, site: usize) -> Option<Dropout> {
         match self {
-            Self::Eval => None,
+            Self::Eval | Self::Base => None,
             Self::Train { seed, micro_batch: draw } => Dropout::new(rate as f32, seed, site as u32, draw),
         }
     }
@@ -171,6 +173,11 @@ impl Decoder {
     /// The kernels that compute it.
     pub fn kernels(&self) -> &dyn Kernels {
         &*self.kernels
+    }
+
+    /// The kernels, for another model of the same device.
+    pub fn shared_kernels(&self) -> Arc<dyn Kernels> {
+        self.kernels.clone()
     }
 
     /// The attention of block `block` over `batch` sequences.

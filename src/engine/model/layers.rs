@@ -180,7 +180,8 @@ impl Linear {
         y: &Tensor,
         adapters: AdapterPass<'_>,
     ) -> Result<()> {
-        if let Some(adapter) = &self.adapter {
+        let adapter = self.adapter.as_ref().filter(|_| !matches!(cx.mode, ForwardMode::Base));
+        if let Some(adapter) = adapter {
             adapter.forward(cx, x, y, adapters)?;
         } else {
             let bias = self.bias.map(|bias| cx.weights.fused(bias));

@@ -459,6 +459,11 @@ impl Workspace {
         Ok(())
     }
 
+    /// The loss of each target of the head's last pass, FP32; 0 for ignored targets.
+    pub fn losses(&self) -> &Tensor {
+        &self.head.losses
+    }
+
     /// The final norm's output `[B·T, D]`, the head's input.
     pub fn hidden(&self) -> &Tensor {
         &self.final_norm.out

@@ -41,8 +41,9 @@ impl Charts {
             }
             Action::Smoothing => self.smoothing = Some((self.window(run) + 1) % (SMOOTHING.len() + 1)),
             Action::Curve => {
+                // Curves of other objectives are empty.
                 let next = self.second.map_or(0, |second| second + 1);
-                self.second = (next < PLOTTED.len()).then_some(next);
+                self.second = (next..PLOTTED.len()).find(|&at| !run.curves.plotted[at].whole().is_empty());
             }
             Action::Cursor(by) => self.move_cursor(run, by),
             _ => {}
@@ -166,7 +167,10 @@ impl Chart {
                 ((low, high + (high - low) % 2.0), AxisUnit::Power)
             }
             Some(rate @ Quantity::Rate) => ((0.0, high.max(f64::MIN_POSITIVE)), AxisUnit::Of(rate)),
-            Some(quantity) => (((low - air).max(0.0), high + air), AxisUnit::Of(quantity)),
+            Some(quantity) => {
+                let least = if low < 0.0 { low - air } else { (low - air).max(0.0) };
+                ((least, high + air), AxisUnit::Of(quantity))
+            }
         };
         Some(Self::new(scene, y, unit))
     }

@@ -179,8 +179,8 @@ impl Run {
         Ok(replaces.then_some(aside))
     }
 
-    /// Replaces a small file atomically.
-    fn replace(&self, name: &str, text: &str) -> Result<()> {
+    /// Replaces a small file of the folder atomically.
+    pub(crate) fn replace(&self, name: &str, text: &str) -> Result<()> {
         let temporary = self.hidden(name, "tmp");
         self.disk.remove(&temporary)?;
         let write = |out: &mut dyn Write| out.write_all(text.as_bytes()).map_err(Error::io("write", &temporary));

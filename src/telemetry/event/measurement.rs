@@ -1,6 +1,7 @@
 //! Measurements between steps: validation, samples, FP32 probes.
 
 use super::gradients::GradStats;
+use super::preference::PreferenceMetrics;
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
 
@@ -10,14 +11,17 @@ use serde::{Deserialize, Serialize};
 pub struct Validation {
     /// Steps attempted before it.
     pub step: u64,
-    /// Mean cross-entropy, nats.
+    /// Mean loss; of fine-tuning the cross-entropy in nats.
     #[serde(with = "float")]
     pub loss: f64,
-    /// e^loss.
+    /// e^loss; NaN for preference tuning, whose loss is not a cross-entropy.
     #[serde(with = "float")]
     pub perplexity: f64,
     /// Tokens it was averaged over.
     pub tokens: u64,
+    /// Metrics of preference tuning.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub preference: Option<PreferenceMetrics>,
 }
 
 /// A generated text.

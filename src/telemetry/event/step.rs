@@ -1,6 +1,7 @@
 //! One attempted step: its figures, its timings, and the change of the loss scale.
 
 use super::gradients::{GradStats, TensorRecord};
+use super::preference::PreferenceMetrics;
 use crate::precision::ScaleChange;
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
@@ -66,6 +67,9 @@ pub struct StepRecord {
     /// The GPU's figures, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<GpuStats>,
+    /// Metrics of preference tuning.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub preference: Option<PreferenceMetrics>,
     /// All scaled gradients together; `norm` is the global norm before unscaling.
     pub grads: GradStats,
     /// Statistics per tensor, in parameter order. Filled every few steps and on an overflow, otherwise empty.

@@ -1,7 +1,7 @@
 //! The series that charts are drawn from.
 
 use super::metrics::SMOOTHING;
-use crate::telemetry::{Curve, Series, StepRecord, StepSeries, StepStatus};
+use crate::telemetry::{Curve, PreferenceMetrics, Series, StepRecord, StepSeries, StepStatus};
 
 /// A figure of a step that is drawn as a curve.
 #[derive(Debug)]
@@ -14,8 +14,23 @@ pub struct Plotted {
     pub title: &'static str,
     /// Its kind, which determines the format of values.
     pub quantity: Quantity,
-    /// The step's value; `None` if the record lacks it.
-    of: fn(&StepRecord) -> Option<f64>,
+    of: Source,
+}
+
+/// Extracts a step's value; `None` if the record lacks it.
+#[derive(Debug)]
+enum Source {
+    Step(fn(&StepRecord) -> Option<f64>),
+    Preference(fn(&PreferenceMetrics) -> Option<f64>),
+}
+
+impl Source {
+    fn read(&self, step: &StepRecord) -> Option<f64> {
+        match self {
+            Self::Step(of) => of(step),
+            Self::Preference(of) => step.preference.as_ref().and_then(of),
+        }
+    }
 }
 
 /// The kind of a figure.
@@ -32,37 +47,46 @@ pub enum Quantity {
 }
 
 /// The figures that are drawn as curves besides losses and the loss scale. Every chart of one is made from its row here.
-pub const PLOTTED: [Plotted; 4] = [
+pub const PLOTTED: [Plotted; 8] = [
     Plotted {
         short: "lr",
         name: "lr",
         title: "Learning rate",
         quantity: Quantity::Rate,
         // A skimmed line lacks the later fields.
-        of: |step| (step.time.step_ms > 0.0).then_some(step.lr),
+        of: Source::Step(|step| (step.time.step_ms > 0.0).then_some(step.lr)),
     },
     Plotted {
         short: "|g|",
         name: "|g|",
         title: "Gradient norm, unscaled",
         quantity: Quantity::Number,
-        of: |step| Some(step.grad_norm),
+        of: Source::Step(|step| Some(step.grad_norm)),
     },
     Plotted {
         short: "tok/s",
         name: "tokens/s",
         title: "Tokens per second",
         quantity: Quantity::Count,
-        of: |step| Some(step.tokens_per_s),
+        of: Source::Step(|step| Some(step.tokens_per_s)),
     },
     Plotted {
         short: "mem",
         name: "memory",
         title: "Resident memory",
         quantity: Quantity::Bytes,
-        of: |step| step.rss_bytes.map(|rss| rss as f64),
+        of: Source::Step(|step| step.rss_bytes.map(|rss| rss as f64)),
     },
+    preference("margin", "Rewards: margin", |metrics| metrics.rewards_margins),
+    preference("accuracy", "Rewards: accuracy", |metrics| metrics.rewards_accuracies),
+    preference("chosen", "Reward of chosen answers", |metrics| metrics.rewards_chosen),
+    preference("rejected", "Reward of rejected answers", |metrics| metrics.rewards_rejected),
 ];
+
+/// A metric of preference tuning.
+const fn preference(name: &'static str, title: &'static str, of: fn(&PreferenceMetrics) -> Option<f64>) -> Plotted {
+    Plotted { short: name, name, title, quantity: Quantity::Number, of: Source::Preference(of) }
+}
 
 /// Every curve of a run.
 #[derive(Debug, Clone)]
@@ -110,7 +134,7 @@ impl Curves {
             self.skips.push(at, s, scale);
         }
         for (curve, plotted) in self.plotted.iter_mut().zip(&PLOTTED) {
-            if let Some(value) = (plotted.of)(step) {
+            if let Some(value) = plotted.of.read(step) {
                 curve.push(at, s, value);
             }
         }

@@ -5,6 +5,7 @@ use crate::engine::model::{ALL_LINEAR, Checkpointing};
 use crate::engine::optim::{OptimizerKind, ScheduleKind};
 use crate::settings::Heading::{Along, Text, Training};
 use crate::settings::{MOST, settings};
+use crate::train::objective::ObjectiveKind;
 use crate::{Error, Result};
 use std::path::PathBuf;
 
@@ -108,6 +109,49 @@ impl LoraSection {
         if self.targets.is_empty() {
             let message = format!("is empty; list names such as `q_proj`, or use `{ALL_LINEAR}`");
             return Err(Error::config("lora.targets", message));
+        }
+        Ok(())
+    }
+}
+
+settings! {
+    /// The training signal. Names and defaults of the objectives of preferences are TRL's.
+    #[derive(Clone, Debug, PartialEq)]
+    pub struct ObjectiveSection {
+        /// `sft` for the cross-entropy of the targets; for pairs of a chosen and a rejected answer `dpo`, `ipo`, `hinge`, `robust`,
+        /// `orpo` or `simpo`; for single answers with labels `kto`.
+        kind: ObjectiveKind = ObjectiveKind::Sft, fixed(), flag("objective", Training, 0, "NAME"),
+            help("Training signal: sft, dpo, ipo, hinge, robust, orpo or simpo (pairs), or kto (labelled answers)");
+        /// The factor of log-probabilities, ORPO's weight of the odds ratio; 0.1, and 2 for `simpo`, by default.
+        beta: Option<f64> = None, fixed(), within(1e-6, 1e6), flag("beta", Training, 0, "X"),
+            help("The objective's factor of log-probabilities [default: 0.1; 2 for simpo]");
+        /// The share of pairs that `dpo`, `robust` or `simpo` expect to be swapped.
+        label_smoothing: f64 = 0.0, fixed(), within(0.0, 0.5);
+        /// SimPO's target margin of rewards.
+        simpo_gamma: f64 = 0.5, fixed(), within(0.0, 1e6);
+        /// KTO's weight of answers that are labelled good.
+        desirable_weight: f64 = 1.0, fixed(), within(0.0, 1e6);
+        /// KTO's weight of answers that are labelled bad.
+        undesirable_weight: f64 = 1.0, fixed(), within(0.0, 1e6);
+    }
+}
+
+impl ObjectiveSection {
+    /// The factor of log-probabilities.
+    pub fn beta(&self) -> f64 {
+        self.beta.unwrap_or(if self.kind == ObjectiveKind::SimPo { 2.0 } else { 0.1 })
+    }
+
+    /// Rejects settings that do not fit the objective and `batch_size`.
+    pub(super) fn validate(&self, batch_size: usize) -> Result<()> {
+        if self.kind == ObjectiveKind::Robust && self.label_smoothing >= 0.5 {
+            let message =
+                "must be below 0.5 for `robust`, because pairs that are swapped half of the time teach nothing";
+            return Err(Error::config("objective.label_smoothing", message));
+        }
+        if self.kind == ObjectiveKind::Kto && batch_size < 2 {
+            let message = "must be at least 2 for `kto`, which compares each answer with another one of the batch";
+            return Err(Error::config("train.batch_size", message));
         }
         Ok(())
     }

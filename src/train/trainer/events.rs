@@ -12,6 +12,7 @@ use crate::telemetry::{
     ScalerSettings, Started, cpu_name,
 };
 use crate::train::engine::{StepOutcome, StepReport};
+use crate::train::objective::ObjectiveKind;
 use crate::train::records;
 use std::cmp::Reverse;
 use std::time::{Duration, Instant};
@@ -114,7 +115,8 @@ impl Trainer {
     /// The error once the loss has been far above chance for [`DIVERGENCE_STEPS`] steps.
     fn check_divergence(&mut self, loss: f64) -> Option<Error> {
         let chance = (self.engine.model.spec().vocab_size as f64).ln();
-        let far = loss > DIVERGENCE_FACTOR * chance;
+        // The losses of preferences have no such scale.
+        let far = self.config.objective.kind == ObjectiveKind::Sft && loss > DIVERGENCE_FACTOR * chance;
         self.progress.diverging_steps = if far { self.progress.diverging_steps + 1 } else { 0 };
         if self.progress.diverging_steps < DIVERGENCE_STEPS {
             return None;
@@ -138,7 +140,7 @@ impl Trainer {
     pub(super) fn started(&self, resumed_from: Option<u64>) -> Started {
         let (config, shape) = (&self.config, self.engine.model.spec());
         let train = &config.train;
-        let tokens_per_step = (train.batch_size * train.seq_len * train.grad_accum) as u64;
+        let tokens_per_step = (config.objective.kind.rows(train.batch_size) * train.seq_len * train.grad_accum) as u64;
         let tokens_per_epoch = self.loader.tokens_per_epoch();
         let AdamWConfig { betas: [beta1, beta2], eps, weight_decay } = config.adamw();
         let schedule = &self.engine.schedule;

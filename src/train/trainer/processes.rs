@@ -83,6 +83,7 @@ impl Trainer {
 
     /// Follows the leader's messages until the run is over.
     pub fn run_worker(&mut self) -> Result<()> {
+        self.prepare_reference()?;
         loop {
             match LeaderMessage::receive(self.group())? {
                 LeaderMessage::Step { probe } => match self.step(probe) {

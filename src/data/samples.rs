@@ -1,0 +1,57 @@
+//! The kinds of samples, and the parts of their sequences in an objective.
+
+/// The kind of samples that an objective trains on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SampleKind {
+    /// Text, prompts with answers, or conversations.
+    #[default]
+    Plain,
+    /// Pairs of a chosen and a rejected answer: TRL's preference data.
+    Preference,
+    /// Answers that are labelled good or bad: TRL's unpaired preference data.
+    UnpairedPreference,
+}
+
+impl SampleKind {
+    /// The rows of this kind, for an error.
+    fn rows(self) -> &'static str {
+        match self {
+            Self::Plain => "text, prompts with completions, or conversations",
+            Self::Preference => "pairs, in rows with `prompt`, `chosen` and `rejected`",
+            Self::UnpairedPreference => "labelled answers, in rows with `prompt`, `completion` and `label`",
+        }
+    }
+
+    /// The value of `--objective` for rows of this kind.
+    fn objective(self) -> &'static str {
+        match self {
+            Self::Plain => "sft",
+            Self::Preference => "dpo",
+            Self::UnpairedPreference => "kto",
+        }
+    }
+
+    /// Checks that `found`, the data's kind, is this one. `rows` describes the rows found.
+    pub(super) fn require(self, found: Self, rows: &str) -> Result<(), String> {
+        if found == self {
+            return Ok(());
+        }
+        let (needed, objective) = (self.rows(), found.objective());
+        Err(format!("contains {rows}, but this objective needs {needed}; use `--objective {objective}` for these rows"))
+    }
+}
+
+/// The part of a sequence in the objective.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum SequenceRole {
+    /// The better answer of a pair; the next sequence of the batch is the worse one.
+    Chosen,
+    /// The worse answer of the pair of the sequence before it.
+    Rejected,
+    /// A completion that is labelled good.
+    Desirable,
+    /// A completion that is labelled bad.
+    Undesirable,
+    /// A sample with its weight in the loss.
+    Weighted(f32),
+}

@@ -1,0 +1,106 @@
+//! The log-probabilities of the reference, which is the model before training.
+//!
+//! For adapters it is their frozen base, computed along with each micro-batch. A full model changes, so its
+//! log-probabilities are computed once, before the first step, in the run's types and the order of its batches.
+
+use super::{BatchPass, Split};
+use crate::data::Batch;
+use crate::engine::collective::ProcessGroup;
+use crate::engine::model::{Decoder, ForwardMode, Parameters, Workspace};
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// The source of the reference's log-probabilities.
+#[derive(Debug, Default)]
+pub enum Reference {
+    /// The frozen base of the adapters.
+    #[default]
+    Base,
+    /// Computed before training.
+    Stored(ReferenceLogps),
+}
+
+/// The log-probability of each sequence under the reference, by its number in the data.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReferenceLogps {
+    /// The bits of f64 values, which JSON would round.
+    bits: [BTreeMap<u64, u64>; 2],
+}
+
+impl ReferenceLogps {
+    /// Adds a sequence of `split`; a known one keeps its value.
+    pub fn insert(&mut self, split: Split, index: u64, logp: f64) {
+        self.bits[split as usize].entry(index).or_insert(logp.to_bits());
+    }
+
+    /// The log-probability of a sequence.
+    pub fn get(&self, split: Split, index: u64) -> Option<f64> {
+        self.bits[split as usize].get(&index).copied().map(f64::from_bits)
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.bits.iter().all(BTreeMap::is_empty)
+    }
+
+    /// Whether a sequence of `batch` is missing.
+    pub(in crate::train) fn lacks(&self, split: Split, batch: &Batch) -> bool {
+        batch.sequences.iter().any(|sequence| self.get(split, sequence.index).is_none())
+    }
+
+    /// Computes the log-probabilities of `batches` with `weights`, which are the same in all processes; each process computes its
+    /// share of the batches.
+    pub(in crate::train) fn compute(
+        &mut self,
+        (model, weights): (&Decoder, &Parameters),
+        (workspace, group): (&mut Workspace, &dyn ProcessGroup),
+        batches: impl Iterator<Item = (Split, Batch)>,
+    ) -> Result<()> {
+        let (mut own, mut index) = (Vec::new(), 0);
+        for (split, batch) in batches {
+            if !self.lacks(split, &batch) {
+                continue;
+            }
+            // All processes know the sequences, but each only its values.
+            let unknown = batch.sequences.iter().filter(|it| self.get(split, it.index).is_none());
+            let unknown: Vec<u64> = unknown.map(|it| it.index).collect();
+            if index % group.world_size() == group.rank() {
+                let mut narrow = None;
+                let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+                let logps = BatchPass { model, weights, batch: &batch }.logps(ForwardMode::Eval, workspace)?;
+                let computed = batch.sequences.iter().zip(logps).filter(|(it, _)| unknown.contains(&it.index));
+                own.extend(computed.map(|(it, (logp, _))| [split as u64, it.index, logp.to_bits()]));
+            }
+            unknown.into_iter().for_each(|it| self.insert(split, it, f64::NAN));
+            index += 1;
+        }
+        for [split, index, bits] in group.all_gather(&own)?.into_iter().flatten() {
+            self.bits[split as usize].insert(index, bits);
+        }
+        Ok(())
+    }
+}
+
+impl Reference {
+    /// Appends the log-probability of each sequence to `out`. Overwrites the buffers.
+    pub(super) fn read(
+        &self,
+        pass: BatchPass<'_>,
+        workspace: &mut Workspace,
+        split: Split,
+        out: &mut Vec<f64>,
+    ) -> Result<()> {
+        match self {
+            Self::Base => out.extend(pass.logps(ForwardMode::Base, workspace)?.into_iter().map(|(logp, _)| logp)),
+            Self::Stored(stored) => {
+                for sequence in &pass.batch.sequences {
+                    let message = "the reference's log-probability of a sequence is unknown: the data changed";
+                    let logp = stored.get(split, sequence.index);
+                    out.push(logp.ok_or_else(|| Error::data("the training data", message))?);
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,425 @@
+//! Preference tuning compared with PyTorch: losses and their derivatives, the gradient of every parameter, ten steps of DPO; and
+//! with itself: sums over micro-batches and processes, weights of samples, the base of adapters as reference.
+//!
+//! `tests/golden/make_preferences.py` makes the reference values.
+
+use crate::common::compare::{assert_close, values};
+use crate::common::engine::{Settings, by_name, engine_of, in_group, read_model, unscaled};
+use crate::common::golden::{AdamWSettings, Case};
+use crate::common::processes::together;
+use crate::distributed::train;
+use candle_core::{Device, Tensor};
+use finetune::data::{Batch, IGNORE_INDEX, Sequence, SequenceRole};
+use finetune::engine::collective::SingleProcess;
+use finetune::engine::model::{Checkpointing, Workspace};
+use finetune::engine::optim::{AdamWConfig, Gradients};
+use finetune::precision::{GradScaler, PrecisionPolicy};
+use finetune::store::checkpoint::compare;
+use finetune::telemetry::Event;
+use finetune::train::{
+    Completion, Config, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps, Split, TrainEngine,
+    completion_loss, pair_loss,
+};
+use serde::Deserialize;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+/// `preferences.json`.
+#[derive(Deserialize)]
+struct Golden {
+    pairs: Vec<GoldenPair>,
+    single: Vec<GoldenCompletion>,
+    adamw: AdamWSettings,
+    models: BTreeMap<String, GoldenModel>,
+}
+
+#[derive(Deserialize)]
+struct GoldenPair {
+    kind: ObjectiveKind,
+    beta: f64,
+    label_smoothing: f64,
+    logp: [f64; 2],
+    reference: [f64; 2],
+    lengths: [usize; 2],
+    loss: f64,
+    slopes: [f64; 2],
+}
+
+#[derive(Deserialize)]
+struct GoldenCompletion {
+    beta: f64,
+    desirable_weight: f64,
+    undesirable_weight: f64,
+    logp: f64,
+    reference: f64,
+    desirable: bool,
+    kl: f64,
+    loss: f64,
+    slope: f64,
+}
+
+#[derive(Deserialize)]
+struct GoldenModel {
+    /// Prompt, chosen answer, rejected answer.
+    pairs: Vec<[Vec<u32>; 3]>,
+    reference: Vec<f64>,
+    base: Vec<f64>,
+    objectives: BTreeMap<String, GoldenObjective>,
+    dpo_steps: Vec<f64>,
+    kto: GoldenKto,
+}
+
+#[derive(Deserialize)]
+struct GoldenKto {
+    loss: f64,
+    kl: f64,
+    /// The reference's log-probabilities of each prompt with the next row's answer.
+    references: Vec<f64>,
+}
+
+#[derive(Deserialize)]
+struct GoldenObjective {
+    beta: f64,
+    label_smoothing: f64,
+    loss: f64,
+    logps: [f64; 2],
+    rewards: [f64; 2],
+    accuracy: f64,
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+fn golden() -> Golden {
+    serde_json::from_str(&std::fs::read_to_string(folder().join("preferences.json")).unwrap()).unwrap()
+}
+
+/// Pairs as batches of `pairs_per_batch`, padded to one width.
+fn batches(pairs: &[[Vec<u32>; 3]], pairs_per_batch: usize) -> Vec<Batch> {
+    let width = pairs.iter().map(|[prompt, a, b]| prompt.len() + a.len().max(b.len()) - 1).max().unwrap();
+    let mut index = 0;
+    let mut batch_of = |pairs: &[[Vec<u32>; 3]]| {
+        let mut batch = Batch::new(2 * pairs.len(), width);
+        for (row, (prompt, answer)) in pairs.iter().flat_map(|[prompt, a, b]| [(prompt, a), (prompt, b)]).enumerate() {
+            let (whole, start) = ([&prompt[..], &answer[..]].concat(), row * width);
+            batch.inputs[start..start + whole.len() - 1].copy_from_slice(&whole[..whole.len() - 1]);
+            let first = start + prompt.len() - 1;
+            batch.labels[first..first + answer.len()].copy_from_slice(answer);
+            let role = if row % 2 == 0 { SequenceRole::Chosen } else { SequenceRole::Rejected };
+            batch.sequences.push(Sequence { labels: start..start + whole.len() - 1, index, role });
+            index += 1;
+        }
+        batch.num_label_tokens = batch.labels.iter().filter(|&&label| label != IGNORE_INDEX).count();
+        batch
+    };
+    pairs.chunks(pairs_per_batch).map(&mut batch_of).collect()
+}
+
+fn stored(logps: &[f64]) -> Reference {
+    let mut reference = ReferenceLogps::default();
+    for (index, logp) in (0..).zip(logps) {
+        [Split::Train, Split::Validation].into_iter().for_each(|split| reference.insert(split, index, *logp));
+    }
+    Reference::Stored(reference)
+}
+
+fn assert_near(what: &str, found: f64, expected: f64, tolerance: f64) {
+    assert!((found - expected).abs() <= tolerance * expected.abs().max(1e-3), "{what}: {found}, not {expected}");
+}
+
+/// The engine of a case for `micro_batches` batches of `rows` rows.
+fn engine_for(case: &Case, adamw: &AdamWSettings, (rows, width): (usize, usize), micro_batches: usize) -> TrainEngine {
+    let (config, masters) = read_model(&case.folder);
+    let settings = Settings {
+        policy: PrecisionPolicy::FP32,
+        scaler: GradScaler::disabled(),
+        adamw: AdamWConfig { betas: adamw.betas.into(), eps: adamw.eps, weight_decay: adamw.weight_decay },
+        lr: adamw.lr,
+        max_grad_norm: Some(adamw.max_grad_norm),
+        batch: (rows, width),
+        grad_accum: micro_batches,
+    };
+    engine_of(case.kernels.clone(), &config, masters, settings)
+}
+
+#[test]
+fn losses_and_their_derivatives_agree_with_pytorch() {
+    let golden = golden();
+    assert!(golden.pairs.len() > 200 && golden.single.len() > 10);
+    for pair in &golden.pairs {
+        let GoldenPair { kind, beta, label_smoothing, logp, reference, lengths, .. } = *pair;
+        let settings = ObjectiveSection { kind, beta: Some(beta), label_smoothing, ..ObjectiveSection::default() };
+        let side = |at: usize| Completion { logp: logp[at], reference: reference[at], targets: lengths[at] };
+        let found = pair_loss(&settings, [side(0), side(1)]);
+        let what = format!("{kind:?} with beta {beta} and label smoothing {label_smoothing} of {logp:?}");
+        let near = |found: f64, expected: f64| {
+            // PyTorch's sigmoid loses the digits of 1 - p.
+            let error = (found - expected).abs();
+            assert!(error <= 1e-9 * expected.abs() + 1e-15, "{what}: {found}, not {expected}");
+        };
+        near(found.loss, pair.loss);
+        found.slopes.into_iter().zip(pair.slopes).for_each(|(found, expected)| near(found, expected));
+    }
+    for one in &golden.single {
+        let settings = ObjectiveSection {
+            kind: ObjectiveKind::Kto,
+            beta: Some(one.beta),
+            desirable_weight: one.desirable_weight,
+            undesirable_weight: one.undesirable_weight,
+            ..ObjectiveSection::default()
+        };
+        let completion = Completion { logp: one.logp, reference: one.reference, targets: 3 };
+        let found = completion_loss(&settings, completion, one.desirable, one.kl);
+        let what = format!("kto of {} at {}", one.logp, one.kl);
+        for (found, expected) in [(found.loss, one.loss), (found.slope, one.slope)] {
+            assert!((found - expected).abs() <= 1e-12, "{what}: {found}, not {expected}");
+        }
+    }
+}
+
+#[test]
+fn gradients_of_every_parameter_agree_with_pytorch() {
+    let golden = golden();
+    let gradients: HashMap<String, Tensor> =
+        candle_core::safetensors::load(folder().join("preferences.safetensors"), &Device::Cpu).unwrap();
+    for (name, model) in &golden.models {
+        let batch = &batches(&model.pairs, model.pairs.len())[0];
+        for case in Case::own(name).for_all_kernels() {
+            for (objective, expected) in &model.objectives {
+                let kind: ObjectiveKind = serde_json::from_value(objective.as_str().into()).unwrap();
+                let GoldenObjective { beta, label_smoothing, .. } = *expected;
+                let settings =
+                    ObjectiveSection { kind, beta: Some(beta), label_smoothing, ..ObjectiveSection::default() };
+                let mut engine = engine_for(&case, &golden.adamw, (batch.batch_size, batch.seq_len), 1);
+                engine.objective = Objective::new(settings, stored(&model.reference));
+                let report = engine.step(std::slice::from_ref(batch)).unwrap();
+                let what = format!("{objective} of {}", case.name);
+                assert_near(&what, report.loss, expected.loss, 2e-6);
+                let metrics = report.metrics.unwrap();
+                let found =
+                    [metrics.logps_chosen, metrics.logps_rejected, metrics.rewards_chosen, metrics.rewards_rejected];
+                for (found, expected) in found.into_iter().zip(expected.logps.into_iter().chain(expected.rewards)) {
+                    assert_near(&what, found.unwrap(), expected, 1e-5);
+                }
+                assert_eq!(metrics.rewards_accuracies, Some(expected.accuracy), "{what}");
+                let prefix = format!("{name}/{objective}/");
+                let of_case = gradients
+                    .iter()
+                    .filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?.to_owned(), value.clone())));
+                assert_close(&what, &unscaled(&engine, 1.0), &of_case.collect(), 1e-5, 1e-5);
+            }
+        }
+    }
+}
+
+#[test]
+fn ten_steps_of_dpo_agree_with_pytorch() {
+    let golden = golden();
+    for (name, model) in &golden.models {
+        let batch = &batches(&model.pairs, model.pairs.len())[0];
+        let mut engine = engine_for(&Case::own(name), &golden.adamw, (batch.batch_size, batch.seq_len), 1);
+        let settings = ObjectiveSection { kind: ObjectiveKind::Dpo, ..ObjectiveSection::default() };
+        engine.objective = Objective::new(settings, stored(&model.base));
+        assert_eq!(model.dpo_steps.len(), 10);
+        for (step, expected) in model.dpo_steps.iter().enumerate() {
+            let report = engine.step(std::slice::from_ref(batch)).unwrap();
+            assert_near(&format!("{name}, step {step}"), report.loss, *expected, 1e-4);
+        }
+        assert!(model.dpo_steps[9] < model.dpo_steps[0], "{name} learns nothing");
+    }
+}
+
+/// Four pairs, a pair a micro-batch: any number of processes sums them to the same bits.
+#[test]
+fn any_number_of_processes_takes_the_same_steps() {
+    let golden = golden();
+    let model = &golden.models["families/llama"];
+    let pairs: Vec<_> = model.pairs.iter().cycle().take(4).cloned().collect();
+    let parts = batches(&pairs, 1);
+    let case = Case::own("families/llama");
+    for kind in [ObjectiveKind::Dpo, ObjectiveKind::Orpo] {
+        let steps = |world: usize| {
+            let found = together(world, |process| {
+                let engine = engine_for(&case, &golden.adamw, (2, parts[0].seq_len), parts.len());
+                let mut engine = in_group(process, engine, parts.len());
+                let settings = ObjectiveSection { kind, ..ObjectiveSection::default() };
+                engine.objective = Objective::new(settings, stored(&[-9.0; 8]));
+                let reports: Vec<_> = (0..3).map(|_| engine.step(&parts).unwrap()).collect();
+                let figures: Vec<_> = reports.iter().map(|report| (report.loss.to_bits(), report.metrics)).collect();
+                let mut rest = parts.iter();
+                let evaluation = engine
+                    .evaluate(&mut parts[0].clone(), |batch| rest.next().map(|next| batch.clone_from(next)).is_some());
+                let evaluation = evaluation.unwrap();
+                (figures, (evaluation.loss.to_bits(), evaluation.metrics), weights(&engine))
+            });
+            assert!(found.iter().all(|one| *one == found[0]));
+            found.into_iter().next().unwrap()
+        };
+        let one = steps(1);
+        for world in [2, 3, 4] {
+            assert_eq!(steps(world), one, "{kind:?}, {world} processes");
+        }
+    }
+}
+
+/// The working copy of an engine.
+fn weights(engine: &TrainEngine) -> Vec<Vec<f64>> {
+    by_name(&engine.state.weights).values().map(values).collect()
+}
+
+/// Micro-batches of one pair make the step of all pairs at once.
+#[test]
+fn losses_are_divided_by_the_pairs_of_the_step() {
+    let golden = golden();
+    let model = &golden.models["narrow"];
+    let step = |pairs_per_batch: usize| {
+        let parts = batches(&model.pairs, pairs_per_batch);
+        let shape = (2 * pairs_per_batch, parts[0].seq_len);
+        let mut engine = engine_for(&Case::own("narrow"), &golden.adamw, shape, parts.len());
+        let settings = ObjectiveSection { kind: ObjectiveKind::Dpo, ..ObjectiveSection::default() };
+        engine.objective = Objective::new(settings, stored(&model.reference));
+        let report = engine.step(&parts).unwrap();
+        (report.loss, unscaled(&engine, 1.0))
+    };
+    let (whole, parts) = (step(3), step(1));
+    assert_near("the loss", parts.0, whole.0, 1e-6);
+    assert_close("one pair at a time", &parts.1, &whole.1, 2e-6, 2e-6);
+}
+
+/// A sample of weight 0 teaches nothing, and a weight of 2 counts a loss twice.
+#[test]
+fn weights_of_samples_scale_their_losses() {
+    let golden = golden();
+    let pairs = &golden.models["narrow"].pairs;
+    let step = |weights: &[f32], keep: &[usize]| {
+        let mut batch = batches(pairs, 2).remove(0);
+        for (row, sequence) in batch.sequences.iter_mut().enumerate() {
+            sequence.role = SequenceRole::Weighted(weights[row]);
+            if !keep.contains(&row) {
+                batch.labels[sequence.labels.clone()].fill(IGNORE_INDEX);
+            }
+        }
+        let mut engine = engine_for(&Case::own("narrow"), &golden.adamw, (batch.batch_size, batch.seq_len), 1);
+        // The divisor is the number of targets, also if their weights are 0.
+        batch.num_label_tokens = 8;
+        let report = engine.step(&[batch]).unwrap();
+        (report.loss, unscaled(&engine, 1.0))
+    };
+    let (loss, gradients) = step(&[0.0, 2.0, 0.0, 2.0], &[0, 1, 2, 3]);
+    let (half, halves) = step(&[1.0; 4], &[1, 3]);
+    assert_near("the loss", loss, 2.0 * half, 1e-7);
+    let doubled = halves.into_iter().map(|(name, tensor)| (name, (tensor * 2.0).unwrap())).collect();
+    assert_close("weights of samples", &gradients, &doubled, 1e-6, 1e-6);
+}
+
+/// Prompts with the answers of other rows estimate the divergence; their reference has separate keys.
+#[test]
+fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
+    let golden = golden();
+    let gradients: HashMap<String, Tensor> =
+        candle_core::safetensors::load(folder().join("preferences.safetensors"), &Device::Cpu).unwrap();
+    for (name, model) in &golden.models {
+        let mut batch = batches(&model.pairs, model.pairs.len()).remove(0);
+        for (row, sequence) in batch.sequences.iter_mut().enumerate() {
+            sequence.role = if row % 2 == 0 { SequenceRole::Desirable } else { SequenceRole::Undesirable };
+        }
+        let Reference::Stored(mut reference) = stored(&model.reference) else { panic!("not stored") };
+        for (row, logp) in (0..).zip(&model.kto.references) {
+            reference.insert(Split::Train, (row + 1) << 32 | (row + 1) % batch.batch_size as u64, *logp);
+        }
+        let mut engine = engine_for(&Case::own(name), &golden.adamw, (batch.batch_size, batch.seq_len), 1);
+        let settings = ObjectiveSection { kind: ObjectiveKind::Kto, ..ObjectiveSection::default() };
+        engine.objective = Objective::new(settings, Reference::Stored(reference));
+        let report = engine.step(&[batch]).unwrap();
+        assert!(model.kto.kl > 0.1, "{name}: an estimate of {} tests nothing", model.kto.kl);
+        assert_near(name, report.metrics.unwrap().kl.unwrap(), model.kto.kl, 1e-5);
+        assert_near(name, report.loss, model.kto.loss, 2e-6);
+        let prefix = format!("{name}/kto/");
+        let of_case =
+            gradients.iter().filter_map(|(key, it)| Some((key.strip_prefix(&prefix)?.to_owned(), it.clone())));
+        assert_close(name, &unscaled(&engine, 1.0), &of_case.collect(), 1e-5, 1e-5);
+    }
+}
+
+/// The reference of adapters is their base, with the bits of the model without adapters, also while they are recomputed.
+#[test]
+fn the_base_of_adapters_is_their_reference() {
+    let golden = golden();
+    for lora in ["gpt2", "llama-rslora", "qwen3-dora"] {
+        let case = Case::lora_of(lora);
+        // Vocabularies are small.
+        let pairs = golden.models["narrow"].pairs[..1].iter();
+        let pairs = pairs.map(|parts| parts.clone().map(|ids| ids.into_iter().map(|id| id % 30).collect()));
+        let pair = &batches(&pairs.collect::<Vec<_>>(), 1)[..];
+        let shape = (2, pair[0].seq_len);
+        let dpo = |reference| {
+            let settings = ObjectiveSection { kind: ObjectiveKind::Dpo, ..ObjectiveSection::default() };
+            Objective::new(settings, reference)
+        };
+        let mut plain = engine_for(&case, &golden.adamw, shape, 1);
+        plain.objective = dpo(stored(&[0.0; 2]));
+        let metrics = plain.step(pair).unwrap().metrics.unwrap();
+        let base = [metrics.logps_chosen.unwrap(), metrics.logps_rejected.unwrap()];
+        let adapted = |reference| {
+            let mut engine = case.engine(PrecisionPolicy::FP32, 1);
+            let (spec, device) = (engine.model.spec().clone(), Device::Cpu);
+            let policy = PrecisionPolicy::FP32;
+            engine.workspace = Workspace::for_training(&spec, policy, shape, Checkpointing::None, &device).unwrap();
+            engine.grads = Gradients::new(&engine.state.weights, policy, 1, &SingleProcess).unwrap();
+            engine.objective = dpo(reference);
+            let report = engine.step(pair).unwrap();
+            (report.loss, report.metrics, weights(&engine))
+        };
+        let (found, expected) = (adapted(Reference::Base), adapted(stored(&base)));
+        assert_eq!(found, expected, "{lora}");
+        assert!(
+            found.1.unwrap().rewards_chosen.unwrap().abs() > 1e-4,
+            "{lora}: adapters that change nothing test nothing"
+        );
+    }
+}
+
+/// Four steps of three pairs of the built-in data.
+fn dpo_run(lora: bool) -> Config {
+    let mut config = Config { data: "preferences".into(), dtype: PrecisionPolicy::FP16, ..Config::default() };
+    let train = &mut config.train;
+    (train.batch_size, train.grad_accum, train.seq_len, train.steps) = (1, 3, 96, Some(4));
+    (train.eval_every, train.eval_batches, train.sample_tokens) = (2, 3, 0);
+    (config.checkpoint.save_every, config.checkpoint.keep_last, config.dropout.residual) = (2, 10, 0.1);
+    config.scaler.init_scale = 4096.0;
+    config.objective.kind = ObjectiveKind::Dpo;
+    if lora {
+        (config.lora.r, config.lora.alpha) = (Some(3), Some(6.0));
+    }
+    config
+}
+
+/// Also with a reference that is computed again because its file is missing.
+#[test]
+fn runs_have_the_same_bits_in_any_number_of_processes_and_after_a_resume() {
+    let folder = tempfile::tempdir().unwrap();
+    for lora in [false, true] {
+        let config = dpo_run(lora);
+        let path = |name: &str| folder.path().join(format!("{lora}-{name}"));
+        let one = train(1, &config, &path("1"), None);
+        assert_eq!(path("1").join("reference.json").exists(), !lora);
+        let is_measured = |event: &Event| match event {
+            Event::Step(step) => step.preference.is_some_and(|it| it.rewards_margins.is_some()),
+            Event::Eval(eval) => eval.preference.is_some_and(|it| it.rewards_accuracies.is_some()),
+            _ => false,
+        };
+        assert_eq!(one.iter().filter(|event| is_measured(event)).count(), 4 + 2);
+        let many = train(3, &config, &path("3"), None);
+        assert_eq!(format!("{many:#?}"), format!("{one:#?}"), "3 processes");
+        for (name, world, keeps_file) in [("resumed", 1, true), ("recomputed", 1, false), ("resumed by 2", 2, false)] {
+            if keeps_file && !lora {
+                std::fs::create_dir_all(path(name)).unwrap();
+                std::fs::copy(path("1").join("reference.json"), path(name).join("reference.json")).unwrap();
+            }
+            train(world, &config, &path(name), Some(&path("1").join("step-000002")));
+            let differences = compare(&path("1").join("step-000004"), &path(name).join("step-000004")).unwrap();
+            assert_eq!(differences, [], "{name}, with adapters: {lora}");
+        }
+    }
+}

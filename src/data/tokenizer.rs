@@ -72,9 +72,12 @@ impl Tokenizer {
         Self { kind: TokenizerKind::Byte, json: byte_json().to_string().into_bytes().into(), added: None, bos: None }
     }
 
-    /// Reads a `tokenizer.json`.
+    /// Reads a `tokenizer.json`, or returns [`Self::byte`] for the name `bytes`.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
+        if path == Path::new("bytes") {
+            return Ok(Self::byte());
+        }
         let json = read_at_most(path, MAX_BYTES)?;
         Self::from_json(json, &path.display().to_string())
     }
@@ -334,6 +337,12 @@ pub(super) mod tests {
 
     fn byte_as_hugging_face() -> tokenizers::Tokenizer {
         tokenizers::Tokenizer::from_bytes(Tokenizer::byte().json()).unwrap()
+    }
+
+    #[test]
+    fn bytes_names_the_built_in_tokenizer() {
+        assert!(Tokenizer::from_file("bytes").unwrap().is_byte());
+        assert!(Tokenizer::from_file("./bytes").is_err());
     }
 
     proptest! {

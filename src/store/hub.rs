@@ -88,6 +88,8 @@ struct Repo {
     kind: RepoType,
     /// `owner/name`, or a legacy name without owner.
     id: String,
+    /// The name of its folder in the cache, which may be an alias.
+    cached_as: String,
     /// Branch, tag or commit.
     revision: String,
 }
@@ -97,8 +99,15 @@ struct CachedFile {
     path: PathBuf,
     /// The commit it belongs to.
     commit: String,
-    /// The hash of its contents.
-    etag: String,
+    /// The hash of its contents; `None` for a plain file, which only the Hub can verify.
+    etag: Option<String>,
+}
+
+impl CachedFile {
+    /// Whether its contents have the hash `etag`.
+    fn matches(&self, etag: &str) -> Result<bool, HubError> {
+        self.etag.as_ref().map_or_else(|| cache::content_matches(&self.path, etag), |own| Ok(own == etag))
+    }
 }
 
 /// The location of a file.
@@ -133,8 +142,18 @@ impl<'a> Hub<'a> {
 
     /// The files of model `name` (an alias or `owner/name`) at `revision`, which is `main` if not given.
     pub fn model(&mut self, name: &str, revision: Option<&str>) -> Result<ModelFiles> {
-        let id = ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, id)| id);
+        let aliases = ALIASES.iter().find(|(alias, id)| [*alias, *id].contains(&name));
+        let id = aliases.map_or(name, |(_, id)| id);
         let mut repo = Repo::new(RepoType::Model, id, revision.unwrap_or("main"))?;
+        if let Some((alias, _)) = aliases
+            && !RepoCache::new(&self.settings.cache, &repo).exists()
+        {
+            // Python's libraries store a model under the name that the user wrote.
+            let by_alias = Repo { cached_as: (*alias).to_owned(), ..repo.clone() };
+            if RepoCache::new(&self.settings.cache, &by_alias).exists() {
+                repo = by_alias;
+            }
+        }
         let config = self.file(&repo, "config.json")?;
         // Use the commit from here on, so that a push in between cannot mix two versions.
         let commit = config.commit;
@@ -236,17 +255,20 @@ impl<'a> Hub<'a> {
         if !is_plain_path(file) {
             return Err(HubError::Refused(format!("`{file}` is not a path inside the repository")));
         }
-        let cached = self.verified(&RepoCache::new(&self.settings.cache, repo), &repo.revision, file)?;
+        let found = self.verified(&RepoCache::new(&self.settings.cache, repo), &repo.revision, file)?;
         if self.settings.offline {
-            return cached.map(FileLocation::Cached).ok_or(HubError::NotCached);
+            return found.map(FileLocation::Cached).map_err(HubError::NotCached);
         }
+        let cached = found.ok();
         // Retry a host that did not answer last time only once.
         let attempts = if cached.is_some() || self.unreachable { 1 } else { ATTEMPTS };
         let metadata = match cached {
             // A commit never changes, so no request is needed.
-            Some(cached) if cached.commit == repo.revision => return Ok(FileLocation::Cached(cached)),
+            Some(cached) if cached.commit == repo.revision && cached.etag.is_some() => {
+                return Ok(FileLocation::Cached(cached));
+            }
             Some(cached) => match self.client()?.metadata(repo, file, attempts) {
-                Ok(metadata) if (&metadata.commit, &metadata.etag) == (&cached.commit, &cached.etag) => {
+                Ok(metadata) if metadata.commit == cached.commit && cached.matches(&metadata.etag)? => {
                     return Ok(FileLocation::Cached(cached));
                 }
                 Err(failure) if failure.is_network() => {
@@ -271,16 +293,25 @@ impl<'a> Hub<'a> {
         Ok(FileLocation::Remote(metadata))
     }
 
-    /// The cached file, if it exists and its contents match its hash.
-    fn verified(&mut self, cache: &RepoCache, revision: &str, file: &str) -> Result<Option<CachedFile>, HubError> {
-        let Some(commit) = cache.commit(revision) else { return Ok(None) };
-        let Some((path, etag)) = cache.find(&commit, file) else { return Ok(None) };
-        if cache::content_matches(&path, &etag)? {
-            return Ok(Some(CachedFile { path, commit, etag }));
+    /// The cached file, if it exists and its contents match its hash; else the reason.
+    fn verified(
+        &mut self,
+        cache: &RepoCache,
+        revision: &str,
+        file: &str,
+    ) -> Result<Result<CachedFile, String>, HubError> {
+        let cached = match cache.find(revision, file) {
+            Ok(cached) => cached,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        let Some(etag) = &cached.etag else { return Ok(Ok(cached)) };
+        if cache::content_matches(&cached.path, etag)? {
+            return Ok(Ok(cached));
         }
-        cache.forget(&commit, file, &etag)?;
-        self.notice(format!("`{}` was damaged, so it was deleted", path.display()));
-        Ok(None)
+        cache.forget(&cached.commit, file, etag)?;
+        let reason = format!("`{}` was damaged, so it was deleted", cached.path.display());
+        self.notice(reason.clone());
+        Ok(Err(reason))
     }
 
     fn download(&mut self, repo: &Repo, file: &str, metadata: &Metadata) -> Result<CachedFile, HubError> {
@@ -290,7 +321,7 @@ impl<'a> Hub<'a> {
             self.download_blob(&cache, repo, file, metadata)?;
         }
         let path = cache.link(metadata, &repo.revision, file)?;
-        Ok(CachedFile { path, commit: metadata.commit.clone(), etag: metadata.etag.clone() })
+        Ok(CachedFile { path, commit: metadata.commit.clone(), etag: Some(metadata.etag.clone()) })
     }
 
     /// Downloads a file's contents into the cache, where it becomes visible once its hash is verified.
@@ -393,16 +424,16 @@ impl Repo {
         if !is_plain_path(revision) || !revision.chars().all(allowed) {
             return Err(Error::model(id, format!("`{revision}` is not a revision")));
         }
-        Ok(Self { kind, id: id.to_owned(), revision: revision.to_owned() })
+        Ok(Self { kind, id: id.to_owned(), cached_as: id.to_owned(), revision: revision.to_owned() })
     }
 
-    /// The repository in `hf-hub`'s terms.
-    fn on_hub(&self) -> hf_hub::Repo {
+    /// The repository in `hf-hub`'s terms, with `name`, which is `id` or `cached_as`.
+    fn as_hub_repo(&self, name: &str) -> hf_hub::Repo {
         let kind = match self.kind {
             RepoType::Model => hf_hub::RepoType::Model,
             RepoType::Dataset => hf_hub::RepoType::Dataset,
         };
-        hf_hub::Repo::with_revision(self.id.clone(), kind, self.revision.clone())
+        hf_hub::Repo::with_revision(name.to_owned(), kind, self.revision.clone())
     }
 }
 

@@ -49,9 +49,9 @@ settings! {
         /// The source of initial weights.
         init: WeightInit = WeightInit::Pretrained, fixed(), flag("init", Text, 0, "INIT"),
             help("Initial weights: pretrained or random");
-        /// A `tokenizer.json` to use instead of the model's.
+        /// A `tokenizer.json` to use instead of the model's, or `bytes` for one token per byte.
         tokenizer: Option<PathBuf> = None, fixed(), flag("tokenizer", Text, 0, "FILE"),
-            help("A tokenizer.json to use instead of the model's");
+            help("A tokenizer.json to use instead of the model's, or `bytes`");
         /// Training text: `grammar`, `tiny_shakespeare`, a file, a folder, a glob, `hf://datasets/…`, or `-`.
         data: String = "tiny_shakespeare".into(), fixed(), flag("data", Text, 0, "TEXT"), short('d'),
             help("Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-`");

@@ -150,7 +150,7 @@ impl ModelSource {
         let Some(tokenizer) = tokenizer else {
             return Err(Error::config(
                 "tokenizer",
-                format!("`{}` has no tokenizer; specify one with `--tokenizer FILE`", config.model),
+                format!("`{}` has no tokenizer; specify one with `--tokenizer FILE`, or `bytes`", config.model),
             ));
         };
         if tokenizer.vocab_size() > shape.vocab_size {
@@ -280,29 +280,18 @@ fn find_on_hub(
     find: impl FnOnce(&mut Hub<'_>) -> Result<ModelLocation>,
 ) -> Result<ModelLocation> {
     report(SetupEvent::Phase(format!("resolving {name}")));
-    let (settings, network_error) = hub_settings();
+    let settings = Settings::from_env().offline_if_unreachable();
+    let network_error = settings.network_error.clone();
     let mut progress = |progress| report(progress_of(progress));
-    let found = find(&mut Hub::new(settings).report_to(&mut progress));
-    let ways = "use a local folder instead of the name, a mirror (`HF_ENDPOINT=URL`), or random weights for training \
-    (`--init random`)";
-    cached_if_offline(found, network_error, name, ways, report)
+    let found = find(&mut Hub::new(settings).report_to(&mut progress))?;
+    note_cached_copy(network_error, name, report);
+    Ok(found)
 }
 
-/// Returns the cached result with a notice if there is no network, or the error.
-fn cached_if_offline<T>(
-    found: Result<T>,
-    network_error: Option<String>,
-    name: &str,
-    ways: &str,
-    report: &mut SetupCallback<'_>,
-) -> Result<T> {
-    let Some(why) = network_error else { return found };
-    match found {
-        Ok(found) => {
-            report(SetupEvent::Notice(format!("the Hub is unreachable ({why}); using the cached copy of `{name}`")));
-            Ok(found)
-        }
-        Err(_) => Err(Error::hub(name, format!("not in the cache, and the Hub is unreachable ({why}); {ways}"))),
+/// Reports that a cached copy is used if there is no network.
+fn note_cached_copy(network_error: Option<String>, name: &str, report: &mut SetupCallback<'_>) {
+    if let Some(why) = network_error {
+        report(SetupEvent::Notice(format!("the Hub is unreachable ({why}); using the cached copy of `{name}`")));
     }
 }
 
@@ -318,14 +307,6 @@ pub(crate) fn check_misspelling(name: &str, local: impl IntoIterator<Item = Stri
         );
         Err(Error::model(format!("`{name}`"), message))
     })
-}
-
-/// The Hub's settings, and the network error, if any; then only the cache is used.
-fn hub_settings() -> (Settings, Option<String>) {
-    let mut settings = Settings::from_env();
-    let network_error = settings.network_error();
-    settings.offline |= network_error.is_some();
-    (settings, network_error)
 }
 
 fn unknown_architecture(model: &str) -> Error {
@@ -395,11 +376,12 @@ fn with_loader<T>(
     load: impl FnOnce(&mut DatasetBuilder<'_>) -> Result<T>,
 ) -> Result<T> {
     let remote = sources.iter().flatten().find(|source| matches!(source, DataSource::Hub { .. }));
-    let (mut settings, mut network_error) = (Settings::from_env(), None);
+    let mut settings = Settings::from_env();
     if remote.is_some() {
         report(SetupEvent::Phase("resolving the data set".into()));
-        (settings, network_error) = hub_settings();
+        settings = settings.offline_if_unreachable();
     }
+    let network_error = settings.network_error.clone();
     report(SetupEvent::Phase("reading the text".into()));
     let report = RefCell::new(report);
     let mut downloading = |progress| (report.borrow_mut())(progress_of(progress));
@@ -411,12 +393,11 @@ fn with_loader<T>(
         });
     };
     let loaded =
-        load(&mut DatasetBuilder::new(DATA_FOLDER).options(options).downloader(&mut hub).report_to(&mut loading));
-    let ways = "use a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)";
-    match remote {
-        Some(remote) => cached_if_offline(loaded, network_error, &remote.to_string(), ways, *report.borrow_mut()),
-        None => loaded,
+        load(&mut DatasetBuilder::new(DATA_FOLDER).options(options).downloader(&mut hub).report_to(&mut loading))?;
+    if let Some(remote) = remote {
+        note_cached_copy(network_error, &remote.to_string(), *report.borrow_mut());
     }
+    Ok(loaded)
 }
 
 /// The device of a configuration for one of the processes.

@@ -68,7 +68,8 @@ impl CliFixture {
     /// Like `command`, but takes words that may contain spaces.
     pub(crate) fn command_of(&self, words: &[&str]) -> Command {
         let mut command = launch::program();
-        command.current_dir(&self.0).args(words).env("HF_HUB_OFFLINE", "1").env_remove("FINETUNE_ISA");
+        command.current_dir(&self.0).args(words).env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.folder());
+        command.env_remove("FINETUNE_ISA");
         command.env_remove("COLUMNS").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }

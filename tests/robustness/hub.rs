@@ -337,10 +337,63 @@ fn offline_uses_the_cache_and_nothing_else() {
     let offline = Settings { offline: true, ..server.settings(cache.path()) };
     assert_eq!(Hub::new(offline.clone()).model("distilgpt2", None).unwrap(), files);
     let message = text(Hub::new(offline).model("gpt2", None));
-    for way in ["`HF_HUB_OFFLINE`", "a local folder", "`HF_ENDPOINT=URL`", "`--init random`"] {
+    for way in ["`HF_HUB_OFFLINE`", "a local folder", "`HF_ENDPOINT=URL`", "`--init random"] {
         assert!(message.contains(way), "{message}");
     }
     assert_eq!(server.requests(), [] as [String; 0]);
+}
+
+/// Replaces the links of a snapshot by plain files and removes the blobs, as copying a cache does.
+fn make_plain(files: &ModelFiles) {
+    for entry in fs::read_dir(&files.folder).unwrap() {
+        let path = entry.unwrap().path();
+        let content = fs::read(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, content).unwrap();
+    }
+    fs::remove_dir_all(files.folder.join("../../blobs")).unwrap();
+}
+
+#[test]
+fn snapshots_of_plain_files_serve_offline_and_are_verified_online() {
+    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let files = server.model(cache.path()).unwrap();
+    make_plain(&files);
+    let offline = Settings { offline: true, ..server.settings(cache.path()) };
+    assert_eq!(Hub::new(offline).model("distilgpt2", None).unwrap(), files);
+    // Online nothing is downloaded again, except what does not match.
+    server.requests();
+    assert_eq!(server.model(cache.path()).unwrap(), files);
+    assert!(!server.requests().iter().any(|request| request.starts_with("GET")));
+    let weights = fs::read(files.folder.join("model.safetensors")).unwrap();
+    fs::write(files.folder.join("model.safetensors"), b"damaged").unwrap();
+    assert_eq!(server.model(cache.path()).unwrap(), files);
+    assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
+}
+
+#[test]
+fn pythons_short_name_is_found_and_a_broken_entry_is_explained() {
+    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    server.model(cache.path()).unwrap();
+    let short = cache.path().join("models--distilgpt2");
+    fs::rename(cache.path().join("models--distilbert--distilgpt2"), &short).unwrap();
+    let offline = Settings { offline: true, ..server.settings(cache.path()) };
+    let open = |name| Hub::new(offline.clone()).model(name, None);
+    for name in ["distilgpt2", "distilbert/distilgpt2"] {
+        assert_eq!(open(name).unwrap().folder, short.join("snapshots").join(COMMIT));
+    }
+    let message = text(open("gpt2"));
+    assert!(message.contains("`hf download openai-community/gpt2`"), "{message}");
+    assert!(message.contains(&cache.path().display().to_string()), "{message}");
+    assert!(!text(open("owner/name")).contains("--init random"));
+    // From the last cause to the first, as each hides the later ones.
+    let tokenizer = short.join("snapshots").join(COMMIT).join("tokenizer.json");
+    fs::remove_file(tokenizer.canonicalize().unwrap()).unwrap();
+    assert!(text(open("distilgpt2")).contains("tokenizer.json` is a link to a missing file"));
+    fs::remove_file(&tokenizer).unwrap();
+    assert!(text(open("distilgpt2")).contains("tokenizer.json` is missing"));
+    fs::write(short.join("refs/main"), "none").unwrap();
+    assert!(text(open("distilgpt2")).contains("refs/main` contains no commit"));
 }
 
 #[test]
@@ -356,7 +409,7 @@ fn without_a_network_the_cached_copy_serves_or_three_ways_on_are_named() {
     assert_eq!(found.unwrap(), files);
     assert!(notices > 0);
     let message = text(Hub::new(settings).model("gpt2", None));
-    for way in ["no usable connection", "a local folder", "`HF_ENDPOINT=URL`", "`--init random`"] {
+    for way in ["no usable connection", "a local folder", "`HF_ENDPOINT=URL`", "`--init random"] {
         assert!(message.contains(way), "{message}");
     }
 }
@@ -604,7 +657,7 @@ fn generate_eval_and_export_take_names_of_the_hub() {
     for line in [generate("gpt2"), "eval gpt2 --data text.txt".into(), "export gpt2 there".into()] {
         let (code, said, complaint) = finetune(&line, "1");
         assert_eq!((code, said.as_str()), (2, ""), "{line}");
-        for way in ["`HF_HUB_OFFLINE`", "a local folder", "`HF_ENDPOINT=URL`", "`--init random`"] {
+        for way in ["`HF_HUB_OFFLINE`", "a local folder", "`HF_ENDPOINT=URL`", "`--init random"] {
             assert!(complaint.contains(way), "{line}: {complaint}");
         }
     }

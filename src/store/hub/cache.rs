@@ -9,6 +9,7 @@
 //! ```
 //!
 //! The etag of a large file is its SHA-256, that of a small one its git SHA-1, so a blob's name verifies its contents.
+//! A snapshot may also have plain files, as copies and file systems without links have: only the Hub can verify them.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
@@ -18,9 +19,9 @@ use std::time::Duration;
 
 use sha1::{Digest as _, Sha1};
 
-use super::Repo;
 use super::client::Metadata;
 use super::error::HubError;
+use super::{CachedFile, Repo};
 use crate::digest::{Digest, read_at_most};
 
 /// The extension of an unfinished download.
@@ -48,28 +49,57 @@ pub(super) struct Partial {
 
 impl RepoCache {
     pub(super) fn new(cache: &Path, repo: &Repo) -> Self {
-        let repo = repo.on_hub();
+        let repo = repo.as_hub_repo(&repo.cached_as);
         let root = cache.join(repo.folder_name());
         let locks = cache.join(".locks").join(repo.folder_name());
         Self { repo: hf_hub::Cache::new(cache.to_owned()).repo(repo), root, locks }
     }
 
-    /// The last known commit of a revision; a commit is its own.
-    pub(super) fn commit(&self, revision: &str) -> Option<String> {
-        if is_hex(revision, 40) {
-            return Some(revision.to_owned());
-        }
-        let commit = read_at_most(&self.root.join("refs").join(revision), 1024).ok()?;
-        Some(String::from_utf8_lossy(&commit).trim().to_owned()).filter(|commit| is_hex(commit, 40))
+    /// Whether the cache has a folder for the repository.
+    pub(super) fn exists(&self) -> bool {
+        self.root.is_dir()
     }
 
-    /// A file of a snapshot, and its etag. Ignores a link that leads anywhere but to this repository's blobs.
-    pub(super) fn find(&self, commit: &str, file: &str) -> Option<(PathBuf, String)> {
-        let path = self.repo.pointer_path(commit).join(file);
-        let blob = path.canonicalize().ok()?;
-        let etag = blob.file_name()?.to_str()?.to_owned();
-        let is_ours = blob.parent() == self.blobs().canonicalize().ok().as_deref();
-        (is_ours && blob.is_file() && (is_hex(&etag, 40) || is_hex(&etag, 64))).then_some((path, etag))
+    /// The last known commit of a revision; a commit is its own.
+    fn commit(&self, revision: &str) -> Result<String, String> {
+        if is_hex(revision, 40) {
+            return Ok(revision.to_owned());
+        }
+        if !self.exists() {
+            return Err(format!("the cache has no `{}`", self.root.display()));
+        }
+        let path = self.root.join("refs").join(revision);
+        let commit = read_at_most(&path, 1024).map_err(|error| error.to_string())?;
+        Some(String::from_utf8_lossy(&commit).trim().to_owned())
+            .filter(|commit| is_hex(commit, 40))
+            .ok_or_else(|| format!("`{}` contains no commit", path.display()))
+    }
+
+    /// A file of a snapshot. Ignores links to anything except this repository's blobs.
+    ///
+    /// # Errors
+    /// The reason why the cache does not have it.
+    pub(super) fn find(&self, revision: &str, file: &str) -> Result<CachedFile, String> {
+        let commit = self.commit(revision)?;
+        let path = self.repo.pointer_path(&commit).join(file);
+        let shown = path.display();
+        let real = match (path.symlink_metadata(), path.canonicalize()) {
+            (Err(_), _) => return Err(format!("`{shown}` is missing")),
+            (Ok(_), Err(_)) => return Err(format!("`{shown}` is a link to a missing file")),
+            (Ok(_), Ok(real)) => real,
+        };
+        let is_below = |folder: &Path| folder.canonicalize().is_ok_and(|folder| real.starts_with(folder));
+        if !real.is_file() || !is_below(&self.root) {
+            return Err(format!("`{shown}` is not a file of this cache"));
+        }
+        let etag = if is_below(&self.blobs()) {
+            let name =
+                real.file_name().and_then(|name| name.to_str()).filter(|name| is_hex(name, 40) || is_hex(name, 64));
+            Some(name.ok_or_else(|| format!("`{shown}` is a link to a file whose name is not a hash"))?.to_owned())
+        } else {
+            None
+        };
+        Ok(CachedFile { path, commit, etag })
     }
 
     /// Removes a damaged file and its link.

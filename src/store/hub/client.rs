@@ -72,7 +72,9 @@ impl Client {
 
     /// The URL of a file.
     pub(super) fn url(&self, repo: &Repo, file: &str) -> String {
-        self.api.repo(repo.on_hub()).url(&file.split('/').map(percent_encode).collect::<Vec<_>>().join("/"))
+        self.api
+            .repo(repo.as_hub_repo(&repo.id))
+            .url(&file.split('/').map(percent_encode).collect::<Vec<_>>().join("/"))
     }
 
     /// Requests a file's metadata, up to `attempts` times.
@@ -337,10 +339,10 @@ mod tests {
     #[test]
     fn urls_are_those_of_the_hub() {
         let client = Client::new(&Settings::from_vars(|_| None)).unwrap();
-        let repo = Repo { kind: RepoType::Dataset, id: "o/n".into(), revision: "refs/convert/parquet".into() };
+        let repo = Repo::new(RepoType::Dataset, "o/n", "refs/convert/parquet").unwrap();
         let url = client.url(&repo, "a dir/0.parquet");
         assert_eq!(url, "https://huggingface.co/datasets/o/n/resolve/refs%2Fconvert%2Fparquet/a%20dir/0.parquet");
-        let repo = Repo { kind: RepoType::Model, id: "o/n".into(), revision: "main".into() };
+        let repo = Repo::new(RepoType::Model, "o/n", "main").unwrap();
         assert_eq!(client.url(&repo, "config.json"), "https://huggingface.co/o/n/resolve/main/config.json");
     }
 

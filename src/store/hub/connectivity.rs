@@ -34,13 +34,15 @@ pub fn connect(settings: &Settings, timeout: Duration) -> Result<Duration, Strin
 }
 
 impl Settings {
-    /// The reason if the Hub is unreachable. Takes at most two seconds, much less than a request with retries. With a
-    /// proxy, skips the check.
-    pub fn network_error(&self) -> Option<String> {
+    /// Uses only the cache if the Hub is unreachable. Takes at most two seconds, much less than a request with retries.
+    /// With a proxy, skips the check.
+    #[must_use]
+    pub fn offline_if_unreachable(self) -> Self {
         let proxied = PROXIES.iter().any(|name| std::env::var_os(name).is_some_and(|proxy| !proxy.is_empty()));
         // The request itself reports a malformed URL.
         let tried = !self.offline && !proxied && self.check().is_ok();
-        tried.then(|| connect(self, Duration::from_secs(2)).err()).flatten()
+        let network_error = tried.then(|| connect(&self, Duration::from_secs(2)).err()).flatten();
+        Self { offline: self.offline || network_error.is_some(), network_error, ..self }
     }
 }
 

@@ -9,7 +9,7 @@ use ureq::http::{Response, StatusCode};
 
 use super::client::header_text;
 use super::settings::{Settings, without_password};
-use super::{Repo, RepoType};
+use super::{ALIASES, Repo, RepoType};
 use crate::Error;
 
 /// Why a download failed.
@@ -41,8 +41,8 @@ pub(super) enum HubError {
     },
     /// The server's response is invalid or not allowed.
     Refused(String),
-    /// `HF_HUB_OFFLINE` is set and the cache has no such file.
-    NotCached,
+    /// The cache has no such file, for this reason, and `HF_HUB_OFFLINE` is set or there is no network.
+    NotCached(String),
     /// `HF_ENDPOINT` or `HF_TOKEN` is malformed.
     Settings(Error),
     Disk {
@@ -75,7 +75,7 @@ impl HubError {
 
     /// Whether the file does not exist.
     pub(super) fn is_not_found(&self) -> bool {
-        matches!(self, Self::NoSuchFile | Self::NotCached)
+        matches!(self, Self::NoSuchFile | Self::NotCached(_))
     }
 
     /// Whether the server is unreachable or failing, so that a cached copy should be used.
@@ -92,12 +92,21 @@ impl HubError {
             Self::Settings(error) => return error,
             _ => {}
         }
+        let cache = settings.cache.display();
         let alternatives = match repo.kind {
             RepoType::Model => {
-                "use a local folder instead of the name, a mirror (`HF_ENDPOINT=URL`), or random weights for training \
-                 (`--init random`)"
+                let is_architecture = ALIASES.iter().any(|(_, full_name)| full_name == id);
+                let random =
+                    if is_architecture { ", or train random weights (`--init random --tokenizer bytes`)" } else { "" };
+                format!(
+                    "use a local folder instead of the name or a mirror (`HF_ENDPOINT=URL`), copy the output of \
+                     `hf download {id}` on another machine into `{cache}`{random}"
+                )
             }
-            RepoType::Dataset => "use a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`)",
+            RepoType::Dataset => format!(
+                "use a local file (`--data FILE`) or a mirror (`HF_ENDPOINT=URL`), or copy the output of \
+                 `hf download --repo-type dataset {id}` on another machine into `{cache}`"
+            ),
         };
         let advice = match self {
             Self::Unauthorized(_) => {
@@ -109,15 +118,24 @@ impl HubError {
             Self::NoSuchRevision => "check `--revision`".to_owned(),
             Self::NoSuchFile => "the repository does not have the required files".to_owned(),
             Self::DiskFull { .. } => "free some space, or set `HF_HUB_CACHE` to a folder on a larger disk".to_owned(),
-            Self::NotCached => format!("unset `HF_HUB_OFFLINE` to download it, or {alternatives}"),
-            _ => alternatives.to_owned(),
+            Self::NotCached(_) if settings.network_error.is_none() => {
+                format!("unset `HF_HUB_OFFLINE` to download it, or {alternatives}")
+            }
+            _ => alternatives,
         };
         // Blame the configuration if the user can change it, else the network.
-        let asked = matches!(
-            self,
-            Self::Unauthorized(_) | Self::NoSuchRepo | Self::NoSuchRevision | Self::NoSuchFile | Self::NotCached
-        );
-        let (origin, message) = (format!("{id} at `{endpoint}`"), format!("cannot get `{file}`: {self}; {advice}"));
+        let asked = match self {
+            Self::NotCached(_) => settings.network_error.is_none(),
+            Self::Unauthorized(_) | Self::NoSuchRepo | Self::NoSuchRevision | Self::NoSuchFile => true,
+            _ => false,
+        };
+        let offline = match (&self, &settings.network_error) {
+            (Self::NotCached(_), Some(why)) => format!(", and the Hub is unreachable ({why})"),
+            (Self::NotCached(_), None) => ", and `HF_HUB_OFFLINE` forbids the download".to_owned(),
+            _ => String::new(),
+        };
+        let (origin, message) =
+            (format!("{id} at `{endpoint}`"), format!("cannot get `{file}`: {self}{offline}; {advice}"));
         if asked { Error::model(origin, message) } else { Error::hub(origin, message) }
     }
 }
@@ -147,7 +165,7 @@ impl fmt::Display for HubError {
             }
             Self::Refused(why) => f.write_str(why),
             Self::Settings(error) => error.fmt(f),
-            Self::NotCached => f.write_str("it is not in the cache, and `HF_HUB_OFFLINE` forbids the download"),
+            Self::NotCached(reason) => write!(f, "it is not in the cache ({reason})"),
             Self::Disk { action, path, source } => write!(f, "cannot {action} `{}`: {source}", path.display()),
         }
     }

@@ -19,8 +19,10 @@ pub struct Settings {
     pub cache: PathBuf,
     /// Sent only to the endpoint: `HF_TOKEN`, else the file that `hf auth login` writes.
     pub token: Option<String>,
-    /// Whether only the cache may be used: `HF_HUB_OFFLINE`.
+    /// Whether only the cache may be used: `HF_HUB_OFFLINE`, or without a network.
     pub offline: bool,
+    /// The reason if there is no network.
+    pub network_error: Option<String>,
     /// The timeout for a server that sends nothing.
     pub timeout: Duration,
     /// The first pause between two attempts; each later one is twice as long.
@@ -51,6 +53,7 @@ impl Settings {
             cache: cache.unwrap_or_else(|| hf_home.join("hub")),
             token: token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty()),
             offline: ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].iter().any(|name| var(name).is_some_and(is_on)),
+            network_error: None,
             timeout: Duration::from_secs(30),
             backoff: Duration::from_secs(1),
         }

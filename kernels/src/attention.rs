@@ -32,7 +32,7 @@ pub struct AttentionShape {
     pub kv_heads: usize,
     /// Width of a head.
     pub head_size: usize,
-    /// MatmulOperand of the scores.
+    /// Factor of the scores.
     pub scale: f32,
     /// The maximum number of keys that a query attends to: its own position and the ones just before it.
     pub window: Option<usize>,

@@ -17,9 +17,9 @@ settings! {
         enabled: bool = true;
         /// The scale of the first step.
         init_scale: f32 = 65536.0, flag("init-scale", LossScale, 0, "X"), help("The first loss scale");
-        /// MatmulOperand on the scale after `growth_interval` clean steps, unless that overflows f32; above 1.
+        /// Factor on the scale after `growth_interval` clean steps, unless that overflows f32; above 1.
         growth_factor: f64 = 2.0;
-        /// MatmulOperand on the scale after an overflow; between 0 and 1, exclusive.
+        /// Factor on the scale after an overflow; between 0 and 1, exclusive.
         backoff_factor: f64 = 0.5;
         /// Consecutive clean steps after which the scale grows.
         growth_interval: u32 = 2000, flag("growth-interval", LossScale, 0, "N"),

@@ -93,7 +93,7 @@ pub(super) struct BlocksArgs {
     /// The scheme whose first block is shown: `fp8`, `delayed`, `rows`, `block128`, `mxfp8`, `nvfp4` or `int8`
     #[arg(long, default_value = "mxfp8", add = control(Among(SCHEMES)))]
     pub(super) scheme: Scheme,
-    /// MatmulOperand on the first value of each row
+    /// Factor on the first value of each row
     #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale))]
     pub(super) outlier: f64,
     /// The amax that delayed scaling uses, as a factor on the tensor's actual one

@@ -105,9 +105,9 @@ pub struct ScalerSettings {
     pub enabled: bool,
     /// The first scale.
     pub init_scale: f32,
-    /// MatmulOperand of a growth.
+    /// Factor of a growth.
     pub growth_factor: f64,
-    /// MatmulOperand of a backoff.
+    /// Factor of a backoff.
     pub backoff_factor: f64,
     /// Clean steps between two growths.
     pub growth_interval: u32,

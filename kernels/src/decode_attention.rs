@@ -11,6 +11,7 @@ use crate::rows::{axpy, dot, max, sum, with_scratch};
 use crate::view::{read, write, zeros};
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
+use std::ops::Range;
 
 /// One layer's keys and values, `[kv_heads, capacity, head_size]` each: a head's rows are contiguous.
 #[derive(Debug)]
@@ -19,11 +20,27 @@ pub struct LayerKvCache {
     pub(super) values: Tensor,
 }
 
+/// New tokens of a sequence, and the tokens before them.
+#[derive(Clone, Copy, Debug)]
+pub struct CachedSequence<'a> {
+    /// Keys and values of all its tokens.
+    pub cache: &'a LayerKvCache,
+    /// Tokens in the cache before the new ones.
+    pub past: usize,
+    /// New tokens.
+    pub new: usize,
+}
+
 impl LayerKvCache {
     /// Room for `capacity` tokens.
     pub fn new(kv_heads: usize, capacity: usize, head_size: usize, dtype: DType, device: &Device) -> Result<Self> {
         let zeros = || zeros(&[kv_heads, capacity, head_size], dtype, device);
         Ok(Self { keys: zeros()?, values: zeros()? })
+    }
+
+    /// The number of tokens that it has room for.
+    fn capacity(&self) -> usize {
+        self.keys.dims()[1]
     }
 
     /// Changes the storage type to `dtype`, which discards the content unless the type is unchanged.
@@ -35,53 +52,8 @@ impl LayerKvCache {
         Ok(())
     }
 
-    /// Computes [`op::DecodeAttention`] with this cache.
-    pub(super) fn attend(&self, op: &op::DecodeAttention<'_>) -> Result<()> {
-        let &op::DecodeAttention { ref shape, past, qkv, out, .. } = op;
-        let (kv_heads, capacity, head_size) = self.keys.dims3()?;
-        let new = shape.seq_len;
-        let [queries, k, v] = qkv;
-        self.append(past, new, [k, v])?;
-        let (keys, values, opened) = (read(&self.keys)?, read(&self.values)?, read(queries.tensor())?);
-        let (keys, values, queries) = (keys.view(), values.view(), queries.source(&opened));
-        // Keys before the first new token's window are not read.
-        let lowest = shape.first_in_window(past);
-        let (kept, group) = (past + new - lowest, shape.heads / kv_heads);
-        write_columns([ColumnSlice::all(out)?], |[out]| {
-            (0..kv_heads).into_par_iter().for_each(|kv_head| {
-                let size = kept * head_size;
-                let start = (kv_head * capacity + lowest) * head_size;
-                isa::vectorize(
-                    #[inline(always)]
-                    || {
-                        with_scratch(
-                            2 * size + kept + 2 * head_size,
-                            #[inline(always)]
-                            |scratch| {
-                                let (k, rest) = scratch.split_at_mut(size);
-                                let (v, rest) = rest.split_at_mut(size);
-                                let (p, rest) = rest.split_at_mut(kept);
-                                let (query, row) = rest.split_at_mut(head_size);
-                                let (k, v) = (keys.widened(start, k), values.widened(start, v));
-                                let heads = kv_head * group..(kv_head + 1) * group;
-                                for (head, i) in heads.flat_map(|head| (0..new).map(move |i| (head, i))) {
-                                    queries.load(i, head * head_size, query);
-                                    let seen = shape.first_in_window(past + i) - lowest..past + i + 1 - lowest;
-                                    let rows = seen.start * head_size..seen.end * head_size;
-                                    attend_row(shape, query, &k[rows.clone()], &v[rows], &mut p[seen], row);
-                                    // SAFETY: this task alone writes this head's part of the row.
-                                    unsafe { out.store(i, head * head_size, row) };
-                                }
-                            },
-                        );
-                    },
-                );
-            });
-        })
-    }
-
-    /// Copies new keys and values into the cache.
-    fn append(&self, past: usize, new: usize, parts: [ColumnSlice<'_>; 2]) -> Result<()> {
+    /// Copies the keys and values of `rows` into the cache, starting at token `past`.
+    fn append(&self, past: usize, rows: Range<usize>, parts: [ColumnSlice<'_>; 2]) -> Result<()> {
         let (heads, capacity, head_size) = self.keys.dims3()?;
         for (part, store) in parts.into_iter().zip([&self.keys, &self.values]) {
             let opened = read(part.tensor())?;
@@ -91,9 +63,9 @@ impl LayerKvCache {
                     head_size,
                     #[inline(always)]
                     |row| {
-                        for (t, head) in (0..new).flat_map(|t| (0..heads).map(move |head| (t, head))) {
+                        for (t, head) in rows.clone().flat_map(|t| (0..heads).map(move |head| (t, head))) {
                             part.load(t, head * head_size, row);
-                            store.store((head * capacity + past + t) * head_size, row);
+                            store.store((head * capacity + past + t - rows.start) * head_size, row);
                         }
                     },
                 );
@@ -101,6 +73,60 @@ impl LayerKvCache {
         }
         Ok(())
     }
+}
+
+/// Computes [`op::DecodeAttention`].
+pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
+    let &op::DecodeAttention { ref shape, sequences, qkv, out } = op;
+    let [queries, k, v] = qkv;
+    let (mut first, mut caches) = (0, Vec::with_capacity(sequences.len()));
+    for sequence in sequences {
+        let rows = first..first + sequence.new;
+        first = rows.end;
+        sequence.cache.append(sequence.past, rows.clone(), [k, v])?;
+        caches.push((read(&sequence.cache.keys)?, read(&sequence.cache.values)?, sequence, rows));
+    }
+    let opened = read(queries.tensor())?;
+    let queries = queries.source(&opened);
+    let AttentionShape { kv_heads, head_size, heads, .. } = *shape;
+    let group = heads / kv_heads;
+    write_columns([ColumnSlice::all(out)?], |[out]| {
+        let tasks = caches.len() * kv_heads;
+        (0..tasks).into_par_iter().for_each(|task| {
+            let (kv_head, (keys, values, sequence, rows)) = (task % kv_heads, &caches[task / kv_heads]);
+            let CachedSequence { cache, past, new } = **sequence;
+            // Keys before the first new token's window are not read.
+            let lowest = shape.first_in_window(past);
+            let kept = past + new - lowest;
+            let size = kept * head_size;
+            let start = (kv_head * cache.capacity() + lowest) * head_size;
+            isa::vectorize(
+                #[inline(always)]
+                || {
+                    with_scratch(
+                        2 * size + kept + 2 * head_size,
+                        #[inline(always)]
+                        |scratch| {
+                            let (k, rest) = scratch.split_at_mut(size);
+                            let (v, rest) = rest.split_at_mut(size);
+                            let (p, rest) = rest.split_at_mut(kept);
+                            let (query, row) = rest.split_at_mut(head_size);
+                            let (k, v) = (keys.view().widened(start, k), values.view().widened(start, v));
+                            let heads = kv_head * group..(kv_head + 1) * group;
+                            for (head, i) in heads.flat_map(|head| (0..new).map(move |i| (head, i))) {
+                                queries.load(rows.start + i, head * head_size, query);
+                                let seen = shape.first_in_window(past + i) - lowest..past + i + 1 - lowest;
+                                let of_seen = seen.start * head_size..seen.end * head_size;
+                                attend_row(shape, query, &k[of_seen.clone()], &v[of_seen], &mut p[seen], row);
+                                // SAFETY: this task alone writes this head's part of the row.
+                                unsafe { out.store(rows.start + i, head * head_size, row) };
+                            }
+                        },
+                    );
+                },
+            );
+        });
+    })
 }
 
 /// `out = Σ softmax(scale · query · k)[j] v[j]` over the rows of keys and values; `p` is scratch for as many scores.

@@ -4,8 +4,8 @@ use super::columns::ColumnSlice;
 use super::matmul::{GemmShape, buffer_bytes};
 use super::op::{self, Op};
 use super::{
-    Kernels, Ran, adamw, attention, cross_entropy, embedding, gelu, glu, layer_norm, linear, residual, rms_norm, rope,
-    summary, view,
+    Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, layer_norm, linear,
+    residual, rms_norm, rope, summary, view,
 };
 use candle_core::{Result, Tensor};
 
@@ -47,7 +47,7 @@ impl Kernels for Fused {
             Op::SumRows(op) => linear::sum_rows(op),
             Op::Attention(op) => attention::forward(op),
             Op::AttentionBackward(op) => attention::backward(op),
-            Op::DecodeAttention(op) => op.cache.attend(op),
+            Op::DecodeAttention(op) => decode_attention::attend(op),
             Op::Activate(op) => match op.activation.gate() {
                 None => gelu::forward(op.x, op.y),
                 Some(gate) => {

@@ -9,7 +9,7 @@ use super::adamw::AdamWStep;
 use super::attention::{AttentionInputs, AttentionShape};
 use super::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use super::cross_entropy::IGNORE;
-use super::decode_attention::LayerKvCache;
+use super::decode_attention::CachedSequence;
 use super::dropout::Dropout;
 use super::rope::{CosSinCache, Direction, PositionIds};
 use super::summary::TensorSummary;
@@ -114,7 +114,7 @@ pub struct Embedding<'a> {
     pub seq_len: usize,
     /// For each token, the index in its sequence of its document's first token, where positions restart.
     pub documents: Option<&'a [u32]>,
-    /// MatmulOperand of the tokens' rows.
+    /// Factor of the tokens' rows.
     pub scale: f32,
     /// Applied to the sum.
     pub dropout: Option<Dropout>,
@@ -272,15 +272,14 @@ pub struct AttentionBackward<'a> {
     pub gradients: [ColumnSlice<'a>; 3],
 }
 
-/// Appends the keys and values of new tokens to a cache, and computes attention for the new queries.
+/// Appends the keys and values of new tokens to the caches of their sequences, and computes attention for the new
+/// queries.
 #[derive(Debug)]
 pub struct DecodeAttention<'a> {
-    /// One sequence of the n new tokens.
+    /// The n new tokens of all sequences, as if they were one sequence.
     pub shape: AttentionShape,
-    /// Keys and values of all tokens.
-    pub cache: &'a LayerKvCache,
-    /// Tokens in the cache before these.
-    pub past: usize,
+    /// The sequences, in the order of their rows.
+    pub sequences: &'a [CachedSequence<'a>],
     /// Queries, keys and values of the new tokens.
     pub qkv: [ColumnSlice<'a>; 3],
     /// `[n, H·head_size]`.
@@ -511,7 +510,10 @@ impl Op<'_> {
             }
             Self::DecodeAttention(op) => {
                 all(read, &tensors(op.qkv), &[]);
-                all(write, &[&op.cache.keys, &op.cache.values, op.out], &[]);
+                all(write, &[op.out], &[]);
+                for CachedSequence { cache, .. } in op.sequences {
+                    all(write, &[&cache.keys, &cache.values], &[]);
+                }
             }
             Self::Activate(op) => {
                 all(read, &[op.x], &[]);
@@ -608,11 +610,17 @@ impl Op<'_> {
             }
             Self::DecodeAttention(op) => {
                 op.shape.check(op.qkv)?;
-                let (kv_heads, capacity, head_size) = op.cache.keys.dims3()?;
-                let AttentionShape { batch, seq_len, .. } = op.shape;
-                [batch, op.shape.kv_heads, op.shape.head_size] == [1, kv_heads, head_size]
+                let AttentionShape { batch, seq_len, kv_heads, head_size, .. } = op.shape;
+                let fits = |sequence: &CachedSequence<'_>| {
+                    let capacity = sequence.cache.keys.dim(1)?;
+                    Ok(sequence.cache.keys.dims() == [kv_heads, capacity, head_size]
+                        && sequence.past + sequence.new <= capacity)
+                };
+                let fit = op.sequences.iter().map(fits).collect::<Result<Vec<bool>>>()?;
+                batch == 1
+                    && fit.into_iter().all(|fits| fits)
+                    && op.sequences.iter().map(|sequence| sequence.new).sum::<usize>() == seq_len
                     && op.out.dims() == [seq_len, op.shape.widths()[0]]
-                    && op.past + seq_len <= capacity
             }
             Self::Activate(op) => op.activation.fits(op.x, op.y)?,
             Self::ActivateBackward(op) => {

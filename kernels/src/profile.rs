@@ -2,6 +2,7 @@
 
 use crate::attention::AttentionShape;
 use crate::columns::{ColumnSlice, WriteMode};
+use crate::decode_attention::CachedSequence;
 use crate::matmul::GemmShape;
 use crate::op::{Access, Op};
 use crate::{Kernels, Ran};
@@ -172,7 +173,12 @@ fn flops(op: &Op<'_>) -> f64 {
         }
         Op::Attention(op) => 4.0 * score_elements(&op.shape, op.operands.documents, 0),
         Op::AttentionBackward(op) => 10.0 * score_elements(&op.shape, op.operands.documents, 0),
-        Op::DecodeAttention(op) => 4.0 * score_elements(&op.shape, None, op.past),
+        Op::DecodeAttention(op) => {
+            let scores = |sequence: &CachedSequence<'_>| {
+                score_elements(&AttentionShape { seq_len: sequence.new, ..op.shape }, None, sequence.past)
+            };
+            4.0 * op.sequences.iter().map(scores).sum::<f64>()
+        }
         _ => 0.0,
     }
 }

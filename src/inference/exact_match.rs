@@ -1,9 +1,9 @@
 //! Counts the questions that a model answers exactly.
 
 use crate::data::EvalExample;
-use crate::engine::model::{Decoder, KvCache, Parameters};
+use crate::engine::model::{Decoder, Parameters};
 use crate::inference::chat::Chat;
-use crate::inference::generate::{GenerationRequest, Sampling, TextStream, generate};
+use crate::inference::generate::{BATCH_SIZE, GenerationRequest, Sampling, generate_batch};
 use crate::inference::trained::TrainedModel;
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -37,32 +37,39 @@ pub fn exact_match(
     mut progress: impl FnMut(usize),
 ) -> Result<ExactMatch> {
     let chat = Chat::new(trained, None)?;
+    let (tokenizer, context) = (&trained.tokenizer, trained.config.max_position_embeddings);
     let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
-    let mut found = ExactMatch { asked: examples.len(), ..ExactMatch::default() };
+    let mut prompts = Vec::with_capacity(examples.len());
     for (index, EvalExample { prompt, tools, answer }) in examples.iter().enumerate() {
-        let ids = trained.tokenizer.encode(&chat.asking(prompt, tools.as_ref())?)?;
-        let (max_tokens, context) =
-            (trained.tokenizer.encode(answer)?.len() + EXTRA_TOKENS, trained.config.max_position_embeddings);
+        let ids = tokenizer.encode(&chat.asking(prompt, tools.as_ref())?)?;
         if ids.len() >= context {
             let message = format!("the question has {} tokens, but the model's context is {context}", ids.len());
             return Err(Error::data(format!("conversation {}", index + 1), message));
         }
-        let capacity = context.min(ids.len() + max_tokens);
-        let mut cache = KvCache::new(&trained.config, policy, capacity, &weights.device())?;
-        let request =
-            GenerationRequest { prompt: &ids, max_tokens, stop_token_ids: &chat.stop_token_ids, sampling: &sampling };
-        let (mut stream, mut said) = (TextStream::new(&trained.tokenizer), String::new());
-        generate(model, weights, &mut cache, request, |id| {
-            said += &stream.push(id)?;
-            Ok(true)
-        })?;
-        said += &stream.finish()?;
+        prompts.push((ids, tokenizer.encode(answer)?.len() + EXTRA_TOKENS));
+    }
+    let stop_token_ids = &chat.stop_token_ids[..];
+    let requests = prompts.iter().map(|(prompt, max_tokens)| GenerationRequest {
+        prompt,
+        max_tokens: *max_tokens,
+        stop_token_ids,
+        sampling: &sampling,
+    });
+    let requests: Vec<GenerationRequest<'_>> = requests.collect();
+    let (mut said, mut done) = (vec![String::new(); examples.len()], 0);
+    generate_batch(model, weights, policy, &requests, BATCH_SIZE, |number, ids, _| {
+        said[number] = tokenizer.decode(ids)?;
+        done += 1;
+        progress(done);
+        Ok(())
+    })?;
+    let mut found = ExactMatch { asked: examples.len(), ..ExactMatch::default() };
+    for (EvalExample { answer, .. }, said) in examples.iter().zip(said) {
         if said.trim() == answer.trim() {
             found.exact += 1;
         } else if found.wrong.len() < MAX_WRONG {
             found.wrong.push((answer.trim().to_owned(), said.trim().to_owned()));
         }
-        progress(index + 1);
     }
     Ok(found)
 }

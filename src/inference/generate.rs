@@ -1,7 +1,9 @@
 //! Generates text: a forward pass with a KV cache, and sampling of the next token.
 
+mod batch;
 mod stream;
 
+pub use batch::{BATCH_SIZE, generate_batch};
 pub use stream::TextStream;
 
 use crate::data::Tokenizer;
@@ -133,30 +135,57 @@ pub fn generate(
     request: GenerationRequest<'_>,
     mut on_token: impl FnMut(u32) -> Result<bool>,
 ) -> Result<StopReason> {
-    let mut processor = LogitsProcessor::from_sampling(request.sampling.seed, request.sampling.choice());
-    let mut seen = request.prompt.to_vec();
-    let mut new = 0;
+    let mut text = Continuation::new(request);
     cache.truncate(0);
-    for _ in 0..request.max_tokens {
-        if seen.len() > cache.capacity() {
+    while text.new < request.max_tokens {
+        if text.seen.len() > cache.capacity() {
             return Ok(StopReason::ContextFull);
         }
-        let hidden = model.decode(weights, &seen[new..], cache)?;
-        let last = hidden.narrow(0, seen.len() - new - 1, 1)?;
+        let hidden = model.decode(weights, text.undecoded(), cache)?;
+        let last = hidden.narrow(0, text.undecoded().len() - 1, 1)?;
         // On the CPU, because candle's sampling has no GPU kernels.
         let logits = to_host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
-        let logits = with_repetition_penalty(logits, request.sampling.repetition_penalty, &seen)?;
-        let next = processor.sample(&request.sampling.prepared(&logits)?)?;
-        if request.stop_token_ids.contains(&next) {
-            return Ok(StopReason::EndOfText);
-        }
+        let Some(next) = text.choose(logits)? else { return Ok(StopReason::EndOfText) };
         if !on_token(next)? {
             return Ok(StopReason::Callback);
         }
-        new = seen.len();
-        seen.push(next);
     }
     Ok(StopReason::Length)
+}
+
+/// A text that is being generated.
+struct Continuation<'a> {
+    request: GenerationRequest<'a>,
+    processor: LogitsProcessor,
+    /// The prompt and the new tokens.
+    seen: Vec<u32>,
+    /// New tokens.
+    new: usize,
+}
+
+impl<'a> Continuation<'a> {
+    fn new(request: GenerationRequest<'a>) -> Self {
+        let processor = LogitsProcessor::from_sampling(request.sampling.seed, request.sampling.choice());
+        Self { request, processor, seen: request.prompt.to_vec(), new: 0 }
+    }
+
+    /// The tokens that are not in the cache yet: the prompt, then the last token.
+    fn undecoded(&self) -> &[u32] {
+        if self.new == 0 { &self.seen } else { &self.seen[self.seen.len() - 1..] }
+    }
+
+    /// Appends the next token, sampled from FP32 `logits`; `None` if it ends the text.
+    fn choose(&mut self, logits: Tensor) -> Result<Option<u32>> {
+        let sampling = self.request.sampling;
+        let logits = with_repetition_penalty(logits, sampling.repetition_penalty, &self.seen)?;
+        let next = self.processor.sample(&sampling.prepared(&logits)?)?;
+        if self.request.stop_token_ids.contains(&next) {
+            return Ok(None);
+        }
+        self.seen.push(next);
+        self.new += 1;
+        Ok(Some(next))
+    }
 }
 
 fn with_repetition_penalty(logits: Tensor, penalty: f32, seen: &[u32]) -> Result<Tensor> {

@@ -3,6 +3,7 @@
 use super::tensors::{columns_of_rows, drop, matmul, select, store, store_columns_of_rows, widen};
 use crate::attention::AttentionShape;
 use crate::columns::ColumnSlice;
+use crate::decode_attention::CachedSequence;
 use crate::op;
 use candle_core::{D, Device, Result, Tensor, bail};
 use std::ops::Range;
@@ -183,17 +184,22 @@ pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
 
 /// Computes [`op::DecodeAttention`].
 pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
-    let &op::DecodeAttention { ref shape, cache, past, qkv, out } = op;
-    let new = shape.seq_len;
-    let heads = |x: ColumnSlice<'_>| split_heads(&columns_of_rows(x, 0..new)?, (1, shape));
-    let [queries, keys, values] = qkv;
-    for (x, store) in [(keys, &cache.keys), (values, &cache.values)] {
-        store.slice_set(&heads(x)?.to_dtype(store.dtype())?, 1, past)?;
+    let &op::DecodeAttention { ref shape, sequences, qkv, out } = op;
+    let mut first = 0;
+    for &CachedSequence { cache, past, new } in sequences {
+        let shape = &AttentionShape { seq_len: new, ..*shape };
+        let heads = |x: ColumnSlice<'_>| split_heads(&columns_of_rows(x, first..first + new)?, (1, shape));
+        let [queries, keys, values] = qkv;
+        for (x, store) in [(keys, &cache.keys), (values, &cache.values)] {
+            store.slice_set(&heads(x)?.to_dtype(store.dtype())?, 1, past)?;
+        }
+        let cached = |x: &Tensor| widen(&x.narrow(1, 0, past + new)?.contiguous()?);
+        let queries = heads(queries)?;
+        let scores = scores(shape, &queries, &cached(&cache.keys)?)?;
+        let (probabilities, _) = softmax(&masked(&scores, &visible(shape, past, None, out.device())?)?)?;
+        let attended = matmul(&grouped(&probabilities, &queries)?, &cached(&cache.values)?)?;
+        store(&merge_heads(&attended, (1, shape))?, &out.narrow(0, first, new)?)?;
+        first += new;
     }
-    let cached = |x: &Tensor| widen(&x.narrow(1, 0, past + new)?.contiguous()?);
-    let queries = heads(queries)?;
-    let scores = scores(shape, &queries, &cached(&cache.keys)?)?;
-    let (probabilities, _) = softmax(&masked(&scores, &visible(shape, past, None, out.device())?)?)?;
-    let attended = matmul(&grouped(&probabilities, &queries)?, &cached(&cache.values)?)?;
-    store(&merge_heads(&attended, (1, shape))?, out)
+    Ok(())
 }

@@ -8,7 +8,7 @@ use crate::adamw::AdamWStep;
 use crate::attention::{AttentionInputs, AttentionShape};
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::cross_entropy::IGNORE;
-use crate::decode_attention::LayerKvCache;
+use crate::decode_attention::{CachedSequence, LayerKvCache};
 use crate::dropout::Dropout;
 use crate::precision::ExponentHistogram;
 use crate::random::{Domain, Stream};
@@ -362,7 +362,8 @@ fn decode(t: &Trial<'_>, shape: AttentionShape, dtype: DType) -> Outputs {
         let new = (past % 4 + 1).min(seq_len - past);
         let (qkv, out) = (qkv.narrow(0, past, new)?, out.narrow(0, past, new)?);
         let shape = AttentionShape { seq_len: new, ..shape };
-        t.run(op::DecodeAttention { shape, cache: &cache, past, qkv: ColumnSlice::split(&qkv, widths)?, out: &out })?;
+        let sequences = &[CachedSequence { cache: &cache, past, new }];
+        t.run(op::DecodeAttention { shape, sequences, qkv: ColumnSlice::split(&qkv, widths)?, out: &out })?;
         past += new;
     }
     Ok(vec![t.output("out", &out, dtype)])

@@ -61,7 +61,7 @@ impl<T> QkNorms<T> {
 }
 
 /// Cosines and sines of rotary position embeddings.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct RopeCaches {
     full: Option<CosSinCache>,
     sliding: Option<CosSinCache>,
@@ -76,6 +76,34 @@ impl RopeCaches {
         };
         let sliding = spec.sliding.as_ref().map(|sliding| &sliding.rope);
         Ok(Self { full: spec.rope.as_ref().map(table).transpose()?, sliding: sliding.map(table).transpose()? })
+    }
+
+    /// The tables of `positions` alone.
+    pub(super) fn narrow(&self, positions: Range<usize>) -> Result<Self> {
+        self.map(|table| {
+            let rows = |x: &Tensor| x.narrow(0, positions.start, positions.len());
+            Ok(CosSinCache { cos: rows(&table.cos)?, sin: rows(&table.sin)? })
+        })
+    }
+
+    /// The rows of all `tables`, one after the other.
+    pub(super) fn concat(tables: &[Self]) -> Result<Self> {
+        let join = |found: Vec<&CosSinCache>| -> Result<Option<CosSinCache>> {
+            if found.is_empty() {
+                return Ok(None);
+            }
+            let [cos, sin] = [|x: &CosSinCache| x.cos.clone(), |x: &CosSinCache| x.sin.clone()]
+                .map(|of| Tensor::cat(&found.iter().map(|x| of(x)).collect::<Vec<_>>(), 0));
+            Ok(Some(CosSinCache { cos: cos?, sin: sin? }))
+        };
+        let full = tables.iter().filter_map(|tables| tables.full.as_ref());
+        let sliding = tables.iter().filter_map(|tables| tables.sliding.as_ref());
+        Ok(Self { full: join(full.collect())?, sliding: join(sliding.collect())? })
+    }
+
+    fn map(&self, change: impl Fn(&CosSinCache) -> Result<CosSinCache>) -> Result<Self> {
+        let [full, sliding] = [&self.full, &self.sliding].map(|table| table.as_ref().map(&change).transpose());
+        Ok(Self { full: full?, sliding: sliding? })
     }
 
     /// The table of a block.

@@ -1,7 +1,7 @@
 //! The forward pass for generating text: computes only new tokens, over the cached keys and values of earlier ones.
 
 use super::{Decoder, ForwardMode, InputIds};
-use crate::engine::kernels::decode_attention::LayerKvCache;
+use crate::engine::kernels::decode_attention::{CachedSequence, LayerKvCache};
 use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::rope::PositionIds;
 use crate::engine::kernels::{NormOutput, view};
@@ -13,20 +13,28 @@ use crate::engine::model::spec::ModelSpec;
 use crate::engine::model::workspace::{PostNorm, QkNorms, RopeCaches, alloc_a_out, candle_dtype};
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
+use std::borrow::Cow;
 
-/// The cached keys and values of one sequence's tokens in every layer, and the buffers of the pass that adds to it.
+/// The cached keys and values of sequences, and the buffers of the pass that adds to them.
 ///
 /// A layer's part has the type that its weights have when a sequence begins, at first the policy's.
 #[derive(Debug)]
 pub struct KvCache {
-    layers: Vec<LayerKvCache>,
+    sequences: Vec<SequenceCache>,
+    compute: DType,
     residual: DType,
     device: Device,
-    capacity: usize,
-    len: usize,
     /// Made for the number of tokens that were decoded last.
     buffers: Option<Buffers>,
-    /// For `capacity` positions; with a dynamic base, for the rows that were decoded last.
+}
+
+/// The keys and values of a sequence's tokens in every layer.
+#[derive(Debug)]
+struct SequenceCache {
+    layers: Vec<LayerKvCache>,
+    capacity: usize,
+    len: usize,
+    /// For `capacity` positions. Not used with a dynamic base.
     rope_caches: RopeCaches,
 }
 
@@ -57,15 +65,35 @@ struct BlockBuffers {
 impl KvCache {
     /// A cache for a sequence of `capacity` tokens, at most the model's context.
     pub fn new(spec: &ModelSpec, policy: PrecisionPolicy, capacity: usize, device: &Device) -> Result<Self> {
+        let mut cache = Self::empty(policy, device);
+        cache.add(spec, capacity)?;
+        Ok(cache)
+    }
+
+    /// A cache without sequences.
+    pub fn empty(policy: PrecisionPolicy, device: &Device) -> Self {
+        let [compute, residual] = [policy.compute, policy.residual].map(candle_dtype);
+        Self { sequences: Vec::new(), compute, residual, device: device.clone(), buffers: None }
+    }
+
+    /// Adds an empty sequence of up to `capacity` tokens, at most the model's context, after the others.
+    pub fn add(&mut self, spec: &ModelSpec, capacity: usize) -> Result<()> {
         if capacity > spec.max_position_embeddings {
             bail!("a cache of {capacity} tokens exceeds the model's context of {}", spec.max_position_embeddings);
         }
-        let (heads, head_size) = (spec.kv_heads, spec.head_dim);
-        let layer = |_| LayerKvCache::new(heads, capacity, head_size, candle_dtype(policy.compute), device);
+        let layer = |_| LayerKvCache::new(spec.kv_heads, capacity, spec.head_dim, self.compute, &self.device);
         let layers = (0..spec.num_layers).map(layer).collect::<Result<_>>()?;
-        let residual = candle_dtype(policy.residual);
-        let rope_caches = RopeCaches::new(spec, 0..capacity, device)?;
-        Ok(Self { layers, residual, device: device.clone(), capacity, len: 0, buffers: None, rope_caches })
+        let rope_caches = RopeCaches::new(spec, 0..capacity, &self.device)?;
+        self.sequences.push(SequenceCache { layers, capacity, len: 0, rope_caches });
+        Ok(())
+    }
+
+    /// Removes a sequence; those after it move up.
+    ///
+    /// # Panics
+    /// If there is no such sequence.
+    pub fn remove(&mut self, sequence: usize) {
+        self.sequences.remove(sequence);
     }
 
     /// Bytes of the keys and values of a sequence of `capacity` tokens.
@@ -73,24 +101,42 @@ impl KvCache {
         (2 * spec.num_layers * spec.kv_heads * spec.head_dim * capacity * policy.compute.size_in_bytes()) as u64
     }
 
-    /// Tokens seen.
+    /// Tokens of the first sequence.
     pub fn len(&self) -> usize {
-        self.len
+        self.sequences.first().map_or(0, |sequence| sequence.len)
     }
 
-    /// Whether no token was seen yet.
+    /// Whether the first sequence has no token yet.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.len() == 0
     }
 
-    /// The maximum number of tokens.
+    /// The maximum number of tokens of the first sequence.
     pub fn capacity(&self) -> usize {
-        self.capacity
+        self.sequences.first().map_or(0, |sequence| sequence.capacity)
     }
 
-    /// Keeps only the first `len` tokens.
+    /// Keeps only the first `len` tokens of every sequence.
     pub fn truncate(&mut self, len: usize) {
-        self.len = self.len.min(len);
+        for sequence in &mut self.sequences {
+            sequence.len = sequence.len.min(len);
+        }
+    }
+
+    /// The positions of `counts` new tokens of each sequence, and their rotary tables with their rows' first position.
+    fn positions(&self, spec: &ModelSpec, counts: &[usize]) -> Result<(Vec<u32>, Cow<'_, RopeCaches>, usize)> {
+        let ranges = self.sequences.iter().zip(counts).map(|(sequence, new)| sequence.len..sequence.len + new);
+        let positions = ranges.clone().flat_map(|range| range.map(|position| position as u32)).collect();
+        let ropes = [spec.rope.as_ref(), spec.sliding.as_ref().map(|sliding| &sliding.rope)];
+        // Angles may depend on the length so far. Keys of earlier tokens keep theirs, as in transformers.
+        let dynamic = ropes.into_iter().flatten().any(Rope::is_dynamic);
+        if let ([sequence], false) = (&self.sequences[..], dynamic) {
+            return Ok((positions, Cow::Borrowed(&sequence.rope_caches), sequence.len));
+        }
+        let tables = self.sequences.iter().zip(ranges).map(|(sequence, range)| {
+            if dynamic { RopeCaches::new(spec, range, &self.device) } else { sequence.rope_caches.narrow(range) }
+        });
+        Ok((positions, Cow::Owned(RopeCaches::concat(&tables.collect::<Result<Vec<_>>>()?)?), 0))
     }
 }
 
@@ -145,47 +191,58 @@ impl Decoder {
     /// Appends `ids` to the cached sequence and returns the head's input for each of them, `[ids.len(), D]`: the rows
     /// that [`Decoder::forward`] computes in the whole sequence, without dropout.
     pub fn decode<'c>(&self, weights: &Parameters, ids: &[u32], cache: &'c mut KvCache) -> Result<&'c Tensor> {
-        let (past, rows) = (cache.len, ids.len());
-        if rows == 0 || past + rows > cache.capacity {
-            bail!("{rows} tokens after {past} for a cache of {}", cache.capacity);
+        self.decode_batch(weights, &[ids], cache)
+    }
+
+    /// Like [`Self::decode`], for several sequences: `ids` has the new tokens of each, at least one. Their rows follow
+    /// each other.
+    pub fn decode_batch<'c>(&self, weights: &Parameters, ids: &[&[u32]], cache: &'c mut KvCache) -> Result<&'c Tensor> {
+        if ids.len() != cache.sequences.len() {
+            bail!("tokens of {} sequences for a cache of {}", ids.len(), cache.sequences.len());
         }
+        let counts: Vec<usize> = ids.iter().map(|ids| ids.len()).collect();
+        for (SequenceCache { len, capacity, .. }, new) in cache.sequences.iter().zip(&counts) {
+            if *new == 0 || len + new > *capacity {
+                bail!("{new} tokens after {len} for a cache of {capacity}");
+            }
+        }
+        let ids = ids.concat();
+        let rows = ids.len();
         let head = weights.fused(self.head).dtype();
         let compute: Vec<DType> = self.compute_of_blocks(weights).chain([head]).collect();
-        if past == 0 {
-            for (layer, dtype) in cache.layers.iter_mut().zip(&compute) {
+        for sequence in cache.sequences.iter_mut().filter(|sequence| sequence.len == 0) {
+            for (layer, dtype) in sequence.layers.iter_mut().zip(&compute) {
                 layer.retype(*dtype)?;
             }
         }
         if cache.buffers.as_ref().is_none_or(|buffers| !buffers.serve(rows, &compute)) {
             cache.buffers = Some(Buffers::new(&self.spec, cache.residual, &compute, rows, &cache.device)?);
         }
-        let mut places = PositionIds { seq_len: rows, past, documents: None };
-        let ropes = [self.spec.rope.as_ref(), self.spec.sliding.as_ref().map(|sliding| &sliding.rope)];
-        if ropes.into_iter().flatten().any(Rope::is_dynamic) {
-            // Angles depend on the length so far. Keys of earlier tokens keep theirs, as in transformers.
-            cache.rope_caches = RopeCaches::new(&self.spec, past..past + rows, &cache.device)?;
-            places.past = 0;
-        }
-        let KvCache { layers, buffers: Some(buffers), len, rope_caches, .. } = cache else {
-            bail!("the cache has no buffers")
-        };
-        let Buffers { stream, middle, blocks, .. } = &*buffers;
+        let (positions, rope_caches, past) = cache.positions(&self.spec, &counts)?;
+        let places = PositionIds { seq_len: rows, past, documents: None };
+        let Some(Buffers { stream, middle, blocks, .. }) = &cache.buffers else { bail!("the cache has no buffers") };
         let (kernels, mode) = (self.kernels(), ForwardMode::Eval);
         let cx = &mut Context { kernels, weights, grads: None, mode, hook: &mut () };
-        // Positions count from the sequence's start.
-        let positions = self.positions.map(|table| weights.fused(table).narrow(0, past, rows)).transpose()?;
-        let embedding = self.embed(weights, InputIds::new(ids, rows), ForwardMode::Eval);
+        let positions = Tensor::new(positions, &cache.device)?;
+        let positions = self.positions.map(|table| weights.fused(table).index_select(&positions, 0)).transpose()?;
+        let embedding = self.embed(weights, InputIds::new(&ids, rows), ForwardMode::Eval);
         self.embed_into(weights, Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
-        for (i, ((block, layer), dtype)) in self.blocks.iter().zip(layers).zip(&compute).enumerate() {
+        for (i, (block, dtype)) in self.blocks.iter().zip(&compute).enumerate() {
             let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter, a_out } =
                 BlockBuffers::of(blocks, *dtype)?;
             let adapters = AdapterPass { buffers: adapter.as_ref(), a_out: a_out.as_ref() };
             let (heads, branch_norm) = (heads.as_ref(), branch_norm.as_ref());
             block.attention_norm.forward(cx, stream, normed)?;
             block.qkv.forward(cx, &normed.out, qkv, adapters)?;
-            let qkv = self.qk_norm_and_rope(cx, i, (qkv, heads), (rope_caches, places))?;
-            op::DecodeAttention { shape: self.shape(i, 1, rows), cache: layer, past, qkv, out: attended }
-                .run(kernels)?;
+            let qkv = self.qk_norm_and_rope(cx, i, (qkv, heads), (&rope_caches, places))?;
+            let sequences = cache.sequences.iter().zip(&counts);
+            let sequences = sequences.map(|(SequenceCache { layers, len, .. }, new)| CachedSequence {
+                cache: &layers[i],
+                past: *len,
+                new: *new,
+            });
+            let sequences = &sequences.collect::<Vec<_>>()[..];
+            op::DecodeAttention { shape: self.shape(i, 1, rows), sequences, qkv, out: attended }.run(kernels)?;
             block.branch_forward(cx, (&block.out, attended), (0, branch_norm), branch, adapters)?;
             op::AddBranch { stream, branch, dropout: None, out: middle }.run(kernels)?;
             block.mlp_norm.forward(cx, middle, normed)?;
@@ -196,7 +253,10 @@ impl Decoder {
         }
         let normed = &BlockBuffers::of(blocks, head)?.normed;
         self.final_norm.forward(cx, stream, normed)?;
-        *len += rows;
+        drop(rope_caches);
+        for (sequence, new) in cache.sequences.iter_mut().zip(counts) {
+            sequence.len += new;
+        }
         Ok(&normed.out)
     }
 }

@@ -40,6 +40,7 @@ pub(crate) use catch_panic::catch_panic;
 pub use chat_format::{ChatFormat, ChatSettings, named_template, text_file};
 pub use corpus::{Dataset, DatasetBuilder};
 pub use format::DataFormat;
+pub use preference::{Prompt, PromptRow};
 pub use preview::DatasetPreview;
 pub(crate) use preview::counted;
 pub use row::{DatasetOptions, FieldNames, LossOn};

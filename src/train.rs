@@ -30,7 +30,7 @@ pub use sample::Sampler;
 pub(crate) use setup::check_misspelling;
 pub use setup::{
     ModelLocation, ModelSource, SetupCallback, SetupEvent, dataset, dataset_options, engine, eval_examples, locate,
-    whole_text,
+    prompts, whole_text,
 };
 pub use state::{Counters, TrainState};
 pub use trainer::{Heartbeat, RunStart, Trainer};

@@ -1,11 +1,20 @@
-//! `finetune generate`: generates text and streams it to standard output.
+//! `finetune generate`: generates a text and streams it to standard output, or a text for each prompt in a file.
 
 use crate::cli::model::ModelArgs;
+use crate::data::{Prompt, PromptRow};
 use crate::engine::model::KvCache;
-use crate::inference::generate::{GenerationRequest, Sampling, StopReason, TextStream, generate, prompt_ids};
-use crate::{Error, Result};
+use crate::inference::chat::Chat;
+use crate::inference::generate::{
+    BATCH_SIZE, GenerationRequest, Sampling, StopReason, TextStream, generate, generate_batch, prompt_ids,
+};
+use crate::inference::trained::TrainedModel;
+use crate::telemetry::PhaseProgress;
+use crate::train::prompts;
+use crate::{Error, Result, temporary};
 use clap::Args;
+use serde_json::Value;
 use std::io::{ErrorKind, IsTerminal, Write, stderr};
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Flags of `finetune generate`.
@@ -16,6 +25,15 @@ pub(super) struct GenerateArgs {
     /// Start of the text [default: none, so the model starts it]
     #[arg(long, short, value_name = "TEXT", default_value = "", hide_default_value = true)]
     prompt: String,
+    /// A file with rows of `prompt` or `messages`, for which texts are generated at once
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    input: Option<String>,
+    /// The file for `--input`'s rows with their `completion`, in JSON Lines [default: standard output]
+    #[arg(long, value_name = "FILE", requires = "input")]
+    output: Option<PathBuf>,
+    /// Texts of `--input` that are generated at a time
+    #[arg(long, short, value_name = "N", default_value_t = BATCH_SIZE, requires = "input")]
+    batch_size: usize,
     /// Maximum number of tokens
     #[arg(long, short = 'n', value_name = "N", default_value_t = 128)]
     max_tokens: usize,
@@ -46,6 +64,9 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
         seed: args.seed,
     };
     sampling.validate()?;
+    if let Some(input) = &args.input {
+        return run_file(args, input, &sampling, out);
+    }
     let (trained, reporter) = args.model.model.open()?;
     let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
     let context = trained.config.max_position_embeddings;
@@ -78,6 +99,102 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     write_text(out, &(stream.finish()? + "\n"))?;
     report(stop, count, context, began);
     Ok(())
+}
+
+/// Generates a text for each row of `input`. The seed of a row is its number, counted from 0, more than `sampling`'s.
+fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn Write) -> Result<()> {
+    if args.batch_size == 0 {
+        return Err(Error::config("--batch-size", "must be at least 1"));
+    }
+    let output = args.output.as_deref().map(OutputFile::create).transpose()?;
+    let (trained, reporter) = args.model.model.open()?;
+    let rows = prompts(&input.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
+    let ids = encode(&trained, &rows)?;
+    let open = args.model.open_device()?;
+    reporter.begin("reading weights");
+    let (model, weights) = trained.load(args.model.dtype, &open)?;
+    let seeded = |number| Sampling { seed: sampling.seed.wrapping_add(number), ..sampling.clone() };
+    let samplings: Vec<Sampling> = (0..rows.len() as u64).map(seeded).collect();
+    let (stop_token_ids, max_tokens) = (&trained.stop_token_ids()?[..], args.max_tokens);
+    let request = |(prompt, sampling)| GenerationRequest { prompt, max_tokens, stop_token_ids, sampling };
+    let requests: Vec<GenerationRequest<'_>> = ids.iter().map(|ids| &ids[..]).zip(&samplings).map(request).collect();
+    let (began, mut tokens, mut done) = (Instant::now(), 0, 0);
+    let mut texts = vec![(String::new(), StopReason::Length); rows.len()];
+    reporter.begin("generating");
+    generate_batch(&model, &weights, args.model.dtype, &requests, args.batch_size, |number, ids, reason| {
+        texts[number] = (trained.tokenizer.decode(ids)?, reason);
+        (tokens, done) = (tokens + ids.len(), done + 1);
+        reporter.activity().advance("generating", PhaseProgress::Items(done, requests.len() as u64));
+        Ok(())
+    })?;
+    let seconds = began.elapsed().as_secs_f64();
+    drop(reporter);
+    let lines =
+        rows.iter().zip(texts).map(|(row, (text, reason))| line(row, text, reason)).collect::<Result<String>>()?;
+    let Some(output) = output else {
+        return out.write_all(lines.as_bytes()).map_err(Error::io("write to", "standard output"));
+    };
+    let path = output.commit(&lines)?;
+    let rate = tokens as f64 / seconds.max(1e-9);
+    writeln!(out, "{}: {} texts, {tokens} tokens, {rate:.1} tokens/s", path.display(), rows.len())
+        .map_err(Error::io("write to", "standard output"))
+}
+
+/// The ids of each prompt.
+fn encode(trained: &TrainedModel, rows: &[PromptRow]) -> Result<Vec<Vec<u32>>> {
+    let is_conversation = |row: &PromptRow| matches!(row.prompt, Prompt::Conversation(..));
+    let chat = rows.iter().any(is_conversation).then(|| Chat::new(trained, None)).transpose()?;
+    let (tokenizer, context) = (&trained.tokenizer, trained.config.max_position_embeddings);
+    let ids = |row: &PromptRow| {
+        let ids = match (&row.prompt, &chat) {
+            (Prompt::Conversation(conversation, tools), Some(chat)) => {
+                let text = chat.asking(conversation, tools.as_ref());
+                tokenizer.encode(&text.map_err(|error| row.error(&error.to_string()))?)?
+            }
+            (Prompt::Text(text), _) => prompt_ids(tokenizer, text)?,
+            (Prompt::Conversation(..), None) => Vec::new(),
+        };
+        match ids.len() {
+            0 => Err(row.error("the chat template writes nothing for its messages")),
+            1.. if ids.len() > context => {
+                let message = format!("its {} tokens exceed the context of {context}; shorten it", ids.len());
+                Err(row.error(&message))
+            }
+            _ => Ok(ids),
+        }
+    };
+    rows.iter().map(ids).collect()
+}
+
+/// The row with its text, as a line of JSON.
+fn line(row: &PromptRow, text: String, reason: StopReason) -> Result<String> {
+    let mut fields = serde_json::to_value(&row.row).map_err(|error| row.error(&error.to_string()))?;
+    fields["completion"] = Value::from(text);
+    fields["finish_reason"] = Value::from(if reason == StopReason::EndOfText { "stop" } else { "length" });
+    Ok(format!("{fields}\n"))
+}
+
+/// A file that has its content when it appears.
+struct OutputFile<'a> {
+    path: &'a Path,
+    folder: (tempfile::TempDir, Option<std::fs::File>),
+}
+
+impl<'a> OutputFile<'a> {
+    fn create(path: &'a Path) -> Result<Self> {
+        if path.is_dir() || path.file_name().is_none() {
+            return Err(Error::config("--output", format!("`{}` is not the name of a file", path.display())));
+        }
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Ok(Self { path, folder: temporary::folder(parent, ".generate-")? })
+    }
+
+    fn commit(self, text: &str) -> Result<&'a Path> {
+        let written = self.folder.0.path().join("out");
+        std::fs::write(&written, text).map_err(Error::io("write", &written))?;
+        std::fs::rename(&written, self.path).map_err(Error::io("create", self.path))?;
+        Ok(self.path)
+    }
 }
 
 /// Writes and flushes; `false` if the reader has closed the pipe.

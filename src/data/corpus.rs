@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use super::cache::{IdWidth, TokenFile, TokenWriter};
 use super::format::DataFormat;
 use super::grammar;
+use super::preference::PromptRow;
 use super::row::{DatasetOptions, Example, RowReader, Sample};
+use super::rows::RowLocation;
 use super::samples::SampleKind;
 use super::source::{DataSource, Document, Downloader, LoadEvent};
 use super::template::EvalExample;
@@ -15,6 +17,7 @@ use super::tokenizer::Tokenizer;
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::digest::Digest;
 use crate::{Error, Result, untrusted};
+use minijinja::Value;
 
 /// The percentage of a corpus for training; the rest, its contiguous tail, is for validation.
 const TRAIN_PERCENT: usize = 90;
@@ -157,30 +160,62 @@ impl<'a> DatasetBuilder<'a> {
     /// # Errors
     /// Like [`Self::load`], and [`Error::Data`] if there is none.
     pub fn eval_examples(&mut self, source: &DataSource) -> Result<Vec<EvalExample>> {
-        let downloader = self.downloader.as_mut().map(|downloader| &mut **downloader as &mut dyn Downloader);
-        let files = source.files(self.options.format, downloader)?;
-        let mut rows = RowReader::new(&self.options);
-        let (fields, mut examples) = (rows.fields(), Vec::new());
-        for document in &files.documents {
-            if document.format == DataFormat::Text {
-                return Err(document.error("contains text, not conversations; use a file with rows of `messages`"));
+        let mut examples = Vec::new();
+        let advice = "contains text, not conversations; use a file with rows of `messages`";
+        self.for_each_row(source, advice, |rows, document, location, row| {
+            let example = rows.example(&row, || format!("`{}`, {location},", document.origin));
+            let example = example.map_err(|message| document.error(format!("{location}: {message}")))?;
+            if let Example::Sample(Sample::Conversation { conversation: mut prompt, tools, .. }) = example
+                && let Some(answer) = prompt.last_answer()
+            {
+                prompt.pop();
+                examples.push(EvalExample { prompt, tools, answer });
             }
-            document.read_rows(&fields, &mut |location, row| {
-                let example = rows.example(&row, || format!("`{}`, {location},", document.origin));
-                let example = example.map_err(|message| document.error(format!("{location}: {message}")))?;
-                if let Example::Sample(Sample::Conversation { conversation: mut prompt, tools, .. }) = example
-                    && let Some(answer) = prompt.last_answer()
-                {
-                    prompt.pop();
-                    examples.push(EvalExample { prompt, tools, answer });
-                }
-                Ok(())
-            })?;
-        }
+            Ok(())
+        })?;
         if examples.is_empty() {
             return Err(Error::data(source, "contains no conversation that ends with an answer"));
         }
         Ok(examples)
+    }
+
+    /// The prompts in the rows of `source`.
+    ///
+    /// # Errors
+    /// [`Error::Data`] with the line of a row that has no prompt.
+    pub fn prompts(&mut self, source: &DataSource) -> Result<Vec<PromptRow>> {
+        let mut prompts = Vec::new();
+        let advice = "contains text, not rows; use a file with rows of `prompt` or `messages`";
+        self.for_each_row(source, advice, |rows, document, location, row| {
+            let (origin, location) = (document.origin.clone(), location.to_string());
+            let found = rows.prompt(&row).map_err(|message| document.error(format!("{location}: {message}")))?;
+            prompts.push(PromptRow { origin, location, row, prompt: found });
+            Ok(())
+        })?;
+        Ok(prompts)
+    }
+
+    /// Passes the rows of `source` to `on_row`. `advice` is the error for a source of text.
+    fn for_each_row(
+        &mut self,
+        source: &DataSource,
+        advice: &str,
+        mut on_row: impl FnMut(&mut RowReader<'_>, &Document, RowLocation, Value) -> Result<()>,
+    ) -> Result<()> {
+        if *source == DataSource::Grammar {
+            return Err(Error::data(source, advice));
+        }
+        let downloader = self.downloader.as_mut().map(|downloader| &mut **downloader as &mut dyn Downloader);
+        let files = source.files(self.options.format, downloader)?;
+        let mut rows = RowReader::new(&self.options);
+        let fields = rows.fields();
+        for document in &files.documents {
+            if document.format == DataFormat::Text {
+                return Err(document.error(advice));
+            }
+            document.read_rows(&fields, &mut |location, row| on_row(&mut rows, document, location, row))?;
+        }
+        Ok(())
     }
 
     fn corpus(&mut self, source: &DataSource, tokenizer: &Tokenizer) -> Result<Corpus> {

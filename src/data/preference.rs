@@ -7,6 +7,36 @@ use minijinja::value::ValueKind;
 
 use super::row::{Sample, field, json_type, list, message};
 use super::template::Conversation;
+use crate::Error;
+
+/// A row with a prompt that a model answers.
+#[derive(Clone, Debug)]
+pub struct PromptRow {
+    /// The name of its file.
+    pub(super) origin: String,
+    /// Its location in the file.
+    pub(super) location: String,
+    /// All its fields.
+    pub row: Value,
+    /// The prompt.
+    pub prompt: Prompt,
+}
+
+/// A prompt.
+#[derive(Clone, Debug)]
+pub enum Prompt {
+    /// The start of a text.
+    Text(String),
+    /// Messages, and the tools that the answer may call.
+    Conversation(Conversation, Option<Value>),
+}
+
+impl PromptRow {
+    /// An error about this row.
+    pub fn error(&self, message: &str) -> Error {
+        Error::data(&self.origin, format!("{}: {message}", self.location))
+    }
+}
 
 /// A prompt or an answer.
 #[derive(Debug, PartialEq)]
@@ -104,6 +134,15 @@ impl Part {
 
 fn is_messages(list: &Value) -> bool {
     list.try_iter().is_ok_and(|mut items| items.all(|item| field(&item, "role").is_some()))
+}
+
+/// The prompt of `row`, in field `name` or `messages`.
+pub(super) fn prompt(row: &Value, name: &str, tools: Option<Value>) -> Result<Prompt, String> {
+    let found = Part::read(row, name).transpose().or_else(|| Part::read(row, "messages").transpose());
+    match found.ok_or_else(|| format!("`{name}` is missing or null"))?? {
+        Part::Text(text) => Ok(Prompt::Text(text)),
+        Part::Messages(messages) => Ok(Prompt::Conversation(Conversation::from_messages(messages), tools)),
+    }
 }
 
 /// The prompt of a row with the answer in field `name`.

@@ -21,7 +21,7 @@ use super::chat_format::ChatFormat;
 use super::chunk::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
 use super::format::{DataFormat, EXPECTED_FIELDS};
 use super::jinja_python::read_json;
-use super::preference;
+use super::preference::{self, Prompt};
 use super::rows::RowLocation;
 use super::samples::SampleKind;
 use super::template::{Conversation, Rendered};
@@ -367,6 +367,12 @@ impl<'a> RowReader<'a> {
             }
         };
         Ok(Example::Sample(Sample::Conversation { conversation, prompt: 0, tools }))
+    }
+
+    /// The prompt of `row`; an error describes its fault.
+    pub(super) fn prompt(&self, row: &Value) -> Result<Prompt, String> {
+        let tools = field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))?;
+        preference::prompt(row, self.names()[1], tools)
     }
 
     /// The names of text, prompt and completion.

@@ -2,7 +2,7 @@
 
 use crate::data::{
     ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, EvalExample, LoadEvent,
-    TokenSource, Tokenizer, closest_match, named_template, names_in,
+    PromptRow, TokenSource, Tokenizer, closest_match, named_template, names_in,
 };
 use crate::engine::collective::ProcessGroup;
 use crate::engine::device::DeviceContext;
@@ -366,6 +366,11 @@ pub fn eval_examples(
     report: &mut SetupCallback<'_>,
 ) -> Result<Vec<EvalExample>> {
     with_loader(&[Some(source)], options, report, |loader| loader.eval_examples(source))
+}
+
+/// The prompts in the rows of `source`; downloads missing files.
+pub fn prompts(source: &DataSource, options: DatasetOptions, report: &mut SetupCallback<'_>) -> Result<Vec<PromptRow>> {
+    with_loader(&[Some(source)], options, report, |loader| loader.prompts(source))
 }
 
 /// Runs `load` with a loader that can download what `sources` name.

@@ -12,7 +12,7 @@ use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::model::{
     Decoder, ForwardMode, InputIds, KvCache, ModelSpec, Parameters, Workspace, candle_dtype,
 };
-use finetune::inference::generate::{GenerationRequest, Sampling, StopReason, generate};
+use finetune::inference::generate::{GenerationRequest, Sampling, StopReason, generate, generate_batch};
 use finetune::precision::PrecisionPolicy;
 use finetune::store::ModelFolder;
 use finetune::train::Sampler;
@@ -189,6 +189,114 @@ fn a_dynamic_base_gives_the_text_that_transformers_gives() {
     for ((prompt, _, found), theirs) in cases.iter().zip(theirs.as_array().unwrap()) {
         assert_eq!(serde_json::json!(found), *theirs, "{} tokens, {} more", prompt.len(), found.len());
     }
+}
+
+/// Texts of a batch, by request.
+fn batch(
+    (model, weights): &(Decoder, Parameters),
+    policy: PrecisionPolicy,
+    prompts: &[Vec<u32>],
+    samplings: &[Sampling],
+    batch_size: usize,
+) -> Vec<(Vec<u32>, StopReason)> {
+    let requests = prompts.iter().zip(samplings).map(|(prompt, sampling)| {
+        let max_tokens = prompt.len() % 3 * 4 + 3;
+        GenerationRequest { prompt, max_tokens, stop_token_ids: &[7], sampling }
+    });
+    let requests: Vec<GenerationRequest<'_>> = requests.collect();
+    let mut texts = vec![(Vec::new(), StopReason::Callback); prompts.len()];
+    generate_batch(model, weights, policy, &requests, batch_size, |number, ids, reason| {
+        texts[number] = (ids.to_vec(), reason);
+        Ok(())
+    })
+    .unwrap();
+    texts
+}
+
+/// Prompts of different lengths, the first of one token.
+fn ragged_prompts(count: u32, vocab: usize) -> Vec<Vec<u32>> {
+    (0..count).map(|n| (0..n * 5 % 11 + 1).map(|i| (n * 31 + i * i * 7 + 3) % vocab as u32).collect()).collect()
+}
+
+#[test]
+fn texts_of_a_batch_are_those_of_one_prompt_at_a_time() {
+    for name in ["deep", "families/llama", "families/gemma3", "families/qwen3", "families/llama-dynamic"] {
+        let (model, weights) = golden(name, PrecisionPolicy::FP32);
+        let prompts = ragged_prompts(11, model.spec().vocab_size);
+        let context = model.spec().max_position_embeddings;
+        for kernels in [Arc::new(Fused) as Arc<dyn Kernels>, Arc::new(CandleKernels)] {
+            let by = kernels.name().to_owned();
+            let model = (Decoder::new(model.spec(), &weights, kernels).unwrap(), weights.clone());
+            for temperature in [0.0, 1.5] {
+                let sampling = |seed| Sampling { temperature, seed, ..Sampling::default() };
+                let samplings: Vec<Sampling> = (0..prompts.len() as u64).map(sampling).collect();
+                let alone = |(prompt, sampling): (&Vec<u32>, &Sampling)| {
+                    let n = prompt.len() % 3 * 4 + 3;
+                    tokens(&model, context.min(prompt.len() + n), prompt, n, &[7], sampling)
+                };
+                let expected: Vec<_> = prompts.iter().zip(&samplings).map(alone).collect();
+                let lengths: std::collections::BTreeSet<usize> = expected.iter().map(|(ids, _)| ids.len()).collect();
+                assert!(lengths.len() > 2, "texts end at different times: {lengths:?}");
+                for batch_size in [4, 32] {
+                    let found = batch(&model, PrecisionPolicy::FP32, &prompts, &samplings, batch_size);
+                    assert_eq!(found, expected, "{name}, {by}, temperature {temperature}, {batch_size} at a time");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_text_does_not_depend_on_its_batch() {
+    let model = tiny(PrecisionPolicy::BF16);
+    let prompts = ragged_prompts(9, 200);
+    let sampling = |seed| Sampling { temperature: 1.0, seed, ..Sampling::default() };
+    let samplings: Vec<Sampling> = (0..9).map(sampling).collect();
+    let expected = batch(&model, PrecisionPolicy::BF16, &prompts, &samplings, 1);
+    for batch_size in [2, 5, 9] {
+        assert_eq!(batch(&model, PrecisionPolicy::BF16, &prompts, &samplings, batch_size), expected, "{batch_size}");
+    }
+}
+
+#[test]
+fn a_file_of_prompts_gives_a_line_for_each_in_order() {
+    let desk = CliFixture::new();
+    let prompts = ["the ", "some words", "", "a", "learn from it"];
+    let row = |prompt: &&str| serde_json::json!({"id": prompt.len(), "prompt": prompt}).to_string() + "\n";
+    desk.write("prompts.jsonl", prompts.iter().map(row).collect::<String>());
+    let generate = "generate model --dtype fp32 --threads 1 -n 9 --temperature 0";
+    let report = desk.said(&format!("{generate} --input prompts.jsonl --output out.jsonl --batch-size 3"));
+    assert!(report.starts_with("out.jsonl: 5 texts, "), "{report}");
+    let written = std::fs::read_to_string(desk.path("out.jsonl")).unwrap();
+    for (prompt, line) in prompts.iter().zip(written.lines()) {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert_eq!((&line["prompt"], &line["id"]), (&(*prompt).into(), &prompt.len().into()));
+        let finish = line["finish_reason"].as_str().unwrap();
+        assert!(["stop", "length"].contains(&finish), "{line}");
+        let mut words: Vec<&str> = generate.split(' ').collect();
+        words.extend(["--prompt", prompt]);
+        let alone = desk.command_of(&words).output().unwrap();
+        assert_eq!(line["completion"].as_str().unwrap().to_owned() + "\n", String::from_utf8(alone.stdout).unwrap());
+    }
+    assert_eq!(written.lines().count(), prompts.len());
+    assert_eq!(desk.said(&format!("{generate} --input prompts.jsonl")), written, "without a file");
+
+    // Messages are written with the chat template; an error names the line and keeps the earlier file.
+    desk.write("chats.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}]}\n");
+    assert_eq!(desk.said(&format!("{generate} --input chats.jsonl")).lines().count(), 1);
+    let long = format!("{}{}\n", row(&"fine"), row(&"x".repeat(999).as_str()).trim_end());
+    for (content, problem) in [
+        (long.as_str(), "bad.jsonl: line 2: its 999 tokens exceed the context of"),
+        ("{\"prompt\": \"a\"}\n{\"text\": \"b\"}\n", "bad.jsonl: line 2: `prompt` is missing or null"),
+        ("{\"prompt\": 3}\n", "bad.jsonl: line 1: `prompt` must be text or a list of messages"),
+    ] {
+        desk.write("bad.jsonl", content);
+        let message = desk.refused(&format!("{generate} --input bad.jsonl --output out.jsonl"));
+        assert!(message.contains(problem), "{message}");
+    }
+    assert_eq!(std::fs::read_to_string(desk.path("out.jsonl")).unwrap(), written);
+    let left = std::fs::read_dir(desk.folder()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert!(!left.into_iter().any(|name| name.starts_with(".generate-")), "a folder was left");
 }
 
 #[test]

@@ -14,6 +14,7 @@ pub mod chats;
 mod chunk;
 pub mod corpus;
 mod document;
+mod fields;
 mod format;
 pub mod grammar;
 mod jinja_python;

@@ -5,9 +5,27 @@
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use super::row::{Sample, field, json_type, list, message};
+use super::fields::{field, json_type, list, message};
 use super::template::Conversation;
 use crate::Error;
+
+/// A prompt and its answer.
+pub(super) enum Sample {
+    Completion(String, String),
+    Conversation {
+        conversation: Conversation,
+        /// The messages before the answer; 0 if all answers count.
+        prompt: usize,
+        /// The tools that the messages may call.
+        tools: Option<Value>,
+    },
+}
+
+impl Sample {
+    pub(super) fn is_empty(&self) -> bool {
+        matches!(self, Self::Completion(prompt, answer) if prompt.is_empty() && answer.is_empty())
+    }
+}
 
 /// A row with a prompt that a model answers.
 #[derive(Clone, Debug)]

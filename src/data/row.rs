@@ -19,9 +19,9 @@ use serde::{Deserialize, Serialize};
 use super::cache::{DatasetContents, DatasetKind};
 use super::chat_format::ChatFormat;
 use super::chunk::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
+use super::fields::{checked_role, field, json_type, list, message};
 use super::format::{DataFormat, EXPECTED_FIELDS};
-use super::jinja_python::read_json;
-use super::preference::{self, Prompt};
+use super::preference::{self, Prompt, Sample};
 use super::rows::RowLocation;
 use super::samples::SampleKind;
 use super::template::{Conversation, Rendered};
@@ -91,9 +91,6 @@ const CONVENTIONAL: [&str; 14] = [
     "weight",
 ];
 
-/// Roles that a message may have.
-const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
-
 /// The names of the roles in `conversations`.
 const SHAREGPT_ROLES: [(&str, &str); 4] =
     [("human", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("observation", "tool")];
@@ -159,24 +156,6 @@ pub(super) enum Example {
     Identical,
 }
 
-/// A prompt and its answer.
-pub(super) enum Sample {
-    Completion(String, String),
-    Conversation {
-        conversation: Conversation,
-        /// The messages before the answer; 0 if all answers count.
-        prompt: usize,
-        /// The tools that the messages may call.
-        tools: Option<Value>,
-    },
-}
-
-impl Sample {
-    pub(super) fn is_empty(&self) -> bool {
-        matches!(self, Self::Completion(prompt, answer) if prompt.is_empty() && answer.is_empty())
-    }
-}
-
 /// Turns the rows of all files of a corpus into chunks.
 pub(super) struct RowReader<'a> {
     options: &'a DatasetOptions,
@@ -190,23 +169,6 @@ pub(super) struct RowReader<'a> {
     has_values: bool,
     /// The number of identical pairs, and the location of the first one.
     identical: Option<(u64, Error)>,
-}
-
-/// A row's value under a name; a null counts as none.
-pub(super) fn field(row: &Value, name: &str) -> Option<Value> {
-    row.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
-}
-
-/// The JSON type of a value.
-pub(super) fn json_type(value: &Value) -> &'static str {
-    match value.kind() {
-        ValueKind::Undefined | ValueKind::None => "null",
-        ValueKind::Bool => "a boolean",
-        ValueKind::Number => "a number",
-        ValueKind::String => "text",
-        ValueKind::Map => "an object",
-        _ => "a list",
-    }
 }
 
 impl<'a> RowReader<'a> {
@@ -428,23 +390,6 @@ impl<'a> RowReader<'a> {
     }
 }
 
-/// A list, or a list as JSON text, as in tables.
-pub(super) fn list(value: Value) -> Result<Value, String> {
-    match value.kind() {
-        ValueKind::Seq => Ok(value),
-        ValueKind::String => {
-            let text = value.as_str().unwrap_or_default();
-            let read: Value = read_json(text).map_err(|error| format!("is text, but not JSON: {error}"))?;
-            if read.kind() == ValueKind::Seq {
-                Ok(read)
-            } else {
-                Err(format!("must be a list, but is {}", json_type(&read)))
-            }
-        }
-        _ => Err(format!("must be a list, but is {}", json_type(&value))),
-    }
-}
-
 /// The conversation in a field of `row`, each message read by `read`.
 fn messages(row: &Value, name: &str, read: fn(&Value) -> Result<Value, String>) -> Result<Conversation, String> {
     let items = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
@@ -457,30 +402,6 @@ fn messages(row: &Value, name: &str, read: fn(&Value) -> Result<Value, String>) 
         return Err(format!("`{name}` contains no message"));
     }
     Ok(Conversation::from_messages(messages))
-}
-
-fn checked_role(role: &Value) -> Result<String, String> {
-    let text = role.as_str().ok_or_else(|| format!("its role must be text, but is {}", json_type(role)))?;
-    if ROLES.contains(&text) {
-        return Ok(text.to_owned());
-    }
-    let known = ROLES.map(|role| format!("`{role}`")).join(", ");
-    Err(format!("the role `{text}` is unknown; use one of {known}"))
-}
-
-/// A message with `role`, `content` and everything else that the template reads.
-pub(super) fn message(item: &Value) -> Result<Value, String> {
-    if item.kind() != ValueKind::Map {
-        return Err(format!("must be an object with `role` and `content`, but is {}", json_type(item)));
-    }
-    let role = field(item, "role").ok_or("`role` is missing")?;
-    checked_role(&role)?;
-    match field(item, "content") {
-        None if field(item, "tool_calls").is_some() => Ok(item.clone()),
-        None => Err("`content` is missing or null".to_owned()),
-        Some(content) if matches!(content.kind(), ValueKind::String | ValueKind::Seq) => Ok(item.clone()),
-        Some(content) => Err(format!("`content` must be text, but is {}", json_type(&content))),
-    }
 }
 
 /// A message with `from` and `value`.

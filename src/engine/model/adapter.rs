@@ -71,7 +71,7 @@ pub(super) struct AdapterBuffers<T = Tensor> {
     output: Option<T>,
 }
 
-/// ColumnSlice between the factors of the adapters of any block.
+/// Columns between the factors of the adapters of any block.
 pub(super) fn total_rank(spec: &ModelSpec) -> usize {
     let Some(lora) = &spec.lora else { return 0 };
     let mut columns = vec![0; spec.num_layers];

@@ -421,12 +421,12 @@ impl ModelSpec {
         self.norm_eps / self.residual_multiplier.powi(2)
     }
 
-    /// ColumnSlice of the packed queries, keys and values.
+    /// Columns of the packed queries, keys and values.
     pub fn qkv_width(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// ColumnSlice of queries, of keys and of values.
+    /// Columns of queries, of keys and of values.
     pub fn qkv_widths(&self) -> [usize; 3] {
         [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_dim)
     }
@@ -466,12 +466,12 @@ impl ModelSpec {
         norms
     }
 
-    /// ColumnSlice of the heads' outputs, side by side.
+    /// Columns of the heads' outputs, side by side.
     pub fn attn_out_size(&self) -> usize {
         self.heads * self.head_dim
     }
 
-    /// ColumnSlice of the activation's input.
+    /// Columns of the activation's input.
     pub fn up_width(&self) -> usize {
         if self.activation.is_gated() { 2 * self.intermediate_size } else { self.intermediate_size }
     }

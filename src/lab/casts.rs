@@ -134,7 +134,6 @@ impl DtypeReport {
             let line = line.plain(format!("{:>12} %", percent(*rounded_once)));
             page.push(line.with(role(*autocast), format!("{:>14}", autocast.unwrap_or("the operand's"))));
         }
-        page.gap();
         for (rule, to) in [
             (CastRule::LowPrecision, "to the compute type"),
             (CastRule::Fp32, "to FP32"),

@@ -38,7 +38,7 @@ pub use batch_loader::{Batch, BatchLoader, DataPosition, EvalLoader, Sequence};
 pub use bos::Bos;
 pub use cache::DatasetKind;
 pub(crate) use catch_panic::catch_panic;
-pub use chat_format::{ChatFormat, ChatSettings, named_template, text_file};
+pub use chat_format::{ChatFormat, ChatSettings, named_template};
 pub use corpus::{Dataset, DatasetBuilder};
 pub use format::DataFormat;
 pub use preference::{Prompt, PromptRow};

@@ -11,7 +11,6 @@ use crate::screen::terminal::{MessageEditor, interrupt_flag};
 use crate::{Error, Result};
 use clap::Args;
 use std::io::{BufRead, IsTerminal, Write, stderr, stdin};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -34,9 +33,9 @@ pub(super) struct ChatArgs {
     /// System instructions at the start of the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// A chat template to use instead of the model's
-    #[arg(long, value_name = "FILE")]
-    template: Option<PathBuf>,
+    /// A chat template to use instead of the model's: a file, or a name such as chatml or llama3.1
+    #[arg(long, value_name = "FILE|NAME", alias = "template")]
+    chat_template: Option<String>,
     /// Maximum tokens per answer
     #[arg(long, short = 'n', value_name = "N", default_value_t = 512)]
     max_tokens: usize,
@@ -57,7 +56,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
         Sampling { temperature: args.temperature, top_p: args.top_p, seed: args.seed, ..Sampling::default() };
     sampling.validate()?;
     let (trained, reporter) = args.model.model.open()?;
-    let mut chat = Chat::new(&trained, args.template.as_deref())?;
+    let mut chat = Chat::new(&trained, args.chat_template.as_deref())?;
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     drop(reporter);
     let terminal = stdin().is_terminal() && stderr().is_terminal() && !Terminal::current().dumb;

@@ -55,13 +55,13 @@ const PROBES: [(&str, Option<&str>); 3] = [
             {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]"#,
         None,
     ),
-    (
-        r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}, {"role": "tool", "content": "2"},
-            {"role": "assistant", "content": "b"}]"#,
-        Some(r#"[{"type": "function", "function": {"name": "f", "parameters": {"x": "int"}}}]"#),
-    ),
+    (TOOL_CALL, Some(r#"[{"type": "function", "function": {"name": "f", "parameters": {"x": "int"}}}]"#)),
 ];
+
+/// A conversation that calls a function and quotes its result.
+const TOOL_CALL: &str = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [
+    {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}, {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "b"}]"#;
 
 /// A model's settings for conversations.
 #[derive(Clone, Debug, Default)]
@@ -103,7 +103,7 @@ impl ChatSettings {
 ///
 /// # Errors
 /// [`Error::Io`] or [`Error::Model`] if it is not readable text of at most 16 MiB.
-pub fn text_file(path: &Path) -> Result<String> {
+fn text_file(path: &Path) -> Result<String> {
     let bytes = read_at_most(path, MAX_FILE)?;
     String::from_utf8(bytes).map_err(|_| Error::model(path.display(), "not UTF-8"))
 }
@@ -204,7 +204,18 @@ impl ChatFormat {
     pub fn render(&self, conversation: &Conversation, tools: Option<&Value>, unmarked: bool) -> Result<Rendered> {
         let wrong = |message: String| Error::model(&self.origin, message);
         let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;
-        let own = renderer.template.render(conversation, tools, false)?;
+        let own = renderer.template.render(conversation, tools, false);
+        let calls = conversation.called_functions();
+        let writes = |text: &str| calls.iter().all(|function| text.contains(function.as_str()));
+        let own = match own {
+            Err(error) if calls.is_empty() => return Err(error),
+            // The template may refuse these calls for another reason.
+            Err(error) if writes_calls(|probe| renderer.template.render(probe, None, false))? => return Err(error),
+            Ok(own) if writes(&own.text) => own,
+            _ => {
+                return Err(wrong(format!("its chat template does not write tool calls; {}", templates_with_calls()?)));
+            }
+        };
         if unmarked {
             return Ok(own);
         }
@@ -232,6 +243,24 @@ impl ChatFormat {
         }
         Ok(marked)
     }
+}
+
+/// Whether a template writes the function's name of a tool call.
+fn writes_calls(render: impl Fn(&Conversation) -> Result<Rendered>) -> Result<bool> {
+    let probe = TOOL_CALL.replace(r#""f""#, r#""look_up""#);
+    Ok(render(&Conversation::from_json(&probe)?).is_ok_and(|rendered| rendered.text.contains("look_up")))
+}
+
+/// The advice to use a built-in template that writes tool calls.
+fn templates_with_calls() -> Result<String> {
+    let mut names = Vec::new();
+    for (name, settings, text) in BUILT_IN {
+        let template = Template::new(&format!("{settings}{text}"), name, TemplateTokens::default())?;
+        if writes_calls(|probe| template.render_with(probe, None, false))? {
+            names.push(format!("`{name}`"));
+        }
+    }
+    Ok(format!("these do, with `--chat-template NAME`: {}", names.join(", ")))
 }
 
 /// Whether two templates produce the same text for every probe that the first one accepts.

@@ -34,7 +34,7 @@ pub(super) struct TextChunk {
 pub(super) enum ChunkEnd {
     /// More of the document, or a new document, which the end-of-text token separates.
     Continues,
-    /// The end-of-text token, which counts in the loss.
+    /// The end-of-text token, which counts in the loss unless the document is empty.
     Eos,
     /// Nothing: a chat template has ended the document.
     Templated,

@@ -10,7 +10,7 @@ use super::preference::{PromptRow, Sample};
 use super::row::{DatasetOptions, Example, RowReader};
 use super::rows::RowLocation;
 use super::samples::SampleKind;
-use super::source::{DataSource, Document, Downloader, LoadEvent};
+use super::source::{DataSource, Document, Downloader, Files, LoadEvent};
 use super::template::EvalExample;
 use super::tokenize::TokenizeJob;
 use super::tokenizer::Tokenizer;
@@ -24,6 +24,9 @@ const TRAIN_PERCENT: usize = 90;
 
 /// The grammar's sentences do not depend on the run's seed, so that runs with different seeds can be compared.
 const GRAMMAR_SEED: u64 = 0;
+
+/// The number of files that a notice names.
+const LISTED: usize = 8;
 
 /// Training and validation tokens.
 #[derive(Clone, Debug)]
@@ -41,13 +44,6 @@ pub struct Dataset {
     pub entropy_per_token: Option<f64>,
     /// SHA-256 of tokenizer and text in hexadecimal, which a resumed run must match.
     pub fingerprint: String,
-}
-
-impl Dataset {
-    /// [`DatasetBuilder::load`] with the folder `data`, without network or progress reports.
-    pub fn load(source: &DataSource, validation: Option<&DataSource>, tokenizer: &Tokenizer) -> Result<Self> {
-        DatasetBuilder::new("data").load(source, validation, tokenizer)
-    }
 }
 
 /// Loads data sets, keeping tokens and downloads in a folder.
@@ -205,8 +201,7 @@ impl<'a> DatasetBuilder<'a> {
         if *source == DataSource::Grammar {
             return Err(Error::data(source, advice));
         }
-        let downloader = self.downloader.as_mut().map(|downloader| &mut **downloader as &mut dyn Downloader);
-        let files = source.files(self.options.format, downloader)?;
+        let files = self.files(source)?;
         let mut rows = RowReader::new(&self.options);
         let fields = rows.fields();
         for document in &files.documents {
@@ -216,6 +211,20 @@ impl<'a> DatasetBuilder<'a> {
             document.read_rows(&fields, &mut |location, row| on_row(&mut rows, document, location, row))?;
         }
         Ok(())
+    }
+
+    /// The files of `source`; reports those that are left out.
+    fn files(&mut self, source: &DataSource) -> Result<Files> {
+        let downloader = self.downloader.as_mut().map(|downloader| &mut **downloader as &mut dyn Downloader);
+        let files = source.files(self.options.format, downloader)?;
+        if let (Some(read), [_, ..]) = (files.documents.first(), &files.left_out[..]) {
+            let more = files.left_out.len().saturating_sub(LISTED);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let names: Vec<_> = files.left_out.iter().take(LISTED).map(|name| format!("`{name}`")).collect();
+            let (format, names) = (read.format.name(), names.join(", "));
+            self.notice(format!("`{source}`: reading its {format} files; left out: {names}{more}"));
+        }
+        Ok(files)
     }
 
     fn corpus(&mut self, source: &DataSource, tokenizer: &Tokenizer) -> Result<Corpus> {
@@ -228,8 +237,7 @@ impl<'a> DatasetBuilder<'a> {
             let bytes_per_token = text.len() as f64 / tokens.len().max(1) as f64;
             return Ok(Corpus { tokens, bytes_per_token, key });
         }
-        let downloader = self.downloader.as_mut().map(|downloader| &mut **downloader as &mut dyn Downloader);
-        let files = source.files(self.options.format, downloader)?;
+        let files = self.files(source)?;
         let key = self.key(&files.documents, tokenizer)?;
         let path = self.folder.join(format!("{}.tokens", &key[..32]));
         let file = match self.cached(&path) {
@@ -311,5 +319,23 @@ mod tests {
         assert_eq!(set.bytes_per_token, 1.3);
         let byte = DatasetBuilder::new(folder.path()).load(&source, None, &Tokenizer::byte()).unwrap();
         assert_eq!(byte.validation_bytes_per_token, 1.0);
+    }
+
+    #[test]
+    fn an_empty_row_is_a_sample_without_loss_tokens() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl");
+        let row = |prompt: &str, completion: &str| {
+            serde_json::json!({ "prompt": prompt, "completion": completion }).to_string() + "\n"
+        };
+        std::fs::write(&path, row("a", "b") + &row("", "") + &row("c", "")).unwrap();
+        let (source, tokenizer) = (path.display().to_string().parse().unwrap(), Tokenizer::byte());
+        let (tokens, _) = DatasetBuilder::new(folder.path()).load_unsplit(&source, &tokenizer).unwrap();
+        let eos = tokenizer.eos_id().unwrap();
+        let mut labels = vec![0; tokens.len()];
+        tokens.read_labels(0, &mut labels);
+        let prompt = IGNORE_INDEX;
+        assert_eq!(labels, [prompt, u32::from(b'b'), eos, IGNORE_INDEX, prompt, eos]);
+        assert_eq!(tokens.documents().map(|sample| sample.len()).collect::<Vec<_>>(), [3, 1, 2]);
     }
 }

@@ -4,7 +4,7 @@
 use std::io::Read;
 
 use super::chunk::{CHUNK_BYTES, ChunkEnd, ChunkSink, LossMask, MAX_CHUNK_BYTES, TextChunk, last_split_point};
-use super::format::DataFormat;
+use super::format::{CONVERT, DataFormat};
 use super::row::{RowReader, RowSchema};
 use super::source::Document;
 use crate::{Error, Result};
@@ -15,6 +15,7 @@ impl Document {
         if self.format == DataFormat::Text {
             rows.check_schema(RowSchema::Text, || format!("`{}`", self.origin))
                 .map_err(|message| self.error(message))?;
+            self.check_encoding()?;
             return self.read_text(&rows.fields(), sink);
         }
         let fields = rows.fields();
@@ -39,9 +40,9 @@ impl Document {
                     let at = error.valid_up_to();
                     let line = line + line_feeds(&buffer[..at]);
                     let (byte, position) = (buffer[at], position + at);
-                    return Err(self.error(format!(
-                        "not UTF-8: byte {position} (line {line}) is 0x{byte:02X}; convert the file first"
-                    )));
+                    return Err(
+                        self.error(format!("not UTF-8: byte {position} (line {line}) is 0x{byte:02X}; {CONVERT}"))
+                    );
                 }
             };
             if position == 0 && !self.asked {
@@ -86,7 +87,7 @@ fn line_feeds(bytes: &[u8]) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use super::super::row::DatasetOptions;
+    use super::super::row::{DatasetOptions, LossOn};
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};
     use super::*;
     use proptest::prelude::*;
@@ -94,14 +95,17 @@ mod tests {
     use std::sync::LazyLock;
 
     fn read(name: &str, content: &[u8]) -> Result<Vec<TextChunk>> {
+        read_with(name, content, &DatasetOptions::default())
+    }
+
+    fn read_with(name: &str, content: &[u8], options: &DatasetOptions) -> Result<Vec<TextChunk>> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(name);
         std::fs::write(&path, content).unwrap();
         let document =
             Document { format: DataFormat::from_path(&path).unwrap(), path, origin: name.to_owned(), asked: false };
         let mut chunks = Vec::new();
-        let options = DatasetOptions::default();
-        document.read(&mut RowReader::new(&options), &mut |chunk| {
+        document.read(&mut RowReader::new(options), &mut |chunk| {
             chunks.push(chunk);
             Ok(())
         })?;
@@ -195,6 +199,30 @@ mod tests {
             read("a.jsonl", row.as_bytes()).unwrap()[0].text,
             "system: be\nuser: do\n\nit\nassistant: done<|endoftext|>\n"
         );
+    }
+
+    #[test]
+    fn weight_and_train_leave_answers_out_of_the_loss() {
+        let parts = |answer: &str, loss_on: LossOn| -> Vec<String> {
+            let row = format!(
+                r#"{{"messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": "b", {answer}}},
+                {{"role": "user", "content": "c", "weight": 0}}, {{"role": "assistant", "content": "d"}}]}}"#
+            );
+            let options = DatasetOptions { loss_on, ..DatasetOptions::default() };
+            let chunks = read_with("a.jsonl", row.replace('\n', " ").as_bytes(), &options).unwrap();
+            let LossMask::Ranges(parts) = &chunks[0].loss_mask else { panic!("{chunks:?}") };
+            parts.iter().map(|part| chunks[0].text[part.clone()].to_owned()).collect()
+        };
+        for left_out in [r#""weight": 0"#, r#""train": false"#] {
+            assert_eq!(parts(left_out, LossOn::Answers), [" d<|endoftext|>"]);
+            assert_eq!(parts(left_out, LossOn::All), ["user: a\nassistant:", "\nuser: c\nassistant: d<|endoftext|>\n"]);
+        }
+        assert_eq!(parts(r#""weight": 1.0"#, LossOn::Answers).len(), 2);
+        let shared = r#"{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0},
+            {"from": "gpt", "value": "c", "weight": null}]}"#;
+        let chunks = read("a.jsonl", shared.replace('\n', " ").as_bytes()).unwrap();
+        let LossMask::Ranges(parts) = &chunks[0].loss_mask else { panic!("{chunks:?}") };
+        assert_eq!(parts.iter().map(|part| &chunks[0].text[part.clone()]).collect::<Vec<_>>(), [" c<|endoftext|>"]);
     }
 
     #[test]

@@ -268,21 +268,47 @@ impl<'a> RowReader<'a> {
             Sample::Conversation { conversation, prompt, tools } => (conversation, prompt, tools),
         };
         self.conversational = true;
+        let mut in_loss = answers_in_loss(&conversation).map_err(wrong)?;
+        let leaves_out = in_loss.contains(&false);
+        let all = *loss_on == LossOn::All && !leaves_out;
         let render = |conversation: &Conversation| {
-            let rendered = chat.render(conversation, tools.as_ref(), *loss_on == LossOn::All);
+            let rendered = chat.render(conversation, tools.as_ref(), all);
             rendered.map_err(|error| wrong(error.to_string()))
         };
         let Rendered { text, mut assistant_ranges } = render(&conversation)?;
+        if leaves_out && in_loss.len() != assistant_ranges.len() {
+            return Err(wrong(format!(
+                "`weight` or `train` leaves answers out, but the chat template marks {} parts for {} answers; use \
+                 another with `--chat-template`, or remove these fields",
+                assistant_ranges.len(),
+                in_loss.len()
+            )));
+        }
+        // A template may mark another number of parts; without these fields, all of them count.
+        in_loss.resize(assistant_ranges.len(), true);
         // Answers within the prompt are not in the loss.
         let before = conversation.first(prompt);
         if before.has_answer(0) {
-            let before = render(&before)?.assistant_ranges.len();
-            assistant_ranges.drain(..before.min(assistant_ranges.len()));
+            let before = render(&before)?.assistant_ranges.len().min(assistant_ranges.len());
+            assistant_ranges.drain(..before);
+            in_loss.drain(..before);
         }
+        let chosen = |wanted: bool| {
+            let flagged = assistant_ranges.iter().zip(&in_loss);
+            flagged.filter(move |(_, flag)| **flag == wanted).map(|(range, _)| range.clone())
+        };
         let loss_mask = match loss_on {
-            LossOn::Answers => LossMask::Ranges(assistant_ranges),
-            LossOn::LastAnswer => LossMask::Ranges(assistant_ranges.into_iter().next_back().into_iter().collect()),
-            LossOn::All => LossMask::All,
+            LossOn::Answers => LossMask::Ranges(chosen(true).collect()),
+            LossOn::LastAnswer => {
+                let last = assistant_ranges.last();
+                LossMask::Ranges(chosen(true).filter(|range| Some(range) == last).collect())
+            }
+            LossOn::All if all => LossMask::All,
+            LossOn::All => {
+                let starts = std::iter::once(0).chain(chosen(false).map(|range| range.end));
+                let ends = chosen(false).map(|range| range.start).chain([text.len()]);
+                LossMask::Ranges(starts.zip(ends).map(|(start, end)| start..end).filter(|r| !r.is_empty()).collect())
+            }
         };
         sink(TextChunk { text, loss_mask, starts_document: true, end: ChunkEnd::Templated })
     }
@@ -404,6 +430,27 @@ fn messages(row: &Value, name: &str, read: fn(&Value) -> Result<Value, String>) 
     Ok(Conversation::from_messages(messages))
 }
 
+/// Whether a message counts in the loss by its `weight`, as in OpenAI's format, or `train`, as in axolotl's.
+fn in_loss(message: &Value) -> Result<bool, String> {
+    for name in ["weight", "train"] {
+        let Some(value) = field(message, name) else { continue };
+        match f64::try_from(value.clone()).ok().or_else(|| bool::try_from(value).ok().map(f64::from)) {
+            Some(0.0) => return Ok(false),
+            Some(1.0) => {}
+            _ => return Err(format!("`{name}` must be 0 or 1, or false or true")),
+        }
+    }
+    Ok(true)
+}
+
+/// Whether each answer of a conversation counts in the loss.
+fn answers_in_loss(conversation: &Conversation) -> Result<Vec<bool>, String> {
+    let answers = conversation.messages().iter().enumerate();
+    let answers =
+        answers.filter(|(_, message)| field(message, "role").is_some_and(|role| role.as_str() == Some("assistant")));
+    answers.map(|(at, message)| in_loss(message).map_err(|problem| format!("message {}: {problem}", at + 1))).collect()
+}
+
 /// A message with `from` and `value`.
 fn sharegpt_message(item: &Value) -> Result<Value, String> {
     let from = field(item, "from").ok_or("`from` is missing")?;
@@ -411,5 +458,10 @@ fn sharegpt_message(item: &Value) -> Result<Value, String> {
     let content = value.as_str().ok_or_else(|| format!("`value` must be text, but is {}", json_type(&value)))?;
     let known = SHAREGPT_ROLES.iter().find(|(shared, _)| from.as_str() == Some(*shared));
     let role = known.map_or_else(|| checked_role(&from), |(_, role)| Ok((*role).to_owned()))?;
-    Ok(minijinja::context! { role, content })
+    let in_loss = in_loss(item)?;
+    Ok(if in_loss {
+        minijinja::context! { role, content }
+    } else {
+        minijinja::context! { role, content, train => false }
+    })
 }

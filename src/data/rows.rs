@@ -12,7 +12,7 @@ use std::rc::Rc;
 use minijinja::Value;
 use serde::de::{Deserializer, SeqAccess, Visitor};
 
-use super::format::DataFormat;
+use super::format::{CONVERT, DataFormat};
 use super::jinja_python::read_json;
 use super::parquet_rows;
 use super::source::Document;
@@ -20,6 +20,8 @@ use crate::{Error, Result};
 
 /// The longest row in bytes; a longer one means that the file has a different format.
 const MAX_ROW_BYTES: u64 = 64 << 20;
+/// The parser's message about a text that is not UTF-8.
+const NOT_UTF8: &str = "invalid unicode code point";
 /// Bytes read at a time.
 const BUFFER_BYTES: usize = 256 << 10;
 
@@ -50,6 +52,9 @@ impl Document {
             rows += 1;
             on_row(location, row)
         };
+        if self.format != DataFormat::Parquet {
+            self.check_encoding()?;
+        }
         match self.format {
             DataFormat::Json if self.begins_with(b'{')? => self.read_lines(on_row)?,
             DataFormat::Json => self.read_array(on_row)?,
@@ -64,13 +69,6 @@ impl Document {
     /// Whether the file begins with `byte` after white space: a `.json` file may contain one object per line.
     fn begins_with(&self, byte: u8) -> Result<bool> {
         Ok(strip_bom(&self.start()?).trim_ascii_start().first() == Some(&byte))
-    }
-
-    /// The first bytes of the file.
-    fn start(&self) -> Result<Vec<u8>> {
-        let mut start = Vec::new();
-        self.open()?.take(64 << 10).read_to_end(&mut start).map_err(Error::io("read", &self.path))?;
-        Ok(start)
     }
 
     fn read_lines(&self, on_row: &mut RowCallback<'_>) -> Result<()> {
@@ -88,9 +86,11 @@ impl Document {
             }
             let text = if line == 1 { strip_bom(&buffer) } else { &buffer };
             if !text.trim_ascii().is_empty() {
-                let row = std::str::from_utf8(text)
-                    .map_or_else(|_| serde_json::from_slice(text), read_json)
-                    .map_err(|error| self.line_error(line, text, &error))?;
+                let row = std::str::from_utf8(text).map_err(|error| {
+                    let at = error.valid_up_to();
+                    self.error(format!("line {line}: not UTF-8: byte {at} is 0x{:02X}; {CONVERT}", text[at]))
+                })?;
+                let row = read_json(row).map_err(|error| self.line_error(line, text, &error))?;
                 on_row(RowLocation::Line(line), row)?;
             }
         }
@@ -125,8 +125,10 @@ impl Document {
             (None, Ok(())) => Ok(()),
             (None, Err(error)) if error.is_io() => Err(self.error(error.to_string())),
             (None, Err(error)) => {
-                let line = error.line();
-                Err(self.error(format!("line {line}{}: {}", column(&error), error_text(&error))))
+                let (line, text) = (error.line(), error_text(&error));
+                // Every byte of JSON's own syntax is ASCII, so only a text's bytes can be wrong.
+                let text = if text == NOT_UTF8 { format!("not UTF-8; {CONVERT}") } else { text };
+                Err(self.error(format!("line {line}{}: {text}", column(&error))))
             }
         }
     }
@@ -165,7 +167,7 @@ impl Document {
             ),
             csv::ErrorKind::Utf8 { err, .. } => {
                 let field = err.field() + 1;
-                format!("line {line}: field {field} is not UTF-8; convert the file first")
+                format!("line {line}: field {field} is not UTF-8; {CONVERT}")
             }
             csv::ErrorKind::Io(error) => error.to_string(),
             _ => format!("line {line}: {error}"),

@@ -9,7 +9,7 @@ use std::str::FromStr;
 use tempfile::NamedTempFile;
 
 use super::chats;
-use super::format::DataFormat;
+use super::format::{DataFormat, conversion};
 use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result, temporary, untrusted};
 
@@ -184,11 +184,30 @@ pub(super) struct Document {
 /// The files of a source.
 pub(super) struct Files {
     pub(super) documents: Vec<Document>,
+    /// The names of files in a folder that are not among the documents.
+    pub(super) left_out: Vec<String>,
     /// The temporary copy of a text that comes from a pipe, deleted once it has been read.
     _spool: Option<NamedTempFile>,
 }
 
 impl DataSource {
+    /// This source, or if it is a path to nothing, the same path in `folder` if it leads to something there.
+    #[must_use]
+    pub fn or_in(self, folder: &Path) -> Self {
+        let escaped = || glob::Pattern::escape(&folder.display().to_string());
+        let moved = match &self {
+            Self::Path(path) if !path.exists() => Self::Path(folder.join(path)),
+            Self::Glob(pattern) if glob_files(pattern).is_err() => Self::Glob(format!("{}/{pattern}", escaped())),
+            _ => return self,
+        };
+        let found = match &moved {
+            Self::Glob(pattern) => glob_files(pattern).is_ok(),
+            Self::Path(path) => path.exists(),
+            _ => false,
+        };
+        if found { moved } else { self }
+    }
+
     /// Finds the files, and downloads missing ones. All have the format `asked`, if it is given. Not
     /// for [`Self::Grammar`].
     pub(super) fn files(
@@ -236,7 +255,11 @@ impl DataSource {
                 let pipe = Pipe::open(path).map_err(Error::io("read", path))?;
                 return spool(pipe, &path.display().to_string(), asked.or_else(|| DataFormat::from_path(path)));
             }
-            Self::Path(path) if path.is_dir() => folder_files(path)?.into_iter().map(document).collect(),
+            Self::Path(path) if path.is_dir() => {
+                let (paths, left_out) = folder_files(path, asked)?;
+                let documents = paths.into_iter().map(document).collect();
+                return Ok(Files { documents, left_out, _spool: None });
+            }
             Self::Path(path) if !path.exists() => {
                 return Err(Error::data(
                     path.display(),
@@ -245,7 +268,7 @@ impl DataSource {
             }
             Self::Path(path) => vec![document(path.clone())],
         };
-        Ok(Files { documents, _spool: None })
+        Ok(Files { documents, left_out: Vec::new(), _spool: None })
     }
 }
 
@@ -266,6 +289,18 @@ impl Document {
     pub(super) fn error(&self, message: impl Into<String>) -> Error {
         Error::data(&self.origin, message)
     }
+
+    /// The first bytes of the file.
+    pub(super) fn start(&self) -> Result<Vec<u8>> {
+        let mut start = Vec::new();
+        self.open()?.take(64 << 10).read_to_end(&mut start).map_err(Error::io("read", &self.path))?;
+        Ok(start)
+    }
+
+    /// Rejects UTF-16 and compressed files.
+    pub(super) fn check_encoding(&self) -> Result<()> {
+        conversion(&self.start()?).map_or(Ok(()), |advice| Err(self.error(advice)))
+    }
 }
 
 /// Copies a pipe to a file, because text is read twice: once for its hash, once for its tokens.
@@ -278,11 +313,13 @@ fn spool(from: impl Read, origin: &str, asked: Option<DataFormat>) -> Result<Fil
         return Err(Error::data(origin, "the pipe delivered more than 64 GiB; use a file instead"));
     }
     let document = Document::new(spool.path().to_path_buf(), origin.to_owned(), asked);
-    Ok(Files { documents: vec![document], _spool: Some(spool) })
+    Ok(Files { documents: vec![document], left_out: Vec::new(), _spool: Some(spool) })
 }
 
 fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
-    let paths = glob::glob(pattern).map_err(|error| Error::config("--data", format!("`{pattern}`: {error}")))?;
+    let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::default() };
+    let paths =
+        glob::glob_with(pattern, options).map_err(|error| Error::config("--data", format!("`{pattern}`: {error}")))?;
     let paths: Vec<PathBuf> = paths.filter_map(Result::ok).filter(|path| path.is_file()).collect();
     if paths.is_empty() {
         return Err(Error::data(pattern, format!("matches no file; {SUPPORTED_SOURCES}")));
@@ -290,17 +327,39 @@ fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-fn folder_files(folder: &Path) -> Result<Vec<PathBuf>> {
+/// The files below `folder` with the format that most of its bytes have, or of any known format if one is `asked` for,
+/// and the names of the others. Files about the data set, which every one on the Hub has, are never data.
+fn folder_files(folder: &Path, asked: Option<DataFormat>) -> Result<(Vec<PathBuf>, Vec<String>)> {
     let mut paths = Vec::new();
     collect(folder, &mut paths)?;
     paths.sort();
-    if paths.is_empty() {
-        return Err(Error::data(folder.display(), format!("the folder contains no {} file", DataFormat::EXTENSIONS)));
+    let format = |path: &PathBuf| DataFormat::from_path(path).filter(|_| !is_about_the_data(path));
+    let mut bytes: Vec<(DataFormat, u64)> = Vec::new();
+    for (format, size) in paths.iter().filter_map(|path| Some((format(path)?, path.metadata().map_or(0, |m| m.len()))))
+    {
+        match bytes.iter_mut().find(|(known, _)| *known == format) {
+            Some((_, sum)) => *sum += size,
+            None => bytes.push((format, size)),
+        }
     }
-    Ok(paths)
+    // Of equals the first in alphabetical order.
+    let Some((most, _)) = bytes.into_iter().rev().max_by_key(|(_, sum)| *sum) else {
+        return Err(Error::data(folder.display(), format!("the folder contains no {} file", DataFormat::EXTENSIONS)));
+    };
+    let is_read = |path: &PathBuf| format(path).is_some_and(|format| asked.is_some() || format == most);
+    let (read, others): (Vec<_>, Vec<_>) = paths.into_iter().partition(is_read);
+    let name = |path: PathBuf| path.strip_prefix(folder).unwrap_or(&path).display().to_string();
+    Ok((read, others.into_iter().map(name).collect()))
 }
 
-/// Adds the files of known formats below `folder`, without hidden ones; does not follow links to folders.
+/// Whether a file in a data set's folder describes the data.
+fn is_about_the_data(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    let stem = name.split('.').next().unwrap_or_default();
+    ["readme", "license", "licence", "dataset_info", "dataset_infos", "dataset_dict"].contains(&stem)
+}
+
+/// Adds the files below `folder`, without hidden ones; does not follow links to folders.
 fn collect(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
     for entry in std::fs::read_dir(folder).map_err(Error::io("read", folder))? {
         let entry = entry.map_err(Error::io("read", folder))?;
@@ -310,7 +369,7 @@ fn collect(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
         }
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             collect(&path, paths)?;
-        } else if DataFormat::from_path(&path).is_some() && path.is_file() {
+        } else if path.is_file() {
             paths.push(path);
         }
     }
@@ -362,17 +421,32 @@ mod tests {
     #[test]
     fn folders_and_globs_list_known_files_in_order() {
         let folder = tempfile::tempdir().unwrap();
-        for name in ["b.txt", "a.jsonl", "c.bin", ".hidden.txt", "sub/d.parquet"] {
+        for (name, content) in [
+            ("b.txt", "x"),
+            ("a.jsonl", "xx"),
+            ("c.bin", "xxxx"),
+            (".hidden.jsonl", "x"),
+            ("sub/d.jsonl", "x"),
+            ("README.md", "xxxxxxxxx"),
+            ("LICENSE", "x"),
+            ("dataset_infos.json", "xxxxxxxxx"),
+        ] {
             let path = folder.path().join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, "x").unwrap();
+            std::fs::write(path, content).unwrap();
         }
-        let names = |source: DataSource| -> Vec<String> {
-            let files = source.files(None, None).unwrap();
+        let read = |source: DataSource, asked: Option<DataFormat>| -> (Vec<String>, Vec<String>) {
+            let files = source.files(asked, None).unwrap();
             let name = |document: &Document| document.path.file_name().unwrap().to_string_lossy().into_owned();
-            files.documents.iter().map(name).collect()
+            (files.documents.iter().map(name).collect(), files.left_out)
         };
-        assert_eq!(names(DataSource::Path(folder.path().into())), ["a.jsonl", "b.txt", "d.parquet"]);
+        let names = |source: DataSource| read(source, None).0;
+        let source = || DataSource::Path(folder.path().into());
+        let left_out = ["LICENSE", "README.md", "b.txt", "c.bin", "dataset_infos.json"].map(str::to_owned);
+        assert_eq!(read(source(), None), (vec!["a.jsonl".into(), "d.jsonl".into()], left_out.to_vec()));
+        let (names_as_text, left_out) = read(source(), Some(DataFormat::Text));
+        assert_eq!(names_as_text, ["a.jsonl", "b.txt", "d.jsonl"]);
+        assert_eq!(left_out, ["LICENSE", "README.md", "c.bin", "dataset_infos.json"]);
         let pattern = folder.path().join("*.*l").display().to_string();
         assert_eq!(names(DataSource::Glob(pattern)), ["a.jsonl"]);
         let nothing = DataSource::Glob(folder.path().join("*.csv").display().to_string());

@@ -73,6 +73,21 @@ impl Conversation {
         of("content").filter(|_| of("role").is_some_and(|role| role == "assistant"))
     }
 
+    /// The messages.
+    pub(super) fn messages(&self) -> &[Value] {
+        &self.messages
+    }
+
+    /// The names of the functions that its messages call.
+    pub(super) fn called_functions(&self) -> Vec<String> {
+        let calls = self.messages.iter().filter_map(|message| message.get_attr("tool_calls").ok()?.try_iter().ok());
+        let name = |call: Value| {
+            let function = call.get_attr("function").ok().filter(|function| !function.is_undefined()).unwrap_or(call);
+            Some(function.get_attr("name").ok()?.as_str()?.to_owned())
+        };
+        calls.flatten().filter_map(name).collect()
+    }
+
     /// Removes all messages.
     pub fn clear(&mut self) {
         self.messages.clear();

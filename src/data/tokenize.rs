@@ -100,7 +100,7 @@ impl<'a> TokenizeJob<'a> {
             // End-of-text tokens alone are not training data.
             self.trained_tokens += ids.iter().filter(|(_, learned)| *learned).count() as u64;
             if let (true, Some(eos)) = (chunk.end == ChunkEnd::Eos, self.tokenizer.eos_id()) {
-                ids.push((eos, true));
+                ids.push((eos, !chunk.starts_document));
             }
             if chunk.starts_document {
                 if let (true, Some(eos)) = (self.running, self.tokenizer.eos_id()) {

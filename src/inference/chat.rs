@@ -1,9 +1,8 @@
 //! A conversation with a model: its template, its history, and the tokens that end a turn.
 
 use crate::Result;
-use crate::data::{Conversation, TemplateSandbox, text_file};
+use crate::data::{Conversation, TemplateSandbox, named_template};
 use crate::inference::trained::TrainedModel;
-use std::path::Path;
 
 /// A conversation with a model.
 #[derive(Debug)]
@@ -18,15 +17,14 @@ pub struct Chat {
 }
 
 impl Chat {
-    /// A conversation with `trained`, with the template in `file`, else the model's own, else one line per turn.
+    /// A conversation with `trained`, with the template that is `named`, else the model's own, else one line per turn.
     ///
     /// # Errors
-    /// [`Error::Model`](crate::Error::Model) or [`Error::Io`](crate::Error::Io) for a template that cannot be read or
-    /// parsed.
-    pub fn new(trained: &TrainedModel, file: Option<&Path>) -> Result<Self> {
+    /// The errors of [`named_template`], or [`Error::Model`](crate::Error::Model) for a template that cannot be parsed.
+    pub fn new(trained: &TrainedModel, named: Option<&str>) -> Result<Self> {
         let chat = &trained.chat;
-        let (source, origin) = match file {
-            Some(file) => (Some(text_file(file)?), file.display().to_string()),
+        let (source, origin) = match named {
+            Some(named) => (Some(named_template(named)?), named.to_owned()),
             None => (chat.template.clone(), trained.path.display().to_string()),
         };
         let plain = source.is_none();

@@ -406,7 +406,7 @@ fn mistakes_of_daily_use() {
         "--block-size 64",
         "--fp16",
         "--resume_from_checkpoint good",
-        "--steps 1e3",
+        "--steps 1.5",
         "--batch-size 8k",
         "--model ~/model",
         "--model my:model",
@@ -527,12 +527,20 @@ fn nonsense_in_rows() {
         ("table.txt", "prompt,completion\na,b\n".into()),
         ("array.md", "[\n  {\"text\": \"a\"}\n]\n".into()),
         ("binary.txt", "text\0\u{1}\u{2}".into()),
+        ("half-weight.jsonl", good.replace("\"b\"", "\"b\", \"weight\": 0.5")),
+        ("calls.jsonl", good.replace("\"b\"", "null, \"tool_calls\": [{\"function\": {\"name\": \"add\"}}]")),
     ];
     for (name, content) in &files {
         refusals.fixture.write(name, content);
         refusals.refuse(&format!("data show --model model --seq-len 32 --data {name}"));
     }
     refusals.fixture.write("latin1.csv", b"text\ncaf\xE9\n");
+    refusals.fixture.write("latin1.jsonl", b"{\"text\": \"a\"}\n{\"text\": \"caf\xE9\"}\n");
+    refusals.fixture.write("latin1.json", b"[{\"text\": \"caf\xE9\"}]\n");
+    let utf16: Vec<u8> = "{\"text\": \"a\"}".encode_utf16().flat_map(u16::to_le_bytes).collect();
+    refusals.fixture.write("utf16-without-mark.jsonl", &utf16);
+    refusals.fixture.write("utf16.txt", [b"\xFF\xFE", &utf16[..]].concat());
+    refusals.fixture.write("packed.jsonl", b"\x1F\x8B\x08\0\0");
     refusals
         .fixture
         .write("chats.jsonl", chat(&[message("user", "a"), message("user", "b"), message("assistant", "c")]) + &good);
@@ -541,6 +549,11 @@ fn nonsense_in_rows() {
     refusals.fixture.write("unmarked.jinja", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}");
     refusals.refuse_all(&[
         "data show --model model --seq-len 32 --data latin1.csv",
+        "data show --model model --seq-len 32 --data latin1.jsonl",
+        "data show --model model --seq-len 32 --data latin1.json",
+        "data show --model model --seq-len 32 --data utf16-without-mark.jsonl",
+        "data show --model model --seq-len 32 --data utf16.txt",
+        "data show --model model --seq-len 32 --data packed.jsonl",
         "data show --model model --seq-len 32 --data chats.jsonl --chat-template strict.jinja",
         "data show --model model --seq-len 32 --data chats.jsonl --chat-template broken.jinja",
         "data show --model model --seq-len 32 --data chats.jsonl --chat-template unmarked.jinja",

@@ -59,6 +59,8 @@ struct StepAggregates {
     stored: ExponentHistogram,
     /// The largest unscaled gradient that an FP32 probe found, by step.
     largest: BTreeMap<u64, f32>,
+    /// Mean loss tokens of a step.
+    tokens_per_step: u64,
 }
 
 impl StepAggregates {
@@ -73,6 +75,7 @@ impl StepAggregates {
         let loss_is_finite = step.loss.is_finite();
         self.steps.push_back(Step { number: step.step, loss_scale, max_abs, applied, loss_is_finite });
         self.first_scale.get_or_insert(loss_scale);
+        self.tokens_per_step = step.tokens / step.step.max(1);
         if step.lr > 0.0 {
             self.largest_rate = Some(self.largest_rate.map_or(step.lr, |largest| largest.max(step.lr)));
         }
@@ -179,7 +182,7 @@ impl RunData {
             source: format!("{part}replayed from {}", self.name()),
             first: steps.front().map_or(0, |step| step.number),
             visits: steps.iter().map(visit).collect(),
-            tokens_per_step: self.started.tokens_per_step,
+            tokens_per_step: self.sums.tokens_per_step,
         }
     }
 
@@ -326,7 +329,7 @@ mod tests {
     pub(crate) fn write_run(folder: &Path) {
         let mut log = EventLog::open(folder.join("events.jsonl")).unwrap();
         let mut append = |event| log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
-        let started = Started { policy: PrecisionPolicy::FP16.to_string(), tokens_per_step: 64, ..Default::default() };
+        let started = Started { policy: PrecisionPolicy::FP16.to_string(), tokens_per_step: 80, ..Default::default() };
         let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
         let shape = ModelShape { n_layer: 2, n_head: 4, n_embd: 128, n_positions: 128, vocab_size: 512 };
         let started = Started { config: serde_json::json!({ "scaler": scaler }), shape, ..started };
@@ -341,7 +344,9 @@ mod tests {
                 ..Default::default()
             };
             let rss_bytes = Some(step << 20);
-            let record = StepRecord { step, loss_scale, outcome, grads, rss_bytes, loss: 1.0, ..Default::default() };
+            let tokens = 64 * step;
+            let record =
+                StepRecord { step, loss_scale, outcome, grads, rss_bytes, tokens, loss: 1.0, ..Default::default() };
             append(Event::Step(Box::new(record)));
         }
     }

@@ -52,7 +52,8 @@ impl Runs {
         append(Event::Started(Box::new(Started {
             run: run.name.into(),
             model: "tiny".into(),
-            tokens_per_step: 128,
+            // More than a step's loss tokens.
+            tokens_per_step: 160,
             total_steps: 60,
             seed: run.seed,
             config: json!({

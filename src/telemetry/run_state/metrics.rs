@@ -37,7 +37,7 @@ pub struct RunMetrics {
     pub in_fallback: Option<u64>,
     /// Repeated attempts at a batch that had overflowed.
     pub repeated: u64,
-    /// Tokens of skipped batches that were not repeated.
+    /// Loss tokens of skipped batches that were not repeated.
     pub tokens_lost: u64,
     /// Mean loss of the applied steps among the last `WINDOW` steps.
     pub loss: Option<f64>,
@@ -140,8 +140,9 @@ impl MetricsAccumulator {
             }
         } else {
             figures.skipped += 1;
-            let tokens = started.map_or(0, |started| started.tokens_per_step);
-            figures.tokens_lost += if self.repeats { 0 } else { tokens };
+            // Unknown for the first record of a log that is read from its middle.
+            let before = if step.step == 1 { 0 } else { self.pace.map_or(step.tokens, |(_, last, _)| last) };
+            figures.tokens_lost += if self.repeats { 0 } else { step.tokens.saturating_sub(before) };
         }
         keep(&mut self.last, applied.then_some(loss));
         if step.loss_scale > 0.0 {

@@ -92,7 +92,7 @@ pub fn diagnose() -> Diagnosis {
         memory_available_bytes: memory.available,
         gpu: gpu(),
         hub: check_hub(&hub),
-        folders: folders(hub.cache),
+        folders: folders(hub.token_cache, hub.cache),
     }
 }
 
@@ -166,9 +166,8 @@ fn driver_series(version: &str) -> Option<u32> {
     line.split_whitespace().find_map(number)
 }
 
-fn folders(cache: PathBuf) -> Vec<FolderInfo> {
-    let [runs, data] = ["checkpoints", "data"].map(PathBuf::from);
-    let folders = [("runs", runs), ("data and tokens", data), ("models of the Hub", cache)];
+fn folders(tokens: PathBuf, models: PathBuf) -> Vec<FolderInfo> {
+    let folders = [("runs", "checkpoints".into()), ("token caches", tokens), ("models of the Hub", models)];
     let facts = |(purpose, path): (&'static str, PathBuf)| FolderInfo {
         purpose,
         exists: path.is_dir(),

@@ -18,4 +18,4 @@ pub use grad_scaler::{GradScaler, ScaleChange, ScalerState, StateDict};
 pub use headroom::Headroom;
 pub use per_optimizer_state::PerOptimizerState;
 pub use policy::{Dtype, PrecisionPolicy};
-pub use scaler_config::{GradScalerConfig, HysteresisRefill, OnOverflow, ScalerMode};
+pub use scaler_config::{GradScalerConfig, HysteresisRefill, OnOverflow, ScalerMode, exact_log2, scale_text};

@@ -5,7 +5,7 @@
 
 use std::any::TypeId;
 
-use clap::{Arg, ArgAction, value_parser};
+use clap::{Arg, ArgAction};
 use serde::Serialize;
 
 use crate::{Error, Result};
@@ -157,12 +157,34 @@ impl Setting {
         let arg = arg.help(help);
         Some(match self.kind {
             Kind::Switch => arg.action(ArgAction::SetTrue),
-            Kind::Integer => arg.value_parser(value_parser!(i64)),
-            Kind::Float => arg.value_parser(value_parser!(f64)),
+            Kind::Integer => arg.value_parser(integer),
+            Kind::Float => arg.value_parser(number),
             Kind::Text | Kind::Section => arg,
         })
     }
 }
+
+/// A number, also as a power or a fraction: `6e-8`, `2^24`, `1/3`.
+pub(crate) fn number(text: &str) -> Result<f64, String> {
+    let part = |part: &str| part.trim().parse::<f64>();
+    let parsed = match (text.split_once('^'), text.split_once('/')) {
+        (Some((base, exponent)), _) => part(base).and_then(|base| Ok(base.powf(part(exponent)?))),
+        (None, Some((over, under))) => part(over).and_then(|over| Ok(over / part(under)?)),
+        (None, None) => part(text),
+    };
+    parsed.map_err(|_| "not a number such as 0.5, 6e-8, 2^24 or 1/3".into())
+}
+
+/// A whole number, written like [`number`].
+pub(crate) fn integer(text: &str) -> Result<i64, String> {
+    text.parse().or_else(|_| match number(text) {
+        Ok(whole) if whole.fract() == 0.0 && whole.abs() <= MAX_EXACT => Ok(whole as i64),
+        _ => Err("not a whole number such as 600, 1e6 or 2^10".into()),
+    })
+}
+
+/// Up to here every whole number is an `f64`.
+const MAX_EXACT: f64 = 9_007_199_254_740_992.0;
 
 /// Whether files leave a setting out: it has no value, or a variant that serde skips.
 pub(crate) fn is_unset<T: Serialize>(value: &T) -> bool {

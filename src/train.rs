@@ -33,5 +33,5 @@ pub use setup::{
     prompts, whole_text,
 };
 pub use state::{Counters, TrainState};
-pub use trainer::{Heartbeat, RunStart, Trainer};
+pub use trainer::{Heartbeat, RunEnd, RunStart, Trainer};
 pub use verify::{ResumeCheck, verify_resume};

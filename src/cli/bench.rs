@@ -4,6 +4,7 @@ mod latency;
 mod profile;
 mod table;
 
+use crate::cli::flags::lora;
 use crate::cli::model::{DtypeList, print_notice};
 use crate::cli::reporter::Reporter;
 use crate::cli::train::thread_pool;
@@ -20,7 +21,7 @@ use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::{StoredModel, WeightSource};
 use crate::telemetry::ProcessStats;
-use crate::train::{Config, StepOutcome, StepReport, TrainEngine, TrainState, WeightInit, engine};
+use crate::train::{Config, ConfigLayers, StepOutcome, StepReport, TrainEngine, TrainState, WeightInit, engine};
 use crate::{Error, Result};
 use clap::Args;
 use profile::Limits;
@@ -52,9 +53,9 @@ pub(super) struct BenchArgs {
     /// Batches in a step
     #[arg(long, value_name = "N", default_value_t = 1)]
     grad_accum: usize,
-    /// Benchmark LoRA of this rank on all linear layers instead of full fine-tuning
-    #[arg(long, value_name = "R", conflicts_with = "latency")]
-    lora: Option<usize>,
+    /// Benchmark LoRA instead of full fine-tuning: a rank, or the settings that `--lora` has in training
+    #[arg(long, value_name = "SETTINGS", conflicts_with = "latency")]
+    lora: Option<String>,
     /// Measured steps
     #[arg(long, value_name = "N", default_value_t = 6)]
     steps: usize,
@@ -96,7 +97,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let reporter = Reporter::of("measuring");
     let text = match &args.dtype.0[..] {
         [(_, policy)] => {
-            let config = args.config(*policy);
+            let config = args.config(*policy)?;
             config.validate()?;
             let measured = |args: &BenchArgs| match args.latency {
                 Some(count) => latency::measure(args, &config, count),
@@ -113,7 +114,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
 }
 
 impl BenchArgs {
-    fn config(&self, dtype: PrecisionPolicy) -> Config {
+    fn config(&self, dtype: PrecisionPolicy) -> Result<Config> {
         let mut config = Config {
             model: self.model.clone(),
             init: WeightInit::Random,
@@ -126,9 +127,11 @@ impl BenchArgs {
         config.train.batch_size = self.batch_size;
         config.train.seq_len = self.seq_len;
         config.train.grad_accum = self.grad_accum;
-        config.lora.r = self.lora;
-        config.lora.alpha = self.lora.map(|r| 2.0 * r as f64);
-        config
+        if let Some(settings) = &self.lora {
+            config.lora =
+                Config::resolve(&ConfigLayers { overrides: lora(settings)?, ..ConfigLayers::default() })?.lora;
+        }
+        Ok(config)
     }
 
     fn shape(&self) -> Result<ModelSpec> {
@@ -267,7 +270,7 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "batch": args.batch_size,
         "seq": args.seq_len,
         "grad_accum": args.grad_accum,
-        "lora": args.lora,
+        "lora": shape.lora.as_ref().map(|lora| lora.r),
         "threads": rayon::current_num_threads(),
         "isa": Isa::current().to_string(),
         "tokens_per_s": step.map(|step| round(tokens as f64 / step.as_secs_f64())),
@@ -346,7 +349,8 @@ mod tests {
     fn a_profile_has_every_operation_of_a_step() {
         let line = "bench --device cpu --model tiny --batch-size 2 --seq-len 16 --dtype fp32 --steps 2 --profile";
         let args = Line::parse_from(line.split_whitespace()).bench;
-        let (shape, report) = (args.shape().unwrap(), measure(&args, &args.config(PrecisionPolicy::FP32)).unwrap());
+        let (shape, report) =
+            (args.shape().unwrap(), measure(&args, &args.config(PrecisionPolicy::FP32).unwrap()).unwrap());
         let sum = |key: &str, names: &[&str]| {
             let lines = report["profile"].as_array().unwrap().iter();
             let chosen = lines.filter(|line| names.is_empty() || names.contains(&line["operation"].as_str().unwrap()));

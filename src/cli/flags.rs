@@ -1,7 +1,7 @@
 //! The flags that define a run. They become dotted keys, which [`Config`] interprets.
 
 use crate::digest::read_at_most;
-use crate::settings::{Kind, Setting};
+use crate::settings::{Kind, Setting, integer, number};
 use crate::train::{Config, ConfigLayers};
 use crate::{Error, Result};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
@@ -150,25 +150,26 @@ impl ConfigArgs {
 }
 
 /// The keys that `--lora` sets.
-fn lora(settings: &str) -> Result<Vec<(String, toml::Value)>> {
+pub(super) fn lora(settings: &str) -> Result<Vec<(String, toml::Value)>> {
     let wrong = |message: String| Err(Error::config("--lora", message));
     let mut out = Vec::new();
     for setting in settings.split(',').map(str::trim) {
         let (key, value) = setting.split_once('=').map_or((setting, None), |(key, value)| (key, Some(value)));
         let names = |value: &str| value.split('+').map(toml::Value::from).collect::<Vec<_>>();
         let (key, value) = match (key, value) {
-            ("r", Some(value)) => ("r", value.parse::<i64>().map(toml::Value::from).ok()),
-            ("alpha" | "dropout", Some(value)) => (key, value.parse::<f64>().map(toml::Value::from).ok()),
+            ("r" | "rank", Some(value)) => ("r", integer(value).map(toml::Value::from).ok()),
+            (rank, None) if integer(rank).is_ok() => ("r", integer(rank).map(toml::Value::from).ok()),
+            ("alpha" | "dropout", Some(value)) => (key, number(value).map(toml::Value::from).ok()),
             ("targets", Some(value)) => ("targets", Some(names(value).into())),
             ("save", Some(value)) => ("modules_to_save", Some(names(value).into())),
             ("rslora" | "dora", None) => (key, Some(true.into())),
             _ => {
                 let known =
-                    "`r=16`, `alpha=32`, `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`, `save=norm`";
+                    "`16`, `r=16`, `alpha=32`, `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`, `save=norm`";
                 return wrong(format!("`{setting}` is not one of {known}"));
             }
         };
-        let Some(value) = value else { return wrong(format!("`{setting}` has no number behind `=`")) };
+        let Some(value) = value else { return wrong(format!("`{setting}` needs a number after `=`")) };
         out.push((format!("lora.{key}"), value));
     }
     Ok(out)

@@ -13,14 +13,17 @@ use crate::store::hub::free_bytes;
 use crate::telemetry::{
     self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, is_bound,
 };
-use crate::train::{Config, Heartbeat, RunStart, SetupEvent, Trainer};
+use crate::train::{Config, Heartbeat, RunEnd, RunStart, SetupEvent, Trainer};
+use crate::ui::format::{clock, loss};
+use crate::untrusted::sanitize_block;
 use crate::{Error, Result};
 use clap::Args;
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Write, stderr};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::time::Instant;
 
 /// Flags of a training run.
 #[derive(Args, Clone, Debug, Default)]
@@ -74,7 +77,11 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
             resumed.warnings.extend(changes.iter().map(|change| format!("resumed with a changed setting: {change}")));
             config
         }
-        None => args.config.resolve()?,
+        None => {
+            // A name that is not UTF-8 cannot be in the run's configuration.
+            let folder = std::env::current_dir().ok().filter(|folder| folder.to_str().is_some());
+            Config { folder, ..args.config.resolve()? }
+        }
     };
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     if group.world_size() > 1 && config.data == "-" {
@@ -93,6 +100,11 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         heartbeat.beat(&**group).ok();
     };
     let mut trainer = pool.install(|| Trainer::new(group.clone(), config.clone(), checkpoint, &mut tell))?;
+    if let Some(text) = trainer.nothing_left() {
+        reporter.notice(text);
+        trainer.stop_workers()?;
+        return Ok(FinishReason::Done);
+    }
     // All downloads and tokens are now in the cache.
     let checkpoint = checkpoint.map(|it| it.path().to_path_buf());
     RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
@@ -144,13 +156,50 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     signals.attach(trainer.interrupt(), move || {
         save_commands.send(Command::SaveNow).ok();
     });
-    let activity = trainer.activity();
+    let (activity, began) = (trainer.activity(), Instant::now());
     let training = std::thread::Builder::new()
         .name("training".into())
-        .spawn(move || pool.install(|| trainer.run()))
+        .spawn(move || pool.install(|| (trainer.run(), trainer.end())))
         .map_err(Error::io("start a thread in", "."))?;
     show((&records, &activity), &commands, &args.show, config.telemetry.log_every, history);
-    training.join().unwrap_or_else(|_| Err(Error::engine("training stopped with a panic; this is a bug in finetune")))
+    let Ok((reason, end)) = training.join() else {
+        return Err(Error::engine("training stopped with a panic; this is a bug in finetune"));
+    };
+    let reason = reason?;
+    let text = closing_words(&end, reason, began.elapsed().as_secs_f64(), &config.train.prompt);
+    write!(stderr(), "{}", sanitize_block(&text)).ok();
+    Ok(reason)
+}
+
+/// A sentence on how a run ended, and commands to use and to continue it.
+fn closing_words(end: &RunEnd, reason: FinishReason, seconds: f64, prompt: &str) -> String {
+    let RunEnd { step, total_steps, best, checkpoint, chats, length: (flag, length) } = end;
+    let at = if step < total_steps { format!(" at step {step} of {total_steps}") } else { String::new() };
+    let mut text = format!("{reason}{at} after {}", clock(seconds));
+    if let Some(best) = best {
+        text += &format!("; best validation loss {} at step {}", loss(best.loss), best.step);
+    }
+    let Some(checkpoint) = checkpoint else { return text + "; nothing was saved\n" };
+    text += &format!("; the model is `{}`\n", checkpoint.display());
+    let run = checkpoint.parent().unwrap_or(checkpoint);
+    let by_name = run.parent() == Some(Path::new("checkpoints"));
+    let run = if by_name { run.file_name().unwrap_or_default().to_string_lossy() } else { run.to_string_lossy() };
+    let run = quoted(&run);
+    let is_best = best.is_none_or(|best| checkpoint.ends_with(format!("step-{:06}", best.step)));
+    let (command, best) = (if *chats { "chat" } else { "generate" }, if is_best { "" } else { " --best" });
+    let prompt = if *chats || prompt.is_empty() { String::new() } else { format!(" --prompt {}", quoted(prompt)) };
+    let more = match reason {
+        FinishReason::Done => format!(" {flag} {}", 2.0 * length),
+        FinishReason::EarlyStopped => " --early-stopping 0".into(),
+        _ => String::new(),
+    };
+    text + &format!("try it:   finetune {command} {run}{best}{prompt}\ncontinue: finetune --resume {run}{more}\n")
+}
+
+/// `text` as one word of a shell's command line.
+fn quoted(text: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "._-/".contains(c);
+    if text.chars().all(is_plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
 /// Takes part in the leader's run.
@@ -276,6 +325,34 @@ fn new_run(config: &Config) -> Result<Run> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::checkpoint::Best;
+
+    #[test]
+    fn the_end_of_a_run_names_its_model_and_the_next_commands() {
+        let end = RunEnd {
+            step: 600,
+            total_steps: 600,
+            best: Some(Best { step: 500, loss: 0.625 }),
+            checkpoint: Some("checkpoints/a run/step-000600".into()),
+            chats: false,
+            length: ("--steps", 600.0),
+        };
+        assert_eq!(
+            closing_words(&end, FinishReason::Done, 72.0, "the "),
+            "done after 00:01:12; best validation loss 0.625 at step 500; the model is `checkpoints/a run/step-000600`\n\
+             try it:   finetune generate 'a run' --best --prompt 'the '\n\
+             continue: finetune --resume 'a run' --steps 1200\n"
+        );
+        let end = RunEnd { step: 9, chats: true, checkpoint: Some("elsewhere/b/step-000500".into()), ..end };
+        let words = closing_words(&end, FinishReason::Interrupted, 3.0, "");
+        assert!(words.starts_with("interrupted at step 9 of 600 after 00:00:03; "), "{words}");
+        assert!(words.ends_with("finetune chat elsewhere/b\ncontinue: finetune --resume elsewhere/b\n"), "{words}");
+        let end = RunEnd { checkpoint: None, best: None, ..end };
+        assert_eq!(
+            closing_words(&end, FinishReason::Stopped, 3.0, ""),
+            "stopped at step 9 of 600 after 00:00:03; nothing was saved\n"
+        );
+    }
 
     #[test]
     fn room_for_every_checkpoint_that_is_kept_is_looked_at() {

@@ -11,9 +11,9 @@ use crate::telemetry::float;
 use crate::{Error, Result};
 
 /// Settings that cannot change a run's numbers, and the seed: runs that differ only in these belong to one group.
-const VARIES_WITHIN_GROUP: [&str; 5] = ["seed", "threads", "checkpoint.", "telemetry.", "run."];
+const VARIES_WITHIN_GROUP: [&str; 6] = ["seed", "threads", "folder", "checkpoint.", "telemetry.", "run."];
 /// Settings that always differ between runs and are not listed.
-const UNLISTED_SETTINGS: [&str; 3] = ["seed", "checkpoint.run", "checkpoint.dir"];
+const UNLISTED_SETTINGS: [&str; 4] = ["seed", "checkpoint.run", "checkpoint.dir", "folder"];
 
 /// Settings that decide which tokens a loss is a mean over. `run.data` counts tokens, which depend on the tokenizer.
 const DATA_SETTINGS: [&str; 4] = ["val", "data", "train.loss_on", "run.data"];

@@ -234,6 +234,18 @@ impl GradScaler {
         predicted(*headroom, &self.config)
     }
 
+    /// The largest power of two at which gradients whose largest is `largest`, unscaled, have headroom.
+    pub fn scale_for(&self, largest: f32) -> f32 {
+        predicted(Headroom::new(largest.log2()), &self.config)
+    }
+
+    /// Lowers the scale to [`Self::scale_for`] `largest`. Does nothing if disabled.
+    pub fn lower_for(&mut self, largest: f32) {
+        if self.config.enabled {
+            self.state.scale = self.state.scale.min(self.scale_for(largest));
+        }
+    }
+
     /// Whether the predictive mode has no measurement yet, so that it needs [`set_amax`](Self::set_amax).
     pub fn needs_amax(&self) -> bool {
         let GradScalerConfig { enabled, mode: policy, .. } = self.config;

@@ -17,6 +17,8 @@ settings! {
         enabled: bool = true;
         /// The scale of the first step.
         init_scale: f32 = 65536.0, flag("init-scale", LossScale, 0, "X"), help("The first loss scale");
+        /// Whether to measure the gradients before the first step, and to begin at a lower scale if they would overflow.
+        measure_first: bool = false;
         /// Factor on the scale after `growth_interval` clean steps, unless that overflows f32; above 1.
         growth_factor: f64 = 2.0;
         /// Factor on the scale after an overflow; between 0 and 1, exclusive.
@@ -98,6 +100,16 @@ impl GradScalerConfig {
         }
         Ok(())
     }
+}
+
+/// log2 of a scale that is a power of two.
+pub fn exact_log2(scale: f32) -> Option<f32> {
+    Some(scale.log2()).filter(|exponent| exponent.is_finite() && exponent.fract() == 0.0)
+}
+
+/// A loss scale as a user may type it: `2^15` if it is a power of two.
+pub fn scale_text(scale: f32) -> String {
+    exact_log2(scale).map_or_else(|| format!("{scale:e}"), |exponent| format!("2^{exponent}"))
 }
 
 /// The checks for configurations and loaded states.

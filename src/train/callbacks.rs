@@ -62,6 +62,8 @@ pub(super) fn callbacks(config: &Config) -> Vec<Box<dyn StepCallback>> {
     }
     if config.scaler.mode == ScalerMode::Predictive {
         callbacks.push(Box::new(PredictiveScaleCallback));
+    } else if config.scaler.measure_first && config.grad_scaler().enabled {
+        callbacks.push(Box::new(FirstScaleCallback));
     }
     callbacks
 }
@@ -147,6 +149,25 @@ impl StepCallback for FallbackCallback {
     fn on_step_end(&mut self, engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
         let retyped = fallback::after_step(engine, self.policy, &context.report, context.first_nonfinite.as_ref())?;
         context.events.extend(retyped.into_iter().map(Event::DtypeChange));
+        Ok(())
+    }
+}
+
+/// Lowers the initial scale if the first step's gradients would overflow.
+struct FirstScaleCallback;
+
+impl StepCallback for FirstScaleCallback {
+    fn on_step_begin(&mut self, engine: &mut TrainEngine, batches: &[Batch]) -> Result<()> {
+        let (scale, counters) = (engine.state.scaler.scale(), engine.state.counters);
+        if counters.step == 0
+            && let Some(largest) = headroom::largest_gradient(engine, batches, counters, scale)?
+        {
+            engine.state.scaler.lower_for(largest);
+        }
+        Ok(())
+    }
+
+    fn on_step_end(&mut self, _: &mut TrainEngine, _: &mut StepContext<'_>) -> Result<()> {
         Ok(())
     }
 }

@@ -10,7 +10,7 @@ use crate::engine::model::{Lora, ModelSpec};
 use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
 use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy};
 use crate::settings::Heading::{Machine, Text, Training};
-use crate::settings::{Kind, settings};
+use crate::settings::{Kind, integer, number, settings};
 use crate::{Error, Result};
 use keys::{check_keys, known, leaves, merge, nested};
 pub use sections::ObjectiveSection;
@@ -83,6 +83,8 @@ settings! {
         /// Compute threads; all processors by default. The numbers do not depend on it.
         threads: Option<usize> = None, flag("threads", Machine, 0, "THREADS"),
             help("Compute threads [default: all processors]");
+        /// The folder that the run was started in. A resumed run looks there for paths that do not exist in its own.
+        folder: Option<PathBuf> = None;
         /// Names of the fields that contain text, if they differ from the usual names.
         fields: FieldNames = FieldNames::default(), section(FieldNames::settings);
         /// Batches, length of the run, evaluation and samples.
@@ -90,7 +92,7 @@ settings! {
         /// Low-rank adapters, trained instead of the model's weights.
         lora: LoraSection = LoraSection::default(), section(LoraSection::settings),
             flag("lora", Training, 3, "SETTINGS"),
-            help("Train low-rank adapters (LoRA) instead of the full model: `r=16,alpha=32`, and \
+            help("Train low-rank adapters (LoRA) instead of the full model: a rank such as 16, and `alpha=32`, \
                  `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`, `save=norm`");
         /// The training signal.
         objective: ObjectiveSection = ObjectiveSection::default(), section(ObjectiveSection::settings);
@@ -160,6 +162,9 @@ impl Config {
         let model = said.get("model").and_then(|model| model.as_str()).unwrap_or("tiny");
         if model == "tiny" {
             table = TINY_PRESET.parse().map_err(|error| Error::config("tiny", format!("{error}")))?;
+            // The preset's scale needs some steps to settle, which only its own run shall show.
+            let measured = !is_demonstration(&said);
+            merge(&mut table, nested("scaler.measure_first", measured.into()));
         }
         merge_layer(&mut table, said, "the configuration")?;
         let config = Self::from_table(&table)?;
@@ -168,6 +173,7 @@ impl Config {
     }
 
     fn from_table(table: &toml::Table) -> Result<Self> {
+        let table = &with_numbers(table);
         let all = leaves(table);
         let read = serde_path_to_error::deserialize(toml::Value::Table(table.clone()));
         read.map_err(|error: serde_path_to_error::Error<toml::de::Error>| {
@@ -214,7 +220,13 @@ impl Config {
 
     /// The training text.
     pub fn source(&self) -> Result<DataSource> {
-        self.data.parse()
+        self.find(&self.data)
+    }
+
+    /// The source `text`; a relative path may also be in the folder that the run was started in.
+    pub fn find(&self, text: &str) -> Result<DataSource> {
+        let source: DataSource = text.parse()?;
+        Ok(self.folder.iter().fold(source, |source, folder| source.or_in(folder)))
     }
 
     /// AdamW's settings.
@@ -231,7 +243,8 @@ impl Config {
     /// `spec` with the adapters of this configuration, if there are any.
     pub fn with_adapters(&self, spec: ModelSpec) -> Result<ModelSpec> {
         let LoraSection { r, alpha, dropout, rslora, dora, targets, modules_to_save } = &self.lora;
-        let (Some(r), Some(alpha)) = (*r, *alpha) else { return Ok(spec) };
+        let Some(r) = *r else { return Ok(spec) };
+        let alpha = alpha.unwrap_or(2.0 * r as f64);
         let targets = Lora::targets(&spec, targets)?;
         let saved = Lora::modules_to_save(&spec, modules_to_save)?;
         if let Some(both) = saved.intersection(&targets).next() {
@@ -293,6 +306,9 @@ impl Config {
                 return Err(Error::config(format!("train.{key}"), "0 would train nothing; use a number above 0"));
             }
         }
+        if self.optimizer.lr == 0.0 {
+            return Err(Error::config("optimizer.lr", "0 would change nothing; use a number above 0"));
+        }
         let values = self.values()?;
         for setting in Self::settings() {
             values.get(&setting.key).map_or(Ok(()), |value| setting.check(value))?;
@@ -323,6 +339,35 @@ impl Config {
         }
         Ok(())
     }
+}
+
+/// `table` with numbers in place of texts such as `2^24`.
+fn with_numbers(table: &toml::Table) -> toml::Table {
+    let (mut out, settings) = (table.clone(), known());
+    for (key, value) in leaves(table) {
+        let kind = settings.iter().find(|setting| setting.key == key).map(|setting| setting.kind);
+        let value = match (kind, value.as_str()) {
+            (Some(Kind::Integer), Some(text)) => integer(text).map(toml::Value::from).ok(),
+            (Some(Kind::Float), Some(text)) => number(text).map(toml::Value::from).ok(),
+            _ => None,
+        };
+        value.into_iter().for_each(|value| merge(&mut out, nested(&key, value)));
+    }
+    out
+}
+
+/// The least number of steps of a run in which the preset's loss scale may settle by trial.
+const DEMONSTRATION_STEPS: i64 = 100;
+
+/// Whether a run of `tiny` with these settings keeps the preset's loss scale, or has its own.
+fn is_demonstration(said: &toml::Table) -> bool {
+    let value = |key| leaves(said).into_iter().find(|(leaf, _)| leaf == key).map(|(_, value)| value);
+    let is_long = match (value("train.steps"), value("train.epochs")) {
+        (Some(steps), _) => steps.as_integer().is_some_and(|steps| steps >= DEMONSTRATION_STEPS),
+        (None, epochs) => epochs.is_none(),
+    };
+    let is_grammar = value("data").is_none_or(|data| data.as_str() == Some("grammar"));
+    value("scaler.init_scale").is_some() || (is_long && is_grammar)
 }
 
 /// Upper limit on threads; more are not faster and take long to start.
@@ -472,6 +517,7 @@ mod tests {
         for (file, key) in [
             ("[train]\nbatch_size = 0", "train.batch_size"),
             ("[optimizer]\nlr = -1.0", "optimizer.lr"),
+            ("[optimizer]\nlr = 0.0", "optimizer.lr"),
             ("[optimizer]\nlr = nan", "optimizer.lr"),
             ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas"),
             ("[scaler]\ngrowth_factor = 1.0", "scaler"),

@@ -29,9 +29,6 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The folder of downloads and token caches.
-const DATA_FOLDER: &str = "data";
-
 /// An event during the preparation of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SetupEvent {
@@ -107,7 +104,10 @@ impl ModelSource {
             let shape = named.ok_or_else(|| unknown_architecture(&config.model))?;
             return Self::checked(config, shape, given, AuxFiles::default(), None, Some(random()));
         }
-        let ModelLocation { path, commit } = locate(&config.model, config.revision.as_deref(), report)?;
+        let there = config.folder.iter().map(|folder| folder.join(&config.model)).find(|path| path.exists());
+        let there = there.filter(|_| !Path::new(&config.model).exists()).map(|path| path.display().to_string());
+        let model = there.as_deref().unwrap_or(&config.model);
+        let ModelLocation { path, commit } = locate(model, config.revision.as_deref(), report)?;
         let (shape, own, aux_files, weights) = if config.init == WeightInit::Random && path.is_dir() {
             let own = ModelFolder::tokenizer_in(&path).map(Tokenizer::from_file).transpose()?;
             (ModelFolder::read_config(&path)?, own, AuxFiles::of_folder(&path)?, random())
@@ -342,7 +342,7 @@ pub fn dataset(
         Error::Config { message, .. } => Error::config("--val", message),
         other => other,
     };
-    let validation = config.val.as_deref().map(str::parse::<DataSource>).transpose().map_err(of_val)?;
+    let validation = config.val.as_deref().map(|val| config.find(val)).transpose().map_err(of_val)?;
     let train = config.source()?;
     with_loader(&[Some(&train), validation.as_ref()], options, report, |loader| {
         loader.load(&train, validation.as_ref(), tokenizer)
@@ -388,6 +388,7 @@ fn with_loader<T>(
     }
     let network_error = settings.network_error.clone();
     report(SetupEvent::Phase("reading the text".into()));
+    let folder = settings.token_cache.clone();
     let report = RefCell::new(report);
     let mut downloading = |progress| (report.borrow_mut())(progress_of(progress));
     let mut hub = Hub::new(settings).report_to(&mut downloading);
@@ -398,7 +399,7 @@ fn with_loader<T>(
         });
     };
     let loaded =
-        load(&mut DatasetBuilder::new(DATA_FOLDER).options(options).downloader(&mut hub).report_to(&mut loading))?;
+        load(&mut DatasetBuilder::new(folder).options(options).downloader(&mut hub).report_to(&mut loading))?;
     if let Some(remote) = remote {
         note_cached_copy(network_error, &remote.to_string(), *report.borrow_mut());
     }

@@ -16,7 +16,7 @@ use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 use crate::engine::optim::BlockwiseQuantized;
-use crate::precision::{Fallback, GradScaler};
+use crate::precision::{Fallback, GradScaler, scale_text};
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE};
 use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State};
 use crate::telemetry::{
@@ -25,12 +25,12 @@ use crate::telemetry::{
 };
 use crate::train::callbacks::{StepCallback, StepContext, callbacks};
 use crate::train::config::{Config, DeviceSpec};
-use crate::train::engine::{EvalReport, TrainEngine};
+use crate::train::engine::{EvalReport, StepReport, TrainEngine};
 use crate::train::fp8::Fp8Block;
-use crate::train::probe;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
 use crate::train::state::Counters;
+use crate::train::{headroom, probe};
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -91,6 +91,10 @@ struct LoopState {
     changes: Vec<String>,
     /// Number of consecutive steps whose loss was far above chance.
     diverging_steps: u32,
+    /// Number of consecutive steps, from the first, whose forward pass overflowed.
+    forward_overflows: u32,
+    /// The largest loss scale with which the last step would have been applied, if no step was.
+    working_scale: Option<f32>,
     /// The phase that was logged last, and its step.
     phase: Option<(u64, &'static str)>,
 }
@@ -98,6 +102,23 @@ struct LoopState {
 /// The number of micro-batches in the step: up to and including the one that ends the epoch.
 fn batches_in_step(micro_batches: &[Batch]) -> usize {
     micro_batches.iter().position(|batch| batch.ends_epoch).map_or(micro_batches.len(), |last| last + 1)
+}
+
+/// The state of a run when a process stops training it.
+#[derive(Clone, Debug)]
+pub struct RunEnd {
+    /// Steps attempted.
+    pub step: u64,
+    /// Steps that the run will attempt.
+    pub total_steps: u64,
+    /// The lowest validation loss.
+    pub best: Option<Best>,
+    /// The newest checkpoint.
+    pub checkpoint: Option<PathBuf>,
+    /// Whether it trained on conversations.
+    pub chats: bool,
+    /// The flag that sets the run's length, and its value.
+    pub length: (&'static str, f64),
 }
 
 /// Whether something done every `every` steps (never if 0) is due at step `step`.
@@ -302,6 +323,7 @@ impl Trainer {
         }
         self.loader.seek(state.cursor)?;
         self.progress.best = state.best;
+        self.progress.validation = state.validation_loss.map(|loss| Best { step: state.step, loss });
         self.progress.early_stopping_counter = state.early_stopping_counter;
         self.progress.saved_at = Some(state.step);
         self.progress.checkpoint = Some(checkpoint.path().to_path_buf());
@@ -319,6 +341,32 @@ impl Trainer {
         let step = self.engine.state.counters.step;
         let known = history.curves.loss.at(step).filter(|bucket| bucket.step == step && bucket.last_step == step);
         self.progress.last_loss = known.and_then(|bucket| bucket.mean());
+    }
+
+    /// A notice that a resumed run has neither a step nor an evaluation left, and how to continue it; `None` otherwise.
+    pub fn nothing_left(&self) -> Option<String> {
+        let RunEnd { step, total_steps, length: (flag, now), .. } = self.end();
+        self.progress.validation.filter(|last| last.step == step && step == total_steps)?;
+        Some(format!(
+            "nothing is left to do: the run has completed all {step} steps; continue it with `{flag}` and a number \
+             above {now}"
+        ))
+    }
+
+    /// The state of the run.
+    pub fn end(&self) -> RunEnd {
+        let train = &self.config.train;
+        RunEnd {
+            step: self.engine.state.counters.step,
+            total_steps: self.total_steps,
+            best: self.progress.best,
+            checkpoint: self.progress.checkpoint.clone(),
+            chats: self.loader.index().kind() == DatasetKind::Conversational,
+            length: match train.steps {
+                Some(steps) => ("--steps", steps as f64),
+                None => ("--epochs", train.epochs.unwrap_or(1.0)),
+            },
+        }
     }
 
     /// Runs `count` steps without evaluation, samples, checkpoints or commands.
@@ -363,6 +411,7 @@ impl Trainer {
                 return Err(error);
             }
         };
+        self.warn_about_schedule();
         self.finish(reason, began);
         Ok(reason)
     }
@@ -412,11 +461,16 @@ impl Trainer {
         if updates > 0 || step == 0 {
             return Ok(());
         }
-        let scale = self.engine.state.scaler.scale();
-        let message = format!(
-            "all {step} steps overflowed and were skipped, so the model did not change; use a lower initial loss \
-             scale, such as `--init-scale {scale}`, or more steps"
-        );
+        let advice = match self.progress.last_loss {
+            Some(loss) if !loss.is_finite() => self.advice_for_forward_overflows(),
+            _ => match self.progress.working_scale {
+                Some(scale) => {
+                    format!("use a loss scale that fits the gradients: `--init-scale {}`", scale_text(scale))
+                }
+                None => "use a lower initial loss scale, or more steps".to_owned(),
+            },
+        };
+        let message = format!("all {step} steps overflowed and were skipped, so the model did not change; {advice}");
         Err(Error::Diverged { step, message })
     }
 
@@ -492,6 +546,7 @@ impl Trainer {
         let mut context = StepContext { batches, report, first_nonfinite: None, events: Vec::new() };
         self.callbacks.iter_mut().try_for_each(|callback| callback.on_step_end(&mut self.engine, &mut context))?;
         let StepContext { report, first_nonfinite, events, .. } = context;
+        self.measure_after_last(&report)?;
         self.log_throughput(report.targets);
         let elapsed = began.elapsed().saturating_sub(waited);
         let diverged = self.log_step(cursor, &report, first_nonfinite.map(|(found, _)| found), elapsed);
@@ -499,6 +554,18 @@ impl Trainer {
             self.emitter.emit(event);
         }
         diverged.map_or(Ok(()), Err)
+    }
+
+    /// Measures the scale that the gradients need, after the last step of a run whose steps were all skipped.
+    fn measure_after_last(&mut self, report: &StepReport) -> Result<()> {
+        let counters = self.engine.state.counters;
+        if counters.updates == 0 && counters.step == self.total_steps && self.engine.state.scaler.config().enabled {
+            let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
+            let before = counters.before_skipped();
+            let largest = headroom::largest_gradient(&mut self.engine, batches, before, report.scale)?;
+            self.progress.working_scale = largest.map(|largest| self.engine.state.scaler.scale_for(largest));
+        }
+        Ok(())
     }
 
     /// Fills the micro-batches of the next step, and returns where they begin; an epoch's last step may have fewer. Each batch
@@ -552,7 +619,7 @@ impl Trainer {
         if improved {
             self.progress.best = Some(evaluation);
             self.progress.early_stopping_counter = 0;
-        } else {
+        } else if self.engine.state.counters.updates > 0 {
             self.progress.early_stopping_counter += 1;
         }
         if improved && self.config.checkpoint.keep_best {

@@ -1,17 +1,13 @@
 //! Formats numbers for display, in few columns.
 
+use crate::precision::exact_log2;
 use crate::telemetry::Quantity;
 pub(crate) use crate::telemetry::{bytes, bytes_of};
 use crate::untrusted::is_unsafe_char;
 
 /// A loss scale or factor: `2^15` if it is a power of two, else as [`short`] writes it.
 pub(crate) fn scale(value: f32) -> String {
-    let exponent = value.log2();
-    if value > 0.0 && value.is_finite() && exponent.fract() == 0.0 {
-        format!("2^{exponent}")
-    } else {
-        short(f64::from(value))
-    }
+    exact_log2(value).map_or_else(|| short(f64::from(value)), |exponent| format!("2^{exponent}"))
 }
 
 /// About three significant digits: `0.83`, `41.2`, `6.0e-8`, `NaN`.

@@ -5,7 +5,7 @@ use std::fs;
 use super::evaluate::with_tokenizer;
 use crate::common::cli_fixture::CliFixture;
 use crate::common::python::{python, run_script};
-use finetune::data::{Bos, DataSource, Dataset, DatasetBuilder, IGNORE_INDEX, SequenceIndex, TokenSource, Tokenizer};
+use finetune::data::{Bos, DataSource, DatasetBuilder, IGNORE_INDEX, SequenceIndex, TokenSource, Tokenizer};
 use finetune::inference::trained::TrainedModel;
 use serde_json::{Value, json};
 
@@ -146,7 +146,8 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     let text = source(&fixture, "text.txt", "a b c d");
     let (tokens, bytes) = DatasetBuilder::new(fixture.folder()).load_unsplit(&text, &bos).unwrap();
     assert_eq!((tokens.len(), bytes), (5, 7.0 / 4.0));
-    assert_eq!(Dataset::load(&DataSource::Grammar, None, &Tokenizer::byte()).unwrap().train.len() % 2, 0);
+    let grammar = DatasetBuilder::new(fixture.folder()).load(&DataSource::Grammar, None, &Tokenizer::byte());
+    assert_eq!(grammar.unwrap().train.len() % 2, 0);
 }
 
 /// A run keeps its setting. An older run, whose `config.toml` does not have it, resumes without the token.

@@ -9,7 +9,7 @@ use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::gpt2_tokenizer;
 use crate::common::python::{python, run_script};
 use candle_core::Device;
-use finetune::data::{DataSource, Dataset, TokenSource};
+use finetune::data::{DataSource, DatasetBuilder, TokenSource};
 use finetune::engine::device::DeviceContext;
 use finetune::engine::model::ModelSpec;
 use finetune::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
@@ -55,7 +55,7 @@ pub(crate) fn text() -> String {
 
 fn tokens(fixture: &CliFixture, trained: &TrainedModel) -> TokenSource {
     let source = DataSource::Path(fixture.path("text.txt"));
-    Dataset::load(&source, Some(&source), &trained.tokenizer).unwrap().train
+    DatasetBuilder::new(fixture.folder()).load_unsplit(&source, &trained.tokenizer).unwrap().0
 }
 
 fn measure(

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::common::cli_fixture::CliFixture;
-use finetune::telemetry::{Event, ProcessId, Record, StepRecord, VERSION, read};
+use finetune::telemetry::{Event, ProcessId, Record, StepRecord, StepStatus, VERSION, read};
 
 /// A line that trains `model` a little in the run called `name`.
 fn training(name: &str, more: &str) -> String {
@@ -210,7 +210,73 @@ fn n9_a_run_that_applies_no_step_says_so_and_fails() {
     let line = training("r", "--data text.txt --steps 2 --init-scale 1e30");
     let (code, _, complaint) = fixture.output(&line);
     assert_eq!(code, Some(3), "{complaint}");
-    assert!(complaint.contains("all 2 steps overflowed") && complaint.contains("--init-scale"), "{complaint}");
+    assert!(complaint.contains("all 2 steps overflowed") && complaint.contains("--init-scale 2^"), "{complaint}");
+    // The scale that it names works.
+    let scale = complaint.split("--init-scale ").nth(1).unwrap().split('`').next().unwrap();
+    fixture.said(&line.replace("1e30", scale).replace("--run r", "--run again"));
+    assert!(fixture.steps("again").iter().all(|step| step.outcome == StepStatus::Applied));
+}
+
+#[test]
+fn w1_a_short_run_measures_its_first_scale_and_does_not_stop_early_before_an_update() {
+    let fixture = CliFixture::new();
+    let tiny = "--batch-size 2 --seq-len 16 --threads 1 --plain --set train.sample_tokens=0 --set train.eval_batches=1";
+    fixture.said(&format!("{tiny} --steps 5 --run short"));
+    fixture.said(&format!("{tiny} --data text.txt --epochs 0.1 --run other"));
+    for run in ["short", "other"] {
+        let steps = fixture.steps(run);
+        assert!(steps.iter().all(|step| step.outcome == StepStatus::Applied && step.loss_scale > 1024.0), "{run}");
+    }
+    let eager = "--init-scale 2^24 --steps 12 --eval-every 2 --early-stopping 1 --run eager";
+    fixture.said(&format!("{tiny} {eager}"));
+    let steps = fixture.steps("eager");
+    assert!(steps[0].outcome == StepStatus::Skipped && steps.last().unwrap().updates > 0);
+}
+
+#[test]
+fn w7_a_finished_run_says_so_and_a_run_finds_its_data_from_another_folder() {
+    let fixture = CliFixture::new();
+    let (_, _, said) = fixture.output(&training("r", "--data text.txt --steps 2"));
+    assert!(said.contains("done after 00:00:"), "{said}");
+    assert!(said.contains("try it:   finetune generate r\ncontinue: finetune --resume r --steps 4\n"), "{said}");
+    let evaluations = || fixture.events("r").iter().filter(|event| matches!(event, Event::Eval(_))).count();
+    let before = evaluations();
+    let (code, _, said) = fixture.output("--resume r --plain");
+    assert_eq!(code, Some(0), "{said}");
+    assert!(
+        said.contains("the run has completed all 2 steps; continue it with `--steps` and a number above 2"),
+        "{said}"
+    );
+    assert_eq!(evaluations(), before);
+    std::fs::create_dir(fixture.path("elsewhere")).unwrap();
+    let resume = format!("--resume {} --steps 3 --plain", fixture.run("r").display());
+    let output = fixture.command(&resume).current_dir(fixture.path("elsewhere")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(fixture.steps("r").last().unwrap().step, 3);
+}
+
+#[test]
+fn w9_skipped_steps_that_leave_the_rate_high_are_a_warning() {
+    let fixture = CliFixture::new();
+    let told = |scale: &str| {
+        fixture.said(&training(scale, &format!("--data text.txt --steps 12 --schedule linear --init-scale {scale}")));
+        let is_warning =
+            |event: &Event| matches!(event, Event::Warning(told) if told.message.contains("learning rate"));
+        fixture.events(scale).iter().any(is_warning)
+    };
+    assert!(told("2^30") && !told("2^10"));
+}
+
+#[test]
+fn w13_adapters_have_one_spelling_in_training_and_bench() {
+    let fixture = CliFixture::new();
+    for rank in ["4", "r=4", "rank=4"] {
+        let config = fixture.said(&format!("config --lora {rank}"));
+        assert!(config.contains("r = 4\n"), "{config}");
+        let line = format!("bench --model tiny --batch-size 1 --seq-len 4 --steps 1 --warmup 0 --lora {rank}");
+        assert_eq!(fixture.json(&line)["lora"], 4);
+    }
+    assert!(fixture.refused("--lr 0").contains("optimizer.lr: 0 would change nothing"));
 }
 
 #[test]

@@ -70,6 +70,7 @@ impl CliFixture {
         let mut command = launch::program();
         command.current_dir(&self.0).args(words).env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.folder());
         command.env_remove("FINETUNE_ISA");
+        command.env("FINETUNE_CACHE", self.path("data"));
         command.env_remove("COLUMNS").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }

@@ -17,6 +17,8 @@ pub struct Settings {
     pub endpoint: String,
     /// The cache: `HF_HUB_CACHE`, else `hub` in `HF_HOME`, whose default is `~/.cache/huggingface`.
     pub cache: PathBuf,
+    /// The folder of token caches: `FINETUNE_CACHE`, else `finetune` in `XDG_CACHE_HOME`, whose default is `~/.cache`.
+    pub token_cache: PathBuf,
     /// Sent only to the endpoint: `HF_TOKEN`, else the file that `hf auth login` writes.
     pub token: Option<String>,
     /// Whether only the cache may be used: `HF_HUB_OFFLINE`, or without a network.
@@ -51,6 +53,7 @@ impl Settings {
         Self {
             endpoint: var("HF_ENDPOINT").map_or_else(|| HUB.to_owned(), |url| url.trim_end_matches('/').to_owned()),
             cache: cache.unwrap_or_else(|| hf_home.join("hub")),
+            token_cache: var("FINETUNE_CACHE").map_or_else(|| user_cache.join("finetune"), expand),
             token: token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty()),
             offline: ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].iter().any(|name| var(name).is_some_and(is_on)),
             network_error: None,

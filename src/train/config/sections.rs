@@ -66,7 +66,7 @@ settings! {
     pub struct LoraSection {
         /// The rank; without it the full model is trained.
         r: Option<usize> = None, fixed();
-        /// The adapters' output is multiplied by `alpha / r`; twice the rank is usual.
+        /// The adapters' output is multiplied by `alpha / r`; twice the rank by default.
         alpha: Option<f64> = None, fixed();
         /// Dropout of the adapters' input.
         dropout: f64 = 0.0;
@@ -93,10 +93,6 @@ impl LoraSection {
             }
             (Some(r), _) if r == 0 || r > LARGEST => {
                 return Err(Error::config("lora.r", format!("`{r}` is not a rank from 1 to {LARGEST}")));
-            }
-            (Some(r), None) => {
-                let message = format!("is missing, but `lora.r` needs it; twice the rank is usual: `alpha={}`", 2 * r);
-                return Err(Error::config("lora.alpha", message));
             }
             (_, Some(alpha)) if !(alpha > 0.0 && alpha <= 1e6) => {
                 return Err(Error::config("lora.alpha", format!("`{alpha}` is not a number above 0 and up to 1e6")));

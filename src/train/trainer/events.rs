@@ -6,7 +6,7 @@ use crate::data::DataPosition;
 use crate::engine::kernels::isa::Isa;
 use crate::engine::model::{ModuleId, ModuleOp, ParamSpec};
 use crate::engine::optim::AdamWConfig;
-use crate::precision::{OnOverflow, ScaleChange};
+use crate::precision::{FallbackRule, OnOverflow, ScaleChange, scale_text};
 use crate::telemetry::{
     Cpu, Event, FinishReason, Finished, FirstNonFinite, GpuSampler, ModelShape, Overflow, ProcessId, ProcessStats,
     ScalerSettings, Started, cpu_name,
@@ -21,6 +21,10 @@ use std::time::{Duration, Instant};
 const DIVERGENCE_FACTOR: f64 = 10.0;
 /// Training has diverged after this many consecutive steps far above chance.
 const DIVERGENCE_STEPS: u32 = 32;
+/// A run whose forward pass overflows in each of this many first steps ends: later ones use the same weights.
+const MAX_FORWARD_OVERFLOWS: u32 = 4;
+/// A last learning rate this many times the planned one is worth a warning.
+const NOTABLE_RATE: f64 = 1.1;
 /// Number of steps that the printed tokens per second are averaged over.
 const RATE_STEPS: f64 = 10.0;
 
@@ -44,7 +48,7 @@ impl Trainer {
         let (step, layout) = (state.counters.step, state.weights.layout());
         let overflow = skipped.then(|| records::overflow(report, step, layout, grad_stats, origin));
         let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
-        let diverged = diverged.or_else(|| self.check_divergence(report.loss));
+        let diverged = diverged.or_else(|| self.check_divergence(report.loss)).or_else(|| self.check_forward(report));
         self.record(report, overflow, elapsed);
         diverged
     }
@@ -79,7 +83,7 @@ impl Trainer {
     fn diverged(&self, last: &Overflow) -> Error {
         let step = last.step;
         let streak = self.engine.state.scaler.state().min_scale_streak;
-        let scale = self.engine.state.scaler.scale();
+        let scale = scale_text(self.engine.state.scaler.scale());
         let origin = last.first_nonfinite.as_ref().map_or_else(String::new, |origin| {
             format!(" (first in the {} of `{}`)", origin.tensor.replace('_', " "), origin.layer)
         });
@@ -97,6 +101,15 @@ impl Trainer {
             step,
             message: format!("{streak} consecutive steps overflowed at scale {scale}: {cause}; {good}"),
         }
+    }
+
+    /// The next step after overflows in the forward pass of weights that were not trained yet.
+    pub(super) fn advice_for_forward_overflows(&self) -> String {
+        format!(
+            "the forward pass overflows, which no loss scale changes; use `--dtype bf16`, or `--set \
+             precision.fallback=layer`; `finetune fp16-check {}` measures where",
+            self.config.model
+        )
     }
 
     /// The name of the overflowed gradient that the backward pass computes first: the head's, then those of the last
@@ -128,6 +141,21 @@ impl Trainer {
             self.last_checkpoint()
         );
         Some(Error::Diverged { step: self.engine.state.counters.step, message })
+    }
+
+    /// The error once the forward passes of the first [`MAX_FORWARD_OVERFLOWS`] steps have overflowed. With a fallback, layers
+    /// may move to FP32 first.
+    fn check_forward(&mut self, report: &StepReport) -> Option<Error> {
+        let counters = self.engine.state.counters;
+        let overflows = counters.updates == 0 && !report.loss.is_finite() && self.config.dtype.needs_loss_scale();
+        self.progress.forward_overflows = if overflows { self.progress.forward_overflows + 1 } else { 0 };
+        if self.progress.forward_overflows < MAX_FORWARD_OVERFLOWS
+            || self.config.precision.fallback != FallbackRule::Off
+        {
+            return None;
+        }
+        let message = format!("no step could be applied: {}", self.advice_for_forward_overflows());
+        Some(Error::Diverged { step: counters.step, message })
     }
 
     fn last_checkpoint(&self) -> String {
@@ -188,6 +216,19 @@ impl Trainer {
             resumed_from,
             fallback: self.engine.in_fallback(),
             config: serde_json::to_value(config).unwrap_or_default(),
+        }
+    }
+
+    /// Warns if skipped steps have left the learning rate above the schedule's.
+    pub(super) fn warn_about_schedule(&mut self) {
+        let (counters, schedule) = (self.engine.state.counters, &self.engine.schedule);
+        let (Some(updates), skipped) = (counters.updates.checked_sub(1), counters.skipped()) else { return };
+        let (last, planned) = (schedule.lr(updates), schedule.lr(counters.step - 1));
+        if counters.step == self.total_steps && last > NOTABLE_RATE * planned {
+            self.warn(format!(
+                "the learning rate ended at {last:.1e} instead of {planned:.1e}: its schedule counts updates, and \
+                 {skipped} steps were skipped"
+            ));
         }
     }
 

@@ -167,7 +167,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     };
     let reason = reason?;
     let text = closing_words(&end, reason, began.elapsed().as_secs_f64(), &config.train.prompt);
-    write!(stderr(), "{}", sanitize_block(&text)).ok();
+    writeln!(stderr(), "{}", sanitize_block(text.trim_end())).ok();
     Ok(reason)
 }
 

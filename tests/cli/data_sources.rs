@@ -89,7 +89,8 @@ fn documents_are_separated_by_the_end_of_text() {
     file(&corpus, "a.txt", "one");
     file(&corpus, "b.jsonl", "{\"text\": \"two\"}\n{\"text\": \"\"}\n{\"text\": \"end\"}\n");
     let val = file(folder.path(), "val.txt", "v");
-    let data = load(folder.path(), &DataSource::Path(corpus), Some(&val)).0.unwrap();
+    let corpus = DataSource::Glob(corpus.join("*").display().to_string());
+    let data = load(folder.path(), &corpus, Some(&val)).0.unwrap();
     let eos = Tokenizer::byte().eos_id().unwrap();
     let expected = [bytes("one"), vec![eos], bytes("two"), vec![eos], bytes("end")].concat();
     assert_eq!(ids(&data.train), expected);

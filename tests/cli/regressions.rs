@@ -238,7 +238,8 @@ fn w7_a_finished_run_says_so_and_a_run_finds_its_data_from_another_folder() {
     let fixture = CliFixture::new();
     let (_, _, said) = fixture.output(&training("r", "--data text.txt --steps 2"));
     assert!(said.contains("done after 00:00:"), "{said}");
-    assert!(said.contains("try it:   finetune generate r\ncontinue: finetune --resume r --steps 4\n"), "{said}");
+    assert!(said.contains("try it:   finetune generate r\n"), "{said}");
+    assert!(said.ends_with("continue: finetune --resume r --steps 4\n"), "{said}");
     let evaluations = || fixture.events("r").iter().filter(|event| matches!(event, Event::Eval(_))).count();
     let before = evaluations();
     let (code, _, said) = fixture.output("--resume r --plain");
@@ -264,7 +265,7 @@ fn w9_skipped_steps_that_leave_the_rate_high_are_a_warning() {
             |event: &Event| matches!(event, Event::Warning(told) if told.message.contains("learning rate"));
         fixture.events(scale).iter().any(is_warning)
     };
-    assert!(told("2^30") && !told("2^10"));
+    assert!(told("2^19") && !told("2^10"));
 }
 
 #[test]

@@ -142,7 +142,7 @@ fn the_doctor_answers_in_json() {
     assert!(report["memory_bytes"].as_u64() > report["memory_available_bytes"].as_u64());
     assert_eq!(report["hub"]["reachable"], Value::Null, "offline, nobody is asked");
     let purposes: Vec<&Value> = report["folders"].as_array().unwrap().iter().map(|folder| &folder["purpose"]).collect();
-    assert_eq!(&purposes[..2], ["runs", "data and tokens"]);
+    assert_eq!(&purposes[..2], ["runs", "token caches"]);
     assert!(fixture.said("doctor").lines().count() >= 8);
 }
 

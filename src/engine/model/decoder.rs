@@ -345,7 +345,7 @@ impl Decoder {
     fn embedding_scale(&self, weights: &Parameters) -> f32 {
         let dtype = weights.fused(self.embedding).dtype();
         let scale = match self.spec.embedding_scale {
-            EmbeddingScale::MatmulOperand(factor) => factor,
+            EmbeddingScale::Factor(factor) => factor,
             EmbeddingScale::RootOfWidth => f64::from(scale_of_width(self.spec.hidden_size, dtype)),
         };
         (scale / self.spec.residual_multiplier) as f32

@@ -107,7 +107,7 @@ pub enum QkNorm {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum EmbeddingScale {
     /// This number.
-    MatmulOperand(f64),
+    Factor(f64),
     /// `√hidden_size`, rounded to the type of the embedding.
     RootOfWidth,
 }

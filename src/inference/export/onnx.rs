@@ -190,7 +190,7 @@ impl GraphBuilder<'_> {
         let table = fp32_name(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Embedding))));
         let mut stream = self.graph.op("Gather", &[&table, "input_ids"], &[]);
         let scale = match config.embedding_scale {
-            EmbeddingScale::MatmulOperand(factor) => factor,
+            EmbeddingScale::Factor(factor) => factor,
             EmbeddingScale::RootOfWidth => f64::from((config.hidden_size as f32).sqrt()),
         };
         let scale = (scale / config.residual_multiplier) as f32;

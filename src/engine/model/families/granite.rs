@@ -29,7 +29,7 @@ impl ModelFamily for Granite {
         let spec = ModelSpec {
             head_dim: head_dim(keys, &spec, None)?,
             biases: llama::biases(keys)?,
-            embedding_scale: EmbeddingScale::MatmulOperand(embedding?),
+            embedding_scale: EmbeddingScale::Factor(embedding?),
             attention_scale: Some(attention?),
             residual_multiplier: residual?,
             logits_scaling: logits?,
@@ -74,7 +74,7 @@ impl ModelFamily for Granite {
 /// The factors of `spec` in the order of [`FACTORS`].
 fn factors(spec: &ModelSpec) -> [f64; 4] {
     let embedding = match spec.embedding_scale {
-        EmbeddingScale::MatmulOperand(factor) => factor,
+        EmbeddingScale::Factor(factor) => factor,
         EmbeddingScale::RootOfWidth => (spec.hidden_size as f64).sqrt(),
     };
     let attention = spec.attention_scale.unwrap_or_else(|| (spec.head_dim as f64).powf(-0.5));

@@ -55,7 +55,7 @@ pub(super) fn default() -> ModelSpec {
         qk_norm: None,
         pre_norms: true,
         post_norms: false,
-        embedding_scale: EmbeddingScale::MatmulOperand(1.0),
+        embedding_scale: EmbeddingScale::Factor(1.0),
         residual_multiplier: 1.0,
         logits_scaling: 1.0,
         tie_word_embeddings: false,

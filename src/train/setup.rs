@@ -398,8 +398,7 @@ fn with_loader<T>(
             LoadEvent::Notice(notice) => SetupEvent::Notice(notice),
         });
     };
-    let loaded =
-        load(&mut DatasetBuilder::new(folder).options(options).downloader(&mut hub).report_to(&mut loading))?;
+    let loaded = load(&mut DatasetBuilder::new(folder).options(options).downloader(&mut hub).report_to(&mut loading))?;
     if let Some(remote) = remote {
         note_cached_copy(network_error, &remote.to_string(), *report.borrow_mut());
     }

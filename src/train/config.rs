@@ -341,7 +341,7 @@ impl Config {
     }
 }
 
-/// `table` with numbers in place of texts such as `2^24`.
+/// `table` with numbers instead of texts such as `2^24`.
 fn with_numbers(table: &toml::Table) -> toml::Table {
     let (mut out, settings) = (table.clone(), known());
     for (key, value) in leaves(table) {

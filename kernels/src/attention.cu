@@ -19,10 +19,10 @@ template <int SIZE> struct Head {
     static constexpr int R = ROWS / SIDE;              // a thread's rows and columns of scores
     static constexpr int C = SIZE / SIDE;              // a thread's columns of a result
 
-    const AttentionShape& shape;
+    const ShapeArgs& shape;
     const unsigned b, head, y, x;
 
-    __device__ explicit Head(const AttentionShape& shape)
+    __device__ explicit Head(const ShapeArgs& shape)
         : shape(shape), b(blockIdx.y / shape.heads), head(blockIdx.y % shape.heads), y(threadIdx.x / SIDE), x(threadIdx.x % SIDE) {}
 
     __device__ unsigned width() const { return shape.heads * shape.head_size; }

@@ -25,10 +25,10 @@ template <class T, int SIZE> struct Tiles {
     static constexpr int CHUNK = 16 / sizeof(T);  // elements per copy
     static constexpr int LD = SIZE + CHUNK;       // of a row: eight consecutive rows of a column have different banks
 
-    const AttentionShape& shape;
+    const ShapeArgs& shape;
     const unsigned lane;
 
-    __device__ explicit Tiles(const AttentionShape& shape) : shape(shape), lane(threadIdx.x % WARP) {}
+    __device__ explicit Tiles(const ShapeArgs& shape) : shape(shape), lane(threadIdx.x % WARP) {}
 
     __device__ unsigned width() const { return shape.heads * shape.head_size; }
     // The offset of this head's elements of token t, in rows of `stride` elements.

@@ -361,7 +361,7 @@ mod tests {
         assert_eq!(sum("calls", &["AdamW"]), shape.base_parameters().len() as f64);
         let attention = 6.0 * (shape.num_layers * shape.attn_out_size() * args.seq_len) as f64;
         let products = operations(&args, &shape) - attention * (args.batch_size * args.seq_len) as f64;
-        assert!((sum("gflop", &["Linear", "Product"]) * 1e9 / products - 1.0).abs() < 1e-9, "{report}");
+        assert!((sum("gflop", &["Linear", "Matmul"]) * 1e9 / products - 1.0).abs() < 1e-9, "{report}");
         let masters = 4.0 * shape.parameter_count() as f64;
         assert!((sum("mb", &["AdamW"]) * 1e6 / (7.0 * masters) - 1.0).abs() < 1e-9, "{report}");
         let share = sum("share", &[]);

@@ -93,7 +93,9 @@ impl App {
             };
             let x = inner.text(8, y, help, Role::Text);
             if does(Action::Curve) {
-                let curves = PLOTTED.iter().fold(String::new(), |list, plotted| list + ", " + plotted.name);
+                let known =
+                    PLOTTED.iter().zip(&self.scene.run().curves.plotted).filter(|(_, curve)| !curve.whole().is_empty());
+                let curves = known.fold(String::new(), |list, (plotted, _)| list + ", " + plotted.name);
                 inner.text(x, y, &curves, Role::Text);
             }
         }

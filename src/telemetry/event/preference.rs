@@ -45,3 +45,30 @@ impl PreferenceMetrics {
         all.into_iter().filter_map(|(name, value)| Some((name, value?)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::telemetry::{Event, Record, StepRecord, VERSION};
+
+    #[test]
+    fn names_in_the_log_are_those_in_other_files() {
+        let some = Some(0.5);
+        let metrics = PreferenceMetrics {
+            rewards_chosen: some,
+            rewards_rejected: some,
+            rewards_margins: some,
+            rewards_accuracies: some,
+            logps_chosen: some,
+            logps_rejected: some,
+            kl: some,
+        };
+        let json = serde_json::to_value(metrics).unwrap();
+        let mut names: Vec<&str> = metrics.named().map(|(name, _)| name).collect();
+        names.sort_unstable();
+        assert_eq!(names, json.as_object().unwrap().keys().collect::<Vec<_>>());
+        let event = Event::Step(Box::new(StepRecord { preference: Some(metrics), ..StepRecord::default() }));
+        let line = serde_json::to_string(&Record { v: VERSION, t: 1, s: 0.5, event: event.clone() }).unwrap();
+        assert_eq!(serde_json::from_str::<Record>(&line).unwrap().event, event);
+    }
+}

@@ -1,5 +1,6 @@
 //! Preference pairs, labelled answers and weighted samples: from files to batches.
 
+use crate::common::cli_fixture::CliFixture;
 use std::fs;
 use std::path::Path;
 
@@ -214,4 +215,30 @@ fn the_built_in_pairs_name_right_and_wrong_drawers() {
         }
     }
     assert!(right > 50 && wrong == 0, "{right} {wrong}");
+}
+
+#[test]
+fn the_command_shows_both_sides_of_a_pair_and_counts_them() {
+    let desk = CliFixture::empty();
+    let rows = "{\"prompt\": \"1+1=\", \"chosen\": \"2\", \"rejected\": \"33\"}\n".repeat(10);
+    desk.write("pairs.jsonl", rows);
+    let flags = "--model tiny --data pairs.jsonl --objective dpo --seq-len 32";
+    let shown = desk.said(&format!("data show {flags}"));
+    let pair = "the first pair, with its loss tokens in [brackets]:\n  chosen:\n  1+1=[2<|endoftext|>]\n  rejected:\n  \
+                1+1=[33<|endoftext|>]\n";
+    assert!(shown.contains(pair) && shown.starts_with("9 pairs in 18 rows, "), "{shown}");
+    let counted = desk.said(&format!("data stats {flags}"));
+    for line in [
+        "pairs             9\n",
+        "chosen            2.0 loss tokens on average, at most 2\n",
+        "longer            chosen in 0 pairs, rejected in 9, 0 ties\n",
+        "identical         0 pairs after truncation, left out\n",
+    ] {
+        assert!(counted.contains(line), "{counted}");
+    }
+    let message = desk.refused("data show --model tiny --data pairs.jsonl --seq-len 32");
+    assert!(
+        message.contains("pairs.jsonl: line 1: contains pairs") && message.contains("`--objective dpo`"),
+        "{message}"
+    );
 }

@@ -47,7 +47,7 @@ impl AttentionShape {
         Self { batch, seq_len, heads, kv_heads: heads, head_size, scale, window: None, softcap: None }
     }
 
-    /// ColumnSlice of queries, of keys and of values.
+    /// Columns of queries, of keys and of values.
     pub fn widths(&self) -> [usize; 3] {
         [self.heads, self.kv_heads, self.kv_heads].map(|heads| heads * self.head_size)
     }

@@ -107,7 +107,7 @@ impl<'a> MatmulOperand<'a> {
     }
 }
 
-/// ColumnSlice that are open for reading.
+/// Columns that are open for reading.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ColumnReader<'a> {
     view: View<'a>,
@@ -129,7 +129,7 @@ impl ColumnReader<'_> {
     }
 }
 
-/// ColumnSlice that several tasks write at once.
+/// Columns that several tasks write at once.
 #[derive(Clone, Copy)]
 pub(crate) struct ColumnWriter<'a> {
     out: SharedViewMut<'a>,

@@ -248,8 +248,8 @@ mod tests {
         }
         op::Zero { x: &c }.run(&profile).unwrap();
         let costs = profile.take().unwrap();
-        assert_eq!(costs.keys().copied().collect::<Vec<_>>(), ["Product", "Zero"]);
-        let product = costs["Product"];
+        assert_eq!(costs.keys().copied().collect::<Vec<_>>(), ["Matmul", "Zero"]);
+        let product = costs["Matmul"];
         assert_eq!((product.calls, product.flops), (2, 2.0 * 2.0 * f64::from(4 * 8 * 2)));
         assert_eq!(product.bytes, 4.0 * (2.0 * f64::from(4 * 8 + 8 * 2) + 3.0 * f64::from(4 * 2)));
         assert!(product.time > Duration::ZERO);

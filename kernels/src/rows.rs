@@ -158,7 +158,7 @@ pub fn write_rows(out: &Tensor, fill: impl Fn(usize, &mut [f32], &mut [f32]) + S
 
 /// Elements of a row kernel that take about as long as handing them to another thread.
 pub const WORK: usize = 16 << 10;
-/// ColumnSlice a thread sums at a time: a few cache lines of every row.
+/// Columns a thread sums at a time: a few cache lines of every row.
 pub const STRIPE: usize = 128;
 /// Rows summed in FP32 before the sum joins the total, which keeps the rounding error of long columns small.
 pub const BLOCK: usize = 64;

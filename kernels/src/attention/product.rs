@@ -7,7 +7,7 @@ use crate::isa::Isa;
 
 /// Rows of a tile: all numbers of rows are multiples of it.
 const ROWS: usize = 8;
-/// ColumnSlice of a panel: all numbers of columns are multiples of it.
+/// Columns of a panel: all numbers of columns are multiples of it.
 const PANEL: usize = 16;
 
 /// A matrix of FP32 in scratch memory, read at any strides.

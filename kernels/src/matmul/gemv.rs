@@ -1,14 +1,14 @@
 //! One row times a matrix, as in generating text: each weight is used once, so packing it would cost more than the product.
 //!
-//! The matrix is read as it is stored, so speed is bound by memory. ColumnSlice are divided among threads; a column's sum never is.
+//! The matrix is read as it is stored, so speed is bound by memory. Columns are divided among threads; a column's sum never is.
 
 use super::super::convert::Element;
 use super::super::rows::{Rows, axpy, for_each_part, with_scratch};
 use super::{Epilogue, Operand, SERIAL_WORK};
 
-/// ColumnSlice summed at a time: the sums and the rows added to them stay in the L1 cache.
+/// Columns summed at a time: the sums and the rows added to them stay in the L1 cache.
 const SPAN: usize = 1024;
-/// ColumnSlice below which a task reads too little of a row at a time.
+/// Columns below which a task reads too little of a row at a time.
 const MIN_SPAN: usize = 128;
 /// Rows added at a time, so that the sums are loaded and stored less often.
 const ROWS: usize = 4;

@@ -11,11 +11,12 @@
 //! The held-out conversations ask for pairs that no training conversation has, in either order: a model that answers
 //! them has learned the drawers and the form instead of memorizing answers.
 //!
-//! `preferences` are pairs about the same questions: the rejected answer names the drawers of two other things.
+//! `preferences` are pairs about the same questions: the rejected answer has the same facts, but names the drawers first,
+//! as in `Drawer K7 has the rope and drawer B2 has the candle.`
 
 use serde_json::json;
 
-use super::shuffle::{Permutation, mix};
+use super::shuffle::Permutation;
 
 /// Conversations that `--data chats` trains on.
 pub const CHATS: usize = 200;
@@ -62,8 +63,8 @@ pub struct QaPair {
     pub question: String,
     /// The exact answer of the assistant.
     pub answer: String,
-    /// An answer with the drawers of two other things.
-    pub wrong: String,
+    /// The answer in a form that is not preferred.
+    pub rejected: String,
 }
 
 impl QaPair {
@@ -75,7 +76,7 @@ impl QaPair {
 
     /// A line of JSON, as a pair.
     fn to_pair(&self) -> String {
-        let [chosen, rejected] = [&self.answer, &self.wrong].map(|answer| [message("assistant", answer)]);
+        let [chosen, rejected] = [&self.answer, &self.rejected].map(|answer| [message("assistant", answer)]);
         json!({ "prompt": [message("user", &self.question)], "chosen": chosen, "rejected": rejected }).to_string()
     }
 }
@@ -111,16 +112,9 @@ fn draw(seed: u64, pairs: std::ops::Range<usize>, count: usize) -> Vec<QaPair> {
         let (first, second) = if kind.is_multiple_of(2) { (first, second) } else { (second, first) };
         let [(one, here), (other, there)] = [THINGS[first], THINGS[second]];
         let question = QUESTIONS[kind / 2].replacen("{}", one, 1).replacen("{}", other, 1);
-        let answer =
-            |here: &str, there: &str| format!("The {one} is in drawer {here} and the {other} is in drawer {there}.");
-        let mut drawers: Vec<&str> =
-            THINGS.iter().map(|(_, drawer)| *drawer).filter(|drawer| ![here, there].contains(drawer)).collect();
-        let mut draw = |salt: u64| {
-            let at = mix(mix(seed) ^ (2 * index as u64 + salt)) % drawers.len() as u64;
-            drawers.swap_remove(at as usize)
-        };
-        let wrong = [draw(0), draw(1)];
-        QaPair { question, answer: answer(here, there), wrong: answer(wrong[0], wrong[1]) }
+        let answer = format!("The {one} is in drawer {here} and the {other} is in drawer {there}.");
+        let rejected = format!("Drawer {here} has the {one} and drawer {there} has the {other}.");
+        QaPair { question, answer, rejected }
     };
     (0..count).map(chat).collect()
 }
@@ -162,22 +156,10 @@ mod tests {
 
     #[test]
     fn a_chat_is_a_row_of_messages() {
-        let chat = QaPair { question: "Where?".into(), answer: "Here.".into(), wrong: "There.".into() };
+        let chat = QaPair { question: "Where?".into(), answer: "Here.".into(), rejected: "There.".into() };
         let row = r#"{"messages":[{"content":"Where?","role":"user"},{"content":"Here.","role":"assistant"}]}"#;
         assert_eq!(chat.to_json(), row);
         let pair = r#"{"chosen":[{"content":"Here.","role":"assistant"}],"prompt":[{"content":"Where?","role":"user"}],"rejected":[{"content":"There.","role":"assistant"}]}"#;
         assert_eq!(chat.to_pair(), pair);
-    }
-
-    #[test]
-    fn a_wrong_answer_differs_in_both_drawers() {
-        let drawers = |answer: &str| -> Vec<String> {
-            answer.trim_end_matches('.').split("drawer ").skip(1).map(|rest| rest[..2].to_owned()).collect()
-        };
-        for chat in training(0, PREFERENCES).into_iter().chain(held_out(0, HELD_OUT_PREFERENCES)) {
-            let [right, wrong] = [&chat.answer, &chat.wrong].map(|answer| drawers(answer));
-            assert_eq!(right.iter().chain(&wrong).collect::<HashSet<_>>().len(), 4, "{chat:?}");
-            assert_eq!(chat.answer.len(), chat.wrong.len());
-        }
     }
 }

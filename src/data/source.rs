@@ -40,7 +40,7 @@ pub enum DataSource {
         /// Whether to use the held-out ones.
         held_out: bool,
     },
-    /// `preferences` or `preferences-held-back`: the same questions, each with a right and a wrong answer.
+    /// `preferences` or `preferences-held-back`: the same questions, each with two answers, the first in the preferred form.
     Preferences {
         /// Whether to use the held-out ones.
         held_out: bool,

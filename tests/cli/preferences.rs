@@ -190,13 +190,13 @@ fn identical_answers_are_refused_with_their_number_and_the_first_line() {
 }
 
 #[test]
-fn the_built_in_pairs_name_right_and_wrong_drawers() {
+fn the_built_in_pairs_prefer_a_form() {
     let folder = tempfile::tempdir().unwrap();
     let sources: [DataSource; 2] = ["preferences", "preferences-held-back"].map(|name| name.parse().unwrap());
     let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
     let mut loader = DatasetBuilder::new(folder.path()).options(options);
     let data = loader.load(&sources[0], Some(&sources[1]), &Tokenizer::byte()).unwrap();
-    let chosen = |text: &str| text.contains("rope is in drawer K7");
+    let chosen = |text: &str| text.starts_with(" The ") && text.contains(" is in drawer ");
     let (mut right, mut wrong) = (0, 0);
     for tokens in [&data.train, &data.validation] {
         let mut loader = BatchLoader::new(tokens.clone(), 4, 256, 0).unwrap();
@@ -206,7 +206,7 @@ fn the_built_in_pairs_name_right_and_wrong_drawers() {
             for sequence in &batch.sequences {
                 let labels = batch.labels[sequence.labels.clone()].iter().filter(|&&id| id < 256);
                 let answer: String = labels.map(|&id| char::from(id as u8)).collect();
-                assert!(answer.starts_with(" The ") && answer.ends_with('.'), "{answer}");
+                assert!(answer.contains("rawer ") && answer.ends_with('.'), "{answer}");
                 match sequence.role {
                     SequenceRole::Chosen => right += usize::from(chosen(&answer)),
                     _ => wrong += usize::from(chosen(&answer)),
@@ -214,7 +214,7 @@ fn the_built_in_pairs_name_right_and_wrong_drawers() {
             }
         }
     }
-    assert!(right > 50 && wrong == 0, "{right} {wrong}");
+    assert!(right == 660 && wrong == 0, "{right} {wrong}");
 }
 
 #[test]

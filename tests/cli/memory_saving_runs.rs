@@ -341,7 +341,6 @@ fn nonsense_is_refused() {
 
     let mut lines: Vec<String> = [
         "r=0,alpha=8",
-        "r=4",
         "alpha=8",
         "r=4,alpha=nan",
         "r=4,alpha=0",
@@ -355,7 +354,7 @@ fn nonsense_is_refused() {
         "r=4,alpha=8,save=c_attn",
         "r=4,alpha=8,save=lm_head",
         "r=4,alpha=8,bias=all",
-        "rank=4",
+        "ranks=4",
     ]
     .iter()
     .map(|lora| format!("--model model --data text.txt --seq-len 16 --lora {lora}"))

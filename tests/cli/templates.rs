@@ -2,6 +2,7 @@
 //! models are published with, and masks of our training templates.
 
 use crate::common::python::{python, run_script};
+use finetune::Error;
 use finetune::data::{
     ChatFormat, Conversation, DataSource, DatasetBuilder, DatasetOptions, IGNORE_INDEX, LossOn, TemplateTokens,
     Tokenizer, named_template,
@@ -123,6 +124,12 @@ fn trained(folder: &Path, tokenizer: &Tokenizer, case: &Value, chat: ChatFormat)
     (ids, targets.into_iter().map(|target| u32::from(target != IGNORE_INDEX)).collect())
 }
 
+/// Whether a template was refused because it does not write tool calls, which transformers passes over.
+fn drops_calls(error: &Error, theirs: &Value) -> bool {
+    let writes_calls = theirs["text"].as_str().is_some_and(|text| text.contains("arguments"));
+    error.to_string().contains("does not write tool calls") && !writes_calls
+}
+
 #[test]
 fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
     let Some(python) = python() else { return };
@@ -155,7 +162,10 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
                     same_texts += 1;
                 }
                 Err(error) => {
-                    assert!(!theirs["refused"].is_null(), "{published}: {case}: {error}");
+                    assert!(
+                        drops_calls(&error, theirs) || !theirs["refused"].is_null(),
+                        "{published}: {case}: {error}"
+                    );
                     refusals += 1;
                 }
             }
@@ -164,6 +174,9 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
             let theirs = &result["training"][name];
             let chat = ChatFormat::new(&built_in(name), name, &tokens());
             if !theirs["refused"].is_null() || !theirs["learned"].as_array().unwrap().contains(&1.into()) {
+                continue;
+            }
+            if chat.render(&conversation, tools.as_ref(), false).is_err_and(|error| drops_calls(&error, theirs)) {
                 continue;
             }
             let (ids, learned) = trained(folder.path(), &tokenizer, case, chat);

@@ -49,7 +49,7 @@ pub struct CpuInfo {
     pub features: Vec<(&'static str, bool)>,
 }
 
-/// AmxSupport for NVIDIA GPUs.
+/// `AmxSupport` for NVIDIA GPUs.
 #[derive(Clone, Debug, Serialize)]
 pub struct GpuInfo {
     /// Whether it is compiled in.

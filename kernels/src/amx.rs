@@ -1,6 +1,6 @@
 //! Intel's AMX: eight tile registers of 16 rows of 64 bytes, and products of two tiles of BF16 values.
 //!
-//! Stable Rust has no intrinsics for them, so each instruction is inline assembly. TileUnit keep their content from one instruction
+//! Stable Rust has no intrinsics for them, so each instruction is inline assembly. Tiles keep their content from one instruction
 //! to the next because the compiler never uses them: nothing here is compiled with the feature `amx-tile`.
 //!
 //! A process must ask Linux for the tiles before it uses them, once for all its threads. A thread configures them before a task

@@ -344,7 +344,7 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     tiles.store_rows(memory + warp * WARP_ROWS * LD, a.out, tiles.width(), 0, first, queries.out, factors);
 }
 
-// A warp's resident rows of the backward pass, keys or queries, with the running sums of their gradients. AttentionInputs come
+// A warp's resident rows of the backward pass, keys or queries, with the running sums of their gradients. Operands come
 // in pairs, in this order: keys and values, or queries and the output's gradient.
 template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
     // Larger heads lack registers: the resident rows stay in shared memory, and one load of them serves more columns.

@@ -38,7 +38,7 @@ mod tests;
 
 /// Words per line of the depth multiplied at a time. A panel of B of this depth fills a third of a 1 MB L2 cache.
 const DEPTH_WORDS: usize = 1536;
-/// PackSource of the shared operand that are packed at a time.
+/// Lines of the shared operand that are packed at a time.
 const SHARED_LINES: usize = 2016;
 /// Words a task packs for itself: half of a 1 MB L2 cache.
 const PRIVATE_WORDS: usize = 128 << 10;
@@ -361,7 +361,7 @@ struct Product<'a, A, C> {
     kernel: MicroKernel,
     a: PackSource<'a, A>,
     b: PackSource<'a, A>,
-    /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. TileUnit are
+    /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. Tiles are
     /// then transposed before they are stored.
     turned: bool,
     depth: usize,

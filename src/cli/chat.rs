@@ -105,15 +105,14 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
 
 /// The next message or command, from the editor or as a line of standard input; `None` at the end.
 fn next_message(editor: Option<&mut MessageEditor>) -> Result<Option<String>> {
-    let message = match editor {
-        Some(editor) => editor.read(),
-        None => {
-            if stdin().is_terminal() {
-                write!(stderr(), "> ").and_then(|()| stderr().flush()).ok();
-            }
-            let mut line = String::new();
-            stdin().lock().read_line(&mut line).map(|read| (read > 0).then_some(line))
+    let message = if let Some(editor) = editor {
+        editor.read()
+    } else {
+        if stdin().is_terminal() {
+            write!(stderr(), "> ").and_then(|()| stderr().flush()).ok();
         }
+        let mut line = String::new();
+        stdin().lock().read_line(&mut line).map(|read| (read > 0).then_some(line))
     };
     message.map_err(Error::io("read from", "standard input"))
 }

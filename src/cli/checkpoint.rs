@@ -287,7 +287,9 @@ fn summary(differences: &[CheckpointDifference]) -> Vec<String> {
     }
     for in_file in differences.chunk_by(|a, b| a.file == b.file) {
         let mut kinds = BTreeMap::new();
-        in_file.iter().for_each(|one| *kinds.entry(one.kind).or_insert(0) += 1);
+        for one in in_file {
+            *kinds.entry(one.kind).or_insert(0) += 1;
+        }
         let kinds: Vec<_> = kinds.into_iter().map(|(kind, count)| format!("{count} {kind}")).collect();
         lines.push(format!("{}: {}", in_file[0].file, kinds.join(", ")));
     }

@@ -71,17 +71,14 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let signals = SignalHandler::listen().map_err(Error::io("listen to signals in", "."))?;
     let reporter = Reporter::start();
     let mut resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args, &reporter)).transpose()?;
-    let config = match &mut resumed {
-        Some(resumed) => {
-            let (config, changes) = args.config.resolve_for_resume(resumed.run.path())?;
-            resumed.warnings.extend(changes.iter().map(|change| format!("resumed with a changed setting: {change}")));
-            config
-        }
-        None => {
-            // A name that is not UTF-8 cannot be in the run's configuration.
-            let folder = std::env::current_dir().ok().filter(|folder| folder.to_str().is_some());
-            Config { folder, ..args.config.resolve()? }
-        }
+    let config = if let Some(resumed) = &mut resumed {
+        let (config, changes) = args.config.resolve_for_resume(resumed.run.path())?;
+        resumed.warnings.extend(changes.iter().map(|change| format!("resumed with a changed setting: {change}")));
+        config
+    } else {
+        // A name that is not UTF-8 cannot be in the run's configuration.
+        let folder = std::env::current_dir().ok().filter(|folder| folder.to_str().is_some());
+        Config { folder, ..args.config.resolve()? }
     };
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     if group.world_size() > 1 && config.data == "-" {
@@ -175,12 +172,13 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
 fn closing_words(end: &RunEnd, reason: FinishReason, seconds: f64, prompt: &str) -> String {
     let RunEnd { step, total_steps, best, checkpoint, chats, length: (flag, length) } = end;
     let at = if step < total_steps { format!(" at step {step} of {total_steps}") } else { String::new() };
-    let mut text = format!("{reason}{at} after {}", clock(seconds));
-    if let Some(best) = best {
-        text += &format!("; best validation loss {} at step {}", loss(best.loss), best.step);
-    }
+    let best_loss = match best {
+        Some(best) => format!("; best validation loss {} at step {}", loss(best.loss), best.step),
+        None => String::new(),
+    };
+    let text = format!("{reason}{at} after {}{best_loss}", clock(seconds));
     let Some(checkpoint) = checkpoint else { return text + "; nothing was saved\n" };
-    text += &format!("; the model is `{}`\n", checkpoint.display());
+    let text = format!("{text}; the model is `{}`\n", checkpoint.display());
     let run = checkpoint.parent().unwrap_or(checkpoint);
     let by_name = run.parent() == Some(Path::new("checkpoints"));
     let run = if by_name { run.file_name().unwrap_or_default().to_string_lossy() } else { run.to_string_lossy() };

@@ -23,6 +23,7 @@ pub struct UlpGrid {
 }
 
 /// A weight and its update in a format.
+#[expect(clippy::struct_excessive_bools, reason = "independent results, which JSON shows by name")]
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct UlpRow {
     /// The format's name.

@@ -104,7 +104,7 @@ impl Sink for TensorBoard {
                 let mut values = vec![scalar("loss/validation", eval.loss)];
                 match &eval.preference {
                     Some(metrics) => {
-                        values.extend(metrics.named().map(|(name, value)| scalar(&format!("eval_{name}"), value)))
+                        values.extend(metrics.named().map(|(name, value)| scalar(&format!("eval_{name}"), value)));
                     }
                     None => values.push(scalar("perplexity/validation", eval.perplexity)),
                 }

@@ -351,7 +351,9 @@ fn with_numbers(table: &toml::Table) -> toml::Table {
             (Some(Kind::Float), Some(text)) => number(text).map(toml::Value::from).ok(),
             _ => None,
         };
-        value.into_iter().for_each(|value| merge(&mut out, nested(&key, value)));
+        if let Some(value) = value {
+            merge(&mut out, nested(&key, value));
+        }
     }
     out
 }

@@ -68,7 +68,7 @@ impl Passes<'_> {
             losses.push(sums);
             self.grads.accumulate(self.model.kernels(), self.scaler.is_predictive())?;
             time.forward += forward;
-            time.backward += clock.elapsed() - forward;
+            time.backward += clock.elapsed().saturating_sub(forward);
         }
         let Self { group, model, grads, objective, .. } = self;
         // 3. Reduce: each process sums its shard of the gradients, in an order that does not depend on the number of processes.

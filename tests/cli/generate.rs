@@ -215,7 +215,7 @@ fn batch(
 
 /// Prompts of different lengths, the first of one token.
 fn ragged_prompts(count: u32, vocab: usize) -> Vec<Vec<u32>> {
-    (0..count).map(|n| (0..n * 5 % 11 + 1).map(|i| (n * 31 + i * i * 7 + 3) % vocab as u32).collect()).collect()
+    (0..count).map(|n| (0..=(n * 5 % 11)).map(|i| (n * 31 + i * i * 7 + 3) % vocab as u32).collect()).collect()
 }
 
 #[test]

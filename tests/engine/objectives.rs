@@ -119,7 +119,9 @@ fn batches(pairs: &[[Vec<u32>; 3]], pairs_per_batch: usize) -> Vec<Batch> {
 fn stored(logps: &[f64]) -> Reference {
     let mut reference = ReferenceLogps::default();
     for (index, logp) in (0..).zip(logps) {
-        [Split::Train, Split::Validation].into_iter().for_each(|split| reference.insert(split, index, *logp));
+        for split in [Split::Train, Split::Validation] {
+            reference.insert(split, index, *logp);
+        }
     }
     Reference::Stored(reference)
 }
@@ -326,7 +328,7 @@ fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
         }
         let Reference::Stored(mut reference) = stored(&model.reference) else { panic!("not stored") };
         for (row, logp) in (0..).zip(&model.kto.references) {
-            reference.insert(Split::Train, (row + 1) << 32 | (row + 1) % batch.batch_size as u64, *logp);
+            reference.insert(Split::Train, ((row + 1) << 32) | ((row + 1) % batch.batch_size as u64), *logp);
         }
         let mut engine = engine_for(&Case::own(name), &golden.adamw, (batch.batch_size, batch.seq_len), 1);
         let settings = ObjectiveSection { kind: ObjectiveKind::Kto, ..ObjectiveSection::default() };

@@ -109,9 +109,9 @@ impl PrefetchQueue {
 /// A micro-kernel and the shape of its panels.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MicroKernel {
-    /// PackSource in a panel of A: the tile's rows.
+    /// Lines in a panel of A: the tile's rows.
     pub(super) rows: usize,
-    /// PackSource in a panel of B: the tile's columns.
+    /// Lines in a panel of B: the tile's columns.
     pub(super) cols: usize,
     /// The units of the panels of A and of B, with the same numbers of elements and of words.
     units: [PackUnit; 2],

@@ -100,14 +100,14 @@ const TILE_PAIRS: usize = super::super::amx::COLUMNS;
 /// How an operand is packed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PanelLayout {
-    /// PackSource in a panel.
+    /// Lines in a panel.
     pub(super) width: usize,
     pub(super) unit: PackUnit,
 }
 
 /// Units that are gathered at a time while transposing.
 const BLOCK: usize = 64;
-/// PackSource that are read at a time if they are neighbours in memory: whole cache lines, yet few panels, whose distance
+/// Lines that are read at a time if they are neighbours in memory: whole cache lines, yet few panels, whose distance
 /// may make them compete for the same place in the L1 cache.
 const SPAN: usize = 64;
 

@@ -1,4 +1,4 @@
-//! AttentionInputs for each operation, in the sizes and types worth testing, with exact results and bounds.
+//! Operands for each operation, in the sizes and types worth testing, with exact results and bounds.
 //!
 //! A [`Case`] is computed by any set of kernels and on any device. Its exact results come from candle's operations in
 //! FP64 on a CPU, on the same operands. `tests/engine/layers.rs` compares them with autograd on plain operations.

@@ -180,7 +180,7 @@ pub(super) struct UlpArgs {
 
 #[derive(Args, Debug)]
 pub(super) struct ScalerArgs {
-    /// Options of the scaler that all settings share, such as `init_scale=32768` [default: growth_interval=50, or the run's]
+    /// Options of the scaler that all settings share, such as `init_scale=32768` [default: `growth_interval=50`, or the run's]
     #[arg(long, value_name = "KEY=VALUE,…", add = Controls(OPTIONS))]
     pub(super) base: Option<String>,
     /// A setting to compare with the base, such as `growth_interval=200,hysteresis=2`; up to three

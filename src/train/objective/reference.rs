@@ -72,7 +72,9 @@ impl ReferenceLogps {
                 let computed = batch.sequences.iter().zip(logps).filter(|(it, _)| unknown.contains(&it.index));
                 own.extend(computed.map(|(it, (logp, _))| [split as u64, it.index, logp.to_bits()]));
             }
-            unknown.into_iter().for_each(|it| self.insert(split, it, f64::NAN));
+            for it in unknown {
+                self.insert(split, it, f64::NAN);
+            }
             index += 1;
         }
         for [split, index, bits] in group.all_gather(&own)?.into_iter().flatten() {

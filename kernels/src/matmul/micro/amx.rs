@@ -9,7 +9,7 @@ use crate::amx::{COLUMNS, ROWS, TileUnit};
 use crate::matmul::pack::fetch;
 use std::slice::from_raw_parts;
 
-/// PackSource in a panel, of A and of B.
+/// Lines in a panel, of A and of B.
 pub(super) const LINES: usize = 2 * ROWS;
 /// Words of a line in a step.
 const STEP: usize = COLUMNS;

@@ -67,7 +67,10 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
         );
     }
     let mut editor = terminal.then(|| MessageEditor::new("/help lists the commands, Ctrl-D ends the chat"));
-    let stopped = if terminal { interrupt_flag() } else { Ok(Arc::default()) };
+    let stopped = match &editor {
+        Some(editor) => editor.handle_signals().and_then(|()| interrupt_flag()),
+        None => Ok(Arc::default()),
+    };
     let stopped = stopped.map_err(Error::io("watch for signals on", "terminal"))?;
     let mut speaker = ChatResponder { args, trained: &trained, model, weights, sampling, stopped, out };
     begin(&mut chat, args.system.as_deref());

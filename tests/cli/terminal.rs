@@ -372,6 +372,12 @@ fn a_chat_is_edited_stopped_and_saved() {
     terminal.wait_for("/regenerate    replace the last answer");
     terminal.keys(&["C-d"]);
     terminal.wait_for("code 0");
+    terminal
+        .run(&format!("clear; sh -c 'echo $$ > pid; exec {} {chat}'; echo code $?", env!("CARGO_BIN_EXE_finetune")));
+    terminal.wait_for("/help lists the commands");
+    let pid = std::fs::read_to_string(terminal.folder.path().join("pid")).unwrap();
+    assert!(launch::command("kill").args(["-TERM", pid.trim()]).status().unwrap().success());
+    terminal.wait_for("code 143");
     terminal.assert_restored();
     let saved = std::fs::read_to_string(terminal.folder.path().join("talk.jsonl")).unwrap();
     assert!(saved.lines().next().unwrap().contains(r#""content":"hello""#), "{saved}");

@@ -11,13 +11,19 @@ use ratatui::style::{Modifier, Style};
 use ratatui::text::Line;
 use ratatui::{Terminal, TerminalOptions, Viewport};
 use ratatui_textarea::{CursorMove, TextArea};
-use signal_hook::consts::SIGTSTP;
-use signal_hook::low_level::raise;
+use signal_hook::consts::{SIGHUP, SIGTERM, SIGTSTP};
+use signal_hook::flag;
+use signal_hook::low_level::{emulate_default_handler, raise};
 use std::io::{self, Write, stderr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 const PROMPT: &str = "> ";
 /// Rows of a message that are shown at once.
 const ROWS: usize = 8;
+/// Time between two looks at the signals.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Edits messages on standard error and remembers them.
 #[derive(Debug)]
@@ -28,6 +34,10 @@ pub(crate) struct MessageEditor {
     history: Vec<String>,
     /// The position in the history; its length for a new message.
     recalled: usize,
+    /// Set while no message is edited: SIGTERM and SIGHUP then end the process at once.
+    idle: Arc<AtomicBool>,
+    /// Set by these signals while a message is edited, so that the terminal is restored first.
+    ended: Arc<AtomicBool>,
 }
 
 /// The effect of a key.
@@ -42,9 +52,22 @@ enum Typed {
 impl MessageEditor {
     /// An editor that shows a hint before anything is typed.
     pub(crate) fn new(hint: &'static str) -> Self {
-        let mut editor = Self { area: TextArea::default(), hint, history: Vec::new(), recalled: 0 };
+        let (idle, ended) = (Arc::new(AtomicBool::new(true)), Arc::default());
+        let mut editor = Self { area: TextArea::default(), hint, history: Vec::new(), recalled: 0, idle, ended };
         editor.begin("");
         editor
+    }
+
+    /// Lets the signals that end the process wait until the terminal is restored.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub(crate) fn handle_signals(&self) -> io::Result<()> {
+        for signal in [SIGTERM, SIGHUP] {
+            flag::register_conditional_default(signal, Arc::clone(&self.idle))?;
+            flag::register(signal, Arc::clone(&self.ended))?;
+        }
+        Ok(())
     }
 
     /// The next message; `None` for Ctrl-D.
@@ -52,10 +75,15 @@ impl MessageEditor {
     /// # Errors
     /// If the terminal does not answer.
     pub(crate) fn read(&mut self) -> io::Result<Option<String>> {
+        self.idle.store(false, Ordering::SeqCst);
         enable_raw_mode()?;
         let message = execute!(stderr(), EnableBracketedPaste).and_then(|()| self.edit());
         execute!(stderr(), DisableBracketedPaste)?;
         disable_raw_mode()?;
+        self.idle.store(true, Ordering::SeqCst);
+        if self.ended.load(Ordering::SeqCst) {
+            emulate_default_handler(SIGTERM)?;
+        }
         let message = message?;
         for line in message.iter().flat_map(|message| message.lines()) {
             writeln!(stderr(), "\r{PROMPT}{line}")?;
@@ -77,6 +105,10 @@ impl MessageEditor {
                     frame.render_widget(Line::raw(PROMPT), prompt);
                     frame.render_widget(&self.area, message);
                 })?;
+                if !event::poll(SIGNAL_INTERVAL)? {
+                    typed = if self.ended.load(Ordering::SeqCst) { Typed::End } else { Typed::Edit };
+                    continue;
+                }
                 typed = match event::read()? {
                     Event::Paste(text) => self.paste(&text),
                     Event::Key(key) if key.kind != KeyEventKind::Release => self.key(key),

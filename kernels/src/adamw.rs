@@ -46,7 +46,7 @@ pub fn step(op: &op::AdamW<'_>) -> Result<()> {
                             let mut buffer = [0.0; WIDTH];
                             for start in (0..len).step_by(WIDTH) {
                                 let end = (start + WIDTH).min(len);
-                                let grad = grad.widened(first + start, &mut buffer[..end - start]);
+                                let grad = grad.as_f32(first + start, &mut buffer[..end - start]);
                                 let master = &mut master.view[start..end];
                                 let moments = (&mut exp_avg.view[start..end], &mut exp_avg_sq.view[start..end]);
                                 update_block(step, grad, master, moments.0, moments.1);

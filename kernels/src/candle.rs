@@ -19,8 +19,8 @@ use super::summary::side_by_side;
 use super::{Activation, Kernels, Ran, WeightLayout};
 use candle_core::{Result, Tensor};
 use tensors::{
-    accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, store, store_columns, widen,
-    widen_columns,
+    accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, store, store_columns, upcast,
+    upcast_columns,
 };
 
 /// candle's own operations.
@@ -40,7 +40,7 @@ impl Kernels for CandleKernels {
         match op {
             Op::Zero(op) => op.x.zero_set(),
             Op::Copy(op::Copy { x, dropout: None, out }) => store(x, out),
-            Op::Copy(op) => store(&drop(op.dropout, 0, widen(op.x)?)?, op.out),
+            Op::Copy(op) => store(&drop(op.dropout, 0, upcast(op.x)?)?, op.out),
             Op::Accumulate(op) => {
                 let mut from = op.x;
                 for to in op.inner.iter().copied().chain([op.out]) {
@@ -59,13 +59,13 @@ impl Kernels for CandleKernels {
                 return op.low_rank.map_or(Ok(Ran::Done), |low_rank| low_rank.add_to(self, op.y));
             }
             Op::Matmul(op) => product_of_columns(op),
-            Op::SumRows(op) => store(&column_sums(&widen(op.x)?)?, op.out),
+            Op::SumRows(op) => store(&column_sums(&upcast(op.x)?)?, op.out),
             Op::Attention(op) => attention::forward(op),
             Op::AttentionBackward(op) => attention::backward(op),
             Op::DecodeAttention(op) => attention::decode(op),
             Op::Activate(op) => activate(op),
             Op::ActivateBackward(op) => activate_backward(op),
-            Op::AddBranch(op) => store(&(widen(op.stream)? + drop(op.dropout, 0, widen(op.branch)?)?)?, op.out),
+            Op::AddBranch(op) => store(&(upcast(op.stream)? + drop(op.dropout, 0, upcast(op.branch)?)?)?, op.out),
             Op::CrossEntropy(op) => cross_entropy::rows(op),
             Op::Summarize(op) => side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
@@ -91,10 +91,10 @@ fn product_of_columns(op: &op::Matmul<'_>) -> Result<()> {
     };
     let mut product = product(&matrix(op.a)?, &matrix(op.b)?, op.c.tensor().dtype())?;
     if op.alpha != 1.0 {
-        product = (widen(&product)? * f64::from(op.alpha))?;
+        product = (upcast(&product)? * f64::from(op.alpha))?;
     }
     match op.mode {
-        WriteMode::Accumulate => store_columns(&(widen_columns(op.c)? + widen(&product)?)?, op.c),
+        WriteMode::Accumulate => store_columns(&(upcast_columns(op.c)? + upcast(&product)?)?, op.c),
         WriteMode::Overwrite => store_columns(&product, op.c),
     }
 }
@@ -106,7 +106,7 @@ fn activate(op: &op::Activate<'_>) -> Result<()> {
 }
 
 fn activate_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
-    let ((gate, up), dy) = (halves(op.activation, op.x)?, widen(op.dy)?);
+    let ((gate, up), dy) = (halves(op.activation, op.x)?, upcast(op.dy)?);
     let (slope, value) = (slope_of(op.activation, &gate)?, (&gate * gate_of(op.activation, &gate)?)?);
     let Some(up) = up else {
         store(&value, op.y)?;
@@ -118,7 +118,7 @@ fn activate_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
 
 fn adamw(op: &op::AdamW<'_>) -> Result<()> {
     let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = op.step;
-    let grad = (widen(op.grad)? * f64::from(grad_factor))?;
+    let grad = (upcast(op.grad)? * f64::from(grad_factor))?;
     let (m, v) = (op.exp_avg, op.exp_avg_sq);
     let exp_avg = (m + ((&grad - m)? * (1.0 - betas[0]))?)?;
     let exp_avg_sq = ((v * betas[1])? + (grad.sqr()? * (1.0 - betas[1]))?)?;
@@ -142,11 +142,11 @@ fn oriented(layout: WeightLayout, weight: &Tensor) -> Result<Tensor> {
 /// Returns the input of the activation function in FP32, and the factor of the result if the activation is gated.
 fn halves(activation: Activation, x: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
     if !activation.is_gated() {
-        return Ok((widen(x)?, None));
+        return Ok((upcast(x)?, None));
     }
     require_contiguous(x)?;
     let width = x.dim(1)? / 2;
-    let half = |first: usize| widen(&x.narrow(1, first, width)?.contiguous()?);
+    let half = |first: usize| upcast(&x.narrow(1, first, width)?.contiguous()?);
     Ok((half(0)?, Some(half(width)?)))
 }
 

@@ -124,8 +124,8 @@ impl ColumnReader<'_> {
 
     /// Elements of `row` as FP32, starting at `column`; in `scratch` unless they are FP32 in storage.
     #[inline(always)]
-    pub(crate) fn widened<'b>(&'b self, row: usize, column: usize, scratch: &'b mut [f32]) -> &'b [f32] {
-        self.view.widened(row * self.stride + self.first + column, scratch)
+    pub(crate) fn as_f32<'b>(&'b self, row: usize, column: usize, scratch: &'b mut [f32]) -> &'b [f32] {
+        self.view.as_f32(row * self.stride + self.first + column, scratch)
     }
 }
 

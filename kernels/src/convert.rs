@@ -27,7 +27,7 @@ pub trait Element: candle_core::WithDType + Default {
 
     /// The elements as FP32: borrowed if they are FP32, otherwise upcast into `scratch`, which has the same length.
     #[inline(always)]
-    fn widened<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
+    fn as_f32<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
         Self::load(source, scratch);
         scratch
     }
@@ -35,7 +35,7 @@ pub trait Element: candle_core::WithDType + Default {
     /// [`rows::dot`] with the upcast elements, with the same bits; `scratch` has their length.
     #[inline(always)]
     fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
-        rows::dot(row, Self::widened(stored, scratch))
+        rows::dot(row, Self::as_f32(stored, scratch))
     }
 }
 
@@ -61,7 +61,7 @@ impl Element for f32 {
     }
 
     #[inline(always)]
-    fn widened<'a>(source: &'a [Self], _: &'a mut [f32]) -> &'a [f32] {
+    fn as_f32<'a>(source: &'a [Self], _: &'a mut [f32]) -> &'a [f32] {
         source
     }
 }
@@ -166,7 +166,7 @@ fn dot_16_bits<T: Element, const BF16: bool>(row: &[f32], stored: &[T], words: &
         // SAFETY: the CPU has AVX2.
         return unsafe { avx2::dot::<BF16>(row, words) };
     }
-    rows::dot(row, T::widened(stored, scratch))
+    rows::dot(row, T::as_f32(stored, scratch))
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -184,7 +184,7 @@ mod avx2 {
     /// 8 BF16 or FP16 elements as FP32.
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
-    fn widen<const BF16: bool>(bits: __m128i) -> __m256 {
+    fn upcast<const BF16: bool>(bits: __m128i) -> __m256 {
         if BF16 {
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
         } else {
@@ -205,7 +205,7 @@ mod avx2 {
         for (x, bits) in rows.iter().zip(words).chain([(&last.0, &last.1)]) {
             let (x, bits): ([__m256; 2], [__m128i; 2]) = (cast(*x), cast(*bits));
             for half in 0..2 {
-                sums[half] = _mm256_add_ps(sums[half], _mm256_mul_ps(x[half], widen::<BF16>(bits[half])));
+                sums[half] = _mm256_add_ps(sums[half], _mm256_mul_ps(x[half], upcast::<BF16>(bits[half])));
             }
         }
         rows::lane_total(cast(sums))
@@ -236,7 +236,7 @@ mod avx512 {
     /// 16 BF16 or FP16 elements as FP32.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    fn widen<const BF16: bool>(bits: __m256i) -> __m512 {
+    fn upcast<const BF16: bool>(bits: __m256i) -> __m512 {
         if BF16 {
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
         } else {
@@ -256,7 +256,7 @@ mod avx512 {
             // SAFETY: `start + LANES` is at most the number of elements of both.
             let (x, bits) =
                 unsafe { (_mm512_loadu_ps(row.as_ptr().add(start)), _mm256_loadu_si256(stored.add(start).cast())) };
-            sums = _mm512_add_ps(sums, _mm512_mul_ps(x, widen::<BF16>(bits)));
+            sums = _mm512_add_ps(sums, _mm512_mul_ps(x, upcast::<BF16>(bits)));
         }
         if whole < row.len() {
             let mask = mask(row.len() - whole);
@@ -265,7 +265,7 @@ mod avx512 {
                 let x = _mm512_maskz_loadu_ps(mask, row.as_ptr().add(whole));
                 (x, _mm256_maskz_loadu_epi16(mask, stored.add(whole).cast()))
             };
-            sums = _mm512_mask_add_ps(sums, mask, sums, _mm512_mul_ps(x, widen::<BF16>(bits)));
+            sums = _mm512_mask_add_ps(sums, mask, sums, _mm512_mul_ps(x, upcast::<BF16>(bits)));
         }
         let mut lanes = [0.0; LANES];
         // SAFETY: there is room for 16 elements.
@@ -327,11 +327,11 @@ mod tests {
     use super::*;
 
     /// Floats around every rounding boundary of a 16-bit format, and NaNs, infinities, subnormals.
-    fn hard_cases(widen: impl Fn(u16) -> f32) -> Vec<f32> {
+    fn hard_cases(upcast: impl Fn(u16) -> f32) -> Vec<f32> {
         (0..=u16::MAX)
             .flat_map(|bits| {
-                let value = widen(bits);
-                let next = widen(bits.wrapping_add(1));
+                let value = upcast(bits);
+                let next = upcast(bits.wrapping_add(1));
                 let middle = (f64::from(value) * 0.5 + f64::from(next) * 0.5) as f32;
                 [value, middle, middle.next_up(), middle.next_down(), value.next_up(), value.next_down()]
             })

@@ -111,7 +111,7 @@ pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
                             let (v, rest) = rest.split_at_mut(size);
                             let (p, rest) = rest.split_at_mut(kept);
                             let (query, row) = rest.split_at_mut(head_size);
-                            let (k, v) = (keys.view().widened(start, k), values.view().widened(start, v));
+                            let (k, v) = (keys.view().as_f32(start, k), values.view().as_f32(start, v));
                             let heads = kv_head * group..(kv_head + 1) * group;
                             for (head, i) in heads.flat_map(|head| (0..new).map(move |i| (head, i))) {
                                 queries.load(rows.start + i, head * head_size, query);

@@ -6,7 +6,7 @@ use crate::view::{ReadGuard, View, ViewMut, read, write};
 use candle_core::{DType, Result};
 use half::{bf16, f16};
 
-const GRAIN: usize = 16;
+const MIN_ROWS_PER_TASK: usize = 16;
 
 /// √width, rounded to the type that the embedding is stored in, as Gemma was trained with it.
 pub fn scale_of_width(width: usize, dtype: DType) -> f32 {
@@ -76,7 +76,7 @@ pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
         for_each_part(
             Rows { view: dwpe, width },
             positions,
-            GRAIN,
+            MIN_ROWS_PER_TASK,
             #[inline(always)]
             |first, rows, mut dwpe| {
                 with_scratch(
@@ -119,7 +119,7 @@ fn by_token(
         let token = |n: u32| ids[n as usize];
         let mid = order.len() / 2;
         let cut = order[..mid].partition_point(|&n| token(n) < order.get(mid).map_or(0, |&n| token(n)));
-        if order.len() > 4 * GRAIN && cut > 0 {
+        if order.len() > 4 * MIN_ROWS_PER_TASK && cut > 0 {
             let boundary = token(order[cut]) as usize;
             let (low, high) = dwte.split_rows(boundary - first_token);
             rayon::join(

@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor, bail};
 /// Elements converted at a time: rows of this length stay in the L1 cache.
 const WIDTH: usize = 1024;
 /// Approximate number of elements of a task.
-const GRAIN: usize = 8 * WIDTH;
+const MIN_ELEMENTS_PER_TASK: usize = 8 * WIDTH;
 
 /// The function applied to the gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +53,7 @@ pub fn forward(kind: GateActivation, gate: ColumnSlice<'_>, up: ColumnSlice<'_>,
         for_each_part(
             Rows { view, width },
             rows,
-            GRAIN / width + 1,
+            MIN_ELEMENTS_PER_TASK / width + 1,
             #[inline(always)]
             |first, rows, mut y| {
                 let (mut gates, mut ups) = ([0.0; WIDTH], [0.0; WIDTH]);
@@ -61,7 +61,7 @@ pub fn forward(kind: GateActivation, gate: ColumnSlice<'_>, up: ColumnSlice<'_>,
                     let count = WIDTH.min(width - start);
                     let gates = &mut gates[..count];
                     gate.load(first + i, start, gates);
-                    let ups = up.widened(first + i, start, &mut ups[..count]);
+                    let ups = up.as_f32(first + i, start, &mut ups[..count]);
                     with_gate!(kind, math::silu, math::gelu, |function| {
                         for (gate, up) in gates.iter_mut().zip(ups) {
                             *gate = function(*gate) * up;
@@ -92,7 +92,7 @@ pub fn backward(
         for_each_part(
             (),
             rows,
-            GRAIN / width + 1,
+            MIN_ELEMENTS_PER_TASK / width + 1,
             #[inline(always)]
             |first, rows, ()| {
                 let (mut gates, mut ups) = ([0.0; WIDTH], [0.0; WIDTH]);
@@ -103,8 +103,7 @@ pub fn backward(
                     let (gates, ups) = (&mut gates[..count], &mut ups[..count]);
                     gate.load(row, start, gates);
                     up.load(row, start, ups);
-                    let (grads, outputs) =
-                        (dy.widened(row * width + start, &mut grads[..count]), &mut outputs[..count]);
+                    let (grads, outputs) = (dy.as_f32(row * width + start, &mut grads[..count]), &mut outputs[..count]);
                     with_gate!(kind, math::silu_with_derivative, math::gelu_with_derivative, |functions| {
                         for (((gate, up), dy), y) in
                             gates.iter_mut().zip(ups.iter_mut()).zip(grads).zip(outputs.iter_mut())

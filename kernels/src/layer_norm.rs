@@ -41,10 +41,10 @@ pub fn forward(op: &op::Norm<'_>) -> Result<Ran> {
                                 let (row, rest) = scratch.split_at_mut(width);
                                 let (out, rest) = rest.split_at_mut(width);
                                 let (weight_row, bias_row) = rest.split_at_mut(width);
-                                let weight = weight.widened(0, weight_row);
-                                let bias = bias.widened(0, bias_row);
+                                let weight = weight.as_f32(0, weight_row);
+                                let bias = bias.as_f32(0, bias_row);
                                 for i in 0..rows {
-                                    let row = x.widened((first + i) * width, row);
+                                    let row = x.as_f32((first + i) * width, row);
                                     let m = sum(row) / width as f32;
                                     let r = 1.0 / (sum_squared_distance(row, m) / width as f32 + eps).sqrt();
                                     for (((out, x), w), b) in out.iter_mut().zip(row).zip(weight).zip(bias) {
@@ -91,8 +91,8 @@ pub fn backward(op: &op::NormBackward<'_>) -> Result<Ran> {
                         #[inline(always)]
                         |row, first, [dw, db]| {
                             let (mut dy_row, mut x_row) = ([0.0; STRIPE], [0.0; STRIPE]);
-                            let dy = dy.widened(row * width + first, &mut dy_row[..columns]);
-                            let x = x.widened(row * width + first, &mut x_row[..columns]);
+                            let dy = dy.as_f32(row * width + first, &mut dy_row[..columns]);
+                            let x = x.as_f32(row * width + first, &mut x_row[..columns]);
                             let (m, r) = (mean[row], rstd[row]);
                             for (((dw, db), dy), x) in dw.iter_mut().zip(db).zip(dy).zip(x) {
                                 *dw += dy * ((x - m) * r);
@@ -130,7 +130,7 @@ fn backward_input(
                     let (g, rest) = scratch.split_at_mut(width);
                     let (xhat, rest) = rest.split_at_mut(width);
                     let (total, weight_row) = rest.split_at_mut(width);
-                    let weight = weight.widened(0, weight_row);
+                    let weight = weight.as_f32(0, weight_row);
                     for i in 0..rows {
                         let row = first + i;
                         dy.load(row * width, g);

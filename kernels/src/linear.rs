@@ -29,7 +29,7 @@ pub fn forward(op: &op::Linear<'_>) -> Result<()> {
         outer,
         #[inline(always)]
         |scratch| {
-            let bias = bias.as_ref().map(|bias| bias.view().widened(0, scratch));
+            let bias = bias.as_ref().map(|bias| bias.view().as_f32(0, scratch));
             let epilogue = Epilogue { bias, ..Epilogue::default() };
             with_element!(y.dtype(), T => {
                 let a = Operand::new(x.typed::<T>()?, rows, inner);
@@ -68,7 +68,7 @@ pub fn sum_rows(op: &op::SumRows<'_>) -> Result<()> {
                     #[inline(always)]
                     |row, first, [sums]| {
                         let mut scratch = [0.0; STRIPE];
-                        let x = x.widened(row * columns + first, &mut scratch[..width]);
+                        let x = x.as_f32(row * columns + first, &mut scratch[..width]);
                         for (sum, x) in sums.iter_mut().zip(x) {
                             *sum += x;
                         }

@@ -249,11 +249,11 @@ mod tests {
 
     /// Checks all finite inputs of a 16-bit format whose true result it can hold.
     fn check_format(
-        (widen, round): Format,
+        (upcast, round): Format,
         (mantissa_bits, min_exponent, max): (i32, i32, f64),
         (name, function, exact): Named,
     ) {
-        for x in (0..=u16::MAX).map(widen).filter(|x| x.is_finite()) {
+        for x in (0..=u16::MAX).map(upcast).filter(|x| x.is_finite()) {
             let expected = exact(f64::from(x));
             if expected.abs() < max {
                 let found = round(function(x));
@@ -274,10 +274,10 @@ mod tests {
             ("silu_derivative", |x| silu_with_derivative(x).1, exact_silu_derivative),
         ];
         for function in functions {
-            let widen = |bits| f16::from_bits(bits).to_f32();
-            check_format((widen, |x| f16::from_f32(x).to_f64()), (10, -14, 65504.0), function);
-            let widen = |bits| bf16::from_bits(bits).to_f32();
-            check_format((widen, |x| bf16::from_f32(x).to_f64()), (7, -126, 3.38e38), function);
+            let upcast = |bits| f16::from_bits(bits).to_f32();
+            check_format((upcast, |x| f16::from_f32(x).to_f64()), (10, -14, 65504.0), function);
+            let upcast = |bits| bf16::from_bits(bits).to_f32();
+            check_format((upcast, |x| bf16::from_f32(x).to_f64()), (7, -126, 3.38e38), function);
         }
     }
 

@@ -195,15 +195,15 @@ fn run_in<A: Element, C: Element>(
 ) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let (a, b) = (PackSource::rows(a), PackSource::columns(b));
-    let turned = is_turned(kernel, m, n);
-    let [a, b] = if turned { [b, a] } else { [a, b] };
+    let swapped = swaps_operands(kernel, m, n);
+    let [a, b] = if swapped { [b, a] } else { [a, b] };
     let serial = m * n * k < SERIAL_WORK;
-    let second = second.map(|term| Packed::new(kernel, term, turned, serial, buffers));
-    Product { kernel, a, b, turned, depth: k, second, c, epilogue, serial }.run(shared, partial);
+    let second = second.map(|term| Packed::new(kernel, term, swapped, serial, buffers));
+    Product { kernel, a, b, swapped, depth: k, second, c, epilogue, serial }.run(shared, partial);
 }
 
 /// Whether A and B change places for C of m × n.
-fn is_turned(kernel: MicroKernel, m: usize, n: usize) -> bool {
+fn swaps_operands(kernel: MicroKernel, m: usize, n: usize) -> bool {
     let padded = |rows: usize, cols: usize| rows.next_multiple_of(kernel.rows) * cols.next_multiple_of(kernel.cols);
     5 * padded(n, m) < 4 * padded(m, n)
 }
@@ -240,26 +240,26 @@ pub fn buffer_bytes(products: &[GemmShape], threads: usize) -> Result<u64> {
 
 /// The words that a product asks its buffers for: a thread's own, then the fields of [`Workspace`].
 fn words(kernel: MicroKernel, GemmShape { sizes: [m, k, n], second, c, .. }: GemmShape, threads: usize) -> [usize; 5] {
-    let [a, b] = if is_turned(kernel, m, n) { [n, m] } else { [m, n] };
+    let [a, b] = if swaps_operands(kernel, m, n) { [n, m] } else { [m, n] };
     let [a, b] = [(a, kernel.a().width), (b, kernel.b().width)];
     let [second_a, second_b] = [a, b].map(|(lines, width)| lines.next_multiple_of(width) * kernel.words(second));
-    let [(shared, shared_width), (private, width)] = if a.0 <= b.0 { [a, b] } else { [b, a] };
+    let [(shared, shared_width), (streamed, width)] = if a.0 <= b.0 { [a, b] } else { [b, a] };
     let depth = k.min(kernel.elements(DEPTH_WORDS));
     let partial = k > depth && c != DType::F32;
     // The first part is the largest.
     let shared = shared.min(SHARED_LINES.next_multiple_of(shared_width));
-    let private = private.min(strip(shared, private, width, partial));
+    let streamed = streamed.min(strip(shared, streamed, width, partial));
     let (panels, words) = (shared.div_ceil(shared_width), kernel.words(depth));
     let threads = if m.saturating_mul(n * k) < SERIAL_WORK { 1 } else { threads };
-    let plan = Plan::new(panels, private.div_ceil(width), width * words, tasks(shared * private * depth, threads));
-    let partial = if partial { shared * private } else { 0 };
+    let plan = Plan::new(panels, streamed.div_ceil(width), width * words, tasks(shared * streamed * depth, threads));
+    let partial = if partial { shared * streamed } else { 0 };
     [plan.group * width * words, panels * shared_width * words, partial, second_a, second_b]
 }
 
 /// The number of lines of the other operand in a part with `shared` lines of the shared operand. The other operand has
-/// `private` lines, in panels of `width`. Partial sums are bounded.
-fn strip(shared: usize, private: usize, width: usize, partial: bool) -> usize {
-    if partial { (PARTIAL_FLOATS / shared.max(1)).next_multiple_of(width) } else { private.max(1) }
+/// `streamed` lines, in panels of `width`. Partial sums are bounded.
+fn strip(shared: usize, streamed: usize, width: usize, partial: bool) -> usize {
+    if partial { (PARTIAL_FLOATS / shared.max(1)).next_multiple_of(width) } else { streamed.max(1) }
 }
 
 /// The approximate number of tasks for a part of `work` multiply-adds.
@@ -272,7 +272,7 @@ fn tasks(work: usize, threads: usize) -> usize {
 struct Packed<'a> {
     a: &'a [u32],
     b: &'a [u32],
-    turned: bool,
+    swapped: bool,
     depth: usize,
     alpha: f32,
     shares: &'a [Range<usize>],
@@ -282,19 +282,19 @@ impl<'a> Packed<'a> {
     fn new<T: Element>(
         kernel: MicroKernel,
         LowRankTerm { a, b, alpha, shares }: LowRankTerm<'a, T>,
-        turned: bool,
+        swapped: bool,
         serial: bool,
         [to_a, to_b]: &'a mut [PackBuffer; 2],
     ) -> Self {
         let (depth, [a, b]) = (a.cols, [PackSource::rows(a), PackSource::columns(b)]);
-        let [a, b] = if turned { [b, a] } else { [a, b] };
+        let [a, b] = if swapped { [b, a] } else { [a, b] };
         let pack_all = |lines: PackSource<'_, T>, layout: PanelLayout, packed: &'a mut PackBuffer| {
             let packed = packed.words(lines.count.next_multiple_of(layout.width) * kernel.words(depth));
             pack_in_parallel(lines, 0, 0..depth, layout, packed, serial);
             &*packed
         };
         let [a, b] = [pack_all(a, kernel.a(), to_a), pack_all(b, kernel.b(), to_b)];
-        Self { a, b, turned, depth, alpha, shares }
+        Self { a, b, swapped, depth, alpha, shares }
     }
 
     /// The part of the depth that adds to any of these columns of C.
@@ -317,7 +317,7 @@ impl<'a> Packed<'a> {
     ) {
         let kernel = ready.kernel();
         let MicroKernel { rows, cols, .. } = kernel;
-        let (all, of_c) = (kernel.words(self.depth), if self.turned { row..row + rows } else { col..col + cols });
+        let (all, of_c) = (kernel.words(self.depth), if self.swapped { row..row + rows } else { col..col + cols });
         let words = kernel.words_around(self.depth_of(of_c));
         if words.is_empty() {
             return;
@@ -363,7 +363,7 @@ struct Product<'a, A, C> {
     b: PackSource<'a, A>,
     /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. Tiles are
     /// then transposed before they are stored.
-    turned: bool,
+    swapped: bool,
     depth: usize,
     second: Option<Packed<'a>>,
     c: OutputMatrix<C>,
@@ -375,28 +375,28 @@ struct Product<'a, A, C> {
 #[derive(Clone)]
 struct TileRange {
     shared: Range<usize>,
-    private: Range<usize>,
+    streamed: Range<usize>,
     depth: Range<usize>,
 }
 
 /// Which operand is packed for all tasks.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Shared {
+enum PackedOperand {
     A,
     B,
 }
 
 impl<A: Element, C: Element> Product<'_, A, C> {
     /// The smaller operand is shared, because it has to stay in a cache longest.
-    fn shared(&self) -> Shared {
-        if self.a.count <= self.b.count { Shared::A } else { Shared::B }
+    fn shared(&self) -> PackedOperand {
+        if self.a.count <= self.b.count { PackedOperand::A } else { PackedOperand::B }
     }
 
     /// The shared operand and the other one, each with the layout of its panels.
     fn sides(&self) -> [(PackSource<'_, A>, PanelLayout); 2] {
         let a = (self.a, self.kernel.a());
         let b = (self.b, self.kernel.b());
-        if self.shared() == Shared::A { [a, b] } else { [b, a] }
+        if self.shared() == PackedOperand::A { [a, b] } else { [b, a] }
     }
 
     /// Whether sums of less than the whole depth have to be kept outside of C.
@@ -410,13 +410,13 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     }
 
     fn run(&self, shared_memory: &mut PackBuffer, partial_memory: &mut PackBuffer) {
-        let [(shared_lines, shared_layout), (private_lines, private_layout)] = self.sides();
+        let [(shared_lines, shared_layout), (streamed_lines, streamed_layout)] = self.sides();
         for shared in pieces(0..shared_lines.count, SHARED_LINES.next_multiple_of(shared_layout.width)) {
-            let strip = strip(shared.len(), private_lines.count, private_layout.width, self.needs_partial_sums());
-            for private in pieces(0..private_lines.count, strip) {
+            let strip = strip(shared.len(), streamed_lines.count, streamed_layout.width, self.needs_partial_sums());
+            for streamed in pieces(0..streamed_lines.count, strip) {
                 for start in (0..self.depth.max(1)).step_by(self.depth_step()) {
                     let depth = start..self.depth.min(start + self.depth_step());
-                    let part = TileRange { shared: shared.clone(), private: private.clone(), depth };
+                    let part = TileRange { shared: shared.clone(), streamed: streamed.clone(), depth };
                     self.run_part(&part, shared_memory, partial_memory);
                 }
             }
@@ -425,7 +425,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 
     /// Packs the shared operand, then runs the tasks.
     fn run_part(&self, part: &TileRange, shared_memory: &mut PackBuffer, partial_memory: &mut PackBuffer) {
-        let [(lines, layout), (_, PanelLayout { width: private_width, .. })] = self.sides();
+        let [(lines, layout), (_, PanelLayout { width: streamed_width, .. })] = self.sides();
         let words = self.kernel.words(part.depth.len());
         let panels = part.shared.len().div_ceil(layout.width);
         let packed = shared_memory.words(panels * layout.width * words);
@@ -433,14 +433,14 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 
         let partial = if self.needs_partial_sums() {
             let (_, cols) = self.area(part);
-            let sums = partial_memory.floats(part.shared.len() * part.private.len());
+            let sums = partial_memory.floats(part.shared.len() * part.streamed.len());
             Some(OutputMatrix::new(sums, cols.len()))
         } else {
             None
         };
-        let work = part.shared.len() * part.private.len() * part.depth.len();
+        let work = part.shared.len() * part.streamed.len() * part.depth.len();
         let tasks = tasks(work, self.threads());
-        let plan = Plan::new(panels, part.private.len().div_ceil(private_width), private_width * words, tasks);
+        let plan = Plan::new(panels, part.streamed.len().div_ceil(streamed_width), streamed_width * words, tasks);
         let task = |index: usize| self.run_task(part, &plan, index, &*packed, words, partial);
         if self.serial {
             (0..plan.tasks()).for_each(task);
@@ -456,8 +456,8 @@ impl<A: Element, C: Element> Product<'_, A, C> {
     /// The rows and columns of C of a part.
     fn area(&self, part: &TileRange) -> (Range<usize>, Range<usize>) {
         match self.shared() {
-            Shared::A => (part.shared.clone(), part.private.clone()),
-            Shared::B => (part.private.clone(), part.shared.clone()),
+            PackedOperand::A => (part.shared.clone(), part.streamed.clone()),
+            PackedOperand::B => (part.streamed.clone(), part.shared.clone()),
         }
     }
 
@@ -476,16 +476,20 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let (group, share) = plan.task(index);
         let shared = &packed[share.start * shared_width * words..share.end * shared_width * words];
         let shared_first = part.shared.start + share.start * shared_width;
-        let first = part.private.start + group.start * width;
+        let first = part.streamed.start + group.start * width;
         with_thread_buffer(|buffer| {
-            let private = buffer.words(group.len() * width * words);
-            pack(lines, first, part.depth.clone(), layout, private);
+            let streamed = buffer.words(group.len() * width * words);
+            pack(lines, first, part.depth.clone(), layout, streamed);
             let next = first + group.len() * width;
             let tiles = group.len() * share.len();
             let prefetch = Prefetch::new(lines, next..next + group.len() * width, part.depth.clone(), tiles);
             match self.shared() {
-                Shared::A => self.multiply(part, words, (shared_first, shared), (first, private), partial, prefetch),
-                Shared::B => self.multiply(part, words, (first, private), (shared_first, shared), partial, prefetch),
+                PackedOperand::A => {
+                    self.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch)
+                }
+                PackedOperand::B => {
+                    self.multiply(part, words, (first, streamed), (shared_first, shared), partial, prefetch)
+                }
             }
         });
     }
@@ -514,7 +518,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
                 ahead.clear();
                 match partial {
                     Some(partial) => partial.fetch(area.relative_to(&part_rows, &part_cols), &mut ahead),
-                    None => self.c.fetch(if self.turned { area.transposed() } else { area }, &mut ahead),
+                    None => self.c.fetch(if self.swapped { area.transposed() } else { area }, &mut ahead),
                 }
                 prefetch.step(&mut ahead);
                 ready.run(a, b, &ahead, &mut tile);
@@ -534,7 +538,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let MicroKernel { rows, cols, .. } = self.kernel;
         // SAFETY: the caller's promise.
         unsafe {
-            if self.turned {
+            if self.swapped {
                 self.c.finish(&mut tile.transposed(rows, cols), rows, area.transposed(), epilogue, scratch);
             } else {
                 self.c.finish(tile, cols, area, epilogue, scratch);
@@ -603,7 +607,7 @@ impl Plan {
         self.private_panels.div_ceil(self.group) * self.shares()
     }
 
-    /// The panels of the private and of the shared operand that belong to a task.
+    /// The panels of the streamed and of the shared operand that belong to a task.
     fn task(&self, index: usize) -> (Range<usize>, Range<usize>) {
         let group = index / self.shares() * self.group;
         let share = index % self.shares() * self.share;

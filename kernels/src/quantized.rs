@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, Result, Tensor, bail};
 use std::fmt;
 
 /// Rows that a task dequantizes at a time.
-const GRAIN: usize = 32;
+const MIN_ROWS_PER_TASK: usize = 32;
 
 /// A matrix whose rows are whole blocks. Matrices that one product takes together are stacked, each with its own block
 /// type.
@@ -76,7 +76,7 @@ impl QuantizedMatrix {
             bail!("rows of {} numbers do not fit rows of {width}", self.columns);
         }
         write(out, |out| {
-            for_each_part(Rows { view: out, width }, rows, GRAIN, |first, count, mut out| {
+            for_each_part(Rows { view: out, width }, rows, MIN_ROWS_PER_TASK, |first, count, mut out| {
                 let ids: Vec<u32> = (first..first + count).map(&id_of).collect();
                 match part.blocks.embedding(&ids, part.rows, width) {
                     Ok(CpuStorage::F32(values)) => out.view.store(0, &values),

@@ -9,7 +9,7 @@ use crate::view::{View, read, write, write_f32};
 use candle_core::Result;
 
 /// Approximate number of elements of a task.
-const GRAIN: usize = 16 << 10;
+const MIN_ELEMENTS_PER_TASK: usize = 16 << 10;
 
 /// The gains of a group in FP32.
 #[inline(always)]
@@ -34,7 +34,7 @@ pub fn forward(op: &op::Norm<'_>) -> Result<()> {
             for_each_part(
                 out,
                 rows,
-                GRAIN / (groups * width) + 1,
+                MIN_ELEMENTS_PER_TASK / (groups * width) + 1,
                 #[inline(always)]
                 |first, rows, (mut out, rstd)| {
                     with_scratch(
@@ -45,7 +45,7 @@ pub fn forward(op: &op::Norm<'_>) -> Result<()> {
                             let (row, result) = rest.split_at_mut(width);
                             load_gain(weight, offset, gains);
                             for (i, group) in (0..rows).flat_map(|i| (0..groups).map(move |group| (i, group))) {
-                                let row = x.widened(first + i, group * width, row);
+                                let row = x.as_f32(first + i, group * width, row);
                                 let r = 1.0 / (dot(row, row) / width as f32 + eps).sqrt();
                                 for ((result, x), gain) in result.iter_mut().zip(row).zip(gains.iter()) {
                                     *result = x * r * gain;
@@ -72,7 +72,7 @@ pub fn backward(op: &op::NormBackward<'_>) -> Result<()> {
         for_each_part(
             Rows { view: out, width: dx.stride() },
             rows,
-            GRAIN / (groups * width) + 1,
+            MIN_ELEMENTS_PER_TASK / (groups * width) + 1,
             #[inline(always)]
             |first, rows, mut out| {
                 with_scratch(
@@ -123,8 +123,8 @@ pub fn backward(op: &op::NormBackward<'_>) -> Result<()> {
                     |index, first, [sums]| {
                         let (mut dy_row, mut x_row) = ([0.0; STRIPE], [0.0; STRIPE]);
                         let (row, column) = (index / groups, index % groups * width + first);
-                        let dy = dy.widened(row, column, &mut dy_row[..columns]);
-                        let x = x.widened(row, column, &mut x_row[..columns]);
+                        let dy = dy.as_f32(row, column, &mut dy_row[..columns]);
+                        let x = x.as_f32(row, column, &mut x_row[..columns]);
                         let r = rstd[index];
                         for ((sum, dy), x) in sums.iter_mut().zip(dy).zip(x) {
                             *sum += dy * (x * r);

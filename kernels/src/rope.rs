@@ -10,7 +10,7 @@ use candle_core::{Device, Result, Tensor};
 use std::ops::Range;
 
 /// Approximate number of elements of a task.
-const GRAIN: usize = 16 << 10;
+const MIN_ELEMENTS_PER_TASK: usize = 16 << 10;
 
 /// Cosines and sines of every position's angles, FP32.
 #[derive(Clone, Debug)]
@@ -88,7 +88,7 @@ pub fn apply_rope(op: &op::Rotate<'_>) -> Result<()> {
         for_each_part(
             Rows { view, width: x.stride() },
             rows,
-            GRAIN / x.count() + 1,
+            MIN_ELEMENTS_PER_TASK / x.count() + 1,
             #[inline(always)]
             |first, rows, mut out| {
                 with_scratch(

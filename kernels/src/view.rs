@@ -72,15 +72,15 @@ impl<'a> View<'a> {
 
     /// The elements as FP32: the storage itself if it is FP32, else widened into `scratch`.
     #[inline(always)]
-    pub fn widened<'b>(&self, start: usize, scratch: &'b mut [f32]) -> &'b [f32]
+    pub fn as_f32<'b>(&self, start: usize, scratch: &'b mut [f32]) -> &'b [f32]
     where
         'a: 'b,
     {
         let range = start..start + scratch.len();
         match self {
-            Self::F32(s) => f32::widened(&s[range], scratch),
-            Self::F16(s) => f16::widened(&s[range], scratch),
-            Self::BF16(s) => bf16::widened(&s[range], scratch),
+            Self::F32(s) => f32::as_f32(&s[range], scratch),
+            Self::F16(s) => f16::as_f32(&s[range], scratch),
+            Self::BF16(s) => bf16::as_f32(&s[range], scratch),
         }
     }
 }
@@ -340,7 +340,7 @@ pub fn accumulate(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
                 }
             }
             let mut old = [0.0; BLOCK];
-            for (value, out) in values.iter_mut().zip(out.widened(0, &mut old[..out.len()])) {
+            for (value, out) in values.iter_mut().zip(out.as_f32(0, &mut old[..out.len()])) {
                 *value += out;
             }
         },

@@ -281,9 +281,9 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "optimizer_ms": part(|sample| sample.report.time.optimizer),
         "step_ms_all": samples.iter().map(|sample| millis(sample.wall)).collect::<Vec<_>>(),
         "gflops": gflops.map(round),
-        "peak_gflops": peak.map(|(held, _)| round(held)),
+        "peak_gflops": peak.map(|(sustained, _)| round(sustained)),
         "best_burst_gflops": peak.map(|(_, best)| round(best)),
-        "share_of_peak": gflops.zip(peak).map(|(gflops, (held, _))| round(gflops / held)),
+        "share_of_peak": gflops.zip(peak).map(|(gflops, (sustained, _))| round(gflops / sustained)),
         "peak_rss_mib": ProcessStats::now().peak_rss_bytes.map(|bytes| (bytes as f64 / 102.4 / 1024.0).round() / 10.0),
         "allocations_per_step": samples.iter().map(|sample| sample.allocations.count).min(),
         "allocated_bytes_per_step": samples.iter().map(|sample| sample.allocations.bytes).min(),
@@ -301,9 +301,9 @@ fn median(values: impl Iterator<Item = Duration>) -> Option<Duration> {
 
 /// The median of the sustained peaks measured after each step, and the highest burst.
 fn median_and_max(peaks: impl Iterator<Item = Peak>) -> Option<(f64, f64)> {
-    let (mut held, best): (Vec<f64>, Vec<f64>) = peaks.map(|peak| (peak.held, peak.best)).unzip();
-    held.sort_unstable_by(f64::total_cmp);
-    Some((*held.get(held.len() / 2)?, best.into_iter().fold(0.0, f64::max)))
+    let (mut sustained, best): (Vec<f64>, Vec<f64>) = peaks.map(|peak| (peak.sustained, peak.burst)).unzip();
+    sustained.sort_unstable_by(f64::total_cmp);
+    Some((*sustained.get(sustained.len() / 2)?, best.into_iter().fold(0.0, f64::max)))
 }
 
 fn millis(duration: Duration) -> f64 {
@@ -404,7 +404,7 @@ mod tests {
             change: crate::precision::ScaleChange::Held,
             time: crate::train::StepTimings::default(),
         };
-        let peak = Some(Peak { held: 1.0, best: 1.0 });
+        let peak = Some(Peak { sustained: 1.0, burst: 1.0 });
         Sample { wall: Duration::from_secs(seconds), report, allocations: Allocations::default(), peak }
     }
 

@@ -30,17 +30,17 @@ pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) 
         let trials = KernelFamily::ALL.map(|family| (family, scope.spawn(move || run(gpu_id, family))));
         trials.map(|(family, trial)| (family, trial.join().unwrap_or_else(|_| Err("could not be tested".into()))))
     });
-    let (mut passed, mut failed) = (BTreeSet::new(), Vec::new());
+    let (mut passing, mut failed) = (BTreeSet::new(), Vec::new());
     for (family, result) in tried {
         match result {
-            Ok(()) => drop(passed.insert(family)),
+            Ok(()) => drop(passing.insert(family)),
             Err(why) => failed.push(format!("{} {why}", family.name())),
         }
     }
     if !failed.is_empty() {
         notice(format!("using candle's kernels instead of those that failed their preflight: {}", failed.join("; ")));
     }
-    passed
+    passing
 }
 
 /// Tries one operation in another process.

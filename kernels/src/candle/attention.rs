@@ -1,6 +1,6 @@
 //! Causal attention with stored scores, in FP32, for as many whole sequences at a time as fit a budget.
 
-use super::tensors::{columns_of_rows, drop, matmul, select, store, store_columns_of_rows, widen};
+use super::tensors::{columns_of_rows, drop, matmul, select, store, store_columns_of_rows, upcast};
 use crate::attention::AttentionShape;
 use crate::columns::ColumnSlice;
 use crate::decode_attention::CachedSequence;
@@ -86,7 +86,7 @@ impl<'a> BatchSlice<'a> {
 /// Rows of heads as `[sequences · kv_heads, group · T, head_size]`, in FP32.
 fn split_heads(rows: &Tensor, (sequences, shape): (usize, &AttentionShape)) -> Result<Tensor> {
     let heads = rows.reshape((sequences, shape.seq_len, (), shape.head_size))?.transpose(1, 2)?.contiguous()?;
-    widen(&heads.reshape((sequences * shape.kv_heads, (), shape.head_size))?)
+    upcast(&heads.reshape((sequences * shape.kv_heads, (), shape.head_size))?)
 }
 
 fn merge_heads(heads: &Tensor, (sequences, shape): (usize, &AttentionShape)) -> Result<Tensor> {
@@ -193,7 +193,7 @@ pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
         for (x, store) in [(keys, &cache.keys), (values, &cache.values)] {
             store.slice_set(&heads(x)?.to_dtype(store.dtype())?, 1, past)?;
         }
-        let cached = |x: &Tensor| widen(&x.narrow(1, 0, past + new)?.contiguous()?);
+        let cached = |x: &Tensor| upcast(&x.narrow(1, 0, past + new)?.contiguous()?);
         let queries = heads(queries)?;
         let scores = scores(shape, &queries, &cached(&cache.keys)?)?;
         let (probabilities, _) = softmax(&masked(&scores, &visible(shape, past, None, out.device())?)?)?;

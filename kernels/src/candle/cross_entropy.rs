@@ -1,13 +1,13 @@
 //! Cross-entropy; softmax and loss are FP32.
 
-use super::tensors::{indices, require_contiguous, select, store, store_columns, widen_columns};
+use super::tensors::{indices, require_contiguous, select, store, store_columns, upcast_columns};
 use crate::cross_entropy::IGNORE;
 use crate::op;
 use candle_core::{Result, Tensor};
 
 /// Computes [`op::CrossEntropy`].
 pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
-    let values = widen_columns(op.logits)?;
+    let values = upcast_columns(op.logits)?;
     let targets = Targets::new(op.targets, &values)?;
     require_contiguous(&targets.ids)?;
     let picked = values.gather(&targets.ids, 1)?;

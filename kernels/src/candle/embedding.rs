@@ -1,17 +1,17 @@
 //! Embeddings, and their gradient as a tree of sums over each token's rows: candle's `index_add` is serial over all tokens, and
 //! atomics would make the bits depend on timing.
 
-use super::tensors::{column_sums, drop, require_contiguous, rows_at, store, widen};
+use super::tensors::{column_sums, drop, require_contiguous, rows_at, store, upcast};
 use crate::op::{self, Embedding};
 use candle_core::{Result, Tensor};
 
 /// Computes [`op::Embed`].
 pub(super) fn forward(op: &op::Embed<'_>) -> Result<()> {
     let Embedding { table, positions, ids, scale, dropout, .. } = op.input;
-    let mut x = (widen(&rows_at(table, ids)?)? * f64::from(scale))?;
+    let mut x = (upcast(&rows_at(table, ids)?)? * f64::from(scale))?;
     if let Some(positions) = positions {
         let places: Vec<u32> = (0..ids.len()).map(|n| op.input.places().of(n) as u32).collect();
-        x = (x + widen(&rows_at(positions, &places)?)?)?;
+        x = (x + upcast(&rows_at(positions, &places)?)?)?;
     }
     store(&drop(dropout, 0, x)?, op.out)
 }
@@ -21,7 +21,7 @@ pub(super) fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     let op::EmbedBackward { input, dx, order, dtable, dpositions } = op;
     let Embedding { ids, seq_len, scale, dropout, .. } = *input;
     let (vocab, width) = dtable.dims2()?;
-    let dx = drop(dropout, 0, widen(dx)?)?;
+    let dx = drop(dropout, 0, upcast(dx)?)?;
     if let Some(dpositions) = dpositions {
         require_contiguous(dpositions)?;
         if input.documents.is_some() {
@@ -34,7 +34,7 @@ pub(super) fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
         }
     }
     let sums = sums_by(&dx, order, |n| ids[n] as usize, vocab)?;
-    store(&(widen(dtable)? + (sums * f64::from(scale))?)?, dtable)
+    store(&(upcast(dtable)? + (sums * f64::from(scale))?)?, dtable)
 }
 
 /// The sums of the rows of each key, for the keys `0..keys`; `order` is scratch with one number per row.

@@ -1,6 +1,6 @@
 //! Layer and RMS normalisation in FP32; candle's own norms round in half precision.
 
-use super::tensors::{column_sums, store, store_columns, widen, widen_columns};
+use super::tensors::{column_sums, store, store_columns, upcast, upcast_columns};
 use crate::columns::{ColumnSlice, WriteMode};
 use crate::{NormSettings, op};
 use candle_core::{Result, Tensor};
@@ -12,7 +12,7 @@ fn row_means(x: &Tensor) -> Result<Tensor> {
 
 /// The factor of normalised elements.
 fn gain(settings: NormSettings, weight: &Tensor) -> Result<Tensor> {
-    let (weight, offset) = (widen(weight)?, settings.gain_offset());
+    let (weight, offset) = (upcast(weight)?, settings.gain_offset());
     if offset == 0.0 { Ok(weight) } else { weight + f64::from(offset) }
 }
 
@@ -42,7 +42,7 @@ fn gradients(
 
 /// The groups of some columns, which are as wide as the weight, as rows of FP32.
 fn groups(x: ColumnSlice<'_>, weight: &Tensor) -> Result<Tensor> {
-    widen_columns(x)?.reshape(((), weight.dims1()?))
+    upcast_columns(x)?.reshape(((), weight.dims1()?))
 }
 
 /// Computes [`op::Norm`].
@@ -55,7 +55,7 @@ pub(super) fn forward(op: &op::Norm<'_>) -> Result<()> {
     }
     let (mut y, rstd) = normalise(op.settings, &centered, op.weight)?;
     if let Some(bias) = op.bias {
-        y = y.broadcast_add(&widen(bias)?)?;
+        y = y.broadcast_add(&upcast(bias)?)?;
     }
     store(&rstd.reshape(op.rstd.shape())?, op.rstd)?;
     store_columns(&y.reshape((op.y.rows(), ()))?, op.y)
@@ -70,7 +70,7 @@ pub(super) fn backward(op: &op::NormBackward<'_>) -> Result<()> {
     let (mut dx, dweight) = gradients(op.settings, &dy, &centered, op.weight, &op.rstd.reshape(((), 1))?)?;
     dx = dx.reshape((op.dx.rows(), ()))?;
     if op.mode == WriteMode::Accumulate {
-        dx = (widen_columns(op.dx)? + dx)?;
+        dx = (upcast_columns(op.dx)? + dx)?;
     }
     store_columns(&dx, op.dx)?;
     op.dweight.map_or(Ok(()), |out| store(&dweight, out))?;

@@ -1,6 +1,6 @@
 //! Rotary position embeddings: rotates each head's halves by the angles of the row's position.
 
-use super::tensors::{rows_at, store_columns, widen_columns};
+use super::tensors::{rows_at, store_columns, upcast_columns};
 use crate::op;
 use crate::rope::Direction;
 use candle_core::{Result, Tensor};
@@ -13,7 +13,7 @@ pub(super) fn apply_rope(op: &op::Rotate<'_>) -> Result<()> {
     let angles = |table: &Tensor| rows_at(table, &rows)?.reshape((x.rows(), 1, half));
     let (cos, sin) = (angles(&table.cos)?, angles(&table.sin)?);
     let sin = if direction == Direction::Forward { sin } else { sin.neg()? };
-    let heads = widen_columns(x)?.reshape((x.rows(), (), 2 * half))?;
+    let heads = upcast_columns(x)?.reshape((x.rows(), (), 2 * half))?;
     let part = |first: usize| heads.narrow(2, first, half)?.contiguous();
     let (low, high) = (part(0)?, part(half)?);
     let turned = [

@@ -1,6 +1,6 @@
 //! Statistics of a tensor: its rows are reduced on the device, and the rows' figures on the host.
 
-use super::tensors::{require_contiguous, select, widen};
+use super::tensors::{require_contiguous, select, upcast};
 use crate::precision::{FloatFormat, TensorStats};
 use crate::summary::{self, TensorSummary};
 use candle_core::{D, DType, Result, Tensor};
@@ -48,7 +48,7 @@ fn by_rows(tensor: &Tensor) -> Result<Vec<Tensor>> {
 }
 
 fn of_rows(rows: &Tensor, format: FloatFormat) -> Result<TensorStats> {
-    let x = widen(rows)?;
+    let x = upcast(rows)?;
     let magnitude = x.abs()?;
     // Comparisons with NaN are false. Maxima are taken of finite values only: CUDA's drops NaN.
     let finite = magnitude.lt(f32::INFINITY)?;

@@ -21,7 +21,7 @@ pub(super) fn wide(dtype: DType) -> DType {
 }
 
 /// `x` in FP32.
-pub(super) fn widen(x: &Tensor) -> Result<Tensor> {
+pub(super) fn upcast(x: &Tensor) -> Result<Tensor> {
     require_contiguous(x)?;
     x.to_dtype(wide(x.dtype()))
 }
@@ -43,8 +43,8 @@ pub(super) fn columns_of_rows(x: ColumnSlice<'_>, rows: Range<usize>) -> Result<
 }
 
 /// Some columns, in FP32.
-pub(super) fn widen_columns(x: ColumnSlice<'_>) -> Result<Tensor> {
-    widen(&columns_of_rows(x, 0..x.rows())?)
+pub(super) fn upcast_columns(x: ColumnSlice<'_>) -> Result<Tensor> {
+    upcast(&columns_of_rows(x, 0..x.rows())?)
 }
 
 /// Rounds `value` into some columns of some rows.
@@ -65,7 +65,7 @@ pub(super) fn store_columns(value: &Tensor, x: ColumnSlice<'_>) -> Result<()> {
 
 /// Adds `value` to `out`; the sum is formed in FP32.
 pub(super) fn accumulate(value: &Tensor, out: &Tensor) -> Result<()> {
-    store(&(widen(out)? + widen(value)?)?, out)
+    store(&(upcast(out)? + upcast(value)?)?, out)
 }
 
 /// Whether cuBLAS can read the last two dimensions: by rows or by columns, without gaps.
@@ -92,14 +92,14 @@ pub(super) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// once. Others are FP32. candle's CPU back end rounds partial sums to FP16, so there the operands are widened first.
 pub(super) fn product(a: &Tensor, b: &Tensor, out: DType) -> Result<Tensor> {
     if a.device().is_cpu() || a.dtype() != out {
-        return matmul(&widen_matrix(a)?, &widen_matrix(b)?);
+        return matmul(&upcast_matrix(a)?, &upcast_matrix(b)?);
     }
     matmul(a, b)
 }
 
 /// [`widen`] for a matrix that may be transposed; the layout is kept.
-fn widen_matrix(x: &Tensor) -> Result<Tensor> {
-    if x.is_contiguous() { widen(x) } else { widen(&x.t()?)?.t() }
+fn upcast_matrix(x: &Tensor) -> Result<Tensor> {
+    if x.is_contiguous() { upcast(x) } else { upcast(&x.t()?)?.t() }
 }
 
 /// The sum of the rows of `x [N, D]` (FP32): `[D]`, as a product with ones, which is fast and ordered on every device.

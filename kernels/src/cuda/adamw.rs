@@ -1,6 +1,6 @@
 //! The launch of `adamw.cu`.
 
-use super::launch::{Arguments, DeviceSlice, Launch, Queue, entry};
+use super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, kernel_symbol};
 use crate::adamw::AdamWStep;
 use candle_core::{DType, Result};
 
@@ -53,8 +53,8 @@ pub(crate) fn step(
         bias_corrections,
         grad_factor,
     };
-    let kernel = entry("adamw", &[grad.dtype, weight.map_or(DType::F32, |weight| weight.dtype)])?;
-    let launch = Launch::for_packs("adamw", kernel, len.div_ceil(PACK))?;
+    let kernel = kernel_symbol("adamw", &[grad.dtype, weight.map_or(DType::F32, |weight| weight.dtype)])?;
+    let launch = LaunchConfig::for_packs("adamw", kernel, len.div_ceil(PACK))?;
     // SAFETY: every buffer was found large enough.
     unsafe { queue.launch(&launch, &arguments) }
 }

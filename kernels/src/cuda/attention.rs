@@ -1,6 +1,6 @@
 //! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for types that tensor cores multiply.
 
-use super::launch::{Arguments, DeviceSlice, DropoutArgs, Launch, Queue, entry, word};
+use super::launch::{Arguments, DeviceSlice, DropoutArgs, LaunchConfig, Queue, kernel_symbol, to_u32};
 use crate::attention::AttentionShape;
 use crate::dropout::Dropout;
 use candle_core::{DType, Result, bail};
@@ -79,14 +79,14 @@ pub(crate) fn bounds(shape: &AttentionShape, documents: Option<&[u32]>) -> Resul
         return Ok(None);
     }
     let first_key = |row: usize| {
-        let in_window = word(shape.first_in_window(row % seq_len))?;
+        let in_window = to_u32(shape.first_in_window(row % seq_len))?;
         Ok(documents.map_or(0, |starts| starts[row]).max(in_window))
     };
     let mut bounds = (0..rows).map(first_key).collect::<Result<Vec<u32>>>()?;
     for row in 0..rows {
         let (key, first) = (row % seq_len, row - row % seq_len);
         let queries = bounds[first..first + seq_len].partition_point(|bound| *bound as usize <= key);
-        bounds.push(word(queries)?);
+        bounds.push(to_u32(queries)?);
     }
     Ok(Some(bounds))
 }
@@ -132,16 +132,16 @@ impl Plan {
         let AttentionShape { batch, seq_len, heads, head_size, scale, .. } = self.shape;
         Ok(ShapeArgs {
             bounds: self.bounds,
-            batch: word(batch)?,
-            seq_len: word(seq_len)?,
-            heads: word(heads)?,
-            head_size: word(head_size)?,
+            batch: to_u32(batch)?,
+            seq_len: to_u32(seq_len)?,
+            heads: to_u32(heads)?,
+            head_size: to_u32(head_size)?,
             softmax_scale: scale,
             unused: 0,
         })
     }
 
-    fn launch(self, pass: Pass) -> Result<Launch> {
+    fn launch(self, pass: Pass) -> Result<LaunchConfig> {
         let kernel = match pass {
             Pass::Forward => "attention_forward",
             Pass::BackwardKeysAndValues => "attention_backward_kv",
@@ -151,12 +151,12 @@ impl Plan {
             DType::F32 => self.in_fp32(pass),
             _ => self.on_tensor_cores(pass),
         };
-        Ok(Launch {
+        Ok(LaunchConfig {
             module,
-            kernel: format!("{}_{}", entry(kernel, &[self.dtype])?, self.size),
-            grid: [word(self.shape.seq_len.div_ceil(rows))?, word(self.shape.batch * self.shape.heads)?, 1],
+            kernel: format!("{}_{}", kernel_symbol(kernel, &[self.dtype])?, self.size),
+            grid: [to_u32(self.shape.seq_len.div_ceil(rows))?, to_u32(self.shape.batch * self.shape.heads)?, 1],
             threads,
-            shared_bytes: word(shared_bytes)?,
+            shared_bytes: to_u32(shared_bytes)?,
         })
     }
 
@@ -232,7 +232,8 @@ pub(crate) fn backward(
         shape: products.shape,
         dropout: DropoutArgs::new(dropout),
     };
-    let by_rows = Launch::warp_per_row("attention", entry("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
+    let by_rows =
+        LaunchConfig::warp_per_row("attention", kernel_symbol("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
     // SAFETY: every buffer was found large enough.
     unsafe {
         queue.launch(&by_rows, &products)?;

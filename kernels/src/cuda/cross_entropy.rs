@@ -1,6 +1,6 @@
 //! The launch of `cross_entropy.cu`.
 
-use super::launch::{Arguments, DeviceSlice, Launch, Queue, entry, word};
+use super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, kernel_symbol, to_u32};
 use candle_core::{DType, Result};
 
 const THREADS: u32 = 512;
@@ -40,17 +40,17 @@ pub(crate) fn rows(
         targets: targets.expect("targets", DType::U32, rows)?,
         losses: losses.expect("losses", DType::F32, rows)?,
         weights: weights.map_or(Ok(0), |weights| weights.expect("weights", DType::F32, rows))?,
-        rows: word(rows)?,
-        vocab: word(vocab)?,
-        stride: word(stride.max(vocab))?,
+        rows: to_u32(rows)?,
+        vocab: to_u32(vocab)?,
+        stride: to_u32(stride.max(vocab))?,
         has_gradient: u32::from(seed.is_some()),
         seed: seed.unwrap_or(0.0),
         unused: 0,
     };
-    let launch = Launch {
+    let launch = LaunchConfig {
         module: "cross_entropy",
-        kernel: entry("cross_entropy", &[logits.dtype])?,
-        grid: [word(rows)?, 1, 1],
+        kernel: kernel_symbol("cross_entropy", &[logits.dtype])?,
+        grid: [to_u32(rows)?, 1, 1],
         threads: THREADS,
         shared_bytes: WARPS * size_of::<f32>() as u32,
     };

@@ -1,6 +1,6 @@
 //! The launches of `elementwise.cu`.
 
-use super::launch::{Arguments, DeviceSlice, DropoutArgs, Launch, Queue, entry, word};
+use super::launch::{Arguments, DeviceSlice, DropoutArgs, LaunchConfig, Queue, kernel_symbol, to_u32};
 use crate::Activation;
 use crate::dropout::Dropout;
 use candle_core::{DType, Result, bail};
@@ -51,8 +51,8 @@ pub(crate) fn serves(width: usize) -> bool {
     width > 0 && width.is_multiple_of(PACK)
 }
 
-fn launch(kernel: &str, dtypes: &[DType], len: usize) -> Result<Launch> {
-    Launch::for_packs("elementwise", entry(kernel, dtypes)?, len.div_ceil(PACK))
+fn launch(kernel: &str, dtypes: &[DType], len: usize) -> Result<LaunchConfig> {
+    LaunchConfig::for_packs("elementwise", kernel_symbol(kernel, dtypes)?, len.div_ceil(PACK))
 }
 
 /// Computes [`op::Activate`](crate::op::Activate), or with `gradient`, which is `dy` and `dx`, its backward pass.
@@ -75,7 +75,7 @@ pub(crate) fn activate(
         y: y.of("y", len)?,
         dx: gradient.map_or(Ok(0), |[_, dx]| dx.expect("dx", dtype, len_of_x))?,
         len: len as u64,
-        width: word(width)?,
+        width: to_u32(width)?,
         activation: match activation {
             Activation::Gelu => 0,
             Activation::SwiGlu => 1,
@@ -136,7 +136,7 @@ pub(crate) fn fill_rows(queue: &impl Queue, row: DeviceSlice, out: DeviceSlice) 
         row: row.expect("row", out.dtype, width)?,
         out: out.of("out", len)?,
         len: len as u64,
-        width: word(width)?,
+        width: to_u32(width)?,
         unused: 0,
     };
     // SAFETY: every buffer was found large enough.

@@ -1,7 +1,7 @@
 //! The launch of `embedding.cu`.
 
 use super::elementwise::serves;
-use super::launch::{Arguments, DeviceSlice, DropoutArgs, Launch, Queue, entry, word};
+use super::launch::{Arguments, DeviceSlice, DropoutArgs, LaunchConfig, Queue, kernel_symbol, to_u32};
 use crate::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
@@ -34,12 +34,12 @@ pub(crate) struct Groups {
 
 /// Groups the rows `0..count` by key, the rows of a group in their order.
 pub(crate) fn grouped(count: usize, key: impl Fn(usize) -> usize) -> Result<Groups> {
-    let mut order: Vec<u32> = (0..word(count)?).collect();
+    let mut order: Vec<u32> = (0..to_u32(count)?).collect();
     order.sort_by_key(|&row| key(row as usize));
     let (mut ends, mut end) = (Vec::new(), 0);
     for group in order.chunk_by(|&a, &b| key(a as usize) == key(b as usize)) {
         end += group.len();
-        ends.extend([word(key(group[0] as usize))?, word(end)?]);
+        ends.extend([to_u32(key(group[0] as usize))?, to_u32(end)?]);
     }
     Ok(Groups { order, ends })
 }
@@ -63,16 +63,16 @@ pub(crate) fn backward(
         dtable: dtable.of("dtable", width)?,
         order: order.expect("order", DType::U32, rows)?,
         groups: ends.expect("groups", DType::U32, 2 * groups)?,
-        width: word(width)?,
-        count: word(groups)?,
+        width: to_u32(width)?,
+        count: to_u32(groups)?,
         scale,
         unused: 0,
         dropout: DropoutArgs::new(dropout),
     };
-    let launch = Launch {
+    let launch = LaunchConfig {
         module: "embedding",
-        kernel: entry("embedding_backward", &[dx.dtype, dtable.dtype])?,
-        grid: [word(groups)?, 1, 1],
+        kernel: kernel_symbol("embedding_backward", &[dx.dtype, dtable.dtype])?,
+        grid: [to_u32(groups)?, 1, 1],
         threads: THREADS,
         shared_bytes: 0,
     };

@@ -1,6 +1,6 @@
 //! The launches of `heads.cu`.
 
-use super::launch::{Arguments, DeviceSlice, Launch, Queue, Rows, entry, word};
+use super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, Rows, kernel_symbol, to_u32};
 use crate::attention::AttentionShape;
 use crate::rope::{Direction, PositionIds};
 use candle_core::{DType, Result, bail};
@@ -42,8 +42,8 @@ struct GqaArgs {
 // SAFETY: mirrors `GqaArgs`.
 unsafe impl Arguments for GqaArgs {}
 
-fn launch(kernel: &str, dtype: DType, packs: usize) -> Result<Launch> {
-    Launch::for_packs("heads", entry(kernel, &[dtype])?, packs)
+fn launch(kernel: &str, dtype: DType, packs: usize) -> Result<LaunchConfig> {
+    LaunchConfig::for_packs("heads", kernel_symbol(kernel, &[dtype])?, packs)
 }
 
 /// Whether there is a kernel that rotates heads with halves of this width.
@@ -73,17 +73,17 @@ pub(crate) fn apply_rope(
         cos: cos.expect("cosines", DType::F32, longest * half)?,
         sin: sin.expect("sines", DType::F32, longest * half)?,
         starts: starts.map_or(Ok(0), |starts| starts.expect("starts", DType::U32, rows))?,
-        rows: word(rows)?,
-        stride: word(stride)?,
-        heads: word(count / (2 * half))?,
-        half: word(half)?,
-        seq_len: word(positions.seq_len)?,
-        past: word(positions.past)?,
+        rows: to_u32(rows)?,
+        stride: to_u32(stride)?,
+        heads: to_u32(count / (2 * half))?,
+        half: to_u32(half)?,
+        seq_len: to_u32(positions.seq_len)?,
+        past: to_u32(positions.past)?,
         sign: if direction == Direction::Forward { 1.0 } else { -1.0 },
         unused: 0,
     };
     // The kernel counts packs in 32 bits.
-    let packs = word(rows * count / 2 / PACK)?;
+    let packs = to_u32(rows * count / 2 / PACK)?;
     // SAFETY: every buffer was found large enough.
     unsafe { queue.launch(&launch("apply_rope", buffer.dtype, packs as usize)?, &arguments) }
 }
@@ -103,11 +103,11 @@ fn shared(shape: &AttentionShape, parts: [Rows; 3], wide: DeviceSlice) -> Result
     Ok(GqaArgs {
         parts: [queries.address("queries")?, keys.address("keys")?, values.address("values")?],
         wide: wide.of("wide", rows * 3 * widths[0])?,
-        strides: [word(queries.stride)?, word(keys.stride)?, word(values.stride)?],
-        rows: word(rows)?,
-        heads: word(shape.heads)?,
-        kv_heads: word(shape.kv_heads)?,
-        head_size: word(shape.head_size)?,
+        strides: [to_u32(queries.stride)?, to_u32(keys.stride)?, to_u32(values.stride)?],
+        rows: to_u32(rows)?,
+        heads: to_u32(shape.heads)?,
+        kv_heads: to_u32(shape.kv_heads)?,
+        head_size: to_u32(shape.head_size)?,
         unused: 0,
     })
 }

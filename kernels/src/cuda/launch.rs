@@ -89,7 +89,7 @@ pub(crate) unsafe trait Arguments: Copy {}
 
 /// A kernel with its grid.
 #[derive(Clone, Debug)]
-pub(crate) struct Launch {
+pub(crate) struct LaunchConfig {
     /// The `.cu` file.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the emulator has all kernels in one library"))]
     pub(crate) module: &'static str,
@@ -103,13 +103,13 @@ pub(crate) struct Launch {
     pub(crate) shared_bytes: u32,
 }
 
-impl Launch {
+impl LaunchConfig {
     /// Threads that take `packs` packs of neighbours. They loop if there are more packs than keep the largest GPUs
     /// busy.
     pub(crate) fn for_packs(module: &'static str, kernel: String, packs: usize) -> Result<Self> {
         const THREADS: usize = 256;
         const MAX_BLOCKS: usize = 132 * 8;
-        let grid = [word(packs.div_ceil(THREADS).min(MAX_BLOCKS))?, 1, 1];
+        let grid = [to_u32(packs.div_ceil(THREADS).min(MAX_BLOCKS))?, 1, 1];
         Ok(Self { module, kernel, grid, threads: THREADS as u32, shared_bytes: 0 })
     }
 
@@ -119,7 +119,7 @@ impl Launch {
         Ok(Self {
             module,
             kernel,
-            grid: [word(rows.div_ceil(WARPS))?, 1, 1],
+            grid: [to_u32(rows.div_ceil(WARPS))?, 1, 1],
             threads: 32 * WARPS as u32,
             shared_bytes: 0,
         })
@@ -132,7 +132,7 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// Each address in `arguments` is a buffer of this device, as large as the kernel expects.
-    unsafe fn launch<A: Arguments>(&self, launch: &Launch, arguments: &A) -> Result<()>;
+    unsafe fn launch<A: Arguments>(&self, launch: &LaunchConfig, arguments: &A) -> Result<()>;
 
     /// Owns scratch memory.
     type Scratch;
@@ -189,12 +189,12 @@ pub(crate) fn suffix(dtype: DType) -> Result<&'static str> {
 }
 
 /// The entry of `kernel` for these types.
-pub(crate) fn entry(kernel: &str, dtypes: &[DType]) -> Result<String> {
+pub(crate) fn kernel_symbol(kernel: &str, dtypes: &[DType]) -> Result<String> {
     dtypes.iter().try_fold(kernel.to_owned(), |name, &dtype| Ok(name + "_" + suffix(dtype)?))
 }
 
 /// A number that kernels keep in 32 bits.
-pub(crate) fn word(n: usize) -> Result<u32> {
+pub(crate) fn to_u32(n: usize) -> Result<u32> {
     match u32::try_from(n) {
         Ok(n) => Ok(n),
         Err(_) => bail!("{n} does not fit the kernels' 32-bit sizes: use a smaller batch"),

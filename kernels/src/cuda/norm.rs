@@ -1,6 +1,6 @@
 //! The launches of `norm.cu`.
 
-use super::launch::{Arguments, DeviceSlice, Launch, Queue, Rows, entry, word};
+use super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, Rows, kernel_symbol, to_u32};
 use candle_core::{DType, Result, bail};
 
 /// Rows up to this wide are kept in registers.
@@ -135,16 +135,16 @@ pub(crate) fn forward(
         y: of_y,
         mean: statistics.mean.map_or(Ok(0), |mean| mean.expect("mean", DType::F32, rows))?,
         rstd: statistics.rstd.expect("rstd", DType::F32, rows)?,
-        rows: word(rows)?,
-        width: word(width)?,
+        rows: to_u32(rows)?,
+        width: to_u32(width)?,
         eps,
         gain_offset,
-        heads: word(heads)?,
-        strides: [word(x.stride)?, word(y.stride)?],
+        heads: to_u32(heads)?,
+        strides: [to_u32(x.stride)?, to_u32(y.stride)?],
         unused: 0,
     };
-    let kernel = entry(&format!("norm_forward_{}", variant(width)), &types)?;
-    let launch = Launch::warp_per_row("norm", kernel, rows)?;
+    let kernel = kernel_symbol(&format!("norm_forward_{}", variant(width)), &types)?;
+    let launch = LaunchConfig::warp_per_row("norm", kernel, rows)?;
     // SAFETY: every buffer was found large enough above.
     unsafe { queue.launch(&launch, &arguments) }
 }
@@ -179,21 +179,21 @@ pub(crate) fn backward(
         rstd: statistics.rstd.expect("rstd", DType::F32, rows)?,
         dx: of_dx,
         partial: partial.address,
-        rows: word(rows)?,
-        width: word(width)?,
-        rows_per_block: word(rows_per_block)?,
+        rows: to_u32(rows)?,
+        width: to_u32(width)?,
+        rows_per_block: to_u32(rows_per_block)?,
         fresh: u32::from(fresh),
         gain_offset,
-        heads: word(heads)?,
-        strides: [word(dy.stride)?, word(x.stride)?, word(dx.stride)?],
+        heads: to_u32(heads)?,
+        strides: [to_u32(dy.stride)?, to_u32(x.stride)?, to_u32(dx.stride)?],
         unused: 0,
     };
-    let launch = Launch {
+    let launch = LaunchConfig {
         module: "norm",
-        kernel: entry(&format!("norm_backward_{}", variant(width)), &types)?,
-        grid: [word(blocks)?, 1, 1],
+        kernel: kernel_symbol(&format!("norm_backward_{}", variant(width)), &types)?,
+        grid: [to_u32(blocks)?, 1, 1],
         threads,
-        shared_bytes: word(shared_bytes)?,
+        shared_bytes: to_u32(shared_bytes)?,
     };
     // SAFETY: every buffer was found large enough above.
     unsafe { queue.launch(&launch, &arguments)? };
@@ -202,13 +202,13 @@ pub(crate) fn backward(
     let parts = SumParts {
         partial: partial.address,
         out: [dweight.of("dweight", width)?, dbias],
-        parts: word(blocks)?,
-        columns: word(width)?,
+        parts: to_u32(blocks)?,
+        columns: to_u32(width)?,
     };
-    let launch = Launch {
+    let launch = LaunchConfig {
         module: "norm",
-        kernel: entry("sum_parts", &[dweight.dtype])?,
-        grid: [word((2 * width).div_ceil(SUMMED_COLUMNS))?, 1, 1],
+        kernel: kernel_symbol("sum_parts", &[dweight.dtype])?,
+        grid: [to_u32((2 * width).div_ceil(SUMMED_COLUMNS))?, 1, 1],
         threads: SUM_THREADS,
         shared_bytes: SUM_THREADS * size_of::<f32>() as u32,
     };

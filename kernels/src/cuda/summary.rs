@@ -1,6 +1,6 @@
 //! The launches of `summary.cu`, and how its figures become [`TensorStats`].
 
-use super::launch::{self, DeviceSlice, Launch, Queue, entry, word};
+use super::launch::{self, DeviceSlice, LaunchConfig, Queue, kernel_symbol, to_u32};
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
 use crate::summary::TensorSummary;
 use candle_core::{DType, Result, bail};
@@ -85,7 +85,7 @@ impl StatsLaunch {
                 let double = |value: u64| [value as u32, (value >> 32) as u32];
                 let address = tensor.of("tensor", tensor.len)?;
                 summary.table.extend([address, tensor.len as u64, chunks as u64].map(double).as_flattened());
-                summary.table.extend([(format.min_normal() as f32).to_bits(), word(place)?]);
+                summary.table.extend([(format.min_normal() as f32).to_bits(), to_u32(place)?]);
                 count += 1;
                 chunks += tensor.len.div_ceil(CHUNK);
             }
@@ -119,16 +119,16 @@ impl StatsLaunch {
                 partial: partial.address,
                 figures: figures.expect("figures", DType::U32, count * WORDS)?,
                 first: first as u64,
-                count: word(tensors.len())?,
+                count: to_u32(tensors.len())?,
                 has_exponents: u32::from(exponents),
             })
         };
         let scratch = WARPS * size_of::<f64>() as u32;
         let launch = |kernel: String, blocks: usize, shared_bytes: u32| {
-            Ok::<_, candle_core::Error>(Launch {
+            Ok::<_, candle_core::Error>(LaunchConfig {
                 module: "summary",
                 kernel,
-                grid: [word(blocks)?, 1, 1],
+                grid: [to_u32(blocks)?, 1, 1],
                 threads: THREADS,
                 shared_bytes,
             })
@@ -136,7 +136,7 @@ impl StatsLaunch {
         let mut launches = Vec::with_capacity(self.groups.len() + 1);
         for DtypeGroup { dtype, tensors, chunks } in &self.groups {
             let shared = WARPS * (BINS * size_of::<u32>()) as u32 + scratch;
-            let by_chunk = launch(entry("summarize_chunks", &[*dtype])?, chunks.len(), shared)?;
+            let by_chunk = launch(kernel_symbol("summarize_chunks", &[*dtype])?, chunks.len(), shared)?;
             launches.push((by_chunk, of(tensors, chunks.start)?));
         }
         launches.push((launch("summarize_tensors".to_owned(), count, scratch)?, of(&(0..count), 0)?));

@@ -32,9 +32,9 @@ struct Loop {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Peak {
     /// The median of many bursts: the sustained rate.
-    pub held: f64,
+    pub sustained: f64,
     /// The best burst.
-    pub best: f64,
+    pub burst: f64,
 }
 
 /// The peak in FP32 multiply-adds.
@@ -61,7 +61,7 @@ pub fn measure_bandwidth() -> Peak {
     }
     bursts.sort_unstable();
     let rate = |burst: Duration| (WORDS * size_of::<u64>()) as f64 / burst.as_secs_f64() / 1e9;
-    Peak { held: rate(bursts[bursts.len() / 2]), best: rate(bursts[0]) }
+    Peak { sustained: rate(bursts[bursts.len() / 2]), burst: rate(bursts[0]) }
 }
 
 fn measure(work: Loop) -> Peak {
@@ -77,7 +77,7 @@ fn measure(work: Loop) -> Peak {
     bursts.sort_unstable();
     let operations = (work.operations * ROUNDS * rayon::current_num_threads()) as f64;
     let rate = |burst: Duration| operations / burst.as_secs_f64() / 1e9;
-    Peak { held: rate(bursts[bursts.len() / 2]), best: rate(bursts[0]) }
+    Peak { sustained: rate(bursts[bursts.len() / 2]), burst: rate(bursts[0]) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -242,7 +242,7 @@ mod tests {
     #[test]
     fn a_cpu_does_a_billion_operations_a_second() {
         for peak in [measure_peak_f32(), measure_peak_bf16()] {
-            assert!(1.0 < peak.held && peak.held <= peak.best && peak.best < 1e6, "{peak:?}");
+            assert!(1.0 < peak.sustained && peak.sustained <= peak.burst && peak.burst < 1e6, "{peak:?}");
         }
     }
 

@@ -83,15 +83,15 @@ fn sum_rows<T: Element>(row: &[f32], b: Operand<'_, T>, first: usize, sums: &mut
                 let (s0, scratch) = scratch.split_at_mut(width);
                 let (s1, scratch) = scratch.split_at_mut(width);
                 let (s2, s3) = scratch.split_at_mut(width);
-                let (w0, w1) = (T::widened(stored(index), s0), T::widened(stored(index + 1), s1));
-                let (w2, w3) = (T::widened(stored(index + 2), s2), T::widened(stored(index + 3), s3));
+                let (w0, w1) = (T::as_f32(stored(index), s0), T::as_f32(stored(index + 1), s1));
+                let (w2, w3) = (T::as_f32(stored(index + 2), s2), T::as_f32(stored(index + 3), s3));
                 for ((((sum, w0), w1), w2), w3) in sums.iter_mut().zip(w0).zip(w1).zip(w2).zip(w3) {
                     *sum = *sum + x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3;
                 }
                 index += ROWS;
             }
             for &x in rest {
-                axpy(x, T::widened(stored(index), &mut scratch[..width]), sums);
+                axpy(x, T::as_f32(stored(index), &mut scratch[..width]), sums);
                 index += 1;
             }
         },

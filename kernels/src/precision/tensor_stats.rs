@@ -137,7 +137,7 @@ fn scan<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u
     let mut filled_up = 0;
     for chunk in values.chunks(BLOCK) {
         let largest = if let Ok(full) = <&[T; BLOCK]>::try_from(chunk) {
-            widen(full, &mut block)
+            upcast(full, &mut block)
         } else {
             block.fill(0);
             for (bits, value) in block.iter_mut().zip(chunk) {
@@ -163,7 +163,7 @@ fn scan<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u
 
 /// Fills a block with the values' patterns and returns the largest.
 #[inline(always)]
-fn widen<T: Element>(values: &[T; BLOCK], block: &mut [u32; BLOCK]) -> u32 {
+fn upcast<T: Element>(values: &[T; BLOCK], block: &mut [u32; BLOCK]) -> u32 {
     let mut max = [0; LANES];
     for (lanes, values) in block.as_chunks_mut::<LANES>().0.iter_mut().zip(values.as_chunks::<LANES>().0) {
         for i in 0..LANES {

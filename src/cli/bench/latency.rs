@@ -66,8 +66,8 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
         "token_ms": token,
         "token_bytes": bytes,
         "token_gb_per_s": rate.map(round),
-        "memory_gb_per_s": bandwidth.map(|peak| round(peak.held)),
-        "share_of_bandwidth": rate.zip(bandwidth).map(|(rate, peak)| round(rate / peak.held)),
+        "memory_gb_per_s": bandwidth.map(|peak| round(peak.sustained)),
+        "share_of_bandwidth": rate.zip(bandwidth).map(|(rate, peak)| round(rate / peak.sustained)),
         "peak_rss_mib": ProcessStats::now().peak_rss_bytes.map(|bytes| bytes >> 20),
     }))
 }

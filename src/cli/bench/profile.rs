@@ -22,7 +22,7 @@ pub(super) struct Limits {
 impl Limits {
     /// The limits of a CPU with this peak in GFLOP/s.
     pub(super) fn of_cpu(gflops: f64) -> Self {
-        Self { flops: gflops * 1e9, bytes: measure_bandwidth().held * 1e9 }
+        Self { flops: gflops * 1e9, bytes: measure_bandwidth().sustained * 1e9 }
     }
 
     /// The limits of a GPU, from a large product and a large copy.

@@ -170,8 +170,8 @@ impl AdamW {
                 bytes += 2 * elements * Dtype::F32.size_in_bytes() as u64;
             }
         }
-        let widened = if policy.params == Dtype::F32 { 0 } else { widest };
-        bytes + (2 * largest + widened) * Dtype::F32.size_in_bytes() as u64
+        let upcast_copy = if policy.params == Dtype::F32 { 0 } else { widest };
+        bytes + (2 * largest + upcast_copy) * Dtype::F32.size_in_bytes() as u64
     }
 
     /// Updates `masters` from `grads · grad_factor`, and rounds them into the working copy `weights`.
@@ -195,14 +195,14 @@ impl AdamW {
                 grad_factor,
             };
             let master = &masters.parameters()[i];
-            let widened = |slot: usize| -> Result<Tensor> {
+            let upcast_copy = |slot: usize| -> Result<Tensor> {
                 let Some(scratch) = &scratch[slot] else { bail!("the optimizer has no buffer for `{}`", entry.name) };
                 scratch.narrow(0, 0, master.elem_count())?.reshape(master.shape())
             };
             let (mut weight, mut updated) = (Some(&weights[i]), master.clone());
             if master.dtype() != DType::F32 {
                 weight = None;
-                updated = widened(2)?;
+                updated = upcast_copy(2)?;
                 kernels.copy(master, &updated)?;
             }
             let weight = weight.filter(|weight| !view::share_storage(master, weight));
@@ -214,7 +214,7 @@ impl AdamW {
                     update(&exp_avg[at], &exp_avg_sq[at])?;
                 }
                 MomentStorage::Int8(at) => {
-                    let values = [widened(0)?, widened(1)?];
+                    let values = [upcast_copy(0)?, upcast_copy(1)?];
                     let moments = &mut quantized[at].moments;
                     for (moment, values) in moments.iter().zip(&values) {
                         moment.load(values)?;

@@ -1,7 +1,7 @@
 //! The emulator finds the faults that it is built to find, and converts as the hardware does.
 
 use super::super::emulator::Emulator;
-use super::super::launch::{Arguments, DeviceSlice, Launch, Queue, entry};
+use super::super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, kernel_symbol};
 use super::pattern;
 use candle_core::DType;
 use half::{bf16, f16};
@@ -32,7 +32,7 @@ fn launch(
     let input = gpu.input(&pattern(inputs, 1, DType::F32), DType::F32);
     let output = gpu.output(threads as usize, DType::F32);
     let arguments = Faulty { input: input.address, output: output.address, len, fault };
-    let launch = Launch { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes };
+    let launch = LaunchConfig { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes };
     // SAFETY: the emulator checks every access.
     unsafe { gpu.launch(&launch, &arguments) }.map_err(|error| error.to_string())?;
     Ok(gpu.read(output))
@@ -180,7 +180,8 @@ fn probe(operation: u32, words: &[u32]) -> Vec<u32> {
     let gpu = Emulator::new(2);
     let (input, output) = (gpu.words(words), gpu.output(128, DType::U32));
     let arguments = Probe { input: input.address, output: output.address, operation, unused: 0 };
-    let launch = Launch { module: "faults", kernel: "probe".into(), grid: [1; 3], threads: 32, shared_bytes: 512 };
+    let launch =
+        LaunchConfig { module: "faults", kernel: "probe".into(), grid: [1; 3], threads: 32, shared_bytes: 512 };
     // SAFETY: the emulator checks every access.
     unsafe { gpu.launch(&launch, &arguments) }.unwrap();
     gpu.read_structs(output)
@@ -271,7 +272,7 @@ fn wrong_launches_are_refused() {
     let gpu = Emulator::new(0);
     let arguments = Faulty { input: 0, output: 0, len: 0, fault: 0 };
     let attempt = |kernel: &str, threads| {
-        let launch = Launch { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes: 0 };
+        let launch = LaunchConfig { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes: 0 };
         // SAFETY: the launch is refused before it begins.
         unsafe { gpu.launch(&launch, &arguments) }.unwrap_err().to_string()
     };
@@ -293,8 +294,8 @@ unsafe impl Arguments for Converted {}
 /// `out = x`, rounded to `out`'s type.
 fn convert(gpu: &Emulator, x: DeviceSlice, out: DeviceSlice) {
     let arguments = Converted { input: x.address, output: out.address, len: x.len as u64 };
-    let kernel = entry("convert", &[x.dtype, out.dtype]).unwrap();
-    let launch = Launch { module: "faults", kernel, grid: [1; 3], threads: THREADS, shared_bytes: 0 };
+    let kernel = kernel_symbol("convert", &[x.dtype, out.dtype]).unwrap();
+    let launch = LaunchConfig { module: "faults", kernel, grid: [1; 3], threads: THREADS, shared_bytes: 0 };
     // SAFETY: the emulator checks every access.
     unsafe { gpu.launch(&launch, &arguments) }.unwrap();
 }
@@ -303,11 +304,11 @@ fn convert(gpu: &Emulator, x: DeviceSlice, out: DeviceSlice) {
 type Format = (DType, fn(u16) -> f32, fn(f32) -> u16);
 
 /// Floats around every rounding boundary of a 16-bit format.
-fn hard_cases(widen: impl Fn(u16) -> f32) -> Vec<f32> {
+fn hard_cases(upcast: impl Fn(u16) -> f32) -> Vec<f32> {
     (0..=u16::MAX)
         .step_by(7)
         .flat_map(|bits| {
-            let (value, next) = (widen(bits), widen(bits.wrapping_add(1)));
+            let (value, next) = (upcast(bits), upcast(bits.wrapping_add(1)));
             let middle = (f64::from(value) * 0.5 + f64::from(next) * 0.5) as f32;
             [value, middle, middle.next_up(), middle.next_down(), value.next_up(), value.next_down()]
         })
@@ -321,8 +322,8 @@ fn conversions_round_as_the_hardware_does() {
         (DType::F16, |bits| f16::from_bits(bits).to_f32(), |x| f16::from_f32_const(x).to_bits()),
         (DType::BF16, |bits| bf16::from_bits(bits).to_f32(), |x| bf16::from_f32_const(x).to_bits()),
     ];
-    for (dtype, widen, round) in formats {
-        let cases = hard_cases(widen);
+    for (dtype, upcast, round) in formats {
+        let cases = hard_cases(upcast);
         let gpu = Emulator::new(0);
         let (input, narrow) = (gpu.input(&cases, DType::F32), gpu.output(cases.len(), dtype));
         convert(&gpu, input, narrow);
@@ -331,8 +332,8 @@ fn conversions_round_as_the_hardware_does() {
         let stored = gpu.bytes(narrow);
         for ((case, stored), wide) in cases.iter().zip(stored.chunks_exact(2)).zip(gpu.read(wide)) {
             let bits = u16::from_ne_bytes([stored[0], stored[1]]);
-            assert!(bits == round(*case) || case.is_nan() && widen(bits).is_nan(), "{case:e} became {bits:#x}");
-            assert!(wide == widen(bits) || wide.is_nan() && widen(bits).is_nan(), "{bits:#x} became {wide:e}");
+            assert!(bits == round(*case) || case.is_nan() && upcast(bits).is_nan(), "{case:e} became {bits:#x}");
+            assert!(wide == upcast(bits) || wide.is_nan() && upcast(bits).is_nan(), "{bits:#x} became {wide:e}");
         }
     }
 }

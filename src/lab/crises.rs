@@ -54,7 +54,7 @@ pub struct FailureResult {
     /// The activation divided by the root of that square, which is 1 in exact arithmetic.
     #[serde(serialize_with = "serialize")]
     pub normalised: f64,
-    /// The same from a square in FP32, stored in FP16.
+    /// Like the case above, with the square computed in FP32 and stored in FP16.
     #[serde(serialize_with = "serialize")]
     pub normalised_wide: f64,
     /// The score from a sum in FP32, divided by the root of the head's size and stored in FP16.

@@ -1,6 +1,6 @@
 //! The launch of `adamw.cu`.
 
-use super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, kernel_symbol};
+use super::launch::{Arguments, DeviceSlice, KernelLaunch, Queue, kernel_symbol};
 use crate::adamw::AdamWStep;
 use candle_core::{DType, Result};
 
@@ -54,7 +54,7 @@ pub(crate) fn step(
         grad_factor,
     };
     let kernel = kernel_symbol("adamw", &[grad.dtype, weight.map_or(DType::F32, |weight| weight.dtype)])?;
-    let launch = LaunchConfig::for_packs("adamw", kernel, len.div_ceil(PACK))?;
+    let launch = KernelLaunch::for_packs("adamw", kernel, len.div_ceil(PACK))?;
     // SAFETY: every buffer was found large enough.
     unsafe { queue.launch(&launch, &arguments) }
 }

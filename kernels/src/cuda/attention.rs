@@ -1,6 +1,6 @@
 //! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for types that tensor cores multiply.
 
-use super::launch::{Arguments, DeviceSlice, DropoutArgs, LaunchConfig, Queue, kernel_symbol, to_u32};
+use super::launch::{Arguments, DeviceSlice, DropoutArgs, KernelLaunch, Queue, kernel_symbol, to_u32};
 use crate::attention::AttentionShape;
 use crate::dropout::Dropout;
 use candle_core::{DType, Result, bail};
@@ -141,7 +141,7 @@ impl Plan {
         })
     }
 
-    fn launch(self, pass: Pass) -> Result<LaunchConfig> {
+    fn launch(self, pass: Pass) -> Result<KernelLaunch> {
         let kernel = match pass {
             Pass::Forward => "attention_forward",
             Pass::BackwardKeysAndValues => "attention_backward_kv",
@@ -151,7 +151,7 @@ impl Plan {
             DType::F32 => self.in_fp32(pass),
             _ => self.on_tensor_cores(pass),
         };
-        Ok(LaunchConfig {
+        Ok(KernelLaunch {
             module,
             kernel: format!("{}_{}", kernel_symbol(kernel, &[self.dtype])?, self.size),
             grid: [to_u32(self.shape.seq_len.div_ceil(rows))?, to_u32(self.shape.batch * self.shape.heads)?, 1],
@@ -233,7 +233,7 @@ pub(crate) fn backward(
         dropout: DropoutArgs::new(dropout),
     };
     let by_rows =
-        LaunchConfig::warp_per_row("attention", kernel_symbol("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
+        KernelLaunch::warp_per_row("attention", kernel_symbol("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
     // SAFETY: every buffer was found large enough.
     unsafe {
         queue.launch(&by_rows, &products)?;

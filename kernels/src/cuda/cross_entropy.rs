@@ -1,6 +1,6 @@
 //! The launch of `cross_entropy.cu`.
 
-use super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, kernel_symbol, to_u32};
+use super::launch::{Arguments, DeviceSlice, KernelLaunch, Queue, kernel_symbol, to_u32};
 use candle_core::{DType, Result};
 
 const THREADS: u32 = 512;
@@ -47,7 +47,7 @@ pub(crate) fn rows(
         seed: seed.unwrap_or(0.0),
         unused: 0,
     };
-    let launch = LaunchConfig {
+    let launch = KernelLaunch {
         module: "cross_entropy",
         kernel: kernel_symbol("cross_entropy", &[logits.dtype])?,
         grid: [to_u32(rows)?, 1, 1],

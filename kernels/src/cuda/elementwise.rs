@@ -1,6 +1,6 @@
 //! The launches of `elementwise.cu`.
 
-use super::launch::{Arguments, DeviceSlice, DropoutArgs, LaunchConfig, Queue, kernel_symbol, to_u32};
+use super::launch::{Arguments, DeviceSlice, DropoutArgs, KernelLaunch, Queue, kernel_symbol, to_u32};
 use crate::Activation;
 use crate::dropout::Dropout;
 use candle_core::{DType, Result, bail};
@@ -51,8 +51,8 @@ pub(crate) fn serves(width: usize) -> bool {
     width > 0 && width.is_multiple_of(PACK)
 }
 
-fn launch(kernel: &str, dtypes: &[DType], len: usize) -> Result<LaunchConfig> {
-    LaunchConfig::for_packs("elementwise", kernel_symbol(kernel, dtypes)?, len.div_ceil(PACK))
+fn launch(kernel: &str, dtypes: &[DType], len: usize) -> Result<KernelLaunch> {
+    KernelLaunch::for_packs("elementwise", kernel_symbol(kernel, dtypes)?, len.div_ceil(PACK))
 }
 
 /// Computes [`op::Activate`](crate::op::Activate), or with `gradient`, which is `dy` and `dx`, its backward pass.

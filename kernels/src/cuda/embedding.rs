@@ -1,7 +1,7 @@
 //! The launch of `embedding.cu`.
 
 use super::elementwise::serves;
-use super::launch::{Arguments, DeviceSlice, DropoutArgs, LaunchConfig, Queue, kernel_symbol, to_u32};
+use super::launch::{Arguments, DeviceSlice, DropoutArgs, KernelLaunch, Queue, kernel_symbol, to_u32};
 use crate::dropout::Dropout;
 use candle_core::{DType, Result, bail};
 
@@ -69,7 +69,7 @@ pub(crate) fn backward(
         unused: 0,
         dropout: DropoutArgs::new(dropout),
     };
-    let launch = LaunchConfig {
+    let launch = KernelLaunch {
         module: "embedding",
         kernel: kernel_symbol("embedding_backward", &[dx.dtype, dtable.dtype])?,
         grid: [to_u32(groups)?, 1, 1],

@@ -1,7 +1,7 @@
 //! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
 #![allow(clippy::unwrap_used, reason = "only tests use it, and a panic is a failed test")]
 
-use super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue};
+use super::launch::{Arguments, DeviceSlice, KernelLaunch, Queue};
 use crate::op::{Access, Op};
 use candle_core::{DType, Result, Tensor, TensorId, bail};
 use half::{bf16, f16};
@@ -284,7 +284,7 @@ fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
 }
 
 impl Queue for Emulator {
-    unsafe fn launch<A: Arguments>(&self, launch: &LaunchConfig, arguments: &A) -> Result<()> {
+    unsafe fn launch<A: Arguments>(&self, launch: &KernelLaunch, arguments: &A) -> Result<()> {
         if launch.grid.contains(&0) {
             return Ok(());
         }

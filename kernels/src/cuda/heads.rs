@@ -1,6 +1,6 @@
 //! The launches of `heads.cu`.
 
-use super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, Rows, kernel_symbol, to_u32};
+use super::launch::{Arguments, DeviceSlice, KernelLaunch, Queue, Rows, kernel_symbol, to_u32};
 use crate::attention::AttentionShape;
 use crate::rope::{Direction, PositionIds};
 use candle_core::{DType, Result, bail};
@@ -42,8 +42,8 @@ struct GqaArgs {
 // SAFETY: mirrors `GqaArgs`.
 unsafe impl Arguments for GqaArgs {}
 
-fn launch(kernel: &str, dtype: DType, packs: usize) -> Result<LaunchConfig> {
-    LaunchConfig::for_packs("heads", kernel_symbol(kernel, &[dtype])?, packs)
+fn launch(kernel: &str, dtype: DType, packs: usize) -> Result<KernelLaunch> {
+    KernelLaunch::for_packs("heads", kernel_symbol(kernel, &[dtype])?, packs)
 }
 
 /// Whether there is a kernel that rotates heads with halves of this width.

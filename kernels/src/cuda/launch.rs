@@ -89,7 +89,7 @@ pub(crate) unsafe trait Arguments: Copy {}
 
 /// A kernel with its grid.
 #[derive(Clone, Debug)]
-pub(crate) struct LaunchConfig {
+pub(crate) struct KernelLaunch {
     /// The `.cu` file.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "the emulator has all kernels in one library"))]
     pub(crate) module: &'static str,
@@ -103,7 +103,7 @@ pub(crate) struct LaunchConfig {
     pub(crate) shared_bytes: u32,
 }
 
-impl LaunchConfig {
+impl KernelLaunch {
     /// Threads that take `packs` packs of neighbours. They loop if there are more packs than keep the largest GPUs
     /// busy.
     pub(crate) fn for_packs(module: &'static str, kernel: String, packs: usize) -> Result<Self> {
@@ -132,7 +132,7 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     ///
     /// # Safety
     /// Each address in `arguments` is a buffer of this device, as large as the kernel expects.
-    unsafe fn launch<A: Arguments>(&self, launch: &LaunchConfig, arguments: &A) -> Result<()>;
+    unsafe fn launch<A: Arguments>(&self, launch: &KernelLaunch, arguments: &A) -> Result<()>;
 
     /// Owns scratch memory.
     type Scratch;

@@ -1,6 +1,6 @@
 //! The launches of `norm.cu`.
 
-use super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, Rows, kernel_symbol, to_u32};
+use super::launch::{Arguments, DeviceSlice, KernelLaunch, Queue, Rows, kernel_symbol, to_u32};
 use candle_core::{DType, Result, bail};
 
 /// Rows up to this wide are kept in registers.
@@ -144,7 +144,7 @@ pub(crate) fn forward(
         unused: 0,
     };
     let kernel = kernel_symbol(&format!("norm_forward_{}", variant(width)), &types)?;
-    let launch = LaunchConfig::warp_per_row("norm", kernel, rows)?;
+    let launch = KernelLaunch::warp_per_row("norm", kernel, rows)?;
     // SAFETY: every buffer was found large enough above.
     unsafe { queue.launch(&launch, &arguments) }
 }
@@ -188,7 +188,7 @@ pub(crate) fn backward(
         strides: [to_u32(dy.stride)?, to_u32(x.stride)?, to_u32(dx.stride)?],
         unused: 0,
     };
-    let launch = LaunchConfig {
+    let launch = KernelLaunch {
         module: "norm",
         kernel: kernel_symbol(&format!("norm_backward_{}", variant(width)), &types)?,
         grid: [to_u32(blocks)?, 1, 1],
@@ -205,7 +205,7 @@ pub(crate) fn backward(
         parts: to_u32(blocks)?,
         columns: to_u32(width)?,
     };
-    let launch = LaunchConfig {
+    let launch = KernelLaunch {
         module: "norm",
         kernel: kernel_symbol("sum_parts", &[dweight.dtype])?,
         grid: [to_u32((2 * width).div_ceil(SUMMED_COLUMNS))?, 1, 1],

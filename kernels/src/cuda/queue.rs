@@ -1,6 +1,6 @@
 //! Launches on a GPU, in candle's stream.
 
-use super::launch::{ALIGNMENT, Arguments, DeviceSlice, LaunchConfig, Queue};
+use super::launch::{ALIGNMENT, Arguments, DeviceSlice, KernelLaunch, Queue};
 use super::product;
 use crate::op;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, sys};
@@ -55,7 +55,7 @@ impl CudaQueue {
 }
 
 impl Queue for CudaQueue {
-    unsafe fn launch<A: Arguments>(&self, launch: &LaunchConfig, arguments: &A) -> Result<()> {
+    unsafe fn launch<A: Arguments>(&self, launch: &KernelLaunch, arguments: &A) -> Result<()> {
         if launch.grid.contains(&0) {
             return Ok(());
         }

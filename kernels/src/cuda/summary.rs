@@ -1,6 +1,6 @@
 //! The launches of `summary.cu`, and how its figures become [`TensorStats`].
 
-use super::launch::{self, DeviceSlice, LaunchConfig, Queue, kernel_symbol, to_u32};
+use super::launch::{self, DeviceSlice, KernelLaunch, Queue, kernel_symbol, to_u32};
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
 use crate::summary::TensorSummary;
 use candle_core::{DType, Result, bail};
@@ -125,7 +125,7 @@ impl StatsLaunch {
         };
         let scratch = WARPS * size_of::<f64>() as u32;
         let launch = |kernel: String, blocks: usize, shared_bytes: u32| {
-            Ok::<_, candle_core::Error>(LaunchConfig {
+            Ok::<_, candle_core::Error>(KernelLaunch {
                 module: "summary",
                 kernel,
                 grid: [to_u32(blocks)?, 1, 1],

@@ -1,7 +1,7 @@
 //! The emulator finds the faults that it is built to find, and converts as the hardware does.
 
 use super::super::emulator::Emulator;
-use super::super::launch::{Arguments, DeviceSlice, LaunchConfig, Queue, kernel_symbol};
+use super::super::launch::{Arguments, DeviceSlice, KernelLaunch, Queue, kernel_symbol};
 use super::pattern;
 use candle_core::DType;
 use half::{bf16, f16};
@@ -32,7 +32,7 @@ fn launch(
     let input = gpu.input(&pattern(inputs, 1, DType::F32), DType::F32);
     let output = gpu.output(threads as usize, DType::F32);
     let arguments = Faulty { input: input.address, output: output.address, len, fault };
-    let launch = LaunchConfig { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes };
+    let launch = KernelLaunch { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes };
     // SAFETY: the emulator checks every access.
     unsafe { gpu.launch(&launch, &arguments) }.map_err(|error| error.to_string())?;
     Ok(gpu.read(output))
@@ -181,7 +181,7 @@ fn probe(operation: u32, words: &[u32]) -> Vec<u32> {
     let (input, output) = (gpu.words(words), gpu.output(128, DType::U32));
     let arguments = Probe { input: input.address, output: output.address, operation, unused: 0 };
     let launch =
-        LaunchConfig { module: "faults", kernel: "probe".into(), grid: [1; 3], threads: 32, shared_bytes: 512 };
+        KernelLaunch { module: "faults", kernel: "probe".into(), grid: [1; 3], threads: 32, shared_bytes: 512 };
     // SAFETY: the emulator checks every access.
     unsafe { gpu.launch(&launch, &arguments) }.unwrap();
     gpu.read_structs(output)
@@ -272,7 +272,7 @@ fn wrong_launches_are_refused() {
     let gpu = Emulator::new(0);
     let arguments = Faulty { input: 0, output: 0, len: 0, fault: 0 };
     let attempt = |kernel: &str, threads| {
-        let launch = LaunchConfig { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes: 0 };
+        let launch = KernelLaunch { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes: 0 };
         // SAFETY: the launch is refused before it begins.
         unsafe { gpu.launch(&launch, &arguments) }.unwrap_err().to_string()
     };
@@ -295,7 +295,7 @@ unsafe impl Arguments for Converted {}
 fn convert(gpu: &Emulator, x: DeviceSlice, out: DeviceSlice) {
     let arguments = Converted { input: x.address, output: out.address, len: x.len as u64 };
     let kernel = kernel_symbol("convert", &[x.dtype, out.dtype]).unwrap();
-    let launch = LaunchConfig { module: "faults", kernel, grid: [1; 3], threads: THREADS, shared_bytes: 0 };
+    let launch = KernelLaunch { module: "faults", kernel, grid: [1; 3], threads: THREADS, shared_bytes: 0 };
     // SAFETY: the emulator checks every access.
     unsafe { gpu.launch(&launch, &arguments) }.unwrap();
 }

@@ -485,10 +485,10 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             let prefetch = Prefetch::new(lines, next..next + group.len() * width, part.depth.clone(), tiles);
             match self.shared() {
                 PackedOperand::A => {
-                    self.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch)
+                    self.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch);
                 }
                 PackedOperand::B => {
-                    self.multiply(part, words, (first, streamed), (shared_first, shared), partial, prefetch)
+                    self.multiply(part, words, (first, streamed), (shared_first, shared), partial, prefetch);
                 }
             }
         });

@@ -47,7 +47,7 @@ pub struct FailureResult {
     /// That scale.
     #[serde(serialize_with = "serialize")]
     pub fitting: f64,
-    /// The square of the activation in FP16. The score of a query with a key is as large: [`HEAD`] products of an eighth of
+    /// The square of the activation in FP16. The score of a query with a key is as large: `HEAD` products of an eighth of
     /// the activation with itself.
     #[serde(serialize_with = "serialize")]
     pub square: f64,

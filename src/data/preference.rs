@@ -57,7 +57,7 @@ impl PromptRow {
 }
 
 /// A prompt or an answer.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 enum Part {
     Text(String),
     Messages(Vec<Value>),
@@ -118,13 +118,6 @@ impl Part {
         match self {
             Self::Text(text) => Self::Text(text.split_off(at)),
             Self::Messages(messages) => Self::Messages(messages.split_off(at)),
-        }
-    }
-
-    fn duplicate(&self) -> Self {
-        match self {
-            Self::Text(text) => Self::Text(text.clone()),
-            Self::Messages(messages) => Self::Messages(messages.clone()),
         }
     }
 
@@ -191,7 +184,7 @@ pub(super) fn pair(row: &Value, prompt: &str, tools: Option<&Value>) -> Result<O
             prompt
         }
     };
-    let second = prompt.duplicate();
+    let second = prompt.clone();
     let pair = [prompt.join(chosen, names[0], tools.cloned())?, second.join(rejected, names[1], tools.cloned())?];
     if let Some(at) = pair.iter().position(Sample::is_empty) {
         return Err(format!("`prompt` and `{}` are empty", names[at]));

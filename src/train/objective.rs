@@ -1,8 +1,8 @@
 //! The training signal: turns the log-probabilities of a batch's targets into the factor of each target's gradient.
 //!
 //! Every objective is a function of log-probabilities. The gradient of the logits is each target's gradient of the
-//! cross-entropy times a weight, the derivative of the loss with respect to minus the target's log-probability. An objective needs
-//! one more pass of the head, and neither its own backward pass nor a second model.
+//! cross-entropy times a weight, the derivative of the loss with respect to minus the target's log-probability. It takes
+//! one more pass of the head, and neither a separate backward pass nor a second model.
 
 mod loss;
 mod reference;

@@ -616,7 +616,7 @@ mod tests {
         assert!(press(&mut state, &[Char('+'), Down, Down, Char('l')]).is_continue());
         assert_eq!((flag(&state), value(&state)), ("drift", "1"));
         assert!(press(&mut state, &[Char('+'), Down, Down, Down]).is_continue());
-        assert_eq!(flag(&state), "drift", "it has a value of its own");
+        assert_eq!(flag(&state), "drift", "its value differs from the default");
     }
 
     #[test]

@@ -121,9 +121,9 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     let (began, mut tokens, mut done) = (Instant::now(), 0, 0);
     let mut texts = vec![(String::new(), StopReason::Length); rows.len()];
     reporter.begin("generating");
-    generate_batch(&model, &weights, args.model.dtype, &requests, args.batch_size, |number, ids, reason| {
-        texts[number] = (trained.tokenizer.decode(ids)?, reason);
-        (tokens, done) = (tokens + ids.len(), done + 1);
+    generate_batch(&model, &weights, args.model.dtype, &requests, args.batch_size, |number, found| {
+        texts[number] = (trained.tokenizer.decode(found.text_ids())?, found.reason);
+        (tokens, done) = (tokens + found.text_ids().len(), done + 1);
         reporter.activity().advance("generating", PhaseProgress::Items(done, requests.len() as u64));
         Ok(())
     })?;

@@ -57,8 +57,8 @@ pub fn exact_match(
     });
     let requests: Vec<GenerationRequest<'_>> = requests.collect();
     let (mut said, mut done) = (vec![String::new(); examples.len()], 0);
-    generate_batch(model, weights, policy, &requests, BATCH_SIZE, |number, ids, _| {
-        said[number] = tokenizer.decode(ids)?;
+    generate_batch(model, weights, policy, &requests, BATCH_SIZE, |number, found| {
+        said[number] = tokenizer.decode(found.text_ids())?;
         done += 1;
         progress(done);
         Ok(())

@@ -3,12 +3,13 @@
 mod batch;
 mod stream;
 
-pub use batch::{BATCH_SIZE, generate_batch};
+pub use batch::{BATCH_SIZE, Completion, generate_batch};
 pub use stream::TextStream;
 
 use crate::data::Tokenizer;
 use crate::engine::kernels::view::to_host;
 use crate::engine::model::{Decoder, KvCache, Parameters};
+use crate::random::{Domain, Stream};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use candle_transformers::generation::LogitsProcessor;
@@ -40,6 +41,14 @@ impl Default for Sampling {
 }
 
 impl Sampling {
+    /// This sampling for completion `index` of a prompt in a training step. The seed is a random number of `self.seed`,
+    /// the step, the prompt's index and the completion's, so a completion does not depend on the others.
+    #[must_use]
+    pub fn of_completion(&self, step: u64, prompt: u32, index: u32) -> Self {
+        let [low, high, ..] = Stream::new(self.seed, Domain::Sample).block(prompt, step, index);
+        Self { seed: u64::from(high) << 32 | u64::from(low), ..self.clone() }
+    }
+
     /// Rejects invalid values by the name of their flag.
     pub fn validate(&self) -> Result<()> {
         let check = |ok: bool, flag: &str, message: String| if ok { Ok(()) } else { Err(Error::config(flag, message)) };
@@ -135,56 +144,70 @@ pub fn generate(
     request: GenerationRequest<'_>,
     mut on_token: impl FnMut(u32) -> Result<bool>,
 ) -> Result<StopReason> {
-    let mut text = Continuation::new(request);
+    let mut text = Continuation::new(request, cache.capacity());
     cache.truncate(0);
-    while text.new < request.max_tokens {
-        if text.seen.len() > cache.capacity() {
-            return Ok(StopReason::ContextFull);
+    loop {
+        if let Some(reason) = text.stopped() {
+            return Ok(reason);
         }
         let hidden = model.decode(weights, text.undecoded(), cache)?;
         let last = hidden.narrow(0, text.undecoded().len() - 1, 1)?;
         // On the CPU, because candle's sampling has no GPU kernels.
         let logits = to_host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
-        let Some(next) = text.choose(logits)? else { return Ok(StopReason::EndOfText) };
-        if !on_token(next)? {
+        let next = text.choose(logits)?;
+        if !text.ended && !on_token(next)? {
             return Ok(StopReason::Callback);
         }
     }
-    Ok(StopReason::Length)
 }
 
 /// A text that is being generated.
 struct Continuation<'a> {
     request: GenerationRequest<'a>,
+    /// The maximum number of tokens of the prompt and the text, except the last one, which is not decoded.
+    capacity: usize,
     processor: LogitsProcessor,
     /// The prompt and the new tokens.
     seen: Vec<u32>,
-    /// New tokens.
-    new: usize,
+    /// Whether the last token ends the text.
+    ended: bool,
 }
 
 impl<'a> Continuation<'a> {
-    fn new(request: GenerationRequest<'a>) -> Self {
+    fn new(request: GenerationRequest<'a>, capacity: usize) -> Self {
         let processor = LogitsProcessor::from_sampling(request.sampling.seed, request.sampling.choice());
-        Self { request, processor, seen: request.prompt.to_vec(), new: 0 }
+        Self { request, capacity, processor, seen: request.prompt.to_vec(), ended: false }
+    }
+
+    /// The new tokens.
+    fn new_ids(&self) -> &[u32] {
+        &self.seen[self.request.prompt.len()..]
     }
 
     /// The tokens that are not in the cache yet: the prompt, then the last token.
     fn undecoded(&self) -> &[u32] {
-        if self.new == 0 { &self.seen } else { &self.seen[self.seen.len() - 1..] }
+        if self.new_ids().is_empty() { &self.seen } else { &self.seen[self.seen.len() - 1..] }
     }
 
-    /// Appends the next token, sampled from FP32 `logits`; `None` if it ends the text.
-    fn choose(&mut self, logits: Tensor) -> Result<Option<u32>> {
+    /// Why no further token follows, if none does.
+    fn stopped(&self) -> Option<StopReason> {
+        if self.ended {
+            Some(StopReason::EndOfText)
+        } else if self.new_ids().len() >= self.request.max_tokens {
+            Some(StopReason::Length)
+        } else {
+            (self.seen.len() > self.capacity).then_some(StopReason::ContextFull)
+        }
+    }
+
+    /// Appends the next token, sampled from FP32 `logits`, and returns it.
+    fn choose(&mut self, logits: Tensor) -> Result<u32> {
         let sampling = self.request.sampling;
         let logits = with_repetition_penalty(logits, sampling.repetition_penalty, &self.seen)?;
         let next = self.processor.sample(&sampling.prepared(&logits)?)?;
-        if self.request.stop_token_ids.contains(&next) {
-            return Ok(None);
-        }
+        self.ended = self.request.stop_token_ids.contains(&next);
         self.seen.push(next);
-        self.new += 1;
-        Ok(Some(next))
+        Ok(next)
     }
 }
 

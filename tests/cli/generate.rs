@@ -205,8 +205,8 @@ fn batch(
     });
     let requests: Vec<GenerationRequest<'_>> = requests.collect();
     let mut texts = vec![(Vec::new(), StopReason::Callback); prompts.len()];
-    generate_batch(model, weights, policy, &requests, batch_size, |number, ids, reason| {
-        texts[number] = (ids.to_vec(), reason);
+    generate_batch(model, weights, policy, &requests, batch_size, |number, found| {
+        texts[number] = (found.text_ids().to_vec(), found.reason);
         Ok(())
     })
     .unwrap();

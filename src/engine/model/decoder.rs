@@ -560,6 +560,14 @@ impl Decoder {
         Ok(logits)
     }
 
+    /// The log-probability of one id per row of `logits`, which are [`Self::logits`]: minus the loss of training.
+    pub fn log_probs(&self, logits: &Tensor, ids: &[u32]) -> Result<Vec<f32>> {
+        let losses = view::zeros(&[ids.len()], DType::F32, logits.device())?;
+        let logits = ColumnSlice::all(logits)?;
+        op::CrossEntropy { logits, targets: ids, losses: &losses, seed: None, weights: None }.run(self.kernels())?;
+        Ok(view::to_host(&losses)?.to_vec1::<f32>()?.into_iter().map(|loss| -loss).collect())
+    }
+
     /// The type that each block computes in: its weights' type.
     fn compute_of_blocks(&self, weights: &Parameters) -> impl Iterator<Item = DType> {
         self.blocks.iter().map(|block| block.qkv.dtype(weights))

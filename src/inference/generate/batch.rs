@@ -13,10 +13,29 @@ pub const BATCH_SIZE: usize = 32;
 /// A pass begins no further prompt with more than this number of tokens, which bounds its buffers.
 const PASS_TOKENS: usize = 1024;
 
-/// Generates a text for each of `requests`, up to `batch_size` at a time, and calls `on_end` with the request's number,
-/// its new tokens and why it ended, in the order in which they end. A text does not depend on the other texts or on
-/// `batch_size`, but it may differ from [`generate`](super::generate)'s by rounding, because the product of a single
-/// row has a different order of summation.
+/// A generated text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Completion {
+    /// The new tokens, including the one that ended the text.
+    pub ids: Vec<u32>,
+    /// The log-probability of each of `ids` in nats, from the model's logits as they are: `sampling` does not change it.
+    pub log_probs: Vec<f32>,
+    /// Why it ended.
+    pub reason: StopReason,
+}
+
+impl Completion {
+    /// The new tokens without the one that ended the text.
+    pub fn text_ids(&self) -> &[u32] {
+        let ended = usize::from(self.reason == StopReason::EndOfText);
+        &self.ids[..self.ids.len() - ended]
+    }
+}
+
+/// Generates a text for each of `requests`, up to `batch_size` at a time, and calls `on_end` with the request's number
+/// and its text, in the order in which they end. A text does not depend on the other texts or on `batch_size`, but it may
+/// differ from [`generate`](super::generate)'s by rounding, because the product of a single row has a different order
+/// of summation.
 ///
 /// # Errors
 /// [`Error::Model`](crate::Error::Model) if the model's logits are not finite; errors of `on_end`.
@@ -26,25 +45,25 @@ pub fn generate_batch(
     policy: PrecisionPolicy,
     requests: &[GenerationRequest<'_>],
     batch_size: usize,
-    mut on_end: impl FnMut(usize, &[u32], StopReason) -> Result<()>,
+    mut on_end: impl FnMut(usize, Completion) -> Result<()>,
 ) -> Result<()> {
     let context = model.spec().max_position_embeddings;
     let device = weights.device();
     let mut cache = KvCache::empty(policy, &device);
     let mut waiting = requests.iter().enumerate();
-    let mut running: Vec<(usize, usize, Continuation<'_>)> = Vec::new();
+    let mut running: Vec<(usize, Vec<f32>, Continuation<'_>)> = Vec::new();
     loop {
         let mut rows: usize = running.len();
         while running.len() < batch_size.max(1) && rows < PASS_TOKENS {
             let Some((number, request)) = waiting.next() else { break };
-            if request.max_tokens == 0 || request.prompt.len() > context {
-                let length = request.max_tokens == 0;
-                on_end(number, &[], if length { StopReason::Length } else { StopReason::ContextFull })?;
+            let capacity = context.min(request.prompt.len().saturating_add(request.max_tokens));
+            let text = Continuation::new(*request, capacity);
+            if let Some(reason) = text.stopped() {
+                on_end(number, Completion { ids: Vec::new(), log_probs: Vec::new(), reason })?;
                 continue;
             }
-            let capacity = context.min(request.prompt.len().saturating_add(request.max_tokens));
             cache.add(model.spec(), capacity)?;
-            running.push((number, capacity, Continuation::new(*request)));
+            running.push((number, Vec::new(), text));
             rows += request.prompt.len();
         }
         if running.is_empty() {
@@ -53,7 +72,7 @@ pub fn generate_batch(
         // The product of a single row has a different order of summation. A second one keeps texts independent of
         // the batch.
         let alone = rows == 1;
-        let mut ids: Vec<&[u32]> = running.iter().map(|(_, _, text)| text.undecoded()).collect();
+        let mut ids: Vec<&[u32]> = running.iter().map(|(.., text)| text.undecoded()).collect();
         if alone {
             cache.add(model.spec(), 1)?;
             ids.push(&[0]);
@@ -69,24 +88,22 @@ pub fn generate_batch(
             last.push(last[0]);
         }
         let last = hidden.index_select(&Tensor::new(last, &device)?, 0)?;
-        let logits = to_host(&model.logits(weights, &last)?.to_dtype(DType::F32)?)?;
+        let stored = model.logits(weights, &last)?.narrow(0, 0, running.len())?;
+        let logits = to_host(&stored.to_dtype(DType::F32)?)?;
         if alone {
             cache.remove(1);
         }
-        let choose = |(row, (_, capacity, text)): (usize, &mut (usize, usize, Continuation<'_>))| {
-            let next = text.choose(logits.get(row)?)?;
-            Ok(match next {
-                None => Some(StopReason::EndOfText),
-                Some(_) if text.new == text.request.max_tokens => Some(StopReason::Length),
-                Some(_) => (text.seen.len() > *capacity).then_some(StopReason::ContextFull),
-            })
-        };
-        let ended: Vec<Result<Option<StopReason>>> = running.par_iter_mut().enumerate().map(choose).collect();
-        for (row, ended) in ended.into_iter().enumerate().rev() {
-            if let Some(reason) = ended? {
+        let choose =
+            |(row, (.., text)): (usize, &mut (usize, Vec<f32>, Continuation<'_>))| text.choose(logits.get(row)?);
+        let chosen = running.par_iter_mut().enumerate().map(choose).collect::<Result<Vec<u32>>>()?;
+        for ((_, log_probs, _), log_prob) in running.iter_mut().zip(model.log_probs(&stored, &chosen)?) {
+            log_probs.push(log_prob);
+        }
+        for row in (0..running.len()).rev() {
+            if let Some(reason) = running[row].2.stopped() {
                 cache.remove(row);
-                let (number, _, text) = running.remove(row);
-                on_end(number, &text.seen[text.request.prompt.len()..], reason)?;
+                let (number, log_probs, text) = running.remove(row);
+                on_end(number, Completion { ids: text.new_ids().to_vec(), log_probs, reason })?;
             }
         }
     }

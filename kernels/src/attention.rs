@@ -17,7 +17,7 @@ use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 use std::ops::Range;
 
-mod product;
+pub(crate) mod product;
 
 /// The shape of one attention call, and which keys a query attends to.
 #[derive(Clone, Copy, Debug)]
@@ -103,9 +103,9 @@ impl<'a> AttentionInputs<'a> {
 }
 
 /// Queries processed together: their scores against all keys fit in the L2 cache.
-const QUERIES: usize = 16;
+pub(crate) const QUERIES: usize = 16;
 /// Rows and columns of scratch matrices are zero-padded to a multiple of this, so that loops have no tails.
-const PAD: usize = 16;
+pub(crate) const PAD: usize = 16;
 
 /// One sequence, with padded sizes.
 #[derive(Clone, Copy)]
@@ -230,24 +230,12 @@ fn forward_head(
                 multiply([QUERIES, size, keys], queries, kt, (p, row), false);
                 for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(row)) {
                     let start = sequence.first_key(i) - lowest;
-                    let (seen, masked) = p[..keys].split_at_mut(i + 1 - lowest);
-                    masked.fill(0.0);
-                    let (before, seen) = seen.split_at_mut(start);
-                    before.fill(0.0);
-                    if let Some(cap) = shape.softcap {
-                        for p in seen.iter_mut() {
-                            *p = cap * math::tanh(*p / cap);
-                        }
-                    }
-                    let top = max(seen);
-                    for p in seen.iter_mut() {
-                        *p = math::exp(*p - top);
-                    }
-                    let total = sum(seen);
+                    let seen = start..i + 1 - lowest;
+                    let (top, total) = exponentials(&mut p[..keys], seen.clone(), shape.softcap);
                     totals[i - first] = total;
                     lse[i] = top + total.ln();
                     if let Some(dropout) = dropout {
-                        dropout.apply(sequence.mask_row(head, i) + lowest + start, seen);
+                        dropout.apply(sequence.mask_row(head, i) + lowest + start, &mut p[seen]);
                     }
                 }
                 let values = in_rows(&v[lowest * size..], size);
@@ -263,6 +251,25 @@ fn forward_head(
             }
         },
     );
+}
+
+/// Replaces the scores `seen` of a row by the softmax's numerators and all others by 0. Returns the largest score and the
+/// softmax's denominator.
+#[inline(always)]
+pub(crate) fn exponentials(p: &mut [f32], seen: Range<usize>, softcap: Option<f32>) -> (f32, f32) {
+    p[..seen.start].fill(0.0);
+    p[seen.end..].fill(0.0);
+    let seen = &mut p[seen];
+    if let Some(cap) = softcap {
+        for p in seen.iter_mut() {
+            *p = cap * math::tanh(*p / cap);
+        }
+    }
+    let top = max(seen);
+    for p in seen.iter_mut() {
+        *p = math::exp(*p - top);
+    }
+    (top, sum(seen))
 }
 
 /// Computes [`op::AttentionBackward`].
@@ -462,7 +469,7 @@ fn backward_head(
 
 /// Passes `f` scratch matrices of the given lengths, with arbitrary contents.
 #[inline(always)]
-fn with_matrices<const N: usize>(lengths: [usize; N], f: impl FnOnce([&mut [f32]; N])) {
+pub(crate) fn with_matrices<const N: usize>(lengths: [usize; N], f: impl FnOnce([&mut [f32]; N])) {
     with_scratch(
         lengths.iter().sum(),
         #[inline(always)]

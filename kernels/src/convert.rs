@@ -9,7 +9,6 @@ use half::{bf16, f16};
 #[cfg(target_arch = "x86_64")]
 use super::isa::Isa;
 use super::isa::vectorize;
-use super::rows;
 
 /// An element type of the engine's buffers: `f32`, `f16` or `bf16`.
 pub trait Element: candle_core::WithDType + Default {
@@ -30,12 +29,6 @@ pub trait Element: candle_core::WithDType + Default {
     fn as_f32<'a>(source: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
         Self::load(source, scratch);
         scratch
-    }
-
-    /// [`rows::dot`] with the upcast elements, with the same bits; `scratch` has their length.
-    #[inline(always)]
-    fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
-        rows::dot(row, Self::as_f32(stored, scratch))
     }
 }
 
@@ -106,11 +99,6 @@ impl Element for bf16 {
         let quiet_nan = bits >> 16 | 0x40;
         Self::from_bits(if value.is_nan() { quiet_nan } else { rounded } as u16)
     }
-
-    #[inline]
-    fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
-        dot_16_bits::<Self, true>(row, stored, stored.reinterpret_cast(), scratch)
-    }
 }
 
 impl Element for f16 {
@@ -145,132 +133,25 @@ impl Element for f16 {
     fn from_f32(value: f32) -> Self {
         Self::from_f32(value)
     }
-
-    #[inline]
-    fn dot(row: &[f32], stored: &[Self], scratch: &mut [f32]) -> f32 {
-        dot_16_bits::<Self, false>(row, stored, stored.reinterpret_cast(), scratch)
-    }
-}
-
-/// [`Element::dot`] of BF16 or FP16, which are given as patterns too.
-#[inline]
-fn dot_16_bits<T: Element, const BF16: bool>(row: &[f32], stored: &[T], words: &[u16], scratch: &mut [f32]) -> f32 {
-    assert_eq!(row.len(), words.len());
-    #[cfg(target_arch = "x86_64")]
-    if Isa::current() >= Isa::Avx512 {
-        // SAFETY: the CPU has AVX-512, and both slices have the same length.
-        return unsafe { avx512::dot::<BF16>(row, words.as_ptr()) };
-    }
-    #[cfg(target_arch = "x86_64")]
-    if Isa::current() == Isa::Avx2 {
-        // SAFETY: the CPU has AVX2.
-        return unsafe { avx2::dot::<BF16>(row, words) };
-    }
-    rows::dot(row, T::as_f32(stored, scratch))
-}
-
-#[cfg(target_arch = "x86_64")]
-mod avx2 {
-    use std::arch::x86_64::{
-        __m128i, __m256, _mm256_add_ps, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_mul_ps,
-        _mm256_setzero_ps, _mm256_slli_epi32,
-    };
-
-    use bytemuck::cast;
-
-    use super::rows;
-    use super::rows::LANES;
-
-    /// 8 BF16 or FP16 elements as FP32.
-    #[inline]
-    #[target_feature(enable = "avx2,f16c")]
-    fn upcast<const BF16: bool>(bits: __m128i) -> __m256 {
-        if BF16 {
-            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)))
-        } else {
-            _mm256_cvtph_ps(bits)
-        }
-    }
-
-    /// Sums as [`rows::dot`] does, without storing the widened values. Both slices have the same length.
-    #[target_feature(enable = "avx2,f16c")]
-    pub(super) fn dot<const BF16: bool>(row: &[f32], stored: &[u16]) -> f32 {
-        let (rows, row_rest) = row.as_chunks::<LANES>();
-        let (words, rest) = stored.as_chunks::<LANES>();
-        // Zeros after the rest change no sum.
-        let mut last = ([0.0; LANES], [0; LANES]);
-        last.0[..row_rest.len()].copy_from_slice(row_rest);
-        last.1[..rest.len()].copy_from_slice(rest);
-        let mut sums = [_mm256_setzero_ps(); 2];
-        for (x, bits) in rows.iter().zip(words).chain([(&last.0, &last.1)]) {
-            let (x, bits): ([__m256; 2], [__m128i; 2]) = (cast(*x), cast(*bits));
-            for half in 0..2 {
-                sums[half] = _mm256_add_ps(sums[half], _mm256_mul_ps(x[half], upcast::<BF16>(bits[half])));
-            }
-        }
-        rows::lane_total(cast(sums))
-    }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[expect(clippy::cast_ptr_alignment, reason = "these loads and stores take any address")]
 mod avx512 {
     use std::arch::x86_64::{
-        __m256i, __m512, _MM_FROUND_TO_NEAREST_INT, _mm256_loadu_si256, _mm256_mask_storeu_epi16,
-        _mm256_maskz_loadu_epi16, _mm256_storeu_si256, _mm512_add_ps, _mm512_castsi512_ps, _mm512_cvtepu16_epi32,
-        _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_loadu_ps, _mm512_mask_add_ps, _mm512_mask_storeu_ps,
-        _mm512_maskz_loadu_ps, _mm512_mul_ps, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
+        __m256i, _MM_FROUND_TO_NEAREST_INT, _mm256_loadu_si256, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16,
+        _mm256_storeu_si256, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_loadu_ps, _mm512_mask_storeu_ps,
+        _mm512_maskz_loadu_ps, _mm512_storeu_ps,
     };
 
     use half::f16;
 
-    use super::rows;
-    use super::rows::LANES;
+    use crate::rows::LANES;
 
     /// The first `count` lanes, of 1 to 15.
     #[inline(always)]
     fn mask(count: usize) -> u16 {
         (1 << count) - 1
-    }
-
-    /// 16 BF16 or FP16 elements as FP32.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    fn upcast<const BF16: bool>(bits: __m256i) -> __m512 {
-        if BF16 {
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
-        } else {
-            _mm512_cvtph_ps(bits)
-        }
-    }
-
-    /// Sums as [`rows::dot`] does, without storing the widened values: only reading memory takes time.
-    ///
-    /// # Safety
-    /// `stored` must point to as many elements as `row` has.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-    pub(super) unsafe fn dot<const BF16: bool>(row: &[f32], stored: *const u16) -> f32 {
-        let whole = row.len() / LANES * LANES;
-        let mut sums = _mm512_setzero_ps();
-        for start in (0..whole).step_by(LANES) {
-            // SAFETY: `start + LANES` is at most the number of elements of both.
-            let (x, bits) =
-                unsafe { (_mm512_loadu_ps(row.as_ptr().add(start)), _mm256_loadu_si256(stored.add(start).cast())) };
-            sums = _mm512_add_ps(sums, _mm512_mul_ps(x, upcast::<BF16>(bits)));
-        }
-        if whole < row.len() {
-            let mask = mask(row.len() - whole);
-            // SAFETY: the mask keeps both accesses inside their slices.
-            let (x, bits) = unsafe {
-                let x = _mm512_maskz_loadu_ps(mask, row.as_ptr().add(whole));
-                (x, _mm256_maskz_loadu_epi16(mask, stored.add(whole).cast()))
-            };
-            sums = _mm512_mask_add_ps(sums, mask, sums, _mm512_mul_ps(x, upcast::<BF16>(bits)));
-        }
-        let mut lanes = [0.0; LANES];
-        // SAFETY: there is room for 16 elements.
-        unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), sums) };
-        rows::lane_total(lanes)
     }
 
     /// # Safety
@@ -336,23 +217,6 @@ mod tests {
                 [value, middle, middle.next_up(), middle.next_down(), value.next_up(), value.next_down()]
             })
             .collect()
-    }
-
-    #[test]
-    fn dot_products_have_the_bits_of_the_widened_elements() {
-        fn check<T: Element>() {
-            for len in 0..70 {
-                let at = |index: usize, step: usize| ((index * step) % 23) as f32 / 7.0 - 1.5;
-                let row: Vec<f32> = (0..len).map(|index| at(index, 5)).collect();
-                let stored: Vec<T> = (0..len).map(|index| <T as Element>::from_f32(at(index, 11))).collect();
-                let wide: Vec<f32> = stored.iter().map(|x| Element::to_f32(*x)).collect();
-                let dot = T::dot(&row, &stored, &mut vec![0.0; len]);
-                assert_eq!(dot.to_bits(), rows::dot(&row, &wide).to_bits(), "{len} elements");
-            }
-        }
-        check::<f32>();
-        check::<f16>();
-        check::<bf16>();
     }
 
     /// Checks a type with these conversions.

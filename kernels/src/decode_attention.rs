@@ -1,14 +1,15 @@
 //! Causal attention of new tokens over the cached keys and values of all tokens before them, for generating text.
 //!
-//! The arithmetic and its order are the same as in [`attention`](super::attention): scores, softmax and sums are FP32.
+//! Computes with the products and the softmax of [`attention`](super::attention) in their order, so a row has the bits of the
+//! training pass for any number of new tokens.
 
-use crate::attention::AttentionShape;
-use crate::columns::{ColumnSlice, write_columns};
+use crate::attention::product::{by_rows, in_panels, in_rows, multiply, transpose};
+use crate::attention::{AttentionShape, PAD, QUERIES, exponentials, with_matrices};
+use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::isa;
-use crate::math;
 use crate::op;
-use crate::rows::{axpy, dot, max, sum, with_scratch};
-use crate::view::{read, write, zeros};
+use crate::rows::with_scratch;
+use crate::view::{View, read, write, zeros};
 use candle_core::{DType, Device, Result, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -88,65 +89,88 @@ pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
     }
     let opened = read(queries.tensor())?;
     let queries = queries.source(&opened);
-    let AttentionShape { kv_heads, head_size, heads, .. } = *shape;
-    let group = heads / kv_heads;
+    let kv_heads = shape.kv_heads;
     write_columns([ColumnSlice::all(out)?], |[out]| {
-        let tasks = caches.len() * kv_heads;
-        (0..tasks).into_par_iter().for_each(|task| {
+        (0..caches.len() * kv_heads).into_par_iter().for_each(|task| {
             let (kv_head, (keys, values, sequence, rows)) = (task % kv_heads, &caches[task / kv_heads]);
-            let CachedSequence { cache, past, new } = **sequence;
-            // Keys before the first new token's window are not read.
-            let lowest = shape.first_in_window(past);
-            let kept = past + new - lowest;
-            let size = kept * head_size;
-            let start = (kv_head * cache.capacity() + lowest) * head_size;
             isa::vectorize(
                 #[inline(always)]
-                || {
-                    with_scratch(
-                        2 * size + kept + 2 * head_size,
-                        #[inline(always)]
-                        |scratch| {
-                            let (k, rest) = scratch.split_at_mut(size);
-                            let (v, rest) = rest.split_at_mut(size);
-                            let (p, rest) = rest.split_at_mut(kept);
-                            let (query, row) = rest.split_at_mut(head_size);
-                            let (k, v) = (keys.view().as_f32(start, k), values.view().as_f32(start, v));
-                            let heads = kv_head * group..(kv_head + 1) * group;
-                            for (head, i) in heads.flat_map(|head| (0..new).map(move |i| (head, i))) {
-                                queries.load(rows.start + i, head * head_size, query);
-                                let seen = shape.first_in_window(past + i) - lowest..past + i + 1 - lowest;
-                                let of_seen = seen.start * head_size..seen.end * head_size;
-                                attend_row(shape, query, &k[of_seen.clone()], &v[of_seen], &mut p[seen], row);
-                                // SAFETY: this task alone writes this head's part of the row.
-                                unsafe { out.store(rows.start + i, head * head_size, row) };
-                            }
-                        },
-                    );
-                },
+                || attend_group(shape, kv_head, **sequence, [keys.view(), values.view()], (queries, rows.start, out)),
             );
         });
     })
 }
 
-/// `out = Σ softmax(scale · query · k)[j] v[j]` over the rows of keys and values; `p` is scratch for as many scores.
+/// The rows of a sequence's new tokens, starting at `first_row`, for the heads that share `kv_head`.
 #[inline(always)]
-fn attend_row(shape: &AttentionShape, query: &[f32], keys: &[f32], values: &[f32], p: &mut [f32], out: &mut [f32]) {
-    for (p, key) in p.iter_mut().zip(keys.chunks_exact(query.len())) {
-        *p = shape.scale * dot(query, key);
-    }
-    if let Some(cap) = shape.softcap {
-        for p in p.iter_mut() {
-            *p = cap * math::tanh(*p / cap);
+fn attend_group(
+    shape: &AttentionShape,
+    kv_head: usize,
+    CachedSequence { cache, past, new }: CachedSequence<'_>,
+    stored: [View<'_>; 2],
+    (queries, first_row, out): (ColumnReader<'_>, usize, ColumnWriter<'_>),
+) {
+    let &AttentionShape { heads, kv_heads, head_size, .. } = shape;
+    let (group, size) = (heads / kv_heads, head_size.next_multiple_of(PAD));
+    // Keys before the first new token's window are not read.
+    let lowest = shape.first_in_window(past) / PAD * PAD;
+    let tokens = (past + new - lowest).next_multiple_of(PAD);
+    let row = tokens + PAD;
+    with_matrices(
+        [tokens * size, tokens * size, QUERIES * size, QUERIES * row],
+        #[inline(always)]
+        |[v, kt, x, p]| {
+            let start = (kv_head * cache.capacity() + lowest) * head_size;
+            let [keys, values] = stored.map(|view| view.slice(start..start + (past + new - lowest) * head_size));
+            load(keys, head_size, size, v);
+            transpose(v, size, kt);
+            load(values, head_size, size, v);
+            let place = |index: usize| (kv_head * group + index / new, index % new);
+            for first in (0..group * new).step_by(QUERIES) {
+                let indices = first..(group * new).min(first + QUERIES);
+                let (mut from, mut to) = (usize::MAX, 0);
+                for (index, x) in indices.clone().zip(x.chunks_exact_mut(size)) {
+                    let (head, token) = place(index);
+                    (from, to) = (from.min(past + token), to.max(past + token + 1));
+                    queries.load(first_row + token, head * head_size, &mut x[..head_size]);
+                    x[head_size..].fill(0.0);
+                    for x in x.iter_mut() {
+                        *x *= shape.scale;
+                    }
+                }
+                let from = shape.first_in_window(from) / PAD * PAD;
+                let (count, keys) = (indices.len(), (to - from).next_multiple_of(PAD));
+                let below = (from - lowest) * size;
+                multiply([count, size, keys], by_rows(x, size), in_panels(&kt[below..], size), (p, row), false);
+                let mut totals = [0.0; QUERIES];
+                for ((index, total), p) in indices.clone().zip(&mut totals).zip(p.chunks_exact_mut(row)) {
+                    let position = past + place(index).1;
+                    let seen = shape.first_in_window(position) - from..position + 1 - from;
+                    (_, *total) = exponentials(&mut p[..keys], seen, shape.softcap);
+                }
+                multiply([count, keys, size], by_rows(p, row), in_rows(&v[below..], size), (x, size), false);
+                for ((index, total), x) in indices.zip(totals).zip(x.chunks_exact_mut(size)) {
+                    let ((head, token), x) = (place(index), &mut x[..head_size]);
+                    for x in x.iter_mut() {
+                        *x /= total;
+                    }
+                    // SAFETY: this task alone writes this head's part of the row.
+                    unsafe { out.store(first_row + token, head * head_size, x) };
+                }
+            }
+        },
+    );
+}
+
+/// Upcasts rows of `head_size` into rows of `size`, padded with zeros.
+#[inline(always)]
+fn load(stored: View<'_>, head_size: usize, size: usize, out: &mut [f32]) {
+    let rows = stored.len() / head_size;
+    for (t, row) in out.chunks_exact_mut(size).enumerate() {
+        let (row, padding) = row.split_at_mut(if t < rows { head_size } else { 0 });
+        if t < rows {
+            stored.load(t * head_size, row);
         }
-    }
-    let top = max(p);
-    for p in p.iter_mut() {
-        *p = math::exp(*p - top);
-    }
-    let total = sum(p);
-    out.fill(0.0);
-    for (p, value) in p.iter().zip(values.chunks_exact(query.len())) {
-        axpy(*p / total, value, out);
+        padding.fill(0.0);
     }
 }

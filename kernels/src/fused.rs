@@ -35,14 +35,7 @@ impl Kernels for Fused {
             Op::NormBackward(op) if !op.settings.centers() => rms_norm::backward(op),
             Op::NormBackward(op) => return layer_norm::backward(op),
             Op::Rotate(op) => rope::apply_rope(op),
-            Op::Linear(op) => match op.low_rank {
-                // A single row is multiplied without packing anything.
-                Some(low_rank) if op.x.dim(0)? == 1 => {
-                    linear::forward(&op::Linear { low_rank: None, ..*op })?;
-                    return low_rank.add_to(self, op.y);
-                }
-                _ => linear::forward(op),
-            },
+            Op::Linear(op) => linear::forward(op),
             Op::Matmul(op) => linear::product_of_columns(op),
             Op::SumRows(op) => linear::sum_rows(op),
             Op::Attention(op) => attention::forward(op),

@@ -12,7 +12,7 @@
 //!
 //! Dot products and products of tiles take subnormal values, inputs as well as sums, for zero.
 //!
-//! A single row is multiplied without packing, see `vector`.
+//! A row's bits do not depend on the number of rows.
 
 use std::any::TypeId;
 use std::ops::Range;
@@ -30,7 +30,6 @@ use super::view::with_element;
 
 mod buffer;
 mod epilogue;
-mod gemv;
 mod micro;
 mod pack;
 #[cfg(test)]
@@ -177,9 +176,6 @@ fn matmul_on<A: Element, C: Element>(
     if let Some(LowRankTerm { a, b, .. }) = &second {
         assert!([a.rows, a.cols, b.cols] == [m, b.rows, n], "{} × {} and {} × {}", a.rows, a.cols, b.rows, b.cols);
     }
-    if m == 1 && second.is_none() && gemv::multiply(a, b, c, epilogue) {
-        return;
-    }
     with_workspace(|workspace| run_in(workspace, kernel, a, b, second, OutputMatrix::new(c, ldc), epilogue));
 }
 
@@ -197,6 +193,7 @@ fn run_in<A: Element, C: Element>(
     let (a, b) = (PackSource::rows(a), PackSource::columns(b));
     let swapped = swaps_operands(kernel, m, n);
     let [a, b] = if swapped { [b, a] } else { [a, b] };
+    let kernel = kernel.for_lines(a.count);
     let serial = m * n * k < SERIAL_WORK;
     let second = second.map(|term| Packed::new(kernel, term, swapped, serial, buffers));
     Product { kernel, a, b, swapped, depth: k, second, c, epilogue, serial }.run(shared, partial);

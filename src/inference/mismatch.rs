@@ -109,6 +109,9 @@ pub fn log_probs(
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, (batch, seq_len), &device)?;
     let ids: Vec<u32> = sequences.ids.iter().flat_map(|ids| ids[..seq_len].iter().copied()).collect();
     model.forward(weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
+    let targets: Vec<u32> = sequences.ids.iter().flat_map(|ids| ids[1..].iter().copied()).collect();
+    model.loss(weights, &targets, &workspace)?;
+    let losses = to_host(workspace.losses())?.to_vec1::<f32>()?;
     let mut cache = KvCache::new(model.spec(), policy, seq_len, &device)?;
     let mut found = LogProbs::default();
     for (row, ids) in sequences.ids.iter().enumerate() {
@@ -121,12 +124,11 @@ pub fn log_probs(
         for place in sequences.prompt..length {
             let hidden = model.decode(weights, &ids[decoded..place], &mut cache)?;
             let last = hidden.narrow(0, place - decoded - 1, 1)?;
-            let generation = log_softmax(&rows(&model.logits(weights, &last)?)?[0])?;
+            let logits = model.logits(weights, &last)?;
             decoded = place;
-            let training = log_softmax(&training[place - 1])?;
-            let id = ids[place] as usize;
-            found.training.push(training[id]);
-            found.generation.push(generation[id]);
+            found.training.push(-f64::from(losses[row * seq_len + place - 1]));
+            found.generation.extend(model.log_probs(&logits, &ids[place..=place])?.into_iter().map(f64::from));
+            let [training, generation] = [log_softmax(&training[place - 1])?, log_softmax(&rows(&logits)?[0])?];
             let terms = generation.iter().zip(&training).map(|(p, q)| p.exp() * (p - q));
             found.kl.push(terms.sum());
         }

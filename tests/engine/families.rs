@@ -7,6 +7,7 @@ use crate::common::compare::{relative, values};
 use crate::common::engine::POLICIES;
 use crate::common::golden::Case;
 use candle_core::{Device, Tensor};
+use finetune::engine::kernels::{Fused, Kernels};
 use finetune::engine::model::{Checkpointing, KvCache, ModelSpec, Workspace};
 use finetune::precision::PrecisionPolicy;
 use finetune::train::StepOutcome;
@@ -70,6 +71,7 @@ fn decoding_with_a_cache_is_the_forward_pass() {
     for case in Case::families() {
         for (policy, tolerance) in POLICIES.into_iter().zip([2e-6, 2e-3, 2e-2]) {
             let mut engine = case.engine(policy, case.rows());
+            let tolerance = if case.kernels.name() == Fused.name() { 0.0 } else { tolerance };
             let whole = case.logits_of(&mut engine);
             let batch = &case.whole_batch(0)[0];
             let ids = &batch.inputs[..batch.seq_len];
@@ -80,7 +82,7 @@ fn decoding_with_a_cache_is_the_forward_pass() {
                 let hidden = engine.model.decode(&engine.state.weights, &ids[past..past + new], &mut cache).unwrap();
                 let found = engine.model.logits(&engine.state.weights, hidden).unwrap();
                 let error = relative(&found, &whole.get(0).unwrap().narrow(0, past, new).unwrap());
-                assert!(error < tolerance, "{} {policy}: {error:.1e} after {past} tokens", case.name);
+                assert!(error <= tolerance, "{} {policy}: {error:.1e} after {past} tokens", case.name);
                 past += new;
             }
         }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::common::compare::values;
 use crate::common::engine::{Settings, engine_of};
 use crate::common::gguf::{with_lora, write_random};
+use crate::mismatch::assert_exact;
 use candle_core::Device;
 use candle_core::quantized::GgmlDType::{self, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
 use finetune::data::{BatchLoader, TokenSource, grammar};
@@ -93,6 +94,8 @@ fn a_base_in_blocks_has_the_bits_of_the_dequantized_one() {
                 (true, PrecisionPolicy::FP32),
             ] {
                 let spec = with_lora(file.config(), dora);
+                let engine = start(&spec, read(&spec, policy, &file, true), policy, Arc::new(Fused));
+                assert_exact("a base in blocks", (&engine.model, &engine.state.weights, policy));
                 let plain =
                     (dora && policy == PrecisionPolicy::FP16).then(|| Arc::new(CandleKernels) as Arc<dyn Kernels>);
                 for kernels in [Arc::new(Fused) as Arc<dyn Kernels>].into_iter().chain(plain) {

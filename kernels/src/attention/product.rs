@@ -5,21 +5,19 @@
 
 use crate::isa::Isa;
 
-/// Rows of a tile: all numbers of rows are multiples of it.
-const ROWS: usize = 8;
 /// Columns of a panel: all numbers of columns are multiples of it.
 const PANEL: usize = 16;
 
 /// A matrix of FP32 in scratch memory, read at any strides.
 #[derive(Clone, Copy)]
-pub(super) struct Matrix<'a> {
+pub(crate) struct Matrix<'a> {
     data: &'a [f32],
     row_stride: usize,
     column_stride: usize,
 }
 
 /// A matrix by rows of `width`.
-pub(super) fn by_rows(data: &[f32], width: usize) -> Matrix<'_> {
+pub(crate) fn by_rows(data: &[f32], width: usize) -> Matrix<'_> {
     Matrix { data, row_stride: width, column_stride: 1 }
 }
 
@@ -30,26 +28,26 @@ pub(super) fn by_columns(data: &[f32], width: usize) -> Matrix<'_> {
 
 /// A right factor: panels of 16 columns.
 #[derive(Clone, Copy)]
-pub(super) struct Right<'a> {
+pub(crate) struct Right<'a> {
     data: &'a [f32],
     row_stride: usize,
     panel_stride: usize,
 }
 
 /// A right factor by rows of `width`.
-pub(super) fn in_rows(data: &[f32], width: usize) -> Right<'_> {
+pub(crate) fn in_rows(data: &[f32], width: usize) -> Right<'_> {
     Right { data, row_stride: width, panel_stride: PANEL }
 }
 
 /// A right factor as [`transpose`] writes it, of `inner` rows.
-pub(super) fn in_panels(data: &[f32], inner: usize) -> Right<'_> {
+pub(crate) fn in_panels(data: &[f32], inner: usize) -> Right<'_> {
     Right { data, row_stride: PANEL, panel_stride: inner * PANEL }
 }
 
 /// Writes the transpose of a matrix with rows of `width` in panels, one after another: in long rows, whose distance is often a
 /// power of two, the elements of a column would evict each other from the cache.
 #[inline(always)]
-pub(super) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
+pub(crate) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
     for (rows, panel) in rows.chunks_exact(PANEL * width).zip(out.chunks_exact_mut(PANEL * width)) {
         for (column, out) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
             *out = std::array::from_fn(|row| rows[row * width + column]);
@@ -57,9 +55,9 @@ pub(super) fn transpose(rows: &[f32], width: usize, out: &mut [f32]) {
     }
 }
 
-/// `c (+)= a · b` for `a` of `rows` × `inner`. Rows of `c` are `ldc` elements apart, and `columns` of them are used; all three
-/// sizes are multiples of 16.
-pub(super) fn multiply(
+/// `c (+)= a · b` for `a` of `rows` × `inner`. Rows of `c` are `ldc` elements apart, and `columns` of them are used; `inner`
+/// and `columns` are multiples of 16. A row's bits do not depend on the number of rows.
+pub(crate) fn multiply(
     [rows, inner, columns]: [usize; 3],
     a: Matrix<'_>,
     b: Right<'_>,
@@ -67,42 +65,38 @@ pub(super) fn multiply(
     accumulate: bool,
 ) {
     assert!(
-        [rows, inner, columns].iter().all(|size| *size > 0 && size.is_multiple_of(PANEL)),
-        "attention pads its matrices"
+        rows > 0 && [inner, columns].iter().all(|size| *size > 0 && size.is_multiple_of(PANEL)),
+        "sizes are padded"
     );
     assert!(a.data.len() > (rows - 1) * a.row_stride + (inner - 1) * a.column_stride, "the left matrix is too short");
     let last_panel = (columns / PANEL - 1) * b.panel_stride;
     assert!(b.data.len() >= last_panel + (inner - 1) * b.row_stride + PANEL, "the right matrix is too short");
     assert!(c.len() >= (rows - 1) * ldc + columns, "the result is too short");
-    for row in (0..rows).step_by(ROWS) {
-        let a = Matrix { data: &a.data[row * a.row_stride..], ..a };
-        let c = &mut c[row * ldc..];
-        match Isa::current() {
-            // SAFETY: the CPU has the instructions, and the sizes were checked: `ROWS` more rows follow.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe {
-                avx512::rows([inner, columns], a, b, (c, ldc), accumulate);
-            },
-            // SAFETY: as above.
-            #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => unsafe { avx2::rows([inner, columns], a, b, (c, ldc), accumulate) },
-            // SAFETY: as above.
-            #[cfg(target_arch = "aarch64")]
-            Isa::Neon | Isa::NeonBf16 => unsafe { neon::rows([inner, columns], a, b, (c, ldc), accumulate) },
-            Isa::Portable => portable([inner, columns], a, b, (c, ldc), accumulate),
-        }
+    match Isa::current() {
+        // SAFETY: the CPU has the instructions, and the sizes were checked.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe {
+            avx512::multiply([rows, inner, columns], a, b, (c, ldc), accumulate);
+        },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { avx2::multiply([rows, inner, columns], a, b, (c, ldc), accumulate) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon | Isa::NeonBf16 => unsafe { neon::multiply([rows, inner, columns], a, b, (c, ldc), accumulate) },
+        Isa::Portable => portable([rows, inner, columns], a, b, (c, ldc), accumulate),
     }
 }
 
 /// Four rows of `b` are multiplied into a row of `c` at a time, for the compiler to vectorise as its target allows.
 fn portable(
-    [inner, columns]: [usize; 2],
+    [rows, inner, columns]: [usize; 3],
     a: Matrix<'_>,
     b: Right<'_>,
     (c, ldc): (&mut [f32], usize),
     accumulate: bool,
 ) {
-    for (row, c) in c.chunks_mut(ldc).take(ROWS).enumerate() {
+    for (row, c) in c.chunks_mut(ldc).take(rows).enumerate() {
         for (panel, c) in c[..columns].as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
             let mut sums = if accumulate { *c } else { [0.0; PANEL] };
             for k in (0..inner).step_by(4) {
@@ -119,67 +113,69 @@ fn portable(
     }
 }
 
-/// [`multiply`] for [`ROWS`] rows in vectors of `$lanes`, `$vectors` of them side by side in a tile of `$rows`.
+/// [`multiply`] in vectors of `$lanes`, `$vectors` of them side by side in a tile of `$rows` or of one row.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! tiles {
     ($name:ident, $features:literal, $lanes:literal, $rows:literal, $vectors:literal, $arch:ident,
      [$zero:path, $set:ident, $load:ident, $store:ident, $multiply_add:path]) => {
         mod $name {
-            use super::{Matrix, PANEL, ROWS, Right};
+            use super::{Matrix, PANEL, Right};
             use std::arch::$arch::{$load, $set, $store};
 
             /// Vectors in a panel.
             const EACH: usize = PANEL / $lanes;
 
             /// # Safety
-            /// The CPU must have the instructions; the matrices must have these rows and columns, and `a` and `c` at least `ROWS`
-            /// rows.
+            /// The CPU must have the instructions; the matrices must have these rows and columns.
             #[target_feature(enable = $features)]
-            pub(super) unsafe fn rows(
-                [inner, columns]: [usize; 2],
+            pub(super) unsafe fn multiply(
+                [rows, inner, columns]: [usize; 3],
                 a: Matrix<'_>,
                 b: Right<'_>,
                 (c, ldc): (&mut [f32], usize),
                 accumulate: bool,
             ) {
-                for row in (0..ROWS).step_by($rows) {
+                let whole = rows / $rows * $rows;
+                let strips = (0..whole).step_by($rows).map(|row| (row, true));
+                for (row, is_whole) in strips.chain((whole..rows).map(|row| (row, false))) {
                     let a = (a.data.as_ptr().wrapping_add(row * a.row_stride), a.row_stride, a.column_stride);
                     let mut column = 0;
                     while column < columns {
                         let first = b.data.as_ptr().wrapping_add(column / PANEL * b.panel_stride);
                         let b = (first, b.row_stride, b.panel_stride);
-                        let c = c.as_mut_ptr().wrapping_add(row * ldc + column);
+                        let c = (c.as_mut_ptr().wrapping_add(row * ldc + column), ldc);
+                        let wide = column + $vectors * $lanes <= columns;
                         // SAFETY: the caller's promise; `columns` is a multiple of a panel, so a narrow tile fits in
                         // the rest.
                         unsafe {
-                            if column + $vectors * $lanes <= columns {
-                                tile::<$vectors>(inner, a, b, (c, ldc), accumulate);
-                                column += $vectors * $lanes;
-                            } else {
-                                tile::<EACH>(inner, a, b, (c, ldc), accumulate);
-                                column += PANEL;
+                            match (is_whole, wide) {
+                                (true, true) => tile::<$rows, $vectors>(inner, a, b, c, accumulate),
+                                (true, false) => tile::<$rows, EACH>(inner, a, b, c, accumulate),
+                                (false, true) => tile::<1, $vectors>(inner, a, b, c, accumulate),
+                                (false, false) => tile::<1, EACH>(inner, a, b, c, accumulate),
                             }
                         }
+                        column += if wide { $vectors * $lanes } else { PANEL };
                     }
                 }
             }
 
             /// # Safety
-            /// As [`rows`], for `VECTORS` vectors of columns.
+            /// As [`multiply`], for `ROWS` rows and `VECTORS` vectors of columns.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn tile<const VECTORS: usize>(
+            unsafe fn tile<const ROWS: usize, const VECTORS: usize>(
                 inner: usize,
                 (a, row_stride, column_stride): (*const f32, usize, usize),
                 (b, ldb, panel_stride): (*const f32, usize, usize),
                 (c, ldc): (*mut f32, usize),
                 accumulate: bool,
             ) {
-                let mut sums = [[$zero(); VECTORS]; $rows];
+                let mut sums = [[$zero(); VECTORS]; ROWS];
                 // SAFETY: the caller promised that all of these are elements of the matrices.
                 unsafe {
                     if accumulate {
-                        for row in 0..$rows {
+                        for row in 0..ROWS {
                             for vector in 0..VECTORS {
                                 sums[row][vector] = $load(c.add(row * ldc + vector * $lanes));
                             }
@@ -192,14 +188,14 @@ macro_rules! tiles {
                             let place = column / PANEL * panel_stride + column % PANEL;
                             columns[vector] = $load(b.add(k * ldb + place));
                         }
-                        for row in 0..$rows {
+                        for row in 0..ROWS {
                             let factor = $set(*a.add(row * row_stride + k * column_stride));
                             for vector in 0..VECTORS {
                                 sums[row][vector] = $multiply_add(factor, columns[vector], sums[row][vector]);
                             }
                         }
                     }
-                    for row in 0..$rows {
+                    for row in 0..ROWS {
                         for vector in 0..VECTORS {
                             $store(c.add(row * ldc + vector * $lanes), sums[row][vector]);
                         }
@@ -263,7 +259,9 @@ mod tests {
         let values = |count: usize, seed: usize| -> Vec<f32> {
             (0..count).map(|i| ((i * 7919 + seed) % 2003) as f32 / 1001.5 - 1.0).collect()
         };
-        for [rows, inner, columns] in [[16, 16, 16], [32, 48, 80], [16, 64, 96], [80, 16, 64]] {
+        for [rows, inner, columns] in
+            [[16, 16, 16], [32, 48, 80], [16, 64, 96], [80, 16, 64], [1, 32, 48], [11, 16, 32]]
+        {
             let (ldb, ldc) = (columns + 16, columns + 32);
             let (a, b) = (values(rows * inner, 1), values(inner * ldb, 2));
             for (a, accumulate) in [(by_rows(&a, inner), false), (by_columns(&a, rows), true)] {

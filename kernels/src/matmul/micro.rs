@@ -106,6 +106,9 @@ impl PrefetchQueue {
     }
 }
 
+/// Multiplies two panels.
+type Run = unsafe fn(usize, *const u32, *const u32, &PrefetchQueue, &mut Tile);
+
 /// A micro-kernel and the shape of its panels.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MicroKernel {
@@ -116,7 +119,9 @@ pub(super) struct MicroKernel {
     /// The units of the panels of A and of B, with the same numbers of elements and of words.
     units: [PackUnit; 2],
     /// `tile = A·B` over this number of words of each line.
-    run: unsafe fn(usize, *const u32, *const u32, &PrefetchQueue, &mut Tile),
+    run: Run,
+    /// The same sums for A's first line alone; other rows of the tile are undefined.
+    run_one: Run,
     /// Functions that a thread calls before and after it runs the kernel, if any.
     around: Option<[unsafe fn(); 2]>,
 }
@@ -134,32 +139,30 @@ impl MicroKernel {
     pub(super) fn of<T: Element>(isa: Isa) -> Self {
         assert!(isa.is_supported());
         match isa {
-            Isa::Portable => Self::in_registers([4, 8], PackUnit::Float, portable),
+            Isa::Portable => Self::in_registers([4, 8], PackUnit::Float, [portable::<4>, portable::<1>]),
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => Self::in_registers([6, 16], PackUnit::Float, avx2::float),
+            Isa::Avx2 => Self::in_registers([6, 16], PackUnit::Float, [avx2::float::<6>, avx2::float::<1>]),
             #[cfg(target_arch = "x86_64")]
             Isa::Amx if T::DTYPE == candle_core::DType::BF16 => Self::in_tiles::<super::super::amx::AmxTiles>(),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 if T::DTYPE == candle_core::DType::BF16 => {
-                Self::in_registers([8, 48], PackUnit::Bf16Pair, avx512::bf16_pair)
+                Self::in_registers([8, 48], PackUnit::Bf16Pair, [avx512::bf16_pair::<8>, avx512::bf16_pair::<1>])
             }
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Self::in_registers([8, 48], PackUnit::Float, avx512::float),
-            #[cfg(target_arch = "aarch64")]
-            Isa::NeonBf16 if T::DTYPE == candle_core::DType::BF16 => {
-                Self::in_registers([8, 12], PackUnit::Bf16Quad, neon::bf16_quad)
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => {
+                Self::in_registers([8, 48], PackUnit::Float, [avx512::float::<8>, avx512::float::<1>])
             }
             #[cfg(target_arch = "aarch64")]
-            Isa::Neon | Isa::NeonBf16 => Self::in_registers([8, 12], PackUnit::Float, neon::float),
+            Isa::NeonBf16 if T::DTYPE == candle_core::DType::BF16 => {
+                Self::in_registers([8, 12], PackUnit::Bf16Quad, [neon::bf16_quad; 2])
+            }
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon | Isa::NeonBf16 => Self::in_registers([8, 12], PackUnit::Float, [neon::float; 2]),
         }
     }
 
-    fn in_registers(
-        [rows, cols]: [usize; 2],
-        unit: PackUnit,
-        run: unsafe fn(usize, *const u32, *const u32, &PrefetchQueue, &mut Tile),
-    ) -> Self {
-        Self { rows, cols, units: [unit; 2], run, around: None }
+    fn in_registers([rows, cols]: [usize; 2], unit: PackUnit, [run, run_one]: [Run; 2]) -> Self {
+        Self { rows, cols, units: [unit; 2], run, run_one, around: None }
     }
 
     /// The micro-kernel for AMX or a model of it.
@@ -169,9 +172,15 @@ impl MicroKernel {
             rows: amx::LINES,
             cols: amx::LINES,
             units: [PackUnit::TileRow, PackUnit::TileColumn],
-            run: amx::bf16::<T>,
+            run: amx::bf16::<T, false>,
+            run_one: amx::bf16::<T, true>,
             around: Some([T::configure, T::release]),
         }
+    }
+
+    /// This kernel for an A of `lines` lines, with the same bits.
+    pub(super) fn for_lines(self, lines: usize) -> Self {
+        if lines == 1 { Self { run: self.run_one, ..self } } else { self }
     }
 
     /// The layout of A's panels.
@@ -236,11 +245,11 @@ impl Drop for PreparedKernel {
     }
 }
 
-/// 4 × 8 floats, for the compiler to vectorise as its target allows.
+/// The first `ROWS` rows of 4 × 8 floats, for the compiler to vectorise as its target allows.
 ///
 /// # Safety
 /// `a` must have 4 floats a unit and `b` 8.
-unsafe fn portable(units: usize, a: *const u32, b: *const u32, _: &PrefetchQueue, tile: &mut Tile) {
+unsafe fn portable<const ROWS: usize>(units: usize, a: *const u32, b: *const u32, _: &PrefetchQueue, tile: &mut Tile) {
     // SAFETY: the caller's promise.
     let (a, b) = unsafe {
         (
@@ -248,7 +257,7 @@ unsafe fn portable(units: usize, a: *const u32, b: *const u32, _: &PrefetchQueue
             std::slice::from_raw_parts(b.cast::<[f32; 8]>(), units),
         )
     };
-    let mut sums = [[0f32; 8]; 4];
+    let mut sums = [[0f32; 8]; ROWS];
     for (a, b) in a.iter().zip(b) {
         for (sums, a) in sums.iter_mut().zip(a) {
             for (sum, b) in sums.iter_mut().zip(b) {
@@ -256,5 +265,5 @@ unsafe fn portable(units: usize, a: *const u32, b: *const u32, _: &PrefetchQueue
             }
         }
     }
-    tile.0[..32].copy_from_slice(sums.as_flattened());
+    tile.0[..8 * ROWS].copy_from_slice(sums.as_flattened());
 }

@@ -418,3 +418,49 @@ fn the_cpus_tiles_and_their_model_give_the_same_products() {
         assert!(bits::<bf16>(real, 2, rows.clone()) == bits::<bf16>(model, 2, rows));
     }
 }
+
+/// Rows that are multiplied alone or with few others have the bits that they have among many.
+fn check_rows<T: Element>(kernels: Kernels) {
+    let (m, k, n) = (37, 3300, 101);
+    let Some(kernel) = kernels.of::<T>() else { return };
+    let [a, b, transposed] = [(m * k, 1), (k * n, 2), (k * n, 3)].map(|(len, seed)| random::<T>(len, seed));
+    let [low, factor] = [(m * 8, 4), (8 * n, 5)].map(|(len, seed)| random::<T>(len, seed));
+    let bias = random::<f32>(n, 6);
+    let epilogue = Epilogue { alpha: 0.75, bias: Some(&bias), accumulate: false };
+    for b in [Operand::new(&b, k, n), Operand::new(&transposed, n, k).transposed()] {
+        for has_second in [false, true] {
+            let product = |rows: Range<usize>| {
+                let of = |x: &'_ [T], columns: usize| x[rows.start * columns..rows.end * columns].to_vec();
+                let (a, low) = (of(&a, k), of(&low, 8));
+                let term = LowRankTerm {
+                    a: Operand::new(&low, rows.len(), 8),
+                    b: Operand::new(&factor, 8, n),
+                    alpha: 2.0,
+                    shares: &[],
+                };
+                let mut c = vec![T::zero(); rows.len() * n];
+                let a = Operand::new(&a, rows.len(), k);
+                matmul_on(kernel, a, b, has_second.then_some(term), &mut c, n, epilogue);
+                let mut wide = vec![0.0f32; rows.len() * n];
+                matmul_on(kernel, a, b, has_second.then_some(term), &mut wide, n, epilogue);
+                c.iter().map(|x| x.to_f32()).chain(wide).map(f32::to_bits).collect::<Vec<u32>>()
+            };
+            let all = product(0..m);
+            for rows in [0..1, 20..21, 36..37, 3..5, 0..8, 5..22, 0..33] {
+                let found = product(rows.clone());
+                for (half, expected) in found.chunks(rows.len() * n).zip(all.chunks(m * n)) {
+                    assert!(half == &expected[rows.start * n..rows.end * n], "{kernels:?} {:?} {rows:?}", T::DTYPE);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_for_any_number_of_rows() {
+    for kernels in supported() {
+        check_rows::<f32>(kernels);
+        check_rows::<f16>(kernels);
+        check_rows::<bf16>(kernels);
+    }
+}

@@ -33,9 +33,8 @@ impl Completion {
 }
 
 /// Generates a text for each of `requests`, up to `batch_size` at a time, and calls `on_end` with the request's number
-/// and its text, in the order in which they end. A text does not depend on the other texts or on `batch_size`, but it may
-/// differ from [`generate`](super::generate)'s by rounding, because the product of a single row has a different order
-/// of summation.
+/// and its text, in the order in which they end. With the CPU's own kernels a text does not depend on the other texts or
+/// on `batch_size`: log-probabilities have the bits that the training pass computes.
 ///
 /// # Errors
 /// [`Error::Model`](crate::Error::Model) if the model's logits are not finite; errors of `on_end`.
@@ -69,30 +68,16 @@ pub fn generate_batch(
         if running.is_empty() {
             return Ok(());
         }
-        // The product of a single row has a different order of summation. A second one keeps texts independent of
-        // the batch.
-        let alone = rows == 1;
-        let mut ids: Vec<&[u32]> = running.iter().map(|(.., text)| text.undecoded()).collect();
-        if alone {
-            cache.add(model.spec(), 1)?;
-            ids.push(&[0]);
-        }
+        let ids: Vec<&[u32]> = running.iter().map(|(.., text)| text.undecoded()).collect();
         let hidden = model.decode_batch(weights, &ids, &mut cache)?;
         let mut end = 0;
         let last = ids.iter().map(|ids| {
             end += ids.len();
             end as u32 - 1
         });
-        let mut last: Vec<u32> = last.collect();
-        if last.len() == 1 {
-            last.push(last[0]);
-        }
-        let last = hidden.index_select(&Tensor::new(last, &device)?, 0)?;
-        let stored = model.logits(weights, &last)?.narrow(0, 0, running.len())?;
+        let last = hidden.index_select(&Tensor::new(last.collect::<Vec<u32>>(), &device)?, 0)?;
+        let stored = model.logits(weights, &last)?;
         let logits = to_host(&stored.to_dtype(DType::F32)?)?;
-        if alone {
-            cache.remove(1);
-        }
         let choose =
             |(row, (.., text)): (usize, &mut (usize, Vec<f32>, Continuation<'_>))| text.choose(logits.get(row)?);
         let chosen = running.par_iter_mut().enumerate().map(choose).collect::<Result<Vec<u32>>>()?;

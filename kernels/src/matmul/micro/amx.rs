@@ -14,11 +14,11 @@ pub(super) const LINES: usize = 2 * ROWS;
 /// Words of a line in a step.
 const STEP: usize = COLUMNS;
 
-/// A's units are rows of tiles, B's columns of tiles.
+/// A's units are rows of tiles, B's columns of tiles. `HALF` omits the second half of the rows.
 ///
 /// # Safety
 /// `T`'s tiles must be configured on this thread; `a` and `b` must have 32 lines of `words` words.
-pub(super) unsafe fn bf16<T: TileUnit>(
+pub(super) unsafe fn bf16<T: TileUnit, const HALF: bool>(
     words: usize,
     a: *const u32,
     b: *const u32,
@@ -44,13 +44,18 @@ pub(super) unsafe fn bf16<T: TileUnit>(
         tiles.multiply::<0, 4, 6>();
         tiles.load::<7>(&b[COLUMNS..], LINES);
         tiles.multiply::<1, 4, 7>();
-        tiles.load::<4>(&a[ROWS * STEP..], STEP);
-        tiles.multiply::<2, 4, 6>();
-        tiles.multiply::<3, 4, 7>();
+        if !HALF {
+            tiles.load::<4>(&a[ROWS * STEP..], STEP);
+            tiles.multiply::<2, 4, 6>();
+            tiles.multiply::<3, 4, 7>();
+        }
     }
     let sums = &mut tile.0[..LINES * LINES];
     tiles.store::<0>(sums, LINES);
     tiles.store::<1>(&mut sums[COLUMNS..], LINES);
+    if HALF {
+        return;
+    }
     tiles.store::<2>(&mut sums[ROWS * LINES..], LINES);
     tiles.store::<3>(&mut sums[ROWS * LINES + COLUMNS..], LINES);
 }

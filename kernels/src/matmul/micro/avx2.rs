@@ -11,14 +11,20 @@ const ROWS: usize = 6;
 const VECTORS: usize = 2;
 const LANES: usize = 8;
 
-/// Units are floats.
+/// The first `LIVE` of the rows. Units are floats.
 ///
 /// # Safety
 /// The CPU must have AVX2 and FMA; `a` must have 6 floats for each of `units`, `b` 16.
 #[target_feature(enable = "avx2,fma")]
-pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &PrefetchQueue, tile: &mut Tile) {
+pub(super) unsafe fn float<const LIVE: usize>(
+    units: usize,
+    a: *const u32,
+    b: *const u32,
+    ahead: &PrefetchQueue,
+    tile: &mut Tile,
+) {
     let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
-    let mut sums = [[_mm256_setzero_ps(); VECTORS]; ROWS];
+    let mut sums = [[_mm256_setzero_ps(); VECTORS]; LIVE];
     for span in ahead.spread_over(units) {
         fetch(span.address);
         for _ in 0..span.units {
@@ -28,7 +34,7 @@ pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &P
                 for vector in 0..VECTORS {
                     columns[vector] = _mm256_loadu_ps(b.add(vector * LANES));
                 }
-                for row in 0..ROWS {
+                for row in 0..LIVE {
                     let left = _mm256_set1_ps(*a.add(row));
                     for vector in 0..VECTORS {
                         sums[row][vector] = _mm256_fmadd_ps(left, columns[vector], sums[row][vector]);
@@ -39,7 +45,7 @@ pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &P
             }
         }
     }
-    for row in 0..ROWS {
+    for row in 0..LIVE {
         for vector in 0..VECTORS {
             let place = (row * VECTORS + vector) * LANES;
             // SAFETY: a tile is aligned and has room for 6 × 16 floats.

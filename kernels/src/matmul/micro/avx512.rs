@@ -19,9 +19,15 @@ const LANES: usize = 16;
 macro_rules! micro_kernel {
     ($(#[$attribute:meta])* $name:ident, |$left:ident, $right:ident, $sum:ident| $multiply_add:expr) => {
         $(#[$attribute])*
-        pub(super) unsafe fn $name(units: usize, a: *const u32, b: *const u32, ahead: &PrefetchQueue, tile: &mut Tile) {
+        pub(super) unsafe fn $name<const LIVE: usize>(
+            units: usize,
+            a: *const u32,
+            b: *const u32,
+            ahead: &PrefetchQueue,
+            tile: &mut Tile,
+        ) {
             let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
-            let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
+            let mut sums = [[_mm512_setzero_ps(); VECTORS]; LIVE];
             for span in ahead.spread_over(units) {
                 fetch(span.address);
                 for _ in 0..span.units {
@@ -31,7 +37,7 @@ macro_rules! micro_kernel {
                         for vector in 0..VECTORS {
                             columns[vector] = _mm512_load_ps(b.add(vector * LANES));
                         }
-                        for row in 0..ROWS {
+                        for row in 0..LIVE {
                             let $left = _mm512_set1_ps(*a.add(row));
                             for vector in 0..VECTORS {
                                 let ($right, $sum) = (columns[vector], sums[row][vector]);
@@ -43,7 +49,7 @@ macro_rules! micro_kernel {
                     }
                 }
             }
-            for row in 0..ROWS {
+            for row in 0..LIVE {
                 for vector in 0..VECTORS {
                     let place = (row * VECTORS + vector) * LANES;
                     // SAFETY: a tile is aligned and has room for 8 × 48 floats.
@@ -55,7 +61,7 @@ macro_rules! micro_kernel {
 }
 
 micro_kernel! {
-    /// Units are floats.
+    /// The first `LIVE` of the rows. Units are floats.
     ///
     /// # Safety
     /// The CPU must have AVX-512; `a` must have 8 units of memory for each of `units`, `b` 48, aligned to 64 bytes.
@@ -64,7 +70,7 @@ micro_kernel! {
 }
 
 micro_kernel! {
-    /// Units are pairs of BF16. The instruction adds both products of a pair to the FP32 sum, rounding after each; it takes
+    /// The first `LIVE` of the rows. Units are pairs of BF16. The instruction adds both products of a pair to the FP32 sum, rounding after each; it takes
     /// subnormal inputs and results for zero, which no other micro-kernel does.
     ///
     /// # Safety

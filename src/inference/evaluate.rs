@@ -188,16 +188,4 @@ mod tests {
         let windows = SlidingWindow::new(8, None, Some(4), None).unwrap();
         assert_eq!(windows.clamped_to(4700), windows);
     }
-
-    #[test]
-    fn invalid_windows_are_rejected_by_flag() {
-        let message = |seq_len, stride, batch| {
-            SlidingWindow::new(8, seq_len, stride, batch).map_or_else(|error| error.to_string(), |_| "fine".into())
-        };
-        assert_eq!(message(None, None, None), "fine");
-        assert!(message(Some(9), None, None).starts_with("--seq-len: 9 exceeds the model's context of 8"));
-        assert!(message(Some(4), Some(5), None).starts_with("--stride: 5 exceeds the window of 4"));
-        assert!(message(None, Some(0), None).starts_with("--stride: must be"));
-        assert!(message(None, None, Some(0)).starts_with("--batch-size: must be"));
-    }
 }

@@ -96,8 +96,4 @@ fn the_command_says_it_in_text_json_and_exit_code() {
     let text = fixture.said(&format!("{line} --json"));
     let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
     assert_eq!((report["verdict"].as_str(), report["units"].as_array().unwrap().len()), (Some("fp16"), 5));
-    for nonsense in ["--batches 0", "-l 4096"] {
-        let complaint = fixture.refused(&format!("fp16-check model --data grammar {nonsense}"));
-        assert!(complaint.contains("error: "), "{complaint}");
-    }
 }

@@ -145,10 +145,6 @@ fn n4_help_is_grouped_and_has_defaults_and_examples() {
     let explained = fixture.said("config --explain");
     assert!(explained.contains("# The highest learning rate.\nlr = 0.003\n"), "{explained}");
     assert!(fixture.said("config --dtype half").contains("dtype = \"p=f32,c=f16,g=f16,r=f32\""));
-    for (typed, tip) in [("train", "`finetune` without a command trains"), ("resume", "`finetune --resume`")] {
-        let complaint = fixture.refused(typed);
-        assert!(complaint.contains(tip), "{complaint}");
-    }
 }
 
 #[test]
@@ -156,8 +152,6 @@ fn n5_epochs_win_over_the_presets_steps() {
     let fixture = CliFixture::new();
     let config = fixture.said("config --epochs 1");
     assert!(config.contains("epochs = 1.0") && !config.contains("\nsteps"), "{config}");
-    let complaint = fixture.refused("--epochs 1 --steps 4");
-    assert!(complaint.contains("both `epochs` and `steps`"), "{complaint}");
 }
 
 #[test]
@@ -277,7 +271,6 @@ fn w13_adapters_have_one_spelling_in_training_and_bench() {
         let line = format!("bench --model tiny --batch-size 1 --seq-len 4 --steps 1 --warmup 0 --lora {rank}");
         assert_eq!(fixture.json(&line)["lora"], 4);
     }
-    assert!(fixture.refused("--lr 0").contains("optimizer.lr: 0 would change nothing"));
 }
 
 #[test]
@@ -340,10 +333,6 @@ fn n11_runs_go_by_their_names_everywhere() {
     assert!(fixture.said("verify-resume r --steps 4").contains("bit-identical: 4 steps against 2 + save + load + 2"));
     fixture.said("--resume r/step-000002 --plain");
     fixture.said("eval r/step-000002");
-    let complaint = fixture.refused("--resume r --run other");
-    assert!(complaint.contains("remove `--run other`"), "{complaint}");
-    let complaint = fixture.refused("--lr -1");
-    assert!(complaint.contains("optimizer.lr: `-1` is not between"), "{complaint}");
 }
 
 #[test]
@@ -358,9 +347,6 @@ fn n11_runs_are_listed_and_deleted_after_a_question() {
     let cells = |row: usize| -> Vec<&str> { rows[row].iter().map(|cell| cell.trim()).collect() };
     assert_eq!((cells(1)[0], cells(1)[2], cells(1)[3], cells(1)[6]), ("first", "model f16", "2/2", "done"), "{listed}");
     assert_eq!((cells(2)[0], cells(2)[2], cells(2)[3]), ("second", "model bf16", "3/3"), "{listed}");
-    let complaint = fixture.refused("runs delete first");
-    assert!(complaint.contains("add `--yes`"), "there is no terminal to answer on: {complaint}");
-    assert!(fixture.path("checkpoints/first").is_dir());
     fixture.said("runs delete first --yes");
     assert!(!fixture.path("checkpoints/first").exists());
     assert_eq!(fixture.said("runs").lines().count(), 2);

@@ -14,3 +14,4 @@ pub(crate) mod processes;
 pub(crate) mod python;
 pub(crate) mod reference_families;
 pub(crate) mod reference_model;
+pub(crate) mod transcript;

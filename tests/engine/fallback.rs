@@ -16,9 +16,7 @@ use finetune::engine::collective::SingleProcess;
 use finetune::engine::kernels::view;
 use finetune::engine::model::{ForwardMode, InputIds, KvCache, ModelSpec};
 use finetune::engine::optim::AdamWConfig;
-use finetune::precision::{
-    Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionConfig, PrecisionPolicy, PrecisionUnit,
-};
+use finetune::precision::{Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, compare, latest_valid};
 use finetune::store::tensor_file::TensorFile;
 use finetune::telemetry::{Activity, DtypeChange, Emitter, Event, Record, StepStatus, read};
@@ -355,27 +353,4 @@ fn decoding_follows_the_types_of_the_weights() {
             assert!((found - expected).abs() < 1e-2, "{unit}: {found} {expected}");
         }
     }
-}
-
-#[test]
-fn the_rule_is_refused_where_it_means_nothing() {
-    let refused = |settings: &[(&str, &str)]| {
-        let overrides = settings.iter().map(|(key, value)| {
-            let table: toml::Table = format!("v = {value}").parse().unwrap();
-            ((*key).to_owned(), table["v"].clone())
-        });
-        let overrides = overrides.chain([("precision.fallback".to_owned(), toml::Value::String("layer".into()))]);
-        Config::resolve(&ConfigLayers { file: None, overrides: overrides.collect(), ..ConfigLayers::default() })
-            .unwrap_err()
-            .to_string()
-    };
-    assert_eq!(
-        refused(&[("dtype", "\"bf16\"")]),
-        "precision.fallback: fallback needs FP16, but this run computes in `bf16`; remove the setting"
-    );
-    assert!(
-        refused(&[("precision.fallback_dtype", "\"f16\"")])
-            .starts_with("precision.fallback_dtype: a layer in fallback cannot compute")
-    );
-    assert!(PrecisionConfig::default().fallback == FallbackRule::Off);
 }

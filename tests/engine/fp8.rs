@@ -205,27 +205,6 @@ fn the_variance_switches_the_block_and_the_log_says_so() {
     assert_eq!(switched(variance * 1e-9), (vec![], false), "it begins in FP16 and stays");
 }
 
-#[test]
-fn invalid_settings_are_rejected_by_key() {
-    let refused = |settings: &[(&str, &str)]| {
-        let overrides = settings.iter().map(|(key, value)| {
-            let table: toml::Table = format!("v = {value}").parse().unwrap();
-            ((*key).to_owned(), table["v"].clone())
-        });
-        let config =
-            Config::resolve(&ConfigLayers { file: None, overrides: overrides.collect(), ..ConfigLayers::default() });
-        config
-            .and_then(|config| Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).map(drop))
-            .unwrap_err()
-            .to_string()
-    };
-    assert!(refused(&[("precision.fp8.block", "9")]).starts_with("precision.fp8.block: block 9 does not exist"));
-    assert!(refused(&[("precision.fp8.block", "1"), ("dtype", "\"fp32\"")]).starts_with("precision.fp8.block: "));
-    let both = refused(&[("precision.fp8.block", "1"), ("precision.fallback", "\"layer\"")]);
-    assert!(both.starts_with("precision.fallback: layer fallback and FP8 cannot be combined"), "{both}");
-    assert!(refused(&[("precision.fp8.amax_history_len", "0")]).starts_with("precision.fp8.amax_history_len: "));
-}
-
 /// The experiment in `configs/experiments`, in small: three arms that `compare` distinguishes.
 #[test]
 fn the_experiment_runs_and_is_compared() {

@@ -57,7 +57,7 @@ fn several_losses_are_scaled_at_once_and_factors_can_be_set() {
 #[test]
 fn c7_the_inverse_is_divided_in_f64_and_rounded_once() {
     let grad = [0.1f32, -7.0, f32::MIN_POSITIVE, 1e-40];
-    for scale in [3.0f32, 65536.0, 0.3, 1.0] {
+    for scale in [3.0f32, 65536.0, 1e38, 0.3, 1.0] {
         let mut scaler = scaler(65536.0, 1);
         scaler.update_to(scale).unwrap();
         let var = Var::zeros(4, DType::F32, &CPU).unwrap();
@@ -168,8 +168,10 @@ fn c18_and_c25_a_second_step_and_an_update_without_a_check_are_errors() {
     assert_eq!(bits(&var), after);
     scaler.update().unwrap();
     // Unscaling without a step counts as a check.
+    grads.insert(&var, full(f32::INFINITY, &var));
     scaler.unscale(&optimizer, &mut grads).unwrap();
-    scaler.update().unwrap();
+    assert_eq!(scaler.update().unwrap(), ScaleChange::BackedOff { from: 4.0, to: 2.0 });
+    assert!(scaler.update().is_err());
 }
 
 #[test]
@@ -186,7 +188,8 @@ fn c26_a_new_scale_ignores_what_was_found_and_starts_the_next_round() {
     assert_eq!((scaler.get_scale(), tracker(&scaler)), (64.0, 1));
     assert!(scaler.step(&mut optimizer, &mut store([(&var, full(4.0, &var))])).unwrap());
     assert_eq!(scaler.update().unwrap(), ScaleChange::Held);
-    assert!(scaler.update_to(f32::NAN).is_err());
+    assert!(scaler.update_to(f32::NAN).is_err() && scaler.update_to(0.0).is_err());
+    assert_eq!(scaler.get_scale(), 64.0);
 }
 
 #[test]

@@ -12,45 +12,8 @@ use serde::Deserialize;
 
 use super::reference_model::{IGNORED, Shape};
 
-/// The cases under `tests/golden/families`.
-pub(crate) const FAMILIES: [&str; 17] = [
-    "llama",
-    "llama-biases",
-    "llama-linear",
-    "llama-dynamic",
-    "llama-llama3",
-    "llama-yarn",
-    "mistral",
-    "qwen2",
-    "qwen2-window",
-    "qwen3",
-    "gemma3",
-    "smollm3",
-    "smollm3-window",
-    "olmo2",
-    "granite",
-    "phi3",
-    "phi3-longrope",
-];
-
-/// The cases under `tests/golden/lora`.
-pub(crate) const LORA: [&str; 12] = [
-    "gpt2",
-    "gpt2-dora",
-    "llama-rslora",
-    "llama-biases-dora",
-    "qwen3",
-    "qwen3-dora",
-    "gemma3",
-    "gemma3-dora",
-    "smollm3",
-    "olmo2",
-    "granite-dora",
-    "phi3",
-];
-
 /// The cases of GPT-2 under `tests/golden`.
-pub(crate) const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];
+const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];
 
 /// Every set of kernels that computes on a CPU.
 pub(crate) fn all_kernels() -> [Arc<dyn Kernels>; 2] {
@@ -158,9 +121,9 @@ impl Case {
         Some(Self::assemble("shared/tiny-gpt2", &folder, batches, &reference, final_parameters))
     }
 
-    /// Every case of a family other than GPT-2.
+    /// Every case of a family other than GPT-2, for every set of kernels.
     pub(crate) fn families() -> Vec<Self> {
-        FAMILIES.iter().flat_map(|name| Self::own(&format!("families/{name}")).for_all_kernels()).collect()
+        names("families").iter().flat_map(|name| Self::own(&format!("families/{name}")).for_all_kernels()).collect()
     }
 
     /// The case `name` of adapters: the base's batches, and PyTorch's results with the adapters.
@@ -183,14 +146,20 @@ impl Case {
         Self { trajectory, ..self }
     }
 
-    /// Every case of adapters.
+    /// Every case of adapters, for every set of kernels.
     pub(crate) fn lora() -> Vec<Self> {
-        LORA.iter().flat_map(|name| Self::lora_of(name).for_all_kernels()).collect()
+        names("lora").iter().flat_map(|name| Self::lora_of(name).for_all_kernels()).collect()
     }
 
     /// Every available case of GPT-2; the project's own are always available.
-    pub(crate) fn all() -> Vec<Self> {
+    pub(crate) fn gpt2() -> Vec<Self> {
         CASES.iter().map(|name| Self::own(name)).chain(Self::shared()).collect()
+    }
+
+    /// Every available case of every model, for every set of kernels.
+    pub(crate) fn all() -> Vec<Self> {
+        let gpt2 = Self::gpt2();
+        gpt2.iter().flat_map(Self::for_all_kernels).chain(Self::families()).chain(Self::lora()).collect()
     }
 
     /// The same case for every set of kernels that computes on a CPU.
@@ -224,6 +193,16 @@ impl Case {
             kernels: Arc::new(Fused),
         }
     }
+}
+
+/// The names of the cases in a folder of `tests/golden`, sorted.
+pub(crate) fn names(folder: &str) -> Vec<String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(folder);
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+    let cases = entries.filter(|entry| entry.path().is_dir());
+    let mut names: Vec<_> = cases.map(|case| case.file_name().into_string().unwrap()).collect();
+    names.sort_unstable();
+    names
 }
 
 /// Inputs and targets of rows of tokens `[B,T]`: each position's target is the next token, the last one's is ignored.

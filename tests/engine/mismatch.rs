@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::engine::POLICIES;
-use crate::common::golden::{Case, FAMILIES, LORA};
+use crate::common::golden::{Case, names};
 use finetune::data::{IGNORE_INDEX, TokenSource};
 use finetune::engine::device::DeviceContext;
 use finetune::engine::kernels::isa::Isa;
@@ -130,9 +130,9 @@ pub(crate) fn assert_exact(what: &str, (model, weights, policy): (&Decoder, &Par
 
 #[test]
 fn generation_has_the_bits_of_training() {
-    let families = FAMILIES.iter().map(|name| Case::own(&format!("families/{name}")));
+    let families = names("families").into_iter().map(|name| Case::own(&format!("families/{name}")));
     let own = ["narrow", "head64", "untied", "deep"].iter().map(|name| Case::own(name));
-    for case in own.chain(families).chain(LORA.iter().map(|name| Case::lora_of(name))) {
+    for case in own.chain(families).chain(names("lora").iter().map(|name| Case::lora_of(name))) {
         // Angles of these types depend on the length so far.
         if ["llama-dynamic", "longrope"].iter().any(|name| case.name.contains(name)) {
             continue;

@@ -1,53 +1,57 @@
-//! The engine compared with PyTorch: logits, loss, every gradient, twenty steps of AdamW, and FP16 with its loss scale.
+//! The engine compared with PyTorch, transformers and PEFT: logits, loss, every gradient, twenty steps of AdamW, and half precision.
 //!
-//! The values are in `tests/golden`, and in `../shared/golden` if that folder exists.
+//! The values are in `tests/golden`, and in `../shared/golden` if that folder exists. `make_families.py` and `make_lora.py` document
+//! the purpose of each of their cases.
 
-use crate::common::compare::{assert_close, relative, skip};
-use crate::common::engine::{POLICIES, in_group, unscaled};
+use crate::common::compare::{relative, skip};
+use crate::common::engine::in_group;
 use crate::common::golden::Case;
 use crate::common::processes::together;
+use candle_core::Tensor;
+use finetune::engine::model::ModelSpec;
 use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::train::StepOutcome;
 
-/// Every case for every set of kernels. Prints it if the cases of `../shared` are missing.
-fn cases() -> Vec<Case> {
+/// The cases of GPT-2 for every set of kernels. Prints it if the cases of `../shared` are missing.
+fn gpt2() -> Vec<Case> {
     if Case::shared().is_none() {
         skip("shared", "there is no ../shared/golden/tiny-gpt2");
     }
-    Case::all().iter().flat_map(Case::for_all_kernels).collect()
+    Case::gpt2().iter().flat_map(Case::for_all_kernels).collect()
 }
 
 #[test]
-fn logits_agree_with_pytorch() {
-    for case in cases() {
+fn logits_agree_with_the_reference() {
+    for case in Case::all() {
         case.assert_logits();
     }
 }
 
 #[test]
-fn loss_and_every_gradient_agree_with_pytorch() {
-    for case in cases() {
+fn loss_and_every_gradient_agree_with_the_reference() {
+    for case in Case::all() {
         case.assert_first_step();
     }
 }
 
 #[test]
 fn half_precision_gradients_are_pytorchs_but_for_rounding() {
-    for case in cases() {
+    for case in gpt2() {
         case.assert_half_precision_gradients([4e-3, 3e-2]);
     }
 }
 
+/// Gemma's blocks have twice the norms of the others, and its case has three of them.
 #[test]
-fn every_parameter_receives_a_gradient() {
-    for case in cases() {
-        case.assert_every_parameter_learns();
+fn gradients_of_families_in_half_precision_are_pytorchs_but_for_rounding() {
+    for case in Case::families() {
+        case.assert_half_precision_gradients([6e-3, 4e-2]);
     }
 }
 
 #[test]
-fn twenty_adamw_steps_agree_with_pytorch() {
-    for case in cases() {
+fn twenty_adamw_steps_agree_with_the_reference() {
+    for case in Case::all() {
         case.assert_twenty_steps();
     }
 }
@@ -56,7 +60,7 @@ fn twenty_adamw_steps_agree_with_pytorch() {
 #[test]
 fn twenty_steps_of_several_processes_agree_with_pytorch() {
     let of_rows = |case: &Case| case.kernels.name() == "fused" && case.rows() > 1;
-    for case in cases().into_iter().chain(Case::families()).filter(of_rows) {
+    for case in gpt2().into_iter().chain(Case::families()).filter(of_rows) {
         for world in [2, 3, 4] {
             together(world, |process| {
                 let engine = case.engine(PrecisionPolicy::FP32, 1);
@@ -70,7 +74,7 @@ fn twenty_steps_of_several_processes_agree_with_pytorch() {
 /// that the scales may differ for a while, by one factor.
 #[test]
 fn fp16_losses_and_scales_follow_pytorch() {
-    for case in cases() {
+    for case in gpt2() {
         let mut engine = case.engine(PrecisionPolicy::FP16, case.rows());
         let mut skipped = 0;
         for (step, expected) in case.trajectory.fp16.iter().enumerate() {
@@ -85,17 +89,19 @@ fn fp16_losses_and_scales_follow_pytorch() {
     }
 }
 
-/// Rows of `untied` differ in their numbers of targets, and one has none: micro-batches must weigh by them.
+/// Twenty steps in half precision, at a loss scale that overflows nowhere, lose what PyTorch's FP32 run loses.
 #[test]
-fn micro_batches_make_the_same_step_as_the_whole_batch() {
-    for case in cases() {
-        let mut whole = case.engine(PrecisionPolicy::FP32, case.rows());
-        let mut parts = case.engine(PrecisionPolicy::FP32, 1);
-        let report = whole.step(&case.whole_batch(0)).unwrap();
-        let parts_report = parts.step(&case.micro_batches(0, 1)).unwrap();
-        assert_eq!(report.targets, parts_report.targets);
-        assert!((report.loss - parts_report.loss).abs() < 1e-6, "{}: loss {}", case.name, parts_report.loss);
-        assert_close(&case.name, &unscaled(&parts, 1.0), &unscaled(&whole, 1.0), 2e-6, 2e-6);
+fn half_precision_losses_of_families_follow_those_of_fp32() {
+    for case in Case::families() {
+        for policy in [PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
+            let mut engine = case.calm_engine(policy);
+            for (step, expected) in case.trajectory.fp32.iter().enumerate() {
+                let report = engine.step(&case.whole_batch(step)).unwrap();
+                assert!(report.outcome != StepOutcome::Skipped, "{} {policy}: step {step} overflows", case.name);
+                let error = (report.loss / expected.loss - 1.0).abs();
+                assert!(error < 1e-2, "{} {policy}: loss {} at step {step}", case.name, report.loss);
+            }
+        }
     }
 }
 
@@ -112,12 +118,13 @@ fn fp32_gradients_are_closer_than_fp16_gradients() {
     }
 }
 
-/// With the same state and batches, two runs are the same to the last bit, regardless of the threads.
 #[test]
-fn a_step_is_deterministic() {
-    let cases = Case::own("deep").for_all_kernels();
-    for (case, policy) in cases.iter().flat_map(|case| POLICIES.map(|policy| (case, policy))) {
-        let run = || case.learned(&mut case.engine(policy, case.rows()), 5);
-        assert!(run() == run(), "{} {policy}: two runs differ", case.name);
+fn configurations_are_written_as_they_were_read() {
+    for case in Case::families() {
+        let text = std::fs::read(case.folder.join("config.json")).unwrap();
+        let spec = ModelSpec::from_json(&text, "config.json").unwrap();
+        assert_eq!(ModelSpec::from_json(spec.to_json("float32").as_bytes(), "written").unwrap(), spec, "{}", case.name);
+        let elements: usize = case.parameters.values().map(Tensor::elem_count).sum();
+        assert_eq!(spec.parameter_count(), elements as u64, "{}", case.name);
     }
 }

@@ -16,13 +16,15 @@ mod spec;
 mod workspace;
 
 pub use decoder::{Decoder, ForwardMode, InputIds, KvCache};
+pub(crate) use families::of_gguf;
+pub use family::Family;
 pub(crate) use family::{ConfigReader, GgufFormat, one_or_more};
 pub use hook::{Hook, HookPoint, TensorKind};
 pub use lora::{ALL_LINEAR, Lora, init_dora_magnitude, merge_adapters};
 pub use parameters::{Parameters, sample_init};
 pub use rope::{Rope, RopeType};
 pub use spec::{
-    Biases, DropoutRates, EmbeddingScale, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamInit,
-    ParamRole, ParamSpec, QkNorm, Sliding,
+    Biases, DropoutRates, EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamInit, ParamRole,
+    ParamSpec, QkNorm, Sliding,
 };
 pub use workspace::{Checkpointing, Workspace, WorkspaceBytes, candle_dtype};

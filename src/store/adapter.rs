@@ -124,10 +124,10 @@ impl AdapterFolder {
             let foreign = || {
                 tensor.error(format!(
                     "`{}` has no such layer; the adapter belongs to a different base model",
-                    base.family.model_type()
+                    base.family.model_type
                 ))
             };
-            let name = tensor.name.strip_prefix(PREFIX).and_then(|name| base.family.parameter_name(name));
+            let name = tensor.name.strip_prefix(PREFIX).and_then(base.family.parameter_name);
             let name = name.ok_or_else(foreign)?;
             let part = [".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"]
                 .into_iter()

@@ -199,7 +199,7 @@ fn tensor_index(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<Str
     let mut tensor_index = BTreeMap::new();
     for (index, file) in files.iter().enumerate() {
         for view in file.tensors() {
-            let Some(name) = config.family.parameter_name(view.name) else { continue };
+            let Some(name) = (config.family.parameter_name)(view.name) else { continue };
             if let Some((other, _)) = tensor_index.insert(name.to_owned(), (index, view.name.to_owned())) {
                 let other: &TensorFile = &files[other];
                 return Err(view.error(format!("it is also in `{}`", other.path().display())));

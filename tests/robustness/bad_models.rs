@@ -6,10 +6,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::common::transcript::assert_transcript;
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
+use finetune::engine::model::{ModelSpec, ParamSpec};
 use finetune::inference::export::{self, ExportFormat, export};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::Dtype;
@@ -55,9 +57,9 @@ fn llama() -> serde_json::Value {
 fn folder(at: &Path, change: impl FnOnce(&mut serde_json::Value)) -> PathBuf {
     let mut config = llama();
     let text = config.to_string();
-    let spec = finetune::engine::model::ModelSpec::from_json(text.as_bytes(), "config.json").unwrap();
+    let spec = ModelSpec::from_json(text.as_bytes(), "config.json").unwrap();
     change(&mut config);
-    let zeros = |entry: finetune::engine::model::ParamSpec| {
+    let zeros = |entry: ParamSpec| {
         (format!("model.{}", entry.name), Tensor::zeros(entry.shape, DType::F32, &Device::Cpu).unwrap())
     };
     let tensors: std::collections::HashMap<String, Tensor> = spec.parameters().into_iter().map(zeros).collect();
@@ -253,6 +255,13 @@ fn each_mistake_has_its_message() {
         refuse(name, &folder(&scratch.path().join("folder"), change));
     }
     insta::assert_snapshot!("bad_models", said);
+}
+
+#[test]
+fn each_unsupported_configuration_has_its_message() {
+    assert_transcript("configurations", "$ ", |json| {
+        ModelSpec::from_json(json.as_bytes(), "config.json").expect_err(json).to_string()
+    });
 }
 
 /// Within two seconds of processor time and 2 GB of address space: sizes are checked before anything is built per block.

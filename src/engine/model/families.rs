@@ -11,21 +11,21 @@ mod qwen2;
 mod qwen3;
 mod smollm3;
 
-use super::family::ConfigReader;
-use super::spec::{FamilyRef, ModelSpec};
+use super::family::{ConfigReader, Family};
+use super::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-pub(super) const FAMILIES: [FamilyRef; 10] = [
-    FamilyRef(&gpt2::Gpt2),
-    FamilyRef(&llama::Llama),
-    FamilyRef(&mistral::Mistral),
-    FamilyRef(&qwen2::Qwen2),
-    FamilyRef(&qwen3::Qwen3),
-    FamilyRef(&gemma3::Gemma3),
-    FamilyRef(&smollm3::SmolLm3),
-    FamilyRef(&olmo2::Olmo2),
-    FamilyRef(&phi3::Phi3),
-    FamilyRef(&granite::Granite),
+static FAMILIES: [&Family; 10] = [
+    &gpt2::GPT2,
+    &llama::LLAMA,
+    &mistral::MISTRAL,
+    &qwen2::QWEN2,
+    &qwen3::QWEN3,
+    &gemma3::GEMMA3,
+    &smollm3::SMOLLM3,
+    &olmo2::OLMO2,
+    &phi3::PHI3,
+    &granite::GRANITE,
 ];
 
 /// The maximum number of parameters; their bytes in any number of copies stay within 64 bits.
@@ -33,7 +33,7 @@ const MAX_PARAMETERS: u64 = 1 << 48;
 
 /// The spec that a `config.json` describes, or an error that names the key.
 pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
-    let spec = family_of(keys)?.0.read(keys)?;
+    let spec = (family_of(keys)?.read)(keys)?;
     let count = spec.parameter_count();
     if count > MAX_PARAMETERS {
         return Err(format!("it describes {count} parameters, more than the maximum of {MAX_PARAMETERS}"));
@@ -44,19 +44,19 @@ pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
 }
 
 /// The family that a `config.json` names.
-fn family_of(keys: &ConfigReader<'_>) -> Result<FamilyRef, String> {
+fn family_of(keys: &ConfigReader<'_>) -> Result<&'static Family, String> {
     let model_type = keys.str("model_type", "")?;
-    FAMILIES.into_iter().find(|family| family.model_type() == model_type).ok_or_else(|| {
-        let known = FAMILIES.map(FamilyRef::model_type).join("`, `");
+    FAMILIES.into_iter().find(|family| family.model_type == model_type).ok_or_else(|| {
+        let known = FAMILIES.map(|family| family.model_type).join("`, `");
         format!("`model_type` is `{model_type}`; supported: `{known}`")
     })
 }
 
 /// The family of a GGUF file. Later entries of the list come first, because they are more specific.
-pub(super) fn of_gguf(architecture: &str, keys: &Map<String, Value>) -> Result<FamilyRef, String> {
-    let fits = |family: &FamilyRef| family.0.gguf().architecture == architecture && family.0.claims_gguf(keys);
+pub(crate) fn of_gguf(architecture: &str, keys: &Map<String, Value>) -> Result<&'static Family, String> {
+    let fits = |family: &&Family| family.gguf.architecture == architecture && (family.gguf.claims)(keys);
     FAMILIES.into_iter().rev().find(fits).ok_or_else(|| {
-        let mut known = FAMILIES.map(|family| family.0.gguf().architecture).to_vec();
+        let mut known = FAMILIES.map(|family| family.gguf.architecture).to_vec();
         known.dedup();
         let known = known.join("`, `");
         format!("`general.architecture` is `{}`; supported: `{known}`", architecture.escape_debug())
@@ -65,10 +65,14 @@ pub(super) fn of_gguf(architecture: &str, keys: &Map<String, Value>) -> Result<F
 
 /// The built-in architecture `name`.
 pub(super) fn named(name: &str) -> Option<ModelSpec> {
-    FAMILIES.iter().find_map(|family| family.0.named(name))
+    let (_, spec) = FAMILIES.iter().flat_map(|family| family.named).find(|(known, _)| *known == name)?;
+    Some(spec())
 }
 
 /// The names of all built-in architectures.
 pub(super) fn names() -> Vec<&'static str> {
-    FAMILIES.iter().flat_map(|family| family.0.names()).copied().collect()
+    FAMILIES.iter().flat_map(|family| family.named).map(|(name, _)| *name).collect()
 }
+
+#[cfg(test)]
+mod tests;

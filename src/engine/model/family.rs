@@ -1,8 +1,8 @@
-//! The interface of a model family.
+//! A model family as data.
 
-use super::families::llama;
 use super::spec::{ModelSpec, ModuleId};
 use serde_json::{Map, Value};
+use std::fmt;
 
 /// A metadata key of GGUF, the key of `config.json` that means the same, and whether it is required.
 pub(crate) type GgufKey = (&'static str, &'static str, bool);
@@ -15,63 +15,55 @@ pub(crate) struct GgufFormat {
     pub(crate) keys: &'static [GgufKey],
     /// Whether the rows of the two halves of each query and key head are interleaved.
     pub(crate) interleaved: bool,
+    /// Whether a file with these metadata keys is of this family and not of another with the same architecture.
+    pub(super) claims: fn(keys: &Map<String, Value>) -> bool,
+    /// Moves metadata that only this family has from `keys` to the `config.json`.
+    pub(crate) read: fn(keys: &mut Map<String, Value>, json: &mut Map<String, Value>) -> Result<(), String>,
+    /// Adds metadata that only this family has; rejects what llama.cpp would compute differently.
+    pub(crate) write: fn(spec: &ModelSpec, keys: &mut Vec<(&'static str, Value)>) -> Result<(), String>,
 }
 
-/// A family: its `config.json`, its names and its GGUF files. One file each, listed in `families.rs`; names default to
-/// those of Llama.
-pub(super) trait ModelFamily: Sync {
+/// A model family: the keys of its `config.json`, its names and its GGUF files. One file each, listed in `families.rs`; Llama's
+/// fields are the defaults.
+pub struct Family {
     /// `model_type` in `config.json`.
-    fn model_type(&self) -> &'static str;
-
+    pub(crate) model_type: &'static str,
+    /// The class in transformers.
+    pub(super) class: &'static str,
+    /// Keys of `config.json` that turn biases on: of attention, and of MLPs.
+    pub(super) bias_keys: &'static [&'static str],
+    /// Built-in architectures with a name, with dropout off.
+    pub(super) named: &'static [(&'static str, fn() -> ModelSpec)],
     /// Reads a `config.json`, or returns an error that names a key.
-    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String>;
-
-    /// The `config.json` of a spec, without the type of the weights.
-    fn write(&self, spec: &ModelSpec) -> Value;
-
-    /// A layer's name, its parameters' without `.weight` and `.bias`.
-    fn layer_name(&self, layer: ModuleId) -> String {
-        llama::layer_name(layer)
-    }
-
-    /// A stored tensor's name as a parameter's; `None` for a buffer that is no parameter.
-    fn parameter_name<'a>(&self, tensor: &'a str) -> Option<&'a str> {
-        llama::parameter_name(tensor)
-    }
-
+    pub(super) read: fn(keys: &ConfigReader<'_>) -> Result<ModelSpec, String>,
+    /// Returns the `config.json` of a spec, without the type of the weights.
+    pub(super) write: fn(spec: &ModelSpec) -> Value,
+    /// Returns a layer's name, its parameters' without `.weight` and `.bias`.
+    pub(super) layer_name: fn(layer: ModuleId) -> String,
+    /// Returns a stored tensor's name without the prefix that some files use; `None` for a buffer that is not a parameter.
+    pub(crate) parameter_name: fn(tensor: &str) -> Option<&str>,
     /// The prefix that transformers gives every parameter except the head's.
-    fn prefix(&self) -> &'static str {
-        "model."
-    }
-
-    /// Built-in architectures with a name.
-    fn names(&self) -> &'static [&'static str] {
-        &[]
-    }
-
-    /// The architecture of one of those names, with dropout off.
-    fn named(&self, _name: &str) -> Option<ModelSpec> {
-        None
-    }
-
+    pub(super) prefix: &'static str,
     /// Its GGUF files.
-    fn gguf(&self) -> GgufFormat;
+    pub(crate) gguf: GgufFormat,
+}
 
-    /// Whether a GGUF file with these metadata keys is of this family and not of another with the same architecture.
-    fn claims_gguf(&self, _keys: &Map<String, Value>) -> bool {
-        true
+impl Family {
+    /// The name under which transformers stores a parameter.
+    pub fn stored_name(&self, parameter: &str) -> String {
+        if parameter.starts_with("lm_head.") { parameter.to_owned() } else { format!("{}{parameter}", self.prefix) }
     }
+}
 
-    /// Moves metadata that only this family has from `keys` to the `config.json`.
-    fn read_gguf(&self, _keys: &mut Map<String, Value>, _json: &mut Map<String, Value>) -> Result<(), String> {
-        Ok(())
+impl PartialEq for Family {
+    fn eq(&self, other: &Self) -> bool {
+        self.model_type == other.model_type
     }
+}
 
-    /// Adds metadata that only this family has; rejects what llama.cpp would compute differently.
-    fn write_gguf(&self, spec: &ModelSpec, _keys: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
-        let family = self.model_type();
-        let refused = format!("GGUF has no key for the windows of `{family}`; export it as a folder");
-        if spec.sliding.is_some() { Err(refused) } else { Ok(()) }
+impl fmt::Debug for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.model_type)
     }
 }
 

@@ -145,7 +145,7 @@ pub(super) fn parts(spec: &ModelSpec, fused_into: ModuleId) -> Vec<(ModuleId, us
 /// Whether `name` means `layer`: by the whole name, with or without the family's prefix, or by the end of it.
 fn matches(spec: &ModelSpec, layer: ModuleId, name: &str) -> bool {
     let whole = spec.layer_name(layer);
-    let name = name.strip_prefix(spec.family.prefix()).unwrap_or(name);
+    let name = name.strip_prefix(spec.family.prefix).unwrap_or(name);
     whole.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }
 

@@ -3,7 +3,7 @@
 //! A family (a file in `families`) reads a `config.json` into a [`ModelSpec`]; all other code uses the spec.
 
 use super::families;
-use super::family::{ConfigReader, GgufFormat, ModelFamily};
+use super::family::{ConfigReader, Family};
 use super::lora::Lora;
 use super::rope::Rope;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
@@ -12,65 +12,6 @@ use crate::{Error, Result};
 use candle_core::quantized::GgmlDType;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-
-/// A model family: the keys of its `config.json` and the names of its tensors.
-#[derive(Clone, Copy)]
-pub struct FamilyRef(pub(super) &'static dyn ModelFamily);
-
-impl FamilyRef {
-    /// Its `model_type` in `config.json`.
-    pub fn model_type(self) -> &'static str {
-        self.0.model_type()
-    }
-
-    /// The name under which transformers stores a parameter.
-    pub fn stored_name(self, parameter: &str) -> String {
-        if parameter.starts_with("lm_head.") { parameter.to_owned() } else { format!("{}{parameter}", self.0.prefix()) }
-    }
-
-    /// The prefix that transformers gives every parameter except the head's.
-    pub(super) fn prefix(self) -> &'static str {
-        self.0.prefix()
-    }
-
-    /// A stored tensor's name without the prefix that some files use; `None` for a buffer that is not a parameter.
-    pub fn parameter_name(self, tensor: &str) -> Option<&str> {
-        self.0.parameter_name(tensor)
-    }
-
-    /// The family of a GGUF file with this architecture and these metadata keys.
-    pub(crate) fn of_gguf(architecture: &str, keys: &Map<String, Value>) -> Result<Self, String> {
-        families::of_gguf(architecture, keys)
-    }
-
-    /// Its GGUF files.
-    pub(crate) fn gguf(self) -> GgufFormat {
-        self.0.gguf()
-    }
-
-    /// Moves metadata that only this family has from `keys` to the `config.json`.
-    pub(crate) fn read_gguf(self, keys: &mut Map<String, Value>, json: &mut Map<String, Value>) -> Result<(), String> {
-        self.0.read_gguf(keys, json)
-    }
-
-    /// Adds metadata that only this family has; rejects what llama.cpp would compute differently.
-    pub(crate) fn write_gguf(self, spec: &ModelSpec, keys: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
-        self.0.write_gguf(spec, keys)
-    }
-}
-
-impl PartialEq for FamilyRef {
-    fn eq(&self, other: &Self) -> bool {
-        self.model_type() == other.model_type()
-    }
-}
-
-impl fmt::Debug for FamilyRef {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.model_type())
-    }
-}
 
 /// Which linear layers have a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,7 +69,7 @@ pub struct Sliding {
 #[expect(clippy::struct_excessive_bools, reason = "families differ in these ways independently")]
 pub struct ModelSpec {
     /// Its family.
-    pub family: FamilyRef,
+    pub family: &'static Family,
     /// V: rows of the token embedding.
     pub vocab_size: usize,
     /// The longest context in tokens.
@@ -383,7 +324,7 @@ impl ModelSpec {
 
     /// The `config.json`, without the type of the weights.
     pub(crate) fn config(&self) -> Value {
-        self.family.0.write(self)
+        (self.family.write)(self)
     }
 
     /// A `config.json` that transformers' `from_pretrained` takes; `dtype` is the type of the stored weights, as torch
@@ -413,7 +354,7 @@ impl ModelSpec {
 
     /// The display name of a layer: its parameters' name without `.weight`.
     pub fn layer_name(&self, layer: ModuleId) -> String {
-        self.family.0.layer_name(layer)
+        (self.family.layer_name)(layer)
     }
 
     /// The epsilon of norms whose input is the residual stream.

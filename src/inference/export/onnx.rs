@@ -38,7 +38,7 @@ pub(super) fn write(config: &ModelSpec, weights: &Parameters, options: OnnxOptio
     if config.rope.as_ref().is_some_and(Rope::is_dynamic) {
         let message = "`dynamic` and `longrope` rotary embeddings depend on the length of the text, which an ONNX graph \
                        cannot express; export it as a folder";
-        return Err(Error::model(config.family.model_type(), message));
+        return Err(Error::model(config.family.model_type, message));
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let data = ExternalData::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
@@ -47,7 +47,7 @@ pub(super) fn write(config: &ModelSpec, weights: &Parameters, options: OnnxOptio
     builder.decoder();
     let GraphBuilder { graph, mut data, .. } = builder;
     data.file.flush().map_err(Error::io("write", &data.path))?;
-    let model = graph.model(config.family.model_type());
+    let model = graph.model(config.family.model_type);
     std::fs::write(path, model.bytes()).map_err(Error::io("write", path))
 }
 

@@ -5,8 +5,8 @@
 
 use crate::engine::kernels::{Norm, WeightLayout};
 use crate::engine::model::{
-    ConfigReader, FamilyRef, GgufFormat, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, ParamSpec,
-    Rope, RopeType, one_or_more,
+    ConfigReader, Family, GgufFormat, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole, ParamSpec, Rope,
+    RopeType, of_gguf, one_or_more,
 };
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -53,9 +53,9 @@ impl ModelSpec {
     /// type.
     pub fn from_gguf(header: &GgufHeader<'_>, origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
-        let family = FamilyRef::of_gguf(header.architecture, &header.keys).map_err(fail)?;
+        let family = of_gguf(header.architecture, &header.keys).map_err(fail)?;
         let json = config(family, header).map_err(fail)?;
-        let spec = Self::from_config(&json).map_err(|message| fail(rename_keys(&family.gguf(), message)))?;
+        let spec = Self::from_config(&json).map_err(|message| fail(rename_keys(&family.gguf, message)))?;
         check_heads(&spec, header).map_err(fail)?;
         Ok(spec)
     }
@@ -65,8 +65,8 @@ impl ModelSpec {
     /// # Errors
     /// [`Error::Model`] for features that GGUF cannot express, which llama.cpp would compute differently.
     pub fn to_gguf(&self) -> Result<GgufMetadata> {
-        let fail = |message: String| Error::model(self.family.model_type(), message);
-        let format = self.family.gguf();
+        let fail = |message: String| Error::model(self.family.model_type, message);
+        let format = &self.family.gguf;
         let json = self.config();
         let mut keys: Vec<(&'static str, Value)> = Vec::new();
         for (theirs, ours, _) in format.keys {
@@ -80,7 +80,7 @@ impl ModelSpec {
             keys.push(("attention.value_length", self.head_dim.into()));
             rope_factors = self.write_rope(rope, &mut keys).map_err(fail)?;
         }
-        self.family.write_gguf(self, &mut keys).map_err(fail)?;
+        (format.write)(self, &mut keys).map_err(fail)?;
         Ok(GgufMetadata { architecture: format.architecture, keys, rope_factors })
     }
 
@@ -178,7 +178,7 @@ impl ModelSpec {
     }
 
     fn transform(&self, entry: &ParamSpec) -> WeightTransform {
-        let interleaved = self.family.gguf().interleaved;
+        let interleaved = self.family.gguf.interleaved;
         match entry.layer.op {
             ModuleOp::Linear(LinearRole::Query) if interleaved => WeightTransform::Interleaved { heads: self.heads },
             ModuleOp::Linear(LinearRole::Key) if interleaved => WeightTransform::Interleaved { heads: self.kv_heads },
@@ -248,8 +248,8 @@ fn rename_keys(GgufFormat { architecture, keys, .. }: &GgufFormat, message: Stri
 }
 
 /// Translates the metadata to a `config.json`.
-fn config(family: FamilyRef, header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
-    let (name, format) = (header.architecture, family.gguf());
+fn config(family: &Family, header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
+    let (name, format) = (header.architecture, &family.gguf);
     let mut keys = header.keys.clone();
     let mut json = Map::new();
     for (theirs, ours, required) in format.keys {
@@ -269,7 +269,7 @@ fn config(family: FamilyRef, header: &GgufHeader<'_>) -> Result<Map<String, Valu
     json.insert("tie_word_embeddings".into(), (!has("output.weight")).into());
     json.insert("bos_token_id".into(), header.bos.into());
     json.insert("eos_token_id".into(), one_or_more(&header.eos));
-    json.insert("model_type".into(), family.model_type().into());
+    json.insert("model_type".into(), family.model_type.into());
     if format.keys.iter().any(|(theirs, ..)| *theirs == "rope.freq_base") {
         json.insert("attention_bias".into(), has("blk.0.attn_q.bias").into());
         json.insert("mlp_bias".into(), has("blk.0.ffn_gate.bias").into());
@@ -287,7 +287,7 @@ fn config(family: FamilyRef, header: &GgufHeader<'_>) -> Result<Map<String, Valu
             json.insert("rope_scaling".into(), scaling);
         }
     }
-    family.read_gguf(&mut keys, &mut json)?;
+    (format.read)(&mut keys, &mut json)?;
     refuse_unknown(name, &keys)?;
     Ok(json)
 }

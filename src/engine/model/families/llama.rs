@@ -2,35 +2,103 @@
 //! SiLU-gated MLP, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 belong to this family.
 
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
-use crate::engine::model::family::{ConfigReader, GgufFormat, GgufKey, ModelFamily, one_or_more};
+use crate::engine::model::family::{ConfigReader, Family, GgufFormat, one_or_more};
 use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{
-    Biases, DropoutRates, EmbeddingScale, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole,
+    Biases, DropoutRates, EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, Sliding,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// The family.
-pub(super) struct Llama;
+/// The family, from which others take the fields that they share.
+pub(super) static LLAMA: Family = BASE;
 
-/// The metadata keys that all Llama-like families share.
-pub(super) const GGUF_KEYS: [GgufKey; 10] = [
-    ("context_length", "max_position_embeddings", true),
-    ("embedding_length", "hidden_size", true),
-    ("feed_forward_length", "intermediate_size", true),
-    ("block_count", "num_hidden_layers", true),
-    ("attention.head_count", "num_attention_heads", true),
-    ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
-    ("attention.head_count_kv", "num_key_value_heads", false),
-    ("attention.key_length", "head_dim", false),
-    ("rope.freq_base", "rope_theta", false),
-    ("attention.sliding_window", "sliding_window", false),
-];
+/// [`LLAMA`] as a constant.
+pub(super) const BASE: Family = Family {
+    model_type: "llama",
+    class: "LlamaForCausalLM",
+    bias_keys: &["attention_bias", "mlp_bias"],
+    named: &[
+        ("smollm2-135m", || ModelSpec { initializer_range: 1.0 / 24.0, ..smollm2(30, 576, 9, 1536) }),
+        ("smollm2-360m", || smollm2(32, 960, 15, 2560)),
+        ("llama3.2-1b", llama3_2_1b),
+    ],
+    read: |keys| read_uniform(keys, default(), [None, None]),
+    write,
+    layer_name,
+    parameter_name,
+    prefix: "model.",
+    gguf: GgufFormat {
+        architecture: "llama",
+        keys: &[
+            ("context_length", "max_position_embeddings", true),
+            ("embedding_length", "hidden_size", true),
+            ("feed_forward_length", "intermediate_size", true),
+            ("block_count", "num_hidden_layers", true),
+            ("attention.head_count", "num_attention_heads", true),
+            ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
+            ("attention.head_count_kv", "num_key_value_heads", false),
+            ("attention.key_length", "head_dim", false),
+            ("rope.freq_base", "rope_theta", false),
+            ("attention.sliding_window", "sliding_window", false),
+        ],
+        interleaved: true,
+        claims: |_| true,
+        read: |_, _| Ok(()),
+        write: |spec, _| no_windows(spec),
+    },
+};
+
+fn smollm2(layers: usize, width: usize, heads: usize, inner: usize) -> ModelSpec {
+    ModelSpec {
+        vocab_size: 49_152,
+        max_position_embeddings: 8192,
+        num_layers: layers,
+        hidden_size: width,
+        heads,
+        kv_heads: heads / 3,
+        head_dim: 64,
+        intermediate_size: inner,
+        norm_eps: 1e-5,
+        rope: Some(Rope::plain(1e5)),
+        tie_word_embeddings: true,
+        bos_token_id: Some(0),
+        eos_token_ids: vec![0],
+        ..default()
+    }
+}
+
+fn llama3_2_1b() -> ModelSpec {
+    ModelSpec {
+        vocab_size: 128_256,
+        max_position_embeddings: 131_072,
+        num_layers: 16,
+        hidden_size: 2048,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 64,
+        intermediate_size: 8192,
+        norm_eps: 1e-5,
+        rope: Some(Rope {
+            theta: 5e5,
+            kind: RopeType::Llama3 {
+                factor: 32.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_max_position_embeddings: 8192,
+            },
+        }),
+        tie_word_embeddings: true,
+        bos_token_id: Some(128_000),
+        eos_token_ids: vec![128_001],
+        ..default()
+    }
+}
 
 /// The defaults of transformers for missing keys.
 pub(super) fn default() -> ModelSpec {
     ModelSpec {
-        family: FamilyRef(&Llama),
+        family: &LLAMA,
         vocab_size: 32_000,
         max_position_embeddings: 2048,
         hidden_size: 4096,
@@ -76,6 +144,8 @@ pub(super) fn read(keys: &ConfigReader<'_>, default: ModelSpec, kv_heads: Option
     if !heads.is_multiple_of(kv_heads) {
         return Err(format!("`num_key_value_heads` = {kv_heads} does not divide `num_attention_heads` = {heads}"));
     }
+    let on = |key| if default.family.bias_keys.contains(&key) { keys.bool(key, false) } else { Ok(false) };
+    let (attention, mlp) = (on("attention_bias")?, on("mlp_bias")?);
     Ok(ModelSpec {
         vocab_size: keys.positive_usize("vocab_size", default.vocab_size)?,
         max_position_embeddings: keys.positive_usize("max_position_embeddings", default.max_position_embeddings)?,
@@ -85,6 +155,7 @@ pub(super) fn read(keys: &ConfigReader<'_>, default: ModelSpec, kv_heads: Option
         kv_heads,
         intermediate_size: keys.positive_usize("intermediate_size", default.intermediate_size)?,
         norm_eps: keys.positive("rms_norm_eps", default.norm_eps)?,
+        biases: Biases { qkv: attention || default.biases.qkv, out: attention, mlp },
         dropout: DropoutRates { attention: keys.dropout("attention_dropout", 0.0)?, ..DropoutRates::default() },
         initializer_range: keys.positive("initializer_range", default.initializer_range)?,
         tie_word_embeddings: keys.bool("tie_word_embeddings", default.tie_word_embeddings)?,
@@ -117,19 +188,22 @@ pub(super) fn only_silu(keys: &ConfigReader<'_>) -> Result<(), String> {
     }
 }
 
-/// The biases of a family without biases in its MLPs.
-pub(super) fn attention_biases(keys: &ConfigReader<'_>) -> Result<Biases, String> {
-    let attention = keys.bool("attention_bias", false)?;
-    Ok(Biases { qkv: attention, out: attention, mlp: false })
+/// Reads the keys of a family whose layers have the same rotary embeddings, with the defaults of [`read`] and [`head_dim`] for key
+/// heads and the size of a head.
+pub(super) fn read_uniform(
+    keys: &ConfigReader<'_>,
+    default: ModelSpec,
+    [kv_heads, head]: [Option<usize>; 2],
+) -> Result<ModelSpec, String> {
+    only_silu(keys)?;
+    let spec = read(keys, default, kv_heads)?;
+    with_rope(keys, ModelSpec { head_dim: head_dim(keys, &spec, head)?, ..spec })
 }
 
-/// The biases of a family that may have them in attention and MLPs.
-pub(super) fn biases(keys: &ConfigReader<'_>) -> Result<Biases, String> {
-    Ok(Biases { mlp: keys.bool("mlp_bias", false)?, ..attention_biases(keys)? })
-}
-
-/// `spec` with the rotary embeddings of a configuration in which they are the same for all layers.
-pub(super) fn with_rope(keys: &ConfigReader<'_>, spec: ModelSpec, theta: f64) -> Result<ModelSpec, String> {
+/// `spec` with the rotary embeddings of a configuration in which they are the same for all layers. Its own base replaces a
+/// missing one.
+pub(super) fn with_rope(keys: &ConfigReader<'_>, spec: ModelSpec) -> Result<ModelSpec, String> {
+    let theta = spec.rope.as_ref().map_or(1e4, |rope| rope.theta);
     let rope = Rope::flat(keys.0, theta, spec.max_position_embeddings)?;
     // The base grows with the sequence, which may be longer than the context by the factor.
     let context = match rope.kind {
@@ -139,14 +213,21 @@ pub(super) fn with_rope(keys: &ConfigReader<'_>, spec: ModelSpec, theta: f64) ->
     Ok(ModelSpec { rope: Some(rope), max_position_embeddings: context, ..spec })
 }
 
+/// `spec` with windows in `layers`; all layers have the same rotary embeddings.
+pub(super) fn with_windows(keys: &ConfigReader<'_>, spec: ModelSpec, layers: Vec<bool>) -> Result<ModelSpec, String> {
+    let rope = spec.rope.clone().ok_or("no rotary position embeddings")?;
+    let sliding = Some(Sliding { window: keys.positive_usize("sliding_window", 4096)?, layers, rope });
+    Ok(ModelSpec { sliding, ..spec })
+}
+
 /// Writes the keys that all Llama-like families share.
-pub(super) fn write(spec: &ModelSpec, class: &str) -> Value {
+pub(super) fn write(spec: &ModelSpec) -> Value {
     let context = match &spec.rope {
         Some(Rope { kind: RopeType::Dynamic { max_position_embeddings, .. }, .. }) => *max_position_embeddings,
         _ => spec.max_position_embeddings,
     };
-    json!({
-        "architectures": [class],
+    let mut json = json!({
+        "architectures": [spec.family.class],
         "attention_dropout": spec.dropout.attention,
         "bos_token_id": spec.bos_token_id,
         "eos_token_id": one_or_more(&spec.eos_token_ids),
@@ -156,7 +237,7 @@ pub(super) fn write(spec: &ModelSpec, class: &str) -> Value {
         "initializer_range": spec.initializer_range,
         "intermediate_size": spec.intermediate_size,
         "max_position_embeddings": context,
-        "model_type": spec.family.model_type(),
+        "model_type": spec.family.model_type,
         "num_attention_heads": spec.heads,
         "num_hidden_layers": spec.num_layers,
         "num_key_value_heads": spec.kv_heads,
@@ -164,12 +245,25 @@ pub(super) fn write(spec: &ModelSpec, class: &str) -> Value {
         "rope_parameters": spec.rope.as_ref().map(Rope::to_json),
         "tie_word_embeddings": spec.tie_word_embeddings,
         "vocab_size": spec.vocab_size,
-    })
+    });
+    for (key, on) in [("attention_bias", spec.biases.qkv), ("mlp_bias", spec.biases.mlp)] {
+        if spec.family.bias_keys.contains(&key) {
+            json[key] = on.into();
+        }
+    }
+    json
+}
+
+/// Rejects windows for which GGUF has no key.
+pub(super) fn no_windows(spec: &ModelSpec) -> Result<(), String> {
+    let family = spec.family.model_type;
+    let refused = format!("GGUF has no key for the windows of `{family}`; export it as a folder");
+    if spec.sliding.is_some() { Err(refused) } else { Ok(()) }
 }
 
 /// Names of layers that all Llama-like families share. The norm after attention has the name of other families' MLP
 /// norm.
-pub(in crate::engine::model) fn layer_name(ModuleId { block, op }: ModuleId) -> String {
+pub(super) fn layer_name(ModuleId { block, op }: ModuleId) -> String {
     let name = match op {
         ModuleOp::Embedding => "embed_tokens",
         ModuleOp::Positions => "embed_positions",
@@ -204,7 +298,7 @@ pub(super) fn in_block(block: Option<usize>, name: &str) -> String {
 }
 
 /// Older versions of transformers saved the frequencies of rotary embeddings with every layer.
-pub(in crate::engine::model) fn parameter_name(tensor: &str) -> Option<&str> {
+fn parameter_name(tensor: &str) -> Option<&str> {
     let name = tensor.strip_prefix("model.").unwrap_or(tensor);
     (!name.ends_with("rotary_emb.inv_freq")).then_some(name)
 }
@@ -236,83 +330,3 @@ pub(super) fn layer_types(spec: &ModelSpec) -> Value {
     let name = |block| if spec.is_sliding(block) { "sliding_attention" } else { "full_attention" };
     (0..spec.num_layers).map(name).collect()
 }
-
-impl ModelFamily for Llama {
-    fn model_type(&self) -> &'static str {
-        "llama"
-    }
-
-    fn names(&self) -> &'static [&'static str] {
-        &["smollm2-135m", "smollm2-360m", "llama3.2-1b"]
-    }
-
-    fn named(&self, name: &str) -> Option<ModelSpec> {
-        let smollm2 = |layers, width, heads, inner| ModelSpec {
-            vocab_size: 49_152,
-            max_position_embeddings: 8192,
-            num_layers: layers,
-            hidden_size: width,
-            heads,
-            kv_heads: heads / 3,
-            head_dim: 64,
-            intermediate_size: inner,
-            norm_eps: 1e-5,
-            rope: Some(Rope::plain(1e5)),
-            tie_word_embeddings: true,
-            bos_token_id: Some(0),
-            eos_token_ids: vec![0],
-            ..default()
-        };
-        Some(match name {
-            "smollm2-135m" => ModelSpec { initializer_range: 1.0 / 24.0, ..smollm2(30, 576, 9, 1536) },
-            "smollm2-360m" => smollm2(32, 960, 15, 2560),
-            "llama3.2-1b" => ModelSpec {
-                vocab_size: 128_256,
-                max_position_embeddings: 131_072,
-                num_layers: 16,
-                hidden_size: 2048,
-                heads: 32,
-                kv_heads: 8,
-                head_dim: 64,
-                intermediate_size: 8192,
-                norm_eps: 1e-5,
-                rope: Some(Rope {
-                    theta: 5e5,
-                    kind: RopeType::Llama3 {
-                        factor: 32.0,
-                        low_freq_factor: 1.0,
-                        high_freq_factor: 4.0,
-                        original_max_position_embeddings: 8192,
-                    },
-                }),
-                tie_word_embeddings: true,
-                bos_token_id: Some(128_000),
-                eos_token_ids: vec![128_001],
-                ..default()
-            },
-            _ => return None,
-        })
-    }
-
-    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
-        only_silu(keys)?;
-        let spec = read(keys, default(), None)?;
-        let biases = biases(keys)?;
-        let spec = ModelSpec { head_dim: head_dim(keys, &spec, None)?, biases, ..spec };
-        with_rope(keys, spec, 1e4)
-    }
-
-    fn write(&self, spec: &ModelSpec) -> Value {
-        let mut json = write(spec, "LlamaForCausalLM");
-        json["attention_bias"] = spec.biases.qkv.into();
-        json["mlp_bias"] = spec.biases.mlp.into();
-        json
-    }
-
-    fn gguf(&self) -> GgufFormat {
-        GgufFormat { architecture: "llama", keys: &GGUF_KEYS, interleaved: true }
-    }
-}
-
-#[cfg(test)]
-mod tests;

@@ -1,18 +1,26 @@
 //! OLMo 2 (OLMo Team, 2024): Llama with norms after attention and MLP instead of before them, and norms over all heads of
 //! queries and of keys.
 
-use super::llama::{self, head_dim, only_silu, with_rope};
-use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
-use crate::engine::model::spec::{FamilyRef, ModelSpec, ModuleId, ModuleOp, NormRole, QkNorm};
-use serde_json::Value;
+use super::llama;
+use crate::engine::model::family::{Family, GgufFormat};
+use crate::engine::model::spec::{ModelSpec, ModuleId, ModuleOp, NormRole, QkNorm};
 
 /// The family.
-pub(super) struct Olmo2;
+pub(super) static OLMO2: Family = Family {
+    model_type: "olmo2",
+    class: "Olmo2ForCausalLM",
+    bias_keys: &["attention_bias"],
+    named: &[],
+    read: |keys| llama::read_uniform(keys, default(), [None, None]),
+    layer_name,
+    gguf: GgufFormat { architecture: "olmo2", interleaved: false, ..llama::BASE.gguf },
+    ..llama::BASE
+};
 
 /// The defaults of transformers for missing keys.
 fn default() -> ModelSpec {
     ModelSpec {
-        family: FamilyRef(&Olmo2),
+        family: &OLMO2,
         vocab_size: 50_304,
         norm_eps: 1e-5,
         qk_norm: Some(QkNorm::Whole),
@@ -24,35 +32,12 @@ fn default() -> ModelSpec {
     }
 }
 
-impl ModelFamily for Olmo2 {
-    fn model_type(&self) -> &'static str {
-        "olmo2"
-    }
-
-    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
-        only_silu(keys)?;
-        let spec = llama::read(keys, default(), None)?;
-        let biases = llama::attention_biases(keys)?;
-        with_rope(keys, ModelSpec { head_dim: head_dim(keys, &spec, None)?, biases, ..spec }, 1e4)
-    }
-
-    fn write(&self, spec: &ModelSpec) -> Value {
-        let mut json = llama::write(spec, "Olmo2ForCausalLM");
-        json["attention_bias"] = spec.biases.qkv.into();
-        json
-    }
-
-    fn layer_name(&self, layer: ModuleId) -> String {
-        let name = match layer.op {
-            ModuleOp::Norm(NormRole::PostAttention) => "post_attention_layernorm",
-            ModuleOp::Norm(NormRole::Mlp) => "mlp.input",
-            ModuleOp::Norm(NormRole::PostMlp) => "post_feedforward_layernorm",
-            _ => return llama::layer_name(layer),
-        };
-        llama::in_block(layer.block, name)
-    }
-
-    fn gguf(&self) -> GgufFormat {
-        GgufFormat { architecture: "olmo2", keys: &llama::GGUF_KEYS, interleaved: false }
-    }
+fn layer_name(layer: ModuleId) -> String {
+    let name = match layer.op {
+        ModuleOp::Norm(NormRole::PostAttention) => "post_attention_layernorm",
+        ModuleOp::Norm(NormRole::Mlp) => "mlp.input",
+        ModuleOp::Norm(NormRole::PostMlp) => "post_feedforward_layernorm",
+        _ => return llama::layer_name(layer),
+    };
+    llama::in_block(layer.block, name)
 }

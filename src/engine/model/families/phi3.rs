@@ -2,12 +2,37 @@
 //! rotary embeddings of a part of each head with factors for two lengths.
 
 use super::llama::{self, head_dim, only_silu, with_rope};
-use crate::engine::model::family::{ConfigReader, GgufFormat, ModelFamily};
-use crate::engine::model::spec::{DropoutRates, FamilyRef, LinearRole, ModelSpec, ModuleId, ModuleOp, Sliding};
+use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
+use crate::engine::model::spec::{DropoutRates, LinearRole, ModelSpec, ModuleId, ModuleOp};
 use serde_json::{Map, Value, json};
 
 /// The family.
-pub(super) struct Phi3;
+pub(super) static PHI3: Family = Family {
+    model_type: "phi3",
+    class: "Phi3ForCausalLM",
+    bias_keys: &[],
+    named: &[],
+    read,
+    write,
+    layer_name,
+    gguf: GgufFormat {
+        architecture: "phi3",
+        interleaved: false,
+        read: |keys, json| {
+            let number = |value: Option<&Value>| value.and_then(Value::as_f64).filter(|number| *number > 0.0);
+            let sizes = (number(keys.get("rope.dimension_count")), number(json.get("head_dim")));
+            if let (Some(rotated), Some(whole)) = sizes {
+                json.insert(PARTIAL.into(), json!(rotated / whole));
+            }
+            // llama.cpp writes 0 for a model without windows.
+            json.retain(|key, value| key != "sliding_window" || value.as_u64() != Some(0));
+            Ok(())
+        },
+        write: |_, _| Ok(()),
+        ..llama::BASE.gguf
+    },
+    ..llama::BASE
+};
 
 /// The key of the part of a head that is rotated.
 const PARTIAL: &str = "partial_rotary_factor";
@@ -17,7 +42,7 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 /// The defaults of transformers for missing keys.
 fn default() -> ModelSpec {
     ModelSpec {
-        family: FamilyRef(&Phi3),
+        family: &PHI3,
         vocab_size: 32_064,
         max_position_embeddings: 4096,
         hidden_size: 3072,
@@ -51,69 +76,41 @@ fn standard_rope(keys: &ConfigReader<'_>) -> Result<(Map<String, Value>, f64), S
     Ok((config, partial))
 }
 
-impl ModelFamily for Phi3 {
-    fn model_type(&self) -> &'static str {
-        "phi3"
+fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
+    only_silu(keys)?;
+    let spec = llama::read(keys, default(), None)?;
+    let (config, partial) = standard_rope(keys)?;
+    let head_dim = head_dim(keys, &spec, None)?;
+    let rotary_dim = (head_dim as f64 * partial + 1e-6) as usize;
+    if !(rotary_dim.is_multiple_of(2) && (2..=head_dim).contains(&rotary_dim)) {
+        let whole = format!("of a head of {head_dim}; they need an even number of elements");
+        return Err(format!("`{PARTIAL}` is {partial}: rotary position embeddings of {rotary_dim} elements {whole}"));
     }
+    let dropout = DropoutRates { residual: keys.dropout("resid_pdrop", 0.0)?, ..spec.dropout };
+    let rotary_dim = (rotary_dim < head_dim).then_some(rotary_dim);
+    let spec = with_rope(&ConfigReader(&config), ModelSpec { head_dim, rotary_dim, dropout, ..spec })?;
+    if keys.0.get("sliding_window").is_none_or(Value::is_null) {
+        return Ok(spec);
+    }
+    let every = vec![true; spec.num_layers];
+    llama::with_windows(keys, spec, every)
+}
 
-    fn read(&self, keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
-        only_silu(keys)?;
-        let spec = llama::read(keys, default(), None)?;
-        let (config, partial) = standard_rope(keys)?;
-        let head_dim = head_dim(keys, &spec, None)?;
-        let rotary_dim = (head_dim as f64 * partial + 1e-6) as usize;
-        if !(rotary_dim.is_multiple_of(2) && (2..=head_dim).contains(&rotary_dim)) {
-            let whole = format!("of a head of {head_dim}; they need an even number of elements");
-            return Err(format!(
-                "`{PARTIAL}` is {partial}: rotary position embeddings of {rotary_dim} elements {whole}"
-            ));
-        }
-        let dropout = DropoutRates { residual: keys.dropout("resid_pdrop", 0.0)?, ..spec.dropout };
-        let rotary_dim = (rotary_dim < head_dim).then_some(rotary_dim);
-        let spec = with_rope(&ConfigReader(&config), ModelSpec { head_dim, rotary_dim, dropout, ..spec }, 1e4)?;
-        if keys.0.get("sliding_window").is_none_or(Value::is_null) {
-            return Ok(spec);
-        }
-        let rope = spec.rope.clone().ok_or("no rotary position embeddings")?;
-        let window = keys.positive_usize("sliding_window", 1)?;
-        let sliding = Some(Sliding { window, layers: vec![true; spec.num_layers], rope });
-        Ok(ModelSpec { sliding, ..spec })
-    }
+fn write(spec: &ModelSpec) -> Value {
+    let mut json = llama::write(spec);
+    json["resid_pdrop"] = spec.dropout.residual.into();
+    json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+    let original = json["rope_parameters"][ORIGINAL].clone();
+    json[ORIGINAL] = if original.is_null() { json["max_position_embeddings"].clone() } else { original };
+    json["rope_parameters"][PARTIAL] = json!(spec.rotary_dim() as f64 / spec.head_dim as f64);
+    json
+}
 
-    fn write(&self, spec: &ModelSpec) -> Value {
-        let mut json = llama::write(spec, "Phi3ForCausalLM");
-        json["resid_pdrop"] = spec.dropout.residual.into();
-        json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
-        let original = json["rope_parameters"][ORIGINAL].clone();
-        json[ORIGINAL] = if original.is_null() { json["max_position_embeddings"].clone() } else { original };
-        json["rope_parameters"][PARTIAL] = json!(spec.rotary_dim() as f64 / spec.head_dim as f64);
-        json
-    }
-
-    fn layer_name(&self, layer: ModuleId) -> String {
-        let name = match layer.op {
-            ModuleOp::Linear(LinearRole::Qkv) => "self_attn.qkv_proj",
-            ModuleOp::Linear(LinearRole::GateUp) => "mlp.gate_up_proj",
-            _ => return llama::layer_name(layer),
-        };
-        llama::in_block(layer.block, name)
-    }
-
-    fn gguf(&self) -> GgufFormat {
-        GgufFormat { architecture: "phi3", keys: &llama::GGUF_KEYS, interleaved: false }
-    }
-
-    fn read_gguf(&self, keys: &mut Map<String, Value>, json: &mut Map<String, Value>) -> Result<(), String> {
-        let number = |value: Option<&Value>| value.and_then(Value::as_f64).filter(|number| *number > 0.0);
-        if let (Some(rotated), Some(whole)) = (number(keys.get("rope.dimension_count")), number(json.get("head_dim"))) {
-            json.insert(PARTIAL.into(), json!(rotated / whole));
-        }
-        // llama.cpp writes 0 for a model without windows.
-        json.retain(|key, value| key != "sliding_window" || value.as_u64() != Some(0));
-        Ok(())
-    }
-
-    fn write_gguf(&self, _: &ModelSpec, _: &mut Vec<(&'static str, Value)>) -> Result<(), String> {
-        Ok(())
-    }
+fn layer_name(layer: ModuleId) -> String {
+    let name = match layer.op {
+        ModuleOp::Linear(LinearRole::Qkv) => "self_attn.qkv_proj",
+        ModuleOp::Linear(LinearRole::GateUp) => "mlp.gate_up_proj",
+        _ => return llama::layer_name(layer),
+    };
+    llama::in_block(layer.block, name)
 }

@@ -86,35 +86,4 @@ fn layers_of_two_types_have_their_own() {
     for config in [nested, older] {
         assert_eq!(read(config).unwrap(), [linear.clone(), plain(3e4)]);
     }
-    let other = json!({"rope_parameters": {"rope_type": "default"}});
-    assert!(read(other).unwrap_err().contains("`full_attention` and `sliding_attention`"));
-    let flat = flat(&json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}}));
-    assert!(flat.unwrap_err().contains("must be the same for all"));
-}
-
-#[test]
-fn what_cannot_be_computed_is_refused_by_name() {
-    for (parameters, expected) in [
-        (json!({"rope_type": "su"}), "`rope_type` is `su`; supported: `default`, `linear`, `dynamic`"),
-        (json!({"rope_type": "longrope"}), "`short_factor` must be a list of numbers"),
-        (json!({"rope_type": "longrope", "short_factor": [1, "2"]}), "`short_factor` is 0; it must be positive"),
-        (json!({"type": "proportional"}), "`rope_type` is `proportional`"),
-        (json!({"rope_type": 7}), "`rope_type` is 7; it must be a string"),
-        (json!({"rope_type": "linear"}), "`factor` is missing; `rope_type` `linear` needs it"),
-        (json!({"rope_type": "linear", "factor": 0}), "`factor` is 0; it must be positive"),
-        (json!({"rope_type": "linear", "factor": "2"}), "`factor` is \"2\"; it must be a number"),
-        (json!({"rope_type": "llama3", "factor": 8}), "`low_freq_factor` is missing"),
-        (
-            json!({"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}),
-            "`high_freq_factor` is 4; it must be above `low_freq_factor`, 4",
-        ),
-        (json!({"rope_type": "default", "mrope_section": [1]}), "`mrope_section` is not supported"),
-        (json!({"rope_type": "default", "partial_rotary_factor": 0.5}), "`partial_rotary_factor` is 0.5; only 1"),
-        (json!({"rope_type": "default", "rope_theta": 1}), "`rope_theta` is 1; it must be above 1"),
-        (json!([1]), "`rope_parameters` is [1]; it must be an object"),
-    ] {
-        let message = flat(&json!({"rope_parameters": parameters})).unwrap_err();
-        assert!(message.contains(expected), "{message}");
-    }
-    assert!(flat(&json!({"partial_rotary_factor": 0.25})).unwrap_err().contains("only 1 is supported"));
 }

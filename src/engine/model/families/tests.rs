@@ -1,0 +1,82 @@
+//! The sizes of named architectures, and keys that decide on each layer.
+
+use super::*;
+use serde_json::json;
+
+fn read(json: &Value) -> ModelSpec {
+    ModelSpec::from_json(json.to_string().as_bytes(), "config.json").unwrap()
+}
+
+/// Counts of parameters by transformers (`model.num_parameters()`) and the Hub, a tied head counted once.
+const SIZES: [(&str, u64); 12] = [
+    ("tiny", 842_624),
+    ("distilgpt2", 81_912_576),
+    ("gpt2", 124_439_808),
+    ("gpt2-medium", 354_823_168),
+    ("gpt2-large", 774_030_080),
+    ("gpt2-xl", 1_557_611_200),
+    ("smollm2-135m", 134_515_008),
+    ("smollm2-360m", 361_821_120),
+    ("llama3.2-1b", 1_235_814_400),
+    ("qwen2.5-0.5b", 494_032_768),
+    ("qwen3-0.6b", 596_049_920),
+    ("gemma3-270m", 268_098_176),
+];
+
+#[test]
+fn named_architectures_have_their_known_sizes() {
+    assert_eq!(ModelSpec::names(), SIZES.map(|(name, _)| name));
+    assert_eq!(ModelSpec::named("bert"), None);
+    for (name, count) in SIZES {
+        let spec = ModelSpec::named(name).unwrap();
+        assert_eq!(spec.parameter_count(), count, "{name}");
+        for tied in [true, false] {
+            let spec = ModelSpec { tie_word_embeddings: tied, ..spec.clone() };
+            let parameters = spec.parameters();
+            let sum: usize = parameters.iter().map(|entry| entry.shape.iter().product::<usize>()).sum();
+            assert_eq!(sum as u64, spec.parameter_count(), "{name}");
+            assert!(parameters.is_sorted_by_key(|entry| &entry.name), "{name}");
+            let gpt2 = 12 * spec.num_layers + 4 + usize::from(!tied);
+            assert!(spec.family != &gpt2::GPT2 || parameters.len() == gpt2, "{name}");
+            assert_eq!(ModelSpec::from_json(spec.to_json("bfloat16").as_bytes(), "x").unwrap(), spec, "{name}");
+        }
+    }
+}
+
+#[test]
+fn gemmas_sixth_layer_has_no_window() {
+    let spec = ModelSpec::named("gemma3-270m").unwrap();
+    let full: Vec<usize> = (0..spec.num_layers).filter(|block| !spec.is_sliding(*block)).collect();
+    assert_eq!(full, [5, 11, 17]);
+}
+
+#[test]
+fn qwens_windows_begin_where_its_configuration_says() {
+    let mut config =
+        json!({"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 2});
+    assert_eq!(read(&config).sliding, None);
+    config["use_sliding_window"] = true.into();
+    assert_eq!(read(&config).sliding.unwrap().layers, [false, false, true]);
+    config["sliding_window"] = Value::Null;
+    assert_eq!(read(&config).sliding, None);
+}
+
+#[test]
+fn a_list_of_ends_is_kept() {
+    let config = json!({"model_type": "llama", "eos_token_id": [7, 9]});
+    let spec = read(&config);
+    assert_eq!(spec.eos_token_ids, [7, 9]);
+    assert_eq!(ModelSpec::from_json(spec.to_json("float32").as_bytes(), "written").unwrap(), spec);
+}
+
+#[test]
+fn layers_without_rotation_are_those_of_transformers() {
+    let mut config = json!({"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layer_interval": 2});
+    assert_eq!(read(&config).unrotated, [false, true, false, true, false]);
+    config["no_rope_layers"] = json!([0, 1, 1, 0, 1, 0]);
+    let spec = read(&config);
+    assert_eq!(spec.unrotated, [true, false, false, true, false]);
+    config["use_sliding_window"] = true.into();
+    config["sliding_window"] = 7.into();
+    assert_eq!(read(&config).sliding.unwrap().layers, spec.unrotated);
+}

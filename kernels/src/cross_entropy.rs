@@ -5,7 +5,7 @@
 
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::math;
-use crate::rows::{Rows, WORK, for_each_part, max, sum, with_scratch};
+use crate::rows::{Rows, WORK, for_each_part_with_scratch, max, sum};
 use crate::view::{self, AllocFn, ViewMut, read, to_host, write, write_f32};
 use crate::{HeadHook, Kernels, op};
 use candle_core::{DType, Result, Tensor};
@@ -183,23 +183,17 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
     write(logits.tensor(), |logits| {
         write_f32(losses, |losses| {
             let out = (Rows { view: logits, width: stride }, Rows { view: losses, width: 1 });
-            for_each_part(
+            for_each_part_with_scratch(
                 out,
                 rows,
-                (WORK / 4 / vocab).max(4),
+                [(WORK / 4 / vocab).max(4), vocab],
                 #[inline(always)]
-                |first, rows, (mut logits, losses)| {
-                    with_scratch(
-                        vocab,
-                        #[inline(always)]
-                        |row| {
-                            for i in 0..rows {
-                                let (target, weight) = (targets[first + i], weights.map(|weights| weights[first + i]));
-                                let seed = seed.map(|seed| weight.map_or(seed, |weight| seed * weight));
-                                losses.view[i] = loss_row(&mut logits.view, i * stride + column, target, seed, row);
-                            }
-                        },
-                    );
+                |first, rows, (mut logits, losses), [row]| {
+                    for i in 0..rows {
+                        let (target, weight) = (targets[first + i], weights.map(|weights| weights[first + i]));
+                        let seed = seed.map(|seed| weight.map_or(seed, |weight| seed * weight));
+                        losses.view[i] = loss_row(&mut logits.view, i * stride + column, target, seed, row);
+                    }
                 },
             );
         })

@@ -1,7 +1,7 @@
 //! Embeddings of tokens and of learned positions, and their gradient by rows.
 
 use crate::op::{self, Embedding};
-use crate::rows::{Rows, SplitRows, axpy, for_each_part, with_scratch, write_rows};
+use crate::rows::{Rows, SplitRows, axpy, for_each_part_with_scratch, with_scratch, write_rows};
 use crate::view::{ReadGuard, View, ViewMut, read, write};
 use candle_core::{DType, Result};
 use half::{bf16, f16};
@@ -73,27 +73,20 @@ pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     order.sort_unstable_by_key(|&n| (places.of(n as usize), n));
     let order = &*order;
     write(dwpe, |dwpe| {
-        for_each_part(
+        for_each_part_with_scratch(
             Rows { view: dwpe, width },
             positions,
-            MIN_ROWS_PER_TASK,
+            [MIN_ROWS_PER_TASK, width],
             #[inline(always)]
-            |first, rows, mut dwpe| {
-                with_scratch(
-                    2 * width,
-                    #[inline(always)]
-                    |scratch| {
-                        let (total, row) = scratch.split_at_mut(width);
-                        for i in 0..rows {
-                            total.fill(0.0);
-                            let from = order.partition_point(|&n| places.of(n as usize) < first + i);
-                            for &n in order[from..].iter().take_while(|&&n| places.of(n as usize) == first + i) {
-                                add_row(n as usize, row, total);
-                            }
-                            dwpe.view.store(i * width, total);
-                        }
-                    },
-                );
+            |first, rows, mut dwpe, [total, row]| {
+                for i in 0..rows {
+                    total.fill(0.0);
+                    let from = order.partition_point(|&n| places.of(n as usize) < first + i);
+                    for &n in order[from..].iter().take_while(|&&n| places.of(n as usize) == first + i) {
+                        add_row(n as usize, row, total);
+                    }
+                    dwpe.view.store(i * width, total);
+                }
             },
         );
     })

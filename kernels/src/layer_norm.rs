@@ -4,7 +4,7 @@ use crate::Ran;
 use crate::columns::{ColumnSlice, WriteMode};
 use crate::op;
 use crate::rows::{
-    Rows, STRIPE, WORK, column_sums, dot, for_each_part, par_columns, sum, sum_squared_distance, with_scratch,
+    Rows, STRIPE, WORK, column_sums, dot, for_each_part_with_scratch, par_columns, sum, sum_squared_distance,
 };
 use crate::view::{View, ViewMut, read, write, write_f32};
 use candle_core::Result;
@@ -28,34 +28,25 @@ pub fn forward(op: &op::Norm<'_>) -> Result<Ran> {
         write_f32(mean, |mean| {
             write_f32(rstd, |rstd| {
                 let out = (Rows { view: y, width }, Rows { view: mean, width: 1 }, Rows { view: rstd, width: 1 });
-                for_each_part(
+                for_each_part_with_scratch(
                     out,
                     rows,
-                    WORK / width + 1,
+                    [WORK / width + 1, width],
                     #[inline(always)]
-                    |first, rows, (mut y, mean, rstd)| {
-                        with_scratch(
-                            4 * width,
-                            #[inline(always)]
-                            |scratch| {
-                                let (row, rest) = scratch.split_at_mut(width);
-                                let (out, rest) = rest.split_at_mut(width);
-                                let (weight_row, bias_row) = rest.split_at_mut(width);
-                                let weight = weight.as_f32(0, weight_row);
-                                let bias = bias.as_f32(0, bias_row);
-                                for i in 0..rows {
-                                    let row = x.as_f32((first + i) * width, row);
-                                    let m = sum(row) / width as f32;
-                                    let r = 1.0 / (sum_squared_distance(row, m) / width as f32 + eps).sqrt();
-                                    for (((out, x), w), b) in out.iter_mut().zip(row).zip(weight).zip(bias) {
-                                        *out = (x - m) * r * w + b;
-                                    }
-                                    y.view.store(i * width, out);
-                                    mean.view[i] = m;
-                                    rstd.view[i] = r;
-                                }
-                            },
-                        );
+                    |first, rows, (mut y, mean, rstd), [row, out, weight_row, bias_row]| {
+                        let weight = weight.as_f32(0, weight_row);
+                        let bias = bias.as_f32(0, bias_row);
+                        for i in 0..rows {
+                            let row = x.as_f32((first + i) * width, row);
+                            let m = sum(row) / width as f32;
+                            let r = 1.0 / (sum_squared_distance(row, m) / width as f32 + eps).sqrt();
+                            for (((out, x), w), b) in out.iter_mut().zip(row).zip(weight).zip(bias) {
+                                *out = (x - m) * r * w + b;
+                            }
+                            y.view.store(i * width, out);
+                            mean.view[i] = m;
+                            rstd.view[i] = r;
+                        }
                     },
                 );
             })
@@ -117,42 +108,33 @@ fn backward_input(
     width: usize,
 ) {
     let rows = mean.len();
-    for_each_part(
+    for_each_part_with_scratch(
         Rows { view: dx, width },
         rows,
-        WORK / width + 1,
+        [WORK / width + 1, width],
         #[inline(always)]
-        |first, rows, mut dx| {
-            with_scratch(
-                4 * width,
-                #[inline(always)]
-                |scratch| {
-                    let (g, rest) = scratch.split_at_mut(width);
-                    let (xhat, rest) = rest.split_at_mut(width);
-                    let (total, weight_row) = rest.split_at_mut(width);
-                    let weight = weight.as_f32(0, weight_row);
-                    for i in 0..rows {
-                        let row = first + i;
-                        dy.load(row * width, g);
-                        x.load(row * width, xhat);
-                        let (m, r) = (mean[row], rstd[row]);
-                        for ((g, xhat), w) in g.iter_mut().zip(xhat.iter_mut()).zip(weight) {
-                            *g *= w;
-                            *xhat = (*xhat - m) * r;
-                        }
-                        let mean_g = sum(g) / width as f32;
-                        let mean_gx = dot(g, xhat) / width as f32;
-                        match mode {
-                            WriteMode::Accumulate => dx.view.as_view().load(i * width, total),
-                            WriteMode::Overwrite => total.fill(0.0),
-                        }
-                        for ((total, g), xhat) in total.iter_mut().zip(g.iter()).zip(xhat.iter()) {
-                            *total += r * (g - mean_g - xhat * mean_gx);
-                        }
-                        dx.view.store(i * width, total);
-                    }
-                },
-            );
+        |first, rows, mut dx, [g, xhat, total, weight_row]| {
+            let weight = weight.as_f32(0, weight_row);
+            for i in 0..rows {
+                let row = first + i;
+                dy.load(row * width, g);
+                x.load(row * width, xhat);
+                let (m, r) = (mean[row], rstd[row]);
+                for ((g, xhat), w) in g.iter_mut().zip(xhat.iter_mut()).zip(weight) {
+                    *g *= w;
+                    *xhat = (*xhat - m) * r;
+                }
+                let mean_g = sum(g) / width as f32;
+                let mean_gx = dot(g, xhat) / width as f32;
+                match mode {
+                    WriteMode::Accumulate => dx.view.as_view().load(i * width, total),
+                    WriteMode::Overwrite => total.fill(0.0),
+                }
+                for ((total, g), xhat) in total.iter_mut().zip(g.iter()).zip(xhat.iter()) {
+                    *total += r * (g - mean_g - xhat * mean_gx);
+                }
+                dx.view.store(i * width, total);
+            }
         },
     );
 }

@@ -4,12 +4,9 @@
 
 use crate::columns::WriteMode;
 use crate::op;
-use crate::rows::{Rows, STRIPE, column_sums, dot, for_each_part, par_columns, with_scratch};
+use crate::rows::{Rows, STRIPE, WORK, column_sums, dot, for_each_part_with_scratch, par_columns};
 use crate::view::{View, read, write, write_f32};
 use candle_core::Result;
-
-/// Approximate number of elements of a task.
-const MIN_ELEMENTS_PER_TASK: usize = 16 << 10;
 
 /// The gains of a group in FP32.
 #[inline(always)]
@@ -31,30 +28,22 @@ pub fn forward(op: &op::Norm<'_>) -> Result<()> {
     write(y.tensor(), |out| {
         write_f32(rstd, |rstd| {
             let out = (Rows { view: out, width: y.stride() }, Rows { view: rstd, width: groups });
-            for_each_part(
+            for_each_part_with_scratch(
                 out,
                 rows,
-                MIN_ELEMENTS_PER_TASK / (groups * width) + 1,
+                [WORK / (groups * width) + 1, width],
                 #[inline(always)]
-                |first, rows, (mut out, rstd)| {
-                    with_scratch(
-                        3 * width,
-                        #[inline(always)]
-                        |scratch| {
-                            let (gains, rest) = scratch.split_at_mut(width);
-                            let (row, result) = rest.split_at_mut(width);
-                            load_gain(weight, offset, gains);
-                            for (i, group) in (0..rows).flat_map(|i| (0..groups).map(move |group| (i, group))) {
-                                let row = x.as_f32(first + i, group * width, row);
-                                let r = 1.0 / (dot(row, row) / width as f32 + eps).sqrt();
-                                for ((result, x), gain) in result.iter_mut().zip(row).zip(gains.iter()) {
-                                    *result = x * r * gain;
-                                }
-                                out.view.store(i * y.stride() + y.first() + group * width, result);
-                                rstd.view[i * groups + group] = r;
-                            }
-                        },
-                    );
+                |first, rows, (mut out, rstd), [gains, row, result]| {
+                    load_gain(weight, offset, gains);
+                    for (i, group) in (0..rows).flat_map(|i| (0..groups).map(move |group| (i, group))) {
+                        let row = x.as_f32(first + i, group * width, row);
+                        let r = 1.0 / (dot(row, row) / width as f32 + eps).sqrt();
+                        for ((result, x), gain) in result.iter_mut().zip(row).zip(gains.iter()) {
+                            *result = x * r * gain;
+                        }
+                        out.view.store(i * y.stride() + y.first() + group * width, result);
+                        rstd.view[i * groups + group] = r;
+                    }
                 },
             );
         })
@@ -69,41 +58,32 @@ pub fn backward(op: &op::NormBackward<'_>) -> Result<()> {
     let (dy_opened, x_opened, weight, rstd) = (read(dy.tensor())?, read(x.tensor())?, read(weight)?, read(rstd)?);
     let (dy, x, weight, rstd) = (dy.source(&dy_opened), x.source(&x_opened), weight.view(), rstd.typed::<f32>()?);
     write(dx.tensor(), |out| {
-        for_each_part(
+        for_each_part_with_scratch(
             Rows { view: out, width: dx.stride() },
             rows,
-            MIN_ELEMENTS_PER_TASK / (groups * width) + 1,
+            [WORK / (groups * width) + 1, width],
             #[inline(always)]
-            |first, rows, mut out| {
-                with_scratch(
-                    4 * width,
-                    #[inline(always)]
-                    |scratch| {
-                        let (gains, rest) = scratch.split_at_mut(width);
-                        let (g, rest) = rest.split_at_mut(width);
-                        let (xhat, total) = rest.split_at_mut(width);
-                        load_gain(weight, offset, gains);
-                        for (i, group) in (0..rows).flat_map(|i| (0..groups).map(move |group| (i, group))) {
-                            let r = rstd[(first + i) * groups + group];
-                            dy.load(first + i, group * width, g);
-                            x.load(first + i, group * width, xhat);
-                            for ((g, xhat), gain) in g.iter_mut().zip(xhat.iter_mut()).zip(gains.iter()) {
-                                *g *= gain;
-                                *xhat *= r;
-                            }
-                            let mean = dot(g, xhat) / width as f32;
-                            let at = i * dx.stride() + dx.first() + group * width;
-                            match mode {
-                                WriteMode::Accumulate => out.view.as_view().load(at, total),
-                                WriteMode::Overwrite => total.fill(0.0),
-                            }
-                            for ((total, g), xhat) in total.iter_mut().zip(g.iter()).zip(xhat.iter()) {
-                                *total += r * (g - xhat * mean);
-                            }
-                            out.view.store(at, total);
-                        }
-                    },
-                );
+            |first, rows, mut out, [gains, g, xhat, total]| {
+                load_gain(weight, offset, gains);
+                for (i, group) in (0..rows).flat_map(|i| (0..groups).map(move |group| (i, group))) {
+                    let r = rstd[(first + i) * groups + group];
+                    dy.load(first + i, group * width, g);
+                    x.load(first + i, group * width, xhat);
+                    for ((g, xhat), gain) in g.iter_mut().zip(xhat.iter_mut()).zip(gains.iter()) {
+                        *g *= gain;
+                        *xhat *= r;
+                    }
+                    let mean = dot(g, xhat) / width as f32;
+                    let at = i * dx.stride() + dx.first() + group * width;
+                    match mode {
+                        WriteMode::Accumulate => out.view.as_view().load(at, total),
+                        WriteMode::Overwrite => total.fill(0.0),
+                    }
+                    for ((total, g), xhat) in total.iter_mut().zip(g.iter()).zip(xhat.iter()) {
+                        *total += r * (g - xhat * mean);
+                    }
+                    out.view.store(at, total);
+                }
             },
         );
     })?;

@@ -4,7 +4,7 @@
 //! `engine::model::rope` computes the frequencies from a model's configuration.
 
 use crate::op;
-use crate::rows::{Rows, for_each_part, with_scratch};
+use crate::rows::{Rows, for_each_part_with_scratch};
 use crate::view::{read, write};
 use candle_core::{Device, Result, Tensor};
 use std::ops::Range;
@@ -85,35 +85,28 @@ pub fn apply_rope(op: &op::Rotate<'_>) -> Result<()> {
     let (cos, sin) = (cos.typed::<f32>()?, sin.typed::<f32>()?);
     let sign = if direction == Direction::Forward { 1.0 } else { -1.0 };
     write(x.tensor(), |view| {
-        for_each_part(
+        for_each_part_with_scratch(
             Rows { view, width: x.stride() },
             rows,
-            MIN_ELEMENTS_PER_TASK / x.count() + 1,
+            [MIN_ELEMENTS_PER_TASK / x.count() + 1, head_size],
             #[inline(always)]
-            |first, rows, mut out| {
-                with_scratch(
-                    2 * head_size,
-                    #[inline(always)]
-                    |scratch| {
-                        let (head, turned) = scratch.split_at_mut(head_size);
-                        for i in 0..rows {
-                            let position = positions.of(first + i);
-                            let (cos, sin) = (&cos[position * half..][..half], &sin[position * half..][..half]);
-                            for start in (0..x.count()).step_by(head_size) {
-                                let at = i * x.stride() + x.first() + start;
-                                out.view.as_view().load(at, head);
-                                let (low, high) = head.split_at(half);
-                                let (out_low, out_high) = turned.split_at_mut(half);
-                                for j in 0..half {
-                                    let sin = sign * sin[j];
-                                    out_low[j] = low[j] * cos[j] - high[j] * sin;
-                                    out_high[j] = high[j] * cos[j] + low[j] * sin;
-                                }
-                                out.view.store(at, turned);
-                            }
+            |first, rows, mut out, [head, turned]| {
+                for i in 0..rows {
+                    let position = positions.of(first + i);
+                    let (cos, sin) = (&cos[position * half..][..half], &sin[position * half..][..half]);
+                    for start in (0..x.count()).step_by(head_size) {
+                        let at = i * x.stride() + x.first() + start;
+                        out.view.as_view().load(at, head);
+                        let (low, high) = head.split_at(half);
+                        let (out_low, out_high) = turned.split_at_mut(half);
+                        for j in 0..half {
+                            let sin = sign * sin[j];
+                            out_low[j] = low[j] * cos[j] - high[j] * sin;
+                            out_high[j] = high[j] * cos[j] + low[j] * sin;
                         }
-                    },
-                );
+                        out.view.store(at, turned);
+                    }
+                }
             },
         );
     })

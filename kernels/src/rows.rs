@@ -128,29 +128,51 @@ pub fn with_scratch<R>(len: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
     result
 }
 
+/// [`for_each_part`] with `N` FP32 rows of `width` elements as scratch for each part, with arbitrary contents.
+#[inline(always)]
+pub fn for_each_part_with_scratch<const N: usize, V: SplitRows>(
+    out: V,
+    rows: usize,
+    [grain, width]: [usize; 2],
+    f: impl Fn(usize, usize, V, [&mut [f32]; N]) + Sync,
+) {
+    for_each_part(
+        out,
+        rows,
+        grain,
+        #[inline(always)]
+        |first, rows, out| {
+            with_scratch(
+                N * width,
+                #[inline(always)]
+                |mut rest| {
+                    let scratch = std::array::from_fn(
+                        #[inline(always)]
+                        |_| rest.split_off_mut(..width).unwrap_or_default(),
+                    );
+                    f(first, rows, out, scratch);
+                },
+            );
+        },
+    );
+}
+
 /// Writes each row of `out [N, D]`, rounded to its type, as `fill` leaves it in FP32; `fill` gets the index of the row's first
 /// element, the row and a second one as scratch, both with arbitrary contents.
 #[inline(always)]
 pub fn write_rows(out: &Tensor, fill: impl Fn(usize, &mut [f32], &mut [f32]) + Sync) -> Result<()> {
     let (rows, width) = out.dims2()?;
     write(out, |out| {
-        for_each_part(
+        for_each_part_with_scratch(
             Rows { view: out, width },
             rows,
-            WORK / width + 1,
+            [WORK / width + 1, width],
             #[inline(always)]
-            |first, rows, mut out| {
-                with_scratch(
-                    2 * width,
-                    #[inline(always)]
-                    |scratch| {
-                        let (row, second) = scratch.split_at_mut(width);
-                        for i in 0..rows {
-                            fill((first + i) * width, row, second);
-                            out.view.store(i * width, row);
-                        }
-                    },
-                );
+            |first, rows, mut out, [row, second]| {
+                for i in 0..rows {
+                    fill((first + i) * width, row, second);
+                    out.view.store(i * width, row);
+                }
             },
         );
     })

@@ -5,20 +5,24 @@
 //! because models were trained with frequencies rounded that way.
 
 use super::family::ConfigReader;
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::f64::consts::TAU;
 
 /// Rotary position embeddings.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Rope {
-    /// The base of the frequencies, `rope_theta`.
+    /// The base of the frequencies.
+    #[serde(rename = "rope_theta")]
     pub theta: f64,
     /// How the frequencies are changed for longer texts.
+    #[serde(flatten)]
     pub kind: RopeType,
 }
 
 /// The `rope_type` with its parameters, in transformers' names.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeType {
     /// Frequencies as they are.
     Default,
@@ -32,6 +36,7 @@ pub enum RopeType {
         /// From 1.
         factor: f64,
         /// Sequences up to this length are not changed.
+        #[serde(skip)]
         max_position_embeddings: usize,
     },
     /// Llama 3: low frequencies divided by `factor`, high ones kept, those between interpolated.
@@ -247,45 +252,7 @@ impl Rope {
 
     /// The value of `rope_parameters` in a `config.json`.
     pub(crate) fn to_json(&self) -> Value {
-        let mut json = match &self.kind {
-            RopeType::Default => json!({"rope_type": "default"}),
-            RopeType::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
-            RopeType::Dynamic { factor, .. } => json!({"rope_type": "dynamic", "factor": factor}),
-            RopeType::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => json!({
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low_freq_factor,
-                "high_freq_factor": high_freq_factor,
-                "original_max_position_embeddings": original_max_position_embeddings,
-            }),
-            RopeType::LongRope { short_factor, long_factor, attention_factor, original_max_position_embeddings } => {
-                json!({
-                    "rope_type": "longrope",
-                    "short_factor": short_factor,
-                    "long_factor": long_factor,
-                    "attention_factor": attention_factor,
-                    "original_max_position_embeddings": original_max_position_embeddings,
-                })
-            }
-            RopeType::Yarn {
-                factor,
-                attention_factor,
-                beta_fast,
-                beta_slow,
-                original_max_position_embeddings,
-                truncate,
-            } => json!({
-                "rope_type": "yarn",
-                "factor": factor,
-                "attention_factor": attention_factor,
-                "beta_fast": beta_fast,
-                "beta_slow": beta_slow,
-                "original_max_position_embeddings": original_max_position_embeddings,
-                "truncate": truncate,
-            }),
-        };
-        json["rope_theta"] = json!(self.theta);
-        json
+        json!(self)
     }
 
     /// The frequency of each pair of a head's elements, for sequences of up to `seq_len` tokens.

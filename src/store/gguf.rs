@@ -173,11 +173,6 @@ impl Gguf {
         count.map(Some).ok_or_else(|| self.type_error(key, "a count", Some(value)))
     }
 
-    /// A required integer.
-    pub fn required_count(&self, key: &str) -> Result<usize> {
-        self.count(key)?.ok_or_else(|| self.type_error(key, "a count", None))
-    }
-
     /// A number in the metadata; `None` if the key is missing.
     pub fn number(&self, key: &str) -> Result<Option<f64>> {
         match self.content.metadata.get(key) {

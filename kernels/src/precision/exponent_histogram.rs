@@ -101,11 +101,6 @@ impl ExponentHistogram {
         self.finite_nonzero() + self.zero + self.inf + self.nan
     }
 
-    /// The share of the finite non-zero values with a magnitude below `2^exponent`; 0 if there are none.
-    pub fn fraction_below(&self, exponent: i32) -> f64 {
-        self.share(|e| e < exponent)
-    }
-
     /// How `format` would represent the finite non-zero values times `2^shift`; all zero if there are none.
     ///
     /// Binades count as a whole: one that rounds up to the smallest subnormal counts as subnormal, and the format's
@@ -202,8 +197,6 @@ mod tests {
         assert_eq!((histogram.lowest(), histogram.highest()), (Some(-127), Some(127)));
         assert_eq!((histogram.count(0), histogram.count(1), histogram.count(-128), histogram.count(128)), (2, 0, 0, 0));
         assert_eq!(histogram.iter().map(|(_, count)| count).sum::<u64>(), histogram.total());
-        assert_eq!(histogram.fraction_below(0), 0.25);
-        assert_eq!(ExponentHistogram::new().fraction_below(0), 0.0);
     }
 
     /// 2^-26 is flushed, 2^-25 rounds up to the smallest subnormal (except its lower end), 2^16 overflows.

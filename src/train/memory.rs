@@ -213,13 +213,16 @@ pub(super) fn check_fits(
             _ => {}
         }
     }
-    let narrow = with_8bit_moments(config);
-    if narrow != *config && required_bytes(&narrow, spec, batch, keep) <= available {
-        ways.push("`--optimizer adamw8bit`".into());
-    }
-    let unprobed = without_probes(config);
-    if unprobed != *config && required_bytes(&unprobed, spec, batch, keep) <= available {
-        ways.push("`--set telemetry.probe_every=0`".into());
+    let changes: [(&str, fn(&mut Config)); 2] = [
+        ("`--optimizer adamw8bit`", |config| config.train.optimizer = OptimizerKind::AdamW8bit),
+        ("`--set telemetry.probe_every=0`", |config| config.telemetry.probe_every = 0),
+    ];
+    for (flag, change) in changes {
+        let mut changed = config.clone();
+        change(&mut changed);
+        if changed != *config && required_bytes(&changed, spec, batch, keep) <= available {
+            ways.push(flag.into());
+        }
     }
     let lora = with_lora(config);
     if config.lora.r.is_none()
@@ -262,18 +265,6 @@ pub(super) fn check_weights_fit(config: &Config, spec: &ModelSpec, available: u6
     let message =
         format!("its {count} parameters need {needed} in {dtype}, but only {left} are available; use a smaller model");
     Err(Error::config("model", message))
-}
-
-fn with_8bit_moments(config: &Config) -> Config {
-    let mut config = config.clone();
-    config.train.optimizer = OptimizerKind::AdamW8bit;
-    config
-}
-
-fn without_probes(config: &Config) -> Config {
-    let mut config = config.clone();
-    config.telemetry.probe_every = 0;
-    config
 }
 
 fn with_lora(config: &Config) -> Config {

@@ -451,13 +451,6 @@ mod tests {
         assert_eq!((train.epochs, train.steps), (Some(3.0), None));
     }
 
-    /// N1: every model except `tiny` trained on the toy grammar.
-    #[test]
-    fn the_default_text_is_shakespeare_but_for_the_built_in_model() {
-        assert_eq!(resolve("", &[]).unwrap().data, "grammar");
-        assert_eq!(resolve("model = \"distilgpt2\"", &[]).unwrap().data, "tiny_shakespeare");
-    }
-
     #[test]
     fn flags_go_over_the_file_over_the_model_over_the_defaults() {
         let config = resolve("[optimizer]\nlr = 0.5\nweight_decay = 0.2", &[("optimizer.lr", "0.25")]).unwrap();

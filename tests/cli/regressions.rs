@@ -148,13 +148,6 @@ fn n4_help_is_grouped_and_has_defaults_and_examples() {
 }
 
 #[test]
-fn n5_epochs_win_over_the_presets_steps() {
-    let fixture = CliFixture::new();
-    let config = fixture.said("config --epochs 1");
-    assert!(config.contains("epochs = 1.0") && !config.contains("\nsteps"), "{config}");
-}
-
-#[test]
 fn n6_the_best_checkpoint_is_kept_and_used() {
     let fixture = CliFixture::new();
     // At this high rate the loss rises after the first steps.

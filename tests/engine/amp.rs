@@ -10,6 +10,7 @@ mod rules;
 
 use std::collections::HashMap;
 
+use crate::common::checkpoint::values;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Optimizer, ParamsAdamW, SGD, loss::mse};
@@ -41,10 +42,6 @@ fn wave(frequency: f32, shape: (usize, usize)) -> Tensor {
 fn bits(tensor: &Tensor) -> Vec<u64> {
     let wide = tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap();
     wide.to_vec1::<f64>().unwrap().into_iter().map(f64::to_bits).collect()
-}
-
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 fn all_bits<'a>(tensors: impl IntoIterator<Item = &'a Var>) -> Vec<Vec<u64>> {

@@ -7,9 +7,10 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::common::checkpoint::values;
 use crate::common::engine::{Settings, engine};
 use crate::common::launch;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use finetune::Error;
 use finetune::data::Batch;
 use finetune::engine::collective::SingleProcess;
@@ -239,10 +240,6 @@ fn a_killed_run_goes_on_with_the_layer_in_fallback() {
     assert_eq!(resumed.unwrap().get("h.1").map(String::as_str), Some("f32"));
     let last = |run| latest_valid(&folder.path().join("checkpoints").join(run)).unwrap();
     assert_eq!(compare(last("whole").checkpoint.path(), last("killed").checkpoint.path()).unwrap(), []);
-}
-
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 fn small(policy: PrecisionPolicy, grad_accum: usize) -> TrainEngine {

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::common::checkpoint::values;
 use crate::common::launch;
 use candle_core::{DType, Tensor};
 use finetune::engine::collective::SingleProcess;
@@ -35,10 +36,6 @@ fn train(config: Config, steps: u64) -> (Trainer, Vec<Event>) {
     trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
     trainer.advance(steps).unwrap();
     (trainer, events.try_iter().map(|record: Record| record.event).collect())
-}
-
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// The maximum number of bits after the leading one in any value of a tensor: 3 in E4M3, 2 in E5M2, up to 10 in FP16.

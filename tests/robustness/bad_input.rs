@@ -31,8 +31,7 @@ fn train(fixture: &CliFixture, name: &str) {
 
 #[test]
 fn invalid_flags() {
-    let fixture = folder();
-    assert_refused(&fixture, "flags");
+    assert_refused(&folder(), "flags");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use candle_core::{Device, Tensor};
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use serde::Deserialize;
 
-use super::reference_model::{IGNORED, Shape};
+use super::reference::IGNORED;
 
 /// The cases of GPT-2 under `tests/golden`.
 const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];
@@ -26,8 +26,6 @@ pub(crate) struct Case {
     pub(crate) name: String,
     /// A Hugging Face model folder: `config.json` and `model.safetensors`.
     pub(crate) folder: PathBuf,
-    pub(crate) shape: Shape,
-    pub(crate) context: usize,
     pub(crate) parameters: HashMap<String, Tensor>,
     /// Inputs and targets `[B,T]` of each step, I64; a target may be [`IGNORED`].
     pub(crate) batches: Vec<(Tensor, Tensor)>,
@@ -85,16 +83,6 @@ pub(crate) struct Step {
     /// Before the step.
     pub(crate) scale: f64,
     pub(crate) skipped: bool,
-}
-
-/// GPT-2's configuration, as the oracle needs it; other families have no oracle.
-#[derive(Clone, Default, Deserialize)]
-#[serde(default)]
-struct Config {
-    n_layer: usize,
-    n_head: usize,
-    n_positions: usize,
-    layer_norm_epsilon: f64,
 }
 
 impl Case {
@@ -177,12 +165,9 @@ impl Case {
         reference: &HashMap<String, Tensor>,
         final_parameters: BTreeMap<String, Tensor>,
     ) -> Self {
-        let config: Config = json(&folder.join("config.json"));
         Self {
             name: name.to_owned(),
             folder: folder.to_owned(),
-            shape: Shape { layers: config.n_layer, heads: config.n_head, epsilon: config.layer_norm_epsilon },
-            context: config.n_positions,
             parameters: with_prefix(&tensors(&folder.join("model.safetensors")), "").into_iter().collect(),
             batches,
             logits: reference["logits"].clone(),

@@ -12,6 +12,5 @@ pub(crate) mod markup;
 pub(crate) mod mutations;
 pub(crate) mod processes;
 pub(crate) mod python;
-pub(crate) mod reference_families;
-pub(crate) mod reference_model;
+pub(crate) mod reference;
 pub(crate) mod transcript;

@@ -3,8 +3,7 @@
 //! work, threads.
 
 use crate::common::compare::{relative, values};
-use crate::common::reference_families::{self, Attention};
-use crate::common::reference_model;
+use crate::common::reference::{self, Attention};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use finetune::engine::kernels::attention::{AttentionInputs, AttentionShape};
@@ -59,9 +58,9 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             let inputs = ["x", "weight"].into_iter().chain(bias).chain(low).map(operand).collect();
             let compute = move |x: &[Tensor]| {
                 let weight = if layout == WeightLayout::InOut { x[1].t()? } else { x[1].clone() };
-                let y = reference_families::linear(&x[0], &weight, biased.then(|| &x[2]))?;
+                let y = reference::linear(&x[0], &weight, biased.then(|| &x[2]))?;
                 match &x[2 + usize::from(biased)..] {
-                    [low, factor] => y + (reference_families::linear(low, factor, None)? * 1.5)?,
+                    [low, factor] => y + (reference::linear(low, factor, None)? * 1.5)?,
                     _ => Ok(y),
                 }
             };
@@ -88,10 +87,8 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
                 gradients.push(result("dbias"));
             }
             let compute = move |x: &[Tensor]| match norm {
-                Norm::Layer => reference_model::layer_norm(&x[0], &x[1], &x[2], EPSILON),
-                Norm::Rms { unit_offset } => {
-                    reference_families::rms_norm(&x[0], &x[1], f64::from(unit_offset), EPSILON)
-                }
+                Norm::Layer => reference::layer_norm(&x[0], &x[1], &x[2], EPSILON),
+                Norm::Rms { unit_offset } => reference::rms_norm(&x[0], &x[1], f64::from(unit_offset), EPSILON),
             };
             plain(inputs, Box::new(compute), Some(part(result("y"))), part(operand("dy")), gradients)
         }
@@ -99,9 +96,9 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             let compute = move |x: &[Tensor]| {
                 let halves = |x: &Tensor| x.chunk(2, 1);
                 match activation {
-                    Activation::Gelu => reference_model::gelu(&x[0]),
-                    Activation::SwiGlu => reference_families::silu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
-                    Activation::GeGlu => reference_model::gelu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
+                    Activation::Gelu => reference::gelu(&x[0]),
+                    Activation::SwiGlu => reference::silu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
+                    Activation::GeGlu => reference::gelu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
                 }
             };
             plain(vec![operand("x")], Box::new(compute), Some(result("y")), operand("dy"), vec![result("dx")])
@@ -132,10 +129,10 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             plain(vec![qkv], Box::new(compute), Some(result("out")), operand("dout"), vec![gradient])
         }
         Operation::CrossEntropy { sizes: [rows, vocab, _], .. } => {
-            let target = |row| if row == 1 { reference_model::IGNORED } else { (row * 31 % vocab) as i64 };
+            let target = |row| if row == 1 { reference::IGNORED } else { (row * 31 % vocab) as i64 };
             let targets = Tensor::from_vec((0..rows).map(target).collect(), (1, rows), &Device::Cpu).unwrap();
             let compute =
-                move |x: &[Tensor]| reference_model::cross_entropy(&x[0].unsqueeze(0)?, &targets)? * (rows - 1) as f64;
+                move |x: &[Tensor]| reference::cross_entropy(&x[0].unsqueeze(0)?, &targets)? * (rows - 1) as f64;
             let losses = result("the losses").sum_all().unwrap();
             let seed = Tensor::new(256.0, &Device::Cpu).unwrap();
             plain(vec![operand("logits")], Box::new(compute), Some(losses), seed, vec![result("the gradient")])
@@ -151,8 +148,8 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             let ids = cases::tokens();
             let places: Vec<u32> = (0..ids.len() as u32).map(|n| n % 33).collect();
             let compute = move |x: &[Tensor]| {
-                let tokens = reference_families::embed(&ids, &x[0], 1.5)?;
-                if positions { tokens + reference_families::embed(&places, &x[1], 1.0)? } else { Ok(tokens) }
+                let tokens = reference::embed(&ids, &x[0], 1.5)?;
+                if positions { tokens + reference::embed(&places, &x[1], 1.0)? } else { Ok(tokens) }
             };
             let inputs = ["table", "positions"][..=usize::from(positions)].iter().map(|name| operand(name)).collect();
             if !backward {
@@ -169,7 +166,7 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
                 (cases::angles(half, seq_len + past).unwrap(), Tensor::new(index, &Device::Cpu).unwrap());
             let [cos, sin] = [table.cos, table.sin].map(|table| table.index_select(&index, 0).unwrap());
             let [x, turned] = [operand("x"), result("the heads")].map(|x| columns(x, 16, 2 * half * heads));
-            let compute = move |x: &[Tensor]| reference_families::rotate(&x[0], &cos, &sin);
+            let compute = move |x: &[Tensor]| reference::rotate(&x[0], &cos, &sin);
             let (value, gradients) =
                 if direction == Direction::Forward { (Some(turned), vec![]) } else { (None, vec![turned]) };
             plain(vec![x.clone()], Box::new(compute), value, x, gradients)
@@ -256,21 +253,21 @@ fn heads_with_cross_entropy() {
             [(1, 8, 5, 1, 1.0_f32), (21, 24, 50, 3, 0.3), (21, 24, 50, 1, 1.0), (64, 48, 257, 2, 1.0)]
         {
             let ids: Vec<i64> =
-                (0..rows).map(|i| if i % 5 == 3 { reference_model::IGNORED } else { (i * 7 % vocab) as i64 }).collect();
+                (0..rows).map(|i| if i % 5 == 3 { reference::IGNORED } else { (i * 7 % vocab) as i64 }).collect();
             let targets: Vec<u32> = ids.iter().map(|&id| u32::try_from(id).unwrap_or(IGNORE)).collect();
             let count = targets.iter().filter(|&&target| target != IGNORE).count() as f64;
             let ids = Tensor::from_vec(ids, (1, rows), &Device::Cpu).unwrap();
             let inputs = [pattern(&[rows, width], 1), pattern(&[vocab, width], 2)];
             let [x, weight] = inputs.map(|input| input.to_dtype(dtype).unwrap());
             let [x64, weight64] = [&x, &weight].map(|x| Var::from_tensor(&x.to_dtype(DType::F64).unwrap()).unwrap());
-            let logits = reference_model::project(&x64, &weight64.t().unwrap()).unwrap().unsqueeze(0).unwrap();
+            let logits = reference::linear(&x64, &weight64, None).unwrap().unsqueeze(0).unwrap();
             let logits = (logits * f64::from(scale)).unwrap();
-            let truth = (reference_model::cross_entropy(&logits, &ids).unwrap() * count).unwrap();
+            let truth = (reference::cross_entropy(&logits, &ids).unwrap() * count).unwrap();
             let store = truth.backward().unwrap();
             let weights: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 - 1.5).collect();
             let weighted = |row: usize| {
                 let [logits, ids] = [&logits, &ids].map(|x| x.narrow(1, row, 1).unwrap());
-                (reference_model::cross_entropy(&logits, &ids).unwrap() * f64::from(weights[row])).unwrap()
+                (reference::cross_entropy(&logits, &ids).unwrap() * f64::from(weights[row])).unwrap()
             };
             let targeted: Vec<Tensor> = (0..rows).filter(|&row| targets[row] != IGNORE).map(weighted).collect();
             let weighted_store = Tensor::stack(&targeted, 0).unwrap().sum_all().unwrap().backward().unwrap();

@@ -32,6 +32,5 @@ mod predictive;
 mod probe;
 mod qlora;
 mod real_weights;
-mod reference_model;
 mod training_loop;
 mod transformers;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reference values from PyTorch and transformers for `tests/engine/oracle.rs` and `tests/engine/parity.rs`.
+"""Reference values from PyTorch and transformers for `tests/engine/parity.rs`.
 
     python tests/golden/make_golden.py            # every case below, beside this file
     python tests/golden/make_golden.py narrow     # one of them

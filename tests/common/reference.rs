@@ -1,7 +1,11 @@
-//! The layers of Llama-like models in plain differentiable candle operations: simple and slow.
+//! Layers in plain differentiable candle operations: simple and slow.
+//!
+//! Nothing here is fused, because candle's fused layer norm and softmax cut the autograd graph without a word.
 
-use super::reference_model::softmax;
-use candle_core::{D, Device, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor};
+
+/// A target that contributes neither to the loss nor to the count it is divided by.
+pub(crate) const IGNORED: i64 = -100;
 
 /// Which keys a query attends to, and how.
 #[derive(Clone, Debug, Default)]
@@ -83,4 +87,39 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resu
 pub(crate) fn embed(tokens: &[u32], table: &Tensor, scale: f64) -> Result<Tensor> {
     let tokens = Tensor::new(tokens, &Device::Cpu)?;
     table.index_select(&tokens, 0)?.affine(scale, 0.0)
+}
+
+/// Layer norm over the last dimension, with the biased variance.
+pub(crate) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, epsilon: f64) -> Result<Tensor> {
+    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let deviation = (centred.sqr()?.mean_keepdim(D::Minus1)? + epsilon)?.sqrt()?;
+    centred.broadcast_div(&deviation)?.broadcast_mul(weight)?.broadcast_add(bias)
+}
+
+/// GELU in its tanh form.
+pub(crate) fn gelu(x: &Tensor) -> Result<Tensor> {
+    let cubic = (x + (x.sqr()? * x)?.affine(0.044_715, 0.0)?)?;
+    let tanh = cubic.affine((2.0 / std::f64::consts::PI).sqrt(), 0.0)?.tanh()?;
+    (x * (tanh + 1.0)?)?.affine(0.5, 0.0)
+}
+
+/// Softmax over the last dimension. The row's maximum is a constant to autograd: it cancels in the quotient.
+pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
+    let exponential = x.broadcast_sub(&x.detach().max_keepdim(D::Minus1)?)?.exp()?;
+    exponential.broadcast_div(&exponential.sum_keepdim(D::Minus1)?)
+}
+
+/// Mean cross-entropy of logits `[B,T,V]` against targets `[B,T]`, over the targets that are not [`IGNORED`].
+pub(crate) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    let logits = logits.flatten(0, 1)?;
+    let targets = targets.flatten_all()?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let counts: Vec<f64> = targets.iter().map(|&target| f64::from(u8::from(target != IGNORED))).collect();
+    let count = counts.iter().sum::<f64>();
+    let counts = Tensor::new(counts, &Device::Cpu)?.to_dtype(logits.dtype())?;
+    let index: Vec<i64> = targets.iter().map(|&target| target.max(0)).collect();
+    let index = Tensor::new(index, &Device::Cpu)?.unsqueeze(1)?;
+    let shifted = logits.broadcast_sub(&logits.detach().max_keepdim(D::Minus1)?)?;
+    let log_sum = shifted.exp()?.sum_keepdim(D::Minus1)?.log()?;
+    let losses = (log_sum - shifted.gather(&index, D::Minus1)?)?.squeeze(1)?;
+    (losses * counts)?.sum_all()? / count
 }

@@ -3,9 +3,9 @@
 //! [`vectorize`] compiles an ordinary Rust loop once for each instruction set and picks the copy at run time. No copy
 //! fuses a multiplication with an addition on its own, so such loops give the same bits on every instruction set.
 
-use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
+use strum::{Display, VariantArray};
 
 #[cfg(target_arch = "x86_64")]
 use super::amx;
@@ -14,7 +14,8 @@ use super::amx;
 pub const ISA_VARIABLE: &str = "FINETUNE_ISA";
 
 /// An instruction set the kernels are written for, from the narrowest to the widest; a processor's architecture has its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Display, VariantArray)]
+#[strum(serialize_all = "lowercase")]
 pub enum Isa {
     /// Loops as the compiler vectorises them for its target.
     Portable,
@@ -40,21 +41,7 @@ pub enum Isa {
 
 impl Isa {
     /// All instruction sets of this architecture, the narrowest first.
-    pub const ALL: &[Self] = &[
-        Self::Portable,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx2,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx512,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx512Bf16,
-        #[cfg(target_arch = "x86_64")]
-        Self::Amx,
-        #[cfg(target_arch = "aarch64")]
-        Self::Neon,
-        #[cfg(target_arch = "aarch64")]
-        Self::NeonBf16,
-    ];
+    pub const ALL: &[Self] = Self::VARIANTS;
 
     /// The instruction set that `FINETUNE_ISA` names; an error if that is unknown or missing on this CPU. Programs call
     /// this once at their start to report a bad value.
@@ -133,26 +120,6 @@ fn has_fast_bf16_dots() -> bool {
     // The vendor's name is in these registers, in this order.
     let vendor = std::arch::x86_64::__cpuid(0);
     [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
-}
-
-impl fmt::Display for Isa {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Portable => "portable",
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => "avx2",
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => "avx512",
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => "avx512bf16",
-            #[cfg(target_arch = "x86_64")]
-            Self::Amx => "amx",
-            #[cfg(target_arch = "aarch64")]
-            Self::Neon => "neon",
-            #[cfg(target_arch = "aarch64")]
-            Self::NeonBf16 => "neonbf16",
-        })
-    }
 }
 
 impl FromStr for Isa {

@@ -3,10 +3,12 @@
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+use strum::IntoStaticStr;
 
 /// The formats of training data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, IntoStaticStr)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum DataFormat {
     /// Plain text, unchanged.
     Text,
@@ -45,14 +47,7 @@ impl DataFormat {
 
     /// The value of `--format` for this format.
     pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::Text => "text",
-            Self::Jsonl => "jsonl",
-            Self::Json => "json",
-            Self::Csv => "csv",
-            Self::Tsv => "tsv",
-            Self::Parquet => "parquet",
-        }
+        self.into()
     }
 
     /// Guesses from its first line whether text of unspecified format contains rows.

@@ -12,7 +12,9 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::Read;
 use std::process::{ExitCode, ExitStatus};
+use std::thread::ScopedJoinHandle;
 use std::time::Duration;
+use strum::VariantArray;
 
 /// The first argument that makes the program call [`worker_main`].
 pub(crate) const ARGUMENT: &str = "__preflight";
@@ -27,8 +29,12 @@ pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) 
     };
     // A trial mostly waits for the device to open, so trials run concurrently.
     let tried = std::thread::scope(|scope| {
-        let trials = KernelFamily::ALL.map(|family| (family, scope.spawn(move || run(gpu_id, family))));
-        trials.map(|(family, trial)| (family, trial.join().unwrap_or_else(|_| Err("could not be tested".into()))))
+        let trial = |&family: &KernelFamily| (family, scope.spawn(move || run(gpu_id, family)));
+        let trials: Vec<_> = KernelFamily::VARIANTS.iter().map(trial).collect();
+        let ended = |(family, trial): (_, ScopedJoinHandle<'_, _>)| {
+            (family, trial.join().unwrap_or_else(|_| Err("could not be tested".into())))
+        };
+        trials.into_iter().map(ended).collect::<Vec<_>>()
     });
     let (mut passing, mut failed) = (BTreeSet::new(), Vec::new());
     for (family, result) in tried {
@@ -78,7 +84,7 @@ pub(crate) fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode
     let arguments: Vec<OsString> = arguments.collect();
     let texts: Vec<&str> = arguments.iter().filter_map(|argument| argument.to_str()).collect();
     let [ordinal, name] = texts[..] else { return ExitCode::from(2) };
-    let family = KernelFamily::ALL.into_iter().find(|family| family.name() == name);
+    let family = KernelFamily::VARIANTS.iter().copied().find(|family| family.name() == name);
     let (Ok(ordinal), Some(family)) = (ordinal.parse(), family) else { return ExitCode::from(2) };
     let tried = gpu::open(ordinal, PrecisionPolicy::FP32)
         .and_then(|(device, _)| check(family, &device).map_err(|error| error.to_string()));

@@ -4,6 +4,7 @@
 //! PyTorch's casts for FP8 and INT8, torchao for MXFP8 and NVFP4.
 
 use serde::Serialize;
+use strum::VariantArray;
 
 use super::number::{percent, short};
 use crate::precision::FloatFormat;
@@ -12,7 +13,7 @@ use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
 
 /// A quantization scheme for a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, VariantArray)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheme {
     /// E4M3, one FP32 scale from the tensor's amax.
@@ -32,10 +33,6 @@ pub enum Scheme {
 }
 
 impl Scheme {
-    /// Every scheme.
-    pub const ALL: [Self; 7] =
-        [Self::Fp8Current, Self::Fp8Delayed, Self::Fp8Row, Self::Fp8Block128, Self::Mxfp8, Self::Nvfp4, Self::Int8];
-
     const fn name(self) -> &'static str {
         match self {
             Self::Fp8Current => "FP8 tensor",
@@ -66,9 +63,9 @@ impl std::str::FromStr for Scheme {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let known = Self::ALL.into_iter().find(|scheme| scheme.flag() == text);
+        let known = Self::VARIANTS.iter().copied().find(|scheme| scheme.flag() == text);
         known.ok_or_else(|| {
-            let names: Vec<_> = Self::ALL.iter().map(|scheme| format!("`{}`", scheme.flag())).collect();
+            let names: Vec<_> = Self::VARIANTS.iter().map(|scheme| format!("`{}`", scheme.flag())).collect();
             Error::config("scheme", format!("`{text}` is not one of {}", names.join(", ")))
         })
     }
@@ -146,7 +143,8 @@ impl BlockScaling {
         }
         let amax = largest(&tensor);
         let stale_amax = amax * stale_amax;
-        let schemes = Scheme::ALL.map(|scheme| QuantizedTensor::new(scheme, &tensor, columns, stale_amax)).to_vec();
+        let schemes =
+            Scheme::VARIANTS.iter().map(|scheme| QuantizedTensor::new(*scheme, &tensor, columns, stale_amax)).collect();
         Ok(Self { source, shape, tensor, amax, stale_amax, schemes, shown })
     }
 

@@ -140,7 +140,7 @@ impl DtypeReport {
             (CastRule::Promote, "to the widest operand's type"),
             (CastRule::Keep, "nothing for"),
         ] {
-            let operations = AutocastOp::ALL.into_iter().filter(|op| op.cast_rule() == rule);
+            let operations = AutocastOp::ALL.iter().filter(|op| op.cast_rule() == rule);
             let names: Vec<_> = operations.map(|op| format!("{op:?}")).collect();
             page.wrapped(Role::Dim, &format!("autocast casts {to}: {}", names.join(", ")), width);
         }

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 use std::collections::BTreeSet;
+use strum::VariantArray;
 
 use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Checkpointing, Lora, ModelSpec};
@@ -13,7 +14,7 @@ use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
 
 /// A training recipe.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, VariantArray)]
 #[serde(rename_all = "snake_case")]
 pub enum Recipe {
     /// Everything in FP32.
@@ -37,8 +38,8 @@ pub enum Recipe {
     Qlora,
 }
 
-/// The purpose of memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+/// The purpose of memory, in the order of bars and tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, VariantArray)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryCategory {
     /// The working copy of the weights.
@@ -124,19 +125,6 @@ pub struct MemoryPlan {
 }
 
 impl Recipe {
-    /// Every recipe.
-    pub const ALL: [Self; 9] = [
-        Self::Fp32,
-        Self::Fp16Amp,
-        Self::Bf16Amp,
-        Self::Fp8,
-        Self::Bf16Pure,
-        Self::Adam8bit,
-        Self::Checkpointing,
-        Self::Lora,
-        Self::Qlora,
-    ];
-
     const fn name(self) -> &'static str {
         match self {
             Self::Fp32 => "FP32",
@@ -195,18 +183,6 @@ impl Recipe {
 }
 
 impl MemoryCategory {
-    /// Every group, in the order of bars and tables.
-    pub const ALL: [Self; 8] = [
-        Self::Weights,
-        Self::Masters,
-        Self::Gradients,
-        Self::Adam,
-        Self::Activations,
-        Self::Buffers,
-        Self::Probe,
-        Self::Process,
-    ];
-
     /// The letter in bars, the name and the colour.
     const fn show(self) -> (char, &'static str, Role) {
         match self {
@@ -311,7 +287,7 @@ impl MemoryPlan {
             seq_len,
             grad_accum,
             budget,
-            plans: Recipe::ALL.into_iter().map(plan).collect::<Result<_>>()?,
+            plans: Recipe::VARIANTS.iter().copied().map(plan).collect::<Result<_>>()?,
             rank,
             adapters: adapters(config, rank),
             kv_cache: vec![("FP32", 4 * cached), ("FP16 or BF16", 2 * cached), ("FP8 or INT8", cached)],
@@ -394,7 +370,7 @@ impl MemoryPlan {
             page.push(self.bar(line, &items(plan), scale, width.saturating_sub(TOTALS)));
         }
         let mut legend = Line::new();
-        for (letter, name, role) in MemoryCategory::ALL.map(MemoryCategory::show) {
+        for (letter, name, role) in MemoryCategory::VARIANTS.iter().map(|category| category.show()) {
             legend = legend.with(role, format!("{letter} ")).dim(format!("{name} "));
         }
         page.push(legend);

@@ -4,13 +4,15 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use strum::{Display, VariantArray};
 
 use super::FloatFormat;
 use crate::{Error, Result};
 
 /// A storage type of the engine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, Display, VariantArray)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Dtype {
     /// IEEE 754 binary32.
     F32,
@@ -37,29 +39,16 @@ impl Dtype {
             Self::BF16 => FloatFormat::BF16,
         }
     }
-
-    const fn as_str(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::BF16 => "bf16",
-        }
-    }
-}
-
-impl fmt::Display for Dtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.as_str())
-    }
 }
 
 impl FromStr for Dtype {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        [Self::F32, Self::F16, Self::BF16]
-            .into_iter()
-            .find(|dtype| dtype.as_str() == text)
+        Self::VARIANTS
+            .iter()
+            .copied()
+            .find(|dtype| dtype.to_string() == text)
             .ok_or_else(|| Error::config("dtype", format!("`{text}` is not one of `f32`, `f16`, `bf16`")))
     }
 }

@@ -10,11 +10,14 @@ use crate::{Kernels, Ran, WeightLayout};
 use candle_core::{DType, Device, Error, Result, Tensor};
 use std::collections::BTreeSet;
 use std::sync::{Mutex, PoisonError};
+use strum::{IntoStaticStr, VariantArray};
 
-/// Kernels that are compiled and tried together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+/// Kernels that are compiled and tried together, by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "snake_case")]
 #[allow(missing_docs, reason = "each variant is named like its file of kernels")]
 pub enum KernelFamily {
+    #[strum(serialize = "adamw")]
     AdamW,
     Attention,
     CrossEntropy,
@@ -23,36 +26,14 @@ pub enum KernelFamily {
     Norm,
     Product,
     Rope,
+    #[strum(serialize = "summary")]
     StatsLaunch,
 }
 
 impl KernelFamily {
-    /// Every family, by name.
-    pub const ALL: [Self; 9] = [
-        Self::AdamW,
-        Self::Attention,
-        Self::CrossEntropy,
-        Self::Elementwise,
-        Self::Embedding,
-        Self::Norm,
-        Self::Product,
-        Self::Rope,
-        Self::StatsLaunch,
-    ];
-
     /// The name used in logs, checkpoints and error texts.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::AdamW => "adamw",
-            Self::Attention => "attention",
-            Self::CrossEntropy => "cross_entropy",
-            Self::Elementwise => "elementwise",
-            Self::Embedding => "embedding",
-            Self::Norm => "norm",
-            Self::Product => "product",
-            Self::Rope => "rope",
-            Self::StatsLaunch => "summary",
-        }
+    pub fn name(self) -> &'static str {
+        self.into()
     }
 }
 

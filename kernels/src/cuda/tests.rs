@@ -16,10 +16,11 @@ use crate::op::cases::{Bounds, Case, cases};
 use crate::view::{View, read};
 use crate::{Fused, op};
 use candle_core::{DType, Device, Tensor};
+use strum::VariantArray;
 
 /// Our kernels in the emulator, except for products, which are cuBLAS'.
 fn kernels(order: u32) -> CudaKernels<Emulator> {
-    let families = KernelFamily::ALL.into_iter().filter(|family| *family != KernelFamily::Product);
+    let families = KernelFamily::VARIANTS.iter().copied().filter(|family| *family != KernelFamily::Product);
     CudaKernels::new(Emulator::new(order), families.collect())
 }
 

@@ -2,15 +2,19 @@
 
 use super::spec::ModuleId;
 use candle_core::{Result, Tensor};
+use strum::IntoStaticStr;
 
 /// The kind of a tensor of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum TensorKind {
     /// Its output; a row for each token.
     Output,
     /// The output `x·Aᵀ` of its adapter's first factor, one row per token.
+    #[strum(serialize = "adapter")]
     LoraTerm,
     /// The gradient of `x·Aᵀ`; a row for each token.
+    #[strum(serialize = "adapter_gradient")]
     LowRankGradient,
     /// The gradient of the output; a row for each token.
     OutputGradient,
@@ -34,16 +38,8 @@ impl TensorKind {
     }
 
     /// Its name in logs.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Output => "output",
-            Self::LoraTerm => "adapter",
-            Self::LowRankGradient => "adapter_gradient",
-            Self::OutputGradient => "output_gradient",
-            Self::InputGradient => "input_gradient",
-            Self::WeightGradient => "weight_gradient",
-            Self::BiasGradient => "bias_gradient",
-        }
+    pub fn name(self) -> &'static str {
+        self.into()
     }
 }
 

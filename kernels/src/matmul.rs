@@ -24,6 +24,8 @@ use self::buffer::{PackBuffer, Workspace, with_thread_buffer, with_workspace};
 use self::epilogue::{OutputMatrix, Scratch, TileRect};
 use self::micro::{MAX_TILE, MicroKernel, PrefetchQueue, PreparedKernel, Tile};
 use self::pack::{PackSource, PanelLayout, Prefetch, pack};
+pub use self::prepacked::with_packed;
+use self::prepacked::with_panels;
 use super::convert::Element;
 use super::isa::{Isa, vectorize};
 use super::view::with_element;
@@ -32,6 +34,7 @@ mod buffer;
 mod epilogue;
 mod micro;
 mod pack;
+mod prepacked;
 #[cfg(test)]
 mod tests;
 
@@ -190,13 +193,20 @@ fn run_in<A: Element, C: Element>(
     epilogue: Epilogue<'_>,
 ) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
+    let operand = b;
     let (a, b) = (PackSource::rows(a), PackSource::columns(b));
     let swapped = swaps_operands(kernel, m, n);
     let [a, b] = if swapped { [b, a] } else { [a, b] };
     let kernel = kernel.for_lines(a.count);
     let serial = m * n * k < SERIAL_WORK;
     let second = second.map(|term| Packed::new(kernel, term, swapped, serial, buffers));
-    Product { kernel, a, b, swapped, depth: k, second, c, epilogue, serial }.run(shared, partial);
+    let product = Product { kernel, a, b, panels: None, swapped, depth: k, second, c, epilogue, serial };
+    if swapped || m > n {
+        return product.run(shared, partial);
+    }
+    let words = n.next_multiple_of(kernel.cols) * kernel.words(k);
+    let pack = |panels: &mut [u32]| product.pack_streamed(panels);
+    with_panels(operand, words, pack, |panels| Product { panels, ..product }.run(shared, partial));
 }
 
 /// Whether A and B change places for C of m × n.
@@ -354,10 +364,13 @@ fn pack_in_parallel<T: Element>(
 }
 
 /// A product, ready to be divided into tasks.
+#[derive(Clone, Copy)]
 struct Product<'a, A, C> {
     kernel: MicroKernel,
     a: PackSource<'a, A>,
     b: PackSource<'a, A>,
+    /// All of B's panels, part by part of the depth, if they are kept.
+    panels: Option<&'a [u32]>,
     /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. Tiles are
     /// then transposed before they are stored.
     swapped: bool,
@@ -420,6 +433,17 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         }
     }
 
+    /// Packs all of B for [`Product::panels`].
+    fn pack_streamed(&self, mut panels: &mut [u32]) {
+        let layout = self.kernel.b();
+        for depth in pieces(0..self.depth, self.depth_step()) {
+            let words = self.b.count.next_multiple_of(layout.width) * self.kernel.words(depth.len());
+            let (part, rest) = std::mem::take(&mut panels).split_at_mut(words);
+            pack_in_parallel(self.b, 0, depth, layout, part, self.serial);
+            panels = rest;
+        }
+    }
+
     /// Packs the shared operand, then runs the tasks.
     fn run_part(&self, part: &TileRange, shared_memory: &mut PackBuffer, partial_memory: &mut PackBuffer) {
         let [(lines, layout), (_, PanelLayout { width: streamed_width, .. })] = self.sides();
@@ -475,10 +499,16 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let shared_first = part.shared.start + share.start * shared_width;
         let first = part.streamed.start + group.start * width;
         with_thread_buffer(|buffer| {
-            let streamed = buffer.words(group.len() * width * words);
-            pack(lines, first, part.depth.clone(), layout, streamed);
             let next = first + group.len() * width;
             let tiles = group.len() * share.len();
+            if let Some(panels) = self.panels {
+                let before = lines.count.next_multiple_of(width) * self.kernel.words(part.depth.start) + first * words;
+                let streamed = &panels[before..][..group.len() * width * words];
+                let prefetch = Prefetch::new(lines, 0..0, 0..0, tiles);
+                return self.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch);
+            }
+            let streamed = buffer.words(group.len() * width * words);
+            pack(lines, first, part.depth.clone(), layout, streamed);
             let prefetch = Prefetch::new(lines, next..next + group.len() * width, part.depth.clone(), tiles);
             match self.shared() {
                 PackedOperand::A => {

@@ -200,14 +200,15 @@ impl ChatResponder<'_> {
             out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
         };
         let mut reporter = Some(Reporter::of("reading the conversation"));
-        let reason = generate(model, weights, &mut cache, request, |id| {
+        let receive = |id| {
             drop(reporter.take());
             if stopped.load(Ordering::SeqCst) || chat.plain && answer.contains(LINE_END) {
                 return Ok(false);
             }
             say(&mut answer, &stream.push(id)?)?;
             Ok(true)
-        })?;
+        };
+        let reason = weights.with_packed(|| generate(model, weights, &mut cache, request, receive))?;
         drop(reporter);
         let rest = stream.finish()?;
         say(&mut answer, &rest)?;

@@ -90,11 +90,12 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     let (began, mut count) = (Instant::now(), 0);
     reporter.begin("reading the prompt");
     let mut reporter = Some(reporter);
-    let stop = generate(&model, &weights, &mut cache, request, |id| {
+    let receive = |id| {
         drop(reporter.take());
         count += 1;
         write_text(out, &stream.push(id)?)
-    })?;
+    };
+    let stop = weights.with_packed(|| generate(&model, &weights, &mut cache, request, receive))?;
     drop(reporter);
     write_text(out, &(stream.finish()? + "\n"))?;
     report(stop, count, context, began);

@@ -38,6 +38,13 @@ impl PackBuffer {
         unsafe { std::slice::from_raw_parts_mut(self.start, len) }
     }
 
+    /// The first `len` values, which a call of [`PackBuffer::words`] has made.
+    pub(super) fn filled(&self, len: usize) -> &[u32] {
+        assert!(len * size_of::<u32>() <= self.layout.size(), "the buffer has fewer than {len} words");
+        // SAFETY: these values are initialised, and unchanged while `self` is borrowed.
+        if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(self.start, len) } }
+    }
+
     /// As [`PackBuffer::words`], as floats.
     pub(super) fn floats(&mut self, len: usize) -> &mut [f32] {
         bytemuck::cast_slice_mut(self.words(len))

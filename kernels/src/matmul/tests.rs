@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 
 use super::super::amx::model::EmulatedTiles;
@@ -10,7 +11,8 @@ use super::super::isa::Isa;
 use super::buffer::{PackBuffer, Workspace, with_thread_buffer};
 use super::epilogue::OutputMatrix;
 use super::micro::MicroKernel;
-use super::{Epilogue, GemmShape, LowRankTerm, Operand, matmul, matmul_on, run_in, words};
+use super::{Epilogue, GemmShape, LowRankTerm, Operand, matmul, matmul_on, run_in, with_packed, words};
+use crate::{Fused, WeightLayout, op, view};
 
 /// The micro-kernels of an instruction set of this CPU, or the one for AMX on a model of its tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -462,5 +464,34 @@ fn a_row_has_the_same_bits_for_any_number_of_rows() {
         check_rows::<f32>(kernels);
         check_rows::<f16>(kernels);
         check_rows::<bf16>(kernels);
+    }
+}
+
+/// Panels are made once: within the scope a changed weight is not noticed, and after it is.
+#[test]
+fn kept_panels_give_the_same_bits() {
+    let (k, n) = (3300, 101);
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (layout, shape) in [(WeightLayout::InOut, (k, n)), (WeightLayout::OutIn, (n, k))] {
+            let matrix = |seed, shape| {
+                let values = Tensor::new(random::<f32>(k * n, seed), &Device::Cpu).unwrap();
+                values.reshape(shape).unwrap().to_dtype(dtype).unwrap()
+            };
+            let (weight, inputs) = (matrix(1, shape), matrix(2, (n, k)));
+            let product = |rows: usize| {
+                let (x, y) =
+                    (inputs.narrow(0, 0, rows).unwrap(), Tensor::zeros((rows, n), dtype, &Device::Cpu).unwrap());
+                op::Linear { layout, x: &x, weight: &weight, bias: None, low_rank: None, y: &y }.run(&Fused).unwrap();
+                y.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()
+            };
+            let all = || [1, 2, 37, n].map(product);
+            let expected = all();
+            with_packed([&weight].into_iter(), || {
+                assert_eq!(all(), expected, "{dtype:?} {layout:?}");
+                view::copy(&matrix(3, shape), &weight).unwrap();
+                assert_eq!(all(), expected, "{dtype:?} {layout:?}: packed again");
+            });
+            assert_ne!(all(), expected, "{dtype:?} {layout:?}: panels outlive their scope");
+        }
     }
 }

@@ -10,6 +10,7 @@ use super::spec::{ModuleId, ParamInit, ParamRole, ParamSpec};
 use crate::engine::collective::Shards;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::isa::vectorize;
+use crate::engine::kernels::matmul;
 use crate::engine::kernels::quantized::QuantizedMatrix;
 use crate::engine::kernels::view;
 use crate::precision::PrecisionUnit;
@@ -300,6 +301,13 @@ impl Parameters {
     /// The tensor of a name.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.position(name).map(|index| &self.tensors[index])
+    }
+
+    /// Runs `body`, which generates text: the products that this thread begins pack each weight only once. The weights must not
+    /// change meanwhile.
+    pub fn with_packed<R>(&self, body: impl FnOnce() -> R) -> R {
+        let base = self.base.iter().flat_map(|base| &base.fused);
+        matmul::with_packed(self.fused.iter().chain(base), body)
     }
 
     /// Looks up parameter `role` of a layer's product.

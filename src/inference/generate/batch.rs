@@ -34,11 +34,23 @@ impl Completion {
 
 /// Generates a text for each of `requests`, up to `batch_size` at a time, and calls `on_end` with the request's number
 /// and its text, in the order in which they end. With the CPU's own kernels a text does not depend on the other texts or
-/// on `batch_size`: log-probabilities have the bits that the training pass computes.
+/// on `batch_size`: log-probabilities have the bits that the training pass computes. Until the last text ends, the weights are
+/// also in memory as panels ([`Parameters::with_packed`]).
 ///
 /// # Errors
 /// [`Error::Model`](crate::Error::Model) if the model's logits are not finite; errors of `on_end`.
 pub fn generate_batch(
+    model: &Decoder,
+    weights: &Parameters,
+    policy: PrecisionPolicy,
+    requests: &[GenerationRequest<'_>],
+    batch_size: usize,
+    on_end: impl FnMut(usize, Completion) -> Result<()>,
+) -> Result<()> {
+    weights.with_packed(|| run(model, weights, policy, requests, batch_size, on_end))
+}
+
+fn run(
     model: &Decoder,
     weights: &Parameters,
     policy: PrecisionPolicy,

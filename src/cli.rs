@@ -201,49 +201,48 @@ pub fn main() -> ExitCode {
 
 fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
     Isa::pinned().map_err(|message| Error::config(ISA_VARIABLE, message))?;
-    if cli.command.is_some() && !group.is_leader() {
-        // Only the leader runs commands other than training.
-        return Ok(ExitCode::SUCCESS);
-    }
-    match cli.command {
-        None => Ok(match train::run(&cli.train, group)? {
+    let Some(command) = cli.command else {
+        return Ok(match train::run(&cli.train, group)? {
             FinishReason::Done | FinishReason::EarlyStopped => ExitCode::SUCCESS,
             // By a key or a signal: a script must not take the run for whole.
             FinishReason::Stopped | FinishReason::Interrupted => ExitCode::from(130),
             FinishReason::Diverged => ExitCode::from(3),
-        }),
-        Some(Command::Generate(args)) => done(args.model.on_threads(|| generate::run(&args, &mut on_terminal()))),
-        Some(Command::Chat(args)) => done(args.model.on_threads(|| chat::run(&args, &mut on_terminal()))),
-        Some(Command::Eval(args)) => {
-            done(args.model.on_threads(|| eval::run(&args, &mut SanitizingWriter::new(stdout()))))
-        }
-        Some(Command::Data(args)) => done(data::run(&args, &mut stdout())),
-        Some(Command::Fp16Check(args)) => fp16_check::run(&args, &mut SanitizingWriter::new(stdout())),
-        Some(Command::Mismatch(args)) => done(mismatch::run(&args, &mut SanitizingWriter::new(stdout()))),
-        Some(Command::Export(args)) => done(export::run(&args, &mut SanitizingWriter::new(stdout()))),
-        Some(Command::Merge(args)) => done(merge::run(&args, &mut SanitizingWriter::new(stdout()))),
-        Some(Command::ExportMetrics(args)) => done(export_metrics::run(&args, &mut SanitizingWriter::new(stdout()))),
-        Some(Command::Report(args)) => done(report::run(&args, &mut in_pipe())),
-        Some(Command::Config(args)) => {
+        });
+    };
+    if !group.is_leader() {
+        // Only the leader runs commands other than training.
+        return Ok(ExitCode::SUCCESS);
+    }
+    let out = &mut SanitizingWriter::new(stdout());
+    match command {
+        Command::Generate(args) => done(args.model.on_threads(|| generate::run(&args, &mut on_terminal()))),
+        Command::Chat(args) => done(args.model.on_threads(|| chat::run(&args, &mut on_terminal()))),
+        Command::Eval(args) => done(args.model.on_threads(|| eval::run(&args, out))),
+        Command::Data(args) => done(data::run(&args, &mut stdout())),
+        Command::Fp16Check(args) => fp16_check::run(&args, out),
+        Command::Mismatch(args) => done(mismatch::run(&args, out)),
+        Command::Export(args) => done(export::run(&args, out)),
+        Command::Merge(args) => done(merge::run(&args, out)),
+        Command::ExportMetrics(args) => done(export_metrics::run(&args, out)),
+        Command::Report(args) => done(report::run(&args, &mut in_pipe())),
+        Command::Config(args) => {
             let config = args.config.resolve()?;
             let text = if args.explain { config.explained()? } else { config.to_toml()? };
             // Escaped characters are valid TOML.
-            let text = crate::untrusted::sanitize_lines(&text);
-            stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))?;
-            Ok(ExitCode::SUCCESS)
+            done(out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(Error::stdout))
         }
-        Some(Command::Lab(args)) => lab::run(&args, &mut in_pipe()).map(|()| ExitCode::SUCCESS),
-        Some(Command::Compare(args)) => done(compare::run(&args, &mut in_pipe())),
-        Some(Command::Doctor(args)) => done(doctor::run(&args, &mut SanitizingWriter::new(stdout()))),
-        Some(Command::Completions(args)) => done(completions::completions(definition(), &args, &mut stdout())),
-        Some(Command::Man) => done(completions::man(definition(), &mut stdout())),
-        Some(Command::Bench(args)) => bench::run(&args, &mut SanitizingWriter::new(stdout())),
-        Some(Command::Runs(args)) => done(runs::run(&args, &mut SanitizingWriter::new(stdout()))),
-        Some(Command::Checkpoint(args)) => checkpoint::run(&args, &mut SanitizingWriter::new(stdout())),
-        Some(Command::VerifyResume(args)) => verify_resume::run(&args, &mut SanitizingWriter::new(stdout())),
+        Command::Lab(args) => done(lab::run(&args, &mut in_pipe())),
+        Command::Compare(args) => done(compare::run(&args, &mut in_pipe())),
+        Command::Doctor(args) => done(doctor::run(&args, out)),
+        Command::Completions(args) => done(completions::completions(definition(), &args, &mut stdout())),
+        Command::Man => done(completions::man(definition(), &mut stdout())),
+        Command::Bench(args) => bench::run(&args, out),
+        Command::Runs(args) => done(runs::run(&args, out)),
+        Command::Checkpoint(args) => checkpoint::run(&args, out),
+        Command::VerifyResume(args) => verify_resume::run(&args, out),
         #[cfg(feature = "mpi")]
-        Some(Command::VerifyDistributed(args)) => verify_distributed::run(&args, &mut SanitizingWriter::new(stdout())),
-        Some(Command::Watch(args)) => watch::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::VerifyDistributed(args) => verify_distributed::run(&args, out),
+        Command::Watch(args) => done(watch::run(&args)),
     }
 }
 

@@ -179,7 +179,7 @@ fn folders(tokens: PathBuf, models: PathBuf) -> Vec<FolderInfo> {
 }
 
 /// Bytes of all files below a folder. Skips links, because the Hub's cache names every file twice.
-fn size_of_folder(folder: &Path) -> u64 {
+pub(crate) fn size_of_folder(folder: &Path) -> u64 {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let size = |entry: std::fs::DirEntry| match entry.metadata() {
         Ok(metadata) if metadata.is_dir() => size_of_folder(&entry.path()),

@@ -98,6 +98,11 @@ impl Error {
         move |source| Self::Io { action, path, source }
     }
 
+    /// For `map_err`: standard output cannot be written.
+    pub fn stdout(source: std::io::Error) -> Self {
+        Self::io("write to", "standard output")(source)
+    }
+
     /// A [`Error::Data`] about `origin`.
     pub fn data(origin: impl std::fmt::Display, message: impl Into<String>) -> Self {
         Self::Data { origin: origin.to_string(), message: message.into() }

@@ -29,7 +29,7 @@ pub use event::{
     StepStatus, StepTime, TensorRecord, Throughput, UnderflowOnset, VERSION, Validation,
 };
 pub use gpu::GpuSampler;
-pub use log::{EventLog, Poll, Tail, for_each, read};
+pub use log::{EventLog, Poll, Tail, for_each, last_records, read};
 pub use process::{MachineMemory, ProcessId, ProcessStats, available_bytes, cpu_name, is_bound, is_ignored};
 pub use prometheus::Prometheus;
 pub use run_state::{

@@ -1,7 +1,7 @@
 //! Temporary files and folders, and the removal of those that killed processes have left.
 
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tempfile::{Builder, NamedTempFile, TempDir};
@@ -26,6 +26,20 @@ pub(crate) fn folder(parent: &Path, prefix: &str) -> Result<(TempDir, Option<Fil
     let lock = File::open(made.path()).ok();
     let _ = lock.as_ref().map(File::try_lock);
     Ok((made, lock))
+}
+
+/// Like [`folder`], next to `target`, for writing it before [`publish`].
+pub(crate) fn beside(target: &Path, prefix: &str) -> Result<(TempDir, Option<File>)> {
+    folder(target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")), prefix)
+}
+
+/// Moves the files in `folder` to their destinations, in this order, so that visible files are complete.
+pub(crate) fn publish(folder: &TempDir, files: &[PathBuf]) -> Result<()> {
+    for file in files {
+        let written = folder.path().join(file.file_name().unwrap_or_default());
+        std::fs::rename(&written, file).map_err(Error::io("create", file))?;
+    }
+    Ok(())
 }
 
 /// Whether the crate `tempfile` gives this name to a file without a prefix.

@@ -109,7 +109,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
         types => table::of(args, types)?,
     };
     drop(reporter);
-    writeln!(out, "{text}").map_err(Error::io("write to", "standard output"))?;
+    writeln!(out, "{text}").map_err(Error::stdout)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -197,7 +197,7 @@ impl ChatResponder<'_> {
         let (mut stream, mut answer) = (TextStream::new(&trained.tokenizer), String::new());
         let mut say = |answer: &mut String, piece: &str| {
             answer.push_str(piece);
-            out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Error::io("write to", "standard output"))
+            out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Error::stdout)
         };
         let mut reporter = Some(Reporter::of("reading the conversation"));
         let receive = |id| {
@@ -212,7 +212,7 @@ impl ChatResponder<'_> {
         drop(reporter);
         let rest = stream.finish()?;
         say(&mut answer, &rest)?;
-        out.write_all(b"\n").map_err(Error::io("write to", "standard output"))?;
+        out.write_all(b"\n").map_err(Error::stdout)?;
         match reason {
             StopReason::Length => print_notice("(stopped at `--max-tokens`)"),
             StopReason::ContextFull => print_notice("(the context is full; /reset restarts it)"),

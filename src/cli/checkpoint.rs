@@ -1,7 +1,7 @@
 //! `finetune checkpoint`: list, show, verify, prune and compare checkpoints.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, run_or_path};
+use crate::cli::run_lookup::{RunsDirArgs, name_of, run_or_path};
 use crate::store::checkpoint::{
     Checkpoint, CheckpointDifference, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare,
     expired, latest_valid, list, verify,
@@ -92,7 +92,7 @@ pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode
     };
     drop(reporter);
     for line in lines {
-        writeln!(out, "{}", untrusted::sanitize_line(&line)).map_err(Error::io("write to", "standard output"))?;
+        writeln!(out, "{}", untrusted::sanitize_line(&line)).map_err(Error::stdout)?;
     }
     Ok(if fine { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -120,8 +120,7 @@ fn runs(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Whether this is a step folder, valid or damaged.
 fn is_step(path: &Path) -> bool {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.join("manifest.json").is_file() || (path.is_dir() && CheckpointKind::parse_directory(&name).is_some())
+    path.join("manifest.json").is_file() || (path.is_dir() && CheckpointKind::parse_directory(&name_of(path)).is_some())
 }
 
 /// The step folder itself, or the newest good one of a run.
@@ -295,8 +294,4 @@ fn summary(differences: &[CheckpointDifference]) -> Vec<String> {
     }
     lines.push(String::new());
     lines
-}
-
-fn name_of(path: &Path) -> String {
-    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }

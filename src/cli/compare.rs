@@ -64,5 +64,5 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
         let page = if args.ascii { page.ascii() } else { page };
         page.printed(stdout().is_terminal())
     };
-    out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
+    out.write_all(text.as_bytes()).map_err(Error::stdout)
 }

@@ -18,22 +18,21 @@ pub(super) fn completions(mut command: Command, args: &CompletionsArgs, out: &mu
     // Write to memory first, because the generator panics on a write error.
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "finetune", &mut script);
-    out.write_all(&script).map_err(Error::io("write to", "standard output"))
+    out.write_all(&script).map_err(Error::stdout)
 }
 
 /// Writes one manual page of all commands to `out`.
 pub(super) fn man(command: Command, out: &mut dyn Write) -> Result<()> {
     let mut command = command.name("finetune");
     command.build();
-    let failed = || Error::io("write to", "standard output");
-    clap_mangen::Man::new(command.clone()).render(out).map_err(failed())?;
+    clap_mangen::Man::new(command.clone()).render(out).map_err(Error::stdout)?;
     for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help") {
         let name = sub.get_name().to_uppercase();
         let man = clap_mangen::Man::new(sub.clone());
-        writeln!(out, ".SH \"FINETUNE {name}\"").map_err(failed())?;
-        man.render_description_section(out).map_err(failed())?;
-        man.render_synopsis_section(out).map_err(failed())?;
-        man.render_options_section(out).map_err(failed())?;
+        writeln!(out, ".SH \"FINETUNE {name}\"").map_err(Error::stdout)?;
+        man.render_description_section(out).map_err(Error::stdout)?;
+        man.render_synopsis_section(out).map_err(Error::stdout)?;
+        man.render_options_section(out).map_err(Error::stdout)?;
     }
     Ok(())
 }

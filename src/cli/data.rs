@@ -99,7 +99,7 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
             }
         }
     };
-    out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
+    out.write_all(text.as_bytes()).map_err(Error::stdout)
 }
 
 /// Lines about the answers of pairs, or about labels.

@@ -23,7 +23,7 @@ pub(super) fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<()> {
     } else {
         as_text(&found)
     };
-    out.write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
+    out.write_all(text.as_bytes()).map_err(Error::stdout)
 }
 
 fn as_text(found: &Diagnosis) -> String {

@@ -64,7 +64,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     drop(reporter);
     let report =
         if args.json { as_json(args, &trained, &data, windows, found) } else { as_text(&data, windows, found) };
-    writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))
+    writeln!(out, "{report}").map_err(Error::stdout)
 }
 
 /// Counts the questions of `data` whose answers match exactly.
@@ -90,7 +90,7 @@ fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &s
         }
         report
     };
-    writeln!(out, "{report}").map_err(Error::io("write to", "standard output"))
+    writeln!(out, "{report}").map_err(Error::stdout)
 }
 
 /// Tokens, and the average number of bytes per predicted token.

@@ -6,19 +6,15 @@ use crate::precision::Dtype;
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Flags of `finetune export`.
 #[derive(Args, Debug)]
 pub(super) struct ExportArgs {
     #[command(flatten)]
     model: ModelSourceArgs,
-    /// A folder, or a file that ends in .gguf or .onnx
-    #[arg(value_name = "OUT")]
-    out: PathBuf,
-    /// The format [default: by the name of OUT]
-    #[arg(long, value_enum)]
-    format: Option<FormatName>,
+    #[command(flatten)]
+    out: OutArgs,
     /// Type of the weights; fp32 is a checkpoint's masters, `q8_0` and `q4_k` are for GGUF files
     #[arg(long, value_enum, default_value = "fp32")]
     dtype: DtypeName,
@@ -33,8 +29,19 @@ pub(super) struct ExportArgs {
     merge: bool,
 }
 
+/// The flags that select what is written.
+#[derive(Args, Debug)]
+pub(super) struct OutArgs {
+    /// A folder, or a file that ends in .gguf or .onnx
+    #[arg(value_name = "OUT")]
+    pub(super) out: PathBuf,
+    /// The format [default: by the name of OUT]
+    #[arg(long, value_enum)]
+    format: Option<FormatName>,
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub(super) enum FormatName {
+enum FormatName {
     /// A Hugging Face folder
     Hf,
     /// One file for llama.cpp and compatible programs
@@ -54,16 +61,6 @@ pub(super) enum DtypeName {
     Q4K,
 }
 
-impl FormatName {
-    pub(super) fn format(self) -> ExportFormat {
-        match self {
-            Self::Hf => ExportFormat::HuggingFace,
-            Self::Gguf => ExportFormat::Gguf,
-            Self::Onnx => ExportFormat::Onnx(OnnxOptions::default()),
-        }
-    }
-}
-
 impl DtypeName {
     pub(super) fn encoding(self) -> WeightDtype {
         match self {
@@ -76,27 +73,36 @@ impl DtypeName {
     }
 }
 
-/// The format asked for, else that of `out`'s name.
-pub(super) fn format_of(out: &Path, asked: Option<FormatName>) -> Result<ExportFormat> {
-    if let Some(asked) = asked {
-        return Ok(asked.format());
+impl OutArgs {
+    /// The format asked for, else that of the name.
+    pub(super) fn format(&self) -> Result<ExportFormat> {
+        let ending = self.out.extension().and_then(|ending| ending.to_str()).filter(|_| !self.out.is_dir());
+        Ok(match (self.format, ending) {
+            (Some(FormatName::Hf), _) => ExportFormat::HuggingFace,
+            (Some(FormatName::Gguf), _) => ExportFormat::Gguf,
+            (Some(FormatName::Onnx), _) => ExportFormat::Onnx(OnnxOptions::default()),
+            (None, Some(ending @ ("bin" | "safetensors" | "pt" | "pth" | "ckpt" | "zip"))) => {
+                let message = format!(
+                    "`{}` would be a folder; leave `.{ending}` out for a folder with `model.safetensors`, or end the name in \
+                     `.gguf` or `.onnx`",
+                    self.out.display()
+                );
+                return Err(Error::config("OUT", message));
+            }
+            (None, _) => ExportFormat::from_path(&self.out),
+        })
     }
-    let ending = out.extension().and_then(|ending| ending.to_str()).filter(|_| !out.is_dir());
-    if let Some(ending @ ("bin" | "safetensors" | "pt" | "pth" | "ckpt" | "zip")) = ending {
-        let message = format!(
-            "`{}` would be a folder; leave `.{ending}` out for a folder with `model.safetensors`, or end the name in `.gguf` \
-             or `.onnx`",
-            out.display()
-        );
-        return Err(Error::config("OUT", message));
-    }
-    Ok(ExportFormat::from_path(out))
+}
+
+/// Prints the written files, one per line.
+pub(super) fn print_paths(written: &[PathBuf], out: &mut dyn Write) -> Result<()> {
+    written.iter().try_for_each(|path| writeln!(out, "{}", path.display())).map_err(Error::stdout)
 }
 
 /// Exports the model and prints the written files to `out`, one per line.
 pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     let options = OnnxOptions { kv_cache: args.kv_cache, int8: args.int8 };
-    let format = match format_of(&args.out, args.format)? {
+    let format = match args.out.format()? {
         ExportFormat::Onnx(_) => ExportFormat::Onnx(options),
         other if options == OnnxOptions::default() => other,
         _ => {
@@ -107,10 +113,7 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     let scope = if args.merge { ExportScope::Merged } else { ExportScope::Adapters };
     let (trained, reporter) = args.model.open()?;
     reporter.begin("exporting");
-    let written = export(&trained, args.dtype.encoding(), format, scope, &args.out)?;
+    let written = export(&trained, args.dtype.encoding(), format, scope, &args.out.out)?;
     drop(reporter);
-    for path in written {
-        writeln!(out, "{}", path.display()).map_err(Error::io("write to", "standard output"))?;
-    }
-    Ok(())
+    print_paths(&written, out)
 }

@@ -2,12 +2,12 @@
 
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
-use crate::telemetry::{
-    Event, PreferenceMetrics, Sink, StepRecord, StepStatus, Tail, TensorBoard, Validation, float, for_each,
-};
+use crate::telemetry::float::{self, Float};
+use crate::telemetry::{Event, Record, Sink, StepRecord, Tail, TensorBoard, Validation, for_each};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+use serde_json::to_string;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -34,77 +34,45 @@ enum MetricsFormat {
     Tensorboard,
 }
 
-/// One step, with the validation that followed it.
-#[derive(Debug, Default, Serialize)]
-struct Row {
-    step: u64,
-    /// Wall clock, seconds since 1970.
-    time: f64,
-    /// Seconds since the run began.
-    seconds: f64,
-    #[serde(with = "float")]
-    loss: f32,
-    outcome: StepStatus,
-    loss_scale: f32,
-    #[serde(with = "float")]
-    grad_norm: f64,
-    #[serde(with = "float")]
-    clip: f64,
-    lr: f64,
-    epoch: f64,
-    tokens: u64,
-    tokens_per_s: f64,
-    step_ms: f64,
-    updates: u64,
-    skipped: u64,
-    grad_zero: u64,
-    grad_subnormal: u64,
-    grad_not_finite: u64,
-    resident_bytes: Option<u64>,
-    #[serde(serialize_with = "optional")]
-    val_loss: Option<f64>,
-    #[serde(serialize_with = "optional")]
-    val_perplexity: Option<f64>,
-    #[serde(flatten)]
-    preference: Option<PreferenceMetrics>,
-}
+/// A number, or NaN or an infinity by name as in the log.
+#[derive(Serialize)]
+#[serde(bound = "T: Float")]
+struct Number<T: Float>(#[serde(serialize_with = "float::serialize")] T);
 
-/// Serializes NaN and infinities by name, as in the log.
-#[expect(clippy::ref_option, reason = "serde passes a reference to the field")]
-fn optional<S: serde::Serializer>(value: &Option<f64>, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-    match value {
-        Some(value) => float::serialize(value, serializer),
-        None => serializer.serialize_none(),
+/// The figures of a step and of the validation that followed it: a JSON object in the order of the table's columns.
+fn row(t: u64, s: f64, step: &StepRecord, eval: Option<&Validation>) -> serde_json::Result<String> {
+    let perplexity = eval.filter(|eval| eval.preference.is_none()).map(|eval| Number(eval.perplexity));
+    let cells = [
+        ("step", to_string(&step.step)),
+        // Wall clock, seconds since 1970.
+        ("time", to_string(&(t as f64 / 1000.0))),
+        // Since the run began.
+        ("seconds", to_string(&s)),
+        ("loss", to_string(&Number(step.loss))),
+        ("outcome", to_string(&step.outcome)),
+        ("loss_scale", to_string(&step.loss_scale)),
+        ("grad_norm", to_string(&Number(step.grad_norm))),
+        ("clip", to_string(&Number(step.clip_coef))),
+        ("lr", to_string(&step.lr)),
+        ("epoch", to_string(&step.epoch)),
+        ("tokens", to_string(&step.tokens)),
+        ("tokens_per_s", to_string(&step.tokens_per_s)),
+        ("step_ms", to_string(&step.time.step_ms)),
+        ("updates", to_string(&step.updates)),
+        ("skipped", to_string(&step.skipped)),
+        ("grad_zero", to_string(&step.grads.zero)),
+        ("grad_subnormal", to_string(&step.grads.subnormal)),
+        ("grad_not_finite", to_string(&step.grads.not_finite())),
+        ("resident_bytes", to_string(&step.rss_bytes)),
+        ("val_loss", to_string(&eval.map(|eval| Number(eval.loss)))),
+        ("val_perplexity", to_string(&perplexity)),
+    ];
+    let cells = cells.into_iter().map(|(name, value)| Ok(format!("\"{name}\":{}", value?)));
+    let mut text = cells.collect::<serde_json::Result<Vec<_>>>()?.join(",");
+    if let Some(preference) = &step.preference {
+        text = text + "," + to_string(preference)?.trim_matches(['{', '}']);
     }
-}
-
-impl Row {
-    fn new(t: u64, s: f64, step: &StepRecord) -> Self {
-        Self {
-            step: step.step,
-            time: t as f64 / 1000.0,
-            seconds: s,
-            loss: step.loss,
-            outcome: step.outcome,
-            loss_scale: step.loss_scale,
-            grad_norm: step.grad_norm,
-            clip: step.clip_coef,
-            lr: step.lr,
-            epoch: step.epoch,
-            tokens: step.tokens,
-            tokens_per_s: step.tokens_per_s,
-            step_ms: step.time.step_ms,
-            updates: step.updates,
-            skipped: step.skipped,
-            grad_zero: step.grads.zero,
-            grad_subnormal: step.grads.subnormal,
-            grad_not_finite: step.grads.not_finite(),
-            resident_bytes: step.rss_bytes,
-            val_loss: None,
-            val_perplexity: None,
-            preference: step.preference,
-        }
-    }
+    Ok(format!("{{{text}}}"))
 }
 
 /// Writes the figures, without steps that a resume made void.
@@ -118,17 +86,10 @@ pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
         }
         (format, Some(file)) => {
             let _reporter = Reporter::of("reading the log");
-            let mut writer = BufWriter::new(File::create(file).map_err(Error::io("create", file))?);
-            let failed = || Error::io("write", file);
-            table(&log, format, &mut writer, failed)?;
-            writer.flush().map_err(failed())
+            let created = File::create(file).map_err(Error::io("create", file))?;
+            table(&log, format, &mut BufWriter::new(created), &|error| Error::io("write", file)(error))
         }
-        (format, None) => {
-            let mut writer = BufWriter::new(out);
-            let failed = || Error::io("write to", "standard output");
-            table(&log, format, &mut writer, failed)?;
-            writer.flush().map_err(failed())
-        }
+        (format, None) => table(&log, format, &mut BufWriter::new(out), &Error::stdout),
     }
 }
 
@@ -153,45 +114,45 @@ fn tensorboard(log: &Path, folder: &Path, out: &mut dyn Write) -> Result<()> {
     drop(reporter);
     let written =
         writeln!(out, "wrote {}; view it with `tensorboard --logdir {}`", board.path().display(), folder.display());
-    written.map_err(Error::io("write to", "standard output"))
+    written.map_err(Error::stdout)
 }
 
-fn table<F: FnOnce(std::io::Error) -> Error>(
+/// A step, its wall clock, its seconds, and the validation that followed it.
+type LoggedStep = (u64, f64, Box<StepRecord>, Option<Validation>);
+
+fn table(
     log: &Path,
     format: MetricsFormat,
     out: &mut dyn Write,
-    failed: impl Fn() -> F,
+    failed: &dyn Fn(std::io::Error) -> Error,
 ) -> Result<()> {
-    let mut row: Option<Row> = None;
-    let mut first = true;
-    let mut finish = |row: Option<Row>| match row {
-        Some(row) => write_row(&row, format, std::mem::take(&mut first), out).map_err(failed()),
-        None => Ok(()),
+    let (mut last, mut first): (Option<LoggedStep>, _) = (None, true);
+    let mut finish = |last: Option<LoggedStep>| {
+        let Some((t, s, step, eval)) = last else { return Ok(()) };
+        let row = row(t, s, &step, eval.as_ref()).map_err(std::io::Error::from);
+        row.and_then(|row| write_row(&row, format, std::mem::take(&mut first), out)).map_err(failed)
     };
-    for_each(log, |record| {
-        match &record.event {
-            Event::Step(step) => finish(row.replace(Row::new(record.t, record.s, step)))?,
-            Event::Eval(Validation { step, loss, perplexity, preference, .. }) => {
-                if let Some(row) = row.as_mut().filter(|row| row.step == *step) {
-                    row.val_loss = Some(*loss);
-                    row.val_perplexity = preference.is_none().then_some(*perplexity);
+    for_each(log, |Record { t, s, event, .. }| {
+        match event {
+            Event::Step(step) => finish(last.replace((t, s, step, None)))?,
+            Event::Eval(eval) => {
+                if let Some((.., validation)) = last.as_mut().filter(|(_, _, step, _)| step.step == eval.step) {
+                    *validation = Some(eval);
                 }
             }
             _ => {}
         }
         Ok(())
     })?;
-    finish(row)
+    finish(last)?;
+    out.flush().map_err(failed)
 }
 
-fn write_row(row: &Row, format: MetricsFormat, first: bool, out: &mut dyn Write) -> std::io::Result<()> {
+fn write_row(row: &str, format: MetricsFormat, first: bool, out: &mut dyn Write) -> std::io::Result<()> {
     if format == MetricsFormat::Jsonl {
-        serde_json::to_writer(&mut *out, row)?;
-        return writeln!(out);
+        return writeln!(out, "{row}");
     }
-    // Serialize to text to keep the order of the struct's fields, which a map would sort.
-    let text = serde_json::to_string(row)?;
-    let cells: Vec<(&str, &str)> = text
+    let cells: Vec<(&str, &str)> = row
         .trim_matches(['{', '}'])
         .split(',')
         .filter_map(|field| field.split_once(':'))

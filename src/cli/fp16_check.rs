@@ -71,7 +71,7 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
     } else {
         as_text(&report)
     };
-    writeln!(out, "{text}").map_err(Error::io("write to", "standard output"))?;
+    writeln!(out, "{text}").map_err(Error::stdout)?;
     Ok(match report.advice {
         PrecisionAdvice::Fp16 => ExitCode::SUCCESS,
         PrecisionAdvice::Fp16WithFallback { .. } => ExitCode::from(WITH_FALLBACK),

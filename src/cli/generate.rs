@@ -13,9 +13,11 @@ use crate::train::prompts;
 use crate::{Error, Result, temporary};
 use clap::Args;
 use serde_json::Value;
+use std::fs::File;
 use std::io::{ErrorKind, IsTerminal, Write, stderr};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
+use tempfile::TempDir;
 
 /// Flags of `finetune generate`.
 #[derive(Args, Debug)]
@@ -107,7 +109,7 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     if args.batch_size == 0 {
         return Err(Error::config("--batch-size", "must be at least 1"));
     }
-    let output = args.output.as_deref().map(OutputFile::create).transpose()?;
+    let output = args.output.as_deref().map(output_file).transpose()?;
     let (trained, reporter) = args.model.model.open()?;
     let rows = prompts(&input.parse()?, trained.dataset_options(), &mut |event| reporter.report(event))?;
     let ids = encode(&trained, &rows)?;
@@ -132,13 +134,15 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     drop(reporter);
     let lines =
         rows.iter().zip(texts).map(|(row, (text, reason))| line(row, text, reason)).collect::<Result<String>>()?;
-    let Some(output) = output else {
-        return out.write_all(lines.as_bytes()).map_err(Error::io("write to", "standard output"));
+    let Some((path, (work, _lock))) = output else {
+        return out.write_all(lines.as_bytes()).map_err(Error::stdout);
     };
-    let path = output.commit(&lines)?;
+    let written = work.path().join(path.file_name().unwrap_or_default());
+    std::fs::write(&written, lines).map_err(Error::io("write", &written))?;
+    temporary::publish(&work, &[path.to_path_buf()])?;
     let rate = tokens as f64 / seconds.max(1e-9);
     writeln!(out, "{}: {} texts, {tokens} tokens, {rate:.1} tokens/s", path.display(), rows.len())
-        .map_err(Error::io("write to", "standard output"))
+        .map_err(Error::stdout)
 }
 
 /// The ids of each prompt.
@@ -175,27 +179,12 @@ fn line(row: &PromptRow, text: String, reason: StopReason) -> Result<String> {
     Ok(format!("{fields}\n"))
 }
 
-/// A file that has its content when it appears.
-struct OutputFile<'a> {
-    path: &'a Path,
-    folder: (tempfile::TempDir, Option<std::fs::File>),
-}
-
-impl<'a> OutputFile<'a> {
-    fn create(path: &'a Path) -> Result<Self> {
-        if path.is_dir() || path.file_name().is_none() {
-            return Err(Error::config("--output", format!("`{}` is not the name of a file", path.display())));
-        }
-        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        Ok(Self { path, folder: temporary::folder(parent, ".generate-")? })
+/// The file to write, and the folder to write it in first.
+fn output_file(path: &Path) -> Result<(&Path, (TempDir, Option<File>))> {
+    if path.is_dir() || path.file_name().is_none() {
+        return Err(Error::config("--output", format!("`{}` is not the name of a file", path.display())));
     }
-
-    fn commit(self, text: &str) -> Result<&'a Path> {
-        let written = self.folder.0.path().join("out");
-        std::fs::write(&written, text).map_err(Error::io("write", &written))?;
-        std::fs::rename(&written, self.path).map_err(Error::io("create", self.path))?;
-        Ok(self.path)
-    }
+    Ok((path, temporary::beside(path, ".generate-")?))
 }
 
 /// Writes and flushes; `false` if the reader has closed the pipe.
@@ -203,7 +192,7 @@ fn write_text(out: &mut dyn Write, text: &str) -> Result<bool> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
-        Err(error) => Err(Error::io("write to", "standard output")(error)),
+        Err(error) => Err(Error::stdout(error)),
     }
 }
 

@@ -84,7 +84,7 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
         let page = if args.ascii { page.ascii() } else { page };
         out.write_all(page.printed(terminal).as_bytes())
     };
-    written.map_err(Error::io("write to", "standard output"))
+    written.map_err(Error::stdout)
 }
 
 pub(super) fn terminal_width() -> usize {

@@ -82,7 +82,7 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
     } else {
         as_text(&found, args.sequences, tokens)
     };
-    writeln!(out, "{text}").map_err(Error::io("write to", "standard output"))
+    writeln!(out, "{text}").map_err(Error::stdout)
 }
 
 fn as_text(found: &[(String, Mismatch)], sequences: usize, tokens: usize) -> String {

@@ -26,5 +26,5 @@ pub(crate) fn run(args: &ReportArgs, out: &mut dyn Write) -> Result<()> {
     let reporter = Reporter::of("reading the log");
     std::fs::write(&file, report::page(&log)?).map_err(Error::io("write", &file))?;
     drop(reporter);
-    writeln!(out, "wrote {}", file.display()).map_err(Error::io("write to", "standard output"))
+    writeln!(out, "wrote {}", file.display()).map_err(Error::stdout)
 }

@@ -20,6 +20,11 @@ pub(crate) struct RunsDirArgs {
     pub(super) path: PathBuf,
 }
 
+/// The last part of a path.
+pub(super) fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
 /// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`.
 pub(super) fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
     let run = runs.join(name);

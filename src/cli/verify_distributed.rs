@@ -39,7 +39,7 @@ pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<E
     for count in PROCESSES {
         train(&args.launcher, count, &file)?;
     }
-    let mut say = |text: String| writeln!(out, "{text}").map_err(Error::io("write to", "standard output"));
+    let mut say = |text: String| writeln!(out, "{text}").map_err(Error::stdout);
     let run = |count: usize| folder.path().join(name(count));
     let whole = latest_valid(&run(1))?.checkpoint;
     let first = figures(&run(1))?;

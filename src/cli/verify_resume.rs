@@ -43,7 +43,7 @@ pub(crate) fn run(args: &VerifyResumeArgs, out: &mut dyn Write) -> Result<ExitCo
     reporter.begin("deleting the checkpoints of the proof");
     drop(folder);
     drop(reporter);
-    let mut say = |text: String| writeln!(out, "{text}").map_err(Error::io("write to", "standard output"));
+    let mut say = |text: String| writeln!(out, "{text}").map_err(Error::stdout);
     for difference in &proof.differences {
         say(format!("differs: {difference}"))?;
     }

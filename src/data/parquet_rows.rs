@@ -79,7 +79,7 @@ pub fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode {
             polled = Instant::now();
             subprocess::limit_computing(MAX_SECONDS);
         }
-        send(&RowMessage::Row(value)).map_err(Error::io("write to", "standard output"))
+        send(&RowMessage::Row(value)).map_err(Error::stdout)
     };
     let last = match read_in_process(Path::new(path), &fields, &mut row) {
         Ok(()) => RowMessage::End,

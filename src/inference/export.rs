@@ -14,7 +14,6 @@ use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
 use crate::{Error, Result, temporary};
 use std::path::{Path, PathBuf};
-use tempfile::TempDir;
 
 /// A format to export to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,6 +91,7 @@ pub fn export(
         name.ok_or_else(|| Error::config("OUT", format!("`{}` is not the name of a file or folder", out.display())))?;
     let files = match format {
         ExportFormat::HuggingFace | ExportFormat::Gguf => vec![out.to_path_buf()],
+        // The file that names the other comes last.
         ExportFormat::Onnx(_) => vec![out.with_file_name(format!("{name}.data")), out.to_path_buf()],
     };
     if let Some(there) = files.iter().find(|file| file.exists()) {
@@ -103,9 +103,9 @@ pub fn export(
         let message = "adapters can only be written as a folder; add `--merge` to write the whole model in this format";
         return Err(Error::config("OUT", message));
     }
-    let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = out.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
-    let (work, _lock) = temporary::folder(parent, ".export-")?;
+    let (work, _lock) = temporary::beside(out, ".export-")?;
     match format {
         ExportFormat::HuggingFace => {
             let folder = work.path().join(name);
@@ -120,15 +120,6 @@ pub fn export(
             onnx::write(&trained.config, &trained.weights(dtype)?, onnx, &work.path().join(name))?;
         }
     }
-    commit(&work, &files)?;
+    temporary::publish(&work, &files)?;
     Ok(files)
-}
-
-/// Moves the written files to their destination, the file that names the others last.
-fn commit(work: &TempDir, files: &[PathBuf]) -> Result<()> {
-    for file in files {
-        let written = work.path().join(file.file_name().unwrap_or_default());
-        std::fs::rename(&written, file).map_err(Error::io("create", file))?;
-    }
-    Ok(())
 }

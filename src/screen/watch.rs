@@ -4,12 +4,11 @@ use super::dashboard::{App, DashboardMode};
 use super::plain::PlainPrinter;
 use super::renderer::{Exit, MessageSource, Playback, ScreenMessage, drive, wall_clock};
 use crate::Result;
-use crate::telemetry::{Diagnostic, Event, PhaseLines, ProcessId, Record, RunState, Tail, VERSION};
+use crate::telemetry::{Diagnostic, Event, PhaseLines, ProcessId, Record, RunState, Tail, VERSION, last_records};
 use crate::ui::Theme;
 use crate::untrusted::sanitize_line;
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write, stdout};
+use std::io::{Write, stdout};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -92,7 +91,7 @@ impl Replay {
             position: 0.0,
             since: Instant::now(),
             first: None,
-            last: last_seconds(log).unwrap_or(0.0),
+            last: last_records(log, 1 << 20).next().map_or(0.0, |record| record.s),
             rewind: false,
             waiting: VecDeque::new(),
             clock: 0,
@@ -123,16 +122,6 @@ impl Replay {
         (self.speed, self.paused) = (playback.speed, playback.paused);
         playback.at = ((self.now() - first) / span).clamp(0.0, 1.0);
     }
-}
-
-/// Run-relative seconds of the last whole record near the end of a log, if there is one.
-fn last_seconds(log: &Path) -> Option<f64> {
-    let mut file = File::open(log).ok()?;
-    let length = file.metadata().ok()?.len();
-    file.seek(SeekFrom::Start(length.saturating_sub(1 << 20))).ok()?;
-    let mut end = Vec::new();
-    file.read_to_end(&mut end).ok()?;
-    end.rsplit(|byte| *byte == b'\n').find_map(|line| Some(serde_json::from_slice::<Record>(line).ok()?.s))
 }
 
 impl LogSource {

@@ -137,6 +137,21 @@ fn repair(file: &mut File) -> std::io::Result<Option<Record>> {
     Ok(end[..whole].rsplit(|&byte| byte == b'\n').find_map(|line| serde_json::from_slice(line).ok()))
 }
 
+/// The records in the last `bytes` of a log, the newest first; none if it cannot be read.
+pub fn last_records(log: &Path, bytes: u64) -> impl Iterator<Item = Record> {
+    let end = || -> std::io::Result<Vec<u8>> {
+        let mut file = untrusted::open(log)?;
+        let start = file.metadata()?.len().saturating_sub(bytes);
+        file.seek(SeekFrom::Start(start))?;
+        let mut end = Vec::new();
+        file.read_to_end(&mut end)?;
+        Ok(end)
+    };
+    let end = end().unwrap_or_default();
+    let lines: Vec<Vec<u8>> = end.rsplit(|&byte| byte == b'\n').map(<[u8]>::to_vec).collect();
+    lines.into_iter().filter_map(|line| parse(&line))
+}
+
 /// The valid records of a log, without those that a later resume made void and without unreadable lines.
 ///
 /// # Errors

@@ -4,6 +4,7 @@ use super::emitter::Sink;
 use super::{Event, FinishReason, Record};
 use crate::untrusted::is_unsafe_char;
 use crate::{Error, Result};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -23,29 +24,34 @@ const REQUEST: usize = 8192;
 /// Answers requests until the process ends, each on a separate thread.
 #[derive(Debug)]
 pub struct Prometheus {
-    figures: Arc<Mutex<Figures>>,
+    newest: Arc<Mutex<Newest>>,
     address: SocketAddr,
 }
 
-/// The exported figures; one that is not known yet is left out.
+/// The newest values of [`FIGURES`].
 #[derive(Debug, Default, Clone)]
-struct Figures {
+struct Newest {
     run: String,
-    total_steps: Option<f64>,
-    step: Option<f64>,
-    updates: Option<f64>,
-    loss: Option<f64>,
-    validation: Option<f64>,
-    loss_scale: Option<f64>,
-    overflows: Option<f64>,
-    grad_norm: Option<f64>,
-    lr: Option<f64>,
-    tokens: Option<f64>,
-    tokens_per_s: Option<f64>,
-    resident: Option<f64>,
-    last_step: Option<f64>,
-    running: Option<f64>,
+    values: BTreeMap<&'static str, f64>,
 }
+
+/// The exported figures: name, kind, help. One that is not known yet is left out.
+const FIGURES: [(&str, &str, &str); 14] = [
+    ("running", "gauge", "1 while the run trains, 0 while it is paused and after its end"),
+    ("step", "gauge", "Steps attempted"),
+    ("total_steps", "gauge", "Steps the run will attempt"),
+    ("updates_total", "counter", "Steps applied"),
+    ("loss", "gauge", "Loss of the last step, nats"),
+    ("validation_loss", "gauge", "Last validation loss, nats"),
+    ("loss_scale", "gauge", "Loss scale of the last step"),
+    ("overflows_total", "counter", "Steps skipped because gradients were not finite"),
+    ("gradient_norm", "gauge", "Global gradient norm, unscaled, before clipping"),
+    ("learning_rate", "gauge", "Learning rate of the last step"),
+    ("tokens_total", "counter", "Tokens trained on"),
+    ("tokens_per_second", "gauge", "Tokens per second over the last steps"),
+    ("resident_memory_bytes", "gauge", "Resident memory of the process"),
+    ("last_step_timestamp_seconds", "gauge", "Unix time at the end of the last step"),
+];
 
 impl Prometheus {
     /// Listens on an address; port 0 picks a free port.
@@ -58,8 +64,8 @@ impl Prometheus {
         };
         let listener = TcpListener::bind(address).map_err(refused)?;
         let address = listener.local_addr().map_err(refused)?;
-        let figures = Arc::new(Mutex::new(Figures::default()));
-        let shared = Arc::clone(&figures);
+        let newest = Arc::new(Mutex::new(Newest::default()));
+        let shared = Arc::clone(&newest);
         let answer_all = move || {
             for client in listener.incoming() {
                 let Ok(client) = client else {
@@ -76,7 +82,7 @@ impl Prometheus {
             }
         };
         thread::Builder::new().name("metrics".into()).spawn(answer_all).map_err(refused)?;
-        Ok(Self { figures, address })
+        Ok(Self { newest, address })
     }
 
     /// The address it listens on.
@@ -87,34 +93,34 @@ impl Prometheus {
 
 impl Sink for Prometheus {
     fn write(&mut self, record: &Record) -> Result<()> {
-        let mut figures = self.figures.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
         match &record.event {
             Event::Started(started) => {
-                figures.run.clone_from(&started.run);
-                figures.total_steps = Some(started.total_steps as f64);
-                figures.running = Some(1.0);
+                newest.run.clone_from(&started.run);
+                newest.values.extend([("total_steps", started.total_steps as f64), ("running", 1.0)]);
             }
             Event::Step(step) => {
-                figures.step = Some(step.step as f64);
-                figures.updates = Some(step.updates as f64);
-                figures.loss = Some(f64::from(step.loss));
-                figures.loss_scale = Some(f64::from(step.loss_scale));
-                figures.overflows = Some(step.skipped as f64);
-                figures.grad_norm = Some(step.grad_norm);
-                figures.lr = Some(step.lr);
-                figures.tokens = Some(step.tokens as f64);
-                figures.tokens_per_s = Some(step.tokens_per_s);
-                figures.resident = step.rss_bytes.map(|bytes| bytes as f64);
-                figures.last_step = Some(record.t as f64 / 1000.0);
+                newest.values.extend([
+                    ("step", step.step as f64),
+                    ("updates_total", step.updates as f64),
+                    ("loss", f64::from(step.loss)),
+                    ("loss_scale", f64::from(step.loss_scale)),
+                    ("overflows_total", step.skipped as f64),
+                    ("gradient_norm", step.grad_norm),
+                    ("learning_rate", step.lr),
+                    ("tokens_total", step.tokens as f64),
+                    ("tokens_per_second", step.tokens_per_s),
+                    ("last_step_timestamp_seconds", record.t as f64 / 1000.0),
+                ]);
+                newest.values.extend(step.rss_bytes.map(|bytes| ("resident_memory_bytes", bytes as f64)));
             }
-            Event::Eval(eval) => figures.validation = Some(eval.loss),
-            Event::Paused { .. } => figures.running = Some(0.0),
-            Event::Resumed { .. } => figures.running = Some(1.0),
+            Event::Eval(eval) => newest.values.extend([("validation_loss", eval.loss)]),
+            Event::Paused { .. } => newest.values.extend([("running", 0.0)]),
+            Event::Resumed { .. } => newest.values.extend([("running", 1.0)]),
             Event::Finished(finished) => {
-                figures.running = Some(0.0);
-                if finished.reason == FinishReason::Done {
-                    figures.step = Some(finished.step as f64);
-                }
+                newest.values.extend([("running", 0.0)]);
+                let done = (finished.reason == FinishReason::Done).then_some(("step", finished.step as f64));
+                newest.values.extend(done);
             }
             _ => {}
         }
@@ -126,7 +132,7 @@ impl Sink for Prometheus {
     }
 }
 
-fn answer(mut client: TcpStream, figures: &Mutex<Figures>) -> std::io::Result<()> {
+fn answer(mut client: TcpStream, newest: &Mutex<Newest>) -> std::io::Result<()> {
     let until = Instant::now() + PATIENCE;
     client.set_write_timeout(Some(PATIENCE))?;
     let mut request = Vec::new();
@@ -142,7 +148,7 @@ fn answer(mut client: TcpStream, figures: &Mutex<Figures>) -> std::io::Result<()
     }
     let line = request.split(|byte| *byte == b'\r').next().unwrap_or_default();
     let (status, body) = match line.split(|byte| *byte == b' ').take(2).collect::<Vec<_>>()[..] {
-        [b"GET", b"/metrics" | b"/"] => ("200 OK", figures.lock().unwrap_or_else(PoisonError::into_inner).text()),
+        [b"GET", b"/metrics" | b"/"] => ("200 OK", newest.lock().unwrap_or_else(PoisonError::into_inner).text()),
         [b"GET", _] => ("404 Not Found", "the figures are at /metrics\n".to_owned()),
         _ => ("405 Method Not Allowed", "GET /metrics\n".to_owned()),
     };
@@ -154,28 +160,13 @@ fn answer(mut client: TcpStream, figures: &Mutex<Figures>) -> std::io::Result<()
     )
 }
 
-impl Figures {
+impl Newest {
     fn text(&self) -> String {
         let mut out = String::new();
         let run: String = self.run.chars().filter(|c| !is_unsafe_char(*c)).collect();
         let run = run.replace('\\', "\\\\").replace('"', "\\\"");
-        for (name, kind, help, value) in [
-            ("running", "gauge", "1 while the run trains, 0 while it is paused and after its end", self.running),
-            ("step", "gauge", "Steps attempted", self.step),
-            ("total_steps", "gauge", "Steps the run will attempt", self.total_steps),
-            ("updates_total", "counter", "Steps applied", self.updates),
-            ("loss", "gauge", "Loss of the last step, nats", self.loss),
-            ("validation_loss", "gauge", "Last validation loss, nats", self.validation),
-            ("loss_scale", "gauge", "Loss scale of the last step", self.loss_scale),
-            ("overflows_total", "counter", "Steps skipped because gradients were not finite", self.overflows),
-            ("gradient_norm", "gauge", "Global gradient norm, unscaled, before clipping", self.grad_norm),
-            ("learning_rate", "gauge", "Learning rate of the last step", self.lr),
-            ("tokens_total", "counter", "Tokens trained on", self.tokens),
-            ("tokens_per_second", "gauge", "Tokens per second over the last steps", self.tokens_per_s),
-            ("resident_memory_bytes", "gauge", "Resident memory of the process", self.resident),
-            ("last_step_timestamp_seconds", "gauge", "Unix time at the end of the last step", self.last_step),
-        ] {
-            let Some(value) = value else { continue };
+        for (name, kind, help) in FIGURES {
+            let Some(&value) = self.values.get(name) else { continue };
             let value = match value {
                 f64::INFINITY => "+Inf".to_owned(),
                 f64::NEG_INFINITY => "-Inf".to_owned(),
@@ -269,7 +260,7 @@ mod tests {
         // The thread of the last one ends just after its answer.
         let freed = (0..1000).any(|_| {
             thread::sleep(PATIENCE / 500);
-            Arc::strong_count(&server.figures) == 2
+            Arc::strong_count(&server.newest) == 2
         });
         assert!(freed, "a client is held");
     }

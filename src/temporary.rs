@@ -53,7 +53,8 @@ pub(crate) fn sweep(folder: &Path, ours: impl Fn(&str) -> bool) {
     sweep_older_than(folder, YOUNG, ours);
 }
 
-fn sweep_older_than(folder: &Path, young: Duration, ours: impl Fn(&str) -> bool) {
+/// Like [`sweep`], for entries that have not changed for `young`.
+pub(crate) fn sweep_older_than(folder: &Path, young: Duration, ours: impl Fn(&str) -> bool) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         let Ok(metadata) = entry.metadata() else { continue };

@@ -32,7 +32,6 @@ pub fn open(path: &Path) -> io::Result<File> {
 /// The operating system's error; [`ErrorKind::InvalidData`] for anything but a regular file.
 pub fn open_run_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let refused = |what: &str| io::Error::new(ErrorKind::InvalidData, format!("it is {what}; remove it"));
-    #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
     let file = options.open(path).map_err(|error| match std::fs::symlink_metadata(path) {
         Ok(metadata) if metadata.is_symlink() => refused("a symbolic link, and is not followed"),
@@ -42,34 +41,22 @@ pub fn open_run_file(path: &Path, options: &mut OpenOptions) -> io::Result<File>
 }
 
 /// Whether two files are the same.
-#[cfg(unix)]
 pub fn same_file(one: &Metadata, other: &Metadata) -> bool {
     use std::os::unix::fs::MetadataExt;
     (one.dev(), one.ino()) == (other.dev(), other.ino())
-}
-
-/// Other systems do not remove or replace open files.
-#[cfg(not(unix))]
-pub fn same_file(_: &Metadata, _: &Metadata) -> bool {
-    true
 }
 
 /// Opens without waiting for the other end of a pipe.
 fn open_any(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true);
-    #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NONBLOCK | libc::O_NOCTTY);
     options.open(path)
 }
 
 /// Whether `path` is a pipe, as `<(command)` is in a shell.
 pub fn is_pipe(path: &Path) -> bool {
-    #[cfg(unix)]
-    return std::fs::metadata(path)
-        .is_ok_and(|metadata| std::os::unix::fs::FileTypeExt::is_fifo(&metadata.file_type()));
-    #[cfg(not(unix))]
-    false
+    std::fs::metadata(path).is_ok_and(|metadata| std::os::unix::fs::FileTypeExt::is_fifo(&metadata.file_type()))
 }
 
 /// A pipe's reading end. Without a writer it is at its end at once instead of blocking forever.
@@ -201,7 +188,6 @@ mod tests {
         }
     }
 
-    #[cfg(unix)]
     #[test]
     fn pipes_and_devices_do_not_hang() {
         let folder = tempfile::tempdir().unwrap();

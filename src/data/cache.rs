@@ -9,6 +9,7 @@
 
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -72,14 +73,17 @@ const UNFINISHED: &str = ".tokens-";
 pub(super) struct TokenFile {
     file: File,
     width: IdWidth,
-    tokens: usize,
-    trained: u64,
-    text_bytes: u64,
+    /// Tokens in the file.
+    pub(super) tokens: usize,
+    /// Tokens in the loss.
+    pub(super) trained: u64,
+    /// Bytes of text in the loss.
+    pub(super) text_bytes: u64,
     /// The start positions of documents; the first is 0.
-    starts: Vec<usize>,
-    contents: DatasetContents,
+    pub(super) starts: Vec<usize>,
+    pub(super) contents: DatasetContents,
     /// Why ids could not be read, the first time.
-    failure: OnceLock<String>,
+    pub(super) failure: OnceLock<String>,
 }
 
 impl TokenFile {
@@ -105,14 +109,14 @@ impl TokenFile {
         let id_bytes = tokens.checked_mul(width as u64).filter(|id_bytes| *id_bytes <= bytes);
         let id_bytes = id_bytes.ok_or_else(|| format!("its {bytes} bytes do not match its {tokens} tokens"))?;
         let (mut hash, mut trained, mut starts, mut position) = (Sha256::new(), tokens, Vec::new(), 0);
-        let mut buffer = vec![0; 1 << 18];
+        let mut buffer = Vec::with_capacity(1 << 18);
         let mut rest = (&mut file).take(id_bytes);
         loop {
-            let count = read_full(&mut rest, &mut buffer).map_err(|error| error.to_string())?;
-            let part = &buffer[..count];
-            hash.update(part);
+            buffer.clear();
+            let count = rest.by_ref().take(1 << 18).read_to_end(&mut buffer).map_err(|error| error.to_string())?;
+            hash.update(&buffer);
             if width == IdWidth::U32Flagged {
-                for id in part.as_chunks::<4>().0 {
+                for id in buffer.as_chunks::<4>().0 {
                     let id = u32::from_le_bytes(*id);
                     trained -= u64::from(id & NO_LOSS_FLAG != 0);
                     if id & DOCUMENT_START_FLAG != 0 {
@@ -121,7 +125,7 @@ impl TokenFile {
                     position += 1;
                 }
             }
-            if count < buffer.len() {
+            if count < 1 << 18 {
                 break;
             }
         }
@@ -145,31 +149,6 @@ impl TokenFile {
         Ok(Self { file, width, tokens, trained, text_bytes: number(24), starts, contents, failure })
     }
 
-    /// Tokens in the file.
-    pub(super) fn len(&self) -> usize {
-        self.tokens
-    }
-
-    /// Tokens in the loss.
-    pub(super) fn trained(&self) -> u64 {
-        self.trained
-    }
-
-    /// Bytes of text in the loss.
-    pub(super) fn text_bytes(&self) -> u64 {
-        self.text_bytes
-    }
-
-    /// The start positions of its documents.
-    pub(super) fn starts(&self) -> &[usize] {
-        &self.starts
-    }
-
-    /// A description of its documents.
-    pub(super) fn contents(&self) -> &DatasetContents {
-        &self.contents
-    }
-
     /// Copies ids with their flags, starting at position `start`. If the file cannot be read, fills with zeros and sets
     /// [`Self::failure`].
     pub(super) fn read(&self, start: usize, out: &mut [u32]) {
@@ -178,7 +157,7 @@ impl TokenFile {
         for (part, out) in out.chunks_mut(buffer.len() / width).enumerate() {
             let first = start + part * (buffer.len() / width);
             let bytes = &mut buffer[..out.len() * width];
-            if let Err(error) = read_at(&self.file, bytes, (HEADER_BYTES + first * width) as u64) {
+            if let Err(error) = self.file.read_exact_at(bytes, (HEADER_BYTES + first * width) as u64) {
                 let _ = self.failure.set(error.to_string());
                 bytes.fill(0);
             }
@@ -194,43 +173,6 @@ impl TokenFile {
             }
         }
     }
-
-    /// The first error of reading ids, if any.
-    pub(super) fn failure(&self) -> Option<&str> {
-        self.failure.get().map(String::as_str)
-    }
-}
-
-/// Fills `buffer`, or less at the end of the file.
-fn read_full(from: &mut impl Read, buffer: &mut [u8]) -> std::io::Result<usize> {
-    let mut filled = 0;
-    while filled < buffer.len() {
-        match from.read(&mut buffer[filled..]) {
-            Ok(0) => break,
-            Ok(n) => filled += n,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(filled)
-}
-
-#[cfg(unix)]
-fn read_at(file: &File, out: &mut [u8], offset: u64) -> std::io::Result<()> {
-    std::os::unix::fs::FileExt::read_exact_at(file, out, offset)
-}
-
-#[cfg(windows)]
-fn read_at(file: &File, mut out: &mut [u8], mut offset: u64) -> std::io::Result<()> {
-    while !out.is_empty() {
-        let count = std::os::windows::fs::FileExt::seek_read(file, out, offset)?;
-        if count == 0 {
-            return Err(std::io::ErrorKind::UnexpectedEof.into());
-        }
-        out = &mut out[count..];
-        offset += count as u64;
-    }
-    Ok(())
 }
 
 /// Writes a token file piece by piece.
@@ -341,10 +283,10 @@ mod tests {
         let file = writer.finish(100_000, Some(&path)).unwrap();
         let mut out = vec![0; 5000];
         file.read(90_000, &mut out);
-        assert!(out.iter().all(|&id| id == 7) && file.failure().is_none());
+        assert!(out.iter().all(|&id| id == 7) && file.failure.get().is_none());
         File::options().write(true).open(&path).unwrap().set_len(1000).unwrap();
         file.read(90_000, &mut out);
-        assert!(out.iter().all(|&id| id == 0) && file.failure().is_some());
+        assert!(out.iter().all(|&id| id == 0) && file.failure.get().is_some());
     }
 
     #[test]
@@ -353,7 +295,7 @@ mod tests {
             let ids: Vec<u32> = (0..20).chain([top]).collect();
             let (_folder, path) = written(&ids, width);
             let file = TokenFile::open(File::open(path).unwrap()).unwrap();
-            assert_eq!((file.len(), file.text_bytes()), (21, 99));
+            assert_eq!((file.tokens, file.text_bytes), (21, 99));
             let mut out = vec![0; 21];
             file.read(0, &mut out);
             let flagged = out.iter().filter(|&&id| id & NO_LOSS_FLAG != 0).count();
@@ -380,8 +322,8 @@ mod tests {
             (SampleKind::Plain, vec![0.5, 2.0]),
         ] {
             let file = write(2, samples, values.clone()).unwrap();
-            assert_eq!((file.contents().samples, &file.contents().values), (samples, &values));
-            assert_eq!((file.len(), file.starts()), (4, &[0, 2][..]));
+            assert_eq!((file.contents.samples, &file.contents.values), (samples, &values));
+            assert_eq!((file.tokens, &file.starts[..]), (4, &[0, 2][..]));
         }
         assert!(write(3, SampleKind::Preference, vec![]).is_err());
         assert!(write(2, SampleKind::Plain, vec![0.5]).is_err());

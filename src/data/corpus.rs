@@ -244,7 +244,7 @@ impl<'a> DatasetBuilder<'a> {
             Some(file) => file,
             None => self.tokenize(&files.documents, tokenizer, &key, &path)?,
         };
-        let bytes_per_token = file.text_bytes() as f64 / file.trained().max(1) as f64;
+        let bytes_per_token = file.text_bytes as f64 / file.trained.max(1) as f64;
         Ok(Corpus { tokens: TokenSource::from_file(file).with_bos(tokenizer.bos()), bytes_per_token, key })
     }
 

@@ -133,7 +133,7 @@ impl TokenSource {
     /// Returns the error of an earlier read that returned no tokens.
     pub fn check(&self) -> Result<()> {
         let TokenStore::File(file) = &*self.store else { return Ok(()) };
-        file.failure().map_or(Ok(()), |failure| {
+        file.failure.get().map_or(Ok(()), |failure| {
             let message = format!("the token cache was damaged while it was in use ({failure}); start again");
             Err(Error::data("data", message))
         })
@@ -154,7 +154,7 @@ impl TokenSource {
     fn contents(&self) -> &DatasetContents {
         match &*self.store {
             TokenStore::Memory { contents, .. } => contents,
-            TokenStore::File(file) => file.contents(),
+            TokenStore::File(file) => &file.contents,
         }
     }
 
@@ -196,7 +196,7 @@ impl TokenSource {
     fn starts(&self) -> &[usize] {
         match &*self.store {
             TokenStore::Memory { starts, .. } => starts,
-            TokenStore::File(file) => file.starts(),
+            TokenStore::File(file) => &file.starts,
         }
     }
 
@@ -245,7 +245,7 @@ impl TokenStore {
     fn len(&self) -> usize {
         match self {
             Self::Memory { ids, .. } => ids.len(),
-            Self::File(file) => file.len(),
+            Self::File(file) => file.tokens,
         }
     }
 }

@@ -317,7 +317,7 @@ impl Trainer {
         checkpoint.read_quantized(train.adamw.quantized_moments_mut())?;
         if train.masters.parameters().shards().is_some() {
             // Without an exchange, because the workers load the checkpoint later than the leader.
-            checkpoint.read_masters_rounded(&train.weights)?;
+            checkpoint.read_masters(&train.weights)?;
         } else {
             train.copy_to_weights(self.engine.model.kernels(), &SingleProcess)?;
         }

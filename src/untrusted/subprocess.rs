@@ -4,7 +4,10 @@
 //! ruins the process's context or hangs. In a subprocess, only the subprocess ends. Other programs that use this library
 //! do not have such an argument and run the work in their own process.
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::time::{ClockId, clock_gettime};
 use std::io;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
@@ -31,35 +34,25 @@ pub(crate) fn worker_command(work: &str) -> Option<Command> {
     let mut command = Command::new(PROGRAM.get()?);
     command.arg(work).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     // An interrupt on the terminal is for the program that waits.
-    #[cfg(unix)]
-    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    command.process_group(0);
     Some(command)
 }
 
 /// Limits the memory of this process, as far as the operating system can, and leaves no dump of it.
 pub(crate) fn limit_memory() {
-    #[cfg(unix)]
-    {
-        use rustix::process::{Resource, Rlimit, setrlimit};
-        for (resource, most) in [(Resource::As, MEMORY_LIMIT), (Resource::Core, 0)] {
-            // Best effort: the work is done without the limit, too.
-            let _ = setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) });
-        }
+    for (resource, most) in [(Resource::As, MEMORY_LIMIT), (Resource::Core, 0)] {
+        // Best effort: the work is done without the limit, too.
+        let _ = setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) });
     }
 }
 
 /// Ends this process by SIGXCPU when it has computed `seconds` more than until now, as far as the operating system can.
 pub(crate) fn limit_computing(seconds: u64) {
-    #[cfg(unix)]
-    {
-        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-        use rustix::time::{ClockId, clock_gettime};
-        let until = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs() + seconds;
-        let maximum = getrlimit(Resource::Cpu).maximum;
-        // A limit of the user's that is lower stays.
-        let current = Some(maximum.map_or(until, |most| most.min(until)));
-        let _ = setrlimit(Resource::Cpu, Rlimit { current, maximum });
-    }
+    let until = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs() + seconds;
+    let maximum = getrlimit(Resource::Cpu).maximum;
+    // A limit of the user's that is lower stays.
+    let current = Some(maximum.map_or(until, |most| most.min(until)));
+    let _ = setrlimit(Resource::Cpu, Rlimit { current, maximum });
 }
 
 /// Ends this process with the thread that started it, where the operating system can. Needed where this process reads
@@ -96,25 +89,11 @@ pub(crate) enum ExitCause {
     Otherwise(String),
 }
 
-/// The signal that ended a process.
-fn signal(status: ExitStatus) -> Option<i32> {
-    #[cfg(unix)]
-    let signal = std::os::unix::process::ExitStatusExt::signal(&status);
-    #[cfg(not(unix))]
-    let signal = {
-        let _ = status;
-        None
-    };
-    signal
-}
-
 /// Waits for `child` and returns why it stopped answering.
 pub(crate) fn exit_cause(child: &mut Child) -> ExitCause {
     match wait(child, EXIT_TIMEOUT) {
-        Ok(Some(status)) => match signal(status) {
-            #[cfg(unix)]
+        Ok(Some(status)) => match status.signal() {
             Some(libc::SIGABRT) => ExitCause::OutOfMemory,
-            #[cfg(unix)]
             Some(libc::SIGXCPU) => ExitCause::OutOfTime,
             _ => ExitCause::Otherwise(format!("ended ({status})")),
         },
@@ -124,7 +103,6 @@ pub(crate) fn exit_cause(child: &mut Child) -> ExitCause {
 }
 
 #[cfg(test)]
-#[cfg(unix)]
 mod tests {
     use super::*;
 

@@ -88,8 +88,7 @@ impl Disk {
 
     /// Syncs a folder's entries to the medium.
     pub(super) fn sync_folder(&self, path: &Path) -> Result<()> {
-        // Only Unix can open and sync folders.
-        self.perform(FsOp::SyncFolder, path, || if cfg!(unix) { File::open(path)?.sync_all() } else { Ok(()) })
+        self.perform(FsOp::SyncFolder, path, || File::open(path)?.sync_all())
     }
 
     /// Renames within one file system; `to` must not be a non-empty folder.

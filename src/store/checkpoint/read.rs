@@ -173,7 +173,8 @@ impl Checkpoint {
         &self.weights
     }
 
-    /// Reads the master weights into tensors of the same names and shapes, or into shards of them.
+    /// Reads the master weights, rounded to each tensor's type, into tensors of the same names and shapes, or into shards
+    /// of them.
     pub fn read_masters(&self, into: &Parameters) -> Result<()> {
         read_all(&self.masters, into, "")
     }
@@ -181,11 +182,6 @@ impl Checkpoint {
     /// Reads the master weights of a parameter, starting at value `first`.
     pub fn read_part(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
         self.masters.require(name)?.read_part(first, out)
-    }
-
-    /// Reads the master weights rounded to each tensor's type.
-    pub fn read_masters_rounded(&self, into: &Parameters) -> Result<()> {
-        read_all(&self.masters, into, "")
     }
 
     /// Reads Adam's first moments.

@@ -14,6 +14,7 @@
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,6 +24,7 @@ use super::client::Metadata;
 use super::error::HubError;
 use super::{CachedFile, Repo};
 use crate::digest::{Digest, read_at_most};
+use crate::temporary;
 
 /// The extension of an unfinished download.
 const INCOMPLETE: &str = ".incomplete";
@@ -167,14 +169,7 @@ impl RepoCache {
 
     /// Deletes unfinished downloads older than [`MAX_IDLE`].
     pub(super) fn sweep(&self) {
-        for entry in std::fs::read_dir(self.blobs()).into_iter().flatten().flatten() {
-            let is_leftover = entry.file_name().to_string_lossy().ends_with(INCOMPLETE);
-            let idle = entry.metadata().and_then(|m| m.modified()).ok().and_then(|time| time.elapsed().ok());
-            if is_leftover && idle.is_some_and(|idle| idle > MAX_IDLE) {
-                // A file that cannot be deleted does no harm.
-                let _ = std::fs::remove_file(entry.path());
-            }
-        }
+        temporary::sweep_older_than(&self.blobs(), MAX_IDLE, |name| name.ends_with(INCOMPLETE));
     }
 
     /// Links a blob into its snapshot and updates the revision; returns the path in the snapshot.
@@ -185,9 +180,8 @@ impl RepoCache {
         // Use a relative link, so that the cache can be moved.
         let up = "../".repeat(2 + file.matches('/').count());
         let target = PathBuf::from(format!("{up}blobs/{}", metadata.etag));
-        let blob = self.repo.blob_path(&metadata.etag);
-        if link_or_copy(&target, &blob, &path).is_err() {
-            replace(&path, |temporary| link_or_copy(&target, &blob, temporary))?;
+        if symlink(&target, &path).is_err() {
+            replace(&path, |temporary| symlink(&target, temporary))?;
         }
         if !is_hex(revision, 40) {
             let reference = self.root.join("refs").join(revision);
@@ -206,7 +200,6 @@ impl RepoCache {
 fn open_file(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(true).truncate(false);
-    #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, libc::O_NOFOLLOW | libc::O_NONBLOCK);
     let file = options.open(path)?;
     if !file.metadata()?.is_file() {
@@ -221,16 +214,6 @@ fn replace(path: &Path, make: impl FnMut(&Path) -> io::Result<()>) -> Result<(),
     std::fs::create_dir_all(folder).map_err(HubError::disk("create", folder))?;
     let temporary = tempfile::Builder::new().make_in(folder, make).map_err(HubError::disk("write to", folder))?;
     temporary.into_temp_path().persist(path).map_err(|error| HubError::disk("create", path)(error.error))
-}
-
-#[cfg(unix)]
-fn link_or_copy(target: &Path, _blob: &Path, path: &Path) -> io::Result<()> {
-    std::os::unix::fs::symlink(target, path)
-}
-
-#[cfg(not(unix))]
-fn link_or_copy(_target: &Path, blob: &Path, path: &Path) -> io::Result<()> {
-    std::fs::copy(blob, path).map(drop)
 }
 
 /// Whether a file's contents match its etag.

@@ -4,8 +4,25 @@
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EtaEstimator {
     last: Option<(u64, f64)>,
-    smoothed: f64,
+    pace: Average,
+}
+
+/// A bias-corrected exponential moving average.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Average {
+    sum: f64,
     weight: f64,
+}
+
+impl Average {
+    pub(super) fn push(&mut self, value: f64, share: f64) {
+        self.sum += share * (value - self.sum);
+        self.weight += share * (1.0 - self.weight);
+    }
+
+    pub(super) fn value(self) -> Option<f64> {
+        (self.weight > 0.0).then(|| self.sum / self.weight)
+    }
 }
 
 /// A step's weight in the average: about the last 50 steps count.
@@ -18,9 +35,7 @@ impl EtaEstimator {
             && step > before
             && seconds >= then
         {
-            let each = (seconds - then) / (step - before) as f64;
-            self.smoothed += ALPHA * (each - self.smoothed);
-            self.weight += ALPHA * (1.0 - self.weight);
+            self.pace.push((seconds - then) / (step - before) as f64, ALPHA);
         }
         self.last = Some((step, seconds));
     }
@@ -32,7 +47,7 @@ impl EtaEstimator {
 
     /// Seconds until `total` steps are done; `None` before an estimate is possible.
     pub(crate) fn remaining(&self, step: u64, total: u64) -> Option<f64> {
-        (self.weight > 0.0).then(|| total.saturating_sub(step) as f64 * self.smoothed / self.weight)
+        Some(total.saturating_sub(step) as f64 * self.pace.value()?)
     }
 }
 

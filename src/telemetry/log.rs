@@ -482,6 +482,22 @@ mod tests {
         records.iter().filter_map(|record| record.event.step()).collect()
     }
 
+    fn log_file() -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        (folder, path)
+    }
+
+    fn all(tail: &mut Tail) -> Vec<Record> {
+        let mut found = Vec::new();
+        let take = &mut |record| {
+            found.push(record);
+            Ok(true)
+        };
+        tail.drain(take).unwrap();
+        found
+    }
+
     fn line(record: &Record) -> String {
         serde_json::to_string(record).unwrap() + "\n"
     }
@@ -497,8 +513,7 @@ mod tests {
 
     #[test]
     fn records_that_could_not_be_written_are_written_later() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         let mut log = EventLog::open(&path).unwrap();
         log.append(&step(1, 1.0)).unwrap();
         let good = log.write_to(unwritable(&path));
@@ -514,8 +529,7 @@ mod tests {
 
     #[test]
     fn a_long_write_failure_drops_records_and_bounds_memory() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         let mut log = EventLog::open(&path).unwrap();
         let good = log.write_to(unwritable(&path));
         let length = line(&step(1, 1.0)).len() as u64;
@@ -532,8 +546,7 @@ mod tests {
 
     #[test]
     fn no_control_character_is_written() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         let message = "\u{1b}]0;OWNED\u{7}\u{9b}2J\r\n\u{202e}".to_owned();
         let record = Record { event: Event::Warning(super::super::Diagnostic { step: 1, message }), ..step(1, 1.0) };
         EventLog::open(&path).unwrap().append(&record).unwrap();
@@ -544,8 +557,7 @@ mod tests {
 
     #[test]
     fn a_torn_last_line_is_cut_off_at_every_byte() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         let (first, second) = (line(&step(1, 1.0)), line(&step(2, 2.0)));
         for cut in 0..=second.len() {
             std::fs::write(&path, format!("{first}{}", &second[..cut])).unwrap();
@@ -560,8 +572,7 @@ mod tests {
 
     #[test]
     fn steps_that_a_resume_repeats_are_void() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         let mut log = EventLog::open(&path).unwrap();
         for record in [started(None), step(1, 1.0), step(2, 2.0), step(3, 3.0), started(Some(1)), step(2, 2.5)] {
             log.append(&record).unwrap();
@@ -591,8 +602,7 @@ mod tests {
 
     #[test]
     fn a_partly_written_line_is_read_once_complete() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         let mut tail = Tail::new(&path);
         let text = line(&step(1, 1.0));
         for (at, byte) in text.char_indices() {
@@ -604,8 +614,7 @@ mod tests {
 
     #[test]
     fn a_damaged_line_does_not_affect_other_lines() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         write(&path, &format!("{}{{\"v\":1,\u{0}\n{}", line(&step(1, 1.0)), line(&step(2, 1.0))));
         let poll = Tail::new(&path).poll().unwrap();
         assert_eq!((steps(&poll.records), poll.unreadable), (vec![1, 2], 1));
@@ -615,8 +624,7 @@ mod tests {
 
     #[test]
     fn a_truncated_and_rewritten_log_is_read_from_its_start() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         write(&path, &(line(&step(1, 1.0)) + &line(&step(2, 1.0))));
         let mut tail = Tail::new(&path);
         assert_eq!(steps(&tail.poll().unwrap().records), [1, 2]);
@@ -629,31 +637,20 @@ mod tests {
     }
 
     #[test]
-    #[cfg(unix)]
     fn a_rotated_log_is_read_to_its_end_first() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         write(&path, &line(&step(1, 1.0)));
         let mut tail = Tail::new(&path);
         assert_eq!(steps(&tail.poll().unwrap().records), [1]);
         write(&path, &line(&step(2, 1.0)));
-        std::fs::rename(&path, folder.path().join("events.1.jsonl")).unwrap();
+        std::fs::rename(&path, path.with_file_name("events.1.jsonl")).unwrap();
         write(&path, &line(&step(3, 1.0)));
-        let mut found = Vec::new();
-        loop {
-            let poll = tail.poll().unwrap();
-            found.extend(steps(&poll.records));
-            if !poll.more {
-                break;
-            }
-        }
-        assert_eq!(found, [2, 3]);
+        assert_eq!(steps(&all(&mut tail)), [2, 3]);
     }
 
     #[test]
     fn a_log_of_an_older_version_is_one_error() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         write(&path, &line(&Record { v: VERSION - 1, ..step(1, 1.0) }));
         for error in [read(&path).unwrap_err(), Tail::new(&path).poll().unwrap_err()] {
             let error = error.to_string();
@@ -683,8 +680,7 @@ mod tests {
 
     #[test]
     fn a_hurried_reader_finds_every_step_of_a_long_log_and_some_of_its_tables() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("events.jsonl");
+        let (_folder, path) = log_file();
         let lines = (1..=2500).map(|number| {
             let mut record = step(number, 1.0);
             let Event::Step(inner) = &mut record.event else { panic!("not a step") };
@@ -692,15 +688,7 @@ mod tests {
             line(&record)
         });
         write(&path, &lines.collect::<String>());
-        let mut tail = Tail::new(&path).skimming();
-        let mut found = Vec::new();
-        loop {
-            let poll = tail.poll().unwrap();
-            found.extend(poll.records);
-            if !poll.more {
-                break;
-            }
-        }
+        let found = all(&mut Tail::new(&path).skimming());
         assert_eq!(steps(&found), (1..=2500).collect::<Vec<_>>());
         let has_table = |record: &&Record| matches!(&record.event, Event::Step(step) if !step.tensors.is_empty());
         let tables = found.iter().filter(has_table).count();

@@ -110,9 +110,7 @@ impl MachineMemory {
 
 /// Whether this process was started with `signal` ignored.
 pub fn is_ignored(signal: i32) -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    let mask = own_status("SigIgn:").and_then(|mask| u64::from_str_radix(&mask, 16).ok()).unwrap_or(0);
     mask & (1 << (signal - 1)) != 0
 }
 
@@ -145,10 +143,14 @@ fn cpu_seconds(stat: &str) -> Option<f64> {
 
 /// Whether this process is pinned to some of the machine's processors, for example by an MPI launcher.
 pub fn is_bound() -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let own = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
-    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok();
-    matches!((own, online), (Some(own), Some(online)) if own.trim() != online.trim())
+    let online = fs::read_to_string("/sys/devices/system/cpu/online").ok();
+    matches!((own_status("Cpus_allowed_list:"), online), (Some(own), Some(online)) if own != online.trim())
+}
+
+/// The value of a line of `/proc/self/status`.
+fn own_status(key: &str) -> Option<String> {
+    let status = fs::read_to_string("/proc/self/status").ok()?;
+    status.lines().find_map(|line| Some(line.strip_prefix(key)?.trim().to_owned()))
 }
 
 #[cfg(test)]

@@ -1,7 +1,9 @@
 //! A run's summary metrics and the sums that they are computed from.
 
 use super::retries;
+use super::rows::keep;
 use crate::precision::ExponentHistogram;
+use crate::telemetry::eta::Average;
 use crate::telemetry::{Fp32Probe, PreferenceMetrics, ScaleCause, Started, StepRecord, StepStatus, Validation};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -102,24 +104,6 @@ pub(super) struct MetricsAccumulator {
     pace: Option<(u64, u64, f64)>,
 }
 
-/// A bias-corrected exponential moving average.
-#[derive(Debug, Clone, Copy, Default)]
-struct Average {
-    sum: f64,
-    weight: f64,
-}
-
-impl Average {
-    fn push(&mut self, value: f64, share: f64) {
-        self.sum += share * (value - self.sum);
-        self.weight += share * (1.0 - self.weight);
-    }
-
-    fn value(self) -> Option<f64> {
-        (self.weight > 0.0).then(|| self.sum / self.weight)
-    }
-}
-
 impl MetricsAccumulator {
     pub(super) fn step(&mut self, step: &StepRecord, started: Option<&Started>) {
         let (figures, loss) = (&mut self.figures, f64::from(step.loss));
@@ -133,7 +117,7 @@ impl MetricsAccumulator {
         if applied {
             self.gradients.0 += step.grads.count;
             self.gradients.1 += step.grads.subnormal;
-            keep(&mut self.applied, loss);
+            keep(&mut self.applied, loss, WINDOW);
             if self.applied.len() == WINDOW {
                 let mean = mean(self.applied.iter().copied());
                 figures.best_loss = Some(figures.best_loss.map_or(mean, |best| best.min(mean)));
@@ -144,7 +128,7 @@ impl MetricsAccumulator {
             let before = if step.step == 1 { 0 } else { self.pace.map_or(step.tokens, |(_, last, _)| last) };
             figures.tokens_lost += if self.repeats { 0 } else { step.tokens.saturating_sub(before) };
         }
-        keep(&mut self.last, applied.then_some(loss));
+        keep(&mut self.last, applied.then_some(loss), WINDOW);
         if step.loss_scale > 0.0 {
             let (low, high) = figures.scale_range.unwrap_or((step.loss_scale, step.loss_scale));
             figures.scale_range = Some((low.min(step.loss_scale), high.max(step.loss_scale)));
@@ -206,13 +190,6 @@ impl MetricsAccumulator {
             ..self.figures.clone()
         }
     }
-}
-
-fn keep<T>(window: &mut VecDeque<T>, value: T) {
-    if window.len() == WINDOW {
-        window.pop_front();
-    }
-    window.push_back(value);
 }
 
 /// NaN for no values, as when all the last steps were skipped.

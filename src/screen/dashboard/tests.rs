@@ -107,8 +107,27 @@ fn every_tab() {
 }
 
 #[test]
-fn an_empty_run() {
+fn every_state_of_a_run_and_every_dialog() {
     snapshots("empty", &App::new(DashboardMode::Attached, RunState::default()));
+    let view = after(Invented { nan_from: 600, ..Invented::default() }, 700);
+    snapshots("nan", &view);
+    assert!(picture(&view, FULL).contains("loss NaN"));
+    let view = after(Invented::default(), usize::MAX);
+    assert_eq!((view.dialog, view.exit), (Some(Dialog::Summary), None));
+    snapshots("finished", &view);
+    let mut view = running();
+    insta::assert_snapshot!("minimal_50x8", picture(&view, (50, 8)));
+    insta::assert_snapshot!("too_small_30x4", picture(&view, (30, 4)));
+    press(&mut view, "?");
+    snapshots("help", &view);
+    key(&mut view, KeyCode::Esc);
+    press(&mut view, "q");
+    snapshots("quit", &view);
+    insta::assert_snapshot!("quit_minimal", picture(&view, (50, 8)));
+    key(&mut view, KeyCode::Esc);
+    view.scene.now = running().scene.now;
+    view.receive(record(Event::Paused { step: 1790 }));
+    snapshots("paused", &view);
 }
 
 #[test]
@@ -219,20 +238,6 @@ fn a_traced_overflow_names_pass_and_layer_in_list_and_events() {
 }
 
 #[test]
-fn a_loss_that_is_nan() {
-    let view = after(Invented { nan_from: 600, ..Invented::default() }, 700);
-    snapshots("nan", &view);
-    assert!(picture(&view, FULL).contains("loss NaN"));
-}
-
-#[test]
-fn a_paused_run() {
-    let mut view = running();
-    view.receive(record(Event::Paused { step: 1790 }));
-    snapshots("paused", &view);
-}
-
-#[test]
 fn a_frozen_view_does_not_change_while_the_run_continues() {
     let mut view = running();
     press(&mut view, "f");
@@ -244,35 +249,6 @@ fn a_frozen_view_does_not_change_while_the_run_continues() {
     snapshots("frozen", &view);
     press(&mut view, "f");
     assert_ne!(picture(&view, FULL), frozen);
-}
-
-#[test]
-fn the_question_before_leaving() {
-    let mut view = running();
-    press(&mut view, "q");
-    snapshots("quit", &view);
-    insta::assert_snapshot!("quit_minimal", picture(&view, (50, 8)));
-}
-
-#[test]
-fn a_finished_run_stays_with_its_summary() {
-    let view = after(Invented::default(), usize::MAX);
-    assert_eq!((view.dialog, view.exit), (Some(Dialog::Summary), None));
-    snapshots("finished", &view);
-}
-
-#[test]
-fn help_lists_the_keys() {
-    let mut view = running();
-    press(&mut view, "?");
-    snapshots("help", &view);
-}
-
-#[test]
-fn small_terminals() {
-    let view = running();
-    insta::assert_snapshot!("minimal_50x8", picture(&view, (50, 8)));
-    insta::assert_snapshot!("too_small_30x4", picture(&view, (30, 4)));
 }
 
 #[test]

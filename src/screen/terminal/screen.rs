@@ -49,14 +49,7 @@ impl<W: Write> Screen<W> {
                 report(info);
             }));
         });
-        enable_raw_mode()?;
-        TAKEN.store(true, Ordering::SeqCst);
-        // From here on the guard restores the terminal, even if the rest fails.
-        execute!(writer, EnterAlternateScreen).inspect_err(|_| restore())?;
-        if mouse {
-            MOUSE.store(true, Ordering::SeqCst);
-            execute!(writer, EnableMouseCapture).inspect_err(|_| restore())?;
-        }
+        take(&mut writer, mouse).inspect_err(|_| restore())?;
         let terminal = Terminal::new(CrosstermBackend::new(writer)).inspect_err(|_| restore())?;
         let keyboard = Keyboard::open().inspect_err(|_| restore())?;
         Ok(Self { terminal: ManuallyDrop::new(terminal), keyboard })
@@ -77,13 +70,7 @@ impl<W: Write> Screen<W> {
         let mouse = MOUSE.load(Ordering::SeqCst);
         restore();
         raise(SIGTSTP)?;
-        enable_raw_mode()?;
-        TAKEN.store(true, Ordering::SeqCst);
-        execute!(stdout(), EnterAlternateScreen)?;
-        if mouse {
-            MOUSE.store(true, Ordering::SeqCst);
-            execute!(stdout(), EnableMouseCapture)?;
-        }
+        take(&mut stdout(), mouse)?;
         self.terminal.clear()
     }
 
@@ -161,6 +148,19 @@ pub(super) fn wait<T>(patience: Duration, done: impl Fn() -> Option<T>) -> Optio
 /// Whether a screen has taken over the terminal.
 pub(super) fn is_active() -> bool {
     TAKEN.load(Ordering::SeqCst)
+}
+
+/// Takes over the terminal, and its mouse if `mouse`.
+fn take(writer: &mut impl Write, mouse: bool) -> io::Result<()> {
+    enable_raw_mode()?;
+    // From here on the guard restores the terminal, even if the rest fails.
+    TAKEN.store(true, Ordering::SeqCst);
+    execute!(writer, EnterAlternateScreen)?;
+    if mouse {
+        MOUSE.store(true, Ordering::SeqCst);
+        execute!(writer, EnableMouseCapture)?;
+    }
+    Ok(())
 }
 
 /// Restores the terminal, once.

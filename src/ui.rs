@@ -14,7 +14,7 @@ mod theme;
 
 pub(crate) use ascii::to_ascii;
 pub(crate) use canvas::Canvas;
-pub(crate) use page::column_cell;
+pub(crate) use page::{Column, column_cell, plain};
 pub use page::{Line, Page, Span};
 #[cfg(test)]
 pub(crate) use palette::Palette;

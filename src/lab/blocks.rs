@@ -4,16 +4,15 @@
 //! PyTorch's casts for FP8 and INT8, torchao for MXFP8 and NVFP4.
 
 use serde::Serialize;
-use strum::VariantArray;
 
 use super::number::{percent, short};
 use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
-use crate::ui::{Line, Page, Role};
+use crate::ui::{Column, Line, Page, Role, plain};
 use crate::{Error, Result};
 
 /// A quantization scheme for a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, VariantArray)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheme {
     /// E4M3, one FP32 scale from the tensor's amax.
@@ -33,29 +32,19 @@ pub enum Scheme {
 }
 
 impl Scheme {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Fp8Current => "FP8 tensor",
-            Self::Fp8Delayed => "FP8 delayed",
-            Self::Fp8Row => "FP8 rows",
-            Self::Fp8Block128 => "FP8 128-blocks",
-            Self::Mxfp8 => "MXFP8",
-            Self::Nvfp4 => "NVFP4",
-            Self::Int8 => "INT8 tensor",
-        }
-    }
+    /// Every scheme, in the order of the variants: its name, and the name on the command line.
+    const ALL: [(Self, &str, &str); 7] = [
+        (Self::Fp8Current, "FP8 tensor", "fp8"),
+        (Self::Fp8Delayed, "FP8 delayed", "delayed"),
+        (Self::Fp8Row, "FP8 rows", "rows"),
+        (Self::Fp8Block128, "FP8 128-blocks", "block128"),
+        (Self::Mxfp8, "MXFP8", "mxfp8"),
+        (Self::Nvfp4, "NVFP4", "nvfp4"),
+        (Self::Int8, "INT8 tensor", "int8"),
+    ];
 
-    /// The name on the command line.
-    const fn flag(self) -> &'static str {
-        match self {
-            Self::Fp8Current => "fp8",
-            Self::Fp8Delayed => "delayed",
-            Self::Fp8Row => "rows",
-            Self::Fp8Block128 => "block128",
-            Self::Mxfp8 => "mxfp8",
-            Self::Nvfp4 => "nvfp4",
-            Self::Int8 => "int8",
-        }
+    const fn name(self) -> &'static str {
+        Self::ALL[self as usize].1
     }
 }
 
@@ -63,10 +52,10 @@ impl std::str::FromStr for Scheme {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let known = Self::VARIANTS.iter().copied().find(|scheme| scheme.flag() == text);
-        known.ok_or_else(|| {
-            let names: Vec<_> = Self::VARIANTS.iter().map(|scheme| format!("`{}`", scheme.flag())).collect();
-            Error::config("scheme", format!("`{text}` is not one of {}", names.join(", ")))
+        let known = Self::ALL.into_iter().find(|(.., flag)| *flag == text);
+        known.map(|(scheme, ..)| scheme).ok_or_else(|| {
+            let names = Self::ALL.map(|(.., flag)| format!("`{flag}`")).join(", ");
+            Error::config("scheme", format!("`{text}` is not one of {names}"))
         })
     }
 }
@@ -144,7 +133,7 @@ impl BlockScaling {
         let amax = largest(&tensor);
         let stale_amax = amax * stale_amax;
         let schemes =
-            Scheme::VARIANTS.iter().map(|scheme| QuantizedTensor::new(*scheme, &tensor, columns, stale_amax)).collect();
+            Scheme::ALL.map(|(scheme, ..)| QuantizedTensor::new(scheme, &tensor, columns, stale_amax)).to_vec();
         Ok(Self { source, shape, tensor, amax, stale_amax, schemes, shown })
     }
 
@@ -154,25 +143,18 @@ impl BlockScaling {
         let [rows, columns] = self.shape;
         let title = format!("{rows} × {columns} values, amax {}", short(f64::from(self.amax)));
         page.headed(&title, &self.source, width);
-        page.title(format!(
-            "{:<15}{:>7}{:>7}{:>8}{:>13}{:>10}{:>10}{:>8}",
-            "scheme", "block", "bits", "scales", "first scale", "error %", "flushed %", "cut off"
-        ));
-        for scheme in &self.schemes {
-            let role = Role::graded(scheme.error, [0.03, 0.1]);
-            let first = scheme.scales.first().copied().unwrap_or(0.0);
-            page.push(
-                Line::new()
-                    .with(Role::Title, format!("{:<15}", scheme.scheme.name()))
-                    .plain(format!("{:>7}{:>7.2}{:>8}", scheme.block, scheme.bits, scheme.scales.len()))
-                    .plain(format!("{:>13}", short(f64::from(first))))
-                    .with(role, format!("{:>10}{:>10}", percent(scheme.error), percent(scheme.flushed)))
-                    .with(
-                        if scheme.saturated > 0 { Role::Bad } else { Role::Text },
-                        format!("{:>8}", scheme.saturated),
-                    ),
-            );
-        }
+        let graded = |it: &QuantizedTensor, share| (Role::graded(it.error, [0.03, 0.1]), percent(share));
+        let columns: &[Column<QuantizedTensor>] = &[
+            ("scheme", -15, &|it| (Role::Title, it.scheme.name().to_owned())),
+            ("block", 7, &|it| plain(it.block)),
+            ("bits", 7, &|it| plain(format!("{:.2}", it.bits))),
+            ("scales", 8, &|it| plain(it.scales.len())),
+            ("first scale", 13, &|it| plain(short(it.scales.first().map_or(0.0, |scale| f64::from(*scale))))),
+            ("error %", 10, &|it| graded(it, it.error)),
+            ("flushed %", 10, &|it| graded(it, it.flushed)),
+            ("cut off", 8, &|it| (Role::bad_if(it.saturated > 0), it.saturated.to_string())),
+        ];
+        page.table(&self.schemes, columns);
         page.gap();
         if let Some(scheme) = self.schemes.iter().find(|scheme| scheme.scheme == self.shown) {
             scheme.detail(&mut page, &self.tensor, width);

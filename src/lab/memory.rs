@@ -2,7 +2,6 @@
 
 use serde::Serialize;
 use std::collections::BTreeSet;
-use strum::VariantArray;
 
 use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Checkpointing, Lora, ModelSpec};
@@ -14,7 +13,7 @@ use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
 
 /// A training recipe.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, VariantArray)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recipe {
     /// Everything in FP32.
@@ -39,7 +38,7 @@ pub enum Recipe {
 }
 
 /// The purpose of memory, in the order of bars and tables.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, VariantArray)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryCategory {
     /// The working copy of the weights.
@@ -125,36 +124,22 @@ pub struct MemoryPlan {
 }
 
 impl Recipe {
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Fp32 => "FP32",
-            Self::Fp16Amp => "FP16 AMP",
-            Self::Bf16Amp => "BF16 AMP",
-            Self::Fp8 => "FP8",
-            Self::Bf16Pure => "pureBF16",
-            Self::Adam8bit => "Adam8bit",
-            Self::Checkpointing => "recomp.",
-            Self::Lora => "LoRA",
-            Self::Qlora => "QLoRA",
-        }
-    }
-
-    /// The engine's policy of that kind.
-    pub const fn policy(self) -> Option<PrecisionPolicy> {
-        match self {
-            Self::Fp32 => Some(PrecisionPolicy::FP32),
-            Self::Fp16Amp => Some(PrecisionPolicy::FP16),
-            Self::Bf16Amp | Self::Adam8bit | Self::Checkpointing | Self::Lora | Self::Qlora => {
-                Some(PrecisionPolicy::BF16)
-            }
-            Self::Bf16Pure => Some(PrecisionPolicy { params: Dtype::BF16, ..PrecisionPolicy::BF16 }),
-            Self::Fp8 => None,
-        }
-    }
+    /// Every recipe, in the order of the variants: its name, and the engine's policy of that kind.
+    const ALL: [(Self, &str, Option<PrecisionPolicy>); 9] = [
+        (Self::Fp32, "FP32", Some(PrecisionPolicy::FP32)),
+        (Self::Fp16Amp, "FP16 AMP", Some(PrecisionPolicy::FP16)),
+        (Self::Bf16Amp, "BF16 AMP", Some(PrecisionPolicy::BF16)),
+        (Self::Fp8, "FP8", None),
+        (Self::Bf16Pure, "pureBF16", Some(PrecisionPolicy { params: Dtype::BF16, ..PrecisionPolicy::BF16 })),
+        (Self::Adam8bit, "Adam8bit", Some(PrecisionPolicy::BF16)),
+        (Self::Checkpointing, "recomp.", Some(PrecisionPolicy::BF16)),
+        (Self::Lora, "LoRA", Some(PrecisionPolicy::BF16)),
+        (Self::Qlora, "QLoRA", Some(PrecisionPolicy::BF16)),
+    ];
 
     /// The engine's policy for a model: only one that is quantized can stay in its blocks.
     fn policy_for(self, config: &ModelSpec) -> Option<PrecisionPolicy> {
-        self.policy().filter(|_| self != Self::Qlora || !config.quantized.is_empty())
+        Self::ALL[self as usize].2.filter(|_| self != Self::Qlora || !config.quantized.is_empty())
     }
 
     /// The engine's settings for this recipe: the model with its adapters, checkpointing, and the optimizer.
@@ -183,23 +168,21 @@ impl Recipe {
 }
 
 impl MemoryCategory {
-    /// The letter in bars, the name and the colour.
-    const fn show(self) -> (char, &'static str, Role) {
-        match self {
-            Self::Weights => ('w', "weights", Role::Series(0)),
-            Self::Masters => ('M', "masters", Role::Series(1)),
-            Self::Gradients => ('g', "grads", Role::Series(2)),
-            Self::Adam => ('A', "Adam", Role::Series(3)),
-            Self::Activations => ('a', "activations", Role::Mantissa),
-            Self::Buffers => ('b', "buffers", Role::Dim),
-            Self::Probe => ('P', "probe", Role::Warn),
-            Self::Process => ('p', "program", Role::Text),
-        }
-    }
+    /// The letter in bars, the name and the colour of each group, in the order of the variants.
+    const ALL: [(char, &'static str, Role); 8] = [
+        ('w', "weights", Role::Series(0)),
+        ('M', "masters", Role::Series(1)),
+        ('g', "grads", Role::Series(2)),
+        ('A', "Adam", Role::Series(3)),
+        ('a', "activations", Role::Mantissa),
+        ('b', "buffers", Role::Dim),
+        ('P', "probe", Role::Warn),
+        ('p', "program", Role::Text),
+    ];
 }
 
 /// The training setup.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct TrainSetup {
     /// Sequences in a micro-batch, tokens in a sequence, micro-batches in a step.
     pub shape: [usize; 3],
@@ -287,26 +270,12 @@ impl MemoryPlan {
             seq_len,
             grad_accum,
             budget,
-            plans: Recipe::VARIANTS.iter().copied().map(plan).collect::<Result<_>>()?,
+            plans: Recipe::ALL.into_iter().map(|(recipe, ..)| plan(recipe)).collect::<Result<_>>()?,
             rank,
             adapters: adapters(config, rank),
             kv_cache: vec![("FP32", 4 * cached), ("FP16 or BF16", 2 * cached), ("FP8 or INT8", cached)],
             measured: None,
         })
-    }
-
-    /// The bytes of this engine's buffers, from the types that allocate them, and of attention's scores if they are stored.
-    /// `shape` is batch, sequence length and micro-batches.
-    pub fn engine(
-        config: &ModelSpec,
-        policy: PrecisionPolicy,
-        shape: [usize; 3],
-        keep: Checkpointing,
-        stores_scores: bool,
-    ) -> Result<Vec<MemoryItem>> {
-        let kernels: &dyn Kernels = if stores_scores { &CandleKernels } else { &Fused };
-        let layout = DistributedLayout::SINGLE;
-        Ok(items(MemoryEstimate::new(layout, config, policy, shape, keep, OptimizerKind::AdamW, kernels)?))
     }
 
     /// The report as text, `width` columns wide.
@@ -336,7 +305,7 @@ impl MemoryPlan {
     fn rows(&self) -> impl Iterator<Item = Row<'_>> {
         self.plans.iter().flat_map(|plan| {
             let BatchPlan { recipe, engine, textbook, largest_batch, for_activations } = plan;
-            let name = recipe.name();
+            let name = Recipe::ALL[*recipe as usize].1;
             let ours = engine.as_deref().map(|items| Row {
                 label: format!("{:<15}", format!("{name} (ours)")),
                 items,
@@ -363,14 +332,14 @@ impl MemoryPlan {
             };
             let all = total(&plan.textbook);
             let ours = plan.engine.as_deref().map(total);
-            let line = Line::new().with(Role::Title, format!("{:<10}", plan.recipe.name()));
+            let line = Line::new().with(Role::Title, format!("{:<10}", Recipe::ALL[plan.recipe as usize].1));
             let cell = ours.map_or_else(|| "–".to_owned(), |ours| compact(ours as f64));
             let line = line.with(role(ours.unwrap_or(0)), format!("{cell:>7}"));
             let line = line.with(role(all), format!("{:>9}", compact(all as f64)));
             page.push(self.bar(line, &items(plan), scale, width.saturating_sub(TOTALS)));
         }
         let mut legend = Line::new();
-        for (letter, name, role) in MemoryCategory::VARIANTS.iter().map(|category| category.show()) {
+        for (letter, name, role) in MemoryCategory::ALL {
             legend = legend.with(role, format!("{letter} ")).dim(format!("{name} "));
         }
         page.push(legend);
@@ -385,7 +354,7 @@ impl MemoryPlan {
         let mut sum = 0;
         for item in items {
             let cells = column(sum + item.bytes) - column(sum);
-            let (letter, _, role) = item.group.show();
+            let (letter, _, role) = MemoryCategory::ALL[item.group as usize];
             line = line.with(role, letter.to_string().repeat(cells));
             sum += item.bytes;
         }
@@ -562,17 +531,7 @@ mod tests {
     use super::*;
 
     fn setup(shape: [usize; 3], budget: Option<u64>) -> TrainSetup {
-        TrainSetup {
-            shape,
-            budget,
-            rank: 16,
-            keep: Checkpointing::None,
-            probes: false,
-            sample: [0; 2],
-            threads: None,
-            process: 0,
-            stores_scores: false,
-        }
+        TrainSetup { shape, budget, rank: 16, ..TrainSetup::default() }
     }
 
     fn distilgpt2(budget: Option<u64>) -> MemoryPlan {
@@ -591,10 +550,9 @@ mod tests {
     #[test]
     fn a_gpus_stored_scores_are_counted() {
         let config = ModelSpec { heads: 4, ..model_named("distilgpt2").unwrap() };
-        let bytes = |scores| {
-            total(
-                &MemoryPlan::engine(&config, PrecisionPolicy::FP16, [8, 256, 1], Checkpointing::None, scores).unwrap(),
-            )
+        let bytes = |stores_scores| {
+            let setup = TrainSetup { stores_scores, ..setup([8, 256, 1], None) };
+            total(&setup.engine(&config, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
         };
         assert_eq!(bytes(true) - bytes(false), 8 * 8 * 4 * 256 * 256 * 4);
     }
@@ -655,7 +613,7 @@ mod tests {
         let plans = distilgpt2(Some(budget)).plans;
         let batch = plans[1].largest_batch.0.unwrap();
         let bytes = |batch| {
-            let items = MemoryPlan::engine(&config, PrecisionPolicy::FP16, [batch, 32, 1], Checkpointing::None, false);
+            let items = setup([batch, 32, 1], None).engine(&config, PrecisionPolicy::FP16, OptimizerKind::AdamW);
             total(&items.unwrap())
         };
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::number::{serialize, short};
 use crate::precision::{FloatClass, FloatFormat};
-use crate::ui::{Line, Page, Role};
+use crate::ui::{Column, Line, Page, Role, plain};
 
 /// The formats' ranges, and the magnitudes to compare with them.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -116,16 +116,16 @@ impl Ranges {
     }
 
     fn limits(&self, page: &mut Page) {
-        page.title(format!(
-            "{:<9}{:>6}{:>8}{:>13}{:>14}{:>14}{:>12}",
-            "format", "bytes", "s+e+m", "± range", "min normal", "min subnormal", "ULP at 1"
-        ));
-        for row in &self.formats {
-            let [max, normal, low, ulp] = [row.max, row.min_normal, row.min_subnormal, row.ulp_at_1].map(short);
-            let fields = row.fields.map(|width| width.to_string()).join("+");
-            let cells = format!("{:>6}{fields:>8}{max:>13}{normal:>14}{low:>14}{ulp:>12}", row.bytes);
-            page.push(Line::new().with(Role::Title, format!("{:<9}", row.format)).plain(cells));
-        }
+        let columns: &[Column<RangeRow>] = &[
+            ("format", -9, &|row| (Role::Title, row.format.to_owned())),
+            ("bytes", 6, &|row| plain(row.bytes)),
+            ("s+e+m", 8, &|row| plain(row.fields.map(|width| width.to_string()).join("+"))),
+            ("± range", 13, &|row| plain(short(row.max))),
+            ("min normal", 14, &|row| plain(short(row.min_normal))),
+            ("min subnormal", 14, &|row| plain(short(row.min_subnormal))),
+            ("ULP at 1", 12, &|row| plain(short(row.ulp_at_1))),
+        ];
+        page.table(&self.formats, columns);
     }
 
     fn verdicts(&self, page: &mut Page) {

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::number::percent;
 use crate::precision::{ExponentHistogram, FloatFormat, RangeShares};
-use crate::ui::{Line, Page, Role, column_cell};
+use crate::ui::{Column, Line, Page, Role, column_cell, plain};
 
 /// A histogram of gradients in a format at a range of scales.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -196,24 +196,20 @@ impl Scaling {
     }
 
     fn scales(&self, page: &mut Page) {
-        page.title(format!(
-            "{:>8}{:>13}{:>13}{:>13}{:>13}",
-            "scale", "flushed %", "subnormal %", "normal %", "overflow %"
-        ));
-        for row in &self.table {
-            let mark = match row.shift {
-                shift if shift == self.best => "  ← best",
-                shift if shift == self.shift => "  ← shown",
-                _ => "",
-            };
-            let s = row.shares;
-            let [flushed, subnormal, normal, overflow] = [s.flushed, s.subnormal, s.normal, s.overflow].map(percent);
-            let line = Line::new()
-                .plain(format!("{:>8}", format!("2^{}", row.shift)))
-                .plain(format!("{flushed:>13}{subnormal:>13}{normal:>13}"))
-                .with(if s.overflow > 0.0 { Role::Bad } else { Role::Text }, format!("{overflow:>13}"));
-            page.push(line.with(Role::Title, mark));
-        }
+        let mark = |shift: i32| match shift {
+            shift if shift == self.best => "  ← best",
+            shift if shift == self.shift => "  ← shown",
+            _ => "",
+        };
+        let columns: &[Column<ScalingRow>] = &[
+            ("scale", 8, &|row| plain(format!("2^{}", row.shift))),
+            ("flushed %", 13, &|row| plain(percent(row.shares.flushed))),
+            ("subnormal %", 13, &|row| plain(percent(row.shares.subnormal))),
+            ("normal %", 13, &|row| plain(percent(row.shares.normal))),
+            ("overflow %", 13, &|row| (Role::bad_if(row.shares.overflow > 0.0), percent(row.shares.overflow))),
+            ("", 0, &|row| (Role::Title, mark(row.shift).to_owned())),
+        ];
+        page.table(&self.table, columns);
     }
 }
 

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::number::{serialize, short};
 use crate::precision::FloatFormat;
-use crate::ui::{Line, Page, Role};
+use crate::ui::{Column, Line, Page, Role, plain};
 
 /// Softmax and positions in every format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -79,36 +79,29 @@ impl Softmax {
         let (first, other) = self.exact();
         page.title(format!("softmax of one logit {} among {} of 0", short(self.logit), self.length - 1));
         page.push(Line::new().dim(format!("true weights: {} and {}", short(first), short(other))));
-        page.title(format!(
-            "{:<8}{:>12}{:>12}{:>12}{:>12}{:>12}{:>10}",
-            "format", "exp ok from", "to", "plain", "shifted", "others", "Σ exp"
-        ));
-        for row in &self.formats {
-            let held = |x: f64| if x.is_finite() { Role::Good } else { Role::Bad };
-            let lost = row.other == 0.0 && other != 0.0;
-            page.push(
-                Line::new()
-                    .with(Role::Title, format!("{:<8}", row.format))
-                    .plain(format!("{:>12.4}{:>12.4}", row.exp_from, row.exp_until))
-                    .with(held(row.plain), format!("{:>12}", short(row.plain)))
-                    .with(held(row.shifted), format!("{:>12}", short(row.shifted)))
-                    .with(if lost { Role::Bad } else { Role::Good }, format!("{:>12}", short(row.other)))
-                    .with(held(row.total), format!("{:>10}", short(row.total))),
-            );
-        }
+        let held = |x: f64| (if x.is_finite() { Role::Good } else { Role::Bad }, short(x));
+        let kept = |x: f64| (if x == 0.0 && other != 0.0 { Role::Bad } else { Role::Good }, short(x));
+        let columns: &[Column<SoftmaxRow>] = &[
+            ("format", -8, &|row| (Role::Title, row.format.to_owned())),
+            ("exp ok from", 12, &|row| plain(format!("{:.4}", row.exp_from))),
+            ("to", 12, &|row| plain(format!("{:.4}", row.exp_until))),
+            ("plain", 12, &|row| held(row.plain)),
+            ("shifted", 12, &|row| held(row.shifted)),
+            ("others", 12, &|row| kept(row.other)),
+            ("Σ exp", 10, &|row| held(row.total)),
+        ];
+        page.table(&self.formats, columns);
         page.gap();
         page.title(format!("position {}: sin is {:.6}", short(self.position), self.position.sin()));
-        page.title(format!("{:<8}{:>14}{:>14}{:>14}{:>20}", "format", "stored", "sin", "error", "exact below"));
-        for row in &self.formats {
-            let role = Role::graded(row.sine_error, [1e-3, 1e-1]);
-            page.push(
-                Line::new()
-                    .with(Role::Title, format!("{:<8}", row.format))
-                    .plain(format!("{:>14}", short(row.position)))
-                    .with(role, format!("{:>14}{:>14}", short(row.sine), short(row.sine_error)))
-                    .plain(format!("{:>20}", row.first_inexact)),
-            );
-        }
+        let graded = |row: &SoftmaxRow, x: f64| (Role::graded(row.sine_error, [1e-3, 1e-1]), short(x));
+        let columns: &[Column<SoftmaxRow>] = &[
+            ("format", -8, &|row| (Role::Title, row.format.to_owned())),
+            ("stored", 14, &|row| plain(short(row.position))),
+            ("sin", 14, &|row| graded(row, row.sine)),
+            ("error", 14, &|row| graded(row, row.sine_error)),
+            ("exact below", 20, &|row| plain(row.first_inexact)),
+        ];
+        page.table(&self.formats, columns);
         page.gap();
         let text = "Shifted: exp(x − max x), which no logit overflows; each column rounds after every operation. \
                     Positions count in steps of the format's spacing, so beyond the last column neighbouring positions have the same angle.";

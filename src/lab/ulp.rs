@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::number::{serialize, short};
 use crate::precision::FloatFormat;
-use crate::ui::{Line, Page, Role};
+use crate::ui::{Column, Line, Page, Role, plain};
 
 /// A weight, an update, and their sum in each format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -112,13 +112,22 @@ impl UlpGrid {
         page.gap();
         self.grid(&mut page, width);
         page.gap();
-        page.title(format!(
-            "{:<9}{:>10} {:<16}{:>12}{:>15}{:>15}",
-            "format", "spacing", "update", "sum stored", "smallest one", "with master"
-        ));
-        for row in &self.formats {
-            page.push(row.line());
-        }
+        let known = |row: &UlpRow, text: String| {
+            plain(if row.verdict == UpdateFate::OutOfRange { "–".to_owned() } else { text })
+        };
+        let steps = |row: &UlpRow| row.steps_with_master.map_or_else(|| "never".to_owned(), |steps| steps.to_string());
+        let columns: &[Column<UlpRow>] = &[
+            ("format", -9, &|row| (Role::Title, row.format.to_owned())),
+            ("spacing", 10, &|row| plain(short(row.spacing))),
+            (" update", -17, &|row| {
+                let (role, verdict) = row.verdict.show();
+                (role, format!(" {verdict}"))
+            }),
+            ("sum stored", 12, &|row| plain(short(row.sum))),
+            ("smallest one", 15, &|row| known(row, row.bound().to_owned() + &short(row.smallest))),
+            ("with master", 15, &|row| known(row, steps(row))),
+        ];
+        page.table(&self.formats, columns);
         page.wrapped(
             Role::Dim,
             "smallest one: an update moves the weight if it is above (>) or at least (≥) this; of the largest \
@@ -234,23 +243,14 @@ impl UlpRow {
         }
     }
 
-    fn line(&self) -> Line {
-        let (role, verdict) = self.verdict.show();
-        let bound = match (self.overflows, self.tie_survives || self.tie_overflows) {
+    /// Whether an update must exceed the smallest one or reach it, and what it makes of the largest number.
+    fn bound(&self) -> &'static str {
+        match (self.overflows, self.tie_survives || self.tie_overflows) {
             (false, false) => "> ",
             (false, true) => "≥ ",
             (true, false) => "∞ above ",
             (true, true) => "∞ from ",
-        };
-        let known = self.verdict != UpdateFate::OutOfRange;
-        let steps = self.steps_with_master.map_or_else(|| "never".to_owned(), |steps| steps.to_string());
-        let smallest = bound.to_owned() + &short(self.smallest);
-        let [smallest, steps] = [smallest, steps].map(|text| if known { text } else { "–".to_owned() });
-        Line::new()
-            .with(Role::Title, format!("{:<9}", self.format))
-            .plain(format!("{:>10}", short(self.spacing)))
-            .with(role, format!(" {verdict:<16}"))
-            .plain(format!("{:>12}{smallest:>15}{steps:>15}", short(self.sum)))
+        }
     }
 }
 

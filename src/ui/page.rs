@@ -75,6 +75,19 @@ impl Page {
         self.push(Line::new().with(Role::Title, text));
     }
 
+    /// Adds a table with a row for each item.
+    pub(crate) fn table<T>(&mut self, items: &[T], columns: &[Column<T>]) {
+        let pad = |text: &str, width: isize| {
+            let columns = width.unsigned_abs();
+            if width < 0 { format!("{text:<columns$}") } else { format!("{text:>columns$}") }
+        };
+        self.title(columns.iter().map(|(heading, width, _)| pad(heading, *width)).collect::<String>());
+        for item in items {
+            let cells = columns.iter().map(|(_, width, cell)| (*width, cell(item)));
+            self.push(cells.fold(Line::new(), |line, (width, (role, text))| line.with(role, pad(&text, width))));
+        }
+    }
+
     /// Adds an empty line.
     pub fn gap(&mut self) {
         self.push(Line::new());
@@ -183,6 +196,14 @@ fn ascii(glyph: char) -> char {
     }
     let known = GLYPHS.chars().position(|known| known == glyph);
     known.and_then(|at| ASCII.chars().nth(at)).unwrap_or_else(|| replacement(glyph))
+}
+
+/// A column of a table: its heading, its width, which is negative for text on the left, and the cell of an item.
+pub(crate) type Column<'a, T> = (&'a str, isize, &'a dyn Fn(&T) -> (Role, String));
+
+/// A cell of ordinary text.
+pub(crate) fn plain(text: impl ToString) -> (Role, String) {
+    (Role::Text, text.to_string())
 }
 
 /// The glyph in row `row` (0 is the lowest) of a column of height `level`, in eighths of a row.

@@ -55,6 +55,11 @@ impl Role {
         }
     }
 
+    /// Bad, or ordinary text.
+    pub(crate) fn bad_if(bad: bool) -> Self {
+        if bad { Self::Bad } else { Self::Text }
+    }
+
     /// The ANSI escape sequence of text that is printed, for sixteen colours.
     pub(super) const fn ansi(self) -> &'static str {
         match self {

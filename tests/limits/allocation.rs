@@ -16,9 +16,9 @@ use finetune::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use finetune::engine::kernels::columns::ColumnSlice;
 use finetune::engine::kernels::dropout::Dropout;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels, op};
-use finetune::engine::model::{Checkpointing, ModelSpec, ParamSpec, Parameters};
-use finetune::engine::optim::{AdamWConfig, MasterWeights};
-use finetune::lab::{MemoryCategory, MemoryPlan};
+use finetune::engine::model::{ModelSpec, ParamSpec, Parameters};
+use finetune::engine::optim::{AdamWConfig, MasterWeights, OptimizerKind};
+use finetune::lab::{MemoryCategory, MemoryItem, TrainSetup};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
 use finetune::store::base::load_with_base;
@@ -76,6 +76,12 @@ const SMALL_THINGS: usize = (128 << 10) + (8 << 10);
 /// After these steps, every thread has its scratch memory for every part of a step.
 const WARM_UP: usize = 20;
 
+/// The memory that the laboratory predicts for steps of 4 × 64 tokens.
+fn memory(config: &ModelSpec, policy: PrecisionPolicy, grad_accum: usize) -> Vec<MemoryItem> {
+    let setup = TrainSetup { shape: [4, 64, grad_accum], ..TrainSetup::default() };
+    setup.engine(config, policy, OptimizerKind::AdamW).unwrap()
+}
+
 #[test]
 fn a_steady_state_step_allocates_at_most_32_kib() {
     let _alone = alone();
@@ -94,7 +100,7 @@ fn a_steady_state_step_allocates_at_most_32_kib() {
                 batch: (4, 64),
                 grad_accum,
             };
-            let items = MemoryPlan::engine(&config, policy, [4, 64, grad_accum], Checkpointing::None, false).unwrap();
+            let items = memory(&config, policy, grad_accum);
             let before = ALLOCATED.load(Relaxed);
             let mut engine = engine(&config, masters, settings);
             // The masters were there before.
@@ -215,7 +221,7 @@ fn a_base_in_blocks_holds_its_blocks() {
     assert!(bytes >= in_blocks && bytes < in_blocks + (dense >> 3), "{bytes} held, {in_blocks} of them in blocks");
     assert!(bytes * 2 < dense + in_blocks && held.abs_diff(bytes) < SMALL_THINGS as u64, "{held} {bytes} {dense}");
 
-    let items = MemoryPlan::engine(&spec, policy, [4, 64, 1], Checkpointing::None, false).unwrap();
+    let items = memory(&spec, policy, 1);
     let told: u64 = items.iter().map(|item| item.bytes).sum();
     let settings = Settings {
         policy,

@@ -2,10 +2,10 @@
 
 use std::iter::repeat_n;
 
-use super::{Attempt, ScalerComparison, Trajectory};
+use super::{Attempt, Mean, ScalerComparison, Trajectory};
 use crate::lab::number::short;
 use crate::precision::{FloatFormat, ScaleChange};
-use crate::ui::{Line, Page, Role, column_cell};
+use crate::ui::{Column, Line, Page, Role, column_cell, plain};
 
 impl ScalerComparison {
     /// The report as text, `width` columns wide.
@@ -51,35 +51,30 @@ impl ScalerComparison {
     }
 
     fn table(&self, page: &mut Page) {
-        page.title(format!(
-            "{:<22}{:>9}{:>6}{:>9}{:>9}{:>9}{:>12}",
-            "setting", "overflows", "lost", "repeated", "growths", "at floor", "mean scale"
-        ));
-        for (i, t) in self.trajectories.iter().enumerate() {
-            let label: String = t.label.chars().take(19).collect();
-            page.push(Line::new().with(Role::Series(i), format!("{} {label:<20}", letter(i))).plain(format!(
-                "{:>9}{:>6}{:>9}{:>9}{:>9}{:>12}",
-                t.overflows,
-                t.lost,
-                t.repeated,
-                t.growths,
-                t.at_floor,
-                format!("2^{:.2}", t.mean_log2)
-            )));
-        }
+        let name = |i: usize| {
+            let label: String = self.trajectories[i].label.chars().take(19).collect();
+            (Role::Series(i), format!("{} {label}", letter(i)))
+        };
+        let settings: Vec<_> = self.trajectories.iter().enumerate().collect();
+        let columns: &[Column<(usize, &Trajectory)>] = &[
+            ("setting", -22, &|(i, _)| name(*i)),
+            ("overflows", 9, &|(_, t)| plain(t.overflows)),
+            ("lost", 6, &|(_, t)| plain(t.lost)),
+            ("repeated", 9, &|(_, t)| plain(t.repeated)),
+            ("growths", 9, &|(_, t)| plain(t.growths)),
+            ("at floor", 9, &|(_, t)| plain(t.at_floor)),
+            ("mean scale", 12, &|(_, t)| plain(format!("2^{:.2}", t.mean_log2))),
+        ];
+        page.table(&settings, columns);
         if !self.over_seeds.is_empty() {
             page.gap();
-            page.title(format!(
-                "{:<22}{:>24}{:>28}",
-                format!("{} seeds, 95 %", self.seeds),
-                "overflows",
-                "mean log2 scale"
-            ));
-            for (i, (overflows, scale)) in self.over_seeds.iter().enumerate() {
-                let label: String = self.trajectories[i].label.chars().take(19).collect();
-                let line = Line::new().with(Role::Series(i), format!("{} {label:<20}", letter(i)));
-                page.push(line.plain(format!("{:>24}{:>28}", overflows.to_string(), scale.to_string())));
-            }
+            let means: Vec<_> = self.over_seeds.iter().enumerate().collect();
+            let columns: &[Column<(usize, &(Mean, Mean))>] = &[
+                (&format!("{} seeds, 95 %", self.seeds), -22, &|(i, _)| name(*i)),
+                ("overflows", 24, &|(_, (overflows, _))| plain(overflows)),
+                ("mean log2 scale", 28, &|(_, (_, scale))| plain(scale)),
+            ];
+            page.table(&means, columns);
         }
         if self.tokens_per_step > 0 {
             let lost = |t: &Trajectory| (t.lost as u64 * self.tokens_per_step).to_string();

@@ -411,22 +411,9 @@ fn recipe_from_run(run: &RunData, spec: ModelSpec) -> Result<(ModelSpec, Optimiz
     Ok((spec, kind, recipe))
 }
 
-/// The shape of a run's model: from its `config.json`, or in an older log from the dimensions of a GPT-2.
+/// The shape of a run's model, from its `config.json`.
 fn spec_from_log(started: &Started) -> Result<ModelSpec> {
-    const MAX_ULP_ERROR: usize = 1 << 20;
-    if started.model_config.is_object() {
-        return ModelSpec::from_json(started.model_config.to_string().as_bytes(), "the run's log");
-    }
-    let shape = started.shape;
-    let sizes = [shape.vocab_size, shape.n_positions, shape.n_embd, shape.n_layer, shape.n_head];
-    if sizes.iter().any(|size| !(1..=MAX_ULP_ERROR).contains(size)) {
-        return Err(Error::data("the run's log", format!("no model has the sizes {sizes:?}; name one with --model")));
-    }
-    let (vocab_size, context) = (shape.vocab_size, shape.n_positions);
-    let base = model_named("gpt2")?.resized(shape.n_layer, shape.n_embd, shape.n_head);
-    let spec = ModelSpec { vocab_size, max_position_embeddings: context, ..base };
-    let tied = started.parameters <= spec.parameter_count();
-    Ok(ModelSpec { tie_word_embeddings: tied, ..spec })
+    ModelSpec::from_json(started.model_config.to_string().as_bytes(), "the run's log")
 }
 
 /// Reads `16G`, `16GB` and `512M`, whose units are decimal, and `1.5GiB`, whose unit is binary.
@@ -498,7 +485,6 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
-    use crate::telemetry::ModelShape;
 
     #[derive(Parser)]
     struct Lab {
@@ -511,18 +497,6 @@ mod tests {
         let mut out = Vec::new();
         run(&args, &mut out)?;
         Ok(String::from_utf8(out).unwrap())
-    }
-
-    #[test]
-    fn a_log_with_sizes_that_no_model_has_is_refused() {
-        let shape = ModelShape { n_layer: 6, n_head: 12, n_embd: 768, n_positions: 1024, vocab_size: 50257 };
-        let read = |shape| spec_from_log(&Started { shape, ..Started::default() });
-        assert_eq!(read(shape).unwrap().num_layers, 6);
-        for vocab_size in [0, usize::MAX] {
-            let message = read(ModelShape { vocab_size, ..shape }).unwrap_err().to_string();
-            assert!(message.contains("no model has the sizes"), "{message}");
-        }
-        read(ModelShape { n_layer: 1 << 40, ..shape }).unwrap_err();
     }
 
     /// A run's figures have longer lines than a model's: its path, its policy, its layers' names.

@@ -12,7 +12,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::samples::SequenceRole;
-use super::sequence_index::{DatasetStats, SequenceIndex};
+use super::sequence_index::SequenceIndex;
 use super::shuffle::Permutation;
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::engine::model::InputIds;
@@ -161,11 +161,6 @@ impl BatchLoader {
     /// Its rows.
     pub fn index(&self) -> &SequenceIndex {
         &self.index
-    }
-
-    /// The counts of an epoch.
-    pub fn stats(&self) -> DatasetStats {
-        self.index.stats()
     }
 
     /// The start of the next batch.

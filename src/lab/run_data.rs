@@ -316,7 +316,8 @@ pub(crate) use tests::write_run;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::{ActivationMax, EventLog, Fp32Probe, GradStats, GradVariance, ModelShape, Record, VERSION};
+    use crate::engine::model::ModelSpec;
+    use crate::telemetry::{ActivationMax, EventLog, Fp32Probe, GradStats, GradVariance, Record, VERSION};
 
     fn run() -> (tempfile::TempDir, RunData) {
         let folder = tempfile::tempdir().unwrap();
@@ -331,8 +332,10 @@ mod tests {
         let mut append = |event| log.append(&Record { v: VERSION, t: 0, s: 0.0, event }).unwrap();
         let started = Started { policy: PrecisionPolicy::FP16.to_string(), tokens_per_step: 80, ..Default::default() };
         let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
-        let shape = ModelShape { n_layer: 2, n_head: 4, n_embd: 128, n_positions: 128, vocab_size: 512 };
-        let started = Started { config: serde_json::json!({ "scaler": scaler }), shape, ..started };
+        let gpt2 = ModelSpec::named("gpt2").unwrap().resized(2, 128, 4);
+        let model = ModelSpec { vocab_size: 512, max_position_embeddings: 128, ..gpt2 }.to_json("float32");
+        let model_config = serde_json::from_str(&model).unwrap();
+        let started = Started { config: serde_json::json!({ "scaler": scaler }), model_config, ..started };
         append(Event::Started(Box::new(started)));
         for (step, loss_scale, outcome) in
             [(1, 65536.0, StepStatus::Applied), (2, 65536.0, StepStatus::Skipped), (3, 32768.0, StepStatus::Applied)]

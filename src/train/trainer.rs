@@ -275,11 +275,6 @@ impl Trainer {
         &self.engine
     }
 
-    /// Steps the run will attempt.
-    pub fn total_steps(&self) -> u64 {
-        self.total_steps
-    }
-
     /// Loads a checkpoint's state.
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let state = checkpoint.state();

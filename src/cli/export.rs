@@ -29,7 +29,7 @@ pub(super) struct ExportArgs {
     merge: bool,
 }
 
-/// The flags that select what is written.
+/// The flags of an export's output.
 #[derive(Args, Debug)]
 pub(super) struct OutArgs {
     /// A folder, or a file that ends in .gguf or .onnx

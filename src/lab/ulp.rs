@@ -243,7 +243,7 @@ impl UlpRow {
         }
     }
 
-    /// Whether an update must exceed the smallest one or reach it, and what it makes of the largest number.
+    /// The bound that a surviving update exceeds or reaches, with `∞` if the next number is not finite.
     fn bound(&self) -> &'static str {
         match (self.overflows, self.tie_survives || self.tie_overflows) {
             (false, false) => "> ",

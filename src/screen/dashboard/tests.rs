@@ -120,12 +120,11 @@ fn every_state_of_a_run_and_every_dialog() {
     insta::assert_snapshot!("too_small_30x4", picture(&view, (30, 4)));
     press(&mut view, "?");
     snapshots("help", &view);
-    key(&mut view, KeyCode::Esc);
+    view = running();
     press(&mut view, "q");
     snapshots("quit", &view);
     insta::assert_snapshot!("quit_minimal", picture(&view, (50, 8)));
-    key(&mut view, KeyCode::Esc);
-    view.scene.now = running().scene.now;
+    view = running();
     view.receive(record(Event::Paused { step: 1790 }));
     snapshots("paused", &view);
 }

@@ -27,6 +27,7 @@ mod samples;
 mod sequence_index;
 pub mod shuffle;
 pub mod source;
+mod sums;
 mod template;
 pub mod template_sandbox;
 mod tokenize;
@@ -34,7 +35,7 @@ pub mod tokenizer;
 mod tokenizer_limits;
 pub mod tokens;
 
-pub use batch_loader::{Batch, BatchLoader, DataPosition, EvalLoader, Sequence};
+pub use batch_loader::{Batch, BatchLoader, DataPosition, EvalLoader, SampledRow, Sequence};
 pub use bos::Bos;
 pub use cache::DatasetKind;
 pub(crate) use catch_panic::catch_panic;

@@ -24,9 +24,9 @@ pub use command::Command;
 pub use emitter::{Emitter, Sink};
 pub use event::{
     ActivationMax, CheckpointSaved, Cpu, Diagnostic, DtypeChange, Event, FinishReason, Finished, FirstNonFinite,
-    FlushedTensor, Fp32Probe, GpuStats, GradMax, GradStats, GradVariance, ModelShape, Overflow, Pass,
-    PreferenceMetrics, ProcessRate, Record, SampleText, ScaleCause, ScaleUpdate, ScalerSettings, Started, StepRecord,
-    StepStatus, StepTime, TensorRecord, Throughput, UnderflowOnset, VERSION, Validation,
+    FlushedTensor, Fp32Probe, GpuStats, GradMax, GradStats, GradVariance, ModelShape, ObjectiveMetric,
+    ObjectiveMetrics, Overflow, Pass, ProcessRate, Record, SampleText, ScaleCause, ScaleUpdate, ScalerSettings,
+    Started, StepRecord, StepStatus, StepTime, TensorRecord, Throughput, UnderflowOnset, VERSION, Validation,
 };
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, for_each, last_records, read};

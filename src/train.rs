@@ -11,6 +11,8 @@ mod objective;
 mod overflow_trace;
 mod probe;
 mod records;
+mod reward;
+mod rollout;
 mod sample;
 mod setup;
 mod state;
@@ -23,9 +25,11 @@ pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, T
 pub use fp8::Fp8Block;
 pub use memory::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};
 pub use objective::{
-    Completion, CompletionLoss, LossSums, Objective, ObjectiveKind, PairLoss, Reference, ReferenceLogps, Split,
-    completion_loss, pair_loss,
+    Completion, CompletionLoss, LossSums, Objective, ObjectiveKind, PairLoss, Reference, ReferenceLogps,
+    ReferenceModel, SampledToken, Split, TokenLoss, advantages, completion_loss, pair_loss, token_loss,
 };
+pub use reward::OnRewardError;
+pub use rollout::RolloutRecord;
 pub use sample::Sampler;
 pub(crate) use setup::check_misspelling;
 pub use setup::{

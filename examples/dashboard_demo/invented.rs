@@ -117,7 +117,7 @@ impl InventedRun {
         let norm = grads.norm;
         let looked = at.is_multiple_of(self.settings.tables_every) || outcome == StepStatus::Skipped;
         self.pending.push_back(Event::Step(Box::new(StepRecord {
-            preference: None,
+            objective: None,
             step: at,
             loss,
             loss_scale: change.from,
@@ -169,7 +169,7 @@ impl InventedRun {
                 loss,
                 perplexity: loss.exp(),
                 tokens,
-                preference: None,
+                objective: None,
             }));
         }
         if at.is_multiple_of(500) {

@@ -41,7 +41,7 @@ struct Number<T: Float>(#[serde(serialize_with = "float::serialize")] T);
 
 /// The figures of a step and of the validation that followed it: a JSON object in the order of the table's columns.
 fn row(t: u64, s: f64, step: &StepRecord, eval: Option<&Validation>) -> serde_json::Result<String> {
-    let perplexity = eval.filter(|eval| eval.preference.is_none()).map(|eval| Number(eval.perplexity));
+    let perplexity = eval.and_then(Validation::perplexity).map(Number);
     let cells = [
         ("step", to_string(&step.step)),
         // Wall clock, seconds since 1970.
@@ -69,8 +69,8 @@ fn row(t: u64, s: f64, step: &StepRecord, eval: Option<&Validation>) -> serde_js
     ];
     let cells = cells.into_iter().map(|(name, value)| Ok(format!("\"{name}\":{}", value?)));
     let mut text = cells.collect::<serde_json::Result<Vec<_>>>()?.join(",");
-    if let Some(preference) = &step.preference {
-        text = text + "," + to_string(preference)?.trim_matches(['{', '}']);
+    if let Some(objective) = &step.objective {
+        text = text + "," + to_string(objective)?.trim_matches(['{', '}']);
     }
     Ok(format!("{{{text}}}"))
 }

@@ -2,8 +2,9 @@
 
 use crate::telemetry::{Event, Record, Sink};
 use crate::untrusted::sanitize_line;
+use crate::untrusted::subprocess::command_of;
 use crate::{Error, Result};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 
 /// The maximum number of running programs: otherwise one that hangs at each best loss would fill the machine.
 const MAX_CHILDREN: usize = 8;
@@ -13,7 +14,7 @@ const MAX_CHILDREN: usize = 8;
 #[derive(Debug)]
 pub(super) struct Notify {
     /// The program and its first arguments.
-    command: Vec<String>,
+    command: String,
     run: String,
     /// The lowest validation loss so far.
     best: f64,
@@ -24,24 +25,11 @@ pub(super) struct Notify {
 }
 
 impl Notify {
-    /// Splits the command at spaces.
+    /// Rejects a program that does not exist.
     pub(super) fn new(command: &str) -> Result<Self> {
-        let command: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
-        let Some(program) = command.first() else {
-            return Err(Error::config("--notify", "is empty; use a program with its arguments, such as `notify-send`"));
-        };
-        let exists = if program.contains('/') {
-            std::path::Path::new(program).is_file()
-        } else {
-            let paths = std::env::var_os("PATH").unwrap_or_default();
-            std::env::split_paths(&paths).any(|folder| folder.join(program).is_file())
-        };
-        if !exists {
-            let message = format!("program `{program}` was not found; use its path, or a script for shell commands");
-            return Err(Error::config("--notify", message));
-        }
+        command_of(command, "--notify")?;
         Ok(Self {
-            command,
+            command: command.to_owned(),
             run: String::new(),
             best: f64::INFINITY,
             children: Vec::new(),
@@ -57,10 +45,10 @@ impl Notify {
     }
 
     fn spawn(&self, event: &str, text: &str) -> Result<Child> {
-        let mut command = Command::new(&self.command[0]);
-        command.args(&self.command[1..]).args([event, &sanitize_line(&self.run), &sanitize_line(text)]);
+        let mut command = command_of(&self.command, "--notify")?;
+        command.args([event, &sanitize_line(&self.run), &sanitize_line(text)]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        command.spawn().map_err(Error::io("run", &self.command[0]))
+        command.spawn().map_err(Error::io("run", &self.command))
     }
 }
 
@@ -96,7 +84,7 @@ impl Sink for Notify {
         }
         if let Some(error) = error.filter(|_| !self.error_reported) {
             self.error_reported = true;
-            self.error = Some(format!("`{}` of `--notify` {error}", self.command[0]));
+            self.error = Some(format!("`{}` of `--notify` {error}", self.command));
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use super::run::RunMetrics;
 use super::statistics::Estimate;
+use crate::telemetry::ObjectiveMetric;
 use crate::ui::format;
 
 /// A figure of a run.
@@ -19,7 +20,7 @@ pub struct Metric {
 /// The unit of a figure, which determines its format.
 #[derive(Debug, Clone, Copy)]
 enum MetricUnit {
-    /// Nats, with four decimals.
+    /// Nats or a reward, with four decimals.
     Nats,
     /// A perplexity, with three decimals.
     Perplexity,
@@ -50,8 +51,11 @@ pub const METRICS: &[Metric] = &[
     metric("best_validation_loss", "validation loss, best", MetricUnit::Nats, |f| Some(f.validation?.1)),
     metric("perplexity", "perplexity", MetricUnit::Perplexity, |f| Some(f.perplexity?.0)),
     metric("best_perplexity", "perplexity, best", MetricUnit::Perplexity, |f| Some(f.perplexity?.1)),
-    metric("reward_margin", "reward margin", MetricUnit::Nats, |f| f.preference?.rewards_margins),
-    metric("reward_accuracy", "reward accuracy", MetricUnit::Share, |f| f.preference?.rewards_accuracies),
+    metric("reward_margin", "reward margin", MetricUnit::Nats, |f| f.objective?.get(ObjectiveMetric::RewardsMargins)),
+    metric("reward_accuracy", "reward accuracy", MetricUnit::Share, |f| {
+        f.objective?.get(ObjectiveMetric::RewardsAccuracies)
+    }),
+    metric("reward", "reward", MetricUnit::Nats, |f| f.objective?.get(ObjectiveMetric::Reward)),
     metric("scale_start_log2", "loss scale at start", MetricUnit::Log2, |f| Some(log2(f.scale?.0))),
     metric("scale_end_log2", "loss scale at end", MetricUnit::Log2, |f| Some(log2(f.scale?.1))),
     metric("scale_min_log2", "loss scale, lowest", MetricUnit::Log2, |f| Some(log2(f.scale_range?.0))),

@@ -12,7 +12,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::samples::SequenceRole;
-use super::sequence_index::SequenceIndex;
+use super::sequence_index::{SequenceIndex, padded_len};
 use super::shuffle::Permutation;
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::engine::model::InputIds;
@@ -29,6 +29,21 @@ pub struct Sequence {
     pub role: SequenceRole,
 }
 
+/// A prompt with a sampled completion of at least one token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SampledRow<'a> {
+    /// The prompt.
+    pub prompt: &'a [u32],
+    /// The completion.
+    pub ids: &'a [u32],
+    /// The sampler's log-probability of each id.
+    pub logps: &'a [f32],
+    /// Its number.
+    pub index: u64,
+    /// Its reward and advantage.
+    pub role: SequenceRole,
+}
+
 /// One micro-batch: inputs and labels of shape `[batch_size, seq_len]`, row-major.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Batch {
@@ -40,6 +55,10 @@ pub struct Batch {
     pub document_starts: Vec<u32>,
     /// The sequences, in the order of their rows; empty for plain fine-tuning without weights.
     pub sequences: Vec<Sequence>,
+    /// The sampler's log-probability of each label, for sampled completions; empty for data.
+    pub sampled_logps: Vec<f32>,
+    /// The log-probabilities that training computed before the first of several updates on the completions.
+    pub old_logps: Vec<f32>,
     /// Rows.
     pub batch_size: usize,
     /// Columns; for samples, the length of the longest one, rounded up.
@@ -59,11 +78,31 @@ impl Batch {
             labels,
             document_starts: Vec::new(),
             sequences: Vec::new(),
+            sampled_logps: Vec::new(),
+            old_logps: Vec::new(),
             batch_size,
             seq_len,
             num_label_tokens: 0,
             ends_epoch: false,
         }
+    }
+
+    /// A batch of `rows` rows of completions, as wide as the longest one needs and at most `seq_len`.
+    pub fn of_completions(completions: &[SampledRow<'_>], rows: usize, seq_len: usize) -> Self {
+        let longest = completions.iter().map(|it| it.prompt.len() + it.ids.len() - 1).max().unwrap_or(0);
+        let width = padded_len(longest, seq_len);
+        let mut batch = Self { sampled_logps: vec![0.0; rows * width], ..Self::new(rows, width) };
+        for (row, SampledRow { prompt, ids, logps, index, role }) in completions.iter().enumerate() {
+            let (start, len) = (row * width, prompt.len() + ids.len() - 1);
+            let first = start + prompt.len() - 1;
+            batch.inputs[start..=first].copy_from_slice(prompt);
+            batch.inputs[first + 1..start + len].copy_from_slice(&ids[..ids.len() - 1]);
+            batch.labels[first..start + len].copy_from_slice(ids);
+            batch.sampled_logps[first..start + len].copy_from_slice(logps);
+            batch.sequences.push(Sequence { labels: start..start + len, index: *index, role: *role });
+            batch.num_label_tokens += ids.len();
+        }
+        batch
     }
 
     /// The inputs in the form that a model takes.

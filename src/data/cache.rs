@@ -31,8 +31,12 @@ pub(super) const DOCUMENT_START_FLAG: u32 = 1 << 30;
 const KINDS: [(DatasetKind, u32); 3] =
     [(DatasetKind::Text, 0), (DatasetKind::PromptCompletion, 1 << 8), (DatasetKind::Conversational, 1 << 9)];
 /// In the same word: the samples that the documents form.
-const SAMPLES: [(SampleKind, u32); 3] =
-    [(SampleKind::Plain, 0), (SampleKind::Preference, 1 << 10), (SampleKind::UnpairedPreference, 1 << 11)];
+const SAMPLES: [(SampleKind, u32); 4] = [
+    (SampleKind::Plain, 0),
+    (SampleKind::Preference, 1 << 10),
+    (SampleKind::UnpairedPreference, 1 << 11),
+    (SampleKind::Prompt, 1 << 12),
+];
 
 /// A description of a data set's documents.
 #[derive(Clone, Debug, Default)]

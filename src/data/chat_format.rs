@@ -196,6 +196,15 @@ impl ChatFormat {
         format!("{} {}", self.name, Digest::of(self.source.as_bytes()).sha256)
     }
 
+    /// Renders `conversation` up to the start of the next answer.
+    ///
+    /// # Errors
+    /// [`Error::Model`] if the template fails, with its line.
+    pub(super) fn prompt(&self, conversation: &Conversation, tools: Option<&Value>) -> Result<String> {
+        let renderer = self.renderer.as_ref().map_err(|message| Error::model(&self.origin, message.clone()))?;
+        Ok(renderer.template.render(conversation, tools, true)?.text)
+    }
+
     /// Renders `conversation`, with the byte ranges of its answers unless `unmarked`.
     ///
     /// # Errors

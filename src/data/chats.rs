@@ -81,7 +81,7 @@ impl QaPair {
     }
 }
 
-fn message(role: &str, content: &str) -> serde_json::Value {
+pub(super) fn message(role: &str, content: &str) -> serde_json::Value {
     json!({ "role": role, "content": content })
 }
 

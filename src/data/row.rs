@@ -6,6 +6,7 @@
 //! | `prompt`, `completion` | both unchanged, and the end of text; the completion in the loss |
 //! | `prompt`, `completion`, `label` | the same, labelled good or bad |
 //! | `prompt`, `chosen`, `rejected` | two such samples, which form a pair |
+//! | `prompt` | for objectives that sample: the same with an empty completion |
 //! | `instruction`, `input`, `output` (and `system`) | a conversation of one question |
 //! | `messages` (and `tools`) | a conversation: the chat template's text, the assistant's turns in the loss |
 //! | `conversations` with `from` and `value` | the same |
@@ -103,12 +104,25 @@ impl DatasetOptions {
         named.chain(CONVENTIONAL).collect()
     }
 
+    /// The kind of samples in rows of `schema`: an answered prompt is also a prompt.
+    fn samples_of(&self, schema: RowSchema) -> SampleKind {
+        match schema.samples() {
+            SampleKind::Plain if self.samples == SampleKind::Prompt && schema != RowSchema::Text => SampleKind::Prompt,
+            samples => samples,
+        }
+    }
+
+    /// The part that counts in the loss. Sampled completions replace the last answer.
+    fn loss_on(&self) -> LossOn {
+        if self.samples == SampleKind::Prompt { LossOn::LastAnswer } else { self.loss_on }
+    }
+
     /// A key of everything except the files that determines the text and its mask.
     pub(super) fn key(&self) -> String {
         let FieldNames { text, prompt, completion } = &self.fields;
         // Rows may have the fields of several kinds of samples.
         let samples = if self.samples == SampleKind::Plain { String::new() } else { format!("{:?} ", self.samples) };
-        format!("{samples}{:?} {text:?} {prompt:?} {completion:?} {}", self.loss_on, self.chat.key())
+        format!("{samples}{:?} {text:?} {prompt:?} {completion:?} {}", self.loss_on(), self.chat.key())
     }
 }
 
@@ -122,6 +136,7 @@ pub(super) enum RowSchema {
     Conversations,
     Pair,
     Labelled,
+    Prompt,
 }
 
 impl RowSchema {
@@ -129,6 +144,7 @@ impl RowSchema {
         match self {
             Self::Pair => SampleKind::Preference,
             Self::Labelled => SampleKind::UnpairedPreference,
+            Self::Prompt => SampleKind::Prompt,
             _ => SampleKind::Plain,
         }
     }
@@ -142,6 +158,7 @@ impl RowSchema {
             Self::Conversations => "`conversations`",
             Self::Pair => "pairs of `chosen` and `rejected` answers",
             Self::Labelled => "completions with a `label`",
+            Self::Prompt => "prompts",
         }
     }
 }
@@ -201,7 +218,7 @@ impl<'a> RowReader<'a> {
             _ => DatasetKind::PromptCompletion,
         };
         let values = if self.has_values { self.values } else { Vec::new() };
-        Ok(DatasetContents { kind, samples: schema.samples(), values })
+        Ok(DatasetContents { kind, samples: self.options.samples_of(schema), values })
     }
 
     /// Records the schema of the row at `location`; an error if it differs from the schema of earlier rows, or if the
@@ -214,7 +231,7 @@ impl<'a> RowReader<'a> {
                 Err(format!("contains {now}, but {first} contains {before}; use one kind of row per run"))
             }
             None => {
-                self.options.samples.require(schema.samples(), schema.description())?;
+                self.options.samples.require(self.options.samples_of(schema), schema.description())?;
                 self.schema = Some((schema, location()));
                 Ok(())
             }
@@ -257,10 +274,10 @@ impl<'a> RowReader<'a> {
 
     /// Passes the chunks of `sample` to `sink`. `wrong` turns a description into an error.
     fn emit(&mut self, sample: Sample, wrong: &dyn Fn(String) -> Error, sink: &mut ChunkSink) -> Result<()> {
-        let DatasetOptions { chat, loss_on, .. } = self.options;
+        let (DatasetOptions { chat, samples, .. }, loss_on) = (self.options, self.options.loss_on());
         let (conversation, prompt, tools) = match sample {
             Sample::Completion(prompt, completion) => {
-                let loss_mask = if *loss_on == LossOn::All { LossMask::All } else { LossMask::None };
+                let loss_mask = if loss_on == LossOn::All { LossMask::All } else { LossMask::None };
                 emit(&prompt, &loss_mask, true, sink)?;
                 emit(&completion, &LossMask::All, prompt.is_empty(), sink)?;
                 return sink(TextChunk::end(prompt.is_empty() && completion.is_empty()));
@@ -268,9 +285,14 @@ impl<'a> RowReader<'a> {
             Sample::Conversation { conversation, prompt, tools } => (conversation, prompt, tools),
         };
         self.conversational = true;
+        if *samples == SampleKind::Prompt && conversation.last_answer().is_none() {
+            let text = chat.prompt(&conversation, tools.as_ref()).map_err(|error| wrong(error.to_string()))?;
+            sink(TextChunk { text, loss_mask: LossMask::None, starts_document: true, end: ChunkEnd::Templated })?;
+            return sink(TextChunk::end(false));
+        }
         let mut in_loss = answers_in_loss(&conversation).map_err(wrong)?;
         let leaves_out = in_loss.contains(&false);
-        let all = *loss_on == LossOn::All && !leaves_out;
+        let all = loss_on == LossOn::All && !leaves_out;
         let render = |conversation: &Conversation| {
             let rendered = chat.render(conversation, tools.as_ref(), all);
             rendered.map_err(|error| wrong(error.to_string()))
@@ -334,6 +356,14 @@ impl<'a> RowReader<'a> {
             RowSchema::Pair => {
                 return Ok(preference::pair(row, prompt, tools.as_ref())?.map_or(Example::Identical, Example::Pair));
             }
+            RowSchema::Prompt => {
+                return Ok(Example::Sample(match preference::prompt(row, prompt, tools)? {
+                    Prompt::Text(text) => Sample::Completion(text, String::new()),
+                    Prompt::Conversation(conversation, tools) => {
+                        Sample::Conversation { conversation, prompt: 0, tools }
+                    }
+                }));
+            }
             RowSchema::Instruction => {
                 let given = |name: &str| -> Result<Option<String>, String> {
                     let text = field(row, name).map(|_| text(name)).transpose()?;
@@ -377,7 +407,8 @@ impl<'a> RowReader<'a> {
         // Field names from the user determine the schema.
         if fields.prompt.is_some() || fields.completion.is_some() {
             return Ok(match wanted {
-                SampleKind::Plain => RowSchema::Completion,
+                SampleKind::Prompt if !has(&[completion]) => RowSchema::Prompt,
+                SampleKind::Plain | SampleKind::Prompt => RowSchema::Completion,
                 SampleKind::Preference => RowSchema::Pair,
                 SampleKind::UnpairedPreference => RowSchema::Labelled,
             });
@@ -399,8 +430,10 @@ impl<'a> RowReader<'a> {
         let before = self.schema.as_ref().map(|(schema, _)| *schema);
         let complete = || schemas.iter().filter(|(_, names)| has(names)).map(|(schema, _)| *schema);
         let found = complete().find(|schema| before == Some(*schema));
-        let found =
-            found.or_else(|| complete().find(|schema| schema.samples() == wanted)).or_else(|| complete().next());
+        let found = found
+            .or_else(|| complete().find(|schema| self.options.samples_of(*schema) == wanted))
+            .or_else(|| (wanted == SampleKind::Prompt && has(&[prompt])).then_some(RowSchema::Prompt))
+            .or_else(|| complete().next());
         found.ok_or_else(|| {
             let pairs = [["chosen", "rejected"], ["prompt", "completion"], ["instruction", "output"]];
             let half = pairs.into_iter().find(|pair| pair.iter().any(|name| has(&[name])));

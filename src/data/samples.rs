@@ -10,6 +10,8 @@ pub enum SampleKind {
     Preference,
     /// Answers that are labelled good or bad: TRL's unpaired preference data.
     UnpairedPreference,
+    /// Prompts to sample completions of, with or without a right answer.
+    Prompt,
 }
 
 impl SampleKind {
@@ -19,6 +21,7 @@ impl SampleKind {
             Self::Plain => "text, prompts with completions, or conversations",
             Self::Preference => "pairs, in rows with `prompt`, `chosen` and `rejected`",
             Self::UnpairedPreference => "labelled answers, in rows with `prompt`, `completion` and `label`",
+            Self::Prompt => "prompts, in rows with `prompt` or `messages`",
         }
     }
 
@@ -28,6 +31,7 @@ impl SampleKind {
             Self::Plain => "sft",
             Self::Preference => "dpo",
             Self::UnpairedPreference => "kto",
+            Self::Prompt => "grpo",
         }
     }
 
@@ -54,4 +58,15 @@ pub enum SequenceRole {
     Undesirable,
     /// A sample with its weight in the loss.
     Weighted(f32),
+    /// A prompt with its right answer.
+    Prompt,
+    /// A sampled completion of a prompt; those of one prompt follow each other.
+    Sampled {
+        /// Its reward; NaN if it has none.
+        reward: f64,
+        /// Its advantage over the other completions of the prompt.
+        advantage: f64,
+        /// Whether it ended at the maximum length.
+        is_cut: bool,
+    },
 }

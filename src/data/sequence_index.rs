@@ -312,8 +312,13 @@ impl SequenceIndex {
 
     /// The columns of a batch whose longest row has `longest` inputs.
     pub(super) fn columns(&self, longest: usize) -> usize {
-        if self.is_ragged() { longest.next_multiple_of(LENGTH_STEP).min(self.seq_len) } else { self.seq_len }
+        if self.is_ragged() { padded_len(longest, self.seq_len) } else { self.seq_len }
     }
+}
+
+/// The columns for `longest` inputs, of at most `seq_len`.
+pub(super) fn padded_len(longest: usize, seq_len: usize) -> usize {
+    longest.next_multiple_of(LENGTH_STEP).min(seq_len)
 }
 
 /// Packs by best fit, the longest first: each span goes into the row with the smallest free room that still takes it.

@@ -10,11 +10,12 @@ use tempfile::NamedTempFile;
 
 use super::chats;
 use super::format::{DataFormat, conversion};
+use super::sums;
 use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result, temporary, untrusted};
 
 /// The advice at the end of errors about a source.
-const SUPPORTED_SOURCES: &str = "give `grammar`, `tiny_shakespeare`, `chats`, `preferences`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
+const SUPPORTED_SOURCES: &str = "give `grammar`, `tiny_shakespeare`, `chats`, `preferences`, `sums`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
                      file, a folder or glob of those, `hf://datasets/owner/name/file`, or `-` for standard input";
 
 /// The built-in conversations do not depend on the run's seed.
@@ -35,13 +36,10 @@ pub enum DataSource {
     Grammar,
     /// `tiny_shakespeare`: a megabyte of Shakespeare's plays, part of the program.
     TinyShakespeare,
-    /// `chats` or `chats-held-back`: the built-in conversations whose answers can be checked.
-    Chats {
-        /// Whether to use the held-out ones.
-        held_out: bool,
-    },
-    /// `preferences` or `preferences-held-back`: the same questions, each with two answers, the first in the preferred form.
-    Preferences {
+    /// Rows that the program makes; with `-held-back` after their name those for validation.
+    BuiltIn {
+        /// Their name.
+        rows: BuiltInRows,
         /// Whether to use the held-out ones.
         held_out: bool,
     },
@@ -60,6 +58,36 @@ pub enum DataSource {
     Glob(String),
     /// A file, or a folder whose files of known formats are read in alphabetical order.
     Path(PathBuf),
+}
+
+/// The name of built-in rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BuiltInRows {
+    /// `chats`: conversations whose answers can be checked.
+    Chats,
+    /// `preferences`: the same questions, each with two answers, the first in the preferred form.
+    Preferences,
+    /// `sums`: sums and their results.
+    Sums,
+}
+
+/// After the name of rows, the name of those for validation.
+const HELD_OUT: &str = "-held-back";
+
+impl BuiltInRows {
+    const NAMES: [(&str, Self); 3] = [("chats", Self::Chats), ("preferences", Self::Preferences), ("sums", Self::Sums)];
+
+    /// The rows as JSON Lines.
+    fn json_lines(self, held_out: bool) -> String {
+        let pairs = self == Self::Preferences;
+        let [train, validation] = match self {
+            Self::Sums => return sums::json_lines(held_out),
+            Self::Preferences => [chats::PREFERENCES, chats::HELD_OUT_PREFERENCES],
+            Self::Chats => [chats::CHATS, chats::HELD_OUT_CHATS],
+        };
+        let chats = if held_out { chats::held_out(CHATS_SEED, validation) } else { chats::training(CHATS_SEED, train) };
+        chats::json_lines(&chats, pairs)
+    }
 }
 
 /// A file of a data set on the Hub.
@@ -102,10 +130,6 @@ impl FromStr for DataSource {
             "" => wrong("must not be empty"),
             "grammar" => Ok(Self::Grammar),
             "tiny_shakespeare" => Ok(Self::TinyShakespeare),
-            "chats" => Ok(Self::Chats { held_out: false }),
-            "chats-held-back" => Ok(Self::Chats { held_out: true }),
-            "preferences" => Ok(Self::Preferences { held_out: false }),
-            "preferences-held-back" => Ok(Self::Preferences { held_out: true }),
             "-" => Ok(Self::Stdin),
             _ => match text.split_once("://") {
                 Some(("hf", path)) => match hub_parts(path) {
@@ -114,10 +138,17 @@ impl FromStr for DataSource {
                 },
                 Some(_) => wrong(&format!("downloads from `{text}` are not supported")),
                 None if text.contains(['*', '?', '[']) => Ok(Self::Glob(text.to_owned())),
-                None => Ok(Self::Path(text.into())),
+                None => Ok(built_in(text).unwrap_or_else(|| Self::Path(text.into()))),
             },
         }
     }
+}
+
+/// The built-in rows called `text`.
+fn built_in(text: &str) -> Option<DataSource> {
+    let (name, held_out) = text.strip_suffix(HELD_OUT).map_or((text, false), |name| (name, true));
+    let (_, rows) = BuiltInRows::NAMES.into_iter().find(|(known, _)| *known == name)?;
+    Some(DataSource::BuiltIn { rows, held_out })
 }
 
 fn hub_parts(path: &str) -> Option<(String, String, String)> {
@@ -133,10 +164,10 @@ impl fmt::Display for DataSource {
         match self {
             Self::Grammar => f.write_str("grammar"),
             Self::TinyShakespeare => f.write_str("tiny_shakespeare"),
-            Self::Chats { held_out: false } => f.write_str("chats"),
-            Self::Chats { held_out: true } => f.write_str("chats-held-back"),
-            Self::Preferences { held_out: false } => f.write_str("preferences"),
-            Self::Preferences { held_out: true } => f.write_str("preferences-held-back"),
+            Self::BuiltIn { rows, held_out } => {
+                let name = BuiltInRows::NAMES.iter().find(|(_, it)| it == rows).map_or("", |(name, _)| *name);
+                write!(f, "{name}{}", if *held_out { HELD_OUT } else { "" })
+            }
             Self::Stdin => f.write_str("-"),
             Self::Hub { repo, revision, file } if revision == "main" => write!(f, "hf://datasets/{repo}/{file}"),
             Self::Hub { repo, revision, file } => write!(f, "hf://datasets/{repo}@{revision}/{file}"),
@@ -164,7 +195,8 @@ fn suggest_path(path: &Path) -> String {
     let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
     let mut names = names_in(if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
     if folder.as_os_str().is_empty() {
-        names.extend(["grammar", "tiny_shakespeare", "chats", "preferences"].map(str::to_owned));
+        let built_in = BuiltInRows::NAMES.iter().map(|(name, _)| *name);
+        names.extend(["grammar", "tiny_shakespeare"].into_iter().chain(built_in).map(str::to_owned));
     }
     let near = closest_match(&name.to_string_lossy(), names);
     near.map_or_else(String::new, |near| format!("did you mean `{}`? Otherwise ", folder.join(near).display()))
@@ -226,19 +258,9 @@ impl DataSource {
                 let text = zstd::Decoder::new(TINY_SHAKESPEARE).map_err(broken)?;
                 return spool(text, "tiny_shakespeare", Some(DataFormat::Text));
             }
-            Self::Chats { held_out } | Self::Preferences { held_out } => {
-                let pairs = matches!(self, Self::Preferences { .. });
-                let [train, validation] = if pairs {
-                    [chats::PREFERENCES, chats::HELD_OUT_PREFERENCES]
-                } else {
-                    [chats::CHATS, chats::HELD_OUT_CHATS]
-                };
-                let chats = if *held_out {
-                    chats::held_out(CHATS_SEED, validation)
-                } else {
-                    chats::training(CHATS_SEED, train)
-                };
-                return spool(chats::json_lines(&chats, pairs).as_bytes(), &self.to_string(), Some(DataFormat::Jsonl));
+            Self::BuiltIn { rows, held_out } => {
+                let text = rows.json_lines(*held_out);
+                return spool(text.as_bytes(), &self.to_string(), Some(DataFormat::Jsonl));
             }
             Self::Stdin => return spool(std::io::stdin().lock(), "standard input", asked),
             Self::Hub { repo, revision, file } => {

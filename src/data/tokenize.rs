@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use super::cache::TokenWriter;
 use super::chunk::{ChunkEnd, LossMask, TextChunk};
 use super::row::{DatasetOptions, RowReader};
+use super::samples::SampleKind;
 use super::source::{Document, LoadEvent};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result};
@@ -82,7 +83,7 @@ impl<'a> TokenizeJob<'a> {
         self.flush()?;
         self.writer.set_contents(rows.contents()?);
         (self.report)(LoadEvent::Tokenizing { done: total, total });
-        if self.trained_tokens == 0 {
+        if self.trained_tokens == 0 && self.options.samples != SampleKind::Prompt {
             let origin = documents.first().map_or("data", |document| &document.origin);
             let message = "no loss tokens: every `completion` is empty, or no message has the role `assistant`";
             return Err(Error::data(origin, message));

@@ -188,6 +188,7 @@ impl TokenSource {
             SampleKind::Preference => SequenceRole::Rejected,
             SampleKind::UnpairedPreference if value > 0.0 => SequenceRole::Desirable,
             SampleKind::UnpairedPreference => SequenceRole::Undesirable,
+            SampleKind::Prompt => SequenceRole::Prompt,
         };
         Some((number as u64, role))
     }

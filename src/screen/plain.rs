@@ -4,7 +4,7 @@
 //! once.
 
 use super::renderer::{Exit, MessageSource, Renderer, ScreenMessage};
-use super::words::{announcement, preferences};
+use super::words::{announcement, objective};
 use crate::precision::ScalerMode;
 use crate::telemetry::{Event, PhaseLines, RunState, Started, StepRecord};
 use crate::ui::format::{clock, loss, magnitude, percent, rate, scale, short};
@@ -80,7 +80,7 @@ impl<W: Write> PlainPrinter<W> {
             percent(*updates, *at),
             short(step.time.step_ms),
         );
-        line.extend(step.preference.as_ref().map(preferences));
+        line.extend(step.objective.as_ref().map(objective));
         line.extend(step.rss_bytes.map(|rss| format!(" rss_mb={}", rss / 1_000_000)));
         let left = self.run.remaining().filter(|_| total > 0);
         line.extend(left.map(|left| format!(" eta={}", clock(left))));

@@ -2,8 +2,8 @@
 
 use crate::precision::PrecisionUnit;
 use crate::telemetry::{
-    CheckpointSaved, DtypeChange, Event, EventRow, FinishReason, Finished, FirstNonFinite, GradMax, Overflow, Pass,
-    PreferenceMetrics, ScaleCause, ScaleUpdate, TensorRecord, Throughput, Validation,
+    CheckpointSaved, DtypeChange, Event, EventRow, FinishReason, Finished, FirstNonFinite, GradMax, ObjectiveMetrics,
+    Overflow, Pass, ScaleCause, ScaleUpdate, TensorRecord, Throughput, Validation,
 };
 use crate::ui::Role;
 use crate::ui::format::{base_name, bytes, exact, loss, magnitude, percent, printable, scale, short};
@@ -61,8 +61,8 @@ pub(super) fn listed(row: &EventRow) -> String {
     text.replacen(&format!(" step={}", row.step), "", 1)
 }
 
-/// Metrics of preference tuning, with a space before each.
-pub(super) fn preferences(metrics: &PreferenceMetrics) -> String {
+/// Metrics of an objective, with a space before each.
+pub(super) fn objective(metrics: &ObjectiveMetrics) -> String {
     metrics.named().fold(String::new(), |line, (name, value)| format!("{line} {name}={}", short(value)))
 }
 
@@ -78,12 +78,14 @@ fn words(event: &Event) -> Option<String> {
         Event::GradMax(maxima) => maxima_line(maxima),
         Event::Overflow(overflow) => overflow_line(overflow),
         Event::DtypeChange(retyped) => retyped_line(retyped),
-        Event::Eval(Validation { step, loss: nats, perplexity, tokens, preference }) => {
-            let figures = match preference {
-                Some(metrics) => preferences(metrics),
-                None => format!(" perplexity={}", short(*perplexity)),
-            };
-            format!("eval step={step} val_loss={}{figures} tokens={tokens}", loss(*nats))
+        Event::Eval(eval @ Validation { step, loss: nats, tokens, objective: metrics, .. }) => {
+            let perplexity = eval.perplexity().map(|perplexity| format!(" perplexity={}", short(perplexity)));
+            let (perplexity, metrics) = (perplexity.unwrap_or_default(), metrics.as_ref().map(objective));
+            format!(
+                "eval step={step} val_loss={}{perplexity}{} tokens={tokens}",
+                loss(*nats),
+                metrics.unwrap_or_default()
+            )
         }
         Event::Sample(sample) => {
             format!("sample step={} text=\"{}\"", sample.step, printable(&format!("{}{}", sample.prompt, sample.text)))

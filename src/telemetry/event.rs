@@ -9,17 +9,17 @@
 
 mod gradients;
 mod measurement;
+mod objective;
 mod outcome;
 mod overflow;
-mod preference;
 mod started;
 mod step;
 
 pub use gradients::{GradMax, GradStats, GradVariance, TensorRecord, UnderflowOnset};
 pub use measurement::{ActivationMax, FlushedTensor, Fp32Probe, SampleText, Validation};
+pub use objective::{ObjectiveMetric, ObjectiveMetrics};
 pub use outcome::{CheckpointSaved, Diagnostic, FinishReason, Finished, ProcessRate, Throughput};
 pub use overflow::{DtypeChange, FirstNonFinite, Overflow, Pass};
-pub use preference::PreferenceMetrics;
 pub use started::{Cpu, ModelShape, ScalerSettings, Started};
 pub use step::{GpuStats, ScaleCause, ScaleUpdate, StepRecord, StepStatus, StepTime};
 

@@ -452,7 +452,7 @@ mod tests {
     }
 
     fn eval(step: u64, loss: f64) -> Event {
-        Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens: 9, preference: None })
+        Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens: 9, objective: None })
     }
 
     /// A run that is resumed from its checkpoint at step 20 after it got to step 40.

@@ -5,7 +5,7 @@
 //! TensorBoard itself.
 
 use super::emitter::Sink;
-use super::{Event, GradStats, PreferenceMetrics, Record, StepRecord};
+use super::{Event, GradStats, ObjectiveMetrics, Record, StepRecord};
 use crate::protobuf::Message;
 use crate::{Error, Result};
 use std::fs::File;
@@ -70,7 +70,7 @@ impl TensorBoard {
         if let Some(rss) = step.rss_bytes {
             scalar("performance/resident_bytes", rss as f64);
         }
-        for (name, value) in step.preference.iter().flat_map(PreferenceMetrics::named) {
+        for (name, value) in step.objective.iter().flat_map(ObjectiveMetrics::named) {
             scalar(name, value);
         }
         let grads = &step.grads;
@@ -102,12 +102,9 @@ impl Sink for TensorBoard {
             Event::Step(step) => self.step(record.t, step),
             Event::Eval(eval) => {
                 let mut values = vec![scalar("loss/validation", eval.loss)];
-                match &eval.preference {
-                    Some(metrics) => {
-                        values.extend(metrics.named().map(|(name, value)| scalar(&format!("eval_{name}"), value)));
-                    }
-                    None => values.push(scalar("perplexity/validation", eval.perplexity)),
-                }
+                values.extend(eval.perplexity().map(|perplexity| scalar("perplexity/validation", perplexity)));
+                let metrics = eval.objective.iter().flat_map(ObjectiveMetrics::named);
+                values.extend(metrics.map(|(name, value)| scalar(&format!("eval_{name}"), value)));
                 self.summary(record.t, eval.step, &values)
             }
             _ => Ok(()),

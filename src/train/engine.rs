@@ -7,7 +7,7 @@ use crate::engine::kernels::machine::spin::with_spinning_workers;
 use crate::engine::model::{Decoder, Hook, Parameters, Workspace};
 use crate::engine::optim::{AdamW, GradientStats, Gradients, LrSchedule};
 use crate::precision::{GradScaler, ScaleChange};
-use crate::telemetry::PreferenceMetrics;
+use crate::telemetry::ObjectiveMetrics;
 use crate::train::fp8::{Fp8Block, step_weights};
 use crate::train::objective::Objective;
 use crate::train::state::{Counters, TrainState};
@@ -77,8 +77,8 @@ pub enum StepOutcome {
 pub struct StepReport {
     /// Mean of the objective's losses of all micro-batches; for fine-tuning over the targets, in nats.
     pub loss: f64,
-    /// Metrics of preference tuning.
-    pub metrics: Option<PreferenceMetrics>,
+    /// Metrics of the objective.
+    pub metrics: Option<ObjectiveMetrics>,
     /// Targets of all micro-batches.
     pub targets: usize,
     /// The loss scale during the step.
@@ -96,8 +96,8 @@ pub struct StepReport {
 pub struct EvalReport {
     /// Mean of the objective's losses.
     pub loss: f64,
-    /// Metrics of preference tuning.
-    pub metrics: Option<PreferenceMetrics>,
+    /// Metrics of the objective.
+    pub metrics: Option<ObjectiveMetrics>,
     /// Number of targets.
     pub targets: u64,
 }
@@ -164,7 +164,7 @@ impl TrainEngine {
             self.state.fp8.as_mut().map(Fp8Block::begin_step);
             let (mut passes, state) = self.passes()?;
             let gradients = around(state, &mut || passes.gradients(micro_batches))?;
-            let report = self.update(gradients)?;
+            let report = self.update(&gradients)?;
             self.state.fp8.as_mut().map_or(Ok(()), |fp8| fp8.end_step(&*self.group))?;
             Ok(report)
         };

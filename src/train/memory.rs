@@ -167,7 +167,7 @@ fn required_bytes(
     kernels: &dyn Kernels,
     layout: DistributedLayout,
 ) -> u64 {
-    let (train, rows) = (&config.train, config.objective.kind.rows(batch));
+    let (train, rows) = (&config.train, config.objective.rows(batch));
     let sizes = [rows, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
     let probes = config.telemetry.probe_every > 0;
     let bytes = || -> Result<u64> {

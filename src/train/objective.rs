@@ -7,15 +7,18 @@
 mod loss;
 mod reference;
 
-pub use loss::{Completion, CompletionLoss, PairLoss, completion_loss, pair_loss};
-pub use reference::{Reference, ReferenceLogps};
+pub use loss::{
+    Completion, CompletionLoss, PairLoss, SampledToken, TokenLoss, advantages, completion_loss, pair_loss, token_loss,
+};
+pub use reference::{Reference, ReferenceLogps, ReferenceModel};
 
 use crate::Result;
 use crate::data::{Batch, IGNORE_INDEX, SampleKind, Sequence, SequenceRole};
 use crate::engine::kernels::view::{read, to_host};
 use crate::engine::model::{Decoder, ForwardMode, Parameters, Workspace};
-use crate::telemetry::PreferenceMetrics;
+use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics};
 use crate::train::config::ObjectiveSection;
+use loss::deviation;
 use serde::{Deserialize, Serialize};
 
 /// The name of an objective.
@@ -39,6 +42,13 @@ pub enum ObjectiveKind {
     SimPo,
     /// Kahneman-Tversky optimization of single completions.
     Kto,
+    /// Group-relative policy optimization of sampled completions by their rewards.
+    Grpo,
+    /// GRPO without its bias by length and by the spread of rewards.
+    #[serde(rename = "dr_grpo")]
+    DrGrpo,
+    /// GRPO with a mean over all tokens of the step and a wider upper clip.
+    Dapo,
 }
 
 impl ObjectiveKind {
@@ -47,14 +57,9 @@ impl ObjectiveKind {
         self != Self::Sft
     }
 
-    /// Whether it compares log-probabilities with those of a reference model.
-    pub fn needs_reference(self) -> bool {
-        !matches!(self, Self::Sft | Self::Orpo | Self::SimPo)
-    }
-
-    /// Whether it reads pairs of a chosen and a rejected completion.
-    pub fn reads_pairs(self) -> bool {
-        !matches!(self, Self::Sft | Self::Kto)
+    /// Whether it samples completions and rewards them.
+    pub fn samples_completions(self) -> bool {
+        matches!(self, Self::Grpo | Self::DrGrpo | Self::Dapo)
     }
 
     /// The kind of samples that it reads.
@@ -62,13 +67,26 @@ impl ObjectiveKind {
         match self {
             Self::Sft => SampleKind::Plain,
             Self::Kto => SampleKind::UnpairedPreference,
+            Self::Grpo | Self::DrGrpo | Self::Dapo => SampleKind::Prompt,
             _ => SampleKind::Preference,
         }
     }
 
-    /// The rows of `samples` samples in a batch.
-    pub fn rows(self, samples: usize) -> usize {
-        if self.reads_pairs() { 2 * samples } else { samples }
+    /// The metrics that it has.
+    fn metrics(self) -> &'static [ObjectiveMetric] {
+        match self.samples() {
+            SampleKind::Plain => &[],
+            SampleKind::Preference => &ObjectiveMetric::ALL[..6],
+            SampleKind::UnpairedPreference => &[
+                ObjectiveMetric::RewardsChosen,
+                ObjectiveMetric::RewardsRejected,
+                ObjectiveMetric::RewardsMargins,
+                ObjectiveMetric::LogpsChosen,
+                ObjectiveMetric::LogpsRejected,
+                ObjectiveMetric::Kl,
+            ],
+            SampleKind::Prompt => &ObjectiveMetric::ALL[6..],
+        }
     }
 
     /// Whether it reads the mean log-probability of a completion instead of the sum.
@@ -82,30 +100,13 @@ impl ObjectiveKind {
 pub struct LossSums {
     /// Losses.
     pub loss: f64,
-    /// Chosen, or desirable, completions.
-    pub chosen: CompletionSums,
-    /// Rejected, or undesirable, completions.
-    pub rejected: CompletionSums,
-    /// Pairs whose chosen completion has the higher reward.
-    pub correct: f64,
-    /// KTO's estimates of the divergence, one per completion.
-    pub kl: f64,
-}
-
-/// Sums over completions.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct CompletionSums {
-    /// Their number.
-    pub count: f64,
-    /// Implicit rewards.
-    pub reward: f64,
-    /// Log-probabilities.
-    pub logp: f64,
+    /// The sum and the number of each metric's values.
+    metrics: [[f64; 2]; ObjectiveMetric::ALL.len()],
 }
 
 impl LossSums {
     /// The length of [`Self::to_array`].
-    pub const LEN: usize = 9;
+    pub const LEN: usize = 1 + 2 * ObjectiveMetric::ALL.len();
 
     /// The number of sums that are not always 0, from the start of [`Self::to_array`].
     pub fn len(kind: ObjectiveKind) -> usize {
@@ -114,43 +115,53 @@ impl LossSums {
 
     /// All sums, for an exchange.
     pub fn to_array(self) -> [f64; Self::LEN] {
-        let [chosen, rejected] = [self.chosen, self.rejected].map(|side| [side.count, side.reward, side.logp]);
-        let ([a, b, c], [d, e, f]) = (chosen, rejected);
-        [self.loss, a, b, c, d, e, f, self.correct, self.kl]
+        let mut all = [self.loss; Self::LEN];
+        all[1..].copy_from_slice(self.metrics.as_flattened());
+        all
     }
 
     /// Adds sums in the order of [`Self::to_array`].
     pub fn add(&mut self, sums: &[f64]) {
-        let mut total = self.to_array();
-        total.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
-        let [loss, a, b, c, d, e, f, correct, kl] = total;
-        let side = |count, reward, logp| CompletionSums { count, reward, logp };
-        *self = Self { loss, chosen: side(a, b, c), rejected: side(d, e, f), correct, kl };
+        let [loss, metrics @ ..] = sums else { return };
+        self.loss += loss;
+        self.metrics.as_flattened_mut().iter_mut().zip(metrics).for_each(|(total, sum)| *total += sum);
     }
 
-    /// The metrics of an objective of preferences.
-    pub fn metrics(&self, kind: ObjectiveKind) -> Option<PreferenceMetrics> {
-        let mean = |sum: f64, count: f64| (count > 0.0).then(|| sum / count);
-        let reward = |side: CompletionSums| mean(side.reward, side.count);
-        let logp = |side: CompletionSums| mean(side.logp, side.count);
-        let (chosen, rejected) = (self.chosen, self.rejected);
-        kind.needs_log_probs().then(|| PreferenceMetrics {
-            rewards_chosen: reward(chosen),
-            rewards_rejected: reward(rejected),
-            rewards_margins: reward(chosen).zip(reward(rejected)).map(|(chosen, rejected)| chosen - rejected),
-            rewards_accuracies: mean(self.correct, chosen.count).filter(|_| kind.reads_pairs()),
-            logps_chosen: logp(chosen),
-            logps_rejected: logp(rejected),
-            kl: mean(self.kl, chosen.count + rejected.count).filter(|_| kind == ObjectiveKind::Kto),
-        })
+    /// Adds a value to a metric.
+    pub(super) fn push(&mut self, metric: ObjectiveMetric, value: f64) {
+        let [sum, count] = &mut self.metrics[metric as usize];
+        (*sum, *count) = (*sum + value, *count + 1.0);
     }
-}
 
-impl CompletionSums {
-    fn push(&mut self, reward: f64, logp: f64) {
-        self.count += 1.0;
-        self.reward += reward;
-        self.logp += logp;
+    /// The metrics of an objective; `None` for plain fine-tuning.
+    pub fn metrics(&self, settings: &ObjectiveSection) -> Option<ObjectiveMetrics> {
+        let mean = |metric: ObjectiveMetric| {
+            let [sum, count] = self.metrics[metric as usize];
+            sum / count
+        };
+        let mut metrics = ObjectiveMetrics::default();
+        for &metric in settings.kind.metrics() {
+            metrics.set(
+                metric,
+                match metric {
+                    ObjectiveMetric::Kl if !settings.needs_reference() => continue,
+                    ObjectiveMetric::RewardsMargins => {
+                        mean(ObjectiveMetric::RewardsChosen) - mean(ObjectiveMetric::RewardsRejected)
+                    }
+                    _ => mean(metric),
+                },
+            );
+        }
+        settings.kind.needs_log_probs().then_some(metrics)
+    }
+
+    /// Adds the reward and the log-probability of a better or a worse completion.
+    fn push_completion(&mut self, is_better: bool, reward: f64, logp: f64) {
+        let better = (ObjectiveMetric::RewardsChosen, ObjectiveMetric::LogpsChosen);
+        let worse = (ObjectiveMetric::RewardsRejected, ObjectiveMetric::LogpsRejected);
+        let (of_reward, of_logp) = if is_better { better } else { worse };
+        self.push(of_reward, reward);
+        self.push(of_logp, logp);
     }
 }
 
@@ -162,7 +173,7 @@ pub struct Objective {
     pub reference: Reference,
     /// One for each target of the micro-batch.
     weights: Vec<f32>,
-    /// The reference's log-probability of each sequence.
+    /// The reference's log-probability of each sequence; of each target for sampled completions.
     reference_logps: Vec<f64>,
     /// KTO's estimate of the divergence from the reference.
     kl: f64,
@@ -178,11 +189,23 @@ pub(super) struct BatchPass<'a> {
 }
 
 impl BatchPass<'_> {
-    /// The log-probability of each sequence and its number of targets, by a pass without dropout.
-    fn logps(self, mode: ForwardMode, workspace: &mut Workspace) -> Result<Vec<(f64, usize)>> {
+    /// Reads the losses of the targets, computed by a pass without dropout.
+    pub(super) fn with_losses<R>(
+        self,
+        mode: ForwardMode,
+        workspace: &mut Workspace,
+        f: impl FnOnce(&[f32]) -> R,
+    ) -> Result<R> {
         self.model.forward(self.weights, self.batch.tokens(), mode, workspace, &mut ())?;
         self.model.loss(self.weights, &self.batch.labels, workspace)?;
-        with_losses(workspace, |losses| self.batch.sequences.iter().map(|it| logp(self.batch, it, losses)).collect())
+        with_losses(workspace, f)
+    }
+
+    /// The log-probability of each sequence and its number of targets.
+    fn logps(self, mode: ForwardMode, workspace: &mut Workspace) -> Result<Vec<(f64, usize)>> {
+        self.with_losses(mode, workspace, |losses| {
+            self.batch.sequences.iter().map(|it| logp(self.batch, it, losses)).collect()
+        })
     }
 }
 
@@ -204,6 +227,11 @@ impl Objective {
         Self { settings, reference, ..Self::default() }
     }
 
+    /// Its settings.
+    pub fn settings(&self) -> &ObjectiveSection {
+        &self.settings
+    }
+
     /// Its name.
     pub fn kind(&self) -> ObjectiveKind {
         self.settings.kind
@@ -212,8 +240,9 @@ impl Objective {
     /// The number of losses of micro-batches, which a step's loss is divided by: targets, pairs or completions.
     pub fn count(&self, batches: &[Batch]) -> usize {
         let of_batch = |batch: &Batch| match self.kind() {
-            ObjectiveKind::Sft => batch.num_label_tokens,
-            ObjectiveKind::Kto => batch.sequences.len(),
+            ObjectiveKind::Sft | ObjectiveKind::Dapo => batch.num_label_tokens,
+            ObjectiveKind::Kto | ObjectiveKind::Grpo => batch.sequences.len(),
+            ObjectiveKind::DrGrpo => batch.sequences.len() * self.settings.max_completion_length,
             _ => batch.sequences.len() / 2,
         };
         batches.iter().map(of_batch).sum()
@@ -221,9 +250,13 @@ impl Objective {
 
     /// Computes the reference's log-probabilities of a micro-batch, and KTO's estimate, before its forward pass.
     pub(super) fn refer(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace, split: Split) -> Result<()> {
-        if self.kind().needs_reference() {
-            self.reference_logps.clear();
-            self.reference.read(pass, workspace, split, &mut self.reference_logps)?;
+        self.reference_logps.clear();
+        if self.settings.needs_reference() {
+            if self.kind().samples_completions() {
+                self.reference.read_targets(pass, workspace, &mut self.reference_logps)?;
+            } else {
+                self.reference.read(pass, workspace, split, &mut self.reference_logps)?;
+            }
         }
         self.kl = match self.mismatched(pass.batch) {
             Some(batch) => self.estimate_kl(BatchPass { batch: &batch, ..pass }, workspace, split)?,
@@ -244,7 +277,7 @@ impl Objective {
     }
 
     /// The mean log-ratio of completions that do not belong to their prompts, at least 0.
-    fn estimate_kl(&self, pass: BatchPass<'_>, workspace: &mut Workspace, split: Split) -> Result<f64> {
+    fn estimate_kl(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace, split: Split) -> Result<f64> {
         let mut reference = Vec::new();
         self.reference.read(pass, workspace, split, &mut reference)?;
         let policy = pass.logps(ForwardMode::Eval, workspace)?;
@@ -310,6 +343,9 @@ impl Objective {
             let (logp, targets) = logp(batch, sequence, losses);
             Completion { logp, reference: references.get(at).copied().unwrap_or(0.0), targets }
         };
+        if self.kind().samples_completions() {
+            return self.score_groups(batch, losses);
+        }
         if self.kind() == ObjectiveKind::Kto {
             for (at, sequence) in batch.sequences.iter().enumerate() {
                 let desirable = sequence.role == SequenceRole::Desirable;
@@ -317,9 +353,8 @@ impl Objective {
                 let found = completion_loss(&self.settings, completion, desirable, self.kl);
                 self.weights[sequence.labels.clone()].fill(-found.slope as f32);
                 self.sums.loss += found.loss;
-                self.sums.kl += self.kl;
-                let side = if desirable { &mut self.sums.chosen } else { &mut self.sums.rejected };
-                side.push(found.reward, completion.logp);
+                self.sums.push(ObjectiveMetric::Kl, self.kl);
+                self.sums.push_completion(desirable, found.reward, completion.logp);
             }
             return;
         }
@@ -332,10 +367,65 @@ impl Objective {
                 self.weights[sequence.labels.clone()].fill(-slope as f32);
             }
             self.sums.loss += found.loss;
-            self.sums.chosen.push(found.rewards[0], found.logps[0]);
-            self.sums.rejected.push(found.rewards[1], found.logps[1]);
-            self.sums.correct += f64::from(u8::from(found.rewards[0] > found.rewards[1]));
+            self.sums.push_completion(true, found.rewards[0], found.logps[0]);
+            self.sums.push_completion(false, found.rewards[1], found.logps[1]);
+            self.sums
+                .push(ObjectiveMetric::RewardsAccuracies, f64::from(u8::from(found.rewards[0] > found.rewards[1])));
         }
+    }
+
+    /// Computes weights and sums of groups of sampled completions.
+    fn score_groups(&mut self, batch: &Batch, losses: &[f32]) {
+        for group in batch.sequences.chunks(self.settings.num_generations) {
+            let rewards: Vec<f64> = group.iter().map(|it| reward(it).0).filter(|reward| !reward.is_nan()).collect();
+            for reward in &rewards {
+                self.sums.push(ObjectiveMetric::Reward, *reward);
+            }
+            if !rewards.is_empty() {
+                let std = deviation(&rewards).1;
+                self.sums.push(ObjectiveMetric::RewardStd, std);
+                self.sums.push(ObjectiveMetric::FracRewardZeroStd, f64::from(u8::from(std == 0.0)));
+            }
+            for sequence in group {
+                self.score_sampled(batch, sequence, losses);
+            }
+        }
+    }
+
+    /// Computes weights and sums of one sampled completion.
+    fn score_sampled(&mut self, batch: &Batch, sequence: &Sequence, losses: &[f32]) {
+        let (_, advantage, is_cut) = reward(sequence);
+        let targets = || sequence.labels.clone().filter(|&at| batch.labels[at] != IGNORE_INDEX);
+        let length = targets().count();
+        self.sums.push(ObjectiveMetric::MeanLength, length as f64);
+        self.sums.push(ObjectiveMetric::ClippedRatio, f64::from(u8::from(is_cut)));
+        let share = if self.kind() == ObjectiveKind::Grpo { 1.0 / length.max(1) as f64 } else { 1.0 };
+        for at in targets() {
+            let logp = -f64::from(losses[at]);
+            let token = SampledToken {
+                logp,
+                sampled: batch.sampled_logps.get(at).map_or(logp, |sampled| f64::from(*sampled)),
+                old: batch.old_logps.get(at).map_or(logp, |old| f64::from(*old)),
+                reference: self.reference_logps.get(at).copied(),
+            };
+            let found = token_loss(&self.settings, token, advantage);
+            self.weights[at] = (-found.slope * share) as f32;
+            self.sums.loss += found.loss * share;
+            self.sums.push(ObjectiveMetric::Entropy, -logp);
+            self.sums.push(ObjectiveMetric::SamplingLogpDifference, (token.old - token.sampled).abs());
+            self.sums.push(ObjectiveMetric::ClipRatio, f64::from(u8::from(found.is_clipped)));
+            if let Some(kl) = found.kl {
+                self.sums.push(ObjectiveMetric::Kl, kl);
+            }
+        }
+    }
+}
+
+/// The reward of a sampled completion, its advantage, and whether it was cut.
+fn reward(sequence: &Sequence) -> (f64, f64, bool) {
+    match sequence.role {
+        SequenceRole::Sampled { reward, advantage, is_cut } => (reward, advantage, is_cut),
+        _ => (f64::NAN, 0.0, false),
     }
 }
 

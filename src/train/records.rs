@@ -54,7 +54,7 @@ pub(super) fn step_record(
     StepRecord {
         step: counters.step,
         loss: report.loss as f32,
-        preference: report.metrics,
+        objective: report.metrics,
         loss_scale: report.scale,
         outcome,
         grad_norm,

@@ -474,9 +474,10 @@ pub fn engine(
         return Err(Error::config("precision.fp8.block", message));
     }
     let has_base = shape.lora.as_ref().is_some_and(|lora| lora.modules_to_save.is_empty());
-    let computed_before = config.objective.kind.needs_reference() && !has_base;
+    let other = !has_base || config.objective.reference.is_some();
+    let computed_before = config.objective.needs_reference() && other;
     let reference = if computed_before { Reference::Stored(ReferenceLogps::default()) } else { Reference::Base };
-    let rows = config.objective.kind.rows(train.batch_size);
+    let rows = config.objective.rows(train.batch_size);
     Ok(TrainEngine {
         objective: Objective::new(config.objective.clone(), reference),
         workspace: Workspace::for_training(shape, policy, (rows, train.seq_len), train.recompute, &device)?,

@@ -95,10 +95,10 @@ impl Passes<'_> {
 
 impl TrainEngine {
     /// Applies the gradients if all are finite, and updates the loss scale.
-    pub(super) fn update(&mut self, gradients: StepGradients) -> Result<StepReport> {
+    pub(super) fn update(&mut self, gradients: &StepGradients) -> Result<StepReport> {
         let Self { group, model, state, grads, grad_stats, .. } = self;
         let TrainState { weights, masters, adamw, scaler, counters, .. } = state;
-        let StepGradients { sums, count, targets, mut time } = gradients;
+        let StepGradients { sums, count, targets, mut time } = *gradients;
         let (scale, stats, unscale) = (scaler.scale(), &grad_stats.total.stats, scaler.inverse());
         let finite = stats.is_finite() && (stats.max_abs * unscale).is_finite();
         // 5. Update the FP32 masters, or skip the step after an overflow.
@@ -125,7 +125,7 @@ impl TrainEngine {
         let change = scaler.update_with_amax(finite, grad_stats.amax);
         counters.step += 1;
         counters.tokens += targets as u64;
-        let (loss, metrics) = (sums.loss / count as f64, sums.metrics(self.objective.kind()));
+        let (loss, metrics) = (sums.loss / count as f64, sums.metrics(self.objective.settings()));
         Ok(StepReport { loss, metrics, targets, scale, outcome, change, time })
     }
 
@@ -154,6 +154,6 @@ impl TrainEngine {
             |index: usize| all[index % world_size].get(index / world_size).unwrap_or(&[f64::NAN; LossSums::LEN]);
         let mut sums = LossSums::default();
         (0..all.iter().map(Vec::len).sum()).for_each(|index| sums.add(of_batch(index)));
-        Ok(EvalReport { loss: sums.loss / count.max(1) as f64, metrics: sums.metrics(objective.kind()), targets })
+        Ok(EvalReport { loss: sums.loss / count.max(1) as f64, metrics: sums.metrics(objective.settings()), targets })
     }
 }

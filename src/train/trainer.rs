@@ -3,6 +3,7 @@
 mod events;
 mod processes;
 mod reference;
+mod rollouts;
 mod saving;
 
 use processes::ThroughputMeter;
@@ -27,6 +28,7 @@ use crate::train::callbacks::{StepCallback, StepContext, callbacks};
 use crate::train::config::{Config, DeviceSpec};
 use crate::train::engine::{EvalReport, StepReport, TrainEngine};
 use crate::train::fp8::Fp8Block;
+use crate::train::rollout::Rollouts;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
 use crate::train::state::Counters;
@@ -51,9 +53,14 @@ pub struct Trainer {
     eval: EvalLoader,
     eval_batch: Batch,
     sampler: Option<Sampler>,
+    /// The source of completions, if the objective samples them.
+    rollouts: Option<Rollouts>,
+    rollout_log: Option<std::fs::File>,
     fingerprint: Fingerprint,
     /// The base of adapters.
     base: Option<Base>,
+    /// The digest of the reference's weights, if there is a reference besides this base.
+    reference_sha256: Option<String>,
     /// A description of the training text.
     data: String,
     total_steps: u64,
@@ -177,7 +184,7 @@ impl Trainer {
         if chats || chat.template.is_some() {
             aux_files.insert(CHAT_TEMPLATE, format.source());
         }
-        let per_epoch = loader.steps_per_epoch(train.grad_accum);
+        let per_epoch = loader.steps_per_epoch(train.grad_accum) * config.objective.iterations();
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(SetupEvent::Phase("preparing the first step".into()));
         let engine = setup::engine(group, &config, &source.config, initial.weights, kernels, total_steps)?;
@@ -187,6 +194,7 @@ impl Trainer {
                 Sampler::new(&engine.model, config.dtype, &source.tokenizer, prompt, tokens, train.temperature, &device)
             })
             .transpose()?;
+        let rollouts = Rollouts::new(&config, &engine, &source.tokenizer)?;
         let fingerprint =
             Fingerprint { model: source.name, policy: config.dtype.to_string(), data: dataset.fingerprint.clone() };
         let optimum =
@@ -205,6 +213,9 @@ impl Trainer {
             tokenizer: source.tokenizer,
             aux_files,
             sampler,
+            rollouts,
+            rollout_log: None,
+            reference_sha256: None,
             engine,
             loader,
             eval,
@@ -317,6 +328,8 @@ impl Trainer {
             train.copy_to_weights(self.engine.model.kernels(), &SingleProcess)?;
         }
         self.loader.seek(state.cursor)?;
+        self.reference_sha256.clone_from(&state.reference);
+        self.restore_rollouts(state.rollouts.as_ref(), checkpoint.path())?;
         self.progress.best = state.best;
         self.progress.validation = state.validation_loss.map(|loss| Best { step: state.step, loss });
         self.progress.early_stopping_counter = state.early_stopping_counter;
@@ -519,10 +532,8 @@ impl Trainer {
     fn step(&mut self, probe: bool) -> Result<()> {
         let began = Instant::now();
         let next = self.engine.state.counters.step + 1;
-        let cursor = match self.progress.retry.take() {
-            Some(cursor) => cursor,
-            None => self.next_batches(),
-        };
+        let retry = self.progress.retry.take();
+        let cursor = retry.unwrap_or_else(|| self.next_batches());
         if let Err(error) = self.loader.check() {
             // The step has not begun, so a resumed run repeats it.
             self.loader.seek(cursor)?;
@@ -530,6 +541,9 @@ impl Trainer {
         }
         let probe = probe || is_multiple(next, self.config.telemetry.probe_every);
         self.broadcast_step(probe)?;
+        if retry.is_none() {
+            self.sample_completions(cursor)?;
+        }
         if probe {
             self.probe()?;
         }
@@ -567,7 +581,13 @@ impl Trainer {
     /// has a target: samples without one are in no row.
     fn next_batches(&mut self) -> DataPosition {
         let cursor = self.loader.position();
+        if self.rollouts.as_ref().is_some_and(Rollouts::has_kept) {
+            return cursor;
+        }
         for batch in &mut self.micro_batches {
+            if self.rollouts.is_some() {
+                *batch = self.loader.batch();
+            }
             self.loader.next_batch(batch);
             if batch.ends_epoch {
                 break;
@@ -592,18 +612,22 @@ impl Trainer {
         let step = self.engine.state.counters.step;
         self.eval.rewind();
         let total = self.eval.remaining();
-        let (eval, activity) = (&mut self.eval, &self.activity);
-        let evaluation = self.engine.evaluate(&mut self.eval_batch, |batch| {
+        let Self { eval, activity, engine, eval_batch, rollouts, tokenizer, .. } = self;
+        let next = |batch: &mut Batch| {
             activity.advance("evaluating", PhaseProgress::Items(total - eval.remaining(), total));
             eval.next_batch(batch)
-        })?;
+        };
+        let evaluation = match rollouts {
+            Some(rollouts) => rollouts.evaluate(engine, tokenizer, eval_batch, next),
+            None => engine.evaluate(eval_batch, next),
+        }?;
         self.activity.end();
         self.eval.check()?;
-        let EvalReport { loss, metrics: preference, targets: tokens } = evaluation;
-        let perplexity = if preference.is_none() { loss.exp() } else { f64::NAN };
+        let EvalReport { loss, metrics: objective, targets: tokens } = evaluation;
+        let perplexity = if objective.is_none() { loss.exp() } else { f64::NAN };
         let evaluation = Best { step, loss };
         self.progress.validation = Some(evaluation);
-        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity, tokens, preference }));
+        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity, tokens, objective }));
         Ok(evaluation)
     }
 

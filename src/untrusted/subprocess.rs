@@ -4,6 +4,7 @@
 //! ruins the process's context or hangs. In a subprocess, only the subprocess ends. Other programs that use this library
 //! do not have such an argument and run the work in their own process.
 
+use crate::{Error, Result};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use std::io;
@@ -36,6 +37,31 @@ pub(crate) fn worker_command(work: &str) -> Option<Command> {
     // An interrupt on the terminal is for the program that waits.
     command.process_group(0);
     Some(command)
+}
+
+/// The command of a user's program, whose text is split at spaces; `key` names the setting.
+///
+/// # Errors
+/// [`Error::Config`] if the program does not exist.
+pub(crate) fn command_of(text: &str, key: &str) -> Result<Command> {
+    let mut words = text.split_whitespace();
+    let Some(program) = words.next() else {
+        return Err(Error::config(key, "is empty; use a program with its arguments, such as `notify-send`"));
+    };
+    let exists = if program.contains('/') {
+        Path::new(program).is_file()
+    } else {
+        let paths = std::env::var_os("PATH").unwrap_or_default();
+        std::env::split_paths(&paths).any(|folder| folder.join(program).is_file())
+    };
+    if !exists {
+        let message = format!("program `{program}` was not found; use its path, or a script for shell commands");
+        return Err(Error::config(key, message));
+    }
+    let mut command = Command::new(program);
+    command.args(words);
+    command.process_group(0);
+    Ok(command)
 }
 
 /// Limits the memory of this process, as far as the operating system can, and leaves no dump of it.

@@ -104,7 +104,7 @@ impl Runs {
             }
             if step % 30 == 0 {
                 let loss = run.validation + if step == 30 { 0.1 } else { 0.0 };
-                append(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens: 640, preference: None }));
+                append(Event::Eval(Validation { step, loss, perplexity: loss.exp(), tokens: 640, objective: None }));
             }
         }
         let tensors = vec![FlushedTensor { name: "wte.weight".into(), count: 4000, nonzero: 2000, flushed: 1 }];

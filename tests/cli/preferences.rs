@@ -1,6 +1,7 @@
 //! Preference pairs, labelled answers and weighted samples: from files to batches.
 
 use crate::common::cli_fixture::CliFixture;
+use crate::common::python::{has_module, python, run_script};
 use std::fs;
 use std::path::Path;
 
@@ -8,6 +9,7 @@ use finetune::data::{
     BatchLoader, DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, IGNORE_INDEX, SampleKind,
     SequenceRole, Tokenizer,
 };
+use finetune::telemetry::ObjectiveMetric;
 
 /// Loads `content` as file `name`; without validation data.
 fn load(folder: &Path, name: &str, content: &str, samples: SampleKind) -> finetune::Result<Dataset> {
@@ -241,4 +243,106 @@ fn the_command_shows_both_sides_of_a_pair_and_counts_them() {
         message.contains("pairs.jsonl: line 1: contains pairs") && message.contains("`--objective dpo`"),
         "{message}"
     );
+}
+
+/// TRL starts from the same adapters, exported by a run of one step with a negligible learning rate.
+#[test]
+fn ten_dpo_steps_agree_with_trl() {
+    let Some(python) = python().filter(|python| has_module(python, "trl")) else { return };
+    let desk = CliFixture::new();
+    let pair = |prompt: &str, chosen: &str, rejected: &str| {
+        serde_json::json!({ "prompt": prompt, "chosen": chosen, "rejected": rejected }).to_string() + "\n"
+    };
+    desk.write(
+        "pairs.jsonl",
+        pair("the sky is", " blue", " a red") + &pair("1+1=", "2", "11") + &pair("a", "b, c", " d"),
+    );
+    let train = |run: &str, steps: usize, lr: &str, more: &str| {
+        desk.said(&format!(
+            "--model model --data pairs.jsonl --val pairs.jsonl --objective dpo --batch-size 3 --seq-len 32 --dtype fp32 --steps \
+             {steps} --lr {lr} --schedule constant --warmup-steps 0 --weight-decay 0 --set train.sample_tokens=0 --run {run} \
+             --plain {more}"
+        ))
+    };
+    for (run, lr, lora) in [("full", "1e-3", ""), ("adapters", "1e-2", "--lora r=4,alpha=8")] {
+        train(run, 10, lr, lora);
+        let (model, pairs, adapter) = (desk.path("model"), desk.path("pairs.jsonl"), desk.path("adapter"));
+        let mut arguments = vec![model.as_os_str(), pairs.as_os_str(), "10".as_ref(), lr.as_ref()];
+        if !lora.is_empty() {
+            train("begun", 1, "1e-30", lora);
+            desk.said("export begun adapter");
+            arguments.push(adapter.as_os_str());
+        }
+        let trl = run_script(&python, "trl_dpo.py", &arguments);
+        let steps = desk.steps(run);
+        assert_eq!(steps.len(), 10);
+        for (at, step) in steps.iter().enumerate() {
+            let metrics = step.objective.unwrap();
+            let found = [
+                ("loss", f64::from(step.loss)),
+                ("chosen", metrics.get(ObjectiveMetric::RewardsChosen).unwrap()),
+                ("rejected", metrics.get(ObjectiveMetric::RewardsRejected).unwrap()),
+            ];
+            for (name, found) in found {
+                let expected = trl[name][at].as_f64().unwrap();
+                assert!((found - expected).abs() <= 1e-4, "{run}, step {at}, {name}: {found}, TRL's is {expected}");
+            }
+        }
+        assert!(steps[9].loss < 0.9 * steps[0].loss, "{run} learns nothing");
+    }
+}
+
+/// A reward program that fails ends the run after it was saved; mended, the run continues.
+#[test]
+fn a_run_survives_a_reward_program_that_fails() {
+    let desk = CliFixture::empty();
+    desk.write("score.sh", "while read -r line; do if [ -e broken ]; then echo oops; else echo 1; fi; done");
+    let base = "--data sums --objective grpo --num-generations 2 --max-completion-length 3 --batch-size 2 --seq-len 32 \
+                --steps 4 --set train.sample_tokens=0 --set train.eval_batches=1 --plain --run sums";
+    let with = |more: &str| {
+        let words: Vec<&str> = base.split_whitespace().chain(more.split_whitespace()).collect();
+        desk.command_of(&[&words[..], &["--reward", "sh score.sh"]].concat()).output().unwrap()
+    };
+    assert!(with("--set objective.reward_timeout_s=9").status.success());
+    let shown = fs::read_to_string(desk.run("sums").join("rollouts.jsonl")).unwrap();
+    assert_eq!(shown.lines().count(), 4 * 2 * 2);
+    assert!(shown.lines().all(|line| line.contains("\"reward\":1.0,\"advantage\":0.0")), "{shown}");
+    assert!(desk.steps("sums").iter().all(|step| step.objective.unwrap().get(ObjectiveMetric::Reward) == Some(1.0)));
+    desk.write("broken", "");
+    let (code, _, err) = desk.output("--resume sums --steps 6 --plain");
+    assert_eq!(code, Some(2), "{err}");
+    let message =
+        "the reward program `sh score.sh`: it wrote `oops`, not a finite number, twice, for completion 1 of 4";
+    assert!(err.contains(message) && err.contains("objective.on_reward_error=drop"), "{err}");
+    fs::remove_file(desk.path("broken")).unwrap();
+    desk.said("--resume sums --steps 6 --plain");
+    assert_eq!(desk.steps("sums").last().unwrap().step, 6);
+    let message = desk.refused("--data sums --objective grpo --plain");
+    assert!(message.contains("objective.reward: is missing") && message.contains("--reward exact"), "{message}");
+    let message = desk.refused("--data sums --reward exact --plain");
+    assert!(message.contains("--objective grpo"), "{message}");
+    let message = desk.refused("--data sums --objective grpo --reward no-such-program --seq-len 32 --plain");
+    assert!(message.contains("program `no-such-program` was not found"), "{message}");
+}
+
+#[test]
+fn prompts_may_have_answers_or_none() {
+    let rows = "{\"prompt\": \"1+1=\", \"completion\": \"2\"}\n{\"prompt\": \"2+2=\", \"completion\": \"4\"}\n";
+    let answered = owned(&[("1+1=2", "2$", SequenceRole::Prompt), ("2+2=4", "4$", SequenceRole::Prompt)]);
+    let open = "{\"prompt\": \"1+1=\"}\n{\"prompt\": \"2+2=\"}\n";
+    let alone = owned(&[("1+1=", "$", SequenceRole::Prompt), ("2+2=", "$", SequenceRole::Prompt)]);
+    let chats = "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n{\"messages\": [{\"role\": \"user\", \"content\": \
+                 \"a\"}, {\"role\": \"assistant\", \"content\": \"b\"}]}\n";
+    let asked = owned(&[
+        ("user: a\nassistant:", "$", SequenceRole::Prompt),
+        ("user: a\nassistant: b$", " b$", SequenceRole::Prompt),
+    ]);
+    for (content, expected) in [(rows, answered), (open, alone), (chats, asked)] {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(sequences(&load(folder.path(), "a.jsonl", content, SampleKind::Prompt).unwrap()), expected);
+    }
+    let message = refusal("a.jsonl", open, SampleKind::Plain);
+    assert!(message.contains("has `prompt`, but `completion` is missing"), "{message}");
+    let message = refusal("a.txt", "words", SampleKind::Prompt);
+    assert!(message.contains("needs prompts") && message.contains("`--objective sft`"), "{message}");
 }

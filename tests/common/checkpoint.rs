@@ -56,6 +56,8 @@ impl Sample {
             fp8: None,
             underflowed_params: std::collections::BTreeSet::new(),
             base: None,
+            reference: None,
+            rollouts: None,
             cursor: DataPosition { epoch: 0, row: step },
             schedule: serde_json::Value::Null,
             validation_loss: None,

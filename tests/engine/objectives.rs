@@ -1,7 +1,7 @@
-//! Preference tuning compared with PyTorch: losses and their derivatives, the gradient of every parameter, ten steps of DPO; and
+//! Preference tuning and GRPO compared with PyTorch: losses and their derivatives, the gradient of every parameter, ten steps of DPO; and
 //! with itself: sums over micro-batches and processes, weights of samples, the base of adapters as reference.
 //!
-//! `tests/golden/make_preferences.py` makes the reference values.
+//! `tests/golden/make_preferences.py` and `make_grpo.py` make the reference values.
 
 use crate::common::compare::{assert_close, values};
 use crate::common::engine::{Settings, by_name, engine_of, in_group, read_model, unscaled};
@@ -9,16 +9,17 @@ use crate::common::golden::{AdamWSettings, Case};
 use crate::common::processes::together;
 use crate::distributed::train;
 use candle_core::{Device, Tensor};
-use finetune::data::{Batch, IGNORE_INDEX, Sequence, SequenceRole};
+use finetune::data::{Batch, IGNORE_INDEX, SampledRow, Sequence, SequenceRole};
 use finetune::engine::collective::SingleProcess;
-use finetune::engine::model::{Checkpointing, Workspace};
+use finetune::engine::kernels::view::write_f32;
+use finetune::engine::model::{Checkpointing, Decoder, Workspace};
 use finetune::engine::optim::{AdamWConfig, Gradients};
-use finetune::precision::{GradScaler, PrecisionPolicy};
+use finetune::precision::{GradScaler, OnOverflow, PrecisionPolicy};
 use finetune::store::checkpoint::compare;
-use finetune::telemetry::Event;
+use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{
-    Completion, Config, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps, Split, TrainEngine,
-    completion_loss, pair_loss,
+    Completion, Config, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps, ReferenceModel,
+    RolloutRecord, Split, TrainEngine, advantages, completion_loss, pair_loss,
 };
 use serde::Deserialize;
 use std::collections::{BTreeMap, HashMap};
@@ -199,12 +200,16 @@ fn gradients_of_every_parameter_agree_with_pytorch() {
                 let what = format!("{objective} of {}", case.name);
                 assert_near(&what, report.loss, expected.loss, 2e-6);
                 let metrics = report.metrics.unwrap();
-                let found =
-                    [metrics.logps_chosen, metrics.logps_rejected, metrics.rewards_chosen, metrics.rewards_rejected];
+                let found = [
+                    ObjectiveMetric::LogpsChosen,
+                    ObjectiveMetric::LogpsRejected,
+                    ObjectiveMetric::RewardsChosen,
+                    ObjectiveMetric::RewardsRejected,
+                ];
                 for (found, expected) in found.into_iter().zip(expected.logps.into_iter().chain(expected.rewards)) {
-                    assert_near(&what, found.unwrap(), expected, 1e-5);
+                    assert_near(&what, metrics.get(found).unwrap(), expected, 1e-5);
                 }
-                assert_eq!(metrics.rewards_accuracies, Some(expected.accuracy), "{what}");
+                assert_eq!(metrics.get(ObjectiveMetric::RewardsAccuracies), Some(expected.accuracy), "{what}");
                 let prefix = format!("{name}/{objective}/");
                 let of_case = gradients
                     .iter()
@@ -335,7 +340,7 @@ fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
         engine.objective = Objective::new(settings, Reference::Stored(reference));
         let report = engine.step(&[batch]).unwrap();
         assert!(model.kto.kl > 0.1, "{name}: an estimate of {} tests nothing", model.kto.kl);
-        assert_near(name, report.metrics.unwrap().kl.unwrap(), model.kto.kl, 1e-5);
+        assert_near(name, report.metrics.unwrap().get(ObjectiveMetric::Kl).unwrap(), model.kto.kl, 1e-5);
         assert_near(name, report.loss, model.kto.loss, 2e-6);
         let prefix = format!("{name}/kto/");
         let of_case =
@@ -362,7 +367,7 @@ fn the_base_of_adapters_is_their_reference() {
         let mut plain = engine_for(&case, &golden.adamw, shape, 1);
         plain.objective = dpo(stored(&[0.0; 2]));
         let metrics = plain.step(pair).unwrap().metrics.unwrap();
-        let base = [metrics.logps_chosen.unwrap(), metrics.logps_rejected.unwrap()];
+        let base = [ObjectiveMetric::LogpsChosen, ObjectiveMetric::LogpsRejected].map(|it| metrics.get(it).unwrap());
         let adapted = |reference| {
             let mut engine = case.engine(PrecisionPolicy::FP32, 1);
             let (spec, device) = (engine.model.spec().clone(), Device::Cpu);
@@ -376,7 +381,7 @@ fn the_base_of_adapters_is_their_reference() {
         let (found, expected) = (adapted(Reference::Base), adapted(stored(&base)));
         assert_eq!(found, expected, "{lora}");
         assert!(
-            found.1.unwrap().rewards_chosen.unwrap().abs() > 1e-4,
+            found.1.unwrap().get(ObjectiveMetric::RewardsChosen).unwrap().abs() > 1e-4,
             "{lora}: adapters that change nothing test nothing"
         );
     }
@@ -407,8 +412,8 @@ fn runs_have_the_same_bits_in_any_number_of_processes_and_after_a_resume() {
         let one = train(1, &config, &path("1"), None);
         assert_eq!(path("1").join("reference.json").exists(), !lora);
         let is_measured = |event: &Event| match event {
-            Event::Step(step) => step.preference.is_some_and(|it| it.rewards_margins.is_some()),
-            Event::Eval(eval) => eval.preference.is_some_and(|it| it.rewards_accuracies.is_some()),
+            Event::Step(step) => step.objective.is_some_and(|it| it.get(ObjectiveMetric::RewardsMargins).is_some()),
+            Event::Eval(eval) => eval.objective.is_some_and(|it| it.get(ObjectiveMetric::RewardsAccuracies).is_some()),
             _ => false,
         };
         assert_eq!(one.iter().filter(|event| is_measured(event)).count(), 4 + 2);
@@ -422,6 +427,165 @@ fn runs_have_the_same_bits_in_any_number_of_processes_and_after_a_resume() {
             train(world, &config, &path(name), Some(&path("1").join("step-000002")));
             let differences = compare(&path("1").join("step-000004"), &path(name).join("step-000004")).unwrap();
             assert_eq!(differences, [], "{name}, with adapters: {lora}");
+        }
+    }
+}
+
+/// `grpo.json`.
+#[derive(Deserialize)]
+struct GoldenGroups {
+    reference: f32,
+    longest: usize,
+    models: BTreeMap<String, GoldenGroupModel>,
+}
+
+#[derive(Deserialize)]
+struct GoldenGroupModel {
+    /// Each prompt with its completions.
+    prompts: Vec<(Vec<u32>, Vec<Vec<u32>>)>,
+    rewards: Vec<Vec<f64>>,
+    /// The log-probabilities of each completion, as training and as the sampler computed them.
+    old: Vec<Vec<f32>>,
+    sampled: Vec<Vec<f32>>,
+    objectives: BTreeMap<String, GoldenGroupObjective>,
+}
+
+#[derive(Deserialize)]
+struct GoldenGroupObjective {
+    beta: f64,
+    epsilon: f64,
+    cap: f64,
+    loss: f64,
+    kl: f64,
+    clip_ratio: f64,
+}
+
+/// The completions of the prompts as one batch.
+fn groups(model: &GoldenGroupModel, settings: &ObjectiveSection) -> Batch {
+    let mut rows = Vec::new();
+    for ((prompt, completions), rewards) in model.prompts.iter().zip(&model.rewards) {
+        for ((ids, reward), advantage) in completions.iter().zip(rewards).zip(advantages(settings, rewards)) {
+            let role = SequenceRole::Sampled { reward: *reward, advantage, is_cut: false };
+            let at = rows.len();
+            rows.push(SampledRow { prompt, ids, logps: &model.sampled[at], index: at as u64, role });
+        }
+    }
+    let mut batch = Batch::of_completions(&rows, rows.len(), 16);
+    batch.old_logps = vec![0.0; batch.labels.len()];
+    for (sequence, old) in batch.sequences.iter().zip(&model.old) {
+        let end = sequence.labels.end;
+        batch.old_logps[end - old.len()..end].copy_from_slice(old);
+    }
+    batch
+}
+
+/// With ratios that are clipped, weights that are truncated, and a reference.
+#[test]
+fn grpo_agrees_with_pytorch() {
+    let golden: GoldenGroups =
+        serde_json::from_str(&std::fs::read_to_string(folder().join("grpo.json")).unwrap()).unwrap();
+    let gradients: HashMap<String, Tensor> =
+        candle_core::safetensors::load(folder().join("grpo.safetensors"), &Device::Cpu).unwrap();
+    let adamw = self::golden().adamw;
+    for (name, model) in &golden.models {
+        for case in Case::own(name).for_all_kernels() {
+            for (objective, expected) in &model.objectives {
+                let settings = ObjectiveSection {
+                    kind: serde_json::from_value(objective.as_str().into()).unwrap(),
+                    beta: Some(expected.beta),
+                    epsilon: expected.epsilon,
+                    importance_sampling_cap: expected.cap,
+                    num_generations: model.rewards[0].len(),
+                    max_completion_length: golden.longest,
+                    ..ObjectiveSection::default()
+                };
+                let batch = groups(model, &settings);
+                let mut engine = engine_for(&case, &adamw, (batch.batch_size, batch.seq_len), 1);
+                let (spec, masters) = read_model(&case.folder);
+                for tensor in masters.tensors() {
+                    let scale = |values: &mut [f32]| values.iter_mut().for_each(|value| *value *= golden.reference);
+                    write_f32(tensor, scale).unwrap();
+                }
+                let shape = (batch.batch_size, batch.seq_len);
+                let reference = ReferenceModel {
+                    model: Decoder::new(&spec, &masters, case.kernels.clone()).unwrap(),
+                    workspace: Workspace::for_evaluation(&spec, PrecisionPolicy::FP32, shape, &Device::Cpu).unwrap(),
+                    weights: masters,
+                };
+                engine.objective = Objective::new(settings, Reference::Model(Box::new(reference)));
+                let report = engine.step(std::slice::from_ref(&batch)).unwrap();
+                let what = format!("{objective} of {}", case.name);
+                assert_near(&what, report.loss, expected.loss, 1e-5);
+                let metrics = report.metrics.unwrap();
+                assert_near(&what, metrics.get(ObjectiveMetric::ClipRatio).unwrap(), expected.clip_ratio, 1e-12);
+                let kl = metrics.get(ObjectiveMetric::Kl);
+                assert_eq!(kl.is_some(), expected.beta > 0.0, "{what}");
+                kl.iter().for_each(|kl| assert_near(&what, *kl, expected.kl, 1e-4));
+                let prefix = format!("{name}/{objective}/");
+                let of_case = gradients
+                    .iter()
+                    .filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?.to_owned(), value.clone())));
+                assert_close(&what, &unscaled(&engine, 1.0), &of_case.collect(), 1e-5, 1e-5);
+            }
+        }
+    }
+}
+
+/// Four steps of three prompts with three completions each.
+fn grpo_run(iterations: usize, beta: f64) -> Config {
+    let mut config = dpo_run(false);
+    (config.data, config.train.seq_len) = ("sums".into(), 40);
+    (config.dropout.residual, config.checkpoint.save_every) = (0.0, 1);
+    let objective = &mut config.objective;
+    (objective.kind, objective.beta, objective.reward) = (ObjectiveKind::Grpo, Some(beta), Some("regex:[a-z]".into()));
+    (objective.num_generations, objective.max_completion_length, objective.num_iterations) = (3, 6, iterations);
+    config
+}
+
+/// Also with a checkpoint between two updates on the same completions, and with the first step repeated after overflows.
+#[test]
+fn sampled_completions_are_the_same_in_any_number_of_processes_and_after_a_resume() {
+    let folder = tempfile::tempdir().unwrap();
+    for (iterations, beta, retries) in [(1, 0.0, false), (2, 0.1, false), (2, 0.0, true)] {
+        let mut config = grpo_run(iterations, beta);
+        if retries {
+            (config.scaler.init_scale, config.scaler.on_overflow) = (16_777_216.0 * 1024.0, OnOverflow::Retry);
+            config.train.steps = Some(12);
+        }
+        let last = format!("step-{:06}", config.train.steps.unwrap());
+        let path = |name: &str| folder.path().join(format!("{iterations}-{retries}-{name}"));
+        let rollouts = |name: &str| std::fs::read_to_string(path(name).join("rollouts.jsonl")).unwrap();
+        let one = train(1, &config, &path("1"), None);
+        let records: Vec<RolloutRecord> =
+            rollouts("1").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let skipped = one.iter().filter(|event| matches!(event, Event::Overflow(_))).count();
+        assert_eq!(skipped > 0, retries, "{skipped} overflows");
+        if !retries {
+            assert_eq!(records.len(), 4 / iterations * 3 * 3);
+        }
+        assert!(records.iter().any(|record| record.advantage != 0.0));
+        let is_measured = |event: &&Event| match event {
+            Event::Step(step) => step.objective.is_some_and(|it| {
+                it.get(ObjectiveMetric::Reward).is_some() && it.get(ObjectiveMetric::Kl).is_some() == (beta > 0.0)
+            }),
+            Event::Eval(eval) => eval.objective.is_some_and(|it| it.get(ObjectiveMetric::Reward) == Some(-eval.loss)),
+            _ => false,
+        };
+        assert!(one.iter().filter(is_measured).count() >= 4 + 2);
+        for world in if retries { vec![3] } else { vec![2, 3, 4] } {
+            let many = train(world, &config, &path("many"), None);
+            assert_eq!(format!("{many:#?}"), format!("{one:#?}"), "{world} processes");
+            assert_eq!(rollouts("many"), rollouts("1"));
+            assert_eq!(compare(&path("1").join(&last), &path("many").join(&last)).unwrap(), [], "{world} processes");
+            std::fs::remove_dir_all(path("many")).unwrap();
+        }
+        for step in 1..4 {
+            let name = format!("resumed at {step}");
+            std::fs::create_dir_all(path(&name)).unwrap();
+            std::fs::copy(path("1").join("rollouts.jsonl"), path(&name).join("rollouts.jsonl")).unwrap();
+            train(1 + step % 2, &config, &path(&name), Some(&path("1").join(format!("step-{step:06}"))));
+            assert_eq!(compare(&path("1").join(&last), &path(&name).join(&last)).unwrap(), [], "{name}");
+            assert_eq!(rollouts(&name), rollouts("1"), "{name}");
         }
     }
 }

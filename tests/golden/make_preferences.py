@@ -192,4 +192,5 @@ def main():
     save_file(tensors, HERE / "preferences.safetensors")
 
 
-main()
+if __name__ == "__main__":
+    main()

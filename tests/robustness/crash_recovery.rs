@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -107,6 +108,33 @@ fn five_kills_of_a_run_of_packed_samples_change_no_bit() {
     let row = |i: u32| format!("{{\"prompt\": \"{}\", \"completion\": \"{}\"}}\n", 1 << (i % 9), i * i % 97);
     fixture.write("short.jsonl", (0..90).map(row).collect::<String>());
     disturb(&fixture, SIGKILL, 5, 3, "--data short.jsonl --packing --grad-accum 2");
+}
+
+/// A stored reference, with pairs in several micro-batches.
+#[test]
+fn twenty_kills_of_a_preference_run_change_no_bit() {
+    let fixture = CliFixture::in_memory();
+    let row =
+        |i: u32| format!("{{\"prompt\": \"{i}\", \"chosen\": \"{}\", \"rejected\": \"{}\"}}\n", i + 1, i * i % 97);
+    fixture.write("pairs.jsonl", (10..60).map(row).collect::<String>());
+    disturb(&fixture, SIGKILL, 20, 4, "--data pairs.jsonl --objective dpo --grad-accum 2");
+}
+
+/// Two updates for each sampling, so that some checkpoints contain completions; a program rewards them.
+#[test]
+fn twenty_kills_of_a_run_that_samples_change_no_bit() {
+    let fixture = CliFixture::in_memory();
+    fixture.write("prompts.jsonl", (10..60).map(|i| format!("{{\"prompt\": \"{i}\"}}\n")).collect::<String>());
+    fixture.write("score.sh", "#!/bin/sh\nwhile read -r line; do echo ${#line}; done\n");
+    fs::set_permissions(fixture.path("score.sh"), fs::Permissions::from_mode(0o755)).unwrap();
+    let more = "--data prompts.jsonl --objective grpo --reward ./score.sh --num-generations 2 \
+                --max-completion-length 5 --set objective.num_iterations=2";
+    disturb(&fixture, SIGKILL, 20, 5, more);
+    let rollouts = |run: &str| fs::read_to_string(fixture.run(run).join("rollouts.jsonl")).unwrap();
+    let expected = rollouts("undisturbed");
+    assert_eq!(expected.lines().count() as u64, STEPS / 2 * 2 * 2);
+    let runs = fs::read_dir(fixture.path("checkpoints")).unwrap().map(|run| run.unwrap().file_name());
+    runs.for_each(|run| assert_eq!(rollouts(run.to_str().unwrap()), expected));
 }
 
 /// The log is read by users and dashboards: a torn one costs lines, not the run.

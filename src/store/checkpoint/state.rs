@@ -45,6 +45,12 @@ pub struct State {
     /// The parameters whose gradients have contained FP16's smallest magnitude, 2^-24, so that each is logged once.
     #[serde(default, rename = "touched", skip_serializing_if = "BTreeSet::is_empty")]
     pub underflowed_params: BTreeSet<String>,
+    /// SHA-256 of the weights of the objective's reference.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reference: Option<String>,
+    /// Sampled completions that the next steps use too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rollouts: Option<Value>,
     /// The start of the next training batch.
     pub cursor: DataPosition,
     /// The schedule's settings that the run has used so far.
@@ -172,6 +178,8 @@ mod tests {
             fp8: None,
             underflowed_params: BTreeSet::new(),
             base: None,
+            reference: None,
+            rollouts: None,
             cursor: DataPosition { epoch: 1, row: 2 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),

@@ -1,7 +1,7 @@
 //! Measurements between steps: validation, samples, FP32 probes.
 
 use super::gradients::GradStats;
-use super::preference::PreferenceMetrics;
+use super::objective::ObjectiveMetrics;
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
 
@@ -14,14 +14,21 @@ pub struct Validation {
     /// Mean loss; of fine-tuning the cross-entropy in nats.
     #[serde(with = "float")]
     pub loss: f64,
-    /// e^loss; NaN for preference tuning, whose loss is not a cross-entropy.
+    /// e^loss; NaN if the loss is not a cross-entropy.
     #[serde(with = "float")]
     pub perplexity: f64,
     /// Tokens it was averaged over.
     pub tokens: u64,
-    /// Metrics of preference tuning.
+    /// Metrics of the objective.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub preference: Option<PreferenceMetrics>,
+    pub objective: Option<ObjectiveMetrics>,
+}
+
+impl Validation {
+    /// The perplexity, if the loss is a cross-entropy.
+    pub fn perplexity(&self) -> Option<f64> {
+        (self.objective.is_none() || !self.perplexity.is_nan()).then_some(self.perplexity)
+    }
 }
 
 /// A generated text.

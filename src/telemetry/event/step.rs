@@ -1,7 +1,7 @@
 //! One attempted step: its figures, its timings, and the change of the loss scale.
 
 use super::gradients::{GradStats, TensorRecord};
-use super::preference::PreferenceMetrics;
+use super::objective::ObjectiveMetrics;
 use crate::precision::ScaleChange;
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
@@ -67,9 +67,9 @@ pub struct StepRecord {
     /// The GPU's figures, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu: Option<GpuStats>,
-    /// Metrics of preference tuning.
+    /// Metrics of the objective.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub preference: Option<PreferenceMetrics>,
+    pub objective: Option<ObjectiveMetrics>,
     /// All scaled gradients together; `norm` is the global norm before unscaling.
     pub grads: GradStats,
     /// Statistics per tensor, in parameter order. Filled every few steps and on an overflow, otherwise empty.

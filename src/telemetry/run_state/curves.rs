@@ -1,7 +1,7 @@
 //! The series that charts are drawn from.
 
 use super::metrics::SMOOTHING;
-use crate::telemetry::{Curve, PreferenceMetrics, Series, StepRecord, StepSeries, StepStatus};
+use crate::telemetry::{Curve, ObjectiveMetric, Series, StepRecord, StepSeries, StepStatus};
 
 /// A figure of a step that is drawn as a curve.
 #[derive(Debug)]
@@ -21,14 +21,14 @@ pub struct Plotted {
 #[derive(Debug)]
 enum Source {
     Step(fn(&StepRecord) -> Option<f64>),
-    Preference(fn(&PreferenceMetrics) -> Option<f64>),
+    Objective(ObjectiveMetric),
 }
 
 impl Source {
     fn read(&self, step: &StepRecord) -> Option<f64> {
         match self {
             Self::Step(of) => of(step),
-            Self::Preference(of) => step.preference.as_ref().and_then(of),
+            Self::Objective(metric) => step.objective.as_ref()?.get(*metric),
         }
     }
 }
@@ -47,7 +47,7 @@ pub enum Quantity {
 }
 
 /// The figures that are drawn as curves besides losses and the loss scale. Every chart of one is made from its row here.
-pub const PLOTTED: [Plotted; 8] = [
+pub const PLOTTED: [Plotted; 12] = [
     Plotted {
         short: "lr",
         name: "lr",
@@ -77,15 +77,19 @@ pub const PLOTTED: [Plotted; 8] = [
         quantity: Quantity::Bytes,
         of: Source::Step(|step| step.rss_bytes.map(|rss| rss as f64)),
     },
-    preference("margin", "Rewards: margin", |metrics| metrics.rewards_margins),
-    preference("accuracy", "Rewards: accuracy", |metrics| metrics.rewards_accuracies),
-    preference("chosen", "Reward of chosen answers", |metrics| metrics.rewards_chosen),
-    preference("rejected", "Reward of rejected answers", |metrics| metrics.rewards_rejected),
+    objective("margin", "Rewards: margin", ObjectiveMetric::RewardsMargins),
+    objective("accuracy", "Rewards: accuracy", ObjectiveMetric::RewardsAccuracies),
+    objective("chosen", "Reward of chosen answers", ObjectiveMetric::RewardsChosen),
+    objective("rejected", "Reward of rejected answers", ObjectiveMetric::RewardsRejected),
+    objective("reward", "Reward", ObjectiveMetric::Reward),
+    objective("length", "Tokens of a completion", ObjectiveMetric::MeanLength),
+    objective("entropy", "Entropy, estimated", ObjectiveMetric::Entropy),
+    objective("kl", "Divergence from the reference", ObjectiveMetric::Kl),
 ];
 
-/// A metric of preference tuning.
-const fn preference(name: &'static str, title: &'static str, of: fn(&PreferenceMetrics) -> Option<f64>) -> Plotted {
-    Plotted { short: name, name, title, quantity: Quantity::Number, of: Source::Preference(of) }
+/// A metric of an objective.
+const fn objective(name: &'static str, title: &'static str, metric: ObjectiveMetric) -> Plotted {
+    Plotted { short: name, name, title, quantity: Quantity::Number, of: Source::Objective(metric) }
 }
 
 /// Every curve of a run.

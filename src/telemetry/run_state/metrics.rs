@@ -4,7 +4,7 @@ use super::retries;
 use super::rows::keep;
 use crate::precision::ExponentHistogram;
 use crate::telemetry::eta::Average;
-use crate::telemetry::{Fp32Probe, PreferenceMetrics, ScaleCause, Started, StepRecord, StepStatus, Validation};
+use crate::telemetry::{Fp32Probe, ObjectiveMetrics, ScaleCause, Started, StepRecord, StepStatus, Validation};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Steps whose losses are averaged into one figure, because a single batch's loss is noisy.
@@ -49,8 +49,8 @@ pub struct RunMetrics {
     pub validation: Option<(f64, f64)>,
     /// The last perplexity, and the lowest.
     pub perplexity: Option<(f64, f64)>,
-    /// The metrics of the last validation of preference tuning.
-    pub preference: Option<PreferenceMetrics>,
+    /// The metrics of the objective in the last validation.
+    pub objective: Option<ObjectiveMetrics>,
     /// The first loss scale, and the one after the last step.
     pub scale: Option<(f32, f32)>,
     /// The lowest and the highest loss scale.
@@ -150,10 +150,10 @@ impl MetricsAccumulator {
         let latest =
             |known: Option<(f64, f64)>, value: f64| Some((value, known.map_or(value, |(_, best)| best.min(value))));
         self.figures.validation = latest(self.figures.validation, eval.loss);
-        match eval.preference {
-            None => self.figures.perplexity = latest(self.figures.perplexity, eval.perplexity),
-            preference => self.figures.preference = preference,
+        if let Some(perplexity) = eval.perplexity() {
+            self.figures.perplexity = latest(self.figures.perplexity, perplexity);
         }
+        self.figures.objective = eval.objective.or(self.figures.objective);
         if self.best_validation.is_none_or(|(best, _)| eval.loss < best || best.is_nan()) {
             self.best_validation = Some((eval.loss, eval.step));
         }

@@ -1,11 +1,12 @@
 //! The sections of a configuration file with their defaults. `finetune config --explain` prints the fields' comments.
 
-use crate::data::LossOn;
+use crate::data::{LossOn, SampleKind};
 use crate::engine::model::{ALL_LINEAR, Checkpointing};
 use crate::engine::optim::{OptimizerKind, ScheduleKind};
 use crate::settings::Heading::{Along, Text, Training};
 use crate::settings::{MOST, settings};
 use crate::train::objective::ObjectiveKind;
+use crate::train::reward::{OnRewardError, Reward};
 use crate::{Error, Result};
 use std::path::PathBuf;
 
@@ -111,16 +112,22 @@ impl LoraSection {
 }
 
 settings! {
-    /// The training signal. Names and defaults of the objectives of preferences are TRL's.
+    /// The training signal. Names and defaults are TRL's.
     #[derive(Clone, Debug, PartialEq)]
     pub struct ObjectiveSection {
         /// `sft` for the cross-entropy of the targets; for pairs of a chosen and a rejected answer `dpo`, `ipo`, `hinge`, `robust`,
-        /// `orpo` or `simpo`; for single answers with labels `kto`.
+        /// `orpo` or `simpo`; for single answers with labels `kto`; for completions that it samples and rewards `grpo`, `dr_grpo`
+        /// or `dapo`.
         kind: ObjectiveKind = ObjectiveKind::Sft, fixed(), flag("objective", Training, 0, "NAME"),
-            help("Training signal: sft, dpo, ipo, hinge, robust, orpo or simpo (pairs), or kto (labelled answers)");
-        /// The factor of log-probabilities, ORPO's weight of the odds ratio; 0.1, and 2 for `simpo`, by default.
-        beta: Option<f64> = None, fixed(), within(1e-6, 1e6), flag("beta", Training, 0, "X"),
-            help("The objective's factor of log-probabilities [default: 0.1; 2 for simpo]");
+            help("Training signal: sft; dpo, ipo, hinge, robust, orpo or simpo (pairs); kto (labelled answers); grpo, dr_grpo \
+                  or dapo (rewards)");
+        /// The factor of log-probabilities, ORPO's weight of the odds ratio, GRPO's weight of the divergence from the reference; by
+        /// default 0.1, 2 for `simpo`, and 0 for `grpo`, `dr_grpo` and `dapo`.
+        beta: Option<f64> = None, fixed(), within(0.0, 1e6), flag("beta", Training, 0, "X"),
+            help("The objective's factor of log-probabilities, or of the divergence [default: 0.1; 2 for simpo; 0 for grpo]");
+        /// The model to compare log-probabilities with, instead of the model before training.
+        reference: Option<String> = None, fixed(), flag("reference", Training, 0, "NAME|PATH"),
+            help("Model to compare log-probabilities with [default: the model before training]");
         /// The share of pairs that `dpo`, `robust` or `simpo` expect to be swapped.
         label_smoothing: f64 = 0.0, fixed(), within(0.0, 0.5);
         /// SimPO's target margin of rewards.
@@ -129,13 +136,73 @@ settings! {
         desirable_weight: f64 = 1.0, fixed(), within(0.0, 1e6);
         /// KTO's weight of answers that are labelled bad.
         undesirable_weight: f64 = 1.0, fixed(), within(0.0, 1e6);
+        /// The reward of a completion: `exact` (1 if it equals the row's answer), `regex:PATTERN` (1 if it matches), `length:N` (1 at
+        /// N tokens, less with the distance), or a program that reads lines of JSON and writes a number for each.
+        reward: Option<String> = None, fixed(), flag("reward", Training, 0, "RULE|PROGRAM"),
+            help("Reward of a completion: exact, regex:PATTERN, length:N, or a program, which reads lines of JSON with \
+                  `prompt`, `completion` and `answer` and writes a number for each");
+        /// Seconds that the program may take for a completion.
+        reward_timeout_s: f64 = 60.0, within(0.001, 1e6);
+        /// The consequence of a completion for which the program failed twice: `stop` the run, or `drop` the completion.
+        on_reward_error: OnRewardError = OnRewardError::Stop;
+        /// Completions of a prompt, which form a group.
+        num_generations: usize = 8, fixed(), within(2.0, 1024.0), flag("num-generations", Training, 0, "N");
+        /// Maximum number of tokens of a completion; with its prompt it also has to fit `train.seq_len`.
+        max_completion_length: usize = 256, fixed(), within(1.0, MOST), flag("max-completion-length", Training, 0, "N"),
+            help("Maximum number of tokens of a sampled completion");
+        /// Steps with the completions of one sampling.
+        num_iterations: usize = 1, fixed(), within(1.0, 1024.0);
+        /// Ratios of probabilities are clipped to `1 - epsilon` and `1 + epsilon_high`.
+        epsilon: f64 = 0.2, fixed(), within(0.0, 1.0);
+        /// `epsilon` by default, and 0.28 for `dapo`.
+        epsilon_high: Option<f64> = None, fixed(), within(0.0, 1e6);
+        /// Whether to divide a group's advantages by the standard deviation of its rewards; by default yes, except for `dr_grpo`.
+        scale_rewards: Option<bool> = None, fixed();
+        /// The maximum weight that corrects for a sampler whose probabilities differ from training's, as on a GPU.
+        importance_sampling_cap: f64 = 3.0, fixed(), within(0.0, 1e6);
     }
 }
 
 impl ObjectiveSection {
     /// The factor of log-probabilities.
     pub fn beta(&self) -> f64 {
-        self.beta.unwrap_or(if self.kind == ObjectiveKind::SimPo { 2.0 } else { 0.1 })
+        self.beta.unwrap_or(match self.kind {
+            ObjectiveKind::SimPo => 2.0,
+            kind if kind.samples_completions() => 0.0,
+            _ => 0.1,
+        })
+    }
+
+    /// The upper distance of clipping from a ratio of 1.
+    pub fn epsilon_high(&self) -> f64 {
+        self.epsilon_high.unwrap_or(if self.kind == ObjectiveKind::Dapo { 0.28 } else { self.epsilon })
+    }
+
+    /// Whether advantages are divided by the standard deviation of the rewards.
+    pub fn scale_rewards(&self) -> bool {
+        self.scale_rewards.unwrap_or(self.kind != ObjectiveKind::DrGrpo)
+    }
+
+    /// Whether it compares log-probabilities with those of a reference model.
+    pub fn needs_reference(&self) -> bool {
+        match self.kind {
+            ObjectiveKind::Sft | ObjectiveKind::Orpo | ObjectiveKind::SimPo => false,
+            kind => !kind.samples_completions() || self.beta() > 0.0,
+        }
+    }
+
+    /// The rows of `samples` samples in a batch.
+    pub fn rows(&self, samples: usize) -> usize {
+        match self.kind.samples() {
+            SampleKind::Preference => 2 * samples,
+            SampleKind::Prompt => self.num_generations * samples,
+            SampleKind::Plain | SampleKind::UnpairedPreference => samples,
+        }
+    }
+
+    /// Steps per batch of data.
+    pub fn iterations(&self) -> u64 {
+        if self.kind.samples_completions() { self.num_iterations as u64 } else { 1 }
     }
 
     /// Rejects settings that do not fit the objective and `batch_size`.
@@ -149,7 +216,25 @@ impl ObjectiveSection {
             let message = "must be at least 2 for `kto`, which compares each answer with another one of the batch";
             return Err(Error::config("train.batch_size", message));
         }
-        Ok(())
+        let samples = self.kind.samples_completions();
+        if self.reference.is_some() && !self.needs_reference() {
+            let message = "has no use: this objective compares with no reference; remove it, or set `--beta`";
+            return Err(Error::config("objective.reference", message));
+        }
+        if self.beta() == 0.0 && !samples {
+            return Err(Error::config("objective.beta", "0 would teach nothing; use a number above 0"));
+        }
+        match &self.reward {
+            None if samples => {
+                let message = "is missing; use `--reward exact`, `regex:PATTERN`, `length:N`, or a program";
+                Err(Error::config("objective.reward", message))
+            }
+            Some(_) if !samples => {
+                let message = "needs an objective that samples completions: `--objective grpo`, `dr_grpo` or `dapo`";
+                Err(Error::config("objective.reward", message))
+            }
+            reward => reward.as_deref().map_or(Ok(()), |rule| Reward::new(rule).map(drop)),
+        }
     }
 }
 

@@ -4,7 +4,8 @@
 //! - DPO (Rafailov et al., 2023) and its variants: cDPO with `label_smoothing`, robust DPO (Chowdhury et al., 2024), IPO (Azar
 //!   et al., 2023), hinge (SLiC, Zhao et al., 2023);
 //! - ORPO (Hong et al., 2024) and SimPO (Meng et al., 2024), which need no reference;
-//! - KTO (Ethayarajh et al., 2024), for single completions.
+//! - KTO (Ethayarajh et al., 2024), for single completions;
+//! - GRPO (Shao et al., 2024), Dr. GRPO (Liu et al., 2025) and DAPO (Yu et al., 2025), for groups of sampled completions.
 
 use super::ObjectiveKind;
 use crate::train::config::ObjectiveSection;
@@ -76,7 +77,7 @@ pub fn pair_loss(settings: &ObjectiveSection, pair: [Completion; 2]) -> PairLoss
             (loss / (1.0 - 2.0 * smoothing), slope / (1.0 - 2.0 * smoothing))
         }
         ObjectiveKind::SimPo => smoothed(margin - settings.simpo_gamma),
-        ObjectiveKind::Sft | ObjectiveKind::Dpo | ObjectiveKind::Kto => smoothed(margin),
+        _ => smoothed(margin),
     };
     PairLoss { loss, slopes: [beta * slope * scales[0], -beta * slope * scales[1]], rewards, logps }
 }
@@ -104,6 +105,69 @@ pub fn completion_loss(
     let value = sign * beta * (log_ratio - kl);
     let slope = -sign * weight * beta * sigmoid(value) * sigmoid(-value);
     CompletionLoss { loss: weight * sigmoid(-value), slope, reward: beta * log_ratio }
+}
+
+/// A token of a sampled completion: its log-probability, in nats, under several policies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SampledToken {
+    /// Under the policy.
+    pub logp: f64,
+    /// As the sampler computed it.
+    pub sampled: f64,
+    /// Under the policy that sampled it, as training computes it.
+    pub old: f64,
+    /// Under the reference, if there is one.
+    pub reference: Option<f64>,
+}
+
+/// The loss of a sampled token.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenLoss {
+    /// The loss.
+    pub loss: f64,
+    /// Its derivative with respect to [`SampledToken::logp`].
+    pub slope: f64,
+    /// Whether the ratio is clipped.
+    pub is_clipped: bool,
+    /// The estimate of the divergence from the reference.
+    pub kl: Option<f64>,
+}
+
+/// GRPO: the loss of a sampled token with its completion's advantage.
+pub fn token_loss(settings: &ObjectiveSection, token: SampledToken, advantage: f64) -> TokenLoss {
+    let ratio = (token.logp - token.old).exp();
+    let (low, high) = (1.0 - settings.epsilon, 1.0 + settings.epsilon_high());
+    let is_clipped = (advantage > 0.0 && ratio > high) || (advantage < 0.0 && ratio < low);
+    // Corrects for a sampler whose probabilities differ from training's; truncated, so that no token dominates.
+    let gain = advantage * (token.old - token.sampled).exp().min(settings.importance_sampling_cap);
+    let (mut loss, mut slope) =
+        if is_clipped { (-gain * ratio.clamp(low, high), 0.0) } else { (-gain * ratio, -gain * ratio) };
+    let kl = token.reference.map(|reference| {
+        let distance = reference - token.logp;
+        slope -= settings.beta() * distance.exp_m1();
+        distance.exp_m1() - distance
+    });
+    loss += kl.map_or(0.0, |kl| settings.beta() * kl);
+    TokenLoss { loss, slope, is_clipped, kl }
+}
+
+/// Added to a standard deviation that divides.
+const DEVIATION_EPS: f64 = 1e-4;
+
+/// The advantages of a group's completions; 0 for a reward of NaN, which is left out.
+pub fn advantages(settings: &ObjectiveSection, rewards: &[f64]) -> Vec<f64> {
+    let known: Vec<f64> = rewards.iter().copied().filter(|reward| !reward.is_nan()).collect();
+    let (mean, std) = deviation(&known);
+    let divisor = if settings.scale_rewards() { std + DEVIATION_EPS } else { 1.0 };
+    rewards.iter().map(|reward| if reward.is_nan() { 0.0 } else { (reward - mean) / divisor }).collect()
+}
+
+/// Mean and standard deviation of a sample; 0 for the deviation of one value.
+pub(super) fn deviation(values: &[f64]) -> (f64, f64) {
+    let count = values.len() as f64;
+    let mean = values.iter().sum::<f64>() / count;
+    let squares = values.iter().map(|value| (value - mean) * (value - mean)).sum::<f64>();
+    (mean, if values.len() > 1 { (squares / (count - 1.0)).sqrt() } else { 0.0 })
 }
 
 /// log(1 + eˣ).
@@ -157,7 +221,7 @@ mod tests {
             chosen in -60.0..-0.5, rejected in -60.0..-0.5, references in (-60.0..-0.5, -60.0..-0.5), targets in (1usize..9, 1usize..9),
         ) {
             let settings = settings(PAIRWISE[which], beta, smoothing);
-            let reads = settings.kind.needs_reference();
+            let reads = settings.needs_reference();
             let reference = |value| if reads { value } else { 0.0 };
             let chosen = completion(chosen, reference(references.0), targets.0);
             let rejected = completion(rejected, reference(references.1), targets.1);

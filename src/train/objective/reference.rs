@@ -19,6 +19,19 @@ pub enum Reference {
     Base,
     /// Computed before training.
     Stored(ReferenceLogps),
+    /// Another model, which reads completions as they are sampled.
+    Model(Box<ReferenceModel>),
+}
+
+/// A model that is not trained.
+#[derive(Debug)]
+pub struct ReferenceModel {
+    /// The architecture.
+    pub model: Decoder,
+    /// The weights.
+    pub weights: Parameters,
+    /// Buffers of its passes.
+    pub workspace: Workspace,
 }
 
 /// The log-probability of each sequence under the reference, by its number in the data.
@@ -85,6 +98,29 @@ impl ReferenceLogps {
 }
 
 impl Reference {
+    /// Appends the log-probability of each target to `out`. Overwrites the buffers.
+    pub(super) fn read_targets(
+        &mut self,
+        pass: BatchPass<'_>,
+        workspace: &mut Workspace,
+        out: &mut Vec<f64>,
+    ) -> Result<()> {
+        let keep = |losses: &[f32]| out.extend(losses.iter().map(|loss| -f64::from(*loss)));
+        match self {
+            Self::Base => pass.with_losses(ForwardMode::Base, workspace, keep),
+            Self::Model(it) => {
+                let (mut narrow, batch) = (None, pass.batch);
+                let workspace = it.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+                BatchPass { model: &it.model, weights: &it.weights, batch }.with_losses(
+                    ForwardMode::Eval,
+                    workspace,
+                    keep,
+                )
+            }
+            Self::Stored(_) => Err(Error::engine("sampled completions have no stored reference")),
+        }
+    }
+
     /// Appends the log-probability of each sequence to `out`. Overwrites the buffers.
     pub(super) fn read(
         &self,
@@ -95,6 +131,7 @@ impl Reference {
     ) -> Result<()> {
         match self {
             Self::Base => out.extend(pass.logps(ForwardMode::Base, workspace)?.into_iter().map(|(logp, _)| logp)),
+            Self::Model(_) => return Err(Error::engine("the data's reference is computed before training")),
             Self::Stored(stored) => {
                 for sequence in &pass.batch.sequences {
                     let message = "the reference's log-probability of a sequence is unknown: the data changed";

@@ -168,7 +168,7 @@ impl Trainer {
     pub(super) fn started(&self, resumed_from: Option<u64>) -> Started {
         let (config, shape) = (&self.config, self.engine.model.spec());
         let train = &config.train;
-        let tokens_per_step = (config.objective.kind.rows(train.batch_size) * train.seq_len * train.grad_accum) as u64;
+        let tokens_per_step = (config.objective.rows(train.batch_size) * train.seq_len * train.grad_accum) as u64;
         let tokens_per_epoch = self.loader.tokens_per_epoch();
         let AdamWConfig { betas: [beta1, beta2], eps, weight_decay } = config.adamw();
         let schedule = &self.engine.schedule;
@@ -210,7 +210,7 @@ impl Trainer {
             data: self.data.clone(),
             tokens_per_step,
             tokens_per_epoch,
-            epochs: self.loader.epochs_in(self.total_steps, self.config.train.grad_accum),
+            epochs: self.loader.epochs_in(self.total_steps / config.objective.iterations(), train.grad_accum),
             total_steps: self.total_steps,
             seed: config.seed,
             resumed_from,

@@ -1,48 +1,79 @@
-//! Prepares the reference's log-probabilities of a run that trains a full model on preferences.
+//! Prepares the reference of an objective: another model, or the model before training.
 
 use super::Trainer;
 use crate::data::{Batch, DataPosition};
+use crate::digest::DigestWriter;
 use crate::engine::device::DeviceContext;
-use crate::engine::model::Workspace;
-use crate::store::checkpoint::Fingerprint;
+use crate::engine::kernels::view::{read, to_host};
+use crate::engine::model::{Decoder, ModelSpec, Parameters, Workspace};
+use crate::store::checkpoint::{Base, Fingerprint};
 use crate::telemetry::PhaseProgress;
-use crate::train::objective::{ObjectiveKind, Reference, ReferenceLogps, Split};
+use crate::train::config::{Config, WeightInit};
+use crate::train::objective::{ObjectiveKind, Reference, ReferenceLogps, ReferenceModel, Split};
 use crate::train::setup::ModelSource;
 use crate::{Error, Result, untrusted};
 use serde::{Deserialize, Serialize};
-use std::io::Read as _;
+use std::io::{Read as _, Write as _, sink};
 
 /// The file in the run's folder.
 const FILE: &str = "reference.json";
 /// The version of its format.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// Values hashed at a time.
+const HASH_CHUNK: usize = 1 << 16;
 
 /// The log-probabilities, and the facts that determine them.
 #[derive(Debug, Serialize, Deserialize)]
 struct Stored {
     version: u32,
-    fingerprint: Fingerprint,
+    /// SHA-256 of the reference's weights.
+    weights: String,
+    policy: String,
+    data: String,
     logps: ReferenceLogps,
 }
 
 impl Trainer {
-    /// Makes the reference's log-probabilities of all sequences of the run known: from the file that this run has written, and
-    /// for others by a pass over the batches with the model before training.
+    /// Makes the reference known: as a model for completions that will be sampled. Otherwise the log-probabilities of all sequences
+    /// of the run: from the file that this run has written, and for others by a pass over the batches.
     pub(super) fn prepare_reference(&mut self) -> Result<()> {
         if !matches!(&self.engine.objective.reference, Reference::Stored(known) if known.is_empty()) {
+            return Ok(());
+        }
+        let named = self.config.objective.reference.is_some();
+        let samples = self.config.objective.kind.samples_completions();
+        let started = self.engine.state.counters.step > 0;
+        let mut loaded = (named || samples && started).then(|| self.load_reference()).transpose()?;
+        if let Some((_, sha256)) = &loaded {
+            self.check_reference(sha256)?;
+        } else if !started {
+            self.reference_sha256 = Some(digest(&self.engine.state.weights, self.base.as_ref())?);
+        }
+        if samples {
+            let model = match loaded {
+                Some((model, _)) => model,
+                None => self.reference_of(self.engine.model.spec(), self.engine.state.weights.deep_clone()?)?,
+            };
+            self.engine.objective.reference = Reference::Model(Box::new(model));
             return Ok(());
         }
         // The leader has the run's folder.
         let read = if self.engine.group.is_leader() { self.read_reference()? } else { None };
         let known = self.engine.group.all_gather_messages(&read)?.into_iter().next().flatten();
         let mut logps = known.unwrap_or_default();
-        let lacking = self.reference_batches().any(|(split, batch)| logps.lacks(split, &batch));
-        if lacking {
+        if self.reference_batches().any(|(split, batch)| logps.lacks(split, &batch)) {
             self.begin_phase("computing reference log-probabilities");
-            self.compute_reference(&mut logps)?;
+            if loaded.is_none() && started {
+                let (model, sha256) = self.load_reference()?;
+                self.check_reference(&sha256)?;
+                loaded = Some((model, sha256));
+            }
+            self.compute_reference(&mut logps, loaded.map(|(model, _)| model))?;
             self.activity.end();
-            if let Some(run) = self.run.as_ref().filter(|_| self.engine.group.is_leader()) {
-                let stored = Stored { version: VERSION, fingerprint: self.fingerprint.clone(), logps: logps.clone() };
+            let run = self.run.as_ref().filter(|_| self.engine.group.is_leader());
+            if let (Some(run), Some(weights)) = (run, self.reference_sha256.clone()) {
+                let Fingerprint { policy, data, .. } = self.fingerprint.clone();
+                let stored = Stored { version: VERSION, weights, policy, data, logps: logps.clone() };
                 run.replace(FILE, &serde_json::to_string(&stored).map_err(candle_core::Error::wrap)?)?;
             }
         }
@@ -50,28 +81,74 @@ impl Trainer {
         Ok(())
     }
 
-    fn compute_reference(&self, logps: &mut ReferenceLogps) -> Result<()> {
-        let (engine, config) = (&self.engine, &self.config);
-        let (model, group, device) = (&engine.model, &*engine.group, engine.state.weights.device());
-        let original = if engine.state.counters.step == 0 {
-            None
-        } else {
-            let source = ModelSource::open(config, &mut |_| ())?;
-            let open =
-                DeviceContext { device: device.clone(), name: self.device.clone(), kernels: model.shared_kernels() };
-            Some(source.initial(config, &open, group, &mut |_| ())?.weights.1)
+    /// Remembers the digest of the reference's weights.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the run has begun with other weights.
+    fn check_reference(&mut self, sha256: &str) -> Result<()> {
+        let known = self.reference_sha256.get_or_insert_with(|| sha256.to_owned());
+        if known == sha256 {
+            return Ok(());
+        }
+        let objective = &self.config.objective;
+        let (key, name) = match &objective.reference {
+            Some(name) => ("objective.reference", name),
+            None => ("model", &self.config.model),
         };
-        let weights = original.as_ref().unwrap_or(&engine.state.weights);
+        let message = format!("`{name}` has changed since the run began; restore its weights, or start a new run");
+        Err(Error::config(key, message))
+    }
+
+    /// The model that the objective compares with, as it is stored, and the digest of its weights.
+    fn load_reference(&self) -> Result<(ReferenceModel, String)> {
+        let mut config = self.config.clone();
+        if let Some(model) = &self.config.objective.reference {
+            (config.model, config.revision, config.init) = (model.clone(), None, WeightInit::Pretrained);
+            (config.tokenizer, config.lora) = (None, Config::default().lora);
+        }
+        let (engine, wrong) = (&self.engine, |message| Err(Error::config("objective.reference", message)));
+        let source = ModelSource::open(&config, &mut |_| ())?;
+        if source.tokenizer.fingerprint() != self.tokenizer.fingerprint() {
+            return wrong(format!("the tokenizers of `{}` and `{}` differ", config.model, self.config.model));
+        }
+        if source.config.vocab_size != engine.model.spec().vocab_size {
+            let (theirs, own) = (source.config.vocab_size, engine.model.spec().vocab_size);
+            return wrong(format!("the vocabulary of `{}` has {theirs} tokens, not {own}", config.model));
+        }
+        let device = DeviceContext {
+            device: engine.state.weights.device(),
+            name: self.device.clone(),
+            kernels: engine.model.shared_kernels(),
+        };
+        let initial = source.initial(&config, &device, &*engine.group, &mut |_| ())?;
+        let sha256 = digest(&initial.weights.1, initial.base.as_ref())?;
+        Ok((self.reference_of(&source.config, initial.weights.1)?, sha256))
+    }
+
+    fn reference_of(&self, spec: &ModelSpec, weights: Parameters) -> Result<ReferenceModel> {
+        let engine = &self.engine;
         let shape = (engine.workspace.batch(), engine.workspace.seq_len());
-        let mut workspace = Workspace::for_evaluation(model.spec(), config.dtype, shape, &device)?;
-        let total = self.loader.batches_per_epoch() + self.eval.remaining();
+        let workspace = Workspace::for_evaluation(spec, self.config.dtype, shape, &weights.device())?;
+        let model = Decoder::new(spec, &weights, engine.model.shared_kernels())?;
+        Ok(ReferenceModel { model, weights, workspace })
+    }
+
+    /// Computes missing log-probabilities with `loaded`, or with the run's weights if they are not trained yet.
+    fn compute_reference(&self, logps: &mut ReferenceLogps, loaded: Option<ReferenceModel>) -> Result<()> {
+        let (engine, total) = (&self.engine, self.loader.batches_per_epoch() + self.eval.remaining());
         let mut done = 0;
         let batches = self.reference_batches().inspect(|_| {
             done += 1;
             self.activity
                 .advance("computing reference log-probabilities", PhaseProgress::Items(done.min(total), total));
         });
-        logps.compute((model, weights), (&mut workspace, group), batches)
+        if let Some(ReferenceModel { model, weights, mut workspace }) = loaded {
+            return logps.compute((&model, &weights), (&mut workspace, &*engine.group), batches);
+        }
+        let (spec, weights) = (engine.model.spec(), &engine.state.weights);
+        let shape = (engine.workspace.batch(), engine.workspace.seq_len());
+        let mut workspace = Workspace::for_evaluation(spec, self.config.dtype, shape, &weights.device())?;
+        logps.compute((&engine.model, weights), (&mut workspace, &*engine.group), batches)
     }
 
     /// The batches of validation and training whose sequences need a reference.
@@ -114,6 +191,31 @@ impl Trainer {
                 format!("has format version {}, not {VERSION}; delete it to compute it again", stored.version);
             return Err(Error::checkpoint(&path, message));
         }
-        Ok((stored.fingerprint == self.fingerprint).then_some(stored.logps))
+        let same = self.reference_sha256.as_ref().is_none_or(|known| *known == stored.weights)
+            && (&stored.policy, &stored.data) == (&self.fingerprint.policy, &self.fingerprint.data);
+        Ok(same.then_some(stored.logps))
     }
+}
+
+/// SHA-256 of a model's weights: of the base of adapters, which has a digest, or of names and values.
+fn digest(weights: &Parameters, base: Option<&Base>) -> Result<String> {
+    if let Some(base) = base {
+        return Ok(base.sha256.clone());
+    }
+    let mut digest = DigestWriter::new(sink());
+    let failed = || Error::io("hash", "the reference");
+    let mut values = vec![0.0; HASH_CHUNK];
+    for (name, tensor) in weights.iter() {
+        digest.write_all(name.as_bytes()).map_err(failed())?;
+        let host = to_host(tensor)?;
+        let guard = read(&host)?;
+        let view = guard.view();
+        for first in (0..view.len()).step_by(HASH_CHUNK) {
+            let values = &mut values[..HASH_CHUNK.min(view.len() - first)];
+            view.load(first, values);
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            digest.write_all(&bytes).map_err(failed())?;
+        }
+    }
+    Ok(digest.finish().1.sha256)
 }

@@ -304,7 +304,9 @@ impl Trainer {
 
     fn checkpoint_state(&self) -> State {
         let counters = self.engine.state.counters;
-        let cursor = self.progress.retry.unwrap_or_else(|| self.loader.position());
+        let retry = self.progress.retry;
+        let rollouts = self.rollouts.as_ref().and_then(|rollouts| rollouts.kept(retry.is_some()));
+        let cursor = retry.filter(|_| rollouts.is_none()).unwrap_or_else(|| self.loader.position());
         let validation = self.progress.validation.filter(|last| last.step == counters.step);
         State {
             format_version: FORMAT_VERSION,
@@ -318,6 +320,8 @@ impl Trainer {
             fp8: self.engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()),
             underflowed_params: self.engine.state.underflowed_params.clone(),
             base: self.base.clone(),
+            reference: self.reference_sha256.clone(),
+            rollouts: rollouts.and_then(|rollouts| serde_json::to_value(rollouts).ok()),
             cursor,
             schedule: json!({
                 "total_steps": self.total_steps,

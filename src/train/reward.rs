@@ -1,0 +1,353 @@
+//! Rewards of sampled completions: built-in rules, or a program that stays running.
+//!
+//! The program reads a line of JSON per completion and writes a line with a number. A program that ends, takes too long or
+//! writes something else is started again, and reads the completion a second time.
+
+use crate::untrusted::sanitize_line;
+use crate::untrusted::subprocess::command_of;
+use crate::{Error, Result};
+use regex::Regex;
+use serde::{Deserialize, Serialize};
+use std::io::{BufRead as _, BufReader, Read, Write as _};
+use std::process::{Child, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
+use std::thread;
+use std::time::Duration;
+
+/// Longer lines of a program are not read.
+const MAX_LINE: u64 = 4096;
+/// Lines of a program that may wait to be read.
+const MAX_WAITING: usize = 1024;
+/// How often a completion is given to the program before it goes without a reward.
+const ATTEMPTS: usize = 2;
+
+/// The consequence of a completion without a reward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnRewardError {
+    /// Ends the run, which can be resumed.
+    #[default]
+    Stop,
+    /// Leaves the completion out of its group.
+    Drop,
+}
+
+/// A completion to reward, as a program reads it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Answered {
+    /// The prompt, as the model reads it.
+    pub prompt: String,
+    /// The completion.
+    pub completion: String,
+    /// The right answer; empty if the row has none.
+    pub answer: String,
+    /// Tokens of the completion.
+    #[serde(skip)]
+    pub tokens: usize,
+}
+
+/// The source of rewards.
+#[derive(Debug)]
+pub(crate) enum Reward {
+    /// 1 for the right answer, and 0 for others.
+    Exact,
+    /// 1 for a completion that matches.
+    Regex(Regex),
+    /// 1 at this number of tokens, less with the distance, at least 0.
+    Length(usize),
+    /// A program.
+    Program(RewardProgram),
+}
+
+impl Reward {
+    /// The reward that a setting names.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a pattern or a length that is none.
+    pub(crate) fn new(rule: &str) -> Result<Self> {
+        let wrong = |message: String| Err(Error::config("objective.reward", message));
+        match rule.split_once(':') {
+            _ if rule.trim().is_empty() => {
+                wrong("is empty; use `exact`, `regex:PATTERN`, `length:N` or a program".into())
+            }
+            None if rule == "exact" => Ok(Self::Exact),
+            Some(("regex", pattern)) => match Regex::new(pattern) {
+                Ok(regex) => Ok(Self::Regex(regex)),
+                Err(error) => wrong(format!("`{pattern}` is not a regular expression: {error}")),
+            },
+            Some(("length", number)) => match number.parse() {
+                Ok(tokens) if tokens > 0 => Ok(Self::Length(tokens)),
+                _ => wrong(format!("`{number}` is not a number of tokens; write `length:20`")),
+            },
+            _ => Ok(Self::Program(RewardProgram::new(rule))),
+        }
+    }
+
+    /// Rejects a program that does not exist.
+    ///
+    /// # Errors
+    /// [`Error::Config`] that names it.
+    pub(crate) fn check(&self) -> Result<()> {
+        if let Self::Program(program) = self {
+            command_of(&program.command, "objective.reward")?;
+        }
+        Ok(())
+    }
+
+    /// The rewards of `completions`; `None` for one that is to be dropped.
+    ///
+    /// # Errors
+    /// [`Error::Data`] if the program failed and `on_error` is to stop, or if it gave no reward at all.
+    pub(crate) fn score(
+        &mut self,
+        completions: &[Answered],
+        timeout: Duration,
+        on_error: OnRewardError,
+    ) -> Result<Vec<Option<f32>>> {
+        let one_if = |yes: bool| f32::from(u8::from(yes));
+        let rule = |rule: &dyn Fn(&Answered) -> f32| Ok(completions.iter().map(|it| Some(rule(it))).collect());
+        match self {
+            Self::Exact => rule(&|it| one_if(it.completion.trim() == it.answer.trim())),
+            Self::Regex(regex) => rule(&|it| one_if(regex.is_match(&it.completion))),
+            Self::Length(target) => {
+                let target = *target as f32;
+                rule(&|it| (1.0 - (it.tokens as f32 - target).abs() / target).max(0.0))
+            }
+            Self::Program(program) => program.score(completions, timeout, on_error),
+        }
+    }
+}
+
+/// A program that rewards completions.
+#[derive(Debug)]
+pub(crate) struct RewardProgram {
+    command: String,
+    running: Option<Running>,
+}
+
+impl RewardProgram {
+    /// A program with its arguments, which is started when it is needed.
+    fn new(command: &str) -> Self {
+        Self { command: command.to_owned(), running: None }
+    }
+
+    fn score(
+        &mut self,
+        completions: &[Answered],
+        timeout: Duration,
+        on_error: OnRewardError,
+    ) -> Result<Vec<Option<f32>>> {
+        let encode = |it: &Answered| serde_json::to_string(it).map_err(candle_core::Error::wrap);
+        let lines: Vec<String> = completions.iter().map(encode).collect::<Result<_, _>>()?;
+        let (mut rewards, mut attempts, mut problem) = (Vec::with_capacity(lines.len()), 0, String::new());
+        let mut running = self.running.take().filter(Running::is_silent);
+        if let Some(running) = &running {
+            running.send(&lines);
+        }
+        while rewards.len() < lines.len() {
+            let program = match &mut running {
+                Some(program) => program,
+                none => {
+                    let program = none.insert(Running::start(&self.command)?);
+                    program.send(&lines[rewards.len()..]);
+                    program
+                }
+            };
+            match program.reward(timeout) {
+                Ok(reward) => {
+                    rewards.push(Some(reward));
+                    attempts = 0;
+                    continue;
+                }
+                Err(found) => problem = found,
+            }
+            running = None;
+            attempts += 1;
+            if attempts == ATTEMPTS {
+                if on_error == OnRewardError::Stop {
+                    let (number, total) = (rewards.len() + 1, lines.len());
+                    let message = format!("{problem}, twice, for completion {number} of {total} of a step");
+                    return Err(self.error(&message));
+                }
+                rewards.push(None);
+                attempts = 0;
+            }
+        }
+        self.running = running;
+        if rewards.iter().all(Option::is_none) && !rewards.is_empty() {
+            return Err(self.error(&format!("{problem}, for every completion of a step")));
+        }
+        Ok(rewards)
+    }
+
+    fn error(&self, problem: &str) -> Error {
+        let advice = "mend the program and resume the run, or leave such completions out with `--set \
+                      objective.on_reward_error=drop`";
+        Error::data(format!("the reward program `{}`", self.command), format!("{problem}; {advice}"))
+    }
+}
+
+/// A started program.
+#[derive(Debug)]
+struct Running {
+    child: Child,
+    requests: Sender<String>,
+    replies: Receiver<String>,
+    /// The last line of its standard error, once it has ended.
+    complaints: Receiver<String>,
+}
+
+impl Running {
+    fn start(command: &str) -> Result<Self> {
+        let mut child = command_of(command, "objective.reward")?;
+        // A program that keeps its answers in a buffer would wait forever.
+        child.env("PYTHONUNBUFFERED", "1");
+        child.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = child.spawn().map_err(Error::io("run", command))?;
+        let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+        let (Some(mut input), Some(output), Some(errors)) = pipes else {
+            return Err(Error::engine("a program was started without pipes"));
+        };
+        let (requests, lines) = channel::<String>();
+        thread::spawn(move || lines.iter().try_for_each(|line| input.write_all(line.as_bytes())));
+        let (sender, replies) = sync_channel(MAX_WAITING);
+        thread::spawn(move || {
+            let (mut output, mut line) = (BufReader::new(output), Vec::new());
+            while output.by_ref().take(MAX_LINE).read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+                let text = String::from_utf8_lossy(&std::mem::take(&mut line)).trim().to_owned();
+                if sender.send(text).is_err() {
+                    break;
+                }
+            }
+        });
+        let (sender, complaints) = channel();
+        thread::spawn(move || {
+            let mut last = String::new();
+            let (mut errors, mut line) = (BufReader::new(errors), Vec::new());
+            while errors.by_ref().take(MAX_LINE).read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+                let text = String::from_utf8_lossy(&std::mem::take(&mut line)).trim().to_owned();
+                last = if text.is_empty() { last } else { text };
+            }
+            sender.send(last)
+        });
+        Ok(Self { child, requests, replies, complaints })
+    }
+
+    /// Whether it runs and has written nothing that it was not asked for.
+    fn is_silent(&self) -> bool {
+        self.replies.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty)
+    }
+
+    /// Queues lines. A program that has ended is noticed when its reply is read.
+    fn send(&self, lines: &[String]) {
+        for line in lines {
+            drop(self.requests.send(format!("{line}\n")));
+        }
+    }
+
+    /// The next reward; an error describes the fault.
+    fn reward(&mut self, timeout: Duration) -> Result<f32, String> {
+        match self.replies.recv_timeout(timeout) {
+            Ok(line) => match line.parse::<f32>() {
+                Ok(reward) if reward.is_finite() => Ok(reward),
+                _ => Err(format!("it wrote `{}`, not a finite number", sanitize_line(&line))),
+            },
+            Err(RecvTimeoutError::Timeout) => Err(format!(
+                "it wrote nothing for {} s (a program has to flush its output after each line)",
+                timeout.as_secs_f64()
+            )),
+            Err(RecvTimeoutError::Disconnected) => {
+                let ended = self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+                let last = self.complaints.recv_timeout(Duration::from_secs(1)).unwrap_or_default();
+                let last = if last.is_empty() { last } else { format!(": {}", sanitize_line(&last)) };
+                Err(format!("it ended ({ended}){last}"))
+            }
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.child.kill().ok();
+        self.child.wait().ok();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answered(completion: &str) -> Answered {
+        Answered { prompt: "p".into(), completion: completion.into(), answer: "4".into(), tokens: completion.len() }
+    }
+
+    fn score(rule: &str, completions: &[&str], on_error: OnRewardError) -> Result<Vec<Option<f32>>> {
+        let completions: Vec<Answered> = completions.iter().map(|text| answered(text)).collect();
+        Reward::new(rule).unwrap().score(&completions, Duration::from_millis(500), on_error)
+    }
+
+    /// A script whose body sees each line as `$line`.
+    fn script(folder: &std::path::Path, body: &str) -> String {
+        let path = folder.join("score.sh");
+        std::fs::write(&path, format!("while read -r line; do\n{body}\ndone\n")).unwrap();
+        format!("sh {}", path.display())
+    }
+
+    #[test]
+    fn rules_reward_answers_patterns_and_lengths() {
+        let stop = OnRewardError::Stop;
+        assert_eq!(score("exact", &[" 4\n", "5"], stop).unwrap(), [Some(1.0), Some(0.0)]);
+        assert_eq!(score("regex:^[0-9]+$", &["17", "a"], stop).unwrap(), [Some(1.0), Some(0.0)]);
+        assert_eq!(score("length:4", &["abcd", "ab", "", "123456789"], stop).unwrap(), [1.0, 0.5, 0.0, 0.0].map(Some));
+        for rule in ["", "regex:(", "length:0", "length:x"] {
+            assert!(Reward::new(rule).unwrap_err().to_string().starts_with("objective.reward: "), "{rule}");
+        }
+    }
+
+    #[test]
+    fn a_program_is_asked_line_by_line_and_stays_running() {
+        let folder = tempfile::tempdir().unwrap();
+        let command = script(
+            folder.path(),
+            "n=$((n + 1)); case $line in *'\"completion\":\"x\"'*) echo -1.5;; *) echo $n;; esac",
+        );
+        let mut reward = Reward::new(&command).unwrap();
+        for expected in [[1.0, -1.5], [3.0, -1.5]] {
+            let found = reward.score(&[answered("a"), answered("x")], Duration::from_secs(9), OnRewardError::Stop);
+            assert_eq!(found.unwrap(), expected.map(Some));
+        }
+    }
+
+    #[test]
+    fn a_program_that_fails_ends_the_run_or_drops_the_completion() {
+        let folder = tempfile::tempdir().unwrap();
+        for (body, problem) in [
+            ("echo broken >&2; exit 3", "it ended (exit status: 3): broken"),
+            ("sleep 60", "it wrote nothing for 0.5 s"),
+            ("echo good", "it wrote `good`, not a finite number"),
+            ("echo nan", "it wrote `nan`, not a finite number"),
+        ] {
+            let command = script(folder.path(), &format!("case $line in *bad*) {body};; *) echo 2;; esac"));
+            let error = score(&command, &["a", "bad", "b"], OnRewardError::Stop).unwrap_err();
+            assert!(matches!(error, Error::Data { .. }), "{error:?}");
+            let message = error.to_string();
+            assert!(message.contains(problem) && message.contains("completion 2 of 3"), "{message}");
+            let dropped = score(&command, &["a", "bad", "b"], OnRewardError::Drop).unwrap();
+            assert_eq!(dropped, [Some(2.0), None, Some(2.0)], "{body}");
+            let message = score(&command, &["bad", "bad"], OnRewardError::Drop).unwrap_err().to_string();
+            assert!(message.contains("for every completion"), "{message}");
+        }
+        let message = score("no-such-program --x", &["a"], OnRewardError::Stop).unwrap_err().to_string();
+        assert!(message.contains("objective.reward: program `no-such-program` was not found"), "{message}");
+    }
+
+    /// The first line is refused once.
+    #[test]
+    fn a_program_that_ends_once_is_started_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let mark = folder.path().join("mark");
+        let body = format!("if [ ! -e {0} ]; then touch {0}; exit 1; fi; echo 7", mark.display());
+        let command = script(folder.path(), &body);
+        assert_eq!(score(&command, &["a", "b"], OnRewardError::Stop).unwrap(), [Some(7.0), Some(7.0)]);
+    }
+}

@@ -1,0 +1,338 @@
+//! The data source of objectives that reward completions: replaces a batch of prompts by groups of completions, which the
+//! current weights generate and a [`Reward`] judges.
+//!
+//! A completion depends on the weights, the run's seed, the number of updates, its prompt and its number in the group. So a
+//! resumed run samples it again, and each of several processes samples a part of the prompts.
+
+use crate::data::{Batch, IGNORE_INDEX, SampledRow, SequenceRole, Tokenizer};
+use crate::engine::kernels::machine::spin::with_spinning_workers;
+use crate::engine::model::ForwardMode;
+use crate::inference::generate::{BATCH_SIZE, Completion, GenerationRequest, Sampling, StopReason, generate_batch};
+use crate::precision::PrecisionPolicy;
+use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics};
+use crate::train::config::{Config, ObjectiveSection};
+use crate::train::engine::{EvalReport, TrainEngine};
+use crate::train::objective::{BatchPass, advantages};
+use crate::train::reward::{Answered, Reward};
+use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// Samples completions, and keeps them if several steps use them.
+#[derive(Debug)]
+pub(super) struct Rollouts {
+    settings: ObjectiveSection,
+    policy: PrecisionPolicy,
+    seed: u64,
+    seq_len: usize,
+    stop_token_ids: Vec<u32>,
+    reward: Reward,
+    kept: Option<KeptRollouts>,
+}
+
+/// Completions for more than one step, as a checkpoint between these steps stores them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct KeptRollouts {
+    /// Steps that will use them.
+    left: u64,
+    batches: Vec<KeptBatch>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct KeptBatch {
+    groups: Vec<Group>,
+    /// [`Batch::old_logps`].
+    old_logps: Vec<f32>,
+    ends_epoch: bool,
+}
+
+/// A prompt with its completions.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Group {
+    /// The prompt's number in the data.
+    index: u64,
+    prompt: Vec<u32>,
+    /// The right answer.
+    answer: String,
+    completions: Vec<Sampled>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Sampled {
+    ids: Vec<u32>,
+    logps: Vec<f32>,
+    /// Whether it ended at the maximum length.
+    is_cut: bool,
+    /// Its text.
+    text: String,
+    seed: u64,
+    reward: Option<f32>,
+}
+
+/// A completion in the log of rollouts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RolloutRecord {
+    /// The step that trained on it first.
+    pub step: u64,
+    /// The prompt, as the model read it.
+    pub prompt: String,
+    /// The completion.
+    pub completion: String,
+    /// Its reward; `None` if it has none.
+    pub reward: Option<f32>,
+    /// Its advantage over the other completions of the prompt.
+    pub advantage: f64,
+    /// The seed that it was sampled with.
+    pub seed: u64,
+}
+
+impl Group {
+    /// The prompts of a batch, without completions.
+    fn of_batch(batch: &Batch, tokenizer: &Tokenizer) -> Result<Vec<Self>> {
+        let group = |sequence: &crate::data::Sequence| {
+            let labels = &batch.labels[sequence.labels.clone()];
+            let first = labels.iter().position(|&label| label != IGNORE_INDEX).unwrap_or(labels.len() - 1);
+            let answer: Vec<u32> = labels.iter().copied().filter(|&label| label != IGNORE_INDEX).collect();
+            let prompt = batch.inputs[sequence.labels.clone()][..=first].to_vec();
+            let answer = tokenizer.decode(&answer)?;
+            Ok(Self { index: sequence.index, prompt, answer, completions: Vec::new() })
+        };
+        batch.sequences.iter().map(group).collect()
+    }
+}
+
+impl Sampled {
+    /// Its reward; NaN if it has none.
+    fn reward(&self) -> f64 {
+        self.reward.map_or(f64::NAN, f64::from)
+    }
+}
+
+impl Rollouts {
+    /// The sampler of a run whose objective samples.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the reward is none.
+    pub(super) fn new(config: &Config, engine: &TrainEngine, tokenizer: &Tokenizer) -> Result<Option<Self>> {
+        let Some(rule) = &config.objective.reward else { return Ok(None) };
+        let reward = Reward::new(rule)?;
+        if engine.group.is_leader() {
+            reward.check()?;
+        }
+        let ends = engine.model.spec().eos_token_ids.iter().copied();
+        Ok(Some(Self {
+            settings: config.objective.clone(),
+            policy: config.dtype,
+            seed: config.seed,
+            seq_len: config.train.seq_len,
+            stop_token_ids: ends.chain(tokenizer.eos_id()).collect(),
+            reward,
+            kept: None,
+        }))
+    }
+
+    /// Whether the next step uses the completions of the last one.
+    pub(super) fn has_kept(&self) -> bool {
+        self.kept.as_ref().is_some_and(|kept| kept.left > 0)
+    }
+
+    /// The completions that later steps use; with `repeats` also those of the last step, if the next one repeats it.
+    pub(super) fn kept(&self, repeats: bool) -> Option<KeptRollouts> {
+        let mut kept = self.kept.clone()?;
+        kept.left += u64::from(repeats);
+        (kept.left > 0).then_some(kept)
+    }
+
+    /// Continues with the completions of a checkpoint.
+    pub(super) fn restore(&mut self, kept: Option<KeptRollouts>) {
+        self.kept = kept;
+    }
+
+    /// Fills `batches`, of `rows` rows, with the completions of the last step.
+    pub(super) fn reuse(&mut self, batches: &mut [Batch], rows: usize) {
+        let Some(kept) = &mut self.kept else { return };
+        kept.left -= 1;
+        let (settings, seq_len) = (&self.settings, self.seq_len);
+        for (batch, kept) in batches.iter_mut().zip(&kept.batches) {
+            *batch = kept.batch(settings, seq_len, rows);
+        }
+    }
+
+    /// Replaces the prompts in `batches` by completions. `rows` are the rows of a batch. Returns them for the log.
+    pub(super) fn sample(
+        &mut self,
+        engine: &mut TrainEngine,
+        tokenizer: &Tokenizer,
+        batches: &mut [Batch],
+        rows: usize,
+    ) -> Result<Vec<RolloutRecord>> {
+        let groups = batches.iter().map(|batch| Group::of_batch(batch, tokenizer));
+        let mut groups: Vec<Vec<Group>> = groups.collect::<Result<_>>()?;
+        self.complete(engine, tokenizer, &mut groups.iter_mut().flatten().collect::<Vec<_>>(), None)?;
+        let (step, mut records) = (engine.state.counters.step + 1, Vec::new());
+        for Group { prompt, completions, .. } in groups.iter().flatten() {
+            let prompt = tokenizer.decode(prompt)?;
+            let rewards: Vec<f64> = completions.iter().map(Sampled::reward).collect();
+            for (it, advantage) in completions.iter().zip(advantages(&self.settings, &rewards)) {
+                let Sampled { text: completion, seed, reward, .. } = it.clone();
+                records.push(RolloutRecord { step, prompt: prompt.clone(), completion, reward, advantage, seed });
+            }
+        }
+        let mut kept = Vec::with_capacity(batches.len());
+        for (batch, groups) in batches.iter_mut().zip(groups) {
+            kept.push(KeptBatch { groups, old_logps: Vec::new(), ends_epoch: batch.ends_epoch });
+        }
+        for (batch, kept) in batches.iter_mut().zip(&kept) {
+            *batch = kept.batch(&self.settings, self.seq_len, rows);
+        }
+        if self.settings.num_iterations > 1 {
+            for (kept, logps) in kept.iter_mut().zip(old_logps(engine, batches)?) {
+                kept.old_logps = logps;
+            }
+            self.kept = Some(KeptRollouts { left: self.settings.num_iterations as u64, batches: kept });
+            self.reuse(batches, rows);
+        }
+        Ok(records)
+    }
+
+    /// Rewards one completion, of the likeliest tokens, for each prompt of the batches that `next` returns. The loss is minus the
+    /// mean reward.
+    pub(super) fn evaluate(
+        &mut self,
+        engine: &mut TrainEngine,
+        tokenizer: &Tokenizer,
+        batch: &mut Batch,
+        mut next: impl FnMut(&mut Batch) -> bool,
+    ) -> Result<EvalReport> {
+        let mut groups = Vec::new();
+        while next(batch) {
+            groups.extend(Group::of_batch(batch, tokenizer)?);
+        }
+        self.complete(engine, tokenizer, &mut groups.iter_mut().collect::<Vec<_>>(), Some(0.0))?;
+        let completions = || groups.iter().flat_map(|group| &group.completions);
+        let mean = |values: &mut dyn Iterator<Item = f64>| {
+            let (sum, count) = values.fold((0.0, 0.0), |(sum, count), value| (sum + value, count + 1.0));
+            sum / count
+        };
+        let reward = mean(&mut completions().filter_map(|it| it.reward).map(f64::from));
+        let mut metrics = ObjectiveMetrics::default();
+        metrics.set(ObjectiveMetric::Reward, reward);
+        metrics.set(ObjectiveMetric::MeanLength, mean(&mut completions().map(|it| it.ids.len() as f64)));
+        let targets = completions().map(|it| it.ids.len() as u64).sum();
+        Ok(EvalReport { loss: -reward, metrics: Some(metrics), targets })
+    }
+
+    /// Samples and rewards the completions of `groups`: one of the likeliest tokens at `temperature` 0, else a group.
+    fn complete(
+        &mut self,
+        engine: &mut TrainEngine,
+        tokenizer: &Tokenizer,
+        groups: &mut [&mut Group],
+        temperature: Option<f64>,
+    ) -> Result<()> {
+        let count = if temperature.is_some() { 1 } else { self.settings.num_generations };
+        let base = Sampling { temperature: temperature.unwrap_or(1.0), seed: self.seed, ..Sampling::default() };
+        let updates = engine.state.counters.updates;
+        let samplings: Vec<Vec<Sampling>> = groups
+            .iter()
+            .map(|group| {
+                let of = |number: usize| base.of_completion(updates, group.index as u32, number as u32);
+                (0..count).map(of).collect()
+            })
+            .collect();
+        let (group, model, weights) = (&engine.group, &engine.model, &engine.state.weights);
+        let own = || (group.rank()..groups.len()).step_by(group.world_size());
+        let requests: Vec<GenerationRequest<'_>> = own()
+            .flat_map(|at| samplings[at].iter().map(move |sampling| (at, sampling)))
+            .map(|(at, sampling)| {
+                let prompt = &groups[at].prompt[..];
+                let max_tokens = self.settings.max_completion_length.min(self.seq_len + 1 - prompt.len());
+                GenerationRequest { prompt, max_tokens, stop_token_ids: &self.stop_token_ids, sampling }
+            })
+            .collect();
+        let mut found: Vec<Option<Sampled>> = vec![None; requests.len()];
+        let mut generate = || {
+            generate_batch(model, weights, self.policy, &requests, BATCH_SIZE, |number, completion: Completion| {
+                let text = tokenizer.decode(completion.text_ids())?;
+                let (is_cut, seed) = (completion.reason != StopReason::EndOfText, requests[number].sampling.seed);
+                let Completion { ids, log_probs: logps, .. } = completion;
+                found[number] = Some(Sampled { ids, logps, is_cut, text, seed, reward: None });
+                Ok(())
+            })
+        };
+        if weights.device().is_cpu() { with_spinning_workers(&mut generate) } else { generate() }?;
+        let found: Vec<Sampled> = found.into_iter().flatten().collect();
+        for (rank, found) in group.all_gather_messages(&found)?.iter().enumerate() {
+            let of_rank = (rank..groups.len()).step_by(group.world_size());
+            for (at, completions) in of_rank.zip(found.chunks(count)) {
+                groups[at].completions = completions.to_vec();
+            }
+        }
+        self.judge(engine, tokenizer, groups)
+    }
+
+    /// Rewards completions. The leader asks for the rewards, so one program sees all of them in their order.
+    fn judge(&mut self, engine: &TrainEngine, tokenizer: &Tokenizer, groups: &mut [&mut Group]) -> Result<()> {
+        let mut rewards: Option<std::result::Result<Vec<Option<f32>>, [String; 2]>> = None;
+        if engine.group.is_leader() {
+            let mut answered = Vec::new();
+            for group in groups.iter() {
+                let (prompt, answer) = (tokenizer.decode(&group.prompt)?, &group.answer);
+                let of = |it: &Sampled| Answered {
+                    prompt: prompt.clone(),
+                    completion: it.text.clone(),
+                    answer: answer.clone(),
+                    tokens: it.ids.len() - usize::from(!it.is_cut),
+                };
+                answered.extend(group.completions.iter().map(of));
+            }
+            let timeout = Duration::from_secs_f64(self.settings.reward_timeout_s);
+            rewards = Some(match self.reward.score(&answered, timeout, self.settings.on_reward_error) {
+                Err(Error::Data { origin, message }) => Err([origin, message]),
+                found => Ok(found?),
+            });
+        }
+        // All processes have the same result, and end with the same error.
+        let rewards = engine.group.all_gather_messages(&rewards)?.into_iter().next().flatten();
+        let rewards = rewards.unwrap_or_else(|| Ok(Vec::new()));
+        let rewards = rewards.map_err(|[origin, message]| Error::data(origin, message))?;
+        let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
+        completions.zip(rewards).for_each(|(completion, reward)| completion.reward = reward);
+        Ok(())
+    }
+}
+
+impl KeptBatch {
+    fn batch(&self, settings: &ObjectiveSection, seq_len: usize, rows: usize) -> Batch {
+        let mut completions = Vec::new();
+        for Group { index, prompt, completions: sampled, .. } in &self.groups {
+            let numbers = (index * settings.num_generations as u64)..;
+            let rewards: Vec<f64> = sampled.iter().map(Sampled::reward).collect();
+            let advantages = advantages(settings, &rewards);
+            for ((it, index), advantage) in sampled.iter().zip(numbers).zip(advantages) {
+                let role = SequenceRole::Sampled { reward: it.reward(), advantage, is_cut: it.is_cut };
+                completions.push(SampledRow { prompt, ids: &it.ids, logps: &it.logps, index, role });
+            }
+        }
+        let mut batch = Batch::of_completions(&completions, rows, seq_len);
+        batch.old_logps.clone_from(&self.old_logps);
+        batch.ends_epoch = self.ends_epoch;
+        batch
+    }
+}
+
+/// The log-probability of each label of `batches`, as training computes it; each process computes its share.
+fn old_logps(engine: &mut TrainEngine, batches: &[Batch]) -> Result<Vec<Vec<f32>>> {
+    let TrainEngine { group, model, state, workspace, .. } = engine;
+    let (rank, world_size) = (group.rank(), group.world_size());
+    let mut own: Vec<Vec<f32>> = Vec::new();
+    for batch in batches.iter().skip(rank).step_by(world_size) {
+        let mut narrow = None;
+        let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+        let pass = BatchPass { model, weights: &state.weights, batch };
+        let logps = |losses: &[f32]| losses.iter().map(|loss| -loss).collect();
+        own.push(pass.with_losses(ForwardMode::Eval, workspace, logps)?);
+    }
+    let all = group.all_gather_messages(&own)?;
+    Ok((0..batches.len()).map(|at| all[at % world_size][at / world_size].clone()).collect())
+}

@@ -1,0 +1,84 @@
+//! Completions of the prompts in a step's batches, and their log, `rollouts.jsonl` in the run's folder.
+
+use super::{Trainer, batches_in_step};
+use crate::data::DataPosition;
+use crate::train::rollout::RolloutRecord;
+use crate::{Error, Result, untrusted};
+use serde_json::Value;
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead as _, BufReader, Seek as _, SeekFrom, Write as _};
+use std::path::Path;
+
+/// The file in the run's folder.
+const FILE: &str = "rollouts.jsonl";
+
+impl Trainer {
+    /// Replaces the prompts of the step that begins at `cursor` by completions, if the objective samples them.
+    pub(super) fn sample_completions(&mut self, cursor: DataPosition) -> Result<()> {
+        let Some(rollouts) = &mut self.rollouts else { return Ok(()) };
+        let rows = self.config.objective.rows(self.config.train.batch_size);
+        if rollouts.has_kept() {
+            rollouts.reuse(&mut self.micro_batches, rows);
+            return Ok(());
+        }
+        let count = batches_in_step(&self.micro_batches);
+        let batches = &mut self.micro_batches[..count];
+        match rollouts.sample(&mut self.engine, &self.tokenizer, batches, rows) {
+            Ok(records) => {
+                if let Err(error) = self.log_rollouts(&records) {
+                    self.warn(format!("the completions of this step are not in `{FILE}`: {error}"));
+                }
+                Ok(())
+            }
+            Err(error) => {
+                // The step has not begun, so a resumed run repeats it.
+                self.loader.seek(cursor)?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Continues with the completions that a checkpoint stores.
+    pub(super) fn restore_rollouts(&mut self, stored: Option<&Value>, origin: &Path) -> Result<()> {
+        let kept = stored.map(|stored| serde_json::from_value(stored.clone())).transpose();
+        let kept = kept.map_err(|error| Error::checkpoint(origin, format!("its completions are damaged: {error}")))?;
+        self.rollouts.iter_mut().for_each(|rollouts| rollouts.restore(kept.clone()));
+        Ok(())
+    }
+
+    fn log_rollouts(&mut self, records: &[RolloutRecord]) -> Result<()> {
+        let Some(run) = self.run.as_ref().filter(|_| self.engine.group.is_leader()) else { return Ok(()) };
+        let path = run.path().join(FILE);
+        let failed = || Error::io("write", &path);
+        let mut file = match self.rollout_log.take() {
+            Some(file) => file,
+            None => open(&path, self.engine.state.counters.step).map_err(failed())?,
+        };
+        let mut lines = String::new();
+        for record in records {
+            lines += &serde_json::to_string(record).map_err(candle_core::Error::wrap)?;
+            lines.push('\n');
+        }
+        file.write_all(lines.as_bytes()).map_err(failed())?;
+        self.rollout_log = Some(file);
+        Ok(())
+    }
+}
+
+/// Opens the log to append, without the completions of steps after `step`, which a resumed run samples again.
+fn open(path: &Path, step: u64) -> std::io::Result<File> {
+    let mut file = untrusted::open_run_file(path, OpenOptions::new().create(true).read(true).write(true))?;
+    let (mut reader, mut line, mut end) = (BufReader::new(&file), Vec::new(), 0);
+    loop {
+        line.clear();
+        let read = reader.read_until(b'\n', &mut line)?;
+        let record: Option<RolloutRecord> = serde_json::from_slice(&line).ok();
+        if !line.ends_with(b"\n") || record.is_none_or(|record| record.step > step) {
+            break;
+        }
+        end += read as u64;
+    }
+    file.set_len(end)?;
+    file.seek(SeekFrom::Start(end))?;
+    Ok(file)
+}

@@ -6,7 +6,7 @@
 use std::any::TypeId;
 
 use clap::{Arg, ArgAction};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
@@ -106,6 +106,11 @@ impl Setting {
         self.with(|arg| arg.help(help))
     }
 
+    /// Makes the flag repeatable; several values are a list.
+    pub(crate) fn repeated(self) -> Self {
+        self.with(|arg| arg.action(ArgAction::Append))
+    }
+
     /// Hides the flag in the help.
     pub(crate) fn hidden(self) -> Self {
         self.with(|arg| arg.hide(true))
@@ -181,6 +186,47 @@ pub(crate) fn integer(text: &str) -> Result<i64, String> {
         Ok(whole) if whole.fract() == 0.0 && whole.abs() <= MAX_EXACT => Ok(whole as i64),
         _ => Err("not a whole number such as 600, 1e6 or 2^10".into()),
     })
+}
+
+/// The interval of something that a run repeats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "IntervalText", into = "IntervalText")]
+pub enum Interval {
+    /// A number of steps; 0 for never.
+    Steps(u64),
+    /// The end of each epoch.
+    Epoch,
+}
+
+/// An interval in a file.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum IntervalText {
+    Steps(i64),
+    Text(String),
+}
+
+impl TryFrom<IntervalText> for Interval {
+    type Error = String;
+
+    fn try_from(text: IntervalText) -> Result<Self, String> {
+        let steps = match text {
+            IntervalText::Text(text) if text == "epoch" => return Ok(Self::Epoch),
+            IntervalText::Text(text) => integer(&text),
+            IntervalText::Steps(steps) => Ok(steps),
+        };
+        let steps = steps.ok().and_then(|steps| u64::try_from(steps).ok());
+        steps.map(Self::Steps).ok_or_else(|| "use a number of steps, or `epoch`".into())
+    }
+}
+
+impl From<Interval> for IntervalText {
+    fn from(interval: Interval) -> Self {
+        match interval {
+            Interval::Steps(steps) => Self::Steps(steps as i64),
+            Interval::Epoch => Self::Text("epoch".into()),
+        }
+    }
 }
 
 /// Up to here every whole number is an `f64`.

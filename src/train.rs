@@ -20,7 +20,7 @@ mod step;
 mod trainer;
 mod verify;
 
-pub use config::{Config, ConfigLayers, DeviceSpec, ObjectiveSection, WeightInit, check_threads};
+pub use config::{Config, ConfigLayers, DataSets, DeviceSpec, Interval, ObjectiveSection, WeightInit, check_threads};
 pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 pub use fp8::Fp8Block;
 pub use memory::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};
@@ -33,8 +33,8 @@ pub use rollout::RolloutRecord;
 pub use sample::Sampler;
 pub(crate) use setup::check_misspelling;
 pub use setup::{
-    ModelLocation, ModelSource, SetupCallback, SetupEvent, dataset, dataset_options, engine, eval_examples, locate,
-    prompts, whole_text,
+    ModelLocation, ModelSource, SetupCallback, SetupEvent, dataset_options, datasets, engine, eval_examples, locate,
+    prompts, rows, whole_text,
 };
 pub use state::{Counters, TrainState};
 pub use trainer::{Heartbeat, RunEnd, RunStart, Trainer};

@@ -2,13 +2,15 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::data::{BatchLoader, DatasetKind, DatasetPreview, DatasetStats, PairStats, SequenceIndex, counted};
-use crate::train::{ModelSource, dataset, dataset_options};
+use crate::data::{
+    BatchLoader, DataSource, DatasetKind, DatasetPreview, DatasetStats, PairStats, SequenceIndex, counted,
+};
+use crate::train::{Config, ModelSource, dataset_options, datasets, rows};
 use crate::ui::may_colour;
 use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
 use clap::{Args, Subcommand};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::io::{IsTerminal, Write, stdout};
 
 /// Flags of `finetune data`.
@@ -48,58 +50,75 @@ struct StatsArgs {
 pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
     let text = match &args.what {
         DataCommand::Show(args) => {
-            let (_, preview, validation) = load(&args.config, args.sample)?;
+            let Loaded { sets, validation, .. } = load(&args.config, args.sample)?;
             let colour = stdout().is_terminal() && may_colour();
-            format!("{}validation: {validation}\n", preview.text(colour))
+            let sets = sets.iter().map(|(heading, preview)| format!("{heading}{}", preview.text(colour)));
+            format!("{}validation: {validation}\n", sets.collect::<String>())
         }
         DataCommand::Stats(args) => {
-            let (loader, preview, validation) = load(&args.config, None)?;
-            let config = args.config.resolve()?;
-            let stats = preview.stats;
+            let Loaded { config, loader, sets, validation } = load(&args.config, None)?;
             let steps = loader.steps_per_epoch(config.train.grad_accum);
-            let cells = preview.rows * config.train.seq_len as u64;
-            let filled = 100.0 * loader.inputs_per_epoch() as f64 / cells.max(1) as f64;
-            // A batch of samples is only as wide as they are.
-            let rows = if loader.index().kind() != DatasetKind::Text && !config.train.packing {
-                format!("{}, of up to {} tokens", preview.rows, preview.seq_len)
-            } else {
-                format!("{} of {} tokens, {filled:.1} % filled", preview.rows, preview.seq_len)
-            };
             if args.json {
-                let mut report = json!({
-                    "samples": stats.samples, "tokens": stats.tokens, "learned": stats.loss_tokens, "cut": stats.truncated,
-                    "cut_tokens": stats.truncated_tokens, "dropped": stats.skipped, "rows": preview.rows,
-                    "steps_per_epoch": steps, "marked_by": preview.marked_by,
-                });
-                if let Some(PairStats { tokens, longest, longer, equally_long, identical }) = stats.pairs {
-                    report["pairs"] = json!({
-                        "loss_tokens": tokens, "longest": longest, "longer": longer, "equally_long": equally_long,
-                        "identical": identical,
-                    });
-                }
-                if let Some(desirable) = stats.desirable {
-                    report["desirable"] = desirable.into();
-                }
+                let mut reports: Vec<Value> = sets.iter().map(|(_, preview)| as_json(preview)).collect();
+                let mut report = if reports.len() == 1 {
+                    reports.remove(0)
+                } else {
+                    json!({ "data": config.data, "sets": reports })
+                };
+                report["steps_per_epoch"] = steps.into();
                 format!("{report}\n")
             } else {
-                let what = if stats.pairs.is_some() { "pairs" } else { "samples" };
-                let preferences = preferences(stats);
-                format!(
-                    "{what:<7}           {}\ntokens            {}\nloss tokens       {} ({:.1} %)\n{preferences}\
-                     truncated         {} {what}, by {} tokens\nskipped           {} {what} without loss tokens\n\
-                     rows              {rows}\nsteps per epoch   {steps}\nvalidation        {validation}\n",
-                    stats.samples,
-                    stats.tokens,
-                    stats.loss_tokens,
-                    100.0 * stats.loss_tokens as f64 / stats.tokens.max(1) as f64,
-                    stats.truncated,
-                    stats.truncated_tokens,
-                    stats.skipped,
-                )
+                let sets = sets.iter().zip(loader.mixture().sets());
+                let sets: String = sets.map(|(set, index)| as_text(set, index, &config)).collect();
+                format!("{sets}steps per epoch   {steps}\nvalidation        {validation}\n")
             }
         }
     };
     out.write_all(text.as_bytes()).map_err(Error::stdout)
+}
+
+/// The counts of a data set as JSON.
+fn as_json(DatasetPreview { stats, rows, marked_by, .. }: &DatasetPreview) -> Value {
+    let mut report = json!({
+        "samples": stats.samples, "tokens": stats.tokens, "learned": stats.loss_tokens, "cut": stats.truncated,
+        "cut_tokens": stats.truncated_tokens, "dropped": stats.skipped, "rows": rows, "marked_by": marked_by,
+    });
+    if let Some(PairStats { tokens, longest, longer, equally_long, identical }) = stats.pairs {
+        report["pairs"] = json!({
+            "loss_tokens": tokens, "longest": longest, "longer": longer, "equally_long": equally_long,
+            "identical": identical,
+        });
+    }
+    if let Some(desirable) = stats.desirable {
+        report["desirable"] = desirable.into();
+    }
+    report
+}
+
+/// The counts of a data set as lines.
+fn as_text((heading, preview): &(String, DatasetPreview), index: &SequenceIndex, config: &Config) -> String {
+    let DatasetPreview { stats, rows, seq_len, .. } = preview;
+    let filled = 100.0 * index.inputs() as f64 / (rows * *seq_len as u64).max(1) as f64;
+    // A batch of samples is only as wide as they are.
+    let rows = if index.kind() != DatasetKind::Text && !config.train.packing {
+        format!("{rows}, of up to {seq_len} tokens")
+    } else {
+        format!("{rows} of {seq_len} tokens, {filled:.1} % filled")
+    };
+    let what = if stats.pairs.is_some() { "pairs" } else { "samples" };
+    format!(
+        "{heading}{what:<7}           {}\ntokens            {}\nloss tokens       {} ({:.1} %)\n{}\
+         truncated         {} {what}, by {} tokens\nskipped           {} {what} without loss tokens\n\
+         rows              {rows}\n",
+        stats.samples,
+        stats.tokens,
+        stats.loss_tokens,
+        100.0 * stats.loss_tokens as f64 / stats.tokens.max(1) as f64,
+        preferences(*stats),
+        stats.truncated,
+        stats.truncated_tokens,
+        stats.skipped,
+    )
 }
 
 /// Lines about the answers of pairs, or about labels.
@@ -121,25 +140,44 @@ fn preferences(DatasetStats { samples, skipped, pairs, desirable, .. }: DatasetS
     )
 }
 
-/// The training rows of a configuration, a preview of their loss tokens, and a description of the validation rows.
-fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<(BatchLoader, DatasetPreview, String)> {
+/// The data of a configuration.
+struct Loaded {
+    config: Config,
+    loader: BatchLoader,
+    /// A preview of each data set, and a heading if there are several.
+    sets: Vec<(String, DatasetPreview)>,
+    /// A description of the validation rows.
+    validation: String,
+}
+
+fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<Loaded> {
     let config = args.resolve()?;
     let reporter = Reporter::start();
     let mut tell = |event| reporter.report(event);
     let source = ModelSource::open(&config, &mut tell)?;
-    let data = dataset(&config, &source.chat, &source.tokenizer, &mut tell)?;
-    let index = SequenceIndex::new(data.train, config.train.seq_len, config.train.packing, &config.data)?;
+    let data = datasets(&config, &source.chat, &source.tokenizer, &mut tell)?;
+    let (training, validation) = rows(&config, &data)?;
     let chat = dataset_options(&config, &source.chat, &source.tokenizer).chat;
-    let chat = (index.kind() == DatasetKind::Conversational).then_some(&chat);
-    let preview = DatasetPreview::new(&index, sample, &source.tokenizer, chat)?;
-    let source = config.val.as_deref().unwrap_or("the end of the text, held out");
-    let validation = match SequenceIndex::new(data.validation, config.train.seq_len, config.train.packing, "validation")
-    {
-        Ok(index) => {
-            let DatasetStats { samples, loss_tokens, .. } = index.stats();
-            format!("{} with {loss_tokens} loss tokens ({})", counted(samples, "sample"), sanitize_line(source))
+    let preview = |(index, (name, (_, share))): (&SequenceIndex, (&DataSource, &(_, f64)))| {
+        let chat = (index.kind() == DatasetKind::Conversational).then_some(&chat);
+        let name = sanitize_line(&name.to_string()).into_owned();
+        let heading =
+            if data.len() == 1 { String::new() } else { format!("{name}: {:.1} % of the tokens\n", 100.0 * share) };
+        Ok((heading, DatasetPreview::new(index, sample, &source.tokenizer, chat)?))
+    };
+    let names: Vec<DataSource> = config.sources()?.into_iter().map(|(name, _)| name).collect();
+    let sets = training.sets().zip(names.iter().zip(&data)).map(preview).collect::<Result<_>>()?;
+    let origin = config.val.as_deref().unwrap_or("the end of the text, held out");
+    let validation = match validation {
+        Ok(None) => "none".to_owned(),
+        Ok(Some(mixture)) => {
+            let stats = mixture.sets().map(SequenceIndex::stats);
+            let [samples, loss_tokens] =
+                stats.fold([0; 2], |[samples, tokens], stats| [samples + stats.samples, tokens + stats.loss_tokens]);
+            format!("{} with {loss_tokens} loss tokens ({})", counted(samples, "sample"), sanitize_line(origin))
         }
         Err(error) => sanitize_line(&error.to_string()).into_owned(),
     };
-    Ok((BatchLoader::from_index(index, config.train.batch_size, config.seed)?, preview, validation))
+    let loader = BatchLoader::from_index(training, config.train.batch_size, config.seed)?;
+    Ok(Loaded { config, loader, sets, validation })
 }

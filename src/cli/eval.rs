@@ -8,7 +8,7 @@ use crate::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use crate::inference::exact_match::{ExactMatch, exact_match};
 use crate::inference::trained::TrainedModel;
 use crate::telemetry::PhaseProgress;
-use crate::train::{Config, ConfigLayers, dataset, eval_examples, whole_text};
+use crate::train::{Config, ConfigLayers, datasets, eval_examples, whole_text};
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
@@ -116,10 +116,16 @@ fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(
     let rule = if bos == Bos::Auto { config.bos } else { bos };
     let id = trained.config.bos_token_id;
     let tokenizer = trained.aux_files.clone().with_bos(trained.tokenizer.clone(), rule, id)?;
-    let set = dataset(&config, &trained.chat, &tokenizer, &mut |event| reporter.report(event))?;
-    let data = match &config.val {
-        Some(val) => val.clone(),
-        None => format!("{}, the last tenth", config.data),
+    let mut sets = datasets(&config, &trained.chat, &tokenizer, &mut |event| reporter.report(event))?;
+    let (1, Some((set, _))) = (sets.len(), sets.pop()) else {
+        return Err(Error::config("--data", "this run has several data sets; name one text with `--data`"));
+    };
+    let data = match (config.held_out()?, &config.val) {
+        (Some(0.0), _) => {
+            return Err(Error::config("--data", "this run has no validation text; name one with `--data`"));
+        }
+        (Some(share), _) => format!("{}, the last {} %", config.data, (100.0 * share) as f32),
+        (None, val) => val.clone().unwrap_or_default(),
     };
     Ok((data, Text { tokens: set.validation, bytes_per_token: set.validation_bytes_per_token }))
 }

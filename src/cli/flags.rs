@@ -80,7 +80,11 @@ impl FromArgMatches for Flags {
                 Kind::Switch => matches.get_flag(id).then_some(true.into()),
                 Kind::Integer => matches.get_one::<i64>(id).copied().map(toml::Value::from),
                 Kind::Float => matches.get_one::<f64>(id).copied().map(toml::Value::from),
-                Kind::Text | Kind::Section => matches.get_one::<String>(id).cloned().map(toml::Value::from),
+                Kind::Text | Kind::Section => {
+                    let mut values: Vec<_> =
+                        matches.get_many(id).into_iter().flatten().cloned().map(toml::Value::String).collect();
+                    if values.len() > 1 { Some(values.into()) } else { values.pop() }
+                }
             };
             self.0.extend(value.map(|value| (setting.key, value)));
         }

@@ -9,7 +9,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("dataset dataset_name datasets train_file", "`--data` names the training text"),
     (
         "val_set_size test_size validation_file",
-        "`--val` names a validation text; without it, the last tenth is held out",
+        "`--val` names a validation text or a share such as `5%`; `none` disables validation",
     ),
     ("num_train_epochs num_epochs max_epochs", "`--epochs` sets the passes over the text"),
     ("max_steps max_iters num_steps iters", "`--steps` sets the number of steps"),
@@ -39,9 +39,9 @@ const FLAGS: &[(&str, &str)] = &[
     ),
     (
         "eval_steps eval_strategy evaluation_strategy evals_per_epoch steps_per_eval",
-        "`--eval-every` sets the steps between validations",
+        "`--eval-every` sets the steps between validations, or `epoch`",
     ),
-    ("save_steps save_strategy saves_per_epoch", "`--save-every` sets the steps between checkpoints"),
+    ("save_steps save_strategy saves_per_epoch", "`--save-every` sets the steps between checkpoints, or `epoch`"),
     ("save_total_limit", "`--keep-last` sets the number of checkpoints to keep"),
     ("logging_steps steps_per_report", "`--log-every` sets the steps between printed lines; the log has every step"),
     (

@@ -6,6 +6,7 @@ use crate::cli::processes;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{did_you_mean, run_or_path};
 use crate::cli::show::{ShowArgs, show};
+use crate::data::DataSource;
 use crate::engine::collective::ProcessGroup;
 use crate::screen::terminal::{SignalHandler, ignore_stop_signals};
 use crate::store::checkpoint::{Checkpoint, CheckpointKind, Run, latest_run, latest_valid, list};
@@ -81,7 +82,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         Config { folder, ..args.config.resolve()? }
     };
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
-    if group.world_size() > 1 && config.data == "-" {
+    if group.world_size() > 1 && config.sources()?.iter().any(|(source, _)| *source == DataSource::Stdin) {
         let message = "only one process can read standard input; use a file that all processes can read";
         return Err(Error::config("data", message));
     }

@@ -5,12 +5,14 @@
 //!
 //! Rows of samples differ in length. Buckets of 1,024 consecutive rows of the epoch's order are sorted by length, so
 //! that the rows of a batch have similar lengths; a batch is as wide as its longest row. The batches of a bucket are
-//! then shuffled. The two rows of a pair count as one in all of this, and stay together.
+//! then shuffled. The two rows of a pair count as one in all of this, and stay together. A [`Mixture`] determines the order of
+//! the rows of several data sets.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
+use super::mixture::{Mixture, Place};
 use super::samples::SequenceRole;
 use super::sequence_index::{SequenceIndex, padded_len};
 use super::shuffle::Permutation;
@@ -111,10 +113,10 @@ impl Batch {
         InputIds { ids: &self.inputs, seq_len: self.seq_len, documents }
     }
 
-    /// Fills row after row with the rows of `groups` of `index`, and pads those that are left.
-    fn fill(&mut self, index: &SequenceIndex, groups: impl Iterator<Item = u64> + Clone) {
-        let rows = index.rows_of(groups);
-        let seq_len = index.columns(rows.clone().map(|row| index.row_len(row)).max().unwrap_or(0));
+    /// Fills row after row with the rows of `groups` of `mixture`, and pads those that are left.
+    fn fill(&mut self, mixture: &Mixture, groups: impl Iterator<Item = Place> + Clone) {
+        let rows = mixture.rows_of(groups);
+        let seq_len = mixture.columns(rows.clone().map(|(_, index, row)| index.row_len(row)).max().unwrap_or(0));
         self.seq_len = seq_len;
         for (ids, padding) in [(&mut self.inputs, 0), (&mut self.labels, IGNORE_INDEX)] {
             ids.clear();
@@ -122,10 +124,10 @@ impl Batch {
         }
         self.sequences.clear();
         self.document_starts.clear();
-        if index.is_packed() {
+        if mixture.is_packed() {
             self.document_starts.resize(self.batch_size * seq_len, 0);
         }
-        for (row_index, row) in rows.enumerate() {
+        for (row_index, (set, index, row)) in rows.enumerate() {
             let mut at = row_index * seq_len;
             let mut begin = |from: usize, len: usize| {
                 if let Some(documents) = self.document_starts.get_mut(from..from + len) {
@@ -136,7 +138,7 @@ impl Batch {
                 index.tokens.read_inputs(span.start, &mut self.inputs[at..at + span.len]);
                 index.tokens.read_labels(span.start + span.len.min(1), &mut self.labels[at..at + span.len]);
                 begin(at, span.len);
-                let role = index.tokens.role(span.start);
+                let role = mixture.role(set, span.start);
                 self.sequences.extend(role.map(|(index, role)| Sequence { labels: at..at + span.len, index, role }));
                 at += span.len;
             }
@@ -165,7 +167,7 @@ pub struct DataPosition {
 /// An endless stream of training batches, reshuffled each epoch; a batch never crosses from one epoch into the next.
 #[derive(Clone, Debug)]
 pub struct BatchLoader {
-    index: SequenceIndex,
+    mixture: Mixture,
     batch_size: usize,
     seed: u64,
     position: DataPosition,
@@ -178,7 +180,7 @@ pub struct BatchLoader {
 struct LengthBucket {
     /// Epoch and first position.
     key: Option<(u64, u64)>,
-    rows: Vec<u64>,
+    rows: Vec<Place>,
 }
 
 impl BatchLoader {
@@ -191,15 +193,16 @@ impl BatchLoader {
         Self::from_index(SequenceIndex::new(tokens, seq_len, false, "training data")?, batch_size, seed)
     }
 
-    /// A loader of the rows of `index`, at the start of epoch 0.
-    pub fn from_index(index: SequenceIndex, batch_size: usize, seed: u64) -> Result<Self> {
-        check_shape(batch_size, index.seq_len)?;
-        Ok(Self { index, batch_size, seed, position: DataPosition::default(), bucket: LengthBucket::default() })
+    /// A loader of the rows of one data set or of several, at the start of epoch 0.
+    pub fn from_index(rows: impl Into<Mixture>, batch_size: usize, seed: u64) -> Result<Self> {
+        let mixture = rows.into();
+        check_shape(batch_size, mixture.seq_len())?;
+        Ok(Self { mixture, batch_size, seed, position: DataPosition::default(), bucket: LengthBucket::default() })
     }
 
     /// Its rows.
-    pub fn index(&self) -> &SequenceIndex {
-        &self.index
+    pub fn mixture(&self) -> &Mixture {
+        &self.mixture
     }
 
     /// The start of the next batch.
@@ -220,26 +223,26 @@ impl BatchLoader {
 
     /// An empty batch of the shape that [`Self::next_batch`] fills.
     pub fn batch(&self) -> Batch {
-        Batch::new(self.batch_size * self.index.group_rows(), self.index.seq_len)
+        Batch::new(self.batch_size * self.mixture.group_rows(), self.mixture.seq_len())
     }
 
     /// Fills `batch` with the next rows and advances.
     pub fn next_batch(&mut self, batch: &mut Batch) {
-        debug_assert_eq!(batch.batch_size, self.batch_size * self.index.group_rows());
+        debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.group_rows());
         let DataPosition { epoch, row } = self.position;
         let rows = self.rows_per_epoch();
         let mut end = (row + self.batch_size as u64).min(rows);
-        if self.index.is_ragged() && !self.index.is_packed() {
+        if self.mixture.is_ragged() && !self.mixture.is_packed() {
             // The bucket consists of whole batches.
             let stretch = BUCKET_ROWS.next_multiple_of(self.batch_size as u64);
             let first = row / stretch * stretch;
             end = end.min(first + stretch);
             self.fill_bucket(epoch, first, (first + stretch).min(rows));
             let rows = &self.bucket.rows[(row - first) as usize..(end - first) as usize];
-            batch.fill(&self.index, rows.iter().copied());
+            batch.fill(&self.mixture, rows.iter().copied());
         } else {
-            let order = Permutation::new(rows, self.seed, epoch);
-            batch.fill(&self.index, (row..end).map(|index| order.at(index)));
+            let places = self.mixture.shuffled(self.seed, epoch, row..end);
+            batch.fill(&self.mixture, places.into_iter());
         }
         batch.ends_epoch = end == rows;
         self.position =
@@ -251,9 +254,8 @@ impl BatchLoader {
         if self.bucket.key == Some((epoch, first)) {
             return;
         }
-        let order = Permutation::new(self.rows_per_epoch(), self.seed, epoch);
-        let mut rows: Vec<u64> = (first..end).map(|position| order.at(position)).collect();
-        rows.sort_by_key(|&row| self.index.group_len(row));
+        let mut rows = self.mixture.shuffled(self.seed, epoch, first..end);
+        rows.sort_by_key(|&place| self.mixture.group_len(place));
         // A batch with fewer rows is the epoch's last one and keeps its position.
         let whole = rows.len() / self.batch_size;
         let batches = Permutation::new(whole as u64, self.seed ^ BATCH_ORDER_SALT, epoch.wrapping_mul(1 << 32) + first);
@@ -266,12 +268,12 @@ impl BatchLoader {
 
     /// Fails if an earlier batch has no text because its tokens could not be read.
     pub fn check(&self) -> Result<()> {
-        self.index.tokens.check()
+        self.mixture.check()
     }
 
     /// Rows that make an epoch; a pair counts as one.
     pub fn rows_per_epoch(&self) -> u64 {
-        self.index.groups()
+        self.mixture.groups()
     }
 
     /// Micro-batches per epoch; the last one may be padded.
@@ -297,25 +299,21 @@ impl BatchLoader {
         self.position.epoch as f64 + self.position.row as f64 / self.rows_per_epoch() as f64
     }
 
-    /// Inputs per epoch, without padding.
-    pub fn inputs_per_epoch(&self) -> u64 {
-        self.index.inputs()
-    }
-
     /// Labels per epoch.
     pub fn tokens_per_epoch(&self) -> u64 {
-        self.index.stats().loss_tokens
+        self.mixture.per_epoch(|index| index.stats().loss_tokens)
     }
 }
 
 /// One pass over tokens in their stored order, for validation.
 #[derive(Clone, Debug)]
 pub struct EvalLoader {
-    index: SequenceIndex,
+    mixture: Mixture,
+    /// The groups of a pass.
+    places: Vec<Place>,
     batch_size: usize,
-    /// The next row, and the one to stop at.
-    row: u64,
-    end: u64,
+    /// The number of groups read.
+    read: usize,
 }
 
 impl EvalLoader {
@@ -332,45 +330,51 @@ impl EvalLoader {
         Self::from_index(index, batch_size, max_batches)
     }
 
-    /// Batches over the rows of `index`, at most `max_batches` of them.
-    pub fn from_index(index: SequenceIndex, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
-        check_shape(batch_size, index.seq_len)?;
+    /// Batches over the rows of one data set or of several, at most `max_batches` of them.
+    pub fn from_index(rows: impl Into<Mixture>, batch_size: usize, max_batches: Option<u64>) -> Result<Self> {
+        let mixture = rows.into();
+        check_shape(batch_size, mixture.seq_len())?;
         let limit = max_batches.map_or(u64::MAX, |batches| batches.saturating_mul(batch_size as u64));
-        let end = index.groups().min(limit);
-        Ok(Self { index, batch_size, row: 0, end })
+        let places = mixture.in_order(limit);
+        Ok(Self { mixture, places, batch_size, read: 0 })
     }
 
     /// An empty batch of the shape that [`Self::next_batch`] fills.
     pub fn batch(&self) -> Batch {
-        Batch::new(self.batch_size * self.index.group_rows(), self.index.seq_len)
+        Batch::new(self.batch_size * self.mixture.group_rows(), self.mixture.seq_len())
     }
 
     /// Fills `batch` and returns `true`, or `false` at the end of the pass. Reuses the buffers and allocates nothing.
     pub fn next_batch(&mut self, batch: &mut Batch) -> bool {
-        debug_assert_eq!(batch.batch_size, self.batch_size * self.index.group_rows());
-        if self.row == self.end {
+        debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.group_rows());
+        if self.read == self.places.len() {
             return false;
         }
-        let end = (self.row + self.batch_size as u64).min(self.end);
-        batch.fill(&self.index, self.row..end);
-        batch.ends_epoch = end == self.end;
-        self.row = end;
+        let end = (self.read + self.batch_size).min(self.places.len());
+        batch.fill(&self.mixture, self.places[self.read..end].iter().copied());
+        batch.ends_epoch = end == self.places.len();
+        self.read = end;
         true
     }
 
     /// Fails if an earlier batch has no text because its tokens could not be read.
     pub fn check(&self) -> Result<()> {
-        self.index.tokens.check()
+        self.mixture.check()
+    }
+
+    /// Whether a pass has no batch.
+    pub fn is_empty(&self) -> bool {
+        self.places.is_empty()
     }
 
     /// Batches left.
     pub fn remaining(&self) -> u64 {
-        (self.end - self.row).div_ceil(self.batch_size as u64)
+        (self.places.len() - self.read).div_ceil(self.batch_size) as u64
     }
 
     /// Starts over.
     pub fn rewind(&mut self) {
-        self.row = 0;
+        self.read = 0;
     }
 }
 

@@ -19,8 +19,8 @@ use crate::digest::Digest;
 use crate::{Error, Result, untrusted};
 use minijinja::Value;
 
-/// The percentage of a corpus for training; the rest, its contiguous tail, is for validation.
-const TRAIN_PERCENT: usize = 90;
+/// The share of a corpus, its contiguous tail, that validates.
+pub const HELD_OUT: f64 = 0.1;
 
 /// The grammar's sentences do not depend on the run's seed, so that runs with different seeds can be compared.
 const GRAMMAR_SEED: u64 = 0;
@@ -50,6 +50,7 @@ pub struct Dataset {
 pub struct DatasetBuilder<'a> {
     folder: PathBuf,
     options: DatasetOptions,
+    held_out: f64,
     downloader: Option<&'a mut dyn Downloader>,
     report: Option<&'a mut dyn FnMut(LoadEvent)>,
 }
@@ -89,7 +90,14 @@ fn bytes_per_predicted(tokens: &TokenSource, tokenizer: &Tokenizer) -> Option<f6
 impl<'a> DatasetBuilder<'a> {
     /// A loader that keeps its files in `folder`.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
-        Self { folder: folder.into(), options: DatasetOptions::default(), downloader: None, report: None }
+        let options = DatasetOptions::default();
+        Self { folder: folder.into(), options, held_out: HELD_OUT, downloader: None, report: None }
+    }
+
+    /// Sets the share of a corpus that validates without validation data.
+    pub fn hold_out(&mut self, held_out: f64) -> &mut Self {
+        self.held_out = held_out;
+        self
     }
 
     /// Sets how files are read.
@@ -113,7 +121,7 @@ impl<'a> DatasetBuilder<'a> {
         self
     }
 
-    /// Reads and tokenizes `source`; validation is `validation`, or the last tenth of tokens or samples without one.
+    /// Reads and tokenizes `source`; validation is `validation`, or the share held out from tokens or samples without one.
     pub fn load(
         &mut self,
         source: &DataSource,
@@ -128,7 +136,7 @@ impl<'a> DatasetBuilder<'a> {
             keys += &validation.key;
             (corpus.tokens, validation.tokens, validation.bytes_per_token)
         } else {
-            let (train, tail) = corpus.tokens.hold_out(TRAIN_PERCENT);
+            let (train, tail) = corpus.tokens.hold_out(self.held_out);
             let bytes = bytes_per_predicted(&tail, tokenizer).unwrap_or(bytes_per_token);
             (train, tail, bytes)
         };

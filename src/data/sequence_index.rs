@@ -298,7 +298,7 @@ impl SequenceIndex {
     }
 
     /// Inputs of all rows.
-    pub(super) fn inputs(&self) -> u64 {
+    pub fn inputs(&self) -> u64 {
         match &self.rows {
             RowSpans::Windows => (self.tokens.len() as u64).saturating_sub(1),
             RowSpans::Spans { spans, .. } => spans.iter().map(|span| span.len as u64).sum(),

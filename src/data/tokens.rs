@@ -180,7 +180,7 @@ impl TokenSource {
         if *samples == SampleKind::Plain && values.is_empty() {
             return None;
         }
-        let number = self.starts().partition_point(|&at| at <= self.view.start + start).saturating_sub(1);
+        let number = self.sequence_at(start) as usize;
         let value = values.get(number).copied().unwrap_or(1.0);
         let role = match samples {
             SampleKind::Plain => SequenceRole::Weighted(value),
@@ -191,6 +191,16 @@ impl TokenSource {
             SampleKind::Prompt => SequenceRole::Prompt,
         };
         Some((number as u64, role))
+    }
+
+    /// The number of the document at token `start`, in the order of the whole data set.
+    pub(super) fn sequence_at(&self, start: usize) -> u64 {
+        self.starts().partition_point(|&at| at <= self.view.start + start).saturating_sub(1) as u64
+    }
+
+    /// The documents of the whole data set.
+    pub(super) fn sequences(&self) -> u64 {
+        self.starts().len() as u64
     }
 
     /// The start positions of the documents of the whole data set.
@@ -215,14 +225,16 @@ impl TokenSource {
         })
     }
 
-    /// Splits off the first `percent` of the tokens for training; the rest is for validation. Samples and pairs are not
-    /// split, and each side has at least one if there are two.
-    pub(super) fn hold_out(&self, percent: usize) -> (Self, Self) {
+    /// Splits off the last `share` of the tokens for validation; the rest is for training. Samples and pairs are not
+    /// split, and each side has at least one if there are two and the share is not 0.
+    pub(super) fn hold_out(&self, share: f64) -> (Self, Self) {
+        const PARTS: usize = 1_000_000;
+        let rest = PARTS - (share * PARTS as f64).round() as usize;
         if !self.is_samples() {
-            return self.split_at(self.len() * percent / 100);
+            return self.split_at(self.len() * rest / PARTS);
         }
         let each = self.documents_per_sample();
-        let train = (self.documents().len() / each * percent / 100).max(1) * each;
+        let train = (self.documents().len() / each * rest / PARTS).max(1) * each;
         let at = self.documents().nth(train).map_or(self.len(), |sample| sample.start);
         self.split_at(at)
     }
@@ -280,7 +292,7 @@ mod tests {
     fn pairs_stay_together_and_keep_their_numbers() {
         let sample = |len: usize| (0..len as u32).map(|id| (id, true)).collect::<Vec<_>>();
         let samples: Vec<_> = [2, 3, 4, 5, 6, 7].map(sample).into();
-        let (train, validation) = TokenSource::from_kind(&samples, SampleKind::Preference, &[]).hold_out(90);
+        let (train, validation) = TokenSource::from_kind(&samples, SampleKind::Preference, &[]).hold_out(0.1);
         let roles = |tokens: &TokenSource| {
             tokens.documents().map(|document| tokens.role(document.start).unwrap()).collect::<Vec<_>>()
         };

@@ -3,13 +3,14 @@
 mod keys;
 mod sections;
 
-use crate::data::{Bos, DataFormat, DataSource, FieldNames};
+use crate::data::{Bos, DataFormat, DataSource, FieldNames, HELD_OUT};
 pub use crate::engine::device::DeviceSpec;
 use crate::engine::kernels::KernelBackend;
 use crate::engine::model::{Lora, ModelSpec};
 use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
 use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy};
 use crate::settings::Heading::{Machine, Text, Training};
+pub use crate::settings::Interval;
 use crate::settings::{Kind, integer, number, settings};
 use crate::{Error, Result};
 use keys::{check_keys, known, leaves, merge, nested};
@@ -19,8 +20,9 @@ use sections::{
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fmt::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The defaults of a run of the model `tiny`; the user's settings override them.
 const TINY_PRESET: &str = include_str!("../../configs/tiny-grammar.toml");
@@ -34,6 +36,32 @@ pub enum WeightInit {
     Pretrained,
     /// GPT-2's initialisation from the seed.
     Random,
+}
+
+/// One data set, or several that are mixed: sources, with weights if they end in `=WEIGHT`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum DataSets {
+    /// A source.
+    One(String),
+    /// Sources.
+    Several(Vec<String>),
+}
+
+impl DataSets {
+    /// The sources, as the user wrote them.
+    pub fn names(&self) -> &[String] {
+        match self {
+            Self::One(name) => std::slice::from_ref(name),
+            Self::Several(names) => names,
+        }
+    }
+}
+
+impl fmt::Display for DataSets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.names().join(", "))
+    }
 }
 
 settings! {
@@ -52,12 +80,15 @@ settings! {
         /// A `tokenizer.json` to use instead of the model's, or `bytes` for one token per byte.
         tokenizer: Option<PathBuf> = None, fixed(), flag("tokenizer", Text, 0, "FILE"),
             help("A tokenizer.json to use instead of the model's, or `bytes`");
-        /// Training text: `grammar`, `tiny_shakespeare`, a file, a folder, a glob, `hf://datasets/…`, or `-`.
-        data: String = "tiny_shakespeare".into(), fixed(), flag("data", Text, 0, "TEXT"), short('d'),
-            help("Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-`");
-        /// Validation text; by default the last tenth of the training text.
+        /// Training text: `grammar`, `tiny_shakespeare`, a file, a folder, a glob, `hf://datasets/…`, or `-`. A list mixes
+        /// several, `["a.jsonl=0.7", "b.txt=0.3"]`, by their shares of the tokens; without weights they are equal.
+        data: DataSets = DataSets::One("tiny_shakespeare".into()), fixed(), flag("data", Text, 0, "TEXT"), short('d'),
+            repeated(),
+            help("Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-`; repeat it to \
+                  mix several, with their shares of the tokens: `--data a.jsonl=0.7 --data b.txt=0.3`");
+        /// Validation text, the share of the training text that is held out, such as `5%`, or `none`; by default the last tenth.
         val: Option<String> = None, fixed(), flag("val", Text, 0, "TEXT"),
-            help("Validation text [default: the last tenth of the training text]");
+            help("Validation text, a share of the training text such as 5%, or `none` [default: its last tenth]");
         /// The input format, overriding file extensions: `text`, `jsonl`, `json`, `csv`, `tsv` or `parquet`.
         format: Option<DataFormat> = None, fixed(), flag("format", Text, 0, "FORMAT"),
             help("Input format, overriding the file extension: text, jsonl, json, csv, tsv or parquet");
@@ -218,15 +249,53 @@ impl Config {
         Ok(text)
     }
 
-    /// The training text.
-    pub fn source(&self) -> Result<DataSource> {
-        self.find(&self.data)
+    /// The data sets with their shares of the tokens.
+    pub fn sources(&self) -> Result<Vec<(DataSource, f64)>> {
+        let sets = self.data.names().iter().map(|name| self.weighted(name)).collect::<Result<Vec<_>>>()?;
+        if sets.is_empty() {
+            return Err(Error::config("data", "the list is empty; name a data set"));
+        }
+        let without = sets.iter().find(|(_, weight)| weight.is_none());
+        if let Some((without, _)) = without.filter(|_| sets.iter().any(|(_, weight)| weight.is_some())) {
+            return Err(Error::config(
+                "data",
+                format!("`{without}` needs a weight, such as `{without}=0.5`, because others have one"),
+            ));
+        }
+        let sum: f64 = sets.iter().map(|(_, weight)| weight.unwrap_or(1.0)).sum();
+        sets.iter().map(|(name, weight)| Ok((self.find(name)?, weight.unwrap_or(1.0) / sum))).collect()
+    }
+
+    /// Splits `name=weight`; `text` is a name if it is a path that exists.
+    fn weighted<'a>(&self, text: &'a str) -> Result<(&'a str, Option<f64>)> {
+        let exists = |name: &str| {
+            Path::new(name).exists() || self.folder.as_ref().is_some_and(|folder| folder.join(name).exists())
+        };
+        let Some((name, weight)) = text.rsplit_once('=').filter(|_| !exists(text)) else { return Ok((text, None)) };
+        match number(weight) {
+            Ok(weight) if weight > 0.0 && weight.is_finite() => Ok((name, Some(weight))),
+            Err(_) if !exists(name) => Ok((text, None)),
+            _ => Err(Error::config("data", format!("`{weight}`, the weight of `{name}`, is not a number above 0"))),
+        }
     }
 
     /// The source `text`; a relative path may also be in the folder that the run was started in.
     pub fn find(&self, text: &str) -> Result<DataSource> {
         let source: DataSource = text.parse()?;
         Ok(self.folder.iter().fold(source, |source, folder| source.or_in(folder)))
+    }
+
+    /// The share of the training text that is held out for validation; `None` if `val` names a text.
+    pub fn held_out(&self) -> Result<Option<f64>> {
+        let Some(val) = &self.val else { return Ok(Some(HELD_OUT)) };
+        let percent = val.strip_suffix('%').and_then(|percent| number(percent).ok());
+        match percent {
+            None => Ok((val == "none").then_some(0.0)),
+            Some(percent) if percent > 0.0 && percent < 100.0 => Ok(Some(percent / 100.0)),
+            Some(_) => {
+                Err(Error::config("val", format!("`{val}` is not between 0% and 100%; for no validation, use `none`")))
+            }
+        }
     }
 
     /// AdamW's settings.
@@ -308,6 +377,10 @@ impl Config {
         }
         if self.optimizer.lr == 0.0 {
             return Err(Error::config("optimizer.lr", "0 would change nothing; use a number above 0"));
+        }
+        self.sources()?;
+        if self.held_out()? == Some(0.0) && self.train.early_stopping > 0 {
+            return Err(Error::config("train.early_stopping", "needs validation, but `val` is `none`"));
         }
         let values = self.values()?;
         for setting in Self::settings() {

@@ -1,8 +1,8 @@
 //! Prepares training from a configuration: the model, its tokenizer, its text, the engine.
 
 use crate::data::{
-    ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, EvalExample, LoadEvent,
-    PromptRow, TokenSource, Tokenizer, closest_match, named_template, names_in,
+    ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, EvalExample, LoadEvent, Mixture,
+    PromptRow, SequenceIndex, TokenSource, Tokenizer, closest_match, named_template, names_in,
 };
 use crate::engine::collective::ProcessGroup;
 use crate::engine::device::DeviceContext;
@@ -330,23 +330,52 @@ pub fn dataset_options(config: &Config, chat: &ChatSettings, tokenizer: &Tokeniz
     DatasetOptions { format: config.format, fields, samples: config.objective.kind.samples(), loss_on, chat }
 }
 
-/// The tokens of a configuration's training and validation text; downloads missing files.
-pub fn dataset(
+/// The tokens of a configuration's data sets for training and validation, with their shares; downloads missing files.
+pub fn datasets(
     config: &Config,
     chat: &ChatSettings,
     tokenizer: &Tokenizer,
     report: &mut SetupCallback<'_>,
-) -> Result<Dataset> {
+) -> Result<Vec<(Dataset, f64)>> {
     let options = dataset_options(config, chat, tokenizer);
     let of_val = |error| match error {
         Error::Config { message, .. } => Error::config("--val", message),
         other => other,
     };
-    let validation = config.val.as_deref().map(|val| config.find(val)).transpose().map_err(of_val)?;
-    let train = config.source()?;
-    with_loader(&[Some(&train), validation.as_ref()], options, report, |loader| {
-        loader.load(&train, validation.as_ref(), tokenizer)
+    let held_out = config.held_out()?;
+    let named = config.val.as_deref().filter(|_| held_out.is_none());
+    let validation = named.map(|val| config.find(val)).transpose().map_err(of_val)?;
+    let sets = config.sources()?;
+    let all: Vec<&DataSource> = sets.iter().map(|(source, _)| source).chain(&validation).collect();
+    with_loader(&all, options, report, |loader| {
+        loader.hold_out(held_out.unwrap_or_default());
+        let sets = sets.iter();
+        sets.map(|(source, share)| Ok((loader.load(source, validation.as_ref(), tokenizer)?, *share))).collect()
     })
+}
+
+/// The rows of `sets` for training, and those for validation unless the configuration has none.
+pub fn rows(config: &Config, sets: &[(Dataset, f64)]) -> Result<(Mixture, Result<Option<Mixture>>)> {
+    let (train, one) = (&config.train, sets.len() == 1);
+    let index =
+        |tokens: &TokenSource, origin: &str| SequenceIndex::new(tokens.clone(), train.seq_len, train.packing, origin);
+    let mix = |origin: &str, tokens: fn(&Dataset) -> &TokenSource, sets: &[(Dataset, f64)]| {
+        let names =
+            config.data.names().iter().map(|name| if one { origin.into() } else { format!("{name}: {origin}") });
+        let sets = sets.iter().zip(names);
+        Mixture::new(sets.map(|((set, share), name)| Ok((index(tokens(set), &name)?, *share))).collect::<Result<_>>()?)
+    };
+    let training = mix("training data", |set| &set.train, sets)?;
+    let validation = match config.held_out()? {
+        Some(0.0) => Ok(None),
+        Some(_) if config.val.is_none() => {
+            mix("the last tenth of the text, used for validation", |set| &set.validation, sets).map(Some)
+        }
+        Some(_) => mix("`--val`", |set| &set.validation, sets).map(Some),
+        // One text validates all.
+        None => index(&sets[0].0.validation, "`--val`").map(Mixture::from).map(Some),
+    };
+    Ok((training, validation))
 }
 
 /// All tokens of one text, and its average bytes per token; downloads missing files.
@@ -356,7 +385,7 @@ pub fn whole_text(
     tokenizer: &Tokenizer,
     report: &mut SetupCallback<'_>,
 ) -> Result<(TokenSource, f64)> {
-    with_loader(&[Some(text)], options, report, |loader| loader.load_unsplit(text, tokenizer))
+    with_loader(&[text], options, report, |loader| loader.load_unsplit(text, tokenizer))
 }
 
 /// The conversations of `source` with their last answers; downloads missing files.
@@ -365,22 +394,22 @@ pub fn eval_examples(
     options: DatasetOptions,
     report: &mut SetupCallback<'_>,
 ) -> Result<Vec<EvalExample>> {
-    with_loader(&[Some(source)], options, report, |loader| loader.eval_examples(source))
+    with_loader(&[source], options, report, |loader| loader.eval_examples(source))
 }
 
 /// The prompts in the rows of `source`; downloads missing files.
 pub fn prompts(source: &DataSource, options: DatasetOptions, report: &mut SetupCallback<'_>) -> Result<Vec<PromptRow>> {
-    with_loader(&[Some(source)], options, report, |loader| loader.prompts(source))
+    with_loader(&[source], options, report, |loader| loader.prompts(source))
 }
 
 /// Runs `load` with a loader that can download what `sources` name.
 fn with_loader<T>(
-    sources: &[Option<&DataSource>],
+    sources: &[&DataSource],
     options: DatasetOptions,
     report: &mut SetupCallback<'_>,
     load: impl FnOnce(&mut DatasetBuilder<'_>) -> Result<T>,
 ) -> Result<T> {
-    let remote = sources.iter().flatten().find(|source| matches!(source, DataSource::Hub { .. }));
+    let remote = sources.iter().find(|source| matches!(source, DataSource::Hub { .. }));
     let mut settings = Settings::from_env();
     if remote.is_some() {
         report(SetupEvent::Phase("resolving the data set".into()));

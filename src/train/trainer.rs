@@ -10,14 +10,16 @@ use processes::ThroughputMeter;
 pub use processes::{Heartbeat, RunStart};
 
 use crate::data::{
-    Batch, BatchLoader, DataPosition, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
+    Batch, BatchLoader, DataPosition, Dataset, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
 };
+use crate::digest::Digest;
 use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 use crate::engine::optim::BlockwiseQuantized;
 use crate::precision::{Fallback, GradScaler, scale_text};
+use crate::settings::Interval;
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE};
 use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State};
 use crate::telemetry::{
@@ -163,23 +165,25 @@ impl Trainer {
         report: &mut SetupCallback<'_>,
     ) -> Result<Self> {
         let chat = source.chat;
-        let dataset = setup::dataset(&config, &chat, &source.tokenizer, report)?;
+        let datasets = setup::datasets(&config, &chat, &source.tokenizer, report)?;
         // Pin the commit that `main` was today, so that the run can be repeated.
         config.revision = source.commit.or(config.revision);
         let train = &config.train;
-        let (batch_size, seq_len, packing) = (train.batch_size, train.seq_len, train.packing);
-        let loader = SequenceIndex::new(dataset.train.clone(), seq_len, packing, "training data")?;
-        let loader = BatchLoader::from_index(loader, batch_size, config.seed)?;
-        let chats = dataset.train.kind() == DatasetKind::Conversational;
+        let (training, validation) = setup::rows(&config, &datasets)?;
+        let loader = BatchLoader::from_index(training, train.batch_size, config.seed)?;
+        let is_chat = |index: &SequenceIndex| index.kind() == DatasetKind::Conversational;
+        let chats = loader.mixture().sets().any(is_chat);
         let format = setup::dataset_options(&config, &chat, &source.tokenizer).chat;
-        if dataset.train.is_samples() {
-            let preview = DatasetPreview::new(loader.index(), None, &source.tokenizer, chats.then_some(&format))?;
+        for index in loader.mixture().sets().filter(|index| index.kind() != DatasetKind::Text) {
+            let preview = DatasetPreview::new(index, None, &source.tokenizer, is_chat(index).then_some(&format))?;
             report(SetupEvent::Preview(Box::new(preview)));
         }
-        let held_out = if config.val.is_some() { "`--val`" } else { "the last tenth of the text, used for validation" };
         let limit = (train.eval_batches > 0).then_some(train.eval_batches);
-        let eval = SequenceIndex::new(dataset.validation.clone(), seq_len, packing, held_out)?;
-        let eval = EvalLoader::from_index(eval, batch_size, limit)?;
+        let (rows, limit) = match validation? {
+            Some(rows) => (rows, limit),
+            None => (loader.mixture().clone(), Some(0)),
+        };
+        let eval = EvalLoader::from_index(rows, train.batch_size, limit)?;
         let mut aux_files = source.aux_files;
         if chats || chat.template.is_some() {
             aux_files.insert(CHAT_TEMPLATE, format.source());
@@ -195,15 +199,19 @@ impl Trainer {
             })
             .transpose()?;
         let rollouts = Rollouts::new(&config, &engine, &source.tokenizer)?;
-        let fingerprint =
-            Fingerprint { model: source.name, policy: config.dtype.to_string(), data: dataset.fingerprint.clone() };
-        let optimum =
-            dataset.entropy_per_token.map_or_else(String::new, |h| format!(", entropy {h:.4} nats per token"));
+        let all = |(set, share): &(Dataset, f64)| format!("{} {share}\n", set.fingerprint);
+        let (data, optimum) = match &datasets[..] {
+            [(set, _)] => (set.fingerprint.clone(), set.entropy_per_token),
+            sets => (Digest::of(sets.iter().map(all).collect::<String>().as_bytes()).sha256, None),
+        };
+        let fingerprint = Fingerprint { model: source.name, policy: config.dtype.to_string(), data };
+        let optimum = optimum.map_or_else(String::new, |h| format!(", entropy {h:.4} nats per token"));
+        let tokens = |of: fn(&Dataset) -> usize| datasets.iter().map(|(set, _)| of(set)).sum::<usize>();
         let data = format!(
             "{}: {} tokens to train on, {} to validate{optimum}",
             config.data,
-            dataset.train.len(),
-            dataset.validation.len()
+            tokens(|set| set.train.len()),
+            tokens(|set| set.validation.len())
         );
         Ok(Self {
             data,
@@ -354,11 +362,13 @@ impl Trainer {
     /// A notice that a resumed run has neither a step nor an evaluation left, and how to continue it; `None` otherwise.
     pub fn nothing_left(&self) -> Option<String> {
         let RunEnd { step, total_steps, length: (flag, now), .. } = self.end();
-        self.progress.validation.filter(|last| last.step == step && step == total_steps)?;
-        Some(format!(
-            "nothing is left to do: the run has completed all {step} steps; continue it with `{flag}` and a number \
+        let evaluated = self.eval.is_empty() || self.progress.validation.is_some_and(|last| last.step == step);
+        (evaluated && step == total_steps).then(|| {
+            format!(
+                "nothing is left to do: the run has completed all {step} steps; continue it with `{flag}` and a number \
              above {now}"
-        ))
+            )
+        })
     }
 
     /// The state of the run.
@@ -369,7 +379,7 @@ impl Trainer {
             total_steps: self.total_steps,
             best: self.progress.best,
             checkpoint: self.progress.checkpoint.clone(),
-            chats: self.loader.index().kind() == DatasetKind::Conversational,
+            chats: self.loader.mixture().sets().any(|index| index.kind() == DatasetKind::Conversational),
             length: match train.steps {
                 Some(steps) => ("--steps", steps as f64),
                 None => ("--epochs", train.epochs.unwrap_or(1.0)),
@@ -433,7 +443,14 @@ impl Trainer {
             }
             self.step(std::mem::take(&mut probe))?;
             let (step, total) = (self.engine.state.counters.step, self.total_steps);
-            let due = |every: u64| is_multiple(step, every) && step < total;
+            let ends_epoch = self.loader.position().row == 0 && self.progress.retry.is_none();
+            let due = |every: Interval| {
+                step < total
+                    && match every {
+                        Interval::Steps(every) => is_multiple(step, every),
+                        Interval::Epoch => ends_epoch,
+                    }
+            };
             let (train, checkpoint) = (&self.config.train, &self.config.checkpoint);
             let [eval, sample] = [due(train.eval_every), due(train.sample_every)];
             let [save_weights, save] = [due(checkpoint.weights_every), due(checkpoint.save_every)];
@@ -510,7 +527,11 @@ impl Trainer {
                 }
                 Some(Command::Pause | Command::Resume | Command::Detach) => {}
                 Some(Command::SaveNow) => self.schedule_save()?,
-                Some(Command::EvalNow) => drop(self.validate()?),
+                Some(Command::EvalNow) => {
+                    if self.validate()?.is_none() {
+                        self.warn("there is no validation data: `val` is `none`".into());
+                    }
+                }
                 Some(Command::SampleNow) => self.sample(),
                 Some(Command::ProbeNow) => *probe = true,
                 Some(Command::Stop { save }) => {
@@ -605,8 +626,11 @@ impl Trainer {
         }
     }
 
-    /// Computes the validation loss and emits it.
-    fn validate(&mut self) -> Result<Best> {
+    /// Computes the validation loss and emits it; `None` without validation data.
+    fn validate(&mut self) -> Result<Option<Best>> {
+        if self.eval.is_empty() {
+            return Ok(None);
+        }
         self.broadcast_evaluation()?;
         self.begin_phase("evaluating");
         let step = self.engine.state.counters.step;
@@ -628,12 +652,12 @@ impl Trainer {
         let evaluation = Best { step, loss };
         self.progress.validation = Some(evaluation);
         self.emitter.emit(Event::Eval(Validation { step, loss, perplexity, tokens, objective }));
-        Ok(evaluation)
+        Ok(Some(evaluation))
     }
 
     /// Validates and saves a new best; `true` if early stopping is due.
     fn evaluate(&mut self) -> Result<bool> {
-        let evaluation = self.validate()?;
+        let Some(evaluation) = self.validate()? else { return Ok(false) };
         let improved = evaluation.loss.is_finite() && self.progress.best.is_none_or(|best| evaluation.loss < best.loss);
         if improved {
             self.progress.best = Some(evaluation);

@@ -27,3 +27,4 @@ mod quick_start;
 mod regressions;
 mod templates;
 mod terminal;
+mod validation;

@@ -6,7 +6,7 @@ use finetune::engine::optim::OptimizerKind;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::checkpoint::{Disk, FsOp, Run, list, verify};
 use finetune::telemetry::{Command, Emitter, Event, FinishReason, Record};
-use finetune::train::{Config, ConfigLayers, Trainer};
+use finetune::train::{Config, ConfigLayers, Interval, Trainer};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 fn config(policy: PrecisionPolicy) -> Config {
     let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
     (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (2, 32, 0);
-    (config.train.steps, config.train.eval_batches, config.train.eval_every) = (Some(4), 1, 0);
-    (config.checkpoint.save_every, config.dtype, config.scaler.init_scale) = (2, policy, 1024.0);
+    (config.train.steps, config.train.eval_batches, config.train.eval_every) = (Some(4), 1, Interval::Steps(0));
+    (config.checkpoint.save_every, config.dtype, config.scaler.init_scale) = (Interval::Steps(2), policy, 1024.0);
     config
 }
 
@@ -136,7 +136,7 @@ fn a_save_that_fails_beside_a_step_is_a_warning_of_its_step_and_training_goes_on
         if fails { Err(io::Error::from_raw_os_error(libc::ENOSPC)) } else { Ok(()) }
     });
     let mut config = config(PrecisionPolicy::FP16);
-    config.checkpoint.save_every = 1;
+    config.checkpoint.save_every = Interval::Steps(1);
     let (events, reason) = run(config, Arc::new(SingleProcess), &path, disk, &[]);
     let told = told(&events);
     let file = path.join(".step-000001.tmp/config.json");

@@ -18,7 +18,7 @@ use finetune::precision::{GradScaler, OnOverflow, PrecisionPolicy};
 use finetune::store::checkpoint::compare;
 use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{
-    Completion, Config, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps, ReferenceModel,
+    Completion, Config, Interval, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps, ReferenceModel,
     RolloutRecord, Split, TrainEngine, advantages, completion_loss, pair_loss,
 };
 use serde::Deserialize;
@@ -392,8 +392,9 @@ fn dpo_run(lora: bool) -> Config {
     let mut config = Config { data: "preferences".into(), dtype: PrecisionPolicy::FP16, ..Config::default() };
     let train = &mut config.train;
     (train.batch_size, train.grad_accum, train.seq_len, train.steps) = (1, 3, 96, Some(4));
-    (train.eval_every, train.eval_batches, train.sample_tokens) = (2, 3, 0);
-    (config.checkpoint.save_every, config.checkpoint.keep_last, config.dropout.residual) = (2, 10, 0.1);
+    (train.eval_every, train.eval_batches, train.sample_tokens) = (Interval::Steps(2), 3, 0);
+    (config.checkpoint.save_every, config.checkpoint.keep_last, config.dropout.residual) =
+        (Interval::Steps(2), 10, 0.1);
     config.scaler.init_scale = 4096.0;
     config.objective.kind = ObjectiveKind::Dpo;
     if lora {

@@ -4,7 +4,7 @@ use crate::data::{LossOn, SampleKind};
 use crate::engine::model::{ALL_LINEAR, Checkpointing};
 use crate::engine::optim::{OptimizerKind, ScheduleKind};
 use crate::settings::Heading::{Along, Text, Training};
-use crate::settings::{MOST, settings};
+use crate::settings::{Interval, MOST, settings};
 use crate::train::objective::ObjectiveKind;
 use crate::train::reward::{OnRewardError, Reward};
 use crate::{Error, Result};
@@ -43,13 +43,14 @@ settings! {
             help("Passes over the training text [default: 1]");
         /// Number of steps, instead of `epochs`.
         steps: Option<u64> = None, flag("steps", Training, 1, "N"), help("Number of steps, instead of `--epochs`");
-        /// Steps between validations; 0 for one at the end.
-        eval_every: u64 = 100, flag("eval-every", Along, 0, "N"), help("Steps between validations");
+        /// Steps between validations, or `epoch`; 0 for one at the end.
+        eval_every: Interval = Interval::Steps(100), flag("eval-every", Along, 0, "N"),
+            help("Steps between validations, or `epoch`");
         /// Maximum number of validation batches; 0 for all.
         eval_batches: u64 = 16;
-        /// Steps between text samples; 0 for one at the end.
-        sample_every: u64 = 0, flag("sample-every", Along, 0, "N"),
-            help("Steps between text samples; 0 samples only at the end");
+        /// Steps between text samples, or `epoch`; 0 for one at the end.
+        sample_every: Interval = Interval::Steps(0), flag("sample-every", Along, 0, "N"),
+            help("Steps between text samples, or `epoch`; 0 samples only at the end");
         /// Maximum number of tokens per sample.
         sample_tokens: usize = 64;
         /// Sampling temperature; 0 takes the likeliest token.
@@ -296,15 +297,16 @@ settings! {
         /// The name of the run's folder; by default the model, the dtype and a number.
         run: Option<String> = None, flag("run", Along, 1, "NAME"),
             help("The run's name [default: model, dtype and a number]");
-        /// Steps between checkpoints; 0 for one at the end.
-        save_every: u64 = 500, flag("save-every", Along, 0, "N"), help("Steps between checkpoints");
+        /// Steps between checkpoints, or `epoch`; 0 for one at the end.
+        save_every: Interval = Interval::Steps(500), flag("save-every", Along, 0, "N"),
+            help("Steps between checkpoints, or `epoch`");
         /// Number of checkpoints to keep; older ones are removed when a newer one is complete.
         keep_last: usize = 2, within(1.0, MOST), flag("keep-last", Along, 0, "N"),
             help("Full checkpoints to keep in addition to the best one");
         /// Whether to also keep the checkpoint with the best validation loss.
         keep_best: bool = true;
-        /// Steps between weights-only checkpoints, which are small but cannot be resumed; 0 for none.
-        weights_every: u64 = 0;
+        /// Steps between weights-only checkpoints, or `epoch`; they are small but cannot be resumed. 0 for none.
+        weights_every: Interval = Interval::Steps(0);
         /// Number of weights-only checkpoints to keep, in addition to the best one with `keep_best`.
         keep_weights: usize = 2, within(1.0, MOST);
         /// Seconds to retry the last checkpoint of a run if it fails, before saving only the weights.

@@ -161,9 +161,9 @@ impl Trainer {
         let mut left = self.total_steps.saturating_mul(self.config.train.grad_accum as u64);
         let mut batch = self.loader.batch();
         let begun = loader.seek(DataPosition::default()).is_ok();
-        // KTO's estimates depend on the batches, which differ in each epoch.
+        // KTO's estimates depend on the batches, which differ in each epoch, as do the samples of a mixture.
         let objective = &self.engine.objective;
-        let every = objective.kind() == ObjectiveKind::Kto;
+        let every = objective.kind() == ObjectiveKind::Kto || self.loader.mixture().sets().len() > 1;
         let training = std::iter::from_fn(move || {
             if left == 0 || !begun {
                 return None;

@@ -1,12 +1,19 @@
 //! `finetune export`: writes a trained model for other programs.
 
+use crate::cli::flags::read;
 use crate::cli::model::ModelSourceArgs;
+use crate::cli::runs::confirmed;
 use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
+use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
+use crate::store::hub::{Hub, Settings};
+use crate::train::{Config, ConfigLayers};
+use crate::ui::format::{base_name, printable, short};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
+use serde_json::Value;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Flags of `finetune export`.
 #[derive(Args, Debug)]
@@ -27,6 +34,20 @@ pub(super) struct ExportArgs {
     /// Of a model with adapters, write the whole with the adapters merged, not the adapters in PEFT's format
     #[arg(long)]
     merge: bool,
+    #[command(flatten)]
+    push: PushArgs,
+}
+
+/// Flags of an upload.
+#[derive(Args, Debug)]
+struct PushArgs {
+    /// Upload the result with a model card to a model on the Hub, which is created if it does not exist. The token comes from
+    /// `HF_TOKEN` or `hf auth login`
+    #[arg(long, value_name = "OWNER/NAME")]
+    push: Option<String>,
+    /// With `--push`, overwrite files of a model that exists without a question
+    #[arg(long, requires = "push")]
+    yes: bool,
 }
 
 /// The flags of an export's output.
@@ -111,9 +132,68 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
         }
     };
     let scope = if args.merge { ExportScope::Merged } else { ExportScope::Adapters };
+    let mut hub = Hub::new(Settings::from_env());
+    if let Some(id) = &args.push.push
+        && !hub.create_model(id)?
+        && !(args.push.yes || confirmed(&format!("Overwrite files of `{id}` on the Hub?"), "--push", out)?)
+    {
+        return Ok(());
+    }
     let (trained, reporter) = args.model.open()?;
     reporter.begin("exporting");
     let written = export(&trained, args.dtype.encoding(), format, scope, &args.out.out)?;
-    drop(reporter);
+    if let Some(id) = &args.push.push {
+        reporter.begin("uploading");
+        let address = hub.push(id, &files_to_push(&trained, id, &written)?)?;
+        drop(reporter);
+        writeln!(out, "{address}").map_err(Error::stdout)?;
+    }
     print_paths(&written, out)
+}
+
+/// The files of an export with their names on the Hub; writes a model card next to them.
+fn files_to_push(trained: &TrainedModel, id: &str, written: &[PathBuf]) -> Result<Vec<(String, PathBuf)>> {
+    let mut files: Vec<PathBuf> = Vec::new();
+    for path in written {
+        if path.is_dir() {
+            let card = path.join("README.md");
+            std::fs::write(&card, model_card(trained, id)).map_err(Error::io("write", &card))?;
+            let entries = std::fs::read_dir(path).map_err(Error::io("read", path))?;
+            files.extend(entries.filter_map(|entry| Some(entry.ok()?.path())).filter(|path| path.is_file()));
+        } else {
+            files.push(path.clone());
+        }
+    }
+    files.sort();
+    let name = |path: &PathBuf| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(files.into_iter().map(|path| (name(&path), path)).collect())
+}
+
+/// A model card in the Hub's form.
+fn model_card(trained: &TrainedModel, id: &str) -> String {
+    let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(|run| run.join("config.toml")));
+    let file = run.filter(|file| file.is_file()).and_then(|file| read(&file).ok());
+    let config = file
+        .and_then(|file| Config::resolve(&ConfigLayers { file: Some(file), saved: true, overrides: Vec::new() }).ok());
+    let library = if trained.base().is_some() { "peft" } else { "transformers" };
+    let (mut base, mut text) = (String::new(), String::new());
+    if let Some(config) = config {
+        // Only a model of the Hub has a page to link to.
+        if config.model.contains('/') && !Path::new(&config.model).exists() {
+            base = format!("base_model: {}\n", Value::from(config.model.as_str()));
+        }
+        let data: Vec<&str> = config.data.names().iter().map(|name| base_name(name)).collect();
+        text = format!(
+            " It was trained from `{}` on `{}` with learning rate {} and the types `{}`.",
+            printable(base_name(&config.model)),
+            printable(&data.join("`, `")),
+            short(config.optimizer.lr),
+            config.dtype
+        );
+    }
+    let version = env!("CARGO_PKG_VERSION");
+    format!(
+        "---\nlibrary_name: {library}\npipeline_tag: text-generation\n{base}tags: [finetune]\n---\n\n# {id}\n\n\
+         This model was fine-tuned with finetune {version}.{text}\n"
+    )
 }

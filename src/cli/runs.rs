@@ -162,20 +162,48 @@ fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
     // Opening fails if another process holds the run's lock.
     let run = Run::open(path)?;
     let what = format!("run `{}`, {} checkpoints, {}", name_of(path), list(path)?.len(), bytes(size_of_folder(path)));
-    if !yes {
-        if !stdin().is_terminal() {
-            let message = "standard input is not a terminal; add `--yes` to delete without a prompt";
-            return Err(Error::config("runs delete", message));
-        }
-        write!(out, "Delete {what}? [y/N] ").and_then(|()| out.flush()).map_err(Error::stdout)?;
-        let mut answer = String::new();
-        stdin().lock().read_line(&mut answer).map_err(Error::io("read", "standard input"))?;
-        if !matches!(answer.trim(), "y" | "Y" | "yes") {
-            return writeln!(out, "kept").map_err(Error::stdout);
-        }
+    if !yes && !confirmed(&format!("Delete {what}?"), "runs delete", out)? {
+        return Ok(());
     }
     let reporter = Reporter::of("deleting");
     std::fs::remove_dir_all(path).map_err(Error::io("delete", path))?;
     drop((run, reporter));
     writeln!(out, "deleted {what}").map_err(Error::stdout)
+}
+
+/// Asks a question that only `yes` confirms. Without a terminal, it is an error of the flag or command `origin`.
+pub(super) fn confirmed(question: &str, origin: &str, out: &mut dyn Write) -> Result<bool> {
+    if !stdin().is_terminal() {
+        let message = "standard input is not a terminal; add `--yes` to skip the prompt";
+        return Err(Error::config(origin, message));
+    }
+    write!(out, "{question} [y/N] ").and_then(|()| out.flush()).map_err(Error::stdout)?;
+    let mut answer = String::new();
+    stdin().lock().read_line(&mut answer).map_err(Error::io("read", "standard input"))?;
+    let confirmed = matches!(answer.trim(), "y" | "Y" | "yes");
+    if !confirmed {
+        writeln!(out, "nothing was changed").map_err(Error::stdout)?;
+    }
+    Ok(confirmed)
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_match_the_calendar() {
+        for (seconds, expected) in [
+            (0, "1970-01-01 00:00"),
+            (951_782_400, "2000-02-29 00:00"),
+            (1_709_251_199, "2024-02-29 23:59"),
+            (1_795_132_799, "2026-11-19 23:59"),
+        ] {
+            assert_eq!(date(seconds), expected);
+        }
+    }
 }

@@ -1,4 +1,5 @@
-//! Downloads files from the Hugging Face Hub and verifies them, in the cache that Python's libraries also use.
+//! Downloads files from the Hugging Face Hub and verifies them, in the cache that Python's libraries also use; uploads
+//! models.
 //!
 //! Only a few known files of a model are downloaded, and no code. Every file is checked against the size and hash that
 //! the Hub announces, on download and on every use; a file that does not match is deleted. Pickled weights are
@@ -8,6 +9,7 @@ mod cache;
 mod client;
 mod connectivity;
 mod error;
+mod push;
 mod settings;
 
 use std::path::{Path, PathBuf};

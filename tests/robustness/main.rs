@@ -19,3 +19,4 @@ mod hub;
 mod malformed_files;
 mod output_escaping;
 mod parser_robustness;
+mod push;

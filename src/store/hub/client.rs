@@ -12,8 +12,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hf_hub::api::sync::{Api, ApiBuilder};
-use ureq::Body;
 use ureq::http::{Response, StatusCode, Uri, header};
+use ureq::{Agent, Body};
 
 use super::Repo;
 use super::cache::is_hex;
@@ -48,7 +48,33 @@ pub(super) struct Metadata {
     pub(super) size: u64,
 }
 
+/// The body of an upload.
+pub(super) enum Payload<'a> {
+    Text(&'a str),
+    File(&'a Path),
+}
+
 type Result<T, E = HubError> = std::result::Result<T, E>;
+
+/// Adds time limits to a configuration, and leaves redirects and statuses to the caller. A macro, because the builders of agents
+/// and requests share no public trait.
+macro_rules! limited {
+    ($client:expr, $url:expr, $config:expr) => {{
+        let timeout = Some($client.settings.timeout);
+        let config = ($config)
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .max_redirects_will_error(false)
+            .timeout_resolve(timeout)
+            .timeout_connect(timeout)
+            .timeout_recv_response(timeout)
+            .timeout_per_read(timeout)
+            .timeout_per_write(timeout);
+        // Do not use a proxy for this machine.
+        let is_local = ["http://127.0.0.1:", "http://localhost:"].iter().any(|local| $url.starts_with(local));
+        if is_local { config.proxy(None) } else { config }
+    }};
+}
 
 /// Sends requests to one endpoint.
 #[derive(Clone)]
@@ -178,9 +204,28 @@ impl Client {
 
     /// Sends a request with retries; returns a success or a redirect.
     fn send(&self, url: &str, range: Option<&str>, attempts: u32) -> Result<Response<Body>> {
+        self.retry(attempts, || self.send_once(url, range))
+    }
+
+    /// Sends `payload` with retries, and with the token if `url` is on the endpoint. Does not follow redirects.
+    pub(super) fn upload(
+        &self,
+        method: &str,
+        url: &str,
+        headers: &[(&str, &str)],
+        payload: &Payload<'_>,
+    ) -> Result<Response<Body>> {
+        let response = self.retry(ATTEMPTS, || self.upload_once(method, url, headers, payload))?;
+        if response.status().is_redirection() {
+            return Err(HubError::Refused("the server redirects the upload; check the model's name".into()));
+        }
+        Ok(response)
+    }
+
+    fn retry(&self, attempts: u32, send: impl Fn() -> Result<Response<Body>, ureq::Error>) -> Result<Response<Body>> {
         let mut attempt = 1;
         loop {
-            let failure = match self.send_once(url, range) {
+            let failure = match send() {
                 Err(error) => self.network(&error),
                 Ok(response) => match HubError::from_status(&response) {
                     None => return Ok(response),
@@ -204,22 +249,31 @@ impl Client {
         }
     }
 
-    fn send_once(&self, url: &str, range: Option<&str>) -> Result<Response<Body>, ureq::Error> {
-        let Settings { endpoint, timeout, .. } = &self.settings;
-        let timeout = Some(*timeout);
-        let any = hf_hub::Repo::model(String::new());
-        let mut config = (self.api.repo(any).info_request().uri(url).config())
-            .http_status_as_error(false)
-            .max_redirects(0)
-            .max_redirects_will_error(false)
-            .timeout_resolve(timeout)
-            .timeout_connect(timeout)
-            .timeout_recv_response(timeout)
-            .timeout_per_read(timeout);
-        // Do not use a proxy for this machine.
-        if ["http://127.0.0.1:", "http://localhost:"].iter().any(|local| url.starts_with(local)) {
-            config = config.proxy(None);
+    fn upload_once(
+        &self,
+        method: &str,
+        url: &str,
+        headers: &[(&str, &str)],
+        payload: &Payload<'_>,
+    ) -> Result<Response<Body>, ureq::Error> {
+        let agent = Agent::new_with_config(limited!(self, url, Agent::config_builder()).build());
+        let mut request = if method == "PUT" { agent.put(url) } else { agent.post(url) };
+        for (name, value) in headers {
+            request = request.header(*name, *value);
         }
+        if let Some(token) = self.settings.token.as_ref().filter(|_| same_origin(url, &self.settings.endpoint)) {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+        }
+        match payload {
+            Payload::Text(text) => request.send(*text),
+            Payload::File(path) => request.send(File::open(path)?),
+        }
+    }
+
+    fn send_once(&self, url: &str, range: Option<&str>) -> Result<Response<Body>, ureq::Error> {
+        let endpoint = &self.settings.endpoint;
+        let any = hf_hub::Repo::model(String::new());
+        let config = limited!(self, url, self.api.repo(any).info_request().uri(url).config());
         // Sizes and hashes refer to the uncompressed file.
         let mut request = config.build().header(header::ACCEPT_ENCODING, "identity");
         if let Some(range) = range {
@@ -306,6 +360,11 @@ fn origin(url: &str) -> Option<(String, String, u16)> {
 
 fn same_origin(a: &str, b: &str) -> bool {
     origin(a).is_some() && origin(a) == origin(b)
+}
+
+/// Whether contents may be sent to `url`, which the endpoint has named.
+pub(super) fn is_trusted(url: &str, endpoint: &str) -> bool {
+    same_origin(url, endpoint) || origin(url).is_some_and(|(scheme, ..)| scheme == "https")
 }
 
 /// Whether `target` is on a subdomain of `start`'s host, and equally secure.

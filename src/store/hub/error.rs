@@ -1,4 +1,4 @@
-//! Failures of downloads from the Hub, and advice for the user.
+//! Failures of transfers from and to the Hub, and advice for the user.
 
 use std::fmt;
 use std::io;
@@ -21,6 +21,8 @@ pub(super) enum HubError {
     Server(StatusCode),
     /// 401 or 403.
     Unauthorized(StatusCode),
+    /// 409 or 412: what should be created exists, or what should be changed has changed.
+    Conflict,
     NoSuchFile,
     NoSuchRepo,
     NoSuchRevision,
@@ -67,6 +69,7 @@ impl HubError {
             (_, Some("RepoNotFound")) => Some(Self::NoSuchRepo),
             (_, Some("RevisionNotFound")) => Some(Self::NoSuchRevision),
             (401 | 403, _) => Some(Self::Unauthorized(status)),
+            (409 | 412, _) => Some(Self::Conflict),
             (404 | 410, _) => Some(Self::NoSuchFile),
             (408 | 429 | 500.., _) => Some(Self::Server(status)),
             _ => Some(Self::Refused(format!("the server answers {status}"))),
@@ -152,6 +155,7 @@ impl fmt::Display for HubError {
             Self::Network(what) => write!(f, "no usable connection ({what})"),
             Self::Server(status) => write!(f, "the server keeps answering {status}"),
             Self::Unauthorized(status) => write!(f, "the server denies access ({status})"),
+            Self::Conflict => f.write_str("the server reports a conflict"),
             Self::NoSuchFile => f.write_str("the server has no such file"),
             Self::NoSuchRepo => f.write_str("the server has no such repository"),
             Self::NoSuchRevision => f.write_str("the repository has no such revision"),

@@ -1,0 +1,247 @@
+//! Uploads to a local server that speaks the Hub's protocol, and to one that fails.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use crate::common::cli_fixture::CliFixture;
+use base64::Engine as _;
+use serde_json::{Value, json};
+use sha2::Digest as _;
+
+const TOKEN: &str = "hf_geheim";
+
+#[derive(Default)]
+struct State {
+    address: String,
+    /// Names of models that exist.
+    models: Vec<String>,
+    /// The contents of Git LFS by their SHA-256.
+    objects: BTreeMap<String, Vec<u8>>,
+    /// The files of the last commit.
+    committed: BTreeMap<String, Vec<u8>>,
+    /// Method and path of each request, with `+token` if the token came along.
+    log: Vec<String>,
+    /// Statuses of the next requests whose path contains the text; `drop` closes the connection in the middle.
+    faults: Vec<(&'static str, &'static str)>,
+}
+
+struct Server(Arc<Mutex<State>>);
+
+impl Server {
+    fn start() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let state = Arc::new(Mutex::new(State { address, ..State::default() }));
+        let shared = state.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let state = shared.clone();
+                // A client that hangs up is one of the cases.
+                std::thread::spawn(move || drop(answer(&stream.unwrap(), &state)));
+            }
+        });
+        Self(state)
+    }
+
+    fn fault(&self, path: &'static str, fault: &'static str) {
+        self.0.lock().unwrap().faults.push((path, fault));
+    }
+
+    fn requests(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap().log)
+    }
+
+    fn committed(&self) -> BTreeMap<String, Vec<u8>> {
+        self.0.lock().unwrap().committed.clone()
+    }
+
+    /// The exit code and the output of `finetune LINE`.
+    fn finetune(&self, fixture: &CliFixture, line: &str, token: &str) -> (i32, String) {
+        let mut command = fixture.command(line);
+        command.env("HF_HUB_OFFLINE", "0").env("HF_ENDPOINT", &self.0.lock().unwrap().address).env("HF_TOKEN", token);
+        let output = command.output().unwrap();
+        let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap()).concat();
+        assert!(!said.contains(TOKEN), "the token is printed: {said}");
+        (output.status.code().unwrap(), said)
+    }
+}
+
+fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
+    let mut reader = BufReader::new(stream);
+    let (mut head, mut line) = (Vec::new(), String::new());
+    while reader.read_line(&mut line)? > 2 {
+        head.push(std::mem::take(&mut line));
+    }
+    let first: Vec<&str> = head[0].split(' ').collect();
+    let (method, path) = (first[0], first[1]);
+    let header = |name: &str| {
+        head.iter()
+            .find_map(|line| line.to_ascii_lowercase().starts_with(name).then(|| line[name.len()..].trim().to_owned()))
+    };
+    let token = if header("authorization: bearer ").is_some() { "+token" } else { "" };
+    let length: usize = header("content-length: ").map_or(0, |length| length.parse().unwrap());
+    let fault = {
+        let mut state = state.lock().unwrap();
+        state.log.push(format!("{method} {path}{token}"));
+        let at = state.faults.iter().position(|(part, _)| path.contains(part));
+        at.map(|at| state.faults.remove(at).1)
+    };
+    let mut body = vec![0; if fault == Some("drop") { length / 2 } else { length }];
+    reader.read_exact(&mut body)?;
+    let (status, text) = match fault {
+        Some("drop") => return Ok(()),
+        Some(status) => (status, String::new()),
+        None => respond(method, path, &body, &mut state.lock().unwrap()),
+    };
+    let mut out = stream;
+    write!(out, "HTTP/1.1 {status}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{text}", text.len())
+}
+
+fn respond(method: &str, path: &str, body: &[u8], state: &mut State) -> (&'static str, String) {
+    let json = || serde_json::from_slice::<Value>(body).unwrap();
+    let sha256 =
+        |bytes: &[u8]| sha2::Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    match (method, path) {
+        ("POST", "/api/repos/create") => {
+            let model = format!("{}/{}", json()["organization"].as_str().unwrap(), json()["name"].as_str().unwrap());
+            if state.models.contains(&model) {
+                return ("409 Conflict", String::new());
+            }
+            state.models.push(model);
+            ("200 OK", json!({ "url": "u" }).to_string())
+        }
+        ("POST", "/api/models/me/mine/preupload/main") => {
+            let mode = |file: &Value| {
+                let start = base64::engine::general_purpose::STANDARD.decode(file["sample"].as_str().unwrap()).unwrap();
+                assert!(start.len() as u64 <= file["size"].as_u64().unwrap() && start.len() <= 512);
+                let name = file["path"].as_str().unwrap();
+                let mode = if name.ends_with(".safetensors") || name.ends_with(".gguf") { "lfs" } else { "regular" };
+                json!({ "path": name, "uploadMode": mode })
+            };
+            let files: Vec<Value> = json()["files"].as_array().unwrap().iter().map(mode).collect();
+            ("200 OK", json!({ "files": files }).to_string())
+        }
+        ("POST", "/me/mine.git/info/lfs/objects/batch") => {
+            assert_eq!(json()["operation"], "upload");
+            let object = |object: &Value| {
+                let oid = object["oid"].as_str().unwrap();
+                let mut answer = object.clone();
+                if !state.objects.contains_key(oid) {
+                    let href = |what: &str| format!("{}/{what}/{oid}", state.address);
+                    answer["actions"] = json!({
+                        "upload": { "href": href("storage"), "header": { "x-signed": "yes" } },
+                        "verify": { "href": href("verify") },
+                    });
+                }
+                answer
+            };
+            let objects: Vec<Value> = json()["objects"].as_array().unwrap().iter().map(object).collect();
+            ("200 OK", json!({ "objects": objects }).to_string())
+        }
+        ("PUT", path) if path.starts_with("/storage/") => {
+            assert_eq!(path, format!("/storage/{}", sha256(body)));
+            state.objects.insert(sha256(body), body.to_vec());
+            ("200 OK", String::new())
+        }
+        ("POST", path) if path.starts_with("/verify/") => {
+            assert_eq!(state.objects[json()["oid"].as_str().unwrap()].len() as u64, json()["size"].as_u64().unwrap());
+            ("200 OK", String::new())
+        }
+        ("POST", "/api/models/me/mine/commit/main") => {
+            let lines = body.split(|byte| *byte == b'\n').map(|line| serde_json::from_slice::<Value>(line).unwrap());
+            for line in lines {
+                let value = &line["value"];
+                let name = value["path"].as_str().unwrap_or_default().to_owned();
+                match line["key"].as_str().unwrap() {
+                    "header" => assert!(!value["summary"].as_str().unwrap().is_empty()),
+                    "lfsFile" => {
+                        let content = state.objects[value["oid"].as_str().unwrap()].clone();
+                        state.committed.insert(name, content);
+                    }
+                    "file" => {
+                        let content = value["content"].as_str().unwrap();
+                        let content = base64::engine::general_purpose::STANDARD.decode(content).unwrap();
+                        state.committed.insert(name, content);
+                    }
+                    other => panic!("{other}"),
+                }
+            }
+            ("200 OK", json!({ "commitUrl": "c" }).to_string())
+        }
+        _ => ("404 Not Found", String::new()),
+    }
+}
+
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+    entries.map(|entry| (entry.file_name().into_string().unwrap(), fs::read(entry.path()).unwrap())).collect()
+}
+
+#[test]
+fn a_model_is_uploaded_with_a_card_and_overwritten_only_with_consent() {
+    let (server, fixture) = (Server::start(), CliFixture::new());
+    let (code, said) = server.finetune(&fixture, "export model out --push me/mine", TOKEN);
+    assert_eq!(code, 0, "{said}");
+    assert!(said.contains("/me/mine\n"), "{said}");
+    assert_eq!(server.committed(), files(&fixture.path("out")));
+    let card = String::from_utf8(server.committed()["README.md"].clone()).unwrap();
+    assert!(card.starts_with("---\nlibrary_name: transformers\n") && card.contains("# me/mine\n"), "{card}");
+    let requests = server.requests();
+    assert!(requests.iter().all(|request| request.ends_with("+token")), "{requests:?}");
+
+    // It exists now.
+    server.0.lock().unwrap().committed.clear();
+    let (code, said) = server.finetune(&fixture, "export model again --push me/mine", TOKEN);
+    assert!(code == 2 && said.contains("add `--yes`"), "{said}");
+    assert!(server.committed().is_empty());
+    server.requests();
+    let (code, said) = server.finetune(&fixture, "export model again --push me/mine --yes", TOKEN);
+    assert_eq!(code, 0, "{said}");
+    assert!(server.committed().contains_key("model.safetensors"));
+    // The server had the contents.
+    assert!(!server.requests().iter().any(|request| request.starts_with("PUT")));
+}
+
+#[test]
+fn an_interrupted_upload_is_repeated_and_continued() {
+    let (server, fixture) = (Server::start(), CliFixture::new());
+    server.fault("/storage/", "drop");
+    server.fault("/commit/", "503 Service Unavailable");
+    let (code, said) = server.finetune(&fixture, "export model model.gguf --push me/mine", TOKEN);
+    assert_eq!(code, 0, "{said}");
+    assert_eq!(
+        server.committed(),
+        BTreeMap::from([("model.gguf".to_owned(), fs::read(fixture.path("model.gguf")).unwrap())])
+    );
+    assert_eq!(server.requests().iter().filter(|request| request.starts_with("PUT")).count(), 2);
+}
+
+#[test]
+fn refusals_name_the_cause_and_change_nothing() {
+    let (server, fixture) = (Server::start(), CliFixture::new());
+    for (path, status, expected) in [
+        ("/create", "401 Unauthorized", "set `HF_TOKEN` to a token that may write"),
+        ("/preupload/", "403 Forbidden", "set `HF_TOKEN` to a token that may write"),
+        ("/objects/batch", "400 Bad Request", "the server answers 400"),
+        ("/commit/", "412 Precondition Failed", "the model was changed at the same time"),
+        ("/commit/", "409 Conflict", "the model was changed at the same time"),
+    ] {
+        server.fault(path, status);
+        let line = format!("export model out{} --push me/mine --yes", fs::read_dir(fixture.folder()).unwrap().count());
+        let (code, said) = server.finetune(&fixture, &line, TOKEN);
+        assert!(code == 1 && said.contains(expected), "{path} {status}: {code} {said}");
+        assert!(server.committed().is_empty());
+    }
+    for (line, token, expected) in [
+        ("export model out --push me/mine", "", "needs a token"),
+        ("export model out --push mine", TOKEN, "write the model as `owner/name`"),
+        ("export model out --push ../x", TOKEN, "is neither a local folder nor a name"),
+    ] {
+        let (code, said) = server.finetune(&fixture, line, token);
+        assert!(code == 2 && said.contains(expected), "{line}: {said}");
+    }
+}

@@ -10,6 +10,7 @@ mod doctor;
 mod eval;
 mod export;
 mod export_metrics;
+mod find_lr;
 mod flags;
 mod fp16_check;
 mod generate;
@@ -36,12 +37,14 @@ use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::isa::{ISA_VARIABLE, Isa};
 #[cfg(feature = "cuda")]
 use crate::engine::preflight;
+use crate::settings::{integer, number};
 use crate::telemetry::FinishReason;
 use crate::untrusted::{SanitizingWriter, sanitize_block, subprocess};
 use crate::{Error, Result};
-use clap::error::ContextKind;
+use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use flags::ConfigArgs;
+use std::ffi::OsString;
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -139,6 +142,43 @@ pub fn definition() -> clap::Command {
     with_numbers(Cli::command())
 }
 
+/// Parses the command line. Where clap reads a number itself, `2^24`, `1/3` and `6e-8` are numbers too, as in settings.
+fn parse(mut words: Vec<OsString>) -> Result<Cli, clap::Error> {
+    let mut refused: Option<(String, clap::Error)> = None;
+    loop {
+        let parsed = definition().try_get_matches_from(&words).and_then(|matches| Cli::from_arg_matches(&matches));
+        let error = match parsed {
+            Ok(cli) => return Ok(cli),
+            Err(error) => error,
+        };
+        let text = match error.get(ContextKind::InvalidValue) {
+            Some(ContextValue::String(text)) => text.clone(),
+            _ => return Err(error),
+        };
+        // Not a value in digits either: name the one that was typed.
+        if let Some((digits, first)) = refused.take()
+            && digits == text
+        {
+            return Err(first);
+        }
+        let Some(digits) = in_digits(&text) else { return Err(error) };
+        for word in &mut words {
+            let typed = word.to_string_lossy();
+            if let Some(start) = typed.strip_suffix(&text).filter(|start| start.is_empty() || start.ends_with('=')) {
+                *word = format!("{start}{digits}").into();
+            }
+        }
+        refused = Some((digits, error));
+    }
+}
+
+/// A number with a power, a fraction or an exponent in digits alone.
+fn in_digits(text: &str) -> Option<String> {
+    let number = number(text).ok().filter(|number| number.is_finite())?;
+    let digits = integer(text).map_or_else(|_| number.to_string(), |whole| whole.to_string());
+    (digits != text).then_some(digits)
+}
+
 /// Parses and executes the command line. Returns the exit code: 0 done, 1 failure, 2 usage or configuration, 3 diverged, 130
 /// interrupted after a save.
 pub fn main() -> ExitCode {
@@ -156,8 +196,7 @@ pub fn main() -> ExitCode {
         subprocess::register_executable(&program);
     }
     let group = processes::init();
-    let parsed = definition().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
-    let cli = match parsed {
+    let cli = match parse(std::env::args_os().collect()) {
         Ok(cli) => cli,
         Err(mut error) => {
             if group.is_ok_and(|group| !group.is_leader()) {

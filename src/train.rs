@@ -37,5 +37,5 @@ pub use setup::{
     prompts, rows, whole_text,
 };
 pub use state::{Counters, TrainState};
-pub use trainer::{Heartbeat, RunEnd, RunStart, Trainer};
+pub use trainer::{Heartbeat, LrRangeTest, RunEnd, RunStart, Trainer};
 pub use verify::{ResumeCheck, verify_resume};

@@ -6,6 +6,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 /// underscores, and what replaces them here.
 const FLAGS: &[(&str, &str)] = &[
     ("model_name_or_path model_name base_model", "`--model` names the model"),
+    ("model hf_path", "name the model without a flag: `finetune generate MODEL`"),
     ("dataset dataset_name datasets train_file", "`--data` names the training text"),
     (
         "val_set_size test_size validation_file",
@@ -48,7 +49,7 @@ const FLAGS: &[(&str, &str)] = &[
         "report_to wandb wandb_project logging_dir",
         "every run has a log: `finetune watch`, `finetune export-metrics`, and `--set telemetry.tensorboard=true`",
     ),
-    ("push_to_hub push_model hub_model_id", "`finetune export RUN FOLDER` writes a folder for `hf upload`"),
+    ("push_to_hub push_model hub_model_id", "`finetune export RUN --push OWNER/NAME` uploads a model"),
     (
         "gradient_checkpointing use_gradient_checkpointing grad_checkpoint",
         "`--set train.recompute=block` keeps only the input of each block",
@@ -68,7 +69,30 @@ const FLAGS: &[(&str, &str)] = &[
 
 /// Commands of other programs, and what replaces them here.
 const COMMANDS: &[(&str, &str)] = &[
-    ("train run fit sft", "`finetune` without a command trains; use the same flags"),
+    ("train run fit sft pt", "`finetune` without a command trains; use the same flags"),
+    ("lora qlora", "`finetune --lora 16` trains adapters; use the same flags"),
+    (
+        "dpo kto orpo simpo grpo rloo ppo reward",
+        "`--objective` names the training signal: `finetune --objective dpo --data pairs.jsonl`",
+    ),
+    (
+        "preprocess prepare tokenize",
+        "training tokenizes its data; `finetune data show` prints a sample as the model sees it",
+    ),
+    ("merge-lora merge_lora fuse", "`finetune merge RUN FOLDER` merges adapters into their base model"),
+    (
+        "convert quantize save gguf",
+        "`finetune export RUN OUT` writes a folder, GGUF or ONNX; `--dtype q4_k` quantizes a GGUF file",
+    ),
+    (
+        "serve server api webui webchat vllm-serve vllm_serve",
+        "`finetune chat RUN` chats in the terminal; `finetune export RUN model.gguf` writes a file for a server",
+    ),
+    ("env info", "`finetune doctor` shows the capabilities of this machine"),
+    (
+        "upload push fetch download",
+        "`finetune export RUN --push OWNER/NAME` uploads a model; `--model OWNER/NAME` downloads one",
+    ),
     ("resume continue", "`finetune --resume` continues the newest run, `--resume NAME` another"),
     (
         "delete rm remove",
@@ -78,7 +102,7 @@ const COMMANDS: &[(&str, &str)] = &[
     ("version", "`finetune --version` prints the version"),
     ("list ls", "`finetune runs` lists the runs"),
     ("test evaluate", "`finetune eval MODEL` evaluates a model on a text"),
-    ("sample predict infer", "`finetune generate MODEL` generates text"),
+    ("sample predict infer inference", "`finetune generate MODEL` generates text, `finetune chat MODEL` answers"),
 ];
 
 /// A tip for a usage error.
@@ -88,10 +112,14 @@ pub(super) fn suggestion(error: &clap::Error) -> Option<&'static str> {
         _ => "",
     };
     let flag = typed(ContextKind::InvalidArg).trim_start_matches('-').replace('-', "_");
+    let command = typed(ContextKind::InvalidSubcommand);
+    let is_config = [".yml", ".yaml", ".toml", ".json"].iter().any(|ending| command.ends_with(ending));
     let digits = error.kind() == ErrorKind::ValueValidation && error.to_string().contains("invalid digit");
     find(FLAGS, &flag)
-        .or_else(|| find(COMMANDS, typed(ContextKind::InvalidSubcommand)))
-        .or(digits.then_some("write a whole number in digits, without a unit or an exponent, such as 1000"))
+        .or_else(|| find(COMMANDS, command))
+        .or(is_config
+            .then_some("`--config FILE` reads settings from a TOML file; `finetune config --explain` prints one"))
+        .or(digits.then_some("write a whole number without a unit, such as 1000 or 2^10"))
 }
 
 /// The tip for a name in a table.
@@ -132,6 +160,82 @@ mod tests {
              lora_target lora_rank cutoff_len save_total_limit",
         ),
     ];
+
+    /// The commonest commands of other trainers, typed after `finetune` instead of their program's name.
+    const COMMANDS_OF_OTHERS: [(&str, &[&str]); 4] = [
+        (
+            "TRL",
+            &[
+                "sft --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name stanfordnlp/imdb --output_dir out",
+                "sft --config sft.yaml",
+                "dpo --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/ultrafeedback_binarized",
+                "kto --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/kto-mix-14k",
+                "grpo --model_name_or_path Qwen/Qwen2.5-0.5B",
+                "reward --model_name_or_path Qwen/Qwen2.5-0.5B",
+                "rloo --config rloo.yaml",
+                "vllm-serve --model Qwen/Qwen2.5-0.5B",
+                "env",
+                "chat --model_name_or_path Qwen/Qwen2.5-0.5B",
+            ],
+        ),
+        (
+            "axolotl",
+            &[
+                "train config.yml",
+                "config.yml",
+                "preprocess config.yml",
+                "fetch examples",
+                "inference config.yml --lora-model-dir out",
+                "merge-lora config.yml --lora-model-dir out",
+                "evaluate config.yml",
+                "quantize config.yml",
+                "vllm-serve config.yml",
+                "train config.yml --learning-rate 1e-4 --micro-batch-size 2",
+            ],
+        ),
+        (
+            "LLaMA-Factory",
+            &[
+                "train examples/train_lora/llama3_lora_sft.yaml",
+                "chat examples/inference/llama3_lora_sft.yaml",
+                "export examples/merge_lora/llama3_lora_sft.yaml",
+                "api examples/inference/llama3_lora_sft.yaml",
+                "webui",
+                "webchat examples/inference/llama3.yaml",
+                "eval examples/inference/llama3.yaml",
+                "env",
+                "version",
+                "train --stage sft --do_train --model_name_or_path m --dataset d --template qwen --finetuning_type lora",
+            ],
+        ),
+        (
+            "mlx-lm",
+            &[
+                "lora --model mistralai/Mistral-7B-v0.1 --train --data data --iters 600",
+                "lora --model m --adapter-path adapters --data data --test",
+                "generate --model m --adapter-path adapters --prompt hello",
+                "generate --model m --prompt hello --max-tokens 100 --temp 0.5",
+                "chat --model m",
+                "fuse --model m --adapter-path adapters",
+                "fuse --model m --export-gguf",
+                "convert --hf-path m -q --upload-repo o/n",
+                "server --model m --port 8080",
+                "evaluate --model m --tasks arc_easy",
+            ],
+        ),
+    ];
+
+    #[test]
+    fn common_commands_of_other_trainers_work_or_have_a_tip() {
+        for (trainer, commands) in COMMANDS_OF_OTHERS {
+            for line in commands {
+                let words = std::iter::once("finetune").chain(line.split_whitespace());
+                let Err(error) = definition().try_get_matches_from(words) else { continue };
+                let unknown = [ErrorKind::UnknownArgument, ErrorKind::InvalidSubcommand].contains(&error.kind());
+                assert!(!unknown || suggestion(&error).is_some(), "{trainer}: {line}: {error}");
+            }
+        }
+    }
 
     #[test]
     fn common_flags_of_other_trainers_work_or_have_a_tip() {

@@ -2,10 +2,10 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::notify::Notify;
-use crate::cli::processes;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{did_you_mean, run_or_path};
 use crate::cli::show::{ShowArgs, show};
+use crate::cli::{find_lr, processes};
 use crate::data::DataSource;
 use crate::engine::collective::ProcessGroup;
 use crate::screen::terminal::{SignalHandler, ignore_stop_signals};
@@ -43,6 +43,9 @@ pub(crate) struct TrainArgs {
     /// the event, the run's name and a sentence
     #[arg(long, value_name = "COMMAND", help_heading = "Along the way")]
     pub(crate) notify: Option<String>,
+    /// Show the loss of 100 steps at rising learning rates, and suggest a rate; nothing is saved
+    #[arg(long, conflicts_with = "resume", help_heading = "Training")]
+    pub(crate) find_lr: bool,
     /// How the run is shown.
     #[command(flatten)]
     pub(crate) show: ShowArgs,
@@ -81,6 +84,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         let folder = std::env::current_dir().ok().filter(|folder| folder.to_str().is_some());
         Config { folder, ..args.config.resolve()? }
     };
+    let config = if args.find_lr { config.for_range_test() } else { config };
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     if group.world_size() > 1 && config.sources()?.iter().any(|(source, _)| *source == DataSource::Stdin) {
         let message = "only one process can read standard input; use a file that all processes can read";
@@ -107,6 +111,10 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let checkpoint = checkpoint.map(|it| it.path().to_path_buf());
     RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
     trainer.check_consistency()?;
+    if args.find_lr {
+        pool.install(|| find_lr::run(&mut trainer, reporter))?;
+        return Ok(FinishReason::Done);
+    }
     let (run, warnings) = if let Some(resumed) = resumed {
         if resumed.checkpoint.is_none() {
             trainer.start_over();

@@ -12,6 +12,7 @@ use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, P
 use crate::settings::Heading::{Machine, Text, Training};
 pub use crate::settings::Interval;
 use crate::settings::{Kind, integer, number, settings};
+use crate::train::trainer::LrRangeTest;
 use crate::{Error, Result};
 use keys::{check_keys, known, leaves, merge, nested};
 pub use sections::ObjectiveSection;
@@ -283,6 +284,14 @@ impl Config {
     pub fn find(&self, text: &str) -> Result<DataSource> {
         let source: DataSource = text.parse()?;
         Ok(self.folder.iter().fold(source, |source, folder| source.or_in(folder)))
+    }
+
+    /// This configuration for a test of learning rates, which is short and begins with a loss scale that fits.
+    #[must_use]
+    pub fn for_range_test(mut self) -> Self {
+        (self.train.steps, self.train.epochs) = (Some(LrRangeTest::STEPS), None);
+        self.scaler.measure_first = true;
+        self
     }
 
     /// The share of the training text that is held out for validation; `None` if `val` names a text.

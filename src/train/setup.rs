@@ -360,12 +360,16 @@ pub fn rows(config: &Config, sets: &[(Dataset, f64)]) -> Result<(Mixture, Result
     let index =
         |tokens: &TokenSource, origin: &str| SequenceIndex::new(tokens.clone(), train.seq_len, train.packing, origin);
     let mix = |origin: &str, tokens: fn(&Dataset) -> &TokenSource, sets: &[(Dataset, f64)]| {
-        let names =
-            config.data.names().iter().map(|name| if one { origin.into() } else { format!("{name}: {origin}") });
-        let sets = sets.iter().zip(names);
-        Mixture::new(sets.map(|((set, share), name)| Ok((index(tokens(set), &name)?, *share))).collect::<Result<_>>()?)
+        let named = |name: &String| match (origin, one) {
+            ("", _) => name.clone(),
+            (_, true) => origin.to_owned(),
+            _ => format!("{name}: {origin}"),
+        };
+        let sets = sets.iter().zip(config.data.names());
+        let rows = sets.map(|((set, share), name)| Ok((index(tokens(set), &named(name))?, *share)));
+        Mixture::new(rows.collect::<Result<_>>()?)
     };
-    let training = mix("training data", |set| &set.train, sets)?;
+    let training = mix("", |set| &set.train, sets)?;
     let validation = match config.held_out()? {
         Some(0.0) => Ok(None),
         Some(_) if config.val.is_none() => {

@@ -1,11 +1,13 @@
 //! The training loop: reads batches, emits events, writes checkpoints, and serves commands and signals between steps.
 
 mod events;
+mod find_lr;
 mod processes;
 mod reference;
 mod rollouts;
 mod saving;
 
+pub use find_lr::LrRangeTest;
 use processes::ThroughputMeter;
 pub use processes::{Heartbeat, RunStart};
 

@@ -8,6 +8,7 @@ use std::process::{Child, Output, Stdio};
 use crate::common::checkpoint::names;
 use crate::common::cli_fixture::CliFixture;
 use crate::common::launch;
+use candle_core::Device;
 use candle_core::quantized::gguf_file;
 use finetune::data::grammar;
 use finetune::store::checkpoint::{CheckpointKind, list};
@@ -227,4 +228,44 @@ fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
     assert_eq!(fs::read_to_string(fixture.path("out/chat_template.jinja")).unwrap(), template);
     let out = "--model out --data chats.jsonl --seq-len 16 --batch-size 2 --packing --steps 6";
     assert!(fixture.said(&format!("verify-resume {out}")).starts_with("bit-identical"));
+}
+
+#[test]
+fn every_command_takes_numbers_with_powers_and_fractions() {
+    let fixture = CliFixture::new();
+    let generate = |more: &str| fixture.said(&format!("generate model --prompt so --seed 7 {more}"));
+    assert_eq!(generate("-n 2^3 --temperature 1/2"), generate("-n 8 --temperature 0.5"));
+    assert_eq!(generate("--max-tokens=8e0 --top-p 5e-1"), generate("--max-tokens=8 --top-p 0.5"));
+    let scaler = |steps: &str| fixture.said(&format!("lab scaler --steps {steps} --rate 1/100 --ascii --width 80"));
+    assert_eq!(scaler("2^9"), scaler("512"));
+    for (line, typed) in [("generate model -n 1/3", "'1/3'"), ("lab scaler --steps 2^-1", "'2^-1'")] {
+        let err = fixture.refused(line);
+        assert!(err.contains(typed), "{line}: {err}");
+    }
+}
+
+#[test]
+fn a_run_whose_forward_pass_overflows_from_the_start_ends_after_four_steps() {
+    let fixture = CliFixture::new();
+    let path = fixture.path("model/model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+    let (_, weight) = tensors.iter_mut().find(|(name, _)| name.ends_with("h.0.mlp.c_fc.weight")).unwrap();
+    // FP16 holds each of them, but not a product with a normalized row.
+    *weight = (weight.sign().unwrap() * 60_000.0).unwrap();
+    candle_core::safetensors::save(&tensors, &path).unwrap();
+    let (code, _, err) = fixture.output(&training("r", "--dtype fp16 --steps 40"));
+    assert_eq!((code, fixture.steps("r").len()), (Some(3), 4), "{err}");
+    assert!(err.contains("the forward pass overflows") && err.contains("--dtype bf16"), "{err}");
+}
+
+#[test]
+fn a_range_test_suggests_a_learning_rate_and_leaves_no_run() {
+    let fixture = CliFixture::new();
+    let out = fixture
+        .said(&training("r", "--find-lr --dtype fp32").replace("--seq-len 8 --batch-size 2", "--seq-len 32 -b 8"));
+    let rate = out.split("--lr ").nth(1).unwrap_or_else(|| panic!("{out}")).trim().parse::<f64>().unwrap();
+    assert!((1e-6..0.1).contains(&rate), "{out}");
+    assert!(out.contains("loss by learning rate"), "{out}");
+    assert!(!fixture.path("checkpoints").exists());
+    assert!(fixture.refused("--find-lr --resume").contains("--resume"));
 }

@@ -8,7 +8,7 @@ use finetune::telemetry::Event;
 /// A line that trains on `data`: 840 tokens of `text.txt` are 24 rows, or three steps per epoch.
 fn training(name: &str, data: &str) -> String {
     format!(
-        "--model model {data} --run {name} --dtype fp32 --seq-len 32 --batch-size 8 --threads 1 --plain \
+        "--model model {data} --run {name} --dtype fp32 --seq-len 32 --batch-size 8 --threads 1 --schedule constant --plain \
          --set train.sample_tokens=0 --set train.eval_batches=2"
     )
 }
@@ -39,7 +39,11 @@ fn validation_data_is_a_share_of_the_text_or_nothing() {
     assert!(data.ends_with("840 tokens to train on, 0 to validate"), "{data}");
     let (_, _, err) = fixture.output("--resume checkpoints/none --plain");
     assert!(err.contains("nothing is left to do"), "{err}");
-    assert!(fixture.said("data stats --model model --data text.txt --val none").contains("validation        none"));
+    assert!(
+        fixture
+            .said("data stats --model model --seq-len 32 --data text.txt --val none")
+            .contains("validation        none")
+    );
     assert!(fixture.refused("eval checkpoints/none").contains("has no validation text"));
     for (wrong, expected) in [
         ("--val 0%", "is not between 0% and 100%"),
@@ -58,8 +62,8 @@ fn several_data_sets_are_mixed_and_a_killed_run_resumes_with_the_same_bits() {
     fixture.write("a=0.7", "other words, in a file whose name ends like a weight; ".repeat(30));
     fixture.write("rows.jsonl", "{\"prompt\": \"one\", \"completion\": \" and two\"}\n".repeat(30));
     let mixture = "--data text.txt=3 --data a=0.7=2 --data rows.jsonl=1";
-    fixture.said(&training("whole", &format!("{mixture} --steps 9 --save-every 100")));
-    fixture.said(&training("parts", &format!("{mixture} --steps 4 --save-every 100")));
+    fixture.said(&training("whole", &format!("{mixture} --steps 9 --warmup-steps 0 --save-every 100")));
+    fixture.said(&training("parts", &format!("{mixture} --steps 4 --warmup-steps 0 --save-every 100")));
     fixture.said("--resume checkpoints/parts --steps 9 --plain");
     let masters = |run: &str| fs::read(fixture.newest(run).join("master.safetensors")).unwrap();
     assert!(masters("whole") == masters("parts"));
@@ -85,7 +89,7 @@ fn a_data_set_alone_is_not_changed_by_its_weight() {
 fn the_data_commands_describe_every_set() {
     let fixture = CliFixture::new();
     fixture.write("rows.jsonl", "{\"prompt\": \"one\", \"completion\": \" and two\"}\n".repeat(30));
-    let data = "--model model --data text.txt=1 --data rows.jsonl=3";
+    let data = "--model model --seq-len 32 --data text.txt=1 --data rows.jsonl=3";
     let stats = fixture.said(&format!("data stats {data}"));
     assert!(stats.contains("text.txt: 25.0 % of the tokens\n") && stats.contains("rows.jsonl: 75.0 %"), "{stats}");
     assert_eq!(stats.matches("steps per epoch").count(), 1, "{stats}");

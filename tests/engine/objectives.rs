@@ -18,7 +18,7 @@ use finetune::precision::{GradScaler, OnOverflow, PrecisionPolicy};
 use finetune::store::checkpoint::compare;
 use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{
-    Completion, Config, Interval, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps, ReferenceModel,
+    Completion, Config, DataSets, Interval, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps, ReferenceModel,
     RolloutRecord, Split, TrainEngine, advantages, completion_loss, pair_loss,
 };
 use serde::Deserialize;
@@ -389,7 +389,8 @@ fn the_base_of_adapters_is_their_reference() {
 
 /// Four steps of three pairs of the built-in data.
 fn dpo_run(lora: bool) -> Config {
-    let mut config = Config { data: "preferences".into(), dtype: PrecisionPolicy::FP16, ..Config::default() };
+    let mut config =
+        Config { data: DataSets::One("preferences".into()), dtype: PrecisionPolicy::FP16, ..Config::default() };
     let train = &mut config.train;
     (train.batch_size, train.grad_accum, train.seq_len, train.steps) = (1, 3, 96, Some(4));
     (train.eval_every, train.eval_batches, train.sample_tokens) = (Interval::Steps(2), 3, 0);

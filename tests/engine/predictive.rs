@@ -15,7 +15,7 @@ use finetune::precision::ScalerMode;
 use finetune::random::{Domain, Stream};
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Activity, Emitter, Event, ScaleCause, StepStatus};
-use finetune::train::{Config, ConfigLayers, TrainState, Trainer, verify_resume};
+use finetune::train::{Config, ConfigLayers, DataSets, TrainState, Trainer, verify_resume};
 
 /// The figures of a run.
 #[derive(Debug, Default)]
@@ -151,7 +151,7 @@ fn tiny_on_grammar() {
 #[ignore = "minutes; .ci/full runs it"]
 fn tiny_on_grammar_with_spikes() {
     let folder = tempfile::tempdir().unwrap();
-    let config = Config { data: spiked(folder.path(), 150), ..tiny() };
+    let config = Config { data: DataSets::One(spiked(folder.path(), 150)), ..tiny() };
     assert_predicted(&compare("`tiny`, grammar with noise", &config, 600));
 }
 

@@ -12,7 +12,7 @@ use finetune::engine::optim::MasterWeights;
 use finetune::precision::{PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, latest_valid};
 use finetune::telemetry::{Activity, Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
-use finetune::train::{Config, ConfigLayers, SetupEvent, TrainState, Trainer, engine, verify_resume};
+use finetune::train::{Config, ConfigLayers, DataSets, SetupEvent, TrainState, Trainer, engine, verify_resume};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -98,7 +98,7 @@ fn asking_for_an_evaluation_moves_neither_the_best_nor_early_stopping() {
 fn an_epoch_is_counted_in_samples() {
     let folder = tempfile::tempdir().unwrap();
     let mut settings = config(PrecisionPolicy::FP32, 40);
-    settings.data = prompts(folder.path(), "abc");
+    settings.data = DataSets::One(prompts(folder.path(), "abc"));
     let (_, events, _) = run(settings, None);
     let last = steps(&events).last().unwrap();
     // Nine tenths of 400 samples train, 4 a step.
@@ -111,12 +111,13 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     let folder = tempfile::tempdir().unwrap();
     let mut settings = config(PrecisionPolicy::FP16, 12);
     (settings.train.batch_size, settings.train.grad_accum, settings.train.seq_len) = (1, 1, 8);
-    settings.data = prompts(folder.path(), &"long ".repeat(8));
+    settings.data = DataSets::One(prompts(folder.path(), &"long ".repeat(8)));
     let message =
         Trainer::new(Arc::new(SingleProcess), settings.clone(), None, &mut |_| ()).map(drop).unwrap_err().to_string();
     assert!(message.contains("no loss tokens: 360 of 360 samples are longer"), "{message}");
-    let text = std::fs::read_to_string(&settings.data).unwrap();
-    std::fs::write(&settings.data, text + &"{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(400)).unwrap();
+    let path = &settings.data.names()[0];
+    let text = std::fs::read_to_string(path).unwrap();
+    std::fs::write(path, text + &"{\"prompt\": \"a\", \"completion\": \"b\"}\n".repeat(400)).unwrap();
     let mut told = Vec::new();
     Trainer::new(Arc::new(SingleProcess), settings.clone(), None, &mut |event| {
         if let SetupEvent::Preview(preview) = event {

@@ -49,7 +49,7 @@ const FLAGS: &[(&str, &str)] = &[
         "report_to wandb wandb_project logging_dir",
         "every run has a log: `finetune watch`, `finetune export-metrics`, and `--set telemetry.tensorboard=true`",
     ),
-    ("push_to_hub push_model hub_model_id", "`finetune export RUN --push OWNER/NAME` uploads a model"),
+    ("push_to_hub push_model hub_model_id", "`finetune export RUN FOLDER --push OWNER/NAME` uploads a model"),
     (
         "gradient_checkpointing use_gradient_checkpointing grad_checkpoint",
         "`--set train.recompute=block` keeps only the input of each block",
@@ -91,7 +91,7 @@ const COMMANDS: &[(&str, &str)] = &[
     ("env info", "`finetune doctor` shows the capabilities of this machine"),
     (
         "upload push fetch download",
-        "`finetune export RUN --push OWNER/NAME` uploads a model; `--model OWNER/NAME` downloads one",
+        "`finetune export RUN FOLDER --push OWNER/NAME` uploads a model; `--model OWNER/NAME` downloads one",
     ),
     ("resume continue", "`finetune --resume` continues the newest run, `--resume NAME` another"),
     (

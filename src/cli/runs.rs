@@ -187,10 +187,6 @@ pub(super) fn confirmed(question: &str, origin: &str, out: &mut dyn Write) -> Re
     Ok(confirmed)
 }
 
-fn name_of(path: &Path) -> String {
-    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -18,8 +18,8 @@ use finetune::precision::{GradScaler, OnOverflow, PrecisionPolicy};
 use finetune::store::checkpoint::compare;
 use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{
-    Completion, Config, DataSets, Interval, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps, ReferenceModel,
-    RolloutRecord, Split, TrainEngine, advantages, completion_loss, pair_loss,
+    Completion, Config, DataSets, Interval, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps,
+    ReferenceModel, RolloutRecord, Split, TrainEngine, advantages, completion_loss, pair_loss,
 };
 use serde::Deserialize;
 use std::collections::{BTreeMap, HashMap};
@@ -536,8 +536,8 @@ fn grpo_agrees_with_pytorch() {
 /// Four steps of three prompts with three completions each.
 fn grpo_run(iterations: usize, beta: f64) -> Config {
     let mut config = dpo_run(false);
-    (config.data, config.train.seq_len) = ("sums".into(), 40);
-    (config.dropout.residual, config.checkpoint.save_every) = (0.0, 1);
+    (config.data, config.train.seq_len) = (DataSets::One("sums".into()), 40);
+    (config.dropout.residual, config.checkpoint.save_every) = (0.0, Interval::Steps(1));
     let objective = &mut config.objective;
     (objective.kind, objective.beta, objective.reward) = (ObjectiveKind::Grpo, Some(beta), Some("regex:[a-z]".into()));
     (objective.num_generations, objective.max_completion_length, objective.num_iterations) = (3, 6, iterations);

@@ -27,9 +27,9 @@ mod runs;
 mod show;
 mod suggestions;
 mod train;
+mod verify;
 #[cfg(feature = "mpi")]
 mod verify_distributed;
-mod verify_resume;
 mod watch;
 
 use crate::data::{parquet_rows, template_sandbox};
@@ -100,8 +100,9 @@ enum Command {
     Report(report::ReportArgs),
     /// Compare runs: settings, losses, loss scale, overflows; with several seeds, also the significance of differences
     Compare(compare::CompareArgs),
-    /// Verify on this machine that a checkpoint resumes bit for bit
-    VerifyResume(Box<verify_resume::VerifyResumeArgs>),
+    /// Verify a run: repeat its steps from a checkpoint with any number of threads, and compare every bit
+    #[command(alias = "verify-resume")]
+    Verify(Box<verify::VerifyArgs>),
     /// Verify on this machine that results do not depend on the number of processes
     #[cfg(feature = "mpi")]
     VerifyDistributed(Box<verify_distributed::VerifyDistributedArgs>),
@@ -240,6 +241,13 @@ pub fn main() -> ExitCode {
 
 fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
     Isa::pinned().map_err(|message| Error::config(ISA_VARIABLE, message))?;
+    if !group.is_leader() {
+        // Only the leader runs commands that do not train.
+        return match cli.command {
+            None | Some(Command::Verify(_)) => train::run_worker(group).map(|()| ExitCode::SUCCESS),
+            Some(_) => Ok(ExitCode::SUCCESS),
+        };
+    }
     let Some(command) = cli.command else {
         return Ok(match train::run(&cli.train, group)? {
             FinishReason::Done | FinishReason::EarlyStopped => ExitCode::SUCCESS,
@@ -248,10 +256,6 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
             FinishReason::Diverged => ExitCode::from(3),
         });
     };
-    if !group.is_leader() {
-        // Only the leader runs commands other than training.
-        return Ok(ExitCode::SUCCESS);
-    }
     let out = &mut SanitizingWriter::new(stdout());
     match command {
         Command::Generate(args) => done(args.model.on_threads(|| generate::run(&args, &mut on_terminal()))),
@@ -278,7 +282,7 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
         Command::Bench(args) => bench::run(&args, out),
         Command::Runs(args) => done(runs::run(&args, out)),
         Command::Checkpoint(args) => checkpoint::run(&args, out),
-        Command::VerifyResume(args) => verify_resume::run(&args, out),
+        Command::Verify(args) => verify::run(&args, group, out),
         #[cfg(feature = "mpi")]
         Command::VerifyDistributed(args) => verify_distributed::run(&args, out),
         Command::Watch(args) => done(watch::run(&args)),

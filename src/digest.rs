@@ -1,7 +1,8 @@
 //! The size and SHA-256 of files and streams, for manifests and downloads; and reading of whole files with a size limit.
 
 use std::fmt::Write as _;
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -46,7 +47,14 @@ impl Digest {
 
     /// The digest of a file.
     pub fn of_file(path: &Path) -> Result<Self> {
+        Self::of_range(path, 0..u64::MAX)
+    }
+
+    /// The digest of the bytes of a file in `range`, as far as it has them.
+    pub fn of_range(path: &Path, range: Range<u64>) -> Result<Self> {
         let mut file = untrusted::open(path).map_err(Error::io("open", path))?;
+        file.seek(SeekFrom::Start(range.start)).map_err(Error::io("read", path))?;
+        let mut file = file.take(range.end.saturating_sub(range.start));
         let mut running = Running::default();
         let mut buffer = vec![0; 1 << 18];
         loop {

@@ -23,8 +23,8 @@ pub use activity::{Activity, CurrentPhase, PhaseLines, PhaseProgress, bytes, byt
 pub use command::Command;
 pub use emitter::{Emitter, Sink};
 pub use event::{
-    ActivationMax, CheckpointSaved, Cpu, Diagnostic, DtypeChange, Event, FinishReason, Finished, FirstNonFinite,
-    FlushedTensor, Fp32Probe, GpuStats, GradMax, GradStats, GradVariance, ModelShape, ObjectiveMetric,
+    ActivationMax, CheckpointProof, CheckpointSaved, Cpu, Diagnostic, DtypeChange, Event, FinishReason, Finished,
+    FirstNonFinite, FlushedTensor, Fp32Probe, GpuStats, GradMax, GradStats, GradVariance, ModelShape, ObjectiveMetric,
     ObjectiveMetrics, Overflow, Pass, ProcessRate, Record, SampleText, ScaleCause, ScaleUpdate, ScalerSettings,
     Started, StepRecord, StepStatus, StepTime, TensorRecord, Throughput, UnderflowOnset, VERSION, Validation,
 };
@@ -34,7 +34,7 @@ pub use process::{MachineMemory, ProcessId, ProcessStats, available_bytes, cpu_n
 pub use prometheus::Prometheus;
 pub use run_state::{
     Curves, EventRow, Layer, OverflowRow, PLOTTED, Phase, Plotted, ProbeTotals, Quantity, RunMetrics, RunState,
-    SMOOTHING, SampleRow, TensorRow, Tensors, histogram, smoothing_for,
+    SMOOTHING, SampleRow, TensorRow, Tensors, smoothing_for,
 };
 pub use series::{Bucket, ChangePoint, Curve, RECENT, Series, StepSeries};
 pub use tensorboard::TensorBoard;

@@ -38,4 +38,4 @@ pub use setup::{
 };
 pub use state::{Counters, TrainState};
 pub use trainer::{Heartbeat, LrRangeTest, RunEnd, RunStart, Trainer};
-pub use verify::{ResumeCheck, verify_resume};
+pub use verify::{RecordedRun, ResumeCheck, verify_resume};

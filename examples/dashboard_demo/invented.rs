@@ -144,6 +144,7 @@ impl InventedRun {
             cpu_seconds: Some(at as f64 * 0.19),
             gpu: None,
             grads,
+            lost_updates: None,
             tensors: if looked { tensors } else { Vec::new() },
         })));
         if outcome == StepStatus::Skipped {
@@ -216,7 +217,7 @@ impl InventedRun {
             let counts = spread(count, exponent, 8);
             let flushed = counts.iter().filter(|(e, _)| e + self.scale < -25).map(|(_, count)| count).sum();
             tensors.push(FlushedTensor { name: name.into(), count, nonzero: count, flushed });
-            add(&mut grads, &TensorRecord { name: String::new(), stats: stats(count, &counts, -149, 127) });
+            add(&mut grads, &TensorRecord { stats: stats(count, &counts, -149, 127), ..TensorRecord::default() });
         }
         Fp32Probe { step, loss_scale: 2f32.powi(self.scale), grads, tensors, ..Fp32Probe::default() }
     }
@@ -306,7 +307,7 @@ fn tensor(name: &str, count: u64, exponent: i32, peak: i32) -> TensorRecord {
         stats.count *= 4;
         stats.zero += count * 3;
     }
-    TensorRecord { name: name.into(), stats }
+    TensorRecord { name: name.into(), stats, lost_updates: None }
 }
 
 fn total(tensors: &[TensorRecord]) -> GradStats {

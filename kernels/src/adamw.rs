@@ -1,9 +1,11 @@
 //! AdamW on one tensor (Loshchilov and Hutter, 2019), fused with unscaling, clipping and the working copy.
 
 use crate::op;
+use crate::precision::{FloatFormat, UpdateCounts};
 use crate::rows::{Rows, for_each_part};
-use crate::view::{ViewMut, read, write, write_f32};
+use crate::view::{ViewMut, float_format, read, write, write_f32};
 use candle_core::Result;
+use std::sync::Mutex;
 
 /// The numbers of one update.
 #[derive(Clone, Copy, Debug)]
@@ -25,8 +27,11 @@ pub struct AdamWStep {
 const WIDTH: usize = 1024;
 
 /// Computes [`op::AdamW`].
-pub fn step(op: &op::AdamW<'_>) -> Result<()> {
-    let &op::AdamW { step, grad, master, exp_avg, exp_avg_sq, weight } = op;
+pub fn step(op: &mut op::AdamW<'_>) -> Result<()> {
+    let &mut op::AdamW { step, grad, master, exp_avg, exp_avg_sq, weight, .. } = op;
+    // Integers, so their sums do not depend on the order of the threads.
+    let counted = op.counts.is_some().then(Mutex::<UpdateCounts>::default);
+    let format = weight.map_or(FloatFormat::FP32, |weight| float_format(weight.dtype()));
     let grad = read(grad)?;
     let grad = grad.view();
     let update = |weight: Option<ViewMut<'_>>| {
@@ -43,16 +48,34 @@ pub fn step(op: &op::AdamW<'_>) -> Result<()> {
                         32 * WIDTH,
                         #[inline(always)]
                         |first, len, ((master, exp_avg, exp_avg_sq), mut weight)| {
-                            let mut buffer = [0.0; WIDTH];
+                            let (mut buffer, mut counts) = ([0.0; WIDTH], UpdateCounts::default());
                             for start in (0..len).step_by(WIDTH) {
                                 let end = (start + WIDTH).min(len);
                                 let grad = grad.as_f32(first + start, &mut buffer[..end - start]);
                                 let master = &mut master.view[start..end];
-                                let moments = (&mut exp_avg.view[start..end], &mut exp_avg_sq.view[start..end]);
-                                update_block(step, grad, master, moments.0, moments.1);
-                                if let Some(weight) = &mut weight {
-                                    weight.view.store(start, master);
+                                let moments = [&mut exp_avg.view[start..end], &mut exp_avg_sq.view[start..end]];
+                                match &mut weight {
+                                    Some(weight) if counted.is_some() => {
+                                        let (mut old, mut copies) = ([0.0; WIDTH], [[0.0; WIDTH]; 2]);
+                                        let [before, after] = copies.each_mut().map(|copy| &mut copy[..end - start]);
+                                        let old = &mut old[..end - start];
+                                        old.copy_from_slice(master);
+                                        weight.view.as_view().load(start, before);
+                                        update_block(step, grad, master, moments);
+                                        weight.view.store(start, master);
+                                        weight.view.as_view().load(start, after);
+                                        counts.count(format, [old, master], [before, after]);
+                                    }
+                                    weight => {
+                                        update_block(step, grad, master, moments);
+                                        if let Some(weight) = weight {
+                                            weight.view.store(start, master);
+                                        }
+                                    }
                                 }
+                            }
+                            if let Some(Ok(mut counted)) = counted.as_ref().map(Mutex::lock) {
+                                *counted += counts;
                             }
                         },
                     );
@@ -64,11 +87,14 @@ pub fn step(op: &op::AdamW<'_>) -> Result<()> {
         Some(weight) => write(weight, |weight| update(Some(weight)))????,
         None => update(None)???,
     }
+    if let (Some(counts), Some(Ok(counted))) = (op.counts.as_deref_mut(), counted.map(Mutex::into_inner)) {
+        *counts += counted;
+    }
     Ok(())
 }
 
 #[inline(always)]
-fn update_block(n: AdamWStep, grad: &[f32], master: &mut [f32], exp_avg: &mut [f32], exp_avg_sq: &mut [f32]) {
+fn update_block(n: AdamWStep, grad: &[f32], master: &mut [f32], [exp_avg, exp_avg_sq]: [&mut [f32]; 2]) {
     let betas = n.betas.map(|beta| beta as f32);
     let shares = n.betas.map(|beta| (1.0 - beta) as f32);
     let decay = 1.0 - n.lr * n.weight_decay;
@@ -101,9 +127,17 @@ mod tests {
                 bias_corrections: [0.1, (1.0 - beta2) as f32],
                 grad_factor: 1.0,
             };
-            let update =
-                op::AdamW { step: numbers, grad: &grad, master: &master, exp_avg: &m, exp_avg_sq: &v, weight: None };
-            step(&update).unwrap();
+            let (exp_avg, exp_avg_sq) = (&m, &v);
+            step(&mut op::AdamW {
+                step: numbers,
+                grad: &grad,
+                master: &master,
+                exp_avg,
+                exp_avg_sq,
+                weight: None,
+                counts: None,
+            })
+            .unwrap();
             let update = master.to_vec1::<f32>().unwrap()[0];
             assert!((update + 1.0).abs() < 1e-6, "beta2 {beta2}: {update}");
         }
@@ -132,9 +166,17 @@ mod tests {
                 bias_corrections: corrections.map(|c| c as f32),
                 grad_factor: 0.125,
             };
-            let weight = Some(&weight);
-            step(&op::AdamW { step: numbers, grad: &grad, master: &master, exp_avg: &m, exp_avg_sq: &v, weight })
-                .unwrap();
+            let (weight, exp_avg, exp_avg_sq) = (Some(&weight), &m, &v);
+            step(&mut op::AdamW {
+                step: numbers,
+                grad: &grad,
+                master: &master,
+                exp_avg,
+                exp_avg_sq,
+                weight,
+                counts: None,
+            })
+            .unwrap();
             for ((p, m, v), g) in expected.iter_mut().zip(&grads) {
                 let g = f64::from(*g) / 8.0;
                 *m = beta1 * *m + (1.0 - beta1) * g;

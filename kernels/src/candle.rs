@@ -16,8 +16,8 @@ use super::attention::AttentionShape;
 use super::columns::{MatmulOperand, WriteMode};
 use super::op::{self, Op};
 use super::summary::side_by_side;
-use super::{Activation, Kernels, Ran, WeightLayout};
-use candle_core::{Result, Tensor};
+use super::{Activation, Kernels, Ran, WeightLayout, view};
+use candle_core::{DType, Error, Result, Tensor};
 use tensors::{
     accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, store, store_columns, upcast,
     upcast_columns,
@@ -116,7 +116,10 @@ fn activate_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
     store(&Tensor::cat(&[((&dy * up)? * slope)?, (dy * value)?], 1)?.contiguous()?, op.dx)
 }
 
-fn adamw(op: &op::AdamW<'_>) -> Result<()> {
+fn adamw(op: &mut op::AdamW<'_>) -> Result<()> {
+    let values = |x: &Tensor| view::to_host(x)?.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>();
+    let counted = op.weight.filter(|_| op.counts.is_some());
+    let before = counted.map(|weight| Ok::<_, Error>([values(op.master)?, values(weight)?])).transpose()?;
     let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = op.step;
     let grad = (upcast(op.grad)? * f64::from(grad_factor))?;
     let (m, v) = (op.exp_avg, op.exp_avg_sq);
@@ -128,7 +131,12 @@ fn adamw(op: &op::AdamW<'_>) -> Result<()> {
     store(&exp_avg, m)?;
     store(&exp_avg_sq, v)?;
     store(&updated, op.master)?;
-    op.weight.map_or(Ok(()), |weight| store(&updated, weight))
+    op.weight.map_or(Ok(()), |weight| store(&updated, weight))?;
+    if let (Some(counts), Some(weight), Some([old, copies])) = (op.counts.as_deref_mut(), counted, before) {
+        let format = view::float_format(weight.dtype());
+        counts.count(format, [&old, &values(op.master)?], [&copies, &values(weight)?]);
+    }
+    Ok(())
 }
 
 /// `weight` as `[in, out]`, a view.

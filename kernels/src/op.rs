@@ -14,7 +14,7 @@ use super::dropout::Dropout;
 use super::rope::{CosSinCache, Direction, PositionIds};
 use super::summary::TensorSummary;
 use super::{Activation, Kernels, LoraTerm, NormSettings, Ran, WeightLayout};
-use crate::precision::FloatFormat;
+use crate::precision::{FloatFormat, UpdateCounts};
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Defines [`Op`] with a variant for each operation's struct.
@@ -375,6 +375,8 @@ pub struct AdamW<'a> {
     pub exp_avg_sq: &'a Tensor,
     /// The working copy that the new master is rounded into; `None` if the master is the working copy.
     pub weight: Option<&'a Tensor>,
+    /// Receives the number of updates that `weight` shows, if they are counted.
+    pub counts: Option<&'a mut UpdateCounts>,
 }
 
 /// How an operation uses a tensor.

@@ -3,7 +3,9 @@
 mod exponent_histogram;
 mod float_format;
 mod tensor_stats;
+mod update_counts;
 
 pub use exponent_histogram::{ExponentHistogram, RangeShares};
 pub use float_format::{FloatClass, FloatFormat};
 pub use tensor_stats::{Element, TensorStats};
+pub use update_counts::UpdateCounts;

@@ -2,8 +2,9 @@
 
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
+use crate::precision::UpdateCounts;
 use crate::telemetry::float::{self, Float};
-use crate::telemetry::{Event, Record, Sink, StepRecord, Tail, TensorBoard, Validation, for_each};
+use crate::telemetry::{Event, Fp32Probe, Record, Sink, StepRecord, Tail, TensorBoard, Validation, for_each};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -40,14 +41,15 @@ enum MetricsFormat {
 struct Number<T: Float>(#[serde(serialize_with = "float::serialize")] T);
 
 /// The figures of a step and of the validation that followed it: a JSON object in the order of the table's columns.
-fn row(t: u64, s: f64, step: &StepRecord, eval: Option<&Validation>) -> serde_json::Result<String> {
+fn row((t, s, step, probe, eval): &LoggedStep) -> serde_json::Result<String> {
+    let (probe, eval, counts) = (probe.as_ref(), eval.as_ref(), step.lost_updates.as_ref());
     let perplexity = eval.and_then(Validation::perplexity).map(Number);
     let cells = [
         ("step", to_string(&step.step)),
         // Wall clock, seconds since 1970.
-        ("time", to_string(&(t as f64 / 1000.0))),
+        ("time", to_string(&(*t as f64 / 1000.0))),
         // Since the run began.
-        ("seconds", to_string(&s)),
+        ("seconds", to_string(s)),
         ("loss", to_string(&Number(step.loss))),
         ("outcome", to_string(&step.outcome)),
         ("loss_scale", to_string(&step.loss_scale)),
@@ -63,6 +65,13 @@ fn row(t: u64, s: f64, step: &StepRecord, eval: Option<&Validation>) -> serde_js
         ("grad_zero", to_string(&step.grads.zero)),
         ("grad_subnormal", to_string(&step.grads.subnormal)),
         ("grad_not_finite", to_string(&step.grads.not_finite())),
+        // log2 of unscaled magnitudes.
+        ("grad_log2_p1", to_string(&step.log2_grad_p1())),
+        ("probe_log2_min", to_string(&probe.and_then(|probe| probe.log2_min()))),
+        ("probe_flushed", to_string(&probe.and_then(|probe| probe.flushed_share()))),
+        // The share of changed masters whose 16-bit weight changed too, and the mean distance between both.
+        ("updates_reach", to_string(&counts.and_then(UpdateCounts::reach))),
+        ("updates_mean_ulps", to_string(&counts.and_then(UpdateCounts::mean_ulps))),
         ("resident_bytes", to_string(&step.rss_bytes)),
         ("val_loss", to_string(&eval.map(|eval| Number(eval.loss)))),
         ("val_perplexity", to_string(&perplexity)),
@@ -117,8 +126,8 @@ fn tensorboard(log: &Path, folder: &Path, out: &mut dyn Write) -> Result<()> {
     written.map_err(Error::stdout)
 }
 
-/// A step, its wall clock, its seconds, and the validation that followed it.
-type LoggedStep = (u64, f64, Box<StepRecord>, Option<Validation>);
+/// The wall clock of a step, its seconds, its record, its FP32 probe, and the validation that followed it.
+type LoggedStep = (u64, f64, Box<StepRecord>, Option<Box<Fp32Probe>>, Option<Validation>);
 
 fn table(
     log: &Path,
@@ -126,17 +135,22 @@ fn table(
     out: &mut dyn Write,
     failed: &dyn Fn(std::io::Error) -> Error,
 ) -> Result<()> {
-    let (mut last, mut first): (Option<LoggedStep>, _) = (None, true);
+    let (mut last, mut probe, mut first): (Option<LoggedStep>, _, _) = (None, None, true);
     let mut finish = |last: Option<LoggedStep>| {
-        let Some((t, s, step, eval)) = last else { return Ok(()) };
-        let row = row(t, s, &step, eval.as_ref()).map_err(std::io::Error::from);
+        let Some(last) = last else { return Ok(()) };
+        let row = row(&last).map_err(std::io::Error::from);
         row.and_then(|row| write_row(&row, format, std::mem::take(&mut first), out)).map_err(failed)
     };
     for_each(log, |Record { t, s, event, .. }| {
         match event {
-            Event::Step(step) => finish(last.replace((t, s, step, None)))?,
+            // A probe comes before its step.
+            Event::Fp32Probe(found) => probe = Some(found),
+            Event::Step(step) => {
+                let probe = probe.take().filter(|probe| probe.step == step.step);
+                finish(last.replace((t, s, step, probe, None)))?;
+            }
             Event::Eval(eval) => {
-                if let Some((.., validation)) = last.as_mut().filter(|(_, _, step, _)| step.step == eval.step) {
+                if let Some((.., validation)) = last.as_mut().filter(|(_, _, step, ..)| step.step == eval.step) {
                     *validation = Some(eval);
                 }
             }

@@ -114,7 +114,13 @@ impl ConfigArgs {
 
     /// The configuration of the run in `folder` with the flags applied, for another run.
     pub(crate) fn resolve_from_run(&self, folder: &Path) -> Result<Config> {
-        let file = Some(read(&folder.join("config.toml"))?);
+        let (name, text) = read(&folder.join("config.toml"))?;
+        self.resolve_from_text(&name, text)
+    }
+
+    /// Like [`Self::resolve_from_run`], with the text of a run's configuration.
+    pub(crate) fn resolve_from_text(&self, name: &str, text: String) -> Result<Config> {
+        let file = Some((name.to_owned(), text));
         Config::resolve(&ConfigLayers { file, overrides: self.overrides()?, saved: true })
     }
 

@@ -68,9 +68,6 @@ struct Resumed {
 /// Trains. Returns how the run ended.
 pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<FinishReason> {
     processes::check_launch()?;
-    if !group.is_leader() {
-        return run_worker(group);
-    }
     let notify = args.notify.as_deref().map(Notify::new).transpose()?;
     let signals = SignalHandler::listen().map_err(Error::io("listen to signals in", "."))?;
     let reporter = Reporter::start();
@@ -210,16 +207,15 @@ fn quoted(text: &str) -> String {
 }
 
 /// Takes part in the leader's run.
-fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<FinishReason> {
+pub(crate) fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<()> {
     ignore_stop_signals().map_err(Error::io("listen to signals in", "."))?;
-    let Some(RunStart { config, checkpoint }) = RunStart::receive(&**group)? else { return Ok(FinishReason::Done) };
+    let Some(RunStart { config, checkpoint }) = RunStart::receive(&**group)? else { return Ok(()) };
     let checkpoint = checkpoint.map(Checkpoint::open_verified).transpose()?;
     thread_pool(&config, group.local_world_size())?.install(|| {
         let mut trainer = Trainer::new(group.clone(), config, checkpoint.as_ref(), &mut |_| ())?;
         trainer.check_consistency()?;
         trainer.run_worker()
-    })?;
-    Ok(FinishReason::Done)
+    })
 }
 
 /// A pool of the configured number of threads, by default one per core. `beside` processes share this machine's cores,

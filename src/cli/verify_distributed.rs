@@ -2,7 +2,7 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::store::checkpoint::{compare, latest_valid};
-use crate::telemetry::{Event, StepTime, read};
+use crate::telemetry::{Event, read};
 use crate::{Error, Result, temporary};
 use clap::Args;
 use std::io::Write;
@@ -104,9 +104,7 @@ fn figures(run: &Path) -> Result<Vec<String>> {
         .retain(|event| matches!(event, Event::Step(_) | Event::Eval(_) | Event::Overflow(_) | Event::DtypeChange(_)));
     for event in &mut events {
         if let Event::Step(step) = event {
-            step.time = StepTime::default();
-            (step.tokens_per_s, step.gpu) = (0.0, None);
-            (step.rss_bytes, step.peak_rss_bytes, step.cpu_seconds) = (None, None, None);
+            **step = std::mem::take(&mut **step).without_measurements();
         }
     }
     Ok(events.iter().map(|event| format!("{event:?}")).collect())

@@ -86,6 +86,9 @@ settings! {
     /// The rules for a layer to leave the policy's compute dtype and to return to it.
     #[derive(Debug, Clone, Copy, PartialEq)]
     pub struct PrecisionConfig {
+        /// Whether updates accumulate in FP32 masters. Without them, which is for comparisons, each update is rounded into the
+        /// weights of the compute dtype, and smaller ones than half a unit in the last place are lost.
+        masters: bool = true, fixed();
         /// Whether layers that overflow too often switch to a wider dtype: `off` or `layer`.
         fallback: FallbackRule = FallbackRule::Off;
         /// The compute dtype of layers in fallback: `f32` or `bf16`.
@@ -235,6 +238,7 @@ mod tests {
     use super::*;
 
     const ON: PrecisionConfig = PrecisionConfig {
+        masters: true,
         fallback: FallbackRule::Layer,
         fallback_dtype: Dtype::F32,
         fallback_overflows: 3,

@@ -57,8 +57,8 @@ impl FromStr for Dtype {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct PrecisionPolicy {
-    /// Master weights: FP32, because small updates vanish in a narrower dtype; or BF16 with stochastic rounding, which
-    /// keeps them on average. Adam's moments are not of this type.
+    /// Master weights: FP32, because small updates vanish in a narrower dtype; or `compute`, for weights without masters.
+    /// Adam's moments are not of this type.
     pub params: Dtype,
     /// The working copy of the weights, activations and matrix products (which always accumulate in FP32).
     pub compute: Dtype,
@@ -93,8 +93,8 @@ impl PrecisionPolicy {
         let refuse = |field: &str, value: Dtype, allowed: &str| {
             Err(Error::config(format!("policy.{field}"), format!("`{value}` is not allowed: {allowed}")))
         };
-        if self.params != Dtype::F32 && (self.params, self.compute) != (Dtype::BF16, Dtype::BF16) {
-            return refuse("params", self.params, "master weights are `f32`, or `bf16` if compute is `bf16`");
+        if self.params != Dtype::F32 && self.params != self.compute {
+            return refuse("params", self.params, "master weights are `f32`, or have the type of compute");
         }
         for (field, value) in [("grads", self.grads), ("residual", self.residual)] {
             if value != self.compute && value != Dtype::F32 {
@@ -150,8 +150,8 @@ impl FromStr for PrecisionPolicy {
                 .ok_or_else(|| malformed(format!("`{}` is not a field of a policy", key.trim())))?;
             let (short, field) = FIELDS[index];
             let dtype = value.trim().parse().map_err(|_| {
-                let allowed = if short == "p" { "`f32`, `bf16`" } else { "`f32`, `f16`, `bf16`" };
-                Error::config(format!("policy.{field}"), format!("`{}` is not one of {allowed}", value.trim()))
+                let message = format!("`{}` is not one of `f32`, `f16`, `bf16`", value.trim());
+                Error::config(format!("policy.{field}"), message)
             })?;
             if dtypes[index].replace(dtype).is_some() {
                 return Err(malformed(format!("`{short}` appears twice")));
@@ -208,8 +208,8 @@ mod tests {
                 }
             }
         }
-        // BF16 twice: over FP32 masters and without.
-        assert_eq!(allowed, 1 + 4 + 4 + 4);
+        // FP16 and BF16 over FP32 masters and without.
+        assert_eq!(allowed, 1 + 4 * 4);
     }
 
     #[test]
@@ -232,8 +232,8 @@ mod tests {
 
     #[test]
     fn errors_name_the_field_and_what_is_allowed() {
-        let allowed = "master weights are `f32`, or `bf16` if compute is `bf16`";
-        for (text, refused) in [("p=f16,c=f16,g=f16,r=f32", "f16"), ("p=bf16,c=f16,g=f16,r=f32", "bf16")] {
+        let allowed = "master weights are `f32`, or have the type of compute";
+        for (text, refused) in [("p=f16,c=bf16,g=bf16,r=f32", "f16"), ("p=bf16,c=f16,g=f16,r=f32", "bf16")] {
             assert_eq!(message(text), format!("policy.params: `{refused}` is not allowed: {allowed}"));
         }
         assert!("p=bf16,c=bf16,g=bf16,r=f32".parse::<PrecisionPolicy>().is_ok());

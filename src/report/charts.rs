@@ -1,6 +1,6 @@
 //! The charts of a run's page.
 
-use crate::telemetry::{Bucket, Curve, PLOTTED, Plotted, RunState, SMOOTHING, histogram, smoothing_for};
+use crate::telemetry::{Bucket, Curve, PLOTTED, Plotted, RunState, SMOOTHING, smoothing_for};
 use crate::ui::html::{SvgAxes, escape};
 use crate::ui::{extent, format};
 use std::fmt::Write;
@@ -93,7 +93,7 @@ fn scale(run: &RunState) -> Option<String> {
 /// The newest histogram of gradients by exponent.
 fn gradients(run: &RunState) -> Option<String> {
     let (step, scale, stats) = run.grads.as_ref()?;
-    let counts = histogram(stats);
+    let counts = stats.histogram();
     let (low, high) = counts.lowest().zip(counts.highest())?;
     let most = counts.iter().map(|(_, count)| count).max().unwrap_or(1).max(1);
     let format = run.grad_format();

@@ -54,6 +54,7 @@ pub(super) fn precision(run: &RunState) -> String {
         ("loss scaling", if run.scales_losses() { "on".to_owned() } else { "off".to_owned() }),
         ("subnormal gradients", share(figures.subnormal)),
         ("flushed to zero (FP32 probes)", share(figures.flushed)),
+        ("lost updates", format::lost_updates(run).unwrap_or_else(|| "not measured".to_owned())),
         ("layers in a wider dtype at the end", if fallback.is_empty() { "none".to_owned() } else { fallback }),
     ];
     let mut out = String::from("<h2>Precision</h2>\n<dl>\n");

@@ -7,7 +7,7 @@ use super::renderer::{Exit, MessageSource, Renderer, ScreenMessage};
 use super::words::{announcement, objective};
 use crate::precision::ScalerMode;
 use crate::telemetry::{Event, PhaseLines, RunState, Started, StepRecord};
-use crate::ui::format::{clock, loss, magnitude, percent, rate, scale, short};
+use crate::ui::format::{clock, loss, magnitude, percent, rate, scale, share, short};
 use crate::untrusted::sanitize_line;
 use std::io::{self, Write};
 
@@ -66,20 +66,29 @@ impl<W: Write> PlainPrinter<W> {
         // A log read from its middle has no `Started` event.
         let of = if total == 0 { String::new() } else { format!("/{total}") };
         let StepRecord { step: at, epoch, loss_scale, grads, updates, skipped, tokens_per_s, .. } = step;
+        // The state moves a step's exponents there.
+        let counted = self.run.grads.as_ref().filter(|(counted, ..)| counted == at);
+        let p1 = counted.and_then(|(_, scale, stats)| stats.log2_p1(*scale));
         let mut line = format!(
             "step={at}{of} epoch={epoch:.2} loss={} loss_avg={} scale={loss_scale} grad_min={} grad_max={} \
-             norm_scaled={} \
-             norm={} lr={} updates={updates} skipped={skipped} success={} tokens_per_s={tokens_per_s:.0} step_ms={}",
+             grad_p1={} zero={} subnormal={} norm_scaled={} norm={} lr={} updates={updates} skipped={skipped} success={} tokens_per_s={tokens_per_s:.0} step_ms={}",
             loss(f64::from(step.loss)),
             loss(if count == 0 { f64::NAN } else { sum / f64::from(count) }),
             magnitude(grads.min_abs),
             magnitude(Some(grads.max_abs)),
+            magnitude(p1.map(|p1| p1.exp2() as f32)),
+            percent(grads.zero, grads.count),
+            percent(grads.subnormal, grads.count),
             short(grads.norm),
             short(step.grad_norm),
             rate(step.lr),
             percent(*updates, *at),
             short(step.time.step_ms),
         );
+        if let Some(counts) = &step.lost_updates {
+            let [reach, ulps] = [counts.reach(), counts.mean_ulps()].map(|figure| figure.unwrap_or(f64::NAN));
+            line.extend([format!(" reach={} ulps={ulps:.4}", share(reach))]);
+        }
         line.extend(step.objective.as_ref().map(objective));
         line.extend(step.rss_bytes.map(|rss| format!(" rss_mb={}", rss / 1_000_000)));
         let left = self.run.remaining().filter(|_| total > 0);
@@ -197,7 +206,18 @@ mod tests {
     }
 
     fn step(step: u64) -> Event {
-        let grads = GradStats { min_abs: Some(6e-8), max_abs: 31.0, norm: 54_395.0, ..Default::default() };
+        let (min_abs, exponents) = (Some(6e-8), vec![(-24, 40), (-3, 960)]);
+        let (count, zero, subnormal) = (1250, 250, 40);
+        let grads = GradStats {
+            count,
+            min_abs,
+            max_abs: 31.0,
+            zero,
+            subnormal,
+            norm: 54_395.0,
+            exponents,
+            ..Default::default()
+        };
         Event::Step(Box::new(StepRecord {
             step,
             loss: step as f32,
@@ -229,8 +249,8 @@ mod tests {
         assert!(found[0].starts_with("step=1 ") && found[0].contains(" loss_avg=1.000 "), "{}", found[0]);
         assert_eq!(
             found[1],
-            "step=4 epoch=0.00 loss=4.000 loss_avg=2.500 scale=65536 grad_min=6.0e-8 grad_max=3.1e1 norm_scaled=5.4e4 \
-             norm=0.830 lr=4.1e-5 updates=3 skipped=1 success=75.0% tokens_per_s=41200 step_ms=0"
+            "step=4 epoch=0.00 loss=4.000 loss_avg=2.500 scale=65536 grad_min=6.0e-8 grad_max=3.1e1 grad_p1=1.1e-12 \
+             zero=20.0% subnormal=3.2% norm_scaled=5.4e4 norm=0.830 lr=4.1e-5 updates=3 skipped=1 success=75.0% tokens_per_s=41200 step_ms=0"
         );
         assert!(found[2].contains("step=8 ") && found[2].contains("loss_avg=6.500"), "{}", found[2]);
     }
@@ -253,8 +273,10 @@ mod tests {
 
     #[test]
     fn an_overflow_is_printed_at_once_with_its_tensors() {
-        let tensor =
-            |name: &str| TensorRecord { name: name.into(), stats: GradStats { inf: 3, nan: 1, ..Default::default() } };
+        let tensor = |name: &str| {
+            let stats = GradStats { inf: 3, nan: 1, ..Default::default() };
+            TensorRecord { name: name.into(), stats, ..Default::default() }
+        };
         let overflow = Overflow {
             step: 3,
             loss: 4.5,

@@ -18,7 +18,7 @@ mod step;
 pub use gradients::{GradMax, GradStats, GradVariance, TensorRecord, UnderflowOnset};
 pub use measurement::{ActivationMax, FlushedTensor, Fp32Probe, SampleText, Validation};
 pub use objective::{ObjectiveMetric, ObjectiveMetrics};
-pub use outcome::{CheckpointSaved, Diagnostic, FinishReason, Finished, ProcessRate, Throughput};
+pub use outcome::{CheckpointProof, CheckpointSaved, Diagnostic, FinishReason, Finished, ProcessRate, Throughput};
 pub use overflow::{DtypeChange, FirstNonFinite, Overflow, Pass};
 pub use started::{Cpu, ModelShape, ScalerSettings, Started};
 pub use step::{GpuStats, ScaleCause, ScaleUpdate, StepRecord, StepStatus, StepTime};
@@ -147,7 +147,7 @@ mod tests {
     fn nested_tables_round_trip() {
         let stats =
             GradStats { count: 9, min_abs: Some(6e-8), exponents: vec![(-24, 3), (2, 5)], ..Default::default() };
-        let tensors = vec![TensorRecord { name: "wte.weight".into(), stats: stats.clone() }];
+        let tensors = vec![TensorRecord { name: "wte.weight".into(), stats: stats.clone(), lost_updates: None }];
         let event = Event::Step(Box::new(StepRecord { grads: stats, tensors, ..Default::default() }));
         assert_eq!(round_trip(event.clone()).1.event, event);
         let event = Event::Finished(Finished { val_loss: Some(1.5), ..Default::default() });

@@ -16,7 +16,7 @@ pub use tensors::{Layer, TensorRow, Tensors};
 use super::eta::EtaEstimator;
 use super::log::{Tail, for_each};
 use super::{CheckpointSaved, Event, FinishReason, Finished, Fp32Probe, GradStats, Record, Started, StepRecord};
-use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, PrecisionUnit};
+use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, PrecisionUnit, UpdateCounts};
 use crate::{Error, Result};
 use metrics::MetricsAccumulator;
 use rows::{EVENTS, OVERFLOWS, SAMPLES, keep};
@@ -56,6 +56,8 @@ pub struct RunState {
     pub tensors: Tensors,
     /// The newest probe.
     pub probe: Option<Fp32Probe>,
+    /// The newest counts of lost updates, with their step.
+    pub lost_updates: Option<(u64, UpdateCounts)>,
     /// Events worth listing, newest last.
     pub events: VecDeque<EventRow>,
     /// Generated texts, newest last.
@@ -119,6 +121,7 @@ impl RunState {
             fallback: BTreeMap::new(),
             tensors: Tensors::default(),
             probe: None,
+            lost_updates: None,
             events: VecDeque::new(),
             samples: VecDeque::new(),
             saved: None,
@@ -217,6 +220,7 @@ impl RunState {
             Event::Fp32Probe(probe) => {
                 self.tensors.flushed(&probe);
                 self.tally.probe(&probe);
+                self.curves.probe(&probe, s);
                 self.probe = Some(*probe);
             }
             Event::CheckpointSaved(saved) if saved.weights_only => {}
@@ -287,6 +291,9 @@ impl RunState {
         let exponents = std::mem::take(&mut step.grads.exponents);
         if !exponents.is_empty() {
             self.grads = Some((step.step, step.loss_scale, GradStats { exponents, ..step.grads.clone() }));
+        }
+        if let Some(counts) = step.lost_updates {
+            self.lost_updates = Some((step.step, counts));
         }
         self.step = step;
     }
@@ -377,7 +384,7 @@ impl RunState {
 
     /// The newest probe's FP32 gradients by exponent, unscaled.
     pub fn probe_histogram(&self) -> Option<ExponentHistogram> {
-        self.probe.as_ref().map(|probe| histogram(&probe.grads))
+        self.probe.as_ref().map(|probe| probe.grads.histogram())
     }
 
     /// The layers whose compute dtype differs from the policy's, such as `f32 h.1, h.3`. Empty if there are none.
@@ -419,13 +426,6 @@ impl RunState {
 /// Whether a run repeats the batch of a step that overflowed.
 fn retries(started: &Started) -> bool {
     started.config.pointer("/scaler/on_overflow").and_then(Value::as_str) == Some("retry")
-}
-
-/// The exponent counts as an [`ExponentHistogram`].
-pub fn histogram(stats: &GradStats) -> ExponentHistogram {
-    let mut histogram = ExponentHistogram::from_counts(stats.exponents.iter().map(|&(e, count)| (i32::from(e), count)));
-    (histogram.zero, histogram.inf, histogram.nan) = (stats.zero, stats.inf, stats.nan);
-    histogram
 }
 
 #[cfg(test)]

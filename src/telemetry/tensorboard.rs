@@ -74,12 +74,17 @@ impl TensorBoard {
             scalar(name, value);
         }
         let grads = &step.grads;
+        for (tag, part) in [("gradients/zero_share", grads.zero), ("gradients/subnormal_share", grads.subnormal)] {
+            grads.share(part).into_iter().for_each(|share| scalar(tag, share));
+        }
         if grads.count > 0 {
-            let share = |part: u64| part as f64 / grads.count as f64;
-            scalar("gradients/zero_share", share(grads.zero));
-            scalar("gradients/subnormal_share", share(grads.subnormal));
             scalar("gradients/not_finite", grads.not_finite() as f64);
         }
+        if let Some(counts) = &step.lost_updates {
+            counts.reach().into_iter().for_each(|share| scalar("updates/reach_share", share));
+            counts.mean_ulps().into_iter().for_each(|ulps| scalar("updates/mean_distance_ulps", ulps));
+        }
+        step.log2_grad_p1().into_iter().for_each(|p1| scalar("gradients/log2_p1_unscaled", p1));
         if !grads.exponents.is_empty() {
             values.push(histogram("gradients/log2_abs_scaled", grads));
         }
@@ -106,6 +111,11 @@ impl Sink for TensorBoard {
                 let metrics = eval.objective.iter().flat_map(ObjectiveMetrics::named);
                 values.extend(metrics.map(|(name, value)| scalar(&format!("eval_{name}"), value)));
                 self.summary(record.t, eval.step, &values)
+            }
+            Event::Fp32Probe(probe) => {
+                let figures = [("probe/log2_min", probe.log2_min()), ("probe/flushed_share", probe.flushed_share())];
+                let values = figures.into_iter().filter_map(|(tag, value)| Some(scalar(tag, value?)));
+                self.summary(record.t, probe.step, &values.collect::<Vec<_>>())
             }
             _ => Ok(()),
         }

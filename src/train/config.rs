@@ -199,7 +199,10 @@ impl Config {
             merge(&mut table, nested("scaler.measure_first", measured.into()));
         }
         merge_layer(&mut table, said, "the configuration")?;
-        let config = Self::from_table(&table)?;
+        let mut config = Self::from_table(&table)?;
+        if !config.precision.masters {
+            config.dtype.params = config.dtype.compute;
+        }
         config.validate()?;
         Ok(config)
     }
@@ -315,7 +318,8 @@ impl Config {
 
     /// The optimizer with the way it stores its moments.
     pub fn optimizer(&self) -> OptimizerConfig {
-        OptimizerConfig { adamw: self.adamw(), kind: self.train.optimizer, seed: self.seed }
+        let rounding_seed = self.precision.masters.then_some(self.seed);
+        OptimizerConfig { adamw: self.adamw(), kind: self.train.optimizer, rounding_seed }
     }
 
     /// `spec` with the adapters of this configuration, if there are any.
@@ -406,6 +410,7 @@ impl Config {
         }
         self.scaler.validate()?;
         self.precision.validate(self.dtype.compute)?;
+        self.validate_masters()?;
         self.lora.validate()?;
         self.objective.validate(self.train.batch_size)?;
         let narrowed = self.lora.r.is_some() || self.dtype.params != Dtype::F32;
@@ -418,6 +423,25 @@ impl Config {
             && (run.is_empty() || run.starts_with('.') || run.contains(['/', '\\', '\0']))
         {
             return Err(Error::config("checkpoint.run", format!("`{run}` is not a folder name")));
+        }
+        Ok(())
+    }
+
+    /// Rejects weights without masters unless `precision.masters` allows them, and counts of lost updates that cannot be made.
+    fn validate_masters(&self) -> Result<()> {
+        let PrecisionPolicy { params, compute, .. } = self.dtype;
+        let masters = self.precision.masters;
+        if masters && params == Dtype::F16 {
+            let message = "FP16 weights lose most updates; use `p=f32`, or set `precision.masters = false` to compare";
+            return Err(Error::config("dtype", message));
+        }
+        if !masters && compute == Dtype::F32 {
+            return Err(Error::config("precision.masters", "FP32 weights are their own masters; use fp16 or bf16"));
+        }
+        let stochastic = masters && params == Dtype::BF16;
+        if self.telemetry.lost_updates_every > 0 && (compute == Dtype::F32 || stochastic) {
+            let message = "counts updates that rounding to the nearest 16-bit weight loses; this run does not round so";
+            return Err(Error::config("telemetry.lost_updates_every", message));
         }
         Ok(())
     }

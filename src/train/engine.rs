@@ -6,7 +6,7 @@ use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::machine::spin::with_spinning_workers;
 use crate::engine::model::{Decoder, Hook, Parameters, Workspace};
 use crate::engine::optim::{AdamW, GradientStats, Gradients, LrSchedule};
-use crate::precision::{GradScaler, ScaleChange};
+use crate::precision::{GradScaler, ScaleChange, UpdateCounts};
 use crate::telemetry::ObjectiveMetrics;
 use crate::train::fp8::{Fp8Block, step_weights};
 use crate::train::objective::Objective;
@@ -35,6 +35,8 @@ pub struct TrainEngine {
     pub seed: u64,
     /// Whether the statistics count exponents.
     pub count_exponents: bool,
+    /// If the next updates are counted: for each parameter, the part of the last one that 16-bit weights show.
+    pub update_counts: Option<Vec<UpdateCounts>>,
     /// The training signal.
     pub objective: Objective,
     /// Buffers of the passes.

@@ -3,6 +3,7 @@
 use crate::engine::kernels::summary::TensorSummary;
 use crate::engine::model::ParamSpec;
 use crate::engine::optim::GradientStats;
+use crate::precision::UpdateCounts;
 use crate::telemetry::{
     FirstNonFinite, GradStats, Overflow, ScaleUpdate, StepRecord, StepStatus as RecordedOutcome, StepTime, TensorRecord,
 };
@@ -30,12 +31,21 @@ pub(super) fn grad_stats(summary: &TensorSummary) -> GradStats {
 }
 
 fn tensor_record(entry: &ParamSpec, summary: &TensorSummary) -> TensorRecord {
-    TensorRecord { name: entry.name.clone(), stats: grad_stats(summary) }
+    TensorRecord { name: entry.name.clone(), stats: grad_stats(summary), lost_updates: None }
 }
 
 /// One record per tensor.
 pub(super) fn tensor_records(layout: &[ParamSpec], summary: &GradientStats) -> Vec<TensorRecord> {
     layout.iter().zip(&summary.tensors).map(|(entry, summary)| tensor_record(entry, summary)).collect()
+}
+
+/// The counts of all tensors together; `None` if none was counted.
+pub(super) fn sum(counts: &[UpdateCounts]) -> Option<UpdateCounts> {
+    let mut sum = UpdateCounts::default();
+    for counts in counts {
+        sum += *counts;
+    }
+    (sum.elements > 0).then_some(sum)
 }
 
 /// The step's record without the fields that the loop adds: rates, memory, the tensor table.

@@ -523,6 +523,7 @@ pub fn engine(
         max_grad_norm: (config.optimizer.max_grad_norm > 0.0).then_some(config.optimizer.max_grad_norm),
         seed: config.seed,
         count_exponents: true,
+        update_counts: None,
         grad_stats: GradientStats::default(),
     })
 }

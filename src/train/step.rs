@@ -2,9 +2,10 @@
 //! `GradScaler::disabled()`.
 
 use crate::data::Batch;
-use crate::engine::collective::gather;
+use crate::engine::collective::{ProcessGroup, gather};
 use crate::engine::model::{ForwardMode, Hook};
 use crate::engine::optim::Update;
+use crate::precision::UpdateCounts;
 use crate::train::engine::{EvalReport, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 use crate::train::objective::{BatchPass, LossSums, Split};
 use crate::train::state::{Counters, TrainState};
@@ -93,10 +94,20 @@ impl Passes<'_> {
     }
 }
 
+/// Replaces each parameter's counts by their sums over all processes.
+fn add_counts(counts: &mut Vec<UpdateCounts>, group: &dyn ProcessGroup) -> Result<()> {
+    let own = std::mem::take(counts);
+    counts.resize(own.len(), UpdateCounts::default());
+    for process in group.all_gather_messages(&own)? {
+        counts.iter_mut().zip(process).for_each(|(sum, count)| *sum += count);
+    }
+    Ok(())
+}
+
 impl TrainEngine {
     /// Applies the gradients if all are finite, and updates the loss scale.
     pub(super) fn update(&mut self, gradients: &StepGradients) -> Result<StepReport> {
-        let Self { group, model, state, grads, grad_stats, .. } = self;
+        let Self { group, model, state, grads, grad_stats, update_counts, .. } = self;
         let TrainState { weights, masters, adamw, scaler, counters, .. } = state;
         let StepGradients { sums, count, targets, mut time } = *gradients;
         let (scale, stats, unscale) = (scaler.scale(), &grad_stats.total.stats, scaler.inverse());
@@ -111,7 +122,8 @@ impl TrainEngine {
             let updated = masters.compute_copy_of_shard(weights, group.rank())?;
             let kernels = masters.kernels(model.kernels());
             let update = Update { lr, grad_factor, updates: counters.updates };
-            adamw.step(kernels, grads.total(), update, masters, &updated)?;
+            adamw.step(kernels, grads.total(), update, masters, &updated, update_counts.as_mut())?;
+            update_counts.as_mut().map_or(Ok(()), |counts| add_counts(counts, &**group))?;
             let clock = Instant::now();
             gather::all_gather(weights, &updated, &**group)?;
             time.comm += clock.elapsed();

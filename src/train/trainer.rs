@@ -25,8 +25,8 @@ use crate::settings::Interval;
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE};
 use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State};
 use crate::telemetry::{
-    Activity, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, PhaseProgress, RunState, SampleText,
-    Validation,
+    Activity, CheckpointProof, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, PhaseProgress, RunState,
+    SampleText, Validation,
 };
 use crate::train::callbacks::{StepCallback, StepContext, callbacks};
 use crate::train::config::{Config, DeviceSpec};
@@ -98,6 +98,8 @@ struct LoopState {
     /// The state of a checkpoint that will be written during the next step.
     pending_save: Option<State>,
     checkpoint: Option<PathBuf>,
+    /// The proof of the last checkpoint that this process has written.
+    proof: Option<CheckpointProof>,
     /// Settings that differ from the checkpoint's.
     changes: Vec<String>,
     /// Number of consecutive steps whose loss was far above chance.
@@ -414,6 +416,11 @@ impl Trainer {
         for change in std::mem::take(&mut self.progress.changes) {
             self.warn(format!("resumed with a setting that differs from the checkpoint's: {change}"));
         }
+        if !self.config.precision.masters {
+            let message =
+                "`precision.masters = false`: updates below half a unit in the last place of a weight are lost";
+            self.warn(message.into());
+        }
         self.prepare_reference()?;
         let reason = self.steps();
         self.flush_save()?;
@@ -571,6 +578,7 @@ impl Trainer {
             self.probe()?;
         }
         self.engine.count_exponents = is_multiple(next, self.config.telemetry.exponents_every);
+        self.engine.update_counts = is_multiple(next, self.config.telemetry.lost_updates_every).then(Vec::new);
         let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
         self.callbacks.iter_mut().try_for_each(|callback| callback.on_step_begin(&mut self.engine, batches))?;
         let (report, waited) = self.step_overlapping_save()?;

@@ -1,18 +1,137 @@
-//! Proves that a checkpoint resumes: `n` steps equal `k` steps, save, load, and `n - k` steps, bit for bit.
+//! Proves that a checkpoint resumes: `n` steps equal `k` steps, save, load, and `n - k` steps, bit for bit. Repeats a
+//! recorded run, and compares each step and each checkpoint with the record.
 
 use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::view::{View, read, to_host};
 use crate::engine::model::Parameters;
-use crate::store::checkpoint::{Checkpoint, Run};
-use crate::telemetry::{Activity, Emitter, PhaseProgress};
+use crate::store::checkpoint::{self, Checkpoint, CheckpointKind, Run, differing_parts};
+use crate::telemetry::{Activity, CheckpointSaved, Emitter, Event, PhaseProgress, StepRecord, for_each};
 use crate::train::config::Config;
 use crate::train::fp8::Fp8Block;
 use crate::train::state::TrainState;
 use crate::train::trainer::Trainer;
 use crate::{Error, Result};
 use candle_core::Tensor;
+use serde_json::Value;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+
+/// The steps and full checkpoints of a recorded run, by step.
+#[derive(Debug, Default)]
+pub struct RecordedRun {
+    /// Its steps, without those that a resume made void.
+    pub steps: BTreeMap<u64, StepRecord>,
+    /// Its checkpoints.
+    pub checkpoints: BTreeMap<u64, CheckpointSaved>,
+    /// The configurations that it was trained with, each with the step that it was valid after.
+    pub configs: Vec<(u64, Value)>,
+}
+
+impl RecordedRun {
+    /// Reads a log.
+    pub fn read(log: &Path) -> Result<Self> {
+        let mut recorded = Self::default();
+        for_each(log, |record| {
+            match record.event {
+                Event::Started(started) => recorded.configs.push((started.resumed_from.unwrap_or(0), started.config)),
+                Event::Step(step) => drop(recorded.steps.insert(step.step, *step)),
+                Event::CheckpointSaved(saved) if !saved.weights_only => {
+                    recorded.checkpoints.insert(saved.step, saved);
+                }
+                _ => {}
+            }
+            Ok(())
+        })?;
+        Ok(recorded)
+    }
+
+    /// The text of the configuration of the steps after `step`; `None` if the log lacks it or an earlier version wrote it.
+    pub fn config_after(&self, step: u64) -> Option<String> {
+        let (_, config) = self.configs.iter().rfind(|(first, _)| *first <= step)?;
+        serde_json::from_value::<Config>(config.clone()).ok()?.to_toml().ok()
+    }
+
+    /// Repeats the steps with `trainer` up to step `to`, and writes its checkpoints into `folder`. Returns a description of
+    /// the first difference. `run` has those checkpoints of the recorded run that still exist.
+    pub fn repeat(
+        &self,
+        trainer: &mut Trainer,
+        run: &Path,
+        to: u64,
+        folder: &Path,
+        activity: &Activity,
+    ) -> Result<Option<String>> {
+        let mut emitter = Emitter::new(None);
+        let records = emitter.connect();
+        trainer.attach(Run::open(folder)?, emitter);
+        for step in trainer.engine().state.counters.step + 1..=to {
+            activity.advance("repeating steps", PhaseProgress::Items(step, to));
+            trainer.advance(1)?;
+            if self.checkpoints.contains_key(&step) {
+                trainer.save()?;
+            }
+            for record in records.try_iter() {
+                let difference = match &record.event {
+                    Event::Step(found) => self.steps.get(&step).map_or(Ok(None), |was| differing_figure(was, found))?,
+                    Event::CheckpointSaved(found) => self.differing_checkpoint(found, run)?,
+                    _ => None,
+                };
+                if let Some(difference) = difference {
+                    return Ok(Some(format!("step {step}: {difference}")));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The first difference of a repeated checkpoint: a tensor if the recorded checkpoint still exists.
+    fn differing_checkpoint(&self, found: &CheckpointSaved, run: &Path) -> Result<Option<String>> {
+        let was = self.checkpoints.get(&found.step).and_then(|was| was.proof.as_ref());
+        let (Some(was), Some(proof)) = (was, &found.proof) else { return Ok(None) };
+        let parts = differing_parts(was, proof);
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        let folder = run.join(CheckpointKind::Full.directory(found.step));
+        let differences =
+            if folder.exists() { checkpoint::compare(&folder, Path::new(&found.path))? } else { Vec::new() };
+        let tensor = differences.iter().find(|difference| difference.file.ends_with(".safetensors"));
+        Ok(Some(match tensor {
+            Some(difference) => difference.to_string(),
+            None => format!("the checkpoint's {} differ", parts.join(", ")),
+        }))
+    }
+}
+
+/// The first figure of a step that differs, and the tensor that it belongs to. Times do not count.
+fn differing_figure(was: &StepRecord, found: &StepRecord) -> Result<Option<String>> {
+    let failed = |error: serde_json::Error| Error::data("a step's record", error.to_string());
+    let value = |step: &StepRecord| -> serde_json::Result<Value> {
+        // Text and back, as a log's record.
+        let text = serde_json::to_string(&step.clone().without_measurements())?;
+        serde_json::from_str(&text)
+    };
+    let [was, found] = [was, found].map(value);
+    Ok(differing_value("", &was.map_err(failed)?, &found.map_err(failed)?))
+}
+
+fn differing_value(name: &str, was: &Value, found: &Value) -> Option<String> {
+    let inner = |key: &str| if name.is_empty() { key.to_owned() } else { format!("{name}.{key}") };
+    match (was, found) {
+        (Value::Object(a), Value::Object(b)) if a.keys().eq(b.keys()) => {
+            a.iter().zip(b.values()).find_map(|((key, a), b)| differing_value(&inner(key), a, b))
+        }
+        (Value::Array(a), Value::Array(b)) if a.len() == b.len() => {
+            a.iter().zip(b).enumerate().find_map(|(at, (a, b))| {
+                let tensor =
+                    a.get("name").and_then(Value::as_str).map_or_else(|| at.to_string(), |it| format!("`{it}`"));
+                differing_value(&inner(&tensor), a, b)
+            })
+        }
+        _ => (was != found).then(|| format!("{name} was {was} and is now {found}")),
+    }
+}
 
 /// The result of the comparison.
 #[derive(Debug)]

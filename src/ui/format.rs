@@ -1,7 +1,7 @@
 //! Formats numbers for display, in few columns.
 
 use crate::precision::exact_log2;
-use crate::telemetry::Quantity;
+use crate::telemetry::{Quantity, RunState};
 pub(crate) use crate::telemetry::{bytes, bytes_of};
 use crate::untrusted::is_unsafe_char;
 
@@ -40,6 +40,8 @@ pub(crate) fn quantity(quantity: Quantity, value: f64) -> String {
         Quantity::Number => short(value),
         Quantity::Count => count(value),
         Quantity::Bytes => bytes(value.max(0.0) as u64),
+        Quantity::Log2 => format!("2^{value:.1}"),
+        Quantity::Share => share(value),
     }
 }
 
@@ -99,6 +101,21 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
         share if share < 1.0 => format!("{share:.2}%"),
         share => format!("{share:.1}%"),
     }
+}
+
+/// Like [`percent`], of a share.
+pub(crate) fn share(value: f64) -> String {
+    const PARTS: f64 = 1e12;
+    percent((value * PARTS).ceil() as u64, PARTS as u64)
+}
+
+/// A sentence on the newest counts of lost updates; `None` if none was counted.
+pub(crate) fn lost_updates(run: &RunState) -> Option<String> {
+    let (step, counts) = run.lost_updates?;
+    let (policy, reach) = (run.policy(), share(counts.reach()?));
+    let rest = if policy.params == policy.compute { "the rest is lost" } else { "the masters keep the rest" };
+    let (ulps, weights) = (counts.mean_ulps()?, policy.compute.format().name);
+    Some(format!("{reach} of step {step}'s updates reach the {weights} weights; {rest} ({ulps:.3} ULP apart)"))
 }
 
 /// The last part of a path or of a name on the Hub.

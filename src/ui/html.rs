@@ -148,7 +148,7 @@ impl SvgAxes {
                 "<path class=\"axis\" d=\"M{LEFT} {top:.1}H{right}\"/><text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
                 LEFT - 6.0,
                 top + 4.0,
-                label(y)
+                escape(&label(y))
             );
         }
         for x in ticks(self.x, 8) {

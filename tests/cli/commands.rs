@@ -161,7 +161,7 @@ fn completions_and_the_manual_have_every_command() {
         "man",
         "bench",
         "checkpoint",
-        "verify-resume",
+        "verify",
         "watch",
     ];
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
@@ -227,7 +227,7 @@ fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
     fixture.said("export r out");
     assert_eq!(fs::read_to_string(fixture.path("out/chat_template.jinja")).unwrap(), template);
     let out = "--model out --data chats.jsonl --seq-len 16 --batch-size 2 --packing --steps 6";
-    assert!(fixture.said(&format!("verify-resume {out}")).starts_with("bit-identical"));
+    assert!(fixture.said(&format!("verify {out}")).starts_with("bit-identical"));
 }
 
 #[test]

@@ -28,3 +28,4 @@ mod regressions;
 mod templates;
 mod terminal;
 mod validation;
+mod verify;

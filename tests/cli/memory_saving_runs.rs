@@ -91,7 +91,7 @@ fn killed_runs_resume_bit_for_bit() {
 fn verify_resume_holds_for_every_way() {
     let fixture = quantized();
     for (way, flags) in WAYS {
-        let said = fixture.said(&format!("verify-resume --steps 8 --at 5 --batch-size 2 --seq-len 16 {flags}"));
+        let said = fixture.said(&format!("verify --steps 8 --at 5 --batch-size 2 --seq-len 16 {flags}"));
         assert!(!said.is_empty(), "{way}");
     }
 }

@@ -32,6 +32,12 @@ fn item_16_figures_are_exported_as_tables() {
         assert_eq!(row[column("loss")].parse::<f32>().unwrap(), step.loss);
         assert_eq!(row[column("outcome")], if step.updates == 0 { "skipped" } else { row[column("outcome")] });
         assert_eq!(row[column("loss_scale")].parse::<f32>().unwrap(), step.loss_scale);
+        let number = |name: &str| row[column(name)].parse::<f64>().ok();
+        assert!(
+            number("grad_log2_p1").unwrap() >= f64::from(step.grads.min_abs.unwrap() / step.loss_scale).log2().floor()
+        );
+        assert_eq!(number("probe_log2_min").is_some(), step.step.is_multiple_of(8));
+        assert_eq!(number("probe_flushed").is_some(), step.step.is_multiple_of(8));
         assert_eq!(row[column("val_loss")].is_empty(), !step.step.is_multiple_of(10));
     }
     fixture.said("export-metrics t --format jsonl --output t.jsonl");
@@ -56,6 +62,8 @@ fn item_16_a_report_is_one_page_that_stands_alone() {
         "Loss scale, log2, by step",
         "Gradients by exponent",
         "Learning rate, by step",
+        "Gradients, unscaled: first percentile, by step",
+        "Smallest gradient in FP32 probes, by step",
         "where it began",
         " pass, ",
         "p=f32,c=f16,g=f16,r=f32",
@@ -130,6 +138,8 @@ fn item_16_tensorboard_reads_what_a_run_wrote_live_and_afterwards() {
             assert!((found[2].as_f64().unwrap() - *t as f64 / 1000.0).abs() < 1e-3, "{folder}");
         }
         assert_eq!(scalar("loss/validation").len(), 2, "{folder}");
+        assert_eq!(scalar("gradients/log2_p1_unscaled").len(), 20, "{folder}");
+        assert_eq!((scalar("probe/log2_min").len(), scalar("probe/flushed_share").len()), (2, 2), "{folder}");
         let scale = scalar("loss_scale/log2");
         assert_eq!(scale[0][1].as_str().unwrap().parse::<f32>().unwrap(), steps[0].1.loss_scale.log2());
         let histograms = board["histograms"]["gradients/log2_abs_scaled"].as_array().unwrap();

@@ -63,6 +63,7 @@ pub(crate) fn engine_of(
         max_grad_norm,
         seed: 0,
         count_exponents: false,
+        update_counts: None,
         objective: Objective::default(),
         workspace: Workspace::for_training(config, policy, (rows, seq_len), Checkpointing::None, &Device::Cpu).unwrap(),
         grads: Gradients::new(&state.weights, policy, grad_accum, &SingleProcess).unwrap(),

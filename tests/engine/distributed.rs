@@ -11,7 +11,7 @@ use finetune::engine::kernels::{Fused, op};
 use finetune::engine::model::ModelSpec;
 use finetune::engine::optim::{Gradients, OptimizerKind};
 use finetune::store::checkpoint::{Checkpoint, Run, compare};
-use finetune::telemetry::{Emitter, Event, Record, StepTime};
+use finetune::telemetry::{Emitter, Event, Record};
 use finetune::train::{Config, ConfigLayers, Trainer, WeightInit};
 use std::path::Path;
 use std::sync::Arc;
@@ -41,8 +41,14 @@ fn config(dtype: &str) -> Config {
     let value = |text: &str| format!("x = {text}").parse::<toml::Table>().unwrap().remove("x").unwrap();
     let mut overrides: Vec<_> = overrides.iter().map(|(key, text)| ((*key).to_owned(), value(text))).collect();
     overrides.push(("dtype".into(), toml::Value::String(dtype.into())));
-    Config::resolve(&ConfigLayers { overrides, ..ConfigLayers::default() }).unwrap()
+    overrides.push(("precision.masters".into(), (dtype != NEAREST).into()));
+    let mut config = Config::resolve(&ConfigLayers { overrides, ..ConfigLayers::default() }).unwrap();
+    config.telemetry.lost_updates_every = 2;
+    config
 }
+
+/// The policy of FP16 weights without masters.
+const NEAREST: &str = "p=f16,c=f16,g=f16,r=f32";
 
 /// The policy of BF16 weights without FP32 masters.
 const STOCHASTIC: &str = "p=bf16,c=bf16,g=bf16,r=f32";
@@ -82,9 +88,7 @@ pub(crate) fn train(world: usize, config: &Config, folder: &Path, checkpoint: Op
     });
     for event in &mut events {
         if let Event::Step(step) = event {
-            step.time = StepTime::default();
-            (step.tokens_per_s, step.gpu) = (0.0, None);
-            (step.rss_bytes, step.peak_rss_bytes, step.cpu_seconds) = (None, None, None);
+            **step = step.clone().without_measurements();
         }
     }
     events
@@ -118,6 +122,7 @@ fn any_number_of_processes_saves_memory_with_the_same_bits() {
     for (dtype, optimizer, worlds) in [
         ("fp16", OptimizerKind::AdamW8bit, &[2, 3, 4, 9][..]),
         (STOCHASTIC, OptimizerKind::AdamW, &[2, 3, 4, 9]),
+        (NEAREST, OptimizerKind::AdamW, &[3]),
         (STOCHASTIC, OptimizerKind::AdamW8bit, &[3]),
     ] {
         let mut config = config(dtype);
@@ -249,6 +254,7 @@ fn a_step_sends_the_bytes_of_the_formula() {
             (config.train.grad_accum, config.scaler.init_scale) = (micro_batches, 1024.0);
             let telemetry = &mut config.telemetry;
             (telemetry.exponents_every, telemetry.probe_every, telemetry.variance_every) = (1000, 0, 0);
+            telemetry.lost_updates_every = 0;
             let sent = together(world, |process: Arc<dyn ProcessGroup>| {
                 let counted = Arc::new(Counted { process, sent: AtomicU64::new(0) });
                 let mut trainer = Trainer::new(counted.clone(), config.clone(), None, &mut |_| ()).unwrap();

@@ -24,6 +24,7 @@ mod gguf_models;
 mod gradscaler;
 mod layers;
 mod lora;
+mod lost_updates;
 mod mismatch;
 mod objectives;
 mod packing;

@@ -1,25 +1,32 @@
-//! The FP32 probe has no side effects: a run is bit for bit the same with and without it.
+//! Instruments have no side effects: a run is bit for bit the same with all of them and with none.
 
 use finetune::engine::collective::SingleProcess;
 use finetune::precision::OnOverflow;
 use finetune::store::checkpoint::{Run, compare, latest_valid};
-use finetune::telemetry::{Emitter, Event, EventLog, Fp32Probe, StepRecord, read};
+use finetune::telemetry::{Emitter, Event, EventLog, Fp32Probe, StepRecord, StepStatus, read};
 use finetune::train::{Config, Trainer};
 use std::path::Path;
 use std::sync::Arc;
 
 const STEPS: u64 = 12;
 
-/// Trains a run called `name` with everything switched on that a probe might disturb; gives its steps without their times,
-/// and its probes.
-fn train(folder: &Path, name: &str, probe_every: u64) -> (Vec<StepRecord>, Vec<Fp32Probe>) {
+/// Trains a run called `name` with everything switched on that an instrument might disturb, and with all instruments or none;
+/// gives its steps without times and measurements, and its probes.
+fn train(folder: &Path, name: &str, instruments: bool) -> (Vec<StepRecord>, Vec<Fp32Probe>) {
     let mut config = Config::default();
     config.train.steps = Some(STEPS);
     (config.train.batch_size, config.train.seq_len, config.train.grad_accum) = (2, 16, 2);
     (config.train.eval_batches, config.train.sample_tokens) = (1, 4);
     (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.1, 0.1);
     (config.scaler.init_scale, config.scaler.on_overflow) = (2f32.powi(24), OnOverflow::Retry);
-    config.telemetry.probe_every = probe_every;
+    let telemetry = &mut config.telemetry;
+    telemetry.attribute_overflows = instruments;
+    if instruments {
+        (telemetry.probe_every, telemetry.lost_updates_every) = (3, 1);
+        (telemetry.variance_every, telemetry.layer_maxima_every, telemetry.tensors_every) = (1, 1, 1);
+    } else {
+        (telemetry.tensors_every, telemetry.exponents_every) = (STEPS + 1, STEPS + 1);
+    }
     let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
     let path = folder.join(name);
     let run = Run::open(&path).unwrap();
@@ -28,15 +35,13 @@ fn train(folder: &Path, name: &str, probe_every: u64) -> (Vec<StepRecord>, Vec<F
     let (mut steps, mut probes) = (Vec::new(), Vec::new());
     for record in read(path.join("events.jsonl")).unwrap() {
         match record.event {
-            Event::Step(step) => steps.push(StepRecord {
-                tokens_per_s: 0.0,
-                time: finetune::telemetry::StepTime::default(),
-                rss_bytes: None,
-                peak_rss_bytes: None,
-                cpu_seconds: None,
-                gpu: None,
-                ..*step
-            }),
+            Event::Step(step) => {
+                let mut step = step.without_measurements();
+                assert_eq!(step.lost_updates.is_some(), instruments && step.outcome == StepStatus::Applied);
+                (step.lost_updates, step.tensors) = (None, Vec::new());
+                step.grads.exponents.clear();
+                steps.push(step);
+            }
             Event::Fp32Probe(probe) => probes.push(*probe),
             _ => {}
         }
@@ -45,10 +50,10 @@ fn train(folder: &Path, name: &str, probe_every: u64) -> (Vec<StepRecord>, Vec<F
 }
 
 #[test]
-fn a_run_is_the_same_with_and_without_probes() {
+fn a_run_is_the_same_with_and_without_instruments() {
     let folder = tempfile::tempdir().unwrap();
-    let (alone, none) = train(folder.path(), "alone", 0);
-    let (probed, probes) = train(folder.path(), "probed", 3);
+    let (alone, none) = train(folder.path(), "alone", false);
+    let (probed, probes) = train(folder.path(), "probed", true);
     assert!(none.is_empty());
     assert_eq!(probes.iter().map(|probe| probe.step).collect::<Vec<_>>(), [3, 6, 9, 12]);
     assert!(probes.iter().all(|probe| probe.tensors.iter().any(|tensor| tensor.nonzero > 0)));

@@ -7,8 +7,7 @@ use crate::common::checkpoint::Sample;
 use crate::common::cli_fixture::CliFixture;
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{
-    Diagnostic, Event, EventLog, Finished, GradStats, Overflow, Record, SampleText, Started, StepRecord, TensorRecord,
-    VERSION,
+    Diagnostic, Event, EventLog, Finished, Overflow, Record, SampleText, Started, StepRecord, TensorRecord, VERSION,
 };
 use finetune::untrusted::is_unsafe_char;
 use serde_json::{Value, json};
@@ -72,7 +71,7 @@ impl Trap<'_> {
     /// A log with the payload in every text, as another program may write it.
     fn log(&self) {
         let p = self.payload.to_owned();
-        let tensor = TensorRecord { name: p.clone(), stats: GradStats::default() };
+        let tensor = TensorRecord { name: p.clone(), ..TensorRecord::default() };
         let started = Started {
             program: p.clone(),
             run: p.clone(),

@@ -307,12 +307,19 @@ impl<Q: Queue> CudaKernels<Q> {
         self.product(&op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(&sums)?, mode: WriteMode::Overwrite })
     }
 
-    fn adamw(&self, op: &op::AdamW<'_>) -> Attempt {
+    fn adamw(&self, op: &mut op::AdamW<'_>) -> Attempt {
         let tensors = [op.grad, op.master, op.exp_avg, op.exp_avg_sq, op.weight.unwrap_or(op.master)];
         let [grad, master, exp_avg, exp_avg_sq, copy] = self.buffers(KernelFamily::AdamW, tensors)?;
         require(is_pair([grad.dtype, copy.dtype]))?;
-        let state = [master, exp_avg, exp_avg_sq];
-        Ok(adamw::step(&self.queue, op.step, grad, state, op.weight.map(|_| copy))?)
+        let (state, weight) = ([master, exp_avg, exp_avg_sq], op.weight.map(|_| copy));
+        let Some(counts) = op.counts.as_deref_mut().filter(|_| weight.is_some()) else {
+            return Ok(adamw::step(&self.queue, op.step, grad, state, weight, None)?);
+        };
+        let words = Tensor::zeros(adamw::COUNT_WORDS, DType::U32, op.master.device())?;
+        let [counted] = self.buffers(KernelFamily::AdamW, [&words])?;
+        adamw::step(&self.queue, op.step, grad, state, weight, Some(counted))?;
+        *counts += adamw::decode(&words.to_vec1::<u32>()?, grad.len as u64);
+        Ok(())
     }
 }
 

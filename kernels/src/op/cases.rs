@@ -10,7 +10,7 @@ use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::cross_entropy::IGNORE;
 use crate::decode_attention::{CachedSequence, LayerKvCache};
 use crate::dropout::Dropout;
-use crate::precision::ExponentHistogram;
+use crate::precision::{ExponentHistogram, UpdateCounts};
 use crate::random::{Domain, Stream};
 use crate::rope::{CosSinCache, Direction, PositionIds};
 use crate::summary::{self, TensorSummary};
@@ -36,8 +36,8 @@ pub struct Case {
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs, reason = "fields are the sizes, types and options of an operation's operands")]
 pub enum Operation {
-    /// [`op::AdamW`]; types of the gradient and of the working copy.
-    AdamW { len: usize, types: [DType; 2] },
+    /// [`op::AdamW`]; types of the gradient and of the working copy, and whether it counts the updates that the copy shows.
+    AdamW { len: usize, types: [DType; 2], counts: bool },
     /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one. Without
     /// documents, each sequence is one.
     Attention { shape: AttentionShape, documents: Documents, dtype: DType, drops: bool, packed: bool },
@@ -262,7 +262,7 @@ impl From<Operation> for Case {
 impl Operation {
     fn compute(self, t: &Trial<'_>) -> Outputs {
         match self {
-            Self::AdamW { len, types } => adamw(t, len, types),
+            Self::AdamW { len, types, counts } => adamw(t, len, types, counts),
             Self::Attention { shape, documents, dtype, drops, packed } => {
                 attention(t, shape, documents, dtype, [drops, packed])
             }
@@ -284,7 +284,7 @@ impl Operation {
     }
 }
 
-fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2]) -> Outputs {
+fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], counts: bool) -> Outputs {
     let step = AdamWStep {
         lr: 0.01,
         betas: [0.9, 0.999],
@@ -293,14 +293,28 @@ fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2]) -> Outputs {
         bias_corrections: [0.1, 0.001],
         grad_factor: 0.125,
     };
-    let (grad, copy) = (&t.numbers("grad", &[len], grads)?, t.poisoned(&[len], copies)?);
+    let grad = &t.numbers("grad", &[len], grads)?;
     let [master, exp_avg] = ["master", "exp_avg"].map(|name| t.numbers(name, &[len], DType::F32));
     let exp_avg_sq = &t.mapped("exp_avg_sq", &[len], DType::F32, |_, x| x * x)?;
-    let (master, exp_avg, weight) = (&master?, &exp_avg?, (copies != DType::F32).then_some(&copy));
-    t.run(op::AdamW { step, grad, master, exp_avg, exp_avg_sq, weight })?;
+    let (master, exp_avg) = (&master?, &exp_avg?);
+    let copy = if counts { t.stored(&view::to_host(master)?, copies)? } else { t.poisoned(&[len], copies)? };
+    let weight = (copies != DType::F32).then_some(&copy);
+    let values = |x: &Tensor| view::to_host(x)?.to_dtype(DType::F32)?.to_vec1::<f32>();
+    let (before, mut counted) = ([values(master)?, values(&copy)?], UpdateCounts::default());
+    let counter = counts.then_some(&mut counted);
+    t.run(op::AdamW { step, grad, master, exp_avg, exp_avg_sq, weight, counts: counter })?;
     let state = [("the master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)];
     let mut outputs = t.outputs(state, DType::F32);
     outputs.extend(weight.map(|weight| t.output("the working copy", weight, copies)));
+    if counts && t.kernels.is_some() {
+        let mut expected = UpdateCounts::default();
+        let after = [values(master)?, values(&copy)?];
+        expected.count(view::float_format(copies), [&before[0], &after[0]], [&before[1], &after[1]]);
+        let differs = u32::from(counted != expected || counted.moved == 0);
+        outputs.push(equal("whether counts differ", &Tensor::new(&[differs], &Device::Cpu)?));
+    } else if counts {
+        outputs.push(equal("whether counts differ", &Tensor::new(&[0u32], &Device::Cpu)?));
+    }
     Ok(outputs)
 }
 

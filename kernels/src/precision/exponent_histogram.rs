@@ -101,6 +101,17 @@ impl ExponentHistogram {
         self.finite_nonzero() + self.zero + self.inf + self.nan
     }
 
+    /// log2 of the magnitude that `share` of the finite non-zero values are below, interpolated within a binade; `None` if
+    /// there are none.
+    pub fn log2_quantile(&self, share: f64) -> Option<f64> {
+        let mut left = share * self.finite_nonzero() as f64;
+        self.iter().find_map(|(exponent, count)| {
+            let (position, count) = (left, count as f64);
+            left -= count;
+            (position <= count).then(|| f64::from(exponent) + position / count)
+        })
+    }
+
     /// How `format` would represent the finite non-zero values times `2^shift`; all zero if there are none.
     ///
     /// Binades count as a whole: one that rounds up to the smallest subnormal counts as subnormal, and the format's
@@ -197,6 +208,14 @@ mod tests {
         assert_eq!((histogram.lowest(), histogram.highest()), (Some(-127), Some(127)));
         assert_eq!((histogram.count(0), histogram.count(1), histogram.count(-128), histogram.count(128)), (2, 0, 0, 0));
         assert_eq!(histogram.iter().map(|(_, count)| count).sum::<u64>(), histogram.total());
+    }
+
+    /// 1 % of 1,000 values are 10, the first quarter of the binade with 40.
+    #[test]
+    fn a_quantile_is_a_position_within_a_binade() {
+        let histogram = ExponentHistogram::from_counts([(-24, 40), (-20, 960)]);
+        assert_eq!([0.01, 0.04, 1.0].map(|share| histogram.log2_quantile(share)), [-23.75, -23.0, -19.0].map(Some));
+        assert_eq!(ExponentHistogram::new().log2_quantile(0.01), None);
     }
 
     /// 2^-26 is flushed, 2^-25 rounds up to the smallest subnormal (except its lower end), 2^16 overflows.

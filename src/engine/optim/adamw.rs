@@ -1,5 +1,5 @@
 //! AdamW over FP32 masters: the update of the mixed-precision recipe. To save memory, also with 8-bit moments, and over
-//! BF16 weights with stochastic rounding.
+//! BF16 weights with stochastic rounding. To measure the effect of masters, also over 16-bit weights without them.
 
 use super::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS};
 use crate::engine::collective::{ProcessGroup, Shards};
@@ -7,7 +7,7 @@ use crate::engine::kernels::adamw::AdamWStep;
 use crate::engine::kernels::summary::PART;
 use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
-use crate::precision::{Dtype, PrecisionPolicy};
+use crate::precision::{Dtype, PrecisionPolicy, UpdateCounts};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -24,20 +24,20 @@ pub enum OptimizerKind {
     AdamW8bit,
 }
 
-/// An optimizer: its settings, how it stores moments, and the seed of stochastic rounding.
+/// An optimizer: its settings, how it stores moments, and how it rounds weights without masters.
 #[derive(Clone, Copy, Debug)]
 pub struct OptimizerConfig {
     /// AdamW's settings.
     pub adamw: AdamWConfig,
     /// How moments are stored.
     pub kind: OptimizerKind,
-    /// The run's seed.
-    pub seed: u64,
+    /// The seed of stochastic rounding; `None` rounds to nearest.
+    pub rounding_seed: Option<u64>,
 }
 
 impl From<AdamWConfig> for OptimizerConfig {
     fn from(adamw: AdamWConfig) -> Self {
-        Self { adamw, kind: OptimizerKind::AdamW, seed: 0 }
+        Self { adamw, kind: OptimizerKind::AdamW, rounding_seed: Some(0) }
     }
 }
 
@@ -63,7 +63,7 @@ impl AdamWConfig {
 #[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
-    seed: u64,
+    rounding_seed: Option<u64>,
     /// First moments in FP32.
     pub exp_avg: Parameters,
     /// Second moments in FP32.
@@ -101,7 +101,7 @@ const _: () = assert!(PART.is_multiple_of(BLOCK_SIZE));
 impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
     pub fn new(config: impl Into<OptimizerConfig>, masters: &Parameters) -> Result<Self> {
-        let OptimizerConfig { adamw, kind, seed } = config.into();
+        let OptimizerConfig { adamw, kind, rounding_seed } = config.into();
         let elements = |entry: &ParamSpec| entry.shape.iter().product::<usize>();
         let narrow = |entry: &&ParamSpec| kind == OptimizerKind::AdamW8bit && elements(entry) >= MIN_QUANTIZED_ELEMENTS;
         let layout = masters.layout();
@@ -134,7 +134,7 @@ impl AdamW {
         };
         Ok(Self {
             config: adamw,
-            seed,
+            rounding_seed,
             exp_avg: moments()?,
             exp_avg_sq: moments()?,
             quantized,
@@ -174,7 +174,8 @@ impl AdamW {
         bytes + (2 * largest + upcast_copy) * Dtype::F32.size_in_bytes() as u64
     }
 
-    /// Updates `masters` from `grads · grad_factor`, and rounds them into the working copy `weights`.
+    /// Updates `masters` from `grads · grad_factor`, and rounds them into the working copy `weights`. Appends to `counts`, for
+    /// each parameter, the updates that a 16-bit copy shows.
     pub fn step(
         &mut self,
         kernels: &dyn Kernels,
@@ -182,9 +183,10 @@ impl AdamW {
         Update { lr, grad_factor, updates }: Update,
         masters: &mut MasterWeights,
         weights: &Parameters,
+        mut counts: Option<&mut Vec<UpdateCounts>>,
     ) -> Result<()> {
         let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
-        let Self { config, seed, exp_avg, exp_avg_sq, quantized, storage, scratch } = self;
+        let Self { config, rounding_seed, exp_avg, exp_avg_sq, quantized, storage, scratch } = self;
         for (i, (entry, place)) in grads.layout().iter().zip(storage).enumerate() {
             let step = AdamWStep {
                 lr: lr as f32,
@@ -199,15 +201,17 @@ impl AdamW {
                 let Some(scratch) = &scratch[slot] else { bail!("the optimizer has no buffer for `{}`", entry.name) };
                 scratch.narrow(0, 0, master.elem_count())?.reshape(master.shape())
             };
-            let (mut weight, mut updated) = (Some(&weights[i]), master.clone());
+            let shared = view::share_storage(master, &weights[i]);
+            let (mut weight, mut updated) = ((!shared).then_some(&weights[i]), master.clone());
             if master.dtype() != DType::F32 {
-                weight = None;
+                weight = rounding_seed.is_none().then_some(master);
                 updated = upcast_copy(2)?;
                 kernels.copy(master, &updated)?;
             }
-            let weight = weight.filter(|weight| !view::share_storage(master, weight));
-            let update = |exp_avg: &Tensor, exp_avg_sq: &Tensor| {
-                op::AdamW { step, grad: &grads[i], master: &updated, exp_avg, exp_avg_sq, weight }.run(kernels)
+            let (mut counted, counting) = (UpdateCounts::default(), counts.is_some());
+            let mut update = |exp_avg: &Tensor, exp_avg_sq: &Tensor| {
+                let counts = counting.then_some(&mut counted);
+                op::AdamW { step, grad: &grads[i], master: &updated, exp_avg, exp_avg_sq, weight, counts }.run(kernels)
             };
             match *place {
                 MomentStorage::Fp32(at) => {
@@ -225,10 +229,15 @@ impl AdamW {
                     }
                 }
             }
+            if let Some(counts) = &mut counts {
+                counts.push(counted);
+            }
             if master.dtype() != DType::F32 {
-                let first = masters.parameters().range(i).start;
-                stochastic::round(&updated, master, first, *seed, &entry.name, updates)?;
-                if !view::share_storage(master, &weights[i]) {
+                if let Some(seed) = *rounding_seed {
+                    let first = masters.parameters().range(i).start;
+                    stochastic::round(&updated, master, first, seed, &entry.name, updates)?;
+                }
+                if !shared {
                     kernels.copy(master, &weights[i])?;
                 }
             }
@@ -248,8 +257,8 @@ pub struct Update {
     pub updates: u64,
 }
 
-/// The weights that updates accumulate in: FP32, with a working copy that is rounded to the compute type; or BF16 with
-/// stochastic rounding, without a separate working copy.
+/// The weights that updates accumulate in: FP32, with a working copy that is rounded to the compute type; or weights of the
+/// compute type, without a separate working copy.
 #[derive(Debug)]
 pub struct MasterWeights {
     parameters: Parameters,
@@ -330,7 +339,7 @@ impl MasterWeights {
         if self.parameters.shards().is_some() { &Fused } else { kernels }
     }
 
-    /// FP32, or BF16.
+    /// FP32, or the compute type.
     pub fn dtype(&self) -> DType {
         self.parameters.tensors().first().map_or(DType::F32, Tensor::dtype)
     }

@@ -4,7 +4,7 @@ use super::app::App;
 use super::keys::{Action, KEYS};
 use crate::screen::renderer::Exit;
 use crate::screen::terminal::keys::action;
-use crate::telemetry::{Command, Finished, PLOTTED, Phase};
+use crate::telemetry::{Command, Finished, Phase};
 use crate::ui::{Canvas, Role, format};
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
@@ -91,13 +91,7 @@ impl App {
             } else {
                 binding.help
             };
-            let x = inner.text(8, y, help, Role::Text);
-            if does(Action::Curve) {
-                let known =
-                    PLOTTED.iter().zip(&self.scene.run().curves.plotted).filter(|(_, curve)| !curve.whole().is_empty());
-                let curves = known.fold(String::new(), |list, (plotted, _)| list + ", " + plotted.name);
-                inner.text(x, y, &curves, Role::Text);
-            }
+            inner.text(8, y, help, Role::Text);
         }
         let range = [
             ("├ ● ┤", Role::Train),

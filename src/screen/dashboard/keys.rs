@@ -105,7 +105,13 @@ pub(super) const KEYS: &[Binding<Action>] = &[
     Binding::new("n", &[(Char('n'), Action::Range)], "charts over the last 1000, 300, 100 or all steps")
         .footer("range", "range")
         .tabs(&[0, 2]),
-    Binding::new("c", &[(Char('c'), Action::Curve)], "second chart: loss scale").footer("curve", "curve").tabs(&[0]),
+    Binding::new(
+        "c",
+        &[(Char('c'), Action::Curve)],
+        "second chart: loss scale, lr, |g|, shares of gradients and others",
+    )
+    .footer("curve", "curve")
+    .tabs(&[0]),
     Binding::new("w", &[(Char('w'), Action::Smoothing)], "smooth the loss over 5, 20, 50 or 200 steps, or not at all")
         .footer("smooth", "smoothing")
         .tabs(&[0]),

@@ -4,7 +4,7 @@ use super::app::Tab;
 use super::layout;
 use super::scene::Scene;
 use crate::precision::{ExponentHistogram, FloatFormat, RangeShares};
-use crate::telemetry::{GradStats, Layer, RunState, histogram};
+use crate::telemetry::{GradStats, Layer, RunState};
 use crate::ui::{Canvas, Role, Ruler, format};
 use ratatui::layout::Rect;
 
@@ -41,7 +41,7 @@ pub(super) fn draw_ruler(scene: &Scene, canvas: &mut Canvas) {
         inner.text(1, 0, "no gradients yet", Role::Dim);
         return;
     };
-    let histogram = histogram(stats);
+    let histogram = stats.histogram();
     let ruler = Ruler::new(run.grad_format(), histogram.lowest().zip(histogram.highest()), zero, 1, 0);
     let shift = if scene.true_magnitudes { exponent_of(*scale) } else { 0 };
     if layered {
@@ -68,7 +68,7 @@ fn draw_large(scene: &Scene, canvas: &mut Canvas) {
         return;
     };
     let scale_exponent = exponent_of(*scale);
-    let histogram = histogram(stats);
+    let histogram = stats.histogram();
     let probe = run.probe_histogram().map(|probe| shifted(&probe, scale_exponent));
     let zero = 7;
     let cell_width = if inner.width() > zero + 44 + 40 { 2 } else { 1 };
@@ -78,11 +78,15 @@ fn draw_large(scene: &Scene, canvas: &mut Canvas) {
     let used = histogram.lowest().zip(histogram.highest());
     let ruler = Ruler::new(run.grad_format(), used, zero, cell_width, below);
     let shift = if scene.true_magnitudes { scale_exponent } else { 0 };
-    let bars = inner.height().saturating_sub(4);
+    let lost_updates = format::lost_updates(run);
+    let bars = inner.height().saturating_sub(4 + u16::from(lost_updates.is_some()));
     draw_bars(&mut inner, bars, &ruler, &histogram, probe.as_ref(), shift);
     let line = format!("step {step}, scale {}: {}", format::scale(*scale), summary(stats, shift));
     inner.text(1, bars + 2, &line, Role::Text);
     probe_line(run, scene.can_command(), &mut inner, bars + 3);
+    if let Some(line) = lost_updates {
+        inner.text(1, bars + 4, &line, Role::Text);
+    }
 }
 
 fn probe_line(run: &RunState, attached: bool, canvas: &mut Canvas, y: u16) {
@@ -271,19 +275,18 @@ fn draw_scales(scene: &Scene, canvas: &mut Canvas) {
 
 /// A share in percent, right-aligned in twelve columns.
 fn cell(share: f64) -> String {
-    let parts = 1_000_000_000_000;
-    format!("{:>12}", format::percent((share * parts as f64).ceil() as u64, parts))
+    format!("{:>12}", format::share(share))
 }
 
 /// The unscaled gradients, from the newest probe if there is one, and a description of their source.
 fn unscaled(run: &RunState, attached: bool) -> Option<(ExponentHistogram, String)> {
     if let Some(probe) = &run.probe {
         let source = format!("of the FP32 gradients of the probe at step {}", probe.step);
-        return Some((histogram(&probe.grads), source));
+        return Some((probe.grads.histogram(), source));
     }
     let (step, scale, stats) = run.grads.as_ref()?;
     let shift = scale.log2().round() as i32;
-    let counts = histogram(stats);
+    let counts = stats.histogram();
     let unscaled = ExponentHistogram::from_counts(counts.iter().map(|(exponent, count)| (exponent - shift, count)));
     let hint = if attached { "; press p for an FP32 probe, which includes the rest" } else { "" };
     let source = format!("of the gradients that {} kept at step {step}{hint}", run.grad_format().name);

@@ -8,6 +8,7 @@ mod invented;
 
 use super::dialogs::Dialog;
 use super::{App, DashboardMode};
+use crate::precision::UpdateCounts;
 use crate::screen::renderer::{Exit, MessageSource, Playback, ScreenMessage};
 use crate::screen::watch::LogSource;
 use crate::screen::words;

@@ -14,7 +14,7 @@ use crate::{Error, Result, temporary, untrusted};
 
 const LOCK: &str = ".lock";
 const LATEST: &str = "latest";
-const CONFIG: &str = "config.toml";
+pub(super) const CONFIG: &str = "config.toml";
 const EVENTS: &str = "events.jsonl";
 /// How long to wait for a lock; the kernel releases a killed process's lock with a delay.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(1);

@@ -1,6 +1,6 @@
 //! Gradient statistics: of all gradients, of one tensor, of each layer.
 
-use crate::precision::{ExponentHistogram, TensorStats};
+use crate::precision::{ExponentHistogram, TensorStats, UpdateCounts};
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -51,6 +51,25 @@ impl GradStats {
         }
     }
 
+    /// The share of `part` of the elements; `None` without elements.
+    pub fn share(&self, part: u64) -> Option<f64> {
+        (self.count > 0).then(|| part as f64 / self.count as f64)
+    }
+
+    /// log2 of the magnitude, divided by `scale`, that 1 % of the non-zero values are below; `None` if exponents were not
+    /// counted. In a large model the minimum itself is the format's smallest magnitude in every step.
+    pub fn log2_p1(&self, scale: f32) -> Option<f64> {
+        Some(self.histogram().log2_quantile(0.01)? - f64::from(scale).log2())
+    }
+
+    /// The exponent counts as an [`ExponentHistogram`].
+    pub fn histogram(&self) -> ExponentHistogram {
+        let counts = self.exponents.iter().map(|&(exponent, count)| (i32::from(exponent), count));
+        let mut histogram = ExponentHistogram::from_counts(counts);
+        (histogram.zero, histogram.inf, histogram.nan) = (self.zero, self.inf, self.nan);
+        histogram
+    }
+
     /// Elements that are infinite or NaN.
     pub fn not_finite(&self) -> u64 {
         self.inf + self.nan
@@ -66,6 +85,9 @@ pub struct TensorRecord {
     /// Its gradient.
     #[serde(flatten)]
     pub stats: GradStats,
+    /// The part of its update that its 16-bit weights show, if it was counted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lost_updates: Option<UpdateCounts>,
 }
 
 /// The largest gradient of each layer in a step.

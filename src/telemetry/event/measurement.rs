@@ -62,6 +62,17 @@ pub struct Fp32Probe {
 }
 
 impl Fp32Probe {
+    /// log2 of the smallest FP32 gradient above zero.
+    pub fn log2_min(&self) -> Option<f64> {
+        self.grads.min_abs.map(|min| f64::from(min).log2())
+    }
+
+    /// The share of the elements that are not zero in FP32 that were flushed to zero.
+    pub fn flushed_share(&self) -> Option<f64> {
+        let (flushed, nonzero) = self.underflow();
+        (nonzero > 0).then(|| flushed as f64 / nonzero as f64)
+    }
+
     /// Elements flushed to zero, and elements that are not zero in FP32.
     pub fn underflow(&self) -> (u64, u64) {
         self.tensors.iter().fold((0, 0), |(flushed, of), tensor| (flushed + tensor.flushed, of + tensor.nonzero))

@@ -17,6 +17,31 @@ pub struct CheckpointSaved {
     pub seconds: f64,
     /// Whether it holds only the weights, so that a run cannot resume from it.
     pub weights_only: bool,
+    /// The hashes of a full checkpoint; `None` in logs of earlier versions.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub proof: Option<CheckpointProof>,
+}
+
+/// Hashes of a checkpoint and of everything that led to it: SHA-256 in hexadecimal digits.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CheckpointProof {
+    /// The master weights' file.
+    pub masters: String,
+    /// The file of Adam's moments.
+    pub moments: String,
+    /// Loss scale, counters and the other figures that determine later steps.
+    pub state: String,
+    /// The run's configuration as a file.
+    pub config: String,
+    /// Tokenizer and text.
+    pub data: String,
+    /// The log from the end of the previous checkpoint's part to `log_bytes`.
+    pub log: String,
+    /// Size of the log, in bytes, when the checkpoint was written.
+    pub log_bytes: u64,
+    /// All of the above, the step, and the previous checkpoint's `chain`.
+    pub chain: String,
 }
 
 /// A message about a step.

@@ -2,7 +2,7 @@
 
 use super::gradients::{GradStats, TensorRecord};
 use super::objective::ObjectiveMetrics;
-use crate::precision::ScaleChange;
+use crate::precision::{ScaleChange, UpdateCounts};
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
 
@@ -70,11 +70,29 @@ pub struct StepRecord {
     /// Metrics of the objective.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub objective: Option<ObjectiveMetrics>,
+    /// The part of the update that 16-bit weights show, if it was counted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lost_updates: Option<UpdateCounts>,
     /// All scaled gradients together; `norm` is the global norm before unscaling.
     pub grads: GradStats,
     /// Statistics per tensor, in parameter order. Filled every few steps and on an overflow, otherwise empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tensors: Vec<TensorRecord>,
+}
+
+impl StepRecord {
+    /// The record without times and figures of the process, which differ each time a step is taken.
+    #[must_use]
+    pub fn without_measurements(self) -> Self {
+        let (time, tokens_per_s) = (StepTime::default(), 0.0);
+        let (rss_bytes, peak_rss_bytes, cpu_seconds, gpu) = (None, None, None, None);
+        Self { tokens_per_s, time, rss_bytes, peak_rss_bytes, cpu_seconds, gpu, ..self }
+    }
+
+    /// log2 of the unscaled gradients' first percentile; `None` if exponents were not counted.
+    pub fn log2_grad_p1(&self) -> Option<f64> {
+        self.grads.log2_p1(self.loss_scale)
+    }
 }
 
 /// Wall-clock milliseconds of a step and of its parts. The remainder is waiting for data, logging and the like.

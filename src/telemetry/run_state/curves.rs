@@ -1,15 +1,14 @@
 //! The series that charts are drawn from.
 
 use super::metrics::SMOOTHING;
-use crate::telemetry::{Curve, ObjectiveMetric, Series, StepRecord, StepSeries, StepStatus};
+use crate::precision::UpdateCounts;
+use crate::telemetry::{Curve, Fp32Probe, ObjectiveMetric, Series, StepRecord, StepSeries, StepStatus};
 
 /// A figure of a step that is drawn as a curve.
 #[derive(Debug)]
 pub struct Plotted {
     /// Its name before a value.
     pub short: &'static str,
-    /// Its name in a list.
-    pub name: &'static str,
     /// Its name as a title.
     pub title: &'static str,
     /// Its kind, which determines the format of values.
@@ -22,6 +21,7 @@ pub struct Plotted {
 enum Source {
     Step(fn(&StepRecord) -> Option<f64>),
     Objective(ObjectiveMetric),
+    Probe(fn(&Fp32Probe) -> Option<f64>),
 }
 
 impl Source {
@@ -29,6 +29,7 @@ impl Source {
         match self {
             Self::Step(of) => of(step),
             Self::Objective(metric) => step.objective.as_ref()?.get(*metric),
+            Self::Probe(_) => None,
         }
     }
 }
@@ -44,13 +45,16 @@ pub enum Quantity {
     Count,
     /// Bytes.
     Bytes,
+    /// log2 of a magnitude.
+    Log2,
+    /// A share of a whole.
+    Share,
 }
 
 /// The figures that are drawn as curves besides losses and the loss scale. Every chart of one is made from its row here.
-pub const PLOTTED: [Plotted; 12] = [
+pub const PLOTTED: [Plotted; 18] = [
     Plotted {
         short: "lr",
-        name: "lr",
         title: "Learning rate",
         quantity: Quantity::Rate,
         // A skimmed line lacks the later fields.
@@ -58,25 +62,38 @@ pub const PLOTTED: [Plotted; 12] = [
     },
     Plotted {
         short: "|g|",
-        name: "|g|",
         title: "Gradient norm, unscaled",
         quantity: Quantity::Number,
         of: Source::Step(|step| Some(step.grad_norm)),
     },
     Plotted {
         short: "tok/s",
-        name: "tokens/s",
         title: "Tokens per second",
         quantity: Quantity::Count,
         of: Source::Step(|step| Some(step.tokens_per_s)),
     },
     Plotted {
         short: "mem",
-        name: "memory",
         title: "Resident memory",
         quantity: Quantity::Bytes,
         of: Source::Step(|step| step.rss_bytes.map(|rss| rss as f64)),
     },
+    figure("|g| p1", "Gradients, unscaled: first percentile", Quantity::Log2, Source::Step(StepRecord::log2_grad_p1)),
+    figure("zero", "Gradients that are zero", Quantity::Share, Source::Step(|step| step.grads.share(step.grads.zero))),
+    figure(
+        "subnormal",
+        "Gradients that are subnormal",
+        Quantity::Share,
+        Source::Step(|step| step.grads.share(step.grads.subnormal)),
+    ),
+    figure(
+        "reach",
+        "Updates that reach the 16-bit weights",
+        Quantity::Share,
+        Source::Step(|step| step.lost_updates.as_ref().and_then(UpdateCounts::reach)),
+    ),
+    figure("FP32 min", "Smallest gradient in FP32 probes", Quantity::Log2, Source::Probe(Fp32Probe::log2_min)),
+    figure("flushed", "Gradients flushed to zero, by probes", Quantity::Share, Source::Probe(Fp32Probe::flushed_share)),
     objective("margin", "Rewards: margin", ObjectiveMetric::RewardsMargins),
     objective("accuracy", "Rewards: accuracy", ObjectiveMetric::RewardsAccuracies),
     objective("chosen", "Reward of chosen answers", ObjectiveMetric::RewardsChosen),
@@ -89,7 +106,12 @@ pub const PLOTTED: [Plotted; 12] = [
 
 /// A metric of an objective.
 const fn objective(name: &'static str, title: &'static str, metric: ObjectiveMetric) -> Plotted {
-    Plotted { short: name, name, title, quantity: Quantity::Number, of: Source::Objective(metric) }
+    figure(name, title, Quantity::Number, Source::Objective(metric))
+}
+
+/// A figure.
+const fn figure(short: &'static str, title: &'static str, quantity: Quantity, of: Source) -> Plotted {
+    Plotted { short, title, quantity, of }
 }
 
 /// Every curve of a run.
@@ -137,9 +159,17 @@ impl Curves {
         if step.outcome == StepStatus::Skipped {
             self.skips.push(at, s, scale);
         }
+        self.plot(at, s, |source| source.read(step));
+    }
+
+    pub(super) fn probe(&mut self, probe: &Fp32Probe, s: f64) {
+        self.plot(probe.step, s, |source| if let Source::Probe(of) = source { of(probe) } else { None });
+    }
+
+    fn plot(&mut self, step: u64, s: f64, read: impl Fn(&Source) -> Option<f64>) {
         for (curve, plotted) in self.plotted.iter_mut().zip(&PLOTTED) {
-            if let Some(value) = plotted.of.read(step) {
-                curve.push(at, s, value);
+            if let Some(value) = read(&plotted.of) {
+                curve.push(step, s, value);
             }
         }
     }

@@ -165,8 +165,7 @@ impl MetricsAccumulator {
             totals.nonzero += tensor.nonzero;
             totals.flushed += tensor.flushed;
         }
-        let counts = probe.grads.exponents.iter().map(|&(exponent, count)| (i32::from(exponent), count));
-        totals.exponents.merge(&ExponentHistogram::from_counts(counts));
+        totals.exponents.merge(&probe.grads.histogram());
         for activation in &probe.activations {
             let largest = totals.activations.entry(activation.name.clone()).or_default();
             *largest = largest.max(activation.max_abs);

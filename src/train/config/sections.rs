@@ -330,6 +330,8 @@ settings! {
         probe_every: u64 = 0;
         /// Steps between measurements of each layer's gradient variance; 0 for none.
         variance_every: u64 = 0;
+        /// Steps between counts of the updates that change FP32 masters but not the 16-bit weights; 0 for none.
+        lost_updates_every: u64 = 0;
         /// Steps between records of each layer's largest gradient; 0 for none.
         layer_maxima_every: u64 = 0;
         /// Whether to repeat the passes of an overflowing step to find the first non-finite tensor.

@@ -71,8 +71,14 @@ impl Trainer {
         record.peak_rss_bytes = process.peak_rss_bytes;
         record.cpu_seconds = process.cpu_seconds;
         record.gpu = self.gpu.as_ref().and_then(GpuSampler::newest);
-        if overflow.is_some() || state.counters.step.is_multiple_of(self.config.telemetry.tensors_every) {
+        let counts = engine.update_counts.as_deref().unwrap_or_default();
+        record.lost_updates = records::sum(counts);
+        let due = state.counters.step.is_multiple_of(self.config.telemetry.tensors_every);
+        if overflow.is_some() || due || record.lost_updates.is_some() {
             record.tensors = records::tensor_records(state.weights.layout(), &engine.grad_stats);
+            for (tensor, counts) in record.tensors.iter_mut().zip(counts) {
+                tensor.lost_updates = Some(*counts).filter(|counts| counts.elements > 0);
+            }
         }
         self.emitter.emit(Event::Step(Box::new(record)));
         if let Some(overflow) = overflow {

@@ -6,9 +6,11 @@ use crate::data::Batch;
 use crate::engine::model::ModelSpec;
 use crate::store::aux_files::AuxFiles;
 use crate::store::checkpoint::{
-    self, Base, Checkpoint, CheckpointKind, Contents, FORMAT_VERSION, RetentionPolicy, Run, ShardedTensors, State,
+    self, Base, Checkpoint, CheckpointKind, Contents, FORMAT_VERSION, Manifest, RetentionPolicy, Run, ShardedTensors,
+    State,
 };
-use crate::telemetry::{Activity, CheckpointSaved, Diagnostic, Event};
+use crate::telemetry::{Activity, CheckpointProof, CheckpointSaved, Diagnostic, Event};
+use crate::train::config::Config;
 use crate::train::engine::{StateView, StepReport, TrainEngine};
 use crate::{Error, Result};
 use serde_json::json;
@@ -26,11 +28,15 @@ struct CheckpointWriter<'a> {
     activity: &'a Activity,
     kind: CheckpointKind,
     keep: RetentionPolicy,
+    config: &'a Config,
+    /// The proof of the run's last checkpoint; `None` if this process has not written one.
+    previous: Option<CheckpointProof>,
 }
 
 /// The result of writing a checkpoint.
 struct CompletedSave {
     saved: checkpoint::SaveResult,
+    proof: Option<CheckpointProof>,
     /// The removal of older checkpoints.
     rotated: Result<Vec<PathBuf>>,
     seconds: f64,
@@ -59,9 +65,29 @@ impl CheckpointWriter<'_> {
             activity: self.activity,
             sharded,
         };
-        let saved = self.run.save(&contents, self.kind)?;
+        let mut saved = self.run.save(&contents, self.kind)?;
+        let proof = match self.prove(&saved.manifest) {
+            Ok(proof) => proof,
+            Err(error) => {
+                saved.warning = saved.warning.or(Some(error));
+                None
+            }
+        };
         let rotated = self.run.apply_retention(self.kind, self.keep);
-        Ok(CompletedSave { saved, rotated, seconds: began.elapsed().as_secs_f64() })
+        Ok(CompletedSave { saved, proof, rotated, seconds: began.elapsed().as_secs_f64() })
+    }
+
+    /// The proof of a full checkpoint that was just written.
+    fn prove(&self, manifest: &Manifest) -> Result<Option<CheckpointProof>> {
+        if self.kind == CheckpointKind::Weights {
+            return Ok(None);
+        }
+        let log = self.run.path().join("events.jsonl");
+        let previous = match &self.previous {
+            Some(previous) => Some(previous.clone()),
+            None => checkpoint::logged_checkpoints(&log)?.into_iter().filter_map(|saved| saved.proof).next_back(),
+        };
+        checkpoint::prove(manifest, &self.state, &self.config.to_toml()?, &log, previous.as_ref()).map(Some)
     }
 }
 
@@ -207,14 +233,16 @@ impl Trainer {
         state: State,
         kind: CheckpointKind,
     ) -> Option<(CheckpointWriter<'_>, &mut TrainEngine, &[Batch])> {
-        let Self { run, engine, micro_batches, tokenizer, aux_files, activity, config, .. } = self;
+        let Self { run, engine, micro_batches, tokenizer, aux_files, activity, config, progress, .. } = self;
         let last = match kind {
             CheckpointKind::Full => config.checkpoint.keep_last,
             CheckpointKind::Weights => config.checkpoint.keep_weights,
         };
         let keep = RetentionPolicy { last, best: config.checkpoint.keep_best };
         let (run, tokenizer) = (run.as_mut()?, tokenizer.json());
-        let writer = CheckpointWriter { run, state, tokenizer, aux_files, activity, kind, keep };
+        let previous = progress.proof.clone();
+        let writer =
+            CheckpointWriter { run, state, tokenizer, aux_files, activity, kind, keep, config: &*config, previous };
         Some((writer, engine, &micro_batches[..batches_in_step(micro_batches)]))
     }
 
@@ -233,10 +261,13 @@ impl Trainer {
     /// Logs a complete checkpoint, and returns its path.
     fn finish_save(&mut self, written: Result<CompletedSave>) -> Result<PathBuf> {
         self.activity.end();
-        let CompletedSave { saved: checkpoint::SaveResult { path, manifest, warning }, rotated, seconds } = written?;
+        let CompletedSave { saved, proof, rotated, seconds } = written?;
+        let checkpoint::SaveResult { path, manifest, warning } = saved;
         let (step, bytes, weights_only) = (manifest.step, manifest.bytes(), manifest.kind == CheckpointKind::Weights);
         let name = path.display().to_string();
-        self.emitter.emit(Event::CheckpointSaved(CheckpointSaved { step, path: name, bytes, seconds, weights_only }));
+        self.progress.proof = proof.clone().or(self.progress.proof.take());
+        let saved = CheckpointSaved { step, path: name, bytes, seconds, weights_only, proof };
+        self.emitter.emit(Event::CheckpointSaved(saved));
         if let Some(error) = warning {
             self.warn_at(step, format!("the checkpoint of step {step} is complete, but {error}"));
         }

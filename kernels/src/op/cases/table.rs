@@ -40,7 +40,10 @@ impl Cases {
 
     fn with_cuda_kernels(&mut self) {
         let lengths = [5003, 70_001, 8, 1, 130];
-        self.add("adamw", PAIRS.into_iter().zip(lengths).map(|(types, len)| Operation::AdamW { len, types }));
+        for counts in [false, true] {
+            let pairs = PAIRS.into_iter().zip(lengths).filter(|(types, _)| !counts || types[1] != DType::F32);
+            self.add("adamw", pairs.map(|(types, len)| Operation::AdamW { len, types, counts }));
+        }
         for sizes in [[5, 5003, 5003], [3, 97, 104], [3, 97, 97], [4, 64, 64], [5, 3, 3], [2, 5003, 5008]] {
             self.add("cross_entropy", TYPES.map(|dtype| Operation::CrossEntropy { sizes, dtype }));
         }

@@ -162,6 +162,11 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
         (Some(1), "Gradient norm", "│"),
         (Some(2), "Tokens per second", "10.2k│"),
         (Some(3), "Resident memory", "1.3 GB│"),
+        (Some(4), "Gradients, unscaled: first percentile", "│"),
+        (Some(5), "Gradients that are zero", "%│"),
+        (Some(6), "Gradients that are subnormal", "%│"),
+        (Some(8), "Smallest gradient in FP32 probes", "│"),
+        (Some(9), "Gradients flushed to zero, by probes", "%│"),
     ] {
         assert_eq!(view.scene.charts.second, chosen);
         let shown = picture(&view, FULL);
@@ -310,5 +315,20 @@ fn item_15_pictures_are_files() {
         let paper = <[u8; 3]>::from(scheme.page().1);
         let of_paper = pixels.chunks(3).filter(|pixel| *pixel == paper).count();
         assert!(of_paper > pixels.len() / 3 / 2 && of_paper < pixels.len() / 3, "{scheme:?}: {of_paper}");
+    }
+}
+
+#[test]
+fn the_precision_tab_shows_the_updates_that_reach_the_weights() {
+    let mut view = running();
+    let counts = UpdateCounts { elements: 1000, moved: 1000, lost: 969, distance: 1000 << 14 };
+    let next = StepRecord { lost_updates: Some(counts), ..view.scene.run().step.clone() };
+    let at = next.step;
+    view.receive(step(next));
+    press(&mut view, "2");
+    let line =
+        format!("3.1% of step {at}'s updates reach the FP16 weights; the masters keep the rest (0.250 ULP apart)");
+    for size in [FULL, COMPACT] {
+        assert!(picture(&view, size).contains(&line[..70]), "{}", picture(&view, size));
     }
 }

@@ -49,6 +49,11 @@ impl RunStart {
         group.broadcast(&LeaderMessage::Start(Box::new(self)))
     }
 
+    /// Ends the workers before a run.
+    pub fn cancel(group: &dyn ProcessGroup) -> Result<()> {
+        group.broadcast(&LeaderMessage::Stop)
+    }
+
     /// Waits for it; `None` if there will be no run.
     pub fn receive(group: &dyn ProcessGroup) -> Result<Option<Self>> {
         loop {

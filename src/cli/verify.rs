@@ -1,0 +1,184 @@
+//! `finetune verify`: repeats a recorded run, or proves that a configuration resumes.
+
+use crate::cli::flags::ConfigArgs;
+use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::run_folder;
+use crate::cli::train::thread_pool;
+use crate::digest::read_at_most;
+use crate::engine::collective::ProcessGroup;
+use crate::engine::kernels::isa::Isa;
+use crate::store::checkpoint::{Checkpoint, CheckpointKind, check_proofs, logged_checkpoints};
+use crate::telemetry::CheckpointSaved;
+use crate::train::{RecordedRun, RunStart, Trainer, verify_resume};
+use crate::{Error, Result, temporary};
+use clap::Args;
+use serde::{Deserialize, Serialize};
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+/// Flags of `verify`, including those that define a run.
+#[derive(Args, Debug)]
+pub(crate) struct VerifyArgs {
+    /// The run to verify (name or folder), or a claim; it is not changed. Without it, or with `--at` or `--steps`, a
+    /// configuration is trained with and without an interruption
+    // Not `run`, which is the id of a flag below.
+    #[arg(value_name = "RUN", conflicts_with = "config")]
+    like: Option<PathBuf>,
+    #[command(flatten)]
+    config: ConfigArgs,
+    /// Step after which to save and load, without a recorded run [default: half of the steps]
+    #[arg(long, value_name = "K")]
+    at: Option<u64>,
+    /// Repeat the steps after this one, which has a checkpoint; 0 for all [default: the last checkpoint but one]
+    #[arg(long, value_name = "STEP", requires = "like")]
+    from: Option<u64>,
+    /// Repeat up to this step [default: the last checkpoint]
+    #[arg(long, value_name = "STEP", requires = "like")]
+    to: Option<u64>,
+    /// Write a claim: the configuration and the hashes that another person needs to check the run with `verify FILE`
+    #[arg(long, value_name = "FILE", requires = "like")]
+    claim: Option<PathBuf>,
+}
+
+/// A run's configuration and the hashes of its checkpoints.
+#[derive(Debug, Serialize, Deserialize)]
+struct Claim {
+    program: String,
+    /// Bits depend on it.
+    instruction_set: String,
+    kernels: String,
+    threads: usize,
+    processes: usize,
+    /// The steps that were repeated with the same bits.
+    repeated: [u64; 2],
+    /// The run's `config.toml`.
+    config: String,
+    checkpoints: Vec<CheckpointSaved>,
+}
+
+/// Verifies a recorded run or a claim, or proves that a configuration resumes; exit code 1 if anything differs.
+pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dyn Write) -> Result<ExitCode> {
+    let Some(run) = args.like.as_ref().filter(|_| args.at.is_none() && args.config.steps().is_none()) else {
+        RunStart::cancel(&**group)?;
+        return verify_configuration(args, out);
+    };
+    let reporter = Reporter::start();
+    reporter.begin("reading the run");
+    let (folder, mut differences, text, recorded, isa);
+    if run.is_file() {
+        let claim: Claim = serde_json::from_slice(&read_at_most(run, MAX_CLAIM)?)
+            .map_err(|error| Error::data(run.display(), error.to_string()))?;
+        text = Some(claim.config);
+        let checkpoints = claim.checkpoints.into_iter().map(|saved| (saved.step, saved)).collect();
+        recorded = RecordedRun { checkpoints, ..RecordedRun::default() };
+        (folder, differences, isa) = (PathBuf::new(), Vec::new(), claim.instruction_set);
+    } else {
+        folder = run_folder(run, args.config.runs())?;
+        let log = folder.join("events.jsonl");
+        text = None;
+        recorded = RecordedRun::read(&log)?;
+        differences = check_proofs(&folder, &log, &logged_checkpoints(&log)?)?;
+        isa = Isa::current().to_string();
+    }
+    let Some(last) = recorded.checkpoints.keys().next_back().copied() else {
+        return Err(Error::checkpoint(&folder, "the log has no full checkpoint to compare with"));
+    };
+    let to = args.to.unwrap_or(last);
+    let saved = |step: &u64| folder.join(CheckpointKind::Full.directory(*step));
+    let exists = |step: &u64| *step < to && !folder.as_os_str().is_empty() && saved(step).exists();
+    let from = args.from.unwrap_or_else(|| recorded.checkpoints.keys().copied().rfind(exists).unwrap_or(0));
+    if from >= to {
+        return Err(Error::config("--from", format!("{from} is not below {to}, the last step to repeat")));
+    }
+    let config = match text.or_else(|| recorded.config_after(from)) {
+        Some(text) => args.config.resolve_from_text(&run.display().to_string(), text)?,
+        None => args.config.resolve_from_run(&folder)?,
+    };
+    if isa != Isa::current().to_string() {
+        reporter.notice(format!(
+            "the claim is of a processor with {isa}, this one has {}: bits may differ",
+            Isa::current()
+        ));
+    }
+    if differences.is_empty() {
+        let checkpoint = (from > 0).then(|| Checkpoint::open_verified(saved(&from))).transpose()?;
+        let (temporary, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
+        let repeat = || {
+            let mut tell = |event| reporter.report(event);
+            let mut trainer = Trainer::new(group.clone(), config.clone(), checkpoint.as_ref(), &mut tell)?;
+            let checkpoint = checkpoint.as_ref().map(|it| it.path().to_path_buf());
+            RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
+            trainer.check_consistency()?;
+            let difference = recorded.repeat(&mut trainer, &folder, to, temporary.path(), reporter.activity())?;
+            trainer.stop_workers()?;
+            let kernels = trainer.engine().model.kernels().name().to_owned();
+            Ok::<_, Error>((difference, rayon::current_num_threads(), kernels, trainer.config().to_toml()?))
+        };
+        let (difference, threads, kernels, config) = thread_pool(&config, group.local_world_size())?.install(repeat)?;
+        differences.extend(difference);
+        if let Some(path) = args.claim.as_ref().filter(|_| differences.is_empty()) {
+            let claim = Claim {
+                program: format!("finetune {}", env!("CARGO_PKG_VERSION")),
+                instruction_set: Isa::current().to_string(),
+                kernels,
+                threads,
+                processes: group.world_size(),
+                repeated: [from, to],
+                config,
+                checkpoints: recorded.checkpoints.into_values().collect(),
+            };
+            let text =
+                serde_json::to_string_pretty(&claim).map_err(|error| Error::data("a claim", error.to_string()))?;
+            std::fs::write(path, text + "\n").map_err(Error::io("write", path))?;
+        }
+    } else {
+        RunStart::cancel(&**group)?;
+    }
+    drop(reporter);
+    let repeated = if differences.is_empty() { format!("steps {} to {to} repeated", from + 1) } else { String::new() };
+    let summary = format!("{repeated}, the hashes of their checkpoints and the files");
+    report(&differences, if repeated.is_empty() { "the run" } else { &summary }, out)
+}
+
+/// Prints the differences and the verdict.
+fn report(differences: &[String], what: &str, out: &mut dyn Write) -> Result<ExitCode> {
+    let mut say = |text: String| writeln!(out, "{text}").map_err(Error::stdout);
+    for difference in differences {
+        say(format!("differs: {difference}"))?;
+    }
+    let verdict = if differences.is_empty() { "bit-identical" } else { "NOT identical" };
+    say(format!("{verdict}: {what}"))?;
+    Ok(if differences.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Limit on the size of a claim.
+const MAX_CLAIM: u64 = 64 << 20;
+
+/// Default number of steps: enough for overflows, a growth of the scale and an epoch's end in the built-in run.
+const STEPS: u64 = 100;
+
+/// Trains a configuration with and without an interruption, and prints the result.
+fn verify_configuration(args: &VerifyArgs, out: &mut dyn Write) -> Result<ExitCode> {
+    let config = match &args.like {
+        Some(run) => args.config.resolve_from_run(&run_folder(run, args.config.runs())?)?,
+        None => args.config.resolve()?,
+    };
+    let steps = args.config.steps().map_or(STEPS, |steps| steps.max(0) as u64);
+    let at = args.at.unwrap_or(steps / 2);
+    let (folder, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
+    let reporter = Reporter::start();
+    let activity = reporter.activity();
+    let proof = thread_pool(&config, 1)?.install(|| verify_resume(&config, steps, at, folder.path(), activity))?;
+    reporter.begin("deleting the checkpoints of the proof");
+    drop(folder);
+    drop(reporter);
+    let (tensors, elements, skipped) = (proof.tensors, proof.elements, proof.skipped);
+    let what = format!(
+        "{steps} steps against {at} + save + load + {}: {tensors} tensors, {elements} values, the scaler and the counters \
+         ({skipped} steps overflowed)",
+        steps - at
+    );
+    report(&proof.differences, &what, out)
+}

@@ -1,0 +1,124 @@
+//! `finetune verify`: a recorded run repeats bit for bit, and no bit of its files can change unnoticed.
+
+use crate::common::cli_fixture::CliFixture;
+use finetune::engine::collective::SingleProcess;
+use finetune::telemetry::{Activity, Event};
+use finetune::train::{Config, ConfigLayers, RecordedRun, Trainer};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A run called `v` whose first loss scale is too high, with checkpoints after steps 4, 8 and 12.
+const RUN: &str = "--run v --steps 12 --batch-size 2 --seq-len 16 --threads 1 --plain --save-every 4 --keep-last 10 \
+                   --init-scale 2^24 --eval-every 6 --set train.eval_batches=1 --set train.sample_tokens=0 \
+                   --set telemetry.tensors_every=1";
+
+fn trained() -> CliFixture {
+    let fixture = CliFixture::empty();
+    fixture.said(RUN);
+    fixture
+}
+
+/// The exit code and standard output of a command.
+fn verdict(fixture: &CliFixture, line: &str) -> (Option<i32>, String) {
+    let (code, out, _) = fixture.output(line);
+    (code, out)
+}
+
+/// Flips the lowest bit of the byte at a share of a file's length, and returns the original bytes.
+fn flip(path: &Path, share: f64) -> Vec<u8> {
+    let bytes = std::fs::read(path).unwrap();
+    let mut changed = bytes.clone();
+    let at = (share * (bytes.len() - 1) as f64) as usize;
+    changed[at] ^= 1;
+    std::fs::write(path, changed).unwrap();
+    bytes
+}
+
+#[test]
+fn a_run_repeats_on_any_number_of_threads_and_others_can_check_its_claim() {
+    let fixture = trained();
+    for line in ["verify v", "verify v --threads 2", "verify v --threads 4 --from 0", "verify v --from 4 --to 6"] {
+        let (code, out) = verdict(&fixture, line);
+        assert!(code == Some(0) && out.starts_with("bit-identical: steps "), "{line}: {out}");
+    }
+    assert!(fixture.said("verify v").contains("steps 9 to 12 repeated"));
+    fixture.said("verify v --from 0 --claim claim.json");
+    // The claim alone is enough: it contains the configuration.
+    std::fs::rename(fixture.path("checkpoints"), fixture.path("elsewhere")).unwrap();
+    let (code, out) = verdict(&fixture, "verify claim.json --threads 2");
+    assert!(code == Some(0) && out.contains("steps 1 to 12 repeated"), "{out}");
+    let text = std::fs::read_to_string(fixture.path("claim.json")).unwrap();
+    fixture.write("false.json", text.replace("seed = 1\\n", "seed = 2\\n"));
+    let (code, out) = verdict(&fixture, "verify false.json");
+    assert!(code == Some(1) && out.starts_with("differs: step 4: the checkpoint's masters"), "{out}");
+}
+
+#[test]
+fn a_resumed_run_continues_the_chain_of_hashes() {
+    let fixture = trained();
+    // More steps, so another learning rate after step 8.
+    fixture.said("--resume v/step-000008 --plain --steps 16");
+    for (line, steps) in [("verify v --from 8", "steps 9 to 16"), ("verify v --from 4 --to 8", "steps 5 to 8")] {
+        let (code, out) = verdict(&fixture, line);
+        assert!(code == Some(0) && out.contains(steps), "{line}: {out}");
+    }
+    let proofs = fixture.events("v").into_iter().filter_map(|event| match event {
+        Event::CheckpointSaved(saved) => saved.proof,
+        _ => None,
+    });
+    let proofs: Vec<_> = proofs.collect();
+    assert!(proofs.len() >= 4 && proofs.windows(2).all(|pair| pair[0].chain != pair[1].chain));
+}
+
+#[test]
+fn a_flipped_bit_in_any_file_is_found() {
+    let fixture = trained();
+    let checkpoint = fixture.path("checkpoints/v/step-000008");
+    let mut files: Vec<PathBuf> = std::fs::read_dir(&checkpoint).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert!(files.len() >= 7);
+    files.push(fixture.path("checkpoints/v/events.jsonl"));
+    for file in files {
+        for share in [0.1, 0.6] {
+            let original = flip(&file, share);
+            let (code, out) = verdict(&fixture, "verify v");
+            assert!(code == Some(1) && out.contains("differs: "), "{} at {share}: {out}", file.display());
+            std::fs::write(&file, original).unwrap();
+        }
+    }
+    assert_eq!(verdict(&fixture, "verify v").0, Some(0));
+    // Settings that change the numbers.
+    let settings = fixture.path("checkpoints/v/config.toml");
+    let text = std::fs::read_to_string(&settings).unwrap();
+    std::fs::write(&settings, text.replace("weight_decay = 0.1", "weight_decay = 0.2")).unwrap();
+    let (code, out) = verdict(&fixture, "verify v");
+    assert!(code == Some(1) && out.contains("differs: config.toml"), "{out}");
+}
+
+/// A step whose record was changed together with the hashes is found by repeating it.
+#[test]
+fn the_first_step_and_tensor_that_differ_are_named() {
+    let fixture = trained();
+    let run = fixture.path("checkpoints/v");
+    let config = std::fs::read_to_string(run.join("config.toml")).unwrap();
+    let file = Some(("config.toml".to_owned(), config));
+    let config = Config::resolve(&ConfigLayers { file, overrides: Vec::new(), saved: true }).unwrap();
+    let repeat = |change: &dyn Fn(&mut RecordedRun)| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut recorded = RecordedRun::read(&run.join("events.jsonl")).unwrap();
+        change(&mut recorded);
+        let mut trainer = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap();
+        recorded.repeat(&mut trainer, &run, 8, folder.path(), &Activity::default()).unwrap()
+    };
+    assert_eq!(repeat(&|_| ()), None);
+    let found = repeat(&|recorded| {
+        let tensor = &mut recorded.steps.get_mut(&3).unwrap().tensors[5];
+        tensor.stats.max_abs = f32::from_bits(tensor.stats.max_abs.to_bits() ^ 1);
+        recorded.steps.get_mut(&6).unwrap().loss += 1.0;
+    });
+    let name = &RecordedRun::read(&run.join("events.jsonl")).unwrap().steps[&3].tensors[5].name;
+    assert!(found.as_ref().unwrap().starts_with(&format!("step 3: tensors.`{name}`.max_abs was ")), "{found:?}");
+    let found = repeat(&|recorded| {
+        recorded.checkpoints.get_mut(&4).unwrap().proof.as_mut().unwrap().moments.replace_range(..1, "x");
+    });
+    assert_eq!(found.unwrap(), "step 4: the checkpoint's moments differ");
+}

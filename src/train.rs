@@ -25,7 +25,7 @@ pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, T
 pub use fp8::Fp8Block;
 pub use memory::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};
 pub use objective::{
-    Completion, CompletionLoss, LossSums, Objective, ObjectiveKind, PairLoss, Reference, ReferenceLogps,
+    CompletionLogp, CompletionLoss, LossSums, Objective, ObjectiveKind, PairLoss, Reference, ReferenceLogps,
     ReferenceModel, SampledToken, Split, TokenLoss, advantages, completion_loss, pair_loss, token_loss,
 };
 pub use reward::OnRewardError;

@@ -172,9 +172,10 @@ fn load(args: &ConfigArgs, sample: Option<u64>) -> Result<Loaded> {
         Ok(None) => "none".to_owned(),
         Ok(Some(mixture)) => {
             let stats = mixture.sets().map(SequenceIndex::stats);
+            let what = if mixture.sets().any(|set| set.stats().pairs.is_some()) { "pair" } else { "sample" };
             let [samples, loss_tokens] =
                 stats.fold([0; 2], |[samples, tokens], stats| [samples + stats.samples, tokens + stats.loss_tokens]);
-            format!("{} with {loss_tokens} loss tokens ({})", counted(samples, "sample"), sanitize_line(origin))
+            format!("{} with {loss_tokens} loss tokens ({})", counted(samples, what), sanitize_line(origin))
         }
         Err(error) => sanitize_line(&error.to_string()).into_owned(),
     };

@@ -8,7 +8,8 @@ mod loss;
 mod reference;
 
 pub use loss::{
-    Completion, CompletionLoss, PairLoss, SampledToken, TokenLoss, advantages, completion_loss, pair_loss, token_loss,
+    CompletionLogp, CompletionLoss, PairLoss, SampledToken, TokenLoss, advantages, completion_loss, pair_loss,
+    token_loss,
 };
 pub use reference::{Reference, ReferenceLogps, ReferenceModel};
 
@@ -341,7 +342,7 @@ impl Objective {
         self.weights.resize(batch.labels.len(), 0.0);
         let completion = |at: usize, sequence: &Sequence, references: &[f64]| {
             let (logp, targets) = logp(batch, sequence, losses);
-            Completion { logp, reference: references.get(at).copied().unwrap_or(0.0), targets }
+            CompletionLogp { logp, reference: references.get(at).copied().unwrap_or(0.0), targets }
         };
         if self.kind().samples_completions() {
             return self.score_groups(batch, losses);

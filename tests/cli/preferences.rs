@@ -235,6 +235,7 @@ fn the_command_shows_both_sides_of_a_pair_and_counts_them() {
         "chosen            2.0 loss tokens on average, at most 2\n",
         "longer            chosen in 0 pairs, rejected in 9, 0 ties\n",
         "identical         0 pairs after truncation, left out\n",
+        "validation        1 pair with ",
     ] {
         assert!(counted.contains(line), "{counted}");
     }

@@ -18,7 +18,7 @@ use finetune::precision::{GradScaler, OnOverflow, PrecisionPolicy};
 use finetune::store::checkpoint::compare;
 use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{
-    Completion, Config, DataSets, Interval, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps,
+    CompletionLogp, Config, DataSets, Interval, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps,
     ReferenceModel, RolloutRecord, Split, TrainEngine, advantages, completion_loss, pair_loss,
 };
 use serde::Deserialize;
@@ -153,7 +153,7 @@ fn losses_and_their_derivatives_agree_with_pytorch() {
     for pair in &golden.pairs {
         let GoldenPair { kind, beta, label_smoothing, logp, reference, lengths, .. } = *pair;
         let settings = ObjectiveSection { kind, beta: Some(beta), label_smoothing, ..ObjectiveSection::default() };
-        let side = |at: usize| Completion { logp: logp[at], reference: reference[at], targets: lengths[at] };
+        let side = |at: usize| CompletionLogp { logp: logp[at], reference: reference[at], targets: lengths[at] };
         let found = pair_loss(&settings, [side(0), side(1)]);
         let what = format!("{kind:?} with beta {beta} and label smoothing {label_smoothing} of {logp:?}");
         let near = |found: f64, expected: f64| {
@@ -172,7 +172,7 @@ fn losses_and_their_derivatives_agree_with_pytorch() {
             undesirable_weight: one.undesirable_weight,
             ..ObjectiveSection::default()
         };
-        let completion = Completion { logp: one.logp, reference: one.reference, targets: 3 };
+        let completion = CompletionLogp { logp: one.logp, reference: one.reference, targets: 3 };
         let found = completion_loss(&settings, completion, one.desirable, one.kl);
         let what = format!("kto of {} at {}", one.logp, one.kl);
         for (found, expected) in [(found.loss, one.loss), (found.slope, one.slope)] {

@@ -16,7 +16,7 @@ const ALMOST_CERTAIN: f64 = -1e-6;
 
 /// A completion's log-probability.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Completion {
+pub struct CompletionLogp {
     /// Sum over its targets, in nats.
     pub logp: f64,
     /// The same sum under the reference; 0 for an objective without one.
@@ -30,7 +30,7 @@ pub struct Completion {
 pub struct PairLoss {
     /// The loss.
     pub loss: f64,
-    /// Derivatives of the loss with respect to [`Completion::logp`].
+    /// Derivatives of the loss with respect to [`CompletionLogp::logp`].
     pub slopes: [f64; 2],
     /// Implicit rewards.
     pub rewards: [f64; 2],
@@ -43,14 +43,14 @@ pub struct PairLoss {
 pub struct CompletionLoss {
     /// The loss.
     pub loss: f64,
-    /// Its derivative with respect to [`Completion::logp`].
+    /// Its derivative with respect to [`CompletionLogp::logp`].
     pub slope: f64,
     /// The implicit reward.
     pub reward: f64,
 }
 
 /// The loss of a pair: a chosen completion and a rejected one.
-pub fn pair_loss(settings: &ObjectiveSection, pair: [Completion; 2]) -> PairLoss {
+pub fn pair_loss(settings: &ObjectiveSection, pair: [CompletionLogp; 2]) -> PairLoss {
     let (kind, beta, smoothing) = (settings.kind, settings.beta(), settings.label_smoothing);
     let scales = pair.map(|side| if kind.averages() { 1.0 / side.targets.max(1) as f64 } else { 1.0 });
     let logps = [0, 1].map(|side| pair[side].logp * scales[side]);
@@ -96,7 +96,7 @@ fn odds_ratio(beta: f64, means: [f64; 2]) -> (f64, [f64; 2]) {
 /// KTO: the loss of a completion, given the estimate `kl` of the divergence from the reference.
 pub fn completion_loss(
     settings: &ObjectiveSection,
-    completion: Completion,
+    completion: CompletionLogp,
     desirable: bool,
     kl: f64,
 ) -> CompletionLoss {
@@ -204,8 +204,8 @@ mod tests {
         ObjectiveSection { kind, beta: Some(beta), label_smoothing, ..ObjectiveSection::default() }
     }
 
-    fn completion(logp: f64, reference: f64, targets: usize) -> Completion {
-        Completion { logp, reference, targets }
+    fn completion(logp: f64, reference: f64, targets: usize) -> CompletionLogp {
+        CompletionLogp { logp, reference, targets }
     }
 
     /// The central difference of `f` at `x`.
@@ -239,7 +239,7 @@ mod tests {
                 prop_assert!(error < 1e-5 * (1.0 + expected.abs()), "{settings:?}: {} for {expected}", found.slopes[side]);
             }
             let expected = difference(
-                |logp| completion_loss(&settings, Completion { logp, ..chosen }, which % 2 == 0, 1.5).loss, chosen.logp,
+                |logp| completion_loss(&settings, CompletionLogp { logp, ..chosen }, which % 2 == 0, 1.5).loss, chosen.logp,
             );
             prop_assert!((completion_loss(&settings, chosen, which % 2 == 0, 1.5).slope - expected).abs() < 1e-6);
         }

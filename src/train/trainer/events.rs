@@ -232,8 +232,8 @@ impl Trainer {
         let (last, planned) = (schedule.lr(updates), schedule.lr(counters.step - 1));
         if counters.step == self.total_steps && last > NOTABLE_RATE * planned {
             self.warn(format!(
-                "the learning rate ended at {last:.1e} instead of {planned:.1e}: its schedule counts updates, and \
-                 {skipped} steps were skipped"
+                "the learning rate ended at {last:.1e} instead of {planned:.1e}: its schedule does not count skipped \
+                 steps ({skipped})"
             ));
         }
     }

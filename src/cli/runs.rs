@@ -193,13 +193,13 @@ mod tests {
 
     #[test]
     fn dates_match_the_calendar() {
-        for (seconds, expected) in [
+        for (milliseconds, expected) in [
             (0, "1970-01-01 00:00"),
-            (951_782_400, "2000-02-29 00:00"),
-            (1_709_251_199, "2024-02-29 23:59"),
-            (1_795_132_799, "2026-11-19 23:59"),
+            (951_782_400_000, "2000-02-29 00:00"),
+            (1_709_251_199_999, "2024-02-29 23:59"),
+            (1_795_132_799_000, "2026-11-19 23:59"),
         ] {
-            assert_eq!(date(seconds), expected);
+            assert_eq!(date(milliseconds), expected);
         }
     }
 }

@@ -1,5 +1,6 @@
 //! The training loop: reads batches, emits events, writes checkpoints, and serves commands and signals between steps.
 
+mod evaluation;
 mod events;
 mod find_lr;
 mod processes;
@@ -25,18 +26,16 @@ use crate::settings::Interval;
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE};
 use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State};
 use crate::telemetry::{
-    Activity, CheckpointProof, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, PhaseProgress, RunState,
-    SampleText, Validation,
+    Activity, CheckpointProof, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, RunState,
 };
 use crate::train::callbacks::{StepCallback, StepContext, callbacks};
 use crate::train::config::{Config, DeviceSpec};
-use crate::train::engine::{EvalReport, StepReport, TrainEngine};
+use crate::train::engine::{StepReport, TrainEngine};
 use crate::train::fp8::Fp8Block;
 use crate::train::rollout::Rollouts;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
 use crate::train::state::Counters;
-use crate::train::{headroom, probe};
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -596,18 +595,6 @@ impl Trainer {
         diverged.map_or(Ok(()), Err)
     }
 
-    /// Measures the scale that the gradients need, after the last step of a run whose steps were all skipped.
-    fn measure_after_last(&mut self, report: &StepReport) -> Result<()> {
-        let counters = self.engine.state.counters;
-        if counters.updates == 0 && counters.step == self.total_steps && self.engine.state.scaler.config().enabled {
-            let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
-            let before = counters.before_skipped();
-            let largest = headroom::largest_gradient(&mut self.engine, batches, before, report.scale)?;
-            self.progress.working_scale = largest.map(|largest| self.engine.state.scaler.scale_for(largest));
-        }
-        Ok(())
-    }
-
     /// Fills the micro-batches of the next step, and returns where they begin; an epoch's last step may have fewer. Each batch
     /// has a target: samples without one are in no row.
     fn next_batches(&mut self) -> DataPosition {
@@ -634,86 +621,5 @@ impl Trainer {
         if self.progress.phase.replace((step, what)) != Some((step, what)) {
             self.emitter.emit(Event::Phase { step, what: what.to_owned() });
         }
-    }
-
-    /// Computes the validation loss and emits it; `None` without validation data.
-    fn validate(&mut self) -> Result<Option<Best>> {
-        if self.eval.is_empty() {
-            return Ok(None);
-        }
-        self.broadcast_evaluation()?;
-        self.begin_phase("evaluating");
-        let step = self.engine.state.counters.step;
-        self.eval.rewind();
-        let total = self.eval.remaining();
-        let Self { eval, activity, engine, eval_batch, rollouts, tokenizer, .. } = self;
-        let next = |batch: &mut Batch| {
-            activity.advance("evaluating", PhaseProgress::Items(total - eval.remaining(), total));
-            eval.next_batch(batch)
-        };
-        let evaluation = match rollouts {
-            Some(rollouts) => rollouts.evaluate(engine, tokenizer, eval_batch, next),
-            None => engine.evaluate(eval_batch, next),
-        }?;
-        self.activity.end();
-        self.eval.check()?;
-        let EvalReport { loss, metrics: objective, targets: tokens } = evaluation;
-        let perplexity = if objective.is_none() { loss.exp() } else { f64::NAN };
-        let evaluation = Best { step, loss };
-        self.progress.validation = Some(evaluation);
-        self.emitter.emit(Event::Eval(Validation { step, loss, perplexity, tokens, objective }));
-        Ok(Some(evaluation))
-    }
-
-    /// Validates and saves a new best; `true` if early stopping is due.
-    fn evaluate(&mut self) -> Result<bool> {
-        let Some(evaluation) = self.validate()? else { return Ok(false) };
-        let improved = evaluation.loss.is_finite() && self.progress.best.is_none_or(|best| evaluation.loss < best.loss);
-        if improved {
-            self.progress.best = Some(evaluation);
-            self.progress.early_stopping_counter = 0;
-        } else if self.engine.state.counters.updates > 0 {
-            self.progress.early_stopping_counter += 1;
-        }
-        if improved && self.config.checkpoint.keep_best {
-            // A checkpoint of this step that already exists does not have the loss.
-            self.progress.saved_at = None;
-            self.schedule_save()?;
-        }
-        let patience = self.config.train.early_stopping;
-        Ok(patience > 0 && self.progress.early_stopping_counter >= patience)
-    }
-
-    fn sample(&mut self) {
-        let step = self.engine.state.counters.step;
-        self.progress.sampled_at = Some(step);
-        if self.sampler.is_some() {
-            self.begin_phase("sampling");
-        }
-        let Some(sampler) = &mut self.sampler else { return };
-        let (model, weights) = (&self.engine.model, &self.engine.state.weights);
-        let text = sampler.generate(model, weights, &self.tokenizer, self.config.seed ^ step);
-        self.activity.end();
-        let text = match text {
-            Ok(text) => text,
-            Err(error) => {
-                self.warn(format!("no text sample: {error}"));
-                return;
-            }
-        };
-        let prompt = self.config.train.prompt.clone();
-        self.emitter.emit(Event::Sample(SampleText { step, prompt, text }));
-    }
-
-    /// Repeats the first micro-batch's backward pass in FP32. It only writes to buffers that the step overwrites, so
-    /// the run's numbers do not change.
-    fn probe(&mut self) -> Result<()> {
-        let masters = if self.is_distributed() { self.gathered().masters()? } else { None };
-        if !self.engine.group.is_leader() {
-            return Ok(());
-        }
-        let probe = probe::probe(&mut self.engine, &self.micro_batches[0], masters.as_ref())?;
-        self.emitter.emit(Event::Fp32Probe(Box::new(probe)));
-        Ok(())
     }
 }

@@ -5,7 +5,7 @@ use crate::data::{Batch, DataPosition};
 use crate::digest::DigestWriter;
 use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view::{read, to_host};
-use crate::engine::model::{Decoder, ModelSpec, Parameters, Workspace};
+use crate::engine::model::{Decoder, Parameters, Workspace};
 use crate::store::checkpoint::{Base, Fingerprint};
 use crate::telemetry::PhaseProgress;
 use crate::train::config::{Config, WeightInit};
@@ -40,22 +40,18 @@ impl Trainer {
         if !matches!(&self.engine.objective.reference, Reference::Stored(known) if known.is_empty()) {
             return Ok(());
         }
-        let named = self.config.objective.reference.is_some();
-        let samples = self.config.objective.kind.samples_completions();
         let started = self.engine.state.counters.step > 0;
-        let mut loaded = (named || samples && started).then(|| self.load_reference()).transpose()?;
-        if let Some((_, sha256)) = &loaded {
-            self.check_reference(sha256)?;
+        let mut loaded = None;
+        if self.config.objective.reference.is_some() || self.config.objective.kind.samples_completions() {
+            let (model, sha256) = self.load_reference()?;
+            self.check_reference(&sha256)?;
+            if self.config.objective.kind.samples_completions() {
+                self.engine.objective.reference = Reference::Model(Box::new(model));
+                return Ok(());
+            }
+            loaded = Some(model);
         } else if !started {
             self.reference_sha256 = Some(digest(&self.engine.state.weights, self.base.as_ref())?);
-        }
-        if samples {
-            let model = match loaded {
-                Some((model, _)) => model,
-                None => self.reference_of(self.engine.model.spec(), self.engine.state.weights.deep_clone()?)?,
-            };
-            self.engine.objective.reference = Reference::Model(Box::new(model));
-            return Ok(());
         }
         // The leader has the run's folder.
         let read = if self.engine.group.is_leader() { self.read_reference()? } else { None };
@@ -66,9 +62,9 @@ impl Trainer {
             if loaded.is_none() && started {
                 let (model, sha256) = self.load_reference()?;
                 self.check_reference(&sha256)?;
-                loaded = Some((model, sha256));
+                loaded = Some(model);
             }
-            self.compute_reference(&mut logps, loaded.map(|(model, _)| model))?;
+            self.compute_reference(&mut logps, loaded)?;
             self.activity.end();
             let run = self.run.as_ref().filter(|_| self.engine.group.is_leader());
             if let (Some(run), Some(weights)) = (run, self.reference_sha256.clone()) {
@@ -122,15 +118,11 @@ impl Trainer {
         };
         let initial = source.initial(&config, &device, &*engine.group, &mut |_| ())?;
         let sha256 = digest(&initial.weights.1, initial.base.as_ref())?;
-        Ok((self.reference_of(&source.config, initial.weights.1)?, sha256))
-    }
-
-    fn reference_of(&self, spec: &ModelSpec, weights: Parameters) -> Result<ReferenceModel> {
-        let engine = &self.engine;
+        let (spec, weights) = (source.config, initial.weights.1);
         let shape = (engine.workspace.batch(), engine.workspace.seq_len());
-        let workspace = Workspace::for_evaluation(spec, self.config.dtype, shape, &weights.device())?;
-        let model = Decoder::new(spec, &weights, engine.model.shared_kernels())?;
-        Ok(ReferenceModel { model, weights, workspace })
+        let workspace = Workspace::for_evaluation(&spec, self.config.dtype, shape, &weights.device())?;
+        let model = Decoder::new(&spec, &weights, engine.model.shared_kernels())?;
+        Ok((ReferenceModel { model, weights, workspace }, sha256))
     }
 
     /// Computes missing log-probabilities with `loaded`, or with the run's weights if they are not trained yet.

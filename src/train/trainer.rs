@@ -30,7 +30,7 @@ use crate::telemetry::{
 };
 use crate::train::callbacks::{StepCallback, StepContext, callbacks};
 use crate::train::config::{Config, DeviceSpec};
-use crate::train::engine::{StepReport, TrainEngine};
+use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Block;
 use crate::train::rollout::Rollouts;
 use crate::train::sample::Sampler;

@@ -213,13 +213,11 @@ pub(super) fn check_fits(
             _ => {}
         }
     }
-    let changes: [(&str, fn(&mut Config)); 2] = [
-        ("`--optimizer adamw8bit`", |config| config.train.optimizer = OptimizerKind::AdamW8bit),
-        ("`--set telemetry.probe_every=0`", |config| config.telemetry.probe_every = 0),
-    ];
-    for (flag, change) in changes {
-        let mut changed = config.clone();
-        change(&mut changed);
+    let [mut small_moments, mut no_probes] = [config.clone(), config.clone()];
+    small_moments.train.optimizer = OptimizerKind::AdamW8bit;
+    no_probes.telemetry.probe_every = 0;
+    for (flag, changed) in [("`--optimizer adamw8bit`", small_moments), ("`--set telemetry.probe_every=0`", no_probes)]
+    {
         if changed != *config && required_bytes(&changed, spec, batch, keep) <= available {
             ways.push(flag.into());
         }

@@ -7,6 +7,12 @@ use std::fmt;
 /// A metadata key of GGUF, the key of `config.json` that means the same, and whether it is required.
 pub(crate) type GgufKey = (&'static str, &'static str, bool);
 
+/// Metadata of a GGUF file: keys without the architecture's name in front, and values.
+pub(crate) type GgufMetadata = Vec<(&'static str, Value)>;
+
+/// The name and the shape of a built-in architecture.
+pub(crate) type NamedModel = (&'static str, fn() -> ModelSpec);
+
 /// How GGUF files describe a family. Names and row orders follow llama.cpp's converter.
 pub(crate) struct GgufFormat {
     /// `general.architecture`.
@@ -18,9 +24,9 @@ pub(crate) struct GgufFormat {
     /// Whether a file with these metadata keys is of this family and not of another with the same architecture.
     pub(super) claims: fn(keys: &Map<String, Value>) -> bool,
     /// Moves metadata that only this family has from `keys` to the `config.json`.
-    pub(crate) read: fn(keys: &mut Map<String, Value>, json: &mut Map<String, Value>) -> Result<(), String>,
+    pub(crate) read: fn(keys: &mut Map<String, Value>, json: &mut Map<String, Value>),
     /// Adds metadata that only this family has; rejects what llama.cpp would compute differently.
-    pub(crate) write: fn(spec: &ModelSpec, keys: &mut Vec<(&'static str, Value)>) -> Result<(), String>,
+    pub(crate) write: fn(spec: &ModelSpec, keys: &mut GgufMetadata) -> Result<(), String>,
 }
 
 /// A model family: the keys of its `config.json`, its names and its GGUF files. One file each, listed in `families.rs`; Llama's
@@ -33,7 +39,7 @@ pub struct Family {
     /// Keys of `config.json` that turn biases on: of attention, and of MLPs.
     pub(super) bias_keys: &'static [&'static str],
     /// Built-in architectures with a name, with dropout off.
-    pub(super) named: &'static [(&'static str, fn() -> ModelSpec)],
+    pub(super) named: &'static [NamedModel],
     /// Reads a `config.json`, or returns an error that names a key.
     pub(super) read: fn(keys: &ConfigReader<'_>) -> Result<ModelSpec, String>,
     /// Returns the `config.json` of a spec, without the type of the weights.

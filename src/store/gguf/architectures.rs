@@ -287,7 +287,7 @@ fn config(family: &Family, header: &GgufHeader<'_>) -> Result<Map<String, Value>
             json.insert("rope_scaling".into(), scaling);
         }
     }
-    (format.read)(&mut keys, &mut json)?;
+    (format.read)(&mut keys, &mut json);
     refuse_unknown(name, &keys)?;
     Ok(json)
 }

@@ -28,7 +28,6 @@ pub(super) static GRANITE: Family = Family {
                 let usual = if ours == "attention_multiplier" { head_dim.powf(-0.5) } else { 1.0 };
                 json.insert(ours.into(), given.unwrap_or_else(|| usual.into()));
             }
-            Ok(())
         },
         write: |spec, keys| {
             keys.extend(FACTORS.into_iter().zip(factors(spec)).map(|((theirs, _), factor)| (theirs, factor.into())));

@@ -26,7 +26,6 @@ pub(super) static PHI3: Family = Family {
             }
             // llama.cpp writes 0 for a model without windows.
             json.retain(|key, value| key != "sliding_window" || value.as_u64() != Some(0));
-            Ok(())
         },
         write: |_, _| Ok(()),
         ..llama::BASE.gguf

@@ -21,7 +21,6 @@ pub(super) static SMOLLM3: Family = Family {
         architecture: "smollm3",
         read: |_, json| {
             json.insert("no_rope_layer_interval".into(), INTERVAL.into());
-            Ok(())
         },
         write: |spec, _| {
             llama::no_windows(spec)?;

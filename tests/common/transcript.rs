@@ -19,7 +19,7 @@ pub(crate) fn assert_transcript(transcript: &str, prompt: &str, answer: impl Fn(
     let stored = fs::read_to_string(path).unwrap();
     let lines: Vec<&str> = stored.lines().filter_map(|line| line.strip_prefix(prompt)).collect();
     assert!(!lines.is_empty(), "{transcript} contains no case");
-    let said: String = lines.iter().map(|line| format!("{prompt}{line}\n{}\n\n", answer(line))).collect();
+    let said = lines.iter().map(|line| format!("{prompt}{line}\n{}\n\n", answer(line))).collect::<Vec<_>>().concat();
     insta::with_settings!({snapshot_path => "../transcripts", prepend_module_to_snapshot => false}, {
         insta::assert_snapshot!(transcript, said);
     });

@@ -124,7 +124,8 @@ fn twenty_kills_of_a_preference_run_change_no_bit() {
 #[test]
 fn twenty_kills_of_a_run_that_samples_change_no_bit() {
     let fixture = CliFixture::in_memory();
-    fixture.write("prompts.jsonl", (10..60).map(|i| format!("{{\"prompt\": \"{i}\"}}\n")).collect::<String>());
+    let rows: Vec<_> = (10..60).map(|i| format!("{{\"prompt\": \"{i}\"}}\n")).collect();
+    fixture.write("prompts.jsonl", rows.concat());
     fixture.write("score.sh", "#!/bin/sh\nwhile read -r line; do echo ${#line}; done\n");
     fs::set_permissions(fixture.path("score.sh"), fs::Permissions::from_mode(0o755)).unwrap();
     let more = "--data prompts.jsonl --objective grpo --reward ./score.sh --num-generations 2 \

@@ -103,8 +103,9 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> std::io::Result<()> {
 
 fn respond(method: &str, path: &str, body: &[u8], state: &mut State) -> (&'static str, String) {
     let json = || serde_json::from_slice::<Value>(body).unwrap();
-    let sha256 =
-        |bytes: &[u8]| sha2::Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let sha256 = |bytes: &[u8]| {
+        sha2::Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().concat()
+    };
     match (method, path) {
         ("POST", "/api/repos/create") => {
             let model = format!("{}/{}", json()["organization"].as_str().unwrap(), json()["name"].as_str().unwrap());
@@ -119,7 +120,8 @@ fn respond(method: &str, path: &str, body: &[u8], state: &mut State) -> (&'stati
                 let start = base64::engine::general_purpose::STANDARD.decode(file["sample"].as_str().unwrap()).unwrap();
                 assert!(start.len() as u64 <= file["size"].as_u64().unwrap() && start.len() <= 512);
                 let name = file["path"].as_str().unwrap();
-                let mode = if name.ends_with(".safetensors") || name.ends_with(".gguf") { "lfs" } else { "regular" };
+                let extension = name.rsplit('.').next();
+                let mode = if matches!(extension, Some("safetensors" | "gguf")) { "lfs" } else { "regular" };
                 json!({ "path": name, "uploadMode": mode })
             };
             let files: Vec<Value> = json()["files"].as_array().unwrap().iter().map(mode).collect();

@@ -8,7 +8,7 @@ use std::fmt;
 pub(crate) type GgufKey = (&'static str, &'static str, bool);
 
 /// Metadata of a GGUF file: keys without the architecture's name in front, and values.
-pub(crate) type GgufMetadata = Vec<(&'static str, Value)>;
+pub(crate) type GgufEntries = Vec<(&'static str, Value)>;
 
 /// The name and the shape of a built-in architecture.
 pub(crate) type NamedModel = (&'static str, fn() -> ModelSpec);
@@ -26,7 +26,7 @@ pub(crate) struct GgufFormat {
     /// Moves metadata that only this family has from `keys` to the `config.json`.
     pub(crate) read: fn(keys: &mut Map<String, Value>, json: &mut Map<String, Value>),
     /// Adds metadata that only this family has; rejects what llama.cpp would compute differently.
-    pub(crate) write: fn(spec: &ModelSpec, keys: &mut GgufMetadata) -> Result<(), String>,
+    pub(crate) write: fn(spec: &ModelSpec, keys: &mut GgufEntries) -> Result<(), String>,
 }
 
 /// A model family: the keys of its `config.json`, its names and its GGUF files. One file each, listed in `families.rs`; Llama's

@@ -5,7 +5,9 @@
 use std::fs;
 
 use crate::common::cli_fixture::CliFixture;
-use crate::common::transcript::{assert_refused, tree};
+use crate::common::transcript::assert_refused;
+#[cfg(not(feature = "mpi"))]
+use crate::common::transcript::tree;
 use serde_json::{Value, json};
 
 /// A working folder with broken files, a model and a text.

@@ -211,25 +211,9 @@ impl Running {
         let (requests, lines) = channel::<String>();
         thread::spawn(move || lines.iter().try_for_each(|line| input.write_all(line.as_bytes())));
         let (sender, replies) = sync_channel(MAX_WAITING);
-        thread::spawn(move || {
-            let (mut output, mut line) = (BufReader::new(output), Vec::new());
-            while output.by_ref().take(MAX_LINE).read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
-                let text = String::from_utf8_lossy(&std::mem::take(&mut line)).trim().to_owned();
-                if sender.send(text).is_err() {
-                    break;
-                }
-            }
-        });
+        thread::spawn(move || lines_of(output).try_for_each(|line| sender.send(line)));
         let (sender, complaints) = channel();
-        thread::spawn(move || {
-            let mut last = String::new();
-            let (mut errors, mut line) = (BufReader::new(errors), Vec::new());
-            while errors.by_ref().take(MAX_LINE).read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
-                let text = String::from_utf8_lossy(&std::mem::take(&mut line)).trim().to_owned();
-                last = if text.is_empty() { last } else { text };
-            }
-            sender.send(last)
-        });
+        thread::spawn(move || sender.send(lines_of(errors).filter(|line| !line.is_empty()).last().unwrap_or_default()));
         Ok(Self { child, requests, replies, complaints })
     }
 
@@ -264,6 +248,16 @@ impl Running {
             }
         }
     }
+}
+
+/// The lines of a program's output until its end, without white space around them; a longer line counts as several.
+fn lines_of(output: impl Read) -> impl Iterator<Item = String> {
+    let mut output = BufReader::new(output);
+    std::iter::from_fn(move || {
+        let mut line = Vec::new();
+        let read = output.by_ref().take(MAX_LINE).read_until(b'\n', &mut line).ok()?;
+        (read > 0).then(|| String::from_utf8_lossy(&line).trim().to_owned())
+    })
 }
 
 impl Drop for Running {

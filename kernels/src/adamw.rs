@@ -113,6 +113,10 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device, Tensor};
 
+    fn update(step: AdamWStep, [grad, master, exp_avg, exp_avg_sq]: [&Tensor; 4], weight: Option<&Tensor>) {
+        super::step(&mut op::AdamW { step, grad, master, exp_avg, exp_avg_sq, weight, counts: None }).unwrap();
+    }
+
     /// The first update of any gradient is the learning rate, regardless of the betas.
     #[test]
     fn a_beta_near_one_leaves_the_first_update_as_it_is() {
@@ -127,17 +131,7 @@ mod tests {
                 bias_corrections: [0.1, (1.0 - beta2) as f32],
                 grad_factor: 1.0,
             };
-            let (exp_avg, exp_avg_sq) = (&m, &v);
-            step(&mut op::AdamW {
-                step: numbers,
-                grad: &grad,
-                master: &master,
-                exp_avg,
-                exp_avg_sq,
-                weight: None,
-                counts: None,
-            })
-            .unwrap();
+            update(numbers, [&grad, &master, &m, &v], None);
             let update = master.to_vec1::<f32>().unwrap()[0];
             assert!((update + 1.0).abs() < 1e-6, "beta2 {beta2}: {update}");
         }
@@ -166,17 +160,7 @@ mod tests {
                 bias_corrections: corrections.map(|c| c as f32),
                 grad_factor: 0.125,
             };
-            let (weight, exp_avg, exp_avg_sq) = (Some(&weight), &m, &v);
-            step(&mut op::AdamW {
-                step: numbers,
-                grad: &grad,
-                master: &master,
-                exp_avg,
-                exp_avg_sq,
-                weight,
-                counts: None,
-            })
-            .unwrap();
+            update(numbers, [&grad, &master, &m, &v], Some(&weight));
             for ((p, m, v), g) in expected.iter_mut().zip(&grads) {
                 let g = f64::from(*g) / 8.0;
                 *m = beta1 * *m + (1.0 - beta1) * g;

@@ -1,20 +1,38 @@
 //! The list of all flags, settings and texts about them, so that none changes unnoticed.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::fmt::Write as _;
 
 use finetune::cli::definition;
 use finetune::train::Config;
 use serde::Deserialize;
 
-/// The help of `command` and of its commands, with the flags that it hides.
-fn describe(command: &mut clap::Command, path: &str, text: &mut String) {
-    _ = write!(text, "\n# {path}\n{}", command.render_long_help());
+/// The help of `command` and of its commands, with the flags that it hides. A flag that has the same help in an earlier
+/// command is only named.
+fn describe(command: &mut clap::Command, path: &str, seen: &mut HashSet<String>, text: &mut String) {
+    let mut entries: Vec<(String, String)> = vec![(format!("\n# {path}"), String::new())];
+    for line in command.render_long_help().to_string().lines().filter(|line| !line.trim().is_empty()) {
+        match (line.strip_prefix("          "), entries.last_mut()) {
+            (Some(help), Some((_, helps))) => *helps += &format!(" {}", help.trim()),
+            _ => entries.push((line.to_owned(), String::new())),
+        }
+    }
     for arg in command.get_arguments().filter(|arg| arg.is_hide_set()) {
-        _ = writeln!(text, "hidden: {arg}: {}", arg.get_help().unwrap_or_default());
+        entries.push((format!("hidden: {arg}"), format!(" {}", arg.get_help().unwrap_or_default())));
+    }
+    let is_seen =
+        entries.into_iter().map(|(name, help)| (!help.is_empty() && !seen.insert(format!("{name}{help}")), name, help));
+    for group in is_seen.collect::<Vec<_>>().chunk_by(|(a, ..), (b, ..)| *a && *b) {
+        match group {
+            [(false, name, help)] => _ = writeln!(text, "{name}{help}"),
+            _ => {
+                let names: Vec<_> = group.iter().map(|(_, name, _)| name.trim()).collect();
+                _ = writeln!(text, "as above: {}", names.join("; "));
+            }
+        }
     }
     for sub in command.get_subcommands_mut().filter(|sub| sub.get_name() != "help") {
-        describe(sub, &format!("{path} {}", sub.get_name()), text);
+        describe(sub, &format!("{path} {}", sub.get_name()), seen, text);
     }
 }
 
@@ -23,7 +41,7 @@ fn describe(command: &mut clap::Command, path: &str, text: &mut String) {
 fn flags() {
     let (mut command, mut text) = (definition(), String::new());
     command.build();
-    describe(&mut command, "finetune", &mut text);
+    describe(&mut command, "finetune", &mut HashSet::new(), &mut text);
     insta::assert_snapshot!("flags", text);
 }
 

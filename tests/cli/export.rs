@@ -230,7 +230,8 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     assert!(message.contains("it is not a BPE, so") && !out.exists(), "{message}");
 }
 
-/// The golden families that GGUF can represent; Gemma's scores have the scale that llama.cpp supports.
+/// The golden families that GGUF can represent; Gemma's scores have the scale, and OLMo 3's layers the windows, that llama.cpp
+/// supports.
 fn families(folder: &Path) -> Vec<TrainedModel> {
     let names = [
         "llama",
@@ -244,11 +245,14 @@ fn families(folder: &Path) -> Vec<TrainedModel> {
         "smollm3",
         "olmo2",
         "granite",
+        "granite4",
         "phi3",
     ];
     let ends = ("eos_token_id", serde_json::json!([27, 3]));
     let with_ends = |name: &str| changed_model(&format!("families/{name}"), folder, std::slice::from_ref(&ends));
     let mut models: Vec<TrainedModel> = names.into_iter().map(with_ends).collect();
+    let windows = ("layer_types", serde_json::json!(["sliding_attention", "sliding_attention"]));
+    models.push(changed_model("families/olmo3", folder, &[windows, ends.clone()]));
     models.push(changed_model("families/gemma3", folder, &[("query_pre_attn_scalar", 6.into()), ends]));
     models
 }
@@ -473,7 +477,7 @@ fn the_gguf_package_reads_the_file() {
 }
 
 /// Models whose graphs are compared.
-const ONNX: [&str; 16] = [
+const ONNX: [&str; 18] = [
     "deep",
     "untied",
     "families/llama",
@@ -488,7 +492,9 @@ const ONNX: [&str; 16] = [
     "families/smollm3",
     "families/smollm3-window",
     "families/olmo2",
+    "families/olmo3",
     "families/granite",
+    "families/granite4-nope",
     "families/phi3",
 ];
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config, SmolLM3Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, GraniteMoeHybridConfig, LlamaConfig, MistralConfig, Olmo2Config, Olmo3Config, Phi3Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
@@ -86,6 +86,10 @@ class Case:
 SMALL = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 8}
 
+GRANITE4 = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 1.5,
+            "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 28, "tie_word_embeddings": True,
+            "layer_types": ["attention", "attention"], "mamba_n_heads": 1}
+
 
 def rope(seed, seq=19, keys=None, **parameters):
     parameters = {"rope_theta": 10000.0} | parameters
@@ -137,10 +141,20 @@ CASES = {
         "mlp_bias": True, "tie_word_embeddings": False}, 52, seq=18),
     # Norms after attention and MLP, and over all heads of queries and of keys.
     "olmo2": Case(Olmo2Config, {}, 53, padded=True),
+    # A window and its own rotary embeddings in the first layer, extended ones in the second.
+    "olmo3": Case(Olmo3Config, {
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8,
+                               "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, 58, seq=17),
     # Factors of embeddings, scores, branches and logits, none a power of two; biases in the MLP.
     "granite": Case(GraniteConfig, {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 1.5,
         "mlp_bias": True, "tie_word_embeddings": True}, 54),
+    # Without experts, all layers with attention: fused weights of the MLP.
+    "granite4": Case(GraniteMoeHybridConfig, GRANITE4 | {"position_embedding_type": "rope"}, 64),
+    # No position embeddings.
+    "granite4-nope": Case(GraniteMoeHybridConfig, GRANITE4 | {"tie_word_embeddings": False}, 59),
     # Fused weights, three heads over one, a window.
     "phi3": Case(Phi3Config, {"num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 5}, 55, seq=13),
     # Six of a head's eight elements are rotated, by the factors of a sequence beyond the original context.

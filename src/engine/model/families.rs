@@ -3,9 +3,11 @@
 mod gemma3;
 mod gpt2;
 mod granite;
+mod granite4;
 pub(super) mod llama;
 mod mistral;
 mod olmo2;
+mod olmo3;
 mod phi3;
 mod qwen2;
 mod qwen3;
@@ -15,7 +17,7 @@ use super::family::{ConfigReader, Family};
 use super::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-static FAMILIES: [&Family; 10] = [
+static FAMILIES: [&Family; 12] = [
     &gpt2::GPT2,
     &llama::LLAMA,
     &mistral::MISTRAL,
@@ -24,8 +26,10 @@ static FAMILIES: [&Family; 10] = [
     &gemma3::GEMMA3,
     &smollm3::SMOLLM3,
     &olmo2::OLMO2,
+    &olmo3::OLMO3,
     &phi3::PHI3,
     &granite::GRANITE,
+    &granite4::GRANITE4,
 ];
 
 /// The maximum number of parameters; their bytes in any number of copies stay within 64 bits.

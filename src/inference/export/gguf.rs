@@ -38,14 +38,15 @@ pub(super) fn write(
     metadata.extend(keys.iter().filter_map(|(key, value)| Some((format!("{architecture}.{key}"), value_of(value)?))));
     metadata.extend(vocabulary(&trained.tokenizer, &trained.config, trained.chat.template.as_deref())?);
 
-    let convert = |(entry, tensor): (&ParamSpec, &Tensor)| -> Result<(String, QTensor)> {
-        // candle quantizes a tensor's whole storage, and a parameter may be a view of a part of it.
-        let values = trained.config.to_gguf_layout(entry, &tensor.to_dtype(DType::F32)?)?.force_contiguous()?;
-        let columns = values.dims().last().copied().unwrap_or_default();
-        Ok((gguf_name(entry), QTensor::quantize(&values, block_type(entry, columns, encoding))?))
-    };
-    let mut tensors: Vec<(String, QTensor)> =
-        weights.layout().iter().zip(weights.tensors()).map(convert).collect::<Result<_>>()?;
+    let mut tensors = Vec::new();
+    for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
+        for (entry, values) in trained.config.gguf_parts(entry, &tensor.to_dtype(DType::F32)?)? {
+            // candle quantizes a tensor's whole storage, and a parameter may be a view of a part of it.
+            let values = trained.config.to_gguf_layout(&entry, &values)?.force_contiguous()?;
+            let columns = values.dims().last().copied().unwrap_or_default();
+            tensors.push((gguf_name(&entry), QTensor::quantize(&values, block_type(&entry, columns, encoding))?));
+        }
+    }
     if let Some(factors) = rope_factors {
         let factors = Tensor::new(factors, &Device::Cpu)?;
         tensors.push((ROPE_FACTORS.to_owned(), QTensor::quantize(&factors, GgmlDType::F32)?));

@@ -132,6 +132,18 @@ impl ModelSpec {
         Ok(None)
     }
 
+    /// The tensors of a GGUF file that a parameter becomes, in our layout.
+    pub fn gguf_parts(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Vec<(ParamSpec, Tensor)>> {
+        if entry.layer.op != ModuleOp::Linear(LinearRole::GateUp) || !self.family.gguf.splits_gate_up {
+            return Ok(vec![(entry.clone(), values.clone())]);
+        }
+        let part = |(role, values)| {
+            let layer = ModuleId { op: ModuleOp::Linear(role), ..entry.layer };
+            (ParamSpec { layer, ..entry.clone() }, values)
+        };
+        Ok([LinearRole::Gate, LinearRole::Up].into_iter().zip(values.chunk(2, 0)?).map(part).collect())
+    }
+
     /// Converts a parameter's values to GGUF's layout.
     pub fn to_gguf_layout(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Tensor> {
         match self.transform(entry) {

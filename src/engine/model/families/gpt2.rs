@@ -43,6 +43,7 @@ pub(super) static GPT2: Family = Family {
             ("attention.layer_norm_epsilon", "layer_norm_epsilon", true),
         ],
         interleaved: false,
+        splits_gate_up: false,
         ..llama::BASE.gguf
     },
 };

@@ -1,23 +1,20 @@
-//! Granite 3 and dense Granite 4 (IBM, 2024): Llama with factors of embeddings, attention scores, branches and logits.
+//! Granite 3 (IBM, 2024): Llama with factors of embeddings, attention scores, branches and logits.
 
 use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::spec::{EmbeddingScale, ModelSpec};
 use serde_json::Value;
 
-/// The family.
-pub(super) static GRANITE: Family = Family {
+/// The family, from which its successor takes the fields that they share.
+pub(super) static GRANITE: Family = BASE;
+
+/// [`GRANITE`] as a constant.
+pub(super) const BASE: Family = Family {
     model_type: "granite",
     class: "GraniteForCausalLM",
     named: &[],
-    read,
-    write: |spec| {
-        let mut json = llama::write(spec);
-        for ((_, key), factor) in FACTORS.into_iter().zip(factors(spec)) {
-            json[key] = factor.into();
-        }
-        json
-    },
+    read: |keys| read(keys, ModelSpec { family: &GRANITE, ..llama::default() }),
+    write,
     gguf: GgufFormat {
         architecture: "granite",
         read: |keys, json| {
@@ -46,8 +43,8 @@ const FACTORS: [(&str, &str); 4] = [
     ("logit_scale", "logits_scaling"),
 ];
 
-fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
-    let spec = llama::read_uniform(keys, ModelSpec { family: &GRANITE, ..llama::default() }, [None, None])?;
+pub(super) fn read(keys: &ConfigReader<'_>, default: ModelSpec) -> Result<ModelSpec, String> {
+    let spec = llama::read_uniform(keys, default, [None, None])?;
     let [embedding, attention, residual, logits] = FACTORS.map(|(_, key)| keys.positive(key, 1.0));
     Ok(ModelSpec {
         embedding_scale: EmbeddingScale::Factor(embedding?),
@@ -56,6 +53,14 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         logits_scaling: logits?,
         ..spec
     })
+}
+
+pub(super) fn write(spec: &ModelSpec) -> Value {
+    let mut json = llama::write(spec);
+    for ((_, key), factor) in FACTORS.into_iter().zip(factors(spec)) {
+        json[key] = factor.into();
+    }
+    json
 }
 
 /// The factors of `spec` in the order of [`FACTORS`].

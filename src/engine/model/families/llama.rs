@@ -43,6 +43,7 @@ pub(super) const BASE: Family = Family {
             ("attention.sliding_window", "sliding_window", false),
         ],
         interleaved: true,
+        splits_gate_up: false,
         claims: |_| true,
         read: |_, _| {},
         write: |spec, _| no_windows(spec),

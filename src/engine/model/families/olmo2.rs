@@ -5,8 +5,11 @@ use super::llama;
 use crate::engine::model::family::{Family, GgufFormat};
 use crate::engine::model::spec::{ModelSpec, ModuleId, ModuleOp, NormRole, QkNorm};
 
-/// The family.
-pub(super) static OLMO2: Family = Family {
+/// The family, from which its successor takes the fields that they share.
+pub(super) static OLMO2: Family = BASE;
+
+/// [`OLMO2`] as a constant.
+pub(super) const BASE: Family = Family {
     model_type: "olmo2",
     class: "Olmo2ForCausalLM",
     bias_keys: &["attention_bias"],
@@ -18,7 +21,7 @@ pub(super) static OLMO2: Family = Family {
 };
 
 /// The defaults of transformers for missing keys.
-fn default() -> ModelSpec {
+pub(super) fn default() -> ModelSpec {
     ModelSpec {
         family: &OLMO2,
         vocab_size: 50_304,

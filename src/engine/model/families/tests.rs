@@ -51,6 +51,29 @@ fn gemmas_sixth_layer_has_no_window() {
 }
 
 #[test]
+fn olmos_fourth_layer_has_no_window() {
+    let spec = read(&json!({"model_type": "olmo3", "num_hidden_layers": 5}));
+    assert_eq!(spec.sliding.unwrap().layers, [true, true, true, false, true]);
+}
+
+#[test]
+fn granite_4_is_refused_by_what_is_not_built() {
+    let config = json!({"model_type": "granitemoehybrid", "num_local_experts": 0, "position_embedding_type": "rope",
+        "layer_types": ["attention", "attention"], "num_hidden_layers": 2, "shared_intermediate_size": 512});
+    assert_eq!(read(&config).intermediate_size, 512);
+    for (key, value) in [
+        ("num_local_experts", json!(4)),
+        ("layer_types", json!(["mamba", "attention"])),
+        ("position_embedding_type", json!("alibi")),
+    ] {
+        let mut config = config.clone();
+        config[key] = value;
+        let error = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap_err().to_string();
+        assert!(error.contains(key), "{error}");
+    }
+}
+
+#[test]
 fn qwens_windows_begin_where_its_configuration_says() {
     let mut config =
         json!({"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 2});

@@ -95,15 +95,12 @@ fn folder() -> PathBuf {
     FOLDER.with(|folder| folder.path().to_path_buf())
 }
 
+fn resolve(text: String) -> finetune::Result<Config> {
+    Config::resolve(&ConfigLayers { file: Some(("a.toml".into(), text)), ..ConfigLayers::default() })
+}
+
 fn config(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes).into_owned();
-    let resolve = |text| {
-        Config::resolve(&ConfigLayers {
-            file: Some(("a.toml".into(), text)),
-            overrides: Vec::new(),
-            ..ConfigLayers::default()
-        })
-    };
     match bounded(|| resolve(text)) {
         Ok(config) => assert_eq!(resolve(config.to_toml().unwrap()).unwrap(), config),
         Err(error) => assert_eq!(error.exit_code(), 2, "{error}"),
@@ -304,89 +301,48 @@ fn tensors(json: &[u8]) -> Vec<u8> {
 
 const GOOD_MODEL: &str = include_str!("../golden/deep/config.json");
 
-proptest! {
-    #[test]
-    fn config_of_any_bytes(bytes in any_bytes()) {
-        config(&bytes);
-    }
-
-    #[test]
-    fn config_changed(changes in changes()) {
-        config(&changed(GOOD_CONFIG.as_bytes(), &changes));
-    }
-
-    #[test]
-    fn events_of_any_bytes(bytes in any_bytes()) {
-        events(&bytes);
-    }
-
-    #[test]
-    fn events_changed(changes in changes()) {
-        events(&changed(GOOD_EVENTS.as_bytes(), &changes));
-    }
-
-    #[test]
-    fn tokenizer_of_any_bytes(bytes in any_bytes()) {
-        tokenizer(bytes);
-    }
-
-    #[test]
-    fn tokenizer_changed(which in select(&GOOD_TOKENIZERS[..]), changes in changes()) {
-        tokenizer(changed(which.to_string().as_bytes(), &changes));
-    }
-
-    #[test]
-    fn tokenizer_with_other_values(which in select(&GOOD_TOKENIZERS[..]), new in vec(replacement(), 1..3)) {
-        tokenizer(replaced(which, &new).to_string().into_bytes());
-    }
-
-    #[test]
-    fn jsonl_of_any_bytes(bytes in any_bytes()) {
-        documents("a.jsonl", &bytes);
-    }
-
-    #[test]
-    fn tables_and_arrays_of_any_bytes(bytes in any_bytes(), name in r"a\.(json|csv|tsv)") {
-        documents(&name, &bytes);
-    }
-
-    #[test]
-    fn arrays_changed(changes in changes()) {
-        documents("a.json", &changed(GOOD_ARRAY.as_bytes(), &changes));
-    }
-
-    #[test]
-    fn tables_changed(changes in changes()) {
-        documents("a.csv", &changed(GOOD_TABLE.as_bytes(), &changes));
-    }
-
-    #[test]
-    fn templates_changed(changes in changes()) {
-        template(&changed(GOOD_TEMPLATE.as_bytes(), &changes));
-    }
-
-    #[test]
-    fn jsonl_changed(good in select(&[GOOD_ROWS, GOOD_CHATS][..]), changes in changes()) {
-        documents("a.jsonl", &changed(good.as_bytes(), &changes));
-    }
-
-    #[test]
-    fn text_of_any_bytes(bytes in any_bytes()) {
-        documents("a.txt", &bytes);
-    }
-
-    #[test]
-    fn safetensors_changed(file in changes(), header in changes()) {
-        let good = tensors(GOOD_HEADER.as_bytes());
-        for bytes in [changed(&good, &file), tensors(&changed(GOOD_HEADER.as_bytes(), &header))] {
-            let _ = bounded(|| Header::parse(&bytes));
+/// A property test for each line: its name, its inputs, and the parser that gets them.
+macro_rules! parsers {
+    ($($name:ident: $($input:ident in $strategy:expr),+ => $parse:expr;)+) => {
+        proptest! {
+            $(#[test]
+            fn $name($($input in $strategy),+) {
+                $parse;
+            })+
         }
-    }
+    };
+}
 
-    #[test]
-    fn model_config_changed(changes in changes()) {
-        let _ = bounded(|| ModelSpec::from_json(&changed(GOOD_MODEL.as_bytes(), &changes), "config.json"));
-    }
+parsers! {
+    config_of_any_bytes: bytes in any_bytes() => config(&bytes);
+    config_changed: changes in changes() => config(&changed(GOOD_CONFIG.as_bytes(), &changes));
+    events_of_any_bytes: bytes in any_bytes() => events(&bytes);
+    events_changed: changes in changes() => events(&changed(GOOD_EVENTS.as_bytes(), &changes));
+    tokenizer_of_any_bytes: bytes in any_bytes() => tokenizer(bytes);
+    tokenizer_changed: which in select(&GOOD_TOKENIZERS[..]), changes in changes()
+        => tokenizer(changed(which.to_string().as_bytes(), &changes));
+    tokenizer_with_other_values: which in select(&GOOD_TOKENIZERS[..]), new in vec(replacement(), 1..3)
+        => tokenizer(replaced(which, &new).to_string().into_bytes());
+    jsonl_of_any_bytes: bytes in any_bytes() => documents("a.jsonl", &bytes);
+    jsonl_changed: good in select(&[GOOD_ROWS, GOOD_CHATS][..]), changes in changes()
+        => documents("a.jsonl", &changed(good.as_bytes(), &changes));
+    tables_and_arrays_of_any_bytes: bytes in any_bytes(), name in r"a\.(json|csv|tsv)" => documents(&name, &bytes);
+    arrays_changed: changes in changes() => documents("a.json", &changed(GOOD_ARRAY.as_bytes(), &changes));
+    tables_changed: changes in changes() => documents("a.csv", &changed(GOOD_TABLE.as_bytes(), &changes));
+    text_of_any_bytes: bytes in any_bytes() => documents("a.txt", &bytes);
+    templates_changed: changes in changes() => template(&changed(GOOD_TEMPLATE.as_bytes(), &changes));
+    safetensors_changed: changes in changes() => header(&changed(&tensors(GOOD_HEADER.as_bytes()), &changes));
+    safetensors_header_changed: changes in changes()
+        => header(&tensors(&changed(GOOD_HEADER.as_bytes(), &changes)));
+    model_config_changed: changes in changes() => model(&changed(GOOD_MODEL.as_bytes(), &changes));
+}
+
+fn header(bytes: &[u8]) {
+    let _ = bounded(|| Header::parse(bytes));
+}
+
+fn model(json: &[u8]) {
+    let _ = bounded(|| ModelSpec::from_json(json, "config.json"));
 }
 
 /// The unmodified inputs must be valid.
@@ -396,14 +352,7 @@ fn unchanged_ones_are_accepted() {
         let tokenizer = Tokenizer::from_json(good.to_string().into_bytes(), "tokenizer.json").unwrap();
         assert!(!tokenizer.encode("the cats").unwrap().is_empty());
     }
-    let resolve = |file: &str| {
-        Config::resolve(&ConfigLayers {
-            file: Some(("a".into(), file.into())),
-            overrides: Vec::new(),
-            ..ConfigLayers::default()
-        })
-    };
-    resolve(GOOD_CONFIG).unwrap();
+    resolve(GOOD_CONFIG.to_owned()).unwrap();
     let path = folder().join("events.jsonl");
     fs::write(&path, GOOD_EVENTS.as_bytes()).unwrap();
     assert_eq!(read(&path).unwrap().len(), 7);
@@ -445,14 +394,7 @@ fn a_template_that_asks_for_terabytes_or_hours_is_refused() {
 #[test]
 fn a_key_without_end_is_refused() {
     let key = "a.".repeat(100_000) + "a";
-    let deep = |overrides| {
-        Config::resolve(&ConfigLayers {
-            file: Some(("a".into(), format!("{key} = 1"))),
-            overrides,
-            ..ConfigLayers::default()
-        })
-    };
-    assert_eq!(deep(Vec::new()).unwrap_err().exit_code(), 2);
+    assert_eq!(resolve(format!("{key} = 1")).unwrap_err().exit_code(), 2);
     let layers = ConfigLayers { overrides: vec![(key, toml::Table::new().into())], ..ConfigLayers::default() };
     assert_eq!(Config::resolve(&layers).unwrap_err().exit_code(), 2);
 }

@@ -1,10 +1,11 @@
 //! `finetune fp16-check`: measures whether a model can train in FP16.
 
 use crate::cli::model::{DeviceArgs, ModelSourceArgs};
-use crate::inference::fp16_check::{Fp16Report, PrecisionAdvice, SampleSize, fp16_check};
+use crate::inference::fp16_check::{Fp16Report, PrecisionAdvice, SampleSize, TensorAmax, UnitReport, fp16_check};
 use crate::precision::{PrecisionPolicy, PrecisionUnit};
 use crate::telemetry::PhaseProgress;
 use crate::train::whole_text;
+use crate::ui::{Column, Page, plain};
 use crate::{Error, Result};
 use clap::Args;
 use std::fmt::Write as _;
@@ -80,25 +81,22 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
 }
 
 fn as_text(report: &Fp16Report) -> String {
-    let mut text =
-        String::from("unit    largest activation              largest gradient                to zero  subnormal\n");
-    for unit in &report.units {
-        let cell = |largest: &crate::inference::fp16_check::TensorAmax| {
-            // Drop the part up to the block's number, which is the same in every row.
-            let block = if let PrecisionUnit::Block(block) = unit.unit { format!(".{block}.") } else { String::new() };
-            let name = largest.tensor.split_once(&block).map_or(largest.tensor.as_str(), |(_, name)| name);
-            format!("{:<9.3e} {name:<21.21}", largest.max_abs)
-        };
-        let _ = writeln!(
-            text,
-            "{:<7} {} {} {:>6.2} % {:>8.2} %",
-            unit.unit,
-            cell(&unit.activation),
-            cell(&unit.gradient),
-            100.0 * unit.flushed,
-            100.0 * unit.subnormal
-        );
-    }
+    let largest = |unit: PrecisionUnit, largest: &TensorAmax| {
+        // Drop the part up to the block's number, which is the same in every row.
+        let block = if let PrecisionUnit::Block(block) = unit { format!(".{block}.") } else { String::new() };
+        let name = largest.tensor.split_once(&block).map_or(largest.tensor.as_str(), |(_, name)| name);
+        plain(format!("{:<9.3e} {name:.21}", largest.max_abs))
+    };
+    let mut page = Page::new();
+    let columns: &[Column<UnitReport>] = &[
+        ("unit", -8, &|it| plain(it.unit)),
+        ("largest activation", -32, &|it| largest(it.unit, &it.activation)),
+        ("largest gradient", -32, &|it| largest(it.unit, &it.gradient)),
+        ("to zero ", 8, &|it| plain(format!("{:.2} %", 100.0 * it.flushed))),
+        (" subnormal ", 11, &|it| plain(format!("{:.2} %", 100.0 * it.subnormal))),
+    ];
+    page.table(&report.units, columns);
+    let mut text = page.text();
     let scale = report.best_scale.log2();
     let _ = writeln!(
         text,

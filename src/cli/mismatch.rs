@@ -5,10 +5,10 @@ use crate::inference::generate::prompt_ids;
 use crate::inference::mismatch::{Mismatch, Ratios, Sequences, log_probs};
 use crate::precision::PrecisionPolicy;
 use crate::telemetry::PhaseProgress;
+use crate::ui::{Column, Page, plain};
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
-use std::fmt::Write as _;
 use std::io::Write;
 
 /// Flags of `finetune mismatch`.
@@ -87,28 +87,23 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
 
 fn as_text(found: &[(String, Mismatch)], sequences: usize, tokens: usize) -> String {
     let width = found.iter().map(|(name, _)| name.len()).max().unwrap_or(0).max(5);
-    let mut text = format!(
-        "{:<width$}  |log p(training) - log p(generation)|   p(training) / p(generation)\n\
-         {:<width$} {:>9} {:>9} {:>9}   {:<18}   of a sequence\n",
-        "", "type", "mean", "largest", "KL", "of a token"
-    );
-    for (name, found) in found {
-        let span = |ratios: Ratios| format!("{:.5} to {:.5}", ratios.min, ratios.max);
-        let _ = writeln!(
-            text,
-            "{name:<width$} {:>9.2e} {:>9.2e} {:>9.1e}   {:<18}   {}",
-            found.mean,
-            found.largest,
-            found.kl,
-            span(found.token_ratio),
-            span(found.sequence_ratio)
-        );
-    }
-    let _ = write!(
-        text,
-        "\n{sequences} sequences of {tokens} tokens, sampled in FP32, went through the training forward pass and, token by \
+    let span = |ratios: Ratios| plain(format!("   {:.5} to {:.5}", ratios.min, ratios.max));
+    let columns: &[Column<(String, Mismatch)>] = &[
+        ("type", -(width as isize), &|(name, _)| plain(name)),
+        ("mean", 10, &|(_, it)| plain(format!("{:.2e}", it.mean))),
+        ("largest", 10, &|(_, it)| plain(format!("{:.2e}", it.largest))),
+        ("KL", 10, &|(_, it)| plain(format!("{:.1e}", it.kl))),
+        ("   of a token", -21, &|(_, it)| span(it.token_ratio)),
+        ("   of a sequence", -16, &|(_, it)| span(it.sequence_ratio)),
+    ];
+    let mut page = Page::new();
+    let heading = format!("{:<width$}  |log p(training) - log p(generation)|   p(training) / p(generation)", "");
+    page.title(heading);
+    page.table(found, columns);
+    page.text()
+        + &format!(
+            "\n{sequences} sequences of {tokens} tokens, sampled in FP32, went through the training forward pass and, token by \
          token,\nthrough generation with its KV cache. KL is computed over the whole distributions, in nats per token. A step of\n\
          reinforcement learning weighs what it learns from a token by the ratio: in exact arithmetic it is 1."
-    );
-    text
+        )
 }

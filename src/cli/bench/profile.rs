@@ -5,9 +5,9 @@ use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::engine::kernels::machine::peak::measure_bandwidth;
 use crate::engine::kernels::op;
 use crate::engine::kernels::profile::{Cost, Profile};
+use crate::ui::{Column, Page, plain};
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Value, json};
-use std::fmt::Write as _;
 use std::time::Duration;
 
 /// The most that the machine reaches.
@@ -76,31 +76,26 @@ pub(super) fn report<'a>(
 
 /// The profile in a report of `bench` as a table.
 pub(super) fn table(report: &Value) -> String {
-    let mut text = format!(
-        "{:<18} {:>7} {:>10} {:>7} {:>10} {:>10} {:>10} {:>7}",
-        "operation", "calls", "ms", "share", "MB", "GFLOP", "bandwidth", "peak"
-    );
     let percent = |share: Option<f64>| share.map_or_else(|| "-".into(), |share| format!("{:.1}%", 100.0 * share));
-    let mut rest = 1.0;
-    for line in report["profile"].as_array().into_iter().flatten() {
-        let figure = |key: &str| line[key].as_f64();
-        let number = |key: &str| figure(key).unwrap_or(f64::NAN);
-        rest -= number("share");
-        let _ = write!(
-            text,
-            "\n{:<18} {:>7.0} {:>10.3} {:>7} {:>10.2} {:>10.3} {:>10} {:>7}",
-            line["operation"].as_str().unwrap_or_default(),
-            number("calls"),
-            number("ms"),
-            percent(figure("share")),
-            number("mb"),
-            number("gflop"),
-            percent(figure("share_of_bandwidth")),
-            percent(figure("share_of_peak").filter(|share| *share > 0.0)),
-        );
-    }
-    let step = report["profiled_step_ms"].as_f64().unwrap_or(f64::NAN);
-    let _ = write!(text, "\n{:<18} {:>7} {:>10.3} {:>7}", "outside operations", "", rest * step, percent(Some(rest)));
-    let _ = write!(text, "\n\nMean of the measured steps: {step:.3} ms. MB counts operands, GFLOP matrix products.");
-    text
+    let number = |line: &Value, key: &str| line[key].as_f64().unwrap_or(f64::NAN);
+    let lines = report["profile"].as_array().map_or(&[][..], Vec::as_slice);
+    let columns: &[Column<Value>] = &[
+        ("operation", -18, &|it| plain(it["operation"].as_str().unwrap_or_default())),
+        ("calls", 8, &|it| plain(format!("{:.0}", number(it, "calls")))),
+        ("ms", 11, &|it| plain(format!("{:.3}", number(it, "ms")))),
+        ("share", 8, &|it| plain(percent(it["share"].as_f64()))),
+        ("MB", 11, &|it| plain(format!("{:.2}", number(it, "mb")))),
+        ("GFLOP", 11, &|it| plain(format!("{:.3}", number(it, "gflop")))),
+        ("bandwidth", 11, &|it| plain(percent(it["share_of_bandwidth"].as_f64()))),
+        ("peak", 8, &|it| plain(percent(it["share_of_peak"].as_f64().filter(|share| *share > 0.0)))),
+    ];
+    let mut page = Page::new();
+    page.table(lines, columns);
+    let rest = 1.0 - lines.iter().map(|it| number(it, "share")).sum::<f64>();
+    let step = number(report, "profiled_step_ms");
+    let outside = format!("{:<18} {:>7} {:>10.3} {:>7}", "outside operations", "", rest * step, percent(Some(rest)));
+    format!(
+        "{}{outside}\n\nMean of the measured steps: {step:.3} ms. MB counts operands, GFLOP matrix products.",
+        page.text()
+    )
 }

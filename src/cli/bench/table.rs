@@ -2,9 +2,9 @@
 
 use super::BenchArgs;
 use crate::precision::PrecisionPolicy;
+use crate::ui::{Column, Page, plain};
 use crate::{Error, Result};
 use serde_json::Value;
-use std::fmt::Write as _;
 use std::process::{Command, Stdio};
 
 /// Measures every one of `types` and compares them with FP32, if it is among them.
@@ -31,54 +31,49 @@ fn measure_in_subprocess(dtype: &str) -> Result<Value> {
         .map_err(|error| Error::config("--dtype", format!("the result for `{dtype}` could not be read: {error}")))
 }
 
+/// A number of a report; NaN if it has none.
+fn figure(report: &Value, key: &str) -> f64 {
+    report[key].as_f64().unwrap_or(f64::NAN)
+}
+
 fn speeds(reports: &[(&str, Value)], fp32: Option<&Value>) -> String {
-    let mut text = format!(
-        "{:<6} {:>10} {:>8} {:>11} {:>8} {:>11} {:>9} {:>10} {:>9} {:>8}",
-        "type", "tokens/s", "/ fp32", "memory MiB", "/ fp32", "first loss", "- fp32", "last loss", "- fp32", "skipped"
-    );
-    for (name, report) in reports {
-        let figure = |key: &str| report[key].as_f64().unwrap_or(f64::NAN);
-        let against = |key: &str| fp32.and_then(|fp32| fp32[key].as_f64());
-        let share = |key: &str| against(key).map_or_else(|| "-".into(), |fp32| format!("{:.2}", figure(key) / fp32));
-        let distance =
-            |key: &str| against(key).map_or_else(|| "-".into(), |fp32| format!("{:+.1e}", figure(key) - fp32));
-        let _ = write!(
-            text,
-            "\n{name:<6} {:>10.0} {:>8} {:>11.1} {:>8} {:>11.5} {:>9} {:>10.5} {:>9} {:>8}",
-            figure("tokens_per_s"),
-            share("tokens_per_s"),
-            figure("peak_rss_mib"),
-            share("peak_rss_mib"),
-            figure("loss_first"),
-            distance("loss_first"),
-            figure("loss_last"),
-            distance("loss_last"),
-            figure("skipped"),
-        );
-    }
-    text + "\n\nMemory is the peak resident size of a separate process. All types start from the same weights, so the\n\
-            first losses differ only by rounding."
+    let against = |key: &str, show: &dyn Fn(f64) -> String| {
+        plain(fp32.and_then(|fp32| fp32[key].as_f64()).map_or_else(|| "-".into(), show))
+    };
+    let share = |it: &Value, key: &str| against(key, &|fp32| format!("{:.2}", figure(it, key) / fp32));
+    let distance = |it: &Value, key: &str| against(key, &|fp32| format!("{:+.1e}", figure(it, key) - fp32));
+    let columns: &[Column<(&str, Value)>] = &[
+        ("type", -6, &|(name, _)| plain(name)),
+        ("tokens/s", 11, &|(_, it)| plain(format!("{:.0}", figure(it, "tokens_per_s")))),
+        ("/ fp32", 9, &|(_, it)| share(it, "tokens_per_s")),
+        ("memory MiB", 12, &|(_, it)| plain(format!("{:.1}", figure(it, "peak_rss_mib")))),
+        ("/ fp32", 9, &|(_, it)| share(it, "peak_rss_mib")),
+        ("first loss", 12, &|(_, it)| plain(format!("{:.5}", figure(it, "loss_first")))),
+        ("- fp32", 10, &|(_, it)| distance(it, "loss_first")),
+        ("last loss", 11, &|(_, it)| plain(format!("{:.5}", figure(it, "loss_last")))),
+        ("- fp32", 10, &|(_, it)| distance(it, "loss_last")),
+        ("skipped", 9, &|(_, it)| plain(figure(it, "skipped"))),
+    ];
+    let mut page = Page::new();
+    page.table(reports, columns);
+    page.text()
+        + "\nMemory is the peak resident size of a separate process. All types start from the same weights, so the\n\
+           first losses differ only by rounding."
 }
 
 fn latencies(reports: &[(&str, Value)]) -> String {
-    let mut text = format!(
-        "{:<6} {:>10} {:>9} {:>9} {:>12} {:>9} {:>9} {:>11}",
-        "type", "pass p50", "p95", "p99", "token p50", "p95", "p99", "memory MiB"
-    );
-    for (name, report) in reports {
-        let time = |what: &str, share: &str| report[what][share].as_f64().unwrap_or(f64::NAN);
-        let [pass, token] = ["forward_ms", "token_ms"].map(|what| ["p50", "p95", "p99"].map(|share| time(what, share)));
-        let _ = write!(
-            text,
-            "\n{name:<6} {:>10.3} {:>9.3} {:>9.3} {:>12.3} {:>9.3} {:>9.3} {:>11.1}",
-            pass[0],
-            pass[1],
-            pass[2],
-            token[0],
-            token[1],
-            token[2],
-            report["peak_rss_mib"].as_f64().unwrap_or(f64::NAN)
-        );
-    }
-    text + "\n\nLatency percentiles in milliseconds: a forward pass over one sequence, and the next token."
+    let time = |it: &Value, what: &str, share: &str| plain(format!("{:.3}", figure(&it[what], share)));
+    let columns: &[Column<(&str, Value)>] = &[
+        ("type", -6, &|(name, _)| plain(name)),
+        ("pass p50", 11, &|(_, it)| time(it, "forward_ms", "p50")),
+        ("p95", 10, &|(_, it)| time(it, "forward_ms", "p95")),
+        ("p99", 10, &|(_, it)| time(it, "forward_ms", "p99")),
+        ("token p50", 13, &|(_, it)| time(it, "token_ms", "p50")),
+        ("p95", 10, &|(_, it)| time(it, "token_ms", "p95")),
+        ("p99", 10, &|(_, it)| time(it, "token_ms", "p99")),
+        ("memory MiB", 12, &|(_, it)| plain(format!("{:.1}", figure(it, "peak_rss_mib")))),
+    ];
+    let mut page = Page::new();
+    page.table(reports, columns);
+    page.text() + "\nLatency percentiles in milliseconds: a forward pass over one sequence, and the next token."
 }

@@ -1,6 +1,6 @@
 //! `finetune eval`: evaluates a model on a text: loss, perplexity and bits per byte.
 
-use crate::cli::flags::read;
+use crate::cli::flags::ConfigArgs;
 use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
 use crate::data::{Bos, TokenSource};
@@ -8,7 +8,7 @@ use crate::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use crate::inference::exact_match::{ExactMatch, exact_match};
 use crate::inference::trained::TrainedModel;
 use crate::telemetry::PhaseProgress;
-use crate::train::{Config, ConfigLayers, datasets, eval_examples, whole_text};
+use crate::train::{datasets, eval_examples, whole_text};
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
@@ -109,10 +109,10 @@ fn whole(data: &str, trained: &TrainedModel, reporter: &Reporter) -> Result<(Str
 /// The validation text of the model's run, with the BOS token that the run uses unless the user has given a rule.
 fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(String, Text)> {
     let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
-    let file = run.map(|run| run.join("config.toml")).filter(|file| file.is_file()).ok_or_else(|| {
+    let run = run.filter(|run| run.join("config.toml").is_file()).ok_or_else(|| {
         Error::config("--data", "this model is not from a run; name a text with `--data`: `grammar` or a file")
     })?;
-    let config = Config::resolve(&ConfigLayers { file: Some(read(&file)?), saved: true, overrides: Vec::new() })?;
+    let config = ConfigArgs::default().resolve_from_run(&run)?;
     let rule = if bos == Bos::Auto { config.bos } else { bos };
     let id = trained.config.bos_token_id;
     let tokenizer = trained.aux_files.clone().with_bos(trained.tokenizer.clone(), rule, id)?;

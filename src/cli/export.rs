@@ -1,15 +1,15 @@
 //! `finetune export`: writes a trained model for other programs.
 
-use crate::cli::flags::read;
+use crate::cli::flags::ConfigArgs;
 use crate::cli::model::ModelSourceArgs;
 use crate::cli::runs::confirmed;
 use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
 use crate::store::hub::{Hub, Settings};
-use crate::train::{Config, ConfigLayers};
 use crate::ui::format::{base_name, printable, short};
 use crate::{Error, Result};
+use clap::builder::PossibleValue;
 use clap::{Args, ValueEnum};
 use serde_json::Value;
 use std::io::Write;
@@ -24,7 +24,7 @@ pub(super) struct ExportArgs {
     out: OutArgs,
     /// Type of the weights; fp32 is a checkpoint's masters, `q8_0` and `q4_k` are for GGUF files
     #[arg(long, value_enum, default_value = "fp32")]
-    dtype: DtypeName,
+    dtype: WeightDtype,
     /// ONNX: products in INT8, with a scale for each output of a weight
     #[arg(long)]
     int8: bool,
@@ -71,26 +71,19 @@ enum FormatName {
     Onnx,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(super) enum DtypeName {
-    Fp32,
-    Fp16,
-    Bf16,
-    #[value(name = "q8_0")]
-    Q8_0,
-    #[value(name = "q4_k")]
-    Q4K,
-}
+impl ValueEnum for WeightDtype {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Plain(Dtype::F32), Self::Plain(Dtype::F16), Self::Plain(Dtype::BF16), Self::Q8_0, Self::Q4K]
+    }
 
-impl DtypeName {
-    pub(super) fn encoding(self) -> WeightDtype {
-        match self {
-            Self::Fp32 => WeightDtype::Plain(Dtype::F32),
-            Self::Fp16 => WeightDtype::Plain(Dtype::F16),
-            Self::Bf16 => WeightDtype::Plain(Dtype::BF16),
-            Self::Q8_0 => WeightDtype::Q8_0,
-            Self::Q4K => WeightDtype::Q4K,
-        }
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        Some(PossibleValue::new(match self {
+            Self::Plain(Dtype::F32) => "fp32",
+            Self::Plain(Dtype::F16) => "fp16",
+            Self::Plain(Dtype::BF16) => "bf16",
+            Self::Q8_0 => "q8_0",
+            Self::Q4K => "q4_k",
+        }))
     }
 }
 
@@ -141,7 +134,7 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     }
     let (trained, reporter) = args.model.open()?;
     reporter.begin("exporting");
-    let written = export(&trained, args.dtype.encoding(), format, scope, &args.out.out)?;
+    let written = export(&trained, args.dtype, format, scope, &args.out.out)?;
     if let Some(id) = &args.push.push {
         reporter.begin("uploading");
         let address = hub.push(id, &files_to_push(&trained, id, &written)?)?;
@@ -171,10 +164,8 @@ fn files_to_push(trained: &TrainedModel, id: &str, written: &[PathBuf]) -> Resul
 
 /// A model card in the Hub's form.
 fn model_card(trained: &TrainedModel, id: &str) -> String {
-    let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(|run| run.join("config.toml")));
-    let file = run.filter(|file| file.is_file()).and_then(|file| read(&file).ok());
-    let config = file
-        .and_then(|file| Config::resolve(&ConfigLayers { file: Some(file), saved: true, overrides: Vec::new() }).ok());
+    let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
+    let config = run.and_then(|run| ConfigArgs::default().resolve_from_run(&run).ok());
     let library = if trained.base().is_some() { "peft" } else { "transformers" };
     let (mut base, mut text) = (String::new(), String::new());
     if let Some(config) = config {

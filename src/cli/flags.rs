@@ -105,10 +105,8 @@ impl ConfigArgs {
             let message = "a resumed run uses its own configuration; make changes with flags or --set";
             return Err(Error::config("--config", message));
         }
-        let file = Some(read(&folder.join("config.toml"))?);
-        let saved = Config::resolve(&ConfigLayers { file, overrides: Vec::new(), saved: true })?;
         let config = self.resolve_from_run(folder)?;
-        let changes = config.check_resumable(&saved)?;
+        let changes = config.check_resumable(&Self::default().resolve_from_run(folder)?)?;
         Ok((config, changes))
     }
 
@@ -186,7 +184,7 @@ pub(super) fn lora(settings: &str) -> Result<Vec<(String, toml::Value)>> {
 }
 
 /// The name and text of a configuration file.
-pub(crate) fn read(path: &Path) -> Result<(String, String)> {
+fn read(path: &Path) -> Result<(String, String)> {
     let origin = path.display().to_string();
     let text = String::from_utf8(read_at_most(path, MAX_BYTES)?);
     let text = text.map_err(|error| Error::config(format!("`{origin}`"), error.to_string()))?;

@@ -1,8 +1,8 @@
 //! `finetune merge`: writes a model with its adapters merged into its weights.
 
-use crate::cli::export::{DtypeName, OutArgs, print_paths};
+use crate::cli::export::{OutArgs, print_paths};
 use crate::cli::model::{DeviceArgs, ModelSourceArgs};
-use crate::inference::export::{ExportScope, export};
+use crate::inference::export::{ExportScope, WeightDtype, export};
 use crate::inference::merge::merge_error;
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -18,7 +18,7 @@ pub(super) struct MergeArgs {
     out: OutArgs,
     /// Type of the weights, rounded once from the sum in FP32
     #[arg(long, value_enum, default_value = "fp32")]
-    dtype: DtypeName,
+    dtype: WeightDtype,
     #[command(flatten)]
     device: DeviceArgs,
 }
@@ -27,15 +27,14 @@ pub(super) struct MergeArgs {
 pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
     let (format, path) = (args.out.format()?, &args.out.out);
     let (trained, reporter) = args.model.open()?;
-    let encoding = args.dtype.encoding();
     if trained.adapted()?.is_none() {
         return Err(Error::config("MODEL", "has no adapters to merge; specify them with `--adapter FOLDER`"));
     }
     reporter.begin("exporting");
-    let written = export(&trained, encoding, format, ExportScope::Merged, path)?;
+    let written = export(&trained, args.dtype, format, ExportScope::Merged, path)?;
     reporter.begin("comparing logits");
     let open = args.device.open(PrecisionPolicy::FP32)?;
-    let found = merge_error(&trained, (path, format, encoding), &open)?;
+    let found = merge_error(&trained, (path, format, args.dtype), &open)?;
     drop(reporter);
     print_paths(&written, out)?;
     let (largest, logit, tokens) = (found.max_abs_diff, found.max_abs_logit, found.tokens);

@@ -1,12 +1,11 @@
 //! `finetune runs`: lists and deletes runs.
 
-use crate::cli::flags::read;
+use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, name_of};
 use crate::doctor::size_of_folder;
 use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started, last_records};
-use crate::train::{Config, ConfigLayers};
 use crate::ui::format::{base_name, bytes};
 use crate::untrusted::sanitize_line;
 use crate::{Error, Result};
@@ -94,8 +93,7 @@ impl Summary {
     /// Summarizes a run; a field that cannot be read is a dash.
     fn of(path: &Path) -> Self {
         let dash = || "-".to_owned();
-        let config = read(&path.join("config.toml"))
-            .and_then(|file| Config::resolve(&ConfigLayers { file: Some(file), saved: true, overrides: Vec::new() }));
+        let config = ConfigArgs::default().resolve_from_run(path);
         let model =
             config.map_or_else(|_| dash(), |config| format!("{} {}", base_name(&config.model), config.dtype.compute));
         let log = path.join("events.jsonl");

@@ -3,6 +3,7 @@
 use crate::telemetry::{Activity, PhaseLines, PhaseProgress, bytes};
 use crate::train::SetupEvent;
 use crate::ui::may_colour;
+use crate::untrusted::sanitize_line;
 use std::io::{IsTerminal, Write, stderr};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -13,19 +14,11 @@ const MIN_REPORTED_BYTES: u64 = 4 << 20;
 /// Time between two updates of the phase.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Text to print above the status line.
-enum Notice {
-    /// A line, cleaned before it is printed.
-    Line(String),
-    /// Lines that are already cleaned and coloured.
-    Sanitized(String),
-}
-
 /// Reports the preparation on its own thread until it is dropped.
 pub(crate) struct Reporter {
     activity: Activity,
-    /// `None` only while it is being dropped.
-    notices: Option<Sender<Notice>>,
+    /// Cleaned lines to print above the status line; `None` only while it is being dropped.
+    notices: Option<Sender<String>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -33,7 +26,7 @@ impl Reporter {
     /// Starts the thread.
     pub(crate) fn start() -> Self {
         let activity = Activity::default();
-        let (notices, waiting) = channel::<Notice>();
+        let (notices, waiting) = channel::<String>();
         let watched = activity.clone();
         let show = move || {
             let (mut line, mut said) = (SetupStatusLine::new(), Instant::now());
@@ -41,8 +34,7 @@ impl Reporter {
                 // Several short phases in a row must not be silent for longer than one.
                 let least = PhaseLines::FIRST.saturating_sub(said.elapsed());
                 let shown = match waiting.recv_timeout(UPDATE_INTERVAL) {
-                    Ok(Notice::Line(notice)) => line.print_above(&notice),
-                    Ok(Notice::Sanitized(text)) => line.print_sanitized_above(&text),
+                    Ok(text) => line.print_above(&text),
                     Err(RecvTimeoutError::Timeout) => line.show(&watched, least),
                     Err(RecvTimeoutError::Disconnected) => break line.clear(),
                 };
@@ -80,7 +72,7 @@ impl Reporter {
             SetupEvent::Notice(notice) => self.notice(notice),
             SetupEvent::Preview(preview) => {
                 let colour = stderr().is_terminal() && may_colour();
-                self.send(Notice::Sanitized(preview.text(colour)));
+                self.send(preview.text(colour));
             }
             SetupEvent::Progress { what, done, total } if done < total => {
                 self.activity.advance(&what, PhaseProgress::Bytes(done, total));
@@ -96,12 +88,12 @@ impl Reporter {
 
     /// Prints a line.
     pub(crate) fn notice(&self, text: String) {
-        self.send(Notice::Line(text));
+        self.send(format!("{}\n", sanitize_line(&text)));
     }
 
-    fn send(&self, notice: Notice) {
+    fn send(&self, text: String) {
         if let Some(notices) = &self.notices {
-            notices.send(notice).ok();
+            notices.send(text).ok();
         }
     }
 }
@@ -134,7 +126,7 @@ impl SetupStatusLine {
         match &phase {
             Some(phase) => {
                 self.open = true;
-                write!(stderr(), "\r{}…\x1b[K", crate::untrusted::sanitize_line(&phase.to_string())).ok();
+                write!(stderr(), "\r{}…\x1b[K", sanitize_line(&phase.to_string())).ok();
             }
             None => self.clear(),
         }
@@ -142,10 +134,6 @@ impl SetupStatusLine {
     }
 
     fn print_above(&mut self, text: &str) -> bool {
-        self.print_sanitized_above(&format!("{}\n", crate::untrusted::sanitize_line(text)))
-    }
-
-    fn print_sanitized_above(&mut self, text: &str) -> bool {
         self.clear();
         write!(stderr(), "{text}").ok();
         true

@@ -74,11 +74,12 @@ impl Comparison {
     }
 
     fn losses(&self) -> Option<String> {
-        let axes = self.axes(range(self.runs().flat_map(|(_, run)| logarithms(&run.loss)).map(|(_, y)| y))?);
+        let axes =
+            self.axes(range(self.runs().flat_map(|(_, run)| logarithms(run.curves.loss.whole())).map(|(_, y)| y))?);
         let mut body = String::new();
         for (i, run) in self.runs() {
-            axes.curve(&mut body, &class(i), logarithms(&run.loss));
-            for bucket in run.loss.buckets().iter().filter(|bucket| bucket.non_finite > 0) {
+            axes.curve(&mut body, &class(i), logarithms(run.curves.loss.whole()));
+            for bucket in run.curves.loss.whole().buckets().iter().filter(|bucket| bucket.non_finite > 0) {
                 axes.cross(&mut body, bucket.step as f64, axes.y.1);
             }
         }
@@ -87,11 +88,11 @@ impl Comparison {
     }
 
     fn validation(&self) -> Option<String> {
-        let axes = self.axes(range(self.runs().flat_map(|(_, run)| means(&run.validation)).map(|(_, y)| y))?);
+        let axes = self.axes(range(self.runs().flat_map(|(_, run)| means(&run.curves.validation)).map(|(_, y)| y))?);
         let mut body = String::new();
         for (i, run) in self.runs() {
-            axes.curve(&mut body, &class(i), means(&run.validation));
-            for (x, y) in means(&run.validation) {
+            axes.curve(&mut body, &class(i), means(&run.curves.validation));
+            for (x, y) in means(&run.curves.validation) {
                 let (x, y) = (axes.left(x), axes.top(y));
                 let _ = writeln!(
                     body,
@@ -105,11 +106,11 @@ impl Comparison {
     }
 
     fn scales(&self) -> Option<String> {
-        let (low, high) = range(self.runs().flat_map(|(_, run)| run.scale.points()).map(|point| point.value))?;
+        let (low, high) = range(self.runs().flat_map(|(_, run)| run.curves.scale.points()).map(|point| point.value))?;
         let axes = self.axes((low.floor() - 0.5, high.ceil() + 0.5));
         let mut body = String::new();
         for (i, run) in self.runs() {
-            axes.stairs(&mut body, &class(i), &run.scale, &run.overflows, run.figures.steps as f64);
+            axes.stairs(&mut body, &class(i), &run.curves.scale, &run.curves.skips, run.figures.steps as f64);
         }
         let figures = self.in_words("overflows", "overflows, each marked with a cross");
         Some(axes.picture("scale", "Loss scale, log2, by step", &figures, &body, |y| format!("2^{y:.0}")))

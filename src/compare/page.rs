@@ -90,9 +90,12 @@ impl Comparison {
     /// Loss and loss scale of all groups in one plot each; every curve has its group's colour and letter.
     fn plots(&self, page: &mut Page, width: usize) {
         let runs = || self.groups.iter().flat_map(|group| &group.runs);
-        let Some(losses) = range(runs().flat_map(|run| logarithms(&run.loss)).map(|(_, loss)| loss)) else { return };
+        let Some(losses) = range(runs().flat_map(|run| logarithms(run.curves.loss.whole())).map(|(_, loss)| loss))
+        else {
+            return;
+        };
         let steps = (0.0, runs().map(|run| run.figures.steps).max().unwrap_or(1) as f64);
-        let scales = range(runs().flat_map(|run| run.scale.points()).map(|point| point.value));
+        let scales = range(runs().flat_map(|run| run.curves.scale.points()).map(|point| point.value));
         let x_label = |x: f64| format!("{x:.0}");
         let half = (width.saturating_sub(2) / 2).min(usize::from(u16::MAX / 2 - 1)) as u16;
         page.push(
@@ -221,11 +224,11 @@ fn role(group: usize) -> Role {
 
 /// Draws a run's loss; returns the point at a share of its steps.
 fn loss(plot: &mut Plot, run: &RunSummary, role: Role, part: f64) -> Option<(f64, f64)> {
-    let points: Vec<_> = logarithms(&run.loss).collect();
+    let points: Vec<_> = logarithms(run.curves.loss.whole()).collect();
     for pair in points.windows(2) {
         plot.line(pair[0], pair[1], role);
     }
-    for bucket in run.loss.buckets().iter().filter(|bucket| bucket.non_finite > 0) {
+    for bucket in run.curves.loss.whole().buckets().iter().filter(|bucket| bucket.non_finite > 0) {
         plot.mark(bucket.step as f64, f64::MAX, '✕', Role::Bad);
     }
     points.get((points.len() as f64 * part) as usize).copied()
@@ -233,13 +236,13 @@ fn loss(plot: &mut Plot, run: &RunSummary, role: Role, part: f64) -> Option<(f64
 
 /// Draws a run's loss scale; returns the point at a share of its steps.
 fn scale(plot: &mut Plot, run: &RunSummary, role: Role, part: f64) -> Option<(f64, f64)> {
-    let points = run.scale.points().iter().map(|point| (point.step as f64, point.value));
+    let points = run.curves.scale.points().iter().map(|point| (point.step as f64, point.value));
     plot.stairs(points, run.figures.steps as f64, role);
-    for bucket in run.overflows.buckets().iter().filter(|bucket| bucket.count > 0) {
+    for bucket in run.curves.skips.buckets().iter().filter(|bucket| bucket.count > 0) {
         plot.mark(bucket.step as f64, bucket.max, '✕', Role::Bad);
     }
     let step = (run.figures.steps as f64 * part) as u64;
-    run.scale.at(step).map(|level| (step as f64, level))
+    run.curves.scale.at(step).map(|level| (step as f64, level))
 }
 
 /// A table whose columns are wrapped into blocks if they do not fit.

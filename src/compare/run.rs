@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 pub use crate::telemetry::RunMetrics;
-use crate::telemetry::{FinishReason, RunState, Series, Started, StepSeries};
+use crate::telemetry::{Curves, FinishReason, RunState, Started};
 use crate::{Error, Result};
 
 /// Buckets of a curve; a chart has about twice as many columns.
@@ -29,14 +29,8 @@ pub struct RunSummary {
     pub finished: Option<FinishReason>,
     /// Lines of the log that could not be read.
     pub unreadable: usize,
-    /// The batches' losses.
-    pub(super) loss: Series,
-    /// Validation losses.
-    pub(super) validation: Series,
-    /// log2 of the loss scale.
-    pub(super) scale: StepSeries,
-    /// log2 of the loss scale at each overflow.
-    pub(super) overflows: Series,
+    /// Its losses and loss scale.
+    pub(super) curves: Curves,
 }
 
 impl RunSummary {
@@ -53,7 +47,6 @@ impl RunSummary {
             return Err(Error::data(log.display(), "not a run's log: it has no start record"));
         };
         let name = if started.run.is_empty() { log.display().to_string() } else { started.run.clone() };
-        let curves = state.curves;
         Ok(Self {
             name,
             log: log.to_path_buf(),
@@ -62,10 +55,7 @@ impl RunSummary {
             figures,
             finished,
             unreadable,
-            loss: curves.loss.whole().clone(),
-            validation: curves.validation,
-            scale: curves.scale,
-            overflows: curves.skips,
+            curves: state.curves,
         })
     }
 

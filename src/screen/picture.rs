@@ -25,9 +25,6 @@ pub(crate) enum ImageFormat {
 
 /// Renders the dashboard with `columns` × `rows` cells after these keys (a line break is Enter). Shows the run of the first
 /// log, with the others overlaid.
-///
-/// # Errors
-/// If a log cannot be read.
 pub(crate) fn picture(
     logs: &[PathBuf],
     keys: &str,

@@ -18,9 +18,6 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Shows the run of the first of `logs` on standard output, which must be a terminal, with the others overlaid. With a
 /// `speed`, replays it that many times as fast as it ran; without, follows the log from its end.
-///
-/// # Errors
-/// If a log cannot be read or the terminal cannot be taken.
 pub(crate) fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: bool) -> Result<Exit> {
     let mut app = App::watching(logs);
     app.scene.playback = speed.map(|speed| Playback { speed, paused: false, seek: None, at: 0.0 });
@@ -29,9 +26,6 @@ pub(crate) fn watch(logs: &[PathBuf], speed: Option<f64>, theme: Theme, mouse: b
 
 /// Writes the run of `log` as plain lines, and follows it until it ends. With a `speed`, replays the existing records that
 /// many times as fast as the run.
-///
-/// # Errors
-/// If the log cannot be read or `out` is closed.
 pub(crate) fn watch_plain<W: Write>(log: &Path, speed: Option<f64>, out: W, log_every: u64) -> Result<()> {
     let mut source = LogSource::new(&[log.to_path_buf()], speed);
     // A skimmed step lacks most of its line's figures.

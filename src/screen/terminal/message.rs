@@ -59,9 +59,6 @@ impl MessageEditor {
     }
 
     /// Lets the signals that end the process wait until the terminal is restored.
-    ///
-    /// # Errors
-    /// If the system refuses.
     pub(crate) fn handle_signals(&self) -> io::Result<()> {
         for signal in [SIGTERM, SIGHUP] {
             flag::register_conditional_default(signal, Arc::clone(&self.idle))?;
@@ -71,9 +68,6 @@ impl MessageEditor {
     }
 
     /// The next message; `None` for Ctrl-D.
-    ///
-    /// # Errors
-    /// If the terminal does not answer.
     pub(crate) fn read(&mut self) -> io::Result<Option<String>> {
         self.idle.store(false, Ordering::SeqCst);
         enable_raw_mode()?;

@@ -45,9 +45,6 @@ pub fn ignore_stop_signals() -> io::Result<()> {
 
 impl SignalHandler {
     /// Starts listening.
-    ///
-    /// # Errors
-    /// If the system refuses.
     pub fn listen() -> io::Result<Self> {
         let interruption = Self::default();
         let mut handled = vec![SIGINT, SIGTERM, SIGXCPU, SIGUSR1];
@@ -109,18 +106,12 @@ fn leave() {
 }
 
 /// Turns exceeding `ulimit -f` into a write error, like a full disk, instead of a fatal signal.
-///
-/// # Errors
-/// If the system refuses.
 pub fn outlive_file_size_limit() -> io::Result<()> {
     // A handler, unlike an ignored signal, is not inherited by child processes.
     flag::register(SIGXFSZ, Arc::default()).map(drop)
 }
 
 /// A flag that SIGINT sets. Another SIGINT ends the process while it is set.
-///
-/// # Errors
-/// If the system refuses.
 pub(crate) fn interrupt_flag() -> io::Result<Arc<AtomicBool>> {
     let interrupted = Arc::new(AtomicBool::new(false));
     flag::register_conditional_shutdown(SIGINT, INTERRUPTED, Arc::clone(&interrupted))?;

@@ -31,21 +31,49 @@ fn model(name: &str, folder: &Path) -> TrainedModel {
 
 /// Such a model with other values of some keys of its configuration.
 fn changed_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> TrainedModel {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
-    let path = folder.join(name);
-    std::fs::create_dir_all(&path).unwrap();
-    std::fs::copy(golden.join("model.safetensors"), path.join("model.safetensors")).unwrap();
-    let mut config: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(golden.join("config.json")).unwrap()).unwrap();
-    for (key, value) in keys {
-        config[*key] = value.clone();
-    }
-    std::fs::write(path.join("config.json"), config.to_string()).unwrap();
+    let path = with_config(name, folder, keys);
+    std::fs::copy(golden(name).join("model.safetensors"), path.join("model.safetensors")).unwrap();
     if name != "deep" {
         return with_letters(&path);
     }
     std::fs::write(path.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
     TrainedModel::open(&path, None).unwrap()
+}
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// A model's folder with a golden configuration and other values of some keys.
+fn with_config(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> PathBuf {
+    let path = folder.join(name);
+    std::fs::create_dir_all(&path).unwrap();
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(golden(name).join("config.json")).unwrap()).unwrap();
+    for (key, value) in keys {
+        config[*key] = value.clone();
+    }
+    std::fs::write(path.join("config.json"), config.to_string()).unwrap();
+    path
+}
+
+/// Exports the merged model in the format of the path's name.
+fn exported(trained: &TrainedModel, dtype: impl Into<WeightDtype>, out: &Path) -> Vec<PathBuf> {
+    export(trained, dtype, ExportFormat::from_path(out), ExportScope::Merged, out).unwrap()
+}
+
+/// The message of an export in FP32 that is refused and leaves no file.
+fn refused(trained: &TrainedModel, out: &Path) -> String {
+    let error = export(trained, Dtype::F32, ExportFormat::from_path(out), ExportScope::Merged, out).unwrap_err();
+    assert!(!out.exists());
+    error.to_string()
+}
+
+/// Writes ids as rows of `length` for a script.
+fn write_ids(folder: &Path, ids: &[u32], length: usize) -> PathBuf {
+    let file = folder.join("ids.json");
+    std::fs::write(&file, serde_json::to_string(&ids.chunks(length).collect::<Vec<_>>()).unwrap()).unwrap();
+    file
 }
 
 /// The model in `path` with a tokenizer of letters.
@@ -101,10 +129,7 @@ fn a_hugging_face_folder_computes_the_same_in_every_dtype() {
         let exact = values(&logits(&trained, Dtype::F32, &ids, 10));
         for (dtype, tolerance) in DTYPES {
             let out = folder.path().join(format!("out/{name}-{dtype}"));
-            assert_eq!(
-                export(&trained, dtype, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap(),
-                std::slice::from_ref(&out)
-            );
+            assert_eq!(exported(&trained, dtype, &out), std::slice::from_ref(&out));
             let again = TrainedModel::open(&out, None).unwrap();
             assert_eq!(again.config, trained.config);
             assert_eq!(again.tokenizer.json(), trained.tokenizer.json());
@@ -126,14 +151,7 @@ fn what_is_there_is_not_overwritten_and_nothing_half_done_stays() {
     assert_eq!(std::fs::read(&out).unwrap(), b"precious");
     let data = folder.path().join("y.onnx.data");
     std::fs::write(&data, "precious").unwrap();
-    export(
-        &trained,
-        Dtype::F32,
-        ExportFormat::from_path(Path::new("y.onnx")),
-        ExportScope::Merged,
-        &folder.path().join("y.onnx"),
-    )
-    .unwrap_err();
+    refused(&trained, &folder.path().join("y.onnx"));
     let mut names: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["deep", "x.gguf", "y.onnx.data"]);
@@ -195,7 +213,7 @@ fn a_gguf_file_read_back_computes_the_same() {
         let exact = values(&logits(&trained, Dtype::F32, &ids, 10));
         for (dtype, tolerance) in DTYPES {
             let out = folder.path().join(format!("{name}-{dtype}.gguf"));
-            export(&trained, dtype, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
+            exported(&trained, dtype, &out);
             let (content, weights) = from_gguf(&out, &trained);
             let distance = distance(&values(&logits_of(&trained, &weights, &ids, 10)), &exact);
             assert!(distance < tolerance, "{name}, {dtype}: {distance}");
@@ -226,8 +244,8 @@ fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     std::fs::write(&file, words).unwrap();
     let trained = TrainedModel::open(&trained.path, Some(&file)).unwrap();
     let out = folder.path().join("x.gguf");
-    let message = export(&trained, Dtype::F32, ExportFormat::Gguf, ExportScope::Merged, &out).unwrap_err().to_string();
-    assert!(message.contains("it is not a BPE, so") && !out.exists(), "{message}");
+    let message = refused(&trained, &out);
+    assert!(message.contains("it is not a BPE, so"), "{message}");
 }
 
 /// The golden families that GGUF can represent; Gemma's scores have the scale, and OLMo 3's layers the windows, that llama.cpp
@@ -272,7 +290,7 @@ fn every_family_comes_back_from_a_gguf_file() {
             (WeightDtype::Q8_0, if in_blocks { 1.2e-2 } else { 4e-3 }),
         ] {
             let out = trained.path.with_extension(format!("{encoding:?}.gguf"));
-            export(&trained, encoding, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
+            exported(&trained, encoding, &out);
             let again = TrainedModel::open(&out, None).unwrap();
             let distance = distance(&values(&logits(&again, Dtype::F32, &ids, 12)), &exact);
             assert!(distance < tolerance, "{}: {distance:.1e}", out.display());
@@ -323,7 +341,7 @@ fn a_file_of_blocks_has_the_weights_that_its_type_says() {
         let matrices = expected.tensors().iter().filter(|tensor| tensor.rank() == 2).count();
         let expected = values(&logits_of(&trained, &expected, &ids, 12));
         let out = folder.path().join(format!("{name}.gguf"));
-        export(&trained, WeightDtype::Q8_0, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
+        exported(&trained, WeightDtype::Q8_0, &out);
         assert_eq!(quantized(&out, GgmlDType::Q8_0).len(), matrices, "{name}");
         let again = TrainedModel::open(&out, None).unwrap();
         let exact = distance(&values(&logits(&trained, Dtype::F32, &ids, 12)), &expected);
@@ -345,9 +363,8 @@ fn what_gguf_has_no_word_for_is_refused() {
     ] {
         let trained = model(&format!("families/{name}"), folder.path());
         let out = folder.path().join(format!("{name}.gguf"));
-        let message =
-            export(&trained, Dtype::F32, ExportFormat::Gguf, ExportScope::Merged, &out).unwrap_err().to_string();
-        assert!(message.contains(expected) && !out.exists(), "{message}");
+        let message = refused(&trained, &out);
+        assert!(message.contains(expected), "{message}");
     }
     let trained = model("deep", folder.path());
     let message = export(
@@ -388,16 +405,8 @@ fn readable_relatives(folder: &Path) -> [TrainedModel; 3] {
 
 /// A model whose shape differs from the golden one. No two of its weights are equal, in norms either.
 fn wavy_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> TrainedModel {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
-    let mut config: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(golden.join("config.json")).unwrap()).unwrap();
-    for (key, value) in keys {
-        config[*key] = value.clone();
-    }
-    let shape = folder.join("shape");
-    std::fs::create_dir_all(&shape).unwrap();
-    std::fs::write(shape.join("config.json"), config.to_string()).unwrap();
-    let spec = ModelFolder::read_config(&shape).unwrap();
+    let path = with_config(name, folder, keys);
+    let spec = ModelFolder::read_config(&path).unwrap();
     let weights = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
     weights.init_weights(7).unwrap();
     let tensors: Vec<(String, Tensor)> = (0..)
@@ -409,9 +418,6 @@ fn wavy_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> 
             (spec.family.stored_name(name), (tensor + wave).unwrap())
         })
         .collect();
-    let path = folder.join(name);
-    std::fs::create_dir_all(&path).unwrap();
-    std::fs::write(path.join("config.json"), config.to_string()).unwrap();
     let file = path.join("model.safetensors");
     write_tensors(&mut File::create(&file).unwrap(), &file, &tensors).unwrap();
     with_letters(&path)
@@ -423,18 +429,23 @@ fn transformers_reads_every_familys_gguf_file_as_we_do() {
     let folder = tempfile::tempdir().unwrap();
     // Without what transformers does not read in a GGUF file: GPT-2's number of positions, rope types, a Llama's biases and windows.
     let models = ["families/llama", "families/qwen2"].map(|name| model(name, folder.path()));
-    for (index, trained) in models.into_iter().chain(readable_relatives(folder.path())).enumerate() {
-        let ids = ids(&trained, 12);
+    let models: Vec<TrainedModel> = models.into_iter().chain(readable_relatives(folder.path())).collect();
+    let ids = ids(&models[0], 12);
+    let file = folder.path().join("ids.json");
+    std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
+    let export = |(index, trained): (usize, &TrainedModel)| {
         // A Mistral is a Llama to GGUF; transformers fails on a Llama that has `mistral` in its name.
         let out = folder.path().join(format!("{index}.gguf"));
-        export(&trained, Dtype::F32, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
-        let file = folder.path().join("ids.json");
-        std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
-        let arguments =
-            ["model".as_ref(), out.as_os_str(), file.as_os_str(), "12".as_ref(), file.as_os_str(), "1".as_ref()];
-        let theirs: Vec<f32> =
-            serde_json::from_value(run_script(&python, "real_weights.py", &arguments)["logits"].clone()).unwrap();
-        let all = values(&logits(&trained, Dtype::F32, &ids, 12));
+        exported(trained, Dtype::F32, &out);
+        out
+    };
+    let files: Vec<PathBuf> = models.iter().enumerate().map(export).collect();
+    let mut arguments = vec!["logits".as_ref(), file.as_os_str()];
+    arguments.extend(files.iter().map(|file| file.as_os_str()));
+    let theirs = run_script(&python, "real_weights.py", &arguments);
+    for (at, trained) in models.iter().enumerate() {
+        let theirs: Vec<f32> = serde_json::from_value(theirs["logits"][at].clone()).unwrap();
+        let all = values(&logits(trained, Dtype::F32, &ids, 12));
         let ours = &all[all.len() - trained.config.vocab_size..];
         let error = distance(&theirs, ours);
         assert!(error < 1e-5, "{}: {error:.1e}", trained.path.display());
@@ -449,7 +460,7 @@ fn the_gguf_package_reads_the_file() {
                   print(json.dumps([{t.name: [int(n) for n in t.shape] for t in reader.tensors}, \
                   {key: field.contents() for key, field in reader.fields.items() if 'attention' in key}]))";
     let read = |trained: &TrainedModel, out: &Path| -> [serde_json::Value; 2] {
-        export(trained, Dtype::F16, ExportFormat::Gguf, ExportScope::Merged, out).unwrap();
+        exported(trained, Dtype::F16, out);
         let output = launch::command(&python).args(["-c", script]).arg(out).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let [shapes, keys]: [serde_json::Value; 2] = serde_json::from_slice(&output.stdout).unwrap();
@@ -513,14 +524,10 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
         let dtypes = if name == "deep" { &DTYPES[..] } else { &DTYPES[..1] };
         for &(dtype, tolerance) in dtypes {
             let out = folder.path().join(format!("{name}-{dtype}.onnx"));
-            assert_eq!(
-                export(&trained, dtype, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap().len(),
-                2
-            );
+            assert_eq!(exported(&trained, dtype, &out).len(), 2);
             for (rows, length) in [(1, 1), (3, 12)] {
                 let ids = ids(&trained, rows * length);
-                let file = folder.path().join("ids.json");
-                std::fs::write(&file, serde_json::to_string(&ids.chunks(length).collect::<Vec<_>>()).unwrap()).unwrap();
+                let file = write_ids(folder.path(), &ids, length);
                 let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
                 assert_eq!(report["axes"], serde_json::json!(["batch", "sequence"]));
                 assert_eq!(report["unused"], serde_json::json!([]), "{name}");
@@ -544,8 +551,7 @@ fn onnxruntime_decodes_with_a_cache_and_in_int8() {
     for name in ["untied", "families/llama", "families/gemma3"] {
         let trained = model(name, folder.path());
         let ids = ids(&trained, 24);
-        let file = folder.path().join("ids.json");
-        std::fs::write(&file, serde_json::to_string(&ids.chunks(12).collect::<Vec<_>>()).unwrap()).unwrap();
+        let file = write_ids(folder.path(), &ids, 12);
         let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
         for (kv_cache, int8, tolerance) in [(true, false, 1e-5), (false, true, 0.1), (true, true, 0.1)] {
             let out = trained.path.with_extension(format!("{kv_cache}-{int8}.onnx"));
@@ -567,9 +573,8 @@ fn a_graph_cannot_change_its_base_with_the_length() {
     let folder = tempfile::tempdir().unwrap();
     let trained = model("families/llama-dynamic", folder.path());
     let out = folder.path().join("x.onnx");
-    let message =
-        export(&trained, Dtype::F32, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap_err().to_string();
-    assert!(message.contains("`dynamic` and `longrope` rotary embeddings") && !out.exists(), "{message}");
+    let message = refused(&trained, &out);
+    assert!(message.contains("`dynamic` and `longrope` rotary embeddings"), "{message}");
 }
 
 /// An `Identity` before every weight once hid all products from the quantizer.
@@ -585,9 +590,8 @@ fn onnxruntimes_dynamic_quantizer_takes_every_linear_layer() {
     for (name, linears) in [("deep", 4), ("families/llama", 7)] {
         let trained = model(name, folder.path());
         let out = trained.path.with_extension("onnx");
-        export(&trained, Dtype::F32, ExportFormat::from_path(&out), ExportScope::Merged, &out).unwrap();
-        let file = folder.path().join("ids.json");
-        std::fs::write(&file, serde_json::to_string(&[ids(&trained, 24)]).unwrap()).unwrap();
+        exported(&trained, Dtype::F32, &out);
+        let file = write_ids(folder.path(), &ids(&trained, 24), 24);
         let report = run_script(&python, "onnx_quantized.py", &[out.as_os_str(), file.as_os_str()]);
         let (products, quantized) = (report["products"].as_u64().unwrap(), report["quantized"].as_u64().unwrap());
         assert!(products >= linears * trained.config.num_layers as u64 && quantized >= products, "{report}");

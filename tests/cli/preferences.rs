@@ -265,16 +265,16 @@ fn ten_dpo_steps_agree_with_trl() {
              --plain {more}"
         ))
     };
-    for (run, lr, lora) in [("full", "1e-3", ""), ("adapters", "1e-2", "--lora r=4,alpha=8")] {
-        train(run, 10, lr, lora);
-        let (model, pairs, adapter) = (desk.path("model"), desk.path("pairs.jsonl"), desk.path("adapter"));
-        let mut arguments = vec![model.as_os_str(), pairs.as_os_str(), "10".as_ref(), lr.as_ref()];
-        if !lora.is_empty() {
-            train("begun", 1, "1e-30", lora);
-            desk.said("export begun adapter");
-            arguments.push(adapter.as_os_str());
-        }
-        let trl = run_script(&python, "trl_dpo.py", &arguments);
+    let (lora, [full_lr, adapter_lr]) = ("--lora r=4,alpha=8", ["1e-3", "1e-2"]);
+    train("full", 10, full_lr, "");
+    train("adapters", 10, adapter_lr, lora);
+    train("begun", 1, "1e-30", lora);
+    desk.said("export begun adapter");
+    let paths = ["model", "pairs.jsonl", "adapter"].map(|name| desk.path(name));
+    let [model, pairs, adapter] = paths.each_ref().map(|path| path.as_os_str());
+    let arguments = [model, pairs, "10".as_ref(), full_lr.as_ref(), adapter, adapter_lr.as_ref()];
+    let trl = run_script(&python, "trl_dpo.py", &arguments);
+    for (run, trl) in ["full", "adapters"].into_iter().zip(trl.as_array().unwrap()) {
         let steps = desk.steps(run);
         assert_eq!(steps.len(), 10);
         for (at, step) in steps.iter().enumerate() {

@@ -5,6 +5,8 @@
     real_weights.py model MODEL IDS SEQ_LEN PROMPT NEW
         MODEL: a folder or a GGUF file; IDS and PROMPT: JSON files with token ids. `loss`: the mean over windows of SEQ_LEN
         tokens; `greedy`: NEW tokens after the prompt; `logits`: those that predict the token after the prompt
+    real_weights.py logits IDS MODEL...
+        `logits`: of each model, those that predict the token after IDS
     real_weights.py tensors FILE OTHER
         `tensors` and `differ`: how many tensors two GGUF files have, and the names of those whose dequantized values differ;
         `keys`: the keys of the metadata whose values differ, but for what describes the file itself
@@ -53,6 +55,11 @@ def model(path, ids, seq_len, prompt, new):
     return {"loss": total / count, "tokens": count, "greedy": greedy[0, len(prompt) :].tolist(), "logits": logits.tolist()}
 
 
+def logits(ids, *paths):
+    count = len(json.load(open(ids)))
+    return {"logits": [model(path, ids, count, ids, 1)["logits"] for path in paths]}
+
+
 def tensors(file, other):
     import gguf
 
@@ -75,4 +82,4 @@ def tensors(file, other):
     }
 
 
-print(json.dumps({"where": where, "model": model, "tensors": tensors}[mode](*arguments)))
+print(json.dumps({"where": where, "model": model, "logits": logits, "tensors": tensors}[mode](*arguments)))

@@ -87,15 +87,6 @@ fn killed_runs_resume_bit_for_bit() {
     }
 }
 
-#[test]
-fn verify_resume_holds_for_every_way() {
-    let fixture = quantized();
-    for (way, flags) in WAYS {
-        let said = fixture.said(&format!("verify --steps 8 --at 5 --batch-size 2 --seq-len 16 {flags}"));
-        assert!(!said.is_empty(), "{way}");
-    }
-}
-
 /// A checkpoint of adapters has no base, and is small.
 #[test]
 fn a_checkpoint_of_adapters_is_small_and_in_pefts_format() {

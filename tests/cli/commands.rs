@@ -150,20 +150,8 @@ fn the_doctor_answers_in_json() {
 #[test]
 fn completions_and_the_manual_have_every_command() {
     let fixture = CliFixture::new();
-    let commands = [
-        "generate",
-        "eval",
-        "export",
-        "config",
-        "lab",
-        "doctor",
-        "completions",
-        "man",
-        "bench",
-        "checkpoint",
-        "verify",
-        "watch",
-    ];
+    let definition = finetune::cli::definition();
+    let commands: Vec<&str> = definition.get_subcommands().map(clap::Command::get_name).collect();
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = fixture.said(&format!("completions {shell}"));
         assert!(commands.iter().all(|command| script.contains(command)), "{shell}");

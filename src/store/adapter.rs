@@ -127,7 +127,7 @@ impl AdapterFolder {
                     base.family.model_type
                 ))
             };
-            let name = tensor.name.strip_prefix(PREFIX).and_then(base.family.parameter_name);
+            let name = tensor.name.strip_prefix(PREFIX).and_then(|name| base.family.parameter(name));
             let name = name.ok_or_else(foreign)?;
             let part = [".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"]
                 .into_iter()

@@ -199,7 +199,7 @@ fn tensor_index(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<Str
     let mut tensor_index = BTreeMap::new();
     for (index, file) in files.iter().enumerate() {
         for view in file.tensors() {
-            let Some(name) = (config.family.parameter_name)(view.name) else { continue };
+            let Some(name) = config.family.parameter(view.name) else { continue };
             if let Some((other, _)) = tensor_index.insert(name.to_owned(), (index, view.name.to_owned())) {
                 let other: &TensorFile = &files[other];
                 return Err(view.error(format!("it is also in `{}`", other.path().display())));
@@ -298,6 +298,27 @@ mod tests {
             stored.push((name.into(), Tensor::zeros((1, 1, 5, 5), DType::F32, &Device::Cpu).unwrap()));
         }
         assert_reads(&folder(&config(), &stored), &tensors(&config()));
+    }
+
+    #[test]
+    fn the_text_part_of_a_model_of_images_and_text_is_read() {
+        let spec = ModelSpec { vocab_size: 11, ..ModelSpec::named("smollm2-135m").unwrap().resized(2, 4, 2) };
+        for prefix in ["language_model.model.", "model.language_model."] {
+            let text = tensors(&spec);
+            let mut stored: Tensors =
+                text.iter().map(|(name, tensor)| (format!("{prefix}{name}"), tensor.clone())).collect();
+            for image in ["vision_tower.patches.weight", "model.multi_modal_projector.weight"] {
+                stored.push((image.into(), Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap()));
+            }
+            let folder = folder(&spec, &stored);
+            let mut text_config = spec.config();
+            text_config.as_object_mut().unwrap().remove("tie_word_embeddings");
+            let config =
+                serde_json::json!({"model_type": "mistral3", "text_config": text_config, "tie_word_embeddings": true});
+            std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+            assert_eq!(ModelFolder::read_config(folder.path()).unwrap(), spec);
+            assert_reads(&folder, &text);
+        }
     }
 
     #[test]

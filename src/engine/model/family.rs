@@ -49,14 +49,29 @@ pub struct Family {
     /// Returns a layer's name, its parameters' without `.weight` and `.bias`.
     pub(super) layer_name: fn(layer: ModuleId) -> String,
     /// Returns a stored tensor's name without the prefix that some files use; `None` for a buffer that is not a parameter.
-    pub(crate) parameter_name: fn(tensor: &str) -> Option<&str>,
+    pub(super) parameter_name: fn(tensor: &str) -> Option<&str>,
     /// The prefix that transformers gives every parameter except the head's.
     pub(super) prefix: &'static str,
     /// Its GGUF files.
     pub(crate) gguf: GgufFormat,
 }
 
+/// Prefixes of the text part's parameters in files of models of images and text: transformers', before and since 4.52.
+const TEXT_PREFIXES: [&str; 2] = ["language_model.", "model.language_model."];
+/// Prefixes of the image part's parameters in such files.
+const IMAGE_PREFIXES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+
 impl Family {
+    /// Returns the name of a stored tensor without prefixes; `None` for a buffer, and for the image part of a model of images and
+    /// text.
+    pub(crate) fn parameter<'a>(&self, tensor: &'a str) -> Option<&'a str> {
+        let inner = tensor.strip_prefix("model.").unwrap_or(tensor);
+        if IMAGE_PREFIXES.iter().any(|prefix| inner.starts_with(prefix)) {
+            return None;
+        }
+        (self.parameter_name)(TEXT_PREFIXES.iter().find_map(|prefix| tensor.strip_prefix(prefix)).unwrap_or(tensor))
+    }
+
     /// The name under which transformers stores a parameter.
     pub fn stored_name(&self, parameter: &str) -> String {
         if parameter.starts_with("lm_head.") { parameter.to_owned() } else { format!("{}{parameter}", self.prefix) }

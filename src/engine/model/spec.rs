@@ -317,9 +317,18 @@ impl ModelSpec {
         Self::from_config(&json).map_err(fail)
     }
 
-    /// Like [`Self::from_json`], from a parsed `config.json`.
+    /// Like [`Self::from_json`], from a parsed `config.json`. Reads the text part of a model of images and text.
     pub(crate) fn from_config(json: &Map<String, Value>) -> Result<Self, String> {
-        families::read(&ConfigReader(json))
+        let Some(text) = json.get("text_config").and_then(Value::as_object) else {
+            return families::read(&ConfigReader(json));
+        };
+        let mut text = text.clone();
+        for key in ["tie_word_embeddings", "bos_token_id", "eos_token_id"] {
+            if let Some(value) = json.get(key) {
+                text.entry(key).or_insert_with(|| value.clone());
+            }
+        }
+        families::read(&ConfigReader(&text))
     }
 
     /// The `config.json`, without the type of the weights.

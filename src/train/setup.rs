@@ -148,10 +148,12 @@ impl ModelSource {
         shape.dropout =
             DropoutRates { embedding: rates.embedding, residual: rates.residual, attention: rates.attention };
         let Some(tokenizer) = tokenizer else {
-            return Err(Error::config(
-                "tokenizer",
-                format!("`{}` has no tokenizer; specify one with `--tokenizer FILE`, or `bytes`", config.model),
-            ));
+            let message = format!(
+                "`{}` has no `tokenizer.json`; specify one with `--tokenizer FILE`, or `bytes` (in Python, \
+                 `AutoTokenizer.from_pretrained(name).save_pretrained(folder)` converts `tokenizer.model` and tiktoken files)",
+                config.model
+            );
+            return Err(Error::config("tokenizer", message));
         };
         if tokenizer.vocab_size() > shape.vocab_size {
             let (tokens, rows) = (tokenizer.vocab_size(), shape.vocab_size);

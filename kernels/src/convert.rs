@@ -11,7 +11,7 @@ use super::isa::Isa;
 use super::isa::vectorize;
 
 /// An element type of the engine's buffers: `f32`, `f16` or `bf16`.
-pub trait Element: candle_core::WithDType + Default {
+pub trait Element: candle_core::WithDType + bytemuck::Pod + Default {
     /// Upcasts `source` into `target`, which has the same length; exact.
     fn load(source: &[Self], target: &mut [f32]);
 

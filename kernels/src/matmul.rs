@@ -17,13 +17,14 @@
 use std::any::TypeId;
 use std::ops::Range;
 
+use bytemuck::{cast_slice, cast_slice_mut};
 use candle_core::{DType, Result};
 use rayon::prelude::*;
 
 use self::buffer::{PackBuffer, Workspace, with_thread_buffer, with_workspace};
 use self::epilogue::{OutputMatrix, Scratch, TileRect};
 use self::micro::{MAX_TILE, MicroKernel, PrefetchQueue, PreparedKernel, Tile};
-use self::pack::{PackSource, PanelLayout, Prefetch, pack};
+use self::pack::{PackSource, PackUnit, PanelLayout, Prefetch, pack};
 pub use self::prepacked::with_packed;
 use self::prepacked::with_panels;
 use super::convert::Element;
@@ -204,7 +205,7 @@ fn run_in<A: Element, C: Element>(
     if swapped || m > n {
         return product.run(shared, partial);
     }
-    let words = n.next_multiple_of(kernel.cols) * kernel.words(k);
+    let words = product.kept_words(n.next_multiple_of(kernel.cols) * kernel.words(k));
     let pack = |panels: &mut [u32]| product.pack_streamed(panels);
     with_panels(operand, words, pack, |panels| Product { panels, ..product }.run(shared, partial));
 }
@@ -369,7 +370,7 @@ struct Product<'a, A, C> {
     kernel: MicroKernel,
     a: PackSource<'a, A>,
     b: PackSource<'a, A>,
-    /// All of B's panels, part by part of the depth, if they are kept.
+    /// All of B's panels, part by part of the depth, if they are kept: in B's type where they are widened.
     panels: Option<&'a [u32]>,
     /// Whether A's and B's lines have changed places, because C has too few columns for the micro-kernel's wide tiles. Tiles are
     /// then transposed before they are stored.
@@ -433,13 +434,29 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         }
     }
 
+    /// Whether B is widened while it is packed.
+    fn widens(&self) -> bool {
+        self.kernel.b().unit == PackUnit::Float
+    }
+
+    /// The words that [`Product::panels`] has for `words` of B's panels.
+    fn kept_words(&self, words: usize) -> usize {
+        if self.widens() { words * size_of::<A>() / size_of::<u32>() } else { words }
+    }
+
     /// Packs all of B for [`Product::panels`].
     fn pack_streamed(&self, mut panels: &mut [u32]) {
-        let layout = self.kernel.b();
+        let (layout, mut buffer) = (self.kernel.b(), PackBuffer::new());
         for depth in pieces(0..self.depth, self.depth_step()) {
             let words = self.b.count.next_multiple_of(layout.width) * self.kernel.words(depth.len());
-            let (part, rest) = std::mem::take(&mut panels).split_at_mut(words);
-            pack_in_parallel(self.b, 0, depth, layout, part, self.serial);
+            let (part, rest) = std::mem::take(&mut panels).split_at_mut(self.kept_words(words));
+            let packed = buffer.words(words);
+            pack_in_parallel(self.b, 0, depth, layout, packed, self.serial);
+            if self.widens() {
+                A::store(cast_slice(packed), cast_slice_mut(part));
+            } else {
+                part.copy_from_slice(packed);
+            }
             panels = rest;
         }
     }
@@ -503,7 +520,13 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             let tiles = group.len() * share.len();
             if let Some(panels) = self.panels {
                 let before = lines.count.next_multiple_of(width) * self.kernel.words(part.depth.start) + first * words;
-                let streamed = &panels[before..][..group.len() * width * words];
+                let [before, count] = [before, group.len() * width * words].map(|words| self.kept_words(words));
+                let kept = &panels[before..][..count];
+                let streamed = if self.widens() {
+                    cast_slice(A::as_f32(cast_slice(kept), buffer.floats(group.len() * width * words)))
+                } else {
+                    kept
+                };
                 let prefetch = Prefetch::new(lines, 0..0, 0..0, tiles);
                 return self.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch);
             }

@@ -40,11 +40,12 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
     if past > 0 {
         model.decode(&weights, &ids[..past], &mut cache)?;
     }
-    let token = timed(count, || {
+    let mut next_token = || {
         cache.truncate(past);
         let hidden = model.decode(&weights, &ids[past..], &mut cache)?;
         synchronize(&model.logits(&weights, hidden)?)
-    })?;
+    };
+    let token = weights.with_packed(|| timed(count, &mut next_token))?;
     // A token reads every weight once and computes little, so memory bandwidth limits its speed.
     let bytes = bytes_read_per_token(&shape, &weights, past);
     let bandwidth = open.device.is_cpu().then(measure_bandwidth);

@@ -6,6 +6,7 @@ use crate::engine::model::{
     Checkpointing, KvCache, ModelSpec, ModuleId, ModuleOp, ParamSpec, Workspace, WorkspaceBytes,
 };
 use crate::engine::optim::{AdamW, Gradients, MasterWeights, OptimizerKind};
+use crate::inference::generate::BATCH_SIZE;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::telemetry;
 use crate::train::config::Config;
@@ -176,7 +177,14 @@ fn required_bytes(
         let (tokens, threads) = (rows * train.seq_len, rayon::current_num_threads());
         let packed = packed_bytes(spec, config.dtype, tokens, probes, threads, kernels)?;
         let sample = sample_bytes(spec, config.dtype, train.sample_tokens, train.prompt.len());
-        Ok(engine.total() + probe + packed + sample)
+        let rollouts = if config.objective.kind.samples_completions() {
+            // Completions have a KV cache each, and weights that stay packed.
+            let weights = if engine.weights == 0 { engine.masters } else { engine.weights };
+            BATCH_SIZE as u64 * sample_bytes(spec, config.dtype, train.seq_len, 0) + weights
+        } else {
+            0
+        };
+        Ok(engine.total() + probe + packed + sample + rollouts)
     };
     bytes().unwrap_or(u64::MAX)
 }
@@ -317,6 +325,7 @@ pub fn largest_batch(budget: u64, bytes: impl Fn(usize) -> u64) -> Option<usize>
 mod tests {
     use super::*;
     use crate::engine::kernels::Fused;
+    use crate::train::objective::ObjectiveKind;
     use candle_core::quantized::GgmlDType;
 
     const KERNELS: Fused = Fused;
@@ -359,6 +368,13 @@ mod tests {
         let mut silent = config.clone();
         silent.train.sample_tokens = 0;
         assert!(engine.total() < needed(&silent, &spec) && needed(&silent, &spec) < without);
+
+        silent.train.batch_size = 8;
+        let mut rewarded = silent.clone();
+        (rewarded.objective.kind, rewarded.train.batch_size) = (ObjectiveKind::Grpo, 1);
+        assert_eq!((config.dtype, rewarded.objective.num_generations), (PrecisionPolicy::FP16, 8));
+        let caches = 32 * sample_bytes(&spec, config.dtype, train.seq_len, 0);
+        assert_eq!(needed(&rewarded, &spec) - needed(&silent, &spec), caches + 2 * spec.parameter_count());
     }
 
     /// A GPU of several processes holds no shard.

@@ -273,32 +273,36 @@ impl Rollouts {
 
     /// Rewards completions. The leader asks for the rewards, so one program sees all of them in their order.
     fn judge(&mut self, engine: &TrainEngine, tokenizer: &Tokenizer, groups: &mut [&mut Group]) -> Result<()> {
-        let mut rewards: Option<std::result::Result<Vec<Option<f32>>, [String; 2]>> = None;
-        if engine.group.is_leader() {
-            let mut answered = Vec::new();
-            for group in groups.iter() {
-                let (prompt, answer) = (tokenizer.decode(&group.prompt)?, &group.answer);
-                let of = |it: &Sampled| Answered {
-                    prompt: prompt.clone(),
-                    completion: it.text.clone(),
-                    answer: answer.clone(),
-                    tokens: it.ids.len() - usize::from(!it.is_cut),
-                };
-                answered.extend(group.completions.iter().map(of));
-            }
-            let timeout = Duration::from_secs_f64(self.settings.reward_timeout_s);
-            rewards = Some(match self.reward.score(&answered, timeout, self.settings.on_reward_error) {
-                Err(Error::Data { origin, message }) => Err([origin, message]),
-                found => Ok(found?),
-            });
-        }
+        let own = engine.group.is_leader().then(|| {
+            self.score(tokenizer, groups).map_err(|error| match error {
+                Error::Data { origin, message } => [origin, message],
+                other => ["the rewards".into(), other.to_string()],
+            })
+        });
         // All processes have the same result, and end with the same error.
-        let rewards = engine.group.all_gather_messages(&rewards)?.into_iter().next().flatten();
+        let rewards = engine.group.all_gather_messages(&own)?.into_iter().next().flatten();
         let rewards = rewards.unwrap_or_else(|| Ok(Vec::new()));
         let rewards = rewards.map_err(|[origin, message]| Error::data(origin, message))?;
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(rewards).for_each(|(completion, reward)| completion.reward = reward);
         Ok(())
+    }
+
+    /// The rewards of all completions.
+    fn score(&mut self, tokenizer: &Tokenizer, groups: &[&mut Group]) -> Result<Vec<Option<f32>>> {
+        let mut answered = Vec::new();
+        for group in groups {
+            let (prompt, answer) = (tokenizer.decode(&group.prompt)?, &group.answer);
+            let of = |it: &Sampled| Answered {
+                prompt: prompt.clone(),
+                completion: it.text.clone(),
+                answer: answer.clone(),
+                tokens: it.ids.len() - usize::from(!it.is_cut),
+            };
+            answered.extend(group.completions.iter().map(of));
+        }
+        let timeout = Duration::from_secs_f64(self.settings.reward_timeout_s);
+        self.reward.score(&answered, timeout, self.settings.on_reward_error)
     }
 }
 

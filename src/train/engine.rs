@@ -96,7 +96,7 @@ pub struct StepReport {
 /// The figures of a validation.
 #[derive(Clone, Copy, Debug)]
 pub struct EvalReport {
-    /// Mean of the objective's losses.
+    /// Mean of the objective's losses, or minus the mean reward or margin.
     pub loss: f64,
     /// Metrics of the objective.
     pub metrics: Option<ObjectiveMetrics>,

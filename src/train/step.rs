@@ -6,6 +6,7 @@ use crate::engine::collective::{ProcessGroup, gather};
 use crate::engine::model::{ForwardMode, Hook};
 use crate::engine::optim::Update;
 use crate::precision::UpdateCounts;
+use crate::telemetry::ObjectiveMetric;
 use crate::train::engine::{EvalReport, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 use crate::train::objective::{BatchPass, LossSums, Split};
 use crate::train::state::{Counters, TrainState};
@@ -166,6 +167,11 @@ impl TrainEngine {
             |index: usize| all[index % world_size].get(index / world_size).unwrap_or(&[f64::NAN; LossSums::LEN]);
         let mut sums = LossSums::default();
         (0..all.iter().map(Vec::len).sum()).for_each(|index| sums.add(of_batch(index)));
-        Ok(EvalReport { loss: sums.loss / count.max(1) as f64, metrics: sums.metrics(objective.settings()), targets })
+        let settings = objective.settings();
+        let metrics = sums.metrics(settings);
+        let margin =
+            metrics.and_then(|it| it.get(ObjectiveMetric::RewardsMargins)).filter(|_| settings.validate_margin);
+        let loss = margin.map_or(sums.loss / count.max(1) as f64, |margin| -margin);
+        Ok(EvalReport { loss, metrics, targets })
     }
 }

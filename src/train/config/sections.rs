@@ -133,6 +133,8 @@ settings! {
         label_smoothing: f64 = 0.0, fixed(), within(0.0, 0.5);
         /// SimPO's target margin of rewards.
         simpo_gamma: f64 = 0.5, fixed(), within(0.0, 1e6);
+        /// Whether a validation's loss is minus the reward margin, which the best checkpoint and early stopping then follow.
+        validate_margin: bool = false, fixed();
         /// KTO's weight of answers that are labelled good.
         desirable_weight: f64 = 1.0, fixed(), within(0.0, 1e6);
         /// KTO's weight of answers that are labelled bad.
@@ -221,6 +223,10 @@ impl ObjectiveSection {
         if self.reference.is_some() && !self.needs_reference() {
             let message = "has no use: this objective compares with no reference; remove it, or set `--beta`";
             return Err(Error::config("objective.reference", message));
+        }
+        if self.validate_margin && (samples || self.kind == ObjectiveKind::Sft) {
+            let message = "has no use: this objective has no margin; remove it";
+            return Err(Error::config("objective.validate_margin", message));
         }
         if self.beta() == 0.0 && !samples {
             return Err(Error::config("objective.beta", "0 would teach nothing; use a number above 0"));

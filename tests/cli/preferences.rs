@@ -9,7 +9,8 @@ use finetune::data::{
     BatchLoader, DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, IGNORE_INDEX, SampleKind,
     SequenceRole, Tokenizer,
 };
-use finetune::telemetry::ObjectiveMetric;
+use finetune::telemetry::{Event, ObjectiveMetric};
+use serde_json::Value;
 
 /// Loads `content` as file `name`; without validation data.
 fn load(folder: &Path, name: &str, content: &str, samples: SampleKind) -> finetune::Result<Dataset> {
@@ -346,4 +347,60 @@ fn prompts_may_have_answers_or_none() {
     assert!(message.contains("has `prompt`, but `completion` is missing"), "{message}");
     let message = refusal("a.txt", "words", SampleKind::Prompt);
     assert!(message.contains("needs prompts") && message.contains("`--objective sft`"), "{message}");
+}
+
+/// The rewards are `beta` times the difference of both models' log-probabilities.
+#[test]
+fn a_run_compares_with_another_model() {
+    let fixture = CliFixture::new();
+    let row = |n: usize| format!("{{\"prompt\": \"{n}+1=\", \"chosen\": \"{}\", \"rejected\": \"no\"}}\n", n + 1);
+    fixture.write("pairs.jsonl", (0..20).map(row).collect::<String>());
+    fixture.said("--plain --model model --data text.txt --run sft --seq-len 32 --steps 4 --lr 1e-2");
+    let first = |run: &str, model: &str| {
+        let flags =
+            "--plain --dtype fp32 --data pairs.jsonl --objective dpo --beta 0.5 --seq-len 32 --batch-size 1 --steps 1";
+        fixture.said(&format!("{flags} --run {run} --model {model}"));
+        fixture.steps(run).remove(0)
+    };
+    let digest = |run: &str| -> Value {
+        let stored = fs::read(fixture.run(run).join("reference.json")).unwrap();
+        serde_json::from_slice::<Value>(&stored).unwrap()["weights"].take()
+    };
+    let tuned = "checkpoints/sft/step-000004";
+    let [before, after] = [first("before", "model"), first("after", tuned)].map(|step| step.objective.unwrap());
+    let step = first("both", &format!("{tuned} --reference model"));
+    let both = step.objective.unwrap();
+    let sides = [
+        (ObjectiveMetric::LogpsChosen, ObjectiveMetric::RewardsChosen),
+        (ObjectiveMetric::LogpsRejected, ObjectiveMetric::RewardsRejected),
+    ];
+    let rewards = sides.map(|(logp, reward)| {
+        let expected = 0.5 * (after.get(logp).unwrap() - before.get(logp).unwrap());
+        let found = both.get(reward).unwrap();
+        assert!(found != 0.0 && (found - expected).abs() < 1e-9, "{found}, not {expected}");
+        found
+    });
+    let expected = (rewards[1] - rewards[0]).exp().ln_1p();
+    assert!((f64::from(step.loss) - expected).abs() < 1e-6, "{}, not {expected}", step.loss);
+    assert!(digest("both") == digest("before") && digest("both") != digest("after"));
+
+    fs::copy(fixture.path(tuned).join("model.safetensors"), fixture.path("model/model.safetensors")).unwrap();
+    let message = fixture.refused("--plain --resume both --steps 2");
+    assert!(message.contains("`model` has changed since the run began"), "{message}");
+}
+
+#[test]
+fn the_best_checkpoint_may_follow_the_margin() {
+    let fixture = CliFixture::empty();
+    let margin = "--plain --steps 2 --eval-every 1 --seq-len 96 --set objective.validate_margin=true --run m";
+    fixture.said(&format!("{margin} --data preferences --objective simpo --set train.eval_batches=2"));
+    let margins: Vec<[f64; 2]> = fixture
+        .events("m")
+        .into_iter()
+        .filter_map(|event| if let Event::Eval(eval) = event { Some(eval) } else { None })
+        .map(|eval| [eval.loss, eval.objective.unwrap().get(ObjectiveMetric::RewardsMargins).unwrap()])
+        .collect();
+    assert!(margins.len() == 2 && margins.iter().all(|[loss, margin]| *loss == -margin), "{margins:?}");
+    let message = fixture.refused(&format!("{margin} --data chats"));
+    assert!(message.contains("objective.validate_margin: has no use"), "{message}");
 }

@@ -28,6 +28,7 @@ impl Default for Invented {
 }
 
 /// An iterator over the records of a synthetic run.
+#[derive(Default)]
 pub(super) struct InventedRun {
     settings: Invented,
     step: u64,
@@ -62,18 +63,8 @@ const TENSORS: [(&str, u64, i32); 16] = [
 impl InventedRun {
     /// A run with these settings.
     pub(super) fn new(settings: Invented) -> Self {
-        let mut run = Self {
-            settings,
-            step: 0,
-            updates: 0,
-            scale: settings.init_scale,
-            tracker: 0,
-            seed: 42,
-            pending: std::collections::VecDeque::new(),
-            done: false,
-        };
-        run.pending.push_back(Event::Started(Box::new(started(settings))));
-        run
+        let pending = [Event::Started(Box::new(started(settings)))].into();
+        Self { settings, scale: settings.init_scale, seed: 42, pending, ..Self::default() }
     }
 
     /// The end of the run as it is now.
@@ -117,7 +108,6 @@ impl InventedRun {
         let norm = grads.norm;
         let looked = at.is_multiple_of(self.settings.tables_every) || outcome == StepStatus::Skipped;
         self.pending.push_back(Event::Step(Box::new(StepRecord {
-            objective: None,
             step: at,
             loss,
             loss_scale: change.from,
@@ -142,20 +132,19 @@ impl InventedRun {
             rss_bytes: Some(1_300_000_000),
             peak_rss_bytes: Some(1_500_000_000),
             cpu_seconds: Some(at as f64 * 0.19),
-            gpu: None,
             grads,
-            lost_updates: None,
             tensors: if looked { tensors } else { Vec::new() },
+            ..StepRecord::default()
         })));
         if outcome == StepStatus::Skipped {
-            let max_abs = 65_504.0;
+            let (scale, max_abs, tensors) = (change, 65_504.0, overflowed);
             self.pending.push_back(Event::Overflow(Overflow {
                 step: at,
-                scale: change,
+                scale,
                 loss,
                 max_abs,
-                tensors: overflowed,
-                first_nonfinite: None,
+                tensors,
+                ..Overflow::default()
             }));
         }
         self.invent_others(at, progress);
@@ -164,14 +153,8 @@ impl InventedRun {
     fn invent_others(&mut self, at: u64, progress: f64) {
         if at.is_multiple_of(200) {
             let loss = 3.15 + 1.25 * (-5.0 * progress).exp();
-            let tokens = 8192;
-            self.pending.push_back(Event::Eval(Validation {
-                step: at,
-                loss,
-                perplexity: loss.exp(),
-                tokens,
-                objective: None,
-            }));
+            let (perplexity, tokens) = (loss.exp(), 8192);
+            self.pending.push_back(Event::Eval(Validation { step: at, loss, perplexity, tokens, objective: None }));
         }
         if at.is_multiple_of(500) {
             let path = format!("checkpoints/0007/step-{at:06}");
@@ -241,13 +224,11 @@ fn started(settings: Invented) -> Started {
     Started {
         program: "finetune 0.1.0".into(),
         run: "0007".into(),
-        process: None,
         cpu: Cpu { name: "Invented CPU".into(), threads: 2, isa: "AVX-512".into() },
         device: "cpu".into(),
         os: "linux x86_64".into(),
         model: "distilgpt2".into(),
         shape: ModelShape { n_layer: 6, n_head: 12, n_embd: 768, n_positions: 1024, vocab_size: 50_257 },
-        model_config: serde_json::Value::Null,
         parameters: 81_912_576,
         policy: "p=f32,c=f16,g=f16,r=f32".into(),
         scaler: ScalerSettings {
@@ -268,9 +249,7 @@ fn started(settings: Invented) -> Started {
         epochs: 3.0,
         total_steps: settings.total_steps,
         seed: 42,
-        resumed_from: None,
-        fallback: std::collections::BTreeMap::new(),
-        config: serde_json::Value::Null,
+        ..Started::default()
     }
 }
 

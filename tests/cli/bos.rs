@@ -2,9 +2,9 @@
 
 use std::fs;
 
-use super::evaluate::with_tokenizer;
+use super::evaluate::{ask_transformers, with_tokenizer};
 use crate::common::cli_fixture::CliFixture;
-use crate::common::python::{python, run_script};
+use crate::common::python::python;
 use finetune::data::{Bos, DataSource, DatasetBuilder, IGNORE_INDEX, SequenceIndex, TokenSource, Tokenizer};
 use finetune::inference::trained::TrainedModel;
 use serde_json::{Value, json};
@@ -87,12 +87,10 @@ fn transformers_finds_the_loss_of_windows_that_begin_with_the_token() {
     assert_eq!(loss(&model(true, Some(false)), " --bos always"), with);
     assert_eq!(loss(&model(true, Some(false)), ""), without);
     let Some(python) = python() else { return };
-    let (text, context) =
-        (fixture.path("text.txt"), TrainedModel::open(fixture.folder(), None).unwrap().config.max_position_embeddings);
-    let (seq_len, stride) = (context.to_string(), (context / 2).to_string());
-    let arguments =
-        [fixture.folder().as_os_str(), text.as_os_str(), seq_len.as_ref(), seq_len.as_ref(), stride.as_ref()];
-    let theirs = run_script(&python, "transformers_windows.py", &arguments);
+    let context = TrainedModel::open(fixture.folder(), None).unwrap().config.max_position_embeddings;
+    let stride = context / 2;
+    let case = (fixture.folder().to_owned(), fixture.path("text.txt"), context, vec![context, stride]);
+    let theirs = &ask_transformers(&python, &[case])[0];
     for (theirs, ours) in [(&theirs[0], with), (&theirs[1], loss(&fixture, &format!(" --stride {stride}")))] {
         let theirs = theirs["loss"].as_f64().unwrap();
         assert!((theirs - ours).abs() < 1e-4, "{ours} here, {theirs} there");
@@ -165,8 +163,7 @@ fn a_run_keeps_its_rule() {
     fixture.said("--resume old --steps 4 --plain");
     fixture.said("--resume new --steps 4 --plain");
     assert!(fs::read_to_string(config("old")).unwrap().contains("bos = \"never\""));
-    let message = fixture.refused("--resume old --steps 6 --bos auto");
-    assert!(message.contains("bos: was \"never\" and is now \"auto\""), "{message}");
+    fixture.assert_refused("--resume old --steps 6 --bos auto", &["bos: was \"never\" and is now \"auto\""]);
 
     // The run's checkpoints and exports have the token that it was trained with.
     for (run, expected) in [("old", None), ("new", Some(BOS))] {

@@ -68,32 +68,43 @@ fn measure(
     evaluate(&model, &weights, policy, tokens, 2.0, windows, |_| {}).unwrap()
 }
 
+/// A model folder, a text, the length of windows, and strides.
+pub(super) type WindowCase = (PathBuf, PathBuf, usize, Vec<usize>);
+
+/// What transformers finds for each stride of each case. One process for all, because it takes seconds to start.
+pub(super) fn ask_transformers(python: &Path, cases: &[WindowCase]) -> serde_json::Value {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    serde_json::to_writer(&file, cases).unwrap();
+    run_script(python, "transformers_windows.py", &[file.path().as_os_str()])
+}
+
 #[test]
 fn transformers_finds_the_same_loss_on_the_same_windows() {
     let Some(python) = python() else { return };
-    for name in ["narrow", "deep", "untied"] {
-        let fixture = with_tokenizer(name);
-        let trained = TrainedModel::open(fixture.folder(), None).unwrap();
-        let tokens = tokens(&fixture, &trained);
+    let names = ["narrow", "deep", "untied"];
+    let fixtures = names.map(with_tokenizer);
+    let models = fixtures.each_ref().map(|fixture| TrainedModel::open(fixture.folder(), None).unwrap());
+    let case = |(fixture, trained): (&CliFixture, &TrainedModel)| {
+        let tokens = tokens(fixture, trained);
         let mut ids = vec![0; tokens.len()];
         tokens.read(0, &mut ids);
-        let file = fixture.path("ids.json");
-        std::fs::write(&file, serde_json::to_string(&ids).unwrap()).unwrap();
+        fixture.write("ids.json", serde_json::to_string(&ids).unwrap());
         let context = trained.config.max_position_embeddings;
-        let strides = [context, context / 2, 3];
-        let numbers = [context, strides[0], strides[1], strides[2]].map(|number| number.to_string());
-        let arguments =
-            [fixture.folder().as_os_str(), file.as_os_str()].into_iter().chain(numbers.iter().map(AsRef::as_ref));
-        let theirs = run_script(&python, "transformers_windows.py", &arguments.collect::<Vec<_>>());
-        for (at, stride) in strides.into_iter().enumerate() {
-            let windows = SlidingWindow::new(context, None, Some(stride), Some(5)).unwrap();
-            let theirs = &theirs[at];
-            let ours = measure(&trained, PrecisionPolicy::FP32, &tokens, windows);
+        (fixture.folder().to_owned(), fixture.path("ids.json"), context, vec![context, context / 2, 3])
+    };
+    let cases: Vec<WindowCase> = fixtures.iter().zip(&models).map(case).collect();
+    let theirs = ask_transformers(&python, &cases);
+    for (number, (trained, (.., context, strides))) in models.iter().zip(&cases).enumerate() {
+        let (name, tokens) = (names[number], tokens(&fixtures[number], trained));
+        for (at, stride) in strides.iter().enumerate() {
+            let windows = SlidingWindow::new(*context, None, Some(*stride), Some(5)).unwrap();
+            let theirs = &theirs[number][at];
+            let ours = measure(trained, PrecisionPolicy::FP32, &tokens, windows);
             assert_eq!(theirs["tokens"], ours.tokens);
             let loss = theirs["loss"].as_f64().unwrap();
             assert!((ours.loss - loss).abs() < 1e-4, "{name}, stride {stride}: {} here, {loss} there", ours.loss);
             for policy in [PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
-                let rounded = measure(&trained, policy, &tokens, windows).loss;
+                let rounded = measure(trained, policy, &tokens, windows).loss;
                 assert!((rounded - loss).abs() < 2e-2 * loss, "{name}, {policy}: {rounded} here, {loss} there");
             }
         }
@@ -120,13 +131,14 @@ fn transformers_finds_the_same_loss_on_tiny_shakespeare() {
     let weights = fixture.path("model.safetensors");
     write_tensors(&mut std::fs::File::create(&weights).unwrap(), &weights, &tensors).unwrap();
     fixture.write("config.json", config.to_json("float32"));
-    for stride in ["256", "128"] {
+    let strides = [256, 128];
+    let case = (fixture.folder().to_owned(), fixture.path("text.txt"), 256, strides.to_vec());
+    let theirs = ask_transformers(&python, &[case]);
+    for (at, stride) in strides.into_iter().enumerate() {
         let ours = fixture.json(&format!("eval . --data text.txt --stride {stride} --json"));
-        let text = fixture.path("text.txt");
-        let arguments = [fixture.folder().as_os_str(), text.as_os_str(), "256".as_ref(), stride.as_ref()];
-        let theirs = run_script(&python, "transformers_windows.py", &arguments);
-        assert_eq!(theirs[0]["tokens"], ours["tokens"]);
-        let [ours, theirs] = [&ours["loss"], &theirs[0]["loss"]].map(|loss| loss.as_f64().unwrap());
+        let theirs = &theirs[0][at];
+        assert_eq!(theirs["tokens"], ours["tokens"]);
+        let [ours, theirs] = [&ours["loss"], &theirs["loss"]].map(|loss| loss.as_f64().unwrap());
         println!("stride {stride}: {ours} here, {theirs} there");
         assert!((ours - theirs).abs() < 1e-4, "stride {stride}: {ours} here, {theirs} there");
     }

@@ -78,6 +78,25 @@ impl Terminal {
         self.keys(&["Enter"]);
     }
 
+    /// Runs `finetune LINE` on an empty screen.
+    fn finetune(&self, line: &str) {
+        self.run(&format!("clear; {} {line}", env!("CARGO_BIN_EXE_finetune")));
+    }
+
+    /// Quits a screen without training, and checks the terminal. Keys typed before the prompt is back would go to the screen.
+    fn quit(&self) {
+        self.keys(&["q"]);
+        self.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
+        self.assert_restored();
+    }
+
+    /// Quits the dashboard of a run, which saves and stops.
+    fn stop(&self) {
+        self.keys(&["q"]);
+        self.wait_for("save and stop");
+        self.answer("s");
+    }
+
     fn keys(&self, keys: &[&str]) {
         self.tmux(&[&["send-keys"], keys].concat());
     }
@@ -148,9 +167,7 @@ impl Drop for Terminal {
 fn quit_saves_stops_and_restores() {
     let Some(terminal) = Terminal::open(120, 36) else { return };
     terminal.start_demo("");
-    terminal.keys(&["q"]);
-    terminal.wait_for("save and stop");
-    terminal.answer("s");
+    terminal.stop();
     terminal.wait_for("finished reason=stopped");
     terminal.wait_for("exit: Ended");
     terminal.wait_for("told: Stop { save: true }");
@@ -299,14 +316,11 @@ fn watch_follows_another_process_and_sees_it_killed() {
     let Some(watcher) = Terminal::open(120, 36) else { return };
     let log = terminal.folder.path().join("events.jsonl");
     terminal.start_demo("--log events.jsonl");
-    watcher.run(&format!("clear; {} watch {}", env!("CARGO_BIN_EXE_finetune"), log.display()));
+    watcher.finetune(&format!("watch {}", log.display()));
     watcher.wait_for("▶ running");
     terminal.signal(&["KILL"]);
     watcher.wait_for("✕ process gone");
-    watcher.keys(&["q"]);
-    // Keys typed before the prompt is back go to the dashboard.
-    watcher.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
-    watcher.assert_restored();
+    watcher.quit();
 }
 
 #[test]
@@ -348,7 +362,7 @@ fn a_chat_is_edited_stopped_and_saved() {
         fixture.run("m").display(),
         fixture.path("ends.jinja").display()
     );
-    terminal.run(&format!("clear; {} {chat}; echo code $?", env!("CARGO_BIN_EXE_finetune")));
+    terminal.finetune(&format!("{chat}; echo code $?"));
     terminal.wait_for("/help lists the commands");
     terminal.keys(&["h", "l", "o", "Left", "Left", "e", "l", "Enter"]);
     terminal.wait_for("> hello");
@@ -395,7 +409,7 @@ fn real_training_shows_itself_and_stops_when_told() {
     let Some(terminal) = Terminal::open(120, 36) else { return };
     // Longer than anyone looks, and no growth: the scale only falls, however fast the machine is.
     let run = "--run t --batch-size 2 --seq-len 16 --steps 100000 --set scaler.growth_interval=100000";
-    terminal.run(&format!("clear; {} {run}; echo code $?", env!("CARGO_BIN_EXE_finetune")));
+    terminal.finetune(&format!("{run}; echo code $?"));
     terminal.wait_until("a step", |screen| screen.contains("▶ running") && screen.contains("tok/s"));
     terminal.keys(&["2"]);
     terminal.wait_for("If the loss scale were");
@@ -404,9 +418,7 @@ fn real_training_shows_itself_and_stops_when_told() {
     terminal.keys(&["1"]);
     // The default run's scale begins too high, on purpose.
     terminal.wait_until("an overflow", |screen| screen.contains("Overflows ") && screen.contains("→2^"));
-    terminal.keys(&["q"]);
-    terminal.wait_for("save and stop");
-    terminal.answer("s");
+    terminal.stop();
     terminal.wait_for("code 130");
     terminal.wait_until("the prompt", |screen| screen.ends_with("$\n") || screen.trim_end().ends_with('$'));
     terminal.assert_restored();
@@ -414,7 +426,7 @@ fn real_training_shows_itself_and_stops_when_told() {
     assert!(log.contains(r#""event":"checkpoint_saved""#) && log.contains(r#""reason":"stopped""#), "{log}");
 
     // The overflowed tensors and the falling scale are visible afterwards.
-    terminal.run(&format!("clear; {} watch t", env!("CARGO_BIN_EXE_finetune")));
+    terminal.finetune("watch t");
     terminal.wait_for("■ stopped");
     terminal.keys(&["z", "z", "z", "z"]);
     let screen = terminal.wait_until("the overflows alone", |screen| {
@@ -433,31 +445,26 @@ fn real_training_shows_itself_and_stops_when_told() {
         assert!(overflow.tensors.iter().any(|tensor| names.contains(&tensor.name)), "{names}");
         assert!(overflow.first_nonfinite.is_none_or(|origin| names.contains(&origin.layer)), "{names}");
     }
-    terminal.keys(&["q"]);
-    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
-    terminal.assert_restored();
+    terminal.quit();
 }
 
 /// Item 7 of daily use: what a resumed dashboard shows, from training itself.
 #[test]
 fn item_7_a_resumed_run_shows_all_of_itself_and_a_finished_one_its_end() {
     let Some(terminal) = Terminal::open(120, 36) else { return };
-    let program = env!("CARGO_BIN_EXE_finetune");
     let run = "--run t --batch-size 2 --seq-len 16 --steps 40 --save-every 20 --eval-every 20";
-    terminal.run(&format!("clear; {program} {run} --plain > lines; echo do\"ne\""));
+    terminal.finetune(&format!("{run} --plain > lines; echo do\"ne\""));
     terminal.wait_for("done\n");
-    terminal.run(&format!("clear; {program} --resume t"));
+    terminal.finetune("--resume t");
     terminal.wait_for("nothing is left to do: the run has completed all 40 steps");
-    terminal.run(&format!("clear; {program} --resume t/step-000020 --plain | tail -1"));
+    terminal.finetune("--resume t/step-000020 --plain | tail -1");
     terminal.wait_for("finished reason=done step=40");
-    terminal.run(&format!("clear; {program} watch t"));
+    terminal.finetune("watch t");
     let is_drawn = |screen: &str| screen.contains("■ done") && screen.contains("step 40/40");
     let screen = terminal.wait_until("the finished run", is_drawn);
     assert!(screen.contains("│   0 ") && screen.contains("val ") && screen.contains("(best "), "{screen}");
     assert!(!screen.contains("NaN") && !screen.contains("no loss yet") && !screen.contains("step 0/"), "{screen}");
-    terminal.keys(&["q"]);
-    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
-    terminal.assert_restored();
+    terminal.quit();
 }
 
 /// Item 15 of daily use: mouse support, and the flag that leaves the mouse to the terminal.
@@ -474,25 +481,21 @@ fn item_15_the_mouse_is_taken_and_given_back() {
     let column = header.split(" 4 ").next().unwrap().chars().count() + 2;
     terminal.tmux(&["send-keys", "-l", &format!("\u{1b}[<0;{column};1M")]);
     terminal.wait_for("[4 Events]");
-    terminal.keys(&["q"]);
-    terminal.wait_for("save and stop");
-    terminal.answer("s");
+    terminal.stop();
     terminal.wait_for("exit: Ended");
     terminal.assert_restored();
     std::fs::write(terminal.folder.path().join("events.jsonl"), "").unwrap();
-    terminal.run(&format!("clear; {} watch events.jsonl --no-mouse", env!("CARGO_BIN_EXE_finetune")));
+    terminal.finetune("watch events.jsonl --no-mouse");
     terminal.wait_for("∙ waiting");
     assert_eq!(mouse(&terminal), "0");
-    terminal.keys(&["q"]);
-    terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
-    terminal.assert_restored();
+    terminal.quit();
 }
 
 #[test]
 fn the_laboratory_shows_its_views_and_moves_their_values() {
     for (columns, rows) in [(80, 24), (120, 36)] {
         let Some(terminal) = Terminal::open(columns, rows) else { return };
-        terminal.run(&format!("clear; {} lab", env!("CARGO_BIN_EXE_finetune")));
+        terminal.finetune("lab");
         for (key, expected) in [
             ("F1", "0x4248"),
             ("F2", "held by"),
@@ -511,13 +514,9 @@ fn the_laboratory_shows_its_views_and_moves_their_values() {
         terminal.wait_for("7b: 6658.4 M parameters");
         terminal.keys(&["b"]);
         terminal.wait_for("KV cache FP32 21.5 GB");
-        terminal.keys(&["q"]);
-        terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
-        terminal.run(&format!("clear; {} lab scaler --screen --level 3", env!("CARGO_BIN_EXE_finetune")));
+        terminal.quit();
+        terminal.finetune("lab scaler --screen --level 3");
         terminal.wait_for("log2 max|g| ~ N(3, 1)");
-        terminal.keys(&["q"]);
-        // Keys typed before the prompt is back go to the laboratory.
-        terminal.wait_until("the prompt", |screen| screen.trim_end().ends_with('$'));
-        terminal.assert_restored();
+        terminal.quit();
     }
 }

@@ -41,8 +41,7 @@ fn list_shows_runs_with_the_latest_and_the_best() {
     assert_eq!(lines[6], "./two");
     assert_eq!(fixture.said("checkpoint list two").lines().count(), 2);
 
-    let err = fixture.refused("checkpoint list");
-    assert!(err.contains("`checkpoints`"), "{err}");
+    fixture.assert_refused("checkpoint list", &["`checkpoints`"]);
     assert_eq!(
         fixture.refused("checkpoint list one/step-000001"),
         "error: checkpoint `one/step-000001`: no checkpoint found\n"
@@ -124,11 +123,9 @@ fn prune_rejects_running_runs_and_other_folders() {
     assert!(err.contains("contains no checkpoint; use the folder of one run"), "{err}");
     assert!(!fixture.path(".lock").exists());
     let _training = Run::open(fixture.path("one")).unwrap();
-    let err = fixture.refused("checkpoint prune one --keep-last 1");
-    assert!(err.contains("is using this run"), "{err}");
+    fixture.assert_refused("checkpoint prune one --keep-last 1", &["is using this run"]);
     flip(&fixture.path("two/step-000004/master.safetensors"));
-    let err = fixture.refused("checkpoint prune two --damaged");
-    assert!(err.contains("this run has no valid checkpoint"), "{err}");
+    fixture.assert_refused("checkpoint prune two --damaged", &["this run has no valid checkpoint"]);
 }
 
 #[test]

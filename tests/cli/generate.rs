@@ -291,8 +291,7 @@ fn a_file_of_prompts_gives_a_line_for_each_in_order() {
         ("{\"prompt\": 3}\n", "bad.jsonl: line 1: `prompt` must be text or a list of messages"),
     ] {
         desk.write("bad.jsonl", content);
-        let message = desk.refused(&format!("{generate} --input bad.jsonl --output out.jsonl"));
-        assert!(message.contains(problem), "{message}");
+        desk.assert_refused(&format!("{generate} --input bad.jsonl --output out.jsonl"), &[problem]);
     }
     assert_eq!(std::fs::read_to_string(desk.path("out.jsonl")).unwrap(), written);
     let left = std::fs::read_dir(desk.folder()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());

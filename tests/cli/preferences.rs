@@ -240,10 +240,9 @@ fn the_command_shows_both_sides_of_a_pair_and_counts_them() {
     ] {
         assert!(counted.contains(line), "{counted}");
     }
-    let message = desk.refused("data show --model tiny --data pairs.jsonl --seq-len 32");
-    assert!(
-        message.contains("pairs.jsonl: line 1: contains pairs") && message.contains("`--objective dpo`"),
-        "{message}"
+    desk.assert_refused(
+        "data show --model tiny --data pairs.jsonl --seq-len 32",
+        &["pairs.jsonl: line 1: contains pairs", "`--objective dpo`"],
     );
 }
 
@@ -319,12 +318,12 @@ fn a_run_survives_a_reward_program_that_fails() {
     fs::remove_file(desk.path("broken")).unwrap();
     desk.said("--resume sums --steps 6 --plain");
     assert_eq!(desk.steps("sums").last().unwrap().step, 6);
-    let message = desk.refused("--data sums --objective grpo --plain");
-    assert!(message.contains("objective.reward: is missing") && message.contains("--reward exact"), "{message}");
-    let message = desk.refused("--data sums --reward exact --plain");
-    assert!(message.contains("--objective grpo"), "{message}");
-    let message = desk.refused("--data sums --objective grpo --reward no-such-program --seq-len 32 --plain");
-    assert!(message.contains("program `no-such-program` was not found"), "{message}");
+    desk.assert_refused("--data sums --objective grpo --plain", &["objective.reward: is missing", "--reward exact"]);
+    desk.assert_refused("--data sums --reward exact --plain", &["--objective grpo"]);
+    desk.assert_refused(
+        "--data sums --objective grpo --reward no-such-program --seq-len 32 --plain",
+        &["program `no-such-program` was not found"],
+    );
 }
 
 #[test]

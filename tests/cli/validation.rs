@@ -72,8 +72,7 @@ fn several_data_sets_are_mixed_and_a_killed_run_resumes_with_the_same_bits() {
     // Another mixture is other data.
     fixture.said(&training("other", "--data text.txt --data a=0.7 --data rows.jsonl --steps 9"));
     assert!(masters("whole") != masters("other"));
-    let err = fixture.refused("--resume checkpoints/parts --data text.txt --steps 12 --plain");
-    assert!(err.contains("data: was"), "{err}");
+    fixture.assert_refused("--resume checkpoints/parts --data text.txt --steps 12 --plain", &["data: was"]);
 }
 
 #[test]

@@ -96,6 +96,12 @@ impl CliFixture {
         err
     }
 
+    /// Asserts that `finetune LINE` is refused with a message that has each of these parts.
+    pub(crate) fn assert_refused(&self, line: &str, parts: &[&str]) {
+        let message = self.refused(line);
+        assert!(parts.iter().all(|part| message.contains(part)), "{parts:?}: {message}");
+    }
+
     /// The JSON that `finetune LINE` prints.
     pub(crate) fn json(&self, line: &str) -> Value {
         serde_json::from_str(&self.said(line)).unwrap()

@@ -71,7 +71,7 @@ fn measure(
 /// A model folder, a text, the length of windows, and strides.
 pub(super) type WindowCase = (PathBuf, PathBuf, usize, Vec<usize>);
 
-/// What transformers finds for each stride of each case. One process for all, because it takes seconds to start.
+/// The losses by transformers for each stride of each case. One process computes all, because it takes seconds to start.
 pub(super) fn ask_transformers(python: &Path, cases: &[WindowCase]) -> serde_json::Value {
     let file = tempfile::NamedTempFile::new().unwrap();
     serde_json::to_writer(&file, cases).unwrap();

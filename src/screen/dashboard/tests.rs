@@ -331,7 +331,7 @@ fn ascii_is_ascii() {
     insta::assert_snapshot!("ascii_120x36", text(&buffer(&view, theme, FULL)));
 }
 
-/// A letter for the style of each cell, and a line for each letter. The text is that of `overflow_storm_80x24`.
+/// A letter for the style of each cell, and a line for each letter. `overflow_storm_80x24` has the frame's text.
 #[test]
 fn the_colours_of_one_frame() {
     let view = after(Invented { init_scale: 24, total_steps: 60, ..Invented::default() }, 60);

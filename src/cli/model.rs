@@ -76,7 +76,7 @@ impl ModelSourceArgs {
             trained = trained.with_adapters(adapter)?;
         }
         for damage in &trained.corrupt_files {
-            reporter.notice(format!("warning: skipped a damaged checkpoint: {damage}"));
+            reporter.notice(&format!("warning: skipped a damaged checkpoint: {damage}"));
         }
         reporter.begin("reading weights");
         Ok((trained, reporter))

@@ -69,7 +69,7 @@ impl Reporter {
     pub(crate) fn report(&self, event: SetupEvent) {
         match event {
             SetupEvent::Phase(what) => self.activity.begin(&what),
-            SetupEvent::Notice(notice) => self.notice(notice),
+            SetupEvent::Notice(notice) => self.notice(&notice),
             SetupEvent::Preview(preview) => {
                 let colour = stderr().is_terminal() && may_colour();
                 self.send(preview.text(colour));
@@ -80,15 +80,15 @@ impl Reporter {
             SetupEvent::Progress { what, total, .. } => {
                 self.activity.end();
                 if total >= MIN_REPORTED_BYTES {
-                    self.notice(format!("{what}: {}", bytes(total)));
+                    self.notice(&format!("{what}: {}", bytes(total)));
                 }
             }
         }
     }
 
     /// Prints a line.
-    pub(crate) fn notice(&self, text: String) {
-        self.send(format!("{}\n", sanitize_line(&text)));
+    pub(crate) fn notice(&self, text: &str) {
+        self.send(format!("{}\n", sanitize_line(text)));
     }
 
     fn send(&self, text: String) {

@@ -100,7 +100,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     };
     let mut trainer = pool.install(|| Trainer::new(group.clone(), config.clone(), checkpoint, &mut tell))?;
     if let Some(text) = trainer.nothing_left() {
-        reporter.notice(text);
+        reporter.notice(&text);
         trainer.stop_workers()?;
         return Ok(FinishReason::Done);
     }

@@ -97,7 +97,7 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
         None => args.config.resolve_from_run(&folder)?,
     };
     if isa != Isa::current().to_string() {
-        reporter.notice(format!(
+        reporter.notice(&format!(
             "the claim is of a processor with {isa}, this one has {}: bits may differ",
             Isa::current()
         ));

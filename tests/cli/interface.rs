@@ -13,7 +13,7 @@ fn describe(command: &mut clap::Command, path: &str, seen: &mut HashSet<String>,
     let mut entries: Vec<(String, String)> = vec![(format!("\n# {path}"), String::new())];
     for line in command.render_long_help().to_string().lines().filter(|line| !line.trim().is_empty()) {
         match (line.strip_prefix("          "), entries.last_mut()) {
-            (Some(help), Some((_, helps))) => *helps += &format!(" {}", help.trim()),
+            (Some(help), Some((_, helps))) => helps.extend([" ", help.trim()]),
             _ => entries.push((line.to_owned(), String::new())),
         }
     }
@@ -23,13 +23,12 @@ fn describe(command: &mut clap::Command, path: &str, seen: &mut HashSet<String>,
     let is_seen =
         entries.into_iter().map(|(name, help)| (!help.is_empty() && !seen.insert(format!("{name}{help}")), name, help));
     for group in is_seen.collect::<Vec<_>>().chunk_by(|(a, ..), (b, ..)| *a && *b) {
-        match group {
-            [(false, name, help)] => _ = writeln!(text, "{name}{help}"),
-            _ => {
-                let names: Vec<_> = group.iter().map(|(_, name, _)| name.trim()).collect();
-                _ = writeln!(text, "as above: {}", names.join("; "));
-            }
-        }
+        _ = if let [(false, name, help)] = group {
+            writeln!(text, "{name}{help}")
+        } else {
+            let names: Vec<_> = group.iter().map(|(_, name, _)| name.trim()).collect();
+            writeln!(text, "as above: {}", names.join("; "))
+        };
     }
     for sub in command.get_subcommands_mut().filter(|sub| sub.get_name() != "help") {
         describe(sub, &format!("{path} {}", sub.get_name()), seen, text);

@@ -522,13 +522,15 @@ impl<A: Element, C: Element> Product<'_, A, C> {
                 let before = lines.count.next_multiple_of(width) * self.kernel.words(part.depth.start) + first * words;
                 let [before, count] = [before, group.len() * width * words].map(|words| self.kept_words(words));
                 let kept = &panels[before..][..count];
-                let streamed = if self.widens() {
+                let narrow = self.kernel.narrow().filter(|_| self.second.is_none());
+                let streamed = if self.widens() && narrow.is_none() {
                     cast_slice(A::as_f32(cast_slice(kept), buffer.floats(group.len() * width * words)))
                 } else {
                     kept
                 };
-                let prefetch = Prefetch::new(lines, 0..0, 0..0, tiles);
-                return self.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch);
+                let (kernel, prefetch) = (narrow.unwrap_or(self.kernel), Prefetch::new(lines, 0..0, 0..0, tiles));
+                let product = Product { kernel, ..*self };
+                return product.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch);
             }
             let streamed = buffer.words(group.len() * width * words);
             pack(lines, first, part.depth.clone(), layout, streamed);
@@ -561,7 +563,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let (mut scratch, mut partial_scratch) = (Scratch::new(), Scratch::new());
         let (part_rows, part_cols) = self.area(part);
         let ready = self.kernel.ready();
-        for (b, col) in panels(b, cols * words).zip((first_col..part_cols.end).step_by(cols)) {
+        for (b, col) in panels(b, self.kernel.b_words(words)).zip((first_col..part_cols.end).step_by(cols)) {
             for (a, row) in panels(a, rows * words).zip((first_row..part_rows.end).step_by(rows)) {
                 let area =
                     TileRect { row, col, rows: rows.min(part_rows.end - row), cols: cols.min(part_cols.end - col) };

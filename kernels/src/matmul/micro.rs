@@ -122,6 +122,10 @@ pub(super) struct MicroKernel {
     run: Run,
     /// The same sums for A's first line alone; other rows of the tile are undefined.
     run_one: Run,
+    /// Both for panels of B that are kept in 16 bits.
+    narrow: Option<[Run; 2]>,
+    /// The words of A's panels for one of B's.
+    ratio: usize,
     /// Functions that a thread calls before and after it runs the kernel, if any.
     around: Option<[unsafe fn(); 2]>,
 }
@@ -150,7 +154,9 @@ impl MicroKernel {
             }
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => {
-                Self::in_registers([8, 48], PackUnit::Float, [avx512::float::<8>, avx512::float::<1>])
+                let narrow: [Run; 2] = [avx512::half::<8>, avx512::half::<1>];
+                let kernel = Self::in_registers([8, 48], PackUnit::Float, [avx512::float::<8>, avx512::float::<1>]);
+                Self { narrow: (T::DTYPE == candle_core::DType::F16).then_some(narrow), ..kernel }
             }
             #[cfg(target_arch = "aarch64")]
             Isa::NeonBf16 if T::DTYPE == candle_core::DType::BF16 => {
@@ -162,7 +168,7 @@ impl MicroKernel {
     }
 
     fn in_registers([rows, cols]: [usize; 2], unit: PackUnit, [run, run_one]: [Run; 2]) -> Self {
-        Self { rows, cols, units: [unit; 2], run, run_one, around: None }
+        Self { rows, cols, units: [unit; 2], run, run_one, narrow: None, ratio: 1, around: None }
     }
 
     /// The micro-kernel for AMX or a model of it.
@@ -174,13 +180,25 @@ impl MicroKernel {
             units: [PackUnit::TileRow, PackUnit::TileColumn],
             run: amx::bf16::<T, false>,
             run_one: amx::bf16::<T, true>,
+            narrow: None,
+            ratio: 1,
             around: Some([T::configure, T::release]),
         }
     }
 
     /// This kernel for an A of `lines` lines, with the same bits.
     pub(super) fn for_lines(self, lines: usize) -> Self {
-        if lines == 1 { Self { run: self.run_one, ..self } } else { self }
+        if lines == 1 { Self { run: self.run_one, narrow: self.narrow.map(|[_, one]| [one; 2]), ..self } } else { self }
+    }
+
+    /// This kernel for panels of B that are kept in 16 bits, with the same bits, if the CPU has one.
+    pub(super) fn narrow(self) -> Option<Self> {
+        self.narrow.map(|[run, _]| Self { run, ratio: 2, ..self })
+    }
+
+    /// Words of a panel of B with `words` words per line of A.
+    pub(super) fn b_words(&self, words: usize) -> usize {
+        self.cols * words / self.ratio
     }
 
     /// The layout of A's panels.
@@ -228,9 +246,9 @@ impl PreparedKernel {
     /// meanwhile.
     #[inline]
     pub(super) fn run(&self, a: &[u32], b: &[u32], ahead: &PrefetchQueue, tile: &mut Tile) {
-        let MicroKernel { rows, cols, run, .. } = self.kernel;
+        let MicroKernel { rows, run, .. } = self.kernel;
         let words = a.len() / rows;
-        assert!(a.len() == words * rows && b.len() == words * cols);
+        assert!(a.len() == words * rows && b.len() == self.kernel.b_words(words));
         // SAFETY: `of` checked that the CPU has the instructions; the panels have the sizes the kernel reads.
         unsafe { run(words, a.as_ptr(), b.as_ptr(), ahead, tile) }
     }

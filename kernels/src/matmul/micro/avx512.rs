@@ -4,8 +4,8 @@
 //! closure or an iterator of vectors, and without inlining the kernel takes five times as long.
 
 use std::arch::x86_64::{
-    __m512, __m512bh, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps, _mm512_set1_ps, _mm512_setzero_ps,
-    _mm512_store_ps,
+    __m512, __m512bh, _mm256_load_si256, _mm512_cvtph_ps, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps,
+    _mm512_set1_ps, _mm512_setzero_ps, _mm512_store_ps,
 };
 use std::mem::transmute;
 
@@ -17,7 +17,10 @@ const VECTORS: usize = 3;
 const LANES: usize = 16;
 
 macro_rules! micro_kernel {
-    ($(#[$attribute:meta])* $name:ident, |$left:ident, $right:ident, $sum:ident| $multiply_add:expr) => {
+    (
+        $(#[$attribute:meta])* $name:ident, $words:expr, |$at:ident| $load:expr,
+        |$left:ident, $right:ident, $sum:ident| $multiply_add:expr
+    ) => {
         $(#[$attribute])*
         pub(super) unsafe fn $name<const LIVE: usize>(
             units: usize,
@@ -35,7 +38,8 @@ macro_rules! micro_kernel {
                     unsafe {
                         let mut columns = [_mm512_setzero_ps(); VECTORS];
                         for vector in 0..VECTORS {
-                            columns[vector] = _mm512_load_ps(b.add(vector * LANES));
+                            let $at = b.add(vector * $words);
+                            columns[vector] = $load;
                         }
                         for row in 0..LIVE {
                             let $left = _mm512_set1_ps(*a.add(row));
@@ -45,7 +49,7 @@ macro_rules! micro_kernel {
                             }
                         }
                         a = a.add(ROWS);
-                        b = b.add(VECTORS * LANES);
+                        b = b.add(VECTORS * $words);
                     }
                 }
             }
@@ -66,7 +70,16 @@ micro_kernel! {
     /// # Safety
     /// The CPU must have AVX-512; `a` must have 8 units of memory for each of `units`, `b` 48, aligned to 64 bytes.
     #[target_feature(enable = "avx512f")]
-    float, |left, right, sum| _mm512_fmadd_ps(left, right, sum)
+    float, LANES, |at| _mm512_load_ps(at), |left, right, sum| _mm512_fmadd_ps(left, right, sum)
+}
+
+micro_kernel! {
+    /// Like [`float`], but B's units are FP16, half a word each.
+    ///
+    /// # Safety
+    /// As [`float`], with B aligned to 32 bytes.
+    #[target_feature(enable = "avx512f")]
+    half, LANES / 2, |at| _mm512_cvtph_ps(_mm256_load_si256(at.cast())), |left, right, sum| _mm512_fmadd_ps(left, right, sum)
 }
 
 micro_kernel! {
@@ -76,7 +89,7 @@ micro_kernel! {
     /// # Safety
     /// As [`float`], and the CPU must have BF16 dot products.
     #[target_feature(enable = "avx512f,avx512bf16")]
-    bf16_pair, |left, right, sum| _mm512_dpbf16_ps(
+    bf16_pair, LANES, |at| _mm512_load_ps(at), |left, right, sum| _mm512_dpbf16_ps(
         sum,
         // The casts keep all bits.
         transmute::<__m512, __m512bh>(left),

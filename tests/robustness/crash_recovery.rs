@@ -112,17 +112,17 @@ fn five_kills_of_a_run_of_packed_samples_change_no_bit() {
 
 /// A stored reference, with pairs in several micro-batches.
 #[test]
-fn five_kills_of_a_preference_run_change_no_bit() {
+fn twenty_kills_of_a_preference_run_change_no_bit() {
     let fixture = CliFixture::in_memory();
     let row =
         |i: u32| format!("{{\"prompt\": \"{i}\", \"chosen\": \"{}\", \"rejected\": \"{}\"}}\n", i + 1, i * i % 97);
     fixture.write("pairs.jsonl", (10..60).map(row).collect::<String>());
-    disturb(&fixture, SIGKILL, 5, 4, "--data pairs.jsonl --objective dpo --grad-accum 2");
+    disturb(&fixture, SIGKILL, 20, 4, "--data pairs.jsonl --objective dpo --grad-accum 2");
 }
 
 /// Two updates for each sampling, so that some checkpoints contain completions; a program rewards them.
 #[test]
-fn five_kills_of_a_run_that_samples_change_no_bit() {
+fn twenty_kills_of_a_run_that_samples_change_no_bit() {
     let fixture = CliFixture::in_memory();
     let rows: Vec<_> = (10..60).map(|i| format!("{{\"prompt\": \"{i}\"}}\n")).collect();
     fixture.write("prompts.jsonl", rows.concat());
@@ -130,7 +130,7 @@ fn five_kills_of_a_run_that_samples_change_no_bit() {
     fs::set_permissions(fixture.path("score.sh"), fs::Permissions::from_mode(0o755)).unwrap();
     let more = "--data prompts.jsonl --objective grpo --reward ./score.sh --num-generations 2 \
                 --max-completion-length 5 --set objective.num_iterations=2";
-    disturb(&fixture, SIGKILL, 5, 5, more);
+    disturb(&fixture, SIGKILL, 20, 5, more);
     let rollouts = |run: &str| fs::read_to_string(fixture.run(run).join("rollouts.jsonl")).unwrap();
     let expected = rollouts("undisturbed");
     // Two prompts for every second step; 45 are for training, so the last sampling of the one full epoch has one.

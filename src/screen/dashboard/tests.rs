@@ -95,13 +95,22 @@ fn snapshots(name: &str, view: &App) {
     }
 }
 
-/// Compares the rows that differ from the dashboard of the running run with the stored ones, at both sizes.
-fn changed_rows(name: &str, view: &App) {
+/// The rows of a frame that differ from the usual frame, with their numbers.
+fn changed_rows(usual: &str, shown: &str) -> String {
+    assert_eq!(usual.lines().count(), shown.lines().count());
+    let rows = (1..).zip(shown.lines().zip(usual.lines())).filter(|(_, (shown, usual))| shown != usual);
+    rows.map(|(row, (shown, _))| format!("{row:>2} {shown}")).collect::<Vec<_>>().join("\n")
+}
+
+/// The rows that differ from the dashboard of the running run.
+fn changed(view: &App, size: (u16, u16)) -> String {
+    changed_rows(&picture(&running(), size), &picture(view, size))
+}
+
+/// Compares the changed rows at both sizes with the stored ones.
+fn changed_snapshots(name: &str, view: &App) {
     for (width, height) in [FULL, COMPACT] {
-        let [usual, shown] = [&running(), view].map(|view| picture(view, (width, height)));
-        let rows = (1..).zip(shown.lines().zip(usual.lines())).filter(|(_, (shown, usual))| shown != usual);
-        let rows: Vec<_> = rows.map(|(row, (shown, _))| format!("{row:>2} {shown}")).collect();
-        insta::assert_snapshot!(format!("{name}_{width}x{height}"), rows.join("\n"));
+        insta::assert_snapshot!(format!("{name}_{width}x{height}"), changed(view, (width, height)));
     }
 }
 
@@ -133,11 +142,11 @@ fn every_state_of_a_run_and_every_dialog() {
     snapshots("help", &view);
     view = running();
     press(&mut view, "q");
-    changed_rows("quit", &view);
+    changed_snapshots("quit", &view);
     insta::assert_snapshot!("quit_minimal", picture(&view, (50, 8)));
     view = running();
     view.receive(record(Event::Paused { step: 1790 }));
-    changed_rows("paused", &view);
+    changed_snapshots("paused", &view);
 }
 
 #[test]
@@ -181,7 +190,7 @@ fn layers_in_fallback_are_named_and_marked() {
         view.receive(retyped(step, layer, Some(3)));
     }
     view.receive(retyped(1900, "h.5", None));
-    changed_rows("fallback", &view);
+    changed_snapshots("fallback", &view);
     press(&mut view, "4");
     assert!(picture(&view, FULL).contains("▴ retyped layer=h.5 computes=f32->f16 back"), "{}", picture(&view, FULL));
     // A process that resumes from an earlier step states its layers in fallback.
@@ -256,7 +265,7 @@ fn a_frozen_view_does_not_change_while_the_run_continues() {
         view.receive(ScreenMessage::Record(Box::new(record)));
     }
     assert_eq!(picture(&view, FULL), frozen);
-    changed_rows("frozen", &view);
+    changed_snapshots("frozen", &view);
     press(&mut view, "f");
     assert_ne!(picture(&view, FULL), frozen);
 }

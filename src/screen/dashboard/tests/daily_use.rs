@@ -124,7 +124,7 @@ fn item_15_a_cursor_reads_the_charts_at_a_step() {
         assert!(readout.contains(part), "`{part}` is not in `{readout}`");
     }
     assert!(shown.lines().skip(2).take(3).all(|line| line.matches('┊').count() == 2), "{shown}");
-    insta::assert_snapshot!("cursor_120x36", shown);
+    insta::assert_snapshot!("cursor_120x36", changed(&view, FULL));
     key(&mut view, KeyCode::Esc);
     assert_eq!(view.scene.charts.cursor, None);
     // If every step has its own column, the cursor moves by one step.
@@ -148,7 +148,7 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
         assert!(axis(&view).contains(&format!(" {} ", last - steps)), "{steps}: {}", axis(&view));
         assert!(picture(&view, FULL).contains(&format!("Loss last {steps}")));
     }
-    insta::assert_snapshot!("last_100_120x36", picture(&view, FULL));
+    insta::assert_snapshot!("last_100_120x36", changed(&view, FULL));
     press(&mut view, "n");
     assert_eq!(view.scene.charts.range, None);
     for window in ["smoothed 20", "smoothed 50", "smoothed 200", "batch   ◆ val", "smoothed 5 "] {
@@ -174,7 +174,7 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
         press(&mut view, "c");
     }
     press(&mut view, "c");
-    insta::assert_snapshot!("learning_rate_80x24", picture(&view, COMPACT));
+    insta::assert_snapshot!("learning_rate_80x24", changed(&view, COMPACT));
 }
 
 #[test]
@@ -295,7 +295,7 @@ fn item_15_runs_are_laid_over_one_another() {
     }
     let shown = picture(&view, FULL);
     assert!(shown.contains("A 0007") && shown.contains("B other-0") && !shown.contains('\u{1b}'), "{shown}");
-    insta::assert_snapshot!("laid_over_120x36", shown);
+    insta::assert_snapshot!("laid_over_120x36", changed(&view, FULL));
     press(&mut view, ",");
     assert!(picture(&view, FULL).lines().last().unwrap().contains("B 3."));
 }

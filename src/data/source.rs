@@ -16,7 +16,7 @@ use crate::{Error, Result, temporary, untrusted};
 
 /// The advice at the end of errors about a source.
 const SUPPORTED_SOURCES: &str = "give `grammar`, `tiny_shakespeare`, `chats`, `preferences`, `sums`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
-                     file, a folder or glob of those, `hf://datasets/owner/name/file`, or `-` for standard input";
+                     file, a folder or glob of those, `hf://owner/name`, `hf://datasets/owner/name/file`, or `-` for standard input";
 
 /// The built-in conversations do not depend on the run's seed.
 const CHATS_SEED: u64 = 0;
@@ -45,14 +45,14 @@ pub enum DataSource {
     },
     /// `-`: text from standard input.
     Stdin,
-    /// `hf://datasets/owner/name[@revision]/file`: a file of a data set on the Hub.
+    /// `hf://[datasets/]owner/name[@revision]`: a data set on the Hub, or with `/file` a file of it.
     Hub {
         /// `owner/name`.
         repo: String,
         /// Branch, tag or commit; `main` if none is given.
         revision: String,
-        /// Path inside the repository.
-        file: String,
+        /// Path inside the repository; `None` for its data files.
+        file: Option<String>,
     },
     /// Files that match a pattern with `*`, `?` or `[…]`, in alphabetical order.
     Glob(String),
@@ -101,8 +101,20 @@ pub struct HubFile<'a> {
     pub file: &'a str,
 }
 
+/// The files of a data set on the Hub.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HubListing {
+    /// The commit that has them.
+    pub commit: String,
+    /// Their paths inside the repository with their sizes in bytes.
+    pub files: Vec<(PathBuf, u64)>,
+}
+
 /// Downloads files; `data` itself does not use the network.
 pub trait Downloader {
+    /// The files of the data set `repo`, which is `owner/name`, at a branch, tag or commit.
+    fn list(&mut self, repo: &str, revision: &str) -> Result<HubListing>;
+
     /// The local path of `remote`, verified.
     fn download(&mut self, remote: HubFile) -> Result<PathBuf>;
 }
@@ -134,7 +146,9 @@ impl FromStr for DataSource {
             _ => match text.split_once("://") {
                 Some(("hf", path)) => match hub_parts(path) {
                     Some((repo, revision, file)) => Ok(Self::Hub { repo, revision, file }),
-                    None => wrong(&format!("`{text}` is not `hf://datasets/owner/name/file`")),
+                    None => {
+                        wrong(&format!("`{text}` is neither `hf://owner/name` nor `hf://datasets/owner/name/file`"))
+                    }
                 },
                 Some(_) => wrong(&format!("downloads from `{text}` are not supported")),
                 None if text.contains(['*', '?', '[']) => Ok(Self::Glob(text.to_owned())),
@@ -151,12 +165,15 @@ fn built_in(text: &str) -> Option<DataSource> {
     Some(DataSource::BuiltIn { rows, held_out })
 }
 
-fn hub_parts(path: &str) -> Option<(String, String, String)> {
-    let mut parts = path.strip_prefix("datasets/")?.splitn(3, '/');
-    let (owner, name, file) = (parts.next()?, parts.next()?, parts.next()?);
+/// Repository, revision and file; without `datasets/`, a file would be one of a model.
+fn hub_parts(path: &str) -> Option<(String, String, Option<String>)> {
+    let in_datasets = path.strip_prefix("datasets/");
+    let mut parts = in_datasets.unwrap_or(path).splitn(3, '/');
+    let (owner, name, file) = (parts.next()?, parts.next()?, parts.next());
     let (name, revision) = name.split_once('@').unwrap_or((name, "main"));
-    let whole = [owner, name, revision].iter().all(|part| !part.is_empty()) && !file.is_empty();
-    whole.then(|| (format!("{owner}/{name}"), revision.to_owned(), file.to_owned()))
+    let complete = [owner, name, revision, file.unwrap_or("all")].iter().all(|part| !part.is_empty());
+    let known = complete && (in_datasets.is_some() || file.is_none());
+    known.then(|| (format!("{owner}/{name}"), revision.to_owned(), file.map(str::to_owned)))
 }
 
 impl fmt::Display for DataSource {
@@ -169,8 +186,13 @@ impl fmt::Display for DataSource {
                 write!(f, "{name}{}", if *held_out { HELD_OUT } else { "" })
             }
             Self::Stdin => f.write_str("-"),
-            Self::Hub { repo, revision, file } if revision == "main" => write!(f, "hf://datasets/{repo}/{file}"),
-            Self::Hub { repo, revision, file } => write!(f, "hf://datasets/{repo}@{revision}/{file}"),
+            Self::Hub { repo, revision, file } => {
+                write!(f, "hf://datasets/{repo}")?;
+                if revision != "main" {
+                    write!(f, "@{revision}")?;
+                }
+                file.as_ref().map_or(Ok(()), |file| write!(f, "/{file}"))
+            }
             Self::Glob(pattern) => f.write_str(pattern),
             Self::Path(path) => path.display().fmt(f),
         }
@@ -267,10 +289,23 @@ impl DataSource {
                 let downloader = downloader.ok_or_else(|| {
                     Error::data(self, "must be downloaded, but this command does not use the network")
                 })?;
-                let path = downloader.download(HubFile { repo, revision, file })?;
-                // The cache may call the file by its hash; the requested name determines its format.
-                let named = Document::new(file.into(), self.to_string(), asked);
-                vec![Document { path, ..named }]
+                let (commit, read, left_out) = match file {
+                    Some(file) => (revision.clone(), vec![file.into()], Vec::new()),
+                    None => {
+                        let HubListing { commit, files } = downloader.list(repo, revision)?;
+                        let (read, left_out) = data_files(files, asked, self)?;
+                        (commit, read, left_out)
+                    }
+                };
+                let download = |file: PathBuf| {
+                    let name = file.to_string_lossy();
+                    let path = downloader.download(HubFile { repo, revision: &commit, file: &name })?;
+                    // The cache may call the file by its hash; the requested name determines its format.
+                    let source = Self::Hub { repo: repo.clone(), revision: revision.clone(), file: Some(name.into()) };
+                    Ok(Document { path, ..Document::new(file, source.to_string(), asked) })
+                };
+                let documents = read.into_iter().map(download).collect::<Result<_>>()?;
+                return Ok(Files { documents, left_out, _spool: None });
             }
             Self::Glob(pattern) => glob_files(pattern)?.into_iter().map(document).collect(),
             Self::Path(path) if is_pipe(path) => {
@@ -278,8 +313,8 @@ impl DataSource {
                 return spool(pipe, &path.display().to_string(), asked.or_else(|| DataFormat::from_path(path)));
             }
             Self::Path(path) if path.is_dir() => {
-                let (paths, left_out) = folder_files(path, asked)?;
-                let documents = paths.into_iter().map(document).collect();
+                let (names, left_out) = data_files(files_below(path)?, asked, self)?;
+                let documents = names.into_iter().map(|name| document(path.join(name))).collect();
                 return Ok(Files { documents, left_out, _spool: None });
             }
             Self::Path(path) if !path.exists() => {
@@ -349,29 +384,39 @@ fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The files below `folder` with the format that most of its bytes have, or of any known format if one is `asked` for,
-/// and the names of the others. Files about the data set, which every one on the Hub has, are never data.
-fn folder_files(folder: &Path, asked: Option<DataFormat>) -> Result<(Vec<PathBuf>, Vec<String>)> {
-    let mut paths = Vec::new();
-    collect(folder, &mut paths)?;
-    paths.sort();
-    let format = |path: &PathBuf| DataFormat::from_path(path).filter(|_| !is_about_the_data(path));
+/// The `files` of a folder or repository, with their sizes, that are data for training, in alphabetical order: those of the format
+/// that most bytes have, or of any known format if one is `asked` for, and only the files for training if names distinguish them.
+/// Returns the names of the others too. Files about the data set, which every one on the Hub has, are never data.
+fn data_files(
+    mut files: Vec<(PathBuf, u64)>,
+    asked: Option<DataFormat>,
+    source: &DataSource,
+) -> Result<(Vec<PathBuf>, Vec<String>)> {
+    files.retain(|(path, _)| !path.iter().any(|part| part.as_encoded_bytes().starts_with(b".")));
+    files.sort();
+    let format = |path: &Path| DataFormat::from_path(path).filter(|_| !is_about_the_data(path));
     let mut bytes: Vec<(DataFormat, u64)> = Vec::new();
-    for (format, size) in paths.iter().filter_map(|path| Some((format(path)?, path.metadata().map_or(0, |m| m.len()))))
-    {
+    for (format, size) in files.iter().filter_map(|(path, size)| Some((format(path)?, size))) {
         match bytes.iter_mut().find(|(known, _)| *known == format) {
             Some((_, sum)) => *sum += size,
-            None => bytes.push((format, size)),
+            None => bytes.push((format, *size)),
         }
     }
     // Of equals the first in alphabetical order.
     let Some((most, _)) = bytes.into_iter().rev().max_by_key(|(_, sum)| *sum) else {
-        return Err(Error::data(folder.display(), format!("the folder contains no {} file", DataFormat::EXTENSIONS)));
+        return Err(Error::data(source, format!("contains no {} file", DataFormat::EXTENSIONS)));
     };
-    let is_read = |path: &PathBuf| format(path).is_some_and(|format| asked.is_some() || format == most);
-    let (read, others): (Vec<_>, Vec<_>) = paths.into_iter().partition(is_read);
-    let name = |path: PathBuf| path.strip_prefix(folder).unwrap_or(&path).display().to_string();
-    Ok((read, others.into_iter().map(name).collect()))
+    let is_data = |path: &Path| format(path).is_some_and(|format| asked.is_some() || format == most);
+    let has_split = files.iter().any(|(path, _)| is_data(path) && is_for_training(path));
+    let is_read = |path: &PathBuf| is_data(path) && (!has_split || is_for_training(path));
+    let (read, others): (Vec<_>, Vec<_>) = files.into_iter().map(|(path, _)| path).partition(is_read);
+    Ok((read, others.into_iter().map(|path| path.display().to_string()).collect()))
+}
+
+/// Whether `train` is a word of the path.
+fn is_for_training(path: &Path) -> bool {
+    let path = path.to_string_lossy().to_ascii_lowercase();
+    path.split(|c: char| !c.is_alphanumeric()).any(|word| word == "train")
 }
 
 /// Whether a file in a data set's folder describes the data.
@@ -381,7 +426,17 @@ fn is_about_the_data(path: &Path) -> bool {
     ["readme", "license", "licence", "dataset_info", "dataset_infos", "dataset_dict"].contains(&stem)
 }
 
-/// Adds the files below `folder`, without hidden ones; does not follow links to folders.
+/// The files below `folder`, without hidden ones, as paths in it with their sizes. Does not follow links to folders.
+pub(crate) fn files_below(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
+    let mut paths = Vec::new();
+    collect(folder, &mut paths)?;
+    let file = |path: &PathBuf| {
+        let size = path.metadata().map_or(0, |metadata| metadata.len());
+        (path.strip_prefix(folder).unwrap_or(path).to_path_buf(), size)
+    };
+    Ok(paths.iter().map(file).collect())
+}
+
 fn collect(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
     for entry in std::fs::read_dir(folder).map_err(Error::io("read", folder))? {
         let entry = entry.map_err(Error::io("read", folder))?;
@@ -416,11 +471,17 @@ mod tests {
             "some/*.jsonl",
             "hf://datasets/roneneldan/TinyStories/data/train.parquet",
             "hf://datasets/o/n@v1/a.jsonl",
+            "hf://datasets/o/n",
         ] {
             assert_eq!(text.parse::<DataSource>().unwrap().to_string(), text);
         }
-        let hub = DataSource::Hub { repo: "o/n".into(), revision: "main".into(), file: "d/f.txt".into() };
-        assert_eq!("hf://datasets/o/n/d/f.txt".parse::<DataSource>().unwrap(), hub);
+        let hub = |file: Option<&str>| DataSource::Hub {
+            repo: "o/n".into(),
+            revision: "main".into(),
+            file: file.map(str::to_owned),
+        };
+        assert_eq!("hf://datasets/o/n/d/f.txt".parse::<DataSource>().unwrap(), hub(Some("d/f.txt")));
+        assert_eq!("hf://o/n".parse::<DataSource>().unwrap(), hub(None));
     }
 
     #[test]
@@ -433,7 +494,9 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused_with_what_is_known() {
-        for text in ["", "hf://datasets/o/n", "hf://o/n/f", "hf://datasets//n/f", "https://example.org/a.txt"] {
+        for text in
+            ["", "hf://datasets/o", "hf://o/n/", "hf://o/n/f", "hf://datasets//n/f", "https://example.org/a.txt"]
+        {
             let error = text.parse::<DataSource>().unwrap_err();
             assert!(error.to_string().contains("give `grammar`"), "{error}");
             assert_eq!(error.exit_code(), 2);
@@ -469,6 +532,8 @@ mod tests {
         let (names_as_text, left_out) = read(source(), Some(DataFormat::Text));
         assert_eq!(names_as_text, ["a.jsonl", "b.txt", "d.jsonl"]);
         assert_eq!(left_out, ["LICENSE", "README.md", "c.bin", "dataset_infos.json"]);
+        std::fs::write(folder.path().join("sub/train-0.jsonl"), "x").unwrap();
+        assert_eq!(names(source()), ["train-0.jsonl"]);
         let pattern = folder.path().join("*.*l").display().to_string();
         assert_eq!(names(DataSource::Glob(pattern)), ["a.jsonl"]);
         let nothing = DataSource::Glob(folder.path().join("*.csv").display().to_string());

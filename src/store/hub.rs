@@ -14,7 +14,7 @@ mod settings;
 
 use std::path::{Path, PathBuf};
 
-use crate::data::{Downloader, HubFile};
+use crate::data::{Downloader, HubFile, HubListing, files_below};
 use crate::digest::read_at_most;
 use crate::store::aux_files::AuxFiles;
 use crate::store::folder::weight_map;
@@ -43,6 +43,9 @@ const MAX_TOKENIZER: u64 = 512 << 20;
 
 /// Maximum number of shards; the largest models have about two hundred.
 const MAX_SHARDS: usize = 4096;
+
+/// The name of a repository's list of files in errors.
+const LISTING: &str = "the list of files";
 
 /// Weights that would run code when loaded.
 const PICKLED: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
@@ -400,6 +403,21 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
 }
 
 impl Downloader for Hub<'_> {
+    fn list(&mut self, repo: &str, revision: &str) -> Result<HubListing> {
+        let repo = Repo::new(RepoType::Dataset, repo, revision)?;
+        let cache = RepoCache::new(&self.settings.cache, &repo);
+        if self.settings.offline {
+            let not_cached = |reason| HubError::NotCached(reason).explain(&self.settings, &repo, LISTING);
+            let commit = cache.commit(revision).map_err(not_cached)?;
+            return Ok(HubListing { files: files_below(&cache.snapshot(&commit))?, commit });
+        }
+        let listed = self.client().and_then(|client| client.list(&repo)).and_then(|listing| {
+            cache.set_revision(revision, &listing.commit)?;
+            Ok(listing)
+        });
+        listed.map_err(|failure| failure.explain(&self.settings, &repo, LISTING))
+    }
+
     fn download(&mut self, HubFile { repo, revision, file }: HubFile) -> Result<PathBuf> {
         Ok(self.file(&Repo::new(RepoType::Dataset, repo, revision)?, file)?.path)
     }

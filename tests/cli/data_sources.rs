@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use finetune::Result;
 use finetune::data::{
-    DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, Downloader, HubFile, IGNORE_INDEX, LoadEvent,
-    LossOn, SequenceIndex, TokenSource, Tokenizer, grammar,
+    DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, Downloader, HubFile, HubListing, IGNORE_INDEX,
+    LoadEvent, LossOn, SequenceIndex, TokenSource, Tokenizer, grammar,
 };
 
 fn ids(tokens: &TokenSource) -> Vec<u32> {
@@ -226,13 +226,17 @@ fn missing_files_say_what_is_possible() {
         assert!(error.exit_code() == 2 && error.to_string().contains("`tiny_shakespeare`"), "{error}");
     }
     let error = load(folder.path(), &DataSource::Path(folder.path().into()), None).0.unwrap_err();
-    assert!(error.to_string().contains("the folder contains no `.txt`"), "{error}");
+    assert!(error.to_string().contains("contains no `.txt`"), "{error}");
 }
 
 /// A network that serves one file.
 struct OneFile(PathBuf, usize);
 
 impl Downloader for OneFile {
+    fn list(&mut self, repo: &str, revision: &str) -> Result<HubListing> {
+        panic!("the list of {repo} at {revision} is not needed")
+    }
+
     fn download(&mut self, remote: HubFile) -> Result<PathBuf> {
         self.1 += 1;
         assert_eq!(remote, HubFile { repo: "o/n", revision: "main", file: "d/f.jsonl" });

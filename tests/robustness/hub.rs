@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::launch;
-use finetune::data::{Downloader, HubFile, Tokenizer};
+use finetune::data::{DataSource, DatasetBuilder, Downloader, HubFile, LoadEvent, Tokenizer};
 use finetune::store::hub::{DownloadProgress, Hub, ModelFiles, Settings};
 use finetune::{Error, Result};
 use sha1::Digest as _;
@@ -240,8 +240,8 @@ fn unfinished(cache: &Path) -> Vec<PathBuf> {
     blobs.map(|entry| entry.unwrap().path()).filter(|path| path.extension().is_some()).collect()
 }
 
-fn text(result: Result<ModelFiles>) -> String {
-    let error = result.unwrap_err();
+fn text<T>(result: Result<T>) -> String {
+    let error = result.err().unwrap();
     assert!(matches!(error, Error::Hub { .. } | Error::Model { .. }), "{error:?}");
     error.to_string()
 }
@@ -499,6 +499,52 @@ fn data_sets_are_fetched_for_data() {
     let path = hub.download(HubFile { repo: "o/n", revision: "main", file: "dir/rows.jsonl" }).unwrap();
     assert_eq!(path, cache.path().join("datasets--o--n/snapshots").join(COMMIT).join("dir/rows.jsonl"));
     assert_eq!(fs::read(path).unwrap(), b"{\"text\": \"x\"}");
+}
+
+/// The data files for training of a repository, from the server and then from the cache.
+#[test]
+fn a_whole_data_set_is_its_files_for_training() {
+    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let files = [
+        (".gitattributes", "*.bin lfs"),
+        ("README.md", "A long text about the data set, longer than its rows."),
+        ("data/test-0.jsonl", r#"{"text": "never read"}"#),
+        ("data/train-0.jsonl", r#"{"text": "one"}"#),
+        ("data/train-1.jsonl", r#"{"text": "two"}"#),
+    ];
+    let listed = |(name, content): (&str, &str)| format!(r#"{{"rfilename": "{name}", "size": {}}}"#, content.len());
+    let siblings = files.map(listed).join(", ");
+    let api = "/api/datasets/o/n/revision/main?blobs=true";
+    server.put(api, format!(r#"{{"sha": "{COMMIT}", "siblings": [{siblings}]}}"#).as_bytes());
+    for (name, content) in files {
+        server.put(name, content.as_bytes());
+    }
+    let source: DataSource = "hf://o/n".parse().unwrap();
+    let read = |settings: Settings| {
+        let (mut hub, mut notices) = (Hub::new(settings), Vec::new());
+        let mut report = |event| {
+            if let LoadEvent::Notice(text) = event {
+                notices.push(text);
+            }
+        };
+        let mut loader = DatasetBuilder::new(cache.path()).downloader(&mut hub).report_to(&mut report);
+        let (tokens, _) = loader.load_unsplit(&source, &Tokenizer::byte())?;
+        Ok::<_, Error>((tokens.len(), notices))
+    };
+    let (tokens, notices) = read(server.settings(cache.path())).unwrap();
+    // A token separates both documents.
+    assert_eq!(tokens, 7);
+    assert_eq!(notices, ["`hf://datasets/o/n`: reading its jsonl files; left out: `README.md`, `data/test-0.jsonl`"]);
+    let requests = server.requests();
+    let fetched: Vec<_> = requests.iter().filter(|request| request.starts_with("GET data")).collect();
+    assert_eq!(fetched, ["GET data/train-0.jsonl", "GET data/train-1.jsonl"]);
+    let offline = Settings { offline: true, ..server.settings(cache.path()) };
+    assert_eq!(read(offline).unwrap(), (tokens, Vec::new()));
+    assert_eq!(server.requests(), [] as [String; 0]);
+    server.put(api, b"{}");
+    assert!(text(read(server.settings(cache.path()))).contains("the server's answer has no commit"));
+    server.remove(api);
+    assert!(text(read(server.settings(cache.path()))).contains("cannot get `the list of files`"));
 }
 
 /// The commands that use a model take it from the Hub as training does.

@@ -63,7 +63,7 @@ impl RepoCache {
     }
 
     /// The last known commit of a revision; a commit is its own.
-    fn commit(&self, revision: &str) -> Result<String, String> {
+    pub(super) fn commit(&self, revision: &str) -> Result<String, String> {
         if is_hex(revision, 40) {
             return Ok(revision.to_owned());
         }
@@ -183,11 +183,21 @@ impl RepoCache {
         if symlink(&target, &path).is_err() {
             replace(&path, |temporary| symlink(&target, temporary))?;
         }
-        if !is_hex(revision, 40) {
-            let reference = self.root.join("refs").join(revision);
-            replace(&reference, |temporary| std::fs::write(temporary, &metadata.commit))?;
-        }
+        self.set_revision(revision, &metadata.commit)?;
         Ok(path)
+    }
+
+    /// Records the commit of a branch or tag.
+    pub(super) fn set_revision(&self, revision: &str, commit: &str) -> Result<(), HubError> {
+        if is_hex(revision, 40) {
+            return Ok(());
+        }
+        replace(&self.root.join("refs").join(revision), |temporary| std::fs::write(temporary, commit))
+    }
+
+    /// The folder of a commit's files.
+    pub(super) fn snapshot(&self, commit: &str) -> PathBuf {
+        self.repo.pointer_path(commit)
     }
 
     fn blobs(&self) -> PathBuf {

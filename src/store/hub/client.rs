@@ -12,13 +12,15 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hf_hub::api::sync::{Api, ApiBuilder};
+use serde_json::Value;
 use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
-use super::Repo;
 use super::cache::is_hex;
 use super::error::HubError;
 use super::settings::{Settings, without_password};
+use super::{MAX_JSON, Repo};
+use crate::data::HubListing;
 
 /// Attempts per request.
 pub(super) const ATTEMPTS: u32 = 5;
@@ -101,6 +103,19 @@ impl Client {
         self.api
             .repo(repo.as_hub_repo(&repo.id))
             .url(&file.split('/').map(percent_encode).collect::<Vec<_>>().join("/"))
+    }
+
+    /// Requests the names and sizes of a data set's files.
+    pub(super) fn list(&self, repo: &Repo) -> Result<HubListing> {
+        let (endpoint, id, revision) = (&self.settings.endpoint, &repo.id, percent_encode(&repo.revision));
+        let url = format!("{endpoint}/api/datasets/{id}/revision/{revision}?blobs=true");
+        let answer = read_json(&mut self.get(&url, None, ATTEMPTS, |_| false)?)?;
+        let Some(commit) = answer["sha"].as_str().filter(|commit| is_hex(commit, 40)) else {
+            return Err(HubError::Refused("the server's answer has no commit; is it a Hub?".into()));
+        };
+        let files = answer["siblings"].as_array().into_iter().flatten();
+        let file = |file: &Value| Some((file["rfilename"].as_str()?.into(), file["size"].as_u64().unwrap_or(0)));
+        Ok(HubListing { commit: commit.to_owned(), files: files.filter_map(file).collect() })
     }
 
     /// Requests a file's metadata, up to `attempts` times.
@@ -339,6 +354,13 @@ impl Metadata {
             size: size.ok_or_else(|| lacks("size (`Content-Length`)"))?,
         })
     }
+}
+
+/// Reads a response of JSON.
+pub(super) fn read_json(response: &mut Response<Body>) -> Result<Value> {
+    let text = response.body_mut().with_config().limit(MAX_JSON).read_to_string();
+    let text = text.map_err(|error| HubError::Network(error.to_string()))?;
+    serde_json::from_str(&text).map_err(|error| HubError::Refused(format!("the server's answer is not JSON: {error}")))
 }
 
 pub(super) fn header_text<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {

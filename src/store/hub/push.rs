@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use ureq::Body;
 use ureq::http::Response;
 
-use super::client::{Client, Payload, is_trusted};
+use super::client::{Client, Payload, is_trusted, read_json};
 use super::error::HubError;
 use super::settings::without_password;
-use super::{DownloadProgress, Hub, MAX_JSON, check_name};
+use super::{DownloadProgress, Hub, check_name};
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
@@ -202,10 +202,4 @@ fn read_start(path: &Path) -> Result<Vec<u8>, HubError> {
     let file = std::fs::File::open(path).map_err(HubError::disk("read", path))?;
     file.take(SAMPLE as u64).read_to_end(&mut start).map_err(HubError::disk("read", path))?;
     Ok(start)
-}
-
-fn read_json(response: &mut Response<Body>) -> Result<Value, HubError> {
-    let text = response.body_mut().with_config().limit(MAX_JSON).read_to_string();
-    let text = text.map_err(|error| HubError::Network(error.to_string()))?;
-    serde_json::from_str(&text).map_err(|error| HubError::Refused(format!("the server's answer is not JSON: {error}")))
 }

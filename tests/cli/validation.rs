@@ -76,6 +76,21 @@ fn several_data_sets_are_mixed_and_a_killed_run_resumes_with_the_same_bits() {
 }
 
 #[test]
+fn sets_of_preferences_are_mixed_and_a_stopped_run_resumes_with_the_same_bits() {
+    let fixture = CliFixture::new();
+    let row = |i: u32| format!("{{\"prompt\": \"{i}\", \"chosen\": \"{}\", \"rejected\": \"{}\"}}\n", i + 1, i * i);
+    fixture.write("small.jsonl", (1..30).map(row).collect::<String>());
+    fixture.write("large.jsonl", (50..90).map(row).collect::<String>());
+    let mixture = "--data small.jsonl=0.7 --data large.jsonl=0.3 --objective dpo --warmup-steps 0 --save-every 100";
+    fixture.said(&training("whole", &format!("{mixture} --steps 5")));
+    fixture.said(&training("parts", &format!("{mixture} --steps 2")));
+    fixture.said("--resume checkpoints/parts --steps 5 --plain");
+    fixture.said(&training("one", "--data small.jsonl --objective dpo --warmup-steps 0 --save-every 100 --steps 5"));
+    let masters = |run: &str| fs::read(fixture.newest(run).join("master.safetensors")).unwrap();
+    assert!(masters("whole") == masters("parts") && masters("whole") != masters("one"));
+}
+
+#[test]
 fn a_data_set_alone_is_not_changed_by_its_weight() {
     let fixture = CliFixture::new();
     fixture.said(&training("plain", "--data text.txt --steps 3"));

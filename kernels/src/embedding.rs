@@ -67,7 +67,9 @@ pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
         *slot = n as u32;
     }
     order.sort_unstable_by_key(|&n| (ids[n as usize], n));
-    write(dtable, |dwte| by_token(dwte, width, ids, order, scale, &add_row))?;
+    if let Some(dwte) = dtable {
+        write(dwte, |dwte| by_token(dwte, width, ids, order, scale, &add_row))?;
+    }
     let Some(dwpe) = dpositions else { return Ok(()) };
     let positions = dwpe.dim(0)?;
     order.sort_unstable_by_key(|&n| (places.of(n as usize), n));

@@ -138,8 +138,8 @@ pub struct EmbedBackward<'a> {
     pub dx: &'a Tensor,
     /// Scratch of N numbers.
     pub order: &'a mut [u32],
-    /// `[V, D]`, added to.
-    pub dtable: &'a Tensor,
+    /// `[V, D]`, added to; `None` if the table is frozen.
+    pub dtable: Option<&'a Tensor>,
     /// `[C, D]`, overwritten.
     pub dpositions: Option<&'a Tensor>,
 }
@@ -474,7 +474,7 @@ impl Op<'_> {
             }
             Self::EmbedBackward(op) => {
                 all(read, &[op.dx], &[]);
-                all(write, &[op.dtable], &[op.dpositions]);
+                all(write, &[], &[op.dtable, op.dpositions]);
             }
             Self::Norm(op) => {
                 all(read, &[op.x.tensor(), op.weight], &[op.bias]);
@@ -562,7 +562,8 @@ impl Op<'_> {
             }
             Self::Embed(op) => op.input.fits(op.input.table, op.input.positions, op.out)?,
             Self::EmbedBackward(op) => {
-                op.order.len() == op.input.ids.len() && op.input.fits(op.dtable, op.dpositions, op.dx)?
+                op.order.len() == op.input.ids.len()
+                    && op.input.fits(op.dtable.unwrap_or(op.input.table), op.dpositions, op.dx)?
             }
             Self::Norm(op) => {
                 let vectors = [op.bias, op.mean].map(|vector| vector.is_some());

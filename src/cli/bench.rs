@@ -164,7 +164,7 @@ struct Sample {
 
 fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let begin = Instant::now();
-    let shape = config.with_adapters(args.shape()?)?;
+    let shape = config.with_trained_parts(args.shape()?)?;
     let open = config.device_spec()?.open(config.dtype, config.kernels, &mut |notice| print_notice(&notice))?;
     let masters = if shape.lora.is_none() {
         TrainState::random_masters(&shape, config.seed, &open.device)?

@@ -393,7 +393,7 @@ fn recipe_from_run(run: &RunData, spec: ModelSpec) -> Result<(ModelSpec, Optimiz
         return Ok((spec, OptimizerKind::AdamW, String::new()));
     };
     let mut recipe = String::new();
-    let mut spec = config.with_adapters(spec)?;
+    let mut spec = config.with_trained_parts(spec)?;
     if let Some(lora) = &spec.lora {
         let base = Path::new(&config.model);
         if base.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) {

@@ -9,6 +9,7 @@ mod gemm_shapes;
 mod hook;
 mod layers;
 mod lora;
+mod module_names;
 mod parameters;
 mod quantized_base;
 mod rope;

@@ -1,4 +1,4 @@
-//! The frozen base of adapters: read once, kept in the compute type or in a file's blocks, and known by a digest of its
+//! The frozen base of adapters, or frozen modules: read once, kept in the compute type or in a file's blocks, and known by a digest of its
 //! values.
 
 use crate::digest::DigestWriter;
@@ -19,7 +19,7 @@ const HASH_CHUNK: usize = 1 << 16;
 /// random initialisation requires.
 const TABLE_CHUNK: usize = 1 << 20;
 
-/// Adapters over their base.
+/// Trained parameters over their base.
 #[derive(Debug)]
 pub struct AdaptedModel {
     /// The trained parameters with their initial values, in FP32, over the base in the compute type or in blocks.

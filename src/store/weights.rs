@@ -47,7 +47,7 @@ impl WeightSource {
         if let Self::Stored(model) = self { model.gguf() } else { None }
     }
 
-    /// The adapters of `spec` with initial values of `seed`, over these weights as their frozen base. With `in_blocks`,
+    /// The trained parameters of `spec` over these weights as their frozen base, adapters with initial values of `seed`. With `in_blocks`,
     /// the matrices of a GGUF file stay in their blocks. `origin` is the base's name, used in error texts.
     pub fn load_adapters(
         &self,

@@ -322,10 +322,15 @@ impl Config {
         OptimizerConfig { adamw: self.adamw(), kind: self.train.optimizer, rounding_seed }
     }
 
-    /// `spec` with the adapters of this configuration, if there are any.
-    pub fn with_adapters(&self, spec: ModelSpec) -> Result<ModelSpec> {
+    /// `spec` with the adapters or the frozen modules of this configuration.
+    pub fn with_trained_parts(&self, spec: ModelSpec) -> Result<ModelSpec> {
         let LoraSection { r, alpha, dropout, rslora, dora, targets, modules_to_save } = &self.lora;
-        let Some(r) = *r else { return Ok(spec) };
+        let Some(r) = *r else {
+            return match &self.train.freeze {
+                Some(names) => spec.with_frozen(FREEZE, names),
+                None => Ok(spec),
+            };
+        };
         let alpha = alpha.unwrap_or(2.0 * r as f64);
         let targets = Lora::targets(&spec, targets)?;
         let saved = Lora::modules_to_save(&spec, modules_to_save)?;
@@ -413,10 +418,16 @@ impl Config {
         self.validate_masters()?;
         self.lora.validate()?;
         self.objective.validate(self.train.batch_size)?;
-        let narrowed = self.lora.r.is_some() || self.dtype.params != Dtype::F32;
+        if self.lora.r.is_some() && self.train.freeze.is_some() {
+            let message = "has no use with adapters, whose base is frozen; list the layers to adapt in `lora.targets`";
+            return Err(Error::config(FREEZE, message));
+        }
+        let partial = self.lora.r.is_some() || self.train.freeze.is_some();
+        let narrowed = partial || self.dtype.params != Dtype::F32;
         if narrowed && (self.precision.fallback != FallbackRule::Off || self.precision.fp8.block.is_some()) {
             let key = if self.precision.fp8.block.is_some() { "precision.fp8.block" } else { "precision.fallback" };
-            let message = "needs FP32 masters of every weight; remove it, or train without `lora` and with `p=f32`";
+            let message =
+                "needs FP32 masters of every weight; remove it, or train without `lora` and `freeze`, and with `p=f32`";
             return Err(Error::config(key, message));
         }
         if let Some(run) = &self.checkpoint.run
@@ -463,6 +474,9 @@ fn with_numbers(table: &toml::Table) -> toml::Table {
     }
     out
 }
+
+/// The key of frozen modules.
+const FREEZE: &str = "train.freeze";
 
 /// The least number of steps of a run in which the preset's loss scale may settle by trial.
 const DEMONSTRATION_STEPS: i64 = 100;

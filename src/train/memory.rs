@@ -232,7 +232,9 @@ pub(super) fn check_fits(
     }
     let lora = with_lora(config);
     if config.lora.r.is_none()
-        && lora.with_adapters(spec.clone()).is_ok_and(|spec| required_bytes(&lora, &spec, batch, keep) <= available)
+        && lora
+            .with_trained_parts(spec.clone())
+            .is_ok_and(|spec| required_bytes(&lora, &spec, batch, keep) <= available)
     {
         ways.push("`--lora r=16,alpha=32`".into());
     }
@@ -399,7 +401,7 @@ mod tests {
     #[test]
     fn a_probe_copies_what_is_not_in_fp32() {
         let whole = ModelSpec::named("tiny").unwrap();
-        let spec = with_lora(&Config::default()).with_adapters(whole.clone()).unwrap();
+        let spec = with_lora(&Config::default()).with_trained_parts(whole.clone()).unwrap();
         let probe = |spec: &ModelSpec, policy| probe_bytes(1, spec, policy, [1, 16]).unwrap();
         let narrow = PrecisionPolicy { params: Dtype::BF16, ..PrecisionPolicy::BF16 };
         assert_eq!(probe(&whole, narrow) - probe(&whole, PrecisionPolicy::BF16), 4 * whole.parameter_count());
@@ -421,7 +423,7 @@ mod tests {
         let config = with_lora(&Config::default());
         let tied = ModelSpec { vocab_size: 100_000, ..ModelSpec::named("tiny").unwrap() };
         let buffer = |tied: bool, spec: &ModelSpec| {
-            let mut spec = config.with_adapters(ModelSpec { tie_word_embeddings: tied, ..spec.clone() }).unwrap();
+            let mut spec = config.with_trained_parts(ModelSpec { tie_word_embeddings: tied, ..spec.clone() }).unwrap();
             let embedding =
                 spec.frozen_parameters().into_iter().find(|entry| entry.fused_into.op == ModuleOp::Embedding).unwrap();
             spec.quantized = [(embedding.name, GgmlDType::Q8_0)].into();

@@ -130,7 +130,9 @@ impl ModelSource {
             let base = Self::open(config, report)?;
             (base.commit, base.weights)
         } else {
-            (config.revision.clone(), None)
+            let frozen =
+                config.train.freeze.as_ref().map(|_| Checkpoint::open_verified(checkpoint.path())).transpose()?;
+            (config.revision.clone(), frozen.map(|checkpoint| WeightSource::Checkpoint(Box::new(checkpoint))))
         };
         Self::checked(config, shape, tokenizer, aux_files, commit, weights)
     }
@@ -144,7 +146,7 @@ impl ModelSource {
         weights: Option<WeightSource>,
     ) -> Result<Self> {
         let rates = &config.dropout;
-        let mut shape = config.with_adapters(ModelSpec { lora: None, ..shape })?;
+        let mut shape = config.with_trained_parts(ModelSpec { lora: None, ..shape })?;
         shape.dropout =
             DropoutRates { embedding: rates.embedding, residual: rates.residual, attention: rates.attention };
         let Some(tokenizer) = tokenizer else {
@@ -182,21 +184,23 @@ impl ModelSource {
         report(SetupEvent::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
         let policy = config.dtype;
         let check = |parameters: &Parameters| check_range(parameters, &self.name, policy.compute);
-        if self.config.lora.is_some() {
+        if !self.config.frozen_parameters().is_empty() {
             let Some(weights) = &self.weights else {
                 return Err(Error::model(&self.name, "adapters need their base model"));
             };
             let in_blocks = device.is_cpu();
             let AdaptedModel { parameters, sha256 } =
                 weights.load_adapters(&self.config, policy.compute, (config.seed, in_blocks), device, &self.name)?;
-            let base = Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
+            // A checkpoint contains frozen modules, but not the base of adapters.
+            let base = || Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
+            let base = self.config.lora.is_some().then(base);
             check(&parameters)?;
             if let Some((held, dense)) = parameters.base().and_then(|base| base.quantization_savings()) {
                 let message = "the base model stays quantized (QLoRA)";
                 report(SetupEvent::Notice(format!("{message}: {} instead of {}", bytes(held), bytes(dense))));
             }
             let (masters, weights) = MasterWeights::new(parameters, policy, &**kernels)?;
-            return Ok(InitialWeights { weights: (masters.shard(group, &weights)?, weights), base: Some(base) });
+            return Ok(InitialWeights { weights: (masters.shard(group, &weights)?, weights), base });
         }
         let fill = |into: &Parameters| {
             let Some(weights) = &self.weights else { return Ok(()) };

@@ -19,7 +19,7 @@ use crate::digest::Digest;
 use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view;
-use crate::engine::model::Parameters;
+use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::BlockwiseQuantized;
 use crate::precision::{Fallback, GradScaler, scale_text};
 use crate::settings::Interval;
@@ -37,6 +37,7 @@ use crate::train::sample::Sampler;
 use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
 use crate::train::state::Counters;
 use crate::{Error, Result};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -279,7 +280,9 @@ impl Trainer {
             let tensors = parameters.layout().iter().zip(parameters.tensors());
             tensors.map(|(entry, tensor)| view::bytes(&entry.shape, tensor.dtype())).sum::<u64>()
         };
-        exact.map(whole).iter().sum::<u64>() + quantized + self.tokenizer.json().len() as u64
+        let frozen = state.weights.base().filter(|_| self.engine.model.spec().lora.is_none());
+        let exact = exact.into_iter().chain(frozen.map(|frozen| &**frozen));
+        exact.map(whole).sum::<u64>() + quantized + self.tokenizer.json().len() as u64
     }
 
     /// The newest checkpoint written or read.
@@ -310,7 +313,8 @@ impl Trainer {
                 format!("the run has already completed {done} of {total} steps; increase the number of steps");
             return Err(Error::config(key, message));
         }
-        if checkpoint.config().parameters() != self.engine.model.spec().parameters() {
+        let shape = ModelSpec { frozen: BTreeSet::new(), ..self.engine.model.spec().clone() };
+        if checkpoint.config().parameters() != shape.parameters() {
             return Err(Error::checkpoint(
                 checkpoint.path(),
                 "contains a model with a different shape; start a new run",

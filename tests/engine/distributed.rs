@@ -20,7 +20,7 @@ use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
 /// Seven micro-batches of `tiny` with dropout, from a scale that overflows at first.
-fn config(dtype: &str) -> Config {
+pub(crate) fn config(dtype: &str) -> Config {
     let overrides = [
         ("train.steps", "8"),
         ("train.batch_size", "1"),

@@ -19,6 +19,7 @@ mod convergence;
 mod distributed;
 mod fallback;
 mod fp8;
+mod freeze;
 mod gguf;
 mod gguf_models;
 mod gradscaler;

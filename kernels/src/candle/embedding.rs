@@ -20,7 +20,7 @@ pub(super) fn forward(op: &op::Embed<'_>) -> Result<()> {
 pub(super) fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     let op::EmbedBackward { input, dx, order, dtable, dpositions } = op;
     let Embedding { ids, seq_len, scale, dropout, .. } = *input;
-    let (vocab, width) = dtable.dims2()?;
+    let (_, width) = dx.dims2()?;
     let dx = drop(dropout, 0, upcast(dx)?)?;
     if let Some(dpositions) = dpositions {
         require_contiguous(dpositions)?;
@@ -33,7 +33,8 @@ pub(super) fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
             store(&sums, &dpositions.narrow(0, 0, seq_len)?)?;
         }
     }
-    let sums = sums_by(&dx, order, |n| ids[n] as usize, vocab)?;
+    let Some(dtable) = dtable else { return Ok(()) };
+    let sums = sums_by(&dx, order, |n| ids[n] as usize, dtable.dim(0)?)?;
     store(&(upcast(dtable)? + (sums * f64::from(scale))?)?, dtable)
 }
 

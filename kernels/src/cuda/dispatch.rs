@@ -263,10 +263,11 @@ impl<Q: Queue> CudaKernels<Q> {
     fn embed_backward(&self, op: &op::EmbedBackward<'_>) -> Attempt {
         let Embedding { ids, scale, dropout, .. } = op.input;
         let width = op.dx.dim(1)?;
-        let [dx, dtable] = self.buffers(KernelFamily::Embedding, [op.dx, op.dtable])?;
+        let [dx] = self.buffers(KernelFamily::Embedding, [op.dx])?;
+        let dtable = self.optional(KernelFamily::Embedding, op.dtable)?;
         let dpositions = self.optional(KernelFamily::Embedding, op.dpositions)?;
         let served = |table: DeviceSlice| is_pair([dx.dtype, table.dtype]) || table.dtype == DType::F32;
-        require(elementwise::serves(width) && served(dtable) && dpositions.is_none_or(served))?;
+        require(elementwise::serves(width) && dtable.is_none_or(served) && dpositions.is_none_or(served))?;
         let add = |groups: embedding::Groups, table: DeviceSlice, scale| -> Attempt {
             let upload = |numbers: Vec<u32>| Tensor::new(numbers, op.dx.device());
             let [order, ends] = [upload(groups.order)?, upload(groups.ends)?];
@@ -278,7 +279,8 @@ impl<Q: Queue> CudaKernels<Q> {
             tensor.zero_set()?;
             add(embedding::grouped(ids.len(), |row| places.of(row))?, table, 1.0)?;
         }
-        add(embedding::grouped(ids.len(), |row| ids[row] as usize)?, dtable, scale)
+        let Some(table) = dtable else { return Ok(()) };
+        add(embedding::grouped(ids.len(), |row| ids[row] as usize)?, table, scale)
     }
 
     fn linear(&self, op: &op::Linear<'_>) -> Attempt {

@@ -460,9 +460,14 @@ fn embed(t: &Trial<'_>, [backward, learned, drops]: [bool; 3], [stream, dtype]: 
     let (dx, dtable) = (&t.numbers("dx", &shape, stream)?, &t.numbers("dtable", &[vocab, width], dtype)?);
     let (dpositions, order) = (t.poisoned(&[seq_len + 3, width], dtype)?, &mut vec![0; ids.len()]);
     let dpositions = learned.then_some(&dpositions);
-    t.run(op::EmbedBackward { input, dx, order, dtable, dpositions })?;
+    t.run(op::EmbedBackward { input, dx, order, dtable: Some(dtable), dpositions })?;
     let mut outputs = vec![t.output("dtable", dtable, dtype)];
-    outputs.extend(dpositions.map(|gradient| t.output("dpositions", gradient, dtype)));
+    if let Some(gradient) = dpositions {
+        outputs.push(t.output("dpositions", gradient, dtype));
+        let alone = &t.poisoned(&[seq_len + 3, width], dtype)?;
+        t.run(op::EmbedBackward { input, dx, order, dtable: None, dpositions: Some(alone) })?;
+        outputs.push(t.output("dpositions with a frozen table", alone, dtype));
+    }
     Ok(outputs)
 }
 

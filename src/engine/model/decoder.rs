@@ -432,7 +432,7 @@ impl Decoder {
         let last = &ws.stream[self.spec.num_layers];
         let cx = &mut Context { kernels, weights, grads: Some(grads), mode, hook };
         self.final_norm.backward(cx, last, &ws.final_norm, dy, (&stream, WriteMode::Accumulate))?;
-        for i in (0..self.spec.num_layers).rev() {
+        for i in (self.spec.first_trained_block()..self.spec.num_layers).rev() {
             if ws.keep() == Checkpointing::PerBlock {
                 self.forward_block(cx, i, ws)?;
                 let (acts, scratch) = ws.block(i)?;
@@ -443,10 +443,11 @@ impl Decoder {
             self.backward_block(cx, i, ws, &stream)?;
         }
         let dpositions = self.positions.and_then(|positions| grads.trainable(positions));
-        if let Some(dtable) = grads.trainable(self.embedding) {
-            if !self.spec.tie_word_embeddings {
-                op::Zero { x: dtable }.run(kernels)?;
-            }
+        let dtable = grads.trainable(self.embedding);
+        if let Some(x) = dtable.filter(|_| !self.spec.tie_word_embeddings) {
+            op::Zero { x }.run(kernels)?;
+        }
+        if dtable.or(dpositions).is_some() {
             op::EmbedBackward {
                 input: self.embed(weights, tokens, mode),
                 dx: &stream,
@@ -455,6 +456,8 @@ impl Decoder {
                 dpositions,
             }
             .run(kernels)?;
+        }
+        if let Some(dtable) = dtable {
             cx.hook.record_whole(EMBEDDING, TensorKind::WeightGradient, dtable)?;
         }
         ws.backward = Some(ResidualGrad { stream, order });

@@ -72,15 +72,7 @@ impl Lora {
             let message = "train the position embedding together with the token embedding, or neither";
             return Err(Error::config(KEY, message));
         }
-        for entry in base.iter().filter(|entry| saved.contains(&entry.layer)) {
-            if let Some(other) =
-                base.iter().find(|other| other.fused_into == entry.fused_into && !saved.contains(&other.layer))
-            {
-                let names = [entry, other].map(|entry| spec.layer_name(entry.layer));
-                let message = format!("`{}` is fused with `{}`; list both or neither", names[0], names[1]);
-                return Err(Error::config(KEY, message));
-            }
-        }
+        spec.check_whole_products(KEY, &saved)?;
         Ok(saved)
     }
 
@@ -106,8 +98,8 @@ impl Lora {
         names.into_iter().collect()
     }
 
-    /// The trained parameters: the adapters, and the parameters `base` of modules that are trained in full.
-    pub(super) fn parameters(&self, spec: &ModelSpec, base: Vec<ParamSpec>) -> Vec<ParamSpec> {
+    /// The trained parameters: the adapters, and the parameters `saved` of modules that are trained in full.
+    pub(super) fn with_adapters(&self, spec: &ModelSpec, saved: Vec<ParamSpec>) -> Vec<ParamSpec> {
         let adapters = spec.linear_layers().into_iter().filter(|(layer, ..)| self.targets.contains(layer));
         let adapters = adapters.flat_map(|(layer, fused_into, [inputs, outputs])| {
             let entry = |suffix: &str, shape: Vec<usize>, role, init, fused_into| {
@@ -123,8 +115,7 @@ impl Lora {
             ];
             products.into_iter().chain(self.dora.then(magnitude))
         });
-        let mut all: Vec<_> =
-            base.into_iter().filter(|entry| self.modules_to_save.contains(&entry.layer)).chain(adapters).collect();
+        let mut all: Vec<_> = saved.into_iter().chain(adapters).collect();
         all.sort_by(|a, b| a.name.cmp(&b.name));
         all
     }

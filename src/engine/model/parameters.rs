@@ -293,6 +293,13 @@ impl Parameters {
         self.layout.entries.iter().map(|entry| entry.name.as_str()).zip(&self.tensors)
     }
 
+    /// Like [`Self::iter`], with the tensors of the frozen base.
+    pub fn with_frozen(&self) -> Vec<(&str, &Tensor)> {
+        let mut all: Vec<_> = self.iter().chain(self.base.iter().flat_map(|base| base.iter())).collect();
+        all.sort_by_key(|(name, _)| *name);
+        all
+    }
+
     /// The index of a name.
     pub fn position(&self, name: &str) -> Option<usize> {
         self.layout.entries.binary_search_by(|entry| entry.name.as_str().cmp(name)).ok()

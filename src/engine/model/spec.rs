@@ -137,6 +137,8 @@ pub struct ModelSpec {
     pub eos_token_ids: Vec<u32>,
     /// The adapters that are trained instead of the parameters.
     pub lora: Option<Lora>,
+    /// The modules whose parameters are not trained; none with adapters, which have a frozen base.
+    pub frozen: BTreeSet<ModuleId>,
     /// The matrices that the model's file has in quantized blocks, by name. A frozen base keeps them so.
     pub quantized: BTreeMap<String, GgmlDType>,
 }
@@ -475,22 +477,45 @@ impl ModelSpec {
         products.into_values().filter(|(members, ..)| *members > 0).collect()
     }
 
-    /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model, or
-    /// its adapters and saved layers.
+    /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model except frozen
+    /// modules, or its adapters and saved layers.
     pub fn parameters(&self) -> Vec<ParamSpec> {
-        let base = self.base_parameters();
-        self.lora.as_ref().map_or_else(|| base.clone(), |lora| lora.parameters(self, base.clone()))
+        let mut trained = self.base_parameters();
+        trained.retain(|entry| self.trains(entry.layer));
+        match &self.lora {
+            Some(lora) => lora.with_adapters(self, trained),
+            None => trained,
+        }
     }
 
-    /// Every parameter that is not trained: the base of adapters.
+    /// Every parameter that is not trained: the base of adapters, or frozen modules.
     pub fn frozen_parameters(&self) -> Vec<ParamSpec> {
-        let Some(lora) = &self.lora else { return Vec::new() };
-        self.base_parameters().into_iter().filter(|entry| !lora.modules_to_save.contains(&entry.layer)).collect()
+        self.base_parameters().into_iter().filter(|entry| !self.trains(entry.layer)).collect()
     }
 
-    /// The frozen matrices that stay in quantized blocks: all parts of their product are quantized.
+    /// Whether the parameters of a module are trained, in addition to its adapters.
+    fn trains(&self, module: ModuleId) -> bool {
+        match &self.lora {
+            Some(lora) => lora.modules_to_save.contains(&module),
+            None => !self.frozen.contains(&module),
+        }
+    }
+
+    /// The lowest block that has to be in the backward pass, because it or a block below it is trained; the number of blocks if
+    /// none has to.
+    pub(super) fn first_trained_block(&self) -> usize {
+        let block = |entry: ParamSpec| match entry.layer {
+            ModuleId { block: Some(block), .. } => block,
+            ModuleId { op: ModuleOp::Embedding | ModuleOp::Positions, .. } => 0,
+            _ => self.num_layers,
+        };
+        self.parameters().into_iter().map(block).min().unwrap_or(self.num_layers)
+    }
+
+    /// The frozen matrices that stay in quantized blocks: all parts of their product are quantized. Only a base of adapters has
+    /// some, because a checkpoint has all other weights in the compute type.
     pub fn quantized_params(&self) -> BTreeMap<String, GgmlDType> {
-        let frozen = self.frozen_parameters();
+        let frozen = if self.lora.is_some() { self.frozen_parameters() } else { Vec::new() };
         let quantized = |entry: &&ParamSpec| self.quantized.contains_key(&entry.name);
         let dense: BTreeSet<ModuleId> = frozen
             .iter()
@@ -566,15 +591,12 @@ impl ModelSpec {
 
     /// Whether the head's matrix has a gradient.
     pub(super) fn trains_head(&self) -> bool {
-        self.lora.as_ref().is_none_or(|lora| lora.modules_to_save.contains(&ModuleId::global(ModuleOp::Head)))
+        self.trains(ModuleId::global(if self.tie_word_embeddings { ModuleOp::Embedding } else { ModuleOp::Head }))
     }
 
     /// The number of trained parameters.
     pub fn trained_count(&self) -> u64 {
-        match &self.lora {
-            None => self.parameter_count(),
-            Some(_) => self.parameters().iter().map(|entry| entry.shape.iter().product::<usize>() as u64).sum(),
-        }
+        self.parameters().iter().map(|entry| entry.shape.iter().product::<usize>() as u64).sum()
     }
 
     /// The number of parameters without adapters, a tied head counted once; at most `u64::MAX`.

@@ -178,7 +178,7 @@ pub struct Workspace<T = Tensor> {
     compute: Vec<DType>,
     /// The residual stream as each block receives it, and last as it leaves the last one.
     pub(super) stream: Vec<T>,
-    /// One for each block if all activations are kept, otherwise none.
+    /// One for each block in the backward pass, which are the last ones, if activations are kept; otherwise none.
     blocks: Vec<BlockActivations<T>>,
     pub(super) final_norm: NormOutput<T>,
     pub(super) head: CrossEntropyWorkspace<T>,
@@ -206,7 +206,7 @@ pub(super) struct LayerScratch<T = Tensor> {
     pub(super) activated: T,
     adapter: Option<AdapterBuffers<T>>,
     gradients: Option<SublayerGrads<T>>,
-    /// A block's activations, if they are recomputed.
+    /// A block's activations, if they are recomputed or have no backward pass.
     block: Option<BlockActivations<T>>,
 }
 
@@ -323,7 +323,7 @@ impl<T> LayerScratch<T> {
             activated: rows(spec.intermediate_size)?,
             adapter: AdapterBuffers::alloc(spec, tokens, compute, train, allocate)?,
             gradients: train.then(gradients).transpose()?,
-            block: (keep == Checkpointing::PerBlock).then(block).transpose()?,
+            block: (keep == Checkpointing::PerBlock || spec.first_trained_block() > 0).then(block).transpose()?,
         })
     }
 }
@@ -341,7 +341,7 @@ impl<T> Workspace<T> {
     ) -> Result<Self> {
         let (tokens, width) = (batch * seq_len, spec.hidden_size);
         let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
-        let all = if keep == Checkpointing::None { spec.num_layers } else { 0 };
+        let all = if keep == Checkpointing::None { spec.num_layers - spec.first_trained_block() } else { 0 };
         let backward = || -> Result<ResidualGrad<T>> {
             Ok(ResidualGrad { stream: scratch(&[tokens, width], stream)?, order: Vec::new() })
         };
@@ -377,10 +377,15 @@ impl<T> Workspace<T> {
     /// A block's activations and the scratch of its type.
     pub(super) fn block(&self, block: usize) -> Result<(&BlockActivations<T>, &LayerScratch<T>)> {
         let scratch = self.scratch(self.compute[block])?;
-        match self.blocks.get(block).or(scratch.block.as_ref()) {
+        match self.kept(block).and_then(|kept| self.blocks.get(kept)).or(scratch.block.as_ref()) {
             Some(activations) => Ok((activations, scratch)),
             None => bail!("this workspace has no buffers for block {block}"),
         }
+    }
+
+    /// The index of a block in `blocks`.
+    fn kept(&self, block: usize) -> Option<usize> {
+        block.checked_sub(self.compute.len() - self.blocks.len())
     }
 
     /// The positions of its rows.
@@ -464,7 +469,7 @@ impl Workspace {
         match unit {
             PrecisionUnit::Block(block) if block < self.compute.len() => {
                 self.compute[block] = dtype;
-                if let Some(activations) = self.blocks.get_mut(block) {
+                if let Some(activations) = self.kept(block).and_then(|kept| self.blocks.get_mut(kept)) {
                     *activations = BlockActivations::alloc(spec, tokens, dtype, stream, &zeros)?;
                 }
             }

@@ -15,7 +15,7 @@ use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{BlockwiseQuantized, QuantizedMoments};
 use crate::store::adapter::{ADAPTER_WEIGHTS, AdapterFolder};
 use crate::store::folder::check_depth;
-use crate::store::tensor_file::{Dtype, TensorFile};
+use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
 /// Maximum size of configuration and state.
@@ -174,24 +174,29 @@ impl Checkpoint {
     }
 
     /// Reads the master weights, rounded to each tensor's type, into tensors of the same names and shapes, or into shards
-    /// of them.
+    /// of them. Frozen modules have no masters, but weights.
     pub fn read_masters(&self, into: &Parameters) -> Result<()> {
-        read_all(&self.masters, into, "")
+        read_all(into, |name| self.master(name))
     }
 
     /// Reads the master weights of a parameter, starting at value `first`.
     pub fn read_part(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
-        self.masters.require(name)?.read_part(first, out)
+        self.master(name)?.read_part(first, out)
+    }
+
+    fn master(&self, name: &str) -> Result<TensorView<'_>> {
+        let frozen = || self.weights.get(&self.config.family.stored_name(name));
+        self.masters.get(name).or_else(frozen).map_or_else(|| self.masters.require(name), Ok)
     }
 
     /// Reads Adam's first moments.
     pub fn read_exp_avg(&self, into: &Parameters) -> Result<()> {
-        read_all(&self.optimizer, into, "exp_avg.")
+        read_all(into, |name| self.optimizer.require(&format!("exp_avg.{name}")))
     }
 
     /// Reads Adam's second moments.
     pub fn read_exp_avg_sq(&self, into: &Parameters) -> Result<()> {
-        read_all(&self.optimizer, into, "exp_avg_sq.")
+        read_all(into, |name| self.optimizer.require(&format!("exp_avg_sq.{name}")))
     }
 
     /// Reads the moments in 8 bits, or the part of them that each entry has.
@@ -213,10 +218,10 @@ impl Checkpoint {
     }
 }
 
-/// Fills every tensor of `into` from the tensor in `file` with the prefixed name.
-fn read_all(file: &TensorFile, into: &Parameters, prefix: &str) -> Result<()> {
+/// Fills every tensor of `into` from the stored tensor that `find` returns for its name.
+fn read_all<'a>(into: &Parameters, find: impl Fn(&str) -> Result<TensorView<'a>>) -> Result<()> {
     for (index, (entry, tensor)) in into.layout().iter().zip(into.tensors()).enumerate() {
-        let stored = file.require(&format!("{prefix}{}", entry.name))?;
+        let stored = find(&entry.name)?;
         if stored.shape != entry.shape {
             return Err(stored.error(format!("shape {:?}, but the model's is {:?}", stored.shape, entry.shape)));
         }

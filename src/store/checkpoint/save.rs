@@ -13,6 +13,7 @@ use super::manifest::{
 };
 use super::state::State;
 use crate::digest::Digest;
+use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{BlockwiseQuantized, QuantizedMoments};
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
@@ -118,7 +119,12 @@ impl Contents<'_> {
                     write_bytes(out, path, adapter_config(self.config, self.state.base.as_ref()).as_bytes())
                 }
                 ADAPTER_WEIGHTS => write_adapter(out, path, self.config, self.weights),
-                WEIGHTS => write_tensors(out, path, &named(self.weights, |name| self.config.family.stored_name(name))),
+                WEIGHTS => {
+                    let stored =
+                        |(name, tensor): (&str, &Tensor)| (self.config.family.stored_name(name), tensor.clone());
+                    let tensors: Vec<_> = self.weights().into_iter().map(stored).collect();
+                    write_tensors(out, path, &tensors)
+                }
                 MASTERS => self.write_state(out, path, &[(StateTensor::Masters, "", self.masters)], &[]),
                 OPTIMIZER => {
                     let wide = [
@@ -180,15 +186,18 @@ impl Contents<'_> {
 
     /// The size of the tensors, which make up most of a checkpoint.
     fn tensor_bytes(&self, kind: CheckpointKind) -> u64 {
-        let bytes = |parameters: &Parameters| -> u64 {
-            let sizes = parameters.tensors().iter();
-            sizes.map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
-        };
+        let sizes = self.weights().into_iter().map(|(_, tensor)| view::bytes(tensor.dims(), tensor.dtype()));
+        let weights: u64 = sizes.sum();
         match kind {
             // Masters and two moments in FP32; this process may not hold all of them.
-            CheckpointKind::Full => bytes(self.weights) + 12 * self.weights.elements(),
-            CheckpointKind::Weights => bytes(self.weights),
+            CheckpointKind::Full => weights + 12 * self.weights.elements(),
+            CheckpointKind::Weights => weights,
         }
+    }
+
+    /// The weights that the checkpoint contains: frozen modules too, but not the base of adapters.
+    fn weights(&self) -> Vec<(&str, &Tensor)> {
+        if self.config.lora.is_some() { self.weights.iter().collect() } else { self.weights.with_frozen() }
     }
 
     /// The weights' dtype in torch's terms; for mixed weights the widest, which they are loaded in.
@@ -200,11 +209,6 @@ impl Contents<'_> {
             () => "float32",
         }
     }
-}
-
-/// The tensors under other names, without copying values.
-fn named(parameters: &Parameters, name: impl Fn(&str) -> String) -> Vec<(String, Tensor)> {
-    parameters.iter().map(|(old, tensor)| (name(old), tensor.clone())).collect()
 }
 
 /// A writer that reports its progress.

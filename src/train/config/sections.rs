@@ -57,6 +57,10 @@ settings! {
         temperature: f64 = 0.8, within(0.0, 100.0);
         /// The prompt of a sample.
         prompt: String = String::new(), flag("prompt", Along, 0, "TEXT"), help("Prompt of the text samples");
+        /// Modules that are not trained, such as `h.0-3,wte`: names as they are printed, with ranges of blocks. They are stored once,
+        /// in the compute dtype, and have no masters, moments or gradients.
+        freeze: Option<String> = None, fixed(), flag("freeze", Training, 3, "MODULES"),
+            help("Modules that are not trained, such as `h.0-3,wte`");
         /// Stop after this many evaluations without a new best validation loss; 0 for never.
         early_stopping: u64 = 0, flag("early-stopping", Training, 5, "N");
     }

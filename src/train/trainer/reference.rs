@@ -100,7 +100,7 @@ impl Trainer {
         let mut config = self.config.clone();
         if let Some(model) = &self.config.objective.reference {
             (config.model, config.revision, config.init) = (model.clone(), None, WeightInit::Pretrained);
-            (config.tokenizer, config.lora) = (None, Config::default().lora);
+            (config.tokenizer, config.lora, config.train.freeze) = (None, Config::default().lora, None);
         }
         let (engine, wrong) = (&self.engine, |message| Err(Error::config("objective.reference", message)));
         let source = ModelSource::open(&config, &mut |_| ())?;
@@ -197,7 +197,7 @@ fn digest(weights: &Parameters, base: Option<&Base>) -> Result<String> {
     let mut digest = DigestWriter::new(sink());
     let failed = || Error::io("hash", "the reference");
     let mut values = vec![0.0; HASH_CHUNK];
-    for (name, tensor) in weights.iter() {
+    for (name, tensor) in weights.with_frozen() {
         digest.write_all(name.as_bytes()).map_err(failed())?;
         let host = to_host(tensor)?;
         let guard = read(&host)?;

@@ -8,7 +8,7 @@ use crate::engine::model::spec::{
     Biases, DropoutRates, EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, Sliding,
 };
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The family, from which others take the fields that they share.
 pub(super) static LLAMA: Family = BASE;
@@ -133,6 +133,7 @@ pub(super) fn default() -> ModelSpec {
         bos_token_id: Some(1),
         eos_token_ids: vec![2],
         lora: None,
+        frozen: BTreeSet::new(),
         quantized: BTreeMap::new(),
     }
 }

@@ -1,6 +1,7 @@
 //! The command line: parses the arguments and calls the library.
 
 mod bench;
+mod bisect;
 mod chat;
 mod checkpoint;
 mod compare;
@@ -86,6 +87,8 @@ enum Command {
     Data(data::DataArgs),
     /// Check whether a model can train in FP16, by measuring every tensor of a forward and backward pass
     Fp16Check(Box<fp16_check::Fp16CheckArgs>),
+    /// Measure what 16 bits cost in a training step, by layer and kind of tensor, and what to keep in FP32
+    Bisect(Box<bisect::BisectArgs>),
     /// Measure the mismatch of training and generation in each type: log-probabilities of the same tokens
     Mismatch(Box<mismatch::MismatchArgs>),
     /// Export a model for other programs: a Hugging Face folder, GGUF or ONNX
@@ -263,6 +266,7 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
         Command::Eval(args) => done(args.model.on_threads(|| eval::run(&args, out))),
         Command::Data(args) => done(data::run(&args, &mut stdout())),
         Command::Fp16Check(args) => fp16_check::run(&args, out),
+        Command::Bisect(args) => bisect::run(&args, &mut in_pipe()),
         Command::Mismatch(args) => done(mismatch::run(&args, out)),
         Command::Export(args) => done(export::run(&args, out)),
         Command::Merge(args) => done(merge::run(&args, out)),

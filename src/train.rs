@@ -1,5 +1,6 @@
 //! Training: the recipe, the state it moves, and the loop around it.
 
+mod bisect;
 mod callbacks;
 mod config;
 mod engine;
@@ -20,6 +21,7 @@ mod step;
 mod trainer;
 mod verify;
 
+pub use bisect::{Bisection, GradientError, Keep, KeptLayers, RoundingCost, Site, SiteKind};
 pub use config::{Config, ConfigLayers, DataSets, DeviceSpec, Interval, ObjectiveSection, WeightInit, check_threads};
 pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 pub use fp8::Fp8Block;

@@ -3,7 +3,7 @@
 //! A unit that overflows repeatedly costs skipped steps, or limits the loss scale of all others. In FP32 or BF16 it
 //! does not overflow, and the others stay as fast as they were.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 
@@ -71,6 +71,26 @@ impl From<PrecisionUnit> for String {
     }
 }
 
+/// A set of units, written `h.3,head`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct UnitSet(pub BTreeSet<PrecisionUnit>);
+
+impl TryFrom<String> for UnitSet {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self> {
+        let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
+        names.map(str::parse).collect::<Result<_>>().map(Self)
+    }
+}
+
+impl From<UnitSet> for String {
+    fn from(UnitSet(units): UnitSet) -> Self {
+        units.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+    }
+}
+
 /// Which units fall back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -84,13 +104,15 @@ pub enum FallbackRule {
 
 settings! {
     /// The rules for a layer to leave the policy's compute dtype and to return to it.
-    #[derive(Debug, Clone, Copy, PartialEq)]
+    #[derive(Debug, Clone, PartialEq)]
     pub struct PrecisionConfig {
         /// Whether updates accumulate in FP32 masters. Without them, which is for comparisons, each update is rounded into the
         /// weights of the compute dtype, and smaller ones than half a unit in the last place are lost.
         masters: bool = true, fixed();
         /// Whether layers that overflow too often switch to a wider dtype: `off` or `layer`.
         fallback: FallbackRule = FallbackRule::Off;
+        /// Layers that always compute in `fallback_dtype`, such as `h.3,head`; `finetune bisect` finds them.
+        keep: UnitSet = UnitSet::default();
         /// The compute dtype of layers in fallback: `f32` or `bf16`.
         fallback_dtype: Dtype = Dtype::F32;
         /// Overflows within `fallback_window` steps that make a layer fall back.
@@ -123,10 +145,15 @@ impl PrecisionConfig {
             let message = format!("fallback needs FP16, but this run computes in `{compute}`; remove the setting");
             return refuse("fallback", message);
         }
+        let is_kept = !self.keep.0.is_empty();
+        if is_kept && (compute == Dtype::F32 || compute == self.fallback_dtype) {
+            let message = format!("this run computes in `{compute}`, which is not narrower; remove the setting");
+            return refuse("keep", message);
+        }
         self.fp8.validate()?;
-        if self.fp8.block.is_some() && self.fallback != FallbackRule::Off {
-            let message = "layer fallback and FP8 cannot be combined; remove `precision.fp8.block`";
-            return refuse("fallback", message.into());
+        if self.fp8.block.is_some() && (is_kept || self.fallback != FallbackRule::Off) {
+            let message = "layers in a wider dtype and FP8 cannot be combined; remove `precision.fp8.block`";
+            return refuse(if is_kept { "keep" } else { "fallback" }, message.into());
         }
         if self.fp8.block.is_some() && compute == Dtype::F32 {
             return refuse(
@@ -184,15 +211,16 @@ impl Fallback {
         &self.units
     }
 
-    /// The units in fallback.
+    /// The units in fallback, and those that the configuration keeps in its dtype.
     pub fn active(&self) -> impl Iterator<Item = PrecisionUnit> {
-        self.units.iter().filter(|(_, record)| record.since.is_some()).map(|(unit, _)| *unit)
+        let fallen = self.units.iter().filter(|(_, record)| record.since.is_some()).map(|(unit, _)| *unit);
+        self.config.keep.0.iter().copied().chain(fallen.filter(|unit| !self.config.keep.0.contains(unit)))
     }
 
     /// Records that the overflow of attempted step `step` began in `unit`. Returns the number of overflows in the
     /// window if the unit falls back now.
     pub fn overflowed(&mut self, unit: PrecisionUnit, step: u64) -> Option<usize> {
-        if !self.is_on() {
+        if !self.is_on() || self.config.keep.0.contains(&unit) {
             return None;
         }
         let PrecisionConfig { fallback_overflows, fallback_window, .. } = self.config;
@@ -240,6 +268,7 @@ mod tests {
     const ON: PrecisionConfig = PrecisionConfig {
         masters: true,
         fallback: FallbackRule::Layer,
+        keep: UnitSet(BTreeSet::new()),
         fallback_dtype: Dtype::F32,
         fallback_overflows: 3,
         fallback_window: 10,

@@ -8,7 +8,7 @@ pub use crate::engine::device::DeviceSpec;
 use crate::engine::kernels::KernelBackend;
 use crate::engine::model::{Lora, ModelSpec};
 use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
-use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy};
+use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy, UnitSet};
 use crate::settings::Heading::{Machine, Text, Training};
 pub use crate::settings::Interval;
 use crate::settings::{Kind, integer, number, settings};
@@ -424,11 +424,16 @@ impl Config {
         }
         let partial = self.lora.r.is_some() || self.train.freeze.is_some();
         let narrowed = partial || self.dtype.params != Dtype::F32;
-        if narrowed && (self.precision.fallback != FallbackRule::Off || self.precision.fp8.block.is_some()) {
-            let key = if self.precision.fp8.block.is_some() { "precision.fp8.block" } else { "precision.fallback" };
+        let PrecisionConfig { fallback, keep, fp8, .. } = &self.precision;
+        let retyped = [
+            ("fp8.block", fp8.block.is_some()),
+            ("fallback", *fallback != FallbackRule::Off),
+            ("keep", *keep != UnitSet::default()),
+        ];
+        if let Some((key, _)) = retyped.into_iter().find(|(_, there)| narrowed && *there) {
             let message =
                 "needs FP32 masters of every weight; remove it, or train without `lora` and `freeze`, and with `p=f32`";
-            return Err(Error::config(key, message));
+            return Err(Error::config(format!("precision.{key}"), message));
         }
         if let Some(run) = &self.checkpoint.run
             && (run.is_empty() || run.starts_with('.') || run.contains(['/', '\\', '\0']))

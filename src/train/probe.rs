@@ -58,7 +58,7 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
 }
 
 /// The weights in FP32: the masters, over their base. Tensors that are FP32 already are shared.
-fn to_fp32(weights: &Parameters, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
+pub(super) fn to_fp32(weights: &Parameters, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
     let is_wide = |parameters: &Parameters| parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32);
     let widened = |parameters: &Parameters| -> Result<Parameters> {
         if is_wide(parameters) {

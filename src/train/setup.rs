@@ -10,7 +10,7 @@ use crate::engine::gpu;
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{GradientStats, Gradients, MasterWeights};
-use crate::precision::{Fallback, GradScaler};
+use crate::precision::{Fallback, GradScaler, PrecisionUnit};
 use crate::store::aux_files::CHAT_TEMPLATE;
 use crate::store::base::{AdaptedModel, check_range};
 use crate::store::checkpoint::{Base, Checkpoint};
@@ -506,18 +506,23 @@ pub fn engine(
     let (policy, train) = (config.dtype, &config.train);
     let scaler = GradScaler::new(config.grad_scaler())?;
     let mut state = TrainState::new(weights, config.optimizer(), scaler)?;
-    state.fallback = Fallback::new(config.precision, BTreeMap::new());
+    state.fallback = Fallback::new(config.precision.clone(), BTreeMap::new());
     state.fp8 = Fp8Block::new(config.precision.fp8, None);
-    if let Some(block) = config.precision.fp8.block.filter(|block| *block >= shape.num_layers) {
+    let kept: Vec<_> = state.fallback.active().collect();
+    let blocks =
+        kept.iter().filter_map(|unit| if let PrecisionUnit::Block(block) = unit { Some(*block) } else { None });
+    let blocks = blocks.map(|block| ("keep", block));
+    let fp8 = config.precision.fp8.block.map(|block| ("fp8.block", block));
+    if let Some((key, block)) = blocks.chain(fp8).find(|(_, block)| *block >= shape.num_layers) {
         let message = format!("block {block} does not exist: the model has {}, numbered from 0", shape.num_layers);
-        return Err(Error::config("precision.fp8.block", message));
+        return Err(Error::config(format!("precision.{key}"), message));
     }
     let has_base = shape.lora.as_ref().is_some_and(|lora| lora.modules_to_save.is_empty());
     let other = !has_base || config.objective.reference.is_some();
     let computed_before = config.objective.needs_reference() && other;
     let reference = if computed_before { Reference::Stored(ReferenceLogps::default()) } else { Reference::Base };
     let rows = config.objective.rows(train.batch_size);
-    Ok(TrainEngine {
+    let mut engine = TrainEngine {
         objective: Objective::new(config.objective.clone(), reference),
         workspace: Workspace::for_training(shape, policy, (rows, train.seq_len), train.recompute, &device)?,
         grads: Gradients::new(&state.weights, policy, train.grad_accum, &*group)?,
@@ -531,5 +536,7 @@ pub fn engine(
         count_exponents: true,
         update_counts: None,
         grad_stats: GradientStats::default(),
-    })
+    };
+    kept.into_iter().try_for_each(|unit| engine.change_dtype(unit, config.precision.fallback_dtype))?;
+    Ok(engine)
 }

@@ -24,6 +24,13 @@ pub(super) struct StepGradients {
     time: StepTimings,
 }
 
+impl StepGradients {
+    /// The mean loss.
+    pub(super) fn loss(&self) -> f64 {
+        self.sums.loss / self.count as f64
+    }
+}
+
 impl Passes<'_> {
     /// Computes the gradients of micro-batch `index` of the step after `counters`, with `seed` = dL/d(one loss). `also` receives
     /// every tensor. Returns the sums of the losses and the time of the forward pass.
@@ -110,7 +117,7 @@ impl TrainEngine {
     pub(super) fn update(&mut self, gradients: &StepGradients) -> Result<StepReport> {
         let Self { group, model, state, grads, grad_stats, update_counts, .. } = self;
         let TrainState { weights, masters, adamw, scaler, counters, .. } = state;
-        let StepGradients { sums, count, targets, mut time } = *gradients;
+        let StepGradients { sums, targets, mut time, .. } = *gradients;
         let (scale, stats, unscale) = (scaler.scale(), &grad_stats.total.stats, scaler.inverse());
         let finite = stats.is_finite() && (stats.max_abs * unscale).is_finite();
         // 5. Update the FP32 masters, or skip the step after an overflow.
@@ -138,7 +145,7 @@ impl TrainEngine {
         let change = scaler.update_with_amax(finite, grad_stats.amax);
         counters.step += 1;
         counters.tokens += targets as u64;
-        let (loss, metrics) = (sums.loss / count as f64, sums.metrics(self.objective.settings()));
+        let (loss, metrics) = (gradients.loss(), sums.metrics(self.objective.settings()));
         Ok(StepReport { loss, metrics, targets, scale, outcome, change, time })
     }
 

@@ -320,7 +320,7 @@ impl Trainer {
                 "contains a model with a different shape; start a new run",
             ));
         }
-        self.engine.state.fallback = Fallback::new(self.config.precision, state.fallback.clone());
+        self.engine.state.fallback = Fallback::new(self.config.precision.clone(), state.fallback.clone());
         self.engine.state.fp8 = Fp8Block::new(self.config.precision.fp8, state.fp8.clone());
         self.engine.state.underflowed_params.clone_from(&state.underflowed_params);
         let units: Vec<_> = self.engine.state.fallback.active().collect();

@@ -8,6 +8,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod bisect;
 mod bos;
 mod chat;
 mod checkpoint_command;

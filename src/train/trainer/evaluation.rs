@@ -3,10 +3,11 @@
 use super::{Trainer, batches_in_step};
 use crate::Result;
 use crate::data::Batch;
+use crate::precision::Dtype;
 use crate::store::checkpoint::Best;
-use crate::telemetry::{Event, PhaseProgress, SampleText, Validation};
+use crate::telemetry::{Activity, Event, PhaseProgress, SampleText, Validation};
 use crate::train::engine::{EvalReport, StepReport};
-use crate::train::{headroom, probe};
+use crate::train::{Bisection, bisect, headroom, probe};
 
 impl Trainer {
     /// Measures the scale that the gradients need, after the last step of a run whose steps were all skipped.
@@ -88,6 +89,19 @@ impl Trainer {
         };
         let prompt = self.config.train.prompt.clone();
         self.emitter.emit(Event::Sample(SampleText { step, prompt, text }));
+    }
+
+    /// Measures the cost of `dtype` in the next step, and searches the layers to keep in FP32 for a `tolerance`. The step remains
+    /// the next one.
+    pub fn bisect(&mut self, settings: (Dtype, f64), activity: &Activity) -> Result<Bisection> {
+        self.prepare_reference()?;
+        let cursor = self.next_batches();
+        self.loader.check()?;
+        self.sample_completions(cursor)?;
+        self.progress.retry = Some(cursor);
+        let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
+        self.callbacks.iter_mut().try_for_each(|callback| callback.on_step_begin(&mut self.engine, batches))?;
+        bisect::bisect(&mut self.engine, batches, settings, activity)
     }
 
     /// Repeats the first micro-batch's backward pass in FP32. It only writes to buffers that the step overwrites, so

@@ -9,6 +9,7 @@ use crate::engine::model::{Decoder, Parameters, Workspace};
 use crate::store::checkpoint::{Base, Fingerprint};
 use crate::telemetry::PhaseProgress;
 use crate::train::config::{Config, WeightInit};
+use crate::train::engine::TrainEngine;
 use crate::train::objective::{ObjectiveKind, Reference, ReferenceLogps, ReferenceModel, Split};
 use crate::train::setup::ModelSource;
 use crate::{Error, Result, untrusted};
@@ -37,6 +38,11 @@ impl Trainer {
     /// Makes the reference known: as a model for completions that will be sampled. Otherwise the log-probabilities of all sequences
     /// of the run: from the file that this run has written, and for others by a pass over the batches.
     pub(super) fn prepare_reference(&mut self) -> Result<()> {
+        let TrainEngine { group, model, state, .. } = &self.engine;
+        // Setup exchanges nothing, so a process has only its shard of weights that are wide from the start.
+        if state.counters.step == 0 && state.fallback.active().next().is_some() {
+            state.copy_to_weights(model.kernels(), &**group)?;
+        }
         if !matches!(&self.engine.objective.reference, Reference::Stored(known) if known.is_empty()) {
             return Ok(());
         }

@@ -208,7 +208,9 @@ impl AdamW {
                 updated = upcast_copy(2)?;
                 kernels.copy(master, &updated)?;
             }
-            let (mut counted, counting) = (UpdateCounts::default(), counts.is_some());
+            // FP32 copies, which some processes have of wide layers, show every update.
+            let counting = counts.is_some() && weights[i].dtype() != DType::F32;
+            let mut counted = UpdateCounts::default();
             let mut update = |exp_avg: &Tensor, exp_avg_sq: &Tensor| {
                 let counts = counting.then_some(&mut counted);
                 op::AdamW { step, grad: &grads[i], master: &updated, exp_avg, exp_avg_sq, weight, counts }.run(kernels)

@@ -49,8 +49,8 @@ pub(super) struct LoraModule {
     pub(super) magnitude: Option<ParamRef>,
 }
 
-/// The buffers of an adapter.
-#[derive(Clone, Copy, Debug)]
+/// The buffers of a block's adapters.
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AdapterPass<'a> {
     /// The scratch buffers of the layer's compute dtype; `None` if the model has no adapters.
     pub(super) buffers: Option<&'a AdapterBuffers>,
@@ -110,8 +110,8 @@ impl<T> AdapterBuffers<T> {
     }
 }
 
-impl AdapterPass<'_> {
-    fn buffers(&self) -> Result<&AdapterBuffers> {
+impl<'a> AdapterPass<'a> {
+    fn buffers(self) -> Result<&'a AdapterBuffers> {
         match self.buffers {
             Some(buffers) => Ok(buffers),
             None => bail!("this workspace has no buffers for adapters"),
@@ -172,10 +172,10 @@ impl Adapter {
     }
 
     /// Computes the frozen product of `x` plus the output of the adapters.
-    pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor, pass: AdapterPass<'_>) -> Result<()> {
-        let a_out = self.forward_a(cx, x, pass)?;
+    pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor) -> Result<()> {
+        let a_out = self.forward_a(cx, x)?;
         let bias = self.bias.map(|bias| cx.weights.fused(bias));
-        self.product(cx, x, &a_out, bias, y, pass)?;
+        self.product(cx, x, &a_out, bias, y)?;
         match self.magnitude_scale(cx.weights)? {
             Some(magnitude_scale) => magnitude_scale.apply(y, bias),
             None => Ok(()),
@@ -183,8 +183,8 @@ impl Adapter {
     }
 
     /// Computes `dropout(x) · Aᵀ`.
-    pub(super) fn forward_a(&self, cx: &mut Context<'_>, x: &Tensor, pass: AdapterPass<'_>) -> Result<Tensor> {
-        let (input, a_out) = (self.dropped(cx, x, pass)?, self.a_out(x.dim(0)?, pass)?);
+    pub(super) fn forward_a(&self, cx: &mut Context<'_>, x: &Tensor) -> Result<Tensor> {
+        let (input, a_out) = (self.dropped(cx, x)?, self.a_out(cx, x.dim(0)?)?);
         let a = MatmulOperand::transposed(ColumnSlice::all(cx.weights.fused(self.a))?);
         cx.product(MatmulOperand::plain(ColumnSlice::all(&input)?), a, 1.0, ColumnSlice::all(&a_out)?)?;
         cx.hook.record_whole(self.layer, TensorKind::LoraTerm, &a_out)?;
@@ -199,9 +199,8 @@ impl Adapter {
         a_out: &Tensor,
         bias: Option<&Tensor>,
         y: &Tensor,
-        pass: AdapterPass<'_>,
     ) -> Result<()> {
-        let factor = self.factor(cx, pass)?;
+        let factor = self.factor(cx)?;
         let (factor, shares) = (MatmulOperand::transposed(ColumnSlice::all(&factor)?), &self.out_slices[..]);
         let low_rank = LoraTerm { low: a_out, factor, alpha: self.scale, shares };
         let weight = cx.weights.weight(self.weight)?;
@@ -210,11 +209,11 @@ impl Adapter {
     }
 
     /// The second factors as one, `[outputs, members · r]`.
-    fn factor(&self, cx: &Context<'_>, pass: AdapterPass<'_>) -> Result<Tensor> {
+    fn factor(&self, cx: &Context<'_>) -> Result<Tensor> {
         if let (true, [member]) = (self.out_slices.is_empty(), &self.members[..]) {
             return Ok(cx.weights.fused(member.b).clone());
         }
-        let factor = matrix(pass.buffers()?.factor.as_ref(), self.outputs, self.members.len() * self.r)?;
+        let factor = matrix(cx.adapters.buffers()?.factor.as_ref(), self.outputs, self.members.len() * self.r)?;
         op::Zero { x: &factor }.run(cx.kernels)?;
         for (i, member) in self.members.iter().enumerate() {
             let rows = factor.narrow(0, member.outputs.start, member.outputs.len())?;
@@ -229,11 +228,10 @@ impl Adapter {
         cx: &mut Context<'_>,
         dy: &Tensor,
         dx: &Tensor,
-        pass: AdapterPass<'_>,
     ) -> Result<Option<MagnitudeScale>> {
         let (magnitude_scale, rows) = (self.magnitude_scale(cx.weights)?, dy.dim(0)?);
-        let dy = self.grad_before_scaling(cx, magnitude_scale.as_ref(), dy, pass)?;
-        let a_out_grad = self.a_out_grad(rows, pass)?;
+        let dy = self.grad_before_scaling(cx, magnitude_scale.as_ref(), dy)?;
+        let a_out_grad = self.a_out_grad(cx, rows)?;
         for (i, member) in self.members.iter().enumerate() {
             let dy = MatmulOperand::plain(ColumnSlice::new(&dy, member.outputs.clone())?);
             let b = MatmulOperand::plain(ColumnSlice::all(cx.weights.fused(member.b))?);
@@ -251,7 +249,7 @@ impl Adapter {
             return Ok(magnitude_scale);
         };
         op::Linear { layout, x: &dy, weight: &weight, bias: None, low_rank: None, y: dx }.run(cx.kernels)?;
-        let buffers = pass.buffers()?.dropped.as_ref();
+        let buffers = cx.adapters.buffers()?.dropped.as_ref();
         let [through_dropout, before] = [buffers.map(|buffers| &buffers[0]), buffers.map(|buffers| &buffers[1])];
         let (through_dropout, before) = (matrix(through_dropout, rows, dx.dim(1)?)?, matrix(before, rows, dx.dim(1)?)?);
         let a_out_grad = MatmulOperand::plain(ColumnSlice::all(&a_out_grad)?);
@@ -268,13 +266,12 @@ impl Adapter {
         x: &Tensor,
         dy: &Tensor,
         magnitude_scale: Option<&MagnitudeScale>,
-        pass: AdapterPass<'_>,
     ) -> Result<()> {
         let rows = x.dim(0)?;
-        let (a_out, a_out_grad) = (self.a_out(rows, pass)?, self.a_out_grad(rows, pass)?);
+        let (a_out, a_out_grad) = (self.a_out(cx, rows)?, self.a_out_grad(cx, rows)?);
         if let Some(magnitude_scale) = magnitude_scale {
-            let output = matrix(pass.buffers()?.output.as_ref(), rows, self.outputs)?;
-            self.product(cx, x, &a_out, None, &output, pass)?;
+            let output = matrix(cx.adapters.buffers()?.output.as_ref(), rows, self.outputs)?;
+            self.product(cx, x, &a_out, None, &output)?;
             for (i, member) in self.members.iter().enumerate() {
                 if let Some(dmagnitude) = member.magnitude.and_then(|param| cx.grad(param)) {
                     magnitude_scale.gradient(i, dy, &output, dmagnitude)?;
@@ -282,7 +279,7 @@ impl Adapter {
                 }
             }
         }
-        let dy = self.grad_before_scaling(cx, magnitude_scale, dy, pass)?;
+        let dy = self.grad_before_scaling(cx, magnitude_scale, dy)?;
         for (i, member) in self.members.iter().enumerate() {
             if let Some(db) = cx.grad(member.b) {
                 let dy = MatmulOperand::transposed(ColumnSlice::new(&dy, member.outputs.clone())?);
@@ -292,7 +289,7 @@ impl Adapter {
             }
         }
         let Some(da) = cx.grad(self.a) else { return Ok(()) };
-        let input = self.dropped(cx, x, pass)?;
+        let input = self.dropped(cx, x)?;
         let (a_out_grad, input) = (
             MatmulOperand::transposed(ColumnSlice::all(&a_out_grad)?),
             MatmulOperand::plain(ColumnSlice::all(&input)?),
@@ -307,20 +304,19 @@ impl Adapter {
         cx: &Context<'_>,
         magnitude_scale: Option<&MagnitudeScale>,
         dy: &Tensor,
-        pass: AdapterPass<'_>,
     ) -> Result<Tensor> {
         let Some(magnitude_scale) = magnitude_scale else { return Ok(dy.clone()) };
-        let before = matrix(pass.buffers()?.output.as_ref(), dy.dim(0)?, self.outputs)?;
+        let before = matrix(cx.adapters.buffers()?.output.as_ref(), dy.dim(0)?, self.outputs)?;
         cx.kernels.copy(dy, &before)?;
         magnitude_scale.apply(&before, None)?;
         Ok(before)
     }
 
     /// `x` after dropout.
-    fn dropped(&self, cx: &Context<'_>, x: &Tensor, pass: AdapterPass<'_>) -> Result<Tensor> {
+    fn dropped(&self, cx: &Context<'_>, x: &Tensor) -> Result<Tensor> {
         let Some(dropout) = cx.mode.dropout(self.dropout, self.site) else { return Ok(x.clone()) };
         let (rows, columns) = x.dims2()?;
-        let dropped = matrix(pass.buffers()?.dropped.as_ref().map(|buffers| &buffers[0]), rows, columns)?;
+        let dropped = matrix(cx.adapters.buffers()?.dropped.as_ref().map(|buffers| &buffers[0]), rows, columns)?;
         op::Copy { x, dropout: Some(dropout), out: &dropped }.run(cx.kernels)?;
         Ok(dropped)
     }
@@ -331,14 +327,15 @@ impl Adapter {
     }
 
     /// `x·Aᵀ` of all members, `[rows, members · r]`.
-    fn a_out(&self, rows: usize, pass: AdapterPass<'_>) -> Result<Tensor> {
-        let rest = pass.a_out.map(|a_out| a_out.narrow(0, rows * self.a_offset, rows * self.members.len() * self.r));
+    fn a_out(&self, cx: &Context<'_>, rows: usize) -> Result<Tensor> {
+        let rest =
+            cx.adapters.a_out.map(|a_out| a_out.narrow(0, rows * self.a_offset, rows * self.members.len() * self.r));
         matrix(rest.transpose()?.as_ref(), rows, self.members.len() * self.r)
     }
 
     /// The gradient of [`Self::a_out`].
-    fn a_out_grad(&self, rows: usize, pass: AdapterPass<'_>) -> Result<Tensor> {
-        matrix(pass.buffers()?.a_out_grad.as_ref(), rows, self.members.len() * self.r)
+    fn a_out_grad(&self, cx: &Context<'_>, rows: usize) -> Result<Tensor> {
+        matrix(cx.adapters.buffers()?.a_out_grad.as_ref(), rows, self.members.len() * self.r)
     }
 
     /// DoRA's scale of the output, if any.

@@ -13,7 +13,9 @@ use super::hook::{Hook, HookPoint, TensorKind};
 use super::layers::{Context, Linear, NormLayer, fused_param};
 use super::parameters::{ParamRef, Parameters};
 use super::spec::{EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
-use super::workspace::{Checkpointing, PostNorm, QkNorms, ResidualGrad, RopeCaches, Workspace};
+use super::workspace::{
+    BlockActivations, Checkpointing, LayerScratch, PostNorm, QkNorms, ResidualGrad, RopeCaches, Workspace,
+};
 use crate::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::engine::kernels::cross_entropy::{self, HeadGradient, HeadInput, HeadTensor};
@@ -110,12 +112,11 @@ impl Block {
         (linear, x): (&Linear, &Tensor),
         (norm, kept): (usize, Option<&PostNorm>),
         branch: &Tensor,
-        adapters: AdapterPass<'_>,
     ) -> Result<()> {
         let (Some(norms), Some(kept)) = (&self.post_norms, kept) else {
-            return linear.forward(cx, x, branch, adapters);
+            return linear.forward(cx, x, branch);
         };
-        linear.forward(cx, x, &kept.input, adapters)?;
+        linear.forward(cx, x, &kept.input)?;
         norms[norm].forward(cx, &kept.input, &kept.into(branch))
     }
 
@@ -288,21 +289,11 @@ impl Decoder {
         ws.documents.extend_from_slice(tokens.documents.unwrap_or_default());
         self.embed_into(weights, self.embed(weights, tokens, mode), &ws.stream[0])?;
         hook.record_whole(EMBEDDING, TensorKind::Output, &ws.stream[0])?;
-        let cx = &mut Context { kernels: self.kernels(), weights, grads: None, mode, hook };
-        for (i, block) in self.blocks.iter().enumerate() {
+        let (ws, adapters) = (&*ws, AdapterPass::default());
+        let cx = &mut Context { kernels: self.kernels(), weights, grads: None, mode, adapters, hook };
+        for i in 0..self.spec.num_layers {
             self.forward_block(cx, i, ws)?;
-            let (acts, scratch) = ws.block(i)?;
-            if acts.post_mlp.is_none() {
-                block.down.forward(cx, &scratch.activated, &scratch.branch, acts.adapters(scratch))?;
-            }
-            let dropout = mode.dropout(self.spec.dropout.residual, DropoutSites::of(i).mlp_out);
-            op::AddBranch { stream: &acts.middle, branch: &scratch.branch, dropout, out: &ws.stream[i + 1] }
-                .run(cx.kernels)?;
-            cx.hook.record_whole(
-                ModuleId::in_block(i, ModuleOp::MlpResidual),
-                TensorKind::Output,
-                &ws.stream[i + 1],
-            )?;
+            self.add_mlp(cx, i, ws.block(i)?, &ws.stream[i + 1])?;
         }
         let last = &ws.stream[self.spec.num_layers];
         self.final_norm.forward(cx, last, &ws.final_norm)
@@ -310,35 +301,61 @@ impl Decoder {
 
     /// Computes a block from its input to the input of its last product, or of the norm after that: all that its
     /// backward pass reads.
-    fn forward_block(&self, cx: &mut Context<'_>, i: usize, ws: &Workspace) -> Result<()> {
+    fn forward_block<'a>(&self, cx: &mut Context<'a>, i: usize, ws: &'a Workspace) -> Result<()> {
+        let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
+        let (acts, scratch) = ws.block(i)?;
+        self.block_pass(cx, i, (&ws.stream[i], acts, scratch), (&ws.rope_caches, ws.positions()), |qkv| {
+            let operands = AttentionInputs { qkv, documents: ws.documents(), dropout };
+            op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
+                .run(self.kernels())
+        })
+    }
+
+    /// [`Self::forward_block`] with these buffers and positions. `attend` writes attention's output.
+    fn block_pass<'a>(
+        &self,
+        cx: &mut Context<'a>,
+        i: usize,
+        (input, acts, scratch): (&Tensor, &'a BlockActivations, &'a LayerScratch),
+        positions: (&RopeCaches, PositionIds<'_>),
+        attend: impl FnOnce([ColumnSlice<'_>; 3]) -> Result<()>,
+    ) -> Result<()> {
         let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
-        let (site, rates) = (DropoutSites::of(i), self.spec.dropout);
-        let (input, (acts, scratch)) = (&ws.stream[i], ws.block(i)?);
-        let adapters = acts.adapters(scratch);
+        cx.adapters = acts.adapters(scratch);
         block.attention_norm.forward(cx, input, &acts.attention_norm)?;
-        block.qkv.forward(cx, &acts.attention_norm.out, &acts.qkv, adapters)?;
-        let places = (&ws.rope_caches, ws.positions());
-        let qkv = self.qk_norm_and_rope(cx, i, (&acts.qkv, acts.heads.as_ref()), places)?;
-        let operands =
-            AttentionInputs { qkv, documents: ws.documents(), dropout: mode.dropout(rates.attention, site.attention) };
-        op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
-            .run(kernels)?;
+        block.qkv.forward(cx, &acts.attention_norm.out, &acts.qkv)?;
+        attend(self.qk_norm_and_rope(cx, i, (&acts.qkv, acts.heads.as_ref()), positions)?)?;
         cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::Output, &acts.attended)?;
         let kept = acts.post_attention.as_ref();
-        block.branch_forward(cx, (&block.out, &acts.attended), (0, kept), &scratch.branch, adapters)?;
-        let dropout = mode.dropout(rates.residual, site.attention_out);
+        block.branch_forward(cx, (&block.out, &acts.attended), (0, kept), &scratch.branch)?;
+        let dropout = mode.dropout(self.spec.dropout.residual, DropoutSites::of(i).attention_out);
         op::AddBranch { stream: input, branch: &scratch.branch, dropout, out: &acts.middle }.run(kernels)?;
         cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::AttnResidual), TensorKind::Output, &acts.middle)?;
 
         block.mlp_norm.forward(cx, &acts.middle, &acts.mlp_norm)?;
-        block.up.forward(cx, &acts.mlp_norm.out, &acts.up, adapters)?;
+        block.up.forward(cx, &acts.mlp_norm.out, &acts.up)?;
         op::Activate { activation: self.spec.activation, x: &acts.up, y: &scratch.activated }.run(kernels)?;
         cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Activation), TensorKind::Output, &scratch.activated)?;
         if let Some(kept) = &acts.post_mlp {
-            let (down, branch) = ((&block.down, &scratch.activated), &scratch.branch);
-            block.branch_forward(cx, down, (1, Some(kept)), branch, adapters)?;
+            block.branch_forward(cx, (&block.down, &scratch.activated), (1, Some(kept)), &scratch.branch)?;
         }
         Ok(())
+    }
+
+    /// Completes a block after [`Self::block_pass`]: writes the residual stream with the MLP's output to `out`.
+    fn add_mlp(
+        &self,
+        cx: &mut Context<'_>,
+        i: usize,
+        (acts, scratch): (&BlockActivations, &LayerScratch),
+        out: &Tensor,
+    ) -> Result<()> {
+        if acts.post_mlp.is_none() {
+            self.blocks[i].down.forward(cx, &scratch.activated, &scratch.branch)?;
+        }
+        let dropout = cx.mode.dropout(self.spec.dropout.residual, DropoutSites::of(i).mlp_out);
+        op::AddBranch { stream: &acts.middle, branch: &scratch.branch, dropout, out }.run(cx.kernels)?;
+        cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::MlpResidual), TensorKind::Output, out)
     }
 
     /// The factor of the tokens' embeddings.
@@ -430,14 +447,15 @@ impl Decoder {
         let scratch = ws.scratch(ws.hidden().dtype())?;
         let dy = &scratch.gradients()?.normed;
         let last = &ws.stream[self.spec.num_layers];
-        let cx = &mut Context { kernels, weights, grads: Some(grads), mode, hook };
+        let adapters = AdapterPass::default();
+        let cx = &mut Context { kernels, weights, grads: Some(grads), mode, adapters, hook };
         self.final_norm.backward(cx, last, &ws.final_norm, dy, (&stream, WriteMode::Accumulate))?;
         for i in (self.spec.first_trained_block()..self.spec.num_layers).rev() {
             if ws.keep() == Checkpointing::PerBlock {
                 self.forward_block(cx, i, ws)?;
                 let (acts, scratch) = ws.block(i)?;
                 if acts.post_mlp.is_none() {
-                    self.blocks[i].down.recompute(cx, &scratch.activated, acts.adapters(scratch))?;
+                    self.blocks[i].down.recompute(cx, &scratch.activated)?;
                 }
             }
             self.backward_block(cx, i, ws, &stream)?;
@@ -460,32 +478,33 @@ impl Decoder {
         if let Some(dtable) = dtable {
             cx.hook.record_whole(EMBEDDING, TensorKind::WeightGradient, dtable)?;
         }
+        if let Some(grad) = dpositions {
+            cx.hook.record_whole(ModuleId::global(ModuleOp::Positions), TensorKind::WeightGradient, grad)?;
+        }
         ws.backward = Some(ResidualGrad { stream, order });
-        dpositions.map_or(Ok(()), |grad| {
-            cx.hook.record_whole(ModuleId::global(ModuleOp::Positions), TensorKind::WeightGradient, grad)
-        })
+        Ok(())
     }
 
-    fn backward_block(&self, cx: &mut Context<'_>, i: usize, ws: &Workspace, stream: &Tensor) -> Result<()> {
+    fn backward_block<'a>(&self, cx: &mut Context<'a>, i: usize, ws: &'a Workspace, stream: &Tensor) -> Result<()> {
         let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
         let (site, rates) = (DropoutSites::of(i), self.spec.dropout);
         let (acts, scratch) = ws.block(i)?;
         let (branch, gradients) = (&scratch.branch, scratch.gradients()?);
-        let adapters = acts.adapters(scratch);
+        cx.adapters = acts.adapters(scratch);
         let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.mlp_out), out: branch }.run(kernels)?;
         let other = gradients.branch.as_ref();
         let dy = block.post_norm_backward(cx, (1, acts.post_mlp.as_ref()), (branch, other))?;
         cx.hook.record_whole(block.down.layer(), TensorKind::OutputGradient, dy)?;
-        let lengths = block.down.backward_input(cx, dy, activated, adapters)?;
+        let lengths = block.down.backward_input(cx, dy, activated)?;
         let (up, input) = (gradients.up(), &scratch.activated);
         op::ActivateBackward { activation: self.spec.activation, x: &acts.up, dy: activated, dx: up, y: input }
             .run(kernels)?;
         let activation = ModuleId::in_block(i, ModuleOp::Activation);
         cx.hook.record_whole(activation, TensorKind::Output, input)?;
         cx.hook.record_whole(activation, TensorKind::InputGradient, up)?;
-        block.down.backward_weight(cx, input, dy, lengths.as_ref(), adapters)?;
-        block.up.backward(cx, &acts.mlp_norm.out, up, normed, adapters)?;
+        block.down.backward_weight(cx, input, dy, lengths.as_ref())?;
+        block.up.backward(cx, &acts.mlp_norm.out, up, normed)?;
         let dx = (stream, WriteMode::Accumulate);
         block.mlp_norm.backward(cx, &acts.middle, &acts.mlp_norm, normed, dx)?;
 
@@ -493,10 +512,10 @@ impl Decoder {
         let attended = gradients.attended();
         let dy = block.post_norm_backward(cx, (0, acts.post_attention.as_ref()), (branch, other))?;
         cx.hook.record_whole(block.out.layer(), TensorKind::OutputGradient, dy)?;
-        block.out.backward(cx, &acts.attended, dy, attended, adapters)?;
+        block.out.backward(cx, &acts.attended, dy, attended)?;
         self.attention_backward(cx, i, ws, attended, qkv)?;
         cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::InputGradient, qkv)?;
-        block.qkv.backward(cx, &acts.attention_norm.out, qkv, normed, adapters)?;
+        block.qkv.backward(cx, &acts.attention_norm.out, qkv, normed)?;
         block.attention_norm.backward(cx, &ws.stream[i], &acts.attention_norm, normed, dx)
     }
 

@@ -18,6 +18,8 @@ pub(super) struct Context<'a> {
     /// The gradients that a backward pass writes.
     pub(super) grads: Option<&'a Parameters>,
     pub(super) mode: ForwardMode,
+    /// The buffers of the current block's adapters.
+    pub(super) adapters: AdapterPass<'a>,
     pub(super) hook: &'a mut dyn Hook,
 }
 
@@ -173,16 +175,10 @@ impl Linear {
     }
 
     /// `y = x · weight + bias`, plus the output of the adapter.
-    pub(super) fn forward(
-        &self,
-        cx: &mut Context<'_>,
-        x: &Tensor,
-        y: &Tensor,
-        adapters: AdapterPass<'_>,
-    ) -> Result<()> {
+    pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor) -> Result<()> {
         let adapter = self.adapter.as_ref().filter(|_| !matches!(cx.mode, ForwardMode::Base));
         if let Some(adapter) = adapter {
-            adapter.forward(cx, x, y, adapters)?;
+            adapter.forward(cx, x, y)?;
         } else {
             let bias = self.bias.map(|bias| cx.weights.fused(bias));
             let weight = cx.weights.weight(self.weight)?;
@@ -193,9 +189,9 @@ impl Linear {
     }
 
     /// Recomputes the intermediate results of [`Self::forward`] that the backward pass reads, except its operands.
-    pub(super) fn recompute(&self, cx: &mut Context<'_>, x: &Tensor, adapters: AdapterPass<'_>) -> Result<()> {
+    pub(super) fn recompute(&self, cx: &mut Context<'_>, x: &Tensor) -> Result<()> {
         let Some(adapter) = &self.adapter else { return Ok(()) };
-        adapter.forward_a(cx, x, adapters).map(drop)
+        adapter.forward_a(cx, x).map(drop)
     }
 
     /// Writes the gradient of `x`, given the output's gradient `dy`. The result is an argument of
@@ -205,10 +201,9 @@ impl Linear {
         cx: &mut Context<'_>,
         dy: &Tensor,
         dx: &Tensor,
-        adapters: AdapterPass<'_>,
     ) -> Result<Option<MagnitudeScale>> {
         let magnitude_scale = if let Some(adapter) = &self.adapter {
-            adapter.backward_input(cx, dy, dx, adapters)?
+            adapter.backward_input(cx, dy, dx)?
         } else {
             let weight = cx.weights.weight(self.weight)?;
             let layout = weight.layout(self.layout).transposed();
@@ -226,7 +221,6 @@ impl Linear {
         x: &Tensor,
         dy: &Tensor,
         magnitude_scale: Option<&MagnitudeScale>,
-        adapters: AdapterPass<'_>,
     ) -> Result<()> {
         if let Some(dweight) = cx.grad(self.weight) {
             let dbias = self.bias.and_then(|bias| cx.grad(bias));
@@ -234,21 +228,14 @@ impl Linear {
         }
         record_gradients(cx, self.layer, self.weight, self.bias)?;
         match &self.adapter {
-            Some(adapter) => adapter.backward_weight(cx, x, dy, magnitude_scale, adapters),
+            Some(adapter) => adapter.backward_weight(cx, x, dy, magnitude_scale),
             None => Ok(()),
         }
     }
 
     /// [`Self::backward_input`], then [`Self::backward_weight`].
-    pub(super) fn backward(
-        &self,
-        cx: &mut Context<'_>,
-        x: &Tensor,
-        dy: &Tensor,
-        dx: &Tensor,
-        adapters: AdapterPass<'_>,
-    ) -> Result<()> {
-        let magnitude_scale = self.backward_input(cx, dy, dx, adapters)?;
-        self.backward_weight(cx, x, dy, magnitude_scale.as_ref(), adapters)
+    pub(super) fn backward(&self, cx: &mut Context<'_>, x: &Tensor, dy: &Tensor, dx: &Tensor) -> Result<()> {
+        let magnitude_scale = self.backward_input(cx, dy, dx)?;
+        self.backward_weight(cx, x, dy, magnitude_scale.as_ref())
     }
 }

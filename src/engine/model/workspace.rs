@@ -258,7 +258,7 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
 
 impl<T> BlockActivations<T> {
     fn alloc(spec: &ModelSpec, tokens: usize, compute: DType, stream: DType, allocate: AllocFn<'_, T>) -> Result<Self> {
-        let rows = |columns: usize, dtype| allocate(&[tokens, columns], dtype);
+        let (rows, columns) = (|columns: usize, dtype| allocate(&[tokens, columns], dtype), total_rank(spec));
         let norm = || NormOutput::alloc(spec.norm, tokens, spec.hidden_size, compute, allocate);
         let branch = || spec.post_norms.then(|| PostNorm::alloc(spec, tokens, compute, allocate)).transpose();
         Ok(Self {
@@ -272,23 +272,28 @@ impl<T> BlockActivations<T> {
             mlp_norm: norm()?,
             up: rows(spec.up_width(), compute)?,
             post_mlp: branch()?,
-            a_out: alloc_a_out(spec, tokens, compute, allocate)?,
+            a_out: (columns > 0).then(|| allocate(&[tokens * columns], compute)).transpose()?,
         })
     }
 }
 
-/// The buffer between the factors of a block's adapters.
-pub(super) fn alloc_a_out<T>(
-    spec: &ModelSpec,
-    tokens: usize,
-    compute: DType,
-    allocate: AllocFn<'_, T>,
-) -> Result<Option<T>> {
-    let columns = total_rank(spec);
-    (columns > 0).then(|| allocate(&[tokens * columns], compute)).transpose()
-}
-
 impl<T> LayerScratch<T> {
+    /// The buffers of layers of type `compute`.
+    pub(super) fn of(all: &[Self], compute: DType) -> Result<&Self> {
+        match all.iter().find(|scratch| scratch.compute == compute) {
+            Some(scratch) => Ok(scratch),
+            None => bail!("there are no buffers for layers that compute in {compute:?}"),
+        }
+    }
+
+    /// The activations of the current block.
+    pub(super) fn block(&self) -> Result<&BlockActivations<T>> {
+        match &self.block {
+            Some(activations) => Ok(activations),
+            None => bail!("there are no buffers for the activations of a block"),
+        }
+    }
+
     pub(super) fn gradients(&self) -> Result<&SublayerGrads<T>> {
         match &self.gradients {
             Some(gradients) => Ok(gradients),
@@ -296,7 +301,7 @@ impl<T> LayerScratch<T> {
         }
     }
 
-    fn alloc(
+    pub(super) fn alloc(
         spec: &ModelSpec,
         tokens: usize,
         (compute, stream): (DType, DType),
@@ -368,19 +373,14 @@ impl<T> Workspace<T> {
 
     /// The scratch buffers of layers of type `compute`.
     pub(super) fn scratch(&self, compute: DType) -> Result<&LayerScratch<T>> {
-        match self.scratch.iter().find(|scratch| scratch.compute == compute) {
-            Some(scratch) => Ok(scratch),
-            None => bail!("this workspace has no buffers for layers that compute in {compute:?}"),
-        }
+        LayerScratch::of(&self.scratch, compute)
     }
 
     /// A block's activations and the scratch of its type.
     pub(super) fn block(&self, block: usize) -> Result<(&BlockActivations<T>, &LayerScratch<T>)> {
         let scratch = self.scratch(self.compute[block])?;
-        match self.kept(block).and_then(|kept| self.blocks.get(kept)).or(scratch.block.as_ref()) {
-            Some(activations) => Ok((activations, scratch)),
-            None => bail!("this workspace has no buffers for block {block}"),
-        }
+        let kept = self.kept(block).and_then(|kept| self.blocks.get(kept));
+        Ok((kept.map_or_else(|| scratch.block(), Ok)?, scratch))
     }
 
     /// The index of a block in `blocks`.

@@ -4,13 +4,13 @@ use super::{Decoder, ForwardMode, InputIds};
 use crate::engine::kernels::decode_attention::{CachedSequence, LayerKvCache};
 use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::rope::PositionIds;
-use crate::engine::kernels::{NormOutput, view};
-use crate::engine::model::adapter::{AdapterBuffers, AdapterPass};
+use crate::engine::kernels::view;
+use crate::engine::model::adapter::AdapterPass;
 use crate::engine::model::layers::Context;
 use crate::engine::model::parameters::Parameters;
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::ModelSpec;
-use crate::engine::model::workspace::{PostNorm, QkNorms, RopeCaches, alloc_a_out, candle_dtype};
+use crate::engine::model::workspace::{Checkpointing, LayerScratch, RopeCaches, candle_dtype};
 use crate::precision::PrecisionPolicy;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::borrow::Cow;
@@ -38,28 +38,13 @@ struct SequenceCache {
     rope_caches: RopeCaches,
 }
 
-/// The residual stream, and for each compute type in use the activations of one block.
+/// The residual stream, and for each compute type in use the activations of one block. All blocks reuse them, because no
+/// backward pass follows.
 #[derive(Debug)]
 struct Buffers {
     rows: usize,
     stream: Tensor,
-    middle: Tensor,
-    blocks: Vec<BlockBuffers>,
-}
-
-/// The activations of one block. All blocks reuse them, because no backward pass follows.
-#[derive(Debug)]
-struct BlockBuffers {
-    normed: NormOutput,
-    qkv: Tensor,
-    heads: Option<QkNorms>,
-    attended: Tensor,
-    branch: Tensor,
-    branch_norm: Option<PostNorm>,
-    up: Tensor,
-    activated: Tensor,
-    adapter: Option<AdapterBuffers>,
-    a_out: Option<Tensor>,
+    blocks: Vec<LayerScratch>,
 }
 
 impl KvCache {
@@ -140,50 +125,21 @@ impl KvCache {
     }
 }
 
-impl BlockBuffers {
-    fn new(spec: &ModelSpec, compute: DType, rows: usize, device: &Device) -> Result<Self> {
-        let buffer = |columns: usize| view::zeros(&[rows, columns], compute, device);
-        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        Ok(Self {
-            normed: NormOutput::alloc(spec.norm, rows, spec.hidden_size, compute, &zeros)?,
-            heads: QkNorms::alloc(spec, rows, compute, &zeros)?,
-            branch_norm: spec.post_norms.then(|| PostNorm::alloc(spec, rows, compute, &zeros)).transpose()?,
-            qkv: buffer(spec.qkv_width())?,
-            attended: buffer(spec.attn_out_size())?,
-            branch: buffer(spec.hidden_size)?,
-            up: buffer(spec.up_width())?,
-            activated: buffer(spec.intermediate_size)?,
-            adapter: AdapterBuffers::alloc(spec, rows, compute, false, &zeros)?,
-            a_out: alloc_a_out(spec, rows, compute, &zeros)?,
-        })
-    }
-
-    fn compute(&self) -> DType {
-        self.qkv.dtype()
-    }
-
-    fn of(all: &[Self], compute: DType) -> Result<&Self> {
-        match all.iter().find(|buffers| buffers.compute() == compute) {
-            Some(buffers) => Ok(buffers),
-            None => bail!("a layer's type changed to {compute:?} within a sequence"),
-        }
-    }
-}
-
 impl Buffers {
     fn new(spec: &ModelSpec, residual: DType, compute: &[DType], rows: usize, device: &Device) -> Result<Self> {
-        let stream = || view::zeros(&[rows, spec.hidden_size], residual, device);
-        let mut blocks: Vec<BlockBuffers> = Vec::new();
+        let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
+        let mut blocks: Vec<LayerScratch> = Vec::new();
         for &dtype in compute {
-            if BlockBuffers::of(&blocks, dtype).is_err() {
-                blocks.push(BlockBuffers::new(spec, dtype, rows, device)?);
+            if LayerScratch::of(&blocks, dtype).is_err() {
+                let settings = (false, Checkpointing::PerBlock);
+                blocks.push(LayerScratch::alloc(spec, rows, (dtype, residual), settings, &zeros)?);
             }
         }
-        Ok(Self { rows, stream: stream()?, middle: stream()?, blocks })
+        Ok(Self { rows, stream: zeros(&[rows, spec.hidden_size], residual)?, blocks })
     }
 
     fn serve(&self, rows: usize, compute: &[DType]) -> bool {
-        self.rows == rows && compute.iter().all(|dtype| BlockBuffers::of(&self.blocks, *dtype).is_ok())
+        self.rows == rows && compute.iter().all(|dtype| LayerScratch::of(&self.blocks, *dtype).is_ok())
     }
 }
 
@@ -220,38 +176,30 @@ impl Decoder {
         }
         let (positions, rope_caches, past) = cache.positions(&self.spec, &counts)?;
         let places = PositionIds { seq_len: rows, past, documents: None };
-        let Some(Buffers { stream, middle, blocks, .. }) = &cache.buffers else { bail!("the cache has no buffers") };
+        let Some(Buffers { stream, blocks, .. }) = &cache.buffers else { bail!("the cache has no buffers") };
         let (kernels, mode) = (self.kernels(), ForwardMode::Eval);
-        let cx = &mut Context { kernels, weights, grads: None, mode, hook: &mut () };
+        let adapters = AdapterPass::default();
+        let cx = &mut Context { kernels, weights, grads: None, mode, adapters, hook: &mut () };
         let positions = Tensor::new(positions, &cache.device)?;
         let positions = self.positions.map(|table| weights.fused(table).index_select(&positions, 0)).transpose()?;
         let embedding = self.embed(weights, InputIds::new(&ids, rows), ForwardMode::Eval);
         self.embed_into(weights, Embedding { positions: positions.as_ref(), ..embedding }, stream)?;
-        for (i, (block, dtype)) in self.blocks.iter().zip(&compute).enumerate() {
-            let BlockBuffers { normed, qkv, heads, attended, branch, branch_norm, up, activated, adapter, a_out } =
-                BlockBuffers::of(blocks, *dtype)?;
-            let adapters = AdapterPass { buffers: adapter.as_ref(), a_out: a_out.as_ref() };
-            let (heads, branch_norm) = (heads.as_ref(), branch_norm.as_ref());
-            block.attention_norm.forward(cx, stream, normed)?;
-            block.qkv.forward(cx, &normed.out, qkv, adapters)?;
-            let qkv = self.qk_norm_and_rope(cx, i, (qkv, heads), (&rope_caches, places))?;
-            let sequences = cache.sequences.iter().zip(&counts);
-            let sequences = sequences.map(|(SequenceCache { layers, len, .. }, new)| CachedSequence {
-                cache: &layers[i],
-                past: *len,
-                new: *new,
-            });
-            let sequences = &sequences.collect::<Vec<_>>()[..];
-            op::DecodeAttention { shape: self.shape(i, 1, rows), sequences, qkv, out: attended }.run(kernels)?;
-            block.branch_forward(cx, (&block.out, attended), (0, branch_norm), branch, adapters)?;
-            op::AddBranch { stream, branch, dropout: None, out: middle }.run(kernels)?;
-            block.mlp_norm.forward(cx, middle, normed)?;
-            block.up.forward(cx, &normed.out, up, adapters)?;
-            op::Activate { activation: self.spec.activation, x: up, y: activated }.run(kernels)?;
-            block.branch_forward(cx, (&block.down, activated), (1, branch_norm), branch, adapters)?;
-            op::AddBranch { stream: middle, branch, dropout: None, out: stream }.run(kernels)?;
+        for (i, dtype) in compute[..self.spec.num_layers].iter().enumerate() {
+            let scratch = LayerScratch::of(blocks, *dtype)?;
+            let acts = scratch.block()?;
+            self.block_pass(cx, i, (stream, acts, scratch), (&rope_caches, places), |qkv| {
+                let sequences = cache.sequences.iter().zip(&counts);
+                let sequences = sequences.map(|(SequenceCache { layers, len, .. }, new)| CachedSequence {
+                    cache: &layers[i],
+                    past: *len,
+                    new: *new,
+                });
+                let sequences = &sequences.collect::<Vec<_>>()[..];
+                op::DecodeAttention { shape: self.shape(i, 1, rows), sequences, qkv, out: &acts.attended }.run(kernels)
+            })?;
+            self.add_mlp(cx, i, (acts, scratch), stream)?;
         }
-        let normed = &BlockBuffers::of(blocks, head)?.normed;
+        let normed = &LayerScratch::of(blocks, head)?.block()?.attention_norm;
         self.final_norm.forward(cx, stream, normed)?;
         drop(rope_caches);
         for (sequence, new) in cache.sequences.iter_mut().zip(counts) {

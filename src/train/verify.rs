@@ -180,7 +180,7 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activi
     compare(&straight, &second)
 }
 
-pub(super) fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeCheck> {
+fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeCheck> {
     let (a, b) = (&a.engine().state, &b.engine().state);
     let mut proof = ResumeCheck { tensors: 0, elements: 0, skipped: a.counters.skipped(), differences: Vec::new() };
     compare_all("weights", &a.weights, &b.weights, &mut proof)?;

@@ -33,6 +33,21 @@ pub(crate) struct Settings {
     pub(crate) grad_accum: usize,
 }
 
+impl Settings {
+    /// A policy with AdamW's usual settings, and with `scaler` if the policy needs one; one micro-batch per step.
+    pub(crate) fn new(policy: PrecisionPolicy, scaler: GradScalerConfig, lr: f64, batch: (usize, usize)) -> Self {
+        Self {
+            policy,
+            scaler: if policy.needs_loss_scale() { GradScaler::new(scaler).unwrap() } else { GradScaler::disabled() },
+            adamw: AdamWConfig { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 },
+            lr,
+            max_grad_norm: Some(1.0),
+            batch,
+            grad_accum: 1,
+        }
+    }
+}
+
 /// An engine that starts from `masters` at a constant learning rate.
 pub(crate) fn engine(config: &ModelSpec, masters: Parameters, settings: Settings) -> TrainEngine {
     engine_of(Arc::new(Fused), config, masters, settings)
@@ -170,13 +185,10 @@ impl Case {
         };
         let (all_rows, seq_len) = self.batches[0].0.dims2().unwrap();
         let settings = Settings {
-            policy,
-            scaler: if policy.needs_loss_scale() { GradScaler::new(scaler).unwrap() } else { GradScaler::disabled() },
-            adamw: AdamWConfig { betas: adamw.betas.into(), eps: adamw.eps, weight_decay: adamw.weight_decay },
-            lr: adamw.lr,
+            adamw: adamw.config(),
             max_grad_norm: Some(adamw.max_grad_norm),
-            batch: (rows, seq_len),
             grad_accum: all_rows / rows,
+            ..Settings::new(policy, scaler, adamw.lr, (rows, seq_len))
         };
         engine_of(self.kernels.clone(), config, masters, settings)
     }

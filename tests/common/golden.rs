@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
+use finetune::engine::optim::AdamWConfig;
 use serde::Deserialize;
 
 use super::reference::IGNORED;
@@ -64,6 +65,12 @@ pub(crate) struct AdamWSettings {
     pub(crate) max_grad_norm: f64,
 }
 
+impl AdamWSettings {
+    pub(crate) fn config(&self) -> AdamWConfig {
+        AdamWConfig { betas: self.betas.into(), eps: self.eps, weight_decay: self.weight_decay }
+    }
+}
+
 /// PyTorch's `GradScaler` of the FP16 run.
 #[derive(Clone, Deserialize)]
 pub(crate) struct ScalerSettings {
@@ -88,7 +95,7 @@ pub(crate) struct Step {
 impl Case {
     /// The case `name` of the project.
     pub(crate) fn own(name: &str) -> Self {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+        let folder = path(name);
         let reference = tensors(&folder.join("reference.safetensors"));
         let steps = reference["inputs"].dim(0).unwrap();
         let batch = |step: usize| (reference["inputs"].get(step).unwrap(), reference["targets"].get(step).unwrap());
@@ -116,7 +123,7 @@ impl Case {
 
     /// The case `name` of adapters: the base's batches, and PyTorch's results with the adapters.
     pub(crate) fn lora_of(name: &str) -> Self {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/lora").join(name);
+        let folder = path("lora").join(name);
         let trajectory: Trajectory = json(&folder.join("trajectory.json"));
         let reference = tensors(&folder.join("reference.safetensors"));
         Self {
@@ -180,10 +187,14 @@ impl Case {
     }
 }
 
+/// A file or folder of `tests/golden`.
+pub(crate) fn path(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
 /// The names of the cases in a folder of `tests/golden`, sorted.
 pub(crate) fn names(folder: &str) -> Vec<String> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(folder);
-    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+    let entries = std::fs::read_dir(path(folder)).unwrap().map(|entry| entry.unwrap());
     let cases = entries.filter(|entry| entry.path().is_dir());
     let mut names: Vec<_> = cases.map(|case| case.file_name().into_string().unwrap()).collect();
     names.sort_unstable();
@@ -200,16 +211,16 @@ fn next_tokens(rows: &Tensor) -> (Tensor, Tensor) {
     (rows.clone(), Tensor::new(targets.collect::<Vec<_>>(), &Device::Cpu).unwrap())
 }
 
-fn tensors(path: &Path) -> HashMap<String, Tensor> {
+pub(crate) fn tensors(path: &Path) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-fn json<T: serde::de::DeserializeOwned>(path: &Path) -> T {
+pub(crate) fn json<T: serde::de::DeserializeOwned>(path: &Path) -> T {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
 /// The tensors whose names begin with `prefix`, under the project's names.
-fn with_prefix(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
+pub(crate) fn with_prefix(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
     let renamed = |(name, tensor): (&String, &Tensor)| {
         let name = name.strip_prefix(prefix)?;
         let prefix = ["transformer.", "model."].into_iter().find(|prefix| name.starts_with(prefix));

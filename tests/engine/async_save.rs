@@ -1,12 +1,13 @@
 //! A checkpoint is written while the next step's passes run, and holds nothing of that step.
 
 use crate::common::checkpoint::{folder, names};
+use crate::run::{self, attach, trainer};
 use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use finetune::engine::optim::OptimizerKind;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::checkpoint::{Disk, FsOp, Run, list, verify};
-use finetune::telemetry::{Command, Emitter, Event, FinishReason, Record};
-use finetune::train::{Config, ConfigLayers, Interval, Trainer};
+use finetune::telemetry::{Command, Emitter, Event, FinishReason};
+use finetune::train::{Config, Interval, Trainer};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
@@ -16,10 +17,9 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 fn config(policy: PrecisionPolicy) -> Config {
-    let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
-    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (2, 32, 0);
-    (config.train.steps, config.train.eval_batches, config.train.eval_every) = (Some(4), 1, Interval::Steps(0));
-    (config.checkpoint.save_every, config.dtype, config.scaler.init_scale) = (Interval::Steps(2), policy, 1024.0);
+    let mut config = run::config(policy, (2, 32));
+    (config.train.steps, config.train.eval_every) = (Some(4), Interval::Steps(0));
+    (config.checkpoint.save_every, config.scaler.init_scale) = (Interval::Steps(2), 1024.0);
     config
 }
 
@@ -51,16 +51,14 @@ fn run(
     commands: &[Command],
 ) -> (Vec<Event>, FinishReason) {
     let mut trainer = Trainer::new(group, config, None, &mut |_| ()).unwrap();
-    let mut emitter = Emitter::new(None);
-    let events = emitter.connect();
-    trainer.attach(Run::open_on(folder, disk).unwrap(), emitter);
+    let records = attach(&mut trainer, Run::open_on(folder, disk).unwrap());
     let (sender, receiver) = mpsc::channel();
     for command in commands {
         sender.send(*command).unwrap();
     }
     trainer.listen(receiver);
     let reason = trainer.run().unwrap();
-    (events.try_iter().map(|record: Record| record.event).collect(), reason)
+    (run::events(&records), reason)
 }
 
 fn files(checkpoint: &Path) -> BTreeMap<String, Vec<u8>> {
@@ -113,7 +111,7 @@ fn a_checkpoint_written_beside_the_next_steps_passes_is_that_of_its_step() {
         assert_eq!(told(&events), expected);
         assert!(held.load(Ordering::SeqCst) > 0, "no save ran during a step");
 
-        let mut alone = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
+        let mut alone = trainer(&config);
         alone.attach(Run::open(folder.path().join("alone/run")).unwrap(), Emitter::new(None));
         alone.advance(2).unwrap();
         alone.save().unwrap();
@@ -169,10 +167,8 @@ fn a_save_that_is_due_is_written_before_a_run_pauses_or_stops() {
     }
     // While a run is paused no step comes, and a save does not wait for one.
     let folder = folder();
-    let mut trainer = Trainer::new(Arc::new(SingleProcess), config(PrecisionPolicy::FP16), None, &mut |_| ()).unwrap();
-    let mut emitter = Emitter::new(None);
-    let events = emitter.connect();
-    trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+    let mut trainer = trainer(&config(PrecisionPolicy::FP16));
+    let events = attach(&mut trainer, Run::open(folder.path().join("run")).unwrap());
     let (sender, receiver) = mpsc::channel();
     for command in [Command::Pause, Command::SaveNow] {
         sender.send(command).unwrap();

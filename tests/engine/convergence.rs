@@ -8,7 +8,6 @@ use candle_core::Device;
 use finetune::data::{BatchLoader, TokenSource, grammar};
 use finetune::engine::kernels::{Kernels, view};
 use finetune::engine::model::{Decoder, ModelSpec};
-use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{FloatFormat, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::train::{StepOutcome, TrainEngine, TrainState};
 use std::sync::Arc;
@@ -27,15 +26,7 @@ enum Masters {
 /// `tiny` with random weights before its first step, and its batches; both the same in every run.
 fn start(policy: PrecisionPolicy, scaler: GradScaler, lr: f64) -> (TrainEngine, BatchLoader) {
     let config = ModelSpec::named("tiny").unwrap();
-    let settings = Settings {
-        policy,
-        scaler,
-        adamw: AdamWConfig { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 },
-        lr,
-        max_grad_norm: Some(1.0),
-        batch: BATCH,
-        grad_accum: 1,
-    };
+    let settings = Settings { scaler, ..Settings::new(policy, GradScalerConfig::default(), lr, BATCH) };
     let masters = TrainState::random_masters(&config, 17, &Device::Cpu).unwrap();
     let tokens = TokenSource::from_ids(grammar::text(2, 200_000).bytes().map(u32::from).collect());
     (engine(&config, masters, settings), BatchLoader::new(tokens, BATCH.0, BATCH.1, 23).unwrap())

@@ -2,6 +2,7 @@
 //! processes.
 
 use crate::common::processes::together;
+use crate::run::{self, attach};
 use candle_core::DType;
 use finetune::Result;
 use finetune::data::Tokenizer;
@@ -11,12 +12,11 @@ use finetune::engine::kernels::{Fused, op};
 use finetune::engine::model::ModelSpec;
 use finetune::engine::optim::{Gradients, OptimizerKind};
 use finetune::store::checkpoint::{Checkpoint, Run, compare};
-use finetune::telemetry::{Emitter, Event, Record};
+use finetune::telemetry::Event;
 use finetune::train::{Config, ConfigLayers, Trainer, WeightInit};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
 /// Seven micro-batches of `tiny` with dropout, from a scale that overflows at first.
@@ -75,12 +75,9 @@ pub(crate) fn train(world: usize, config: &Config, folder: &Path, checkpoint: Op
             trainer.run_worker().unwrap();
             return Vec::new();
         }
-        let mut emitter = Emitter::new(None);
-        let records: Receiver<Record> = emitter.connect();
-        trainer.attach(Run::open(folder).unwrap(), emitter);
+        let records = attach(&mut trainer, Run::open(folder).unwrap());
         trainer.run().unwrap();
-        drop(trainer);
-        records.iter().map(|record| record.event).collect()
+        run::events(&records)
     });
     let mut events = told.into_iter().next().unwrap();
     events.retain(|event| {
@@ -203,14 +200,13 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
         all
     };
     config.train.grad_accum = 4;
-    let trainer = |config: &Config| Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap();
-    let mut whole = trainer(&config);
+    let mut whole = run::trainer(&config);
     whole.advance(1).unwrap();
     // Each micro-batch alone: the same windows, since four of one make a step of four. Its gradient is four times as large.
     config.train.grad_accum = 1;
     config.optimizer.lr = 0.0;
     config.optimizer.weight_decay = 0.0;
-    let mut single = trainer(&config);
+    let mut single = run::trainer(&config);
     let parts: Vec<Vec<f32>> = (0..4)
         .map(|_| {
             single.advance(1).unwrap();
@@ -295,7 +291,7 @@ fn the_tree_costs_one_process_little() {
     (config.train.batch_size, config.train.seq_len, config.scaler.init_scale) = (4, 64, 1024.0);
     for micro_batches in [2, 3, 4, 7, 8] {
         config.train.grad_accum = micro_batches;
-        let mut trainer = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap();
+        let mut trainer = run::trainer(&config);
         let median = |mut times: Vec<f64>| {
             times.sort_by(f64::total_cmp);
             times[times.len() / 2]

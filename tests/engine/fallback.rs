@@ -4,32 +4,28 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::checkpoint::values;
 use crate::common::engine::{Settings, engine};
 use crate::common::launch;
+use crate::run::{self, attach, events, of_kind, steps};
 use candle_core::{DType, Device};
 use finetune::Error;
 use finetune::data::Batch;
-use finetune::engine::collective::SingleProcess;
 use finetune::engine::kernels::view;
 use finetune::engine::model::{ForwardMode, InputIds, KvCache, ModelSpec};
-use finetune::engine::optim::AdamWConfig;
 use finetune::precision::{Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, compare, latest_valid};
 use finetune::store::tensor_file::TensorFile;
-use finetune::telemetry::{Activity, DtypeChange, Emitter, Event, Record, StepStatus, read};
+use finetune::telemetry::{Activity, DtypeChange, Emitter, Event, StepStatus, read};
 use finetune::train::{Config, ConfigLayers, TrainEngine, TrainState, Trainer, verify_resume};
 
 /// `tiny` with random weights. One hidden unit of block 1's MLP is 2^10 times as large, and the weights that read it
 /// are as much smaller. The function is nearly the same; the unit's activations are an outlier channel, as large models
 /// have them, and the gradient of the weights that read them is 2^10 times as large.
 fn with_outlier(folder: &Path) -> PathBuf {
-    let mut trainer =
-        Trainer::new(Arc::new(SingleProcess), Config::resolve(&ConfigLayers::default()).unwrap(), None, &mut |_| ())
-            .unwrap();
+    let mut trainer = run::trainer(&Config::resolve(&ConfigLayers::default()).unwrap());
     let config = trainer.engine().model.spec().clone();
     let masters = trainer.engine().state.masters.parameters().clone();
     let scale = |name: &str, of_unit: &dyn Fn(usize) -> bool, factor: f32| {
@@ -68,20 +64,15 @@ fn config(model: &Path, rule: FallbackRule, scale: f32, constant: bool) -> Confi
 /// A run's events.
 fn train(mut config: Config, steps: u64, folder: &Path) -> (Trainer, Vec<Event>) {
     config.train.steps = Some(steps);
-    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
-    let mut emitter = Emitter::new(None);
-    let events = emitter.connect();
-    trainer.attach(Run::open(folder).unwrap(), emitter);
+    let mut trainer = run::trainer(&config);
+    let records = attach(&mut trainer, Run::open(folder).unwrap());
     // A run whose every step was skipped ends as diverged.
     assert!(matches!(trainer.run(), Ok(_) | Err(Error::Diverged { .. })));
-    (trainer, events.try_iter().map(|record: Record| record.event).collect())
+    (trainer, events(&records))
 }
 
 fn retyped(events: &[Event]) -> Vec<&DtypeChange> {
-    events
-        .iter()
-        .filter_map(|event| if let Event::DtypeChange(retyped) = event { Some(retyped) } else { None })
-        .collect()
+    of_kind!(events, Event::DtypeChange).collect()
 }
 
 /// Skipped steps, log2 of the last loss scale, and the subnormal share of the applied steps' gradients that are not zero,
@@ -91,8 +82,7 @@ type Figures = (u64, f32, f64);
 /// Computes a run's figures.
 fn figures(events: &[Event]) -> Figures {
     let (mut skipped, mut scale, mut subnormal, mut stored) = (0, 0.0, 0, 0);
-    for event in events {
-        let Event::Step(step) = event else { continue };
+    for step in steps(events) {
         scale = step.scale.to;
         if step.outcome == StepStatus::Skipped {
             skipped += 1;
@@ -247,16 +237,9 @@ fn small(policy: PrecisionPolicy, grad_accum: usize) -> TrainEngine {
     let shape = ModelSpec { vocab_size: 64, ..tiny.resized(2, 16, 2) };
     let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
     let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
-    let settings = Settings {
-        policy,
-        scaler: GradScaler::new(scaler).unwrap(),
-        adamw: AdamWConfig { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.01 },
-        lr: 1e-2,
-        max_grad_norm: Some(1.0),
-        batch: (2, 8),
-        grad_accum,
-    };
-    engine(&shape, masters, settings)
+    let scaler = GradScaler::new(scaler).unwrap();
+    let settings = Settings::new(policy, GradScalerConfig::default(), 1e-2, (2, 8));
+    engine(&shape, masters, Settings { scaler, grad_accum, ..settings })
 }
 
 fn batch(first: u32) -> Batch {

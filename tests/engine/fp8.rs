@@ -1,41 +1,26 @@
 //! One block in simulated FP8, and the variance of gradients that can switch it.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use crate::common::checkpoint::values;
 use crate::common::launch;
+use crate::run::{self, advanced, of_kind, steps};
 use candle_core::{DType, Tensor};
-use finetune::engine::collective::SingleProcess;
 use finetune::engine::model::{
     Checkpointing, ForwardMode, Hook, HookPoint, InputIds, ModelSpec, TensorKind, Workspace,
 };
 use finetune::precision::{Fp8Config, PrecisionPolicy};
-use finetune::store::checkpoint::Run;
-use finetune::telemetry::{Activity, Emitter, Event, Record};
-use finetune::train::{Config, ConfigLayers, Fp8Block, Trainer, verify_resume};
+use finetune::telemetry::{Activity, Event};
+use finetune::train::{Config, Fp8Block, Trainer, verify_resume};
 
 fn config(fp8: Fp8Config) -> Config {
-    let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
-    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (1, 32, 0);
-    (config.scaler.init_scale, config.train.eval_batches) = (65536.0, 1);
-    config.precision.fp8 = fp8;
+    let mut config = run::config(PrecisionPolicy::FP16, (1, 32));
+    (config.scaler.init_scale, config.precision.fp8) = (65536.0, fp8);
     config
 }
 
 fn fp8(layer: usize) -> Fp8Config {
     Fp8Config { block: Some(layer), ..Fp8Config::default() }
-}
-
-/// A run's events over `steps` steps.
-fn train(config: Config, steps: u64) -> (Trainer, Vec<Event>) {
-    let folder = tempfile::tempdir().unwrap();
-    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
-    let mut emitter = Emitter::new(None);
-    let events = emitter.connect();
-    trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
-    trainer.advance(steps).unwrap();
-    (trainer, events.try_iter().map(|record: Record| record.event).collect())
 }
 
 /// The maximum number of bits after the leading one in any value of a tensor: 3 in E4M3, 2 in E5M2, up to 10 in FP16.
@@ -69,7 +54,7 @@ impl Bits {
 
 #[test]
 fn only_the_inputs_of_the_blocks_products_are_fp8() {
-    let (trainer, _) = train(config(fp8(1)), 3);
+    let (trainer, _) = advanced(&config(fp8(1)), 3);
     let engine = trainer.engine();
     let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.micro_batch_grads());
     let ids: Vec<u32> = (0..32).map(|i| (i * 7) % 64 + 30).collect();
@@ -104,10 +89,9 @@ fn only_the_inputs_of_the_blocks_products_are_fp8() {
 /// The masters move, and after an update the working copy is theirs, in FP16 and not in FP8.
 #[test]
 fn a_block_in_fp8_trains_and_keeps_its_masters() {
-    let (trainer, events) = train(config(fp8(1)), 12);
-    let (plain, _) = train(config(Fp8Config::default()), 12);
-    let losses: Vec<f32> =
-        events.iter().filter_map(|event| if let Event::Step(step) = event { Some(step.loss) } else { None }).collect();
+    let (trainer, events) = advanced(&config(fp8(1)), 12);
+    let (plain, _) = advanced(&config(Fp8Config::default()), 12);
+    let losses: Vec<f32> = steps(&events).map(|step| step.loss).collect();
     assert!(losses[11] < losses[0] - 0.2, "{losses:?}");
     let state = &trainer.engine().state;
     for (name, weight) in state.weights.iter() {
@@ -137,7 +121,7 @@ fn a_run_resumes_bit_for_bit_in_fp8_and_through_a_switch() {
 
 #[test]
 fn the_state_of_another_block_is_discarded() {
-    let (trainer, _) = train(config(fp8(1)), 2);
+    let (trainer, _) = advanced(&config(fp8(1)), 2);
     let state = trainer.engine().state.fp8.as_ref().unwrap().state();
     let again = |layer| Fp8Block::new(fp8(layer), Some(state.clone())).unwrap();
     let fresh = Fp8Block::new(fp8(2), None).unwrap();
@@ -150,9 +134,8 @@ fn the_state_of_another_block_is_discarded() {
 fn first_variance() -> f64 {
     let mut config = config(Fp8Config::default());
     config.telemetry.variance_every = 1;
-    let (trainer, events) = train(config, 1);
-    let variances =
-        events.iter().find_map(|event| if let Event::GradVariance(v) = event { Some(v) } else { None }).unwrap();
+    let (trainer, events) = advanced(&config, 1);
+    let variances = of_kind!(events, Event::GradVariance).next().unwrap();
     let names: Vec<_> = variances.layers.keys().map(String::as_str).collect();
     let blocks = trainer.engine().model.spec().num_layers;
     assert_eq!((names.len(), names[0], *names.last().unwrap()), (blocks + 1, "h.0", "head"));
@@ -163,10 +146,8 @@ fn first_variance() -> f64 {
 fn the_variance_is_that_of_the_unscaled_gradients_elements() {
     let mut config = config(Fp8Config::default());
     config.telemetry.variance_every = 1;
-    let (trainer, events) = train(config, 1);
-    let scale =
-        events.iter().find_map(|e| if let Event::Step(step) = e { Some(f64::from(step.loss_scale)) } else { None });
-    let scale = scale.unwrap();
+    let (trainer, events) = advanced(&config, 1);
+    let scale = f64::from(steps(&events).next().unwrap().loss_scale);
     let born = trainer.engine().grads.micro_batch_grads();
     let elements: Vec<f64> = born
         .iter()
@@ -178,9 +159,8 @@ fn the_variance_is_that_of_the_unscaled_gradients_elements() {
     let expected = elements.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / elements.len() as f64;
     let found = first_variance();
     assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
-    assert!(
-        train(self::config(Fp8Config::default()), 2).1.iter().all(|event| !matches!(event, Event::GradVariance(_)))
-    );
+    let (_, events) = advanced(&self::config(Fp8Config::default()), 2);
+    assert_eq!(of_kind!(events, Event::GradVariance).count(), 0);
 }
 
 #[test]
@@ -188,13 +168,9 @@ fn the_variance_switches_the_block_and_the_log_says_so() {
     let variance = first_variance();
     let switched = |threshold: f64| {
         let config = config(Fp8Config { enter_variance: Some(threshold), ..fp8(1) });
-        let (trainer, events) = train(config, 8);
-        let moves: Vec<_> = events
-            .into_iter()
-            .filter_map(|event| {
-                if let Event::DtypeChange(moved) = event { Some((moved.step, moved.to, moved.restored)) } else { None }
-            })
-            .collect();
+        let (trainer, events) = advanced(&config, 8);
+        let moves = of_kind!(events, Event::DtypeChange).map(|moved| (moved.step, moved.to.clone(), moved.restored));
+        let moves: Vec<_> = moves.collect();
         (moves, trainer.engine().state.fp8.as_ref().unwrap().active().is_some())
     };
     let (moves, active) = switched(variance * 1e6);

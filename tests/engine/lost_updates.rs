@@ -1,14 +1,13 @@
 //! The counts of lost updates against the files of checkpoints, and training without masters.
 
-use finetune::engine::collective::SingleProcess;
+use crate::run::{attach, events, steps, trainer};
 use finetune::precision::{Dtype, FloatFormat, UpdateCounts};
 use finetune::store::checkpoint::Run;
 use finetune::store::tensor_file::TensorFile;
-use finetune::telemetry::{Activity, Emitter, Event, Record, StepRecord, StepStatus};
-use finetune::train::{Config, ConfigLayers, Trainer, verify_resume};
+use finetune::telemetry::{Activity, Event, StepStatus};
+use finetune::train::{Config, ConfigLayers, verify_resume};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
 
 const STEPS: u64 = 4;
 
@@ -34,17 +33,11 @@ fn config(dtype: &str, masters: bool) -> Config {
 fn train(config: &Config, folder: &Path, threads: usize) -> Vec<Event> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     pool.install(|| {
-        let mut trainer = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap();
-        let mut emitter = Emitter::new(None);
-        let events = emitter.connect();
-        trainer.attach(Run::open(folder).unwrap(), emitter);
+        let mut trainer = trainer(config);
+        let records = attach(&mut trainer, Run::open(folder).unwrap());
         trainer.run().unwrap();
-        events.try_iter().map(|record: Record| record.event).collect()
+        events(&records)
     })
-}
-
-fn steps(events: &[Event]) -> Vec<&StepRecord> {
-    events.iter().filter_map(|event| if let Event::Step(step) = event { Some(&**step) } else { None }).collect()
 }
 
 /// The tensors of a file of the checkpoint after `step`, by the names of parameters.
@@ -79,7 +72,7 @@ fn counts_are_those_of_the_files_of_two_checkpoints() {
         let folder = tempfile::tempdir().unwrap();
         let events = train(&config(&dtype.to_string(), true), folder.path(), 2);
         let mut compared = 0;
-        for step in steps(&events).into_iter().skip(1).filter(|step| step.outcome == StepStatus::Applied) {
+        for step in steps(&events).skip(1).filter(|step| step.outcome == StepStatus::Applied) {
             let expected = counts_from_files(folder.path(), step.step, dtype.format());
             let mut sum = UpdateCounts::default();
             assert_eq!(step.tensors.len(), expected.len());
@@ -100,7 +93,7 @@ fn counts_do_not_depend_on_the_number_of_threads() {
     let counts = |threads: usize| {
         let folder = tempfile::tempdir().unwrap();
         let events = train(&config("fp16", true), folder.path(), threads);
-        steps(&events).iter().map(|step| (step.lost_updates, step.tensors.clone())).collect::<Vec<_>>()
+        steps(&events).map(|step| (step.lost_updates, step.tensors.clone())).collect::<Vec<_>>()
     };
     let one = counts(1);
     assert!(one.iter().any(|(sum, _)| sum.is_some()));
@@ -118,7 +111,7 @@ fn weights_without_masters_lose_updates_and_resume() {
         let events = train(&config, &run, 2);
         let warned = |event: &Event| matches!(event, Event::Warning(it) if it.message.contains("precision.masters"));
         assert!(events.iter().any(warned));
-        let applied = steps(&events).into_iter().filter(|step| step.outcome == StepStatus::Applied);
+        let applied = steps(&events).filter(|step| step.outcome == StepStatus::Applied);
         let counts: Vec<UpdateCounts> = applied.map(|step| step.lost_updates.unwrap()).collect();
         assert!(counts.len() >= 2);
         for sum in counts {

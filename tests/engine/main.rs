@@ -34,5 +34,6 @@ mod predictive;
 mod probe;
 mod qlora;
 mod real_weights;
+mod run;
 mod training_loop;
 mod transformers;

@@ -5,7 +5,7 @@
 
 use crate::common::compare::{assert_close, values};
 use crate::common::engine::{Settings, by_name, engine_of, in_group, read_model, unscaled};
-use crate::common::golden::{AdamWSettings, Case};
+use crate::common::golden::{AdamWSettings, Case, json, path, tensors, with_prefix};
 use crate::common::processes::together;
 use crate::distributed::train;
 use candle_core::{Device, Tensor};
@@ -13,8 +13,8 @@ use finetune::data::{Batch, IGNORE_INDEX, SampledRow, Sequence, SequenceRole};
 use finetune::engine::collective::SingleProcess;
 use finetune::engine::kernels::view::write_f32;
 use finetune::engine::model::{Checkpointing, Decoder, Workspace};
-use finetune::engine::optim::{AdamWConfig, Gradients};
-use finetune::precision::{GradScaler, OnOverflow, PrecisionPolicy};
+use finetune::engine::optim::Gradients;
+use finetune::precision::{GradScalerConfig, OnOverflow, PrecisionPolicy};
 use finetune::store::checkpoint::compare;
 use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{
@@ -23,7 +23,6 @@ use finetune::train::{
 };
 use serde::Deserialize;
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
 
 /// `preferences.json`.
 #[derive(Deserialize)]
@@ -88,12 +87,22 @@ struct GoldenObjective {
     accuracy: f64,
 }
 
-fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+fn golden() -> Golden {
+    json(&path("preferences.json"))
 }
 
-fn golden() -> Golden {
-    serde_json::from_str(&std::fs::read_to_string(folder().join("preferences.json")).unwrap()).unwrap()
+fn pytorchs_gradients() -> HashMap<String, Tensor> {
+    tensors(&path("preferences.safetensors"))
+}
+
+/// Compares a step's gradients with those of a case.
+fn assert_gradients(what: &str, engine: &TrainEngine, all: &HashMap<String, Tensor>, case: &str) {
+    assert_close(what, &unscaled(engine, 1.0), &with_prefix(all, &format!("{case}/")), 1e-5, 1e-5);
+}
+
+fn dpo(reference: Reference) -> Objective {
+    let settings = ObjectiveSection { kind: ObjectiveKind::Dpo, ..ObjectiveSection::default() };
+    Objective::new(settings, reference)
 }
 
 /// Pairs as batches of `pairs_per_batch`, padded to one width.
@@ -135,13 +144,10 @@ fn assert_near(what: &str, found: f64, expected: f64, tolerance: f64) {
 fn engine_for(case: &Case, adamw: &AdamWSettings, (rows, width): (usize, usize), micro_batches: usize) -> TrainEngine {
     let (config, masters) = read_model(&case.folder);
     let settings = Settings {
-        policy: PrecisionPolicy::FP32,
-        scaler: GradScaler::disabled(),
-        adamw: AdamWConfig { betas: adamw.betas.into(), eps: adamw.eps, weight_decay: adamw.weight_decay },
-        lr: adamw.lr,
+        adamw: adamw.config(),
         max_grad_norm: Some(adamw.max_grad_norm),
-        batch: (rows, width),
         grad_accum: micro_batches,
+        ..Settings::new(PrecisionPolicy::FP32, GradScalerConfig::default(), adamw.lr, (rows, width))
     };
     engine_of(case.kernels.clone(), &config, masters, settings)
 }
@@ -183,9 +189,7 @@ fn losses_and_their_derivatives_agree_with_pytorch() {
 
 #[test]
 fn gradients_of_every_parameter_agree_with_pytorch() {
-    let golden = golden();
-    let gradients: HashMap<String, Tensor> =
-        candle_core::safetensors::load(folder().join("preferences.safetensors"), &Device::Cpu).unwrap();
+    let (golden, gradients) = (golden(), pytorchs_gradients());
     for (name, model) in &golden.models {
         let batch = &batches(&model.pairs, model.pairs.len())[0];
         for case in Case::own(name).for_all_kernels() {
@@ -210,11 +214,7 @@ fn gradients_of_every_parameter_agree_with_pytorch() {
                     assert_near(&what, metrics.get(found).unwrap(), expected, 1e-5);
                 }
                 assert_eq!(metrics.get(ObjectiveMetric::RewardsAccuracies), Some(expected.accuracy), "{what}");
-                let prefix = format!("{name}/{objective}/");
-                let of_case = gradients
-                    .iter()
-                    .filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?.to_owned(), value.clone())));
-                assert_close(&what, &unscaled(&engine, 1.0), &of_case.collect(), 1e-5, 1e-5);
+                assert_gradients(&what, &engine, &gradients, &format!("{name}/{objective}"));
             }
         }
     }
@@ -226,8 +226,7 @@ fn ten_steps_of_dpo_agree_with_pytorch() {
     for (name, model) in &golden.models {
         let batch = &batches(&model.pairs, model.pairs.len())[0];
         let mut engine = engine_for(&Case::own(name), &golden.adamw, (batch.batch_size, batch.seq_len), 1);
-        let settings = ObjectiveSection { kind: ObjectiveKind::Dpo, ..ObjectiveSection::default() };
-        engine.objective = Objective::new(settings, stored(&model.base));
+        engine.objective = dpo(stored(&model.base));
         assert_eq!(model.dpo_steps.len(), 10);
         for (step, expected) in model.dpo_steps.iter().enumerate() {
             let report = engine.step(std::slice::from_ref(batch)).unwrap();
@@ -284,8 +283,7 @@ fn losses_are_divided_by_the_pairs_of_the_step() {
         let parts = batches(&model.pairs, pairs_per_batch);
         let shape = (2 * pairs_per_batch, parts[0].seq_len);
         let mut engine = engine_for(&Case::own("narrow"), &golden.adamw, shape, parts.len());
-        let settings = ObjectiveSection { kind: ObjectiveKind::Dpo, ..ObjectiveSection::default() };
-        engine.objective = Objective::new(settings, stored(&model.reference));
+        engine.objective = dpo(stored(&model.reference));
         let report = engine.step(&parts).unwrap();
         (report.loss, unscaled(&engine, 1.0))
     };
@@ -323,9 +321,7 @@ fn weights_of_samples_scale_their_losses() {
 /// Prompts with the answers of other rows estimate the divergence; their reference has separate keys.
 #[test]
 fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
-    let golden = golden();
-    let gradients: HashMap<String, Tensor> =
-        candle_core::safetensors::load(folder().join("preferences.safetensors"), &Device::Cpu).unwrap();
+    let (golden, gradients) = (golden(), pytorchs_gradients());
     for (name, model) in &golden.models {
         let mut batch = batches(&model.pairs, model.pairs.len()).remove(0);
         for (row, sequence) in batch.sequences.iter_mut().enumerate() {
@@ -342,10 +338,7 @@ fn kto_and_its_estimate_of_the_divergence_agree_with_pytorch() {
         assert!(model.kto.kl > 0.1, "{name}: an estimate of {} tests nothing", model.kto.kl);
         assert_near(name, report.metrics.unwrap().get(ObjectiveMetric::Kl).unwrap(), model.kto.kl, 1e-5);
         assert_near(name, report.loss, model.kto.loss, 2e-6);
-        let prefix = format!("{name}/kto/");
-        let of_case =
-            gradients.iter().filter_map(|(key, it)| Some((key.strip_prefix(&prefix)?.to_owned(), it.clone())));
-        assert_close(name, &unscaled(&engine, 1.0), &of_case.collect(), 1e-5, 1e-5);
+        assert_gradients(name, &engine, &gradients, &format!("{name}/kto"));
     }
 }
 
@@ -360,10 +353,6 @@ fn the_base_of_adapters_is_their_reference() {
         let pairs = pairs.map(|parts| parts.clone().map(|ids| ids.into_iter().map(|id| id % 30).collect()));
         let pair = &batches(&pairs.collect::<Vec<_>>(), 1)[..];
         let shape = (2, pair[0].seq_len);
-        let dpo = |reference| {
-            let settings = ObjectiveSection { kind: ObjectiveKind::Dpo, ..ObjectiveSection::default() };
-            Objective::new(settings, reference)
-        };
         let mut plain = engine_for(&case, &golden.adamw, shape, 1);
         plain.objective = dpo(stored(&[0.0; 2]));
         let metrics = plain.step(pair).unwrap().metrics.unwrap();
@@ -484,10 +473,7 @@ fn groups(model: &GoldenGroupModel, settings: &ObjectiveSection) -> Batch {
 /// With ratios that are clipped, weights that are truncated, and a reference.
 #[test]
 fn grpo_agrees_with_pytorch() {
-    let golden: GoldenGroups =
-        serde_json::from_str(&std::fs::read_to_string(folder().join("grpo.json")).unwrap()).unwrap();
-    let gradients: HashMap<String, Tensor> =
-        candle_core::safetensors::load(folder().join("grpo.safetensors"), &Device::Cpu).unwrap();
+    let (golden, gradients): (GoldenGroups, _) = (json(&path("grpo.json")), tensors(&path("grpo.safetensors")));
     let adamw = self::golden().adamw;
     for (name, model) in &golden.models {
         for case in Case::own(name).for_all_kernels() {
@@ -525,11 +511,7 @@ fn grpo_agrees_with_pytorch() {
                 if let Some(kl) = kl {
                     assert_near(&what, kl, expected.kl, 1e-4);
                 }
-                let prefix = format!("{name}/{objective}/");
-                let of_case = gradients
-                    .iter()
-                    .filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?.to_owned(), value.clone())));
-                assert_close(&what, &unscaled(&engine, 1.0), &of_case.collect(), 1e-5, 1e-5);
+                assert_gradients(&what, &engine, &gradients, &format!("{name}/{objective}"));
             }
         }
     }

@@ -3,7 +3,7 @@
 
 use crate::common::compare::assert_close;
 use crate::common::engine::unscaled;
-use crate::common::golden::Case;
+use crate::common::golden::{Case, json, path, tensors, with_prefix};
 use candle_core::{Device, Tensor};
 use finetune::data::{Batch, BatchLoader, SequenceIndex, TokenSource};
 use finetune::engine::collective::SingleProcess;
@@ -13,7 +13,6 @@ use finetune::precision::PrecisionPolicy;
 use finetune::train::TrainEngine;
 use serde::Deserialize;
 use std::collections::{BTreeMap, HashMap};
-use std::path::Path;
 
 /// `masked.json`.
 #[derive(Deserialize)]
@@ -31,10 +30,7 @@ struct Samples {
 }
 
 fn masked() -> (Masked, HashMap<String, Tensor>) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    let text = std::fs::read_to_string(folder.join("masked.json")).unwrap();
-    let gradients = candle_core::safetensors::load(folder.join("masked.safetensors"), &Device::Cpu).unwrap();
-    (serde_json::from_str(&text).unwrap(), gradients)
+    (json(&path("masked.json")), tensors(&path("masked.safetensors")))
 }
 
 /// An epoch's batches of `rows` rows.
@@ -63,11 +59,7 @@ fn engine(case: &Case, policy: PrecisionPolicy, shape: (usize, usize), keep: Che
 fn masked_cut_packed_and_accumulated_samples_have_pytorchs_loss_and_gradients() {
     let (masked, gradients) = masked();
     for (name, Samples { tokens: samples, loss, targets }) in &masked.cases {
-        let prefix = format!("{name}/");
-        let expected: BTreeMap<String, Tensor> = gradients
-            .iter()
-            .filter_map(|(name, tensor)| Some((name.strip_prefix(&prefix)?.to_owned(), tensor.clone())))
-            .collect();
+        let expected = with_prefix(&gradients, &format!("{name}/"));
         for case in Case::own(name).for_all_kernels() {
             for (packing, rows, keep) in [
                 (false, 8, Checkpointing::None),

@@ -4,18 +4,16 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::path::Path;
-use std::sync::Arc;
 
 use crate::common::compare::gpt2_tokenizer;
+use crate::run::advanced;
 use candle_core::Device;
 use finetune::data::grammar;
-use finetune::engine::collective::SingleProcess;
 use finetune::engine::model::ModelSpec;
 use finetune::precision::ScalerMode;
 use finetune::random::{Domain, Stream};
-use finetune::store::checkpoint::Run;
-use finetune::telemetry::{Activity, Emitter, Event, ScaleCause, StepStatus};
-use finetune::train::{Config, ConfigLayers, DataSets, TrainState, Trainer, verify_resume};
+use finetune::telemetry::{Activity, Event, ScaleCause, StepStatus};
+use finetune::train::{Config, ConfigLayers, DataSets, TrainState, verify_resume};
 
 /// The figures of a run.
 #[derive(Debug, Default)]
@@ -35,16 +33,10 @@ fn train(mut config: Config, policy: ScalerMode, steps: u64) -> Figures {
     config.scaler.mode = policy;
     config.train.steps = Some(steps);
     config.telemetry.probe_every = 20;
-    let folder = tempfile::tempdir().unwrap();
-    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
-    let mut emitter = Emitter::new(None);
-    let events = emitter.connect();
-    trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
-    trainer.advance(steps).unwrap();
     let mut found = Figures::default();
     let (mut nonzero, mut flushed, mut stored, mut subnormal) = (0, 0, 0, 0);
-    for record in events.try_iter() {
-        match record.event {
+    for event in advanced(&config, steps).1 {
+        match event {
             Event::Step(step) => {
                 found.moves += u64::from(step.scale.cause != ScaleCause::Held);
                 found.mean_log2_scale += f64::from(step.loss_scale).log2() / steps as f64;

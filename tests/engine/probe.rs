@@ -1,12 +1,11 @@
 //! Instruments have no side effects: a run is bit for bit the same with all of them and with none.
 
-use finetune::engine::collective::SingleProcess;
+use crate::run::trainer;
 use finetune::precision::OnOverflow;
 use finetune::store::checkpoint::{Run, compare, latest_valid};
 use finetune::telemetry::{Emitter, Event, EventLog, Fp32Probe, StepRecord, StepStatus, read};
-use finetune::train::{Config, Trainer};
+use finetune::train::Config;
 use std::path::Path;
-use std::sync::Arc;
 
 const STEPS: u64 = 12;
 
@@ -27,7 +26,7 @@ fn train(folder: &Path, name: &str, instruments: bool) -> (Vec<StepRecord>, Vec<
     } else {
         (telemetry.tensors_every, telemetry.exponents_every) = (STEPS + 1, STEPS + 1);
     }
-    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
+    let mut trainer = trainer(&config);
     let path = folder.join(name);
     let run = Run::open(&path).unwrap();
     trainer.attach(run, Emitter::new(Some(EventLog::open(path.join("events.jsonl")).unwrap())));
@@ -43,6 +42,7 @@ fn train(folder: &Path, name: &str, instruments: bool) -> (Vec<StepRecord>, Vec<
                 steps.push(step);
             }
             Event::Fp32Probe(probe) => probes.push(*probe),
+            Event::Overflow(overflow) => assert_eq!(overflow.first_nonfinite.is_some(), instruments),
             _ => {}
         }
     }

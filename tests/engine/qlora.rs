@@ -12,8 +12,7 @@ use candle_core::quantized::GgmlDType::{self, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5
 use finetune::data::{BatchLoader, TokenSource, grammar};
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::model::{KvCache, ModelSpec, ParamSpec};
-use finetune::engine::optim::AdamWConfig;
-use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
+use finetune::precision::{GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
 use finetune::store::base::{AdaptedModel, load_with_base};
 use finetune::train::TrainEngine;
@@ -47,16 +46,7 @@ fn read(spec: &ModelSpec, policy: PrecisionPolicy, file: &GgufModel, in_blocks: 
 
 fn start(spec: &ModelSpec, over: AdaptedModel, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> TrainEngine {
     let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
-    let settings = Settings {
-        policy,
-        scaler: if policy.needs_loss_scale() { GradScaler::new(scaler).unwrap() } else { GradScaler::disabled() },
-        adamw: AdamWConfig { betas: [0.9, 0.95], eps: 1e-8, weight_decay: 0.1 },
-        lr: 1e-2,
-        max_grad_norm: Some(1.0),
-        batch: BATCH,
-        grad_accum: 1,
-    };
-    engine_of(kernels, spec, over.parameters, settings)
+    engine_of(kernels, spec, over.parameters, Settings::new(policy, scaler, 1e-2, BATCH))
 }
 
 /// Losses of three steps, every bit that they have trained, and the logits of a sequence decoded token by token.

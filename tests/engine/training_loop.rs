@@ -2,6 +2,7 @@
 //! kernels.
 
 use crate::common::compare;
+use crate::run::{self, attach, of_kind, steps};
 use candle_core::Device;
 use finetune::data::Batch;
 use finetune::engine::collective::SingleProcess;
@@ -11,39 +12,30 @@ use finetune::engine::model::{Checkpointing, ModelSpec, Workspace};
 use finetune::engine::optim::MasterWeights;
 use finetune::precision::{PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, latest_valid};
-use finetune::telemetry::{Activity, Command, Emitter, Event, FinishReason, FlushedTensor, Record, StepRecord};
-use finetune::train::{Config, ConfigLayers, DataSets, SetupEvent, TrainState, Trainer, engine, verify_resume};
+use finetune::telemetry::{Activity, Command, Event, FinishReason, FlushedTensor};
+use finetune::train::{Config, DataSets, SetupEvent, TrainState, Trainer, engine, verify_resume};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc;
 
 fn config(policy: PrecisionPolicy, steps: u64) -> Config {
-    let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
-    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (2, 32, 0);
-    (config.train.steps, config.train.eval_batches, config.train.grad_accum) = (Some(steps), 1, 2);
-    config.dtype = policy;
+    let mut config = run::config(policy, (2, 32));
+    (config.train.steps, config.train.grad_accum) = (Some(steps), 2);
     config
 }
 
 /// A run's trainer and events.
-fn run(config: Config, command: Option<Command>) -> (Trainer, Vec<Event>, FinishReason) {
-    let folder = tempfile::tempdir().unwrap();
-    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, None, &mut |_| ()).unwrap();
-    let mut emitter = Emitter::new(None);
-    let events = emitter.connect();
-    trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+fn run(config: &Config, command: Option<Command>) -> (Trainer, Vec<Event>, FinishReason) {
+    let (folder, mut trainer) = (tempfile::tempdir().unwrap(), run::trainer(config));
+    let records = attach(&mut trainer, Run::open(folder.path().join("run")).unwrap());
     let (commands, receiver) = mpsc::channel();
     for command in command.into_iter().flat_map(|command| [command; 20]) {
         commands.send(command).unwrap();
     }
     trainer.listen(receiver);
     let reason = trainer.run().unwrap();
-    (trainer, events.try_iter().map(|record: Record| record.event).collect(), reason)
-}
-
-fn steps(events: &[Event]) -> impl Iterator<Item = &StepRecord> {
-    events.iter().filter_map(|event| if let Event::Step(step) = event { Some(&**step) } else { None })
+    (trainer, run::events(&records), reason)
 }
 
 /// Prompts of a few letters with answers of one, in a file.
@@ -61,7 +53,7 @@ fn gradient_checkpointing_changes_no_bit_and_saves_memory() {
             let mut config = config(policy, 8);
             config.train.recompute = recompute;
             (config.dropout.residual, config.dropout.attention, config.scaler.init_scale) = (0.1, 0.1, 2f32.powi(20));
-            run(config, None).0
+            run(&config, None).0
         });
         for (a, b) in [
             (kept.engine().state.masters.parameters(), recomputed.engine().state.masters.parameters()),
@@ -89,7 +81,7 @@ fn asking_for_an_evaluation_moves_neither_the_best_nor_early_stopping() {
     settings.train.early_stopping = 2;
     // The loss rises, so each of 20 looks would count as one without a new best.
     settings.optimizer.lr = 1.0;
-    let (_, events, reason) = run(settings, Some(Command::EvalNow));
+    let (_, events, reason) = run(&settings, Some(Command::EvalNow));
     assert!(events.iter().filter(|event| matches!(event, Event::Eval(_))).count() > 20);
     assert_eq!((reason, steps(&events).count()), (FinishReason::Done, 6));
 }
@@ -99,7 +91,7 @@ fn an_epoch_is_counted_in_samples() {
     let folder = tempfile::tempdir().unwrap();
     let mut settings = config(PrecisionPolicy::FP32, 40);
     settings.data = DataSets::One(prompts(folder.path(), "abc"));
-    let (_, events, _) = run(settings, None);
+    let (_, events, _) = run(&settings, None);
     let last = steps(&events).last().unwrap();
     // Nine tenths of 400 samples train, 4 a step.
     let expected = 40.0 * 4.0 / 360.0;
@@ -126,7 +118,7 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     })
     .unwrap();
     assert_eq!((told.len(), told[0].stats.skipped, told[0].rows), (1, 400, 320));
-    let (_, events, _) = run(settings.clone(), None);
+    let (_, events, _) = run(&settings, None);
     assert!(steps(&events).count() == 12 && steps(&events).all(|step| step.loss > 0.0));
 
     let spec = ModelSpec::named("tiny").unwrap();
@@ -153,7 +145,7 @@ fn everything_on(kernels: KernelBackend) -> Config {
 #[test]
 fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
     let [fused, plain] =
-        [KernelBackend::Fused, KernelBackend::Candle].map(|kernels| run(everything_on(kernels), None).1);
+        [KernelBackend::Fused, KernelBackend::Candle].map(|kernels| run(&everything_on(kernels), None).1);
     let losses = |events: &[Event]| steps(events).map(|step| step.loss).collect::<Vec<_>>();
     assert_eq!(losses(&fused).len(), 8);
     for (fused, plain) in losses(&fused).iter().zip(losses(&plain)) {
@@ -192,7 +184,7 @@ fn exponents_are_counted_only_every_so_many_steps() {
     for kernels in [KernelBackend::Fused, KernelBackend::Candle] {
         let mut settings = config(PrecisionPolicy::BF16, 7);
         (settings.kernels, settings.telemetry.exponents_every) = (kernels, 3);
-        let (_, events, _) = run(settings, None);
+        let (_, events, _) = run(&settings, None);
         let counted: Vec<u64> =
             steps(&events).filter(|step| !step.grads.exponents.is_empty()).map(|step| step.step).collect();
         assert_eq!(counted, [3, 6]);
@@ -221,22 +213,18 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     let mut config = config(PrecisionPolicy::FP16, 12);
     (config.telemetry.tensors_every, config.scaler.init_scale) = (1, 256.0);
     let train = |mut trainer: Trainer, steps: u64| {
-        let mut emitter = Emitter::new(None);
-        let events = emitter.connect();
-        trainer.attach(Run::open(folder.path().join("run")).unwrap(), emitter);
+        let records = attach(&mut trainer, Run::open(folder.path().join("run")).unwrap());
         trainer.advance(steps).unwrap();
         trainer.save().unwrap();
-        events.try_iter().map(|record: Record| record.event).collect::<Vec<_>>()
+        run::events(&records)
     };
-    let mut events = train(Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap(), 5);
+    let mut events = train(run::trainer(&config), 5);
     let saved = latest_valid(&folder.path().join("run")).unwrap().checkpoint;
     events.extend(train(Trainer::new(Arc::new(SingleProcess), config.clone(), Some(&saved), &mut |_| ()).unwrap(), 7));
     let mut told = BTreeMap::new();
-    for event in &events {
-        if let Event::UnderflowOnset(touched) = event {
-            for name in &touched.tensors {
-                assert_eq!(told.insert(name.clone(), touched.step), None, "{name} is named twice");
-            }
+    for touched in of_kind!(events, Event::UnderflowOnset) {
+        for name in &touched.tensors {
+            assert_eq!(told.insert(name.clone(), touched.step), None, "{name} is named twice");
         }
     }
     // The tables of all tensors, which every step has here, agree.
@@ -249,8 +237,8 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     assert_eq!(told, seen);
     assert!(told.values().any(|step| *step == 1) && told.values().any(|step| *step > 5), "{told:?}");
     config.dtype = PrecisionPolicy::BF16;
-    let (_, events, _) = run(config, None);
-    assert!(!events.iter().any(|event| matches!(event, Event::UnderflowOnset(_))), "BF16's gradients have room");
+    let (_, events, _) = run(&config, None);
+    assert_eq!(of_kind!(events, Event::UnderflowOnset).count(), 0, "BF16's gradients have room");
 }
 
 #[test]
@@ -258,11 +246,8 @@ fn the_largest_gradient_of_each_layer_is_recorded() {
     let mut config = config(PrecisionPolicy::FP16, 6);
     (config.telemetry.layer_maxima_every, config.telemetry.tensors_every) = (3, 1);
     config.scaler.init_scale = 65536.0;
-    let (trainer, events, _) = run(config, None);
-    let maxima: Vec<_> = events
-        .iter()
-        .filter_map(|event| if let Event::GradMax(maxima) = event { Some(maxima) } else { None })
-        .collect();
+    let (trainer, events, _) = run(&config, None);
+    let maxima: Vec<_> = of_kind!(events, Event::GradMax).collect();
     assert_eq!(maxima.iter().map(|maxima| maxima.step).collect::<Vec<_>>(), [3, 6]);
     for maxima in maxima {
         let step = steps(&events).find(|step| step.step == maxima.step).unwrap();

@@ -1,6 +1,6 @@
 //! Gradient statistics: of all gradients, of one tensor, of each layer.
 
-use crate::precision::{ExponentHistogram, TensorStats, UpdateCounts};
+use crate::precision::{ExponentHistogram, UpdateCounts};
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -33,24 +33,6 @@ pub struct GradStats {
 }
 
 impl GradStats {
-    /// Converts a tensor's statistics and, if they were counted, its exponents.
-    pub fn new(stats: &TensorStats, histogram: Option<&ExponentHistogram>) -> Self {
-        let exponents = histogram.map_or_else(Vec::new, |histogram| {
-            histogram.iter().map(|(exponent, count)| (exponent as i16, count)).collect()
-        });
-        Self {
-            count: stats.count,
-            min_abs: stats.min_nonzero,
-            max_abs: stats.max_abs,
-            zero: stats.zero,
-            subnormal: stats.subnormal,
-            inf: stats.inf,
-            nan: stats.nan,
-            norm: stats.norm(),
-            exponents,
-        }
-    }
-
     /// The share of `part` of the elements; `None` without elements.
     pub fn share(&self, part: u64) -> Option<f64> {
         (self.count > 0).then(|| part as f64 / self.count as f64)

@@ -119,7 +119,7 @@ fn page(found: &Bisection, tolerance: f64, is_recorded: bool) -> Page {
     heat_map(&mut page, found, "Relative error of the gradient if only this is rounded", |cost| {
         heat(alone(cost), largest_alone)
     });
-    heat_map(&mut page, found, "Relative error of the gradient if all but this is rounded", |cost| {
+    heat_map(&mut page, found, "Relative error of the gradient if all others are rounded", |cost| {
         heat(others(cost), largest_others)
     });
     heat_map(&mut page, found, "Values that become infinite (✕) or zero", |cost| {
@@ -142,7 +142,7 @@ fn page(found: &Bisection, tolerance: f64, is_recorded: bool) -> Page {
     let columns: [Column<'_, RoundingCost<Keep>>; 3] = [
         ("what training can keep", -24, &name),
         ("if only this is rounded", -36, &|cost| error(cost.alone)),
-        ("if all but this is rounded", -36, &|cost| error(cost.others)),
+        ("if all others are rounded", -36, &|cost| error(cost.others)),
     ];
     page.table(&found.layers, &columns);
     page.gap();

@@ -341,7 +341,7 @@ impl Bisector<'_> {
     }
 }
 
-/// Measures what rounding to `dtype` costs in the step over `batches`, and searches the least that has to stay in FP32 for an
+/// Measures the cost of rounding to `dtype` in the step over `batches`, and searches a smallest set to keep in FP32 for an
 /// error of the gradient of at most `tolerance`. Overwrites buffers and gradients, and nothing that outlives a step.
 pub(super) fn bisect(
     engine: &mut TrainEngine,

@@ -13,7 +13,7 @@ mod scaler_config;
 pub use finetune_kernels::precision::*;
 
 pub use fallback::{Fallback, FallbackRule, PrecisionConfig, PrecisionUnit, UnitRecord, UnitSet};
-pub use fp8::{AmaxHistory, Fp8Config, Fp8State, scale_for};
+pub use fp8::{AmaxHistory, BlockRanges, Fp8Config, Fp8State, scale_for};
 pub use grad_scaler::{GradScaler, ScaleChange, ScalerState, StateDict};
 pub use headroom::Headroom;
 pub use per_optimizer_state::PerOptimizerState;

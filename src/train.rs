@@ -24,7 +24,7 @@ mod verify;
 pub use bisect::{Bisection, GradientError, Keep, KeptLayers, RoundingCost, Site, SiteKind};
 pub use config::{Config, ConfigLayers, DataSets, DeviceSpec, Interval, ObjectiveSection, WeightInit, check_threads};
 pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
-pub use fp8::Fp8Block;
+pub use fp8::Fp8Blocks;
 pub use memory::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};
 pub use objective::{
     CompletionLogp, CompletionLoss, LossSums, Objective, ObjectiveKind, PairLoss, Reference, ReferenceLogps,

@@ -123,7 +123,7 @@ settings! {
         fallback_max_scale: f32 = 65536.0;
         /// Consecutive steps whose gradients fit the policy's dtype before a layer returns to it; 0 for never.
         fallback_cooldown: u64 = 0;
-        /// A block whose matrix products use simulated FP8.
+        /// Blocks whose matrix products use simulated FP8.
         fp8: Fp8Config = Fp8Config::default(), section(Fp8Config::settings);
     }
 }

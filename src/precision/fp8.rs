@@ -4,6 +4,9 @@
 //! scaling takes it from the largest magnitudes of earlier steps (Micikevicius et al., *FP8 Formats for Deep Learning*,
 //! 2022): the tensor is read only once, and values that exceed its history saturate at the format's largest value.
 
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
 use serde::{Deserialize, Serialize};
 
 use super::FloatFormat;
@@ -11,18 +14,92 @@ use crate::settings::settings;
 use crate::{Error, Result};
 
 settings! {
-    /// Settings of a block whose matrix products use FP8 operands.
-    #[derive(Debug, Clone, Copy, PartialEq)]
+    /// Settings of blocks whose matrix products use FP8 operands.
+    #[derive(Debug, Clone, PartialEq)]
     pub struct Fp8Config {
-        /// The block whose matrix products use simulated FP8 operands, counted from 0; none by default.
-        block: Option<usize> = None;
+        /// The blocks whose matrix products use simulated FP8 operands, counted from 0: a number, a range such as 1-4, several
+        /// with commas, or all; none by default.
+        block: Option<BlockRanges> = None;
         /// The number of recent steps whose maxima determine a scale.
         amax_history_len: usize = 16;
-        /// The block enters FP8 when the running mean of its gradient variance is at most this; without it, FP8 is
+        /// A block enters FP8 when the running mean of its gradient variance is at most this; without it, FP8 is
         /// always on.
         enter_variance: Option<f64> = None;
         /// It leaves FP8 if that mean exceeds `enter_variance` times this; 1 for a single threshold.
         exit_ratio: f64 = 2.0;
+    }
+}
+
+/// Ranges of blocks, written `0,2-4` or `all`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Written", into = "Written")]
+pub struct BlockRanges(Vec<RangeInclusive<usize>>);
+
+/// How configurations write ranges: one block as a number.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum Written {
+    Block(usize),
+    Ranges(String),
+}
+
+impl BlockRanges {
+    /// Whether a block is among them.
+    pub fn contains(&self, block: usize) -> bool {
+        self.0.iter().any(|range| range.contains(&block))
+    }
+
+    /// The largest block that they name.
+    pub fn last(&self) -> Option<usize> {
+        self.0.iter().map(|range| *range.end()).filter(|last| *last < usize::MAX).max()
+    }
+}
+
+impl From<usize> for BlockRanges {
+    fn from(block: usize) -> Self {
+        Self(vec![block..=block])
+    }
+}
+
+impl FromStr for BlockRanges {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        if text == "all" {
+            return Ok(Self(vec![0..=usize::MAX]));
+        }
+        let range = |part: &str| {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            Some(first.trim().parse().ok()?..=last.trim().parse().ok()?).filter(|range| !range.is_empty())
+        };
+        text.split(',').map(range).collect::<Option<_>>().map(Self).ok_or_else(|| {
+            Error::config("precision.fp8.block", format!("`{text}` is neither `all` nor blocks such as `0,2-4`"))
+        })
+    }
+}
+
+impl TryFrom<Written> for BlockRanges {
+    type Error = Error;
+
+    fn try_from(written: Written) -> Result<Self> {
+        match written {
+            Written::Block(block) => Ok(block.into()),
+            Written::Ranges(text) => text.parse(),
+        }
+    }
+}
+
+impl From<BlockRanges> for Written {
+    fn from(BlockRanges(ranges): BlockRanges) -> Self {
+        let text = |range: &RangeInclusive<usize>| match (*range.start(), *range.end()) {
+            (0, usize::MAX) => "all".to_owned(),
+            (first, last) if first == last => first.to_string(),
+            (first, last) => format!("{first}-{last}"),
+        };
+        match &ranges[..] {
+            [range] if range.start() == range.end() => Self::Block(*range.start()),
+            ranges => Self::Ranges(ranges.iter().map(text).collect::<Vec<_>>().join(",")),
+        }
     }
 }
 
@@ -95,6 +172,19 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn ranges_of_blocks_are_written_as_they_were_read() {
+        for text in ["3", "\"1-4\"", "\"0,2-4,9\"", "\"all\""] {
+            let ranges: BlockRanges = serde_json::from_str(text).unwrap();
+            assert_eq!(serde_json::to_string(&ranges).unwrap(), text);
+        }
+        let ranges: BlockRanges = "0, 2-3".parse().unwrap();
+        assert_eq!([0, 1, 2, 3, 4].map(|block| ranges.contains(block)), [true, false, true, true, false]);
+        for wrong in ["", "h.1", "4-1", "1-", "1,,2"] {
+            assert!(wrong.parse::<BlockRanges>().unwrap_err().to_string().contains("such as `0,2-4`"), "{wrong}");
+        }
+    }
 
     #[test]
     fn a_scale_follows_the_largest_of_the_last_steps() {

@@ -141,6 +141,10 @@ impl FromStr for PrecisionPolicy {
         let malformed = |what: String| {
             Error::config("policy", format!("{what}; write `fp16`, `bf16`, `fp32` or e.g. `p=f32,c=f16,g=f16,r=f32`"))
         };
+        if text == "fp8" {
+            let message = "FP8 is simulated, in blocks of a model in FP16 or BF16; use `--set precision.fp8.block=all`";
+            return Err(Error::config("policy", message));
+        }
         let mut dtypes = [None; 4];
         for part in text.split(',') {
             let (key, value) = part.split_once('=').ok_or_else(|| malformed(format!("cannot read `{text}`")))?;

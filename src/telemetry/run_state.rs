@@ -16,10 +16,11 @@ pub use tensors::{Layer, TensorRow, Tensors};
 use super::eta::EtaEstimator;
 use super::log::{Tail, for_each};
 use super::{CheckpointSaved, Event, FinishReason, Finished, Fp32Probe, GradStats, Record, Started, StepRecord};
-use crate::precision::{ExponentHistogram, FloatFormat, PrecisionPolicy, PrecisionUnit, UpdateCounts};
+use crate::precision::{BlockRanges, ExponentHistogram, FloatFormat, PrecisionPolicy, PrecisionUnit, UpdateCounts};
 use crate::{Error, Result};
 use metrics::MetricsAccumulator;
 use rows::{EVENTS, OVERFLOWS, SAMPLES, keep};
+use serde::Deserialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
@@ -414,12 +415,12 @@ impl RunState {
         retyped.unwrap_or_else(|| self.policy().compute.to_string())
     }
 
-    /// The block that uses FP8 while its gradient variance is low, with the thresholds for entering and leaving FP8.
-    pub fn fp8_thresholds(&self) -> Option<(PrecisionUnit, [f64; 2])> {
-        let block = self.setting("/precision/fp8/block")?.as_u64()?;
+    /// The blocks that use FP8 while their gradient variance is low, with the thresholds for entering and leaving FP8.
+    pub fn fp8_thresholds(&self) -> Option<(BlockRanges, [f64; 2])> {
+        let blocks = BlockRanges::deserialize(self.setting("/precision/fp8/block")?).ok()?;
         let enters = self.setting("/precision/fp8/enter_variance")?.as_f64()?;
         let hysteresis = self.setting("/precision/fp8/exit_ratio").and_then(Value::as_f64).unwrap_or(1.0);
-        Some((PrecisionUnit::Block(usize::try_from(block).ok()?), [enters, enters * hysteresis]))
+        Some((blocks, [enters, enters * hysteresis]))
     }
 }
 

@@ -8,7 +8,6 @@ use crate::engine::model::{Decoder, Hook, Parameters, Workspace};
 use crate::engine::optim::{AdamW, GradientStats, Gradients, LrSchedule};
 use crate::precision::{GradScaler, ScaleChange, UpdateCounts};
 use crate::telemetry::ObjectiveMetrics;
-use crate::train::fp8::{Fp8Block, step_weights};
 use crate::train::objective::Objective;
 use crate::train::state::{Counters, TrainState};
 use crate::train::step::StepGradients;
@@ -163,11 +162,11 @@ impl TrainEngine {
     ) -> Result<StepReport> {
         let computes_here = self.state.weights.device().is_cpu();
         let step = || {
-            self.state.fp8.as_mut().map(Fp8Block::begin_step);
+            self.state.fp8.begin_step();
             let (mut passes, state) = self.passes()?;
             let gradients = around(state, &mut || passes.gradients(micro_batches))?;
             let report = self.update(&gradients)?;
-            self.state.fp8.as_mut().map_or(Ok(()), |fp8| fp8.end_step(&*self.group))?;
+            self.state.fp8.end_step(&*self.group)?;
             Ok(report)
         };
         if computes_here { with_spinning_workers(step) } else { step() }
@@ -180,7 +179,7 @@ impl TrainEngine {
         let passes = Passes {
             group: &**group,
             model,
-            weights: step_weights(fp8, weights)?,
+            weights: fp8.step_weights(weights)?,
             hook: fp8,
             scaler,
             counters: *counters,

@@ -5,7 +5,7 @@ use crate::engine::model::candle_dtype;
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use crate::telemetry::{DtypeChange, FirstNonFinite, Pass};
 use crate::train::engine::{StepOutcome, StepReport, TrainEngine};
-use crate::train::fp8::{FP8, Fp8Block};
+use crate::train::fp8::FP8;
 use std::collections::BTreeMap;
 
 impl TrainEngine {
@@ -24,8 +24,7 @@ impl TrainEngine {
     /// The units whose compute dtype differs from the policy's, with their dtype.
     pub(super) fn in_fallback(&self) -> BTreeMap<String, String> {
         let fallback = &self.state.fallback;
-        let fp8 = self.state.fp8.as_ref().and_then(Fp8Block::active);
-        let fp8 = fp8.map(|unit| (unit.to_string(), FP8.to_owned()));
+        let fp8 = self.state.fp8.active().map(|unit| (unit.to_string(), FP8.to_owned()));
         fallback.active().map(|unit| (unit.to_string(), fallback.dtype().to_string())).chain(fp8).collect()
     }
 }

@@ -1,7 +1,7 @@
-//! One block in simulated FP8: the inputs of its matrix products are rounded, activations and weights through E4M3,
+//! Blocks in simulated FP8: the inputs of its matrix products are rounded, activations and weights through E4M3,
 //! gradients through E5M2, each tensor with a scale from its own amax history. Outputs are stored as usual.
 //!
-//! The simulation is a hook that rounds activations and gradients in place, and a rounded copy of the block's weights. So the
+//! The simulation is a hook that rounds activations and gradients in place, and rounded copies of the blocks' weights. So the
 //! passes that inspect a step compute the same numbers, and a run without FP8 pays nothing.
 
 use crate::Result;
@@ -39,11 +39,16 @@ const WEIGHTS: [&[LinearRole]; 4] =
 /// A step's weight in the running mean of the variance.
 const SMOOTHING: f64 = 0.1;
 
+/// The blocks that the configuration names.
+#[derive(Debug)]
+pub struct Fp8Blocks {
+    config: Fp8Config,
+    blocks: Vec<Fp8Block>,
+}
+
 /// A block in FP8, or waiting for its gradient's variance to allow it.
 #[derive(Debug)]
-pub struct Fp8Block {
-    config: Fp8Config,
-    block: usize,
+struct Fp8Block {
     state: Fp8State,
     /// This step's scales, from earlier steps; `None` if there is no history yet.
     scales: Vec<Option<f32>>,
@@ -51,33 +56,61 @@ pub struct Fp8Block {
     amax: Vec<f32>,
 }
 
+impl Fp8Blocks {
+    /// The blocks of a model of `num_layers` that `config` names, each with its `saved` state or a fresh one.
+    pub fn new(config: Fp8Config, num_layers: usize, saved: &[Fp8State]) -> Self {
+        let named = |block: &usize| config.block.as_ref().is_some_and(|ranges| ranges.contains(*block));
+        let blocks = (0..num_layers).filter(named).map(|block| Fp8Block::new(block, &config, saved)).collect();
+        Self { config, blocks }
+    }
+
+    /// The states that a checkpoint saves.
+    pub fn states(&self) -> Vec<Fp8State> {
+        self.blocks.iter().map(|block| block.state.clone()).collect()
+    }
+
+    /// The blocks whose products take FP8 now.
+    pub fn active(&self) -> impl Iterator<Item = PrecisionUnit> {
+        self.blocks.iter().filter(|block| block.state.active).map(|block| PrecisionUnit::Block(block.state.block))
+    }
+
+    /// Computes the step's scales from the amax history.
+    pub(super) fn begin_step(&mut self) {
+        self.blocks.iter_mut().for_each(Fp8Block::begin_step);
+    }
+
+    /// Adds the step's maxima over all processes to the amax history.
+    pub(super) fn end_step(&mut self, group: &dyn ProcessGroup) -> Result<()> {
+        for block in self.blocks.iter_mut().filter(|block| block.state.active) {
+            group.max(&mut block.amax)?;
+            for (history, amax) in block.state.amax.iter_mut().zip(&block.amax) {
+                history.push(*amax, self.config.amax_history_len);
+            }
+        }
+        Ok(())
+    }
+
+    /// The working weights as the passes use them: with rounded ones for blocks in FP8.
+    pub(super) fn step_weights<'a>(&mut self, weights: &'a Parameters) -> Result<Cow<'a, Parameters>> {
+        let mut active = self.blocks.iter_mut().filter(|block| block.state.active);
+        active.try_fold(Cow::Borrowed(weights), |weights, block| block.round_weights(&weights).map(Cow::Owned))
+    }
+}
+
 impl Fp8Block {
-    /// The block that `config` names, with the checkpoint's `state` or a fresh one; `None` if it names none. State of
-    /// another block is discarded.
-    pub fn new(config: Fp8Config, state: Option<Fp8State>) -> Option<Self> {
-        let (tensors, block) = (INPUTS.len() + WEIGHTS.len(), config.block?);
+    fn new(block: usize, config: &Fp8Config, saved: &[Fp8State]) -> Self {
+        let tensors = INPUTS.len() + WEIGHTS.len();
         let fresh = || Fp8State {
             block,
             active: config.enter_variance.is_none(),
             variance: None,
             amax: vec![AmaxHistory::default(); tensors],
         };
-        let state = state.filter(|state| state.block == block && state.amax.len() == tensors).unwrap_or_else(fresh);
-        Some(Self { config, block, state, scales: vec![None; tensors], amax: vec![0.0; tensors] })
+        let own = saved.iter().find(|state| state.block == block && state.amax.len() == tensors).cloned();
+        Self { state: own.unwrap_or_else(fresh), scales: vec![None; tensors], amax: vec![0.0; tensors] }
     }
 
-    /// The state that a checkpoint saves.
-    pub fn state(&self) -> &Fp8State {
-        &self.state
-    }
-
-    /// The block, while its products take FP8.
-    pub fn active(&self) -> Option<PrecisionUnit> {
-        self.state.active.then_some(PrecisionUnit::Block(self.block))
-    }
-
-    /// Computes the step's scales from the amax history.
-    pub(super) fn begin_step(&mut self) {
+    fn begin_step(&mut self) {
         self.amax.fill(0.0);
         for (i, history) in self.state.amax.iter().enumerate() {
             self.scales[i] = history.scale(INPUTS.get(i).map_or(E4M3, |(_, _, format)| *format));
@@ -89,7 +122,7 @@ impl Fp8Block {
         let mut rounded = weights.clone();
         for (i, roles) in WEIGHTS.iter().enumerate() {
             for role in *roles {
-                let layer = ModuleId::in_block(self.block, ModuleOp::Linear(*role));
+                let layer = ModuleId::in_block(self.state.block, ModuleOp::Linear(*role));
                 if let Some(weight) = rounded.unshare(layer, ParamRole::Weight)? {
                     self.round(INPUTS.len() + i, E4M3, weight)?;
                 }
@@ -98,23 +131,12 @@ impl Fp8Block {
         Ok(rounded)
     }
 
-    /// Adds the step's maxima over all processes to the amax history.
-    pub(super) fn end_step(&mut self, group: &dyn ProcessGroup) -> Result<()> {
-        if self.state.active {
-            group.max(&mut self.amax)?;
-            for (history, amax) in self.state.amax.iter_mut().zip(&self.amax) {
-                history.push(*amax, self.config.amax_history_len);
-            }
-        }
-        Ok(())
-    }
-
     /// Adds the variance of an applied step to the mean. `Some(true)` if that moves the block into FP8, `Some(false)`
     /// if out of it.
-    pub(super) fn switch(&mut self, variance: f64) -> Option<bool> {
+    fn switch(&mut self, config: &Fp8Config, variance: f64) -> Option<bool> {
         let mean = self.state.variance.map_or(variance, |mean| mean + SMOOTHING * (variance - mean));
         self.state.variance = Some(mean);
-        let active = self.config.switched(self.state.active, mean);
+        let active = config.switched(self.state.active, mean);
         let moved = active != self.state.active;
         if moved {
             // The history is too old to scale by.
@@ -132,27 +154,18 @@ impl Fp8Block {
     }
 }
 
-/// The working weights as the passes use them: with rounded ones for a block in FP8.
-pub(super) fn step_weights<'a>(fp8: &mut Option<Fp8Block>, weights: &'a Parameters) -> Result<Cow<'a, Parameters>> {
-    match fp8 {
-        Some(fp8) if fp8.state.active => fp8.round_weights(weights).map(Cow::Owned),
-        _ => Ok(Cow::Borrowed(weights)),
-    }
-}
-
-impl Hook for Fp8Block {
+impl Hook for Fp8Blocks {
     fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
-        if !self.state.active || place.layer.block != Some(self.block) {
-            return Ok(());
-        }
+        let of_place = |block: &&mut Fp8Block| block.state.active && place.layer.block == Some(block.state.block);
+        let Some(block) = self.blocks.iter_mut().find(of_place) else { return Ok(()) };
         match INPUTS.iter().position(|(op, part, _)| (*op, *part) == (place.layer.op, place.kind)) {
-            Some(index) => self.round(index, INPUTS[index].2, tensor),
+            Some(index) => block.round(index, INPUTS[index].2, tensor),
             None => Ok(()),
         }
     }
 }
 
-/// The events for each layer's gradient variance in the last step, and for the FP8 block that it switches. Call it
+/// The events for each layer's gradient variance in the last step, and for the blocks that it moves into FP8 or out of it. Call it
 /// before anything overwrites the gradients.
 pub(super) fn after_step(
     engine: &mut TrainEngine,
@@ -163,7 +176,8 @@ pub(super) fn after_step(
     let TrainEngine { group, model, state, grads, grad_stats, .. } = engine;
     let step = state.counters.step;
     let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
-    let switches = state.fp8.as_ref().is_some_and(|fp8| fp8.config.enter_variance.is_some());
+    let Fp8Blocks { config, blocks } = &mut state.fp8;
+    let switches = config.enter_variance.is_some() && !blocks.is_empty();
     if report.outcome == StepOutcome::Skipped || !(wanted || switches) {
         return Ok(Vec::new());
     }
@@ -172,13 +186,12 @@ pub(super) fn after_step(
         *variance /= f64::from(report.scale).powi(2);
     }
     let mut events = Vec::new();
-    if let Some(fp8) = &mut state.fp8
-        && let unit = PrecisionUnit::Block(fp8.block)
-        && let Some(active) = variances.get(&unit).and_then(|variance| fp8.switch(*variance))
-    {
+    for block in blocks {
+        let unit = PrecisionUnit::Block(block.state.block);
+        let Some(active) = variances.get(&unit).and_then(|variance| block.switch(config, *variance)) else { continue };
         let (from, to) = (compute.to_string(), FP8.to_owned());
         let (from, to) = if active { (from, to) } else { (to, from) };
-        let (layer, variance) = (unit.to_string(), fp8.state.variance);
+        let (layer, variance) = (unit.to_string(), block.state.variance);
         events.push(Event::DtypeChange(DtypeChange {
             step,
             layer,
@@ -208,19 +221,20 @@ mod tests {
     #[test]
     fn hysteresis_keeps_a_block_where_it_is_through_a_checkpoint() {
         let resumed = |active, exit_ratio| {
-            let config = Fp8Config { block: Some(1), enter_variance: Some(1e-6), exit_ratio, ..Fp8Config::default() };
-            let mut before = Fp8Block::new(config, None).unwrap();
-            let entered = before.switch(if active { 0.9e-6 } else { 1.1e-6 });
+            let config = Fp8Config { enter_variance: Some(1e-6), exit_ratio, ..Fp8Config::default() };
+            let mut before = Fp8Block::new(1, &config, &[]);
+            let entered = before.switch(&config, if active { 0.9e-6 } else { 1.1e-6 });
             assert_eq!(entered, active.then_some(true));
-            let saved = serde_json::to_string(before.state()).unwrap();
-            Fp8Block::new(config, Some(serde_json::from_str(&saved).unwrap())).unwrap()
+            let saved = serde_json::to_string(&before.state).unwrap();
+            let mut block = Fp8Block::new(1, &config, &[serde_json::from_str(&saved).unwrap()]);
+            move |variance| block.switch(&config, variance)
         };
         // A tenth of the way to 3e-6 from 0.9e-6 is a mean of 1.11e-6.
-        assert_eq!(resumed(true, 2.0).switch(3e-6), None);
-        assert_eq!(resumed(true, 1.0).switch(3e-6), Some(false));
-        assert_eq!(resumed(true, 2.0).switch(30e-6), Some(false));
-        assert_eq!(resumed(false, 2.0).switch(1.1e-6), None, "it enters at the lower threshold alone");
-        assert_eq!(resumed(false, 2.0).switch(1e-9), Some(true));
+        assert_eq!(resumed(true, 2.0)(3e-6), None);
+        assert_eq!(resumed(true, 1.0)(3e-6), Some(false));
+        assert_eq!(resumed(true, 2.0)(30e-6), Some(false));
+        assert_eq!(resumed(false, 2.0)(1.1e-6), None, "it enters at the lower threshold alone");
+        assert_eq!(resumed(false, 2.0)(1e-9), Some(true));
     }
 
     #[test]
@@ -228,7 +242,7 @@ mod tests {
         let shape = ModelSpec::named("tiny").unwrap().resized(2, 16, 2);
         let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
         let weights = masters.zeros_like(DType::F16).unwrap();
-        let mut fp8 = Fp8Block::new(Fp8Config { block: Some(1), ..Fp8Config::default() }, None);
+        let mut fp8 = Fp8Blocks::new(Fp8Config { block: Some(1.into()), ..Fp8Config::default() }, 2, &[]);
         let read = |weights: &Parameters, name: &str| -> Vec<f32> {
             let weight = weights.get(name).unwrap().to_dtype(DType::F32).unwrap();
             weight.flatten_all().unwrap().to_vec1().unwrap()
@@ -237,8 +251,8 @@ mod tests {
             view::copy(master, weight).unwrap();
         }
         let in_fp16 = read(&weights, "h.1.mlp.c_fc.weight");
-        fp8.as_mut().unwrap().begin_step();
-        let rounded = step_weights(&mut fp8, &weights).unwrap();
+        fp8.begin_step();
+        let rounded = fp8.step_weights(&weights).unwrap();
         for name in ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"] {
             let coarse = |weights: &Parameters, block: usize| {
                 read(weights, &format!("h.{block}.{name}.weight")).iter().all(|x| x.to_bits() << 12 == 0)

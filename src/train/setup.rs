@@ -10,7 +10,7 @@ use crate::engine::gpu;
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{GradientStats, Gradients, MasterWeights};
-use crate::precision::{Fallback, GradScaler, PrecisionUnit};
+use crate::precision::{BlockRanges, Fallback, GradScaler, PrecisionUnit};
 use crate::store::aux_files::CHAT_TEMPLATE;
 use crate::store::base::{AdaptedModel, check_range};
 use crate::store::checkpoint::{Base, Checkpoint};
@@ -19,7 +19,7 @@ use crate::store::{AuxFiles, ModelFolder, NOT_A_MODEL_FILE, StoredModel, WeightS
 use crate::telemetry::{available_bytes, bytes};
 use crate::train::config::{Config, WeightInit};
 use crate::train::engine::TrainEngine;
-use crate::train::fp8::Fp8Block;
+use crate::train::fp8::Fp8Blocks;
 use crate::train::memory::{DistributedLayout, check_fits, check_weights_fit, fitted};
 use crate::train::objective::{Objective, Reference, ReferenceLogps};
 use crate::train::state::TrainState;
@@ -507,12 +507,12 @@ pub fn engine(
     let scaler = GradScaler::new(config.grad_scaler())?;
     let mut state = TrainState::new(weights, config.optimizer(), scaler)?;
     state.fallback = Fallback::new(config.precision.clone(), BTreeMap::new());
-    state.fp8 = Fp8Block::new(config.precision.fp8, None);
+    state.fp8 = Fp8Blocks::new(config.precision.fp8.clone(), shape.num_layers, &[]);
     let kept: Vec<_> = state.fallback.active().collect();
     let blocks =
         kept.iter().filter_map(|unit| if let PrecisionUnit::Block(block) = unit { Some(*block) } else { None });
     let blocks = blocks.map(|block| ("keep", block));
-    let fp8 = config.precision.fp8.block.map(|block| ("fp8.block", block));
+    let fp8 = config.precision.fp8.block.as_ref().and_then(BlockRanges::last).map(|block| ("fp8.block", block));
     if let Some((key, block)) = blocks.chain(fp8).find(|(_, block)| *block >= shape.num_layers) {
         let message = format!("block {block} does not exist: the model has {}, numbered from 0", shape.num_layers);
         return Err(Error::config(format!("precision.{key}"), message));

@@ -5,9 +5,9 @@ use crate::engine::collective::{ProcessGroup, gather};
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{AdamW, MasterWeights, OptimizerConfig};
-use crate::precision::{Fallback, GradScaler, PrecisionConfig};
+use crate::precision::{Fallback, Fp8Config, GradScaler, PrecisionConfig};
 use crate::train::engine::StateView;
-use crate::train::fp8::Fp8Block;
+use crate::train::fp8::Fp8Blocks;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The state that training changes. Runs with equal state, data and settings continue bit for bit the same.
@@ -24,7 +24,7 @@ pub struct TrainState {
     /// The layers that compute in a wider type.
     pub fallback: Fallback,
     /// The block in simulated FP8.
-    pub fp8: Option<Fp8Block>,
+    pub fp8: Fp8Blocks,
     /// The names of parameters whose gradients have contained FP16's smallest magnitude.
     pub underflowed_params: BTreeSet<String>,
     /// Steps, updates and tokens so far.
@@ -69,7 +69,8 @@ impl TrainState {
         let adamw = AdamW::new(optimizer, masters.parameters())?;
         let fallback = Fallback::new(PrecisionConfig::default(), BTreeMap::new());
         let (underflowed_params, counters) = (BTreeSet::new(), Counters::default());
-        Ok(Self { weights, masters, adamw, scaler, fallback, fp8: None, underflowed_params, counters })
+        let fp8 = Fp8Blocks::new(Fp8Config::default(), 0, &[]);
+        Ok(Self { weights, masters, adamw, scaler, fallback, fp8, underflowed_params, counters })
     }
 
     /// The part that an update changes.

@@ -31,7 +31,7 @@ use crate::telemetry::{
 use crate::train::callbacks::{StepCallback, StepContext, callbacks};
 use crate::train::config::{Config, DeviceSpec};
 use crate::train::engine::TrainEngine;
-use crate::train::fp8::Fp8Block;
+use crate::train::fp8::Fp8Blocks;
 use crate::train::rollout::Rollouts;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
@@ -321,7 +321,8 @@ impl Trainer {
             ));
         }
         self.engine.state.fallback = Fallback::new(self.config.precision.clone(), state.fallback.clone());
-        self.engine.state.fp8 = Fp8Block::new(self.config.precision.fp8, state.fp8.clone());
+        self.engine.state.fp8 =
+            Fp8Blocks::new(self.config.precision.fp8.clone(), self.engine.model.spec().num_layers, &state.fp8);
         self.engine.state.underflowed_params.clone_from(&state.underflowed_params);
         let units: Vec<_> = self.engine.state.fallback.active().collect();
         for unit in units {

@@ -7,7 +7,6 @@ use crate::engine::model::Parameters;
 use crate::store::checkpoint::{self, Checkpoint, CheckpointKind, Run, differing_parts};
 use crate::telemetry::{Activity, CheckpointSaved, Emitter, Event, PhaseProgress, StepRecord, for_each};
 use crate::train::config::Config;
-use crate::train::fp8::Fp8Block;
 use crate::train::state::TrainState;
 use crate::train::trainer::Trainer;
 use crate::{Error, Result};
@@ -201,7 +200,7 @@ fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeCheck> {
     };
     field("scaler", format!("{:?}", a.scaler.state()), format!("{:?}", b.scaler.state()));
     field("layers in fallback", format!("{:?}", a.fallback.units()), format!("{:?}", b.fallback.units()));
-    let fp8 = |state: &TrainState| format!("{:?}", state.fp8.as_ref().map(Fp8Block::state));
+    let fp8 = |state: &TrainState| format!("{:?}", state.fp8.states());
     field("FP8", fp8(a), fp8(b));
     field("counters", format!("{:?}", a.counters), format!("{:?}", b.counters));
     Ok(proof)

@@ -53,7 +53,7 @@ impl Sample {
                 headroom: None,
             },
             fallback: std::collections::BTreeMap::new(),
-            fp8: None,
+            fp8: Vec::new(),
             underflowed_params: std::collections::BTreeSet::new(),
             base: None,
             reference: None,

@@ -83,7 +83,7 @@ fn a_checkpoint_written_beside_the_next_steps_passes_is_that_of_its_step() {
     let exact = config(PrecisionPolicy::FP16);
     let (mut narrow, mut fp8, mut own) = (exact.clone(), exact.clone(), config(PrecisionPolicy::FP32));
     narrow.train.optimizer = OptimizerKind::AdamW8bit;
-    fp8.precision.fp8.block = Some(1);
+    fp8.precision.fp8.block = Some(1.into());
     own.checkpoint.keep_best = false;
     for config in [exact, narrow, own, fp8] {
         let folder = folder();

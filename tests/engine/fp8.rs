@@ -1,5 +1,6 @@
-//! One block in simulated FP8, and the variance of gradients that can switch it.
+//! Blocks in simulated FP8, and the variance of gradients that can switch it.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use crate::common::checkpoint::values;
@@ -11,7 +12,7 @@ use finetune::engine::model::{
 };
 use finetune::precision::{Fp8Config, PrecisionPolicy};
 use finetune::telemetry::{Activity, Event};
-use finetune::train::{Config, Fp8Block, Trainer, verify_resume};
+use finetune::train::{Config, Fp8Blocks, Trainer, verify_resume};
 
 fn config(fp8: Fp8Config) -> Config {
     let mut config = run::config(PrecisionPolicy::FP16, (1, 32));
@@ -20,7 +21,7 @@ fn config(fp8: Fp8Config) -> Config {
 }
 
 fn fp8(layer: usize) -> Fp8Config {
-    Fp8Config { block: Some(layer), ..Fp8Config::default() }
+    Fp8Config { block: Some(layer.into()), ..Fp8Config::default() }
 }
 
 /// The maximum number of bits after the leading one in any value of a tensor: 3 in E4M3, 2 in E5M2, up to 10 in FP16.
@@ -63,7 +64,7 @@ fn only_the_inputs_of_the_blocks_products_are_fp8() {
     let device = candle_core::Device::Cpu;
     let mut workspace =
         Workspace::for_training(shape, PrecisionPolicy::FP16, (1, 32), Checkpointing::None, &device).unwrap();
-    let mut layer = Fp8Block::new(fp8(1), engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()));
+    let mut layer = Fp8Blocks::new(fp8(1), shape.num_layers, &engine.state.fp8.states());
     let mut bits = Bits { spec: shape.clone(), recorded: Vec::new() };
     let hook = &mut (&mut layer, &mut bits);
     model.forward(weights, tokens, ForwardMode::Eval, &mut workspace, hook).unwrap();
@@ -122,12 +123,38 @@ fn a_run_resumes_bit_for_bit_in_fp8_and_through_a_switch() {
 #[test]
 fn the_state_of_another_block_is_discarded() {
     let (trainer, _) = advanced(&config(fp8(1)), 2);
-    let state = trainer.engine().state.fp8.as_ref().unwrap().state();
-    let again = |layer| Fp8Block::new(fp8(layer), Some(state.clone())).unwrap();
-    let fresh = Fp8Block::new(fp8(2), None).unwrap();
-    assert_eq!(again(1).state(), state);
-    assert_eq!(again(2).state(), fresh.state());
-    assert_ne!(fresh.state().amax, state.amax);
+    let states = trainer.engine().state.fp8.states();
+    let again = |layer| Fp8Blocks::new(fp8(layer), 4, &states).states();
+    let fresh = Fp8Blocks::new(fp8(2), 4, &[]).states();
+    assert_eq!(again(1), states);
+    assert_eq!(again(2), fresh);
+    assert_ne!(fresh[0].amax, states[0].amax);
+}
+
+/// Each block has its own maxima and its own decisions, also in several processes and through a resume.
+#[test]
+fn several_blocks_are_in_fp8_and_each_switches_by_itself() {
+    let several = |blocks: &str| Fp8Config { block: Some(blocks.parse().unwrap()), ..Fp8Config::default() };
+    let in_fp8 = |blocks: &str| -> Vec<String> {
+        let (trainer, _) = advanced(&config(several(blocks)), 1);
+        trainer.engine().state.fp8.active().map(|unit| unit.to_string()).collect()
+    };
+    assert_eq!(in_fp8("0,2-3"), ["h.0", "h.2", "h.3"]);
+    assert_eq!(in_fp8("all"), ["h.0", "h.1", "h.2", "h.3"]);
+    let weight = |fp8: Fp8Config| {
+        let (trainer, _) = advanced(&config(fp8), 8);
+        values(trainer.engine().state.masters.parameters().get("h.0.mlp.c_fc.weight").unwrap())
+    };
+    assert!(weight(several("1-2")) != weight(fp8(1)) && weight(several("1-2")) != weight(fp8(2)));
+    assert_eq!(weight(several("1-1")), weight(fp8(1)));
+    let folder = tempfile::tempdir().unwrap();
+    let mut switched = config(Fp8Config { enter_variance: Some(first_variance()), ..several("0-2") });
+    switched.scaler.init_scale = 1024.0;
+    let proof = verify_resume(&switched, 10, 5, &folder.path().join("run"), &Activity::default()).unwrap();
+    assert_eq!(proof.differences, [""; 0]);
+    let (_, events) = advanced(&switched, 10);
+    let moved: BTreeSet<&str> = of_kind!(events, Event::DtypeChange).map(|moved| &*moved.layer).collect();
+    assert!(moved.len() > 1, "{moved:?}");
 }
 
 /// The variance of block 1's gradient at the first step.
@@ -171,7 +198,7 @@ fn the_variance_switches_the_block_and_the_log_says_so() {
         let (trainer, events) = advanced(&config, 8);
         let moves = of_kind!(events, Event::DtypeChange).map(|moved| (moved.step, moved.to.clone(), moved.restored));
         let moves: Vec<_> = moves.collect();
-        (moves, trainer.engine().state.fp8.as_ref().unwrap().active().is_some())
+        (moves, trainer.engine().state.fp8.active().next().is_some())
     };
     let (moves, active) = switched(variance * 1e6);
     assert_eq!((moves, active), (vec![(1, "fp8".to_owned(), false)], true));

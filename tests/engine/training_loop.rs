@@ -138,7 +138,7 @@ fn everything_on(kernels: KernelBackend) -> Config {
     (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.1, 0.1);
     config.scaler.init_scale = 2f32.powi(24);
     (config.telemetry.probe_every, config.telemetry.variance_every) = (2, 1);
-    config.precision.fp8.block = Some(1);
+    config.precision.fp8.block = Some(1.into());
     config
 }
 

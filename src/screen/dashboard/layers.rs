@@ -2,7 +2,7 @@
 
 use super::charts::{AxisUnit, Chart, extent};
 use super::scene::Scene;
-use crate::precision;
+use crate::precision::{BlockRanges, PrecisionUnit};
 use crate::telemetry::{Bucket, RunState};
 use crate::ui::{Canvas, Role};
 
@@ -13,7 +13,10 @@ const LABELS: u16 = 26;
 pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
     let thresholds = run.fp8_thresholds();
-    let legend = thresholds.map_or_else(String::new, |(unit, at)| format!("   ┊ {unit}: {}", in_words(at)));
+    let legend = thresholds.as_ref().map_or_else(String::new, |(blocks, at)| {
+        let unit = units(run).into_iter().find(|unit| is_among(blocks, *unit));
+        unit.map_or_else(String::new, |unit| format!("   ┊ {unit}: {}", in_words(*at)))
+    });
     let mut inner = canvas.frame(&[("Layers, gradient variance", Role::Title), (&legend, Role::Dim)]);
     inner.text(1, 0, &format!("{:<7}{:<6}{:<10}├ min  ● current  ┤ max", "layer", "type", "variance"), Role::Dim);
     let measured = &run.tensors.variances;
@@ -46,8 +49,8 @@ pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
 }
 
 /// The model's units, blocks first.
-fn units(run: &RunState) -> Vec<precision::PrecisionUnit> {
-    let of_tensors = run.tensors.rows.iter().map(|row| precision::PrecisionUnit::of(&row.name));
+fn units(run: &RunState) -> Vec<PrecisionUnit> {
+    let of_tensors = run.tensors.rows.iter().map(|row| PrecisionUnit::of(&row.name));
     let mut units: Vec<_> = of_tensors.chain(run.tensors.variances.keys().copied()).collect();
     units.sort_unstable();
     units.dedup();
@@ -58,6 +61,11 @@ fn units(run: &RunState) -> Vec<precision::PrecisionUnit> {
 struct VarianceAxis {
     range: (f64, f64),
     width: u16,
+}
+
+/// Whether a layer is one of `blocks`.
+fn is_among(blocks: &BlockRanges, unit: PrecisionUnit) -> bool {
+    matches!(unit, PrecisionUnit::Block(block) if blocks.contains(block))
 }
 
 /// The axis of all variances and the threshold; `None` if nothing was measured.
@@ -88,16 +96,16 @@ impl VarianceAxis {
 
 /// Whether the variance of a tensor's layer was ever measured.
 pub(super) fn is_measured(run: &RunState, tensor: &str) -> bool {
-    let variances = run.tensors.variances.get(&precision::PrecisionUnit::of(tensor));
+    let variances = run.tensors.variances.get(&PrecisionUnit::of(tensor));
     variances.is_some_and(|(_, history)| !history.is_empty())
 }
 
 /// Draws the variance of a tensor's layer over the run, with the lines at which a block enters FP8 and leaves it.
 pub(super) fn draw_history(scene: &Scene, tensor: &str, canvas: &mut Canvas) {
-    let (run, unit) = (scene.run(), precision::PrecisionUnit::of(tensor));
+    let (run, unit) = (scene.run(), PrecisionUnit::of(tensor));
     let Some((newest, series)) = run.tensors.variances.get(&unit) else { return };
     let Some((low, high)) = extent(series.buckets()) else { return };
-    let thresholds = run.fp8_thresholds().filter(|(block, _)| *block == unit).map(|(_, at)| at);
+    let thresholds = run.fp8_thresholds().filter(|(blocks, _)| is_among(blocks, unit)).map(|(_, at)| at);
     let line = thresholds.map_or_else(String::new, |at| format!("   ┄ {}", in_words(at)));
     canvas.text(1, 0, &format!("gradient variance of {unit}, current {newest:.1e}{line}"), Role::Dim);
     let (width, height) = (canvas.width(), canvas.height().saturating_sub(1));

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use crate::data::DataPosition;
@@ -39,9 +39,9 @@ pub struct State {
     /// The layers that overflowed recently or compute in a wider type.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub fallback: BTreeMap<PrecisionUnit, UnitRecord>,
-    /// The state of a block in simulated FP8.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub fp8: Option<Fp8State>,
+    /// The states of blocks in simulated FP8.
+    #[serde(default, deserialize_with = "one_or_more", skip_serializing_if = "Vec::is_empty")]
+    pub fp8: Vec<Fp8State>,
     /// The parameters whose gradients have contained FP16's smallest magnitude, 2^-24, so that each is logged once.
     #[serde(default, rename = "touched", skip_serializing_if = "BTreeSet::is_empty")]
     pub underflowed_params: BTreeSet<String>,
@@ -149,6 +149,20 @@ pub(super) fn check_version(text: &[u8]) -> Result<(), String> {
     }
 }
 
+/// Reads the state of one block, as versions with one block in FP8 wrote it, or of several.
+fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<Fp8State>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Stored {
+        One(Fp8State),
+        More(Vec<Fp8State>),
+    }
+    Ok(match Stored::deserialize(deserializer)? {
+        Stored::One(state) => vec![state],
+        Stored::More(states) => states,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -175,7 +189,7 @@ mod tests {
                 PrecisionUnit::Block(1),
                 UnitRecord { since: Some(9), ..UnitRecord::default() },
             )]),
-            fp8: None,
+            fp8: Vec::new(),
             underflowed_params: BTreeSet::new(),
             base: None,
             reference: None,
@@ -186,6 +200,16 @@ mod tests {
             best: Some(Best { step: 64, loss: validation_loss }),
             early_stopping_counter: 3,
         }
+    }
+
+    #[test]
+    fn the_state_of_one_block_in_fp8_is_read_as_older_versions_wrote_it() {
+        let block = Fp8State { block: 1, active: true, variance: Some(0.5), amax: Vec::new() };
+        let mut json = serde_json::to_value(State { fp8: vec![block.clone()], ..state(1.0) }).unwrap();
+        let read = |json: &Value| serde_json::from_value::<State>(json.clone()).unwrap().fp8;
+        assert_eq!(read(&json), [block.clone()]);
+        json["fp8"] = serde_json::to_value(&block).unwrap();
+        assert_eq!(read(&json), [block]);
     }
 
     #[test]

@@ -348,7 +348,7 @@ impl Trainer {
             fingerprint: self.fingerprint.clone(),
             scaler: self.engine.state.scaler.state(),
             fallback: self.engine.state.fallback.units().clone(),
-            fp8: self.engine.state.fp8.as_ref().map(|fp8| fp8.state().clone()),
+            fp8: self.engine.state.fp8.states(),
             underflowed_params: self.engine.state.underflowed_params.clone(),
             base: self.base.clone(),
             reference: self.reference_sha256.clone(),

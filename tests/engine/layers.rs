@@ -14,7 +14,7 @@ use finetune::engine::kernels::op;
 use finetune::engine::kernels::op::cases::{self, Bounds, Case, Exact, Operation, cases};
 use finetune::engine::kernels::rope::{Direction, PositionIds};
 use finetune::engine::kernels::view::zeros;
-use finetune::engine::kernels::{Activation, CandleKernels, Fused, Kernels, Norm, WeightLayout};
+use finetune::engine::kernels::{Activation, CandleKernels, Fused, Kernels, Norm, NormSettings, WeightLayout};
 
 /// Every set of kernels that computes on a CPU.
 const KERNELS: [&dyn Kernels; 2] = [&Fused, &CandleKernels];
@@ -326,6 +326,67 @@ fn attend(
     op::Attention { shape, operands, out: &out, lse }.run(kernels)?;
     op::AttentionBackward { shape, operands, dout, out: &out, lse, gradients: separate(&gradients) }.run(kernels)?;
     Ok((out, gradients))
+}
+
+/// Documents that share a sequence get the results of each document alone, with positions starting at 0.
+#[test]
+fn packed_documents_are_computed_as_if_alone() {
+    let table = cases::angles(5, 64).unwrap();
+    let (lengths, seq_len) = ([13, 1, 23], 37);
+    let inputs = [40, 20, 20].map(|width| (pattern(&[seq_len, width], width as u64) * 2.0).unwrap());
+    let dy = pattern(&[seq_len, 40], 9);
+    let starts: Vec<u32> = [(0, 13), (13, 1), (14, 23)].iter().flat_map(|&(start, len)| vec![start; len]).collect();
+    for kernels in KERNELS {
+        let run = |inputs: &[Tensor; 3], dy: &Tensor, seq_len: usize, documents: Option<&[u32]>| {
+            let positions = PositionIds { seq_len, past: 0, documents };
+            let turn = |x: &Tensor, direction| {
+                let x = x.copy().unwrap();
+                let columns = ColumnSlice::all(&x).unwrap();
+                op::Rotate { x: columns, table: &table, positions, direction }.run(kernels).unwrap();
+                x
+            };
+            let [queries, keys, values] = inputs;
+            let turned = [turn(queries, Direction::Forward), turn(keys, Direction::Forward), values.clone()];
+            let shape = AttentionShape { kv_heads: 2, scale: 0.3, ..AttentionShape::new(1, seq_len, 4, 10) };
+            let (out, [dq, dk, dv]) = attend(kernels, shape, documents, &turned, dy).unwrap();
+            [out, turn(&dq, Direction::Backward), turn(&dk, Direction::Backward), dv]
+        };
+        let together = run(&inputs, &dy, seq_len, Some(&starts));
+        let mut first = 0;
+        for length in lengths {
+            let part = |x: &Tensor| x.narrow(0, first, length).unwrap().contiguous().unwrap();
+            for (alone, together) in run(&inputs.each_ref().map(part), &part(&dy), length, None).iter().zip(&together) {
+                let size = |x: &Tensor| values(x).iter().map(|x| x * x).sum::<f64>().sqrt();
+                // Queries and keys of a document of one token have no gradient: compare their rounding with the others'.
+                let scale = size(if length == 1 { together } else { alone });
+                let error = size(&(part(together) - alone).unwrap());
+                assert!(error < 1e-6 * scale, "{length} tokens by {}", kernels.name());
+            }
+            first += length;
+        }
+    }
+}
+
+/// A gradient that is added to a residual stream equals the sum of both.
+#[test]
+fn an_rms_norms_gradient_joins_the_stream() {
+    let [x, dy, stream] = [1, 2, 3].map(|salt| pattern(&[5, 24], salt));
+    let weight = &pattern(&[24], 4);
+    let settings = NormSettings { norm: Norm::Rms { unit_offset: false }, eps: 1e-5 };
+    for kernels in KERNELS {
+        let all = |tensor| ColumnSlice::all(tensor).unwrap();
+        let (y, rstd) = (x.zeros_like().unwrap(), &allocate(&[5], DType::F32).unwrap());
+        op::Norm { settings, x: all(&x), weight, bias: None, y: all(&y), mean: None, rstd }.run(kernels).unwrap();
+        let (alone, joined) = (dy.zeros_like().unwrap(), stream.copy().unwrap());
+        let dweight = Some(weight.zeros_like().unwrap());
+        for (dx, mode) in [(&alone, WriteMode::Overwrite), (&joined, WriteMode::Accumulate)] {
+            let (x, dy, dx, dweight) = (all(&x), all(&dy), all(dx), dweight.as_ref());
+            let backward =
+                op::NormBackward { settings, dy, x, weight, mean: None, rstd, dx, mode, dweight, dbias: None };
+            backward.run(kernels).unwrap();
+        }
+        assert!(relative(&joined, &(alone + &stream).unwrap()) < 1e-7, "{}", kernels.name());
+    }
 }
 
 /// Keys that no query of a block can see are not even read by the fused kernels: they are NaN here, which any arithmetic would

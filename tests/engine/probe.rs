@@ -31,7 +31,7 @@ fn train(folder: &Path, name: &str, instruments: bool) -> (Vec<StepRecord>, Vec<
     let run = Run::open(&path).unwrap();
     trainer.attach(run, Emitter::new(Some(EventLog::open(path.join("events.jsonl")).unwrap())));
     trainer.run().unwrap();
-    let (mut steps, mut probes) = (Vec::new(), Vec::new());
+    let (mut steps, mut probes, mut overflows) = (Vec::new(), Vec::new(), 0);
     for record in read(path.join("events.jsonl")).unwrap() {
         match record.event {
             Event::Step(step) => {
@@ -42,10 +42,15 @@ fn train(folder: &Path, name: &str, instruments: bool) -> (Vec<StepRecord>, Vec<
                 steps.push(step);
             }
             Event::Fp32Probe(probe) => probes.push(*probe),
-            Event::Overflow(overflow) => assert_eq!(overflow.first_nonfinite.is_some(), instruments),
+            Event::Overflow(overflow) => {
+                assert_eq!(overflow.first_nonfinite.is_some(), instruments);
+                overflows += 1;
+            }
             _ => {}
         }
     }
+    let skipped = steps.iter().filter(|step| step.outcome == StepStatus::Skipped).count();
+    assert!(skipped >= 3 && overflows == skipped, "{overflows} overflows in {skipped} skipped steps");
     (steps, probes)
 }
 

@@ -384,7 +384,7 @@ fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The `files` of a folder or repository, with their sizes, that are data for training, in alphabetical order: those of the format
+/// The `files` of a folder or repository, with their sizes, that are data for training, in alphabetical order: files of the format
 /// that most bytes have, or of any known format if one is `asked` for, and only the files for training if names distinguish them.
 /// Returns the names of the others too. Files about the data set, which every one on the Hub has, are never data.
 fn data_files(

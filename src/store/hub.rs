@@ -44,7 +44,7 @@ const MAX_TOKENIZER: u64 = 512 << 20;
 /// Maximum number of shards; the largest models have about two hundred.
 const MAX_SHARDS: usize = 4096;
 
-/// The name of a repository's list of files in errors.
+/// Names a repository's list of files in error messages.
 const LISTING: &str = "the list of files";
 
 /// Weights that would run code when loaded.

@@ -59,9 +59,14 @@ impl ModelSpec {
         Ok(spec)
     }
 
-    /// The name of a module, and that of its block in any family.
+    /// The name of a module, and its name with `h` for the list of blocks, as GPT-2 has it.
     fn names_of(&self, module: ModuleId) -> impl Iterator<Item = String> {
-        [Some(self.layer_name(module)), module.block.map(|block| format!("h.{block}"))].into_iter().flatten()
+        let name = self.layer_name(module);
+        let alias = module.block.and_then(|block| {
+            let (_, rest) = name.split_once(&format!(".{block}."))?;
+            Some(format!("h.{block}.{rest}"))
+        });
+        std::iter::once(name).chain(alias)
     }
 
     fn is_named(&self, module: ModuleId, name: &str) -> bool {
@@ -72,8 +77,10 @@ impl ModelSpec {
 
     fn similar_names(&self, modules: &BTreeSet<ModuleId>, name: &str) -> Vec<String> {
         let parts = |module: &ModuleId| {
-            let last = self.layer_name(*module).rsplit('.').next().map(str::to_owned);
-            self.names_of(*module).chain(last).collect::<Vec<_>>()
+            let name = self.layer_name(*module);
+            let last = name.rsplit('.').next().map(str::to_owned);
+            let block = module.block.map(|block| format!("h.{block}"));
+            [Some(name), block, last].into_iter().flatten().collect::<Vec<_>>()
         };
         let known: BTreeSet<String> = modules.iter().flat_map(parts).collect();
         let mut known: Vec<String> = known.into_iter().collect();

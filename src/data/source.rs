@@ -289,13 +289,12 @@ impl DataSource {
                 let downloader = downloader.ok_or_else(|| {
                     Error::data(self, "must be downloaded, but this command does not use the network")
                 })?;
-                let (commit, read, left_out) = match file {
-                    Some(file) => (revision.clone(), vec![file.into()], Vec::new()),
-                    None => {
-                        let HubListing { commit, files } = downloader.list(repo, revision)?;
-                        let (read, left_out) = data_files(files, asked, self)?;
-                        (commit, read, left_out)
-                    }
+                let (commit, read, left_out) = if let Some(file) = file {
+                    (revision.clone(), vec![file.into()], Vec::new())
+                } else {
+                    let HubListing { commit, files } = downloader.list(repo, revision)?;
+                    let (read, left_out) = data_files(files, asked, self)?;
+                    (commit, read, left_out)
                 };
                 let download = |file: PathBuf| {
                     let name = file.to_string_lossy();

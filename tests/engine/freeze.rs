@@ -3,7 +3,7 @@
 use crate::common::compare::values;
 use crate::distributed::{config, train};
 use finetune::engine::collective::SingleProcess;
-use finetune::engine::model::Checkpointing;
+use finetune::engine::model::{Checkpointing, Parameters};
 use finetune::store::checkpoint::{Checkpoint, compare};
 use finetune::train::{Config, Trainer};
 use std::collections::BTreeMap;
@@ -55,7 +55,7 @@ fn frozen_modules_have_no_training_state() {
         let some = trainer(&freezing(Some(names)));
         let state = &some.engine().state;
         let held = [state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq, &state.weights];
-        assert_eq!(held.map(|parameters| parameters.len()), [trained; 4], "{names}");
+        assert_eq!(held.map(Parameters::len), [trained; 4], "{names}");
         assert!(some.checkpoint_bytes() < whole.checkpoint_bytes(), "{names}");
     }
 }

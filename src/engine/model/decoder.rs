@@ -143,6 +143,8 @@ pub struct Decoder {
     embedding: ParamRef,
     positions: Option<ParamRef>,
     blocks: Arc<[Block]>,
+    /// The lowest block in the backward pass.
+    first_trained_block: usize,
     final_norm: NormLayer,
     head: ParamRef,
 }
@@ -157,6 +159,7 @@ impl Decoder {
             embedding,
             positions: layout.find_fused(ModuleId::global(ModuleOp::Positions), ParamRole::Weight),
             blocks: (0..spec.num_layers).map(|block| Block::new(spec, layout, block)).collect::<Result<_>>()?,
+            first_trained_block: spec.first_trained_block(),
             final_norm: NormLayer::new(spec, layout, ModuleId::global(ModuleOp::Norm(NormRole::Final)))?,
             head: if spec.tie_word_embeddings {
                 embedding
@@ -450,7 +453,7 @@ impl Decoder {
         let adapters = AdapterPass::default();
         let cx = &mut Context { kernels, weights, grads: Some(grads), mode, adapters, hook };
         self.final_norm.backward(cx, last, &ws.final_norm, dy, (&stream, WriteMode::Accumulate))?;
-        for i in (self.spec.first_trained_block()..self.spec.num_layers).rev() {
+        for i in (self.first_trained_block..self.spec.num_layers).rev() {
             if ws.keep() == Checkpointing::PerBlock {
                 self.forward_block(cx, i, ws)?;
                 let (acts, scratch) = ws.block(i)?;

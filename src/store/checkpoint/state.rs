@@ -207,7 +207,7 @@ mod tests {
         let block = Fp8State { block: 1, active: true, variance: Some(0.5), amax: Vec::new() };
         let mut json = serde_json::to_value(State { fp8: vec![block.clone()], ..state(1.0) }).unwrap();
         let read = |json: &Value| serde_json::from_value::<State>(json.clone()).unwrap().fp8;
-        assert_eq!(read(&json), [block.clone()]);
+        assert_eq!(read(&json), std::slice::from_ref(&block));
         json["fp8"] = serde_json::to_value(&block).unwrap();
         assert_eq!(read(&json), [block]);
     }

@@ -263,7 +263,7 @@ impl Bisector<'_> {
         let (passes, _) = self.engine.passes()?;
         let scaler = self.scaler.as_ref().unwrap_or(passes.scaler);
         let (hook, workspace, grads) = (&mut self.hook, &mut self.workspace, &mut self.grads);
-        Ok(Passes { weights, hook, scaler, workspace, grads, ..passes }.gradients(self.batches)?.loss())
+        Ok(Passes { weights, hook, scaler, workspace, grads, ..passes }.gradients(self.batches)?.loss)
     }
 
     /// An estimate, because the search may end early.

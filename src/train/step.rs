@@ -18,17 +18,10 @@ use std::time::{Duration, Instant};
 pub(super) struct StepGradients {
     /// Sums over all micro-batches.
     sums: LossSums,
-    /// The number of losses in them.
-    count: usize,
+    /// The mean loss.
+    pub(super) loss: f64,
     targets: usize,
     time: StepTimings,
-}
-
-impl StepGradients {
-    /// The mean loss.
-    pub(super) fn loss(&self) -> f64 {
-        self.sums.loss / self.count as f64
-    }
 }
 
 impl Passes<'_> {
@@ -98,7 +91,7 @@ impl Passes<'_> {
         let clock = Instant::now();
         grads.compute_stats(self.count_exponents, self.grad_stats, model.kernels(), *group)?;
         time.grad_stats = clock.elapsed();
-        Ok(StepGradients { sums, count, targets, time })
+        Ok(StepGradients { sums, loss: sums.loss / count as f64, targets, time })
     }
 }
 
@@ -117,7 +110,7 @@ impl TrainEngine {
     pub(super) fn update(&mut self, gradients: &StepGradients) -> Result<StepReport> {
         let Self { group, model, state, grads, grad_stats, update_counts, .. } = self;
         let TrainState { weights, masters, adamw, scaler, counters, .. } = state;
-        let StepGradients { sums, targets, mut time, .. } = *gradients;
+        let StepGradients { sums, loss, targets, mut time } = *gradients;
         let (scale, stats, unscale) = (scaler.scale(), &grad_stats.total.stats, scaler.inverse());
         let finite = stats.is_finite() && (stats.max_abs * unscale).is_finite();
         // 5. Update the FP32 masters, or skip the step after an overflow.
@@ -145,7 +138,7 @@ impl TrainEngine {
         let change = scaler.update_with_amax(finite, grad_stats.amax);
         counters.step += 1;
         counters.tokens += targets as u64;
-        let (loss, metrics) = (gradients.loss(), sums.metrics(self.objective.settings()));
+        let metrics = sums.metrics(self.objective.settings());
         Ok(StepReport { loss, metrics, targets, scale, outcome, change, time })
     }
 

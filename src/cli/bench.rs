@@ -62,7 +62,7 @@ pub(super) struct BenchArgs {
     /// Warm-up steps before the measured ones
     #[arg(long, value_name = "N", default_value_t = 2)]
     warmup: usize,
-    /// Device: auto, cpu, cuda or cuda:N
+    /// Device: auto, cpu, cuda, cuda:N or metal
     #[arg(long, default_value = "auto")]
     device: String,
     /// Kernels: auto, candle or fused

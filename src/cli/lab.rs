@@ -371,7 +371,7 @@ impl MemoryArgs {
             sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
             threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
             process: program,
-            stores_scores: self.gpu || run.is_some_and(|run| run.started.device.starts_with("cuda")),
+            stores_scores: self.gpu || run.is_some_and(|run| run.started.device != "cpu"),
         };
         let mut memory = MemoryPlan::new(&name, &config, setup)?;
         let as_it_ran = self.model.is_none() && self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();

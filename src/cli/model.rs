@@ -86,7 +86,7 @@ impl ModelSourceArgs {
 /// The flags that select a model's device and kernels.
 #[derive(Args, Debug)]
 pub(super) struct DeviceArgs {
-    /// Device: auto, cpu, cuda or cuda:N
+    /// Device: auto, cpu, cuda, cuda:N or metal
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: DeviceSpec,
     /// Kernels: auto, candle or fused

@@ -17,6 +17,8 @@ pub enum DeviceSpec {
     Cpu,
     /// On the GPU with this CUDA ordinal.
     Cuda(usize),
+    /// On the GPU of an Apple computer.
+    Metal,
 }
 
 impl FromStr for DeviceSpec {
@@ -26,10 +28,13 @@ impl FromStr for DeviceSpec {
         let ordinal = match text {
             "auto" => return Ok(Self::Auto),
             "cpu" => return Ok(Self::Cpu),
+            "metal" => return Ok(Self::Metal),
             "cuda" => Some(0),
             other => other.strip_prefix("cuda:").and_then(|number| number.parse().ok()),
         };
-        ordinal.map(Self::Cuda).ok_or_else(|| format!("`{text}` is unknown; use `auto`, `cpu`, `cuda` or `cuda:0`"))
+        ordinal
+            .map(Self::Cuda)
+            .ok_or_else(|| format!("`{text}` is unknown; use `auto`, `cpu`, `cuda`, `cuda:0` or `metal`"))
     }
 }
 
@@ -68,7 +73,7 @@ impl DeviceSpec {
     pub fn for_local_rank(self, local_rank: usize) -> Self {
         let (first, count) = match self {
             Self::Auto => (0, gpu::count()),
-            Self::Cpu => return self,
+            Self::Cpu | Self::Metal => return self,
             Self::Cuda(first) => (first, gpu::count()),
         };
         if local_rank == 0 || first >= count { self } else { Self::Cuda((first + local_rank) % count) }
@@ -89,6 +94,8 @@ impl DeviceSpec {
         let (device, name) = match self {
             Self::Cuda(ordinal) => gpu::open(ordinal, policy)
                 .map_err(|message| Error::config("device", format!("`cuda:{ordinal}`: {message}; or use `cpu`")))?,
+            Self::Metal => gpu::open_metal()
+                .map_err(|message| Error::config("device", format!("`metal`: {message}; or use `cpu`")))?,
             Self::Auto if cfg!(feature = "cuda") => gpu::open(0, policy).unwrap_or_else(|message| {
                 notice(format!("computing on the CPU: {message}"));
                 (Device::Cpu, "cpu".into())
@@ -109,6 +116,7 @@ pub(crate) fn kernels(
     Ok(match choice {
         KernelBackend::Auto | KernelBackend::Fused if device.is_cpu() => Arc::new(Fused),
         KernelBackend::Candle => Arc::new(CandleKernels),
+        KernelBackend::Auto if device.is_metal() => Arc::new(CandleKernels),
         KernelBackend::Auto | KernelBackend::Fused => with_cuda(device, notice)?,
     })
 }
@@ -135,11 +143,12 @@ mod tests {
             ("cpu", DeviceSpec::Cpu),
             ("cuda", DeviceSpec::Cuda(0)),
             ("cuda:3", DeviceSpec::Cuda(3)),
+            ("metal", DeviceSpec::Metal),
         ];
         for (name, place) in names {
             assert_eq!(name.parse(), Ok(place));
         }
-        for name in ["gpu", "cuda:", "cuda:-1", "cuda3", ""] {
+        for name in ["gpu", "cuda:", "cuda:-1", "cuda3", "metal:0", ""] {
             let message = name.parse::<DeviceSpec>().unwrap_err();
             assert!(message.starts_with(&format!("`{name}` is unknown")), "{message}");
         }
@@ -154,5 +163,7 @@ mod tests {
         assert_eq!(open(DeviceSpec::Cpu).unwrap().name, "cpu");
         let message = open(DeviceSpec::Cuda(1)).unwrap_err().to_string();
         assert!(message.starts_with("device: `cuda:1`: ") && message.contains("--features cuda"), "{message}");
+        let message = open(DeviceSpec::Metal).unwrap_err().to_string();
+        assert!(message.starts_with("device: `metal`: ") && message.contains("docs/gpu.md"), "{message}");
     }
 }

@@ -14,6 +14,22 @@ pub(crate) fn open(_: usize, _: PrecisionPolicy) -> std::result::Result<(Device,
     Err("this program was built without GPU support; build it with `--features cuda` (see README.md)".into())
 }
 
+#[cfg(not(feature = "metal"))]
+pub(crate) fn open_metal() -> std::result::Result<(Device, String), String> {
+    Err("this program was built without Metal; build it on a Mac with `--features metal` (see docs/gpu.md)".into())
+}
+
+/// Opens the GPU of an Apple computer.
+#[cfg(feature = "metal")]
+pub(crate) fn open_metal() -> std::result::Result<(Device, String), String> {
+    // With fast math the compiler may assume that no value is infinite or NaN, and the loss scale depends on both.
+    let fast_math = "CANDLE_METAL_ENABLE_FAST_MATH";
+    if std::env::var(fast_math).as_deref() != Ok("0") {
+        return Err(format!("candle's Metal kernels would not keep infinities and NaN; set `{fast_math}=0`"));
+    }
+    Ok((Device::new_metal(0).map_err(|error| error.to_string())?, "metal".into()))
+}
+
 /// The number of GPUs that the driver reports.
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn count() -> usize {

@@ -106,8 +106,8 @@ settings! {
             help("fp16, bf16, fp32, or a policy such as p=f32,c=f16,g=f16,r=f32 [default: fp16]");
         /// The seed of every random stream.
         seed: u64 = 1, fixed(), flag("seed", Training, 0, "SEED"), help("Seed of every random stream");
-        /// Device: `cpu`, `cuda`, `cuda:N`, or `auto` for a GPU if this program can use one.
-        device: String = "auto".into(), flag("device", Machine, 0, "DEVICE"), help("Device: auto, cpu, cuda or cuda:N");
+        /// Device: `cpu`, `cuda`, `cuda:N`, `metal`, or `auto` for an NVIDIA GPU if this program can use one.
+        device: String = "auto".into(), flag("device", Machine, 0, "DEVICE"), help("Device: auto, cpu, cuda, cuda:N or metal");
         /// Kernels: `auto`, `candle` for candle's operations, or `fused` for this program's. Use `auto`, which is not written
         /// to files; the others are for comparisons.
         kernels: KernelBackend = KernelBackend::Auto, flag("kernels", Machine, 0, "NAME"), hidden(),

@@ -464,7 +464,7 @@ pub(super) fn fit_memory(
     group: &dyn ProcessGroup,
     report: &mut SetupCallback<'_>,
 ) -> Result<Config> {
-    let available = if open.device.is_cpu() { available_bytes() } else { open.free_bytes() };
+    let available = if open.device.is_cuda() { open.free_bytes() } else { available_bytes() };
     let Some(available) = available else { return Ok(config) };
     let devices = if open.device.is_cpu() { 1 } else { gpu::count().max(1) };
     let available = available / group.local_world_size().div_ceil(devices) as u64;

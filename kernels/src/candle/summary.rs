@@ -3,6 +3,7 @@
 use super::tensors::{require_contiguous, select, upcast};
 use crate::precision::{FloatFormat, TensorStats};
 use crate::summary::{self, TensorSummary};
+use crate::view;
 use candle_core::{D, DType, Result, Tensor};
 
 /// Elements reduced on the device: counts of them, and sums of their squares, are exact enough in FP32.
@@ -26,7 +27,9 @@ pub(super) fn summarize(tensor: &Tensor, format: FloatFormat, exponents: bool) -
 /// The sum of a tensor's values.
 pub(super) fn sum(tensor: &Tensor) -> Result<f64> {
     let mut sum = 0.0;
-    for rows in by_rows(tensor)? {
+    // Metal has no FP64.
+    let tensor = if tensor.device().is_metal() { view::to_host(tensor)? } else { tensor.clone() };
+    for rows in by_rows(&tensor)? {
         sum += rows.to_dtype(DType::F64)?.sum(1)?.to_vec1::<f64>()?.iter().sum::<f64>();
     }
     Ok(sum)

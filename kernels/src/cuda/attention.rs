@@ -1,61 +1,52 @@
 //! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for types that tensor cores multiply.
 
-use super::launch::{Arguments, DeviceSlice, DropoutArgs, KernelLaunch, Queue, kernel_symbol, to_u32};
+use super::dispatch::{Attempt, CudaKernels, Stop, require};
+use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::attention::AttentionShape;
-use crate::dropout::Dropout;
-use candle_core::{DType, Result, bail};
+use crate::columns::ColumnSlice;
+use crate::op;
+use candle_core::{DType, Device, Result, Tensor};
+use std::sync::PoisonError;
 
 /// The head sizes there are kernels for; others run in the next larger one.
 const SIZES: [usize; 4] = [32, 64, 96, 128];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ShapeArgs {
-    bounds: u64,
-    batch: u32,
-    seq_len: u32,
-    heads: u32,
-    head_size: u32,
-    softmax_scale: f32,
-    unused: u32,
-}
+arguments! {
+    struct ShapeArgs {
+        bounds: u64,
+        batch: u32,
+        seq_len: u32,
+        heads: u32,
+        head_size: u32,
+        softmax_scale: f32,
+        unused: u32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Forward {
-    qkv: u64,
-    out: u64,
-    lse: u64,
-    shape: ShapeArgs,
-    dropout: DropoutArgs,
-}
-// SAFETY: mirrors `AttentionForward`.
-unsafe impl Arguments for Forward {}
+    struct AttentionForward {
+        qkv: u64,
+        out: u64,
+        lse: u64,
+        shape: ShapeArgs,
+        dropout: DropoutArgs,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct RowProducts {
-    dout: u64,
-    out: u64,
-    delta: u64,
-    shape: ShapeArgs,
-}
-// SAFETY: mirrors `AttentionDelta`.
-unsafe impl Arguments for RowProducts {}
+    struct AttentionDelta {
+        dout: u64,
+        out: u64,
+        delta: u64,
+        shape: ShapeArgs,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Backward {
-    qkv: u64,
-    dout: u64,
-    lse: u64,
-    delta: u64,
-    dqkv: u64,
-    shape: ShapeArgs,
-    dropout: DropoutArgs,
+    struct AttentionBackward {
+        qkv: u64,
+        dout: u64,
+        lse: u64,
+        delta: u64,
+        dqkv: u64,
+        shape: ShapeArgs,
+        dropout: DropoutArgs,
+    }
 }
-// SAFETY: mirrors `AttentionBackward`.
-unsafe impl Arguments for Backward {}
 
 /// Kernels that a call consists of.
 #[derive(Clone, Copy)]
@@ -65,17 +56,20 @@ enum Pass {
     BackwardQueries,
 }
 
-/// Whether there are kernels for attention of this shape: no grouped queries or soft caps, and no large heads.
-pub(crate) fn serves(shape: &AttentionShape) -> bool {
-    let AttentionShape { heads, kv_heads, head_size, softcap, .. } = *shape;
-    kv_heads == heads && head_size <= SIZES[3] && softcap.is_none()
+/// Attention's bounds on the device, with the sizes and documents that they belong to. All layers of a pass have the
+/// same.
+#[derive(Debug)]
+pub(super) struct KeyRangeCache {
+    sizes: (usize, usize, Option<usize>),
+    documents: Option<Vec<u32>>,
+    tensor: Tensor,
 }
 
 /// The first key that each query attends to, then the end of the queries that attend to each key, `[2, B·T]`; `None` where each
 /// query attends to all keys up to its own.
-pub(crate) fn bounds(shape: &AttentionShape, documents: Option<&[u32]>) -> Result<Option<Vec<u32>>> {
+fn bounds(shape: &AttentionShape, documents: Option<&[u32]>) -> Result<Option<Vec<u32>>> {
     let (rows, seq_len) = (shape.batch * shape.seq_len, shape.seq_len);
-    if documents.is_none() && !is_windowed(shape) {
+    if documents.is_none() && shape.window.is_none_or(|window| window >= seq_len) {
         return Ok(None);
     }
     let first_key = |row: usize| {
@@ -91,8 +85,20 @@ pub(crate) fn bounds(shape: &AttentionShape, documents: Option<&[u32]>) -> Resul
     Ok(Some(bounds))
 }
 
-fn is_windowed(shape: &AttentionShape) -> bool {
-    shape.window.is_some_and(|window| window < shape.seq_len)
+/// The tensor that holds queries, keys and values, or their gradients, in the layout that the kernels take: side by side
+/// and nothing else, with keys and values for each head. `None` if their layout differs.
+fn packed(shape: &AttentionShape, parts: [ColumnSlice<'_>; 3]) -> Option<Tensor> {
+    let (tensor, [queries, keys, values]) = (parts[0].tensor(), shape.widths());
+    let side_by_side = parts.iter().zip([0, queries, queries + keys]).all(|(columns, first)| {
+        columns.tensor().id() == tensor.id() && (columns.first(), columns.stride()) == (first, queries + keys + values)
+    });
+    (side_by_side && shape.kv_heads == shape.heads).then(|| tensor.clone())
+}
+
+/// A tensor for the layout that the kernels take.
+fn wide(shape: &AttentionShape, parts: [ColumnSlice<'_>; 3]) -> Result<Tensor> {
+    let tensor = parts[0].tensor();
+    Tensor::zeros((shape.batch * shape.seq_len, 3 * shape.widths()[0]), tensor.dtype(), tensor.device())
 }
 
 /// One call's sizes, and the kernels that serve them.
@@ -102,43 +108,22 @@ struct Plan {
     dtype: DType,
     /// The kernels' head size.
     size: usize,
-    /// The address of [`bounds`] on the device.
-    bounds: u64,
 }
 
 impl Plan {
-    fn new(shape: AttentionShape, bounds: Option<DeviceSlice>, dtype: DType) -> Result<Self> {
-        let rows = shape.batch * shape.seq_len;
-        let bounds = match bounds {
-            Some(bounds) => bounds.expect("bounds", DType::U32, 2 * rows)?,
-            None if is_windowed(&shape) => bail!("attention in a window without its bounds"),
-            None => 0,
-        };
-        match SIZES.into_iter().find(|&size| size >= shape.head_size) {
-            Some(size) if serves(&shape) => Ok(Self { shape, dtype, size, bounds }),
-            _ => bail!("there is no CUDA kernel for attention of {shape:?}"),
-        }
-    }
-
-    fn elements(self) -> usize {
-        self.shape.batch * self.shape.seq_len * self.shape.heads * self.shape.head_size
+    /// There are no kernels for large heads and soft caps.
+    fn new(shape: AttentionShape, dtype: DType) -> Attempt<Self> {
+        require(shape.softcap.is_none())?;
+        let size = SIZES.into_iter().find(|&size| size >= shape.head_size).ok_or(Stop::Unsupported)?;
+        Ok(Self { shape, dtype, size })
     }
 
     fn stat_len(self) -> usize {
         self.shape.batch * self.shape.seq_len * self.shape.heads
     }
 
-    fn arguments(self) -> Result<ShapeArgs> {
-        let AttentionShape { batch, seq_len, heads, head_size, scale, .. } = self.shape;
-        Ok(ShapeArgs {
-            bounds: self.bounds,
-            batch: to_u32(batch)?,
-            seq_len: to_u32(seq_len)?,
-            heads: to_u32(heads)?,
-            head_size: to_u32(head_size)?,
-            softmax_scale: scale,
-            unused: 0,
-        })
+    fn elements(self) -> usize {
+        self.stat_len() * self.shape.head_size
     }
 
     fn launch(self, pass: Pass) -> Result<KernelLaunch> {
@@ -186,58 +171,93 @@ impl Plan {
     }
 }
 
-/// See [`attention::forward`](crate::attention::forward); the device has the shape's [`bounds`].
-pub(crate) fn forward(
-    queue: &impl Queue,
-    (shape, bounds): (AttentionShape, Option<DeviceSlice>),
-    qkv: DeviceSlice,
-    dropout: Option<Dropout>,
-    out: DeviceSlice,
-    lse: DeviceSlice,
-) -> Result<()> {
-    let plan = Plan::new(shape, bounds, qkv.dtype)?;
-    let arguments = Forward {
-        qkv: qkv.of("qkv", 3 * plan.elements())?,
-        out: out.expect("out", qkv.dtype, plan.elements())?,
-        lse: lse.expect("lse", DType::F32, plan.stat_len())?,
-        shape: plan.arguments()?,
-        dropout: DropoutArgs::new(dropout),
-    };
-    // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&plan.launch(Pass::Forward)?, &arguments) }
-}
+impl<Q: Queue> CudaKernels<Q> {
+    /// [`bounds`] on the device.
+    fn bounds(&self, shape: &AttentionShape, documents: Option<&[u32]>, device: &Device) -> Result<Option<Tensor>> {
+        let sizes = (shape.batch, shape.seq_len, shape.window);
+        let mut last = self.bounded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(last) = last.as_ref().filter(|last| last.sizes == sizes && last.documents.as_deref() == documents) {
+            return Ok(Some(last.tensor.clone()));
+        }
+        let Some(bounds) = bounds(shape, documents)? else { return Ok(None) };
+        let bounds = Tensor::new(bounds, device)?;
+        *last = Some(KeyRangeCache { sizes, documents: documents.map(<[u32]>::to_vec), tensor: bounds.clone() });
+        Ok(Some(bounds))
+    }
 
-/// See [`attention::backward`](crate::attention::backward); the device has the shape's [`bounds`].
-pub(crate) fn backward(
-    queue: &impl Queue,
-    (shape, bounds): (AttentionShape, Option<DeviceSlice>),
-    [dout, qkv, out, lse]: [DeviceSlice; 4],
-    dropout: Option<Dropout>,
-    dqkv: DeviceSlice,
-) -> Result<()> {
-    let plan = Plan::new(shape, bounds, qkv.dtype)?;
-    let (delta, _owner) = queue.scratch(plan.stat_len())?;
-    let products = RowProducts {
-        dout: dout.expect("dout", qkv.dtype, plan.elements())?,
-        out: out.expect("out", qkv.dtype, plan.elements())?,
-        delta: delta.address,
-        shape: plan.arguments()?,
-    };
-    let arguments = Backward {
-        qkv: qkv.of("qkv", 3 * plan.elements())?,
-        dout: products.dout,
-        lse: lse.expect("lse", DType::F32, plan.stat_len())?,
-        delta: delta.address,
-        dqkv: dqkv.expect("dqkv", qkv.dtype, 3 * plan.elements())?,
-        shape: products.shape,
-        dropout: DropoutArgs::new(dropout),
-    };
-    let by_rows =
-        KernelLaunch::warp_per_row("attention", kernel_symbol("attention_delta", &[qkv.dtype])?, plan.stat_len())?;
-    // SAFETY: every buffer was found large enough.
-    unsafe {
-        queue.launch(&by_rows, &products)?;
-        queue.launch(&plan.launch(Pass::BackwardKeysAndValues)?, &arguments)?;
-        queue.launch(&plan.launch(Pass::BackwardQueries)?, &arguments)
+    fn shape_args(&self, shape: &AttentionShape, bounds: Option<&Tensor>) -> Attempt<ShapeArgs> {
+        let AttentionShape { batch, seq_len, heads, head_size, scale, .. } = *shape;
+        Ok(ShapeArgs {
+            bounds: self.optional(bounds, DType::U32, 2 * batch * seq_len)?,
+            batch: to_u32(batch)?,
+            seq_len: to_u32(seq_len)?,
+            heads: to_u32(heads)?,
+            head_size: to_u32(head_size)?,
+            softmax_scale: scale,
+            unused: 0,
+        })
+    }
+
+    /// Queries, keys and values in the layout that the kernels take.
+    fn qkv(&self, shape: &AttentionShape, parts: [ColumnSlice<'_>; 3]) -> Attempt<Tensor> {
+        if let Some(tensor) = packed(shape, parts) {
+            return Ok(tensor);
+        }
+        let wide = wide(shape, parts)?;
+        self.spread_heads(shape, parts, &wide)?;
+        Ok(wide)
+    }
+
+    pub(super) fn attention(&self, op: &op::Attention<'_>) -> Attempt {
+        let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
+        let plan = Plan::new(*shape, dtype)?;
+        let qkv = self.qkv(shape, operands.qkv)?;
+        let bounds = self.bounds(shape, operands.documents, qkv.device())?;
+        let arguments = AttentionForward {
+            qkv: self.address(&qkv, dtype, 3 * plan.elements())?,
+            out: self.address(op.out, dtype, plan.elements())?,
+            lse: self.address(op.lse, DType::F32, plan.stat_len())?,
+            shape: self.shape_args(shape, bounds.as_ref())?,
+            dropout: DropoutArgs::new(operands.dropout),
+        };
+        // SAFETY: every buffer was found large enough.
+        Ok(unsafe { self.queue.launch(&plan.launch(Pass::Forward)?, &arguments) }?)
+    }
+
+    pub(super) fn attention_backward(&self, op: &op::AttentionBackward<'_>) -> Attempt {
+        let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
+        let plan = Plan::new(*shape, dtype)?;
+        let qkv = self.qkv(shape, operands.qkv)?;
+        let packed = packed(shape, op.gradients);
+        let dqkv = packed.clone().map_or_else(|| wide(shape, op.gradients), Ok)?;
+        let bounds = self.bounds(shape, operands.documents, qkv.device())?;
+        let (delta, _owner) = self.queue.scratch(plan.stat_len())?;
+        let products = AttentionDelta {
+            dout: self.address(op.dout, dtype, plan.elements())?,
+            out: self.address(op.out, dtype, plan.elements())?,
+            delta,
+            shape: self.shape_args(shape, bounds.as_ref())?,
+        };
+        let arguments = AttentionBackward {
+            qkv: self.address(&qkv, dtype, 3 * plan.elements())?,
+            dout: products.dout,
+            lse: self.address(op.lse, DType::F32, plan.stat_len())?,
+            delta,
+            dqkv: self.address(&dqkv, dtype, 3 * plan.elements())?,
+            shape: products.shape,
+            dropout: DropoutArgs::new(operands.dropout),
+        };
+        let kernel = kernel_symbol("attention_delta", &[dtype])?;
+        let by_rows = KernelLaunch::warp_per_row("attention", kernel, plan.stat_len())?;
+        // SAFETY: every buffer was found large enough.
+        unsafe {
+            self.queue.launch(&by_rows, &products)?;
+            self.queue.launch(&plan.launch(Pass::BackwardKeysAndValues)?, &arguments)?;
+            self.queue.launch(&plan.launch(Pass::BackwardQueries)?, &arguments)?;
+        }
+        if packed.is_none() {
+            self.gather_heads(shape, &dqkv, op.gradients)?;
+        }
+        Ok(())
     }
 }

@@ -1,53 +1,44 @@
 //! The launches of `elementwise.cu`.
 
-use super::launch::{Arguments, DeviceSlice, DropoutArgs, KernelLaunch, Queue, kernel_symbol, to_u32};
-use crate::Activation;
+use super::dispatch::{Attempt, CudaKernels, is_pair, require};
+use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::dropout::Dropout;
-use candle_core::{DType, Result, bail};
+use crate::{Activation, op};
+use candle_core::{DType, Result, Tensor};
 
 /// Elements a thread takes at a time.
 const PACK: usize = 8;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Activate {
-    x: u64,
-    dy: u64,
-    y: u64,
-    dx: u64,
-    len: u64,
-    width: u32,
-    activation: u32,
-}
-// SAFETY: mirrors `Activate`.
-unsafe impl Arguments for Activate {}
+arguments! {
+    struct Activate {
+        x: u64,
+        dy: u64,
+        y: u64,
+        dx: u64,
+        len: u64,
+        width: u32,
+        activation: u32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Residual {
-    stream: u64,
-    branch: u64,
-    out: u64,
-    len: u64,
-    dropout: DropoutArgs,
-}
-// SAFETY: mirrors `Residual`.
-unsafe impl Arguments for Residual {}
+    struct Residual {
+        stream: u64,
+        branch: u64,
+        out: u64,
+        len: u64,
+        dropout: DropoutArgs,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Fill {
-    row: u64,
-    out: u64,
-    len: u64,
-    width: u32,
-    unused: u32,
+    struct Fill {
+        row: u64,
+        out: u64,
+        len: u64,
+        width: u32,
+        unused: u32,
+    }
 }
-// SAFETY: mirrors `Fill`.
-unsafe impl Arguments for Fill {}
 
 /// Whether the kernels that look at rows can take rows of this width.
-pub(crate) fn serves(width: usize) -> bool {
+pub(super) fn serves(width: usize) -> bool {
     width > 0 && width.is_multiple_of(PACK)
 }
 
@@ -55,90 +46,91 @@ fn launch(kernel: &str, dtypes: &[DType], len: usize) -> Result<KernelLaunch> {
     KernelLaunch::for_packs("elementwise", kernel_symbol(kernel, dtypes)?, len.div_ceil(PACK))
 }
 
-/// Computes [`op::Activate`](crate::op::Activate), or with `gradient`, which is `dy` and `dx`, its backward pass.
-pub(crate) fn activate(
-    queue: &impl Queue,
-    activation: Activation,
-    width: usize,
-    x: DeviceSlice,
-    y: DeviceSlice,
-    gradient: Option<[DeviceSlice; 2]>,
-) -> Result<()> {
-    let (dtype, len) = (y.dtype, y.len);
-    let len_of_x = if activation.is_gated() { 2 * len } else { len };
-    if !serves(width) || !len.is_multiple_of(width) {
-        bail!("an activation of {len} elements in rows of {width}");
+impl<Q: Queue> CudaKernels<Q> {
+    pub(super) fn activate(&self, op: &op::Activate<'_>) -> Attempt {
+        self.activation("activate", op.activation, [op.x, op.y], [None; 2])
     }
-    let arguments = Activate {
-        x: x.expect("x", dtype, len_of_x)?,
-        dy: gradient.map_or(Ok(0), |[dy, _]| dy.expect("dy", dtype, len))?,
-        y: y.of("y", len)?,
-        dx: gradient.map_or(Ok(0), |[_, dx]| dx.expect("dx", dtype, len_of_x))?,
-        len: len as u64,
-        width: to_u32(width)?,
-        activation: match activation {
-            Activation::Gelu => 0,
-            Activation::SwiGlu => 1,
-            Activation::GeGlu => 2,
-        },
-    };
-    let kernel = if gradient.is_some() { "activate_backward" } else { "activate" };
-    // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&launch(kernel, &[dtype], len)?, &arguments) }
-}
 
-/// `out = stream + dropout(branch)`.
-pub(crate) fn residual_add(
-    queue: &impl Queue,
-    stream: DeviceSlice,
-    branch: DeviceSlice,
-    dropout: Option<Dropout>,
-    out: DeviceSlice,
-) -> Result<()> {
-    let len = out.len;
-    let arguments = Residual {
-        stream: stream.expect("stream", out.dtype, len)?,
-        branch: branch.of("branch", len)?,
-        out: out.of("out", len)?,
-        len: len as u64,
-        dropout: DropoutArgs::new(dropout),
-    };
-    // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&launch("residual_add", &[out.dtype, branch.dtype], len)?, &arguments) }
-}
-
-/// `branch = dropout(stream)`.
-pub(crate) fn residual_backward(
-    queue: &impl Queue,
-    stream: DeviceSlice,
-    dropout: Option<Dropout>,
-    branch: DeviceSlice,
-) -> Result<()> {
-    let len = branch.len;
-    let arguments = Residual {
-        stream: stream.of("stream", len)?,
-        branch: branch.of("branch", len)?,
-        out: 0,
-        len: len as u64,
-        dropout: DropoutArgs::new(dropout),
-    };
-    // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&launch("residual_backward", &[stream.dtype, branch.dtype], len)?, &arguments) }
-}
-
-/// Puts `row` into every row of `out`.
-pub(crate) fn fill_rows(queue: &impl Queue, row: DeviceSlice, out: DeviceSlice) -> Result<()> {
-    let (width, len) = (row.len, out.len);
-    if !serves(width) || !len.is_multiple_of(width) {
-        bail!("{len} elements in rows of {width}");
+    pub(super) fn activate_backward(&self, op: &op::ActivateBackward<'_>) -> Attempt {
+        self.activation("activate_backward", op.activation, [op.x, op.y], [Some(op.dy), Some(op.dx)])
     }
-    let arguments = Fill {
-        row: row.expect("row", out.dtype, width)?,
-        out: out.of("out", len)?,
-        len: len as u64,
-        width: to_u32(width)?,
-        unused: 0,
-    };
-    // SAFETY: every buffer was found large enough.
-    unsafe { queue.launch(&launch("fill_rows", &[out.dtype], len)?, &arguments) }
+
+    fn activation(
+        &self,
+        kernel: &str,
+        activation: Activation,
+        [x, y]: [&Tensor; 2],
+        [dy, dx]: [Option<&Tensor>; 2],
+    ) -> Attempt {
+        let (dtype, len, width) = (y.dtype(), y.elem_count(), y.dim(1)?);
+        let len_of_x = if activation.is_gated() { 2 * len } else { len };
+        require(serves(width))?;
+        let arguments = Activate {
+            x: self.address(x, dtype, len_of_x)?,
+            dy: self.optional(dy, dtype, len)?,
+            y: self.address(y, dtype, len)?,
+            dx: self.optional(dx, dtype, len_of_x)?,
+            len: len as u64,
+            width: to_u32(width)?,
+            activation: match activation {
+                Activation::Gelu => 0,
+                Activation::SwiGlu => 1,
+                Activation::GeGlu => 2,
+            },
+        };
+        // SAFETY: every buffer was found large enough.
+        Ok(unsafe { self.queue.launch(&launch(kernel, &[dtype], len)?, &arguments) }?)
+    }
+
+    pub(super) fn residual_add(&self, op: &op::AddBranch<'_>) -> Attempt {
+        self.residual("residual_add", [op.stream, op.branch], op.dropout, Some(op.out))
+    }
+
+    pub(super) fn copy(&self, op: &op::Copy<'_>) -> Attempt {
+        self.residual("residual_backward", [op.x, op.out], op.dropout, None)
+    }
+
+    pub(super) fn accumulate(&self, op: &op::Accumulate<'_>) -> Attempt {
+        let along: Vec<&Tensor> = [op.x].into_iter().chain(op.inner.iter().copied()).chain([op.out]).collect();
+        // No sum may change unless there are kernels for all of them.
+        along.iter().try_for_each(|x| self.address(x, x.dtype(), x.elem_count()).map(drop))?;
+        require(along.windows(2).all(|pair| is_pair([pair[1].dtype(), pair[0].dtype()])))?;
+        along.windows(2).try_for_each(|pair| self.residual("residual_add", [pair[1], pair[0]], None, Some(pair[1])))
+    }
+
+    /// `out = stream + dropout(branch)`, or without `out`, `branch = dropout(stream)`.
+    fn residual(
+        &self,
+        kernel: &str,
+        [stream, branch]: [&Tensor; 2],
+        dropout: Option<Dropout>,
+        out: Option<&Tensor>,
+    ) -> Attempt {
+        let (types, len) = ([stream.dtype(), branch.dtype()], branch.elem_count());
+        require(is_pair(types))?;
+        let arguments = Residual {
+            stream: self.address(stream, types[0], len)?,
+            branch: self.address(branch, types[1], len)?,
+            out: self.optional(out, types[0], len)?,
+            len: len as u64,
+            dropout: DropoutArgs::new(dropout),
+        };
+        // SAFETY: every buffer was found large enough.
+        Ok(unsafe { self.queue.launch(&launch(kernel, &types, len)?, &arguments) }?)
+    }
+
+    /// Puts `row` into every row of `out`.
+    pub(super) fn fill_rows(&self, row: &Tensor, out: &Tensor) -> Attempt {
+        let (width, len, dtype) = (row.elem_count(), out.elem_count(), out.dtype());
+        require(serves(width) && len.is_multiple_of(width))?;
+        let arguments = Fill {
+            row: self.address(row, dtype, width)?,
+            out: self.address(out, dtype, len)?,
+            len: len as u64,
+            width: to_u32(width)?,
+            unused: 0,
+        };
+        // SAFETY: every buffer was found large enough.
+        Ok(unsafe { self.queue.launch(&launch("fill_rows", &[dtype], len)?, &arguments) }?)
+    }
 }

@@ -1,7 +1,7 @@
 //! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
 #![allow(clippy::unwrap_used, reason = "only tests use it, and a panic is a failed test")]
 
-use super::launch::{Arguments, DeviceSlice, KernelLaunch, Queue};
+use super::launch::{Arguments, KernelLaunch, Queue};
 use crate::op::{Access, Op};
 use candle_core::{DType, Result, Tensor, TensorId, bail};
 use half::{bf16, f16};
@@ -150,14 +150,6 @@ impl Allocation {
     fn address(&self) -> u64 {
         self.lines.as_ptr() as u64
     }
-
-    /// The bytes of `buffer`, if this memory holds all of them.
-    fn bytes_of(&mut self, buffer: DeviceSlice) -> Option<&mut [u8]> {
-        let first = usize::try_from(buffer.address.checked_sub(self.address())?).ok()?;
-        // SAFETY: lines are bytes and nothing else.
-        let (_, all, _) = unsafe { self.lines.align_to_mut::<u8>() };
-        all[..self.bytes].get_mut(first..first + buffer.bytes())
-    }
 }
 
 /// A device with separate memory: kernels may access only memory that it has allocated. For a CPU tensor it allocates
@@ -178,49 +170,17 @@ impl Emulator {
         Self { order, memory: Mutex::default(), read_only: Mutex::default() }
     }
 
-    fn keep(&self, bytes: &[u8], dtype: DType, len: usize, writable: bool) -> DeviceSlice {
+    /// Memory with these bytes, which stands for `tensor`.
+    fn keep(&self, bytes: &[u8], tensor: Option<&Tensor>) -> u64 {
         let mut lines = vec![Line([0xff; 256]); bytes.len().div_ceil(256).max(1)];
         for (line, part) in lines.iter_mut().zip(bytes.chunks(256)) {
             line.0[..part.len()].copy_from_slice(part);
         }
-        let allocation = Allocation { lines, tensor: None, bytes: bytes.len(), writable };
-        let buffer = DeviceSlice { address: allocation.address(), dtype, len };
+        let writable = tensor.is_none_or(|tensor| !self.read_only.lock().unwrap().contains(&tensor.id()));
+        let allocation = Allocation { lines, tensor: tensor.cloned(), bytes: bytes.len(), writable };
+        let address = allocation.address();
         self.memory.lock().unwrap().push(allocation);
-        buffer
-    }
-
-    /// Numbers that kernels may read.
-    pub(crate) fn input(&self, values: &[f32], dtype: DType) -> DeviceSlice {
-        self.keep(&encode(values, dtype), dtype, values.len(), false)
-    }
-
-    /// Numbers that kernels may change.
-    pub(crate) fn state(&self, values: &[f32], dtype: DType) -> DeviceSlice {
-        self.keep(&encode(values, dtype), dtype, values.len(), true)
-    }
-
-    /// Room for results, full of NaN, so that a read before the first write shows.
-    pub(crate) fn output(&self, len: usize, dtype: DType) -> DeviceSlice {
-        self.keep(&vec![0xff; len * dtype.size_in_bytes()], dtype, len, true)
-    }
-
-    pub(crate) fn words(&self, words: &[u32]) -> DeviceSlice {
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        self.keep(&bytes, DType::U32, words.len(), false)
-    }
-
-    /// Plain structs, as bytes.
-    pub(crate) fn structs<T: Copy>(&self, values: &[T], writable: bool) -> DeviceSlice {
-        let bytes = size_of_val(values);
-        // SAFETY: the structs are made of plain numbers without padding.
-        let view = unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), bytes) };
-        self.keep(view, DType::U8, bytes, writable)
-    }
-
-    pub(crate) fn bytes(&self, buffer: DeviceSlice) -> Vec<u8> {
-        let mut memory = self.memory.lock().unwrap();
-        let bytes = memory.iter_mut().find_map(|allocation| allocation.bytes_of(buffer));
-        bytes.expect("a buffer of this emulator").to_vec()
+        address
     }
 
     /// Copies tensors to their memory before a launch, or the written values back after it.
@@ -239,41 +199,10 @@ impl Emulator {
         }
         Ok(())
     }
-
-    /// The buffer's elements, widened.
-    pub(crate) fn read(&self, buffer: DeviceSlice) -> Vec<f32> {
-        decode(&self.bytes(buffer), buffer.dtype)
-    }
-
-    /// Structs that kernels have written.
-    pub(crate) fn read_structs<T: Copy>(&self, buffer: DeviceSlice) -> Vec<T> {
-        let bytes = self.bytes(buffer);
-        // SAFETY: the bytes hold whole structs of plain numbers.
-        bytes.chunks_exact(size_of::<T>()).map(|b| unsafe { b.as_ptr().cast::<T>().read_unaligned() }).collect()
-    }
-}
-
-/// `values` as `dtype` stores them.
-pub(super) fn encode(values: &[f32], dtype: DType) -> Vec<u8> {
-    match dtype {
-        DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_ne_bytes()).collect(),
-        DType::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_ne_bytes()).collect(),
-        _ => values.iter().flat_map(|x| x.to_ne_bytes()).collect(),
-    }
-}
-
-/// The values of stored elements.
-pub(super) fn decode(bytes: &[u8], dtype: DType) -> Vec<f32> {
-    let halves = || bytes.chunks_exact(2).map(|b| u16::from_ne_bytes([b[0], b[1]]));
-    match dtype {
-        DType::F16 => halves().map(|bits| f16::from_bits(bits).to_f32()).collect(),
-        DType::BF16 => halves().map(|bits| bf16::from_bits(bits).to_f32()).collect(),
-        _ => bytes.chunks_exact(4).map(|b| f32::from_ne_bytes([b[0], b[1], b[2], b[3]])).collect(),
-    }
 }
 
 /// The elements of a contiguous CPU tensor.
-fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+pub(super) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     let tensor = tensor.flatten_all()?;
     Ok(match tensor.dtype() {
         DType::U32 => tensor.to_vec1::<u32>()?.into_iter().flat_map(u32::to_ne_bytes).collect(),
@@ -326,28 +255,27 @@ impl Queue for Emulator {
 
     type Scratch = ();
 
-    fn scratch(&self, len: usize) -> Result<(DeviceSlice, ())> {
-        Ok((self.output(len, DType::F32), ()))
+    /// Full of NaN, so that a read before the first write shows.
+    fn scratch(&self, len: usize) -> Result<(u64, ())> {
+        Ok((self.keep(&vec![0xff; len * size_of::<f32>()], None), ()))
     }
 
-    fn buffer(&self, tensor: &Tensor) -> Result<Option<DeviceSlice>> {
+    fn address(&self, tensor: &Tensor) -> Result<Option<u64>> {
         let known = |memory: &Allocation| memory.tensor.as_ref().is_some_and(|known| known.id() == tensor.id());
-        let (dtype, len) = (tensor.dtype(), tensor.elem_count());
-        if let Some(allocation) = self.memory.lock().unwrap().iter().find(|memory| known(memory)) {
-            return Ok(Some(DeviceSlice { address: allocation.address(), dtype, len }));
-        }
-        let writable = !self.read_only.lock().unwrap().contains(&tensor.id());
-        let buffer = self.keep(&bytes_of(tensor)?, dtype, len, writable);
-        if let Some(allocation) = self.memory.lock().unwrap().last_mut() {
-            allocation.tensor = Some(tensor.clone());
-        }
-        Ok(Some(buffer))
+        let address = self.memory.lock().unwrap().iter().find(|memory| known(memory)).map(Allocation::address);
+        Ok(Some(match address {
+            Some(address) => address,
+            None => self.keep(&bytes_of(tensor)?, Some(tensor)),
+        }))
     }
 
     fn begin(&self, op: &Op<'_>) {
         self.memory.lock().unwrap().clear();
         let mut read_only = self.read_only.lock().unwrap();
         read_only.clear();
+        if let Op::Summarize(op) = op {
+            read_only.extend(op.tensors.iter().map(|(tensor, _)| tensor.id()));
+        }
         op.for_each_tensor(&mut |tensor, access| match access {
             Access::Read => read_only.push(tensor.id()),
             Access::Write => read_only.retain(|id| *id != tensor.id()),

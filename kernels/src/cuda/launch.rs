@@ -1,91 +1,33 @@
-//! Launches: their buffers, arguments and grid, and the queue that takes them.
+//! Launches: their arguments and grid, and the queue that takes them.
 
-#[cfg(doc)]
-use crate::columns::ColumnSlice;
 use crate::dropout::Dropout;
 use crate::op::{self, Op};
 use candle_core::{DType, Result, Tensor, bail};
 use std::fmt;
 
-/// Elements in the memory of a device, contiguous and aligned to [`ALIGNMENT`].
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct DeviceSlice {
-    /// The address of the first one.
-    pub(crate) address: u64,
-    /// Their type.
-    pub(crate) dtype: DType,
-    /// How many there are.
-    pub(crate) len: usize,
-}
-
-/// Bytes that a buffer's address is a multiple of: the widest access of a kernel.
+/// Bytes that an operand's address is a multiple of: the widest access of a kernel.
 pub(crate) const ALIGNMENT: u64 = 16;
-
-impl DeviceSlice {
-    /// The address of `len` elements of type `dtype`; an error if the buffer does not hold them.
-    pub(crate) fn expect(self, what: &str, dtype: DType, len: usize) -> Result<u64> {
-        if self.dtype != dtype || self.len < len {
-            bail!("a kernel's `{what}` must hold {len} of {dtype:?}, not {} of {:?}", self.len, self.dtype);
-        }
-        if !self.address.is_multiple_of(ALIGNMENT) {
-            bail!("a kernel's `{what}` is not aligned to {ALIGNMENT} bytes");
-        }
-        Ok(self.address)
-    }
-
-    /// The address of `len` elements of the buffer's type, for an operand of any type.
-    pub(crate) fn of(self, what: &str, len: usize) -> Result<u64> {
-        self.expect(what, self.dtype, len)
-    }
-
-    /// How many bytes its elements take.
-    #[cfg(test)]
-    pub(crate) fn bytes(self) -> usize {
-        self.len * self.dtype.size_in_bytes()
-    }
-}
-
-/// Some columns of rows in a buffer, as [`ColumnSlice`] are of a tensor.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Rows {
-    pub(crate) buffer: DeviceSlice,
-    /// How many there are.
-    pub(crate) len: usize,
-    /// Elements from one row to the next.
-    pub(crate) stride: usize,
-    /// The first column.
-    pub(crate) first: usize,
-    /// How many columns.
-    pub(crate) count: usize,
-}
-
-impl Rows {
-    /// All columns of a matrix.
-    pub(crate) fn whole(buffer: DeviceSlice, [len, count]: [usize; 2]) -> Self {
-        Self { buffer, len, stride: count, first: 0, count }
-    }
-
-    /// Whether heads of `width` elements begin where the widest accesses can.
-    pub(crate) fn aligns(self, width: usize) -> bool {
-        let bytes = |elements: usize| (elements * self.buffer.dtype.size_in_bytes()) as u64;
-        [self.first, self.stride, width].into_iter().all(|elements| bytes(elements).is_multiple_of(ALIGNMENT))
-    }
-
-    /// The address of the first element; an error if the buffer does not hold the rows.
-    pub(crate) fn address(self, what: &str) -> Result<u64> {
-        if self.first + self.count > self.stride {
-            bail!("a kernel's `{what}` has no columns {}..{}", self.first, self.first + self.count);
-        }
-        let start = self.buffer.of(what, self.len * self.stride)?;
-        Ok(start + (self.first * self.buffer.dtype.size_in_bytes()) as u64)
-    }
-}
 
 /// A struct of arguments as the `.cu` files declare it.
 ///
 /// # Safety
 /// The type is `#[repr(C)]`, has no padding, and mirrors the C++ struct of the kernels it is launched with.
 pub(crate) unsafe trait Arguments: Copy {}
+
+/// Defines structs of arguments. They mirror the C++ structs of the same names.
+macro_rules! arguments {
+    ($(struct $name:ident { $($field:ident: $type:ty,)* })*) => {$(
+        #[repr(C)]
+        #[derive(Clone, Copy)]
+        struct $name {
+            $($field: $type,)*
+        }
+        const _: () = assert!(size_of::<$name>() == 0 $(+ size_of::<$type>())*, "there is padding");
+        // SAFETY: C's layout without padding, of the C++ struct's fields.
+        unsafe impl crate::cuda::launch::Arguments for $name {}
+    )*};
+}
+pub(crate) use arguments;
 
 /// A kernel with its grid.
 #[derive(Clone, Debug)]
@@ -116,13 +58,8 @@ impl KernelLaunch {
     /// One warp for each of `rows` rows, eight warps a block.
     pub(crate) fn warp_per_row(module: &'static str, kernel: String, rows: usize) -> Result<Self> {
         const WARPS: usize = 8;
-        Ok(Self {
-            module,
-            kernel,
-            grid: [to_u32(rows.div_ceil(WARPS))?, 1, 1],
-            threads: 32 * WARPS as u32,
-            shared_bytes: 0,
-        })
+        let grid = [to_u32(rows.div_ceil(WARPS))?, 1, 1];
+        Ok(Self { module, kernel, grid, threads: 32 * WARPS as u32, shared_bytes: 0 })
     }
 }
 
@@ -131,17 +68,17 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     /// Launches a kernel; a grid without blocks is nothing to do.
     ///
     /// # Safety
-    /// Each address in `arguments` is a buffer of this device, as large as the kernel expects.
+    /// Each address in `arguments` is memory of this device, as large as the kernel expects.
     unsafe fn launch<A: Arguments>(&self, launch: &KernelLaunch, arguments: &A) -> Result<()>;
 
     /// Owns scratch memory.
     type Scratch;
 
-    /// Memory for `len` FP32 numbers, and its owner, which may go once the kernels that use it are launched.
-    fn scratch(&self, len: usize) -> Result<(DeviceSlice, Self::Scratch)>;
+    /// The address of memory for `len` FP32 numbers, and its owner, which may go once the kernels that use it are launched.
+    fn scratch(&self, len: usize) -> Result<(u64, Self::Scratch)>;
 
-    /// The memory of `tensor`, on this device; `None` if it has gaps or an address that kernels do not take.
-    fn buffer(&self, tensor: &Tensor) -> Result<Option<DeviceSlice>>;
+    /// The address of `tensor`, on this device; `None` if it has gaps or an address that kernels do not take.
+    fn address(&self, tensor: &Tensor) -> Result<Option<u64>>;
 
     /// Computes a product with a library of the device. `false` if the library has no such product.
     fn product(&self, op: &op::Matmul<'_>) -> Result<bool> {
@@ -178,19 +115,18 @@ impl DropoutArgs {
     }
 }
 
-/// The name the kernels' entries have for a type.
-pub(crate) fn suffix(dtype: DType) -> Result<&'static str> {
-    match dtype {
-        DType::F32 => Ok("f32"),
-        DType::F16 => Ok("f16"),
-        DType::BF16 => Ok("bf16"),
-        other => bail!("no CUDA kernel for {other:?}"),
-    }
-}
-
 /// The entry of `kernel` for these types.
 pub(crate) fn kernel_symbol(kernel: &str, dtypes: &[DType]) -> Result<String> {
-    dtypes.iter().try_fold(kernel.to_owned(), |name, &dtype| Ok(name + "_" + suffix(dtype)?))
+    let mut name = kernel.to_owned();
+    for dtype in dtypes {
+        name += match dtype {
+            DType::F32 => "_f32",
+            DType::F16 => "_f16",
+            DType::BF16 => "_bf16",
+            other => bail!("no CUDA kernel for {other:?}"),
+        };
+    }
+    Ok(name)
 }
 
 /// A number that kernels keep in 32 bits.

@@ -1,6 +1,6 @@
 //! Products by cuBLAS straight into their destination; candle's would be a separate tensor that is copied there.
 
-use super::launch::{DeviceSlice, Queue};
+use super::launch::Queue;
 use super::queue::CudaQueue;
 use crate::columns::{MatmulOperand, WriteMode};
 use crate::op;
@@ -32,7 +32,8 @@ struct Matrix {
 
 impl Matrix {
     fn new(queue: &CudaQueue, MatmulOperand { columns, transposed }: MatmulOperand<'_>) -> Result<Option<Self>> {
-        let Some(DeviceSlice { address, dtype, .. }) = queue.buffer(columns.tensor())? else { return Ok(None) };
+        let Some(address) = queue.address(columns.tensor())? else { return Ok(None) };
+        let dtype = columns.tensor().dtype();
         let address = address + (columns.first() * dtype.size_in_bytes()) as u64;
         Ok(Some(Self { address, dtype, stride: columns.stride(), transposed }))
     }

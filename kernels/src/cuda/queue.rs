@@ -1,10 +1,10 @@
 //! Launches on a GPU, in candle's stream.
 
-use super::launch::{ALIGNMENT, Arguments, DeviceSlice, KernelLaunch, Queue};
+use super::launch::{ALIGNMENT, Arguments, KernelLaunch, Queue};
 use super::product;
 use crate::op;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, sys};
-use candle_core::cuda_backend::{CudaDevice, CudaStorage, WrapErr};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
 
@@ -40,12 +40,8 @@ impl CudaQueue {
         Self { device: device.clone() }
     }
 
-    fn address_of<T: candle_core::cuda_backend::CudaDType>(&self, storage: &CudaStorage) -> Result<u64> {
-        Ok(self.address(storage.as_cuda_slice::<T>()?))
-    }
-
     /// The address of memory of this device. The caller keeps the memory until its users are launched.
-    pub(crate) fn address<T>(&self, slice: &CudaSlice<T>) -> u64 {
+    fn start<T>(&self, slice: &CudaSlice<T>) -> u64 {
         slice.device_ptr(&self.device.cuda_stream()).0
     }
 
@@ -79,30 +75,29 @@ impl Queue for CudaQueue {
 
     type Scratch = CudaSlice<f32>;
 
-    fn scratch(&self, len: usize) -> Result<(DeviceSlice, Self::Scratch)> {
+    fn scratch(&self, len: usize) -> Result<(u64, Self::Scratch)> {
         // SAFETY: kernels write scratch memory before they read it.
         let slice = unsafe { self.device.alloc::<f32>(len) }?;
         // It is freed in the stream's order, after the kernels that use it.
-        Ok((DeviceSlice { address: self.address(&slice), dtype: DType::F32, len }, slice))
+        Ok((self.start(&slice), slice))
     }
 
-    fn buffer(&self, tensor: &Tensor) -> Result<Option<DeviceSlice>> {
+    fn address(&self, tensor: &Tensor) -> Result<Option<u64>> {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else {
             bail!("a tensor of {:?} for a kernel of a GPU", tensor.device())
         };
         let Some((first, _)) = layout.contiguous_offsets() else { return Ok(None) };
         let dtype = tensor.dtype();
-        let base = match dtype {
-            DType::F32 => self.address_of::<f32>(storage),
-            DType::F16 => self.address_of::<f16>(storage),
-            DType::BF16 => self.address_of::<bf16>(storage),
-            DType::U32 => self.address_of::<u32>(storage),
+        let start = match dtype {
+            DType::F32 => self.start(storage.as_cuda_slice::<f32>()?),
+            DType::F16 => self.start(storage.as_cuda_slice::<f16>()?),
+            DType::BF16 => self.start(storage.as_cuda_slice::<bf16>()?),
+            DType::U32 => self.start(storage.as_cuda_slice::<u32>()?),
             other => bail!("no CUDA kernel for {other:?}"),
-        }?;
-        let address = base + (first * dtype.size_in_bytes()) as u64;
-        let aligned = address.is_multiple_of(ALIGNMENT);
-        Ok(aligned.then(|| DeviceSlice { address, dtype, len: tensor.elem_count() }))
+        };
+        let address = start + (first * dtype.size_in_bytes()) as u64;
+        Ok(address.is_multiple_of(ALIGNMENT).then_some(address))
     }
 
     fn product(&self, op: &op::Matmul<'_>) -> Result<bool> {

@@ -1,10 +1,11 @@
 //! The launches of `summary.cu`, and how its figures become [`TensorStats`].
 
-use super::launch::{self, DeviceSlice, KernelLaunch, Queue, kernel_symbol, to_u32};
-use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
+use super::dispatch::{Attempt, CudaKernels, require};
+use super::launch::{KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
+use crate::op;
+use crate::precision::{ExponentHistogram, TensorStats};
 use crate::summary::TensorSummary;
-use candle_core::{DType, Result, bail};
-use std::ops::Range;
+use candle_core::{DType, Tensor};
 
 const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
@@ -18,10 +19,12 @@ const BINS: usize = 256;
 const STATS_WORDS: usize = 14;
 
 /// Words of a tensor's figures: the statistics, then the histogram.
-pub(crate) const WORDS: usize = STATS_WORDS + BINS;
+const WORDS: usize = STATS_WORDS + BINS;
+/// Words of a tensor in the table that the kernels read.
+const ENTRY_WORDS: usize = 8;
 
 /// Decodes the words that the device has counted.
-pub(crate) fn decode(words: &[u32; WORDS], exponents: bool) -> TensorSummary {
+fn decode(words: &[u32; WORDS], exponents: bool) -> TensorSummary {
     let double = |index: usize| u64::from(words[index]) | u64::from(words[index + 1]) << 32;
     let (least, most) = (words[10], words[11]);
     let stats = TensorStats {
@@ -44,103 +47,70 @@ pub(crate) fn decode(words: &[u32; WORDS], exponents: bool) -> TensorSummary {
     TensorSummary { stats, exponents: histogram }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Arguments {
-    tensors: u64,
-    partial: u64,
-    figures: u64,
-    first: u64,
-    count: u32,
-    has_exponents: u32,
-}
-// SAFETY: mirrors `StatsLaunch`.
-unsafe impl launch::Arguments for Arguments {}
-
-/// Words of a tensor in the table that the kernels read.
-const ENTRY_WORDS: usize = 8;
-
-/// Tensors of one type.
-struct DtypeGroup {
-    dtype: DType,
-    tensors: Range<usize>,
-    chunks: Range<usize>,
+arguments! {
+    struct StatsLaunch {
+        tensors: u64,
+        partial: u64,
+        figures: u64,
+        first: u64,
+        count: u32,
+        has_exponents: u32,
+    }
 }
 
-/// The launch that summarizes several tensors.
-pub(crate) struct StatsLaunch {
-    table: Vec<u32>,
-    groups: Vec<DtypeGroup>,
-}
-
-impl StatsLaunch {
-    /// Summarizes these tensors; of each, a value counts as subnormal below the smallest normal one of its format.
-    pub(crate) fn new(tensors: &[(DeviceSlice, FloatFormat)]) -> Result<Self> {
-        let mut summary = Self { table: Vec::with_capacity(tensors.len() * ENTRY_WORDS), groups: Vec::new() };
-        let (mut count, mut chunks) = (0, 0);
+impl<Q: Queue> CudaKernels<Q> {
+    pub(super) fn summarize(&self, op: &mut op::Summarize<'_>) -> Attempt {
+        let Some((first, _)) = op.tensors.first() else { return Ok(()) };
+        // The tensors of each type, and their chunks, follow each other.
+        let (mut table, mut groups, mut chunks) = (Vec::with_capacity(op.tensors.len() * ENTRY_WORDS), Vec::new(), 0);
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let (first_tensor, first_chunk) = (count, chunks);
-            let of_type = tensors.iter().enumerate().filter(|(_, (tensor, _))| tensor.dtype == dtype);
+            let (first_entry, first_chunk) = (table.len() / ENTRY_WORDS, chunks);
+            let of_type = op.tensors.iter().enumerate().filter(|(_, (tensor, _))| tensor.dtype() == dtype);
             for (place, (tensor, format)) in of_type {
-                let double = |value: u64| [value as u32, (value >> 32) as u32];
-                let address = tensor.of("tensor", tensor.len)?;
-                summary.table.extend([address, tensor.len as u64, chunks as u64].map(double).as_flattened());
-                summary.table.extend([(format.min_normal() as f32).to_bits(), to_u32(place)?]);
-                count += 1;
-                chunks += tensor.len.div_ceil(CHUNK);
+                let (double, len) = (|value: u64| [value as u32, (value >> 32) as u32], tensor.elem_count());
+                let address = self.address(tensor, dtype, len)?;
+                table.extend([address, len as u64, chunks as u64].map(double).as_flattened());
+                table.extend([(format.min_normal() as f32).to_bits(), to_u32(place)?]);
+                chunks += len.div_ceil(CHUNK);
             }
-            summary.groups.push(DtypeGroup { dtype, tensors: first_tensor..count, chunks: first_chunk..chunks });
+            groups.push((dtype, first_entry..table.len() / ENTRY_WORDS, first_chunk..chunks));
         }
-        if count < tensors.len() {
-            bail!("no CUDA kernel for statistics of these types");
-        }
-        Ok(summary)
-    }
-
-    /// The table that [`StatsLaunch::run`] needs in the device's memory.
-    pub(crate) fn table(&self) -> &[u32] {
-        &self.table
-    }
-
-    /// Counts into `figures`, [`WORDS`] zero words per tensor.
-    pub(crate) fn run(
-        &self,
-        queue: &impl Queue,
-        table: DeviceSlice,
-        exponents: bool,
-        figures: DeviceSlice,
-    ) -> Result<()> {
-        let (count, chunks) = (self.table.len() / ENTRY_WORDS, self.groups.last().map_or(0, |last| last.chunks.end));
-        let (partial, _owner) = queue.scratch(chunks * CHUNK_STATS_BYTES / size_of::<f32>())?;
-        let table = table.expect("table", DType::U32, self.table.len())?;
-        let of = |tensors: &Range<usize>, first: usize| {
-            Ok::<_, candle_core::Error>(Arguments {
-                tensors: table + (tensors.start * ENTRY_WORDS * size_of::<u32>()) as u64,
-                partial: partial.address,
-                figures: figures.expect("figures", DType::U32, count * WORDS)?,
-                first: first as u64,
-                count: to_u32(tensors.len())?,
-                has_exponents: u32::from(exponents),
-            })
+        let count = op.tensors.len();
+        require(table.len() == count * ENTRY_WORDS)?;
+        let words = Tensor::zeros(count * WORDS, DType::U32, first.device())?;
+        let table = Tensor::new(table, first.device())?;
+        let (partial, _owner) = self.queue.scratch(chunks * CHUNK_STATS_BYTES / size_of::<f32>())?;
+        let all = StatsLaunch {
+            tensors: self.address(&table, DType::U32, count * ENTRY_WORDS)?,
+            partial,
+            figures: self.address(&words, DType::U32, count * WORDS)?,
+            first: 0,
+            count: to_u32(count)?,
+            has_exponents: u32::from(op.exponents),
         };
         let scratch = WARPS * size_of::<f64>() as u32;
-        let launch = |kernel: String, blocks: usize, shared_bytes: u32| {
-            Ok::<_, candle_core::Error>(KernelLaunch {
-                module: "summary",
-                kernel,
-                grid: [to_u32(blocks)?, 1, 1],
-                threads: THREADS,
-                shared_bytes,
-            })
+        let launch = |kernel: String, blocks: usize, shared_bytes: u32, arguments: StatsLaunch| -> Attempt {
+            let grid = [to_u32(blocks)?, 1, 1];
+            let launch = KernelLaunch { module: "summary", kernel, grid, threads: THREADS, shared_bytes };
+            // SAFETY: every tensor is as large as the table says, and the other buffers were found large enough.
+            Ok(unsafe { self.queue.launch(&launch, &arguments) }?)
         };
-        let mut launches = Vec::with_capacity(self.groups.len() + 1);
-        for DtypeGroup { dtype, tensors, chunks } in &self.groups {
-            let shared = WARPS * (BINS * size_of::<u32>()) as u32 + scratch;
-            let by_chunk = launch(kernel_symbol("summarize_chunks", &[*dtype])?, chunks.len(), shared)?;
-            launches.push((by_chunk, of(tensors, chunks.start)?));
+        for (dtype, tensors, chunks) in groups {
+            let arguments = StatsLaunch {
+                tensors: all.tensors + (tensors.start * ENTRY_WORDS * size_of::<u32>()) as u64,
+                first: chunks.start as u64,
+                count: to_u32(tensors.len())?,
+                ..all
+            };
+            let shared_bytes = WARPS * (BINS * size_of::<u32>()) as u32 + scratch;
+            launch(kernel_symbol("summarize_chunks", &[dtype])?, chunks.len(), shared_bytes, arguments)?;
         }
-        launches.push((launch("summarize_tensors".to_owned(), count, scratch)?, of(&(0..count), 0)?));
-        // SAFETY: every tensor was found as large as the table says, and the other buffers as large as needed.
-        launches.iter().try_for_each(|(launch, arguments)| unsafe { queue.launch(launch, arguments) })
+        launch("summarize_tensors".to_owned(), count, scratch, all)?;
+        // One copy, because the host waits for each.
+        let counted: Vec<u32> = words.to_vec1()?;
+        for (out, words) in op.out.iter_mut().zip(counted.as_chunks().0) {
+            *out = decode(words, op.exponents);
+        }
+        Ok(())
     }
 }

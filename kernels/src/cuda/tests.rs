@@ -1,15 +1,13 @@
 //! Each kernel in the emulator against its CPU counterpart or its definition in f64: odd sizes, poisoned outputs, all
 //! types, and every order of threads, whose results must have the same bits.
 mod attention;
-mod cross_entropy;
 mod elementwise;
 mod emulator;
-mod norm;
+mod non_finite;
 mod summary;
 
 use super::dispatch::{CudaKernels, KernelFamily};
 use super::emulator::Emulator;
-use super::launch::DeviceSlice;
 use crate::Kernels;
 use crate::op::cases::table::{PAIRS, TYPES};
 use crate::op::cases::{Bounds, Case, cases};
@@ -26,7 +24,7 @@ fn kernels(order: u32) -> CudaKernels<Emulator> {
 
 /// A case, with the same bits in every order.
 fn check_case(case: &Case) {
-    in_every_order_of(|order| {
+    in_every_order(|order| {
         let found = case.check(&kernels(order), &Device::Cpu, 1, Bounds::Gpu).unwrap_or_else(|error| panic!("{error}"));
         found.iter().map(numbers).collect()
     });
@@ -92,11 +90,7 @@ fn numbers(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// The result of `run`, which has the same bits for each order of threads.
-fn in_every_order(run: impl Fn(&Emulator) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
-    in_every_order_of(|order| run(&Emulator::new(order)))
-}
-
-fn in_every_order_of(run: impl Fn(u32) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
+fn in_every_order(run: impl Fn(u32) -> Vec<Vec<f32>>) -> Vec<Vec<f32>> {
     let [first, others @ ..] = Emulator::ORDERS.map(run);
     let bits = |results: &[Vec<f32>]| results.iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
     for other in &others {

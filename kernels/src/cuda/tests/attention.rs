@@ -1,7 +1,7 @@
 //! Attention: in FP32, and on tensor cores in FP16 and BF16.
 
-use super::super::attention as device_attention;
 use super::*;
+use crate::Ran;
 use crate::attention::{AttentionInputs, AttentionShape};
 use crate::columns::ColumnSlice;
 use crate::dropout::Dropout;
@@ -217,20 +217,22 @@ fn an_overflow_in_between_shows() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn what_there_is_no_kernel_for_is_refused() {
-    let gpu = Emulator::new(0);
-    let buffer = gpu.output(1, DType::F32);
-    let shape = AttentionShape::new(1, 1, 2, 8);
-    assert!(device_attention::serves(&shape) && device_attention::serves(&AttentionShape { window: Some(1), ..shape }));
-    for shape in [
-        AttentionShape::new(1, 1, 1, 129),
-        AttentionShape { kv_heads: 1, ..shape },
-        AttentionShape { softcap: Some(50.0), ..shape },
+    let attempt = |shape: AttentionShape| {
+        let (width, tokens) = (shape.heads * shape.head_size, shape.batch * shape.seq_len);
+        let qkv = poisoned(&[tokens, shape.widths().iter().sum()], DType::F32);
+        let [out, lse] = [width, shape.heads].map(|width| poisoned(&[tokens, width], DType::F32));
+        let (lse, operands) = (lse.flatten_all().unwrap(), AttentionInputs::packed(&shape, &qkv, None).unwrap());
+        let op = op::Attention { shape, operands, out: &out, lse: &lse };
+        kernels(0).run(&mut op.into()).unwrap()
+    };
+    let shape = AttentionShape::new(1, 2, 2, 8);
+    for (shape, ran) in [
+        (shape, Ran::Done),
+        (AttentionShape { window: Some(1), ..shape }, Ran::Done),
+        (AttentionShape { kv_heads: 1, ..shape }, Ran::Done),
+        (AttentionShape::new(1, 1, 1, 129), Ran::Unsupported),
+        (AttentionShape { softcap: Some(50.0), ..shape }, Ran::Unsupported),
     ] {
-        let error =
-            device_attention::forward(&gpu, (shape, None), buffer, None, buffer, buffer).unwrap_err().to_string();
-        assert!(!device_attention::serves(&shape) && error.contains("no CUDA kernel"), "{error}");
+        assert_eq!(attempt(shape), ran, "{shape:?}");
     }
-    let windowed = AttentionShape { seq_len: 2, window: Some(1), ..shape };
-    let error = device_attention::forward(&gpu, (windowed, None), buffer, None, buffer, buffer).unwrap_err();
-    assert!(error.to_string().contains("without its bounds"), "{error}");
 }

@@ -1,57 +1,83 @@
 //! The emulator finds the faults that it is built to find, and converts as the hardware does.
 
-use super::super::emulator::Emulator;
-use super::super::launch::{Arguments, DeviceSlice, KernelLaunch, Queue, kernel_symbol};
-use super::pattern;
-use candle_core::DType;
+use super::super::emulator::{Emulator, bytes_of};
+use super::super::launch::{Arguments, KernelLaunch, Queue, arguments, kernel_symbol};
+use super::{numbers, pattern, poisoned, tensor};
+use crate::op::{self, Op};
+use candle_core::{DType, Device, Result, Tensor};
 use half::{bf16, f16};
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Faulty {
-    input: u64,
-    output: u64,
-    len: u32,
-    fault: u32,
+arguments! {
+    struct Faulty {
+        input: u64,
+        output: u64,
+        len: u32,
+        fault: u32,
+    }
+
+    struct Probe {
+        input: u64,
+        output: u64,
+        operation: u32,
+        unused: u32,
+    }
+
+    struct Converted {
+        input: u64,
+        output: u64,
+        len: u64,
+    }
 }
-// SAFETY: mirrors `Faulty`.
-unsafe impl Arguments for Faulty {}
 
 const THREADS: u32 = 64;
 
-/// Runs one block of a kernel with this fault on `inputs` numbers. Returns its output or the reported fault.
-fn launch(
+/// Runs one block of a kernel, which may only read `input`.
+fn launch<A: Arguments>(
     kernel: &str,
     [threads, shared_bytes]: [u32; 2],
-    inputs: usize,
-    len: u32,
-    fault: u32,
     order: u32,
-) -> Result<Vec<f32>, String> {
+    [input, output]: [&Tensor; 2],
+    arguments: impl FnOnce([u64; 2]) -> A,
+) -> Result<()> {
     let gpu = Emulator::new(order);
-    let input = gpu.input(&pattern(inputs, 1, DType::F32), DType::F32);
-    let output = gpu.output(threads as usize, DType::F32);
-    let arguments = Faulty { input: input.address, output: output.address, len, fault };
+    gpu.begin(&Op::from(op::Copy { x: input, dropout: None, out: output }));
+    let [input, output] = [input, output].map(|tensor| gpu.address(tensor).unwrap().unwrap());
     let launch = KernelLaunch { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes };
     // SAFETY: the emulator checks every access.
-    unsafe { gpu.launch(&launch, &arguments) }.map_err(|error| error.to_string())?;
-    Ok(gpu.read(output))
+    unsafe { gpu.launch(&launch, &arguments([input, output])) }
 }
 
-fn run(fault: u32, order: u32) -> Result<Vec<f32>, String> {
-    launch("faulty", [THREADS, THREADS * 4], 64, 64, fault, order)
+/// A kernel's output, or the reported fault.
+type Output = std::result::Result<Vec<f32>, String>;
+
+/// Runs a kernel with this fault on `inputs` numbers.
+fn run_with(kernel: &str, block: [u32; 2], inputs: usize, len: u32, fault: u32, order: u32) -> Output {
+    let input = tensor(&pattern(inputs, 1, DType::F32), &[inputs], DType::F32);
+    let output = poisoned(&[block[0] as usize], DType::F32);
+    launch(kernel, block, order, [&input, &output], |[input, output]| Faulty { input, output, len, fault })
+        .map_err(|error| error.to_string())?;
+    Ok(numbers(&output))
+}
+
+fn run(fault: u32, order: u32) -> Output {
+    run_with("faulty", [THREADS, THREADS * 4], 64, 64, fault, order)
 }
 
 /// Steps of asynchronous copies, of 64 chunks of four numbers each.
 const STEPS: u32 = 3;
 
-fn run_copies(fault: u32, order: u32) -> Result<Vec<f32>, String> {
+fn run_copies(fault: u32, order: u32) -> Output {
     let numbers = STEPS as usize * 4 * THREADS as usize;
-    launch("faulty_copies", [THREADS, 2 * THREADS * 16], numbers, STEPS, fault, order)
+    run_with("faulty_copies", [THREADS, 2 * THREADS * 16], numbers, STEPS, fault, order)
 }
 
-fn run_matrices(fault: u32, order: u32) -> Result<Vec<f32>, String> {
-    launch("faulty_matrices", [32, 32 * 16], 1, 0, fault, order)
+fn run_matrices(fault: u32, order: u32) -> Output {
+    run_with("faulty_matrices", [32, 32 * 16], 1, 0, fault, order)
+}
+
+fn assert_complaint(result: Output, part: &str) {
+    let complaint = result.unwrap_err();
+    assert!(complaint.contains(part), "{complaint}");
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
@@ -70,21 +96,16 @@ fn a_kernel_without_a_fault_runs_in_every_order() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn faults_are_found() {
-    let complaint = |fault| run(fault, 0).unwrap_err();
-    assert!(
-        complaint(1).contains("thread 63 of block (0, 0, 0) reads 4 bytes outside every buffer"),
-        "{}",
-        complaint(1)
-    );
-    assert!(
-        complaint(2).contains("thread 0 of block (0, 0, 0) writes 4 bytes outside every buffer"),
-        "{}",
-        complaint(2)
-    );
-    assert!(complaint(3).contains("behind its 256 bytes of shared memory"), "{}", complaint(3));
-    assert!(complaint(4).contains("barriers of lines"), "{}", complaint(4));
-    assert!(complaint(5).contains("waits at line"), "{}", complaint(5));
-    assert!(complaint(7).contains("waits at line"), "{}", complaint(7));
+    for (fault, part) in [
+        (1, "thread 63 of block (0, 0, 0) reads 4 bytes outside every buffer"),
+        (2, "thread 0 of block (0, 0, 0) writes 4 bytes outside every buffer"),
+        (3, "behind its 256 bytes of shared memory"),
+        (4, "barriers of lines"),
+        (5, "waits at line"),
+        (7, "waits at line"),
+    ] {
+        assert_complaint(run(fault, 0), part);
+    }
     // After all that the next launch is in order.
     assert!(run(0, 0).is_ok());
 }
@@ -129,7 +150,6 @@ fn faults_of_copies_are_found() {
         let results = Emulator::ORDERS.map(|order| bits(&run_copies(fault, order).unwrap()));
         assert!(results.iter().any(|other| *other != results[0]), "fault {fault}");
     }
-    let complaint = |fault| run_copies(fault, 0).unwrap_err();
     for (fault, part) in [
         (6, "ends with copies that it did not wait for"),
         (7, "reads 16 bytes outside every buffer"),
@@ -137,7 +157,7 @@ fn faults_of_copies_are_found() {
         (9, "is outside the block's 2048 bytes of shared memory"),
         (10, "an address of shared memory is not aligned to 16 bytes"),
     ] {
-        assert!(complaint(fault).contains(part), "{}", complaint(fault));
+        assert_complaint(run_copies(fault, 0), part);
     }
     assert!(run_copies(0, 0).is_ok());
 }
@@ -150,41 +170,26 @@ fn faults_of_matrices_are_found() {
     for order in Emulator::ORDERS {
         assert_eq!(run_matrices(0, order), Ok(expected.clone()));
     }
-    let complaint = |fault| run_matrices(fault, 0).unwrap_err();
     for (fault, part) in [
         (1, "thread 31 is outside the block's 512 bytes of shared memory"),
         (2, "an address of shared memory is not aligned to 16 bytes"),
         (3, "waits at line"),
         (4, "meet in exchanges of lines"),
     ] {
-        assert!(complaint(fault).contains(part), "{}", complaint(fault));
+        assert_complaint(run_matrices(fault, 0), part);
     }
     // The neighbouring lane's value is poison until it is written.
     assert_ne!(bits(&run_matrices(5, 0).unwrap()), bits(&expected));
     assert!(run_matrices(0, 0).is_ok());
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Probe {
-    input: u64,
-    output: u64,
-    operation: u32,
-    unused: u32,
-}
-// SAFETY: mirrors `Probe`.
-unsafe impl Arguments for Probe {}
-
 /// The four words that each lane gets from an operation of the whole warp.
 fn probe(operation: u32, words: &[u32]) -> Vec<u32> {
-    let gpu = Emulator::new(2);
-    let (input, output) = (gpu.words(words), gpu.output(128, DType::U32));
-    let arguments = Probe { input: input.address, output: output.address, operation, unused: 0 };
-    let launch =
-        KernelLaunch { module: "faults", kernel: "probe".into(), grid: [1; 3], threads: 32, shared_bytes: 512 };
-    // SAFETY: the emulator checks every access.
-    unsafe { gpu.launch(&launch, &arguments) }.unwrap();
-    gpu.read_structs(output)
+    let input = Tensor::new(words, &Device::Cpu).unwrap();
+    let output = Tensor::zeros(128, DType::U32, &Device::Cpu).unwrap();
+    let arguments = |[input, output]: [u64; 2]| Probe { input, output, operation, unused: 0 };
+    launch("probe", [32, 512], 2, [&input, &output], arguments).unwrap();
+    output.to_vec1().unwrap()
 }
 
 /// The lane that has each element of a matrix of 8 × 8, as the figures of the PTX ISA show them: two neighbours of a row share
@@ -269,35 +274,22 @@ fn matrices_of_a_warp_have_the_layouts_of_the_hardware() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn wrong_launches_are_refused() {
-    let gpu = Emulator::new(0);
     let arguments = Faulty { input: 0, output: 0, len: 0, fault: 0 };
     let attempt = |kernel: &str, threads| {
         let launch = KernelLaunch { module: "faults", kernel: kernel.into(), grid: [1; 3], threads, shared_bytes: 0 };
         // SAFETY: the launch is refused before it begins.
-        unsafe { gpu.launch(&launch, &arguments) }.unwrap_err().to_string()
+        unsafe { Emulator::new(0).launch(&launch, &arguments) }.unwrap_err().to_string()
     };
     assert!(attempt("nothing", THREADS).contains("no kernel `nothing`"));
     assert!(attempt("faulty", 32).contains("takes 64 threads, got 32"));
     assert!(attempt("norm_forward_kept_f32_f32", 256).contains("takes 80 bytes of arguments, got 24"));
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Converted {
-    input: u64,
-    output: u64,
-    len: u64,
-}
-// SAFETY: mirrors `Converted`.
-unsafe impl Arguments for Converted {}
-
 /// `out = x`, rounded to `out`'s type.
-fn convert(gpu: &Emulator, x: DeviceSlice, out: DeviceSlice) {
-    let arguments = Converted { input: x.address, output: out.address, len: x.len as u64 };
-    let kernel = kernel_symbol("convert", &[x.dtype, out.dtype]).unwrap();
-    let launch = KernelLaunch { module: "faults", kernel, grid: [1; 3], threads: THREADS, shared_bytes: 0 };
-    // SAFETY: the emulator checks every access.
-    unsafe { gpu.launch(&launch, &arguments) }.unwrap();
+fn convert(x: &Tensor, out: &Tensor) {
+    let kernel = kernel_symbol("convert", &[x.dtype(), out.dtype()]).unwrap();
+    let len = x.elem_count() as u64;
+    launch(&kernel, [THREADS, 0], 0, [x, out], |[input, output]| Converted { input, output, len }).unwrap();
 }
 
 /// A type with its numbers' values, and the bits that values are rounded to.
@@ -324,13 +316,11 @@ fn conversions_round_as_the_hardware_does() {
     ];
     for (dtype, upcast, round) in formats {
         let cases = hard_cases(upcast);
-        let gpu = Emulator::new(0);
-        let (input, narrow) = (gpu.input(&cases, DType::F32), gpu.output(cases.len(), dtype));
-        convert(&gpu, input, narrow);
-        let wide = gpu.output(cases.len(), DType::F32);
-        convert(&gpu, narrow, wide);
-        let stored = gpu.bytes(narrow);
-        for ((case, stored), wide) in cases.iter().zip(stored.chunks_exact(2)).zip(gpu.read(wide)) {
+        let [narrow, wide] = [dtype, DType::F32].map(|dtype| poisoned(&[cases.len()], dtype));
+        convert(&tensor(&cases, &[cases.len()], DType::F32), &narrow);
+        convert(&narrow, &wide);
+        let stored = bytes_of(&narrow).unwrap();
+        for ((case, stored), wide) in cases.iter().zip(stored.chunks_exact(2)).zip(numbers(&wide)) {
             let bits = u16::from_ne_bytes([stored[0], stored[1]]);
             assert!(bits == round(*case) || case.is_nan() && upcast(bits).is_nan(), "{case:e} became {bits:#x}");
             assert!(wide == upcast(bits) || wide.is_nan() && upcast(bits).is_nan(), "{bits:#x} became {wide:e}");

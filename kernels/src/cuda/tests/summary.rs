@@ -1,6 +1,5 @@
 //! Statistics of gradients.
 
-use super::super::summary::{self, StatsLaunch};
 use super::*;
 use crate::precision::FloatFormat;
 use crate::summary::TensorSummary;
@@ -22,17 +21,6 @@ fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// The device's statistics of these gradients.
-fn summarized(gpu: &Emulator, tensors: &[(Vec<f32>, DType, FloatFormat)], exponents: bool) -> Vec<TensorSummary> {
-    let inputs: Vec<_> = tensors.iter().map(|(values, dtype, format)| (gpu.input(values, *dtype), *format)).collect();
-    let figures = gpu.structs(&vec![0u32; tensors.len() * summary::WORDS], true);
-    let figures = DeviceSlice { dtype: DType::U32, len: tensors.len() * summary::WORDS, ..figures };
-    let summary = StatsLaunch::new(&inputs).unwrap();
-    summary.run(gpu, gpu.words(summary.table()), exponents, figures).unwrap();
-    let words: Vec<u32> = gpu.read_structs(figures);
-    words.as_chunks().0.iter().map(|words| summary::decode(words, exponents)).collect()
-}
-
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn summaries_equal_the_cpus() {
@@ -41,16 +29,21 @@ fn summaries_equal_the_cpus() {
         // Tensors of a type are not neighbours, and one is empty.
         let mut tensors: Vec<_> = (types.iter())
             .flat_map(|&(dtype, format)| {
-                gradients(dtype, broken).into_iter().map(move |values| (values, dtype, format))
+                let tensor_of = move |values: Vec<f32>| (tensor(&values, &[values.len()], dtype), format);
+                gradients(dtype, broken).into_iter().map(tensor_of)
             })
             .collect();
-        tensors.push((Vec::new(), DType::F16, FloatFormat::FP16));
+        tensors.push((tensor(&[], &[0], DType::F16), FloatFormat::FP16));
         tensors.rotate_left(3);
         tensors.swap(1, 10);
-        let [found, others @ ..] = Emulator::ORDERS.map(|order| summarized(&Emulator::new(order), &tensors, exponents));
-        for (i, ((values, dtype, format), found)) in tensors.iter().zip(&found).enumerate() {
-            let cpu = tensor(values, &[values.len()], *dtype);
-            let expected = crate::summary::summarize(&cpu, *format, exponents).unwrap();
+        let tensors: Vec<_> = tensors.iter().map(|(tensor, format)| (tensor, *format)).collect();
+        let [found, others @ ..] = Emulator::ORDERS.map(|order| {
+            let mut out = vec![TensorSummary::default(); tensors.len()];
+            op::Summarize { tensors: &tensors, exponents, out: &mut out }.run(&kernels(order)).unwrap();
+            out
+        });
+        for (i, ((tensor, format), found)) in tensors.iter().zip(&found).enumerate() {
+            let expected = crate::summary::summarize(tensor, *format, exponents).unwrap();
             assert_eq!(found.exponents, expected.exponents);
             let squares = expected.stats.sum_squares;
             assert!((found.stats.sum_squares - squares).abs() <= 1e-13 * squares, "{found:?} {expected:?}");

@@ -1,0 +1,45 @@
+//! Values that are no numbers.
+
+use super::*;
+use crate::columns::{ColumnSlice, WriteMode};
+use crate::{Norm, NormSettings};
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn a_logit_that_is_no_number_shows_in_loss_and_gradient() {
+    for bad in [f32::NAN, f32::INFINITY] {
+        let (logits, losses) = (tensor(&[0.0, bad, 1.0], &[1, 3], DType::F32), poisoned(&[1], DType::F32));
+        let columns = ColumnSlice::all(&logits).unwrap();
+        let op = op::CrossEntropy { logits: columns, targets: &[0], losses: &losses, seed: Some(1.0), weights: None };
+        op.run(&kernels(0)).unwrap();
+        assert!(numbers(&losses)[0].is_nan() && numbers(&logits).iter().any(|x| x.is_nan()), "{bad}");
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
+    let (sizes @ [rows, width], dtype, gpu) = ([3, 24], DType::F16, kernels(0));
+    let mut x = vec![0.5; rows * width];
+    x[width + 5] = f32::NAN;
+    let (x, ones) = (tensor(&x, &sizes, dtype), tensor(&vec![1.0; rows * width], &sizes, dtype));
+    let [y, dx] = [(); 2].map(|()| poisoned(&sizes, dtype));
+    let [weight, bias] = [1.0, 0.0].map(|value| tensor(&vec![value; width], &[width], dtype));
+    let [mean, rstd] = [(); 2].map(|()| poisoned(&[rows], DType::F32));
+    let [dweight, dbias] = [(); 2].map(|()| poisoned(&[width], dtype));
+    let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
+    let [x_rows, dy, y_rows, dx_rows] = [&x, &ones, &y, &dx].map(|tensor| ColumnSlice::all(tensor).unwrap());
+    let (mean, rstd, weight) = (Some(&mean), &rstd, &weight);
+    op::Norm { settings, x: x_rows, weight, bias: Some(&bias), y: y_rows, mean, rstd }.run(&gpu).unwrap();
+    let (mode, gradients) = (WriteMode::Overwrite, [Some(&dweight), Some(&dbias)]);
+    let [dweight, dbias] = gradients;
+    op::NormBackward { settings, dy, x: x_rows, weight, mean, rstd, dx: dx_rows, mode, dweight, dbias }
+        .run(&gpu)
+        .unwrap();
+    for tensor in [&y, &dx] {
+        let nans: Vec<bool> = numbers(tensor).iter().map(|x| x.is_nan()).collect();
+        assert_eq!(nans, (0..rows * width).map(|i| i / width == 1).collect::<Vec<_>>());
+    }
+    let [dweight, dbias] = gradients.map(|gradient| gradient.map(numbers).unwrap());
+    assert!(dweight.iter().all(|x| x.is_nan()) && dbias.iter().all(|&x| x == 3.0));
+}

@@ -261,9 +261,7 @@ pub(crate) fn exponentials(p: &mut [f32], seen: Range<usize>, softcap: Option<f3
     p[seen.end..].fill(0.0);
     let seen = &mut p[seen];
     if let Some(cap) = softcap {
-        for p in seen.iter_mut() {
-            *p = cap * math::tanh(*p / cap);
-        }
+        math::soft_cap(seen, cap);
     }
     let top = max(seen);
     for p in seen.iter_mut() {

@@ -19,8 +19,8 @@ use super::summary::side_by_side;
 use super::{Activation, Kernels, Ran, WeightLayout, view};
 use candle_core::{DType, Error, Result, Tensor};
 use tensors::{
-    accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, store, store_columns, upcast,
-    upcast_columns,
+    accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, soft_cap, store, store_columns,
+    upcast, upcast_columns,
 };
 
 /// candle's own operations.
@@ -66,6 +66,7 @@ impl Kernels for CandleKernels {
             Op::Activate(op) => activate(op),
             Op::ActivateBackward(op) => activate_backward(op),
             Op::AddBranch(op) => store(&(upcast(op.stream)? + drop(op.dropout, 0, upcast(op.branch)?)?)?, op.out),
+            Op::SoftCap(op) => store(&soft_cap(&upcast(op.x)?, op.cap)?, op.out),
             Op::CrossEntropy(op) => cross_entropy::rows(op),
             Op::Summarize(op) => side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),

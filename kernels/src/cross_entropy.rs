@@ -5,8 +5,8 @@
 
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::math;
-use crate::rows::{Rows, WORK, for_each_part_with_scratch, max, sum};
-use crate::view::{self, AllocFn, ViewMut, read, to_host, write, write_f32};
+use crate::rows::{Rows, STRIPE, WORK, for_each_part_with_scratch, max, sum, write_rows};
+use crate::view::{self, AllocFn, View, ViewMut, read, to_host, write, write_f32};
 use crate::{HeadHook, Kernels, op};
 use candle_core::{DType, Result, Tensor};
 
@@ -69,7 +69,7 @@ impl<T> CrossEntropyWorkspace<T> {
     }
 }
 
-/// The operands of logits, `scale · x · weightᵀ`.
+/// The operands of logits, `scale · x · weightᵀ`, which may be capped.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadInput<'a> {
     /// `[N, D]`.
@@ -78,6 +78,8 @@ pub struct HeadInput<'a> {
     pub weight: &'a Tensor,
     /// The factor of logits.
     pub scale: f32,
+    /// Logits `x` count as `cap · tanh(x / cap)`.
+    pub softcap: Option<f32>,
 }
 
 /// The outputs of the head's backward pass, and the gradient it starts from.
@@ -110,7 +112,7 @@ pub enum HeadTensor {
 /// derivatives too. Calls `hook` with each tensor in the order of [`HeadTensor`].
 pub fn fused_linear_cross_entropy(
     kernels: &dyn Kernels,
-    HeadInput { x, weight, scale }: HeadInput<'_>,
+    HeadInput { x, weight, scale, softcap }: HeadInput<'_>,
     targets: &[u32],
     workspace: &CrossEntropyWorkspace,
     gradient: Option<HeadGradient<'_>>,
@@ -131,7 +133,7 @@ pub fn fused_linear_cross_entropy(
         hook(HeadTensor::Logits, first, &tile)?;
         let (targets, seed) = (&targets[first..first + count], gradient.map(|gradient| gradient.seed));
         let weights = gradient.and_then(|gradient| gradient.weights).map(|weights| &weights[first..first + count]);
-        op::CrossEntropy { logits, targets, losses: &losses, seed, weights }.run(kernels)?;
+        op::CrossEntropy { logits, softcap, targets, losses: &losses, seed, weights }.run(kernels)?;
         let Some(gradient) = gradient else { continue };
         hook(HeadTensor::LogitsGradient, first, &tile)?;
         let dx = gradient.dx.narrow(0, first, count)?;
@@ -176,9 +178,23 @@ fn padded(logits: &Tensor) -> Result<Option<Tensor>> {
     (!vocab.is_multiple_of(MULTIPLE)).then(room).transpose()
 }
 
+/// Computes [`op::SoftCap`].
+pub(super) fn soft_cap(op: &op::SoftCap<'_>) -> Result<()> {
+    let opened = read(op.x)?;
+    let values = opened.view();
+    write_rows(
+        op.out,
+        #[inline(always)]
+        |start, row, _| {
+            values.load(start, row);
+            math::soft_cap(row, op.cap);
+        },
+    )
+}
+
 /// Computes [`op::CrossEntropy`].
 pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
-    let &op::CrossEntropy { logits, targets, losses, seed, weights } = op;
+    let &op::CrossEntropy { logits, softcap, targets, losses, seed, weights } = op;
     let ((rows, vocab), (stride, column)) = ((logits.rows(), logits.count()), (logits.stride(), logits.first()));
     write(logits.tensor(), |logits| {
         write_f32(losses, |losses| {
@@ -192,7 +208,7 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
                     for i in 0..rows {
                         let (target, weight) = (targets[first + i], weights.map(|weights| weights[first + i]));
                         let seed = seed.map(|seed| weight.map_or(seed, |weight| seed * weight));
-                        losses.view[i] = loss_row(&mut logits.view, i * stride + column, target, seed, row);
+                        losses.view[i] = loss_row((&mut logits.view, i * stride + column), softcap, target, seed, row);
                     }
                 },
             );
@@ -201,7 +217,13 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
 }
 
 #[inline(always)]
-fn loss_row(logits: &mut ViewMut<'_>, start: usize, target: u32, seed: Option<f32>, row: &mut [f32]) -> f32 {
+fn loss_row(
+    (logits, start): (&mut ViewMut<'_>, usize),
+    softcap: Option<f32>,
+    target: u32,
+    seed: Option<f32>,
+    row: &mut [f32],
+) -> f32 {
     if target == IGNORE {
         if seed.is_some() {
             row.fill(0.0);
@@ -211,6 +233,9 @@ fn loss_row(logits: &mut ViewMut<'_>, start: usize, target: u32, seed: Option<f3
     }
     let target = target as usize;
     logits.as_view().load(start, row);
+    if let Some(cap) = softcap {
+        math::soft_cap(row, cap);
+    }
     let picked = row[target];
     let top = max(row);
     for x in row.iter_mut() {
@@ -223,7 +248,24 @@ fn loss_row(logits: &mut ViewMut<'_>, start: usize, target: u32, seed: Option<f3
             *x *= factor;
         }
         row[target] -= seed;
+        if let Some(cap) = softcap {
+            through_soft_cap(row, logits.as_view().slice(start..start + row.len()), cap);
+        }
         logits.store(start, row);
     }
     total.ln() + (top - picked)
+}
+
+/// Turns the gradient of capped logits into the gradient of `logits`.
+#[inline(always)]
+fn through_soft_cap(gradient: &mut [f32], logits: View<'_>, cap: f32) {
+    let mut buffer = [0.0; STRIPE];
+    for (index, gradient) in gradient.chunks_mut(STRIPE).enumerate() {
+        let logits_here = &mut buffer[..gradient.len()];
+        logits.load(index * STRIPE, logits_here);
+        for (gradient, logit) in gradient.iter_mut().zip(logits_here) {
+            let tanh = math::tanh(*logit / cap);
+            *gradient *= 1.0 - tanh * tanh;
+        }
+    }
 }

@@ -56,6 +56,7 @@ impl Kernels for Fused {
                 }
             },
             Op::AddBranch(op) => residual::add(op),
+            Op::SoftCap(op) => cross_entropy::soft_cap(op),
             Op::CrossEntropy(op) => cross_entropy::rows(op),
             Op::Summarize(op) => summary::side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),

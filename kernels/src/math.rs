@@ -76,6 +76,14 @@ pub fn tanh(x: f32) -> f32 {
     result.copysign(x)
 }
 
+/// Replaces each number `x` by `cap * tanh(x / cap)`.
+#[inline(always)]
+pub fn soft_cap(x: &mut [f32], cap: f32) {
+    for x in x {
+        *x = cap * tanh(*x / cap);
+    }
+}
+
 /// GELU's gate (1 + tanh(u)) / 2 at `x`, which is already clamped. It is computed as the logistic function of 2u, which keeps
 /// the relative accuracy of small gates, from |2u|, so that the exponential cannot overflow.
 #[inline(always)]

@@ -66,6 +66,7 @@ operations!(
     Activate,
     ActivateBackward,
     AddBranch,
+    SoftCap,
     CrossEntropy,
     Summarize,
     Sum,
@@ -325,11 +326,24 @@ pub struct AddBranch<'a> {
     pub out: &'a Tensor,
 }
 
+/// `out = cap · tanh(x / cap)`.
+#[derive(Debug)]
+pub struct SoftCap<'a> {
+    /// `[N, V]`.
+    pub x: &'a Tensor,
+    /// The bound of magnitudes.
+    pub cap: f32,
+    /// `[N, V]`.
+    pub out: &'a Tensor,
+}
+
 /// Each row's loss `-log softmax(logits)[target]` in nats, and the gradient of the logits, which overwrites them.
 #[derive(Debug)]
 pub struct CrossEntropy<'a> {
     /// `[n, V]`.
     pub logits: ColumnSlice<'a>,
+    /// Logits `x` count as `cap · tanh(x / cap)`.
+    pub softcap: Option<f32>,
     /// n ids, or [`IGNORE`].
     pub targets: &'a [u32],
     /// `[n]`, FP32; 0 for ignored targets.
@@ -529,6 +543,10 @@ impl Op<'_> {
                 all(read, &[op.stream, op.branch], &[]);
                 all(write, &[op.out], &[]);
             }
+            Self::SoftCap(op) => {
+                all(read, &[op.x], &[]);
+                all(write, &[op.out], &[]);
+            }
             Self::CrossEntropy(op) => all(write, &[op.logits.tensor(), op.losses], &[]),
             Self::Summarize(_) => {}
             Self::Sum(op) => all(read, &[op.x], &[]),
@@ -556,6 +574,7 @@ impl Op<'_> {
         Ok(match self {
             Self::Zero(_) | Self::Sum(_) => true,
             Self::Copy(op) => same_shapes([op.x, op.out]),
+            Self::SoftCap(op) => op.x.rank() == 2 && same_shapes([op.x, op.out]),
             Self::Accumulate(op) => {
                 op.inner.iter().all(|x| same_shapes([op.x, x]) && x.dtype() == DType::F32)
                     && same_shapes([op.x, op.out])

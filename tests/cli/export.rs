@@ -271,7 +271,10 @@ fn families(folder: &Path) -> Vec<TrainedModel> {
     let mut models: Vec<TrainedModel> = names.into_iter().map(with_ends).collect();
     let windows = ("layer_types", serde_json::json!(["sliding_attention", "sliding_attention"]));
     models.push(changed_model("families/olmo3", folder, &[windows, ends.clone()]));
-    models.push(changed_model("families/gemma3", folder, &[("query_pre_attn_scalar", 6.into()), ends]));
+    for name in ["gemma2", "gemma3"] {
+        let scale = ("query_pre_attn_scalar", serde_json::json!(6));
+        models.push(changed_model(&format!("families/{name}"), folder, &[scale, ends.clone()]));
+    }
     models
 }
 
@@ -488,7 +491,7 @@ fn the_gguf_package_reads_the_file() {
 }
 
 /// Models whose graphs are compared.
-const ONNX: [&str; 18] = [
+const ONNX: [&str; 19] = [
     "deep",
     "untied",
     "families/llama",
@@ -499,6 +502,7 @@ const ONNX: [&str; 18] = [
     "families/qwen2",
     "families/qwen2-window",
     "families/qwen3",
+    "families/gemma2",
     "families/gemma3",
     "families/smollm3",
     "families/smollm3-window",
@@ -548,7 +552,7 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
 fn onnxruntime_decodes_with_a_cache_and_in_int8() {
     let Some(python) = python_with_onnx() else { return };
     let folder = tempfile::tempdir().unwrap();
-    for name in ["untied", "families/llama", "families/gemma3"] {
+    for name in ["untied", "families/llama", "families/gemma2", "families/gemma3"] {
         let trained = model(name, folder.path());
         let ids = ids(&trained, 24);
         let file = write_ids(folder.path(), &ids, 12);

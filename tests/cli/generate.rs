@@ -1,10 +1,10 @@
 //! The cached forward pass equals the training one, and generation is reproducible and stops as specified.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::{distance, values};
+use crate::common::golden::{names, path as golden_path};
 use crate::common::python::{python, run_script};
 use candle_core::{DType, Device, Tensor};
 use finetune::data::Tokenizer;
@@ -19,7 +19,7 @@ use finetune::train::Sampler;
 
 /// A golden model with its weights in the policy's compute type.
 fn golden(name: &str, policy: PrecisionPolicy) -> (Decoder, Parameters) {
-    let folder = ModelFolder::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)).unwrap();
+    let folder = ModelFolder::open(golden_path(name)).unwrap();
     let config = folder.config();
     let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
     folder.read_parameters(&masters).unwrap();
@@ -163,7 +163,7 @@ fn a_dynamic_base_gives_the_text_that_transformers_gives() {
     let (original, context) = (12, model.0.spec().max_position_embeddings);
     assert_eq!(context, 36);
     let prompt = |len: u32| (0..len).map(|i| (i * i * 7 + len * 5 + 3) % 38).collect::<Vec<u32>>();
-    let mut cases = Vec::new();
+    let mut cases: Vec<Text> = Vec::new();
     for len in [1, 4, 7, 11, 12, 13, 20, 30] {
         for n in [1, 5, 16, 35 - len as usize] {
             let prompt = prompt(len);
@@ -179,16 +179,51 @@ fn a_dynamic_base_gives_the_text_that_transformers_gives() {
         }
     }
     assert!(cases.iter().any(|(prompt, _, found)| prompt.len() < original && prompt.len() + found.len() > original));
+    assert_transformers_generates(&[("families/llama-dynamic", cases)]);
+}
+
+/// A prompt, a number of tokens and the tokens that we generate.
+type Text = (Vec<u32>, usize, Vec<u32>);
+
+/// Asserts that transformers generates the same tokens with each golden model.
+fn assert_transformers_generates(models: &[(&str, Vec<Text>)]) {
     let Some(python) = python() else { return };
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/families/llama-dynamic");
+    let cases = models.iter().map(|(name, texts)| {
+        let asked = texts.iter().map(|(prompt, _, found)| serde_json::json!([prompt, found.len()]));
+        (golden_path(name).display().to_string(), asked.collect())
+    });
+    let cases: serde_json::Map<String, serde_json::Value> = cases.collect();
     let fixture = tempfile::tempdir().unwrap();
     let file = fixture.path().join("cases.json");
-    let asked: Vec<(&[u32], usize)> = cases.iter().map(|(prompt, _, found)| (&prompt[..], found.len())).collect();
-    std::fs::write(&file, serde_json::to_string(&asked).unwrap()).unwrap();
-    let theirs = run_script(&python, "transformers_generate.py", &[folder.as_os_str(), file.as_os_str()]);
-    for ((prompt, _, found), theirs) in cases.iter().zip(theirs.as_array().unwrap()) {
-        assert_eq!(serde_json::json!(found), *theirs, "{} tokens, {} more", prompt.len(), found.len());
+    std::fs::write(&file, serde_json::to_string(&cases).unwrap()).unwrap();
+    let theirs = run_script(&python, "transformers_generate.py", &[file.as_os_str()]);
+    for (name, texts) in models {
+        let theirs = theirs[golden_path(name).display().to_string()].as_array().unwrap();
+        assert_eq!(theirs.len(), texts.len());
+        for ((prompt, _, found), theirs) in texts.iter().zip(theirs) {
+            assert_eq!(serde_json::json!(found), *theirs, "{name}: {} tokens, {} more", prompt.len(), found.len());
+        }
     }
+}
+
+#[test]
+fn every_family_gives_the_text_that_transformers_gives() {
+    // The names of a family's other models have a hyphen.
+    let families = names("families").into_iter().filter(|name| !name.contains('-'));
+    let families = families.map(|name| format!("families/{name}"));
+    let names: Vec<String> = families.chain(["deep".to_owned()]).collect();
+    let texts = |name: &String| -> Vec<Text> {
+        let model = golden(name, PrecisionPolicy::FP32);
+        let prompts = ragged_prompts(20, model.0.spec().vocab_size);
+        prompts
+            .into_iter()
+            .map(|prompt| {
+                let found = tokens(&model, prompt.len() + 8, &prompt, 8, &[], &GREEDY).0;
+                (prompt, 8, found)
+            })
+            .collect()
+    };
+    assert_transformers_generates(&names.iter().map(|name| (&name[..], texts(name))).collect::<Vec<_>>());
 }
 
 /// Texts of a batch, by request.

@@ -32,10 +32,7 @@ impl Attention {
         let query = by_head(query, self.heads)?;
         let key = by_head(key, self.kv_heads)?.index_select(&index, 1)?;
         let value = by_head(value, self.kv_heads)?.index_select(&index, 1)?;
-        let mut scores = (query.matmul(&key.t()?.contiguous()?)? * self.scale)?;
-        if let Some(cap) = self.softcap {
-            scores = ((scores / cap)?.tanh()? * cap)?;
-        }
+        let scores = soft_cap((query.matmul(&key.t()?.contiguous()?)? * self.scale)?, self.softcap)?;
         let visible = |b: usize, i: usize, j: usize| {
             let start = self.documents.as_ref().map_or(0, |starts| starts[b * seq + i] as usize);
             j <= i && j >= start && self.window.is_none_or(|window| i - j < window)
@@ -46,6 +43,13 @@ impl Attention {
         let mask = Tensor::from_vec(mask, (batch, 1, seq, seq), &Device::Cpu)?.to_dtype(query.dtype())?;
         let mixed = softmax(&scores.broadcast_add(&mask)?)?.matmul(&value)?;
         mixed.transpose(1, 2)?.contiguous()?.reshape((batch, seq, self.heads * self.head_size))
+    }
+}
+
+pub(crate) fn soft_cap(x: Tensor, cap: Option<f64>) -> Result<Tensor> {
+    match cap {
+        Some(cap) => (x / cap)?.tanh()? * cap,
+        None => Ok(x),
     }
 }
 

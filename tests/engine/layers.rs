@@ -128,11 +128,13 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             };
             plain(vec![qkv], Box::new(compute), Some(result("out")), operand("dout"), vec![gradient])
         }
-        Operation::CrossEntropy { sizes: [rows, vocab, _], .. } => {
+        Operation::CrossEntropy { sizes: [rows, vocab, _], softcap, .. } => {
             let target = |row| if row == 1 { reference::IGNORED } else { (row * 31 % vocab) as i64 };
             let targets = Tensor::from_vec((0..rows).map(target).collect(), (1, rows), &Device::Cpu).unwrap();
-            let compute =
-                move |x: &[Tensor]| reference::cross_entropy(&x[0].unsqueeze(0)?, &targets)? * (rows - 1) as f64;
+            let compute = move |x: &[Tensor]| {
+                let logits = reference::soft_cap(x[0].clone(), softcap.map(f64::from))?;
+                reference::cross_entropy(&logits.unsqueeze(0)?, &targets)? * (rows - 1) as f64
+            };
             let losses = result("the losses").sum_all().unwrap();
             let seed = Tensor::new(256.0, &Device::Cpu).unwrap();
             plain(vec![operand("logits")], Box::new(compute), Some(losses), seed, vec![result("the gradient")])
@@ -249,9 +251,13 @@ fn allocate(shape: &[usize], dtype: DType) -> Result<Tensor> {
 fn heads_with_cross_entropy() {
     // Rounding each value once gives 2e-4 in FP16 and 1.7e-3 in BF16, and the logits' gradient is rounded as well.
     for (dtype, tolerance) in TYPES.into_iter().zip([1e-6, 6e-4, 5e-3]) {
-        for (rows, width, vocab, tiles, scale) in
-            [(1, 8, 5, 1, 1.0_f32), (21, 24, 50, 3, 0.3), (21, 24, 50, 1, 1.0), (64, 48, 257, 2, 1.0)]
-        {
+        for (rows, width, vocab, tiles, scale, softcap) in [
+            (1, 8, 5, 1, 1.0_f32, None),
+            (21, 24, 50, 3, 0.3, None),
+            (21, 24, 50, 1, 1.0, None),
+            (21, 24, 50, 2, 0.7, Some(3.0_f32)),
+            (64, 48, 257, 2, 1.0, None),
+        ] {
             let ids: Vec<i64> =
                 (0..rows).map(|i| if i % 5 == 3 { reference::IGNORED } else { (i * 7 % vocab) as i64 }).collect();
             let targets: Vec<u32> = ids.iter().map(|&id| u32::try_from(id).unwrap_or(IGNORE)).collect();
@@ -261,7 +267,7 @@ fn heads_with_cross_entropy() {
             let [x, weight] = inputs.map(|input| input.to_dtype(dtype).unwrap());
             let [x64, weight64] = [&x, &weight].map(|x| Var::from_tensor(&x.to_dtype(DType::F64).unwrap()).unwrap());
             let logits = reference::linear(&x64, &weight64, None).unwrap().unsqueeze(0).unwrap();
-            let logits = (logits * f64::from(scale)).unwrap();
+            let logits = reference::soft_cap((logits * f64::from(scale)).unwrap(), softcap.map(f64::from)).unwrap();
             let truth = (reference::cross_entropy(&logits, &ids).unwrap() * count).unwrap();
             let store = truth.backward().unwrap();
             let weights: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 - 1.5).collect();
@@ -277,7 +283,7 @@ fn heads_with_cross_entropy() {
                         .unwrap();
                 let [dx, dweight] = [&x, &weight].map(|x| x.zeros_like().unwrap());
                 let gradient = HeadGradient { seed: 0.5, weights: None, dx: &dx, dweight: Some(&dweight) };
-                let input = HeadInput { x: &x, weight: &weight, scale };
+                let input = HeadInput { x: &x, weight: &weight, scale, softcap };
                 let head = |gradient| {
                     cross_entropy::fused_linear_cross_entropy(kernels, input, &targets, &workspace, gradient, None)
                         .unwrap()

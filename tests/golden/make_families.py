@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GraniteConfig, GraniteMoeHybridConfig, LlamaConfig, MistralConfig, Olmo2Config, Olmo3Config, Phi3Config, Qwen2Config, Qwen3Config, SmolLM3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GraniteConfig, GraniteMoeHybridConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, Phi3Config, Qwen2Config, Qwen3Config, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
@@ -35,6 +35,20 @@ def in_double(norm):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * gain
 
     norm.forward = forward
+
+
+def attention_of(config):
+    """transformers' implementation of attention for a model."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
+def softmax_in_double(narrow=torch.nn.functional.softmax):
+    """Lets eager attention, which soft caps need, compute its softmax in FP64 where its input is FP64."""
+
+    def softmax(x, dim=None, dtype=None, **keys):
+        return narrow(x, dim=dim, dtype=x.dtype if x.dtype == torch.float64 else dtype, **keys)
+
+    torch.nn.functional.softmax = softmax
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ class Case:
     def model(self):
         """The initial model; every call gives the same one."""
         torch.manual_seed(self.seed)
-        model = AutoModelForCausalLM.from_config(self.config(), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(self.config(), attn_implementation=attention_of(self.config()))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # a bias of 0 or a gain of 1 would hide that it was left out
@@ -116,6 +130,11 @@ CASES = {
     "mistral": Case(MistralConfig, {
         "sliding_window": 5, "head_dim": 8, "tie_word_embeddings": False, "max_position_embeddings": 40}, 27, seq=35,
         batch=1),
+    # Queries that grow at positions 6 and 12, and rotary embeddings whose own factor is 1.
+    "ministral3": Case(Ministral3Config, {
+        "head_dim": 8, "tie_word_embeddings": True, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 6,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}}, 73, seq=17),
     # Biases of q, k and v that no key tells of.
     "qwen2": Case(Qwen2Config, {
         "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}, 44),
@@ -125,6 +144,10 @@ CASES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}, 41, seq=18),
     # Norms of q and k, heads that are wider than the model over their number.
     "qwen3": Case(Qwen3Config, {"head_dim": 12, "tie_word_embeddings": True}, 30, seq=13),
+    # Soft caps that bend many scores and logits, a scale that is not the head's width, a window in the first layer.
+    "gemma2": Case(Gemma2Config, {
+        "head_dim": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "query_pre_attn_scalar": 7,
+        "sliding_window": 5, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5}, 71, seq=13),
     # Two kinds of layers, each with its rotary embedding; four norms a block; a scale that is not the head's width.
     "gemma3": Case(Gemma3TextConfig, {
         "head_dim": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "query_pre_attn_scalar": 7,
@@ -196,6 +219,7 @@ def ropes(positions=300):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    softmax_in_double()
     for name in sys.argv[1:] or CASES:
         make(name, CASES[name], FOLDER / name)
     lines = ",\n".join(json.dumps(rope) for rope in ropes())

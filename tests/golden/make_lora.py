@@ -20,11 +20,11 @@ import make_golden
 import peft
 import torch
 import transformers
-from make_families import in_double
+from make_families import attention_of, in_double, softmax_in_double
 from make_golden import ADAMW, SCALER, spreads
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 
@@ -46,10 +46,17 @@ CASES = {
     "olmo2": ("families/olmo2", {"target_modules": "all-linear"}),
     "granite-dora": ("families/granite", {"target_modules": "all-linear", "use_dora": True}),
     "phi3": ("families/phi3", {"target_modules": "all-linear"}),
+    # Families whose other cases train all weights.
+    "mistral": ("families/mistral", {"target_modules": ["q_proj", "k_proj", "o_proj", "down_proj"]}),
+    "qwen2": ("families/qwen2", {"target_modules": "all-linear"}),
+    "olmo3": ("families/olmo3", {"target_modules": "all-linear"}),
+    "granite4": ("families/granite4", {"target_modules": "all-linear"}),
+    "gemma2": ("families/gemma2", {"target_modules": "all-linear"}),
+    "ministral3": ("families/ministral3", {"target_modules": "all-linear"}),
 }
 
 # Where another seed would have PyTorch's own FP32 run end 1e-5 from its FP64 run.
-SEEDS = {"gpt2-dora": 261}
+SEEDS = {"gpt2-dora": 261, "olmo3": 171, "gemma2": 276}
 
 
 class Case:
@@ -59,7 +66,8 @@ class Case:
         self.base, self.keys, self.seed = HERE / base, keys, seed
 
     def model(self):
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32, attn_implementation="sdpa")
+        attention = attention_of(AutoConfig.from_pretrained(self.base))
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32, attn_implementation=attention)
         torch.manual_seed(self.seed)
         config = LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, task_type="CAUSAL_LM", init_lora_weights=False,
                             **self.keys)
@@ -120,6 +128,7 @@ def make(name, case, folder):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    softmax_in_double()
     transformers.logging.set_verbosity_error()
     for seed, name in enumerate(CASES):
         if not sys.argv[1:] or name in sys.argv[1:]:

@@ -1,6 +1,6 @@
 //! Causal attention with stored scores, in FP32, for as many whole sequences at a time as fit a budget.
 
-use super::tensors::{columns_of_rows, drop, matmul, select, store, store_columns_of_rows, upcast};
+use super::tensors::{columns_of_rows, drop, matmul, select, soft_cap, store, store_columns_of_rows, upcast};
 use crate::attention::AttentionShape;
 use crate::columns::ColumnSlice;
 use crate::decode_attention::CachedSequence;
@@ -112,8 +112,8 @@ fn visible(shape: &AttentionShape, past: usize, documents: Option<&[u32]>, devic
 fn scores(shape: &AttentionShape, queries: &Tensor, keys: &Tensor) -> Result<Tensor> {
     let scores = matmul(&(queries * f64::from(shape.scale))?, &keys.transpose(1, 2)?)?;
     let scores = scores.reshape(((), shape.heads, shape.seq_len, keys.dim(1)?))?;
-    match shape.softcap.map(f64::from) {
-        Some(cap) => (scores / cap)?.tanh()? * cap,
+    match shape.softcap {
+        Some(cap) => soft_cap(&scores, cap),
         None => Ok(scores),
     }
 }

@@ -1,6 +1,6 @@
 //! Cross-entropy; softmax and loss are FP32.
 
-use super::tensors::{indices, require_contiguous, select, store, store_columns, upcast_columns};
+use super::tensors::{indices, require_contiguous, select, soft_cap, store, store_columns, upcast_columns};
 use crate::cross_entropy::IGNORE;
 use crate::op;
 use candle_core::{Result, Tensor};
@@ -8,6 +8,10 @@ use candle_core::{Result, Tensor};
 /// Computes [`op::CrossEntropy`].
 pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
     let values = upcast_columns(op.logits)?;
+    let values = match op.softcap {
+        Some(cap) => soft_cap(&values, cap)?,
+        None => values,
+    };
     let targets = Targets::new(op.targets, &values)?;
     require_contiguous(&targets.ids)?;
     let picked = values.gather(&targets.ids, 1)?;
@@ -24,6 +28,10 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
     let seeds = seeds.to_dtype(values.dtype())?;
     let grad = exponentials.broadcast_mul(&(total.recip()? * &seeds)?)?;
     grad.scatter_add_set(&targets.ids, &seeds.neg()?, 1)?;
+    let grad = match op.softcap {
+        Some(cap) => (grad * ((values / f64::from(cap))?.sqr()?.neg()? + 1.0)?)?,
+        None => grad,
+    };
     store_columns(&targets.only_valid(&grad)?, op.logits)
 }
 

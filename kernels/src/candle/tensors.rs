@@ -26,6 +26,12 @@ pub(super) fn upcast(x: &Tensor) -> Result<Tensor> {
     x.to_dtype(wide(x.dtype()))
 }
 
+/// `cap · tanh(x / cap)`.
+pub(super) fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
+    let cap = f64::from(cap);
+    (x / cap)?.tanh()? * cap
+}
+
 /// Rounds `value` into the existing tensor `out`, which may be a view of a larger one.
 pub(super) fn store(value: &Tensor, out: &Tensor) -> Result<()> {
     if value.dims() != out.dims() {

@@ -27,7 +27,7 @@ impl<Q: Queue> CudaKernels<Q> {
     /// Also overwrites the columns after the logits.
     pub(super) fn cross_entropy(&self, op: &op::CrossEntropy<'_>) -> Attempt {
         let (logits, dtype, rows) = (op.logits, op.logits.tensor().dtype(), op.logits.rows());
-        require(logits.first() == 0)?;
+        require(logits.first() == 0 && op.softcap.is_none())?;
         let targets = Tensor::new(op.targets, op.losses.device())?;
         let weights = op.weights.map(|weights| Tensor::new(weights, op.losses.device())).transpose()?;
         let arguments = CrossEntropy {

@@ -43,8 +43,9 @@ pub enum Operation {
     Attention { shape: AttentionShape, documents: Documents, dtype: DType, drops: bool, packed: bool },
     /// [`op::DecodeAttention`] of all tokens of a sequence, a few at a time; the exact result is [`op::Attention`]'s.
     Decode { shape: AttentionShape, dtype: DType },
-    /// [`op::CrossEntropy`] of rows, vocabulary and stride: without the gradient, with it, and with weights.
-    CrossEntropy { sizes: [usize; 3], dtype: DType },
+    /// [`op::CrossEntropy`] of rows, vocabulary and stride: without the gradient, with it, and with weights. With a cap also
+    /// [`op::SoftCap`].
+    CrossEntropy { sizes: [usize; 3], softcap: Option<f32>, dtype: DType },
     /// [`op::Activate`] and [`op::ActivateBackward`] of rows and width of the output.
     Activate { activation: Activation, sizes: [usize; 2], dtype: DType },
     /// [`op::AddBranch`], [`op::Copy`] and [`op::Accumulate`]; types of the stream and of the branch.
@@ -267,7 +268,7 @@ impl Operation {
                 attention(t, shape, documents, dtype, [drops, packed])
             }
             Self::Decode { shape, dtype } => decode(t, shape, dtype),
-            Self::CrossEntropy { sizes, dtype } => cross_entropy(t, sizes, dtype),
+            Self::CrossEntropy { sizes, softcap, dtype } => cross_entropy(t, sizes, softcap, dtype),
             Self::Activate { activation, sizes, dtype } => activate(t, activation, sizes, dtype),
             Self::Sums { len, types, drops } => sums(t, len, types, drops),
             Self::Embed { backward, positions, types, drops } => embed(t, [backward, positions, drops], types),
@@ -383,7 +384,7 @@ fn decode(t: &Trial<'_>, shape: AttentionShape, dtype: DType) -> Outputs {
     Ok(vec![t.output("out", &out, dtype)])
 }
 
-fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], dtype: DType) -> Outputs {
+fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], softcap: Option<f32>, dtype: DType) -> Outputs {
     let mut targets: Vec<u32> = (0..rows).map(|row| (row * 31 % vocab) as u32).collect();
     targets[1] = IGNORE;
     // Some threads of a GPU meet only -∞ at first.
@@ -397,19 +398,24 @@ fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], dtype: DType)
     let (logits, targets) = (ColumnSlice::new(&padded, 0..vocab)?, &targets[..]);
     let [losses, trained] = [(); 2].map(|()| t.poisoned(&[rows], DType::F32));
     let (losses, trained) = (&losses?, &trained?);
-    t.run(op::CrossEntropy { logits, targets, losses, seed: None, weights: None })?;
+    t.run(op::CrossEntropy { logits, softcap, targets, losses, seed: None, weights: None })?;
     let same = equal("the logits after an evaluation", &padded.narrow(1, 0, vocab)?.force_contiguous()?);
-    t.run(op::CrossEntropy { logits, targets, losses: trained, seed: Some(256.0), weights: None })?;
+    t.run(op::CrossEntropy { logits, softcap, targets, losses: trained, seed: Some(256.0), weights: None })?;
     let gradient = padded.narrow(1, 0, vocab)?.force_contiguous()?;
     let mut outputs = vec![same, equal("the losses minus those of an evaluation", &(trained - losses)?)];
     // -1, -0.5, 0, 0.5 and 1.
     let weights: Vec<f32> = (0..rows).map(|row| (row * 3 % 5) as f32 / 2.0 - 1.0).collect();
     padded.slice_set(&values, 1, 0)?;
-    t.run(op::CrossEntropy { logits, targets, losses: trained, seed: Some(256.0), weights: Some(&weights) })?;
+    t.run(op::CrossEntropy { logits, softcap, targets, losses: trained, seed: Some(256.0), weights: Some(&weights) })?;
     let weighted = padded.narrow(1, 0, vocab)?.force_contiguous()?;
     outputs.push(equal("the losses of weighted rows minus those of an evaluation", &(trained - losses)?));
     for row in (0..rows).filter(|&row| weights[row] == 0.0) {
         outputs.push(equal("the gradient of a row of weight 0", &weighted.narrow(0, row, 1)?.force_contiguous()?));
+    }
+    if let Some(cap) = softcap {
+        let capped = &t.poisoned(&[rows, vocab], DType::F32)?;
+        t.run(op::SoftCap { x: &values, cap, out: capped })?;
+        outputs.push(t.output("the capped logits", capped, DType::F32));
     }
     outputs.push(t.output("the losses", losses, DType::F32));
     outputs.extend(t.outputs([("the gradient", &gradient), ("the weighted gradient", &weighted)], dtype));

@@ -186,11 +186,12 @@ impl Decoder {
 
     /// The attention of block `block` over `batch` sequences.
     fn shape(&self, block: usize, batch: usize, seq_len: usize) -> AttentionShape {
-        let ModelSpec { heads, kv_heads, head_dim, attention_scale, sliding, .. } = &self.spec;
+        let ModelSpec { heads, kv_heads, head_dim, attention_scale, attention_softcap, sliding, .. } = &self.spec;
         let shape = AttentionShape::new(batch, seq_len, *heads, *head_dim);
         let window = sliding.as_ref().filter(|_| self.spec.is_sliding(block)).map(|sliding| sliding.window);
         let scale = attention_scale.map_or(shape.scale, |scale| scale as f32);
-        AttentionShape { kv_heads: *kv_heads, scale, window, ..shape }
+        let softcap = attention_softcap.map(|cap| cap as f32);
+        AttentionShape { kv_heads: *kv_heads, scale, window, softcap, ..shape }
     }
 
     /// Prepares queries and keys of the product `qkv` for attention: normalises and rotates them. Returns their
@@ -373,7 +374,8 @@ impl Decoder {
 
     /// The operands of logits.
     fn head_input<'a>(&self, ws: &'a Workspace, weight: &'a Tensor) -> HeadInput<'a> {
-        HeadInput { x: ws.hidden(), weight, scale: self.logits_scale() }
+        let softcap = self.spec.logits_softcap.map(|cap| cap as f32);
+        HeadInput { x: ws.hidden(), weight, scale: self.logits_scale(), softcap }
     }
 
     /// The factor of logits.
@@ -566,7 +568,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// The logits `[rows, V]` (compute type) of `hidden [rows, D]`, a part of [`Workspace::hidden`].
+    /// The logits `[rows, V]` (compute type, or FP32 if they are capped) of `hidden [rows, D]`, a part of [`Workspace::hidden`].
     pub fn logits(&self, weights: &Parameters, hidden: &Tensor) -> Result<Tensor> {
         let weight = weights.weight(self.head)?;
         let logits = view::zeros(&[hidden.dim(0)?, weight.dim(0)?], hidden.dtype(), hidden.device())?;
@@ -582,14 +584,19 @@ impl Decoder {
             let c = ColumnSlice::all(&logits)?;
             op::Matmul { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels())?;
         }
-        Ok(logits)
+        let Some(cap) = self.spec.logits_softcap else { return Ok(logits) };
+        let capped = view::zeros(logits.dims(), DType::F32, logits.device())?;
+        op::SoftCap { x: &logits, cap: cap as f32, out: &capped }.run(self.kernels())?;
+        Ok(capped)
     }
 
     /// The log-probability of one id per row of `logits`, which are [`Self::logits`]: minus the loss of training.
     pub fn log_probs(&self, logits: &Tensor, ids: &[u32]) -> Result<Vec<f32>> {
         let losses = view::zeros(&[ids.len()], DType::F32, logits.device())?;
         let logits = ColumnSlice::all(logits)?;
-        op::CrossEntropy { logits, targets: ids, losses: &losses, seed: None, weights: None }.run(self.kernels())?;
+        // They are capped already.
+        op::CrossEntropy { logits, softcap: None, targets: ids, losses: &losses, seed: None, weights: None }
+            .run(self.kernels())?;
         Ok(view::to_host(&losses)?.to_vec1::<f32>()?.into_iter().map(|loss| -loss).collect())
     }
 

@@ -1,5 +1,6 @@
 //! The list of model families, each in its own file.
 
+mod gemma2;
 mod gemma3;
 mod gpt2;
 mod granite;
@@ -17,12 +18,13 @@ use super::family::{ConfigReader, Family};
 use super::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-static FAMILIES: [&Family; 12] = [
+static FAMILIES: [&Family; 13] = [
     &gpt2::GPT2,
     &llama::LLAMA,
     &mistral::MISTRAL,
     &qwen2::QWEN2,
     &qwen3::QWEN3,
+    &gemma2::GEMMA2,
     &gemma3::GEMMA3,
     &smollm3::SMOLLM3,
     &olmo2::OLMO2,

@@ -112,6 +112,8 @@ pub struct ModelSpec {
     pub sliding: Option<Sliding>,
     /// The scale of attention scores, if it differs from 1 / `√head_dim`.
     pub attention_scale: Option<f64>,
+    /// Scores `s` of attention become `cap · tanh(s / cap)`.
+    pub attention_softcap: Option<f64>,
     /// The norms of queries and keys.
     pub qk_norm: Option<QkNorm>,
     /// Whether the inputs of attention and MLP are normalised.
@@ -125,6 +127,8 @@ pub struct ModelSpec {
     pub residual_multiplier: f64,
     /// The divisor of logits.
     pub logits_scaling: f64,
+    /// Logits `x` become `cap · tanh(x / cap)`.
+    pub logits_softcap: Option<f64>,
     /// Whether the head's matrix is the token embedding.
     pub tie_word_embeddings: bool,
     /// Dropout probabilities.

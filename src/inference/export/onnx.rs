@@ -216,15 +216,19 @@ impl GraphBuilder<'_> {
             self.graph.float("logits_scale", (1.0 / config.logits_scaling) as f32);
             normed = self.graph.op("Mul", &[&normed, "logits_scale"], &[]);
         }
+        let logits = if config.logits_softcap.is_some() { "uncapped_logits" } else { "logits" };
         if self.options.int8 {
             let head = config.layer_name(ModuleId::global(ModuleOp::Head));
-            self.integer_matmul(&normed, &head, Some("logits"));
-            return;
+            self.integer_matmul(&normed, &head, Some(logits));
+        } else {
+            let head = ModuleId::global(if config.tie_word_embeddings { ModuleOp::Embedding } else { ModuleOp::Head });
+            let head = fp32_name(&format!("{}.weight", config.layer_name(head)));
+            let head = self.graph.op("Transpose", &[&head], &[Attribute::Ints("perm", &[1, 0])]);
+            self.graph.op_as(logits, "MatMul", &[&normed, &head], &[]);
         }
-        let head = ModuleId::global(if config.tie_word_embeddings { ModuleOp::Embedding } else { ModuleOp::Head });
-        let head = fp32_name(&format!("{}.weight", config.layer_name(head)));
-        let head = self.graph.op("Transpose", &[&head], &[Attribute::Ints("perm", &[1, 0])]);
-        self.graph.op_as("logits", "MatMul", &[&normed, &head], &[]);
+        if config.logits_softcap.is_some() {
+            soft_cap(&mut self.graph, logits, "logit_cap", "logits");
+        }
     }
 
     /// Constants shared by all blocks. A 0 in a shape copies the input's dimension.
@@ -247,6 +251,9 @@ impl GraphBuilder<'_> {
         self.graph.int("last_axis", &[1], &[-1]);
         let scale = config.attention_scale.unwrap_or_else(|| 1.0 / (config.head_dim as f64).sqrt());
         self.graph.float("softmax_scale", scale as f32);
+        for (name, cap) in [("score_cap", config.attention_softcap), ("logit_cap", config.logits_softcap)] {
+            self.graph.float(name, cap.unwrap_or_default() as f32);
+        }
         self.graph.float("masked", f32::MIN);
         self.graph.float("norm_epsilon", config.stream_norm_eps() as f32);
         self.graph.float("unit", 1.0);
@@ -392,7 +399,10 @@ impl GraphBuilder<'_> {
         let k = graph.op("Transpose", &[&k], &[Attribute::Ints("perm", &[0, 1, 3, 2])]);
         let (k, v) = (graph.op("Unsqueeze", &[&k, "group_axis"], &[]), graph.op("Unsqueeze", &[&v, "group_axis"], &[]));
         let scores = graph.op("MatMul", &[&q, &k], &[]);
-        let scores = graph.op("Mul", &[&scores, "softmax_scale"], &[]);
+        let mut scores = graph.op("Mul", &[&scores, "softmax_scale"], &[]);
+        if config.attention_softcap.is_some() {
+            scores = soft_cap(graph, &scores, "score_cap", &format!("capped_scores_{block}"));
+        }
         let scores = graph.op("Where", &[&positions.masks[sliding], &scores, "masked"], &[]);
         let weights = graph.op("Softmax", &[&scores], &[Attribute::Int("axis", -1)]);
         let heads = graph.op("MatMul", &[&weights, &v], &[]);
@@ -481,6 +491,14 @@ impl GraphBuilder<'_> {
         }
         self.linear(&active, block, LinearRole::Down)
     }
+}
+
+/// `cap · tanh(x / cap)` under the name `result`.
+fn soft_cap(graph: &mut Graph, x: &str, cap: &str, result: &str) -> String {
+    let ratio = graph.op("Div", &[x, cap], &[]);
+    let tanh = graph.op("Tanh", &[&ratio], &[]);
+    graph.op_as(result, "Mul", &[&tanh, cap], &[]);
+    result.to_owned()
 }
 
 /// The name of a layer's weight.

@@ -160,7 +160,14 @@ impl PrecisionProbe {
         self.measure(["loss"], self.compute, |t| {
             let (logits, losses) = (t.stored(y, self.compute)?, t.poisoned(&[rows], DType::F32)?);
             let logits = ColumnSlice::all(&logits)?;
-            t.run(op::CrossEntropy { logits, targets: &targets, losses: &losses, seed: None, weights: None })?;
+            t.run(op::CrossEntropy {
+                logits,
+                softcap: None,
+                targets: &targets,
+                losses: &losses,
+                seed: None,
+                weights: None,
+            })?;
             Ok([losses])
         })
     }

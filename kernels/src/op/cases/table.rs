@@ -45,7 +45,7 @@ impl Cases {
             self.add("adamw", pairs.map(|(types, len)| Operation::AdamW { len, types, counts }));
         }
         for sizes in [[5, 5003, 5003], [3, 97, 104], [3, 97, 97], [4, 64, 64], [5, 3, 3], [2, 5003, 5008]] {
-            self.add("cross_entropy", TYPES.map(|dtype| Operation::CrossEntropy { sizes, dtype }));
+            self.add("cross_entropy", TYPES.map(|dtype| Operation::CrossEntropy { sizes, softcap: None, dtype }));
         }
         for activation in [Activation::Gelu, Activation::SwiGlu, Activation::GeGlu] {
             for sizes in [[37, 72], [64, 192]] {
@@ -162,6 +162,9 @@ impl Cases {
     /// Operations and sizes that there are no CUDA kernels for.
     fn on_a_cpu(&mut self) {
         for dtype in TYPES {
+            for sizes in [[5, 300, 300], [3, 97, 104]] {
+                self.add(Case::CPU, [Operation::CrossEntropy { sizes, softcap: Some(5.0), dtype }]);
+            }
             for sizes in [[1, 1, 1], [5, 24, 72], [33, 64, 17], [70, 130, 96]] {
                 for (layout, biased) in LAYOUTS.into_iter().flat_map(|layout| [(layout, false), (layout, true)]) {
                     self.add(Case::CPU, [Operation::Linear { layout, sizes, biased, rank: 0, dtype }]);

@@ -302,8 +302,11 @@ mod tests {
 
     #[test]
     fn the_text_part_of_a_model_of_images_and_text_is_read() {
-        let spec = ModelSpec { vocab_size: 11, ..ModelSpec::named("smollm2-135m").unwrap().resized(2, 4, 2) };
-        for prefix in ["language_model.model.", "model.language_model."] {
+        let llama = ModelSpec { vocab_size: 11, ..ModelSpec::named("smollm2-135m").unwrap().resized(2, 4, 2) };
+        let mut mistral = llama.config();
+        mistral["model_type"] = "ministral3".into();
+        let mistral = ModelSpec::from_json(mistral.to_string().as_bytes(), "x").unwrap();
+        for (prefix, spec) in [("language_model.model.", llama), ("model.language_model.", mistral)] {
             let text = tensors(&spec);
             let mut stored: Tensors =
                 text.iter().map(|(name, tensor)| (format!("{prefix}{name}"), tensor.clone())).collect();

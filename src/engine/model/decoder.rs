@@ -210,8 +210,8 @@ impl Decoder {
                 norm.forward_columns(cx, x, (y, None, rstd))?;
             }
         }
-        if let Some(table) = rope_caches.of(&self.spec, i) {
-            self.apply_rope(cx.kernels, [query, key], table, (positions, Direction::Forward))?;
+        if let Some(tables) = rope_caches.of(&self.spec, i) {
+            self.apply_rope(cx.kernels, [query, key], tables, (positions, Direction::Forward))?;
         }
         Ok([query, key, value])
     }
@@ -221,11 +221,11 @@ impl Decoder {
         &self,
         kernels: &dyn Kernels,
         query_key: [ColumnSlice<'_>; 2],
-        table: &CosSinCache,
+        tables: [&CosSinCache; 2],
         (positions, direction): (PositionIds<'_>, Direction),
     ) -> Result<()> {
         let (head, rotated) = (self.spec.head_dim, self.spec.rotary_dim());
-        for x in query_key {
+        for (x, table) in query_key.into_iter().zip(tables) {
             // Heads that are rotated as a whole are rotated together.
             let (step, count) = if rotated == head { (x.count(), x.count()) } else { (head, rotated) };
             for first in (x.first()..x.first() + x.count()).step_by(step) {
@@ -555,8 +555,8 @@ impl Decoder {
             gradients: [dq, dk, linear[2]],
         }
         .run(kernels)?;
-        if let Some(table) = ws.rope_caches.of(&self.spec, i) {
-            self.apply_rope(kernels, [dq, dk], table, (ws.positions(), Direction::Backward))?;
+        if let Some(tables) = ws.rope_caches.of(&self.spec, i) {
+            self.apply_rope(kernels, [dq, dk], tables, (ws.positions(), Direction::Backward))?;
         }
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {
             let inputs = ColumnSlice::split(&acts.qkv, widths)?;

@@ -6,6 +6,7 @@ mod gpt2;
 mod granite;
 mod granite4;
 pub(super) mod llama;
+mod ministral3;
 mod mistral;
 mod olmo2;
 mod olmo3;
@@ -18,10 +19,11 @@ use super::family::{ConfigReader, Family};
 use super::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-static FAMILIES: [&Family; 13] = [
+static FAMILIES: [&Family; 14] = [
     &gpt2::GPT2,
     &llama::LLAMA,
     &mistral::MISTRAL,
+    &ministral3::MINISTRAL3,
     &qwen2::QWEN2,
     &qwen3::QWEN3,
     &gemma2::GEMMA2,

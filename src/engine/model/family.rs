@@ -23,6 +23,8 @@ pub(crate) struct GgufFormat {
     pub(crate) interleaved: bool,
     /// Whether gate and up are two tensors in a file although the family has one.
     pub(crate) splits_gate_up: bool,
+    /// Whether a key can change the factor of YaRN's cosines and sines.
+    pub(crate) yarn_log_multiplier: bool,
     /// Whether a file with these metadata keys is of this family and not of another with the same architecture.
     pub(super) claims: fn(keys: &Map<String, Value>) -> bool,
     /// Moves metadata that only this family has from `keys` to the `config.json`.

@@ -44,6 +44,22 @@ pub enum QkNorm {
     Whole,
 }
 
+/// The factor of rotated queries: `1 + beta · ln(1 + ⌊p / context⌋)` at position p.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryScale {
+    /// The growth.
+    pub beta: f64,
+    /// Positions below this have a factor of 1.
+    pub context: usize,
+}
+
+impl QueryScale {
+    /// The factor at a position.
+    pub(super) fn at(self, position: usize) -> f64 {
+        1.0 + self.beta * ((position / self.context) as f64).ln_1p()
+    }
+}
+
 /// The factor of the tokens' embeddings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum EmbeddingScale {
@@ -108,6 +124,8 @@ pub struct ModelSpec {
     pub rotary_dim: Option<usize>,
     /// For each layer, whether its queries and keys are not rotated; empty if all are.
     pub unrotated: Vec<bool>,
+    /// The factor of queries, in models without windows.
+    pub query_scale: Option<QueryScale>,
     /// Layers whose attention has a window.
     pub sliding: Option<Sliding>,
     /// The scale of attention scores, if it differs from 1 / `√head_dim`.

@@ -8,7 +8,7 @@ mod views;
 
 use super::adapter::{AdapterBuffers, AdapterPass, total_rank};
 use super::rope::Rope;
-use super::spec::{ModelSpec, QkNorm};
+use super::spec::{ModelSpec, QkNorm, QueryScale};
 use crate::engine::kernels::NormOutput;
 use crate::engine::kernels::cross_entropy::CrossEntropyWorkspace;
 use crate::engine::kernels::rope::{CosSinCache, PositionIds};
@@ -65,6 +65,8 @@ impl<T> QkNorms<T> {
 pub(super) struct RopeCaches {
     full: Option<CosSinCache>,
     sliding: Option<CosSinCache>,
+    /// Of queries, if the model scales them by their position.
+    queries: Option<CosSinCache>,
 }
 
 impl RopeCaches {
@@ -75,7 +77,14 @@ impl RopeCaches {
             CosSinCache::new(&frequencies, rope.attention_factor(), positions.clone(), device)
         };
         let sliding = spec.sliding.as_ref().map(|sliding| &sliding.rope);
-        Ok(Self { full: spec.rope.as_ref().map(table).transpose()?, sliding: sliding.map(table).transpose()? })
+        let full = spec.rope.as_ref().map(table).transpose()?;
+        let scaled = |(table, scale): (&CosSinCache, QueryScale)| -> Result<CosSinCache> {
+            let factors: Vec<f32> = positions.clone().map(|position| scale.at(position) as f32).collect();
+            let factors = Tensor::from_vec(factors, (positions.len(), 1), device)?;
+            Ok(CosSinCache { cos: table.cos.broadcast_mul(&factors)?, sin: table.sin.broadcast_mul(&factors)? })
+        };
+        let queries = full.as_ref().zip(spec.query_scale).map(scaled).transpose()?;
+        Ok(Self { full, sliding: sliding.map(table).transpose()?, queries })
     }
 
     /// The tables of `positions` alone.
@@ -98,18 +107,21 @@ impl RopeCaches {
         };
         let full = tables.iter().filter_map(|tables| tables.full.as_ref());
         let sliding = tables.iter().filter_map(|tables| tables.sliding.as_ref());
-        Ok(Self { full: join(full.collect())?, sliding: join(sliding.collect())? })
+        let queries = tables.iter().filter_map(|tables| tables.queries.as_ref());
+        Ok(Self { full: join(full.collect())?, sliding: join(sliding.collect())?, queries: join(queries.collect())? })
     }
 
     fn map(&self, change: impl Fn(&CosSinCache) -> Result<CosSinCache>) -> Result<Self> {
-        let [full, sliding] = [&self.full, &self.sliding].map(|table| table.as_ref().map(&change).transpose());
-        Ok(Self { full: full?, sliding: sliding? })
+        let [full, sliding, queries] =
+            [&self.full, &self.sliding, &self.queries].map(|table| table.as_ref().map(&change).transpose());
+        Ok(Self { full: full?, sliding: sliding?, queries: queries? })
     }
 
-    /// The table of a block.
-    pub(super) fn of(&self, spec: &ModelSpec, block: usize) -> Option<&CosSinCache> {
+    /// The tables of a block's queries and of its keys.
+    pub(super) fn of(&self, spec: &ModelSpec, block: usize) -> Option<[&CosSinCache; 2]> {
         spec.rope_of(block)?;
-        if spec.is_sliding(block) { self.sliding.as_ref() } else { self.full.as_ref() }
+        let keys = if spec.is_sliding(block) { self.sliding.as_ref() } else { self.full.as_ref() }?;
+        Some([self.queries.as_ref().unwrap_or(keys), keys])
     }
 }
 

@@ -104,6 +104,8 @@ struct PositionInputs {
     masks: [String; 2],
     /// Cosines and sines `[T, head_dim / 2]` of layers without and with a window.
     rotations: [Option<[String; 2]>; 2],
+    /// Those of queries, if the model scales them by their position.
+    query_rotation: Option<[String; 2]>,
 }
 
 struct GraphBuilder<'a> {
@@ -308,7 +310,18 @@ impl GraphBuilder<'_> {
         };
         let [full, sliding] = ropes;
         let rotations = [rotation((0, full)), rotation((1, sliding))];
-        PositionInputs { ids, masks, rotations }
+        let query_rotation = config.query_scale.zip(rotations[0].as_ref()).map(|(scale, rotation)| {
+            graph.float("query_context", scale.context as f32);
+            graph.float("query_growth", scale.beta as f32);
+            let turns = graph.op("Div", &[&location, "query_context"], &[]);
+            let turns = graph.op("Floor", &[&turns], &[]);
+            let turns = graph.op("Add", &[&turns, "unit"], &[]);
+            let logarithm = graph.op("Log", &[&turns], &[]);
+            let growth = graph.op("Mul", &[&logarithm, "query_growth"], &[]);
+            let factor = graph.op("Add", &[&growth, "unit"], &[]);
+            rotation.each_ref().map(|values| graph.op("Mul", &[values, &factor], &[]))
+        });
+        PositionInputs { ids, masks, rotations, query_rotation }
     }
 
     /// Adds a branch to the residual stream, after the family's norm if there is one.
@@ -388,7 +401,8 @@ impl GraphBuilder<'_> {
         };
         let sliding = usize::from(config.is_sliding(block));
         let rotation = positions.rotations[sliding].as_ref().filter(|_| config.rope_of(block).is_some());
-        let q = self.heads(&q, "by_query_head", block, Some(NormRole::Query), rotation);
+        let of_queries = rotation.map(|rotation| positions.query_rotation.as_ref().unwrap_or(rotation));
+        let q = self.heads(&q, "by_query_head", block, Some(NormRole::Query), of_queries);
         let k = self.heads(&k, "by_key_head", block, Some(NormRole::Key), rotation);
         let v = self.heads(&v, "by_key_head", block, None, None);
         let (k, v) = (self.cached(k, block, "key"), self.cached(v, block, "value"));

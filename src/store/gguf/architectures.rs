@@ -112,8 +112,14 @@ impl ModelSpec {
                 if !truncate {
                     return refuse(" without `truncate`");
                 }
-                if (attention_factor - (0.1 * factor.max(1.0).ln() + 1.0)).abs() > 1e-6 {
-                    return refuse(&format!(" with an `attention_factor` of {attention_factor}"));
+                let usual = 0.1 * factor.max(1.0).ln() + 1.0;
+                if (attention_factor - usual).abs() > 1e-6 {
+                    if !(self.family.gguf.yarn_log_multiplier && usual > 1.0) {
+                        return refuse(&format!(" with an `attention_factor` of {attention_factor}"));
+                    }
+                    // llama.cpp divides the usual factor by one whose logarithm has this multiplier.
+                    let multiplier = (usual / attention_factor - 1.0) / (usual - 1.0);
+                    keys.push(("rope.scaling.yarn_log_multiplier", json!(multiplier)));
                 }
                 keys.push(("rope.scaling.type", name.into()));
                 keys.push(("rope.scaling.factor", json!(factor)));

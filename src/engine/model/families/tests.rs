@@ -103,3 +103,22 @@ fn layers_without_rotation_are_those_of_transformers() {
     config["sliding_window"] = 7.into();
     assert_eq!(read(&config).sliding.unwrap().layers, spec.unrotated);
 }
+
+#[test]
+fn queries_of_ministral_3_grow_from_one_context_to_the_next() {
+    let spec = read(&json!({"model_type": "ministral3"}));
+    assert_eq!(spec.rope.as_ref().unwrap().attention_factor(), 1.0);
+    let scale = spec.query_scale.unwrap();
+    let at = [0, 16_383, 16_384, 32_768].map(|position| scale.at(position));
+    assert_eq!(at, [1.0, 1.0, 1.0 + 0.1 * 2.0f64.ln(), 1.0 + 0.1 * 3.0f64.ln()]);
+    assert_eq!(ModelSpec::from_json(spec.to_json("bfloat16").as_bytes(), "x").unwrap(), spec);
+    let short = json!({"rope_type": "default", "rope_theta": 1e6, "llama_4_scaling_beta": 0.1});
+    for (key, value, named) in [
+        ("sliding_window", json!(4096), "`sliding_window`"),
+        ("rope_parameters", short, "`original_max_position_embeddings` is missing"),
+    ] {
+        let config = json!({"model_type": "ministral3", key: value});
+        let error = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap_err().to_string();
+        assert!(error.contains(named), "{error}");
+    }
+}

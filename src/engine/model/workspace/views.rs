@@ -1,8 +1,8 @@
 //! Views of a workspace's buffers for shorter sequences, so that the work of a batch depends on its length.
 
 use super::{
-    BlockActivations, CrossEntropyWorkspace, LayerScratch, NormOutput, PostNorm, QkNorms, ResidualGrad, RopeCaches,
-    SublayerGrads, Workspace,
+    BlockActivations, CrossEntropyWorkspace, LayerScratch, NormOutput, PostNorm, QkNorms, ResidualGrad, SublayerGrads,
+    Workspace,
 };
 use candle_core::{Result, Tensor, bail};
 
@@ -25,7 +25,6 @@ impl Workspace {
         }
         let rows: Rows<'_> = &|buffer| buffer.narrow(0, 0, buffer.dim(0)? / self.seq_len * seq_len);
         let CrossEntropyWorkspace { logits, weight_sum, losses } = &self.head;
-        let RopeCaches { full, sliding } = &self.rope_caches;
         Ok(Self {
             policy: self.policy,
             keep: self.keep,
@@ -46,7 +45,7 @@ impl Workspace {
                 Ok(ResidualGrad { stream: rows(&backward.stream)?, order: Vec::new() })
             })?,
             scratch: self.scratch.iter().map(|scratch| narrowed_scratch(scratch, rows)).collect::<Result<_>>()?,
-            rope_caches: RopeCaches { full: full.clone(), sliding: sliding.clone() },
+            rope_caches: self.rope_caches.clone(),
         })
     }
 }

@@ -272,6 +272,10 @@ fn families(folder: &Path) -> Vec<TrainedModel> {
     let mut models: Vec<TrainedModel> = names.into_iter().map(with_ends).collect();
     let windows = ("layer_types", serde_json::json!(["sliding_attention", "sliding_attention"]));
     models.push(changed_model("families/olmo3", folder, &[windows, ends.clone()]));
+    // Factors that FP32 holds.
+    let factors = serde_json::json!({"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+        "attention_factor": 1.125, "short_factor": [1.0, 1.125, 1.25], "long_factor": [1.25, 2.5, 4.0]});
+    models.push(changed_model("families/phi3-longrope", folder, &[("rope_parameters", factors), ends.clone()]));
     for name in ["gemma2", "gemma3"] {
         let scale = ("query_pre_attn_scalar", serde_json::json!(6));
         models.push(changed_model(&format!("families/{name}"), folder, &[scale, ends.clone()]));
@@ -361,7 +365,6 @@ fn what_gguf_has_no_word_for_is_refused() {
     for (name, expected) in [
         ("llama-dynamic", "llama.cpp has no rotary embeddings of the type `dynamic`"),
         ("qwen2-window", "GGUF has no key for the windows of `qwen2`"),
-        ("phi3-longrope", "GGUF files with rotary embeddings of the type `longrope` are not supported"),
         ("smollm3-window", "GGUF has no key for the windows of `smollm3`"),
         ("gemma3", "llama.cpp takes `query_pre_attn_scalar` to be 6"),
     ] {

@@ -92,7 +92,7 @@ fn texts(count: usize) -> Value {
     Value::Array((0..count).map(|id| Value::String(format!("t{id}"))).collect())
 }
 
-const FILES: [(&str, Change); 42] = [
+const FILES: [(&str, Change); 43] = [
     ("no architecture", |parts| drop(parts.metadata.remove("general.architecture"))),
     ("an unknown architecture", |parts| parts.set("general.architecture", text("mamba"))),
     ("an architecture that steers the terminal", |parts| parts.set("general.architecture", text("\u{1b}[2J"))),
@@ -120,6 +120,10 @@ const FILES: [(&str, Change); 42] = [
     ("rope factors of no known kind", |parts| {
         let factors = Tensor::new(&[3.0_f32, 7.0], &Device::Cpu).unwrap();
         parts.tensors.insert("rope_freqs.weight".into(), factors);
+    }),
+    ("rope factors for long texts only", |parts| {
+        let factors = Tensor::new(&[3.0_f32, 7.0], &Device::Cpu).unwrap();
+        parts.tensors.insert("rope_factors_long.weight".into(), factors);
     }),
     ("experts", |parts| parts.set("llama.expert_count", Value::U32(8))),
     ("a key that nobody knows", |parts| parts.set("llama.logit_scale", Value::F32(0.5))),

@@ -65,7 +65,7 @@ impl<T> QkNorms<T> {
 pub(super) struct RopeCaches {
     full: Option<CosSinCache>,
     sliding: Option<CosSinCache>,
-    /// Of queries, if the model scales them by their position.
+    /// The full table times the factors of queries, if the model scales them by their position.
     queries: Option<CosSinCache>,
 }
 

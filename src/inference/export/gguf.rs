@@ -4,7 +4,7 @@ use super::WeightDtype;
 use crate::engine::model::{ModuleOp, ParamSpec, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
-use crate::store::gguf::{GgufMetadata, ROPE_FACTORS, gguf_name, vocabulary};
+use crate::store::gguf::{GgufMetadata, gguf_name, vocabulary};
 use crate::{Error, Result};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -47,9 +47,9 @@ pub(super) fn write(
             tensors.push((gguf_name(&entry), QTensor::quantize(&values, block_type(&entry, columns, encoding))?));
         }
     }
-    if let Some(factors) = rope_factors {
+    for (name, factors) in rope_factors {
         let factors = Tensor::new(factors, &Device::Cpu)?;
-        tensors.push((ROPE_FACTORS.to_owned(), QTensor::quantize(&factors, GgmlDType::F32)?));
+        tensors.push((name.to_owned(), QTensor::quantize(&factors, GgmlDType::F32)?));
     }
     let mut file = BufWriter::new(File::create(path).map_err(Error::io("create", path))?);
     let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();

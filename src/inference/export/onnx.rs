@@ -104,7 +104,7 @@ struct PositionInputs {
     masks: [String; 2],
     /// Cosines and sines `[T, head_dim / 2]` of layers without and with a window.
     rotations: [Option<[String; 2]>; 2],
-    /// Those of queries, if the model scales them by their position.
+    /// The first rotation times the factors of queries, if the model scales them by their position.
     query_rotation: Option<[String; 2]>,
 }
 

@@ -11,6 +11,7 @@ use crate::engine::model::{
 use crate::{Error, Result};
 use candle_core::Tensor;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 
 /// The description of a model in a GGUF file, without tensor values.
 pub struct GgufHeader<'a> {
@@ -24,8 +25,8 @@ pub struct GgufHeader<'a> {
     pub eos: Vec<u32>,
     /// The shape of a tensor, outermost dimension first.
     pub shape: &'a dyn Fn(&str) -> Option<Vec<usize>>,
-    /// The values of [`ROPE_FACTORS`], if it exists.
-    pub rope_factors: Option<Vec<f32>>,
+    /// The values of those [`ROPE_FACTORS`] that exist.
+    pub rope_factors: RopeFactors,
 }
 
 /// The description of a model for an exported file.
@@ -36,11 +37,15 @@ pub struct GgufMetadata {
     /// Metadata, without the architecture's name in front of the keys.
     pub keys: Vec<(&'static str, Value)>,
     /// The values of [`ROPE_FACTORS`] if each frequency has its own divisor.
-    pub rope_factors: Option<Vec<f32>>,
+    pub rope_factors: RopeFactors,
 }
 
-/// The tensor of divisors for rotary frequencies, which is how GGUF stores the rope type `llama3`.
-pub const ROPE_FACTORS: &str = "rope_freqs.weight";
+/// The tensors of divisors for rotary frequencies: one of the rope type `llama3`, and two of `longrope`, for long and for short
+/// texts.
+pub const ROPE_FACTORS: [&str; 3] = ["rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"];
+
+/// Divisors for rotary frequencies, by the tensor's name.
+pub type RopeFactors = BTreeMap<&'static str, Vec<f32>>;
 
 /// Low and high frequency factor and original context of the published `llama3` models.
 const LLAMA3: (f64, f64, usize) = (1.0, 4.0, 8192);
@@ -72,7 +77,7 @@ impl ModelSpec {
         for (theirs, ours, _) in format.keys {
             keys.extend(Some(&json[*ours]).filter(|value| !value.is_null()).map(|value| (*theirs, value.clone())));
         }
-        let mut rope_factors = None;
+        let mut rope_factors = RopeFactors::new();
         if let Some(rope) = &self.rope {
             keys.retain(|(key, _)| *key != "rope.freq_base");
             keys.push(("rope.freq_base", json!(rope.theta)));
@@ -84,8 +89,8 @@ impl ModelSpec {
         Ok(GgufMetadata { architecture: format.architecture, keys, rope_factors })
     }
 
-    /// Adds the rope scaling keys; returns a divisor for each frequency if no key can express the type.
-    fn write_rope(&self, rope: &Rope, keys: &mut Vec<(&'static str, Value)>) -> Result<Option<Vec<f32>>, String> {
+    /// Adds the rope scaling keys; returns divisors for each frequency if no key can express the type.
+    fn write_rope(&self, rope: &Rope, keys: &mut Vec<(&'static str, Value)>) -> Result<RopeFactors, String> {
         let kind = rope.to_json();
         let name = kind["rope_type"].as_str().unwrap_or_default().to_owned();
         let refuse = |why: &str| Err(format!("llama.cpp has no rotary embeddings of the type `{name}`{why}"));
@@ -99,7 +104,8 @@ impl ModelSpec {
                 keys.push(("rope.scaling.original_context_length", (*original_max_position_embeddings).into()));
                 let plain = Rope::plain(rope.theta).frequencies(self.head_dim, self.max_position_embeddings);
                 let scaled = rope.frequencies(self.head_dim, self.max_position_embeddings);
-                return Ok(Some(plain.iter().zip(scaled).map(|(plain, scaled)| plain / scaled).collect()));
+                let factors = plain.iter().zip(scaled).map(|(plain, scaled)| plain / scaled).collect();
+                return Ok(RopeFactors::from([(ROPE_FACTORS[0], factors)]));
             }
             RopeType::Yarn {
                 factor,
@@ -128,14 +134,14 @@ impl ModelSpec {
                 keys.push(("rope.scaling.yarn_beta_slow", json!(beta_slow)));
             }
             RopeType::Dynamic { .. } => return refuse(""),
-            RopeType::LongRope { .. } => {
-                return Err(
-                    "GGUF files with rotary embeddings of the type `longrope` are not supported; export a folder"
-                        .into(),
-                );
+            RopeType::LongRope { short_factor, long_factor, attention_factor, original_max_position_embeddings } => {
+                keys.push(("rope.scaling.original_context_length", (*original_max_position_embeddings).into()));
+                keys.push(("rope.scaling.attn_factor", json!(attention_factor)));
+                let factors = [long_factor, short_factor].map(|factors| factors.iter().map(|factor| *factor as f32));
+                return Ok(ROPE_FACTORS[1..].iter().copied().zip(factors.map(Iterator::collect)).collect());
             }
         }
-        Ok(None)
+        Ok(RopeFactors::new())
     }
 
     /// The tensors of a GGUF file that a parameter becomes, in our layout.
@@ -300,8 +306,8 @@ fn config(family: &Family, header: &GgufHeader<'_>) -> Result<Map<String, Value>
         if let Some(scaling) = rope_scaling(name, &mut keys)? {
             json.insert("rope_scaling".into(), scaling);
         }
-        if let Some(factors) = &header.rope_factors {
-            let scaling = llama3(factors, &json, keys.remove("rope.scaling.original_context_length").as_ref())?;
+        if !header.rope_factors.is_empty() {
+            let scaling = from_factors(&header.rope_factors, &json, &mut keys)?;
             json.insert("rope_scaling".into(), scaling);
         }
     }
@@ -339,6 +345,30 @@ fn rope_scaling(name: &str, keys: &mut Map<String, Value>) -> Result<Option<Valu
     Ok(Some(scaling.into()))
 }
 
+/// Translates divisors of frequencies to `rope_scaling`.
+fn from_factors(
+    factors: &RopeFactors,
+    json: &Map<String, Value>,
+    keys: &mut Map<String, Value>,
+) -> Result<Value, String> {
+    let original = keys.remove("rope.scaling.original_context_length");
+    match ROPE_FACTORS.map(|name| factors.get(name)) {
+        [Some(factors), None, None] => llama3(factors, json, original.as_ref()),
+        [None, Some(long), Some(short)] => Ok(json!({
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            "attention_factor": keys.remove("rope.scaling.attn_factor").unwrap_or_else(|| 1.0.into()),
+            "original_max_position_embeddings": original.or_else(|| json.get("max_position_embeddings").cloned()),
+        })),
+        _ => {
+            let found = factors.keys().copied().collect::<Vec<_>>().join("`, `");
+            let [one, long, short] = ROPE_FACTORS;
+            Err(format!("it has `{found}`; supported: `{one}` alone, or `{long}` with `{short}`"))
+        }
+    }
+}
+
 /// Recovers the `llama3` parameters from a file's divisors.
 fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) -> Result<Value, String> {
     let (low_freq_factor, high_freq_factor, usual) = LLAMA3;
@@ -358,7 +388,7 @@ fn llama3(factors: &[f32], json: &Map<String, Value>, original: Option<&Value>) 
     let near = |(a, b): (f32, &f32)| (a - b).abs() <= 1e-4 * a.abs();
     if factors.len() != plain.len() || !expected.zip(factors).all(near) {
         let message = "its values are not those of `llama3` with frequency factors of 1 and 4";
-        return Err(format!("tensor `{ROPE_FACTORS}`: {message}"));
+        return Err(format!("tensor `{}`: {message}", ROPE_FACTORS[0]));
     }
     let mut json = rope.to_json();
     if let Some(object) = json.as_object_mut() {

@@ -7,7 +7,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use serde_json::{Map, Value as Json, json};
 
-use super::{Gguf, GgufHeader, ROPE_FACTORS, gguf_name};
+use super::{Gguf, GgufHeader, ROPE_FACTORS, RopeFactors, gguf_name};
 use crate::Result;
 use crate::engine::kernels::quantized::QuantizedMatrix;
 use crate::engine::kernels::view::{self, read};
@@ -34,10 +34,10 @@ impl GgufModel {
         let own = gguf.content.metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?, value)));
         let keys: Map<String, Json> = own.map(|(key, value)| (key.to_owned(), json_of(value))).collect();
         let shape = |name: &str| gguf.content.tensor_infos.get(name).map(|info| info.shape.dims().to_vec());
-        let rope_factors = match shape(ROPE_FACTORS) {
-            Some(_) => Some(gguf.tensor(ROPE_FACTORS)?.flatten_all()?.to_vec1::<f32>()?),
-            None => None,
-        };
+        let factors = ROPE_FACTORS.into_iter().filter(|name| shape(name).is_some());
+        let rope_factors = factors
+            .map(|name| Ok((name, gguf.tensor(name)?.flatten_all()?.to_vec1::<f32>()?)))
+            .collect::<Result<RopeFactors>>()?;
         let bos = gguf.token_id("tokenizer.ggml.bos_token_id")?;
         let header = GgufHeader { architecture, keys, bos, eos: gguf.eos_ids()?, shape: &shape, rope_factors };
         let config = ModelSpec::from_gguf(&header, &gguf.path.display().to_string())?;
@@ -77,7 +77,7 @@ impl GgufModel {
             return Err(gguf
                 .error(format!("its metadata specifies {} blocks, but it has {tensors} tensors", config.num_layers)));
         }
-        let mut names = BTreeSet::from([ROPE_FACTORS.to_owned()]);
+        let mut names = BTreeSet::from(ROPE_FACTORS.map(str::to_owned));
         for entry in config.parameters() {
             let (name, expected) = (gguf_name(&entry), config.gguf_shape(&entry));
             let Some(info) = gguf.content.tensor_infos.get(&name) else {

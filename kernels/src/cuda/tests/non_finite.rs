@@ -10,7 +10,14 @@ fn a_logit_that_is_no_number_shows_in_loss_and_gradient() {
     for bad in [f32::NAN, f32::INFINITY] {
         let (logits, losses) = (tensor(&[0.0, bad, 1.0], &[1, 3], DType::F32), poisoned(&[1], DType::F32));
         let columns = ColumnSlice::all(&logits).unwrap();
-        let op = op::CrossEntropy { logits: columns, targets: &[0], losses: &losses, seed: Some(1.0), weights: None };
+        let op = op::CrossEntropy {
+            logits: columns,
+            softcap: None,
+            targets: &[0],
+            losses: &losses,
+            seed: Some(1.0),
+            weights: None,
+        };
         op.run(&kernels(0)).unwrap();
         assert!(numbers(&losses)[0].is_nan() && numbers(&logits).iter().any(|x| x.is_nan()), "{bad}");
     }

@@ -27,7 +27,11 @@ pub(super) static PHI3: Family = Family {
             // llama.cpp writes 0 for a model without windows.
             json.retain(|key, value| key != "sliding_window" || value.as_u64() != Some(0));
         },
-        write: |_, _| Ok(()),
+        write: |spec, keys| {
+            // By this 0, llama.cpp distinguishes Phi-4 from files without the key.
+            keys.extend(spec.sliding.is_none().then_some(("attention.sliding_window", 0.into())));
+            Ok(())
+        },
         ..llama::BASE.gguf
     },
     ..llama::BASE

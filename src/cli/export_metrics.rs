@@ -3,7 +3,7 @@
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::precision::UpdateCounts;
-use crate::telemetry::float::{self, Float};
+use crate::telemetry::float;
 use crate::telemetry::{Event, Fp32Probe, Record, Sink, StepRecord, Tail, TensorBoard, Validation, for_each};
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
@@ -37,8 +37,8 @@ enum MetricsFormat {
 
 /// A number, or NaN or an infinity by name as in the log.
 #[derive(Serialize)]
-#[serde(bound = "T: Float")]
-struct Number<T: Float>(#[serde(serialize_with = "float::serialize")] T);
+#[serde(bound = "T: Copy + Into<f64> + Serialize")]
+struct Number<T: Copy + Into<f64> + Serialize>(#[serde(serialize_with = "float::serialize")] T);
 
 /// The figures of a step and of the validation that followed it: a JSON object in the order of the table's columns.
 fn row((t, s, step, probe, eval): &LoggedStep) -> serde_json::Result<String> {

@@ -215,7 +215,7 @@ pub struct Poll {
 ///
 /// It reads only whole lines. If the file is truncated or replaced in place, it starts over; if it is renamed and a new
 /// one appears under its name, it reads the old one to its end first. A log that does not exist yet reads as empty.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Tail {
     path: PathBuf,
     file: Option<File>,
@@ -241,15 +241,7 @@ const TABLES: u64 = 1000;
 impl Tail {
     /// A reader at the start of the log at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
-        Self {
-            path: path.into(),
-            file: None,
-            head: Vec::new(),
-            offset: 0,
-            skimming: false,
-            only_starts: false,
-            table: 0,
-        }
+        Self { path: path.into(), ..Self::default() }
     }
 
     /// Skims a long log, which is ten times faster: reads only its last megabytes in full, and of earlier steps the
@@ -291,12 +283,10 @@ impl Tail {
     }
 
     fn try_poll(&mut self) -> std::io::Result<Poll> {
-        if self.file.is_none() {
-            match untrusted::open(&self.path) {
-                Ok(file) => self.follow(file),
-                Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Poll::default()),
-                Err(error) => return Err(error),
-            }
+        if self.file.is_none()
+            && let Some(file) = self.named()?
+        {
+            self.follow(file);
         }
         let Some(file) = self.file.take() else { return Ok(Poll::default()) };
         let poll = self.take_lines(&file);
@@ -321,13 +311,16 @@ impl Tail {
 
     /// The new file at the path, if the file was replaced.
     fn successor(&self) -> std::io::Result<Option<File>> {
-        let Some(current) = &self.file else { return Ok(None) };
-        let named = match untrusted::open(&self.path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
-        };
+        let (Some(current), Some(named)) = (&self.file, self.named()?) else { return Ok(None) };
         Ok((!untrusted::same_file(&current.metadata()?, &named.metadata()?)).then_some(named))
+    }
+
+    /// The file at the path; `None` if there is none.
+    fn named(&self) -> std::io::Result<Option<File>> {
+        match untrusted::open(&self.path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            opened => opened.map(Some),
+        }
     }
 
     fn take_lines(&mut self, mut file: &File) -> std::io::Result<Poll> {

@@ -26,17 +26,14 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use tensors::layer_order;
 
-/// Buckets of a curve over the whole run: more than a screen has columns.
-const CURVE: usize = 2048;
 /// Checkpoints whose figures are kept, so that a resume can rewind to them.
 const MARKS: usize = 64;
 /// Index in [`SMOOTHING`] of the window that a sample's loss is smoothed over.
 const SAMPLE_WINDOW: usize = 1;
 
 /// The state of a run so far.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct RunState {
-    capacity: usize,
     /// The newest `Started` event.
     pub started: Option<Started>,
     /// The configuration of each process that trained it, with the step the process started from.
@@ -101,39 +98,10 @@ pub enum Phase {
     Lost,
 }
 
-impl Default for RunState {
-    fn default() -> Self {
-        Self::new(CURVE)
-    }
-}
-
 impl RunState {
     /// An empty state with curves of at most `capacity` buckets.
     pub fn new(capacity: usize) -> Self {
-        Self {
-            capacity,
-            started: None,
-            configs: Vec::new(),
-            phase: Phase::Waiting,
-            step: StepRecord::default(),
-            grads: None,
-            curves: Curves::new(capacity),
-            overflows: VecDeque::new(),
-            fallback: BTreeMap::new(),
-            tensors: Tensors::default(),
-            probe: None,
-            lost_updates: None,
-            events: VecDeque::new(),
-            samples: VecDeque::new(),
-            saved: None,
-            pace: EtaEstimator::default(),
-            cpu_percent: None,
-            cpu_before: None,
-            last_t: 0,
-            last_s: 0.0,
-            tally: MetricsAccumulator::default(),
-            snapshots: VecDeque::new(),
-        }
+        Self { curves: Curves::new(capacity), ..Self::default() }
     }
 
     /// Reads a whole log; also returns the number of unreadable lines.
@@ -249,7 +217,7 @@ impl RunState {
     /// A new run discards the previous one in the log; a resumed one discards the steps it will repeat.
     fn begin(&mut self, resumed_from: Option<u64>) {
         let Some(step) = resumed_from else {
-            *self = Self::new(self.capacity);
+            *self = Self::new(self.curves.capacity);
             return;
         };
         self.configs.retain(|(from, _)| *from == 0 || *from < step);

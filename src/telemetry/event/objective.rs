@@ -1,26 +1,32 @@
 //! Metrics of objectives other than plain fine-tuning.
 
-use serde::de::{MapAccess, Visitor};
-use serde::ser::SerializeMap as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use std::fmt;
+use std::collections::BTreeMap;
+use strum::{IntoStaticStr, VariantArray};
 
 /// A metric of an objective: a mean over the pairs, completions or tokens of a step or a validation. The rewards of pairs are
 /// `beta` times the log-probability, relative to the reference if there is one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, IntoStaticStr, VariantArray)]
 #[repr(usize)]
+#[strum(serialize_all = "snake_case")]
 pub enum ObjectiveMetric {
     /// Reward of chosen, or desirable, completions.
+    #[strum(serialize = "rewards/chosen")]
     RewardsChosen,
     /// Reward of rejected, or undesirable, completions.
+    #[strum(serialize = "rewards/rejected")]
     RewardsRejected,
     /// The first reward minus the second.
+    #[strum(serialize = "rewards/margins")]
     RewardsMargins,
     /// Share of pairs whose chosen completion has the higher reward.
+    #[strum(serialize = "rewards/accuracies")]
     RewardsAccuracies,
     /// Log-probability of chosen completions: the sum over targets, or their mean if the objective uses means.
+    #[strum(serialize = "logps/chosen")]
     LogpsChosen,
     /// Log-probability of rejected completions.
+    #[strum(serialize = "logps/rejected")]
     LogpsRejected,
     /// The estimate of the divergence from the reference.
     Kl,
@@ -31,56 +37,27 @@ pub enum ObjectiveMetric {
     /// Share of groups whose rewards are equal, which teach nothing.
     FracRewardZeroStd,
     /// Tokens of a completion.
+    #[strum(serialize = "completions/mean_length")]
     MeanLength,
     /// Share of completions that were cut at the maximum length.
+    #[strum(serialize = "completions/clipped_ratio")]
     ClippedRatio,
     /// Share of tokens whose ratio is clipped.
     ClipRatio,
     /// Mean of minus the log-probability of the sampled tokens, an estimate of the policy's entropy.
     Entropy,
     /// Mean distance of the log-probabilities of the sampler and of training.
+    #[strum(serialize = "sampling/sampling_logp_difference/mean")]
     SamplingLogpDifference,
 }
 
 impl ObjectiveMetric {
     /// All metrics, in the order of the log.
-    pub const ALL: [Self; 15] = [
-        Self::RewardsChosen,
-        Self::RewardsRejected,
-        Self::RewardsMargins,
-        Self::RewardsAccuracies,
-        Self::LogpsChosen,
-        Self::LogpsRejected,
-        Self::Kl,
-        Self::Reward,
-        Self::RewardStd,
-        Self::FracRewardZeroStd,
-        Self::MeanLength,
-        Self::ClippedRatio,
-        Self::ClipRatio,
-        Self::Entropy,
-        Self::SamplingLogpDifference,
-    ];
+    pub const ALL: &[Self] = Self::VARIANTS;
 
     /// TRL's name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::RewardsChosen => "rewards/chosen",
-            Self::RewardsRejected => "rewards/rejected",
-            Self::RewardsMargins => "rewards/margins",
-            Self::RewardsAccuracies => "rewards/accuracies",
-            Self::LogpsChosen => "logps/chosen",
-            Self::LogpsRejected => "logps/rejected",
-            Self::Kl => "kl",
-            Self::Reward => "reward",
-            Self::RewardStd => "reward_std",
-            Self::FracRewardZeroStd => "frac_reward_zero_std",
-            Self::MeanLength => "completions/mean_length",
-            Self::ClippedRatio => "completions/clipped_ratio",
-            Self::ClipRatio => "clip_ratio",
-            Self::Entropy => "entropy",
-            Self::SamplingLogpDifference => "sampling/sampling_logp_difference/mean",
-        }
+    pub fn name(self) -> &'static str {
+        self.into()
     }
 }
 
@@ -101,41 +78,25 @@ impl ObjectiveMetrics {
 
     /// The metrics that the objective has, by name.
     pub fn named(&self) -> impl Iterator<Item = (&'static str, f64)> {
-        ObjectiveMetric::ALL.into_iter().zip(self.0).filter_map(|(metric, value)| Some((metric.name(), value?)))
+        ObjectiveMetric::ALL.iter().zip(self.0).filter_map(|(metric, value)| Some((metric.name(), value?)))
     }
 }
 
 impl Serialize for ObjectiveMetrics {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut map = serializer.serialize_map(None)?;
-        for (name, value) in self.named() {
-            map.serialize_entry(name, &value)?;
-        }
-        map.end()
+        serializer.collect_map(self.named())
     }
 }
 
 impl<'de> Deserialize<'de> for ObjectiveMetrics {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Values;
-        impl<'de> Visitor<'de> for Values {
-            type Value = ObjectiveMetrics;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("metrics by name")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ObjectiveMetrics, A::Error> {
-                let mut metrics = ObjectiveMetrics::default();
-                while let Some((name, value)) = map.next_entry::<String, Option<f64>>()? {
-                    if let Some(metric) = ObjectiveMetric::ALL.into_iter().find(|metric| metric.name() == name) {
-                        metrics.set(metric, value.unwrap_or(f64::NAN));
-                    }
-                }
-                Ok(metrics)
+        let mut metrics = Self::default();
+        for (name, value) in BTreeMap::<String, Option<f64>>::deserialize(deserializer)? {
+            if let Some(metric) = ObjectiveMetric::ALL.iter().find(|metric| metric.name() == name) {
+                metrics.set(*metric, value.unwrap_or(f64::NAN));
             }
         }
-        deserializer.deserialize_map(Values)
+        Ok(metrics)
     }
 }
 
@@ -148,7 +109,7 @@ mod tests {
     fn metrics_have_their_names_in_the_log_and_survive_it() {
         let mut metrics = ObjectiveMetrics::default();
         for metric in ObjectiveMetric::ALL {
-            metrics.set(metric, 0.5);
+            metrics.set(*metric, 0.5);
         }
         let json = serde_json::to_value(metrics).unwrap();
         let mut names: Vec<&str> = metrics.named().map(|(name, _)| name).collect();

@@ -2,6 +2,7 @@
 
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
+use strum::Display;
 
 /// A written checkpoint.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -79,13 +80,15 @@ pub struct ProcessRate {
 }
 
 /// The reason for the end of training in a process.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Display)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum FinishReason {
     /// All steps are done.
     #[default]
     Done,
     /// The validation loss stopped improving.
+    #[strum(serialize = "stopped early")]
     EarlyStopped,
     /// Interrupted by a signal.
     Interrupted,
@@ -93,18 +96,6 @@ pub enum FinishReason {
     Stopped,
     /// Training diverged.
     Diverged,
-}
-
-impl std::fmt::Display for FinishReason {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.pad(match self {
-            Self::Done => "done",
-            Self::EarlyStopped => "stopped early",
-            Self::Interrupted => "interrupted",
-            Self::Stopped => "stopped",
-            Self::Diverged => "diverged",
-        })
-    }
 }
 
 /// The end of training in this process, with the run's totals.

@@ -4,7 +4,7 @@ use super::gradients::TensorRecord;
 use super::step::ScaleUpdate;
 use crate::telemetry::float;
 use serde::{Deserialize, Serialize};
-use std::fmt;
+use strum::Display;
 
 /// A skipped step: the tensors that overflowed and the change of the scale.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -76,21 +76,13 @@ pub struct DtypeChange {
 }
 
 /// A pass of a step's computation.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, Display)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
 pub enum Pass {
     /// From tokens to the loss.
     #[default]
     Forward,
     /// From the loss to gradients.
     Backward,
-}
-
-impl fmt::Display for Pass {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Forward => "forward",
-            Self::Backward => "backward",
-        })
-    }
 }

@@ -117,6 +117,7 @@ const fn figure(short: &'static str, title: &'static str, quantity: Quantity, of
 /// Every curve of a run.
 #[derive(Debug, Clone)]
 pub struct Curves {
+    pub(super) capacity: usize,
     /// Losses of the batches.
     pub loss: Curve,
     /// The losses smoothed over each window of [`SMOOTHING`].
@@ -131,10 +132,18 @@ pub struct Curves {
     pub plotted: [Curve; PLOTTED.len()],
 }
 
+impl Default for Curves {
+    /// Empty curves with more buckets than a screen has columns.
+    fn default() -> Self {
+        Self::new(2048)
+    }
+}
+
 impl Curves {
     /// Empty curves of at most `capacity` buckets.
     pub(super) fn new(capacity: usize) -> Self {
         Self {
+            capacity,
             loss: Curve::new(capacity),
             smoothed: std::array::from_fn(|_| Curve::new(capacity)),
             validation: Series::new(capacity),

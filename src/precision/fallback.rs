@@ -196,11 +196,6 @@ impl Fallback {
         self.config.fallback != FallbackRule::Off
     }
 
-    /// The highest loss scale at which overflows of the backward pass count.
-    pub fn highest_scale(&self) -> f32 {
-        self.config.fallback_max_scale
-    }
-
     /// The compute dtype of units in fallback.
     pub fn dtype(&self) -> Dtype {
         self.config.fallback_dtype

@@ -2,9 +2,10 @@
 
 use crate::Result;
 use crate::engine::model::candle_dtype;
-use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
-use crate::telemetry::{DtypeChange, FirstNonFinite, Pass};
-use crate::train::engine::{StepOutcome, StepReport, TrainEngine};
+use crate::precision::{Dtype, PrecisionUnit};
+use crate::telemetry::{DtypeChange, Event, Pass};
+use crate::train::callbacks::StepContext;
+use crate::train::engine::TrainEngine;
 use crate::train::fp8::FP8;
 use std::collections::BTreeMap;
 
@@ -29,22 +30,16 @@ impl TrainEngine {
     }
 }
 
-/// Moves units into and out of fallback according to the last step and the `origin` of its overflow. A forward overflow
+/// Moves units into and out of fallback according to the last step and the origin of its overflow. A forward overflow
 /// always counts, because no loss scale prevents it; a backward overflow counts only if the scale was not too high.
-pub(super) fn after_step(
-    engine: &mut TrainEngine,
-    policy: PrecisionPolicy,
-    report: &StepReport,
-    origin: Option<&(FirstNonFinite, PrecisionUnit)>,
-) -> Result<Vec<DtypeChange>> {
+pub(super) fn after_step(engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
     let TrainEngine { state, grad_stats, .. } = engine;
-    if !state.fallback.is_on() {
-        return Ok(Vec::new());
-    }
+    let (policy, max_scale) = (context.config.dtype, context.config.precision.fallback_max_scale);
     let (step, wide) = (state.counters.step, state.fallback.dtype());
     let mut moves = Vec::new();
-    if report.outcome == StepOutcome::Skipped {
-        let sound_scale = report.scale <= state.fallback.highest_scale();
+    if context.is_skipped() {
+        let sound_scale = context.report.scale <= max_scale;
+        let origin = context.first_nonfinite.as_ref();
         if let Some(&(_, unit)) = origin.filter(|(origin, _)| sound_scale || origin.pass == Pass::Forward) {
             let fallen = state.fallback.overflowed(unit, step);
             moves.extend(fallen.map(|overflows| (unit, policy.compute, wide, Some(overflows))));
@@ -58,16 +53,16 @@ pub(super) fn after_step(
         };
         moves.extend(state.fallback.clean(fits).into_iter().map(|unit| (unit, wide, policy.compute, None)));
     }
-    let mut events = Vec::new();
     let moved = !moves.is_empty();
     for (unit, from, to, overflows) in moves {
         engine.change_dtype(unit, to)?;
         let (layer, from, to) = (unit.to_string(), from.to_string(), to.to_string());
-        let back = overflows.is_none();
-        events.push(DtypeChange { step, layer, from, to, overflows, restored: back, ..DtypeChange::default() });
+        let restored = overflows.is_none();
+        let change = DtypeChange { step, layer, from, to, overflows, restored, ..DtypeChange::default() };
+        context.events.push(Event::DtypeChange(change));
     }
     if moved && engine.state.masters.parameters().shards().is_some() {
         engine.state.copy_to_weights(engine.model.kernels(), &*engine.group)?;
     }
-    Ok(events)
+    Ok(())
 }

@@ -11,9 +11,10 @@ use crate::engine::kernels::summary::summarize;
 use crate::engine::model::{
     Hook, HookPoint, LinearRole, ModuleId, ModuleOp, NormRole, ParamRole, Parameters, TensorKind,
 };
-use crate::precision::{AmaxHistory, Dtype, FloatFormat, Fp8Config, Fp8State, PrecisionUnit, scale_for};
+use crate::precision::{AmaxHistory, FloatFormat, Fp8Config, Fp8State, PrecisionUnit, scale_for};
 use crate::telemetry::{DtypeChange, Event, GradVariance};
-use crate::train::engine::{StepOutcome, StepReport, TrainEngine};
+use crate::train::callbacks::StepContext;
+use crate::train::engine::TrainEngine;
 use candle_core::Tensor;
 use std::borrow::Cow;
 
@@ -165,48 +166,36 @@ impl Hook for Fp8Blocks {
     }
 }
 
-/// The events for each layer's gradient variance in the last step, and for the blocks that it moves into FP8 or out of it. Call it
+/// Reports each layer's gradient variance in the last step, and the blocks that it moves into FP8 or out of it. Call it
 /// before anything overwrites the gradients.
-pub(super) fn after_step(
-    engine: &mut TrainEngine,
-    compute: Dtype,
-    report: &StepReport,
-    variance_every: u64,
-) -> Result<Vec<Event>> {
+pub(super) fn after_step(engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
+    let (compute, variance_every) = (context.config.dtype.compute, context.config.telemetry.variance_every);
     let TrainEngine { group, model, state, grads, grad_stats, .. } = engine;
     let step = state.counters.step;
     let wanted = variance_every > 0 && step.is_multiple_of(variance_every);
     let Fp8Blocks { config, blocks } = &mut state.fp8;
     let switches = config.enter_variance.is_some() && !blocks.is_empty();
-    if report.outcome == StepOutcome::Skipped || !(wanted || switches) {
-        return Ok(Vec::new());
+    if context.is_skipped() || !(wanted || switches) {
+        return Ok(());
     }
     let mut variances = grads.variances(grad_stats, model.kernels(), &**group)?;
     for variance in variances.values_mut() {
-        *variance /= f64::from(report.scale).powi(2);
+        *variance /= f64::from(context.report.scale).powi(2);
     }
-    let mut events = Vec::new();
     for block in blocks {
         let unit = PrecisionUnit::Block(block.state.block);
         let Some(active) = variances.get(&unit).and_then(|variance| block.switch(config, *variance)) else { continue };
         let (from, to) = (compute.to_string(), FP8.to_owned());
         let (from, to) = if active { (from, to) } else { (to, from) };
         let (layer, variance) = (unit.to_string(), block.state.variance);
-        events.push(Event::DtypeChange(DtypeChange {
-            step,
-            layer,
-            from,
-            to,
-            overflows: None,
-            variance,
-            restored: !active,
-        }));
+        let change = DtypeChange { step, layer, from, to, overflows: None, variance, restored: !active };
+        context.events.push(Event::DtypeChange(change));
     }
     if wanted {
         let layers = variances.into_iter().map(|(unit, variance)| (unit.to_string(), variance)).collect();
-        events.push(Event::GradVariance(GradVariance { step, layers }));
+        context.events.push(Event::GradVariance(GradVariance { step, layers }));
     }
-    Ok(events)
+    Ok(())
 }
 
 #[cfg(test)]

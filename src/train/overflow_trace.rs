@@ -9,13 +9,22 @@ use crate::engine::kernels::summary::summarize;
 use crate::engine::model::{Hook, HookPoint, ModelSpec};
 use crate::precision::{FloatFormat, PrecisionUnit, TensorStats};
 use crate::telemetry::{FirstNonFinite, Pass};
+use crate::train::callbacks::StepContext;
 use crate::train::engine::{StepReport, TrainEngine};
 use candle_core::Tensor;
+
+/// Finds the tensor in which the overflow of a skipped step began.
+pub(super) fn after_step(engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
+    if context.is_skipped() {
+        context.first_nonfinite = first_nonfinite(engine, context.batches, &context.report)?;
+    }
+    Ok(())
+}
 
 /// The first tensor of the step, in order of computation, that is not finite, and the unit of its layer. `None` if all
 /// are finite and only their sum over micro-batches or the unscaling overflowed. Call it right after the step that
 /// `report` describes. Overwrites buffers and gradients, and nothing that outlives a step.
-pub(super) fn first_nonfinite(
+fn first_nonfinite(
     engine: &mut TrainEngine,
     micro_batches: &[Batch],
     report: &StepReport,

@@ -28,7 +28,7 @@ use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State};
 use crate::telemetry::{
     Activity, CheckpointProof, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, RunState,
 };
-use crate::train::callbacks::{StepCallback, StepContext, callbacks};
+use crate::train::callbacks::{Callbacks, StepContext};
 use crate::train::config::{Config, DeviceSpec};
 use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Blocks;
@@ -78,7 +78,7 @@ pub struct Trainer {
     /// Samples GPU figures in a build with GPU support.
     gpu: Option<GpuSampler>,
     progress: LoopState,
-    callbacks: Vec<Box<dyn StepCallback>>,
+    callbacks: Callbacks,
     throughput: ThroughputMeter,
     heartbeat: Heartbeat,
 }
@@ -241,7 +241,7 @@ impl Trainer {
             activity: Activity::default(),
             gpu: None,
             progress: LoopState::default(),
-            callbacks: callbacks(&config),
+            callbacks: Callbacks::new(&config),
             throughput: ThroughputMeter::default(),
             heartbeat: Heartbeat::default(),
             config,
@@ -584,11 +584,12 @@ impl Trainer {
         self.engine.count_exponents = is_multiple(next, self.config.telemetry.exponents_every);
         self.engine.update_counts = is_multiple(next, self.config.telemetry.lost_updates_every).then(Vec::new);
         let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
-        self.callbacks.iter_mut().try_for_each(|callback| callback.on_step_begin(&mut self.engine, batches))?;
+        self.callbacks.begin.map_or(Ok(()), |begin| begin(&mut self.engine, batches))?;
         let (report, waited) = self.step_overlapping_save()?;
         let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
-        let mut context = StepContext { batches, report, first_nonfinite: None, events: Vec::new() };
-        self.callbacks.iter_mut().try_for_each(|callback| callback.on_step_end(&mut self.engine, &mut context))?;
+        let config = &self.config;
+        let mut context = StepContext { config, batches, report, first_nonfinite: None, events: Vec::new() };
+        self.callbacks.end.iter().try_for_each(|end| end(&mut self.engine, &mut context))?;
         let StepContext { report, first_nonfinite, events, .. } = context;
         self.measure_after_last(&report)?;
         self.log_throughput(report.targets);

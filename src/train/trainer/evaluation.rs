@@ -100,7 +100,7 @@ impl Trainer {
         self.sample_completions(cursor)?;
         self.progress.retry = Some(cursor);
         let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
-        self.callbacks.iter_mut().try_for_each(|callback| callback.on_step_begin(&mut self.engine, batches))?;
+        self.callbacks.begin.map_or(Ok(()), |begin| begin(&mut self.engine, batches))?;
         bisect::bisect(&mut self.engine, batches, settings, activity)
     }
 

@@ -46,6 +46,7 @@ mod clip;
 mod grad_scaler;
 mod optimizer;
 mod policy;
+mod stages;
 
 pub use adamw::AdamW;
 pub use clip::clip_grad_norm;

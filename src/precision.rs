@@ -6,7 +6,6 @@ mod fallback;
 mod fp8;
 mod grad_scaler;
 mod headroom;
-mod per_optimizer_state;
 mod policy;
 mod scaler_config;
 
@@ -16,6 +15,5 @@ pub use fallback::{Fallback, FallbackRule, PrecisionConfig, PrecisionUnit, UnitR
 pub use fp8::{AmaxHistory, BlockRanges, Fp8Config, Fp8State, scale_for};
 pub use grad_scaler::{GradScaler, ScaleChange, ScalerState, StateDict};
 pub use headroom::Headroom;
-pub use per_optimizer_state::PerOptimizerState;
 pub use policy::{Dtype, PrecisionPolicy};
 pub use scaler_config::{GradScalerConfig, HysteresisRefill, OnOverflow, ScalerMode, exact_log2, scale_text};

@@ -4,8 +4,9 @@
 
 use candle_core::{Tensor, Var, backprop::GradStore};
 
-use super::{OptimizerId, ScaledOptimizer, upcast};
-use crate::precision::{self, GradScalerConfig, PerOptimizerState, ScaleChange, ScalerMode, StateDict};
+use super::stages::Stages;
+use super::{ScaledOptimizer, upcast};
+use crate::precision::{self, GradScalerConfig, ScaleChange, ScalerMode, StateDict};
 use crate::{Error, Result};
 
 /// Scales losses, unscales gradients, skips steps whose gradients are not finite, and adjusts the scale.
@@ -23,7 +24,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone)]
 pub struct GradScaler {
     scaler: precision::GradScaler,
-    stages: PerOptimizerState<OptimizerId>,
+    stages: Stages,
     /// Whether the second check of a `step` since the last update found a value that is not finite.
     found_inf_late: bool,
 }
@@ -36,7 +37,7 @@ impl GradScaler {
             return Err(Error::config("scaler.mode", message));
         }
         let scaler = precision::GradScaler::new(config)?;
-        Ok(Self { scaler, stages: PerOptimizerState::new(), found_inf_late: false })
+        Ok(Self { scaler, stages: Stages::default(), found_inf_late: false })
     }
 
     /// Whether scaling is enabled. If not, `scale`, `unscale` and `update` do nothing and `step` always runs the
@@ -127,10 +128,10 @@ impl GradScaler {
     /// An error if none of its variables has a gradient, or if called twice between updates.
     pub fn step<O: ScaledOptimizer>(&mut self, optimizer: &mut O, grads: &mut GradStore) -> Result<bool> {
         if self.is_enabled() {
-            if self.stages.is_ready(&optimizer.id()) {
+            if self.stages.is_ready(optimizer.id()) {
                 self.unscale(optimizer, grads)?;
             }
-            if !self.stages.record_step(&optimizer.id())? {
+            if !self.stages.record_step(optimizer.id())? {
                 return Ok(false);
             }
             if !all_finite(optimizer.vars(), grads)? {

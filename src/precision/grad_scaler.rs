@@ -1,5 +1,4 @@
-//! The loss scale as a pure state machine: [`GradScaler`]. Programs with several optimizers add
-//! [`PerOptimizerState`](super::PerOptimizerState).
+//! The loss scale as a pure state machine: [`GradScaler`].
 
 use serde::{Deserialize, Serialize};
 
@@ -341,16 +340,9 @@ impl GradScaler {
         })?;
         check_scale("scale", state.scale)?;
         check_factors(state.growth_factor, state.backoff_factor, state.growth_interval)?;
-        self.config.growth_factor = state.growth_factor;
-        self.config.backoff_factor = state.backoff_factor;
-        self.config.growth_interval = state.growth_interval;
-        self.state = ScalerState {
-            scale: state.scale,
-            growth_tracker: state.growth_tracker,
-            hysteresis_left: self.config.hysteresis,
-            min_scale_streak: 0,
-            headroom: None,
-        };
+        let StateDict { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = *state;
+        *self = Self::start(GradScalerConfig { growth_factor, backoff_factor, growth_interval, ..self.config });
+        (self.state.scale, self.state.growth_tracker) = (scale, growth_tracker);
         Ok(())
     }
 }

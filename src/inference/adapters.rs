@@ -16,19 +16,22 @@ pub(super) fn load_decoder(
     policy: PrecisionPolicy,
     open: &DeviceContext,
 ) -> Result<(Decoder, Parameters)> {
-    let on_device = |parameters: &Parameters, entries| -> Result<Parameters> {
-        let on_device = Parameters::zeros(entries, candle_dtype(policy.compute), &open.device)?;
-        for (from, to) in parameters.tensors().iter().zip(on_device.tensors()) {
-            to.slice_set(&from.to_dtype(to.dtype())?.to_device(&open.device)?, 0, 0)?;
-        }
-        Ok(on_device)
-    };
+    let on_device = |parameters: &Parameters| converted(parameters, candle_dtype(policy.compute), &open.device);
     let base = match adapters.base() {
-        Some(base) if !open.device.is_cpu() => Some(Arc::new(on_device(base, base.layout())?)),
+        Some(base) if !open.device.is_cpu() => Some(Arc::new(on_device(base)?)),
         base => base.cloned(),
     };
-    let weights = on_device(adapters, adapters.layout())?.with_base(base);
+    let weights = on_device(adapters)?.with_base(base);
     Ok((Decoder::new(spec, &weights, open.kernels.clone())?, weights))
+}
+
+/// `parameters` in `dtype` on a device.
+pub(super) fn converted(parameters: &Parameters, dtype: DType, device: &Device) -> Result<Parameters> {
+    let converted = Parameters::zeros(parameters.layout(), dtype, device)?;
+    for (from, to) in parameters.tensors().iter().zip(converted.tensors()) {
+        to.slice_set(&from.to_dtype(dtype)?.to_device(device)?, 0, 0)?;
+    }
+    Ok(converted)
 }
 
 /// The parameters of the base with the adapters added to them, in FP32.

@@ -6,13 +6,14 @@
 mod gguf;
 mod hugging_face;
 mod onnx;
-mod peft;
 
 pub use onnx::OnnxOptions;
 
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
 use crate::{Error, Result, temporary};
+use std::fs::File;
+use std::io::{BufWriter, Write as _};
 use std::path::{Path, PathBuf};
 
 /// A format to export to.
@@ -111,7 +112,7 @@ pub fn export(
             let folder = work.path().join(name);
             std::fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
             match &adapters {
-                Some((spec, adapters)) => peft::write(trained, (spec, adapters), dtype, &folder)?,
+                Some((spec, adapters)) => hugging_face::write_adapters(trained, (spec, adapters), dtype, &folder)?,
                 None => hugging_face::write(trained, &trained.weights(dtype)?, dtype, &folder)?,
             }
         }
@@ -122,4 +123,11 @@ pub fn export(
     }
     temporary::publish(&work, &files)?;
     Ok(files)
+}
+
+/// Creates a file that `fill` writes.
+fn write_file(path: &Path, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
+    let mut file = BufWriter::new(File::create(path).map_err(Error::io("create", path))?);
+    fill(&mut file)?;
+    file.flush().map_err(Error::io("write", path))
 }

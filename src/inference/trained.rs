@@ -1,6 +1,6 @@
 //! Opens a trained model: a Hugging Face folder, a checkpoint, or the newest good checkpoint of a run.
 
-use super::adapters::{self, merge_into_base};
+use super::adapters::{converted, load_decoder, merge_into_base};
 use crate::data::{Bos, ChatSettings, DatasetOptions, Tokenizer};
 use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view;
@@ -198,7 +198,7 @@ impl TrainedModel {
     /// The model, and its weights in the policy's compute type, on an open device.
     pub fn load(&self, policy: PrecisionPolicy, open: &DeviceContext) -> Result<(Decoder, Parameters)> {
         if let Some((spec, adapters)) = self.load_adapters(policy.compute, open.device.is_cpu())? {
-            return adapters::load_decoder(&spec, &adapters, policy, open);
+            return load_decoder(&spec, &adapters, policy, open);
         }
         self.load_merged(policy, open)
     }
@@ -207,11 +207,7 @@ impl TrainedModel {
     pub fn load_merged(&self, policy: PrecisionPolicy, open: &DeviceContext) -> Result<(Decoder, Parameters)> {
         let mut weights = self.weights(policy.compute)?;
         if !open.device.is_cpu() {
-            let there = Parameters::zeros(weights.layout(), candle_dtype(policy.compute), &open.device)?;
-            for (from, to) in weights.tensors().iter().zip(there.tensors()) {
-                to.slice_set(&from.to_device(&open.device)?, 0, 0)?;
-            }
-            weights = there;
+            weights = converted(&weights, candle_dtype(policy.compute), &open.device)?;
         }
         Ok((Decoder::new(&self.config, &weights, open.kernels.clone())?, weights))
     }

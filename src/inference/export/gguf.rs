@@ -1,6 +1,6 @@
 //! Exports every family as GGUF, as llama.cpp reads it. `store::gguf` translates the model and the tokenizer.
 
-use super::WeightDtype;
+use super::{WeightDtype, write_file};
 use crate::engine::model::{ModuleOp, ParamSpec, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
@@ -10,8 +10,6 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value as Json;
-use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::path::Path;
 
 /// The version of the block types' layouts.
@@ -51,14 +49,14 @@ pub(super) fn write(
         let factors = Tensor::new(factors, &Device::Cpu)?;
         tensors.push((name.to_owned(), QTensor::quantize(&factors, GgmlDType::F32)?));
     }
-    let mut file = BufWriter::new(File::create(path).map_err(Error::io("create", path))?);
     let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
     let tensors: Vec<(&str, &QTensor)> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
-    gguf_file::write(&mut file, &metadata, &tensors).map_err(|error| match error {
-        candle_core::Error::Io(source) => Error::io("write", path)(source),
-        other => other.into(),
-    })?;
-    file.flush().map_err(Error::io("write", path))
+    write_file(path, |file| {
+        gguf_file::write(file, &metadata, &tensors).map_err(|error| match error {
+            candle_core::Error::Io(source) => Error::io("write", path)(source),
+            other => other.into(),
+        })
+    })
 }
 
 /// llama.cpp's number for the type of most weights.

@@ -1,40 +1,56 @@
-//! A Hugging Face folder, in any dtype.
+//! A Hugging Face folder, in any dtype: of a whole model, or of adapters in PEFT's format.
 
-use crate::engine::model::Parameters;
+use super::write_file;
+use crate::engine::model::{ModelSpec, Parameters, candle_dtype};
+use crate::inference::adapters::converted;
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
+use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
 use crate::store::aux_files::{TOKENIZER_CONFIG, tokenizer_config};
+use crate::store::base::check_range;
 use crate::store::tensor_file::write_tensors;
 use crate::{Error, Result};
-use candle_core::Tensor;
-use std::fs::File;
-use std::io::{BufWriter, Write};
+use candle_core::{Device, Tensor};
 use std::path::Path;
 
-/// Fills `folder`.
+/// Fills `folder` with the whole model.
 pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, folder: &Path) -> Result<()> {
     let torch_dtype = match dtype {
         Dtype::F32 => "float32",
         Dtype::F16 => "float16",
         Dtype::BF16 => "bfloat16",
     };
-    let save = |name: &str, text: &[u8]| {
-        let path = folder.join(name);
-        std::fs::write(&path, text).map_err(Error::io("write", path))
-    };
-    save("config.json", trained.config.to_json(torch_dtype).as_bytes())?;
-    save("tokenizer.json", trained.tokenizer.json())?;
+    save(folder, "config.json", trained.config.to_json(torch_dtype).as_bytes())?;
+    save(folder, "tokenizer.json", trained.tokenizer.json())?;
     let mut aux_files = trained.aux_files.clone();
     if aux_files.get(TOKENIZER_CONFIG).is_none() {
         let mut config = tokenizer_config(&trained.tokenizer);
         config["model_max_length"] = trained.config.max_position_embeddings.into();
         aux_files.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
     }
-    aux_files.iter().try_for_each(|(name, text)| save(name, text))?;
+    aux_files.iter().try_for_each(|(name, text)| save(folder, name, text))?;
     let named = |(name, tensor): (&str, &Tensor)| (trained.config.family.stored_name(name), tensor.clone());
     let tensors: Vec<(String, Tensor)> = weights.iter().map(named).collect();
     let path = folder.join("model.safetensors");
-    let mut file = BufWriter::new(File::create(&path).map_err(Error::io("create", &path))?);
-    write_tensors(&mut file, &path, &tensors)?;
-    file.flush().map_err(Error::io("write", &path))
+    write_file(&path, |file| write_tensors(file, &path, &tensors))
+}
+
+/// Fills `folder` with the adapters and the tokenizer.
+pub(super) fn write_adapters(
+    trained: &TrainedModel,
+    (spec, adapters): (&ModelSpec, &Parameters),
+    dtype: Dtype,
+    folder: &Path,
+) -> Result<()> {
+    check_range(adapters, &trained.path.display().to_string(), dtype)?;
+    let rounded = converted(adapters, candle_dtype(dtype), &Device::Cpu)?;
+    save(folder, ADAPTER_CONFIG, adapter_config(spec, trained.base().as_ref()).as_bytes())?;
+    save(folder, "tokenizer.json", trained.tokenizer.json())?;
+    let path = folder.join(ADAPTER_WEIGHTS);
+    write_file(&path, |file| write_adapter(file, &path, spec, &rounded))
+}
+
+fn save(folder: &Path, name: &str, text: &[u8]) -> Result<()> {
+    let path = folder.join(name);
+    std::fs::write(&path, text).map_err(Error::io("write", path))
 }

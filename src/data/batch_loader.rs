@@ -47,7 +47,7 @@ pub struct SampledRow<'a> {
 }
 
 /// One micro-batch: inputs and labels of shape `[batch_size, seq_len]`, row-major.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Batch {
     /// Token ids; 0 for padding.
     pub inputs: Vec<u32>,
@@ -75,18 +75,7 @@ impl Batch {
     /// Buffers for a shape, to be filled by [`BatchLoader::next_batch`].
     pub fn new(batch_size: usize, seq_len: usize) -> Self {
         let (inputs, labels) = (vec![0; batch_size * seq_len], vec![IGNORE_INDEX; batch_size * seq_len]);
-        Self {
-            inputs,
-            labels,
-            document_starts: Vec::new(),
-            sequences: Vec::new(),
-            sampled_logps: Vec::new(),
-            old_logps: Vec::new(),
-            batch_size,
-            seq_len,
-            num_label_tokens: 0,
-            ends_epoch: false,
-        }
+        Self { inputs, labels, batch_size, seq_len, ..Self::default() }
     }
 
     /// A batch of `rows` rows of completions, as wide as the longest one needs and at most `seq_len`.

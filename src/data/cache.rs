@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use sha2::{Digest, Sha256};
+use strum::VariantArray;
 use tempfile::NamedTempFile;
 
 use super::samples::SampleKind;
@@ -27,16 +28,6 @@ const HEADER_BYTES: usize = 64;
 pub(super) const NO_LOSS_FLAG: u32 = 1 << 31;
 /// Set in the first id of a document.
 pub(super) const DOCUMENT_START_FLAG: u32 = 1 << 30;
-/// In the header's word with the width: what the documents are.
-const KINDS: [(DatasetKind, u32); 3] =
-    [(DatasetKind::Text, 0), (DatasetKind::PromptCompletion, 1 << 8), (DatasetKind::Conversational, 1 << 9)];
-/// In the same word: the samples that the documents form.
-const SAMPLES: [(SampleKind, u32); 4] = [
-    (SampleKind::Plain, 0),
-    (SampleKind::Preference, 1 << 10),
-    (SampleKind::UnpairedPreference, 1 << 11),
-    (SampleKind::Prompt, 1 << 12),
-];
 
 /// A description of a data set's documents.
 #[derive(Clone, Debug, Default)]
@@ -48,16 +39,17 @@ pub(super) struct DatasetContents {
     pub(super) values: Vec<f32>,
 }
 
-/// The kind of a data set's documents.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// The kind of a data set's documents. A token file has the number in the header's word with the width, as that of a
+/// [`SampleKind`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, VariantArray)]
 pub enum DatasetKind {
     /// Parts of one long text.
     #[default]
-    Text,
+    Text = 0,
     /// Samples: prompts with their answers.
-    PromptCompletion,
+    PromptCompletion = 1 << 8,
     /// Samples: conversations.
-    Conversational,
+    Conversational = 1 << 9,
 }
 
 /// The storage of ids.
@@ -101,9 +93,9 @@ impl TokenFile {
             return Err("its header has an unknown format or version".to_owned());
         }
         let word = (number(8) >> 32) as u32;
-        let kind = KINDS.iter().find(|(_, bits)| word & 0x300 == *bits).map(|(kind, _)| *kind);
-        let samples = SAMPLES.iter().find(|(_, bits)| word & !0x3FF == *bits).map(|(samples, _)| *samples);
-        let (kind, samples) = kind.zip(samples).ok_or("the kind of its documents is unknown")?;
+        let kind = DatasetKind::VARIANTS.iter().find(|kind| word & 0x300 == **kind as u32);
+        let samples = SampleKind::VARIANTS.iter().find(|samples| word & !0x3FF == **samples as u32);
+        let (kind, samples) = kind.copied().zip(samples.copied()).ok_or("the kind of its documents is unknown")?;
         let width = match word & 0xFF {
             2 => IdWidth::U16,
             4 => IdWidth::U32Flagged,
@@ -244,9 +236,7 @@ impl TokenWriter {
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&MAGIC);
         header[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        let of_kind = KINDS.iter().find(|(found, _)| found == kind).map_or(0, |(_, bits)| *bits);
-        let of_samples = SAMPLES.iter().find(|(found, _)| found == samples).map_or(0, |(_, bits)| *bits);
-        let word = self.width as u32 | of_kind | of_samples;
+        let word = self.width as u32 | *kind as u32 | *samples as u32;
         header[12..16].copy_from_slice(&word.to_le_bytes());
         header[16..24].copy_from_slice(&self.tokens.to_le_bytes());
         header[24..32].copy_from_slice(&text_bytes.to_le_bytes());

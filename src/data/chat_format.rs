@@ -79,7 +79,9 @@ pub struct ChatSettings {
 pub fn named_template(named: &str) -> Result<String> {
     match built_in(named) {
         Some(source) => Ok(source),
-        None if Path::new(named).is_file() => text_file(Path::new(named)),
+        None if Path::new(named).is_file() => {
+            String::from_utf8(read_at_most(Path::new(named), MAX_FILE)?).map_err(|_| Error::model(named, "not UTF-8"))
+        }
         None => {
             let known = BUILT_IN.map(|(name, _, _)| format!("`{name}`")).join(", ");
             Err(Error::config("chat_template", format!("`{named}` is neither a file nor one of {known}")))
@@ -97,15 +99,6 @@ impl ChatSettings {
         let [bos, eos] = [tokenizer.bos(), tokenizer.eos_id()].map(|id| id.and_then(|id| tokenizer.token(id)));
         ChatFormat::plain(bos.as_deref(), eos.as_deref())
     }
-}
-
-/// Reads a template's file.
-///
-/// # Errors
-/// [`Error::Io`] or [`Error::Model`] if it is not readable text of at most 16 MiB.
-fn text_file(path: &Path) -> Result<String> {
-    let bytes = read_at_most(path, MAX_FILE)?;
-    String::from_utf8(bytes).map_err(|_| Error::model(path.display(), "not UTF-8"))
 }
 
 /// The source of the built-in template `name`.
@@ -237,7 +230,7 @@ impl ChatFormat {
             ));
         }
         let Some(masking) = &renderer.masking_template else { return Ok(own) };
-        let marked = masking.render_with(conversation, tools, false)?;
+        let marked = masking.render(conversation, tools, false)?;
         if marked.text != own.text {
             let same = own.text.bytes().zip(marked.text.bytes()).take_while(|(a, b)| a == b).count();
             let from = own.text.floor_char_boundary(same.saturating_sub(20));
@@ -265,7 +258,7 @@ fn templates_with_calls() -> Result<String> {
     let mut names = Vec::new();
     for (name, settings, text) in BUILT_IN {
         let template = Template::new(&format!("{settings}{text}"), name, TemplateTokens::default())?;
-        if writes_calls(|probe| template.render_with(probe, None, false))? {
+        if writes_calls(|probe| template.render(probe, None, false))? {
             names.push(format!("`{name}`"));
         }
     }
@@ -279,7 +272,7 @@ fn agree(own: &TemplateSandbox, other: &Template) -> Result<bool> {
         let conversation = Conversation::from_json(messages)?;
         let tools = tools.and_then(|tools| read_json(tools).ok());
         let Ok(text) = own.render(&conversation, tools.as_ref(), false) else { continue };
-        if other.render_with(&conversation, tools.as_ref(), false).ok().is_none_or(|other| other.text != text.text) {
+        if other.render(&conversation, tools.as_ref(), false).ok().is_none_or(|other| other.text != text.text) {
             return Ok(false);
         }
         written += 1;

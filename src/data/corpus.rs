@@ -12,7 +12,7 @@ use super::rows::RowLocation;
 use super::samples::SampleKind;
 use super::source::{DataSource, Document, Downloader, Files, LoadEvent};
 use super::template::EvalExample;
-use super::tokenize::TokenizeJob;
+use super::tokenize::tokenize;
 use super::tokenizer::Tokenizer;
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::digest::Digest;
@@ -275,7 +275,7 @@ impl<'a> DatasetBuilder<'a> {
         };
         let mut ignore = |_| {};
         let report = self.report.as_mut().map_or(&mut ignore as &mut dyn FnMut(LoadEvent), |report| &mut **report);
-        let (writer, text_bytes) = TokenizeJob::new((tokenizer, &self.options), writer, report).run(documents)?;
+        let (writer, text_bytes) = tokenize(documents, (tokenizer, &self.options), writer, report)?;
         // The cache keeps the tokens under this key forever, so they must come from the hashed text.
         if self.key(documents, tokenizer)? != key {
             let origin = documents.first().map_or("data", |document| &document.origin);

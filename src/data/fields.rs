@@ -52,6 +52,19 @@ pub(super) fn checked_role(role: &Value) -> Result<String, String> {
     Err(format!("the role `{text}` is unknown; use one of {known}"))
 }
 
+/// The messages of a list in field `name`, each read by `read`.
+pub(super) fn messages(
+    value: Value,
+    name: &str,
+    read: fn(&Value) -> Result<Value, String>,
+) -> Result<Vec<Value>, String> {
+    let items = list(value).map_err(|problem| format!("`{name}` {problem}"))?;
+    let message = |(index, item): (usize, Value)| {
+        read(&item).map_err(|problem| format!("message {} of `{name}`: {problem}", index + 1))
+    };
+    items.try_iter().into_iter().flatten().enumerate().map(message).collect()
+}
+
 /// A message with `role`, `content` and everything else that the template reads.
 pub(super) fn message(item: &Value) -> Result<Value, String> {
     if item.kind() != ValueKind::Map {

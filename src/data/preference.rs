@@ -5,7 +5,7 @@
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use super::fields::{field, json_type, list, message};
+use super::fields::{field, json_type, list, message, messages};
 use super::template::Conversation;
 use crate::Error;
 
@@ -75,11 +75,7 @@ impl Part {
             None if value.kind() == ValueKind::Seq => {}
             None => return Err(format!("`{name}` must be text or a list of messages, but is {}", json_type(&value))),
         }
-        let items = list(value).map_err(|problem| format!("`{name}` {problem}"))?;
-        let items = items.try_iter().into_iter().flatten().enumerate();
-        let message =
-            |(index, item)| message(&item).map_err(|problem| format!("message {} of `{name}`: {problem}", index + 1));
-        Ok(Some(Self::Messages(items.map(message).collect::<Result<_, _>>()?)))
+        Ok(Some(Self::Messages(messages(value, name, message)?)))
     }
 
     fn require(row: &Value, name: &str) -> Result<Self, String> {

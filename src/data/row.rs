@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use super::cache::{DatasetContents, DatasetKind};
 use super::chat_format::ChatFormat;
 use super::chunk::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
-use super::fields::{checked_role, field, json_type, list, message};
+use super::fields::{self, checked_role, field, json_type, list, message};
 use super::format::{DataFormat, EXPECTED_FIELDS};
 use super::preference::{self, Prompt, Sample};
 use super::rows::RowLocation;
@@ -452,11 +452,7 @@ impl<'a> RowReader<'a> {
 /// The conversation in a field of `row`, each message read by `read`.
 fn messages(row: &Value, name: &str, read: fn(&Value) -> Result<Value, String>) -> Result<Conversation, String> {
     let items = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
-    let items = list(items).map_err(|problem| format!("`{name}` {problem}"))?;
-    let mut messages = Vec::new();
-    for (index, item) in items.try_iter().into_iter().flatten().enumerate() {
-        messages.push(read(&item).map_err(|problem| format!("message {} of `{name}`: {problem}", index + 1))?);
-    }
+    let messages = fields::messages(items, name, read)?;
     if messages.is_empty() {
         return Err(format!("`{name}` contains no message"));
     }

@@ -110,7 +110,7 @@ impl Document {
     }
 
     fn read_array(&self, on_row: &mut RowCallback<'_>) -> Result<()> {
-        let limit = RowByteLimit::default();
+        let limit = RowBytes::default();
         let mut reader =
             BufReader::with_capacity(BUFFER_BYTES, LimitedFile { file: self.open()?, limit: limit.clone() });
         if reader.fill_buf().map_err(Error::io("read", &self.path))?.starts_with(BOM) {
@@ -138,7 +138,7 @@ impl Document {
         let lag =
             u64::from(self.start()?.split(|&byte| byte == b'\n').next().is_some_and(|line| line.ends_with(b"\r")));
         let wrong = |error: csv::Error| self.table_error(&error, lag);
-        let limit = RowByteLimit::default();
+        let limit = RowBytes::default();
         let source = LimitedFile { file: self.open()?, limit: limit.clone() };
         let mut reader =
             csv::ReaderBuilder::new().delimiter(separator).buffer_capacity(BUFFER_BYTES).from_reader(source);
@@ -148,7 +148,7 @@ impl Document {
         }
         let mut record = csv::StringRecord::new();
         loop {
-            limit.renew();
+            limit.set(0);
             if !reader.read_record(&mut record).map_err(wrong)? {
                 return Ok(());
             }
@@ -206,30 +206,23 @@ fn error_text(error: &serde_json::Error) -> String {
     text.split(" at line ").next().unwrap_or(&text).to_owned()
 }
 
-/// The number of bytes left before the current row is too long.
-#[derive(Clone, Default)]
-struct RowByteLimit(Rc<Cell<u64>>);
-
-impl RowByteLimit {
-    fn renew(&self) {
-        self.0.set(0);
-    }
-}
+/// The number of bytes read of the current row.
+type RowBytes = Rc<Cell<u64>>;
 
 /// A reader that fails if a row is too long, because a bracket or quote is not closed.
 struct LimitedFile {
     file: File,
-    limit: RowByteLimit,
+    limit: RowBytes,
 }
 
 impl Read for LimitedFile {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let spent = self.limit.0.get();
+        let spent = self.limit.get();
         if spent > MAX_ROW_BYTES {
             return Err(io::Error::other("a row is longer than 64 MiB; a quote or bracket may not be closed"));
         }
         let read = self.file.read(buffer)?;
-        self.limit.0.set(spent + read as u64);
+        self.limit.set(spent + read as u64);
         Ok(read)
     }
 }
@@ -237,7 +230,7 @@ impl Read for LimitedFile {
 /// Visits an array's elements one after the other.
 struct ArrayVisitor<'a, 'b> {
     on_row: &'a mut RowCallback<'b>,
-    limit: &'a RowByteLimit,
+    limit: &'a RowBytes,
     /// The error of `on_row`, which the parser cannot carry.
     failure: &'a mut Option<Error>,
 }
@@ -251,7 +244,7 @@ impl<'de> Visitor<'de> for ArrayVisitor<'_, '_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
         for number in 1.. {
-            self.limit.renew();
+            self.limit.set(0);
             let Some(row) = elements.next_element()? else { break };
             if let Err(error) = (self.on_row)(RowLocation::Row(number), row) {
                 *self.failure = Some(error);

@@ -1,17 +1,19 @@
 //! The kinds of samples, and the parts of their sequences in an objective.
 
-/// The kind of samples that an objective trains on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+use strum::VariantArray;
+
+/// The kind of samples that an objective trains on. Token files have the number.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, VariantArray)]
 pub enum SampleKind {
     /// Text, prompts with answers, or conversations.
     #[default]
-    Plain,
+    Plain = 0,
     /// Pairs of a chosen and a rejected answer: TRL's preference data.
-    Preference,
+    Preference = 1 << 10,
     /// Answers that are labelled good or bad: TRL's unpaired preference data.
-    UnpairedPreference,
+    UnpairedPreference = 1 << 11,
     /// Prompts to sample completions of, with or without a right answer.
-    Prompt,
+    Prompt = 1 << 12,
 }
 
 impl SampleKind {

@@ -248,18 +248,19 @@ impl DataSource {
     /// This source, or if it is a path to nothing, the same path in `folder` if it leads to something there.
     #[must_use]
     pub fn or_in(self, folder: &Path) -> Self {
-        let escaped = || glob::Pattern::escape(&folder.display().to_string());
+        let exists = |source: &Self| match source {
+            Self::Path(path) => path.exists(),
+            Self::Glob(pattern) => glob_files(pattern).is_ok(),
+            _ => true,
+        };
         let moved = match &self {
-            Self::Path(path) if !path.exists() => Self::Path(folder.join(path)),
-            Self::Glob(pattern) if glob_files(pattern).is_err() => Self::Glob(format!("{}/{pattern}", escaped())),
+            Self::Path(path) => Self::Path(folder.join(path)),
+            Self::Glob(pattern) => {
+                Self::Glob(format!("{}/{pattern}", glob::Pattern::escape(&folder.display().to_string())))
+            }
             _ => return self,
         };
-        let found = match &moved {
-            Self::Glob(pattern) => glob_files(pattern).is_ok(),
-            Self::Path(path) => path.exists(),
-            _ => false,
-        };
-        if found { moved } else { self }
+        if !exists(&self) && exists(&moved) { moved } else { self }
     }
 
     /// Finds the files, and downloads missing ones. All have the format `asked`, if it is given. Not

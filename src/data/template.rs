@@ -165,32 +165,10 @@ impl Template {
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
-        let template = Self { environment, origin: origin.to_owned(), tokens, has_generation_blocks: false };
-        template.with_source(source)
-    }
-
-    fn with_source(mut self, source: &str) -> Result<Self> {
         let source = with_percent(&replace_generation_tags(source));
-        self.has_generation_blocks = source.contains(GENERATION_MARKERS[0]);
-        self.environment.add_template_owned(NAME, source).map_err(|error| explain(&self.origin, &error))?;
-        Ok(self)
-    }
-
-    /// Converts `conversation` to text; `tools` is a JSON array. `add_generation_prompt` appends the start of the next
-    /// answer.
-    ///
-    /// # Errors
-    /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot
-    /// compute.
-    pub fn render(
-        &self,
-        conversation: &Conversation,
-        tools: Option<&str>,
-        add_generation_prompt: bool,
-    ) -> Result<Rendered> {
-        let tools: Option<Value> =
-            tools.map(read_json).transpose().map_err(|error| Error::data("the tools", format!("not JSON: {error}")))?;
-        self.render_with(conversation, tools.as_ref(), add_generation_prompt)
+        let has_generation_blocks = source.contains(GENERATION_MARKERS[0]);
+        environment.add_template_owned(NAME, source).map_err(|error| explain(origin, &error))?;
+        Ok(Self { environment, origin: origin.to_owned(), tokens, has_generation_blocks })
     }
 
     /// Whether there are generation blocks in it.
@@ -198,8 +176,12 @@ impl Template {
         self.has_generation_blocks
     }
 
-    /// [`Self::render`] with tools that were read already.
-    pub fn render_with(
+    /// Converts `conversation` to text; `tools` is an array. `add_generation_prompt` appends the start of the next answer.
+    ///
+    /// # Errors
+    /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot
+    /// compute.
+    pub fn render(
         &self,
         conversation: &Conversation,
         tools: Option<&Value>,
@@ -358,7 +340,7 @@ mod tests {
     fn tools_are_written_as_python_writes_json() {
         let tools = r#"[{"type": "function", "b": [1, 2.5, true, null], "a": {"é": "<x>"}}]"#;
         let rendered = template("{{ tools[0] | tojson }}|{{ tools | tojson(indent=2) }}")
-            .render(&Conversation::default(), Some(tools), false)
+            .render(&Conversation::default(), Some(&read_json(tools).unwrap()), false)
             .unwrap();
         assert_eq!(
             rendered.text,

@@ -78,7 +78,7 @@ impl TemplateSandbox {
         self.template.has_generation_blocks()
     }
 
-    /// Like [`Template::render_with`].
+    /// Like [`Template::render`].
     pub fn render(
         &self,
         conversation: &Conversation,
@@ -86,7 +86,7 @@ impl TemplateSandbox {
         add_generation_prompt: bool,
     ) -> Result<Rendered> {
         let Some(command) = subprocess::worker_command(ARGUMENT) else {
-            return self.template.render_with(conversation, tools, add_generation_prompt);
+            return self.template.render(conversation, tools, add_generation_prompt);
         };
         let request =
             RenderRequest { conversation: conversation.clone(), tools: tools.cloned(), add_generation_prompt };
@@ -157,9 +157,9 @@ fn answer_all() -> std::io::Result<()> {
         let RenderRequest { conversation, tools, add_generation_prompt } = request;
         let _ = clock.send(());
         let rendered = match &template {
-            Ok(template) => template
-                .render_with(&conversation, tools.as_ref(), add_generation_prompt)
-                .map_err(|error| message(&error)),
+            Ok(template) => {
+                template.render(&conversation, tools.as_ref(), add_generation_prompt).map_err(|error| message(&error))
+            }
             Err(error) => Err(message(error)),
         };
         let _ = clock.send(());

@@ -16,12 +16,10 @@ use crate::{Error, Result};
 /// Bytes of text encoded between two writes.
 const BATCH_BYTES: usize = 8 << 20;
 
-/// Reads, encodes and writes; the text seen so far.
-pub(super) struct TokenizeJob<'a> {
+/// The text seen so far.
+struct TokenizeJob<'a> {
     tokenizer: &'a Tokenizer,
-    options: &'a DatasetOptions,
     writer: TokenWriter,
-    report: &'a mut dyn FnMut(LoadEvent),
     batch: Vec<TextChunk>,
     batch_bytes: usize,
     text_bytes: u64,
@@ -31,66 +29,54 @@ pub(super) struct TokenizeJob<'a> {
     trained_tokens: u64,
 }
 
-impl<'a> TokenizeJob<'a> {
-    pub(super) fn new(
-        (tokenizer, options): (&'a Tokenizer, &'a DatasetOptions),
-        writer: TokenWriter,
-        report: &'a mut dyn FnMut(LoadEvent),
-    ) -> Self {
-        let (batch, running) = (Vec::new(), false);
-        let (batch_bytes, text_bytes, trained_bytes, trained_tokens) = (0, 0, 0, 0);
-        Self {
-            tokenizer,
-            options,
-            writer,
-            report,
-            batch,
-            batch_bytes,
-            text_bytes,
-            trained_bytes,
-            running,
-            trained_tokens,
-        }
+/// Tokenizes `documents`; returns the writer to finish and the bytes of text in the loss.
+pub(super) fn tokenize(
+    documents: &[Document],
+    (tokenizer, options): (&Tokenizer, &DatasetOptions),
+    writer: TokenWriter,
+    report: &mut dyn FnMut(LoadEvent),
+) -> Result<(TokenWriter, u64)> {
+    let (batch, running) = (Vec::new(), false);
+    let (batch_bytes, text_bytes, trained_bytes, trained_tokens) = (0, 0, 0, 0);
+    let mut job =
+        TokenizeJob { tokenizer, writer, batch, batch_bytes, text_bytes, trained_bytes, running, trained_tokens };
+    let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
+    let total = sizes.iter().sum();
+    report(LoadEvent::Tokenizing { done: 0, total });
+    let (mut before, mut rows) = (0, RowReader::new(options));
+    for (document, size) in documents.iter().zip(sizes) {
+        let text_before = job.text_bytes;
+        document.read(&mut rows, &mut |chunk| {
+            job.text_bytes += chunk.text.len() as u64;
+            job.trained_bytes += match &chunk.loss_mask {
+                LossMask::All => chunk.text.len() as u64,
+                LossMask::None => 0,
+                LossMask::Ranges(parts) => parts.iter().map(|part| part.len() as u64).sum(),
+            };
+            job.batch_bytes += chunk.text.len();
+            job.batch.push(chunk);
+            if job.batch_bytes >= BATCH_BYTES {
+                job.flush()?;
+                // A Parquet file unpacks to more text than it has bytes.
+                let done = before + (job.text_bytes - text_before).min(size);
+                report(LoadEvent::Tokenizing { done, total });
+            }
+            Ok(())
+        })?;
+        before += size;
     }
-
-    /// Tokenizes `documents`; returns the writer to finish and the bytes of text in the loss.
-    pub(super) fn run(mut self, documents: &[Document]) -> Result<(TokenWriter, u64)> {
-        let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
-        let total = sizes.iter().sum();
-        (self.report)(LoadEvent::Tokenizing { done: 0, total });
-        let (mut before, mut rows) = (0, RowReader::new(self.options));
-        for (document, size) in documents.iter().zip(sizes) {
-            let text_before = self.text_bytes;
-            document.read(&mut rows, &mut |chunk| {
-                self.text_bytes += chunk.text.len() as u64;
-                self.trained_bytes += match &chunk.loss_mask {
-                    LossMask::All => chunk.text.len() as u64,
-                    LossMask::None => 0,
-                    LossMask::Ranges(parts) => parts.iter().map(|part| part.len() as u64).sum(),
-                };
-                self.batch_bytes += chunk.text.len();
-                self.batch.push(chunk);
-                if self.batch_bytes >= BATCH_BYTES {
-                    self.flush()?;
-                    // A Parquet file unpacks to more text than it has bytes.
-                    let done = before + (self.text_bytes - text_before).min(size);
-                    (self.report)(LoadEvent::Tokenizing { done, total });
-                }
-                Ok(())
-            })?;
-            before += size;
-        }
-        self.flush()?;
-        self.writer.set_contents(rows.contents()?);
-        (self.report)(LoadEvent::Tokenizing { done: total, total });
-        if self.trained_tokens == 0 && self.options.samples != SampleKind::Prompt {
-            let origin = documents.first().map_or("data", |document| &document.origin);
-            let message = "no loss tokens: every `completion` is empty, or no message has the role `assistant`";
-            return Err(Error::data(origin, message));
-        }
-        Ok((self.writer, self.trained_bytes))
+    job.flush()?;
+    job.writer.set_contents(rows.contents()?);
+    report(LoadEvent::Tokenizing { done: total, total });
+    if job.trained_tokens == 0 && options.samples != SampleKind::Prompt {
+        let origin = documents.first().map_or("data", |document| &document.origin);
+        let message = "no loss tokens: every `completion` is empty, or no message has the role `assistant`";
+        return Err(Error::data(origin, message));
     }
+    Ok((job.writer, job.trained_bytes))
+}
 
+impl TokenizeJob<'_> {
     fn flush(&mut self) -> Result<()> {
         let chunks = std::mem::take(&mut self.batch);
         self.batch_bytes = 0;

@@ -210,9 +210,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            TokenizerKind::HuggingFace { inner, .. } => catch_panic(|| inner.decode(ids, true))
-                .unwrap_or_else(|| Err("it is damaged".into()))
-                .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len()))),
+            TokenizerKind::HuggingFace { inner, .. } => decode(inner, ids, true),
         }
     }
 
@@ -226,9 +224,7 @@ impl Tokenizer {
                     Ok(self.decode(part)? + end)
                 })
                 .collect(),
-            TokenizerKind::HuggingFace { inner, .. } => catch_panic(|| inner.decode(ids, false))
-                .unwrap_or_else(|| Err("it is damaged".into()))
-                .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len()))),
+            TokenizerKind::HuggingFace { inner, .. } => decode(inner, ids, false),
         }
     }
 
@@ -288,6 +284,12 @@ impl std::fmt::Debug for Tokenizer {
         let kind = if self.is_byte() { "byte" } else { "hugging face" };
         write!(f, "Tokenizer({kind}, {} ids)", self.vocab_size())
     }
+}
+
+fn decode(inner: &tokenizers::Tokenizer, ids: &[u32], skip_special: bool) -> Result<String> {
+    catch_panic(|| inner.decode(ids, skip_special))
+        .unwrap_or_else(|| Err("it is damaged".into()))
+        .map_err(|error| Error::data("tokenizer", format!("cannot decode {} ids: {error}", ids.len())))
 }
 
 /// The byte tokenizer as a `tokenizer.json`.

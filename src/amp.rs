@@ -42,19 +42,17 @@
 //! only cast to half precision for matrix products, candle's own optimizers work too: see [`WithVars`].
 
 mod adamw;
-mod clip;
 mod grad_scaler;
 mod optimizer;
 mod policy;
 mod stages;
 
 pub use adamw::AdamW;
-pub use clip::clip_grad_norm;
 pub use grad_scaler::GradScaler;
 pub use optimizer::{OptimizerId, ScaledOptimizer, WithVars};
 pub use policy::{Autocast, AutocastOp, CastRule};
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, Var, backprop::GradStore};
 
 /// The type in which values of `dtype` are scaled, summed and updated: FP64 for FP64, else FP32.
 fn wide(dtype: DType) -> DType {
@@ -64,4 +62,26 @@ fn wide(dtype: DType) -> DType {
 /// `tensor` in [`wide`] precision; shares storage if it already is.
 fn upcast(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(wide(tensor.dtype()))
+}
+
+/// Clips the gradients of `vars` to a global L2 norm of at most `max_norm` (Pascanu et al., 2013); returns the norm
+/// before clipping.
+///
+/// Unscale first, or pass `max_norm` times the scale. The norm is summed in FP64, so that squares of finite gradients
+/// do not overflow. Gradients whose norm is not finite are left unchanged for the scaler to detect.
+pub fn clip_grad_norm(grads: &mut GradStore, vars: &[Var], max_norm: f64) -> Result<f64> {
+    let mut sum_squares = 0.0;
+    for grad in vars.iter().filter_map(|var| grads.get(var)) {
+        sum_squares += upcast(grad)?.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>()?;
+    }
+    let norm = sum_squares.sqrt();
+    if norm.is_finite() && norm > max_norm {
+        for var in vars {
+            if let Some(grad) = grads.get(var) {
+                let clipped = upcast(grad)?.affine(max_norm / norm, 0.0)?.to_dtype(grad.dtype())?;
+                grads.insert(var, clipped);
+            }
+        }
+    }
+    Ok(norm)
 }

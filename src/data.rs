@@ -5,7 +5,6 @@
 //! a [`DataPosition`] of two numbers in a checkpoint is enough to resume exactly where a run stopped.
 
 pub mod batch_loader;
-mod bos;
 mod bpe;
 mod cache;
 mod catch_panic;
@@ -28,7 +27,6 @@ mod samples;
 mod sequence_index;
 pub mod shuffle;
 pub mod source;
-mod sums;
 mod template;
 pub mod template_sandbox;
 mod tokenize;
@@ -37,7 +35,6 @@ mod tokenizer_limits;
 pub mod tokens;
 
 pub use batch_loader::{Batch, BatchLoader, DataPosition, EvalLoader, SampledRow, Sequence};
-pub use bos::Bos;
 pub use cache::DatasetKind;
 pub(crate) use catch_panic::catch_panic;
 pub use chat_format::{ChatFormat, ChatSettings, named_template};
@@ -54,5 +51,5 @@ pub use source::{DataSource, Downloader, HubFile, HubListing, LoadEvent};
 pub(crate) use source::{closest_match, files_below, names_in};
 pub use template::{Conversation, EvalExample, Rendered, Template, TemplateTokens};
 pub use template_sandbox::TemplateSandbox;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{Bos, Tokenizer};
 pub use tokens::{IGNORE_INDEX, TokenSource};

@@ -1,15 +1,12 @@
 //! Diagnoses this machine: processor, memory, GPU support, caches, disk, and access to the Hub.
 
-mod hub;
-
-pub use hub::{HubStatus, check_hub};
-
 use crate::engine::kernels::amx;
 use crate::engine::kernels::isa::Isa;
-use crate::store::hub::{Settings, free_bytes};
+use crate::store::hub::{Settings, connect, free_bytes, without_password};
 use crate::telemetry::{MachineMemory, cpu_name};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The diagnosis; facts that are not available are `None`.
 #[derive(Clone, Debug, Serialize)]
@@ -33,6 +30,9 @@ pub struct Diagnosis {
 /// The first driver that runs PTX of CUDA 13.0.
 #[cfg(not(feature = "cuda"))]
 const MIN_DRIVER: u32 = 580;
+
+/// Timeout for name lookup and connection together.
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The processor as the kernels use it.
 #[derive(Clone, Debug, Serialize)]
@@ -75,6 +75,17 @@ pub struct FolderInfo {
     pub free_bytes: Option<u64>,
 }
 
+/// Whether the Hub is reachable.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct HubStatus {
+    /// `HF_ENDPOINT` without its password, or the public one.
+    pub endpoint: String,
+    /// `None` if it was not tried.
+    pub reachable: Option<bool>,
+    /// An explanation, and what to do.
+    pub note: String,
+}
+
 /// Diagnoses the machine; takes at most 3 seconds, if the Hub does not answer.
 pub fn diagnose() -> Diagnosis {
     let memory = MachineMemory::now();
@@ -93,6 +104,24 @@ pub fn diagnose() -> Diagnosis {
         gpu: gpu(),
         hub: check_hub(&hub),
         folders: folders(hub.token_cache, hub.cache),
+    }
+}
+
+/// Checks the Hub: connects to the endpoint and disconnects.
+pub fn check_hub(settings: &Settings) -> HubStatus {
+    let endpoint = without_password(&settings.endpoint);
+    if settings.offline {
+        let note = "not tried: `HF_HUB_OFFLINE` is set, so only cached models are used".into();
+        return HubStatus { endpoint, reachable: None, note };
+    }
+    match connect(settings, TIMEOUT) {
+        Ok(took) => {
+            HubStatus { endpoint, reachable: Some(true), note: format!("answers within {} ms", took.as_millis()) }
+        }
+        Err(why) => {
+            let note = format!("{why}; use a local folder or a mirror (`HF_ENDPOINT=URL`)");
+            HubStatus { endpoint, reachable: Some(false), note }
+        }
     }
 }
 

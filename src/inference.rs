@@ -1,6 +1,5 @@
 //! Uses a trained model: opens it, generates text, evaluates, exports.
 
-mod adapters;
 pub mod chat;
 pub mod evaluate;
 pub mod exact_match;

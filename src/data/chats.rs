@@ -1,4 +1,6 @@
-//! The built-in conversations `chats`: questions about an invented store room, whose answers a program can check.
+//! The built-in rows.
+//!
+//! `chats` are conversations: questions about an invented store room, whose answers a program can check.
 //!
 //! Each of sixteen things is in a drawer that an untrained model cannot know. A question names two things in one of six
 //! phrasings, and the answer names both drawers:
@@ -81,7 +83,7 @@ impl QaPair {
     }
 }
 
-pub(super) fn message(role: &str, content: &str) -> serde_json::Value {
+fn message(role: &str, content: &str) -> serde_json::Value {
     json!({ "role": role, "content": content })
 }
 
@@ -130,6 +132,25 @@ pub(super) fn json_lines(chats: &[QaPair], pairs: bool) -> String {
     chats.iter().map(|chat| if pairs { chat.to_pair() } else { chat.to_json() } + "\n").collect()
 }
 
+/// Both summands of `sums` are below these.
+const SUMMANDS: [u64; 2] = [100, 10];
+/// The sums that only `sums-held-back` asks for.
+const HELD_OUT_SUMS: u64 = 100;
+
+/// The built-in `sums` as JSON Lines: questions such as `47+8`, each with its exact answer. The order does not depend on
+/// the run's seed.
+pub(super) fn sums(held_out: bool) -> String {
+    let all = SUMMANDS[0] * SUMMANDS[1];
+    let order = Permutation::new(all, 0, 0);
+    let range = if held_out { all - HELD_OUT_SUMS..all } else { 0..all - HELD_OUT_SUMS };
+    let row = |at: u64| {
+        let (one, other) = (order.at(at) / SUMMANDS[1], order.at(at) % SUMMANDS[1]);
+        let messages = [message("user", &format!("{one}+{other}")), message("assistant", &(one + other).to_string())];
+        json!({ "messages": messages }).to_string() + "\n"
+    };
+    range.map(row).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -161,5 +182,16 @@ mod tests {
         assert_eq!(chat.to_json(), row);
         let pair = r#"{"chosen":[{"content":"Here.","role":"assistant"}],"prompt":[{"content":"Where?","role":"user"}],"rejected":[{"content":"There.","role":"assistant"}]}"#;
         assert_eq!(chat.to_pair(), pair);
+    }
+
+    #[test]
+    fn no_sum_that_is_held_back_is_trained_on() {
+        let [training, held_out] = [false, true].map(sums);
+        let training: HashSet<&str> = training.lines().collect();
+        let held_out: HashSet<&str> = held_out.lines().collect();
+        assert_eq!((training.len(), held_out.len()), (900, 100));
+        assert!(training.is_disjoint(&held_out));
+        let row = r#"{"messages":[{"content":"47+8","role":"user"},{"content":"55","role":"assistant"}]}"#;
+        assert!(training.contains(row) || held_out.contains(row));
     }
 }

@@ -5,12 +5,13 @@
 
 use std::ops::Range;
 use std::path::Path;
+use std::str::FromStr;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokenizers::DecoderWrapper;
 
-use super::bos::{Bos, added_by};
 use super::bpe::{FastBpe, byte_level_char};
 use super::catch_panic::catch_panic;
 use crate::digest::{Digest, read_at_most};
@@ -276,6 +277,51 @@ impl Tokenizer {
     /// SHA-256 of [`Self::json`] in hexadecimal, and the BOS token: equal fingerprints mean equal ids.
     pub fn fingerprint(&self) -> String {
         Digest::of(&self.json).sha256 + &self.bos.map_or_else(String::new, |bos| format!(" bos {bos}"))
+/// The rule for adding the tokenizer's BOS token, which begins documents, prompts and windows of running text. A chat
+/// template writes the token itself. The token is an input and never a label.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Bos {
+    /// If `add_bos_token` in `tokenizer_config.json` is true; without that key, if the tokenizer's post-processor adds
+    /// one.
+    #[default]
+    Auto,
+    /// Always.
+    Always,
+    /// Never.
+    Never,
+}
+
+impl Bos {
+    /// Whether texts get the token, for a model with this `add_bos_token` and a post-processor that adds it if `added`.
+    fn applies(self, add_bos_token: Option<bool>, added: bool) -> bool {
+        match self {
+            Self::Auto => add_bos_token.unwrap_or(added),
+            Self::Always => true,
+            Self::Never => false,
+        }
+    }
+}
+
+impl FromStr for Bos {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let rule = Self::deserialize(Value::from(text));
+        rule.map_err(|_| format!("`{text}` is unknown; use `auto`, `always` or `never`"))
+    }
+}
+
+/// The name of the token that a `tokenizer.json`'s post-processor adds before a text.
+fn added_by(post_processor: &Value) -> Option<&str> {
+    if let Some(parts) = post_processor["processors"].as_array() {
+        return parts.iter().find_map(added_by);
+    }
+    // BERT's and RoBERTa's processors have a fixed form.
+    let fixed = || post_processor["cls"][0].as_str();
+    post_processor["single"][0]["SpecialToken"]["id"].as_str().or_else(fixed)
+}
+
     }
 }
 

@@ -5,7 +5,7 @@
 
 use super::checkpoint::Base;
 use super::tensor_file::{TensorFile, write_tensors};
-use crate::digest::read_at_most;
+use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::engine::kernels::{WeightLayout, view};
 use crate::engine::model::{Lora, ModelSpec, ModuleId, Parameters};
 use crate::{Error, Result};
@@ -18,8 +18,6 @@ use std::path::{Path, PathBuf};
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 /// The tensors'.
 pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
-/// Configurations are small.
-const MAX_JSON: u64 = 16 << 20;
 /// PEFT's prefix of every name.
 const PREFIX: &str = "base_model.model.";
 
@@ -62,8 +60,8 @@ struct AdapterConfig {
     dropout: f64,
     rslora: bool,
     dora: bool,
-    base: Option<String>,
-    revision: Option<String>,
+    /// The base's name and the commit of its files.
+    base: Option<Base>,
 }
 
 impl AdapterFolder {
@@ -79,7 +77,7 @@ impl AdapterFolder {
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = path.join(ADAPTER_CONFIG);
-        let text = read_at_most(&file, MAX_JSON).map_err(|error| match error {
+        let text = read_at_most(&file, MAX_SMALL_FILE).map_err(|error| match error {
             Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
                 Error::model(path.display(), format!("there is no `{ADAPTER_CONFIG}`: not an adapter in PEFT's format"))
             }
@@ -100,20 +98,13 @@ impl AdapterFolder {
         &self.path
     }
 
-    /// The base model's name in the configuration.
-    pub fn base(&self) -> Option<&str> {
-        self.config.base.as_deref()
+    /// The base model that the configuration names, without a digest.
+    pub fn base(&self) -> Option<&Base> {
+        self.config.base.as_ref()
     }
 
-    /// The commit of the base's files.
-    pub fn revision(&self) -> Option<&str> {
-        self.config.revision.as_deref()
-    }
-
-    /// `base` with these adapters.
-    ///
-    /// # Errors
-    /// [`Error::Model`] naming a tensor that does not fit, because the adapter belongs to a different base.
+    /// `base` with these adapters. Fails with [`Error::Model`] naming a tensor that does not fit, because the adapter
+    /// belongs to a different base.
     pub fn spec(&self, base: &ModelSpec) -> Result<ModelSpec> {
         let AdapterConfig { r, alpha, dropout, rslora, dora, .. } = self.config;
         let layers: BTreeMap<String, ModuleId> =
@@ -245,6 +236,7 @@ impl AdapterConfig {
             },
         };
         let flag = |key: &str| json.get(key).and_then(Value::as_bool).unwrap_or(false);
+        let (revision, sha256) = (text("revision"), String::new());
         let text = |key: &str| json.get(key).and_then(Value::as_str).map(ToOwned::to_owned);
         let rank = |r: f64| r.fract() == 0.0 && (1.0..=f64::from(1 << 20)).contains(&r);
         Ok(Self {
@@ -253,8 +245,7 @@ impl AdapterConfig {
             dropout: number("lora_dropout", 0.0, &|rate| (0.0..1.0).contains(&rate), "a number in [0, 1)")?,
             rslora: flag("use_rslora"),
             dora: flag("use_dora"),
-            base: text("base_model_name_or_path"),
-            revision: text("revision"),
+            base: text("base_model_name_or_path").map(|name| Base { name, revision, sha256 }),
         })
     }
 }

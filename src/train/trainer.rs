@@ -9,8 +9,8 @@ mod rollouts;
 mod saving;
 
 pub use find_lr::LrRangeTest;
-use processes::ThroughputMeter;
 pub use processes::{Heartbeat, RunStart};
+use processes::{LeaderMessage, ThroughputMeter};
 
 use crate::data::{
     Batch, BatchLoader, DataPosition, Dataset, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
@@ -334,9 +334,8 @@ impl Trainer {
         train.counters.updates = state.updates;
         train.counters.tokens = state.tokens;
         checkpoint.read_masters(train.masters.parameters())?;
-        checkpoint.read_exp_avg(&train.adamw.exp_avg)?;
-        checkpoint.read_exp_avg_sq(&train.adamw.exp_avg_sq)?;
-        checkpoint.read_quantized(train.adamw.quantized_moments_mut())?;
+        let wide = [train.adamw.exp_avg.clone(), train.adamw.exp_avg_sq.clone()];
+        checkpoint.read_moments(wide.each_ref(), train.adamw.quantized_moments_mut())?;
         if train.masters.parameters().shards().is_some() {
             // Without an exchange, because the workers load the checkpoint later than the leader.
             checkpoint.read_masters(&train.weights)?;
@@ -574,7 +573,7 @@ impl Trainer {
             return Err(error);
         }
         let probe = probe || is_multiple(next, self.config.telemetry.probe_every);
-        self.broadcast_step(probe)?;
+        self.broadcast(&LeaderMessage::Step { probe })?;
         if retry.is_none() {
             self.sample_completions(cursor)?;
         }

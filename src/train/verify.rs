@@ -2,15 +2,11 @@
 //! recorded run, and compares each step and each checkpoint with the record.
 
 use crate::engine::collective::SingleProcess;
-use crate::engine::kernels::view::{View, read, to_host};
-use crate::engine::model::Parameters;
 use crate::store::checkpoint::{self, Checkpoint, CheckpointKind, Run, differing_parts};
 use crate::telemetry::{Activity, CheckpointSaved, Emitter, Event, PhaseProgress, StepRecord, for_each};
 use crate::train::config::Config;
-use crate::train::state::TrainState;
 use crate::train::trainer::Trainer;
 use crate::{Error, Result};
-use candle_core::Tensor;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -159,78 +155,34 @@ pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activi
             trainer.advance(1)
         })
     };
+    let saved = |trainer: &mut Trainer, name: &str| {
+        trainer.attach(Run::open(folder.join(name))?, Emitter::new(None));
+        trainer.save()?;
+        let path = trainer.checkpoint().map(Path::to_path_buf);
+        path.ok_or_else(|| Error::checkpoint(folder, "no checkpoint was written"))
+    };
     activity.begin("preparing");
     let mut straight = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ())?;
     advance(&mut straight, 0, steps, "training without interruption")?;
 
     activity.begin("preparing");
     let mut first = Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ())?;
-    first.attach(Run::open(folder.join("verify-resume"))?, Emitter::new(None));
     advance(&mut first, 0, at, "training up to the save")?;
     activity.begin("saving");
-    first.save()?;
-    let saved = first.checkpoint().map(Path::to_path_buf);
+    let written = saved(&mut first, "verify-resume")?;
     drop(first);
-    let Some(saved) = saved else { return Err(Error::checkpoint(folder, "no checkpoint was written")) };
     activity.begin("loading");
-    let mut second = Trainer::new(Arc::new(SingleProcess), config, Some(&Checkpoint::open(&saved)?), &mut |_| ())?;
+    let mut second = Trainer::new(Arc::new(SingleProcess), config, Some(&Checkpoint::open(&written)?), &mut |_| ())?;
     advance(&mut second, at, steps, "training, resumed")?;
     activity.begin("comparing");
-    compare(&straight, &second)
-}
-
-fn compare(a: &Trainer, b: &Trainer) -> Result<ResumeCheck> {
-    let (a, b) = (&a.engine().state, &b.engine().state);
-    let mut proof = ResumeCheck { tensors: 0, elements: 0, skipped: a.counters.skipped(), differences: Vec::new() };
-    compare_all("weights", &a.weights, &b.weights, &mut proof)?;
-    compare_all("masters", a.masters.parameters(), b.masters.parameters(), &mut proof)?;
-    compare_all("exp_avg", &a.adamw.exp_avg, &b.adamw.exp_avg, &mut proof)?;
-    compare_all("exp_avg_sq", &a.adamw.exp_avg_sq, &b.adamw.exp_avg_sq, &mut proof)?;
-    for (a, b) in a.adamw.quantized_moments().iter().zip(b.adamw.quantized_moments()) {
-        proof.tensors += 2;
-        proof.elements += 2 * a.moments[0].len() as u64;
-        if a.moments != b.moments {
-            proof.differences.push(format!("8-bit moments of `{}` differ", a.name));
-        }
-    }
-    let mut field = |what: &str, a: String, b: String| {
-        if a != b {
-            proof.differences.push(format!("{what}: {a} uninterrupted, {b} resumed"));
-        }
-    };
-    field("scaler", format!("{:?}", a.scaler.state()), format!("{:?}", b.scaler.state()));
-    field("layers in fallback", format!("{:?}", a.fallback.units()), format!("{:?}", b.fallback.units()));
-    let fp8 = |state: &TrainState| format!("{:?}", state.fp8.states());
-    field("FP8", fp8(a), fp8(b));
-    field("counters", format!("{:?}", a.counters), format!("{:?}", b.counters));
-    Ok(proof)
-}
-
-fn compare_all(kind: &str, a: &Parameters, b: &Parameters, proof: &mut ResumeCheck) -> Result<()> {
-    for ((name, a), (_, b)) in a.iter().zip(b.iter()) {
-        proof.tensors += 1;
-        proof.elements += a.elem_count() as u64;
-        if let Some((count, first)) = differing(a, b)? {
-            let of = a.elem_count();
-            proof.differences.push(format!("{kind} `{name}`: {count} of {of} elements differ, the first at {first}"));
-        }
-    }
-    Ok(())
-}
-
-/// How many elements differ in their bits, and the index of the first; `None` if none does.
-fn differing(a: &Tensor, b: &Tensor) -> Result<Option<(usize, usize)>> {
-    fn count<T: Copy>(a: &[T], b: &[T], bits: impl Fn(T) -> u32) -> Option<(usize, usize)> {
-        let mut differing = a.iter().zip(b).enumerate().filter(|(_, (a, b))| bits(**a) != bits(**b));
-        let (first, _) = differing.next()?;
-        Some((1 + differing.count(), first))
-    }
-    let (a, b) = (to_host(a)?, to_host(b)?);
-    let (a, b) = (read(&a)?, read(&b)?);
-    Ok(match (a.view(), b.view()) {
-        (View::F32(a), View::F32(b)) => count(a, b, f32::to_bits),
-        (View::F16(a), View::F16(b)) => count(a, b, |x| x.to_bits().into()),
-        (View::BF16(a), View::BF16(b)) => count(a, b, |x| x.to_bits().into()),
-        (a, _) => Some((a.len(), 0)),
-    })
+    let compared = &straight.engine().state;
+    let wide = [&compared.weights, compared.masters.parameters(), &compared.adamw.exp_avg, &compared.adamw.exp_avg_sq];
+    let narrow = compared.adamw.quantized_moments();
+    let tensors = wide.iter().map(|kind| kind.len()).sum::<usize>() + 2 * narrow.len();
+    let elements = wide.iter().map(|kind| kind.elements()).sum::<u64>();
+    let elements = elements + narrow.iter().map(|moments| 2 * moments.elements as u64).sum::<u64>();
+    let skipped = compared.counters.skipped();
+    let [a, b] = [saved(&mut straight, "straight")?, saved(&mut second, "resumed")?];
+    let differences = checkpoint::compare(&a, &b)?.iter().map(ToString::to_string).collect();
+    Ok(ResumeCheck { tensors, elements, skipped, differences })
 }

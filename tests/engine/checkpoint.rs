@@ -36,9 +36,9 @@ fn what_is_saved_comes_back_bit_for_bit() {
     };
     checkpoint.read_masters(&read).unwrap();
     assert_reads(&sample.masters);
-    checkpoint.read_exp_avg(&read).unwrap();
+    checkpoint.read_moments([&read, &zeros(&sample.config)], &mut []).unwrap();
     assert_reads(&sample.exp_avg);
-    checkpoint.read_exp_avg_sq(&read).unwrap();
+    checkpoint.read_moments([&zeros(&sample.config), &read], &mut []).unwrap();
     assert_reads(&sample.exp_avg_sq);
 
     let wider = sample.config.clone().resized(1, 16, 2);

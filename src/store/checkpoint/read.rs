@@ -9,7 +9,7 @@ use super::manifest::{
     CONFIG, CheckpointKind, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or,
 };
 use super::state::State;
-use crate::digest::{Digest, read_at_most};
+use crate::digest::{Digest, MAX_SMALL_FILE, read_at_most};
 use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{BlockwiseQuantized, QuantizedMoments};
@@ -18,8 +18,6 @@ use crate::store::folder::check_depth;
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
-/// Maximum size of configuration and state.
-const MAX_JSON: u64 = 16 << 20;
 /// The maximum number of blocks of a base that is not available.
 const MAX_BLOCKS: usize = 1024;
 
@@ -125,7 +123,7 @@ impl Checkpoint {
         }
         let state = read_state(&path.join(STATE), &manifest)?;
         let file = path.join(CONFIG);
-        let text = read_at_most(&file, MAX_JSON)?;
+        let text = read_at_most(&file, MAX_SMALL_FILE)?;
         let config = ModelSpec::from_json(&text, &file.display().to_string())?;
         let weights = TensorFile::open(path.join(if manifest.has_adapters() { ADAPTER_WEIGHTS } else { WEIGHTS }))?;
         // Adapters may be those of a few layers; of no model there are that many.
@@ -189,19 +187,12 @@ impl Checkpoint {
         self.masters.get(name).or_else(frozen).map_or_else(|| self.masters.require(name), Ok)
     }
 
-    /// Reads Adam's first moments.
-    pub fn read_exp_avg(&self, into: &Parameters) -> Result<()> {
-        read_all(into, |name| self.optimizer.require(&format!("exp_avg.{name}")))
-    }
-
-    /// Reads Adam's second moments.
-    pub fn read_exp_avg_sq(&self, into: &Parameters) -> Result<()> {
-        read_all(into, |name| self.optimizer.require(&format!("exp_avg_sq.{name}")))
-    }
-
-    /// Reads the moments in 8 bits, or the part of them that each entry has.
-    pub fn read_quantized(&self, into: &mut [QuantizedMoments]) -> Result<()> {
-        for QuantizedMoments { name, elements, range, moments } in into {
+    /// Reads Adam's first and second moments, and those in 8 bits, or the part of them that each entry has.
+    pub fn read_moments(&self, wide: [&Parameters; 2], narrow: &mut [QuantizedMoments]) -> Result<()> {
+        for (kind, into) in MOMENTS.iter().zip(wide) {
+            read_all(into, |name| self.optimizer.require(&format!("{kind}.{name}")))?;
+        }
+        for QuantizedMoments { name, elements, range, moments } in narrow {
             for (kind, moment) in MOMENTS.iter().zip(moments) {
                 let codes = self.optimizer.require(&format!("{kind}.{name}"))?;
                 let absmax = self.optimizer.require(&format!("{kind}.{name}.absmax"))?.to_f32()?;
@@ -237,7 +228,7 @@ fn read_all<'a>(into: &Parameters, find: impl Fn(&str) -> Result<TensorView<'a>>
 }
 
 fn read_state(path: &Path, manifest: &Manifest) -> Result<State> {
-    let text = read_at_most(path, MAX_JSON)?;
+    let text = read_at_most(path, MAX_SMALL_FILE)?;
     let state = State::from_json(&text).map_err(|message| Error::checkpoint(path, message))?;
     if state.step != manifest.step {
         let message = format!("it is from step {}, but the manifest is from step {}", state.step, manifest.step);

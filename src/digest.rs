@@ -10,6 +10,9 @@ use sha2::{Digest as _, Sha256};
 
 use crate::{Error, Result, untrusted};
 
+/// Limit on the size of configurations, templates and other small files, in bytes.
+pub const MAX_SMALL_FILE: u64 = 16 << 20;
+
 /// Reads a whole file or pipe; [`Error::Io`] if it has more than `limit` bytes.
 pub fn read_at_most(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let read = || {

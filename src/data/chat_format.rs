@@ -14,11 +14,8 @@ use super::jinja_python::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
 use super::template_sandbox::TemplateSandbox;
 use super::tokenizer::Tokenizer;
-use crate::digest::{Digest, read_at_most};
+use crate::digest::{Digest, MAX_SMALL_FILE, read_at_most};
 use crate::{Error, Result};
-
-/// Limit on the size of templates and of files with special tokens, in bytes.
-const MAX_FILE: u64 = 16 << 20;
 
 const CHATML: &str = include_str!("templates/chatml.jinja");
 const QWEN: &str = include_str!("templates/qwen.jinja");
@@ -79,9 +76,8 @@ pub struct ChatSettings {
 pub fn named_template(named: &str) -> Result<String> {
     match built_in(named) {
         Some(source) => Ok(source),
-        None if Path::new(named).is_file() => {
-            String::from_utf8(read_at_most(Path::new(named), MAX_FILE)?).map_err(|_| Error::model(named, "not UTF-8"))
-        }
+        None if Path::new(named).is_file() => String::from_utf8(read_at_most(Path::new(named), MAX_SMALL_FILE)?)
+            .map_err(|_| Error::model(named, "not UTF-8")),
         None => {
             let known = BUILT_IN.map(|(name, _, _)| format!("`{name}`")).join(", ");
             Err(Error::config("chat_template", format!("`{named}` is neither a file nor one of {known}")))

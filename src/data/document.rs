@@ -290,12 +290,6 @@ mod tests {
             prop_assert_eq!(ids, TOKENIZER.encode(&text).unwrap());
         }
 
-        /// Arbitrary bytes give chunks or an error, never a panic.
-        #[test]
-        fn no_bytes_make_a_reader_panic(bytes: Vec<u8>, name in r"a\.(txt|jsonl|json|csv|tsv|parquet)") {
-            let _ = read(&name, &bytes);
-        }
-
         #[test]
         fn no_damage_makes_the_parquet_reader_panic(at: prop::sample::Index, byte: u8) {
             let folder = tempfile::tempdir().unwrap();

@@ -26,19 +26,12 @@ const NOT_UTF8: &str = "invalid unicode code point";
 const BUFFER_BYTES: usize = 256 << 10;
 
 /// The location of a row in its file.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, strum::Display)]
 pub(super) enum RowLocation {
+    #[strum(to_string = "line {0}")]
     Line(u64),
+    #[strum(to_string = "row {0}")]
     Row(u64),
-}
-
-impl fmt::Display for RowLocation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Line(line) => write!(f, "line {line}"),
-            Self::Row(row) => write!(f, "row {row}"),
-        }
-    }
 }
 
 /// Takes a row; an error stops the reading.

@@ -10,7 +10,6 @@ use tempfile::NamedTempFile;
 
 use super::chats;
 use super::format::{DataFormat, conversion};
-use super::sums;
 use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result, temporary, untrusted};
 
@@ -81,7 +80,7 @@ impl BuiltInRows {
     fn json_lines(self, held_out: bool) -> String {
         let pairs = self == Self::Preferences;
         let [train, validation] = match self {
-            Self::Sums => return sums::json_lines(held_out),
+            Self::Sums => return chats::sums(held_out),
             Self::Preferences => [chats::PREFERENCES, chats::HELD_OUT_PREFERENCES],
             Self::Chats => [chats::CHATS, chats::HELD_OUT_CHATS],
         };
@@ -122,9 +121,11 @@ pub trait Downloader {
 /// An event while data is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LoadEvent {
-    /// Tokenization progress.
-    Tokenizing {
-        /// Bytes of the files already read.
+    /// Progress of a download or of tokenization.
+    Progress {
+        /// The activity, with the file's name.
+        what: String,
+        /// Bytes done.
         done: u64,
         /// Bytes of all files.
         total: u64,

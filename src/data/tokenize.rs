@@ -42,7 +42,8 @@ pub(super) fn tokenize(
         TokenizeJob { tokenizer, writer, batch, batch_bytes, text_bytes, trained_bytes, running, trained_tokens };
     let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
     let total = sizes.iter().sum();
-    report(LoadEvent::Tokenizing { done: 0, total });
+    let mut report = |done| report(LoadEvent::Progress { what: "tokenizing".into(), done, total });
+    report(0);
     let (mut before, mut rows) = (0, RowReader::new(options));
     for (document, size) in documents.iter().zip(sizes) {
         let text_before = job.text_bytes;
@@ -58,8 +59,7 @@ pub(super) fn tokenize(
             if job.batch_bytes >= BATCH_BYTES {
                 job.flush()?;
                 // A Parquet file unpacks to more text than it has bytes.
-                let done = before + (job.text_bytes - text_before).min(size);
-                report(LoadEvent::Tokenizing { done, total });
+                report(before + (job.text_bytes - text_before).min(size));
             }
             Ok(())
         })?;
@@ -67,7 +67,7 @@ pub(super) fn tokenize(
     }
     job.flush()?;
     job.writer.set_contents(rows.contents()?);
-    report(LoadEvent::Tokenizing { done: total, total });
+    report(total);
     if job.trained_tokens == 0 && options.samples != SampleKind::Prompt {
         let origin = documents.first().map_or("data", |document| &document.origin);
         let message = "no loss tokens: every `completion` is empty, or no message has the role `assistant`";

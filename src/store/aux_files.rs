@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use crate::data::{Bos, ChatSettings, TemplateTokens, Tokenizer};
-use crate::digest::read_at_most;
+use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::{Error, Result};
 
 /// Special tokens; in older models also the chat template.
@@ -15,9 +15,6 @@ pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 pub const GENERATION_CONFIG: &str = "generation_config.json";
 /// The Jinja template of a chat.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
-
-/// Maximum size of each file.
-const MAX_FILE: u64 = 16 << 20;
 
 /// The auxiliary files of a model, byte for byte.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -33,7 +30,7 @@ impl AuxFiles {
         for name in Self::NAMES {
             let path = folder.join(name);
             if path.is_file() {
-                found.0.insert(name, read_at_most(&path, MAX_FILE)?);
+                found.0.insert(name, read_at_most(&path, MAX_SMALL_FILE)?);
             }
         }
         Ok(found)

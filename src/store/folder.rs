@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::digest::read_at_most;
+use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, ModuleId, ModuleOp, Parameters};
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
@@ -16,8 +16,6 @@ const CONFIG: &str = "config.json";
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
-/// Maximum size of configurations and indices.
-const MAX_JSON: u64 = 16 << 20;
 
 /// A model on disk that has every tensor with the right shape and a dtype that can be widened to f32.
 #[derive(Debug)]
@@ -53,7 +51,7 @@ impl ModelFolder {
     /// The shape in the folder's configuration; the weights may be missing.
     pub fn read_config(folder: &Path) -> Result<ModelSpec> {
         let file = folder.join(CONFIG);
-        let text = read_at_most(&file, MAX_JSON).map_err(|error| match error {
+        let text = read_at_most(&file, MAX_SMALL_FILE).map_err(|error| match error {
             Error::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound => {
                 Error::model(folder.display(), "there is no `config.json`: not a model folder")
             }
@@ -159,7 +157,7 @@ fn weight_files(folder: &Path) -> Result<Vec<TensorFile>> {
     }
     let index = folder.join(INDEX);
     if index.exists() {
-        let text = read_at_most(&index, MAX_JSON)?;
+        let text = read_at_most(&index, MAX_SMALL_FILE)?;
         let shards = shards(&text).map_err(|message| Error::model(index.display(), message))?;
         return shards.into_iter().map(|shard| TensorFile::open(folder.join(shard))).collect();
     }

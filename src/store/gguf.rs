@@ -173,16 +173,6 @@ impl Gguf {
         count.map(Some).ok_or_else(|| self.type_error(key, "a count", Some(value)))
     }
 
-    /// A number in the metadata; `None` if the key is missing.
-    pub fn number(&self, key: &str) -> Result<Option<f64>> {
-        match self.content.metadata.get(key) {
-            None => Ok(None),
-            Some(Value::F32(number)) => Ok(Some(f64::from(*number))),
-            Some(Value::F64(number)) => Ok(Some(*number)),
-            Some(other) => Err(self.type_error(key, "a number", Some(other))),
-        }
-    }
-
     /// A boolean in the metadata; `None` if the key is missing.
     pub fn flag(&self, key: &str) -> Result<Option<bool>> {
         match self.content.metadata.get(key) {

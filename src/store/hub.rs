@@ -14,8 +14,8 @@ mod settings;
 
 use std::path::{Path, PathBuf};
 
-use crate::data::{Downloader, HubFile, HubListing, files_below};
-use crate::digest::read_at_most;
+use crate::data::{Downloader, HubFile, HubListing, LoadEvent, files_below};
+use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::store::aux_files::AuxFiles;
 use crate::store::folder::weight_map;
 use crate::{Error, Result};
@@ -35,9 +35,6 @@ const ALIASES: [(&str, &str); 5] = [
     ("gpt2-xl", "openai-community/gpt2-xl"),
 ];
 
-/// Maximum size of configurations and shard indices, which are read whole.
-const MAX_JSON: u64 = 16 << 20;
-
 /// Maximum size of a tokenizer.
 const MAX_TOKENIZER: u64 = 512 << 20;
 
@@ -49,25 +46,6 @@ const LISTING: &str = "the list of files";
 
 /// Weights that would run code when loaded.
 const PICKLED: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
-
-/// Called while files arrive.
-pub type ProgressFn<'a> = dyn FnMut(DownloadProgress) + 'a;
-
-/// Progress of a download.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum DownloadProgress {
-    /// A part of a file has arrived.
-    Bytes {
-        /// The file's name in its repository.
-        file: String,
-        /// Bytes downloaded so far.
-        done: u64,
-        /// Bytes of the whole file.
-        total: u64,
-    },
-    /// Information for the user that needs no action.
-    Notice(String),
-}
 
 /// A model's folder in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,19 +107,19 @@ pub struct Hub<'a> {
     client: Option<Client>,
     /// Whether the last request failed.
     unreachable: bool,
-    progress: Option<&'a mut ProgressFn<'a>>,
+    report: Option<&'a mut dyn FnMut(LoadEvent)>,
 }
 
 impl<'a> Hub<'a> {
     /// A hub with the given settings.
     pub fn new(settings: Settings) -> Self {
-        Self { settings, client: None, unreachable: false, progress: None }
+        Self { settings, client: None, unreachable: false, report: None }
     }
 
     /// Calls `progress` as files arrive.
     #[must_use]
-    pub fn report_to(mut self, progress: &'a mut ProgressFn<'a>) -> Self {
-        self.progress = Some(progress);
+    pub fn report_to(mut self, report: &'a mut dyn FnMut(LoadEvent)) -> Self {
+        self.report = Some(report);
         self
     }
 
@@ -344,7 +322,12 @@ impl<'a> Hub<'a> {
         let url = client.url(&pinned, file);
         loop {
             if partial.len < metadata.size || partial.len == 0 {
-                let mut on_bytes = report_bytes(&mut self.progress, file, metadata.size);
+                let mut on_bytes = |done| {
+                    if let Some(report) = &mut self.report {
+                        let what = format!("downloading {file}");
+                        report(LoadEvent::Progress { what, done, total: metadata.size });
+                    }
+                };
                 let received = client.download(&url, metadata.size, &mut partial.file, partial.len, &mut on_bytes);
                 // Keep a partial download to continue later, unless it is empty or of another file.
                 let is_empty = partial.file.metadata().is_ok_and(|m| m.len() == 0);
@@ -366,21 +349,8 @@ impl<'a> Hub<'a> {
     }
 
     fn notice(&mut self, text: String) {
-        if let Some(progress) = &mut self.progress {
-            progress(DownloadProgress::Notice(text));
-        }
-    }
-}
-
-/// Reports how much of a file has arrived.
-fn report_bytes<'a, 'b>(
-    progress: &'a mut Option<&'b mut ProgressFn<'b>>,
-    file: &'a str,
-    total: u64,
-) -> impl FnMut(u64) + use<'a, 'b> {
-    move |done| {
-        if let Some(progress) = progress {
-            progress(DownloadProgress::Bytes { file: file.to_owned(), done, total });
+        if let Some(report) = &mut self.report {
+            report(LoadEvent::Notice(text));
         }
     }
 }
@@ -389,7 +359,7 @@ fn report_bytes<'a, 'b>(
 fn limit(repo: &Repo, file: &str) -> u64 {
     match (repo.kind, file.rsplit_once('.')) {
         (RepoType::Model, _) if file == "tokenizer.json" => MAX_TOKENIZER,
-        (RepoType::Model, Some((_, "json" | "jinja"))) => MAX_JSON,
+        (RepoType::Model, Some((_, "json" | "jinja"))) => MAX_SMALL_FILE,
         _ => u64::MAX,
     }
 }
@@ -459,18 +429,16 @@ impl Repo {
 
 /// The files listed in an index of sharded weights. The index is untrusted, so its names are checked.
 fn shards(index: &Path) -> Result<Vec<String>> {
-    let weight_map = weight_map(&read_at_most(index, MAX_JSON)?).map_err(|error| Error::hub(index.display(), error))?;
+    let weight_map =
+        weight_map(&read_at_most(index, MAX_SMALL_FILE)?).map_err(|error| Error::hub(index.display(), error))?;
     let files: std::collections::BTreeSet<String> = weight_map.into_values().collect();
     let safe = |file: &String| is_plain_path(file) && file.ends_with(".safetensors");
+    let wrong = |message: String| Err(Error::hub(index.display(), message));
     if files.len() > MAX_SHARDS {
-        let message = format!("lists {} files; the maximum is {MAX_SHARDS}", files.len());
-        return Err(Error::hub(index.display(), message));
+        return wrong(format!("lists {} files; the maximum is {MAX_SHARDS}", files.len()));
     }
     match files.iter().find(|file| !safe(file)) {
-        Some(file) => Err(Error::hub(
-            index.display(),
-            format!("lists `{}`, which is not a safetensors file", file.escape_debug()),
-        )),
+        Some(file) => wrong(format!("lists `{}`, which is not a safetensors file", file.escape_debug())),
         None => Ok(files.into_iter().collect()),
     }
 }

@@ -89,10 +89,7 @@ impl AdapterSource {
     pub fn base(&self) -> Option<Base> {
         match self {
             Self::Checkpoint(checkpoint) => checkpoint.state().base.clone(),
-            Self::Folder(folder) => {
-                let name = folder.base()?.to_owned();
-                Some(Base { name, revision: folder.revision().map(ToOwned::to_owned), sha256: String::new() })
-            }
+            Self::Folder(folder) => folder.base().cloned(),
         }
     }
 

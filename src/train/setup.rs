@@ -101,7 +101,9 @@ impl ModelSource {
             return Self::checked(config, shape, tokenizer, AuxFiles::default(), None, Some(random()));
         }
         if config.init == WeightInit::Random && !Path::new(&config.model).exists() {
-            let shape = named.ok_or_else(|| unknown_architecture(&config.model))?;
+            let unknown =
+                || format!("`{}` is neither a folder nor one of {}", config.model, ModelSpec::names().join(", "));
+            let shape = named.ok_or_else(|| Error::config("model", unknown()))?;
             return Self::checked(config, shape, given, AuxFiles::default(), None, Some(random()));
         }
         let there = config.folder.iter().map(|folder| folder.join(&config.model)).find(|path| path.exists());
@@ -288,7 +290,7 @@ fn find_on_hub(
     report(SetupEvent::Phase(format!("resolving {name}")));
     let settings = Settings::from_env().offline_if_unreachable();
     let network_error = settings.network_error.clone();
-    let mut progress = |progress| report(progress_of(progress));
+    let mut progress = |event: LoadEvent| report(event.into());
     let found = find(&mut Hub::new(settings).report_to(&mut progress))?;
     note_cached_copy(network_error, name, report);
     Ok(found)
@@ -315,16 +317,12 @@ pub(crate) fn check_misspelling(name: &str, local: impl IntoIterator<Item = Stri
     })
 }
 
-fn unknown_architecture(model: &str) -> Error {
-    Error::config("model", format!("`{model}` is neither a folder nor one of {}", ModelSpec::names().join(", ")))
-}
-
-fn progress_of(progress: hub::DownloadProgress) -> SetupEvent {
-    match progress {
-        hub::DownloadProgress::Bytes { file, done, total } => {
-            SetupEvent::Progress { what: format!("downloading {file}"), done, total }
+impl From<LoadEvent> for SetupEvent {
+    fn from(event: LoadEvent) -> Self {
+        match event {
+            LoadEvent::Progress { what, done, total } => Self::Progress { what, done, total },
+            LoadEvent::Notice(notice) => Self::Notice(notice),
         }
-        hub::DownloadProgress::Notice(notice) => SetupEvent::Notice(notice),
     }
 }
 
@@ -429,14 +427,9 @@ fn with_loader<T>(
     report(SetupEvent::Phase("reading the text".into()));
     let folder = settings.token_cache.clone();
     let report = RefCell::new(report);
-    let mut downloading = |progress| (report.borrow_mut())(progress_of(progress));
+    let tell = |event: LoadEvent| (report.borrow_mut())(event.into());
+    let (mut downloading, mut loading) = (tell, tell);
     let mut hub = Hub::new(settings).report_to(&mut downloading);
-    let mut loading = |event| {
-        (report.borrow_mut())(match event {
-            LoadEvent::Tokenizing { done, total } => SetupEvent::Progress { what: "tokenizing".into(), done, total },
-            LoadEvent::Notice(notice) => SetupEvent::Notice(notice),
-        });
-    };
     let loaded = load(&mut DatasetBuilder::new(folder).options(options).downloader(&mut hub).report_to(&mut loading))?;
     if let Some(remote) = remote {
         note_cached_copy(network_error, &remote.to_string(), *report.borrow_mut());

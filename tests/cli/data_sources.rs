@@ -161,7 +161,9 @@ fn a_second_run_reads_the_cache_and_a_damaged_one_is_rebuilt() {
     let folder = tempfile::tempdir().unwrap();
     let source = file(folder.path(), "a.txt", &grammar::text(5, 20_000));
     let (first, events) = load(folder.path(), &source, None);
-    assert!(matches!(events.last(), Some(LoadEvent::Tokenizing { done, total }) if done == total && *total >= 20_000));
+    assert!(
+        matches!(events.last(), Some(LoadEvent::Progress { done, total, .. }) if done == total && *total >= 20_000)
+    );
     let (second, events) = load(folder.path(), &source, None);
     assert_eq!(events, [], "nothing is tokenized twice");
     let (first, second) = (first.unwrap(), second.unwrap());

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::launch;
 use finetune::data::{DataSource, DatasetBuilder, Downloader, HubFile, LoadEvent, Tokenizer};
-use finetune::store::hub::{DownloadProgress, Hub, ModelFiles, Settings};
+use finetune::store::hub::{Hub, ModelFiles, Settings};
 use finetune::{Error, Result};
 use sha1::Digest as _;
 
@@ -262,9 +262,10 @@ fn a_model_arrives_in_pythons_layout_and_is_not_asked_for_twice() {
     let last = progress
         .iter()
         .rev()
-        .find(|event| matches!(event, DownloadProgress::Bytes { file, .. } if file == "model.safetensors"));
+        .find(|event| matches!(event, LoadEvent::Progress { what, .. } if what == "downloading model.safetensors"));
     let size = weights.len() as u64;
-    assert_eq!(last, Some(&DownloadProgress::Bytes { file: "model.safetensors".into(), done: size, total: size }));
+    let what = "downloading model.safetensors".into();
+    assert_eq!(last, Some(&LoadEvent::Progress { what, done: size, total: size }));
     assert_eq!(bad_files(cache.path()), [] as [PathBuf; 0]);
 
     // Again: only whether the branch has moved, and whether the optional files exist now, is asked.
@@ -350,7 +351,7 @@ fn without_a_network_the_cached_copy_serves_or_three_ways_on_are_named() {
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let settings = Settings { endpoint: format!("http://{gone}"), ..server.settings(cache.path()) };
     let mut notices = 0;
-    let mut report = |event| notices += u32::from(matches!(event, DownloadProgress::Notice(_)));
+    let mut report = |event| notices += u32::from(matches!(event, LoadEvent::Notice(_)));
     // The optional files are not cached, and their existence is unknown.
     let found = Hub::new(settings.clone()).report_to(&mut report).model("distilgpt2", None);
     assert_eq!(found.unwrap(), files);

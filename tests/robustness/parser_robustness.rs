@@ -326,11 +326,13 @@ parsers! {
     jsonl_of_any_bytes: bytes in any_bytes() => documents("a.jsonl", &bytes);
     jsonl_changed: good in select(&[GOOD_ROWS, GOOD_CHATS][..]), changes in changes()
         => documents("a.jsonl", &changed(good.as_bytes(), &changes));
-    tables_and_arrays_of_any_bytes: bytes in any_bytes(), name in r"a\.(json|csv|tsv)" => documents(&name, &bytes);
+    tables_and_arrays_of_any_bytes: bytes in any_bytes(), name in r"a\.(json|csv|tsv|parquet)" => documents(&name, &bytes);
     arrays_changed: changes in changes() => documents("a.json", &changed(GOOD_ARRAY.as_bytes(), &changes));
     tables_changed: changes in changes() => documents("a.csv", &changed(GOOD_TABLE.as_bytes(), &changes));
     text_of_any_bytes: bytes in any_bytes() => documents("a.txt", &bytes);
     templates_changed: changes in changes() => template(&changed(GOOD_TEMPLATE.as_bytes(), &changes));
+    safetensors_of_any_bytes: bytes in any_bytes() => header(&bytes);
+    safetensors_header_of_any_bytes: bytes in any_bytes() => header(&tensors(&bytes));
     safetensors_changed: changes in changes() => header(&changed(&tensors(GOOD_HEADER.as_bytes()), &changes));
     safetensors_header_changed: changes in changes()
         => header(&tensors(&changed(GOOD_HEADER.as_bytes(), &changes)));

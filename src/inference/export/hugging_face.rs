@@ -2,8 +2,7 @@
 
 use super::write_file;
 use crate::engine::model::{ModelSpec, Parameters, candle_dtype};
-use crate::inference::adapters::converted;
-use crate::inference::trained::TrainedModel;
+use crate::inference::trained::{TrainedModel, converted};
 use crate::precision::Dtype;
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config, write_adapter};
 use crate::store::aux_files::{TOKENIZER_CONFIG, tokenizer_config};

@@ -7,41 +7,33 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
 
+use strum::IntoStaticStr;
+
 use crate::digest::{Digest, DigestWriter};
 use crate::{Error, Result};
 
-/// A file-system operation that can fail.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// A file-system operation that can fail. Its text is the verb of an error: "cannot … `path`".
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum FsOp {
     /// Create a folder.
+    #[strum(serialize = "create folder")]
     CreateFolder,
     /// Create a new, empty file.
+    #[strum(serialize = "create")]
     CreateFile,
     /// Append bytes to a file; at most 64 KiB of tensor values at a time.
     Write,
     /// Sync a file to the medium.
+    #[strum(serialize = "sync")]
     SyncFile,
     /// Sync a folder's entries to the medium.
+    #[strum(serialize = "sync folder")]
     SyncFolder,
     /// Rename a file or folder.
     Rename,
     /// Remove a file, or a folder and its contents.
     Remove,
-}
-
-impl FsOp {
-    /// The verb of an error text: "cannot … `path`".
-    pub fn verb(self) -> &'static str {
-        match self {
-            Self::CreateFolder => "create folder",
-            Self::CreateFile => "create",
-            Self::Write => "write",
-            Self::SyncFile => "sync",
-            Self::SyncFolder => "sync folder",
-            Self::Rename => "rename",
-            Self::Remove => "remove",
-        }
-    }
 }
 
 type DiskHook = Arc<dyn Fn(FsOp, &Path) -> io::Result<()> + Send + Sync>;
@@ -114,7 +106,7 @@ impl Disk {
         loop {
             match self.call_hook(operation, path).and_then(|()| run()) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                done => return done.map_err(Error::io(operation.verb(), path)),
+                done => return done.map_err(Error::io(operation.into(), path)),
             }
         }
     }

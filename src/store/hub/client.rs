@@ -16,11 +16,12 @@ use serde_json::Value;
 use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
+use super::Repo;
 use super::cache::is_hex;
 use super::error::HubError;
 use super::settings::{Settings, without_password};
-use super::{MAX_JSON, Repo};
 use crate::data::HubListing;
+use crate::digest::MAX_SMALL_FILE;
 
 /// Attempts per request.
 pub(super) const ATTEMPTS: u32 = 5;
@@ -358,7 +359,7 @@ impl Metadata {
 
 /// Reads a response of JSON.
 pub(super) fn read_json(response: &mut Response<Body>) -> Result<Value> {
-    let text = response.body_mut().with_config().limit(MAX_JSON).read_to_string();
+    let text = response.body_mut().with_config().limit(MAX_SMALL_FILE).read_to_string();
     let text = text.map_err(|error| HubError::Network(error.to_string()))?;
     serde_json::from_str(&text).map_err(|error| HubError::Refused(format!("the server's answer is not JSON: {error}")))
 }

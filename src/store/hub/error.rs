@@ -1,6 +1,5 @@
 //! Failures of transfers from and to the Hub, and advice for the user.
 
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -13,45 +12,49 @@ use super::{ALIASES, Repo, RepoType};
 use crate::Error;
 
 /// Why a download failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(super) enum HubError {
     /// No response, or an interrupted one.
+    #[error("no usable connection ({0})")]
     Network(String),
     /// A server error or a busy server, after all attempts.
+    #[error("the server keeps answering {0}")]
     Server(StatusCode),
     /// 401 or 403.
+    #[error("the server denies access ({0})")]
     Unauthorized(StatusCode),
     /// 409 or 412: what should be created exists, or what should be changed has changed.
+    #[error("the server reports a conflict")]
     Conflict,
+    #[error("the server has no such file")]
     NoSuchFile,
+    #[error("the server has no such repository")]
     NoSuchRepo,
+    #[error("the repository has no such revision")]
     NoSuchRevision,
     /// The server sent more bytes than announced.
+    #[error("the server sends more than the {0} bytes it announced")]
     SizeMismatch(u64),
     /// The contents have the announced size but another hash.
+    #[error("the contents do not match the hash that the server announced")]
     WrongContent,
     /// The announced size exceeds the limit for this kind of file.
-    TooLarge {
-        size: u64,
-        limit: u64,
-    },
+    #[error("the server announces {size} bytes; the limit for such a file is {limit}")]
+    TooLarge { size: u64, limit: u64 },
     /// The cache's disk has too little space.
-    DiskFull {
-        needed: u64,
-        free: u64,
-        cache: PathBuf,
-    },
+    #[error("it needs {needed} bytes, but the disk of `{}` has only {free} free", cache.display())]
+    DiskFull { needed: u64, free: u64, cache: PathBuf },
     /// The server's response is invalid or not allowed.
+    #[error("{0}")]
     Refused(String),
     /// The cache has no such file, for this reason, and `HF_HUB_OFFLINE` is set or there is no network.
+    #[error("it is not in the cache ({0})")]
     NotCached(String),
     /// `HF_ENDPOINT` or `HF_TOKEN` is malformed.
+    #[error("{0}")]
     Settings(Error),
-    Disk {
-        action: &'static str,
-        path: PathBuf,
-        source: io::Error,
-    },
+    #[error("cannot {action} `{}`: {source}", path.display())]
+    Disk { action: &'static str, path: PathBuf, source: io::Error },
 }
 
 impl HubError {
@@ -146,31 +149,5 @@ impl HubError {
 impl From<Error> for HubError {
     fn from(error: Error) -> Self {
         Self::Refused(error.to_string())
-    }
-}
-
-impl fmt::Display for HubError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Network(what) => write!(f, "no usable connection ({what})"),
-            Self::Server(status) => write!(f, "the server keeps answering {status}"),
-            Self::Unauthorized(status) => write!(f, "the server denies access ({status})"),
-            Self::Conflict => f.write_str("the server reports a conflict"),
-            Self::NoSuchFile => f.write_str("the server has no such file"),
-            Self::NoSuchRepo => f.write_str("the server has no such repository"),
-            Self::NoSuchRevision => f.write_str("the repository has no such revision"),
-            Self::SizeMismatch(size) => write!(f, "the server sends more than the {size} bytes it announced"),
-            Self::WrongContent => f.write_str("the contents do not match the hash that the server announced"),
-            Self::TooLarge { size, limit } => {
-                write!(f, "the server announces {size} bytes; the limit for such a file is {limit}")
-            }
-            Self::DiskFull { needed, free, cache } => {
-                write!(f, "it needs {needed} bytes, but the disk of `{}` has only {free} free", cache.display())
-            }
-            Self::Refused(why) => f.write_str(why),
-            Self::Settings(error) => error.fmt(f),
-            Self::NotCached(reason) => write!(f, "it is not in the cache ({reason})"),
-            Self::Disk { action, path, source } => write!(f, "cannot {action} `{}`: {source}", path.display()),
-        }
     }
 }

@@ -12,7 +12,7 @@ use ureq::http::Response;
 use super::client::{Client, Payload, is_trusted, read_json};
 use super::error::HubError;
 use super::settings::without_password;
-use super::{DownloadProgress, Hub, check_name};
+use super::{Hub, check_name};
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
@@ -141,10 +141,6 @@ impl Hub<'_> {
                 continue;
             }
             self.follow("PUT", to, &Payload::File(&upload.path))?;
-            if let Some(progress) = &mut self.progress {
-                let size = upload.digest.bytes;
-                progress(DownloadProgress::Bytes { file: upload.name.clone(), done: size, total: size });
-            }
             if !verify["href"].is_null() {
                 self.follow("POST", verify, &Payload::Text(&object_of(upload).to_string()))?;
             }

@@ -1,6 +1,6 @@
 //! Measurements between steps: the validation loss, text samples, FP32 probes, and the scale that would have worked.
 
-use super::{Trainer, batches_in_step};
+use super::{LeaderMessage, Trainer, batches_in_step};
 use crate::Result;
 use crate::data::Batch;
 use crate::precision::Dtype;
@@ -27,7 +27,7 @@ impl Trainer {
         if self.eval.is_empty() {
             return Ok(None);
         }
-        self.broadcast_evaluation()?;
+        self.broadcast(&LeaderMessage::Evaluate)?;
         self.begin_phase("evaluating");
         let step = self.engine.state.counters.step;
         self.eval.rewind();

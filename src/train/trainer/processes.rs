@@ -7,7 +7,7 @@ mod throughput;
 
 pub(super) use gather::GatheredState;
 pub use heartbeat::Heartbeat;
-use messages::LeaderMessage;
+pub(super) use messages::LeaderMessage;
 pub use messages::RunStart;
 pub(super) use throughput::ThroughputMeter;
 
@@ -33,16 +33,8 @@ impl Trainer {
     }
 
     /// On the leader, sends a message to the workers.
-    fn broadcast(&self, message: &LeaderMessage) -> Result<()> {
+    pub(super) fn broadcast(&self, message: &LeaderMessage) -> Result<()> {
         if self.group().is_leader() { self.group().broadcast(message) } else { Ok(()) }
-    }
-
-    pub(super) fn broadcast_step(&self, probe: bool) -> Result<()> {
-        self.broadcast(&LeaderMessage::Step { probe })
-    }
-
-    pub(super) fn broadcast_evaluation(&self) -> Result<()> {
-        self.broadcast(&LeaderMessage::Evaluate)
     }
 
     /// Keeps the workers waiting for the next message.

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 /// A message from the leader to the workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) enum LeaderMessage {
+pub(in crate::train::trainer) enum LeaderMessage {
     /// The leader is still busy.
     Heartbeat,
     /// Starts a run.

@@ -12,10 +12,8 @@ use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::Path;
 
-/// Opens a regular file for reading. Rejects pipes, devices and sockets, from which reading may never end.
-///
-/// # Errors
-/// The operating system's error; [`ErrorKind::InvalidInput`] for anything but a regular file.
+/// Opens a regular file for reading. Rejects pipes, devices and sockets, from which reading may never end. Fails with
+/// [`ErrorKind::InvalidInput`] for anything but a regular file.
 pub fn open(path: &Path) -> io::Result<File> {
     let file = open_any(path)?;
     let metadata = file.metadata()?;
@@ -27,9 +25,7 @@ pub fn open(path: &Path) -> io::Result<File> {
 }
 
 /// Opens a file of a run for writing, with `options`. Rejects links and pipes, which an untrusted folder may contain.
-///
-/// # Errors
-/// The operating system's error; [`ErrorKind::InvalidData`] for anything but a regular file.
+/// Fails with [`ErrorKind::InvalidData`] for anything but a regular file.
 pub fn open_run_file(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let refused = |what: &str| io::Error::new(ErrorKind::InvalidData, format!("it is {what}; remove it"));
     std::os::unix::fs::OpenOptionsExt::custom_flags(options, libc::O_NOFOLLOW | libc::O_NONBLOCK);

@@ -173,10 +173,7 @@ struct LengthBucket {
 }
 
 impl BatchLoader {
-    /// A loader at the start of epoch 0, without packing.
-    ///
-    /// # Errors
-    /// The tokens do not fill one row.
+    /// A loader at the start of epoch 0, without packing. Fails if the tokens do not fill one row.
     pub fn new(tokens: TokenSource, batch_size: usize, seq_len: usize, seed: u64) -> Result<Self> {
         check_shape(batch_size, seq_len)?;
         Self::from_index(SequenceIndex::new(tokens, seq_len, false, "training data")?, batch_size, seed)

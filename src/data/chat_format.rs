@@ -69,10 +69,8 @@ pub struct ChatSettings {
     pub tokens: TemplateTokens,
 }
 
-/// Returns the template that a user names: a built-in one, or a file.
-///
-/// # Errors
-/// [`Error::Config`] if the name is unknown; [`Error::Io`] or [`Error::Model`] if the file cannot be read.
+/// Returns the template that a user names: a built-in one, or a file. Fails with [`Error::Config`] if the name is
+/// unknown; [`Error::Io`] or [`Error::Model`] if the file cannot be read.
 pub fn named_template(named: &str) -> Result<String> {
     match built_in(named) {
         Some(source) => Ok(source),
@@ -186,19 +184,14 @@ impl ChatFormat {
     }
 
     /// Renders `conversation` up to the start of the next answer.
-    ///
-    /// # Errors
-    /// [`Error::Model`] if the template fails, with its line.
     pub(super) fn prompt(&self, conversation: &Conversation, tools: Option<&Value>) -> Result<String> {
         let renderer = self.renderer.as_ref().map_err(|message| Error::model(&self.origin, message.clone()))?;
         Ok(renderer.template.render(conversation, tools, true)?.text)
     }
 
-    /// Renders `conversation`, with the byte ranges of its answers unless `unmarked`.
-    ///
-    /// # Errors
-    /// [`Error::Model`] if the template fails, with its line; if no block marks its answers; or if the training
-    /// template writes a different text.
+    /// Renders `conversation`, with the byte ranges of its answers unless `unmarked`. Fails with [`Error::Model`] if
+    /// the template fails, with its line; if no block marks its answers; or if the training template writes a different
+    /// text.
     pub fn render(&self, conversation: &Conversation, tools: Option<&Value>, unmarked: bool) -> Result<Rendered> {
         let wrong = |message: String| Error::model(&self.origin, message);
         let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;

@@ -159,10 +159,7 @@ impl<'a> DatasetBuilder<'a> {
     }
 
     /// The conversations of `source`, each split into prompt and last answer; skips conversations that do not end with
-    /// one.
-    ///
-    /// # Errors
-    /// Like [`Self::load`], and [`Error::Data`] if there is none.
+    /// one. Fails like [`Self::load`], and with [`Error::Data`] if there is none.
     pub fn eval_examples(&mut self, source: &DataSource) -> Result<Vec<EvalExample>> {
         let mut examples = Vec::new();
         let advice = "contains text, not conversations; use a file with rows of `messages`";
@@ -183,10 +180,7 @@ impl<'a> DatasetBuilder<'a> {
         Ok(examples)
     }
 
-    /// The prompts in the rows of `source`.
-    ///
-    /// # Errors
-    /// [`Error::Data`] with the line of a row that has no prompt.
+    /// The prompts in the rows of `source`. Fails with [`Error::Data`] naming the line of a row that has no prompt.
     pub fn prompts(&mut self, source: &DataSource) -> Result<Vec<PromptRow>> {
         let mut prompts = Vec::new();
         let advice = "contains text, not rows; use a file with rows of `prompt` or `messages`";

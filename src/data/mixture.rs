@@ -46,10 +46,8 @@ impl From<SequenceIndex> for Mixture {
 }
 
 impl Mixture {
-    /// The rows of `sets`, each with the weight of its tokens.
-    ///
-    /// # Errors
-    /// [`Error::Config`] without a set, or for sets of different kinds.
+    /// The rows of `sets`, each with the weight of its tokens. Fails with [`Error::Config`] for no set, or for sets
+    /// of different kinds.
     pub fn new(sets: Vec<(SequenceIndex, f64)>) -> Result<Self> {
         let refused = |message: &str| Err(Error::config("data", message));
         let Some((first, _)) = sets.first() else { return refused("needs a data set") };

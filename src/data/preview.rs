@@ -31,9 +31,6 @@ pub struct DatasetPreview {
 
 impl DatasetPreview {
     /// A preview of the rows of `index`, with sample `number` or the first; `chat` if they are conversations.
-    ///
-    /// # Errors
-    /// [`Error::Data`](crate::Error::Data) if the tokens cannot be read or decoded.
     pub fn new(
         index: &SequenceIndex,
         number: Option<u64>,

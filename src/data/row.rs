@@ -199,10 +199,8 @@ impl<'a> RowReader<'a> {
         self.options.field_names()
     }
 
-    /// A description of the documents so far.
-    ///
-    /// # Errors
-    /// [`Error::Data`] with the first pair of identical answers, if there are any.
+    /// A description of the documents so far. Fails with [`Error::Data`] naming the first pair of identical answers, if
+    /// there are any.
     pub(super) fn contents(self) -> Result<DatasetContents> {
         if let Some((count, error)) = self.identical {
             let Error::Data { origin, message } = error else { return Err(error) };

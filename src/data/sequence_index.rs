@@ -104,10 +104,8 @@ enum RowSpans {
 }
 
 impl SequenceIndex {
-    /// Lays out `tokens` as rows of `seq_len` inputs. `origin` names the tokens in an error.
-    ///
-    /// # Errors
-    /// [`Error::Data`] if there is no row: too few tokens for a window, or no sample with loss tokens.
+    /// Lays out `tokens` as rows of `seq_len` inputs. `origin` names the tokens in an error. Fails with [`Error::Data`]
+    /// if there is no row: too few tokens for a window, or no sample with loss tokens.
     pub fn new(tokens: TokenSource, seq_len: usize, packing: bool, origin: &str) -> Result<Self> {
         if tokens.is_samples() {
             return Self::of_samples(tokens, seq_len, packing, origin);

@@ -118,7 +118,7 @@ pub trait Downloader {
     fn download(&mut self, remote: HubFile) -> Result<PathBuf>;
 }
 
-/// An event while data is loaded.
+/// An event while data or a model is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LoadEvent {
     /// Progress of a download or of tokenization.
@@ -127,10 +127,10 @@ pub enum LoadEvent {
         what: String,
         /// Bytes done.
         done: u64,
-        /// Bytes of all files.
+        /// Total bytes.
         total: u64,
     },
-    /// A notice.
+    /// Information for the user that needs no action.
     Notice(String),
 }
 

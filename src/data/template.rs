@@ -148,10 +148,8 @@ pub struct Template {
 }
 
 impl Template {
-    /// Parses `source`; `origin` is its name in error messages.
-    ///
-    /// # Errors
-    /// [`Error::Model`] with the line of a syntax error.
+    /// Parses `source`; `origin` is its name in error messages. Fails with [`Error::Model`] naming the line of a syntax
+    /// error.
     pub fn new(source: &str, origin: &str, tokens: TemplateTokens) -> Result<Self> {
         if source.len() > MAX_SOURCE {
             let message = format!("its chat template has {} bytes; the maximum is {MAX_SOURCE}", source.len());
@@ -176,11 +174,9 @@ impl Template {
         self.has_generation_blocks
     }
 
-    /// Converts `conversation` to text; `tools` is an array. `add_generation_prompt` appends the start of the next answer.
-    ///
-    /// # Errors
-    /// [`Error::Model`] with the template's line: what it refuses (two users in a row, an unknown role) or cannot
-    /// compute.
+    /// Converts `conversation` to text; `tools` is an array. `add_generation_prompt` appends the start of the next
+    /// answer. Fails with [`Error::Model`] naming the template's line: what it refuses (two users in a row, an unknown
+    /// role) or cannot compute.
     pub fn render(
         &self,
         conversation: &Conversation,

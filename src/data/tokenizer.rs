@@ -104,10 +104,7 @@ impl Tokenizer {
 
     /// The tokenizer with the BOS token that `rule` determines for a model with these values of `add_bos_token` and
     /// `bos_token` in its `tokenizer_config.json` and `bos_token_id` in its `config.json`. A new tokenizer has what its
-    /// post-processor adds.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if `rule` asks for a token that the model does not have.
+    /// post-processor adds. Fails with [`Error::Config`] if `rule` asks for a token that the model does not have.
     pub fn with_bos(self, rule: Bos, add_bos_token: Option<bool>, name: Option<&str>, id: Option<u32>) -> Result<Self> {
         let named = || self.added.or_else(|| self.id(name?));
         let bos = if rule.applies(add_bos_token, self.added.is_some()) { named() } else { None };
@@ -277,6 +274,9 @@ impl Tokenizer {
     /// SHA-256 of [`Self::json`] in hexadecimal, and the BOS token: equal fingerprints mean equal ids.
     pub fn fingerprint(&self) -> String {
         Digest::of(&self.json).sha256 + &self.bos.map_or_else(String::new, |bos| format!(" bos {bos}"))
+    }
+}
+
 /// The rule for adding the tokenizer's BOS token, which begins documents, prompts and windows of running text. A chat
 /// template writes the token itself. The token is an input and never a label.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -320,9 +320,6 @@ fn added_by(post_processor: &Value) -> Option<&str> {
     // BERT's and RoBERTa's processors have a fixed form.
     let fixed = || post_processor["cls"][0].as_str();
     post_processor["single"][0]["SpecialToken"]["id"].as_str().or_else(fixed)
-}
-
-    }
 }
 
 impl std::fmt::Debug for Tokenizer {

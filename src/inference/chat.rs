@@ -18,9 +18,7 @@ pub struct Chat {
 
 impl Chat {
     /// A conversation with `trained`, with the template that is `named`, else the model's own, else one line per turn.
-    ///
-    /// # Errors
-    /// The errors of [`named_template`], or [`Error::Model`](crate::Error::Model) for a template that cannot be parsed.
+    /// Fails like [`named_template`], and for a template that cannot be parsed.
     pub fn new(trained: &TrainedModel, named: Option<&str>) -> Result<Self> {
         let chat = &trained.chat;
         let (source, origin) = match named {

@@ -24,9 +24,7 @@ pub struct SlidingWindow {
 const BATCH_TOKENS: usize = 1024;
 
 impl SlidingWindow {
-    /// Windows of `seq_len` tokens, or of the whole `context`; without a stride they do not overlap.
-    ///
-    /// # Errors
+    /// Windows of `seq_len` tokens, or of the whole `context`; without a stride they do not overlap. Fails with
     /// [`Error::Config`] with the flag that is out of range.
     pub fn new(context: usize, seq_len: Option<usize>, stride: Option<usize>, batch: Option<usize>) -> Result<Self> {
         let seq_len = seq_len.unwrap_or(context);

@@ -25,11 +25,9 @@ pub struct ExactMatch {
     pub wrong: Vec<(String, String)>,
 }
 
-/// Asks `trained`, with these weights, every question of `examples`; the likeliest token is taken each time.
-/// Calls `progress` with the number of answers so far.
-///
-/// # Errors
-/// [`Error::Model`] if the template refuses a question, [`Error::Data`] for a question that fills the model's context.
+/// Asks `trained`, with these weights, every question of `examples`; the likeliest token is taken each time. Calls
+/// `progress` with the number of answers so far. Fails with [`Error::Model`] if the template refuses a question,
+/// [`Error::Data`] for a question that fills the model's context.
 pub fn exact_match(
     trained: &TrainedModel,
     (model, weights, policy): (&Decoder, &Parameters, PrecisionPolicy),

@@ -64,10 +64,8 @@ impl From<Dtype> for WeightDtype {
     }
 }
 
-/// Writes `trained` with weights of dtype `encoding` to `out`, which must not exist. Returns the written files.
-///
-/// # Errors
-/// [`Error::Config`] if `out` exists or the format has no such encoding; [`Error::Model`] if the type cannot hold
+/// Writes `trained` with weights of dtype `encoding` to `out`, which must not exist. Returns the written files. Fails
+/// with [`Error::Config`] if `out` exists or the format has no such encoding; [`Error::Model`] if the type cannot hold
 /// the weights or the format cannot hold the tokenizer; [`Error::Io`].
 pub fn export(
     trained: &TrainedModel,

@@ -133,10 +133,8 @@ pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
 }
 
 /// Generates text, overwriting `cache`. Calls `on_token` with each token except the one that ends the text; it returns
-/// whether to continue. Equal weights and requests give equal tokens.
-///
-/// # Errors
-/// [`Error::Model`] if the model's logits are not finite; errors of `on_token`.
+/// whether to continue. Equal weights and requests give equal tokens. Fails with [`Error::Model`] if the model's logits
+/// are not finite; errors of `on_token`.
 pub fn generate(
     model: &Decoder,
     weights: &Parameters,

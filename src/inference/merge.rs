@@ -23,9 +23,7 @@ pub struct MergeError {
 }
 
 /// Compares base and adapters with the merged model in `out`, whose weights have `encoding`, on random tokens and on
-/// `open`'s device, in FP32. An ONNX graph is compared by the weights that were written to it.
-///
-/// # Errors
+/// `open`'s device, in FP32. An ONNX graph is compared by the weights that were written to it. Fails with
 /// [`Error::Model`] if `out` cannot be read, or a logit is not finite.
 pub fn merge_error(
     trained: &TrainedModel,

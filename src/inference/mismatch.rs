@@ -89,9 +89,7 @@ impl Sequences {
     }
 }
 
-/// The log-probabilities of each predicted token of `sequences`, in training and in generation.
-///
-/// # Errors
+/// The log-probabilities of each predicted token of `sequences`, in training and in generation. Fails with
 /// [`Error::Model`] where logits are not finite.
 pub fn log_probs(
     model: &Decoder,

@@ -38,9 +38,7 @@ pub type Locate<'a> = dyn FnMut(&str, Option<&str>) -> Result<PathBuf> + 'a;
 
 impl TrainedModel {
     /// Opens `path`: a folder with `config.json`, a GGUF file, a `step-*` or `weights-*` folder (verified first), a
-    /// run's folder, or adapters whose base is on this machine. `tokenizer` replaces the model's own.
-    ///
-    /// # Errors
+    /// run's folder, or adapters whose base is on this machine. `tokenizer` replaces the model's own. Fails with
     /// [`Error::Model`] or [`Error::Checkpoint`] if there is no model, it is damaged, or the tokenizer does not fit.
     pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Self> {
         Self::open_with(path, tokenizer, &mut |name, _| Ok(PathBuf::from(name)))
@@ -107,10 +105,8 @@ impl TrainedModel {
         Self { path, config, tokenizer, aux_files, chat, corrupt_files, weights, adapters }.with_bos(Bos::Auto)
     }
 
-    /// The model with the BOS token that `rule` determines.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if `rule` asks for a token that the model does not have.
+    /// The model with the BOS token that `rule` determines. Fails with [`Error::Config`] if `rule` asks for a token
+    /// that the model does not have.
     pub fn with_bos(mut self, rule: Bos) -> Result<Self> {
         self.tokenizer = self.aux_files.with_bos(self.tokenizer, rule, self.config.bos_token_id)?;
         Ok(self)
@@ -130,10 +126,8 @@ impl TrainedModel {
         DatasetOptions { chat, ..DatasetOptions::default() }
     }
 
-    /// The same model with the adapters in `folder`, in PEFT's format.
-    ///
-    /// # Errors
-    /// [`Error::Model`] naming the part that does not fit; [`Error::Config`] if the model already has adapters.
+    /// The same model with the adapters in `folder`, in PEFT's format. Fails with [`Error::Model`] naming the part that
+    /// does not fit; [`Error::Config`] if the model already has adapters.
     pub fn with_adapters(self, folder: &Path) -> Result<Self> {
         if self.adapters.is_some() {
             return Err(Error::config(
@@ -178,10 +172,8 @@ impl TrainedModel {
         }
     }
 
-    /// The weights rounded to `dtype`.
-    ///
-    /// # Errors
-    /// [`Error::Model`] naming a tensor with infinities or NaNs, or with values beyond the range of `dtype`.
+    /// The weights rounded to `dtype`. Fails with [`Error::Model`] naming a tensor with infinities or NaNs, or with
+    /// values beyond the range of `dtype`.
     pub fn weights(&self, dtype: Dtype) -> Result<Parameters> {
         let masters = self.masters()?;
         check_range(&masters, &self.path.display().to_string(), dtype)?;
@@ -269,6 +261,14 @@ fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightS
     Ok((WeightSource::Stored(model), shape))
 }
 
+fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &ModelSpec) -> Result<()> {
+    let (tokens, rows) = (tokenizer.vocab_size(), config.vocab_size);
+    if tokens <= rows {
+        return Ok(());
+    }
+    Err(Error::model(file.display(), format!("it has {tokens} tokens, but the model's vocabulary has {rows}")))
+}
+
 /// A decoder of `spec` with these FP32 adapters, rounded to the policy's compute type, over their base of that type, on
 /// an open device.
 fn load_decoder(
@@ -306,12 +306,4 @@ fn merge_into_base(spec: &ModelSpec, adapters: &Parameters) -> Result<(ModelSpec
     }
     merge_adapters(spec, adapters, &merged)?;
     Ok((plain, merged))
-}
-
-fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &ModelSpec) -> Result<()> {
-    let (tokens, rows) = (tokenizer.vocab_size(), config.vocab_size);
-    if tokens <= rows {
-        return Ok(());
-    }
-    Err(Error::model(file.display(), format!("it has {tokens} tokens, but the model's vocabulary has {rows}")))
 }

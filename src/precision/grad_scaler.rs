@@ -110,9 +110,6 @@ pub struct GradScaler {
 
 impl GradScaler {
     /// A scaler at its initial scale.
-    ///
-    /// # Errors
-    /// [`Error::Config`] that names the invalid option.
     pub fn new(config: GradScalerConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self::start(config))
@@ -124,9 +121,6 @@ impl GradScaler {
     }
 
     /// A scaler that continues from a saved state.
-    ///
-    /// # Errors
-    /// An invalid option, or a damaged state.
     pub fn resume(config: GradScalerConfig, state: ScalerState) -> Result<Self> {
         config.validate()?;
         check_scale("scale", state.scale)?;
@@ -307,10 +301,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Sets the factors and the interval of later updates; keeps scale and tracker.
-    ///
-    /// # Errors
-    /// A value out of range; nothing is changed.
+    /// Sets the factors and the interval of later updates; keeps scale and tracker. A value out of range is an error
+    /// and changes nothing.
     pub fn set_factors(&mut self, growth_factor: f64, backoff_factor: f64, growth_interval: u32) -> Result<()> {
         check_factors(growth_factor, backoff_factor, growth_interval)?;
         self.config = GradScalerConfig { growth_factor, backoff_factor, growth_interval, ..self.config };
@@ -324,10 +316,8 @@ impl GradScaler {
         enabled.then_some(StateDict { scale, growth_factor, backoff_factor, growth_interval, growth_tracker })
     }
 
-    /// Restores scale, tracker, factors and interval, and resets the rest. Does nothing if disabled.
-    ///
-    /// # Errors
-    /// An empty state or a value out of range; nothing is changed.
+    /// Restores scale, tracker, factors and interval, and resets the rest. Does nothing if disabled. An empty state or
+    /// a value out of range is an error and changes nothing.
     pub fn load_state_dict(&mut self, state: Option<&StateDict>) -> Result<()> {
         if !self.config.enabled {
             return Ok(());

@@ -70,10 +70,8 @@ impl AdapterFolder {
         path.join(ADAPTER_CONFIG).is_file()
     }
 
-    /// Opens the folder and checks its configuration.
-    ///
-    /// # Errors
-    /// [`Error::Model`] naming the file and the key or tensor.
+    /// Opens the folder and checks its configuration. Fails with [`Error::Model`] naming the file and the key or
+    /// tensor.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = path.join(ADAPTER_CONFIG);
@@ -236,9 +234,9 @@ impl AdapterConfig {
             },
         };
         let flag = |key: &str| json.get(key).and_then(Value::as_bool).unwrap_or(false);
-        let (revision, sha256) = (text("revision"), String::new());
         let text = |key: &str| json.get(key).and_then(Value::as_str).map(ToOwned::to_owned);
         let rank = |r: f64| r.fract() == 0.0 && (1.0..=f64::from(1 << 20)).contains(&r);
+        let (revision, sha256) = (text("revision"), String::new());
         Ok(Self {
             r: number("r", 8.0, &rank, "a whole number from 1")? as usize,
             alpha: number("lora_alpha", 8.0, &|alpha| alpha.is_finite() && alpha > 0.0, "a positive number")?,

@@ -52,10 +52,8 @@ impl AuxFiles {
     }
 
     /// The chat template and its special tokens. The template is `chat_template.jinja`, or the one in
-    /// `tokenizer_config.json`: a string, or the one named `default` in a list.
-    ///
-    /// # Errors
-    /// [`Error::Model`] for a file that is not UTF-8 or not JSON.
+    /// `tokenizer_config.json`: a string, or the one named `default` in a list. Fails with [`Error::Model`] for a file
+    /// that is not UTF-8 or not JSON.
     pub fn chat(&self) -> Result<ChatSettings> {
         let config = self.json(TOKENIZER_CONFIG)?;
         let token = |key| special_token(&config, key).map(str::to_owned);
@@ -70,10 +68,8 @@ impl AuxFiles {
     }
 
     /// `tokenizer` with the BOS token that `rule` determines; `id` is the one in `config.json`. If it differs from the
-    /// one that `auto` determines, these files record it as `add_bos_token`.
-    ///
-    /// # Errors
-    /// Like [`Tokenizer::with_bos`], and [`Error::Model`] for a file that is not JSON.
+    /// one that `auto` determines, these files record it as `add_bos_token`. Fails like [`Tokenizer::with_bos`], and
+    /// with [`Error::Model`] for a file that is not JSON.
     pub fn with_bos(&mut self, tokenizer: Tokenizer, rule: Bos, id: Option<u32>) -> Result<Tokenizer> {
         let mut config = self.json(TOKENIZER_CONFIG)?;
         let (add, name) = (config["add_bos_token"].as_bool(), special_token(&config, "bos_token"));

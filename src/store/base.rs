@@ -30,11 +30,8 @@ pub struct AdaptedModel {
 
 /// Loads the base of `spec` and draws its trained parameters from `seed`. `read_part` reads FP32 values of a parameter,
 /// starting at a given one: a whole parameter, or some rows of a token embedding. On a CPU matrices stay in the
-/// quantized blocks of `gguf`. `origin` is the base's name in error messages.
-///
-/// # Errors
-/// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold; or the error of
-/// `read_part`.
+/// quantized blocks of `gguf`. `origin` is the base's name in error messages. Fails with [`Error::Model`] naming a
+/// tensor that holds infinities or NaNs, or that `compute` cannot hold; or the error of `read_part`.
 pub fn load_with_base(
     spec: &ModelSpec,
     compute: Dtype,

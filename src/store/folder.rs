@@ -31,9 +31,7 @@ impl ModelFolder {
     /// Opens the folder and checks it without reading values, except of a tied head that is stored anyway, which must
     /// equal the embedding.
     ///
-    /// Tensors may have the prefix `transformer.`; buffers of the attention mask are skipped.
-    ///
-    /// # Errors
+    /// Tensors may have the prefix `transformer.`; buffers of the attention mask are skipped. Fails with
     /// [`Error::Model`] with the folder or file and the first problem: a key of the configuration; only pickled
     /// weights; a shard outside the folder; a missing or extra tensor, or one of the wrong shape.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {

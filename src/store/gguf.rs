@@ -41,11 +41,9 @@ pub struct Gguf {
 }
 
 impl Gguf {
-    /// Opens the file and checks it from end to end, without reading values.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if it cannot be read; [`Error::Model`] with the first problem of the file: not GGUF,
-    /// truncated, metadata of absurd sizes, a block type that is not built, a tensor that does not fit.
+    /// Opens the file and checks it from end to end, without reading values. Fails with [`Error::Io`] if it cannot be
+    /// read; [`Error::Model`] with the first problem of the file: not GGUF, truncated, metadata of absurd sizes, a
+    /// block type that is not built, a tensor that does not fit.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = File::open(&path).map_err(Error::io("open", &path))?;
@@ -109,10 +107,8 @@ impl Gguf {
         self.content.tensor_infos.iter().map(|(name, info)| (name.as_str(), info.ggml_dtype, info.shape.dims()))
     }
 
-    /// A tensor, dequantized to FP32 on the CPU; the outermost dimension comes first.
-    ///
-    /// # Errors
-    /// [`Error::Model`] if there is none of this name, or its block type cannot be dequantized.
+    /// A tensor, dequantized to FP32 on the CPU; the outermost dimension comes first. Fails with [`Error::Model`] if
+    /// there is none of this name, or its block type cannot be dequantized.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
         self.info(name)?;
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
@@ -211,10 +207,8 @@ impl Gguf {
         Ok(self.count(key)?.and_then(|id| u32::try_from(id).ok()))
     }
 
-    /// The tokenizer, in Hugging Face's terms.
-    ///
-    /// # Errors
-    /// [`Error::Model`] for a kind that is not built, or parts that contradict each other.
+    /// The tokenizer, in Hugging Face's terms. Fails with [`Error::Model`] for a kind that is not built, or parts that
+    /// contradict each other.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
         // A separate statement, so that the tree is dropped before its text is read.
         let json = tokenizer::json(self)?.to_string().into_bytes();

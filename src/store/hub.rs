@@ -116,7 +116,7 @@ impl<'a> Hub<'a> {
         Self { settings, client: None, unreachable: false, report: None }
     }
 
-    /// Calls `progress` as files arrive.
+    /// Calls `report` as files arrive.
     #[must_use]
     pub fn report_to(mut self, report: &'a mut dyn FnMut(LoadEvent)) -> Self {
         self.report = Some(report);

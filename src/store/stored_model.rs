@@ -19,9 +19,6 @@ pub enum StoredModel {
 
 impl StoredModel {
     /// Opens a folder or a file.
-    ///
-    /// # Errors
-    /// As [`ModelFolder::open`] and [`GgufModel::open`].
     pub fn open(path: &Path) -> Result<Self> {
         if is_gguf(path) {
             return Ok(Self::Gguf(Box::new(GgufModel::open(path)?)));

@@ -32,10 +32,8 @@ pub struct TensorFile {
 }
 
 impl TensorFile {
-    /// Maps the file and checks its header.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if it cannot be read, [`Error::Model`] with the file and what is wrong with its header.
+    /// Maps the file and checks its header. Fails with [`Error::Io`] if it cannot be read, [`Error::Model`] with the
+    /// file and what is wrong with its header.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let file = untrusted::open(&path).map_err(Error::io("open", &path))?;
@@ -107,10 +105,8 @@ impl TensorView<'_> {
         self.len() == 0
     }
 
-    /// Widens F32, F16 or BF16 values, all exactly, into `out`.
-    ///
-    /// # Errors
-    /// [`Error::Model`] with the tensor, if its dtype or length does not match.
+    /// Widens F32, F16 or BF16 values, all exactly, into `out`. Fails with [`Error::Model`] naming the tensor, if its
+    /// dtype or length does not match.
     pub fn read_f32(&self, out: &mut [f32]) -> Result<()> {
         if out.len() != self.len() {
             return Err(self.error(format!(

@@ -102,9 +102,6 @@ impl AdapterSource {
     }
 
     /// `base` with these adapters.
-    ///
-    /// # Errors
-    /// [`Error::Model`] or [`Error::Checkpoint`] if they do not fit.
     pub fn spec(&self, base: &ModelSpec) -> Result<ModelSpec> {
         match self {
             Self::Folder(folder) => folder.spec(base),
@@ -123,10 +120,8 @@ impl AdapterSource {
     }
 
     /// Loads them in FP32 over the weights of `base` in `compute`, on the CPU. With `in_blocks`, the matrices of a GGUF
-    /// file stay in their blocks. `origin` is the base's name, used in error texts.
-    ///
-    /// # Errors
-    /// [`Error::Model`] if the base is not the one that they were trained over.
+    /// file stay in their blocks. `origin` is the base's name, used in error texts. Fails with [`Error::Model`] if the
+    /// base is not the one that they were trained over.
     pub fn load(
         &self,
         (base, weights): (&ModelSpec, &WeightSource),

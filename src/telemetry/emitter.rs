@@ -11,10 +11,7 @@ const QUEUE: usize = 8192;
 
 /// Another consumer of a run's records, such as a TensorBoard file or a Prometheus endpoint.
 pub trait Sink: std::fmt::Debug + Send {
-    /// Processes a record.
-    ///
-    /// # Errors
-    /// The record cannot be written. The sink then gets no further records, and training continues.
+    /// Processes a record. After an error the sink gets no further records, and training continues.
     fn write(&mut self, record: &Record) -> Result<()>;
 
     /// A warning about a problem that does not end the sink; returned once.

@@ -31,9 +31,6 @@ const MAX_PENDING: usize = 4 << 20;
 
 impl EventLog {
     /// Opens the log at `path` to append to it, or creates it. Cuts off a torn last line.
-    ///
-    /// # Errors
-    /// If the file cannot be opened, read or repaired.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref().to_path_buf();
         let mut file = untrusted::open_run_file(&path, OpenOptions::new().read(true).append(true).create(true))
@@ -52,10 +49,8 @@ impl EventLog {
         self.last_seconds
     }
 
-    /// Appends a line.
-    ///
-    /// # Errors
-    /// If it cannot be written. The line is kept, and the next call retries; see [`Self::take_dropped`].
+    /// Appends a line. Fails if it cannot be written. The line is kept, and the next call retries; see
+    /// [`Self::take_dropped`].
     pub fn append(&mut self, record: &Record) -> Result<()> {
         if self.pending.len() > MAX_PENDING {
             self.dropped += 1;
@@ -153,9 +148,6 @@ pub fn last_records(log: &Path, bytes: u64) -> impl Iterator<Item = Record> {
 }
 
 /// The valid records of a log, without those that a later resume made void and without unreadable lines.
-///
-/// # Errors
-/// If there is no such file or it cannot be read.
 pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
     let mut records = Vec::new();
     for_each(path, |record| {
@@ -166,10 +158,7 @@ pub fn read(path: impl AsRef<Path>) -> Result<Vec<Record>> {
 }
 
 /// Passes each record of [`read`] to `take`, in memory that does not grow with the log, and returns the number of
-/// unreadable lines.
-///
-/// # Errors
-/// If there is no such file, it cannot be read, or `take` fails.
+/// unreadable lines. Fails if there is no such file, it cannot be read, or `take` fails.
 pub fn for_each(path: impl AsRef<Path>, mut take: impl FnMut(Record) -> Result<()>) -> Result<usize> {
     let path = path.as_ref();
     untrusted::open(path).map_err(Error::io("read", path))?;
@@ -258,9 +247,6 @@ impl Tail {
     }
 
     /// Reads the lines written since the last poll, or the first of them.
-    ///
-    /// # Errors
-    /// If the file exists but cannot be read.
     pub fn poll(&mut self) -> Result<Poll> {
         self.try_poll().map_err(Error::io("read", &self.path))
     }

@@ -54,10 +54,7 @@ const FIGURES: [(&str, &str, &str); 14] = [
 ];
 
 impl Prometheus {
-    /// Listens on an address; port 0 picks a free port.
-    ///
-    /// # Errors
-    /// If the address is in use or not permitted.
+    /// Listens on an address; port 0 picks a free port. Fails if the address is in use or not permitted.
     pub fn listen(address: SocketAddr) -> Result<Self> {
         let refused = |error: std::io::Error| {
             Error::config("--metrics-port", format!("cannot listen on {address}: {error}; choose a different port"))

@@ -104,10 +104,8 @@ impl RunState {
         Self { curves: Curves::new(capacity), ..Self::default() }
     }
 
-    /// Reads a whole log; also returns the number of unreadable lines.
-    ///
-    /// # Errors
-    /// If the file cannot be read, is not a run's log, or has no step yet.
+    /// Reads a whole log; also returns the number of unreadable lines. Fails if the file cannot be read, is not a run's
+    /// log, or has no step yet.
     pub fn read(self, log: &Path) -> Result<(Self, usize)> {
         self.read_with(log, |_| ())
     }
@@ -131,9 +129,6 @@ impl RunState {
     }
 
     /// The state from a run's log so far, for a screen that continues it; skims a long log.
-    ///
-    /// # Errors
-    /// If the file exists but cannot be read.
     pub fn history(log: &Path) -> Result<Self> {
         let mut tail = Tail::new(log).skimming();
         let mut state = Self::default();

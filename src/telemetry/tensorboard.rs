@@ -23,9 +23,6 @@ pub struct TensorBoard {
 impl TensorBoard {
     /// Creates a new event file in `folder`, and the folder if needed. Each process of a run writes its own file;
     /// TensorBoard reads all files of a folder as one run.
-    ///
-    /// # Errors
-    /// If the file cannot be written.
     pub fn create(folder: &Path) -> Result<Self> {
         let t = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;

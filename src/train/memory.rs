@@ -190,10 +190,7 @@ fn required_bytes(
 }
 
 /// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that would
-/// fit.
-///
-/// # Errors
-/// [`Error::Config`] with the bytes needed and available.
+/// fit. Fails with [`Error::Config`] naming the bytes needed and available.
 pub(super) fn check_fits(
     config: &Config,
     spec: &ModelSpec,
@@ -258,11 +255,9 @@ pub(super) fn check_fits(
     Err(Error::config("train.batch_size", message))
 }
 
-/// Rejects a model if even one copy of its weights in the compute type does not fit. Other checks list every
-/// parameter several times per batch size, which takes seconds for thousands of blocks.
-///
-/// # Errors
-/// [`Error::Config`] with the bytes needed and available.
+/// Rejects a model if even one copy of its weights in the compute type does not fit. Other checks list every parameter
+/// several times per batch size, which takes seconds for thousands of blocks. Fails with [`Error::Config`] naming the
+/// bytes needed and available.
 pub(super) fn check_weights_fit(config: &Config, spec: &ModelSpec, available: u64) -> Result<()> {
     let (count, dtype) = (spec.parameter_count(), config.dtype.compute);
     let bytes = count.saturating_mul(dtype.size_in_bytes() as u64);

@@ -60,10 +60,7 @@ pub(crate) enum Reward {
 }
 
 impl Reward {
-    /// The reward that a setting names.
-    ///
-    /// # Errors
-    /// [`Error::Config`] for a pattern or a length that is none.
+    /// The reward that a setting names. Fails with [`Error::Config`] for a pattern or a length that is none.
     pub(crate) fn new(rule: &str) -> Result<Self> {
         let wrong = |message: String| Err(Error::config("objective.reward", message));
         match rule.split_once(':') {
@@ -84,9 +81,6 @@ impl Reward {
     }
 
     /// Rejects a program that does not exist.
-    ///
-    /// # Errors
-    /// [`Error::Config`] that names it.
     pub(crate) fn check(&self) -> Result<()> {
         if let Self::Program(program) = self {
             command_of(&program.command, "objective.reward")?;
@@ -94,10 +88,8 @@ impl Reward {
         Ok(())
     }
 
-    /// The rewards of `completions`; `None` for one that is to be dropped.
-    ///
-    /// # Errors
-    /// [`Error::Data`] if the program failed and `on_error` is to stop, or if it gave no reward at all.
+    /// The rewards of `completions`; `None` for one that is to be dropped. Fails with [`Error::Data`] if the program
+    /// failed and `on_error` is to stop, or if it gave no reward at all.
     pub(crate) fn score(
         &mut self,
         completions: &[Answered],

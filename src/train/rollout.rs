@@ -110,9 +110,6 @@ impl Sampled {
 
 impl Rollouts {
     /// The sampler of a run whose objective samples.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the reward is none.
     pub(super) fn new(config: &Config, engine: &TrainEngine, tokenizer: &Tokenizer) -> Result<Option<Self>> {
         let Some(rule) = &config.objective.reward else { return Ok(None) };
         let reward = Reward::new(rule)?;

@@ -225,10 +225,8 @@ pub struct ModelLocation {
 }
 
 /// Finds the model called `name`: a local folder or GGUF file, or else a model of the Hub, which is downloaded unless
-/// it is cached: `owner/name`, or a GGUF file in it, `hf://owner/name/file.gguf`.
-///
-/// # Errors
-/// [`Error::Model`] or [`Error::Hub`] with the reason why `name` is no model or is unavailable, and a remedy.
+/// it is cached: `owner/name`, or a GGUF file in it, `hf://owner/name/file.gguf`. Fails with [`Error::Model`] or
+/// [`Error::Hub`] with the reason why `name` is no model or is unavailable, and a remedy.
 pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>) -> Result<ModelLocation> {
     let path = Path::new(name);
     let wrong = |message: &str| Err(Error::model(format!("`{name}`"), message));

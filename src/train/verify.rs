@@ -142,7 +142,7 @@ pub struct ResumeCheck {
 }
 
 /// Trains `steps` steps of `config` uninterrupted, and again with a save and a load in `folder` after `at` steps, and
-/// compares masters, weights, moments, scaler and counters bit for bit. `activity` shows how far it is.
+/// compares the checkpoints of both bit for bit. `activity` shows how far it is.
 pub fn verify_resume(config: &Config, steps: u64, at: u64, folder: &Path, activity: &Activity) -> Result<ResumeCheck> {
     if at == 0 || at >= steps {
         return Err(Error::config("--at", format!("{at} is not between 1 and {}", steps.saturating_sub(1))));

@@ -39,9 +39,7 @@ pub(crate) fn worker_command(work: &str) -> Option<Command> {
     Some(command)
 }
 
-/// The command of a user's program, whose text is split at spaces; `key` names the setting.
-///
-/// # Errors
+/// The command of a user's program, whose text is split at spaces; `key` names the setting. Fails with
 /// [`Error::Config`] if the program does not exist.
 pub(crate) fn command_of(text: &str, key: &str) -> Result<Command> {
     let mut words = text.split_whitespace();

@@ -33,12 +33,10 @@ impl Completion {
 }
 
 /// Generates a text for each of `requests`, up to `batch_size` at a time, and calls `on_end` with the request's number
-/// and its text, in the order in which they end. With the CPU's own kernels a text does not depend on the other texts or
-/// on `batch_size`: log-probabilities have the bits that the training pass computes. Until the last text ends, the weights are
-/// also in memory as panels ([`Parameters::with_packed`]).
-///
-/// # Errors
-/// [`Error::Model`](crate::Error::Model) if the model's logits are not finite; errors of `on_end`.
+/// and its text, in the order in which they end. With the CPU's own kernels a text does not depend on the other texts
+/// or on `batch_size`: log-probabilities have the bits that the training pass computes. Until the last text ends, the
+/// weights are also in memory as panels ([`Parameters::with_packed`]). Fails with [`Error::Model`](crate::Error::Model)
+/// if the model's logits are not finite; errors of `on_end`.
 pub fn generate_batch(
     model: &Decoder,
     weights: &Parameters,

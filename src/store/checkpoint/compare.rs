@@ -32,9 +32,7 @@ impl fmt::Display for CheckpointDifference {
     }
 }
 
-/// Compares two step directories bit for bit; empty if everything that matters to a run is equal.
-///
-/// # Errors
+/// Compares two step directories bit for bit; empty if everything that matters to a run is equal. Fails with
 /// [`Error::Io`] or [`Error::Model`] if a file cannot be read. Does not check checksums; see [`verify`](super::verify).
 pub fn compare(a: &Path, b: &Path) -> Result<Vec<CheckpointDifference>> {
     let mut differences = Vec::new();

@@ -27,9 +27,6 @@ impl CheckpointEntry {
 }
 
 /// All step directories of a run, by step, full ones before weights.
-///
-/// # Errors
-/// [`Error::Io`] if the run's folder cannot be listed.
 pub fn list(run: &Path) -> Result<Vec<CheckpointEntry>> {
     let mut listed = Vec::new();
     for entry in std::fs::read_dir(run).map_err(Error::io("list", run))? {
@@ -53,9 +50,7 @@ pub struct ResumeCandidate {
     pub corrupt_files: Vec<CorruptFile>,
 }
 
-/// Finds the newest good full checkpoint of a run, falling back from damaged ones to older ones.
-///
-/// # Errors
+/// Finds the newest good full checkpoint of a run, falling back from damaged ones to older ones. Fails with
 /// [`Error::Checkpoint`] if the run has no good one; lists all damage.
 pub fn latest_valid(run: &Path) -> Result<ResumeCandidate> {
     let mut candidates = list(run)?;
@@ -76,9 +71,7 @@ pub fn latest_valid(run: &Path) -> Result<ResumeCandidate> {
     Err(Error::checkpoint(run, format!("this run has no valid checkpoint: {}", wrong.join("; "))))
 }
 
-/// The good checkpoint of a run with the lowest validation loss; prefers a full one of the same step.
-///
-/// # Errors
+/// The good checkpoint of a run with the lowest validation loss; prefers a full one of the same step. Fails with
 /// [`Error::Checkpoint`] if no good one has a validation loss.
 pub fn best(run: &Path) -> Result<PathBuf> {
     let mut candidates: Vec<(f64, CheckpointEntry)> =
@@ -143,10 +136,8 @@ fn is_complete(directory: &Path, manifest: &Manifest) -> bool {
     })
 }
 
-/// The run in `folder` that saved last, or that was started since then.
-///
-/// # Errors
-/// [`Error::Checkpoint`] if there is no run; [`Error::Io`] if the folder cannot be listed.
+/// The run in `folder` that saved last, or that was started since then. Fails with [`Error::Checkpoint`] if there is no
+/// run; [`Error::Io`] if the folder cannot be listed.
 pub fn latest_run(folder: &Path) -> Result<PathBuf> {
     let newest = runs(folder)?.into_iter().max_by_key(|(path, sequence)| (*sequence, path.clone()));
     newest

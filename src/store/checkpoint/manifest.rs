@@ -101,10 +101,8 @@ pub struct Manifest {
 
 impl Manifest {
     /// Reads the manifest of a step directory, and checks that it belongs to this directory and lists the files of its
-    /// kind, and no others but [`AuxFiles`].
-    ///
-    /// # Errors
-    /// [`Error::Checkpoint`] naming the manifest and what is wrong with it.
+    /// kind, and no others but [`AuxFiles`]. Fails with [`Error::Checkpoint`] naming the manifest and what is wrong
+    /// with it.
     pub fn read(directory: &Path) -> Result<Self> {
         let path = directory.join(MANIFEST);
         let fail = |message: String| Error::checkpoint(&path, message);

@@ -12,9 +12,6 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::Path;
 
 /// Computes the proof of a checkpoint, given the text of the run's configuration and the run's `log`, which may not exist.
-///
-/// # Errors
-/// If the log cannot be read.
 pub fn prove(
     manifest: &Manifest,
     state: &State,
@@ -53,9 +50,6 @@ fn chain(step: u64, proof: &CheckpointProof, previous: Option<&CheckpointProof>)
 }
 
 /// The full checkpoints in a log, in the order they were written; none if it does not exist.
-///
-/// # Errors
-/// If the log cannot be read.
 pub fn logged_checkpoints(log: &Path) -> Result<Vec<CheckpointSaved>> {
     const EVENT: &[u8] = b"\"checkpoint_saved\"";
     if !log.exists() {
@@ -76,9 +70,6 @@ pub fn logged_checkpoints(log: &Path) -> Result<Vec<CheckpointSaved>> {
 }
 
 /// Checks the chain of proofs in a run's log, and the files of the checkpoints that still exist; returns the differences.
-///
-/// # Errors
-/// If the log cannot be read.
 pub fn check_proofs(run: &Path, log: &Path, checkpoints: &[CheckpointSaved]) -> Result<Vec<String>> {
     let (mut differences, mut previous) = (Vec::new(), None::<&CheckpointProof>);
     let config = run.join(RUN_CONFIG);

@@ -95,10 +95,8 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Verifies and opens a step directory.
-    ///
-    /// # Errors
-    /// [`Error::Checkpoint`] naming the first file that is damaged, or saying that it holds weights only.
+    /// Verifies and opens a step directory. Fails with [`Error::Checkpoint`] naming the first file that is damaged, or
+    /// saying that it holds weights only.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let manifest = verified(&path).map_err(|mut corrupt| Error::from(corrupt.swap_remove(0)))?;
@@ -106,9 +104,6 @@ impl Checkpoint {
     }
 
     /// Opens a step directory that another process of the run has just verified.
-    ///
-    /// # Errors
-    /// [`Error::Checkpoint`] if it is not there or cannot be read.
     pub fn open_verified(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let manifest = Manifest::read(&path)?;

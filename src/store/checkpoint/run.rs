@@ -41,9 +41,7 @@ pub struct SaveResult {
 }
 
 impl Run {
-    /// Creates the folder if necessary, locks it, and removes unfinished files of a killed process.
-    ///
-    /// # Errors
+    /// Creates the folder if necessary, locks it, and removes unfinished files of a killed process. Fails with
     /// [`Error::Checkpoint`] naming the process that holds the folder; [`Error::Io`].
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         Self::open_on(path, Disk::default())
@@ -58,9 +56,6 @@ impl Run {
 
     /// Creates and opens the folder of a new run; `None` if the name is taken. If several processes create the same
     /// name at once, exactly one succeeds.
-    ///
-    /// # Errors
-    /// As [`Run::open`].
     pub fn create(path: impl Into<PathBuf>) -> Result<Option<Self>> {
         let (path, disk) = (path.into(), Disk::default());
         disk.create_folders(path.parent().unwrap_or(Path::new(".")))?;
@@ -93,19 +88,13 @@ impl Run {
     }
 
     /// Writes the run's configuration atomically.
-    ///
-    /// # Errors
-    /// [`Error::Io`] from the operating system.
     pub fn write_config(&self, text: &str) -> Result<()> {
         self.replace(CONFIG, text)
     }
 
-    /// Writes a checkpoint and points `latest` to it. Older checkpoints stay untouched until
-    /// [`Run::apply_retention`], also on an error.
-    ///
-    /// # Errors
-    /// [`Error::Io`] from the operating system, such as for a full disk; [`Error::Checkpoint`] if another process has
-    /// taken over the folder.
+    /// Writes a checkpoint and points `latest` to it. Older checkpoints stay untouched until [`Run::apply_retention`],
+    /// also on an error. Fails with [`Error::Io`] from the operating system, such as for a full disk;
+    /// [`Error::Checkpoint`] if another process has taken over the folder.
     pub fn save(&mut self, contents: &Contents<'_>, kind: CheckpointKind) -> Result<SaveResult> {
         self.keep_lock()?;
         let name = kind.directory(contents.state.step);

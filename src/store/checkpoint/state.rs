@@ -100,10 +100,8 @@ pub struct Fingerprint {
 }
 
 impl State {
-    /// Rejects a `wanted` fingerprint that differs from the saved one.
-    ///
-    /// # Errors
-    /// [`Error::Checkpoint`] about `path` that names the field with both values.
+    /// Rejects a `wanted` fingerprint that differs from the saved one. Fails with [`Error::Checkpoint`] about `path`
+    /// that names the field with both values.
     pub fn check_fingerprint(&self, wanted: &Fingerprint, path: &Path) -> Result<()> {
         let saved = &self.fingerprint;
         for (field, saved, wanted) in [

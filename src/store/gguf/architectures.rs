@@ -51,11 +51,8 @@ pub type RopeFactors = BTreeMap<&'static str, Vec<f32>>;
 const LLAMA3: (f64, f64, usize) = (1.0, 4.0, 8192);
 
 impl ModelSpec {
-    /// Reads the model of a GGUF file; `origin` is its path in error messages.
-    ///
-    /// # Errors
-    /// [`Error::Model`] naming the key: an unknown architecture, or a key that is missing, unknown or has the wrong
-    /// type.
+    /// Reads the model of a GGUF file; `origin` is its path in error messages. Fails with [`Error::Model`] naming the
+    /// key: an unknown architecture, or a key that is missing, unknown or has the wrong type.
     pub fn from_gguf(header: &GgufHeader<'_>, origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
         let family = of_gguf(header.architecture, &header.keys).map_err(fail)?;
@@ -65,10 +62,8 @@ impl ModelSpec {
         Ok(spec)
     }
 
-    /// The model's GGUF description.
-    ///
-    /// # Errors
-    /// [`Error::Model`] for features that GGUF cannot express, which llama.cpp would compute differently.
+    /// The model's GGUF description. Fails with [`Error::Model`] for features that GGUF cannot express, which llama.cpp
+    /// would compute differently.
     pub fn to_gguf(&self) -> Result<GgufMetadata> {
         let fail = |message: String| Error::model(self.family.model_type, message);
         let format = &self.family.gguf;

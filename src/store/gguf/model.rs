@@ -22,11 +22,9 @@ pub struct GgufModel {
 }
 
 impl GgufModel {
-    /// Opens the file and checks it without reading the weights.
-    ///
-    /// # Errors
-    /// [`Error::Model`](crate::Error::Model) with the file and the first problem: an error of [`Gguf::open`]; an
-    /// unsupported architecture or key; a missing or extra tensor, or one of the wrong shape.
+    /// Opens the file and checks it without reading the weights. Fails with [`Error::Model`](crate::Error::Model) with
+    /// the file and the first problem: an error of [`Gguf::open`]; an unsupported architecture or key; a missing or
+    /// extra tensor, or one of the wrong shape.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let gguf = Gguf::open(path.as_ref())?;
         let architecture = gguf.architecture()?;

@@ -78,9 +78,6 @@ impl RepoCache {
     }
 
     /// A file of a snapshot. Ignores links to anything except this repository's blobs.
-    ///
-    /// # Errors
-    /// The reason why the cache does not have it.
     pub(super) fn find(&self, revision: &str, file: &str) -> Result<CachedFile, String> {
         let commit = self.commit(revision)?;
         let path = self.repo.pointer_path(&commit).join(file);

@@ -35,10 +35,8 @@ struct Upload {
 }
 
 impl Hub<'_> {
-    /// Creates the model `id`, `owner/name`; `false` if it exists.
-    ///
-    /// # Errors
-    /// [`Error::Config`] without a token or with an invalid name, and [`Error::Hub`].
+    /// Creates the model `id`, `owner/name`; `false` if it exists. Fails with [`Error::Config`] for no token or an
+    /// invalid name, and [`Error::Hub`].
     pub fn create_model(&mut self, id: &str) -> Result<bool> {
         check_name(id)?;
         let Some((owner, name)) = id.split_once('/') else {
@@ -59,9 +57,6 @@ impl Hub<'_> {
     }
 
     /// Uploads files, each with its path in the repository, to the model `id` in one commit. Returns the model's address.
-    ///
-    /// # Errors
-    /// [`Error::Hub`], and [`Error::Io`] if a file cannot be read.
     pub fn push(&mut self, id: &str, files: &[(String, PathBuf)]) -> Result<String> {
         let mut uploads = Vec::new();
         for (name, path) in files {

@@ -62,10 +62,8 @@ impl Settings {
         }
     }
 
-    /// Rejects an endpoint or a token that cannot be used in a request.
-    ///
-    /// # Errors
-    /// [`Error::Config`] that names the variable.
+    /// Rejects an endpoint or a token that cannot be used in a request. Fails with [`Error::Config`] that names the
+    /// variable.
     pub fn check(&self) -> Result<()> {
         if self.host_and_port().is_none() {
             let shown = without_password(&self.endpoint);

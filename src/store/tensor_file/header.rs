@@ -33,11 +33,9 @@ pub struct Header {
 }
 
 impl Header {
-    /// Reads the header of `file`, the bytes of a whole file.
-    ///
-    /// # Errors
-    /// The problem: a header that is too long or truncated; invalid JSON; an unknown dtype; a shape whose size
-    /// overflows or does not match its bytes; values that overlap, leave a gap, or do not end at the end of the file.
+    /// Reads the header of `file`, the bytes of a whole file. Returns the problem: a header that is too long or
+    /// truncated; invalid JSON; an unknown dtype; a shape whose size overflows or does not match its bytes; values that
+    /// overlap, leave a gap, or do not end at the end of the file.
     pub fn parse(file: &[u8]) -> Result<Self, String> {
         let length = file.first_chunk::<PREFIX>().map_or(0, |length| u64::from_le_bytes(*length));
         if length > MAX_HEADER_BYTES {

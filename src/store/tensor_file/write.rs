@@ -13,10 +13,8 @@ use crate::{Error, Result};
 /// Writes `tensors` in order as one safetensors file to `out`; `path` is its name in error messages.
 ///
 /// Values keep their dtype (F32, F16, BF16 or U8); a tensor on another device is copied just before it is written. The
-/// metadata has `format: pt`, which transformers requires.
-///
-/// # Errors
-/// [`Error::Io`] from `out`; [`Error::Model`] for an unsupported dtype or a duplicate name.
+/// metadata has `format: pt`, which transformers requires. Fails with [`Error::Io`] from `out`; [`Error::Model`] for an
+/// unsupported dtype or a duplicate name.
 pub fn write_tensors(out: &mut dyn Write, path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     write_header(out, path, tensors.iter().map(|(name, tensor)| (name.clone(), tensor.dtype(), tensor.dims())))?;
     tensors.iter().try_for_each(|(_, tensor)| write_values(out, path, tensor))

@@ -49,11 +49,9 @@ impl LrRangeTest {
 }
 
 impl Trainer {
-    /// Takes [`LrRangeTest::STEPS`] steps at rising rates, or fewer if the loss diverges. Nothing is saved; the model is useless
-    /// afterwards. `progress` receives the number of steps taken.
-    ///
-    /// # Errors
-    /// [`Error::Config`] with several processes, whose rates would differ.
+    /// Takes [`LrRangeTest::STEPS`] steps at rising rates, or fewer if the loss diverges. Nothing is saved; the model
+    /// is useless afterwards. `progress` receives the number of steps taken. Fails with [`Error::Config`] for several
+    /// processes, whose rates would differ.
     pub fn find_lr(&mut self, mut progress: impl FnMut(u64)) -> Result<LrRangeTest> {
         if self.is_distributed() {
             return Err(Error::config("--find-lr", "runs in one process; start it without a launcher"));

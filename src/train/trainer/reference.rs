@@ -83,10 +83,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Remembers the digest of the reference's weights.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if the run has begun with other weights.
+    /// Remembers the digest of the reference's weights. Fails with [`Error::Config`] if the run has begun with other
+    /// weights.
     fn check_reference(&mut self, sha256: &str) -> Result<()> {
         let known = self.reference_sha256.get_or_insert_with(|| sha256.to_owned());
         if known == sha256 {

@@ -29,7 +29,6 @@ mod show;
 mod suggestions;
 mod train;
 mod verify;
-#[cfg(feature = "mpi")]
 mod verify_distributed;
 mod watch;
 
@@ -107,7 +106,6 @@ enum Command {
     #[command(alias = "verify-resume")]
     Verify(Box<verify::VerifyArgs>),
     /// Verify on this machine that results do not depend on the number of processes
-    #[cfg(feature = "mpi")]
     VerifyDistributed(Box<verify_distributed::VerifyDistributedArgs>),
     /// Print the resolved configuration
     Config(Box<ConfigCommand>),
@@ -287,7 +285,6 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
         Command::Runs(args) => done(runs::run(&args, out)),
         Command::Checkpoint(args) => checkpoint::run(&args, out),
         Command::Verify(args) => verify::run(&args, group, out),
-        #[cfg(feature = "mpi")]
         Command::VerifyDistributed(args) => verify_distributed::run(&args, out),
         Command::Watch(args) => done(watch::run(&args)),
     }

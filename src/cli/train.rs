@@ -1,11 +1,12 @@
 //! `finetune` without a command: trains on a separate thread and shows the run.
 
+use crate::cli::find_lr;
 use crate::cli::flags::ConfigArgs;
 use crate::cli::notify::Notify;
+use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{did_you_mean, run_or_path};
 use crate::cli::show::{ShowArgs, show};
-use crate::cli::{find_lr, processes};
 use crate::data::DataSource;
 use crate::engine::collective::ProcessGroup;
 use crate::screen::terminal::{SignalHandler, ignore_stop_signals};
@@ -46,6 +47,9 @@ pub(crate) struct TrainArgs {
     /// Show the loss of 100 steps at rising learning rates, and suggest a rate; nothing is saved
     #[arg(long, conflicts_with = "resume", help_heading = "Training")]
     pub(crate) find_lr: bool,
+    /// The processes that train.
+    #[command(flatten)]
+    pub(crate) processes: ProcessArgs,
     /// How the run is shown.
     #[command(flatten)]
     pub(crate) show: ShowArgs,
@@ -67,7 +71,7 @@ struct Resumed {
 
 /// Trains. Returns how the run ended.
 pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<FinishReason> {
-    processes::check_launch()?;
+    processes::check_launch(&**group)?;
     let notify = args.notify.as_deref().map(Notify::new).transpose()?;
     let signals = SignalHandler::listen().map_err(Error::io("listen to signals in", "."))?;
     let reporter = Reporter::start();
@@ -83,6 +87,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     };
     let config = if args.find_lr { config.for_range_test() } else { config };
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
+    let group = &args.processes.start(group, &config)?;
     if group.world_size() > 1 && config.sources()?.iter().any(|(source, _)| *source == DataSource::Stdin) {
         let message = "only one process can read standard input; use a file that all processes can read";
         return Err(Error::config("data", message));

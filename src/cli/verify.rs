@@ -1,6 +1,7 @@
 //! `finetune verify`: repeats a recorded run, or proves that a configuration resumes.
 
 use crate::cli::flags::ConfigArgs;
+use crate::cli::processes::ProcessArgs;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::run_folder;
 use crate::cli::train::thread_pool;
@@ -40,6 +41,8 @@ pub(crate) struct VerifyArgs {
     /// Write a claim: the configuration and the hashes that another person needs to check the run with `verify FILE`
     #[arg(long, value_name = "FILE", requires = "like")]
     claim: Option<PathBuf>,
+    #[command(flatten)]
+    processes: ProcessArgs,
 }
 
 /// A run's configuration and the hashes of its checkpoints.
@@ -103,6 +106,7 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
         ));
     }
     if differences.is_empty() {
+        let group = &args.processes.start(group, &config)?;
         let checkpoint = (from > 0).then(|| Checkpoint::open_verified(saved(&from))).transpose()?;
         let (temporary, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
         let repeat = || {

@@ -5,6 +5,7 @@ use crate::store::checkpoint::{compare, latest_valid};
 use crate::telemetry::{Event, read};
 use crate::{Error, Result, temporary};
 use clap::Args;
+use std::ffi::OsStr;
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -14,9 +15,10 @@ use std::process::{Command, ExitCode};
 pub(crate) struct VerifyDistributedArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// The launcher, called with `-n`, the number of processes, and this program
-    #[arg(long, value_name = "COMMAND", default_value = "mpirun --oversubscribe")]
-    launcher: String,
+    /// The launcher, such as `mpirun --oversubscribe`, called with `-n`, the number of processes, and this program [default:
+    /// `--processes`]
+    #[arg(long, value_name = "COMMAND")]
+    launcher: Option<String>,
 }
 
 const STEPS: u64 = 20;
@@ -37,7 +39,7 @@ pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<E
     let file = folder.path().join("config.toml");
     std::fs::write(&file, config.to_toml()?).map_err(Error::io("write", &file))?;
     for count in PROCESSES {
-        train(&args.launcher, count, &file)?;
+        train(args.launcher.as_deref(), count, &file)?;
     }
     let mut say = |text: String| writeln!(out, "{text}").map_err(Error::stdout);
     let run = |count: usize| folder.path().join(name(count));
@@ -73,18 +75,21 @@ fn name(count: usize) -> String {
     format!("by-{count}")
 }
 
-fn train(launcher: &str, count: usize, config: &Path) -> Result<()> {
+fn train(launcher: Option<&str>, count: usize, config: &Path) -> Result<()> {
     let program = std::env::current_exe().map_err(Error::io("find", "this program"))?;
-    let mut words = launcher.split_whitespace();
-    let (Some(first), true) = (words.next(), count > 1) else {
-        return finish(Command::new(program).args(["--plain", "--run", &name(count), "--config"]).arg(config));
-    };
-    let mut command = Command::new(first);
-    command.args(words).args(["-n", &count.to_string()]);
-    if first.ends_with("mpirun") && rustix::process::getuid().is_root() {
-        command.arg("--allow-run-as-root");
+    let number = count.to_string();
+    let mut words = launcher.filter(|_| count > 1).unwrap_or_default().split_whitespace();
+    let mut command = Command::new(words.next().map_or(program.as_os_str(), OsStr::new));
+    if launcher.is_none() {
+        command.args(["--processes", &number]);
+    } else if count > 1 {
+        command.args(words).args(["-n", &number]);
+        if rustix::process::getuid().is_root() && command.get_program().as_encoded_bytes().ends_with(b"mpirun") {
+            command.arg("--allow-run-as-root");
+        }
+        command.arg(&program);
     }
-    finish(command.arg(program).args(["--plain", "--run", &name(count), "--config"]).arg(config))
+    finish(command.args(["--plain", "--run", &name(count), "--config"]).arg(config))
 }
 
 fn finish(command: &mut Command) -> Result<()> {

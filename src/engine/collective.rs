@@ -7,9 +7,11 @@ pub mod gather;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 pub mod shards;
+mod tcp;
 mod wire;
 
 pub use shards::Shards;
+pub use tcp::Tcp;
 pub(crate) use wire::{range_bytes, write_range};
 
 use crate::{Error, Result};
@@ -17,10 +19,21 @@ use bytemuck::Pod;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt;
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// The variable with the time limit of an exchange in seconds.
+const TIMEOUT_VARIABLE: &str = "FINETUNE_MPI_TIMEOUT_S";
+const DEFAULT_TIMEOUT_SECS: u64 = 600;
+/// The port of [`Master`] without `MASTER_PORT`, as `torchrun` has it.
+const DEFAULT_PORT: usize = 29500;
+/// The beginning of the error that a process's connection is lost, which is rarely the cause of a job's end.
+pub(crate) const LOST: &str = "lost connection to";
+/// The variable with [`Master::job`] where this program starts the processes.
+pub(crate) const JOB_VARIABLE: &str = "FINETUNE_JOB";
 
 /// The place of this process in a job, from the launcher's environment variables.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LaunchEnv {
     /// The variable that contains the number of processes.
     pub variable: &'static str,
@@ -28,10 +41,30 @@ pub struct LaunchEnv {
     pub world_size: usize,
     /// Rank of this process.
     pub rank: usize,
+    /// The meeting point, if the processes connect by TCP.
+    pub master: Option<Master>,
+}
+
+/// The address at which rank 0 of a job listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Master {
+    /// A name or an address.
+    pub host: String,
+    /// A port.
+    pub port: u16,
+    /// The job's name, which its processes tell each other when they connect.
+    pub job: String,
+}
+
+impl fmt::Display for Master {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
 }
 
 impl LaunchEnv {
-    /// Reads the variables of `mpirun`, `srun` or a Kubernetes MPI job; `None` for a single process.
+    /// Reads the variables of `mpirun`, `srun` or a Kubernetes MPI job, or, if `MASTER_ADDR` is set, of `torchrun`; `None` for a
+    /// single process.
     ///
     /// # Errors
     /// If a launcher's variable is not a number; training as a single process would be a guess.
@@ -46,14 +79,31 @@ impl LaunchEnv {
                 Error::config(name, format!("`{text}` is not a whole number of {least} or more; correct or remove it"))
             })
         };
-        for (variable, rank) in [
+        let master = match variable("MASTER_ADDR").filter(|host| !host.is_empty()) {
+            None => None,
+            Some(host) => {
+                let port = number("MASTER_PORT", 1)?.unwrap_or(DEFAULT_PORT);
+                // At its own port `torchrun` listens itself.
+                let is_taken = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
+                let port = u16::try_from(port + usize::from(is_taken))
+                    .map_err(|_| Error::config("MASTER_PORT", format!("{port} is not a port")))?;
+                let job = [JOB_VARIABLE, "TORCHELASTIC_RUN_ID"].into_iter().find_map(&variable);
+                Some(Master { host, port, job: job.unwrap_or_default() })
+            }
+        };
+        let torchrun = master.is_some().then_some(("WORLD_SIZE", "RANK"));
+        for (variable, rank) in torchrun.into_iter().chain([
             ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
             ("PMI_SIZE", "PMI_RANK"),
             ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-        ] {
+        ]) {
             if let Some(world_size) = number(variable, 1)? {
-                let rank = number(rank, 0)?.unwrap_or(0);
-                return Ok((world_size > 1).then_some(Self { variable, world_size, rank }));
+                let of = rank;
+                let rank = number(of, 0)?.unwrap_or(0);
+                if rank >= world_size {
+                    return Err(Error::config(of, format!("{rank} is not below {variable}, which is {world_size}")));
+                }
+                return Ok((world_size > 1).then_some(Self { variable, world_size, rank, master }));
             }
         }
         Ok(None)
@@ -75,24 +125,65 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
     /// If a process cannot be reached, or sends nothing within the time limit. The error names it.
     fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()>;
 
-    /// The name of a process.
-    fn name(&self, rank: usize) -> String {
-        format!("process {rank}")
+    /// The facts about the processes of a real job; `None` if they are one, or threads.
+    fn job(&self) -> Option<&Job> {
+        None
     }
 
     /// Number of processes on this machine.
     fn local_world_size(&self) -> usize {
-        1
+        self.job().map_or(1, |job| job.ranks_on_host(job.hosts.len()).max(1))
+    }
+}
+
+/// Facts about the processes of a job, and its measurements.
+#[derive(Debug)]
+pub struct Job {
+    rank: usize,
+    /// Host of each process.
+    hosts: Vec<String>,
+    /// The longest time that an exchange waits for another process.
+    limit: Duration,
+    comm_nanos: AtomicU64,
+    on_timeout: fn(&str) -> !,
+}
+
+impl Job {
+    /// The facts before the processes know each other's hosts. `on_timeout` ends the process, and with it the job.
+    fn new(rank: usize, on_timeout: fn(&str) -> !) -> Result<Self> {
+        let seconds = match std::env::var(TIMEOUT_VARIABLE) {
+            Err(_) => DEFAULT_TIMEOUT_SECS,
+            Ok(text) => text.parse().ok().filter(|seconds| *seconds > 0).ok_or_else(|| {
+                Error::config(TIMEOUT_VARIABLE, format!("`{text}` is not a whole number of seconds, at least 1"))
+            })?,
+        };
+        let limit = Duration::from_secs(seconds);
+        Ok(Self { rank, hosts: Vec::new(), limit, comm_nanos: AtomicU64::new(0), on_timeout })
     }
 
-    /// The rank of this process among the processes of this machine.
-    fn local_rank(&self) -> usize {
-        0
+    fn name(&self, rank: usize) -> String {
+        let host = self.hosts.get(rank).map_or_else(String::new, |host| format!(" on `{host}`"));
+        format!("process {rank}{host}")
     }
 
-    /// Total time of all exchanges so far, including the wait for other processes.
-    fn comm_time(&self) -> Duration {
-        Duration::ZERO
+    /// Number of processes on this machine among the first `ranks`.
+    fn ranks_on_host(&self, ranks: usize) -> usize {
+        let own = self.hosts.get(self.rank);
+        self.hosts.iter().take(ranks).filter(|host| Some(*host) == own).count()
+    }
+
+    /// Ends the job if nothing has moved since `moved` for too long, while process `other` has bytes to send or to take.
+    fn check_silence(&self, moved: Instant, other: usize) {
+        if moved.elapsed() > self.limit {
+            let (name, seconds) = (self.name(other), self.limit.as_secs());
+            (self.on_timeout)(&format!(
+                "no message from {name} for {seconds} s; aborting the job. If this can be normal, raise {TIMEOUT_VARIABLE}"
+            ));
+        }
+    }
+
+    fn add_comm_time(&self, began: Instant) {
+        self.comm_nanos.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
     }
 }
 
@@ -118,6 +209,21 @@ impl dyn ProcessGroup + '_ {
     /// Whether this process has rank 0.
     pub fn is_leader(&self) -> bool {
         self.rank() == 0
+    }
+
+    /// The name of a process.
+    pub fn name(&self, rank: usize) -> String {
+        self.job().map_or_else(|| format!("process {rank}"), |job| job.name(rank))
+    }
+
+    /// The rank of this process among the processes of this machine.
+    pub fn local_rank(&self) -> usize {
+        self.job().map_or(0, |job| job.ranks_on_host(job.rank))
+    }
+
+    /// Total time of all exchanges so far, including the wait for other processes.
+    pub fn comm_time(&self) -> Duration {
+        self.job().map_or(Duration::ZERO, |job| Duration::from_nanos(job.comm_nanos.load(Ordering::Relaxed)))
     }
 
     /// Sends `bytes` to the ranks that `is_recipient` selects.
@@ -226,7 +332,7 @@ mod tests {
             let find =
                 |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
             let found = LaunchEnv::from_variables(find).map_err(|error| error.to_string())?;
-            Ok::<_, String>(found.map(|it| (it.variable, it.world_size, it.rank)))
+            Ok::<_, String>(found.map(|it| (it.variable, it.world_size, it.rank, it.master)))
         };
         let one = Ok(None);
         assert_eq!(launched(&[]), one);
@@ -234,14 +340,28 @@ mod tests {
         assert_eq!(launched(&[("OMPI_COMM_WORLD_SIZE", "1"), ("OMPI_COMM_WORLD_RANK", "0")]), one);
         assert_eq!(launched(&[("OMPI_COMM_WORLD_SIZE", "")]), one);
         let open_mpi = [("OMPI_COMM_WORLD_SIZE", "3"), ("OMPI_COMM_WORLD_RANK", "2")];
-        assert_eq!(launched(&open_mpi), Ok(Some(("OMPI_COMM_WORLD_SIZE", 3, 2))));
+        assert_eq!(launched(&open_mpi), Ok(Some(("OMPI_COMM_WORLD_SIZE", 3, 2, None))));
         let slurm = [("SLURM_STEP_NUM_TASKS", "8"), ("SLURM_PROCID", "5")];
-        assert_eq!(launched(&slurm), Ok(Some(("SLURM_STEP_NUM_TASKS", 8, 5))));
+        assert_eq!(launched(&slurm), Ok(Some(("SLURM_STEP_NUM_TASKS", 8, 5, None))));
+        let torchrun = [("WORLD_SIZE", "2"), ("RANK", "1")];
+        assert_eq!(launched(&torchrun), one, "other programs have such a variable");
+        let with = |more: &[(&'static str, &'static str)]| {
+            launched(&[&torchrun[..], &[("MASTER_ADDR", "node1")], more].concat())
+        };
+        let at = |port, job: &str| {
+            Ok(Some(("WORLD_SIZE", 2, 1, Some(Master { host: "node1".into(), port, job: job.into() }))))
+        };
+        assert_eq!(with(&[]), at(29500, ""));
+        let elastic =
+            [("TORCHELASTIC_USE_AGENT_STORE", "True"), ("TORCHELASTIC_RUN_ID", "a7"), ("MASTER_PORT", "1234")];
+        assert_eq!(with(&elastic), at(1235, "a7"));
+        assert_eq!(with(&[("MASTER_PORT", "65536")]).expect_err("a port"), "MASTER_PORT: 65536 is not a port");
         for (size, rank, named) in [
             ("banana", "0", "OMPI_COMM_WORLD_SIZE: `banana` is not a whole number of 1 or more"),
             ("0", "0", "OMPI_COMM_WORLD_SIZE: `0` is not a whole number of 1 or more"),
             ("-2", "0", "OMPI_COMM_WORLD_SIZE: `-2` is not"),
             ("2", "x", "OMPI_COMM_WORLD_RANK: `x` is not a whole number of 0 or more"),
+            ("2", "2", "OMPI_COMM_WORLD_RANK: 2 is not below OMPI_COMM_WORLD_SIZE, which is 2"),
         ] {
             let refused = launched(&[("OMPI_COMM_WORLD_SIZE", size), ("OMPI_COMM_WORLD_RANK", rank)]).expect_err(size);
             assert!(refused.starts_with(named), "{refused}");

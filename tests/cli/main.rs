@@ -24,6 +24,7 @@ mod lab;
 mod memory_saving_runs;
 mod metrics_export;
 mod preferences;
+mod processes;
 mod quick_start;
 mod regressions;
 mod templates;

@@ -101,6 +101,12 @@ fn twenty_terminations_at_random_instants_change_no_bit() {
     disturb(&CliFixture::in_memory(), SIGTERM, 20, 2, "");
 }
 
+/// Begun by three processes and continued by one.
+#[test]
+fn ten_kills_of_a_run_by_several_processes_change_no_bit() {
+    disturb(&CliFixture::in_memory(), SIGKILL, 10, 6, "--grad-accum 3 --processes 3");
+}
+
 /// Rows of several documents, two micro-batches a step, epochs that end in between.
 #[test]
 fn five_kills_of_a_run_of_packed_samples_change_no_bit() {

@@ -1,0 +1,351 @@
+//! The processes of a job on one machine or several, which exchange bytes through TCP connections between each two of them.
+//!
+//! Rank 0 listens at `MASTER_ADDR` and `MASTER_PORT`, the variables of `torchrun`. The others connect to it, learn each other's
+//! addresses from it, and connect to each other.
+
+use super::{Job, LOST, LaunchEnv, Master, ProcessGroup};
+use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::system::uname;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+/// Pause between two attempts to connect to rank 0, which may start later.
+const RETRY: Duration = Duration::from_millis(100);
+/// The time that a new connection has to send its [`Hello`].
+const HELLO_TIME: Duration = Duration::from_secs(10);
+
+/// The processes of a job.
+#[derive(Debug)]
+pub struct Tcp {
+    /// The connection to each other process, by rank; `None` for this one.
+    streams: Vec<Option<TcpStream>>,
+    job: Job,
+}
+
+/// The first bytes of a connection: the job, the rank of the sender, and the port at which it listens.
+struct Hello {
+    job: [u8; 16],
+    rank: u32,
+    port: u16,
+}
+
+impl Hello {
+    const BYTES: usize = 22;
+
+    fn send(&self, mut stream: &TcpStream) -> std::io::Result<()> {
+        let bytes = [&self.job[..], &self.rank.to_le_bytes(), &self.port.to_le_bytes()].concat();
+        stream.write_all(&bytes)
+    }
+
+    fn receive(mut stream: &TcpStream) -> std::io::Result<Self> {
+        let mut bytes = [0; Self::BYTES];
+        stream.set_read_timeout(Some(HELLO_TIME))?;
+        stream.read_exact(&mut bytes)?;
+        stream.set_read_timeout(None)?;
+        let [job @ .., r0, r1, r2, r3, p0, p1] = bytes;
+        Ok(Self { job, rank: u32::from_le_bytes([r0, r1, r2, r3]), port: u16::from_le_bytes([p0, p1]) })
+    }
+}
+
+/// The address of a process's listener.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Place(IpAddr, u16);
+
+impl Tcp {
+    /// Opens the socket at which rank 0 expects the others.
+    pub fn listen(master: &Master) -> Result<TcpListener> {
+        TcpListener::bind((master.host.as_str(), master.port))
+            .map_err(|error| Error::Collective(format!("cannot listen at `{master}`: {error}")))
+    }
+
+    /// Connects this process to all others of the job. Rank 0 provides its `listener`. `on_timeout` ends the process if another
+    /// one sends nothing for the time limit.
+    ///
+    /// # Errors
+    /// If a process does not connect within the time limit; the error names it.
+    pub fn connect(
+        launch: &LaunchEnv,
+        master: &Master,
+        listener: Option<TcpListener>,
+        on_timeout: fn(&str) -> !,
+    ) -> Result<Self> {
+        let job = Job::new(launch.rank, on_timeout)?;
+        let meeting = Meeting::new(launch, master, job.limit);
+        let streams = match listener {
+            Some(listener) => meeting.gather(&listener),
+            None => meeting.join(),
+        }?;
+        let configure = |stream: &TcpStream| stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true));
+        streams.iter().flatten().try_for_each(configure).map_err(Error::io("configure", "a connection"))?;
+        let mut group = Self { streams, job };
+        let host = uname().nodename().to_string_lossy().into_owned();
+        group.job.hosts = (&group as &dyn ProcessGroup).all_gather_messages(&host)?;
+        Ok(group)
+    }
+}
+
+/// A job whose processes are not yet connected.
+struct Meeting<'a> {
+    id: [u8; 16],
+    launch: &'a LaunchEnv,
+    master: &'a Master,
+    deadline: Instant,
+}
+
+impl<'a> Meeting<'a> {
+    fn new(launch: &'a LaunchEnv, master: &'a Master, limit: Duration) -> Self {
+        let mut id = [0; 16];
+        id.copy_from_slice(&Sha256::digest(master.job.as_bytes())[..16]);
+        Self { id, launch, master, deadline: Instant::now() + limit }
+    }
+
+    fn hello(&self, port: u16) -> Hello {
+        Hello { job: self.id, rank: self.launch.rank as u32, port }
+    }
+
+    /// Rank 0's connections: waits for all others, and sends each the addresses of all.
+    fn gather(&self, listener: &TcpListener) -> Result<Vec<Option<TcpStream>>> {
+        let mut streams: Vec<_> = (0..self.launch.world_size).map(|_| None).collect();
+        let mut places = vec![Place(IpAddr::from([0, 0, 0, 0]), 0); self.launch.world_size];
+        self.accept(listener, &mut streams, |rank, place| places[rank] = place)?;
+        for mut stream in streams.iter().flatten() {
+            serde_json::to_writer(&mut stream, &places)
+                .map_err(|error| Error::Collective(format!("a process ended during the start: {error}")))?;
+        }
+        Ok(streams)
+    }
+
+    /// Another rank's connections: to rank 0, to the ranks below, and from the ranks above.
+    fn join(&self) -> Result<Vec<Option<TcpStream>>> {
+        let lost = |error| Error::Collective(format!("the connection to `{}` failed: {error}", self.master));
+        let first = self.reach_master()?;
+        let address = first.local_addr().map_err(lost)?.ip();
+        let listener = TcpListener::bind((address, 0)).map_err(lost)?;
+        let hello = self.hello(listener.local_addr().map_err(lost)?.port());
+        hello.send(&first).map_err(lost)?;
+        first.set_read_timeout(Some(self.remaining())).map_err(lost)?;
+        let mut places = serde_json::Deserializer::from_reader(&first);
+        let places = Vec::<Place>::deserialize(&mut places).map_err(|error| lost(error.into()))?;
+        first.set_read_timeout(None).map_err(lost)?;
+        let mut streams: Vec<_> = (0..self.launch.world_size).map(|_| None).collect();
+        streams[0] = Some(first);
+        for (rank, &Place(address, port)) in places.iter().enumerate().take(self.launch.rank).skip(1) {
+            let stream = TcpStream::connect((address, port)).and_then(|stream| hello.send(&stream).map(|()| stream));
+            let failed = |error| Error::Collective(format!("process {rank} cannot be reached at {address}: {error}"));
+            streams[rank] = Some(stream.map_err(failed)?);
+        }
+        self.accept(&listener, &mut streams, |_, _| ())?;
+        Ok(streams)
+    }
+
+    /// A connection to rank 0, as soon as it listens.
+    fn reach_master(&self) -> Result<TcpStream> {
+        loop {
+            let addresses = (self.master.host.as_str(), self.master.port).to_socket_addrs();
+            let addresses = addresses.map(Iterator::collect::<Vec<SocketAddr>>);
+            match addresses.and_then(|addresses| TcpStream::connect(&addresses[..])) {
+                Ok(stream) => return Ok(stream),
+                Err(_) if Instant::now() < self.deadline => std::thread::sleep(RETRY),
+                Err(error) => {
+                    return Err(Error::Collective(format!(
+                        "process 0 cannot be reached at `{}`: {error}",
+                        self.master
+                    )));
+                }
+            }
+        }
+    }
+
+    /// Waits for connections of all ranks above this one. Ignores those of strangers.
+    fn accept(
+        &self,
+        listener: &TcpListener,
+        streams: &mut [Option<TcpStream>],
+        mut on_place: impl FnMut(usize, Place),
+    ) -> Result<()> {
+        let failed = Error::io("accept", "a connection");
+        while let Some(missing) = (self.launch.rank + 1..streams.len()).find(|rank| streams[*rank].is_none()) {
+            let ready = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&timespec(self.remaining())));
+            if ready.is_ok_and(|ready| ready == 0) {
+                return Err(Error::Collective(format!(
+                    "process {missing} did not connect to `{}` in time",
+                    self.master
+                )));
+            }
+            let (stream, from) = match listener.accept() {
+                Ok(accepted) => accepted,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(failed(error)),
+            };
+            let Ok(hello) = Hello::receive(&stream) else { continue };
+            let rank = hello.rank as usize;
+            if hello.job == self.id && streams.get(rank).is_some_and(Option::is_none) && rank > self.launch.rank {
+                streams[rank] = Some(stream);
+                on_place(rank, Place(from.ip(), hello.port));
+            }
+        }
+        Ok(())
+    }
+
+    fn remaining(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1))
+    }
+}
+
+fn timespec(duration: Duration) -> Timespec {
+    Timespec { tv_sec: duration.as_secs() as i64, tv_nsec: i64::from(duration.subsec_nanos()) }
+}
+
+/// The remaining bytes of one pair of processes in an exchange.
+struct Transfer<'a> {
+    rank: usize,
+    stream: &'a TcpStream,
+    unsent: &'a [u8],
+    missing: &'a mut [u8],
+}
+
+impl Transfer<'_> {
+    fn is_done(&self) -> bool {
+        self.unsent.is_empty() && self.missing.is_empty()
+    }
+
+    /// Moves what the connection takes and has; returns the number of bytes.
+    fn advance(&mut self) -> std::io::Result<usize> {
+        let mut moved = 0;
+        if !self.unsent.is_empty() {
+            let sent = ready(self.stream.write(self.unsent))?;
+            self.unsent = &self.unsent[sent..];
+            moved += sent;
+        }
+        if !self.missing.is_empty() {
+            let received = ready(self.stream.read(self.missing))?;
+            self.missing = &mut std::mem::take(&mut self.missing)[received..];
+            moved += received;
+        }
+        Ok(moved)
+    }
+
+    fn interest(&self) -> PollFlags {
+        let mut flags = PollFlags::empty();
+        flags.set(PollFlags::OUT, !self.unsent.is_empty());
+        flags.set(PollFlags::IN, !self.missing.is_empty());
+        flags
+    }
+}
+
+/// The bytes of a call that may have to wait: 0 if it has to. The end of a stream is an error.
+fn ready(result: std::io::Result<usize>) -> std::io::Result<usize> {
+    match result {
+        Ok(0) => Err(std::io::Error::new(ErrorKind::UnexpectedEof, "it has ended")),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(0),
+        result => result,
+    }
+}
+
+impl ProcessGroup for Tcp {
+    fn rank(&self) -> usize {
+        self.job.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.streams.len()
+    }
+
+    fn job(&self) -> Option<&Job> {
+        Some(&self.job)
+    }
+
+    fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
+        let began = Instant::now();
+        let mut transfers = Vec::new();
+        for ((rank, stream), (unsent, missing)) in self.streams.iter().enumerate().zip(out.iter().zip(into)) {
+            if let Some(stream) = stream {
+                transfers.push(Transfer { rank, stream, unsent, missing });
+            }
+        }
+        let mut moved_at = Instant::now();
+        loop {
+            transfers.retain(|transfer| !transfer.is_done());
+            let Some(first) = transfers.first().map(|transfer| transfer.rank) else { break };
+            let mut moved = 0;
+            for transfer in &mut transfers {
+                moved += transfer
+                    .advance()
+                    .map_err(|error| Error::Collective(format!("{LOST} {}: {error}", self.job.name(transfer.rank))))?;
+            }
+            if moved > 0 {
+                moved_at = Instant::now();
+                continue;
+            }
+            self.job.check_silence(moved_at, first);
+            let mut waits: Vec<_> = transfers.iter().map(|it| PollFd::new(it.stream, it.interest())).collect();
+            // An interrupted wait is repeated.
+            poll(&mut waits, Some(&timespec(Duration::from_secs(1)))).ok();
+        }
+        self.job.add_comm_time(began);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    #[test]
+    fn processes_exchange_bytes_and_notice_an_end() {
+        const BIG: usize = 3 << 20;
+        let mut master = Master { host: "127.0.0.1".into(), port: 0, job: "a".into() };
+        let listener = Tcp::listen(&master).unwrap();
+        master.port = listener.local_addr().unwrap().port();
+        // Strangers: one of another job, one that says nothing sensible, one that leaves.
+        let strangers = [&[7; Hello::BYTES][..], b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b""];
+        let strangers = strangers.map(|bytes| {
+            let mut stream = TcpStream::connect(("127.0.0.1", master.port)).unwrap();
+            stream.write_all(bytes).unwrap();
+            stream
+        });
+        drop(strangers);
+        let mut listener = Some(listener);
+        let connected = thread::scope(|scope| {
+            let all = [0, 1, 2].map(|rank| {
+                let (launch, master) = (LaunchEnv { variable: "", world_size: 3, rank, master: None }, &master);
+                let listener = listener.take();
+                scope.spawn(move || Tcp::connect(&launch, master, listener, |message| panic!("{message}")).unwrap())
+            });
+            all.map(|one| one.join().unwrap())
+        });
+        let exchange = |group: &Tcp| {
+            let own = vec![group.rank() as u8; BIG];
+            let mut into = vec![vec![9; BIG]; 3];
+            into[group.rank()].clear();
+            let mut slots: Vec<&mut [u8]> = into.iter_mut().map(Vec::as_mut_slice).collect();
+            let out: Vec<&[u8]> = (0..3).map(|to| if to == group.rank() { &[][..] } else { &own }).collect();
+            group.all_to_all(&out, &mut slots).map(|()| into)
+        };
+        thread::scope(|scope| {
+            for group in &connected {
+                scope.spawn(move || {
+                    for (rank, bytes) in exchange(group).unwrap().iter().enumerate() {
+                        assert!(bytes.iter().all(|byte| usize::from(*byte) == rank));
+                    }
+                    let group = group as &dyn ProcessGroup;
+                    assert_eq!((group.local_world_size(), group.local_rank()), (3, group.rank()));
+                });
+            }
+        });
+        let [first, second, third] = connected;
+        drop(third);
+        let lost = thread::scope(|scope| {
+            [&first, &second].map(|group| scope.spawn(move || exchange(group))).map(|it| it.join())
+        });
+        for error in lost {
+            let message = error.unwrap().unwrap_err().to_string();
+            assert!(message.starts_with("lost connection to process 2 on `"), "{message}");
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Several processes on this machine, started by the program itself and by `torchrun`.
+
+use crate::common::cli_fixture::CliFixture;
+use crate::common::launch;
+use crate::common::python::{has_module, python};
+use finetune::store::checkpoint::compare;
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Micro-batches for three processes.
+const SMALL: &str = "--batch-size 1 --seq-len 16 --grad-accum 3 --threads 1 --plain \
+                     --set train.sample_tokens=0 --set train.eval_batches=1";
+
+#[test]
+fn several_processes_compute_the_bits_of_one() {
+    let fixture = CliFixture::empty();
+    let out = fixture.said("verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16");
+    assert!(out.starts_with("bit-identical: 6 steps of 4 micro-batches by 1, 2 and 4 processes: "), "{out}");
+}
+
+#[test]
+fn a_run_repeats_in_another_number_of_processes() {
+    let fixture = CliFixture::empty();
+    fixture.said(&format!("{SMALL} --steps 6 --init-scale 2^22 --run shared --processes 3"));
+    let out = fixture.said("verify shared --processes 2 --from 0");
+    assert!(out.starts_with("bit-identical: steps 1 to 6"), "{out}");
+}
+
+#[test]
+fn torchrun_starts_processes() {
+    let Some(python) = python().filter(|python| has_module(python, "torch")) else { return };
+    let fixture = CliFixture::empty();
+    let torchrun = python.with_file_name("torchrun");
+    let mut job = launch::command(torchrun);
+    job.args(["--standalone", "--no-python", "--nproc-per-node", "2", "--"]).arg(env!("CARGO_BIN_EXE_finetune"));
+    job.args(SMALL.split_whitespace()).args(["--steps", "6", "--run", "launched"]).current_dir(fixture.folder());
+    let done = job.output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    fixture.said(&format!("{SMALL} --steps 6 --run alone"));
+    assert_eq!(compare(&fixture.newest("launched"), &fixture.newest("alone")).unwrap(), []);
+}
+
+/// Repeats `ask` until it returns something.
+fn wait_for<T>(wanted: &str, mut ask: impl FnMut() -> Option<T>) -> T {
+    let began = Instant::now();
+    loop {
+        if let Some(found) = ask() {
+            return found;
+        }
+        assert!(began.elapsed() < Duration::from_mins(1), "no {wanted} within a minute");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Starts a run that would not end, and returns it with the ids of its other processes when it has saved.
+fn started(fixture: &CliFixture) -> (Child, Vec<String>) {
+    let line = format!("{SMALL} --steps 1000000 --init-scale 2^10 --save-every 1 --run long --processes 3");
+    let run = fixture.command(&line).stdout(Stdio::null()).spawn().unwrap();
+    wait_for("checkpoint", || fixture.run("long").join("latest").exists().then_some(()));
+    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", run.id())).unwrap();
+    (run, children.split_whitespace().map(str::to_owned).collect())
+}
+
+fn kill(id: &str) {
+    assert!(Command::new("kill").args(["-KILL", id]).status().unwrap().success());
+}
+
+#[test]
+fn all_processes_end_together() {
+    let fixture = CliFixture::empty();
+    let (run, others) = started(&fixture);
+    assert_eq!(others.len(), 2);
+    kill(&others[1]);
+    let done = run.wait_with_output().unwrap();
+    let error = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert_eq!(done.status.code(), Some(1), "{error}");
+    for part in ["error: lost connection to process 2 on `", "process 2 ended with signal: 9 (SIGKILL)"] {
+        assert!(error.contains(part), "{error}");
+    }
+    fs::remove_dir_all(fixture.run("long")).unwrap();
+    let (mut run, others) = started(&fixture);
+    run.kill().unwrap();
+    run.wait().unwrap();
+    for id in others {
+        wait_for("end of the other processes", || (!Path::new("/proc").join(&id).exists()).then_some(()));
+    }
+    let step = fixture.steps("long").len() + 1;
+    fixture.said(&format!("--resume long --steps {step} --processes 2 --plain"));
+}
+
+#[test]
+fn processes_that_cannot_be_are_refused() {
+    let fixture = CliFixture::empty();
+    fixture.assert_refused("--gpus 2 --device cpu", &["--gpus: the device is `cpu`; use `--processes 2`"]);
+    fixture.assert_refused("--processes 0", &["0 is not in 1..=1024"]);
+    fixture.assert_refused("--processes 2 --gpus 2", &["cannot be used with"]);
+    let mut launched = fixture.command("--processes 2 --steps 1");
+    launched.envs([("MASTER_ADDR", "127.0.0.1"), ("WORLD_SIZE", "2"), ("RANK", "2")]);
+    let done = launched.output().unwrap();
+    let error = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert_eq!((done.status.code(), error.as_str()), (Some(2), "error: RANK: 2 is not below WORLD_SIZE, which is 2\n"));
+}

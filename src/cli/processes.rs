@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 static RANK: OnceLock<usize> = OnceLock::new();
-/// The processes that this one has started, and what they print.
+/// The processes that this one has started, and their output.
 static STARTED: Mutex<Vec<(Child, File)>> = Mutex::new(Vec::new());
 /// The time that a failed process leaves the leader, which usually has failed as well, to print the error.
 const RANK0_ERROR_GRACE: Duration = Duration::from_secs(2);
@@ -177,8 +177,8 @@ pub(crate) fn finalize() {
     Mpi::finalize();
 }
 
-/// Waits for the end of the started processes, and kills those that take longer than `limit`. Returns what the failed ones have
-/// printed, or how they ended.
+/// Waits for the end of the started processes, and kills those that take longer than `limit`. Returns the output of the
+/// failed ones, or how they ended.
 fn end_started(limit: Duration) -> Vec<String> {
     let (mut causes, began) = (Vec::new(), Instant::now());
     let started = std::mem::take(&mut *STARTED.lock().unwrap_or_else(PoisonError::into_inner));

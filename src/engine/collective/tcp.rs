@@ -213,7 +213,7 @@ impl Transfer<'_> {
         self.unsent.is_empty() && self.missing.is_empty()
     }
 
-    /// Moves what the connection takes and has; returns the number of bytes.
+    /// Moves as many bytes as possible without waiting; returns their number.
     fn advance(&mut self) -> std::io::Result<usize> {
         let mut moved = 0;
         if !self.unsent.is_empty() {
@@ -302,7 +302,7 @@ mod tests {
         let mut master = Master { host: "127.0.0.1".into(), port: 0, job: "a".into() };
         let listener = Tcp::listen(&master).unwrap();
         master.port = listener.local_addr().unwrap().port();
-        // Strangers: one of another job, one that says nothing sensible, one that leaves.
+        // Strangers: one of another job, one with another protocol, one that leaves.
         let strangers = [&[7; Hello::BYTES][..], b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b""];
         let strangers = strangers.map(|bytes| {
             let mut stream = TcpStream::connect(("127.0.0.1", master.port)).unwrap();

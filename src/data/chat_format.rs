@@ -21,10 +21,11 @@ const CHATML: &str = include_str!("templates/chatml.jinja");
 const QWEN: &str = include_str!("templates/qwen.jinja");
 const LLAMA: &str = include_str!("templates/llama3.jinja");
 const GEMMA: &str = include_str!("templates/gemma.jinja");
+const PHI: &str = include_str!("templates/phi.jinja");
 const PLAIN: &str = include_str!("templates/plain.jinja");
 
 /// The built-in training templates: name, settings, and text.
-const BUILT_IN: [(&str, &str, &str); 9] = [
+const BUILT_IN: [(&str, &str, &str); 10] = [
     ("chatml", "", CHATML),
     (
         "smollm2",
@@ -41,6 +42,7 @@ const BUILT_IN: [(&str, &str, &str); 9] = [
     ("llama3", "", LLAMA),
     ("llama3.1", "{%- set dated = true %}", LLAMA),
     ("gemma3", "", GEMMA),
+    ("phi3", "", PHI),
     ("plain", "", PLAIN),
 ];
 

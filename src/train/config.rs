@@ -94,7 +94,7 @@ settings! {
         format: Option<DataFormat> = None, fixed(), flag("format", Text, 0, "FORMAT"),
             help("Input format, overriding the file extension: text, jsonl, json, csv, tsv or parquet");
         /// The chat template to use instead of the model's: a file, or `chatml`, `smollm2`, `qwen2.5`, `qwen3`,
-        /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3` or `plain`.
+        /// `qwen3-2507`, `llama3`, `llama3.1`, `gemma3`, `phi3` or `plain`.
         chat_template: Option<String> = None, fixed(), flag("chat-template", Text, 1, "FILE|NAME"),
             help("Chat template: a file, or a name such as chatml or llama3.1 [default: the model's]");
         /// Whether texts begin with the BOS token: `auto` if the model's tokenizer adds it, `always` or `never`. Chat templates write

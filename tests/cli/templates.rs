@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// Published templates by TRL's names, with the training template that belongs to each.
-const FAMILIES: [(&str, &str); 7] = [
+const FAMILIES: [(&str, &str); 9] = [
     ("qwen2_5", "qwen2.5"),
     ("qwen3", "qwen3"),
     ("qwen3_instruct_2507", "qwen3-2507"),
@@ -19,6 +19,8 @@ const FAMILIES: [(&str, &str); 7] = [
     ("llama3_1", "llama3.1"),
     ("gemma3", "gemma3"),
     ("gemma", "gemma3"),
+    ("phi3", "phi3"),
+    ("phi3_5", "phi3"),
 ];
 
 /// SmolLM2's template, from its model file.

@@ -148,8 +148,8 @@ pub fn generate(
         if let Some(reason) = text.stopped() {
             return Ok(reason);
         }
-        let hidden = model.decode(weights, text.undecoded(), cache)?;
-        let last = hidden.narrow(0, text.undecoded().len() - 1, 1)?;
+        let undecoded = text.undecoded(cache.reusable(model.spec(), 0, text.seen.len()));
+        let last = model.decode(weights, undecoded, cache)?.narrow(0, undecoded.len() - 1, 1)?;
         // On the CPU, because candle's sampling has no GPU kernels.
         let logits = to_host(&model.logits(weights, &last)?.squeeze(0)?.to_dtype(DType::F32)?)?;
         let next = text.choose(logits)?;
@@ -182,9 +182,9 @@ impl<'a> Continuation<'a> {
         &self.seen[self.request.prompt.len()..]
     }
 
-    /// The tokens that are not in the cache yet: the prompt, then the last token.
-    fn undecoded(&self) -> &[u32] {
-        if self.new_ids().is_empty() { &self.seen } else { &self.seen[self.seen.len() - 1..] }
+    /// The tokens after those that are `cached`: the prompt, then the last token.
+    fn undecoded(&self, cached: usize) -> &[u32] {
+        &self.seen[cached..]
     }
 
     /// Why no further token follows, if none does.

@@ -118,12 +118,11 @@ pub fn log_probs(
         let hidden = workspace.hidden().narrow(0, row * seq_len, seq_len)?;
         let training = rows(&model.logits(weights, &hidden)?)?;
         cache.truncate(0);
-        let mut decoded = 0;
         for place in sequences.prompt..length {
-            let hidden = model.decode(weights, &ids[decoded..place], &mut cache)?;
-            let last = hidden.narrow(0, place - decoded - 1, 1)?;
+            let cached = cache.reusable(model.spec(), 0, place);
+            let hidden = model.decode(weights, &ids[cached..place], &mut cache)?;
+            let last = hidden.narrow(0, place - cached - 1, 1)?;
             let logits = model.logits(weights, &last)?;
-            decoded = place;
             found.training.push(-f64::from(losses[row * seq_len + place - 1]));
             found.generation.extend(model.log_probs(&logits, &ids[place..=place])?.into_iter().map(f64::from));
             let [training, generation] = [log_softmax(&training[place - 1])?, log_softmax(&rows(&logits)?[0])?];

@@ -226,6 +226,27 @@ fn every_family_gives_the_text_that_transformers_gives() {
     assert_transformers_generates(&names.iter().map(|name| (&name[..], texts(name))).collect::<Vec<_>>());
 }
 
+/// LongRoPE has other frequencies for all tokens of a text beyond the original context.
+#[test]
+fn a_text_that_outgrows_its_rotary_embeddings_is_that_of_recomputing_everything() {
+    let model = golden("families/phi3-longrope", PrecisionPolicy::FP32);
+    let prompt: Vec<u32> = (3..16).collect();
+    let request = GenerationRequest { prompt: &prompt, max_tokens: 8, stop_token_ids: &[], sampling: &GREEDY };
+    generate_batch(&model.0, &model.1, PrecisionPolicy::FP32, &[request], 1, |_, found| {
+        assert_eq!(tokens(&model, 21, &prompt, 8, &[], &GREEDY).0, found.ids);
+        let mut ids = prompt.clone();
+        for (id, log_prob) in found.ids.iter().zip(&found.log_probs) {
+            let last = full_logits(&model.0, &model.1, PrecisionPolicy::FP32, &ids).narrow(0, ids.len() - 1, 1)?;
+            let expected = model.0.log_probs(&last, &[*id])?[0];
+            assert!((expected - log_prob).abs() < 1e-5, "{} tokens: {log_prob}, not {expected}", ids.len());
+            ids.push(*id);
+        }
+        assert_eq!(ids.len(), 21);
+        Ok(())
+    })
+    .unwrap();
+}
+
 /// Texts of a batch, by request.
 fn batch(
     (model, weights): &(Decoder, Parameters),

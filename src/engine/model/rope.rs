@@ -336,6 +336,14 @@ impl Rope {
         matches!(self.kind, RopeType::Dynamic { .. } | RopeType::LongRope { .. })
     }
 
+    /// The length beyond which a sequence has other frequencies for all its tokens.
+    pub(super) fn original_context(&self) -> Option<usize> {
+        match self.kind {
+            RopeType::LongRope { original_max_position_embeddings, .. } => Some(original_max_position_embeddings),
+            _ => None,
+        }
+    }
+
     /// The factor of cosines and sines.
     pub fn attention_factor(&self) -> f64 {
         match self.kind {

@@ -78,7 +78,11 @@ fn run(
         if running.is_empty() {
             return Ok(());
         }
-        let ids: Vec<&[u32]> = running.iter().map(|(.., text)| text.undecoded()).collect();
+        let ids = running
+            .iter()
+            .enumerate()
+            .map(|(row, (.., text))| text.undecoded(cache.reusable(model.spec(), row, text.seen.len())));
+        let ids: Vec<&[u32]> = ids.collect();
         let hidden = model.decode_batch(weights, &ids, &mut cache)?;
         let mut end = 0;
         let last = ids.iter().map(|ids| {

@@ -101,6 +101,20 @@ impl KvCache {
         self.sequences.first().map_or(0, |sequence| sequence.capacity)
     }
 
+    /// Returns how many tokens of a sequence that will have `total` tokens are cached. Discards all of them if the rotary embeddings of
+    /// longer sequences begin between, so that they are computed again, as transformers does.
+    ///
+    /// # Panics
+    /// If there is no such sequence.
+    pub fn reusable(&mut self, spec: &ModelSpec, sequence: usize, total: usize) -> usize {
+        let len = &mut self.sequences[sequence].len;
+        let context = spec.rope.as_ref().and_then(Rope::original_context);
+        if context.is_some_and(|context| (*len..total).contains(&context)) {
+            *len = 0;
+        }
+        *len
+    }
+
     /// Keeps only the first `len` tokens of every sequence.
     pub fn truncate(&mut self, len: usize) {
         for sequence in &mut self.sequences {

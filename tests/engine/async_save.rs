@@ -2,7 +2,7 @@
 
 use crate::common::checkpoint::{folder, names};
 use crate::run::{self, attach, trainer};
-use finetune::engine::collective::{ProcessGroup, SingleProcess};
+use finetune::engine::collective::{Job, ProcessGroup, SingleProcess};
 use finetune::engine::optim::OptimizerKind;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::checkpoint::{Disk, FsOp, Run, list, verify};
@@ -11,9 +11,9 @@ use finetune::train::{Config, Interval, Trainer};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 fn config(policy: PrecisionPolicy) -> Config {
@@ -23,7 +23,7 @@ fn config(policy: PrecisionPolicy) -> Config {
     config
 }
 
-/// A single process that counts a step's calls of `world_size`; the first is after all of its passes.
+/// A single process that counts the steps whose passes are done: each then asks for the job, whose communication it records.
 #[derive(Debug, Default)]
 struct Counting(AtomicUsize);
 
@@ -33,8 +33,12 @@ impl ProcessGroup for Counting {
     }
 
     fn world_size(&self) -> usize {
-        self.0.fetch_add(1, Ordering::SeqCst);
         1
+    }
+
+    fn job(&self) -> Option<&Job> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        None
     }
 
     fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> finetune::Result<()> {
@@ -88,17 +92,19 @@ fn a_checkpoint_written_beside_the_next_steps_passes_is_that_of_its_step() {
     for config in [exact, narrow, own, fp8] {
         let folder = folder();
         let group = Arc::new(Counting::default());
-        let (asked, held) = (group.clone(), Arc::new(AtomicUsize::new(0)));
-        let waited = held.clone();
+        let (passed, held) = (group.clone(), Arc::new(AtomicUsize::new(0)));
+        let (waited, first) = (held.clone(), OnceLock::new());
         // The first tensors of step 2 are not written before the passes of step 3 are done, and then no sooner than the update
         // would be, if it did not wait.
         let disk = Disk::with_hook(move |operation, path| {
+            // The first operation opens the run, before its first step.
+            let before = *first.get_or_init(|| passed.0.load(Ordering::SeqCst));
             let is_first = operation == FsOp::Write && path.ends_with(".step-000002.tmp/model.safetensors");
             if !is_first || waited.fetch_add(1, Ordering::SeqCst) > 0 {
                 return Ok(());
             }
-            let (before, began) = (asked.0.load(Ordering::SeqCst), Instant::now());
-            while asked.0.load(Ordering::SeqCst) == before {
+            let began = Instant::now();
+            while passed.0.load(Ordering::SeqCst) < before + 3 {
                 assert!(began.elapsed() < Duration::from_mins(1), "no passes run beside the save");
                 std::thread::sleep(Duration::from_millis(1));
             }

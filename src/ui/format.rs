@@ -134,6 +134,18 @@ pub(crate) fn printable(text: &str) -> String {
         .collect()
 }
 
+/// Shortens a tensor's long name: by the words before the block's number, then in the middle, because the end names the tensor.
+pub(crate) fn shortened_name(name: &str, width: usize) -> String {
+    let fits = |name: &str| name.chars().count() <= width;
+    let name = name.split_once(".layers.").filter(|_| !fits(name)).map_or(name, |(_, from_block)| from_block);
+    if fits(name) {
+        return name.to_owned();
+    }
+    let (length, kept) = (name.chars().count(), width.saturating_sub(1));
+    let (start, end) = (kept * 2 / 5, kept - kept * 2 / 5);
+    name.chars().take(start).chain(['…']).chain(name.chars().skip(length - end)).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,5 +170,14 @@ mod tests {
     #[test]
     fn generated_text_cannot_control_the_terminal() {
         assert_eq!(printable("a\n\u{1b}[2Jb\tc"), "a⏎ [2Jb c");
+    }
+
+    #[test]
+    fn a_shortened_name_keeps_its_block_and_its_end() {
+        let name = "model.layers.11.self_attn.q_proj.weight";
+        assert_eq!(shortened_name(name, 39), name);
+        assert_eq!(shortened_name(name, 30), "11.self_attn.q_proj.weight");
+        assert_eq!(shortened_name(name, 24), "11.self_a….q_proj.weight");
+        assert_eq!([shortened_name(name, 1), shortened_name(name, 0)], ["…", "…"]);
     }
 }

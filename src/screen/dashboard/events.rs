@@ -5,7 +5,7 @@ use super::keys::Action;
 use super::list::List;
 use super::scene::Scene;
 use crate::screen::words;
-use crate::telemetry::{EventRow, RunState};
+use crate::telemetry::{Event, EventRow, RunState};
 use crate::ui::{Canvas, Role, format};
 use ratatui::layout::Position;
 use serde_json::Value;
@@ -55,7 +55,8 @@ impl Tab for Events {
             let x = inner.text(x + 1, y, &format!("{:>7} ", row.step), Role::Dim);
             let (glyph, role) = words::glyph(&row.event);
             inner.glyph(x, y, glyph, role);
-            inner.shortened(x + 2, y, &format::printable(&words::listed(row)), Role::Text);
+            let room = inner.width().saturating_sub(x + 2);
+            inner.shortened(x + 2, y, &with_short_name(row, room.into()), Role::Text);
             if at == selected && selected > 0 {
                 inner.highlight(y, Role::Selected);
             }
@@ -108,6 +109,21 @@ impl Tab for Events {
         let rows = self.rows(scene.run()).len();
         Some((&mut self.list, rows))
     }
+}
+
+/// The event's line. If it ends within a tensor's name after `room` characters, that name is shortened in its middle.
+fn with_short_name(row: &EventRow, room: usize) -> String {
+    let line = format::printable(&words::listed(row));
+    let lists_tensors = matches!(row.event, Event::Overflow(_) | Event::UnderflowOnset(_));
+    let Some((cut, _)) = line.char_indices().nth(room).filter(|_| lists_tensors) else { return line };
+    let (before, rest) = line.split_at(line[..cut].rfind(' ').map_or(0, |space| space + 1));
+    let name = rest.split([' ', ',']).next().unwrap_or_default();
+    if !name.starts_with(char::is_alphabetic) || !name.contains('.') {
+        return line;
+    }
+    // A whole name would hide that others follow.
+    let room = (room - before.chars().count()).min(name.chars().count() - 1);
+    format!("{before}{}", format::shortened_name(name, room))
 }
 
 /// Draws an event, scrolled to line `top`, over the whole tab.

@@ -212,7 +212,14 @@ pub(super) fn draw_short(scene: &Scene, canvas: &mut Canvas) {
     let (columns, name) = columns(scene, inner.width().into());
     draw_row(scene, &mut inner, 0, &format!("{:<name$}", "tensor"), &columns, None);
     for (y, row) in (1..inner.height()).zip(rows) {
-        draw_row(scene, &mut inner, y, &format!("{:<name$}", shortened(&row.name, name)), &columns, Some(row));
+        draw_row(
+            scene,
+            &mut inner,
+            y,
+            &format!("{:<name$}", format::shortened_name(&row.name, name)),
+            &columns,
+            Some(row),
+        );
     }
 }
 
@@ -228,7 +235,7 @@ fn draw_table(scene: &Scene, canvas: &mut Canvas) {
     }
     let hidden = list.hidden(rows.len(), inner.height().saturating_sub(1));
     for (y, (at, row)) in (1..inner.height()).zip(rows.iter().enumerate().skip(hidden)) {
-        let text = format!("  {:<name$}", shortened(&row.name, name - 1));
+        let text = format!("  {:<name$}", format::shortened_name(&row.name, name - 1));
         draw_row(scene, &mut inner, y, &text, &columns, Some(row));
         if at == list.selected(rows.len()) {
             inner.text(0, y, "▸", Role::Title);
@@ -274,30 +281,4 @@ fn draw_history(scene: &Scene, name: &str, canvas: &mut Canvas) {
         chart.history(plot, low, first, |bucket: &Bucket| bucket.min);
         chart.history(plot, high, first, |bucket: &Bucket| bucket.max);
     });
-}
-
-/// Shortens a long name: by the words before the block's number, then in the middle, because the end names the tensor.
-fn shortened(name: &str, width: usize) -> String {
-    let fits = |name: &str| name.chars().count() <= width;
-    let name = name.split_once(".layers.").filter(|_| !fits(name)).map_or(name, |(_, from_block)| from_block);
-    if fits(name) {
-        return name.to_owned();
-    }
-    let (length, kept) = (name.chars().count(), width.saturating_sub(1));
-    let (start, end) = (kept * 2 / 5, kept - kept * 2 / 5);
-    name.chars().take(start).chain(['…']).chain(name.chars().skip(length - end)).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_shortened_name_keeps_its_block_and_its_end() {
-        let name = "model.layers.11.self_attn.q_proj.weight";
-        assert_eq!(shortened(name, 39), name);
-        assert_eq!(shortened(name, 30), "11.self_attn.q_proj.weight");
-        assert_eq!(shortened(name, 24), "11.self_a….q_proj.weight");
-        assert_eq!([shortened(name, 1), shortened(name, 0)], ["…", "…"]);
-    }
 }

@@ -161,7 +161,12 @@ fn in_words(error: GradientError) -> String {
     if error.relative.is_nan() {
         return "the gradient overflows".to_owned();
     }
-    format!("error {}, 1 − cos {}", short(error.relative), short(error.direction))
+    format!("error {}, 1 − cos {}", significant(error.relative), significant(error.direction))
+}
+
+/// An error with three significant digits: errors with one site less rounded differ only in the second or third.
+fn significant(error: f64) -> String {
+    if error > 0.0 && error < 0.1 { format!("{error:.2e}") } else { short(error) }
 }
 
 /// A number with a bar, whose height falls by an eighth for each factor of two below the largest.
@@ -170,7 +175,7 @@ fn heat(error: f64, largest: f64) -> (Role, String) {
         return (Role::Overflow, "overflow".to_owned());
     }
     let level = (8.0 + (error / largest).log2().round()).clamp(0.0, 8.0) as usize;
-    (Role::graded(error / largest, [0.1, 0.5]), format!("{} {}", short(error), column_cell(level, 0)))
+    (Role::graded(error / largest, [0.1, 0.5]), format!("{} {}", significant(error), column_cell(level, 0)))
 }
 
 /// Adds a table with a row for each layer and a column for each kind of tensor.

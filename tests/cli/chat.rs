@@ -1,6 +1,7 @@
 //! Chat templates compared with transformers, and `finetune chat` as a user runs it.
 
 use crate::common::cli_fixture::CliFixture;
+use crate::common::launch;
 use crate::common::python::{python, run_script};
 use finetune::data::{Conversation, Template, TemplateTokens};
 use serde_json::{Value, json};
@@ -138,9 +139,8 @@ fn chat(fixture: &CliFixture, lines: &[&str]) -> (String, String) {
     let mut child =
         fixture.command("chat model -n 4 --temperature 0 --threads 1").stdin(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all((lines.join("\n") + "\n").as_bytes()).unwrap();
-    let output = child.wait_with_output().unwrap();
-    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(output.status.success(), "{err}");
+    let (code, out, err) = launch::texts(child.wait_with_output().unwrap());
+    assert_eq!(code, Some(0), "{err}");
     (out, err)
 }
 

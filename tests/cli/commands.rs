@@ -7,7 +7,7 @@ use std::process::{Child, Output, Stdio};
 
 use crate::common::checkpoint::names;
 use crate::common::cli_fixture::CliFixture;
-use crate::common::launch;
+use crate::common::{launch, of_kind};
 use candle_core::Device;
 use candle_core::quantized::gguf_file;
 use finetune::data::grammar;
@@ -96,10 +96,7 @@ fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     fs::remove_dir_all(run.join("step-000012")).unwrap();
     assert_eq!(list(&run).unwrap().last().unwrap().kind, CheckpointKind::Weights);
     fixture.said("--resume --steps 12 --plain");
-    let resumed = fixture.events("r").into_iter().filter_map(|event| match event {
-        Event::Started(started) => Some(started.resumed_from),
-        _ => None,
-    });
+    let resumed = of_kind!(fixture.events("r"), Event::Started).map(|started| started.resumed_from);
     assert_eq!(resumed.collect::<Vec<_>>(), [None, Some(9), Some(9)]);
     assert!(fixture.refused("--resume checkpoints/r/weights-000010").contains("it contains only weights"));
 
@@ -160,8 +157,7 @@ fn completions_and_the_manual_have_every_command() {
         let script = fixture.path("finetune.bash");
         fs::write(&script, fixture.said("completions bash")).unwrap();
         let load = "source finetune.bash && complete -p finetune";
-        let output = launch::command("/bin/bash").args(["-c", load]).current_dir(fixture.folder()).output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        launch::succeed(launch::command("/bin/bash").args(["-c", load]).current_dir(fixture.folder()));
     }
     let page = fixture.said("man");
     assert!(page.contains(".TH finetune"), "{page}");

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::gpt2_tokenizer;
+use crate::common::golden;
 use crate::common::python::{python, run_script};
 use candle_core::Device;
 use finetune::data::{DataSource, DatasetBuilder, TokenSource};
@@ -19,16 +20,11 @@ use finetune::store::tensor_file::write_tensors;
 use finetune::train::TrainState;
 use serde_json::Value;
 
-/// A golden model with a byte tokenizer would need 257 rows; `narrow` has fewer, so texts are ids within its vocabulary.
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
-}
-
 /// A folder with the golden model `name` and a tokenizer of one-letter words that fits it.
 pub(crate) fn with_tokenizer(name: &str) -> CliFixture {
     let fixture = CliFixture::empty();
     for file in ["config.json", "model.safetensors"] {
-        fixture.write(file, std::fs::read(golden(name).join(file)).unwrap());
+        fixture.write(file, std::fs::read(golden::path(name).join(file)).unwrap());
     }
     let vocab: serde_json::Map<String, Value> =
         ('a'..='z').enumerate().map(|(id, letter)| (letter.to_string(), id.into())).collect();

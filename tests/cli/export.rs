@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::common::compare::{distance, values};
-use crate::common::launch;
 use crate::common::python::{has_module, python, run_script};
+use crate::common::{golden, launch};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
@@ -32,7 +32,7 @@ fn model(name: &str, folder: &Path) -> TrainedModel {
 /// Such a model with other values of some keys of its configuration.
 fn changed_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> TrainedModel {
     let path = with_config(name, folder, keys);
-    std::fs::copy(golden(name).join("model.safetensors"), path.join("model.safetensors")).unwrap();
+    std::fs::copy(golden::path(name).join("model.safetensors"), path.join("model.safetensors")).unwrap();
     if name != "deep" {
         return with_letters(&path);
     }
@@ -40,16 +40,11 @@ fn changed_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) 
     TrainedModel::open(&path, None).unwrap()
 }
 
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
-}
-
 /// A model's folder with a golden configuration and other values of some keys.
 fn with_config(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> PathBuf {
     let path = folder.join(name);
     std::fs::create_dir_all(&path).unwrap();
-    let mut config: serde_json::Value =
-        serde_json::from_slice(&std::fs::read(golden(name).join("config.json")).unwrap()).unwrap();
+    let mut config = golden::config(name);
     for (key, value) in keys {
         config[*key] = value.clone();
     }
@@ -468,9 +463,8 @@ fn the_gguf_package_reads_the_file() {
                   {key: field.contents() for key, field in reader.fields.items() if 'attention' in key}]))";
     let read = |trained: &TrainedModel, out: &Path| -> [serde_json::Value; 2] {
         exported(trained, Dtype::F16, out);
-        let output = launch::command(&python).args(["-c", script]).arg(out).output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let [shapes, keys]: [serde_json::Value; 2] = serde_json::from_slice(&output.stdout).unwrap();
+        let found = launch::succeed(launch::command(&python).args(["-c", script]).arg(out));
+        let [shapes, keys]: [serde_json::Value; 2] = serde_json::from_str(&found).unwrap();
         assert_eq!(shapes.as_object().unwrap().len(), trained.config.parameters().len());
         [shapes, keys]
     };
@@ -523,10 +517,19 @@ fn python_with_onnx() -> Option<PathBuf> {
     python().filter(|python| has_module(python, "onnxruntime"))
 }
 
+/// The logits and warnings of onnxruntime for graphs and their rows of ids, from one process.
+fn onnx_logits(python: &Path, cases: &[serde_json::Value]) -> Vec<(Vec<f32>, serde_json::Value)> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    serde_json::to_writer(&file, cases).unwrap();
+    let reports = run_script(python, "onnx_logits.py", &[file.path().as_os_str()]);
+    let of = |report: &serde_json::Value| (serde_json::from_value(report["logits"].clone()).unwrap(), report.clone());
+    reports.as_array().unwrap().iter().map(of).collect()
+}
+
 #[test]
 fn onnxruntime_computes_the_same_for_every_batch_and_length() {
     let Some(python) = python_with_onnx() else { return };
-    let folder = tempfile::tempdir().unwrap();
+    let (folder, mut cases, mut ours) = (tempfile::tempdir().unwrap(), Vec::new(), Vec::new());
     for name in ONNX {
         let trained = model(name, folder.path());
         // One family in every type: the rest of the graph does not depend on the type.
@@ -536,44 +539,43 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
             assert_eq!(exported(&trained, dtype, &out).len(), 2);
             for (rows, length) in [(1, 1), (3, 12)] {
                 let ids = ids(&trained, rows * length);
-                let file = write_ids(folder.path(), &ids, length);
-                let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
-                assert_eq!(report["axes"], serde_json::json!(["batch", "sequence"]));
-                assert_eq!(report["unused"], serde_json::json!([]), "{name}");
-                let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
+                cases.push(serde_json::json!([out, ids.chunks(length).collect::<Vec<_>>()]));
                 // From the same rounded weights, and from the exact ones.
-                let same = distance(&theirs, &values(&logits(&trained, dtype, &ids, length)));
-                let exact = distance(&theirs, &values(&logits(&trained, Dtype::F32, &ids, length)));
-                assert!(
-                    same < 1e-5 && exact < tolerance.max(1e-5),
-                    "{name}, {dtype}, {rows} × {length}: {same}, {exact}"
-                );
+                let both = [dtype, Dtype::F32].map(|dtype| values(&logits(&trained, dtype, &ids, length)));
+                ours.push((format!("{name}, {dtype}, {rows} × {length}"), tolerance, both));
             }
         }
+    }
+    for ((theirs, report), (what, tolerance, ours)) in onnx_logits(&python, &cases).iter().zip(&ours) {
+        assert_eq!(report["axes"], serde_json::json!(["batch", "sequence"]));
+        assert_eq!(report["unused"], serde_json::json!([]), "{what}");
+        let [same, exact] = ours.each_ref().map(|ours| distance(theirs, ours));
+        assert!(same < 1e-5 && exact < tolerance.max(1e-5), "{what}: {same}, {exact}");
     }
 }
 
 #[test]
 fn onnxruntime_decodes_with_a_cache_and_in_int8() {
     let Some(python) = python_with_onnx() else { return };
-    let folder = tempfile::tempdir().unwrap();
+    let (folder, mut cases, mut ours) = (tempfile::tempdir().unwrap(), Vec::new(), Vec::new());
     for name in ["untied", "families/llama", "families/ministral3", "families/gemma2", "families/gemma3"] {
         let trained = model(name, folder.path());
         let ids = ids(&trained, 24);
-        let file = write_ids(folder.path(), &ids, 12);
         let exact = values(&logits(&trained, Dtype::F32, &ids, 12));
         for (kv_cache, int8, tolerance) in [(true, false, 1e-5), (false, true, 0.1), (true, true, 0.1)] {
             let out = trained.path.with_extension(format!("{kv_cache}-{int8}.onnx"));
             export(&trained, Dtype::F32, ExportFormat::Onnx(OnnxOptions { kv_cache, int8 }), ExportScope::Merged, &out)
                 .unwrap();
-            let report = run_script(&python, "onnx_logits.py", &[out.as_os_str(), file.as_os_str()]);
-            let theirs: Vec<f32> = serde_json::from_value(report["logits"].clone()).unwrap();
-            assert_eq!(report["unused"], serde_json::json!([]), "{name}");
-            let error = distance(&theirs, &exact);
-            assert!(error < tolerance, "{name}, cache {kv_cache}, int8 {int8}: {error:.1e}");
-            // Rounded to 8 bits, and not left as it was.
-            assert_eq!(error > 1e-5, int8, "{name}, cache {kv_cache}, int8 {int8}: {error:.1e}");
+            cases.push(serde_json::json!([out, ids.chunks(12).collect::<Vec<_>>()]));
+            ours.push((format!("{name}, cache {kv_cache}, int8 {int8}"), int8, tolerance, exact.clone()));
         }
+    }
+    for ((theirs, report), (what, int8, tolerance, exact)) in onnx_logits(&python, &cases).iter().zip(&ours) {
+        assert_eq!(report["unused"], serde_json::json!([]), "{what}");
+        let error = distance(theirs, exact);
+        assert!(error < *tolerance, "{what}: {error:.1e}");
+        // Rounded to 8 bits, and not left as it was.
+        assert_eq!(error > 1e-5, *int8, "{what}: {error:.1e}");
     }
 }
 

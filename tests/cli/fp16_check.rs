@@ -1,6 +1,7 @@
 //! The verdict of `fp16-check` compared with actual training.
 
 use crate::common::cli_fixture::CliFixture;
+use crate::common::of_kind;
 use finetune::data::{TokenSource, grammar};
 use finetune::engine::device::DeviceContext;
 use finetune::engine::kernels::view;
@@ -48,11 +49,8 @@ fn the_verdict_is_what_training_shows() {
     let scale_said = format!("scaler.init_scale={}", report.best_scale);
     let train = "--model model --data grammar --dtype fp16 --plain --steps 200 --run plain --set train.eval_batches=1";
     fixture.said(&format!("{train} --set {scale_said}"));
-    let skipped = fixture.events("plain").into_iter().find_map(|event| match event {
-        Event::Finished(finished) => Some(finished.skipped),
-        _ => None,
-    });
-    assert!(skipped.is_some_and(|skipped| skipped <= 2), "{skipped:?}");
+    let finished = of_kind!(fixture.events("plain"), Event::Finished).next().unwrap();
+    assert!(finished.skipped <= 2, "{finished:?}");
 
     // A hidden unit whose activations leave the range, and what reads it makes up for it: the block and tensor are named.
     let masters = model.weights(Dtype::F32).unwrap();

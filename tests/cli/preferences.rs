@@ -1,6 +1,7 @@
 //! Preference pairs, labelled answers and weighted samples: from files to batches.
 
 use crate::common::cli_fixture::CliFixture;
+use crate::common::of_kind;
 use crate::common::python::{has_module, python, run_script};
 use std::fs;
 use std::path::Path;
@@ -393,10 +394,7 @@ fn the_best_checkpoint_may_follow_the_margin() {
     let fixture = CliFixture::empty();
     let margin = "--plain --steps 2 --eval-every 1 --seq-len 96 --set objective.validate_margin=true --run m";
     fixture.said(&format!("{margin} --data preferences --objective simpo --set train.eval_batches=2"));
-    let margins: Vec<[f64; 2]> = fixture
-        .events("m")
-        .into_iter()
-        .filter_map(|event| if let Event::Eval(eval) = event { Some(eval) } else { None })
+    let margins: Vec<[f64; 2]> = of_kind!(fixture.events("m"), Event::Eval)
         .map(|eval| [eval.loss, eval.objective.unwrap().get(ObjectiveMetric::RewardsMargins).unwrap()])
         .collect();
     assert!(margins.len() == 2 && margins.iter().all(|[loss, margin]| *loss == -margin), "{margins:?}");

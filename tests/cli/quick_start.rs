@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use crate::common::of_kind;
 use finetune::data::grammar::entropy_per_token;
 use finetune::telemetry::{Event, read};
 
@@ -14,10 +15,7 @@ fn the_default_run_overflows_at_first_and_ends_within_a_tenth_of_the_entropy() {
     let overflows = events.iter().filter(|record| matches!(record.event, Event::Overflow(_))).count();
     assert!((2..30).contains(&overflows), "{overflows} overflows");
     assert!(matches!(events.last().unwrap().event, Event::Finished(_)), "the run has not finished");
-    let last = events
-        .iter()
-        .rev()
-        .find_map(|record| if let Event::Eval(eval) = &record.event { Some(eval.loss) } else { None });
+    let last = of_kind!(events.iter().map(|record| &record.event), Event::Eval).map(|eval| eval.loss).next_back();
     let (last, entropy) = (last.unwrap(), entropy_per_token());
     println!("validation loss {last:.4}, entropy {entropy:.4}: {:+.1} %", (last / entropy - 1.0) * 100.0);
     assert!((0.99..1.1).contains(&(last / entropy)), "validation loss {last}, entropy {entropy}");

@@ -7,6 +7,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::common::cli_fixture::CliFixture;
+use crate::common::{launch, of_kind};
 use finetune::telemetry::{Event, ProcessId, Record, StepRecord, StepStatus, VERSION, read};
 
 /// A line that trains `model` a little in the run called `name`.
@@ -43,10 +44,9 @@ fn n3_no_network_is_found_out_in_two_seconds() {
                 if !offline {
                     command.env_remove("HF_HUB_OFFLINE");
                 }
-                let output = command.output().unwrap();
-                let complaint = String::from_utf8(output.stderr).unwrap();
-                let (code, why) = if offline { (2, "`HF_HUB_OFFLINE` forbids") } else { (1, "unreachable") };
-                assert_eq!(output.status.code(), Some(code), "{complaint}");
+                let (code, _, complaint) = launch::finish(&mut command);
+                let (expected, why) = if offline { (2, "`HF_HUB_OFFLINE` forbids") } else { (1, "unreachable") };
+                assert_eq!(code, Some(expected), "{complaint}");
                 assert!(complaint.contains(why) && complaint.contains("not in the cache"), "{complaint}");
                 began.elapsed()
             };
@@ -77,10 +77,8 @@ fn n3_a_name_that_cannot_be_on_the_hub_is_wrong_without_a_network_too() {
     for name in ["~/model", "https://huggingface.co/distilgpt2", "my:model", "model.gguf"] {
         let mut command = fixture.command(&format!("generate {name}"));
         command.env("HF_ENDPOINT", "http://127.0.0.1:9").env_remove("HF_HUB_OFFLINE").env("HF_HOME", fixture.folder());
-        let output = command.output().unwrap();
-        let complaint = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(2), "{complaint}");
-        assert!(!complaint.contains("cache"), "{complaint}");
+        let (code, _, complaint) = launch::finish(&mut command);
+        assert!(code == Some(2) && !complaint.contains("cache"), "{complaint}");
     }
 }
 
@@ -126,10 +124,9 @@ fn n3_a_misspelt_name_is_suggested_before_the_hub_is_asked() {
     hub.set_nonblocking(true).unwrap();
     let endpoint = format!("http://{}", hub.local_addr().unwrap());
     for line in ["eval mdoel --data text.txt", "generate modle", "--model mdoel", "--model distilgtp2"] {
-        let output = fixture.command(line).env("HF_ENDPOINT", &endpoint).env_remove("HF_HUB_OFFLINE").output().unwrap();
-        let complaint = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(2), "{complaint}");
-        assert!(complaint.contains("did you mean `"), "{complaint}");
+        let mut command = fixture.command(line);
+        let (code, _, complaint) = launch::finish(command.env("HF_ENDPOINT", &endpoint).env_remove("HF_HUB_OFFLINE"));
+        assert!(code == Some(2) && complaint.contains("did you mean `"), "{complaint}");
         assert!(hub.accept().is_err(), "finetune {line} asked the Hub");
     }
 }
@@ -154,11 +151,7 @@ fn n6_the_best_checkpoint_is_kept_and_used() {
     let worse = "--data text.txt --steps 40 --eval-every 2 --lr 0.3 --schedule constant --warmup-steps 4 --keep-last 1";
     let lines = fixture.said(&training("r", &format!("{worse} --early-stopping 3 --save-every 1000")));
     assert!(lines.contains("finished reason=early_stopped"), "{lines}");
-    let events = fixture.events("r");
-    let evals = events.iter().filter_map(|event| match event {
-        Event::Eval(eval) => Some((eval.step, eval.loss)),
-        _ => None,
-    });
+    let evals = of_kind!(fixture.events("r"), Event::Eval).map(|eval| (eval.step, eval.loss));
     let (best, loss) = evals.min_by(|a, b| a.1.total_cmp(&b.1)).unwrap();
     let listed = fixture.said("checkpoint list r");
     let marked: Vec<_> = listed.lines().filter(|line| line.contains("the best")).collect();
@@ -237,8 +230,7 @@ fn w7_a_finished_run_says_so_and_a_run_finds_its_data_from_another_folder() {
     assert_eq!(evaluations(), before);
     std::fs::create_dir(fixture.path("elsewhere")).unwrap();
     let resume = format!("--resume {} --steps 3 --plain", fixture.run("r").display());
-    let output = fixture.command(&resume).current_dir(fixture.path("elsewhere")).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    launch::succeed(fixture.command(&resume).current_dir(fixture.path("elsewhere")));
     assert_eq!(fixture.steps("r").last().unwrap().step, 3);
 }
 
@@ -400,9 +392,7 @@ fn n17_a_program_that_hangs_or_fails_is_told_and_bounded() {
         fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
         let line = format!("--data text.txt --steps 20 --eval-every 1 --notify ./{name}");
-        let output = fixture.command(&training(name, &line)).output().unwrap();
-        assert!(output.status.success());
-        let said = String::from_utf8(output.stdout).unwrap();
+        let said = fixture.said(&training(name, &line));
         assert_eq!(said.matches(expected).count(), 1, "{said}");
     }
     let ids = || fs::read_to_string(fixture.path("hang.ids")).unwrap_or_default();

@@ -5,7 +5,7 @@
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::skip;
-use crate::common::launch;
+use crate::common::{golden, launch, of_kind};
 use finetune::telemetry::{Event, read};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -330,13 +330,11 @@ fn piped_output_is_lines() {
     let finished = r#"{"v":2,"t":1,"s":9.0,"event":"finished","reason":"done","step":3}"#;
     let step = r#"{"v":2,"t":1,"s":1.0,"event":"step","step":128,"loss":2.5,"loss_scale":65536.0}"#;
     std::fs::write(&log, format!("{step}\n{finished}\n")).unwrap();
-    let output = launch::program().arg("watch").arg(&log).output().unwrap();
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success() && text.contains("step=128 ") && text.contains("finished reason=done"), "{text}");
+    let text = launch::succeed(launch::program().arg("watch").arg(&log));
+    assert!(text.contains("step=128 ") && text.contains("finished reason=done"), "{text}");
     assert!(!text.contains('\u{1b}'), "{text:?}");
-    let output = launch::program().arg("watch").args([&log, &log]).output().unwrap();
-    let text = String::from_utf8(output.stderr).unwrap();
-    assert!(output.status.code() == Some(2) && text.contains("plain lines show one run"), "{text}");
+    let (code, _, text) = launch::finish(launch::program().arg("watch").args([&log, &log]));
+    assert!(code == Some(2) && text.contains("plain lines show one run"), "{text}");
 }
 
 /// Arrow keys, history, lines, commands and Ctrl-C of a chat in a terminal.
@@ -345,9 +343,7 @@ fn a_chat_is_edited_stopped_and_saved() {
     let Some(terminal) = Terminal::open(80, 24) else { return };
     let fixture = CliFixture::new();
     // So long a context that an answer lasts until it is stopped.
-    let llama =
-        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/families/llama/config.json"));
-    let mut config: serde_json::Value = serde_json::from_str(&llama.unwrap()).unwrap();
+    let mut config = golden::config("families/llama");
     for (key, value) in
         [("max_position_embeddings", 16384), ("vocab_size", 257), ("eos_token_id", 256), ("bos_token_id", 256)]
     {
@@ -432,11 +428,8 @@ fn real_training_shows_itself_and_stops_when_told() {
     let screen = terminal.wait_until("the overflows alone", |screen| {
         screen.lines().nth(1).is_some_and(|line| line.starts_with("┌ Overflows "))
     });
-    let overflows: Vec<_> = read(terminal.folder.path().join("checkpoints/t/events.jsonl"))
-        .unwrap()
-        .into_iter()
-        .filter_map(|record| if let Event::Overflow(overflow) = record.event { Some(overflow) } else { None })
-        .collect();
+    let events = read(terminal.folder.path().join("checkpoints/t/events.jsonl")).unwrap();
+    let overflows: Vec<_> = of_kind!(events.into_iter().map(|record| record.event), Event::Overflow).collect();
     assert!(overflows.len() > 2 && overflows.windows(2).all(|pair| pair[1].scale.to <= pair[0].scale.to));
     for overflow in overflows {
         let change = format!("{} 2^{}→2^{}", overflow.step, overflow.scale.from.log2(), overflow.scale.to.log2());

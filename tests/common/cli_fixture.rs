@@ -11,7 +11,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use super::checkpoint::folder;
-use super::launch;
+use super::{golden, launch, of_kind};
 
 pub(crate) struct CliFixture(TempDir);
 
@@ -51,8 +51,7 @@ impl CliFixture {
 
     /// A Hugging Face folder with the weights of `tests/golden/deep` and a tokenizer of bytes, its configuration changed.
     pub(crate) fn model(&self, name: &str, change: impl FnOnce(&mut Value)) {
-        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
-        let mut config: Value = serde_json::from_slice(&fs::read(golden.join("config.json")).unwrap()).unwrap();
+        let (golden, mut config) = (golden::path("deep"), golden::config("deep"));
         change(&mut config);
         self.write(&format!("{name}/config.json"), config.to_string());
         self.write(&format!("{name}/model.safetensors"), fs::read(golden.join("model.safetensors")).unwrap());
@@ -69,7 +68,8 @@ impl CliFixture {
     pub(crate) fn command_of(&self, words: &[&str]) -> Command {
         let mut command = launch::program();
         command.current_dir(&self.0).args(words).env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.folder());
-        command.env_remove("FINETUNE_ISA");
+        // By default one thread, because threads that wait actively slow down other tests.
+        command.env_remove("FINETUNE_ISA").env("RAYON_NUM_THREADS", "1");
         command.env("FINETUNE_CACHE", self.path("data"));
         command.env_remove("COLUMNS").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
@@ -77,9 +77,7 @@ impl CliFixture {
 
     /// The exit code, standard output and standard error of `finetune LINE`.
     pub(crate) fn output(&self, line: &str) -> (Option<i32>, String, String) {
-        let output = self.command(line).output().unwrap();
-        let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
-        (output.status.code(), out, err)
+        launch::finish(&mut self.command(line))
     }
 
     /// The standard output of `finetune LINE`, which must succeed.
@@ -123,7 +121,6 @@ impl CliFixture {
     }
 
     pub(crate) fn steps(&self, run: &str) -> Vec<StepRecord> {
-        let step = |event| if let Event::Step(step) = event { Some(*step) } else { None };
-        self.events(run).into_iter().filter_map(step).collect()
+        of_kind!(self.events(run), Event::Step).map(|step| *step).collect()
     }
 }

@@ -192,6 +192,11 @@ pub(crate) fn path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
+/// The configuration of a model of `tests/golden`.
+pub(crate) fn config(name: &str) -> serde_json::Value {
+    json(&path(name).join("config.json"))
+}
+
 /// The names of the cases in a folder of `tests/golden`, sorted.
 pub(crate) fn names(folder: &str) -> Vec<String> {
     let entries = std::fs::read_dir(path(folder)).unwrap().map(|entry| entry.unwrap());

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs;
-use std::process::Command;
+use std::process::{Command, Output};
 use std::sync::{Arc, Once};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -36,6 +36,24 @@ pub(crate) fn command(program: impl AsRef<OsStr>) -> Command {
         thread::spawn(move || end_children_after(seconds.map_or(LIMIT, Duration::from_secs)));
     });
     Command::new(program)
+}
+
+/// The exit code, standard output and standard error of a process that has ended.
+pub(crate) fn texts(output: Output) -> (Option<i32>, String, String) {
+    let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    (output.status.code(), out, err)
+}
+
+/// Runs a command to its end; returns its exit code, standard output and standard error.
+pub(crate) fn finish(command: &mut Command) -> (Option<i32>, String, String) {
+    texts(command.output().unwrap())
+}
+
+/// The standard output of a command, which must succeed.
+pub(crate) fn succeed(command: &mut Command) -> String {
+    let (code, out, err) = finish(command);
+    assert_eq!(code, Some(0), "{out}{err}");
+    out
 }
 
 /// Kills each child of this process that `/proc` lists, once it has run for `limit`.

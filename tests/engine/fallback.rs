@@ -9,7 +9,8 @@ use std::time::Duration;
 use crate::common::checkpoint::values;
 use crate::common::engine::{Settings, engine};
 use crate::common::launch;
-use crate::run::{self, attach, events, of_kind, steps};
+use crate::common::of_kind;
+use crate::run::{self, attach, events, steps};
 use candle_core::{DType, Device};
 use finetune::Error;
 use finetune::data::Batch;
@@ -151,8 +152,7 @@ fn a_checkpoint_says_which_weights_are_wide() {
     assert_eq!(wide, 12);
     let text = std::fs::read_to_string(path.join("config.json")).unwrap();
     assert!(text.contains(r#""torch_dtype": "float32""#), "{text}");
-    let output = launch::program().args(["checkpoint", "show"]).arg(path).output().unwrap();
-    let text = String::from_utf8(output.stdout).unwrap();
+    let text = launch::succeed(launch::program().args(["checkpoint", "show"]).arg(path));
     assert!(text.contains("\nfallback     h.1 since step 3\n"), "{text}");
 }
 

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use crate::common::checkpoint::values;
 use crate::common::launch;
-use crate::run::{self, advanced, of_kind, steps};
+use crate::common::of_kind;
+use crate::run::{self, advanced, steps};
 use candle_core::{DType, Tensor};
 use finetune::engine::model::{
     Checkpointing, ForwardMode, Hook, HookPoint, InputIds, ModelSpec, TensorKind, Workspace,
@@ -153,7 +154,7 @@ fn several_blocks_are_in_fp8_and_each_switches_by_itself() {
     let proof = verify_resume(&switched, 10, 5, &folder.path().join("run"), &Activity::default()).unwrap();
     assert_eq!(proof.differences, [""; 0]);
     let (_, events) = advanced(&switched, 10);
-    let moved: BTreeSet<&str> = of_kind!(events, Event::DtypeChange).map(|moved| &*moved.layer).collect();
+    let moved: BTreeSet<&str> = of_kind!(&events, Event::DtypeChange).map(|moved| &*moved.layer).collect();
     assert!(moved.len() > 1, "{moved:?}");
 }
 
@@ -162,7 +163,7 @@ fn first_variance() -> f64 {
     let mut config = config(Fp8Config::default());
     config.telemetry.variance_every = 1;
     let (trainer, events) = advanced(&config, 1);
-    let variances = of_kind!(events, Event::GradVariance).next().unwrap();
+    let variances = of_kind!(&events, Event::GradVariance).next().unwrap();
     let names: Vec<_> = variances.layers.keys().map(String::as_str).collect();
     let blocks = trainer.engine().model.spec().num_layers;
     assert_eq!((names.len(), names[0], *names.last().unwrap()), (blocks + 1, "h.0", "head"));
@@ -187,7 +188,7 @@ fn the_variance_is_that_of_the_unscaled_gradients_elements() {
     let found = first_variance();
     assert!((found / expected - 1.0).abs() < 1e-9, "{found} {expected}");
     let (_, events) = advanced(&self::config(Fp8Config::default()), 2);
-    assert_eq!(of_kind!(events, Event::GradVariance).count(), 0);
+    assert_eq!(of_kind!(&events, Event::GradVariance).count(), 0);
 }
 
 #[test]
@@ -196,7 +197,7 @@ fn the_variance_switches_the_block_and_the_log_says_so() {
     let switched = |threshold: f64| {
         let config = config(Fp8Config { enter_variance: Some(threshold), ..fp8(1) });
         let (trainer, events) = advanced(&config, 8);
-        let moves = of_kind!(events, Event::DtypeChange).map(|moved| (moved.step, moved.to.clone(), moved.restored));
+        let moves = of_kind!(&events, Event::DtypeChange).map(|moved| (moved.step, moved.to.clone(), moved.restored));
         let moves: Vec<_> = moves.collect();
         (moves, trainer.engine().state.fp8.active().next().is_some())
     };
@@ -221,12 +222,11 @@ fn the_experiment_runs_and_is_compared() {
         command.args(["--steps", "12", "--batch-size", "1", "--seq-len", "32", "--checkpoint-dir", "."]);
         command.args(["--set", "train.eval_batches=2", "--set", "telemetry.variance_every=4"]);
         command.args(["--set", "scaler.init_scale=4194304.0"]);
-        let output = command.output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        launch::succeed(&mut command);
     }
-    let output =
-        finetune().args(["compare", "--checkpoint-dir", ".", "fp16", "fp8", "switched", "--json"]).output().unwrap();
-    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let compared =
+        launch::succeed(finetune().args(["compare", "--checkpoint-dir", ".", "fp16", "fp8", "switched", "--json"]));
+    let json: serde_json::Value = serde_json::from_str(&compared).unwrap();
     let keys: Vec<_> = json["differences"].as_array().unwrap().iter().map(|d| d["key"].as_str().unwrap()).collect();
     assert_eq!(keys, ["precision.fp8.block", "precision.fp8.enter_variance"]);
     for arm in 0..3 {

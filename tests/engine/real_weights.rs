@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 
 use crate::common::compare::distance;
-use crate::common::launch;
 use crate::common::python::{python, run_script};
+use crate::common::{launch, of_kind};
 use candle_core::{Device, Tensor};
 use finetune::data::TokenSource;
 use finetune::engine::device::DeviceContext;
@@ -206,11 +206,8 @@ fn finish(child: Child) {
 
 /// The loss of the last validation.
 fn validation(run: &Path) -> f64 {
-    let events = read(run.join("events.jsonl")).unwrap().into_iter();
-    events
-        .filter_map(|record| if let Event::Eval(eval) = record.event { Some(eval.loss) } else { None })
-        .next_back()
-        .unwrap()
+    let events = read(run.join("events.jsonl")).unwrap().into_iter().map(|record| record.event);
+    of_kind!(events, Event::Eval).map(|eval| eval.loss).next_back().unwrap()
 }
 
 /// Answers that match `chats-held-back` exactly, out of 40.
@@ -218,9 +215,7 @@ fn exact_answers(bench: &Bench, model: &Path, dtype: &str) -> u64 {
     let mut command = launch::program();
     command.current_dir(bench.folder.path()).arg("eval").arg(model);
     command.args(["--data", "chats-held-back", "--answers", "--json", "--dtype", dtype]);
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let found: Value = serde_json::from_str(&launch::succeed(&mut command)).unwrap();
     assert_eq!(found["asked"], 40);
     found["exact"].as_u64().unwrap()
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
+use crate::common::of_kind;
 use finetune::engine::collective::SingleProcess;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::checkpoint::Run;
@@ -44,14 +45,6 @@ pub(crate) fn advanced(config: &Config, steps: u64) -> (Trainer, Vec<Event>) {
     let events = events(&records);
     (trainer, events)
 }
-
-/// The contents of all events of a kind, such as `of_kind!(events, Event::Eval)`.
-macro_rules! of_kind {
-    ($events:expr, $kind:path) => {
-        $events.iter().filter_map(|event| if let $kind(it) = event { Some(it) } else { None })
-    };
-}
-pub(crate) use of_kind;
 
 pub(crate) fn steps(events: &[Event]) -> impl Iterator<Item = &StepRecord> {
     of_kind!(events, Event::Step).map(|step| &**step)

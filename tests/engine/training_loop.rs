@@ -2,7 +2,8 @@
 //! kernels.
 
 use crate::common::compare;
-use crate::run::{self, attach, of_kind, steps};
+use crate::common::of_kind;
+use crate::run::{self, attach, steps};
 use candle_core::Device;
 use finetune::data::Batch;
 use finetune::engine::collective::SingleProcess;
@@ -222,7 +223,7 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     let saved = latest_valid(&folder.path().join("run")).unwrap().checkpoint;
     events.extend(train(Trainer::new(Arc::new(SingleProcess), config.clone(), Some(&saved), &mut |_| ()).unwrap(), 7));
     let mut told = BTreeMap::new();
-    for touched in of_kind!(events, Event::UnderflowOnset) {
+    for touched in of_kind!(&events, Event::UnderflowOnset) {
         for name in &touched.tensors {
             assert_eq!(told.insert(name.clone(), touched.step), None, "{name} is named twice");
         }
@@ -238,7 +239,7 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     assert!(told.values().any(|step| *step == 1) && told.values().any(|step| *step > 5), "{told:?}");
     config.dtype = PrecisionPolicy::BF16;
     let (_, events, _) = run(&config, None);
-    assert_eq!(of_kind!(events, Event::UnderflowOnset).count(), 0, "BF16's gradients have room");
+    assert_eq!(of_kind!(&events, Event::UnderflowOnset).count(), 0, "BF16's gradients have room");
 }
 
 #[test]
@@ -247,7 +248,7 @@ fn the_largest_gradient_of_each_layer_is_recorded() {
     (config.telemetry.layer_maxima_every, config.telemetry.tensors_every) = (3, 1);
     config.scaler.init_scale = 65536.0;
     let (trainer, events, _) = run(&config, None);
-    let maxima: Vec<_> = of_kind!(events, Event::GradMax).collect();
+    let maxima: Vec<_> = of_kind!(&events, Event::GradMax).collect();
     assert_eq!(maxima.iter().map(|maxima| maxima.step).collect::<Vec<_>>(), [3, 6]);
     for maxima in maxima {
         let step = steps(&events).find(|step| step.step == maxima.step).unwrap();

@@ -63,12 +63,9 @@ fn model_folder(folder: &Path, tied: bool) -> PathBuf {
 
 /// Fine-tunes `model` with the program itself; the last step's directory.
 fn train(model: &Path, dtype: &str, runs: &Path, run: &str) -> PathBuf {
-    let output = launch::program()
-        .args(["--plain", "--steps", STEPS, "--batch-size", "4", "--seq-len", "32", "--dtype", dtype, "--run", run])
-        .args([Path::new("--model"), model, Path::new("--checkpoint-dir"), runs])
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut command = launch::program();
+    command.args(["--plain", "--steps", STEPS, "--batch-size", "4", "--seq-len", "32", "--dtype", dtype, "--run", run]);
+    launch::succeed(command.args([Path::new("--model"), model, Path::new("--checkpoint-dir"), runs]));
     runs.join(run).join(format!("step-{STEPS:0>6}"))
 }
 

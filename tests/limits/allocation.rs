@@ -1,10 +1,10 @@
 //! A steady-state training step allocates almost nothing, because its buffers are allocated in the first step.
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Barrier};
 
 use crate::alone;
+use crate::common::allocator::Counting;
 use crate::common::engine::{Settings, engine};
 use crate::common::gguf::{with_lora, write_random};
 use crate::common::processes::together;
@@ -30,43 +30,18 @@ static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-fn count(bytes: usize) {
-    ALLOCATED.fetch_add(bytes, Relaxed);
-    PEAK.fetch_max(LIVE.fetch_add(bytes, Relaxed) + bytes, Relaxed);
-}
-
-struct Counting;
-
-// SAFETY: every call goes to `System` unchanged; counting touches no memory but the counter.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size());
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        count(layout.size());
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn realloc(&self, old: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        count(new_size);
-        LIVE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.realloc(old, layout, new_size) }
-    }
-
-    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.dealloc(old, layout) }
+fn count(change: isize) {
+    let bytes = change.unsigned_abs();
+    if change > 0 {
+        ALLOCATED.fetch_add(bytes, Relaxed);
+        PEAK.fetch_max(LIVE.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+    } else {
+        LIVE.fetch_sub(bytes, Relaxed);
     }
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: Counting = Counting(count);
 
 /// Limit on the allocations of a step: 27,088 bytes were the most, with two micro-batches in half precision.
 const LIMIT: usize = 32 << 10;

@@ -14,10 +14,9 @@ fn it_starts_in_a_tenth_of_a_second_of_processor_time() {
         let once = |_| {
             let mut shell = launch::command("bash");
             shell.args(["-c", r#"TIMEFORMAT='%3U %3S'; time "$0" "$@" > /dev/null"#]);
-            let output =
-                shell.arg(launch::program().get_program()).args(arguments).env("LC_ALL", "C").output().unwrap();
-            assert!(output.status.success());
-            let text = String::from_utf8(output.stderr).unwrap();
+            let (code, _, text) =
+                launch::finish(shell.arg(launch::program().get_program()).args(arguments).env("LC_ALL", "C"));
+            assert_eq!(code, Some(0), "{text}");
             text.split_whitespace().map(|seconds| seconds.parse::<f64>().unwrap()).sum::<f64>()
         };
         let least = (0..10).map(once).fold(f64::INFINITY, f64::min);

@@ -5,6 +5,7 @@
 use std::fs;
 
 use crate::common::cli_fixture::CliFixture;
+use crate::common::launch;
 use crate::common::transcript::assert_refused;
 #[cfg(not(feature = "mpi"))]
 use crate::common::transcript::tree;
@@ -150,9 +151,9 @@ fn mistakes_of_daily_use() {
 #[test]
 fn invalid_environments() {
     let fixture = folder();
-    let output = fixture.command("").env("FINETUNE_ISA", "mmx").output().unwrap();
-    assert_eq!(output.status.code(), Some(2));
-    insta::assert_snapshot!("environment", String::from_utf8(output.stderr).unwrap());
+    let (code, _, said) = launch::finish(fixture.command("").env("FINETUNE_ISA", "mmx"));
+    assert_eq!(code, Some(2));
+    insta::assert_snapshot!("environment", said);
 }
 
 /// Rows that cannot be used for training: the location of the mistake, and its remedy.
@@ -230,9 +231,8 @@ fn a_build_for_one_process_refuses_to_be_one_of_several() {
     for (size, rank) in [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")] {
         for process in ["0", "1"] {
             let mut command = fixture.command(line);
-            let output = command.env(size, "2").env(rank, process).output().unwrap();
-            assert_eq!(output.status.code(), Some(2));
-            let said = String::from_utf8(output.stderr).unwrap();
+            let (code, _, said) = launch::finish(command.env(size, "2").env(rank, process));
+            assert_eq!(code, Some(2));
             match process {
                 "0" => {
                     assert!(said.starts_with(&format!("error: {size}: ")) && said.contains("--features mpi"), "{said}");
@@ -244,9 +244,8 @@ fn a_build_for_one_process_refuses_to_be_one_of_several() {
         assert!(alone.env(size, "2").env(rank, "0").output().unwrap().status.success(), "only training is refused");
     }
     let mut command = fixture.command(line);
-    let output = command.env("OMPI_COMM_WORLD_SIZE", "ban\x1bana").output().unwrap();
-    assert_eq!(output.status.code(), Some(2), "a number of processes that is none is not one process");
-    let said = String::from_utf8(output.stderr).unwrap();
+    let (code, _, said) = launch::finish(command.env("OMPI_COMM_WORLD_SIZE", "ban\x1bana"));
+    assert_eq!(code, Some(2), "a number of processes that is none is not one process");
     assert!(said.starts_with("error: OMPI_COMM_WORLD_SIZE: `ban\\u001bana` is not a whole number"), "{said}");
     assert_eq!(tree(&fixture), before);
 }

@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::common::launch;
 use crate::common::transcript::assert_transcript;
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -277,9 +278,8 @@ fn huge_sizes_are_refused_before_anything_is_built() {
         let limited = "ulimit -t 2; ulimit -v 2000000; exec \"$0\" --model model --init random --data grammar --plain";
         let mut command = Command::new("sh");
         command.args(["-c", limited, env!("CARGO_BIN_EXE_finetune")]).current_dir(scratch.path());
-        let output = command.stdin(Stdio::null()).output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{config}: {}: {said}", output.status);
+        let (code, _, said) = launch::finish(command.stdin(Stdio::null()));
+        assert_eq!(code, Some(2), "{config}: {said}");
         assert!(said.contains(reason), "{config}: {said}");
     };
     for family in ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text"] {

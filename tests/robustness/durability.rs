@@ -9,7 +9,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::common::cli_fixture::CliFixture;
-use crate::common::launch;
+use crate::common::{launch, of_kind};
 use finetune::store::checkpoint::{CheckpointKind, latest_valid, list, verify};
 use finetune::telemetry::Event;
 
@@ -38,11 +38,7 @@ fn finetune(fixture: &CliFixture, before: &str, arguments: &str) -> (Option<i32>
 }
 
 fn warnings(events: Vec<Event>) -> Vec<String> {
-    let warning = |event| match event {
-        Event::Warning(trouble) => Some(trouble.message),
-        _ => None,
-    };
-    events.into_iter().filter_map(warning).collect()
+    of_kind!(events, Event::Warning).map(|trouble| trouble.message).collect()
 }
 
 /// A run in progress, whose lines are read as they come.

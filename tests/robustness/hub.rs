@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::common::launch;
+use crate::common::{golden, launch};
 use finetune::data::{DataSource, DatasetBuilder, Downloader, HubFile, LoadEvent, Tokenizer};
 use finetune::store::hub::{Hub, ModelFiles, Settings};
 use finetune::{Error, Result};
@@ -552,10 +552,10 @@ fn a_whole_data_set_is_its_files_for_training() {
 #[test]
 fn generate_eval_and_export_take_names_of_the_hub() {
     let (server, fixture) = (Server::start(), tempfile::tempdir().unwrap());
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/deep");
     let local = fixture.path().join("local");
     fs::create_dir(&local).unwrap();
-    let files = ["config.json", "model.safetensors"].map(|name| (name, fs::read(golden.join(name)).unwrap()));
+    let files =
+        ["config.json", "model.safetensors"].map(|name| (name, fs::read(golden::path("deep").join(name)).unwrap()));
     for (name, content) in files.into_iter().chain([("tokenizer.json", Tokenizer::byte().json().to_vec())]) {
         server.put(name, &content);
         fs::write(local.join(name), content).unwrap();
@@ -568,9 +568,8 @@ fn generate_eval_and_export_take_names_of_the_hub() {
             .env("HF_ENDPOINT", &server.address)
             .env("HF_HOME", fixture.path().join("hf"))
             .env("HF_HUB_OFFLINE", offline);
-        let output = command.output().unwrap();
-        let [said, complaint] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
-        (output.status.code().unwrap(), said, complaint)
+        let (code, said, complaint) = launch::finish(&mut command);
+        (code.unwrap(), said, complaint)
     };
     let generate = |model: &str| format!("generate {model} --prompt so -n 12 --temperature 0");
     let (_, expected, _) = finetune(&generate("local"), "0");
@@ -869,10 +868,10 @@ fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
     for (name, value, expected) in cases {
         for line in ["generate distilgpt2 --prompt so", "doctor"] {
             let start = Instant::now();
-            let output = program(&server, fixture.path(), line).env(name, &value).output().unwrap();
-            let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap()).concat();
+            let (code, out, err) = launch::finish(program(&server, fixture.path(), line).env(name, &value));
+            let said = out + &err;
             assert!(said.contains(expected) && !said.contains("geheim"), "{line} {value}: {said}");
-            assert_eq!(output.status.code(), Some(if line == "doctor" { 0 } else { 2 }), "{said}");
+            assert_eq!(code, Some(if line == "doctor" { 0 } else { 2 }), "{said}");
             assert!(start.elapsed() < Duration::from_secs(10), "{line} {value}: {:?}", start.elapsed());
         }
     }

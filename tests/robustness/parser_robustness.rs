@@ -4,12 +4,13 @@
 //! replaced. The inputs are short, so memory beyond [`LIMIT`] means that a number in them was believed. The long form is in
 //! `docs/faults.md`.
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
+use crate::common::allocator::Counting;
+use crate::common::checkpoint;
 use crate::common::mutations::{any_bytes, changed, changes, replaced, replacement};
 use finetune::Error;
 use finetune::data::{Conversation, DataSource, DatasetBuilder, TemplateSandbox, TemplateTokens, Tokenizer};
@@ -33,46 +34,14 @@ thread_local! {
     static PEAK: Cell<isize> = const { Cell::new(0) };
 }
 
-/// The system's allocator, counted thread by thread.
-struct Counting;
-
 fn note(change: isize) {
     let held = HELD.get() + change;
     HELD.set(held);
     PEAK.set(PEAK.get().max(held));
 }
 
-// SAFETY: every call goes to `System` unchanged; counting touches no memory but the counters.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        note(layout.size() as isize);
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        note(layout.size() as isize);
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn realloc(&self, old: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        // Old and new exist side by side while the contents move.
-        note(new_size as isize);
-        note(-(layout.size() as isize));
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.realloc(old, layout, new_size) }
-    }
-
-    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
-        note(-(layout.size() as isize));
-        // SAFETY: the caller's promises are passed on.
-        unsafe { System.dealloc(old, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: Counting = Counting(note);
 
 /// Returns the result of `parse`, which must not have taken more memory than [`LIMIT`].
 fn bounded<T>(parse: impl FnOnce() -> T) -> T {
@@ -87,10 +56,7 @@ fn bounded<T>(parse: impl FnOnce() -> T) -> T {
 /// A folder for this thread, in memory if the system has such a file system.
 fn folder() -> PathBuf {
     thread_local! {
-        static FOLDER: LazyLock<TempDir> = LazyLock::new(|| {
-            let memory = Path::new("/dev/shm");
-            if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
-        });
+        static FOLDER: LazyLock<TempDir> = LazyLock::new(checkpoint::folder);
     }
     FOLDER.with(|folder| folder.path().to_path_buf())
 }

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use crate::common::cli_fixture::CliFixture;
+use crate::common::launch;
 use base64::Engine as _;
 use serde_json::{Value, json};
 use sha2::Digest as _;
@@ -63,10 +64,10 @@ impl Server {
     fn finetune(&self, fixture: &CliFixture, line: &str, token: &str) -> (i32, String) {
         let mut command = fixture.command(line);
         command.env("HF_HUB_OFFLINE", "0").env("HF_ENDPOINT", &self.0.lock().unwrap().address).env("HF_TOKEN", token);
-        let output = command.output().unwrap();
-        let said = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap()).concat();
+        let (code, out, err) = launch::finish(&mut command);
+        let said = out + &err;
         assert!(!said.contains(TOKEN), "the token is printed: {said}");
-        (output.status.code().unwrap(), said)
+        (code.unwrap(), said)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Compares runs: the differences in their configurations and results.
 //!
-//! Runs that differ only in the seed and in settings without effect on the numbers are samples of one [`RunGroup`], to distinguish
+//! Runs that differ only in the seed and in settings without effect on the numbers are samples of one `RunGroup`, to distinguish
 //! the effect of a setting from chance: means with confidence intervals, and for two groups their difference.
 
 mod html;
@@ -10,7 +10,6 @@ mod report;
 mod run;
 mod statistics;
 
-pub use metrics::{METRICS, Metric};
-pub use report::{Comparison, EquivalenceVerdict, RunGroup, SettingDifference};
-pub use run::{RunMetrics, RunSummary};
-pub use statistics::Estimate;
+pub(crate) use metrics::METRICS;
+pub(crate) use report::Comparison;
+pub(crate) use run::RunSummary;

@@ -10,21 +10,17 @@ use std::time::Duration;
 
 /// The diagnosis; facts that are not available are `None`.
 #[derive(Clone, Debug, Serialize)]
-pub struct Diagnosis {
-    /// The program's version.
-    pub version: &'static str,
-    /// The processor.
-    pub cpu: CpuInfo,
-    /// Bytes of memory in the machine.
-    pub memory_bytes: Option<u64>,
+pub(crate) struct Diagnosis {
+    pub(crate) version: &'static str,
+    pub(crate) cpu: CpuInfo,
+    pub(crate) memory_bytes: Option<u64>,
     /// Bytes of memory available to a new process.
-    pub memory_available_bytes: Option<u64>,
+    pub(crate) memory_available_bytes: Option<u64>,
     /// GPU support of this build and machine.
-    pub gpu: GpuInfo,
-    /// The folders that `finetune` uses.
-    pub folders: Vec<FolderInfo>,
+    pub(crate) gpu: GpuInfo,
+    pub(crate) folders: Vec<FolderInfo>,
     /// Whether the Hub is reachable.
-    pub hub: HubStatus,
+    pub(crate) hub: HubStatus,
 }
 
 /// The first driver that runs PTX of CUDA 13.0.
@@ -36,58 +32,52 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The processor as the kernels use it.
 #[derive(Clone, Debug, Serialize)]
-pub struct CpuInfo {
-    /// Its model name.
-    pub name: Option<String>,
+pub(crate) struct CpuInfo {
+    pub(crate) name: Option<String>,
     /// Default number of compute threads.
-    pub threads: usize,
+    pub(crate) threads: usize,
     /// The instruction set used by the kernels.
-    pub isa: String,
+    pub(crate) isa: String,
     /// Whether this process may use AMX's tiles, or why not.
-    pub tiles: String,
+    pub(crate) tiles: String,
     /// Features that the kernels can use, and whether they are available.
-    pub features: Vec<(&'static str, bool)>,
+    pub(crate) features: Vec<(&'static str, bool)>,
 }
 
 /// `AmxSupport` for NVIDIA GPUs.
 #[derive(Clone, Debug, Serialize)]
-pub struct GpuInfo {
-    /// Whether it is compiled in.
-    pub compiled: bool,
+pub(crate) struct GpuInfo {
+    pub(crate) compiled: bool,
     /// Names of the driver's device files.
-    pub devices: Vec<String>,
-    /// An explanation.
-    pub note: String,
+    pub(crate) devices: Vec<String>,
+    pub(crate) note: String,
 }
 
 /// A folder that `finetune` writes into.
 #[derive(Clone, Debug, Serialize)]
-pub struct FolderInfo {
-    /// Its purpose.
-    pub purpose: &'static str,
-    /// Its path.
-    pub path: PathBuf,
+pub(crate) struct FolderInfo {
+    pub(crate) purpose: &'static str,
+    pub(crate) path: PathBuf,
     /// Whether it exists; it is created when needed.
-    pub exists: bool,
+    pub(crate) exists: bool,
     /// Bytes of the files in it.
-    pub bytes: Option<u64>,
-    /// Bytes free on its disk.
-    pub free_bytes: Option<u64>,
+    pub(crate) bytes: Option<u64>,
+    pub(crate) free_bytes: Option<u64>,
 }
 
 /// Whether the Hub is reachable.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct HubStatus {
+pub(crate) struct HubStatus {
     /// `HF_ENDPOINT` without its password, or the public one.
-    pub endpoint: String,
+    pub(crate) endpoint: String,
     /// `None` if it was not tried.
-    pub reachable: Option<bool>,
+    pub(crate) reachable: Option<bool>,
     /// An explanation, and what to do.
-    pub note: String,
+    pub(crate) note: String,
 }
 
 /// Diagnoses the machine; takes at most 3 seconds, if the Hub does not answer.
-pub fn diagnose() -> Diagnosis {
+pub(crate) fn diagnose() -> Diagnosis {
     let memory = MachineMemory::now();
     let hub = Settings::from_env();
     Diagnosis {
@@ -108,7 +98,7 @@ pub fn diagnose() -> Diagnosis {
 }
 
 /// Checks the Hub: connects to the endpoint and disconnects.
-pub fn check_hub(settings: &Settings) -> HubStatus {
+pub(crate) fn check_hub(settings: &Settings) -> HubStatus {
     let endpoint = without_password(&settings.endpoint);
     if settings.offline {
         let note = "not tried: `HF_HUB_OFFLINE` is set, so only cached models are used".into();

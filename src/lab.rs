@@ -1,43 +1,42 @@
 //! The number-format lab: shows the effects of a format on numbers, gradients, the loss scale and memory.
 //!
 //! Views, each a function from its parameters to a report. A report serialises (`--json`) and renders to a
-//! [`Page`](crate::ui::Page), which is printed, or shown on the interactive [`screen`]; the [`guide`] has the explanations,
-//! scenarios and keys. Reports can start from a real run's events ([`RunData`]).
+//! [`Page`](crate::ui::Page), which is printed, or shown on the interactive `screen`; the `guide` has the explanations,
+//! scenarios and keys. Reports can start from a real run's events (`RunData`).
 //! All number formats and rounding are implemented in [`precision`](crate::precision).
 
 mod bits;
 mod blocks;
 mod casts;
 mod crises;
-pub mod guide;
+pub(crate) mod guide;
 mod memory;
 mod number;
 mod ranges;
 mod run_data;
 mod scaler;
 mod scaling;
-pub mod screen;
+pub(crate) mod screen;
 mod softmax;
 mod sums;
 mod ulp;
 
-pub use bits::{Bits, RoundingResult, StoredNumber};
-pub use blocks::{BlockScaling, QuantizedTensor, Scheme, normal_tensor};
-pub use casts::{DtypeReport, LayerDtypes, MeasuredOp};
-pub use crises::{FailureDemo, FailureResult};
-pub use memory::{BatchPlan, MeasuredRun, MemoryCategory, MemoryItem, MemoryPlan, Recipe, TrainSetup, model_named};
-pub use number::{parse_format, parse_value};
-pub use ranges::{RangeRow, Ranges, ValueRange};
-pub use run_data::RunData;
+pub(crate) use bits::Bits;
+pub(crate) use blocks::{BlockScaling, Scheme, normal_tensor};
+pub(crate) use casts::DtypeReport;
+pub(crate) use crises::FailureDemo;
+pub(crate) use memory::{MeasuredRun, MemoryPlan, model_named};
+pub use memory::{MemoryCategory, MemoryItem, TrainSetup};
+pub(crate) use number::{parse_format, parse_value};
+pub(crate) use ranges::{Ranges, ValueRange};
+pub(crate) use run_data::RunData;
 #[cfg(test)]
 pub(crate) use run_data::write_run;
-pub use scaler::{
-    Attempt, GradientModel, GradientTrace, Mean, ScalerComparison, StepCondition, Trajectory, apply_setting,
-};
-pub use scaling::{Scaling, ScalingRow, log_normal};
-pub use softmax::{Softmax, SoftmaxRow};
-pub use sums::{Algorithm, SumRow, SummationReport, Terms};
-pub use ulp::{UlpGrid, UlpRow, UpdateFate};
+pub(crate) use scaler::{GradientModel, GradientTrace, ScalerComparison, apply_setting};
+pub(crate) use scaling::{Scaling, log_normal};
+pub(crate) use softmax::Softmax;
+pub(crate) use sums::{SummationReport, Terms};
+pub(crate) use ulp::UlpGrid;
 
 #[cfg(test)]
 mod tests {

@@ -5,17 +5,17 @@
 
 pub mod amp;
 pub mod cli;
-pub mod compare;
+mod compare;
 pub mod data;
 pub mod digest;
-pub mod doctor;
+mod doctor;
 pub mod engine;
 pub mod error;
 pub mod inference;
 pub mod lab;
 pub mod precision;
 mod protobuf;
-pub mod report;
+mod report;
 pub mod screen;
 mod settings;
 pub mod store;

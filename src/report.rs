@@ -29,7 +29,7 @@ h2 { margin-top: 2.2rem; } details summary { cursor: pointer; }
 ///
 /// # Errors
 /// If the log cannot be read or has no step yet.
-pub fn page(log: &Path) -> Result<String> {
+pub(crate) fn page(log: &Path) -> Result<String> {
     let (state, unreadable) = RunState::new(CURVE).read(log)?;
     let run = RunSummary::of(log, state.clone(), unreadable)?;
     let parts = [

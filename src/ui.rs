@@ -14,11 +14,13 @@ mod theme;
 
 pub(crate) use ascii::to_ascii;
 pub(crate) use canvas::Canvas;
-pub(crate) use page::{Column, column_cell, plain};
-pub use page::{Line, Page, Span};
+#[cfg(test)]
+pub(crate) use canvas::folded;
+pub(crate) use page::{Column, Line, Page, column_cell, plain};
 #[cfg(test)]
 pub(crate) use palette::Palette;
 pub(crate) use palette::may_colour;
 pub(crate) use plot::{Axes, DOTS, Plot, extent};
 pub(crate) use ruler::Ruler;
-pub use theme::{ColorScheme, Role, Theme};
+pub(crate) use theme::Role;
+pub use theme::{ColorScheme, Theme};

@@ -25,7 +25,6 @@ A backslash before Enter, or Alt-Enter, continues the message on the next line. 
 /// Ends an answer if the model has no template: each turn is a line.
 const LINE_END: char = '\n';
 
-/// Flags of `finetune chat`.
 #[derive(Args, Debug)]
 pub(super) struct ChatArgs {
     #[command(flatten)]

@@ -14,7 +14,6 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Flags of `finetune checkpoint`.
 #[derive(Debug, Args)]
 pub(super) struct CheckpointArgs {
     #[command(subcommand)]
@@ -57,7 +56,6 @@ enum CheckpointCommand {
     },
 }
 
-/// Flags of `finetune checkpoint prune`.
 #[derive(Debug, Args)]
 pub(super) struct PruneArgs {
     /// The run's name or folder

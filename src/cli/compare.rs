@@ -9,7 +9,6 @@ use clap::Args;
 use std::io::{IsTerminal, Write, stdout};
 use std::path::PathBuf;
 
-/// Flags of `compare`.
 #[derive(Args, Debug)]
 pub(crate) struct CompareArgs {
     /// Names or folders of runs, or their events files; runs that differ only in the seed are averaged

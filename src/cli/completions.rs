@@ -5,7 +5,6 @@ use clap::{Args, Command};
 use clap_complete::Shell;
 use std::io::Write;
 
-/// Flags of `finetune completions`.
 #[derive(Args, Debug)]
 pub(super) struct CompletionsArgs {
     /// The shell

@@ -13,7 +13,6 @@ use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use std::io::{IsTerminal, Write, stdout};
 
-/// Flags of `finetune data`.
 #[derive(Args, Debug)]
 pub(super) struct DataArgs {
     #[command(subcommand)]

@@ -7,7 +7,6 @@ use clap::Args;
 use std::fmt::Write as _;
 use std::io::Write;
 
-/// Flags of `finetune doctor`.
 #[derive(Args, Debug)]
 pub(super) struct DoctorArgs {
     /// Print one JSON object

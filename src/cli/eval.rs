@@ -15,7 +15,6 @@ use serde_json::json;
 use std::io::Write;
 use std::path::Path;
 
-/// Flags of `finetune eval`.
 #[derive(Args, Debug)]
 pub(super) struct EvalArgs {
     #[command(flatten)]

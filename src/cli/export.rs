@@ -15,7 +15,6 @@ use serde_json::Value;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Flags of `finetune export`.
 #[derive(Args, Debug)]
 pub(super) struct ExportArgs {
     #[command(flatten)]

@@ -13,7 +13,6 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// Flags of `export-metrics`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ExportMetricsArgs {
     /// A run's name or folder, or its events file [default: the newest run]

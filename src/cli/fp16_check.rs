@@ -16,7 +16,6 @@ use std::process::ExitCode;
 const WITH_FALLBACK: u8 = 4;
 const BF16: u8 = 5;
 
-/// Flags of `finetune fp16-check`.
 #[derive(Args, Debug)]
 pub(super) struct Fp16CheckArgs {
     #[command(flatten)]

@@ -19,7 +19,6 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use tempfile::TempDir;
 
-/// Flags of `finetune generate`.
 #[derive(Args, Debug)]
 pub(super) struct GenerateArgs {
     #[command(flatten)]

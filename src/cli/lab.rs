@@ -36,7 +36,6 @@ use crate::ui::{ColorScheme, Page, Role, Theme};
 use crate::untrusted::SanitizingWriter;
 use crate::{Error, Result};
 
-/// Flags of the lab.
 #[derive(Args, Debug)]
 #[command(subcommand_value_name = "VIEW", subcommand_help_heading = "Views")]
 pub(crate) struct LabArgs {
@@ -485,6 +484,7 @@ mod tests {
     use std::collections::HashMap;
 
     use super::*;
+    use crate::ui::folded;
 
     #[derive(Parser)]
     struct Lab {
@@ -499,15 +499,28 @@ mod tests {
         Ok(String::from_utf8(out).unwrap())
     }
 
+    /// A session of a program that takes 24 MiB.
+    fn session() -> LabSession {
+        LabSession { program: 24 << 20, ..LabSession::new(Path::new("checkpoints")) }
+    }
+
+    /// The values of a tab's fields.
+    fn given(lab_tab: &LabTab) -> Vec<(&str, &str)> {
+        let from_run = !lab_tab.value("run").is_empty();
+        let given = lab_tab.fields.iter().filter(|field| !field.value.is_empty());
+        let given = given.filter(|field| !(from_run && lab_tab.is_of_run(field)));
+        given.map(|field| (field.flag, field.value.as_str())).collect()
+    }
+
     /// A run's figures have longer lines than a model's: its path, its policy, its layers' names.
     #[test]
-    fn no_line_is_wider_than_the_page() {
+    fn every_page_fits() {
         let folder = tempfile::tempdir().unwrap();
         let long = folder.path().join("a-run-whose-name-fills-most-of-a-line-of-eighty-columns-by-itself");
         std::fs::create_dir(&long).unwrap();
         crate::lab::write_run(&long);
         let run = long.display().to_string();
-        let mut session = LabSession::new(Path::new("checkpoints"));
+        let mut session = session();
         for lab_tab in guide::lab_tabs(&VIEWS, "") {
             let scenarios = lab_tab.scenarios.iter().map(|scenario| scenario.set.clone());
             let cursors = [vec![], vec![("cursor", "7")], vec![("seeds", "3"), ("cursor", "3")]];
@@ -517,18 +530,16 @@ mod tests {
                 for (flag, value) in &set {
                     lab_tab.set(flag, *value);
                 }
-                let from_run = set.iter().any(|(flag, value)| *flag == "run" && !value.is_empty());
                 // No checkpoint, no matrix.
-                if from_run && lab_tab.name == "blocks" {
+                if lab_tab.name == "blocks" && !lab_tab.value("run").is_empty() {
                     continue;
                 }
-                let given = lab_tab.fields.iter().filter(|field| !field.value.is_empty());
-                let given = given.filter(|field| !(from_run && lab_tab.is_of_run(field)));
-                let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
                 for width in [78, 118] {
-                    let page = evaluate(&mut session, lab_tab.name, &fields, width).unwrap().text();
+                    let page = evaluate(&mut session, lab_tab.name, &given(&lab_tab), width).unwrap().text();
                     let wide: Vec<_> = page.lines().filter(|line| line.chars().count() > width).collect();
                     assert!(wide.is_empty(), "{} with {set:?}: {wide:#?}", lab_tab.name);
+                    let lines = page.lines().count();
+                    assert!(!set.is_empty() || lines <= 44, "{}: {lines} lines", lab_tab.name);
                 }
             }
         }
@@ -545,28 +556,13 @@ mod tests {
         }
     }
 
-    /// Every tab of the screen shows what the command line prints, at both sizes, without an error.
-    #[test]
-    fn every_instrument_has_a_page() {
-        for lab_tab in guide::lab_tabs(&VIEWS, "") {
-            let given = lab_tab.fields.iter().filter(|field| !field.value.is_empty());
-            let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
-            for width in [78, 118] {
-                let page =
-                    evaluate(&mut LabSession::new(Path::new("checkpoints")), lab_tab.name, &fields, width).unwrap();
-                assert!(page.lines.len() <= 44, "{}: {} lines", lab_tab.name, page.lines.len());
-            }
-        }
-    }
-
     /// A view has the same values at first on the screen and as text.
     #[test]
     fn the_screen_and_the_text_have_the_same_defaults() {
         for lab_tab in guide::lab_tabs(&VIEWS, "") {
-            let mut session = LabSession { program: 24 << 20, ..LabSession::new(Path::new("checkpoints")) };
+            let mut session = session();
             // The cursor marks a bit on the screen.
-            let given = lab_tab.fields.iter().filter(|field| !field.value.is_empty() && field.flag != "cursor");
-            let fields: Vec<_> = given.map(|field| (field.flag, field.value.as_str())).collect();
+            let fields: Vec<_> = given(&lab_tab).into_iter().filter(|(flag, _)| *flag != "cursor").collect();
             let shown = evaluate(&mut session, lab_tab.name, &fields, 100).unwrap().text();
             let bare = ParsedView::try_parse_from([lab_tab.name]).unwrap();
             let printed = session.report(&bare.view, None).unwrap().explained(100).text();
@@ -591,24 +587,32 @@ mod tests {
         assert_eq!((lab_tabs[tab].name, lab_tabs[tab].value("value")), ("bits", "-1e-8"));
     }
 
+    /// Stores each tab at 120×36. At 80×24 it stores the lines around the page; the page equals the text of the command line.
     #[test]
     fn pictures() {
-        for (width, height) in [(80, 24), (120, 36)] {
-            for (tab, lab_tab) in guide::lab_tabs(&VIEWS, "").into_iter().enumerate() {
-                let mut session = LabSession { program: 24 << 20, ..LabSession::new(Path::new("checkpoints")) };
-                let mut evaluate =
-                    |view: &str, fields: &[(&str, &str)], width| evaluate(&mut session, view, fields, width);
-                let picture = screen::picture(guide::lab_tabs(&VIEWS, ""), tab, (width, height), &mut evaluate);
-                insta::assert_snapshot!(format!("{}_{width}x{height}", lab_tab.name), picture);
-            }
+        let mut frames = String::new();
+        for (tab, lab_tab) in guide::lab_tabs(&VIEWS, "").into_iter().enumerate() {
+            let mut session = session();
+            let mut evaluate = |view: &str, fields: &[(&str, &str)], width| evaluate(&mut session, view, fields, width);
+            let mut picture = |size| screen::picture(guide::lab_tabs(&VIEWS, ""), tab, size, &mut evaluate);
+            insta::assert_snapshot!(format!("{}_120x36", lab_tab.name), folded(&picture((120, 36))));
+            let small = picture((80, 24));
+            let page = evaluate(lab_tab.name, &given(&lab_tab), 78).unwrap().text();
+            let page: Vec<_> = page.lines().map(|line| format!(" {line}").trim_end().to_owned()).collect();
+            let lines: Vec<_> = small.lines().collect();
+            let top = lines.iter().position(|line| *line == page[0]).unwrap();
+            assert_eq!(lines[top..23], page[..23 - top], "{}", lab_tab.name);
+            frames +=
+                &[&lines[..top], &lines[23..]].concat().iter().map(|line| format!("{line}\n")).collect::<String>();
         }
+        insta::assert_snapshot!("frames_80x24", frames);
     }
 
     /// Every key that a view's help names, in every view, at both sizes.
     #[test]
     fn every_key_does_what_the_help_says() {
         for size in [(80, 24), (120, 36)] {
-            let mut session = LabSession { program: 24 << 20, ..LabSession::new(Path::new("checkpoints")) };
+            let mut session = session();
             // Most keys start from the same page.
             let mut known = HashMap::new();
             let mut evaluate = |view: &str, fields: &[(&str, &str)], width| {

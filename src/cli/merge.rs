@@ -9,7 +9,6 @@ use crate::{Error, Result};
 use clap::Args;
 use std::io::Write;
 
-/// Flags of `finetune merge`.
 #[derive(Args, Debug)]
 pub(super) struct MergeArgs {
     #[command(flatten)]

@@ -11,7 +11,6 @@ use clap::Args;
 use serde_json::json;
 use std::io::Write;
 
-/// Flags of `finetune mismatch`.
 #[derive(Args, Debug)]
 pub(super) struct MismatchArgs {
     #[command(flatten)]

@@ -7,7 +7,6 @@ use clap::Args;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Flags of `report`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ReportArgs {
     /// A run's name or folder, or its events file [default: the newest run]

@@ -15,7 +15,6 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, IsTerminal, Write, stdin};
 use std::path::{Path, PathBuf};
 
-/// Flags of `finetune runs`.
 #[derive(Args, Debug)]
 pub(super) struct RunsArgs {
     #[command(subcommand)]

@@ -9,7 +9,6 @@ use clap::Args;
 use std::io::stdout;
 use std::path::PathBuf;
 
-/// Flags of `watch`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WatchArgs {
     /// A run's name or folder, or its events file [default: the newest run]; further runs are overlaid on its charts

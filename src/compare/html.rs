@@ -12,8 +12,7 @@ use super::run::RunSummary;
 use crate::ui::html::{SvgAxes, escape, page, table};
 
 impl Comparison {
-    /// The report as an HTML page.
-    pub fn html(&self) -> String {
+    pub(crate) fn html(&self) -> String {
         let names: Vec<_> = self.groups.iter().map(|group| group.name.as_str()).collect();
         let mut out = String::new();
         self.html_list(&mut out);

@@ -7,13 +7,12 @@ use crate::ui::format;
 
 /// A figure of a run.
 #[derive(Debug)]
-pub struct Metric {
+pub(crate) struct Metric {
     /// Its key in JSON.
-    pub key: &'static str,
-    /// Its name.
-    pub name: &'static str,
+    pub(crate) key: &'static str,
+    pub(crate) name: &'static str,
     /// Extracts it from a run's figures.
-    pub of: fn(&RunMetrics) -> Option<f64>,
+    pub(crate) of: fn(&RunMetrics) -> Option<f64>,
     unit: MetricUnit,
 }
 
@@ -42,7 +41,7 @@ fn log2(scale: f32) -> f64 {
 }
 
 /// Every figure, in display order.
-pub const METRICS: &[Metric] = &[
+pub(crate) const METRICS: &[Metric] = &[
     metric("steps", "steps", MetricUnit::Count, |f| Some(f.steps as f64)),
     metric("updates", "updates", MetricUnit::Count, |f| Some(f.updates as f64)),
     metric("loss", "loss, last 10 steps", MetricUnit::Nats, |f| f.loss),
@@ -85,12 +84,12 @@ impl Metric {
     }
 
     /// Whether it is a loss or a perplexity, which only the same data makes comparable.
-    pub fn depends_on_data(&self) -> bool {
+    pub(crate) fn depends_on_data(&self) -> bool {
         matches!(self.unit, MetricUnit::Nats | MetricUnit::Perplexity)
     }
 
     /// A run's figure as text.
-    pub fn show(&self, value: Option<f64>) -> String {
+    pub(crate) fn show(&self, value: Option<f64>) -> String {
         let Some(value) = value else { return NONE.into() };
         if !value.is_finite() {
             return format::short(value);
@@ -109,7 +108,7 @@ impl Metric {
     }
 
     /// A mean or a difference with its interval as text.
-    pub fn show_estimate(&self, estimate: Option<Estimate>, difference: bool) -> String {
+    pub(crate) fn show_estimate(&self, estimate: Option<Estimate>, difference: bool) -> String {
         let Some(Estimate { mean, half }) = estimate else { return NONE.into() };
         let plus = if difference && mean > 0.0 { "+" } else { "" };
         let figure = |value: f64| match self.unit {

@@ -14,8 +14,7 @@ type DrawCurve<'a> = dyn Fn(&mut Plot, &RunSummary, Role) -> Option<(f64, f64)> 
 const PLOT: u16 = 15;
 
 impl Comparison {
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         self.list(&mut page, width);
         self.differing(&mut page, width);

@@ -20,27 +20,27 @@ const DATA_SETTINGS: [&str; 4] = ["val", "data", "train.loss_on", "run.data"];
 
 /// Runs of one configuration.
 #[derive(Debug, Clone)]
-pub struct RunGroup {
+pub(crate) struct RunGroup {
     /// `A`, `B`, ….
-    pub label: String,
+    pub(crate) label: String,
     /// The settings that distinguish it, or its run's name.
-    pub name: String,
+    pub(crate) name: String,
     /// Its runs, in the order they were given.
-    pub runs: Vec<RunSummary>,
+    pub(crate) runs: Vec<RunSummary>,
 }
 
 /// A setting that differs between groups.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SettingDifference {
+pub(crate) struct SettingDifference {
     /// Its dotted key.
-    pub key: String,
+    pub(crate) key: String,
     /// Its value in each group.
-    pub values: Vec<String>,
+    pub(crate) values: Vec<String>,
 }
 
 /// The verdict on a bound for the difference of two groups' perplexities.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EquivalenceVerdict {
+pub(crate) enum EquivalenceVerdict {
     /// The whole interval is beyond the bound.
     Exceeded,
     /// The whole interval is within the bound.
@@ -51,15 +51,14 @@ pub enum EquivalenceVerdict {
 
 /// A comparison of runs.
 #[derive(Debug, Clone)]
-pub struct Comparison {
+pub(crate) struct Comparison {
     /// Runs by configuration, in the order they were given.
-    pub groups: Vec<RunGroup>,
-    /// The settings that differ between groups.
-    pub differences: Vec<SettingDifference>,
+    pub(crate) groups: Vec<RunGroup>,
+    pub(crate) differences: Vec<SettingDifference>,
     /// The bound on the difference of two groups' perplexities.
-    pub bound: Option<f64>,
+    pub(crate) bound: Option<f64>,
     /// The bound on how many more consecutive steps the second group may skip than the first.
-    pub skip_bound: Option<f64>,
+    pub(crate) skip_bound: Option<f64>,
 }
 
 impl RunGroup {
@@ -69,19 +68,19 @@ impl RunGroup {
     }
 
     /// Their mean, with a confidence interval.
-    pub fn estimate(&self, metric: &Metric) -> Option<Estimate> {
+    pub(crate) fn estimate(&self, metric: &Metric) -> Option<Estimate> {
         Estimate::mean(&self.values(metric))
     }
 
     /// A run's label: the group's, with a number if it has several runs.
-    pub fn run_label(&self, index: usize) -> String {
+    pub(crate) fn run_label(&self, index: usize) -> String {
         if self.runs.len() == 1 { self.label.clone() } else { format!("{}{}", self.label, index + 1) }
     }
 }
 
 impl EquivalenceVerdict {
     /// The name in JSON.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Exceeded => "exceeded",
             Self::NotExceeded => "not exceeded",
@@ -92,7 +91,7 @@ impl EquivalenceVerdict {
 
 impl Comparison {
     /// Compares runs. A bound requires exactly two configurations.
-    pub fn new(runs: Vec<RunSummary>, bound: Option<f64>) -> Result<Self> {
+    pub(crate) fn new(runs: Vec<RunSummary>, bound: Option<f64>) -> Result<Self> {
         if runs.len() < 2 {
             return Err(Error::config("compare", "a comparison needs at least two runs"));
         }
@@ -137,18 +136,18 @@ impl Comparison {
     }
 
     /// Whether a group has several runs.
-    pub fn has_samples(&self) -> bool {
+    pub(crate) fn has_samples(&self) -> bool {
         self.groups.iter().any(|group| group.runs.len() > 1)
     }
 
     /// The first setting that decides about the data of losses and in which the groups differ.
-    pub fn different_data(&self) -> Option<&SettingDifference> {
+    pub(crate) fn different_data(&self) -> Option<&SettingDifference> {
         DATA_SETTINGS.iter().find_map(|key| self.differences.iter().find(|difference| difference.key == *key))
     }
 
     /// The second group's figure minus the first's; `None` without two groups, without the figure, or for losses over
     /// different data.
-    pub fn difference(&self, metric: &Metric) -> Option<Estimate> {
+    pub(crate) fn difference(&self, metric: &Metric) -> Option<Estimate> {
         let [first, second] = &self.groups[..] else { return None };
         if metric.depends_on_data() && self.different_data().is_some() {
             return None;
@@ -157,17 +156,17 @@ impl Comparison {
     }
 
     /// The metrics that at least one run has.
-    pub fn metrics(&self) -> impl Iterator<Item = &'static Metric> {
+    pub(crate) fn metrics(&self) -> impl Iterator<Item = &'static Metric> {
         METRICS.iter().filter(|metric| self.groups.iter().any(|group| !group.values(metric).is_empty()))
     }
 
     /// The difference of two groups' final perplexities.
-    pub fn perplexity(&self) -> Option<Estimate> {
+    pub(crate) fn perplexity(&self) -> Option<Estimate> {
         METRICS.iter().find(|metric| metric.key == "perplexity").and_then(|metric| self.difference(metric))
     }
 
     /// The verdict on the bound, if there is one.
-    pub fn verdict(&self) -> Option<(f64, EquivalenceVerdict)> {
+    pub(crate) fn verdict(&self) -> Option<(f64, EquivalenceVerdict)> {
         let bound = self.bound?;
         let verdict = match self.perplexity().and_then(|estimate| estimate.interval()) {
             Some((low, high)) if low > bound || high < -bound => EquivalenceVerdict::Exceeded,
@@ -178,7 +177,7 @@ impl Comparison {
     }
 
     /// Adds a bound on the longest streak of skipped steps. Requires exactly two configurations.
-    pub fn with_skip_bound(self, skip_bound: Option<f64>) -> Result<Self> {
+    pub(crate) fn with_skip_bound(self, skip_bound: Option<f64>) -> Result<Self> {
         if skip_bound.is_some() && self.groups.len() != 2 {
             let message = format!("requires two configurations, but these runs have {}", self.groups.len());
             return Err(Error::config("--skip-bound", message));
@@ -187,7 +186,7 @@ impl Comparison {
     }
 
     /// Whether the second group's longest streak of skipped steps exceeds the first's by more than the bound, if there is one.
-    pub fn skip_verdict(&self) -> Option<(f64, Estimate, EquivalenceVerdict)> {
+    pub(crate) fn skip_verdict(&self) -> Option<(f64, Estimate, EquivalenceVerdict)> {
         let bound = self.skip_bound?;
         let metric = METRICS.iter().find(|metric| metric.key == "longest_streak")?;
         let estimate = self.difference(metric)?;
@@ -199,8 +198,7 @@ impl Comparison {
         Some((bound, estimate, verdict))
     }
 
-    /// The comparison as JSON.
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         let groups = self.groups.iter().map(|group| {
             let runs = group.runs.iter().enumerate().map(|(i, run)| {
                 json!({

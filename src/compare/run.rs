@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-pub use crate::telemetry::RunMetrics;
+pub(crate) use crate::telemetry::RunMetrics;
 use crate::telemetry::{Curves, FinishReason, RunState, Started};
 use crate::{Error, Result};
 
@@ -14,28 +14,25 @@ const CURVE: usize = 360;
 
 /// A run's figures and curves.
 #[derive(Debug, Clone)]
-pub struct RunSummary {
+pub(crate) struct RunSummary {
     /// The name of its folder.
-    pub name: String,
-    /// Its log.
-    pub log: PathBuf,
-    /// Its newest `Started` event.
-    pub started: Started,
-    /// Its summary figures.
-    pub figures: RunMetrics,
+    pub(crate) name: String,
+    pub(crate) log: PathBuf,
+    pub(crate) started: Started,
+    pub(crate) figures: RunMetrics,
     /// The configuration of each process that trained it, with the step the process started from.
     configs: Vec<(u64, Value)>,
     /// Why it stopped; `None` if the log ends without a `Finished` event.
-    pub finished: Option<FinishReason>,
+    pub(crate) finished: Option<FinishReason>,
     /// Lines of the log that could not be read.
-    pub unreadable: usize,
+    pub(crate) unreadable: usize,
     /// Its losses and loss scale.
     pub(super) curves: Curves,
 }
 
 impl RunSummary {
     /// Reads a run's log. A file that is not a run's log, or has no step yet, is an error.
-    pub fn read(log: &Path) -> Result<Self> {
+    pub(crate) fn read(log: &Path) -> Result<Self> {
         let (state, unreadable) = RunState::new(CURVE).read(log)?;
         Self::of(log, state, unreadable)
     }
@@ -60,7 +57,7 @@ impl RunSummary {
     }
 
     /// How the run ended, as text.
-    pub fn end(&self) -> String {
+    pub(crate) fn end(&self) -> String {
         let RunMetrics { steps, .. } = self.figures;
         let end = match self.finished {
             Some(FinishReason::Done) => "done".to_owned(),

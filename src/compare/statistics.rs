@@ -7,12 +7,12 @@ use crate::telemetry::float;
 
 /// A mean, or a difference of two, with its interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Estimate {
+pub(crate) struct Estimate {
     /// The mean or difference.
     #[serde(serialize_with = "float::serialize")]
-    pub mean: f64,
+    pub(crate) mean: f64,
     /// Half the width of the 95 % confidence interval; `None` if a sample is too small.
-    pub half: Option<f64>,
+    pub(crate) half: Option<f64>,
 }
 
 /// The moments of a sample.
@@ -35,13 +35,13 @@ impl SampleMoments {
 
 impl Estimate {
     /// The mean of a sample, with Student's interval. `None` for no sample.
-    pub fn mean(values: &[f64]) -> Option<Self> {
+    pub(crate) fn mean(values: &[f64]) -> Option<Self> {
         let SampleMoments { count, mean, variance } = SampleMoments::of(values)?;
         Some(Self { mean, half: variance.and_then(|variance| half_width(variance, count - 1.0)) })
     }
 
     /// The mean of `second` minus that of `first`, with Welch's interval for unequal variances.
-    pub fn difference(first: &[f64], second: &[f64]) -> Option<Self> {
+    pub(crate) fn difference(first: &[f64], second: &[f64]) -> Option<Self> {
         let (a, b) = (SampleMoments::of(first)?, SampleMoments::of(second)?);
         let half = a.variance.zip(b.variance).and_then(|(va, vb)| {
             let freedom = (va + vb).powi(2) / (va * va / (a.count - 1.0) + vb * vb / (b.count - 1.0));
@@ -50,8 +50,7 @@ impl Estimate {
         Some(Self { mean: b.mean - a.mean, half })
     }
 
-    /// The interval's ends.
-    pub fn interval(&self) -> Option<(f64, f64)> {
+    pub(crate) fn interval(&self) -> Option<(f64, f64)> {
         self.half.map(|half| (self.mean - half, self.mean + half))
     }
 }

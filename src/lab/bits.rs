@@ -9,68 +9,61 @@ use crate::ui::{Line, Page, Role};
 
 /// A number in every format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Bits {
-    /// The input.
-    pub input: String,
+pub(crate) struct Bits {
+    pub(crate) input: String,
     /// The number as f64, before rounding to the formats.
     #[serde(serialize_with = "serialize")]
-    pub value: f64,
+    pub(crate) value: f64,
     /// All of its decimal digits.
-    pub exact: String,
+    pub(crate) exact: String,
     /// Widest format first.
-    pub formats: Vec<StoredNumber>,
+    pub(crate) formats: Vec<StoredNumber>,
     /// The format and bit (counted from the left) to mark.
     #[serde(skip)]
-    pub cursor: Option<(FloatFormat, u32)>,
+    pub(crate) cursor: Option<(FloatFormat, u32)>,
 }
 
 /// A number in a format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct StoredNumber {
-    /// The format's name.
-    pub format: &'static str,
+pub(crate) struct StoredNumber {
+    pub(crate) format: &'static str,
     /// The pattern in hexadecimal: `0x3C00`.
-    pub pattern: String,
-    /// The sign bit.
-    pub sign: String,
-    /// The exponent field.
-    pub exponent: String,
-    /// The mantissa field.
-    pub mantissa: String,
-    /// The stored value.
+    pub(crate) pattern: String,
+    pub(crate) sign: String,
+    pub(crate) exponent: String,
+    pub(crate) mantissa: String,
     #[serde(serialize_with = "serialize")]
-    pub value: f64,
+    pub(crate) value: f64,
     /// All of its decimal digits.
-    pub exact: String,
-    /// The class of the stored value.
-    pub class: FloatClass,
+    pub(crate) exact: String,
+    pub(crate) class: FloatClass,
     /// How the number was stored.
-    pub fate: RoundingResult,
+    pub(crate) fate: RoundingResult,
     /// The value stored by a saturating conversion, as in PyTorch's cast to E4M3 and this program's FP8 simulation; `None` if it
     /// is the same.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub saturated: Option<f64>,
+    pub(crate) saturated: Option<f64>,
     /// `|stored - value|`.
     #[serde(serialize_with = "serialize")]
-    pub absolute_error: f64,
+    pub(crate) absolute_error: f64,
     /// `|stored - value| / |value|`.
     #[serde(serialize_with = "serialize")]
-    pub relative_error: f64,
+    pub(crate) relative_error: f64,
     /// The format's spacing at the stored value.
     #[serde(serialize_with = "serialize")]
-    pub ulp: f64,
+    pub(crate) ulp: f64,
     /// The next smaller *number of the format; NaN if there is none.
     #[serde(serialize_with = "serialize")]
-    pub below: f64,
+    pub(crate) below: f64,
     /// The next larger *number of the format; NaN if there is none.
     #[serde(serialize_with = "serialize")]
-    pub above: f64,
+    pub(crate) above: f64,
 }
 
 /// How a number was stored in a format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum RoundingResult {
+pub(crate) enum RoundingResult {
     /// It is stored without error.
     Exact,
     /// It is stored as the nearest number.
@@ -83,17 +76,16 @@ pub enum RoundingResult {
 
 impl Bits {
     /// Example inputs: an irrational number, a typical lost gradient, the limits of FP16, a lost update.
-    pub const PRESETS: [&str; 7] = ["pi", "1e-8", "65504", "65520", "2^-24", "2^-25", "1 + 2^-11"];
+    pub(crate) const PRESETS: [&str; 7] = ["pi", "1e-8", "65504", "65520", "2^-24", "2^-25", "1 + 2^-11"];
 
     /// Parses `input` with [`parse_value`](super::parse_value) and stores it in every format.
-    pub fn parse(input: &str) -> Result<Self> {
+    pub(crate) fn parse(input: &str) -> Result<Self> {
         let value = parse_value(input)?;
         let formats = FloatFormat::ALL.map(|format| StoredNumber::new(value, format)).to_vec();
         Ok(Self { input: input.trim().to_owned(), value, exact: exact(value), formats, cursor: None })
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         let label = format!("{} = ", self.input);
         let room = width.saturating_sub(label.chars().count()).max(24);
@@ -118,13 +110,13 @@ impl Bits {
     }
 
     /// The pattern of `input` in `format` with one bit flipped, as valid input: `fp16:0x3c01`.
-    pub fn flipped(input: &str, format: FloatFormat, bit: u32) -> Result<String> {
+    pub(crate) fn flipped(input: &str, format: FloatFormat, bit: u32) -> Result<String> {
         let bits = format.encode(parse_value(input)?);
         Ok(pattern(format, bits ^ (1 << (format.bits() - 1 - bit.min(format.bits() - 1)))))
     }
 
     /// The number of `format` next to `input`, towards +inf or -inf.
-    pub fn neighbour(input: &str, format: FloatFormat, up: bool) -> Result<String> {
+    pub(crate) fn neighbour(input: &str, format: FloatFormat, up: bool) -> Result<String> {
         let bits = format.encode(parse_value(input)?);
         let next = if up { format.next_up(bits) } else { format.next_down(bits) };
         Ok(pattern(format, next.unwrap_or(bits)))
@@ -234,7 +226,7 @@ impl StoredNumber {
 
 impl RoundingResult {
     /// How `value` was stored, given the result `stored`.
-    pub fn of(value: f64, stored: f64) -> Self {
+    pub(crate) fn of(value: f64, stored: f64) -> Self {
         if value == stored || value.is_nan() {
             Self::Exact
         } else if !stored.is_finite() {

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 /// A quantization scheme for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Scheme {
+pub(crate) enum Scheme {
     /// E4M3, one FP32 scale from the tensor's amax.
     Fp8Current,
     /// E4M3, one FP32 scale from the amax of earlier steps.
@@ -62,54 +62,48 @@ impl std::str::FromStr for Scheme {
 
 /// A quantized tensor.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct QuantizedTensor {
-    /// The scheme.
-    pub scheme: Scheme,
+pub(crate) struct QuantizedTensor {
+    pub(crate) scheme: Scheme,
     /// Number of values that share a scale.
-    pub block: usize,
+    pub(crate) block: usize,
     /// Bits per value, including scales.
-    pub bits: f64,
+    pub(crate) bits: f64,
     /// The factor from code to value for each block, in row order. For NVFP4, the E4M3 scales.
-    pub scales: Vec<f32>,
+    pub(crate) scales: Vec<f32>,
     /// NVFP4's scale of the tensor.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub tensor_scale: Option<f32>,
+    pub(crate) tensor_scale: Option<f32>,
     /// The code of each value: a pattern of FP8 or FP4, or a two's complement byte.
-    pub codes: Vec<u8>,
+    pub(crate) codes: Vec<u8>,
     /// The dequantized values.
     #[serde(skip)]
-    pub values: Vec<f64>,
+    pub(crate) values: Vec<f64>,
     /// Root mean square of the error, relative to the root mean square of the values.
-    pub error: f64,
+    pub(crate) error: f64,
     /// Share of non-zero values that became zero.
-    pub flushed: f64,
+    pub(crate) flushed: f64,
     /// Number of values that saturated at the format's largest.
-    pub saturated: usize,
+    pub(crate) saturated: usize,
 }
 
 /// A tensor under every scheme.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct BlockScaling {
-    /// The tensor's origin.
-    pub source: String,
-    /// Rows and columns.
-    pub shape: [usize; 2],
-    /// The tensor.
-    pub tensor: Vec<f32>,
-    /// Its largest magnitude.
-    pub amax: f32,
+pub(crate) struct BlockScaling {
+    pub(crate) source: String,
+    pub(crate) shape: [usize; 2],
+    pub(crate) tensor: Vec<f32>,
+    pub(crate) amax: f32,
     /// The amax that delayed scaling uses.
     #[serde(rename = "remembered")]
-    pub stale_amax: f32,
-    /// The result of each scheme.
-    pub schemes: Vec<QuantizedTensor>,
+    pub(crate) stale_amax: f32,
+    pub(crate) schemes: Vec<QuantizedTensor>,
     /// The scheme whose first block is shown.
     #[serde(skip)]
-    pub shown: Scheme,
+    pub(crate) shown: Scheme,
 }
 
 /// A tensor of `[rows, columns]` standard normal values, with the first of each row multiplied by `outlier`.
-pub fn normal_tensor([rows, columns]: [usize; 2], outlier: f32, seed: u64) -> Vec<f32> {
+pub(crate) fn normal_tensor([rows, columns]: [usize; 2], outlier: f32, seed: u64) -> Vec<f32> {
     let mut values = vec![0f32; rows * columns];
     Stream::new(seed, Domain::Bench).fill_normal(4, 0, 0, &mut values);
     for row in values.chunks_mut(columns) {
@@ -120,7 +114,13 @@ pub fn normal_tensor([rows, columns]: [usize; 2], outlier: f32, seed: u64) -> Ve
 
 impl BlockScaling {
     /// Quantizes `tensor` with every scheme; delayed scaling uses `stale_amax` times its amax.
-    pub fn new(source: String, tensor: Vec<f32>, shape: [usize; 2], stale_amax: f32, shown: Scheme) -> Result<Self> {
+    pub(crate) fn new(
+        source: String,
+        tensor: Vec<f32>,
+        shape: [usize; 2],
+        stale_amax: f32,
+        shown: Scheme,
+    ) -> Result<Self> {
         let [rows, columns] = shape;
         if rows * columns != tensor.len() || tensor.is_empty() || columns % 128 != 0 {
             let message = "the length of the tensor's rows must be a multiple of 128, so that the blocks of all schemes are \
@@ -137,8 +137,7 @@ impl BlockScaling {
         Ok(Self { source, shape, tensor, amax, stale_amax, schemes, shown })
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         let [rows, columns] = self.shape;
         let title = format!("{rows} × {columns} values, amax {}", short(f64::from(self.amax)));

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
-pub use operations::MeasuredOp;
+pub(crate) use operations::MeasuredOp;
 
 use super::number::percent;
 use crate::amp::{AutocastOp, CastRule};
@@ -23,30 +23,27 @@ use crate::{Error, Result};
 
 /// The stored types of a step under a policy.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct DtypeReport {
-    /// The policy's text form.
-    pub policy: String,
+pub(crate) struct DtypeReport {
+    pub(crate) policy: String,
     /// Whether the policy needs loss scaling.
-    pub loss_scale: bool,
+    pub(crate) loss_scale: bool,
     /// Types of the masters, the working copy and the optimizer's gradients.
-    pub state: [(&'static str, &'static str); 3],
-    /// The operations of the passes.
-    pub operations: Vec<MeasuredOp>,
+    pub(crate) state: [(&'static str, &'static str); 3],
+    pub(crate) operations: Vec<MeasuredOp>,
     /// Layers of the first block and outside the blocks, in order of computation.
-    pub layers: Vec<LayerDtypes>,
+    pub(crate) layers: Vec<LayerDtypes>,
 }
 
 /// A layer's stored types; `None` for tensors it does not have.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct LayerDtypes {
+pub(crate) struct LayerDtypes {
     /// The layer's name, as in its parameters.
-    pub layer: String,
-    /// The type of its output.
-    pub output: Option<&'static str>,
+    pub(crate) layer: String,
+    pub(crate) output: Option<&'static str>,
     /// The type of its output's or input's gradient.
-    pub activation_gradient: Option<&'static str>,
+    pub(crate) activation_gradient: Option<&'static str>,
     /// The type of its weight's gradient.
-    pub weight_gradient: Option<&'static str>,
+    pub(crate) weight_gradient: Option<&'static str>,
 }
 
 /// Records the type of every tensor in the passes.
@@ -77,7 +74,7 @@ impl Hook for Types<'_> {
 
 impl DtypeReport {
     /// Runs a step of the built-in model under `policy` on the CPU and records the types of its tensors.
-    pub fn of(policy: PrecisionPolicy) -> Result<Self> {
+    pub(crate) fn of(policy: PrecisionPolicy) -> Result<Self> {
         const TOKENS: usize = 4;
         let spec = ModelSpec::named("tiny").ok_or_else(|| Error::config("model", "there is no `tiny`"))?;
         let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu)?;
@@ -110,8 +107,7 @@ impl DtypeReport {
         })
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         let scale = if self.loss_scale { "with a loss scale" } else { "without a loss scale" };
         page.push(Line::new().with(Role::Title, self.policy.clone()).dim(format!("   {scale}")));

@@ -10,65 +10,59 @@ use crate::ui::{Line, Page, Role};
 
 /// The inputs and outcomes of the three failures.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct FailureDemo {
-    /// A small gradient.
-    pub small: f64,
-    /// A large gradient.
-    pub large: f64,
-    /// The initial loss scale.
-    pub scale: f64,
-    /// An activation.
-    pub activation: f64,
-    /// A weight.
-    pub weight: f64,
+pub(crate) struct FailureDemo {
+    pub(crate) small: f64,
+    pub(crate) large: f64,
+    pub(crate) scale: f64,
+    pub(crate) activation: f64,
+    pub(crate) weight: f64,
     /// The update per step, which is subtracted.
-    pub update: f64,
-    /// Number of steps.
-    pub steps: u64,
+    pub(crate) update: f64,
+    pub(crate) steps: u64,
     /// The results.
     #[serde(flatten)]
-    pub outcome: FailureResult,
+    pub(crate) outcome: FailureResult,
 }
 
 /// Gradients, activations and a weight in FP16, without and with the remedies.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct FailureResult {
+pub(crate) struct FailureResult {
     /// The small gradient as FP16 stores it.
     #[serde(serialize_with = "serialize")]
-    pub unscaled: f64,
+    pub(crate) unscaled: f64,
     /// The small gradient after scaling, storage in FP16 and unscaling in FP32.
     #[serde(serialize_with = "serialize")]
-    pub rescued: f64,
+    pub(crate) rescued: f64,
     /// The scaled large gradient as FP16 stores it.
     #[serde(serialize_with = "serialize")]
-    pub scaled: f64,
+    pub(crate) scaled: f64,
     /// Steps skipped until the scale fits it.
-    pub skipped: u32,
+    pub(crate) skipped: u32,
     /// That scale.
     #[serde(serialize_with = "serialize")]
-    pub fitting: f64,
+    pub(crate) fitting: f64,
     /// The square of the activation in FP16. The score of a query with a key is as large: `HEAD` products of an eighth of
     /// the activation with itself.
     #[serde(serialize_with = "serialize")]
-    pub square: f64,
+    pub(crate) square: f64,
     /// The activation divided by the root of that square, which is 1 in exact arithmetic.
     #[serde(serialize_with = "serialize")]
-    pub normalised: f64,
+    pub(crate) normalised: f64,
     /// Like the case above, with the square computed in FP32 and stored in FP16.
     #[serde(serialize_with = "serialize")]
-    pub normalised_wide: f64,
+    pub(crate) normalised_wide: f64,
     /// The score from a sum in FP32, divided by the root of the head's size and stored in FP16.
     #[serde(serialize_with = "serialize")]
-    pub score: f64,
+    pub(crate) score: f64,
     /// The FP16 weight after all steps.
     #[serde(serialize_with = "serialize")]
-    pub stuck: f64,
+    pub(crate) stuck: f64,
     /// Its FP32 master.
     #[serde(serialize_with = "serialize")]
-    pub master: f64,
+    pub(crate) master: f64,
     /// The FP16 copy of the master.
     #[serde(serialize_with = "serialize")]
-    pub working: f64,
+    pub(crate) working: f64,
 }
 
 /// The size of the attention head.
@@ -78,10 +72,10 @@ const TOLERANCE: f64 = 0.01;
 
 impl FailureDemo {
     /// Maximum number of steps.
-    pub const MAX_STEPS: u64 = 1_000_000;
+    pub(crate) const MAX_STEPS: u64 = 1_000_000;
 
     /// Applies a loss scale to the gradients `[small, large]`, squares an activation, and updates a weight.
-    pub fn new(
+    pub(crate) fn new(
         [small, large]: [f64; 2],
         scale: f64,
         activation: f64,
@@ -123,8 +117,7 @@ impl FailureDemo {
         Ok(Self { small, large, scale, activation, weight, update, steps, outcome })
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         for (title, lines) in [
             ("1 Underflow of a gradient", &self.underflow()[..]),

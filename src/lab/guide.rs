@@ -27,7 +27,7 @@ fn chapter(view: &str) -> std::str::Split<'static, &'static str> {
 }
 
 /// The explanation of a view.
-pub fn about(view: &str) -> &'static str {
+pub(crate) fn about(view: &str) -> &'static str {
     chapter(view).next().and_then(|part| part.split_once('\n')).map_or("", |(_, text)| text.trim())
 }
 
@@ -116,7 +116,7 @@ fn play(scaler: &mut LabTab) -> bool {
 }
 
 /// The views with their initial parameters, from the arguments of the commands that print them.
-pub fn lab_tabs(views: &'static Command, run: &str) -> Vec<LabTab> {
+pub(crate) fn lab_tabs(views: &'static Command, run: &str) -> Vec<LabTab> {
     let lab_tab = |view: &'static Command| {
         let name = view.get_name();
         let keys: &[_] = match name {

@@ -15,8 +15,7 @@ use crate::{Error, Result};
 /// A training recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Recipe {
-    /// Everything in FP32.
+pub(crate) enum Recipe {
     Fp32,
     /// FP16 with FP32 masters and a loss scale.
     Fp16Amp,
@@ -70,57 +69,46 @@ pub struct MemoryItem {
 
 /// A recipe's memory in this engine and by the textbook.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct BatchPlan {
-    /// The recipe.
-    pub recipe: Recipe,
+pub(crate) struct BatchPlan {
+    pub(crate) recipe: Recipe,
     /// This engine's memory; `None` if it does not support the recipe.
-    pub engine: Option<Vec<MemoryItem>>,
+    pub(crate) engine: Option<Vec<MemoryItem>>,
     /// The textbook estimate: all activations stored, as in PyTorch without checkpointing or fused attention.
-    pub textbook: Vec<MemoryItem>,
+    pub(crate) textbook: Vec<MemoryItem>,
     /// The largest batches within the budget: engine and textbook.
-    pub largest_batch: (Option<usize>, Option<usize>),
+    pub(crate) largest_batch: (Option<usize>, Option<usize>),
     /// Bytes that the budget leaves for activations, engine and textbook; negative if the rest alone exceeds it.
-    pub for_activations: (Option<i64>, Option<i64>),
+    pub(crate) for_activations: (Option<i64>, Option<i64>),
 }
 
 /// A run's measured memory, and the prediction for its settings.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct MeasuredRun {
-    /// The run's policy.
-    pub policy: PrecisionPolicy,
+pub(crate) struct MeasuredRun {
+    pub(crate) policy: PrecisionPolicy,
     /// Its recipe as text; empty for full fine-tuning with AdamW.
-    pub recipe: String,
-    /// Its peak, in bytes.
-    pub peak: u64,
-    /// The prediction.
-    pub engine: Vec<MemoryItem>,
+    pub(crate) recipe: String,
+    pub(crate) peak: u64,
+    pub(crate) engine: Vec<MemoryItem>,
 }
 
 /// The memory of training a model, by recipe.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct MemoryPlan {
-    /// The model's name.
-    pub model: String,
-    /// Its parameters.
-    pub parameters: u64,
+pub(crate) struct MemoryPlan {
+    pub(crate) model: String,
+    pub(crate) parameters: u64,
     /// Sequences in a micro-batch.
-    pub batch: usize,
-    /// Tokens in a sequence.
-    pub seq_len: usize,
-    /// Micro-batches in a step.
-    pub grad_accum: usize,
+    pub(crate) batch: usize,
+    pub(crate) seq_len: usize,
+    pub(crate) grad_accum: usize,
     /// The memory budget in bytes.
-    pub budget: Option<u64>,
-    /// The plan of each recipe.
-    pub plans: Vec<BatchPlan>,
+    pub(crate) budget: Option<u64>,
+    pub(crate) plans: Vec<BatchPlan>,
     /// Rank of the adapters.
-    pub rank: usize,
-    /// Weights of the adapters.
-    pub adapters: u64,
+    pub(crate) rank: usize,
+    pub(crate) adapters: u64,
     /// Bytes of a KV cache of these sequences, by format.
-    pub kv_cache: Vec<(&'static str, u64)>,
-    /// A real run of this shape.
-    pub measured: Option<MeasuredRun>,
+    pub(crate) kv_cache: Vec<(&'static str, u64)>,
+    pub(crate) measured: Option<MeasuredRun>,
 }
 
 impl Recipe {
@@ -227,8 +215,7 @@ impl TrainSetup {
 }
 
 impl MemoryPlan {
-    /// Computes every recipe.
-    pub fn new(model: &str, config: &ModelSpec, setup: TrainSetup) -> Result<Self> {
+    pub(crate) fn new(model: &str, config: &ModelSpec, setup: TrainSetup) -> Result<Self> {
         let TrainSetup { shape: [batch, seq_len, grad_accum], budget, rank, keep, process, .. } = setup;
         let engine = |recipe: Recipe, policy, batch| -> Result<Vec<MemoryItem>> {
             let (config, recipe_keep, kind) = recipe.setting(config, rank)?;
@@ -278,8 +265,7 @@ impl MemoryPlan {
         })
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         let Self { batch, seq_len, grad_accum, .. } = self;
         let accumulated = if *grad_accum > 1 { format!(" × {grad_accum} micro-batches") } else { String::new() };
@@ -487,7 +473,7 @@ fn largest(budget: Option<u64>, bytes: impl Fn(usize) -> u64) -> Option<usize> {
 
 /// The model called `name`: one of [`ModelSpec::names`]; `7b`, GPT-3's 6.7B; or a number of parameters such as `350M` or
 /// `1.3B`, for the nearest GPT-2 of width 128 × depth.
-pub fn model_named(name: &str) -> Result<ModelSpec> {
+pub(crate) fn model_named(name: &str) -> Result<ModelSpec> {
     if let Some(config) = ModelSpec::named(name) {
         return Ok(config);
     }

@@ -6,7 +6,7 @@ use crate::{Error, Result};
 
 /// Parses `3.14`, `-1e-8`, `pi`, `e`, `inf`, `nan`, `2^-24`, `3*2^-24`, sums of such (`1 + 2^-11`), and patterns with
 /// their format: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`.
-pub fn parse_value(text: &str) -> Result<f64> {
+pub(crate) fn parse_value(text: &str) -> Result<f64> {
     let text = text.trim();
     if let Some((name, pattern)) = text.split_once(':') {
         return parse_pattern(name.trim(), pattern.trim());
@@ -42,7 +42,7 @@ fn parse_pattern(name: &str, pattern: &str) -> Result<f64> {
 }
 
 /// The format called `name`: `fp16`, `f16`, `e4m3`, ….
-pub fn parse_format(name: &str) -> Result<FloatFormat> {
+pub(crate) fn parse_format(name: &str) -> Result<FloatFormat> {
     Ok(match name.to_ascii_lowercase().as_str() {
         "fp32" | "f32" => FloatFormat::FP32,
         "fp16" | "f16" => FloatFormat::FP16,

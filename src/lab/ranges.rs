@@ -8,62 +8,60 @@ use crate::ui::{Column, Line, Page, Role, plain};
 
 /// The formats' ranges, and the magnitudes to compare with them.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Ranges {
+pub(crate) struct Ranges {
     /// Widest format first.
-    pub formats: Vec<RangeRow>,
-    /// The magnitudes to compare.
-    pub value_ranges: Vec<ValueRange>,
+    pub(crate) formats: Vec<RangeRow>,
+    pub(crate) value_ranges: Vec<ValueRange>,
     /// Exponents of the chart's ends.
-    pub window: (i32, i32),
+    pub(crate) window: (i32, i32),
 }
 
 /// A format's limits.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct RangeRow {
-    /// The format's name.
-    pub format: &'static str,
+pub(crate) struct RangeRow {
+    pub(crate) format: &'static str,
     /// The smallest positive number.
     #[serde(serialize_with = "serialize")]
-    pub min_subnormal: f64,
+    pub(crate) min_subnormal: f64,
     /// The smallest with full precision.
     #[serde(serialize_with = "serialize")]
-    pub min_normal: f64,
+    pub(crate) min_normal: f64,
     /// The largest finite number.
     #[serde(serialize_with = "serialize")]
-    pub max: f64,
+    pub(crate) max: f64,
     /// Significant bits of a normal number, including the implied one.
-    pub significant_bits: u32,
+    pub(crate) significant_bits: u32,
     /// Widths of the sign, exponent and mantissa fields.
-    pub fields: [u32; 3],
+    pub(crate) fields: [u32; 3],
     /// Bytes per number.
-    pub bytes: u32,
+    pub(crate) bytes: u32,
     /// Distance from 1 to the next larger number.
     #[serde(serialize_with = "serialize")]
-    pub ulp_at_1: f64,
+    pub(crate) ulp_at_1: f64,
 }
 
 /// Magnitudes from `low` to `high`; a single value if they are equal.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct ValueRange {
+pub(crate) struct ValueRange {
     /// Their name: `value`, `gradients, scaled`, ….
-    pub label: String,
+    pub(crate) label: String,
     /// The smallest magnitude above zero.
     #[serde(serialize_with = "serialize")]
-    pub low: f64,
+    pub(crate) low: f64,
     /// The largest finite magnitude.
     #[serde(serialize_with = "serialize")]
-    pub high: f64,
+    pub(crate) high: f64,
 }
 
 const LABEL: usize = 19;
 
 impl Ranges {
     /// A chart from just below FP32's smallest to just above its largest number.
-    pub const WHOLE: (i32, i32) = (-150, 130);
+    pub(crate) const WHOLE: (i32, i32) = (-150, 130);
 
     /// Compares `value_ranges` with every format. `window` is the exponents of the chart's ends; by default they fit the extents and
     /// FP16, or all formats without extents.
-    pub fn new(value_ranges: Vec<ValueRange>, window: (Option<i32>, Option<i32>)) -> Self {
+    pub(crate) fn new(value_ranges: Vec<ValueRange>, window: (Option<i32>, Option<i32>)) -> Self {
         const MARGIN: i32 = 4;
         let exponents = |ends: fn(&ValueRange) -> f64| {
             value_ranges.iter().map(move |extent| ends(extent).log2()).filter(|log2| log2.is_finite())
@@ -90,8 +88,7 @@ impl Ranges {
         Self { formats: FloatFormat::ALL.map(row).to_vec(), value_ranges, window }
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         page.push(Line::new().with(Role::Title, "range").dim("   ┄ subnormal   ━ normal   ● extent"));
         let axis = ExponentAxis { window: self.window, columns: width.saturating_sub(LABEL).max(16) };
@@ -148,7 +145,7 @@ impl Ranges {
 
 impl ValueRange {
     /// A single value's magnitude.
-    pub fn value(label: impl Into<String>, x: f64) -> Self {
+    pub(crate) fn value(label: impl Into<String>, x: f64) -> Self {
         Self { label: label.into(), low: x.abs(), high: x.abs() }
     }
 

@@ -13,18 +13,16 @@ use crate::{Error, Result};
 
 /// A run's figures, read from its folder or its `events.jsonl`.
 #[derive(Debug)]
-pub struct RunData {
-    /// The run's folder.
-    pub folder: PathBuf,
-    /// The newest `Started` event.
-    pub started: Started,
+pub(crate) struct RunData {
+    pub(crate) folder: PathBuf,
+    pub(crate) started: Started,
     sums: StepAggregates,
     /// Totals over all FP32 probes.
-    pub probed: ProbeTotals,
+    pub(crate) probed: ProbeTotals,
     /// The largest reported resident memory, in bytes.
-    pub peak_rss_bytes: Option<u64>,
+    pub(crate) peak_rss_bytes: Option<u64>,
     /// The newest variance of each layer's unscaled gradient, in ascending order.
-    pub variances: Vec<(String, f64)>,
+    pub(crate) variances: Vec<(String, f64)>,
 }
 
 /// Steps that the scaler's replay keeps: a run may have millions.
@@ -96,7 +94,7 @@ impl StepAggregates {
 
 impl RunData {
     /// Reads a run. A log without steps is an error.
-    pub fn read(path: &Path) -> Result<Self> {
+    pub(crate) fn read(path: &Path) -> Result<Self> {
         Self::read_newest(path, MAX_STEPS)
     }
 
@@ -124,19 +122,18 @@ impl RunData {
     }
 
     /// The scaler's settings. Where the first steps are not kept, it begins with the scale of the first that is.
-    pub fn scaler(&self) -> Option<GradScalerConfig> {
+    pub(crate) fn scaler(&self) -> Option<GradScalerConfig> {
         let config: GradScalerConfig = serde_json::from_value(self.started.config.get("scaler")?.clone()).ok()?;
         let cut = self.sums.steps.front().filter(|_| self.sums.earlier > 0);
         Some(GradScalerConfig { init_scale: cut.map_or(config.init_scale, |step| step.loss_scale), ..config })
     }
 
-    /// The loss scale of the first step.
-    pub fn first_scale(&self) -> Option<f32> {
+    pub(crate) fn first_scale(&self) -> Option<f32> {
         self.sums.first_scale
     }
 
     /// The run's precision policy; FP16 if it is not known.
-    pub fn policy(&self) -> PrecisionPolicy {
+    pub(crate) fn policy(&self) -> PrecisionPolicy {
         self.started.precision()
     }
 
@@ -146,25 +143,25 @@ impl RunData {
     }
 
     /// An integer in the run's configuration, by its path.
-    pub fn setting(&self, path: &str) -> Option<u64> {
+    pub(crate) fn setting(&self, path: &str) -> Option<u64> {
         self.started.config.pointer(path)?.as_u64()
     }
 
     /// The activations that the run's forward passes keep.
-    pub fn keep(&self) -> Checkpointing {
+    pub(crate) fn keep(&self) -> Checkpointing {
         let keep = self.started.config.pointer("/train/recompute").cloned();
         keep.and_then(|keep| serde_json::from_value(keep).ok()).unwrap_or(Checkpointing::None)
     }
 
     /// The tokenizer of its newest checkpoint.
-    pub fn tokenizer(&self) -> Option<PathBuf> {
+    pub(crate) fn tokenizer(&self) -> Option<PathBuf> {
         let latest = std::fs::read_to_string(self.folder.join("latest")).ok()?;
         Some(self.folder.join(latest.trim()).join("tokenizer.json")).filter(|file| file.is_file())
     }
 
     /// The run's steps, for the scaler's replay. If an FP32 probe has measured a step's largest gradient, it determines
     /// the scales at which the step overflows; an overflow without a probe shows only that its scale was too large.
-    pub fn overflows(&self) -> GradientTrace {
+    pub(crate) fn overflows(&self) -> GradientTrace {
         // A probe measures the first micro-batch only.
         let probed = if self.setting("/train/grad_accum") == Some(1) { &self.sums.largest } else { &BTreeMap::new() };
         // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
@@ -188,7 +185,7 @@ impl RunData {
 
     /// The run's unscaled gradients and a description of their source: FP32 probes if there were any, else the gradients of every
     /// applied step as stored.
-    pub fn gradients(&self) -> Result<(String, ExponentHistogram)> {
+    pub(crate) fn gradients(&self) -> Result<(String, ExponentHistogram)> {
         if self.probed.exponents.total() > 0 {
             return Ok((format!("FP32 probes of {}", self.name()), self.probed.exponents.clone()));
         }
@@ -205,7 +202,7 @@ impl RunData {
     /// Magnitudes of the run's gradients, the standard deviation of its layers' (the smallest and the largest, if measured), of
     /// activations if there was a probe (the smallest and the largest of the blocks' maxima), and of the weights if there is a
     /// checkpoint.
-    pub fn value_ranges(&self) -> Result<Vec<ValueRange>> {
+    pub(crate) fn value_ranges(&self) -> Result<Vec<ValueRange>> {
         let mut value_ranges = Vec::new();
         let mut push = |label: &str, low: f64, high: f64| {
             if low <= high && high > 0.0 {
@@ -248,24 +245,23 @@ impl RunData {
     }
 
     /// The smallest and the largest true gradient of all applied steps, if recorded.
-    pub fn true_gradients(&self) -> Option<(f64, f64)> {
+    pub(crate) fn true_gradients(&self) -> Option<(f64, f64)> {
         self.sums.unscaled
     }
 
-    /// The largest learning rate of any step.
-    pub fn largest_rate(&self) -> Option<f64> {
+    pub(crate) fn largest_rate(&self) -> Option<f64> {
         self.sums.largest_rate
     }
 
     /// The root mean square of the newest checkpoint's weights, and the largest learning rate, which approximates Adam's update.
-    pub fn weight_and_update(&self) -> Result<(f64, f64)> {
+    pub(crate) fn weight_and_update(&self) -> Result<(f64, f64)> {
         let weights = self.weights()?.filter(|weights| weights.count > 0);
         let center = weights.map_or(1.0, |weights| (weights.sum_squares / weights.count as f64).sqrt());
         Ok((center, self.largest_rate().unwrap_or(5e-5)))
     }
 
     /// A weight matrix of the newest checkpoint, with its name: the first of at most `most` values whose rows are multiples of 128.
-    pub fn matrix(&self, most: usize) -> Result<(String, Vec<f32>, [usize; 2])> {
+    pub(crate) fn matrix(&self, most: usize) -> Result<(String, Vec<f32>, [usize; 2])> {
         let missing = |why: &str| Error::data(self.folder.display(), format!("{why}; use a run with a checkpoint"));
         let latest = std::fs::read_to_string(self.folder.join("latest")).map_err(|_| missing("no checkpoint found"))?;
         let file = TensorFile::open(self.folder.join(latest.trim()).join("master.safetensors"))?;

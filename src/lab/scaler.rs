@@ -11,11 +11,11 @@ use crate::precision::{FloatFormat, GradScaler, GradScalerConfig, OnOverflow, Sc
 use crate::random::{Domain, Stream};
 use crate::{Error, Result};
 
-pub use gradients::{GradientModel, Mean};
+pub(crate) use gradients::{GradientModel, Mean};
 
 /// The condition for a step's gradients to be finite.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum StepCondition {
+pub(crate) enum StepCondition {
     /// Finite at any scale.
     Clean,
     /// Not finite the first time, at any scale; finite if the batch is repeated.
@@ -30,80 +30,67 @@ pub enum StepCondition {
 
 /// The steps of a simulation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct GradientTrace {
-    /// A description of their source.
-    pub source: String,
+pub(crate) struct GradientTrace {
+    pub(crate) source: String,
     /// The number of the first step.
-    pub first: u64,
+    pub(crate) first: u64,
     /// The condition of each step.
-    pub visits: Vec<StepCondition>,
+    pub(crate) visits: Vec<StepCondition>,
     /// Tokens per step; 0 if unknown.
-    pub tokens_per_step: u64,
+    pub(crate) tokens_per_step: u64,
 }
 
 /// Several settings simulated on the same steps.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct ScalerComparison {
-    /// A description of the steps' source.
-    pub source: String,
-    /// Number of steps.
-    pub steps: usize,
+pub(crate) struct ScalerComparison {
+    pub(crate) source: String,
+    pub(crate) steps: usize,
     /// Tokens per step; 0 if unknown.
-    pub tokens_per_step: u64,
-    /// The trajectory of each setting.
-    pub trajectories: Vec<Trajectory>,
+    pub(crate) tokens_per_step: u64,
+    pub(crate) trajectories: Vec<Trajectory>,
     /// Overflows and mean log2 of the scale over several seeds, one pair for each setting; empty for one seed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub over_seeds: Vec<(Mean, Mean)>,
+    pub(crate) over_seeds: Vec<(Mean, Mean)>,
     /// Number of seeds in `over_seeds`.
     #[serde(skip)]
-    pub seeds: u64,
+    pub(crate) seeds: u64,
     /// The step under the cursor; the last step if `None`.
     #[serde(skip)]
-    pub cursor: Option<u64>,
+    pub(crate) cursor: Option<u64>,
 }
 
 /// The trajectory of a setting.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Trajectory {
-    /// The setting's label.
-    pub label: String,
-    /// Its options.
-    pub config: GradScalerConfig,
+pub(crate) struct Trajectory {
+    pub(crate) label: String,
+    pub(crate) config: GradScalerConfig,
     /// All attempts at steps; several per step if overflowing batches are repeated.
-    pub attempts: Vec<Attempt>,
+    pub(crate) attempts: Vec<Attempt>,
     /// Attempts whose gradients were not finite.
-    pub overflows: usize,
+    pub(crate) overflows: usize,
     /// Batches skipped for good.
-    pub lost: usize,
-    /// Repeated attempts.
-    pub repeated: usize,
-    /// Number of times the scale grew.
-    pub growths: usize,
-    /// Overflows at the floor.
-    pub at_floor: usize,
+    pub(crate) lost: usize,
+    pub(crate) repeated: usize,
+    pub(crate) growths: usize,
+    pub(crate) at_floor: usize,
     /// Mean of log2 of the scale over the attempts.
-    pub mean_log2: f64,
+    pub(crate) mean_log2: f64,
 }
 
 /// One attempt at a step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Attempt {
-    /// The step.
-    pub step: u64,
+pub(crate) struct Attempt {
+    pub(crate) step: u64,
     /// The scale it ran with.
-    pub scale: f32,
-    /// Whether its gradients were finite.
-    pub finite: bool,
-    /// The scale afterwards.
-    pub after: f32,
+    pub(crate) scale: f32,
+    pub(crate) finite: bool,
+    pub(crate) after: f32,
     /// Consecutive clean steps afterwards, compared with `growth_interval`.
-    pub clean: u32,
+    pub(crate) clean: u32,
     /// The largest unscaled gradient, if it was measured.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub largest: Option<f32>,
-    /// The change of the scale.
-    pub change: ScaleChange,
+    pub(crate) largest: Option<f32>,
+    pub(crate) change: ScaleChange,
 }
 
 /// Maximum attempts at one batch.
@@ -111,7 +98,7 @@ const MAX_RETRIES: usize = 300;
 
 impl GradientTrace {
     /// `steps` steps from 0 that overflow exactly at `overflowing`.
-    pub fn at(overflowing: &[u64], steps: usize) -> Self {
+    pub(crate) fn at(overflowing: &[u64], steps: usize) -> Self {
         let visit = |step| if overflowing.contains(&step) { StepCondition::Overflow } else { StepCondition::Clean };
         let listed: Vec<_> = overflowing.iter().map(u64::to_string).collect();
         let source =
@@ -120,13 +107,13 @@ impl GradientTrace {
     }
 
     /// `steps` steps from 0 without overflows.
-    pub fn none(steps: usize) -> Self {
+    pub(crate) fn none(steps: usize) -> Self {
         Self::at(&[], steps)
     }
 
     /// Forces more steps to overflow at any scale: those in `at`, and each other with probability `rate`.
     #[must_use]
-    pub fn injected(mut self, at: &[u64], rate: f64, seed: u64) -> Self {
+    pub(crate) fn injected(mut self, at: &[u64], rate: f64, seed: u64) -> Self {
         let stream = Stream::new(seed, Domain::Bench);
         let uniform = |step| f64::from(stream.block(0, step, 0)[0]) / 2f64.powi(32);
         for (visit, step) in self.visits.iter_mut().zip(self.first..) {
@@ -148,7 +135,7 @@ impl GradientTrace {
 impl StepCondition {
     /// The condition from a step that ran at `scale` with the largest scaled gradient `max_abs`. A step that overflowed only shows
     /// that `scale` is too large.
-    pub fn of_step(scale: f32, max_abs: f32, finite: bool, loss_finite: bool, format: FloatFormat) -> Self {
+    pub(crate) fn of_step(scale: f32, max_abs: f32, finite: bool, loss_finite: bool, format: FloatFormat) -> Self {
         match (finite, loss_finite) {
             (_, false) => Self::Broken,
             (false, true) => Self::Above(scale),
@@ -184,7 +171,7 @@ impl StepCondition {
 
 impl ScalerComparison {
     /// Simulates every setting on the same steps.
-    pub fn run(settings: Vec<(String, GradScalerConfig)>, overflows: &GradientTrace) -> Result<Self> {
+    pub(crate) fn run(settings: Vec<(String, GradScalerConfig)>, overflows: &GradientTrace) -> Result<Self> {
         let run = |(label, config)| Trajectory::run(label, config, overflows);
         Ok(Self {
             source: overflows.source.clone(),
@@ -198,7 +185,7 @@ impl ScalerComparison {
     }
 
     /// Repeats the simulation with `seeds` seeds, starting at 0, and stores the means.
-    pub fn repeat(&mut self, seeds: u64, steps: impl Fn(u64) -> GradientTrace) -> Result<()> {
+    pub(crate) fn repeat(&mut self, seeds: u64, steps: impl Fn(u64) -> GradientTrace) -> Result<()> {
         let settings: Vec<_> = self.trajectories.iter().map(|t| (t.label.clone(), t.config)).collect();
         let mut figures = vec![(Vec::new(), Vec::new()); settings.len()];
         for seed in 0..seeds {
@@ -262,7 +249,7 @@ impl Trajectory {
 }
 
 /// Applies `text`, such as `growth_interval=200,hysteresis=2`, to `config`. The `[scaler]` table has the same keys.
-pub fn apply_setting(config: GradScalerConfig, text: &str) -> Result<GradScalerConfig> {
+pub(crate) fn apply_setting(config: GradScalerConfig, text: &str) -> Result<GradScalerConfig> {
     let fail = |message: String| Error::config("setting", message);
     let mut table = toml::Table::try_from(config).map_err(|error| fail(error.to_string()))?;
     for part in text.split(',').filter(|part| !part.trim().is_empty()) {
@@ -303,16 +290,6 @@ mod tests {
         let after: Vec<_> = comparison.trajectories[0].attempts.iter().map(|attempt| attempt.after).collect();
         let expected = [[32768.0; 4].as_slice(), &[65536.0; 5], &[131_072.0], &[65536.0; 5], &[131_072.0; 5]].concat();
         assert_eq!(after, expected);
-        let text = comparison.page(80).text();
-        let lines: Vec<_> = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
-        for attempt in [
-            "3 32768 ✓ applied 4 of 5",
-            "4 32768 ✓ applied 0 of 5 grew to 2^16",
-            "10 131072 ✕ skipped 0 of 5 backed off to 2^16",
-            "11 65536 ✓ applied 1 of 5",
-        ] {
-            assert!(lines.iter().any(|line| line == attempt), "no `{attempt}` in\n{text}");
-        }
         insta::assert_snapshot!("scaler_twenty_steps", comparison.page(80).text());
     }
 

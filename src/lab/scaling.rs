@@ -8,42 +8,40 @@ use crate::ui::{Column, Line, Page, Role, column_cell, plain};
 
 /// A histogram of gradients in a format at a range of scales.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Scaling {
-    /// A description of the gradients' source.
-    pub source: String,
-    /// The format's name.
-    pub format: &'static str,
+pub(crate) struct Scaling {
+    pub(crate) source: String,
+    pub(crate) format: &'static str,
     #[serde(skip)]
     layout: FloatFormat,
     /// Magnitudes before scaling.
-    pub gradients: ExponentHistogram,
+    pub(crate) gradients: ExponentHistogram,
     /// log2 of the scale shown.
-    pub shift: i32,
+    pub(crate) shift: i32,
     /// The shares at that scale.
-    pub shares: RangeShares,
+    pub(crate) shares: RangeShares,
     /// log2 of the best scale: the smallest that keeps the most in full precision without overflow.
-    pub best: i32,
+    pub(crate) best: i32,
     /// The shares at the best scale.
-    pub best_shares: RangeShares,
+    pub(crate) best_shares: RangeShares,
     /// Doublings from the best scale to the first overflow.
-    pub margin: i32,
+    pub(crate) margin: i32,
     /// The scales around the best one and the one shown.
-    pub table: Vec<ScalingRow>,
+    pub(crate) table: Vec<ScalingRow>,
     /// The variance of each layer's unscaled gradient, in ascending order, if a run has measured it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub variances: Vec<(String, f64)>,
+    pub(crate) variances: Vec<(String, f64)>,
     /// Whether the counts' axis is linear instead of logarithmic.
     #[serde(skip)]
-    pub linear: bool,
+    pub(crate) linear: bool,
 }
 
 /// A row of the table of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct ScalingRow {
+pub(crate) struct ScalingRow {
     /// log2 of the scale.
-    pub shift: i32,
+    pub(crate) shift: i32,
     /// Shares of the non-zero gradients.
-    pub shares: RangeShares,
+    pub(crate) shares: RangeShares,
 }
 
 /// log2 of the scales considered.
@@ -51,7 +49,7 @@ const SHIFTS: std::ops::RangeInclusive<i32> = -10..=40;
 
 impl Scaling {
     /// Computes the shares of `gradients` in `format` at the scale `2^shift`, or at the best one.
-    pub fn new(
+    pub(crate) fn new(
         source: impl Into<String>,
         gradients: ExponentHistogram,
         format: FloatFormat,
@@ -82,8 +80,7 @@ impl Scaling {
         }
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         page.headed(&format!("{} at loss scale 2^{}", self.format, self.shift), &self.source, width);
         self.ruler(&mut page, width);
@@ -215,7 +212,7 @@ impl Scaling {
 
 /// `count` gradients with normally distributed log2 magnitudes of mean `mu` and deviation `sigma`: the rounded expected number
 /// in each binade, so that the tails end where less than half a gradient is expected.
-pub fn log_normal(mu: f64, sigma: f64, count: u64) -> ExponentHistogram {
+pub(crate) fn log_normal(mu: f64, sigma: f64, count: u64) -> ExponentHistogram {
     let below = |exponent: i32| standard_normal_cdf((f64::from(exponent) - mu) / sigma);
     let binade = |e: i32| (e, ((below(e + 1) - below(e)) * count as f64).round() as u64);
     ExponentHistogram::from_counts((ExponentHistogram::LOWEST..=ExponentHistogram::HIGHEST).map(binade))

@@ -19,7 +19,7 @@ use crate::ui::{Page, Theme};
 use crate::{Error, Result};
 
 use state::LabState;
-pub use state::{Adjust, Control, Controls, Field, LabTab, Scenario, ViewKey};
+pub(crate) use state::{Adjust, Control, Controls, Field, LabTab, Scenario, ViewKey};
 pub(crate) use state::{choose, to_args};
 
 /// How long to wait for a key before checking for signals.
@@ -28,10 +28,10 @@ const TICK: Duration = Duration::from_millis(200);
 const FRAME: Duration = Duration::from_millis(80);
 
 /// Renders a view's page from its name, the flags and values of its fields, and a width.
-pub type Evaluate<'a> = dyn FnMut(&str, &[(&str, &str)], usize) -> Result<Page> + 'a;
+pub(crate) type Evaluate<'a> = dyn FnMut(&str, &[(&str, &str)], usize) -> Result<Page> + 'a;
 
 /// Shows `lab_tabs`, `tab` first, until the user quits or a signal arrives, and restores the terminal.
-pub fn run(lab_tabs: Vec<LabTab>, tab: usize, theme: Theme, evaluate: &mut Evaluate) -> Result<()> {
+pub(crate) fn run(lab_tabs: Vec<LabTab>, tab: usize, theme: Theme, evaluate: &mut Evaluate) -> Result<()> {
     show(LabState::new(lab_tabs, tab), theme, evaluate).map_err(Error::io("draw on", "this terminal"))
 }
 
@@ -45,7 +45,7 @@ pub(crate) fn picture(
 ) -> String {
     let mut state = LabState::new(lab_tabs, tab);
     state.evaluate(width.into(), evaluate);
-    view::picture(&mut state, Theme::monochrome(), width, height)
+    view::picture(&mut state, Theme::of(crate::ui::Palette::Monochrome, false), width, height)
 }
 
 /// Runs the loop: redraws after changes and waits for keys.

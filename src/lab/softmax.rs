@@ -8,59 +8,56 @@ use crate::ui::{Column, Line, Page, Role, plain};
 
 /// Softmax and positions in every format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Softmax {
-    /// The largest logit.
-    pub logit: f64,
+pub(crate) struct Softmax {
+    pub(crate) logit: f64,
     /// Number of attended tokens: one with logit `logit`, the others with 0.
-    pub length: u64,
-    /// The position.
-    pub position: f64,
+    pub(crate) length: u64,
+    pub(crate) position: f64,
     /// FP32, FP16 and BF16.
-    pub formats: Vec<SoftmaxRow>,
+    pub(crate) formats: Vec<SoftmaxRow>,
 }
 
 /// A format's softmax.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct SoftmaxRow {
-    /// The format's name.
-    pub format: &'static str,
+pub(crate) struct SoftmaxRow {
+    pub(crate) format: &'static str,
     /// The largest number of the format with a finite exp.
-    pub exp_until: f64,
+    pub(crate) exp_until: f64,
     /// The smallest number of the format with a non-zero exp.
-    pub exp_from: f64,
+    pub(crate) exp_from: f64,
     /// The largest weight by the formula `exp(x) / Σ exp`, with every operation rounded.
     #[serde(serialize_with = "serialize")]
-    pub plain: f64,
+    pub(crate) plain: f64,
     /// The largest weight, with the largest logit subtracted first.
     #[serde(serialize_with = "serialize")]
-    pub shifted: f64,
+    pub(crate) shifted: f64,
     /// The weight of each of the other tokens, shifted.
     #[serde(serialize_with = "serialize")]
-    pub other: f64,
+    pub(crate) other: f64,
     /// Their sum, accumulated one by one in the format.
     #[serde(serialize_with = "serialize")]
-    pub total: f64,
+    pub(crate) total: f64,
     /// The position as stored.
     #[serde(serialize_with = "serialize")]
-    pub position: f64,
+    pub(crate) position: f64,
     /// The sine of the stored position, rounded to the format.
     #[serde(serialize_with = "serialize")]
-    pub sine: f64,
+    pub(crate) sine: f64,
     /// Its distance from the true sine.
     #[serde(serialize_with = "serialize")]
-    pub sine_error: f64,
+    pub(crate) sine_error: f64,
     /// The first position that is not stored exactly.
-    pub first_inexact: u64,
+    pub(crate) first_inexact: u64,
 }
 
 const FORMATS: [FloatFormat; 3] = [FloatFormat::FP32, FloatFormat::FP16, FloatFormat::BF16];
 
 impl Softmax {
     /// Maximum length.
-    pub const MAX_LENGTH: u64 = 1 << 20;
+    pub(crate) const MAX_LENGTH: u64 = 1 << 20;
 
     /// Computes a softmax over `length` tokens, and the sine of a position.
-    pub fn new(logit: f64, length: u64, position: f64) -> Self {
+    pub(crate) fn new(logit: f64, length: u64, position: f64) -> Self {
         let length = length.clamp(1, Self::MAX_LENGTH);
         let formats = FORMATS.map(|format| SoftmaxRow::new(format, logit, length, position)).to_vec();
         Self { logit, length, position, formats }
@@ -73,8 +70,7 @@ impl Softmax {
         (1.0 / sum, (-self.logit).exp() / sum)
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         let (first, other) = self.exact();
         page.title(format!("softmax of one logit {} among {} of 0", short(self.logit), self.length - 1));

@@ -14,7 +14,7 @@ use crate::ui::{Line, Page, Role};
 /// The terms of the sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Terms {
+pub(crate) enum Terms {
     /// Numbers between 0 and 1: `frac((i + 1) × 0.618…)`.
     Uniform,
     /// Uniform minus 0.5, so that most of the sum cancels.
@@ -39,7 +39,7 @@ impl std::str::FromStr for Terms {
 /// The summation algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Algorithm {
+pub(crate) enum Algorithm {
     /// One by one, each sum rounded.
     OneByOne,
     /// With Kahan's compensation in the same format.
@@ -54,33 +54,28 @@ pub enum Algorithm {
 
 /// The errors of one accumulator.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct SumRow {
+pub(crate) struct SumRow {
     /// The inputs' format, also the accumulator's except for tensor cores.
-    pub format: &'static str,
-    /// The algorithm.
-    pub algorithm: Algorithm,
-    /// The result at each length.
-    pub results: Vec<f64>,
+    pub(crate) format: &'static str,
+    pub(crate) algorithm: Algorithm,
+    pub(crate) results: Vec<f64>,
     /// Its relative error.
-    pub errors: Vec<f64>,
+    pub(crate) errors: Vec<f64>,
     /// The length from which terms no longer changed the sum; `None` if the last ones did.
-    pub stuck_from: Option<usize>,
+    pub(crate) stuck_from: Option<usize>,
 }
 
 /// Accumulators compared over lengths.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct SummationReport {
-    /// The terms of the sum.
-    pub terms: Terms,
+pub(crate) struct SummationReport {
+    pub(crate) terms: Terms,
     /// Whether products of two such sequences are summed.
-    pub dot: bool,
-    /// The lengths.
-    pub lengths: Vec<usize>,
-    /// The results of each accumulator.
-    pub rows: Vec<SumRow>,
+    pub(crate) dot: bool,
+    pub(crate) lengths: Vec<usize>,
+    pub(crate) rows: Vec<SumRow>,
     /// The FP64 sum of the unrounded inputs at the largest length.
     #[serde(serialize_with = "serialize")]
-    pub exact: f64,
+    pub(crate) exact: f64,
 }
 
 /// The accumulators, most common mistakes first.
@@ -100,10 +95,10 @@ const ROWS: [(FloatFormat, Algorithm); 11] = [
 
 impl SummationReport {
     /// Maximum length.
-    pub const MAX_TERMS: usize = 1 << 20;
+    pub(crate) const MAX_TERMS: usize = 1 << 20;
 
     /// Sums at powers of four up to `length`, and at `length`. `seed` is for stochastic rounding.
-    pub fn new(terms: Terms, dot: bool, length: usize, seed: u64) -> Result<Self> {
+    pub(crate) fn new(terms: Terms, dot: bool, length: usize, seed: u64) -> Result<Self> {
         if !(1..=Self::MAX_TERMS).contains(&length) {
             return Err(Error::config("--length", format!("must be between 1 and {}", Self::MAX_TERMS)));
         }
@@ -141,8 +136,7 @@ impl SummationReport {
         Ok(Self { terms, dot, lengths, rows, exact })
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         let what = if self.dot { "dot products" } else { "sums" };
         page.push(
@@ -290,7 +284,7 @@ mod tests {
         let exact: f64 = terms.iter().map(|x| FloatFormat::BF16.round(*x)).sum();
         let sums = (0..200).map(|seed| accumulate(&terms, FloatFormat::BF16, Algorithm::Stochastic, seed).0);
         let sums: Vec<f64> = sums.collect();
-        let mean = crate::lab::Mean::of(&sums);
+        let mean = crate::lab::scaler::Mean::of(&sums);
         assert!((mean.mean - exact).abs() < 2.0 * mean.half_width, "{mean}, exact {exact}");
         assert!(mean.half_width < 0.01 * exact);
     }

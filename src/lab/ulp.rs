@@ -11,63 +11,59 @@ use crate::ui::{Column, Line, Page, Role, plain};
 
 /// A weight, an update, and their sum in each format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct UlpGrid {
+pub(crate) struct UlpGrid {
     /// The weight.
     #[serde(serialize_with = "serialize")]
-    pub center: f64,
-    /// The update of a step.
+    pub(crate) center: f64,
     #[serde(serialize_with = "serialize")]
-    pub update: f64,
+    pub(crate) update: f64,
     /// Widest format first.
-    pub formats: Vec<UlpRow>,
+    pub(crate) formats: Vec<UlpRow>,
 }
 
 /// A weight and its update in a format.
 #[expect(clippy::struct_excessive_bools, reason = "independent results, which JSON shows by name")]
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct UlpRow {
-    /// The format's name.
-    pub format: &'static str,
+pub(crate) struct UlpRow {
+    pub(crate) format: &'static str,
     #[serde(skip)]
     layout: FloatFormat,
     /// The weight as stored.
     #[serde(serialize_with = "serialize")]
-    pub stored: f64,
+    pub(crate) stored: f64,
     /// The next number in the update's direction; NaN if there is none.
     #[serde(serialize_with = "serialize")]
-    pub next: f64,
+    pub(crate) next: f64,
     /// The stored weight plus the update, rounded.
     #[serde(serialize_with = "serialize")]
-    pub sum: f64,
-    /// Whether the update survives.
-    pub verdict: UpdateFate,
+    pub(crate) sum: f64,
+    pub(crate) verdict: UpdateFate,
     /// Whether the sum is a finite number other than the stored weight.
-    pub survives: bool,
+    pub(crate) survives: bool,
     /// Distance to `next`; at the format's maximum, the spacing below it.
     #[serde(serialize_with = "serialize")]
-    pub spacing: f64,
+    pub(crate) spacing: f64,
     /// The magnitude from which numbers overflow: half a step above the largest.
     #[serde(serialize_with = "serialize")]
-    pub overflows_from: f64,
+    pub(crate) overflows_from: f64,
     /// Half the spacing: an update survives if it is larger, or equal and the tie rounds away from the weight.
     #[serde(serialize_with = "serialize")]
-    pub smallest: f64,
+    pub(crate) smallest: f64,
     /// Whether an update of exactly `smallest` survives, as a finite number.
-    pub tie_survives: bool,
+    pub(crate) tie_survives: bool,
     /// Whether an update that does not round back to the weight overflows: the weight is the format's largest number.
-    pub overflows: bool,
+    pub(crate) overflows: bool,
     /// Whether an update of exactly `smallest` overflows.
-    pub tie_overflows: bool,
+    pub(crate) tie_overflows: bool,
     /// Steps until the working copy of an FP32 master changes; `None` if it has not after [`UlpGrid::MAX_UPDATES`] steps, the
     /// master itself does not change, or the copy is not finite.
-    pub steps_with_master: Option<u64>,
+    pub(crate) steps_with_master: Option<u64>,
 }
 
 /// The effect of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum UpdateFate {
-    /// The weight changes.
+pub(crate) enum UpdateFate {
     Survives,
     /// The sum rounds to the weight itself.
     Lost,
@@ -90,16 +86,15 @@ impl UpdateFate {
 
 impl UlpGrid {
     /// Maximum number of steps for a working copy to change.
-    pub const MAX_UPDATES: u64 = 1_000_000;
+    pub(crate) const MAX_UPDATES: u64 = 1_000_000;
 
     /// Adds `update` to `center` in every format.
-    pub fn new(center: f64, update: f64) -> Self {
+    pub(crate) fn new(center: f64, update: f64) -> Self {
         let row = |format| UlpRow::new(format, center, update);
         Self { center, update, formats: FloatFormat::ALL.map(row).to_vec() }
     }
 
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         page.push(
             Line::new()

@@ -107,3 +107,12 @@ impl<'a> Canvas<'a> {
         Canvas { buffer: self.buffer, area, theme: self.theme }
     }
 }
+
+/// A frame to store in a snapshot: equal rows that follow each other are one row with their number.
+#[cfg(test)]
+pub(crate) fn folded(picture: &str) -> String {
+    let rows: Vec<&str> = picture.lines().collect();
+    let fold =
+        |equal: &[&str]| if let [row] = equal { (*row).to_owned() } else { format!("{} × {}", equal[0], equal.len()) };
+    rows.chunk_by(|a, b| a == b).map(fold).collect::<Vec<_>>().join("\n")
+}

@@ -10,68 +10,60 @@ use ratatui::layout::Rect;
 
 /// A part of a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Span {
-    /// The text.
-    pub text: String,
-    /// The role.
-    pub role: Role,
+pub(crate) struct Span {
+    pub(crate) text: String,
+    pub(crate) role: Role,
 }
 
 /// A line of a page, built from left to right.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Line {
-    /// Its parts.
-    pub spans: Vec<Span>,
+pub(crate) struct Line {
+    pub(crate) spans: Vec<Span>,
 }
 
 impl Line {
-    /// An empty line.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { spans: Vec::new() }
     }
 
     /// Adds a part.
     #[must_use]
-    pub fn with(mut self, role: Role, text: impl Into<String>) -> Self {
+    pub(crate) fn with(mut self, role: Role, text: impl Into<String>) -> Self {
         self.spans.push(Span { text: sanitize_line(&text.into()).into_owned(), role });
         self
     }
 
     /// Adds ordinary text.
     #[must_use]
-    pub fn plain(self, text: impl Into<String>) -> Self {
+    pub(crate) fn plain(self, text: impl Into<String>) -> Self {
         self.with(Role::Text, text)
     }
 
     /// Adds an explanation.
     #[must_use]
-    pub fn dim(self, text: impl Into<String>) -> Self {
+    pub(crate) fn dim(self, text: impl Into<String>) -> Self {
         self.with(Role::Dim, text)
     }
 }
 
 /// A rendered report.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Page {
-    /// Its lines, top first.
-    pub lines: Vec<Line>,
+pub(crate) struct Page {
+    pub(crate) lines: Vec<Line>,
     /// The first and the last step shown, between which a cursor moves.
-    pub steps: (u64, u64),
+    pub(crate) steps: (u64, u64),
 }
 
 impl Page {
-    /// An empty page.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Self { lines: Vec::new(), steps: (0, 0) }
     }
 
-    /// Adds a line.
-    pub fn push(&mut self, line: Line) {
+    pub(crate) fn push(&mut self, line: Line) {
         self.lines.push(line);
     }
 
-    /// Adds a heading.
-    pub fn title(&mut self, text: impl Into<String>) {
+    pub(crate) fn title(&mut self, text: impl Into<String>) {
         self.push(Line::new().with(Role::Title, text));
     }
 
@@ -88,21 +80,20 @@ impl Page {
         }
     }
 
-    /// Adds an empty line.
-    pub fn gap(&mut self) {
+    pub(crate) fn gap(&mut self) {
         self.push(Line::new());
     }
 
     /// This page, then `other`.
     #[must_use]
-    pub fn followed_by(mut self, other: Self) -> Self {
+    pub(crate) fn followed_by(mut self, other: Self) -> Self {
         self.lines.extend(other.lines);
         self.steps = other.steps;
         self
     }
 
     /// Adds a heading followed by an explanation, on separate lines if they do not fit on one.
-    pub fn headed(&mut self, title: &str, text: &str, width: usize) {
+    pub(crate) fn headed(&mut self, title: &str, text: &str, width: usize) {
         if title.chars().count() + 3 + text.chars().count() <= width {
             self.push(Line::new().with(Role::Title, title).dim(format!("   {text}")));
         } else {
@@ -112,7 +103,7 @@ impl Page {
     }
 
     /// Adds a heading or explanation, wrapped at spaces to fit `width`; a longer word is cut into lines.
-    pub fn wrapped(&mut self, role: Role, text: &str, width: usize) {
+    pub(crate) fn wrapped(&mut self, role: Role, text: &str, width: usize) {
         let mut line = String::new();
         let words = text.split_whitespace().map(|word| word.chars().collect::<Vec<_>>());
         let parts = words.flat_map(|word| word.chunks(width.max(1)).map(String::from_iter).collect::<Vec<_>>());
@@ -154,7 +145,7 @@ impl Page {
 
     /// The page in ASCII: replaces every glyph by one of the same width.
     #[must_use]
-    pub fn ascii(mut self) -> Self {
+    pub(crate) fn ascii(mut self) -> Self {
         for span in self.lines.iter_mut().flat_map(|line| &mut line.spans) {
             if !span.text.is_ascii() {
                 span.text = span.text.chars().map(ascii).collect();
@@ -164,7 +155,7 @@ impl Page {
     }
 
     /// The page as text, without trailing blanks.
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         let line = |line: &Line| {
             let text: String = line.spans.iter().map(|span| span.text.as_str()).collect();
             text.trim_end().to_owned() + "\n"
@@ -173,12 +164,12 @@ impl Page {
     }
 
     /// The page for printing: with colours on a terminal, unless `NO_COLOR` is set.
-    pub fn printed(&self, terminal: bool) -> String {
+    pub(crate) fn printed(&self, terminal: bool) -> String {
         if terminal && may_colour() { self.ansi() } else { self.text() }
     }
 
     /// The page with ANSI colours.
-    pub fn ansi(&self) -> String {
+    pub(crate) fn ansi(&self) -> String {
         let span = |span: &Span| match span.role.ansi() {
             "" => span.text.clone(),
             start => format!("{start}{}\x1b[0m", span.text),

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 /// The role of a piece of a frame, which determines its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Role {
+pub(crate) enum Role {
     /// Numbers and text.
     Text,
     /// Frames, axes, captions, explanations.
@@ -15,9 +15,7 @@ pub enum Role {
     Title,
     /// Training: batch losses, normal numbers.
     Train,
-    /// Training, smoothed.
     Smooth,
-    /// Validation.
     Validation,
     /// Overflow, infinities, NaN, errors.
     Overflow,
@@ -29,11 +27,8 @@ pub enum Role {
     Warn,
     /// Failure; lost, overflowed, too large.
     Bad,
-    /// A sign bit.
     Sign,
-    /// Exponent bits.
     Exponent,
-    /// Mantissa bits.
     Mantissa,
     /// One of up to four compared series.
     Series(usize),
@@ -144,13 +139,8 @@ impl Theme {
     }
 
     /// All colours, as in pictures.
-    pub fn truecolor(scheme: ColorScheme) -> Self {
+    pub(crate) fn truecolor(scheme: ColorScheme) -> Self {
         Self { palette: Palette::Truecolor, scheme, ascii: false }
-    }
-
-    /// No colours, as under `NO_COLOR`.
-    pub fn monochrome() -> Self {
-        Self { palette: Palette::Monochrome, scheme: ColorScheme::Dark, ascii: false }
     }
 
     /// The dark look with a number of colours.
@@ -165,7 +155,7 @@ impl Theme {
     }
 
     /// The theme's look.
-    pub fn scheme(self) -> ColorScheme {
+    pub(crate) fn scheme(self) -> ColorScheme {
         self.scheme
     }
 
@@ -299,7 +289,7 @@ mod tests {
     #[test]
     fn monochrome_has_no_colour_at_all() {
         for scheme in [ColorScheme::Dark, ColorScheme::Light, ColorScheme::HighContrast] {
-            let theme = Theme::monochrome().on(scheme);
+            let theme = Theme::of(Palette::Monochrome, false).on(scheme);
             for role in ROLES {
                 let style = theme.style(role);
                 assert_eq!((style.fg, style.bg), (None, None), "{role:?}");

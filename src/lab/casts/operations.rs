@@ -18,19 +18,16 @@ use crate::random::{Domain, Stream};
 
 /// The types that an operation reads, computes in and stores.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct MeasuredOp {
-    /// The operation.
-    pub name: &'static str,
-    /// The type of its operands.
-    pub operands: &'static str,
+pub(crate) struct MeasuredOp {
+    pub(crate) name: &'static str,
+    pub(crate) operands: &'static str,
     /// The type inside: `f32`, or the operands' if the results are not the exact ones rounded once.
-    pub inside: &'static str,
-    /// The type of its results.
-    pub result: &'static str,
+    pub(crate) inside: &'static str,
+    pub(crate) result: &'static str,
     /// The share of its results that are the exact ones, rounded once to the operands' type.
-    pub rounded_once: f64,
+    pub(crate) rounded_once: f64,
     /// The type to which PyTorch's autocast casts the operands; `None` if it leaves them.
-    pub autocast: Option<&'static str>,
+    pub(crate) autocast: Option<&'static str>,
 }
 
 /// The share of results below which an operation does not count as FP32 inside.

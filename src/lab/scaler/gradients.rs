@@ -8,21 +8,21 @@ use crate::random::{Domain, Stream};
 
 /// log2 max|g| as a normal variable around a level that drifts and jumps, with spikes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct GradientModel {
+pub(crate) struct GradientModel {
     /// Mean of log2 max|g| at the first step.
-    pub level: f64,
+    pub(crate) level: f64,
     /// Standard deviation, in binades.
-    pub sigma: f64,
+    pub(crate) sigma: f64,
     /// Change of the level in 1,000 steps, in binades.
-    pub drift: f64,
+    pub(crate) drift: f64,
     /// Share of steps with a spike.
-    pub spikes: f64,
+    pub(crate) spikes: f64,
     /// Height of a spike, in binades.
-    pub spike: f64,
+    pub(crate) spike: f64,
     /// The step at which the level rises by `jump` binades.
-    pub jump_at: Option<u64>,
+    pub(crate) jump_at: Option<u64>,
     /// Height of the jump at `jump_at`, in binades.
-    pub jump: f64,
+    pub(crate) jump: f64,
 }
 
 impl Default for GradientModel {
@@ -43,8 +43,7 @@ impl GradientModel {
         self.level + self.sigma * f64::from(normal[0]) + self.drift * step as f64 / 1000.0 + spike + jump
     }
 
-    /// Generates steps.
-    pub fn steps(&self, seed: u64, steps: usize) -> GradientTrace {
+    pub(crate) fn steps(&self, seed: u64, steps: usize) -> GradientTrace {
         let top = FloatFormat::FP16.max();
         let visit = |step| StepCondition::Limit((top / self.log2(seed, step).exp2()) as f32);
         let mut source = vec![format!("log2 max|g| ~ N({}, {})", self.level, self.sigma)];
@@ -69,16 +68,14 @@ impl GradientModel {
 
 /// A mean over seeds with its 95 % interval, from the normal approximation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Mean {
-    /// The mean.
-    pub mean: f64,
-    /// Half the interval's width.
-    pub half_width: f64,
+pub(crate) struct Mean {
+    pub(crate) mean: f64,
+    pub(crate) half_width: f64,
 }
 
 impl Mean {
     /// The mean of `values`, at least two.
-    pub fn of(values: &[f64]) -> Self {
+    pub(crate) fn of(values: &[f64]) -> Self {
         let n = values.len() as f64;
         let mean = values.iter().sum::<f64>() / n;
         let variance = values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (n - 1.0);

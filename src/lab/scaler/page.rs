@@ -8,8 +8,7 @@ use crate::precision::{FloatFormat, ScaleChange};
 use crate::ui::{Column, Line, Page, Role, column_cell, plain};
 
 impl ScalerComparison {
-    /// The report as text, `width` columns wide.
-    pub fn page(&self, width: usize) -> Page {
+    pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
         page.headed(&format!("{} steps", self.steps), &self.source, width);
         if let Some([first, .., last] | [first @ last]) = self.trajectories.first().map(|first| &first.attempts[..]) {

@@ -10,7 +10,7 @@ use super::state::{Adjust, LabState, LabTab};
 use super::{Evaluate, view};
 use crate::lab::parse_value;
 use crate::screen::terminal::Binding;
-use crate::ui::Theme;
+use crate::ui::{Palette, Theme};
 
 /// Parameters without an effect at first, each with the parameter that enables it.
 const NEEDED: [(&str, &str, &str, &str); 5] = [
@@ -35,7 +35,7 @@ impl<'a, 'e> ViewHarness<'a, 'e> {
 
     fn picture(&mut self) -> String {
         self.state.evaluate(self.size.0.into(), &mut **self.evaluate.borrow_mut());
-        view::picture(&mut self.state, Theme::monochrome(), self.size.0, self.size.1)
+        view::picture(&mut self.state, Theme::of(Palette::Monochrome, false), self.size.0, self.size.1)
     }
 
     /// The page, whole.

@@ -14,62 +14,57 @@ use crate::ui::{Line, Page, Role};
 
 /// A tab: a view with its parameters.
 #[derive(Debug, Clone)]
-pub struct LabTab {
+pub(crate) struct LabTab {
     /// The view's name on the command line.
-    pub name: &'static str,
-    /// Its parameters.
-    pub fields: Vec<Field>,
+    pub(crate) name: &'static str,
+    pub(crate) fields: Vec<Field>,
     /// Experiments that a key loads: `a`, `b`, ….
-    pub scenarios: Vec<Scenario>,
+    pub(crate) scenarios: Vec<Scenario>,
     /// Keys of this view, which take precedence over common ones.
-    pub keys: &'static [ViewKey],
+    pub(crate) keys: &'static [ViewKey],
     /// Advances a playing view by one frame; `false` at its end.
-    pub play: Option<fn(&mut Self) -> bool>,
+    pub(crate) play: Option<fn(&mut Self) -> bool>,
     /// The first and the last step of its page.
-    pub steps: (u64, u64),
+    pub(crate) steps: (u64, u64),
     /// Whether all its parameters are shown, not only the important ones.
     pub(crate) all: bool,
 }
 
 /// Parameter values to load, with instructions.
 #[derive(Debug, Clone)]
-pub struct Scenario {
-    /// The name in the menu.
-    pub name: &'static str,
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
     /// Values by flag; the other parameters are reset.
-    pub set: Vec<(&'static str, &'static str)>,
+    pub(crate) set: Vec<(&'static str, &'static str)>,
     /// Instructions, and the expected result.
-    pub text: &'static str,
+    pub(crate) text: &'static str,
 }
 
 /// A key of one view.
 #[derive(Debug, Clone, Copy)]
-pub struct ViewKey {
-    /// The key.
-    pub code: KeyCode,
+pub(crate) struct ViewKey {
+    pub(crate) code: KeyCode,
     /// The key as footer and help show it.
-    pub written: &'static str,
+    pub(crate) written: &'static str,
     /// The footer's text; empty if the footer does not show the key.
-    pub footer: &'static str,
+    pub(crate) footer: &'static str,
     /// The help's text.
-    pub help: &'static str,
-    /// The action.
-    pub act: fn(&mut LabTab),
+    pub(crate) help: &'static str,
+    pub(crate) act: fn(&mut LabTab),
 }
 
 impl LabTab {
     /// A tab without scenarios and own keys.
-    pub const fn new(name: &'static str, fields: Vec<Field>) -> Self {
+    pub(crate) const fn new(name: &'static str, fields: Vec<Field>) -> Self {
         Self { name, fields, scenarios: Vec::new(), keys: &[], play: None, steps: (0, 0), all: false }
     }
 
     /// The value of a parameter; empty if it does not exist.
-    pub fn value(&self, flag: &str) -> &str {
+    pub(crate) fn value(&self, flag: &str) -> &str {
         self.fields.iter().find(|field| field.flag == flag).map_or("", |field| &field.value)
     }
 
-    /// Sets a parameter, if it exists.
-    pub fn set(&mut self, flag: &str, value: impl Into<String>) {
+    pub(crate) fn set(&mut self, flag: &str, value: impl Into<String>) {
         if let Some(field) = self.fields.iter_mut().find(|field| field.flag == flag) {
             field.value = value.into();
         }
@@ -112,11 +107,11 @@ impl LabTab {
 
 /// A parameter; an empty value omits its flag.
 #[derive(Debug, Clone)]
-pub struct Field {
+pub(crate) struct Field {
     /// The flag's name without dashes, or the argument's.
-    pub flag: &'static str,
+    pub(crate) flag: &'static str,
     /// Its value as typed.
-    pub value: String,
+    pub(crate) value: String,
     /// The initial value.
     first: String,
     /// How the arrow keys change it.
@@ -127,7 +122,7 @@ pub struct Field {
 
 /// The look of an argument on the screen, attached to its definition for the command line.
 #[derive(Debug, Clone, Copy)]
-pub struct Control {
+pub(crate) struct Control {
     pub(super) adjust: Adjust,
     /// The initial value, if it is not the argument's default.
     start: Option<&'static str>,
@@ -141,14 +136,14 @@ pub struct Control {
 
 /// Several parameters for one argument: `key=value` pairs, or values of a flag that can be repeated.
 #[derive(Debug, Clone, Copy)]
-pub struct Controls(pub &'static [(&'static str, Control)]);
+pub(crate) struct Controls(pub &'static [(&'static str, Control)]);
 
 impl ArgExt for Control {}
 impl ArgExt for Controls {}
 
 /// How the arrow keys change a value.
 #[derive(Debug, Clone, Copy)]
-pub enum Adjust {
+pub(crate) enum Adjust {
     /// Not at all: it must be typed.
     Typed,
     /// To the next or previous of these.
@@ -171,38 +166,38 @@ impl From<Adjust> for Control {
 
 impl Control {
     /// A parameter that starts at the argument's default, without ends.
-    pub const fn new(adjust: Adjust) -> Self {
+    pub(crate) const fn new(adjust: Adjust) -> Self {
         Self { adjust, start: None, ends: (f64::NEG_INFINITY, f64::INFINITY), from_run: false, rare: false }
     }
 
     /// Starts at `value`.
     #[must_use]
-    pub const fn start(self, value: &'static str) -> Self {
+    pub(crate) const fn start(self, value: &'static str) -> Self {
         Self { start: Some(value), ..self }
     }
 
     /// Makes keys stop at these values.
     #[must_use]
-    pub const fn within(self, least: f64, greatest: f64) -> Self {
+    pub(crate) const fn within(self, least: f64, greatest: f64) -> Self {
         Self { ends: (least, greatest), ..self }
     }
 
     /// Shows the parameter only on demand.
     #[must_use]
-    pub const fn rare(self) -> Self {
+    pub(crate) const fn rare(self) -> Self {
         Self { rare: true, ..self }
     }
 
     /// Starts at `value`, or at a run's.
     #[must_use]
-    pub const fn from_run(self, value: &'static str) -> Self {
+    pub(crate) const fn from_run(self, value: &'static str) -> Self {
         Self { from_run: true, ..self.start(value) }
     }
 }
 
 impl Field {
     /// A parameter at its initial value.
-    pub fn new(flag: &'static str, value: &str, control: impl Into<Control>) -> Self {
+    pub(crate) fn new(flag: &'static str, value: &str, control: impl Into<Control>) -> Self {
         let control = control.into();
         let first = control.start.unwrap_or(value).to_owned();
         Self { flag, value: first.clone(), first, control, chosen: false }
@@ -313,7 +308,7 @@ fn format_number(value: f64) -> String {
 }
 
 /// The screen's state.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct LabState {
     pub(super) lab_tabs: Vec<LabTab>,
     /// The current tab.
@@ -338,19 +333,7 @@ pub(super) struct LabState {
 impl LabState {
     /// The state with the tab `tab` on the screen.
     pub(super) fn new(lab_tabs: Vec<LabTab>, tab: usize) -> Self {
-        let page = Page::new();
-        Self {
-            lab_tabs,
-            tab,
-            field: 0,
-            typed: None,
-            help: false,
-            scroll: 0,
-            page,
-            stale: true,
-            scenario: None,
-            playing: false,
-        }
+        Self { lab_tabs, tab, stale: true, ..Self::default() }
     }
 
     /// The current tab.

@@ -8,6 +8,7 @@ mod cross_entropy;
 mod embedding;
 mod norm;
 mod rope;
+mod route;
 mod summary;
 mod tensors;
 
@@ -71,6 +72,9 @@ impl Kernels for CandleKernels {
             Op::Summarize(op) => side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
             Op::AdamW(op) => adamw(op),
+            Op::Route(op) => route::forward(op),
+            Op::RouteBackward(op) => route::backward(op),
+            Op::ScaleRows(op) => route::scale_rows(op),
         }?;
         Ok(Ran::Done)
     }

@@ -5,7 +5,7 @@ use super::matmul::{GemmShape, buffer_bytes};
 use super::op::{self, Op};
 use super::{
     Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, layer_norm, linear,
-    residual, rms_norm, rope, summary, view,
+    residual, rms_norm, rope, route, summary, view,
 };
 use candle_core::{Result, Tensor};
 
@@ -61,6 +61,9 @@ impl Kernels for Fused {
             Op::Summarize(op) => summary::side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
             Op::AdamW(op) => adamw::step(op),
+            Op::Route(op) => route::forward(op),
+            Op::RouteBackward(op) => route::backward(op),
+            Op::ScaleRows(op) => route::scale_rows(op),
         }?;
         Ok(Ran::Done)
     }

@@ -37,6 +37,7 @@ pub mod random;
 pub mod residual;
 pub mod rms_norm;
 pub mod rope;
+pub mod route;
 pub mod rows;
 pub mod stochastic;
 pub mod summary;

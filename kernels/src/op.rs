@@ -12,6 +12,7 @@ use super::cross_entropy::IGNORE;
 use super::decode_attention::CachedSequence;
 use super::dropout::Dropout;
 use super::rope::{CosSinCache, Direction, PositionIds};
+pub use super::route::{Route, RouteBackward, ScaleRows};
 use super::summary::TensorSummary;
 use super::{Activation, Kernels, LoraTerm, NormSettings, Ran, WeightLayout};
 use crate::precision::{FloatFormat, UpdateCounts};
@@ -70,7 +71,10 @@ operations!(
     CrossEntropy,
     Summarize,
     Sum,
-    AdamW
+    AdamW,
+    Route,
+    RouteBackward,
+    ScaleRows
 );
 
 /// `x = 0`.
@@ -554,6 +558,9 @@ impl Op<'_> {
                 all(read, &[op.grad], &[]);
                 all(write, &[op.master, op.exp_avg, op.exp_avg_sq], &[op.weight]);
             }
+            Self::Route(op) => op.for_each_tensor(visit),
+            Self::RouteBackward(op) => op.for_each_tensor(visit),
+            Self::ScaleRows(op) => op.for_each_tensor(visit),
         }
     }
 
@@ -663,6 +670,9 @@ impl Op<'_> {
                 let shapes = same_shapes([op.grad, state[0], state[1], state[2], op.weight.unwrap_or(op.grad)]);
                 shapes && state.iter().all(|x| x.dtype() == DType::F32)
             }
+            Self::Route(op) => op.fits()?,
+            Self::RouteBackward(op) => op.fits()?,
+            Self::ScaleRows(op) => op.fits()?,
         })
     }
 }

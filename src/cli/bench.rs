@@ -243,14 +243,19 @@ fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
 /// Floating-point operations of a step by the usual count: six per matrix weight and token, four of a frozen one, plus those of causal attention.
 fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
-    let products = shape.base_parameters().into_iter();
-    let products = products.filter(|entry| matches!(entry.layer.op, ModuleOp::Linear(_)) && entry.shape.len() == 2);
-    let weights: usize = products.map(|entry| entry.shape.iter().product::<usize>()).sum();
-    let weights = weights + shape.hidden_size * shape.vocab_size;
+    let products = shape.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
+    let weights = products.map(|entry| {
+        let elements = entry.shape.iter().product::<usize>() as f64;
+        match (entry.layer.op, shape.experts) {
+            (ModuleOp::Linear(_) | ModuleOp::Router, _) => elements,
+            (ModuleOp::Expert(..), Some(experts)) => elements * experts.router.top_k as f64 / experts.count as f64,
+            _ => 0.0,
+        }
+    });
+    let weights = weights.sum::<f64>() + (shape.hidden_size * shape.vocab_size) as f64;
     // Frozen weights have no gradient; their adapters' products are not counted.
     let of_weight = if shape.lora.is_some() { 4.0 } else { 6.0 };
-    (of_weight * weights as f64 + 6.0 * (shape.num_layers * shape.attn_out_size() * args.seq_len) as f64)
-        * tokens as f64
+    (of_weight * weights + 6.0 * (shape.num_layers * shape.attn_out_size() * args.seq_len) as f64) * tokens as f64
 }
 
 /// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without any.

@@ -2,10 +2,10 @@
 
 use crate::cli::model::{DeviceArgs, DtypeList, ModelSourceArgs};
 use crate::inference::generate::prompt_ids;
-use crate::inference::mismatch::{Mismatch, Ratios, Sequences, log_probs};
+use crate::inference::mismatch::{Mismatch, Ratios, Sequences, chosen_experts, differing, log_probs};
 use crate::precision::PrecisionPolicy;
 use crate::telemetry::PhaseProgress;
-use crate::ui::{Column, Page, plain};
+use crate::ui::{Column, Line, Page, plain};
 use crate::{Error, Result};
 use clap::Args;
 use serde_json::json;
@@ -53,11 +53,14 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
     }
     let total = args.sequences as u64;
     let advance = |what: &str, done: usize| reporter.activity().advance(what, PhaseProgress::Items(done as u64, total));
-    let sequences = {
+    let (sequences, exact) = {
         let policy = PrecisionPolicy::FP32;
         let (model, weights) = trained.load(policy, &args.device.open(policy)?)?;
         let extent = (args.sequences, tokens);
-        Sequences::sample(&model, &weights, policy, &prompt, extent, args.seed, |done| advance("sampling", done))?
+        let advance = |done| advance("sampling", done);
+        let sequences = Sequences::sample(&model, &weights, policy, &prompt, extent, args.seed, advance)?;
+        let experts = chosen_experts(&model, &weights, policy, &sequences)?;
+        (sequences, experts)
     };
     let mut found = Vec::new();
     for (name, policy) in &args.dtype.0 {
@@ -65,7 +68,8 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
         reporter.begin(&what);
         let (model, weights) = trained.load(*policy, &args.device.open(*policy)?)?;
         let probs = log_probs(&model, &weights, *policy, &sequences, |done| advance(&what, done))?;
-        found.push((name.clone(), Mismatch::new(&probs, tokens)));
+        let experts = differing(&exact, &chosen_experts(&model, &weights, *policy, &sequences)?);
+        found.push((name.clone(), Mismatch { experts, ..Mismatch::new(&probs, tokens) }));
     }
     drop(reporter);
     let text = if args.json {
@@ -99,6 +103,12 @@ fn as_text(found: &[(String, Mismatch)], sequences: usize, tokens: usize) -> Str
     let heading = format!("{:<width$}  |log p(training) - log p(generation)|   p(training) / p(generation)", "");
     page.title(heading);
     page.table(found, columns);
+    let shares = found.iter().filter_map(|(name, it)| Some(format!("{name} {:.2} %", 100.0 * it.experts?)));
+    let shares: Vec<String> = shares.collect();
+    if !shares.is_empty() {
+        let shares = shares.join(", ");
+        page.push(Line::new().plain(format!("Choices of experts that differ from FP32's: {shares}")));
+    }
     page.text()
         + &format!(
             "\n{sequences} sequences of {tokens} tokens, sampled in FP32, went through the training forward pass and, token by \

@@ -9,6 +9,7 @@ mod gemm_shapes;
 mod hook;
 mod layers;
 mod lora;
+mod mixture;
 mod module_names;
 mod parameters;
 mod quantized_base;
@@ -22,6 +23,7 @@ pub use family::Family;
 pub(crate) use family::{ConfigReader, GgufFormat, one_or_more};
 pub use hook::{Hook, HookPoint, TensorKind};
 pub use lora::{ALL_LINEAR, Lora, init_dora_magnitude, merge_adapters};
+pub use mixture::Experts;
 pub use parameters::{Parameters, sample_init};
 pub use rope::{Rope, RopeType};
 pub use spec::{

@@ -80,8 +80,10 @@ impl ModelFolder {
 
     /// The tensor of a parameter, named as in [`ModelSpec::parameters`].
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
-        let (file, name) = self.tensor_index.get(name)?;
-        self.files[*file].get(name)
+        matrix_of(&self.config, name, |name| {
+            let (file, stored) = self.tensor_index.get(name)?;
+            self.files[*file].get(stored)
+        })
     }
 
     /// Reads a parameter, widened to f32, into `out`.
@@ -137,7 +139,9 @@ impl ModelFolder {
                 return Err(view.error(format!("dtype {} is not one of F32, F16, BF16", view.dtype)));
             }
         }
-        match self.tensor_index.keys().find(|name| !shapes.contains_key(*name)) {
+        let tensor = |name: &String| self.config.family.stack_of(name).map_or_else(|| name.clone(), |(stack, _)| stack);
+        let known: BTreeSet<String> = shapes.keys().map(tensor).collect();
+        match self.tensor_index.keys().find(|name| !known.contains(*name)) {
             None => Ok(()),
             Some(extra) => Err(self.error(format!("tensor `{extra}` does not belong to this model"))),
         }
@@ -145,6 +149,18 @@ impl ModelFolder {
 
     fn error(&self, message: String) -> Error {
         Error::model(self.path.display(), message)
+    }
+}
+
+/// The stored values of a parameter: a tensor, or a matrix of a tensor of all experts. `find` returns a tensor by its name.
+pub(super) fn matrix_of<'a>(
+    config: &ModelSpec,
+    parameter: &str,
+    find: impl FnOnce(&str) -> Option<TensorView<'a>>,
+) -> Option<TensorView<'a>> {
+    match config.family.stack_of(parameter).zip(config.experts) {
+        Some(((stack, place), experts)) => Some(find(&stack)?.matrix(place, experts.count)),
+        None => find(parameter),
     }
 }
 

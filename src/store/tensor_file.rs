@@ -95,6 +95,19 @@ pub struct TensorView<'a> {
 }
 
 impl TensorView<'_> {
+    /// Element `place` of the first dimension, if that has `count` elements; otherwise the whole tensor.
+    #[must_use]
+    pub fn matrix(self, place: usize, count: usize) -> Self {
+        match self.shape {
+            [first, shape @ ..] if *first == count && place < count => {
+                let size = self.bytes.len() / count;
+                let range = place * size..(place + 1) * size;
+                Self { begin: self.begin + range.start, shape, bytes: &self.bytes[range], ..self }
+            }
+            _ => self,
+        }
+    }
+
     /// The number of elements.
     pub fn len(&self) -> usize {
         self.shape.iter().product()

@@ -57,7 +57,7 @@ impl SiteKind {
             (kind, _) if !kind.is_forward() => Self::Gradient,
             (_, ModuleOp::Norm(NormRole::Query)) => return None,
             (_, ModuleOp::Norm(_)) => Self::Norm,
-            (_, ModuleOp::Linear(_) | ModuleOp::Head) => Self::Product,
+            (_, ModuleOp::Linear(_) | ModuleOp::Expert(..) | ModuleOp::Router | ModuleOp::Head) => Self::Product,
             (_, ModuleOp::Attention) => Self::Softmax,
             (_, ModuleOp::Activation) => Self::Activation,
             _ => Self::Residual,

@@ -78,7 +78,10 @@ impl Hook for FirstNonFiniteHook {
         if self.found.is_none() && stats.is_finite() {
             return Ok(());
         }
-        let samples = if place.kind.has_tokens() { self.samples(place.first_token, tensor)? } else { Vec::new() };
+        let samples = match place.first_token {
+            Some(first) if place.kind.has_tokens() => self.samples(first, tensor)?,
+            _ => Vec::new(),
+        };
         let found = self.found.get_or_insert(NonFinite { place, stats: TensorStats::default(), samples: Vec::new() });
         found.stats.merge(&stats);
         found.samples.extend(samples);
@@ -264,7 +267,8 @@ mod tests {
     fn tiles_of_the_head_are_one_tensor() {
         let mut search = FirstNonFiniteHook { seq_len: 4, found: None };
         let tile = |broken: bool| Tensor::full(if broken { f32::NAN } else { 1.0 }, (6, 2), &Device::Cpu).unwrap();
-        let place = |part, first_token| HookPoint { layer: ModuleId::global(ModuleOp::Head), kind: part, first_token };
+        let place =
+            |part, first| HookPoint { layer: ModuleId::global(ModuleOp::Head), kind: part, first_token: Some(first) };
         search.record(place(TensorKind::Output, 0), &tile(true)).unwrap();
         search.record(place(TensorKind::OutputGradient, 0), &tile(true)).unwrap();
         search.record(place(TensorKind::Output, 6), &tile(true)).unwrap();

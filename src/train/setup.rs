@@ -508,6 +508,9 @@ pub fn engine(
         let message = format!("block {block} does not exist: the model has {}, numbered from 0", shape.num_layers);
         return Err(Error::config(format!("precision.{key}"), message));
     }
+    if fp8.is_some() && shape.experts.is_some() {
+        return Err(Error::config("precision.fp8.block", "the FP8 simulation does not support mixtures of experts"));
+    }
     let has_base = shape.lora.as_ref().is_some_and(|lora| lora.modules_to_save.is_empty());
     let other = !has_base || config.objective.reference.is_some();
     let computed_before = config.objective.needs_reference() && other;

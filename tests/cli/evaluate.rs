@@ -224,3 +224,41 @@ fn an_adapter_of_one_projection_is_evaluated() {
         fixture.said(&format!("generate . --adapter {name} --prompt a --max-tokens 4"));
     }
 }
+
+#[test]
+fn mismatch_counts_the_choices_of_experts_that_differ() {
+    let line = "mismatch . --prompt a --max-tokens 12 --sequences 2 --dtype fp32,bf16";
+    let fixture = with_tokenizer("families/olmoe");
+    let types = &fixture.json(&format!("{line} --json"))["types"];
+    assert_eq!(types["fp32"]["experts"], 0.0);
+    let share = 100.0 * types["bf16"]["experts"].as_f64().unwrap();
+    let text = fixture.said(line);
+    let expected = format!("Choices of experts that differ from FP32's: fp32 0.00 %, bf16 {share:.2} %");
+    assert!(text.contains(&expected), "{text}");
+    let dense = with_tokenizer("families/llama").said(&format!("{line} --json"));
+    assert!(!dense.contains("experts"), "{dense}");
+}
+
+/// Files of this family have one tensor of all experts. A resumed run reads frozen experts from it.
+#[test]
+fn a_mixture_with_frozen_stacked_experts_is_resumed_and_exported() {
+    let fixture = with_tokenizer("families/granitemoe");
+    let settings =
+        "--data text.txt --seq-len 8 --batch-size 2 --dtype fp32 --lr 0.01 --plain --set train.eval_batches=1";
+    fixture.said(&format!("--model . --run r --steps 4 --freeze block_sparse_moe {settings}"));
+    fixture.said("--resume r --steps 8 --plain");
+    fixture.said("export r out");
+    let loss = |model: &str| {
+        fixture.json(&format!("eval {model} --data text.txt --dtype fp32 --json"))["loss"].as_f64().unwrap()
+    };
+    let [before, trained, exported] = [".", "r", "out"].map(loss);
+    assert!(trained < before && exported == trained, "{before}, {trained}, {exported}");
+    for name in ["input_linear", "output_linear"] {
+        let tensor = |path: &str| {
+            let tensors = candle_core::safetensors::load(fixture.path(path), &Device::Cpu).unwrap();
+            let name = format!("model.layers.1.block_sparse_moe.{name}.weight");
+            tensors[&name].flatten_all().unwrap().to_vec1::<f32>().unwrap()
+        };
+        assert_eq!(tensor("model.safetensors"), tensor("out/model.safetensors"), "{name}");
+    }
+}

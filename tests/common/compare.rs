@@ -38,10 +38,12 @@ pub(crate) fn max_difference(value: &Tensor, truth: &Tensor) -> f64 {
     furthest(&values(value), &values(truth))
 }
 
-/// The L2 norm of the difference divided by the norm of `truth`. The shapes must be the same, and all values finite.
+/// The L2 norm of the difference divided by the norm of `truth`; 0 if both are zero. The shapes must be the same, and all values
+/// finite.
 pub(crate) fn relative(value: &Tensor, truth: &Tensor) -> f64 {
     assert_eq!(value.dims(), truth.dims());
-    norm_of_difference(value, truth) / norm(truth)
+    let difference = norm_of_difference(value, truth);
+    if difference == 0.0 { 0.0 } else { difference / norm(truth) }
 }
 
 /// `tensors` with the key third of every `c_attn.bias` under a separate name, `….c_attn.bias[key]`.

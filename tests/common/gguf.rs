@@ -1,5 +1,6 @@
 //! Writes a model as a GGUF file, its matrices in block types of the test's choice.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
 
@@ -7,7 +8,7 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Tensor};
 use finetune::engine::model::{ALL_LINEAR, Lora, ModelSpec, Parameters};
-use finetune::store::gguf::gguf_name;
+use finetune::store::gguf::{gguf_name, gguf_offset};
 use finetune::train::TrainState;
 use serde_json::Value as Json;
 
@@ -25,12 +26,23 @@ pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {
     metadata.extend(arch.keys.iter().map(|(key, value)| (format!("{}.{key}", arch.architecture), number(value))));
     let weights: Parameters = TrainState::random_masters(spec, 7, &Device::Cpu).unwrap();
     let mut types = types.iter().cycle();
-    let tensor = |(entry, tensor)| {
+    // Matrices by their first value in the tensor, which has one of each expert.
+    let mut parts: Vec<(String, BTreeMap<usize, Tensor>)> = Vec::new();
+    for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
         let values = spec.to_gguf_layout(entry, tensor).unwrap().to_dtype(DType::F32).unwrap();
-        let dtype = if entry.shape.len() == 2 { *types.next().unwrap() } else { GgmlDType::F32 };
-        (gguf_name(entry), quantized(&values, dtype))
+        let (name, part) = (gguf_name(entry), (gguf_offset(entry), values));
+        match parts.iter_mut().find(|(other, _)| *other == name) {
+            Some((_, all)) => drop(all.insert(part.0, part.1)),
+            None => parts.push((name, [part].into())),
+        }
+    }
+    let tensor = |(name, parts): (String, BTreeMap<usize, Tensor>)| {
+        let parts: Vec<Tensor> = parts.into_values().collect();
+        let values = if let [whole] = &parts[..] { whole.clone() } else { Tensor::stack(&parts, 0).unwrap() };
+        let dtype = if values.rank() > 1 { *types.next().unwrap() } else { GgmlDType::F32 };
+        (name, quantized(&values, dtype))
     };
-    let tensors: Vec<_> = weights.layout().iter().zip(weights.tensors()).map(tensor).collect();
+    let tensors: Vec<_> = parts.into_iter().map(tensor).collect();
     let metadata: Vec<_> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
     let tensors: Vec<_> = tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     gguf_file::write(&mut File::create(path).unwrap(), &metadata, &tensors).unwrap();

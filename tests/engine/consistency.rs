@@ -8,6 +8,7 @@ use finetune::engine::kernels::{Fused, Kernels};
 use finetune::engine::model::{Checkpointing, KvCache, Workspace};
 use finetune::precision::PrecisionPolicy;
 
+/// Except experts without tokens.
 #[test]
 fn every_parameter_receives_a_gradient() {
     for case in Case::all() {
@@ -15,7 +16,9 @@ fn every_parameter_receives_a_gradient() {
             let mut engine = case.engine(policy, case.rows());
             engine.step(&case.whole_batch(0)).unwrap();
             for (name, gradient) in engine.grads.total().iter() {
-                assert!(values(gradient).iter().any(|&g| g != 0.0), "{} {policy}: `{name}` has none", case.name);
+                let is_zero = |gradient| values(gradient).iter().all(|&g| g == 0.0);
+                let expected = name.contains("expert") && is_zero(&case.gradients[name]);
+                assert!(!is_zero(gradient) || expected, "{} {policy}: `{name}` has none", case.name);
             }
         }
     }

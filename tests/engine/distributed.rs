@@ -14,6 +14,7 @@ use finetune::engine::optim::{Gradients, OptimizerKind};
 use finetune::store::checkpoint::{Checkpoint, Run, compare};
 use finetune::telemetry::Event;
 use finetune::train::{Config, ConfigLayers, Trainer, WeightInit};
+use serde_json::json;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -111,6 +112,31 @@ fn any_number_of_processes_gives_the_same_log_and_checkpoint() {
             let last = |name: &str| path(name).join("step-000008");
             assert_eq!(compare(&last(&format!("{dtype}-1")), &last(&name)).unwrap(), [], "{name}");
         }
+    }
+}
+
+/// Most micro-batches leave some of the experts without tokens.
+#[test]
+fn any_number_of_processes_trains_a_mixture_of_experts_with_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let spec = json!({
+        "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "num_experts": 8, "num_experts_per_tok": 2,
+    });
+    std::fs::create_dir(path("model")).unwrap();
+    std::fs::write(path("model/config.json"), spec.to_string()).unwrap();
+    std::fs::write(path("model/tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    let mut config = config("fp16");
+    (config.model, config.init) = (path("model").to_str().unwrap().to_owned(), WeightInit::Random);
+    config.dropout.residual = 0.0;
+    let one = train(1, &config, &path("1"), None);
+    assert!(one.iter().any(|event| matches!(event, Event::Overflow(_))));
+    for world in [2, 3] {
+        let events = train(world, &config, &path(&world.to_string()), None);
+        assert_eq!(format!("{events:#?}"), format!("{one:#?}"), "{world} processes");
+        let last = |world: usize| path(&world.to_string()).join("step-000008");
+        assert_eq!(compare(&last(1), &last(world)).unwrap(), [], "{world} processes");
     }
 }
 

@@ -12,7 +12,7 @@ use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace};
 use finetune::inference::evaluate::{SlidingWindow, evaluate};
 use finetune::inference::generate::{Completion, GenerationRequest, Sampling, generate_batch};
-use finetune::inference::mismatch::{Mismatch, Sequences, log_probs};
+use finetune::inference::mismatch::{Mismatch, Sequences, chosen_experts, differing, log_probs};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
 
@@ -33,6 +33,25 @@ fn measured(
 ) -> Mismatch {
     let (decoder, weights) = model.load(policy, &DeviceContext { kernels, ..DeviceContext::cpu() }).unwrap();
     Mismatch::new(&log_probs(&decoder, &weights, policy, sequences, |_| ()).unwrap(), sequences.ids[0].len() - 4)
+}
+
+#[test]
+fn choices_of_experts_that_differ_from_those_in_fp32_are_counted() {
+    let case = Case::own("families/olmoe");
+    let batch = &case.whole_batch(0)[0];
+    let ids: Vec<Vec<u32>> = batch.inputs.chunks(batch.seq_len).map(<[u32]>::to_vec).collect();
+    let sequences = Sequences { prompt: 1, ids };
+    let chosen = |policy| {
+        let engine = case.engine(policy, case.rows());
+        chosen_experts(&engine.model, &engine.state.weights, policy, &sequences).unwrap()
+    };
+    let [exact, narrow] = [PrecisionPolicy::FP32, PrecisionPolicy::BF16].map(chosen);
+    assert_eq!(exact.len(), 2 * batch.inputs.len());
+    assert!(exact.iter().all(|experts| matches!(experts[..], [a, b, c] if a < b && b < c && c < 16)), "{exact:?}");
+    let differences = (0..exact.len()).filter(|i| exact[*i] != narrow[*i]).count();
+    assert_eq!(differing(&exact, &narrow), Some(differences as f64 / exact.len() as f64));
+    assert_eq!(differing(&[vec![0, 1], vec![2, 3]], &[vec![0, 1], vec![2, 4]]), Some(0.5));
+    assert_eq!(differing(&[], &[]), None);
 }
 
 /// log p of `id` after `past`, from a forward pass over nothing but `past`, in FP64 from its logits.

@@ -21,7 +21,7 @@ use serde_json::json;
 const BATCH: (usize, usize) = (2, 16);
 
 /// Two blocks of each kind: rows of queries and keys that GGUF orders differently, an untied head, products of several
-/// matrices; GPT-2's transposed weights and biases; norms of heads and branches.
+/// matrices; GPT-2's transposed weights and biases; norms of heads and branches; experts.
 fn shapes() -> Vec<ModelSpec> {
     let gpt2 =
         json!({"model_type": "gpt2", "vocab_size": 257, "n_positions": 32, "n_embd": 256, "n_layer": 2, "n_head": 4});
@@ -29,10 +29,11 @@ fn shapes() -> Vec<ModelSpec> {
         json!({
             "model_type": family, "vocab_size": 257, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 32,
-            "tie_word_embeddings": tied, "query_pre_attn_scalar": 64, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": tied, "query_pre_attn_scalar": 64, "rms_norm_eps": 1e-5, "moe_intermediate_size": 256,
+            "num_experts": 3, "num_experts_per_tok": 2, "norm_topk_prob": true,
         })
     };
-    let all = [gpt2, of("llama", false), of("qwen3", true), of("gemma3_text", true)];
+    let all = [gpt2, of("llama", false), of("qwen3", true), of("gemma3_text", true), of("qwen3_moe", false)];
     all.iter().map(|json| ModelSpec::from_json(json.to_string().as_bytes(), "a test's").unwrap()).collect()
 }
 

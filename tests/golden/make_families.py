@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GraniteConfig, GraniteMoeHybridConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, Phi3Config, Qwen2Config, Qwen3Config, SmolLM3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GraniteConfig, GraniteMoeConfig, GraniteMoeHybridConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, OlmoeConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
@@ -51,6 +51,20 @@ def softmax_in_double(narrow=torch.nn.functional.softmax):
     torch.nn.functional.softmax = softmax
 
 
+def router_in_double(router):
+    """Lets a router compute its softmax in FP64 where its input is FP64."""
+    narrow, normalized = router.forward, getattr(router, "norm_topk_prob", True)
+
+    def forward(x):
+        if x.dtype != torch.float64:
+            return narrow(x)
+        logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), router.weight)
+        scores, indices = logits.softmax(-1).topk(router.top_k, dim=-1)
+        return logits, scores / scores.sum(-1, keepdim=True) if normalized else scores, indices
+
+    router.forward = forward
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration, chosen for what it can catch."""
@@ -72,7 +86,8 @@ class Case:
     def model(self):
         """The initial model; every call gives the same one."""
         torch.manual_seed(self.seed)
-        model = AutoModelForCausalLM.from_config(self.config(), attn_implementation=attention_of(self.config()))
+        model = AutoModelForCausalLM.from_config(self.config(), attn_implementation=attention_of(self.config()),
+                                                 experts_implementation="eager")
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:  # a bias of 0 or a gain of 1 would hide that it was left out
@@ -80,6 +95,8 @@ class Case:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 in_double(module)
+            if type(module).__name__.endswith("TopKRouter"):
+                router_in_double(module)
         return model
 
     def batches(self):
@@ -178,6 +195,17 @@ CASES = {
     "granite4": Case(GraniteMoeHybridConfig, GRANITE4 | {"position_embedding_type": "rope"}, 64),
     # No position embeddings.
     "granite4-nope": Case(GraniteMoeHybridConfig, GRANITE4 | {"tie_word_embeddings": False}, 59),
+    # Two of eight experts with weights that add up to 1, norms of each head.
+    "qwen3-moe": Case(Qwen3MoeConfig, {
+        "moe_intermediate_size": 10, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "head_dim": 8,
+        "tie_word_embeddings": False}, 114, seq=13),
+    # Three of 16 experts, some of them without tokens, with weights that do not add up to 1; norms over all heads.
+    "olmoe": Case(OlmoeConfig, {
+        "intermediate_size": 9, "num_experts": 16, "num_experts_per_tok": 3}, 216, padded=True),
+    # Two of five experts, with stacked weights in files.
+    "granitemoe": Case(GraniteMoeConfig, {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 1.5,
+        "intermediate_size": 11, "num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True}, 161),
     # Fused weights, three heads over one, a window.
     "phi3": Case(Phi3Config, {"num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 5}, 55, seq=13),
     # Six of a head's eight elements are rotated, by the factors of a sequence beyond the original context.

@@ -114,7 +114,7 @@ def first_gradients(case, dtype):
     inputs, targets = case.batches()
     loss, logits = loss_of(model, inputs[0], targets[0])
     loss.backward()
-    return logits.detach(), {name: parameter.grad for name, parameter in named(model).items()}
+    return logits.detach(), by_expert({name: parameter.grad for name, parameter in named(model).items()})
 
 
 def train(case, dtype, fp16=False):
@@ -139,11 +139,31 @@ def train(case, dtype, fp16=False):
         scaler.step(optimizer)
         scaler.update()
         history.append({"loss": loss.item(), "norm": None if skipped else norm, "scale": scale, "skipped": skipped})
-    return {name: parameter.detach() for name, parameter in named(model).items()}, history
+    return by_expert({name: parameter.detach() for name, parameter in named(model).items()}), history
 
 
 def relative(value, truth):
     return ((value.double() - truth).norm() / truth.norm().clamp_min(1e-300)).item()
+
+
+def by_expert(tensors):
+    """Stacked matrices of experts under the names of single ones, as finetune has them."""
+    single = {}
+    for name, tensor in tensors.items():
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith("experts"):
+            single[name.replace("router.weight", "router.layer.weight")] = tensor
+            continue
+        for i, matrix in enumerate(tensor):
+            if "block_sparse_moe" in prefix:
+                kind = "output" if last == "down_proj" else "input"
+                single[f"{prefix.removesuffix('.experts')}.{kind}_linear.{i}.weight"] = matrix
+            elif last == "down_proj":
+                single[f"{prefix}.{i}.down_proj.weight"] = matrix
+            else:
+                gate, up = matrix.chunk(2)
+                single |= {f"{prefix}.{i}.gate_proj.weight": gate, f"{prefix}.{i}.up_proj.weight": up}
+    return single
 
 
 def key_bias_apart(tensors):
@@ -195,7 +215,8 @@ def make(name, case, folder):
     def worst(spread):
         return max((value, key) for key, value in spread.items() if not key.endswith("[key]"))
 
-    least = min(grad.abs()[grad != 0].min().item() for key, grad in grads.items() if not key.endswith("c_attn.bias"))
+    seen = {key: grad[grad != 0] for key, grad in grads.items() if not key.endswith("c_attn.bias")}
+    least = min(grad.abs().min().item() for grad in seen.values() if grad.numel() > 0)
     skipped = [step for step, row in enumerate(fp16) if row["skipped"]]
     print(f"{name}: loss {fp32[0]['loss']:.4f} to {fp32[-1]['loss']:.4f}, fp16 {fp16[-1]['loss']:.4f} skipped {skipped}, "
           f"norm {fp32[0]['norm']:.2f}, logits {trajectory['spread']['logits']:.1e}, "

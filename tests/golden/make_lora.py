@@ -20,7 +20,7 @@ import make_golden
 import peft
 import torch
 import transformers
-from make_families import attention_of, in_double, softmax_in_double
+from make_families import attention_of, in_double, router_in_double, softmax_in_double
 from make_golden import ADAMW, SCALER, spreads
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -53,6 +53,8 @@ CASES = {
     "granite4": ("families/granite4", {"target_modules": "all-linear"}),
     "gemma2": ("families/gemma2", {"target_modules": "all-linear"}),
     "ministral3": ("families/ministral3", {"target_modules": "all-linear"}),
+    # Frozen experts.
+    "olmoe": ("families/olmoe", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
 }
 
 # Where another seed would have PyTorch's own FP32 run end 1e-5 from its FP64 run.
@@ -67,7 +69,8 @@ class Case:
 
     def model(self):
         attention = attention_of(AutoConfig.from_pretrained(self.base))
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32, attn_implementation=attention,
+                                                     experts_implementation="eager")
         torch.manual_seed(self.seed)
         config = LoraConfig(r=3, lora_alpha=5, lora_dropout=0.0, task_type="CAUSAL_LM", init_lora_weights=False,
                             **self.keys)
@@ -76,6 +79,8 @@ class Case:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 in_double(module)
+            if type(module).__name__.endswith("TopKRouter"):
+                router_in_double(module)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:

@@ -13,6 +13,7 @@ use crate::dropout::Dropout;
 use crate::precision::{ExponentHistogram, UpdateCounts};
 use crate::random::{Domain, Stream};
 use crate::rope::{CosSinCache, Direction, PositionIds};
+use crate::route::{RouterSettings, Routes};
 use crate::summary::{self, TensorSummary};
 use crate::{Activation, CandleKernels, Kernels, LoraTerm, Norm, NormSettings, WeightLayout, op, view};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -71,6 +72,8 @@ pub enum Operation {
     },
     /// [`op::Summarize`] of numbers of many magnitudes, or times a factor.
     Summarize { len: usize, factor: Option<f32>, broken: bool, dtype: DType, exponents: bool },
+    /// [`op::Route`], [`op::RouteBackward`] and [`op::ScaleRows`] of tokens, experts and width of a row.
+    Route { sizes: [usize; 3], settings: RouterSettings, dtype: DType },
     /// [`op::Sum`] of numbers times a factor.
     Sum { len: usize, factor: f32, dtype: DType },
 }
@@ -280,6 +283,7 @@ impl Operation {
                 let x = t.gradient(len, factor, broken, dtype)?;
                 statistics(t, &x, dtype, exponents)
             }
+            Self::Route { sizes, settings, dtype } => route(t, sizes, settings, dtype),
             Self::Sum { len, factor, dtype } => sum(t, &t.gradient(len, Some(factor), false, dtype)?),
         }
     }
@@ -547,6 +551,22 @@ fn product(t: &Trial<'_>, [m, k, n]: [usize; 3], transposed: [bool; 2], [dtype, 
     }
     t.run(op::SumRows { x, out: rows })?;
     Ok(t.outputs([("sum", sum), ("the product", product), ("the sum of rows", rows)], out))
+}
+
+fn route(t: &Trial<'_>, [tokens, experts, width]: [usize; 3], settings: RouterSettings, dtype: DType) -> Outputs {
+    let (rows, routes) = (tokens * settings.top_k, &mut Routes::default());
+    // Some logits are equal.
+    let logits = &t.mapped("logits", &[tokens, experts], DType::F32, |_, x| (24.0 * x).round() / 8.0)?;
+    let [x, dx] = ["x", "dx"].map(|name| t.numbers(name, &[rows, width], dtype));
+    let (x, dx, weights) = (&x?, &dx?, &t.poisoned(&[rows], DType::F32)?);
+    let dlogits = &t.poisoned(&[tokens, experts], dtype)?;
+    t.run(op::Route { settings, logits, weights, routes: &mut *routes })?;
+    t.run(op::RouteBackward { settings, logits, weights, routes, x, dx, dlogits })?;
+    t.run(op::ScaleRows { x, weights })?;
+    let mut outputs = t.outputs([("the gradient", dlogits), ("the scaled rows", x)], dtype);
+    outputs.push(t.output("the weights", weights, DType::F32));
+    outputs.push(equal("the tokens of rows", &Tensor::new(&routes.tokens[..], &Device::Cpu)?));
+    Ok(outputs)
 }
 
 /// Angles of `positions` positions, and their frequencies.

@@ -11,6 +11,7 @@ pub use decode::KvCache;
 use super::adapter::AdapterPass;
 use super::hook::{Hook, HookPoint, TensorKind};
 use super::layers::{Context, Linear, NormLayer, fused_param};
+use super::mixture::Mixture;
 use super::parameters::{ParamRef, Parameters};
 use super::spec::{EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
 use super::workspace::{
@@ -80,10 +81,39 @@ struct Block {
     qk_norms: Option<[NormLayer; 2]>,
     out: Linear,
     mlp_norm: NormLayer,
-    up: Linear,
-    down: Linear,
+    mlp: Mlp,
     /// The norms after attention and after the MLP.
     post_norms: Option<[NormLayer; 2]>,
+}
+
+/// The products of an MLP, or of a mixture of them.
+#[derive(Debug)]
+enum Mlp {
+    Dense { up: Linear, down: Linear },
+    Mixture(Mixture),
+}
+
+impl Mlp {
+    /// Computes the activation's input.
+    fn forward_up(&self, cx: &mut Context<'_>, (acts, scratch): (&BlockActivations, &LayerScratch)) -> Result<()> {
+        match self {
+            Self::Dense { up, .. } => up.forward(cx, &acts.mlp_norm.out, &acts.up),
+            Self::Mixture(mixture) => mixture.forward_up(cx, &acts.mlp_norm.out, (acts, scratch)),
+        }
+    }
+
+    /// Computes the output from the activation's output.
+    fn forward_down(
+        &self,
+        cx: &mut Context<'_>,
+        (acts, scratch): (&BlockActivations, &LayerScratch),
+        out: &Tensor,
+    ) -> Result<()> {
+        match self {
+            Self::Dense { down, .. } => down.forward(cx, &scratch.activated, out),
+            Self::Mixture(mixture) => mixture.forward_down(cx, (acts, scratch), out),
+        }
+    }
 }
 
 impl Block {
@@ -93,6 +123,10 @@ impl Block {
         let pair = |there: bool, roles: [NormRole; 2]| -> Result<Option<[NormLayer; 2]>> {
             if there { Ok(Some([norm(roles[0])?, norm(roles[1])?])) } else { Ok(None) }
         };
+        let mlp = match Mixture::new(spec, layout, block)? {
+            Some(mixture) => Mlp::Mixture(mixture),
+            None => Mlp::Dense { up: linear(spec.up_role())?, down: linear(LinearRole::Down)? },
+        };
         Ok(Self {
             attention_norm: norm(NormRole::Attention)?,
             qkv: linear(LinearRole::Qkv)?,
@@ -100,23 +134,22 @@ impl Block {
             post_norms: pair(spec.post_norms, [NormRole::PostAttention, NormRole::PostMlp])?,
             out: linear(LinearRole::Out)?,
             mlp_norm: norm(NormRole::Mlp)?,
-            up: linear(if spec.activation.is_gated() { LinearRole::GateUp } else { LinearRole::Up })?,
-            down: linear(LinearRole::Down)?,
+            mlp,
         })
     }
 
-    /// Runs the last linear layer of attention or the MLP, and its post-norm, if there is one.
+    /// Runs `last`, the last product of attention or the MLP, and its post-norm, if there is one.
     fn branch_forward(
         &self,
         cx: &mut Context<'_>,
-        (linear, x): (&Linear, &Tensor),
+        last: impl FnOnce(&mut Context<'_>, &Tensor) -> Result<()>,
         (norm, kept): (usize, Option<&PostNorm>),
         branch: &Tensor,
     ) -> Result<()> {
         let (Some(norms), Some(kept)) = (&self.post_norms, kept) else {
-            return linear.forward(cx, x, branch);
+            return last(cx, branch);
         };
-        linear.forward(cx, x, &kept.input)?;
+        last(cx, &kept.input)?;
         norms[norm].forward(cx, &kept.input, &kept.into(branch))
     }
 
@@ -331,19 +364,31 @@ impl Decoder {
         attend(self.qk_norm_and_rope(cx, i, (&acts.qkv, acts.heads.as_ref()), positions)?)?;
         cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::Output, &acts.attended)?;
         let kept = acts.post_attention.as_ref();
-        block.branch_forward(cx, (&block.out, &acts.attended), (0, kept), &scratch.branch)?;
+        let out = |cx: &mut Context<'_>, y: &Tensor| block.out.forward(cx, &acts.attended, y);
+        block.branch_forward(cx, out, (0, kept), &scratch.branch)?;
         let dropout = mode.dropout(self.spec.dropout.residual, DropoutSites::of(i).attention_out);
         op::AddBranch { stream: input, branch: &scratch.branch, dropout, out: &acts.middle }.run(kernels)?;
         cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::AttnResidual), TensorKind::Output, &acts.middle)?;
 
         block.mlp_norm.forward(cx, &acts.middle, &acts.mlp_norm)?;
-        block.up.forward(cx, &acts.mlp_norm.out, &acts.up)?;
+        block.mlp.forward_up(cx, (acts, scratch))?;
         op::Activate { activation: self.spec.activation, x: &acts.up, y: &scratch.activated }.run(kernels)?;
-        cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Activation), TensorKind::Output, &scratch.activated)?;
+        self.record_activation(cx, i, TensorKind::Output, &scratch.activated)?;
+        if let Mlp::Mixture(mixture) = &block.mlp {
+            mixture.scale_activated(cx, acts, &scratch.activated)?;
+        }
         if let Some(kept) = &acts.post_mlp {
-            block.branch_forward(cx, (&block.down, &scratch.activated), (1, Some(kept)), &scratch.branch)?;
+            let down = |cx: &mut Context<'_>, y: &Tensor| block.mlp.forward_down(cx, (acts, scratch), y);
+            block.branch_forward(cx, down, (1, Some(kept)), &scratch.branch)?;
         }
         Ok(())
+    }
+
+    /// Shows a tensor of the MLP's activation to the hook.
+    fn record_activation(&self, cx: &mut Context<'_>, i: usize, kind: TensorKind, tensor: &Tensor) -> Result<()> {
+        let (layer, first_token) =
+            (ModuleId::in_block(i, ModuleOp::Activation), self.spec.experts.is_none().then_some(0));
+        cx.hook.record(HookPoint { layer, kind, first_token }, tensor)
     }
 
     /// Completes a block after [`Self::block_pass`]: writes the residual stream with the MLP's output to `out`.
@@ -355,7 +400,7 @@ impl Decoder {
         out: &Tensor,
     ) -> Result<()> {
         if acts.post_mlp.is_none() {
-            self.blocks[i].down.forward(cx, &scratch.activated, &scratch.branch)?;
+            self.blocks[i].mlp.forward_down(cx, (acts, scratch), &scratch.branch)?;
         }
         let dropout = cx.mode.dropout(self.spec.dropout.residual, DropoutSites::of(i).mlp_out);
         op::AddBranch { stream: &acts.middle, branch: &scratch.branch, dropout, out }.run(cx.kernels)?;
@@ -417,6 +462,7 @@ impl Decoder {
                 HeadTensor::InputGradient => TensorKind::InputGradient,
                 HeadTensor::WeightGradient => TensorKind::WeightGradient,
             };
+            let first_token = Some(first_token);
             hook.record(HookPoint { layer: ModuleId::global(ModuleOp::Head), kind: part, first_token }, values)
         };
         let weight = weights.weight(self.head)?;
@@ -459,8 +505,8 @@ impl Decoder {
             if ws.keep() == Checkpointing::PerBlock {
                 self.forward_block(cx, i, ws)?;
                 let (acts, scratch) = ws.block(i)?;
-                if acts.post_mlp.is_none() {
-                    self.blocks[i].down.recompute(cx, &scratch.activated)?;
+                if let (Mlp::Dense { down, .. }, None) = (&self.blocks[i].mlp, &acts.post_mlp) {
+                    down.recompute(cx, &scratch.activated)?;
                 }
             }
             self.backward_block(cx, i, ws, &stream)?;
@@ -500,16 +546,29 @@ impl Decoder {
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.mlp_out), out: branch }.run(kernels)?;
         let other = gradients.branch.as_ref();
         let dy = block.post_norm_backward(cx, (1, acts.post_mlp.as_ref()), (branch, other))?;
-        cx.hook.record_whole(block.down.layer(), TensorKind::OutputGradient, dy)?;
-        let lengths = block.down.backward_input(cx, dy, activated)?;
+        let down = ModuleId::in_block(i, ModuleOp::Linear(LinearRole::Down));
+        cx.hook.record_whole(down, TensorKind::OutputGradient, dy)?;
         let (up, input) = (gradients.up(), &scratch.activated);
+        let lengths = match &block.mlp {
+            Mlp::Dense { down, .. } => down.backward_input(cx, dy, activated)?,
+            Mlp::Mixture(mixture) => {
+                op::Activate { activation: self.spec.activation, x: &acts.up, y: input }.run(kernels)?;
+                mixture.scale_activated(cx, acts, input)?;
+                mixture.backward_down(cx, (acts, scratch), dy)?;
+                None
+            }
+        };
         op::ActivateBackward { activation: self.spec.activation, x: &acts.up, dy: activated, dx: up, y: input }
             .run(kernels)?;
-        let activation = ModuleId::in_block(i, ModuleOp::Activation);
-        cx.hook.record_whole(activation, TensorKind::Output, input)?;
-        cx.hook.record_whole(activation, TensorKind::InputGradient, up)?;
-        block.down.backward_weight(cx, input, dy, lengths.as_ref())?;
-        block.up.backward(cx, &acts.mlp_norm.out, up, normed)?;
+        self.record_activation(cx, i, TensorKind::Output, input)?;
+        self.record_activation(cx, i, TensorKind::InputGradient, up)?;
+        match &block.mlp {
+            Mlp::Dense { up: product, down } => {
+                down.backward_weight(cx, input, dy, lengths.as_ref())?;
+                product.backward(cx, &acts.mlp_norm.out, up, normed)?;
+            }
+            Mlp::Mixture(mixture) => mixture.backward_up(cx, (acts, scratch), &acts.mlp_norm.out, up, normed)?,
+        }
         let dx = (stream, WriteMode::Accumulate);
         block.mlp_norm.backward(cx, &acts.middle, &acts.mlp_norm, normed, dx)?;
 

@@ -5,21 +5,24 @@ mod gemma3;
 mod gpt2;
 mod granite;
 mod granite4;
+mod granitemoe;
 pub(super) mod llama;
 mod ministral3;
 mod mistral;
 mod olmo2;
 mod olmo3;
+mod olmoe;
 mod phi3;
 mod qwen2;
 mod qwen3;
+mod qwen3_moe;
 mod smollm3;
 
 use super::family::{ConfigReader, Family};
 use super::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-static FAMILIES: [&Family; 14] = [
+static FAMILIES: [&Family; 17] = [
     &gpt2::GPT2,
     &llama::LLAMA,
     &mistral::MISTRAL,
@@ -34,6 +37,9 @@ static FAMILIES: [&Family; 14] = [
     &phi3::PHI3,
     &granite::GRANITE,
     &granite4::GRANITE4,
+    &qwen3_moe::QWEN3_MOE,
+    &olmoe::OLMOE,
+    &granitemoe::GRANITE_MOE,
 ];
 
 /// The maximum number of parameters; their bytes in any number of copies stay within 64 bits.

@@ -1,7 +1,9 @@
 //! A model family as data.
 
 use super::spec::{ModelSpec, ModuleId};
+use candle_core::Tensor;
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// A metadata key of GGUF, the key of `config.json` that means the same, and whether it is required.
@@ -54,6 +56,8 @@ pub struct Family {
     pub(super) parameter_name: fn(tensor: &str) -> Option<&str>,
     /// The prefix that transformers gives every parameter except the head's.
     pub(super) prefix: &'static str,
+    /// Whether files have one tensor of all experts instead of one of each.
+    pub(super) stacked_experts: bool,
     /// Its GGUF files.
     pub(crate) gguf: GgufFormat,
 }
@@ -74,9 +78,39 @@ impl Family {
         (self.parameter_name)(TEXT_PREFIXES.iter().find_map(|prefix| tensor.strip_prefix(prefix)).unwrap_or(tensor))
     }
 
-    /// The name under which transformers stores a parameter.
+    /// The name under which transformers stores a parameter, or the tensor that has it and others.
     pub fn stored_name(&self, parameter: &str) -> String {
-        if parameter.starts_with("lm_head.") { parameter.to_owned() } else { format!("{}{parameter}", self.prefix) }
+        let name = self.stack_of(parameter).map_or_else(|| parameter.to_owned(), |(stack, _)| stack);
+        if name.starts_with("lm_head.") { name } else { format!("{}{name}", self.prefix) }
+    }
+
+    /// The tensor that has a matrix of each expert, and the place of `parameter` in it: `input_linear.3.weight` is matrix 3 of
+    /// `input_linear.weight`. `None` if it has a separate tensor.
+    pub(crate) fn stack_of(&self, parameter: &str) -> Option<(String, usize)> {
+        let (layer, last) = parameter.rsplit_once('.').filter(|_| self.stacked_experts)?;
+        let (stack, expert) = layer.rsplit_once('.')?;
+        Some((format!("{stack}.{last}"), expert.parse().ok()?))
+    }
+
+    /// The tensors of a file with these parameters.
+    pub(crate) fn stored_tensors<'a>(
+        &self,
+        parameters: impl IntoIterator<Item = (&'a str, &'a Tensor)>,
+    ) -> candle_core::Result<Vec<(String, Tensor)>> {
+        let mut stacks = BTreeMap::<String, BTreeMap<usize, Tensor>>::new();
+        let mut tensors = Vec::new();
+        for (parameter, tensor) in parameters {
+            let (name, tensor) = (self.stored_name(parameter), tensor.clone());
+            match self.stack_of(parameter) {
+                Some((_, place)) => drop(stacks.entry(name).or_default().insert(place, tensor)),
+                None => tensors.push((name, tensor)),
+            }
+        }
+        for (name, matrices) in stacks {
+            let matrices: Vec<Tensor> = matrices.into_values().collect();
+            tensors.push((name, Tensor::stack(&matrices, 0)?));
+        }
+        Ok(tensors)
     }
 }
 

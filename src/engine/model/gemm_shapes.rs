@@ -35,7 +35,8 @@ impl ModelSpec {
         let weights = self.parameters().into_iter().filter(|entry| entry.role == ParamRole::Weight);
         let trained: BTreeSet<ModuleId> = weights.map(|entry| entry.fused_into).collect();
         let mut linears = BTreeMap::<ModuleId, FusedLinearShape>::new();
-        for (layer, fused_into, [inputs, outputs]) in self.linear_layers() {
+        // A token chooses an expert at most once.
+        for (layer, fused_into, [inputs, outputs]) in self.product_layers() {
             let linear = linears.entry(fused_into).or_default();
             linear.inputs = inputs;
             linear.outputs += outputs;

@@ -50,8 +50,8 @@ pub struct HookPoint {
     pub layer: ModuleId,
     /// The tensor of that layer.
     pub kind: TensorKind,
-    /// The token of the first row, if rows are tokens; the head computes a tile at a time.
-    pub first_token: usize,
+    /// The token of the first row, if rows are tokens; the head computes a tile at a time. `None` for rows of experts.
+    pub first_token: Option<usize>,
 }
 
 /// Called with tensors as they are computed. `()` does nothing.
@@ -69,7 +69,8 @@ pub trait Hook {
 impl dyn Hook + '_ {
     /// Records a tensor of `layer` that has all tokens, or belongs to its parameters.
     pub(super) fn record_whole(&mut self, layer: ModuleId, part: TensorKind, tensor: &Tensor) -> Result<()> {
-        self.record(HookPoint { layer, kind: part, first_token: 0 }, tensor)
+        let first_token = layer.op.has_tokens().then_some(0);
+        self.record(HookPoint { layer, kind: part, first_token }, tensor)
     }
 }
 

@@ -188,6 +188,15 @@ impl Linear {
         cx.hook.record_whole(self.layer, TensorKind::Output, y)
     }
 
+    /// Computes `x · weight` in FP32, for a layer without bias and adapter.
+    pub(super) fn forward_into_fp32(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor) -> Result<()> {
+        let weight = cx.weights.weight(self.weight)?;
+        let (transposed, columns) = (weight.layout(self.layout) == WeightLayout::OutIn, ColumnSlice::all(&weight)?);
+        let x = MatmulOperand::plain(ColumnSlice::all(x)?);
+        cx.product(x, MatmulOperand { columns, transposed }, 1.0, ColumnSlice::all(y)?)?;
+        cx.hook.record_whole(self.layer, TensorKind::Output, y)
+    }
+
     /// Recomputes the intermediate results of [`Self::forward`] that the backward pass reads, except its operands.
     pub(super) fn recompute(&self, cx: &mut Context<'_>, x: &Tensor) -> Result<()> {
         let Some(adapter) = &self.adapter else { return Ok(()) };
@@ -231,6 +240,16 @@ impl Linear {
             Some(adapter) => adapter.backward_weight(cx, x, dy, magnitude_scale),
             None => Ok(()),
         }
+    }
+
+    /// Writes the gradients of weight and bias for an input without rows.
+    pub(super) fn zero_gradients(&self, cx: &mut Context<'_>) -> Result<()> {
+        for param in [Some(self.weight), self.bias].into_iter().flatten() {
+            if let Some(x) = cx.grad(param) {
+                op::Zero { x }.run(cx.kernels)?;
+            }
+        }
+        record_gradients(cx, self.layer, self.weight, self.bias)
     }
 
     /// [`Self::backward_input`], then [`Self::backward_weight`].

@@ -5,6 +5,7 @@
 use super::families;
 use super::family::{ConfigReader, Family};
 use super::lora::Lora;
+use super::mixture::Experts;
 use super::rope::Rope;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::precision::PrecisionUnit;
@@ -100,8 +101,10 @@ pub struct ModelSpec {
     pub kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// The width inside the MLP.
+    /// The width inside the MLP, or inside each expert.
     pub intermediate_size: usize,
+    /// The experts of each block, if its MLP is a mixture.
+    pub experts: Option<Experts>,
     /// The normalisation.
     pub norm: Norm,
     /// Added to its variance under the square root.
@@ -207,6 +210,22 @@ pub enum LinearRole {
     Down,
 }
 
+impl ModuleOp {
+    /// The operation whose fused tensor contains this one's.
+    fn fused(self, activation: Activation) -> Self {
+        match self {
+            Self::Linear(role) => Self::Linear(role.fused(activation)),
+            Self::Expert(expert, role) => Self::Expert(expert, role.fused(activation)),
+            other => other,
+        }
+    }
+
+    /// Whether its inputs and outputs have a row for each token.
+    pub(super) const fn has_tokens(self) -> bool {
+        !matches!(self, Self::Expert(..))
+    }
+}
+
 impl LinearRole {
     /// The fused layer that contains this one.
     const fn fused(self, activation: Activation) -> Self {
@@ -230,6 +249,10 @@ pub enum ModuleOp {
     Norm(NormRole),
     /// A product with a weight.
     Linear(LinearRole),
+    /// The product whose result are the logits of the experts.
+    Router,
+    /// A product of an expert.
+    Expert(u16, LinearRole),
     /// Attention itself.
     Attention,
     /// The residual stream after attention.
@@ -464,26 +487,53 @@ impl ModelSpec {
             ]
         };
         linears.push((LinearRole::Out, [queries, d], out));
-        let inner = self.intermediate_size;
-        if self.fused_gate_up {
-            linears.push((LinearRole::GateUp, [d, 2 * inner], mlp));
-        } else {
-            linears.extend(self.activation.is_gated().then_some((LinearRole::Gate, [d, inner], mlp)));
-            linears.push((LinearRole::Up, [d, inner], mlp));
+        if self.experts.is_none() {
+            linears.extend(self.mlp_linears(mlp));
         }
-        linears.push((LinearRole::Down, [inner, d], mlp));
         linears
+    }
+
+    /// The linear layers of an MLP or of an expert as files have them.
+    fn mlp_linears(&self, bias: bool) -> Vec<(LinearRole, [usize; 2], bool)> {
+        let ([d, inner], mut linears) = ([self.hidden_size, self.intermediate_size], Vec::new());
+        if self.fused_gate_up {
+            linears.push((LinearRole::GateUp, [d, 2 * inner], bias));
+        } else {
+            linears.extend(self.activation.is_gated().then_some((LinearRole::Gate, [d, inner], bias)));
+            linears.push((LinearRole::Up, [d, inner], bias));
+        }
+        linears.push((LinearRole::Down, [inner, d], bias));
+        linears
+    }
+
+    /// All products of a block as files have them, each with its input and output columns and its bias.
+    pub(super) fn products(&self) -> Vec<(ModuleOp, [usize; 2], bool)> {
+        let linear = |(role, columns, bias)| (ModuleOp::Linear(role), columns, bias);
+        let mut products: Vec<_> = self.linears().into_iter().map(linear).collect();
+        if let Some(experts) = self.experts {
+            products.push((ModuleOp::Router, [self.hidden_size, experts.count], false));
+            let expert = |i| move |(role, columns, bias)| (ModuleOp::Expert(i as u16, role), columns, bias);
+            products.extend((0..experts.count).flat_map(|i| self.mlp_linears(false).into_iter().map(expert(i))));
+        }
+        products
     }
 
     /// The linear layers of all blocks as files have them, each with the layer of its product, and its input and output
     /// columns.
     pub(super) fn linear_layers(&self) -> Vec<(ModuleId, ModuleId, [usize; 2])> {
+        let mut layers = self.product_layers();
+        layers.retain(|(layer, ..)| matches!(layer.op, ModuleOp::Linear(_)));
+        layers
+    }
+
+    /// Like [`Self::linear_layers`], with routers and experts.
+    pub(super) fn product_layers(&self) -> Vec<(ModuleId, ModuleId, [usize; 2])> {
         let layers = |block| {
-            let layer = move |role| ModuleId::in_block(block, ModuleOp::Linear(role));
-            let place = move |(role, columns, _): (LinearRole, [usize; 2], bool)| {
-                (layer(role), layer(role.fused(self.activation)), columns)
+            let place = move |(op, columns, _): (ModuleOp, [usize; 2], bool)| {
+                let fused_into = ModuleId::in_block(block, op.fused(self.activation));
+                (ModuleId::in_block(block, op), fused_into, columns)
             };
-            self.linears().into_iter().map(place)
+            self.products().into_iter().map(place)
         };
         (0..self.num_layers).flat_map(layers).collect()
     }
@@ -596,10 +646,14 @@ impl ModelSpec {
             for (role, columns) in self.norms() {
                 norm(ModuleId::in_block(block, ModuleOp::Norm(role)), columns, &mut push);
             }
-            for (role, [rows, columns], bias) in self.linears() {
-                let layer = ModuleId::in_block(block, ModuleOp::Linear(role));
-                let fused_into = ModuleId::in_block(block, ModuleOp::Linear(role.fused(self.activation)));
-                let std = if matches!(role, LinearRole::Out | LinearRole::Down) { closing } else { std };
+            for (op, [rows, columns], bias) in self.products() {
+                let layer = ModuleId::in_block(block, op);
+                let fused_into = ModuleId::in_block(block, op.fused(self.activation));
+                let closes = |role| matches!(role, LinearRole::Out | LinearRole::Down);
+                let std = match op {
+                    ModuleOp::Linear(role) | ModuleOp::Expert(_, role) if closes(role) => closing,
+                    _ => std,
+                };
                 let shape = match self.weight_layout {
                     WeightLayout::InOut => vec![rows, columns],
                     WeightLayout::OutIn => vec![columns, rows],
@@ -629,10 +683,10 @@ impl ModelSpec {
         let [v, c, d, layers] =
             [self.vocab_size, self.max_position_embeddings, self.hidden_size, self.num_layers].map(|dim| dim as u128);
         let norm = |columns: u128| if self.norm == Norm::Layer { 2 * columns } else { columns };
-        let linear = |(_, [rows, columns], bias): (LinearRole, [usize; 2], bool)| {
+        let linear = |(_, [rows, columns], bias): (ModuleOp, [usize; 2], bool)| {
             rows as u128 * columns as u128 + if bias { columns as u128 } else { 0 }
         };
-        let linears: u128 = self.linears().into_iter().map(linear).sum();
+        let linears: u128 = self.products().into_iter().map(linear).sum();
         let positions = if self.learned_positions { c * d } else { 0 };
         let head = if self.tie_word_embeddings { 0 } else { v * d };
         let norms: u128 = self.norms().into_iter().map(|(_, columns)| norm(columns as u128)).sum();

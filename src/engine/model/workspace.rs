@@ -7,6 +7,7 @@
 mod views;
 
 use super::adapter::{AdapterBuffers, AdapterPass, total_rank};
+use super::mixture::{Decisions, Experts};
 use super::rope::Rope;
 use super::spec::{ModelSpec, QkNorm, QueryScale};
 use crate::engine::kernels::NormOutput;
@@ -16,7 +17,7 @@ use crate::engine::kernels::view::{self, AllocFn};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 /// Activation checkpointing: the activations that the forward pass keeps for the backward pass.
@@ -147,6 +148,16 @@ impl PostNorm {
     }
 }
 
+/// The decisions of a block's router.
+#[derive(Debug)]
+pub(super) struct Routing<T = Tensor> {
+    /// `[N, E]`, FP32.
+    pub(super) logits: T,
+    /// The weight of each row of the experts' products, FP32.
+    pub(super) weights: T,
+    pub(super) decisions: RefCell<Decisions>,
+}
+
 /// The activations of one block's forward pass that its backward pass reads.
 #[derive(Debug)]
 pub(super) struct BlockActivations<T = Tensor> {
@@ -159,6 +170,8 @@ pub(super) struct BlockActivations<T = Tensor> {
     /// The residual stream between attention and MLP.
     pub(super) middle: T,
     pub(super) mlp_norm: NormOutput<T>,
+    /// The router's decisions, if the MLP is a mixture of experts.
+    routing: Option<Routing<T>>,
     /// The activation's input.
     pub(super) up: T,
     pub(super) post_mlp: Option<PostNorm<T>>,
@@ -170,6 +183,17 @@ impl BlockActivations {
     /// The buffers of the block's adapters.
     pub(super) fn adapters<'a>(&'a self, scratch: &'a LayerScratch) -> AdapterPass<'a> {
         AdapterPass { buffers: scratch.adapter.as_ref(), a_out: self.a_out.as_ref() }
+    }
+
+    pub(super) fn routing(&self) -> Result<&Routing> {
+        required(self.routing.as_ref())
+    }
+}
+
+fn required<T>(buffer: Option<&T>) -> Result<&T> {
+    match buffer {
+        Some(buffer) => Ok(buffer),
+        None => bail!("this workspace has no buffers for experts"),
     }
 }
 
@@ -216,6 +240,8 @@ pub(super) struct LayerScratch<T = Tensor> {
     pub(super) branch: T,
     /// The activation's output. The backward pass recomputes it cheaply, which saves a sixth of the kept activations.
     pub(super) activated: T,
+    /// Inputs or outputs of the experts, a row for each token and each of its experts.
+    routed: Option<T>,
     adapter: Option<AdapterBuffers<T>>,
     gradients: Option<SublayerGrads<T>>,
     /// A block's activations, if they are recomputed or have no backward pass.
@@ -237,6 +263,10 @@ pub(super) struct SublayerGrads<T = Tensor> {
     pub(super) activated: T,
     /// Gradient of its input, if it is gated.
     up: Option<T>,
+    /// Gradients of the experts' inputs.
+    routed: Option<T>,
+    /// Gradient of the router's logits.
+    router_logits: Option<T>,
 }
 
 impl<T> SublayerGrads<T> {
@@ -247,6 +277,14 @@ impl<T> SublayerGrads<T> {
     /// The buffer of the activation's input gradient: the output gradient's if they have one shape.
     pub(super) fn up(&self) -> &T {
         self.up.as_ref().unwrap_or(&self.activated)
+    }
+
+    pub(super) fn routed(&self) -> Result<&T> {
+        required(self.routed.as_ref())
+    }
+
+    pub(super) fn router_logits(&self) -> Result<&T> {
+        required(self.router_logits.as_ref())
     }
 }
 
@@ -272,6 +310,11 @@ impl<T> BlockActivations<T> {
     fn alloc(spec: &ModelSpec, tokens: usize, compute: DType, stream: DType, allocate: AllocFn<'_, T>) -> Result<Self> {
         let (rows, columns) = (|columns: usize, dtype| allocate(&[tokens, columns], dtype), total_rank(spec));
         let norm = || NormOutput::alloc(spec.norm, tokens, spec.hidden_size, compute, allocate);
+        let mlp_rows = tokens * spec.mlp_rows();
+        let routing = |experts: Experts| -> Result<Routing<T>> {
+            let (logits, weights) = (rows(experts.count, DType::F32)?, allocate(&[mlp_rows], DType::F32)?);
+            Ok(Routing { logits, weights, decisions: RefCell::default() })
+        };
         let branch = || spec.post_norms.then(|| PostNorm::alloc(spec, tokens, compute, allocate)).transpose();
         Ok(Self {
             attention_norm: norm()?,
@@ -282,7 +325,8 @@ impl<T> BlockActivations<T> {
             post_attention: branch()?,
             middle: rows(spec.hidden_size, stream)?,
             mlp_norm: norm()?,
-            up: rows(spec.up_width(), compute)?,
+            routing: spec.experts.map(routing).transpose()?,
+            up: allocate(&[mlp_rows, spec.up_width()], compute)?,
             post_mlp: branch()?,
             a_out: (columns > 0).then(|| allocate(&[tokens * columns], compute)).transpose()?,
         })
@@ -296,6 +340,10 @@ impl<T> LayerScratch<T> {
             Some(scratch) => Ok(scratch),
             None => bail!("there are no buffers for layers that compute in {compute:?}"),
         }
+    }
+
+    pub(super) fn routed(&self) -> Result<&T> {
+        required(self.routed.as_ref())
     }
 
     /// The activations of the current block.
@@ -321,6 +369,8 @@ impl<T> LayerScratch<T> {
         allocate: AllocFn<'_, T>,
     ) -> Result<Self> {
         let rows = |columns: usize| allocate(&[tokens, columns], compute);
+        let mlp_rows = |columns: usize| allocate(&[tokens * spec.mlp_rows(), columns], compute);
+        let routed = || spec.experts.map(|_| mlp_rows(spec.hidden_size)).transpose();
         let gradients = || -> Result<SublayerGrads<T>> {
             let wide = spec.attn_out_size() != spec.hidden_size;
             Ok(SublayerGrads {
@@ -329,15 +379,18 @@ impl<T> LayerScratch<T> {
                 query_key: spec.qk_norm.map(|_| rows(spec.qkv_widths()[..2].iter().sum())).transpose()?,
                 attended: wide.then(|| rows(spec.attn_out_size())).transpose()?,
                 qkv: rows(spec.qkv_width())?,
-                activated: rows(spec.intermediate_size)?,
-                up: spec.activation.is_gated().then(|| rows(spec.up_width())).transpose()?,
+                activated: mlp_rows(spec.intermediate_size)?,
+                up: spec.activation.is_gated().then(|| mlp_rows(spec.up_width())).transpose()?,
+                routed: routed()?,
+                router_logits: spec.experts.map(|experts| rows(experts.count)).transpose()?,
             })
         };
         let block = || BlockActivations::alloc(spec, tokens, compute, stream, allocate);
         Ok(Self {
             compute,
             branch: rows(spec.hidden_size)?,
-            activated: rows(spec.intermediate_size)?,
+            activated: mlp_rows(spec.intermediate_size)?,
+            routed: routed()?,
             adapter: AdapterBuffers::alloc(spec, tokens, compute, train, allocate)?,
             gradients: train.then(gradients).transpose()?,
             block: (keep == Checkpointing::PerBlock || spec.first_trained_block() > 0).then(block).transpose()?,

@@ -10,6 +10,7 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value as Json;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The version of the block types' layouts.
@@ -37,13 +38,26 @@ pub(super) fn write(
     metadata.extend(vocabulary(&trained.tokenizer, &trained.config, trained.chat.template.as_deref())?);
 
     let mut tensors = Vec::new();
+    // The matrices of the experts, by the name of the tensor that has all of them.
+    let mut experts = BTreeMap::<String, (GgmlDType, BTreeMap<u16, Tensor>)>::new();
     for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
-        for (entry, values) in trained.config.gguf_parts(entry, &tensor.to_dtype(DType::F32)?)? {
+        let parts = trained.config.gguf_parts(entry);
+        let values = tensor.to_dtype(DType::F32)?.chunk(parts.len(), 0)?;
+        for (entry, values) in parts.into_iter().zip(values) {
             // candle quantizes a tensor's whole storage, and a parameter may be a view of a part of it.
             let values = trained.config.to_gguf_layout(&entry, &values)?.force_contiguous()?;
             let columns = values.dims().last().copied().unwrap_or_default();
-            tensors.push((gguf_name(&entry), QTensor::quantize(&values, block_type(&entry, columns, encoding))?));
+            let (name, dtype) = (gguf_name(&entry), block_type(&entry, columns, encoding));
+            if let ModuleOp::Expert(expert, _) = entry.layer.op {
+                experts.entry(name).or_insert((dtype, BTreeMap::new())).1.insert(expert, values);
+            } else {
+                tensors.push((name, QTensor::quantize(&values, dtype)?));
+            }
         }
+    }
+    for (name, (dtype, matrices)) in experts {
+        let matrices: Vec<Tensor> = matrices.into_values().collect();
+        tensors.push((name, QTensor::quantize(&Tensor::stack(&matrices, 0)?, dtype)?));
     }
     for (name, factors) in rope_factors {
         let factors = Tensor::new(factors, &Device::Cpu)?;
@@ -70,13 +84,14 @@ fn file_type(encoding: WeightDtype) -> u32 {
     }
 }
 
-/// The type a parameter is stored in: vectors and positions in FP32, embedding and head in more bits than the rest. If
+/// The type a parameter is stored in: vectors, positions and routers in FP32, embedding and head in more bits than the rest. If
 /// rows do not divide into whole blocks, the same fallback types as in llama.cpp.
 fn block_type(entry: &ParamSpec, columns: usize, encoding: WeightDtype) -> GgmlDType {
     let table = matches!(entry.layer.op, ModuleOp::Embedding | ModuleOp::Head);
     let whole = |block: usize| columns.is_multiple_of(block);
     match encoding {
-        _ if entry.shape.len() == 1 || entry.layer.op == ModuleOp::Positions => GgmlDType::F32,
+        _ if entry.shape.len() == 1 => GgmlDType::F32,
+        _ if matches!(entry.layer.op, ModuleOp::Positions | ModuleOp::Router) => GgmlDType::F32,
         WeightDtype::Plain(Dtype::F32) => GgmlDType::F32,
         WeightDtype::Plain(Dtype::F16) => GgmlDType::F16,
         WeightDtype::Plain(Dtype::BF16) => GgmlDType::BF16,

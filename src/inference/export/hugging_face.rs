@@ -9,7 +9,7 @@ use crate::store::aux_files::{TOKENIZER_CONFIG, tokenizer_config};
 use crate::store::base::check_range;
 use crate::store::tensor_file::write_tensors;
 use crate::{Error, Result};
-use candle_core::{Device, Tensor};
+use candle_core::Device;
 use std::path::Path;
 
 /// Fills `folder` with the whole model.
@@ -28,8 +28,7 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
         aux_files.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
     }
     aux_files.iter().try_for_each(|(name, text)| save(folder, name, text))?;
-    let named = |(name, tensor): (&str, &Tensor)| (trained.config.family.stored_name(name), tensor.clone());
-    let tensors: Vec<(String, Tensor)> = weights.iter().map(named).collect();
+    let tensors = trained.config.family.stored_tensors(weights.iter())?;
     let path = folder.join("model.safetensors");
     write_file(&path, |file| write_tensors(file, &path, &tensors))
 }

@@ -40,6 +40,9 @@ pub(super) fn write(config: &ModelSpec, weights: &Parameters, options: OnnxOptio
                        cannot express; export it as a folder";
         return Err(Error::model(config.family.model_type, message));
     }
+    if config.experts.is_some() {
+        return Err(Error::model(config.family.model_type, "mixtures of experts have no ONNX graph; export a folder"));
+    }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let data = ExternalData::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
     let mut builder = GraphBuilder { config, options, graph: Graph::default(), data, quantized: HashMap::new() };

@@ -14,7 +14,7 @@ use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{BlockwiseQuantized, QuantizedMoments};
 use crate::store::adapter::{ADAPTER_WEIGHTS, AdapterFolder};
-use crate::store::folder::check_depth;
+use crate::store::folder::{check_depth, matrix_of};
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
@@ -178,7 +178,8 @@ impl Checkpoint {
     }
 
     fn master(&self, name: &str) -> Result<TensorView<'_>> {
-        let frozen = || self.weights.get(&self.config.family.stored_name(name));
+        let weights = |name: &str| self.weights.get(&self.config.family.stored_name(name));
+        let frozen = || matrix_of(&self.config, name, weights);
         self.masters.get(name).or_else(frozen).map_or_else(|| self.masters.require(name), Ok)
     }
 

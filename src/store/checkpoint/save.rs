@@ -119,12 +119,7 @@ impl Contents<'_> {
                     write_bytes(out, path, adapter_config(self.config, self.state.base.as_ref()).as_bytes())
                 }
                 ADAPTER_WEIGHTS => write_adapter(out, path, self.config, self.weights),
-                WEIGHTS => {
-                    let stored =
-                        |(name, tensor): (&str, &Tensor)| (self.config.family.stored_name(name), tensor.clone());
-                    let tensors: Vec<_> = self.weights().into_iter().map(stored).collect();
-                    write_tensors(out, path, &tensors)
-                }
+                WEIGHTS => write_tensors(out, path, &self.config.family.stored_tensors(self.weights())?),
                 MASTERS => self.write_state(out, path, &[(StateTensor::Masters, "", self.masters)], &[]),
                 OPTIMIZER => {
                     let wide = [

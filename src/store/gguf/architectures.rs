@@ -139,16 +139,24 @@ impl ModelSpec {
         Ok(RopeFactors::new())
     }
 
-    /// The tensors of a GGUF file that a parameter becomes, in our layout.
-    pub fn gguf_parts(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Vec<(ParamSpec, Tensor)>> {
-        if entry.layer.op != ModuleOp::Linear(LinearRole::GateUp) || !self.family.gguf.splits_gate_up {
-            return Ok(vec![(entry.clone(), values.clone())]);
+    /// The tensors of a GGUF file that a parameter becomes: gate and up are two there.
+    pub fn gguf_parts(&self, entry: &ParamSpec) -> Vec<ParamSpec> {
+        if !self.family.gguf.splits_gate_up {
+            return vec![entry.clone()];
         }
-        let part = |(role, values)| {
-            let layer = ModuleId { op: ModuleOp::Linear(role), ..entry.layer };
-            (ParamSpec { layer, ..entry.clone() }, values)
+        let ops = match entry.layer.op {
+            ModuleOp::Linear(LinearRole::GateUp) => [LinearRole::Gate, LinearRole::Up].map(ModuleOp::Linear),
+            ModuleOp::Expert(expert, LinearRole::GateUp) => {
+                [LinearRole::Gate, LinearRole::Up].map(|role| ModuleOp::Expert(expert, role))
+            }
+            _ => return vec![entry.clone()],
         };
-        Ok([LinearRole::Gate, LinearRole::Up].into_iter().zip(values.chunk(2, 0)?).map(part).collect())
+        let part = |op| {
+            let mut part = ParamSpec { layer: ModuleId { op, ..entry.layer }, ..entry.clone() };
+            part.shape[0] /= 2;
+            part
+        };
+        ops.map(part).into()
     }
 
     /// Converts a parameter's values to GGUF's layout.
@@ -171,18 +179,22 @@ impl ModelSpec {
         }
     }
 
-    /// The shape of a parameter in GGUF, outermost dimension first.
+    /// The shape of a parameter's tensor in GGUF, outermost dimension first. One tensor has a matrix of each expert.
     pub fn gguf_shape(&self, entry: &ParamSpec) -> Vec<usize> {
         let mut shape = entry.shape.clone();
         if matches!(self.transform(entry), WeightTransform::Transposed) {
             shape.reverse();
         }
+        if let (ModuleOp::Expert(..), Some(experts)) = (entry.layer.op, self.experts) {
+            shape.insert(0, experts.count);
+        }
         shape
     }
 
-    /// The rows of GGUF's matrix in our order.
+    /// The rows of a parameter's matrix in GGUF in our order.
     pub fn gguf_rows(&self, entry: &ParamSpec) -> Vec<usize> {
-        let count = self.gguf_shape(entry)[0];
+        let shape = self.gguf_shape(entry);
+        let count = shape[shape.len() - 2];
         match self.transform(entry) {
             WeightTransform::Interleaved { .. } => {
                 let half = self.head_dim / 2;
@@ -230,7 +242,15 @@ fn swap_pairs(values: &Tensor, heads: usize, [outer, inner]: [usize; 2]) -> cand
     swapped.reshape(values.dims())
 }
 
-/// The name of a parameter in GGUF.
+/// The first value of a parameter in its tensor.
+pub fn gguf_offset(entry: &ParamSpec) -> usize {
+    match entry.layer.op {
+        ModuleOp::Expert(expert, _) => usize::from(expert) * entry.shape.iter().product::<usize>(),
+        _ => 0,
+    }
+}
+
+/// The name of a parameter's tensor in GGUF.
 pub fn gguf_name(entry: &ParamSpec) -> String {
     let ModuleId { block, op } = entry.layer;
     let name = match op {
@@ -249,6 +269,10 @@ pub fn gguf_name(entry: &ParamSpec) -> String {
         ModuleOp::Linear(LinearRole::Key) => "attn_k",
         ModuleOp::Linear(LinearRole::Value) => "attn_v",
         ModuleOp::Linear(LinearRole::Out) => "attn_output",
+        ModuleOp::Router => "ffn_gate_inp",
+        ModuleOp::Expert(_, LinearRole::Gate) => "ffn_gate_exps",
+        ModuleOp::Expert(_, LinearRole::Down) => "ffn_down_exps",
+        ModuleOp::Expert(..) => "ffn_up_exps",
         ModuleOp::Linear(LinearRole::Gate) => "ffn_gate",
         ModuleOp::Linear(LinearRole::Up | LinearRole::GateUp) => "ffn_up",
         ModuleOp::Linear(LinearRole::Down) => "ffn_down",

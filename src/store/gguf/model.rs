@@ -7,7 +7,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use serde_json::{Map, Value as Json, json};
 
-use super::{Gguf, GgufHeader, ROPE_FACTORS, RopeFactors, gguf_name};
+use super::{Gguf, GgufHeader, ROPE_FACTORS, RopeFactors, gguf_name, gguf_offset};
 use crate::Result;
 use crate::engine::kernels::quantized::QuantizedMatrix;
 use crate::engine::kernels::view::{self, read};
@@ -48,18 +48,27 @@ impl GgufModel {
     /// The matrices in quantized blocks, by the parameter's name.
     fn quantized(&self) -> BTreeMap<String, GgmlDType> {
         let stored = self.config.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
+        let in_blocks = |part: &ParamSpec| {
+            let dtype = self.gguf.content.tensor_infos.get(&gguf_name(part))?.ggml_dtype;
+            (dtype.block_size() > 1 && part.layer.op != ModuleOp::Positions).then_some(dtype)
+        };
         let stored = stored.filter_map(|entry| {
-            let dtype = self.gguf.content.tensor_infos.get(&gguf_name(&entry))?.ggml_dtype;
-            (dtype.block_size() > 1 && entry.layer.op != ModuleOp::Positions).then_some((entry.name, dtype))
+            let types: Option<Vec<_>> = self.config.gguf_parts(&entry).iter().map(in_blocks).collect();
+            Some((entry.name, *types?.first()?))
         });
         stored.collect()
     }
 
     /// A matrix in the blocks that the file has, its rows in our order.
     pub fn blocks(&self, entry: &ParamSpec) -> Result<QuantizedMatrix> {
+        let parts = self.config.gguf_parts(entry).iter().map(|part| self.blocks_of(part)).collect::<Result<_>>()?;
+        Ok(QuantizedMatrix::stack(parts)?)
+    }
+
+    fn blocks_of(&self, entry: &ParamSpec) -> Result<QuantizedMatrix> {
         let name = gguf_name(entry);
-        let elements = entry.shape.iter().product();
-        let (blocks, dtype) = (self.gguf.blocks(&name, 0..elements)?, self.gguf.info(&name)?.ggml_dtype);
+        let (first, elements) = (gguf_offset(entry), entry.shape.iter().product::<usize>());
+        let (blocks, dtype) = (self.gguf.blocks(&name, first..first + elements)?, self.gguf.info(&name)?.ggml_dtype);
         let rows = self.config.gguf_rows(entry);
         let row = blocks.len() / rows.len();
         let ours: Vec<u8> = rows.iter().flat_map(|from| &blocks[from * row..(from + 1) * row]).copied().collect();
@@ -76,7 +85,7 @@ impl GgufModel {
                 .error(format!("its metadata specifies {} blocks, but it has {tensors} tensors", config.num_layers)));
         }
         let mut names = BTreeSet::from(ROPE_FACTORS.map(str::to_owned));
-        for entry in config.parameters() {
+        for entry in config.parameters().iter().flat_map(|entry| config.gguf_parts(entry)) {
             let (name, expected) = (gguf_name(&entry), config.gguf_shape(&entry));
             let Some(info) = gguf.content.tensor_infos.get(&name) else {
                 return Err(gguf.error(format!("tensor `{name}` of shape {expected:?} is missing")));
@@ -115,8 +124,18 @@ impl GgufModel {
 
     /// Reads a parameter and dequantizes it; or some rows, starting at value `first`, if GGUF stores it in our order.
     pub fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
+        if let [gate, up] = &self.config.gguf_parts(entry)[..] {
+            let (first, second) = out.split_at_mut(out.len() / 2);
+            self.read_tensor(gate, 0, first)?;
+            return self.read_tensor(up, 0, second);
+        }
+        self.read_tensor(entry, first, out)
+    }
+
+    fn read_tensor(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
         let (name, whole) = (gguf_name(entry), entry.shape.iter().product());
-        if out.len() < whole {
+        if out.len() < whole || matches!(entry.layer.op, ModuleOp::Expert(..)) {
+            let first = gguf_offset(entry) + first;
             let values = self.gguf.part(&name, first..first + out.len())?;
             out.copy_from_slice(values.as_slice()?);
         } else {

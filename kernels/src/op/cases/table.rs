@@ -4,6 +4,7 @@ use super::{Case, Documents, Operation};
 use crate::attention::AttentionShape;
 use crate::columns::WriteMode;
 use crate::rope::Direction;
+use crate::route::RouterSettings;
 use crate::{Activation, Norm, WeightLayout};
 use candle_core::DType;
 
@@ -190,6 +191,10 @@ impl Cases {
                 let apply_rope =
                     |direction| Operation::Rotate { seq_len: 7, heads, half, past, documents, dtype, direction };
                 self.add(Case::CPU, DIRECTIONS.map(apply_rope));
+            }
+            for (sizes, top_k) in [([1, 1, 1], 1), ([9, 8, 31], 2), ([70, 5, 24], 5), ([300, 64, 130], 8)] {
+                let settings = [true, false].map(|normalized| RouterSettings { top_k, normalized });
+                self.add(Case::CPU, settings.map(|settings| Operation::Route { sizes, settings, dtype }));
             }
             for (len, factor) in [(1, 1.0), (10, 1.0), (1024, 1e-30), (5000, 1.0), (70_000, 1e25)] {
                 let summary =

@@ -32,6 +32,7 @@ pub(super) static GPT2: Family = Family {
     layer_name,
     parameter_name,
     prefix: "transformer.",
+    stacked_experts: false,
     gguf: GgufFormat {
         architecture: "gpt2",
         keys: &[
@@ -163,6 +164,8 @@ fn layer_name(ModuleId { block, op }: ModuleId) -> String {
         ModuleOp::Attention => "attn",
         ModuleOp::AttnResidual => "attn.residual",
         ModuleOp::Activation => "mlp.gelu",
+        ModuleOp::Router => "mlp.gate",
+        ModuleOp::Expert(..) => "mlp.experts",
         ModuleOp::MlpResidual => "mlp.residual",
         ModuleOp::Head => "lm_head",
     };

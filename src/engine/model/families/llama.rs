@@ -28,6 +28,7 @@ pub(super) const BASE: Family = Family {
     layer_name,
     parameter_name,
     prefix: "model.",
+    stacked_experts: false,
     gguf: GgufFormat {
         architecture: "llama",
         keys: &[
@@ -115,6 +116,7 @@ pub(super) fn default() -> ModelSpec {
         weight_layout: WeightLayout::OutIn,
         fused_qkv: false,
         fused_gate_up: false,
+        experts: None,
         biases: Biases { qkv: false, out: false, mlp: false },
         learned_positions: false,
         rope: Some(Rope::plain(1e4)),
@@ -271,6 +273,12 @@ pub(super) fn no_windows(spec: &ModelSpec) -> Result<(), String> {
 /// norm.
 pub(super) fn layer_name(ModuleId { block, op }: ModuleId) -> String {
     let name = match op {
+        ModuleOp::Expert(expert, role) => {
+            let name = layer_name(ModuleId::global(ModuleOp::Linear(role)));
+            let part = name.rsplit('.').next().unwrap_or_default();
+            return in_block(block, &format!("mlp.experts.{expert}.{part}"));
+        }
+        ModuleOp::Router => "mlp.gate",
         ModuleOp::Embedding => "embed_tokens",
         ModuleOp::Positions => "embed_positions",
         ModuleOp::Norm(NormRole::Attention) => "input_layernorm",

@@ -74,6 +74,39 @@ fn granite_4_is_refused_by_what_is_not_built() {
 }
 
 #[test]
+fn mixtures_are_refused_by_what_is_not_built() {
+    let small = |family: &str, key: &str, value: Value| {
+        let mut config = json!({"model_type": family, "num_hidden_layers": 2, "num_experts_per_tok": 2});
+        config[key] = value;
+        ModelSpec::from_json(config.to_string().as_bytes(), "x")
+    };
+    let counts = [("qwen3_moe", "num_experts"), ("olmoe", "num_experts"), ("granitemoe", "num_local_experts")];
+    for (family, count) in counts {
+        let spec = small(family, count, json!(6)).unwrap();
+        let experts = spec.experts.unwrap();
+        assert_eq!((experts.count, experts.router.top_k), (6, 2), "{family}");
+        assert_eq!(ModelSpec::from_json(spec.to_json("float32").as_bytes(), "written").unwrap(), spec, "{family}");
+        let refused = |key: &str, value: Value| {
+            let error = small(family, key, value).unwrap_err().to_string();
+            assert!(error.contains(&format!("`{key}`")), "{error}");
+        };
+        refused(count, json!(2000));
+        refused(count, json!(0));
+        refused("num_experts_per_tok", json!(2000));
+        refused("output_router_logits", json!(true));
+        if family == "qwen3_moe" {
+            refused("mlp_only_layers", json!([1]));
+            refused("decoder_sparse_step", json!(2));
+            refused("use_sliding_window", json!(true));
+        } else if family == "olmoe" {
+            refused("clip_qkv", json!(8.0));
+        }
+    }
+    let error = small("gpt_oss", "num_local_experts", json!(32)).unwrap_err().to_string();
+    assert!(error.contains("`model_type` is `gpt_oss`"), "{error}");
+}
+
+#[test]
 fn qwens_windows_begin_where_its_configuration_says() {
     let mut config =
         json!({"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 2});

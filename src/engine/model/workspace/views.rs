@@ -1,10 +1,11 @@
 //! Views of a workspace's buffers for shorter sequences, so that the work of a batch depends on its length.
 
 use super::{
-    BlockActivations, CrossEntropyWorkspace, LayerScratch, NormOutput, PostNorm, QkNorms, ResidualGrad, SublayerGrads,
-    Workspace,
+    BlockActivations, CrossEntropyWorkspace, LayerScratch, NormOutput, PostNorm, QkNorms, ResidualGrad, Routing,
+    SublayerGrads, Workspace,
 };
 use candle_core::{Result, Tensor, bail};
+use std::cell::RefCell;
 
 /// The first rows of a buffer.
 type Rows<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
@@ -66,6 +67,9 @@ fn activations(block: &BlockActivations, rows: Rows<'_>) -> Result<BlockActivati
         let [queries, keys] = &heads.rstd;
         Ok(QkNorms { out: rows(&heads.out)?, rstd: [rows(queries)?, rows(keys)?] })
     };
+    let routing = |Routing { logits, weights, .. }: &Routing| -> Result<Routing> {
+        Ok(Routing { logits: rows(logits)?, weights: rows(weights)?, decisions: RefCell::default() })
+    };
     Ok(BlockActivations {
         attention_norm: normed(&block.attention_norm, rows)?,
         qkv: rows(&block.qkv)?,
@@ -75,6 +79,7 @@ fn activations(block: &BlockActivations, rows: Rows<'_>) -> Result<BlockActivati
         post_attention: optional(block.post_attention.as_ref(), branch)?,
         middle: rows(&block.middle)?,
         mlp_norm: normed(&block.mlp_norm, rows)?,
+        routing: optional(block.routing.as_ref(), routing)?,
         up: rows(&block.up)?,
         post_mlp: optional(block.post_mlp.as_ref(), branch)?,
         a_out: optional(block.a_out.as_ref(), rows)?,
@@ -91,12 +96,15 @@ fn narrowed_scratch(scratch: &LayerScratch, rows: Rows<'_>) -> Result<LayerScrat
             qkv: rows(&buffers.qkv)?,
             activated: rows(&buffers.activated)?,
             up: optional(buffers.up.as_ref(), rows)?,
+            routed: optional(buffers.routed.as_ref(), rows)?,
+            router_logits: optional(buffers.router_logits.as_ref(), rows)?,
         })
     };
     Ok(LayerScratch {
         compute: scratch.compute,
         branch: rows(&scratch.branch)?,
         activated: rows(&scratch.activated)?,
+        routed: optional(scratch.routed.as_ref(), rows)?,
         gradients: optional(scratch.gradients.as_ref(), gradients)?,
         // They take as much of their buffers as they need.
         adapter: scratch.adapter.clone(),

@@ -1,0 +1,70 @@
+//! OLMoE (Muennighoff et al., 2024): Llama with norms over all heads of queries and of keys, and a mixture of MLPs in every block.
+
+use super::llama;
+use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
+use crate::engine::model::mixture::Experts;
+use crate::engine::model::spec::{ModelSpec, QkNorm};
+
+/// The family.
+pub(super) static OLMOE: Family = Family {
+    model_type: "olmoe",
+    class: "OlmoeForCausalLM",
+    bias_keys: &["attention_bias"],
+    named: &[],
+    read,
+    write: |spec| {
+        let mut json = llama::write(spec);
+        if let Some(experts) = spec.experts {
+            json["num_experts"] = experts.count.into();
+            json["num_experts_per_tok"] = experts.router.top_k.into();
+            json[NORMALIZED] = experts.router.normalized.into();
+        }
+        json
+    },
+    gguf: GgufFormat {
+        architecture: "olmoe",
+        keys: &[
+            ("context_length", "max_position_embeddings", true),
+            ("embedding_length", "hidden_size", true),
+            ("feed_forward_length", "intermediate_size", true),
+            ("expert_count", "num_experts", true),
+            ("expert_used_count", "num_experts_per_tok", true),
+            ("block_count", "num_hidden_layers", true),
+            ("attention.head_count", "num_attention_heads", true),
+            ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
+            ("attention.head_count_kv", "num_key_value_heads", false),
+            ("rope.freq_base", "rope_theta", false),
+        ],
+        interleaved: false,
+        read: |_, json| drop(json.insert(NORMALIZED.into(), false.into())),
+        write: |spec, _| spec.check_normalized(false),
+        ..llama::BASE.gguf
+    },
+    ..llama::BASE
+};
+
+/// The key of the softmax over the chosen experts.
+const NORMALIZED: &str = "norm_topk_prob";
+
+fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
+    let default = ModelSpec {
+        family: &OLMOE,
+        vocab_size: 50_304,
+        max_position_embeddings: 4096,
+        hidden_size: 2048,
+        num_layers: 16,
+        heads: 16,
+        intermediate_size: 2048,
+        norm_eps: 1e-5,
+        qk_norm: Some(QkNorm::Whole),
+        bos_token_id: None,
+        eos_token_ids: vec![50_279],
+        ..llama::default()
+    };
+    let spec = llama::read_uniform(keys, default, [None, None])?;
+    if let Some(limit) = keys.0.get("clip_qkv").filter(|limit| !limit.is_null()) {
+        return Err(format!("`clip_qkv` is {limit}; the engine does not clip queries, keys and values"));
+    }
+    let experts = Experts::read(keys, ("num_experts", 64), 8, (spec.num_layers, keys.bool(NORMALIZED, false)?))?;
+    Ok(ModelSpec { experts: Some(experts), ..spec })
+}

@@ -1,0 +1,78 @@
+//! Qwen 3 with experts (Yang et al., 2025): Qwen 3 with a mixture of MLPs in every block.
+
+use super::{llama, qwen2};
+use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
+use crate::engine::model::mixture::Experts;
+use crate::engine::model::rope::Rope;
+use crate::engine::model::spec::{ModelSpec, QkNorm};
+use serde_json::Value;
+
+/// The family.
+pub(super) static QWEN3_MOE: Family = Family {
+    model_type: "qwen3_moe",
+    class: "Qwen3MoeForCausalLM",
+    bias_keys: &["attention_bias"],
+    named: &[],
+    read,
+    write: |spec| {
+        let mut json = llama::write(spec);
+        if let Some(experts) = spec.experts {
+            json["num_experts"] = experts.count.into();
+            json["num_experts_per_tok"] = experts.router.top_k.into();
+            json[NORMALIZED] = experts.router.normalized.into();
+        }
+        json[INNER] = spec.intermediate_size.into();
+        json
+    },
+    gguf: GgufFormat {
+        architecture: "qwen3moe",
+        keys: &[
+            ("context_length", "max_position_embeddings", true),
+            ("embedding_length", "hidden_size", true),
+            ("feed_forward_length", "intermediate_size", false),
+            ("expert_feed_forward_length", INNER, true),
+            ("expert_count", "num_experts", true),
+            ("expert_used_count", "num_experts_per_tok", true),
+            ("block_count", "num_hidden_layers", true),
+            ("attention.head_count", "num_attention_heads", true),
+            ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
+            ("attention.head_count_kv", "num_key_value_heads", false),
+            ("attention.key_length", "head_dim", false),
+            ("rope.freq_base", "rope_theta", false),
+        ],
+        interleaved: false,
+        read: |_, json| drop(json.insert(NORMALIZED.into(), true.into())),
+        write: |spec, _| spec.check_normalized(true),
+        ..llama::BASE.gguf
+    },
+    ..llama::BASE
+};
+
+/// The key of an expert's width.
+const INNER: &str = "moe_intermediate_size";
+/// The key of the softmax over the chosen experts.
+const NORMALIZED: &str = "norm_topk_prob";
+
+fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
+    let default = ModelSpec {
+        qk_norm: Some(QkNorm::PerHead),
+        hidden_size: 2048,
+        num_layers: 24,
+        rope: Some(Rope::plain(1e4)),
+        ..qwen2::default(&QWEN3_MOE)
+    };
+    let spec = llama::read_uniform(keys, default, [Some(4), None])?;
+    keys.require_value("use_sliding_window", false)?;
+    if let Some(layers) = keys.0.get("mlp_only_layers").and_then(Value::as_array).filter(|layers| !layers.is_empty()) {
+        return Err(format!("`mlp_only_layers` is {layers:?}; the engine has experts in all blocks or in none"));
+    }
+    let step = keys.positive_usize("decoder_sparse_step", 1)?;
+    if step != 1 {
+        return Err(format!("`decoder_sparse_step` is {step}; the engine has experts in all blocks or in none"));
+    }
+    let inner = keys.positive_usize(INNER, 768)?;
+    // Newer configurations name the number as Mixtral's do.
+    let count = if keys.0.contains_key("num_local_experts") { "num_local_experts" } else { "num_experts" };
+    let experts = Experts::read(keys, (count, 128), 8, (spec.num_layers, keys.bool(NORMALIZED, false)?))?;
+    Ok(ModelSpec { intermediate_size: inner, experts: Some(experts), ..spec })
+}

@@ -1,0 +1,237 @@
+//! Mixtures of experts: a router chooses a few of a block's MLPs for each token and adds their outputs with weights
+//! (Shazeer et al., 2017).
+//!
+//! The experts' products have a row for each token and each of its experts. Rows are sorted by expert, so that each expert
+//! computes a range of neighbouring rows.
+
+use super::family::ConfigReader;
+use super::layers::{Context, Linear};
+use super::parameters::Parameters;
+use super::spec::{LinearRole, ModelSpec, ModuleId, ModuleOp};
+use super::workspace::{BlockActivations, LayerScratch, Routing};
+use crate::engine::kernels::op::{self, Embedding};
+use crate::engine::kernels::route::{RouterSettings, Routes};
+use candle_core::{Result, Tensor};
+
+/// The experts of each block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// The number of experts.
+    pub count: usize,
+    /// How many of them a token has, and their weights.
+    pub router: RouterSettings,
+}
+
+/// The maximum number of experts of a block, and of experts of all blocks. Their parameters are listed before their memory is
+/// known.
+const MAX_EXPERTS: [usize; 2] = [1 << 10, 1 << 16];
+
+impl Experts {
+    /// Reads the experts of a model of `layers` blocks. `count` is the key of their number and its default.
+    pub(super) fn read(
+        keys: &ConfigReader<'_>,
+        count: (&str, usize),
+        top_k: usize,
+        (layers, normalized): (usize, bool),
+    ) -> std::result::Result<Self, String> {
+        const TOP_K: &str = "num_experts_per_tok";
+        let (key, default) = count;
+        let (count, top_k) = (keys.positive_usize(key, default)?, keys.positive_usize(TOP_K, top_k)?);
+        if count > MAX_EXPERTS[0] || count * layers > MAX_EXPERTS[1] {
+            let [each, all] = MAX_EXPERTS;
+            return Err(format!(
+                "`{key}` is {count} in {layers} blocks; the maximum is {each}, and {all} in all blocks"
+            ));
+        }
+        if top_k > count {
+            return Err(format!("`{TOP_K}` is {top_k}; there are {count} experts"));
+        }
+        // It adds a loss that the engine lacks.
+        keys.require_value("output_router_logits", false)?;
+        Ok(Self { count, router: RouterSettings { top_k, normalized } })
+    }
+}
+
+impl ModelSpec {
+    /// The product whose result the activation takes.
+    pub(super) const fn up_role(&self) -> LinearRole {
+        if self.activation.is_gated() { LinearRole::GateUp } else { LinearRole::Up }
+    }
+
+    /// The rows of an MLP's products for each token.
+    pub(super) fn mlp_rows(&self) -> usize {
+        self.experts.map_or(1, |experts| experts.router.top_k)
+    }
+
+    /// Rejects weights of experts that llama.cpp would compute differently for this family.
+    pub(super) fn check_normalized(&self, normalized: bool) -> std::result::Result<(), String> {
+        match self.experts {
+            Some(experts) if experts.router.normalized != normalized => {
+                let (found, family) = (!normalized, self.family.model_type);
+                Err(format!(
+                    "llama.cpp has `norm_topk_prob` = {normalized} for `{family}`, not {found}; export a folder"
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The decisions of a router, and scratch of the sums over a token's experts.
+#[derive(Debug, Default)]
+pub(super) struct Decisions {
+    routes: Routes,
+    order: Vec<u32>,
+}
+
+/// The router and the experts of a block.
+#[derive(Debug)]
+pub(super) struct Mixture {
+    router: Linear,
+    settings: RouterSettings,
+    experts: Vec<Expert>,
+}
+
+/// The products of an expert.
+#[derive(Debug)]
+struct Expert {
+    up: Linear,
+    down: Linear,
+}
+
+impl Mixture {
+    /// The mixture of `block`, if the model has experts.
+    pub(super) fn new(spec: &ModelSpec, layout: &Parameters, block: usize) -> Result<Option<Self>> {
+        let Some(experts) = spec.experts else { return Ok(None) };
+        let linear = |op| Linear::new(spec, layout, ModuleId::in_block(block, op));
+        let up = spec.up_role();
+        let expert = |i: usize| {
+            let product = |role| linear(ModuleOp::Expert(i as u16, role));
+            Ok(Expert { up: product(up)?, down: product(LinearRole::Down)? })
+        };
+        let experts_of_block = (0..experts.count).map(expert).collect::<Result<_>>()?;
+        Ok(Some(Self { router: linear(ModuleOp::Router)?, settings: experts.router, experts: experts_of_block }))
+    }
+
+    /// Computes the activation's input, [`BlockActivations::up`], from the normalised stream `x [N, D]`.
+    pub(super) fn forward_up(
+        &self,
+        cx: &mut Context<'_>,
+        x: &Tensor,
+        (acts, scratch): (&BlockActivations, &LayerScratch),
+    ) -> Result<()> {
+        let (Routing { logits, weights, decisions }, rows) = (acts.routing()?, scratch.routed()?);
+        let Decisions { routes, .. } = &mut *decisions.borrow_mut();
+        self.router.forward_into_fp32(cx, x, logits)?;
+        op::Route { settings: self.settings, logits, weights, routes: &mut *routes }.run(cx.kernels)?;
+        gather(cx, routes, x, rows)?;
+        self.for_each(routes, |expert, range| match range {
+            Some((first, count)) => {
+                expert.up.forward(cx, &rows.narrow(0, first, count)?, &acts.up.narrow(0, first, count)?)
+            }
+            None => Ok(()),
+        })
+    }
+
+    /// Multiplies the activation's output with the experts' weights.
+    pub(super) fn scale_activated(&self, cx: &mut Context<'_>, acts: &BlockActivations, x: &Tensor) -> Result<()> {
+        op::ScaleRows { x, weights: &acts.routing()?.weights }.run(cx.kernels)
+    }
+
+    /// Computes the sums of the experts' outputs, `out [N, D]`, from the weighted activations.
+    pub(super) fn forward_down(
+        &self,
+        cx: &mut Context<'_>,
+        (acts, scratch): (&BlockActivations, &LayerScratch),
+        out: &Tensor,
+    ) -> Result<()> {
+        let (rows, activated) = (scratch.routed()?, &scratch.activated);
+        let decisions = &mut *acts.routing()?.decisions.borrow_mut();
+        self.for_each(&decisions.routes, |expert, range| match range {
+            Some((first, count)) => {
+                expert.down.forward(cx, &activated.narrow(0, first, count)?, &rows.narrow(0, first, count)?)
+            }
+            None => Ok(()),
+        })?;
+        op::Zero { x: out }.run(cx.kernels)?;
+        scatter(cx, decisions, rows, out)
+    }
+
+    /// Backpropagates `dy [N, D]` to the activation's output, [`SublayerGrads::activated`](super::workspace::SublayerGrads), and
+    /// computes the gradient of the router's logits.
+    pub(super) fn backward_down(
+        &self,
+        cx: &mut Context<'_>,
+        (acts, scratch): (&BlockActivations, &LayerScratch),
+        dy: &Tensor,
+    ) -> Result<()> {
+        let (Routing { logits, weights, decisions }, rows) = (acts.routing()?, scratch.routed()?);
+        let Decisions { routes, .. } = &*decisions.borrow();
+        let (x, dx, dlogits) =
+            (&scratch.activated, &scratch.gradients()?.activated, scratch.gradients()?.router_logits()?);
+        gather(cx, routes, dy, rows)?;
+        self.for_each(routes, |expert, range| match range {
+            Some((first, count)) => {
+                let [x, dy, dx] = [x, rows, dx].map(|rows| rows.narrow(0, first, count));
+                expert.down.backward(cx, &x?, &dy?, &dx?)
+            }
+            None => expert.down.zero_gradients(cx),
+        })?;
+        op::RouteBackward { settings: self.settings, logits, weights, routes, x, dx, dlogits }.run(cx.kernels)?;
+        op::ScaleRows { x: dx, weights }.run(cx.kernels)
+    }
+
+    /// Backpropagates `dy`, the gradient of the activation's input, and the gradient of the router's logits to `dx [N, D]`, given
+    /// the normalised stream `x`.
+    pub(super) fn backward_up(
+        &self,
+        cx: &mut Context<'_>,
+        (acts, scratch): (&BlockActivations, &LayerScratch),
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+    ) -> Result<()> {
+        let decisions = &mut *acts.routing()?.decisions.borrow_mut();
+        let (rows, gradients) = (scratch.routed()?, scratch.gradients()?);
+        let drows = gradients.routed()?;
+        self.router.backward(cx, x, gradients.router_logits()?, dx)?;
+        gather(cx, &decisions.routes, x, rows)?;
+        self.for_each(&decisions.routes, |expert, range| match range {
+            Some((first, count)) => {
+                let [x, dy, dx] = [rows, dy, drows].map(|rows| rows.narrow(0, first, count));
+                expert.up.backward(cx, &x?, &dy?, &dx?)
+            }
+            None => expert.up.zero_gradients(cx),
+        })?;
+        scatter(cx, decisions, drows, dx)
+    }
+
+    /// Calls `visit` with each expert, and the first and the number of its rows if it has any.
+    fn for_each(
+        &self,
+        routes: &Routes,
+        mut visit: impl FnMut(&Expert, Option<(usize, usize)>) -> Result<()>,
+    ) -> Result<()> {
+        let rows = routes.ranges().map(|range| (!range.is_empty()).then_some((range.start, range.len())));
+        self.experts.iter().zip(rows).try_for_each(|(expert, rows)| visit(expert, rows))
+    }
+}
+
+/// The rows of `table` by the tokens of `routes`.
+fn by_token<'a>(routes: &'a Routes, table: &'a Tensor) -> Embedding<'a> {
+    let (ids, seq_len) = (&routes.tokens[..], routes.tokens.len());
+    Embedding { table, positions: None, ids, seq_len, documents: None, scale: 1.0, dropout: None }
+}
+
+/// Copies each token's row of `x` to the rows of its experts.
+fn gather(cx: &Context<'_>, routes: &Routes, x: &Tensor, rows: &Tensor) -> Result<()> {
+    op::Embed { input: by_token(routes, x), out: rows }.run(cx.kernels)
+}
+
+/// Adds the rows of each token's experts to its row of `out`, in order of the experts.
+fn scatter(cx: &Context<'_>, decisions: &mut Decisions, rows: &Tensor, out: &Tensor) -> Result<()> {
+    let Decisions { routes, order } = decisions;
+    order.resize(routes.tokens.len(), 0);
+    let input = by_token(routes, out);
+    op::EmbedBackward { input, dx: rows, order, dtable: Some(out), dpositions: None }.run(cx.kernels)
+}

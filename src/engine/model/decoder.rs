@@ -11,7 +11,7 @@ pub use decode::KvCache;
 use super::adapter::AdapterPass;
 use super::hook::{Hook, HookPoint, TensorKind};
 use super::layers::{Context, Linear, NormLayer, fused_param};
-use super::mixture::Mixture;
+use super::mixture::ExpertMlps;
 use super::parameters::{ParamRef, Parameters};
 use super::spec::{EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
 use super::workspace::{
@@ -90,7 +90,7 @@ struct Block {
 #[derive(Debug)]
 enum Mlp {
     Dense { up: Linear, down: Linear },
-    Mixture(Mixture),
+    Mixture(ExpertMlps),
 }
 
 impl Mlp {
@@ -123,7 +123,7 @@ impl Block {
         let pair = |there: bool, roles: [NormRole; 2]| -> Result<Option<[NormLayer; 2]>> {
             if there { Ok(Some([norm(roles[0])?, norm(roles[1])?])) } else { Ok(None) }
         };
-        let mlp = match Mixture::new(spec, layout, block)? {
+        let mlp = match ExpertMlps::new(spec, layout, block)? {
             Some(mixture) => Mlp::Mixture(mixture),
             None => Mlp::Dense { up: linear(spec.up_role())?, down: linear(LinearRole::Down)? },
         };

@@ -86,7 +86,7 @@ pub(super) struct Decisions {
 
 /// The router and the experts of a block.
 #[derive(Debug)]
-pub(super) struct Mixture {
+pub(super) struct ExpertMlps {
     router: Linear,
     settings: RouterSettings,
     experts: Vec<Expert>,
@@ -99,7 +99,7 @@ struct Expert {
     down: Linear,
 }
 
-impl Mixture {
+impl ExpertMlps {
     /// The mixture of `block`, if the model has experts.
     pub(super) fn new(spec: &ModelSpec, layout: &Parameters, block: usize) -> Result<Option<Self>> {
         let Some(experts) = spec.experts else { return Ok(None) };

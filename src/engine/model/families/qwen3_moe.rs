@@ -63,8 +63,10 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     };
     let spec = llama::read_uniform(keys, default, [Some(4), None])?;
     keys.require_value("use_sliding_window", false)?;
-    if let Some(layers) = keys.0.get("mlp_only_layers").and_then(Value::as_array).filter(|layers| !layers.is_empty()) {
-        return Err(format!("`mlp_only_layers` is {layers:?}; the engine has experts in all blocks or in none"));
+    let dense =
+        keys.0.get("mlp_only_layers").filter(|layers| !layers.is_null() && **layers != Value::Array(Vec::new()));
+    if let Some(layers) = dense {
+        return Err(format!("`mlp_only_layers` is {layers}; the engine has experts in all blocks or in none"));
     }
     let step = keys.positive_usize("decoder_sparse_step", 1)?;
     if step != 1 {

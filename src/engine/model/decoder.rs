@@ -374,8 +374,8 @@ impl Decoder {
         block.mlp.forward_up(cx, (acts, scratch))?;
         op::Activate { activation: self.spec.activation, x: &acts.up, y: &scratch.activated }.run(kernels)?;
         self.record_activation(cx, i, TensorKind::Output, &scratch.activated)?;
-        if let Mlp::Mixture(mixture) = &block.mlp {
-            mixture.scale_activated(cx, acts, &scratch.activated)?;
+        if matches!(block.mlp, Mlp::Mixture(_)) {
+            ExpertMlps::scale_activated(cx, acts, &scratch.activated)?;
         }
         if let Some(kept) = &acts.post_mlp {
             let down = |cx: &mut Context<'_>, y: &Tensor| block.mlp.forward_down(cx, (acts, scratch), y);
@@ -553,7 +553,7 @@ impl Decoder {
             Mlp::Dense { down, .. } => down.backward_input(cx, dy, activated)?,
             Mlp::Mixture(mixture) => {
                 op::Activate { activation: self.spec.activation, x: &acts.up, y: input }.run(kernels)?;
-                mixture.scale_activated(cx, acts, input)?;
+                ExpertMlps::scale_activated(cx, acts, input)?;
                 mixture.backward_down(cx, (acts, scratch), dy)?;
                 None
             }

@@ -134,7 +134,7 @@ impl ExpertMlps {
     }
 
     /// Multiplies the activation's output with the experts' weights.
-    pub(super) fn scale_activated(&self, cx: &mut Context<'_>, acts: &BlockActivations, x: &Tensor) -> Result<()> {
+    pub(super) fn scale_activated(cx: &mut Context<'_>, acts: &BlockActivations, x: &Tensor) -> Result<()> {
         op::ScaleRows { x, weights: &acts.routing()?.weights }.run(cx.kernels)
     }
 

@@ -8,6 +8,7 @@ use crate::ui::{Column, Line, Page, Role, plain};
 
 /// The formats' ranges, and the magnitudes to compare with them.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[expect(clippy::struct_field_names, reason = "they are keys of the JSON output")]
 pub(crate) struct Ranges {
     /// Widest format first.
     pub(crate) formats: Vec<RangeRow>,

@@ -32,13 +32,18 @@ impl StepContext<'_> {
     }
 }
 
+/// Runs before a step over its batches.
+type BeforeStep = fn(&mut TrainEngine, &[Batch]) -> Result<()>;
+/// Runs after a step.
+type AfterStep = fn(&mut TrainEngine, &mut StepContext<'_>) -> Result<()>;
+
 /// The callbacks of a configuration.
 pub(super) struct Callbacks {
-    /// Runs before the step over the batches.
-    pub(super) begin: Option<fn(&mut TrainEngine, &[Batch]) -> Result<()>>,
+    /// Runs before the step.
+    pub(super) begin: Option<BeforeStep>,
     /// Run after the step, in this order. Buffers and gradients contain the step's values until one runs passes, so those
     /// that read gradients come first.
-    pub(super) end: Vec<fn(&mut TrainEngine, &mut StepContext<'_>) -> Result<()>>,
+    pub(super) end: Vec<AfterStep>,
 }
 
 impl Callbacks {
@@ -68,6 +73,7 @@ impl Callbacks {
     }
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "other callbacks fail")]
 /// Reports the first step in which a gradient contains FP16's smallest magnitude. Smaller values were flushed to zero.
 fn report_underflow_onsets(engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
     let TrainEngine { state, grads, grad_stats, .. } = engine;
@@ -86,6 +92,7 @@ fn report_underflow_onsets(engine: &mut TrainEngine, context: &mut StepContext<'
     Ok(())
 }
 
+#[expect(clippy::unnecessary_wraps, reason = "other callbacks fail")]
 /// Reports the largest gradient of each layer every few steps.
 fn report_grad_maxima(engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
     let step = engine.state.counters.step;

@@ -46,15 +46,15 @@ const fn control(adjust: Adjust) -> Control {
 
 /// The scaler's options as parameters, named as in the `[scaler]` table.
 const OPTIONS: &[(&str, Control)] = &[
-    ("init_scale", control(Scale).from_run("65536")),
-    ("growth_factor", control(By(0.5)).within(1.5, f64::MAX).from_run("2")),
-    ("backoff_factor", control(By(0.05)).within(0.05, 0.95).from_run("0.5")),
-    ("growth_interval", control(Double(50)).from_run("50")),
-    ("min_scale", control(Scale).from_run("1").rare()),
-    ("hysteresis", control(Count(1)).within(1.0, f64::MAX).from_run("1").rare()),
-    ("hysteresis_refill", control(Among(&["growth", "clean"])).from_run("growth").rare()),
-    ("on_overflow", control(Among(&["skip", "retry"])).from_run("skip").rare()),
-    ("mode", control(Among(&["dynamic", "predictive"])).from_run("dynamic").rare()),
+    ("init_scale", control(Scale).start_from_run("65536")),
+    ("growth_factor", control(By(0.5)).within(1.5, f64::MAX).start_from_run("2")),
+    ("backoff_factor", control(By(0.05)).within(0.05, 0.95).start_from_run("0.5")),
+    ("growth_interval", control(Double(50)).start_from_run("50")),
+    ("min_scale", control(Scale).start_from_run("1").rare()),
+    ("hysteresis", control(Count(1)).within(1.0, f64::MAX).start_from_run("1").rare()),
+    ("hysteresis_refill", control(Among(&["growth", "clean"])).start_from_run("growth").rare()),
+    ("on_overflow", control(Among(&["skip", "retry"])).start_from_run("skip").rare()),
+    ("mode", control(Among(&["dynamic", "predictive"])).start_from_run("dynamic").rare()),
 ];
 const SETTINGS: &[(&str, Control)] =
     &[("setting-2", control(Typed)), ("setting-3", control(Typed).rare()), ("setting-4", control(Typed).rare())];
@@ -78,7 +78,7 @@ pub(super) struct SumsArgs {
     #[arg(long, default_value = "uniform", add = control(Among(&["uniform", "signed", "tenths"])))]
     pub(super) terms: Terms,
     /// Terms of the longest sum [default: 16384, or the longest product of the run's model]
-    #[arg(long, add = control(Double(4096)).from_run("16384"))]
+    #[arg(long, add = control(Double(4096)).start_from_run("16384"))]
     pub(super) length: Option<usize>,
     /// Sum products of two sequences
     #[arg(long, add = SWITCH)]
@@ -113,10 +113,10 @@ pub(super) struct BlocksArgs {
 #[derive(Args, Debug)]
 pub(super) struct SoftmaxArgs {
     /// The largest logit; the others are 0 [default: 12, or the largest that a run's FP32 probe saw]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(By(1.0)).from_run("12"))]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(By(1.0)).start_from_run("12"))]
     pub(super) logit: Option<f64>,
     /// Tokens [default: 4096, or the run's sequence]
-    #[arg(long, add = control(Double(4096)).from_run("4096"))]
+    #[arg(long, add = control(Double(4096)).start_from_run("4096"))]
     pub(super) length: Option<u64>,
     /// A position
     #[arg(long, value_parser = parse_value, default_value = "4095", add = control(Count(4095)).within(0.0, f64::MAX))]
@@ -126,20 +126,20 @@ pub(super) struct SoftmaxArgs {
 #[derive(Args, Debug)]
 pub(super) struct CastsArgs {
     /// `fp32`, `fp16`, `bf16`, or `p=f32,c=f16,g=f32,r=f32` [default: the run's, or fp16]
-    #[arg(long, add = control(Among(&["fp16", "bf16", "fp32"])).from_run("fp16"))]
+    #[arg(long, add = control(Among(&["fp16", "bf16", "fp32"])).start_from_run("fp16"))]
     pub(super) policy: Option<String>,
 }
 
 #[derive(Args, Debug)]
 pub(super) struct CrisesArgs {
     /// A small gradient [default: 1e-8, or the run's smallest]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).from_run("1e-8"))]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("1e-8"))]
     pub(super) small: Option<f64>,
     /// A large gradient [default: 3, or the run's largest]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).from_run("3"))]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("3"))]
     pub(super) large: Option<f64>,
     /// The loss scale [default: 65536, or the run's first]
-    #[arg(long, value_parser = parse_value, add = control(Scale).from_run("65536"))]
+    #[arg(long, value_parser = parse_value, add = control(Scale).start_from_run("65536"))]
     pub(super) scale: Option<f64>,
     /// An activation, which a norm squares and attention multiplies
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "300", add = control(Scale))]
@@ -148,7 +148,7 @@ pub(super) struct CrisesArgs {
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, default_value = "1", add = control(Scale))]
     pub(super) weight: f64,
     /// The update of a step [default: 5e-5, or the run's learning rate, Adam's usual step]
-    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).from_run("5e-5"))]
+    #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("5e-5"))]
     pub(super) update: Option<f64>,
     /// Steps
     #[arg(long, default_value_t = 3, add = control(Double(3)))]
@@ -171,10 +171,10 @@ pub(super) struct RangesArgs {
 #[derive(Args, Debug)]
 pub(super) struct UlpArgs {
     /// The weight [default: 1, or the root mean square of the run's]
-    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).from_run("1"))]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("1"))]
     pub(super) center: Option<f64>,
     /// The update of a step [default: 5e-5, or the run's learning rate, Adam's usual step]
-    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).from_run("5e-5"))]
+    #[arg(long, value_name = "VALUE", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("5e-5"))]
     pub(super) update: Option<f64>,
 }
 
@@ -254,16 +254,16 @@ pub(super) struct ScalingArgs {
 #[derive(Args, Debug)]
 pub(super) struct MemoryArgs {
     /// `tiny`, `distilgpt2`, `gpt2`, …, `gpt2-xl`, `7b`, a number of parameters such as `350M`, or a folder or .gguf file
-    #[arg(long, add = control(Among(MODELS)).from_run("distilgpt2"))]
+    #[arg(long, add = control(Among(MODELS)).start_from_run("distilgpt2"))]
     pub(super) model: Option<String>,
     /// Sequences in a micro-batch
-    #[arg(long, add = control(Double(32)).from_run("32"))]
+    #[arg(long, add = control(Double(32)).start_from_run("32"))]
     pub(super) batch: Option<usize>,
     /// Tokens in a sequence
-    #[arg(long, add = control(Double(32)).from_run("32"))]
+    #[arg(long, add = control(Double(32)).start_from_run("32"))]
     pub(super) seq: Option<usize>,
     /// Micro-batches in a step
-    #[arg(long, add = control(Double(1)).from_run("1"))]
+    #[arg(long, add = control(Double(1)).start_from_run("1"))]
     pub(super) grad_accum: Option<usize>,
     /// Rank of the adapters of `LoRA`
     #[arg(long, default_value_t = 16, add = control(Double(16)))]

@@ -190,7 +190,7 @@ impl Control {
 
     /// Starts at `value`, or at a run's.
     #[must_use]
-    pub(crate) const fn from_run(self, value: &'static str) -> Self {
+    pub(crate) const fn start_from_run(self, value: &'static str) -> Self {
         Self { from_run: true, ..self.start(value) }
     }
 }
@@ -624,7 +624,7 @@ mod tests {
         let scenarios = vec![Scenario { name: "one", set: vec![("scale", "8")], text: "" }];
         let fields = |run| {
             vec![
-                Field::new("logit", "", Control::new(Adjust::By(1.0)).from_run("12")),
+                Field::new("logit", "", Control::new(Adjust::By(1.0)).start_from_run("12")),
                 Field::new("scale", "4", Adjust::Scale),
                 Field::new("run", run, Adjust::Typed),
             ]

@@ -179,7 +179,8 @@ pub(super) struct TokenWriter {
     tokens: u64,
     /// Whether the next id starts a document.
     starts: bool,
-    contents: DatasetContents,
+    /// The description of the documents.
+    pub(super) contents: DatasetContents,
     bytes: Vec<u8>,
 }
 
@@ -196,11 +197,6 @@ impl TokenWriter {
     /// Starts a new document.
     pub(super) fn start(&mut self) {
         self.starts = true;
-    }
-
-    /// Sets the description of the documents.
-    pub(super) fn set_contents(&mut self, contents: DatasetContents) {
-        self.contents = contents;
     }
 
     /// Appends ids that are all in the loss, or all outside it.
@@ -307,7 +303,7 @@ mod tests {
                 writer.start();
                 writer.push(&[7, 8], true).unwrap();
             }
-            writer.set_contents(DatasetContents { kind: DatasetKind::PromptCompletion, samples, values });
+            writer.contents = DatasetContents { kind: DatasetKind::PromptCompletion, samples, values };
             writer.finish(0, None)
         };
         for (samples, values) in [

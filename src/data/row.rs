@@ -97,13 +97,6 @@ const SHAREGPT_ROLES: [(&str, &str); 4] =
     [("human", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("observation", "tool")];
 
 impl DatasetOptions {
-    /// The names of the fields that rows may have.
-    pub(super) fn field_names(&self) -> Vec<&str> {
-        let FieldNames { text, prompt, completion } = &self.fields;
-        let named = [text, prompt, completion].into_iter().flatten().map(String::as_str);
-        named.chain(CONVENTIONAL).collect()
-    }
-
     /// The kind of samples in rows of `schema`: an answered prompt is also a prompt.
     fn samples_of(&self, schema: RowSchema) -> SampleKind {
         match schema.samples() {
@@ -196,7 +189,9 @@ impl<'a> RowReader<'a> {
 
     /// The names of the fields that rows may have.
     pub(super) fn fields(&self) -> Vec<&'a str> {
-        self.options.field_names()
+        let FieldNames { text, prompt, completion } = &self.options.fields;
+        let named = [text, prompt, completion].into_iter().flatten().map(String::as_str);
+        named.chain(CONVENTIONAL).collect()
     }
 
     /// A description of the documents so far. Fails with [`Error::Data`] naming the first pair of identical answers, if

@@ -66,7 +66,7 @@ pub(super) fn tokenize(
         before += size;
     }
     job.flush()?;
-    job.writer.set_contents(rows.contents()?);
+    job.writer.contents = rows.contents()?;
     report(total);
     if job.trained_tokens == 0 && options.samples != SampleKind::Prompt {
         let origin = documents.first().map_or("data", |document| &document.origin);

@@ -106,8 +106,12 @@ impl Tokenizer {
     /// `bos_token` in its `tokenizer_config.json` and `bos_token_id` in its `config.json`. A new tokenizer has what its
     /// post-processor adds. Fails with [`Error::Config`] if `rule` asks for a token that the model does not have.
     pub fn with_bos(self, rule: Bos, add_bos_token: Option<bool>, name: Option<&str>, id: Option<u32>) -> Result<Self> {
-        let named = || self.added.or_else(|| self.id(name?));
-        let bos = if rule.applies(add_bos_token, self.added.is_some()) { named() } else { None };
+        let applies = match rule {
+            Bos::Auto => add_bos_token.unwrap_or(self.added.is_some()),
+            Bos::Always => true,
+            Bos::Never => false,
+        };
+        let bos = if applies { self.added.or_else(|| self.id(name?)) } else { None };
         if rule == Bos::Always && bos.is_none() {
             let id = id.filter(|id| self.token(*id).is_some());
             let message = "`always` needs a `bos_token` in `tokenizer_config.json`, but this model has none; use \
@@ -290,17 +294,6 @@ pub enum Bos {
     Always,
     /// Never.
     Never,
-}
-
-impl Bos {
-    /// Whether texts get the token, for a model with this `add_bos_token` and a post-processor that adds it if `added`.
-    fn applies(self, add_bos_token: Option<bool>, added: bool) -> bool {
-        match self {
-            Self::Auto => add_bos_token.unwrap_or(added),
-            Self::Always => true,
-            Self::Never => false,
-        }
-    }
 }
 
 impl FromStr for Bos {

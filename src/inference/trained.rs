@@ -100,7 +100,11 @@ impl TrainedModel {
             let message = "it has no `tokenizer.json`; pass one with `--tokenizer FILE`";
             return Err(Error::model(path.display(), message));
         };
-        check_vocabulary(&tokenizer, &file, &config)?;
+        let (tokens, rows) = (tokenizer.vocab_size(), config.vocab_size);
+        if tokens > rows {
+            let message = format!("it has {tokens} tokens, but the model's vocabulary has {rows}");
+            return Err(Error::model(file.display(), message));
+        }
         let chat = aux_files.chat()?;
         Self { path, config, tokenizer, aux_files, chat, corrupt_files, weights, adapters }.with_bos(Bos::Auto)
     }
@@ -259,14 +263,6 @@ fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightS
     let model = StoredModel::open(&path)?;
     let shape = model.config().clone();
     Ok((WeightSource::Stored(model), shape))
-}
-
-fn check_vocabulary(tokenizer: &Tokenizer, file: &Path, config: &ModelSpec) -> Result<()> {
-    let (tokens, rows) = (tokenizer.vocab_size(), config.vocab_size);
-    if tokens <= rows {
-        return Ok(());
-    }
-    Err(Error::model(file.display(), format!("it has {tokens} tokens, but the model's vocabulary has {rows}")))
 }
 
 /// A decoder of `spec` with these FP32 adapters, rounded to the policy's compute type, over their base of that type, on

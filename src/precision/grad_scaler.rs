@@ -274,7 +274,7 @@ impl GradScaler {
         let mut to = times(from, self.config.backoff_factor).max(self.config.min_scale);
         if let Some(headroom) = &mut self.state.headroom {
             // The largest gradient exceeds FP16's maximum by an unknown factor: assume half a binade.
-            headroom.add_overflow(top_log2() + 0.5 - from.log2());
+            headroom.add_overflow(FloatFormat::FP16.max().log2() as f32 + 0.5 - from.log2());
             to = to.min(predicted(*headroom, &self.config));
         }
         self.state.scale = to;
@@ -340,11 +340,6 @@ impl GradScaler {
 /// The largest power of two with enough headroom, within the limits of the configuration and f32.
 fn predicted(headroom: Headroom, config: &GradScalerConfig) -> f32 {
     2f32.powi(headroom.log2_scale().clamp(-126, 127)).max(config.min_scale)
-}
-
-/// log2 of FP16's largest number.
-fn top_log2() -> f32 {
-    FloatFormat::FP16.max().log2() as f32
 }
 
 /// A scale times a factor, rounded once to f32 as PyTorch's kernel does.

@@ -354,17 +354,9 @@ mod tests {
     }
 
     #[test]
-    fn one_tensor_missing_extra_or_misshapen_is_named() {
+    fn one_tensor_misshapen_or_twice_is_named() {
         let good = tensors(&config());
         let mut bad = good.clone();
-        bad.retain(|(name, _)| name != "h.1.mlp.c_fc.bias");
-        assert!(refused(&folder(&config(), &bad)).contains("tensor `h.1.mlp.c_fc.bias` of shape [12] is missing"));
-
-        bad.clone_from(&good);
-        bad.push(("h.2.ln_1.bias".into(), good[0].1.clone()));
-        assert!(refused(&folder(&config(), &bad)).contains("tensor `h.2.ln_1.bias` does not belong"));
-
-        bad.clone_from(&good);
         let weight = bad.iter_mut().find(|(name, _)| name == "h.0.attn.c_attn.weight").unwrap();
         weight.1 = weight.1.t().unwrap();
         let message = refused(&folder(&config(), &bad));
@@ -398,16 +390,6 @@ mod tests {
         }
         index(serde_json::json!({}));
         assert!(refused(&whole).contains("it names no tensors"));
-    }
-
-    #[test]
-    fn pickled_weights_are_rejected_with_the_reason() {
-        let folder = tempfile::tempdir().unwrap();
-        assert!(refused(&folder).contains("there is no `config.json`"));
-        std::fs::write(folder.path().join("config.json"), config().to_json("float32")).unwrap();
-        assert!(refused(&folder).contains("neither `model.safetensors` nor"));
-        std::fs::write(folder.path().join("pytorch_model.bin"), b"\x80\x02.").unwrap();
-        assert!(refused(&folder).contains("can run arbitrary code"));
     }
 
     proptest! {

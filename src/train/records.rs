@@ -30,13 +30,9 @@ pub(super) fn grad_stats(summary: &TensorSummary) -> GradStats {
     }
 }
 
-fn tensor_record(entry: &ParamSpec, summary: &TensorSummary) -> TensorRecord {
+/// The record of one tensor.
+pub(super) fn tensor_record((entry, summary): (&ParamSpec, &TensorSummary)) -> TensorRecord {
     TensorRecord { name: entry.name.clone(), stats: grad_stats(summary), lost_updates: None }
-}
-
-/// One record per tensor.
-pub(super) fn tensor_records(layout: &[ParamSpec], summary: &GradientStats) -> Vec<TensorRecord> {
-    layout.iter().zip(&summary.tensors).map(|(entry, summary)| tensor_record(entry, summary)).collect()
 }
 
 /// The counts of all tensors together; `None` if none was counted.
@@ -101,7 +97,7 @@ pub(super) fn overflow(
         scale: ScaleUpdate::new(report.scale, report.change),
         loss: report.loss as f32,
         max_abs: summary.total.stats.max_abs,
-        tensors: broken.map(|(entry, summary)| tensor_record(entry, summary)).collect(),
+        tensors: broken.map(tensor_record).collect(),
         first_nonfinite: origin,
     }
 }

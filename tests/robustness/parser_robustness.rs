@@ -305,8 +305,14 @@ parsers! {
     model_config_changed: changes in changes() => model(&changed(GOOD_MODEL.as_bytes(), &changes));
 }
 
+/// A header that is accepted describes bytes that exist.
 fn header(bytes: &[u8]) {
-    let _ = bounded(|| Header::parse(bytes));
+    let Ok(header) = bounded(|| Header::parse(bytes)) else { return };
+    for entry in header.entries() {
+        assert!(entry.begin <= entry.end && entry.end <= bytes.len());
+        let bits = entry.shape.iter().product::<usize>() * entry.dtype.bitsize();
+        assert_eq!(bits, 8 * (entry.end - entry.begin));
+    }
 }
 
 fn model(json: &[u8]) {

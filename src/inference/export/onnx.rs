@@ -360,10 +360,11 @@ impl GraphBuilder<'_> {
 
     fn linear(&mut self, x: &str, block: usize, role: LinearRole) -> String {
         let name = self.config.layer_name(ModuleId::in_block(block, ModuleOp::Linear(role)));
+        let weight = format!("{name}.weight");
         let product = if self.options.int8 {
-            self.integer_matmul(x, &name_of_weight(&name), None)
+            self.integer_matmul(x, &weight, None)
         } else {
-            self.graph.op("MatMul", &[x, &fp32_name(&format!("{name}.weight"))], &[])
+            self.graph.op("MatMul", &[x, &fp32_name(&weight)], &[])
         };
         let biases = self.config.biases;
         let has_bias = match role {
@@ -516,9 +517,4 @@ fn soft_cap(graph: &mut Graph, x: &str, cap: &str, result: &str) -> String {
     let tanh = graph.op("Tanh", &[&ratio], &[]);
     graph.op_as(result, "Mul", &[&tanh, cap], &[]);
     result.to_owned()
-}
-
-/// The name of a layer's weight.
-fn name_of_weight(layer: &str) -> String {
-    format!("{layer}.weight")
 }

@@ -53,16 +53,12 @@ pub(super) fn verified(directory: &Path) -> Result<Manifest, Vec<CorruptFile>> {
         Error::Checkpoint { path, message } => vec![CorruptFile { path, message }],
         other => vec![CorruptFile { path: directory.to_path_buf(), message: other.to_string() }],
     })?;
-    let corrupt = find_corruption(directory, &manifest);
-    if corrupt.is_empty() { Ok(manifest) } else { Err(corrupt) }
-}
-
-fn find_corruption(directory: &Path, manifest: &Manifest) -> Vec<CorruptFile> {
     let check = |(name, expected): (&String, &Digest)| {
         let path = directory.join(name);
         corruption(&path, expected).map(|message| CorruptFile { path, message })
     };
-    manifest.files.iter().filter_map(check).collect()
+    let corrupt: Vec<_> = manifest.files.iter().filter_map(check).collect();
+    if corrupt.is_empty() { Ok(manifest) } else { Err(corrupt) }
 }
 
 /// Checks a file against a digest; returns what is wrong. Does not read a file of the wrong size.

@@ -246,7 +246,8 @@ impl Client {
                 Ok(response) => match HubError::from_status(&response) {
                     None => return Ok(response),
                     Some(failure @ HubError::Server(_)) => {
-                        if let Some(pause) = retry_after(&response) {
+                        let seconds = header_text(&response, "retry-after").and_then(|text| text.parse().ok());
+                        if let Some(pause) = seconds.map(Duration::from_secs) {
                             if pause > MAX_PAUSE {
                                 return Err(failure);
                             }
@@ -366,11 +367,6 @@ pub(super) fn read_json(response: &mut Response<Body>) -> Result<Value> {
 
 pub(super) fn header_text<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
     response.headers().get(name)?.to_str().ok()
-}
-
-/// The pause that a busy server requests.
-fn retry_after(response: &Response<Body>) -> Option<Duration> {
-    header_text(response, "retry-after")?.parse().ok().map(Duration::from_secs)
 }
 
 /// Scheme, host and port of a URL.

@@ -75,7 +75,8 @@ impl Trainer {
         record.lost_updates = records::sum(counts);
         let due = state.counters.step.is_multiple_of(self.config.telemetry.tensors_every);
         if overflow.is_some() || due || record.lost_updates.is_some() {
-            record.tensors = records::tensor_records(state.weights.layout(), &engine.grad_stats);
+            let tensors = state.weights.layout().iter().zip(&engine.grad_stats.tensors);
+            record.tensors = tensors.map(records::tensor_record).collect();
             for (tensor, counts) in record.tensors.iter_mut().zip(counts) {
                 tensor.lost_updates = Some(*counts).filter(|counts| counts.elements > 0);
             }

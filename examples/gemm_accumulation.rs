@@ -87,7 +87,7 @@ fn bf16_sums(a: &[bf16], b: &[bf16], depth: usize) -> Vec<bf16> {
 /// This crate's product: sums in FP32, rounded once.
 fn f32_sums(a: &[bf16], b: &[bf16], depth: usize) -> Vec<bf16> {
     let mut c = vec![bf16::ZERO; ROWS * ROWS];
-    matmul(Operand::new(a, ROWS, depth), Operand::new(b, depth, ROWS), &mut c, ROWS, Epilogue::default());
+    matmul(Operand::new(a, ROWS, depth), Operand::new(b, depth, ROWS), None, &mut c, ROWS, Epilogue::default());
     c
 }
 

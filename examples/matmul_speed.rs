@@ -59,13 +59,13 @@ fn step<T: Element>(dtype: &str, tokens: usize, peak: fn() -> Peak, filter: &str
         };
         let gflop = 2.0 * (tokens * inputs * outputs) as f64 / 1e9;
         let shares = [
-            share(gflop, peak, || matmul(x, weight, &mut y, outputs, Epilogue::default())),
-            share(gflop, peak, || matmul(dy, weight.transposed(), &mut dx, inputs, Epilogue::default())),
+            share(gflop, peak, || matmul(x, weight, None, &mut y, outputs, Epilogue::default())),
+            share(gflop, peak, || matmul(dy, weight.transposed(), None, &mut dx, inputs, Epilogue::default())),
             share(gflop, peak, || {
                 if is_head {
-                    matmul(dy.transposed(), x, &mut dw, inputs, Epilogue::default());
+                    matmul(dy.transposed(), x, None, &mut dw, inputs, Epilogue::default());
                 } else {
-                    matmul(x.transposed(), dy, &mut dw, outputs, Epilogue::default());
+                    matmul(x.transposed(), dy, None, &mut dw, outputs, Epilogue::default());
                 }
             }),
         ];

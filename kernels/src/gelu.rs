@@ -2,34 +2,18 @@
 
 use crate::math;
 use crate::rows::{Rows, for_each_part};
-use crate::view::{read, write};
+use crate::view::{BLOCK, map_blocks, read, write};
 use candle_core::{Result, Tensor};
-
-/// Elements a task converts at a time; two such rows stay in the L1 cache.
-const WIDTH: usize = 1024;
 
 /// `y = gelu(x)`, elementwise.
 pub fn forward(x: &Tensor, y: &Tensor) -> Result<()> {
-    let x = read(x)?;
-    let x = x.view();
-    write(y, |y| {
-        let len = y.len();
-        for_each_part(
-            Rows { view: y, width: 1 },
-            len,
-            8 * WIDTH,
-            #[inline(always)]
-            |first, len, mut y| {
-                let mut buffer = [0.0; WIDTH];
-                for start in (0..len).step_by(WIDTH) {
-                    let buffer = &mut buffer[..WIDTH.min(len - start)];
-                    x.load(first + start, buffer);
-                    math::gelu_slice(buffer);
-                    y.view.store(start, buffer);
-                }
-            },
-        );
-    })
+    map_blocks(
+        x,
+        y,
+        8 * BLOCK,
+        #[inline(always)]
+        |_, values, _| math::gelu_slice(values),
+    )
 }
 
 /// `dy *= gelu'(x)` and `y = gelu(x)`, elementwise. Afterwards `dy` is the gradient with respect to `x`.
@@ -42,12 +26,12 @@ pub fn backward(x: &Tensor, dy: &Tensor, y: &Tensor) -> Result<()> {
             for_each_part(
                 (Rows { view: dy, width: 1 }, Rows { view: y, width: 1 }),
                 len,
-                8 * WIDTH,
+                8 * BLOCK,
                 #[inline(always)]
                 |first, len, (mut dy, mut y)| {
-                    let (mut values, mut grads) = ([0.0; WIDTH], [0.0; WIDTH]);
-                    for start in (0..len).step_by(WIDTH) {
-                        let width = WIDTH.min(len - start);
+                    let (mut values, mut grads) = ([0.0; BLOCK], [0.0; BLOCK]);
+                    for start in (0..len).step_by(BLOCK) {
+                        let width = BLOCK.min(len - start);
                         let (values, grads) = (&mut values[..width], &mut grads[..width]);
                         x.load(first + start, values);
                         dy.view.as_view().load(start, grads);

@@ -1,14 +1,14 @@
 //! The fully connected layer, on weights `[in, out]` or `[out, in]` as they are stored: the product transposes operands
 //! while it packs them.
 
-use crate::columns::{MatmulOperand, WriteMode};
+use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::convert::Element;
-use crate::matmul::{Epilogue, LowRankTerm, Operand, matmul, matmul_with};
+use crate::matmul::{Epilogue, LowRankTerm, Operand, matmul};
 use crate::op;
 use crate::rows::{Rows, STRIPE, column_sums, par_columns, with_scratch};
-use crate::view::{ReadGuard, ViewMut, read, with_element, write};
+use crate::view::{ReadGuard, ViewMut, read, with_element, with_elements, write};
 use crate::{LoraTerm, WeightLayout};
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Error, Result};
 
 /// The `inputs` × `outputs` matrix of a weight, of either layout.
 fn operand<T>(data: &[T], layout: WeightLayout, [inputs, outputs]: [usize; 2]) -> Operand<'_, T> {
@@ -35,7 +35,7 @@ pub fn forward(op: &op::Linear<'_>) -> Result<()> {
                 let a = Operand::new(x.typed::<T>()?, rows, inner);
                 let b = operand(opened.typed::<T>()?, layout, [inner, outer]);
                 let second = low_rank.zip(low.as_ref()).map(|(low_rank, opened)| term(low_rank, opened)).transpose()?;
-                product(a, b, second, y, epilogue)
+                product(a, b, second, ColumnSlice::all(y)?, epilogue)
             })
         },
     )
@@ -87,16 +87,8 @@ pub fn product_of_columns(op: &op::Matmul<'_>) -> Result<()> {
     let (a_storage, b_storage) = (read(a.columns.tensor())?, read(b.columns.tensor())?);
     with_element!(a.columns.tensor().dtype(), T => {
         let (a, b) = (factor(a, a_storage.typed::<T>()?), factor(b, b_storage.typed::<T>()?));
-        write(c.tensor(), |view| {
-            let (first, ldc) = (c.first(), c.stride());
-            match view {
-                ViewMut::F32(c) => matmul(a, b, &mut c[first..], ldc, epilogue),
-                ViewMut::F16(c) => matmul(a, b, &mut c[first..], ldc, epilogue),
-                ViewMut::BF16(c) => matmul(a, b, &mut c[first..], ldc, epilogue),
-            }
-        })?;
-    });
-    Ok(())
+        product(a, b, None, c, epilogue)
+    })
 }
 
 fn factor<'a, T>(factor: MatmulOperand<'_>, data: &'a [T]) -> Operand<'a, T> {
@@ -110,13 +102,11 @@ fn product<T: Element>(
     a: Operand<'_, T>,
     b: Operand<'_, T>,
     second: Option<LowRankTerm<'_, T>>,
-    c: &Tensor,
+    c: ColumnSlice<'_>,
     epilogue: Epilogue<'_>,
 ) -> Result<()> {
-    let ldc = c.dims().last().copied().unwrap_or(1);
-    write(c, |c| match c {
-        ViewMut::F32(c) => matmul_with(a, b, second, c, ldc, epilogue),
-        ViewMut::F16(c) => matmul_with(a, b, second, c, ldc, epilogue),
-        ViewMut::BF16(c) => matmul_with(a, b, second, c, ldc, epilogue),
+    let (first, ldc) = (c.first(), c.stride());
+    write(c.tensor(), |c| {
+        with_elements!(c, ViewMut, c => matmul(a, b, second, &mut c[first..], ldc, epilogue));
     })
 }

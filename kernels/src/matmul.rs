@@ -128,7 +128,8 @@ pub struct LowRankTerm<'a, T> {
     pub shares: &'a [Range<usize>],
 }
 
-/// C = α A·B (+ bias) (+ C), for A of m × k, B of k × n and C of m × n, with row i of C at `c[i * ldc..][..n]`.
+/// C = α A·B (+ bias) (+ C), for A of m × k, B of k × n and C of m × n, with row i of C at `c[i * ldc..][..n]`. A `second` product
+/// is added to the first; its operands are packed whole, so its depth should be small.
 ///
 /// A sum is rounded to C's type once, for any k. Its bits do not depend on the number of threads: rows and columns of
 /// C are shared out over the rayon pool, k never is. NaN and infinities propagate as in plain arithmetic.
@@ -138,21 +139,6 @@ pub struct LowRankTerm<'a, T> {
 /// # Panics
 /// If the shapes do not fit together.
 pub fn matmul<A: Element, C: Element>(
-    a: Operand<'_, A>,
-    b: Operand<'_, A>,
-    c: &mut [C],
-    ldc: usize,
-    epilogue: Epilogue<'_>,
-) {
-    matmul_on(MicroKernel::of::<A>(Isa::current()), a, b, None, c, ldc, epilogue);
-}
-
-/// [`matmul`] with a second product added to the first, if there is one. Its operands are packed whole, so its depth should be
-/// small.
-///
-/// # Panics
-/// If the shapes do not fit together.
-pub fn matmul_with<A: Element, C: Element>(
     a: Operand<'_, A>,
     b: Operand<'_, A>,
     second: Option<LowRankTerm<'_, A>>,

@@ -2,7 +2,7 @@
 
 use crate::op;
 use crate::rows::{axpy, write_rows};
-use crate::view::read;
+use crate::view::{BLOCK, map_blocks, read};
 use candle_core::Result;
 
 /// Computes [`op::AddBranch`].
@@ -23,17 +23,16 @@ pub fn add(op: &op::AddBranch<'_>) -> Result<()> {
     )
 }
 
-/// Computes [`op::Copy`] of a matrix.
+/// Computes [`op::Copy`].
 pub fn copy(op: &op::Copy<'_>) -> Result<()> {
-    let x = read(op.x)?;
-    let x = x.view();
-    write_rows(
+    map_blocks(
+        op.x,
         op.out,
+        16 * BLOCK,
         #[inline(always)]
-        |at, row, _| {
-            x.load(at, row);
+        |first, values, _| {
             if let Some(dropout) = op.dropout {
-                dropout.apply(at, row);
+                dropout.apply(first, values);
             }
         },
     )

@@ -3,7 +3,7 @@
 use crate::isa;
 use crate::op;
 use crate::precision::{ExponentHistogram, FloatFormat, TensorStats};
-use crate::view::{View, read, to_host};
+use crate::view::{View, read, to_host, with_elements};
 use candle_core::{Result, Tensor};
 use rayon::prelude::*;
 
@@ -104,13 +104,10 @@ fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSumma
 #[inline(always)]
 fn leaf(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSummary {
     let mut summary = TensorSummary::default();
-    summary.stats = match (view, exponents) {
-        (View::F32(x), false) => TensorStats::of(x, format),
-        (View::F16(x), false) => TensorStats::of(x, format),
-        (View::BF16(x), false) => TensorStats::of(x, format),
-        (View::F32(x), true) => TensorStats::with_histogram(x, format, &mut summary.exponents),
-        (View::F16(x), true) => TensorStats::with_histogram(x, format, &mut summary.exponents),
-        (View::BF16(x), true) => TensorStats::with_histogram(x, format, &mut summary.exponents),
-    };
+    summary.stats = with_elements!(view, View, x => if exponents {
+        TensorStats::with_histogram(x, format, &mut summary.exponents)
+    } else {
+        TensorStats::of(x, format)
+    });
     summary
 }

@@ -34,14 +34,29 @@ pub enum ViewMut<'a> {
     BF16(&'a mut [bf16]),
 }
 
+/// Runs `$body` with the elements of a view of any type as `$s`, and wraps its result in the variants of `$to` if that is given.
+macro_rules! with_elements {
+    ($view:expr, $from:ident, $s:ident => $body:expr) => {
+        match $view {
+            $from::F32($s) => $body,
+            $from::F16($s) => $body,
+            $from::BF16($s) => $body,
+        }
+    };
+    ($view:expr, $from:ident, $s:ident => $to:ident: $body:expr) => {
+        match $view {
+            $from::F32($s) => $to::F32($body),
+            $from::F16($s) => $to::F16($body),
+            $from::BF16($s) => $to::BF16($body),
+        }
+    };
+}
+pub(crate) use with_elements;
+
 impl<'a> View<'a> {
     /// Number of elements.
     pub fn len(&self) -> usize {
-        match self {
-            Self::F32(s) => s.len(),
-            Self::F16(s) => s.len(),
-            Self::BF16(s) => s.len(),
-        }
+        with_elements!(self, Self, s => s.len())
     }
 
     /// Whether there is no element.
@@ -52,22 +67,19 @@ impl<'a> View<'a> {
     /// The elements of `range`.
     #[must_use]
     pub fn slice(self, range: Range<usize>) -> View<'a> {
-        match self {
-            Self::F32(s) => View::F32(&s[range]),
-            Self::F16(s) => View::F16(&s[range]),
-            Self::BF16(s) => View::BF16(&s[range]),
-        }
+        with_elements!(self, Self, s => View: &s[range])
+    }
+
+    /// The bytes of the elements.
+    pub fn bytes(self) -> &'a [u8] {
+        with_elements!(self, Self, s => bytemuck::cast_slice(s))
     }
 
     /// Widens the elements starting at `start` into `out`.
     #[inline(always)]
     pub fn load(&self, start: usize, out: &mut [f32]) {
         let range = start..start + out.len();
-        match self {
-            Self::F32(s) => out.copy_from_slice(&s[range]),
-            Self::F16(s) => f16::load(&s[range], out),
-            Self::BF16(s) => bf16::load(&s[range], out),
-        }
+        with_elements!(self, Self, s => Element::load(&s[range], out));
     }
 
     /// The elements as FP32: the storage itself if it is FP32, else widened into `scratch`.
@@ -77,11 +89,7 @@ impl<'a> View<'a> {
         'a: 'b,
     {
         let range = start..start + scratch.len();
-        match self {
-            Self::F32(s) => f32::as_f32(&s[range], scratch),
-            Self::F16(s) => f16::as_f32(&s[range], scratch),
-            Self::BF16(s) => bf16::as_f32(&s[range], scratch),
-        }
+        with_elements!(self, Self, s => Element::as_f32(&s[range], scratch))
     }
 }
 
@@ -98,59 +106,40 @@ impl ViewMut<'_> {
 
     /// The same elements, to read.
     pub fn as_view(&self) -> View<'_> {
-        match self {
-            Self::F32(s) => View::F32(s),
-            Self::F16(s) => View::F16(s),
-            Self::BF16(s) => View::BF16(s),
-        }
+        with_elements!(self, Self, s => View: s)
     }
 
-    /// Reborrows the same elements.
-    pub fn reborrow(&mut self) -> ViewMut<'_> {
-        match self {
-            Self::F32(s) => ViewMut::F32(s),
-            Self::F16(s) => ViewMut::F16(s),
-            Self::BF16(s) => ViewMut::BF16(s),
-        }
+    /// The bytes of the elements.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        with_elements!(self, Self, s => bytemuck::cast_slice_mut(s))
     }
 
     /// Rounds `values` (to nearest even) into the elements starting at `start`.
     #[inline(always)]
     pub fn store(&mut self, start: usize, values: &[f32]) {
         let range = start..start + values.len();
-        match self {
-            Self::F32(s) => s[range].copy_from_slice(values),
-            Self::F16(s) => f16::store(values, &mut s[range]),
-            Self::BF16(s) => bf16::store(values, &mut s[range]),
-        }
+        with_elements!(self, Self, s => Element::store(values, &mut s[range]));
     }
 
     /// Sets every element to zero.
     pub fn zero(&mut self) {
-        match self {
-            Self::F32(s) => s.fill(0.0),
-            Self::F16(s) => s.fill(f16::ZERO),
-            Self::BF16(s) => s.fill(bf16::ZERO),
-        }
+        with_elements!(self, Self, s => s.fill(Default::default()));
     }
 }
 
 impl<'a> ViewMut<'a> {
     /// Two disjoint parts, the first of `mid` elements.
     pub fn split_at(self, mid: usize) -> (ViewMut<'a>, ViewMut<'a>) {
+        macro_rules! halves {
+            ($s:ident, $variant:ident) => {{
+                let (a, b) = $s.split_at_mut(mid);
+                (ViewMut::$variant(a), ViewMut::$variant(b))
+            }};
+        }
         match self {
-            Self::F32(s) => {
-                let (a, b) = s.split_at_mut(mid);
-                (ViewMut::F32(a), ViewMut::F32(b))
-            }
-            Self::F16(s) => {
-                let (a, b) = s.split_at_mut(mid);
-                (ViewMut::F16(a), ViewMut::F16(b))
-            }
-            Self::BF16(s) => {
-                let (a, b) = s.split_at_mut(mid);
-                (ViewMut::BF16(a), ViewMut::BF16(b))
-            }
+            Self::F32(s) => halves!(s, F32),
+            Self::F16(s) => halves!(s, F16),
+            Self::BF16(s) => halves!(s, BF16),
         }
     }
 }
@@ -179,11 +168,7 @@ impl<'a> ViewMut<'a> {
     /// The same elements, to be written by several threads.
     pub fn interleaved(self) -> SharedViewMut<'a> {
         let len = self.len();
-        let pointer = match self {
-            Self::F32(s) => Pointer::F32(s.as_mut_ptr()),
-            Self::F16(s) => Pointer::F16(s.as_mut_ptr()),
-            Self::BF16(s) => Pointer::BF16(s.as_mut_ptr()),
-        };
+        let pointer = with_elements!(self, Self, s => Pointer: s.as_mut_ptr());
         SharedViewMut { pointer, len, elements: PhantomData }
     }
 }
@@ -200,14 +185,10 @@ impl SharedViewMut<'_> {
     pub unsafe fn store(&self, start: usize, values: &[f32]) {
         let count = values.len();
         assert!(start + count <= self.len, "elements {start}.. of {}", self.len);
-        match self.pointer {
-            // SAFETY: the range lies inside the loan, and the caller keeps others away from it.
-            Pointer::F32(p) => unsafe { std::slice::from_raw_parts_mut(p.add(start), count) }.copy_from_slice(values),
-            // SAFETY: as above.
-            Pointer::F16(p) => f16::store(values, unsafe { std::slice::from_raw_parts_mut(p.add(start), count) }),
-            // SAFETY: as above.
-            Pointer::BF16(p) => bf16::store(values, unsafe { std::slice::from_raw_parts_mut(p.add(start), count) }),
-        }
+        // SAFETY: the range lies inside the loan, and the caller keeps others away from it.
+        with_elements!(self.pointer, Pointer, p => unsafe {
+            Element::store(values, std::slice::from_raw_parts_mut(p.add(start), count));
+        });
     }
 }
 
@@ -312,6 +293,14 @@ fn write_on_host<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result
     lend.result.take().ok_or_else(|| Error::Msg("a CPU kernel was called on another device".into()))
 }
 
+/// [`write`] for a tensor that may be missing.
+pub(crate) fn write_optional<R>(tensor: Option<&Tensor>, f: impl FnOnce(Option<ViewMut<'_>>) -> R) -> Result<R> {
+    match tensor {
+        Some(tensor) => write(tensor, |view| f(Some(view))),
+        None => Ok(f(None)),
+    }
+}
+
 /// Gives `f` write access to an FP32 tensor's elements.
 pub fn write_f32<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Result<R> {
     write(tensor, |view| match view {
@@ -322,16 +311,17 @@ pub fn write_f32<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Result<
 
 /// `out = x`, rounded to `out`'s type.
 pub fn copy(x: &Tensor, out: &Tensor) -> Result<()> {
-    streamed(x, out, |_, _, _| ())
+    map_blocks(x, out, 16 * BLOCK, |_, _, _| ())
 }
 
 /// `out += (x + inner[0]) + …`, each sum formed in FP32, in one pass over memory. `inner` is FP32 and stays as it is.
 pub fn accumulate(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
     let inner = inner.iter().map(|tensor| read(tensor)).collect::<Result<Vec<_>>>()?;
     let inner = inner.iter().map(ReadGuard::typed::<f32>).collect::<Result<Vec<_>>>()?;
-    streamed(
+    map_blocks(
         x,
         out,
+        16 * BLOCK,
         #[inline(always)]
         |first, values, out| {
             for inner in &inner {
@@ -347,12 +337,17 @@ pub fn accumulate(x: &Tensor, inner: &[&Tensor], out: &Tensor) -> Result<()> {
     )
 }
 
-/// Elements that are converted at a time.
-const BLOCK: usize = 1024;
+/// Elements that are converted at a time: they stay in the L1 cache.
+pub(crate) const BLOCK: usize = 1024;
 
-/// Writes `x` to `out` by blocks. `f` gets the index of a block's first element, `x`'s values, which it turns into the new ones,
-/// and `out`'s old ones.
-fn streamed(x: &Tensor, out: &Tensor, f: impl Fn(usize, &mut [f32], View<'_>) + Sync) -> Result<()> {
+/// Writes `x` to `out` by blocks, at most `grain` elements per task. `f` gets the index of a block's first element, `x`'s values,
+/// which it turns into the new ones, and `out`'s old ones.
+pub(crate) fn map_blocks(
+    x: &Tensor,
+    out: &Tensor,
+    grain: usize,
+    f: impl Fn(usize, &mut [f32], View<'_>) + Sync,
+) -> Result<()> {
     let x = read(x)?;
     let x = x.view();
     write(out, |out| {
@@ -360,7 +355,7 @@ fn streamed(x: &Tensor, out: &Tensor, f: impl Fn(usize, &mut [f32], View<'_>) + 
         for_each_part(
             Rows { view: out, width: 1 },
             len,
-            16 * BLOCK,
+            grain,
             #[inline(always)]
             |first, len, mut out| {
                 let mut values = [0.0; BLOCK];

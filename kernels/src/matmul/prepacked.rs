@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use candle_core::Tensor;
 
-use super::super::view::{View, read};
+use super::super::view::read;
 use super::Operand;
 use super::buffer::PackBuffer;
 
@@ -43,11 +43,7 @@ pub fn with_packed<'a, R>(weights: impl Iterator<Item = &'a Tensor>, body: impl 
 
 /// The address of a tensor's first element in the CPU's memory.
 fn address(tensor: &Tensor) -> Option<usize> {
-    Some(match read(tensor).ok()?.view() {
-        View::F32(values) => values.as_ptr() as usize,
-        View::F16(values) => values.as_ptr() as usize,
-        View::BF16(values) => values.as_ptr() as usize,
-    })
+    Some(read(tensor).ok()?.view().bytes().as_ptr() as usize)
 }
 
 /// Passes `body` the panels of `b`, of `words` words, if they are kept. `pack` writes them the first time.

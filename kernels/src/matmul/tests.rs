@@ -261,7 +261,7 @@ fn large_products_are_cut_up_correctly() {
         let a: Vec<f32> = (0..m * k).map(|i| (i % 31) as f32).collect();
         let b: Vec<f32> = (0..k * n).map(|i| (i % 29) as f32).collect();
         let mut c = vec![0f32; m * n];
-        matmul(Operand::new(&a, m, k), Operand::new(&b, k, n), &mut c, n, Epilogue::default());
+        matmul(Operand::new(&a, m, k), Operand::new(&b, k, n), None, &mut c, n, Epilogue::default());
         for i in 0..m {
             for j in 0..n {
                 let expected: f32 = (0..k).map(|p| a[i * k + p] * b[p * n + j]).sum();

@@ -4,8 +4,8 @@ use super::columns::ColumnSlice;
 use super::matmul::{GemmShape, buffer_bytes};
 use super::op::{self, Op};
 use super::{
-    Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, layer_norm, linear,
-    residual, rms_norm, rope, route, summary, view,
+    Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, linear, norm, residual,
+    rope, route, summary, view,
 };
 use candle_core::{Result, Tensor};
 
@@ -30,10 +30,8 @@ impl Kernels for Fused {
             Op::Accumulate(op) => view::accumulate(op.x, op.inner, op.out),
             Op::Embed(op) => embedding::forward(op),
             Op::EmbedBackward(op) => embedding::backward(op),
-            Op::Norm(op) if !op.settings.centers() => rms_norm::forward(op),
-            Op::Norm(op) => return layer_norm::forward(op),
-            Op::NormBackward(op) if !op.settings.centers() => rms_norm::backward(op),
-            Op::NormBackward(op) => return layer_norm::backward(op),
+            Op::Norm(op) => norm::forward(op),
+            Op::NormBackward(op) => norm::backward(op),
             Op::Rotate(op) => rope::apply_rope(op),
             Op::Linear(op) => linear::forward(op),
             Op::Matmul(op) => linear::product_of_columns(op),

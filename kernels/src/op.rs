@@ -441,8 +441,8 @@ impl<'a> Embedding<'a> {
     }
 }
 
-fn tensors(columns: [ColumnSlice<'_>; 3]) -> [&Tensor; 3] {
-    columns.map(|columns| columns.tensor())
+fn tensors(columns: [ColumnSlice<'_>; 3]) -> [Option<&Tensor>; 3] {
+    columns.map(|columns| Some(columns.tensor()))
 }
 
 /// Rows and columns.
@@ -469,94 +469,58 @@ impl Op<'_> {
         }
     }
 
-    /// Calls `visit` with each tensor that is read, then with each one that is written. Not for [`Op::Summarize`].
+    /// Calls `visit` with the tensors that are read and those that are written. Not for [`Op::Summarize`].
     pub fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
-        let mut all = |access, tensors: &[&Tensor], optional: &[Option<&Tensor>]| {
-            let optional = optional.iter().copied().flatten();
-            tensors.iter().copied().chain(optional).for_each(|tensor| visit(tensor, access));
+        let mut all = |reads: &[Option<&Tensor>], writes: &[Option<&Tensor>]| {
+            reads.iter().flatten().for_each(|tensor| visit(tensor, Access::Read));
+            writes.iter().flatten().for_each(|tensor| visit(tensor, Access::Write));
         };
-        let (read, write) = (Access::Read, Access::Write);
         match self {
-            Self::Zero(op) => all(write, &[op.x], &[]),
-            Self::Copy(op) => {
-                all(read, &[op.x], &[]);
-                all(write, &[op.out], &[]);
-            }
+            Self::Zero(op) => all(&[], &[Some(op.x)]),
+            Self::Copy(op) => all(&[Some(op.x)], &[Some(op.out)]),
             Self::Accumulate(op) => {
-                all(read, &[op.x], &[]);
-                all(write, op.inner, &[Some(op.out)]);
+                all(&[Some(op.x)], &[Some(op.out)]);
+                op.inner.iter().for_each(|inner| all(&[], &[Some(inner)]));
             }
-            Self::Embed(op) => {
-                all(read, &[op.input.table], &[op.input.positions]);
-                all(write, &[op.out], &[]);
-            }
-            Self::EmbedBackward(op) => {
-                all(read, &[op.dx], &[]);
-                all(write, &[], &[op.dtable, op.dpositions]);
-            }
+            Self::Embed(op) => all(&[Some(op.input.table), op.input.positions], &[Some(op.out)]),
+            Self::EmbedBackward(op) => all(&[Some(op.dx)], &[op.dtable, op.dpositions]),
             Self::Norm(op) => {
-                all(read, &[op.x.tensor(), op.weight], &[op.bias]);
-                all(write, &[op.y.tensor(), op.rstd], &[op.mean]);
+                all(&[Some(op.x.tensor()), Some(op.weight), op.bias], &[Some(op.y.tensor()), Some(op.rstd), op.mean]);
             }
             Self::NormBackward(op) => {
-                all(read, &[op.dy.tensor(), op.x.tensor(), op.weight, op.rstd], &[op.mean]);
-                all(write, &[op.dx.tensor()], &[op.dweight, op.dbias]);
+                let (dy, x, dx) = (Some(op.dy.tensor()), Some(op.x.tensor()), Some(op.dx.tensor()));
+                all(&[dy, x, Some(op.weight), Some(op.rstd), op.mean], &[dx, op.dweight, op.dbias]);
             }
-            Self::Rotate(op) => {
-                all(read, &[&op.table.cos, &op.table.sin], &[]);
-                all(write, &[op.x.tensor()], &[]);
-            }
+            Self::Rotate(op) => all(&[Some(&op.table.cos), Some(&op.table.sin)], &[Some(op.x.tensor())]),
             Self::Linear(op) => {
-                let low_rank = op.low_rank.map(|low_rank| [low_rank.low, low_rank.factor.columns.tensor()]);
-                all(read, &[op.x, op.weight], &[op.bias]);
-                all(read, low_rank.as_ref().map_or(&[], |tensors| tensors), &[]);
-                all(write, &[op.y], &[]);
+                let low = op.low_rank.map(|low_rank| low_rank.low);
+                let factor = op.low_rank.map(|low_rank| low_rank.factor.columns.tensor());
+                all(&[Some(op.x), Some(op.weight), op.bias, low, factor], &[Some(op.y)]);
             }
             Self::Matmul(op) => {
-                all(read, &[op.a.columns.tensor(), op.b.columns.tensor()], &[]);
-                all(write, &[op.c.tensor()], &[]);
+                all(&[Some(op.a.columns.tensor()), Some(op.b.columns.tensor())], &[Some(op.c.tensor())]);
             }
-            Self::SumRows(op) => {
-                all(read, &[op.x], &[]);
-                all(write, &[op.out], &[]);
-            }
-            Self::Attention(op) => {
-                all(read, &tensors(op.operands.qkv), &[]);
-                all(write, &[op.out, op.lse], &[]);
-            }
+            Self::SumRows(op) => all(&[Some(op.x)], &[Some(op.out)]),
+            Self::Attention(op) => all(&tensors(op.operands.qkv), &[Some(op.out), Some(op.lse)]),
             Self::AttentionBackward(op) => {
-                all(read, &tensors(op.operands.qkv), &[Some(op.dout), Some(op.out), Some(op.lse)]);
-                all(write, &tensors(op.gradients), &[]);
+                all(&tensors(op.operands.qkv), &[]);
+                all(&[Some(op.dout), Some(op.out), Some(op.lse)], &tensors(op.gradients));
             }
             Self::DecodeAttention(op) => {
-                all(read, &tensors(op.qkv), &[]);
-                all(write, &[op.out], &[]);
+                all(&tensors(op.qkv), &[Some(op.out)]);
                 for CachedSequence { cache, .. } in op.sequences {
-                    all(write, &[&cache.keys, &cache.values], &[]);
+                    all(&[], &[Some(&cache.keys), Some(&cache.values)]);
                 }
             }
-            Self::Activate(op) => {
-                all(read, &[op.x], &[]);
-                all(write, &[op.y], &[]);
-            }
-            Self::ActivateBackward(op) => {
-                all(read, &[op.x, op.dy], &[]);
-                all(write, &[op.dx, op.y], &[]);
-            }
-            Self::AddBranch(op) => {
-                all(read, &[op.stream, op.branch], &[]);
-                all(write, &[op.out], &[]);
-            }
-            Self::SoftCap(op) => {
-                all(read, &[op.x], &[]);
-                all(write, &[op.out], &[]);
-            }
-            Self::CrossEntropy(op) => all(write, &[op.logits.tensor(), op.losses], &[]),
+            Self::Activate(op) => all(&[Some(op.x)], &[Some(op.y)]),
+            Self::ActivateBackward(op) => all(&[Some(op.x), Some(op.dy)], &[Some(op.dx), Some(op.y)]),
+            Self::AddBranch(op) => all(&[Some(op.stream), Some(op.branch)], &[Some(op.out)]),
+            Self::SoftCap(op) => all(&[Some(op.x)], &[Some(op.out)]),
+            Self::CrossEntropy(op) => all(&[], &[Some(op.logits.tensor()), Some(op.losses)]),
             Self::Summarize(_) => {}
-            Self::Sum(op) => all(read, &[op.x], &[]),
+            Self::Sum(op) => all(&[Some(op.x)], &[]),
             Self::AdamW(op) => {
-                all(read, &[op.grad], &[]);
-                all(write, &[op.master, op.exp_avg, op.exp_avg_sq], &[op.weight]);
+                all(&[Some(op.grad)], &[Some(op.master), Some(op.exp_avg), Some(op.exp_avg_sq), op.weight]);
             }
             Self::Route(op) => op.for_each_tensor(visit),
             Self::RouteBackward(op) => op.for_each_tensor(visit),

@@ -5,12 +5,13 @@ use super::launch::{Arguments, KernelLaunch, Queue};
 use crate::op::{Access, Op};
 use candle_core::{DType, Result, Tensor, TensorId, bail};
 use half::{bf16, f16};
+use rayon::prelude::*;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{LazyLock, Mutex};
-use std::{env, fs, thread};
+use std::{env, fs};
 
 /// Undefined behaviour, misaligned vectors among it, ends the test. Products are not contracted, so that results do not
 /// depend on the compiler.
@@ -111,21 +112,8 @@ fn compile(sources: &[PathBuf], folder: &Path) -> std::result::Result<(), String
     };
     let objects: Vec<_> =
         (0..sources.len()).map(|i| folder.join(format!("{i}.o")).to_string_lossy().into_owned()).collect();
-    let jobs: Vec<_> = sources.iter().zip(&objects).collect();
-    let next = std::sync::atomic::AtomicUsize::new(0);
-    let workers = thread::available_parallelism().map_or(1, usize::from);
-    thread::scope(|scope| {
-        let worker = || -> std::result::Result<(), String> {
-            while let Some((source, object)) = jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
-                run(&["-x", "c++", "-c", &source.to_string_lossy(), "-o", object])?;
-            }
-            Ok(())
-        };
-        let threads: Vec<_> = (0..workers).map(|_| scope.spawn(worker)).collect();
-        threads
-            .into_iter()
-            .try_for_each(|thread| thread.join().unwrap_or_else(|_| Err("a compiling thread panicked".into())))
-    })?;
+    let jobs = sources.par_iter().zip(&objects);
+    jobs.try_for_each(|(source, object)| run(&["-x", "c++", "-c", &source.to_string_lossy(), "-o", object]))?;
     let library = folder.join("emulator.so").to_string_lossy().into_owned();
     let mut arguments = vec!["-shared", "-o", &library];
     arguments.extend(objects.iter().map(String::as_str));

@@ -13,7 +13,7 @@ use super::spec::{ModelSpec, ModuleId, ModuleOp, ParamRole};
 use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand};
 use crate::engine::kernels::view::AllocFn;
 use crate::engine::kernels::{LoraTerm, WeightLayout, op};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Error, Result, Tensor};
 use std::ops::Range;
 
 /// The adapters of a product.
@@ -112,19 +112,14 @@ impl<T> AdapterBuffers<T> {
 
 impl<'a> AdapterPass<'a> {
     fn buffers(self) -> Result<&'a AdapterBuffers> {
-        match self.buffers {
-            Some(buffers) => Ok(buffers),
-            None => bail!("this workspace has no buffers for adapters"),
-        }
+        self.buffers.ok_or_else(|| Error::msg("this workspace has no buffers for adapters"))
     }
 }
 
 /// The first `rows` × `columns` elements of a buffer as a matrix.
 fn matrix(buffer: Option<&Tensor>, rows: usize, columns: usize) -> Result<Tensor> {
-    match buffer {
-        Some(buffer) => buffer.narrow(0, 0, rows * columns)?.reshape((rows, columns)),
-        None => bail!("this workspace has no buffers for adapters in this pass"),
-    }
+    let buffer = buffer.ok_or_else(|| Error::msg("this workspace has no buffers for adapters in this pass"))?;
+    buffer.narrow(0, 0, rows * columns)?.reshape((rows, columns))
 }
 
 impl Adapter {

@@ -15,7 +15,7 @@ use crate::engine::kernels::cross_entropy::CrossEntropyWorkspace;
 use crate::engine::kernels::rope::{CosSinCache, PositionIds};
 use crate::engine::kernels::view::{self, AllocFn};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -336,10 +336,8 @@ impl<T> BlockActivations<T> {
 impl<T> LayerScratch<T> {
     /// The buffers of layers of type `compute`.
     pub(super) fn of(all: &[Self], compute: DType) -> Result<&Self> {
-        match all.iter().find(|scratch| scratch.compute == compute) {
-            Some(scratch) => Ok(scratch),
-            None => bail!("there are no buffers for layers that compute in {compute:?}"),
-        }
+        let found = all.iter().find(|scratch| scratch.compute == compute);
+        found.ok_or_else(|| Error::msg(format!("there are no buffers for layers that compute in {compute:?}")))
     }
 
     pub(super) fn routed(&self) -> Result<&T> {
@@ -348,17 +346,11 @@ impl<T> LayerScratch<T> {
 
     /// The activations of the current block.
     pub(super) fn block(&self) -> Result<&BlockActivations<T>> {
-        match &self.block {
-            Some(activations) => Ok(activations),
-            None => bail!("there are no buffers for the activations of a block"),
-        }
+        self.block.as_ref().ok_or_else(|| Error::msg("there are no buffers for the activations of a block"))
     }
 
     pub(super) fn gradients(&self) -> Result<&SublayerGrads<T>> {
-        match &self.gradients {
-            Some(gradients) => Ok(gradients),
-            None => bail!("this workspace has no buffers for a backward pass"),
-        }
+        self.gradients.as_ref().ok_or_else(|| Error::msg("this workspace has no buffers for a backward pass"))
     }
 
     pub(super) fn alloc(

@@ -102,30 +102,23 @@ impl AdamW {
     /// Zero moments for parameters laid out as `masters`.
     pub fn new(config: impl Into<OptimizerConfig>, masters: &Parameters) -> Result<Self> {
         let OptimizerConfig { adamw, kind, rounding_seed } = config.into();
-        let elements = |entry: &ParamSpec| entry.shape.iter().product::<usize>();
-        let narrow = |entry: &&ParamSpec| kind == OptimizerKind::AdamW8bit && elements(entry) >= MIN_QUANTIZED_ELEMENTS;
-        let layout = masters.layout();
-        let exact: Vec<usize> = (0..layout.len()).filter(|index| !narrow(&&layout[*index])).collect();
+        let (mut exact, mut quantized, mut storage) = (Vec::new(), Vec::new(), Vec::new());
+        for (index, entry) in masters.layout().iter().enumerate() {
+            let elements: usize = entry.shape.iter().product();
+            if kind == OptimizerKind::AdamW8bit && elements >= MIN_QUANTIZED_ELEMENTS {
+                storage.push(MomentStorage::Int8(quantized.len()));
+                let range = masters.range(index);
+                let moments = [true, false].map(|signed| BlockwiseQuantized::zeros(range.len(), signed));
+                quantized.push(QuantizedMoments { name: entry.name.clone(), elements, range, moments });
+            } else {
+                storage.push(MomentStorage::Fp32(exact.len()));
+                exact.push(index);
+            }
+        }
         let moments = || match kind {
             OptimizerKind::AdamW => masters.zeros_like(DType::F32),
             OptimizerKind::AdamW8bit => masters.zeros_for(&exact, DType::F32),
         };
-        let zeros = |(index, entry): (usize, &ParamSpec)| {
-            let range = masters.range(index);
-            let moments = [true, false].map(|signed| BlockwiseQuantized::zeros(range.len(), signed));
-            QuantizedMoments { name: entry.name.clone(), elements: elements(entry), range, moments }
-        };
-        let quantized = layout.iter().enumerate().filter(|(_, entry)| narrow(entry));
-        let quantized: Vec<QuantizedMoments> = quantized.map(zeros).collect();
-        let (mut exact, mut narrowed) = (0.., 0..);
-        let place = |entry: &ParamSpec| {
-            if narrow(&entry) {
-                narrowed.next().map(MomentStorage::Int8)
-            } else {
-                exact.next().map(MomentStorage::Fp32)
-            }
-        };
-        let storage = layout.iter().filter_map(place).collect();
         let largest = quantized.iter().map(|tensor| tensor.moments[0].len()).max();
         let widest = masters.tensors().iter().filter(|master| master.dtype() != DType::F32);
         let widest = widest.map(Tensor::elem_count).max();

@@ -123,7 +123,7 @@ impl ViewMut<'_> {
 
     /// Sets every element to zero.
     pub fn zero(&mut self) {
-        with_elements!(self, Self, s => s.fill(Default::default()));
+        with_elements!(self, Self, s => s.fill(Element::from_f32(0.0)));
     }
 }
 

@@ -602,8 +602,10 @@ mod tests {
             let lines: Vec<_> = small.lines().collect();
             let top = lines.iter().position(|line| *line == page[0]).unwrap();
             assert_eq!(lines[top..23], page[..23 - top], "{}", lab_tab.name);
-            frames +=
-                &[&lines[..top], &lines[23..]].concat().iter().map(|line| format!("{line}\n")).collect::<String>();
+            for line in lines[..top].iter().chain(&lines[23..]) {
+                frames.push_str(line);
+                frames.push('\n');
+            }
         }
         insta::assert_snapshot!("frames_80x24", frames);
     }

@@ -341,7 +341,7 @@ mod tests {
         let [first, second, third] = connected;
         drop(third);
         let lost = thread::scope(|scope| {
-            [&first, &second].map(|group| scope.spawn(move || exchange(group))).map(|it| it.join())
+            [&first, &second].map(|group| scope.spawn(move || exchange(group))).map(thread::ScopedJoinHandle::join)
         });
         for error in lost {
             let message = error.unwrap().unwrap_err().to_string();

@@ -7,8 +7,11 @@ use super::checkpoint::Base;
 use super::tensor_file::{TensorFile, write_tensors};
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::engine::kernels::{WeightLayout, view};
-use crate::engine::model::{Lora, ModelSpec, ModuleId, Parameters};
+use crate::engine::model::{
+    Lora, ModelSpec, ModuleId, ParamRole, ParamSpec, Parameters, is_parameter, stacked_experts,
+};
 use crate::{Error, Result};
+use candle_core::{Device, Tensor};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
@@ -22,7 +25,7 @@ pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
 
 /// Keys about an adapter's origin or training, which are ignored; the tensors determine the layers.
-const IGNORED_KEYS: [&str; 19] = [
+const IGNORED_KEYS: [&str; 20] = [
     "auto_mapping",
     "base_model_name_or_path",
     "exclude_modules",
@@ -40,6 +43,7 @@ const IGNORED_KEYS: [&str; 19] = [
     "r",
     "revision",
     "target_modules",
+    "target_parameters",
     "use_dora",
     "use_rslora",
 ];
@@ -60,6 +64,8 @@ struct AdapterConfig {
     dropout: f64,
     rslora: bool,
     dora: bool,
+    /// The routers' and experts' parameters with adapters.
+    target_parameters: Vec<String>,
     /// The base's name and the commit of its files.
     base: Option<Base>,
 }
@@ -104,12 +110,17 @@ impl AdapterFolder {
     /// `base` with these adapters. Fails with [`Error::Model`] naming a tensor that does not fit, because the adapter
     /// belongs to a different base.
     pub fn spec(&self, base: &ModelSpec) -> Result<ModelSpec> {
-        let AdapterConfig { r, alpha, dropout, rslora, dora, .. } = self.config;
+        let AdapterConfig { r, alpha, dropout, rslora, dora, ref target_parameters, .. } = self.config;
         let layers: BTreeMap<String, ModuleId> =
             base.base_parameters().into_iter().map(|entry| (base.layer_name(entry.layer), entry.layer)).collect();
-        let mut lora =
-            Lora { r, alpha, dropout, rslora, dora, targets: BTreeSet::new(), modules_to_save: BTreeSet::new() };
-        for tensor in self.file.tensors() {
+        let in_config = |error: Error| Error::model(self.path.display(), error.to_string());
+        let targets = Lora::targets(base, target_parameters).map_err(in_config)?;
+        let mut lora = Lora { r, alpha, dropout, rslora, dora, targets, modules_to_save: BTreeSet::new() };
+        lora.check_experts().map_err(in_config)?;
+        let with_lora = |lora: &Lora| ModelSpec { lora: Some(lora.clone()), ..base.clone() };
+        // The name of a tensor of all experts does not determine the parameter.
+        let of_parameters = stored_names(&with_lora(&lora));
+        for tensor in self.file.tensors().filter(|tensor| !of_parameters.contains(tensor.name)) {
             let foreign = || {
                 tensor.error(format!(
                     "`{}` has no such layer; the adapter belongs to a different base model",
@@ -132,27 +143,29 @@ impl AdapterFolder {
             ));
         }
         let saved = Lora::names(base, &lora.modules_to_save, false);
-        let checked = Lora::modules_to_save(base, &saved)
-            .map_err(|error| Error::model(self.path.display(), error.to_string()))?;
-        let spec = ModelSpec { lora: Some(Lora { modules_to_save: checked, ..lora }), ..base.clone() };
+        let checked = Lora::modules_to_save(base, &saved).map_err(in_config)?;
+        let spec = with_lora(&Lora { modules_to_save: checked, ..lora });
         self.check(&spec)?;
         Ok(spec)
     }
 
     /// Checks that exactly the expected parameters exist, with their shapes.
     fn check(&self, spec: &ModelSpec) -> Result<()> {
-        let expected = spec.parameters();
-        for entry in &expected {
+        for entry in spec.parameters() {
             let stored = self.file.require(&stored_name(spec, &entry.name))?;
-            if stored.shape != entry.shape {
+            let shape = match stacked_factors(spec, &entry) {
+                Some([experts, outputs, r]) => vec![outputs, r * experts],
+                None => entry.shape,
+            };
+            if stored.shape != shape {
                 let message = format!(
-                    "shape {:?}, but the base model and `r` = {} require {:?}",
-                    stored.shape, self.config.r, entry.shape
+                    "shape {:?}, but the base model and `r` = {} require {shape:?}",
+                    stored.shape, self.config.r
                 );
                 return Err(stored.error(message));
             }
         }
-        let known: BTreeSet<String> = expected.iter().map(|entry| stored_name(spec, &entry.name)).collect();
+        let known = stored_names(spec);
         match self.file.tensors().find(|tensor| !known.contains(tensor.name)) {
             Some(extra) => Err(extra.error("the configuration does not define this tensor")),
             None => Ok(()),
@@ -161,12 +174,30 @@ impl AdapterFolder {
 
     /// Reads every trained parameter of [`AdapterFolder::spec`] into FP32 tensors.
     pub fn read_parameters(&self, spec: &ModelSpec, into: &Parameters) -> Result<()> {
-        for (name, tensor) in into.iter() {
-            let stored = self.file.require(&stored_name(spec, name))?;
-            view::write_f32(tensor, |out| stored.read_f32(out))??;
+        for (entry, tensor) in into.layout().iter().zip(into.tensors()) {
+            let stored = self.file.require(&stored_name(spec, &entry.name))?;
+            match stacked_factors(spec, entry) {
+                Some([experts, outputs, r]) => {
+                    let factors = Tensor::from_vec(stored.to_f32()?, (outputs, r, experts), &Device::Cpu)?;
+                    tensor.slice_set(&factors.permute((2, 0, 1))?.contiguous()?.flatten(0, 1)?, 0, 0)?;
+                }
+                None => view::write_f32(tensor, |out| stored.read_f32(out))??,
+            }
         }
         Ok(())
     }
+}
+
+/// The experts, outputs and rank of the second factors of all experts, which PEFT stores as `[outputs, r · experts]` with the
+/// experts' columns interleaved; `None` for other parameters.
+fn stacked_factors(spec: &ModelSpec, entry: &ParamSpec) -> Option<[usize; 3]> {
+    let (experts, factors) = (stacked_experts(spec, entry.layer), entry.role == ParamRole::LoraB);
+    (factors && experts > 1).then(|| [experts, entry.shape[0] / experts, entry.shape[1]])
+}
+
+/// The names of all tensors that PEFT stores for `spec`.
+fn stored_names(spec: &ModelSpec) -> BTreeSet<String> {
+    spec.parameters().iter().map(|entry| stored_name(spec, &entry.name)).collect()
 }
 
 /// The name under which PEFT stores a trained parameter.
@@ -178,6 +209,8 @@ fn stored_name(spec: &ModelSpec, name: &str) -> String {
 pub fn adapter_config(spec: &ModelSpec, base: Option<&Base>) -> String {
     let Some(lora) = &spec.lora else { return String::new() };
     let saved = Lora::names(spec, &lora.modules_to_save, true);
+    let (parameters, modules) = lora.targets.iter().partition(|layer| is_parameter(layer.op));
+    let parameters = Lora::parameter_names(spec, &parameters);
     let config = json!({
         "base_model_name_or_path": base.map_or("", |base| &base.name),
         "bias": "none",
@@ -190,7 +223,8 @@ pub fn adapter_config(spec: &ModelSpec, base: Option<&Base>) -> String {
         "peft_type": "LORA",
         "r": lora.r,
         "revision": base.and_then(|base| base.revision.as_ref()),
-        "target_modules": Lora::names(spec, &lora.targets, false),
+        "target_modules": Lora::names(spec, &modules, false),
+        "target_parameters": if parameters.is_empty() { Value::Null } else { parameters.into() },
         "task_type": "CAUSAL_LM",
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
@@ -200,8 +234,15 @@ pub fn adapter_config(spec: &ModelSpec, base: Option<&Base>) -> String {
 
 /// Writes the trained parameters of `spec` in PEFT's format to `out`; `path` is its name in error messages.
 pub fn write_adapter(out: &mut dyn Write, path: &Path, spec: &ModelSpec, parameters: &Parameters) -> Result<()> {
-    let tensors: Vec<_> = parameters.iter().map(|(name, tensor)| (stored_name(spec, name), tensor.clone())).collect();
-    write_tensors(out, path, &tensors)
+    let stored = |(entry, tensor): (&ParamSpec, &Tensor)| {
+        let tensor = match stacked_factors(spec, entry) {
+            Some(sizes) => tensor.reshape(&sizes)?.permute((1, 2, 0))?.contiguous()?.flatten(1, 2)?,
+            None => tensor.clone(),
+        };
+        Ok((stored_name(spec, &entry.name), tensor))
+    };
+    let tensors: Result<Vec<_>> = parameters.layout().iter().zip(parameters.tensors()).map(stored).collect();
+    write_tensors(out, path, &tensors?)
 }
 
 impl AdapterConfig {
@@ -243,6 +284,11 @@ impl AdapterConfig {
             dropout: number("lora_dropout", 0.0, &|rate| (0.0..1.0).contains(&rate), "a number in [0, 1)")?,
             rslora: flag("use_rslora"),
             dora: flag("use_dora"),
+            target_parameters: match json.get("target_parameters") {
+                Some(Value::Array(names)) => names.iter().filter_map(Value::as_str).map(ToOwned::to_owned).collect(),
+                None | Some(Value::Null) => Vec::new(),
+                Some(other) => return Err(format!("`target_parameters` is {other}; it must be a list")),
+            },
             base: text("base_model_name_or_path").map(|name| Base { name, revision, sha256 }),
         })
     }

@@ -334,12 +334,13 @@ impl Config {
         let alpha = alpha.unwrap_or(2.0 * r as f64);
         let targets = Lora::targets(&spec, targets)?;
         let saved = Lora::modules_to_save(&spec, modules_to_save)?;
-        if let Some(both) = saved.intersection(&targets).next() {
+        if let Some(both) = saved.iter().find(|layer| targets.contains(&spec.adapter_layer(**layer))) {
             let message =
                 format!("`{}` already has an adapter; remove it from one of the two lists", spec.layer_name(*both));
             return Err(Error::config("lora.modules_to_save", message));
         }
         let lora = Lora { r, alpha, dropout: *dropout, rslora: *rslora, dora: *dora, targets, modules_to_save: saved };
+        lora.check_experts()?;
         Ok(ModelSpec { lora: Some(lora), ..spec })
     }
 

@@ -125,14 +125,16 @@ impl Case {
     pub(crate) fn lora_of(name: &str) -> Self {
         let folder = path("lora").join(name);
         let trajectory: Trajectory = json(&folder.join("trajectory.json"));
-        let reference = tensors(&folder.join("reference.safetensors"));
+        let base = trajectory.base.as_ref().unwrap();
+        let mut reference = tensors(&folder.join("reference.safetensors"));
+        stack_by_expert(&mut reference, &config(base));
         Self {
             name: format!("lora/{name}"),
             logits: reference["logits"].clone(),
             gradients: with_prefix(&reference, "grad."),
             final_parameters: with_prefix(&reference, "final."),
             adapter: Some(folder),
-            ..Self::own(trajectory.base.as_ref().unwrap())
+            ..Self::own(base)
         }
         .with(trajectory)
     }
@@ -222,6 +224,20 @@ pub(crate) fn tensors(path: &Path) -> HashMap<String, Tensor> {
 
 pub(crate) fn json<T: serde::de::DeserializeOwned>(path: &Path) -> T {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// Stacks the second factors of experts, which PEFT stores side by side, column by column: `[out, r · experts]` becomes
+/// `[experts · out, r]`.
+fn stack_by_expert(tensors: &mut HashMap<String, Tensor>, config: &serde_json::Value) {
+    let experts = ["num_experts", "num_local_experts"].into_iter().find_map(|key| config[key].as_u64());
+    let factors = tensors.iter_mut().filter(|(name, _)| name.contains("experts.") && name.contains("lora_B"));
+    for (_, factor) in factors {
+        let (outputs, columns) = factor.dims2().unwrap();
+        let experts = experts.unwrap() as usize;
+        let by_column = factor.t().unwrap().reshape((columns / experts, experts, outputs)).unwrap();
+        let by_expert = by_column.permute((1, 2, 0)).unwrap().contiguous().unwrap();
+        *factor = by_expert.flatten(0, 1).unwrap();
+    }
 }
 
 /// The tensors whose names begin with `prefix`, under the project's names.

@@ -18,7 +18,7 @@ use std::path::Path;
 /// The largest error of a gradient in BF16, and their root mean square. PyTorch's own gradients of a model in BF16 have errors of
 /// this size: of Gemma 3 0.103 and 0.037. There as here that of `layers.1.self_attn.k_proj.lora_B` is the largest: softmax ignores
 /// what is added to all scores, so most of a key's gradient cancels, but only after its parts were rounded.
-const BF16_ERRORS: [(&str, f64, f64); 19] = [
+const BF16_ERRORS: [(&str, f64, f64); 22] = [
     ("gemma2", 0.05, 0.03),
     ("gemma3", 0.100, 0.046),
     ("gemma3-dora", 0.075, 0.044),
@@ -26,6 +26,7 @@ const BF16_ERRORS: [(&str, f64, f64); 19] = [
     ("gpt2-dora", 0.022, 0.013),
     ("granite-dora", 0.05, 0.03),
     ("granite4", 0.05, 0.03),
+    ("granitemoe", 0.05, 0.03),
     ("llama-biases-dora", 0.050, 0.029),
     ("llama-rslora", 0.026, 0.017),
     ("ministral3", 0.05, 0.03),
@@ -33,10 +34,12 @@ const BF16_ERRORS: [(&str, f64, f64); 19] = [
     ("olmo2", 0.05, 0.03),
     ("olmo3", 0.05, 0.035),
     ("olmoe", 0.05, 0.03),
+    ("olmoe-experts", 0.05, 0.03),
     ("phi3", 0.05, 0.03),
     ("qwen2", 0.05, 0.03),
     ("qwen3", 0.040, 0.022),
     ("qwen3-dora", 0.052, 0.030),
+    ("qwen3-moe", 0.08, 0.045),
     ("smollm3", 0.03, 0.02),
 ];
 

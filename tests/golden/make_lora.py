@@ -55,10 +55,17 @@ CASES = {
     "ministral3": ("families/ministral3", {"target_modules": "all-linear"}),
     # Frozen experts.
     "olmoe": ("families/olmoe", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
+    # Routers and experts, and one of the experts' parameters alone.
+    "olmoe-experts": ("families/olmoe", {"target_modules": ["q_proj", "o_proj"], "target_parameters": [
+        "experts.gate_up_proj", "experts.down_proj", "gate.weight"]}),
+    "granitemoe": ("families/granitemoe", {"target_modules": ["v_proj"], "target_parameters": [
+        "experts.down_proj", "router.weight"]}),
+    "qwen3-moe": ("families/qwen3-moe", {"target_modules": [], "target_parameters": ["experts.gate_up_proj"],
+                                         "use_rslora": True}),
 }
 
-# Where another seed would have PyTorch's own FP32 run end 1e-5 from its FP64 run.
-SEEDS = {"gpt2-dora": 261, "olmo3": 171, "gemma2": 276}
+# Where another seed would have PyTorch's own FP32 run end 1e-5 from its FP64 run, or BF16 choose other experts.
+SEEDS = {"gpt2-dora": 261, "olmo3": 171, "gemma2": 276, "qwen3-moe": 301}
 
 
 class Case:

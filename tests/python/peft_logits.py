@@ -19,7 +19,7 @@ ids = torch.tensor([[int(token) for token in ids.split(",")]])
 
 
 def base():
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, experts_implementation="eager")
 
 
 def logits(model):
@@ -30,8 +30,9 @@ def logits(model):
 ours = PeftModel.from_pretrained(base(), adapter)
 ours.save_pretrained(again)
 torch.manual_seed(3)
-config = LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn", "c_proj"], use_rslora=True, use_dora=True,
-                    init_lora_weights=False, task_type="CAUSAL_LM")
+targets = ours.peft_config["default"]
+config = LoraConfig(r=2, lora_alpha=4, target_modules=targets.target_modules, target_parameters=targets.target_parameters,
+                    use_rslora=True, use_dora=not targets.target_parameters, init_lora_weights=False, task_type="CAUSAL_LM")
 fresh = get_peft_model(base(), config)
 fresh.save_pretrained(again + "-fresh")
 print(json.dumps({"logits": logits(ours), "fresh": logits(fresh)}))

@@ -7,10 +7,10 @@
 use super::dora::{self, MagnitudeScale};
 use super::hook::TensorKind;
 use super::layers::{Context, fused_param};
-use super::lora::{Lora, dropout_site, parts};
+use super::lora::{Lora, columns, dropout_site, parts};
 use super::parameters::{ParamRef, Parameters};
 use super::spec::{ModelSpec, ModuleId, ModuleOp, ParamRole};
-use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand};
+use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::engine::kernels::view::AllocFn;
 use crate::engine::kernels::{LoraTerm, WeightLayout, op};
 use candle_core::{DType, Error, Result, Tensor};
@@ -25,6 +25,8 @@ pub(super) struct Adapter {
     bias: Option<ParamRef>,
     /// `[members · r, in]`.
     a: ParamRef,
+    /// The index of the expert whose factors these are in those of all experts.
+    expert: Option<usize>,
     members: Vec<LoraModule>,
     /// The members' outputs; empty if the only member has all outputs.
     out_slices: Vec<Range<usize>>,
@@ -56,6 +58,8 @@ pub(super) struct AdapterPass<'a> {
     pub(super) buffers: Option<&'a AdapterBuffers>,
     /// `x·Aᵀ` of the block's adapters, `[N · total_rank]`.
     pub(super) a_out: Option<&'a Tensor>,
+    /// The first row of the current expert among those of all experts, and the number of tokens.
+    pub(super) routed: Option<(usize, usize)>,
 }
 
 /// Scratch buffers that the adapters of one compute dtype share.
@@ -74,13 +78,13 @@ pub(super) struct AdapterBuffers<T = Tensor> {
 /// Columns between the factors of the adapters of any block.
 pub(super) fn total_rank(spec: &ModelSpec) -> usize {
     let Some(lora) = &spec.lora else { return 0 };
-    let mut columns = vec![0; spec.num_layers];
+    let mut blocks = vec![0; spec.num_layers];
     for layer in &lora.targets {
-        if let Some(columns) = layer.block.and_then(|block| columns.get_mut(block)) {
-            *columns += lora.r;
+        if let Some(block) = layer.block.and_then(|block| blocks.get_mut(block)) {
+            *block += columns(spec, lora, *layer);
         }
     }
-    columns.into_iter().max().unwrap_or(0)
+    blocks.into_iter().max().unwrap_or(0)
 }
 
 impl<T> AdapterBuffers<T> {
@@ -126,9 +130,9 @@ impl Adapter {
     /// The adapters of the product `layer`, if it has any.
     pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: ModuleId) -> Result<Option<Self>> {
         let Some(lora) = &spec.lora else { return Ok(None) };
-        let (Some(block), ModuleOp::Linear(role)) = (layer.block, layer.op) else { return Ok(None) };
-        let Some(a) = parameters.find_fused(layer, ParamRole::LoraA) else { return Ok(None) };
-        let parts = parts(spec, layer);
+        let owner = spec.adapter_layer(layer);
+        let Some(a) = parameters.find_fused(owner, ParamRole::LoraA) else { return Ok(None) };
+        let parts = parts(spec, owner);
         let outputs = parts.iter().map(|(_, first, count)| first + count).max().unwrap_or(0);
         let members: Vec<_> = parts.into_iter().filter(|(part, ..)| lora.targets.contains(part)).collect();
         let out_slices =
@@ -141,8 +145,7 @@ impl Adapter {
             })
         };
         let linears = spec.linear_layers().into_iter().filter(|(part, ..)| lora.targets.contains(part));
-        let before =
-            linears.filter(|(_, fused_into, _)| fused_into.block == layer.block && *fused_into < layer).count();
+        let before = linears.filter(|(_, fused_into, _)| fused_into.block == owner.block && *fused_into < owner);
         let Lora { r, dropout, .. } = *lora;
         Ok(Some(Self {
             layer,
@@ -150,14 +153,15 @@ impl Adapter {
             weight: fused_param(parameters, layer, ParamRole::Weight)?,
             bias: parameters.find_fused(layer, ParamRole::Bias),
             a,
+            expert: if let ModuleOp::Expert(expert, _) = layer.op { Some(expert.into()) } else { None },
             out_slices: out_slices.collect(),
             members: members.into_iter().map(member).collect::<Result<_>>()?,
             outputs,
-            a_offset: before * r,
+            a_offset: before.map(|(part, ..)| columns(spec, lora, part)).sum(),
             r,
             scale: lora.scale() as f32,
             dropout,
-            site: dropout_site(block, role),
+            site: dropout_site(layer),
         }))
     }
 
@@ -177,10 +181,19 @@ impl Adapter {
         }
     }
 
+    /// Adds the output of the adapter to `y`, which is FP32.
+    pub(super) fn add_to_fp32(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor) -> Result<()> {
+        let (a_out, factor) = (self.forward_a(cx, x)?, self.factor(cx)?);
+        let a = MatmulOperand::plain(ColumnSlice::all(&a_out)?);
+        let b = MatmulOperand::transposed(ColumnSlice::all(&factor)?);
+        op::Matmul { a, b, alpha: self.scale, c: ColumnSlice::all(y)?, mode: WriteMode::Accumulate }.run(cx.kernels)
+    }
+
     /// Computes `dropout(x) · Aᵀ`.
     pub(super) fn forward_a(&self, cx: &mut Context<'_>, x: &Tensor) -> Result<Tensor> {
         let (input, a_out) = (self.dropped(cx, x)?, self.a_out(cx, x.dim(0)?)?);
-        let a = MatmulOperand::transposed(ColumnSlice::all(cx.weights.fused(self.a))?);
+        let a = self.a(cx.weights.fused(self.a))?;
+        let a = MatmulOperand::transposed(ColumnSlice::all(&a)?);
         cx.product(MatmulOperand::plain(ColumnSlice::all(&input)?), a, 1.0, ColumnSlice::all(&a_out)?)?;
         cx.hook.record_whole(self.layer, TensorKind::LoraTerm, &a_out)?;
         Ok(a_out)
@@ -206,7 +219,7 @@ impl Adapter {
     /// The second factors as one, `[outputs, members · r]`.
     fn factor(&self, cx: &Context<'_>) -> Result<Tensor> {
         if let (true, [member]) = (self.out_slices.is_empty(), &self.members[..]) {
-            return Ok(cx.weights.fused(member.b).clone());
+            return self.b(member, cx.weights.fused(member.b));
         }
         let factor = matrix(cx.adapters.buffers()?.factor.as_ref(), self.outputs, self.members.len() * self.r)?;
         op::Zero { x: &factor }.run(cx.kernels)?;
@@ -229,13 +242,14 @@ impl Adapter {
         let a_out_grad = self.a_out_grad(cx, rows)?;
         for (i, member) in self.members.iter().enumerate() {
             let dy = MatmulOperand::plain(ColumnSlice::new(&dy, member.outputs.clone())?);
-            let b = MatmulOperand::plain(ColumnSlice::all(cx.weights.fused(member.b))?);
+            let b = self.b(member, cx.weights.fused(member.b))?;
+            let b = MatmulOperand::plain(ColumnSlice::all(&b)?);
             let into = ColumnSlice::new(&a_out_grad, self.columns(i))?;
             cx.product(dy, b, self.scale, into)?;
         }
         cx.hook.record_whole(self.layer, TensorKind::LowRankGradient, &a_out_grad)?;
-        let (weight, a) =
-            (cx.weights.weight(self.weight)?, MatmulOperand::plain(ColumnSlice::all(cx.weights.fused(self.a))?));
+        let (weight, a) = (cx.weights.weight(self.weight)?, self.a(cx.weights.fused(self.a))?);
+        let a = MatmulOperand::plain(ColumnSlice::all(&a)?);
         let layout = weight.layout(self.layout).transposed();
         let Some(dropout) = cx.mode.dropout(self.dropout, self.site) else {
             let low_rank = LoraTerm { low: &a_out_grad, factor: a, alpha: 1.0, shares: &[] };
@@ -277,20 +291,47 @@ impl Adapter {
         let dy = self.grad_before_scaling(cx, magnitude_scale, dy)?;
         for (i, member) in self.members.iter().enumerate() {
             if let Some(db) = cx.grad(member.b) {
+                let db = self.b(member, db)?;
                 let dy = MatmulOperand::transposed(ColumnSlice::new(&dy, member.outputs.clone())?);
                 let a_out = MatmulOperand::plain(ColumnSlice::new(&a_out, self.columns(i))?);
-                cx.product(dy, a_out, self.scale, ColumnSlice::all(db)?)?;
-                cx.hook.record_whole(self.layer, TensorKind::WeightGradient, db)?;
+                cx.product(dy, a_out, self.scale, ColumnSlice::all(&db)?)?;
+                cx.hook.record_whole(self.layer, TensorKind::WeightGradient, &db)?;
             }
         }
         let Some(da) = cx.grad(self.a) else { return Ok(()) };
-        let input = self.dropped(cx, x)?;
+        let (da, input) = (self.a(da)?, self.dropped(cx, x)?);
         let (a_out_grad, input) = (
             MatmulOperand::transposed(ColumnSlice::all(&a_out_grad)?),
             MatmulOperand::plain(ColumnSlice::all(&input)?),
         );
-        cx.product(a_out_grad, input, 1.0, ColumnSlice::all(da)?)?;
-        cx.hook.record_whole(self.layer, TensorKind::WeightGradient, da)
+        cx.product(a_out_grad, input, 1.0, ColumnSlice::all(&da)?)?;
+        cx.hook.record_whole(self.layer, TensorKind::WeightGradient, &da)
+    }
+
+    /// Writes the gradients of the factors for an input without rows.
+    pub(super) fn zero_gradients(&self, cx: &mut Context<'_>) -> Result<()> {
+        let a = cx.grad(self.a).map(|da| self.a(da));
+        let b = self.members.iter().filter_map(|member| cx.grad(member.b).map(|db| self.b(member, db)));
+        for x in a.into_iter().chain(b).collect::<Result<Vec<_>>>()? {
+            op::Zero { x: &x }.run(cx.kernels)?;
+            cx.hook.record_whole(self.layer, TensorKind::WeightGradient, &x)?;
+        }
+        Ok(())
+    }
+
+    /// The first factors in `stored`, a parameter or its gradient.
+    fn a(&self, stored: &Tensor) -> Result<Tensor> {
+        self.part(stored, self.members.len() * self.r)
+    }
+
+    /// The second factor of `member` in `stored`, a parameter or its gradient.
+    fn b(&self, member: &LoraModule, stored: &Tensor) -> Result<Tensor> {
+        self.part(stored, member.outputs.len())
+    }
+
+    /// The `rows` of this expert in the factor of all experts; the whole factor outside of experts.
+    fn part(&self, stored: &Tensor, rows: usize) -> Result<Tensor> {
+        self.expert.map_or_else(|| Ok(stored.clone()), |expert| stored.narrow(0, expert * rows, rows))
     }
 
     /// The gradient of the product's output before `magnitude_scale` scales it.
@@ -323,8 +364,9 @@ impl Adapter {
 
     /// `x·Aᵀ` of all members, `[rows, members · r]`.
     fn a_out(&self, cx: &Context<'_>, rows: usize) -> Result<Tensor> {
-        let rest =
-            cx.adapters.a_out.map(|a_out| a_out.narrow(0, rows * self.a_offset, rows * self.members.len() * self.r));
+        let (first, tokens) = cx.adapters.routed.unwrap_or((0, rows));
+        let start = tokens * self.a_offset + first * self.r;
+        let rest = cx.adapters.a_out.map(|a_out| a_out.narrow(0, start, rows * self.members.len() * self.r));
         matrix(rest.transpose()?.as_ref(), rows, self.members.len() * self.r)
     }
 

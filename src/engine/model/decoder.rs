@@ -505,8 +505,10 @@ impl Decoder {
             if ws.keep() == Checkpointing::PerBlock {
                 self.forward_block(cx, i, ws)?;
                 let (acts, scratch) = ws.block(i)?;
-                if let (Mlp::Dense { down, .. }, None) = (&self.blocks[i].mlp, &acts.post_mlp) {
-                    down.recompute(cx, &scratch.activated)?;
+                match &self.blocks[i].mlp {
+                    Mlp::Dense { down, .. } if acts.post_mlp.is_none() => down.recompute(cx, &scratch.activated)?,
+                    Mlp::Mixture(mixture) if acts.post_mlp.is_none() => mixture.recompute_down(cx, (acts, scratch))?,
+                    _ => {}
                 }
             }
             self.backward_block(cx, i, ws, &stream)?;

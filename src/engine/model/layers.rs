@@ -176,8 +176,7 @@ impl Linear {
 
     /// `y = x · weight + bias`, plus the output of the adapter.
     pub(super) fn forward(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor) -> Result<()> {
-        let adapter = self.adapter.as_ref().filter(|_| !matches!(cx.mode, ForwardMode::Base));
-        if let Some(adapter) = adapter {
+        if let Some(adapter) = self.active_adapter(cx) {
             adapter.forward(cx, x, y)?;
         } else {
             let bias = self.bias.map(|bias| cx.weights.fused(bias));
@@ -188,12 +187,19 @@ impl Linear {
         cx.hook.record_whole(self.layer, TensorKind::Output, y)
     }
 
-    /// Computes `x · weight` in FP32, for a layer without bias and adapter.
+    fn active_adapter(&self, cx: &Context<'_>) -> Option<&Adapter> {
+        self.adapter.as_ref().filter(|_| !matches!(cx.mode, ForwardMode::Base))
+    }
+
+    /// Computes `x · weight` in FP32 plus the output of the adapter, for a layer without bias.
     pub(super) fn forward_into_fp32(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor) -> Result<()> {
         let weight = cx.weights.weight(self.weight)?;
         let (transposed, columns) = (weight.layout(self.layout) == WeightLayout::OutIn, ColumnSlice::all(&weight)?);
-        let x = MatmulOperand::plain(ColumnSlice::all(x)?);
-        cx.product(x, MatmulOperand { columns, transposed }, 1.0, ColumnSlice::all(y)?)?;
+        let operand = MatmulOperand::plain(ColumnSlice::all(x)?);
+        cx.product(operand, MatmulOperand { columns, transposed }, 1.0, ColumnSlice::all(y)?)?;
+        if let Some(adapter) = self.active_adapter(cx) {
+            adapter.add_to_fp32(cx, x, y)?;
+        }
         cx.hook.record_whole(self.layer, TensorKind::Output, y)
     }
 
@@ -242,14 +248,15 @@ impl Linear {
         }
     }
 
-    /// Writes the gradients of weight and bias for an input without rows.
+    /// Writes the gradients of weight and bias, and of the adapter's, for an input without rows.
     pub(super) fn zero_gradients(&self, cx: &mut Context<'_>) -> Result<()> {
         for param in [Some(self.weight), self.bias].into_iter().flatten() {
             if let Some(x) = cx.grad(param) {
                 op::Zero { x }.run(cx.kernels)?;
             }
         }
-        record_gradients(cx, self.layer, self.weight, self.bias)
+        record_gradients(cx, self.layer, self.weight, self.bias)?;
+        self.adapter.as_ref().map_or(Ok(()), |adapter| adapter.zero_gradients(cx))
     }
 
     /// [`Self::backward_input`], then [`Self::backward_weight`].

@@ -125,7 +125,7 @@ impl ExpertMlps {
         self.router.forward_into_fp32(cx, x, logits)?;
         op::Route { settings: self.settings, logits, weights, routes: &mut *routes }.run(cx.kernels)?;
         gather(cx, routes, x, rows)?;
-        self.for_each(routes, |expert, range| match range {
+        self.for_each(cx, routes, |cx, expert, range| match range {
             Some((first, count)) => {
                 expert.up.forward(cx, &rows.narrow(0, first, count)?, &acts.up.narrow(0, first, count)?)
             }
@@ -147,7 +147,7 @@ impl ExpertMlps {
     ) -> Result<()> {
         let (rows, activated) = (scratch.routed()?, &scratch.activated);
         let decisions = &mut *acts.routing()?.decisions.borrow_mut();
-        self.for_each(&decisions.routes, |expert, range| match range {
+        self.for_each(cx, &decisions.routes, |cx, expert, range| match range {
             Some((first, count)) => {
                 expert.down.forward(cx, &activated.narrow(0, first, count)?, &rows.narrow(0, first, count)?)
             }
@@ -170,7 +170,7 @@ impl ExpertMlps {
         let (x, dx, dlogits) =
             (&scratch.activated, &scratch.gradients()?.activated, scratch.gradients()?.router_logits()?);
         gather(cx, routes, dy, rows)?;
-        self.for_each(routes, |expert, range| match range {
+        self.for_each(cx, routes, |cx, expert, range| match range {
             Some((first, count)) => {
                 let [x, dy, dx] = [x, rows, dx].map(|rows| rows.narrow(0, first, count));
                 expert.down.backward(cx, &x?, &dy?, &dx?)
@@ -196,7 +196,7 @@ impl ExpertMlps {
         let drows = gradients.routed()?;
         self.router.backward(cx, x, gradients.router_logits()?, dx)?;
         gather(cx, &decisions.routes, x, rows)?;
-        self.for_each(&decisions.routes, |expert, range| match range {
+        self.for_each(cx, &decisions.routes, |cx, expert, range| match range {
             Some((first, count)) => {
                 let [x, dy, dx] = [rows, dy, drows].map(|rows| rows.narrow(0, first, count));
                 expert.up.backward(cx, &x?, &dy?, &dx?)
@@ -206,14 +206,32 @@ impl ExpertMlps {
         scatter(cx, decisions, drows, dx)
     }
 
-    /// Calls `visit` with each expert, and the first and the number of its rows if it has any.
-    fn for_each(
+    /// Recomputes the intermediate results of [`Self::forward_down`] that the backward pass reads.
+    pub(super) fn recompute_down(
         &self,
-        routes: &Routes,
-        mut visit: impl FnMut(&Expert, Option<(usize, usize)>) -> Result<()>,
+        cx: &mut Context<'_>,
+        (acts, scratch): (&BlockActivations, &LayerScratch),
     ) -> Result<()> {
-        let rows = routes.ranges().map(|range| (!range.is_empty()).then_some((range.start, range.len())));
-        self.experts.iter().zip(rows).try_for_each(|(expert, rows)| visit(expert, rows))
+        self.for_each(cx, &acts.routing()?.decisions.borrow().routes, |cx, expert, range| match range {
+            Some((first, count)) => expert.down.recompute(cx, &scratch.activated.narrow(0, first, count)?),
+            None => Ok(()),
+        })
+    }
+
+    /// Calls `visit` with each expert, and the first and the number of its rows if it has any.
+    fn for_each<'a>(
+        &self,
+        cx: &mut Context<'a>,
+        routes: &Routes,
+        mut visit: impl FnMut(&mut Context<'a>, &Expert, Option<(usize, usize)>) -> Result<()>,
+    ) -> Result<()> {
+        let tokens = routes.tokens.len() / self.settings.top_k;
+        for (expert, range) in self.experts.iter().zip(routes.ranges()) {
+            cx.adapters.routed = Some((range.start, tokens));
+            visit(cx, expert, (!range.is_empty()).then_some((range.start, range.len())))?;
+        }
+        cx.adapters.routed = None;
+        Ok(())
     }
 }
 

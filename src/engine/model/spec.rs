@@ -228,7 +228,7 @@ impl ModuleOp {
 
 impl LinearRole {
     /// The fused layer that contains this one.
-    const fn fused(self, activation: Activation) -> Self {
+    pub(super) const fn fused(self, activation: Activation) -> Self {
         match self {
             Self::Query | Self::Key | Self::Value => Self::Qkv,
             Self::Gate => Self::GateUp,
@@ -518,24 +518,22 @@ impl ModelSpec {
         products
     }
 
-    /// The linear layers of all blocks as files have them, each with the layer of its product, and its input and output
-    /// columns.
+    /// The layers of all blocks that can have an adapter, each with the layer of its product, and its input and output columns:
+    /// linear layers as files have them, routers, and the products of the first expert, which represents all.
     pub(super) fn linear_layers(&self) -> Vec<(ModuleId, ModuleId, [usize; 2])> {
-        let mut layers = self.product_layers();
-        layers.retain(|(layer, ..)| matches!(layer.op, ModuleOp::Linear(_)));
-        layers
-    }
-
-    /// Like [`Self::linear_layers`], with routers and experts.
-    pub(super) fn product_layers(&self) -> Vec<(ModuleId, ModuleId, [usize; 2])> {
-        let layers = |block| {
-            let place = move |(op, columns, _): (ModuleOp, [usize; 2], bool)| {
-                let fused_into = ModuleId::in_block(block, op.fused(self.activation));
-                (ModuleId::in_block(block, op), fused_into, columns)
-            };
-            self.products().into_iter().map(place)
+        let linear = |(role, columns, _)| (ModuleOp::Linear(role), columns);
+        let mut products: Vec<_> = self.linears().into_iter().map(linear).collect();
+        if let Some(experts) = self.experts {
+            let [d, inner] = [self.hidden_size, self.intermediate_size];
+            products.push((ModuleOp::Router, [d, experts.count]));
+            products.push((ModuleOp::Expert(0, self.up_role()), [d, self.up_width()]));
+            products.push((ModuleOp::Expert(0, LinearRole::Down), [inner, d]));
+        }
+        let in_block = |block| {
+            let layer = move |op| ModuleId::in_block(block, op);
+            products.iter().map(move |(op, columns)| (layer(*op), layer(op.fused(self.activation)), *columns))
         };
-        (0..self.num_layers).flat_map(layers).collect()
+        (0..self.num_layers).flat_map(in_block).collect()
     }
 
     /// The products with adapters: how many of its layers have one, how many layers it has, and its outputs.

@@ -182,7 +182,7 @@ pub(super) struct BlockActivations<T = Tensor> {
 impl BlockActivations {
     /// The buffers of the block's adapters.
     pub(super) fn adapters<'a>(&'a self, scratch: &'a LayerScratch) -> AdapterPass<'a> {
-        AdapterPass { buffers: scratch.adapter.as_ref(), a_out: self.a_out.as_ref() }
+        AdapterPass { buffers: scratch.adapter.as_ref(), a_out: self.a_out.as_ref(), routed: None }
     }
 
     pub(super) fn routing(&self) -> Result<&Routing> {

@@ -80,7 +80,8 @@ settings! {
         rslora: bool = false, fixed();
         /// Whether to train the magnitude of each output's weights too (DoRA).
         dora: bool = false, fixed();
-        /// The linear layers that get an adapter, by the ends of their names; `all-linear` for all layers of the blocks.
+        /// The linear layers that get an adapter, by the ends of their names; `all-linear` for all layers of the blocks. Routers and
+        /// experts have the names of transformers' parameters, such as `experts.down_proj`.
         targets: Vec<String> = vec![ALL_LINEAR.to_owned()], fixed();
         /// Additional modules that are trained in full (PEFT's `modules_to_save`).
         modules_to_save: Vec<String> = Vec::new(), fixed();

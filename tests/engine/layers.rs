@@ -30,6 +30,15 @@ fn results_are_within_their_bounds() {
     }
 }
 
+/// A preflight draws numbers that no test has seen, and must not reject kernels that compute what is asked.
+#[test]
+fn small_losses_are_within_their_bounds_for_any_seed() {
+    let case = Case::from(Operation::CrossEntropy { sizes: [5, 3, 3], softcap: None, dtype: DType::F32 });
+    for seed in 0..2000 {
+        case.check(&Fused, &Device::Cpu, seed, Bounds::Preflight).unwrap();
+    }
+}
+
 /// The value of an operation from its inputs.
 type Compute = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 

@@ -23,7 +23,7 @@ use std::time::Instant;
 /// Seven micro-batches of `tiny` with dropout, from a scale that overflows at first.
 pub(crate) fn config(dtype: &str) -> Config {
     let overrides = [
-        ("train.steps", "8"),
+        ("train.steps", "4"),
         ("train.batch_size", "1"),
         ("train.seq_len", "16"),
         ("train.grad_accum", "7"),
@@ -32,11 +32,12 @@ pub(crate) fn config(dtype: &str) -> Config {
         ("train.sample_tokens", "0"),
         ("dropout.residual", "0.1"),
         ("scaler.init_scale", "1048576.0"),
+        ("scaler.backoff_factor", "0.25"),
         ("telemetry.tensors_every", "1"),
         ("telemetry.exponents_every", "1"),
-        ("telemetry.probe_every", "4"),
+        ("telemetry.probe_every", "2"),
         ("telemetry.variance_every", "2"),
-        ("checkpoint.save_every", "4"),
+        ("checkpoint.save_every", "2"),
         ("checkpoint.keep_last", "10"),
     ];
     let value = |text: &str| format!("x = {text}").parse::<toml::Table>().unwrap().remove("x").unwrap();
@@ -92,26 +93,40 @@ pub(crate) fn train(world: usize, config: &Config, folder: &Path, checkpoint: Op
     events
 }
 
+/// Asserts that each number of processes gives the log and the last checkpoint of one process, and returns this log. A run of n processes
+/// is in `folder/n`.
+pub(crate) fn assert_same_bits(config: &Config, folder: &Path, worlds: &[usize]) -> Vec<Event> {
+    let run = |world: usize| train(world, config, &folder.join(world.to_string()), None);
+    let one = run(1);
+    for world in worlds {
+        let what = format!("{world} processes in {}", folder.display());
+        // As text, where NaN equals itself.
+        assert_eq!(format!("{:#?}", run(*world)), format!("{one:#?}"), "{what}");
+        assert_same_end(folder, &world.to_string());
+    }
+    one
+}
+
+/// Asserts that a run in `folder` ended in the checkpoint of one process.
+pub(crate) fn assert_same_end(folder: &Path, run: &str) {
+    let last = |run: &str| folder.join(run).join("step-000004");
+    assert_eq!(compare(&last("1"), &last(run)).unwrap(), [], "{run} in {}", folder.display());
+}
+
+fn overflows(events: &[Event]) -> usize {
+    events.iter().filter(|event| matches!(event, Event::Overflow(_))).count()
+}
+
 #[test]
 fn any_number_of_processes_gives_the_same_log_and_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
     for (dtype, worlds) in [("fp16", &[2, 3, 4, 9][..]), ("fp32", &[3]), ("bf16", &[3])] {
         let mut config = config(dtype);
         if dtype == "bf16" {
             config.precision.keep = String::from("h.1,head").try_into().unwrap();
         }
-        let one = train(1, &config, &path(&format!("{dtype}-1")), None);
-        let overflows = one.iter().filter(|event| matches!(event, Event::Overflow(_))).count();
-        assert_eq!(overflows > 0, dtype == "fp16", "{overflows} overflows");
-        for world in worlds {
-            let name = format!("{dtype}-{world}");
-            let events = train(*world, &config, &path(&name), None);
-            // As text, where NaN equals itself.
-            assert_eq!(format!("{events:#?}"), format!("{one:#?}"), "{name}");
-            let last = |name: &str| path(name).join("step-000008");
-            assert_eq!(compare(&last(&format!("{dtype}-1")), &last(&name)).unwrap(), [], "{name}");
-        }
+        let one = assert_same_bits(&config, &folder.path().join(dtype), worlds);
+        assert_eq!(overflows(&one) > 0, dtype == "fp16", "{} overflows", overflows(&one));
     }
 }
 
@@ -119,32 +134,25 @@ fn any_number_of_processes_gives_the_same_log_and_checkpoint() {
 #[test]
 fn any_number_of_processes_trains_a_mixture_of_experts_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
+    let model = folder.path().join("model");
     let spec = json!({
         "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "num_experts": 8, "num_experts_per_tok": 2,
     });
-    std::fs::create_dir(path("model")).unwrap();
-    std::fs::write(path("model/config.json"), spec.to_string()).unwrap();
-    std::fs::write(path("model/tokenizer.json"), Tokenizer::byte().json()).unwrap();
+    std::fs::create_dir(&model).unwrap();
+    std::fs::write(model.join("config.json"), spec.to_string()).unwrap();
+    std::fs::write(model.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
     let mut config = config("fp16");
-    (config.model, config.init) = (path("model").to_str().unwrap().to_owned(), WeightInit::Random);
+    (config.model, config.init) = (model.to_str().unwrap().to_owned(), WeightInit::Random);
     config.dropout.residual = 0.0;
-    let one = train(1, &config, &path("1"), None);
-    assert!(one.iter().any(|event| matches!(event, Event::Overflow(_))));
-    for world in [2, 3] {
-        let events = train(world, &config, &path(&world.to_string()), None);
-        assert_eq!(format!("{events:#?}"), format!("{one:#?}"), "{world} processes");
-        let last = |world: usize| path(&world.to_string()).join("step-000008");
-        assert_eq!(compare(&last(1), &last(world)).unwrap(), [], "{world} processes");
-    }
+    assert!(overflows(&assert_same_bits(&config, folder.path(), &[2, 3])) > 0);
 }
 
 /// Moments in 8 bits are cut between blocks, and stochastic rounding draws by the element of the whole parameter.
 #[test]
 fn any_number_of_processes_saves_memory_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
+    let model = cut_model(&folder.path().join("model"));
     for (dtype, optimizer, worlds) in [
         ("fp16", OptimizerKind::AdamW8bit, &[2, 3, 4, 9][..]),
         (STOCHASTIC, OptimizerKind::AdamW, &[2, 3, 4, 9]),
@@ -152,62 +160,43 @@ fn any_number_of_processes_saves_memory_with_the_same_bits() {
         (STOCHASTIC, OptimizerKind::AdamW8bit, &[3]),
     ] {
         let mut config = config(dtype);
-        (config.model, config.init, config.train.optimizer) =
-            (cut_model(&path("model")), WeightInit::Random, optimizer);
-        let run = |world: usize, name: &str, from: Option<&Path>| {
-            let name = path(&format!("{dtype}-{optimizer:?}-{world}-{name}"));
-            (train(world, &config, &name, from), name)
-        };
-        let (events, one) = run(1, "", None);
-        for world in worlds {
-            let what = format!("{dtype}, {optimizer:?}, {world} processes");
-            let (theirs, many) = run(*world, "", None);
-            assert_eq!(format!("{theirs:#?}"), format!("{events:#?}"), "{what}");
-            assert_eq!(compare(&one.join("step-000008"), &many.join("step-000008")).unwrap(), [], "{what}");
-        }
+        (config.model, config.init, config.train.optimizer) = (model.clone(), WeightInit::Random, optimizer);
+        let runs = folder.path().join(format!("{dtype}-{optimizer:?}"));
+        assert_same_bits(&config, &runs, worlds);
         for (before, after) in [(3, 1), (1, 4), (3, 2)] {
-            let from = path(&format!("{dtype}-{optimizer:?}-{before}-")).join("step-000004");
-            let (_, resumed) = run(after, "resumed", Some(&from));
-            let differences = compare(&one.join("step-000008"), &resumed.join("step-000008")).unwrap();
-            assert_eq!(differences, [], "{dtype}, {optimizer:?}, {before} processes and then {after}");
+            resume(&config, &runs, before, after);
         }
     }
+}
+
+/// Resumes a run in `folder` with another number of processes, which ends in the checkpoint of one process.
+pub(crate) fn resume(config: &Config, folder: &Path, before: usize, after: usize) {
+    let name = format!("{before} and then {after}");
+    train(after, config, &folder.join(&name), Some(&folder.join(before.to_string()).join("step-000002")));
+    assert_same_end(folder, &name);
 }
 
 /// Adapters are shared out like any other parameters.
 #[test]
 fn any_number_of_processes_trains_the_same_adapters() {
     let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
     for dora in [false, true] {
         let mut config = config("fp16");
         (config.lora.r, config.lora.alpha, config.lora.dropout) = (Some(3), Some(6.0), 0.1);
         if dora {
             (config.lora.dora, config.lora.modules_to_save) = (true, vec!["ln_f".into()]);
         }
-        let run = |world: usize| {
-            let name = path(&format!("{dora}-{world}"));
-            (train(world, &config, &name, None), name.join("step-000008"))
-        };
-        let one = run(1);
-        for world in [2, 3, 4] {
-            let many = run(world);
-            assert_eq!(format!("{:#?}", many.0), format!("{:#?}", one.0), "DoRA: {dora}, {world} processes");
-            assert_eq!(compare(&one.1, &many.1).unwrap(), [], "DoRA: {dora}, {world} processes");
-        }
+        assert_same_bits(&config, &folder.path().join(dora.to_string()), &[2, 3, 4]);
     }
 }
 
 #[test]
 fn a_run_resumes_with_another_number_of_processes() {
     let folder = tempfile::tempdir().unwrap();
-    let (config, path) = (config("fp16"), |name: &str| folder.path().join(name));
-    train(3, &config, &path("three"), None);
+    let config = config("fp16");
+    assert_same_bits(&config, folder.path(), &[3]);
     for world in [1, 2, 4] {
-        let name = path(&format!("resumed-{world}"));
-        train(world, &config, &name, Some(&path("three").join("step-000004")));
-        let differences = compare(&path("three").join("step-000008"), &name.join("step-000008")).unwrap();
-        assert_eq!(differences, [], "{world} processes");
+        resume(&config, folder.path(), 3, world);
     }
 }
 

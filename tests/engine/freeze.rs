@@ -1,14 +1,12 @@
 //! Frozen modules: they keep their bits and cost no training state, and the others train as if nothing were frozen.
 
 use crate::common::compare::values;
-use crate::distributed::{config, train};
-use finetune::engine::collective::SingleProcess;
+use crate::distributed::{assert_same_bits, config, resume};
+use crate::run::trainer;
 use finetune::engine::model::{Checkpointing, Parameters};
-use finetune::store::checkpoint::{Checkpoint, compare};
-use finetune::train::{Config, Trainer};
+use finetune::store::checkpoint::Checkpoint;
+use finetune::train::Config;
 use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::Arc;
 
 /// Names of frozen modules, and how many of the 52 parameters of `tiny` they leave: with the first block frozen but not the positions,
 /// a backward pass has to reach them; with both, it ends above that block.
@@ -20,10 +18,6 @@ fn freezing(names: Option<&str>) -> Config {
     config.train.freeze = names.map(str::to_owned);
     config.scaler.init_scale = 1024.0;
     config
-}
-
-fn trainer(config: &Config) -> Trainer {
-    Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap()
 }
 
 /// The gradients of the first step.
@@ -64,21 +58,14 @@ fn frozen_modules_have_no_training_state() {
 #[test]
 fn checkpoints_contain_frozen_weights_for_any_number_of_processes() {
     let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name);
-    let (before, _) = FROZEN[0];
-    let config = freezing(Some(before));
-    let run = |world: usize, name: &str, from: Option<&Path>| train(world, &config, &path(name), from);
-    let one = run(1, "one", None);
-    assert_eq!(format!("{:#?}", run(3, "three", None)), format!("{one:#?}"));
-    run(1, "resumed", Some(&path("three").join("step-000004")));
-    run(3, "resumed by three", Some(&path("one").join("step-000004")));
-    let last = |name: &str| path(name).join("step-000008");
-    for other in ["three", "resumed", "resumed by three"] {
-        assert_eq!(compare(&last("one"), &last(other)).unwrap(), [], "{other}");
+    let config = freezing(Some(FROZEN[0].0));
+    assert_same_bits(&config, folder.path(), &[3]);
+    for (before, after) in [(3, 1), (1, 3)] {
+        resume(&config, folder.path(), before, after);
     }
     let start = trainer(&freezing(None));
     let initial = &start.engine().state.weights;
-    let checkpoint = Checkpoint::open(last("one")).unwrap();
+    let checkpoint = Checkpoint::open(folder.path().join("1/step-000004")).unwrap();
     for (name, tensor) in initial.iter() {
         let stored = checkpoint.weights().require(&format!("transformer.{name}")).unwrap();
         let frozen = ["h.0.", "h.1.", "wte."].iter().any(|prefix| name.starts_with(prefix));

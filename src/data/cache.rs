@@ -225,9 +225,9 @@ impl TokenWriter {
     pub(super) fn finish(mut self, text_bytes: u64, path: Option<&Path>) -> Result<TokenFile> {
         let temporary: PathBuf = self.out.get_ref().path().to_owned();
         let DatasetContents { kind, samples, values } = &self.contents;
-        let tail: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        self.hash.update(&tail);
-        self.out.write_all(&tail).map_err(Error::io("write", &temporary))?;
+        let tail: &[u8] = bytemuck::cast_slice(values);
+        self.hash.update(tail);
+        self.out.write_all(tail).map_err(Error::io("write", &temporary))?;
         let mut file = self.out.into_inner().map_err(|error| Error::io("write", &temporary)(error.into_error()))?;
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&MAGIC);

@@ -172,8 +172,7 @@ impl Contents<'_> {
                 }
                 let (codes, absmax) = moment.stored();
                 write_bytes(out, path, codes)?;
-                let absmax: Vec<u8> = absmax.iter().flat_map(|value| value.to_le_bytes()).collect();
-                write_bytes(out, path, &absmax)?;
+                write_bytes(out, path, bytemuck::cast_slice(absmax))?;
             }
         }
         Ok(())

@@ -3,12 +3,15 @@
 use std::io::{self, Write};
 use std::path::Path;
 
+use bytemuck::cast_slice;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
-use half::{bf16, f16};
 use safetensors::Dtype;
 use serde_json::{Map, json};
 
 use crate::{Error, Result};
+
+// The values of a file are stored as they are in memory.
+const _: () = assert!(cfg!(target_endian = "little"));
 
 /// Writes `tensors` in order as one safetensors file to `out`; `path` is its name in error messages.
 ///
@@ -68,23 +71,15 @@ fn header<'a>(path: &Path, tensors: impl IntoIterator<Item = (String, DType, &'a
 fn write_storage(out: &mut dyn Write, tensor: &Tensor) -> candle_core::Result<io::Result<()>> {
     let (storage, layout) = tensor.storage_and_layout();
     let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
-    Ok(match &*storage {
-        Storage::Cpu(CpuStorage::F32(values)) => write_le(out, &values[range], |value: f32| value.to_le_bytes()),
-        Storage::Cpu(CpuStorage::F16(values)) => write_le(out, &values[range], |value: f16| value.to_le_bytes()),
-        Storage::Cpu(CpuStorage::BF16(values)) => write_le(out, &values[range], |value: bf16| value.to_le_bytes()),
-        Storage::Cpu(CpuStorage::U8(values)) => out.write_all(&values[range]),
+    let bytes: &[u8] = match &*storage {
+        Storage::Cpu(CpuStorage::F32(values)) => cast_slice(&values[range]),
+        Storage::Cpu(CpuStorage::F16(values)) => cast_slice(&values[range]),
+        Storage::Cpu(CpuStorage::BF16(values)) => cast_slice(&values[range]),
+        Storage::Cpu(CpuStorage::U8(values)) => &values[range],
         _ => candle_core::bail!("a tensor left the CPU or changed its dtype while it was being saved"),
-    })
-}
-
-fn write_le<T: Copy, const N: usize>(out: &mut dyn Write, values: &[T], bytes: fn(T) -> [u8; N]) -> io::Result<()> {
-    let mut buffer = Vec::with_capacity(1 << 16);
-    for block in values.chunks((1 << 16) / N) {
-        buffer.clear();
-        buffer.extend(block.iter().flat_map(|value| bytes(*value)));
-        out.write_all(&buffer)?;
-    }
-    Ok(())
+    };
+    // In blocks, because each write reports its progress.
+    Ok(bytes.chunks(1 << 16).try_for_each(|block| out.write_all(block)))
 }
 
 #[cfg(test)]

@@ -209,8 +209,7 @@ fn digest(weights: &Parameters, base: Option<&Base>) -> Result<String> {
         for first in (0..view.len()).step_by(HASH_CHUNK) {
             let values = &mut values[..HASH_CHUNK.min(view.len() - first)];
             view.load(first, values);
-            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-            digest.write_all(&bytes).map_err(failed())?;
+            digest.write_all(bytemuck::cast_slice(values)).map_err(failed())?;
         }
     }
     Ok(digest.finish().1.sha256)

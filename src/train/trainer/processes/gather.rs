@@ -76,7 +76,7 @@ impl<'a> TensorShard<'a> {
         match self.data {
             ShardData::Tensors(parameters) => range_bytes(&parameters[self.index], range, &mut bytes)?,
             ShardData::Codes(moment) => bytes.extend(&moment.stored().0[range]),
-            ShardData::Absmax(moment) => bytes.extend(moment.stored().1[range].iter().flat_map(|x| x.to_le_bytes())),
+            ShardData::Absmax(moment) => bytes.extend(bytemuck::cast_slice::<f32, u8>(&moment.stored().1[range])),
         }
         Ok(bytes)
     }

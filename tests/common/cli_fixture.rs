@@ -68,9 +68,7 @@ impl CliFixture {
     pub(crate) fn command_of(&self, words: &[&str]) -> Command {
         let mut command = launch::program();
         command.current_dir(&self.0).args(words).env("HF_HUB_OFFLINE", "1").env("HF_HOME", self.folder());
-        // By default one thread, because threads that wait actively slow down other tests.
-        command.env_remove("FINETUNE_ISA").env("RAYON_NUM_THREADS", "1");
-        command.env("FINETUNE_CACHE", self.path("data"));
+        command.env_remove("FINETUNE_ISA").env("FINETUNE_CACHE", self.path("data"));
         command.env_remove("COLUMNS").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }

@@ -14,11 +14,13 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGXCPU, SI
 /// Seconds that a test's process may take, instead of [`LIMIT`].
 pub(crate) const LIMIT_VARIABLE: &str = "FINETUNE_TEST_LIMIT";
 /// Longer than the longest of them takes on a busy machine.
-const LIMIT: Duration = Duration::from_mins(30);
+pub(crate) const LIMIT: Duration = Duration::from_mins(30);
 
-/// The program under test.
+/// The program under test, by default with one thread, because threads that wait actively slow down other tests.
 pub(crate) fn program() -> Command {
-    command(env!("CARGO_BIN_EXE_finetune"))
+    let mut command = command(env!("CARGO_BIN_EXE_finetune"));
+    command.env("RAYON_NUM_THREADS", "1");
+    command
 }
 
 /// Like [`Command::new`], but under `nohup` too the process does not inherit ignored signals. It is killed after [`LIMIT`], so that

@@ -18,6 +18,7 @@ use finetune::train::{Objective, StepOutcome, StepReport, TrainEngine, TrainStat
 
 use super::compare::{assert_close, max_difference, values};
 use super::golden::{Case, Trajectory};
+use super::processes::compute_alone;
 
 pub(crate) const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
 
@@ -175,6 +176,7 @@ impl Case {
         policy: PrecisionPolicy,
         rows: usize,
     ) -> TrainEngine {
+        compute_alone();
         let Trajectory { adamw, scaler, .. } = &self.trajectory;
         let scaler = GradScalerConfig {
             init_scale: scaler.init_scale as f32,

@@ -2,6 +2,7 @@
 
 use finetune::Result;
 use finetune::engine::collective::{ProcessGroup, SingleProcess};
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
@@ -33,9 +34,21 @@ impl ProcessGroup for Thread {
     }
 }
 
+/// Lets this thread compute without others. The threads of a pool wait actively during a step, which slows down other tests. Results do
+/// not depend on the number of threads: `consistency` and `layers` test that.
+pub(crate) fn compute_alone() {
+    thread_local! {
+        static POOL: ThreadPool = ThreadPoolBuilder::new().num_threads(1).use_current_thread().build().unwrap();
+    }
+    if rayon::current_thread_index().is_none() {
+        POOL.with(|_| ());
+    }
+}
+
 /// Runs `f` as each of `world` processes and returns their results, by rank.
 pub(crate) fn together<R: Send>(world: usize, f: impl Fn(Arc<dyn ProcessGroup>) -> R + Sync) -> Vec<R> {
     if world == 1 {
+        compute_alone();
         return vec![f(Arc::new(SingleProcess))];
     }
     let mut channels: Vec<Vec<_>> = (0..world).map(|_| (0..world).map(|_| Some(channel())).collect()).collect();
@@ -48,7 +61,12 @@ pub(crate) fn together<R: Send>(world: usize, f: impl Fn(Arc<dyn ProcessGroup>) 
         }
     }
     std::thread::scope(|scope| {
-        let run = |thread| scope.spawn(|| f(Arc::new(thread)));
+        let run = |thread| {
+            scope.spawn(|| {
+                compute_alone();
+                f(Arc::new(thread))
+            })
+        };
         let running: Vec<_> = threads.into_iter().map(run).collect();
         running.into_iter().map(|thread| thread.join().unwrap()).collect()
     })

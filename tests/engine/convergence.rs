@@ -4,6 +4,7 @@
 use crate::common::compare::largest;
 use crate::common::engine::{Settings, engine};
 use crate::common::golden::all_kernels;
+use crate::common::processes::compute_alone;
 use candle_core::Device;
 use finetune::data::{BatchLoader, TokenSource, grammar};
 use finetune::engine::kernels::{Kernels, view};
@@ -25,6 +26,7 @@ enum Masters {
 
 /// `tiny` with random weights before its first step, and its batches; both the same in every run.
 fn start(policy: PrecisionPolicy, scaler: GradScaler, lr: f64) -> (TrainEngine, BatchLoader) {
+    compute_alone();
     let config = ModelSpec::named("tiny").unwrap();
     let settings = Settings { scaler, ..Settings::new(policy, GradScalerConfig::default(), lr, BATCH) };
     let masters = TrainState::random_masters(&config, 17, &Device::Cpu).unwrap();
@@ -109,7 +111,7 @@ fn half_precision_ends_where_fp32_ends() {
 /// In a short run candle's own operations and the fused kernels train to the same result.
 #[test]
 fn every_set_of_kernels_learns_alike() {
-    const STEPS: usize = 12;
+    const STEPS: usize = 8;
     let losses = |kernels: &Arc<dyn Kernels>, policy: PrecisionPolicy| -> Vec<f64> {
         let scaler = if policy.needs_loss_scale() { scaled() } else { GradScaler::disabled() };
         let (mut engine, mut loader) = start(policy, scaler, 1e-3);

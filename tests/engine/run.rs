@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
 use crate::common::of_kind;
+use crate::common::processes::compute_alone;
 use finetune::engine::collective::SingleProcess;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::checkpoint::Run;
@@ -21,6 +22,7 @@ pub(crate) fn config(policy: PrecisionPolicy, (rows, seq_len): (usize, usize)) -
 
 /// A run of one process, before its first step.
 pub(crate) fn trainer(config: &Config) -> Trainer {
+    compute_alone();
     Trainer::new(Arc::new(SingleProcess), config.clone(), None, &mut |_| ()).unwrap()
 }
 

@@ -21,6 +21,8 @@ mod fp16_check;
 mod generate;
 mod interface;
 mod lab;
+mod log_memory;
+mod memory;
 mod memory_saving_runs;
 mod metrics_export;
 mod preferences;

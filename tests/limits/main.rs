@@ -1,4 +1,4 @@
-//! Memory and time: how much of them a step, a command and a whole run take. One test runs at a time.
+//! Allocations of a step, and start-up time. One test runs at a time.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
@@ -9,8 +9,6 @@
 mod common;
 
 mod allocation;
-mod log_memory;
-mod memory;
 mod startup_time;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

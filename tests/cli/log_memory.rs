@@ -7,7 +7,6 @@ use std::process::Stdio;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use crate::alone;
 use crate::common::cli_fixture::CliFixture;
 use finetune::telemetry::{Event, Record, ScaleCause, ScaleUpdate, StepRecord, StepStatus, read};
 
@@ -113,6 +112,5 @@ fn open_a_log_of(steps: u64, most_seconds: f64) {
 
 #[test]
 fn n3_a_long_log_is_read_in_bounded_memory() {
-    let _alone = alone();
     open_a_log_of(100_000, 60.0);
 }

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use crate::alone;
 use crate::common::cli_fixture::CliFixture;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Tokenizer, grammar};
@@ -59,7 +58,6 @@ fn predict(fixture: &CliFixture, line: &str, tolerance: f64) {
 
 #[test]
 fn tiny() {
-    let _alone = alone();
     for line in [
         "--dtype fp32",
         "--dtype fp16",
@@ -76,7 +74,6 @@ fn tiny() {
 /// Once from a folder, whose file is mapped while its weights are read, once with FP32 probes, once resumed.
 #[test]
 fn a_large_vocabulary_with_and_without_probes() {
-    let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let vocabulary = 50_257;
     let spec = ModelSpec { vocab_size: vocabulary, ..ModelSpec::named("distilgpt2").unwrap().resized(2, 64, 2) };
@@ -113,7 +110,6 @@ fn of_width(folder: &Path, blocks: usize, width: usize) -> String {
 /// stay in blocks.
 #[test]
 fn adapters_are_predicted_as_such() {
-    let _alone = alone();
     let fixture = CliFixture::empty();
     let path = of_width(fixture.folder(), 4, 512);
     let quantized = fixture.path("model.gguf").display().to_string();
@@ -134,7 +130,6 @@ fn adapters_are_predicted_as_such() {
 /// The table of a large vocabulary, 98 MiB in FP32, is read some rows at a time: whole, it would take more than the rest.
 #[test]
 fn a_frozen_table_is_read_in_parts() {
-    let _alone = alone();
     let fixture = CliFixture::empty();
     let spec = ModelSpec { vocab_size: 50_000, ..ModelSpec::named("distilgpt2").unwrap().resized(1, 512, 8) };
     let path = save(fixture.folder(), &spec, Tokenizer::byte().json());
@@ -151,7 +146,6 @@ fn a_frozen_table_is_read_in_parts() {
 /// One wide block over many tokens: without packed operands and partial sums the prediction was 17 % too low.
 #[test]
 fn packed_operands_are_predicted() {
-    let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let path = of_width(folder.path(), 1, 1024);
     let line = "--data grammar --dtype bf16 --batch-size 4 --seq-len 512 --lora r=8,alpha=16";
@@ -161,7 +155,6 @@ fn packed_operands_are_predicted() {
 /// A probe widens masters that are not in FP32.
 #[test]
 fn a_probe_of_narrow_masters_is_predicted() {
-    let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let path = of_width(folder.path(), 4, 512);
     let narrow = "--dtype p=bf16,c=bf16,g=bf16,r=f32 --set telemetry.probe_every=2";
@@ -200,7 +193,6 @@ fn tokenizer(tokens: usize) -> String {
 #[test]
 #[ignore = "trains 82 M parameters twice and writes two gigabytes; .ci/full runs it"]
 fn distilgpt2() {
-    let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
     let (tokenizer, text) = (path("tokenizer.json"), path("text.txt"));

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::common::compare::{distance, values};
-use crate::common::python::{has_module, python, run_script};
+use crate::common::python::{python_with, run_script};
 use crate::common::{golden, launch};
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Content;
@@ -430,7 +430,7 @@ fn wavy_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> 
 
 #[test]
 fn transformers_reads_every_familys_gguf_file_as_we_do() {
-    let Some(python) = python().filter(|python| has_module(python, "gguf")) else { return };
+    let Some(python) = python_with("gguf") else { return };
     let folder = tempfile::tempdir().unwrap();
     // Without what transformers does not read in a GGUF file: GPT-2's number of positions, rope types, a Llama's biases and windows.
     let models = ["families/llama", "families/qwen2"].map(|name| model(name, folder.path()));
@@ -459,7 +459,7 @@ fn transformers_reads_every_familys_gguf_file_as_we_do() {
 
 #[test]
 fn the_gguf_package_reads_the_file() {
-    let Some(python) = python().filter(|python| has_module(python, "gguf")) else { return };
+    let Some(python) = python_with("gguf") else { return };
     let folder = tempfile::tempdir().unwrap();
     let script = "import json, sys, gguf\nreader = gguf.GGUFReader(sys.argv[1])\n\
                   print(json.dumps([{t.name: [int(n) for n in t.shape] for t in reader.tensors}, \
@@ -515,11 +515,6 @@ const ONNX: [&str; 20] = [
     "families/phi3",
 ];
 
-/// The Python of `FINETUNE_PYTHON`, if it has onnxruntime.
-fn python_with_onnx() -> Option<PathBuf> {
-    python().filter(|python| has_module(python, "onnxruntime"))
-}
-
 /// The logits and warnings of onnxruntime for graphs and their rows of ids, from one process.
 fn onnx_logits(python: &Path, cases: &[serde_json::Value]) -> Vec<(Vec<f32>, serde_json::Value)> {
     let file = tempfile::NamedTempFile::new().unwrap();
@@ -531,7 +526,7 @@ fn onnx_logits(python: &Path, cases: &[serde_json::Value]) -> Vec<(Vec<f32>, ser
 
 #[test]
 fn onnxruntime_computes_the_same_for_every_batch_and_length() {
-    let Some(python) = python_with_onnx() else { return };
+    let Some(python) = python_with("onnxruntime") else { return };
     let (folder, mut cases, mut ours) = (tempfile::tempdir().unwrap(), Vec::new(), Vec::new());
     for name in ONNX {
         let trained = model(name, folder.path());
@@ -559,7 +554,7 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
 
 #[test]
 fn onnxruntime_decodes_with_a_cache_and_in_int8() {
-    let Some(python) = python_with_onnx() else { return };
+    let Some(python) = python_with("onnxruntime") else { return };
     let (folder, mut cases, mut ours) = (tempfile::tempdir().unwrap(), Vec::new(), Vec::new());
     for name in ["untied", "families/llama", "families/ministral3", "families/gemma2", "families/gemma3"] {
         let trained = model(name, folder.path());
@@ -594,10 +589,8 @@ fn a_graph_cannot_change_its_base_with_the_length() {
 /// An `Identity` before every weight once hid all products from the quantizer.
 #[test]
 fn onnxruntimes_dynamic_quantizer_takes_every_linear_layer() {
-    let Some(python) = python_with_onnx() else { return };
-    if !has_module(&python, "onnx") {
-        return;
-    }
+    // Its quantizer needs both.
+    let Some(python) = python_with("onnxruntime").and_then(|_| python_with("onnx")) else { return };
     let folder = tempfile::tempdir().unwrap();
     // The linear layers of GPT-2 are: queries, keys and values together, the attention's output, and the two layers of
     // the MLP. Llama has all separate.

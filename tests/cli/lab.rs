@@ -4,7 +4,7 @@
 //! except in CI, where it fails.
 
 use crate::common::cli_fixture::CliFixture;
-use crate::common::python::{has_module, python, run_script};
+use crate::common::python::{python_with, run_script};
 use serde_json::{Map, Value};
 
 fn report(fixture: &CliFixture, typed: &str) -> Value {
@@ -13,10 +13,7 @@ fn report(fixture: &CliFixture, typed: &str) -> Value {
 
 #[test]
 fn the_libraries_compute_the_same_figures() {
-    let Some(python) = python() else { return };
-    if !has_module(&python, "torchao") {
-        return;
-    }
+    let Some(python) = python_with("torchao") else { return };
     let fixture = CliFixture::empty();
     let views = [
         "bits pi",

@@ -4,7 +4,7 @@
 use super::evaluate::with_tokenizer;
 use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::{furthest, values};
-use crate::common::python::{has_module, python, run_script};
+use crate::common::python::{python_with, run_script};
 use crate::common::transcript::assert_refused;
 use candle_core::Device;
 use finetune::engine::device::DeviceContext;
@@ -319,10 +319,7 @@ fn adapters_of_experts_are_resumed_recomputed_and_merged() {
 }
 
 fn exchange_with_peft(fixture: &CliFixture) {
-    let Some(python) = python() else { return };
-    if !has_module(&python, "peft") {
-        return;
-    }
+    let Some(python) = python_with("peft") else { return };
     fixture.said("export run adapter");
     let path = |name: &str| fixture.path(name);
     let ids = IDS.map(|id| id.to_string()).join(",");

@@ -5,7 +5,7 @@
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::markup::{assert_stands_alone, assert_well_formed};
-use crate::common::python::{has_module, python, run_script};
+use crate::common::python::{python_with, run_script};
 use finetune::telemetry::{Event, read};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -112,7 +112,7 @@ fn item_16_prometheus_reads_a_running_run() {
 
 #[test]
 fn item_16_tensorboard_reads_what_a_run_wrote_live_and_afterwards() {
-    let Some(python) = python().filter(|python| has_module(python, "tensorboard")) else { return };
+    let Some(python) = python_with("tensorboard") else { return };
     let fixture = CliFixture::empty();
     fixture.said(&format!("{RUN} --steps 20 --set telemetry.tensorboard=true"));
     // A second process repeats the steps after the tenth, and must not leave two of each.

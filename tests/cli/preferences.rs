@@ -2,7 +2,7 @@
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::of_kind;
-use crate::common::python::{has_module, python, run_script};
+use crate::common::python::{python_with, run_script};
 use std::fs;
 use std::path::Path;
 
@@ -250,7 +250,7 @@ fn the_command_shows_both_sides_of_a_pair_and_counts_them() {
 /// TRL starts from the same adapters, exported by a run of one step with a negligible learning rate.
 #[test]
 fn ten_dpo_steps_agree_with_trl() {
-    let Some(python) = python().filter(|python| has_module(python, "trl")) else { return };
+    let Some(python) = python_with("trl") else { return };
     let desk = CliFixture::new();
     let pair = |prompt: &str, chosen: &str, rejected: &str| {
         serde_json::json!({ "prompt": prompt, "chosen": chosen, "rejected": rejected }).to_string() + "\n"

@@ -2,7 +2,7 @@
 
 use crate::common::cli_fixture::CliFixture;
 use crate::common::launch;
-use crate::common::python::{has_module, python};
+use crate::common::python::python_with;
 use finetune::store::checkpoint::compare;
 use std::fs;
 use std::path::Path;
@@ -30,7 +30,7 @@ fn a_run_repeats_in_another_number_of_processes() {
 
 #[test]
 fn torchrun_starts_processes() {
-    let Some(python) = python().filter(|python| has_module(python, "torch")) else { return };
+    let Some(python) = python_with("torch") else { return };
     let fixture = CliFixture::empty();
     let torchrun = python.with_file_name("torchrun");
     let mut job = launch::command(torchrun);

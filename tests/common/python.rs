@@ -22,14 +22,15 @@ pub(crate) fn python() -> Option<PathBuf> {
     python
 }
 
-/// Returns whether `python` has `module`, without the seconds that an import takes; prints a message if it has not.
-pub(crate) fn has_module(python: &Path, module: &str) -> bool {
+/// The Python, if it has `module`, found without the seconds that an import takes; prints a message if it has not.
+pub(crate) fn python_with(module: &str) -> Option<PathBuf> {
+    let python = python()?;
     let find = format!("from importlib.util import find_spec; exit(find_spec('{module}') is None)");
-    let found = launch::command(python).args(["-c", &find]).status().unwrap().success();
-    if !found {
-        skip("python", &format!("the Python in `FINETUNE_PYTHON` has no `{module}`"));
+    if launch::command(&python).args(["-c", &find]).status().unwrap().success() {
+        return Some(python);
     }
-    found
+    skip("python", &format!("the Python in `FINETUNE_PYTHON` has no `{module}`"));
+    None
 }
 
 /// The JSON value that a script in `tests/python` prints on its last line.

@@ -61,6 +61,8 @@ pub struct Batch {
     pub sampled_logps: Vec<f32>,
     /// The log-probabilities that training computed before the first of several updates on the completions.
     pub old_logps: Vec<f32>,
+    /// The inputs of each row without padding; empty if there is none.
+    pub row_lens: Vec<usize>,
     /// Rows.
     pub batch_size: usize,
     /// Columns; for samples, the length of the longest one, rounded up.
@@ -92,7 +94,9 @@ impl Batch {
             batch.sampled_logps[first..start + len].copy_from_slice(logps);
             batch.sequences.push(Sequence { labels: start..start + len, index: *index, role: *role });
             batch.num_label_tokens += ids.len();
+            batch.row_lens.push(len);
         }
+        batch.row_lens.resize(rows, 0);
         batch
     }
 
@@ -112,6 +116,7 @@ impl Batch {
             ids.resize(self.batch_size * seq_len, padding);
         }
         self.sequences.clear();
+        self.row_lens.clear();
         self.document_starts.clear();
         if mixture.is_packed() {
             self.document_starts.resize(self.batch_size * seq_len, 0);
@@ -131,9 +136,11 @@ impl Batch {
                 self.sequences.extend(role.map(|(index, role)| Sequence { labels: at..at + span.len, index, role }));
                 at += span.len;
             }
+            self.row_lens.push(at - row_index * seq_len);
             // Padding is a separate document, so no query attends to keys before it.
             begin(at, (row_index + 1) * seq_len - at);
         }
+        self.row_lens.resize(self.batch_size, 0);
         self.num_label_tokens = self.labels.iter().filter(|&&label| label != IGNORE_INDEX).count();
     }
 }

@@ -8,6 +8,7 @@ use crate::engine::model::{Hook, HookPoint};
 use crate::precision::FloatFormat;
 use crate::train::engine::TrainEngine;
 use crate::train::state::Counters;
+use crate::train::step::LossFactors;
 use candle_core::{DType, Tensor};
 
 /// The first try's scale is the current one divided by this; each next try divides again.
@@ -24,14 +25,14 @@ pub(super) fn largest_gradient(
 ) -> Result<Option<f32>> {
     let (mut passes, _) = engine.passes()?;
     let share = passes.grads.local_micro_batches(micro_batches.len());
-    let count = passes.objective.count(micro_batches);
     let lowest = passes.scaler.config().min_scale;
     let mut tried = scale;
     while tried > lowest {
         tried = (tried / STEP_DOWN).max(lowest);
+        let factors = LossFactors::new(tried, passes.objective, micro_batches);
         let mut largest = GradAmaxHook { max_abs: 0.0, finite: true };
         for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
-            passes.micro_batch((index, batch), counters, tried / count.max(1) as f32, &mut largest)?;
+            passes.micro_batch((index, batch), counters, factors, &mut largest)?;
         }
         // The maximum over all processes, which then agree.
         let mut seen = [largest.max_abs, if largest.finite { 0.0 } else { 1.0 }];

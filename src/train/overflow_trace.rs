@@ -11,6 +11,7 @@ use crate::precision::{FloatFormat, PrecisionUnit, TensorStats};
 use crate::telemetry::{FirstNonFinite, Pass};
 use crate::train::callbacks::StepContext;
 use crate::train::engine::{StepReport, TrainEngine};
+use crate::train::step::LossFactors;
 use candle_core::Tensor;
 
 /// Finds the tensor in which the overflow of a skipped step began.
@@ -42,11 +43,11 @@ fn search(
 ) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
     let (mut passes, _) = engine.passes()?;
     let before = passes.counters.before_skipped();
-    let loss_seed = report.scale / passes.objective.count(micro_batches).max(1) as f32;
+    let factors = LossFactors::new(report.scale, passes.objective, micro_batches);
     let share = passes.grads.local_micro_batches(micro_batches.len());
     for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
         let mut search = FirstNonFiniteHook { seq_len: batch.seq_len, found: None };
-        passes.micro_batch((index, batch), before, loss_seed, &mut search)?;
+        passes.micro_batch((index, batch), before, factors, &mut search)?;
         if let Some(found) = search.found {
             let unit = found.place.layer.unit();
             return Ok(Some((found.first_nonfinite(passes.model.spec(), index), unit)));

@@ -16,8 +16,10 @@ use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::{ActivationMax, FlushedTensor, Fp32Probe};
 use crate::train::engine::{Passes, TrainEngine};
 use crate::train::records::grad_stats;
+use crate::train::step::LossFactors;
 use candle_core::{DType, Tensor};
 use std::borrow::Cow;
+use std::slice;
 use std::sync::Arc;
 
 /// Elements compared at a time.
@@ -35,14 +37,14 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
     let shape = (batch.batch_size, batch.seq_len);
     let mut workspace = Workspace::for_training(spec, PrecisionPolicy::FP32, shape, Checkpointing::None, &device)?;
     let mut exact = Gradients::new(state.weights, PrecisionPolicy::FP32, 1, &SingleProcess)?;
-    let count = passes.objective.count(std::slice::from_ref(batch)).max(1);
-    let seed = |scale: f32| scale / count as f32;
-    passes.micro_batch((0, batch), counters, seed(scale), &mut ())?;
+    let [factors, exact_factors] =
+        [scale, 1.0].map(|scale| LossFactors::new(scale, passes.objective, slice::from_ref(batch)));
+    passes.micro_batch((0, batch), counters, factors, &mut ())?;
     let masters = to_fp32(state.weights, masters.unwrap_or(state.masters), model.kernels())?;
     let mut maxima = AmaxHook { spec, maxima: Vec::new() };
     let (weights, hook) = (Cow::Borrowed(&masters), &mut ());
     let mut in_fp32 = Passes { weights, hook, workspace: &mut workspace, grads: &mut exact, ..passes };
-    in_fp32.micro_batch((0, batch), counters, seed(1.0), &mut maxima)?;
+    in_fp32.micro_batch((0, batch), counters, exact_factors, &mut maxima)?;
     let (grads, exact_grads) = (passes.grads.micro_batch_grads(), exact.micro_batch_grads());
 
     let mut stats = GradientStats::default();

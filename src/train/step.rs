@@ -8,7 +8,7 @@ use crate::engine::optim::Update;
 use crate::precision::UpdateCounts;
 use crate::telemetry::ObjectiveMetric;
 use crate::train::engine::{EvalReport, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
-use crate::train::objective::{BatchPass, LossSums, Split};
+use crate::train::objective::{BatchPass, LossSums, Objective, Split};
 use crate::train::state::{Counters, TrainState};
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
@@ -24,14 +24,31 @@ pub(super) struct StepGradients {
     time: StepTimings,
 }
 
+/// The factors of the losses of a step's micro-batches.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LossFactors {
+    /// The loss scale.
+    scale: f32,
+    /// The number of losses in all micro-batches, whose mean is the step's loss.
+    count: usize,
+    /// The number of micro-batches, whose load-balancing losses are averaged.
+    micro_batches: usize,
+}
+
+impl LossFactors {
+    pub(super) fn new(scale: f32, objective: &Objective, micro_batches: &[Batch]) -> Self {
+        Self { scale, count: objective.count(micro_batches).max(1), micro_batches: micro_batches.len() }
+    }
+}
+
 impl Passes<'_> {
-    /// Computes the gradients of micro-batch `index` of the step after `counters`, with `seed` = dL/d(one loss). `also` receives
-    /// every tensor. Returns the sums of the losses and the time of the forward pass.
+    /// Computes the gradients of micro-batch `index` of the step after `counters`. `also` receives every tensor. Returns the sums of
+    /// the losses and the time of the forward pass.
     pub(super) fn micro_batch(
         &mut self,
         (index, batch): (usize, &Batch),
         counters: Counters,
-        seed: f32,
+        LossFactors { scale, count, micro_batches }: LossFactors,
         also: &mut dyn Hook,
     ) -> Result<(LossSums, Duration)> {
         let Self { model, weights, objective, grads, .. } = self;
@@ -41,13 +58,16 @@ impl Passes<'_> {
         let (hook, out, clock) = (&mut (&mut *self.hook, also), grads.micro_batch_grads(), Instant::now());
         // 1. Forward in the compute type; the loss in FP32.
         objective.refer(pass, workspace, Split::Train)?;
+        let balance = model.spec().experts.map_or(0.0, |experts| experts.balance) / micro_batches as f64;
+        workspace.balance_experts(f64::from(scale) * balance, &batch.row_lens);
         model.forward(weights, tokens, mode, workspace, hook)?;
         let forward = clock.elapsed();
         // 2. Backward from scale · dL · weight: gradients are stored in the compute type, every sum in them is FP32.
         objective.weigh(pass, workspace)?;
-        let seed = (seed, objective.weights(batch));
+        let seed = (scale / count as f32, objective.weights(batch));
         let nll = model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, out, hook)?;
-        let sums = objective.sums(pass, workspace, nll)?;
+        let mut sums = objective.sums(pass, workspace, nll)?;
+        sums.loss += count as f64 * balance * workspace.balance_loss();
         model.backward(weights, tokens, mode, workspace, out, hook)?;
         Ok((sums, forward))
     }
@@ -59,14 +79,13 @@ impl Passes<'_> {
             let message = "there are no loss tokens: every token is masked";
             return Err(Error::data("a step's batches", message));
         }
-        let count = self.objective.count(micro_batches);
+        let factors = LossFactors::new(self.scaler.scale(), self.objective, micro_batches);
         let mut time = StepTimings::default();
         let share = self.grads.begin_accumulation(micro_batches.len())?;
         let mut losses = Vec::with_capacity(share.len());
         for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
             let clock = Instant::now();
-            let seed = self.scaler.scale() / count as f32;
-            let (sums, forward) = self.micro_batch((i, batch), self.counters, seed, &mut ())?;
+            let (sums, forward) = self.micro_batch((i, batch), self.counters, factors, &mut ())?;
             losses.push(sums);
             self.grads.accumulate(self.model.kernels(), self.scaler.is_predictive())?;
             time.forward += forward;
@@ -91,7 +110,7 @@ impl Passes<'_> {
         let clock = Instant::now();
         grads.compute_stats(self.count_exponents, self.grad_stats, model.kernels(), *group)?;
         time.grad_stats = clock.elapsed();
-        Ok(StepGradients { sums, loss: sums.loss / count as f64, targets, time })
+        Ok(StepGradients { sums, loss: sums.loss / factors.count as f64, targets, time })
     }
 }
 

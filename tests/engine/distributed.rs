@@ -138,6 +138,7 @@ fn any_number_of_processes_trains_a_mixture_of_experts_with_the_same_bits() {
     let spec = json!({
         "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 40, "moe_intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "num_experts": 8, "num_experts_per_tok": 2,
+        "output_router_logits": true,
     });
     std::fs::create_dir(&model).unwrap();
     std::fs::write(model.join("config.json"), spec.to_string()).unwrap();

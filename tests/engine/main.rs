@@ -27,6 +27,7 @@ mod layers;
 mod lora;
 mod lost_updates;
 mod mismatch;
+mod mixtures;
 mod objectives;
 mod packing;
 mod parity;

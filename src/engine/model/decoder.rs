@@ -330,6 +330,7 @@ impl Decoder {
         let cx = &mut Context { kernels: self.kernels(), weights, grads: None, mode, adapters, hook };
         for i in 0..self.spec.num_layers {
             self.forward_block(cx, i, ws)?;
+            ws.balance.borrow_mut().add(ws.block(i)?.0)?;
             self.add_mlp(cx, i, ws.block(i)?, &ws.stream[i + 1])?;
         }
         let last = &ws.stream[self.spec.num_layers];
@@ -556,7 +557,7 @@ impl Decoder {
             Mlp::Mixture(mixture) => {
                 op::Activate { activation: self.spec.activation, x: &acts.up, y: input }.run(kernels)?;
                 ExpertMlps::scale_activated(cx, acts, input)?;
-                mixture.backward_down(cx, (acts, scratch), dy)?;
+                mixture.backward_down(cx, (acts, scratch), (dy, &ws.balance.borrow()))?;
                 None
             }
         };

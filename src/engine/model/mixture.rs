@@ -11,30 +11,38 @@ use super::spec::{LinearRole, ModelSpec, ModuleId, ModuleOp};
 use super::workspace::{BlockActivations, LayerScratch, Routing};
 use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::route::{RouterSettings, Routes};
+use crate::engine::kernels::view::to_host;
 use candle_core::{Result, Tensor};
+use serde_json::Value;
 
 /// The experts of each block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Experts {
     /// The number of experts.
     pub count: usize,
     /// How many of them a token has, and their weights.
     pub router: RouterSettings,
+    /// The factor of the load-balancing loss; 0 without it.
+    pub balance: f64,
 }
 
 /// The maximum number of experts of a block, and of experts of all blocks. Their parameters are listed before their memory is
 /// known.
 const MAX_EXPERTS: [usize; 2] = [1 << 10, 1 << 16];
+/// The key of the number of a token's experts.
+const TOP_K: &str = "num_experts_per_tok";
+/// The keys of the load-balancing loss and of its factor.
+const BALANCE: [&str; 2] = ["output_router_logits", "router_aux_loss_coef"];
 
 impl Experts {
-    /// Reads the experts of a model of `layers` blocks. `count` is the key of their number and its default.
+    /// Reads the experts of a model of `layers` blocks. `count` is the key of their number and its default; `top_k` and `balance` are
+    /// defaults.
     pub(super) fn read(
         keys: &ConfigReader<'_>,
         count: (&str, usize),
-        top_k: usize,
+        (top_k, balance): (usize, f64),
         (layers, normalized): (usize, bool),
     ) -> std::result::Result<Self, String> {
-        const TOP_K: &str = "num_experts_per_tok";
         let (key, default) = count;
         let (count, top_k) = (keys.positive_usize(key, default)?, keys.positive_usize(TOP_K, top_k)?);
         if count > MAX_EXPERTS[0] || count * layers > MAX_EXPERTS[1] {
@@ -46,10 +54,102 @@ impl Experts {
         if top_k > count {
             return Err(format!("`{TOP_K}` is {top_k}; there are {count} experts"));
         }
-        // It adds a loss that the engine lacks.
-        keys.require_value("output_router_logits", false)?;
-        Ok(Self { count, router: RouterSettings { top_k, normalized } })
+        let factor = keys.f64(BALANCE[1], balance)?;
+        if factor < 0.0 {
+            return Err(format!("`{}` is {factor}; it must not be negative", BALANCE[1]));
+        }
+        let balance = if keys.bool(BALANCE[0], false)? { factor } else { 0.0 };
+        Ok(Self { count, router: RouterSettings { top_k, normalized }, balance })
     }
+
+    /// Adds these experts to a `config.json`. `count` is the key of their number.
+    pub(super) fn write(&self, json: &mut Value, count: &str) {
+        json[count] = self.count.into();
+        json[TOP_K] = self.router.top_k.into();
+        if self.balance > 0.0 {
+            json[BALANCE[0]] = true.into();
+            json[BALANCE[1]] = self.balance.into();
+        }
+    }
+}
+
+/// The load-balancing loss of a micro-batch (Fedus et al., 2021), as transformers computes it: the number of experts times Σ f · P.
+/// f is the share of all blocks' tokens that choose an expert, and P the mean of its probabilities. Padding does not count.
+#[derive(Debug, Default)]
+pub(super) struct LoadBalance {
+    /// dL/d(loss); 0 without this loss.
+    seed: f64,
+    /// The tokens of each row without padding; empty if there is none.
+    row_lens: Vec<usize>,
+    seq_len: usize,
+    /// By expert: the number of tokens that chose it, and the sum of its probabilities.
+    chosen: Vec<f64>,
+    probabilities: Vec<f64>,
+    /// Tokens of all blocks.
+    tokens: f64,
+}
+
+impl LoadBalance {
+    /// Begins the passes over rows of `seq_len` tokens.
+    pub(super) fn begin(&mut self, seed: f64, row_lens: &[usize], seq_len: usize) {
+        *self = Self { seed, row_lens: row_lens.to_vec(), seq_len, ..Self::default() };
+    }
+
+    /// Adds the decisions of a block in the forward pass.
+    pub(super) fn add(&mut self, acts: &BlockActivations) -> Result<()> {
+        let Some(Routing { logits, decisions, .. }) = acts.routing.as_ref().filter(|_| self.seed > 0.0) else {
+            return Ok(());
+        };
+        let (experts, routes) = (logits.dim(1)?, &decisions.borrow().routes);
+        self.chosen.resize(experts, 0.0);
+        self.probabilities.resize(experts, 0.0);
+        let host = to_host(logits)?.flatten_all()?.to_vec1::<f32>()?;
+        let chosen = routes.experts.chunks_exact(routes.experts.len() * experts / host.len());
+        for (token, (logits, chosen)) in host.chunks_exact(experts).zip(chosen).enumerate() {
+            if self.counts(token) {
+                self.tokens += 1.0;
+                chosen.iter().for_each(|expert| self.chosen[*expert as usize] += 1.0);
+                self.probabilities.iter_mut().zip(softmax(logits)).for_each(|(sum, x)| *sum += x);
+            }
+        }
+        Ok(())
+    }
+
+    /// The loss, after the forward pass.
+    pub(super) fn loss(&self) -> f64 {
+        let sum: f64 = self.chosen.iter().zip(&self.probabilities).map(|(chosen, sum)| chosen * sum).sum();
+        if self.tokens > 0.0 { self.chosen.len() as f64 * sum / self.tokens.powi(2) } else { 0.0 }
+    }
+
+    /// The gradient of a block's logits; `None` without this loss.
+    fn gradient(&self, logits: &Tensor) -> Result<Option<Tensor>> {
+        if self.tokens == 0.0 {
+            return Ok(None);
+        }
+        let host = to_host(logits)?.flatten_all()?.to_vec1::<f32>()?;
+        let factor = self.seed * self.chosen.len() as f64 / self.tokens.powi(2);
+        let of_token = |(token, logits): (usize, &[f32])| {
+            let probabilities = softmax(logits);
+            let mean: f64 = probabilities.iter().zip(&self.chosen).map(|(p, chosen)| p * chosen).sum();
+            let factor = if self.counts(token) { factor } else { 0.0 };
+            let gradient = |(p, chosen): (f64, &f64)| (factor * p * (chosen - mean)) as f32;
+            probabilities.into_iter().zip(&self.chosen).map(gradient).collect::<Vec<_>>()
+        };
+        let gradient: Vec<f32> = host.chunks_exact(self.chosen.len()).enumerate().flat_map(of_token).collect();
+        Tensor::from_vec(gradient, logits.dims(), logits.device()).map(Some)
+    }
+
+    /// Whether a token is not padding.
+    fn counts(&self, token: usize) -> bool {
+        self.row_lens.get(token / self.seq_len).is_none_or(|len| token % self.seq_len < *len)
+    }
+}
+
+fn softmax(logits: &[f32]) -> Vec<f64> {
+    let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let powers: Vec<f64> = logits.iter().map(|x| f64::from(x - largest).exp()).collect();
+    let sum: f64 = powers.iter().sum();
+    powers.into_iter().map(|x| x / sum).collect()
 }
 
 impl ModelSpec {
@@ -163,7 +263,7 @@ impl ExpertMlps {
         &self,
         cx: &mut Context<'_>,
         (acts, scratch): (&BlockActivations, &LayerScratch),
-        dy: &Tensor,
+        (dy, balance): (&Tensor, &LoadBalance),
     ) -> Result<()> {
         let (Routing { logits, weights, decisions }, rows) = (acts.routing()?, scratch.routed()?);
         let Decisions { routes, .. } = &*decisions.borrow();
@@ -178,6 +278,9 @@ impl ExpertMlps {
             None => expert.down.zero_gradients(cx),
         })?;
         op::RouteBackward { settings: self.settings, logits, weights, routes, x, dx, dlogits }.run(cx.kernels)?;
+        if let Some(x) = balance.gradient(logits)? {
+            op::Accumulate { x: &x, out: dlogits, inner: &[] }.run(cx.kernels)?;
+        }
         op::ScaleRows { x: dx, weights }.run(cx.kernels)
     }
 

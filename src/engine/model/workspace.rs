@@ -7,7 +7,7 @@
 mod views;
 
 use super::adapter::{AdapterBuffers, AdapterPass, total_rank};
-use super::mixture::{Decisions, Experts};
+use super::mixture::{Decisions, Experts, LoadBalance};
 use super::rope::Rope;
 use super::spec::{ModelSpec, QkNorm, QueryScale};
 use crate::engine::kernels::NormOutput;
@@ -171,7 +171,7 @@ pub(super) struct BlockActivations<T = Tensor> {
     pub(super) middle: T,
     pub(super) mlp_norm: NormOutput<T>,
     /// The router's decisions, if the MLP is a mixture of experts.
-    routing: Option<Routing<T>>,
+    pub(super) routing: Option<Routing<T>>,
     /// The activation's input.
     pub(super) up: T,
     pub(super) post_mlp: Option<PostNorm<T>>,
@@ -210,6 +210,8 @@ pub struct Workspace<T = Tensor> {
     pub(super) seq_len: usize,
     /// The documents of the current tokens, as in [`InputIds`](super::Tokens); empty if each sequence is one.
     pub(super) documents: Vec<u32>,
+    /// The load-balancing loss of the current passes.
+    pub(super) balance: RefCell<LoadBalance>,
     /// The compute type of each block.
     compute: Vec<DType>,
     /// The residual stream as each block receives it, and last as it leaves the last one.
@@ -415,6 +417,7 @@ impl<T> Workspace<T> {
             batch,
             seq_len,
             documents: Vec::new(),
+            balance: RefCell::default(),
             compute: vec![compute; spec.num_layers],
             stream: (0..=spec.num_layers).map(|_| kept(&[tokens, width], stream)).collect::<Result<_>>()?,
             blocks: (0..all)
@@ -443,6 +446,17 @@ impl<T> Workspace<T> {
     /// The index of a block in `blocks`.
     fn kept(&self, block: usize) -> Option<usize> {
         block.checked_sub(self.compute.len() - self.blocks.len())
+    }
+
+    /// Adds the routers' load-balancing loss to the next passes, with dL/d(loss) = `seed`. `row_lens` has the tokens of each row
+    /// without padding, or is empty.
+    pub(crate) fn balance_experts(&mut self, seed: f64, row_lens: &[usize]) {
+        self.balance.get_mut().begin(seed, row_lens, self.seq_len);
+    }
+
+    /// The load-balancing loss of the last forward pass; 0 without it.
+    pub(crate) fn balance_loss(&self) -> f64 {
+        self.balance.borrow().loss()
     }
 
     /// The positions of its rows.

@@ -13,14 +13,13 @@ pub(super) static GRANITE_MOE: Family = Family {
     read: |keys| {
         let default = ModelSpec { family: &GRANITE_MOE, fused_gate_up: true, ..llama::default() };
         let spec = granite::read(keys, default)?;
-        let experts = Experts::read(keys, (COUNT, 8), 2, (spec.num_layers, true))?;
+        let experts = Experts::read(keys, (COUNT, 8), (2, 0.001), (spec.num_layers, true))?;
         Ok(ModelSpec { experts: Some(experts), ..spec })
     },
     write: |spec| {
         let mut json = granite::write(spec);
         if let Some(experts) = spec.experts {
-            json[COUNT] = experts.count.into();
-            json["num_experts_per_tok"] = experts.router.top_k.into();
+            experts.write(&mut json, COUNT);
         }
         json
     },

@@ -15,8 +15,7 @@ pub(super) static OLMOE: Family = Family {
     write: |spec| {
         let mut json = llama::write(spec);
         if let Some(experts) = spec.experts {
-            json["num_experts"] = experts.count.into();
-            json["num_experts_per_tok"] = experts.router.top_k.into();
+            experts.write(&mut json, "num_experts");
             json[NORMALIZED] = experts.router.normalized.into();
         }
         json
@@ -65,6 +64,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     if let Some(limit) = keys.0.get("clip_qkv").filter(|limit| !limit.is_null()) {
         return Err(format!("`clip_qkv` is {limit}; the engine does not clip queries, keys and values"));
     }
-    let experts = Experts::read(keys, ("num_experts", 64), 8, (spec.num_layers, keys.bool(NORMALIZED, false)?))?;
+    let normalized = keys.bool(NORMALIZED, false)?;
+    let experts = Experts::read(keys, ("num_experts", 64), (8, 0.01), (spec.num_layers, normalized))?;
     Ok(ModelSpec { experts: Some(experts), ..spec })
 }

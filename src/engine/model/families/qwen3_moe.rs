@@ -17,8 +17,7 @@ pub(super) static QWEN3_MOE: Family = Family {
     write: |spec| {
         let mut json = llama::write(spec);
         if let Some(experts) = spec.experts {
-            json["num_experts"] = experts.count.into();
-            json["num_experts_per_tok"] = experts.router.top_k.into();
+            experts.write(&mut json, "num_experts");
             json[NORMALIZED] = experts.router.normalized.into();
         }
         json[INNER] = spec.intermediate_size.into();
@@ -75,6 +74,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let inner = keys.positive_usize(INNER, 768)?;
     // Newer configurations name the number as Mixtral's do.
     let count = if keys.0.contains_key("num_local_experts") { "num_local_experts" } else { "num_experts" };
-    let experts = Experts::read(keys, (count, 128), 8, (spec.num_layers, keys.bool(NORMALIZED, false)?))?;
+    let normalized = keys.bool(NORMALIZED, false)?;
+    let experts = Experts::read(keys, (count, 128), (8, 0.001), (spec.num_layers, normalized))?;
     Ok(ModelSpec { intermediate_size: inner, experts: Some(experts), ..spec })
 }

@@ -93,7 +93,14 @@ fn mixtures_are_refused_by_what_is_not_built() {
         refused(count, json!(2000));
         refused(count, json!(0));
         refused("num_experts_per_tok", json!(2000));
-        refused("output_router_logits", json!(true));
+        refused("router_aux_loss_coef", json!(-1));
+        let balanced = small(family, "output_router_logits", json!(true)).unwrap();
+        assert!(balanced.experts.unwrap().balance > 0.0 && experts.balance == 0.0, "{family}");
+        assert_eq!(
+            ModelSpec::from_json(balanced.to_json("float32").as_bytes(), "written").unwrap(),
+            balanced,
+            "{family}"
+        );
         if family == "qwen3_moe" {
             refused("mlp_only_layers", json!([1]));
             refused("decoder_sparse_step", json!(2));

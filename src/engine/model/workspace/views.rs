@@ -33,6 +33,7 @@ impl Workspace {
             batch: self.batch,
             seq_len,
             documents: Vec::new(),
+            balance: RefCell::default(),
             compute: self.compute.clone(),
             stream: self.stream.iter().map(rows).collect::<Result<_>>()?,
             blocks: self.blocks.iter().map(|block| activations(block, rows)).collect::<Result<_>>()?,

@@ -57,12 +57,23 @@ pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     Ok(spec)
 }
 
+/// Known values of `model_type`, with the parts of these models that the engine lacks.
+const LACKING: [(&str, &str); 5] = [
+    ("gemma4_text", "shared keys and values and embeddings for each layer"),
+    ("gpt_oss", "attention sinks, clamped gates and MXFP4 weights"),
+    ("qwen3_5_moe_text", "layers with a gated delta rule"),
+    ("qwen3_5_text", "layers with a gated delta rule"),
+    ("qwen3_next", "layers with a gated delta rule"),
+];
+
 /// The family that a `config.json` names.
 fn family_of(keys: &ConfigReader<'_>) -> Result<&'static Family, String> {
     let model_type = keys.str("model_type", "")?;
     FAMILIES.into_iter().find(|family| family.model_type == model_type).ok_or_else(|| {
         let known = FAMILIES.map(|family| family.model_type).join("`, `");
-        format!("`model_type` is `{model_type}`; supported: `{known}`")
+        let lacking = LACKING.into_iter().find(|(name, _)| *name == model_type);
+        let why = lacking.map(|(_, parts)| format!(", and the engine lacks its {parts}")).unwrap_or_default();
+        format!("`model_type` is `{model_type}`{why}; supported: `{known}`")
     })
 }
 

@@ -109,8 +109,19 @@ fn mixtures_are_refused_by_what_is_not_built() {
             refused("clip_qkv", json!(8.0));
         }
     }
-    let error = small("gpt_oss", "num_local_experts", json!(32)).unwrap_err().to_string();
-    assert!(error.contains("`model_type` is `gpt_oss`"), "{error}");
+}
+
+#[test]
+fn families_that_the_engine_cannot_compute_are_refused_with_what_it_lacks() {
+    for (model_type, lacking) in [("gpt_oss", "attention sinks"), ("qwen3_5_text", "a gated delta rule")] {
+        let text = json!({"model_type": model_type, "num_hidden_layers": 2});
+        // Models of images and text have the text model's configuration in a part.
+        for config in [text.clone(), json!({"model_type": "qwen3_5", "text_config": text})] {
+            let error = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap_err().to_string();
+            let expected = format!("`model_type` is `{model_type}`, and the engine lacks its ");
+            assert!(error.contains(&expected) && error.contains(lacking), "{error}");
+        }
+    }
 }
 
 #[test]

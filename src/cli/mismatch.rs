@@ -1,8 +1,9 @@
 //! `finetune mismatch`: measures the difference between training and generation in each type.
 
 use crate::cli::model::{DeviceArgs, DtypeList, ModelSourceArgs};
+use crate::engine::model::differing_choices;
 use crate::inference::generate::prompt_ids;
-use crate::inference::mismatch::{Mismatch, Ratios, Sequences, chosen_experts, differing, log_probs};
+use crate::inference::mismatch::{Mismatch, Ratios, Sequences, chosen_experts, log_probs};
 use crate::precision::PrecisionPolicy;
 use crate::telemetry::PhaseProgress;
 use crate::ui::{Column, Line, Page, plain};
@@ -68,7 +69,7 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
         reporter.begin(&what);
         let (model, weights) = trained.load(*policy, &args.device.open(*policy)?)?;
         let probs = log_probs(&model, &weights, *policy, &sequences, |done| advance(&what, done))?;
-        let experts = differing(&exact, &chosen_experts(&model, &weights, *policy, &sequences)?);
+        let experts = differing_choices(&exact, &chosen_experts(&model, &weights, *policy, &sequences)?);
         found.push((name.clone(), Mismatch { experts, ..Mismatch::new(&probs, tokens) }));
     }
     drop(reporter);

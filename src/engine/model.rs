@@ -24,7 +24,7 @@ pub(crate) use family::{ConfigReader, GgufFormat, one_or_more};
 pub use hook::{Hook, HookPoint, TensorKind};
 pub use lora::{ALL_LINEAR, Lora, init_dora_magnitude, merge_adapters};
 pub(crate) use lora::{is_parameter, stacked_experts};
-pub use mixture::Experts;
+pub use mixture::{ExpertChoices, Experts, differing_choices};
 pub use parameters::{Parameters, sample_init};
 pub use rope::{Rope, RopeType};
 pub use spec::{

@@ -5,11 +5,8 @@
 //! The same tokens go through the training forward pass, all positions at once, and through generation, one at a time
 //! over the KV cache. Both take the same weights, so that what differs is rounding, in an order that differs.
 
-use crate::engine::kernels::route::Routes;
 use crate::engine::kernels::view::to_host;
-use crate::engine::model::{
-    Decoder, ForwardMode, Hook, HookPoint, InputIds, KvCache, ModuleOp, Parameters, TensorKind, Workspace,
-};
+use crate::engine::model::{Decoder, ExpertChoices, ForwardMode, InputIds, KvCache, Parameters, Workspace};
 use crate::inference::generate::{GenerationRequest, Sampling, generate};
 use crate::precision::PrecisionPolicy;
 use crate::{Error, Result};
@@ -140,25 +137,6 @@ pub fn log_probs(
     Ok(found)
 }
 
-/// Keeps the experts that routers choose.
-struct Chosen {
-    top_k: usize,
-    /// One after the other for each token, block by block.
-    experts: Vec<u32>,
-}
-
-impl Hook for Chosen {
-    fn record(&mut self, place: HookPoint, logits: &Tensor) -> candle_core::Result<()> {
-        if (place.layer.op, place.kind) == (ModuleOp::Router, TensorKind::Output) {
-            let mut routes = Routes::default();
-            let experts = logits.dim(1)?;
-            routes.choose(&to_host(logits)?.flatten_all()?.to_vec1::<f32>()?, experts, self.top_k);
-            self.experts.append(&mut routes.experts);
-        }
-        Ok(())
-    }
-}
-
 /// The sets of experts that the training forward pass chooses for each token and block of `sequences`; none without experts.
 pub fn chosen_experts(
     model: &Decoder,
@@ -167,18 +145,12 @@ pub fn chosen_experts(
     sequences: &Sequences,
 ) -> Result<Vec<Vec<u32>>> {
     let (Some(experts), Some(first)) = (model.spec().experts, sequences.ids.first()) else { return Ok(Vec::new()) };
-    let (top_k, shape) = (experts.router.top_k, (sequences.ids.len(), first.len()));
+    let shape = (sequences.ids.len(), first.len());
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, shape, &weights.device())?;
-    let mut hook = Chosen { top_k, experts: Vec::new() };
+    let mut hook = ExpertChoices::new(experts);
     let ids = sequences.ids.concat();
     model.forward(weights, InputIds::new(&ids, shape.1), ForwardMode::Eval, &mut workspace, &mut hook)?;
-    Ok(hook.experts.chunks(top_k).map(<[u32]>::to_vec).collect())
-}
-
-/// The share of sets that differ; `None` if there is none.
-pub fn differing(experts: &[Vec<u32>], others: &[Vec<u32>]) -> Option<f64> {
-    let count = experts.iter().zip(others).filter(|(a, b)| a != b).count();
-    (!experts.is_empty()).then(|| count as f64 / experts.len() as f64)
+    Ok(hook.sets)
 }
 
 /// Logits by row.

@@ -110,7 +110,11 @@ impl Sink for TensorBoard {
                 self.summary(record.t, eval.step, &values)
             }
             Event::Fp32Probe(probe) => {
-                let figures = [("probe/log2_min", probe.log2_min()), ("probe/flushed_share", probe.flushed_share())];
+                let figures = [
+                    ("probe/log2_min", probe.log2_min()),
+                    ("probe/flushed_share", probe.flushed_share()),
+                    ("probe/experts", probe.experts),
+                ];
                 let values = figures.into_iter().filter_map(|(tag, value)| Some(scalar(tag, value?)));
                 self.summary(record.t, probe.step, &values.collect::<Vec<_>>())
             }

@@ -10,7 +10,9 @@ use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::summary::summarize;
 use crate::engine::kernels::view::{read, to_host};
-use crate::engine::model::{Checkpointing, Hook, HookPoint, ModelSpec, Parameters, TensorKind, Workspace};
+use crate::engine::model::{
+    Checkpointing, ExpertChoices, Hook, HookPoint, ModelSpec, Parameters, TensorKind, Workspace, differing_choices,
+};
 use crate::engine::optim::{GradientStats, Gradients};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::telemetry::{ActivationMax, FlushedTensor, Fp32Probe};
@@ -39,12 +41,13 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
     let mut exact = Gradients::new(state.weights, PrecisionPolicy::FP32, 1, &SingleProcess)?;
     let [factors, exact_factors] =
         [scale, 1.0].map(|scale| LossFactors::new(scale, passes.objective, slice::from_ref(batch)));
-    passes.micro_batch((0, batch), counters, factors, &mut ())?;
+    let mut choices = [spec.experts, spec.experts].map(|experts| experts.map(ExpertChoices::new));
+    passes.micro_batch((0, batch), counters, factors, &mut choices[0])?;
     let masters = to_fp32(state.weights, masters.unwrap_or(state.masters), model.kernels())?;
     let mut maxima = AmaxHook { spec, maxima: Vec::new() };
     let (weights, hook) = (Cow::Borrowed(&masters), &mut ());
     let mut in_fp32 = Passes { weights, hook, workspace: &mut workspace, grads: &mut exact, ..passes };
-    in_fp32.micro_batch((0, batch), counters, exact_factors, &mut maxima)?;
+    in_fp32.micro_batch((0, batch), counters, exact_factors, &mut (&mut maxima, &mut choices[1]))?;
     let (grads, exact_grads) = (passes.grads.micro_batch_grads(), exact.micro_batch_grads());
 
     let mut stats = GradientStats::default();
@@ -56,7 +59,12 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
         .map(|(entry, (exact, stored))| count_flushed(&entry.name, exact, stored))
         .collect::<Result<_>>()?;
     let grads = grad_stats(&stats.total);
-    Ok(Fp32Probe { step: counters.step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima })
+    let experts = match &choices {
+        // Recomputed blocks repeat decisions at the end.
+        [Some(found), Some(exact)] => differing_choices(&exact.sets, &found.sets),
+        _ => None,
+    };
+    Ok(Fp32Probe { step: counters.step + 1, loss_scale: scale, grads, tensors, activations: maxima.maxima, experts })
 }
 
 /// The weights in FP32: the masters, over their base. Tensors that are FP32 already are shared.

@@ -17,6 +17,7 @@ use finetune::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::tensor_file::write_tensors;
+use finetune::telemetry::Event;
 use finetune::train::TrainState;
 use serde_json::Value;
 
@@ -237,6 +238,24 @@ fn mismatch_counts_the_choices_of_experts_that_differ() {
     assert!(text.contains(&expected), "{text}");
     let dense = with_tokenizer("families/llama").said(&format!("{line} --json"));
     assert!(!dense.contains("experts"), "{dense}");
+}
+
+/// The FP32 probe of a mixture's run counts them too, and the dashboard shows them.
+#[test]
+fn probes_count_the_choices_of_experts_that_differ() {
+    let fixture = with_tokenizer("families/olmoe");
+    let settings = "--data text.txt --val none --seq-len 16 --batch-size 16 --plain --set train.sample_tokens=0";
+    let shares = ["fp32", "bf16"].map(|dtype| {
+        let more = "--set telemetry.probe_every=2 --set train.recompute=block";
+        fixture.said(&format!("--model . --run {dtype} --steps 12 --dtype {dtype} {settings} {more}"));
+        let share = |event: Event| if let Event::Fp32Probe(probe) = event { probe.experts } else { None };
+        fixture.events(dtype).into_iter().filter_map(share).collect::<Vec<f64>>()
+    });
+    assert_eq!(shares[0], [0.0; 6]);
+    assert!(shares[1].iter().all(|share| (0.0..0.5).contains(share)) && shares[1].iter().any(|share| *share > 0.0));
+    fixture.said("watch bf16 --svg precision.svg --keys 2");
+    let shown = std::fs::read_to_string(fixture.path("precision.svg")).unwrap();
+    assert!(shown.contains(&format!("{:.2} % of choices of experts differ", 100.0 * shares[1][5])), "{shown}");
 }
 
 /// Files of this family have one tensor of all experts. A resumed run reads frozen experts from it.

@@ -9,10 +9,10 @@ use finetune::data::{IGNORE_INDEX, TokenSource};
 use finetune::engine::device::DeviceContext;
 use finetune::engine::kernels::isa::Isa;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
-use finetune::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace};
+use finetune::engine::model::{Decoder, ForwardMode, InputIds, KvCache, Parameters, Workspace, differing_choices};
 use finetune::inference::evaluate::{SlidingWindow, evaluate};
 use finetune::inference::generate::{Completion, GenerationRequest, Sampling, generate_batch};
-use finetune::inference::mismatch::{Mismatch, Sequences, chosen_experts, differing, log_probs};
+use finetune::inference::mismatch::{Mismatch, Sequences, chosen_experts, log_probs};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
 
@@ -49,9 +49,9 @@ fn choices_of_experts_that_differ_from_those_in_fp32_are_counted() {
     assert_eq!(exact.len(), 2 * batch.inputs.len());
     assert!(exact.iter().all(|experts| matches!(experts[..], [a, b, c] if a < b && b < c && c < 16)), "{exact:?}");
     let differences = (0..exact.len()).filter(|i| exact[*i] != narrow[*i]).count();
-    assert_eq!(differing(&exact, &narrow), Some(differences as f64 / exact.len() as f64));
-    assert_eq!(differing(&[vec![0, 1], vec![2, 3]], &[vec![0, 1], vec![2, 4]]), Some(0.5));
-    assert_eq!(differing(&[], &[]), None);
+    assert_eq!(differing_choices(&exact, &narrow), Some(differences as f64 / exact.len() as f64));
+    assert_eq!(differing_choices(&[vec![0, 1], vec![2, 3]], &[vec![0, 1], vec![2, 4]]), Some(0.5));
+    assert_eq!(differing_choices(&[], &[]), None);
 }
 
 /// log p of `id` after `past`, from a forward pass over nothing but `past`, in FP64 from its logits.

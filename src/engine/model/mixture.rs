@@ -5,6 +5,7 @@
 //! computes a range of neighbouring rows.
 
 use super::family::ConfigReader;
+use super::hook::{Hook, HookPoint, TensorKind};
 use super::layers::{Context, Linear};
 use super::parameters::Parameters;
 use super::spec::{LinearRole, ModelSpec, ModuleId, ModuleOp};
@@ -175,6 +176,38 @@ impl ModelSpec {
             _ => Ok(()),
         }
     }
+}
+
+/// Keeps the sets of experts that routers choose for each token, block by block.
+#[derive(Debug)]
+pub struct ExpertChoices {
+    top_k: usize,
+    /// The sets, each in ascending order.
+    pub sets: Vec<Vec<u32>>,
+}
+
+impl ExpertChoices {
+    /// For routers of `experts`.
+    pub const fn new(experts: Experts) -> Self {
+        Self { top_k: experts.router.top_k, sets: Vec::new() }
+    }
+}
+
+impl Hook for ExpertChoices {
+    fn record(&mut self, place: HookPoint, logits: &Tensor) -> Result<()> {
+        if (place.layer.op, place.kind) == (ModuleOp::Router, TensorKind::Output) {
+            let mut routes = Routes::default();
+            routes.choose(&to_host(logits)?.flatten_all()?.to_vec1::<f32>()?, logits.dim(1)?, self.top_k);
+            self.sets.extend(routes.experts.chunks(self.top_k).map(<[u32]>::to_vec));
+        }
+        Ok(())
+    }
+}
+
+/// The share of sets that differ; `None` if there is none.
+pub fn differing_choices(sets: &[Vec<u32>], others: &[Vec<u32>]) -> Option<f64> {
+    let count = sets.iter().zip(others).filter(|(a, b)| a != b).count();
+    (!sets.is_empty()).then(|| count as f64 / sets.len() as f64)
 }
 
 /// The decisions of a router, and scratch of the sums over a token's experts.

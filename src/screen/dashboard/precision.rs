@@ -95,11 +95,13 @@ fn probe_line(run: &RunState, attached: bool, canvas: &mut Canvas, y: u16) {
         return;
     };
     let (flushed, nonzero) = probe.underflow();
+    let experts = probe.experts.map(|share| format!(", {:.2} % of choices of experts differ", 100.0 * share));
     let text = format!(
-        " FP32 probe at step {}: underflow {} of {} values that are not zero",
+        " FP32 probe at step {}: underflow {} of {} values that are not zero{}",
         probe.step,
         format::percent(flushed, nonzero),
-        format::count(nonzero as f64)
+        format::count(nonzero as f64),
+        experts.unwrap_or_default()
     );
     canvas.spans(1, y, &[("∙", Role::Validation), (&text, Role::Text)]);
 }

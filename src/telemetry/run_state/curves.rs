@@ -52,7 +52,7 @@ pub enum Quantity {
 }
 
 /// The figures that are drawn as curves besides losses and the loss scale. Every chart of one is made from its row here.
-pub const PLOTTED: [Plotted; 18] = [
+pub const PLOTTED: [Plotted; 19] = [
     Plotted {
         short: "lr",
         title: "Learning rate",
@@ -102,6 +102,12 @@ pub const PLOTTED: [Plotted; 18] = [
     objective("length", "Tokens of a completion", ObjectiveMetric::MeanLength),
     objective("entropy", "Entropy, estimated", ObjectiveMetric::Entropy),
     objective("kl", "Divergence from the reference", ObjectiveMetric::Kl),
+    figure(
+        "experts",
+        "Choices of experts unlike FP32's, by probes",
+        Quantity::Share,
+        Source::Probe(|probe| probe.experts),
+    ),
 ];
 
 /// A metric of an objective.

@@ -2,8 +2,8 @@
 
 use crate::rows::{Rows, for_each_part};
 use crate::view::write;
-use candle_core::quantized::{GgmlDType, QuantizedType};
-use candle_core::{CpuStorage, Result, Tensor, bail};
+use candle_core::quantized::{GgmlDType, QStorage, QTensor, QuantizedType};
+use candle_core::{CpuStorage, Device, Result, Tensor, bail};
 use std::fmt;
 
 /// Rows that a task dequantizes at a time.
@@ -17,18 +17,30 @@ pub struct QuantizedMatrix {
 }
 
 struct RowBlock {
-    blocks: Box<dyn QuantizedType>,
+    blocks: Blocks,
     rows: usize,
 }
 
+enum Blocks {
+    /// Our threads dequantize rows in parallel.
+    Cpu(Box<dyn QuantizedType>),
+    /// candle's kernels dequantize to FP32.
+    Gpu(QTensor),
+}
+
 impl QuantizedMatrix {
-    /// The `rows` × `columns` matrix in `bytes`.
-    pub fn new(dtype: GgmlDType, bytes: Vec<u8>, [rows, columns]: [usize; 2]) -> Result<Self> {
+    /// The `rows` × `columns` matrix in `bytes`, on `device`.
+    pub fn new(dtype: GgmlDType, bytes: Vec<u8>, [rows, columns]: [usize; 2], device: &Device) -> Result<Self> {
         let (block, size) = (dtype.block_size(), dtype.type_size());
         if !columns.is_multiple_of(block) || bytes.len() != rows * columns / block * size {
             bail!("{} bytes are no {rows} × {columns} matrix in blocks of {dtype:?}", bytes.len());
         }
-        Ok(Self { parts: vec![RowBlock { blocks: dtype.from_data(bytes.into()), rows }], columns })
+        let blocks = if device.is_cpu() {
+            Blocks::Cpu(dtype.from_data(bytes.into()))
+        } else {
+            Blocks::Gpu(QTensor::new(QStorage::from_data(bytes.into(), device, dtype)?, (rows, columns))?)
+        };
+        Ok(Self { parts: vec![RowBlock { blocks, rows }], columns })
     }
 
     /// Matrices of equally many columns, one below the other.
@@ -47,14 +59,18 @@ impl QuantizedMatrix {
 
     /// Bytes of the blocks.
     pub fn bytes(&self) -> u64 {
-        self.parts.iter().map(|part| part.blocks.storage_size_in_bytes() as u64).sum()
+        let bytes = |part: &RowBlock| match &part.blocks {
+            Blocks::Cpu(blocks) => blocks.storage_size_in_bytes(),
+            Blocks::Gpu(blocks) => blocks.storage_size_in_bytes(),
+        };
+        self.parts.iter().map(|part| bytes(part) as u64).sum()
     }
 
     /// Writes the whole matrix to `out`, rounded to its type.
     pub fn dequantize(&self, out: &Tensor) -> Result<()> {
         let mut first = 0;
         for part in &self.parts {
-            self.fill(part, |row| row as u32, &out.narrow(0, first, part.rows)?)?;
+            self.fill(part, None, &out.narrow(0, first, part.rows)?)?;
             first += part.rows;
         }
         Ok(())
@@ -66,19 +82,29 @@ impl QuantizedMatrix {
         if let Some(id) = ids.iter().find(|&&id| id as usize >= part.rows) {
             bail!("token id {id} is outside the model's vocabulary of {}", part.rows);
         }
-        self.fill(part, |row| ids[row], out)
+        self.fill(part, Some(ids), out)
     }
 
-    /// Writes row `id_of(n)` of `part` to row `n` of `out`.
-    fn fill(&self, part: &RowBlock, id_of: impl Fn(usize) -> u32 + Sync, out: &Tensor) -> Result<()> {
+    /// Writes rows `ids` of `part`, or all of them, to `out`.
+    fn fill(&self, part: &RowBlock, ids: Option<&[u32]>, out: &Tensor) -> Result<()> {
         let (rows, width) = out.dims2()?;
         if width != self.columns {
             bail!("rows of {} numbers do not fit rows of {width}", self.columns);
         }
+        let blocks = match &part.blocks {
+            Blocks::Cpu(blocks) => blocks,
+            Blocks::Gpu(blocks) => {
+                let values = match ids {
+                    Some(ids) => blocks.embedding(&Tensor::new(ids, out.device())?)?,
+                    None => blocks.dequantize(out.device())?,
+                };
+                return out.slice_set(&values.to_dtype(out.dtype())?, 0, 0);
+            }
+        };
         write(out, |out| {
             for_each_part(Rows { view: out, width }, rows, MIN_ROWS_PER_TASK, |first, count, mut out| {
-                let ids: Vec<u32> = (first..first + count).map(&id_of).collect();
-                match part.blocks.embedding(&ids, part.rows, width) {
+                let ids: Vec<u32> = (first..first + count).map(|row| ids.map_or(row as u32, |ids| ids[row])).collect();
+                match blocks.embedding(&ids, part.rows, width) {
                     Ok(CpuStorage::F32(values)) => out.view.store(0, &values),
                     other => unreachable!("rows of whole blocks are dequantized to FP32: {other:?}"),
                 }
@@ -89,7 +115,11 @@ impl QuantizedMatrix {
 
 impl fmt::Debug for QuantizedMatrix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let types: Vec<_> = self.parts.iter().map(|part| part.blocks.dtype()).collect();
+        let dtype = |part: &RowBlock| match &part.blocks {
+            Blocks::Cpu(blocks) => blocks.dtype(),
+            Blocks::Gpu(blocks) => blocks.dtype(),
+        };
+        let types: Vec<_> = self.parts.iter().map(dtype).collect();
         write!(f, "QuantizedMatrix({:?}, {types:?})", self.dims())
     }
 }

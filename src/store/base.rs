@@ -29,7 +29,7 @@ pub struct AdaptedModel {
 }
 
 /// Loads the base of `spec` and draws its trained parameters from `seed`. `read_part` reads FP32 values of a parameter,
-/// starting at a given one: a whole parameter, or some rows of a token embedding. On a CPU matrices stay in the
+/// starting at a given one: a whole parameter, or some rows of a token embedding. Matrices stay in the
 /// quantized blocks of `gguf`. `origin` is the base's name in error messages. Fails with [`Error::Model`] naming a
 /// tensor that holds infinities or NaNs, or that `compute` cannot hold; or the error of `read_part`.
 pub fn load_with_base(
@@ -45,13 +45,13 @@ pub fn load_with_base(
     own.init_weights(seed)?;
     let (frozen, dtype) = (spec.frozen_parameters(), candle_dtype(compute));
     let base = match gguf {
-        Some(gguf) if device.is_cpu() => {
+        Some(gguf) => {
             let in_blocks = spec.quantized_params();
             let in_blocks = frozen.iter().filter(|entry| in_blocks.contains_key(&entry.name));
-            let quantized = in_blocks.map(|entry| Ok((entry.name.clone(), gguf.blocks(entry)?)));
-            Parameters::with_quantized(&frozen, dtype, quantized.collect::<Result<_>>()?)?
+            let quantized = in_blocks.map(|entry| Ok((entry.name.clone(), gguf.blocks(entry, device)?)));
+            Parameters::with_quantized(&frozen, dtype, quantized.collect::<Result<_>>()?, device)?
         }
-        _ => Parameters::zeros(&frozen, dtype, device)?,
+        None => Parameters::zeros(&frozen, dtype, device)?,
     };
     let base_parameters = spec.base_parameters();
     // One buffer for all values: memory that the system's allocator retains from buffers of many sizes would stay

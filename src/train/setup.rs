@@ -190,9 +190,8 @@ impl ModelSource {
             let Some(weights) = &self.weights else {
                 return Err(Error::model(&self.name, "adapters need their base model"));
             };
-            let in_blocks = device.is_cpu();
             let AdaptedModel { parameters, sha256 } =
-                weights.load_adapters(&self.config, policy.compute, (config.seed, in_blocks), device, &self.name)?;
+                weights.load_adapters(&self.config, policy.compute, (config.seed, true), device, &self.name)?;
             // A checkpoint contains frozen modules, but not the base of adapters.
             let base = || Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
             let base = self.config.lora.is_some().then(base);
@@ -460,12 +459,7 @@ pub(super) fn fit_memory(
     let devices = if open.device.is_cpu() { 1 } else { gpu::count().max(1) };
     let available = available / group.local_world_size().div_ceil(devices) as u64;
     let layout = DistributedLayout { world_size: group.world_size(), on_gpu: !open.device.is_cpu() };
-    let (mut config, mut shape) = (config, shape.clone());
-    if !open.device.is_cpu() {
-        // Only a CPU keeps matrices quantized.
-        shape.quantized.clear();
-    }
-    let shape = &shape;
+    let mut config = config;
     check_weights_fit(&config, shape, available)?;
     if std::mem::take(&mut config.train.auto_batch) {
         let (fitted, said) = fitted(&config, shape, &*open.kernels, layout, available);

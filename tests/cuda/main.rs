@@ -4,9 +4,12 @@
 //!     cargo test --features cuda --test cuda
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{D, DType, Device, Result, Tensor};
 use finetune::engine::device::DeviceSpec;
 use finetune::engine::kernels::op::cases::{Bounds, Case, cases};
+use finetune::engine::kernels::quantized::QuantizedMatrix;
+use finetune::engine::kernels::view::zeros;
 use finetune::engine::kernels::{CandleKernels, KernelBackend};
 use std::sync::LazyLock;
 
@@ -206,6 +209,31 @@ fn rows_by_index() {
         same("gather", |device| rows(device)?.gather(&picked(device)?, 1));
         let one = |device: &Device| Tensor::ones((5, 1), dtype, device);
         same("scatter_add", |device| rows(device)?.scatter_add(&picked(device)?, &one(device)?, 1));
+    }
+}
+
+/// Blocks of two types below each other, and rows of blocks, in the types that GGUF files have.
+#[test]
+fn quantized_blocks() {
+    use GgmlDType::{Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    for dtype in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {
+        let values = pattern(&[7, 512], 1, DType::F32, &Device::Cpu).unwrap();
+        let blocks = |dtype, device: &Device| {
+            let bytes = QTensor::quantize(&values, dtype)?.data()?.into_owned();
+            QuantizedMatrix::new(dtype, bytes, [7, 512], device)
+        };
+        for out in TYPES {
+            same(&format!("{dtype:?} to {out:?}"), |device| {
+                let matrix = zeros(&[14, 512], out, device)?;
+                QuantizedMatrix::stack(vec![blocks(dtype, device)?, blocks(Q8_0, device)?])?.dequantize(&matrix)?;
+                Ok(matrix)
+            });
+            same(&format!("rows of {dtype:?} to {out:?}"), |device| {
+                let rows = zeros(&[4, 512], out, device)?;
+                blocks(dtype, device)?.gather(&[6, 0, 3, 3], &rows)?;
+                Ok(rows)
+            });
+        }
     }
 }
 

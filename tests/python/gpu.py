@@ -9,7 +9,7 @@
     tests/python/gpu.py --stand-in target/ci/stand-in --finetune target/debug/finetune …
 
 Rows: candle's operations against the CPU's; whole runs of `tiny` against the CPU's, with overflows and growths of the loss
-scale; of a small Llama, and of a Gemma with LoRA; the same with our own kernels, and what becomes of faulty ones; a run that is
+scale; of a small Llama, of a Gemma with DoRA, and of a Llama in quantized blocks (QLoRA); the same with our own kernels, and what becomes of faulty ones; a run that is
 killed and resumed; the commands that use a trained model against the CPU's; what is refused; and `finetune bench` with candle's
 kernels and with our own, at README's shapes, whose first losses must agree. `--only processes`, of a build with `cuda,mpi` and with mpirun: several processes, which share a
 GPU if there are fewer.
@@ -87,8 +87,8 @@ def train(device, folder, *flags, launcher=()):
     code, out, err = run(*launcher, *command(device, folder, *flags))
     if code != 0:
         raise RuntimeError(f"{device}: exit code {code}: {last_line(err, out)}")
-    said = [line for line in (out + err).splitlines() if "preflight" in line]
-    return {**events(folder), "preflight": said}
+    said = (out + err).splitlines()
+    return {**events(folder), "said": said, "preflight": [line for line in said if "preflight" in line]}
 
 
 def flags_of(dtype, steps=STEPS, save_every=10):
@@ -130,22 +130,33 @@ def families():
     # Heads of 16 are the smallest that our own kernels rotate.
     wider = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48}
     dora = ["--lora", "r=4,alpha=8,dora"]
+    # Rows of whole blocks of Q4_K and Q6_K.
+    blocks = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
     cases = (
         ("llama", {}, "fp16", [], ["candle"]),
         ("llama", wider, "bf16", [], ["fused"]),
         ("gemma3", {}, "bf16", dora, ["candle", "fused"]),
+        ("llama", blocks, "fp16", ["--lora", "r=4,alpha=8"], ["candle", "fused"]),
     )
     for family, sizes, dtype, more, choices in cases:
         config = json.loads((ROOT / "tests/golden/families" / family / "config.json").read_text())
-        name = f"{family}{' with wider heads' if sizes else ''}{' with DoRA' if more else ''}"
+        name = f"{family}{' with wider heads' if sizes is wider else ''}{' with DoRA' if more is dora else ''}"
+        name += " in blocks" if sizes is blocks else ""
         with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
             # One id for each byte, and one for the end of a text, as the tokenizer of `tiny` has them.
             (Path(model) / "config.json").write_text(json.dumps({**config, **sizes, "vocab_size": 257, "eos_token_id": 256, "bos_token_id": 256}))
             size = [] if args.stand_in else ["--seq-len", 16]
-            flags = ["--model", model, "--init", "random", "--dtype", dtype, "--steps", FAMILY_STEPS, "--lr", 1e-3, *size, *more]
+            flags = ["--dtype", dtype, "--steps", FAMILY_STEPS, "--lr", 1e-3, *size, *more]
+            source = ["--model", model, "--init", "random"]
             try:
                 train("cpu", Path(folder) / "tiny", "--dtype", "fp32", "--steps", 1)
                 shutil.copy(next((Path(folder) / "tiny").glob("*/step-*/tokenizer.json")), model)
+                if sizes is blocks:
+                    train("cpu", Path(folder) / "dense", *source, "--steps", 1, *size)
+                    dense, source = next((Path(folder) / "dense").glob("*/step-*")), ["--model", Path(model) / "blocks.gguf"]
+                    exported = run(args.finetune, "export", dense, source[1], "--dtype", "q4_k")
+                    row(f"{name}, export", exported[0] == 0, last_line(*exported[1:]))
+                flags += source
                 cpu = train("cpu", Path(folder) / "cpu", *flags)["step"]
             except RuntimeError as error:
                 row(name, False, error)
@@ -159,8 +170,9 @@ def families():
                     continue
                 pairs = list(zip(gpu["step"], cpu))
                 worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in pairs)
+                stayed = sizes is not blocks or any("stays quantized" in line for line in gpu["said"])
                 figures = [f"losses within {worst:.1e} of the CPU's (allowed {TOLERANCE[dtype]:.0e})", *gpu["preflight"]]
-                row(what, len(pairs) == FAMILY_STEPS and worst < TOLERANCE[dtype], "; ".join(figures))
+                row(what, stayed and len(pairs) == FAMILY_STEPS and worst < TOLERANCE[dtype], "; ".join(figures))
 
 
 def kernels_of(folder):

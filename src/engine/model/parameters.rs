@@ -91,12 +91,13 @@ impl Parameters {
         Self::of_layout(Arc::new(ParamLayout::new(entries.to_vec())), dtype, device, None)
     }
 
-    /// Zeros on the CPU, for a frozen base. The matrices in `quantized` stay in their quantized blocks: either all
+    /// Zeros on `device`, for a frozen base. The matrices in `quantized` stay in their quantized blocks: either all
     /// matrices of a product, or none.
     pub fn with_quantized(
         entries: &[ParamSpec],
         dtype: DType,
         mut quantized: BTreeMap<String, QuantizedMatrix>,
+        device: &Device,
     ) -> Result<Self> {
         let layout = Arc::new(ParamLayout::new(entries.to_vec()));
         let mut matrices = BTreeMap::new();
@@ -109,8 +110,8 @@ impl Parameters {
                 _ => bail!("only some parts of {:?} are quantized", tensor.layer),
             }
         }
-        let quantized = if matrices.is_empty() { None } else { Some(Arc::new(QuantizedBase::new(matrices, dtype)?)) };
-        Self::of_layout(layout, dtype, &Device::Cpu, quantized)
+        let base = QuantizedBase::new(matrices, dtype, device)?;
+        Self::of_layout(layout, dtype, device, (!base.is_empty()).then(|| Arc::new(base)))
     }
 
     /// Converts a frozen base to another compute dtype. Quantized matrices are shared, other tensors converted.
@@ -241,7 +242,9 @@ impl Parameters {
 
     /// The device of the tensors.
     pub fn device(&self) -> Device {
-        self.tensors.first().map_or(Device::Cpu, |tensor| tensor.device().clone())
+        let first = || self.tensors.first().map_or(Device::Cpu, |tensor| tensor.device().clone());
+        // The tensors of quantized matrices are empty, and on the CPU.
+        self.quantized.as_ref().map_or_else(first, |quantized| quantized.device().clone())
     }
 
     /// Number of tensors.

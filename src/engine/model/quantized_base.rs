@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(super) struct QuantizedBase {
     matrices: Arc<BTreeMap<usize, QuantizedMatrix>>,
     dtype: DType,
+    device: Device,
     buffer: Mutex<DequantBuffer>,
 }
 
@@ -71,19 +72,29 @@ impl WeightRef<'_> {
 }
 
 impl QuantizedBase {
-    /// Matrices that are dequantized to `dtype`.
-    pub(super) fn new(matrices: BTreeMap<usize, QuantizedMatrix>, dtype: DType) -> Result<Self> {
-        Self::over(Arc::new(matrices), dtype)
+    /// Matrices on `device` that are dequantized to `dtype`.
+    pub(super) fn new(matrices: BTreeMap<usize, QuantizedMatrix>, dtype: DType, device: &Device) -> Result<Self> {
+        Self::over(Arc::new(matrices), dtype, device)
     }
 
     /// Shares the matrices, but dequantizes them to `dtype`.
     pub(super) fn to_dtype(&self, dtype: DType) -> Result<Self> {
-        Self::over(self.matrices.clone(), dtype)
+        Self::over(self.matrices.clone(), dtype, &self.device)
     }
 
-    fn over(matrices: Arc<BTreeMap<usize, QuantizedMatrix>>, dtype: DType) -> Result<Self> {
+    fn over(matrices: Arc<BTreeMap<usize, QuantizedMatrix>>, dtype: DType, device: &Device) -> Result<Self> {
         let buffer = DequantBuffer { elements: Tensor::zeros(0, dtype, &Device::Cpu)?, places: Vec::new() };
-        Ok(Self { matrices, dtype, buffer: Mutex::new(buffer) })
+        Ok(Self { matrices, dtype, device: device.clone(), buffer: Mutex::new(buffer) })
+    }
+
+    /// The device of the matrices.
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether no matrix is quantized.
+    pub(super) fn is_empty(&self) -> bool {
+        self.matrices.is_empty()
     }
 
     /// Whether fused tensor `index` is quantized.
@@ -127,7 +138,7 @@ impl QuantizedBase {
     fn matrix(&self, [rows, columns]: [usize; 2]) -> Result<WeightRef<'_>> {
         let mut buffer = self.buffer.lock().unwrap_or_else(PoisonError::into_inner);
         if buffer.elements.elem_count() < rows * columns {
-            buffer.elements = view::zeros(&[rows * columns], self.dtype, &Device::Cpu)?;
+            buffer.elements = view::zeros(&[rows * columns], self.dtype, &self.device)?;
         }
         let matrix = buffer.elements.narrow(0, 0, rows * columns)?.reshape((rows, columns))?;
         Ok(WeightRef::Dequantized { matrix, buffer })

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
+use candle_core::Device;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use serde_json::{Map, Value as Json, json};
@@ -59,13 +60,14 @@ impl GgufModel {
         stored.collect()
     }
 
-    /// A matrix in the blocks that the file has, its rows in our order.
-    pub fn blocks(&self, entry: &ParamSpec) -> Result<QuantizedMatrix> {
-        let parts = self.config.gguf_parts(entry).iter().map(|part| self.blocks_of(part)).collect::<Result<_>>()?;
+    /// A matrix in the blocks that the file has, its rows in our order, on `device`.
+    pub fn blocks(&self, entry: &ParamSpec, device: &Device) -> Result<QuantizedMatrix> {
+        let parts = self.config.gguf_parts(entry);
+        let parts = parts.iter().map(|part| self.blocks_of(part, device)).collect::<Result<_>>()?;
         Ok(QuantizedMatrix::stack(parts)?)
     }
 
-    fn blocks_of(&self, entry: &ParamSpec) -> Result<QuantizedMatrix> {
+    fn blocks_of(&self, entry: &ParamSpec, device: &Device) -> Result<QuantizedMatrix> {
         let name = gguf_name(entry);
         let (first, elements) = (gguf_offset(entry), entry.shape.iter().product::<usize>());
         let (blocks, dtype) = (self.gguf.blocks(&name, first..first + elements)?, self.gguf.info(&name)?.ggml_dtype);
@@ -73,7 +75,7 @@ impl GgufModel {
         let row = blocks.len() / rows.len();
         let ours: Vec<u8> = rows.iter().flat_map(|from| &blocks[from * row..(from + 1) * row]).copied().collect();
         let columns = row / dtype.type_size() * dtype.block_size();
-        Ok(QuantizedMatrix::new(dtype, ours, [rows.len(), columns])?)
+        Ok(QuantizedMatrix::new(dtype, ours, [rows.len(), columns], device)?)
     }
 
     fn check(&self) -> Result<()> {

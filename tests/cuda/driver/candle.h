@@ -66,6 +66,15 @@ struct __nv_bfloat16 : emulator::Number<__nv_bfloat16, emulator::Bfloat16, __flo
 struct __nv_bfloat162 {
     __nv_bfloat16 x, y;
 };
+using half = __half;
+struct half2 {
+    half x, y;
+};
+inline half __low2half(half2 v) { return v.x; }
+inline half __high2half(half2 v) { return v.y; }
+inline float __low2float(half2 v) { return v.x; }
+inline float __high2float(half2 v) { return v.y; }
+inline half2 make_half2(half x, half y) { return {x, y}; }
 inline __half __float2half(float x) { return x; }
 inline __nv_bfloat16 __float2bfloat16(float x) { return x; }
 inline __nv_bfloat162 __hadd2(__nv_bfloat162 a, __nv_bfloat162 b) { return {a.x + b.x, a.y + b.y}; }
@@ -82,10 +91,20 @@ inline __half __nv_cvt_fp8_to_halfraw(uint8_t, int) { emulator::refuse("FP8", 0)
 struct float2 {
     float x, y;
 };
+struct int2 {
+    int x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float2 __half22float2(half2 v) { return {v.x, v.y}; }
+
+inline unsigned min(unsigned a, int b) { return min(a, static_cast<unsigned>(b)); }
+
+// Products of blocks, which no caller uses.
+inline int __dp4a(int, int, int) { emulator::refuse("a product of bytes", 0); }
+inline int __vsubss4(int, int) { emulator::refuse("a difference of bytes", 0); }
 
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float normcdff(float x) { return 0.5f * std::erfc(-x * 0.70710678f); }

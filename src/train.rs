@@ -36,7 +36,7 @@ pub use sample::Sampler;
 pub(crate) use setup::check_misspelling;
 pub use setup::{
     ModelLocation, ModelSource, SetupCallback, SetupEvent, dataset_options, datasets, engine, eval_examples, locate,
-    prompts, rows, whole_text,
+    open_device, prompts, rows, whole_text,
 };
 pub use state::{Counters, TrainState};
 pub use trainer::{Heartbeat, LrRangeTest, RunEnd, RunStart, Trainer};

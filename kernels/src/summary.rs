@@ -87,6 +87,29 @@ pub fn merge_parts(len: usize, parts: &mut impl Iterator<Item = TensorStats>) ->
     low
 }
 
+/// Elements that a block of threads of `summary.cu` summarizes.
+pub const CHUNK: usize = 1 << 14;
+/// Threads of such a block.
+pub(crate) const THREADS: usize = 256;
+
+/// Merges the statistics of a tensor's chunks, one or more, to the bits of `summary.cu`.
+pub fn merge_chunks(chunks: impl Iterator<Item = TensorStats>) -> TensorStats {
+    const WARP: usize = 32;
+    let mut threads = vec![TensorStats::default(); THREADS];
+    for (index, chunk) in chunks.enumerate() {
+        threads[index % THREADS].merge(&chunk);
+    }
+    let mut total = TensorStats::default();
+    for warp in threads.chunks_mut(WARP) {
+        for lanes in [16, 8, 4, 2, 1] {
+            let (low, high) = warp.split_at_mut(lanes);
+            low.iter_mut().zip(high).for_each(|(low, high)| low.merge(high));
+        }
+        total.merge(&warp[0]);
+    }
+    total
+}
+
 fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSummary {
     if view.len() <= PART {
         return isa::vectorize(

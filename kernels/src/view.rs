@@ -203,9 +203,14 @@ pub fn to_host(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)
 }
 
+/// A view of elements of a contiguous tensor, counted in row-major order.
+pub fn range(tensor: &Tensor, range: Range<usize>) -> Result<Tensor> {
+    tensor.flatten_all()?.narrow(0, range.start, range.len())
+}
+
 /// Elements of a contiguous tensor, counted in row-major order, in host memory: a view if it is on the CPU.
-pub fn host_range(tensor: &Tensor, range: Range<usize>) -> Result<Tensor> {
-    let part = tensor.flatten_all()?.narrow(0, range.start, range.len())?;
+pub fn host_range(tensor: &Tensor, elements: Range<usize>) -> Result<Tensor> {
+    let part = range(tensor, elements)?;
     // For a view, candle copies the whole tensor that it is a view of.
     if tensor.device().is_cpu() { Ok(part) } else { to_host(&part.force_contiguous()?) }
 }

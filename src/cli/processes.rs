@@ -146,7 +146,8 @@ pub(crate) fn check_launch(group: &dyn ProcessGroup) -> Result<()> {
 
 /// Prints the error, unless another process does, and ends the job.
 fn fail(message: &str, code: u8) -> ! {
-    let mut message = sanitize_block(message).into_owned();
+    let own = sanitize_block(message).into_owned();
+    let mut message = own.clone();
     if let Some(rank @ 1..) = RANK.get() {
         // If the leader has started this process, it reads the message.
         if std::env::var_os(JOB_VARIABLE).is_none() {
@@ -154,7 +155,9 @@ fn fail(message: &str, code: u8) -> ! {
         }
         message = format!("process {rank}: {message}");
     }
-    for cause in end_started(RANK0_ERROR_GRACE).iter().filter(|cause| !cause.contains(LOST)) {
+    // All processes find some errors, in the same words.
+    let is_new = |cause: &&String| !cause.contains(LOST) && !cause.contains(&own);
+    for cause in end_started(RANK0_ERROR_GRACE).iter().filter(is_new) {
         message = format!("{message}\n{}", sanitize_block(cause));
     }
     writeln!(stderr(), "error: {message}").ok();

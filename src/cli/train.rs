@@ -15,7 +15,7 @@ use crate::store::hub::free_bytes;
 use crate::telemetry::{
     self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, is_bound,
 };
-use crate::train::{Config, Heartbeat, RunEnd, RunStart, SetupEvent, Trainer};
+use crate::train::{Config, Heartbeat, RunEnd, RunStart, SetupEvent, Trainer, open_device};
 use crate::ui::format::{clock, loss};
 use crate::untrusted::sanitize_block;
 use crate::{Error, Result};
@@ -103,7 +103,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         // If it fails, the next broadcast fails too.
         heartbeat.beat(&**group).ok();
     };
-    let mut trainer = pool.install(|| Trainer::new(group.clone(), config.clone(), checkpoint, &mut tell))?;
+    let mut trainer = pool.install(|| Trainer::lead(group.clone(), config.clone(), checkpoint, &mut tell))?;
     if let Some(text) = trainer.nothing_left() {
         reporter.notice(&text);
         trainer.stop_workers()?;
@@ -214,10 +214,12 @@ fn quoted(text: &str) -> String {
 /// Takes part in the leader's run.
 pub(crate) fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<()> {
     ignore_stop_signals().map_err(Error::io("listen to signals in", "."))?;
-    let Some(RunStart { config, checkpoint }) = RunStart::receive(&**group)? else { return Ok(()) };
-    let checkpoint = checkpoint.map(Checkpoint::open_verified).transpose()?;
+    let Some(config) = RunStart::receive_config(&**group)? else { return Ok(()) };
     thread_pool(&config, group.local_world_size())?.install(|| {
-        let mut trainer = Trainer::new(group.clone(), config, checkpoint.as_ref(), &mut |_| ())?;
+        let opened = open_device(group.clone(), &config, &mut |_| ())?;
+        let Some(RunStart { config, checkpoint }) = RunStart::receive(&**group)? else { return Ok(()) };
+        let checkpoint = checkpoint.map(Checkpoint::open_verified).transpose()?;
+        let mut trainer = Trainer::on_device(opened, config, checkpoint.as_ref(), &mut |_| ())?;
         trainer.check_consistency()?;
         trainer.run_worker()
     })

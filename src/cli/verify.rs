@@ -111,7 +111,7 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
         let (temporary, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
         let repeat = || {
             let mut tell = |event| reporter.report(event);
-            let mut trainer = Trainer::new(group.clone(), config.clone(), checkpoint.as_ref(), &mut tell)?;
+            let mut trainer = Trainer::lead(group.clone(), config.clone(), checkpoint.as_ref(), &mut tell)?;
             let checkpoint = checkpoint.as_ref().map(|it| it.path().to_path_buf());
             RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
             trainer.check_consistency()?;

@@ -6,6 +6,8 @@
 pub mod gather;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+#[cfg(feature = "cuda")]
+pub(crate) mod nccl;
 pub mod shards;
 mod tcp;
 mod wire;
@@ -16,6 +18,7 @@ pub(crate) use wire::{range_bytes, write_range};
 
 use crate::{Error, Result};
 use bytemuck::Pod;
+use candle_core::Tensor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::fmt;
@@ -130,10 +133,33 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
         None
     }
 
+    /// The exchange between the GPUs of all processes; `None` if tensors go through host memory.
+    fn gpus(&self) -> Option<&dyn TensorExchange> {
+        None
+    }
+
+    /// Checks that no other process has ended, if this can be known without a message.
+    ///
+    /// # Errors
+    /// The error names the process.
+    fn check_peers(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Number of processes on this machine.
     fn local_world_size(&self) -> usize {
         self.job().map_or(1, |job| job.ranks_on_host(job.hosts.len()).max(1))
     }
+}
+
+/// An exchange of tensors between the GPUs of several processes.
+pub trait TensorExchange: fmt::Debug + Send + Sync {
+    /// Sends each tensor of `out` to its rank, fills each of `into` from its rank, and waits for the end. Tensors are contiguous
+    /// and not empty. Two processes list the tensors between them in the same order.
+    ///
+    /// # Errors
+    /// If a process ends, or the exchange takes longer than the time limit.
+    fn exchange(&self, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()>;
 }
 
 /// Facts about the processes of a job, and its measurements.

@@ -18,13 +18,13 @@ use std::collections::BTreeMap;
 pub struct DistributedLayout {
     /// Number of processes.
     pub world_size: usize,
-    /// Whether the memory is a GPU's. The shards of several processes are on the CPU.
-    pub on_gpu: bool,
+    /// Whether the memory is a GPU's and the shards of several processes are on the CPU.
+    pub shards_on_host: bool,
 }
 
 impl DistributedLayout {
     /// A single process on a CPU.
-    pub const SINGLE: Self = Self { world_size: 1, on_gpu: false };
+    pub const SINGLE: Self = Self { world_size: 1, shards_on_host: false };
 }
 
 /// Bytes by purpose.
@@ -49,7 +49,7 @@ pub struct MemoryEstimate {
 impl MemoryEstimate {
     /// For each process, with batches of `batch` sequences of `seq_len` tokens, `grad_accum` of them in a step.
     pub fn new(
-        DistributedLayout { world_size, on_gpu }: DistributedLayout,
+        DistributedLayout { world_size, shards_on_host }: DistributedLayout,
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
@@ -68,7 +68,7 @@ impl MemoryEstimate {
         let (mut gradients, sum) = Gradients::bytes(parameters, policy, grad_accum, world_size);
         let scores = kernels.score_bytes(&AttentionShape::new(batch, seq_len, spec.heads, spec.head_dim))?;
         let mut adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world_size as u64);
-        if world_size > 1 && on_gpu {
+        if world_size > 1 && shards_on_host {
             adam = 0;
             // Masters that are also the weights stay on the GPU.
             masters = if weights == 0 { masters } else { 0 };
@@ -374,18 +374,18 @@ mod tests {
         assert_eq!(needed(&rewarded, &spec) - needed(&silent, &spec), caches + 2 * spec.parameter_count());
     }
 
-    /// A GPU of several processes holds no shard.
+    /// A GPU has no shard if tensors go through host memory.
     #[test]
-    fn shards_take_no_memory_of_a_gpu() {
+    fn shards_on_the_host_take_no_memory_of_a_gpu() {
         let spec = ModelSpec::named("tiny").unwrap();
         let parameters = spec.parameter_count();
-        let bytes = |policy, world_size, on_gpu| {
-            let layout = DistributedLayout { world_size, on_gpu };
+        let bytes = |policy, world_size, shards_on_host| {
+            let layout = DistributedLayout { world_size, shards_on_host };
             MemoryEstimate::new(layout, &spec, policy, [1, 16, 4], Checkpointing::None, OptimizerKind::AdamW, &KERNELS)
                 .unwrap()
         };
         for (policy, shard) in [(PrecisionPolicy::FP16, 16), (PrecisionPolicy::FP32, 12)] {
-            let [cpu, gpu] = [false, true].map(|on_gpu| bytes(policy, 2, on_gpu).total());
+            let [cpu, gpu] = [false, true].map(|shards_on_host| bytes(policy, 2, shards_on_host).total());
             assert_eq!(cpu - gpu, shard * parameters / 2, "{policy:?}");
             assert_eq!(bytes(policy, 1, true), bytes(policy, 1, false));
         }

@@ -5,6 +5,8 @@ use crate::data::{
     PromptRow, SequenceIndex, TokenSource, Tokenizer, closest_match, named_template, names_in,
 };
 use crate::engine::collective::ProcessGroup;
+#[cfg(feature = "cuda")]
+use crate::engine::collective::nccl;
 use crate::engine::device::DeviceContext;
 use crate::engine::gpu;
 use crate::engine::kernels::Kernels;
@@ -434,16 +436,17 @@ fn with_loader<T>(
     Ok(loaded)
 }
 
-/// The device of a configuration for one of the processes.
-pub(super) fn device(
+/// Opens the device of one of the processes, and connects their GPUs if each has one. All processes call it together.
+pub fn open_device(
+    group: Arc<dyn ProcessGroup>,
     config: &Config,
-    group: &dyn ProcessGroup,
     report: &mut SetupCallback<'_>,
-) -> Result<DeviceContext> {
-    config
-        .device_spec()?
-        .for_local_rank(group.local_rank())
-        .open(config.dtype, config.kernels, &mut |notice| report(SetupEvent::Notice(notice)))
+) -> Result<(Arc<dyn ProcessGroup>, DeviceContext)> {
+    let spec = config.device_spec()?.for_local_rank(group.local_rank());
+    let open = spec.open(config.dtype, config.kernels, &mut |notice| report(SetupEvent::Notice(notice)))?;
+    #[cfg(feature = "cuda")]
+    let group = nccl::connect(group, &open)?;
+    Ok((group, open))
 }
 
 /// Rejects a run for which the device has not enough memory; with `train.auto_batch`, changes it so that it fits.
@@ -458,7 +461,8 @@ pub(super) fn fit_memory(
     let Some(available) = available else { return Ok(config) };
     let devices = if open.device.is_cpu() { 1 } else { gpu::count().max(1) };
     let available = available / group.local_world_size().div_ceil(devices) as u64;
-    let layout = DistributedLayout { world_size: group.world_size(), on_gpu: !open.device.is_cpu() };
+    let shards_on_host = !open.device.is_cpu() && group.gpus().is_none();
+    let layout = DistributedLayout { world_size: group.world_size(), shards_on_host };
     let mut config = config;
     check_weights_fit(&config, shape, available)?;
     if std::mem::take(&mut config.train.auto_batch) {

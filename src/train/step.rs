@@ -94,7 +94,7 @@ impl Passes<'_> {
         let Self { group, model, grads, objective, .. } = self;
         // 3. Reduce: each process sums its shard of the gradients, in an order that does not depend on the number of processes.
         let clock = Instant::now();
-        grads.reduce(*group)?;
+        grads.reduce(model.kernels(), *group)?;
         let compute = (time.forward + time.backward).as_secs_f64();
         let (figures, len) = ([compute, group.comm_time().as_secs_f64()], LossSums::len(objective.kind()));
         let losses = losses.iter().flat_map(|sums| sums.to_array().into_iter().take(len));

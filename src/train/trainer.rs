@@ -140,15 +140,41 @@ fn is_multiple(step: u64, every: u64) -> bool {
 }
 
 impl Trainer {
-    /// A run of `config` in the processes of `group`, from its first step or continued from `checkpoint`. It writes nothing until
-    /// [`Trainer::attach`]. An error names the field in which model, policy or data differ from the checkpoint's.
+    /// A run of `config` in the processes of `group`, which call it together, from its first step or continued from `checkpoint`.
+    /// It writes nothing until [`Trainer::attach`]. An error names the field in which model, policy or data differ from the
+    /// checkpoint's.
     pub fn new(
         group: Arc<dyn ProcessGroup>,
         config: Config,
         checkpoint: Option<&Checkpoint>,
         report: &mut SetupCallback<'_>,
     ) -> Result<Self> {
-        let open = setup::device(&config, &*group, report)?;
+        let opened = setup::open_device(group, &config, report)?;
+        Self::on_device(opened, config, checkpoint, report)
+    }
+
+    /// [`Trainer::new`] for the leader. The workers open their devices now, and start when it is done.
+    pub fn lead(
+        group: Arc<dyn ProcessGroup>,
+        config: Config,
+        checkpoint: Option<&Checkpoint>,
+        report: &mut SetupCallback<'_>,
+    ) -> Result<Self> {
+        group.broadcast(&LeaderMessage::Open(Box::new(config.clone())))?;
+        // A report may send a heartbeat, which the workers do not expect during this.
+        let mut events = Vec::new();
+        let opened = setup::open_device(group, &config, &mut |event| events.push(event))?;
+        events.into_iter().for_each(&mut *report);
+        Self::on_device(opened, config, checkpoint, report)
+    }
+
+    /// [`Trainer::new`] on a device that is open.
+    pub fn on_device(
+        (group, open): (Arc<dyn ProcessGroup>, DeviceContext),
+        config: Config,
+        checkpoint: Option<&Checkpoint>,
+        report: &mut SetupCallback<'_>,
+    ) -> Result<Self> {
         let source = match checkpoint {
             Some(checkpoint) => ModelSource::from_checkpoint(&config, checkpoint, report)?,
             None => ModelSource::open(&config, report)?,

@@ -12,11 +12,12 @@ Rows: candle's operations against the CPU's; whole runs of `tiny` against the CP
 scale; of a small Llama, of a Gemma with DoRA, and of a Llama in quantized blocks (QLoRA); the same with our own kernels, and what becomes of faulty ones; a run that is
 killed and resumed; the commands that use a trained model against the CPU's; what is refused; and `finetune bench` with candle's
 kernels and with our own, at README's shapes, whose first losses must agree. `--only processes`, of a build with `cuda,mpi` and with mpirun: several processes, which share a
-GPU if there are fewer.
+GPU if there are fewer. `--only nccl`: several processes that exchange tensors through NCCL.
 """
 
 import argparse
 import concurrent.futures
+import hashlib
 import json
 import math
 import os
@@ -83,8 +84,8 @@ def events(folder):
     return kinds
 
 
-def train(device, folder, *flags, launcher=()):
-    code, out, err = run(*launcher, *command(device, folder, *flags))
+def train(device, folder, *flags, launcher=(), **more):
+    code, out, err = run(*launcher, *command(device, folder, *flags), **more)
     if code != 0:
         raise RuntimeError(f"{device}: exit code {code}: {last_line(err, out)}")
     said = (out + err).splitlines()
@@ -125,6 +126,18 @@ def runs():
         row(what, passed, figures)
 
 
+def family_config(family):
+    return json.loads((ROOT / "tests/golden/families" / family / "config.json").read_text())
+
+
+def write_shape(model, config):
+    """A folder with a model's shape, and the tokenizer of `tiny`: one id for each byte, and one for the end of a text."""
+    (Path(model) / "config.json").write_text(json.dumps({**config, "eos_token_id": 256, "bos_token_id": 256}))
+    with tempfile.TemporaryDirectory() as folder:
+        train("cpu", folder, "--dtype", "fp32", "--steps", 1)
+        shutil.copy(next(Path(folder).glob("*/step-*/tokenizer.json")), model)
+
+
 def families():
     """What GPT-2 has not: rotations, RMS norms, gated units, grouped heads, windows; and adapters over a frozen base."""
     # Heads of 16 are the smallest that our own kernels rotate.
@@ -139,18 +152,14 @@ def families():
         ("llama", blocks, "fp16", ["--lora", "r=4,alpha=8"], ["candle", "fused"]),
     )
     for family, sizes, dtype, more, choices in cases:
-        config = json.loads((ROOT / "tests/golden/families" / family / "config.json").read_text())
         name = f"{family}{' with wider heads' if sizes is wider else ''}{' with DoRA' if more is dora else ''}"
         name += " in blocks" if sizes is blocks else ""
         with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
-            # One id for each byte, and one for the end of a text, as the tokenizer of `tiny` has them.
-            (Path(model) / "config.json").write_text(json.dumps({**config, **sizes, "vocab_size": 257, "eos_token_id": 256, "bos_token_id": 256}))
             size = [] if args.stand_in else ["--seq-len", 16]
             flags = ["--dtype", dtype, "--steps", FAMILY_STEPS, "--lr", 1e-3, *size, *more]
             source = ["--model", model, "--init", "random"]
             try:
-                train("cpu", Path(folder) / "tiny", "--dtype", "fp32", "--steps", 1)
-                shutil.copy(next((Path(folder) / "tiny").glob("*/step-*/tokenizer.json")), model)
+                write_shape(model, {**family_config(family), **sizes, "vocab_size": 257})
                 if sizes is blocks:
                     train("cpu", Path(folder) / "dense", *source, "--steps", 1, *size)
                     dense, source = next((Path(folder) / "dense").glob("*/step-*")), ["--model", Path(model) / "blocks.gguf"]
@@ -271,6 +280,123 @@ def processes():
         row(what, same and overflows and worst < TOLERANCE[dtype], f"{figures}; overflows at {skips(found[2])}")
 
 
+# Shapes with a matrix that several processes share the elements of.
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 2100}
+LLAMA = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 2100}
+
+
+def nccl():
+    """Several processes with a GPU each, which exchange tensors through NCCL, have the bits of one process."""
+    gpus = {"STAND_IN_GPUS": "4", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    # Without the kernels whose preflight takes the longest.
+    few = {**gpus, "STAND_IN_CRASHES": "attention", "STAND_IN_SKIPS": "norm"}
+    llama = {**family_config("llama"), **LLAMA}
+    mpirun = [ROOT / ".ci/mpirun", "-n"]
+    cases = (
+        ("gpt2", GPT2, "fp16", [], [3, 4], few, None),
+        ("llama", llama, "bf16", [], [2], gpus, None),
+        ("llama with LoRA and MPI", llama, "fp16", ["--lora", "r=4,alpha=8"], [2], few, mpirun),
+    )
+    for name, shape, dtype, more, counts, gpus, mpirun in cases:
+        with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
+            flags = [*flags_of(dtype, 4, save_every=2), "--model", model, "--init", "random", "--grad-accum", 4, *more]
+            try:
+                write_shape(model, shape)
+                found = {1: train("cuda", f"{folder}/1", *flags, **gpus)}
+                for count in counts:
+                    launch = {"launcher": [*mpirun, count]} if mpirun else {}
+                    started = [] if mpirun else ["--processes", count]
+                    found[count] = train("cuda", f"{folder}/{count}", *flags, *started, **launch, **gpus)
+                bits = {count: state(f"{folder}/{count}", run) for count, run in found.items()}
+                if 3 in counts:
+                    checkpoint = next(Path(folder, "3").glob("*/step-*2"))
+                    resumed = train("cuda", f"{folder}/3", "--resume", checkpoint, "--processes", 2, **gpus)
+                    bits["3, then 2"] = state(f"{folder}/3", resumed)
+            except RuntimeError as error:
+                row(f"{name}, {dtype}, NCCL", False, error)
+                continue
+        others = [str(count) for count, found in bits.items() if found != bits[1]]
+        overflows = dtype != "fp16" or 0 < len(skips(found[1])) < 4
+        said = f"the bits of one process in {', '.join(map(str, list(bits)[1:]))}" if not others else f"OTHER bits in {', '.join(others)}"
+        row(f"{name}, {dtype}, NCCL", not others and overflows and len(bits[1][0]) == 4, f"{said}; overflows at {skips(found[1])}")
+    with tempfile.TemporaryDirectory() as folder:
+        small = ["--set", "train.eval_batches=1", "--batch-size", 1, "--seq-len", 16]
+        flags = ["--device", "cuda", "--dtype", "fp32", "--steps", 2, *small]
+        code, out, err = run(args.finetune, "verify-distributed", *flags, **few, TMPDIR=folder)
+        row("verify-distributed --device cuda", code == 0 and "bit-identical" in out, last_line(out, err))
+    if args.stand_in:
+        lost_processes(few)
+        without_nccl(few)
+
+
+def state(folder, run):
+    """A run's figures, and the bytes of its newest checkpoint's tensors."""
+    newest = max(Path(folder).glob("*/step-*"))
+    files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(newest.glob("*.safetensors"))}
+    return [(step["loss"], step["loss_scale"], step["grad_norm"]) for step in run["step"]], files
+
+
+def ranks_of(leader):
+    """The processes that the leader has started, by rank."""
+    found = {0: leader.pid}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            rank = [word for word in (folder / "environ").read_bytes().split(b"\0") if word.startswith(b"RANK=")]
+        except (OSError, IndexError):
+            continue
+        if parent == leader.pid and rank:
+            found[int(rank[0][5:])] = int(folder.name)
+    return found
+
+
+def lost_processes(gpus):
+    """SIGKILL of the leader and of another process: all others end, and the leader says why."""
+    for victim in (0, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            flags = [*flags_of("fp16", 1000), "--kernels", "fused", "--grad-accum", 3, "--gpus", 3]
+            job = subprocess.Popen(
+                [str(part) for part in command("cuda", folder, *flags)], env={**environment, **gpus, "TMPDIR": folder},
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )
+            while job.poll() is None and not any('"step":2' in file.read_text() for file in Path(folder).glob("*/events.jsonl")):
+                time.sleep(0.05)
+            ranks = ranks_of(job)
+            os.kill(ranks.get(victim, job.pid), signal.SIGKILL)
+            began = time.monotonic()
+            try:
+                _, said = job.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                said = "did not end"
+            seconds = time.monotonic() - began
+            while (left := [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]) and time.monotonic() - began < 20:
+                time.sleep(0.05)
+            expected = "" if victim == 0 else f"process {victim}"
+            passed = len(ranks) == 3 and job.returncode != 0 and seconds < 10 and not left and expected in said
+            row(f"SIGKILL of process {victim} of 3", passed, f"all ended after {seconds:.1f} s; {last_line(said) if said else 'no message'}")
+
+
+def without_nccl(gpus):
+    """A program for one GPU starts without NCCL, and several processes say what is missing, or use host memory."""
+    with tempfile.TemporaryDirectory() as libraries:
+        for library in args.stand_in.resolve().glob("lib*.so.*"):
+            if "nccl" not in library.name:
+                (Path(libraries) / library.name).symlink_to(library)
+        missing = {**gpus, "LD_LIBRARY_PATH": ":".join([libraries, *path[1:]])}
+        cases = [
+            ("refused: NCCL is missing", ["--gpus", 2], missing, 2, "libnccl.so.2: cannot open shared object file"),
+            ("refused: NCCL is too old", ["--gpus", 2], {**gpus, "STAND_IN_NCCL": "21703"}, 2, "libnccl.so.2 is version 2.17"),
+            ("one process without NCCL", [], missing, 0, ""),
+            ("candle's kernels without NCCL", ["--gpus", 2, "--kernels", "candle"], missing, 0, ""),
+        ]
+        for what, flags, more, expected, text in cases:
+            with tempfile.TemporaryDirectory() as folder:
+                code, out, err = run(*command("cuda", folder, "--steps", 1, *flags), **more)
+            errors = [line for line in err.splitlines() if line.startswith("error:")]
+            row(what, code == expected and text in "".join(errors) and len(errors) == (code > 0), last_line(err, out))
+
+
 def commands():
     """What `generate`, `chat`, `eval` and `fp16-check` say of one trained model, on the GPU and on the CPU."""
     with tempfile.TemporaryDirectory() as folder:
@@ -366,6 +492,7 @@ def operations():
 
 parts = {
     "operations": operations, "runs": runs, "families": families, "own": own, "killed": killed, "processes": processes,
+    "nccl": nccl,
     "commands": commands, "refused": refused, "bench": bench,
 }
 # The stand-in computes on one core.

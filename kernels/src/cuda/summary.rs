@@ -4,13 +4,10 @@ use super::dispatch::{Attempt, CudaKernels, require};
 use super::launch::{KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::op;
 use crate::precision::{ExponentHistogram, TensorStats};
-use crate::summary::TensorSummary;
+use crate::summary::{CHUNK, THREADS, TensorSummary};
 use candle_core::{DType, Tensor};
 
-const THREADS: u32 = 256;
-const WARPS: u32 = THREADS / 32;
-/// Elements of a chunk.
-const CHUNK: usize = 1 << 14;
+const WARPS: u32 = THREADS as u32 / 32;
 /// Bytes of a chunk's figures.
 const CHUNK_STATS_BYTES: usize = 32;
 /// Counters of a histogram: one for each value of FP32's exponent field.
@@ -91,7 +88,7 @@ impl<Q: Queue> CudaKernels<Q> {
         let scratch = WARPS * size_of::<f64>() as u32;
         let launch = |kernel: String, blocks: usize, shared_bytes: u32, arguments: StatsLaunch| -> Attempt {
             let grid = [to_u32(blocks)?, 1, 1];
-            let launch = KernelLaunch { module: "summary", kernel, grid, threads: THREADS, shared_bytes };
+            let launch = KernelLaunch { module: "summary", kernel, grid, threads: THREADS as u32, shared_bytes };
             // SAFETY: every tensor is as large as the table says, and the other buffers were found large enough.
             Ok(unsafe { self.queue.launch(&launch, &arguments) }?)
         };

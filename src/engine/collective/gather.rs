@@ -1,7 +1,8 @@
 //! Gathers the shards of the working copy in all processes.
 
-use super::{ProcessGroup, range_bytes, write_range};
+use super::{ProcessGroup, Shards, TensorExchange, range_bytes, write_range};
 use crate::Result;
+use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
 
 /// Number of elements of a shard that are sent at a time.
@@ -11,6 +12,9 @@ const CHUNK_ELEMENTS: usize = 1 << 20;
 /// process has nothing to do.
 pub fn all_gather(whole: &Parameters, own: &Parameters, group: &dyn ProcessGroup) -> Result<()> {
     let Some(shards) = own.shards() else { return Ok(()) };
+    if let Some(gpus) = group.gpus() {
+        return between_gpus(whole, shards, group, gpus);
+    }
     let (rank, count, in_place) = (group.rank(), group.world_size(), own.shares_storage(whole));
     let longest = (0..count).map(|owner| shards.len(owner)).max().unwrap_or(0);
     for start in (0..longest).step_by(CHUNK_ELEMENTS) {
@@ -39,4 +43,22 @@ pub fn all_gather(whole: &Parameters, own: &Parameters, group: &dyn ProcessGroup
         }
     }
     Ok(())
+}
+
+/// [`all_gather`] of shards that are parts of `whole`.
+fn between_gpus(
+    whole: &Parameters,
+    shards: &Shards,
+    group: &dyn ProcessGroup,
+    gpus: &dyn TensorExchange,
+) -> Result<()> {
+    let (mut out, mut into) = (Vec::new(), Vec::new());
+    for other in (0..group.world_size()).filter(|other| *other != group.rank()) {
+        for (owner, tensors) in [(group.rank(), &mut out), (other, &mut into)] {
+            for (parameter, range) in shards.split_by_parameter(owner, 0..shards.len(owner)) {
+                tensors.push((other, view::range(&whole[parameter], range)?));
+            }
+        }
+    }
+    gpus.exchange(&out, &into)
 }

@@ -14,6 +14,8 @@ pub struct Shards {
     starts: Vec<usize>,
     /// The offset of each shard, and the total.
     boundaries: Vec<usize>,
+    /// Whether masters, moments and sums of a shard are on the CPU even if the parameters are on a GPU.
+    pub(crate) on_host: bool,
 }
 
 impl Shards {
@@ -39,7 +41,7 @@ impl Shards {
             (starts[parameter] + within).min(*end)
         };
         let boundaries = (0..=world_size).map(cut).collect();
-        Self { starts, boundaries }
+        Self { starts, boundaries, on_host: true }
     }
 
     /// The same shards, restricted to the parameters `kept`, in order.
@@ -51,7 +53,8 @@ impl Shards {
         };
         let before = |at: usize, kept: &[usize]| kept.iter().map(|parameter| within(at, *parameter)).sum::<usize>();
         let starts = (0..=kept.len()).map(|count| before(usize::MAX, &kept[..count])).collect();
-        Self { starts, boundaries: self.boundaries.iter().map(|cut| before(*cut, kept)).collect() }
+        let boundaries = self.boundaries.iter().map(|cut| before(*cut, kept)).collect();
+        Self { starts, boundaries, on_host: self.on_host }
     }
 
     /// Number of elements of a shard.
@@ -64,6 +67,25 @@ impl Shards {
         let (start, end) = (self.starts[parameter], self.starts[parameter + 1]);
         let within = |at: usize| at.clamp(start, end) - start;
         within(self.boundaries[rank])..within(self.boundaries[rank + 1])
+    }
+
+    /// Splits a shard by parameter, and each parameter's part into pieces of at most `elements`, a multiple of [`PART`], so that
+    /// every piece begins at a block. Groups the pieces into rounds, in order, and ends a round that has `elements`.
+    pub fn rounds(&self, rank: usize, elements: usize) -> Vec<Vec<(usize, Range<usize>)>> {
+        let (mut rounds, mut room) = (Vec::new(), 0);
+        for parameter in 0..self.starts.len() - 1 {
+            let range = self.range(rank, parameter);
+            for start in range.clone().step_by(elements) {
+                let piece = start..range.end.min(start + elements);
+                if room == 0 {
+                    rounds.push(Vec::new());
+                    room = elements;
+                }
+                room = room.saturating_sub(piece.len());
+                rounds.last_mut().into_iter().for_each(|round| round.push((parameter, piece.clone())));
+            }
+        }
+        rounds
     }
 
     /// Splits elements `range` of a shard by parameter: the index of each parameter and its elements.
@@ -109,12 +131,29 @@ mod tests {
                 assert!(shards.len(rank).abs_diff(total / world) <= PART, "{world} processes: {}", shards.len(rank));
                 let pieces = shards.split_by_parameter(rank, 0..usize::MAX / 2);
                 let all: Vec<_> = (0..lengths.len()).map(|i| (i, shards.range(rank, i))).collect();
-                assert_eq!(pieces, all.into_iter().filter(|(_, range)| !range.is_empty()).collect::<Vec<_>>());
+                let all: Vec<_> = all.into_iter().filter(|(_, range)| !range.is_empty()).collect();
+                assert_eq!(pieces, all);
                 let chunks: Vec<_> = (0..shards.len(rank))
                     .step_by(1000)
                     .flat_map(|at| shards.split_by_parameter(rank, at..at + 1000))
                     .collect();
                 assert_eq!(chunks.iter().map(|(_, range)| range.len()).sum::<usize>(), shards.len(rank));
+                let rounds = shards.rounds(rank, 2 * PART);
+                let sizes: Vec<usize> =
+                    rounds.iter().map(|round| round.iter().map(|(_, range)| range.len()).sum()).collect();
+                let (last, full) = sizes.split_last().unwrap();
+                assert!(*last > 0 && full.iter().all(|size| (2 * PART..4 * PART).contains(size)), "{sizes:?}");
+                let mut joined: Vec<(usize, std::ops::Range<usize>)> = Vec::new();
+                for (parameter, range) in rounds.concat() {
+                    assert!(range.start.is_multiple_of(PART) && (1..=2 * PART).contains(&range.len()), "{range:?}");
+                    match joined.last_mut() {
+                        Some((last, joined)) if *last == parameter && joined.end == range.start => {
+                            joined.end = range.end
+                        }
+                        _ => joined.push((parameter, range)),
+                    }
+                }
+                assert_eq!(joined, pieces);
                 let kept = [0, 3, 5, 7];
                 let some = shards.select(&kept);
                 let parts: Vec<_> = kept.iter().map(|parameter| shards.range(rank, *parameter)).collect();

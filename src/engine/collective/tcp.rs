@@ -86,6 +86,10 @@ impl Tcp {
         group.job.hosts = (&group as &dyn ProcessGroup).all_gather_messages(&host)?;
         Ok(group)
     }
+
+    fn lost(&self, rank: usize, error: &std::io::Error) -> Error {
+        Error::Collective(format!("{LOST} {}: {error}", self.job.name(rank)))
+    }
 }
 
 /// A job whose processes are not yet connected.
@@ -259,6 +263,13 @@ impl ProcessGroup for Tcp {
         Some(&self.job)
     }
 
+    fn check_peers(&self) -> Result<()> {
+        let peers = self.streams.iter().enumerate().filter_map(|(rank, stream)| Some((rank, stream.as_ref()?)));
+        peers.into_iter().try_for_each(|(rank, stream)| {
+            ready(stream.peek(&mut [0])).map(drop).map_err(|error| self.lost(rank, &error))
+        })
+    }
+
     fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
         let began = Instant::now();
         let mut transfers = Vec::new();
@@ -273,9 +284,7 @@ impl ProcessGroup for Tcp {
             let Some(first) = transfers.first().map(|transfer| transfer.rank) else { break };
             let mut moved = 0;
             for transfer in &mut transfers {
-                moved += transfer
-                    .advance()
-                    .map_err(|error| Error::Collective(format!("{LOST} {}: {error}", self.job.name(transfer.rank))))?;
+                moved += transfer.advance().map_err(|error| self.lost(transfer.rank, &error))?;
             }
             if moved > 0 {
                 moved_at = Instant::now();

@@ -124,10 +124,10 @@ impl Parameters {
         Ok(converted)
     }
 
-    /// Zeros of `dtype` in the same layout; for a shard on the CPU, where processes exchange and update them.
+    /// Zeros of `dtype` in the same layout; for a shard on the device where processes update it.
     pub fn zeros_like(&self, dtype: DType) -> Result<Self> {
         if self.shard.is_some() {
-            return self.map(|tensor| view::zeros(tensor.dims(), dtype, &Device::Cpu));
+            return self.zeros_of_shard(|_| dtype);
         }
         Self::of_layout(self.layout.clone(), dtype, &self.device(), None)
     }
@@ -170,9 +170,11 @@ impl Parameters {
         self.map(|tensor| view::to_host(&tensor.force_contiguous()?))
     }
 
-    /// Zeros of the same shapes and types on the CPU.
-    pub fn zeros_on_host(&self) -> Result<Self> {
-        self.map(|tensor| view::zeros(tensor.dims(), tensor.dtype(), &Device::Cpu))
+    /// Zeros of a shard's shapes, of the type for each tensor, on the device where processes update it.
+    pub fn zeros_of_shard(&self, dtype: impl Fn(&Tensor) -> DType) -> Result<Self> {
+        let on_host = self.shards().is_some_and(|shards| shards.on_host);
+        let device = if on_host { Device::Cpu } else { self.device() };
+        self.map(|tensor| view::zeros(tensor.dims(), dtype(tensor), &device))
     }
 
     /// Whether each tensor is one of `other`, or a part of it, in the same memory.

@@ -190,6 +190,11 @@ impl AdamW {
                 grad_factor,
             };
             let master = &masters.parameters()[i];
+            if master.elem_count() == 0 {
+                // Other processes have its elements.
+                counts.iter_mut().for_each(|counts| counts.push(UpdateCounts::default()));
+                continue;
+            }
             let upcast_copy = |slot: usize| -> Result<Tensor> {
                 let Some(scratch) = &scratch[slot] else { bail!("the optimizer has no buffer for `{}`", entry.name) };
                 scratch.narrow(0, 0, master.elem_count())?.reshape(master.shape())
@@ -295,7 +300,7 @@ impl MasterWeights {
         }
         let weights = Parameters::zeros(entries, candle_dtype(policy.compute), device)?;
         let mut parameters = weights.shard(&shards(&weights, group), group.rank())?;
-        if !is_part_of(&weights, candle_dtype(policy.params)) {
+        if !is_part_of_weights(&parameters, candle_dtype(policy.params)) {
             parameters = parameters.zeros_like(candle_dtype(policy.params))?;
         }
         for (index, entry) in weights.layout().iter().enumerate() {
@@ -316,22 +321,29 @@ impl MasterWeights {
         if group.world_size() == 1 {
             return Ok(self);
         }
-        let parameters = self.parameters.shard(&shards(weights, group), group.rank())?;
-        let parameters = if is_part_of(weights, self.dtype()) { parameters } else { parameters.deep_clone()? };
+        let shards = shards(weights, group);
+        let part = self.parameters.shard(&shards, group.rank())?;
+        if is_part_of_weights(&weights.shard(&shards, group.rank())?, self.dtype()) {
+            return Ok(Self { parameters: part });
+        }
+        let parameters = part.zeros_like(self.dtype())?;
+        for (part, own) in part.tensors().iter().zip(parameters.tensors()).filter(|(part, _)| part.elem_count() > 0) {
+            view::copy(&view::host_range(part, 0..part.elem_count())?, own)?;
+        }
         Ok(Self { parameters })
     }
 
-    /// The tensors that updates are rounded into: the working copy, or the shard of process `rank`. A shard is on the CPU, so for
-    /// weights on a GPU it is zeros, which the masters then overwrite.
+    /// The tensors that updates are rounded into: the working copy, or the shard of process `rank`. If the weights are on a GPU
+    /// and the shard on the CPU, it is zeros, which the masters then overwrite.
     pub fn compute_copy_of_shard(&self, weights: &Parameters, rank: usize) -> Result<Parameters> {
         let Some(shards) = self.parameters.shards() else { return Ok(weights.clone()) };
         let part = weights.shard(shards, rank)?;
-        if weights.device().is_cpu() { Ok(part) } else { part.zeros_on_host() }
+        if weights.device().is_cpu() || !shards.on_host { Ok(part) } else { part.zeros_of_shard(Tensor::dtype) }
     }
 
-    /// The kernels that update them. Shards are on the CPU even if `kernels`, those of the passes, are a GPU's.
+    /// The kernels that update them. Shards may be on the CPU even if `kernels`, those of the passes, are a GPU's.
     pub fn kernels<'a>(&self, kernels: &'a dyn Kernels) -> &'a dyn Kernels {
-        if self.parameters.shards().is_some() { &Fused } else { kernels }
+        if self.parameters.shards().is_some_and(|shards| shards.on_host) { &Fused } else { kernels }
     }
 
     /// FP32, or the compute type.
@@ -384,17 +396,22 @@ impl MasterWeights {
 }
 
 /// The shards of `weights` among the processes of `group`.
-fn shards(weights: &Parameters, group: &dyn ProcessGroup) -> Arc<Shards> {
-    Arc::new(Shards::new(weights.tensors().iter().map(Tensor::elem_count), group.world_size()))
+pub(super) fn shards(weights: &Parameters, group: &dyn ProcessGroup) -> Arc<Shards> {
+    let lengths = weights.tensors().iter().map(Tensor::elem_count);
+    let mut shards = Shards::new(lengths, group.world_size());
+    shards.on_host = group.gpus().is_none();
+    Arc::new(shards)
 }
 
-/// Whether a shard of masters of this type is a part of the working copy: if both have the same type, on a CPU.
-fn is_part_of(weights: &Parameters, masters: DType) -> bool {
-    weights.device().is_cpu() && weights.tensors().iter().all(|weight| weight.dtype() == masters)
+/// Whether masters of this type are `part`, a shard of the working copy: if both have the same type, on the same device.
+fn is_part_of_weights(part: &Parameters, masters: DType) -> bool {
+    let on_host = part.shards().is_some_and(|shards| shards.on_host);
+    (part.device().is_cpu() || !on_host) && part.tensors().iter().all(|weight| weight.dtype() == masters)
 }
 
-/// Copies each tensor to the target at the same index, unless both are one tensor.
+/// Copies each tensor to the target at the same index, unless both are one tensor or have no elements.
 fn copy_all(from: &Parameters, to: &Parameters, kernels: &dyn Kernels) -> Result<()> {
-    let mut pairs = from.tensors().iter().zip(to.tensors()).filter(|(from, to)| !view::share_storage(from, to));
+    let pairs = from.tensors().iter().zip(to.tensors()).filter(|(from, _)| from.elem_count() > 0);
+    let mut pairs = pairs.filter(|(from, to)| !view::share_storage(from, to));
     pairs.try_for_each(|(from, to)| kernels.copy(from, to))
 }

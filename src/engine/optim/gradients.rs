@@ -6,9 +6,10 @@ use crate::engine::collective::{ProcessGroup, Shards};
 use crate::engine::kernels::summary::TensorSummary;
 use crate::engine::kernels::{Kernels, op, view};
 use crate::engine::model::{Parameters, candle_dtype};
+use crate::engine::optim::adamw::shards;
 use crate::engine::optim::tree::{Merge, ReductionTree, local_range};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -68,8 +69,7 @@ impl Gradients {
         let (accumulates, nodes) = (grad_accum > 1, ReductionTree::default());
         let mut new = Self { grads, sums, nodes, accumulates, rank, world_size, shard: None, largest: None, policy };
         if world_size > 1 {
-            let lengths = new.grads.tensors().iter().map(Tensor::elem_count);
-            new.shard = Some(new.zero_shard(&Arc::new(Shards::new(lengths, world_size)))?);
+            new.shard = Some(new.zero_shard(&shards(&new.grads, group))?);
         }
         Ok(new)
     }
@@ -77,11 +77,11 @@ impl Gradients {
     /// Zeros for the sum of this process's shard: in FP32, or in the type of each gradient if a step has one micro-batch.
     fn zero_shard(&self, shards: &Arc<Shards>) -> Result<Parameters> {
         let shard = self.grads.shard(shards, self.rank)?;
-        if self.accumulates { shard.zeros_like(DType::F32) } else { shard.zeros_on_host() }
+        shard.zeros_of_shard(|grad| if self.accumulates { DType::F32 } else { grad.dtype() })
     }
 
     /// The bytes that [`Gradients::new`] allocates for `parameters` parameters in each of `world_size` processes, at most. The
-    /// second number is the shard's sum, which is on the CPU even if the gradients are on a GPU.
+    /// second number is the shard's sum, which may be on the CPU even if the gradients are on a GPU.
     pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize, world_size: usize) -> (u64, u64) {
         let size = Dtype::F32.size_in_bytes();
         let total = if grad_accum > 1 { size } else { policy.grads.size_in_bytes() } as u64;
@@ -194,7 +194,7 @@ impl Gradients {
     ) -> crate::Result<()> {
         let mut largest = self.largest;
         if self.shard.is_some() {
-            largest = self.reduce_stats(exponents, stats, group)?;
+            largest = self.reduce_stats(exponents, stats, kernels, group)?;
         } else {
             self.local_stats(exponents, stats, kernels)?;
         }

@@ -86,7 +86,10 @@ impl Trainer {
                 LeaderMessage::Evaluate => drop(self.validate()?),
                 message @ LeaderMessage::Read { .. } => self.gathered().serve(&message)?,
                 LeaderMessage::Stop => return Ok(()),
-                LeaderMessage::Heartbeat | LeaderMessage::Start(_) | LeaderMessage::ReadsDone => {}
+                LeaderMessage::Heartbeat
+                | LeaderMessage::Open(_)
+                | LeaderMessage::Start(_)
+                | LeaderMessage::ReadsDone => {}
             }
         }
     }

@@ -68,16 +68,26 @@ struct Guard {
     std::lock_guard<std::recursive_mutex> guard{lock};
 };
 
-Status work_all() {
+// Does the work that can be done without waiting for other processes.
+Status work_some() {
     while (!pending.empty() && broken == OK) {
-        const auto work = std::move(pending.front());
+        const Status status = pending.front()();
+        if (status == NOT_READY) return NOT_READY;
         pending.pop_front();
-        broken = work();
+        broken = status;
     }
     return broken;
 }
 
-bool of_stream(void* it) { return it == &stream ? ready() : complain("a stream that is not there") == OK; }
+Status work_all() {
+    while (work_some() == NOT_READY) usleep(100);
+    return broken;
+}
+
+int gpus() {
+    const char* said = std::getenv("STAND_IN_GPUS");
+    return said != nullptr ? std::atoi(said) : 1;
+}
 
 // The sizes of a kernel's parameters in PTX; empty if there is no such kernel.
 bool parameters_in(const std::string& ptx, const std::string& name, std::vector<unsigned>& sizes) {
@@ -119,6 +129,8 @@ bool ready() {
     return current == &context ? broken == OK : complain("no context is current") == OK;
 }
 
+bool of_stream(void* it) { return it == &stream ? ready() : complain("a stream that is not there") == OK; }
+
 bool is_memory(Address first, size_t bytes) {
     Guard guard;
     auto next = memory.upper_bound(first);
@@ -151,12 +163,16 @@ EXPORT Status cuGetErrorName(Status, const char** text) {
     return OK;
 }
 EXPORT Status cuDeviceGetCount(int* count) {
-    *count = 1;
+    *count = gpus();
     return OK;
 }
 EXPORT Status cuDeviceGet(int* device, int ordinal) {
     *device = ordinal;
-    return ordinal == 0 ? OK : INVALID;
+    return ordinal < gpus() ? OK : INVALID;
+}
+EXPORT Status cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+    std::memset(uuid, device, 16);
+    return OK;
 }
 EXPORT Status cuDeviceGetName(char* name, int bytes, int) {
     std::snprintf(name, bytes, "stand-in");
@@ -213,6 +229,10 @@ EXPORT Status cuStreamDestroy_v2(void*) { return OK; }
 EXPORT Status cuStreamSynchronize(void* it) {
     Guard guard;
     return of_stream(it) ? work_all() : broken;
+}
+EXPORT Status cuStreamQuery(void* it) {
+    Guard guard;
+    return of_stream(it) ? work_some() : broken;
 }
 EXPORT Status cuStreamIsCapturing(void*, int* status) {
     *status = 0;

@@ -9,15 +9,17 @@ typedef unsigned long long Address;
 
 namespace stand_in {
 
-constexpr Status OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, FAILED = 700;
+constexpr Status OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_READY = 600, FAILED = 700;
 
 // Prints what is wrong with a call, keeps it for cuGetErrorString, and fails.
 [[gnu::visibility("default")]] Status complain(const char* format, ...);
+// Whether this is the program's stream, its context is current in this thread, and nothing has failed.
+[[gnu::visibility("default")]] bool of_stream(void* it);
 // Whether the context is current in this thread and nothing has failed.
 [[gnu::visibility("default")]] bool ready();
 // Whether a range is inside one allocation.
 [[gnu::visibility("default")]] bool is_memory(Address first, size_t bytes);
-// Queues `work`, which runs when the program waits for the stream.
+// Queues `work`, which runs when the program waits for the stream; again and again while it is NOT_READY.
 [[gnu::visibility("default")]] Status enqueue(std::function<Status()> work);
 
 }  // namespace stand_in

@@ -1,8 +1,9 @@
 //! Statistics of gradients.
 
 use super::*;
-use crate::precision::FloatFormat;
-use crate::summary::TensorSummary;
+use crate::precision::{FloatFormat, TensorStats};
+use crate::summary::{CHUNK, TensorSummary, merge_chunks};
+use crate::view;
 
 /// Gradients of several sizes, one larger than a chunk, with every value that is counted separately.
 fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
@@ -19,6 +20,16 @@ fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
             rounded(values, dtype)
         })
         .collect()
+}
+
+/// The statistics of a tensor whose chunks are summarized one by one.
+fn by_chunks(tensor: &Tensor, format: FloatFormat) -> TensorStats {
+    let kernels: &dyn Kernels = &kernels(0);
+    let chunk = |start: usize| {
+        let part = view::range(tensor, start..tensor.elem_count().min(start + CHUNK)).unwrap();
+        kernels.summarize(&part, format, false).unwrap().stats
+    };
+    merge_chunks((0..tensor.elem_count()).step_by(CHUNK).map(chunk))
 }
 
 #[test]
@@ -53,6 +64,7 @@ fn summaries_equal_the_cpus() {
             for other in &others {
                 assert_eq!(other[i].stats, found.stats, "the order of threads shows");
             }
+            assert_eq!(by_chunks(tensor, *format), found.stats, "the order of chunks differs");
         }
     }
 }

@@ -2,11 +2,11 @@
 //! and computes statistics of the result. The statistics are merged in the order of a single process.
 
 use super::{GradientStats, Gradients};
-use crate::engine::collective::{ProcessGroup, Shards, range_bytes};
+use crate::engine::collective::{ProcessGroup, Shards, TensorExchange, range_bytes};
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
-use crate::engine::kernels::summary::{PART, TensorSummary, block_sums, merge_parts, parts};
-use crate::engine::kernels::view;
+use crate::engine::kernels::summary::{CHUNK, PART, TensorSummary, block_sums, merge_chunks, merge_parts, parts};
+use crate::engine::kernels::{Kernels, op, view};
 use crate::engine::model::Parameters;
 use crate::engine::optim::tree::{ReductionTree, local_range, split};
 use crate::precision::{ExponentHistogram, TensorStats};
@@ -19,6 +19,8 @@ use std::ops::Range;
 
 /// Number of elements of a shard that are exchanged at a time. It limits the memory of the exchange.
 pub(crate) const CHUNK_ELEMENTS: usize = 1 << 20;
+/// Number of elements of a shard that GPUs exchange at a time.
+const GPU_CHUNK_ELEMENTS: usize = 1 << 22;
 /// Elements that are summed at a time.
 const TILE_ELEMENTS: usize = 1024;
 
@@ -121,9 +123,34 @@ fn sum(
     })?)
 }
 
+/// Writes the sum of `sources` along `ops` into `out`.
+fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], ops: &[ReduceOp], out: &Tensor) -> Result<()> {
+    let mut stack: Vec<(Tensor, bool)> = Vec::new();
+    for op in ops {
+        if let ReduceOp::Load(index) = op {
+            stack.push((sources[*index].clone(), false));
+        } else if let (Some((right, _)), Some((left, is_sum))) = (stack.pop(), stack.pop()) {
+            let sum = match is_sum {
+                true => left,
+                false => {
+                    let sum = if stack.is_empty() { out.clone() } else { out.zeros_like()? };
+                    kernels.copy(&left, &sum)?;
+                    sum
+                }
+            };
+            op::Accumulate { x: &right, inner: &[], out: &sum }.run(kernels)?;
+            stack.push((sum, true));
+        }
+    }
+    match stack.pop() {
+        Some((single, false)) => Ok(kernels.copy(&single, out)?),
+        _ => Ok(()),
+    }
+}
+
 impl Gradients {
     /// Sums the gradients of all processes into the shard of this one. A single process has the sum already.
-    pub fn reduce(&mut self, group: &dyn ProcessGroup) -> Result<()> {
+    pub fn reduce(&mut self, kernels: &dyn Kernels, group: &dyn ProcessGroup) -> Result<()> {
         let Some(total) = &self.shard else { return Ok(()) };
         let Some(shards) = total.shards().cloned() else { return Ok(()) };
         let (rank, count, of) = (self.rank, self.world_size, self.nodes.leaves());
@@ -132,11 +159,10 @@ impl Gradients {
         let plan = reduction_plan(&nodes.concat(), of);
         let own: Vec<&Parameters> =
             (0..nodes[rank].len()).map(|node| if self.is_leaf() { &self.grads } else { &self.sums[node] }).collect();
-        // A share of one micro-batch is sent as the backward pass wrote it.
-        let dtype = |from: usize, parameter: usize| match local_range(from, count, of).len() {
-            1 => self.grads[parameter].dtype(),
-            _ => DType::F32,
-        };
+        let dtype = |from: usize, parameter: usize| self.sent_dtype(from, parameter);
+        if let Some(gpus) = group.gpus() {
+            return self.reduce_on_gpu(kernels, gpus, &own, &nodes, &plan.0);
+        }
         let longest = (0..count).map(|owner| shards.len(owner)).max().unwrap_or(0);
         for start in (0..longest).step_by(CHUNK_ELEMENTS) {
             let span = start..start + CHUNK_ELEMENTS;
@@ -181,19 +207,96 @@ impl Gradients {
         Ok(())
     }
 
+    /// The type in which process `from` sends a gradient: a share of one micro-batch as the backward pass wrote it.
+    fn sent_dtype(&self, from: usize, parameter: usize) -> DType {
+        let share = local_range(from, self.world_size, self.nodes.leaves());
+        if share.len() == 1 { self.grads[parameter].dtype() } else { DType::F32 }
+    }
+
+    /// [`Self::reduce`] without host memory. `own` has the sums of this process's nodes, and `nodes` the nodes of each process.
+    fn reduce_on_gpu(
+        &self,
+        kernels: &dyn Kernels,
+        gpus: &dyn TensorExchange,
+        own: &[&Parameters],
+        nodes: &[Vec<Range<usize>>],
+        ops: &[ReduceOp],
+    ) -> Result<()> {
+        let total = self.total();
+        let Some(shards) = total.shards() else { return Ok(()) };
+        let rounds: Vec<_> = (0..self.world_size).map(|owner| shards.rounds(owner, GPU_CHUNK_ELEMENTS)).collect();
+        for round in 0..rounds.iter().map(Vec::len).max().unwrap_or(0) {
+            let pieces = |owner: usize| rounds[owner].get(round).map_or(&[][..], Vec::as_slice);
+            let (mut out, mut into) = (Vec::new(), Vec::new());
+            for owner in (0..self.world_size).filter(|owner| *owner != self.rank) {
+                for node in own {
+                    for (parameter, range) in pieces(owner) {
+                        out.push((owner, view::range(&node[*parameter], range.clone())?));
+                    }
+                }
+            }
+            let mut sources: Vec<Vec<Tensor>> = vec![Vec::new(); pieces(self.rank).len()];
+            for (from, nodes) in nodes.iter().enumerate() {
+                for node in 0..nodes.len() {
+                    for ((parameter, range), sources) in pieces(self.rank).iter().zip(&mut sources) {
+                        if from == self.rank {
+                            sources.push(view::range(&own[node][*parameter], range.clone())?);
+                            continue;
+                        }
+                        let dtype = self.sent_dtype(from, *parameter);
+                        let received = view::zeros(&[range.len()], dtype, &total.device())?;
+                        into.push((from, received.clone()));
+                        sources.push(received);
+                    }
+                }
+            }
+            gpus.exchange(&out, &into)?;
+            for ((parameter, range), sources) in pieces(self.rank).iter().zip(&sources) {
+                let first = shards.range(self.rank, *parameter).start;
+                let sum = view::range(&total[*parameter], range.start - first..range.end - first)?;
+                sum_with(kernels, sources, ops, &sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The statistics of each parameter's blocks in the shard of this process.
+    fn block_stats(&self, exponents: bool, shards: &Shards, kernels: &dyn Kernels) -> Result<Vec<Vec<TensorSummary>>> {
+        let format = |index: usize| view::float_format(self.grads[index].dtype());
+        let tensors = self.total().tensors().iter().enumerate();
+        if shards.on_host {
+            let parts = tensors.map(|(index, tensor)| parts(tensor, format(index), exponents));
+            return Ok(parts.collect::<candle_core::Result<_>>()?);
+        }
+        let (mut blocks, mut counts) = (Vec::new(), Vec::new());
+        for (index, tensor) in tensors {
+            let before = blocks.len();
+            for start in (0..tensor.elem_count()).step_by(CHUNK) {
+                let end = tensor.elem_count().min(start + CHUNK);
+                blocks.push((view::range(tensor, start..end)?, format(index)));
+            }
+            counts.push(blocks.len() - before);
+        }
+        let mut all = vec![TensorSummary::default(); blocks.len()];
+        let blocks: Vec<_> = blocks.iter().map(|(block, format)| (block, *format)).collect();
+        op::Summarize { tensors: &blocks, exponents, out: &mut all }.run(kernels)?;
+        let mut all = all.into_iter();
+        Ok(counts.into_iter().map(|count| all.by_ref().take(count).collect()).collect())
+    }
+
     /// Merges the statistics of all shards into statistics of whole parameters. Returns the largest magnitude that any process has
     /// measured in a micro-batch.
     pub(super) fn reduce_stats(
         &self,
         exponents: bool,
         stats: &mut GradientStats,
+        kernels: &dyn Kernels,
         group: &dyn ProcessGroup,
     ) -> Result<Option<f32>> {
         let total = self.total();
         let Some(shards) = total.shards() else { return Ok(None) };
         let (mut words, mut histograms) = (Vec::new(), Vec::new());
-        for (tensor, grad) in total.tensors().iter().zip(self.grads.tensors()) {
-            let parts = parts(tensor, view::float_format(grad.dtype()), exponents)?;
+        for parts in self.block_stats(exponents, shards, kernels)? {
             let mut histogram = ExponentHistogram::default();
             for part in &parts {
                 words.push(to_words(&part.stats));
@@ -217,7 +320,10 @@ impl Gradients {
         for index in 0..total.len() {
             let of_rank = words.iter_mut().enumerate();
             let mut parts = of_rank.flat_map(|(rank, words)| words.take(blocks(shards, rank, index))).map(from_words);
-            let merged = merge_parts(self.grads[index].elem_count(), &mut parts);
+            let merged = match shards.on_host {
+                true => merge_parts(self.grads[index].elem_count(), &mut parts),
+                false => merge_chunks(parts),
+            };
             let mut exponents = ExponentHistogram::default();
             histograms.iter().filter_map(|histograms| histograms.get(index)).for_each(|other| exponents.merge(other));
             stats.tensors.push(TensorSummary { stats: merged, exponents });
@@ -243,7 +349,7 @@ impl Gradients {
 
 /// Number of blocks of a parameter in the shard of process `rank`.
 fn blocks(shards: &Shards, rank: usize, parameter: usize) -> usize {
-    shards.range(rank, parameter).len().div_ceil(PART)
+    shards.range(rank, parameter).len().div_ceil(if shards.on_host { PART } else { CHUNK })
 }
 
 fn to_words(stats: &TensorStats) -> [u64; 7] {

@@ -13,6 +13,8 @@ use std::path::PathBuf;
 pub(in crate::train::trainer) enum LeaderMessage {
     /// The leader is still busy.
     Heartbeat,
+    /// Opens the device of a run with this configuration.
+    Open(Box<Config>),
     /// Starts a run.
     Start(Box<RunStart>),
     /// Take the next step, after a probe if `probe`.
@@ -49,6 +51,17 @@ impl RunStart {
         group.broadcast(&LeaderMessage::Start(Box::new(self)))
     }
 
+    /// Waits for the configuration that the leader opens its device with; `None` if there will be no run.
+    pub fn receive_config(group: &dyn ProcessGroup) -> Result<Option<Config>> {
+        loop {
+            match LeaderMessage::receive(group)? {
+                LeaderMessage::Open(config) => return Ok(Some(*config)),
+                LeaderMessage::Stop => return Ok(None),
+                _ => {}
+            }
+        }
+    }
+
     /// Ends the workers before a run.
     pub fn cancel(group: &dyn ProcessGroup) -> Result<()> {
         group.broadcast(&LeaderMessage::Stop)
@@ -75,6 +88,7 @@ mod tests {
         let start = RunStart { config: Config::default(), checkpoint: Some("runs/a/step-000004".into()) };
         for message in [
             LeaderMessage::Heartbeat,
+            LeaderMessage::Open(Box::default()),
             LeaderMessage::Start(Box::new(start)),
             LeaderMessage::Step { probe: true },
             LeaderMessage::Step { probe: false },

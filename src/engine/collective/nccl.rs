@@ -1,0 +1,316 @@
+//! The exchange of tensors between GPUs through NCCL.
+//!
+//! The library is loaded when several processes have a GPU each, so a program for one GPU starts without it. Only its
+//! sends and receives are used, because a reduction's bits would depend on the number of processes.
+
+use super::{Job, ProcessGroup, TensorExchange};
+use crate::engine::device::DeviceContext;
+use crate::engine::kernels::cuda::KernelFamily;
+use crate::{Error, Result};
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys};
+use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice, WrapErr};
+use candle_core::{Device, Storage, Tensor, bail};
+use libloading::Library;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+const LIBRARY: &str = "libnccl.so.2";
+/// The oldest version whose declarations were compared with those below.
+const OLDEST: c_int = 21_800;
+/// NCCL's variable that lets processes share a GPU.
+const SHARED_GPU_VARIABLE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+/// An exchange is polled without a pause for this long, then at intervals of [`POLL_INTERVAL`].
+const BUSY_POLLING: Duration = Duration::from_millis(2);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
+/// The interval of checks for processes that have ended.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// The time that an exchange has to end after another process has: that may have been the last one.
+const GRACE: Duration = Duration::from_secs(1);
+/// `ncclInt8`.
+const BYTE: c_int = 0;
+
+/// `ncclUniqueId`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId([u8; 128]);
+
+/// Defines the functions of the library and how they are found.
+macro_rules! functions {
+    ($($name:ident: $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
+        /// NCCL's functions, as `nccl.h` declares them.
+        #[derive(Clone, Copy, Debug)]
+        struct Functions {
+            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Functions {
+            fn find(library: &Library) -> std::result::Result<Self, libloading::Error> {
+                // SAFETY: `nccl.h` declares the same types.
+                Ok(unsafe { Self { $($name: *library.get($symbol)?,)* } })
+            }
+        }
+    };
+}
+
+functions! {
+    version: b"ncclGetVersion"(*mut c_int) -> c_int;
+    error_text: b"ncclGetErrorString"(c_int) -> *const c_char;
+    unique_id: b"ncclGetUniqueId"(*mut UniqueId) -> c_int;
+    init: b"ncclCommInitRank"(*mut *mut c_void, c_int, UniqueId, c_int) -> c_int;
+    async_error: b"ncclCommGetAsyncError"(*mut c_void, *mut c_int) -> c_int;
+    abort: b"ncclCommAbort"(*mut c_void) -> c_int;
+    destroy: b"ncclCommDestroy"(*mut c_void) -> c_int;
+    group_start: b"ncclGroupStart"() -> c_int;
+    group_end: b"ncclGroupEnd"() -> c_int;
+    send: b"ncclSend"(*const c_void, usize, c_int, c_int, *mut c_void, sys::CUstream) -> c_int;
+    receive: b"ncclRecv"(*mut c_void, usize, c_int, c_int, *mut c_void, sys::CUstream) -> c_int;
+}
+
+impl Functions {
+    /// Loads the library for the rest of the process's life. An error is the reason why it cannot be used.
+    fn load() -> std::result::Result<Self, String> {
+        // SAFETY: the library's initialization has no requirements.
+        let library = unsafe { Library::new(LIBRARY) }.map_err(|error| error.to_string())?;
+        let functions = Self::find(Box::leak(Box::new(library))).map_err(|error| error.to_string())?;
+        let mut version = 0;
+        // SAFETY: it writes one number.
+        functions.check(unsafe { (functions.version)(&raw mut version) }).map_err(|error| error.to_string())?;
+        if version < OLDEST {
+            let name = |version: c_int| format!("{}.{}", version / 10_000, version / 100 % 100);
+            // Before 2.9, a version was 1000 times its first number.
+            let found = if version < 10_000 { format!("2.{}", version / 100 % 10) } else { name(version) };
+            return Err(format!("{LIBRARY} is version {found}, and the oldest supported one is {}", name(OLDEST)));
+        }
+        Ok(functions)
+    }
+
+    fn check(&self, status: c_int) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        // SAFETY: it returns a constant text.
+        let text = unsafe { CStr::from_ptr((self.error_text)(status)) };
+        Err(Error::Collective(format!("NCCL: {} (its log: `NCCL_DEBUG=WARN`)", text.to_string_lossy())))
+    }
+}
+
+/// A message of each process to the others before they connect.
+#[derive(Serialize, Deserialize)]
+struct Candidate {
+    /// The identity of its GPU; `None` if this process cannot exchange tensors of a GPU.
+    gpu: Option<[u8; 16]>,
+    /// The reason why it cannot load NCCL.
+    problem: Option<String>,
+}
+
+impl Candidate {
+    /// Our kernel for statistics can be continued by other processes. candle has none.
+    fn new(DeviceContext { device, kernels, .. }: &DeviceContext) -> Result<(Self, Option<Functions>)> {
+        let mut families = kernels.name().split([':', ',']);
+        let Device::Cuda(cuda) = device else { return Ok((Self { gpu: None, problem: None }, None)) };
+        if !families.any(|name| name == KernelFamily::StatsLaunch.name()) {
+            return Ok((Self { gpu: None, problem: None }, None));
+        }
+        let gpu = cuda.cuda_stream().context().uuid().w()?.bytes.map(|byte| byte as u8);
+        let (functions, problem) = match Functions::load() {
+            Ok(functions) => (Some(functions), None),
+            Err(problem) => (None, Some(problem)),
+        };
+        Ok((Self { gpu: Some(gpu), problem }, functions))
+    }
+}
+
+/// A group of processes that have a GPU each. Messages go through another group.
+#[derive(Debug)]
+struct OnGpus {
+    group: Arc<dyn ProcessGroup>,
+    functions: Functions,
+    /// NCCL's communicator; null after an error.
+    communicator: Mutex<AtomicPtr<c_void>>,
+    device: CudaDevice,
+}
+
+/// Connects the GPUs of a group's processes. Returns the group itself if tensors are to go through host memory: on CPUs, with
+/// candle's kernels, and if processes share a GPU.
+///
+/// # Errors
+/// If NCCL is missing or too old in any process.
+pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Result<Arc<dyn ProcessGroup>> {
+    if group.world_size() == 1 {
+        return Ok(group);
+    }
+    let (own, functions) = Candidate::new(open)?;
+    let all = group.all_gather_messages(&own)?;
+    let gpus: Option<Vec<_>> = all.iter().map(|candidate| candidate.gpu).collect();
+    let distinct = |gpus: &Vec<_>| gpus.iter().collect::<BTreeSet<_>>().len() == gpus.len();
+    let shares = std::env::var(SHARED_GPU_VARIABLE).is_ok_and(|value| value == "1");
+    if !gpus.is_some_and(|gpus| shares || distinct(&gpus)) {
+        return Ok(group);
+    }
+    if let Some((rank, problem)) = all.iter().enumerate().find_map(|(rank, it)| Some((rank, it.problem.as_ref()?))) {
+        let message = format!(
+            "several processes on GPUs need NCCL, which {} cannot load: {problem}; install it (the wheel \
+             `nvidia-nccl-cu13` has it) and add its folder to LD_LIBRARY_PATH, or exchange through host memory with \
+             `--kernels candle`",
+            group.name(rank)
+        );
+        return Err(Error::config("device", message));
+    }
+    let (Some(functions), Device::Cuda(device)) = (functions, &open.device) else { return Ok(group) };
+    let mut id = UniqueId([0; 128]);
+    if group.is_leader() {
+        // SAFETY: it writes one id.
+        functions.check(unsafe { (functions.unique_id)(&raw mut id) })?;
+        group.broadcast(&id.0.to_vec())?;
+    } else {
+        let bytes: Vec<u8> = group.receive_message(0)?;
+        id.0.copy_from_slice(&bytes);
+    }
+    device.cuda_stream().context().bind_to_thread().w()?;
+    let (mut communicator, world_size, rank) = (null_mut(), group.world_size() as c_int, group.rank() as c_int);
+    // SAFETY: the GPU's context is current, and all processes call it with the leader's id.
+    functions.check(unsafe { (functions.init)(&raw mut communicator, world_size, id, rank) })?;
+    let communicator = Mutex::new(AtomicPtr::new(communicator));
+    Ok(Arc::new(OnGpus { group, functions, communicator, device: device.clone() }))
+}
+
+impl OnGpus {
+    /// The address of a tensor on this GPU, and its size in bytes.
+    fn memory(&self, tensor: &Tensor) -> candle_core::Result<(u64, usize)> {
+        let (storage, layout) = tensor.storage_and_layout();
+        let (Storage::Cuda(storage), Some((first, end))) = (&*storage, layout.contiguous_offsets()) else {
+            bail!("a tensor on {:?} with gaps, or not on a GPU, cannot be exchanged", tensor.device().location())
+        };
+        let stream = self.device.cuda_stream();
+        let start = match &storage.slice {
+            CudaStorageSlice::F32(slice) => slice.device_ptr(&stream).0,
+            CudaStorageSlice::F16(slice) => slice.device_ptr(&stream).0,
+            CudaStorageSlice::BF16(slice) => slice.device_ptr(&stream).0,
+            _ => bail!("a tensor of {:?} cannot be exchanged", tensor.dtype()),
+        };
+        let size = tensor.dtype().size_in_bytes();
+        Ok((start + (first * size) as u64, (end - first) * size))
+    }
+
+    /// Queues the sends and receives as one operation.
+    fn enqueue(&self, communicator: *mut c_void, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
+        let Self { functions, device, .. } = self;
+        let stream = device.cuda_stream();
+        // SAFETY: the context is current; the tensors are alive until the exchange has ended.
+        functions.check(unsafe { (functions.group_start)() })?;
+        for (rank, tensor) in out {
+            let (address, bytes) = self.memory(tensor)?;
+            let (address, rank) = (address as *const c_void, *rank as c_int);
+            // SAFETY: the tensor has this number of bytes.
+            functions
+                .check(unsafe { (functions.send)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) })?;
+        }
+        for (rank, tensor) in into {
+            let (address, bytes) = self.memory(tensor)?;
+            let (address, rank) = (address as *mut c_void, *rank as c_int);
+            // SAFETY: the tensor has this number of bytes.
+            functions
+                .check(unsafe { (functions.receive)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) })?;
+        }
+        // SAFETY: closes the group.
+        functions.check(unsafe { (functions.group_end)() })
+    }
+
+    /// Waits for the end of the stream's work, which never comes if another process has ended.
+    fn wait(&self, communicator: *mut c_void, began: Instant) -> Result<()> {
+        let (stream, limit) = (self.device.cuda_stream(), self.job().map(|job| job.limit));
+        let (mut checked, mut lost) = (began, None);
+        loop {
+            // SAFETY: the stream is open.
+            match unsafe { sys::cuStreamQuery(stream.cu_stream()) } {
+                sys::CUresult::CUDA_ERROR_NOT_READY => {}
+                status => return Ok(status.result().w()?),
+            }
+            if checked.elapsed() > CHECK_INTERVAL {
+                checked = Instant::now();
+                let mut status = 0;
+                // SAFETY: the communicator is open, and it writes one number.
+                self.functions.check(unsafe { (self.functions.async_error)(communicator, &raw mut status) })?;
+                self.functions.check(status)?;
+                if let Err(error) = self.group.check_peers() {
+                    lost.get_or_insert((checked, error));
+                }
+            }
+            if let Some((_, error)) = lost.take_if(|(since, _)| since.elapsed() > GRACE) {
+                return Err(error);
+            }
+            if let Some(limit) = limit.filter(|limit| began.elapsed() > *limit) {
+                let seconds = limit.as_secs();
+                return Err(Error::Collective(format!("an exchange between GPUs did not end within {seconds} s")));
+            }
+            if began.elapsed() > BUSY_POLLING {
+                std::thread::sleep(POLL_INTERVAL);
+            } else {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+impl Drop for OnGpus {
+    fn drop(&mut self) {
+        let held = self.communicator.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let communicator = std::mem::replace(held.get_mut(), null_mut());
+        if !communicator.is_null() {
+            // SAFETY: nothing uses the communicator after this. It waits for pending messages.
+            unsafe { (self.functions.destroy)(communicator) };
+        }
+    }
+}
+
+impl TensorExchange for OnGpus {
+    fn exchange(&self, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
+        // Its own work does not count as communication.
+        self.device.cuda_stream().synchronize().w()?;
+        let began = Instant::now();
+        let held = self.communicator.lock().unwrap_or_else(PoisonError::into_inner);
+        let communicator = held.load(Ordering::Relaxed);
+        if communicator.is_null() {
+            return Err(Error::Collective("the exchange between GPUs has failed before".into()));
+        }
+        let exchanged = self.enqueue(communicator, out, into).and_then(|()| self.wait(communicator, began));
+        if exchanged.is_err() {
+            held.store(null_mut(), Ordering::Relaxed);
+            // SAFETY: nothing uses the communicator after this. It ends kernels that wait for other processes.
+            unsafe { (self.functions.abort)(communicator) };
+        }
+        self.job().into_iter().for_each(|job| job.add_comm_time(began));
+        exchanged
+    }
+}
+
+impl ProcessGroup for OnGpus {
+    fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.world_size()
+    }
+
+    fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
+        self.group.all_to_all(out, into)
+    }
+
+    fn job(&self) -> Option<&Job> {
+        self.group.job()
+    }
+
+    fn gpus(&self) -> Option<&dyn TensorExchange> {
+        Some(self)
+    }
+
+    fn check_peers(&self) -> Result<()> {
+        self.group.check_peers()
+    }
+}

@@ -153,7 +153,7 @@ pub(super) struct Linear {
     layout: WeightLayout,
     weight: ParamRef,
     bias: Option<ParamRef>,
-    adapter: Option<Adapter>,
+    adapter: Option<Box<Adapter>>,
 }
 
 impl Linear {
@@ -161,7 +161,8 @@ impl Linear {
     pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: ModuleId) -> Result<Self> {
         let weight = fused_param(parameters, layer, ParamRole::Weight)?;
         let bias = parameters.find_fused(layer, ParamRole::Bias);
-        Ok(Self { layer, layout: spec.weight_layout, weight, bias, adapter: Adapter::new(spec, parameters, layer)? })
+        let adapter = Adapter::new(spec, parameters, layer)?.map(Box::new);
+        Ok(Self { layer, layout: spec.weight_layout, weight, bias, adapter })
     }
 
     /// The type of its weight.
@@ -188,7 +189,7 @@ impl Linear {
     }
 
     fn active_adapter(&self, cx: &Context<'_>) -> Option<&Adapter> {
-        self.adapter.as_ref().filter(|_| !matches!(cx.mode, ForwardMode::Base))
+        self.adapter.as_deref().filter(|_| !matches!(cx.mode, ForwardMode::Base))
     }
 
     /// Computes `x · weight` in FP32 plus the output of the adapter, for a layer without bias.

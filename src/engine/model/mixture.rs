@@ -109,7 +109,9 @@ impl LoadBalance {
         for (token, (logits, chosen)) in host.chunks_exact(experts).zip(chosen).enumerate() {
             if self.counts(token) {
                 self.tokens += 1.0;
-                chosen.iter().for_each(|expert| self.chosen[*expert as usize] += 1.0);
+                for expert in chosen {
+                    self.chosen[*expert as usize] += 1.0;
+                }
                 self.probabilities.iter_mut().zip(softmax(logits)).for_each(|(sum, x)| *sum += x);
             }
         }

@@ -25,7 +25,7 @@ enum Blocks {
     /// Our threads dequantize rows in parallel.
     Cpu(Box<dyn QuantizedType>),
     /// candle's kernels dequantize to FP32.
-    Gpu(QTensor),
+    Gpu(Box<QTensor>),
 }
 
 impl QuantizedMatrix {
@@ -38,7 +38,8 @@ impl QuantizedMatrix {
         let blocks = if device.is_cpu() {
             Blocks::Cpu(dtype.from_data(bytes.into()))
         } else {
-            Blocks::Gpu(QTensor::new(QStorage::from_data(bytes.into(), device, dtype)?, (rows, columns))?)
+            let storage = QStorage::from_data(bytes.into(), device, dtype)?;
+            Blocks::Gpu(Box::new(QTensor::new(storage, (rows, columns))?))
         };
         Ok(Self { parts: vec![RowBlock { blocks, rows }], columns })
     }

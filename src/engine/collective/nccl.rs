@@ -207,15 +207,15 @@ impl OnGpus {
             let (address, bytes) = self.memory(tensor)?;
             let (address, rank) = (address as *const c_void, *rank as c_int);
             // SAFETY: the tensor has this number of bytes.
-            functions
-                .check(unsafe { (functions.send)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) })?;
+            let queued = unsafe { (functions.send)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };
+            functions.check(queued)?;
         }
         for (rank, tensor) in into {
             let (address, bytes) = self.memory(tensor)?;
             let (address, rank) = (address as *mut c_void, *rank as c_int);
             // SAFETY: the tensor has this number of bytes.
-            functions
-                .check(unsafe { (functions.receive)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) })?;
+            let queued = unsafe { (functions.receive)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };
+            functions.check(queued)?;
         }
         // SAFETY: closes the group.
         functions.check(unsafe { (functions.group_end)() })

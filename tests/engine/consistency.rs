@@ -46,7 +46,7 @@ fn a_step_is_deterministic() {
         for policy in POLICIES {
             let run = |threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                pool.install(|| case.learned(&mut case.engine_with_dropout(policy, 0.1), 5))
+                pool.install(|| case.learned(&mut case.engine_with_dropout(policy, 0.1), 3))
             };
             assert!(run(1) == run(3), "{} {policy}: two runs differ", case.name);
         }

@@ -33,8 +33,11 @@ fn finished(output: &Output) -> (Option<i32>, String) {
     (output.status.code(), text(&output.stdout) + &text(&output.stderr))
 }
 
-fn finetune(fixture: &CliFixture, before: &str, arguments: &str) -> (Option<i32>, String) {
-    finished(&shell(fixture, before, arguments).output().unwrap())
+/// The program's text on both outputs; it must end with `expected`.
+fn finetune(fixture: &CliFixture, before: &str, arguments: &str, expected: i32) -> String {
+    let (code, said) = finished(&shell(fixture, before, arguments).output().unwrap());
+    assert_eq!(code, Some(expected), "{before}; {arguments}: {said}");
+    said
 }
 
 fn warnings(events: Vec<Event>) -> Vec<String> {
@@ -90,16 +93,14 @@ fn promise_1_a_log_that_may_not_grow_costs_its_lines_only() {
     // file, and padding makes the log begin near it.
     let arguments = format!("--run r --steps 40 {SMALL}");
     let run = fixture.run("r");
-    let (code, said) = finetune(&fixture, "", &format!("--run r --steps 1 {SMALL}"));
-    assert_eq!(code, Some(0), "{said}");
+    finetune(&fixture, "", &format!("--run r --steps 1 {SMALL}"), 0);
     let limit = 16 << 20;
     let log = run.join("events.jsonl");
     let mut text = fs::read(&log).unwrap();
     let padding = limit - 60_000 - text.len();
     text.splice(0..0, std::iter::repeat_n(b'\n', padding));
     fs::write(&log, text).unwrap();
-    let (code, said) = finetune(&fixture, &format!("ulimit -f {}", limit >> 10), &format!("--resume {arguments}"));
-    assert_eq!(code, Some(0), "{said}");
+    let said = finetune(&fixture, &format!("ulimit -f {}", limit >> 10), &format!("--resume {arguments}"), 0);
     assert!(said.contains("File too large"), "{said}");
     assert!(said.contains("step=40/40"), "{said}");
     assert_eq!(fs::metadata(&log).unwrap().len(), limit as u64);
@@ -110,12 +111,11 @@ fn promise_1_a_log_that_may_not_grow_costs_its_lines_only() {
 fn promise_2_a_new_run_never_touches_a_folder_that_has_checkpoints() {
     let fixture = CliFixture::in_memory();
     let line = format!("--run r --steps 4 --save-every 2 {SMALL}");
-    assert_eq!(finetune(&fixture, "", &line).0, Some(0));
+    finetune(&fixture, "", &line, 0);
     let run = fixture.run("r");
     fs::remove_file(run.join("config.toml")).unwrap();
     let before = fs::read(run.join("events.jsonl")).unwrap();
-    let (code, said) = finetune(&fixture, "", &format!("{line} --seed 9"));
-    assert_eq!(code, Some(2), "{said}");
+    let said = finetune(&fixture, "", &format!("{line} --seed 9"), 2);
     assert!(said.contains("already contains a run"), "{said}");
     assert_eq!(list(&run).unwrap().len(), 2);
     assert_eq!(fs::read(run.join("events.jsonl")).unwrap(), before);
@@ -142,21 +142,17 @@ fn promise_2_eight_runs_started_at_once_take_eight_numbers() {
 fn promise_4_a_resumed_run_checks_the_seed_and_names_every_setting_that_changed() {
     let fixture = CliFixture::in_memory();
     for (run, seed) in [("one", 1), ("two", 2)] {
-        let (code, said) = finetune(&fixture, "", &format!("--run {run} --steps 4 --seed {seed} {SMALL}"));
-        assert_eq!(code, Some(0), "{said}");
+        finetune(&fixture, "", &format!("--run {run} --steps 4 --seed {seed} {SMALL}"), 0);
     }
     // A step folder that came from another run.
     let [one, two] = ["one", "two"].map(|run| fixture.run(run).join("step-000004"));
     fs::remove_dir_all(&one).unwrap();
     fs::rename(two, &one).unwrap();
-    let (code, said) = finetune(&fixture, "", "--resume one --steps 6 --plain");
-    assert_eq!(code, Some(2), "{said}");
+    let said = finetune(&fixture, "", "--resume one --steps 6 --plain", 2);
     assert!(said.contains("`seed` was 2 and is now 1: the checkpoint belongs to a different run"), "{said}");
 
-    let (code, said) = finetune(&fixture, "", &format!("--run three --steps 4 {SMALL}"));
-    assert_eq!(code, Some(0), "{said}");
-    let (code, said) = finetune(&fixture, "", "--resume three --steps 6 --lr 0.0001 --batch-size 4 --plain");
-    assert_eq!(code, Some(0), "{said}");
+    finetune(&fixture, "", &format!("--run three --steps 4 {SMALL}"), 0);
+    let said = finetune(&fixture, "", "--resume three --steps 6 --lr 0.0001 --batch-size 4 --plain", 0);
     let warnings = warnings(fixture.events("three")).join("\n");
     for setting in ["`train.steps` was 4 and is now 6", "`optimizer.lr` was", "`train.batch_size` was 2 and is now 4"] {
         assert!(warnings.contains(setting) && said.contains(setting), "{warnings}");
@@ -184,8 +180,7 @@ fn promise_5_where_the_whole_does_not_fit_the_weights_alone_are_saved_and_the_lo
     let fixture = CliFixture::in_memory();
     // The weights in FP16 have 1.6 MB, Adam's moments 6.5.
     let line = format!("--run r --steps 3 --save-every 2 --set checkpoint.retry_s=1 {SMALL}");
-    let (code, said) = finetune(&fixture, "ulimit -f 4000", &line);
-    assert_eq!(code, Some(1), "{said}");
+    let said = finetune(&fixture, "ulimit -f 4000", &line, 1);
     let run = fixture.run("r");
     let listed = list(&run).unwrap();
     assert_eq!(listed.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(CheckpointKind::Weights, 3)]);
@@ -250,7 +245,7 @@ fn a_test_waits_for_no_process_without_end() {
 #[test]
 fn temporary_files_of_a_killed_process_go_when_the_run_is_resumed() {
     let fixture = CliFixture::in_memory();
-    assert_eq!(finetune(&fixture, "", &format!("--run r --steps 2 {SMALL}")).0, Some(0));
+    finetune(&fixture, "", &format!("--run r --steps 2 {SMALL}"), 0);
     let run = fixture.run("r");
     let hour_ago = SystemTime::now() - Duration::from_hours(1);
     let files =
@@ -259,8 +254,7 @@ fn temporary_files_of_a_killed_process_go_when_the_run_is_resumed() {
         let file = fs::File::create(run.join(name)).unwrap();
         file.set_modified(time).unwrap();
     }
-    let (code, said) = finetune(&fixture, "", &format!("--resume --run r --steps 4 {SMALL}"));
-    assert_eq!(code, Some(0), "{said}");
+    finetune(&fixture, "", &format!("--resume --run r --steps 4 {SMALL}"), 0);
     // A young one may be in use; others are not this program's.
     assert_eq!(files.map(|(name, _)| run.join(name).exists()), [false, true, true, true]);
 }
@@ -308,8 +302,7 @@ fn a_loss_far_above_chance_is_a_divergence() {
     for dtype in ["fp32", "bf16"] {
         let line =
             format!("--run {dtype} --steps 400 --lr 10 --warmup-steps 0 --max-grad-norm 0 --dtype {dtype} {SMALL}");
-        let (code, said) = finetune(&fixture, "", &line);
-        assert_eq!(code, Some(3), "{said}");
+        let said = finetune(&fixture, "", &line, 3);
         assert!(said.contains("lower the learning rate, or clip gradients"), "{said}");
         assert!(!said.contains("use bf16"), "{said}");
     }
@@ -325,8 +318,7 @@ fn promise_7_a_batch_that_does_not_fit_is_refused_with_the_one_that_does() {
     ] {
         fs::write(fixture.path("tokenizer.json"), finetune::data::Tokenizer::byte().json()).unwrap();
         let line = format!("{SMALL} {arguments}").replacen("--batch-size 2 --seq-len 16", "--seq-len 64", 1);
-        let (code, said) = finetune(&fixture, before, &line);
-        assert_eq!(code, Some(2), "{before}; {arguments}: {said}");
+        let said = finetune(&fixture, before, &line, 2);
         let fits = "the largest batch that fits is";
         let none = "not even a batch of 1 fits";
         assert!(said.contains(fits) || said.contains(none), "{said}");
@@ -370,8 +362,7 @@ fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
         let mut bad = good.clone();
         bad[*at] = *value;
         fs::write(&path, bad).unwrap();
-        let (code, said) = finetune(&fixture, "", &format!("--data a.parquet {SMALL}"));
-        assert_eq!(code, Some(2), "{said}");
+        let said = finetune(&fixture, "", &format!("--data a.parquet {SMALL}"), 2);
         assert!(said.contains("takes more than 2 GiB of memory"), "{said}");
     }
 }

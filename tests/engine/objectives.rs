@@ -6,7 +6,7 @@
 use crate::common::compare::{assert_close, values};
 use crate::common::engine::{Settings, by_name, engine_of, in_group, read_model, unscaled};
 use crate::common::golden::{AdamWSettings, Case, json, path, tensors, with_prefix};
-use crate::common::processes::together;
+use crate::common::processes::{compute_alone, together};
 use crate::distributed::{assert_same_bits, assert_same_end, train};
 use candle_core::{Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX, SampledRow, Sequence, SequenceRole};
@@ -142,6 +142,7 @@ fn assert_near(what: &str, found: f64, expected: f64, tolerance: f64) {
 
 /// The engine of a case for `micro_batches` batches of `rows` rows.
 fn engine_for(case: &Case, adamw: &AdamWSettings, (rows, width): (usize, usize), micro_batches: usize) -> TrainEngine {
+    compute_alone();
     let (config, masters) = read_model(&case.folder);
     let settings = Settings {
         adamw: adamw.config(),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::common::compare::values;
 use crate::common::engine::{Settings, engine_of};
 use crate::common::gguf::{with_lora, write_random};
+use crate::common::processes::compute_alone;
 use crate::mismatch::assert_exact;
 use candle_core::Device;
 use candle_core::quantized::GgmlDType::{self, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
@@ -46,6 +47,7 @@ fn read(spec: &ModelSpec, policy: PrecisionPolicy, file: &GgufModel, in_blocks: 
 }
 
 fn start(spec: &ModelSpec, over: AdaptedModel, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> TrainEngine {
+    compute_alone();
     let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
     engine_of(kernels, spec, over.parameters, Settings::new(policy, scaler, 1e-2, BATCH))
 }

@@ -14,7 +14,8 @@ use crate::screen::watch::LogSource;
 use crate::screen::words;
 use crate::telemetry::{
     self, CheckpointSaved, Command, DtypeChange, Event, EventLog, FinishReason, FirstNonFinite, GpuStats, GradVariance,
-    Overflow, Pass, ProcessStats, Record, RunState, Started, StepRecord, TensorRow, UnderflowOnset, VERSION,
+    Overflow, Pass, ProcessRate, ProcessStats, Record, RunState, Started, StepRecord, TensorRow, Throughput,
+    UnderflowOnset, VERSION,
 };
 use crate::ui::{ColorScheme, Palette, Theme, folded};
 use invented::{Invented, InventedRun};
@@ -262,6 +263,18 @@ fn a_traced_overflow_names_pass_and_layer_in_list_and_events() {
     press(&mut view, "4");
     let events = picture(&view, (200, 36));
     assert!(events.contains(", backward at h.3.mlp.c_fc (output): "), "{events}");
+}
+
+#[test]
+fn the_waits_of_processes_are_an_event() {
+    let mut view = running();
+    let rate = |name: &str, comm_fraction| ProcessRate { name: name.into(), tokens_per_s: 1500.0, comm_fraction };
+    let processes = vec![rate("process 0", 0.25), rate("process 1", 0.5)];
+    view.receive(record(Event::Throughput(Throughput { step: 1801, processes, stragglers: Vec::new() })));
+    press(&mut view, "4");
+    let events = picture(&view, (200, 36));
+    let each = "processes process 0: 1500 tokens/s, 25 % waiting; process 1: 1500 tokens/s, 50 % waiting";
+    assert!(events.contains(each), "{events}");
 }
 
 #[test]

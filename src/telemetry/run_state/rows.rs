@@ -30,7 +30,7 @@ impl EventRow {
     pub(super) fn of(t: u64, s: f64, step: u64, event: &Event) -> Option<Self> {
         let mut more = 0;
         let event = match event {
-            Event::GradVariance(_) | Event::GradMax(_) | Event::Throughput(_) | Event::Phase { .. } => return None,
+            Event::GradVariance(_) | Event::GradMax(_) | Event::Phase { .. } => return None,
             Event::Step(step) => {
                 if !matches!(step.scale.cause, ScaleCause::Grew | ScaleCause::Lowered) {
                     return None;

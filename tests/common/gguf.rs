@@ -58,9 +58,14 @@ fn quantized(values: &Tensor, dtype: GgmlDType) -> QTensor {
     QTensor::new(QStorage::from_data(bytes.into(), &Device::Cpu, dtype).unwrap(), values.dims()).unwrap()
 }
 
-/// `base` with adapters of rank 4 at every linear layer.
+/// `base` with adapters of rank 4 at every linear layer; without DoRA also at routers and experts, which have no dropout.
 pub(crate) fn with_lora(base: &ModelSpec, dora: bool) -> ModelSpec {
-    let targets = Lora::targets(base, &[ALL_LINEAR]).unwrap();
-    let lora = Lora { r: 4, alpha: 8.0, dropout: 0.1, rslora: false, dora, targets, modules_to_save: [].into() };
+    let (mut targets, mut dropout) = (vec![ALL_LINEAR], 0.1);
+    if base.experts.is_some() && !dora {
+        targets.extend(["experts.gate_up_proj", "experts.down_proj", "gate.weight"]);
+        dropout = 0.0;
+    }
+    let targets = Lora::targets(base, &targets).unwrap();
+    let lora = Lora { r: 4, alpha: 8.0, dropout, rslora: false, dora, targets, modules_to_save: [].into() };
     ModelSpec { lora: Some(lora), ..base.clone() }
 }

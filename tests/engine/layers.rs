@@ -30,7 +30,7 @@ fn results_are_within_their_bounds() {
     }
 }
 
-/// A preflight draws numbers that no test has seen, and must not reject kernels that compute what is asked.
+/// A preflight draws numbers that no test has seen, and must not reject correct kernels.
 #[test]
 fn small_losses_are_within_their_bounds_for_any_seed() {
     let case = Case::from(Operation::CrossEntropy { sizes: [5, 3, 3], softcap: None, dtype: DType::F32 });

@@ -148,7 +148,7 @@ mod tests {
                     assert!(range.start.is_multiple_of(PART) && (1..=2 * PART).contains(&range.len()), "{range:?}");
                     match joined.last_mut() {
                         Some((last, joined)) if *last == parameter && joined.end == range.start => {
-                            joined.end = range.end
+                            joined.end = range.end;
                         }
                         _ => joined.push((parameter, range)),
                     }

@@ -192,7 +192,9 @@ impl AdamW {
             let master = &masters.parameters()[i];
             if master.elem_count() == 0 {
                 // Other processes have its elements.
-                counts.iter_mut().for_each(|counts| counts.push(UpdateCounts::default()));
+                if let Some(counts) = &mut counts {
+                    counts.push(UpdateCounts::default());
+                }
                 continue;
             }
             let upcast_copy = |slot: usize| -> Result<Tensor> {

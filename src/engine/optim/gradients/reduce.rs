@@ -130,13 +130,12 @@ fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], ops: &[ReduceOp], out: &T
         if let ReduceOp::Load(index) = op {
             stack.push((sources[*index].clone(), false));
         } else if let (Some((right, _)), Some((left, is_sum))) = (stack.pop(), stack.pop()) {
-            let sum = match is_sum {
-                true => left,
-                false => {
-                    let sum = if stack.is_empty() { out.clone() } else { out.zeros_like()? };
-                    kernels.copy(&left, &sum)?;
-                    sum
-                }
+            let sum = if is_sum {
+                left
+            } else {
+                let sum = if stack.is_empty() { out.clone() } else { out.zeros_like()? };
+                kernels.copy(&left, &sum)?;
+                sum
             };
             op::Accumulate { x: &right, inner: &[], out: &sum }.run(kernels)?;
             stack.push((sum, true));
@@ -237,10 +236,11 @@ impl Gradients {
             }
             let mut sources: Vec<Vec<Tensor>> = vec![Vec::new(); pieces(self.rank).len()];
             for (from, nodes) in nodes.iter().enumerate() {
-                for node in 0..nodes.len() {
+                let stored = (0..nodes.len()).map(|node| (from == self.rank).then(|| &own[node]));
+                for node in stored {
                     for ((parameter, range), sources) in pieces(self.rank).iter().zip(&mut sources) {
-                        if from == self.rank {
-                            sources.push(view::range(&own[node][*parameter], range.clone())?);
+                        if let Some(node) = node {
+                            sources.push(view::range(&node[*parameter], range.clone())?);
                             continue;
                         }
                         let dtype = self.sent_dtype(from, *parameter);
@@ -320,9 +320,10 @@ impl Gradients {
         for index in 0..total.len() {
             let of_rank = words.iter_mut().enumerate();
             let mut parts = of_rank.flat_map(|(rank, words)| words.take(blocks(shards, rank, index))).map(from_words);
-            let merged = match shards.on_host {
-                true => merge_parts(self.grads[index].elem_count(), &mut parts),
-                false => merge_chunks(parts),
+            let merged = if shards.on_host {
+                merge_parts(self.grads[index].elem_count(), &mut parts)
+            } else {
+                merge_chunks(parts)
             };
             let mut exponents = ExponentHistogram::default();
             histograms.iter().filter_map(|histograms| histograms.get(index)).for_each(|other| exponents.merge(other));

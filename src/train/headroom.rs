@@ -7,8 +7,8 @@ use crate::engine::kernels::summary::summarize;
 use crate::engine::model::{Hook, HookPoint};
 use crate::precision::FloatFormat;
 use crate::train::engine::TrainEngine;
+use crate::train::objective::LossFactors;
 use crate::train::state::Counters;
-use crate::train::step::LossFactors;
 use candle_core::{DType, Tensor};
 
 /// The first try's scale is the current one divided by this; each next try divides again.

@@ -11,7 +11,7 @@ use crate::precision::{FloatFormat, PrecisionUnit, TensorStats};
 use crate::telemetry::{FirstNonFinite, Pass};
 use crate::train::callbacks::StepContext;
 use crate::train::engine::{StepReport, TrainEngine};
-use crate::train::step::LossFactors;
+use crate::train::objective::LossFactors;
 use candle_core::Tensor;
 
 /// Finds the tensor in which the overflow of a skipped step began.

@@ -8,7 +8,7 @@ use crate::engine::optim::Update;
 use crate::precision::UpdateCounts;
 use crate::telemetry::ObjectiveMetric;
 use crate::train::engine::{EvalReport, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
-use crate::train::objective::{BatchPass, LossSums, Objective, Split};
+use crate::train::objective::{BatchPass, LossFactors, LossSums, Split};
 use crate::train::state::{Counters, TrainState};
 use crate::{Error, Result};
 use std::time::{Duration, Instant};
@@ -22,23 +22,6 @@ pub(super) struct StepGradients {
     pub(super) loss: f64,
     targets: usize,
     time: StepTimings,
-}
-
-/// The factors of the losses of a step's micro-batches.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct LossFactors {
-    /// The loss scale.
-    scale: f32,
-    /// The number of losses in all micro-batches, whose mean is the step's loss.
-    count: usize,
-    /// The number of micro-batches, whose load-balancing losses are averaged.
-    micro_batches: usize,
-}
-
-impl LossFactors {
-    pub(super) fn new(scale: f32, objective: &Objective, micro_batches: &[Batch]) -> Self {
-        Self { scale, count: objective.count(micro_batches).max(1), micro_batches: micro_batches.len() }
-    }
 }
 
 impl Passes<'_> {

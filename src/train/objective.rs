@@ -98,18 +98,18 @@ impl ObjectiveKind {
 
 /// The factors of the losses of a step's micro-batches.
 #[derive(Clone, Copy, Debug)]
-pub struct LossFactors {
+pub(super) struct LossFactors {
     /// The loss scale.
-    pub scale: f32,
+    pub(super) scale: f32,
     /// The number of losses in all micro-batches, whose mean is the step's loss.
-    pub count: usize,
+    pub(super) count: usize,
     /// The number of micro-batches, whose load-balancing losses are averaged.
-    pub micro_batches: usize,
+    pub(super) micro_batches: usize,
 }
 
 impl LossFactors {
     /// The factors for `micro_batches`.
-    pub fn new(scale: f32, objective: &Objective, micro_batches: &[Batch]) -> Self {
+    pub(super) fn new(scale: f32, objective: &Objective, micro_batches: &[Batch]) -> Self {
         Self { scale, count: objective.count(micro_batches).max(1), micro_batches: micro_batches.len() }
     }
 }

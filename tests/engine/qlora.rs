@@ -75,7 +75,9 @@ fn learned(mut engine: TrainEngine, policy: PrecisionPolicy) -> (Vec<u64>, Vec<V
 #[test]
 fn a_llama_in_blocks_has_the_bits_of_the_dequantized_one() {
     // Every type, because GGUF stores Llama's rows in another order.
-    TYPES.iter().for_each(|types| assert_bits_of_dequantized(&shapes()[LLAMA], types));
+    for types in TYPES {
+        assert_bits_of_dequantized(&shapes()[LLAMA], types);
+    }
 }
 
 #[test]

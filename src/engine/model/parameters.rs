@@ -110,8 +110,8 @@ impl Parameters {
                 _ => bail!("only some parts of {:?} are quantized", tensor.layer),
             }
         }
-        let base = QuantizedBase::new(matrices, dtype, device)?;
-        Self::of_layout(layout, dtype, device, (!base.is_empty()).then(|| Arc::new(base)))
+        let base = (!matrices.is_empty()).then(|| QuantizedBase::new(matrices, dtype, device)).transpose()?;
+        Self::of_layout(layout, dtype, device, base.map(Arc::new))
     }
 
     /// Converts a frozen base to another compute dtype. Quantized matrices are shared, other tensors converted.

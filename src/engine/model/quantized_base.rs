@@ -92,11 +92,6 @@ impl QuantizedBase {
         &self.device
     }
 
-    /// Whether no matrix is quantized.
-    pub(super) fn is_empty(&self) -> bool {
-        self.matrices.is_empty()
-    }
-
     /// Whether fused tensor `index` is quantized.
     pub(super) fn has(&self, index: usize) -> bool {
         self.matrices.contains_key(&index)

@@ -144,7 +144,7 @@ impl Adapter {
                 magnitude: parameters.find_fused(part, ParamRole::Magnitude),
             })
         };
-        let linears = spec.linear_layers().into_iter().filter(|(part, ..)| lora.targets.contains(part));
+        let linears = spec.adaptable_layers().into_iter().filter(|(part, ..)| lora.targets.contains(part));
         let before = linears.filter(|(_, fused_into, _)| fused_into.block == owner.block && *fused_into < owner);
         let Lora { r, dropout, .. } = *lora;
         Ok(Some(Self {

@@ -36,7 +36,7 @@ impl ModelSpec {
         let trained: BTreeSet<ModuleId> = weights.map(|entry| entry.fused_into).collect();
         let mut linears = BTreeMap::<ModuleId, FusedLinearShape>::new();
         // A token chooses an expert at most once.
-        for (layer, fused_into, [inputs, outputs]) in self.linear_layers() {
+        for (layer, fused_into, [inputs, outputs]) in self.adaptable_layers() {
             let linear = linears.entry(fused_into).or_default();
             linear.inputs = inputs;
             linear.outputs += outputs;

@@ -50,7 +50,7 @@ impl Lora {
     /// # Errors
     /// [`Error::Config`] for `lora.targets` naming one that matches no layer.
     pub fn targets(spec: &ModelSpec, targets: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
-        let linears = spec.linear_layers().into_iter().map(|(layer, ..)| layer).collect();
+        let linears = spec.adaptable_layers().into_iter().map(|(layer, ..)| layer).collect();
         find(spec, &linears, "lora.targets", "linear layer of a block", targets)
     }
 
@@ -91,7 +91,7 @@ impl Lora {
     pub fn parameter_names(spec: &ModelSpec, layers: &BTreeSet<ModuleId>) -> Vec<String> {
         let others = spec.base_parameters().into_iter().map(|entry| (entry.name, entry.layer));
         let mut all: Vec<_> = others.filter(|(_, layer)| !is_parameter(layer.op)).collect();
-        let layers_with_names = spec.linear_layers().into_iter().filter(|(layer, ..)| is_parameter(layer.op));
+        let layers_with_names = spec.adaptable_layers().into_iter().filter(|(layer, ..)| is_parameter(layer.op));
         all.extend(layers_with_names.map(|(layer, ..)| (target_name(spec, layer), layer)));
         let stored = |(name, layer): (String, ModuleId)| (spec.family.stored_name(&name), layer);
         shortest_names(&all.into_iter().map(stored).collect(), layers, false)
@@ -120,7 +120,7 @@ impl Lora {
 
     /// The trained parameters: the adapters, and the parameters `saved` of modules that are trained in full.
     pub(super) fn with_adapters(&self, spec: &ModelSpec, saved: Vec<ParamSpec>) -> Vec<ParamSpec> {
-        let adapters = spec.linear_layers().into_iter().filter(|(layer, ..)| self.targets.contains(layer));
+        let adapters = spec.adaptable_layers().into_iter().filter(|(layer, ..)| self.targets.contains(layer));
         let adapters = adapters.flat_map(|(layer, fused_into, [inputs, outputs])| {
             let count = stacked_experts(spec, layer);
             let entry = |suffix: &str, shape: Vec<usize>, role, init, fused_into| {
@@ -155,7 +155,7 @@ impl ModelSpec {
 /// The parts of a product's output: each layer of the product with its first output and their number.
 pub(super) fn parts(spec: &ModelSpec, fused_into: ModuleId) -> Vec<(ModuleId, usize, usize)> {
     let mut first = 0;
-    let mut parts: Vec<_> = spec.linear_layers().into_iter().filter(|(_, other, _)| *other == fused_into).collect();
+    let mut parts: Vec<_> = spec.adaptable_layers().into_iter().filter(|(_, other, _)| *other == fused_into).collect();
     parts.sort_by_key(|(layer, ..)| *layer);
     let place = |(layer, _, [_, outputs]): (ModuleId, ModuleId, [usize; 2])| {
         first += outputs;
@@ -261,7 +261,7 @@ pub(super) fn dropout_site(layer: ModuleId) -> usize {
 
 /// Sets DoRA's magnitudes in `parameters` to the weight norms of their base.
 pub fn init_dora_magnitude(spec: &ModelSpec, parameters: &Parameters) -> candle_core::Result<()> {
-    for (layer, fused_into, _) in spec.linear_layers() {
+    for (layer, fused_into, _) in spec.adaptable_layers() {
         let Some(magnitude) = parameters.of_module(layer, ParamRole::Magnitude) else { continue };
         let Some(weight) = parameters.find_fused(fused_into, ParamRole::Weight) else { continue };
         let weight = parameters.weight(weight)?;

@@ -520,7 +520,7 @@ impl ModelSpec {
 
     /// The layers of all blocks that can have an adapter, each with the layer of its product, and its input and output columns:
     /// linear layers as files have them, routers, and the products of the first expert, which represents all.
-    pub(super) fn linear_layers(&self) -> Vec<(ModuleId, ModuleId, [usize; 2])> {
+    pub(super) fn adaptable_layers(&self) -> Vec<(ModuleId, ModuleId, [usize; 2])> {
         let linear = |(role, columns, _)| (ModuleOp::Linear(role), columns);
         let mut products: Vec<_> = self.linears().into_iter().map(linear).collect();
         if let Some(experts) = self.experts {
@@ -539,7 +539,7 @@ impl ModelSpec {
     /// The products with adapters: how many of its layers have one, how many layers it has, and its outputs.
     pub(super) fn adapted_products(&self) -> Vec<(usize, usize, usize)> {
         let mut products = BTreeMap::<ModuleId, (usize, usize, usize)>::new();
-        for (layer, fused_into, [_, columns]) in self.linear_layers() {
+        for (layer, fused_into, [_, columns]) in self.adaptable_layers() {
             let (members, parts, outputs) = products.entry(fused_into).or_default();
             *members += usize::from(self.lora.as_ref().is_some_and(|lora| lora.targets.contains(&layer)));
             (*parts, *outputs) = (*parts + 1, *outputs + columns);

@@ -50,7 +50,7 @@ pub(super) static GPT2: Family = Family {
 };
 
 /// The smallest of `OpenAI`'s, which is also what transformers puts in for a missing key.
-fn default() -> ModelSpec {
+pub(super) fn default() -> ModelSpec {
     ModelSpec {
         family: &GPT2,
         vocab_size: 50257,
@@ -179,49 +179,4 @@ fn parameter_name(tensor: &str) -> Option<&str> {
         layer.parse::<usize>().is_ok() && matches!(rest, "attn.bias" | "attn.masked_bias")
     });
     (!mask).then_some(name)
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn read(json: &Value) -> Result<ModelSpec, String> {
-        ModelSpec::from_json(json.to_string().as_bytes(), "config.json").map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn missing_keys_take_the_defaults_of_transformers() {
-        assert_eq!(read(&json!({"model_type": "gpt2"})).unwrap(), default());
-        let narrow = read(&json!({"model_type": "gpt2", "n_embd": 24, "n_inner": null, "eos_token_id": null})).unwrap();
-        assert_eq!(
-            (narrow.intermediate_size, narrow.eos_token_ids, narrow.bos_token_id),
-            (96, Vec::new(), Some(50256))
-        );
-    }
-
-    #[test]
-    fn all_names_of_the_tanh_gelu_are_known() {
-        for name in ["gelu_new", "gelu_pytorch_tanh", "gelu_fast"] {
-            assert_eq!(read(&json!({"model_type": "gpt2", "activation_function": name})).unwrap(), default(), "{name}");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn any_text_is_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-            let _ = ModelSpec::from_json(&bytes, "x");
-        }
-
-        #[test]
-        fn an_accepted_config_can_be_counted(dims in proptest::array::uniform6(-1_i64..=1 << 21)) {
-            let [v, c, d, l, h, i] = dims;
-            let json = json!({"model_type": "gpt2", "vocab_size": v, "n_positions": c, "n_embd": d, "n_layer": l,
-                "n_head": h.clamp(0, 2), "n_inner": i});
-            if let Ok(config) = read(&json) {
-                prop_assert!(config.parameter_count() > 0 && config.hidden_size % config.heads == 0);
-            }
-        }
-    }
 }

@@ -1,10 +1,42 @@
 //! The sizes of named architectures, and keys that decide on each layer.
 
 use super::*;
+use proptest::prelude::*;
 use serde_json::json;
 
 fn read(json: &Value) -> ModelSpec {
     ModelSpec::from_json(json.to_string().as_bytes(), "config.json").unwrap()
+}
+
+#[test]
+fn missing_keys_take_the_defaults_of_transformers() {
+    assert_eq!(read(&json!({"model_type": "gpt2"})), gpt2::default());
+    let narrow = read(&json!({"model_type": "gpt2", "n_embd": 24, "n_inner": null, "eos_token_id": null}));
+    assert_eq!((narrow.intermediate_size, narrow.eos_token_ids, narrow.bos_token_id), (96, Vec::new(), Some(50256)));
+}
+
+#[test]
+fn all_names_of_the_tanh_gelu_are_known() {
+    for name in ["gelu_new", "gelu_pytorch_tanh", "gelu_fast"] {
+        assert_eq!(read(&json!({"model_type": "gpt2", "activation_function": name})), gpt2::default(), "{name}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_text_is_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        let _ = ModelSpec::from_json(&bytes, "x");
+    }
+
+    #[test]
+    fn an_accepted_config_can_be_counted(dims in proptest::array::uniform6(-1_i64..=1 << 21)) {
+        let [v, c, d, l, h, i] = dims;
+        let json = json!({"model_type": "gpt2", "vocab_size": v, "n_positions": c, "n_embd": d, "n_layer": l,
+            "n_head": h.clamp(0, 2), "n_inner": i});
+        if let Ok(config) = ModelSpec::from_json(json.to_string().as_bytes(), "x") {
+            prop_assert!(config.parameter_count() > 0 && config.hidden_size % config.heads == 0);
+        }
+    }
 }
 
 /// Counts of parameters by transformers (`model.num_parameters()`) and the Hub, a tied head counted once.

@@ -1,0 +1,47 @@
+//! Windows of attention in some layers, as Llama-like families' files have them.
+
+use crate::engine::model::family::ConfigReader;
+use crate::engine::model::spec::{ModelSpec, Sliding};
+use serde_json::Value;
+
+/// `spec` with windows in `layers`; all layers have the same rotary embeddings.
+pub(super) fn with_windows(keys: &ConfigReader<'_>, spec: ModelSpec, layers: Vec<bool>) -> Result<ModelSpec, String> {
+    let rope = spec.rope.clone().ok_or("no rotary position embeddings")?;
+    let sliding = Some(Sliding { window: keys.positive_usize("sliding_window", 4096)?, layers, rope });
+    Ok(ModelSpec { sliding, ..spec })
+}
+
+/// Rejects windows for which GGUF has no key.
+pub(super) fn no_windows(spec: &ModelSpec) -> Result<(), String> {
+    let family = spec.family.model_type;
+    let refused = format!("GGUF has no key for the windows of `{family}`; export it as a folder");
+    if spec.sliding.is_some() { Err(refused) } else { Ok(()) }
+}
+
+/// Whether each layer has a sliding window, according to `layer_types` or, without that key, `default`.
+pub(super) fn sliding_layers(
+    keys: &ConfigReader<'_>,
+    layers: usize,
+    default: impl Fn(usize) -> bool,
+) -> Result<Vec<bool>, String> {
+    let types = match keys.0.get("layer_types") {
+        None | Some(Value::Null) => return Ok((0..layers).map(default).collect()),
+        Some(Value::Array(types)) => types,
+        Some(other) => return Err(format!("`layer_types` is {other}; it must be a list")),
+    };
+    if types.len() != layers {
+        return Err(format!("`layer_types` has {} entries for `num_hidden_layers` = {layers}", types.len()));
+    }
+    let read = |value: &Value| match value.as_str() {
+        Some("full_attention") => Ok(false),
+        Some("sliding_attention") => Ok(true),
+        _ => Err(format!("`layer_types` has {value}; supported: `full_attention`, `sliding_attention`")),
+    };
+    types.iter().map(read).collect()
+}
+
+/// The value of `layer_types`.
+pub(super) fn layer_types(spec: &ModelSpec) -> Value {
+    let name = |block| if spec.is_sliding(block) { "sliding_attention" } else { "full_attention" };
+    (0..spec.num_layers).map(name).collect()
+}

@@ -12,7 +12,7 @@ use crate::isa;
 use crate::math;
 use crate::op;
 use crate::rows::{axpy, dot, max, sum, with_scratch};
-use crate::view::{read, write_f32};
+use crate::view::{read, write, write_f32};
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -67,6 +67,16 @@ impl AttentionShape {
         }
         Ok(())
     }
+
+    /// Fails unless there is a sink for each head, or none.
+    pub(crate) fn check_sinks(&self, sinks: Option<&Tensor>) -> Result<()> {
+        match sinks {
+            Some(sinks) if sinks.dims() != [self.heads] => {
+                bail!("attention of {self:?} got sinks of {:?}", sinks.dims())
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The inputs of attention.
@@ -78,16 +88,19 @@ pub struct AttentionInputs<'a> {
     pub documents: Option<&'a [u32]>,
     /// Applied to the softmax's output.
     pub dropout: Option<Dropout>,
+    /// `[H]`: a score of each head that counts in the softmax's denominator only (Xiao et al., "Attention sinks", 2023).
+    pub sinks: Option<&'a Tensor>,
 }
 
 impl<'a> AttentionInputs<'a> {
     /// Queries, keys and values side by side in `qkv [B·T, C]`.
     pub fn packed(shape: &AttentionShape, qkv: &'a Tensor, dropout: Option<Dropout>) -> Result<Self> {
-        Ok(Self { qkv: ColumnSlice::split(qkv, shape.widths())?, documents: None, dropout })
+        Ok(Self { qkv: ColumnSlice::split(qkv, shape.widths())?, documents: None, dropout, sinks: None })
     }
 
     pub(crate) fn check(&self, shape: &AttentionShape, out: &Tensor, lse: &Tensor) -> Result<()> {
         shape.check(self.qkv)?;
+        shape.check_sinks(self.sinks)?;
         let tokens = shape.batch * shape.seq_len;
         if out.dims() != [tokens, shape.widths()[0]] || lse.elem_count() != tokens * shape.heads {
             bail!("attention of {shape:?} got an output of {:?} and {} statistics", out.dims(), lse.elem_count());
@@ -186,13 +199,15 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
     let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?);
     let sources = [q.source(&opened.0), k.source(&opened.1), v.source(&opened.2)];
     let AttentionInputs { documents, dropout, .. } = operands;
+    let sinks = operands.sinks.map(upcast).transpose()?;
     write_columns([ColumnSlice::all(out)?], |[out]| {
         write_f32(lse, |lse| {
             lse.par_chunks_exact_mut(shape.seq_len).enumerate().for_each(|(task, lse)| {
                 let (b, head) = (task / shape.heads, task % shape.heads);
+                let sink = sinks.as_ref().map(|sinks| sinks[head]);
                 isa::vectorize(
                     #[inline(always)]
-                    || forward_head(Sequence::new(shape, b, documents), head, sources, dropout, out, lse),
+                    || forward_head(Sequence::new(shape, b, documents), (head, sink), sources, dropout, out, lse),
                 );
             });
         })
@@ -202,7 +217,7 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
 #[inline(always)]
 fn forward_head(
     sequence: Sequence<'_>,
-    head: usize,
+    (head, sink): (usize, Option<f32>),
     [queries, keys, values]: [ColumnReader<'_>; 3],
     dropout: Option<Dropout>,
     out: ColumnWriter<'_>,
@@ -231,7 +246,7 @@ fn forward_head(
                 for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(row)) {
                     let start = sequence.first_key(i) - lowest;
                     let seen = start..i + 1 - lowest;
-                    let (top, total) = exponentials(&mut p[..keys], seen.clone(), shape.softcap);
+                    let (top, total) = exponentials(&mut p[..keys], seen.clone(), (shape.softcap, sink));
                     totals[i - first] = total;
                     lse[i] = top + total.ln();
                     if let Some(dropout) = dropout {
@@ -253,26 +268,38 @@ fn forward_head(
     );
 }
 
-/// Replaces the scores `seen` of a row by the softmax's numerators and all others by 0. Returns the largest score and the
-/// softmax's denominator.
+/// Replaces the scores `seen` of a row by the softmax's numerators and all others by 0. Returns the largest score, or the sink's,
+/// and the softmax's denominator.
 #[inline(always)]
-pub(crate) fn exponentials(p: &mut [f32], seen: Range<usize>, softcap: Option<f32>) -> (f32, f32) {
+pub(crate) fn exponentials(
+    p: &mut [f32],
+    seen: Range<usize>,
+    (softcap, sink): (Option<f32>, Option<f32>),
+) -> (f32, f32) {
     p[..seen.start].fill(0.0);
     p[seen.end..].fill(0.0);
     let seen = &mut p[seen];
     if let Some(cap) = softcap {
         math::soft_cap(seen, cap);
     }
-    let top = max(seen);
+    let top = sink.map_or_else(|| max(seen), |sink| max(seen).max(sink));
     for p in seen.iter_mut() {
         *p = math::exp(*p - top);
     }
-    (top, sum(seen))
+    let total = sum(seen);
+    (top, sink.map_or(total, |sink| total + math::exp(sink - top)))
+}
+
+/// The values of a small tensor in FP32.
+pub(crate) fn upcast(x: &Tensor) -> Result<Vec<f32>> {
+    let (opened, mut values) = (read(x)?, vec![0.0; x.elem_count()]);
+    opened.view().load(0, &mut values);
+    Ok(values)
 }
 
 /// Computes [`op::AttentionBackward`].
 pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
-    let &op::AttentionBackward { shape, operands, dout, out, lse, gradients } = op;
+    let &op::AttentionBackward { shape, operands, dout, out, lse, gradients, dsinks } = op;
     let [q, k, v] = operands.qkv;
     let opened = (read(q.tensor())?, read(k.tensor())?, read(v.tensor())?, read(dout)?, read(out)?, read(lse)?);
     let saved = SavedTensors {
@@ -282,6 +309,9 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
         lse: opened.5.typed::<f32>()?,
         dropout: operands.dropout,
     };
+    if let (Some(sinks), Some(dsinks)) = (operands.sinks, dsinks) {
+        sink_gradients(&shape, &saved, sinks, dsinks)?;
+    }
     write_columns(gradients, |gradients| {
         (0..shape.batch * shape.kv_heads).into_par_iter().for_each(|task| {
             let (b, kv_head) = (task / shape.kv_heads, task % shape.kv_heads);
@@ -292,6 +322,32 @@ pub fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
             );
         });
     })
+}
+
+/// Writes the gradients of the sinks. Each row's is minus its sink's probability times the scalar product of the output and its
+/// gradient.
+fn sink_gradients(shape: &AttentionShape, saved: &SavedTensors<'_>, sinks: &Tensor, out: &Tensor) -> Result<()> {
+    let AttentionShape { batch, seq_len, heads, head_size, .. } = *shape;
+    let sinks = upcast(sinks)?;
+    let gradient = |head: usize| {
+        let mut sum = 0.0;
+        with_scratch(
+            2 * head_size,
+            #[inline(always)]
+            |scratch| {
+                let (dout, out) = scratch.split_at_mut(head_size);
+                for (b, t) in (0..batch).flat_map(|b| (0..seq_len).map(move |t| (b, t))) {
+                    saved.dout.load(b * seq_len + t, head * head_size, dout);
+                    saved.out.load(b * seq_len + t, head * head_size, out);
+                    let log_sum = saved.lse[(b * heads + head) * seq_len + t];
+                    sum -= f64::from(math::exp(sinks[head] - log_sum) * dot(dout, out));
+                }
+            },
+        );
+        sum as f32
+    };
+    let gradients: Vec<f32> = (0..heads).into_par_iter().map(gradient).collect();
+    write(out, |mut out| out.store(0, &gradients))
 }
 
 /// The inputs of the backward pass.

@@ -6,6 +6,7 @@
 mod attention;
 mod cross_entropy;
 mod embedding;
+mod glu;
 mod norm;
 mod rope;
 mod route;
@@ -105,12 +106,18 @@ fn product_of_columns(op: &op::Matmul<'_>) -> Result<()> {
 }
 
 fn activate(op: &op::Activate<'_>) -> Result<()> {
+    if op.activation.is_interleaved() {
+        return glu::clamped(op);
+    }
     let (gate, up) = halves(op.activation, op.x)?;
     let value = (&gate * gate_of(op.activation, &gate)?)?;
     store(&up.map_or(Ok(value.clone()), |up| value * up)?, op.y)
 }
 
 fn activate_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
+    if op.activation.is_interleaved() {
+        return glu::clamped_backward(op);
+    }
     let ((gate, up), dy) = (halves(op.activation, op.x)?, upcast(op.dy)?);
     let (slope, value) = (slope_of(op.activation, &gate)?, (&gate * gate_of(op.activation, &gate)?)?);
     let Some(up) = up else {
@@ -177,7 +184,7 @@ fn logistic(x: &Tensor) -> Result<Tensor> {
 /// The factor of each element: GELU's (1 + tanh(u)) / 2 is the logistic function of 2u.
 fn gate_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
     match activation {
-        Activation::SwiGlu => logistic(x),
+        Activation::SwiGlu | Activation::ClampedSwiGlu => logistic(x),
         Activation::Gelu | Activation::GeGlu => {
             let inner = (((x.sqr()? * (2.0 * SQRT_2_OVER_PI * GELU_CUBIC))? + 2.0 * SQRT_2_OVER_PI)? * x)?;
             logistic(&inner)
@@ -185,18 +192,19 @@ fn gate_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// `x` up to `bound`, or from `bound` if that is negative: comparisons, because `clamp` drops NaN on CUDA.
+fn bounded(x: &Tensor, bound: f32) -> Result<Tensor> {
+    let beyond = if bound > 0.0 { x.gt(bound)? } else { x.lt(bound)? };
+    let bound = Tensor::full(bound, (), x.device())?.to_dtype(x.dtype())?;
+    beyond.where_cond(&bound.broadcast_as(x.shape())?, x)
+}
+
 /// The derivative of `x · gate(x)`, finite for every number: candle's own GELU gradient is NaN where x³ overflows.
 fn slope_of(activation: Activation, x: &Tensor) -> Result<Tensor> {
-    // Comparisons and not `clamp`, which drops NaN on CUDA.
-    let limit = |x: &Tensor, bound: f32, beyond: Tensor| -> Result<Tensor> {
-        let bound = Tensor::full(bound, (), x.device())?.to_dtype(x.dtype())?;
-        beyond.where_cond(&bound.broadcast_as(x.shape())?, x)
-    };
-    let x = limit(x, LIMIT, x.gt(LIMIT)?)?;
-    let x = limit(&x, -LIMIT, x.lt(-LIMIT)?)?;
+    let x = bounded(&bounded(x, LIMIT)?, -LIMIT)?;
     let gate = gate_of(activation, &x)?;
     let inner = match activation {
-        Activation::SwiGlu => x.ones_like()?,
+        Activation::SwiGlu | Activation::ClampedSwiGlu => x.ones_like()?,
         Activation::Gelu | Activation::GeGlu => {
             ((x.sqr()? * (6.0 * SQRT_2_OVER_PI * GELU_CUBIC))? + 2.0 * SQRT_2_OVER_PI)?
         }

@@ -4,7 +4,7 @@
 //! training pass for any number of new tokens.
 
 use crate::attention::product::{by_rows, in_panels, in_rows, multiply, transpose};
-use crate::attention::{AttentionShape, PAD, QUERIES, exponentials, with_matrices};
+use crate::attention::{AttentionShape, PAD, QUERIES, exponentials, upcast, with_matrices};
 use crate::columns::{ColumnReader, ColumnSlice, ColumnWriter, write_columns};
 use crate::isa;
 use crate::op;
@@ -78,8 +78,9 @@ impl LayerKvCache {
 
 /// Computes [`op::DecodeAttention`].
 pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
-    let &op::DecodeAttention { ref shape, sequences, qkv, out } = op;
+    let &op::DecodeAttention { ref shape, sequences, qkv, sinks, out } = op;
     let [queries, k, v] = qkv;
+    let sinks = sinks.map(upcast).transpose()?;
     let (mut first, mut caches) = (0, Vec::with_capacity(sequences.len()));
     for sequence in sequences {
         let rows = first..first + sequence.new;
@@ -93,9 +94,10 @@ pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
     write_columns([ColumnSlice::all(out)?], |[out]| {
         (0..caches.len() * kv_heads).into_par_iter().for_each(|task| {
             let (kv_head, (keys, values, sequence, rows)) = (task % kv_heads, &caches[task / kv_heads]);
+            let heads = (kv_head, sinks.as_deref());
             isa::vectorize(
                 #[inline(always)]
-                || attend_group(shape, kv_head, **sequence, [keys.view(), values.view()], (queries, rows.start, out)),
+                || attend_group(shape, heads, **sequence, [keys.view(), values.view()], (queries, rows.start, out)),
             );
         });
     })
@@ -105,7 +107,7 @@ pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
 #[inline(always)]
 fn attend_group(
     shape: &AttentionShape,
-    kv_head: usize,
+    (kv_head, sinks): (usize, Option<&[f32]>),
     CachedSequence { cache, past, new }: CachedSequence<'_>,
     stored: [View<'_>; 2],
     (queries, first_row, out): (ColumnReader<'_>, usize, ColumnWriter<'_>),
@@ -144,9 +146,10 @@ fn attend_group(
                 multiply([count, size, keys], by_rows(x, size), in_panels(&kt[below..], size), (p, row), false);
                 let mut totals = [0.0; QUERIES];
                 for ((index, total), p) in indices.clone().zip(&mut totals).zip(p.chunks_exact_mut(row)) {
-                    let position = past + place(index).1;
+                    let (head, token) = place(index);
+                    let position = past + token;
                     let seen = shape.first_in_window(position) - from..position + 1 - from;
-                    (_, *total) = exponentials(&mut p[..keys], seen, shape.softcap);
+                    (_, *total) = exponentials(&mut p[..keys], seen, (shape.softcap, sinks.map(|sinks| sinks[head])));
                 }
                 multiply([count, keys, size], by_rows(p, row), in_rows(&v[below..], size), (x, size), false);
                 for ((index, total), x) in indices.zip(totals).zip(x.chunks_exact_mut(size)) {

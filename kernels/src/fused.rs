@@ -39,6 +39,7 @@ impl Kernels for Fused {
             Op::Attention(op) => attention::forward(op),
             Op::AttentionBackward(op) => attention::backward(op),
             Op::DecodeAttention(op) => decode_attention::attend(op),
+            Op::Activate(op) if op.activation.is_interleaved() => glu::clamped(op.x, op.y),
             Op::Activate(op) => match op.activation.gate() {
                 None => gelu::forward(op.x, op.y),
                 Some(gate) => {
@@ -46,6 +47,9 @@ impl Kernels for Fused {
                     glu::forward(gate, gates, up, op.y)
                 }
             },
+            Op::ActivateBackward(op) if op.activation.is_interleaved() => {
+                glu::clamped_backward(op.x, op.dy, op.dx, op.y)
+            }
             Op::ActivateBackward(op) => match op.activation.gate() {
                 None => gelu::backward(op.x, op.dy, op.y),
                 Some(gate) => {

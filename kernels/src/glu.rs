@@ -125,3 +125,81 @@ pub fn backward(
         );
     })
 }
+
+/// The slope of the clamped activation's gate before its logistic function, and the bound of its operands.
+pub(crate) const CLAMPED_SLOPE: f32 = 1.702;
+pub(crate) const CLAMPED_LIMIT: f32 = 7.0;
+
+/// The bounded gate and up of a pair. A NaN stays one.
+#[inline(always)]
+fn bounded([gate, up]: [f32; 2]) -> [f32; 2] {
+    let below = |x: f32| if x > CLAMPED_LIMIT { CLAMPED_LIMIT } else { x };
+    let up = below(up);
+    [below(gate), if up < -CLAMPED_LIMIT { -CLAMPED_LIMIT } else { up }]
+}
+
+/// [`Activation::ClampedSwiGlu`](crate::Activation): `y [N, F]` of pairs of gate and up, `x [N, 2·F]`.
+pub fn clamped(x: &Tensor, y: &Tensor) -> Result<()> {
+    let (x, len) = (read(x)?, y.elem_count());
+    let x = x.view();
+    write(y, |view| {
+        for_each_part(
+            Rows { view, width: 1 },
+            len,
+            MIN_ELEMENTS_PER_TASK,
+            #[inline(always)]
+            |first, count, mut y| {
+                let (mut pairs, mut outputs) = ([0.0; 2 * WIDTH], [0.0; WIDTH]);
+                for start in (0..count).step_by(WIDTH) {
+                    let outputs = &mut outputs[..WIDTH.min(count - start)];
+                    let pairs = x.as_f32(2 * (first + start), &mut pairs[..2 * outputs.len()]);
+                    for (y, pair) in outputs.iter_mut().zip(pairs.as_chunks::<2>().0) {
+                        let [gate, up] = bounded(*pair);
+                        *y = math::silu(CLAMPED_SLOPE * gate) / CLAMPED_SLOPE * (up + 1.0);
+                    }
+                    y.view.store(start, outputs);
+                }
+            },
+        );
+    })
+}
+
+/// The gradient `dx [N, 2·F]` of [`clamped`], given the output's gradient `dy [N, F]`, and the output `y` again.
+pub fn clamped_backward(x: &Tensor, dy: &Tensor, dx: &Tensor, y: &Tensor) -> Result<()> {
+    let (rows, width) = y.dims2()?;
+    let (x, dy) = (read(x)?, read(dy)?);
+    let (x, dy) = (x.view(), dy.view());
+    write_columns([ColumnSlice::all(dx)?, ColumnSlice::all(y)?], |[dx, y]| {
+        for_each_part(
+            (),
+            rows,
+            MIN_ELEMENTS_PER_TASK / width + 1,
+            #[inline(always)]
+            |first, rows, ()| {
+                let (mut pairs, mut grads, mut outputs) = ([0.0; 2 * WIDTH], [0.0; WIDTH], [0.0; WIDTH]);
+                let rows = first..first + rows;
+                for (row, start) in rows.flat_map(|row| (0..width).step_by(WIDTH).map(move |start| (row, start))) {
+                    let outputs = &mut outputs[..WIDTH.min(width - start)];
+                    let pairs = &mut pairs[..2 * outputs.len()];
+                    x.load(2 * (row * width + start), pairs);
+                    let grads = dy.as_f32(row * width + start, &mut grads[..outputs.len()]);
+                    for ((pair, dy), y) in pairs.as_chunks_mut::<2>().0.iter_mut().zip(grads).zip(outputs.iter_mut()) {
+                        let [gate, up] = bounded(*pair);
+                        let (value, slope) = math::silu_with_derivative(CLAMPED_SLOPE * gate);
+                        let (value, plus_one) = (value / CLAMPED_SLOPE, up + 1.0);
+                        *y = value * plus_one;
+                        // A bound's derivative is 0 outside.
+                        let (dgate, dup) = (dy * plus_one * slope, dy * value);
+                        let inside = pair[1] >= -CLAMPED_LIMIT && pair[1] <= CLAMPED_LIMIT;
+                        *pair = [if pair[0] > CLAMPED_LIMIT { 0.0 } else { dgate }, if inside { dup } else { 0.0 }];
+                    }
+                    // SAFETY: a row is written by this task alone.
+                    unsafe {
+                        dx.store(row, 2 * start, pairs);
+                        y.store(row, start, outputs);
+                    }
+                }
+            },
+        );
+    })
+}

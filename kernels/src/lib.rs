@@ -109,18 +109,25 @@ pub enum Activation {
     SwiGlu,
     /// `gelu(gate) * up`, tanh form.
     GeGlu,
+    /// `gate * logistic(1.702 * gate) * (up + 1)`: gate up to 7, and up from -7 to 7. Gates and ups alternate.
+    ClampedSwiGlu,
 }
 
 impl Activation {
     /// Whether the activation is gated.
     pub const fn is_gated(self) -> bool {
-        self.gate().is_some()
+        !matches!(self, Self::Gelu)
     }
 
-    /// The function applied to the gate.
+    /// Whether the input has pairs of a gate and an up; otherwise all gates come first.
+    pub const fn is_interleaved(self) -> bool {
+        matches!(self, Self::ClampedSwiGlu)
+    }
+
+    /// The function applied to the gate, if the result is multiplied by up.
     pub(crate) const fn gate(self) -> Option<GateActivation> {
         match self {
-            Self::Gelu => None,
+            Self::Gelu | Self::ClampedSwiGlu => None,
             Self::SwiGlu => Some(GateActivation::Silu),
             Self::GeGlu => Some(GateActivation::Gelu),
         }

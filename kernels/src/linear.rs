@@ -31,7 +31,7 @@ pub fn forward(op: &op::Linear<'_>) -> Result<()> {
         |scratch| {
             let bias = bias.as_ref().map(|bias| bias.view().as_f32(0, scratch));
             let epilogue = Epilogue { bias, ..Epilogue::default() };
-            with_element!(y.dtype(), T => {
+            with_element!(op.x.dtype(), T => {
                 let a = Operand::new(x.typed::<T>()?, rows, inner);
                 let b = operand(opened.typed::<T>()?, layout, [inner, outer]);
                 let second = low_rank.zip(low.as_ref()).map(|(low_rank, opened)| term(low_rank, opened)).transpose()?;

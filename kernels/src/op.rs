@@ -275,6 +275,8 @@ pub struct AttentionBackward<'a> {
     pub lse: &'a Tensor,
     /// The gradients of queries, keys and values, overwritten.
     pub gradients: [ColumnSlice<'a>; 3],
+    /// `[H]`, the gradient of the sinks, overwritten; `None` if there are none or they are frozen.
+    pub dsinks: Option<&'a Tensor>,
 }
 
 /// Appends the keys and values of new tokens to the caches of their sequences, and computes attention for the new
@@ -287,6 +289,8 @@ pub struct DecodeAttention<'a> {
     pub sequences: &'a [CachedSequence<'a>],
     /// Queries, keys and values of the new tokens.
     pub qkv: [ColumnSlice<'a>; 3],
+    /// `[H]`, as in [`AttentionInputs::sinks`].
+    pub sinks: Option<&'a Tensor>,
     /// `[n, H·head_size]`.
     pub out: &'a Tensor,
 }
@@ -296,7 +300,7 @@ pub struct DecodeAttention<'a> {
 pub struct Activate<'a> {
     /// The function.
     pub activation: Activation,
-    /// `[N, F]`; of a gated activation `[N, 2·F]`, the gate first.
+    /// `[N, F]`; of a gated activation `[N, 2·F]`, all gates first or in pairs with up.
     pub x: &'a Tensor,
     /// `[N, F]`.
     pub y: &'a Tensor,
@@ -501,13 +505,18 @@ impl Op<'_> {
                 all(&[Some(op.a.columns.tensor()), Some(op.b.columns.tensor())], &[Some(op.c.tensor())]);
             }
             Self::SumRows(op) => all(&[Some(op.x)], &[Some(op.out)]),
-            Self::Attention(op) => all(&tensors(op.operands.qkv), &[Some(op.out), Some(op.lse)]),
+            Self::Attention(op) => {
+                all(&tensors(op.operands.qkv), &[Some(op.out), Some(op.lse)]);
+                all(&[op.operands.sinks], &[]);
+            }
             Self::AttentionBackward(op) => {
                 all(&tensors(op.operands.qkv), &[]);
-                all(&[Some(op.dout), Some(op.out), Some(op.lse)], &tensors(op.gradients));
+                all(&[Some(op.dout), Some(op.out), Some(op.lse), op.operands.sinks], &tensors(op.gradients));
+                all(&[], &[op.dsinks]);
             }
             Self::DecodeAttention(op) => {
                 all(&tensors(op.qkv), &[Some(op.out)]);
+                all(&[op.sinks], &[]);
                 for CachedSequence { cache, .. } in op.sequences {
                     all(&[], &[Some(&cache.keys), Some(&cache.values)]);
                 }
@@ -599,10 +608,12 @@ impl Op<'_> {
             Self::AttentionBackward(op) => {
                 op.operands.check(&op.shape, op.out, op.lse)?;
                 op.shape.check(op.gradients)?;
-                same_shapes([op.dout, op.out])
+                op.shape.check_sinks(op.dsinks)?;
+                same_shapes([op.dout, op.out]) && (op.dsinks.is_none() || op.operands.sinks.is_some())
             }
             Self::DecodeAttention(op) => {
                 op.shape.check(op.qkv)?;
+                op.shape.check_sinks(op.sinks)?;
                 let AttentionShape { batch, seq_len, kv_heads, head_size, .. } = op.shape;
                 let fits = |sequence: &CachedSequence<'_>| {
                     let capacity = sequence.cache.keys.dim(1)?;

@@ -21,8 +21,14 @@ pub(crate) struct Attention {
 }
 
 impl Attention {
-    /// Attention of queries `[B,T,H·head_size]`, keys and values `[B,T,kv_heads·head_size]`.
-    pub(crate) fn attend(&self, query: &Tensor, key: &Tensor, value: &Tensor) -> Result<Tensor> {
+    /// Attention of queries `[B,T,H·head_size]`, keys and values `[B,T,kv_heads·head_size]`, with a sink for each head.
+    pub(crate) fn attend(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        sinks: Option<&Tensor>,
+    ) -> Result<Tensor> {
         let (batch, seq, _) = query.dims3()?;
         let by_head =
             |x: &Tensor, heads: usize| x.reshape((batch, seq, heads, self.head_size))?.transpose(1, 2)?.contiguous();
@@ -41,7 +47,12 @@ impl Attention {
             .map(|at| if visible(at / seq / seq, at / seq % seq, at % seq) { 0.0 } else { f64::NEG_INFINITY })
             .collect();
         let mask = Tensor::from_vec(mask, (batch, 1, seq, seq), &Device::Cpu)?.to_dtype(query.dtype())?;
-        let mixed = softmax(&scores.broadcast_add(&mask)?)?.matmul(&value)?;
+        let mut scores = scores.broadcast_add(&mask)?;
+        if let Some(sinks) = sinks {
+            let sinks = sinks.reshape((1, self.heads, 1, 1))?.broadcast_as((batch, self.heads, seq, 1))?;
+            scores = Tensor::cat(&[scores, sinks.contiguous()?], 3)?;
+        }
+        let mixed = softmax(&scores)?.narrow(3, 0, seq)?.contiguous()?.matmul(&value)?;
         mixed.transpose(1, 2)?.contiguous()?.reshape((batch, seq, self.heads * self.head_size))
     }
 }
@@ -71,6 +82,14 @@ pub(crate) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let turned_low = (low.broadcast_mul(&cos)? - high.broadcast_mul(&sin)?)?;
     let turned_high = (high.broadcast_mul(&cos)? + low.broadcast_mul(&sin)?)?;
     Tensor::cat(&[turned_low, turned_high], 2)?.reshape(x.shape())
+}
+
+/// `(up + 1) · gate · σ(1.702 · gate)` of pairs of gate and up in the last dimension, the gate up to 7 and up within ±7.
+pub(crate) fn clamped_swiglu(x: &Tensor) -> Result<Tensor> {
+    let pairs = x.reshape((x.dim(0)?, (), 2))?;
+    let [gate, up] = [0, 1].map(|i| pairs.narrow(2, i, 1)?.squeeze(2)?.minimum(7.0));
+    let (slope, up) = (f64::from(1.702_f32), (up?.maximum(-7.0)? + 1.0)?);
+    (silu(&(gate? * slope)?)? / slope)? * up
 }
 
 /// x / (1 + exp(-x)).

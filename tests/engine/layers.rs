@@ -108,12 +108,13 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
                     Activation::Gelu => reference::gelu(&x[0]),
                     Activation::SwiGlu => reference::silu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
                     Activation::GeGlu => reference::gelu(&halves(&x[0])?[0])? * &halves(&x[0])?[1],
+                    Activation::ClampedSwiGlu => reference::clamped_swiglu(&x[0]),
                 }
             };
             plain(vec![operand("x")], Box::new(compute), Some(result("y")), operand("dy"), vec![result("dx")])
         }
         // If a query has only one key, gradients of queries and keys are zero: the three inputs are compared as one.
-        Operation::Attention { shape, documents, drops: false, packed, .. } => {
+        Operation::Attention { shape, documents, drops: false, packed, sinks, .. } => {
             let ([queries, keys, values], AttentionShape { batch, seq_len, .. }) = (shape.widths(), shape);
             let joined = |all: Tensor, apart| {
                 let parts = [columns(all, 0, queries + keys), apart];
@@ -133,9 +134,11 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             let compute = move |x: &[Tensor]| {
                 let part = |first, width| x[0].narrow(1, first, width)?.contiguous()?.reshape((batch, seq_len, width));
                 let [q, k, v] = [part(0, queries)?, part(queries, keys)?, part(queries + keys, values)?];
-                attention.attend(&q, &k, &v)?.reshape((batch * seq_len, queries))
+                attention.attend(&q, &k, &v, x.get(1))?.reshape((batch * seq_len, queries))
             };
-            plain(vec![qkv], Box::new(compute), Some(result("out")), operand("dout"), vec![gradient])
+            let inputs = [qkv].into_iter().chain(sinks.then(|| operand("sinks"))).collect();
+            let gradients = [gradient].into_iter().chain(sinks.then(|| result("dsinks"))).collect();
+            plain(inputs, Box::new(compute), Some(result("out")), operand("dout"), gradients)
         }
         Operation::CrossEntropy { sizes: [rows, vocab, _], softcap, .. } => {
             let target = |row| if row == 1 { reference::IGNORED } else { (row * 31 % vocab) as i64 };
@@ -337,10 +340,11 @@ fn attend(
 ) -> Result<(Tensor, [Tensor; 3])> {
     let (out, gradients) = (dout.zeros_like()?, inputs.each_ref().map(|x| x.zeros_like().unwrap()));
     let lse = &allocate(&[shape.batch * shape.heads * shape.seq_len], DType::F32)?;
-    let operands = AttentionInputs { qkv: separate(inputs), documents, dropout: None };
+    let operands = AttentionInputs { qkv: separate(inputs), documents, dropout: None, sinks: None };
     op::Attention { shape, operands, out: &out, lse }.run(kernels)?;
-    op::AttentionBackward { shape, operands, dout, out: &out, lse, gradients: separate(&gradients) }.run(kernels)?;
-    Ok((out, gradients))
+    let (out, into) = (&out, separate(&gradients));
+    op::AttentionBackward { shape, operands, dout, out, lse, gradients: into, dsinks: None }.run(kernels)?;
+    Ok((out.clone(), gradients))
 }
 
 /// Documents that share a sequence get the results of each document alone, with positions starting at 0.

@@ -258,7 +258,9 @@ fn stored_scores_take_what_is_predicted() {
         PEAK.store(before, Relaxed);
         op::Attention { shape, operands, out: &out, lse: &lse }.run(&kernels).unwrap();
         let gradients = ColumnSlice::split(&dqkv, shape.widths()).unwrap();
-        op::AttentionBackward { shape, operands, dout: &out, out: &out, lse: &lse, gradients }.run(&kernels).unwrap();
+        op::AttentionBackward { shape, operands, dout: &out, out: &out, lse: &lse, gradients, dsinks: None }
+            .run(&kernels)
+            .unwrap();
         let measured = PEAK.load(Relaxed) - before;
         // In addition to the scores there are heads and a mask of one byte per element.
         let share = measured as f64 / predicted as f64;

@@ -123,12 +123,24 @@ fn masked(scores: &Tensor, visible: &Tensor) -> Result<Tensor> {
     select(visible, scores, f32::NEG_INFINITY)
 }
 
-/// The softmax of each row and its log-sum-exp. On CUDA the maximum drops a NaN, but the sum keeps it.
-fn softmax(scores: &Tensor) -> Result<(Tensor, Tensor)> {
-    let top = scores.max_keepdim(D::Minus1)?;
+/// The softmax of each row, whose denominator the sinks are a part of, and its log-sum-exp. On CUDA the maximum drops a NaN, but the
+/// sum keeps it.
+fn softmax(scores: &Tensor, sinks: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
+    let mut top = scores.max_keepdim(D::Minus1)?;
+    if let Some(sinks) = sinks {
+        top = top.broadcast_maximum(sinks)?;
+    }
     let exponentials = scores.broadcast_sub(&top)?.exp()?;
-    let total = exponentials.sum_keepdim(D::Minus1)?;
+    let mut total = exponentials.sum_keepdim(D::Minus1)?;
+    if let Some(sinks) = sinks {
+        total = (total + sinks.broadcast_sub(&top)?.exp()?)?;
+    }
     Ok((exponentials.broadcast_div(&total)?, (total.log()? + top)?))
+}
+
+/// The sinks as they are added to rows of scores: `[1, heads, 1, 1]`, in FP32.
+fn by_head(sinks: Option<&Tensor>) -> Result<Option<Tensor>> {
+    sinks.map(|sinks| upcast(sinks)?.reshape((1, (), 1, 1))).transpose()
 }
 
 /// A matrix of a score's shape as the products take it: `[sequences · kv_heads, group · T, keys]`.
@@ -139,10 +151,11 @@ fn grouped(scores: &Tensor, like: &Tensor) -> Result<Tensor> {
 /// Computes [`op::Attention`].
 pub(super) fn forward(op: &op::Attention<'_>) -> Result<()> {
     let op::Attention { shape, operands, out, lse } = op;
+    let sinks = by_head(operands.sinks)?;
     for part in BatchSlice::all(shape)? {
         let [queries, keys, values] = part.operands(operands.qkv)?;
         let visible = part.visible(operands.documents, out.device())?;
-        let (probabilities, log_sum) = softmax(&masked(&scores(shape, &queries, &keys)?, &visible)?)?;
+        let (probabilities, log_sum) = softmax(&masked(&scores(shape, &queries, &keys)?, &visible)?, sinks.as_ref())?;
         let probabilities = drop(operands.dropout, part.first_score(), probabilities)?;
         let attended = matmul(&grouped(&probabilities, &queries)?, &values)?;
         store_columns_of_rows(&part.merge(&attended)?, ColumnSlice::all(out)?, part.rows())?;
@@ -153,7 +166,8 @@ pub(super) fn forward(op: &op::Attention<'_>) -> Result<()> {
 
 /// Computes [`op::AttentionBackward`].
 pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
-    let &op::AttentionBackward { ref shape, operands, dout, out, lse, gradients } = op;
+    let &op::AttentionBackward { ref shape, operands, dout, out, lse, gradients, dsinks } = op;
+    let (sinks, mut dsink) = (by_head(operands.sinks)?, None);
     for part in BatchSlice::all(shape)? {
         let [queries, keys, values] = part.operands(operands.qkv)?;
         let (dout, out) = (part.heads(ColumnSlice::all(dout)?)?, part.heads(ColumnSlice::all(out)?)?);
@@ -164,6 +178,10 @@ pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
         let p = masked(&scores, &visible)?.broadcast_sub(&log_sum)?.exp()?;
         // The softmax's derivative takes Σ_j p_j · dp_j, which is dout · out, masks included.
         let delta = per_row(&(&dout * out)?.sum_keepdim(D::Minus1)?)?;
+        if let Some(sinks) = sinks.as_ref().filter(|_| dsinks.is_some()) {
+            let of_part = (sinks.broadcast_sub(&log_sum)?.exp()? * &delta)?.neg()?.sum((0, 2, 3))?;
+            dsink = Some(dsink.map_or(Ok(of_part.clone()), |sum: Tensor| sum + of_part)?);
+        }
         let dp = matmul(&dout, &values.transpose(1, 2)?)?.reshape(p.shape())?;
         let dp = drop(operands.dropout, part.first_score(), dp)?;
         let mut ds = (&p * dp.broadcast_sub(&delta)?)?;
@@ -179,13 +197,13 @@ pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
             store_columns_of_rows(&part.merge(gradient)?, columns, part.rows())?;
         }
     }
-    Ok(())
+    dsink.zip(dsinks).map_or(Ok(()), |(sum, out)| store(&sum, out))
 }
 
 /// Computes [`op::DecodeAttention`].
 pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
-    let &op::DecodeAttention { ref shape, sequences, qkv, out } = op;
-    let mut first = 0;
+    let &op::DecodeAttention { ref shape, sequences, qkv, sinks, out } = op;
+    let (sinks, mut first) = (by_head(sinks)?, 0);
     for &CachedSequence { cache, past, new } in sequences {
         let shape = &AttentionShape { seq_len: new, ..*shape };
         let heads = |x: ColumnSlice<'_>| split_heads(&columns_of_rows(x, first..first + new)?, (1, shape));
@@ -196,7 +214,8 @@ pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
         let cached = |x: &Tensor| upcast(&x.narrow(1, 0, past + new)?.contiguous()?);
         let queries = heads(queries)?;
         let scores = scores(shape, &queries, &cached(&cache.keys)?)?;
-        let (probabilities, _) = softmax(&masked(&scores, &visible(shape, past, None, out.device())?)?)?;
+        let visible = visible(shape, past, None, out.device())?;
+        let (probabilities, _) = softmax(&masked(&scores, &visible)?, sinks.as_ref())?;
         let attended = matmul(&grouped(&probabilities, &queries)?, &cached(&cache.values)?)?;
         store(&merge_heads(&attended, (1, shape))?, &out.narrow(0, first, new)?)?;
         first += new;

@@ -2,7 +2,7 @@
 
 use super::dispatch::{Attempt, CudaKernels, Stop, require};
 use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
-use crate::attention::AttentionShape;
+use crate::attention::{AttentionInputs, AttentionShape};
 use crate::columns::ColumnSlice;
 use crate::op;
 use candle_core::{DType, Device, Result, Tensor};
@@ -111,9 +111,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// There are no kernels for large heads and soft caps.
-    fn new(shape: AttentionShape, dtype: DType) -> Attempt<Self> {
-        require(shape.softcap.is_none())?;
+    /// There are no kernels for large heads, soft caps and sinks.
+    fn new(shape: AttentionShape, operands: &AttentionInputs<'_>, dtype: DType) -> Attempt<Self> {
+        require(shape.softcap.is_none() && operands.sinks.is_none())?;
         let size = SIZES.into_iter().find(|&size| size >= shape.head_size).ok_or(Stop::Unsupported)?;
         Ok(Self { shape, dtype, size })
     }
@@ -210,7 +210,7 @@ impl<Q: Queue> CudaKernels<Q> {
 
     pub(super) fn attention(&self, op: &op::Attention<'_>) -> Attempt {
         let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
-        let plan = Plan::new(*shape, dtype)?;
+        let plan = Plan::new(*shape, operands, dtype)?;
         let qkv = self.qkv(shape, operands.qkv)?;
         let bounds = self.bounds(shape, operands.documents, qkv.device())?;
         let arguments = AttentionForward {
@@ -226,7 +226,7 @@ impl<Q: Queue> CudaKernels<Q> {
 
     pub(super) fn attention_backward(&self, op: &op::AttentionBackward<'_>) -> Attempt {
         let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
-        let plan = Plan::new(*shape, dtype)?;
+        let plan = Plan::new(*shape, operands, dtype)?;
         let qkv = self.qkv(shape, operands.qkv)?;
         let packed = packed(shape, op.gradients);
         let dqkv = packed.clone().map_or_else(|| wide(shape, op.gradients), Ok)?;

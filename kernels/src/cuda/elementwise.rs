@@ -1,6 +1,6 @@
 //! The launches of `elementwise.cu`.
 
-use super::dispatch::{Attempt, CudaKernels, is_pair, require};
+use super::dispatch::{Attempt, CudaKernels, Stop, is_pair, require};
 use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::dropout::Dropout;
 use crate::{Activation, op};
@@ -76,6 +76,7 @@ impl<Q: Queue> CudaKernels<Q> {
                 Activation::Gelu => 0,
                 Activation::SwiGlu => 1,
                 Activation::GeGlu => 2,
+                Activation::ClampedSwiGlu => return Err(Stop::Unsupported),
             },
         };
         // SAFETY: every buffer was found large enough.

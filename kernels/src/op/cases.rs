@@ -39,11 +39,11 @@ pub struct Case {
 pub enum Operation {
     /// [`op::AdamW`]; types of the gradient and of the working copy, and whether it counts the updates that the copy shows.
     AdamW { len: usize, types: [DType; 2], counts: bool },
-    /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one. Without
-    /// documents, each sequence is one.
-    Attention { shape: AttentionShape, documents: Documents, dtype: DType, drops: bool, packed: bool },
+    /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one, with sinks or
+    /// without. Without documents, each sequence is one.
+    Attention { shape: AttentionShape, documents: Documents, dtype: DType, drops: bool, packed: bool, sinks: bool },
     /// [`op::DecodeAttention`] of all tokens of a sequence, a few at a time; the exact result is [`op::Attention`]'s.
-    Decode { shape: AttentionShape, dtype: DType },
+    Decode { shape: AttentionShape, dtype: DType, sinks: bool },
     /// [`op::CrossEntropy`] of rows, vocabulary and stride: without the gradient, with it, and with weights. With a cap also
     /// [`op::SoftCap`].
     CrossEntropy { sizes: [usize; 3], softcap: Option<f32>, dtype: DType },
@@ -180,6 +180,11 @@ impl<'a> Trial<'a> {
         self.stored(&Tensor::full(f32::NAN, shape, &Device::Cpu)?, dtype)?.contiguous()
     }
 
+    /// Sinks of attention: below, between and above scores.
+    fn sinks(&self, heads: usize, dtype: DType) -> Result<Tensor> {
+        self.mapped("sinks", &[heads], dtype, |head, x| x + [-3.0, 0.0, 6.0][head % 3])
+    }
+
     fn dropout(&self, drops: bool) -> Option<Dropout> {
         // A draw with something in both words.
         Dropout::new(0.2, self.seed, 4, 77 << 32 | 5).filter(|_| drops)
@@ -267,10 +272,10 @@ impl Operation {
     fn compute(self, t: &Trial<'_>) -> Outputs {
         match self {
             Self::AdamW { len, types, counts } => adamw(t, len, types, counts),
-            Self::Attention { shape, documents, dtype, drops, packed } => {
-                attention(t, shape, documents, dtype, [drops, packed])
+            Self::Attention { shape, documents, dtype, drops, packed, sinks } => {
+                attention(t, shape, documents, dtype, [drops, packed, sinks])
             }
-            Self::Decode { shape, dtype } => decode(t, shape, dtype),
+            Self::Decode { shape, dtype, sinks } => decode(t, shape, dtype, sinks),
             Self::CrossEntropy { sizes, softcap, dtype } => cross_entropy(t, sizes, softcap, dtype),
             Self::Activate { activation, sizes, dtype } => activate(t, activation, sizes, dtype),
             Self::Sums { len, types, drops } => sums(t, len, types, drops),
@@ -334,7 +339,7 @@ fn attention(
     shape: AttentionShape,
     documents: Documents,
     dtype: DType,
-    [drops, packed]: [bool; 2],
+    [drops, packed, has_sinks]: [bool; 3],
 ) -> Outputs {
     let (tokens, [width, _, values]) = (shape.batch * shape.seq_len, shape.widths());
     let columns = [tokens, shape.widths().iter().sum::<usize>()];
@@ -349,11 +354,13 @@ fn attention(
         }
         Ok(parts)
     };
-    let operands =
-        AttentionInputs { qkv: parts(&qkv, &apart)?, documents: starts.as_deref(), dropout: t.dropout(drops) };
+    let sinks = has_sinks.then(|| t.sinks(shape.heads, dtype)).transpose()?;
+    let dsinks = has_sinks.then(|| t.poisoned(&[shape.heads], dtype)).transpose()?;
+    let (qkv, documents) = (parts(&qkv, &apart)?, starts.as_deref());
+    let operands = AttentionInputs { qkv, documents, dropout: t.dropout(drops), sinks: sinks.as_ref() };
     let (dout, gradients) = (&t.numbers("dout", &[tokens, width], dtype)?, parts(&dqkv, &dv)?);
     t.run(op::Attention { shape, operands, out, lse })?;
-    t.run(op::AttentionBackward { shape, operands, dout, out, lse, gradients })?;
+    t.run(op::AttentionBackward { shape, operands, dout, out, lse, gradients, dsinks: dsinks.as_ref() })?;
     let mut outputs = t.outputs([("out", out), ("dqkv", &dqkv), ("dv", &dv)], dtype);
     for [each, all] in outputs[1..].iter_mut().map(|output| &mut output.bounds) {
         *each *= 3.0;
@@ -363,17 +370,25 @@ fn attention(
         }
     }
     outputs.push(t.output("the log-sum-exp", lse, DType::F32));
+    // Sums over all rows of products with the rounded output, whose signs differ.
+    outputs.extend(dsinks.as_ref().map(|dsinks| {
+        let output = t.output("dsinks", dsinks, dtype);
+        Output { bounds: output.bounds.map(|bound| 3.0 * bound), ..output }
+    }));
     Ok(outputs)
 }
 
-fn decode(t: &Trial<'_>, shape: AttentionShape, dtype: DType) -> Outputs {
+fn decode(t: &Trial<'_>, shape: AttentionShape, dtype: DType, has_sinks: bool) -> Outputs {
     let AttentionShape { seq_len, kv_heads, head_size, .. } = shape;
     let widths = shape.widths();
     let qkv = t.numbers("qkv", &[seq_len, widths.iter().sum()], dtype)?;
     let out = t.poisoned(&[seq_len, widths[0]], dtype)?;
+    let sinks = has_sinks.then(|| t.sinks(shape.heads, dtype)).transpose()?;
+    let sinks = sinks.as_ref();
     if t.kernels.is_none() {
         let lse = &t.poisoned(&[shape.heads * seq_len], DType::F32)?;
-        t.run(op::Attention { shape, operands: AttentionInputs::packed(&shape, &qkv, None)?, out: &out, lse })?;
+        let operands = AttentionInputs { sinks, ..AttentionInputs::packed(&shape, &qkv, None)? };
+        t.run(op::Attention { shape, operands, out: &out, lse })?;
         return Ok(vec![t.output("out", &out, dtype)]);
     }
     let (cache, mut past) = (LayerKvCache::new(kv_heads, seq_len + 3, head_size, dtype, t.device)?, 0);
@@ -382,7 +397,7 @@ fn decode(t: &Trial<'_>, shape: AttentionShape, dtype: DType) -> Outputs {
         let (qkv, out) = (qkv.narrow(0, past, new)?, out.narrow(0, past, new)?);
         let shape = AttentionShape { seq_len: new, ..shape };
         let sequences = &[CachedSequence { cache: &cache, past, new }];
-        t.run(op::DecodeAttention { shape, sequences, qkv: ColumnSlice::split(&qkv, widths)?, out: &out })?;
+        t.run(op::DecodeAttention { shape, sequences, qkv: ColumnSlice::split(&qkv, widths)?, sinks, out: &out })?;
         past += new;
     }
     Ok(vec![t.output("out", &out, dtype)])

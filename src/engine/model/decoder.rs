@@ -343,7 +343,7 @@ impl Decoder {
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let (acts, scratch) = ws.block(i)?;
         self.block_pass(cx, i, (&ws.stream[i], acts, scratch), (&ws.rope_caches, ws.positions()), |qkv| {
-            let operands = AttentionInputs { qkv, documents: ws.documents(), dropout };
+            let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks: None };
             op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
                 .run(self.kernels())
         })
@@ -599,7 +599,7 @@ impl Decoder {
         let widths = self.spec.qkv_widths();
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
-        let operands = AttentionInputs { qkv, documents: ws.documents(), dropout };
+        let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks: None };
         let linear = ColumnSlice::split(dqkv, widths)?;
         // Gradients of normalised queries and keys have a separate buffer: the norm's backward pass reads it and writes
         // next to the values' gradient.
@@ -615,6 +615,7 @@ impl Decoder {
             out: &acts.attended,
             lse: &acts.lse,
             gradients: [dq, dk, linear[2]],
+            dsinks: None,
         }
         .run(kernels)?;
         if let Some(tables) = ws.rope_caches.of(&self.spec, i) {

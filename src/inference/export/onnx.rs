@@ -499,7 +499,8 @@ impl GraphBuilder<'_> {
             Activation::Gelu | Activation::GeGlu => {
                 self.graph.op("Gelu", &[&inner], &[Attribute::Text("approximate", "tanh")])
             }
-            Activation::SwiGlu => {
+            // Only mixtures, which are refused, have it clamped.
+            Activation::SwiGlu | Activation::ClampedSwiGlu => {
                 let sigmoid = self.graph.op("Sigmoid", &[&inner], &[]);
                 self.graph.op("Mul", &[&inner, &sigmoid], &[])
             }

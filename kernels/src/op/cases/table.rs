@@ -102,7 +102,10 @@ impl Cases {
             let windowed = AttentionShape { window: Some(seq_len / 3), ..shape };
             let (drops, packed) = (i % 2 == 0, kv_heads == heads);
             for dtype in TYPES {
-                let attention = |(shape, documents)| Operation::Attention { shape, documents, dtype, drops, packed };
+                let attention = |(shape, documents)| {
+                    let sinks = false;
+                    Operation::Attention { shape, documents, dtype, drops, packed, sinks }
+                };
                 let documents = &TWO[..batch];
                 self.add("attention", [(shape, &[][..]), (windowed, &[]), (shape, documents)].map(attention));
             }
@@ -127,12 +130,19 @@ impl Cases {
         ];
         let cut: Documents = &[&[5, 6, 30], &[17]];
         let cut = [(grouped(2, 37), cut), (capped(windowed(2, 37, 9), 0.5), cut)];
-        for (shape, documents) in shapes.map(|shape| (shape, &[][..])).into_iter().chain(cut) {
+        // Sinks with one key or all keys in a window, with documents, and with dropout.
+        let with_sinks = [(packed(1, 1), &[][..]), (windowed(2, 50, 1), &[]), (windowed(2, 37, 9), cut[0].1)];
+        let alone = shapes.map(|shape| (shape, &[][..])).into_iter().chain(cut).map(|case| (case, false));
+        for ((shape, documents), sinks) in alone.chain(with_sinks.map(|case| (case, true))) {
             for dtype in TYPES {
-                let attention = |packed| Operation::Attention { shape, documents, dtype, drops: false, packed };
+                let attention = |packed: bool| {
+                    let drops = sinks && !packed;
+                    Operation::Attention { shape, documents, dtype, drops, packed, sinks }
+                };
                 self.add(Case::CPU, [true, false].map(attention));
                 if documents.is_empty() {
-                    self.add(Case::CPU, [Operation::Decode { shape: AttentionShape { batch: 1, ..shape }, dtype }]);
+                    let shape = AttentionShape { batch: 1, ..shape };
+                    self.add(Case::CPU, [Operation::Decode { shape, dtype, sinks }]);
                 }
             }
         }
@@ -181,7 +191,7 @@ impl Cases {
                 let types = [dtype, dtype];
                 self.add(Case::CPU, [Operation::Product { sizes: [33, 70, 17], transposed, types }]);
             }
-            for activation in [Activation::Gelu, Activation::SwiGlu, Activation::GeGlu] {
+            for activation in [Activation::Gelu, Activation::SwiGlu, Activation::GeGlu, Activation::ClampedSwiGlu] {
                 let sizes = [[1, 3], [9, 31], [5, 1100]];
                 self.add(Case::CPU, sizes.map(|sizes| Operation::Activate { activation, sizes, dtype }));
             }

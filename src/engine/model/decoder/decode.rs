@@ -209,7 +209,8 @@ impl Decoder {
                     new: *new,
                 });
                 let sequences = &sequences.collect::<Vec<_>>()[..];
-                op::DecodeAttention { shape: self.shape(i, 1, rows), sequences, qkv, out: &acts.attended }.run(kernels)
+                let shape = self.shape(i, 1, rows);
+                op::DecodeAttention { shape, sequences, qkv, sinks: None, out: &acts.attended }.run(kernels)
             })?;
             self.add_mlp(cx, i, (acts, scratch), stream)?;
         }

@@ -8,7 +8,7 @@ mod model;
 mod tokenizer;
 mod vocabulary;
 
-pub use architectures::{GgufHeader, GgufMetadata, ROPE_FACTORS, RopeFactors, gguf_name, gguf_offset};
+pub use architectures::{GgufHeader, GgufMetadata, ROPE_FACTORS, RopeFactors, gguf_offset};
 pub use model::GgufModel;
 pub(crate) use vocabulary::vocabulary;
 

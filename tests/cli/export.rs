@@ -118,7 +118,7 @@ const DTYPES: [(Dtype, f64); 3] = [(Dtype::F32, 1e-6), (Dtype::F16, 4e-3), (Dtyp
 #[test]
 fn a_hugging_face_folder_computes_the_same_in_every_dtype() {
     let folder = tempfile::tempdir().unwrap();
-    for name in ["deep", "untied", "families/olmoe", "families/granitemoe"] {
+    for name in ["deep", "untied", "families/olmoe", "families/granitemoe", "families/gpt-oss"] {
         let trained = model(name, folder.path());
         let ids = ids(&trained, 20);
         let exact = values(&logits(&trained, Dtype::F32, &ids, 10));
@@ -264,6 +264,7 @@ fn families(folder: &Path) -> Vec<TrainedModel> {
         "qwen3-moe",
         "olmoe",
         "granitemoe",
+        "gpt-oss",
     ];
     let ends = ("eos_token_id", serde_json::json!([27, 3]));
     let with_ends = |name: &str| changed_model(&format!("families/{name}"), folder, std::slice::from_ref(&ends));

@@ -8,7 +8,7 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Tensor};
 use finetune::engine::model::{ALL_LINEAR, Lora, ModelSpec, Parameters};
-use finetune::store::gguf::{gguf_name, gguf_offset};
+use finetune::store::gguf::gguf_offset;
 use finetune::train::TrainState;
 use serde_json::Value as Json;
 
@@ -30,7 +30,7 @@ pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {
     let mut parts: Vec<(String, BTreeMap<usize, Tensor>)> = Vec::new();
     for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
         let values = spec.to_gguf_layout(entry, tensor).unwrap().to_dtype(DType::F32).unwrap();
-        let (name, part) = (gguf_name(entry), (gguf_offset(entry), values));
+        let (name, part) = (spec.gguf_name(entry), (gguf_offset(entry), values));
         match parts.iter_mut().find(|(other, _)| *other == name) {
             Some((_, all)) => drop(all.insert(part.0, part.1)),
             None => parts.push((name, [part].into())),

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
-CASES = ["olmoe", "qwen3-moe", "granitemoe"]
+CASES = ["olmoe", "qwen3-moe", "granitemoe", "gpt-oss"]
 COEFFICIENT = 0.5
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 from make_golden import IGNORED, STEPS, make
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GraniteConfig, GraniteMoeConfig, GraniteMoeHybridConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, OlmoeConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GptOssConfig, GraniteConfig, GraniteMoeConfig, GraniteMoeHybridConfig, LlamaConfig, Ministral3Config, MistralConfig, Olmo2Config, Olmo3Config, OlmoeConfig, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 FOLDER = Path(__file__).parent / "families"
@@ -39,7 +39,8 @@ def in_double(norm):
 
 def attention_of(config):
     """transformers' implementation of attention for a model."""
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    eager = getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt_oss"
+    return "eager" if eager else "sdpa"
 
 
 def softmax_in_double(narrow=torch.nn.functional.softmax):
@@ -53,6 +54,8 @@ def softmax_in_double(narrow=torch.nn.functional.softmax):
 
 def router_in_double(router):
     """Lets a router compute its softmax in FP64 where its input is FP64."""
+    if hasattr(router, "bias"):
+        return  # gpt-oss's has the type of its input
     narrow, normalized = router.forward, getattr(router, "norm_topk_prob", True)
 
     def forward(x):
@@ -89,9 +92,14 @@ class Case:
         model = AutoModelForCausalLM.from_config(self.config(), attn_implementation=attention_of(self.config()),
                                                  experts_implementation="eager")
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:  # a bias of 0 or a gain of 1 would hide that it was left out
                     parameter += 0.1 * torch.randn_like(parameter)
+                elif name.endswith("_bias"):
+                    parameter += 0.1 * torch.randn_like(parameter)
+                if name.endswith("gate_up_proj_bias"):  # clamps some gates, and ups on both sides
+                    parameter[:, ::5] += 9.0
+                    parameter[:, 15] -= 18.0
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
                 in_double(module)
@@ -206,6 +214,12 @@ CASES = {
     "granitemoe": Case(GraniteMoeConfig, {
         "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 1.5,
         "intermediate_size": 11, "num_local_experts": 5, "num_experts_per_tok": 2, "tie_word_embeddings": True}, 161),
+    # Sinks, a window in the first layer, biases everywhere, clamped gates, two of five experts.
+    "gpt-oss": Case(GptOssConfig, {
+        "intermediate_size": 11, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 6, "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0, "original_max_position_embeddings": 8,
+            "truncate": False}}, 68, seq=13, padded=True),
     # Fused weights, three heads over one, a window.
     "phi3": Case(Phi3Config, {"num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 5}, 55, seq=13),
     # Six of a head's eight elements are rotated, by the factors of a sequence beyond the original context.

@@ -121,9 +121,11 @@ def train(case, dtype, fp16=False):
     """Twenty steps of PyTorch's recipe; the parameters afterwards and what happened at each step."""
     model = case.model().to(dtype)
     parameters = list(model.parameters())
+    # The biases of all experts are one matrix.
+    decayed = [p for name, p in model.named_parameters() if p.dim() >= 2 and not name.endswith("_bias")]
+    others = [p for name, p in model.named_parameters() if p.dim() < 2 or name.endswith("_bias")]
     optimizer = torch.optim.AdamW(
-        [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": ADAMW["weight_decay"]},
-         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": ADAMW["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
         lr=ADAMW["lr"], betas=tuple(ADAMW["betas"]), eps=ADAMW["eps"])
     scaler = torch.amp.GradScaler("cpu", enabled=fp16, **SCALER)
     history = []
@@ -149,13 +151,17 @@ def relative(value, truth):
 def by_expert(tensors):
     """Stacked matrices of experts under the names of single ones, as finetune has them."""
     single = {}
+    biased = any(name.endswith("experts.down_proj_bias") for name in tensors)
     for name, tensor in tensors.items():
         prefix, _, last = name.rpartition(".")
         if not prefix.endswith("experts"):
-            single[name.replace("router.weight", "router.layer.weight")] = tensor
+            single[name.replace("moe.router.weight", "moe.router.layer.weight")] = tensor
             continue
         for i, matrix in enumerate(tensor):
-            if "block_sparse_moe" in prefix:
+            if biased:
+                kind = "bias" if last.endswith("_bias") else "weight"
+                single[f"{prefix}.{last.removesuffix('_bias')}.{i}.{kind}"] = matrix
+            elif "block_sparse_moe" in prefix:
                 kind = "output" if last == "down_proj" else "input"
                 single[f"{prefix.removesuffix('.experts')}.{kind}_linear.{i}.weight"] = matrix
             elif last == "down_proj":

@@ -62,6 +62,9 @@ CASES = {
         "experts.down_proj", "router.weight"]}),
     "qwen3-moe": ("families/qwen3-moe", {"target_modules": [], "target_parameters": ["experts.gate_up_proj"],
                                          "use_rslora": True}),
+    # Attention, routers and experts, with their biases and sinks frozen.
+    "gpt-oss": ("families/gpt-oss", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "target_parameters": [
+        "experts.gate_up_proj", "experts.down_proj", "router.weight"]}),
 }
 
 # Where another seed would have PyTorch's own FP32 run end 1e-5 from its FP64 run, or BF16 choose other experts.

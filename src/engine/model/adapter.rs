@@ -149,7 +149,7 @@ impl Adapter {
         let Lora { r, dropout, .. } = *lora;
         Ok(Some(Self {
             layer,
-            layout: spec.weight_layout,
+            layout: spec.layout_of(layer.op),
             weight: fused_param(parameters, layer, ParamRole::Weight)?,
             bias: parameters.find_fused(layer, ParamRole::Bias),
             a,

@@ -79,6 +79,8 @@ struct Block {
     qkv: Linear,
     /// The norms of queries and of keys.
     qk_norms: Option<[NormLayer; 2]>,
+    /// The sinks of attention.
+    sinks: Option<ParamRef>,
     out: Linear,
     mlp_norm: NormLayer,
     mlp: Mlp,
@@ -131,6 +133,7 @@ impl Block {
             attention_norm: norm(NormRole::Attention)?,
             qkv: linear(LinearRole::Qkv)?,
             qk_norms: pair(spec.qk_norm.is_some(), [NormRole::Query, NormRole::Key])?,
+            sinks: layout.find_fused(ModuleId::in_block(block, ModuleOp::Attention), ParamRole::Weight),
             post_norms: pair(spec.post_norms, [NormRole::PostAttention, NormRole::PostMlp])?,
             out: linear(LinearRole::Out)?,
             mlp_norm: norm(NormRole::Mlp)?,
@@ -342,11 +345,17 @@ impl Decoder {
     fn forward_block<'a>(&self, cx: &mut Context<'a>, i: usize, ws: &'a Workspace) -> Result<()> {
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let (acts, scratch) = ws.block(i)?;
+        let sinks = self.sinks(cx.weights, i);
         self.block_pass(cx, i, (&ws.stream[i], acts, scratch), (&ws.rope_caches, ws.positions()), |qkv| {
-            let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks: None };
+            let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
             op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
                 .run(self.kernels())
         })
+    }
+
+    /// The sinks of block `i`.
+    fn sinks<'a>(&self, weights: &'a Parameters, i: usize) -> Option<&'a Tensor> {
+        self.blocks[i].sinks.map(|sinks| weights.fused(sinks))
     }
 
     /// [`Self::forward_block`] with these buffers and positions. `attend` writes attention's output.
@@ -375,8 +384,8 @@ impl Decoder {
         block.mlp.forward_up(cx, (acts, scratch))?;
         op::Activate { activation: self.spec.activation, x: &acts.up, y: &scratch.activated }.run(kernels)?;
         self.record_activation(cx, i, TensorKind::Output, &scratch.activated)?;
-        if matches!(block.mlp, Mlp::Mixture(_)) {
-            ExpertMlps::scale_activated(cx, acts, &scratch.activated)?;
+        if let Mlp::Mixture(mixture) = &block.mlp {
+            mixture.scale_activated(cx, acts, &scratch.activated)?;
         }
         if let Some(kept) = &acts.post_mlp {
             let down = |cx: &mut Context<'_>, y: &Tensor| block.mlp.forward_down(cx, (acts, scratch), y);
@@ -556,7 +565,7 @@ impl Decoder {
             Mlp::Dense { down, .. } => down.backward_input(cx, dy, activated)?,
             Mlp::Mixture(mixture) => {
                 op::Activate { activation: self.spec.activation, x: &acts.up, y: input }.run(kernels)?;
-                ExpertMlps::scale_activated(cx, acts, input)?;
+                mixture.scale_activated(cx, acts, input)?;
                 mixture.backward_down(cx, (acts, scratch), (dy, &ws.balance.borrow()))?;
                 None
             }
@@ -599,7 +608,8 @@ impl Decoder {
         let widths = self.spec.qkv_widths();
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
-        let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks: None };
+        let sinks = self.sinks(cx.weights, i);
+        let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
         let linear = ColumnSlice::split(dqkv, widths)?;
         // Gradients of normalised queries and keys have a separate buffer: the norm's backward pass reads it and writes
         // next to the values' gradient.
@@ -607,7 +617,8 @@ impl Decoder {
             Some(query_key) => ColumnSlice::split(query_key, [widths[0], widths[1]])?,
             None => [linear[0], linear[1]],
         };
-        let shape = self.shape(i, ws.batch, ws.seq_len);
+        let (shape, dsinks) =
+            (self.shape(i, ws.batch, ws.seq_len), self.blocks[i].sinks.and_then(|sinks| cx.grad(sinks)));
         op::AttentionBackward {
             shape,
             operands,
@@ -615,9 +626,13 @@ impl Decoder {
             out: &acts.attended,
             lse: &acts.lse,
             gradients: [dq, dk, linear[2]],
-            dsinks: None,
+            dsinks,
         }
         .run(kernels)?;
+        if let Some(dsinks) = dsinks {
+            let attention = ModuleId::in_block(i, ModuleOp::Attention);
+            cx.hook.record_whole(attention, TensorKind::WeightGradient, dsinks)?;
+        }
         if let Some(tables) = ws.rope_caches.of(&self.spec, i) {
             self.apply_rope(kernels, [dq, dk], tables, (ws.positions(), Direction::Backward))?;
         }

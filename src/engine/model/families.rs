@@ -3,6 +3,7 @@
 mod gemma2;
 mod gemma3;
 mod gpt2;
+mod gpt_oss;
 mod granite;
 mod granite4;
 mod granitemoe;
@@ -25,7 +26,7 @@ use super::family::{ConfigReader, Family};
 use super::spec::ModelSpec;
 use serde_json::{Map, Value};
 
-static FAMILIES: [&Family; 17] = [
+static FAMILIES: [&Family; 18] = [
     &gpt2::GPT2,
     &llama::LLAMA,
     &mistral::MISTRAL,
@@ -43,6 +44,7 @@ static FAMILIES: [&Family; 17] = [
     &qwen3_moe::QWEN3_MOE,
     &olmoe::OLMOE,
     &granitemoe::GRANITE_MOE,
+    &gpt_oss::GPT_OSS,
 ];
 
 /// The maximum number of parameters; their bytes in any number of copies stay within 64 bits.
@@ -61,9 +63,8 @@ pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
 }
 
 /// Known values of `model_type`, with the parts of these models that the engine lacks.
-const LACKING: [(&str, &str); 5] = [
+const LACKING: [(&str, &str); 4] = [
     ("gemma4_text", "shared keys and values and embeddings for each layer"),
-    ("gpt_oss", "attention sinks, clamped gates and MXFP4 weights"),
     ("qwen3_5_moe_text", "layers with a gated delta rule"),
     ("qwen3_5_text", "layers with a gated delta rule"),
     ("qwen3_next", "layers with a gated delta rule"),

@@ -16,6 +16,7 @@ pub(crate) type GgufEntries = Vec<(&'static str, Value)>;
 pub(crate) type NamedModel = (&'static str, fn() -> ModelSpec);
 
 /// How GGUF files describe a family. Names and row orders follow llama.cpp's converter.
+#[expect(clippy::struct_excessive_bools, reason = "families' files differ in these ways independently")]
 pub(crate) struct GgufFormat {
     /// `general.architecture`.
     pub(crate) architecture: &'static str,
@@ -27,12 +28,27 @@ pub(crate) struct GgufFormat {
     pub(crate) splits_gate_up: bool,
     /// Whether a key can change the factor of YaRN's cosines and sines.
     pub(crate) yarn_log_multiplier: bool,
+    /// The `truncate` of YaRN in files, which have no key for it.
+    pub(crate) yarn_truncates: bool,
+    /// The name of the norm in front of the MLP.
+    pub(crate) mlp_norm: &'static str,
     /// Whether a file with these metadata keys is of this family and not of another with the same architecture.
     pub(super) claims: fn(keys: &Map<String, Value>) -> bool,
     /// Moves metadata that only this family has from `keys` to the `config.json`.
     pub(crate) read: fn(keys: &mut Map<String, Value>, json: &mut Map<String, Value>),
     /// Adds metadata that only this family has; rejects what llama.cpp would compute differently.
     pub(crate) write: fn(spec: &ModelSpec, keys: &mut GgufEntries) -> Result<(), String>,
+}
+
+/// How files have the parameters of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ExpertTensors {
+    /// Each in a separate tensor.
+    Separate,
+    /// The parameters of all experts, stacked as those of a layer: `input_linear.weight`.
+    OfLayer,
+    /// The parameters of all experts, stacked: `down_proj` and `down_proj_bias`.
+    Plain,
 }
 
 /// A model family: the keys of its `config.json`, its names and its GGUF files. One file each, listed in `families.rs`; Llama's
@@ -56,8 +72,8 @@ pub struct Family {
     pub(super) parameter_name: fn(tensor: &str) -> Option<&str>,
     /// The prefix that transformers gives every parameter except the head's.
     pub(super) prefix: &'static str,
-    /// Whether files have one tensor of all experts instead of one of each.
-    pub(super) stacked_experts: bool,
+    /// How files have the parameters of experts.
+    pub(super) expert_tensors: ExpertTensors,
     /// Its GGUF files.
     pub(crate) gguf: GgufFormat,
 }
@@ -87,9 +103,15 @@ impl Family {
     /// The tensor that has a matrix of each expert, and the place of `parameter` in it: `input_linear.3.weight` is matrix 3 of
     /// `input_linear.weight`. `None` if it has a separate tensor.
     pub(crate) fn stack_of(&self, parameter: &str) -> Option<(String, usize)> {
-        let (layer, last) = parameter.rsplit_once('.').filter(|_| self.stacked_experts)?;
+        let (layer, last) = parameter.rsplit_once('.')?;
         let (stack, expert) = layer.rsplit_once('.')?;
-        Some((format!("{stack}.{last}"), expert.parse().ok()?))
+        let name = match (self.expert_tensors, last) {
+            (ExpertTensors::Separate, _) => return None,
+            (ExpertTensors::OfLayer, _) => format!("{stack}.{last}"),
+            (ExpertTensors::Plain, "bias") => format!("{stack}_bias"),
+            (ExpertTensors::Plain, _) => stack.to_owned(),
+        };
+        Some((name, expert.parse().ok()?))
     }
 
     /// The tensors of a file with these parameters.

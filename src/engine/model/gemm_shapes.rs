@@ -48,7 +48,7 @@ impl ModelSpec {
             products.push(product([tokens, inputs, outputs], low, compute));
             products.push(product([tokens, outputs, inputs], low, compute));
             if trained.contains(&fused_into) {
-                let [rows, columns] = match self.weight_layout {
+                let [rows, columns] = match self.layout_of(fused_into.op) {
                     WeightLayout::InOut => [inputs, outputs],
                     WeightLayout::OutIn => [outputs, inputs],
                 };

@@ -162,7 +162,7 @@ impl Linear {
         let weight = fused_param(parameters, layer, ParamRole::Weight)?;
         let bias = parameters.find_fused(layer, ParamRole::Bias);
         let adapter = Adapter::new(spec, parameters, layer)?.map(Box::new);
-        Ok(Self { layer, layout: spec.weight_layout, weight, bias, adapter })
+        Ok(Self { layer, layout: spec.layout_of(layer.op), weight, bias, adapter })
     }
 
     /// The type of its weight.
@@ -192,12 +192,18 @@ impl Linear {
         self.adapter.as_deref().filter(|_| !matches!(cx.mode, ForwardMode::Base))
     }
 
-    /// Computes `x · weight` in FP32 plus the output of the adapter, for a layer without bias.
+    /// Computes `x · weight + bias` in FP32 plus the output of the adapter.
     pub(super) fn forward_into_fp32(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor) -> Result<()> {
         let weight = cx.weights.weight(self.weight)?;
-        let (transposed, columns) = (weight.layout(self.layout) == WeightLayout::OutIn, ColumnSlice::all(&weight)?);
-        let operand = MatmulOperand::plain(ColumnSlice::all(x)?);
-        cx.product(operand, MatmulOperand { columns, transposed }, 1.0, ColumnSlice::all(y)?)?;
+        let layout = weight.layout(self.layout);
+        if let Some(bias) = self.bias {
+            let bias = Some(cx.weights.fused(bias));
+            op::Linear { layout, x, weight: &weight, bias, y, low_rank: None }.run(cx.kernels)?;
+        } else {
+            let (transposed, columns) = (layout == WeightLayout::OutIn, ColumnSlice::all(&weight)?);
+            let operand = MatmulOperand::plain(ColumnSlice::all(x)?);
+            cx.product(operand, MatmulOperand { columns, transposed }, 1.0, ColumnSlice::all(y)?)?;
+        }
         if let Some(adapter) = self.active_adapter(cx) {
             adapter.add_to_fp32(cx, x, y)?;
         }

@@ -267,7 +267,7 @@ pub fn init_dora_magnitude(spec: &ModelSpec, parameters: &Parameters) -> candle_
         let weight = parameters.weight(weight)?;
         let place = parts(spec, fused_into).into_iter().find(|(part, ..)| *part == layer);
         if let Some((_, first, count)) = place {
-            let layout = weight.layout(spec.weight_layout);
+            let layout = weight.layout(spec.layout_of(layer.op));
             magnitude.slice_set(&dora::initial(&weight, layout, first, count)?, 0, 0)?;
         }
     }
@@ -283,7 +283,7 @@ pub fn merge_adapters(spec: &ModelSpec, parameters: &Parameters, into: &Paramete
         let tensor = |suffix: &str| parameters.get(&format!("{name}.{suffix}"));
         let (Some(a), Some(b)) = (tensor("lora_A.weight"), tensor("lora_B.weight")) else { continue };
         let experts = stacked_experts(spec, *layer);
-        let transposed = |x: &Tensor| match spec.weight_layout {
+        let transposed = |x: &Tensor| match spec.layout_of(layer.op) {
             WeightLayout::OutIn => Ok(x.clone()),
             WeightLayout::InOut => x.t()?.contiguous(),
         };

@@ -225,6 +225,9 @@ pub(super) struct ExpertMlps {
     router: Linear,
     settings: RouterSettings,
     experts: Vec<Expert>,
+    /// Whether the experts' outputs are multiplied with their weights, because these have a bias; otherwise the inputs of their last
+    /// products are.
+    weighs_outputs: bool,
 }
 
 /// The products of an expert.
@@ -245,7 +248,12 @@ impl ExpertMlps {
             Ok(Expert { up: product(up)?, down: product(LinearRole::Down)? })
         };
         let experts_of_block = (0..experts.count).map(expert).collect::<Result<_>>()?;
-        Ok(Some(Self { router: linear(ModuleOp::Router)?, settings: experts.router, experts: experts_of_block }))
+        Ok(Some(Self {
+            router: linear(ModuleOp::Router)?,
+            settings: experts.router,
+            experts: experts_of_block,
+            weighs_outputs: spec.biases.mlp,
+        }))
     }
 
     /// Computes the activation's input, [`BlockActivations::up`], from the normalised stream `x [N, D]`.
@@ -268,8 +276,11 @@ impl ExpertMlps {
         })
     }
 
-    /// Multiplies the activation's output with the experts' weights.
-    pub(super) fn scale_activated(cx: &mut Context<'_>, acts: &BlockActivations, x: &Tensor) -> Result<()> {
+    /// Multiplies the activation's output with the experts' weights, unless their outputs are.
+    pub(super) fn scale_activated(&self, cx: &mut Context<'_>, acts: &BlockActivations, x: &Tensor) -> Result<()> {
+        if self.weighs_outputs {
+            return Ok(());
+        }
         op::ScaleRows { x, weights: &acts.routing()?.weights }.run(cx.kernels)
     }
 
@@ -280,16 +291,27 @@ impl ExpertMlps {
         (acts, scratch): (&BlockActivations, &LayerScratch),
         out: &Tensor,
     ) -> Result<()> {
-        let (rows, activated) = (scratch.routed()?, &scratch.activated);
-        let decisions = &mut *acts.routing()?.decisions.borrow_mut();
-        self.for_each(cx, &decisions.routes, |cx, expert, range| match range {
+        let rows = scratch.routed()?;
+        self.outputs(cx, (acts, scratch), rows)?;
+        op::Zero { x: out }.run(cx.kernels)?;
+        scatter(cx, &mut acts.routing()?.decisions.borrow_mut(), rows, out)
+    }
+
+    /// Computes the weighted output of each of a token's experts.
+    fn outputs(
+        &self,
+        cx: &mut Context<'_>,
+        (acts, scratch): (&BlockActivations, &LayerScratch),
+        rows: &Tensor,
+    ) -> Result<()> {
+        let (Routing { weights, decisions, .. }, activated) = (acts.routing()?, &scratch.activated);
+        self.for_each(cx, &decisions.borrow().routes, |cx, expert, range| match range {
             Some((first, count)) => {
                 expert.down.forward(cx, &activated.narrow(0, first, count)?, &rows.narrow(0, first, count)?)
             }
             None => Ok(()),
         })?;
-        op::Zero { x: out }.run(cx.kernels)?;
-        scatter(cx, decisions, rows, out)
+        if self.weighs_outputs { op::ScaleRows { x: rows, weights }.run(cx.kernels) } else { Ok(()) }
     }
 
     /// Backpropagates `dy [N, D]` to the activation's output, [`SublayerGrads::activated`](super::workspace::SublayerGrads), and
@@ -305,6 +327,13 @@ impl ExpertMlps {
         let (x, dx, dlogits) =
             (&scratch.activated, &scratch.gradients()?.activated, scratch.gradients()?.router_logits()?);
         gather(cx, routes, dy, rows)?;
+        if self.weighs_outputs {
+            let outputs = scratch.gradients()?.routed()?;
+            self.outputs(cx, (acts, scratch), outputs)?;
+            op::RouteBackward { settings: self.settings, logits, weights, routes, x: outputs, dx: rows, dlogits }
+                .run(cx.kernels)?;
+            op::ScaleRows { x: rows, weights }.run(cx.kernels)?;
+        }
         self.for_each(cx, routes, |cx, expert, range| match range {
             Some((first, count)) => {
                 let [x, dy, dx] = [x, rows, dx].map(|rows| rows.narrow(0, first, count));
@@ -312,11 +341,14 @@ impl ExpertMlps {
             }
             None => expert.down.zero_gradients(cx),
         })?;
-        op::RouteBackward { settings: self.settings, logits, weights, routes, x, dx, dlogits }.run(cx.kernels)?;
+        if !self.weighs_outputs {
+            op::RouteBackward { settings: self.settings, logits, weights, routes, x, dx, dlogits }.run(cx.kernels)?;
+            op::ScaleRows { x: dx, weights }.run(cx.kernels)?;
+        }
         if let Some(x) = balance.gradient(logits)? {
             op::Accumulate { x: &x, out: dlogits, inner: &[] }.run(cx.kernels)?;
         }
-        op::ScaleRows { x: dx, weights }.run(cx.kernels)
+        Ok(())
     }
 
     /// Backpropagates `dy`, the gradient of the activation's input, and the gradient of the router's logits to `dx [N, D]`, given

@@ -21,7 +21,7 @@ pub struct Biases {
     pub qkv: bool,
     /// The projection after attention.
     pub out: bool,
-    /// The MLP's products.
+    /// The MLP's products; in a mixture also the router.
     pub mlp: bool,
 }
 
@@ -111,8 +111,10 @@ pub struct ModelSpec {
     pub norm_eps: f64,
     /// The MLP's activation.
     pub activation: Activation,
-    /// The layout of weights.
+    /// The layout of weights outside of experts.
     pub weight_layout: WeightLayout,
+    /// The layout of experts' weights.
+    pub expert_layout: WeightLayout,
     /// Whether queries, keys and values are one tensor in files.
     pub fused_qkv: bool,
     /// Whether gate and up are one tensor in files.
@@ -133,6 +135,8 @@ pub struct ModelSpec {
     pub sliding: Option<Sliding>,
     /// The scale of attention scores, if it differs from 1 / `√head_dim`.
     pub attention_scale: Option<f64>,
+    /// Whether each head has a sink: a learned score in the softmax's denominator.
+    pub attention_sinks: bool,
     /// Scores `s` of attention become `cap · tanh(s / cap)`.
     pub attention_softcap: Option<f64>,
     /// The norms of queries and keys.
@@ -408,6 +412,11 @@ impl ModelSpec {
         }
     }
 
+    /// The layout of a product's weight.
+    pub const fn layout_of(&self, op: ModuleOp) -> WeightLayout {
+        if let ModuleOp::Expert(..) = op { self.expert_layout } else { self.weight_layout }
+    }
+
     /// The display name of a layer: its parameters' name without `.weight`.
     pub fn layer_name(&self, layer: ModuleId) -> String {
         (self.family.layer_name)(layer)
@@ -511,9 +520,10 @@ impl ModelSpec {
         let linear = |(role, columns, bias)| (ModuleOp::Linear(role), columns, bias);
         let mut products: Vec<_> = self.linears().into_iter().map(linear).collect();
         if let Some(experts) = self.experts {
-            products.push((ModuleOp::Router, [self.hidden_size, experts.count], false));
+            let bias = self.biases.mlp;
+            products.push((ModuleOp::Router, [self.hidden_size, experts.count], bias));
             let expert = |i| move |(role, columns, bias)| (ModuleOp::Expert(i as u16, role), columns, bias);
-            products.extend((0..experts.count).flat_map(|i| self.mlp_linears(false).into_iter().map(expert(i))));
+            products.extend((0..experts.count).flat_map(|i| self.mlp_linears(bias).into_iter().map(expert(i))));
         }
         products
     }
@@ -605,7 +615,12 @@ impl ModelSpec {
         let std = self.initializer_range;
         let mut parameters = Vec::new();
         let mut push = |layer: ModuleId, bias: bool, shape: Vec<usize>, init: ParamInit, fused_into: ModuleId| {
-            let name = format!("{}.{}", self.layer_name(layer), if bias { "bias" } else { "weight" });
+            let part = match layer.op {
+                _ if bias => "bias",
+                ModuleOp::Attention => "sinks",
+                _ => "weight",
+            };
+            let name = format!("{}.{part}", self.layer_name(layer));
             let role = if bias { ParamRole::Bias } else { ParamRole::Weight };
             parameters.push(ParamSpec { name, decay: shape.len() >= 2, shape, layer, role, init, fused_into });
         };
@@ -644,6 +659,10 @@ impl ModelSpec {
             for (role, columns) in self.norms() {
                 norm(ModuleId::in_block(block, ModuleOp::Norm(role)), columns, &mut push);
             }
+            if self.attention_sinks {
+                let layer = ModuleId::in_block(block, ModuleOp::Attention);
+                push(layer, false, vec![self.heads], ParamInit::Normal(std), layer);
+            }
             for (op, [rows, columns], bias) in self.products() {
                 let layer = ModuleId::in_block(block, op);
                 let fused_into = ModuleId::in_block(block, op.fused(self.activation));
@@ -652,7 +671,7 @@ impl ModelSpec {
                     ModuleOp::Linear(role) | ModuleOp::Expert(_, role) if closes(role) => closing,
                     _ => std,
                 };
-                let shape = match self.weight_layout {
+                let shape = match self.layout_of(op) {
                     WeightLayout::InOut => vec![rows, columns],
                     WeightLayout::OutIn => vec![columns, rows],
                 };
@@ -688,7 +707,8 @@ impl ModelSpec {
         let positions = if self.learned_positions { c * d } else { 0 };
         let head = if self.tie_word_embeddings { 0 } else { v * d };
         let norms: u128 = self.norms().into_iter().map(|(_, columns)| norm(columns as u128)).sum();
-        let count = v * d + positions + head + norm(d) + layers * (norms + linears);
+        let sinks = if self.attention_sinks { self.heads as u128 } else { 0 };
+        let count = v * d + positions + head + norm(d) + layers * (norms + linears + sinks);
         u64::try_from(count).unwrap_or(u64::MAX)
     }
 }

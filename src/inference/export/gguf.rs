@@ -4,7 +4,7 @@ use super::{WeightDtype, write_file};
 use crate::engine::model::{ModuleOp, ParamSpec, Parameters};
 use crate::inference::trained::TrainedModel;
 use crate::precision::Dtype;
-use crate::store::gguf::{GgufMetadata, gguf_name, vocabulary};
+use crate::store::gguf::{GgufMetadata, vocabulary};
 use crate::{Error, Result};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
@@ -42,12 +42,12 @@ pub(super) fn write(
     let mut experts = BTreeMap::<String, (GgmlDType, BTreeMap<u16, Tensor>)>::new();
     for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
         let parts = trained.config.gguf_parts(entry);
-        let values = tensor.to_dtype(DType::F32)?.chunk(parts.len(), 0)?;
+        let values = trained.config.gguf_values(entry, &tensor.to_dtype(DType::F32)?)?;
         for (entry, values) in parts.into_iter().zip(values) {
             // candle quantizes a tensor's whole storage, and a parameter may be a view of a part of it.
             let values = trained.config.to_gguf_layout(&entry, &values)?.force_contiguous()?;
             let columns = values.dims().last().copied().unwrap_or_default();
-            let (name, dtype) = (gguf_name(&entry), block_type(&entry, columns, encoding));
+            let (name, dtype) = (trained.config.gguf_name(&entry), block_type(&entry, columns, encoding));
             if let ModuleOp::Expert(expert, _) = entry.layer.op {
                 experts.entry(name).or_insert((dtype, BTreeMap::new())).1.insert(expert, values);
             } else {

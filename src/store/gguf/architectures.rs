@@ -110,8 +110,8 @@ impl ModelSpec {
                 original_max_position_embeddings,
                 truncate,
             } => {
-                if !truncate {
-                    return refuse(" without `truncate`");
+                if *truncate != self.family.gguf.yarn_truncates {
+                    return refuse(&format!(" with `truncate` = {truncate} for this family"));
                 }
                 let usual = 0.1 * factor.max(1.0).ln() + 1.0;
                 if (attention_factor - usual).abs() > 1e-6 {
@@ -153,10 +153,23 @@ impl ModelSpec {
         };
         let part = |op| {
             let mut part = ParamSpec { layer: ModuleId { op, ..entry.layer }, ..entry.clone() };
-            part.shape[0] /= 2;
+            let outputs = if self.activation.is_interleaved() { entry.shape.len() - 1 } else { 0 };
+            part.shape[outputs] /= 2;
             part
         };
         ops.map(part).into()
+    }
+
+    /// The values of a parameter's [`Self::gguf_parts`].
+    pub fn gguf_values(&self, entry: &ParamSpec, values: &Tensor) -> candle_core::Result<Vec<Tensor>> {
+        let count = self.gguf_parts(entry).len();
+        if count == 1 || !self.activation.is_interleaved() {
+            return values.chunk(count, 0);
+        }
+        let last = values.rank() - 1;
+        let shape = [&values.dims()[..last], &[values.dims()[last] / count, count]].concat();
+        let pairs = values.reshape(shape)?;
+        (0..count).map(|i| pairs.narrow(last + 1, i, 1)?.squeeze(last + 1)?.contiguous()).collect()
     }
 
     /// Converts a parameter's values to GGUF's layout.
@@ -191,6 +204,14 @@ impl ModelSpec {
         shape
     }
 
+    /// The name of a parameter's tensor in GGUF.
+    pub fn gguf_name(&self, entry: &ParamSpec) -> String {
+        let ModuleId { block, op } = entry.layer;
+        let name = if op == ModuleOp::Norm(NormRole::Mlp) { self.family.gguf.mlp_norm } else { module_name(op) };
+        let ending = if entry.role == ParamRole::Bias { "bias" } else { "weight" };
+        block.map_or_else(|| format!("{name}.{ending}"), |block| format!("blk.{block}.{name}.{ending}"))
+    }
+
     /// The rows of a parameter's matrix in GGUF in our order.
     pub fn gguf_rows(&self, entry: &ParamSpec) -> Vec<usize> {
         let shape = self.gguf_shape(entry);
@@ -213,7 +234,9 @@ impl ModelSpec {
         match entry.layer.op {
             ModuleOp::Linear(LinearRole::Query) if interleaved => WeightTransform::Interleaved { heads: self.heads },
             ModuleOp::Linear(LinearRole::Key) if interleaved => WeightTransform::Interleaved { heads: self.kv_heads },
-            ModuleOp::Linear(_) if self.weight_layout == WeightLayout::InOut && entry.role == ParamRole::Weight => {
+            op @ (ModuleOp::Linear(_) | ModuleOp::Expert(..))
+                if self.layout_of(op) == WeightLayout::InOut && entry.role == ParamRole::Weight =>
+            {
                 WeightTransform::Transposed
             }
             ModuleOp::Norm(_) if self.norm == (Norm::Rms { unit_offset: true }) => WeightTransform::PlusOne,
@@ -250,10 +273,9 @@ pub fn gguf_offset(entry: &ParamSpec) -> usize {
     }
 }
 
-/// The name of a parameter's tensor in GGUF.
-pub fn gguf_name(entry: &ParamSpec) -> String {
-    let ModuleId { block, op } = entry.layer;
-    let name = match op {
+/// The name of most families' modules in GGUF.
+const fn module_name(op: ModuleOp) -> &'static str {
+    match op {
         ModuleOp::Embedding => "token_embd",
         ModuleOp::Positions => "position_embd",
         ModuleOp::Head => "output",
@@ -276,10 +298,9 @@ pub fn gguf_name(entry: &ParamSpec) -> String {
         ModuleOp::Linear(LinearRole::Gate) => "ffn_gate",
         ModuleOp::Linear(LinearRole::Up | LinearRole::GateUp) => "ffn_up",
         ModuleOp::Linear(LinearRole::Down) => "ffn_down",
-        ModuleOp::Attention | ModuleOp::AttnResidual | ModuleOp::Activation | ModuleOp::MlpResidual => "none",
-    };
-    let ending = if entry.role == ParamRole::Bias { "bias" } else { "weight" };
-    block.map_or_else(|| format!("{name}.{ending}"), |block| format!("blk.{block}.{name}.{ending}"))
+        ModuleOp::Attention => "attn_sinks",
+        ModuleOp::AttnResidual | ModuleOp::Activation | ModuleOp::MlpResidual => "none",
+    }
 }
 
 /// Replaces keys of `config.json` in a message by the metadata keys they come from.

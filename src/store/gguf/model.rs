@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use candle_core::Device;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
+use candle_core::{Device, Tensor};
 use serde_json::{Map, Value as Json, json};
 
-use super::{Gguf, GgufHeader, ROPE_FACTORS, RopeFactors, gguf_name, gguf_offset};
+use super::{Gguf, GgufHeader, ROPE_FACTORS, RopeFactors, gguf_offset};
 use crate::Result;
 use crate::engine::kernels::quantized::QuantizedMatrix;
 use crate::engine::kernels::view::{self, read};
@@ -50,12 +50,15 @@ impl GgufModel {
     fn quantized(&self) -> BTreeMap<String, GgmlDType> {
         let stored = self.config.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
         let in_blocks = |part: &ParamSpec| {
-            let dtype = self.gguf.content.tensor_infos.get(&gguf_name(part))?.ggml_dtype;
+            let dtype = self.gguf.content.tensor_infos.get(&self.config.gguf_name(part))?.ggml_dtype;
             (dtype.block_size() > 1 && part.layer.op != ModuleOp::Positions).then_some(dtype)
         };
         let stored = stored.filter_map(|entry| {
-            let types: Option<Vec<_>> = self.config.gguf_parts(&entry).iter().map(in_blocks).collect();
-            Some((entry.name, *types?.first()?))
+            let parts = self.config.gguf_parts(&entry);
+            // Rows of several matrices that alternate are dequantized.
+            let types: Option<Vec<_>> = parts.iter().map(in_blocks).collect();
+            let alternate = parts.len() > 1 && self.config.activation.is_interleaved();
+            Some((entry.name, *types.filter(|_| !alternate)?.first()?))
         });
         stored.collect()
     }
@@ -68,7 +71,7 @@ impl GgufModel {
     }
 
     fn blocks_of(&self, entry: &ParamSpec, device: &Device) -> Result<QuantizedMatrix> {
-        let name = gguf_name(entry);
+        let name = self.config.gguf_name(entry);
         let (first, elements) = (gguf_offset(entry), entry.shape.iter().product::<usize>());
         let (blocks, dtype) = (self.gguf.blocks(&name, first..first + elements)?, self.gguf.info(&name)?.ggml_dtype);
         let rows = self.config.gguf_rows(entry);
@@ -88,7 +91,7 @@ impl GgufModel {
         }
         let mut names = BTreeSet::from(ROPE_FACTORS.map(str::to_owned));
         for entry in config.parameters().iter().flat_map(|entry| config.gguf_parts(entry)) {
-            let (name, expected) = (gguf_name(&entry), config.gguf_shape(&entry));
+            let (name, expected) = (config.gguf_name(&entry), config.gguf_shape(&entry));
             let Some(info) = gguf.content.tensor_infos.get(&name) else {
                 return Err(gguf.error(format!("tensor `{name}` of shape {expected:?} is missing")));
             };
@@ -127,6 +130,15 @@ impl GgufModel {
     /// Reads a parameter and dequantizes it; or some rows, starting at value `first`, if GGUF stores it in our order.
     pub fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
         if let [gate, up] = &self.config.gguf_parts(entry)[..] {
+            if self.config.activation.is_interleaved() {
+                let mut halves = [(); 2].map(|()| vec![0.0; out.len() / 2]);
+                self.read_tensor(gate, 0, &mut halves[0])?;
+                self.read_tensor(up, 0, &mut halves[1])?;
+                for (i, pair) in out.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+                    *pair = [halves[0][i], halves[1][i]];
+                }
+                return Ok(());
+            }
             let (first, second) = out.split_at_mut(out.len() / 2);
             self.read_tensor(gate, 0, first)?;
             return self.read_tensor(up, 0, second);
@@ -135,15 +147,21 @@ impl GgufModel {
     }
 
     fn read_tensor(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
-        let (name, whole) = (gguf_name(entry), entry.shape.iter().product());
-        if out.len() < whole || matches!(entry.layer.op, ModuleOp::Expert(..)) {
-            let first = gguf_offset(entry) + first;
-            let values = self.gguf.part(&name, first..first + out.len())?;
-            out.copy_from_slice(values.as_slice()?);
+        let (name, whole) = (self.config.gguf_name(entry), entry.shape.iter().product());
+        let expert = matches!(entry.layer.op, ModuleOp::Expert(..));
+        let first = gguf_offset(entry) + first;
+        let range = first..first + out.len();
+        let part = || self.gguf.part(&name, range.clone());
+        let values = if out.len() < whole {
+            out.copy_from_slice(part()?.as_slice()?);
+            return Ok(());
+        } else if expert {
+            let shape = &self.config.gguf_shape(entry)[1..];
+            Tensor::from_slice(part()?.as_slice::<f32>()?, shape, &Device::Cpu)?
         } else {
-            let values = self.config.from_gguf_layout(entry, &self.gguf.tensor(&name)?)?;
-            out.copy_from_slice(read(&values)?.typed()?);
-        }
+            self.gguf.tensor(&name)?
+        };
+        out.copy_from_slice(read(&self.config.from_gguf_layout(entry, &values)?)?.typed()?);
         Ok(())
     }
 

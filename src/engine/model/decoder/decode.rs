@@ -209,8 +209,8 @@ impl Decoder {
                     new: *new,
                 });
                 let sequences = &sequences.collect::<Vec<_>>()[..];
-                let shape = self.shape(i, 1, rows);
-                op::DecodeAttention { shape, sequences, qkv, sinks: None, out: &acts.attended }.run(kernels)
+                let (shape, sinks) = (self.shape(i, 1, rows), self.sinks(weights, i));
+                op::DecodeAttention { shape, sequences, qkv, sinks, out: &acts.attended }.run(kernels)
             })?;
             self.add_mlp(cx, i, (acts, scratch), stream)?;
         }

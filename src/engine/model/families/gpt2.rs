@@ -3,7 +3,7 @@
 
 use super::llama;
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
-use crate::engine::model::family::{ConfigReader, Family, GgufFormat, one_or_more};
+use crate::engine::model::family::{ConfigReader, ExpertTensors, Family, GgufFormat, one_or_more};
 use crate::engine::model::spec::{Biases, DropoutRates, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole};
 use serde_json::{Value, json};
 
@@ -32,7 +32,7 @@ pub(super) static GPT2: Family = Family {
     layer_name,
     parameter_name,
     prefix: "transformer.",
-    stacked_experts: false,
+    expert_tensors: ExpertTensors::Separate,
     gguf: GgufFormat {
         architecture: "gpt2",
         keys: &[

@@ -1,7 +1,7 @@
 //! Granite 3 with experts (IBM, 2024): Granite 3 with a mixture of MLPs in every block. Files have one tensor of all experts.
 
 use super::{granite, llama};
-use crate::engine::model::family::{Family, GgufFormat};
+use crate::engine::model::family::{ExpertTensors, Family, GgufFormat};
 use crate::engine::model::mixture::Experts;
 use crate::engine::model::spec::{LinearRole, ModelSpec, ModuleOp};
 
@@ -32,7 +32,7 @@ pub(super) static GRANITE_MOE: Family = Family {
         };
         llama::in_block(layer.block, &format!("block_sparse_moe.{name}"))
     },
-    stacked_experts: true,
+    expert_tensors: ExpertTensors::OfLayer,
     gguf: GgufFormat {
         architecture: "granitemoe",
         keys: &[

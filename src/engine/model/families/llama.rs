@@ -2,7 +2,7 @@
 //! SiLU-gated MLP, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 belong to this family.
 
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
-use crate::engine::model::family::{Family, GgufFormat};
+use crate::engine::model::family::{ExpertTensors, Family, GgufFormat};
 use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{Biases, DropoutRates, EmbeddingScale, ModelSpec};
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,7 +29,7 @@ pub(super) const BASE: Family = Family {
     layer_name,
     parameter_name,
     prefix: "model.",
-    stacked_experts: false,
+    expert_tensors: ExpertTensors::Separate,
     gguf: GgufFormat {
         architecture: "llama",
         keys: &[
@@ -47,6 +47,8 @@ pub(super) const BASE: Family = Family {
         interleaved: true,
         splits_gate_up: false,
         yarn_log_multiplier: false,
+        yarn_truncates: true,
+        mlp_norm: "ffn_norm",
         claims: |_| true,
         read: |_, _| {},
         write: |spec, _| no_windows(spec),
@@ -115,6 +117,7 @@ pub(super) fn default() -> ModelSpec {
         norm_eps: 1e-6,
         activation: Activation::SwiGlu,
         weight_layout: WeightLayout::OutIn,
+        expert_layout: WeightLayout::OutIn,
         fused_qkv: false,
         fused_gate_up: false,
         experts: None,
@@ -126,6 +129,7 @@ pub(super) fn default() -> ModelSpec {
         query_scale: None,
         sliding: None,
         attention_scale: None,
+        attention_sinks: false,
         attention_softcap: None,
         qk_norm: None,
         pre_norms: true,

@@ -112,7 +112,12 @@ fn mixtures_are_refused_by_what_is_not_built() {
         config[key] = value;
         ModelSpec::from_json(config.to_string().as_bytes(), "x")
     };
-    let counts = [("qwen3_moe", "num_experts"), ("olmoe", "num_experts"), ("granitemoe", "num_local_experts")];
+    let counts = [
+        ("qwen3_moe", "num_experts"),
+        ("olmoe", "num_experts"),
+        ("granitemoe", "num_local_experts"),
+        ("gpt_oss", "num_local_experts"),
+    ];
     for (family, count) in counts {
         let spec = small(family, count, json!(6)).unwrap();
         let experts = spec.experts.unwrap();
@@ -139,13 +144,18 @@ fn mixtures_are_refused_by_what_is_not_built() {
             refused("use_sliding_window", json!(true));
         } else if family == "olmoe" {
             refused("clip_qkv", json!(8.0));
+        } else if family == "gpt_oss" {
+            refused("swiglu_limit", json!(6.0));
+            refused("swiglu_alpha", json!(1.0));
+            refused("hidden_act", json!("gelu"));
+            refused("sliding_window", Value::Null);
         }
     }
 }
 
 #[test]
 fn families_that_the_engine_cannot_compute_are_refused_with_what_it_lacks() {
-    for (model_type, lacking) in [("gpt_oss", "attention sinks"), ("qwen3_5_text", "a gated delta rule")] {
+    for (model_type, lacking) in [("gemma4_text", "shared keys"), ("qwen3_5_text", "a gated delta rule")] {
         let text = json!({"model_type": model_type, "num_hidden_layers": 2});
         // Models of images and text have the text model's configuration in a part.
         for config in [text.clone(), json!({"model_type": "qwen3_5", "text_config": text})] {

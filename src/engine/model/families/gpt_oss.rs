@@ -1,0 +1,145 @@
+//! gpt-oss (`OpenAI`, 2025): a mixture of MLPs with biases and clamped gates in every block, attention with sinks, and windows in every
+//! other layer.
+
+use super::llama;
+use crate::engine::kernels::{Activation, WeightLayout};
+use crate::engine::model::family::{ConfigReader, ExpertTensors, Family, GgufFormat};
+use crate::engine::model::mixture::Experts;
+use crate::engine::model::rope::Rope;
+use crate::engine::model::spec::{Biases, LinearRole, ModelSpec, ModuleOp};
+use serde_json::{Map, Value, json};
+
+/// The family.
+pub(super) static GPT_OSS: Family = Family {
+    model_type: "gpt_oss",
+    class: "GptOssForCausalLM",
+    bias_keys: &["attention_bias"],
+    named: &[],
+    read,
+    write: |spec| {
+        let mut json = llama::write(spec);
+        if let Some(experts) = spec.experts {
+            experts.write(&mut json, COUNT);
+        }
+        json["layer_types"] = llama::layer_types(spec);
+        json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
+        for (key, value) in CLAMP {
+            json[key] = value.into();
+        }
+        json
+    },
+    layer_name: |layer| {
+        let name = match layer.op {
+            ModuleOp::Router => "router",
+            ModuleOp::Expert(expert, LinearRole::Down) => &format!("experts.down_proj.{expert}"),
+            ModuleOp::Expert(expert, _) => &format!("experts.gate_up_proj.{expert}"),
+            _ => return llama::layer_name(layer),
+        };
+        llama::in_block(layer.block, &format!("mlp.{name}"))
+    },
+    expert_tensors: ExpertTensors::Plain,
+    gguf: GgufFormat {
+        architecture: "gpt-oss",
+        keys: &[
+            ("context_length", "max_position_embeddings", true),
+            ("embedding_length", "hidden_size", true),
+            ("feed_forward_length", "intermediate_size", false),
+            ("expert_feed_forward_length", "intermediate_size", true),
+            ("expert_count", COUNT, true),
+            ("expert_used_count", "num_experts_per_tok", true),
+            ("block_count", "num_hidden_layers", true),
+            ("attention.head_count", "num_attention_heads", true),
+            ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
+            ("attention.head_count_kv", "num_key_value_heads", false),
+            ("attention.key_length", "head_dim", false),
+            ("attention.sliding_window", "sliding_window", true),
+            ("rope.freq_base", "rope_theta", false),
+        ],
+        interleaved: false,
+        splits_gate_up: true,
+        yarn_truncates: false,
+        mlp_norm: "post_attention_norm",
+        read: |_, json| {
+            if let Some(Value::Object(scaling)) = json.get_mut("rope_scaling") {
+                scaling.insert("truncate".into(), false.into());
+            } else {
+                json.insert("rope_parameters".into(), json!({"rope_type": "default"}));
+            }
+        },
+        write: |spec, _| {
+            if !spec.biases.qkv || spec.tie_word_embeddings {
+                return Err("llama.cpp needs biases in attention and a separate head; export a folder".into());
+            }
+            if spec.sliding.is_none() || (0..spec.num_layers).any(|layer| spec.is_sliding(layer) != is_sliding(layer)) {
+                return Err("llama.cpp has windows in every other layer; export this model as a folder".into());
+            }
+            Ok(())
+        },
+        ..llama::BASE.gguf
+    },
+    ..llama::BASE
+};
+
+/// The key of the number of experts.
+const COUNT: &str = "num_local_experts";
+/// The keys of the clamped activation, each with the only value that can be computed.
+const CLAMP: [(&str, f64); 2] = [("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)];
+/// The window of layers that have one.
+const WINDOW: usize = 128;
+
+/// Whether a layer has a window if no key names its type.
+fn is_sliding(layer: usize) -> bool {
+    layer.is_multiple_of(2)
+}
+
+fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
+    let default = ModelSpec {
+        family: &GPT_OSS,
+        vocab_size: 201_088,
+        max_position_embeddings: 131_072,
+        hidden_size: 2880,
+        num_layers: 36,
+        heads: 64,
+        intermediate_size: 2880,
+        norm_eps: 1e-5,
+        activation: Activation::ClampedSwiGlu,
+        expert_layout: WeightLayout::InOut,
+        fused_gate_up: true,
+        rope: Some(Rope::plain(150_000.0)),
+        attention_sinks: true,
+        bos_token_id: None,
+        eos_token_ids: Vec::new(),
+        ..llama::default()
+    };
+    let config = with_default_rope(keys.0);
+    let keys = &ConfigReader(&config);
+    for (key, supported) in CLAMP {
+        let value = keys.f64(key, supported)?;
+        if value != supported {
+            return Err(format!("`{key}` is {value}; the engine has {supported} only"));
+        }
+    }
+    let spec = llama::read_uniform(keys, default, [Some(8), Some(64)])?;
+    let layers = llama::sliding_layers(keys, spec.num_layers, is_sliding)?;
+    let experts = Experts::read(keys, (COUNT, 128), (4, 0.001), (spec.num_layers, true))?;
+    let attention = keys.bool("attention_bias", true)?;
+    let biases = Biases { qkv: attention, out: attention, mlp: true };
+    let spec = ModelSpec { biases, experts: Some(experts), ..spec };
+    match (layers.contains(&true), keys.0.get("sliding_window")) {
+        (false, _) => Ok(spec),
+        (true, Some(Value::Null)) => Err("`sliding_window` is null, but `layer_types` has `sliding_attention`".into()),
+        (true, _) => llama::with_windows(keys, spec, layers),
+    }
+}
+
+/// The configuration with the values of missing keys whose defaults are not Llama's.
+fn with_default_rope(config: &Map<String, Value>) -> Map<String, Value> {
+    let mut config = config.clone();
+    config.entry("sliding_window").or_insert_with(|| WINDOW.into());
+    if ["rope_parameters", "rope_scaling"].iter().all(|key| config.get(*key).is_none_or(Value::is_null)) {
+        let yarn = json!({"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+            "original_max_position_embeddings": 4096});
+        config.insert("rope_parameters".into(), yarn);
+    }
+    config
+}

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, ModuleId, ModuleOp, Parameters};
+use crate::store::mxfp4;
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
 
@@ -16,6 +17,8 @@ const CONFIG: &str = "config.json";
 const SINGLE_FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 const HEAD: &str = "lm_head.weight";
+/// The ends of the names of a tensor's blocks and exponents.
+const MXFP4: [&str; 2] = ["_blocks", "_scales"];
 
 /// A model on disk that has every tensor with the right shape and a dtype that can be widened to f32.
 #[derive(Debug)]
@@ -88,12 +91,27 @@ impl ModelFolder {
 
     /// Reads a parameter, widened to f32, into `out`.
     pub fn read_f32(&self, name: &str, out: &mut [f32]) -> Result<()> {
-        self.require(name)?.read_f32(out)
+        match self.mxfp4(name) {
+            Some(parts) => mxfp4::read_transposed(parts, out),
+            None => self.require(name)?.read_f32(out)?,
+        }
+        Ok(())
     }
 
     /// Fills `out` with values of a parameter, starting at value `first`.
     pub fn read_part(&self, name: &str, first: usize, out: &mut [f32]) -> Result<()> {
-        self.require(name)?.read_part(first, out)
+        if self.mxfp4(name).is_some() { self.read_f32(name, out) } else { self.require(name)?.read_part(first, out) }
+    }
+
+    /// The blocks and exponents of a weight of an expert in MXFP4.
+    fn mxfp4(&self, name: &str) -> Option<[TensorView<'_>; 2]> {
+        let part = |suffix: &str| {
+            matrix_of(&self.config, name, |stack| {
+                let (file, stored) = self.tensor_index.get(&format!("{stack}{suffix}"))?;
+                self.files[*file].get(stored)
+            })
+        };
+        Some([part(MXFP4[0])?, part(MXFP4[1])?])
     }
 
     fn require(&self, name: &str) -> Result<TensorView<'_>> {
@@ -129,6 +147,10 @@ impl ModelFolder {
         let parameters = self.config.parameters().into_iter();
         let shapes: BTreeMap<String, Vec<usize>> = parameters.map(|entry| (entry.name, entry.shape)).collect();
         for (name, expected) in &shapes {
+            if let (Some(parts), &[inputs, outputs]) = (self.mxfp4(name), &expected[..]) {
+                mxfp4::check(parts, [inputs, outputs])?;
+                continue;
+            }
             let Some(view) = self.get(name) else {
                 return Err(self.error(format!("tensor `{name}` of shape {expected:?} is missing")));
             };
@@ -141,7 +163,11 @@ impl ModelFolder {
         }
         let tensor = |name: &String| self.config.family.stack_of(name).map_or_else(|| name.clone(), |(stack, _)| stack);
         let known: BTreeSet<String> = shapes.keys().map(tensor).collect();
-        match self.tensor_index.keys().find(|name| !known.contains(*name)) {
+        let is_known = |name: &str| {
+            known.contains(name)
+                || MXFP4.iter().any(|part| name.strip_suffix(part).is_some_and(|name| known.contains(name)))
+        };
+        match self.tensor_index.keys().find(|name| !is_known(name)) {
             None => Ok(()),
             Some(extra) => Err(self.error(format!("tensor `{extra}` does not belong to this model"))),
         }

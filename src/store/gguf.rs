@@ -5,6 +5,7 @@
 
 mod architectures;
 mod model;
+mod mxfp4;
 mod tokenizer;
 mod vocabulary;
 
@@ -12,7 +13,7 @@ pub use architectures::{GgufHeader, GgufMetadata, ROPE_FACTORS, RopeFactors, ggu
 pub use model::GgufModel;
 pub(crate) use vocabulary::vocabulary;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
@@ -23,6 +24,8 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use candle_core::{CpuStorage, Device, Tensor};
 
+use self::mxfp4::BLOCK_BYTES;
+use super::mxfp4::{BLOCK, HALVES, dequantize};
 use crate::data::{Tokenizer, catch_panic};
 use crate::{Error, Result};
 
@@ -38,6 +41,8 @@ pub struct Gguf {
     path: PathBuf,
     file: Mutex<File>,
     content: Content,
+    /// The names of tensors in MXFP4; `content` has another type for them.
+    mxfp4: BTreeSet<String>,
 }
 
 impl Gguf {
@@ -56,6 +61,11 @@ impl Gguf {
         let content =
             catch_panic(|| Content::read(&mut start)).unwrap_or_else(|| candle_core::bail!("its values are invalid"));
         let limit_hit = start.get_ref().limit_hit;
+        let mut mxfp4 = BTreeSet::new();
+        let content = match content {
+            Err(error) if error.to_string().contains(UNKNOWN_MXFP4) => read_with_mxfp4(&file, &mut mxfp4),
+            other => other,
+        };
         let content = content.map_err(|error| match error {
             _ if limit_hit => Error::model(path.display(), format!("its metadata exceeds {MAX_METADATA} bytes")),
             error if is_end_of_file(&error) => {
@@ -63,7 +73,7 @@ impl Gguf {
             }
             error => Error::model(path.display(), format!("not a usable GGUF file: {}", Error::from(error))),
         })?;
-        let gguf = Self { path, file: Mutex::new(file), content };
+        let gguf = Self { path, file: Mutex::new(file), content, mxfp4 };
         gguf.check(about.len())?;
         Ok(gguf)
     }
@@ -80,14 +90,14 @@ impl Gguf {
             if count == 0 {
                 return fail(format!("its shape {dims:?} has no elements"));
             }
-            let block = info.ggml_dtype.block_size();
+            let (block, block_bytes) = self.block(name, info.ggml_dtype);
             if !dims.last().unwrap_or(&1).is_multiple_of(block) {
                 return fail(format!(
                     "its rows do not divide into blocks of {block} ({:?}): shape {dims:?}",
                     info.ggml_dtype
                 ));
             }
-            let size = (count / block * info.ggml_dtype.type_size()) as u64;
+            let size = (count / block * block_bytes) as u64;
             let end = self.content.tensor_data_offset.checked_add(info.offset).and_then(|at| at.checked_add(size));
             if end.is_none_or(|end| end > bytes) {
                 let at = info.offset;
@@ -95,6 +105,11 @@ impl Gguf {
             }
         }
         Ok(())
+    }
+
+    /// The numbers and the bytes of a block of a tensor.
+    fn block(&self, name: &str, dtype: GgmlDType) -> (usize, usize) {
+        if self.mxfp4.contains(name) { (BLOCK, BLOCK_BYTES) } else { (dtype.block_size(), dtype.type_size()) }
     }
 
     /// The path of the file.
@@ -110,7 +125,11 @@ impl Gguf {
     /// A tensor, dequantized to FP32 on the CPU; the outermost dimension comes first. Fails with [`Error::Model`] if
     /// there is none of this name, or its block type cannot be dequantized.
     pub fn tensor(&self, name: &str) -> Result<Tensor> {
-        self.info(name)?;
+        let shape = &self.info(name)?.shape;
+        if self.mxfp4.contains(name) {
+            let values = self.part(name, 0..shape.elem_count())?;
+            return Ok(Tensor::from_slice(values.as_slice::<f32>()?, shape.dims(), &Device::Cpu)?);
+        }
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         let mut read = || self.content.tensor(&mut *file, name, &Device::Cpu)?.dequantize(&Device::Cpu);
         read().map_err(|error| self.error(format!("tensor `{name}`: {}", Error::from(error))))
@@ -120,6 +139,10 @@ impl Gguf {
     fn part(&self, name: &str, range: Range<usize>) -> Result<CpuStorage> {
         let (elements, dtype) = (range.len(), self.info(name)?.ggml_dtype);
         let blocks = self.blocks(name, range)?;
+        if self.mxfp4.contains(name) {
+            let numbers = |block: &[u8]| dequantize(block[0], &block[1..], HALVES);
+            return Ok(CpuStorage::F32(blocks.chunks_exact(BLOCK_BYTES).flat_map(numbers).collect()));
+        }
         let read = || dtype.from_data(blocks.into()).dequantize(elements);
         read().map_err(|error| self.error(format!("tensor `{name}`: {}", Error::from(error))))
     }
@@ -127,8 +150,8 @@ impl Gguf {
     /// The blocks of elements `range` of a tensor as they are in the file.
     fn blocks(&self, name: &str, range: Range<usize>) -> Result<Vec<u8>> {
         let info = self.info(name)?;
-        let [first, count] = [range.start, range.len()].map(|elements| elements / info.ggml_dtype.block_size());
-        let size = info.ggml_dtype.type_size();
+        let (block, size) = self.block(name, info.ggml_dtype);
+        let [first, count] = [range.start, range.len()].map(|elements| elements / block);
         let mut blocks = vec![0; count * size];
         let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
         file.seek(SeekFrom::Start(self.content.tensor_data_offset + info.offset + (first * size) as u64))
@@ -229,6 +252,19 @@ impl std::fmt::Debug for Gguf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Gguf({}, {} tensors)", self.path.display(), self.content.tensor_infos.len())
     }
+}
+
+/// candle's error for a tensor in MXFP4.
+const UNKNOWN_MXFP4: &str = "unknown dtype for tensor 39";
+
+/// Reads the metadata of a file with tensors in MXFP4, and their names.
+fn read_with_mxfp4(mut file: &File, names: &mut BTreeSet<String>) -> candle_core::Result<Content> {
+    let mut header = Vec::new();
+    file.seek(SeekFrom::Start(0))?;
+    file.take(MAX_METADATA).read_to_end(&mut header)?;
+    *names = mxfp4::replace_types(&mut header).unwrap_or_default();
+    catch_panic(|| Content::read(&mut io::Cursor::new(&header)))
+        .unwrap_or_else(|| candle_core::bail!("its values are invalid"))
 }
 
 /// The beginning of a file: an error, where more of it is read.

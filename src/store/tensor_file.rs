@@ -159,7 +159,7 @@ impl TensorView<'_> {
 
     /// Releases the pages that were read. Otherwise they count as memory of this process until the file is closed, in
     /// addition to the tensors that they were read into.
-    fn release(&self, range: Range<usize>) {
+    pub(super) fn release(&self, range: Range<usize>) {
         // SAFETY: the map is of a file and read-only, so that a page that is let go has the same bytes when it is read
         // again. A failure costs memory and nothing else.
         _ = unsafe {

@@ -310,6 +310,24 @@ fn every_family_comes_back_from_a_gguf_file() {
     }
 }
 
+/// Experts in MXFP4 are read from a folder and from a GGUF file with the numbers that transformers and the package `gguf` give them.
+#[test]
+fn experts_in_mxfp4_are_read_as_transformers_reads_them() {
+    let Some(python) = python_with("gguf") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    run_script(&python, "mxfp4.py", &[folder.path().as_os_str()]);
+    let [plain, blocks] = ["plain", "blocks"].map(|name| with_letters(&folder.path().join(name)));
+    let ids = ids(&plain, 36);
+    let exact = values(&logits(&plain, Dtype::F32, &ids, 12));
+    assert_eq!(values(&logits(&blocks, Dtype::F32, &ids, 12)), exact);
+    let [whole, packed] = ["whole.gguf", "mxfp4.gguf"].map(|name| folder.path().join(name));
+    exported(&plain, Dtype::F32, &whole);
+    run_script(&python, "mxfp4.py", &[whole.as_os_str(), packed.as_os_str()]);
+    let packed = TrainedModel::open(&packed, None).unwrap();
+    assert_eq!(packed.config.quantized.len(), 0);
+    assert_eq!(values(&logits(&packed, Dtype::F32, &ids, 12)), exact);
+}
+
 /// The names of the tensors of this type in a GGUF file.
 fn quantized(path: &Path, dtype: GgmlDType) -> Vec<String> {
     let content = Content::read(&mut File::open(path).unwrap()).unwrap();

@@ -16,6 +16,7 @@ mod document;
 mod fields;
 mod format;
 pub mod grammar;
+mod harmony;
 mod jinja_python;
 mod mixture;
 pub mod parquet_rows;

@@ -1,5 +1,5 @@
 //! How conversations are written for training. The model's own template determines the text. Its `{% generation %}`
-//! blocks mark the answers; if it has none, one of our templates that gives the same text does.
+//! blocks mark the answers; if it has none, one of our templates that gives the same text does, or the text itself.
 //!
 //! A training template is chosen by its output, not by the model's name: it must produce the model's text for a few
 //! conversations, and later for every conversation of the training data. A difference is an error, so a mask is never
@@ -10,6 +10,7 @@ use std::path::Path;
 use minijinja::Value;
 use serde_json::Value as Json;
 
+use super::harmony;
 use super::jinja_python::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
 use super::template_sandbox::TemplateSandbox;
@@ -121,6 +122,8 @@ struct ChatRenderer {
     /// Produces the same text with marked answers; `None` if `template` marks them or nothing does.
     masking_template: Option<Template>,
     has_mask: bool,
+    /// Whether the text shows the answers.
+    is_harmony: bool,
 }
 
 impl Default for ChatFormat {
@@ -155,7 +158,7 @@ impl ChatFormat {
         if template.has_generation_blocks() {
             return Ok((
                 "the template's generation blocks".into(),
-                ChatRenderer { template, masking_template: None, has_mask: true },
+                ChatRenderer { template, masking_template: None, has_mask: true, is_harmony: false },
             ));
         }
         for (name, settings, text) in BUILT_IN {
@@ -163,11 +166,14 @@ impl ChatFormat {
             if agree(&template, &candidate)? {
                 return Ok((
                     format!("the training template `{name}`"),
-                    ChatRenderer { template, masking_template: Some(candidate), has_mask: true },
+                    ChatRenderer { template, masking_template: Some(candidate), has_mask: true, is_harmony: false },
                 ));
             }
         }
-        Ok(("nothing".into(), ChatRenderer { template, masking_template: None, has_mask: false }))
+        let probe = template.render(&Conversation::from_json(PROBES[0].0)?, None, false);
+        let is_harmony = probe.is_ok_and(|probe| harmony::is_harmony(&probe.text));
+        let name = if is_harmony { "the messages of the Harmony format" } else { "nothing" };
+        Ok((name.into(), ChatRenderer { template, masking_template: None, has_mask: is_harmony, is_harmony }))
     }
 
     /// The template's text.
@@ -219,6 +225,14 @@ impl ChatFormat {
                  pass it with `--chat-template FILE`, or train on all tokens with `--loss-on all`"
                     .to_owned(),
             ));
+        }
+        if renderer.is_harmony {
+            let contents = conversation.messages.iter().map(ToString::to_string);
+            return harmony::marked(own.text, contents).ok_or_else(|| {
+                wrong(
+                    "a message contains `<|start|>`, which marks messages in the Harmony format; remove it".to_owned(),
+                )
+            });
         }
         let Some(masking) = &renderer.masking_template else { return Ok(own) };
         let marked = masking.render(conversation, tools, false)?;

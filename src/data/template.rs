@@ -1,8 +1,8 @@
 //! Chat templates: the models' Jinja templates, which convert a conversation to the text format of their training.
 //!
 //! The environment follows transformers' `apply_chat_template`: blocks are trimmed, `raise_exception` exists, and
-//! values are written and have methods as in Python. There is no clock: `strftime_now` is undefined, and templates that
-//! use it fall back on their fixed date, so that a text does not depend on the day.
+//! values are written and have methods as in Python. There is no clock, so that a text does not depend on the day: `strftime_now` is
+//! undefined, and templates that use it fall back on their fixed date; one without a fallback gets [`DAY`].
 //!
 //! A template may mark the assistant's tokens with `{% generation %}` … `{% endgeneration %}`. The engine does not have
 //! this block, so it is replaced by expressions that print a marker, and the markers are converted to ranges of the
@@ -24,6 +24,8 @@ const FUEL: u64 = 50_000_000;
 /// The output of `{% generation %}` and of its end. Unicode keeps these code points free for programs' own use.
 const GENERATION_MARKERS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 const NAME: &str = "chat template";
+/// The day of templates that need one, as the codes of `strftime` and their values.
+const DAY: [(&str, &str); 5] = [("%Y", "2025"), ("%m", "08"), ("%d", "05"), ("%B", "August"), ("%b", "Aug")];
 
 /// A conversation's messages, each an object with `role`, `content` and any other fields that its template reads.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -163,6 +165,11 @@ impl Template {
         environment.add_function("raise_exception", |message: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
+        if source.contains("strftime_now(") && !source.contains("strftime_now is defined") {
+            environment.add_function("strftime_now", |format: String| {
+                DAY.iter().fold(format, |text, (code, value)| text.replace(code, value))
+            });
+        }
         let source = with_percent(&replace_generation_tags(source));
         let has_generation_blocks = source.contains(GENERATION_MARKERS[0]);
         environment.add_template_owned(NAME, source).map_err(|error| explain(origin, &error))?;

@@ -4,14 +4,14 @@
 use crate::common::python::{python, run_script};
 use finetune::Error;
 use finetune::data::{
-    ChatFormat, Conversation, DataSource, DatasetBuilder, DatasetOptions, IGNORE_INDEX, LossOn, TemplateTokens,
-    Tokenizer, named_template,
+    ChatFormat, Conversation, DataSource, DatasetBuilder, DatasetOptions, IGNORE_INDEX, LossOn, Rendered,
+    TemplateTokens, Tokenizer, named_template,
 };
 use serde_json::{Value, json};
 use std::path::Path;
 
 /// Published templates by TRL's names, with the training template that belongs to each.
-const FAMILIES: [(&str, &str); 9] = [
+const FAMILIES: [(&str, &str); 10] = [
     ("qwen2_5", "qwen2.5"),
     ("qwen3", "qwen3"),
     ("qwen3_instruct_2507", "qwen3-2507"),
@@ -21,7 +21,11 @@ const FAMILIES: [(&str, &str); 9] = [
     ("gemma", "gemma3"),
     ("phi3", "phi3"),
     ("phi3_5", "phi3"),
+    ("gptoss", HARMONY),
 ];
+
+/// gpt-oss's text shows the answers itself.
+const HARMONY: &str = "the messages of the Harmony format";
 
 /// SmolLM2's template, from its model file.
 const SMOLLM2: &str = "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful \
@@ -136,7 +140,8 @@ fn drops_calls(error: &Error, theirs: &Value) -> bool {
 fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
     let Some(python) = python() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let training: Vec<&str> = FAMILIES.iter().map(|(_, name)| *name).chain(["chatml", "smollm2", "plain"]).collect();
+    let names = FAMILIES.iter().map(|(_, name)| *name).filter(|name| *name != HARMONY);
+    let training: Vec<&str> = names.chain(["chatml", "smollm2", "plain"]).collect();
     let sources: serde_json::Map<String, Value> =
         training.iter().map(|name| ((*name).to_owned(), built_in(name).into())).collect();
     let cases = json!({
@@ -157,10 +162,14 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
         for (published, name) in FAMILIES {
             let theirs = &result["published"][published];
             let chat = ChatFormat::new(found["published"][published].as_str().unwrap(), published, &tokens());
-            assert_eq!(chat.name(), format!("the training template `{name}`"));
+            let training = format!("the training template `{name}`");
+            assert_eq!(chat.name(), if name == HARMONY { name } else { &training });
             match chat.render(&conversation, tools.as_ref(), false) {
                 Ok(rendered) => {
                     assert_eq!(rendered.text, theirs["text"], "{published}: {case}");
+                    if name == HARMONY {
+                        assert_harmony(&rendered, case);
+                    }
                     same_texts += 1;
                 }
                 Err(error) => {
@@ -194,6 +203,31 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
         same_texts >= 40 && same_masks >= 50 && refusals >= 3,
         "{same_texts} texts, {same_masks} masks, {refusals} refusals"
     );
+}
+
+/// The loss tokens of a Harmony text are all messages of the assistant after their start, with their ends.
+fn assert_harmony(rendered: &Rendered, case: &Value) {
+    let answers = rendered.text.split("<|start|>").filter_map(|part| part.strip_prefix("assistant"));
+    let learned = rendered.assistant_ranges.iter().map(|range| &rendered.text[range.clone()]);
+    assert_eq!(learned.collect::<Vec<_>>(), answers.collect::<Vec<_>>(), "{case}");
+}
+
+#[test]
+fn thoughts_and_answers_in_harmony_are_one_answer() {
+    let template = "{% for m in messages %}{{ '<|start|>' + m.role }}{% if m.thinking %}{{ '<|channel|>analysis<|message|>' + \
+        m.thinking + '<|end|><|start|>' + m.role }}{% endif %}{{ '<|channel|>final<|message|>' + m.content + '<|return|>' }}{% endfor %}";
+    let chat = ChatFormat::new(template, "model", &tokens());
+    assert_eq!(chat.name(), HARMONY);
+    let render = |answer: &str| {
+        let answer = json!([say("user", "a"), {"role": "assistant", "thinking": "t", "content": answer}]);
+        chat.render(&Conversation::from_json(&answer.to_string()).unwrap(), None, false)
+    };
+    let Rendered { text, assistant_ranges } = render("b").unwrap();
+    let learned: Vec<&str> = assistant_ranges.into_iter().map(|range| &text[range]).collect();
+    let whole = "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>";
+    assert_eq!(learned, [whole]);
+    let message = render("<|start|>assistant").unwrap_err().to_string();
+    assert!(message.contains("a message contains `<|start|>`"), "{message}");
 }
 
 #[test]

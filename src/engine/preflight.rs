@@ -1,10 +1,13 @@
 //! The preflight of our CUDA kernels.
 //!
 //! An illegal access poisons a CUDA context and a wrong barrier hangs, so the program starts itself again for each operation
-//! ([`worker_main`]), with a time limit. If an operation differs, crashes or hangs, candle's is used.
+//! ([`worker_main`]), with a time limit. If an operation differs, crashes or hangs, candle's is used, by all processes of a run.
 
+use super::collective::ProcessGroup;
+use super::device::DeviceContext;
 use super::gpu;
-use super::kernels::cuda::{KernelFamily, check};
+use super::kernels::cuda::{KernelFamily, before_candle, check};
+use super::kernels::{CandleKernels, Kernels};
 use crate::precision::PrecisionPolicy;
 use crate::untrusted::subprocess;
 use candle_core::{Device, DeviceLocation};
@@ -47,6 +50,35 @@ pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) 
         notice(format!("using candle's kernels instead of those that failed their preflight: {}", failed.join("; ")));
     }
     passing
+}
+
+/// The operations in the name of some kernels; `None` for a CPU's.
+fn families_in(name: &str) -> Option<BTreeSet<KernelFamily>> {
+    let names = if name == CandleKernels.name() { "" } else { name.strip_prefix("fused:")? };
+    let named = |family: &KernelFamily| names.split(',').any(|name| name == family.name());
+    Some(KernelFamily::VARIANTS.iter().copied().filter(named).collect())
+}
+
+/// Restricts a GPU's kernels to those that passed in every process, because a trial may reach its time limit in one alone. If another
+/// process has fewer, adds a notice. All processes call it together.
+pub(crate) fn agree(
+    group: &dyn ProcessGroup,
+    open: &mut DeviceContext,
+    notices: &mut Vec<String>,
+) -> crate::Result<()> {
+    let all = group.all_gather_messages(&(open.kernels.name().to_owned(), notices.clone()))?;
+    let families: Option<Vec<_>> = all.iter().map(|(name, _)| families_in(name)).collect();
+    let Some(families) = families else { return Ok(()) };
+    let own = &families[group.rank()];
+    let common = families.iter().fold(own.clone(), |common, other| &common & other);
+    if common == *own {
+        return Ok(());
+    }
+    let lacking = all.iter().zip(&families).enumerate().filter(|(_, (_, other))| !own.is_subset(other));
+    let lacking = lacking.map(|(rank, ((_, said), _))| format!("{}: {}", group.name(rank), said.join("; ")));
+    notices.push(format!("the kernels of all processes are restricted by {}", lacking.collect::<Vec<_>>().join("; ")));
+    open.kernels = before_candle(common, &open.device)?;
+    Ok(())
 }
 
 /// Tries one operation in another process.

@@ -12,6 +12,8 @@ use crate::engine::gpu;
 use crate::engine::kernels::Kernels;
 use crate::engine::model::{Decoder, DropoutRates, ModelSpec, Parameters, Workspace};
 use crate::engine::optim::{GradientStats, Gradients, MasterWeights};
+#[cfg(feature = "cuda")]
+use crate::engine::preflight;
 use crate::precision::{BlockRanges, Fallback, GradScaler, PrecisionUnit};
 use crate::store::aux_files::CHAT_TEMPLATE;
 use crate::store::base::{AdaptedModel, check_range};
@@ -436,14 +438,20 @@ fn with_loader<T>(
     Ok(loaded)
 }
 
-/// Opens the device of one of the processes, and connects their GPUs if each has one. All processes call it together.
+/// Opens the device of one of the processes with the kernels of all, and connects their GPUs if each has one. All processes call it
+/// together.
 pub fn open_device(
     group: Arc<dyn ProcessGroup>,
     config: &Config,
     report: &mut SetupCallback<'_>,
 ) -> Result<(Arc<dyn ProcessGroup>, DeviceContext)> {
     let spec = config.device_spec()?.for_local_rank(group.local_rank());
-    let open = spec.open(config.dtype, config.kernels, &mut |notice| report(SetupEvent::Notice(notice)))?;
+    let mut notices = Vec::new();
+    #[cfg_attr(not(feature = "cuda"), expect(unused_mut, reason = "only a GPU's kernels have a preflight"))]
+    let mut open = spec.open(config.dtype, config.kernels, &mut |notice| notices.push(notice))?;
+    #[cfg(feature = "cuda")]
+    preflight::agree(&*group, &mut open, &mut notices)?;
+    notices.into_iter().map(SetupEvent::Notice).for_each(report);
     #[cfg(feature = "cuda")]
     let group = nccl::connect(group, &open)?;
     Ok((group, open))

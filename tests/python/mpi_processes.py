@@ -256,12 +256,13 @@ def wait_for(condition, seconds, what):
 
 
 def kills(program, count):
-    """SIGKILL of any process, in mid-step and in mid-save; each time the run goes on with another number of processes."""
+    """SIGKILL of each process in turn, in mid-step and in mid-save; each time the run goes on with another number of processes."""
     run(program, 1, *LONG, "--run", "whole")
     chance, folder, slowest = random.Random(5), Path("checkpoints/killed"), 0.0
     in_saves = 0
+    victims_in_turn = sorted(((count, rank) for count in (2, 3, 4) for rank in range(count)), key=lambda it: it[1])
     for kill in range(count):
-        processes = [2, 3, 4][kill % 3]
+        processes, victim = victims_in_turn[kill % len(victims_in_turn)]
         go_on = ["--resume", "killed"] if (folder / "config.toml").exists() else [*LONG, "--run", "killed"]
         words = command(program, processes, *go_on)
         job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -278,7 +279,7 @@ def kills(program, count):
         if job.poll() is not None or len(victims) < processes:
             sys.exit(f"kill {kill}: the run was over too early:\n{job.communicate()[1]}")
         in_saves += any(folder.glob(".*tmp*"))
-        os.kill(victims[chance.randrange(processes)], signal.SIGKILL)
+        os.kill(victims[victim], signal.SIGKILL)
         began = time.monotonic()
         _, said = job.communicate(timeout=30)
         slowest = max(slowest, time.monotonic() - began)

@@ -7,7 +7,7 @@ use std::process::Command;
 
 const FOLDER: &str = "src";
 const MODULES: [&str; 9] =
-    ["adamw", "attention", "attention_mma", "cross_entropy", "elementwise", "embedding", "heads", "norm", "summary"];
+    ["adamw", "attention", "attention_mma", "cross_entropy", "elementwise", "embedding", "norm", "rope", "summary"];
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

@@ -1,9 +1,9 @@
-// Causal self-attention on packed queries, keys and values, in FP32: the counterpart of attention.rs. attention_mma.cu
-// serves FP16 and BF16; `attention_delta` serves all three types.
+// Causal self-attention in FP32: the counterpart of attention.rs. attention_mma.cu serves FP16 and BF16; `attention_delta` serves all three types.
 //
 // Scores exist for one tile of queries and one of keys at a time, in shared memory (Dao, "FlashAttention-2", 2023). The
 // backward pass is two kernels: one keeps a tile of keys, the other a tile of queries. Each result has one writer and
-// the sums have a fixed order, but the scores are computed twice.
+// the sums have a fixed order, but the scores are computed twice. A block of keys takes the heads of queries that share
+// them in turn.
 #include "cuda/attention.cuh"
 
 constexpr unsigned THREADS = 256;
@@ -20,28 +20,18 @@ template <int SIZE> struct Head {
     static constexpr int C = SIZE / SIDE;              // a thread's columns of a result
 
     const ShapeArgs& shape;
-    const unsigned b, head, y, x;
+    const unsigned y, x;
 
-    __device__ explicit Head(const ShapeArgs& shape)
-        : shape(shape), b(blockIdx.y / shape.heads), head(blockIdx.y % shape.heads), y(threadIdx.x / SIDE), x(threadIdx.x % SIDE) {}
+    __device__ explicit Head(const ShapeArgs& shape) : shape(shape), y(threadIdx.x / SIDE), x(threadIdx.x % SIDE) {}
 
-    __device__ unsigned width() const { return shape.heads * shape.head_size; }
-    // The offset of this head's elements of token t, in rows of `stride` elements.
-    __device__ size_t at(unsigned t, unsigned stride) const {
-        return (static_cast<size_t>(b) * shape.seq_len + t) * stride + head * shape.head_size;
-    }
-    // The index of row i's log-sum-exp and delta; times T, the offset of its dropout mask.
-    __device__ size_t row(unsigned i) const { return static_cast<size_t>(blockIdx.y) * shape.seq_len + i; }
-
-    // Loads the rows starting at `first`, times `factor`, into `tile` [ROWS, LD]; zeros outside the sequence and the
-    // head.
-    __device__ void load_tile(const void* rows, unsigned stride, unsigned part, unsigned first, float factor, float* tile) const {
-        const bool whole = shape.head_size % N == 0;
+    // Loads a head's rows starting at `first`, times `factor`, into `tile` [ROWS, LD]; zeros outside the sequence and
+    // the head.
+    __device__ void load_tile(const Rows& rows, unsigned head, unsigned first, float factor, float* tile) const {
         for (unsigned i = threadIdx.x; i < ROWS * SIZE / N; i += THREADS) {
             const unsigned r = i / (SIZE / N), d = i % (SIZE / N) * N;
             float values[N] = {};
             if (first + r < shape.seq_len && d < shape.head_size) {
-                load_pack<float>(rows, at(first + r, stride) + part * width() + d, whole, shape.head_size - d, values);
+                load_pack<float>(rows.first, shape.at(rows, head, first + r) + d, shape.whole, shape.head_size - d, values);
             }
 #pragma unroll
             for (int k = 0; k < N; ++k) tile[r * LD + d + k] = values[k] * factor;
@@ -92,8 +82,7 @@ template <int SIZE> struct Head {
     }
 
     // Stores this thread's part of a result's rows, each times a factor.
-    __device__ void store_rows(void* rows, unsigned stride, unsigned part, unsigned first, const float (&values)[R][C],
-                               const float (&factors)[R]) const {
+    __device__ void store_rows(const Rows& rows, unsigned head, unsigned first, const float (&values)[R][C], const float (&factors)[R]) const {
 #pragma unroll
         for (int i = 0; i < R; ++i) {
             const unsigned t = first + y * R + i;
@@ -101,7 +90,7 @@ template <int SIZE> struct Head {
 #pragma unroll
             for (int k = 0; k < C; ++k) {
                 const unsigned d = x + SIDE * k;
-                if (d < shape.head_size) store_rounded<float>(rows, at(t, stride) + part * width() + d, values[i][k] * factors[i]);
+                if (d < shape.head_size) store_rounded<float>(rows.first, shape.at(rows, head, t) + d, values[i][k] * factors[i]);
             }
         }
     }
@@ -126,13 +115,13 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
     SHARED(float, memory);
     float *q = memory, *kv = q + ROWS * H::LD, *p = kv + ROWS * H::LD;
     // Start with the tiles that have the most keys.
-    const unsigned first = (gridDim.x - 1 - blockIdx.x) * ROWS, stride = 3 * head.width();
-    head.load_tile(a.qkv, stride, 0, first, a.shape.softmax_scale, q);
+    const unsigned first = (gridDim.x - 1 - blockIdx.x) * ROWS, query_head = blockIdx.y, key_head = query_head / a.shape.group;
+    head.load_tile(a.q, query_head, first, a.shape.softmax_scale, q);
     float out[R][C] = {}, top[R], total[R];
 #pragma unroll
     for (int i = 0; i < R; ++i) top[i] = -INFINITY, total[i] = 0.0f;
     for (unsigned key = a.shape.first_key(first) / ROWS * ROWS; key <= first; key += ROWS) {
-        head.load_tile(a.qkv, stride, 1, key, 1.0f, kv);
+        head.load_tile(a.k, key_head, key, 1.0f, kv);
         __syncthreads();
         float s[R][R];
         head.scores(q, kv, s);
@@ -158,11 +147,11 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
             total[i] = total[i] * shrink + side_sum(sum);
 #pragma unroll
             for (int k = 0; k < C; ++k) out[i][k] *= shrink;
-            apply_dropout(a.dropout, head.row(row) * a.shape.seq_len + column, s[i]);
+            apply_dropout(a.dropout, a.shape.row(query_head, row) * a.shape.seq_len + column, s[i]);
         }
         head.keep(s, p);
         __syncthreads();
-        head.load_tile(a.qkv, stride, 2, key, 1.0f, kv);
+        head.load_tile(a.v, key_head, key, 1.0f, kv);
         __syncthreads();
         head.template fold<false>(p, kv, out);
         __syncthreads();
@@ -172,9 +161,9 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
     for (int i = 0; i < R; ++i) {
         const unsigned row = first + head.y * R + i;
         factors[i] = 1.0f / total[i];
-        if (head.x == 0 && row < a.shape.seq_len) store(a.lse, head.row(row), top[i] + logf(total[i]));
+        if (head.x == 0 && row < a.shape.seq_len) store(a.lse, a.shape.row(query_head, row), top[i] + logf(total[i]));
     }
-    head.store_rows(a.out, head.width(), 0, first, out, factors);
+    head.store_rows(a.out, query_head, first, out, factors);
 }
 
 template <class T> __device__ void attention_delta(const AttentionDelta& a) {
@@ -185,12 +174,11 @@ template <class T> __device__ void attention_delta(const AttentionDelta& a) {
     const unsigned t = task % a.shape.seq_len, head = task / a.shape.seq_len % a.shape.heads;
     const size_t b = task / a.shape.seq_len / a.shape.heads;
     const size_t start = ((b * a.shape.seq_len + t) * a.shape.heads + head) * a.shape.head_size;
-    const bool whole = a.shape.head_size % N == 0;
     float sum = 0.0f;
     for (unsigned d = threadIdx.x % WARP * N; d < a.shape.head_size; d += WARP * N) {
         float dout[N], out[N];
-        load_pack<T>(a.dout, start + d, whole, a.shape.head_size - d, dout);
-        load_pack<T>(a.out, start + d, whole, a.shape.head_size - d, out);
+        load_pack<T>(a.dout, start + d, a.shape.whole, a.shape.head_size - d, dout);
+        load_pack<T>(a.out, start + d, a.shape.whole, a.shape.head_size - d, out);
 #pragma unroll
         for (int i = 0; i < N; ++i) sum += dout[i] * out[i];
     }
@@ -200,18 +188,20 @@ template <class T> __device__ void attention_delta(const AttentionDelta& a) {
 
 // Replaces a thread's scores by the probabilities after dropout, and its dP by dS.
 template <class H, int R>
-__device__ inline void differentiate(const H& head, const AttentionBackward& a, unsigned query, unsigned key, float (&p)[R][R], float (&ds)[R][R]) {
+__device__ inline void differentiate(const H& head, const AttentionBackward& a, unsigned query_head, unsigned query, unsigned key,
+                                     float (&p)[R][R], float (&ds)[R][R]) {
 #pragma unroll
     for (int i = 0; i < R; ++i) {
         const unsigned row = query + head.y * R + i, column = key + head.x * R;
         const bool inside = row < a.shape.seq_len;
         // A row outside the sequence attends to no key. (Testing `inside` again below would cost a register.)
         const unsigned bound = inside ? a.shape.first_key(row) : ~0u;
-        const float lse = inside ? load(a.lse, head.row(row)) : 0.0f, delta = inside ? load(a.delta, head.row(row)) : 0.0f;
+        const size_t at = a.shape.row(query_head, row);
+        const float lse = inside ? load(a.lse, at) : 0.0f, delta = inside ? load(a.delta, at) : 0.0f;
         float mask[R];
 #pragma unroll
         for (int j = 0; j < R; ++j) mask[j] = 1.0f;
-        apply_dropout(a.dropout, head.row(row) * a.shape.seq_len + column, mask);
+        apply_dropout(a.dropout, at * a.shape.seq_len + column, mask);
 #pragma unroll
         for (int j = 0; j < R; ++j) {
             const float probability = column + j <= row && column + j >= bound ? expf(p[i][j] - lse) : 0.0f;
@@ -221,36 +211,38 @@ __device__ inline void differentiate(const H& head, const AttentionBackward& a, 
     }
 }
 
-// The gradients of a tile of keys and values, from all queries that see them.
+// The gradients of a tile of keys and values, from all queries of all heads that see them.
 template <int SIZE> __device__ void attention_backward_kv(const AttentionBackward& a) {
     using H = Head<SIZE>;
     constexpr int ROWS = H::ROWS, R = H::R, C = H::C, TILE = ROWS * H::LD;
     const H head(a.shape);
     SHARED(float, memory);
     float *k = memory, *v = k + TILE, *q = v + TILE, *dout = q + TILE, *p = dout + TILE, *ds = p + ROWS * H::LP;
-    const unsigned first = blockIdx.x * ROWS, width = head.width();
-    head.load_tile(a.qkv, 3 * width, 1, first, 1.0f, k);
-    head.load_tile(a.qkv, 3 * width, 2, first, 1.0f, v);
+    const unsigned first = blockIdx.x * ROWS, key_head = blockIdx.y, end = a.shape.end_of_queries(first + ROWS - 1);
+    head.load_tile(a.k, key_head, first, 1.0f, k);
+    head.load_tile(a.v, key_head, first, 1.0f, v);
     float dk[R][C] = {}, dv[R][C] = {}, ones[R];
-    for (unsigned query = first, end = a.shape.end_of_queries(first + ROWS - 1); query < end; query += ROWS) {
-        head.load_tile(a.qkv, 3 * width, 0, query, a.shape.softmax_scale, q);
-        head.load_tile(a.dout, width, 0, query, 1.0f, dout);
-        __syncthreads();
-        float s[R][R], dp[R][R];
-        head.scores(q, k, s);
-        head.scores(dout, v, dp);
-        differentiate(head, a, query, first, s, dp);
-        head.keep(s, p);
-        head.keep(dp, ds);
-        __syncthreads();
-        head.template fold<true>(p, dout, dv);
-        head.template fold<true>(ds, q, dk);
-        __syncthreads();
+    for (unsigned query_head = key_head * a.shape.group; query_head < (key_head + 1) * a.shape.group; ++query_head) {
+        for (unsigned query = first; query < end; query += ROWS) {
+            head.load_tile(a.q, query_head, query, a.shape.softmax_scale, q);
+            head.load_tile(a.dout, query_head, query, 1.0f, dout);
+            __syncthreads();
+            float s[R][R], dp[R][R];
+            head.scores(q, k, s);
+            head.scores(dout, v, dp);
+            differentiate(head, a, query_head, query, first, s, dp);
+            head.keep(s, p);
+            head.keep(dp, ds);
+            __syncthreads();
+            head.template fold<true>(p, dout, dv);
+            head.template fold<true>(ds, q, dk);
+            __syncthreads();
+        }
     }
 #pragma unroll
     for (int i = 0; i < R; ++i) ones[i] = 1.0f;
-    head.store_rows(a.dqkv, 3 * width, 1, first, dk, ones);
-    head.store_rows(a.dqkv, 3 * width, 2, first, dv, ones);
+    head.store_rows(a.dk, key_head, first, dk, ones);
+    head.store_rows(a.dv, key_head, first, dv, ones);
 }
 
 // The gradient of a tile of queries, from all keys that they see.
@@ -260,18 +252,18 @@ template <int SIZE> __device__ void attention_backward_q(const AttentionBackward
     const H head(a.shape);
     SHARED(float, memory);
     float *k = memory, *v = k + TILE, *q = v + TILE, *dout = q + TILE, *ds = dout + TILE;
-    const unsigned first = (gridDim.x - 1 - blockIdx.x) * ROWS, width = head.width();
-    head.load_tile(a.qkv, 3 * width, 0, first, a.shape.softmax_scale, q);
-    head.load_tile(a.dout, width, 0, first, 1.0f, dout);
+    const unsigned first = (gridDim.x - 1 - blockIdx.x) * ROWS, query_head = blockIdx.y, key_head = query_head / a.shape.group;
+    head.load_tile(a.q, query_head, first, a.shape.softmax_scale, q);
+    head.load_tile(a.dout, query_head, first, 1.0f, dout);
     float dq[R][C] = {}, scales[R];
     for (unsigned key = a.shape.first_key(first) / ROWS * ROWS; key <= first; key += ROWS) {
-        head.load_tile(a.qkv, 3 * width, 1, key, 1.0f, k);
-        head.load_tile(a.qkv, 3 * width, 2, key, 1.0f, v);
+        head.load_tile(a.k, key_head, key, 1.0f, k);
+        head.load_tile(a.v, key_head, key, 1.0f, v);
         __syncthreads();
         float s[R][R], dp[R][R];
         head.scores(q, k, s);
         head.scores(dout, v, dp);
-        differentiate(head, a, first, key, s, dp);
+        differentiate(head, a, query_head, first, key, s, dp);
         head.keep(dp, ds);
         __syncthreads();
         head.template fold<false>(ds, k, dq);
@@ -279,7 +271,7 @@ template <int SIZE> __device__ void attention_backward_q(const AttentionBackward
     }
 #pragma unroll
     for (int i = 0; i < R; ++i) scales[i] = a.shape.softmax_scale;
-    head.store_rows(a.dqkv, 3 * width, 0, first, dq, scales);
+    head.store_rows(a.dq, query_head, first, dq, scales);
 }
 
 // One entry for each of these head sizes; other heads run in the next larger one.

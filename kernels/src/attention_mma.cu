@@ -1,12 +1,11 @@
-// Causal self-attention on packed queries, keys and values on tensor cores, for FP16 and BF16: the counterpart of
-// attention.rs.
+// Causal self-attention on tensor cores, for FP16 and BF16: the counterpart of attention.rs.
 //
 // A block keeps 64 resident rows, 16 per warp, and iterates over tiles of the rows that these combine with, in shared
 // memory; the next tile is copied during the work on the current one (Dao, "FlashAttention-2", 2023). Scores exist only
 // in registers, for a warp's rows and 16 to 64 columns at a time: the result fragments of one matmul, rounded to the
 // operands' type, are the operand of the next. Sums, softmax and the running output are FP32. The backward pass is one
 // template with two instances, resident queries and resident keys: each result has one writer and the sums have a fixed
-// order, but the scores are computed twice.
+// order, but the scores are computed twice. A block of keys takes the heads of queries that share them in turn.
 //
 // Blocks per multiprocessor for heads of 32, 64, 96 and 128 elements, limited by registers (nvcc 13.0, sm_90, no
 // spills): 5, 4, 3, 2 forward, 4, 3, 3, 2 for keys and values, 4, 4, 4, 3 for queries. Shared memory, 20 to 69 KiB per
@@ -30,31 +29,21 @@ template <class T, int SIZE> struct Tiles {
 
     __device__ explicit Tiles(const ShapeArgs& shape) : shape(shape), lane(threadIdx.x % WARP) {}
 
-    __device__ unsigned width() const { return shape.heads * shape.head_size; }
-    // The offset of this head's elements of token t, in rows of `stride` elements.
-    __device__ size_t at(unsigned t, unsigned stride) const {
-        const unsigned b = blockIdx.y / shape.heads, head = blockIdx.y % shape.heads;
-        return (static_cast<size_t>(b) * shape.seq_len + t) * stride + head * shape.head_size;
-    }
-    // The index of row i's log-sum-exp and delta; times T, the offset of its dropout mask.
-    __device__ size_t row(unsigned i) const { return static_cast<size_t>(blockIdx.y) * shape.seq_len + i; }
-
-    // Starts copying N rows, beginning with `first`, into a tile.
-    template <int N> __device__ void fetch(const void* rows, unsigned stride, unsigned part, unsigned first, T* tile) const {
+    // Starts copying N rows of a head, beginning with `first`, into a tile.
+    template <int N> __device__ void fetch(const Rows& rows, unsigned head, unsigned first, T* tile) const {
         // A thread copies the same columns of every STEP-th row; otherwise addresses would take more instructions than
         // matmuls.
         constexpr unsigned LANES = SIZE <= 32 ? 4 : SIZE <= 64 ? 8 : 16, STEP = THREADS / LANES;
         static_assert(SIZE <= LANES * CHUNK && N % STEP == 0, "each row has its threads, and each thread as many rows");
         const unsigned begin = threadIdx.x / LANES, d = threadIdx.x % LANES * CHUNK;
         if (d >= SIZE) return;
-        const bool whole = shape.head_size % CHUNK == 0;
-        const T* source = static_cast<const T*>(rows) + at(first + begin, stride) + part * width() + d;
+        const T* source = static_cast<const T*>(rows.first) + shape.at(rows, head, first + begin) + d;
         T* target = tile + begin * LD + d;
-        const size_t step = static_cast<size_t>(STEP) * stride;
+        const size_t step = static_cast<size_t>(STEP) * rows.stride;
 #pragma unroll
         for (unsigned r = 0; r < N; r += STEP, source += step, target += STEP * LD) {
             const bool inside = first + begin + r < shape.seq_len && d < shape.head_size;
-            if (whole) {
+            if (shape.whole) {
                 copy_async<16>(target, source, inside);
             } else {
 #pragma unroll
@@ -92,7 +81,7 @@ template <class T, int SIZE> struct Tiles {
     }
 
     // Stores a warp's 16 rows of a result, each half times its factor, through `place`, shared memory of the same size.
-    __device__ void store_rows(T* place, void* rows, unsigned stride, unsigned part, unsigned first, const float (&values)[SIZE / 8][4],
+    __device__ void store_rows(T* place, const Rows& rows, unsigned head, unsigned first, const float (&values)[SIZE / 8][4],
                                const float (&factors)[2]) const {
 #pragma unroll
         for (int j = 0; j < SIZE / 8; ++j) {
@@ -107,8 +96,8 @@ template <class T, int SIZE> struct Tiles {
         for (unsigned i = lane; i < WARP_ROWS * SIZE / CHUNK; i += WARP) {
             const unsigned r = i / (SIZE / CHUNK), d = i % (SIZE / CHUNK) * CHUNK;
             if (first + r >= shape.seq_len || d >= shape.head_size) continue;
-            T* target = static_cast<T*>(rows) + at(first + r, stride) + part * width() + d;
-            if (shape.head_size % CHUNK == 0) {
+            T* target = static_cast<T*>(rows.first) + shape.at(rows, head, first + r) + d;
+            if (shape.whole) {
                 CHECK_WRITE(target, 16);
                 *reinterpret_cast<Pack<T, CHUNK>*>(target) = *reinterpret_cast<const Pack<T, CHUNK>*>(place + r * LD + d);
             } else {
@@ -183,13 +172,11 @@ __device__ inline unsigned kept_of_draw(const Dropout& dropout, size_t block) {
     return bits;
 }
 
-// A bit for each of a lane's four scores, of 16 × 8 scores starting at `query` and `key`: 1 if dropout keeps it. The
-// rows are keys or queries. If the sequence length is a multiple of 4, lanes share their draws, so that none is
+// A bit for each of a lane's four scores, of 16 × 8 scores, the first of index `first` in the mask: 1 if dropout keeps
+// it. The rows are keys or queries. If the sequence length is a multiple of 4, lanes share their draws, so that none is
 // repeated.
-template <bool KEYS_AT_REST>
-__device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned seq_len, unsigned query, unsigned key) {
+template <bool KEYS_AT_REST> __device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned seq_len, size_t first) {
     const unsigned lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    const size_t first = (static_cast<size_t>(blockIdx.y) * seq_len + query) * seq_len + key;
     unsigned bits = 0;
     if (seq_len % 4 != 0) {
 #pragma unroll 1
@@ -218,12 +205,11 @@ __device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned seq_len
 
 // [`kept_of_tile`] for `count` tiles of 8 columns, four bits each, lowest first. Not unrolled: a draw is many
 // instructions.
-template <bool KEYS_AT_REST>
-__device__ inline unsigned kept(const Dropout& dropout, unsigned seq_len, unsigned query, unsigned key, unsigned count) {
+template <bool KEYS_AT_REST> __device__ inline unsigned kept(const Dropout& dropout, unsigned seq_len, size_t first, unsigned count) {
     unsigned bits = 0;
 #pragma unroll 1
-    for (unsigned j = 0; j < count; ++j) {
-        bits |= kept_of_tile<KEYS_AT_REST>(dropout, seq_len, query + (KEYS_AT_REST ? 8 * j : 0), key + (KEYS_AT_REST ? 0 : 8 * j)) << 4 * j;
+    for (unsigned j = 0; j < count; ++j, first += KEYS_AT_REST ? 8 * static_cast<size_t>(seq_len) : 8) {
+        bits |= kept_of_tile<KEYS_AT_REST>(dropout, seq_len, first) << 4 * j;
     }
     return bits;
 }
@@ -283,7 +269,7 @@ template <class T, int SIZE> struct Queries {
         }
         if (a.dropout.threshold != 0) {
             const unsigned count = MASKED ? min(KEYS / 8u, (first + WARP_ROWS - key) / 8) : KEYS / 8;
-            const unsigned bits = kept<false>(a.dropout, a.shape.seq_len, first, key, count);
+            const unsigned bits = kept<false>(a.dropout, a.shape.seq_len, a.shape.row(blockIdx.y, first) * a.shape.seq_len + key, count);
 #pragma unroll
             for (int j = 0; j < KEYS / 8; ++j)
 #pragma unroll
@@ -296,12 +282,13 @@ template <class T, int SIZE> struct Queries {
 template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     constexpr int LD = Tiles<T, SIZE>::LD;
     const Tiles<T, SIZE> tiles(a.shape);
+    const unsigned head = blockIdx.y, key_head = head / a.shape.group;
     SHARED(T, memory);
     // Two stages of keys and values. The second first holds the queries.
     const auto stage = [&](unsigned turn) { return memory + turn * 2 * KEYS * LD; };
     const auto fetch = [&](unsigned key, unsigned turn) {
-        tiles.template fetch<KEYS>(a.qkv, 3 * tiles.width(), 1, key, stage(turn));
-        tiles.template fetch<KEYS>(a.qkv, 3 * tiles.width(), 2, key, stage(turn) + KEYS * LD);
+        tiles.template fetch<KEYS>(a.k, key_head, key, stage(turn));
+        tiles.template fetch<KEYS>(a.v, key_head, key, stage(turn) + KEYS * LD);
         commit_copies();
     };
     const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len;
@@ -309,7 +296,7 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     const unsigned block_first = (gridDim.x - 1 - blockIdx.x) * ROWS, first = block_first + warp * WARP_ROWS;
     Queries<T, SIZE> queries{a, tiles, first, {}};
     const unsigned begin = a.shape.first_key(block_first) / KEYS * KEYS;
-    tiles.template fetch<ROWS>(a.qkv, 3 * tiles.width(), 0, block_first, stage(1));
+    tiles.template fetch<ROWS>(a.q, head, block_first, stage(1));
     fetch(begin, 0);
     wait_for_copies<0>();
     __syncthreads();
@@ -338,10 +325,10 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
         const unsigned row = first + tiles.lane / 4 + 8 * half;
         factors[half] = 1.0f / total;
         if (tiles.lane % 4 == 0 && row < seq_len) {
-            store(a.lse, tiles.row(row), queries.top[half] * a.shape.softmax_scale + logf(total));
+            store(a.lse, a.shape.row(head, row), queries.top[half] * a.shape.softmax_scale + logf(total));
         }
     }
-    tiles.store_rows(memory + warp * WARP_ROWS * LD, a.out, tiles.width(), 0, first, queries.out, factors);
+    tiles.store_rows(memory + warp * WARP_ROWS * LD, a.out, head, first, queries.out, factors);
 }
 
 // A warp's resident rows of the backward pass, keys or queries, with the running sums of their gradients. Operands come
@@ -372,9 +359,9 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
                             : last_column <= first && a.shape.first_key(last) <= column;
     }
 
-    // Adds the gradients from the GROUP columns starting at `column`. `tile` and `other` hold their operands' rows; if
+    // Adds the gradients from the GROUP columns starting at `column`, for a head of queries. `tile` and `other` hold their operands' rows; if
     // they are queries, `stats` holds two rows of TILE numbers, their log-sum-exps and deltas.
-    template <bool MASKED> __device__ void meet(unsigned column, const T* tile, const T* other, const float* stats) {
+    template <bool MASKED> __device__ void meet(unsigned head, unsigned column, const T* tile, const T* other, const float* stats) {
         const unsigned lane = tiles.lane, seq_len = a.shape.seq_len;
         const auto none = [](unsigned) { return false; };
         const float scale = a.shape.softmax_scale * LOG2_E;
@@ -383,7 +370,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
         left[1].template scores<GROUP>(tiles, other, none, ds);
         unsigned bits = 0;
         if (a.dropout.threshold != 0) {
-            bits = kept<KEYS_AT_REST>(a.dropout, seq_len, KEYS_AT_REST ? column : first, KEYS_AT_REST ? first : column, GROUP / 8);
+            const size_t query = a.shape.row(head, KEYS_AT_REST ? column : first);
+            bits = kept<KEYS_AT_REST>(a.dropout, seq_len, query * seq_len + (KEYS_AT_REST ? first : column), GROUP / 8);
         }
 #pragma unroll
         for (int j = 0; j < GROUP / 8; ++j) {
@@ -406,35 +394,32 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
 
 // Starts copying N queries and rows of the output's gradient, or N keys and values, into two consecutive tiles.
 template <int N, class T, int SIZE>
-__device__ inline void fetch_two(const Tiles<T, SIZE>& tiles, const AttentionBackward& a, bool queries, unsigned first, T* tile) {
-    const unsigned width = tiles.width();
-    T* const other = tile + N * Tiles<T, SIZE>::LD;
-    tiles.template fetch<N>(a.qkv, 3 * width, queries ? 0 : 1, first, tile);
-    if (queries) {
-        tiles.template fetch<N>(a.dout, width, 0, first, other);
-    } else {
-        tiles.template fetch<N>(a.qkv, 3 * width, 2, first, other);
-    }
+__device__ inline void fetch_two(const Tiles<T, SIZE>& tiles, const AttentionBackward& a, bool queries, unsigned head, unsigned first, T* tile) {
+    tiles.template fetch<N>(queries ? a.q : a.k, head, first, tile);
+    tiles.template fetch<N>(queries ? a.dout : a.v, head, first, tile + N * Tiles<T, SIZE>::LD);
 }
 
 template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(const AttentionBackward& a) {
     using G = Gradient<T, SIZE, KEYS_AT_REST>;
     constexpr int LD = Tiles<T, SIZE>::LD, TILE = G::TILE;
     const Tiles<T, SIZE> tiles(a.shape);
-    const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len, width = tiles.width();
+    const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len, group = a.shape.group;
+    // The resident rows' head, and the heads that they combine with: those of the queries of a head of keys, or one of keys.
+    const unsigned rest_head = blockIdx.y, first_head = KEYS_AT_REST ? rest_head * group : rest_head / group;
+    const unsigned end_of_heads = first_head + (KEYS_AT_REST ? group : 1);
     SHARED(T, memory);
     // Two stages of two tiles. Resident rows have separate memory, or, if they go to registers, the second stage's at
     // first.
     const auto stage = [&](unsigned turn) { return memory + turn * 2 * TILE * LD; };
     T* const at_rest = stage(G::HELD ? 1 : 2);
     float* const all_stats = reinterpret_cast<float*>(stage(2) + (G::HELD ? 0 : 2 * ROWS * LD));
-    const auto fetch = [&](unsigned column, unsigned turn) {
-        fetch_two<TILE>(tiles, a, KEYS_AT_REST, column, stage(turn));
+    const auto fetch = [&](unsigned head, unsigned column, unsigned turn) {
+        fetch_two<TILE>(tiles, a, KEYS_AT_REST, head, column, stage(turn));
         if constexpr (KEYS_AT_REST) {
             // The rows' log-sum-exps and deltas.
             for (unsigned i = threadIdx.x; i < 2 * TILE; i += THREADS) {
                 const bool inside = column + i % TILE < seq_len;
-                const float* source = (i < TILE ? a.lse : a.delta) + (inside ? tiles.row(column + i % TILE) : 0);
+                const float* source = (i < TILE ? a.lse : a.delta) + (inside ? a.shape.row(head, column + i % TILE) : 0);
                 copy_async<4>(all_stats + turn * 2 * TILE + i, source, inside);
             }
         }
@@ -446,14 +431,14 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     const unsigned end = KEYS_AT_REST ? a.shape.end_of_queries(block_first + ROWS - 1) : min(block_first + ROWS, seq_len);
     const unsigned first = block_first + warp * WARP_ROWS;
     G gradient{a, tiles, first};
-    fetch_two<ROWS>(tiles, a, !KEYS_AT_REST, block_first, at_rest);
-    fetch(begin, 0);
+    fetch_two<ROWS>(tiles, a, !KEYS_AT_REST, rest_head, block_first, at_rest);
+    fetch(first_head, begin, 0);
     if constexpr (!KEYS_AT_REST) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const unsigned row = first + tiles.lane / 4 + 8 * half;
-            gradient.lse[half] = row < seq_len ? load(a.lse, tiles.row(row)) : 0.0f;
-            gradient.delta[half] = row < seq_len ? load(a.delta, tiles.row(row)) : 0.0f;
+            gradient.lse[half] = row < seq_len ? load(a.lse, a.shape.row(rest_head, row)) : 0.0f;
+            gradient.delta[half] = row < seq_len ? load(a.delta, a.shape.row(rest_head, row)) : 0.0f;
         }
     }
     wait_for_copies<0>();
@@ -461,13 +446,15 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
 #pragma unroll
     for (int i = 0; i < 2; ++i) gradient.left[i].take(tiles, at_rest + (i * ROWS + warp * WARP_ROWS) * LD);
     if constexpr (G::HELD) __syncthreads();
-    unsigned turn = 0;
-    for (unsigned column = begin; column < end; column += TILE, turn ^= 1) {
-        if (column > begin) {
+    for (unsigned head = first_head, column = begin, turn = 0, next = begin; head < end_of_heads; column = next, turn ^= 1) {
+        if (head > first_head || column > begin) {
             wait_for_copies<0>();
             __syncthreads();
         }
-        if (column + TILE < end) fetch(column + TILE, turn ^ 1);
+        const unsigned now = head;
+        next = column + TILE;
+        if (next >= end) next = begin, ++head;
+        if (head < end_of_heads) fetch(head, next, turn ^ 1);
         if (first >= seq_len) continue;
 #pragma unroll 1
         for (unsigned within = 0; within < TILE; within += G::GROUP) {
@@ -475,17 +462,17 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
             const T* tile = stage(turn) + within * LD;
             const float* stats = all_stats + turn * 2 * TILE + within;
             if (gradient.seen(column + within)) {
-                gradient.template meet<false>(column + within, tile, tile + TILE * LD, stats);
+                gradient.template meet<false>(KEYS_AT_REST ? now : rest_head, column + within, tile, tile + TILE * LD, stats);
             } else {
-                gradient.template meet<true>(column + within, tile, tile + TILE * LD, stats);
+                gradient.template meet<true>(KEYS_AT_REST ? now : rest_head, column + within, tile, tile + TILE * LD, stats);
             }
         }
     }
     __syncthreads();
     const float scales[2] = {a.shape.softmax_scale, a.shape.softmax_scale}, ones[2] = {1.0f, 1.0f};
     T* const place = memory + warp * WARP_ROWS * LD;
-    tiles.store_rows(place, a.dqkv, 3 * width, KEYS_AT_REST ? 1 : 0, first, gradient.out[0], scales);
-    if constexpr (KEYS_AT_REST) tiles.store_rows(place, a.dqkv, 3 * width, 2, first, gradient.out[1], ones);
+    tiles.store_rows(place, KEYS_AT_REST ? a.dk : a.dq, rest_head, first, gradient.out[0], scales);
+    if constexpr (KEYS_AT_REST) tiles.store_rows(place, a.dv, rest_head, first, gradient.out[1], ones);
 }
 
 // One entry for each type and each of these head sizes; other heads run in the next larger one.

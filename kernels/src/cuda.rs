@@ -12,7 +12,6 @@ mod elementwise;
 mod embedding;
 #[cfg(test)]
 mod emulator;
-mod heads;
 mod launch;
 mod norm;
 #[cfg(feature = "cuda")]
@@ -21,6 +20,7 @@ mod preflight;
 mod product;
 #[cfg(feature = "cuda")]
 mod queue;
+mod rope;
 mod summary;
 #[cfg(test)]
 mod tests;

@@ -1,6 +1,6 @@
 //! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for types that tensor cores multiply.
 
-use super::dispatch::{Attempt, CudaKernels, Stop, require};
+use super::dispatch::{Attempt, CudaKernels, Stop, aligns, require};
 use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::attention::{AttentionInputs, AttentionShape};
 use crate::columns::ColumnSlice;
@@ -12,19 +12,27 @@ use std::sync::PoisonError;
 const SIZES: [usize; 4] = [32, 64, 96, 128];
 
 arguments! {
+    struct Rows {
+        first: u64,
+        stride: u32,
+        unused: u32,
+    }
+
     struct ShapeArgs {
         bounds: u64,
         batch: u32,
         seq_len: u32,
         heads: u32,
+        group: u32,
         head_size: u32,
+        whole: u32,
         softmax_scale: f32,
         unused: u32,
     }
 
     struct AttentionForward {
-        qkv: u64,
-        out: u64,
+        qkv: [Rows; 3],
+        out: Rows,
         lse: u64,
         shape: ShapeArgs,
         dropout: DropoutArgs,
@@ -38,11 +46,11 @@ arguments! {
     }
 
     struct AttentionBackward {
-        qkv: u64,
-        dout: u64,
+        qkv: [Rows; 3],
+        dout: Rows,
         lse: u64,
         delta: u64,
-        dqkv: u64,
+        gradients: [Rows; 3],
         shape: ShapeArgs,
         dropout: DropoutArgs,
     }
@@ -85,22 +93,6 @@ fn bounds(shape: &AttentionShape, documents: Option<&[u32]>) -> Result<Option<Ve
     Ok(Some(bounds))
 }
 
-/// The tensor that holds queries, keys and values, or their gradients, in the layout that the kernels take: side by side
-/// and nothing else, with keys and values for each head. `None` if their layout differs.
-fn packed(shape: &AttentionShape, parts: [ColumnSlice<'_>; 3]) -> Option<Tensor> {
-    let (tensor, [queries, keys, values]) = (parts[0].tensor(), shape.widths());
-    let side_by_side = parts.iter().zip([0, queries, queries + keys]).all(|(columns, first)| {
-        columns.tensor().id() == tensor.id() && (columns.first(), columns.stride()) == (first, queries + keys + values)
-    });
-    (side_by_side && shape.kv_heads == shape.heads).then(|| tensor.clone())
-}
-
-/// A tensor for the layout that the kernels take.
-fn wide(shape: &AttentionShape, parts: [ColumnSlice<'_>; 3]) -> Result<Tensor> {
-    let tensor = parts[0].tensor();
-    Tensor::zeros((shape.batch * shape.seq_len, 3 * shape.widths()[0]), tensor.dtype(), tensor.device())
-}
-
 /// One call's sizes, and the kernels that serve them.
 #[derive(Clone, Copy)]
 struct Plan {
@@ -122,10 +114,6 @@ impl Plan {
         self.shape.batch * self.shape.seq_len * self.shape.heads
     }
 
-    fn elements(self) -> usize {
-        self.stat_len() * self.shape.head_size
-    }
-
     fn launch(self, pass: Pass) -> Result<KernelLaunch> {
         let kernel = match pass {
             Pass::Forward => "attention_forward",
@@ -136,10 +124,12 @@ impl Plan {
             DType::F32 => self.in_fp32(pass),
             _ => self.on_tensor_cores(pass),
         };
+        let AttentionShape { batch, seq_len, heads, kv_heads, .. } = self.shape;
+        let heads = if matches!(pass, Pass::BackwardKeysAndValues) { kv_heads } else { heads };
         Ok(KernelLaunch {
             module,
             kernel: format!("{}_{}", kernel_symbol(kernel, &[self.dtype])?, self.size),
-            grid: [to_u32(self.shape.seq_len.div_ceil(rows))?, to_u32(self.shape.batch * self.shape.heads)?, 1],
+            grid: [to_u32(seq_len.div_ceil(rows))?, to_u32(heads)?, to_u32(batch)?],
             threads,
             shared_bytes: to_u32(shared_bytes)?,
         })
@@ -185,78 +175,80 @@ impl<Q: Queue> CudaKernels<Q> {
         Ok(Some(bounds))
     }
 
-    fn shape_args(&self, shape: &AttentionShape, bounds: Option<&Tensor>) -> Attempt<ShapeArgs> {
-        let AttentionShape { batch, seq_len, heads, head_size, scale, .. } = *shape;
+    /// The rows of `N` operands or gradients.
+    fn rows<const N: usize>(&self, parts: [ColumnSlice<'_>; N], dtype: DType) -> Attempt<[Rows; N]> {
+        let mut rows = [Rows { first: 0, stride: 0, unused: 0 }; N];
+        for (rows, part) in rows.iter_mut().zip(parts) {
+            *rows = Rows { first: self.columns(part, dtype)?, stride: to_u32(part.stride())?, unused: 0 };
+        }
+        Ok(rows)
+    }
+
+    /// The sizes; `parts` are all queries, keys, values and gradients.
+    fn shape_args(
+        &self,
+        shape: &AttentionShape,
+        parts: &[ColumnSlice<'_>],
+        bounds: Option<&Tensor>,
+    ) -> Attempt<ShapeArgs> {
+        let AttentionShape { batch, seq_len, heads, kv_heads, head_size, scale, .. } = *shape;
         Ok(ShapeArgs {
             bounds: self.optional(bounds, DType::U32, 2 * batch * seq_len)?,
             batch: to_u32(batch)?,
             seq_len: to_u32(seq_len)?,
             heads: to_u32(heads)?,
+            group: to_u32(heads / kv_heads)?,
             head_size: to_u32(head_size)?,
+            whole: parts.iter().all(|part| aligns(*part, head_size)).into(),
             softmax_scale: scale,
             unused: 0,
         })
     }
 
-    /// Queries, keys and values in the layout that the kernels take.
-    fn qkv(&self, shape: &AttentionShape, parts: [ColumnSlice<'_>; 3]) -> Attempt<Tensor> {
-        if let Some(tensor) = packed(shape, parts) {
-            return Ok(tensor);
-        }
-        let wide = wide(shape, parts)?;
-        self.spread_heads(shape, parts, &wide)?;
-        Ok(wide)
-    }
-
     pub(super) fn attention(&self, op: &op::Attention<'_>) -> Attempt {
         let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
         let plan = Plan::new(*shape, operands, dtype)?;
-        let qkv = self.qkv(shape, operands.qkv)?;
-        let bounds = self.bounds(shape, operands.documents, qkv.device())?;
+        let bounds = self.bounds(shape, operands.documents, op.out.device())?;
+        let [out] = self.rows([ColumnSlice::all(op.out)?], dtype)?;
         let arguments = AttentionForward {
-            qkv: self.address(&qkv, dtype, 3 * plan.elements())?,
-            out: self.address(op.out, dtype, plan.elements())?,
+            qkv: self.rows(operands.qkv, dtype)?,
+            out,
             lse: self.address(op.lse, DType::F32, plan.stat_len())?,
-            shape: self.shape_args(shape, bounds.as_ref())?,
+            shape: self.shape_args(shape, &operands.qkv, bounds.as_ref())?,
             dropout: DropoutArgs::new(operands.dropout),
         };
-        // SAFETY: every buffer was found large enough.
+        // SAFETY: every buffer was found large enough, and `Op::check` has compared the operands with the shape.
         Ok(unsafe { self.queue.launch(&plan.launch(Pass::Forward)?, &arguments) }?)
     }
 
     pub(super) fn attention_backward(&self, op: &op::AttentionBackward<'_>) -> Attempt {
         let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
         let plan = Plan::new(*shape, operands, dtype)?;
-        let qkv = self.qkv(shape, operands.qkv)?;
-        let packed = packed(shape, op.gradients);
-        let dqkv = packed.clone().map_or_else(|| wide(shape, op.gradients), Ok)?;
-        let bounds = self.bounds(shape, operands.documents, qkv.device())?;
+        let bounds = self.bounds(shape, operands.documents, op.out.device())?;
         let (delta, _owner) = self.queue.scratch(plan.stat_len())?;
+        let [dout, out] = self.rows([ColumnSlice::all(op.dout)?, ColumnSlice::all(op.out)?], dtype)?;
         let products = AttentionDelta {
-            dout: self.address(op.dout, dtype, plan.elements())?,
-            out: self.address(op.out, dtype, plan.elements())?,
+            dout: dout.first,
+            out: out.first,
             delta,
-            shape: self.shape_args(shape, bounds.as_ref())?,
+            shape: self.shape_args(shape, &[operands.qkv, op.gradients].concat(), bounds.as_ref())?,
         };
         let arguments = AttentionBackward {
-            qkv: self.address(&qkv, dtype, 3 * plan.elements())?,
-            dout: products.dout,
+            qkv: self.rows(operands.qkv, dtype)?,
+            dout,
             lse: self.address(op.lse, DType::F32, plan.stat_len())?,
             delta,
-            dqkv: self.address(&dqkv, dtype, 3 * plan.elements())?,
+            gradients: self.rows(op.gradients, dtype)?,
             shape: products.shape,
             dropout: DropoutArgs::new(operands.dropout),
         };
         let kernel = kernel_symbol("attention_delta", &[dtype])?;
         let by_rows = KernelLaunch::warp_per_row("attention", kernel, plan.stat_len())?;
-        // SAFETY: every buffer was found large enough.
+        // SAFETY: as above.
         unsafe {
             self.queue.launch(&by_rows, &products)?;
             self.queue.launch(&plan.launch(Pass::BackwardKeysAndValues)?, &arguments)?;
             self.queue.launch(&plan.launch(Pass::BackwardQueries)?, &arguments)?;
-        }
-        if packed.is_none() {
-            self.gather_heads(shape, &dqkv, op.gradients)?;
         }
         Ok(())
     }

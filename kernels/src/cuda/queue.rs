@@ -16,8 +16,8 @@ const MODULES: [(&str, &str); 9] = [
     ("cross_entropy", include_str!(concat!(env!("OUT_DIR"), "/cross_entropy.ptx"))),
     ("elementwise", include_str!(concat!(env!("OUT_DIR"), "/elementwise.ptx"))),
     ("embedding", include_str!(concat!(env!("OUT_DIR"), "/embedding.ptx"))),
-    ("heads", include_str!(concat!(env!("OUT_DIR"), "/heads.ptx"))),
     ("norm", include_str!(concat!(env!("OUT_DIR"), "/norm.ptx"))),
+    ("rope", include_str!(concat!(env!("OUT_DIR"), "/rope.ptx"))),
     ("summary", include_str!(concat!(env!("OUT_DIR"), "/summary.ptx"))),
 ];
 /// Shared memory that a kernel gets without asking for more.

@@ -13,11 +13,11 @@ constexpr int N = 4;
 
 // The work of a block: a tile of queries or keys of one head of one sequence, for heads of up to SIZE elements.
 template <int SIZE> struct Head {
-    static constexpr int ROWS = SIZE <= 64 ? 64 : 32;  // of a tile
-    static constexpr int LD = SIZE + 1;                // of a tile in shared memory: odd, so that a column's banks differ
-    static constexpr int LP = ROWS + 1;                // of a tile of scores
-    static constexpr int R = ROWS / SIDE;              // a thread's rows and columns of scores
-    static constexpr int C = SIZE / SIDE;              // a thread's columns of a result
+    static constexpr int ROWS = SIZE <= 64 ? 64 : SIZE <= 128 ? 32 : 16;  // of a tile
+    static constexpr int LD = SIZE + 1;    // of a tile in shared memory: odd, so that a column's banks differ
+    static constexpr int LP = ROWS + 1;    // of a tile of scores
+    static constexpr int R = ROWS / SIDE;  // a thread's rows and columns of scores
+    static constexpr int C = SIZE / SIDE;  // a thread's columns of a result
 
     const ShapeArgs& shape;
     const unsigned y, x;
@@ -131,6 +131,7 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
             float highest = -INFINITY;
 #pragma unroll
             for (int j = 0; j < R; ++j) {
+                if (a.shape.softcap != 0.0f) s[i][j] = a.shape.softcap * tanhf(s[i][j] / a.shape.softcap);
                 s[i][j] = column + j <= row && column + j >= bound ? s[i][j] : -INFINITY;
                 highest = fmaxf(highest, s[i][j]);
             }
@@ -204,8 +205,14 @@ __device__ inline void differentiate(const H& head, const AttentionBackward& a, 
         apply_dropout(a.dropout, at * a.shape.seq_len + column, mask);
 #pragma unroll
         for (int j = 0; j < R; ++j) {
+            float slope = 1.0f;
+            if (a.shape.softcap != 0.0f) {
+                const float capped = tanhf(p[i][j] / a.shape.softcap);
+                p[i][j] = a.shape.softcap * capped;
+                slope -= capped * capped;
+            }
             const float probability = column + j <= row && column + j >= bound ? expf(p[i][j] - lse) : 0.0f;
-            ds[i][j] = probability * (ds[i][j] * mask[j] - delta);
+            ds[i][j] = probability * (ds[i][j] * mask[j] - delta) * slope;
             p[i][j] = probability * mask[j];
         }
     }
@@ -285,3 +292,4 @@ ENTRIES_SIZE(32)
 ENTRIES_SIZE(64)
 ENTRIES_SIZE(96)
 ENTRIES_SIZE(128)
+ENTRIES_SIZE(256)

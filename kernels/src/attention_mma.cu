@@ -7,17 +7,29 @@
 // template with two instances, resident queries and resident keys: each result has one writer and the sums have a fixed
 // order, but the scores are computed twice. A block of keys takes the heads of queries that share them in turn.
 //
-// Blocks per multiprocessor for heads of 32, 64, 96 and 128 elements, limited by registers (nvcc 13.0, sm_90, no
-// spills): 5, 4, 3, 2 forward, 4, 3, 3, 2 for keys and values, 4, 4, 4, 3 for queries. Shared memory, 20 to 69 KiB per
-// block, is not the limit.
+// Blocks per multiprocessor for heads of 32, 64, 96, 128 and 256 elements, limited by registers (nvcc 13.0, sm_90, no
+// spills): 4, 3, 3, 2, 2 forward, 3, 3, 2, 2, 2 for keys and values, 4, 4, 4, 3, 2 for queries. Shared memory, 20 to 99
+// KiB per block, is not the limit on an H100. Heads of 256 take two blocks for a tile of keys, each with half of the
+// gradients' columns, because their sums do not fit into the registers of one.
 #include "cuda/attention.cuh"
 #include "cuda/tensor_core.cuh"
 
 constexpr unsigned WARPS = 4, THREADS = WARPS * WARP;
 constexpr int WARP_ROWS = 16, ROWS = WARPS * WARP_ROWS;
-// Keys of a tile of the forward pass.
-constexpr int KEYS = 64;
 constexpr float LOG2_E = 1.4426950408889634f;
+
+// The factor of a score that `cap` returns.
+__device__ inline float factor_of_scores(const ShapeArgs& shape) { return shape.softcap == 0.0f ? shape.softmax_scale : shape.softcap; }
+// Caps products of queries and keys, up to that factor.
+template <int N> __device__ inline void cap(const ShapeArgs& shape, float (&products)[N][4]) {
+    if (shape.softcap == 0.0f) return;
+    const float scale = 2.0f * LOG2_E * shape.softmax_scale / shape.softcap;
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+        // tanh, with an absolute error of a rounding, in fewer registers than CUDA's.
+        for (int i = 0; i < 4; ++i) products[j][i] = 1.0f - 2.0f / (1.0f + exp2f(products[j][i] * scale));
+}
 
 // Tiles of one head of one sequence, for heads of up to SIZE elements: rows of T, with zeros outside the sequence and the head.
 template <class T, int SIZE> struct Tiles {
@@ -33,7 +45,7 @@ template <class T, int SIZE> struct Tiles {
     template <int N> __device__ void fetch(const Rows& rows, unsigned head, unsigned first, T* tile) const {
         // A thread copies the same columns of every STEP-th row; otherwise addresses would take more instructions than
         // matmuls.
-        constexpr unsigned LANES = SIZE <= 32 ? 4 : SIZE <= 64 ? 8 : 16, STEP = THREADS / LANES;
+        constexpr unsigned LANES = SIZE <= 32 ? 4 : SIZE <= 64 ? 8 : SIZE <= 128 ? 16 : 32, STEP = THREADS / LANES;
         static_assert(SIZE <= LANES * CHUNK && N % STEP == 0, "each row has its threads, and each thread as many rows");
         const unsigned begin = threadIdx.x / LANES, d = threadIdx.x % LANES * CHUNK;
         if (d >= SIZE) return;
@@ -58,20 +70,20 @@ template <class T, int SIZE> struct Tiles {
     // This lane's address for loading 16 × 16 elements as two right operands that are their transposes.
     __device__ const T* by_rows(const T* tile) const { return tile + (lane / 16 * 8 + lane % 8) * LD + lane / 8 % 2 * 8; }
 
-    // out += p · tile, for a warp's p [16, N], rounded to T, and the tile's first N rows; skips groups of 16 rows that
-    // are `hidden`.
-    template <int N, class Hidden>
-    __device__ void fold(const float (&p)[N / 8][4], const T* tile, Hidden hidden, float (&out)[SIZE / 8][4]) const {
+    // out += p · tile, for a warp's p [16, 8·N], rounded to T, and the tile's first 8·N rows and 8·M columns; skips groups
+    // of 16 rows that are `hidden`.
+    template <int N, int M, class Hidden>
+    __device__ void fold(const float (&p)[N][4], const T* tile, Hidden hidden, float (&out)[M][4]) const {
         const T* place = by_columns(tile);
 #pragma unroll
-        for (int j = 0; j < N / 16; ++j) {
+        for (int j = 0; j < N / 2; ++j) {
             if (hidden(16 * j)) continue;
             const float(&even)[4] = p[2 * j];
             const float(&odd)[4] = p[2 * j + 1];
             const unsigned left[4] = {pack_pair<T>(even[0], even[1]), pack_pair<T>(even[2], even[3]), pack_pair<T>(odd[0], odd[1]),
                                       pack_pair<T>(odd[2], odd[3])};
 #pragma unroll
-            for (int d = 0; d < SIZE / 16; ++d) {
+            for (int d = 0; d < M / 2; ++d) {
                 unsigned right[4];
                 load_transposed(right, place + 16 * j * LD + 16 * d);
                 multiply_add<T>(out[2 * d], left, right[0], right[1]);
@@ -80,11 +92,14 @@ template <class T, int SIZE> struct Tiles {
         }
     }
 
-    // Stores a warp's 16 rows of a result, each half times its factor, through `place`, shared memory of the same size.
-    __device__ void store_rows(T* place, const Rows& rows, unsigned head, unsigned first, const float (&values)[SIZE / 8][4],
+    // Stores 8·M columns, beginning with `column`, of a warp's 16 rows of a result, each half times its factor, through
+    // `place`, shared memory for the rows.
+    template <int M>
+    __device__ void store_rows(T* place, const Rows& rows, unsigned head, unsigned first, unsigned column, const float (&values)[M][4],
                                const float (&factors)[2]) const {
+        constexpr int CHUNKS = 8 * M / CHUNK;
 #pragma unroll
-        for (int j = 0; j < SIZE / 8; ++j) {
+        for (int j = 0; j < M; ++j) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float factor = factors[half];
@@ -93,15 +108,15 @@ template <class T, int SIZE> struct Tiles {
             }
         }
         __syncwarp();
-        for (unsigned i = lane; i < WARP_ROWS * SIZE / CHUNK; i += WARP) {
-            const unsigned r = i / (SIZE / CHUNK), d = i % (SIZE / CHUNK) * CHUNK;
-            if (first + r >= shape.seq_len || d >= shape.head_size) continue;
-            T* target = static_cast<T*>(rows.first) + shape.at(rows, head, first + r) + d;
+        for (unsigned i = lane; i < WARP_ROWS * CHUNKS; i += WARP) {
+            const unsigned r = i / CHUNKS, d = i % CHUNKS * CHUNK, begin = column + d;
+            if (first + r >= shape.seq_len || begin >= shape.head_size) continue;
+            T* target = static_cast<T*>(rows.first) + shape.at(rows, head, first + r) + begin;
             if (shape.whole) {
                 CHECK_WRITE(target, 16);
                 *reinterpret_cast<Pack<T, CHUNK>*>(target) = *reinterpret_cast<const Pack<T, CHUNK>*>(place + r * LD + d);
             } else {
-                for (unsigned k = 0; k < CHUNK && d + k < shape.head_size; ++k) store(target, k, place[r * LD + d + k]);
+                for (unsigned k = 0; k < CHUNK && begin + k < shape.head_size; ++k) store(target, k, place[r * LD + d + k]);
             }
         }
         __syncwarp();
@@ -216,10 +231,13 @@ template <bool KEYS_AT_REST> __device__ inline unsigned kept(const Dropout& drop
 
 // A warp's queries, with their running output, maximum and sum over the keys so far.
 template <class T, int SIZE> struct Queries {
+    static constexpr bool HELD = SIZE <= 128;
+    static constexpr int KEYS = HELD ? 64 : 32;  // of a tile
+
     const AttentionForward& a;
     const Tiles<T, SIZE>& tiles;
     const unsigned first;  // query
-    Left<T, SIZE, true> left;
+    Left<T, SIZE, HELD> left;
     float out[SIZE / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, total[2] = {};
 
     template <bool MASKED> __device__ void meet(unsigned key, const T* keys, const T* values) {
@@ -230,6 +248,7 @@ template <class T, int SIZE> struct Queries {
         };
         float s[KEYS / 8][4];
         left.template scores<KEYS>(tiles, keys, hidden, s);
+        cap(a.shape, s);
         if constexpr (MASKED) {
             const unsigned row = first + lane / 4, bounds[2] = {a.shape.first_key(row), a.shape.first_key(row + 8)};
 #pragma unroll
@@ -240,7 +259,7 @@ template <class T, int SIZE> struct Queries {
                     if (column > row + i / 2 * 8 || column < bounds[i / 2]) s[j][i] = -INFINITY;
                 }
         }
-        const float scale = a.shape.softmax_scale * LOG2_E;
+        const float scale = factor_of_scores(a.shape) * LOG2_E;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float highest = top[half];
@@ -275,16 +294,17 @@ template <class T, int SIZE> struct Queries {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) s[j][i] *= bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f;
         }
-        tiles.template fold<KEYS>(s, values, hidden, out);
+        tiles.fold(s, values, hidden, out);
     }
 };
 
 template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
-    constexpr int LD = Tiles<T, SIZE>::LD;
+    using Q = Queries<T, SIZE>;
+    constexpr int LD = Tiles<T, SIZE>::LD, KEYS = Q::KEYS;
     const Tiles<T, SIZE> tiles(a.shape);
     const unsigned head = blockIdx.y, key_head = head / a.shape.group;
     SHARED(T, memory);
-    // Two stages of keys and values. The second first holds the queries.
+    // Two stages of keys and values. The second first holds queries that go to registers.
     const auto stage = [&](unsigned turn) { return memory + turn * 2 * KEYS * LD; };
     const auto fetch = [&](unsigned key, unsigned turn) {
         tiles.template fetch<KEYS>(a.k, key_head, key, stage(turn));
@@ -294,24 +314,25 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len;
     // Start with the tiles that have the most keys.
     const unsigned block_first = (gridDim.x - 1 - blockIdx.x) * ROWS, first = block_first + warp * WARP_ROWS;
-    Queries<T, SIZE> queries{a, tiles, first, {}};
-    const unsigned begin = a.shape.first_key(block_first) / KEYS * KEYS;
-    tiles.template fetch<ROWS>(a.q, head, block_first, stage(1));
+    Q queries{a, tiles, first, {}};
+    const unsigned begin = a.shape.first_key(block_first) / KEYS * KEYS, end = min(block_first + ROWS, seq_len);
+    T* const at_rest = stage(Q::HELD ? 1 : 2);
+    tiles.template fetch<ROWS>(a.q, head, block_first, at_rest);
     fetch(begin, 0);
     wait_for_copies<0>();
     __syncthreads();
-    queries.left.take(tiles, stage(1) + warp * WARP_ROWS * LD);
-    __syncthreads();
+    queries.left.take(tiles, at_rest + warp * WARP_ROWS * LD);
+    if constexpr (Q::HELD) __syncthreads();
     unsigned turn = 0;
-    for (unsigned key = begin; key <= block_first; key += KEYS, turn ^= 1) {
+    for (unsigned key = begin; key < end; key += KEYS, turn ^= 1) {
         if (key > begin) {
             wait_for_copies<0>();
             __syncthreads();
         }
-        if (key + KEYS <= block_first) fetch(key + KEYS, turn ^ 1);
-        if (first >= seq_len || key + KEYS <= a.shape.first_key(first)) continue;
+        if (key + KEYS < end) fetch(key + KEYS, turn ^ 1);
+        if (first >= seq_len || key >= first + WARP_ROWS || key + KEYS <= a.shape.first_key(first)) continue;
         const T *keys = stage(turn), *values = keys + KEYS * LD;
-        if (key + KEYS - 1 <= first && key >= a.shape.first_key(first + WARP_ROWS - 1)) {
+        if (Q::HELD && key + KEYS - 1 <= first && key >= a.shape.first_key(first + WARP_ROWS - 1)) {
             queries.template meet<false>(key, keys, values);
         } else {
             queries.template meet<true>(key, keys, values);
@@ -325,10 +346,10 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
         const unsigned row = first + tiles.lane / 4 + 8 * half;
         factors[half] = 1.0f / total;
         if (tiles.lane % 4 == 0 && row < seq_len) {
-            store(a.lse, a.shape.row(head, row), queries.top[half] * a.shape.softmax_scale + logf(total));
+            store(a.lse, a.shape.row(head, row), queries.top[half] * factor_of_scores(a.shape) + logf(total));
         }
     }
-    tiles.store_rows(memory + warp * WARP_ROWS * LD, a.out, head, first, queries.out, factors);
+    tiles.store_rows(memory + warp * WARP_ROWS * LD, a.out, head, first, 0, queries.out, factors);
 }
 
 // A warp's resident rows of the backward pass, keys or queries, with the running sums of their gradients. Operands come
@@ -336,16 +357,18 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
 template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
     // Larger heads lack registers: the resident rows stay in shared memory, and one load of them serves more columns.
     static constexpr bool HELD = SIZE <= 64;
-    static constexpr int TILE = HELD ? 64 : 32;  // rows of an iterated tile
-    // ColumnSlice of scores at a time. The largest heads whose rows are in registers leave room for only 16.
-    static constexpr int GROUP = SIZE == 64 ? 16 : 32;
+    static constexpr int TILE = HELD ? 64 : SIZE <= 128 ? 32 : 16;  // rows of an iterated tile
+    // Columns of scores at a time. The largest heads, and the largest whose rows are in registers, leave room for only 16.
+    static constexpr int GROUP = SIZE == 64 || SIZE > 128 ? 16 : 32;
+    // Columns of a block's results: two gradients of the largest heads do not fit.
+    static constexpr int WIDTH = KEYS_AT_REST && SIZE > 128 ? 128 : SIZE;
 
     const AttentionBackward& a;
     const Tiles<T, SIZE>& tiles;
     const unsigned first;  // resident row
     Left<T, SIZE, HELD> left[2];
     float lse[2], delta[2];  // of the resident rows, if they are queries
-    float out[KEYS_AT_REST ? 2 : 1][SIZE / 8][4] = {};
+    float out[KEYS_AT_REST ? 2 : 1][WIDTH / 8][4] = {};
 
     // Whether the GROUP columns starting at `column` are masked for every resident row (`hidden`) or for none (`seen`).
     __device__ bool hidden(unsigned column) const {
@@ -359,15 +382,17 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
                             : last_column <= first && a.shape.first_key(last) <= column;
     }
 
-    // Adds the gradients from the GROUP columns starting at `column`, for a head of queries. `tile` and `other` hold their operands' rows; if
-    // they are queries, `stats` holds two rows of TILE numbers, their log-sum-exps and deltas.
-    template <bool MASKED> __device__ void meet(unsigned head, unsigned column, const T* tile, const T* other, const float* stats) {
+    // Adds the gradients, starting at column `begin` of the head, from the GROUP columns of scores starting at `column`,
+    // for a head of queries. `tile` and `other` hold their operands' rows; those of queries end in their log-sum-exps and
+    // deltas.
+    template <bool MASKED> __device__ void meet(unsigned head, unsigned column, unsigned begin, const T* tile, const T* other) {
         const unsigned lane = tiles.lane, seq_len = a.shape.seq_len;
         const auto none = [](unsigned) { return false; };
-        const float scale = a.shape.softmax_scale * LOG2_E;
+        const float scale = factor_of_scores(a.shape) * LOG2_E;
         float p[GROUP / 8][4], ds[GROUP / 8][4];
         left[0].template scores<GROUP>(tiles, tile, none, p);
         left[1].template scores<GROUP>(tiles, other, none, ds);
+        cap(a.shape, p);
         unsigned bits = 0;
         if (a.dropout.threshold != 0) {
             const size_t query = a.shape.row(head, KEYS_AT_REST ? column : first);
@@ -379,16 +404,18 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
             for (int i = 0; i < 4; ++i) {
                 const unsigned within = 8 * j + lane % 4 * 2 + i % 2, row = first + lane / 4 + i / 2 * 8;
                 const unsigned query = KEYS_AT_REST ? column + within : row, key = KEYS_AT_REST ? row : column + within;
-                const float log = KEYS_AT_REST ? stats[within] : lse[i / 2], dot = KEYS_AT_REST ? stats[TILE + within] : delta[i / 2];
+                const float* stats = reinterpret_cast<const float*>(tile + within * Tiles<T, SIZE>::LD + SIZE);
+                const float log = KEYS_AT_REST ? stats[0] : lse[i / 2], dot = KEYS_AT_REST ? stats[1] : delta[i / 2];
                 const float mask = a.dropout.threshold == 0 ? 1.0f : bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f;
+                const float slope = a.shape.softcap == 0.0f ? 1.0f : 1.0f - p[j][i] * p[j][i];
                 float probability = exp2f(p[j][i] * scale - log * LOG2_E);
                 if (MASKED && (key > query || query >= seq_len || key < a.shape.first_key(query))) probability = 0.0f;
-                ds[j][i] = probability * (ds[j][i] * mask - dot);
+                ds[j][i] = probability * (ds[j][i] * mask - dot) * slope;
                 p[j][i] = probability * mask;
             }
         }
-        if constexpr (KEYS_AT_REST) tiles.template fold<GROUP>(p, other, none, out[1]);
-        tiles.template fold<GROUP>(ds, tile, none, out[0]);
+        if constexpr (KEYS_AT_REST) tiles.fold(p, other + begin, none, out[1]);
+        tiles.fold(ds, tile + begin, none, out[0]);
     }
 };
 
@@ -412,21 +439,22 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     // first.
     const auto stage = [&](unsigned turn) { return memory + turn * 2 * TILE * LD; };
     T* const at_rest = stage(G::HELD ? 1 : 2);
-    float* const all_stats = reinterpret_cast<float*>(stage(2) + (G::HELD ? 0 : 2 * ROWS * LD));
     const auto fetch = [&](unsigned head, unsigned column, unsigned turn) {
         fetch_two<TILE>(tiles, a, KEYS_AT_REST, head, column, stage(turn));
         if constexpr (KEYS_AT_REST) {
-            // The rows' log-sum-exps and deltas.
+            // The rows' log-sum-exps and deltas, at their ends.
             for (unsigned i = threadIdx.x; i < 2 * TILE; i += THREADS) {
-                const bool inside = column + i % TILE < seq_len;
-                const float* source = (i < TILE ? a.lse : a.delta) + (inside ? a.shape.row(head, column + i % TILE) : 0);
-                copy_async<4>(all_stats + turn * 2 * TILE + i, source, inside);
+                const bool inside = column + i / 2 < seq_len;
+                const float* source = (i % 2 == 0 ? a.lse : a.delta) + (inside ? a.shape.row(head, column + i / 2) : 0);
+                copy_async<4>(reinterpret_cast<float*>(stage(turn) + i / 2 * LD + SIZE) + i % 2, source, inside);
             }
         }
         commit_copies();
     };
     // Start with the tiles that have the most work.
-    const unsigned block_first = (KEYS_AT_REST ? blockIdx.x : gridDim.x - 1 - blockIdx.x) * ROWS;
+    constexpr unsigned PARTS = SIZE / G::WIDTH;
+    const unsigned block_first = (KEYS_AT_REST ? blockIdx.x / PARTS : gridDim.x - 1 - blockIdx.x) * ROWS;
+    const unsigned begin_of_part = blockIdx.x % PARTS * G::WIDTH;
     const unsigned begin = KEYS_AT_REST ? block_first : a.shape.first_key(block_first) / TILE * TILE;
     const unsigned end = KEYS_AT_REST ? a.shape.end_of_queries(block_first + ROWS - 1) : min(block_first + ROWS, seq_len);
     const unsigned first = block_first + warp * WARP_ROWS;
@@ -460,19 +488,19 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
         for (unsigned within = 0; within < TILE; within += G::GROUP) {
             if (gradient.hidden(column + within)) continue;
             const T* tile = stage(turn) + within * LD;
-            const float* stats = all_stats + turn * 2 * TILE + within;
-            if (gradient.seen(column + within)) {
-                gradient.template meet<false>(KEYS_AT_REST ? now : rest_head, column + within, tile, tile + TILE * LD, stats);
+            // The largest heads always apply masks, because a driver compiles each copy of this code.
+            if (SIZE <= 128 && gradient.seen(column + within)) {
+                gradient.template meet<false>(KEYS_AT_REST ? now : rest_head, column + within, begin_of_part, tile, tile + TILE * LD);
             } else {
-                gradient.template meet<true>(KEYS_AT_REST ? now : rest_head, column + within, tile, tile + TILE * LD, stats);
+                gradient.template meet<true>(KEYS_AT_REST ? now : rest_head, column + within, begin_of_part, tile, tile + TILE * LD);
             }
         }
     }
     __syncthreads();
     const float scales[2] = {a.shape.softmax_scale, a.shape.softmax_scale}, ones[2] = {1.0f, 1.0f};
     T* const place = memory + warp * WARP_ROWS * LD;
-    tiles.store_rows(place, KEYS_AT_REST ? a.dk : a.dq, rest_head, first, gradient.out[0], scales);
-    if constexpr (KEYS_AT_REST) tiles.store_rows(place, a.dv, rest_head, first, gradient.out[1], ones);
+    tiles.store_rows(place, KEYS_AT_REST ? a.dk : a.dq, rest_head, first, begin_of_part, gradient.out[0], scales);
+    if constexpr (KEYS_AT_REST) tiles.store_rows(place, a.dv, rest_head, first, begin_of_part, gradient.out[1], ones);
 }
 
 // One entry for each type and each of these head sizes; other heads run in the next larger one.
@@ -487,3 +515,4 @@ ENTRIES_SIZE(32)
 ENTRIES_SIZE(64)
 ENTRIES_SIZE(96)
 ENTRIES_SIZE(128)
+ENTRIES_SIZE(256)

@@ -149,6 +149,7 @@ def families():
     cases = (
         ("llama", {}, "fp16", [], ["candle"]),
         ("llama", wider, "bf16", [], ["fused"]),
+        ("gemma2", {"head_dim": 144}, "fp16", [], ["fused"]),
         ("gemma3", {}, "bf16", dora, ["candle", "fused"]),
         ("llama", blocks, "fp16", ["--lora", "r=4,alpha=8"], ["candle", "fused"]),
     )

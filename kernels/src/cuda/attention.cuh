@@ -16,8 +16,7 @@ struct ShapeArgs {
     const unsigned* bounds;  // [2, B·T]; null if every query attends to all keys up to its own
     unsigned batch, seq_len, heads, group, head_size;  // `group` heads of queries share a head of keys and values
     unsigned whole;                                    // whether heads begin at multiples of 16 bytes
-    float softmax_scale;
-    unsigned unused;
+    float softmax_scale, softcap;                      // a soft cap of 0 is none
 
     // The index of token t of this block's sequence.
     __device__ size_t token(unsigned t) const { return static_cast<size_t>(blockIdx.z) * seq_len + t; }

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use std::sync::PoisonError;
 
 /// The head sizes there are kernels for; others run in the next larger one.
-const SIZES: [usize; 4] = [32, 64, 96, 128];
+const SIZES: [usize; 5] = [32, 64, 96, 128, 256];
 
 arguments! {
     struct Rows {
@@ -27,7 +27,7 @@ arguments! {
         head_size: u32,
         whole: u32,
         softmax_scale: f32,
-        unused: u32,
+        softcap: f32,
     }
 
     struct AttentionForward {
@@ -103,9 +103,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// There are no kernels for large heads, soft caps and sinks.
+    /// There are no kernels for larger heads and sinks.
     fn new(shape: AttentionShape, operands: &AttentionInputs<'_>, dtype: DType) -> Attempt<Self> {
-        require(shape.softcap.is_none() && operands.sinks.is_none())?;
+        require(operands.sinks.is_none())?;
         let size = SIZES.into_iter().find(|&size| size >= shape.head_size).ok_or(Stop::Unsupported)?;
         Ok(Self { shape, dtype, size })
     }
@@ -125,11 +125,16 @@ impl Plan {
             _ => self.on_tensor_cores(pass),
         };
         let AttentionShape { batch, seq_len, heads, kv_heads, .. } = self.shape;
-        let heads = if matches!(pass, Pass::BackwardKeysAndValues) { kv_heads } else { heads };
+        // Blocks of keys serve all heads that share them, and a half of a large head each.
+        let (heads, parts) = match (pass, self.dtype) {
+            (Pass::BackwardKeysAndValues, DType::F32) => (kv_heads, 1),
+            (Pass::BackwardKeysAndValues, _) => (kv_heads, self.size.div_ceil(128)),
+            _ => (heads, 1),
+        };
         Ok(KernelLaunch {
             module,
             kernel: format!("{}_{}", kernel_symbol(kernel, &[self.dtype])?, self.size),
-            grid: [to_u32(seq_len.div_ceil(rows))?, to_u32(heads)?, to_u32(batch)?],
+            grid: [to_u32(seq_len.div_ceil(rows) * parts)?, to_u32(heads)?, to_u32(batch)?],
             threads,
             shared_bytes: to_u32(shared_bytes)?,
         })
@@ -137,7 +142,7 @@ impl Plan {
 
     /// Module, a block's rows, its threads and its shared memory: tiles of operands and of scores.
     fn in_fp32(self, pass: Pass) -> (&'static str, usize, u32, usize) {
-        let rows = if self.size <= 64 { 64 } else { 32 };
+        let rows = (4096 / self.size.next_power_of_two()).min(64);
         let (tiles, squares) = match pass {
             Pass::Forward => (2, 1),
             Pass::BackwardKeysAndValues => (4, 2),
@@ -148,16 +153,16 @@ impl Plan {
     }
 
     /// The module, rows, threads and shared bytes of a block on tensor cores. Shared memory holds the rows of two
-    /// stages of two tiles, of two resident tiles if these stay, and the statistics of two stages.
+    /// stages of two tiles, and of the resident tiles if these stay: at most 99 KiB, which all GPUs have.
     fn on_tensor_cores(self, pass: Pass) -> (&'static str, usize, u32, usize) {
         const ROWS: usize = 64;
-        let (tile, at_rest) = match pass {
-            Pass::BackwardKeysAndValues | Pass::BackwardQueries if self.size > 64 => (32, 2 * ROWS),
-            _ => (ROWS, 0),
+        let (tile, at_rest) = match (pass, self.size) {
+            (Pass::Forward, 256) => (32, ROWS),
+            (Pass::Forward, _) | (_, ..=64) => (ROWS, 0),
+            (_, ..=128) => (32, 2 * ROWS),
+            _ => (16, 2 * ROWS),
         };
-        let stats = if matches!(pass, Pass::BackwardKeysAndValues) { 2 * 2 * tile } else { 0 };
-        let halves = (4 * tile + at_rest) * (self.size + 8);
-        ("attention_mma", ROWS, 128, 2 * halves + stats * size_of::<f32>())
+        ("attention_mma", ROWS, 128, 2 * (4 * tile + at_rest) * (self.size + 8))
     }
 }
 
@@ -191,7 +196,7 @@ impl<Q: Queue> CudaKernels<Q> {
         parts: &[ColumnSlice<'_>],
         bounds: Option<&Tensor>,
     ) -> Attempt<ShapeArgs> {
-        let AttentionShape { batch, seq_len, heads, kv_heads, head_size, scale, .. } = *shape;
+        let AttentionShape { batch, seq_len, heads, kv_heads, head_size, scale, softcap, .. } = *shape;
         Ok(ShapeArgs {
             bounds: self.optional(bounds, DType::U32, 2 * batch * seq_len)?,
             batch: to_u32(batch)?,
@@ -201,7 +206,7 @@ impl<Q: Queue> CudaKernels<Q> {
             head_size: to_u32(head_size)?,
             whole: parts.iter().all(|part| aligns(*part, head_size)).into(),
             softmax_scale: scale,
-            unused: 0,
+            softcap: softcap.unwrap_or(0.0),
         })
     }
 

@@ -45,7 +45,7 @@ fn check(shape: AttentionShape, documents: Documents, dtype: DType, drops: bool)
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn in_fp32_of_all_head_sizes() {
-    for (seq_len, head_size) in [(1, 1), (65, 20), (131, 32), (64, 48), (33, 80), (70, 96), (41, 128)] {
+    for (seq_len, head_size) in [(1, 1), (65, 20), (131, 32), (64, 48), (33, 80), (70, 96), (41, 128), (40, 256)] {
         check(AttentionShape::new(1, seq_len, 2, head_size), &[], DType::F32, false);
     }
     for shape in
@@ -60,7 +60,7 @@ fn in_fp32_of_all_head_sizes() {
 /// Within a warp's rows and a tile, at their ends, and over them; lengths in which lanes can share draws of masks, and others.
 const LENGTHS: [usize; 8] = [1, 7, 32, 63, 64, 65, 100, 130];
 /// The kernels' own head sizes and smaller ones, the last of them with rows that are not aligned.
-const HEAD_SIZES: [usize; 8] = [32, 40, 64, 80, 96, 128, 8, 33];
+const HEAD_SIZES: [usize; 10] = [32, 40, 64, 80, 96, 128, 8, 33, 256, 160];
 
 /// The case of number `i`, of all types and masks.
 fn case(shape: AttentionShape, i: usize) {
@@ -103,6 +103,25 @@ fn on_tensor_cores_with_large_heads() {
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn on_tensor_cores_with_heads_that_fill_no_tile() {
     check_head_sizes(6..8);
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn on_tensor_cores_with_the_largest_heads() {
+    check_head_sizes(8..10);
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn with_soft_caps() {
+    for (i, head_size) in [32, 64, 96, 128, 256].into_iter().enumerate() {
+        let shape = AttentionShape { kv_heads: 1, ..AttentionShape::new(1, 70, 2, head_size) };
+        for dtype in TYPES {
+            // Caps of every score, and of the largest ones.
+            let softcap = Some([0.5, 4.0][i % 2]);
+            check(AttentionShape { softcap, window: (i > 2).then_some(20), ..shape }, &[], dtype, i % 2 == 0);
+        }
+    }
 }
 
 #[test]
@@ -232,8 +251,8 @@ fn what_there_is_no_kernel_for_is_refused() {
         (shape, Ran::Done),
         (AttentionShape { window: Some(1), ..shape }, Ran::Done),
         (AttentionShape { kv_heads: 1, ..shape }, Ran::Done),
-        (AttentionShape::new(1, 1, 1, 129), Ran::Unsupported),
-        (AttentionShape { softcap: Some(50.0), ..shape }, Ran::Unsupported),
+        (AttentionShape { softcap: Some(50.0), ..shape }, Ran::Done),
+        (AttentionShape::new(1, 1, 1, 257), Ran::Unsupported),
     ] {
         assert_eq!(attempt(shape), ran, "{shape:?}");
     }

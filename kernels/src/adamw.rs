@@ -124,8 +124,17 @@ mod tests {
                 bias_corrections: [0.1, (1.0 - beta2) as f32],
                 grad_factor: 1.0,
             };
-            super::step(&mut op::AdamW { step, grad, master, exp_avg, exp_avg_sq, weight: None, counts: None })
-                .unwrap();
+            super::step(&mut op::AdamW {
+                step,
+                grad,
+                master,
+                exp_avg,
+                exp_avg_sq,
+                scales: None,
+                weight: None,
+                counts: None,
+            })
+            .unwrap();
             let update = master.to_vec1::<f32>().unwrap()[0];
             assert!((update + 1.0).abs() < 1e-6, "beta2 {beta2}: {update}");
         }

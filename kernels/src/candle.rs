@@ -18,7 +18,7 @@ use super::attention::AttentionShape;
 use super::columns::{MatmulOperand, WriteMode};
 use super::op::{self, Op};
 use super::summary::side_by_side;
-use super::{Activation, Kernels, Ran, WeightLayout, view};
+use super::{Activation, Kernels, Ran, WeightLayout, blockwise, view};
 use candle_core::{DType, Error, Result, Tensor};
 use tensors::{
     accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, soft_cap, store, store_columns,
@@ -72,7 +72,10 @@ impl Kernels for CandleKernels {
             Op::CrossEntropy(op) => cross_entropy::rows(op),
             Op::Summarize(op) => side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
-            Op::AdamW(op) => adamw(op),
+            Op::AdamW(op) => match op.scales {
+                Some(scales) => blockwise::adamw(op, scales, self),
+                None => adamw(op),
+            },
             Op::Route(op) => route::forward(op),
             Op::RouteBackward(op) => route::backward(op),
             Op::ScaleRows(op) => route::scale_rows(op),

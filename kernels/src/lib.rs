@@ -8,6 +8,7 @@
 pub mod adamw;
 pub mod amx;
 pub mod attention;
+pub mod blockwise;
 mod candle;
 pub mod columns;
 pub mod convert;

@@ -7,6 +7,7 @@ pub mod cases;
 
 use super::adamw::AdamWStep;
 use super::attention::{AttentionInputs, AttentionShape};
+use super::blockwise::BLOCK_SIZE;
 use super::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use super::cross_entropy::IGNORE;
 use super::decode_attention::CachedSequence;
@@ -391,14 +392,25 @@ pub struct AdamW<'a> {
     pub grad: &'a Tensor,
     /// The shape of `grad`, FP32.
     pub master: &'a Tensor,
-    /// The first moment, FP32.
+    /// The first moment, FP32, or 8-bit codes.
     pub exp_avg: &'a Tensor,
-    /// The second moment, FP32.
+    /// The second moment.
     pub exp_avg_sq: &'a Tensor,
+    /// The scales of moments in 8 bits.
+    pub scales: Option<[MomentScales<'a>; 2]>,
     /// The working copy that the new master is rounded into; `None` if the master is the working copy.
     pub weight: Option<&'a Tensor>,
     /// Receives the number of updates that `weight` shows, if they are counted.
     pub counts: Option<&'a mut UpdateCounts>,
+}
+
+/// The scales of a moment in 8 bits. See [`BlockwiseQuantized`](super::blockwise::BlockwiseQuantized).
+#[derive(Clone, Copy, Debug)]
+pub struct MomentScales<'a> {
+    /// The largest magnitude of each block.
+    pub absmax: &'a Tensor,
+    /// The values of the codes.
+    pub map: &'a Tensor,
 }
 
 /// How an operation uses a tensor.
@@ -530,6 +542,9 @@ impl Op<'_> {
             Self::Sum(op) => all(&[Some(op.x)], &[]),
             Self::AdamW(op) => {
                 all(&[Some(op.grad)], &[Some(op.master), Some(op.exp_avg), Some(op.exp_avg_sq), op.weight]);
+                for scales in op.scales.iter().flatten() {
+                    all(&[Some(scales.map)], &[Some(scales.absmax)]);
+                }
             }
             Self::Route(op) => op.for_each_tensor(visit),
             Self::RouteBackward(op) => op.for_each_tensor(visit),
@@ -541,7 +556,8 @@ impl Op<'_> {
     pub fn check(&self) -> Result<()> {
         let mut stored = true;
         self.for_each_tensor(&mut |x, _| {
-            stored &= x.is_contiguous() && matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16);
+            let is_code = x.dtype() == DType::U8 && matches!(self, Self::AdamW(_));
+            stored &= x.is_contiguous() && (is_code || matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16));
         });
         if !(stored && self.fits()?) {
             bail!("operands that do not fit together, or that no kernel takes: {self:?}");
@@ -641,9 +657,21 @@ impl Op<'_> {
             }
             Self::Summarize(op) => op.tensors.len() == op.out.len(),
             Self::AdamW(op) => {
-                let state = [op.master, op.exp_avg, op.exp_avg_sq];
-                let shapes = same_shapes([op.grad, state[0], state[1], state[2], op.weight.unwrap_or(op.grad)]);
-                shapes && state.iter().all(|x| x.dtype() == DType::F32)
+                let (moments, len) = ([op.exp_avg, op.exp_avg_sq], op.grad.elem_count());
+                let moments_fit = match op.scales {
+                    None => {
+                        same_shapes([op.grad, moments[0], moments[1]])
+                            && moments.iter().all(|x| x.dtype() == DType::F32)
+                    }
+                    Some(scales) => {
+                        let blocks = len.div_ceil(BLOCK_SIZE);
+                        let is_f32 = |x: &Tensor, len: usize| x.dtype() == DType::F32 && x.dims() == [len];
+                        scales.iter().all(|scales| is_f32(scales.absmax, blocks) && is_f32(scales.map, 256))
+                            && moments.iter().all(|x| x.dtype() == DType::U8 && x.dims() == [len])
+                    }
+                };
+                let fits = same_shapes([op.grad, op.master, op.weight.unwrap_or(op.grad)]) && moments_fit;
+                fits && op.master.dtype() == DType::F32 && op.grad.dtype() != DType::U8
             }
             Self::Route(op) => op.fits()?,
             Self::RouteBackward(op) => op.fits()?,

@@ -1,12 +1,11 @@
 //! From gradients to updates: masters, AdamW, clipping, the learning-rate schedule.
 
 mod adamw;
-mod blockwise;
 mod gradients;
 mod schedule;
 pub(crate) mod tree;
 
+pub use crate::engine::kernels::blockwise::BlockwiseQuantized;
 pub use adamw::{AdamW, AdamWConfig, MasterWeights, OptimizerConfig, OptimizerKind, QuantizedMoments, Update};
-pub use blockwise::BlockwiseQuantized;
 pub use gradients::{GradientStats, Gradients};
 pub use schedule::{LrSchedule, ScheduleKind};

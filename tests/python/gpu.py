@@ -143,19 +143,20 @@ def families():
     """What GPT-2 has not: rotations, RMS norms, gated units, grouped heads, windows; and adapters over a frozen base."""
     # Heads of 16 are the smallest that our own kernels rotate.
     wider = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48}
+    narrow = ["--optimizer", "adamw8bit"]
     dora = ["--lora", "r=4,alpha=8,dora"]
     # Rows of whole blocks of Q4_K and Q6_K.
     blocks = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256}
     cases = (
         ("llama", {}, "fp16", [], ["candle"]),
-        ("llama", wider, "bf16", [], ["fused"]),
+        ("llama", wider, "bf16", narrow, ["candle", "fused"]),
         ("gemma2", {"head_dim": 144}, "fp16", [], ["fused"]),
         ("gemma3", {}, "bf16", dora, ["candle", "fused"]),
         ("llama", blocks, "fp16", ["--lora", "r=4,alpha=8"], ["candle", "fused"]),
     )
     for family, sizes, dtype, more, choices in cases:
         name = f"{family}{' with wider heads' if sizes is wider else ''}{' with DoRA' if more is dora else ''}"
-        name += " in blocks" if sizes is blocks else ""
+        name += " in blocks" if sizes is blocks else " with 8-bit moments" if more is narrow else ""
         with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
             size = [] if args.stand_in else ["--seq-len", 16]
             flags = ["--dtype", dtype, "--steps", FAMILY_STEPS, "--lr", 1e-3, *size, *more]
@@ -229,11 +230,11 @@ def own():
 
 def killed():
     """SIGKILL behind a checkpoint; the resumed run has the same bits as one that nobody killed."""
-    for dtype, kernels in (("fp16", "candle"), ("bf16", "fused")):
+    for dtype, kernels, more in (("fp16", "candle", []), ("bf16", "fused", ["--optimizer", "adamw8bit"])):
         what = f"{dtype}, kernels {kernels}, killed and resumed"
         with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as folder:
             try:
-                flags = [*flags_of(dtype, OWN_STEPS), "--kernels", kernels]
+                flags = [*flags_of(dtype, OWN_STEPS), "--kernels", kernels, *more]
                 expected = train("cuda", whole, *flags)["step"]
                 process = subprocess.Popen(
                     [str(part) for part in command("cuda", folder, *flags)],

@@ -46,11 +46,13 @@ constexpr unsigned EVERY_LANE = 0xffffffffu;
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(f16 x) { return __half2float(x); }
 __device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ inline float to_float(unsigned char code) { return code; }
 
 template <class T> __device__ T from_float(float x);
 template <> __device__ inline float from_float<float>(float x) { return x; }
 template <> __device__ inline f16 from_float<f16>(float x) { return __float2half_rn(x); }
 template <> __device__ inline bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ inline unsigned char from_float<unsigned char>(float code) { return static_cast<unsigned char>(code); }
 
 // `N` neighbours that one thread moves at once, in accesses of at most 16 bytes.
 template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {

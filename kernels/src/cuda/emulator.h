@@ -114,6 +114,7 @@ inline float __uint_as_float(unsigned bits) {
     std::memcpy(&value, &bits, sizeof(value));
     return value;
 }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 using std::isfinite;
 template <class T> T min(T a, T b) { return b < a ? b : a; }

@@ -194,6 +194,7 @@ pub(super) fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     let tensor = tensor.flatten_all()?;
     Ok(match tensor.dtype() {
         DType::U32 => tensor.to_vec1::<u32>()?.into_iter().flat_map(u32::to_ne_bytes).collect(),
+        DType::U8 => tensor.to_vec1()?,
         DType::F16 => tensor.to_vec1::<f16>()?.into_iter().flat_map(f16::to_ne_bytes).collect(),
         DType::BF16 => tensor.to_vec1::<bf16>()?.into_iter().flat_map(bf16::to_ne_bytes).collect(),
         _ => tensor.to_vec1::<f32>()?.into_iter().flat_map(f32::to_ne_bytes).collect(),

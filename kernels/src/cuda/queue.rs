@@ -94,6 +94,7 @@ impl Queue for CudaQueue {
             DType::F16 => self.start(storage.as_cuda_slice::<f16>()?),
             DType::BF16 => self.start(storage.as_cuda_slice::<bf16>()?),
             DType::U32 => self.start(storage.as_cuda_slice::<u32>()?),
+            DType::U8 => self.start(storage.as_cuda_slice::<u8>()?),
             other => bail!("no CUDA kernel for {other:?}"),
         };
         let address = start + (first * dtype.size_in_bytes()) as u64;

@@ -1,5 +1,6 @@
 //! Each kernel in the emulator against its CPU counterpart or its definition in f64: odd sizes, poisoned outputs, all
 //! types, and every order of threads, whose results must have the same bits.
+mod adamw;
 mod attention;
 mod elementwise;
 mod emulator;

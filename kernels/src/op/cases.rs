@@ -6,6 +6,7 @@
 use super::{Embedding, Op};
 use crate::adamw::AdamWStep;
 use crate::attention::{AttentionInputs, AttentionShape};
+use crate::blockwise::BlockwiseQuantized;
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::cross_entropy::IGNORE;
 use crate::decode_attention::{CachedSequence, LayerKvCache};
@@ -38,7 +39,8 @@ pub struct Case {
 #[allow(missing_docs, reason = "fields are the sizes, types and options of an operation's operands")]
 pub enum Operation {
     /// [`op::AdamW`]; types of the gradient and of the working copy, and whether it counts the updates that the copy shows.
-    AdamW { len: usize, types: [DType; 2], counts: bool },
+    /// Moments may be in 8 bits.
+    AdamW { len: usize, types: [DType; 2], counts: bool, quantized: bool },
     /// [`op::Attention`] and [`op::AttentionBackward`], of one tensor or with the values in a separate one, with sinks or
     /// without. Without documents, each sequence is one.
     Attention { shape: AttentionShape, documents: Documents, dtype: DType, drops: bool, packed: bool, sinks: bool },
@@ -271,7 +273,7 @@ impl From<Operation> for Case {
 impl Operation {
     fn compute(self, t: &Trial<'_>) -> Outputs {
         match self {
-            Self::AdamW { len, types, counts } => adamw(t, len, types, counts),
+            Self::AdamW { len, types, counts, quantized } => adamw(t, len, types, [counts, quantized]),
             Self::Attention { shape, documents, dtype, drops, packed, sinks } => {
                 attention(t, shape, documents, dtype, [drops, packed, sinks])
             }
@@ -294,7 +296,7 @@ impl Operation {
     }
 }
 
-fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], counts: bool) -> Outputs {
+fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [counts, quantized]: [bool; 2]) -> Outputs {
     let step = AdamWStep {
         lr: 0.01,
         betas: [0.9, 0.999],
@@ -307,14 +309,42 @@ fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], counts: bool) -
     let [master, exp_avg] = ["master", "exp_avg"].map(|name| t.numbers(name, &[len], DType::F32));
     let exp_avg_sq = &t.mapped("exp_avg_sq", &[len], DType::F32, |_, x| x * x)?;
     let (master, exp_avg) = (&master?, &exp_avg?);
+    // Moments of the values that 8 bits hold.
+    let moments: Vec<BlockwiseQuantized> = [(exp_avg, true), (exp_avg_sq, false)]
+        .into_iter()
+        .filter(|_| quantized)
+        .map(|(values, signed)| {
+            let mut moment = BlockwiseQuantized::zeros(len, signed, &Device::Cpu)?;
+            let held = view::to_host(values)?.to_dtype(DType::F32)?.copy()?;
+            moment.store(&held)?;
+            moment.load(&held)?;
+            values.slice_set(&held.to_dtype(values.dtype())?.to_device(t.device)?, 0, 0)?;
+            moment.on(t.device)
+        })
+        .collect::<Result<_>>()?;
+    let on_device: Vec<_> = moments.iter().filter_map(BlockwiseQuantized::on_device).collect();
     let copy = if counts { t.stored(&view::to_host(master)?, copies)? } else { t.poisoned(&[len], copies)? };
     let weight = (copies != DType::F32).then_some(&copy);
     let values = |x: &Tensor| view::to_host(x)?.to_dtype(DType::F32)?.to_vec1::<f32>();
     let (before, mut counted) = ([values(master)?, values(&copy)?], UpdateCounts::default());
     let counter = counts.then_some(&mut counted);
-    t.run(op::AdamW { step, grad, master, exp_avg, exp_avg_sq, weight, counts: counter })?;
+    if let (&[(m, m_scales), (v, v_scales)], Some(_)) = (&*on_device, t.kernels) {
+        let scales = Some([m_scales, v_scales]);
+        t.run(op::AdamW { step, grad, master, exp_avg: m, exp_avg_sq: v, scales, weight, counts: counter })?;
+        for (values, moment) in [exp_avg, exp_avg_sq].into_iter().zip(&moments) {
+            let held = view::zeros(&[len], DType::F32, &Device::Cpu)?;
+            moment.on_host()?.load(&held)?;
+            values.slice_set(&held.to_device(t.device)?, 0, 0)?;
+        }
+    } else {
+        t.run(op::AdamW { step, grad, master, exp_avg, exp_avg_sq, scales: None, weight, counts: counter })?;
+    }
     let state = [("the master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)];
     let mut outputs = t.outputs(state, DType::F32);
+    if quantized {
+        // Half of the distance of two codes, or all of it for a sign; the root mean square is of an even spread.
+        outputs[1..].iter_mut().for_each(|output| output.bounds = [0.03, 0.012]);
+    }
     outputs.extend(weight.map(|weight| t.output("the working copy", weight, copies)));
     if counts && t.kernels.is_some() {
         let mut expected = UpdateCounts::default();

@@ -1,9 +1,9 @@
 //! AdamW over FP32 masters: the update of the mixed-precision recipe. To save memory, also with 8-bit moments, and over
 //! BF16 weights with stochastic rounding. To measure the effect of masters, also over 16-bit weights without them.
 
-use super::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS};
 use crate::engine::collective::{ProcessGroup, Shards};
 use crate::engine::kernels::adamw::AdamWStep;
+use crate::engine::kernels::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS};
 use crate::engine::kernels::summary::PART;
 use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
@@ -108,7 +108,8 @@ impl AdamW {
             if kind == OptimizerKind::AdamW8bit && elements >= MIN_QUANTIZED_ELEMENTS {
                 storage.push(MomentStorage::Int8(quantized.len()));
                 let range = masters.range(index);
-                let moments = [true, false].map(|signed| BlockwiseQuantized::zeros(range.len(), signed));
+                let zeros = |signed| BlockwiseQuantized::zeros(range.len(), signed, &masters.device());
+                let moments = [zeros(true)?, zeros(false)?];
                 quantized.push(QuantizedMoments { name: entry.name.clone(), elements, range, moments });
             } else {
                 storage.push(MomentStorage::Fp32(exact.len()));
@@ -119,7 +120,9 @@ impl AdamW {
             OptimizerKind::AdamW => masters.zeros_like(DType::F32),
             OptimizerKind::AdamW8bit => masters.zeros_for(&exact, DType::F32),
         };
-        let largest = quantized.iter().map(|tensor| tensor.moments[0].len()).max();
+        let on_host = |moment: &&BlockwiseQuantized| moment.on_device().is_none() && !moment.is_empty();
+        let largest = quantized.iter().map(|tensor: &QuantizedMoments| &tensor.moments[0]).filter(on_host);
+        let largest = largest.map(BlockwiseQuantized::len).max();
         let widest = masters.tensors().iter().filter(|master| master.dtype() != DType::F32);
         let widest = widest.map(Tensor::elem_count).max();
         let scratch = |elements: Option<usize>| {
@@ -211,23 +214,28 @@ impl AdamW {
             // FP32 copies, which some processes have of wide layers, show every update.
             let counting = counts.is_some() && weights[i].dtype() != DType::F32;
             let mut counted = UpdateCounts::default();
-            let mut update = |exp_avg: &Tensor, exp_avg_sq: &Tensor| {
-                let counts = counting.then_some(&mut counted);
-                op::AdamW { step, grad: &grads[i], master: &updated, exp_avg, exp_avg_sq, weight, counts }.run(kernels)
+            let mut update = |exp_avg: &Tensor, exp_avg_sq: &Tensor, scales| {
+                let (grad, master, counts) = (&grads[i], &updated, counting.then_some(&mut counted));
+                op::AdamW { step, grad, master, exp_avg, exp_avg_sq, scales, weight, counts }.run(kernels)
             };
             match *place {
                 MomentStorage::Fp32(at) => {
-                    update(&exp_avg[at], &exp_avg_sq[at])?;
+                    update(&exp_avg[at], &exp_avg_sq[at], None)?;
                 }
                 MomentStorage::Int8(at) => {
-                    let values = [upcast_copy(0)?, upcast_copy(1)?];
                     let moments = &mut quantized[at].moments;
-                    for (moment, values) in moments.iter().zip(&values) {
-                        moment.load(values)?;
-                    }
-                    update(&values[0], &values[1])?;
-                    for (moment, values) in moments.iter_mut().zip(&values) {
-                        moment.store(values)?;
+                    let on_device = moments.each_ref().map(BlockwiseQuantized::on_device);
+                    if let [Some((m, m_scales)), Some((v, v_scales))] = on_device {
+                        update(m, v, Some([m_scales, v_scales]))?;
+                    } else {
+                        let values = [upcast_copy(0)?, upcast_copy(1)?];
+                        for (moment, values) in moments.iter().zip(&values) {
+                            moment.load(values)?;
+                        }
+                        update(&values[0], &values[1], None)?;
+                        for (moment, values) in moments.iter_mut().zip(&values) {
+                            moment.store(values)?;
+                        }
                     }
                 }
             }

@@ -192,7 +192,8 @@ impl Checkpoint {
                     && codes.bytes.len() == *elements
                     && absmax.len() == BlockwiseQuantized::blocks(&(0..*elements)).len();
                 let absmax = absmax.get(BlockwiseQuantized::blocks(range)).filter(|_| whole);
-                if !absmax.is_some_and(|absmax| moment.restore(&codes.bytes[range.clone()], absmax.to_vec())) {
+                let restored = absmax.map(|absmax| moment.restore(&codes.bytes[range.clone()], absmax)).transpose()?;
+                if restored != Some(true) {
                     return Err(codes.error("it does not contain this parameter's 8-bit moments"));
                 }
             }

@@ -170,9 +170,9 @@ impl Contents<'_> {
                     kinds.iter().try_for_each(|kind| sharded.write(*kind, index, out, path))?;
                     continue;
                 }
-                let (codes, absmax) = moment.stored();
-                write_bytes(out, path, codes)?;
-                write_bytes(out, path, bytemuck::cast_slice(absmax))?;
+                let blocks = BlockwiseQuantized::blocks(&(0..moment.len()));
+                write_bytes(out, path, &moment.codes(0..moment.len())?)?;
+                write_bytes(out, path, bytemuck::cast_slice(&moment.absmax(blocks)?))?;
             }
         }
         Ok(())

@@ -41,9 +41,9 @@ impl Cases {
 
     fn with_cuda_kernels(&mut self) {
         let lengths = [5003, 70_001, 8, 1, 130];
-        for counts in [false, true] {
+        for (counts, quantized) in [(false, false), (true, false), (false, true), (true, true)] {
             let pairs = PAIRS.into_iter().zip(lengths).filter(|(types, _)| !counts || types[1] != DType::F32);
-            self.add("adamw", pairs.map(|(types, len)| Operation::AdamW { len, types, counts }));
+            self.add("adamw", pairs.map(|(types, len)| Operation::AdamW { len, types, counts, quantized }));
         }
         for sizes in [[5, 5003, 5003], [3, 97, 104], [3, 97, 97], [4, 64, 64], [5, 3, 3], [2, 5003, 5008]] {
             self.add("cross_entropy", TYPES.map(|dtype| Operation::CrossEntropy { sizes, softcap: None, dtype }));

@@ -75,8 +75,8 @@ impl<'a> TensorShard<'a> {
         let mut bytes = Vec::new();
         match self.data {
             ShardData::Tensors(parameters) => range_bytes(&parameters[self.index], range, &mut bytes)?,
-            ShardData::Codes(moment) => bytes.extend(&moment.stored().0[range]),
-            ShardData::Absmax(moment) => bytes.extend(bytemuck::cast_slice::<f32, u8>(&moment.stored().1[range])),
+            ShardData::Codes(moment) => bytes.extend(&*moment.codes(range)?),
+            ShardData::Absmax(moment) => bytes.extend(bytemuck::cast_slice::<f32, u8>(&moment.absmax(range)?)),
         }
         Ok(bytes)
     }

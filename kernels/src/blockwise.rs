@@ -4,24 +4,37 @@
 //! which lie denser towards zero. The values are from `create_dynamic_map` in bitsandbytes' `functional.py`, and a
 //! first moment keeps its sign, as in its kernel. Tensors of fewer than 4096 elements stay FP32, as there.
 
-use crate::engine::kernels::view::{self, read, to_host};
-use candle_core::{Result, Tensor};
+use crate::Kernels;
+use crate::op::{self, MomentScales};
+use crate::view::{self, host_range, read, to_host};
+use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::LazyLock;
 
 /// Elements that share a magnitude.
-pub(super) const BLOCK_SIZE: usize = 256;
+pub const BLOCK_SIZE: usize = 256;
 /// Tensors with fewer elements stay FP32.
-pub(super) const MIN_QUANTIZED_ELEMENTS: usize = 4096;
+pub const MIN_QUANTIZED_ELEMENTS: usize = 4096;
 
-/// A moment of one tensor, on the host.
-#[derive(Clone, Debug, PartialEq)]
+/// A moment of one tensor.
+#[derive(Clone, Debug)]
 pub struct BlockwiseQuantized {
-    codes: Vec<u8>,
-    /// The largest magnitude of each block.
-    absmax: Vec<f32>,
+    storage: Storage,
     signed: bool,
+}
+
+/// The codes, and the largest magnitude of each block.
+#[derive(Clone, Debug)]
+enum Storage {
+    Host(Vec<u8>, Vec<f32>),
+    /// On a GPU, with the values of the codes.
+    Device {
+        codes: Tensor,
+        absmax: Tensor,
+        map: Tensor,
+    },
 }
 
 static SIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| dynamic_map(true));
@@ -61,10 +74,35 @@ fn nearest(map: &[f32; 256], x: f32) -> u8 {
 
 impl BlockwiseQuantized {
     /// Zeros.
-    pub fn zeros(elements: usize, signed: bool) -> Self {
+    pub fn zeros(elements: usize, signed: bool, device: &Device) -> Result<Self> {
         let map: &[f32; 256] = if signed { &SIGNED } else { &UNSIGNED };
-        let zero = nearest(map, 0.0);
-        Self { codes: vec![zero; elements], absmax: vec![0.0; elements.div_ceil(BLOCK_SIZE)], signed }
+        let (codes, absmax) = (vec![nearest(map, 0.0); elements], vec![0.0; elements.div_ceil(BLOCK_SIZE)]);
+        let host = Self { storage: Storage::Host(codes, absmax), signed };
+        if device.is_cpu() || elements == 0 { Ok(host) } else { host.on(device) }
+    }
+
+    /// A copy on `device`, as a GPU keeps it.
+    pub(crate) fn on(&self, device: &Device) -> Result<Self> {
+        let storage = Storage::Device {
+            codes: Tensor::new(&*self.codes(0..self.len())?, device)?,
+            absmax: Tensor::new(&*self.absmax(0..self.len().div_ceil(BLOCK_SIZE))?, device)?,
+            map: Tensor::new(self.map(), device)?,
+        };
+        Ok(Self { storage, signed: self.signed })
+    }
+
+    /// A copy on the host.
+    pub(crate) fn on_host(&self) -> Result<Self> {
+        let (codes, absmax) = (self.codes(0..self.len())?, self.absmax(0..self.len().div_ceil(BLOCK_SIZE))?);
+        Ok(Self { storage: Storage::Host(codes.into(), absmax.into()), signed: self.signed })
+    }
+
+    /// The codes and their scales on a GPU; `None` on the host.
+    pub fn on_device(&self) -> Option<(&Tensor, MomentScales<'_>)> {
+        match &self.storage {
+            Storage::Host(..) => None,
+            Storage::Device { codes, absmax, map } => Some((codes, MomentScales { absmax, map })),
+        }
     }
 
     fn map(&self) -> &'static [f32; 256] {
@@ -73,12 +111,15 @@ impl BlockwiseQuantized {
 
     /// Elements.
     pub fn len(&self) -> usize {
-        self.codes.len()
+        match &self.storage {
+            Storage::Host(codes, _) => codes.len(),
+            Storage::Device { codes, .. } => codes.elem_count(),
+        }
     }
 
     /// Whether there is no element.
     pub fn is_empty(&self) -> bool {
-        self.codes.is_empty()
+        self.len() == 0
     }
 
     /// The blocks of `elements`, which start at a block or are empty.
@@ -94,8 +135,9 @@ impl BlockwiseQuantized {
     /// Writes the values into the FP32 tensor `out`.
     pub fn load(&self, out: &Tensor) -> Result<()> {
         let map = self.map();
+        let Storage::Host(codes, absmax) = &self.storage else { bail!("moments on a GPU are loaded by its kernels") };
         view::write_f32(out, |out| {
-            let blocks = out.par_chunks_mut(BLOCK_SIZE).zip(self.codes.par_chunks(BLOCK_SIZE)).zip(&self.absmax);
+            let blocks = out.par_chunks_mut(BLOCK_SIZE).zip(codes.par_chunks(BLOCK_SIZE)).zip(absmax);
             blocks.with_min_len(64).for_each(|((out, codes), absmax)| {
                 for (out, code) in out.iter_mut().zip(codes) {
                     *out = map[usize::from(*code)] * absmax;
@@ -107,13 +149,12 @@ impl BlockwiseQuantized {
     /// Takes over the values of the FP32 tensor `from`.
     pub fn store(&mut self, from: &Tensor) -> Result<()> {
         let (map, signed) = (self.map(), self.signed);
+        let Storage::Host(codes, absmax) = &mut self.storage else {
+            bail!("moments on a GPU are stored by its kernels")
+        };
         let from = to_host(from)?;
         let from = read(&from)?;
-        let blocks = self
-            .codes
-            .par_chunks_mut(BLOCK_SIZE)
-            .zip(&mut self.absmax)
-            .zip(from.typed::<f32>()?.par_chunks(BLOCK_SIZE));
+        let blocks = codes.par_chunks_mut(BLOCK_SIZE).zip(absmax).zip(from.typed::<f32>()?.par_chunks(BLOCK_SIZE));
         blocks.with_min_len(64).for_each(|((codes, absmax), values)| {
             *absmax = values.iter().fold(0.0, |most, value| value.abs().max(most));
             let inverse = if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 };
@@ -131,25 +172,76 @@ impl BlockwiseQuantized {
         Ok(())
     }
 
-    /// The contents of a file: the codes, and each block's largest magnitude.
-    pub fn stored(&self) -> (&[u8], &[f32]) {
-        (&self.codes, &self.absmax)
+    /// Some of the codes.
+    pub fn codes(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>> {
+        Ok(match &self.storage {
+            Storage::Host(codes, _) => Cow::Borrowed(&codes[range]),
+            Storage::Device { codes, .. } => Cow::Owned(host_range(codes, range)?.to_vec1()?),
+        })
+    }
+
+    /// The largest magnitudes of some blocks.
+    pub fn absmax(&self, range: Range<usize>) -> Result<Cow<'_, [f32]>> {
+        Ok(match &self.storage {
+            Storage::Host(_, absmax) => Cow::Borrowed(&absmax[range]),
+            Storage::Device { absmax, .. } => Cow::Owned(host_range(absmax, range)?.to_vec1()?),
+        })
     }
 
     /// Loads the contents of a file; returns `false` if its number of elements differs.
-    pub fn restore(&mut self, codes: &[u8], absmax: Vec<f32>) -> bool {
-        let fits = (codes.len(), absmax.len()) == (self.codes.len(), self.absmax.len());
-        if fits {
-            self.codes.copy_from_slice(codes);
-            self.absmax = absmax;
+    pub fn restore(&mut self, new_codes: &[u8], new_absmax: &[f32]) -> Result<bool> {
+        if (new_codes.len(), new_absmax.len()) != (self.len(), self.len().div_ceil(BLOCK_SIZE)) {
+            return Ok(false);
         }
-        fits
+        match &mut self.storage {
+            Storage::Host(codes, absmax) => {
+                codes.copy_from_slice(new_codes);
+                absmax.copy_from_slice(new_absmax);
+            }
+            Storage::Device { codes, absmax, .. } => {
+                *codes = Tensor::new(new_codes, codes.device())?;
+                *absmax = Tensor::new(new_absmax, absmax.device())?;
+            }
+        }
+        Ok(true)
     }
+}
+
+/// Computes [`op::AdamW`] with 8-bit moments by FP32 ones, which are converted on the host.
+pub(crate) fn adamw(op: &mut op::AdamW<'_>, scales: [MomentScales<'_>; 2], kernels: &dyn Kernels) -> Result<()> {
+    let stored = [(op.exp_avg, scales[0]), (op.exp_avg_sq, scales[1])];
+    let load = |which: usize| -> Result<(BlockwiseQuantized, Tensor)> {
+        let (codes, MomentScales { absmax, .. }) = stored[which];
+        let storage = Storage::Host(codes.flatten_all()?.to_vec1()?, absmax.to_vec1()?);
+        let moment = BlockwiseQuantized { storage, signed: which == 0 };
+        let values = view::zeros(op.grad.dims(), DType::F32, op.grad.device())?;
+        moment.load(&values)?;
+        Ok((moment, values))
+    };
+    let moments = [load(0)?, load(1)?];
+    let ([(_, exp_avg), (_, exp_avg_sq)], counts) = (&moments, op.counts.as_deref_mut());
+    op::AdamW { exp_avg, exp_avg_sq, scales: None, counts, ..*op }.run(kernels)?;
+    for ((mut moment, values), (codes, scales)) in moments.into_iter().zip(stored) {
+        moment.store(&values)?;
+        let Storage::Host(new_codes, new_absmax) = moment.storage else { continue };
+        codes.slice_set(&Tensor::from_vec(new_codes, codes.dims(), codes.device())?, 0, 0)?;
+        scales.absmax.slice_set(&Tensor::from_vec(new_absmax, scales.absmax.dims(), codes.device())?, 0, 0)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn zeros(signed: bool) -> BlockwiseQuantized {
+        BlockwiseQuantized::zeros(1000, signed, &Device::Cpu).unwrap()
+    }
+
+    /// Everything that a moment stores.
+    fn stored(moment: &BlockwiseQuantized) -> (Vec<u8>, Vec<f32>) {
+        (moment.codes(0..1000).unwrap().into(), moment.absmax(0..4).unwrap().into())
+    }
 
     /// Values that bitsandbytes' formula gives in Python.
     #[test]
@@ -176,7 +268,7 @@ mod tests {
     fn an_empty_part_has_no_blocks() {
         for len in [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE, 3078] {
             assert!(BlockwiseQuantized::blocks(&(len..len)).is_empty(), "{len}");
-            assert_eq!(BlockwiseQuantized::blocks(&(0..len)), 0..BlockwiseQuantized::zeros(len, true).stored().1.len());
+            assert_eq!(BlockwiseQuantized::blocks(&(0..len)), 0..len.div_ceil(BLOCK_SIZE));
         }
         assert_eq!(BlockwiseQuantized::blocks(&(512..3078)), 2..13);
     }
@@ -188,7 +280,7 @@ mod tests {
         for signed in [true, false] {
             let values: Vec<f32> = values.iter().map(|x| if signed { *x } else { x.abs() }).collect();
             let tensor = Tensor::from_vec(values.clone(), 1000, &candle_core::Device::Cpu).unwrap();
-            let mut moment = BlockwiseQuantized::zeros(1000, signed);
+            let mut moment = zeros(signed);
             moment.store(&tensor).unwrap();
             let out = tensor.zeros_like().unwrap();
             moment.load(&out).unwrap();
@@ -202,15 +294,15 @@ mod tests {
             }
             // The signed map has no -1, so that a block whose largest value is negative shrinks.
             if !signed {
-                let mut again = BlockwiseQuantized::zeros(1000, signed);
+                let mut again = zeros(signed);
                 again.store(&out).unwrap();
-                assert_eq!(again.codes, moment.codes, "what has been rounded stays as it is");
+                assert_eq!(stored(&again).0, stored(&moment).0, "what has been rounded stays as it is");
                 assert!(values.iter().zip(&read).all(|(x, y)| (*x > 0.0) == (*y > 0.0)), "no second moment becomes 0");
             }
-            let (codes, absmax) = moment.stored();
-            let mut restored = BlockwiseQuantized::zeros(1000, signed);
-            assert!(restored.restore(codes, absmax.to_vec()));
-            assert_eq!(restored, moment);
+            let (codes, absmax) = stored(&moment);
+            let mut restored = zeros(signed);
+            assert!(restored.restore(&codes, &absmax).unwrap());
+            assert_eq!(stored(&restored), stored(&moment));
         }
     }
 }

@@ -26,9 +26,9 @@ pub use lora::{ALL_LINEAR, Lora, init_dora_magnitude, merge_adapters};
 pub(crate) use lora::{is_parameter, stacked_experts};
 pub use mixture::{ExpertChoices, Experts, differing_choices};
 pub use parameters::{Parameters, sample_init};
-pub use rope::{Rope, RopeType};
+pub use rope::{QueryScale, Rope, RopeType};
 pub use spec::{
     Biases, DropoutRates, EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamInit, ParamRole,
-    ParamSpec, QkNorm, QueryScale, Sliding,
+    ParamSpec, QkNorm, Sliding,
 };
 pub use workspace::{Checkpointing, Workspace, WorkspaceBytes, candle_dtype};

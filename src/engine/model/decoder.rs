@@ -344,8 +344,7 @@ impl Decoder {
     /// backward pass reads.
     fn forward_block<'a>(&self, cx: &mut Context<'a>, i: usize, ws: &'a Workspace) -> Result<()> {
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
-        let (acts, scratch) = ws.block(i)?;
-        let sinks = self.sinks(cx.weights, i);
+        let ((acts, scratch), sinks) = (ws.block(i)?, self.sinks(cx.weights, i));
         self.block_pass(cx, i, (&ws.stream[i], acts, scratch), (&ws.rope_caches, ws.positions()), |qkv| {
             let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
             op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
@@ -617,10 +616,9 @@ impl Decoder {
             Some(query_key) => ColumnSlice::split(query_key, [widths[0], widths[1]])?,
             None => [linear[0], linear[1]],
         };
-        let (shape, dsinks) =
-            (self.shape(i, ws.batch, ws.seq_len), self.blocks[i].sinks.and_then(|sinks| cx.grad(sinks)));
+        let dsinks = self.blocks[i].sinks.and_then(|sinks| cx.grad(sinks));
         op::AttentionBackward {
-            shape,
+            shape: self.shape(i, ws.batch, ws.seq_len),
             operands,
             dout: attended,
             out: &acts.attended,
@@ -630,8 +628,7 @@ impl Decoder {
         }
         .run(kernels)?;
         if let Some(dsinks) = dsinks {
-            let attention = ModuleId::in_block(i, ModuleOp::Attention);
-            cx.hook.record_whole(attention, TensorKind::WeightGradient, dsinks)?;
+            cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::WeightGradient, dsinks)?;
         }
         if let Some(tables) = ws.rope_caches.of(&self.spec, i) {
             self.apply_rope(kernels, [dq, dk], tables, (ws.positions(), Direction::Backward))?;

@@ -78,6 +78,22 @@ pub enum RopeType {
     },
 }
 
+/// The factor of rotated queries: `1 + beta · ln(1 + ⌊p / context⌋)` at position p.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryScale {
+    /// The growth.
+    pub beta: f64,
+    /// Positions below this have a factor of 1.
+    pub context: usize,
+}
+
+impl QueryScale {
+    /// The factor at a position.
+    pub(super) fn at(self, position: usize) -> f64 {
+        1.0 + self.beta * ((position / self.context) as f64).ln_1p()
+    }
+}
+
 /// Keys of all types. Transformers also ignores keys that a type does not use.
 const KNOWN: [&str; 16] = [
     "rope_type",

@@ -6,7 +6,7 @@ use super::families;
 use super::family::{ConfigReader, Family};
 use super::lora::Lora;
 use super::mixture::Experts;
-use super::rope::Rope;
+use super::rope::{QueryScale, Rope};
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
 use crate::precision::PrecisionUnit;
 use crate::{Error, Result};
@@ -43,22 +43,6 @@ pub enum QkNorm {
     PerHead,
     /// One over all heads.
     Whole,
-}
-
-/// The factor of rotated queries: `1 + beta · ln(1 + ⌊p / context⌋)` at position p.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct QueryScale {
-    /// The growth.
-    pub beta: f64,
-    /// Positions below this have a factor of 1.
-    pub context: usize,
-}
-
-impl QueryScale {
-    /// The factor at a position.
-    pub(super) fn at(self, position: usize) -> f64 {
-        1.0 + self.beta * ((position / self.context) as f64).ln_1p()
-    }
 }
 
 /// The factor of the tokens' embeddings.

@@ -8,8 +8,8 @@ mod views;
 
 use super::adapter::{AdapterBuffers, AdapterPass, total_rank};
 use super::mixture::{Decisions, Experts, LoadBalance};
-use super::rope::Rope;
-use super::spec::{ModelSpec, QkNorm, QueryScale};
+use super::rope::{QueryScale, Rope};
+use super::spec::{ModelSpec, QkNorm};
 use crate::engine::kernels::NormOutput;
 use crate::engine::kernels::cross_entropy::CrossEntropyWorkspace;
 use crate::engine::kernels::rope::{CosSinCache, PositionIds};

@@ -2,8 +2,8 @@
 
 use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
-use crate::engine::model::rope::{Rope, RopeType};
-use crate::engine::model::spec::{ModelSpec, QueryScale};
+use crate::engine::model::rope::{QueryScale, Rope, RopeType};
+use crate::engine::model::spec::ModelSpec;
 use serde_json::{Value, json};
 
 /// The family.

@@ -251,11 +251,7 @@ fn pair_rows<const WIDTH: usize>(
                 let low = &data[k * stride + first..][..width];
                 let high = if k + 1 < depth.end { &data[(k + 1) * stride + first..][..width] } else { &ZEROS[..width] };
                 match (low.first_chunk::<WIDTH>(), high.first_chunk::<WIDTH>()) {
-                    (Some(low), Some(high)) => {
-                        for i in 0..WIDTH {
-                            target[i] = pair(low[i], high[i]);
-                        }
-                    }
+                    (Some(low), Some(high)) => *target = std::array::from_fn(|i| pair(low[i], high[i])),
                     _ => target.iter_mut().zip(low).zip(high).for_each(|((to, low), high)| *to = pair(*low, *high)),
                 }
             }

@@ -20,7 +20,7 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::data::Tokenizer;
 use crate::engine::model::{Checkpointing, ModelSpec};
-use crate::engine::optim::OptimizerKind;
+use crate::engine::optim::{OptimizerKind, Sharding};
 use crate::lab::guide;
 use crate::lab::screen::{self, LabTab};
 use crate::lab::{
@@ -31,7 +31,7 @@ use crate::lab::{
 use crate::precision::PrecisionPolicy;
 use crate::store::StoredModel;
 use crate::telemetry::{ProcessStats, Started};
-use crate::train::Config;
+use crate::train::{Config, DistributedLayout};
 use crate::ui::{ColorScheme, Page, Role, Theme};
 use crate::untrusted::SanitizingWriter;
 use crate::{Error, Result};
@@ -360,9 +360,14 @@ impl MemoryArgs {
         if [batch, seq, accum].iter().any(|size| *size > 1 << 20) {
             return Err(Error::config("--batch", "batch, sequence and micro-batches must be 1048576 or fewer"));
         }
+        if !(1..=1024).contains(&self.processes) {
+            return Err(Error::config("--processes", format!("{} is not a number from 1 to 1024", self.processes)));
+        }
+        let sharding = if self.shard_gradients { Sharding::Gradients } else { Sharding::Optimizer };
         let prompt = run.and_then(|run| run.started.config.pointer("/train/prompt")?.as_str());
         let setup = TrainSetup {
             shape: [batch, seq, accum],
+            layout: DistributedLayout { world_size: self.processes, sharding, shards_on_host: false },
             budget: self.memory,
             rank: self.rank,
             keep: run.map_or(Checkpointing::None, RunData::keep),

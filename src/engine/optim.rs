@@ -7,5 +7,5 @@ pub(crate) mod tree;
 
 pub use crate::engine::kernels::blockwise::BlockwiseQuantized;
 pub use adamw::{AdamW, AdamWConfig, MasterWeights, OptimizerConfig, OptimizerKind, QuantizedMoments, Update};
-pub use gradients::{GradientStats, Gradients};
+pub use gradients::{Collector, GradientStats, Gradients, Sharding, Turn};
 pub use schedule::{LrSchedule, ScheduleKind};

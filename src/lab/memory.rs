@@ -100,6 +100,7 @@ pub(crate) struct MemoryPlan {
     pub(crate) batch: usize,
     pub(crate) seq_len: usize,
     pub(crate) grad_accum: usize,
+    pub(crate) processes: usize,
     /// The memory budget in bytes.
     pub(crate) budget: Option<u64>,
     pub(crate) plans: Vec<BatchPlan>,
@@ -178,6 +179,8 @@ pub struct TrainSetup {
     pub budget: Option<u64>,
     /// Rank of the adapters.
     pub rank: usize,
+    /// The processes; all figures are of one of them.
+    pub layout: DistributedLayout,
     /// The activations that the forward pass keeps.
     pub keep: Checkpointing,
     /// Whether FP32 probes run between the steps.
@@ -198,15 +201,14 @@ impl TrainSetup {
     pub fn engine(&self, config: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<MemoryItem>> {
         let kernels: &dyn Kernels = if self.stores_scores { &CandleKernels } else { &Fused };
         let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
-        let mut bytes =
-            MemoryEstimate::new(DistributedLayout::SINGLE, config, policy, self.shape, self.keep, kind, kernels)?;
+        let mut bytes = MemoryEstimate::new(self.layout, config, policy, self.shape, self.keep, kind, kernels)?;
         bytes.scratch += sample_bytes(config, policy, tokens, prompt);
         if let Some(threads) = self.threads {
             bytes.scratch += packed_bytes(config, policy, batch * seq_len, self.probes, threads, kernels)?;
         }
         let mut items = items(bytes);
         if self.probes {
-            let bytes = probe_bytes(1, config, policy, [batch, seq_len])?;
+            let bytes = probe_bytes(self.layout, config, policy, [batch, seq_len])?;
             items.push(MemoryItem { group: MemoryCategory::Probe, bytes });
         }
         items.push(MemoryItem { group: MemoryCategory::Process, bytes: self.process });
@@ -256,6 +258,7 @@ impl MemoryPlan {
             batch,
             seq_len,
             grad_accum,
+            processes: setup.layout.world_size,
             budget,
             plans: Recipe::ALL.into_iter().map(|(recipe, ..)| plan(recipe)).collect::<Result<_>>()?,
             rank,
@@ -267,12 +270,13 @@ impl MemoryPlan {
 
     pub(crate) fn page(&self, width: usize) -> Page {
         let mut page = Page::new();
-        let Self { batch, seq_len, grad_accum, .. } = self;
+        let Self { batch, seq_len, grad_accum, processes, .. } = self;
         let accumulated = if *grad_accum > 1 { format!(" × {grad_accum} micro-batches") } else { String::new() };
+        let shared = if *processes > 1 { format!(", each of {processes} processes") } else { String::new() };
         page.push(
             Line::new()
                 .with(Role::Title, format!("{}: {:.1} M parameters", self.model, self.parameters as f64 / 1e6))
-                .dim(format!("   {batch} × {seq_len} tokens{accumulated}")),
+                .dim(format!("   {batch} × {seq_len} tokens{accumulated}{shared}")),
         );
         let caches = self.kv_cache.iter().map(|(format, size)| format!("{format} {}", bytes(*size)));
         page.push(Line::new().with(Role::Title, "KV cache ").plain(caches.collect::<Vec<_>>().join(", ")));

@@ -1,16 +1,17 @@
 //! The engine of training: the model, its state, and the buffers of a step. `step.rs` has the recipe.
 
-use crate::Result;
 use crate::data::Batch;
 use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::machine::spin::with_spinning_workers;
-use crate::engine::model::{Decoder, Hook, Parameters, Workspace};
+use crate::engine::model::{Decoder, Hook, HookPoint, Parameters, Workspace};
 use crate::engine::optim::{AdamW, GradientStats, Gradients, LrSchedule};
-use crate::precision::{GradScaler, ScaleChange, UpdateCounts};
-use crate::telemetry::ObjectiveMetrics;
-use crate::train::objective::Objective;
+use crate::precision::{GradScaler, PrecisionUnit, ScaleChange, UpdateCounts};
+use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics};
+use crate::train::objective::{BatchPass, LossSums, Objective};
 use crate::train::state::{Counters, TrainState};
 use crate::train::step::StepGradients;
+use crate::{Error, Result};
+use candle_core::Tensor;
 use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
@@ -148,6 +149,29 @@ pub(super) struct Passes<'a> {
     pub(super) timings: &'a mut Vec<RankTiming>,
 }
 
+/// Passes each block on as soon as its gradients are complete.
+pub(super) struct CompleteBlocks<'a> {
+    pub(super) collect: &'a mut dyn FnMut(PrecisionUnit) -> Result<()>,
+    pub(super) error: Option<Error>,
+}
+
+impl Hook for CompleteBlocks<'_> {
+    fn record(&mut self, _: HookPoint, _: &Tensor) -> candle_core::Result<()> {
+        Ok(())
+    }
+
+    fn is_active(&self) -> bool {
+        false
+    }
+
+    fn complete(&mut self, block: PrecisionUnit) -> candle_core::Result<()> {
+        (self.collect)(block).map_err(|error| {
+            self.error = Some(error);
+            candle_core::Error::msg("a block's gradients were not collected")
+        })
+    }
+}
+
 impl TrainEngine {
     /// Runs one step over `micro_batches`, whose losses are weighted by their numbers of targets.
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<StepReport> {
@@ -192,5 +216,38 @@ impl TrainEngine {
             timings,
         };
         Ok((passes, StateView { weights, masters: masters.parameters(), adamw }))
+    }
+
+    /// The mean loss, without dropout, over batches from `next` until it returns `false`. Uses the training buffers, but changes
+    /// nothing that outlives a step.
+    pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<EvalReport> {
+        let (mut own, mut targets, mut count) = (Vec::new(), 0u64, 0);
+        let Self { group, model, state, workspace, objective, .. } = self;
+        let (rank, world_size) = (group.rank(), group.world_size());
+        for index in 0.. {
+            if !next(batch) {
+                break;
+            }
+            targets += batch.num_label_tokens as u64;
+            count += objective.count(std::slice::from_ref(batch));
+            if index % world_size != rank {
+                continue;
+            }
+            let mut narrow = None;
+            let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
+            own.push(objective.evaluate(BatchPass { model, weights: &state.weights, batch }, workspace)?.to_array());
+        }
+        // In the order of the batches, which the processes take in turn.
+        let all = group.all_gather(&own)?;
+        let of_batch =
+            |index: usize| all[index % world_size].get(index / world_size).unwrap_or(&[f64::NAN; LossSums::LEN]);
+        let mut sums = LossSums::default();
+        (0..all.iter().map(Vec::len).sum()).for_each(|index| sums.add(of_batch(index)));
+        let settings = objective.settings();
+        let metrics = sums.metrics(settings);
+        let margin =
+            metrics.and_then(|it| it.get(ObjectiveMetric::RewardsMargins)).filter(|_| settings.validate_margin);
+        let loss = margin.map_or(sums.loss / count.max(1) as f64, |margin| -margin);
+        Ok(EvalReport { loss, metrics, targets })
     }
 }

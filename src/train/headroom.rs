@@ -24,15 +24,16 @@ pub(super) fn largest_gradient(
     scale: f32,
 ) -> Result<Option<f32>> {
     let (mut passes, _) = engine.passes()?;
-    let share = passes.grads.local_micro_batches(micro_batches.len());
+    let share: Vec<usize> = passes.grads.local_micro_batches(micro_batches.len()).collect();
     let lowest = passes.scaler.config().min_scale;
     let mut tried = scale;
     while tried > lowest {
         tried = (tried / STEP_DOWN).max(lowest);
         let factors = LossFactors::new(tried, passes.objective, micro_batches);
         let mut largest = GradAmaxHook { max_abs: 0.0, finite: true };
-        for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
-            passes.micro_batch((index, batch), counters, factors, &mut largest)?;
+        for index in share.iter().copied() {
+            let batch = (index, &micro_batches[index]);
+            passes.micro_batch(batch, counters, factors, &mut largest, &mut |_, _| Ok(()))?;
         }
         // The maximum over all processes, which then agree.
         let mut seen = [largest.max_abs, if largest.finite { 0.0 } else { 1.0 }];

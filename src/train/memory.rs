@@ -3,9 +3,9 @@
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::attention::AttentionShape;
 use crate::engine::model::{
-    Checkpointing, KvCache, ModelSpec, ModuleId, ModuleOp, ParamSpec, Workspace, WorkspaceBytes,
+    Checkpointing, KvCache, ModelSpec, ModuleId, ModuleOp, ParamSpec, Parameters, Workspace, WorkspaceBytes,
 };
-use crate::engine::optim::{AdamW, Gradients, MasterWeights, OptimizerKind};
+use crate::engine::optim::{AdamW, Gradients, MasterWeights, OptimizerKind, Sharding};
 use crate::inference::generate::BATCH_SIZE;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::telemetry;
@@ -14,17 +14,25 @@ use crate::{Error, Result};
 use std::collections::BTreeMap;
 
 /// The distribution of a run.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DistributedLayout {
     /// Number of processes.
     pub world_size: usize,
+    /// The state that is split among the processes.
+    pub sharding: Sharding,
     /// Whether the memory is a GPU's and the shards of several processes are on the CPU.
     pub shards_on_host: bool,
 }
 
 impl DistributedLayout {
     /// A single process on a CPU.
-    pub const SINGLE: Self = Self { world_size: 1, shards_on_host: false };
+    pub const SINGLE: Self = Self { world_size: 1, sharding: Sharding::Optimizer, shards_on_host: false };
+}
+
+impl Default for DistributedLayout {
+    fn default() -> Self {
+        Self::SINGLE
+    }
 }
 
 /// Bytes by purpose.
@@ -49,7 +57,7 @@ pub struct MemoryEstimate {
 impl MemoryEstimate {
     /// For each process, with batches of `batch` sequences of `seq_len` tokens, `grad_accum` of them in a step.
     pub fn new(
-        DistributedLayout { world_size, shards_on_host }: DistributedLayout,
+        DistributedLayout { world_size, sharding, shards_on_host }: DistributedLayout,
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
@@ -61,11 +69,12 @@ impl MemoryEstimate {
             entries.iter().map(|entry| entry.shape.iter().product::<usize>() as u64).collect()
         };
         let trained = elements(spec.parameters());
+        let one_block = Parameters::elements_of_one_block(spec.parameters());
         let parameters: u64 = trained.iter().sum();
         let frozen = FrozenBytes::new(spec, policy, batch * seq_len);
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
         let (mut masters, weights) = MasterWeights::bytes(parameters, policy, world_size);
-        let (mut gradients, sum) = Gradients::bytes(parameters, policy, grad_accum, world_size);
+        let (mut gradients, sum) = Gradients::bytes((parameters, one_block), policy, grad_accum, world_size, sharding);
         let scores = kernels.score_bytes(&AttentionShape::new(batch, seq_len, spec.heads, spec.head_dim))?;
         let mut adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world_size as u64);
         if world_size > 1 && shards_on_host {
@@ -86,10 +95,10 @@ impl MemoryEstimate {
     }
 }
 
-/// The bytes of an FP32 probe of a micro-batch in one of `world_size` processes, in addition to the engine: a separate workspace
-/// and gradients, and FP32 weights unless the weights are FP32. The blocks of a base are shared.
+/// The bytes of an FP32 probe of a micro-batch in one of the processes, in addition to the engine: a separate workspace
+/// and gradients, and FP32 weights unless the weights are FP32; also whole masters, and whole gradients if they are sharded. The blocks of a base are shared.
 pub fn probe_bytes(
-    world_size: usize,
+    DistributedLayout { world_size, sharding, .. }: DistributedLayout,
     spec: &ModelSpec,
     policy: PrecisionPolicy,
     [batch, seq_len]: [usize; 2],
@@ -97,11 +106,19 @@ pub fn probe_bytes(
     let exact = PrecisionPolicy::FP32;
     let trained = spec.trained_count();
     let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], Checkpointing::None)?;
-    let gathered = if world_size > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
+    let mut gathered = if world_size > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
+    if world_size > 1 && sharding == Sharding::Gradients {
+        gathered += trained * policy.grads.size_in_bytes() as u64;
+    }
     let widened = if policy.params == Dtype::F32 { 0 } else { trained * Dtype::F32.size_in_bytes() as u64 };
     let frozen = FrozenBytes::new(spec, exact, batch * seq_len);
     let base = if policy.compute == Dtype::F32 { 0 } else { frozen.dense + frozen.buffer };
-    Ok(activations + scratch + Gradients::bytes(trained, exact, 1, 1).0 + gathered + widened + base)
+    Ok(activations
+        + scratch
+        + Gradients::bytes((trained, trained), exact, 1, 1, Sharding::Optimizer).0
+        + gathered
+        + widened
+        + base)
 }
 
 /// Bytes of the packing buffers of matrix products for micro-batches of `tokens` tokens on `threads` threads. They
@@ -173,7 +190,7 @@ fn required_bytes(
     let probes = config.telemetry.probe_every > 0;
     let bytes = || -> Result<u64> {
         let engine = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
-        let probe = if probes { probe_bytes(layout.world_size, spec, config.dtype, [rows, train.seq_len])? } else { 0 };
+        let probe = if probes { probe_bytes(layout, spec, config.dtype, [rows, train.seq_len])? } else { 0 };
         let (tokens, threads) = (rows * train.seq_len, rayon::current_num_threads());
         let packed = packed_bytes(spec, config.dtype, tokens, probes, threads, kernels)?;
         let sample = sample_bytes(spec, config.dtype, train.sample_tokens, train.prompt.len());
@@ -380,7 +397,7 @@ mod tests {
         let spec = ModelSpec::named("tiny").unwrap();
         let parameters = spec.parameter_count();
         let bytes = |policy, world_size, shards_on_host| {
-            let layout = DistributedLayout { world_size, shards_on_host };
+            let layout = DistributedLayout { world_size, sharding: Sharding::Optimizer, shards_on_host };
             MemoryEstimate::new(layout, &spec, policy, [1, 16, 4], Checkpointing::None, OptimizerKind::AdamW, &KERNELS)
                 .unwrap()
         };
@@ -397,7 +414,7 @@ mod tests {
     fn a_probe_copies_what_is_not_in_fp32() {
         let whole = ModelSpec::named("tiny").unwrap();
         let spec = with_lora(&Config::default()).with_trained_parts(whole.clone()).unwrap();
-        let probe = |spec: &ModelSpec, policy| probe_bytes(1, spec, policy, [1, 16]).unwrap();
+        let probe = |spec: &ModelSpec, policy| probe_bytes(DistributedLayout::SINGLE, spec, policy, [1, 16]).unwrap();
         let narrow = PrecisionPolicy { params: Dtype::BF16, ..PrecisionPolicy::BF16 };
         assert_eq!(probe(&whole, narrow) - probe(&whole, PrecisionPolicy::BF16), 4 * whole.parameter_count());
 

@@ -31,8 +31,8 @@ fn first_nonfinite(
     report: &StepReport,
 ) -> Result<Option<(FirstNonFinite, PrecisionUnit)>> {
     let found = search(engine, micro_batches, report)?;
-    // The shares of micro-batches are in the order of ranks.
-    Ok(engine.group.all_gather_messages(&found)?.into_iter().flatten().next())
+    let all = engine.group.all_gather_messages(&found)?;
+    Ok(all.into_iter().flatten().min_by_key(|(found, _)| found.micro_batch))
 }
 
 /// Searches the share of this process.
@@ -45,9 +45,10 @@ fn search(
     let before = passes.counters.before_skipped();
     let factors = LossFactors::new(report.scale, passes.objective, micro_batches);
     let share = passes.grads.local_micro_batches(micro_batches.len());
-    for (index, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
+    for index in share {
+        let batch = &micro_batches[index];
         let mut search = FirstNonFiniteHook { seq_len: batch.seq_len, found: None };
-        passes.micro_batch((index, batch), before, factors, &mut search)?;
+        passes.micro_batch((index, batch), before, factors, &mut search, &mut |_, _| Ok(()))?;
         if let Some(found) = search.found {
             let unit = found.place.layer.unit();
             return Ok(Some((found.first_nonfinite(passes.model.spec(), index), unit)));

@@ -470,7 +470,7 @@ pub(super) fn fit_memory(
     let devices = if open.device.is_cpu() { 1 } else { gpu::count().max(1) };
     let available = available / group.local_world_size().div_ceil(devices) as u64;
     let shards_on_host = !open.device.is_cpu() && group.gpus().is_none();
-    let layout = DistributedLayout { world_size: group.world_size(), shards_on_host };
+    let layout = DistributedLayout { world_size: group.world_size(), sharding: config.train.shard, shards_on_host };
     let mut config = config;
     check_weights_fit(&config, shape, available)?;
     if std::mem::take(&mut config.train.auto_batch) {
@@ -525,7 +525,7 @@ pub fn engine(
     let mut engine = TrainEngine {
         objective: Objective::new(config.objective.clone(), reference),
         workspace: Workspace::for_training(shape, policy, (rows, train.seq_len), train.recompute, &device)?,
-        grads: Gradients::new(&state.weights, policy, train.grad_accum, &*group)?,
+        grads: Gradients::sharded(&state.weights, policy, train.grad_accum, &*group, train.shard)?,
         group,
         timings: Vec::new(),
         state,

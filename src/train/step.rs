@@ -4,10 +4,9 @@
 use crate::data::Batch;
 use crate::engine::collective::{ProcessGroup, gather};
 use crate::engine::model::{ForwardMode, Hook};
-use crate::engine::optim::Update;
-use crate::precision::UpdateCounts;
-use crate::telemetry::ObjectiveMetric;
-use crate::train::engine::{EvalReport, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
+use crate::engine::optim::{Collector, Gradients, Update};
+use crate::precision::{PrecisionUnit, UpdateCounts};
+use crate::train::engine::{CompleteBlocks, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 use crate::train::objective::{BatchPass, LossFactors, LossSums, Split};
 use crate::train::state::{Counters, TrainState};
 use crate::{Error, Result};
@@ -25,20 +24,24 @@ pub(super) struct StepGradients {
 }
 
 impl Passes<'_> {
-    /// Computes the gradients of micro-batch `index` of the step after `counters`. `also` receives every tensor. Returns the sums of
-    /// the losses and the time of the forward pass.
+    /// Computes the gradients of micro-batch `index` of the step after `counters`. `also` receives every tensor, and `collect` the
+    /// gradients of each block when they are complete. Returns the sums of the losses and the time of the forward pass.
     pub(super) fn micro_batch(
         &mut self,
         (index, batch): (usize, &Batch),
         counters: Counters,
         LossFactors { scale, count, micro_batches }: LossFactors,
         also: &mut dyn Hook,
+        collect: &mut dyn FnMut(&Gradients, PrecisionUnit) -> Result<()>,
     ) -> Result<(LossSums, Duration)> {
         let Self { model, weights, objective, grads, .. } = self;
+        let grads = &**grads;
         let (tokens, mut narrow, pass) = (batch.tokens(), None, BatchPass { model, weights, batch });
         let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let mode = ForwardMode::Train { seed: self.seed, micro_batch: counters.micro_batch_index(index) };
-        let (hook, out, clock) = (&mut (&mut *self.hook, also), grads.micro_batch_grads(), Instant::now());
+        let (out, clock) = (grads.micro_batch_grads(), Instant::now());
+        let mut blocks = CompleteBlocks { collect: &mut |block| collect(grads, block), error: None };
+        let hook = &mut (&mut (&mut *self.hook, also), &mut blocks);
         // 1. Forward in the compute type; the loss in FP32.
         objective.refer(pass, workspace, Split::Train)?;
         let balance = model.spec().experts.map_or(0.0, |experts| experts.balance) / micro_batches as f64;
@@ -51,7 +54,9 @@ impl Passes<'_> {
         let nll = model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, out, hook)?;
         let mut sums = objective.sums(pass, workspace, nll)?;
         sums.loss += count as f64 * balance * workspace.balance_loss();
-        model.backward(weights, tokens, mode, workspace, out, hook)?;
+        let done = model.backward(weights, tokens, mode, workspace, out, hook);
+        blocks.error.map_or(Ok(()), Err)?;
+        done?;
         Ok((sums, forward))
     }
 
@@ -64,34 +69,54 @@ impl Passes<'_> {
         }
         let factors = LossFactors::new(self.scaler.scale(), self.objective, micro_batches);
         let mut time = StepTimings::default();
-        let share = self.grads.begin_accumulation(micro_batches.len())?;
-        let mut losses = Vec::with_capacity(share.len());
-        for (i, batch) in micro_batches.iter().enumerate().take(share.end).skip(share.start) {
+        // 3. Reduce: each process sums its shard of the gradients, in an order that does not depend on the number of processes. It
+        // receives a block's while it computes those of the blocks below.
+        let turns = self.grads.begin_accumulation(micro_batches.len())?;
+        let (group, kernels, measure) = (self.group, self.model.kernels(), self.scaler.is_predictive());
+        let mut losses = Vec::with_capacity(turns.len());
+        Collector::with(group, kernels, measure, |collector| {
+            for turn in turns {
+                let (clock, waited, index) = (Instant::now(), collector.waited(), turn.micro_batch);
+                self.grads.begin_turn(turn);
+                if let Some(index) = index {
+                    let mut collect = |grads: &Gradients, block| grads.collect(block, collector);
+                    let batch = (index, &micro_batches[index]);
+                    let (sums, forward) = self.micro_batch(batch, self.counters, factors, &mut (), &mut collect)?;
+                    losses.push(sums);
+                    let waited = collector.waited().saturating_sub(waited);
+                    time.forward += forward;
+                    time.backward += clock.elapsed().saturating_sub(forward + waited);
+                    time.comm += waited;
+                }
+                let clock = Instant::now();
+                self.grads.end_turn(collector)?;
+                time.comm += clock.elapsed();
+            }
             let clock = Instant::now();
-            let (sums, forward) = self.micro_batch((i, batch), self.counters, factors, &mut ())?;
-            losses.push(sums);
-            self.grads.accumulate(self.model.kernels(), self.scaler.is_predictive())?;
-            time.forward += forward;
-            time.backward += clock.elapsed().saturating_sub(forward);
-        }
-        let Self { group, model, grads, objective, .. } = self;
-        // 3. Reduce: each process sums its shard of the gradients, in an order that does not depend on the number of processes.
+            self.grads.finish(collector)?;
+            time.comm += clock.elapsed();
+            Ok::<_, Error>(())
+        })?;
+        let Self { grads, objective, .. } = self;
         let clock = Instant::now();
-        grads.reduce(model.kernels(), *group)?;
         let compute = (time.forward + time.backward).as_secs_f64();
-        let (figures, len) = ([compute, group.comm_time().as_secs_f64()], LossSums::len(objective.kind()));
+        let comm = group.comm_time().saturating_sub(grads.hidden());
+        let (figures, len) = ([compute, comm.as_secs_f64()], LossSums::len(objective.kind()));
         let losses = losses.iter().flat_map(|sums| sums.to_array().into_iter().take(len));
         let (figures, mut sums) = (figures.into_iter().chain(losses).collect::<Vec<f64>>(), LossSums::default());
+        let all = group.all_gather(&figures)?;
         self.timings.clear();
-        for figures in group.all_gather(&figures)? {
-            let [compute, comm, losses @ ..] = figures.as_slice() else { continue };
-            self.timings.push(RankTiming { compute: *compute, comm: *comm, micro_batches: losses.len() / len });
-            losses.chunks_exact(len).for_each(|of_batch| sums.add(of_batch));
+        let mut of_ranks: Vec<_> = all.iter().map(|figures| figures[2..].chunks_exact(len)).collect();
+        for (figures, losses) in all.iter().zip(&of_ranks) {
+            self.timings.push(RankTiming { compute: figures[0], comm: figures[1], micro_batches: losses.len() });
         }
-        time.comm = clock.elapsed();
+        for index in 0..micro_batches.len() {
+            of_ranks[grads.rank_of(index, micro_batches.len())].next().into_iter().for_each(|losses| sums.add(losses));
+        }
+        time.comm += clock.elapsed();
         // 4. Compute the statistics of the gradients before anything rescales them.
         let clock = Instant::now();
-        grads.compute_stats(self.count_exponents, self.grad_stats, model.kernels(), *group)?;
+        grads.compute_stats(self.count_exponents, self.grad_stats, kernels, group)?;
         time.grad_stats = clock.elapsed();
         Ok(StepGradients { sums, loss: sums.loss / factors.count as f64, targets, time })
     }
@@ -142,38 +167,5 @@ impl TrainEngine {
         counters.tokens += targets as u64;
         let metrics = sums.metrics(self.objective.settings());
         Ok(StepReport { loss, metrics, targets, scale, outcome, change, time })
-    }
-
-    /// The mean loss, without dropout, over batches from `next` until it returns `false`. Uses the training buffers, but changes
-    /// nothing that outlives a step.
-    pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<EvalReport> {
-        let (mut own, mut targets, mut count) = (Vec::new(), 0u64, 0);
-        let Self { group, model, state, workspace, objective, .. } = self;
-        let (rank, world_size) = (group.rank(), group.world_size());
-        for index in 0.. {
-            if !next(batch) {
-                break;
-            }
-            targets += batch.num_label_tokens as u64;
-            count += objective.count(std::slice::from_ref(batch));
-            if index % world_size != rank {
-                continue;
-            }
-            let mut narrow = None;
-            let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-            own.push(objective.evaluate(BatchPass { model, weights: &state.weights, batch }, workspace)?.to_array());
-        }
-        // In the order of the batches, which the processes take in turn.
-        let all = group.all_gather(&own)?;
-        let of_batch =
-            |index: usize| all[index % world_size].get(index / world_size).unwrap_or(&[f64::NAN; LossSums::LEN]);
-        let mut sums = LossSums::default();
-        (0..all.iter().map(Vec::len).sum()).for_each(|index| sums.add(of_batch(index)));
-        let settings = objective.settings();
-        let metrics = sums.metrics(settings);
-        let margin =
-            metrics.and_then(|it| it.get(ObjectiveMetric::RewardsMargins)).filter(|_| settings.validate_margin);
-        let loss = margin.map_or(sums.loss / count.max(1) as f64, |margin| -margin);
-        Ok(EvalReport { loss, metrics, targets })
     }
 }

@@ -3,18 +3,19 @@
 
 use crate::common::processes::together;
 use crate::run::{self, attach};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use finetune::Result;
 use finetune::data::Tokenizer;
-use finetune::engine::collective::{ProcessGroup, SingleProcess};
-use finetune::engine::kernels::view::{View, read};
+use finetune::engine::collective::{ProcessGroup, SingleProcess, TensorExchange};
+use finetune::engine::kernels::view::{View, read, write};
 use finetune::engine::kernels::{Fused, op};
 use finetune::engine::model::ModelSpec;
-use finetune::engine::optim::{Gradients, OptimizerKind};
+use finetune::engine::optim::{Collector, Gradients, OptimizerKind, Sharding};
 use finetune::store::checkpoint::{Checkpoint, Run, compare};
 use finetune::telemetry::Event;
 use finetune::train::{Config, ConfigLayers, Trainer, WeightInit};
 use serde_json::json;
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -69,7 +70,19 @@ fn cut_model(folder: &Path) -> String {
 
 /// Trains in `world` processes, in `folder`, and returns the logged events without times.
 pub(crate) fn train(world: usize, config: &Config, folder: &Path, checkpoint: Option<&Path>) -> Vec<Event> {
+    train_with(&|process| process, world, config, folder, checkpoint)
+}
+
+/// [`train`] in processes that `group` changes.
+fn train_with(
+    group: &(dyn Fn(Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> + Sync),
+    world: usize,
+    config: &Config,
+    folder: &Path,
+    checkpoint: Option<&Path>,
+) -> Vec<Event> {
     let told = together(world, |process: Arc<dyn ProcessGroup>| {
+        let process = group(process);
         let checkpoint = checkpoint.map(|path| Checkpoint::open(path).unwrap());
         let mut trainer = Trainer::new(process.clone(), config.clone(), checkpoint.as_ref(), &mut |_| ()).unwrap();
         trainer.check_consistency().unwrap();
@@ -93,16 +106,24 @@ pub(crate) fn train(world: usize, config: &Config, folder: &Path, checkpoint: Op
     events
 }
 
-/// Asserts that each number of processes gives the log and the last checkpoint of one process, and returns this log. A run of n processes
-/// is in `folder/n`.
+/// Asserts that each number of processes, with either sharding, gives the log and the last checkpoint of one process, and returns this log.
+/// A run of n processes is in `folder/n`.
 pub(crate) fn assert_same_bits(config: &Config, folder: &Path, worlds: &[usize]) -> Vec<Event> {
-    let run = |world: usize| train(world, config, &folder.join(world.to_string()), None);
-    let one = run(1);
+    let run = |world: usize, config: &Config, name: &str| train(world, config, &folder.join(name), None);
+    let one = run(1, config, "1");
+    let mut shared = config.clone();
+    shared.train.shard = Sharding::Gradients;
     for world in worlds {
-        let what = format!("{world} processes in {}", folder.display());
-        // As text, where NaN equals itself.
-        assert_eq!(format!("{:#?}", run(*world)), format!("{one:#?}"), "{what}");
-        assert_same_end(folder, &world.to_string());
+        for (config, name) in [(config, world.to_string()), (&shared, format!("{world}-gradients"))] {
+            // As text, where NaN equals itself.
+            assert_eq!(
+                format!("{:#?}", run(*world, config, &name)),
+                format!("{one:#?}"),
+                "{name} in {}",
+                folder.display()
+            );
+            assert_same_end(folder, &name);
+        }
     }
     one
 }
@@ -172,7 +193,7 @@ fn any_number_of_processes_saves_memory_with_the_same_bits() {
 
 /// Resumes a run in `folder` with another number of processes, which ends in the checkpoint of one process.
 pub(crate) fn resume(config: &Config, folder: &Path, before: usize, after: usize) {
-    let name = format!("{before} and then {after}");
+    let name = format!("{before} and then {after} {:?}", config.train.shard);
     train(after, config, &folder.join(&name), Some(&folder.join(before.to_string()).join("step-000002")));
     assert_same_end(folder, &name);
 }
@@ -196,8 +217,10 @@ fn a_run_resumes_with_another_number_of_processes() {
     let folder = tempfile::tempdir().unwrap();
     let config = config("fp16");
     assert_same_bits(&config, folder.path(), &[3]);
-    for world in [1, 2, 4] {
-        resume(&config, folder.path(), 3, world);
+    let mut shared = config.clone();
+    shared.train.shard = Sharding::Gradients;
+    for (world, config) in [(1, &config), (2, &config), (4, &config), (2, &shared)] {
+        resume(config, folder.path(), 3, world);
     }
 }
 
@@ -236,6 +259,70 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
     assert!((0..found.len()).any(|i| found[i].to_bits() != serial(i).to_bits()), "nothing tells the two apart");
 }
 
+/// Exchanges tensors as the GPUs of several processes do, with the tensors of CPUs.
+#[derive(Debug)]
+struct Direct(Arc<dyn ProcessGroup>);
+
+impl ProcessGroup for Direct {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.0.world_size()
+    }
+
+    fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
+        self.0.all_to_all(out, into)
+    }
+
+    fn gpus(&self) -> Option<&dyn TensorExchange> {
+        Some(self)
+    }
+}
+
+impl TensorExchange for Direct {
+    fn exchange(&self, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
+        let (mut sent, mut received) = (vec![Vec::new(); self.world_size()], vec![Vec::new(); self.world_size()]);
+        for (rank, tensor) in out {
+            sent[*rank].extend_from_slice(read(tensor)?.view().bytes());
+        }
+        for (rank, tensor) in into {
+            received[*rank].extend(vec![0; tensor.elem_count() * tensor.dtype().size_in_bytes()]);
+        }
+        let sent: Vec<&[u8]> = sent.iter().map(Vec::as_slice).collect();
+        self.all_to_all(&sent, &mut received.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
+        for (rank, tensor) in into {
+            let rest = received[*rank].split_off(tensor.elem_count() * tensor.dtype().size_in_bytes());
+            let bytes = std::mem::replace(&mut received[*rank], rest);
+            write(tensor, |mut view| view.bytes_mut().copy_from_slice(&bytes))?;
+        }
+        Ok(())
+    }
+}
+
+/// Without clipping, because a GPU's statistics have another order of summation.
+#[test]
+fn processes_that_exchange_tensors_have_the_bits_of_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = config("fp16");
+    config.optimizer.max_grad_norm = 0.0;
+    assert!(overflows(&train(1, &config, &folder.path().join("1"), None)) > 0);
+    let mut logs = Vec::new();
+    for (world, sharding) in
+        [(2, Sharding::Optimizer), (3, Sharding::Optimizer), (3, Sharding::Gradients), (4, Sharding::Gradients)]
+    {
+        config.train.shard = sharding;
+        let name = format!("{world}-{sharding:?}");
+        let log = train_with(&|process| Arc::new(Direct(process)), world, &config, &folder.path().join(&name), None);
+        assert_same_end(folder.path(), &name);
+        logs.push((name, format!("{log:#?}")));
+    }
+    for (name, log) in &logs {
+        assert_eq!(log, &logs[0].1, "{name}");
+    }
+}
+
 /// Counts the bytes that a process sends.
 #[derive(Debug)]
 struct Counted {
@@ -258,15 +345,19 @@ impl ProcessGroup for Counted {
     }
 }
 
-/// The bytes of `docs/scale.md`: gradients to the owners of shards, in FP32 unless a share is one micro-batch; new weights to
-/// all; statistics of blocks of 65,536 elements.
+/// The bytes of `docs/scale.md`: gradients to the owners of shards, in FP32 unless a share is one micro-batch or each micro-batch is sent;
+/// new weights to all; statistics of blocks of 65,536 elements.
 #[test]
 fn a_step_sends_the_bytes_of_the_formula() {
     const STEPS: u64 = 2;
     for (dtype, width) in [("fp16", 2), ("fp32", 4)] {
-        for (world, micro_batches, nodes) in [(2, 2, 1), (4, 4, 1), (2, 4, 1), (3, 3, 1), (2, 7, 1), (3, 7, 2)] {
+        let cases =
+            [(2, 2, 1), (4, 4, 1), (2, 4, 1), (3, 3, 1), (2, 7, 1), (3, 7, 2)].map(|it| (it, Sharding::Optimizer));
+        let each = [(2, 2, 1), (4, 4, 1), (2, 4, 2), (2, 8, 4)].map(|it| (it, Sharding::Gradients));
+        for ((world, micro_batches, nodes), sharding) in cases.into_iter().chain(each) {
             let mut config = config(dtype);
             (config.train.grad_accum, config.scaler.init_scale) = (micro_batches, 1024.0);
+            config.train.shard = sharding;
             let telemetry = &mut config.telemetry;
             (telemetry.exponents_every, telemetry.probe_every, telemetry.variance_every) = (1000, 0, 0);
             telemetry.lost_updates_every = 0;
@@ -287,7 +378,7 @@ fn a_step_sends_the_bytes_of_the_formula() {
             });
             let (parameters, blocks) = (sent[0].1, sent[0].2);
             let others = world as u64 - 1;
-            let gradient = if micro_batches == world { width } else { 4 } * nodes;
+            let gradient = if micro_batches == world || sharding == Sharding::Gradients { width } else { 4 } * nodes;
             let formula = STEPS * others * (parameters * (gradient + width) + 56 * blocks);
             let all: u64 = sent.iter().map(|(sent, _, _)| sent).sum();
             // Orders, losses and lengths take a few hundred bytes more.
@@ -321,11 +412,19 @@ fn the_tree_costs_one_process_little() {
         let weights = &trainer.engine().state.weights;
         let mut along_tree = Gradients::new(weights, config.dtype, micro_batches, &SingleProcess).unwrap();
         let sum = weights.zeros_like(DType::F32).unwrap();
+        let units: BTreeSet<_> = weights.layout().iter().map(|entry| entry.layer.unit()).collect();
         let mut times = [Vec::new(), Vec::new()];
         for _ in 0..ROUNDS {
             times[0].push(timed(&mut || {
-                along_tree.begin_accumulation(micro_batches).unwrap();
-                (0..micro_batches).for_each(|_| along_tree.accumulate(&Fused, false).unwrap());
+                let turns = along_tree.begin_accumulation(micro_batches).unwrap();
+                Collector::with(&SingleProcess, &Fused, false, |collector| {
+                    for turn in turns {
+                        along_tree.begin_turn(turn);
+                        for unit in &units {
+                            along_tree.collect(*unit, collector).unwrap();
+                        }
+                    }
+                });
             }));
             times[1].push(timed(&mut || {
                 for micro_batch in 0..micro_batches {

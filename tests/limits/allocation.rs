@@ -17,12 +17,12 @@ use finetune::engine::kernels::columns::ColumnSlice;
 use finetune::engine::kernels::dropout::Dropout;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels, op};
 use finetune::engine::model::{ModelSpec, ParamSpec, Parameters};
-use finetune::engine::optim::{AdamWConfig, MasterWeights, OptimizerKind};
+use finetune::engine::optim::{AdamWConfig, MasterWeights, OptimizerKind, Sharding};
 use finetune::lab::{MemoryCategory, MemoryItem, TrainSetup};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::GgufModel;
 use finetune::store::base::load_with_base;
-use finetune::train::{Config, TrainState, Trainer, WeightInit};
+use finetune::train::{Config, DistributedLayout, MemoryEstimate, TrainState, Trainer, WeightInit};
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
@@ -133,8 +133,9 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
         Config { model: folder.path().to_str().unwrap().to_owned(), init: WeightInit::Random, ..Config::default() };
     (config.train.batch_size, config.train.seq_len, config.train.grad_accum) = (1, 16, 4);
     (config.dtype, config.train.sample_tokens) = (PrecisionPolicy::FP16, 0);
-    let held = |world: usize| {
-        let everyone = Barrier::new(world);
+    let held = |world: usize, sharding: Sharding, grad_accum: usize| {
+        let (everyone, mut config) = (Barrier::new(world), config.clone());
+        (config.train.shard, config.train.grad_accum) = (sharding, grad_accum);
         let before = LIVE.load(Relaxed);
         let held = together(world, |process: Arc<dyn ProcessGroup>| {
             let trainer = Trainer::new(process, config.clone(), None, &mut |_| ()).unwrap();
@@ -147,9 +148,25 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
         held[0] as f64 / world as f64
     };
     let parameters: usize = spec.parameters().iter().map(|entry| entry.shape.iter().product::<usize>()).sum();
-    let [alone, of_four] = [1, 4].map(held);
+    let (alone, of_four) = (held(1, Sharding::Optimizer, 4), held(4, Sharding::Optimizer, 4));
     let saved = (alone - of_four) / parameters as f64;
     assert!((15.9..16.1).contains(&saved), "{saved} bytes a parameter less: 9 are of masters and moments, 7 of sums");
+
+    // Gradients of one block instead of four, and with several micro-batches in a process no sums of whole gradients.
+    for grad_accum in [4, 8] {
+        let told = |sharding| {
+            let layout = DistributedLayout { world_size: 4, sharding, shards_on_host: false };
+            let (keep, kind) = (config.train.recompute, config.train.optimizer);
+            let estimate = MemoryEstimate::new(layout, &spec, config.dtype, [1, 16, grad_accum], keep, kind, &Fused);
+            estimate.unwrap().total() as f64
+        };
+        let saved = |bytes: &dyn Fn(Sharding) -> f64| {
+            (bytes(Sharding::Optimizer) - bytes(Sharding::Gradients)) / parameters as f64
+        };
+        let [told, measured] = [saved(&told), saved(&|sharding| held(4, sharding, grad_accum))];
+        assert!(told > 1.4 + if grad_accum > 4 { 4.0 } else { 0.0 }, "{told}");
+        assert!((measured - told).abs() < 0.1, "{grad_accum}: {measured} bytes less per parameter, told {told}");
+    }
 }
 
 /// The second of four processes, which exchange nothing.

@@ -310,7 +310,9 @@ def nccl():
                     launch = {"launcher": [*mpirun, count]} if mpirun else {}
                     started = [] if mpirun else ["--processes", count]
                     found[count] = train("cuda", f"{folder}/{count}", *flags, *started, **launch, **gpus)
-                bits = {count: state(f"{folder}/{count}", run) for count, run in found.items()}
+                split = ["--shard", "gradients", "--processes", counts[0]]
+                found[f"{counts[0]} with shards of gradients"] = train("cuda", f"{folder}/split", *flags, *split, **gpus)
+                bits = {count: state(f"{folder}/{count if isinstance(count, int) else 'split'}", run) for count, run in found.items()}
                 if 3 in counts:
                     checkpoint = next(Path(folder, "3").glob("*/step-*2"))
                     resumed = train("cuda", f"{folder}/3", "--resume", checkpoint, "--processes", 2, **gpus)

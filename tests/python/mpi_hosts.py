@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -75,32 +76,45 @@ def times(run):
     return wall, statistics.median(step["forward_ms"] + step["backward_ms"] for step in steps), backward
 
 
-def largest_shard(run, hosts):
-    """Elements of it, as `collective/shards.rs` cuts the parameters of a run."""
+def largest_parts(run, hosts):
+    """Elements of the largest part of each block and of the rest, as `collective/shards.rs` cuts the parameters of a run; and of all."""
     with (Path("checkpoints") / run / f"step-{STEPS:06}" / "master.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
-    lengths = [math.prod(header[name]["shape"]) for name in sorted(header)]
-    starts = [0, *itertools.accumulate(lengths)]
+    units, ends, elements = {}, [0] * (hosts + 1), 0
+    for name in sorted(header):
+        block = re.match(r"(?:h|layers)\.(\d+)\.", name)
+        units.setdefault(int(block[1]) if block else math.inf, []).append(math.prod(header[name]["shape"]))
+    parts = []
+    for lengths in (units[unit] for unit in sorted(units)):
+        starts, cuts = [0, *itertools.accumulate(lengths)], [0]
+        borders = [border for start, end in zip(starts, starts[1:]) for border in (*range(start, end, BLOCK), end)]
+        elements += starts[-1]
+        for rank in range(hosts + 1):
+            ideal = min(max(elements * rank // hosts - ends[rank], 0), starts[-1])
+            # The block's border that is nearest, of two the later one.
+            cuts.append(max(min(reversed(borders), key=lambda border: abs(border - ideal)), cuts[-1]))
+            ends[rank] += cuts[-1]
+        parts.append(max(after - before for before, after in zip(cuts[1:], cuts[2:])))
+    return parts[:-1], parts[-1], max(after - before for before, after in zip(ends, ends[1:]))
 
-    def cut(rank):
-        ideal = starts[-1] * rank // hosts
-        start, end = next((a, b) for a, b in zip(starts, starts[1:]) if a <= ideal < b)
-        # The block's border that is nearest, of two the later one.
-        borders = [*range(start, end, BLOCK), end]
-        return min(reversed(borders), key=lambda border: abs(border - ideal))
 
-    cuts = [*map(cut, range(hosts)), starts[-1]]
-    return max(after - before for before, after in zip(cuts, cuts[1:]))
-
-
-def predicted(hosts, megabits, shard, passes, rest):
-    """Milliseconds of a step, from those of its passes in each process, of the rest of a step in one, and the largest shard."""
+def predicted(hosts, megabits, parts, passes, backward, rest):
+    """Milliseconds of a step, from those of its passes in each process, of one backward pass, of the rest of a step in one, and the
+    largest parts of shards."""
+    blocks, others, shard = parts
     share = -(-MICRO_BATCHES // hosts)
     # A share of one micro-batch is sent in FP16, of several in FP32; weights come back in FP16. What decides is the link of
-    # the host with the largest shard: all others send it theirs of that shard, and it sends each of them its weights.
-    width = (2 if share == 1 else 4) + 2
-    return passes + rest / hosts + (hosts - 1) * shard * width * WIRE / (megabits * 1e6 / 8) * 1e3
+    # the host with the largest part: all others send it theirs of that part, and it sends each of them its weights.
+    def sent(elements, width):
+        return (hosts - 1) * elements * width * WIRE / (megabits * 1e6 / 8) * 1e3
+
+    # A block's gradients leave while those of the blocks below are computed.
+    free, width = 0.0, 2 if share == 1 else 4
+    for index, part in enumerate(blocks):
+        free = max(free, backward * (index + 1) / len(blocks)) + sent(part, width)
+    exposed = max(free - backward, 0) + sent(others, width)
+    return passes + rest / hosts + exposed + sent(shard, 2)
 
 
 def main():
@@ -132,15 +146,14 @@ def main():
                     if done.returncode != 0:
                         sys.exit(f"{hosts} hosts ended with {done.returncode}:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
                     measured, shared, backward = times(run)
-                    expected = predicted(hosts, megabits, largest_shard("alone", hosts), shared, wall - passes)
+                    one_pass = backward / -(-MICRO_BATCHES // hosts)
+                    expected = predicted(hosts, megabits, largest_parts("alone", hosts), shared, one_pass, wall - passes)
                     off = expected / measured - 1
                     worst = max(worst, abs(off))
-                    # Gradients could leave while the last micro-batch's backward pass makes more of them.
-                    hidden = min(backward / -(-MICRO_BATCHES // hosts), measured - shared) / measured
                     same = subprocess.run([program, "checkpoint", "diff", f"checkpoints/alone/step-{STEPS:06}",
                                            f"checkpoints/{run}/step-{STEPS:06}"], capture_output=True, text=True)
                     print(f"{hosts} hosts, {megabits} Mbit/s: {measured:.0f} ms a step, predicted {expected:.0f} ({off:+.0%}),"
-                          f" {shared:.0f} of them passes, an overlap would save at most {hidden:.0%};"
+                          f" {shared:.0f} of them passes;"
                           f" {'the same bits' if same.returncode == 0 else same.stdout}", flush=True)
                     if same.returncode != 0:
                         sys.exit(1)

@@ -131,15 +131,18 @@ def identical(program, full):
         few = [2, 3, 4] if every else [3]
         for processes in [1, *few]:
             batches = [] if "--grad-accum" in arguments else ["--grad-accum", "4"]
-            run(program, processes, *SMALL, *batches, "--steps", "10", *arguments, "--run", f"{name}-{processes}")
+            for shard in ["optimizer", "gradients"] if every and processes > 1 else ["optimizer"]:
+                more = [] if shard == "optimizer" else ["--shard", shard]
+                run_name = f"{name}-{processes}" + "".join(f"-{word}" for word in more[1:])
+                run(program, processes, *SMALL, *batches, "--steps", "10", *arguments, *more, "--run", run_name)
         if name == "fallback" and not any(kind == "dtype_change" for _, kind in events(Path("checkpoints/fallback-1"))):
             sys.exit("fallback: no layer changed its type, so nothing was tried")
         overflows = sum(kind == "overflow" for _, kind in events(Path(f"checkpoints/{name}-1")))
         if "fp16" in arguments and name != "predictive" and overflows == 0:
             sys.exit(f"{name}: no step overflowed, so nothing was tried")
-        for processes in few:
-            check_same(program, name, Path(f"checkpoints/{name}-1"), Path(f"checkpoints/{name}-{processes}"))
-        print(f"{name}: 1 process and {few} agree, {overflows} overflows", flush=True)
+        for others in sorted(Path("checkpoints").glob(f"{name}-[2-4]*")):
+            check_same(program, name, Path(f"checkpoints/{name}-1"), others)
+        print(f"{name}: 1 process and {few} agree{', with either sharding' if every else ''}, {overflows} overflows", flush=True)
 
 
 def errors(program):
@@ -264,7 +267,7 @@ def kills(program, count):
     for kill in range(count):
         processes, victim = victims_in_turn[kill % len(victims_in_turn)]
         go_on = ["--resume", "killed"] if (folder / "config.toml").exists() else [*LONG, "--run", "killed"]
-        words = command(program, processes, *go_on)
+        words = command(program, processes, *go_on, "--shard", ["optimizer", "gradients"][kill % 2])
         job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         log = folder / "events.jsonl"
         before = log.stat().st_size if log.exists() else 0

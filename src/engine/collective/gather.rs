@@ -16,15 +16,14 @@ pub fn all_gather(whole: &Parameters, own: &Parameters, group: &dyn ProcessGroup
         return between_gpus(whole, shards, group, gpus);
     }
     let (rank, count, in_place) = (group.rank(), group.world_size(), own.shares_storage(whole));
-    let longest = (0..count).map(|owner| shards.len(owner)).max().unwrap_or(0);
-    for start in (0..longest).step_by(CHUNK_ELEMENTS) {
-        let span = start..start + CHUNK_ELEMENTS;
+    let rounds: Vec<_> = (0..count).map(|owner| shards.rounds(owner, 0..whole.len(), CHUNK_ELEMENTS)).collect();
+    for round in 0..rounds.iter().map(Vec::len).max().unwrap_or(0) {
+        let pieces: Vec<_> = rounds.iter().map(|rounds| rounds.get(round).map_or(&[][..], Vec::as_slice)).collect();
         let mut here = Vec::new();
-        for (parameter, range) in shards.split_by_parameter(rank, span.clone()) {
-            let first = own.range(parameter).start;
-            range_bytes(&own[parameter], range.start - first..range.end - first, &mut here)?;
+        for (parameter, range) in pieces[rank] {
+            let first = own.range(*parameter).start;
+            range_bytes(&own[*parameter], range.start - first..range.end - first, &mut here)?;
         }
-        let pieces: Vec<_> = (0..count).map(|owner| shards.split_by_parameter(owner, span.clone())).collect();
         let length = |owner: usize| {
             let bytes = pieces[owner].iter().map(|(index, range)| range.len() * whole[*index].dtype().size_in_bytes());
             if owner == rank { 0 } else { bytes.sum() }
@@ -37,7 +36,7 @@ pub fn all_gather(whole: &Parameters, own: &Parameters, group: &dyn ProcessGroup
         }
         for (pieces, bytes) in pieces.iter().zip(&received).filter(|(_, bytes)| !bytes.is_empty()) {
             let mut bytes = bytes.as_slice();
-            for (parameter, range) in pieces {
+            for (parameter, range) in *pieces {
                 bytes = write_range(&whole[*parameter], range.clone(), bytes)?;
             }
         }
@@ -55,7 +54,7 @@ fn between_gpus(
     let (mut out, mut into) = (Vec::new(), Vec::new());
     for other in (0..group.world_size()).filter(|other| *other != group.rank()) {
         for (owner, tensors) in [(group.rank(), &mut out), (other, &mut into)] {
-            for (parameter, range) in shards.split_by_parameter(owner, 0..shards.len(owner)) {
+            for (parameter, range) in shards.rounds(owner, 0..whole.len(), usize::MAX / 2).concat() {
                 tensors.push((other, view::range(&whole[parameter], range)?));
             }
         }

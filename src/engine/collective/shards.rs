@@ -1,79 +1,80 @@
 //! The partition of the parameters' elements among processes. Only the owner of an element has its master and moments (`ZeRO`
 //! stage 1).
 //!
-//! All parameters, concatenated in their order, are split into one range per process. The boundaries are multiples of the blocks
-//! of the gradient statistics, so that statistics merge in the order of a single process.
+//! The parameters of each unit, concatenated in their order, are split into one range per process, so that every process receives
+//! and sends equal parts of a unit's gradients. The boundaries are multiples of the blocks of the gradient statistics, so that
+//! statistics merge in the order of a single process.
 
 use crate::engine::kernels::summary::PART;
+use crate::precision::PrecisionUnit;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The shards of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shards {
-    /// The offset of each parameter, and the total.
-    starts: Vec<usize>,
-    /// The offset of each shard, and the total.
-    boundaries: Vec<usize>,
+    /// For each parameter, the first element of each process's range, and the number of elements.
+    cuts: Vec<Vec<usize>>,
     /// Whether masters, moments and sums of a shard are on the CPU even if the parameters are on a GPU.
     pub(crate) on_host: bool,
 }
 
 impl Shards {
-    /// Splits parameters with `lengths` elements among `world_size` processes.
-    pub fn new(lengths: impl IntoIterator<Item = usize>, world_size: usize) -> Self {
-        let mut starts = vec![0];
-        for length in lengths {
-            starts.push(starts[starts.len() - 1] + length);
+    /// Splits parameters with these units and numbers of elements among `world_size` processes.
+    pub fn new(parameters: impl IntoIterator<Item = (PrecisionUnit, usize)>, world_size: usize) -> Self {
+        let parameters: Vec<_> = parameters.into_iter().collect();
+        let mut units: BTreeMap<PrecisionUnit, Vec<usize>> = BTreeMap::new();
+        for (index, (unit, _)) in parameters.iter().enumerate() {
+            units.entry(*unit).or_default().push(index);
         }
-        let total = starts[starts.len() - 1];
-        let cut = |rank: usize| {
-            let ideal = (total as u128 * rank as u128 / world_size as u128) as usize;
-            let parameter = starts.partition_point(|start| *start <= ideal) - 1;
-            let Some(end) = starts.get(parameter + 1) else { return total };
-            let within = (ideal - starts[parameter] + PART / 2) / PART * PART;
-            // The last block of a parameter is shorter.
-            let within = if ideal - starts[parameter] > (end - starts[parameter]) / PART * PART {
-                let block = starts[parameter] + (end - starts[parameter]) / PART * PART;
-                if ideal - block >= end - ideal { end - starts[parameter] } else { block - starts[parameter] }
-            } else {
-                within
-            };
-            (starts[parameter] + within).min(*end)
-        };
-        let boundaries = (0..=world_size).map(cut).collect();
-        Self { starts, boundaries, on_host: true }
+        // The ends of the shards in the units so far, and their elements.
+        let (mut cuts, mut ends, mut total) = (vec![Vec::new(); parameters.len()], vec![0; world_size + 1], 0);
+        for members in units.values() {
+            let lengths: Vec<usize> = members.iter().map(|member| parameters[*member].1).collect();
+            let (length, mut last) = (lengths.iter().sum::<usize>(), 0);
+            total += length;
+            for (rank, end) in ends.iter_mut().enumerate() {
+                // This unit rounds down if earlier ones have rounded up.
+                let ideal = (total as u128 * rank as u128 / world_size as u128) as usize;
+                last = nearest_border(&lengths, ideal.saturating_sub(*end).min(length)).max(last);
+                *end += last;
+                let mut start = 0;
+                for (member, length) in members.iter().zip(&lengths) {
+                    cuts[*member].push(last.saturating_sub(start).min(*length));
+                    start += length;
+                }
+            }
+        }
+        Self { cuts, on_host: true }
     }
 
     /// The same shards, restricted to the parameters `kept`, in order.
     #[must_use]
     pub fn select(&self, kept: &[usize]) -> Self {
-        let within = |at: usize, parameter: usize| {
-            let (start, end) = (self.starts[parameter], self.starts[parameter + 1]);
-            at.clamp(start, end) - start
-        };
-        let before = |at: usize, kept: &[usize]| kept.iter().map(|parameter| within(at, *parameter)).sum::<usize>();
-        let starts = (0..=kept.len()).map(|count| before(usize::MAX, &kept[..count])).collect();
-        let boundaries = self.boundaries.iter().map(|cut| before(*cut, kept)).collect();
-        Self { starts, boundaries, on_host: self.on_host }
+        Self { cuts: kept.iter().map(|parameter| self.cuts[*parameter].clone()).collect(), ..self.clone() }
     }
 
     /// Number of elements of a shard.
     pub fn len(&self, rank: usize) -> usize {
-        self.boundaries[rank + 1] - self.boundaries[rank]
+        (0..self.cuts.len()).map(|parameter| self.range(rank, parameter).len()).sum()
     }
 
     /// The range of a parameter that process `rank` owns; may be empty.
     pub fn range(&self, rank: usize, parameter: usize) -> Range<usize> {
-        let (start, end) = (self.starts[parameter], self.starts[parameter + 1]);
-        let within = |at: usize| at.clamp(start, end) - start;
-        within(self.boundaries[rank])..within(self.boundaries[rank + 1])
+        self.cuts[parameter][rank]..self.cuts[parameter][rank + 1]
     }
 
-    /// Splits a shard by parameter, and each parameter's part into pieces of at most `elements`, a multiple of [`PART`], so that
-    /// every piece begins at a block. Groups the pieces into rounds, in order, and ends a round that has `elements`.
-    pub fn rounds(&self, rank: usize, elements: usize) -> Vec<Vec<(usize, Range<usize>)>> {
+    /// Splits a shard of `parameters` by parameter, and each parameter's part into pieces of at most `elements`, a multiple of
+    /// [`PART`], so that every piece begins at a block. Groups the pieces into rounds, in order, and ends a round that has
+    /// `elements`.
+    pub fn rounds(
+        &self,
+        rank: usize,
+        parameters: impl IntoIterator<Item = usize>,
+        elements: usize,
+    ) -> Vec<Vec<(usize, Range<usize>)>> {
         let (mut rounds, mut room) = (Vec::new(), 0);
-        for parameter in 0..self.starts.len() - 1 {
+        for parameter in parameters {
             let range = self.range(rank, parameter);
             for start in range.clone().step_by(elements) {
                 let piece = start..range.end.min(start + elements);
@@ -88,20 +89,24 @@ impl Shards {
         rounds
     }
 
-    /// Splits elements `range` of a shard by parameter: the index of each parameter and its elements.
-    pub fn split_by_parameter(&self, rank: usize, range: Range<usize>) -> Vec<(usize, Range<usize>)> {
-        let end = (self.boundaries[rank] + range.end).min(self.boundaries[rank + 1]);
-        let mut at = (self.boundaries[rank] + range.start).min(end);
-        let mut pieces = Vec::new();
-        while at < end {
-            let parameter = self.starts.partition_point(|start| *start <= at) - 1;
-            let start = self.starts[parameter];
-            let until = self.starts[parameter + 1].min(end);
-            pieces.push((parameter, at - start..until - start));
-            at = until;
-        }
-        pieces
+    /// Number of parameters.
+    pub fn parameters(&self) -> usize {
+        self.cuts.len()
     }
+}
+
+/// The border of a block or parameter that is nearest to element `at` of parameters with these lengths; of two the later one.
+fn nearest_border(lengths: &[usize], at: usize) -> usize {
+    let mut start = 0;
+    for length in lengths {
+        if at < start + length {
+            let low = (at - start) / PART * PART;
+            let high = (low + PART).min(*length);
+            return start + if at - start - low >= high - (at - start) { high } else { low };
+        }
+        start += length;
+    }
+    start
 }
 
 #[cfg(test)]
@@ -112,8 +117,11 @@ mod tests {
     fn shards_cover_everything_once_in_order_and_are_even() {
         let lengths = [3, 0, 200, 40 * PART + 7, PART, 5, PART - 1, 2 * PART + 1, 9];
         let total: usize = lengths.iter().sum();
-        for world in 1..=9 {
-            let shards = Shards::new(lengths, world);
+        // All parameters in one unit, in units of three, in units of one, and in two that take turns.
+        for (units, world) in [9, 3, 1, 0].into_iter().flat_map(|units| (1..=9).map(move |world| (units, world))) {
+            let unit = |index: usize| index.checked_div(units).unwrap_or(index % 2);
+            let parameters = lengths.iter().enumerate().map(|(index, len)| (PrecisionUnit::Block(unit(index)), *len));
+            let shards = Shards::new(parameters, world);
             assert_eq!((0..world).map(|rank| shards.len(rank)).sum::<usize>(), total);
             for (parameter, length) in lengths.into_iter().enumerate() {
                 let mut next = 0;
@@ -129,16 +137,9 @@ mod tests {
             }
             for rank in 0..world {
                 assert!(shards.len(rank).abs_diff(total / world) <= PART, "{world} processes: {}", shards.len(rank));
-                let pieces = shards.split_by_parameter(rank, 0..usize::MAX / 2);
-                let all: Vec<_> = (0..lengths.len()).map(|i| (i, shards.range(rank, i))).collect();
-                let all: Vec<_> = all.into_iter().filter(|(_, range)| !range.is_empty()).collect();
-                assert_eq!(pieces, all);
-                let chunks: Vec<_> = (0..shards.len(rank))
-                    .step_by(1000)
-                    .flat_map(|at| shards.split_by_parameter(rank, at..at + 1000))
-                    .collect();
-                assert_eq!(chunks.iter().map(|(_, range)| range.len()).sum::<usize>(), shards.len(rank));
-                let rounds = shards.rounds(rank, 2 * PART);
+                let pieces: Vec<_> = (0..lengths.len()).map(|i| (i, shards.range(rank, i))).collect();
+                let pieces: Vec<_> = pieces.into_iter().filter(|(_, range)| !range.is_empty()).collect();
+                let rounds = shards.rounds(rank, 0..shards.parameters(), 2 * PART);
                 let sizes: Vec<usize> =
                     rounds.iter().map(|round| round.iter().map(|(_, range)| range.len()).sum()).collect();
                 let (last, full) = sizes.split_last().unwrap();

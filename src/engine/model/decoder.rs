@@ -521,6 +521,7 @@ impl Decoder {
                 }
             }
             self.backward_block(cx, i, ws, &stream)?;
+            cx.hook.complete(crate::precision::PrecisionUnit::Block(i))?;
         }
         let dpositions = self.positions.and_then(|positions| grads.trainable(positions));
         let dtable = grads.trainable(self.embedding);

@@ -1,6 +1,7 @@
 //! Hooks: code that is called with tensors right after a pass has computed them, in order of computation.
 
 use super::spec::ModuleId;
+use crate::precision::PrecisionUnit;
 use candle_core::{Result, Tensor};
 use strum::IntoStaticStr;
 
@@ -64,6 +65,11 @@ pub trait Hook {
     fn is_active(&self) -> bool {
         true
     }
+
+    /// Called when the backward pass has written all gradients of a block.
+    fn complete(&mut self, _block: PrecisionUnit) -> Result<()> {
+        Ok(())
+    }
 }
 
 impl dyn Hook + '_ {
@@ -103,5 +109,10 @@ impl<A: Hook + ?Sized, B: Hook + ?Sized> Hook for (&mut A, &mut B) {
 
     fn is_active(&self) -> bool {
         self.0.is_active() || self.1.is_active()
+    }
+
+    fn complete(&mut self, block: PrecisionUnit) -> Result<()> {
+        self.0.complete(block)?;
+        self.1.complete(block)
     }
 }

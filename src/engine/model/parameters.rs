@@ -61,6 +61,16 @@ impl ParamLayout {
         }
         Self { entries, fused }
     }
+
+    /// The first tensor of another block that is the same layer's.
+    fn counterpart(&self, index: usize) -> Option<usize> {
+        let is_like = |other: &FusedTensor, tensor: &FusedTensor| {
+            other.layer.block.is_some()
+                && (other.layer.op, other.role, &other.shape) == (tensor.layer.op, tensor.role, &tensor.shape)
+        };
+        let tensor = self.fused.get(index).filter(|tensor| tensor.layer.block.is_some())?;
+        self.fused[..index].iter().position(|other| is_like(other, tensor))
+    }
 }
 
 /// Tensors of one layout, ordered by name.
@@ -130,6 +140,33 @@ impl Parameters {
             return self.zeros_of_shard(|_| dtype);
         }
         Self::of_layout(self.layout.clone(), dtype, &self.device(), None)
+    }
+
+    /// Like [`Self::zeros_like`] for whole tensors, with one memory for a layer's tensors in all blocks.
+    pub fn zeros_of_one_block(&self, dtype: DType) -> Result<Self> {
+        let mut zeros = Self { fused: Vec::new(), base: None, quantized: None, ..self.clone() };
+        for (index, tensor) in self.layout.fused.iter().enumerate() {
+            let counterpart = self.layout.counterpart(index).map(|other| zeros.fused[other].clone());
+            zeros.fused.push(counterpart.map_or_else(|| view::zeros(&tensor.shape, dtype, &self.device()), Ok)?);
+        }
+        (0..zeros.fused.len()).try_for_each(|index| zeros.view_members(index))?;
+        Ok(zeros)
+    }
+
+    /// Number of elements of [`Self::zeros_of_one_block`] for these parameters.
+    pub fn elements_of_one_block(entries: Vec<ParamSpec>) -> u64 {
+        let layout = ParamLayout::new(entries);
+        let kept = (0..layout.fused.len()).filter(|index| layout.counterpart(*index).is_none());
+        kept.map(|index| layout.fused[index].shape.iter().product::<usize>() as u64).sum()
+    }
+
+    /// Zeros of the same types that share no memory.
+    pub fn unshared(&self) -> Result<Self> {
+        let mut zeros = self.clone();
+        for (index, tensor) in self.fused.iter().enumerate() {
+            zeros.replace_fused(index, view::zeros(tensor.dims(), tensor.dtype(), tensor.device())?)?;
+        }
+        Ok(zeros)
     }
 
     /// Zeros of `dtype` for the parameters `kept`, in order; for a shard, for the same shard of them.

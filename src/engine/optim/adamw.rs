@@ -407,8 +407,9 @@ impl MasterWeights {
 
 /// The shards of `weights` among the processes of `group`.
 pub(super) fn shards(weights: &Parameters, group: &dyn ProcessGroup) -> Arc<Shards> {
-    let lengths = weights.tensors().iter().map(Tensor::elem_count);
-    let mut shards = Shards::new(lengths, group.world_size());
+    let entries = weights.layout().iter().zip(weights.tensors());
+    let parameters = entries.map(|(entry, tensor)| (entry.layer.unit(), tensor.elem_count()));
+    let mut shards = Shards::new(parameters, group.world_size());
     shards.on_host = group.gpus().is_none();
     Arc::new(shards)
 }

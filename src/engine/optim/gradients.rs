@@ -2,18 +2,34 @@
 
 mod reduce;
 
-use crate::engine::collective::{ProcessGroup, Shards};
+use crate::engine::collective::courier::{Courier, with_courier};
+use crate::engine::collective::{ProcessGroup, Shards, SingleProcess};
 use crate::engine::kernels::summary::TensorSummary;
 use crate::engine::kernels::{Kernels, op, view};
 use crate::engine::model::{Parameters, candle_dtype};
 use crate::engine::optim::adamw::shards;
-use crate::engine::optim::tree::{Merge, ReductionTree, local_range};
+use crate::engine::optim::tree::{Merge, ReductionTree, local_range, rank_of};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
+use reduce::{Exchange, Parcel};
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
+
+/// The state that is split among several processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Sharding {
+    /// Masters and moments (`ZeRO` stage 1).
+    #[default]
+    Optimizer,
+    /// Sums of gradients as well (`ZeRO` stage 2).
+    Gradients,
+}
 
 /// The gradient of every parameter.
 ///
@@ -21,19 +37,69 @@ use std::sync::Arc;
 /// they are summed in FP32 along a fixed binary tree, which keeps a sum for each of its open nodes.
 #[derive(Debug)]
 pub struct Gradients {
+    /// With [`Sharding::Gradients`], all blocks have the same memory.
     grads: Parameters,
-    /// FP32, one for each node that can be open at a time; none if a step has one micro-batch.
+    /// FP32, one for each node of this process that can be open at a time; none if it never sums several micro-batches.
     sums: Vec<Parameters>,
     nodes: ReductionTree,
     /// Whether a step may have several micro-batches, so that its sum is FP32.
     accumulates: bool,
     rank: usize,
     world_size: usize,
-    /// The shard of this process of the sum over all processes; `None` for a single process, which has all of the sum.
-    shard: Option<Parameters>,
+    sharding: Sharding,
+    /// The shard of this process of the sums over all processes, one for each node that can be open at a time; none for a single
+    /// process, which has all of the sum.
+    shard: Vec<Parameters>,
+    shard_nodes: ReductionTree,
+    /// The parameters of each unit.
+    units: BTreeMap<PrecisionUnit, Vec<usize>>,
+    turn: Turn,
+    /// The place of the turn's micro-batch in `sums`; `None` if it is not summed here.
+    merge: Option<Merge>,
+    exchange: Option<Arc<Exchange>>,
     /// The largest magnitude in the micro-batches' gradients, if it was measured.
     largest: Option<f32>,
+    /// The time of all exchanges so far during which this process computed.
+    hidden: Duration,
     policy: PrecisionPolicy,
+}
+
+/// A part of a step in one process: a pass, an exchange of gradients during it, or both.
+#[derive(Clone, Debug, Default)]
+pub struct Turn {
+    /// The micro-batch that this process computes.
+    pub micro_batch: Option<usize>,
+    /// The micro-batches whose gradients the processes then exchange.
+    exchanged: Option<Range<usize>>,
+}
+
+/// The means to collect a step's gradients.
+#[derive(Debug)]
+pub struct Collector<'a> {
+    group: &'a dyn ProcessGroup,
+    kernels: &'a dyn Kernels,
+    /// Whether [`GradientStats::amax`] covers the micro-batches' gradients: their FP32 sum does not show the room that each had in
+    /// its own type.
+    measure: bool,
+    courier: Courier<Parcel>,
+    largest: Option<f32>,
+}
+
+impl<'a> Collector<'a> {
+    /// Runs `body` with a collector. Meanwhile nothing else may use the group.
+    pub fn with<R>(
+        group: &'a dyn ProcessGroup,
+        kernels: &'a dyn Kernels,
+        measure: bool,
+        body: impl FnOnce(&mut Self) -> R,
+    ) -> R {
+        with_courier(group, |courier| body(&mut Self { group, kernels, measure, courier, largest: None }))
+    }
+
+    /// The time that this process has waited for exchanges.
+    pub fn waited(&self) -> Duration {
+        self.courier.waited()
+    }
 }
 
 /// Statistics of the gradients of a step, without unscaling.
@@ -47,10 +113,37 @@ pub struct GradientStats {
     pub amax: f32,
 }
 
-/// Number of FP32 sums that a process needs for its share of a step of `micro_batches` micro-batches.
-fn live_sums(micro_batches: usize, rank: usize, world_size: usize) -> usize {
+/// Number of FP32 sums that process `rank` needs for its share of a step of `micro_batches` micro-batches.
+fn live_sums(sharding: Sharding, micro_batches: usize, rank: usize, world_size: usize) -> usize {
     let share = local_range(rank, world_size, micro_batches);
-    if share.len() > 1 { ReductionTree::max_live_sums(share, micro_batches) } else { 0 }
+    let sends_each = world_size > 1 && (sharding == Sharding::Gradients || share.len() <= 1);
+    if sends_each || micro_batches <= 1 { 0 } else { ReductionTree::max_live_sums(share, micro_batches) }
+}
+
+/// Number of sums of its shard that each of several processes needs.
+fn live_shard_sums(sharding: Sharding, micro_batches: usize, world_size: usize) -> usize {
+    match sharding {
+        Sharding::Optimizer => 1,
+        Sharding::Gradients => ReductionTree::max_live_sums_by(world_size, micro_batches),
+    }
+}
+
+/// Adds `x`, a new node, to the sums that it completes, the outermost first, in one pass: a tree of a power of two of leaves then
+/// moves as many bytes as a running sum. Returns false if it completes none. `part` returns the elements of `x` in a sum.
+fn add_node<'a>(
+    Merge { at, adds, merges }: Merge,
+    kernels: &dyn Kernels,
+    x: &Tensor,
+    part: impl Fn(usize) -> Result<Cow<'a, Tensor>>,
+) -> Result<bool> {
+    let outermost = at - merges;
+    if merges == 0 && !adds {
+        return Ok(false);
+    }
+    let inner: Vec<_> = (outermost + 1..at + usize::from(adds)).rev().map(&part).collect::<Result<_>>()?;
+    let inner: Vec<&Tensor> = inner.iter().map(|sum| &**sum).collect();
+    op::Accumulate { x, inner: &inner, out: &*part(outermost)? }.run(kernels)?;
+    Ok(true)
 }
 
 impl Gradients {
@@ -62,32 +155,103 @@ impl Gradients {
         grad_accum: usize,
         group: &dyn ProcessGroup,
     ) -> Result<Self> {
-        let (rank, world_size) = (group.rank(), group.world_size());
-        let grads = like.zeros_like(candle_dtype(policy.grads))?;
-        let count = live_sums(grad_accum, rank, world_size);
-        let sums = (0..count).map(|_| grads.zeros_like(DType::F32)).collect::<Result<_>>()?;
-        let (accumulates, nodes) = (grad_accum > 1, ReductionTree::default());
-        let mut new = Self { grads, sums, nodes, accumulates, rank, world_size, shard: None, largest: None, policy };
-        if world_size > 1 {
-            new.shard = Some(new.zero_shard(&shards(&new.grads, group))?);
+        Self::sharded(like, policy, grad_accum, group, Sharding::Optimizer)
+    }
+
+    /// Like [`Self::new`], with this sharding.
+    pub fn sharded(
+        like: &Parameters,
+        policy: PrecisionPolicy,
+        grad_accum: usize,
+        group: &dyn ProcessGroup,
+        sharding: Sharding,
+    ) -> Result<Self> {
+        let dtype = candle_dtype(policy.grads);
+        match sharding {
+            Sharding::Gradients if group.world_size() > 1 => {
+                Self::of(like.zeros_of_one_block(dtype)?, policy, grad_accum, group, sharding)
+            }
+            _ => Self::of(like.zeros_like(dtype)?, policy, grad_accum, group, Sharding::Optimizer),
         }
+    }
+
+    /// [`Self::sharded`] with these buffers for a backward pass.
+    fn of(
+        grads: Parameters,
+        policy: PrecisionPolicy,
+        grad_accum: usize,
+        group: &dyn ProcessGroup,
+        sharding: Sharding,
+    ) -> Result<Self> {
+        let (rank, world_size) = (group.rank(), group.world_size());
+        let mut units = BTreeMap::from([(PrecisionUnit::NonBlock, Vec::new())]);
+        for (index, entry) in grads.layout().iter().enumerate() {
+            units.entry(entry.layer.unit()).or_insert_with(Vec::new).push(index);
+        }
+        let mut new = Self {
+            grads,
+            sums: Vec::new(),
+            nodes: ReductionTree::default(),
+            accumulates: grad_accum > 1,
+            rank,
+            world_size,
+            sharding,
+            shard: Vec::new(),
+            shard_nodes: ReductionTree::default(),
+            units,
+            turn: Turn::default(),
+            merge: None,
+            exchange: None,
+            largest: None,
+            hidden: Duration::ZERO,
+            policy,
+        };
+        if world_size > 1 {
+            new.shard.push(new.zero_shard(&shards(&new.grads, group))?);
+        }
+        new.reserve(grad_accum)?;
         Ok(new)
     }
 
-    /// Zeros for the sum of this process's shard: in FP32, or in the type of each gradient if a step has one micro-batch.
+    /// Allocates the sums of a step of `micro_batches` micro-batches.
+    fn reserve(&mut self, micro_batches: usize) -> Result<()> {
+        while self.sums.len() < live_sums(self.sharding, micro_batches, self.rank, self.world_size) {
+            self.sums.push(self.grads.zeros_like(DType::F32)?);
+        }
+        if let Some(shards) = self.shard.first().and_then(Parameters::shards).cloned() {
+            while self.shard.len() < live_shard_sums(self.sharding, micro_batches, self.world_size) {
+                self.shard.push(self.zero_shard(&shards)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Zeros for a sum of this process's shard: in FP32, or in the type of each gradient if a step has one micro-batch.
     fn zero_shard(&self, shards: &Arc<Shards>) -> Result<Parameters> {
         let shard = self.grads.shard(shards, self.rank)?;
         shard.zeros_of_shard(|grad| if self.accumulates { DType::F32 } else { grad.dtype() })
     }
 
-    /// The bytes that [`Gradients::new`] allocates for `parameters` parameters in each of `world_size` processes, at most. The
-    /// second number is the shard's sum, which may be on the CPU even if the gradients are on a GPU.
-    pub fn bytes(parameters: u64, policy: PrecisionPolicy, grad_accum: usize, world_size: usize) -> (u64, u64) {
-        let size = Dtype::F32.size_in_bytes();
-        let total = if grad_accum > 1 { size } else { policy.grads.size_in_bytes() } as u64;
-        let total = if world_size > 1 { (parameters * total).div_ceil(world_size as u64) } else { 0 };
-        let sums = (0..world_size).map(|rank| live_sums(grad_accum, rank, world_size)).max().unwrap_or(0);
-        (parameters * (policy.grads.size_in_bytes() + sums * size) as u64, total)
+    /// The bytes that [`Gradients::sharded`] allocates for `parameters` parameters, of them `one_block` outside the blocks and in one
+    /// block, in each of `world_size` processes, at most. The second number is the shard's sums, which may be on the CPU even if
+    /// the gradients are on a GPU.
+    pub fn bytes(
+        (parameters, one_block): (u64, u64),
+        policy: PrecisionPolicy,
+        grad_accum: usize,
+        world_size: usize,
+        sharding: Sharding,
+    ) -> (u64, u64) {
+        let (size, width) = (Dtype::F32.size_in_bytes() as u64, policy.grads.size_in_bytes() as u64);
+        if world_size == 1 {
+            let sums = live_sums(sharding, grad_accum, 0, 1) as u64;
+            return (parameters * (width + sums * size), 0);
+        }
+        let total =
+            if grad_accum > 1 { size } else { width } * live_shard_sums(sharding, grad_accum, world_size) as u64;
+        let sums = (0..world_size).map(|rank| live_sums(sharding, grad_accum, rank, world_size)).max().unwrap_or(0);
+        let written = if sharding == Sharding::Gradients { one_block } else { parameters };
+        (written * width + parameters * sums as u64 * size, (parameters * total).div_ceil(world_size as u64))
     }
 
     /// Gives the gradient of pack `index` the type it has where its layer computes in `compute`.
@@ -96,31 +260,62 @@ impl Gradients {
         let grad = self.grads.fused_at(index);
         let retyped = view::zeros(grad.dims(), dtype, grad.device())?;
         self.grads.replace_fused(index, retyped)?;
-        if let Some(shards) = self.shard.as_ref().and_then(Parameters::shards).cloned() {
-            self.shard = Some(self.zero_shard(&shards)?);
+        if let Some(shards) = self.shard.first().and_then(Parameters::shards).cloned()
+            && !self.accumulates
+        {
+            self.shard[0] = self.zero_shard(&shards)?;
         }
         Ok(())
     }
 
-    /// Starts a step of `micro_batches` micro-batches, and returns the range that this process computes.
-    pub fn begin_accumulation(&mut self, micro_batches: usize) -> Result<Range<usize>> {
-        let share = self.local_micro_batches(micro_batches);
-        self.nodes.begin(share.clone(), micro_batches);
-        self.largest = None;
-        while self.sums.len() < live_sums(micro_batches, self.rank, self.world_size) {
-            self.sums.push(self.grads.zeros_like(DType::F32)?);
+    /// The turns of this process in a step of `micro_batches` micro-batches.
+    fn turns(&self, micro_batches: usize) -> Vec<Turn> {
+        let (width, rank) = (self.world_size, self.rank);
+        if self.sharding == Sharding::Gradients {
+            // Neighbours in the tree, so that few of its nodes are open.
+            let turn = |first: usize| {
+                let exchanged = first..micro_batches.min(first + width);
+                Turn { micro_batch: Some(first + rank).filter(|own| *own < exchanged.end), exchanged: Some(exchanged) }
+            };
+            return (0..micro_batches).step_by(width).map(turn).collect();
         }
-        Ok(share)
+        let share = local_range(rank, width, micro_batches);
+        let mut turns: Vec<_> = share.map(|own| Turn { micro_batch: Some(own), exchanged: None }).collect();
+        if width > 1 {
+            if turns.is_empty() {
+                turns.push(Turn::default());
+            }
+            turns.last_mut().into_iter().for_each(|turn| turn.exchanged = Some(0..micro_batches));
+        }
+        turns
+    }
+
+    /// Starts a step of `micro_batches` micro-batches, and returns the turns of this process.
+    pub fn begin_accumulation(&mut self, micro_batches: usize) -> Result<Vec<Turn>> {
+        self.nodes.begin(local_range(self.rank, self.world_size, micro_batches), micro_batches);
+        self.shard_nodes.begin(0..micro_batches, micro_batches);
+        self.largest = None;
+        self.reserve(micro_batches)?;
+        Ok(self.turns(micro_batches))
     }
 
     /// The micro-batches that this process computes in a step of `micro_batches`.
-    pub fn local_micro_batches(&self, micro_batches: usize) -> Range<usize> {
-        local_range(self.rank, self.world_size, micro_batches)
+    pub fn local_micro_batches(&self, micro_batches: usize) -> impl Iterator<Item = usize> + use<> {
+        self.turns(micro_batches).into_iter().filter_map(|turn| turn.micro_batch)
     }
 
-    /// Whether this process's part of the sum is the gradient of a single micro-batch.
-    fn is_leaf(&self) -> bool {
-        if self.shard.is_some() { self.nodes.share().len() <= 1 } else { !self.accumulates }
+    /// The process that computes micro-batch `index` of a step of `micro_batches`.
+    pub fn rank_of(&self, index: usize, micro_batches: usize) -> usize {
+        match self.sharding {
+            Sharding::Optimizer => rank_of(index, self.world_size, micro_batches),
+            Sharding::Gradients => index % self.world_size,
+        }
+    }
+
+    /// Whether the gradients of single micro-batches are this process's part of the sum.
+    fn sends_each(&self) -> bool {
+        let one = self.nodes.share().len() <= 1;
+        if self.shard.is_empty() { !self.accumulates } else { one || self.sharding == Sharding::Gradients }
     }
 
     /// The gradients of one micro-batch, as a backward pass writes them.
@@ -128,37 +323,87 @@ impl Gradients {
         &self.grads
     }
 
-    /// Adds the gradients of a backward pass to the step's sum. With `measure`, [`GradientStats::amax`] covers the
-    /// micro-batches' gradients: their FP32 sum does not show the room that each had in its own type.
-    pub fn accumulate(&mut self, kernels: &dyn Kernels, measure: bool) -> Result<()> {
-        let Merge { at, adds, merges } = self.nodes.push();
-        if measure && self.accumulates {
+    /// Buffers for a pass whose gradients are needed as a whole; `None` if these are.
+    pub fn unshared(&self) -> Result<Option<Self>> {
+        if self.sharding == Sharding::Optimizer {
+            return Ok(None);
+        }
+        Self::of(self.grads.unshared()?, self.policy, 1, &SingleProcess, Sharding::Optimizer).map(Some)
+    }
+
+    /// Begins a turn of a step.
+    pub fn begin_turn(&mut self, turn: Turn) {
+        let sums_here = turn.micro_batch.is_some() && !self.sends_each();
+        self.merge = sums_here.then(|| self.nodes.push(1));
+        self.exchange = turn.exchanged.clone().map(|leaves| Arc::new(self.begin_exchange(leaves)));
+        self.turn = turn;
+    }
+
+    /// Adds the gradients of a unit to the step's sum, and exchanges them, as soon as the backward pass has written them. A turn
+    /// calls it for each block, the last one first, and then for the parameters outside the blocks.
+    pub fn collect(&self, unit: PrecisionUnit, collector: &mut Collector<'_>) -> crate::Result<()> {
+        let Some(members) = self.units.get(&unit) else { return Ok(()) };
+        if self.turn.micro_batch.is_some() {
+            self.accumulate(members, collector)?;
+        }
+        let Some(exchange) = &self.exchange else { return Ok(()) };
+        match (collector.group.gpus(), self.sharding) {
+            (None, _) => self.send(members, exchange, collector),
+            (Some(gpus), Sharding::Gradients) => self.exchange_on_gpu(members, gpus, exchange, collector.kernels),
+            (Some(gpus), Sharding::Optimizer) if unit == PrecisionUnit::NonBlock => {
+                let all: Vec<usize> = (0..self.grads.len()).collect();
+                self.exchange_on_gpu(&all, gpus, exchange, collector.kernels)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends the turn, whose pass has collected the blocks if there was one.
+    pub fn end_turn(&self, collector: &mut Collector<'_>) -> crate::Result<()> {
+        let blocks = self.units.keys().rev().filter(|unit| **unit != PrecisionUnit::NonBlock);
+        if self.turn.micro_batch.is_none() {
+            blocks.copied().try_for_each(|block| self.collect(block, collector))?;
+        }
+        self.collect(PrecisionUnit::NonBlock, collector)
+    }
+
+    /// Waits for the last exchanges of the step.
+    pub fn finish(&mut self, collector: &mut Collector<'_>) -> crate::Result<()> {
+        while let Some((parcel, bytes)) = collector.courier.wait()? {
+            self.add_parcel(parcel, bytes)?;
+        }
+        self.hidden += collector.courier.hidden();
+        self.largest = collector.largest;
+        Ok(())
+    }
+
+    /// The time of all exchanges so far during which this process computed.
+    pub fn hidden(&self) -> Duration {
+        self.hidden
+    }
+
+    fn accumulate(&self, members: &[usize], collector: &mut Collector<'_>) -> Result<()> {
+        let kernels = collector.kernels;
+        if collector.measure && self.accumulates {
             let policy = candle_dtype(self.policy.grads);
-            for grad in self.grads.tensors().iter().filter(|grad| grad.dtype() == policy) {
+            for grad in members.iter().map(|index| &self.grads[*index]).filter(|grad| grad.dtype() == policy) {
                 let stats = kernels.summarize(grad, view::float_format(policy), false)?.stats;
-                self.largest = Some(self.largest.unwrap_or(0.0).max(stats.max_abs));
+                collector.largest = Some(collector.largest.unwrap_or(0.0).max(stats.max_abs));
             }
         }
-        if self.is_leaf() {
-            return Ok(());
-        }
-        // The nodes that this micro-batch completes, the outermost first, in one pass: a tree of a power of two of
-        // leaves then moves as many bytes as a running sum.
-        match self.sums[at - merges..at + usize::from(adds)].split_first() {
-            None => {
-                let mut pairs = self.grads.tensors().iter().zip(self.sums[at].tensors());
-                pairs.try_for_each(|(grad, sum)| kernels.copy(grad, sum))
+        let Some(merge) = self.merge else { return Ok(()) };
+        members.iter().try_for_each(|&index| {
+            let grad = &self.grads[index];
+            if !add_node(merge, kernels, grad, |sum| Ok(Cow::Borrowed(&self.sums[sum][index])))? {
+                kernels.copy(grad, &self.sums[merge.at][index])?;
             }
-            Some((outer, inner)) => (0..self.grads.len()).try_for_each(|index| {
-                let inner: Vec<_> = inner.iter().rev().map(|sum| &sum[index]).collect();
-                op::Accumulate { x: &self.grads[index], inner: &inner, out: &outer[index] }.run(kernels)
-            }),
-        }
+            Ok(())
+        })
     }
 
     /// The step's gradients, times the loss scale; the shard of this process if there are several.
     pub fn total(&self) -> &Parameters {
-        self.shard.as_ref().or(self.sums.first()).unwrap_or(&self.grads)
+        self.shard.first().or(self.sums.first()).unwrap_or(&self.grads)
     }
 
     /// The variance of the elements of each unit's scaled gradient, computed from `stats`.
@@ -168,10 +413,10 @@ impl Gradients {
         kernels: &dyn Kernels,
         group: &dyn ProcessGroup,
     ) -> crate::Result<BTreeMap<PrecisionUnit, f64>> {
-        let sums = if self.shard.is_some() {
-            self.reduce_sums(group)?
-        } else {
+        let sums = if self.shard.is_empty() {
             self.total().tensors().par_iter().map(|grad| kernels.sum(grad)).collect::<Result<Vec<f64>>>()?
+        } else {
+            self.reduce_sums(group)?
         };
         let mut units: BTreeMap<PrecisionUnit, [f64; 3]> = BTreeMap::new();
         for ((entry, summary), sum) in self.grads.layout().iter().zip(&stats.tensors).zip(sums) {
@@ -193,10 +438,10 @@ impl Gradients {
         group: &dyn ProcessGroup,
     ) -> crate::Result<()> {
         let mut largest = self.largest;
-        if self.shard.is_some() {
-            largest = self.reduce_stats(exponents, stats, kernels, group)?;
-        } else {
+        if self.shard.is_empty() {
             self.local_stats(exponents, stats, kernels)?;
+        } else {
+            largest = self.reduce_stats(exponents, stats, kernels, group)?;
         }
         stats.total = TensorSummary::default();
         stats.amax = 0.0;

@@ -38,7 +38,7 @@ pub(crate) struct ReductionTree {
     open: Vec<Range<usize>>,
 }
 
-/// The destination of the next leaf.
+/// The destination of the next node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Merge {
     /// The index of its sum, counted from the left.
@@ -66,14 +66,14 @@ impl ReductionTree {
         self.share.clone()
     }
 
-    /// Adds the next micro-batch.
-    pub(crate) fn push(&mut self) -> Merge {
-        let leaf = self.next..self.next + 1;
-        self.next += 1;
-        let adds = self.open.last().is_some_and(|last| are_siblings(self.leaves, last, &leaf));
+    /// Adds the node of the next `len` micro-batches.
+    pub(crate) fn push(&mut self, len: usize) -> Merge {
+        let node = self.next..self.next + len;
+        self.next = node.end;
+        let adds = self.open.last().is_some_and(|last| are_siblings(self.leaves, last, &node));
         match self.open.last_mut() {
-            Some(last) if adds => last.end = leaf.end,
-            _ => self.open.push(leaf),
+            Some(last) if adds => last.end = node.end,
+            _ => self.open.push(node),
         }
         let (at, mut merges) = (self.open.len() - 1, 0);
         while let [.., left, right] = self.open.as_mut_slice()
@@ -100,10 +100,24 @@ impl ReductionTree {
         let (mut nodes, mut most) = (Self::default(), 0);
         nodes.begin(share.clone(), leaves);
         for _ in share {
-            most = most.max(nodes.push().at + 1);
+            most = most.max(nodes.push(1).at + 1);
         }
         (nodes.open, most)
     }
+
+    /// Like [`Self::max_live_sums`] for all micro-batches, where the nodes of `width` of them are added at a time.
+    pub(crate) fn max_live_sums_by(width: usize, leaves: usize) -> usize {
+        let mut nodes = Self::default();
+        nodes.begin(0..leaves, leaves);
+        let rounds =
+            (0..leaves).step_by(width).flat_map(|first| Self::nodes_of_range(first..leaves.min(first + width), leaves));
+        rounds.map(|node| nodes.push(node.len()).at + 1).max().unwrap_or(0)
+    }
+}
+
+/// The process whose [`local_range`] has micro-batch `leaf`.
+pub(crate) fn rank_of(leaf: usize, world_size: usize, leaves: usize) -> usize {
+    leaf * world_size / leaves
 }
 
 /// The micro-batches of process `rank` in a step of `leaves`, distributed evenly. Rank 0 always has the first.
@@ -136,7 +150,7 @@ mod tests {
         let (mut nodes, mut sums) = (ReductionTree::default(), Vec::<String>::new());
         nodes.begin(share.clone(), leaves);
         for leaf in share {
-            let placed = nodes.push();
+            let placed = nodes.push(1);
             if placed.adds {
                 sums[placed.at] = format!("({}+{leaf})", sums[placed.at]);
             } else {
@@ -161,6 +175,7 @@ mod tests {
                 let mut covered = 0;
                 for rank in 0..world_size {
                     let share = local_range(rank, world_size, leaves);
+                    assert!(share.clone().all(|leaf| rank_of(leaf, world_size, leaves) == rank));
                     let nodes = ReductionTree::nodes_of_range(share.clone(), leaves);
                     assert_eq!(by_share(share, leaves), nodes.iter().cloned().map(text).collect::<Vec<_>>());
                     for node in nodes {

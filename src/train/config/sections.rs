@@ -2,7 +2,7 @@
 
 use crate::data::{LossOn, SampleKind};
 use crate::engine::model::{ALL_LINEAR, Checkpointing};
-use crate::engine::optim::{OptimizerKind, ScheduleKind};
+use crate::engine::optim::{OptimizerKind, ScheduleKind, Sharding};
 use crate::settings::Heading::{Along, Text, Training};
 use crate::settings::{Interval, MOST, settings};
 use crate::train::objective::ObjectiveKind;
@@ -38,6 +38,10 @@ settings! {
         /// How Adam's moments are stored: `adamw` in FP32, `adamw8bit` in 8 bits with one scale per block of 256.
         optimizer: OptimizerKind = OptimizerKind::AdamW, fixed(), flag("optimizer", Training, 4, "KIND"),
             help("How Adam's moments are stored: adamw (FP32) or adamw8bit");
+        /// The state that is split among several processes: `optimizer` for masters and Adam's moments (`ZeRO` stage 1), or
+        /// `gradients` for these and the sums of gradients (stage 2). The numbers are the same.
+        shard: Sharding = Sharding::Optimizer, flag("shard", Training, 4, "PART"),
+            help("State that is split among several processes: `optimizer` (masters, moments) or `gradients` (sums as well)");
         /// Passes over the training text, instead of `steps`; 1 if neither is given.
         epochs: Option<f64> = None, within(0.0, 1e9), flag("epochs", Training, 1, "X"),
             help("Passes over the training text [default: 1]");

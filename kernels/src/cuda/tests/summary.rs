@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::precision::{FloatFormat, TensorStats};
-use crate::summary::{CHUNK, TensorSummary, merge_chunks};
+use crate::summary::{CHUNK, THREADS, TensorSummary, merge_chunks};
 use crate::view;
 
 /// Gradients of several sizes, one larger than a chunk, with every value that is counted separately.
@@ -22,14 +22,26 @@ fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// The statistics of a tensor whose chunks are summarized one by one.
-fn by_chunks(tensor: &Tensor, format: FloatFormat) -> TensorStats {
-    let kernels: &dyn Kernels = &kernels(0);
-    let chunk = |start: usize| {
+/// The statistics of a tensor's chunks, summarized one by one.
+fn chunks(tensor: &Tensor, format: FloatFormat) -> impl Iterator<Item = TensorStats> {
+    let chunk = move |start: usize| {
         let part = view::range(tensor, start..tensor.elem_count().min(start + CHUNK)).unwrap();
-        kernels.summarize(&part, format, false).unwrap().stats
+        (&kernels(0) as &dyn Kernels).summarize(&part, format, false).unwrap().stats
     };
-    merge_chunks((0..tensor.elem_count()).step_by(CHUNK).map(chunk))
+    (0..tensor.elem_count()).step_by(CHUNK).map(chunk)
+}
+
+/// A thread of `summary.cu` merges several chunks of a tensor of more than [`THREADS`] chunks.
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn chunks_of_large_tensors_merge_in_one_order() {
+    let len = (THREADS + 5) * CHUNK + 77;
+    let values: Vec<f32> = (0..len).map(|at| 0.5 + ((at / 7) as f32).sin()).collect();
+    let (large, format) = (tensor(&values, &[len], DType::F32), FloatFormat::FP16);
+    let found = (&kernels(0) as &dyn Kernels).summarize(&large, format, false).unwrap().stats;
+    assert_eq!(merge_chunks(chunks(&large, format)), found);
+    let in_a_row: f64 = chunks(&large, format).map(|chunk| chunk.sum_squares).sum();
+    assert_ne!(in_a_row, found.sum_squares, "the order of chunks does not show");
 }
 
 #[test]
@@ -64,7 +76,7 @@ fn summaries_equal_the_cpus() {
             for other in &others {
                 assert_eq!(other[i].stats, found.stats, "the order of threads shows");
             }
-            assert_eq!(by_chunks(tensor, *format), found.stats, "the order of chunks differs");
+            assert_eq!(merge_chunks(chunks(tensor, *format)), found.stats, "the order of chunks differs");
         }
     }
 }

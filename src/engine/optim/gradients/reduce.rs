@@ -1,21 +1,23 @@
 //! Reduces the gradients of several processes: each process receives its shard of all partial sums, adds them along the tree,
 //! and computes statistics of the result. The statistics are merged in the order of a single process.
 
-use super::{GradientStats, Gradients};
+use super::{Collector, GradientStats, Gradients, Sharding, add_node};
 use crate::engine::collective::{ProcessGroup, Shards, TensorExchange, range_bytes};
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
 use crate::engine::kernels::summary::{CHUNK, PART, TensorSummary, block_sums, merge_chunks, merge_parts, parts};
-use crate::engine::kernels::{Kernels, op, view};
+use crate::engine::kernels::{Fused, Kernels, op, view};
 use crate::engine::model::Parameters;
-use crate::engine::optim::tree::{ReductionTree, local_range, split};
+use crate::engine::optim::tree::{Merge, ReductionTree, local_range, split};
 use crate::precision::{ExponentHistogram, TensorStats};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use half::slice::HalfBitsSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
+use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Number of elements of a shard that are exchanged at a time. It limits the memory of the exchange.
 pub(crate) const CHUNK_ELEMENTS: usize = 1 << 20;
@@ -31,8 +33,11 @@ enum ReduceOp {
     Add,
 }
 
-/// How the sums of `nodes`, left to right, become that of the tree over `of` micro-batches; and the depth of the stack.
-fn reduction_plan(nodes: &[Range<usize>], of: usize) -> (Vec<ReduceOp>, usize) {
+/// The steps of a sum, and the depth of their stack.
+type Plan = (Vec<ReduceOp>, usize);
+
+/// How the sums of `nodes`, left to right, become that of node `of` of the tree.
+fn reduction_plan(nodes: &[Range<usize>], of: Range<usize>) -> Plan {
     fn descend(node: Range<usize>, nodes: &[Range<usize>], ops: &mut Vec<ReduceOp>, depth: usize) -> usize {
         if let Ok(index) = nodes.binary_search_by_key(&(node.start, node.end), |node| (node.start, node.end)) {
             ops.push(ReduceOp::Load(index));
@@ -45,8 +50,27 @@ fn reduction_plan(nodes: &[Range<usize>], of: usize) -> (Vec<ReduceOp>, usize) {
         left.max(right)
     }
     let mut ops = Vec::new();
-    let depth = descend(0..of, nodes, &mut ops, 0);
+    let depth = descend(of, nodes, &mut ops, 0);
     (ops, depth)
+}
+
+/// An exchange of gradients.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    /// The nodes that each process sends.
+    nodes: Vec<Vec<Range<usize>>>,
+    /// How they become nodes of the shard, and the places of these.
+    sums: Vec<(Plan, Merge)>,
+}
+
+/// A part of an exchange.
+#[derive(Debug)]
+pub(crate) struct Parcel {
+    exchange: Arc<Exchange>,
+    /// The elements that this process receives, by parameter.
+    pieces: Vec<(usize, Range<usize>)>,
+    /// The bytes of this process itself.
+    own: Vec<u8>,
 }
 
 /// Elements of one node as they came.
@@ -79,17 +103,10 @@ impl NodeChunk<'_> {
     }
 }
 
-/// Writes the sum of `sources` along `ops` over `len` elements of `out`, starting at `first`.
-fn sum(
-    out: &Tensor,
-    first: usize,
-    len: usize,
-    sources: &[NodeChunk<'_>],
-    (ops, depth): &(Vec<ReduceOp>, usize),
-) -> Result<()> {
+/// Writes the sum of `sources` along `ops` into `out`.
+fn sum(out: &Tensor, sources: &[NodeChunk<'_>], (ops, depth): &Plan) -> Result<()> {
+    let len = out.elem_count();
     Ok(view::write(out, |out| {
-        let (_, out) = out.split_at(first);
-        let (out, _) = out.split_at(len);
         for_each_part(
             Rows { view: out, width: 1 },
             len,
@@ -123,8 +140,8 @@ fn sum(
     })?)
 }
 
-/// Writes the sum of `sources` along `ops` into `out`.
-fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], ops: &[ReduceOp], out: &Tensor) -> Result<()> {
+/// [`sum`] of tensors by `kernels`.
+fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], (ops, _): &Plan, out: &Tensor) -> Result<()> {
     let mut stack: Vec<(Tensor, bool)> = Vec::new();
     for op in ops {
         if let ReduceOp::Load(index) = op {
@@ -148,94 +165,141 @@ fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], ops: &[ReduceOp], out: &T
 }
 
 impl Gradients {
-    /// Sums the gradients of all processes into the shard of this one. A single process has the sum already.
-    pub fn reduce(&mut self, kernels: &dyn Kernels, group: &dyn ProcessGroup) -> Result<()> {
-        let Some(total) = &self.shard else { return Ok(()) };
-        let Some(shards) = total.shards().cloned() else { return Ok(()) };
-        let (rank, count, of) = (self.rank, self.world_size, self.nodes.leaves());
-        let nodes: Vec<Vec<Range<usize>>> =
-            (0..count).map(|other| ReductionTree::nodes_of_range(local_range(other, count, of), of)).collect();
-        let plan = reduction_plan(&nodes.concat(), of);
-        let own: Vec<&Parameters> =
-            (0..nodes[rank].len()).map(|node| if self.is_leaf() { &self.grads } else { &self.sums[node] }).collect();
-        let dtype = |from: usize, parameter: usize| self.sent_dtype(from, parameter);
-        if let Some(gpus) = group.gpus() {
-            return self.reduce_on_gpu(kernels, gpus, &own, &nodes, &plan.0);
-        }
-        let longest = (0..count).map(|owner| shards.len(owner)).max().unwrap_or(0);
-        for start in (0..longest).step_by(CHUNK_ELEMENTS) {
-            let span = start..start + CHUNK_ELEMENTS;
-            let out = (0..count).into_par_iter().map(|owner| {
+    /// Begins an exchange of the sums of micro-batches `leaves`.
+    pub(super) fn begin_exchange(&mut self, leaves: Range<usize>) -> Exchange {
+        let (count, of) = (self.world_size, self.nodes.leaves());
+        let sent = |rank: usize| match self.sharding {
+            Sharding::Optimizer => ReductionTree::nodes_of_range(local_range(rank, count, of), of),
+            Sharding::Gradients => leaves.clone().skip(rank).take(1).map(|leaf| leaf..leaf + 1).collect(),
+        };
+        let nodes: Vec<Vec<_>> = (0..count).map(sent).collect();
+        let all = nodes.concat();
+        let sums = ReductionTree::nodes_of_range(leaves, of).into_iter();
+        let sums = sums.map(|node| (reduction_plan(&all, node.clone()), self.shard_nodes.push(node.len()))).collect();
+        Exchange { nodes, sums }
+    }
+
+    /// The type in which process `from` sends a gradient: one of a single micro-batch as the backward pass wrote it.
+    fn sent_dtype(&self, from: usize, parameter: usize) -> DType {
+        let share = local_range(from, self.world_size, self.nodes.leaves());
+        let is_single = share.len() == 1 || self.sharding == Sharding::Gradients;
+        if is_single { self.grads[parameter].dtype() } else { DType::F32 }
+    }
+
+    /// This process's part of each of its nodes in an exchange.
+    fn own_nodes(&self, exchange: &Exchange) -> Vec<&Parameters> {
+        let nodes = 0..exchange.nodes[self.rank].len();
+        nodes.map(|node| if self.sends_each() { &self.grads } else { &self.sums[node] }).collect()
+    }
+
+    /// Sends each process its shard of the gradients of `members`, and adds the parts that this process has received so far.
+    pub(super) fn send(
+        &self,
+        members: &[usize],
+        exchange: &Arc<Exchange>,
+        collector: &mut Collector<'_>,
+    ) -> Result<()> {
+        let Some(shards) = self.total().shards() else { return Ok(()) };
+        let (own, count) = (self.own_nodes(exchange), self.world_size);
+        let rounds: Vec<_> =
+            (0..count).map(|owner| shards.rounds(owner, members.iter().copied(), CHUNK_ELEMENTS)).collect();
+        for round in 0..rounds.iter().map(Vec::len).max().unwrap_or(0) {
+            let out = rounds.par_iter().map(|rounds| {
                 let mut bytes = Vec::new();
                 for node in &own {
-                    for (parameter, range) in shards.split_by_parameter(owner, span.clone()) {
-                        range_bytes(&node[parameter], range, &mut bytes)?;
+                    for (parameter, range) in rounds.get(round).into_iter().flatten() {
+                        range_bytes(&node[*parameter], range.clone(), &mut bytes)?;
                     }
                 }
                 Ok(bytes)
             });
             let mut out = out.collect::<Result<Vec<_>>>()?;
-            let here = std::mem::take(&mut out[rank]);
-            let mine = shards.split_by_parameter(rank, span);
+            let own = std::mem::take(&mut out[self.rank]);
+            let pieces = rounds[self.rank].get(round).cloned().unwrap_or_default();
             let length = |from: usize| {
-                let bytes = mine.iter().map(|(parameter, range)| range.len() * dtype(from, *parameter).size_in_bytes());
-                nodes[from].len() * bytes.sum::<usize>()
+                let size = |parameter: &usize| self.sent_dtype(from, *parameter).size_in_bytes();
+                let bytes = pieces.iter().map(|(parameter, range)| range.len() * size(parameter));
+                if from == self.rank { 0 } else { exchange.nodes[from].len() * bytes.sum::<usize>() }
             };
-            let mut received: Vec<Vec<u8>> =
-                (0..count).map(|from| vec![0; if from == rank { 0 } else { length(from) }]).collect();
-            let slices: Vec<&[u8]> = out.iter().map(Vec::as_slice).collect();
-            group.all_to_all(&slices, &mut received.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
-            received[rank] = here;
-            let mut at: Vec<usize> = vec![0; count];
-            for (parameter, range) in &mine {
-                let mut sources = Vec::new();
-                for from in 0..count {
-                    let dtype = dtype(from, *parameter);
-                    let node_bytes = received[from].len() / nodes[from].len().max(1);
-                    let size = range.len() * dtype.size_in_bytes();
-                    for node in 0..nodes[from].len() {
-                        let start = node * node_bytes + at[from];
-                        sources.push(NodeChunk { bytes: &received[from][start..start + size], dtype });
-                    }
-                    at[from] += size;
-                }
-                let first = range.start - shards.range(rank, *parameter).start;
-                sum(&total[*parameter], first, range.len(), &sources, &plan)?;
+            let into = (0..count).map(|from| vec![0; length(from)]).collect();
+            let parcel = Parcel { exchange: exchange.clone(), pieces, own };
+            for (parcel, bytes) in collector.courier.exchange(parcel, out, into)? {
+                self.add_parcel(parcel, bytes)?;
             }
         }
         Ok(())
     }
 
-    /// The type in which process `from` sends a gradient: a share of one micro-batch as the backward pass wrote it.
-    fn sent_dtype(&self, from: usize, parameter: usize) -> DType {
-        let share = local_range(from, self.world_size, self.nodes.leaves());
-        if share.len() == 1 { self.grads[parameter].dtype() } else { DType::F32 }
+    /// Adds the bytes from all processes to the sums of this process's shard.
+    pub(super) fn add_parcel(&self, parcel: Parcel, mut received: Vec<Vec<u8>>) -> Result<()> {
+        let Parcel { exchange, pieces, own } = parcel;
+        received[self.rank] = own;
+        let mut at: Vec<usize> = vec![0; self.world_size];
+        for (parameter, range) in &pieces {
+            let mut sources = Vec::new();
+            for (from, nodes) in exchange.nodes.iter().enumerate() {
+                let dtype = self.sent_dtype(from, *parameter);
+                let node_bytes = received[from].len() / nodes.len().max(1);
+                let size = range.len() * dtype.size_in_bytes();
+                for node in 0..nodes.len() {
+                    let start = node * node_bytes + at[from];
+                    sources.push(NodeChunk { bytes: &received[from][start..start + size], dtype });
+                }
+                at[from] += size;
+            }
+            self.add_sums(&exchange, *parameter, range, &Fused, |plan, out| sum(out, &sources, plan))?;
+        }
+        Ok(())
     }
 
-    /// [`Self::reduce`] without host memory. `own` has the sums of this process's nodes, and `nodes` the nodes of each process.
-    fn reduce_on_gpu(
+    /// Adds elements `range` of a parameter to the sums of the shard. `sum` writes the sum by a plan.
+    fn add_sums(
         &self,
+        exchange: &Exchange,
+        parameter: usize,
+        range: &Range<usize>,
         kernels: &dyn Kernels,
+        sum: impl Fn(&Plan, &Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let first = range.start - self.total().range(parameter).start;
+        let part = |sum: usize| view::range(&self.shard[sum][parameter], first..first + range.len());
+        for (plan, merge) in &exchange.sums {
+            let mut node = part(merge.at)?;
+            if merge.adds {
+                node = node.zeros_like()?;
+            }
+            sum(plan, &node)?;
+            add_node(*merge, kernels, &node, |sum| part(sum).map(Cow::Owned))?;
+        }
+        Ok(())
+    }
+
+    /// [`Self::send`] without host memory.
+    pub(super) fn exchange_on_gpu(
+        &self,
+        members: &[usize],
         gpus: &dyn TensorExchange,
-        own: &[&Parameters],
-        nodes: &[Vec<Range<usize>>],
-        ops: &[ReduceOp],
+        exchange: &Exchange,
+        kernels: &dyn Kernels,
     ) -> Result<()> {
         let total = self.total();
         let Some(shards) = total.shards() else { return Ok(()) };
-        let rounds: Vec<_> = (0..self.world_size).map(|owner| shards.rounds(owner, GPU_CHUNK_ELEMENTS)).collect();
+        let own = self.own_nodes(exchange);
+        let rounds =
+            (0..self.world_size).map(|owner| shards.rounds(owner, members.iter().copied(), GPU_CHUNK_ELEMENTS));
+        let rounds: Vec<_> = rounds.collect();
         for round in 0..rounds.iter().map(Vec::len).max().unwrap_or(0) {
             let pieces = |owner: usize| rounds[owner].get(round).map_or(&[][..], Vec::as_slice);
             let (mut out, mut into) = (Vec::new(), Vec::new());
             for owner in (0..self.world_size).filter(|owner| *owner != self.rank) {
-                for node in own {
+                for node in &own {
                     for (parameter, range) in pieces(owner) {
                         out.push((owner, view::range(&node[*parameter], range.clone())?));
                     }
                 }
             }
             let mut sources: Vec<Vec<Tensor>> = vec![Vec::new(); pieces(self.rank).len()];
-            for (from, nodes) in nodes.iter().enumerate() {
+            for (from, nodes) in exchange.nodes.iter().enumerate() {
                 let stored = (0..nodes.len()).map(|node| (from == self.rank).then(|| &own[node]));
                 for node in stored {
                     for ((parameter, range), sources) in pieces(self.rank).iter().zip(&mut sources) {
@@ -252,9 +316,7 @@ impl Gradients {
             }
             gpus.exchange(&out, &into)?;
             for ((parameter, range), sources) in pieces(self.rank).iter().zip(&sources) {
-                let first = shards.range(self.rank, *parameter).start;
-                let sum = view::range(&total[*parameter], range.start - first..range.end - first)?;
-                sum_with(kernels, sources, ops, &sum)?;
+                self.add_sums(exchange, *parameter, range, kernels, |plan, out| sum_with(kernels, sources, plan, out))?;
             }
         }
         Ok(())
@@ -336,13 +398,14 @@ impl Gradients {
     /// The sum of each parameter's gradient, in the order of a single process.
     pub(super) fn reduce_sums(&self, group: &dyn ProcessGroup) -> Result<Vec<f64>> {
         let total = self.total();
-        let own = total.tensors().iter().map(block_sums).collect::<candle_core::Result<Vec<_>>>()?.concat();
+        let own = total.tensors().iter().map(|tensor| block_sums(&view::to_host(tensor)?));
+        let own = own.collect::<candle_core::Result<Vec<_>>>()?.concat();
         let Some(shards) = total.shards() else { return Ok(own) };
         let all = group.all_gather(&own)?;
         let mut all: Vec<_> = all.iter().map(|sums| sums.iter()).collect();
         let mut sum_of = |index: usize| {
             let of_rank = all.iter_mut().enumerate();
-            of_rank.flat_map(|(rank, sums)| sums.take(blocks(shards, rank, index))).sum()
+            of_rank.flat_map(|(rank, sums)| sums.take(shards.range(rank, index).len().div_ceil(PART))).sum()
         };
         Ok((0..total.len()).map(&mut sum_of).collect())
     }

@@ -69,8 +69,11 @@ impl MemoryEstimate {
             entries.iter().map(|entry| entry.shape.iter().product::<usize>() as u64).collect()
         };
         let trained = elements(spec.parameters());
-        let one_block = Parameters::elements_of_one_block(spec.parameters());
         let parameters: u64 = trained.iter().sum();
+        let one_block = match sharding {
+            Sharding::Gradients => Parameters::elements_of_one_block(spec.parameters()),
+            Sharding::Optimizer => parameters,
+        };
         let frozen = FrozenBytes::new(spec, policy, batch * seq_len);
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
         let (mut masters, weights) = MasterWeights::bytes(parameters, policy, world_size);
@@ -96,7 +99,8 @@ impl MemoryEstimate {
 }
 
 /// The bytes of an FP32 probe of a micro-batch in one of the processes, in addition to the engine: a separate workspace
-/// and gradients, and FP32 weights unless the weights are FP32; also whole masters, and whole gradients if they are sharded. The blocks of a base are shared.
+/// and gradients, and FP32 weights unless the weights are FP32; also whole masters, and whole gradients if they are sharded. The
+/// blocks of a base are shared.
 pub fn probe_bytes(
     DistributedLayout { world_size, sharding, .. }: DistributedLayout,
     spec: &ModelSpec,
@@ -327,12 +331,24 @@ pub(super) fn fitted(
 /// The largest batch whose `bytes` are within the budget; `None` if one sequence is too large.
 pub fn largest_batch(budget: u64, bytes: impl Fn(usize) -> u64) -> Option<usize> {
     const MOST: usize = 1 << 20;
-    let (mut low, mut high) = (0, MOST);
-    while low + 1 < high {
-        let middle = usize::midpoint(low, high);
-        if bytes(middle) <= budget { low = middle } else { high = middle }
+    // Bytes grow almost linearly, so a few steps of interpolation mostly suffice.
+    const INTERPOLATED: usize = 8;
+    let (mut low, mut high) = ((1, bytes(1)), (MOST, bytes(MOST)));
+    if low.1 > budget {
+        return None;
     }
-    (low > 0).then_some(low)
+    for step in 0.. {
+        if low.0 + 1 >= high.0 {
+            break;
+        }
+        let share =
+            u128::from(budget - low.1) * (high.0 - low.0) as u128 / u128::from(high.1.saturating_sub(low.1)).max(1);
+        let line = (low.0 as u128 + share).clamp(low.0 as u128 + 1, high.0 as u128 - 1) as usize;
+        let middle = if step < INTERPOLATED { line } else { usize::midpoint(low.0, high.0) };
+        let needed = bytes(middle);
+        if needed <= budget { low = (middle, needed) } else { high = (middle, needed) }
+    }
+    Some(low.0)
 }
 
 #[cfg(test)]

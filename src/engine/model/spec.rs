@@ -554,7 +554,8 @@ impl ModelSpec {
 
     /// Every parameter that is not trained: the base of adapters, or frozen modules.
     pub fn frozen_parameters(&self) -> Vec<ParamSpec> {
-        self.base_parameters().into_iter().filter(|entry| !self.trains(entry.layer)).collect()
+        let all = if self.lora.is_none() && self.frozen.is_empty() { Vec::new() } else { self.base_parameters() };
+        all.into_iter().filter(|entry| !self.trains(entry.layer)).collect()
     }
 
     /// Whether the parameters of a module are trained, in addition to its adapters.

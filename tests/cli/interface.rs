@@ -46,7 +46,7 @@ fn flags() {
 
 /// The value of another configuration for `key`.
 fn other_value(default: &Config, key: &str) -> Config {
-    let values = r#"3 4 0.5 true false "random" "jsonl" "bf16" "candle" "block" "all" "always" "adamw8bit" "dpo" "linear"
+    let values = r#"3 4 0.5 true false "random" "jsonl" "bf16" "candle" "block" "all" "always" "adamw8bit" "gradients" "dpo" "linear"
         "clean" "retry" "predictive" "layer" "head" "drop" "x" ["x"] [0.5,0.5]"#;
     let (section, name) = key.rsplit_once('.').unwrap_or(("", key));
     let mut others = values.split_whitespace().filter_map(|value| {

@@ -265,7 +265,7 @@ pub(super) struct MemoryArgs {
     /// Micro-batches in a step
     #[arg(long, add = control(Double(1)).start_from_run("1"))]
     pub(super) grad_accum: Option<usize>,
-    /// Processes that share a step; this program's figures are of each
+    /// Processes that share a step; the figures are for one of them
     #[arg(long, default_value_t = 1, add = control(Double(1)))]
     pub(super) processes: usize,
     /// Split the sums of gradients, too, as `--shard gradients` does

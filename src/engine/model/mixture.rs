@@ -9,7 +9,7 @@ use super::hook::{Hook, HookPoint, TensorKind};
 use super::layers::{Context, Linear};
 use super::parameters::Parameters;
 use super::spec::{LinearRole, ModelSpec, ModuleId, ModuleOp};
-use super::workspace::{BlockActivations, LayerScratch, Routing};
+use super::workspace::{BlockActivations, BlockBuffers, Routing};
 use crate::engine::kernels::op::{self, Embedding};
 use crate::engine::kernels::route::{RouterSettings, Routes};
 use crate::engine::kernels::view::to_host;
@@ -257,12 +257,7 @@ impl ExpertMlps {
     }
 
     /// Computes the activation's input, [`BlockActivations::up`], from the normalised stream `x [N, D]`.
-    pub(super) fn forward_up(
-        &self,
-        cx: &mut Context<'_>,
-        x: &Tensor,
-        (acts, scratch): (&BlockActivations, &LayerScratch),
-    ) -> Result<()> {
+    pub(super) fn forward_up(&self, cx: &mut Context<'_>, x: &Tensor, (acts, scratch): BlockBuffers<'_>) -> Result<()> {
         let (Routing { logits, weights, decisions }, rows) = (acts.routing()?, scratch.routed()?);
         let Decisions { routes, .. } = &mut *decisions.borrow_mut();
         self.router.forward_into_fp32(cx, x, logits)?;
@@ -288,7 +283,7 @@ impl ExpertMlps {
     pub(super) fn forward_down(
         &self,
         cx: &mut Context<'_>,
-        (acts, scratch): (&BlockActivations, &LayerScratch),
+        (acts, scratch): BlockBuffers<'_>,
         out: &Tensor,
     ) -> Result<()> {
         let rows = scratch.routed()?;
@@ -298,12 +293,7 @@ impl ExpertMlps {
     }
 
     /// Computes the weighted output of each of a token's experts.
-    fn outputs(
-        &self,
-        cx: &mut Context<'_>,
-        (acts, scratch): (&BlockActivations, &LayerScratch),
-        rows: &Tensor,
-    ) -> Result<()> {
+    fn outputs(&self, cx: &mut Context<'_>, (acts, scratch): BlockBuffers<'_>, rows: &Tensor) -> Result<()> {
         let (Routing { weights, decisions, .. }, activated) = (acts.routing()?, &scratch.activated);
         self.for_each(cx, &decisions.borrow().routes, |cx, expert, range| match range {
             Some((first, count)) => {
@@ -319,7 +309,7 @@ impl ExpertMlps {
     pub(super) fn backward_down(
         &self,
         cx: &mut Context<'_>,
-        (acts, scratch): (&BlockActivations, &LayerScratch),
+        (acts, scratch): BlockBuffers<'_>,
         (dy, balance): (&Tensor, &LoadBalance),
     ) -> Result<()> {
         let (Routing { logits, weights, decisions }, rows) = (acts.routing()?, scratch.routed()?);
@@ -356,7 +346,7 @@ impl ExpertMlps {
     pub(super) fn backward_up(
         &self,
         cx: &mut Context<'_>,
-        (acts, scratch): (&BlockActivations, &LayerScratch),
+        (acts, scratch): BlockBuffers<'_>,
         x: &Tensor,
         dy: &Tensor,
         dx: &Tensor,
@@ -377,11 +367,7 @@ impl ExpertMlps {
     }
 
     /// Recomputes the intermediate results of [`Self::forward_down`] that the backward pass reads.
-    pub(super) fn recompute_down(
-        &self,
-        cx: &mut Context<'_>,
-        (acts, scratch): (&BlockActivations, &LayerScratch),
-    ) -> Result<()> {
+    pub(super) fn recompute_down(&self, cx: &mut Context<'_>, (acts, scratch): BlockBuffers<'_>) -> Result<()> {
         self.for_each(cx, &acts.routing()?.decisions.borrow().routes, |cx, expert, range| match range {
             Some((first, count)) => expert.down.recompute(cx, &scratch.activated.narrow(0, first, count)?),
             None => Ok(()),

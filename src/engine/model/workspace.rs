@@ -197,6 +197,9 @@ fn required<T>(buffer: Option<&T>) -> Result<&T> {
     }
 }
 
+/// A block's activations and the scratch of its type.
+pub(super) type BlockBuffers<'a> = (&'a BlockActivations, &'a LayerScratch);
+
 /// All buffers of a forward and backward pass for one (batch, sequence) shape.
 ///
 /// Each block, and everything outside the blocks, has a separate compute dtype, usually the policy's. `T` is a
@@ -436,7 +439,7 @@ impl<T> Workspace<T> {
         LayerScratch::of(&self.scratch, compute)
     }
 
-    /// A block's activations and the scratch of its type.
+    /// A block's buffers.
     pub(super) fn block(&self, block: usize) -> Result<(&BlockActivations<T>, &LayerScratch<T>)> {
         let scratch = self.scratch(self.compute[block])?;
         let kept = self.kept(block).and_then(|kept| self.blocks.get(kept));

@@ -1,0 +1,191 @@
+//! The backward pass: the blocks from the last to the first that is trained, then the embeddings.
+
+use super::{Block, Decoder, DropoutSites, EMBEDDING, ForwardMode, InputIds, Mlp};
+use crate::engine::kernels::attention::AttentionInputs;
+use crate::engine::kernels::columns::{ColumnSlice, WriteMode};
+use crate::engine::kernels::op;
+use crate::engine::kernels::rope::Direction;
+use crate::engine::model::adapter::AdapterPass;
+use crate::engine::model::hook::{Hook, TensorKind};
+use crate::engine::model::layers::Context;
+use crate::engine::model::parameters::Parameters;
+use crate::engine::model::spec::{LinearRole, ModuleId, ModuleOp};
+use crate::engine::model::workspace::{Checkpointing, PostNorm, ResidualGrad, Workspace};
+use crate::precision::PrecisionUnit;
+use candle_core::{Result, Tensor, bail};
+
+impl Block {
+    /// Backpropagates `branch`, the gradient of the branch output, through its post-norm, if there is one.
+    fn post_norm_backward<'a>(
+        &self,
+        cx: &mut Context<'_>,
+        (norm, kept): (usize, Option<&PostNorm>),
+        (branch, other): (&'a Tensor, Option<&'a Tensor>),
+    ) -> Result<&'a Tensor> {
+        let (Some(norms), Some(kept), Some(other)) = (&self.post_norms, kept, other) else {
+            return Ok(branch);
+        };
+        norms[norm].backward(cx, &kept.input, &kept.into(branch), branch, (other, WriteMode::Overwrite))?;
+        Ok(other)
+    }
+}
+
+impl Decoder {
+    /// Backpropagates from the head's input to the embeddings, after [`Self::loss_and_head_gradient`]; writes every
+    /// gradient.
+    pub fn backward(
+        &self,
+        weights: &Parameters,
+        tokens: InputIds<'_>,
+        mode: ForwardMode,
+        ws: &mut Workspace,
+        grads: &Parameters,
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
+        self.check(tokens, ws)?;
+        let kernels = self.kernels();
+        let Some(ResidualGrad { stream, mut order }) = ws.backward.take() else {
+            bail!("this workspace has no buffers for a backward pass")
+        };
+        order.resize(tokens.ids.len(), 0);
+        op::Zero { x: &stream }.run(kernels)?;
+        let scratch = ws.scratch(ws.hidden().dtype())?;
+        let dy = &scratch.gradients()?.normed;
+        let last = &ws.stream[self.spec.num_layers];
+        let adapters = AdapterPass::default();
+        let cx = &mut Context { kernels, weights, grads: Some(grads), mode, adapters, hook };
+        self.final_norm.backward(cx, last, &ws.final_norm, dy, (&stream, WriteMode::Accumulate))?;
+        for i in (self.first_trained_block..self.spec.num_layers).rev() {
+            if ws.keep() == Checkpointing::PerBlock {
+                self.forward_block(cx, i, ws)?;
+                let (acts, scratch) = ws.block(i)?;
+                match &self.blocks[i].mlp {
+                    Mlp::Dense { down, .. } if acts.post_mlp.is_none() => down.recompute(cx, &scratch.activated)?,
+                    Mlp::Mixture(mixture) if acts.post_mlp.is_none() => mixture.recompute_down(cx, (acts, scratch))?,
+                    _ => {}
+                }
+            }
+            self.backward_block(cx, i, ws, &stream)?;
+            cx.hook.complete(PrecisionUnit::Block(i))?;
+        }
+        let dpositions = self.positions.and_then(|positions| grads.trainable(positions));
+        let dtable = grads.trainable(self.embedding);
+        if let Some(x) = dtable.filter(|_| !self.spec.tie_word_embeddings) {
+            op::Zero { x }.run(kernels)?;
+        }
+        if dtable.or(dpositions).is_some() {
+            op::EmbedBackward {
+                input: self.embed(weights, tokens, mode),
+                dx: &stream,
+                order: &mut order,
+                dtable,
+                dpositions,
+            }
+            .run(kernels)?;
+        }
+        if let Some(dtable) = dtable {
+            cx.hook.record_whole(EMBEDDING, TensorKind::WeightGradient, dtable)?;
+        }
+        if let Some(grad) = dpositions {
+            cx.hook.record_whole(ModuleId::global(ModuleOp::Positions), TensorKind::WeightGradient, grad)?;
+        }
+        ws.backward = Some(ResidualGrad { stream, order });
+        Ok(())
+    }
+
+    fn backward_block<'a>(&self, cx: &mut Context<'a>, i: usize, ws: &'a Workspace, stream: &Tensor) -> Result<()> {
+        let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
+        let (site, rates) = (DropoutSites::of(i), self.spec.dropout);
+        let (acts, scratch) = ws.block(i)?;
+        let (branch, gradients) = (&scratch.branch, scratch.gradients()?);
+        cx.adapters = acts.adapters(scratch);
+        let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
+        op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.mlp_out), out: branch }.run(kernels)?;
+        let other = gradients.branch.as_ref();
+        let dy = block.post_norm_backward(cx, (1, acts.post_mlp.as_ref()), (branch, other))?;
+        let down = ModuleId::in_block(i, ModuleOp::Linear(LinearRole::Down));
+        cx.hook.record_whole(down, TensorKind::OutputGradient, dy)?;
+        let (up, input) = (gradients.up(), &scratch.activated);
+        let lengths = match &block.mlp {
+            Mlp::Dense { down, .. } => down.backward_input(cx, dy, activated)?,
+            Mlp::Mixture(mixture) => {
+                op::Activate { activation: self.spec.activation, x: &acts.up, y: input }.run(kernels)?;
+                mixture.scale_activated(cx, acts, input)?;
+                mixture.backward_down(cx, (acts, scratch), (dy, &ws.balance.borrow()))?;
+                None
+            }
+        };
+        op::ActivateBackward { activation: self.spec.activation, x: &acts.up, dy: activated, dx: up, y: input }
+            .run(kernels)?;
+        self.record_activation(cx, i, TensorKind::Output, input)?;
+        self.record_activation(cx, i, TensorKind::InputGradient, up)?;
+        match &block.mlp {
+            Mlp::Dense { up: product, down } => {
+                down.backward_weight(cx, input, dy, lengths.as_ref())?;
+                product.backward(cx, &acts.mlp_norm.out, up, normed)?;
+            }
+            Mlp::Mixture(mixture) => mixture.backward_up(cx, (acts, scratch), &acts.mlp_norm.out, up, normed)?,
+        }
+        let dx = (stream, WriteMode::Accumulate);
+        block.mlp_norm.backward(cx, &acts.middle, &acts.mlp_norm, normed, dx)?;
+
+        op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.attention_out), out: branch }.run(kernels)?;
+        let attended = gradients.attended();
+        let dy = block.post_norm_backward(cx, (0, acts.post_attention.as_ref()), (branch, other))?;
+        cx.hook.record_whole(block.out.layer(), TensorKind::OutputGradient, dy)?;
+        block.out.backward(cx, &acts.attended, dy, attended)?;
+        self.attention_backward(cx, i, ws, attended, qkv)?;
+        cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::InputGradient, qkv)?;
+        block.qkv.backward(cx, &acts.attention_norm.out, qkv, normed)?;
+        block.attention_norm.backward(cx, &ws.stream[i], &acts.attention_norm, normed, dx)
+    }
+
+    /// Computes the gradient of the product `qkv` from the gradient of attention's output.
+    fn attention_backward(
+        &self,
+        cx: &mut Context<'_>,
+        i: usize,
+        ws: &Workspace,
+        attended: &Tensor,
+        dqkv: &Tensor,
+    ) -> Result<()> {
+        let (kernels, (acts, scratch)) = (cx.kernels, ws.block(i)?);
+        let widths = self.spec.qkv_widths();
+        let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
+        let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
+        let sinks = self.sinks(cx.weights, i);
+        let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
+        let linear = ColumnSlice::split(dqkv, widths)?;
+        // Gradients of normalised queries and keys have a separate buffer: the norm's backward pass reads it and writes
+        // next to the values' gradient.
+        let [dq, dk] = match &scratch.gradients()?.query_key {
+            Some(query_key) => ColumnSlice::split(query_key, [widths[0], widths[1]])?,
+            None => [linear[0], linear[1]],
+        };
+        let dsinks = self.blocks[i].sinks.and_then(|sinks| cx.grad(sinks));
+        op::AttentionBackward {
+            shape: self.shape(i, ws.batch, ws.seq_len),
+            operands,
+            dout: attended,
+            out: &acts.attended,
+            lse: &acts.lse,
+            gradients: [dq, dk, linear[2]],
+            dsinks,
+        }
+        .run(kernels)?;
+        if let Some(dsinks) = dsinks {
+            cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::WeightGradient, dsinks)?;
+        }
+        if let Some(tables) = ws.rope_caches.of(&self.spec, i) {
+            self.apply_rope(kernels, [dq, dk], tables, (ws.positions(), Direction::Backward))?;
+        }
+        if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {
+            let inputs = ColumnSlice::split(&acts.qkv, widths)?;
+            for part in 0..2 {
+                let (x, rstd, dy) = (inputs[part], &heads.rstd[part], [dq, dk][part]);
+                norms[part].backward_columns(cx, x, (None, rstd), dy, (linear[part], WriteMode::Overwrite))?;
+            }
+        }
+        Ok(())
+    }
+}

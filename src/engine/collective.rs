@@ -3,7 +3,7 @@
 //! [`ProcessGroup::all_to_all`] is the only primitive. No library reduction is used, because its order of summation, and so
 //! the bits of a sum, would depend on the number of processes. The project sums in one fixed order.
 
-pub(crate) mod courier;
+pub(crate) mod async_exchange;
 pub mod gather;
 #[cfg(feature = "mpi")]
 pub mod mpi;

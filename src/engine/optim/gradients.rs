@@ -2,7 +2,7 @@
 
 mod reduce;
 
-use crate::engine::collective::courier::{Courier, with_courier};
+use crate::engine::collective::async_exchange::AsyncExchange;
 use crate::engine::collective::{ProcessGroup, Shards, SingleProcess};
 use crate::engine::kernels::summary::TensorSummary;
 use crate::engine::kernels::{Kernels, op, view};
@@ -12,10 +12,10 @@ use crate::engine::optim::tree::{Merge, ReductionTree, local_range, rank_of};
 use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
-use reduce::{Exchange, Parcel};
+use reduce::{Exchange, PendingChunk};
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -81,7 +81,10 @@ pub struct Collector<'a> {
     /// Whether [`GradientStats::amax`] covers the micro-batches' gradients: their FP32 sum does not show the room that each had in
     /// its own type.
     measure: bool,
-    courier: Courier<Parcel>,
+    /// `None` for a single process.
+    thread: Option<AsyncExchange>,
+    /// The chunks that are being exchanged, in order.
+    pending: VecDeque<PendingChunk>,
     largest: Option<f32>,
 }
 
@@ -93,12 +96,16 @@ impl<'a> Collector<'a> {
         measure: bool,
         body: impl FnOnce(&mut Self) -> R,
     ) -> R {
-        with_courier(group, |courier| body(&mut Self { group, kernels, measure, courier, largest: None }))
+        let new = |thread| Self { group, kernels, measure, thread, pending: VecDeque::new(), largest: None };
+        if group.world_size() == 1 {
+            return body(&mut new(None));
+        }
+        std::thread::scope(|scope| body(&mut new(Some(AsyncExchange::spawn(scope, group)))))
     }
 
     /// The time that this process has waited for exchanges.
     pub fn waited(&self) -> Duration {
-        self.courier.waited()
+        self.thread.as_ref().map_or(Duration::ZERO, |thread| thread.waited)
     }
 }
 
@@ -369,10 +376,10 @@ impl Gradients {
 
     /// Waits for the last exchanges of the step.
     pub fn finish(&mut self, collector: &mut Collector<'_>) -> crate::Result<()> {
-        while let Some((parcel, bytes)) = collector.courier.wait()? {
-            self.add_parcel(parcel, bytes)?;
+        while !collector.pending.is_empty() {
+            self.add_next_chunk(collector)?;
         }
-        self.hidden += collector.courier.hidden();
+        self.hidden += collector.thread.as_ref().map_or(Duration::ZERO, AsyncExchange::hidden);
         self.largest = collector.largest;
         Ok(())
     }

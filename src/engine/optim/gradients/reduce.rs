@@ -23,6 +23,8 @@ use std::sync::Arc;
 pub(crate) const CHUNK_ELEMENTS: usize = 1 << 20;
 /// Number of elements of a shard that GPUs exchange at a time.
 const GPU_CHUNK_ELEMENTS: usize = 1 << 22;
+/// Chunks that may be exchanged at a time, which bounds the memory of their bytes.
+const MAX_PENDING: usize = 2;
 /// Elements that are summed at a time.
 const TILE_ELEMENTS: usize = 1024;
 
@@ -63,9 +65,9 @@ pub(super) struct Exchange {
     sums: Vec<(Plan, Merge)>,
 }
 
-/// A part of an exchange.
+/// A part of an exchange that has not been added to the sums yet.
 #[derive(Debug)]
-pub(crate) struct Parcel {
+pub(super) struct PendingChunk {
     exchange: Arc<Exchange>,
     /// The elements that this process receives, by parameter.
     pieces: Vec<(usize, Range<usize>)>,
@@ -192,7 +194,7 @@ impl Gradients {
         nodes.map(|node| if self.sends_each() { &self.grads } else { &self.sums[node] }).collect()
     }
 
-    /// Sends each process its shard of the gradients of `members`, and adds the parts that this process has received so far.
+    /// Sends each process its shard of the gradients of `members`, and adds chunks that it has received to the sums.
     pub(super) fn send(
         &self,
         members: &[usize],
@@ -222,17 +224,22 @@ impl Gradients {
                 if from == self.rank { 0 } else { exchange.nodes[from].len() * bytes.sum::<usize>() }
             };
             let into = (0..count).map(|from| vec![0; length(from)]).collect();
-            let parcel = Parcel { exchange: exchange.clone(), pieces, own };
-            for (parcel, bytes) in collector.courier.exchange(parcel, out, into)? {
-                self.add_parcel(parcel, bytes)?;
+            while collector.pending.len() >= MAX_PENDING {
+                self.add_next_chunk(collector)?;
+            }
+            if let Some(thread) = &collector.thread {
+                thread.start(out, into)?;
+                collector.pending.push_back(PendingChunk { exchange: exchange.clone(), pieces, own });
             }
         }
         Ok(())
     }
 
-    /// Adds the bytes from all processes to the sums of this process's shard.
-    pub(super) fn add_parcel(&self, parcel: Parcel, mut received: Vec<Vec<u8>>) -> Result<()> {
-        let Parcel { exchange, pieces, own } = parcel;
+    /// Waits for the oldest chunk that is being exchanged, and adds it to the sums of this process's shard.
+    pub(super) fn add_next_chunk(&self, collector: &mut Collector<'_>) -> Result<()> {
+        let (Some(thread), Some(chunk)) = (&mut collector.thread, collector.pending.pop_front()) else { return Ok(()) };
+        let PendingChunk { exchange, pieces, own } = chunk;
+        let mut received = thread.wait()?;
         received[self.rank] = own;
         let mut at: Vec<usize> = vec![0; self.world_size];
         for (parameter, range) in &pieces {

@@ -1,0 +1,63 @@
+//! Exchanges of bytes with other processes while this process computes, on a separate thread.
+
+use super::ProcessGroup;
+use crate::{Error, Result};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::Scope;
+use std::time::{Duration, Instant};
+
+/// Buffers with the bytes to or from each process.
+type Buffers = Vec<Vec<u8>>;
+
+/// Exchanges bytes in the order of its requests. Meanwhile nothing else may use the group.
+#[derive(Debug)]
+pub(crate) struct AsyncExchange {
+    requests: Sender<(Buffers, Buffers)>,
+    completed: Receiver<Result<(Buffers, Duration)>>,
+    /// The time of all completed exchanges.
+    total: Duration,
+    /// The part of it in which this process waited.
+    pub(crate) waited: Duration,
+}
+
+impl AsyncExchange {
+    /// Starts the thread, which ends with this value.
+    pub(crate) fn spawn<'scope>(scope: &'scope Scope<'scope, '_>, group: &'scope dyn ProcessGroup) -> Self {
+        let ((requests, requested), (results, completed)) = (channel::<(Buffers, Buffers)>(), channel());
+        scope.spawn(move || {
+            for (out, mut into) in requested {
+                let clock = Instant::now();
+                let out: Vec<&[u8]> = out.iter().map(Vec::as_slice).collect();
+                let exchanged = group.all_to_all(&out, &mut into.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>());
+                let failed = exchanged.is_err();
+                if results.send(exchanged.map(|()| (into, clock.elapsed()))).is_err() || failed {
+                    return;
+                }
+            }
+        });
+        Self { requests, completed, total: Duration::ZERO, waited: Duration::ZERO }
+    }
+
+    /// Sends `out[r]` to each rank `r`, and receives bytes for each of `into`, after the earlier exchanges.
+    pub(crate) fn start(&self, out: Buffers, into: Buffers) -> Result<()> {
+        self.requests.send((out, into)).map_err(|_| stopped())
+    }
+
+    /// Waits for the first exchange that has not been waited for, and returns the received bytes.
+    pub(crate) fn wait(&mut self) -> Result<Buffers> {
+        let clock = Instant::now();
+        let (into, time) = self.completed.recv().map_err(|_| stopped())??;
+        self.waited += clock.elapsed();
+        self.total += time;
+        Ok(into)
+    }
+
+    /// The time of exchanges during which this process computed.
+    pub(crate) fn hidden(&self) -> Duration {
+        self.total.saturating_sub(self.waited)
+    }
+}
+
+fn stopped() -> Error {
+    Error::Collective("the thread that exchanges bytes has stopped".into())
+}

@@ -20,7 +20,7 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::data::Tokenizer;
 use crate::engine::model::{Checkpointing, ModelSpec};
-use crate::engine::optim::{OptimizerKind, Sharding};
+use crate::engine::optim::OptimizerKind;
 use crate::lab::guide;
 use crate::lab::screen::{self, LabTab};
 use crate::lab::{
@@ -363,11 +363,10 @@ impl MemoryArgs {
         if !(1..=1024).contains(&self.processes) {
             return Err(Error::config("--processes", format!("{} is not a number from 1 to 1024", self.processes)));
         }
-        let sharding = if self.shard_gradients { Sharding::Gradients } else { Sharding::Optimizer };
         let prompt = run.and_then(|run| run.started.config.pointer("/train/prompt")?.as_str());
         let setup = TrainSetup {
             shape: [batch, seq, accum],
-            layout: DistributedLayout { world_size: self.processes, sharding, shards_on_host: false },
+            layout: DistributedLayout { world_size: self.processes, sharding: self.shard, shards_on_host: false },
             budget: self.memory,
             rank: self.rank,
             keep: run.map_or(Checkpointing::None, RunData::keep),

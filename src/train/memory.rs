@@ -65,13 +65,11 @@ impl MemoryEstimate {
         optimizer: OptimizerKind,
         kernels: &dyn Kernels,
     ) -> Result<Self> {
-        let elements = |entries: Vec<ParamSpec>| -> Vec<u64> {
-            entries.iter().map(|entry| entry.shape.iter().product::<usize>() as u64).collect()
-        };
-        let trained = elements(spec.parameters());
+        let entries = spec.parameters();
+        let trained: Vec<_> = entries.iter().map(|entry| entry.shape.iter().product::<usize>() as u64).collect();
         let parameters: u64 = trained.iter().sum();
         let one_block = match sharding {
-            Sharding::Gradients => Parameters::elements_of_one_block(spec.parameters()),
+            Sharding::Gradients => Parameters::elements_of_one_block(entries),
             Sharding::Optimizer => parameters,
         };
         let frozen = FrozenBytes::new(spec, policy, batch * seq_len);

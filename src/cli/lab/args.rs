@@ -3,6 +3,7 @@
 use clap::{Args, Subcommand};
 
 use super::parse_bytes;
+use crate::engine::optim::Sharding;
 use crate::lab::screen::Adjust::{self, Among, By, Count, Double, Scale, Typed};
 use crate::lab::screen::{Control, Controls};
 use crate::lab::{Bits, Scheme, Terms, parse_format, parse_value};
@@ -268,9 +269,8 @@ pub(super) struct MemoryArgs {
     /// Processes that share a step; the figures are for one of them
     #[arg(long, default_value_t = 1, add = control(Double(1)))]
     pub(super) processes: usize,
-    /// Split the sums of gradients, too, as `--shard gradients` does
-    #[arg(long)]
-    pub(super) shard_gradients: bool,
+    #[arg(long, value_name = "PART", default_value = "optimizer", value_parser = Sharding::parse, help = Sharding::HELP)]
+    pub(super) shard: Sharding,
     /// Rank of the adapters of `LoRA`
     #[arg(long, default_value_t = 16, add = control(Double(16)))]
     pub(super) rank: usize,

@@ -13,6 +13,7 @@ use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit};
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 use reduce::{Exchange, PendingChunk};
+use serde::de::IntoDeserializer;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, VecDeque};
@@ -29,6 +30,17 @@ pub enum Sharding {
     Optimizer,
     /// Sums of gradients as well (`ZeRO` stage 2).
     Gradients,
+}
+
+impl Sharding {
+    /// The help of its flag.
+    pub(crate) const HELP: &str =
+        "State that is split among several processes: `optimizer` (masters, moments) or `gradients` (sums as well)";
+
+    /// Reads the name of a variant.
+    pub(crate) fn parse(name: &str) -> std::result::Result<Self, serde::de::value::Error> {
+        Self::deserialize(name.into_deserializer())
+    }
 }
 
 /// The gradient of every parameter.

@@ -40,8 +40,7 @@ settings! {
             help("How Adam's moments are stored: adamw (FP32) or adamw8bit");
         /// The state that is split among several processes: `optimizer` for masters and Adam's moments (`ZeRO` stage 1), or
         /// `gradients` for these and the sums of gradients (stage 2). The numbers are the same.
-        shard: Sharding = Sharding::Optimizer, flag("shard", Training, 4, "PART"),
-            help("State that is split among several processes: `optimizer` (masters, moments) or `gradients` (sums as well)");
+        shard: Sharding = Sharding::Optimizer, flag("shard", Training, 4, "PART"), help(Sharding::HELP);
         /// Passes over the training text, instead of `steps`; 1 if neither is given.
         epochs: Option<f64> = None, within(0.0, 1e9), flag("epochs", Training, 1, "X"),
             help("Passes over the training text [default: 1]");

@@ -155,12 +155,19 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
 
 /// An exchange of tensors between the GPUs of several processes.
 pub trait TensorExchange: fmt::Debug + Send + Sync {
-    /// Sends each tensor of `out` to its rank, fills each of `into` from its rank, and waits for the end. Tensors are contiguous
-    /// and not empty. Two processes list the tensors between them in the same order.
+    /// Sends each tensor of `out` to its rank and fills each of `into` from its rank, after all that has been queued on the GPU and
+    /// after earlier exchanges. Tensors are contiguous and not empty. Two processes list the tensors between them in the same
+    /// order. Until [`Self::wait`] returns, `out` must not be written, and `into` not be used.
+    ///
+    /// # Errors
+    /// If NCCL refuses it, or an exchange has failed before.
+    fn start(&self, out: Vec<(usize, Tensor)>, into: Vec<(usize, Tensor)>) -> Result<()>;
+
+    /// Waits for the first exchange that has not been waited for. Returns the time after the end of the work before it.
     ///
     /// # Errors
     /// If a process ends, or the exchange takes longer than the time limit.
-    fn exchange(&self, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()>;
+    fn wait(&self) -> Result<Duration>;
 }
 
 /// Facts about the processes of a job, and its measurements.

@@ -115,7 +115,8 @@ pub(crate) fn open(ordinal: usize, policy: PrecisionPolicy) -> std::result::Resu
     check_driver(driver_version()?, sys::CUDA_VERSION)?;
     let device = Device::new_cuda_with_stream(ordinal).map_err(|error| first_line(&error))?;
     let cuda = device.as_cuda_device().map_err(|error| first_line(&error))?;
-    // SAFETY: every tensor of this device is created, used and freed on its one stream.
+    // SAFETY: every tensor of this device is created, used and freed on its one stream. `collective/nccl.rs` also uses tensors on
+    // another, and waits for it before they are used again or freed.
     unsafe { cuda.disable_event_tracking() };
     let stream = cuda.cuda_stream();
     let context = stream.context();

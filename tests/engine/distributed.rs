@@ -15,11 +15,11 @@ use finetune::store::checkpoint::{Checkpoint, Run, compare};
 use finetune::telemetry::Event;
 use finetune::train::{Config, ConfigLayers, Trainer, WeightInit};
 use serde_json::json;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// Seven micro-batches of `tiny` with dropout, from a scale that overflows at first.
 pub(crate) fn config(dtype: &str) -> Config {
@@ -259,21 +259,29 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
     assert!((0..found.len()).any(|i| found[i].to_bits() != serial(i).to_bits()), "nothing tells the two apart");
 }
 
-/// Exchanges tensors as the GPUs of several processes do, with the tensors of CPUs.
+/// Tensors to or from ranks.
+type Tensors = Vec<(usize, Tensor)>;
+
+/// Exchanges tensors as the GPUs of several processes do, with the tensors of CPUs, as late as possible.
 #[derive(Debug)]
-struct Direct(Arc<dyn ProcessGroup>);
+struct Direct {
+    group: Arc<dyn ProcessGroup>,
+    pending: Mutex<VecDeque<(Tensors, Tensors)>>,
+    /// The maximum length of `pending` in all processes.
+    most: Arc<AtomicU64>,
+}
 
 impl ProcessGroup for Direct {
     fn rank(&self) -> usize {
-        self.0.rank()
+        self.group.rank()
     }
 
     fn world_size(&self) -> usize {
-        self.0.world_size()
+        self.group.world_size()
     }
 
     fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()> {
-        self.0.all_to_all(out, into)
+        self.group.all_to_all(out, into)
     }
 
     fn gpus(&self) -> Option<&dyn TensorExchange> {
@@ -282,22 +290,30 @@ impl ProcessGroup for Direct {
 }
 
 impl TensorExchange for Direct {
-    fn exchange(&self, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
+    fn start(&self, out: Tensors, into: Tensors) -> Result<()> {
+        let mut pending = self.pending.lock().unwrap();
+        pending.push_back((out, into));
+        self.most.fetch_max(pending.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn wait(&self) -> Result<Duration> {
+        let (out, into) = self.pending.lock().unwrap().pop_front().unwrap();
         let (mut sent, mut received) = (vec![Vec::new(); self.world_size()], vec![Vec::new(); self.world_size()]);
-        for (rank, tensor) in out {
+        for (rank, tensor) in &out {
             sent[*rank].extend_from_slice(read(tensor)?.view().bytes());
         }
-        for (rank, tensor) in into {
+        for (rank, tensor) in &into {
             received[*rank].extend(vec![0; tensor.elem_count() * tensor.dtype().size_in_bytes()]);
         }
         let sent: Vec<&[u8]> = sent.iter().map(Vec::as_slice).collect();
         self.all_to_all(&sent, &mut received.iter_mut().map(Vec::as_mut_slice).collect::<Vec<_>>())?;
-        for (rank, tensor) in into {
+        for (rank, tensor) in &into {
             let rest = received[*rank].split_off(tensor.elem_count() * tensor.dtype().size_in_bytes());
             let bytes = std::mem::replace(&mut received[*rank], rest);
             write(tensor, |mut view| view.bytes_mut().copy_from_slice(&bytes))?;
         }
-        Ok(())
+        Ok(Duration::ZERO)
     }
 }
 
@@ -314,7 +330,10 @@ fn processes_that_exchange_tensors_have_the_bits_of_one() {
     {
         config.train.shard = sharding;
         let name = format!("{world}-{sharding:?}");
-        let log = train_with(&|process| Arc::new(Direct(process)), world, &config, &folder.path().join(&name), None);
+        let most = Arc::new(AtomicU64::new(0));
+        let direct = |group| Arc::new(Direct { group, pending: Mutex::default(), most: most.clone() }) as Arc<_>;
+        let log = train_with(&direct, world, &config, &folder.path().join(&name), None);
+        assert_eq!(most.load(Ordering::Relaxed), 2, "exchanges wait for the end of the backward pass");
         assert_same_end(folder.path(), &name);
         logs.push((name, format!("{log:#?}")));
     }

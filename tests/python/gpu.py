@@ -18,6 +18,7 @@ GPU if there are fewer. `--only nccl`: several processes that exchange tensors t
 import argparse
 import concurrent.futures
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -284,8 +285,8 @@ def processes():
 
 
 # Shapes with a matrix that several processes share the elements of.
-GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 2100}
-LLAMA = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 2100}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 2100}
+LLAMA = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 2100}
 
 
 def nccl():
@@ -295,6 +296,8 @@ def nccl():
     gpus["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     llama = {**family_config("llama"), **LLAMA}
     mpirun = [ROOT / ".ci/mpirun", "-n"]
+    # The exchange's stream does its work as late, or as early, as events allow.
+    orders = ("late", "early") if args.stand_in else ("",)
     cases = (
         ("gpt2", GPT2, "fp16", [], [3, 4], None),
         ("llama", llama, "bf16", [], [2], None),
@@ -306,17 +309,19 @@ def nccl():
             try:
                 write_shape(model, shape)
                 found = {1: train("cuda", f"{folder}/1", *flags, **gpus)}
-                for count in counts:
+                for count, shard, order in itertools.product(counts, ("optimizer", "gradients"), orders):
                     launch = {"launcher": [*mpirun, count]} if mpirun else {}
                     started = [] if mpirun else ["--processes", count]
-                    found[count] = train("cuda", f"{folder}/{count}", *flags, *started, **launch, **gpus)
-                split = ["--shard", "gradients", "--processes", counts[0]]
-                found[f"{counts[0]} with shards of gradients"] = train("cuda", f"{folder}/split", *flags, *split, **gpus)
-                bits = {count: state(f"{folder}/{count if isinstance(count, int) else 'split'}", run) for count, run in found.items()}
+                    what = f"{count} {shard} {order}".strip()
+                    launch |= {**gpus, "STAND_IN_STREAMS": order}
+                    found[what] = train("cuda", f"{folder}/{what}", *flags, *started, "--shard", shard, **launch)
+                bits = {what: state(f"{folder}/{what}", run) for what, run in found.items()}
                 if 3 in counts:
-                    checkpoint = next(Path(folder, "3").glob("*/step-*2"))
-                    resumed = train("cuda", f"{folder}/3", "--resume", checkpoint, "--processes", 2, **gpus)
-                    bits["3, then 2"] = state(f"{folder}/3", resumed)
+                    first = Path(folder, f"3 optimizer {orders[0]}".strip())
+                    resumed = train("cuda", first, "--resume", next(first.glob("*/step-*2")), "--processes", 2, **gpus)
+                    bits["3, then 2"] = state(first, resumed)
+                    if args.stand_in:
+                        missing_waits(flags, gpus, bits[1])
             except RuntimeError as error:
                 row(f"{name}, {dtype}, NCCL", False, error)
                 continue
@@ -333,6 +338,18 @@ def nccl():
         differing_kernels(gpus)
         lost_processes(gpus)
         without_nccl(gpus)
+
+
+def missing_waits(flags, gpus, expected):
+    """The runs above would notice if a stream or the program did not wait for the other stream."""
+    for call, order in (("cuStreamWaitEvent", "early"), ("cuEventQuery", "late")):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run = train("cuda", folder, *flags, "--processes", 2, **gpus, STAND_IN_IGNORES=call, STAND_IN_STREAMS=order)
+                noticed, said = state(folder, run) != expected, "other bits"
+            except RuntimeError as error:
+                noticed, said = True, str(error)
+            row(f"noticed: no wait in {call}", noticed, said if noticed else "the same bits")
 
 
 def differing_kernels(gpus):

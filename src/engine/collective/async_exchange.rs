@@ -15,9 +15,7 @@ pub(crate) struct AsyncExchange {
     requests: Sender<(Buffers, Buffers)>,
     completed: Receiver<Result<(Buffers, Duration)>>,
     /// The time of all completed exchanges.
-    total: Duration,
-    /// The part of it in which this process waited.
-    pub(crate) waited: Duration,
+    pub(crate) total: Duration,
 }
 
 impl AsyncExchange {
@@ -35,7 +33,7 @@ impl AsyncExchange {
                 }
             }
         });
-        Self { requests, completed, total: Duration::ZERO, waited: Duration::ZERO }
+        Self { requests, completed, total: Duration::ZERO }
     }
 
     /// Sends `out[r]` to each rank `r`, and receives bytes for each of `into`, after the earlier exchanges.
@@ -45,16 +43,9 @@ impl AsyncExchange {
 
     /// Waits for the first exchange that has not been waited for, and returns the received bytes.
     pub(crate) fn wait(&mut self) -> Result<Buffers> {
-        let clock = Instant::now();
         let (into, time) = self.completed.recv().map_err(|_| stopped())??;
-        self.waited += clock.elapsed();
         self.total += time;
         Ok(into)
-    }
-
-    /// The time of exchanges during which this process computed.
-    pub(crate) fn hidden(&self) -> Duration {
-        self.total.saturating_sub(self.waited)
     }
 }
 

@@ -59,5 +59,6 @@ fn between_gpus(
             }
         }
     }
-    gpus.exchange(&out, &into)
+    gpus.start(out, into)?;
+    gpus.wait().map(drop)
 }

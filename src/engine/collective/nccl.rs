@@ -7,16 +7,16 @@ use super::{Job, ProcessGroup, TensorExchange};
 use crate::engine::device::DeviceContext;
 use crate::engine::kernels::cuda::KernelFamily;
 use crate::{Error, Result};
-use candle_core::cuda_backend::cudarc::driver::{DevicePtr, sys};
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
 use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice, WrapErr};
 use candle_core::{Device, Storage, Tensor, bail};
 use libloading::Library;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 const LIBRARY: &str = "libnccl.so.2";
@@ -126,13 +126,35 @@ impl Candidate {
 }
 
 /// A group of processes that have a GPU each. Messages go through another group.
+///
+/// Tensors are exchanged on a separate stream, which waits for the work that was queued before. The stream of the computation
+/// never waits for an exchange: this thread does, because only a thread can notice that another process has ended. So a
+/// copy to the host cannot wait for a process that has ended, and memory is freed after its exchange.
 #[derive(Debug)]
 struct OnGpus {
     group: Arc<dyn ProcessGroup>,
     functions: Functions,
-    /// NCCL's communicator; null after an error.
-    communicator: Mutex<AtomicPtr<c_void>>,
     device: CudaDevice,
+    stream: Arc<CudaStream>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// NCCL's communicator; null after an error.
+    communicator: AtomicPtr<c_void>,
+    /// The exchanges that have not been waited for.
+    pending: VecDeque<Pending>,
+}
+
+/// An exchange.
+#[derive(Debug)]
+struct Pending {
+    /// The end of the work before it.
+    ready: CudaEvent,
+    done: CudaEvent,
+    /// Keeps the memory.
+    _tensors: [Vec<(usize, Tensor)>; 2],
 }
 
 /// Connects the GPUs of a group's processes. Returns the group itself if tensors are to go through host memory: on CPUs, with
@@ -175,8 +197,9 @@ pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Res
     let (mut communicator, world_size, rank) = (null_mut(), group.world_size() as c_int, group.rank() as c_int);
     // SAFETY: the GPU's context is current, and all processes call it with the leader's id.
     functions.check(unsafe { (functions.init)(&raw mut communicator, world_size, id, rank) })?;
-    let communicator = Mutex::new(AtomicPtr::new(communicator));
-    Ok(Arc::new(OnGpus { group, functions, communicator, device: device.clone() }))
+    let state = Mutex::new(State { communicator: AtomicPtr::new(communicator), pending: VecDeque::new() });
+    let stream = device.cuda_stream().context().new_stream().w()?;
+    Ok(Arc::new(OnGpus { group, functions, device: device.clone(), stream, state }))
 }
 
 impl OnGpus {
@@ -199,8 +222,7 @@ impl OnGpus {
 
     /// Queues the sends and receives as one operation.
     fn enqueue(&self, communicator: *mut c_void, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
-        let Self { functions, device, .. } = self;
-        let stream = device.cuda_stream();
+        let Self { functions, stream, .. } = self;
         // SAFETY: the context is current; the tensors are alive until the exchange has ended.
         functions.check(unsafe { (functions.group_start)() })?;
         for (rank, tensor) in out {
@@ -221,15 +243,13 @@ impl OnGpus {
         functions.check(unsafe { (functions.group_end)() })
     }
 
-    /// Waits for the end of the stream's work, which never comes if another process has ended.
-    fn wait(&self, communicator: *mut c_void, began: Instant) -> Result<()> {
-        let (stream, limit) = (self.device.cuda_stream(), self.job().map(|job| job.limit));
+    /// Waits for the end of an exchange, which never comes if another process has ended.
+    fn poll(&self, communicator: *mut c_void, done: &CudaEvent, began: Instant) -> Result<()> {
+        let limit = self.job().map(|job| job.limit);
         let (mut checked, mut lost) = (began, None);
         loop {
-            // SAFETY: the stream is open.
-            match unsafe { sys::cuStreamQuery(stream.cu_stream()) } {
-                sys::CUresult::CUDA_ERROR_NOT_READY => {}
-                status => return Ok(status.result().w()?),
+            if done.try_is_complete().w()? {
+                return Ok(());
             }
             if checked.elapsed() > CHECK_INTERVAL {
                 checked = Instant::now();
@@ -255,12 +275,31 @@ impl OnGpus {
             }
         }
     }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls `body` with the communicator, and ends all exchanges if it fails.
+    fn with_communicator<T>(&self, state: &State, body: impl FnOnce(*mut c_void) -> Result<T>) -> Result<T> {
+        let communicator = state.communicator.load(Ordering::Relaxed);
+        if communicator.is_null() {
+            return Err(Error::Collective("the exchange between GPUs has failed before".into()));
+        }
+        let result = body(communicator);
+        if result.is_err() {
+            state.communicator.store(null_mut(), Ordering::Relaxed);
+            // SAFETY: nothing uses the communicator after this. It ends kernels that wait for other processes.
+            unsafe { (self.functions.abort)(communicator) };
+        }
+        result
+    }
 }
 
 impl Drop for OnGpus {
     fn drop(&mut self) {
-        let held = self.communicator.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let communicator = std::mem::replace(held.get_mut(), null_mut());
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let communicator = std::mem::replace(state.communicator.get_mut(), null_mut());
         if !communicator.is_null() {
             // SAFETY: nothing uses the communicator after this. It waits for pending messages.
             unsafe { (self.functions.destroy)(communicator) };
@@ -269,23 +308,27 @@ impl Drop for OnGpus {
 }
 
 impl TensorExchange for OnGpus {
-    fn exchange(&self, out: &[(usize, Tensor)], into: &[(usize, Tensor)]) -> Result<()> {
+    fn start(&self, out: Vec<(usize, Tensor)>, into: Vec<(usize, Tensor)>) -> Result<()> {
+        let mut state = self.lock();
+        let (ready, done) = self.with_communicator(&state, |communicator| {
+            let ready = self.device.cuda_stream().record_event(None).w()?;
+            self.stream.wait(&ready).w()?;
+            self.enqueue(communicator, &out, &into)?;
+            Ok((ready, self.stream.record_event(None).w()?))
+        })?;
+        state.pending.push_back(Pending { ready, done, _tensors: [out, into] });
+        Ok(())
+    }
+
+    fn wait(&self) -> Result<Duration> {
+        let mut state = self.lock();
+        let Some(pending) = state.pending.pop_front() else { return Ok(Duration::ZERO) };
         // Its own work does not count as communication.
-        self.device.cuda_stream().synchronize().w()?;
+        pending.ready.synchronize().w()?;
         let began = Instant::now();
-        let held = self.communicator.lock().unwrap_or_else(PoisonError::into_inner);
-        let communicator = held.load(Ordering::Relaxed);
-        if communicator.is_null() {
-            return Err(Error::Collective("the exchange between GPUs has failed before".into()));
-        }
-        let exchanged = self.enqueue(communicator, out, into).and_then(|()| self.wait(communicator, began));
-        if exchanged.is_err() {
-            held.store(null_mut(), Ordering::Relaxed);
-            // SAFETY: nothing uses the communicator after this. It ends kernels that wait for other processes.
-            unsafe { (self.functions.abort)(communicator) };
-        }
+        self.with_communicator(&state, |communicator| self.poll(communicator, &pending.done, began))?;
         self.job().into_iter().for_each(|job| job.add_comm_time(began));
-        exchanged
+        Ok(began.elapsed())
     }
 }
 

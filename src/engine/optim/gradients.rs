@@ -71,7 +71,7 @@ pub struct Gradients {
     exchange: Option<Arc<Exchange>>,
     /// The largest magnitude in the micro-batches' gradients, if it was measured.
     largest: Option<f32>,
-    /// The time of all exchanges so far during which this process computed.
+    /// The time of all exchanges by a thread so far during which this process computed.
     hidden: Duration,
     policy: PrecisionPolicy,
 }
@@ -93,10 +93,11 @@ pub struct Collector<'a> {
     /// Whether [`GradientStats::amax`] covers the micro-batches' gradients: their FP32 sum does not show the room that each had in
     /// its own type.
     measure: bool,
-    /// `None` for a single process.
+    /// `None` for a single process, and between GPUs.
     thread: Option<AsyncExchange>,
     /// The chunks that are being exchanged, in order.
     pending: VecDeque<PendingChunk>,
+    waited: Duration,
     largest: Option<f32>,
 }
 
@@ -108,8 +109,9 @@ impl<'a> Collector<'a> {
         measure: bool,
         body: impl FnOnce(&mut Self) -> R,
     ) -> R {
-        let new = |thread| Self { group, kernels, measure, thread, pending: VecDeque::new(), largest: None };
-        if group.world_size() == 1 {
+        let (pending, waited) = (VecDeque::new(), Duration::ZERO);
+        let new = |thread| Self { group, kernels, measure, thread, pending, waited, largest: None };
+        if group.world_size() == 1 || group.gpus().is_some() {
             return body(&mut new(None));
         }
         std::thread::scope(|scope| body(&mut new(Some(AsyncExchange::spawn(scope, group)))))
@@ -117,7 +119,7 @@ impl<'a> Collector<'a> {
 
     /// The time that this process has waited for exchanges.
     pub fn waited(&self) -> Duration {
-        self.thread.as_ref().map_or(Duration::ZERO, |thread| thread.waited)
+        self.waited
     }
 }
 
@@ -366,14 +368,9 @@ impl Gradients {
             self.accumulate(members, collector)?;
         }
         let Some(exchange) = &self.exchange else { return Ok(()) };
-        match (collector.group.gpus(), self.sharding) {
-            (None, _) => self.send(members, exchange, collector),
-            (Some(gpus), Sharding::Gradients) => self.exchange_on_gpu(members, gpus, exchange, collector.kernels),
-            (Some(gpus), Sharding::Optimizer) if unit == PrecisionUnit::NonBlock => {
-                let all: Vec<usize> = (0..self.grads.len()).collect();
-                self.exchange_on_gpu(&all, gpus, exchange, collector.kernels)
-            }
-            _ => Ok(()),
+        match collector.group.gpus() {
+            None => self.send(members, exchange, collector),
+            Some(gpus) => self.send_between_gpus(members, gpus, exchange, collector),
         }
     }
 
@@ -391,12 +388,12 @@ impl Gradients {
         while !collector.pending.is_empty() {
             self.add_next_chunk(collector)?;
         }
-        self.hidden += collector.thread.as_ref().map_or(Duration::ZERO, AsyncExchange::hidden);
+        self.hidden += collector.thread.as_ref().map_or(Duration::ZERO, |it| it.total.saturating_sub(collector.waited));
         self.largest = collector.largest;
         Ok(())
     }
 
-    /// The time of all exchanges so far during which this process computed.
+    /// The time of all exchanges by a thread so far during which this process computed.
     pub fn hidden(&self) -> Duration {
         self.hidden
     }

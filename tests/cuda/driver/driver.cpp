@@ -2,7 +2,8 @@
 //
 // A module is the PTX that nvcc made of a .cu file; a function is found in it by name, its parameters' sizes must be those of
 // the same kernel compiled for the host, and the latter runs. Work starts only when the program waits for it, as on the
-// slowest GPU: a read without a wait returns wrong numbers. Each allocation is followed by an inaccessible page, and
+// slowest GPU: a read without a wait returns wrong numbers. The first stream is candle's. All others work as late as events allow,
+// or with STAND_IN_STREAMS=early as early, so that a missing wait changes the results of one of the two. Each allocation is followed by an inaccessible page, and
 // freed memory is inaccessible, so that an access outside ends the program.
 #include <sys/mman.h>
 #include <unistd.h>
@@ -14,6 +15,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <regex>
 #include <string>
@@ -57,31 +59,65 @@ struct Function {
 std::recursive_mutex lock;
 std::map<Address, Allocation> memory;
 size_t used = 0, most_used = 0;
-std::deque<std::function<Status()>> pending;
+// The work of each stream.
+typedef std::deque<std::function<Status()>> Stream;
+std::deque<Stream> streams;
 // The first failure, which every later call reports again.
 Status broken = OK;
 std::string complaint;
 thread_local void* current = nullptr;
-int context, stream, pool;
+int context, pool;
 
 struct Guard {
     std::lock_guard<std::recursive_mutex> guard{lock};
 };
 
-// Does the work that can be done without waiting for other processes.
-Status work_some() {
-    while (!pending.empty() && broken == OK) {
-        const Status status = pending.front()();
-        if (status == NOT_READY) return NOT_READY;
-        pending.pop_front();
-        broken = status;
+// The work before its last record.
+struct Event {
+    std::shared_ptr<bool> done = std::make_shared<bool>(true);
+};
+
+bool set_to(const char* variable, const char* value) {
+    const char* const said = std::getenv(variable);
+    return said != nullptr && std::strcmp(said, value) == 0;
+}
+
+bool is_early() {
+    static const bool early = set_to("STAND_IN_STREAMS", "early");
+    return early;
+}
+
+// Does the next work of a stream, unless it waits for another stream or another process.
+bool advance(Stream& it) {
+    if (it.empty() || broken != OK) return false;
+    const Status status = it.front()();
+    if (status == NOT_READY) return false;
+    it.pop_front();
+    broken = status;
+    return true;
+}
+
+// Works until `is_done`, or until everything waits for other processes.
+Status work_some(const std::function<bool()>& is_done) {
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (size_t i = 1; is_early() && i < streams.size(); ++i) {
+            while (advance(streams[i])) moved = true;
+        }
+        if (is_done()) break;
+        moved |= !streams.empty() && advance(streams[0]);
+        for (size_t i = 1; !moved && i < streams.size(); ++i) moved = advance(streams[i]);
     }
+    return broken != OK ? broken : is_done() ? OK : NOT_READY;
+}
+
+Status work_all(const std::function<bool()>& is_done) {
+    while (work_some(is_done) == NOT_READY) usleep(100);
     return broken;
 }
 
-Status work_all() {
-    while (work_some() == NOT_READY) usleep(100);
-    return broken;
+Status work_all(void* stream) {
+    return work_all([=] { return static_cast<Stream*>(stream)->empty(); });
 }
 
 int gpus() {
@@ -129,7 +165,13 @@ bool ready() {
     return current == &context ? broken == OK : complain("no context is current") == OK;
 }
 
-bool of_stream(void* it) { return it == &stream ? ready() : complain("a stream that is not there") == OK; }
+bool of_stream(void* it) {
+    Guard guard;
+    for (const Stream& stream : streams) {
+        if (it == &stream) return ready();
+    }
+    return complain("a stream that is not there") == OK;
+}
 
 bool is_memory(Address first, size_t bytes) {
     Guard guard;
@@ -139,9 +181,10 @@ bool is_memory(Address first, size_t bytes) {
     return !next->second.freed && first + bytes <= next->first + next->second.bytes;
 }
 
-Status enqueue(std::function<Status()> work) {
+Status enqueue(void* stream, std::function<Status()> work) {
     Guard guard;
-    pending.push_back(std::move(work));
+    static_cast<Stream*>(stream)->push_back(std::move(work));
+    if (is_early()) work_some([] { return true; });
     return OK;
 }
 
@@ -219,20 +262,50 @@ EXPORT Status cuCtxSetCurrent(void* it) {
 }
 EXPORT Status cuCtxSynchronize() {
     Guard guard;
-    return ready() ? work_all() : broken;
+    const auto is_done = [] { return std::all_of(streams.begin(), streams.end(), [](const Stream& it) { return it.empty(); }); };
+    return ready() ? work_all(is_done) : broken;
 }
 EXPORT Status cuStreamCreate(void** out, unsigned) {
-    *out = &stream;
+    Guard guard;
+    *out = &streams.emplace_back();
     return ready() ? OK : INVALID;
 }
 EXPORT Status cuStreamDestroy_v2(void*) { return OK; }
 EXPORT Status cuStreamSynchronize(void* it) {
     Guard guard;
-    return of_stream(it) ? work_all() : broken;
+    return of_stream(it) ? work_all(it) : broken;
 }
-EXPORT Status cuStreamQuery(void* it) {
+EXPORT Status cuStreamWaitEvent(void* it, Event* event, unsigned) {
     Guard guard;
-    return of_stream(it) ? work_some() : broken;
+    if (set_to("STAND_IN_IGNORES", "cuStreamWaitEvent")) return OK;
+    if (!of_stream(it)) return broken == OK ? INVALID : broken;
+    return enqueue(it, [done = event->done] { return *done ? OK : NOT_READY; });
+}
+EXPORT Status cuEventCreate(Event** out, unsigned) {
+    *out = new Event;
+    return ready() ? OK : INVALID;
+}
+EXPORT Status cuEventDestroy_v2(Event* it) {
+    delete it;
+    return OK;
+}
+EXPORT Status cuEventRecord(Event* it, void* stream) {
+    Guard guard;
+    if (!of_stream(stream)) return broken == OK ? INVALID : broken;
+    it->done = std::make_shared<bool>(false);
+    return enqueue(stream, [done = it->done] {
+        *done = true;
+        return OK;
+    });
+}
+EXPORT Status cuEventQuery(Event* it) {
+    Guard guard;
+    if (set_to("STAND_IN_IGNORES", "cuEventQuery")) return OK;
+    return ready() ? work_some([=] { return *it->done; }) : broken;
+}
+EXPORT Status cuEventSynchronize(Event* it) {
+    Guard guard;
+    return ready() ? work_all([=] { return *it->done; }) : broken;
 }
 EXPORT Status cuStreamIsCapturing(void*, int* status) {
     *status = 0;
@@ -248,7 +321,7 @@ EXPORT Status cuMemGetInfo_v2(size_t* free, size_t* total) {
 EXPORT Status cuMemAllocAsync(Address* out, size_t bytes, void* it) {
     Guard guard;
     if (!of_stream(it)) return broken == OK ? INVALID : broken;
-    if (used + bytes > PATIENCE && work_all() != OK) return broken;
+    if (used + bytes > PATIENCE && work_all(it) != OK) return broken;
     if (used + bytes > TOTAL) return OUT_OF_MEMORY;
     const size_t room = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT, before = (room + PAGE - 1) / PAGE * PAGE;
     void* const pages = mmap(nullptr, before + PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -265,9 +338,9 @@ EXPORT Status cuMemFreeAsync(Address address, void* it) {
     Guard guard;
     if (broken != OK || current != &context) return broken;
     const auto found = memory.find(address);
-    if (it != &stream || found == memory.end() || found->second.freed) return complain("frees what was not allocated");
+    if (!of_stream(it) || found == memory.end() || found->second.freed) return complain("frees what was not allocated");
     found->second.freed = true;
-    return enqueue([=] {
+    return enqueue(it, [=] {
         release(address);
         return OK;
     });
@@ -275,7 +348,7 @@ EXPORT Status cuMemFreeAsync(Address address, void* it) {
 EXPORT Status cuMemsetD8Async(Address to, unsigned char value, size_t bytes, void* it) {
     Guard guard;
     if (!of_stream(it) || !is_memory(to, bytes)) return complain("clears memory that is not there");
-    return enqueue([=] {
+    return enqueue(it, [=] {
         std::memset(reinterpret_cast<void*>(to), value, bytes);
         return OK;
     });
@@ -285,7 +358,7 @@ EXPORT Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, v
     if (!of_stream(it) || !is_memory(to, bytes)) return complain("sends to memory that is not there");
     // The driver copies memory whose pages are not locked before it returns.
     const auto* first = static_cast<const unsigned char*>(from);
-    return enqueue([to, copy = std::vector<unsigned char>(first, first + bytes)] {
+    return enqueue(it, [to, copy = std::vector<unsigned char>(first, first + bytes)] {
         std::memcpy(reinterpret_cast<void*>(to), copy.data(), copy.size());
         return OK;
     });
@@ -294,13 +367,13 @@ EXPORT Status cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, void* i
     Guard guard;
     if (!of_stream(it) || !is_memory(from, bytes)) return complain("fetches memory that is not there");
     // If the target's pages are not locked, the driver finishes the copy before it returns.
-    if (work_all() == OK) std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
+    if (work_all(it) == OK) std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
     return broken;
 }
 EXPORT Status cuMemcpyDtoDAsync_v2(Address to, Address from, size_t bytes, void* it) {
     Guard guard;
     if (!of_stream(it) || !is_memory(from, bytes) || !is_memory(to, bytes)) return complain("copies memory that is not there");
-    return enqueue([=] {
+    return enqueue(it, [=] {
         std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
         return OK;
     });
@@ -358,7 +431,7 @@ EXPORT Status cuLaunchKernel(Function* function, unsigned gx, unsigned gy, unsig
         arguments.resize(at + (function->sizes[i] + sizeof(uint64_t) - 1) / sizeof(uint64_t));
         std::memcpy(&arguments[at], parameters[i], function->sizes[i]);
     }
-    return enqueue([=, name = function->name, arguments = std::move(arguments)]() -> Status {
+    return enqueue(it, [=, name = function->name, arguments = std::move(arguments)]() -> Status {
         static const char* const said = std::getenv("STAND_IN_ORDER");
         static const unsigned order = said != nullptr ? std::atoi(said) : 0;
         const unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};

@@ -114,7 +114,7 @@ EXPORT Status cublasGemmStridedBatchedEx(Handle* handle, int transa, int transb,
         complain("a product of memory that is not there");
         return REFUSED;
     }
-    return enqueue([=, alpha = *alpha, adds = *beta == 1.0f] {
+    return enqueue(handle->stream, [=, alpha = *alpha, adds = *beta == 1.0f] {
         for (int matrix = 0; matrix < batch; ++matrix) {
             const auto rows = left.widened(m, k, matrix, true), columns = right.widened(k, n, matrix, false);
             char* to = reinterpret_cast<char*>(out.address) + matrix * stride_c * size_of(c_type);

@@ -40,6 +40,7 @@ struct Message {
 thread_local bool is_open = false;
 thread_local std::vector<Message> messages;
 thread_local std::shared_ptr<Communicator> of_group;
+thread_local void* stream_of_group = nullptr;
 
 std::shared_ptr<Communicator>& shared(void* communicator) { return *static_cast<std::shared_ptr<Communicator>*>(communicator); }
 
@@ -65,7 +66,7 @@ Status receive(const Message& message) {
 
 Status add(bool is_sent, Address bytes, size_t count, int type, int peer, void* communicator, void* stream) {
     Communicator& it = *shared(communicator);
-    if (!is_open || !of_stream(stream)) return complain("NCCL outside of a group or of the stream");
+    if (!is_open || !of_stream(stream)) return complain("NCCL outside of a group or of a stream");
     if (type != BYTE || count == 0 || peer == it.rank || peer < 0 || peer >= it.size) return complain("an odd message");
     if (!is_memory(bytes, count)) return complain("exchanges memory that is not there");
     const int from = is_sent ? it.rank : peer, to = is_sent ? peer : it.rank;
@@ -73,6 +74,7 @@ Status add(bool is_sent, Address bytes, size_t count, int type, int peer, void* 
     const std::string file = it.folder + "/" + std::to_string(from) + "-" + std::to_string(to) + "-" + std::to_string(number);
     messages.push_back({is_sent, reinterpret_cast<unsigned char*>(bytes), count, file});
     of_group = shared(communicator);
+    stream_of_group = stream;
     return OK;
 }
 
@@ -156,5 +158,5 @@ EXPORT Status ncclGroupEnd() {
         return rest.empty() ? OK : NOT_READY;
     };
     messages.clear();
-    return enqueue(std::move(work));
+    return enqueue(stream_of_group, std::move(work));
 }

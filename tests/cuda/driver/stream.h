@@ -1,4 +1,4 @@
-// Shared parts of the stand-ins for the driver and for cuBLAS: device memory and the stream.
+// Shared parts of the stand-ins for the driver, for cuBLAS and for NCCL: device memory and streams.
 #pragma once
 
 #include <cstddef>
@@ -13,14 +13,14 @@ constexpr Status OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_RE
 
 // Prints what is wrong with a call, keeps it for cuGetErrorString, and fails.
 [[gnu::visibility("default")]] Status complain(const char* format, ...);
-// Whether this is the program's stream, its context is current in this thread, and nothing has failed.
+// Whether this is one of the program's streams, its context is current in this thread, and nothing has failed.
 [[gnu::visibility("default")]] bool of_stream(void* it);
 // Whether the context is current in this thread and nothing has failed.
 [[gnu::visibility("default")]] bool ready();
 // Whether a range is inside one allocation.
 [[gnu::visibility("default")]] bool is_memory(Address first, size_t bytes);
-// Queues `work`, which runs when the program waits for the stream; again and again while it is NOT_READY.
-[[gnu::visibility("default")]] Status enqueue(std::function<Status()> work);
+// Queues `work` in a stream. It runs when the program waits; again and again while it is NOT_READY.
+[[gnu::visibility("default")]] Status enqueue(void* stream, std::function<Status()> work);
 
 }  // namespace stand_in
 

@@ -18,6 +18,7 @@ use rayon::prelude::*;
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Number of elements of a shard that are exchanged at a time. It limits the memory of the exchange.
 pub(crate) const CHUNK_ELEMENTS: usize = 1 << 20;
@@ -71,8 +72,15 @@ pub(super) struct PendingChunk {
     exchange: Arc<Exchange>,
     /// The elements that this process receives, by parameter.
     pieces: Vec<(usize, Range<usize>)>,
+    data: ChunkData,
+}
+
+#[derive(Debug)]
+enum ChunkData {
     /// The bytes of this process itself.
-    own: Vec<u8>,
+    Bytes(Vec<u8>),
+    /// The nodes of all processes, by piece, on a GPU.
+    Tensors(Vec<Vec<Tensor>>),
 }
 
 /// Elements of one node as they came.
@@ -224,25 +232,52 @@ impl Gradients {
                 if from == self.rank { 0 } else { exchange.nodes[from].len() * bytes.sum::<usize>() }
             };
             let into = (0..count).map(|from| vec![0; length(from)]).collect();
-            while collector.pending.len() >= MAX_PENDING {
-                self.add_next_chunk(collector)?;
-            }
+            self.limit_pending(collector)?;
             if let Some(thread) = &collector.thread {
                 thread.start(out, into)?;
-                collector.pending.push_back(PendingChunk { exchange: exchange.clone(), pieces, own });
+                let (exchange, data) = (exchange.clone(), ChunkData::Bytes(own));
+                collector.pending.push_back(PendingChunk { exchange, pieces, data });
             }
+        }
+        Ok(())
+    }
+
+    /// Waits until another exchange may start.
+    fn limit_pending(&self, collector: &mut Collector<'_>) -> Result<()> {
+        while collector.pending.len() >= MAX_PENDING {
+            self.add_next_chunk(collector)?;
         }
         Ok(())
     }
 
     /// Waits for the oldest chunk that is being exchanged, and adds it to the sums of this process's shard.
     pub(super) fn add_next_chunk(&self, collector: &mut Collector<'_>) -> Result<()> {
-        let (Some(thread), Some(chunk)) = (&mut collector.thread, collector.pending.pop_front()) else { return Ok(()) };
-        let PendingChunk { exchange, pieces, own } = chunk;
-        let mut received = thread.wait()?;
-        received[self.rank] = own;
+        let Some(PendingChunk { exchange, pieces, data }) = collector.pending.pop_front() else { return Ok(()) };
+        match (data, collector.group.gpus(), &mut collector.thread) {
+            (ChunkData::Tensors(nodes), Some(gpus), _) => {
+                collector.waited += gpus.wait()?;
+                let kernels = collector.kernels;
+                pieces.iter().zip(&nodes).try_for_each(|((parameter, range), nodes)| {
+                    self.add_sums(&exchange, *parameter, range, kernels, |plan, out| {
+                        sum_with(kernels, nodes, plan, out)
+                    })
+                })
+            }
+            (ChunkData::Bytes(own), _, Some(thread)) => {
+                let clock = Instant::now();
+                let mut received = thread.wait()?;
+                collector.waited += clock.elapsed();
+                received[self.rank] = own;
+                self.add_bytes(&exchange, &pieces, &received)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds the bytes from all processes to the sums.
+    fn add_bytes(&self, exchange: &Exchange, pieces: &[(usize, Range<usize>)], received: &[Vec<u8>]) -> Result<()> {
         let mut at: Vec<usize> = vec![0; self.world_size];
-        for (parameter, range) in &pieces {
+        for (parameter, range) in pieces {
             let mut sources = Vec::new();
             for (from, nodes) in exchange.nodes.iter().enumerate() {
                 let dtype = self.sent_dtype(from, *parameter);
@@ -254,7 +289,7 @@ impl Gradients {
                 }
                 at[from] += size;
             }
-            self.add_sums(&exchange, *parameter, range, &Fused, |plan, out| sum(out, &sources, plan))?;
+            self.add_sums(exchange, *parameter, range, &Fused, |plan, out| sum(out, &sources, plan))?;
         }
         Ok(())
     }
@@ -282,12 +317,12 @@ impl Gradients {
     }
 
     /// [`Self::send`] without host memory.
-    pub(super) fn exchange_on_gpu(
+    pub(super) fn send_between_gpus(
         &self,
         members: &[usize],
         gpus: &dyn TensorExchange,
-        exchange: &Exchange,
-        kernels: &dyn Kernels,
+        exchange: &Arc<Exchange>,
+        collector: &mut Collector<'_>,
     ) -> Result<()> {
         let total = self.total();
         let Some(shards) = total.shards() else { return Ok(()) };
@@ -295,13 +330,19 @@ impl Gradients {
         let rounds =
             (0..self.world_size).map(|owner| shards.rounds(owner, members.iter().copied(), GPU_CHUNK_ELEMENTS));
         let rounds: Vec<_> = rounds.collect();
+        let part = |node: &Parameters, parameter: usize, range: &Range<usize>| {
+            let part = view::range(&node[parameter], range.clone())?;
+            // The pass writes the gradients of other blocks to this memory before the exchange has ended.
+            if self.sharding == Sharding::Gradients { part.force_contiguous() } else { Ok(part) }
+        };
         for round in 0..rounds.iter().map(Vec::len).max().unwrap_or(0) {
+            self.limit_pending(collector)?;
             let pieces = |owner: usize| rounds[owner].get(round).map_or(&[][..], Vec::as_slice);
             let (mut out, mut into) = (Vec::new(), Vec::new());
             for owner in (0..self.world_size).filter(|owner| *owner != self.rank) {
                 for node in &own {
                     for (parameter, range) in pieces(owner) {
-                        out.push((owner, view::range(&node[*parameter], range.clone())?));
+                        out.push((owner, part(node, *parameter, range)?));
                     }
                 }
             }
@@ -311,7 +352,7 @@ impl Gradients {
                 for node in stored {
                     for ((parameter, range), sources) in pieces(self.rank).iter().zip(&mut sources) {
                         if let Some(node) = node {
-                            sources.push(view::range(&node[*parameter], range.clone())?);
+                            sources.push(part(node, *parameter, range)?);
                             continue;
                         }
                         let dtype = self.sent_dtype(from, *parameter);
@@ -321,10 +362,9 @@ impl Gradients {
                     }
                 }
             }
-            gpus.exchange(&out, &into)?;
-            for ((parameter, range), sources) in pieces(self.rank).iter().zip(&sources) {
-                self.add_sums(exchange, *parameter, range, kernels, |plan, out| sum_with(kernels, sources, plan, out))?;
-            }
+            gpus.start(out, into)?;
+            let (exchange, pieces, data) = (exchange.clone(), pieces(self.rank).to_vec(), ChunkData::Tensors(sources));
+            collector.pending.push_back(PendingChunk { exchange, pieces, data });
         }
         Ok(())
     }

@@ -12,7 +12,8 @@ Rows: candle's operations against the CPU's; whole runs of `tiny` against the CP
 scale; of a small Llama, of a Gemma with DoRA, and of a Llama in quantized blocks (QLoRA); the same with our own kernels, and what becomes of faulty ones; a run that is
 killed and resumed; the commands that use a trained model against the CPU's; what is refused; and `finetune bench` with candle's
 kernels and with our own, at README's shapes, whose first losses must agree. `--only processes`, of a build with `cuda,mpi` and with mpirun: several processes, which share a
-GPU if there are fewer. `--only nccl`: several processes that exchange tensors through NCCL.
+GPU if there are fewer. `--only nccl`: several processes that exchange tensors through NCCL. `--only exchange`: two on
+one GPU, with NCCL 2.30 or newer, and the time of their exchange.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import os
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -340,6 +342,30 @@ def nccl():
         without_nccl(gpus)
 
 
+def exchange():
+    """Two processes on one GPU have the bits of one, and the time that they exchange next to an all-reduce of the same bytes."""
+    if args.stand_in:
+        return print("skipped: the exchange's time, which only a GPU has", flush=True)
+    shape = {"n_embd": 768, "n_layer": 6, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8", "NCCL_NVLS_ENABLE": "0"}
+    with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
+        try:
+            write_shape(model, {**GPT2, **shape})
+            size = ["--batch-size", 8, "--seq-len", 1024, "--grad-accum", 2]
+            flags = [*flags_of("bf16", 52, save_every=52), "--model", model, "--init", "random", *size]
+            one = train("cuda", f"{folder}/1", *flags)
+            two = train("cuda", f"{folder}/2", *flags, "--processes", 2, **shared)
+        except RuntimeError as error:
+            return row("distilgpt2, bf16, two processes", False, error)
+        same = state(f"{folder}/1", one) == state(f"{folder}/2", two)
+        row("distilgpt2, bf16, two processes", same, f"{'the' if same else 'OTHER'} bits of one process")
+    step = statistics.median(step["time"]["step_ms"] for step in two["step"][2:])
+    waits = [step * process["comm_fraction"] for process in two["throughput"][-1]["processes"]]
+    code, out, err = run(sys.executable, ROOT / "tests/python/nccl_rates.py", 2 * 81_912_576, **shared)
+    figures = f"{step:.1f} ms a step, in it {max(waits):.1f} ms of waits; NCCL alone: {last_line(out, err)} ms"
+    row("exchange against an all-reduce", code == 0, figures)
+
+
 def missing_waits(flags, gpus, expected):
     """The runs above would notice if a stream or the program did not wait for the other stream."""
     for call, order in (("cuStreamWaitEvent", "early"), ("cuEventQuery", "late")):
@@ -531,7 +557,7 @@ def operations():
 
 parts = {
     "operations": operations, "runs": runs, "families": families, "own": own, "killed": killed, "processes": processes,
-    "nccl": nccl,
+    "nccl": nccl, "exchange": exchange,
     "commands": commands, "refused": refused, "bench": bench,
 }
 # The stand-in computes on one core.

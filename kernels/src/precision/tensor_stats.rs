@@ -84,7 +84,7 @@ impl TensorStats {
     /// Summarizes `values`; `format`, usually that of the storage, defines which values are subnormal.
     #[inline(always)]
     pub fn of<T: Element>(values: &[T], format: FloatFormat) -> Self {
-        scan(values, format, |_| {})
+        scan(values, format, |_, _, _| {})
     }
 
     /// Like [`of`](Self::of), and adds the values to `histogram`.
@@ -92,8 +92,13 @@ impl TensorStats {
     pub fn with_histogram<T: Element>(values: &[T], format: FloatFormat, histogram: &mut ExponentHistogram) -> Self {
         let mut stats = Self::default();
         for span in values.chunks(SPAN) {
-            let mut counters = ExponentCounters([[0; 256]; 4]);
-            let part = scan(span, format, |block| counters.count(block));
+            let mut counters = ExponentCounters([0; 256]);
+            let part = scan(
+                span,
+                format,
+                #[inline(always)]
+                |block, largest, nonzero| counters.count(block, largest, nonzero),
+            );
             counters.add_to(histogram, &part);
             stats.merge(&part);
         }
@@ -126,17 +131,17 @@ impl TensorStats {
     }
 }
 
-/// Calls `visit` with each block of `values` as FP32 magnitudes, with non-finite values replaced by zero. The last
-/// block is padded with zeros.
+/// Calls `visit` with each block of `values` as FP32 magnitudes, with non-finite values replaced by zero, and with the
+/// largest of them and the number of those above zero. The last block is padded with zeros.
 #[inline(always)]
-fn scan<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u32; BLOCK])) -> TensorStats {
+fn scan<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u32; BLOCK], u32, u32)) -> TensorStats {
     let mut stats = TensorStats { count: values.len() as u64, ..TensorStats::default() };
     let threshold = (format.min_normal() as f32).to_bits();
     let mut reduction = Reduction::new();
     let mut block = [0; BLOCK];
     let mut filled_up = 0;
     for chunk in values.chunks(BLOCK) {
-        let largest = if let Ok(full) = <&[T; BLOCK]>::try_from(chunk) {
+        let mut largest = if let Ok(full) = <&[T; BLOCK]>::try_from(chunk) {
             upcast(full, &mut block)
         } else {
             block.fill(0);
@@ -150,11 +155,12 @@ fn scan<T: Element>(values: &[T], format: FloatFormat, mut visit: impl FnMut(&[u
             let (inf, nan) = remove_non_finite(&mut block);
             stats.inf += inf;
             stats.nan += nan;
+            largest = block.into_iter().fold(0, u32::max);
         }
-        let (zero, below) = reduction.add(&block, threshold);
+        let (zero, below) = reduction.add(&block, largest, threshold);
         stats.zero += zero;
         stats.subnormal += below - zero;
-        visit(&block);
+        visit(&block, largest, BLOCK as u32 - zero as u32);
     }
     stats.zero -= filled_up + stats.inf + stats.nan;
     reduction.finish(&mut stats);
@@ -188,32 +194,35 @@ fn remove_non_finite(block: &mut [u32; BLOCK]) -> (u64, u64) {
     (inf, nan)
 }
 
-/// Lane-wise extremes and sum of squares over all blocks.
+/// The largest pattern, and lane by lane the smallest one and the sum of squares, over all blocks.
 struct Reduction {
-    /// The smallest pattern minus one, so that zero wraps to the largest.
+    max: u32,
+    /// Minus one, so that zero wraps to the largest.
     min: [u32; LANES],
-    max: [u32; LANES],
     sum_squares: [f64; LANES],
 }
 
 impl Reduction {
     #[inline(always)]
     fn new() -> Self {
-        Self { min: [u32::MAX; LANES], max: [0; LANES], sum_squares: [0.0; LANES] }
+        Self { max: 0, min: [u32::MAX; LANES], sum_squares: [0.0; LANES] }
     }
 
-    /// Adds a block; returns its number of zeros and of patterns below `threshold`.
+    /// Adds a block with its largest pattern; returns its number of zeros and of patterns below `threshold`.
     #[inline(always)]
-    fn add(&mut self, block: &[u32; BLOCK], threshold: u32) -> (u64, u64) {
+    fn add(&mut self, block: &[u32; BLOCK], largest: u32, threshold: u32) -> (u64, u64) {
+        self.max = self.max.max(largest);
         let (mut zero, mut below) = ([0u32; LANES], [0u32; LANES]);
         for lanes in block.as_chunks::<LANES>().0 {
             for i in 0..LANES {
-                let bits = lanes[i];
-                self.min[i] = self.min[i].min(bits.wrapping_sub(1));
-                self.max[i] = self.max[i].max(bits);
-                zero[i] += u32::from(bits == 0);
-                below[i] += u32::from(bits < threshold);
-                let x = f64::from(f32::from_bits(bits));
+                // Patterns have no sign, so the highest bit of a difference tells which is smaller. Comparisons are slower.
+                let less = lanes[i].wrapping_sub(1);
+                self.min[i] = self.min[i].min(less);
+                zero[i] += less >> 31;
+                below[i] += lanes[i].wrapping_sub(threshold) >> 31;
+            }
+            for i in 0..LANES {
+                let x = f64::from(f32::from_bits(lanes[i]));
                 self.sum_squares[i] += x * x;
             }
         }
@@ -224,20 +233,46 @@ impl Reduction {
     fn finish(self, stats: &mut TensorStats) {
         let min = self.min.into_iter().fold(u32::MAX, u32::min);
         stats.min_nonzero = (min != u32::MAX).then(|| f32::from_bits(min + 1));
-        stats.max_abs = f32::from_bits(self.max.into_iter().fold(0, u32::max));
+        stats.max_abs = f32::from_bits(self.max);
         stats.sum_squares = self.sum_squares.into_iter().sum();
     }
 }
 
-/// Counters by exponent field. Adjacent values often share a binade; four tables let their increments overlap.
-struct ExponentCounters([[u32; 256]; 4]);
+/// Exponent fields that are counted side by side, so that their counters stay in registers.
+const FIELDS: usize = 8;
+/// Counters of a field, each of one byte: a block adds at most `BLOCK / COUNTERS` to each.
+const COUNTERS: usize = 32;
+
+/// Counts by exponent field.
+struct ExponentCounters([u32; 256]);
 
 impl ExponentCounters {
+    /// Counts the fields of a block's `nonzero` values. Compares all of its values with a few fields at a time, from that of the
+    /// `largest` value down: most blocks need two rounds, and a table's counters would wait for each other.
     #[inline(always)]
-    fn count(&mut self, block: &[u32; BLOCK]) {
-        for quad in block.as_chunks::<4>().0 {
-            for (table, bits) in self.0.iter_mut().zip(quad) {
-                table[(bits >> 23) as usize & 0xff] += 1;
+    fn count(&mut self, block: &[u32; BLOCK], largest: u32, nonzero: u32) {
+        let mut fields = [0; BLOCK];
+        for (field, bits) in fields.iter_mut().zip(block) {
+            *field = (bits >> 23) as u8;
+        }
+        let mut left = nonzero;
+        for top in (1..=(largest >> 23) as u8).rev().step_by(FIELDS) {
+            if left == 0 {
+                return;
+            }
+            let compared: [u8; FIELDS] = std::array::from_fn(|i| top.wrapping_sub(i as u8));
+            let mut counts = [[0u8; COUNTERS]; FIELDS];
+            for fields in fields.as_chunks::<COUNTERS>().0 {
+                for (counts, field) in counts.iter_mut().zip(compared) {
+                    for i in 0..COUNTERS {
+                        counts[i] += u8::from(fields[i] == field);
+                    }
+                }
+            }
+            for (counts, field) in counts.into_iter().zip(compared) {
+                let count = counts.into_iter().map(u32::from).sum();
+                self.0[usize::from(field)] += count;
+                left = left.saturating_sub(count);
             }
         }
     }
@@ -248,7 +283,7 @@ impl ExponentCounters {
         let field = |x: f32| (x.to_bits() >> 23) as usize;
         let mut counted = 0;
         for field in field(stats.min_nonzero.unwrap_or(f32::INFINITY)).max(1)..=field(stats.max_abs) {
-            let count = self.0.iter().map(|table| u64::from(table[field])).sum();
+            let count = u64::from(self.0[field]);
             histogram.add(field as i32 + ExponentHistogram::LOWEST, count);
             counted += count;
         }

@@ -20,8 +20,8 @@ pub(crate) type NamedModel = (&'static str, fn() -> ModelSpec);
 pub(crate) struct GgufFormat {
     /// `general.architecture`.
     pub(crate) architecture: &'static str,
-    /// Its keys, without the architecture's name in front.
-    pub(crate) keys: &'static [GgufKey],
+    /// Tables of its keys, without the architecture's name in front.
+    pub(crate) keys: &'static [&'static [GgufKey]],
     /// Whether the rows of the two halves of each query and key head are interleaved.
     pub(crate) interleaved: bool,
     /// Whether gate and up are two tensors in a file although the family has one.

@@ -4,7 +4,7 @@
 //! The experts' products have a row for each token and each of its experts. Rows are sorted by expert, so that each expert
 //! computes a range of neighbouring rows.
 
-use super::family::ConfigReader;
+use super::family::{ConfigReader, GgufKey};
 use super::hook::{Hook, HookPoint, TensorKind};
 use super::layers::{Context, Linear};
 use super::parameters::Parameters;
@@ -32,6 +32,8 @@ pub struct Experts {
 const MAX_EXPERTS: [usize; 2] = [1 << 10, 1 << 16];
 /// The key of the number of a token's experts.
 const TOP_K: &str = "num_experts_per_tok";
+/// The key of whether the weights of a token's experts add up to one, where families differ.
+pub(super) const NORMALIZED: &str = "norm_topk_prob";
 /// The keys of the load-balancing loss and of its factor.
 const BALANCE: [&str; 2] = ["output_router_logits", "router_aux_loss_coef"];
 
@@ -63,14 +65,25 @@ impl Experts {
         Ok(Self { count, router: RouterSettings { top_k, normalized }, balance })
     }
 
-    /// Adds these experts to a `config.json`. `count` is the key of their number.
-    pub(super) fn write(&self, json: &mut Value, count: &str) {
-        json[count] = self.count.into();
-        json[TOP_K] = self.router.top_k.into();
-        if self.balance > 0.0 {
+    /// Adds a model's experts to a `config.json`. `count` is the key of their number.
+    pub(super) fn write(spec: &ModelSpec, json: &mut Value, count: &str) {
+        let Some(Self { count: number, router, balance }) = spec.experts else { return };
+        json[count] = number.into();
+        json[TOP_K] = router.top_k.into();
+        if balance > 0.0 {
             json[BALANCE[0]] = true.into();
-            json[BALANCE[1]] = self.balance.into();
+            json[BALANCE[1]] = balance.into();
         }
+    }
+
+    /// The keys of GGUF files. `count` is the key of the number of experts in a `config.json`.
+    pub(super) const fn gguf_keys(count: &'static str) -> [GgufKey; 2] {
+        [("expert_count", count, true), ("expert_used_count", TOP_K, true)]
+    }
+
+    /// The keys of GGUF files that have the width of experts, and perhaps of other MLPs. `width` is its key in a `config.json`.
+    pub(super) const fn gguf_width(width: &'static str) -> [GgufKey; 2] {
+        [("feed_forward_length", "intermediate_size", false), ("expert_feed_forward_length", width, true)]
     }
 }
 
@@ -171,9 +184,7 @@ impl ModelSpec {
         match self.experts {
             Some(experts) if experts.router.normalized != normalized => {
                 let (found, family) = (!normalized, self.family.model_type);
-                Err(format!(
-                    "llama.cpp has `norm_topk_prob` = {normalized} for `{family}`, not {found}; export a folder"
-                ))
+                Err(format!("llama.cpp has `{NORMALIZED}` = {normalized} for `{family}`, not {found}; export a folder"))
             }
             _ => Ok(()),
         }

@@ -69,7 +69,7 @@ impl ModelSpec {
         let format = &self.family.gguf;
         let json = self.config();
         let mut keys: Vec<(&'static str, Value)> = Vec::new();
-        for (theirs, ours, _) in format.keys {
+        for (theirs, ours, _) in format.keys.iter().copied().flatten() {
             keys.extend(Some(&json[*ours]).filter(|value| !value.is_null()).map(|value| (*theirs, value.clone())));
         }
         let mut rope_factors = RopeFactors::new();
@@ -306,7 +306,7 @@ const fn module_name(op: ModuleOp) -> &'static str {
 /// Replaces keys of `config.json` in a message by the metadata keys they come from.
 fn rename_keys(GgufFormat { architecture, keys, .. }: &GgufFormat, message: String) -> String {
     let scaling = [("rope.scaling", "rope_scaling"), ("rope.scaling.factor", "factor")].map(|(a, b)| (a, b, false));
-    keys.iter().chain(&scaling).fold(message, |message, (theirs, ours, _)| {
+    keys.iter().copied().flatten().chain(&scaling).fold(message, |message, (theirs, ours, _)| {
         message.replace(&format!("`{ours}`"), &format!("`{architecture}.{theirs}`"))
     })
 }
@@ -316,7 +316,7 @@ fn config(family: &Family, header: &GgufHeader<'_>) -> Result<Map<String, Value>
     let (name, format) = (header.architecture, &family.gguf);
     let mut keys = header.keys.clone();
     let mut json = Map::new();
-    for (theirs, ours, required) in format.keys {
+    for (theirs, ours, required) in format.keys.iter().copied().flatten() {
         match keys.remove(*theirs) {
             Some(value) => drop(json.insert((*ours).to_owned(), value)),
             None if *required => return Err(format!("metadata `{name}.{theirs}` is missing")),
@@ -334,7 +334,7 @@ fn config(family: &Family, header: &GgufHeader<'_>) -> Result<Map<String, Value>
     json.insert("bos_token_id".into(), header.bos.into());
     json.insert("eos_token_id".into(), one_or_more(&header.eos));
     json.insert("model_type".into(), family.model_type.into());
-    if format.keys.iter().any(|(theirs, ..)| *theirs == "rope.freq_base") {
+    if format.keys.iter().copied().flatten().any(|(theirs, ..)| *theirs == "rope.freq_base") {
         json.insert("attention_bias".into(), has("blk.0.attn_q.bias").into());
         json.insert("mlp_bias".into(), has("blk.0.ffn_gate.bias").into());
         let number = |json: &Map<String, Value>, key: &str| json.get(key).and_then(Value::as_u64);

@@ -35,14 +35,14 @@ pub(super) static GPT2: Family = Family {
     expert_tensors: ExpertTensors::Separate,
     gguf: GgufFormat {
         architecture: "gpt2",
-        keys: &[
+        keys: &[&[
             ("context_length", "n_positions", true),
             ("embedding_length", "n_embd", true),
             ("feed_forward_length", "n_inner", true),
             ("block_count", "n_layer", true),
             ("attention.head_count", "n_head", true),
             ("attention.layer_norm_epsilon", "layer_norm_epsilon", true),
-        ],
+        ]],
         interleaved: false,
         splits_gate_up: false,
         ..llama::BASE.gguf

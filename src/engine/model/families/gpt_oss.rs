@@ -18,9 +18,7 @@ pub(super) static GPT_OSS: Family = Family {
     read,
     write: |spec| {
         let mut json = llama::write(spec);
-        if let Some(experts) = spec.experts {
-            experts.write(&mut json, COUNT);
-        }
+        Experts::write(spec, &mut json, COUNT);
         json["layer_types"] = llama::layer_types(spec);
         json["sliding_window"] = spec.sliding.as_ref().map(|sliding| sliding.window).into();
         for (key, value) in CLAMP {
@@ -41,19 +39,10 @@ pub(super) static GPT_OSS: Family = Family {
     gguf: GgufFormat {
         architecture: "gpt-oss",
         keys: &[
-            ("context_length", "max_position_embeddings", true),
-            ("embedding_length", "hidden_size", true),
-            ("feed_forward_length", "intermediate_size", false),
-            ("expert_feed_forward_length", "intermediate_size", true),
-            ("expert_count", COUNT, true),
-            ("expert_used_count", "num_experts_per_tok", true),
-            ("block_count", "num_hidden_layers", true),
-            ("attention.head_count", "num_attention_heads", true),
-            ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
-            ("attention.head_count_kv", "num_key_value_heads", false),
-            ("attention.key_length", "head_dim", false),
-            ("attention.sliding_window", "sliding_window", true),
-            ("rope.freq_base", "rope_theta", false),
+            llama::GGUF_KEYS,
+            &Experts::gguf_keys(COUNT),
+            &Experts::gguf_width("intermediate_size"),
+            &[("attention.sliding_window", "sliding_window", true)],
         ],
         interleaved: false,
         splits_gate_up: true,

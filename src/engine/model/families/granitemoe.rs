@@ -18,9 +18,7 @@ pub(super) static GRANITE_MOE: Family = Family {
     },
     write: |spec| {
         let mut json = granite::write(spec);
-        if let Some(experts) = spec.experts {
-            experts.write(&mut json, COUNT);
-        }
+        Experts::write(spec, &mut json, COUNT);
         json
     },
     layer_name: |layer| {
@@ -35,19 +33,7 @@ pub(super) static GRANITE_MOE: Family = Family {
     expert_tensors: ExpertTensors::OfLayer,
     gguf: GgufFormat {
         architecture: "granitemoe",
-        keys: &[
-            ("context_length", "max_position_embeddings", true),
-            ("embedding_length", "hidden_size", true),
-            ("feed_forward_length", "intermediate_size", true),
-            ("expert_count", COUNT, true),
-            ("expert_used_count", "num_experts_per_tok", true),
-            ("block_count", "num_hidden_layers", true),
-            ("attention.head_count", "num_attention_heads", true),
-            ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
-            ("attention.head_count_kv", "num_key_value_heads", false),
-            ("attention.key_length", "head_dim", false),
-            ("rope.freq_base", "rope_theta", false),
-        ],
+        keys: &[llama::GGUF_KEYS, &[llama::WIDTH_KEY], &Experts::gguf_keys(COUNT)],
         splits_gate_up: true,
         ..granite::BASE.gguf
     },

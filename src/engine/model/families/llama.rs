@@ -2,7 +2,7 @@
 //! SiLU-gated MLP, `[out, in]` weights. SmolLM2, TinyLlama and Llama 3 belong to this family.
 
 use crate::engine::kernels::{Activation, Norm, WeightLayout};
-use crate::engine::model::family::{ExpertTensors, Family, GgufFormat};
+use crate::engine::model::family::{ExpertTensors, Family, GgufFormat, GgufKey};
 use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{Biases, DropoutRates, EmbeddingScale, ModelSpec};
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,18 +32,7 @@ pub(super) const BASE: Family = Family {
     expert_tensors: ExpertTensors::Separate,
     gguf: GgufFormat {
         architecture: "llama",
-        keys: &[
-            ("context_length", "max_position_embeddings", true),
-            ("embedding_length", "hidden_size", true),
-            ("feed_forward_length", "intermediate_size", true),
-            ("block_count", "num_hidden_layers", true),
-            ("attention.head_count", "num_attention_heads", true),
-            ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
-            ("attention.head_count_kv", "num_key_value_heads", false),
-            ("attention.key_length", "head_dim", false),
-            ("rope.freq_base", "rope_theta", false),
-            ("attention.sliding_window", "sliding_window", false),
-        ],
+        keys: &[GGUF_KEYS, &[WIDTH_KEY, ("attention.sliding_window", "sliding_window", false)]],
         interleaved: true,
         splits_gate_up: false,
         yarn_log_multiplier: false,
@@ -54,6 +43,20 @@ pub(super) const BASE: Family = Family {
         write: |spec, _| no_windows(spec),
     },
 };
+
+/// The keys of all families with Llama's attention.
+pub(super) const GGUF_KEYS: &[GgufKey] = &[
+    ("context_length", "max_position_embeddings", true),
+    ("embedding_length", "hidden_size", true),
+    ("block_count", "num_hidden_layers", true),
+    ("attention.head_count", "num_attention_heads", true),
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
+    ("attention.head_count_kv", "num_key_value_heads", false),
+    ("attention.key_length", "head_dim", false),
+    ("rope.freq_base", "rope_theta", false),
+];
+/// The key of the MLP's width.
+pub(super) const WIDTH_KEY: GgufKey = ("feed_forward_length", "intermediate_size", true);
 
 fn smollm2(layers: usize, width: usize, heads: usize, inner: usize) -> ModelSpec {
     ModelSpec {

@@ -2,7 +2,7 @@
 
 use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
-use crate::engine::model::mixture::Experts;
+use crate::engine::model::mixture::{Experts, NORMALIZED};
 use crate::engine::model::spec::{ModelSpec, QkNorm};
 
 /// The family.
@@ -14,26 +14,13 @@ pub(super) static OLMOE: Family = Family {
     read,
     write: |spec| {
         let mut json = llama::write(spec);
-        if let Some(experts) = spec.experts {
-            experts.write(&mut json, "num_experts");
-            json[NORMALIZED] = experts.router.normalized.into();
-        }
+        Experts::write(spec, &mut json, "num_experts");
+        json[NORMALIZED] = spec.experts.map(|experts| experts.router.normalized).into();
         json
     },
     gguf: GgufFormat {
         architecture: "olmoe",
-        keys: &[
-            ("context_length", "max_position_embeddings", true),
-            ("embedding_length", "hidden_size", true),
-            ("feed_forward_length", "intermediate_size", true),
-            ("expert_count", "num_experts", true),
-            ("expert_used_count", "num_experts_per_tok", true),
-            ("block_count", "num_hidden_layers", true),
-            ("attention.head_count", "num_attention_heads", true),
-            ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
-            ("attention.head_count_kv", "num_key_value_heads", false),
-            ("rope.freq_base", "rope_theta", false),
-        ],
+        keys: &[llama::GGUF_KEYS, &[llama::WIDTH_KEY], &Experts::gguf_keys("num_experts")],
         interleaved: false,
         read: |_, json| drop(json.insert(NORMALIZED.into(), false.into())),
         write: |spec, _| spec.check_normalized(false),
@@ -41,9 +28,6 @@ pub(super) static OLMOE: Family = Family {
     },
     ..llama::BASE
 };
-
-/// The key of the softmax over the chosen experts.
-const NORMALIZED: &str = "norm_topk_prob";
 
 fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let default = ModelSpec {

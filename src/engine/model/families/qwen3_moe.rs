@@ -2,7 +2,7 @@
 
 use super::{llama, qwen2};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
-use crate::engine::model::mixture::Experts;
+use crate::engine::model::mixture::{Experts, NORMALIZED};
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{ModelSpec, QkNorm};
 use serde_json::Value;
@@ -16,29 +16,14 @@ pub(super) static QWEN3_MOE: Family = Family {
     read,
     write: |spec| {
         let mut json = llama::write(spec);
-        if let Some(experts) = spec.experts {
-            experts.write(&mut json, "num_experts");
-            json[NORMALIZED] = experts.router.normalized.into();
-        }
+        Experts::write(spec, &mut json, "num_experts");
+        json[NORMALIZED] = spec.experts.map(|experts| experts.router.normalized).into();
         json[INNER] = spec.intermediate_size.into();
         json
     },
     gguf: GgufFormat {
         architecture: "qwen3moe",
-        keys: &[
-            ("context_length", "max_position_embeddings", true),
-            ("embedding_length", "hidden_size", true),
-            ("feed_forward_length", "intermediate_size", false),
-            ("expert_feed_forward_length", INNER, true),
-            ("expert_count", "num_experts", true),
-            ("expert_used_count", "num_experts_per_tok", true),
-            ("block_count", "num_hidden_layers", true),
-            ("attention.head_count", "num_attention_heads", true),
-            ("attention.layer_norm_rms_epsilon", "rms_norm_eps", true),
-            ("attention.head_count_kv", "num_key_value_heads", false),
-            ("attention.key_length", "head_dim", false),
-            ("rope.freq_base", "rope_theta", false),
-        ],
+        keys: &[llama::GGUF_KEYS, &Experts::gguf_keys("num_experts"), &Experts::gguf_width(INNER)],
         interleaved: false,
         read: |_, json| drop(json.insert(NORMALIZED.into(), true.into())),
         write: |spec, _| spec.check_normalized(true),
@@ -49,8 +34,6 @@ pub(super) static QWEN3_MOE: Family = Family {
 
 /// The key of an expert's width.
 const INNER: &str = "moe_intermediate_size";
-/// The key of the softmax over the chosen experts.
-const NORMALIZED: &str = "norm_topk_prob";
 
 fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let default = ModelSpec {

@@ -247,7 +247,7 @@ const COUNTERS: usize = 32;
 struct ExponentCounters([u32; 256]);
 
 impl ExponentCounters {
-    /// Counts the fields of a block's `nonzero` values. Compares all of its values with a few fields at a time, from that of the
+    /// Counts the fields of a block's `nonzero` values. Compares all of its values with a few fields at a time, from the field of the
     /// `largest` value down: most blocks need two rounds, and a table's counters would wait for each other.
     #[inline(always)]
     fn count(&mut self, block: &[u32; BLOCK], largest: u32, nonzero: u32) {

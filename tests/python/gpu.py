@@ -299,7 +299,7 @@ def nccl():
     llama = {**family_config("llama"), **LLAMA}
     mpirun = [ROOT / ".ci/mpirun", "-n"]
     # The exchange's stream does its work as late, or as early, as events allow.
-    orders = ("late", "early") if args.stand_in else ("",)
+    orders = ["late", "early"] if args.stand_in else ["", ""]
     cases = (
         ("gpt2", GPT2, "fp16", [], [3, 4], None),
         ("llama", llama, "bf16", [], [2], None),
@@ -311,7 +311,8 @@ def nccl():
             try:
                 write_shape(model, shape)
                 found = {1: train("cuda", f"{folder}/1", *flags, **gpus)}
-                for count, shard, order in itertools.product(counts, ("optimizer", "gradients"), orders):
+                for count, shard in itertools.product(counts, ("optimizer", "gradients")):
+                    order = orders[(count + (shard == "gradients")) % 2]
                     launch = {"launcher": [*mpirun, count]} if mpirun else {}
                     started = [] if mpirun else ["--processes", count]
                     what = f"{count} {shard} {order}".strip()
@@ -319,7 +320,7 @@ def nccl():
                     found[what] = train("cuda", f"{folder}/{what}", *flags, *started, "--shard", shard, **launch)
                 bits = {what: state(f"{folder}/{what}", run) for what, run in found.items()}
                 if 3 in counts:
-                    first = Path(folder, f"3 optimizer {orders[0]}".strip())
+                    first = Path(folder, f"3 optimizer {orders[1]}".strip())
                     resumed = train("cuda", first, "--resume", next(first.glob("*/step-*2")), "--processes", 2, **gpus)
                     bits["3, then 2"] = state(first, resumed)
                     if args.stand_in:

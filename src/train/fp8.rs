@@ -164,6 +164,10 @@ impl Hook for Fp8Blocks {
             None => Ok(()),
         }
     }
+
+    fn is_active(&self) -> bool {
+        self.blocks.iter().any(|block| block.state.active)
+    }
 }
 
 /// Reports each layer's gradient variance in the last step, and the blocks that it moves into FP8 or out of it. Call it

@@ -188,43 +188,55 @@ __device__ inline unsigned kept_of_draw(const Dropout& dropout, size_t block) {
 }
 
 // A bit for each of a lane's four scores, of 16 × 8 scores, the first of index `first` in the mask: 1 if dropout keeps
-// it. The rows are keys or queries. If the sequence length is a multiple of 4, lanes share their draws, so that none is
-// repeated.
-template <bool KEYS_AT_REST> __device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned seq_len, size_t first) {
+// it. The rows are keys or queries.
+template <bool KEYS_AT_REST> __device__ inline unsigned kept_of_scores(const Dropout& dropout, unsigned seq_len, size_t first) {
     const unsigned lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     unsigned bits = 0;
-    if (seq_len % 4 != 0) {
 #pragma unroll 1
-        for (unsigned i = 0; i < 4; ++i) {
-            const size_t row = g + i / 2 * 8, column = 2 * t + i % 2;
-            const size_t index = first + (KEYS_AT_REST ? column * seq_len + row : row * seq_len + column);
-            bits |= (kept_of_draw(dropout, index / 4) >> index % 4 & 1) << i;
-        }
-    } else if (KEYS_AT_REST) {
+    for (unsigned i = 0; i < 4; ++i) {
+        const size_t row = g + i / 2 * 8, column = 2 * t + i % 2;
+        const size_t index = first + (KEYS_AT_REST ? column * seq_len + row : row * seq_len + column);
+        bits |= (kept_of_draw(dropout, index / 4) >> index % 4 & 1) << i;
+    }
+    return bits;
+}
+
+// [`kept_of_scores`] if the sequence length is four times `quarter`, and `first` is the index of a draw: lanes share their draws,
+// so that none is repeated.
+template <bool KEYS_AT_REST> __device__ inline unsigned kept_of_tile(const Dropout& dropout, unsigned quarter, unsigned first) {
+    const unsigned lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+    unsigned bits = 0;
+    if (KEYS_AT_REST) {
         // Four lanes hold four keys of the same queries. Each draws for one pair of query and half.
         const unsigned turn = g % 4;
-        const size_t row = g / 4 * 4 + turn / 2 * 8, column = 2 * t + turn % 2;
-        const unsigned drawn = kept_of_draw(dropout, (first + column * seq_len + row) / 4);
+        const unsigned drawn = kept_of_draw(dropout, first + (2 * t + turn % 2) * quarter + g / 4 + turn / 2 * 2);
 #pragma unroll
         for (unsigned i = 0; i < 4; ++i) bits |= (__shfl_sync(EVERY_LANE, drawn, g / 4 * 16 + i * 4 + t) >> turn & 1) << i;
     } else {
         // Two lanes hold four keys of the same two queries. Each draws for one of the queries.
         const unsigned odd = t % 2;
-        const size_t row = g + 8 * odd, column = t / 2 * 4;
-        const unsigned drawn = kept_of_draw(dropout, (first + row * seq_len + column) / 4);
+        const unsigned drawn = kept_of_draw(dropout, first + (g + 8 * odd) * quarter + t / 2);
         const unsigned other = __shfl_xor_sync(EVERY_LANE, drawn, 1);
         bits = ((odd ? other : drawn) >> 2 * odd & 3) | ((odd ? drawn : other) >> 2 * odd & 3) << 2;
     }
     return bits;
 }
 
-// [`kept_of_tile`] for `count` tiles of 8 columns, four bits each, lowest first. Not unrolled: a draw is many
+// [`kept_of_scores`] for `count` tiles of 8 columns, four bits each, lowest first. Not unrolled: a draw is many
 // instructions.
 template <bool KEYS_AT_REST> __device__ inline unsigned kept(const Dropout& dropout, unsigned seq_len, size_t first, unsigned count) {
     unsigned bits = 0;
+    if (seq_len % 4 == 0) {
+        unsigned draw = first / 4;
+#pragma unroll 1
+        for (unsigned j = 0; j < count; ++j, draw += KEYS_AT_REST ? 2 * seq_len : 2) {
+            bits |= kept_of_tile<KEYS_AT_REST>(dropout, seq_len / 4, draw) << 4 * j;
+        }
+        return bits;
+    }
 #pragma unroll 1
     for (unsigned j = 0; j < count; ++j, first += KEYS_AT_REST ? 8 * static_cast<size_t>(seq_len) : 8) {
-        bits |= kept_of_tile<KEYS_AT_REST>(dropout, seq_len, first) << 4 * j;
+        bits |= kept_of_scores<KEYS_AT_REST>(dropout, seq_len, first) << 4 * j;
     }
     return bits;
 }

@@ -5,11 +5,8 @@ struct CrossEntropy {
     void* logits;             // [rows, stride], T, the first `vocab` of each row; the gradient overwrites the row
     const unsigned* targets;  // [rows]
     float* losses;            // [rows]
-    const float* weights;     // [rows], the factors of `seed`; null if all are 1
-    unsigned rows, vocab, stride;
-    unsigned has_gradient;  // 0 for the loss alone
-    float seed;             // the gradient of a row's loss, before its weight
-    unsigned unused;
+    const float* factors;     // [rows], the gradient of each row's loss; null for the loss alone
+    unsigned rows, vocab, stride, unused;
 };
 
 constexpr unsigned THREADS = 512;
@@ -25,7 +22,7 @@ template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
     const bool whole = a.stride % N == 0;
     float x[N];
     if (target == IGNORE) {
-        if (a.has_gradient) {
+        if (a.factors != nullptr) {
 #pragma unroll
             for (int i = 0; i < N; ++i) x[i] = 0.0f;
             for (unsigned c = threadIdx.x * N; c < a.vocab; c += THREADS * N) store_pack<T>(a.logits, start + c, whole, a.vocab - c, x);
@@ -55,9 +52,9 @@ template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
         const float picked = load_as_float<T>(a.logits, start + target);
         store(a.losses, row, logf(total) + (highest - picked));
     }
-    if (!a.has_gradient) return;
+    if (a.factors == nullptr) return;
     __syncthreads();  // the target's logit is read
-    const float seed = a.weights == nullptr ? a.seed : a.seed * load(a.weights, row), factor = seed / total;
+    const float seed = load(a.factors, row), factor = seed / total;
     for (unsigned c = threadIdx.x * N; c < a.vocab; c += THREADS * N) {
         load_pack<T>(a.logits, start + c, whole, a.vocab - c, x);
 #pragma unroll

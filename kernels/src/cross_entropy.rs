@@ -9,6 +9,7 @@ use crate::rows::{Rows, STRIPE, WORK, for_each_part_with_scratch, max, sum, writ
 use crate::view::{self, AllocFn, View, ViewMut, read, to_host, write, write_f32};
 use crate::{HeadHook, Kernels, op};
 use candle_core::{DType, Result, Tensor};
+use std::sync::{Arc, OnceLock};
 
 /// A target excluded from the loss: padding, or a prompt that is not trained on.
 pub const IGNORE: u32 = u32::MAX;
@@ -22,6 +23,30 @@ pub struct CrossEntropyWorkspace<T = Tensor> {
     pub weight_sum: Option<T>,
     /// One loss per row, FP32.
     pub losses: T,
+    /// [`Self::padded_logits`], once they are used.
+    pub padded: Arc<OnceLock<T>>,
+}
+
+impl CrossEntropyWorkspace {
+    /// Logits whose rows begin at multiples of 16 bytes, which makes cuBLAS several times as fast; `None` if those of `logits` do.
+    fn padded_logits(&self) -> Result<Option<Tensor>> {
+        const MULTIPLE: usize = 8;
+        let (rows, vocab) = self.logits.dims2()?;
+        if vocab.is_multiple_of(MULTIPLE) {
+            return Ok(None);
+        }
+        if self.padded.get().is_none() {
+            let shape = (rows, vocab.next_multiple_of(MULTIPLE));
+            let _ = self.padded.set(Tensor::zeros(shape, self.logits.dtype(), self.logits.device())?);
+        }
+        Ok(self.padded.get().cloned())
+    }
+
+    /// The sum of the losses of all rows.
+    pub fn total_loss(&self) -> Result<f64> {
+        let losses = to_host(&self.losses)?;
+        Ok(read(&losses)?.typed::<f32>()?.iter().map(|&loss| f64::from(loss)).sum())
+    }
 }
 
 /// The minimum number of rows of a tile. With fewer, reading the weight and adding to its gradient for each tile would
@@ -65,6 +90,7 @@ impl<T> CrossEntropyWorkspace<T> {
             logits: allocate(&[tile, vocab], compute)?,
             weight_sum: sum_over_tiles.then(|| allocate(&[vocab, width], DType::F32)).transpose()?,
             losses: allocate(&[tokens], DType::F32)?,
+            padded: Arc::default(),
         })
     }
 }
@@ -112,13 +138,26 @@ pub enum HeadTensor {
 /// derivatives too. Calls `hook` with each tensor in the order of [`HeadTensor`].
 pub fn fused_linear_cross_entropy(
     kernels: &dyn Kernels,
+    input: HeadInput<'_>,
+    targets: &[u32],
+    workspace: &CrossEntropyWorkspace,
+    gradient: Option<HeadGradient<'_>>,
+    hook: HeadHook<'_>,
+) -> Result<f64> {
+    write_losses(kernels, input, targets, workspace, gradient, hook)?;
+    workspace.total_loss()
+}
+
+/// Like [`fused_linear_cross_entropy`], but leaves the losses in the workspace, so that the host waits for nothing.
+pub fn write_losses(
+    kernels: &dyn Kernels,
     HeadInput { x, weight, scale, softcap }: HeadInput<'_>,
     targets: &[u32],
     workspace: &CrossEntropyWorkspace,
     gradient: Option<HeadGradient<'_>>,
     mut hook: HeadHook<'_>,
-) -> Result<f64> {
-    let padded = if hook.is_none() && kernels.pads_logits() { padded(&workspace.logits)? } else { None };
+) -> Result<()> {
+    let padded = if hook.is_none() && kernels.pads_logits() { workspace.padded_logits()? } else { None };
     let product = |a: MatmulOperand<'_>, b: MatmulOperand<'_>, c: ColumnSlice<'_>, mode: WriteMode| {
         op::Matmul { a, b, alpha: scale, c, mode }.run(kernels)
     };
@@ -162,20 +201,11 @@ pub fn fused_linear_cross_entropy(
         }
         hook(HeadTensor::WeightGradient, 0, dweight)?;
     }
-    let losses = to_host(&workspace.losses)?;
-    Ok(read(&losses)?.typed::<f32>()?[..rows].iter().map(|&loss| f64::from(loss)).sum())
+    Ok(())
 }
 
 fn whole(x: &Tensor) -> Result<MatmulOperand<'_>> {
     Ok(MatmulOperand::plain(ColumnSlice::all(x)?))
-}
-
-/// Logits whose rows begin at multiples of 16 bytes, which makes cuBLAS several times as fast; `None` if those of `logits` do.
-fn padded(logits: &Tensor) -> Result<Option<Tensor>> {
-    const MULTIPLE: usize = 8;
-    let (rows, vocab) = logits.dims2()?;
-    let room = || Tensor::zeros((rows, vocab.next_multiple_of(MULTIPLE)), logits.dtype(), logits.device());
-    (!vocab.is_multiple_of(MULTIPLE)).then(room).transpose()
 }
 
 /// Computes [`op::SoftCap`].

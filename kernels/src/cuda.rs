@@ -12,6 +12,8 @@ mod elementwise;
 mod embedding;
 #[cfg(test)]
 mod emulator;
+mod graph;
+mod inputs;
 mod launch;
 mod norm;
 #[cfg(feature = "cuda")]

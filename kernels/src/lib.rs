@@ -31,6 +31,7 @@ pub mod matmul;
 mod neon;
 pub mod norm;
 pub mod op;
+pub mod pass;
 pub mod precision;
 pub mod profile;
 pub mod quantized;
@@ -54,6 +55,7 @@ use columns::{ColumnSlice, MatmulOperand, WriteMode};
 use cross_entropy::HeadTensor;
 use glu::GateActivation;
 use matmul::GemmShape;
+use pass::{PassFn, PassInputs};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
@@ -74,6 +76,8 @@ pub enum KernelBackend {
     Candle,
     /// The project's own: [`Fused`] on a CPU; on a GPU a [`Chain`] of the CUDA kernels that pass a preflight and [`CandleKernels`].
     Fused,
+    /// [`KernelBackend::Fused`], with the same bits, but passes are not recorded as CUDA graphs.
+    Eager,
 }
 
 impl FromStr for KernelBackend {
@@ -84,7 +88,8 @@ impl FromStr for KernelBackend {
             "auto" => Ok(Self::Auto),
             "candle" => Ok(Self::Candle),
             "fused" => Ok(Self::Fused),
-            other => Err(format!("`{other}` is unknown; use `auto`, `candle` or `fused`")),
+            "eager" => Ok(Self::Eager),
+            other => Err(format!("`{other}` is unknown; use `auto`, `candle`, `fused` or `eager`")),
         }
     }
 }
@@ -260,6 +265,17 @@ pub trait Kernels: fmt::Debug + Send + Sync {
     fn pads_logits(&self) -> bool {
         false
     }
+
+    /// Computes `pass`, which reads these inputs, or replays an earlier pass with them.
+    fn pass(&self, inputs: &PassInputs<'_>, pass: PassFn<'_>) -> Result<()> {
+        let _ = inputs;
+        pass()
+    }
+
+    /// The reason why passes are no longer recorded; once.
+    fn take_notice(&self) -> Option<String> {
+        None
+    }
 }
 
 impl dyn Kernels + '_ {
@@ -314,5 +330,13 @@ impl Kernels for Chain {
 
     fn pads_logits(&self) -> bool {
         self.0.iter().any(|kernels| kernels.pads_logits())
+    }
+
+    fn pass(&self, inputs: &PassInputs<'_>, pass: PassFn<'_>) -> Result<()> {
+        self.0.first().map_or(Ok(()), |kernels| kernels.pass(inputs, pass))
+    }
+
+    fn take_notice(&self) -> Option<String> {
+        self.0.iter().find_map(|kernels| kernels.take_notice())
     }
 }

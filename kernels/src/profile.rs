@@ -5,6 +5,7 @@ use crate::columns::{ColumnSlice, WriteMode};
 use crate::decode_attention::CachedSequence;
 use crate::matmul::GemmShape;
 use crate::op::{Access, Op};
+use crate::pass::{PassFn, PassInputs};
 use crate::{Kernels, Ran};
 use candle_core::{Device, Result, Tensor, TensorId};
 use std::collections::{BTreeMap, HashSet};
@@ -150,6 +151,11 @@ impl Kernels for Profile {
 
     fn score_bytes(&self, shape: &AttentionShape) -> Result<u64> {
         self.kernels.score_bytes(shape)
+    }
+
+    /// Records nothing, because a replayed pass has no single operations.
+    fn pass(&self, inputs: &PassInputs<'_>, pass: PassFn<'_>) -> Result<()> {
+        self.kernels.pass(&PassInputs { buffers: None, ..*inputs }, pass)
     }
 
     fn pads_logits(&self) -> bool {

@@ -65,7 +65,7 @@ pub(super) struct BenchArgs {
     /// Device: auto, cpu, cuda, cuda:N or metal
     #[arg(long, default_value = "auto")]
     device: String,
-    /// Kernels: auto, candle or fused
+    /// Kernels: auto, candle, fused or eager
     #[arg(long, value_name = "NAME", hide = true, default_value = "auto")]
     kernels: KernelBackend,
     /// Threads [default: one per core]
@@ -198,6 +198,9 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
         profile.take()?;
     }
     let samples = (0..args.steps).map(|_| step()).collect::<Result<Vec<_>>>()?;
+    if let Some(why) = engine.model.kernels().take_notice() {
+        print_notice(&format!("passes run without a CUDA graph: {why}"));
+    }
     let first_loss = warmup.first().or(samples.first()).map(|sample| sample.report.loss);
     let first_step = warmup.first().map(|sample| sample.wall);
     let mut report = summary(args, &shape, &samples);

@@ -114,21 +114,22 @@ pub(crate) fn kernels(
     notice: &mut dyn FnMut(String),
 ) -> Result<Arc<dyn Kernels>> {
     Ok(match choice {
-        KernelBackend::Auto | KernelBackend::Fused if device.is_cpu() => Arc::new(Fused),
+        KernelBackend::Auto | KernelBackend::Fused | KernelBackend::Eager if device.is_cpu() => Arc::new(Fused),
         KernelBackend::Candle => Arc::new(CandleKernels),
         KernelBackend::Auto if device.is_metal() => Arc::new(CandleKernels),
-        KernelBackend::Auto | KernelBackend::Fused => with_cuda(device, notice)?,
+        KernelBackend::Auto | KernelBackend::Fused => with_cuda(device, true, notice)?,
+        KernelBackend::Eager => with_cuda(device, false, notice)?,
     })
 }
 
-/// Our CUDA kernels that passed the preflight, and candle's.
+/// Our CUDA kernels that passed the preflight, and candle's. Passes may be recorded if `records`.
 #[cfg(feature = "cuda")]
-fn with_cuda(device: &Device, notice: &mut dyn FnMut(String)) -> candle_core::Result<Arc<dyn Kernels>> {
-    super::kernels::cuda::before_candle(super::preflight::passing_families(device, notice), device)
+fn with_cuda(device: &Device, records: bool, notice: &mut dyn FnMut(String)) -> candle_core::Result<Arc<dyn Kernels>> {
+    super::kernels::cuda::before_candle(super::preflight::passing_families(device, records, notice), device)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn with_cuda(device: &Device, _: &mut dyn FnMut(String)) -> candle_core::Result<Arc<dyn Kernels>> {
+fn with_cuda(device: &Device, _: bool, _: &mut dyn FnMut(String)) -> candle_core::Result<Arc<dyn Kernels>> {
     candle_core::bail!("there are no fused kernels for {:?}", device.location())
 }
 

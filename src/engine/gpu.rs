@@ -127,6 +127,7 @@ pub(crate) fn open(ordinal: usize, policy: PrecisionPolicy) -> std::result::Resu
     }
     set_pool_release_threshold(cuda).map_err(|error| first_line(&error))?;
     disable_reduced_precision_reduction(&cuda.cublas_handle()).map_err(|error| first_line(&error))?;
+    set_blas_workspace(cuda, capability)?;
     let name = context.name().map_err(|error| first_line(&error))?;
     Ok((device, format!("cuda:{ordinal} {name}")))
 }
@@ -164,6 +165,20 @@ fn set_pool_release_threshold(
     let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
     // SAFETY: the attribute is a 64-bit number.
     unsafe { mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast()) }
+}
+
+/// Gives cuBLAS a workspace as large as its own, which it would allocate while a pass is recorded.
+#[cfg(feature = "cuda")]
+fn set_blas_workspace(device: &candle_core::CudaDevice, capability: (i32, i32)) -> std::result::Result<(), String> {
+    use candle_core::cuda_backend::cudarc::cublas::sys;
+    let bytes = if capability >= (9, 0) { 32 << 20 } else { 4 << 20 };
+    // SAFETY: products write the workspace before they read it.
+    let slice = unsafe { device.alloc::<u8>(bytes) }.map_err(|error| first_line(&error))?;
+    // It stays as long as the handle, which belongs to the device.
+    let (address, handle) = (slice.leak(), device.cublas_handle());
+    // SAFETY: the handle is open, and the memory has this size.
+    let set = unsafe { sys::cublasSetWorkspace_v2(*handle.handle(), address as *mut _, bytes) };
+    set.result().map_err(|error| first_line(&error))
 }
 
 /// Stops cuBLAS from rounding partial sums of FP16 and BF16 products to 16 bits.

@@ -1,22 +1,25 @@
-//! The preflight of our CUDA kernels.
+//! The preflight of our CUDA kernels, and of passes that are recorded.
 //!
 //! An illegal access poisons a CUDA context and a wrong barrier hangs, so the program starts itself again for each operation
 //! ([`worker_main`]), with a time limit. If an operation differs, crashes or hangs, candle's is used, by all processes of a run.
 
-use super::collective::ProcessGroup;
+use super::collective::{ProcessGroup, SingleProcess};
 use super::device::DeviceContext;
 use super::gpu;
 use super::kernels::cuda::{KernelFamily, before_candle, check};
 use super::kernels::{CandleKernels, Kernels};
+use super::model::{Checkpointing, Decoder, DropoutRates, ForwardMode, InputIds, ModelSpec, Parameters, Workspace};
+use super::optim::{Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
+use crate::random::{Domain, Stream};
 use crate::untrusted::subprocess;
-use candle_core::{Device, DeviceLocation};
+use candle_core::{DType, Device, DeviceLocation, bail};
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::Read;
 use std::process::{ExitCode, ExitStatus};
 use std::thread::ScopedJoinHandle;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use strum::VariantArray;
 
 /// The first argument that makes the program call [`worker_main`].
@@ -24,8 +27,13 @@ pub(crate) const ARGUMENT: &str = "__preflight";
 /// For one operation: opening the device, compiling its kernels for the GPU, and all checks.
 const TIMEOUT: Duration = Duration::from_mins(1);
 
-/// The operations whose kernels pass on `device`; `notice` receives one message about those that fail.
-pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) -> BTreeSet<KernelFamily> {
+/// The operations whose kernels pass on `device`, and recorded passes if `records`; `notice` receives one message about the
+/// operations that fail, or one about recorded passes.
+pub(crate) fn passing_families(
+    device: &Device,
+    records: bool,
+    notice: &mut dyn FnMut(String),
+) -> BTreeSet<KernelFamily> {
     let (Some(_), DeviceLocation::Cuda { gpu_id }) = (subprocess::worker_command(ARGUMENT), device.location()) else {
         notice("using candle's kernels, because only the program `finetune` can test the custom ones".into());
         return BTreeSet::new();
@@ -33,21 +41,27 @@ pub(crate) fn passing_families(device: &Device, notice: &mut dyn FnMut(String)) 
     // A trial mostly waits for the device to open, so trials run concurrently.
     let tried = std::thread::scope(|scope| {
         let trial = |&family: &KernelFamily| (family, scope.spawn(move || run(gpu_id, family)));
-        let trials: Vec<_> = KernelFamily::VARIANTS.iter().map(trial).collect();
+        let tried = KernelFamily::VARIANTS.iter().filter(|family| records || **family != KernelFamily::Graph);
+        let trials: Vec<_> = tried.map(trial).collect();
         let ended = |(family, trial): (_, ScopedJoinHandle<'_, _>)| {
             (family, trial.join().unwrap_or_else(|_| Err("could not be tested".into())))
         };
         trials.into_iter().map(ended).collect::<Vec<_>>()
     });
-    let (mut passing, mut failed) = (BTreeSet::new(), Vec::new());
+    let (mut passing, mut failed, mut unrecorded) = (BTreeSet::new(), Vec::new(), None);
     for (family, result) in tried {
         match result {
             Ok(()) => drop(passing.insert(family)),
+            Err(why) if family == KernelFamily::Graph => unrecorded = Some(why),
             Err(why) => failed.push(format!("{} {why}", family.name())),
         }
     }
     if !failed.is_empty() {
+        // A pass with candle's operations cannot be recorded.
+        passing.remove(&KernelFamily::Graph);
         notice(format!("using candle's kernels instead of those that failed their preflight: {}", failed.join("; ")));
+    } else if let Some(why) = unrecorded {
+        notice(format!("passes run without a CUDA graph, which failed its preflight: {why}"));
     }
     passing
 }
@@ -78,6 +92,56 @@ pub(crate) fn agree(
     let lacking = lacking.map(|(rank, ((_, said), _))| format!("{}: {}", group.name(rank), said.join("; ")));
     notices.push(format!("the kernels of all processes are restricted by {}", lacking.collect::<Vec<_>>().join("; ")));
     open.kernels = before_candle(common, &open.device)?;
+    Ok(())
+}
+
+/// Fails unless the passes of a small model have the same bits if they are recorded and replayed with new inputs.
+fn check_graph(device: &Device) -> candle_core::Result<()> {
+    const SHAPE: (usize, usize) = (2, 16);
+    let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
+    let Some(spec) = ModelSpec::named("tiny") else { bail!("there is no model `tiny`") };
+    let dropout = DropoutRates { embedding: 0.1, attention: 0.1, residual: 0.1 };
+    let (spec, policy) = (ModelSpec { dropout, ..spec.resized(1, 64, 2) }, PrecisionPolicy::FP16);
+    let with = |records: bool| {
+        let families = KernelFamily::VARIANTS.iter().filter(|family| records || **family != KernelFamily::Graph);
+        before_candle(families.copied().collect(), device)
+    };
+    let masters = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
+    masters.init_weights(seed)?;
+    let (_, weights) = MasterWeights::new(masters, policy, &*with(false)?)?;
+    let passes = |records: bool| -> candle_core::Result<Vec<Vec<u32>>> {
+        let model = Decoder::new(&spec, &weights, with(records)?)?;
+        let mut workspace = Workspace::for_training(&spec, policy, SHAPE, Checkpointing::None, device)?;
+        let grads = Gradients::new(&weights, policy, 1, &SingleProcess)?;
+        let (grads, mut found) = (grads.micro_batch_grads(), Vec::new());
+        // The first pass compiles the kernels, the second is recorded, and the graph is replayed from then on.
+        for micro_batch in 0..4 {
+            let random = Stream::new(seed, Domain::Bench);
+            let ids: Vec<u32> = (0..(SHAPE.0 * SHAPE.1) as u32)
+                .map(|token| random.block(0, micro_batch, token)[0] % spec.vocab_size as u32)
+                .collect();
+            let (tokens, mode) = (InputIds::new(&ids, SHAPE.1), ForwardMode::Train { seed, micro_batch });
+            let scale = (micro_batch + 1) as f32;
+            let buffers = Some((grads, &workspace));
+            let inputs = model.pass_inputs(&weights, tokens, mode, (&ids, Some(scale), None), buffers);
+            model.kernels().pass(&inputs, &mut || {
+                model.forward(&weights, tokens, mode, &mut workspace, &mut ())?;
+                model.loss_and_head_gradient(&weights, &ids, (scale, None), &workspace, grads, &mut ())?;
+                model.backward(&weights, tokens, mode, &mut workspace, grads, &mut ())
+            })?;
+            if let Some(why) = model.kernels().take_notice() {
+                bail!("{why}");
+            }
+            for tensor in grads.tensors().iter().chain([workspace.losses()]) {
+                let values = tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+                found.push(values.into_iter().map(f32::to_bits).collect());
+            }
+        }
+        Ok(found)
+    };
+    if passes(true)? != passes(false)? {
+        bail!("it differs from passes without one");
+    }
     Ok(())
 }
 
@@ -118,8 +182,10 @@ pub(crate) fn worker_main(arguments: impl Iterator<Item = OsString>) -> ExitCode
     let [ordinal, name] = texts[..] else { return ExitCode::from(2) };
     let family = KernelFamily::VARIANTS.iter().copied().find(|family| family.name() == name);
     let (Ok(ordinal), Some(family)) = (ordinal.parse(), family) else { return ExitCode::from(2) };
-    let tried = gpu::open(ordinal, PrecisionPolicy::FP32)
-        .and_then(|(device, _)| check(family, &device).map_err(|error| error.to_string()));
+    let tried = gpu::open(ordinal, PrecisionPolicy::FP32).and_then(|(device, _)| match family {
+        KernelFamily::Graph => check_graph(&device).map_err(|error| error.to_string()),
+        _ => check(family, &device).map_err(|error| error.to_string()),
+    });
     match tried {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -107,9 +107,9 @@ pub struct EvalReport {
 /// Wall time of a step's parts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StepTimings {
-    /// Forward passes without the head.
+    /// Forward passes without the head, unless a GPU replays them.
     pub forward: Duration,
-    /// The head with its own backward pass, and the model's backward passes.
+    /// The head with its own backward pass, and the model's backward passes. All of replayed passes.
     pub backward: Duration,
     /// Statistics of the gradients.
     pub grad_stats: Duration,

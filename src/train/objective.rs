@@ -217,7 +217,7 @@ impl BatchPass<'_> {
     ) -> Result<R> {
         self.model.forward(self.weights, self.batch.tokens(), mode, workspace, &mut ())?;
         self.model.loss(self.weights, &self.batch.labels, workspace)?;
-        with_losses(workspace, f)
+        Ok(with_losses(workspace, f)?)
     }
 
     /// The log-probability of each sequence and its number of targets.
@@ -229,7 +229,7 @@ impl BatchPass<'_> {
 }
 
 /// Reads the losses of the head's last pass.
-fn with_losses<R>(workspace: &Workspace, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
+fn with_losses<R>(workspace: &Workspace, f: impl FnOnce(&[f32]) -> R) -> candle_core::Result<R> {
     let losses = to_host(workspace.losses())?;
     Ok(f(read(&losses)?.typed::<f32>()?))
 }
@@ -305,7 +305,7 @@ impl Objective {
     }
 
     /// Computes the weights of a micro-batch's targets after its forward pass; with log-probabilities by a pass of the head.
-    pub(super) fn weigh(&mut self, pass: BatchPass<'_>, workspace: &Workspace) -> Result<()> {
+    pub(super) fn weigh(&mut self, pass: BatchPass<'_>, workspace: &Workspace) -> candle_core::Result<()> {
         if self.kind().needs_log_probs() {
             pass.model.loss(pass.weights, &pass.batch.labels, workspace)?;
             return with_losses(workspace, |losses| self.score(pass.batch, losses));

@@ -3,7 +3,7 @@
 
 use crate::data::Batch;
 use crate::engine::collective::{ProcessGroup, gather};
-use crate::engine::model::{ForwardMode, Hook};
+use crate::engine::model::{Decoder, ForwardMode, Hook, Parameters};
 use crate::engine::optim::{Collector, Gradients, Update};
 use crate::precision::{PrecisionUnit, UpdateCounts};
 use crate::train::engine::{CompleteBlocks, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
@@ -35,28 +35,49 @@ impl Passes<'_> {
         collect: &mut dyn FnMut(&Gradients, PrecisionUnit) -> Result<()>,
     ) -> Result<(LossSums, Duration)> {
         let Self { model, weights, objective, grads, .. } = self;
-        let grads = &**grads;
+        let (grads, model, weights): (_, &Decoder, &Parameters) = (&**grads, model, weights);
         let (tokens, mut narrow, pass) = (batch.tokens(), None, BatchPass { model, weights, batch });
         let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let mode = ForwardMode::Train { seed: self.seed, micro_batch: counters.micro_batch_index(index) };
         let (out, clock) = (grads.micro_batch_grads(), Instant::now());
         let mut blocks = CompleteBlocks { collect: &mut |block| collect(grads, block), error: None };
-        let hook = &mut (&mut (&mut *self.hook, also), &mut blocks);
-        // 1. Forward in the compute type; the loss in FP32.
+        let mut hook = (&mut (&mut *self.hook, also), &mut blocks);
         objective.refer(pass, workspace, Split::Train)?;
         let balance = model.spec().experts.map_or(0.0, |experts| experts.balance) / micro_batches as f64;
         workspace.balance_experts(f64::from(scale) * balance, &batch.row_lens);
-        model.forward(weights, tokens, mode, workspace, hook)?;
-        let forward = clock.elapsed();
-        // 2. Backward from scale · dL · weight: gradients are stored in the compute type, every sum in them is FP32.
-        objective.weigh(pass, workspace)?;
-        let seed = (scale / count as f32, objective.weights(batch));
-        let nll = model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, out, hook)?;
-        let mut sums = objective.sums(pass, workspace, nll)?;
-        sums.loss += count as f64 * balance * workspace.balance_loss();
-        let done = model.backward(weights, tokens, mode, workspace, out, hook);
+        let (seed, waits) = (scale / count as f32, objective.kind().needs_log_probs());
+        if !waits {
+            objective.weigh(pass, workspace)?;
+        }
+        let target_weights = objective.weights(batch).map(<[f32]>::to_vec);
+        // A GPU may record the passes, and repeat them without the host, if that does nothing during them.
+        let host_chooses = waits || hook.is_active() || self.group.world_size() > 1 || model.spec().experts.is_some();
+        let records = !host_chooses && !weights.device().is_cpu();
+        let (targets, known) = (&batch.labels[..], (!waits).then_some(seed));
+        let targets = (targets, known, target_weights.as_deref());
+        let buffers = records.then_some((out, &*workspace));
+        let (inputs, mut forward) = (model.pass_inputs(weights, tokens, mode, targets, buffers), Duration::ZERO);
+        let done = model.kernels().pass(&inputs, &mut || {
+            let hook: &mut dyn Hook = if records { &mut () } else { &mut hook };
+            // 1. Forward in the compute type; the loss in FP32.
+            model.forward(weights, tokens, mode, workspace, hook)?;
+            forward = clock.elapsed();
+            // 2. Backward from scale · dL · weight: gradients are stored in the compute type, every sum in them is FP32.
+            if waits {
+                objective.weigh(pass, workspace)?;
+            }
+            let seed = (seed, objective.weights(batch));
+            model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, out, hook)?;
+            model.backward(weights, tokens, mode, workspace, out, hook)
+        });
         blocks.error.map_or(Ok(()), Err)?;
         done?;
+        if records {
+            let trained = model.spec().first_trained_block()..model.spec().num_layers;
+            trained.rev().try_for_each(|block| collect(grads, PrecisionUnit::Block(block)))?;
+        }
+        let mut sums = objective.sums(pass, workspace, workspace.total_loss()?)?;
+        sums.loss += count as f64 * balance * workspace.balance_loss();
         Ok((sums, forward))
     }
 

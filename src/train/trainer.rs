@@ -611,6 +611,9 @@ impl Trainer {
         let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
         self.callbacks.begin.map_or(Ok(()), |begin| begin(&mut self.engine, batches))?;
         let (report, waited) = self.step_overlapping_save()?;
+        if let Some(why) = self.engine.model.kernels().take_notice() {
+            self.warn(format!("passes run without a CUDA graph: {why}"));
+        }
         let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
         let config = &self.config;
         let mut context = StepContext { config, batches, report, first_nonfinite: None, events: Vec::new() };

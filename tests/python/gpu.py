@@ -46,7 +46,7 @@ parser.add_argument("--finetune", default=ROOT / "target/release/finetune", type
 parser.add_argument("--tests", type=Path, help="the test program `cuda`")
 parser.add_argument("--stand-in", type=Path, metavar="DIR", help="what .ci/cuda-stand-in has built")
 parser.add_argument("--libraries", type=Path, metavar="DIR", help="where libcudart and libnvrtc are, if the loader must be told")
-parser.add_argument("--only", default="operations,runs,families,own,killed,commands,refused,bench", metavar="PARTS", help="separated by commas")
+parser.add_argument("--only", default="operations,runs,families,own,graphs,killed,commands,refused,bench", metavar="PARTS", help="separated by commas")
 args = parser.parse_args()
 
 environment = dict(os.environ)
@@ -196,9 +196,12 @@ def kernels_of(folder):
     return json.loads(state.read_text())["schedule"]["kernels"]
 
 
+ALL_KERNELS = "fused:adamw,attention,cross_entropy,elementwise,embedding,norm,product,rope,summary"
+
+
 def own():
     """Our own kernels: used after their preflight, and found out where they are wrong, crash or hang."""
-    everything = ["adamw", "attention", "cross_entropy", "elementwise", "embedding", "norm", "product", "rope", "summary"]
+    everything = ALL_KERNELS.removeprefix("fused:").split(",")
     for dtype, tolerance in TOLERANCE.items():
         what = f"own kernels, {OWN_STEPS} steps of {dtype} as on the CPU"
         flags = flags_of(dtype, OWN_STEPS)
@@ -214,7 +217,7 @@ def own():
                 code, _, err = run(*other, "--steps", OWN_STEPS + 1, STAND_IN_SKIPS="adamw")
                 row("refused: to go on with other kernels", code == 2 and "resume with `--kernels fused`" in err, last_line(err))
         worst = max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(gpu["step"], cpu["step"]))
-        passed = len(gpu["step"]) == OWN_STEPS and worst < tolerance and kernels == "fused:" + ",".join(everything)
+        passed = len(gpu["step"]) == OWN_STEPS and worst < tolerance and kernels == ALL_KERNELS
         figures = [f"losses within {worst:.1e} (allowed {tolerance:.0e}), {kernels}", *gpu["preflight"]]
         row(what, passed, "; ".join(figures))
     if not args.stand_in:
@@ -231,6 +234,96 @@ def own():
     row("kernels that are wrong, crash and hang", passed, notices[0] if notices else kernels)
 
 
+def kill_and_resume(folder, flags, *resumed):
+    """Kills a run after its checkpoint at step 10 and resumes it; returns its events, and whether it was killed."""
+    process = subprocess.Popen(
+        [str(part) for part in command("cuda", folder, *flags)],
+        env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )
+    while process.poll() is None and not list(Path(folder).glob("*/step-*10")):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    resume = [args.finetune, "--resume", next(Path(folder).glob("*/")), "--plain", "--checkpoint-dir", folder]
+    code, out, err = run(*resume, *resumed)
+    if code != 0:
+        raise RuntimeError(last_line(err, out))
+    return events(folder), process.returncode == -signal.SIGKILL
+
+
+# Replays in a preflight: of four passes, one compiles and three replay.
+PREFLIGHT_REPLAYS = 3
+
+
+def graphs():
+    """Passes that are recorded as CUDA graphs have the bits of other passes; wrong graphs are found out."""
+    dropout = [f"dropout.{site}=0.1" for site in ("embedding", "attention", "residual")]
+    dropout = [flag for pair in zip(["--set"] * 3, dropout) for flag in pair]
+    llama, gemma3 = {**family_config("llama"), **LLAMA}, {**family_config("gemma3"), "hidden_size": 64, "head_dim": 32, "intermediate_size": 64}
+    # The last number is 0 if the passes cannot be recorded.
+    accumulated = [*dropout, "--grad-accum", 2]
+    cases = (
+        ("tiny", None, "fp16", [], 1),
+        ("tiny with dropout and accumulation", None, "bf16", accumulated, 1),
+        ("llama", llama, "fp16", [], 1),
+        ("gemma3 with packed documents", gemma3, "bf16", ["--data", "SHORT", "--packing"], 1),
+        ("llama with LoRA", llama, "bf16", ["--lora", "r=4,alpha=8"], 1),
+        ("gemma3 with DoRA", gemma3, "bf16", ["--lora", "r=4,alpha=8,dora"], 0),
+    )
+    for name, shape, dtype, more, recorded in cases:
+        what = f"{name}, {dtype}, recorded passes"
+        with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
+            flags = [*flags_of(dtype, OWN_STEPS), *more]
+            try:
+                if shape:
+                    write_shape(model, {**shape, "vocab_size": max(257, shape["vocab_size"])})
+                    flags += ["--model", model, "--init", "random"]
+                if "SHORT" in flags:
+                    short = Path(model) / "short.jsonl"
+                    short.write_text("".join(json.dumps({"text": "abcdefgh"[: 2 + row % 7]}) + "\n" for row in range(400)))
+                    flags[flags.index("SHORT")] = short
+                log = Path(folder) / "replays"
+                log.touch()
+                eager = train("cuda", f"{folder}/eager", *flags, "--kernels", "eager")
+                found = train("cuda", f"{folder}/graph", *flags, STAND_IN_GRAPH_LOG=str(log))
+                replays = len(log.read_text().splitlines()) - PREFLIGHT_REPLAYS
+                bits = {kind: state(f"{folder}/{kind}", run) for kind, run in (("eager", eager), ("graph", found))}
+                died = True
+                if more in ([], accumulated):
+                    # Each continues the other.
+                    for kind, first, then in (("to eager", "fused", "eager"), ("to graph", "eager", "fused")):
+                        resumed, was_killed = kill_and_resume(
+                            f"{folder}/{kind}", [*flags, "--kernels", first], "--kernels", then
+                        )
+                        bits[kind], died = state(f"{folder}/{kind}", resumed), died and was_killed
+            except RuntimeError as error:
+                row(what, False, error)
+                continue
+        others = [kind for kind, found in bits.items() if found != bits["eager"]]
+        passes = OWN_STEPS * (2 if "--grad-accum" in more else 1)
+        counted = not args.stand_in or replays == (passes - 1) * recorded
+        notices = [line for line in found["said"] if "without a CUDA graph" in line]
+        passed = not others and died and counted and len(notices) == 1 - recorded
+        overflows = f"; overflows at {skips(found)}" if dtype == "fp16" else ""
+        passed &= dtype != "fp16" or 0 < len(skips(found)) < OWN_STEPS
+        said = f"OTHER bits in {', '.join(others)}" if others else f"the bits of passes without graphs in {', '.join(list(bits)[1:])}"
+        row(what, passed, "; ".join([f"{said}; {replays} of {passes} passes replayed{overflows}", *notices]))
+    if not args.stand_in:
+        return
+    faults = (
+        ("wrong", "it differs from passes without one"), ("crash", "crashed"), ("hang", "did not end within 60 s"),
+        ("refuse", "cannot be instantiated"),
+    )
+    for fault, why in faults:
+        with tempfile.TemporaryDirectory() as folder:
+            flags = ["--steps", 2, "--dtype", "bf16", "--set", "checkpoint.save_every=2"]
+            code, out, err = run(*command("cuda", folder, *flags), STAND_IN_GRAPH=fault)
+            kernels = kernels_of(folder) if code == 0 else last_line(err, out)
+        notices = [line for line in (out + err).splitlines() if "without a CUDA graph" in line]
+        passed = code == 0 and len(notices) == 1 and why in notices[0] and kernels == ALL_KERNELS
+        row(f"graphs with the fault `{fault}`", passed, notices[0] if notices else kernels)
+
+
 def killed():
     """SIGKILL behind a checkpoint; the resumed run has the same bits as one that nobody killed."""
     for dtype, kernels, more in (("fp16", "candle", []), ("bf16", "fused", ["--optimizer", "adamw8bit"])):
@@ -239,19 +332,8 @@ def killed():
             try:
                 flags = [*flags_of(dtype, OWN_STEPS), "--kernels", kernels, *more]
                 expected = train("cuda", whole, *flags)["step"]
-                process = subprocess.Popen(
-                    [str(part) for part in command("cuda", folder, *flags)],
-                    env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                )
-                while process.poll() is None and not list(Path(folder).glob("*/step-*10")):
-                    time.sleep(0.02)
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                died = process.returncode == -signal.SIGKILL
-                code, out, err = run(args.finetune, "--resume", next(Path(folder).glob("*/")), "--plain", "--checkpoint-dir", folder)
-                if code != 0:
-                    raise RuntimeError(last_line(err, out))
-                found = events(folder)["step"]
+                resumed, died = kill_and_resume(folder, flags)
+                found = resumed["step"]
             except RuntimeError as error:
                 row(what, False, error)
                 continue
@@ -558,7 +640,7 @@ def operations():
 
 parts = {
     "operations": operations, "runs": runs, "families": families, "own": own, "killed": killed, "processes": processes,
-    "nccl": nccl, "exchange": exchange,
+    "nccl": nccl, "exchange": exchange, "graphs": graphs,
     "commands": commands, "refused": refused, "bench": bench,
 }
 # The stand-in computes on one core.

@@ -75,7 +75,7 @@ pub(super) struct KeyRangeCache {
 
 /// The first key that each query attends to, then the end of the queries that attend to each key, `[2, B·T]`; `None` where each
 /// query attends to all keys up to its own.
-fn bounds(shape: &AttentionShape, documents: Option<&[u32]>) -> Result<Option<Vec<u32>>> {
+pub(super) fn key_ranges(shape: &AttentionShape, documents: Option<&[u32]>) -> Result<Option<Vec<u32>>> {
     let (rows, seq_len) = (shape.batch * shape.seq_len, shape.seq_len);
     if documents.is_none() && shape.window.is_none_or(|window| window >= seq_len) {
         return Ok(None);
@@ -166,15 +166,50 @@ impl Plan {
     }
 }
 
+/// The sizes; `parts` are all queries, keys, values and gradients.
+fn shape_args(shape: &AttentionShape, parts: &[ColumnSlice<'_>], bounds: u64) -> Attempt<ShapeArgs> {
+    let AttentionShape { batch, seq_len, heads, kv_heads, head_size, scale, softcap, .. } = *shape;
+    Ok(ShapeArgs {
+        bounds,
+        batch: to_u32(batch)?,
+        seq_len: to_u32(seq_len)?,
+        heads: to_u32(heads)?,
+        group: to_u32(heads / kv_heads)?,
+        head_size: to_u32(head_size)?,
+        whole: parts.iter().all(|part| aligns(*part, head_size)).into(),
+        softmax_scale: scale,
+        softcap: softcap.unwrap_or(0.0),
+    })
+}
+
 impl<Q: Queue> CudaKernels<Q> {
-    /// [`bounds`] on the device.
-    fn bounds(&self, shape: &AttentionShape, documents: Option<&[u32]>, device: &Device) -> Result<Option<Tensor>> {
+    /// The address of [`key_ranges`] on the device, or 0, and their owner.
+    fn bounds(
+        &self,
+        shape: &AttentionShape,
+        documents: Option<&[u32]>,
+        device: &Device,
+    ) -> Attempt<(u64, Option<Tensor>)> {
+        if let Some(address) = self.resident_key_ranges(shape, documents) {
+            return Ok((address, None));
+        }
+        let tensor = self.cached_key_ranges(shape, documents, device)?;
+        tensor.as_ref().map_or(Ok(()), |_| self.refuse_in_capture("numbers of the host"))?;
+        Ok((self.optional(tensor.as_ref(), DType::U32, 2 * shape.batch * shape.seq_len)?, tensor))
+    }
+
+    fn cached_key_ranges(
+        &self,
+        shape: &AttentionShape,
+        documents: Option<&[u32]>,
+        device: &Device,
+    ) -> Result<Option<Tensor>> {
         let sizes = (shape.batch, shape.seq_len, shape.window);
         let mut last = self.bounded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(last) = last.as_ref().filter(|last| last.sizes == sizes && last.documents.as_deref() == documents) {
             return Ok(Some(last.tensor.clone()));
         }
-        let Some(bounds) = bounds(shape, documents)? else { return Ok(None) };
+        let Some(bounds) = key_ranges(shape, documents)? else { return Ok(None) };
         let bounds = Tensor::new(bounds, device)?;
         *last = Some(KeyRangeCache { sizes, documents: documents.map(<[u32]>::to_vec), tensor: bounds.clone() });
         Ok(Some(bounds))
@@ -189,38 +224,18 @@ impl<Q: Queue> CudaKernels<Q> {
         Ok(rows)
     }
 
-    /// The sizes; `parts` are all queries, keys, values and gradients.
-    fn shape_args(
-        &self,
-        shape: &AttentionShape,
-        parts: &[ColumnSlice<'_>],
-        bounds: Option<&Tensor>,
-    ) -> Attempt<ShapeArgs> {
-        let AttentionShape { batch, seq_len, heads, kv_heads, head_size, scale, softcap, .. } = *shape;
-        Ok(ShapeArgs {
-            bounds: self.optional(bounds, DType::U32, 2 * batch * seq_len)?,
-            batch: to_u32(batch)?,
-            seq_len: to_u32(seq_len)?,
-            heads: to_u32(heads)?,
-            group: to_u32(heads / kv_heads)?,
-            head_size: to_u32(head_size)?,
-            whole: parts.iter().all(|part| aligns(*part, head_size)).into(),
-            softmax_scale: scale,
-            softcap: softcap.unwrap_or(0.0),
-        })
-    }
-
     pub(super) fn attention(&self, op: &op::Attention<'_>) -> Attempt {
         let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
         let plan = Plan::new(*shape, operands, dtype)?;
-        let bounds = self.bounds(shape, operands.documents, op.out.device())?;
+        let (bounds, _ranges) = self.bounds(shape, operands.documents, op.out.device())?;
+        let (dropout, _draw) = self.dropout(operands.dropout, op.out.device())?;
         let [out] = self.rows([ColumnSlice::all(op.out)?], dtype)?;
         let arguments = AttentionForward {
             qkv: self.rows(operands.qkv, dtype)?,
             out,
             lse: self.address(op.lse, DType::F32, plan.stat_len())?,
-            shape: self.shape_args(shape, &operands.qkv, bounds.as_ref())?,
-            dropout: DropoutArgs::new(operands.dropout),
+            shape: shape_args(shape, &operands.qkv, bounds)?,
+            dropout,
         };
         // SAFETY: every buffer was found large enough, and `Op::check` has compared the operands with the shape.
         Ok(unsafe { self.queue.launch(&plan.launch(Pass::Forward)?, &arguments) }?)
@@ -229,14 +244,15 @@ impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn attention_backward(&self, op: &op::AttentionBackward<'_>) -> Attempt {
         let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
         let plan = Plan::new(*shape, operands, dtype)?;
-        let bounds = self.bounds(shape, operands.documents, op.out.device())?;
-        let (delta, _owner) = self.queue.scratch(plan.stat_len())?;
+        let (bounds, _ranges) = self.bounds(shape, operands.documents, op.out.device())?;
+        let (dropout, _draw) = self.dropout(operands.dropout, op.out.device())?;
+        let delta = self.queue.scratch(plan.stat_len())?;
         let [dout, out] = self.rows([ColumnSlice::all(op.dout)?, ColumnSlice::all(op.out)?], dtype)?;
         let products = AttentionDelta {
             dout: dout.first,
             out: out.first,
             delta,
-            shape: self.shape_args(shape, &[operands.qkv, op.gradients].concat(), bounds.as_ref())?,
+            shape: shape_args(shape, &[operands.qkv, op.gradients].concat(), bounds)?,
         };
         let arguments = AttentionBackward {
             qkv: self.rows(operands.qkv, dtype)?,
@@ -245,7 +261,7 @@ impl<Q: Queue> CudaKernels<Q> {
             delta,
             gradients: self.rows(op.gradients, dtype)?,
             shape: products.shape,
-            dropout: DropoutArgs::new(operands.dropout),
+            dropout,
         };
         let kernel = kernel_symbol("attention_delta", &[dtype])?;
         let by_rows = KernelLaunch::warp_per_row("attention", kernel, plan.stat_len())?;

@@ -1,9 +1,10 @@
 //! The launch of `cross_entropy.cu`.
 
 use super::dispatch::{Attempt, CudaKernels, require};
+use super::inputs::{Part, factors};
 use super::launch::{KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::op;
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 
 const THREADS: u32 = 512;
 const WARPS: u32 = THREADS / 32;
@@ -13,12 +14,10 @@ arguments! {
         logits: u64,
         targets: u64,
         losses: u64,
-        weights: u64,
+        factors: u64,
         rows: u32,
         vocab: u32,
         stride: u32,
-        has_gradient: u32,
-        seed: f32,
         unused: u32,
     }
 }
@@ -28,18 +27,18 @@ impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn cross_entropy(&self, op: &op::CrossEntropy<'_>) -> Attempt {
         let (logits, dtype, rows) = (op.logits, op.logits.tensor().dtype(), op.logits.rows());
         require(logits.first() == 0 && op.softcap.is_none())?;
-        let targets = Tensor::new(op.targets, op.losses.device())?;
-        let weights = op.weights.map(|weights| Tensor::new(weights, op.losses.device())).transpose()?;
+        let (offset, device) = (self.offset_of(op.targets), op.losses.device());
+        let (targets, _owner) = self.words_at((Part::Targets, offset), op.targets, device)?;
+        let factors = op.seed.map(|seed| factors(rows, seed, op.weights));
+        let factors = factors.map(|factors| self.words_at((Part::Factors, offset), &factors, device)).transpose()?;
         let arguments = CrossEntropy {
             logits: self.columns(logits, dtype)?,
-            targets: self.address(&targets, DType::U32, rows)?,
+            targets,
             losses: self.address(op.losses, DType::F32, rows)?,
-            weights: self.optional(weights.as_ref(), DType::F32, rows)?,
+            factors: factors.as_ref().map_or(0, |(address, _owner)| *address),
             rows: to_u32(rows)?,
             vocab: to_u32(logits.count())?,
             stride: to_u32(logits.stride())?,
-            has_gradient: u32::from(op.seed.is_some()),
-            seed: op.seed.unwrap_or(0.0),
             unused: 0,
         };
         let launch = KernelLaunch {

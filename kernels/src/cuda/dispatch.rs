@@ -1,13 +1,16 @@
 //! Our own kernels for a GPU.
 
 use super::attention::KeyRangeCache;
+use super::graph::Graphs;
+use super::inputs::Resident;
 use super::launch::{ALIGNMENT, Queue};
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::op::{self, Op};
+use crate::pass::{PassFn, PassInputs};
 use crate::{Kernels, Ran, WeightLayout};
 use candle_core::{DType, Error, Result, Tensor};
 use std::collections::BTreeSet;
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 use strum::{IntoStaticStr, VariantArray};
 
 /// Kernels that are compiled and tried together, by name.
@@ -26,6 +29,8 @@ pub enum KernelFamily {
     Rope,
     #[strum(serialize = "summary")]
     StatsLaunch,
+    /// Passes recorded as CUDA graphs. It changes no bits, so checkpoints do not name it.
+    Graph,
 }
 
 impl KernelFamily {
@@ -37,18 +42,25 @@ impl KernelFamily {
 
 /// The kernels of some families, on one device. Each file of launches adds the operations of its kernels.
 #[derive(Debug)]
-pub(crate) struct CudaKernels<Q> {
+pub(crate) struct CudaKernels<Q: Queue> {
     pub(super) queue: Q,
-    families: BTreeSet<KernelFamily>,
+    pub(super) families: BTreeSet<KernelFamily>,
     name: String,
     pub(super) bounded: Mutex<Option<KeyRangeCache>>,
+    /// The inputs of the pass in progress.
+    pub(super) resident: Mutex<Option<Resident>>,
+    pub(super) graphs: Mutex<Graphs<Q>>,
+    /// Rows of ones.
+    ones: Mutex<Vec<Tensor>>,
 }
 
 impl<Q: Queue> CudaKernels<Q> {
     pub(crate) fn new(queue: Q, families: BTreeSet<KernelFamily>) -> Self {
-        let names: Vec<&str> = families.iter().map(|family| family.name()).collect();
+        let named = families.iter().filter(|family| **family != KernelFamily::Graph);
+        let names: Vec<&str> = named.map(|family| family.name()).collect();
         let name = format!("fused:{}", names.join(","));
-        Self { queue, families, name, bounded: Mutex::new(None) }
+        let (bounded, resident, graphs, ones) = Default::default();
+        Self { queue, families, name, bounded, resident, graphs, ones }
     }
 
     /// The address of a tensor that holds `len` elements of type `dtype`.
@@ -87,9 +99,27 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     fn sum_rows(&self, op: &op::SumRows<'_>) -> Attempt {
-        let (ones, sums) = (Tensor::ones((1, op.x.dim(0)?), op.x.dtype(), op.x.device())?, op.out.unsqueeze(0)?);
+        let (ones, sums) = (self.ones(op.x.dim(0)?, op.x)?, op.out.unsqueeze(0)?);
         let (a, b) = (MatmulOperand::plain(ColumnSlice::all(&ones)?), MatmulOperand::plain(ColumnSlice::all(op.x)?));
         self.product(&op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(&sums)?, mode: WriteMode::Overwrite })
+    }
+
+    /// A row of `len` ones of the type of `like`. Rows stay, because recorded passes have their addresses.
+    fn ones(&self, len: usize, like: &Tensor) -> Result<Tensor> {
+        let mut rows = self.ones.lock().unwrap_or_else(PoisonError::into_inner);
+        let longer = rows.iter().find(|row| row.dtype() == like.dtype() && row.elem_count() >= len);
+        if let Some(row) = longer {
+            return row.narrow(1, 0, len);
+        }
+        self.refuse_in_capture("memory")?;
+        let row = Tensor::ones((1, len.next_power_of_two()), like.dtype(), like.device())?;
+        rows.push(row.clone());
+        row.narrow(1, 0, len)
+    }
+
+    /// Fills a tensor with zeros.
+    pub(super) fn zero(&self, x: &Tensor) -> Attempt {
+        require(self.queue.zero(x)?)
     }
 
     fn attempt(&self, op: &mut Op<'_>) -> Attempt {
@@ -97,7 +127,7 @@ impl<Q: Queue> CudaKernels<Q> {
             Op::AdamW(_) => KernelFamily::AdamW,
             Op::Attention(_) | Op::AttentionBackward(_) => KernelFamily::Attention,
             Op::CrossEntropy(_) => KernelFamily::CrossEntropy,
-            Op::EmbedBackward(_) => KernelFamily::Embedding,
+            Op::Embed(_) | Op::EmbedBackward(_) => KernelFamily::Embedding,
             Op::Norm(_) | Op::NormBackward(_) => KernelFamily::Norm,
             Op::Linear(_) | Op::Matmul(_) | Op::SumRows(_) => KernelFamily::Product,
             Op::Rotate(_) => KernelFamily::Rope,
@@ -106,8 +136,10 @@ impl<Q: Queue> CudaKernels<Q> {
         };
         require(self.families.contains(&family))?;
         match op {
+            Op::Zero(op) => self.zero(op.x),
             Op::Copy(op) => self.copy(op),
             Op::Accumulate(op) => self.accumulate(op),
+            Op::Embed(op) => self.embed(op),
             Op::EmbedBackward(op) => self.embed_backward(op),
             Op::Norm(op) => self.norm(op),
             Op::NormBackward(op) => self.norm_backward(op),
@@ -137,13 +169,24 @@ impl<Q: Queue> Kernels for CudaKernels<Q> {
         self.queue.begin(op);
         match self.attempt(op) {
             Ok(()) => Ok(Ran::Done),
-            Err(Stop::Unsupported) => Ok(Ran::Unsupported),
+            Err(Stop::Unsupported) => {
+                self.refuse_in_capture(&format!("candle's `{}`", op.name()))?;
+                Ok(Ran::Unsupported)
+            }
             Err(Stop::Failed(error)) => Err(error),
         }
     }
 
     fn pads_logits(&self) -> bool {
         [KernelFamily::CrossEntropy, KernelFamily::Product].iter().all(|family| self.families.contains(family))
+    }
+
+    fn pass(&self, inputs: &PassInputs<'_>, pass: PassFn<'_>) -> Result<()> {
+        self.run_or_replay(inputs, pass)
+    }
+
+    fn take_notice(&self) -> Option<String> {
+        self.graphs.lock().unwrap_or_else(PoisonError::into_inner).notice.take()
     }
 }
 

@@ -109,12 +109,13 @@ impl<Q: Queue> CudaKernels<Q> {
     ) -> Attempt {
         let (types, len) = ([stream.dtype(), branch.dtype()], branch.elem_count());
         require(is_pair(types))?;
+        let (dropout, _owner) = self.dropout(dropout, stream.device())?;
         let arguments = Residual {
             stream: self.address(stream, types[0], len)?,
             branch: self.address(branch, types[1], len)?,
             out: self.optional(out, types[0], len)?,
             len: len as u64,
-            dropout: DropoutArgs::new(dropout),
+            dropout,
         };
         // SAFETY: every buffer was found large enough.
         Ok(unsafe { self.queue.launch(&launch(kernel, &types, len)?, &arguments) }?)

@@ -1,14 +1,31 @@
-//! The launch of `embedding.cu`.
+//! The launches of `embedding.cu`.
 
 use super::dispatch::{Attempt, CudaKernels, is_pair, require};
 use super::elementwise::serves;
+use super::inputs::Part;
 use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::op;
 use candle_core::{DType, Result, Tensor};
 
-const THREADS: u32 = 128;
+const THREADS: usize = 128;
+/// Elements a thread takes at a time.
+const PACK: usize = 8;
 
 arguments! {
+    struct EmbeddingForward {
+        table: u64,
+        positions: u64,
+        ids: u64,
+        starts: u64,
+        out: u64,
+        len: u64,
+        width: u32,
+        seq_len: u32,
+        scale: f32,
+        unused: u32,
+        dropout: DropoutArgs,
+    }
+
     struct EmbeddingBackward {
         dx: u64,
         dtable: u64,
@@ -24,57 +41,93 @@ arguments! {
 
 /// Groups the rows `0..count` by the row of a table that they add to. Returns the rows, group by group in their order,
 /// and for each group its row of the table and where it ends.
-fn grouped(count: usize, table_row: impl Fn(usize) -> usize) -> Result<[Vec<u32>; 2]> {
-    let mut order: Vec<u32> = (0..to_u32(count)?).collect();
-    order.sort_by_key(|&row| table_row(row as usize));
+pub(super) fn grouped(count: usize, table_row: impl Fn(usize) -> usize) -> Result<[Vec<u32>; 2]> {
+    // Whole numbers sort faster than rows by a key that is looked up.
+    let key = |row: u32| Ok(u64::from(to_u32(table_row(row as usize))?) << 32 | u64::from(row));
+    let mut keys = (0..to_u32(count)?).map(key).collect::<Result<Vec<u64>>>()?;
+    keys.sort_unstable();
     let (mut ends, mut end) = (Vec::new(), 0);
-    for group in order.chunk_by(|&a, &b| table_row(a as usize) == table_row(b as usize)) {
+    for group in keys.chunk_by(|a, b| a >> 32 == b >> 32) {
         end += group.len();
-        ends.extend([to_u32(table_row(group[0] as usize))?, to_u32(end)?]);
+        ends.extend([(group[0] >> 32) as u32, to_u32(end)?]);
     }
-    Ok([order, ends])
+    Ok([keys.into_iter().map(|key| key as u32).collect(), ends])
+}
+
+/// Whether the first type is the second or FP32, or the second is FP32.
+fn is_pair_or_wide(types: [DType; 2]) -> bool {
+    is_pair(types) || is_pair([types[1], types[0]])
 }
 
 impl<Q: Queue> CudaKernels<Q> {
+    pub(super) fn embed(&self, op: &op::Embed<'_>) -> Attempt {
+        let (input, device, (rows, width)) = (&op.input, op.out.device(), op.out.dims2()?);
+        let types = [op.out.dtype(), input.table.dtype()];
+        require(serves(width) && is_pair_or_wide(types))?;
+        let (ids, _ids) = self.words(Part::Ids, input.ids, device)?;
+        let starts = input.documents.map(|starts| self.words(Part::Documents, starts, device)).transpose()?;
+        let (dropout, _draw) = self.dropout(input.dropout, device)?;
+        let arguments = EmbeddingForward {
+            table: self.address(input.table, types[1], input.table.elem_count())?,
+            positions: self.optional(input.positions, types[1], input.seq_len * width)?,
+            ids,
+            starts: starts.as_ref().map_or(0, |(address, _owner)| *address),
+            out: self.address(op.out, types[0], rows * width)?,
+            len: (rows * width) as u64,
+            width: to_u32(width)?,
+            seq_len: to_u32(input.seq_len)?,
+            scale: input.scale,
+            unused: 0,
+            dropout,
+        };
+        let packs = to_u32(rows * width / PACK)? as usize;
+        let grid = [to_u32(packs.div_ceil(THREADS))?, 1, 1];
+        let kernel = kernel_symbol("embedding_forward", &types)?;
+        let launch = KernelLaunch { module: "embedding", kernel, grid, threads: THREADS as u32, shared_bytes: 0 };
+        // SAFETY: every buffer was found large enough, and `Op::check` has checked ids and sizes of the tables.
+        Ok(unsafe { self.queue.launch(&launch, &arguments) }?)
+    }
+
     pub(super) fn embed_backward(&self, op: &op::EmbedBackward<'_>) -> Attempt {
         let input = &op.input;
         if let Some(positions) = op.dpositions {
-            positions.zero_set()?;
-            let places = input.places();
-            self.add_rows(op, positions, 1.0, |row| places.of(row))?;
+            self.zero(positions)?;
+            let (places, parts) = (input.places(), [Part::PositionOrder, Part::PositionGroups]);
+            self.add_rows(op, (positions, 1.0), parts, |row| places.of(row))?;
         }
-        op.dtable.map_or(Ok(()), |table| self.add_rows(op, table, input.scale, |row| input.ids[row] as usize))
+        let parts = [Part::TokenOrder, Part::TokenGroups];
+        let add = |table| self.add_rows(op, (table, input.scale), parts, |row| input.ids[row] as usize);
+        op.dtable.map_or(Ok(()), add)
     }
 
     /// Adds `scale` times each row of `dropout(dx) [N, D]` to a row of `dtable [V, D]`, in FP32 with one rounding.
     fn add_rows(
         &self,
         op: &op::EmbedBackward<'_>,
-        dtable: &Tensor,
-        scale: f32,
+        (dtable, scale): (&Tensor, f32),
+        parts: [Part; 2],
         table_row: impl Fn(usize) -> usize,
     ) -> Attempt {
         let ((rows, width), types) = (op.dx.dims2()?, [op.dx.dtype(), dtable.dtype()]);
-        require(serves(width) && (is_pair(types) || types[1] == DType::F32))?;
-        let [order, ends] = grouped(rows, table_row)?;
-        let groups = ends.len() / 2;
-        let [order, ends] = [Tensor::new(order, op.dx.device())?, Tensor::new(ends, op.dx.device())?];
+        require(serves(width) && is_pair_or_wide(types))?;
+        let (dropout, _draw) = self.dropout(op.input.dropout, op.dx.device())?;
+        let ([order, groups], count, _owners) = self.groups(rows, parts, table_row, op.dx.device())?;
         let arguments = EmbeddingBackward {
             dx: self.address(op.dx, types[0], rows * width)?,
             dtable: self.address(dtable, types[1], dtable.elem_count())?,
-            order: self.address(&order, DType::U32, rows)?,
-            groups: self.address(&ends, DType::U32, 2 * groups)?,
+            order,
+            groups,
             width: to_u32(width)?,
-            count: to_u32(groups)?,
+            count: to_u32(count)?,
             scale,
             unused: 0,
-            dropout: DropoutArgs::new(op.input.dropout),
+            dropout,
         };
         let launch = KernelLaunch {
             module: "embedding",
             kernel: kernel_symbol("embedding_backward", &types)?,
-            grid: [to_u32(groups)?, 1, 1],
-            threads: THREADS,
+            grid: [to_u32(count)?, 1, 1],
+            threads: THREADS as u32,
             shared_bytes: 0,
         };
         // SAFETY: every buffer was found large enough, and `Op::check` has checked the rows of the table.

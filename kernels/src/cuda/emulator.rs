@@ -242,11 +242,16 @@ impl Queue for Emulator {
         self.copy(true)
     }
 
-    type Scratch = ();
-
     /// Full of NaN, so that a read before the first write shows.
-    fn scratch(&self, len: usize) -> Result<(u64, ())> {
-        Ok((self.keep(&vec![0xff; len * size_of::<f32>()], None), ()))
+    fn scratch(&self, len: usize) -> Result<u64> {
+        Ok(self.keep(&vec![0xff; len * size_of::<f32>()], None))
+    }
+
+    type Graph = ();
+    type Block = ();
+
+    fn block(&self, _: &[u32]) -> Result<(u64, ())> {
+        bail!("the emulator has memory for one operation at a time")
     }
 
     fn address(&self, tensor: &Tensor) -> Result<Option<u64>> {

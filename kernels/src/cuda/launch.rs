@@ -1,7 +1,7 @@
 //! Launches: their arguments and grid, and the queue that takes them.
 
-use crate::dropout::Dropout;
 use crate::op::{self, Op};
+use crate::pass::PassFn;
 use candle_core::{DType, Result, Tensor, bail};
 use std::fmt;
 
@@ -71,11 +71,8 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
     /// Each address in `arguments` is memory of this device, as large as the kernel expects.
     unsafe fn launch<A: Arguments>(&self, launch: &KernelLaunch, arguments: &A) -> Result<()>;
 
-    /// Owns scratch memory.
-    type Scratch;
-
-    /// The address of memory for `len` FP32 numbers, and its owner, which may go once the kernels that use it are launched.
-    fn scratch(&self, len: usize) -> Result<(u64, Self::Scratch)>;
+    /// The address of memory for `len` FP32 numbers, which the next operation with scratch memory overwrites.
+    fn scratch(&self, len: usize) -> Result<u64>;
 
     /// The address of `tensor`, on this device; `None` if it has gaps or an address that kernels do not take.
     fn address(&self, tensor: &Tensor) -> Result<Option<u64>>;
@@ -86,6 +83,43 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
         Ok(false)
     }
 
+    /// Fills a tensor with zeros. `false` if it has gaps.
+    fn zero(&self, tensor: &Tensor) -> Result<bool> {
+        tensor.zero_set().map(|()| true)
+    }
+
+    /// A recorded pass.
+    type Graph: fmt::Debug + Send;
+
+    /// Records the launches of `pass` instead of running them.
+    fn capture(&self, pass: PassFn<'_>) -> Result<Self::Graph> {
+        let _ = pass;
+        bail!("this device records nothing")
+    }
+
+    /// Whether launches are recorded.
+    fn is_capturing(&self) -> bool {
+        false
+    }
+
+    /// Runs a recorded pass.
+    fn replay(&self, graph: &Self::Graph) -> Result<()> {
+        let _ = graph;
+        bail!("this device records nothing")
+    }
+
+    /// Memory for numbers of the host.
+    type Block: fmt::Debug + Send;
+
+    /// New memory with these numbers, and its address.
+    fn block(&self, words: &[u32]) -> Result<(u64, Self::Block)>;
+
+    /// Replaces the numbers, after all earlier launches.
+    fn overwrite(&self, block: &mut Self::Block, words: &[u32]) -> Result<()> {
+        let _ = (block, words);
+        bail!("this device records nothing")
+    }
+
     /// Called before the launches of an operation.
     fn begin(&self, op: &Op<'_>) {
         let _ = op;
@@ -94,25 +128,16 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
 
 /// A dropout mask as the kernels take it.
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DropoutArgs {
-    draw: [u32; 2],
-    key: [u32; 2],
-    site: u32,
-    threshold: u32,
-    keep_scale: f32,
-    unused: u32,
-}
-
-impl DropoutArgs {
-    /// The mask of `dropout`; `None` drops nothing.
-    pub(super) fn new(dropout: Option<Dropout>) -> Self {
-        let Some(dropout) = dropout else {
-            return Self { draw: [0; 2], key: [0; 2], site: 0, threshold: 0, keep_scale: 1.0, unused: 0 };
-        };
-        let (draw, key, site, threshold, keep_scale) = dropout.numbers();
-        Self { draw: [draw as u32, (draw >> 32) as u32], key, site, threshold, keep_scale, unused: 0 }
-    }
+    /// The address of two words, so that a recorded launch has a new mask each time.
+    pub(super) draw: u64,
+    pub(super) key: [u32; 2],
+    pub(super) site: u32,
+    /// 0 drops nothing.
+    pub(super) threshold: u32,
+    pub(super) keep_scale: f32,
+    pub(super) unused: u32,
 }
 
 /// The entry of `kernel` for these types.

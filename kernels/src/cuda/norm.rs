@@ -122,7 +122,7 @@ impl<Q: Queue> CudaKernels<Q> {
         let max_blocks = MAX_BLOCKS * (KEPT_THREADS / threads) as usize;
         let rows_per_block = rows.div_ceil(max_blocks).next_multiple_of(ROWS);
         let blocks = rows.div_ceil(rows_per_block.max(1));
-        let (partial, _owner) = self.queue.scratch(blocks * 2 * width)?;
+        let partial = self.queue.scratch(blocks * 2 * width)?;
         let arguments = NormBackward {
             dy: self.columns(dy, compute)?,
             x: self.columns(x, stream)?,

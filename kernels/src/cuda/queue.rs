@@ -3,10 +3,16 @@
 use super::launch::{ALIGNMENT, Arguments, KernelLaunch, Queue};
 use super::product;
 use crate::op;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, sys};
+use crate::pass::PassFn;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaGraph, CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, result, sys,
+};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 /// The `.cu` files as nvcc has compiled them for this build.
 const MODULES: [(&str, &str); 9] = [
@@ -27,6 +33,44 @@ const SHARED_BYTES: u32 = 48 << 10;
 #[derive(Debug)]
 pub(crate) struct CudaQueue {
     device: CudaDevice,
+    capturing: AtomicBool,
+    /// The last is the largest. Operations share it, since they run one after the other. All stay, because recorded passes have
+    /// their addresses.
+    scratch: Mutex<Vec<CudaSlice<f32>>>,
+}
+
+/// A recorded pass.
+pub(crate) struct Graph(CudaGraph);
+// SAFETY: the driver's graphs belong to no thread, and `CudaKernels` uses them under a lock.
+unsafe impl Send for Graph {}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Graph")
+    }
+}
+
+impl Graph {
+    /// Whether the graph allocates or frees memory: its addresses are valid only while it runs.
+    fn has_memory(&self) -> Result<bool> {
+        let (graph, mut count) = (self.0.cu_graph(), 0);
+        // SAFETY: the graph exists, and the driver writes the number of its nodes, then at most as many nodes.
+        unsafe { sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut count) }.result().w()?;
+        let mut nodes = vec![std::ptr::null_mut(); count];
+        // SAFETY: as above.
+        unsafe { sys::cuGraphGetNodes(graph, nodes.as_mut_ptr(), &raw mut count) }.result().w()?;
+        for node in nodes {
+            let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
+            // SAFETY: it is a node of the graph.
+            unsafe { sys::cuGraphNodeGetType(node, &raw mut kind) }.result().w()?;
+            let memory =
+                [sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_ALLOC, sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEM_FREE];
+            if memory.contains(&kind) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
 }
 
 /// A struct of arguments as cudarc passes it on: by value.
@@ -37,7 +81,7 @@ unsafe impl<A: Arguments> DeviceRepr for Argument<A> {}
 
 impl CudaQueue {
     pub(crate) fn new(device: &CudaDevice) -> Self {
-        Self { device: device.clone() }
+        Self { device: device.clone(), capturing: AtomicBool::new(false), scratch: Mutex::default() }
     }
 
     /// The address of memory of this device. The caller keeps the memory until its users are launched.
@@ -73,13 +117,64 @@ impl Queue for CudaQueue {
         Ok(())
     }
 
-    type Scratch = CudaSlice<f32>;
+    fn scratch(&self, len: usize) -> Result<u64> {
+        let mut scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        if scratch.last().is_none_or(|last| last.len() < len) {
+            if self.is_capturing() {
+                bail!("it needs memory during the pass");
+            }
+            // SAFETY: kernels write scratch memory before they read it.
+            scratch.push(unsafe { self.device.alloc::<f32>(len.next_power_of_two()) }?);
+        }
+        Ok(scratch.last().map_or(0, |last| self.start(last)))
+    }
 
-    fn scratch(&self, len: usize) -> Result<(u64, Self::Scratch)> {
-        // SAFETY: kernels write scratch memory before they read it.
-        let slice = unsafe { self.device.alloc::<f32>(len) }?;
-        // It is freed in the stream's order, after the kernels that use it.
-        Ok((self.start(&slice), slice))
+    fn zero(&self, tensor: &Tensor) -> Result<bool> {
+        let Some(address) = self.address(tensor)? else { return Ok(false) };
+        let (bytes, stream) = (tensor.elem_count() * tensor.dtype().size_in_bytes(), self.device.cuda_stream());
+        // SAFETY: the tensor has no gaps, and its memory stays until the stream has cleared it.
+        unsafe { result::memset_d8_async(address, 0, bytes, stream.cu_stream()) }.w()?;
+        Ok(true)
+    }
+
+    type Graph = Graph;
+
+    fn capture(&self, pass: PassFn<'_>) -> Result<Graph> {
+        let stream = self.device.cuda_stream();
+        stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
+        self.capturing.store(true, Ordering::Relaxed);
+        let ran = pass();
+        self.capturing.store(false, Ordering::Relaxed);
+        // cudarc keeps errors of memory that is dropped, and would return them instead of ending the capture.
+        let dropped = stream.context().check_err();
+        let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0));
+        ran?;
+        let Some(graph) = graph.w()? else { bail!("the driver has recorded nothing") };
+        dropped.w()?;
+        let graph = Graph(graph);
+        if graph.has_memory()? {
+            bail!("an operation allocates memory during the pass");
+        }
+        Ok(graph)
+    }
+
+    fn is_capturing(&self) -> bool {
+        self.capturing.load(Ordering::Relaxed)
+    }
+
+    fn replay(&self, graph: &Graph) -> Result<()> {
+        graph.0.launch().w()
+    }
+
+    type Block = CudaSlice<u32>;
+
+    fn block(&self, words: &[u32]) -> Result<(u64, CudaSlice<u32>)> {
+        let block = self.device.clone_htod(words)?;
+        Ok((self.start(&block), block))
+    }
+
+    fn overwrite(&self, block: &mut CudaSlice<u32>, words: &[u32]) -> Result<()> {
+        self.device.memcpy_htod(words, block)
     }
 
     fn address(&self, tensor: &Tensor) -> Result<Option<u64>> {

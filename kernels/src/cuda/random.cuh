@@ -5,7 +5,7 @@
 
 // One layer's mask for one micro-batch; a threshold of 0 drops nothing.
 struct Dropout {
-    unsigned draw[2];  // the low word first
+    const unsigned* draw;  // two words in device memory, the low one first
     unsigned key[2];
     unsigned site;
     unsigned threshold;
@@ -31,10 +31,14 @@ __device__ inline Words philox(Words counter, unsigned key0, unsigned key1) {
 }
 
 __device__ inline Words draw_block(const Dropout& dropout, size_t block) {
-    unsigned low = dropout.draw[0];
-    // Hides that the draw is the same for every block: hoisting the first round out of loops makes attention spill registers.
-    asm volatile("" : "+r"(low));
-    return philox({{static_cast<unsigned>(block), dropout.site, low, dropout.draw[1]}}, dropout.key[0], dropout.key[1]);
+#ifdef __CUDACC__
+    unsigned low, high;
+    // Volatile, because a draw that is loaded before a loop, or its first round, makes attention spill registers.
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "l"(__cvta_generic_to_global(dropout.draw)));
+#else
+    const unsigned low = load(dropout.draw, 0), high = load(dropout.draw, 1);
+#endif
+    return philox({{static_cast<unsigned>(block), dropout.site, low, high}}, dropout.key[0], dropout.key[1]);
 }
 
 // Multiplies `N` neighbours, the first of them at `index`, by the mask. Four elements share a draw.

@@ -1,10 +1,11 @@
 //! The launch of `rope.cu`.
 
 use super::dispatch::{Attempt, CudaKernels, aligns, require};
+use super::inputs::Part;
 use super::launch::{KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::op;
 use crate::rope::Direction;
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 
 /// Elements a thread takes at a time.
 const PACK: usize = 8;
@@ -31,13 +32,14 @@ impl<Q: Queue> CudaKernels<Q> {
         let op::Rotate { x, table, positions, direction } = *op;
         let (dtype, rows, half) = (x.tensor().dtype(), x.rows(), table.cos.dim(1)?);
         require(half.is_multiple_of(PACK) && aligns(x, half))?;
-        let starts = positions.documents.map(|starts| Tensor::new(starts, x.tensor().device())).transpose()?;
+        let starts = positions.documents.map(|starts| self.words(Part::Documents, starts, x.tensor().device()));
+        let starts = starts.transpose()?;
         let angles = (positions.past + positions.seq_len.min(rows)) * half;
         let arguments = Rotate {
             x: self.columns(x, dtype)?,
             cos: self.address(&table.cos, DType::F32, angles)?,
             sin: self.address(&table.sin, DType::F32, angles)?,
-            starts: self.optional(starts.as_ref(), DType::U32, rows)?,
+            starts: starts.as_ref().map_or(0, |(address, _owner)| *address),
             rows: to_u32(rows)?,
             stride: to_u32(x.stride())?,
             heads: to_u32(x.count() / (2 * half))?,

@@ -76,7 +76,7 @@ impl<Q: Queue> CudaKernels<Q> {
         require(table.len() == count * ENTRY_WORDS)?;
         let words = Tensor::zeros(count * WORDS, DType::U32, first.device())?;
         let table = Tensor::new(table, first.device())?;
-        let (partial, _owner) = self.queue.scratch(chunks * CHUNK_STATS_BYTES / size_of::<f32>())?;
+        let partial = self.queue.scratch(chunks * CHUNK_STATS_BYTES / size_of::<f32>())?;
         let all = StatsLaunch {
             tensors: self.address(&table, DType::U32, count * ENTRY_WORDS)?,
             partial,

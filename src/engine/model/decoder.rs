@@ -6,6 +6,7 @@
 
 mod backward;
 mod decode;
+mod head;
 
 pub use decode::KvCache;
 
@@ -16,15 +17,16 @@ use super::mixture::ExpertMlps;
 use super::parameters::{ParamRef, Parameters};
 use super::spec::{EmbeddingScale, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole, ParamRole};
 use super::workspace::{BlockActivations, BlockBuffers, LayerScratch, PostNorm, QkNorms, RopeCaches, Workspace};
+use crate::engine::kernels::Kernels;
 use crate::engine::kernels::attention::{AttentionInputs, AttentionShape};
-use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
-use crate::engine::kernels::cross_entropy::{self, HeadGradient, HeadInput, HeadTensor};
+use crate::engine::kernels::columns::ColumnSlice;
 use crate::engine::kernels::dropout::Dropout;
 use crate::engine::kernels::embedding::scale_of_width;
 use crate::engine::kernels::op::{self, Embedding};
+use crate::engine::kernels::pass::PassInputs;
 use crate::engine::kernels::rope::{CosSinCache, Direction, PositionIds};
-use crate::engine::kernels::{HeadHook, Kernels, WeightLayout, view};
 use candle_core::{DType, Result, Tensor, bail};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 /// Whether dropout is on, and its random masks.
@@ -163,13 +165,19 @@ pub struct Decoder {
     first_trained_block: usize,
     final_norm: NormLayer,
     head: ParamRef,
+    /// The distinct windows of attention.
+    windows: Vec<Option<usize>>,
 }
 
 impl Decoder {
     /// The model of `spec` over parameters with the layout of `layout`, computed with `kernels`.
     pub fn new(spec: &ModelSpec, layout: &Parameters, kernels: Arc<dyn Kernels>) -> Result<Self> {
         let embedding = fused_param(layout, ModuleId::global(ModuleOp::Embedding), ParamRole::Weight)?;
+        let mut windows: Vec<_> = (0..spec.num_layers).map(|block| window(spec, block)).collect();
+        windows.sort_unstable();
+        windows.dedup();
         Ok(Self {
+            windows,
             spec: spec.clone(),
             kernels,
             embedding,
@@ -200,11 +208,35 @@ impl Decoder {
         self.kernels.clone()
     }
 
+    /// The host's inputs of a pass in training over `tokens`. `buffers` are gradients and activations, if the pass may be
+    /// recorded: weights, gradients and activations of another identity are in other memory.
+    pub fn pass_inputs<'a>(
+        &'a self,
+        weights: &Parameters,
+        tokens: InputIds<'a>,
+        mode: ForwardMode,
+        (targets, seed, weights_of_targets): (&'a [u32], Option<f32>, Option<&'a [f32]>),
+        buffers: Option<(&Parameters, &Workspace)>,
+    ) -> PassInputs<'a> {
+        let draw = if let ForwardMode::Train { micro_batch, .. } = mode { micro_batch } else { 0 };
+        let identity = |(grads, ws): (&Parameters, &Workspace)| {
+            let mut hasher = DefaultHasher::new();
+            for parameters in [weights, grads] {
+                parameters.hash_identity(&mut hasher);
+            }
+            Arc::as_ptr(&ws.head.padded).hash(&mut hasher);
+            hasher.finish()
+        };
+        let InputIds { ids, seq_len, documents } = tokens;
+        let (windows, buffers) = (&self.windows[..], buffers.map(identity));
+        PassInputs { ids, seq_len, documents, targets, seed, weights: weights_of_targets, draw, windows, buffers }
+    }
+
     /// The attention of block `block` over `batch` sequences.
     fn shape(&self, block: usize, batch: usize, seq_len: usize) -> AttentionShape {
-        let ModelSpec { heads, kv_heads, head_dim, attention_scale, attention_softcap, sliding, .. } = &self.spec;
+        let ModelSpec { heads, kv_heads, head_dim, attention_scale, attention_softcap, .. } = &self.spec;
         let shape = AttentionShape::new(batch, seq_len, *heads, *head_dim);
-        let window = sliding.as_ref().filter(|_| self.spec.is_sliding(block)).map(|sliding| sliding.window);
+        let window = window(&self.spec, block);
         let scale = attention_scale.map_or(shape.scale, |scale| scale as f32);
         let softcap = attention_softcap.map(|cap| cap as f32);
         AttentionShape { kv_heads: *kv_heads, scale, window, softcap, ..shape }
@@ -400,102 +432,15 @@ impl Decoder {
         (scale / self.spec.residual_multiplier) as f32
     }
 
-    /// The operands of logits.
-    fn head_input<'a>(&self, ws: &'a Workspace, weight: &'a Tensor) -> HeadInput<'a> {
-        let softcap = self.spec.logits_softcap.map(|cap| cap as f32);
-        HeadInput { x: ws.hidden(), weight, scale: self.logits_scale(), softcap }
-    }
-
-    /// The factor of logits.
-    fn logits_scale(&self) -> f32 {
-        (1.0 / self.spec.logits_scaling) as f32
-    }
-
-    /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
-    pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
-        let weight = weights.weight(self.head)?;
-        cross_entropy::fused_linear_cross_entropy(
-            self.kernels(),
-            self.head_input(ws, &weight),
-            targets,
-            &ws.head,
-            None,
-            None,
-        )
-    }
-
-    /// The summed loss, and the head's own backward pass with it: dL/dloss = `seed` for each target, times its weight if there are
-    /// `target_weights`.
-    pub fn loss_and_head_gradient(
-        &self,
-        weights: &Parameters,
-        targets: &[u32],
-        (seed, target_weights): (f32, Option<&[f32]>),
-        ws: &Workspace,
-        grads: &Parameters,
-        hook: &mut dyn Hook,
-    ) -> Result<f64> {
-        let dx = &ws.scratch(ws.hidden().dtype())?.gradients()?.normed;
-        let gradient = HeadGradient { seed, weights: target_weights, dx, dweight: grads.trainable(self.head) };
-        let watches = hook.is_active();
-        let mut record = |tensor, first_token, values: &Tensor| {
-            let part = match tensor {
-                HeadTensor::Logits => TensorKind::Output,
-                HeadTensor::LogitsGradient => TensorKind::OutputGradient,
-                HeadTensor::InputGradient => TensorKind::InputGradient,
-                HeadTensor::WeightGradient => TensorKind::WeightGradient,
-            };
-            let first_token = Some(first_token);
-            hook.record(HookPoint { layer: ModuleId::global(ModuleOp::Head), kind: part, first_token }, values)
-        };
-        let weight = weights.weight(self.head)?;
-        let hook: HeadHook<'_> = if watches { Some(&mut record) } else { None };
-        cross_entropy::fused_linear_cross_entropy(
-            self.kernels(),
-            self.head_input(ws, &weight),
-            targets,
-            &ws.head,
-            Some(gradient),
-            hook,
-        )
-    }
-
-    /// The logits `[rows, V]` (compute type, or FP32 if they are capped) of `hidden [rows, D]`, a part of [`Workspace::hidden`].
-    pub fn logits(&self, weights: &Parameters, hidden: &Tensor) -> Result<Tensor> {
-        let weight = weights.weight(self.head)?;
-        let logits = view::zeros(&[hidden.dim(0)?, weight.dim(0)?], hidden.dtype(), hidden.device())?;
-        let (layout, alpha) = (WeightLayout::OutIn, self.logits_scale());
-        if alpha == 1.0 {
-            op::Linear { layout, x: hidden, weight: &weight, bias: None, y: &logits, low_rank: None }
-                .run(self.kernels())?;
-        } else {
-            let (a, b) = (
-                MatmulOperand::plain(ColumnSlice::all(hidden)?),
-                MatmulOperand::transposed(ColumnSlice::all(&weight)?),
-            );
-            let c = ColumnSlice::all(&logits)?;
-            op::Matmul { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels())?;
-        }
-        let Some(cap) = self.spec.logits_softcap else { return Ok(logits) };
-        let capped = view::zeros(logits.dims(), DType::F32, logits.device())?;
-        op::SoftCap { x: &logits, cap: cap as f32, out: &capped }.run(self.kernels())?;
-        Ok(capped)
-    }
-
-    /// The log-probability of one id per row of `logits`, which are [`Self::logits`]: minus the loss of training.
-    pub fn log_probs(&self, logits: &Tensor, ids: &[u32]) -> Result<Vec<f32>> {
-        let losses = view::zeros(&[ids.len()], DType::F32, logits.device())?;
-        let logits = ColumnSlice::all(logits)?;
-        // They are capped already.
-        op::CrossEntropy { logits, softcap: None, targets: ids, losses: &losses, seed: None, weights: None }
-            .run(self.kernels())?;
-        Ok(view::to_host(&losses)?.to_vec1::<f32>()?.into_iter().map(|loss| -loss).collect())
-    }
-
     /// The type that each block computes in: its weights' type.
     fn compute_of_blocks(&self, weights: &Parameters) -> impl Iterator<Item = DType> {
         self.blocks.iter().map(|block| block.qkv.dtype(weights))
     }
+}
+
+/// The window of a block's attention.
+fn window(spec: &ModelSpec, block: usize) -> Option<usize> {
+    spec.sliding.as_ref().filter(|_| spec.is_sliding(block)).map(|sliding| sliding.window)
 }
 
 const EMBEDDING: ModuleId = ModuleId::global(ModuleOp::Embedding);

@@ -18,6 +18,7 @@ use crate::random::{Domain, Stream, site_of};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -404,6 +405,14 @@ impl Parameters {
         match param {
             ParamRef::Trainable(index) => Some(&self.fused[index]),
             ParamRef::Frozen(_) => None,
+        }
+    }
+
+    /// Hashes the identity of each tensor.
+    pub(crate) fn hash_identity(&self, hasher: &mut impl Hasher) {
+        self.fused.iter().for_each(|tensor| tensor.id().hash(hasher));
+        if let Some(base) = &self.base {
+            base.hash_identity(hasher);
         }
     }
 

@@ -448,7 +448,7 @@ impl ModelSpec {
 
     /// The lowest block that has to be in the backward pass, because it or a block below it is trained; the number of blocks if
     /// none has to.
-    pub(super) fn first_trained_block(&self) -> usize {
+    pub(crate) fn first_trained_block(&self) -> usize {
         if self.lora.is_none() && self.frozen.is_empty() {
             return 0;
         }

@@ -44,6 +44,15 @@ struct Allocation {
     void* pages;
     size_t page_bytes;
     bool freed;
+    bool of_graph;
+};
+
+// The driver's numbers of types; copies and fills count as kernels.
+enum NodeType { KERNEL = 0, MEM_ALLOC = 10, MEM_FREE = 11 };
+
+struct Node {
+    int type;
+    std::function<Status()> work;
 };
 
 struct Module {
@@ -67,6 +76,10 @@ Status broken = OK;
 std::string complaint;
 thread_local void* current = nullptr;
 int context, pool;
+// The nodes of the capture in progress, and the first call that it does not allow.
+std::vector<Node>* captured = nullptr;
+void* capture_stream = nullptr;
+bool capture_invalid = false;
 
 struct Guard {
     std::lock_guard<std::recursive_mutex> guard{lock};
@@ -118,6 +131,14 @@ Status work_all(const std::function<bool()>& is_done) {
 
 Status work_all(void* stream) {
     return work_all([=] { return static_cast<Stream*>(stream)->empty(); });
+}
+
+// Whether a call that waits, reads the host's memory or needs its order in the stream is allowed: not in a capture, which it ends.
+Status outside_capture(const char* call) {
+    if (captured == nullptr) return OK;
+    capture_invalid = true;
+    complain("%s is not permitted when the stream is capturing", call);
+    return CAPTURE_UNSUPPORTED;
 }
 
 int gpus() {
@@ -181,8 +202,18 @@ bool is_memory(Address first, size_t bytes) {
     return !next->second.freed && first + bytes <= next->first + next->second.bytes;
 }
 
+bool is_capturing() {
+    Guard guard;
+    return captured != nullptr;
+}
+
 Status enqueue(void* stream, std::function<Status()> work) {
     Guard guard;
+    if (captured != nullptr && stream == capture_stream) {
+        if (capture_invalid) return CAPTURE_INVALIDATED;
+        captured->push_back({KERNEL, std::move(work)});
+        return OK;
+    }
     static_cast<Stream*>(stream)->push_back(std::move(work));
     if (is_early()) work_some([] { return true; });
     return OK;
@@ -262,6 +293,7 @@ EXPORT Status cuCtxSetCurrent(void* it) {
 }
 EXPORT Status cuCtxSynchronize() {
     Guard guard;
+    if (const Status status = outside_capture("cuCtxSynchronize"); status != OK) return status;
     const auto is_done = [] { return std::all_of(streams.begin(), streams.end(), [](const Stream& it) { return it.empty(); }); };
     return ready() ? work_all(is_done) : broken;
 }
@@ -273,6 +305,7 @@ EXPORT Status cuStreamCreate(void** out, unsigned) {
 EXPORT Status cuStreamDestroy_v2(void*) { return OK; }
 EXPORT Status cuStreamSynchronize(void* it) {
     Guard guard;
+    if (const Status status = outside_capture("cuStreamSynchronize"); status != OK) return status;
     return of_stream(it) ? work_all(it) : broken;
 }
 EXPORT Status cuStreamWaitEvent(void* it, Event* event, unsigned) {
@@ -300,15 +333,74 @@ EXPORT Status cuEventRecord(Event* it, void* stream) {
 }
 EXPORT Status cuEventQuery(Event* it) {
     Guard guard;
+    if (const Status status = outside_capture("cuEventQuery"); status != OK) return status;
     if (set_to("STAND_IN_IGNORES", "cuEventQuery")) return OK;
     return ready() ? work_some([=] { return *it->done; }) : broken;
 }
 EXPORT Status cuEventSynchronize(Event* it) {
     Guard guard;
+    if (const Status status = outside_capture("cuEventSynchronize"); status != OK) return status;
     return ready() ? work_all([=] { return *it->done; }) : broken;
 }
 EXPORT Status cuStreamIsCapturing(void*, int* status) {
-    *status = 0;
+    Guard guard;
+    *status = captured == nullptr ? 0 : capture_invalid ? 2 : 1;
+    return OK;
+}
+EXPORT Status cuStreamBeginCapture_v2(void* it, int mode) {
+    Guard guard;
+    // CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    if (!of_stream(it) || captured != nullptr || mode != 1) return complain("begins a capture");
+    captured = new std::vector<Node>;
+    capture_stream = it;
+    capture_invalid = false;
+    return OK;
+}
+EXPORT Status cuStreamEndCapture(void* it, std::vector<Node>** graph) {
+    Guard guard;
+    if (!of_stream(it) || captured == nullptr) return complain("ends no capture");
+    *graph = captured;
+    captured = nullptr;
+    if (!capture_invalid) return OK;
+    delete *graph;
+    *graph = nullptr;
+    return CAPTURE_INVALIDATED;
+}
+EXPORT Status cuGraphInstantiateWithFlags(std::vector<Node>** exec, const std::vector<Node>* graph, unsigned long long flags) {
+    if (flags != 0 || set_to("STAND_IN_GRAPH", "refuse")) return complain("the graph cannot be instantiated");
+    *exec = new std::vector<Node>(*graph);
+    return OK;
+}
+EXPORT Status cuGraphDestroy(std::vector<Node>* it) {
+    delete it;
+    return OK;
+}
+EXPORT Status cuGraphExecDestroy(std::vector<Node>* it) {
+    delete it;
+    return OK;
+}
+EXPORT Status cuGraphGetNodes(std::vector<Node>* graph, Node** nodes, size_t* count) {
+    *count = graph->size();
+    for (size_t i = 0; nodes != nullptr && i < *count; ++i) nodes[i] = &(*graph)[i];
+    return OK;
+}
+EXPORT Status cuGraphNodeGetType(const Node* node, int* type) {
+    *type = node->type;
+    return OK;
+}
+// Deliberate faults of all graphs: they leave their last node out, never end, or crash.
+EXPORT Status cuGraphLaunch(const std::vector<Node>* exec, void* it) {
+    Guard guard;
+    if (!of_stream(it) || captured != nullptr) return complain("launches a graph");
+    if (const char* const log = std::getenv("STAND_IN_GRAPH_LOG")) {
+        FILE* const file = std::fopen(log, "a");
+        std::fprintf(file, "%zu\n", exec->size());
+        std::fclose(file);
+    }
+    while (set_to("STAND_IN_GRAPH", "hang")) sleep(1);
+    if (set_to("STAND_IN_GRAPH", "crash")) std::abort();
+    const size_t count = exec->size() - set_to("STAND_IN_GRAPH", "wrong");
+    for (size_t i = 0; i < count; ++i) enqueue(it, (*exec)[i].work);
     return OK;
 }
 EXPORT Status cuMemGetInfo_v2(size_t* free, size_t* total) {
@@ -329,7 +421,9 @@ EXPORT Status cuMemAllocAsync(Address* out, size_t bytes, void* it) {
     *out = reinterpret_cast<Address>(pages) + before - room;
     // NaN in every type.
     std::memset(reinterpret_cast<void*>(*out), 0xff, room);
-    memory[*out] = {bytes, pages, before + PAGE, false};
+    memory[*out] = {bytes, pages, before + PAGE, false, captured != nullptr};
+    // Such memory stays, so that the graph can be repeated.
+    if (captured != nullptr) captured->push_back({MEM_ALLOC, [] { return OK; }});
     used += bytes;
     most_used = std::max(most_used, used);
     return OK;
@@ -339,6 +433,11 @@ EXPORT Status cuMemFreeAsync(Address address, void* it) {
     if (broken != OK || current != &context) return broken;
     const auto found = memory.find(address);
     if (!of_stream(it) || found == memory.end() || found->second.freed) return complain("frees what was not allocated");
+    if (captured != nullptr) {
+        if (!found->second.of_graph) return outside_capture("cuMemFreeAsync of other memory");
+        captured->push_back({MEM_FREE, [] { return OK; }});
+        return OK;
+    }
     found->second.freed = true;
     return enqueue(it, [=] {
         release(address);
@@ -355,6 +454,8 @@ EXPORT Status cuMemsetD8Async(Address to, unsigned char value, size_t bytes, voi
 }
 EXPORT Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, void* it) {
     Guard guard;
+    // The driver would record the host's address, which is of no use later.
+    if (const Status status = outside_capture("cuMemcpyHtoDAsync"); status != OK) return status;
     if (!of_stream(it) || !is_memory(to, bytes)) return complain("sends to memory that is not there");
     // The driver copies memory whose pages are not locked before it returns.
     const auto* first = static_cast<const unsigned char*>(from);
@@ -365,6 +466,7 @@ EXPORT Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, v
 }
 EXPORT Status cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, void* it) {
     Guard guard;
+    if (const Status status = outside_capture("cuMemcpyDtoHAsync"); status != OK) return status;
     if (!of_stream(it) || !is_memory(from, bytes)) return complain("fetches memory that is not there");
     // If the target's pages are not locked, the driver finishes the copy before it returns.
     if (work_all(it) == OK) std::memcpy(to, reinterpret_cast<const void*>(from), bytes);
@@ -381,6 +483,7 @@ EXPORT Status cuMemcpyDtoDAsync_v2(Address to, Address from, size_t bytes, void*
 
 EXPORT Status cuModuleLoadData(Module** out, const void* image) {
     const char* text = static_cast<const char*>(image);
+    if (const Status status = outside_capture("cuModuleLoadData"); status != OK) return status;
     if (!ready() || std::strstr(text, ".version") == nullptr) return complain("loads what is no PTX");
     *out = new Module{text};
     return OK;

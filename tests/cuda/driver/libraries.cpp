@@ -18,6 +18,7 @@ constexpr Status REFUSED = 7;
 struct Handle {
     void* stream = nullptr;
     int math_mode = 0;
+    Address workspace = 0;
 };
 
 size_t size_of(int type) { return type == F32 ? 4 : 2; }
@@ -83,7 +84,12 @@ EXPORT Status cublasDestroy_v2(Handle* it) {
 }
 EXPORT Status cublasSetStream_v2(Handle* it, void* stream) {
     it->stream = stream;
+    it->workspace = 0;
     return OK;
+}
+EXPORT Status cublasSetWorkspace_v2(Handle* it, void* workspace, size_t bytes) {
+    it->workspace = reinterpret_cast<Address>(workspace);
+    return is_memory(it->workspace, bytes) ? OK : REFUSED;
 }
 EXPORT Status cublasSetMathMode(Handle* it, int mode) {
     it->math_mode = mode;
@@ -103,6 +109,11 @@ EXPORT Status cublasGemmStridedBatchedEx(Handle* handle, int transa, int transb,
     // CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
     if (half && (handle->math_mode & 16) == 0) {
         complain("sums of a product may be rounded to 16 bits in between");
+        return REFUSED;
+    }
+    // cuBLAS would allocate one.
+    if (is_capturing() && handle->workspace == 0) {
+        complain("a product in a capture without a workspace");
         return REFUSED;
     }
     if (!ready() || handle->stream == nullptr || compute != COMPUTE_32F || !(half || a_type == F32) || a_type != b_type ||

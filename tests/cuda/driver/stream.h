@@ -9,7 +9,8 @@ typedef unsigned long long Address;
 
 namespace stand_in {
 
-constexpr Status OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_READY = 600, FAILED = 700;
+constexpr Status OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_READY = 600, FAILED = 700,
+                 CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901;
 
 // Prints what is wrong with a call, keeps it for cuGetErrorString, and fails.
 [[gnu::visibility("default")]] Status complain(const char* format, ...);
@@ -19,7 +20,9 @@ constexpr Status OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_FOUND = 500, NOT_RE
 [[gnu::visibility("default")]] bool ready();
 // Whether a range is inside one allocation.
 [[gnu::visibility("default")]] bool is_memory(Address first, size_t bytes);
-// Queues `work` in a stream. It runs when the program waits; again and again while it is NOT_READY.
+// Whether a stream records its work instead of queueing it.
+[[gnu::visibility("default")]] bool is_capturing();
+// Queues `work` in a stream, or records it. It runs when the program waits; again and again while it is NOT_READY.
 [[gnu::visibility("default")]] Status enqueue(void* stream, std::function<Status()> work);
 
 }  // namespace stand_in

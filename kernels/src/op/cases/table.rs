@@ -60,9 +60,7 @@ impl Cases {
             for types in PAIRS.into_iter().chain(wider) {
                 let embed =
                     |backward| [true, false].map(|positions| Operation::Embed { backward, positions, types, drops });
-                // Candle embeds tokens.
-                self.add(Case::CPU, embed(false));
-                self.add("embedding", embed(true));
+                self.add("embedding", [embed(false), embed(true)].concat());
             }
         }
         // The long sides are cut for cuBLAS if they are no multiple of 8.

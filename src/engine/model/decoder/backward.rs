@@ -43,18 +43,30 @@ impl Decoder {
         hook: &mut dyn Hook,
     ) -> Result<()> {
         self.check(tokens, ws)?;
+        let Some(mut residual) = ws.backward.take() else { bail!("this workspace has no buffers for a backward pass") };
+        let done = self.backward_into(weights, tokens, mode, ws, (grads, &mut residual), hook);
+        ws.backward = Some(residual);
+        done
+    }
+
+    fn backward_into(
+        &self,
+        weights: &Parameters,
+        tokens: InputIds<'_>,
+        mode: ForwardMode,
+        ws: &Workspace,
+        (grads, ResidualGrad { stream, order }): (&Parameters, &mut ResidualGrad),
+        hook: &mut dyn Hook,
+    ) -> Result<()> {
         let kernels = self.kernels();
-        let Some(ResidualGrad { stream, mut order }) = ws.backward.take() else {
-            bail!("this workspace has no buffers for a backward pass")
-        };
         order.resize(tokens.ids.len(), 0);
-        op::Zero { x: &stream }.run(kernels)?;
+        op::Zero { x: stream }.run(kernels)?;
         let scratch = ws.scratch(ws.hidden().dtype())?;
         let dy = &scratch.gradients()?.normed;
         let last = &ws.stream[self.spec.num_layers];
         let adapters = AdapterPass::default();
         let cx = &mut Context { kernels, weights, grads: Some(grads), mode, adapters, hook };
-        self.final_norm.backward(cx, last, &ws.final_norm, dy, (&stream, WriteMode::Accumulate))?;
+        self.final_norm.backward(cx, last, &ws.final_norm, dy, (stream, WriteMode::Accumulate))?;
         for i in (self.first_trained_block..self.spec.num_layers).rev() {
             if ws.keep() == Checkpointing::PerBlock {
                 self.forward_block(cx, i, ws)?;
@@ -65,7 +77,7 @@ impl Decoder {
                     _ => {}
                 }
             }
-            self.backward_block(cx, i, ws, &stream)?;
+            self.backward_block(cx, i, ws, stream)?;
             cx.hook.complete(PrecisionUnit::Block(i))?;
         }
         let dpositions = self.positions.and_then(|positions| grads.trainable(positions));
@@ -74,14 +86,8 @@ impl Decoder {
             op::Zero { x }.run(kernels)?;
         }
         if dtable.or(dpositions).is_some() {
-            op::EmbedBackward {
-                input: self.embed(weights, tokens, mode),
-                dx: &stream,
-                order: &mut order,
-                dtable,
-                dpositions,
-            }
-            .run(kernels)?;
+            op::EmbedBackward { input: self.embed(weights, tokens, mode), dx: stream, order, dtable, dpositions }
+                .run(kernels)?;
         }
         if let Some(dtable) = dtable {
             cx.hook.record_whole(EMBEDDING, TensorKind::WeightGradient, dtable)?;
@@ -89,7 +95,6 @@ impl Decoder {
         if let Some(grad) = dpositions {
             cx.hook.record_whole(ModuleId::global(ModuleOp::Positions), TensorKind::WeightGradient, grad)?;
         }
-        ws.backward = Some(ResidualGrad { stream, order });
         Ok(())
     }
 

@@ -65,7 +65,7 @@ pub(super) struct BenchArgs {
     /// Device: auto, cpu, cuda, cuda:N or metal
     #[arg(long, default_value = "auto")]
     device: String,
-    /// Kernels: auto, candle, fused or eager
+    /// Kernels: auto, candle or fused
     #[arg(long, value_name = "NAME", hide = true, default_value = "auto")]
     kernels: KernelBackend,
     /// Threads [default: one per core]

@@ -221,9 +221,9 @@ impl Reduction {
                 zero[i] += less >> 31;
                 below[i] += lanes[i].wrapping_sub(threshold) >> 31;
             }
-            for i in 0..LANES {
-                let x = f64::from(f32::from_bits(lanes[i]));
-                self.sum_squares[i] += x * x;
+            for (sum, bits) in self.sum_squares.iter_mut().zip(lanes) {
+                let x = f64::from(f32::from_bits(*bits));
+                *sum += x * x;
             }
         }
         (u64::from(zero.iter().sum::<u32>()), u64::from(below.iter().sum::<u32>()))

@@ -38,17 +38,51 @@ impl AsyncExchange {
 
     /// Sends `out[r]` to each rank `r`, and receives bytes for each of `into`, after the earlier exchanges.
     pub(crate) fn start(&self, out: Buffers, into: Buffers) -> Result<()> {
-        self.requests.send((out, into)).map_err(|_| stopped())
+        self.requests.send((out, into)).map_err(|_| self.failure())
     }
 
     /// Waits for the first exchange that has not been waited for, and returns the received bytes.
     pub(crate) fn wait(&mut self) -> Result<Buffers> {
-        let (into, time) = self.completed.recv().map_err(|_| stopped())??;
+        let (into, time) = self.completed.recv().map_err(|_| self.failure())??;
         self.total += time;
         Ok(into)
     }
+
+    /// The error after which the thread has ended.
+    fn failure(&self) -> Error {
+        let stopped = || Error::Collective("the thread that exchanges bytes has stopped".into());
+        self.completed.iter().find_map(Result::err).unwrap_or_else(stopped)
+    }
 }
 
-fn stopped() -> Error {
-    Error::Collective("the thread that exchanges bytes has stopped".into())
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Lost;
+
+    impl ProcessGroup for Lost {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn world_size(&self) -> usize {
+            2
+        }
+
+        fn all_to_all(&self, _: &[&[u8]], _: &mut [&mut [u8]]) -> Result<()> {
+            Err(Error::Collective("lost connection to process 1".into()))
+        }
+    }
+
+    #[test]
+    fn a_request_after_a_failure_returns_its_cause() {
+        std::thread::scope(|scope| {
+            let exchange = AsyncExchange::spawn(scope, &Lost);
+            // The thread may fail after several requests.
+            let error = std::iter::repeat_with(|| exchange.start(Vec::new(), Vec::new())).find_map(Result::err);
+            assert!(error.unwrap().to_string().contains("lost connection to process 1"));
+        });
+    }
 }

@@ -23,7 +23,7 @@ pub struct CrossEntropyWorkspace<T = Tensor> {
     pub weight_sum: Option<T>,
     /// One loss per row, FP32.
     pub losses: T,
-    /// [`Self::padded_logits`], once they are used.
+    /// Logits whose rows begin at multiples of 16 bytes, once they are used.
     pub padded: Arc<OnceLock<T>>,
 }
 

@@ -47,6 +47,7 @@ parser.add_argument("--tests", type=Path, help="the test program `cuda`")
 parser.add_argument("--stand-in", type=Path, metavar="DIR", help="what .ci/cuda-stand-in has built")
 parser.add_argument("--libraries", type=Path, metavar="DIR", help="where libcudart and libnvrtc are, if the loader must be told")
 parser.add_argument("--only", default="operations,runs,families,own,graphs,killed,commands,refused,bench", metavar="PARTS", help="separated by commas")
+parser.add_argument("--waves", default="0,1,2,3", help="which of PEERS `ratios` measures")
 args = parser.parse_args()
 
 environment = dict(os.environ)
@@ -630,6 +631,61 @@ def bench():
                 row(what, passed, f"first losses within {error:.1e} (allowed {tolerance:.0e}), {skipped} steps skipped{rates}")
 
 
+# Peers that compile at once: model, shape, batches in a step, rank of LoRA, flags of the peer, the ratio to reach.
+PEERS = [
+    [
+        ("distilgpt2", "8x1024", 1, None, ["--compile", "--pad-vocab"], 1.2),
+        ("distilgpt2", "32x32", 1, None, ["--compile", "--pad-vocab"], 2.0),
+        ("distilgpt2", "32x32", 1, None, ["--pad-vocab"], 3.0),
+        ("smollm2-135m", "8x512", 1, None, ["--compile"], 1.5),
+    ],
+    [(model, "8x1024", 4, None, ["--compile"], 1.3) for model in ("qwen2.5-0.5b", "gemma3-270m")],
+    [(model, "8x1024", 4, None, ["--compile"], 1.3) for model in ("qwen3-0.6b", "llama3.2-1b")],
+    [(model, "8x1024", 4, 16, ["--compile"], 1.5) for model in ("qwen2.5-0.5b", "qwen3-0.6b", "llama3.2-1b", "gemma3-270m")],
+]
+ROUNDS = 3
+
+
+def ratios():
+    """The speed of `finetune bench` in BF16 and PyTorch's, measured in turn. A row fails if a program does, not by its ratio."""
+    if args.stand_in:
+        return print("skipped: ratios to PyTorch, which needs a GPU", flush=True)
+    for wave in [PEERS[int(index)] for index in args.waves.split(",")]:
+        measured = []
+        for model, shape, accumulated, rank, flags, aim in wave:
+            batch, seq = shape.split("x")
+            flags = ["--device", "cuda", "--dtype", "bf16_amp", "--warmup", 5, "--steps", 10, "--rounds", ROUNDS, *flags]
+            size = ["--model", model, "--grad-accum", accumulated, *(["--lora", rank] if rank else [])]
+            words = [sys.executable, ROOT / "benches/torch_step.py", *size, "--batch", batch, "--seq", seq, *flags]
+            peer = subprocess.Popen([str(word) for word in words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            ours = [args.finetune, "bench", *size, "--batch-size", batch, "--seq-len", seq, "--device", "cuda", "--dtype", "bf16", "--steps", 15]
+            measured.append((f"{model}, {shape}{' LoRA' if rank else ''}{'' if '--compile' in flags else ', not compiled'}", peer, ours, aim))
+        # Each has compiled when it is ready; one that ends prints nothing.
+        ready = [peer.stdout.readline() for _, peer, _, _ in measured]
+        for (what, peer, ours, aim), first in zip(measured, ready):
+            rounds = []
+            for _ in range(ROUNDS if first else 0):
+                code, out, err = run(*ours)
+                print("go", file=peer.stdin, flush=True)
+                theirs = peer.stdout.readline()
+                peer.stdout.readline()
+                if code != 0 or not theirs:
+                    row(what, False, last_line(err, "the peer ended"))
+                    break
+                rounds.append((json.loads(out), json.loads(theirs)))
+            peer.stdin.close()
+            peer.wait()
+            if not rounds:
+                row(what, False, "the peer did not start")
+                continue
+            rates = [(a["tokens_per_s"], b["tokens_per_s"]) for a, b in rounds]
+            found = sorted(a / b for a, b in rates)
+            medians = [statistics.median(rate) for rate in zip(*rates)]
+            mib = [rounds[-1][0]["peak_device_mib"], rounds[-1][1]["peak_device_mib"]]
+            figures = f"{rounds[-1][0]['gflops'] / 1e3:.0f} TFLOP/s; {medians[0]:,.0f} and {medians[1]:,.0f} tokens/s, ratio {statistics.median(found):.2f} ({found[0]:.2f}–{found[-1]:.2f}), aim {aim}"
+            row(what, True, f"{figures}; {mib[0]} and {mib[1]} MiB")
+
+
 def operations():
     if args.tests is None:
         return row("candle's operations", False, "name the test program with --tests")
@@ -640,7 +696,7 @@ def operations():
 
 parts = {
     "operations": operations, "runs": runs, "families": families, "own": own, "killed": killed, "processes": processes,
-    "nccl": nccl, "exchange": exchange, "graphs": graphs,
+    "nccl": nccl, "exchange": exchange, "graphs": graphs, "ratios": ratios,
     "commands": commands, "refused": refused, "bench": bench,
 }
 # The stand-in computes on one core.

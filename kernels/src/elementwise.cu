@@ -22,14 +22,6 @@ struct Residual {
     Dropout dropout;
 };
 
-struct Fill {
-    const void* row;  // [width], T
-    void* out;        // [rows, width], T
-    u64 len;          // rows · width
-    unsigned width;   // a multiple of N
-    unsigned unused;
-};
-
 constexpr unsigned THREADS = 256;
 constexpr int N = 8;
 
@@ -119,17 +111,7 @@ template <class S, class T> __device__ void residual_backward(const Residual& a)
     });
 }
 
-// Copies one row into every row.
-template <class T> __device__ void fill_rows(const Fill& a) {
-    for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
-        float x[N];
-        load_pack<T>(a.row, at % a.width, whole, count, x);
-        store_pack<T>(a.out, at, whole, count, x);
-    });
-}
-
 ENTRIES(activate, THREADS, Activate)
 ENTRIES(activate_backward, THREADS, Activate)
 ENTRIES_WIDE_FIRST(residual_add, THREADS, Residual)
 ENTRIES_WIDE_FIRST(residual_backward, THREADS, Residual)
-ENTRIES(fill_rows, THREADS, Fill)

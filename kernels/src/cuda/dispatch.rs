@@ -82,20 +82,14 @@ impl<Q: Queue> CudaKernels<Q> {
 
     fn linear(&self, op: &op::Linear<'_>) -> Attempt {
         require(op.low_rank.is_none())?;
-        let mode = match op.bias {
-            None => WriteMode::Overwrite,
-            Some(bias) => {
-                self.fill_rows(bias, op.y)?;
-                WriteMode::Accumulate
-            }
-        };
         let b = MatmulOperand { columns: ColumnSlice::all(op.weight)?, transposed: op.layout == WeightLayout::OutIn };
         let a = MatmulOperand::plain(ColumnSlice::all(op.x)?);
-        self.product(&op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(op.y)?, mode })
+        let product = op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(op.y)?, mode: WriteMode::Overwrite };
+        require(self.queue.product(&product, op.bias)?)
     }
 
     fn product(&self, op: &op::Matmul<'_>) -> Attempt {
-        require(self.queue.product(op)?)
+        require(self.queue.product(op, None)?)
     }
 
     fn sum_rows(&self, op: &op::SumRows<'_>) -> Attempt {

@@ -27,14 +27,6 @@ arguments! {
         len: u64,
         dropout: DropoutArgs,
     }
-
-    struct Fill {
-        row: u64,
-        out: u64,
-        len: u64,
-        width: u32,
-        unused: u32,
-    }
 }
 
 /// Whether the kernels that look at rows can take rows of this width.
@@ -119,20 +111,5 @@ impl<Q: Queue> CudaKernels<Q> {
         };
         // SAFETY: every buffer was found large enough.
         Ok(unsafe { self.queue.launch(&launch(kernel, &types, len)?, &arguments) }?)
-    }
-
-    /// Puts `row` into every row of `out`.
-    pub(super) fn fill_rows(&self, row: &Tensor, out: &Tensor) -> Attempt {
-        let (width, len, dtype) = (row.elem_count(), out.elem_count(), out.dtype());
-        require(serves(width) && len.is_multiple_of(width))?;
-        let arguments = Fill {
-            row: self.address(row, dtype, width)?,
-            out: self.address(out, dtype, len)?,
-            len: len as u64,
-            width: to_u32(width)?,
-            unused: 0,
-        };
-        // SAFETY: every buffer was found large enough.
-        Ok(unsafe { self.queue.launch(&launch("fill_rows", &[dtype], len)?, &arguments) }?)
     }
 }

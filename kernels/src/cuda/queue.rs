@@ -1,7 +1,7 @@
 //! Launches on a GPU, in candle's stream.
 
 use super::launch::{ALIGNMENT, Arguments, KernelLaunch, Queue};
-use super::product;
+use super::product::{self, Products};
 use crate::op;
 use crate::pass::PassFn;
 use candle_core::cuda_backend::cudarc::driver::{
@@ -37,6 +37,8 @@ pub(crate) struct CudaQueue {
     /// The last is the largest. Operations share it, since they run one after the other. All stay, because recorded passes have
     /// their addresses.
     scratch: Mutex<Vec<CudaSlice<f32>>>,
+    /// Empty before the first product.
+    pub(super) products: Mutex<Option<Products>>,
 }
 
 /// A recorded pass.
@@ -81,11 +83,16 @@ unsafe impl<A: Arguments> DeviceRepr for Argument<A> {}
 
 impl CudaQueue {
     pub(crate) fn new(device: &CudaDevice) -> Self {
-        Self { device: device.clone(), capturing: AtomicBool::new(false), scratch: Mutex::default() }
+        Self {
+            device: device.clone(),
+            capturing: AtomicBool::new(false),
+            scratch: Mutex::default(),
+            products: Mutex::default(),
+        }
     }
 
     /// The address of memory of this device. The caller keeps the memory until its users are launched.
-    fn start<T>(&self, slice: &CudaSlice<T>) -> u64 {
+    pub(super) fn start<T>(&self, slice: &CudaSlice<T>) -> u64 {
         slice.device_ptr(&self.device.cuda_stream()).0
     }
 
@@ -196,7 +203,7 @@ impl Queue for CudaQueue {
         Ok(address.is_multiple_of(ALIGNMENT).then_some(address))
     }
 
-    fn product(&self, op: &op::Matmul<'_>) -> Result<bool> {
-        product::product(self, op)
+    fn product(&self, op: &op::Matmul<'_>, bias: Option<&Tensor>) -> Result<bool> {
+        product::product(self, op, bias)
     }
 }

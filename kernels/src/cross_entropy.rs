@@ -9,7 +9,6 @@ use crate::rows::{Rows, STRIPE, WORK, for_each_part_with_scratch, max, sum, writ
 use crate::view::{self, AllocFn, View, ViewMut, read, to_host, write, write_f32};
 use crate::{HeadHook, Kernels, op};
 use candle_core::{DType, Result, Tensor};
-use std::sync::{Arc, OnceLock};
 
 /// A target excluded from the loss: padding, or a prompt that is not trained on.
 pub const IGNORE: u32 = u32::MAX;
@@ -17,29 +16,22 @@ pub const IGNORE: u32 = u32::MAX;
 /// The head's buffers: a tile of logits and a sum over tiles.
 #[derive(Debug)]
 pub struct CrossEntropyWorkspace<T = Tensor> {
-    /// `[tile, V]`, compute type.
+    /// `[tile, V]` in the compute type, with space for rows that begin at multiples of 16 bytes.
     pub logits: T,
     /// `[V, D]`, FP32; only if the gradient has a narrower type and is summed over more than one tile.
     pub weight_sum: Option<T>,
     /// One loss per row, FP32.
     pub losses: T,
-    /// Logits whose rows begin at multiples of 16 bytes, once they are used.
-    pub padded: Arc<OnceLock<T>>,
 }
 
 impl CrossEntropyWorkspace {
-    /// Logits whose rows begin at multiples of 16 bytes, which makes cuBLAS several times as fast; `None` if those of `logits` do.
-    fn padded_logits(&self) -> Result<Option<Tensor>> {
-        const MULTIPLE: usize = 8;
-        let (rows, vocab) = self.logits.dims2()?;
-        if vocab.is_multiple_of(MULTIPLE) {
-            return Ok(None);
+    /// The first `rows` rows of the tile of logits: `[rows, vocab]`, or wider with rows that begin at multiples of 16 bytes, which
+    /// makes cuBLAS several times as fast.
+    fn tile(&self, rows: usize, vocab: usize, pads: bool) -> Result<Tensor> {
+        if pads {
+            return self.logits.narrow(0, 0, rows);
         }
-        if self.padded.get().is_none() {
-            let shape = (rows, vocab.next_multiple_of(MULTIPLE));
-            let _ = self.padded.set(Tensor::zeros(shape, self.logits.dtype(), self.logits.device())?);
-        }
-        Ok(self.padded.get().cloned())
+        self.logits.flatten_all()?.narrow(0, 0, rows * vocab)?.reshape((rows, vocab))
     }
 
     /// The sum of the losses of all rows.
@@ -54,24 +46,31 @@ impl CrossEntropyWorkspace {
 /// masters, moments and gradient.
 const MIN_TILE: usize = 256;
 
+/// Widths of logits in memory are a multiple of this.
+const PADDED_TO: usize = 8;
+
 /// The maximum bytes of a tile of logits, which bounds the head's memory for any batch. Tiles of an FP32 gradient are
-/// summed in the gradient itself and take no extra memory; each tile costs about 2 % of a step's time.
-fn tile_bytes(grads: Option<DType>) -> usize {
-    if grads == Some(DType::F32) { 1 << 26 } else { 1 << 27 }
+/// summed in the gradient itself and take no extra memory; each tile costs about 2 % of a step's time. On a GPU, to read
+/// and write the sum for each tile takes longer than the tile's products.
+fn tile_bytes(grads: Option<DType>, on_gpu: bool) -> usize {
+    match grads {
+        _ if on_gpu => 1 << 32,
+        Some(DType::F32) => 1 << 26,
+        _ => 1 << 27,
+    }
 }
 
 impl<T> CrossEntropyWorkspace<T> {
     /// For `tokens` rows, `vocab` columns and inputs of `width`; `grads` is the weight gradient's type, `None` for a
     /// workspace that only evaluates.
     pub fn alloc(
-        tokens: usize,
-        vocab: usize,
-        width: usize,
+        [tokens, vocab, width]: [usize; 3],
         compute: DType,
         grads: Option<DType>,
+        on_gpu: bool,
         allocate: AllocFn<'_, T>,
     ) -> Result<Self> {
-        let tile = (tile_bytes(grads) / compute.size_in_bytes() / vocab).max(MIN_TILE).min(tokens);
+        let tile = (tile_bytes(grads, on_gpu) / compute.size_in_bytes() / vocab).max(MIN_TILE).min(tokens);
         Self::with_tiles(tokens.div_ceil(tile), [tokens, vocab, width], compute, grads, allocate)
     }
 
@@ -87,10 +86,9 @@ impl<T> CrossEntropyWorkspace<T> {
         let tile = tokens.div_ceil(tiles).next_multiple_of(8).min(tokens);
         let sum_over_tiles = tiles > 1 && grads.is_some_and(|dtype| dtype != DType::F32);
         Ok(Self {
-            logits: allocate(&[tile, vocab], compute)?,
+            logits: allocate(&[tile, vocab.next_multiple_of(PADDED_TO)], compute)?,
             weight_sum: sum_over_tiles.then(|| allocate(&[vocab, width], DType::F32)).transpose()?,
             losses: allocate(&[tokens], DType::F32)?,
-            padded: Arc::default(),
         })
     }
 }
@@ -157,7 +155,7 @@ pub fn write_losses(
     gradient: Option<HeadGradient<'_>>,
     mut hook: HeadHook<'_>,
 ) -> Result<()> {
-    let padded = if hook.is_none() && kernels.pads_logits() { workspace.padded_logits()? } else { None };
+    let pads = hook.is_none() && kernels.pads_logits();
     let product = |a: MatmulOperand<'_>, b: MatmulOperand<'_>, c: ColumnSlice<'_>, mode: WriteMode| {
         op::Matmul { a, b, alpha: scale, c, mode }.run(kernels)
     };
@@ -166,7 +164,7 @@ pub fn write_losses(
     for first in (0..rows).step_by(tile) {
         let count = tile.min(rows - first);
         let (x, losses) = (x.narrow(0, first, count)?, workspace.losses.narrow(0, first, count)?);
-        let tile = padded.as_ref().unwrap_or(&workspace.logits).narrow(0, 0, count)?;
+        let tile = workspace.tile(count, vocab, pads)?;
         let logits = ColumnSlice::new(&tile, 0..vocab)?;
         product(whole(&x)?, MatmulOperand::transposed(ColumnSlice::all(weight)?), logits, WriteMode::Overwrite)?;
         hook(HeadTensor::Logits, first, &tile)?;

@@ -364,9 +364,15 @@ impl MemoryArgs {
             return Err(Error::config("--processes", format!("{} is not a number from 1 to 1024", self.processes)));
         }
         let prompt = run.and_then(|run| run.started.config.pointer("/train/prompt")?.as_str());
+        let on_gpu = self.gpu || run.is_some_and(|run| run.started.device != "cpu");
         let setup = TrainSetup {
             shape: [batch, seq, accum],
-            layout: DistributedLayout { world_size: self.processes, sharding: self.shard, shards_on_host: false },
+            layout: DistributedLayout {
+                world_size: self.processes,
+                sharding: self.shard,
+                on_gpu,
+                shards_on_host: false,
+            },
             budget: self.memory,
             rank: self.rank,
             keep: run.map_or(Checkpointing::None, RunData::keep),
@@ -374,7 +380,6 @@ impl MemoryArgs {
             sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
             threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
             process: program,
-            stores_scores: self.gpu || run.is_some_and(|run| run.started.device != "cpu"),
         };
         let mut memory = MemoryPlan::new(&name, &config, setup)?;
         let as_it_ran = self.model.is_none() && self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();

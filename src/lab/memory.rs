@@ -192,14 +192,12 @@ pub struct TrainSetup {
     pub threads: Option<usize>,
     /// The memory of the program itself with its tokenizer, in bytes.
     pub process: u64,
-    /// Whether attention's scores are stored, as by candle's operations on a GPU.
-    pub stores_scores: bool,
 }
 
 impl TrainSetup {
     /// This engine's memory, the program's own included. `config` has the adapters, if there are any.
     pub fn engine(&self, config: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<MemoryItem>> {
-        let kernels: &dyn Kernels = if self.stores_scores { &CandleKernels } else { &Fused };
+        let kernels: &dyn Kernels = if self.layout.on_gpu { &CandleKernels } else { &Fused };
         let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
         let mut bytes = MemoryEstimate::new(self.layout, config, policy, self.shape, self.keep, kind, kernels)?;
         bytes.scratch += sample_bytes(config, policy, tokens, prompt);
@@ -536,12 +534,13 @@ mod tests {
         insta::assert_snapshot!("memory_7b", large.page(80).text());
     }
 
-    /// Eight matrices of 4 heads × 256² scores for each of 8 sequences, in FP32.
+    /// With candle's operations. Eight matrices of 4 heads × 256² scores for each of 8 sequences, in FP32.
     #[test]
     fn a_gpus_stored_scores_are_counted() {
-        let config = ModelSpec { heads: 4, ..model_named("distilgpt2").unwrap() };
-        let bytes = |stores_scores| {
-            let setup = TrainSetup { stores_scores, ..setup([8, 256, 1], None) };
+        let config = ModelSpec { heads: 4, vocab_size: 1000, ..model_named("distilgpt2").unwrap() };
+        let bytes = |on_gpu| {
+            let layout = DistributedLayout { on_gpu, ..DistributedLayout::SINGLE };
+            let setup = TrainSetup { layout, ..setup([8, 256, 1], None) };
             total(&setup.engine(&config, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
         };
         assert_eq!(bytes(true) - bytes(false), 8 * 8 * 4 * 256 * 256 * 4);

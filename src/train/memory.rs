@@ -20,13 +20,16 @@ pub struct DistributedLayout {
     pub world_size: usize,
     /// The state that is split among the processes.
     pub sharding: Sharding,
-    /// Whether the memory is a GPU's and the shards of several processes are on the CPU.
+    /// Whether the memory is a GPU's.
+    pub on_gpu: bool,
+    /// Whether the shards of several processes on GPUs are on the CPU.
     pub shards_on_host: bool,
 }
 
 impl DistributedLayout {
     /// A single process on a CPU.
-    pub const SINGLE: Self = Self { world_size: 1, sharding: Sharding::Optimizer, shards_on_host: false };
+    pub const SINGLE: Self =
+        Self { world_size: 1, sharding: Sharding::Optimizer, on_gpu: false, shards_on_host: false };
 }
 
 impl Default for DistributedLayout {
@@ -57,7 +60,7 @@ pub struct MemoryEstimate {
 impl MemoryEstimate {
     /// For each process, with batches of `batch` sequences of `seq_len` tokens, `grad_accum` of them in a step.
     pub fn new(
-        DistributedLayout { world_size, sharding, shards_on_host }: DistributedLayout,
+        DistributedLayout { world_size, sharding, on_gpu, shards_on_host }: DistributedLayout,
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         [batch, seq_len, grad_accum]: [usize; 3],
@@ -73,7 +76,7 @@ impl MemoryEstimate {
             Sharding::Optimizer => parameters,
         };
         let frozen = FrozenBytes::new(spec, policy, batch * seq_len);
-        let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep)?;
+        let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep, on_gpu)?;
         let (mut masters, weights) = MasterWeights::bytes(parameters, policy, world_size);
         let (mut gradients, sum) = Gradients::bytes((parameters, one_block), policy, grad_accum, world_size, sharding);
         let scores = kernels.score_bytes(&AttentionShape::new(batch, seq_len, spec.heads, spec.head_dim))?;
@@ -100,14 +103,15 @@ impl MemoryEstimate {
 /// and gradients, and FP32 weights unless the weights are FP32; also whole masters, and whole gradients if they are sharded. The
 /// blocks of a base are shared.
 pub fn probe_bytes(
-    DistributedLayout { world_size, sharding, .. }: DistributedLayout,
+    DistributedLayout { world_size, sharding, on_gpu, .. }: DistributedLayout,
     spec: &ModelSpec,
     policy: PrecisionPolicy,
     [batch, seq_len]: [usize; 2],
 ) -> Result<u64> {
     let exact = PrecisionPolicy::FP32;
     let trained = spec.trained_count();
-    let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], Checkpointing::None)?;
+    let keep = Checkpointing::None;
+    let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], keep, on_gpu)?;
     let mut gathered = if world_size > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
     if world_size > 1 && sharding == Sharding::Gradients {
         gathered += trained * policy.grads.size_in_bytes() as u64;
@@ -411,7 +415,7 @@ mod tests {
         let spec = ModelSpec::named("tiny").unwrap();
         let parameters = spec.parameter_count();
         let bytes = |policy, world_size, shards_on_host| {
-            let layout = DistributedLayout { world_size, sharding: Sharding::Optimizer, shards_on_host };
+            let layout = DistributedLayout { world_size, shards_on_host, ..DistributedLayout::SINGLE };
             MemoryEstimate::new(layout, &spec, policy, [1, 16, 4], Checkpointing::None, OptimizerKind::AdamW, &KERNELS)
                 .unwrap()
         };

@@ -469,8 +469,9 @@ pub(super) fn fit_memory(
     let Some(available) = available else { return Ok(config) };
     let devices = if open.device.is_cpu() { 1 } else { gpu::count().max(1) };
     let available = available / group.local_world_size().div_ceil(devices) as u64;
-    let shards_on_host = !open.device.is_cpu() && group.gpus().is_none();
-    let layout = DistributedLayout { world_size: group.world_size(), sharding: config.train.shard, shards_on_host };
+    let on_gpu = !open.device.is_cpu();
+    let (world_size, shards_on_host) = (group.world_size(), on_gpu && group.gpus().is_none());
+    let layout = DistributedLayout { world_size, sharding: config.train.shard, on_gpu, shards_on_host };
     let mut config = config;
     check_weights_fit(&config, shape, available)?;
     if std::mem::take(&mut config.train.auto_batch) {

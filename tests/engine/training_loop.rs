@@ -69,7 +69,7 @@ fn gradient_checkpointing_changes_no_bit_and_saves_memory() {
         }
         let spec = ModelSpec::named("gpt2-medium").unwrap();
         let bytes = |keep| {
-            let bytes = Workspace::bytes(&spec, policy, [8, 512], keep).unwrap();
+            let bytes = Workspace::bytes(&spec, policy, [8, 512], keep, false).unwrap();
             bytes.activations + bytes.scratch
         };
         assert!(bytes(Checkpointing::PerBlock) < bytes(Checkpointing::None) / 2, "{policy}");

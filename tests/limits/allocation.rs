@@ -155,7 +155,7 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     // Gradients of one block instead of four, and with several micro-batches in a process no sums of whole gradients.
     for grad_accum in [4, 8] {
         let told = |sharding| {
-            let layout = DistributedLayout { world_size: 4, sharding, shards_on_host: false };
+            let layout = DistributedLayout { world_size: 4, sharding, ..DistributedLayout::SINGLE };
             let (keep, kind) = (config.train.recompute, config.train.optimizer);
             let estimate = MemoryEstimate::new(layout, &spec, config.dtype, [1, 16, grad_accum], keep, kind, &Fused);
             estimate.unwrap().total() as f64

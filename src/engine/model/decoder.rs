@@ -224,7 +224,7 @@ impl Decoder {
             for parameters in [weights, grads] {
                 parameters.hash_identity(&mut hasher);
             }
-            Arc::as_ptr(&ws.head.padded).hash(&mut hasher);
+            ws.head.logits.id().hash(&mut hasher);
             hasher.finish()
         };
         let InputIds { ids, seq_len, documents } = tokens;

@@ -25,7 +25,8 @@ impl ModelSpec {
         let product = |sizes, second, c| GemmShape { sizes, second, operands: compute, c };
         let (vocab, width) = (self.vocab_size, self.hidden_size);
         let head_grads = self.trains_head().then_some(grads);
-        let head = CrossEntropyWorkspace::alloc(tokens, vocab, width, compute, head_grads, &|shape, _| Ok(shape[0]))?;
+        let head =
+            CrossEntropyWorkspace::alloc([tokens, vocab, width], compute, head_grads, false, &|shape, _| Ok(shape[0]))?;
         let rows = head.logits;
         let mut products = vec![product([rows, width, vocab], 0, compute), product([rows, vocab, width], 0, compute)];
         if let Some(grads) = head_grads {

@@ -403,6 +403,7 @@ impl<T> Workspace<T> {
         policy: PrecisionPolicy,
         (batch, seq_len): (usize, usize),
         (train, keep): (bool, Checkpointing),
+        on_gpu: bool,
         kept: AllocFn<'_, T>,
         scratch: AllocFn<'_, T>,
     ) -> Result<Self> {
@@ -427,7 +428,7 @@ impl<T> Workspace<T> {
                 .map(|_| BlockActivations::alloc(spec, tokens, compute, stream, kept))
                 .collect::<Result<_>>()?,
             final_norm: NormOutput::alloc(spec.norm, tokens, width, compute, kept)?,
-            head: CrossEntropyWorkspace::alloc(tokens, spec.vocab_size, width, compute, grads, scratch)?,
+            head: CrossEntropyWorkspace::alloc([tokens, spec.vocab_size, width], compute, grads, on_gpu, scratch)?,
             backward: train.then(backward).transpose()?,
             scratch: vec![LayerScratch::alloc(spec, tokens, (compute, stream), (train, keep), scratch)?],
             rope_caches: RopeCaches::default(),
@@ -495,6 +496,7 @@ impl Workspace<()> {
         policy: PrecisionPolicy,
         [batch, seq_len]: [usize; 2],
         keep: Checkpointing,
+        on_gpu: bool,
     ) -> Result<WorkspaceBytes> {
         let (activations, scratch) = (Cell::new(0), Cell::new(0));
         let count = |sum: &Cell<u64>, shape: &[usize], dtype| {
@@ -503,7 +505,7 @@ impl Workspace<()> {
         };
         let kept = |shape: &[usize], dtype| count(&activations, shape, dtype);
         let overwritten = |shape: &[usize], dtype| count(&scratch, shape, dtype);
-        Self::alloc(spec, policy, (batch, seq_len), (true, keep), &kept, &overwritten)?;
+        Self::alloc(spec, policy, (batch, seq_len), (true, keep), on_gpu, &kept, &overwritten)?;
         Ok(WorkspaceBytes { activations: activations.get(), scratch: scratch.get() })
     }
 }
@@ -519,7 +521,8 @@ impl Workspace {
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         let rope_caches = RopeCaches::new(spec, 0..shape.1, device)?;
-        Ok(Self { rope_caches, ..Self::alloc(spec, policy, shape, (true, keep), &zeros, &zeros)? })
+        let on_gpu = !device.is_cpu();
+        Ok(Self { rope_caches, ..Self::alloc(spec, policy, shape, (true, keep), on_gpu, &zeros, &zeros)? })
     }
 
     /// Buffers for evaluation of `batch` sequences of `seq_len` tokens: the blocks share theirs.
@@ -531,7 +534,8 @@ impl Workspace {
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
         let rope_caches = RopeCaches::new(spec, 0..shape.1, device)?;
-        Ok(Self { rope_caches, ..Self::alloc(spec, policy, shape, (false, Checkpointing::PerBlock), &zeros, &zeros)? })
+        let (on_gpu, keep) = (!device.is_cpu(), Checkpointing::PerBlock);
+        Ok(Self { rope_caches, ..Self::alloc(spec, policy, shape, (false, keep), on_gpu, &zeros, &zeros)? })
     }
 
     /// Gives `unit` buffers of a different compute type; other units keep their buffers.
@@ -552,8 +556,8 @@ impl Workspace {
                 let grads =
                     (self.train && spec.trains_head()).then(|| candle_dtype(self.policy.with_compute(compute).grads));
                 self.final_norm = NormOutput::alloc(spec.norm, tokens, spec.hidden_size, dtype, &zeros)?;
-                self.head =
-                    CrossEntropyWorkspace::alloc(tokens, spec.vocab_size, spec.hidden_size, dtype, grads, &zeros)?;
+                let sizes = [tokens, spec.vocab_size, spec.hidden_size];
+                self.head = CrossEntropyWorkspace::alloc(sizes, dtype, grads, !device.is_cpu(), &zeros)?;
             }
         }
         let (policy, last) = (candle_dtype(self.policy.compute), self.final_norm.out.dtype());

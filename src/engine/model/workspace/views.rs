@@ -25,7 +25,7 @@ impl Workspace {
             bail!("sequences of {seq_len} tokens in buffers for {}", self.seq_len);
         }
         let rows: Rows<'_> = &|buffer| buffer.narrow(0, 0, buffer.dim(0)? / self.seq_len * seq_len);
-        let CrossEntropyWorkspace { logits, weight_sum, losses, padded } = &self.head;
+        let CrossEntropyWorkspace { logits, weight_sum, losses } = &self.head;
         Ok(Self {
             policy: self.policy,
             keep: self.keep,
@@ -42,7 +42,6 @@ impl Workspace {
                 logits: logits.clone(),
                 weight_sum: weight_sum.clone(),
                 losses: rows(losses)?,
-                padded: padded.clone(),
             },
             backward: optional(self.backward.as_ref(), |backward| {
                 Ok(ResidualGrad { stream: rows(&backward.stream)?, order: Vec::new() })

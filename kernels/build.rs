@@ -6,8 +6,18 @@ use std::path::PathBuf;
 use std::process::Command;
 
 const FOLDER: &str = "src";
-const MODULES: [&str; 9] =
-    ["adamw", "attention", "attention_mma", "cross_entropy", "elementwise", "embedding", "norm", "rope", "summary"];
+const MODULES: [&str; 10] = [
+    "adamw",
+    "attention",
+    "attention_mma",
+    "attention_wgmma",
+    "cross_entropy",
+    "elementwise",
+    "embedding",
+    "norm",
+    "rope",
+    "summary",
+];
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -22,8 +32,10 @@ fn main() {
     let compile = |module: &str| {
         println!("cargo::rerun-if-changed={FOLDER}/{module}.cu");
         let mut command = Command::new(&nvcc);
-        // PTX for every GPU with BF16 tensor cores; the driver compiles it for the GPU in use.
-        command.args(["--ptx", "-std=c++17", "-O3", "-arch=compute_80", "-o"]).arg(out.join(format!("{module}.ptx")));
+        // PTX for every GPU with BF16 tensor cores; the driver compiles it for the GPU in use. Products of four warps exist for one
+        // compute capability.
+        let capability = if module.ends_with("_wgmma") { "-arch=compute_90a" } else { "-arch=compute_80" };
+        command.args(["--ptx", "-std=c++17", "-O3", capability, "-o"]).arg(out.join(format!("{module}.ptx")));
         let child = command.arg(format!("{FOLDER}/{module}.cu")).spawn();
         child.unwrap_or_else(|error| panic!("{}: {error}; the feature `cuda` needs CUDA's toolkit", nvcc.display()))
     };

@@ -1,4 +1,4 @@
-// Causal self-attention in FP32: the counterpart of attention.rs. attention_mma.cu serves FP16 and BF16; `attention_delta` serves all three types.
+// Causal self-attention in FP32: the counterpart of attention.rs. attention_mma.cu serves FP16 and BF16.
 //
 // Scores exist for one tile of queries and one of keys at a time, in shared memory (Dao, "FlashAttention-2", 2023). The
 // backward pass is two kernels: one keeps a tile of keys, the other a tile of queries. Each result has one writer and
@@ -167,7 +167,7 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
     head.store_rows(a.out, query_head, first, out, factors);
 }
 
-template <class T> __device__ void attention_delta(const AttentionDelta& a) {
+__device__ inline void attention_delta_of_rows(const AttentionDelta& a) {
     // One warp for each row of each head.
     const size_t task = static_cast<size_t>(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP;
     const size_t rows = static_cast<size_t>(a.shape.batch) * a.shape.heads * a.shape.seq_len;
@@ -178,8 +178,8 @@ template <class T> __device__ void attention_delta(const AttentionDelta& a) {
     float sum = 0.0f;
     for (unsigned d = threadIdx.x % WARP * N; d < a.shape.head_size; d += WARP * N) {
         float dout[N], out[N];
-        load_pack<T>(a.dout, start + d, a.shape.whole, a.shape.head_size - d, dout);
-        load_pack<T>(a.out, start + d, a.shape.whole, a.shape.head_size - d, out);
+        load_pack<float>(a.dout, start + d, a.shape.whole, a.shape.head_size - d, dout);
+        load_pack<float>(a.out, start + d, a.shape.whole, a.shape.head_size - d, out);
 #pragma unroll
         for (int i = 0; i < N; ++i) sum += dout[i] * out[i];
     }
@@ -287,7 +287,7 @@ template <int SIZE> __device__ void attention_backward_q(const AttentionBackward
     ENTRY(attention_backward_kv_f32_##size, THREADS, AttentionBackward, attention_backward_kv<size>) \
     ENTRY(attention_backward_q_f32_##size, THREADS, AttentionBackward, attention_backward_q<size>)
 
-ENTRIES(attention_delta, THREADS, AttentionDelta)
+ENTRY(attention_delta, THREADS, AttentionDelta, attention_delta_of_rows)
 ENTRIES_SIZE(32)
 ENTRIES_SIZE(64)
 ENTRIES_SIZE(96)

@@ -14,8 +14,19 @@
 #include "cuda/attention.cuh"
 #include "cuda/tensor_core.cuh"
 
+// attention_wgmma.cu includes this file for GPUs with products of four warps, which read operands from shared memory.
+#ifdef WARPGROUPS
+constexpr bool WGMMA = true;
+#define SYMBOL(kernel, type, size) kernel##_wgmma_##type##_##size
+#else
+constexpr bool WGMMA = false;
+#define SYMBOL(kernel, type, size) kernel##_##type##_##size
+#endif
+
 constexpr unsigned WARPS = 4, THREADS = WARPS * WARP;
 constexpr int WARP_ROWS = 16, ROWS = WARPS * WARP_ROWS;
+// Rows that have the same work: products of four warps are for all rows of a block.
+constexpr int SPAN = WGMMA ? ROWS : WARP_ROWS;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // The factor of a score that `cap` returns.
@@ -34,12 +45,21 @@ template <int N> __device__ inline void cap(const ShapeArgs& shape, float (&prod
 // Tiles of one head of one sequence, for heads of up to SIZE elements: rows of T, with zeros outside the sequence and the head.
 template <class T, int SIZE> struct Tiles {
     static constexpr int CHUNK = 16 / sizeof(T);  // elements per copy
-    static constexpr int LD = SIZE + CHUNK;       // of a row: eight consecutive rows of a column have different banks
+    // Elements of memory for a row, and from one row to the next. Eight consecutive rows of a column have different banks:
+    // by an additional chunk per row, or, as products of four warps need it, by an order of chunks that depends on the row, in
+    // columns of 64.
+    static constexpr int ROW = WGMMA ? SIZE : SIZE + CHUNK, LD = WGMMA ? 64 : ROW;
 
     const ShapeArgs& shape;
     const unsigned lane;
 
     __device__ explicit Tiles(const ShapeArgs& shape) : shape(shape), lane(threadIdx.x % WARP) {}
+
+    // The offset of an element in a tile of N rows.
+    template <int N> __device__ static unsigned place(unsigned row, unsigned column) {
+        if constexpr (!WGMMA) return row * LD + column;
+        return (column / LD * N + row) * LD + (column % LD / CHUNK ^ row % 8) * CHUNK + column % CHUNK;
+    }
 
     // Starts copying N rows of a head, beginning with `first`, into a tile.
     template <int N> __device__ void fetch(const Rows& rows, unsigned head, unsigned first, T* tile) const {
@@ -47,10 +67,11 @@ template <class T, int SIZE> struct Tiles {
         // matmuls.
         constexpr unsigned LANES = SIZE <= 32 ? 4 : SIZE <= 64 ? 8 : SIZE <= 128 ? 16 : 32, STEP = THREADS / LANES;
         static_assert(SIZE <= LANES * CHUNK && N % STEP == 0, "each row has its threads, and each thread as many rows");
+        static_assert(!WGMMA || STEP % 8 == 0, "a thread's rows have the same order of chunks");
         const unsigned begin = threadIdx.x / LANES, d = threadIdx.x % LANES * CHUNK;
         if (d >= SIZE) return;
         const T* source = static_cast<const T*>(rows.first) + shape.at(rows, head, first + begin) + d;
-        T* target = tile + begin * LD + d;
+        T* target = tile + place<N>(begin, d);
         const size_t step = static_cast<size_t>(STEP) * rows.stride;
 #pragma unroll
         for (unsigned r = 0; r < N; r += STEP, source += step, target += STEP * LD) {
@@ -64,24 +85,38 @@ template <class T, int SIZE> struct Tiles {
         }
     }
 
-    // This lane's address for loading 16 × 16 elements of a tile as a left operand, or transposed as two right
-    // operands.
+    // This lane's address for loading 16 × 16 elements of a tile, transposed, as two right operands.
     __device__ const T* by_columns(const T* tile) const { return tile + lane % 16 * LD + lane / 16 * 8; }
     // This lane's address for loading 16 × 16 elements as two right operands that are their transposes.
     __device__ const T* by_rows(const T* tile) const { return tile + (lane / 16 * 8 + lane % 8) * LD + lane / 8 % 2 * 8; }
 
-    // out += p · tile, for a warp's p [16, 8·N], rounded to T, and the tile's first 8·N rows and 8·M columns; skips groups
-    // of 16 rows that are `hidden`.
-    template <int N, int M, class Hidden>
+    // out += p · tile, for a warp's p [16, 8·N], rounded to T, and 8·N rows and 8·M columns of a tile of ROWS_OF_TILE rows; skips
+    // groups of 16 rows that are `hidden`.
+    template <int ROWS_OF_TILE, int N, int M, class Hidden>
     __device__ void fold(const float (&p)[N][4], const T* tile, Hidden hidden, float (&out)[M][4]) const {
+        unsigned lefts[N / 2][4];
+#pragma unroll
+        for (int j = 0; j < N / 2; ++j) {
+            const float(&even)[4] = p[2 * j];
+            const float(&odd)[4] = p[2 * j + 1];
+            lefts[j][0] = pack_pair<T>(even[0], even[1]), lefts[j][1] = pack_pair<T>(even[2], even[3]);
+            lefts[j][2] = pack_pair<T>(odd[0], odd[1]), lefts[j][3] = pack_pair<T>(odd[2], odd[3]);
+        }
+        if constexpr (WGMMA) {
+            begin_products(out);
+#pragma unroll
+            for (int j = 0; j < N / 2; ++j) {
+                warpgroup_multiply<T, true>(out, lefts[j], tile + 16 * j * LD, ROWS_OF_TILE * LD * sizeof(T), true);
+            }
+            commit_products();
+            wait_for_products<0>(out);
+            return;
+        }
         const T* place = by_columns(tile);
 #pragma unroll
         for (int j = 0; j < N / 2; ++j) {
             if (hidden(16 * j)) continue;
-            const float(&even)[4] = p[2 * j];
-            const float(&odd)[4] = p[2 * j + 1];
-            const unsigned left[4] = {pack_pair<T>(even[0], even[1]), pack_pair<T>(even[2], even[3]), pack_pair<T>(odd[0], odd[1]),
-                                      pack_pair<T>(odd[2], odd[3])};
+            const unsigned(&left)[4] = lefts[j];
 #pragma unroll
             for (int d = 0; d < M / 2; ++d) {
                 unsigned right[4];
@@ -103,7 +138,7 @@ template <class T, int SIZE> struct Tiles {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float factor = factors[half];
-                *reinterpret_cast<unsigned*>(place + (lane / 4 + 8 * half) * LD + 8 * j + lane % 4 * 2) =
+                *reinterpret_cast<unsigned*>(place + (lane / 4 + 8 * half) * ROW + 8 * j + lane % 4 * 2) =
                     pack_pair<T>(values[j][2 * half] * factor, values[j][2 * half + 1] * factor);
             }
         }
@@ -114,27 +149,47 @@ template <class T, int SIZE> struct Tiles {
             T* target = static_cast<T*>(rows.first) + shape.at(rows, head, first + r) + begin;
             if (shape.whole) {
                 CHECK_WRITE(target, 16);
-                *reinterpret_cast<Pack<T, CHUNK>*>(target) = *reinterpret_cast<const Pack<T, CHUNK>*>(place + r * LD + d);
+                *reinterpret_cast<Pack<T, CHUNK>*>(target) = *reinterpret_cast<const Pack<T, CHUNK>*>(place + r * ROW + d);
             } else {
-                for (unsigned k = 0; k < CHUNK && begin + k < shape.head_size; ++k) store(target, k, place[r * LD + d + k]);
+                for (unsigned k = 0; k < CHUNK && begin + k < shape.head_size; ++k) store(target, k, place[r * ROW + d + k]);
             }
         }
         __syncwarp();
     }
 };
 
-// A warp's 16 rows of a tile as left operands of matmuls over the head: held in registers, or, if registers are scarce,
+// A warp's 16 rows of a tile of ROWS as left operands of matmuls over the head: held in registers, or, if registers are scarce,
 // loaded for each use.
 template <class T, int SIZE, bool HELD> struct Left {
-    const T* place = nullptr;
+    const T* tile = nullptr;
     unsigned held[HELD ? SIZE / 16 : 1][4];
 
-    __device__ void take(const Tiles<T, SIZE>& tiles, const T* tile) {
-        place = tiles.by_columns(tile);
+    __device__ const T* place(unsigned lane, int step) const {
+        return tile + Tiles<T, SIZE>::template place<ROWS>(threadIdx.x / WARP * WARP_ROWS + lane % 16, 16 * step + lane / 16 * 8);
+    }
+
+    __device__ void take(const Tiles<T, SIZE>& tiles, const T* from) {
+        tile = from;
         if constexpr (HELD) {
 #pragma unroll
-            for (int i = 0; i < SIZE / 16; ++i) load_matrices(held[i], place + 16 * i);
+            for (int i = 0; i < SIZE / 16; ++i) load_matrices(held[i], place(tiles.lane, i));
         }
+    }
+
+    // Starts computing out = these rows · Nᵀ rows of a tile of ROWS_OF_TILE rows by four warps.
+    template <int ROWS_OF_TILE, int N> __device__ void start_scores(const T* other, float (&out)[N / 8][4]) const {
+        constexpr int LD = Tiles<T, SIZE>::LD;
+        begin_products(out);
+#pragma unroll
+        for (int d = 0; d < SIZE / 16; ++d) {
+            const T* right = other + 16 * d / LD * ROWS_OF_TILE * LD + 16 * d % LD;
+            if constexpr (HELD) {
+                warpgroup_multiply<T, false>(out, held[d], right, 0, d > 0);
+            } else {
+                warpgroup_multiply<T>(out, tile + 16 * d / LD * ROWS * LD + 16 * d % LD, right, d > 0);
+            }
+        }
+        commit_products();
     }
 
     // out = these rows · the tile's first Nᵀ; 16 columns are left at zero if they are `hidden`.
@@ -152,7 +207,7 @@ template <class T, int SIZE, bool HELD> struct Left {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) left[i] = held[d][i];
             } else {
-                load_matrices(left, place + 16 * d);
+                load_matrices(left, place(tiles.lane, d));
             }
 #pragma unroll
             for (int j = 0; j < N / 16; ++j) {
@@ -259,7 +314,12 @@ template <class T, int SIZE> struct Queries {
             return MASKED && (key + column > first + WARP_ROWS - 1 || key + column + 16 <= least);
         };
         float s[KEYS / 8][4];
-        left.template scores<KEYS>(tiles, keys, hidden, s);
+        if constexpr (WGMMA) {
+            left.template start_scores<KEYS, KEYS>(keys, s);
+            wait_for_products<0>(s);
+        } else {
+            left.template scores<KEYS>(tiles, keys, hidden, s);
+        }
         cap(a.shape, s);
         if constexpr (MASKED) {
             const unsigned row = first + lane / 4, bounds[2] = {a.shape.first_key(row), a.shape.first_key(row + 8)};
@@ -306,21 +366,28 @@ template <class T, int SIZE> struct Queries {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) s[j][i] *= bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f;
         }
-        tiles.fold(s, values, hidden, out);
+        tiles.template fold<KEYS>(s, values, hidden, out);
     }
 };
 
+// Waits for the block's copies.
+__device__ inline void meet_copies() {
+    wait_for_copies<0>();
+    if constexpr (WGMMA) show_to_products();
+    __syncthreads();
+}
+
 template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     using Q = Queries<T, SIZE>;
-    constexpr int LD = Tiles<T, SIZE>::LD, KEYS = Q::KEYS;
+    constexpr int ROW = Tiles<T, SIZE>::ROW, KEYS = Q::KEYS;
     const Tiles<T, SIZE> tiles(a.shape);
     const unsigned head = blockIdx.y, key_head = head / a.shape.group;
     SHARED(T, memory);
     // Two stages of keys and values. The second first holds queries that go to registers.
-    const auto stage = [&](unsigned turn) { return memory + turn * 2 * KEYS * LD; };
+    const auto stage = [&](unsigned turn) { return memory + turn * 2 * KEYS * ROW; };
     const auto fetch = [&](unsigned key, unsigned turn) {
         tiles.template fetch<KEYS>(a.k, key_head, key, stage(turn));
-        tiles.template fetch<KEYS>(a.v, key_head, key, stage(turn) + KEYS * LD);
+        tiles.template fetch<KEYS>(a.v, key_head, key, stage(turn) + KEYS * ROW);
         commit_copies();
     };
     const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len;
@@ -331,20 +398,17 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
     T* const at_rest = stage(Q::HELD ? 1 : 2);
     tiles.template fetch<ROWS>(a.q, head, block_first, at_rest);
     fetch(begin, 0);
-    wait_for_copies<0>();
-    __syncthreads();
-    queries.left.take(tiles, at_rest + warp * WARP_ROWS * LD);
+    meet_copies();
+    queries.left.take(tiles, at_rest);
     if constexpr (Q::HELD) __syncthreads();
+    const unsigned span = WGMMA ? block_first : first;
     unsigned turn = 0;
     for (unsigned key = begin; key < end; key += KEYS, turn ^= 1) {
-        if (key > begin) {
-            wait_for_copies<0>();
-            __syncthreads();
-        }
+        if (key > begin) meet_copies();
         if (key + KEYS < end) fetch(key + KEYS, turn ^ 1);
-        if (first >= seq_len || key >= first + WARP_ROWS || key + KEYS <= a.shape.first_key(first)) continue;
-        const T *keys = stage(turn), *values = keys + KEYS * LD;
-        if (Q::HELD && key + KEYS - 1 <= first && key >= a.shape.first_key(first + WARP_ROWS - 1)) {
+        if (span >= seq_len || key >= span + SPAN || key + KEYS <= a.shape.first_key(span)) continue;
+        const T *keys = stage(turn), *values = keys + KEYS * ROW;
+        if (Q::HELD && key + KEYS - 1 <= span && key >= a.shape.first_key(span + SPAN - 1)) {
             queries.template meet<false>(key, keys, values);
         } else {
             queries.template meet<true>(key, keys, values);
@@ -361,7 +425,7 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
             store(a.lse, a.shape.row(head, row), queries.top[half] * factor_of_scores(a.shape) + logf(total));
         }
     }
-    tiles.store_rows(memory + warp * WARP_ROWS * LD, a.out, head, first, 0, queries.out, factors);
+    tiles.store_rows(memory + warp * WARP_ROWS * ROW, a.out, head, first, 0, queries.out, factors);
 }
 
 // A warp's resident rows of the backward pass, keys or queries, with the running sums of their gradients. Operands come
@@ -369,41 +433,69 @@ template <class T, int SIZE> __device__ void attend(const AttentionForward& a) {
 template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
     // Larger heads lack registers: the resident rows stay in shared memory, and one load of them serves more columns.
     static constexpr bool HELD = SIZE <= 64;
-    static constexpr int TILE = HELD ? 64 : SIZE <= 128 ? 32 : 16;  // rows of an iterated tile
+    static constexpr int TILE = HELD || WGMMA ? 64 : SIZE <= 128 ? 32 : 16;  // rows of an iterated tile
     // Columns of scores at a time. The largest heads, and the largest whose rows are in registers, leave room for only 16.
-    static constexpr int GROUP = SIZE == 64 || SIZE > 128 ? 16 : 32;
+    static constexpr int GROUP = !WGMMA && (SIZE == 64 || SIZE > 128) ? 16 : 32;
+    // From one pair of statistics to the next.
+    static constexpr int STATS = WGMMA ? 2 : Tiles<T, SIZE>::ROW * sizeof(T) / sizeof(float);
     // Columns of a block's results: two gradients of the largest heads do not fit.
     static constexpr int WIDTH = KEYS_AT_REST && SIZE > 128 ? 128 : SIZE;
 
     const AttentionBackward& a;
     const Tiles<T, SIZE>& tiles;
-    const unsigned first;  // resident row
+    const unsigned first, span;  // resident row, and the first with the same work
     Left<T, SIZE, HELD> left[2];
     float lse[2], delta[2];  // of the resident rows, if they are queries
     float out[KEYS_AT_REST ? 2 : 1][WIDTH / 8][4] = {};
 
     // Whether the GROUP columns starting at `column` are masked for every resident row (`hidden`) or for none (`seen`).
     __device__ bool hidden(unsigned column) const {
-        const unsigned last = first + WARP_ROWS - 1;
-        return KEYS_AT_REST ? column + GROUP <= first || column >= a.shape.seq_len || a.shape.first_key(column) > last
-                            : column > last || column + GROUP <= a.shape.first_key(first);
+        const unsigned last = span + SPAN - 1;
+        return KEYS_AT_REST ? column + GROUP <= span || column >= a.shape.seq_len || a.shape.first_key(column) > last
+                            : column > last || column + GROUP <= a.shape.first_key(span);
     }
     __device__ bool seen(unsigned column) const {
-        const unsigned last = first + WARP_ROWS - 1, last_column = column + GROUP - 1;
-        return KEYS_AT_REST ? column >= last && last_column < a.shape.seq_len && a.shape.first_key(last_column) <= first
-                            : last_column <= first && a.shape.first_key(last) <= column;
+        const unsigned last = span + SPAN - 1, last_column = column + GROUP - 1;
+        return KEYS_AT_REST ? column >= last && last_column < a.shape.seq_len && a.shape.first_key(last_column) <= span
+                            : last_column <= span && a.shape.first_key(last) <= column;
+    }
+
+    // The products of the resident rows of the output and its gradient, which `tile` has, for this lane's rows.
+    __device__ void find_deltas(unsigned head, const T* tile) {
+        constexpr int N = Tiles<T, SIZE>::CHUNK;
+        const unsigned lane = tiles.lane, row = first + lane / 2;
+        float sum = 0.0f;
+#pragma unroll 1
+        for (unsigned c = lane % 2 * N; c < a.shape.head_size && row < a.shape.seq_len; c += 2 * N) {
+            float out[N];
+            load_pack<T>(a.out.first, a.shape.at(a.out, head, row) + c, a.shape.whole, a.shape.head_size - c, out);
+            const T* dout = tile + Tiles<T, SIZE>::template place<ROWS>(row % ROWS, c);
+#pragma unroll
+            for (int i = 0; i < N; ++i) sum += out[i] * to_float(dout[i]);
+        }
+        sum += __shfl_xor_sync(EVERY_LANE, sum, 1);
+        if (lane % 2 == 0 && row < a.shape.seq_len) store(a.delta, a.shape.row(head, row), sum);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) delta[half] = __shfl_sync(EVERY_LANE, sum, (lane / 4 + 8 * half) * 2);
     }
 
     // Adds the gradients, starting at column `begin` of the head, from the GROUP columns of scores starting at `column`,
-    // for a head of queries. `tile` and `other` hold their operands' rows; those of queries end in their log-sum-exps and
-    // deltas.
-    template <bool MASKED> __device__ void meet(unsigned head, unsigned column, unsigned begin, const T* tile, const T* other) {
+    // for a head of queries. `tile` and `other` hold their operands' rows, `stats` the log-sum-exps and deltas of queries.
+    template <bool MASKED>
+    __device__ void meet(unsigned head, unsigned column, unsigned begin, const T* tile, const T* other, const float* stats) {
         const unsigned lane = tiles.lane, seq_len = a.shape.seq_len;
         const auto none = [](unsigned) { return false; };
         const float scale = factor_of_scores(a.shape) * LOG2_E;
         float p[GROUP / 8][4], ds[GROUP / 8][4];
-        left[0].template scores<GROUP>(tiles, tile, none, p);
-        left[1].template scores<GROUP>(tiles, other, none, ds);
+        if constexpr (WGMMA) {
+            left[0].template start_scores<TILE, GROUP>(tile, p);
+            left[1].template start_scores<TILE, GROUP>(other, ds);
+            wait_for_products<0>(p);
+            wait_for_products<0>(ds);
+        } else {
+            left[0].template scores<GROUP>(tiles, tile, none, p);
+            left[1].template scores<GROUP>(tiles, other, none, ds);
+        }
         cap(a.shape, p);
         unsigned bits = 0;
         if (a.dropout.threshold != 0) {
@@ -416,8 +508,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
             for (int i = 0; i < 4; ++i) {
                 const unsigned within = 8 * j + lane % 4 * 2 + i % 2, row = first + lane / 4 + i / 2 * 8;
                 const unsigned query = KEYS_AT_REST ? column + within : row, key = KEYS_AT_REST ? row : column + within;
-                const float* stats = reinterpret_cast<const float*>(tile + within * Tiles<T, SIZE>::LD + SIZE);
-                const float log = KEYS_AT_REST ? stats[0] : lse[i / 2], dot = KEYS_AT_REST ? stats[1] : delta[i / 2];
+                const float log = KEYS_AT_REST ? stats[within * STATS] : lse[i / 2];
+                const float dot = KEYS_AT_REST ? stats[within * STATS + 1] : delta[i / 2];
                 const float mask = a.dropout.threshold == 0 ? 1.0f : bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f;
                 const float slope = a.shape.softcap == 0.0f ? 1.0f : 1.0f - p[j][i] * p[j][i];
                 float probability = exp2f(p[j][i] * scale - log * LOG2_E);
@@ -426,8 +518,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
                 p[j][i] = probability * mask;
             }
         }
-        if constexpr (KEYS_AT_REST) tiles.fold(p, other + begin, none, out[1]);
-        tiles.fold(ds, tile + begin, none, out[0]);
+        if constexpr (KEYS_AT_REST) tiles.template fold<TILE>(p, other + begin, none, out[1]);
+        tiles.template fold<TILE>(ds, tile + begin, none, out[0]);
     }
 };
 
@@ -435,12 +527,12 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
 template <int N, class T, int SIZE>
 __device__ inline void fetch_two(const Tiles<T, SIZE>& tiles, const AttentionBackward& a, bool queries, unsigned head, unsigned first, T* tile) {
     tiles.template fetch<N>(queries ? a.q : a.k, head, first, tile);
-    tiles.template fetch<N>(queries ? a.dout : a.v, head, first, tile + N * Tiles<T, SIZE>::LD);
+    tiles.template fetch<N>(queries ? a.dout : a.v, head, first, tile + N * Tiles<T, SIZE>::ROW);
 }
 
 template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(const AttentionBackward& a) {
     using G = Gradient<T, SIZE, KEYS_AT_REST>;
-    constexpr int LD = Tiles<T, SIZE>::LD, TILE = G::TILE;
+    constexpr int LD = Tiles<T, SIZE>::LD, ROW = Tiles<T, SIZE>::ROW, TILE = G::TILE;
     const Tiles<T, SIZE> tiles(a.shape);
     const unsigned warp = threadIdx.x / WARP, seq_len = a.shape.seq_len, group = a.shape.group;
     // The resident rows' head, and the heads that they combine with: those of the queries of a head of keys, or one of keys.
@@ -449,16 +541,20 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     SHARED(T, memory);
     // Two stages of two tiles. Resident rows have separate memory, or, if they go to registers, the second stage's at
     // first.
-    const auto stage = [&](unsigned turn) { return memory + turn * 2 * TILE * LD; };
+    const auto stage = [&](unsigned turn) { return memory + turn * 2 * TILE * ROW; };
     T* const at_rest = stage(G::HELD ? 1 : 2);
+    // The log-sum-exps and deltas of queries, in pairs: at the ends of the rows of queries, or, if these have no space, at the end.
+    float* const end_of_rows = reinterpret_cast<float*>(stage(2) + (G::HELD ? 0 : 2 * ROWS * ROW));
+    const auto stats = [&](unsigned turn) {
+        return WGMMA ? end_of_rows + turn * 2 * TILE : reinterpret_cast<float*>(stage(turn) + SIZE);
+    };
     const auto fetch = [&](unsigned head, unsigned column, unsigned turn) {
         fetch_two<TILE>(tiles, a, KEYS_AT_REST, head, column, stage(turn));
         if constexpr (KEYS_AT_REST) {
-            // The rows' log-sum-exps and deltas, at their ends.
             for (unsigned i = threadIdx.x; i < 2 * TILE; i += THREADS) {
                 const bool inside = column + i / 2 < seq_len;
                 const float* source = (i % 2 == 0 ? a.lse : a.delta) + (inside ? a.shape.row(head, column + i / 2) : 0);
-                copy_async<4>(reinterpret_cast<float*>(stage(turn) + i / 2 * LD + SIZE) + i % 2, source, inside);
+                copy_async<4>(stats(turn) + i / 2 * G::STATS + i % 2, source, inside);
             }
         }
         commit_copies();
@@ -469,8 +565,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     const unsigned begin_of_part = blockIdx.x % PARTS * G::WIDTH;
     const unsigned begin = KEYS_AT_REST ? block_first : a.shape.first_key(block_first) / TILE * TILE;
     const unsigned end = KEYS_AT_REST ? a.shape.end_of_queries(block_first + ROWS - 1) : min(block_first + ROWS, seq_len);
-    const unsigned first = block_first + warp * WARP_ROWS;
-    G gradient{a, tiles, first};
+    const unsigned first = block_first + warp * WARP_ROWS, span = WGMMA ? block_first : first;
+    G gradient{a, tiles, first, span};
     fetch_two<ROWS>(tiles, a, !KEYS_AT_REST, rest_head, block_first, at_rest);
     fetch(first_head, begin, 0);
     if constexpr (!KEYS_AT_REST) {
@@ -478,53 +574,52 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
         for (int half = 0; half < 2; ++half) {
             const unsigned row = first + tiles.lane / 4 + 8 * half;
             gradient.lse[half] = row < seq_len ? load(a.lse, a.shape.row(rest_head, row)) : 0.0f;
-            gradient.delta[half] = row < seq_len ? load(a.delta, a.shape.row(rest_head, row)) : 0.0f;
         }
     }
-    wait_for_copies<0>();
-    __syncthreads();
+    meet_copies();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) gradient.left[i].take(tiles, at_rest + (i * ROWS + warp * WARP_ROWS) * LD);
+    for (int i = 0; i < 2; ++i) gradient.left[i].take(tiles, at_rest + i * ROWS * ROW);
+    if constexpr (!KEYS_AT_REST) gradient.find_deltas(rest_head, at_rest + ROWS * ROW);
     if constexpr (G::HELD) __syncthreads();
     for (unsigned head = first_head, column = begin, turn = 0, next = begin; head < end_of_heads; column = next, turn ^= 1) {
-        if (head > first_head || column > begin) {
-            wait_for_copies<0>();
-            __syncthreads();
-        }
+        if (head > first_head || column > begin) meet_copies();
         const unsigned now = head;
         next = column + TILE;
         if (next >= end) next = begin, ++head;
         if (head < end_of_heads) fetch(head, next, turn ^ 1);
-        if (first >= seq_len) continue;
+        if (span >= seq_len) continue;
 #pragma unroll 1
         for (unsigned within = 0; within < TILE; within += G::GROUP) {
             if (gradient.hidden(column + within)) continue;
             const T* tile = stage(turn) + within * LD;
             // The largest heads always apply masks, because a driver compiles each copy of this code.
+            const float* of_tile = stats(turn) + within * G::STATS;
             if (SIZE <= 128 && gradient.seen(column + within)) {
-                gradient.template meet<false>(KEYS_AT_REST ? now : rest_head, column + within, begin_of_part, tile, tile + TILE * LD);
+                gradient.template meet<false>(KEYS_AT_REST ? now : rest_head, column + within, begin_of_part, tile, tile + TILE * ROW, of_tile);
             } else {
-                gradient.template meet<true>(KEYS_AT_REST ? now : rest_head, column + within, begin_of_part, tile, tile + TILE * LD);
+                gradient.template meet<true>(KEYS_AT_REST ? now : rest_head, column + within, begin_of_part, tile, tile + TILE * ROW, of_tile);
             }
         }
     }
     __syncthreads();
     const float scales[2] = {a.shape.softmax_scale, a.shape.softmax_scale}, ones[2] = {1.0f, 1.0f};
-    T* const place = memory + warp * WARP_ROWS * LD;
+    T* const place = memory + warp * WARP_ROWS * ROW;
     tiles.store_rows(place, KEYS_AT_REST ? a.dk : a.dq, rest_head, first, begin_of_part, gradient.out[0], scales);
     if constexpr (KEYS_AT_REST) tiles.store_rows(place, a.dv, rest_head, first, begin_of_part, gradient.out[1], ones);
 }
 
 // One entry for each type and each of these head sizes; other heads run in the next larger one.
-#define ENTRIES_SIZE(size)                                                                                            \
-    ENTRY(attention_forward_f16_##size, THREADS, AttentionForward, attend<f16, size>)                                 \
-    ENTRY(attention_forward_bf16_##size, THREADS, AttentionForward, attend<bf16, size>)                               \
-    ENTRY(attention_backward_kv_f16_##size, THREADS, AttentionBackward, differentiate<f16, size, true>)               \
-    ENTRY(attention_backward_kv_bf16_##size, THREADS, AttentionBackward, differentiate<bf16, size, true>)             \
-    ENTRY(attention_backward_q_f16_##size, THREADS, AttentionBackward, differentiate<f16, size, false>)               \
-    ENTRY(attention_backward_q_bf16_##size, THREADS, AttentionBackward, differentiate<bf16, size, false>)
-ENTRIES_SIZE(32)
+#define ENTRIES_TYPE(type, size)                                                                              \
+    ENTRY(SYMBOL(attention_forward, type, size), THREADS, AttentionForward, attend<type, size>)               \
+    ENTRY(SYMBOL(attention_backward_kv, type, size), THREADS, AttentionBackward, differentiate<type, size, true>) \
+    ENTRY(SYMBOL(attention_backward_q, type, size), THREADS, AttentionBackward, differentiate<type, size, false>)
+#define ENTRIES_SIZE(size)  \
+    ENTRIES_TYPE(f16, size) \
+    ENTRIES_TYPE(bf16, size)
 ENTRIES_SIZE(64)
-ENTRIES_SIZE(96)
 ENTRIES_SIZE(128)
+#ifndef WARPGROUPS
+ENTRIES_SIZE(32)
+ENTRIES_SIZE(96)
 ENTRIES_SIZE(256)
+#endif

@@ -54,6 +54,13 @@ pub(crate) fn free_bytes(device: &Device) -> Option<u64> {
     Some(free as u64)
 }
 
+/// Whether this GPU has products of four warps.
+#[cfg(feature = "cuda")]
+pub(crate) fn has_wgmma(device: &Device) -> bool {
+    let capability = device.as_cuda_device().map(|cuda| cuda.cuda_stream().context().compute_capability());
+    matches!(capability, Ok(Ok((9, 0))))
+}
+
 #[cfg(not(feature = "cuda"))]
 pub(crate) fn peak_bytes(_: &Device) -> Option<u64> {
     None

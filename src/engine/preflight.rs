@@ -41,7 +41,12 @@ pub(crate) fn passing_families(
     // A trial mostly waits for the device to open, so trials run concurrently.
     let tried = std::thread::scope(|scope| {
         let trial = |&family: &KernelFamily| (family, scope.spawn(move || run(gpu_id, family)));
-        let tried = KernelFamily::VARIANTS.iter().filter(|family| records || **family != KernelFamily::Graph);
+        let can_be_tried = |family: &&KernelFamily| match family {
+            KernelFamily::Graph => records,
+            KernelFamily::AttentionWgmma => gpu::has_wgmma(device),
+            _ => true,
+        };
+        let tried = KernelFamily::VARIANTS.iter().filter(can_be_tried);
         let trials: Vec<_> = tried.map(trial).collect();
         let ended = |(family, trial): (_, ScopedJoinHandle<'_, _>)| {
             (family, trial.join().unwrap_or_else(|_| Err("could not be tested".into())))

@@ -41,14 +41,16 @@ struct AttentionForward {
 };
 
 struct AttentionDelta {
-    const void *dout, *out;  // [B·T, D]
+    const void *dout, *out;  // [B·T, D], FP32
     float* delta;            // [B·H·T]: each row's product of the two
     ShapeArgs shape;
 };
 
+// The kernel of queries computes `delta` on tensor cores; in FP32, and before the kernel of keys, it is complete.
 struct AttentionBackward {
-    Rows q, k, v, dout;
-    const float *lse, *delta;
+    Rows q, k, v, dout, out;
+    const float* lse;
+    float* delta;
     Rows dq, dk, dv;
     ShapeArgs shape;
     Dropout dropout;

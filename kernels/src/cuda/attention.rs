@@ -1,6 +1,6 @@
-//! Launches of `attention.cu`, for FP32, and `attention_mma.cu`, for types that tensor cores multiply.
+//! Launches of `attention.cu`, for FP32, and of `attention_mma.cu` and `attention_wgmma.cu`, for types that tensor cores multiply.
 
-use super::dispatch::{Attempt, CudaKernels, Stop, aligns, require};
+use super::dispatch::{Attempt, CudaKernels, KernelFamily, Stop, aligns, require};
 use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::attention::{AttentionInputs, AttentionShape};
 use crate::columns::ColumnSlice;
@@ -10,6 +10,8 @@ use std::sync::PoisonError;
 
 /// The head sizes there are kernels for; others run in the next larger one.
 const SIZES: [usize; 5] = [32, 64, 96, 128, 256];
+/// The same for kernels with products of four warps.
+const WGMMA_SIZES: [usize; 2] = [64, 128];
 
 arguments! {
     struct Rows {
@@ -48,6 +50,7 @@ arguments! {
     struct AttentionBackward {
         qkv: [Rows; 3],
         dout: Rows,
+        out: Rows,
         lse: u64,
         delta: u64,
         gradients: [Rows; 3],
@@ -100,14 +103,18 @@ struct Plan {
     dtype: DType,
     /// The kernels' head size.
     size: usize,
+    /// Whether four warps compute a product.
+    by_four_warps: bool,
 }
 
 impl Plan {
     /// There are no kernels for larger heads and sinks.
-    fn new(shape: AttentionShape, operands: &AttentionInputs<'_>, dtype: DType) -> Attempt<Self> {
+    fn new(shape: AttentionShape, operands: &AttentionInputs<'_>, dtype: DType, has_wgmma: bool) -> Attempt<Self> {
         require(operands.sinks.is_none())?;
-        let size = SIZES.into_iter().find(|&size| size >= shape.head_size).ok_or(Stop::Unsupported)?;
-        Ok(Self { shape, dtype, size })
+        let fits = |size: &usize| *size >= shape.head_size;
+        let size = SIZES.into_iter().find(fits).ok_or(Stop::Unsupported)?;
+        let wide = WGMMA_SIZES.into_iter().find(fits).filter(|_| has_wgmma && dtype != DType::F32 && size > SIZES[0]);
+        Ok(Self { shape, dtype, size: wide.unwrap_or(size), by_four_warps: wide.is_some() })
     }
 
     fn stat_len(self) -> usize {
@@ -122,8 +129,10 @@ impl Plan {
         };
         let (module, rows, threads, shared_bytes) = match self.dtype {
             DType::F32 => self.in_fp32(pass),
+            _ if self.by_four_warps => self.in_products_of_four_warps(pass),
             _ => self.on_tensor_cores(pass),
         };
+        let kernel = if self.by_four_warps { format!("{kernel}_wgmma") } else { kernel.to_owned() };
         let AttentionShape { batch, seq_len, heads, kv_heads, .. } = self.shape;
         // Blocks of keys serve all heads that share them, and a half of a large head each.
         let (heads, parts) = match (pass, self.dtype) {
@@ -133,7 +142,7 @@ impl Plan {
         };
         Ok(KernelLaunch {
             module,
-            kernel: format!("{}_{}", kernel_symbol(kernel, &[self.dtype])?, self.size),
+            kernel: format!("{}_{}", kernel_symbol(&kernel, &[self.dtype])?, self.size),
             grid: [to_u32(seq_len.div_ceil(rows) * parts)?, to_u32(heads)?, to_u32(batch)?],
             threads,
             shared_bytes: to_u32(shared_bytes)?,
@@ -163,6 +172,13 @@ impl Plan {
             _ => (16, 2 * ROWS),
         };
         ("attention_mma", ROWS, 128, 2 * (4 * tile + at_rest) * (self.size + 8))
+    }
+
+    /// The same. In addition there are two FP32 statistics of each query of two stages.
+    fn in_products_of_four_warps(self, pass: Pass) -> (&'static str, usize, u32, usize) {
+        const ROWS: usize = 64;
+        let at_rest = if matches!(pass, Pass::Forward) || self.size == 64 { 0 } else { 2 * ROWS };
+        ("attention_wgmma", ROWS, 128, 2 * (4 * ROWS + at_rest) * self.size + 16 * ROWS)
     }
 }
 
@@ -215,6 +231,10 @@ impl<Q: Queue> CudaKernels<Q> {
         Ok(Some(bounds))
     }
 
+    fn has_wgmma(&self) -> bool {
+        self.families.contains(&KernelFamily::AttentionWgmma)
+    }
+
     /// The rows of `N` operands or gradients.
     fn rows<const N: usize>(&self, parts: [ColumnSlice<'_>; N], dtype: DType) -> Attempt<[Rows; N]> {
         let mut rows = [Rows { first: 0, stride: 0, unused: 0 }; N];
@@ -226,7 +246,7 @@ impl<Q: Queue> CudaKernels<Q> {
 
     pub(super) fn attention(&self, op: &op::Attention<'_>) -> Attempt {
         let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
-        let plan = Plan::new(*shape, operands, dtype)?;
+        let plan = Plan::new(*shape, operands, dtype, self.has_wgmma())?;
         let (bounds, _ranges) = self.bounds(shape, operands.documents, op.out.device())?;
         let (dropout, _draw) = self.dropout(operands.dropout, op.out.device())?;
         let [out] = self.rows([ColumnSlice::all(op.out)?], dtype)?;
@@ -243,33 +263,32 @@ impl<Q: Queue> CudaKernels<Q> {
 
     pub(super) fn attention_backward(&self, op: &op::AttentionBackward<'_>) -> Attempt {
         let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
-        let plan = Plan::new(*shape, operands, dtype)?;
+        let plan = Plan::new(*shape, operands, dtype, self.has_wgmma())?;
         let (bounds, _ranges) = self.bounds(shape, operands.documents, op.out.device())?;
         let (dropout, _draw) = self.dropout(operands.dropout, op.out.device())?;
         let delta = self.queue.scratch(plan.stat_len())?;
         let [dout, out] = self.rows([ColumnSlice::all(op.dout)?, ColumnSlice::all(op.out)?], dtype)?;
-        let products = AttentionDelta {
-            dout: dout.first,
-            out: out.first,
-            delta,
-            shape: shape_args(shape, &[operands.qkv, op.gradients].concat(), bounds)?,
-        };
+        let shape = shape_args(shape, &[operands.qkv, op.gradients].concat(), bounds)?;
+        let products = AttentionDelta { dout: dout.first, out: out.first, delta, shape };
         let arguments = AttentionBackward {
             qkv: self.rows(operands.qkv, dtype)?,
             dout,
+            out,
             lse: self.address(op.lse, DType::F32, plan.stat_len())?,
             delta,
             gradients: self.rows(op.gradients, dtype)?,
-            shape: products.shape,
+            shape,
             dropout,
         };
-        let kernel = kernel_symbol("attention_delta", &[dtype])?;
-        let by_rows = KernelLaunch::warp_per_row("attention", kernel, plan.stat_len())?;
         // SAFETY: as above.
         unsafe {
-            self.queue.launch(&by_rows, &products)?;
-            self.queue.launch(&plan.launch(Pass::BackwardKeysAndValues)?, &arguments)?;
+            // On tensor cores the kernel of queries computes these.
+            if dtype == DType::F32 {
+                let by_rows = KernelLaunch::warp_per_row("attention", "attention_delta".into(), plan.stat_len())?;
+                self.queue.launch(&by_rows, &products)?;
+            }
             self.queue.launch(&plan.launch(Pass::BackwardQueries)?, &arguments)?;
+            self.queue.launch(&plan.launch(Pass::BackwardKeysAndValues)?, &arguments)?;
         }
         Ok(())
     }

@@ -11,8 +11,8 @@
 #define CHECK_READ(pointer, bytes)
 #define CHECK_WRITE(pointer, bytes)
 // The block's shared memory; the host passes its size with the launch.
-#define SHARED(type, name)                                        \
-    extern __shared__ __align__(16) unsigned char shared_bytes[]; \
+#define SHARED(type, name)                                          \
+    extern __shared__ __align__(1024) unsigned char shared_bytes[]; \
     type* const name = reinterpret_cast<type*>(shared_bytes)
 // The kernel `symbol` with blocks of `threads`; each thread calls `function`.
 #define ENTRY(symbol, threads, Args, ...)                                                                   \

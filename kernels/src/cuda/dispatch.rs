@@ -21,6 +21,8 @@ pub enum KernelFamily {
     #[strum(serialize = "adamw")]
     AdamW,
     Attention,
+    /// Attention with the products of compute capability 9.0, used with `Attention`.
+    AttentionWgmma,
     CrossEntropy,
     Elementwise,
     Embedding,

@@ -60,7 +60,10 @@ struct Range {
 const Entry* entries = nullptr;
 std::mutex running;
 std::vector<std::unique_ptr<Fiber>> fibers;
+// The block's shared memory is at `shared_first`, a multiple of this, which some instructions need.
+constexpr size_t SHARED_ALIGNMENT = 1024;
 std::vector<unsigned char> shared_memory;
+unsigned char* shared_first = nullptr;
 size_t shared_bytes = 0;
 std::vector<Range> ranges;
 const Entry* kernel = nullptr;
@@ -106,7 +109,7 @@ void live() {
 
 // Stops on an address that is outside the block's shared memory or not aligned to `bytes`.
 void check_shared(const void* pointer, size_t bytes, int line) {
-    const auto address = reinterpret_cast<uintptr_t>(pointer), first = reinterpret_cast<uintptr_t>(shared_memory.data());
+    const auto address = reinterpret_cast<uintptr_t>(pointer), first = reinterpret_cast<uintptr_t>(shared_first);
     if (address % bytes != 0) stop("%s: line %d: an address of shared memory is not aligned to %zu bytes", kernel->name, line, bytes);
     if (address < first || address + bytes > first + shared_bytes) {
         stop("%s: line %d: thread %u is outside the block's %zu bytes of shared memory", kernel->name, line, threadIdx.x, shared_bytes);
@@ -275,8 +278,8 @@ void run_block(unsigned threads, unsigned order) {
                  waits - fibers.begin(), blockIdx.x, blockIdx.y, blockIdx.z, (*waits)->line);
         }
     }
-    const auto guard = shared_memory.begin() + static_cast<std::ptrdiff_t>(shared_bytes);
-    if (failure.empty() && std::any_of(guard, shared_memory.end(), [](unsigned char byte) { return byte != POISON; })) {
+    const unsigned char *const guard = shared_first + shared_bytes, *const end = shared_memory.data() + shared_memory.size();
+    if (failure.empty() && std::any_of(guard, end, [](unsigned char byte) { return byte != POISON; })) {
         fail("%s: wrote behind its %zu bytes of shared memory", kernel->name, shared_bytes);
     }
 }
@@ -288,7 +291,7 @@ Entry::Entry(const char* name, unsigned threads, size_t argument_bytes, void (*f
     entries = this;
 }
 
-unsigned char* shared() { return shared_memory.data(); }
+unsigned char* shared() { return shared_first; }
 
 void refuse(const char* what, int line) {
     stop("%s: line %d: %s in thread (%u, %u, %u) of block (%u, %u, %u)", kernel->name, line, what, threadIdx.x, threadIdx.y,
@@ -391,7 +394,9 @@ extern "C" int emulator_launch(const char* name, const unsigned grid[3], const u
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[1] > 65535 || grid[2] > 65535) fail("%s: bad grid", name);
     while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
     emulator::shared_bytes = shared_bytes;
-    shared_memory.assign(shared_bytes + GUARD_BYTES, POISON);
+    shared_memory.assign(shared_bytes + GUARD_BYTES + SHARED_ALIGNMENT, POISON);
+    const auto start = reinterpret_cast<uintptr_t>(shared_memory.data());
+    shared_first = shared_memory.data() + (SHARED_ALIGNMENT - start % SHARED_ALIGNMENT) % SHARED_ALIGNMENT;
     ranges.assign(buffers, buffers + buffer_count);
     kernel_arguments = arguments;
     gridDim = {grid[0], grid[1], grid[2]};

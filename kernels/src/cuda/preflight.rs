@@ -10,7 +10,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Fails unless the kernels of a family compute its cases, on numbers that no earlier check has seen.
 pub fn check(family: KernelFamily, device: &Device) -> Result<()> {
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
-    let kernels = CudaKernels::new(CudaQueue::new(device.as_cuda_device()?), BTreeSet::from([family]));
-    let mut cases = cases().into_iter().filter(|case| case.family == family.name());
+    let base = if family == KernelFamily::AttentionWgmma { KernelFamily::Attention } else { family };
+    let kernels = CudaKernels::new(CudaQueue::new(device.as_cuda_device()?), BTreeSet::from([family, base]));
+    let mut cases = cases().into_iter().filter(|case| case.family == base.name());
     cases.try_for_each(|case| case.check(&kernels, device, seed, Bounds::Preflight).map(drop))
 }

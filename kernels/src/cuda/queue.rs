@@ -15,10 +15,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// The `.cu` files as nvcc has compiled them for this build.
-const MODULES: [(&str, &str); 9] = [
+const MODULES: [(&str, &str); 10] = [
     ("adamw", include_str!(concat!(env!("OUT_DIR"), "/adamw.ptx"))),
     ("attention", include_str!(concat!(env!("OUT_DIR"), "/attention.ptx"))),
     ("attention_mma", include_str!(concat!(env!("OUT_DIR"), "/attention_mma.ptx"))),
+    ("attention_wgmma", include_str!(concat!(env!("OUT_DIR"), "/attention_wgmma.ptx"))),
     ("cross_entropy", include_str!(concat!(env!("OUT_DIR"), "/cross_entropy.ptx"))),
     ("elementwise", include_str!(concat!(env!("OUT_DIR"), "/elementwise.ptx"))),
     ("embedding", include_str!(concat!(env!("OUT_DIR"), "/embedding.ptx"))),

@@ -11,6 +11,9 @@
 
 #include "common.cuh"
 
+template <class T> constexpr bool IS_F16 = false;
+template <> constexpr bool IS_F16<f16> = true;
+
 // Two neighbours in one register, the first in its lower half.
 template <class T> __device__ unsigned pack_pair(float first, float second);
 
@@ -75,8 +78,92 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 // Waits until at most LEFT groups of this thread are pending. Copies of other threads are visible after a barrier.
 template <unsigned LEFT> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
+// Products by four warps together, 16 rows of the result each, whose right operand, and optionally the left one, are in shared
+// memory: rows of 128 bytes, of which chunk c of 16 bytes is at place c ^ (row mod 8), from addresses that are multiples of 1024.
+
+// Describes a matrix of 64 columns, or of more if the next 64 are `leading` bytes further.
+__device__ inline u64 describe_matrix(const void* first, unsigned leading) {
+    constexpr u64 EIGHT_ROWS = 1024 >> 4, BY_128_BYTES = 1ull << 62;
+    return shared_address(first) >> 4 | static_cast<u64>(leading >> 4) << 16 | EIGHT_ROWS << 32 | BY_128_BYTES;
+}
+
+#define RESULTS_16(i) \
+    "+f"(result[i][0]), "+f"(result[i][1]), "+f"(result[i][2]), "+f"(result[i][3]), "+f"(result[i + 1][0]), "+f"(result[i + 1][1]), \
+        "+f"(result[i + 1][2]), "+f"(result[i + 1][3]), "+f"(result[i + 2][0]), "+f"(result[i + 2][1]), "+f"(result[i + 2][2]),     \
+        "+f"(result[i + 2][3]), "+f"(result[i + 3][0]), "+f"(result[i + 3][1]), "+f"(result[i + 3][2]), "+f"(result[i + 3][3])
+#define NAMES_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_64 NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_128                                                                                                           \
+    NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, "  \
+             "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// The instruction for results of n columns; `left`, `right`, `adds` and `flags` name its other operands.
+#define PRODUCT(n, type, left, right, adds, flags)                                                                              \
+    "{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" NAMES_##n \
+    "}, " left ", " right ", adds, 1, 1, " flags ";\n}\n"
+#define PRODUCT_OF_REGISTERS(n, type, a0, a1, a2, a3, b, adds, flags, ...)                                                        \
+    asm volatile(PRODUCT(n, type, "{" a0 ", " a1 ", " a2 ", " a3 "}", b, adds, flags)                                             \
+                 : __VA_ARGS__                                                                                                    \
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(of_right), "r"(static_cast<int>(accumulates)), "n"(TRANSPOSED))
+#define PRODUCT_OF_MEMORY(n, type, a, b, add, ...) \
+    asm volatile(PRODUCT(n, type, a, b, add, "0, 0") : __VA_ARGS__ : "l"(of_left), "l"(of_right), "r"(static_cast<int>(accumulates)))
+#define PRODUCTS(type)                                                                                                          \
+    if constexpr (N == 4) {                                                                                                     \
+        PRODUCT_OF_REGISTERS(32, type, "%16", "%17", "%18", "%19", "%20", "%21", "%22", RESULTS_16(0));                          \
+    } else if constexpr (N == 8) {                                                                                              \
+        PRODUCT_OF_REGISTERS(64, type, "%32", "%33", "%34", "%35", "%36", "%37", "%38", RESULTS_16(0), RESULTS_16(4));           \
+    } else {                                                                                                                    \
+        PRODUCT_OF_REGISTERS(128, type, "%64", "%65", "%66", "%67", "%68", "%69", "%70", RESULTS_16(0), RESULTS_16(4),           \
+                             RESULTS_16(8), RESULTS_16(12));                                                                    \
+    }
+
+// Starts computing result = left · right, or adding it, for 16 rows of the depth: rows of `right`, which are rows of the matrix
+// (`TRANSPOSED` in the instruction's terms), or 16 of its columns.
+template <class T, bool TRANSPOSED, int N>
+__device__ inline void warpgroup_multiply(float (&result)[N][4], const unsigned (&left)[4], const void* right, unsigned leading, bool accumulates) {
+    static_assert(N == 4 || N == 8 || N == 16, "the widths in use");
+    const u64 of_right = describe_matrix(right, leading);
+    if constexpr (IS_F16<T>) {
+        PRODUCTS("f16")
+    } else {
+        PRODUCTS("bf16")
+    }
+}
+
+// Like this with 64 rows and 16 columns of a left operand in shared memory, and 16 columns of the right one.
+template <class T, int N> __device__ inline void warpgroup_multiply(float (&result)[N][4], const void* left, const void* right, bool accumulates) {
+    static_assert(N == 4, "the width in use");
+    const u64 of_left = describe_matrix(left, 0), of_right = describe_matrix(right, 0);
+    if constexpr (IS_F16<T>) {
+        PRODUCT_OF_MEMORY(32, "f16", "%16", "%17", "%18", RESULTS_16(0));
+    } else {
+        PRODUCT_OF_MEMORY(32, "bf16", "%16", "%17", "%18", RESULTS_16(0));
+    }
+}
+
+// Keeps the compiler from moving uses of the results over the instructions around this.
+template <int N> __device__ inline void pin(float (&result)[N][4]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(result[j][i])::"memory");
+}
+// Before the first product that uses these results, after other instructions have.
+template <int N> __device__ inline void begin_products(float (&result)[N][4]) {
+    pin(result);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most LEFT committed groups are pending, the one with these results not among them.
+template <unsigned LEFT, int N> __device__ inline void wait_for_products(float (&result)[N][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+    pin(result);
+}
+// Makes this thread's copies visible to products, after a barrier.
+__device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 #else
 
+#include <algorithm>
 #include <type_traits>
 
 template <class T> unsigned pack_pair(float first, float second) {
@@ -102,5 +189,43 @@ template <unsigned BYTES> void copy_async(void* target, const void* source, bool
 }
 inline void commit_copies() { emulator::commit_copies(); }
 template <unsigned LEFT> void wait_for_copies() { emulator::wait_for_copies(LEFT); }
+
+// Two elements at these offsets in bytes, as the instruction addresses them.
+inline unsigned shared_pair(const void* matrix, size_t first, size_t second) {
+    const auto read = [&](size_t offset) {
+        const size_t address = reinterpret_cast<size_t>(matrix) + offset;
+        return *reinterpret_cast<const unsigned short*>(address ^ (address >> 7 & 7) << 4);
+    };
+    return read(first) | static_cast<unsigned>(read(second)) << 16;
+}
+
+template <class T, bool TRANSPOSED, int N>
+void warpgroup_multiply(float (&result)[N][4], const unsigned (&left)[4], const void* right, unsigned leading, bool adds,
+                        int line = __builtin_LINE()) {
+    const unsigned lane = threadIdx.x % WARP, k = lane % 4 * 2;
+    for (int j = 0; j < N; ++j) {
+        const unsigned column = 8 * j + lane / 4;
+        const auto offset = [&](unsigned row) {
+            return TRANSPOSED ? column / 64 * leading + row * 128 + column % 64 * 2 : column * 128 + row * 2;
+        };
+        if (!adds) std::fill(result[j], result[j] + 4, 0.0f);
+        multiply_add<T>(result[j], left, shared_pair(right, offset(k), offset(k + 1)), shared_pair(right, offset(k + 8), offset(k + 9)),
+                        line);
+    }
+}
+template <class T, int N>
+void warpgroup_multiply(float (&result)[N][4], const void* left, const void* right, bool adds, int line = __builtin_LINE()) {
+    const unsigned lane = threadIdx.x % WARP, row = threadIdx.x / WARP * 16 + lane / 4;
+    unsigned fragments[4];
+    for (unsigned i = 0; i < 4; ++i) {
+        const size_t first = (row + i % 2 * 8) * 128 + (i / 2 * 8 + lane % 4 * 2) * 2;
+        fragments[i] = shared_pair(left, first, first + 2);
+    }
+    warpgroup_multiply<T, false>(result, fragments, right, 0, adds, line);
+}
+template <int N> void begin_products(float (&)[N][4]) {}
+inline void commit_products() {}
+template <unsigned LEFT, int N> void wait_for_products(float (&)[N][4]) {}
+inline void show_to_products() {}
 
 #endif

@@ -17,18 +17,27 @@ use crate::{Fused, op};
 use candle_core::{DType, Device, Tensor};
 use strum::VariantArray;
 
-/// Our kernels in the emulator, except for products, which are cuBLAS'.
+/// Our kernels in the emulator, except for products, which are cuBLASLt's.
 fn kernels(order: u32) -> CudaKernels<Emulator> {
-    let families = KernelFamily::VARIANTS.iter().copied().filter(|family| *family != KernelFamily::Product);
+    kernels_except(KernelFamily::Product, order)
+}
+
+fn kernels_except(other: KernelFamily, order: u32) -> CudaKernels<Emulator> {
+    let excluded = [KernelFamily::Product, other];
+    let families = KernelFamily::VARIANTS.iter().copied().filter(|family| !excluded.contains(family));
     CudaKernels::new(Emulator::new(order), families.collect())
 }
 
-/// A case, with the same bits in every order.
+/// A case, with the same bits in every order; attention also with the products of one warp alone.
 fn check_case(case: &Case) {
-    in_every_order(|order| {
-        let found = case.check(&kernels(order), &Device::Cpu, 1, Bounds::Gpu).unwrap_or_else(|error| panic!("{error}"));
-        found.iter().map(numbers).collect()
-    });
+    let products = [KernelFamily::Product, KernelFamily::AttentionWgmma];
+    for other in &products[..if case.family == KernelFamily::Attention.name() { 2 } else { 1 }] {
+        in_every_order(|order| {
+            let kernels = kernels_except(*other, order);
+            let found = case.check(&kernels, &Device::Cpu, 1, Bounds::Gpu).unwrap_or_else(|error| panic!("{error}"));
+            found.iter().map(numbers).collect()
+        });
+    }
 }
 
 /// The cases of some families.

@@ -14,6 +14,8 @@
 #include "cuda/attention.cuh"
 #include "cuda/tensor_core.cuh"
 
+namespace {
+
 // attention_wgmma.cu includes this file for GPUs with products of four warps, which read operands from shared memory.
 #ifdef WARPGROUPS
 constexpr bool WGMMA = true;
@@ -607,6 +609,8 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
     tiles.store_rows(place, KEYS_AT_REST ? a.dk : a.dq, rest_head, first, begin_of_part, gradient.out[0], scales);
     if constexpr (KEYS_AT_REST) tiles.store_rows(place, a.dv, rest_head, first, begin_of_part, gradient.out[1], ones);
 }
+
+}  // namespace
 
 // One entry for each type and each of these head sizes; other heads run in the next larger one.
 #define ENTRIES_TYPE(type, size)                                                                              \

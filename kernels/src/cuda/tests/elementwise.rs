@@ -65,19 +65,3 @@ fn branches() {
         }
     }
 }
-
-#[test]
-#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
-fn the_same_row_in_every_row() {
-    for dtype in TYPES {
-        let row = pattern(40, 1, dtype);
-        let found = in_every_order(|order| {
-            let out = poisoned(&[7, 40], dtype);
-            kernels(order).fill_rows(&tensor(&row, &[40], dtype), &out).unwrap();
-            vec![numbers(&out)]
-        });
-        assert_eq!(found[0], row.repeat(7));
-    }
-    let (row, out) = (tensor(&[0.0; 12], &[12], DType::F32), poisoned(&[2, 12], DType::F32));
-    kernels(0).fill_rows(&row, &out).unwrap_err();
-}

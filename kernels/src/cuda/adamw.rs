@@ -83,6 +83,8 @@ impl<Q: Queue> CudaKernels<Q> {
         let kernel = kernel_symbol(kernel, &[grad.dtype(), copies])?;
         let launch = KernelLaunch::for_packs("adamw", kernel, packs)?;
         let launch = KernelLaunch { shared_bytes: to_u32(shared_bytes)?, ..launch };
+        // Blocks load the maps of codes, and add their counts to the total.
+        let launch = if scales.is_some() || counts.is_some() { launch.looping() } else { launch };
         // SAFETY: every buffer was found large enough.
         unsafe { self.queue.launch(&launch, &arguments) }?;
         if let (Some(counts), Some(words)) = (counts, words) {

@@ -46,13 +46,19 @@ pub(crate) struct KernelLaunch {
 }
 
 impl KernelLaunch {
-    /// Threads that take `packs` packs of neighbours. They loop if there are more packs than keep the largest GPUs
-    /// busy.
+    /// A thread for each of `packs` packs of neighbours.
     pub(crate) fn for_packs(module: &'static str, kernel: String, packs: usize) -> Result<Self> {
         const THREADS: usize = 256;
-        const MAX_BLOCKS: usize = 132 * 8;
-        let grid = [to_u32(packs.div_ceil(THREADS).min(MAX_BLOCKS))?, 1, 1];
+        let grid = [to_u32(packs.div_ceil(THREADS))?, 1, 1];
         Ok(Self { module, kernel, grid, threads: THREADS as u32, shared_bytes: 0 })
+    }
+
+    /// As many blocks as keep the largest GPUs busy, at most, for kernels that begin or end with work for each block. Threads
+    /// loop.
+    pub(crate) fn looping(self) -> Self {
+        const MAX_BLOCKS: u32 = 132 * 8;
+        let [x, y, z] = self.grid;
+        Self { grid: [x.min(MAX_BLOCKS), y, z], ..self }
     }
 
     /// One warp for each of `rows` rows, eight warps a block.

@@ -32,15 +32,14 @@ constexpr float GELU_CUBIC = 0.044715f;
 constexpr float LIMIT = 100.0f;
 
 // GELU's (1 + tanh(u)) / 2 is the logistic function of 2u.
-__device__ inline float gate_of(unsigned activation, float x) {
+template <class T> __device__ inline float gate_of(unsigned activation, float x) {
     const float u = activation == GATED_SILU ? x : x * (2.0f * SQRT_2_OVER_PI + 2.0f * SQRT_2_OVER_PI * GELU_CUBIC * x * x);
-    return 1.0f / (1.0f + expf(-u));
+    return reciprocal<T>(1.0f + power<T>(-LOG_E<T> * u));
 }
 
 // The derivative of x · gate(x), finite for every number.
-__device__ inline float slope_of(unsigned activation, float x) {
+__device__ inline float slope_of(unsigned activation, float x, float gate) {
     x = x > LIMIT ? LIMIT : x < -LIMIT ? -LIMIT : x;  // keeps NaN
-    const float gate = gate_of(activation, x);
     const float inner = activation == GATED_SILU ? 1.0f : 2.0f * SQRT_2_OVER_PI + 6.0f * SQRT_2_OVER_PI * GELU_CUBIC * x * x;
     return gate + gate * (1.0f - gate) * x * inner;
 }
@@ -58,7 +57,7 @@ template <class T> __device__ void activate(const Activate& a) {
         if (a.activation != GELU) load_pack<T>(a.x, gates + a.width, whole, count, up);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            gate[i] *= gate_of(a.activation, gate[i]);
+            gate[i] *= gate_of<T>(a.activation, gate[i]);
             if (a.activation != GELU) gate[i] *= up[i];
         }
         store_pack<T>(a.y, at, whole, count, gate);
@@ -74,7 +73,8 @@ template <class T> __device__ void activate_backward(const Activate& a) {
         load_pack<T>(a.dy, at, whole, count, dy);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            const float value = gate[i] * gate_of(a.activation, gate[i]), slope = slope_of(a.activation, gate[i]);
+            const float factor = gate_of<T>(a.activation, gate[i]), slope = slope_of(a.activation, gate[i], factor);
+            const float value = gate[i] * factor;
             if (a.activation == GELU) {
                 y[i] = value;
                 gate[i] = dy[i] * slope;

@@ -117,6 +117,10 @@ inline float __uint_as_float(unsigned bits) {
     return value;
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
+// Without subnormal numbers, as common.cuh's instructions.
+inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+inline float fast_exp2(float x) { return flushed(std::exp2(flushed(x))); }
+inline float fast_reciprocal(float x) { return flushed(1.0f / flushed(x)); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 using std::isfinite;
 template <class T> T min(T a, T b) { return b < a ? b : a; }

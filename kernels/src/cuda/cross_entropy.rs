@@ -7,7 +7,12 @@ use crate::op;
 use candle_core::DType;
 
 const THREADS: u32 = 512;
-const WARPS: u32 = THREADS / 32;
+/// The places in which a block's warps exchange numbers.
+const SCRATCH_BYTES: usize = THREADS as usize / 32 * size_of::<f32>();
+/// Elements a thread takes at a time.
+const PACK: usize = 8;
+/// Shared memory that a block can have on every GPU since compute capability 8.0.
+const SHARED_BYTES: usize = 99 << 10;
 
 arguments! {
     struct CrossEntropy {
@@ -18,7 +23,7 @@ arguments! {
         rows: u32,
         vocab: u32,
         stride: u32,
-        unused: u32,
+        is_kept: u32,
     }
 }
 
@@ -31,6 +36,8 @@ impl<Q: Queue> CudaKernels<Q> {
         let (targets, _owner) = self.words_at((Part::Targets, offset), op.targets, device)?;
         let factors = op.seed.map(|seed| factors(rows, seed, op.weights));
         let factors = factors.map(|factors| self.words_at((Part::Factors, offset), &factors, device)).transpose()?;
+        let row_bytes = logits.count().next_multiple_of(PACK) * dtype.size_in_bytes();
+        let is_kept = logits.stride().is_multiple_of(PACK) && SCRATCH_BYTES + row_bytes <= SHARED_BYTES;
         let arguments = CrossEntropy {
             logits: self.columns(logits, dtype)?,
             targets,
@@ -39,14 +46,14 @@ impl<Q: Queue> CudaKernels<Q> {
             rows: to_u32(rows)?,
             vocab: to_u32(logits.count())?,
             stride: to_u32(logits.stride())?,
-            unused: 0,
+            is_kept: is_kept.into(),
         };
         let launch = KernelLaunch {
             module: "cross_entropy",
             kernel: kernel_symbol("cross_entropy", &[dtype])?,
             grid: [to_u32(rows)?, 1, 1],
             threads: THREADS,
-            shared_bytes: WARPS * size_of::<f32>() as u32,
+            shared_bytes: to_u32(SCRATCH_BYTES + if is_kept { row_bytes } else { 0 })?,
         };
         // SAFETY: every buffer was found large enough, and `Op::check` has checked the targets.
         Ok(unsafe { self.queue.launch(&launch, &arguments) }?)

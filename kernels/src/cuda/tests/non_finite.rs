@@ -25,6 +25,25 @@ fn a_logit_that_is_no_number_shows_in_loss_and_gradient() {
 
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn logits_of_probability_zero_change_nothing() {
+    for dtype in TYPES {
+        // A thread meets the infinite ones before the others, which are far below zero.
+        let logits: Vec<f32> = (0..4104).map(|i| if i < 4096 { f32::NEG_INFINITY } else { -200.0 }).collect();
+        let (logits, losses) = (tensor(&logits, &[1, 4104], dtype), poisoned(&[1], DType::F32));
+        let (columns, targets) = (ColumnSlice::all(&logits).unwrap(), &[4100]);
+        let (softcap, seed, weights) = (None, Some(8.0), None);
+        op::CrossEntropy { logits: columns, softcap, targets, losses: &losses, seed, weights }
+            .run(&kernels(0))
+            .unwrap();
+        assert!((numbers(&losses)[0] - 8f32.ln()).abs() < 1e-5, "{dtype:?}");
+        let expected: Vec<f32> =
+            (0..4104).map(|i| if i < 4096 { 0.0 } else { 1.0 - 8.0 * f32::from(i == 4100) }).collect();
+        assert_close("the gradient", &numbers(&logits), &expected, dtype);
+    }
+}
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
     let (sizes @ [rows, width], dtype, gpu) = ([3, 24], DType::F16, kernels(0));
     let mut x = vec![0.5; rows * width];

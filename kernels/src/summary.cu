@@ -27,6 +27,9 @@ struct StatsLaunch {
     unsigned has_exponents;
 };
 
+// Copies of the histogram: lanes take turns, because neighbours often have the same exponent and would contend for one
+// counter.
+constexpr unsigned COPIES = 16;
 // Elements of a chunk, and so of a block.
 constexpr unsigned CHUNK = 1 << 14;
 constexpr unsigned THREADS = 256;
@@ -34,6 +37,9 @@ constexpr unsigned WARPS = THREADS / WARP;
 constexpr unsigned BINS = sizeof(Figures::exponents) / sizeof(unsigned);
 constexpr int N = 8;
 constexpr unsigned INF = 0x7f800000u;
+
+// The FP32 pattern of |x|.
+__device__ inline unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
 // The tensor that has this chunk; `place` is shared.
 __device__ inline TensorEntry tensor_of(const StatsLaunch& a, u64 chunk, unsigned* place) {
@@ -48,51 +54,67 @@ __device__ inline TensorEntry tensor_of(const StatsLaunch& a, u64 chunk, unsigne
 }
 
 template <class T> __device__ void summarize_chunks(const StatsLaunch& a) {
-    // A histogram for each warp, because neighbours often have the same exponent and would contend for one counter.
-    SHARED(unsigned, counters);  // [WARPS, BINS], then scratch [WARPS] for f64
-    double* const scratch = reinterpret_cast<double*>(counters + WARPS * BINS);
-    unsigned* const own = counters + threadIdx.x / WARP * BINS;
+    SHARED(unsigned, counters);  // [BINS, COPIES], then scratch [WARPS] for f64
+    double* const scratch = reinterpret_cast<double*>(counters + BINS * COPIES);
+    unsigned* const own = counters + threadIdx.x % COPIES;
     const u64 chunk = a.first + blockIdx.x;
     const TensorEntry tensor = tensor_of(a, chunk, counters);
     const u64 first = (chunk - tensor.first) * CHUNK;
     const unsigned here = static_cast<unsigned>(tensor.len - first < CHUNK ? tensor.len - first : CHUNK);
     if (a.has_exponents) {
-        for (unsigned i = threadIdx.x; i < WARPS * BINS; i += THREADS) counters[i] = 0;
+        for (unsigned i = threadIdx.x; i < BINS * COPIES; i += THREADS) counters[i] = 0;
         __syncthreads();
     }
-    unsigned zero = 0, subnormal = 0, inf = 0, nan = 0, least = EVERY_LANE, most = 0;
+    // 16 bits for each class, which hold a chunk's count: zero, subnormal, infinite, NaN.
+    u64 classes = 0;
+    unsigned least = EVERY_LANE, most = 0;
     double squares = 0.0;
     for (unsigned i = threadIdx.x * N; i < here; i += THREADS * N) {
         const unsigned count = min(here - i, static_cast<unsigned>(N));
         float x[N];
         load_pack<T>(tensor.data, first + i, count == N, count, x);
+        unsigned lowest = EVERY_LANE, highest = 0;
 #pragma unroll
-        for (unsigned k = 0; k < N; ++k) {
-            if (k >= count) continue;
-            const unsigned bits = __float_as_uint(x[k]) & 0x7fffffffu;
-            const bool finite = bits < INF;
-            zero += bits == 0;
-            subnormal += bits != 0 && bits < tensor.min_normal;
-            inf += bits == INF;
-            nan += bits > INF;
-            // The smallest pattern minus one, so that zero wraps around to the largest.
-            least = min(least, finite ? bits - 1 : EVERY_LANE);
-            most = max(most, finite ? bits : 0u);
-            const double value = finite ? x[k] : 0.0f;
+        for (int k = 0; k < N; ++k) {
+            lowest = min(lowest, magnitude(x[k]));
+            highest = max(highest, magnitude(x[k]));
+        }
+        if (lowest >= tensor.min_normal && highest < INF) {
+            // Nearly all packs: normal numbers only.
+            least = min(least, lowest - 1);
+            most = max(most, highest);
+        } else {
+#pragma unroll
+            for (unsigned k = 0; k < N; ++k) {
+                if (k >= count) continue;
+                const unsigned bits = magnitude(x[k]);
+                const bool finite = bits < INF;
+                if (bits < tensor.min_normal) classes += bits == 0 ? 1 : 1 << 16;
+                if (!finite) classes += bits == INF ? 1ull << 32 : 1ull << 48;
+                // The smallest pattern minus one, so that zero wraps around to the largest.
+                least = min(least, finite ? bits - 1 : EVERY_LANE);
+                most = max(most, finite ? bits : 0u);
+                if (!finite) x[k] = 0.0f;
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+            const double value = x[k];
             squares += value * value;
-            if (a.has_exponents && finite && bits != 0) atomicAdd(&own[bits >> 23], 1u);
+            if (a.has_exponents && x[k] != 0.0f) atomicAdd(&own[(magnitude(x[k]) >> 23) * COPIES], 1u);
         }
     }
-    const ChunkStats stats = {
-        block_reduce<WARPS>(zero, Add(), scratch),  block_reduce<WARPS>(subnormal, Add(), scratch),
-        block_reduce<WARPS>(inf, Add(), scratch),   block_reduce<WARPS>(nan, Add(), scratch),
-        block_reduce<WARPS>(least, Min(), scratch), block_reduce<WARPS>(most, Max(), scratch),
-        block_reduce<WARPS>(squares, Add(), scratch)};
+    classes = block_reduce<WARPS>(classes, Add(), scratch);
+    const auto of_class = [&](unsigned k) { return static_cast<unsigned>(classes >> 16 * k & 0xffff); };
+    const ChunkStats stats = {of_class(0), of_class(1), of_class(2), of_class(3), block_reduce<WARPS>(least, Min(), scratch),
+                              block_reduce<WARPS>(most, Max(), scratch), block_reduce<WARPS>(squares, Add(), scratch)};
     if (threadIdx.x == 0) store(a.partial, chunk, stats);
     // The reductions' barriers separate the counting from this.
     if (a.has_exponents) {
         unsigned sum = 0;
-        for (unsigned warp = 0; warp < WARPS; ++warp) sum += counters[warp * BINS + threadIdx.x];
+        // Threads begin with different copies, which are in different banks.
+#pragma unroll
+        for (unsigned i = 0; i < COPIES; ++i) sum += counters[threadIdx.x * COPIES + (i + threadIdx.x / 2) % COPIES];
         unsigned* const total = a.figures[tensor.place].exponents + threadIdx.x;
         CHECK_WRITE(total, sizeof(*total));
         if (sum > 0) atomicAdd(total, sum);

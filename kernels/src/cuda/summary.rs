@@ -12,6 +12,8 @@ const WARPS: u32 = THREADS as u32 / 32;
 const CHUNK_STATS_BYTES: usize = 32;
 /// Counters of a histogram: one for each value of FP32's exponent field.
 const BINS: usize = 256;
+/// Histograms of a block.
+const COPIES: usize = 16;
 /// Words of a tensor's statistics.
 const STATS_WORDS: usize = 14;
 
@@ -99,7 +101,7 @@ impl<Q: Queue> CudaKernels<Q> {
                 count: to_u32(tensors.len())?,
                 ..all
             };
-            let shared_bytes = WARPS * (BINS * size_of::<u32>()) as u32 + scratch;
+            let shared_bytes = (COPIES * BINS * size_of::<u32>()) as u32 + scratch;
             launch(kernel_symbol("summarize_chunks", &[dtype])?, chunks.len(), shared_bytes, arguments)?;
         }
         launch("summarize_tensors".to_owned(), count, scratch, all)?;

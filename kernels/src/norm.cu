@@ -1,4 +1,4 @@
-// Layer and RMS normalisation: the counterparts of layer_norm.rs and rms_norm.rs. X is the residual stream's type, Y
+// Layer and RMS normalisation: the counterparts of layer_norm.rs and rms_norm.rs; and the sum of rows. X is the residual stream's type, Y
 // the matmuls' type. An RMS norm has neither mean nor bias; its pointers to them are null. A row is one of `heads`
 // adjacent heads of a longer row; one head is the whole row.
 #include "cuda/common.cuh"
@@ -26,9 +26,15 @@ struct NormBackward {
 };
 
 struct SumParts {
-    const float* partial;  // [parts, 2, columns]
+    const float* partial;  // [parts, stride]
     void* out[2];          // [columns] each, T; the second may be null
-    unsigned parts, columns;
+    unsigned parts, columns, stride, unused;
+};
+
+struct SumRows {
+    const void* x;   // [rows, width], T
+    float* partial;  // [parts, width]
+    unsigned rows, width, rows_per_part, unused;
 };
 
 constexpr unsigned THREADS = 256;
@@ -194,11 +200,11 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const No
 template <class T> __device__ void sum_parts(const SumParts& a) {
     SHARED(float, lanes);  // [WARPS, WARP]
     const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const unsigned column = blockIdx.x * WARP + lane, row = 2 * a.columns, wanted = a.out[1] == nullptr ? a.columns : row;
+    const unsigned column = blockIdx.x * WARP + lane, wanted = a.out[1] == nullptr ? a.columns : 2 * a.columns;
     float sum = 0.0f;
     if (column < wanted) {
-#pragma unroll 4
-        for (unsigned part = warp; part < a.parts; part += WARPS) sum += load(a.partial, static_cast<size_t>(part) * row + column);
+#pragma unroll 8
+        for (unsigned part = warp; part < a.parts; part += WARPS) sum += load(a.partial, static_cast<size_t>(part) * a.stride + column);
     }
     lanes[threadIdx.x] = sum;
     __syncthreads();
@@ -207,6 +213,43 @@ template <class T> __device__ void sum_parts(const SumParts& a) {
         for (unsigned i = 1; i < WARPS; ++i) sum += lanes[i * WARP + lane];
         store_rounded<T>(a.out[column / a.columns], column % a.columns, sum);
     }
+}
+
+// Columns that a lane adds up.
+constexpr int SUMMED = THREADS / WARP;
+
+// Adds `count` rows of columns `c` on, WARPS rows apart; many at once, so that their loads are in flight together.
+template <class T, bool WHOLE>
+__device__ inline void add_rows(const SumRows& a, unsigned first, unsigned count, unsigned c, float (&sum)[SUMMED]) {
+#pragma unroll(WHOLE ? 8 : 1)
+    for (unsigned i = 0; i < count; ++i) {
+        float x[SUMMED];
+        load_pack<T>(a.x, static_cast<size_t>(first + i * WARPS) * a.width + c, WHOLE, a.width - c, x);
+#pragma unroll
+        for (int k = 0; k < SUMMED; ++k) sum[k] += x[k];
+    }
+}
+
+// Block (tile, part) adds up the rows of the part in a tile of THREADS columns, each warp every WARPS-th of them.
+template <class T> __device__ void sum_rows(const SumRows& a) {
+    SHARED(float, sums);  // [WARPS, THREADS]
+    const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, first = blockIdx.x * THREADS;
+    const unsigned row = blockIdx.y * a.rows_per_part + warp, end = min((blockIdx.y + 1) * a.rows_per_part, a.rows);
+    const unsigned count = row < end ? (end - row + WARPS - 1) / WARPS : 0, c = first + lane * SUMMED;
+    float sum[SUMMED] = {};
+    if (c < a.width && a.width % SUMMED == 0) {
+        add_rows<T, true>(a, row, count, c, sum);
+    } else if (c < a.width) {
+        add_rows<T, false>(a, row, count, c, sum);
+    }
+#pragma unroll
+    for (int i = 0; i < SUMMED; ++i) sums[warp * THREADS + lane * SUMMED + i] = sum[i];
+    __syncthreads();
+    float total = sums[threadIdx.x];
+#pragma unroll
+    for (unsigned i = 1; i < WARPS; ++i) total += sums[i * THREADS + threadIdx.x];
+    const unsigned column = first + threadIdx.x;
+    if (column < a.width) store(a.partial, static_cast<size_t>(blockIdx.y) * a.width + column, total);
 }
 
 // Elements of a lane that are kept: rows of 768.
@@ -230,3 +273,4 @@ ENTRIES_WIDE_FIRST(norm_forward_wide, THREADS, NormForward)
 ENTRIES_WIDE_FIRST(norm_backward_kept, BACKWARD_KEPT_THREADS, NormBackward)
 ENTRIES_WIDE_FIRST(norm_backward_wide, BACKWARD_WIDE_THREADS, NormBackward)
 ENTRIES(sum_parts, THREADS, SumParts)
+ENTRIES(sum_rows, THREADS, SumRows)

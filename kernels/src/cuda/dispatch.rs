@@ -52,8 +52,6 @@ pub(crate) struct CudaKernels<Q: Queue> {
     /// The inputs of the pass in progress.
     pub(super) resident: Mutex<Option<Resident>>,
     pub(super) graphs: Mutex<Graphs<Q>>,
-    /// Rows of ones.
-    ones: Mutex<Vec<Tensor>>,
 }
 
 impl<Q: Queue> CudaKernels<Q> {
@@ -61,8 +59,8 @@ impl<Q: Queue> CudaKernels<Q> {
         let named = families.iter().filter(|family| **family != KernelFamily::Graph);
         let names: Vec<&str> = named.map(|family| family.name()).collect();
         let name = format!("fused:{}", names.join(","));
-        let (bounded, resident, graphs, ones) = Default::default();
-        Self { queue, families, name, bounded, resident, graphs, ones }
+        let (bounded, resident, graphs) = Default::default();
+        Self { queue, families, name, bounded, resident, graphs }
     }
 
     /// The address of a tensor that holds `len` elements of type `dtype`.
@@ -92,25 +90,6 @@ impl<Q: Queue> CudaKernels<Q> {
 
     fn product(&self, op: &op::Matmul<'_>) -> Attempt {
         require(self.queue.product(op, None)?)
-    }
-
-    fn sum_rows(&self, op: &op::SumRows<'_>) -> Attempt {
-        let (ones, sums) = (self.ones(op.x.dim(0)?, op.x)?, op.out.unsqueeze(0)?);
-        let (a, b) = (MatmulOperand::plain(ColumnSlice::all(&ones)?), MatmulOperand::plain(ColumnSlice::all(op.x)?));
-        self.product(&op::Matmul { a, b, alpha: 1.0, c: ColumnSlice::all(&sums)?, mode: WriteMode::Overwrite })
-    }
-
-    /// A row of `len` ones of the type of `like`. Rows stay, because recorded passes have their addresses.
-    fn ones(&self, len: usize, like: &Tensor) -> Result<Tensor> {
-        let mut rows = self.ones.lock().unwrap_or_else(PoisonError::into_inner);
-        let longer = rows.iter().find(|row| row.dtype() == like.dtype() && row.elem_count() >= len);
-        if let Some(row) = longer {
-            return row.narrow(1, 0, len);
-        }
-        self.refuse_in_capture("memory")?;
-        let row = Tensor::ones((1, len.next_power_of_two()), like.dtype(), like.device())?;
-        rows.push(row.clone());
-        row.narrow(1, 0, len)
     }
 
     /// Fills a tensor with zeros.

@@ -4,7 +4,7 @@ use super::dispatch::{Attempt, CudaKernels, Stop, aligns, is_pair, require};
 use super::launch::{KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
 use crate::columns::{ColumnSlice, WriteMode};
 use crate::op;
-use candle_core::DType;
+use candle_core::{DType, Result};
 
 /// Rows up to this wide are kept in registers.
 const KEPT_WIDTH: usize = 768;
@@ -15,9 +15,9 @@ const WIDE_THREADS: u32 = 128;
 const SHARED_BYTES: usize = 96 << 10;
 /// Blocks of the backward pass, at most: as many as the largest GPUs have multiprocessors.
 const MAX_BLOCKS: usize = 132;
-/// Threads of a block that adds up the parts, and the columns it takes.
+/// Threads of a block that adds up rows or parts, and the columns of parts it takes.
 const SUM_THREADS: u32 = 256;
-const SUMMED_COLUMNS: usize = 32;
+const SUMMED_COLUMNS: u32 = 32;
 /// The number of a block's rows is a multiple of this.
 const ROWS: usize = 8;
 
@@ -61,6 +61,23 @@ arguments! {
         out: [u64; 2],
         parts: u32,
         columns: u32,
+        stride: u32,
+        unused: u32,
+    }
+
+    struct SumRows {
+        x: u64,
+        partial: u64,
+        rows: u32,
+        width: u32,
+        rows_per_part: u32,
+        unused: u32,
+    }
+}
+
+impl SumParts {
+    fn new(partial: u64, out: [u64; 2], [parts, columns, stride]: [usize; 3]) -> Result<Self> {
+        Ok(Self { partial, out, parts: to_u32(parts)?, columns: to_u32(columns)?, stride: to_u32(stride)?, unused: 0 })
     }
 }
 
@@ -151,20 +168,52 @@ impl<Q: Queue> CudaKernels<Q> {
         let sums = op.dweight.map(|dweight| {
             let dtype = dweight.dtype();
             let out = [self.address(dweight, dtype, width)?, self.optional(op.dbias, dtype, width)?];
-            Ok::<_, Stop>((SumParts { partial, out, parts: to_u32(blocks)?, columns: to_u32(width)? }, dtype))
+            Ok::<_, Stop>((SumParts::new(partial, out, [blocks, width, 2 * width])?, dtype))
         });
         let sums = sums.transpose()?;
         // SAFETY: every buffer was found large enough, and `Op::check` has compared the sizes of the columns.
         unsafe { self.queue.launch(&launch, &arguments)? };
-        let Some((sums, dtype)) = sums else { return Ok(()) };
+        sums.map_or(Ok(()), |(sums, dtype)| self.sum_parts(&sums, dtype))
+    }
+
+    fn sum_parts(&self, sums: &SumParts, dtype: DType) -> Attempt {
         let launch = KernelLaunch {
             module: "norm",
             kernel: kernel_symbol("sum_parts", &[dtype])?,
-            grid: [to_u32((2 * width).div_ceil(SUMMED_COLUMNS))?, 1, 1],
+            grid: [sums.stride.div_ceil(SUMMED_COLUMNS), 1, 1],
             threads: SUM_THREADS,
             shared_bytes: SUM_THREADS * size_of::<f32>() as u32,
         };
-        // SAFETY: as above.
-        Ok(unsafe { self.queue.launch(&launch, &sums) }?)
+        // SAFETY: the caller has found every buffer large enough.
+        Ok(unsafe { self.queue.launch(&launch, sums) }?)
+    }
+
+    pub(super) fn sum_rows(&self, op: &op::SumRows<'_>) -> Attempt {
+        let ((rows, width), types @ [of_sums, dtype]) = (op.x.dims2()?, [op.out.dtype(), op.x.dtype()]);
+        require(is_pair(types) && rows > 0)?;
+        let tiles = width.div_ceil(SUM_THREADS as usize);
+        // Small blocks share a multiprocessor.
+        let rows_per_part = rows.div_ceil((3 * MAX_BLOCKS / tiles.max(1)).max(1)).next_multiple_of(8 * ROWS);
+        let parts = rows.div_ceil(rows_per_part);
+        let partial = self.queue.scratch(parts * width)?;
+        let sums = SumParts::new(partial, [self.address(op.out, of_sums, width)?, 0], [parts, width, width])?;
+        let arguments = SumRows {
+            x: self.address(op.x, dtype, rows * width)?,
+            partial,
+            rows: to_u32(rows)?,
+            width: to_u32(width)?,
+            rows_per_part: to_u32(rows_per_part)?,
+            unused: 0,
+        };
+        let launch = KernelLaunch {
+            module: "norm",
+            kernel: kernel_symbol("sum_rows", &[dtype])?,
+            grid: [to_u32(tiles)?, to_u32(parts)?, 1],
+            threads: SUM_THREADS,
+            shared_bytes: SUM_THREADS / 32 * SUM_THREADS * size_of::<f32>() as u32,
+        };
+        // SAFETY: every buffer was found large enough.
+        unsafe { self.queue.launch(&launch, &arguments) }?;
+        self.sum_parts(&sums, of_sums)
     }
 }

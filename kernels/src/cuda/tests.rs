@@ -15,25 +15,24 @@ use crate::op::cases::{Bounds, Case, cases};
 use crate::view::{View, read};
 use crate::{Fused, op};
 use candle_core::{DType, Device, Tensor};
+use std::collections::BTreeSet;
 use strum::VariantArray;
 
-/// Our kernels in the emulator, except for products, which are cuBLASLt's.
+/// Our kernels in the emulator, which has no cuBLASLt.
 fn kernels(order: u32) -> CudaKernels<Emulator> {
-    kernels_except(KernelFamily::Product, order)
-}
-
-fn kernels_except(other: KernelFamily, order: u32) -> CudaKernels<Emulator> {
-    let excluded = [KernelFamily::Product, other];
-    let families = KernelFamily::VARIANTS.iter().copied().filter(|family| !excluded.contains(family));
-    CudaKernels::new(Emulator::new(order), families.collect())
+    CudaKernels::new(Emulator::new(order), KernelFamily::VARIANTS.iter().copied().collect())
 }
 
 /// A case, with the same bits in every order; attention also with the products of one warp alone.
 fn check_case(case: &Case) {
-    let products = [KernelFamily::Product, KernelFamily::AttentionWgmma];
-    for other in &products[..if case.family == KernelFamily::Attention.name() { 2 } else { 1 }] {
+    let all: BTreeSet<_> = KernelFamily::VARIANTS.iter().copied().collect();
+    let mut choices = vec![all.clone()];
+    if case.family == KernelFamily::Attention.name() {
+        choices.push(&all - &BTreeSet::from([KernelFamily::AttentionWgmma]));
+    }
+    for families in choices {
         in_every_order(|order| {
-            let kernels = kernels_except(*other, order);
+            let kernels = CudaKernels::new(Emulator::new(order), families.clone());
             let found = case.check(&kernels, &Device::Cpu, 1, Bounds::Gpu).unwrap_or_else(|error| panic!("{error}"));
             found.iter().map(numbers).collect()
         });

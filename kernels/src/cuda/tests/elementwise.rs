@@ -65,3 +65,22 @@ fn branches() {
         }
     }
 }
+
+#[test]
+#[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
+fn sums_of_rows() {
+    // One row, a width that is no multiple of a pack, and several parts of several tiles.
+    for sizes @ [rows, width] in [[1, 8], [37, 101], [300, 520], [1100, 300]] {
+        for [of_sums, dtype] in PAIRS {
+            let values = pattern(rows * width, 1, dtype);
+            let found = in_every_order(|order| {
+                let sums = poisoned(&[width], of_sums);
+                op::SumRows { x: &tensor(&values, &sizes, dtype), out: &sums }.run(&kernels(order)).unwrap();
+                vec![numbers(&sums)]
+            });
+            let sum = |column| (0..rows).map(|row| f64::from(values[row * width + column])).sum::<f64>() as f32;
+            let expected: Vec<f32> = (0..width).map(sum).collect();
+            assert_close(&format!("{sizes:?}"), &found[0], &expected, of_sums);
+        }
+    }
+}

@@ -33,15 +33,21 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // The factor of a score that `cap` returns.
 __device__ inline float factor_of_scores(const ShapeArgs& shape) { return shape.softcap == 0.0f ? shape.softmax_scale : shape.softcap; }
+// Calls `f` for each element of a lane.
+template <int N, class F> __device__ inline void for_scores(const float (&)[N][4], F f) {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(j, i);
+}
+// The column of a lane's element.
+__device__ inline unsigned column_of(int j, int i) { return 8 * j + threadIdx.x % WARP % 4 * 2 + i % 2; }
 // Caps products of queries and keys, up to that factor.
 template <int N> __device__ inline void cap(const ShapeArgs& shape, float (&products)[N][4]) {
     if (shape.softcap == 0.0f) return;
     const float scale = 2.0f * LOG2_E * shape.softmax_scale / shape.softcap;
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-#pragma unroll
-        // tanh, with an absolute error of a rounding, in fewer registers than CUDA's.
-        for (int i = 0; i < 4; ++i) products[j][i] = 1.0f - 2.0f / (1.0f + exp2f(products[j][i] * scale));
+    // tanh, with an absolute error of a rounding, in fewer registers than CUDA's.
+    for_scores(products, [&](int j, int i) { products[j][i] = 1.0f - 2.0f / (1.0f + exp2f(products[j][i] * scale)); });
 }
 
 // Tiles of one head of one sequence, for heads of up to SIZE elements: rows of T, with zeros outside the sequence and the head.
@@ -325,13 +331,10 @@ template <class T, int SIZE> struct Queries {
         cap(a.shape, s);
         if constexpr (MASKED) {
             const unsigned row = first + lane / 4, bounds[2] = {a.shape.first_key(row), a.shape.first_key(row + 8)};
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const unsigned column = key + 8 * j + lane % 4 * 2 + i % 2;
-                    if (column > row + i / 2 * 8 || column < bounds[i / 2]) s[j][i] = -INFINITY;
-                }
+            for_scores(s, [&](int j, int i) {
+                const unsigned column = key + column_of(j, i);
+                if (column > row + i / 2 * 8 || column < bounds[i / 2]) s[j][i] = -INFINITY;
+            });
         }
         const float scale = factor_of_scores(a.shape) * LOG2_E;
 #pragma unroll
@@ -342,13 +345,13 @@ template <class T, int SIZE> struct Queries {
             highest = row_max(highest);
             // Before a row's first visible key its maximum is -∞, and -∞ - (-∞) would be NaN.
             const float base = highest == -INFINITY ? 0.0f : highest;
-            const float shrink = exp2f((top[half] - base) * scale), offset = base * scale;
+            const float shrink = fast_exp2((top[half] - base) * scale), offset = base * scale;
             float sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < KEYS / 8; ++j)
 #pragma unroll
                 for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                    s[j][i] = exp2f(s[j][i] * scale - offset);
+                    s[j][i] = fast_exp2(s[j][i] * scale - offset);
                     sum += s[j][i];
                 }
             top[half] = highest;
@@ -363,10 +366,7 @@ template <class T, int SIZE> struct Queries {
         if (a.dropout.threshold != 0) {
             const unsigned count = MASKED ? min(KEYS / 8u, (first + WARP_ROWS - key) / 8) : KEYS / 8;
             const unsigned bits = kept<false>(a.dropout, a.shape.seq_len, a.shape.row(blockIdx.y, first) * a.shape.seq_len + key, count);
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) s[j][i] *= bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f;
+            for_scores(s, [&](int j, int i) { s[j][i] *= bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f; });
         }
         tiles.template fold<KEYS>(s, values, hidden, out);
     }
@@ -504,22 +504,20 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
             const size_t query = a.shape.row(head, KEYS_AT_REST ? column : first);
             bits = kept<KEYS_AT_REST>(a.dropout, seq_len, query * seq_len + (KEYS_AT_REST ? first : column), GROUP / 8);
         }
-#pragma unroll
-        for (int j = 0; j < GROUP / 8; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const unsigned within = 8 * j + lane % 4 * 2 + i % 2, row = first + lane / 4 + i / 2 * 8;
-                const unsigned query = KEYS_AT_REST ? column + within : row, key = KEYS_AT_REST ? row : column + within;
-                const float log = KEYS_AT_REST ? stats[within * STATS] : lse[i / 2];
-                const float dot = KEYS_AT_REST ? stats[within * STATS + 1] : delta[i / 2];
-                const float mask = a.dropout.threshold == 0 ? 1.0f : bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f;
-                const float slope = a.shape.softcap == 0.0f ? 1.0f : 1.0f - p[j][i] * p[j][i];
-                float probability = exp2f(p[j][i] * scale - log * LOG2_E);
-                if (MASKED && (key > query || query >= seq_len || key < a.shape.first_key(query))) probability = 0.0f;
-                ds[j][i] = probability * (ds[j][i] * mask - dot) * slope;
-                p[j][i] = probability * mask;
-            }
-        }
+        const auto mask = [&](int j, int i) { return bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f; };
+        // Separate loops, so that what a call does without takes no instructions.
+        if (a.dropout.threshold != 0) for_scores(ds, [&](int j, int i) { ds[j][i] *= mask(j, i); });
+        for_scores(ds, [&](int j, int i) { ds[j][i] -= KEYS_AT_REST ? stats[column_of(j, i) * STATS + 1] : delta[i / 2]; });
+        if (a.shape.softcap != 0.0f) for_scores(ds, [&](int j, int i) { ds[j][i] *= 1.0f - p[j][i] * p[j][i]; });
+        for_scores(p, [&](int j, int i) {
+            const unsigned within = column_of(j, i), row = first + lane / 4 + i / 2 * 8;
+            const unsigned query = KEYS_AT_REST ? column + within : row, key = KEYS_AT_REST ? row : column + within;
+            const float log = KEYS_AT_REST ? stats[within * STATS] : lse[i / 2];
+            p[j][i] = fast_exp2(p[j][i] * scale - log * LOG2_E);
+            if (MASKED && (key > query || query >= seq_len || key < a.shape.first_key(query))) p[j][i] = 0.0f;
+            ds[j][i] *= p[j][i];
+        });
+        if (KEYS_AT_REST && a.dropout.threshold != 0) for_scores(p, [&](int j, int i) { p[j][i] *= mask(j, i); });
         if constexpr (KEYS_AT_REST) tiles.template fold<TILE>(p, other + begin, none, out[1]);
         tiles.template fold<TILE>(ds, tile + begin, none, out[0]);
     }

@@ -52,8 +52,7 @@ template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
     // Reads the logits from column `c` on; those after the vocabulary are -∞.
     const auto read = [&](unsigned c) {
         if (a.is_kept) {
-#pragma unroll
-            for (int i = 0; i < N; ++i) x[i] = to_float(packs[c / N].lanes[i]);
+            widen(packs[c / N], x);
         } else {
             load_pack<T>(a.logits, start + c, whole, a.vocab - c, x);
         }

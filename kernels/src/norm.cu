@@ -112,7 +112,7 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const No
     constexpr unsigned BLOCK = PACKS > 0 ? BACKWARD_KEPT_THREADS : BACKWARD_WIDE_THREADS, WARPS = BLOCK / WARP;
     SHARED(float, sums);  // [WARPS, 2, width]
     const unsigned warp = threadIdx.x / WARP;
-    const bool whole = a.width % N == 0;
+    const bool whole = PACKS > 0 || a.width % N == 0;
     float* const own = sums + static_cast<size_t>(warp) * 2 * a.width;
     float dweight[PLACES][N] = {}, dbias[PLACES][N] = {};
     const auto add_to = [&](float* to, unsigned c, const float(&values)[N]) {
@@ -133,10 +133,28 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const No
         const float mean = a.mean == nullptr ? 0.0f : load(a.mean, row), rstd = load(a.rstd, row);
         // The gradient times the weight, and the normalised row.
         float g[PLACES][N], x[PLACES][N];
+        Pack<Y, N> raw[PLACES];
+        float dx[PLACES][N] = {};
+        const auto fetch = [&](int k, unsigned c) {
+            raw[k] = load_raw<Y, N>(a.dy, start_dy + c, whole, a.width - c);
+            load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
+        };
+        const auto fetch_dx = [&](int k, unsigned c) { load_pack<X>(a.dx, start_dx + c, whole, a.width - c, dx[k]); };
+        if constexpr (PACKS > 0) {
+            // All loads of a row at once, which take longer than everything else. A branch, or a use of a value, between them
+            // would wait for those before it, so packs after the row's end load its last one.
+            const auto place = [&](int k) { return min((threadIdx.x % WARP + k * WARP) * N, a.width - N); };
+            if (!a.fresh) {
+#pragma unroll
+                for (int k = 0; k < PACKS; ++k) fetch_dx(k, place(k));
+            }
+#pragma unroll
+            for (int k = 0; k < PACKS; ++k) fetch(k, place(k));
+        }
         const auto read = [&](int k, unsigned c, float (&dy)[N]) {
             float weight[N];
-            load_pack<Y>(a.dy, start_dy + c, whole, a.width - c, dy);
-            load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
+            if constexpr (PACKS == 0) fetch(k, c);
+            widen(raw[k], dy);
             load_pack<Y>(a.weight, c, whole, a.width - c, weight);
 #pragma unroll
             for (int i = 0; i < N; ++i) {
@@ -166,14 +184,18 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const No
         });
         const float mean_g = a.mean == nullptr ? 0.0f : warp_sum(sum_g) / a.width, mean_gx = warp_sum(sum_gx) / a.width;
         for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
-            float dx[N] = {}, dy[N];
-            if constexpr (PACKS == 0) read(k, c, dy);
-            if (!a.fresh) load_pack<X>(a.dx, start_dx + c, whole, a.width - c, dx);
+            if constexpr (PACKS == 0) {
+                float dy[N];
+                read(k, c, dy);
+                if (!a.fresh) fetch_dx(k, c);
+            }
+            float sum[N];
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                dx[i] += rstd * (g[k][i] - mean_g - x[k][i] * mean_gx);
+                const float change = rstd * (g[k][i] - mean_g - x[k][i] * mean_gx);
+                sum[i] = a.fresh ? change : dx[k][i] + change;
             }
-            store_pack<X>(a.dx, start_dx + c, whole, a.width - c, dx);
+            store_pack<X>(a.dx, start_dx + c, whole, a.width - c, sum);
         });
     }
     if constexpr (PACKS > 0) {

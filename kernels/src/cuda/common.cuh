@@ -105,18 +105,26 @@ template <class T> __device__ inline void store_rounded(void* base, size_t index
 
 // The `N` elements starting at `index`: by one access if `whole`, which requires `index` to be aligned to a pack; or
 // else the first `count`, one by one, and zeros for the others.
-template <class T, int N>
-__device__ inline void load_pack(const void* base, size_t index, bool whole, unsigned count, float (&out)[N]) {
+template <class T, int N> __device__ inline Pack<T, N> load_raw(const void* base, size_t index, bool whole, unsigned count) {
     if (whole) {
         const auto* source = reinterpret_cast<const Pack<T, N>*>(static_cast<const T*>(base) + index);
         CHECK_READ(source, sizeof(Pack<T, N>));
-        const Pack<T, N> pack = *source;
-#pragma unroll
-        for (int i = 0; i < N; ++i) out[i] = to_float(pack.lanes[i]);
-    } else {
-#pragma unroll
-        for (unsigned i = 0; i < N; ++i) out[i] = i < count ? load_as_float<T>(base, index + i) : 0.0f;
+        return *source;
     }
+    Pack<T, N> pack;
+#pragma unroll
+    for (unsigned i = 0; i < N; ++i) pack.lanes[i] = i < count ? load(static_cast<const T*>(base), index + i) : from_float<T>(0.0f);
+    return pack;
+}
+
+template <class T, int N> __device__ inline void widen(const Pack<T, N>& pack, float (&out)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = to_float(pack.lanes[i]);
+}
+
+template <class T, int N>
+__device__ inline void load_pack(const void* base, size_t index, bool whole, unsigned count, float (&out)[N]) {
+    widen(load_raw<T, N>(base, index, whole, count), out);
 }
 
 template <class T, int N>

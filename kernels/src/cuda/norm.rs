@@ -6,8 +6,10 @@ use crate::columns::{ColumnSlice, WriteMode};
 use crate::op;
 use candle_core::{DType, Result};
 
-/// Rows up to this wide are kept in registers.
+/// Rows up to this wide are kept in registers if they are whole packs.
 const KEPT_WIDTH: usize = 768;
+/// Elements of the largest pack.
+const PACK: usize = 8;
 /// Threads of a backward block: with rows kept in registers, and without.
 const KEPT_THREADS: u32 = 384;
 const WIDE_THREADS: u32 = 128;
@@ -81,13 +83,17 @@ impl SumParts {
     }
 }
 
+fn is_kept(width: usize) -> bool {
+    width <= KEPT_WIDTH && width.is_multiple_of(PACK)
+}
+
 fn variant(width: usize) -> &'static str {
-    if width <= KEPT_WIDTH { "kept" } else { "wide" }
+    if is_kept(width) { "kept" } else { "wide" }
 }
 
 /// Threads and shared memory of a block of the backward pass, which sums its columns in shared memory.
 fn backward_block(width: usize) -> (u32, usize) {
-    let threads = if width <= KEPT_WIDTH { KEPT_THREADS } else { WIDE_THREADS };
+    let threads = if is_kept(width) { KEPT_THREADS } else { WIDE_THREADS };
     (threads, threads as usize / 32 * 2 * width * size_of::<f32>())
 }
 

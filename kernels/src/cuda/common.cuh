@@ -145,11 +145,15 @@ __device__ inline void store_pack(void* base, size_t index, bool whole, unsigned
 }
 
 // Elementwise kernels: `f(index, whole, count)` for each pack of `N` elements of `len`. Tensors begin at aligned addresses,
-// so all packs but the last are whole.
+// so all packs but the last are whole. They have code of their own: branches between its loads would wait for each.
 template <int N, class F> __device__ inline void for_each_pack(size_t len, F f) {
     const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x * N;
     for (size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N; i < len; i += stride) {
-        f(i, i + N <= len, static_cast<unsigned>(len - i < N ? len - i : N));
+        if (i + N <= len) {
+            f(i, true, static_cast<unsigned>(N));
+        } else {
+            f(i, false, static_cast<unsigned>(len - i));
+        }
     }
 }
 

@@ -68,9 +68,10 @@ template <class T> __device__ void activate_backward(const Activate& a) {
     for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
         float gate[N], up[N], dy[N], y[N];
         const size_t gates = gates_at(a, at);
+        // Before the branch, so that both loads are in flight.
+        load_pack<T>(a.dy, at, whole, count, dy);
         load_pack<T>(a.x, gates, whole, count, gate);
         if (a.activation != GELU) load_pack<T>(a.x, gates + a.width, whole, count, up);
-        load_pack<T>(a.dy, at, whole, count, dy);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             const float factor = gate_of<T>(a.activation, gate[i]), slope = slope_of(a.activation, gate[i], factor);

@@ -21,7 +21,7 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 struct Problem {
     /// cuBLASLt's m, n and k.
     sizes: [usize; 3],
-    /// Which factors are the transposes of what is stored.
+    /// Whether each factor is the transpose of a stored matrix.
     transposed: [bool; 2],
     /// Of the factors and the result.
     strides: [usize; 3],

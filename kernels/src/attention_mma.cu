@@ -45,9 +45,9 @@ __device__ inline unsigned column_of(int j, int i) { return 8 * j + threadIdx.x 
 // Caps products of queries and keys, up to that factor.
 template <int N> __device__ inline void cap(const ShapeArgs& shape, float (&products)[N][4]) {
     if (shape.softcap == 0.0f) return;
-    const float scale = 2.0f * LOG2_E * shape.softmax_scale / shape.softcap;
+    const float scale = 2.0f * LOG2_E * shape.softmax_scale * fast_reciprocal(shape.softcap);
     // tanh, with an absolute error of a rounding, in fewer registers than CUDA's.
-    for_scores(products, [&](int j, int i) { products[j][i] = 1.0f - 2.0f / (1.0f + exp2f(products[j][i] * scale)); });
+    for_scores(products, [&](int j, int i) { products[j][i] = 1.0f - 2.0f * fast_reciprocal(1.0f + fast_exp2(products[j][i] * scale)); });
 }
 
 // Tiles of one head of one sequence, for heads of up to SIZE elements: rows of T, with zeros outside the sequence and the head.
@@ -81,14 +81,17 @@ template <class T, int SIZE> struct Tiles {
         const T* source = static_cast<const T*>(rows.first) + shape.at(rows, head, first + begin) + d;
         T* target = tile + place<N>(begin, d);
         const size_t step = static_cast<size_t>(STEP) * rows.stride;
+        const unsigned rows_inside = d < shape.head_size && first + begin < shape.seq_len ? shape.seq_len - first - begin : 0;
+        // Two loops, because a branch for each copy takes longer than the copy.
+        if (shape.whole) {
 #pragma unroll
+            for (unsigned r = 0; r < N; r += STEP) copy_async<16>(target + r * LD, source + r / STEP * step, r < rows_inside);
+            return;
+        }
+#pragma unroll 1
         for (unsigned r = 0; r < N; r += STEP, source += step, target += STEP * LD) {
-            const bool inside = first + begin + r < shape.seq_len && d < shape.head_size;
-            if (shape.whole) {
-                copy_async<16>(target, source, inside);
-            } else {
-#pragma unroll
-                for (unsigned k = 0; k < CHUNK; ++k) target[k] = inside && d + k < shape.head_size ? load(source, k) : from_float<T>(0.0f);
+            for (unsigned k = 0; k < CHUNK; ++k) {
+                target[k] = r < rows_inside && d + k < shape.head_size ? load(source, k) : from_float<T>(0.0f);
             }
         }
     }
@@ -111,10 +114,11 @@ template <class T, int SIZE> struct Tiles {
             lefts[j][2] = pack_pair<T>(odd[0], odd[1]), lefts[j][3] = pack_pair<T>(odd[2], odd[3]);
         }
         if constexpr (WGMMA) {
+            const Described right = describe_matrix(tile, ROWS_OF_TILE * LD * sizeof(T));
             begin_products(out);
 #pragma unroll
             for (int j = 0; j < N / 2; ++j) {
-                warpgroup_multiply<T, true>(out, lefts[j], tile + 16 * j * LD, ROWS_OF_TILE * LD * sizeof(T), true);
+                warpgroup_multiply<T, true>(out, lefts[j], advance(right, 16 * j * LD * sizeof(T)), true);
             }
             commit_products();
             wait_for_products<0>(out);
@@ -187,14 +191,15 @@ template <class T, int SIZE, bool HELD> struct Left {
     // Starts computing out = these rows · Nᵀ rows of a tile of ROWS_OF_TILE rows by four warps.
     template <int ROWS_OF_TILE, int N> __device__ void start_scores(const T* other, float (&out)[N / 8][4]) const {
         constexpr int LD = Tiles<T, SIZE>::LD;
+        const auto bytes = [](int d, int rows) { return (16 * d / LD * rows * LD + 16 * d % LD) * sizeof(T); };
+        const Described right = describe_matrix(other, 0);
         begin_products(out);
 #pragma unroll
         for (int d = 0; d < SIZE / 16; ++d) {
-            const T* right = other + 16 * d / LD * ROWS_OF_TILE * LD + 16 * d % LD;
             if constexpr (HELD) {
-                warpgroup_multiply<T, false>(out, held[d], right, 0, d > 0);
+                warpgroup_multiply<T, false>(out, held[d], advance(right, bytes(d, ROWS_OF_TILE)), d > 0);
             } else {
-                warpgroup_multiply<T>(out, tile + 16 * d / LD * ROWS * LD + 16 * d % LD, right, d > 0);
+                warpgroup_multiply<T>(out, advance(describe_matrix(tile, 0), bytes(d, ROWS)), advance(right, bytes(d, ROWS_OF_TILE)), d > 0);
             }
         }
         commit_products();
@@ -337,31 +342,26 @@ template <class T, int SIZE> struct Queries {
             });
         }
         const float scale = factor_of_scores(a.shape) * LOG2_E;
+        // Two chains for each of a lane's rows, because a chain of dependent instructions waits for each.
+        float highest[2][2] = {{top[0], -INFINITY}, {top[1], -INFINITY}}, sums[2][2] = {}, shrink[2], offset[2];
+        for_scores(s, [&](int j, int i) { highest[i / 2][j % 2] = fmaxf(highest[i / 2][j % 2], s[j][i]); });
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float highest = top[half];
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j) highest = fmaxf(highest, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
-            highest = row_max(highest);
+            const float most = row_max(fmaxf(highest[half][0], highest[half][1]));
             // Before a row's first visible key its maximum is -∞, and -∞ - (-∞) would be NaN.
-            const float base = highest == -INFINITY ? 0.0f : highest;
-            const float shrink = fast_exp2((top[half] - base) * scale), offset = base * scale;
-            float sum = 0.0f;
-#pragma unroll
-            for (int j = 0; j < KEYS / 8; ++j)
-#pragma unroll
-                for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                    s[j][i] = fast_exp2(s[j][i] * scale - offset);
-                    sum += s[j][i];
-                }
-            top[half] = highest;
-            // This lane's part; `attend` adds those of a row's four lanes.
-            total[half] = total[half] * shrink + sum;
-#pragma unroll
-            for (int j = 0; j < SIZE / 8; ++j) {
-                out[j][2 * half] *= shrink;
-                out[j][2 * half + 1] *= shrink;
-            }
+            const float base = most == -INFINITY ? 0.0f : most;
+            shrink[half] = fast_exp2((top[half] - base) * scale), offset[half] = base * scale;
+            top[half] = most;
+        }
+        for_scores(s, [&](int j, int i) {
+            s[j][i] = fast_exp2(s[j][i] * scale - offset[i / 2]);
+            sums[i / 2][j % 2] += s[j][i];
+        });
+        // This lane's parts; `attend` adds those of a row's four lanes.
+        for (int half = 0; half < 2; ++half) total[half] = total[half] * shrink[half] + (sums[half][0] + sums[half][1]);
+        // The maxima seldom change.
+        if (__ballot_sync(EVERY_LANE, shrink[0] != 1.0f || shrink[1] != 1.0f) != 0) {
+            for_scores(out, [&](int j, int i) { out[j][i] *= shrink[i / 2]; });
         }
         if (a.dropout.threshold != 0) {
             const unsigned count = MASKED ? min(KEYS / 8u, (first + WARP_ROWS - key) / 8) : KEYS / 8;
@@ -437,7 +437,7 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
     static constexpr bool HELD = SIZE <= 64;
     static constexpr int TILE = HELD || WGMMA ? 64 : SIZE <= 128 ? 32 : 16;  // rows of an iterated tile
     // Columns of scores at a time. The largest heads, and the largest whose rows are in registers, leave room for only 16.
-    static constexpr int GROUP = !WGMMA && (SIZE == 64 || SIZE > 128) ? 16 : 32;
+        static constexpr int GROUP = !WGMMA && (SIZE == 64 || SIZE > 128) ? 16 : 32;
     // From one pair of statistics to the next.
     static constexpr int STATS = WGMMA ? 2 : Tiles<T, SIZE>::ROW * sizeof(T) / sizeof(float);
     // Columns of a block's results: two gradients of the largest heads do not fit.
@@ -610,11 +610,14 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
 
 }  // namespace
 
+// Blocks that hide each other's latencies; more would spill.
+constexpr unsigned blocks(int size) { return !WGMMA ? 1 : size == 64 ? 3 : 2; }
 // One entry for each type and each of these head sizes; other heads run in the next larger one.
-#define ENTRIES_TYPE(type, size)                                                                              \
-    ENTRY(SYMBOL(attention_forward, type, size), THREADS, AttentionForward, attend<type, size>)               \
-    ENTRY(SYMBOL(attention_backward_kv, type, size), THREADS, AttentionBackward, differentiate<type, size, true>) \
-    ENTRY(SYMBOL(attention_backward_q, type, size), THREADS, AttentionBackward, differentiate<type, size, false>)
+#define ENTRY_OF_SIZE(symbol, size, ...) ENTRY_OF_BLOCKS(symbol, THREADS, blocks(size), __VA_ARGS__)
+#define ENTRIES_TYPE(type, size)                                                                                          \
+    ENTRY_OF_SIZE(SYMBOL(attention_forward, type, size), size, AttentionForward, attend<type, size>)                      \
+    ENTRY_OF_SIZE(SYMBOL(attention_backward_kv, type, size), size, AttentionBackward, differentiate<type, size, true>)    \
+    ENTRY_OF_SIZE(SYMBOL(attention_backward_q, type, size), size, AttentionBackward, differentiate<type, size, false>)
 #define ENTRIES_SIZE(size)  \
     ENTRIES_TYPE(f16, size) \
     ENTRIES_TYPE(bf16, size)

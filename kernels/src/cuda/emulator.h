@@ -16,12 +16,13 @@
 #define CHECK_READ(pointer, bytes) emulator::check(pointer, bytes, false)
 #define CHECK_WRITE(pointer, bytes) emulator::check(pointer, bytes, true)
 #define SHARED(type, name) type* const name = reinterpret_cast<type*>(emulator::shared())
-#define ENTRY_OF(symbol, threads, Args, ...)                                                            \
+#define REGISTER(symbol, threads, Args, ...)                                                            \
     static const emulator::Entry entry_##symbol(#symbol, threads, sizeof(Args), [](const void* arguments) { \
         __VA_ARGS__(*static_cast<const Args*>(arguments));                                           \
     });
 // The symbol may be a macro.
-#define ENTRY(...) ENTRY_OF(__VA_ARGS__)
+#define ENTRY(...) REGISTER(__VA_ARGS__)
+#define ENTRY_OF_BLOCKS(symbol, threads, blocks, ...) REGISTER(symbol, threads, __VA_ARGS__)
 
 namespace emulator {
 

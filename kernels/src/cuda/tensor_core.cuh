@@ -82,10 +82,13 @@ template <unsigned LEFT> __device__ inline void wait_for_copies() { asm volatile
 // memory: rows of 128 bytes, of which chunk c of 16 bytes is at place c ^ (row mod 8), from addresses that are multiples of 1024.
 
 // Describes a matrix of 64 columns, or of more if the next 64 are `leading` bytes further.
-__device__ inline u64 describe_matrix(const void* first, unsigned leading) {
+typedef u64 Described;
+__device__ inline Described describe_matrix(const void* first, unsigned leading) {
     constexpr u64 EIGHT_ROWS = 1024 >> 4, BY_128_BYTES = 1ull << 62;
     return shared_address(first) >> 4 | static_cast<u64>(leading >> 4) << 16 | EIGHT_ROWS << 32 | BY_128_BYTES;
 }
+// The part of the matrix that begins `bytes` further.
+__device__ inline Described advance(Described matrix, unsigned bytes) { return matrix + (bytes >> 4); }
 
 #define RESULTS_16(i) \
     "+f"(result[i][0]), "+f"(result[i][1]), "+f"(result[i][2]), "+f"(result[i][3]), "+f"(result[i + 1][0]), "+f"(result[i + 1][1]), \
@@ -103,9 +106,9 @@ __device__ inline u64 describe_matrix(const void* first, unsigned leading) {
 #define PRODUCT_OF_REGISTERS(n, type, a0, a1, a2, a3, b, adds, flags, ...)                                                        \
     asm volatile(PRODUCT(n, type, "{" a0 ", " a1 ", " a2 ", " a3 "}", b, adds, flags)                                             \
                  : __VA_ARGS__                                                                                                    \
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(of_right), "r"(static_cast<int>(accumulates)), "n"(TRANSPOSED))
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(static_cast<int>(accumulates)), "n"(TRANSPOSED))
 #define PRODUCT_OF_MEMORY(n, type, a, b, add, ...) \
-    asm volatile(PRODUCT(n, type, a, b, add, "0, 0") : __VA_ARGS__ : "l"(of_left), "l"(of_right), "r"(static_cast<int>(accumulates)))
+    asm volatile(PRODUCT(n, type, a, b, add, "0, 0") : __VA_ARGS__ : "l"(left), "l"(right), "r"(static_cast<int>(accumulates)))
 #define PRODUCTS(type)                                                                                                          \
     if constexpr (N == 4) {                                                                                                     \
         PRODUCT_OF_REGISTERS(32, type, "%16", "%17", "%18", "%19", "%20", "%21", "%22", RESULTS_16(0));                          \
@@ -119,9 +122,8 @@ __device__ inline u64 describe_matrix(const void* first, unsigned leading) {
 // Starts computing result = left · right, or adding it, for 16 rows of the depth: rows of `right`, which are rows of the matrix
 // (`TRANSPOSED` in the instruction's terms), or 16 of its columns.
 template <class T, bool TRANSPOSED, int N>
-__device__ inline void warpgroup_multiply(float (&result)[N][4], const unsigned (&left)[4], const void* right, unsigned leading, bool accumulates) {
+__device__ inline void warpgroup_multiply(float (&result)[N][4], const unsigned (&left)[4], Described right, bool accumulates) {
     static_assert(N == 4 || N == 8 || N == 16, "the widths in use");
-    const u64 of_right = describe_matrix(right, leading);
     if constexpr (IS_F16<T>) {
         PRODUCTS("f16")
     } else {
@@ -130,9 +132,8 @@ __device__ inline void warpgroup_multiply(float (&result)[N][4], const unsigned 
 }
 
 // Like this with 64 rows and 16 columns of a left operand in shared memory, and 16 columns of the right one.
-template <class T, int N> __device__ inline void warpgroup_multiply(float (&result)[N][4], const void* left, const void* right, bool accumulates) {
+template <class T, int N> __device__ inline void warpgroup_multiply(float (&result)[N][4], Described left, Described right, bool accumulates) {
     static_assert(N == 4, "the width in use");
-    const u64 of_left = describe_matrix(left, 0), of_right = describe_matrix(right, 0);
     if constexpr (IS_F16<T>) {
         PRODUCT_OF_MEMORY(32, "f16", "%16", "%17", "%18", RESULTS_16(0));
     } else {
@@ -190,23 +191,29 @@ template <unsigned BYTES> void copy_async(void* target, const void* source, bool
 inline void commit_copies() { emulator::commit_copies(); }
 template <unsigned LEFT> void wait_for_copies() { emulator::wait_for_copies(LEFT); }
 
+struct Described {
+    size_t first;
+    unsigned leading;
+};
+inline Described describe_matrix(const void* first, unsigned leading) { return {reinterpret_cast<size_t>(first), leading}; }
+inline Described advance(Described matrix, size_t bytes) { return {matrix.first + bytes, matrix.leading}; }
+
 // Two elements at these offsets in bytes, as the instruction addresses them.
-inline unsigned shared_pair(const void* matrix, size_t first, size_t second) {
+inline unsigned shared_pair(Described matrix, size_t first, size_t second) {
     const auto read = [&](size_t offset) {
-        const size_t address = reinterpret_cast<size_t>(matrix) + offset;
+        const size_t address = matrix.first + offset;
         return *reinterpret_cast<const unsigned short*>(address ^ (address >> 7 & 7) << 4);
     };
     return read(first) | static_cast<unsigned>(read(second)) << 16;
 }
 
 template <class T, bool TRANSPOSED, int N>
-void warpgroup_multiply(float (&result)[N][4], const unsigned (&left)[4], const void* right, unsigned leading, bool adds,
-                        int line = __builtin_LINE()) {
+void warpgroup_multiply(float (&result)[N][4], const unsigned (&left)[4], Described right, bool adds, int line = __builtin_LINE()) {
     const unsigned lane = threadIdx.x % WARP, k = lane % 4 * 2;
     for (int j = 0; j < N; ++j) {
         const unsigned column = 8 * j + lane / 4;
         const auto offset = [&](unsigned row) {
-            return TRANSPOSED ? column / 64 * leading + row * 128 + column % 64 * 2 : column * 128 + row * 2;
+            return TRANSPOSED ? column / 64 * right.leading + row * 128 + column % 64 * 2 : column * 128 + row * 2;
         };
         if (!adds) std::fill(result[j], result[j] + 4, 0.0f);
         multiply_add<T>(result[j], left, shared_pair(right, offset(k), offset(k + 1)), shared_pair(right, offset(k + 8), offset(k + 9)),
@@ -214,14 +221,14 @@ void warpgroup_multiply(float (&result)[N][4], const unsigned (&left)[4], const 
     }
 }
 template <class T, int N>
-void warpgroup_multiply(float (&result)[N][4], const void* left, const void* right, bool adds, int line = __builtin_LINE()) {
+void warpgroup_multiply(float (&result)[N][4], Described left, Described right, bool adds, int line = __builtin_LINE()) {
     const unsigned lane = threadIdx.x % WARP, row = threadIdx.x / WARP * 16 + lane / 4;
     unsigned fragments[4];
     for (unsigned i = 0; i < 4; ++i) {
         const size_t first = (row + i % 2 * 8) * 128 + (i / 2 * 8 + lane % 4 * 2) * 2;
         fragments[i] = shared_pair(left, first, first + 2);
     }
-    warpgroup_multiply<T, false>(result, fragments, right, 0, adds, line);
+    warpgroup_multiply<T, false>(result, fragments, right, adds, line);
 }
 template <int N> void begin_products(float (&)[N][4]) {}
 inline void commit_products() {}

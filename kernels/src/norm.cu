@@ -158,7 +158,8 @@ template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const No
             load_pack<Y>(a.weight, c, whole, a.width - c, weight);
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                g[k][i] = dy[i] * (weight[i] + a.gain_offset);
+                // Rounded, so that the mean of a row of one element cancels it.
+                g[k][i] = __fmul_rn(dy[i], weight[i] + a.gain_offset);
                 x[k][i] = (x[k][i] - mean) * rstd;
             }
         };

@@ -10,6 +10,8 @@ use candle_core::{DType, Result, Tensor};
 const THREADS: usize = 128;
 /// Elements a thread takes at a time.
 const PACK: usize = 8;
+/// Bits of a digit by which rows are sorted.
+const DIGIT_BITS: usize = 8;
 
 arguments! {
     struct EmbeddingForward {
@@ -42,10 +44,22 @@ arguments! {
 /// Groups the rows `0..count` by the row of a table that they add to. Returns the rows, group by group in their order,
 /// and for each group its row of the table and where it ends.
 pub(super) fn grouped(count: usize, table_row: impl Fn(usize) -> usize) -> Result<[Vec<u32>; 2]> {
-    // Whole numbers sort faster than rows by a key that is looked up.
     let key = |row: u32| Ok(u64::from(to_u32(table_row(row as usize))?) << 32 | u64::from(row));
     let mut keys = (0..to_u32(count)?).map(key).collect::<Result<Vec<u64>>>()?;
-    keys.sort_unstable();
+    let (mut sorted, most) = (vec![0; count], keys.iter().max().map_or(0, |key| key >> 32));
+    // By a digit of the table's row at a time, the lowest first: keys of equal digits keep their order.
+    for shift in (0..u32::BITS).step_by(DIGIT_BITS).take_while(|shift| most >> shift > 0) {
+        let digit = |key: u64| (key >> (32 + shift)) as usize % (1 << DIGIT_BITS);
+        let (mut places, mut first) = ([0; 1 << DIGIT_BITS], 0);
+        keys.iter().for_each(|&key| places[digit(key)] += 1);
+        places.iter_mut().for_each(|place| first += std::mem::replace(place, first));
+        for &key in &keys {
+            let place = &mut places[digit(key)];
+            sorted[*place] = key;
+            *place += 1;
+        }
+        std::mem::swap(&mut keys, &mut sorted);
+    }
     let (mut ends, mut end) = (Vec::new(), 0);
     for group in keys.chunk_by(|a, b| a >> 32 == b >> 32) {
         end += group.len();
@@ -111,7 +125,7 @@ impl<Q: Queue> CudaKernels<Q> {
         let ((rows, width), types) = (op.dx.dims2()?, [op.dx.dtype(), dtable.dtype()]);
         require(serves(width) && is_pair_or_wide(types))?;
         let (dropout, _draw) = self.dropout(op.input.dropout, op.dx.device())?;
-        let ([order, groups], count, _owners) = self.groups(rows, parts, table_row, op.dx.device())?;
+        let ([order, groups], count, _owners) = self.groups(&op.input, parts, table_row, op.dx.device())?;
         let arguments = EmbeddingBackward {
             dx: self.address(op.dx, types[0], rows * width)?,
             dtable: self.address(dtable, types[1], dtable.elem_count())?,

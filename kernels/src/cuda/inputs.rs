@@ -3,9 +3,10 @@
 use super::attention::key_ranges;
 use super::dispatch::{Attempt, CudaKernels};
 use super::embedding::grouped;
-use super::launch::{DropoutArgs, Queue};
+use super::launch::{DropoutArgs, Queue, to_u32};
 use crate::attention::AttentionShape;
 use crate::dropout::Dropout;
+use crate::op::Embedding;
 use crate::pass::PassInputs;
 use crate::rope::PositionIds;
 use candle_core::{DType, Device, Error, Result, Tensor};
@@ -56,7 +57,17 @@ pub(super) fn factors(rows: usize, seed: f32, weights: Option<&[f32]>) -> Vec<u3
 
 /// Adds empty groups, so that there are as many as rows.
 fn pad(ends: &mut Vec<u32>, rows: usize) {
-    ends.extend([0, rows as u32].into_iter().cycle().take(2 * rows - ends.len()));
+    ends.extend([0, rows as u32].repeat(rows - ends.len() / 2));
+}
+
+/// [`grouped`] by position.
+fn grouped_by_position(rows: usize, places: PositionIds<'_>) -> Result<[Vec<u32>; 2]> {
+    if places.documents.is_some() {
+        return grouped(rows, |row| places.of(row));
+    }
+    let (sequences, seq_len, rows) = (to_u32(rows / places.seq_len)?, to_u32(places.seq_len)?, to_u32(rows)?);
+    let order = (0..seq_len).flat_map(|position| (position..rows).step_by(places.seq_len)).collect();
+    Ok([order, (0..seq_len).flat_map(|position| [position, (position + 1) * sequences]).collect()])
 }
 
 impl Resident {
@@ -76,7 +87,7 @@ impl Resident {
         }
         let places = PositionIds { seq_len, past: 0, documents };
         let by_token = grouped(ids.len(), |row| ids[row] as usize)?;
-        let by_position = grouped(ids.len(), |row| places.of(row))?;
+        let by_position = grouped_by_position(ids.len(), places)?;
         let names = [[Part::TokenOrder, Part::TokenGroups], [Part::PositionOrder, Part::PositionGroups]];
         for ([order, groups], [sorted, mut ends]) in names.into_iter().zip([by_token, by_position]) {
             pad(&mut ends, ids.len());
@@ -103,6 +114,14 @@ impl Resident {
     fn find(&self, part: Part) -> Option<(u64, &[u32])> {
         let (_, range) = self.parts.iter().find(|(found, _)| *found == part)?;
         Some((self.address + (range.start * size_of::<u32>()) as u64, &self.words[range.clone()]))
+    }
+
+    /// Whether the rows of its sequences begin their documents at `documents`.
+    fn has_documents(&self, documents: Option<&[u32]>) -> bool {
+        match documents {
+            Some(starts) => self.holds(Part::Documents, 0, starts).is_some(),
+            None => self.find(Part::Documents).is_none(),
+        }
     }
 
     /// The address of `words`, if they are in this part, starting at `offset`.
@@ -151,34 +170,36 @@ impl<Q: Queue> CudaKernels<Q> {
         self.with_resident(offset).unwrap_or(0) / size_of::<u32>()
     }
 
-    /// The rows of each group, and the groups, of this number: [`grouped`] by the row of a table.
+    /// The rows of each group, and the groups, of this number: [`grouped`] by the row of a table. Those of the pass's block if it
+    /// has these tokens.
     pub(super) fn groups(
         &self,
-        rows: usize,
-        [order, groups]: [Part; 2],
+        input: &Embedding<'_>,
+        parts: [Part; 2],
         of: impl Fn(usize) -> usize,
         device: &Device,
     ) -> Attempt<([u64; 2], usize, [Option<Tensor>; 2])> {
-        let [sorted, mut ends] = grouped(rows, of)?;
-        let (order, first) = self.words(order, &sorted, device)?;
-        // Only in the pass's block there are empty groups.
-        let count = if first.is_none() { rows } else { ends.len() / 2 };
-        if first.is_none() {
-            pad(&mut ends, rows);
+        let rows = input.ids.len();
+        let resident = self.with_resident(|block| {
+            let has_rows = block.seq_len == input.seq_len && block.find(Part::Ids)?.1 == input.ids;
+            let [order, groups] = parts.map(|part| block.find(part).map(|(address, _)| address));
+            Some([order?, groups?]).filter(|_| has_rows && block.has_documents(input.documents))
+        });
+        if let Some(addresses) = resident {
+            return Ok((addresses, rows, [None, None]));
         }
-        let (groups, second) = self.words(groups, &ends, device)?;
-        Ok(([order, groups], count, [first, second]))
+        let [sorted, ends] = grouped(rows, of)?;
+        let ((order, first), (groups, second)) =
+            (self.words(parts[0], &sorted, device)?, self.words(parts[1], &ends, device)?);
+        Ok(([order, groups], ends.len() / 2, [first, second]))
     }
 
     /// The bounds of attention in the pass's block.
     pub(super) fn resident_key_ranges(&self, shape: &AttentionShape, documents: Option<&[u32]>) -> Option<u64> {
         self.with_resident(|block| {
-            let same = match documents {
-                Some(starts) => block.holds(Part::Documents, 0, starts).is_some(),
-                None => block.find(Part::Documents).is_none(),
-            };
             let rows = block.find(Part::Ids)?.1.len();
-            let fits = same && rows == shape.batch * shape.seq_len && block.seq_len == shape.seq_len;
+            let fits =
+                block.has_documents(documents) && rows == shape.batch * shape.seq_len && block.seq_len == shape.seq_len;
             block.find(Part::KeyRanges(shape.window)).filter(|_| fits).map(|(address, _)| address)
         })
     }
@@ -189,5 +210,29 @@ impl<Q: Queue> CudaKernels<Q> {
         let (draw, key, site, threshold, keep_scale) = dropout.numbers();
         let (draw, owner) = self.words(Part::Draw, &draw_words(draw), device)?;
         Ok((DropoutArgs { draw, key, site, threshold, keep_scale, unused: 0 }, owner))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a panic is a failed test")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_grouped_in_their_order() {
+        let (rows, table_row) = (3000, |row: usize| row * row * 7919 % 70_001);
+        let [order, ends] = grouped(rows, table_row).unwrap();
+        let mut sorted: Vec<u32> = (0..rows as u32).collect();
+        sorted.sort_by_key(|row| table_row(*row as usize));
+        assert_eq!(order, sorted);
+        let mut grouped_rows = 0;
+        for group in ends.chunks(2) {
+            let (first, end) = (grouped_rows, group[1] as usize);
+            assert!(order[first..end].iter().all(|row| table_row(*row as usize) == group[0] as usize));
+            grouped_rows = end;
+        }
+        assert_eq!(grouped_rows, rows);
+        let places = PositionIds { seq_len: 30, past: 0, documents: None };
+        assert_eq!(grouped_by_position(rows, places).unwrap(), grouped(rows, |row| places.of(row)).unwrap());
     }
 }

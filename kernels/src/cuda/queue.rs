@@ -5,7 +5,7 @@ use super::product::{self, Products};
 use crate::op;
 use crate::pass::PassFn;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaGraph, CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg, result, sys,
+    CudaGraph, CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PinnedHostSlice, PushKernelArg, result, sys,
 };
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Storage, Tensor, bail};
@@ -74,6 +74,14 @@ impl Graph {
         }
         Ok(false)
     }
+}
+
+/// A block of inputs.
+#[derive(Debug)]
+pub(crate) struct Block {
+    words: CudaSlice<u32>,
+    /// The host's copy; `None` before the first is overwritten.
+    staged: Option<PinnedHostSlice<u32>>,
 }
 
 /// A struct of arguments as cudarc passes it on: by value.
@@ -174,15 +182,26 @@ impl Queue for CudaQueue {
         graph.0.launch().w()
     }
 
-    type Block = CudaSlice<u32>;
+    type Block = Block;
 
-    fn block(&self, words: &[u32]) -> Result<(u64, CudaSlice<u32>)> {
-        let block = self.device.clone_htod(words)?;
-        Ok((self.start(&block), block))
+    fn block(&self, words: &[u32]) -> Result<(u64, Block)> {
+        let words = self.device.clone_htod(words)?;
+        Ok((self.start(&words), Block { words, staged: None }))
     }
 
-    fn overwrite(&self, block: &mut CudaSlice<u32>, words: &[u32]) -> Result<()> {
-        self.device.memcpy_htod(words, block)
+    /// Copies from page-locked memory, because the host would wait for the launches before a copy from other memory.
+    fn overwrite(&self, Block { words, staged }: &mut Block, new: &[u32]) -> Result<()> {
+        if staged.is_none() {
+            // SAFETY: the memory is written before it is read.
+            *staged = Some(unsafe { self.device.cuda_stream().context().alloc_pinned::<u32>(new.len()) }.w()?);
+        }
+        let Some(staged) = staged.as_mut().filter(|staged| staged.len() == new.len() && words.len() == new.len())
+        else {
+            bail!("the block of inputs has another size")
+        };
+        // Waits until the last copy has left the memory.
+        staged.as_mut_slice().w()?.copy_from_slice(new);
+        self.device.memcpy_htod(&*staged, words)
     }
 
     fn address(&self, tensor: &Tensor) -> Result<Option<u64>> {

@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <regex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,8 @@ struct Function {
 
 std::recursive_mutex lock;
 std::map<Address, Allocation> memory;
+// The host's page-locked memory.
+std::set<const void*> locked;
 size_t used = 0, most_used = 0;
 // The work of each stream.
 typedef std::deque<std::function<Status()>> Stream;
@@ -444,6 +447,19 @@ EXPORT Status cuMemFreeAsync(Address address, void* it) {
         return OK;
     });
 }
+EXPORT Status cuMemHostAlloc(void** out, size_t bytes, unsigned) {
+    Guard guard;
+    if (const Status status = outside_capture("cuMemHostAlloc"); status != OK) return status;
+    *out = std::malloc(bytes);
+    locked.insert(*out);
+    return ready() ? OK : INVALID;
+}
+EXPORT Status cuMemFreeHost(void* it) {
+    Guard guard;
+    if (locked.erase(it) == 0) return complain("frees memory of the host that is not there");
+    std::free(it);
+    return OK;
+}
 EXPORT Status cuMemsetD8Async(Address to, unsigned char value, size_t bytes, void* it) {
     Guard guard;
     if (!of_stream(it) || !is_memory(to, bytes)) return complain("clears memory that is not there");
@@ -457,8 +473,14 @@ EXPORT Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, v
     // The driver would record the host's address, which is of no use later.
     if (const Status status = outside_capture("cuMemcpyHtoDAsync"); status != OK) return status;
     if (!of_stream(it) || !is_memory(to, bytes)) return complain("sends to memory that is not there");
-    // The driver copies memory whose pages are not locked before it returns.
     const auto* first = static_cast<const unsigned char*>(from);
+    if (locked.count(from) > 0) {
+        return enqueue(it, [=] {
+            std::memcpy(reinterpret_cast<void*>(to), first, bytes);
+            return OK;
+        });
+    }
+    // The driver copies memory whose pages are not locked before it returns.
     return enqueue(it, [to, copy = std::vector<unsigned char>(first, first + bytes)] {
         std::memcpy(reinterpret_cast<void*>(to), copy.data(), copy.size());
         return OK;

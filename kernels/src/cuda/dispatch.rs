@@ -52,6 +52,8 @@ pub(crate) struct CudaKernels<Q: Queue> {
     /// The inputs of the pass in progress.
     pub(super) resident: Mutex<Option<Resident>>,
     pub(super) graphs: Mutex<Graphs<Q>>,
+    /// The table of the tensors that were summarized last, and its copy on the device.
+    pub(super) summarized: Mutex<Option<(Vec<u32>, Tensor)>>,
 }
 
 impl<Q: Queue> CudaKernels<Q> {
@@ -59,8 +61,8 @@ impl<Q: Queue> CudaKernels<Q> {
         let named = families.iter().filter(|family| **family != KernelFamily::Graph);
         let names: Vec<&str> = named.map(|family| family.name()).collect();
         let name = format!("fused:{}", names.join(","));
-        let (bounded, resident, graphs) = Default::default();
-        Self { queue, families, name, bounded, resident, graphs }
+        let (bounded, resident, graphs, summarized) = Default::default();
+        Self { queue, families, name, bounded, resident, graphs, summarized }
     }
 
     /// The address of a tensor that holds `len` elements of type `dtype`.

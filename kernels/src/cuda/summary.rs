@@ -6,6 +6,7 @@ use crate::op;
 use crate::precision::{ExponentHistogram, TensorStats};
 use crate::summary::{CHUNK, THREADS, TensorSummary};
 use candle_core::{DType, Tensor};
+use std::sync::PoisonError;
 
 const WARPS: u32 = THREADS as u32 / 32;
 /// Bytes of a chunk's figures.
@@ -22,11 +23,11 @@ const WORDS: usize = STATS_WORDS + BINS;
 /// Words of a tensor in the table that the kernels read.
 const ENTRY_WORDS: usize = 8;
 
-/// Decodes the words that the device has counted.
-fn decode(words: &[u32; WORDS], exponents: bool) -> TensorSummary {
+/// Decodes the words that the device has counted, in place, because the update waits for it.
+fn decode(words: &[u32; WORDS], exponents: bool, TensorSummary { stats, exponents: histogram }: &mut TensorSummary) {
     let double = |index: usize| u64::from(words[index]) | u64::from(words[index + 1]) << 32;
     let (least, most) = (words[10], words[11]);
-    let stats = TensorStats {
+    *stats = TensorStats {
         count: double(0),
         zero: double(2),
         subnormal: double(4),
@@ -36,14 +37,12 @@ fn decode(words: &[u32; WORDS], exponents: bool) -> TensorSummary {
         max_abs: f32::from_bits(most),
         sum_squares: f64::from_bits(double(12)),
     };
-    let mut histogram = ExponentHistogram::new();
     if exponents {
-        for (field, &count) in words[STATS_WORDS..].iter().enumerate().filter(|(_, count)| **count > 0) {
-            histogram.add(field as i32 + ExponentHistogram::LOWEST, u64::from(count));
-        }
+        histogram.set_binades(&words[STATS_WORDS..]);
         (histogram.zero, histogram.inf, histogram.nan) = (stats.zero, stats.inf, stats.nan);
+    } else {
+        *histogram = ExponentHistogram::new();
     }
-    TensorSummary { stats, exponents: histogram }
 }
 
 arguments! {
@@ -77,10 +76,16 @@ impl<Q: Queue> CudaKernels<Q> {
         let count = op.tensors.len();
         require(table.len() == count * ENTRY_WORDS)?;
         let words = Tensor::zeros(count * WORDS, DType::U32, first.device())?;
-        let table = Tensor::new(table, first.device())?;
+        // Most calls summarize the tensors of the last one.
+        let mut last = self.summarized.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = last.take().filter(|(words, _)| *words == table);
+        let (_, table) = last.insert(match kept {
+            Some(kept) => kept,
+            None => (table.clone(), Tensor::new(table, first.device())?),
+        });
         let partial = self.queue.scratch(chunks * CHUNK_STATS_BYTES / size_of::<f32>())?;
         let all = StatsLaunch {
-            tensors: self.address(&table, DType::U32, count * ENTRY_WORDS)?,
+            tensors: self.address(table, DType::U32, count * ENTRY_WORDS)?,
             partial,
             figures: self.address(&words, DType::U32, count * WORDS)?,
             first: 0,
@@ -108,7 +113,7 @@ impl<Q: Queue> CudaKernels<Q> {
         // One copy, because the host waits for each.
         let counted: Vec<u32> = words.to_vec1()?;
         for (out, words) in op.out.iter_mut().zip(counted.as_chunks().0) {
-            *out = decode(words, op.exponents);
+            decode(words, op.exponents, out);
         }
         Ok(())
     }

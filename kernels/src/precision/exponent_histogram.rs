@@ -60,6 +60,12 @@ impl ExponentHistogram {
         self.binades[(exponent.clamp(Self::LOWEST, Self::HIGHEST) - Self::LOWEST) as usize] += count;
     }
 
+    /// Replaces the counts of binades by those of FP32's exponent fields, from the lowest.
+    #[cfg(any(test, feature = "cuda"))]
+    pub(crate) fn set_binades(&mut self, counts: &[u32]) {
+        self.binades.iter_mut().zip(counts).for_each(|(binade, &count)| *binade = u64::from(count));
+    }
+
     /// Adds the counts of another histogram.
     pub fn merge(&mut self, other: &Self) {
         self.zero += other.zero;

@@ -109,7 +109,8 @@ pub struct EvalReport {
 pub struct StepTimings {
     /// Forward passes without the head, unless a GPU replays them.
     pub forward: Duration,
-    /// The head with its own backward pass, and the model's backward passes. All of replayed passes.
+    /// The head with its own backward pass, and the model's backward passes. If a GPU may replay them, all of the passes and the
+    /// statistics, because the host waits for both at once.
     pub backward: Duration,
     /// Statistics of the gradients.
     pub grad_stats: Duration,

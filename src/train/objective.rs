@@ -19,6 +19,7 @@ use crate::engine::kernels::view::{read, to_host};
 use crate::engine::model::{Decoder, ForwardMode, Parameters, Workspace};
 use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics};
 use crate::train::config::ObjectiveSection;
+use candle_core::Tensor;
 use loss::deviation;
 use serde::{Deserialize, Serialize};
 
@@ -217,7 +218,7 @@ impl BatchPass<'_> {
     ) -> Result<R> {
         self.model.forward(self.weights, self.batch.tokens(), mode, workspace, &mut ())?;
         self.model.loss(self.weights, &self.batch.labels, workspace)?;
-        Ok(with_losses(workspace, f)?)
+        Ok(with_losses(workspace.losses(), f)?)
     }
 
     /// The log-probability of each sequence and its number of targets.
@@ -228,9 +229,9 @@ impl BatchPass<'_> {
     }
 }
 
-/// Reads the losses of the head's last pass.
-fn with_losses<R>(workspace: &Workspace, f: impl FnOnce(&[f32]) -> R) -> candle_core::Result<R> {
-    let losses = to_host(workspace.losses())?;
+/// Reads the losses of a pass of the head.
+fn with_losses<R>(losses: &Tensor, f: impl FnOnce(&[f32]) -> R) -> candle_core::Result<R> {
+    let losses = to_host(losses)?;
     Ok(f(read(&losses)?.typed::<f32>()?))
 }
 
@@ -308,7 +309,7 @@ impl Objective {
     pub(super) fn weigh(&mut self, pass: BatchPass<'_>, workspace: &Workspace) -> candle_core::Result<()> {
         if self.kind().needs_log_probs() {
             pass.model.loss(pass.weights, &pass.batch.labels, workspace)?;
-            return with_losses(workspace, |losses| self.score(pass.batch, losses));
+            return with_losses(workspace.losses(), |losses| self.score(pass.batch, losses));
         }
         if !pass.batch.sequences.is_empty() {
             self.weights.clear();
@@ -325,20 +326,16 @@ impl Objective {
         (!batch.sequences.is_empty()).then_some(&self.weights[..])
     }
 
-    /// The sums of a micro-batch after the head's pass, which returned the sum `nll` of all targets' losses.
-    pub(super) fn sums(&mut self, pass: BatchPass<'_>, workspace: &Workspace, nll: f64) -> Result<LossSums> {
+    /// The sums of a micro-batch, whose targets have these losses.
+    pub(super) fn sums(&self, batch: &Batch, losses: &Tensor) -> Result<LossSums> {
         if self.kind().needs_log_probs() {
             return Ok(self.sums);
         }
-        let loss = if pass.batch.sequences.is_empty() {
-            nll
-        } else {
-            let weighted = |losses: &[f32]| {
-                let sequences = pass.batch.sequences.iter();
-                sequences.map(|it| -f64::from(sample_weight(it)) * logp(pass.batch, it, losses).0).sum()
-            };
-            with_losses(workspace, weighted)?
-        };
+        let weighted = |losses: &[f32], it: &Sequence| -f64::from(sample_weight(it)) * logp(batch, it, losses).0;
+        let loss = with_losses(losses, |losses| match &batch.sequences[..] {
+            [] => losses.iter().map(|&loss| f64::from(loss)).sum(),
+            sequences => sequences.iter().map(|it| weighted(losses, it)).sum(),
+        })?;
         Ok(LossSums { loss, ..LossSums::default() })
     }
 
@@ -346,11 +343,11 @@ impl Objective {
     pub(super) fn evaluate(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace) -> Result<LossSums> {
         self.refer(pass, workspace, Split::Validation)?;
         pass.model.forward(pass.weights, pass.batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
-        let nll = pass.model.loss(pass.weights, &pass.batch.labels, workspace)?;
+        pass.model.loss(pass.weights, &pass.batch.labels, workspace)?;
         if self.kind().needs_log_probs() {
-            with_losses(workspace, |losses| self.score(pass.batch, losses))?;
+            with_losses(workspace.losses(), |losses| self.score(pass.batch, losses))?;
         }
-        self.sums(pass, workspace, nll)
+        self.sums(pass.batch, workspace.losses())
     }
 
     /// Computes weights and sums from the losses of the targets.

@@ -10,6 +10,7 @@ use crate::train::engine::{CompleteBlocks, Passes, RankTiming, StepOutcome, Step
 use crate::train::objective::{BatchPass, LossFactors, LossSums, Split};
 use crate::train::state::{Counters, TrainState};
 use crate::{Error, Result};
+use candle_core::Tensor;
 use std::time::{Duration, Instant};
 
 /// The result of a step's passes, next to its gradients and their statistics.
@@ -23,9 +24,16 @@ pub(super) struct StepGradients {
     time: StepTimings,
 }
 
+/// The losses of a micro-batch.
+pub(super) struct BatchLosses {
+    sums: LossSums,
+    /// The loss of each target, which a GPU may not have computed yet, instead of the sums.
+    on_device: Option<Tensor>,
+}
+
 impl Passes<'_> {
     /// Computes the gradients of micro-batch `index` of the step after `counters`. `also` receives every tensor, and `collect` the
-    /// gradients of each block when they are complete. Returns the sums of the losses and the time of the forward pass.
+    /// gradients of each block when they are complete. Returns the losses and the time of the forward pass.
     pub(super) fn micro_batch(
         &mut self,
         (index, batch): (usize, &Batch),
@@ -33,7 +41,7 @@ impl Passes<'_> {
         LossFactors { scale, count, micro_batches }: LossFactors,
         also: &mut dyn Hook,
         collect: &mut dyn FnMut(&Gradients, PrecisionUnit) -> Result<()>,
-    ) -> Result<(LossSums, Duration)> {
+    ) -> Result<(BatchLosses, Duration)> {
         let Self { model, weights, objective, grads, .. } = self;
         let (grads, model, weights): (_, &Decoder, &Parameters) = (&**grads, model, weights);
         let (tokens, mut narrow, pass) = (batch.tokens(), None, BatchPass { model, weights, batch });
@@ -75,10 +83,12 @@ impl Passes<'_> {
         if records {
             let trained = model.spec().first_trained_block()..model.spec().num_layers;
             trained.rev().try_for_each(|block| collect(grads, PrecisionUnit::Block(block)))?;
+            let on_device = Some(workspace.losses().copy()?);
+            return Ok((BatchLosses { sums: LossSums::default(), on_device }, forward));
         }
-        let mut sums = objective.sums(pass, workspace, workspace.total_loss()?)?;
+        let mut sums = objective.sums(batch, workspace.losses())?;
         sums.loss += count as f64 * balance * workspace.balance_loss();
-        Ok((sums, forward))
+        Ok((BatchLosses { sums, on_device: None }, forward))
     }
 
     /// Computes the gradients of `micro_batches` and their statistics.
@@ -102,8 +112,8 @@ impl Passes<'_> {
                 if let Some(index) = index {
                     let mut collect = |grads: &Gradients, block| grads.collect(block, collector);
                     let batch = (index, &micro_batches[index]);
-                    let (sums, forward) = self.micro_batch(batch, self.counters, factors, &mut (), &mut collect)?;
-                    losses.push(sums);
+                    let (found, forward) = self.micro_batch(batch, self.counters, factors, &mut (), &mut collect)?;
+                    losses.push((batch.1, found));
                     let waited = collector.waited().saturating_sub(waited);
                     time.forward += forward;
                     time.backward += clock.elapsed().saturating_sub(forward + waited);
@@ -118,14 +128,22 @@ impl Passes<'_> {
             time.comm += clock.elapsed();
             Ok::<_, Error>(())
         })?;
+        // 4. Compute the statistics of the gradients before anything rescales them.
         let Self { grads, objective, .. } = self;
-        let clock = Instant::now();
         let compute = (time.forward + time.backward).as_secs_f64();
         let comm = group.comm_time().saturating_sub(grads.hidden());
-        let (figures, len) = ([compute, comm.as_secs_f64()], LossSums::len(objective.kind()));
-        let losses = losses.iter().flat_map(|sums| sums.to_array().into_iter().take(len));
-        let (figures, mut sums) = (figures.into_iter().chain(losses).collect::<Vec<f64>>(), LossSums::default());
-        let all = group.all_gather(&figures)?;
+        let clock = Instant::now();
+        grads.compute_stats(self.count_exponents, self.grad_stats, kernels, group)?;
+        let waits_here = losses.iter().any(|(_, losses)| losses.on_device.is_some());
+        let (mut figures, len) = (vec![compute, comm.as_secs_f64()], LossSums::len(objective.kind()));
+        for (batch, BatchLosses { sums, on_device }) in losses {
+            let sums = on_device.map_or(Ok(sums), |losses| objective.sums(batch, &losses))?;
+            figures.extend(sums.to_array().into_iter().take(len));
+        }
+        // Here the host waits for recorded passes.
+        *(if waits_here { &mut time.backward } else { &mut time.grad_stats }) += clock.elapsed();
+        let clock = Instant::now();
+        let (all, mut sums) = (group.all_gather(&figures)?, LossSums::default());
         self.timings.clear();
         let mut of_ranks: Vec<_> = all.iter().map(|figures| figures[2..].chunks_exact(len)).collect();
         for (figures, losses) in all.iter().zip(&of_ranks) {
@@ -135,10 +153,6 @@ impl Passes<'_> {
             of_ranks[grads.rank_of(index, micro_batches.len())].next().into_iter().for_each(|losses| sums.add(losses));
         }
         time.comm += clock.elapsed();
-        // 4. Compute the statistics of the gradients before anything rescales them.
-        let clock = Instant::now();
-        grads.compute_stats(self.count_exponents, self.grad_stats, kernels, group)?;
-        time.grad_stats = clock.elapsed();
         Ok(StepGradients { sums, loss: sums.loss / factors.count as f64, targets, time })
     }
 }

@@ -575,11 +575,6 @@ impl Workspace {
         &self.head.losses
     }
 
-    /// The sum of [`Self::losses`].
-    pub fn total_loss(&self) -> Result<f64> {
-        self.head.total_loss()
-    }
-
     /// The final norm's output `[B·T, D]`, the head's input.
     pub fn hidden(&self) -> &Tensor {
         &self.final_norm.out

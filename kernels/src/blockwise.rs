@@ -4,7 +4,7 @@
 //! which lie denser towards zero. The values are from `create_dynamic_map` in bitsandbytes' `functional.py`, and a
 //! first moment keeps its sign, as in its kernel. Tensors of fewer than 4096 elements stay FP32, as there.
 
-use crate::Kernels;
+use crate::adamw::{AdamWStep, AdamWTensor};
 use crate::op::{self, MomentScales};
 use crate::view::{self, host_range, read, to_host};
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -207,20 +207,36 @@ impl BlockwiseQuantized {
     }
 }
 
-/// Computes [`op::AdamW`] with 8-bit moments by FP32 ones, which are converted on the host.
-pub(crate) fn adamw(op: &mut op::AdamW<'_>, scales: [MomentScales<'_>; 2], kernels: &dyn Kernels) -> Result<()> {
-    let stored = [(op.exp_avg, scales[0]), (op.exp_avg_sq, scales[1])];
+/// Computes [`op::AdamW`] by updates of single tensors with FP32 moments.
+pub(crate) fn adamw(op: &mut op::AdamW<'_>, update: impl Fn(AdamWStep, AdamWTensor<'_>) -> Result<()>) -> Result<()> {
+    op.tensors.iter_mut().try_for_each(|tensor| {
+        let counts = tensor.counts.as_deref_mut();
+        let tensor = AdamWTensor { counts, ..*tensor };
+        match tensor.scales {
+            None => update(op.step, tensor),
+            Some(scales) => by_fp32_moments(tensor, scales, |tensor| update(op.step, tensor)),
+        }
+    })
+}
+
+/// Updates a tensor with 8-bit moments by FP32 ones, which are converted on the host.
+fn by_fp32_moments(
+    tensor: AdamWTensor<'_>,
+    scales: [MomentScales<'_>; 2],
+    update: impl Fn(AdamWTensor<'_>) -> Result<()>,
+) -> Result<()> {
+    let stored = [(tensor.exp_avg, scales[0]), (tensor.exp_avg_sq, scales[1])];
     let load = |which: usize| -> Result<(BlockwiseQuantized, Tensor)> {
         let (codes, MomentScales { absmax, .. }) = stored[which];
         let storage = Storage::Host(codes.flatten_all()?.to_vec1()?, absmax.to_vec1()?);
         let moment = BlockwiseQuantized { storage, signed: which == 0 };
-        let values = view::zeros(op.grad.dims(), DType::F32, op.grad.device())?;
+        let values = view::zeros(tensor.grad.dims(), DType::F32, tensor.grad.device())?;
         moment.load(&values)?;
         Ok((moment, values))
     };
     let moments = [load(0)?, load(1)?];
-    let ([(_, exp_avg), (_, exp_avg_sq)], counts) = (&moments, op.counts.as_deref_mut());
-    op::AdamW { exp_avg, exp_avg_sq, scales: None, counts, ..*op }.run(kernels)?;
+    let [(_, exp_avg), (_, exp_avg_sq)] = &moments;
+    update(AdamWTensor { exp_avg, exp_avg_sq, scales: None, ..tensor })?;
     for ((mut moment, values), (codes, scales)) in moments.into_iter().zip(stored) {
         moment.store(&values)?;
         let Storage::Host(new_codes, new_absmax) = moment.storage else { continue };

@@ -13,7 +13,7 @@ mod route;
 mod summary;
 mod tensors;
 
-use super::adamw::AdamWStep;
+use super::adamw::{AdamWStep, AdamWTensor};
 use super::attention::AttentionShape;
 use super::columns::{MatmulOperand, WriteMode};
 use super::op::{self, Op};
@@ -72,10 +72,7 @@ impl Kernels for CandleKernels {
             Op::CrossEntropy(op) => cross_entropy::rows(op),
             Op::Summarize(op) => side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
-            Op::AdamW(op) => match op.scales {
-                Some(scales) => blockwise::adamw(op, scales, self),
-                None => adamw(op),
-            },
+            Op::AdamW(op) => blockwise::adamw(op, adamw),
             Op::Route(op) => route::forward(op),
             Op::RouteBackward(op) => route::backward(op),
             Op::ScaleRows(op) => route::scale_rows(op),
@@ -131,23 +128,23 @@ fn activate_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
     store(&Tensor::cat(&[((&dy * up)? * slope)?, (dy * value)?], 1)?.contiguous()?, op.dx)
 }
 
-fn adamw(op: &mut op::AdamW<'_>) -> Result<()> {
+fn adamw(step: AdamWStep, op: AdamWTensor<'_>) -> Result<()> {
     let values = |x: &Tensor| view::to_host(x)?.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>();
     let counted = op.weight.filter(|_| op.counts.is_some());
     let before = counted.map(|weight| Ok::<_, Error>([values(op.master)?, values(weight)?])).transpose()?;
-    let AdamWStep { lr, betas, eps, weight_decay, bias_corrections, grad_factor } = op.step;
+    let AdamWStep { lr, betas, eps, bias_corrections, grad_factor } = step;
     let grad = (upcast(op.grad)? * f64::from(grad_factor))?;
     let (m, v) = (op.exp_avg, op.exp_avg_sq);
     let exp_avg = (m + ((&grad - m)? * (1.0 - betas[0]))?)?;
     let exp_avg_sq = ((v * betas[1])? + (grad.sqr()? * (1.0 - betas[1]))?)?;
     let root = (exp_avg_sq.sqrt()? / f64::from(bias_corrections[1].sqrt()))?;
     let update = ((&exp_avg * f64::from(lr / bias_corrections[0]))? / (root + f64::from(eps))?)?;
-    let updated = ((op.master * f64::from(1.0 - lr * weight_decay))? - update)?;
+    let updated = ((op.master * f64::from(1.0 - lr * op.weight_decay))? - update)?;
     store(&exp_avg, m)?;
     store(&exp_avg_sq, v)?;
     store(&updated, op.master)?;
     op.weight.map_or(Ok(()), |weight| store(&updated, weight))?;
-    if let (Some(counts), Some(weight), Some([old, copies])) = (op.counts.as_deref_mut(), counted, before) {
+    if let (Some(counts), Some(weight), Some([old, copies])) = (op.counts, counted, before) {
         let format = view::float_format(weight.dtype());
         counts.count(format, [&old, &values(op.master)?], [&copies, &values(weight)?]);
     }

@@ -62,10 +62,7 @@ impl Kernels for Fused {
             Op::CrossEntropy(op) => cross_entropy::rows(op),
             Op::Summarize(op) => summary::side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
-            Op::AdamW(op) => match op.scales {
-                Some(scales) => blockwise::adamw(op, scales, self),
-                None => adamw::step(op),
-            },
+            Op::AdamW(op) => blockwise::adamw(op, adamw::step),
             Op::Route(op) => route::forward(op),
             Op::RouteBackward(op) => route::backward(op),
             Op::ScaleRows(op) => route::scale_rows(op),

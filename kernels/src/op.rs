@@ -5,9 +5,8 @@
 
 pub mod cases;
 
-use super::adamw::AdamWStep;
+use super::adamw::{AdamWStep, AdamWTensor};
 use super::attention::{AttentionInputs, AttentionShape};
-use super::blockwise::BLOCK_SIZE;
 use super::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use super::cross_entropy::IGNORE;
 use super::decode_attention::CachedSequence;
@@ -16,7 +15,7 @@ use super::rope::{CosSinCache, Direction, PositionIds};
 pub use super::route::{Route, RouteBackward, ScaleRows};
 use super::summary::TensorSummary;
 use super::{Activation, Kernels, LoraTerm, NormSettings, Ran, WeightLayout};
-use crate::precision::{FloatFormat, UpdateCounts};
+use crate::precision::FloatFormat;
 use candle_core::{DType, Result, Tensor, bail};
 
 /// Defines [`Op`] with a variant for each operation's struct.
@@ -383,25 +382,13 @@ pub struct Sum<'a> {
     pub sum: &'a mut f64,
 }
 
-/// One AdamW update of a tensor.
+/// One AdamW update.
 #[derive(Debug)]
 pub struct AdamW<'a> {
-    /// Learning rate, decay and corrections.
+    /// Learning rate, decay rates and corrections.
     pub step: AdamWStep,
-    /// Any type.
-    pub grad: &'a Tensor,
-    /// The shape of `grad`, FP32.
-    pub master: &'a Tensor,
-    /// The first moment, FP32, or 8-bit codes.
-    pub exp_avg: &'a Tensor,
-    /// The second moment.
-    pub exp_avg_sq: &'a Tensor,
-    /// The scales of moments in 8 bits.
-    pub scales: Option<[MomentScales<'a>; 2]>,
-    /// The working copy that the new master is rounded into; `None` if the master is the working copy.
-    pub weight: Option<&'a Tensor>,
-    /// Receives the number of updates that `weight` shows, if they are counted.
-    pub counts: Option<&'a mut UpdateCounts>,
+    /// Of any types. Kernels may take out those that they have updated, and leave the others to the next.
+    pub tensors: Vec<AdamWTensor<'a>>,
 }
 
 /// The scales of a moment in 8 bits. See [`BlockwiseQuantized`](super::blockwise::BlockwiseQuantized).
@@ -471,7 +458,7 @@ fn factor_dims(factor: MatmulOperand<'_>) -> [usize; 2] {
     if factor.transposed { [columns, rows] } else { [rows, columns] }
 }
 
-fn same_shapes<const N: usize>(tensors: [&Tensor; N]) -> bool {
+pub(super) fn same_shapes<const N: usize>(tensors: [&Tensor; N]) -> bool {
     tensors.iter().all(|tensor| tensor.dims() == tensors[0].dims())
 }
 
@@ -541,9 +528,10 @@ impl Op<'_> {
             Self::Summarize(_) => {}
             Self::Sum(op) => all(&[Some(op.x)], &[]),
             Self::AdamW(op) => {
-                all(&[Some(op.grad)], &[Some(op.master), Some(op.exp_avg), Some(op.exp_avg_sq), op.weight]);
-                for scales in op.scales.iter().flatten() {
-                    all(&[Some(scales.map)], &[Some(scales.absmax)]);
+                for x in &op.tensors {
+                    all(&[Some(x.grad)], &[Some(x.master), Some(x.exp_avg), Some(x.exp_avg_sq), x.weight]);
+                    let scales = x.scales.iter().flatten();
+                    scales.for_each(|scales| all(&[Some(scales.map)], &[Some(scales.absmax)]));
                 }
             }
             Self::Route(op) => op.for_each_tensor(visit),
@@ -656,23 +644,7 @@ impl Op<'_> {
                 rows_fit && op.losses.dims() == [rows] && op.losses.dtype() == DType::F32
             }
             Self::Summarize(op) => op.tensors.len() == op.out.len(),
-            Self::AdamW(op) => {
-                let (moments, len) = ([op.exp_avg, op.exp_avg_sq], op.grad.elem_count());
-                let moments_fit = match op.scales {
-                    None => {
-                        same_shapes([op.grad, moments[0], moments[1]])
-                            && moments.iter().all(|x| x.dtype() == DType::F32)
-                    }
-                    Some(scales) => {
-                        let blocks = len.div_ceil(BLOCK_SIZE);
-                        let is_f32 = |x: &Tensor, len: usize| x.dtype() == DType::F32 && x.dims() == [len];
-                        scales.iter().all(|scales| is_f32(scales.absmax, blocks) && is_f32(scales.map, 256))
-                            && moments.iter().all(|x| x.dtype() == DType::U8 && x.dims() == [len])
-                    }
-                };
-                let fits = same_shapes([op.grad, op.master, op.weight.unwrap_or(op.grad)]) && moments_fit;
-                fits && op.master.dtype() == DType::F32 && op.grad.dtype() != DType::U8
-            }
+            Self::AdamW(op) => op.tensors.iter().all(AdamWTensor::fits),
             Self::Route(op) => op.fits()?,
             Self::RouteBackward(op) => op.fits()?,
             Self::ScaleRows(op) => op.fits()?,

@@ -41,24 +41,12 @@ constexpr unsigned INF = 0x7f800000u;
 // The FP32 pattern of |x|.
 __device__ inline unsigned magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 
-// The tensor that has this chunk; `place` is shared.
-__device__ inline TensorEntry tensor_of(const StatsLaunch& a, u64 chunk, unsigned* place) {
-    for (unsigned i = threadIdx.x; i < a.count; i += THREADS) {
-        const TensorEntry tensor = load(a.tensors, i);
-        if (tensor.first <= chunk && chunk - tensor.first < (tensor.len + CHUNK - 1) / CHUNK) *place = i;
-    }
-    __syncthreads();
-    const TensorEntry found = load(a.tensors, *place);
-    __syncthreads();
-    return found;
-}
-
 template <class T> __device__ void summarize_chunks(const StatsLaunch& a) {
     SHARED(unsigned, counters);  // [BINS, COPIES], then scratch [WARPS] for f64
     double* const scratch = reinterpret_cast<double*>(counters + BINS * COPIES);
     unsigned* const own = counters + threadIdx.x % COPIES;
     const u64 chunk = a.first + blockIdx.x;
-    const TensorEntry tensor = tensor_of(a, chunk, counters);
+    const TensorEntry tensor = tensor_of<CHUNK>(a.tensors, a.count, chunk, counters);
     const u64 first = (chunk - tensor.first) * CHUNK;
     const unsigned here = static_cast<unsigned>(tensor.len - first < CHUNK ? tensor.len - first : CHUNK);
     if (a.has_exponents) {

@@ -148,15 +148,30 @@ __device__ inline void store_pack(void* base, size_t index, bool whole, unsigned
 
 // Elementwise kernels: `f(index, whole, count)` for each pack of `N` elements of `len`. Tensors begin at aligned addresses,
 // so all packs but the last are whole. They have code of their own: branches between its loads would wait for each.
-template <int N, class F> __device__ inline void for_each_pack(size_t len, F f) {
-    const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x * N;
-    for (size_t i = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N; i < len; i += stride) {
-        if (i + N <= len) {
+template <int N, class F> __device__ inline void for_each_pack(size_t first, size_t stride, size_t end, F f) {
+    for (size_t i = first; i < end; i += stride) {
+        if (i + N <= end) {
             f(i, true, static_cast<unsigned>(N));
         } else {
-            f(i, false, static_cast<unsigned>(len - i));
+            f(i, false, static_cast<unsigned>(end - i));
         }
     }
+}
+template <int N, class F> __device__ inline void for_each_pack(size_t len, F f) {
+    const size_t first = (static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
+    for_each_pack<N>(first, static_cast<size_t>(gridDim.x) * blockDim.x * N, len, f);
+}
+
+// The tensor that has this chunk of CHUNK elements, from a table in the chunks' order; `place` is shared. Ends with a barrier.
+template <unsigned CHUNK, class Entry> __device__ inline Entry tensor_of(const Entry* table, unsigned count, u64 chunk, unsigned* place) {
+    for (unsigned i = threadIdx.x; i < count; i += blockDim.x) {
+        const u64 first = load(&table[i].first, 0), len = load(&table[i].len, 0);
+        if (first <= chunk && chunk - first < (len + CHUNK - 1) / CHUNK) *place = i;
+    }
+    __syncthreads();
+    const Entry found = load(table, *place);
+    __syncthreads();
+    return found;
 }
 
 // A warp's sum, in every lane, by a fixed tree.

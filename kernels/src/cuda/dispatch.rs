@@ -8,10 +8,14 @@ use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::op::{self, Op};
 use crate::pass::{PassFn, PassInputs};
 use crate::{Kernels, Ran, WeightLayout};
-use candle_core::{DType, Error, Result, Tensor};
-use std::collections::BTreeSet;
+use candle_core::{DType, Device, Error, Result, Tensor};
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Mutex, PoisonError};
 use strum::{IntoStaticStr, VariantArray};
+
+/// Tables that stay on the device; tensors move rarely.
+const MAX_TABLES: usize = 4096;
 
 /// Kernels that are compiled and tried together, by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, IntoStaticStr, VariantArray)]
@@ -52,8 +56,8 @@ pub(crate) struct CudaKernels<Q: Queue> {
     /// The inputs of the pass in progress.
     pub(super) resident: Mutex<Option<Resident>>,
     pub(super) graphs: Mutex<Graphs<Q>>,
-    /// The table of the tensors that were summarized last, and its copy on the device.
-    pub(super) summarized: Mutex<Option<(Vec<u32>, Tensor)>>,
+    /// Tables of tensors that kernels read, on the device, by their words.
+    tables: Mutex<HashMap<Vec<u32>, Tensor>>,
 }
 
 impl<Q: Queue> CudaKernels<Q> {
@@ -61,14 +65,29 @@ impl<Q: Queue> CudaKernels<Q> {
         let named = families.iter().filter(|family| **family != KernelFamily::Graph);
         let names: Vec<&str> = named.map(|family| family.name()).collect();
         let name = format!("fused:{}", names.join(","));
-        let (bounded, resident, graphs, summarized) = Default::default();
-        Self { queue, families, name, bounded, resident, graphs, summarized }
+        let (bounded, resident, graphs, tables) = Default::default();
+        Self { queue, families, name, bounded, resident, graphs, tables }
     }
 
     /// The address of a tensor that holds `len` elements of type `dtype`.
     pub(super) fn address(&self, tensor: &Tensor, dtype: DType, len: usize) -> Attempt<u64> {
         require(tensor.dtype() == dtype && tensor.elem_count() >= len)?;
         self.queue.address(tensor)?.ok_or(Stop::Unsupported)
+    }
+
+    /// Numbers on the device, uploaded once.
+    pub(super) fn table(&self, words: Vec<u32>, device: &Device) -> Result<Tensor> {
+        let mut tables = self.tables.lock().unwrap_or_else(PoisonError::into_inner);
+        if tables.len() == MAX_TABLES {
+            tables.clear();
+        }
+        Ok(match tables.entry(words) {
+            Entry::Occupied(table) => table.get().clone(),
+            Entry::Vacant(place) => {
+                let table = Tensor::new(place.key().as_slice(), device)?;
+                place.insert(table).clone()
+            }
+        })
     }
 
     /// [`Self::address`], or 0 if there is no tensor.

@@ -53,14 +53,6 @@ impl KernelLaunch {
         Ok(Self { module, kernel, grid, threads: THREADS as u32, shared_bytes: 0 })
     }
 
-    /// As many blocks as keep the largest GPUs busy, at most, for kernels that begin or end with work for each block. Threads
-    /// loop.
-    pub(crate) fn looping(self) -> Self {
-        const MAX_BLOCKS: u32 = 132 * 8;
-        let [x, y, z] = self.grid;
-        Self { grid: [x.min(MAX_BLOCKS), y, z], ..self }
-    }
-
     /// One warp for each of `rows` rows, eight warps a block.
     pub(crate) fn warp_per_row(module: &'static str, kernel: String, rows: usize) -> Result<Self> {
         const WARPS: usize = 8;

@@ -6,7 +6,6 @@ use crate::op;
 use crate::precision::{ExponentHistogram, TensorStats};
 use crate::summary::{CHUNK, THREADS, TensorSummary};
 use candle_core::{DType, Tensor};
-use std::sync::PoisonError;
 
 const WARPS: u32 = THREADS as u32 / 32;
 /// Bytes of a chunk's figures.
@@ -76,16 +75,10 @@ impl<Q: Queue> CudaKernels<Q> {
         let count = op.tensors.len();
         require(table.len() == count * ENTRY_WORDS)?;
         let words = Tensor::zeros(count * WORDS, DType::U32, first.device())?;
-        // Most calls summarize the tensors of the last one.
-        let mut last = self.summarized.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = last.take().filter(|(words, _)| *words == table);
-        let (_, table) = last.insert(match kept {
-            Some(kept) => kept,
-            None => (table.clone(), Tensor::new(table, first.device())?),
-        });
+        let table = self.table(table, first.device())?;
         let partial = self.queue.scratch(chunks * CHUNK_STATS_BYTES / size_of::<f32>())?;
         let all = StatsLaunch {
-            tensors: self.address(table, DType::U32, count * ENTRY_WORDS)?,
+            tensors: self.address(&table, DType::U32, count * ENTRY_WORDS)?,
             partial,
             figures: self.address(&words, DType::U32, count * WORDS)?,
             first: 0,

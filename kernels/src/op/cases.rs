@@ -4,9 +4,9 @@
 //! FP64 on a CPU, on the same operands. `tests/engine/layers.rs` compares them with autograd on plain operations.
 
 use super::{Embedding, Op};
-use crate::adamw::AdamWStep;
+use crate::adamw::{AdamWStep, AdamWTensor};
 use crate::attention::{AttentionInputs, AttentionShape};
-use crate::blockwise::BlockwiseQuantized;
+use crate::blockwise::{BLOCK_SIZE, BlockwiseQuantized};
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::cross_entropy::IGNORE;
 use crate::decode_attention::{CachedSequence, LayerKvCache};
@@ -17,7 +17,7 @@ use crate::rope::{CosSinCache, Direction, PositionIds};
 use crate::route::{RouterSettings, Routes};
 use crate::summary::{self, TensorSummary};
 use crate::{Activation, CandleKernels, Kernels, LoraTerm, Norm, NormSettings, WeightLayout, op, view};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
@@ -297,14 +297,8 @@ impl Operation {
 }
 
 fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [counts, quantized]: [bool; 2]) -> Outputs {
-    let step = AdamWStep {
-        lr: 0.01,
-        betas: [0.9, 0.999],
-        eps: 1e-8,
-        weight_decay: 0.1,
-        bias_corrections: [0.1, 0.001],
-        grad_factor: 0.125,
-    };
+    let step =
+        AdamWStep { lr: 0.01, betas: [0.9, 0.999], eps: 1e-8, bias_corrections: [0.1, 0.001], grad_factor: 0.125 };
     let grad = &t.numbers("grad", &[len], grads)?;
     let [master, exp_avg] = ["master", "exp_avg"].map(|name| t.numbers(name, &[len], DType::F32));
     let exp_avg_sq = &t.mapped("exp_avg_sq", &[len], DType::F32, |_, x| x * x)?;
@@ -326,18 +320,39 @@ fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [counts, quanti
     let copy = if counts { t.stored(&view::to_host(master)?, copies)? } else { t.poisoned(&[len], copies)? };
     let weight = (copies != DType::F32).then_some(&copy);
     let values = |x: &Tensor| view::to_host(x)?.to_dtype(DType::F32)?.to_vec1::<f32>();
-    let (before, mut counted) = ([values(master)?, values(&copy)?], UpdateCounts::default());
-    let counter = counts.then_some(&mut counted);
+    let (before, mut counted) = ([values(master)?, values(&copy)?], [UpdateCounts::default(); 2]);
+    // Two tensors, if there are enough elements.
+    let cut = (len / 2).next_multiple_of(4 * BLOCK_SIZE).min(len);
+    let parts = |x: &Tensor, unit: usize| -> Result<[Tensor; 2]> {
+        let cut = cut.div_ceil(unit);
+        Ok([x.narrow(0, 0, cut)?, x.narrow(0, cut, x.elem_count() - cut)?])
+    };
+    let (grads, masters, copies_of) = (parts(grad, 1)?, parts(master, 1)?, parts(&copy, 1)?);
+    let mut update = |moments: [&Tensor; 2], scales: Option<[op::MomentScales<'_>; 2]>| {
+        let [m, v] = [parts(moments[0], 1)?, parts(moments[1], 1)?];
+        let absmax = scales
+            .map(|scales| Ok::<_, Error>([parts(scales[0].absmax, BLOCK_SIZE)?, parts(scales[1].absmax, BLOCK_SIZE)?]));
+        let absmax = absmax.transpose()?;
+        let tensors = counted.iter_mut().enumerate().filter(|(i, _)| grads[*i].elem_count() > 0).map(|(i, counted)| {
+            let (grad, master, exp_avg, exp_avg_sq) = (&grads[i], &masters[i], &m[i], &v[i]);
+            let weight = weight.map(|_| &copies_of[i]);
+            let scales = scales.zip(absmax.as_ref()).map(|(scales, absmax)| {
+                [0, 1].map(|which| op::MomentScales { absmax: &absmax[which][i], ..scales[which] })
+            });
+            let (weight_decay, counts) = ([0.1, 0.0][i], counts.then_some(counted));
+            AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts }
+        });
+        t.run(op::AdamW { step, tensors: tensors.collect() })
+    };
     if let (&[(m, m_scales), (v, v_scales)], Some(_)) = (&*on_device, t.kernels) {
-        let scales = Some([m_scales, v_scales]);
-        t.run(op::AdamW { step, grad, master, exp_avg: m, exp_avg_sq: v, scales, weight, counts: counter })?;
+        update([m, v], Some([m_scales, v_scales]))?;
         for (values, moment) in [exp_avg, exp_avg_sq].into_iter().zip(&moments) {
             let held = view::zeros(&[len], DType::F32, &Device::Cpu)?;
             moment.on_host()?.load(&held)?;
             values.slice_set(&held.to_device(t.device)?, 0, 0)?;
         }
     } else {
-        t.run(op::AdamW { step, grad, master, exp_avg, exp_avg_sq, scales: None, weight, counts: counter })?;
+        update([exp_avg, exp_avg_sq], None)?;
     }
     let state = [("the master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)];
     let mut outputs = t.outputs(state, DType::F32);
@@ -350,6 +365,8 @@ fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [counts, quanti
         let mut expected = UpdateCounts::default();
         let after = [values(master)?, values(&copy)?];
         expected.count(view::float_format(copies), [&before[0], &after[0]], [&before[1], &after[1]]);
+        let [mut counted, second] = counted;
+        counted += second;
         let differs = u32::from(counted != expected || counted.moved == 0);
         outputs.push(equal("whether counts differ", &Tensor::new(&[differs], &Device::Cpu)?));
     } else if counts {

@@ -2,7 +2,7 @@
 //! BF16 weights with stochastic rounding. To measure the effect of masters, also over 16-bit weights without them.
 
 use crate::engine::collective::{ProcessGroup, Shards};
-use crate::engine::kernels::adamw::AdamWStep;
+use crate::engine::kernels::adamw::{AdamWStep, AdamWTensor};
 use crate::engine::kernels::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS};
 use crate::engine::kernels::summary::PART;
 use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
@@ -92,7 +92,25 @@ pub struct QuantizedMoments {
 #[derive(Clone, Copy, Debug)]
 enum MomentStorage {
     Fp32(usize),
-    Int8(usize),
+    Int8,
+}
+
+impl MomentStorage {
+    /// A parameter's moments as kernels take them, with the scales of 8 bits; `None` if the host converts them.
+    fn operands<'a>(
+        self,
+        exact: [&'a Parameters; 2],
+        quantized: Option<&'a QuantizedMoments>,
+    ) -> Option<([&'a Tensor; 2], Option<[op::MomentScales<'a>; 2]>)> {
+        if let Self::Fp32(at) = self {
+            return Some((exact.map(|moments| &moments[at]), None));
+        }
+        let [(m, m_scales), (v, v_scales)] = match quantized?.moments.each_ref().map(BlockwiseQuantized::on_device) {
+            [Some(m), Some(v)] => [m, v],
+            _ => return None,
+        };
+        Some(([m, v], Some([m_scales, v_scales])))
+    }
 }
 
 // Shards are cut at the blocks of the gradient statistics, so a process never has a part of a block.
@@ -106,7 +124,7 @@ impl AdamW {
         for (index, entry) in masters.layout().iter().enumerate() {
             let elements: usize = entry.shape.iter().product();
             if kind == OptimizerKind::AdamW8bit && elements >= MIN_QUANTIZED_ELEMENTS {
-                storage.push(MomentStorage::Int8(quantized.len()));
+                storage.push(MomentStorage::Int8);
                 let range = masters.range(index);
                 let zeros = |signed| BlockwiseQuantized::zeros(range.len(), signed, &masters.device());
                 let moments = [zeros(true)?, zeros(false)?];
@@ -179,24 +197,43 @@ impl AdamW {
         Update { lr, grad_factor, updates }: Update,
         masters: &mut MasterWeights,
         weights: &Parameters,
-        mut counts: Option<&mut Vec<UpdateCounts>>,
+        counts: Option<&mut Vec<UpdateCounts>>,
     ) -> Result<()> {
         let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
         let Self { config, rounding_seed, exp_avg, exp_avg_sq, quantized, storage, scratch } = self;
+        let step = AdamWStep {
+            lr: lr as f32,
+            betas: config.betas,
+            eps: config.eps as f32,
+            bias_corrections: config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),
+            grad_factor,
+        };
+        let mut counts = counts.map(|counts| {
+            let first = counts.len();
+            counts.resize(first + storage.len(), UpdateCounts::default());
+            counts[first..].iter_mut()
+        });
+        let (exact, mut quantized) = ([&*exp_avg, &*exp_avg_sq], quantized.iter_mut());
+        // Those that need no scratch are updated at once, which on a GPU is one launch.
+        let mut together = Vec::with_capacity(storage.len());
         for (i, (entry, place)) in grads.layout().iter().zip(storage).enumerate() {
-            let step = AdamWStep {
-                lr: lr as f32,
-                betas: config.betas,
-                eps: config.eps as f32,
-                weight_decay: config.weight_decay_for(entry),
-                bias_corrections: config.betas.map(|beta| (1.0 - beta.powi(t)) as f32),
-                grad_factor,
-            };
+            let moments = if let MomentStorage::Int8 = place { quantized.next() } else { None };
+            // FP32 copies, which some processes have of wide layers, show every update.
+            let counts = counts.as_mut().and_then(Iterator::next).filter(|_| weights[i].dtype() != DType::F32);
             let master = &masters.parameters()[i];
             if master.elem_count() == 0 {
                 // Other processes have its elements.
-                if let Some(counts) = &mut counts {
-                    counts.push(UpdateCounts::default());
+                continue;
+            }
+            let shared = view::share_storage(master, &weights[i]);
+            let mut weight = (!shared).then_some(&weights[i]);
+            let (grad, weight_decay) = (&grads[i], config.weight_decay_for(entry));
+            let on_host = place.operands(exact, moments.as_deref()).is_none();
+            if master.dtype() == DType::F32 && !on_host {
+                if let Some(([exp_avg, exp_avg_sq], scales)) = place.operands(exact, moments.map(|x| &*x)) {
+                    let tensor =
+                        AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
+                    together.push(tensor);
                 }
                 continue;
             }
@@ -204,43 +241,28 @@ impl AdamW {
                 let Some(scratch) = &scratch[slot] else { bail!("the optimizer has no buffer for `{}`", entry.name) };
                 scratch.narrow(0, 0, master.elem_count())?.reshape(master.shape())
             };
-            let shared = view::share_storage(master, &weights[i]);
-            let (mut weight, mut updated) = ((!shared).then_some(&weights[i]), master.clone());
+            let mut updated = master.clone();
             if master.dtype() != DType::F32 {
                 weight = rounding_seed.is_none().then_some(master);
                 updated = upcast_copy(2)?;
                 kernels.copy(master, &updated)?;
             }
-            // FP32 copies, which some processes have of wide layers, show every update.
-            let counting = counts.is_some() && weights[i].dtype() != DType::F32;
-            let mut counted = UpdateCounts::default();
-            let mut update = |exp_avg: &Tensor, exp_avg_sq: &Tensor, scales| {
-                let (grad, master, counts) = (&grads[i], &updated, counting.then_some(&mut counted));
-                op::AdamW { step, grad, master, exp_avg, exp_avg_sq, scales, weight, counts }.run(kernels)
+            let update = |[exp_avg, exp_avg_sq]: [&Tensor; 2], scales: Option<[op::MomentScales<'_>; 2]>| {
+                let master = &updated;
+                let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
+                op::AdamW { step, tensors: vec![tensor] }.run(kernels)
             };
-            match *place {
-                MomentStorage::Fp32(at) => {
-                    update(&exp_avg[at], &exp_avg_sq[at], None)?;
+            if let Some((moments, scales)) = place.operands(exact, moments.as_deref()) {
+                update(moments, scales)?;
+            } else if let Some(QuantizedMoments { moments, .. }) = moments {
+                let values = [upcast_copy(0)?, upcast_copy(1)?];
+                for (moment, values) in moments.iter().zip(&values) {
+                    moment.load(values)?;
                 }
-                MomentStorage::Int8(at) => {
-                    let moments = &mut quantized[at].moments;
-                    let on_device = moments.each_ref().map(BlockwiseQuantized::on_device);
-                    if let [Some((m, m_scales)), Some((v, v_scales))] = on_device {
-                        update(m, v, Some([m_scales, v_scales]))?;
-                    } else {
-                        let values = [upcast_copy(0)?, upcast_copy(1)?];
-                        for (moment, values) in moments.iter().zip(&values) {
-                            moment.load(values)?;
-                        }
-                        update(&values[0], &values[1], None)?;
-                        for (moment, values) in moments.iter_mut().zip(&values) {
-                            moment.store(values)?;
-                        }
-                    }
+                update(values.each_ref(), None)?;
+                for (moment, values) in moments.iter_mut().zip(&values) {
+                    moment.store(values)?;
                 }
-            }
-            if let Some(counts) = &mut counts {
-                counts.push(counted);
             }
             if master.dtype() != DType::F32 {
                 if let Some(seed) = *rounding_seed {
@@ -252,7 +274,7 @@ impl AdamW {
                 }
             }
         }
-        Ok(())
+        op::AdamW { step, tensors: together }.run(kernels)
     }
 }
 

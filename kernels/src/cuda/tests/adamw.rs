@@ -1,7 +1,7 @@
 //! The update with moments in 8 bits against FP32 moments that the host converts.
 
 use super::*;
-use crate::adamw::AdamWStep;
+use crate::adamw::{AdamWStep, AdamWTensor};
 use crate::blockwise::{self, BlockwiseQuantized};
 
 /// Codes, magnitudes and masters have the same bits: in blocks of zeros, of zeros and tiny numbers, and in one that ends early.
@@ -9,14 +9,8 @@ use crate::blockwise::{self, BlockwiseQuantized};
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn moments_in_8_bits_are_those_of_the_host() {
     const LEN: usize = 5003;
-    let step = AdamWStep {
-        lr: 0.01,
-        betas: [0.9, 0.999],
-        eps: 1e-8,
-        weight_decay: 0.1,
-        bias_corrections: [0.1, 0.001],
-        grad_factor: 0.125,
-    };
+    let step =
+        AdamWStep { lr: 0.01, betas: [0.9, 0.999], eps: 1e-8, bias_corrections: [0.1, 0.001], grad_factor: 0.125 };
     let scaled = |salt| -> Vec<f32> {
         let scale = |i: usize| [1.0, 0.0, 1e-20, 1e-6][i / 256 % 4] * [1.0, -0.0, 1e-4][i % 3];
         pattern(LEN, salt, DType::F32).into_iter().enumerate().map(|(i, x)| x * scale(i)).collect()
@@ -34,11 +28,14 @@ fn moments_in_8_bits_are_those_of_the_host() {
         let (grad, master) = (&tensor(&scaled(1), &[LEN], DType::F16), &tensor(&scaled(2), &[LEN], DType::F32));
         let (scales, weight, counts) = (Some([m, v]), Some(&poisoned(&[LEN], DType::F16)).cloned(), None);
         let weight = weight.as_ref();
-        let mut op = op::AdamW { step, grad, master, exp_avg, exp_avg_sq, scales, weight, counts };
+        let weight_decay = 0.1;
+        let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
+        let alone =
+            |step: AdamWStep, tensor: AdamWTensor<'_>| op::AdamW { step, tensors: vec![tensor] }.run(&kernels(order));
         if host {
-            blockwise::adamw(&mut op, [m, v], &kernels(order)).unwrap();
+            blockwise::adamw(&mut op::AdamW { step, tensors: vec![tensor] }, alone).unwrap();
         } else {
-            op.run(&kernels(order)).unwrap();
+            alone(step, tensor).unwrap();
         }
         let mut results = vec![numbers(master), numbers(weight.unwrap())];
         for moment in &moments {

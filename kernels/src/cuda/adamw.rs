@@ -62,14 +62,12 @@ impl<Q: Queue> CudaKernels<Q> {
                 Err(failed) => return Err(failed),
             }
         }
-        let Some(first) = updated.first() else {
-            op.tensors = left;
+        op.tensors = left;
+        let Some(device) = updated.first().map(|tensor| tensor.master.device()) else {
             return require(op.tensors.is_empty());
         };
-        let (device, is_counted) =
-            (first.master.device(), |x: &AdamWTensor<'_>| x.counts.is_some() && x.weight.is_some());
-        let words = updated.iter().any(is_counted);
-        let words = words.then(|| Tensor::zeros(updated.len() * COUNT_WORDS, DType::U32, device)).transpose()?;
+        let counted = updated.iter().any(|tensor| tensor.counts.is_some() && tensor.weight.is_some());
+        let words = counted.then(|| Tensor::zeros(updated.len() * COUNT_WORDS, DType::U32, device)).transpose()?;
         let counts = self.optional(words.as_ref(), DType::U32, updated.len() * COUNT_WORDS)?;
         let table: Vec<u32> = groups.values().flat_map(|group| group.entries.as_flattened()).copied().collect();
         let table = self.table(table, device)?;
@@ -102,7 +100,6 @@ impl<Q: Queue> CudaKernels<Q> {
                 }
             }
         }
-        op.tensors = left;
         require(op.tensors.is_empty())
     }
 

@@ -10,7 +10,7 @@ use std::sync::PoisonError;
 
 /// The head sizes there are kernels for; others run in the next larger one.
 const SIZES: [usize; 5] = [32, 64, 96, 128, 256];
-/// The same for kernels with products of four warps.
+/// The head sizes of kernels with products of four warps.
 const WGMMA_SIZES: [usize; 2] = [64, 128];
 
 arguments! {
@@ -174,7 +174,7 @@ impl Plan {
         ("attention_mma", ROWS, 128, 2 * (4 * tile + at_rest) * (self.size + 8))
     }
 
-    /// The same. In addition there are two FP32 statistics of each query of two stages.
+    /// Like [`Self::on_tensor_cores`], with two FP32 statistics for each query of two stages.
     fn in_products_of_four_warps(self, pass: Pass) -> (&'static str, usize, u32, usize) {
         const ROWS: usize = 64;
         let at_rest = if matches!(pass, Pass::Forward) || self.size == 64 { 0 } else { 2 * ROWS };

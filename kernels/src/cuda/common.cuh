@@ -14,8 +14,7 @@
 #define SHARED(type, name)                                          \
     extern __shared__ __align__(1024) unsigned char shared_bytes[]; \
     type* const name = reinterpret_cast<type*>(shared_bytes)
-// The kernel `symbol` with blocks of `threads`, of which a multiprocessor has the registers for `blocks`; each thread calls
-// `function`.
+// The kernel `symbol` with blocks of `threads`; each thread calls `function`. A multiprocessor has registers for `blocks`.
 #define ENTRY_OF_BLOCKS(symbol, threads, blocks, Args, ...)                                                         \
     extern "C" __global__ void __launch_bounds__(threads, blocks) symbol(const __grid_constant__ Args arguments) { \
         __VA_ARGS__(arguments);                                                                                     \
@@ -147,7 +146,7 @@ __device__ inline void store_pack(void* base, size_t index, bool whole, unsigned
 }
 
 // Elementwise kernels: `f(index, whole, count)` for each pack of `N` elements of `len`. Tensors begin at aligned addresses,
-// so all packs but the last are whole. They have code of their own: branches between its loads would wait for each.
+// so all packs but the last are whole. They have separate code: branches between its loads would wait for each.
 template <int N, class F> __device__ inline void for_each_pack(size_t first, size_t stride, size_t end, F f) {
     for (size_t i = first; i < end; i += stride) {
         if (i + N <= end) {

@@ -79,7 +79,7 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 template <unsigned LEFT> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
 // Products by four warps together, 16 rows of the result each, whose right operand, and optionally the left one, are in shared
-// memory: rows of 128 bytes, of which chunk c of 16 bytes is at place c ^ (row mod 8), from addresses that are multiples of 1024.
+// memory: rows of 128 bytes, with chunk c of 16 bytes at place c ^ (row mod 8), from addresses that are multiples of 1024.
 
 // Describes a matrix of 64 columns, or of more if the next 64 are `leading` bytes further.
 typedef u64 Described;

@@ -6,7 +6,7 @@
 use super::{Embedding, Op};
 use crate::adamw::{AdamWStep, AdamWTensor};
 use crate::attention::{AttentionInputs, AttentionShape};
-use crate::blockwise::{BLOCK_SIZE, BlockwiseQuantized};
+use crate::blockwise::BlockwiseQuantized;
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::cross_entropy::IGNORE;
 use crate::decode_attention::{CachedSequence, LayerKvCache};
@@ -322,24 +322,14 @@ fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [counts, quanti
     let values = |x: &Tensor| view::to_host(x)?.to_dtype(DType::F32)?.to_vec1::<f32>();
     let (before, mut counted) = ([values(master)?, values(&copy)?], [UpdateCounts::default(); 2]);
     // Two tensors, if there are enough elements.
-    let cut = (len / 2).next_multiple_of(4 * BLOCK_SIZE).min(len);
-    let parts = |x: &Tensor, unit: usize| -> Result<[Tensor; 2]> {
-        let cut = cut.div_ceil(unit);
-        Ok([x.narrow(0, 0, cut)?, x.narrow(0, cut, x.elem_count() - cut)?])
-    };
-    let (grads, masters, copies_of) = (parts(grad, 1)?, parts(master, 1)?, parts(&copy, 1)?);
-    let mut update = |moments: [&Tensor; 2], scales: Option<[op::MomentScales<'_>; 2]>| {
-        let [m, v] = [parts(moments[0], 1)?, parts(moments[1], 1)?];
-        let absmax = scales
-            .map(|scales| Ok::<_, Error>([parts(scales[0].absmax, BLOCK_SIZE)?, parts(scales[1].absmax, BLOCK_SIZE)?]));
-        let absmax = absmax.transpose()?;
+    let cut = if quantized { len } else { (len / 2).next_multiple_of(8).min(len) };
+    let mut update = |moments: [&Tensor; 2], scales| {
+        let parts = |x: &Tensor| Ok::<_, Error>([x.narrow(0, 0, cut)?, x.narrow(0, cut, len - cut)?]);
+        let (grads, masters, copies) = (parts(grad)?, parts(master)?, parts(&copy)?);
+        let [m, v] = [parts(moments[0])?, parts(moments[1])?];
         let tensors = counted.iter_mut().enumerate().filter(|(i, _)| grads[*i].elem_count() > 0).map(|(i, counted)| {
             let (grad, master, exp_avg, exp_avg_sq) = (&grads[i], &masters[i], &m[i], &v[i]);
-            let weight = weight.map(|_| &copies_of[i]);
-            let scales = scales.zip(absmax.as_ref()).map(|(scales, absmax)| {
-                [0, 1].map(|which| op::MomentScales { absmax: &absmax[which][i], ..scales[which] })
-            });
-            let (weight_decay, counts) = ([0.1, 0.0][i], counts.then_some(counted));
+            let (weight, weight_decay, counts) = (weight.map(|_| &copies[i]), [0.1, 0.0][i], counts.then_some(counted));
             AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts }
         });
         t.run(op::AdamW { step, tensors: tensors.collect() })

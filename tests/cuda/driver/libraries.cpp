@@ -218,7 +218,7 @@ EXPORT Status cublasLtMatmulPreferenceSetAttribute(Preference* it, int attribute
     if (attribute >= 5 && attribute <= 8) std::memcpy(&it->alignments[attribute - 5], value, bytes);
     return OK;
 }
-// The stand-in's one algorithm remembers what it was chosen for.
+// The stand-in's one algorithm contains the problem it was chosen for.
 EXPORT Status cublasLtMatmulAlgoGetHeuristic(int*, const Product* product, const Matrix* a, const Matrix*, const Matrix* c, const Matrix*,
                                              const Preference* preference, int, Heuristic* out, int* found) {
     // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE

@@ -105,10 +105,8 @@ impl MomentStorage {
         if let Self::Fp32(at) = self {
             return Some((exact.map(|moments| &moments[at]), None));
         }
-        let [(m, m_scales), (v, v_scales)] = match quantized?.moments.each_ref().map(BlockwiseQuantized::on_device) {
-            [Some(m), Some(v)] => [m, v],
-            _ => return None,
-        };
+        let on_device = quantized?.moments.each_ref().map(BlockwiseQuantized::on_device);
+        let [Some((m, m_scales)), Some((v, v_scales))] = on_device else { return None };
         Some(([m, v], Some([m_scales, v_scales])))
     }
 }

@@ -610,10 +610,13 @@ template <class T, int SIZE, bool KEYS_AT_REST> __device__ void differentiate(co
 
 }  // namespace
 
-// Blocks that hide each other's latencies; more would spill.
-constexpr unsigned blocks(int size) { return !WGMMA ? 1 : size == 64 ? 3 : 2; }
 // One entry for each type and each of these head sizes; other heads run in the next larger one.
-#define ENTRY_OF_SIZE(symbol, size, ...) ENTRY_OF_BLOCKS(symbol, THREADS, blocks(size), __VA_ARGS__)
+#ifdef WARPGROUPS
+// Blocks that hide each other's latencies; more would spill.
+#define ENTRY_OF_SIZE(symbol, size, ...) ENTRY_OF_BLOCKS(symbol, THREADS, size == 64 ? 3 : 2, __VA_ARGS__)
+#else
+#define ENTRY_OF_SIZE(symbol, size, ...) ENTRY(symbol, THREADS, __VA_ARGS__)
+#endif
 #define ENTRIES_TYPE(type, size)                                                                                          \
     ENTRY_OF_SIZE(SYMBOL(attention_forward, type, size), size, AttentionForward, attend<type, size>)                      \
     ENTRY_OF_SIZE(SYMBOL(attention_backward_kv, type, size), size, AttentionBackward, differentiate<type, size, true>)    \

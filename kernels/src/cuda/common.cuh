@@ -14,12 +14,14 @@
 #define SHARED(type, name)                                          \
     extern __shared__ __align__(1024) unsigned char shared_bytes[]; \
     type* const name = reinterpret_cast<type*>(shared_bytes)
-// The kernel `symbol` with blocks of `threads`; each thread calls `function`. A multiprocessor has registers for `blocks`.
-#define ENTRY_OF_BLOCKS(symbol, threads, blocks, Args, ...)                                                         \
-    extern "C" __global__ void __launch_bounds__(threads, blocks) symbol(const __grid_constant__ Args arguments) { \
-        __VA_ARGS__(arguments);                                                                                     \
+// The kernel `symbol` with blocks of `threads`; each thread calls `function`. A multiprocessor has registers for `blocks`. Without
+// that number the compiler uses fewer registers than with 1.
+#define KERNEL(symbol, bounds, Args, ...)                                                              \
+    extern "C" __global__ void __launch_bounds__ bounds symbol(const __grid_constant__ Args arguments) { \
+        __VA_ARGS__(arguments);                                                                         \
     }
-#define ENTRY(symbol, threads, ...) ENTRY_OF_BLOCKS(symbol, threads, 1, __VA_ARGS__)
+#define ENTRY(symbol, threads, Args, ...) KERNEL(symbol, (threads), Args, __VA_ARGS__)
+#define ENTRY_OF_BLOCKS(symbol, threads, blocks, Args, ...) KERNEL(symbol, (threads, blocks), Args, __VA_ARGS__)
 // Approximations by one instruction, to about two units of FP32's last place. Subnormal arguments and results are zero.
 __device__ inline float fast_exp2(float x) {
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));

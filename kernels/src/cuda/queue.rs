@@ -5,7 +5,7 @@ use super::product::{self, Products};
 use crate::op;
 use crate::pass::PassFn;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaGraph, CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PinnedHostSlice, PushKernelArg, result, sys,
+    CudaEvent, CudaGraph, CudaSlice, DevicePtr, DeviceRepr, LaunchConfig, PinnedHostSlice, PushKernelArg, result, sys,
 };
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Storage, Tensor, bail};
@@ -80,8 +80,8 @@ impl Graph {
 #[derive(Debug)]
 pub(crate) struct Block {
     words: CudaSlice<u32>,
-    /// The host's copy; `None` before the first is overwritten.
-    staged: Option<PinnedHostSlice<u32>>,
+    /// The host's copy, and the event after it is sent; `None` before the first is overwritten.
+    staged: Option<(PinnedHostSlice<u32>, CudaEvent)>,
 }
 
 /// A struct of arguments as cudarc passes it on: by value.
@@ -192,16 +192,20 @@ impl Queue for CudaQueue {
     /// Copies from page-locked memory, because the host would wait for the launches before a copy from other memory.
     fn overwrite(&self, Block { words, staged }: &mut Block, new: &[u32]) -> Result<()> {
         if staged.is_none() {
+            let (stream, flags) = (self.device.cuda_stream(), None);
             // SAFETY: the memory is written before it is read.
-            *staged = Some(unsafe { self.device.cuda_stream().context().alloc_pinned::<u32>(new.len()) }.w()?);
+            let memory = unsafe { stream.context().alloc_pinned::<u32>(new.len()) }.w()?;
+            *staged = Some((memory, stream.context().new_event(flags).w()?));
         }
-        let Some(staged) = staged.as_mut().filter(|staged| staged.len() == new.len() && words.len() == new.len())
+        let Some((staged, sent)) = staged.as_mut().filter(|(staged, _)| [staged.len(), words.len()] == [new.len(); 2])
         else {
             bail!("the block of inputs has another size")
         };
-        // Waits until the last copy has left the memory.
+        // cudarc's own event is not recorded while event tracking is disabled.
+        sent.synchronize().w()?;
         staged.as_mut_slice().w()?.copy_from_slice(new);
-        self.device.memcpy_htod(&*staged, words)
+        self.device.memcpy_htod(&*staged, words)?;
+        sent.record(&self.device.cuda_stream()).w()
     }
 
     fn address(&self, tensor: &Tensor) -> Result<Option<u64>> {

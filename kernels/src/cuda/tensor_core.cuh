@@ -164,7 +164,6 @@ __device__ inline void show_to_products() { asm volatile("fence.proxy.async.shar
 
 #else
 
-#include <algorithm>
 #include <type_traits>
 
 template <class T> unsigned pack_pair(float first, float second) {
@@ -215,7 +214,7 @@ void warpgroup_multiply(float (&result)[N][4], const unsigned (&left)[4], Descri
         const auto offset = [&](unsigned row) {
             return TRANSPOSED ? column / 64 * right.leading + row * 128 + column % 64 * 2 : column * 128 + row * 2;
         };
-        if (!adds) std::fill(result[j], result[j] + 4, 0.0f);
+        for (int i = 0; i < 4 && !adds; ++i) result[j][i] = 0.0f;
         multiply_add<T>(result[j], left, shared_pair(right, offset(k), offset(k + 1)), shared_pair(right, offset(k + 8), offset(k + 9)),
                         line);
     }

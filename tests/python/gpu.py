@@ -284,7 +284,7 @@ def graphs():
             flags = [*flags_of(dtype, OWN_STEPS), *more]
             try:
                 if shape:
-                    flags += ["--seq-len", 16]
+                    flags += [] if args.stand_in else ["--seq-len", 16]
                     write_shape(model, {**shape, "vocab_size": max(257, shape["vocab_size"])})
                     flags += ["--model", model, "--init", "random"]
                 if "SHORT" in flags:

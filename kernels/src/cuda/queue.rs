@@ -84,6 +84,15 @@ pub(crate) struct Block {
     staged: Option<(PinnedHostSlice<u32>, CudaEvent)>,
 }
 
+impl Drop for Block {
+    /// Frees the host's copy after it is sent.
+    fn drop(&mut self) {
+        if let Some((_, sent)) = &self.staged {
+            let _ = sent.synchronize();
+        }
+    }
+}
+
 /// A struct of arguments as cudarc passes it on: by value.
 #[repr(transparent)]
 struct Argument<A>(A);

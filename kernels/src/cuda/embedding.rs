@@ -51,8 +51,12 @@ pub(super) fn grouped(count: usize, table_row: impl Fn(usize) -> usize) -> Resul
     for shift in (0..u32::BITS).step_by(DIGIT_BITS).take_while(|shift| most >> shift > 0) {
         let digit = |key: u64| (key >> (32 + shift)) as usize % (1 << DIGIT_BITS);
         let (mut places, mut first) = ([0; 1 << DIGIT_BITS], 0);
-        keys.iter().for_each(|&key| places[digit(key)] += 1);
-        places.iter_mut().for_each(|place| first += std::mem::replace(place, first));
+        for &key in &keys {
+            places[digit(key)] += 1;
+        }
+        for place in &mut places {
+            first += std::mem::replace(place, first);
+        }
         for &key in &keys {
             let place = &mut places[digit(key)];
             sorted[*place] = key;

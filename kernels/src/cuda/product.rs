@@ -145,7 +145,7 @@ impl Plan {
         Ok(Some(plan))
     }
 
-    fn set<T>(
+    fn set<T: Copy>(
         &self,
         attribute: sys::cublasLtMatmulDescAttributes_t,
         value: T,

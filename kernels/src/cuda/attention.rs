@@ -162,7 +162,7 @@ impl Plan {
     }
 
     /// The module, rows, threads and shared bytes of a block on tensor cores. Shared memory holds the rows of two
-    /// stages of two tiles, and of the resident tiles if these stay: at most 99 KiB, which all GPUs have.
+    /// stages of two tiles, and of the resident tiles if these stay.
     fn on_tensor_cores(self, pass: Pass) -> (&'static str, usize, u32, usize) {
         const ROWS: usize = 64;
         let (tile, at_rest) = match (pass, self.size) {

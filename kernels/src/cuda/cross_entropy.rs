@@ -2,7 +2,7 @@
 
 use super::dispatch::{Attempt, CudaKernels, require};
 use super::inputs::{Part, factors};
-use super::launch::{KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
+use super::launch::{KernelLaunch, MAX_SHARED_BYTES, Queue, arguments, kernel_symbol, to_u32};
 use crate::op;
 use candle_core::DType;
 
@@ -11,8 +11,6 @@ const THREADS: u32 = 512;
 const SCRATCH_BYTES: usize = THREADS as usize / 32 * size_of::<f32>();
 /// Elements a thread takes at a time.
 const PACK: usize = 8;
-/// Shared memory that a block can have on every GPU since compute capability 8.0.
-const SHARED_BYTES: usize = 99 << 10;
 
 arguments! {
     struct CrossEntropy {
@@ -37,7 +35,7 @@ impl<Q: Queue> CudaKernels<Q> {
         let factors = op.seed.map(|seed| factors(rows, seed, op.weights));
         let factors = factors.map(|factors| self.words_at((Part::Factors, offset), &factors, device)).transpose()?;
         let row_bytes = logits.count().next_multiple_of(PACK) * dtype.size_in_bytes();
-        let is_kept = logits.stride().is_multiple_of(PACK) && SCRATCH_BYTES + row_bytes <= SHARED_BYTES;
+        let is_kept = logits.stride().is_multiple_of(PACK) && SCRATCH_BYTES + row_bytes <= MAX_SHARED_BYTES;
         let arguments = CrossEntropy {
             logits: self.columns(logits, dtype)?,
             targets,

@@ -1,7 +1,7 @@
 //! Runs the kernels on a CPU: compiles the `.cu` files as C++ with `emulator.h` in CUDA's place, and launches them.
 #![allow(clippy::unwrap_used, reason = "only tests use it, and a panic is a failed test")]
 
-use super::launch::{Arguments, KernelLaunch, Queue};
+use super::launch::{Arguments, KernelLaunch, MAX_SHARED_BYTES, Queue};
 use crate::op::{Access, Op};
 use candle_core::{DType, Result, Tensor, TensorId, bail};
 use half::{bf16, f16};
@@ -206,6 +206,7 @@ impl Queue for Emulator {
         if launch.grid.contains(&0) {
             return Ok(());
         }
+        assert!(launch.shared_bytes as usize <= MAX_SHARED_BYTES, "{launch:?} fits into no block");
         let entry_point = match &*ENTRY_POINT {
             Ok(entry_point) => entry_point,
             Err(error) => bail!("{error}"),

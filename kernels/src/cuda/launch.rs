@@ -7,6 +7,8 @@ use std::fmt;
 
 /// Bytes that an operand's address is a multiple of: the widest access of a kernel.
 pub(crate) const ALIGNMENT: u64 = 16;
+/// Shared memory that a block can have on every GPU since compute capability 8.0.
+pub(super) const MAX_SHARED_BYTES: usize = 99 << 10;
 
 /// A struct of arguments as the `.cu` files declare it.
 ///

@@ -39,24 +39,27 @@ struct SumRows {
 
 constexpr unsigned THREADS = 256;
 constexpr unsigned WARPS = THREADS / WARP;
-// In the backward pass a thread that keeps rows has 168 registers; the others are limited by shared memory.
-constexpr unsigned BACKWARD_KEPT_THREADS = 384;
-constexpr unsigned BACKWARD_WIDE_THREADS = 128;
+// A warp has a narrow row, of at most 768 elements, and a block a wide one. In the backward pass a thread with narrow rows has 168
+// registers, and one with a wide row 80, so that small blocks share a multiprocessor.
+constexpr unsigned NARROW_THREADS = 384;
+constexpr unsigned WIDE_THREADS = 768;
+constexpr unsigned WIDE_WARPS = WIDE_THREADS / WARP;
 
-// Packs of a row that a lane keeps in registers, so that the row is read once. With 0 each pass reads it again.
-template <class X, class Y, int ELEMENTS> constexpr int KEPT_PACKS = ELEMENTS / NEIGHBOURS<X, Y>;
+// A thread keeps its elements of a row in registers, so that the row is read once: PACKS packs of SIZE neighbours.
+template <class X, class Y, bool WIDE> constexpr int SIZE = WIDE ? NEIGHBOURS<X, X> : NEIGHBOURS<X, Y>;
+template <class X, class Y, bool WIDE> constexpr int PACKS = WIDE ? 1 : 24 / NEIGHBOURS<X, Y>;
 
-// Calls `f(k, column)` for each pack of a lane; k is the pack's index in the registers, 0 if rows are not kept.
-template <int PACKS, int N, class F> __device__ inline void for_row(unsigned width, F f) {
-    const unsigned first = threadIdx.x % WARP * N;
-    if constexpr (PACKS > 0) {
+// The first element of pack k in the row.
+template <bool WIDE, int N> __device__ inline unsigned column_of(int k) {
+    return (WIDE ? threadIdx.x : threadIdx.x % WARP + k * WARP) * N;
+}
+
+// Calls `f(k, column)` for each pack of a thread.
+template <bool WIDE, int COUNT, int N, class F> __device__ inline void for_row(unsigned width, F f) {
 #pragma unroll
-        for (int k = 0; k < PACKS; ++k) {
-            const unsigned c = first + k * WARP * N;
-            if (c < width) f(k, c);
-        }
-    } else {
-        for (unsigned c = first; c < width; c += WARP * N) f(0, c);
+    for (int k = 0; k < COUNT; ++k) {
+        const unsigned c = column_of<WIDE, N>(k);
+        if (c < width) f(k, c);
     }
 }
 
@@ -65,158 +68,191 @@ __device__ inline size_t start_of(unsigned row, unsigned heads, unsigned stride,
     return static_cast<size_t>(row / heads) * stride + row % heads * width;
 }
 
-// One warp per row.
-template <class X, class Y, int ELEMENTS> __device__ void norm_forward(const NormForward& a) {
-    constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
-    const unsigned row = blockIdx.x * WARPS + threadIdx.x / WARP;
+// Replaces numbers by their sums over a row, in each of its threads. Of a wide row the warps' sums are in `scratch`,
+// [COUNT, WIDE_WARPS], until all threads have passed the next barrier.
+template <bool WIDE, int COUNT> __device__ inline void sum_over_row(float (&values)[COUNT], float* scratch) {
+    const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+#pragma unroll
+    for (float& value : values) value = warp_sum(value);
+    if constexpr (WIDE) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (lane == 0) scratch[i * WIDE_WARPS + warp] = values[i];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) values[i] = warp_sum(lane < blockDim.x / WARP ? scratch[i * WIDE_WARPS + lane] : 0.0f);
+    }
+}
+
+template <class X, class Y, bool WIDE> __device__ void norm_forward(const NormForward& a) {
+    constexpr int N = SIZE<X, Y, WIDE>, COUNT = PACKS<X, Y, WIDE>;
+    SHARED(float, scratch);  // of wide rows [2, WIDE_WARPS]
+    const unsigned row = WIDE ? blockIdx.x : blockIdx.x * WARPS + threadIdx.x / WARP;
     if (row >= a.rows) return;
     const size_t start = start_of(row, a.heads, a.x_stride, a.width), start_y = start_of(row, a.heads, a.y_stride, a.width);
-    const bool whole = a.width % N == 0;
-    float x[PLACES][N];
-    float sum = 0.0f;
-    for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
+    const bool whole = !WIDE || a.width % N == 0;
+    float x[COUNT][N];
+    float sum[1] = {}, squares[1] = {};
+    for_row<WIDE, COUNT, N>(a.width, [&](int k, unsigned c) {
         load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
 #pragma unroll
-        for (int i = 0; i < N; ++i) sum += x[k][i];
+        for (int i = 0; i < N; ++i) sum[0] += x[k][i];
     });
-    const float mean = a.mean == nullptr ? 0.0f : warp_sum(sum) / a.width;
-    float squares = 0.0f;
-    for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
-        if constexpr (PACKS == 0) load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
+    if (a.mean != nullptr) sum_over_row<WIDE>(sum, scratch);
+    const float mean = a.mean == nullptr ? 0.0f : sum[0] / a.width;
+    for_row<WIDE, COUNT, N>(a.width, [&](int k, unsigned c) {
 #pragma unroll
         for (unsigned i = 0; i < N; ++i) {
             const float distance = whole || c + i < a.width ? x[k][i] - mean : 0.0f;
-            squares += distance * distance;
+            squares[0] += distance * distance;
         }
     });
-    const float rstd = 1.0f / sqrtf(warp_sum(squares) / a.width + a.eps);
-    for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
+    sum_over_row<WIDE>(squares, scratch + WIDE_WARPS);
+    const float rstd = 1.0f / sqrtf(squares[0] / a.width + a.eps);
+    for_row<WIDE, COUNT, N>(a.width, [&](int k, unsigned c) {
         float weight[N], bias[N] = {};
-        if constexpr (PACKS == 0) load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
         load_pack<Y>(a.weight, c, whole, a.width - c, weight);
         if (a.bias != nullptr) load_pack<Y>(a.bias, c, whole, a.width - c, bias);
 #pragma unroll
         for (int i = 0; i < N; ++i) x[k][i] = (x[k][i] - mean) * rstd * (weight[i] + a.gain_offset) + bias[i];
         store_pack<Y>(a.y, start_y + c, whole, a.width - c, x[k]);
     });
-    if (threadIdx.x % WARP == 0) {
+    if (column_of<WIDE, N>(0) == 0) {
         if (a.mean != nullptr) store(a.mean, row, mean);
         store(a.rstd, row, rstd);
     }
 }
 
-// A block processes `rows_per_block` rows, each warp every WARPS-th of them. Each lane sums the gradients of weight and
+// A block processes `rows_per_block` narrow rows, each warp every WARPS-th of them. Each lane sums the gradients of weight and
 // bias for its columns; at the end the warps' sums are added in their order.
-template <class X, class Y, int ELEMENTS> __device__ void norm_backward(const NormBackward& a) {
-    constexpr int N = NEIGHBOURS<X, Y>, PACKS = KEPT_PACKS<X, Y, ELEMENTS>, PLACES = PACKS > 0 ? PACKS : 1;
-    constexpr unsigned BLOCK = PACKS > 0 ? BACKWARD_KEPT_THREADS : BACKWARD_WIDE_THREADS, WARPS = BLOCK / WARP;
+template <class X, class Y> __device__ void norm_backward_narrow(const NormBackward& a) {
+    constexpr int N = SIZE<X, Y, false>, COUNT = PACKS<X, Y, false>;
+    constexpr unsigned WARPS = NARROW_THREADS / WARP;
     SHARED(float, sums);  // [WARPS, 2, width]
     const unsigned warp = threadIdx.x / WARP;
-    const bool whole = PACKS > 0 || a.width % N == 0;
-    float* const own = sums + static_cast<size_t>(warp) * 2 * a.width;
-    float dweight[PLACES][N] = {}, dbias[PLACES][N] = {};
-    const auto add_to = [&](float* to, unsigned c, const float(&values)[N]) {
-#pragma unroll
-        for (unsigned i = 0; i < N; ++i) {
-            if (c + i < a.width) to[c + i] += values[i];
-        }
-    };
-    if constexpr (PACKS == 0) {
-        for_row<PACKS, N>(a.width, [&](int, unsigned c) {
-            for (unsigned i = c; i < min(c + N, a.width); ++i) own[i] = own[a.width + i] = 0.0f;
-        });
-    }
+    float dweight[COUNT][N] = {}, dbias[COUNT][N] = {};
     const unsigned begin = blockIdx.x * a.rows_per_block, end = min(begin + a.rows_per_block, a.rows);
     for (unsigned row = begin + warp; row < end; row += WARPS) {
         const size_t start_dy = start_of(row, a.heads, a.dy_stride, a.width), start = start_of(row, a.heads, a.x_stride, a.width);
         const size_t start_dx = start_of(row, a.heads, a.dx_stride, a.width);
         const float mean = a.mean == nullptr ? 0.0f : load(a.mean, row), rstd = load(a.rstd, row);
         // The gradient times the weight, and the normalised row.
-        float g[PLACES][N], x[PLACES][N];
-        Pack<Y, N> raw[PLACES];
-        float dx[PLACES][N] = {};
-        const auto fetch = [&](int k, unsigned c) {
-            raw[k] = load_raw<Y, N>(a.dy, start_dy + c, whole, a.width - c);
-            load_pack<X>(a.x, start + c, whole, a.width - c, x[k]);
-        };
-        const auto fetch_dx = [&](int k, unsigned c) { load_pack<X>(a.dx, start_dx + c, whole, a.width - c, dx[k]); };
-        if constexpr (PACKS > 0) {
-            // All loads of a row at once, which take longer than everything else. A branch, or a use of a value, between them
-            // would wait for those before it, so packs after the row's end load its last one.
-            const auto place = [&](int k) { return min((threadIdx.x % WARP + k * WARP) * N, a.width - N); };
-            if (!a.fresh) {
+        float g[COUNT][N], x[COUNT][N];
+        Pack<Y, N> raw[COUNT];
+        float dx[COUNT][N] = {};
+        // All loads of a row at once, which take longer than everything else. A branch, or a use of a value, between them
+        // would wait for those before it, so packs after the row's end load its last one.
+        const auto place = [&](int k) { return min(column_of<false, N>(k), a.width - N); };
+        if (!a.fresh) {
 #pragma unroll
-                for (int k = 0; k < PACKS; ++k) fetch_dx(k, place(k));
-            }
-#pragma unroll
-            for (int k = 0; k < PACKS; ++k) fetch(k, place(k));
+            for (int k = 0; k < COUNT; ++k) load_pack<X>(a.dx, start_dx + place(k), true, N, dx[k]);
         }
-        const auto read = [&](int k, unsigned c, float (&dy)[N]) {
-            float weight[N];
-            if constexpr (PACKS == 0) fetch(k, c);
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) {
+            raw[k] = load_raw<Y, N>(a.dy, start_dy + place(k), true, N);
+            load_pack<X>(a.x, start + place(k), true, N, x[k]);
+        }
+        float totals[2] = {};
+        for_row<false, COUNT, N>(a.width, [&](int k, unsigned c) {
+            float dy[N], weight[N];
             widen(raw[k], dy);
-            load_pack<Y>(a.weight, c, whole, a.width - c, weight);
+            load_pack<Y>(a.weight, c, true, N, weight);
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 // Rounded, so that the mean of a row of one element cancels it.
                 g[k][i] = __fmul_rn(dy[i], weight[i] + a.gain_offset);
                 x[k][i] = (x[k][i] - mean) * rstd;
-            }
-        };
-        float sum_g = 0.0f, sum_gx = 0.0f;
-        for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
-            float dy[N];
-            read(k, c, dy);
-            float weighted[N];
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                sum_g += g[k][i];
-                sum_gx += g[k][i] * x[k][i];
-                weighted[i] = dy[i] * x[k][i];
-                if constexpr (PACKS > 0) {
-                    dweight[k][i] += weighted[i];
-                    dbias[k][i] += dy[i];
-                }
-            }
-            if constexpr (PACKS == 0) {
-                add_to(own, c, weighted);
-                add_to(own + a.width, c, dy);
+                totals[0] += g[k][i];
+                totals[1] += g[k][i] * x[k][i];
+                dweight[k][i] += dy[i] * x[k][i];
+                dbias[k][i] += dy[i];
             }
         });
-        const float mean_g = a.mean == nullptr ? 0.0f : warp_sum(sum_g) / a.width, mean_gx = warp_sum(sum_gx) / a.width;
-        for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
-            if constexpr (PACKS == 0) {
-                float dy[N];
-                read(k, c, dy);
-                if (!a.fresh) fetch_dx(k, c);
-            }
+        sum_over_row<false>(totals, nullptr);
+        const float mean_g = a.mean == nullptr ? 0.0f : totals[0] / a.width, mean_gx = totals[1] / a.width;
+        for_row<false, COUNT, N>(a.width, [&](int k, unsigned c) {
             float sum[N];
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 const float change = rstd * (g[k][i] - mean_g - x[k][i] * mean_gx);
                 sum[i] = a.fresh ? change : dx[k][i] + change;
             }
-            store_pack<X>(a.dx, start_dx + c, whole, a.width - c, sum);
+            store_pack<X>(a.dx, start_dx + c, true, N, sum);
         });
     }
-    if constexpr (PACKS > 0) {
-        for_row<PACKS, N>(a.width, [&](int k, unsigned c) {
+    float* const own = sums + static_cast<size_t>(warp) * 2 * a.width;
+    for_row<false, COUNT, N>(a.width, [&](int k, unsigned c) {
 #pragma unroll
-            for (unsigned i = 0; i < N; ++i) {
-                if (c + i < a.width) {
-                    own[c + i] = dweight[k][i];
-                    own[a.width + c + i] = dbias[k][i];
-                }
-            }
-        });
-    }
+        for (unsigned i = 0; i < N; ++i) {
+            own[c + i] = dweight[k][i];
+            own[a.width + c + i] = dbias[k][i];
+        }
+    });
     __syncthreads();
     const size_t out = static_cast<size_t>(blockIdx.x) * 2 * a.width;
-    for (unsigned c = threadIdx.x; c < 2 * a.width; c += BLOCK) {
+    for (unsigned c = threadIdx.x; c < 2 * a.width; c += NARROW_THREADS) {
         float sum = sums[c];
         for (unsigned other = 1; other < WARPS; ++other) sum += sums[static_cast<size_t>(other) * 2 * a.width + c];
         store(a.partial, out + c, sum);
     }
+}
+
+// A block processes `rows_per_block` wide rows, one at a time, and loads the next meanwhile.
+template <class X, class Y> __device__ void norm_backward_wide(const NormBackward& a) {
+    constexpr int N = SIZE<X, Y, true>;
+    SHARED(float, scratch);  // [2, 2, WIDE_WARPS]
+    const unsigned c = threadIdx.x * N, count = a.width - min(c, a.width);
+    const bool whole = a.width % N == 0;
+    // Threads after a whole row's end load its last pack, because loads in a branch would wait for those before it.
+    const unsigned place = whole ? min(c, a.width - N) : a.width - count;
+    float weight[N], dweight[N] = {}, dbias[N] = {}, mean = 0.0f, rstd;
+    PackedWords<Y, N> dy;
+    PackedWords<X, N> x;
+    const auto fetch = [&](unsigned row, bool whole) {
+        if (a.mean != nullptr) mean = load(a.mean, row);
+        rstd = load(a.rstd, row);
+        dy = load_packed<Y, N>(a.dy, start_of(row, a.heads, a.dy_stride, a.width) + place, whole, count);
+        x = load_packed<X, N>(a.x, start_of(row, a.heads, a.x_stride, a.width) + place, whole, count);
+    };
+    const auto fetch_row = [&](unsigned row) { whole ? fetch(row, true) : fetch(row, false); };
+    const unsigned begin = blockIdx.x * a.rows_per_block, end = min(begin + a.rows_per_block, a.rows);
+    if (begin < end) fetch_row(begin);
+    for (unsigned row = begin; row < end; ++row) {
+        float g[N], normal[N], sums[2] = {};
+        const size_t start_dx = start_of(row, a.heads, a.dx_stride, a.width);
+        const float scale = rstd;
+        PackedWords<X, N> dx;
+        if (!a.fresh) dx = load_packed<X, N>(a.dx, start_dx + place, whole, count);
+        if (c < a.width) {
+            widen(bits_of<Pack<Y, N>>(dy), g);
+            widen(bits_of<Pack<X, N>>(x), normal);
+            load_pack<Y>(a.weight, c, whole, count, weight);
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                normal[i] = (normal[i] - mean) * scale;
+                dweight[i] += g[i] * normal[i];
+                dbias[i] += g[i];
+                g[i] = __fmul_rn(g[i], weight[i] + a.gain_offset);
+                sums[0] += g[i];
+                sums[1] += g[i] * normal[i];
+            }
+        }
+        if (row + 1 < end) fetch_row(row + 1);
+        // In turn, so that one barrier is enough.
+        sum_over_row<true>(sums, scratch + row % 2 * 2 * WIDE_WARPS);
+        if (c >= a.width) continue;
+        const float mean_g = a.mean == nullptr ? 0.0f : sums[0] / a.width, mean_gx = sums[1] / a.width;
+        float sum[N] = {};
+        if (!a.fresh) widen(bits_of<Pack<X, N>>(dx), sum);
+#pragma unroll
+        for (int i = 0; i < N; ++i) sum[i] += scale * (g[i] - mean_g - normal[i] * mean_gx);
+        store_pack<X>(a.dx, start_dx + c, whole, count, sum);
+    }
+    if (c >= a.width) return;
+    const size_t out = static_cast<size_t>(blockIdx.x) * 2 * a.width + c;
+    store_pack<float>(a.partial, out, whole, count, dweight);
+    store_pack<float>(a.partial, out + a.width, whole, count, dbias);
 }
 
 // A block finishes 32 columns: warp k adds the parts k, k + 8, ….
@@ -225,9 +261,16 @@ template <class T> __device__ void sum_parts(const SumParts& a) {
     const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const unsigned column = blockIdx.x * WARP + lane, wanted = a.out[1] == nullptr ? a.columns : 2 * a.columns;
     float sum = 0.0f;
-    if (column < wanted) {
-#pragma unroll 8
-        for (unsigned part = warp; part < a.parts; part += WARPS) sum += load(a.partial, static_cast<size_t>(part) * a.stride + column);
+    // Many at once, so that their loads are in flight together.
+    for (unsigned first = warp; first < a.parts && column < wanted; first += 16 * WARPS) {
+        float parts[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const unsigned part = first + i * WARPS;
+            parts[i] = part < a.parts ? load(a.partial, static_cast<size_t>(part) * a.stride + column) : 0.0f;
+        }
+#pragma unroll
+        for (const float part : parts) sum += part;
     }
     lanes[threadIdx.x] = sum;
     __syncthreads();
@@ -275,25 +318,16 @@ template <class T> __device__ void sum_rows(const SumRows& a) {
     if (column < a.width) store(a.partial, static_cast<size_t>(blockIdx.y) * a.width + column, total);
 }
 
-// Elements of a lane that are kept: rows of 768.
-constexpr int KEPT = 24;
-
-template <class X, class Y> __device__ void norm_forward_kept(const NormForward& a) {
-    norm_forward<X, Y, KEPT>(a);
-}
-template <class X, class Y> __device__ void norm_backward_kept(const NormBackward& a) {
-    norm_backward<X, Y, KEPT>(a);
+template <class X, class Y> __device__ void norm_forward_narrow(const NormForward& a) {
+    norm_forward<X, Y, false>(a);
 }
 template <class X, class Y> __device__ void norm_forward_wide(const NormForward& a) {
-    norm_forward<X, Y, 0>(a);
-}
-template <class X, class Y> __device__ void norm_backward_wide(const NormBackward& a) {
-    norm_backward<X, Y, 0>(a);
+    norm_forward<X, Y, true>(a);
 }
 
-ENTRIES_WIDE_FIRST(norm_forward_kept, THREADS, NormForward)
-ENTRIES_WIDE_FIRST(norm_forward_wide, THREADS, NormForward)
-ENTRIES_WIDE_FIRST(norm_backward_kept, BACKWARD_KEPT_THREADS, NormBackward)
-ENTRIES_WIDE_FIRST(norm_backward_wide, BACKWARD_WIDE_THREADS, NormBackward)
+ENTRIES_WIDE_FIRST(norm_forward_narrow, THREADS, NormForward)
+ENTRIES_WIDE_FIRST(norm_forward_wide, UP_TO(WIDE_THREADS), NormForward)
+ENTRIES_WIDE_FIRST(norm_backward_narrow, NARROW_THREADS, NormBackward)
+ENTRIES_WIDE_FIRST(norm_backward_wide, UP_TO(WIDE_THREADS), NormBackward)
 ENTRIES(sum_parts, THREADS, SumParts)
 ENTRIES(sum_rows, THREADS, SumRows)

@@ -20,6 +20,8 @@
     extern "C" __global__ void __launch_bounds__ bounds symbol(const __grid_constant__ Args arguments) { \
         __VA_ARGS__(arguments);                                                                         \
     }
+// The threads of an entry that also takes smaller blocks.
+#define UP_TO(threads) threads
 #define ENTRY(symbol, threads, Args, ...) KERNEL(symbol, (threads), Args, __VA_ARGS__)
 #define ENTRY_OF_BLOCKS(symbol, threads, blocks, Args, ...) KERNEL(symbol, (threads, blocks), Args, __VA_ARGS__)
 // Approximations by one instruction, to about two units of FP32's last place. Subnormal arguments and results are zero.
@@ -128,6 +130,18 @@ template <class T, int N> __device__ inline void widen(const Pack<T, N>& pack, f
 template <class T, int N>
 __device__ inline void load_pack(const void* base, size_t index, bool whole, unsigned count, float (&out)[N]) {
     widen(load_raw<T, N>(base, index, whole, count), out);
+}
+
+// A pack as words. Beyond a branch or a round of a loop 16-bit numbers have a register each, and a branch waits for them.
+template <class T, int N> using PackedWords = Pack<unsigned, N * sizeof(T) / sizeof(unsigned)>;
+template <class To, class From> __device__ inline To bits_of(const From& from) {
+    To to;
+    memcpy(&to, &from, sizeof(to));
+    return to;
+}
+template <class T, int N> __device__ inline PackedWords<T, N> load_packed(const void* base, size_t index, bool whole, unsigned count) {
+    if (!whole) return bits_of<PackedWords<T, N>>(load_raw<T, N>(base, index, false, count));
+    return load_raw<unsigned, sizeof(PackedWords<T, N>) / sizeof(unsigned)>(base, index * sizeof(T) / sizeof(unsigned), true, 0);
 }
 
 template <class T, int N>

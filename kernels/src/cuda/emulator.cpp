@@ -286,7 +286,7 @@ void run_block(unsigned threads, unsigned order) {
 
 }  // namespace
 
-Entry::Entry(const char* name, unsigned threads, size_t argument_bytes, void (*function)(const void*))
+Entry::Entry(const char* name, Threads threads, size_t argument_bytes, void (*function)(const void*))
     : name(name), threads(threads), argument_bytes(argument_bytes), function(function), next(entries) {
     entries = this;
 }
@@ -388,8 +388,10 @@ extern "C" int emulator_launch(const char* name, const unsigned grid[3], const u
     }
     const unsigned threads = block[0] * block[1] * block[2];
     if (threads == 0 || threads > 1024) fail("%s: bad block", name);
-    if (kernel->threads != 0 && (kernel->threads != block[0] || block[0] != threads || threads % WARP != 0)) {
-        fail("%s: takes %u threads, got %u", name, kernel->threads, threads);
+    const auto [most, or_fewer] = kernel->threads;
+    const bool fits = or_fewer ? threads <= most : threads == most;
+    if (most != 0 && (!fits || block[0] != threads || threads % WARP != 0)) {
+        fail("%s: takes %u threads, got %u", name, most, threads);
     }
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[1] > 65535 || grid[2] > 65535) fail("%s: bad grid", name);
     while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());

@@ -23,6 +23,7 @@
 // The symbol may be a macro.
 #define ENTRY(...) REGISTER(__VA_ARGS__)
 #define ENTRY_OF_BLOCKS(symbol, threads, blocks, ...) REGISTER(symbol, threads, __VA_ARGS__)
+#define UP_TO(threads) emulator::Threads(threads, true)
 
 namespace emulator {
 
@@ -30,14 +31,21 @@ struct Index {
     unsigned x, y, z;
 };
 
-// A kernel that can be launched by name, with blocks of `threads` in a row; 0 for blocks of any shape.
+// The threads of a block in a row, or the most; 0 for blocks of any shape.
+struct Threads {
+    unsigned count;
+    bool or_fewer;
+    Threads(unsigned count, bool or_fewer = false) : count(count), or_fewer(or_fewer) {}
+};
+
+// A kernel that can be launched by name.
 struct Entry {
     const char* name;
-    unsigned threads;
+    Threads threads;
     size_t argument_bytes;
     void (*function)(const void*);
     const Entry* next;
-    Entry(const char* name, unsigned threads, size_t argument_bytes, void (*function)(const void*));
+    Entry(const char* name, Threads threads, size_t argument_bytes, void (*function)(const void*));
 };
 
 enum class Exchange { Xor, Down, Index, Ballot, Sync, Matrices, MatricesTransposed, MultiplyF16, MultiplyBf16 };

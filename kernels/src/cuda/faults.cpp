@@ -38,6 +38,7 @@ static void reverse(const Faulty& a) {
 }
 
 ENTRY(faulty, THREADS, Faulty, reverse)
+ENTRY(faulty_or_smaller, UP_TO(THREADS), Faulty, reverse)
 
 enum CopyFault : unsigned {
     NO_FAULT,

@@ -6,16 +6,19 @@ use crate::columns::{ColumnSlice, WriteMode};
 use crate::op;
 use candle_core::{DType, Result};
 
-/// Rows up to this wide are kept in registers if they are whole packs.
-const KEPT_WIDTH: usize = 768;
+/// A warp has each row up to this wide if it is whole packs. A block has each other row.
+const NARROW_WIDTH: usize = 768;
 /// Elements of the largest pack.
 const PACK: usize = 8;
-/// Threads of a backward block: with rows kept in registers, and without.
-const KEPT_THREADS: u32 = 384;
-const WIDE_THREADS: u32 = 128;
-/// Shared memory that a block can have on every GPU since compute capability 8.0.
-const SHARED_BYTES: usize = 96 << 10;
-/// Blocks of the backward pass, at most: as many as the largest GPUs have multiprocessors.
+/// Threads of a backward block with narrow rows.
+const NARROW_THREADS: u32 = 384;
+/// Threads that have a wide row, at most, and those of a multiprocessor.
+const WIDE_THREADS: usize = 768;
+/// Bytes of a wide row in the residual stream that a thread has.
+const WIDE_BYTES: usize = 16;
+/// Places in which a wide row's threads exchange sums: two for each warp, in turn.
+const WIDE_SCRATCH: usize = 2 * 2 * WIDE_THREADS / 32;
+/// Blocks of the backward pass with narrow rows, at most: as many as the largest GPUs have multiprocessors.
 const MAX_BLOCKS: usize = 132;
 /// Threads of a block that adds up rows or parts, and the columns of parts it takes.
 const SUM_THREADS: u32 = 256;
@@ -83,25 +86,24 @@ impl SumParts {
     }
 }
 
-fn is_kept(width: usize) -> bool {
-    width <= KEPT_WIDTH && width.is_multiple_of(PACK)
+/// Blocks that have a wide row at a time.
+fn wide(kernel: String, blocks: usize, threads: usize) -> Result<KernelLaunch> {
+    let (grid, shared_bytes) = ([to_u32(blocks)?, 1, 1], (WIDE_SCRATCH * size_of::<f32>()) as u32);
+    Ok(KernelLaunch { module: "norm", kernel, grid, threads: to_u32(threads)?, shared_bytes })
 }
 
-fn variant(width: usize) -> &'static str {
-    if is_kept(width) { "kept" } else { "wide" }
-}
-
-/// Threads and shared memory of a block of the backward pass, which sums its columns in shared memory.
-fn backward_block(width: usize) -> (u32, usize) {
-    let threads = if is_kept(width) { KEPT_THREADS } else { WIDE_THREADS };
-    (threads, threads as usize / 32 * 2 * width * size_of::<f32>())
-}
-
-/// Stops unless the kernels can take these columns in groups of `width`. Rows that are one group need no alignment.
-fn require_rows(operands: &[ColumnSlice<'_>], width: usize) -> Attempt {
+/// Threads of a row's block; `None` if a warp has the row. Stops unless the kernels can take these columns, the first of the
+/// residual stream, in groups of `width`. Rows that are one group need no alignment.
+fn threads_of_row(operands: &[ColumnSlice<'_>], width: usize) -> Attempt<Option<usize>> {
     let is_whole = |columns: &ColumnSlice<'_>| (columns.first(), columns.stride()) == (0, width);
-    require(backward_block(width).1 <= SHARED_BYTES)?;
-    require(operands.iter().all(|columns| is_whole(columns) || aligns(*columns, width)))
+    require(operands.iter().all(|columns| is_whole(columns) || aligns(*columns, width)))?;
+    if width <= NARROW_WIDTH && width.is_multiple_of(PACK) {
+        return Ok(None);
+    }
+    let bytes = width * operands[0].tensor().dtype().size_in_bytes();
+    let threads = bytes.div_ceil(WIDE_BYTES).next_multiple_of(32);
+    require(threads <= WIDE_THREADS)?;
+    Ok(Some(threads))
 }
 
 impl<Q: Queue> CudaKernels<Q> {
@@ -109,7 +111,7 @@ impl<Q: Queue> CudaKernels<Q> {
         let (x, y, width) = (op.x, op.y, op.weight.elem_count());
         let types @ [stream, compute] = [x, y].map(|columns| columns.tensor().dtype());
         require(is_pair(types))?;
-        require_rows(&[x, y], width)?;
+        let threads = threads_of_row(&[x, y], width)?;
         let heads = x.count() / width;
         let rows = x.rows() * heads;
         let arguments = NormForward {
@@ -127,8 +129,11 @@ impl<Q: Queue> CudaKernels<Q> {
             strides: [to_u32(x.stride())?, to_u32(y.stride())?],
             unused: 0,
         };
-        let kernel = kernel_symbol(&format!("norm_forward_{}", variant(width)), &types)?;
-        let launch = KernelLaunch::warp_per_row("norm", kernel, rows)?;
+        let symbol = |name: &str| kernel_symbol(name, &types);
+        let launch = match threads {
+            None => KernelLaunch::warp_per_row("norm", symbol("norm_forward_narrow")?, rows)?,
+            Some(threads) => wide(symbol("norm_forward_wide")?, rows, threads)?,
+        };
         // SAFETY: every buffer was found large enough, and `Op::check` has compared the sizes of the columns.
         Ok(unsafe { self.queue.launch(&launch, &arguments) }?)
     }
@@ -137,13 +142,13 @@ impl<Q: Queue> CudaKernels<Q> {
         let (dy, x, dx, width) = (op.dy, op.x, op.dx, op.weight.elem_count());
         let types @ [stream, compute] = [x, dy].map(|columns| columns.tensor().dtype());
         require(is_pair(types))?;
-        require_rows(&[dy, x, dx], width)?;
+        let threads = threads_of_row(&[x, dy, dx], width)?;
         let heads = x.count() / width;
         let rows = x.rows() * heads;
-        let (threads, shared_bytes) = backward_block(width);
-        // Small blocks share a multiprocessor.
-        let max_blocks = MAX_BLOCKS * (KEPT_THREADS / threads) as usize;
-        let rows_per_block = rows.div_ceil(max_blocks).next_multiple_of(ROWS);
+        let rows_per_block = match threads {
+            None => rows.div_ceil(MAX_BLOCKS).next_multiple_of(ROWS),
+            Some(threads) => rows.div_ceil(MAX_BLOCKS * WIDE_THREADS / threads),
+        };
         let blocks = rows.div_ceil(rows_per_block.max(1));
         let partial = self.queue.scratch(blocks * 2 * width)?;
         let arguments = NormBackward {
@@ -163,12 +168,15 @@ impl<Q: Queue> CudaKernels<Q> {
             strides: [to_u32(dy.stride())?, to_u32(x.stride())?, to_u32(dx.stride())?],
             unused: 0,
         };
-        let launch = KernelLaunch {
-            module: "norm",
-            kernel: kernel_symbol(&format!("norm_backward_{}", variant(width)), &types)?,
-            grid: [to_u32(blocks)?, 1, 1],
-            threads,
-            shared_bytes: to_u32(shared_bytes)?,
+        let launch = match threads {
+            None => KernelLaunch {
+                module: "norm",
+                kernel: kernel_symbol("norm_backward_narrow", &types)?,
+                grid: [to_u32(blocks)?, 1, 1],
+                threads: NARROW_THREADS,
+                shared_bytes: to_u32(NARROW_THREADS as usize / 32 * 2 * width * size_of::<f32>())?,
+            },
+            Some(threads) => wide(kernel_symbol("norm_backward_wide", &types)?, blocks, threads)?,
         };
         // Before the first launch, because that may add to `dx`.
         let sums = op.dweight.map(|dweight| {

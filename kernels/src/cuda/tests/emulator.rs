@@ -282,7 +282,8 @@ fn wrong_launches_are_refused() {
     };
     assert!(attempt("nothing", THREADS).contains("no kernel `nothing`"));
     assert!(attempt("faulty", 32).contains("takes 64 threads, got 32"));
-    assert!(attempt("norm_forward_kept_f32_f32", 256).contains("takes 80 bytes of arguments, got 24"));
+    assert!(attempt("faulty_or_smaller", 96).contains("takes 64 threads, got 96"));
+    assert!(attempt("norm_forward_narrow_f32_f32", 256).contains("takes 80 bytes of arguments, got 24"));
 }
 
 /// `out = x`, rounded to `out`'s type.

@@ -160,6 +160,14 @@ impl Cases {
         // With more rows, or an RMS norm, results cancel and have no digits to compare.
         let (norm, sizes, place) = (Norm::Layer, [1, 1], [0, 1, 1]);
         self.add("norm", PAIRS.map(|types| Operation::Norm { norm, sizes, place, types, mode: add }));
+        // Several rows for each block that has wide ones.
+        for (norm, sizes, types) in [
+            (Norm::Layer, [140, 3072], PAIRS[3]),
+            (formulas[1], [270, 3072], PAIRS[4]),
+            (Norm::Layer, [140, 3001], PAIRS[0]),
+        ] {
+            self.add("norm", [Operation::Norm { norm, sizes, place: [0, sizes[1], sizes[1]], types, mode: add }]);
+        }
         // Heads in some columns of wider rows.
         let heads = [("norm", [70, 3, 64]), ("norm", [5, 3, 8]), ("norm", [9, 4, 128])];
         for (family, [rows, heads, width]) in

@@ -15,10 +15,11 @@ struct Activate {
 };
 
 struct Residual {
-    const void* stream;  // S
+    const void* stream;  // S; may be null
     const void* branch;  // T; `residual_backward` writes it
     void* out;           // S; null for the branch's gradient
     u64 len;
+    const float* inner[8];  // sums that are added to the branch; null after the last
     Dropout dropout;
 };
 
@@ -94,11 +95,21 @@ template <class T> __device__ void activate_backward(const Activate& a) {
 template <class S, class T> __device__ void residual_add(const Residual& a) {
     for_each_pack<N>(a.len, [&](size_t at, bool whole, unsigned count) {
         float stream[N], branch[N];
-        load_pack<S>(a.stream, at, whole, count, stream);
+        // Widened after the next load, so that both are in flight.
+        PackedWords<S, N> words = {};
+        if (a.stream != nullptr) words = load_packed<S, N>(a.stream, at, whole, count);
         load_pack<T>(a.branch, at, whole, count, branch);
+        widen(bits_of<Pack<S, N>>(words), stream);
         apply_dropout(a.dropout, at, branch);
+#pragma unroll 1
+        for (int k = 0; k < 8 && a.inner[k] != nullptr; ++k) {
+            float inner[N];
+            load_pack<float>(a.inner[k], at, whole, count, inner);
 #pragma unroll
-        for (int i = 0; i < N; ++i) stream[i] += branch[i];
+            for (int i = 0; i < N; ++i) branch[i] += inner[i];
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) stream[i] = a.stream == nullptr ? branch[i] : stream[i] + branch[i];
         store_pack<S>(a.out, at, whole, count, stream);
     });
 }

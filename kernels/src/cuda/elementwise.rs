@@ -8,6 +8,8 @@ use candle_core::{DType, Result, Tensor};
 
 /// Elements a thread takes at a time.
 const PACK: usize = 8;
+/// Sums that one kernel adds, besides its result: those of 512 micro-batches.
+const INNER: usize = 8;
 
 arguments! {
     struct Activate {
@@ -25,6 +27,7 @@ arguments! {
         branch: u64,
         out: u64,
         len: u64,
+        inner: [u64; INNER],
         dropout: DropoutArgs,
     }
 }
@@ -76,37 +79,43 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     pub(super) fn residual_add(&self, op: &op::AddBranch<'_>) -> Attempt {
-        self.residual("residual_add", [op.stream, op.branch], op.dropout, Some(op.out))
+        self.residual("residual_add", op.branch, [Some(op.stream), Some(op.out)], &[], op.dropout)
     }
 
     pub(super) fn copy(&self, op: &op::Copy<'_>) -> Attempt {
-        self.residual("residual_backward", [op.x, op.out], op.dropout, None)
+        if is_pair([op.x.dtype(), op.out.dtype()]) {
+            return self.residual("residual_backward", op.out, [Some(op.x), None], &[], op.dropout);
+        }
+        self.residual("residual_add", op.x, [None, Some(op.out)], &[], op.dropout)
     }
 
     pub(super) fn accumulate(&self, op: &op::Accumulate<'_>) -> Attempt {
-        let along: Vec<&Tensor> = [op.x].into_iter().chain(op.inner.iter().copied()).chain([op.out]).collect();
-        // No sum may change unless there are kernels for all of them.
-        along.iter().try_for_each(|x| self.address(x, x.dtype(), x.elem_count()).map(drop))?;
-        require(along.windows(2).all(|pair| is_pair([pair[1].dtype(), pair[0].dtype()])))?;
-        along.windows(2).try_for_each(|pair| self.residual("residual_add", [pair[1], pair[0]], None, Some(pair[1])))
+        self.residual("residual_add", op.x, [Some(op.out); 2], op.inner, None)
     }
 
-    /// `out = stream + dropout(branch)`, or without `out`, `branch = dropout(stream)`.
+    /// `out = stream + (dropout(branch) + inner[0] + …)`, or without `out`, `branch = dropout(stream)`.
     fn residual(
         &self,
         kernel: &str,
-        [stream, branch]: [&Tensor; 2],
+        branch: &Tensor,
+        [stream, out]: [Option<&Tensor>; 2],
+        inner: &[&Tensor],
         dropout: Option<Dropout>,
-        out: Option<&Tensor>,
     ) -> Attempt {
-        let (types, len) = ([stream.dtype(), branch.dtype()], branch.elem_count());
-        require(is_pair(types))?;
-        let (dropout, _owner) = self.dropout(dropout, stream.device())?;
+        let (wide, len) = (stream.or(out).unwrap_or(branch).dtype(), branch.elem_count());
+        let types = [wide, branch.dtype()];
+        require(is_pair(types) && inner.len() <= INNER)?;
+        let (dropout, _owner) = self.dropout(dropout, branch.device())?;
+        let mut sums = [0; INNER];
+        for (address, sum) in sums.iter_mut().zip(inner) {
+            *address = self.address(sum, DType::F32, len)?;
+        }
         let arguments = Residual {
-            stream: self.address(stream, types[0], len)?,
-            branch: self.address(branch, types[1], len)?,
-            out: self.optional(out, types[0], len)?,
+            stream: self.optional(stream, wide, len)?,
+            branch: self.address(branch, branch.dtype(), len)?,
+            out: self.optional(out, wide, len)?,
             len: len as u64,
+            inner: sums,
             dropout,
         };
         // SAFETY: every buffer was found large enough.

@@ -498,12 +498,16 @@ fn activate(t: &Trial<'_>, activation: Activation, shape: [usize; 2], dtype: DTy
 fn sums(t: &Trial<'_>, len: usize, [wide, narrow]: [DType; 2], drops: bool) -> Outputs {
     let (shape, dropout) = ([1, len], t.dropout(drops));
     let (stream, branch) = (&t.numbers("stream", &shape, wide)?, &t.numbers("branch", &shape, narrow)?);
-    let (sum, copy) = (&t.poisoned(&shape, wide)?, &t.poisoned(&shape, narrow)?);
-    let total = &t.numbers("total", &shape, wide)?;
+    let (sum, widened, copy) = (&t.poisoned(&shape, wide)?, &t.poisoned(&shape, wide)?, &t.poisoned(&shape, narrow)?);
+    let (total, root) = (&t.numbers("total", &shape, wide)?, &t.numbers("root", &shape, wide)?);
+    let inner = [&t.numbers("inner", &shape, DType::F32)?, &t.numbers("outer", &shape, DType::F32)?];
     t.run(op::AddBranch { stream, branch, dropout, out: sum })?;
     t.run(op::Copy { x: stream, dropout, out: copy })?;
+    t.run(op::Copy { x: branch, dropout: None, out: widened })?;
     t.run(op::Accumulate { x: branch, inner: &[], out: total })?;
-    let mut outputs = t.outputs([("the stream with its branch", sum), ("total", total)], wide);
+    t.run(op::Accumulate { x: branch, inner: &inner, out: root })?;
+    let mut outputs = t.outputs([("the stream with its branch", sum), ("total", total), ("root", root)], wide);
+    outputs.push(equal("the widened branch", widened));
     outputs.push(t.output("the branch's gradient", copy, narrow));
     Ok(outputs)
 }

@@ -52,7 +52,8 @@ const MAX_PARAMETERS: u64 = 1 << 48;
 
 /// The spec that a `config.json` describes, or an error that names the key.
 pub(super) fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
-    let spec = (family_of(keys)?.read)(keys)?;
+    let mut spec = (family_of(keys)?.read)(keys)?;
+    spec.pad_token_id = keys.0.get("pad_token_id").and_then(|id| u32::try_from(id.as_u64()?).ok());
     let count = spec.parameter_count();
     if count > MAX_PARAMETERS {
         return Err(format!("it describes {count} parameters, more than the maximum of {MAX_PARAMETERS}"));

@@ -151,6 +151,8 @@ pub struct ModelSpec {
     pub bos_token_id: Option<u32>,
     /// The tokens that end a text or a turn.
     pub eos_token_ids: Vec<u32>,
+    /// Fills rows in other programs.
+    pub pad_token_id: Option<u32>,
     /// The adapters that are trained instead of the parameters.
     pub lora: Option<Lora>,
     /// The modules whose parameters are not trained; none with adapters, which have a frozen base.
@@ -238,7 +240,7 @@ impl ModelSpec {
             return families::read(&ConfigReader(json));
         };
         let mut text = text.clone();
-        for key in ["tie_word_embeddings", "bos_token_id", "eos_token_id"] {
+        for key in ["tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"] {
             if let Some(value) = json.get(key) {
                 text.entry(key).or_insert_with(|| value.clone());
             }
@@ -248,7 +250,10 @@ impl ModelSpec {
 
     /// The `config.json`, without the type of the weights.
     pub(crate) fn config(&self) -> Value {
-        (self.family.write)(self)
+        let mut json = (self.family.write)(self);
+        // Without the key, transformers takes the family's token, which a small vocabulary lacks.
+        json["pad_token_id"] = self.pad_token_id.filter(|id| (*id as usize) < self.vocab_size).into();
+        json
     }
 
     /// A `config.json` that transformers' `from_pretrained` takes; `dtype` is the type of the stored weights, as torch

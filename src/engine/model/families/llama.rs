@@ -146,6 +146,7 @@ pub(super) fn default() -> ModelSpec {
         initializer_range: 0.02,
         bos_token_id: Some(1),
         eos_token_ids: vec![2],
+        pad_token_id: None,
         lora: None,
         frozen: BTreeSet::new(),
         quantized: BTreeMap::new(),

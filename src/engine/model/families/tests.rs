@@ -185,6 +185,17 @@ fn a_list_of_ends_is_kept() {
     assert_eq!(ModelSpec::from_json(spec.to_json("float32").as_bytes(), "written").unwrap(), spec);
 }
 
+/// transformers would pad Phi-3 with token 32,000.
+#[test]
+fn a_padding_token_is_kept_if_the_vocabulary_has_it() {
+    for (given, expected) in
+        [(json!(8), json!(8)), (json!(9), Value::Null), (json!(-1), Value::Null), (Value::Null, Value::Null)]
+    {
+        let spec = read(&json!({"model_type": "phi3", "vocab_size": 9, "pad_token_id": given}));
+        assert_eq!(spec.config().get("pad_token_id"), Some(&expected), "{given}");
+    }
+}
+
 #[test]
 fn layers_without_rotation_are_those_of_transformers() {
     let mut config = json!({"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layer_interval": 2});

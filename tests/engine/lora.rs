@@ -170,6 +170,16 @@ fn a_written_adapter_reads_back() {
     }
 }
 
+/// PEFT compares by letters: `norm` would name every norm.
+#[test]
+fn the_name_of_a_saved_module_is_that_of_no_other() {
+    for case in Case::families() {
+        let base = ModelFolder::open(&case.folder).unwrap();
+        let saved = Lora::modules_to_save(base.config(), &["norm"]).unwrap();
+        assert_eq!(Lora::names(base.config(), &saved, true), ["model.norm"], "{}", case.name);
+    }
+}
+
 /// An engine over the base of `case` with adapters of `targets` that add nothing yet, and that no step changes.
 fn untrained(case: &Case, dora: bool, targets: BTreeSet<ModuleId>) -> TrainEngine {
     let base = ModelFolder::open(&case.folder).unwrap();

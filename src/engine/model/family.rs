@@ -103,7 +103,7 @@ impl Family {
     /// The tensor that has a matrix of each expert, and the place of `parameter` in it: `input_linear.3.weight` is matrix 3 of
     /// `input_linear.weight`. `None` if it has a separate tensor.
     pub(crate) fn stack_of(&self, parameter: &str) -> Option<(String, usize)> {
-        let (layer, last) = parameter.rsplit_once('.')?;
+        let (layer, last) = parameter.rsplit_once('.').filter(|(_, last)| matches!(*last, "weight" | "bias"))?;
         let (stack, expert) = layer.rsplit_once('.')?;
         let name = match (self.expert_tensors, last) {
             (ExpertTensors::Separate, _) => return None,

@@ -8,7 +8,7 @@ use super::tensor_file::{TensorFile, write_tensors};
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::engine::kernels::{WeightLayout, view};
 use crate::engine::model::{
-    Lora, ModelSpec, ModuleId, ParamRole, ParamSpec, Parameters, is_parameter, stacked_experts,
+    ALL_LINEAR, Lora, ModelSpec, ModuleId, ParamRole, ParamSpec, Parameters, is_parameter, stacked_experts,
 };
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
@@ -115,6 +115,7 @@ impl AdapterFolder {
             base.base_parameters().into_iter().map(|entry| (base.layer_name(entry.layer), entry.layer)).collect();
         let in_config = |error: Error| Error::model(self.path.display(), error.to_string());
         let targets = Lora::targets(base, target_parameters).map_err(in_config)?;
+        let linears = Lora::targets(base, &[ALL_LINEAR]).map_err(in_config)?;
         let mut lora = Lora { r, alpha, dropout, rslora, dora, targets, modules_to_save: BTreeSet::new() };
         lora.check_experts().map_err(in_config)?;
         let with_lora = |lora: &Lora| ModelSpec { lora: Some(lora.clone()), ..base.clone() };
@@ -123,7 +124,7 @@ impl AdapterFolder {
         for tensor in self.file.tensors().filter(|tensor| !of_parameters.contains(tensor.name)) {
             let foreign = || {
                 tensor.error(format!(
-                    "`{}` has no such layer; the adapter belongs to a different base model",
+                    "the engine adapts no such layer of `{}`, or the adapter belongs to a different base model",
                     base.family.model_type
                 ))
             };
@@ -133,7 +134,8 @@ impl AdapterFolder {
                 .into_iter()
                 .find_map(|part| name.strip_suffix(part));
             let layer = part.or_else(|| name.rsplit_once('.').map(|(layer, _)| layer));
-            let layer = *layer.and_then(|layer| layers.get(layer)).ok_or_else(foreign)?;
+            let layer = layer.and_then(|layer| layers.get(layer));
+            let layer = *layer.filter(|layer| part.is_none() || linears.contains(layer)).ok_or_else(foreign)?;
             if part.is_some() { &mut lora.targets } else { &mut lora.modules_to_save }.insert(layer);
         }
         if lora.targets.is_empty() {

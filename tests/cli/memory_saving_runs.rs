@@ -380,6 +380,13 @@ fn nonsense_is_refused() {
         let at = bytes.windows(6).position(|window| window == b"c_attn").unwrap();
         bytes[at..at + 6].copy_from_slice(b"q_proj");
     });
+    // The engine has this layer, but no adapters on it.
+    broken("norm", &|_, _| ());
+    let norm = fixture.path("norm/adapter_model.safetensors");
+    let mut tensors = candle_core::safetensors::load(&norm, &Device::Cpu).unwrap();
+    let factor = tensors["base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"].clone();
+    tensors.insert("base_model.model.transformer.ln_f.lora_A.weight".into(), factor);
+    candle_core::safetensors::save(&tensors, &norm).unwrap();
     fixture.write("pickled/adapter_config.json", config.to_string());
     fixture.write("pickled/adapter_model.bin", "x");
     assert_refused(&fixture, "adapters");

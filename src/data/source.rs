@@ -152,7 +152,7 @@ impl FromStr for DataSource {
                     }
                 },
                 Some(_) => wrong(&format!("downloads from `{text}` are not supported")),
-                None if text.contains(['*', '?', '[']) => Ok(Self::Glob(text.to_owned())),
+                None if text.contains(['*', '?', '[']) && !Path::new(text).exists() => Ok(Self::Glob(text.to_owned())),
                 None => Ok(built_in(text).unwrap_or_else(|| Self::Path(text.into()))),
             },
         }
@@ -537,6 +537,9 @@ mod tests {
         assert_eq!(names(source()), ["train-0.jsonl"]);
         let pattern = folder.path().join("*.*l").display().to_string();
         assert_eq!(names(DataSource::Glob(pattern)), ["a.jsonl"]);
+        let bracket = folder.path().join("a[1].txt");
+        std::fs::write(&bracket, "x").unwrap();
+        assert_eq!(names(bracket.display().to_string().parse().unwrap()), ["a[1].txt"]);
         let nothing = DataSource::Glob(folder.path().join("*.csv").display().to_string());
         assert!(nothing.files(None, None).err().unwrap().to_string().contains("matches no file"));
     }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::record::Field;
 use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -129,7 +130,15 @@ fn read_in_subprocess(
 }
 
 fn read_in_process(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) -> Result<(), RowFailure> {
-    let damaged = |error: ParquetError| RowFailure::File(format!("not a readable Parquet file: {error}"));
+    let damaged = |error: ParquetError| {
+        let text = error.to_string();
+        RowFailure::File(if text.contains("Disabled feature") {
+            "its compression is not supported; write it with Snappy or Zstandard".to_owned()
+        } else {
+            // A message about a text that is not UTF-8 has all its bytes.
+            format!("not a readable Parquet file: {}", text.split(" Bytes: ").next().unwrap_or(&text))
+        })
+    };
     let file = untrusted::open(path).map_err(|error| RowFailure::File(format!("it cannot be read: {error}")))?;
     let reader = catch_parquet_panic(|| SerializedFileReader::new(file)).map_err(damaged)?;
     let schema = reader.metadata().file_metadata().schema();
@@ -140,11 +149,25 @@ fn read_in_process(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) 
         return Err(RowFailure::File(format!("its columns are {}; {}", columns.join(", "), EXPECTED_FIELDS)));
     }
     let mut iterator = catch_parquet_panic(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
-    let mut next = || catch_parquet_panic(|| Ok(iterator.next().transpose()?.map(|row| row.to_json_value())));
+    let mut next =
+        || catch_parquet_panic(|| iterator.next().transpose()?.map(|row| to_json(&Field::Group(row))).transpose());
     while let Some(value) = next().map_err(damaged)? {
         row(value).map_err(RowFailure::Row)?;
     }
     Ok(())
+}
+
+/// The JSON of `field`, with bytes of no type as text, which some writers mean; the Parquet crate has base64 for them.
+fn to_json(field: &Field) -> parquet::errors::Result<Value> {
+    Ok(match field {
+        Field::Bytes(bytes) => Value::from(bytes.as_utf8()?),
+        Field::Group(row) => {
+            let pairs = row.get_column_iter().map(|(name, field)| Ok((name.clone(), to_json(field)?)));
+            Value::Object(pairs.collect::<parquet::errors::Result<_>>()?)
+        }
+        Field::ListInternal(list) => list.elements().iter().map(to_json).collect::<parquet::errors::Result<_>>()?,
+        other => other.to_json_value(),
+    })
 }
 
 /// Turns a panic of the Parquet crate into its error: some damaged pages make it index out of bounds (60.1).

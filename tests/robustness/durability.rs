@@ -330,18 +330,25 @@ fn promise_7_a_batch_that_does_not_fit_is_refused_with_the_one_that_does() {
 fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
     let fixture = CliFixture::in_memory();
     let path = fixture.path("a.parquet");
-    write_parquet(&path);
-    let good = fs::read(&path).unwrap();
     let rows = |bytes: &[u8]| {
         fs::write(&path, bytes).unwrap();
         let mut command = launch::program();
         command.arg(finetune::data::parquet_rows::ARGUMENT).arg(&path).arg("text");
         command.stdin(Stdio::null()).output().unwrap()
     };
-    let output = rows(&good);
-    assert!(output.status.success());
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.starts_with("{\"row\":{\"text\":\"some words\"}}\n") && text.ends_with("\"end\"\n"), "{text}");
+    // Some writers give texts no type.
+    for column in ["text", "text (UTF8)"] {
+        write_parquet(&path, column);
+        let output = rows(&fs::read(&path).unwrap());
+        assert!(output.status.success());
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.starts_with("{\"row\":{\"text\":\"some words\"}}\n") && text.ends_with("\"end\"\n"), "{text}");
+    }
+    let good = fs::read(&path).unwrap();
+    // The codec after the column's name: GZIP instead of Snappy.
+    let codec = good.windows(6).rposition(|window| window == b"text\x15\x02").unwrap() + 5;
+    let gzip: Vec<u8> = good.iter().enumerate().map(|(at, byte)| if at == codec { 4 } else { *byte }).collect();
+    assert!(String::from_utf8(rows(&gzip).stdout).unwrap().contains("its compression is not supported"));
     // In the long form, which is ignored, every byte; here some.
     let every = std::env::var("PROMISES_PARQUET").map_or(29, |every| every.parse().unwrap());
     let mut aborted = Vec::new();
@@ -408,11 +415,12 @@ fn promise_7_a_parquet_file_that_takes_for_ever_is_refused_and_ends_with_its_rea
     }
 }
 
-fn write_parquet(path: &Path) {
+fn write_parquet(path: &Path, column: &str) {
     use parquet::basic::Compression;
     use parquet::data_type::{ByteArray, ByteArrayType};
     use parquet::file::{properties::WriterProperties, writer::SerializedFileWriter};
-    let schema = parquet::schema::parser::parse_message_type("message rows { required binary text (UTF8); }").unwrap();
+    let schema = format!("message rows {{ required binary {column}; }}");
+    let schema = parquet::schema::parser::parse_message_type(&schema).unwrap();
     let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
     let mut writer =
         SerializedFileWriter::new(fs::File::create(path).unwrap(), schema.into(), properties.into()).unwrap();

@@ -1,11 +1,12 @@
 //! AdamW (Loshchilov and Hutter, 2019), fused with unscaling, clipping and the working copy.
 
-use crate::blockwise::BLOCK_SIZE;
+use crate::blockwise::{BLOCK_SIZE, BlockwiseQuantized, dequantize, quantize};
 use crate::op::{MomentScales, same_shapes};
 use crate::precision::{FloatFormat, UpdateCounts};
-use crate::rows::{Rows, for_each_part};
-use crate::view::{ViewMut, float_format, read, write_f32, write_optional};
+use crate::rows::{Rows, SplitRows, for_each_part};
+use crate::view::{ViewMut, float_format, read, write_f32, write_optional, write_u8};
 use candle_core::{DType, Result, Tensor};
+use std::ops::Range;
 use std::sync::Mutex;
 
 /// The numbers of one update.
@@ -62,68 +63,131 @@ impl AdamWTensor<'_> {
     }
 }
 
-const WIDTH: usize = 1024;
+/// Codes, and the largest magnitude of each block.
+type QuantizedBlocks<'a> = (Rows<&'a mut [u8]>, Rows<&'a mut [f32]>);
 
-/// Updates a tensor with FP32 moments.
-pub fn step(step: AdamWStep, tensor: AdamWTensor<'_>) -> Result<()> {
-    let AdamWTensor { grad, master, exp_avg, exp_avg_sq, weight, weight_decay, counts, .. } = tensor;
-    // Integers, so their sums do not depend on the order of the threads.
-    let counted = counts.is_some().then(Mutex::<UpdateCounts>::default);
-    let format = weight.map_or(FloatFormat::FP32, |weight| float_format(weight.dtype()));
-    let grad = read(grad)?;
-    let grad = grad.view();
-    let update = |weight: Option<ViewMut<'_>>| {
-        write_f32(master, |master| {
-            write_f32(exp_avg, |exp_avg| {
-                write_f32(exp_avg_sq, |exp_avg_sq| {
-                    let rows = |view| Rows { view, width: 1 };
-                    let len = master.len();
-                    let state = (rows(master), rows(exp_avg), rows(exp_avg_sq));
-                    let weight = weight.map(|view| Rows { view, width: 1 });
-                    for_each_part(
-                        (state, weight),
-                        len,
-                        32 * WIDTH,
-                        #[inline(always)]
-                        |first, len, ((master, exp_avg, exp_avg_sq), mut weight)| {
-                            let (mut buffer, mut counts) = ([0.0; WIDTH], UpdateCounts::default());
-                            for start in (0..len).step_by(WIDTH) {
-                                let end = (start + WIDTH).min(len);
-                                let grad = grad.as_f32(first + start, &mut buffer[..end - start]);
-                                let master = &mut master.view[start..end];
-                                let moments = [&mut exp_avg.view[start..end], &mut exp_avg_sq.view[start..end]];
-                                match &mut weight {
-                                    Some(weight) if counted.is_some() => {
-                                        let (mut old, mut copies) = ([0.0; WIDTH], [[0.0; WIDTH]; 2]);
-                                        let [before, after] = copies.each_mut().map(|copy| &mut copy[..end - start]);
-                                        let old = &mut old[..end - start];
-                                        old.copy_from_slice(master);
-                                        weight.view.as_view().load(start, before);
-                                        update_block((step, weight_decay), grad, master, moments);
-                                        weight.view.store(start, master);
-                                        weight.view.as_view().load(start, after);
-                                        counts.count(format, [old, master], [before, after]);
-                                    }
-                                    weight => {
-                                        update_block((step, weight_decay), grad, master, moments);
-                                        if let Some(weight) = weight {
-                                            weight.view.store(start, master);
-                                        }
-                                    }
-                                }
-                            }
-                            if let Some(Ok(mut counted)) = counted.as_ref().map(Mutex::lock) {
-                                *counted += counts;
-                            }
-                        },
-                    );
+/// Both moments of a tensor, or of some of its blocks of [`BLOCK_SIZE`] elements.
+enum Moments<'a> {
+    Fp32([Rows<&'a mut [f32]>; 2]),
+    Int8([QuantizedBlocks<'a>; 2]),
+}
+
+impl SplitRows for Moments<'_> {
+    fn split_rows(self, blocks: usize) -> (Self, Self) {
+        match self {
+            Self::Fp32(moments) => {
+                let (a, b) = moments.split_rows(blocks);
+                (Self::Fp32(a), Self::Fp32(b))
+            }
+            Self::Int8(moments) => {
+                let (a, b) = moments.split_rows(blocks);
+                (Self::Int8(a), Self::Int8(b))
+            }
+        }
+    }
+}
+
+impl Moments<'_> {
+    /// Updates `master` and its moments, which are at `range`: up to [`WIDTH`] elements from the start of a block on.
+    #[inline(always)]
+    fn update(&mut self, numbers: (AdamWStep, f32), grad: &[f32], master: &mut [f32], range: Range<usize>) {
+        match self {
+            Self::Fp32([m, v]) => {
+                update_block(numbers, grad, master, [&mut m.view[range.clone()], &mut v.view[range]]);
+            }
+            Self::Int8([m, v]) => {
+                let blocks = BlockwiseQuantized::blocks(&range);
+                let mut values = [[0.0; WIDTH]; 2];
+                let [m_values, v_values] = values.each_mut().map(|values| &mut values[..range.len()]);
+                let m = (&mut m.0.view[range.clone()], &mut m.1.view[blocks.clone()]);
+                let v = (&mut v.0.view[range], &mut v.1.view[blocks]);
+                dequantize(true, (m.0, m.1), m_values);
+                dequantize(false, (v.0, v.1), v_values);
+                update_block(numbers, grad, master, [&mut *m_values, &mut *v_values]);
+                quantize(true, m_values, m);
+                quantize(false, v_values, v);
+            }
+        }
+    }
+}
+
+/// Elements that are updated at a time: they stay in the L1 cache.
+const WIDTH: usize = 4 * BLOCK_SIZE;
+
+fn rows<V>(view: V, width: usize) -> Rows<V> {
+    Rows { view, width }
+}
+
+impl AdamWTensor<'_> {
+    fn write_moments<R>(&self, f: impl FnOnce(Moments<'_>) -> R) -> Result<R> {
+        let (m, v) = (self.exp_avg, self.exp_avg_sq);
+        let Some([m_scales, v_scales]) = self.scales else {
+            return write_f32(m, |m| write_f32(v, |v| f(Moments::Fp32([m, v].map(|view| rows(view, BLOCK_SIZE))))))?;
+        };
+        write_u8(m, |m| {
+            write_u8(v, |v| {
+                write_f32(m_scales.absmax, |m_absmax| {
+                    write_f32(v_scales.absmax, |v_absmax| {
+                        let moments = [(m, m_absmax), (v, v_absmax)];
+                        f(Moments::Int8(moments.map(|(codes, absmax)| (rows(codes, BLOCK_SIZE), rows(absmax, 1)))))
+                    })
                 })
             })
-        })
+        })???
+    }
+}
+
+/// Updates a tensor.
+pub fn step(step: AdamWStep, mut tensor: AdamWTensor<'_>) -> Result<()> {
+    // Integers, so their sums do not depend on the order of the threads.
+    let counted = tensor.counts.is_some().then(Mutex::<UpdateCounts>::default);
+    let format = tensor.weight.map_or(FloatFormat::FP32, |weight| float_format(weight.dtype()));
+    let (grad, weight_decay) = (read(tensor.grad)?, tensor.weight_decay);
+    let grad = grad.view();
+    let update = |master: &mut [f32], moments: Moments<'_>, weight: Option<ViewMut<'_>>| {
+        for_each_part(
+            (rows(master, BLOCK_SIZE), moments, weight.map(|weight| rows(weight, BLOCK_SIZE))),
+            grad.len().div_ceil(BLOCK_SIZE),
+            32 * WIDTH / BLOCK_SIZE,
+            #[inline(always)]
+            |first, _, (master, mut moments, mut weight): (Rows<&mut [f32]>, Moments<'_>, _)| {
+                let (mut buffer, mut counts) = ([0.0; WIDTH], UpdateCounts::default());
+                let len = master.view.len();
+                for start in (0..len).step_by(WIDTH) {
+                    let range = start..(start + WIDTH).min(len);
+                    let grad = grad.as_f32(first * BLOCK_SIZE + start, &mut buffer[..range.len()]);
+                    let master = &mut master.view[range.clone()];
+                    match &mut weight {
+                        Some(Rows { view: weight, .. }) if counted.is_some() => {
+                            let (mut old, mut copies) = ([0.0; WIDTH], [[0.0; WIDTH]; 2]);
+                            let [before, after] = copies.each_mut().map(|copy| &mut copy[..master.len()]);
+                            let old = &mut old[..master.len()];
+                            old.copy_from_slice(master);
+                            weight.as_view().load(start, before);
+                            moments.update((step, weight_decay), grad, master, range);
+                            weight.store(start, master);
+                            weight.as_view().load(start, after);
+                            counts.count(format, [old, master], [before, after]);
+                        }
+                        weight => {
+                            moments.update((step, weight_decay), grad, master, range);
+                            if let Some(weight) = weight {
+                                weight.view.store(start, master);
+                            }
+                        }
+                    }
+                }
+                if let Some(Ok(mut counted)) = counted.as_ref().map(Mutex::lock) {
+                    *counted += counts;
+                }
+            },
+        );
     };
-    write_optional(weight, update)????;
-    if let (Some(counts), Some(Ok(counted))) = (counts, counted.map(Mutex::into_inner)) {
-        *counts += counted;
+    write_f32(tensor.master, |master| {
+        tensor.write_moments(|moments| write_optional(tensor.weight, |weight| update(master, moments, weight)))
+    })???;
+    if let (Some(counts), Some(Ok(counted))) = (&mut tensor.counts, counted.map(Mutex::into_inner)) {
+        **counts += counted;
     }
     Ok(())
 }

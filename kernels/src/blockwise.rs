@@ -4,12 +4,9 @@
 //! which lie denser towards zero. The values are from `create_dynamic_map` in bitsandbytes' `functional.py`, and a
 //! first moment keeps its sign, as in its kernel. Tensors of fewer than 4096 elements stay FP32, as there.
 
-use crate::adamw::{AdamWStep, AdamWTensor};
-use crate::op::{self, MomentScales};
-use crate::view::{self, host_range, read, to_host};
-use candle_core::{DType, Device, Result, Tensor, bail};
-use rayon::prelude::*;
-use std::borrow::Cow;
+use crate::adamw::AdamWTensor;
+use crate::op::MomentScales;
+use candle_core::{DType, Device, Result, Tensor};
 use std::ops::Range;
 use std::sync::LazyLock;
 
@@ -21,20 +18,12 @@ pub const MIN_QUANTIZED_ELEMENTS: usize = 4096;
 /// A moment of one tensor.
 #[derive(Clone, Debug)]
 pub struct BlockwiseQuantized {
-    storage: Storage,
-    signed: bool,
-}
-
-/// The codes, and the largest magnitude of each block.
-#[derive(Clone, Debug)]
-enum Storage {
-    Host(Vec<u8>, Vec<f32>),
-    /// On a GPU, with the values of the codes.
-    Device {
-        codes: Tensor,
-        absmax: Tensor,
-        map: Tensor,
-    },
+    /// `[elements]`, U8.
+    pub codes: Tensor,
+    /// `[blocks]`, FP32: the largest magnitude of each block.
+    pub absmax: Tensor,
+    /// `[256]`, FP32: the values of the codes.
+    map: Tensor,
 }
 
 static SIGNED: LazyLock<[f32; 256]> = LazyLock::new(|| dynamic_map(true));
@@ -72,54 +61,69 @@ fn nearest(map: &[f32; 256], x: f32) -> u8 {
     at as u8
 }
 
+fn map(signed: bool) -> &'static [f32; 256] {
+    if signed { &SIGNED } else { &UNSIGNED }
+}
+
+/// The values of blocks with these codes and largest magnitudes. A first moment is `signed`.
+pub(crate) fn dequantize(signed: bool, (codes, absmax): (&[u8], &[f32]), out: &mut [f32]) {
+    let map = map(signed);
+    for ((out, codes), absmax) in out.chunks_mut(BLOCK_SIZE).zip(codes.chunks(BLOCK_SIZE)).zip(absmax) {
+        for (out, code) in out.iter_mut().zip(codes) {
+            *out = map[usize::from(*code)] * absmax;
+        }
+    }
+}
+
+/// [`dequantize`] for tensors on any device.
+pub(crate) fn dequantized(signed: bool, codes: &Tensor, absmax: &Tensor) -> Result<Vec<f32>> {
+    let mut values = vec![0.0; codes.elem_count()];
+    dequantize(signed, (&codes.to_vec1()?, &absmax.to_vec1()?), &mut values);
+    Ok(values)
+}
+
+/// Writes the codes and largest magnitudes of blocks of `values`.
+pub(crate) fn quantize(signed: bool, values: &[f32], (codes, absmax): (&mut [u8], &mut [f32])) {
+    let map = map(signed);
+    for ((codes, absmax), values) in codes.chunks_mut(BLOCK_SIZE).zip(absmax).zip(values.chunks(BLOCK_SIZE)) {
+        *absmax = values.iter().fold(0.0, |most, value| value.abs().max(most));
+        let inverse = if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 };
+        for (code, value) in codes.iter_mut().zip(values) {
+            *code = nearest(map, (value * inverse).clamp(-1.0, 1.0));
+            // A second moment of 0 would divide the first one by `eps` alone.
+            if !signed && *value > 0.0 {
+                *code = (*code).max(1);
+            }
+            if signed && map[usize::from(*code)].is_sign_negative() != value.is_sign_negative() {
+                *code = if *value > 0.0 { code.saturating_add(1) } else { code.saturating_sub(1) };
+            }
+        }
+    }
+}
+
 impl BlockwiseQuantized {
     /// Zeros.
     pub fn zeros(elements: usize, signed: bool, device: &Device) -> Result<Self> {
-        let map: &[f32; 256] = if signed { &SIGNED } else { &UNSIGNED };
-        let (codes, absmax) = (vec![nearest(map, 0.0); elements], vec![0.0; elements.div_ceil(BLOCK_SIZE)]);
-        let host = Self { storage: Storage::Host(codes, absmax), signed };
-        if device.is_cpu() || elements == 0 { Ok(host) } else { host.on(device) }
+        // A GPU has no memory of no elements.
+        let device = if elements == 0 { &Device::Cpu } else { device };
+        Ok(Self {
+            codes: Tensor::full(nearest(map(signed), 0.0), elements, device)?,
+            absmax: Tensor::zeros(elements.div_ceil(BLOCK_SIZE), DType::F32, device)?,
+            map: Tensor::new(map(signed), device)?,
+        })
     }
 
-    /// A copy on `device`, as a GPU keeps it.
-    pub(crate) fn on(&self, device: &Device) -> Result<Self> {
-        let storage = Storage::Device {
-            codes: Tensor::new(&*self.codes(0..self.len())?, device)?,
-            absmax: Tensor::new(&*self.absmax(0..self.len().div_ceil(BLOCK_SIZE))?, device)?,
-            map: Tensor::new(self.map(), device)?,
-        };
-        Ok(Self { storage, signed: self.signed })
+    /// `values`, rounded.
+    pub(crate) fn from_values(values: &[f32], signed: bool, device: &Device) -> Result<Self> {
+        let (mut codes, mut absmax) = (vec![0; values.len()], vec![0.0; values.len().div_ceil(BLOCK_SIZE)]);
+        quantize(signed, values, (&mut codes, &mut absmax));
+        let [codes, absmax] = [Tensor::new(codes, device)?, Tensor::new(absmax, device)?];
+        Ok(Self { codes, absmax, map: Tensor::new(map(signed), device)? })
     }
 
-    /// A copy on the host.
-    pub(crate) fn on_host(&self) -> Result<Self> {
-        let (codes, absmax) = (self.codes(0..self.len())?, self.absmax(0..self.len().div_ceil(BLOCK_SIZE))?);
-        Ok(Self { storage: Storage::Host(codes.into(), absmax.into()), signed: self.signed })
-    }
-
-    /// The codes and their scales on a GPU; `None` on the host.
-    pub fn on_device(&self) -> Option<(&Tensor, MomentScales<'_>)> {
-        match &self.storage {
-            Storage::Host(..) => None,
-            Storage::Device { codes, absmax, map } => Some((codes, MomentScales { absmax, map })),
-        }
-    }
-
-    fn map(&self) -> &'static [f32; 256] {
-        if self.signed { &SIGNED } else { &UNSIGNED }
-    }
-
-    /// Elements.
-    pub fn len(&self) -> usize {
-        match &self.storage {
-            Storage::Host(codes, _) => codes.len(),
-            Storage::Device { codes, .. } => codes.elem_count(),
-        }
-    }
-
-    /// Whether there is no element.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+    /// The scales of the codes.
+    pub fn scales(&self) -> MomentScales<'_> {
+        MomentScales { absmax: &self.absmax, map: &self.map }
     }
 
     /// The blocks of `elements`, which start at a block or are empty.
@@ -132,116 +136,32 @@ impl BlockwiseQuantized {
         elements + elements.div_ceil(BLOCK_SIZE as u64) * 4
     }
 
-    /// Writes the values into the FP32 tensor `out`.
-    pub fn load(&self, out: &Tensor) -> Result<()> {
-        let map = self.map();
-        let Storage::Host(codes, absmax) = &self.storage else { bail!("moments on a GPU are loaded by its kernels") };
-        view::write_f32(out, |out| {
-            let blocks = out.par_chunks_mut(BLOCK_SIZE).zip(codes.par_chunks(BLOCK_SIZE)).zip(absmax);
-            blocks.with_min_len(64).for_each(|((out, codes), absmax)| {
-                for (out, code) in out.iter_mut().zip(codes) {
-                    *out = map[usize::from(*code)] * absmax;
-                }
-            });
-        })
-    }
-
-    /// Takes over the values of the FP32 tensor `from`.
-    pub fn store(&mut self, from: &Tensor) -> Result<()> {
-        let (map, signed) = (self.map(), self.signed);
-        let Storage::Host(codes, absmax) = &mut self.storage else {
-            bail!("moments on a GPU are stored by its kernels")
-        };
-        let from = to_host(from)?;
-        let from = read(&from)?;
-        let blocks = codes.par_chunks_mut(BLOCK_SIZE).zip(absmax).zip(from.typed::<f32>()?.par_chunks(BLOCK_SIZE));
-        blocks.with_min_len(64).for_each(|((codes, absmax), values)| {
-            *absmax = values.iter().fold(0.0, |most, value| value.abs().max(most));
-            let inverse = if *absmax > 0.0 { 1.0 / *absmax } else { 0.0 };
-            for (code, value) in codes.iter_mut().zip(values) {
-                *code = nearest(map, (value * inverse).clamp(-1.0, 1.0));
-                // A second moment of 0 would divide the first one by `eps` alone.
-                if !signed && *value > 0.0 {
-                    *code = (*code).max(1);
-                }
-                if signed && map[usize::from(*code)].is_sign_negative() != value.is_sign_negative() {
-                    *code = if *value > 0.0 { code.saturating_add(1) } else { code.saturating_sub(1) };
-                }
-            }
-        });
-        Ok(())
-    }
-
-    /// Some of the codes.
-    pub fn codes(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>> {
-        Ok(match &self.storage {
-            Storage::Host(codes, _) => Cow::Borrowed(&codes[range]),
-            Storage::Device { codes, .. } => Cow::Owned(host_range(codes, range)?.to_vec1()?),
-        })
-    }
-
-    /// The largest magnitudes of some blocks.
-    pub fn absmax(&self, range: Range<usize>) -> Result<Cow<'_, [f32]>> {
-        Ok(match &self.storage {
-            Storage::Host(_, absmax) => Cow::Borrowed(&absmax[range]),
-            Storage::Device { absmax, .. } => Cow::Owned(host_range(absmax, range)?.to_vec1()?),
-        })
-    }
-
     /// Loads the contents of a file; returns `false` if its number of elements differs.
-    pub fn restore(&mut self, new_codes: &[u8], new_absmax: &[f32]) -> Result<bool> {
-        if (new_codes.len(), new_absmax.len()) != (self.len(), self.len().div_ceil(BLOCK_SIZE)) {
-            return Ok(false);
+    pub fn restore(&mut self, codes: &[u8], absmax: &[f32]) -> Result<bool> {
+        let fits = (codes.len(), absmax.len()) == (self.codes.elem_count(), self.absmax.elem_count());
+        if fits {
+            self.codes = Tensor::new(codes, self.codes.device())?;
+            self.absmax = Tensor::new(absmax, self.absmax.device())?;
         }
-        match &mut self.storage {
-            Storage::Host(codes, absmax) => {
-                codes.copy_from_slice(new_codes);
-                absmax.copy_from_slice(new_absmax);
-            }
-            Storage::Device { codes, absmax, .. } => {
-                *codes = Tensor::new(new_codes, codes.device())?;
-                *absmax = Tensor::new(new_absmax, absmax.device())?;
-            }
-        }
-        Ok(true)
+        Ok(fits)
     }
 }
 
-/// Computes [`op::AdamW`] by updates of single tensors with FP32 moments.
-pub(crate) fn adamw(op: &mut op::AdamW<'_>, update: impl Fn(AdamWStep, AdamWTensor<'_>) -> Result<()>) -> Result<()> {
-    op.tensors.iter_mut().try_for_each(|tensor| {
-        let counts = tensor.counts.as_deref_mut();
-        let tensor = AdamWTensor { counts, ..*tensor };
-        match tensor.scales {
-            None => update(op.step, tensor),
-            Some(scales) => by_fp32_moments(tensor, scales, |tensor| update(op.step, tensor)),
-        }
-    })
-}
-
-/// Updates a tensor with 8-bit moments by FP32 ones, which are converted on the host.
-fn by_fp32_moments(
-    tensor: AdamWTensor<'_>,
-    scales: [MomentScales<'_>; 2],
-    update: impl Fn(AdamWTensor<'_>) -> Result<()>,
-) -> Result<()> {
-    let stored = [(tensor.exp_avg, scales[0]), (tensor.exp_avg_sq, scales[1])];
-    let load = |which: usize| -> Result<(BlockwiseQuantized, Tensor)> {
-        let (codes, MomentScales { absmax, .. }) = stored[which];
-        let storage = Storage::Host(codes.flatten_all()?.to_vec1()?, absmax.to_vec1()?);
-        let moment = BlockwiseQuantized { storage, signed: which == 0 };
-        let values = view::zeros(tensor.grad.dims(), DType::F32, tensor.grad.device())?;
-        moment.load(&values)?;
-        Ok((moment, values))
+/// Updates a tensor by FP32 moments. Those in 8 bits are converted on the host.
+pub(crate) fn by_fp32_moments(tensor: AdamWTensor<'_>, update: impl Fn(AdamWTensor<'_>) -> Result<()>) -> Result<()> {
+    let Some(scales) = tensor.scales else { return update(tensor) };
+    let codes = [tensor.exp_avg, tensor.exp_avg_sq];
+    let device = tensor.grad.device();
+    let load = |which: usize| {
+        let values = dequantized(which == 0, codes[which], scales[which].absmax)?;
+        Tensor::from_vec(values, tensor.grad.dims(), device)
     };
-    let moments = [load(0)?, load(1)?];
-    let [(_, exp_avg), (_, exp_avg_sq)] = &moments;
+    let [exp_avg, exp_avg_sq] = &[load(0)?, load(1)?];
     update(AdamWTensor { exp_avg, exp_avg_sq, scales: None, ..tensor })?;
-    for ((mut moment, values), (codes, scales)) in moments.into_iter().zip(stored) {
-        moment.store(&values)?;
-        let Storage::Host(new_codes, new_absmax) = moment.storage else { continue };
-        codes.slice_set(&Tensor::from_vec(new_codes, codes.dims(), codes.device())?, 0, 0)?;
-        scales.absmax.slice_set(&Tensor::from_vec(new_absmax, scales.absmax.dims(), codes.device())?, 0, 0)?;
+    for (which, values) in [exp_avg, exp_avg_sq].into_iter().enumerate() {
+        let new = BlockwiseQuantized::from_values(&values.flatten_all()?.to_vec1()?, which == 0, device)?;
+        codes[which].slice_set(&new.codes, 0, 0)?;
+        scales[which].absmax.slice_set(&new.absmax, 0, 0)?;
     }
     Ok(())
 }
@@ -249,15 +169,6 @@ fn by_fp32_moments(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn zeros(signed: bool) -> BlockwiseQuantized {
-        BlockwiseQuantized::zeros(1000, signed, &Device::Cpu).unwrap()
-    }
-
-    /// Everything that a moment stores.
-    fn stored(moment: &BlockwiseQuantized) -> (Vec<u8>, Vec<f32>) {
-        (moment.codes(0..1000).unwrap().into(), moment.absmax(0..4).unwrap().into())
-    }
 
     /// Values that bitsandbytes' formula gives in Python.
     #[test]
@@ -295,12 +206,14 @@ mod tests {
             (0..1000).map(|i| ((i * 37 % 501) as f32 - 250.0) * 1e-6f32.powi((i / 256) % 2)).collect();
         for signed in [true, false] {
             let values: Vec<f32> = values.iter().map(|x| if signed { *x } else { x.abs() }).collect();
-            let tensor = Tensor::from_vec(values.clone(), 1000, &candle_core::Device::Cpu).unwrap();
-            let mut moment = zeros(signed);
-            moment.store(&tensor).unwrap();
-            let out = tensor.zeros_like().unwrap();
-            moment.load(&out).unwrap();
-            let read = out.to_vec1::<f32>().unwrap();
+            let quantized = |values: &[f32]| {
+                let (mut codes, mut absmax) = ([0; 1000], [0.0; 4]);
+                quantize(signed, values, (&mut codes, &mut absmax));
+                let mut read = [0.0; 1000];
+                dequantize(signed, (&codes, &absmax), &mut read);
+                (codes, read)
+            };
+            let (codes, read) = quantized(&values);
             for (block, found) in values.chunks(BLOCK_SIZE).zip(read.chunks(BLOCK_SIZE)) {
                 let most = block.iter().fold(0.0f32, |most, x| most.max(x.abs()));
                 for (x, y) in block.iter().zip(found) {
@@ -310,15 +223,9 @@ mod tests {
             }
             // The signed map has no -1, so that a block whose largest value is negative shrinks.
             if !signed {
-                let mut again = zeros(signed);
-                again.store(&out).unwrap();
-                assert_eq!(stored(&again).0, stored(&moment).0, "what has been rounded stays as it is");
+                assert_eq!(quantized(&read).0, codes, "what has been rounded stays as it is");
                 assert!(values.iter().zip(&read).all(|(x, y)| (*x > 0.0) == (*y > 0.0)), "no second moment becomes 0");
             }
-            let (codes, absmax) = stored(&moment);
-            let mut restored = zeros(signed);
-            assert!(restored.restore(&codes, &absmax).unwrap());
-            assert_eq!(stored(&restored), stored(&moment));
         }
     }
 }

@@ -15,10 +15,11 @@ mod tensors;
 
 use super::adamw::{AdamWStep, AdamWTensor};
 use super::attention::AttentionShape;
+use super::blockwise::by_fp32_moments;
 use super::columns::{MatmulOperand, WriteMode};
 use super::op::{self, Op};
 use super::summary::side_by_side;
-use super::{Activation, Kernels, Ran, WeightLayout, blockwise, view};
+use super::{Activation, Kernels, Ran, WeightLayout, view};
 use candle_core::{DType, Error, Result, Tensor};
 use tensors::{
     accumulate, column_sums, columns_of_rows, drop, product, require_contiguous, soft_cap, store, store_columns,
@@ -72,7 +73,9 @@ impl Kernels for CandleKernels {
             Op::CrossEntropy(op) => cross_entropy::rows(op),
             Op::Summarize(op) => side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
-            Op::AdamW(op) => blockwise::adamw(op, adamw),
+            Op::AdamW(op) => std::mem::take(&mut op.tensors)
+                .into_iter()
+                .try_for_each(|tensor| by_fp32_moments(tensor, |tensor| adamw(op.step, tensor))),
             Op::Route(op) => route::forward(op),
             Op::RouteBackward(op) => route::backward(op),
             Op::ScaleRows(op) => route::scale_rows(op),

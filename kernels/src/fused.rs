@@ -4,8 +4,8 @@ use super::columns::ColumnSlice;
 use super::matmul::{GemmShape, buffer_bytes};
 use super::op::{self, Op};
 use super::{
-    Kernels, Ran, adamw, attention, blockwise, cross_entropy, decode_attention, embedding, gelu, glu, linear, norm,
-    residual, rope, route, summary, view,
+    Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, linear, norm, residual,
+    rope, route, summary, view,
 };
 use candle_core::{Result, Tensor};
 
@@ -62,7 +62,7 @@ impl Kernels for Fused {
             Op::CrossEntropy(op) => cross_entropy::rows(op),
             Op::Summarize(op) => summary::side_by_side(op, summary::summarize),
             Op::Sum(op) => summary::sum(op.x).map(|sum| *op.sum = sum),
-            Op::AdamW(op) => blockwise::adamw(op, adamw::step),
+            Op::AdamW(op) => std::mem::take(&mut op.tensors).into_iter().try_for_each(|it| adamw::step(op.step, it)),
             Op::Route(op) => route::forward(op),
             Op::RouteBackward(op) => route::backward(op),
             Op::ScaleRows(op) => route::scale_rows(op),

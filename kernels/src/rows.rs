@@ -63,6 +63,13 @@ impl<A: SplitRows, B: SplitRows> SplitRows for (A, B) {
     }
 }
 
+impl<A: SplitRows> SplitRows for [A; 2] {
+    fn split_rows(self, rows: usize) -> (Self, Self) {
+        let [(a, b), (c, d)] = self.map(|part| part.split_rows(rows));
+        ([a, c], [b, d])
+    }
+}
+
 impl<A: SplitRows, B: SplitRows, C: SplitRows> SplitRows for (A, B, C) {
     fn split_rows(self, rows: usize) -> (Self, Self) {
         let (a, b, c) = (self.0.split_rows(rows), self.1.split_rows(rows), self.2.split_rows(rows));

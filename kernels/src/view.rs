@@ -263,33 +263,45 @@ fn contiguous(layout: &Layout) -> Result<Range<usize>> {
 /// Gives `f` write access to `tensor`'s elements; the tensor must not be open for reading. A tensor on another device is
 /// copied to the host and back.
 pub fn write<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> {
+    let on_host = |tensor: &Tensor| {
+        write_on_host(tensor, |storage, range| {
+            Ok(f(match storage {
+                CpuStorage::F32(s) => ViewMut::F32(&mut s[range]),
+                CpuStorage::F16(s) => ViewMut::F16(&mut s[range]),
+                CpuStorage::BF16(s) => ViewMut::BF16(&mut s[range]),
+                _ => bail!("no CPU kernel writes this element type"),
+            }))
+        })
+    };
     if tensor.device().is_cpu() {
-        return write_on_host(tensor, f);
+        return on_host(tensor);
     }
     let copy = to_host(tensor)?;
-    let result = write_on_host(&copy, f)?;
+    let result = on_host(&copy)?;
     tensor.slice_set(&copy.to_device(tensor.device())?, 0, 0)?;
     Ok(result)
 }
 
-fn write_on_host<R>(tensor: &Tensor, f: impl FnOnce(ViewMut<'_>) -> R) -> Result<R> {
+/// Gives `f` write access to the elements of a tensor of bytes on the CPU.
+pub(crate) fn write_u8<R>(tensor: &Tensor, f: impl FnOnce(&mut [u8]) -> R) -> Result<R> {
+    write_on_host(tensor, |storage, range| match storage {
+        CpuStorage::U8(s) => Ok(f(&mut s[range])),
+        _ => bail!("expected a tensor of bytes, got {:?}", tensor.dtype()),
+    })
+}
+
+fn write_on_host<R>(tensor: &Tensor, f: impl FnOnce(&mut CpuStorage, Range<usize>) -> Result<R>) -> Result<R> {
     struct WriteOp<F, R> {
         f: Cell<Option<F>>,
         result: Cell<Option<R>>,
     }
-    impl<R, F: FnOnce(ViewMut<'_>) -> R> InplaceOp1 for WriteOp<F, R> {
+    impl<R, F: FnOnce(&mut CpuStorage, Range<usize>) -> Result<R>> InplaceOp1 for WriteOp<F, R> {
         fn name(&self) -> &'static str {
             "write"
         }
         fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
             let range = contiguous(layout)?;
-            let view = match storage {
-                CpuStorage::F32(s) => ViewMut::F32(&mut s[range]),
-                CpuStorage::F16(s) => ViewMut::F16(&mut s[range]),
-                CpuStorage::BF16(s) => ViewMut::BF16(&mut s[range]),
-                _ => bail!("no CPU kernel writes this element type"),
-            };
-            self.result.set(self.f.take().map(|f| f(view)));
+            self.result.set(self.f.take().map(|f| f(storage, range)).transpose()?);
             Ok(())
         }
     }

@@ -6,7 +6,7 @@
 use super::{Embedding, Op};
 use crate::adamw::{AdamWStep, AdamWTensor};
 use crate::attention::{AttentionInputs, AttentionShape};
-use crate::blockwise::BlockwiseQuantized;
+use crate::blockwise::{BlockwiseQuantized, dequantized};
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::cross_entropy::IGNORE;
 use crate::decode_attention::{CachedSequence, LayerKvCache};
@@ -296,6 +296,12 @@ impl Operation {
     }
 }
 
+/// Writes the values of `moment` into `out`.
+fn moment_values(out: &Tensor, moment: &BlockwiseQuantized, signed: bool, device: &Device) -> Result<()> {
+    let values = Tensor::new(dequantized(signed, &moment.codes, &moment.absmax)?, device)?;
+    out.slice_set(&values.to_dtype(out.dtype())?, 0, 0)
+}
+
 fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [counts, quantized]: [bool; 2]) -> Outputs {
     let step =
         AdamWStep { lr: 0.01, betas: [0.9, 0.999], eps: 1e-8, bias_corrections: [0.1, 0.001], grad_factor: 0.125 };
@@ -308,15 +314,12 @@ fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [counts, quanti
         .into_iter()
         .filter(|_| quantized)
         .map(|(values, signed)| {
-            let mut moment = BlockwiseQuantized::zeros(len, signed, &Device::Cpu)?;
-            let held = view::to_host(values)?.to_dtype(DType::F32)?.copy()?;
-            moment.store(&held)?;
-            moment.load(&held)?;
-            values.slice_set(&held.to_dtype(values.dtype())?.to_device(t.device)?, 0, 0)?;
-            moment.on(t.device)
+            let wide = view::to_host(values)?.to_dtype(DType::F32)?.to_vec1()?;
+            let moment = BlockwiseQuantized::from_values(&wide, signed, t.device)?;
+            moment_values(values, &moment, signed, t.device)?;
+            Ok(moment)
         })
         .collect::<Result<_>>()?;
-    let on_device: Vec<_> = moments.iter().filter_map(BlockwiseQuantized::on_device).collect();
     let copy = if counts { t.stored(&view::to_host(master)?, copies)? } else { t.poisoned(&[len], copies)? };
     let weight = (copies != DType::F32).then_some(&copy);
     let values = |x: &Tensor| view::to_host(x)?.to_dtype(DType::F32)?.to_vec1::<f32>();
@@ -334,13 +337,10 @@ fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [counts, quanti
         });
         t.run(op::AdamW { step, tensors: tensors.collect() })
     };
-    if let (&[(m, m_scales), (v, v_scales)], Some(_)) = (&*on_device, t.kernels) {
-        update([m, v], Some([m_scales, v_scales]))?;
-        for (values, moment) in [exp_avg, exp_avg_sq].into_iter().zip(&moments) {
-            let held = view::zeros(&[len], DType::F32, &Device::Cpu)?;
-            moment.on_host()?.load(&held)?;
-            values.slice_set(&held.to_device(t.device)?, 0, 0)?;
-        }
+    if let ([m, v], Some(_)) = (&*moments, t.kernels) {
+        update([&m.codes, &v.codes], Some([m.scales(), v.scales()]))?;
+        moment_values(exp_avg, m, true, t.device)?;
+        moment_values(exp_avg_sq, v, false, t.device)?;
     } else {
         update([exp_avg, exp_avg_sq], None)?;
     }

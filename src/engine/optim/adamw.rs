@@ -8,7 +8,7 @@ use crate::engine::kernels::summary::PART;
 use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
 use crate::precision::{Dtype, PrecisionPolicy, UpdateCounts};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
@@ -72,8 +72,8 @@ pub struct AdamW {
     quantized: Vec<QuantizedMoments>,
     /// The storage of each parameter's moments, in order.
     storage: Vec<MomentStorage>,
-    /// FP32 values of the current tensor: its moments, and its weight if that is not FP32.
-    scratch: [Option<Tensor>; 3],
+    /// FP32 values of the current master, if some are not FP32.
+    upcast_copy: Option<Tensor>,
 }
 
 /// The moments of a parameter in 8 bits.
@@ -89,26 +89,11 @@ pub struct QuantizedMoments {
     pub moments: [BlockwiseQuantized; 2],
 }
 
+/// The index of a parameter's moments.
 #[derive(Clone, Copy, Debug)]
 enum MomentStorage {
     Fp32(usize),
-    Int8,
-}
-
-impl MomentStorage {
-    /// A parameter's moments as kernels take them, with the scales of 8 bits; `None` if the host converts them.
-    fn operands<'a>(
-        self,
-        exact: [&'a Parameters; 2],
-        quantized: Option<&'a QuantizedMoments>,
-    ) -> Option<([&'a Tensor; 2], Option<[op::MomentScales<'a>; 2]>)> {
-        if let Self::Fp32(at) = self {
-            return Some((exact.map(|moments| &moments[at]), None));
-        }
-        let on_device = quantized?.moments.each_ref().map(BlockwiseQuantized::on_device);
-        let [Some((m, m_scales)), Some((v, v_scales))] = on_device else { return None };
-        Some(([m, v], Some([m_scales, v_scales])))
-    }
+    Int8(usize),
 }
 
 // Shards are cut at the blocks of the gradient statistics, so a process never has a part of a block.
@@ -122,7 +107,7 @@ impl AdamW {
         for (index, entry) in masters.layout().iter().enumerate() {
             let elements: usize = entry.shape.iter().product();
             if kind == OptimizerKind::AdamW8bit && elements >= MIN_QUANTIZED_ELEMENTS {
-                storage.push(MomentStorage::Int8);
+                storage.push(MomentStorage::Int8(quantized.len()));
                 let range = masters.range(index);
                 let zeros = |signed| BlockwiseQuantized::zeros(range.len(), signed, &masters.device());
                 let moments = [zeros(true)?, zeros(false)?];
@@ -136,14 +121,9 @@ impl AdamW {
             OptimizerKind::AdamW => masters.zeros_like(DType::F32),
             OptimizerKind::AdamW8bit => masters.zeros_for(&exact, DType::F32),
         };
-        let on_host = |moment: &&BlockwiseQuantized| moment.on_device().is_none() && !moment.is_empty();
-        let largest = quantized.iter().map(|tensor: &QuantizedMoments| &tensor.moments[0]).filter(on_host);
-        let largest = largest.map(BlockwiseQuantized::len).max();
-        let widest = masters.tensors().iter().filter(|master| master.dtype() != DType::F32);
-        let widest = widest.map(Tensor::elem_count).max();
-        let scratch = |elements: Option<usize>| {
-            elements.map(|elements| view::zeros(&[elements], DType::F32, &masters.device())).transpose()
-        };
+        let narrow = masters.tensors().iter().filter(|master| master.dtype() != DType::F32);
+        let widest = narrow.map(Tensor::elem_count).max();
+        let upcast_copy = widest.map(|elements| view::zeros(&[elements], DType::F32, &masters.device())).transpose()?;
         Ok(Self {
             config: adamw,
             rounding_seed,
@@ -151,7 +131,7 @@ impl AdamW {
             exp_avg_sq: moments()?,
             quantized,
             storage,
-            scratch: [scratch(largest)?, scratch(largest)?, scratch(widest)?],
+            upcast_copy,
         })
     }
 
@@ -172,18 +152,17 @@ impl AdamW {
 
     /// Bytes that [`AdamW::new`] allocates for parameters with these element counts.
     pub fn bytes(kind: OptimizerKind, policy: PrecisionPolicy, tensors: impl IntoIterator<Item = u64>) -> u64 {
-        let (mut bytes, mut largest, mut widest) = (0, 0, 0);
+        let (mut bytes, mut widest) = (0, 0);
         for elements in tensors {
             widest = widest.max(elements);
             if kind == OptimizerKind::AdamW8bit && elements >= MIN_QUANTIZED_ELEMENTS as u64 {
-                largest = largest.max(elements);
                 bytes += 2 * BlockwiseQuantized::bytes(elements);
             } else {
                 bytes += 2 * elements * Dtype::F32.size_in_bytes() as u64;
             }
         }
         let upcast_copy = if policy.params == Dtype::F32 { 0 } else { widest };
-        bytes + (2 * largest + upcast_copy) * Dtype::F32.size_in_bytes() as u64
+        bytes + upcast_copy * Dtype::F32.size_in_bytes() as u64
     }
 
     /// Updates `masters` from `grads · grad_factor`, and rounds them into the working copy `weights`. Appends to `counts`, for
@@ -198,7 +177,7 @@ impl AdamW {
         counts: Option<&mut Vec<UpdateCounts>>,
     ) -> Result<()> {
         let t = i32::try_from(updates + 1).unwrap_or(i32::MAX);
-        let Self { config, rounding_seed, exp_avg, exp_avg_sq, quantized, storage, scratch } = self;
+        let Self { config, rounding_seed, exp_avg, exp_avg_sq, quantized, storage, upcast_copy } = &*self;
         let step = AdamWStep {
             lr: lr as f32,
             betas: config.betas,
@@ -211,66 +190,50 @@ impl AdamW {
             counts.resize(first + storage.len(), UpdateCounts::default());
             counts[first..].iter_mut()
         });
-        let (exact, mut quantized) = ([&*exp_avg, &*exp_avg_sq], quantized.iter_mut());
-        // Those that need no scratch are updated at once, which on a GPU is one launch.
+        // FP32 masters are updated at once, which on a GPU is one launch.
         let mut together = Vec::with_capacity(storage.len());
         for (i, (entry, place)) in grads.layout().iter().zip(storage).enumerate() {
-            let moments = if let MomentStorage::Int8 = place { quantized.next() } else { None };
+            let ([exp_avg, exp_avg_sq], scales) = match *place {
+                MomentStorage::Fp32(at) => ([&exp_avg[at], &exp_avg_sq[at]], None),
+                MomentStorage::Int8(at) => {
+                    let [m, v] = &quantized[at].moments;
+                    ([&m.codes, &v.codes], Some([m.scales(), v.scales()]))
+                }
+            };
             // FP32 copies, which some processes have of wide layers, show every update.
             let counts = counts.as_mut().and_then(Iterator::next).filter(|_| weights[i].dtype() != DType::F32);
+            let (grad, weight_decay) = (&grads[i], config.weight_decay_for(entry));
             let master = &masters.parameters()[i];
             if master.elem_count() == 0 {
                 // Other processes have its elements.
                 continue;
             }
             let shared = view::share_storage(master, &weights[i]);
-            let mut weight = (!shared).then_some(&weights[i]);
-            let (grad, weight_decay) = (&grads[i], config.weight_decay_for(entry));
-            let on_host = place.operands(exact, moments.as_deref()).is_none();
-            if master.dtype() == DType::F32 && !on_host {
-                if let Some(([exp_avg, exp_avg_sq], scales)) = place.operands(exact, moments.map(|x| &*x)) {
-                    let tensor =
-                        AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
-                    together.push(tensor);
-                }
-                continue;
-            }
-            let upcast_copy = |slot: usize| -> Result<Tensor> {
-                let Some(scratch) = &scratch[slot] else { bail!("the optimizer has no buffer for `{}`", entry.name) };
-                scratch.narrow(0, 0, master.elem_count())?.reshape(master.shape())
-            };
-            let mut updated = master.clone();
-            if master.dtype() != DType::F32 {
-                weight = rounding_seed.is_none().then_some(master);
-                updated = upcast_copy(2)?;
-                kernels.copy(master, &updated)?;
-            }
-            let update = |[exp_avg, exp_avg_sq]: [&Tensor; 2], scales: Option<[op::MomentScales<'_>; 2]>| {
-                let master = &updated;
+            let weight = (!shared).then_some(&weights[i]);
+            let Some(upcast_copy) = upcast_copy.as_ref().filter(|_| master.dtype() != DType::F32) else {
                 let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
-                op::AdamW { step, tensors: vec![tensor] }.run(kernels)
+                together.push(tensor);
+                continue;
             };
-            if let Some((moments, scales)) = place.operands(exact, moments.as_deref()) {
-                update(moments, scales)?;
-            } else if let Some(QuantizedMoments { moments, .. }) = moments {
-                let values = [upcast_copy(0)?, upcast_copy(1)?];
-                for (moment, values) in moments.iter().zip(&values) {
-                    moment.load(values)?;
-                }
-                update(values.each_ref(), None)?;
-                for (moment, values) in moments.iter_mut().zip(&values) {
-                    moment.store(values)?;
-                }
+            let updated = &upcast_copy.narrow(0, 0, master.elem_count())?.reshape(master.shape())?;
+            kernels.copy(master, updated)?;
+            let rounded = rounding_seed.is_none().then_some(master);
+            let tensor = AdamWTensor {
+                grad,
+                master: updated,
+                exp_avg,
+                exp_avg_sq,
+                scales,
+                weight: rounded,
+                weight_decay,
+                counts,
+            };
+            op::AdamW { step, tensors: vec![tensor] }.run(kernels)?;
+            if let Some(seed) = *rounding_seed {
+                let first = masters.parameters().range(i).start;
+                stochastic::round(updated, master, first, seed, &entry.name, updates)?;
             }
-            if master.dtype() != DType::F32 {
-                if let Some(seed) = *rounding_seed {
-                    let first = masters.parameters().range(i).start;
-                    stochastic::round(&updated, master, first, seed, &entry.name, updates)?;
-                }
-                if !shared {
-                    kernels.copy(master, &weights[i])?;
-                }
-            }
+            weight.map_or(Ok(()), |weight| kernels.copy(master, weight))?;
         }
         op::AdamW { step, tensors: together }.run(kernels)
     }

@@ -170,9 +170,8 @@ impl Contents<'_> {
                     kinds.iter().try_for_each(|kind| sharded.write(*kind, index, out, path))?;
                     continue;
                 }
-                let blocks = BlockwiseQuantized::blocks(&(0..moment.len()));
-                write_bytes(out, path, &moment.codes(0..moment.len())?)?;
-                write_bytes(out, path, bytemuck::cast_slice(&moment.absmax(blocks)?))?;
+                write_values(out, path, &moment.codes)?;
+                write_values(out, path, &moment.absmax)?;
             }
         }
         Ok(())

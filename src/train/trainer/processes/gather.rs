@@ -2,12 +2,13 @@
 
 use super::messages::LeaderMessage;
 use crate::engine::collective::{ProcessGroup, Shards, range_bytes, write_range};
+use crate::engine::kernels::view::host_range;
 use crate::engine::model::Parameters;
 use crate::engine::optim::BlockwiseQuantized;
 use crate::store::checkpoint::{ShardedTensors, StateTensor};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
@@ -18,8 +19,8 @@ const REQUEST: usize = 1 << 20;
 /// A kind of values of a sharded tensor.
 enum ShardData<'a> {
     Tensors(&'a Parameters),
-    Codes(&'a BlockwiseQuantized),
-    Absmax(&'a BlockwiseQuantized),
+    Codes(&'a Tensor),
+    Absmax(&'a Tensor),
 }
 
 /// The shard of one tensor in this process, and the sizes of all others.
@@ -47,10 +48,10 @@ impl<'a> TensorShard<'a> {
             StateTensor::Masters => tensors(masters),
             StateTensor::ExpAvg => tensors(&state.adamw.exp_avg),
             StateTensor::ExpAvgSq => tensors(&state.adamw.exp_avg_sq),
-            StateTensor::ExpAvgCodes => moment(0, ShardData::Codes),
-            StateTensor::ExpAvgAbsmax => moment(0, ShardData::Absmax),
-            StateTensor::ExpAvgSqCodes => moment(1, ShardData::Codes),
-            StateTensor::ExpAvgSqAbsmax => moment(1, ShardData::Absmax),
+            StateTensor::ExpAvgCodes => moment(0, |it| ShardData::Codes(&it.codes)),
+            StateTensor::ExpAvgAbsmax => moment(0, |it| ShardData::Absmax(&it.absmax)),
+            StateTensor::ExpAvgSqCodes => moment(1, |it| ShardData::Codes(&it.codes)),
+            StateTensor::ExpAvgSqAbsmax => moment(1, |it| ShardData::Absmax(&it.absmax)),
         }
     }
 
@@ -75,8 +76,8 @@ impl<'a> TensorShard<'a> {
         let mut bytes = Vec::new();
         match self.data {
             ShardData::Tensors(parameters) => range_bytes(&parameters[self.index], range, &mut bytes)?,
-            ShardData::Codes(moment) => bytes.extend(&*moment.codes(range)?),
-            ShardData::Absmax(moment) => bytes.extend(bytemuck::cast_slice::<f32, u8>(&moment.absmax(range)?)),
+            ShardData::Codes(codes) => bytes = host_range(codes, range)?.to_vec1()?,
+            ShardData::Absmax(absmax) => range_bytes(absmax, range, &mut bytes)?,
         }
         Ok(bytes)
     }

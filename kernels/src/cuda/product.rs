@@ -207,6 +207,82 @@ fn parts(len: usize, along_rows: bool, dtype: DType) -> impl Iterator<Item = Ran
     [len - over..len, 0..len - over].into_iter().skip(usize::from(over == 0))
 }
 
+/// `c = alpha · a · b + bias`, or added to `c`.
+struct Product {
+    a: Matrix,
+    b: Matrix,
+    c: Matrix,
+    of_factors: sys::cudaDataType_t,
+    of_result: sys::cudaDataType_t,
+    alpha: f32,
+    /// Its address.
+    bias: Option<u64>,
+    accumulates: bool,
+}
+
+impl Products {
+    /// Launches the product of a part of the rows, columns and depth, the `first` of its sums or a later one; `false` if cuBLASLt has
+    /// no algorithm.
+    fn launch(
+        &mut self,
+        queue: &CudaQueue,
+        &Product { a, b, c, of_factors, of_result, alpha, bias, accumulates }: &Product,
+        [rows, columns, depth]: [Range<usize>; 3],
+        first: bool,
+    ) -> Result<bool> {
+        // Part of the last sum, which starts at 0.
+        let bias =
+            bias.filter(|_| depth.start == 0).map(|bias| bias + (columns.start * c.dtype.size_in_bytes()) as u64);
+        // By columns, c's transpose is b's transpose times a's.
+        let addresses @ [left, right, to] =
+            [b.at(depth.start, columns.start), a.at(rows.start, depth.start), c.at(rows.start, columns.start)];
+        let problem = Problem {
+            sizes: [columns.len(), rows.len(), depth.len()],
+            transposed: [b.transposed, a.transposed],
+            strides: [b.stride, a.stride, c.stride],
+            alignments: addresses.map(alignment),
+            of_factors,
+            of_result,
+            has_bias: bias.is_some(),
+        };
+        let plan = match self.plans.entry(problem) {
+            Entry::Occupied(plan) => plan.into_mut(),
+            Entry::Vacant(empty) => empty.insert(Plan::new(self.library, &problem).map_err(Error::wrap)?),
+        };
+        let Some(plan) = plan else { return Ok(false) };
+        if let Some(bias) = bias {
+            let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+            plan.set(attribute, bias).map_err(Error::wrap)?;
+        }
+        let beta = if accumulates || !first { 1.0f32 } else { 0.0 };
+        let [of_left, of_right, of_to] = plan.matrices;
+        // SAFETY: the matrices, the bias and the workspace are in this device's memory, which their owners hold until the
+        // product is in the stream.
+        unsafe {
+            result::matmul(
+                self.library,
+                plan.product,
+                (&raw const alpha).cast(),
+                (&raw const beta).cast(),
+                left as *const _,
+                of_left,
+                right as *const _,
+                of_right,
+                to as *const _,
+                of_to,
+                to as *mut _,
+                of_to,
+                &raw const plan.algorithm,
+                queue.start(&self.workspace) as *mut _,
+                WORKSPACE_BYTES,
+                queue.device().cuda_stream().cu_stream() as sys::cudaStream_t,
+            )
+        }
+        .map_err(Error::wrap)?;
+        Ok(true)
+    }
+}
+
 /// `c = alpha · a · b`, or added to it, summed in FP32 and rounded once, with `bias` added to each row; `false` if cuBLASLt has no
 /// such product.
 pub(crate) fn product(queue: &CudaQueue, op: &op::Matmul<'_>, bias: Option<&Tensor>) -> Result<bool> {
@@ -231,61 +307,15 @@ pub(crate) fn product(queue: &CudaQueue, op: &op::Matmul<'_>, bias: Option<&Tens
         Some(products) => products,
         none => none.insert(Products::new(queue.device())?),
     };
+    let accumulates = mode == WriteMode::Accumulate;
+    let whole = Product { a, b, c, of_factors, of_result, alpha, bias, accumulates };
     for rows in parts(m, a.transposed, a.dtype) {
         for columns in parts(n, true, a.dtype) {
             // The short part of the depth first: so the sum is rounded once, except for the addition of that part.
-            for depth in parts(k, !a.transposed || b.transposed, a.dtype) {
-                let adds = mode == WriteMode::Accumulate || depth.end < k;
-                // A bias is part of the last sum.
-                let bias = bias
-                    .filter(|_| depth.start == 0)
-                    .map(|bias| bias + (columns.start * c.dtype.size_in_bytes()) as u64);
-                // By columns, c's transpose is b's transpose times a's.
-                let [first, second, to] =
-                    [b.at(depth.start, columns.start), a.at(rows.start, depth.start), c.at(rows.start, columns.start)];
-                let problem = Problem {
-                    sizes: [columns.len(), rows.len(), depth.len()],
-                    transposed: [b.transposed, a.transposed],
-                    strides: [b.stride, a.stride, c.stride],
-                    alignments: [first, second, to].map(alignment),
-                    of_factors,
-                    of_result,
-                    has_bias: bias.is_some(),
-                };
-                let plan = match products.plans.entry(problem) {
-                    Entry::Occupied(plan) => plan.into_mut(),
-                    Entry::Vacant(empty) => empty.insert(Plan::new(products.library, &problem).map_err(Error::wrap)?),
-                };
-                let Some(plan) = plan else { return Ok(false) };
-                if let Some(bias) = bias {
-                    let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-                    plan.set(attribute, bias).map_err(Error::wrap)?;
+            for (i, depth) in parts(k, !a.transposed || b.transposed, a.dtype).enumerate() {
+                if !products.launch(queue, &whole, [rows.clone(), columns.clone(), depth], i == 0)? {
+                    return Ok(false);
                 }
-                let beta = if adds { 1.0f32 } else { 0.0 };
-                let [of_first, of_second, of_to] = plan.matrices;
-                // SAFETY: the matrices, the bias and the workspace are in this device's memory, which their owners hold
-                // until the product is in the stream.
-                unsafe {
-                    result::matmul(
-                        products.library,
-                        plan.product,
-                        (&raw const alpha).cast(),
-                        (&raw const beta).cast(),
-                        first as *const _,
-                        of_first,
-                        second as *const _,
-                        of_second,
-                        to as *const _,
-                        of_to,
-                        to as *mut _,
-                        of_to,
-                        &raw const plan.algorithm,
-                        queue.start(&products.workspace) as *mut _,
-                        WORKSPACE_BYTES,
-                        queue.device().cuda_stream().cu_stream() as sys::cudaStream_t,
-                    )
-                }
-                .map_err(Error::wrap)?;
             }
         }
     }

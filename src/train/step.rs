@@ -25,10 +25,10 @@ pub(super) struct StepGradients {
 }
 
 /// The losses of a micro-batch.
-pub(super) struct BatchLosses {
-    sums: LossSums,
-    /// The loss of each target, which a GPU may not have computed yet, instead of the sums.
-    on_device: Option<Tensor>,
+pub(super) enum BatchLosses {
+    Sums(Box<LossSums>),
+    /// The loss of each target, which a GPU may not have computed yet.
+    OnDevice(Tensor),
 }
 
 impl Passes<'_> {
@@ -57,10 +57,10 @@ impl Passes<'_> {
         if !waits {
             objective.weigh(pass, workspace)?;
         }
-        let target_weights = objective.weights(batch).map(<[f32]>::to_vec);
         // A GPU may record the passes, and repeat them without the host, if that does nothing during them.
         let host_chooses = waits || hook.is_active() || self.group.world_size() > 1 || model.spec().experts.is_some();
         let records = !host_chooses && !weights.device().is_cpu();
+        let target_weights = objective.weights(batch).filter(|_| records).map(<[f32]>::to_vec);
         let (targets, known) = (&batch.labels[..], (!waits).then_some(seed));
         let targets = (targets, known, target_weights.as_deref());
         let buffers = records.then_some((out, &*workspace));
@@ -83,12 +83,11 @@ impl Passes<'_> {
         if records {
             let trained = model.spec().first_trained_block()..model.spec().num_layers;
             trained.rev().try_for_each(|block| collect(grads, PrecisionUnit::Block(block)))?;
-            let on_device = Some(workspace.losses().copy()?);
-            return Ok((BatchLosses { sums: LossSums::default(), on_device }, forward));
+            return Ok((BatchLosses::OnDevice(workspace.losses().copy()?), forward));
         }
         let mut sums = objective.sums(batch, workspace.losses())?;
         sums.loss += count as f64 * balance * workspace.balance_loss();
-        Ok((BatchLosses { sums, on_device: None }, forward))
+        Ok((BatchLosses::Sums(Box::new(sums)), forward))
     }
 
     /// Computes the gradients of `micro_batches` and their statistics.
@@ -134,10 +133,13 @@ impl Passes<'_> {
         let comm = group.comm_time().saturating_sub(grads.hidden());
         let clock = Instant::now();
         grads.compute_stats(self.count_exponents, self.grad_stats, kernels, group)?;
-        let waits_here = losses.iter().any(|(_, losses)| losses.on_device.is_some());
+        let waits_here = losses.iter().any(|(_, losses)| matches!(losses, BatchLosses::OnDevice(_)));
         let (mut figures, len) = (vec![compute, comm.as_secs_f64()], LossSums::len(objective.kind()));
-        for (batch, BatchLosses { sums, on_device }) in losses {
-            let sums = on_device.map_or(Ok(sums), |losses| objective.sums(batch, &losses))?;
+        for (batch, losses) in losses {
+            let sums = match losses {
+                BatchLosses::Sums(sums) => *sums,
+                BatchLosses::OnDevice(losses) => objective.sums(batch, &losses)?,
+            };
             figures.extend(sums.to_array().into_iter().take(len));
         }
         // Here the host waits for recorded passes.

@@ -1,4 +1,4 @@
-// Layer and RMS normalisation: the counterparts of layer_norm.rs and rms_norm.rs; and the sum of rows. X is the residual stream's type, Y
+// Layer and RMS normalisation: the counterparts of norm.rs; and the sum of rows. X is the residual stream's type, Y
 // the matmuls' type. An RMS norm has neither mean nor bias; its pointers to them are null. A row is one of `heads`
 // adjacent heads of a longer row; one head is the whole row.
 #include "cuda/common.cuh"

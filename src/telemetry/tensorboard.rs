@@ -1,7 +1,7 @@
 //! Exports a run to TensorBoard: scalars and histograms of the gradients, as an event file.
 //!
 //! An event file is a sequence of records (TFRecord: length, its checksum, data, their checksum), each a protobuf message
-//! `Event` of TensorFlow's `event.proto` and `summary.proto`. `tests/cli/out_of_the_terminal.rs` reads them back with
+//! `Event` of TensorFlow's `event.proto` and `summary.proto`. `tests/cli/metrics_export.rs` reads them back with
 //! TensorBoard itself.
 
 use super::emitter::Sink;

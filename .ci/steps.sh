@@ -43,8 +43,22 @@ trap print_times EXIT
 
 # Runs `cargo test` with a filter, and fails if the filter matches no test.
 filtered_test() {
-  cargo test "$@" 2>&1 | tee target/ci/filtered.log
-  grep -qE '^test result: ok\. [1-9]' target/ci/filtered.log || { echo "no test matches: cargo test $*"; return 1; }
+  local log
+  log=$(mktemp target/ci/filtered.XXXXXX)
+  cargo test "$@" 2>&1 | tee "$log"
+  grep -qE '^test result: ok\. [1-9]' "$log" || { echo "no test matches: cargo test $*"; return 1; }
+  rm "$log"
+}
+
+# Runs each argument, a command, at the same time as the others.
+together() {
+  local command job jobs=() failed=0
+  for command in "$@"; do
+    $command &
+    jobs+=($!)
+  done
+  for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+  return $failed
 }
 
 system_packages() {

@@ -500,7 +500,9 @@ fn sums(t: &Trial<'_>, len: usize, [wide, narrow]: [DType; 2], drops: bool) -> O
     let (stream, branch) = (&t.numbers("stream", &shape, wide)?, &t.numbers("branch", &shape, narrow)?);
     let (sum, widened, copy) = (&t.poisoned(&shape, wide)?, &t.poisoned(&shape, wide)?, &t.poisoned(&shape, narrow)?);
     let (total, root) = (&t.numbers("total", &shape, wide)?, &t.numbers("root", &shape, wide)?);
-    let inner = [&t.numbers("inner", &shape, DType::F32)?, &t.numbers("outer", &shape, DType::F32)?];
+    // Large enough that the sum of a single element does not cancel.
+    let inner = |name| t.mapped(name, &shape, DType::F32, |_, x| x + 3.0);
+    let inner = [&inner("inner")?, &inner("outer")?];
     t.run(op::AddBranch { stream, branch, dropout, out: sum })?;
     t.run(op::Copy { x: stream, dropout, out: copy })?;
     t.run(op::Copy { x: branch, dropout: None, out: widened })?;

@@ -210,24 +210,15 @@ impl AdamW {
             }
             let shared = view::share_storage(master, &weights[i]);
             let weight = (!shared).then_some(&weights[i]);
+            let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
             let Some(upcast_copy) = upcast_copy.as_ref().filter(|_| master.dtype() != DType::F32) else {
-                let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
                 together.push(tensor);
                 continue;
             };
             let updated = &upcast_copy.narrow(0, 0, master.elem_count())?.reshape(master.shape())?;
             kernels.copy(master, updated)?;
             let rounded = rounding_seed.is_none().then_some(master);
-            let tensor = AdamWTensor {
-                grad,
-                master: updated,
-                exp_avg,
-                exp_avg_sq,
-                scales,
-                weight: rounded,
-                weight_decay,
-                counts,
-            };
+            let tensor = AdamWTensor { master: updated, weight: rounded, ..tensor };
             op::AdamW { step, tensors: vec![tensor] }.run(kernels)?;
             if let Some(seed) = *rounding_seed {
                 let first = masters.parameters().range(i).start;

@@ -2,12 +2,16 @@
 
 use crate::Result;
 use crate::engine::kernels::view::{host_range, read, write};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::ops::Range;
 
 /// Appends elements `range` of a tensor, in row-major order, to `out`.
 pub(crate) fn range_bytes(tensor: &Tensor, range: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
-    out.extend_from_slice(read(&host_range(tensor, range)?)?.view().bytes());
+    let part = host_range(tensor, range)?;
+    match part.dtype() {
+        DType::U8 => out.extend(part.to_vec1::<u8>()?),
+        _ => out.extend_from_slice(read(&part)?.view().bytes()),
+    }
     Ok(())
 }
 

@@ -2,13 +2,12 @@
 
 use super::messages::LeaderMessage;
 use crate::engine::collective::{ProcessGroup, Shards, range_bytes, write_range};
-use crate::engine::kernels::view::host_range;
 use crate::engine::model::Parameters;
-use crate::engine::optim::BlockwiseQuantized;
+use crate::engine::optim::{BlockwiseQuantized, QuantizedMoments};
 use crate::store::checkpoint::{ShardedTensors, StateTensor};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use std::io::Write;
 use std::ops::Range;
 use std::path::Path;
@@ -16,69 +15,49 @@ use std::path::Path;
 /// Number of values that the leader requests at a time.
 const REQUEST: usize = 1 << 20;
 
-/// A kind of values of a sharded tensor.
-enum ShardData<'a> {
-    Tensors(&'a Parameters),
-    Codes(&'a Tensor),
-    Absmax(&'a Tensor),
-}
-
 /// The shard of one tensor in this process, and the sizes of all others.
 struct TensorShard<'a> {
-    data: ShardData<'a>,
-    index: usize,
+    tensor: &'a Tensor,
+    /// Whether it has a value for each block of 8-bit moments.
+    per_block: bool,
     shards: &'a Shards,
     /// The index of the parameter in `shards`.
     parameter: usize,
 }
 
 impl<'a> TensorShard<'a> {
-    fn new(state: &'a TrainState, tensor: StateTensor, index: usize) -> Option<Self> {
+    fn new(state: &'a TrainState, kind: StateTensor, index: usize) -> Option<Self> {
         let masters = state.masters.parameters();
-        let tensors = |parameters: &'a Parameters| {
+        let wide = |parameters: &'a Parameters| {
             let shards = parameters.shards()?;
-            Some(Self { data: ShardData::Tensors(parameters), index, shards, parameter: index })
+            Some(Self { tensor: &parameters[index], per_block: false, shards, parameter: index })
         };
-        let moment = |which: usize, data: fn(&'a BlockwiseQuantized) -> ShardData<'a>| {
-            let tensor = &state.adamw.quantized_moments()[index];
-            let parameter = masters.position(&tensor.name)?;
-            Some(Self { data: data(&tensor.moments[which]), index, shards: masters.shards()?, parameter })
+        let narrow = |which: usize, per_block: bool| {
+            let QuantizedMoments { name, moments, .. } = &state.adamw.quantized_moments()[index];
+            let tensor = if per_block { &moments[which].absmax } else { &moments[which].codes };
+            Some(Self { tensor, per_block, shards: masters.shards()?, parameter: masters.position(name)? })
         };
-        match tensor {
-            StateTensor::Masters => tensors(masters),
-            StateTensor::ExpAvg => tensors(&state.adamw.exp_avg),
-            StateTensor::ExpAvgSq => tensors(&state.adamw.exp_avg_sq),
-            StateTensor::ExpAvgCodes => moment(0, |it| ShardData::Codes(&it.codes)),
-            StateTensor::ExpAvgAbsmax => moment(0, |it| ShardData::Absmax(&it.absmax)),
-            StateTensor::ExpAvgSqCodes => moment(1, |it| ShardData::Codes(&it.codes)),
-            StateTensor::ExpAvgSqAbsmax => moment(1, |it| ShardData::Absmax(&it.absmax)),
+        match kind {
+            StateTensor::Masters => wide(masters),
+            StateTensor::ExpAvg => wide(&state.adamw.exp_avg),
+            StateTensor::ExpAvgSq => wide(&state.adamw.exp_avg_sq),
+            StateTensor::ExpAvgCodes => narrow(0, false),
+            StateTensor::ExpAvgAbsmax => narrow(0, true),
+            StateTensor::ExpAvgSqCodes => narrow(1, false),
+            StateTensor::ExpAvgSqAbsmax => narrow(1, true),
         }
     }
 
     /// The values of process `rank`.
     fn range(&self, rank: usize) -> Range<usize> {
         let elements = self.shards.range(rank, self.parameter);
-        if matches!(self.data, ShardData::Absmax(_)) { BlockwiseQuantized::blocks(&elements) } else { elements }
-    }
-
-    fn bytes_per_value(&self) -> usize {
-        match self.data {
-            ShardData::Tensors(parameters) => parameters[self.index].dtype().size_in_bytes(),
-            ShardData::Codes(_) => 1,
-            ShardData::Absmax(_) => DType::F32.size_in_bytes(),
-        }
+        if self.per_block { BlockwiseQuantized::blocks(&elements) } else { elements }
     }
 
     /// Values of this process, which has rank `rank`, as bytes.
     fn bytes(&self, rank: usize, range: &Range<usize>) -> Result<Vec<u8>> {
-        let first = self.range(rank).start;
-        let range = range.start - first..range.end - first;
-        let mut bytes = Vec::new();
-        match self.data {
-            ShardData::Tensors(parameters) => range_bytes(&parameters[self.index], range, &mut bytes)?,
-            ShardData::Codes(codes) => bytes = host_range(codes, range)?.to_vec1()?,
-            ShardData::Absmax(absmax) => range_bytes(absmax, range, &mut bytes)?,
-        }
+        let (first, mut bytes) = (self.range(rank).start, Vec::new());
+        range_bytes(self.tensor, range.start - first..range.end - first, &mut bytes)?;
         Ok(bytes)
     }
 }
@@ -101,7 +80,7 @@ impl GatheredState<'_> {
                     receive(&shard.bytes(0, &range)?)?;
                     continue;
                 }
-                let mut bytes = vec![0; range.len() * shard.bytes_per_value()];
+                let mut bytes = vec![0; range.len() * shard.tensor.dtype().size_in_bytes()];
                 self.group.send_message(owner, &LeaderMessage::Read { tensor, index, range })?;
                 self.group.receive(owner, &mut bytes)?;
                 receive(&bytes)?;

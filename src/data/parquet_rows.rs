@@ -133,7 +133,7 @@ fn read_in_process(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) 
     let damaged = |error: ParquetError| {
         let text = error.to_string();
         RowFailure::File(if text.contains("Disabled feature") {
-            "its compression is not supported; write it with Snappy or Zstandard".to_owned()
+            "its compression is not supported; write it with Snappy, gzip or Zstandard".to_owned()
         } else {
             // A message about a text that is not UTF-8 has all its bytes.
             format!("not a readable Parquet file: {}", text.split(" Bytes: ").next().unwrap_or(&text))

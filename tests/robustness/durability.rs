@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
+use parquet::basic::{Compression, GzipLevel};
+
 use crate::common::cli_fixture::CliFixture;
 use crate::common::{launch, of_kind};
 use finetune::store::checkpoint::{CheckpointKind, latest_valid, list, verify};
@@ -337,18 +339,19 @@ fn promise_7_a_process_of_its_own_reads_parquet_files_within_a_limit() {
         command.stdin(Stdio::null()).output().unwrap()
     };
     // Some writers give texts no type.
-    for column in ["text", "text (UTF8)"] {
-        write_parquet(&path, column);
+    let gzip = Compression::GZIP(GzipLevel::default());
+    for (column, compression) in [("text", gzip), ("text (UTF8)", Compression::SNAPPY)] {
+        write_parquet(&path, column, compression);
         let output = rows(&fs::read(&path).unwrap());
         assert!(output.status.success());
         let text = String::from_utf8(output.stdout).unwrap();
         assert!(text.starts_with("{\"row\":{\"text\":\"some words\"}}\n") && text.ends_with("\"end\"\n"), "{text}");
     }
     let good = fs::read(&path).unwrap();
-    // The codec after the column's name: GZIP instead of Snappy.
+    // The codec after the column's name: Brotli instead of Snappy.
     let codec = good.windows(6).rposition(|window| window == b"text\x15\x02").unwrap() + 5;
-    let gzip: Vec<u8> = good.iter().enumerate().map(|(at, byte)| if at == codec { 4 } else { *byte }).collect();
-    assert!(String::from_utf8(rows(&gzip).stdout).unwrap().contains("its compression is not supported"));
+    let brotli: Vec<u8> = good.iter().enumerate().map(|(at, byte)| if at == codec { 8 } else { *byte }).collect();
+    assert!(String::from_utf8(rows(&brotli).stdout).unwrap().contains("its compression is not supported"));
     // In the long form, which is ignored, every byte; here some.
     let every = std::env::var("PROMISES_PARQUET").map_or(29, |every| every.parse().unwrap());
     let mut aborted = Vec::new();
@@ -415,13 +418,12 @@ fn promise_7_a_parquet_file_that_takes_for_ever_is_refused_and_ends_with_its_rea
     }
 }
 
-fn write_parquet(path: &Path, column: &str) {
-    use parquet::basic::Compression;
+fn write_parquet(path: &Path, column: &str, compression: Compression) {
     use parquet::data_type::{ByteArray, ByteArrayType};
     use parquet::file::{properties::WriterProperties, writer::SerializedFileWriter};
     let schema = format!("message rows {{ required binary {column}; }}");
     let schema = parquet::schema::parser::parse_message_type(&schema).unwrap();
-    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
+    let properties = WriterProperties::builder().set_compression(compression).build();
     let mut writer =
         SerializedFileWriter::new(fs::File::create(path).unwrap(), schema.into(), properties.into()).unwrap();
     let mut group = writer.next_row_group().unwrap();

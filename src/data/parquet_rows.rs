@@ -157,12 +157,14 @@ fn read_in_process(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) 
     Ok(())
 }
 
-/// The JSON of `field`, with bytes of no type as text, which some writers mean; the Parquet crate has base64 for them.
+/// The JSON of `field`, with bytes of no type as text, which some writers mean; the Parquet crate has base64 for them. Fields that
+/// are null are left out: every struct of a column has the fields of all others.
 fn to_json(field: &Field) -> parquet::errors::Result<Value> {
     Ok(match field {
         Field::Bytes(bytes) => Value::from(bytes.as_utf8()?),
         Field::Group(row) => {
-            let pairs = row.get_column_iter().map(|(name, field)| Ok((name.clone(), to_json(field)?)));
+            let known = row.get_column_iter().filter(|(_, field)| !matches!(field, Field::Null));
+            let pairs = known.map(|(name, field)| Ok((name.clone(), to_json(field)?)));
             Value::Object(pairs.collect::<parquet::errors::Result<_>>()?)
         }
         Field::ListInternal(list) => list.elements().iter().map(to_json).collect::<parquet::errors::Result<_>>()?,
@@ -173,4 +175,20 @@ fn to_json(field: &Field) -> parquet::errors::Result<Value> {
 /// Turns a panic of the Parquet crate into its error: some damaged pages make it index out of bounds (60.1).
 fn catch_parquet_panic<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> parquet::errors::Result<T> {
     catch_panic(read).unwrap_or_else(|| Err(ParquetError::General("a page is damaged".to_owned())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use parquet::record::Row;
+
+    /// A template that asks whether a message has `tool_calls` must not find it in all messages.
+    #[test]
+    fn null_fields_of_structs_are_left_out() {
+        let text = |text: &str| Field::Str(text.to_owned());
+        let message = Row::new(vec![("content".into(), text("a")), ("tool_calls".into(), Field::Null)]);
+        let row =
+            Field::Group(Row::new(vec![("message".into(), Field::Group(message)), ("tools".into(), Field::Null)]));
+        assert_eq!(to_json(&row).unwrap(), serde_json::json!({"message": {"content": "a"}}));
+    }
 }

@@ -235,6 +235,12 @@ fn with_losses<R>(losses: &Tensor, f: impl FnOnce(&[f32]) -> R) -> candle_core::
     Ok(f(read(&losses)?.typed::<f32>()?))
 }
 
+/// The sum of the losses of all targets.
+fn sum_of(losses: &Tensor) -> Result<LossSums> {
+    let loss = with_losses(losses, |losses| losses.iter().map(|&loss| f64::from(loss)).sum())?;
+    Ok(LossSums { loss, ..LossSums::default() })
+}
+
 /// The log-probability of a sequence's targets, and their number.
 fn logp(batch: &Batch, sequence: &Sequence, losses: &[f32]) -> (f64, usize) {
     let targets = sequence.labels.clone().filter(|&at| batch.labels[at] != IGNORE_INDEX);
@@ -331,23 +337,24 @@ impl Objective {
         if self.kind().needs_log_probs() {
             return Ok(self.sums);
         }
+        if batch.sequences.is_empty() {
+            return sum_of(losses);
+        }
         let weighted = |losses: &[f32], it: &Sequence| -f64::from(sample_weight(it)) * logp(batch, it, losses).0;
-        let loss = with_losses(losses, |losses| match &batch.sequences[..] {
-            [] => losses.iter().map(|&loss| f64::from(loss)).sum(),
-            sequences => sequences.iter().map(|it| weighted(losses, it)).sum(),
-        })?;
+        let loss = with_losses(losses, |losses| batch.sequences.iter().map(|it| weighted(losses, it)).sum())?;
         Ok(LossSums { loss, ..LossSums::default() })
     }
 
-    /// The sums of a batch by a pass without dropout.
+    /// The sums of a batch by a pass without dropout; without the weights of samples, so that a loss has a perplexity.
     pub(super) fn evaluate(&mut self, pass: BatchPass<'_>, workspace: &mut Workspace) -> Result<LossSums> {
         self.refer(pass, workspace, Split::Validation)?;
         pass.model.forward(pass.weights, pass.batch.tokens(), ForwardMode::Eval, workspace, &mut ())?;
         pass.model.loss(pass.weights, &pass.batch.labels, workspace)?;
-        if self.kind().needs_log_probs() {
-            with_losses(workspace.losses(), |losses| self.score(pass.batch, losses))?;
+        if !self.kind().needs_log_probs() {
+            return sum_of(workspace.losses());
         }
-        self.sums(pass.batch, workspace.losses())
+        with_losses(workspace.losses(), |losses| self.score(pass.batch, losses))?;
+        Ok(self.sums)
     }
 
     /// Computes weights and sums from the losses of the targets.

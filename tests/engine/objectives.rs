@@ -309,11 +309,19 @@ fn weights_of_samples_scale_their_losses() {
         let mut engine = engine_for(&Case::own("narrow"), &golden.adamw, (batch.batch_size, batch.seq_len), 1);
         // The divisor is the number of targets, also if their weights are 0.
         batch.num_label_tokens = 8;
+        let (mut left, mut read) = (Some(batch.clone()), batch.clone());
+        let validation = engine.evaluate(&mut read, |batch| {
+            left.take().is_some_and(|next| {
+                *batch = next;
+                true
+            })
+        });
         let report = engine.step(&[batch]).unwrap();
-        (report.loss, unscaled(&engine, 1.0))
+        (report.loss, unscaled(&engine, 1.0), validation.unwrap().loss)
     };
-    let (loss, gradients) = step(&[0.0, 2.0, 0.0, 2.0], &[0, 1, 2, 3]);
-    let (half, halves) = step(&[1.0; 4], &[1, 3]);
+    let (loss, gradients, validation) = step(&[0.0, 2.0, 0.0, 2.0], &[0, 1, 2, 3]);
+    assert_eq!(validation, step(&[1.0; 4], &[0, 1, 2, 3]).2, "a validation has no weights");
+    let (half, halves, _) = step(&[1.0; 4], &[1, 3]);
     assert_near("the loss", loss, 2.0 * half, 1e-7);
     let doubled = halves.into_iter().map(|(name, tensor)| (name, (tensor * 2.0).unwrap())).collect();
     assert_close("weights of samples", &gradients, &doubled, 1e-6, 1e-6);

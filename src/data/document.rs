@@ -183,6 +183,8 @@ mod tests {
         for row in [
             r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}"#,
             r#"{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}"#,
+            r#"{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "system": ""}"#,
+            r#"{"prompt": [{"from": "human", "value": "hi"}], "completion": [{"from": "gpt", "value": "ho"}]}"#,
             r#"{"instruction": "hi", "input": "", "output": "ho"}"#,
             r#"{"messages": "[{\"role\": \"user\", \"content\": \"hi\"}, {\"role\": \"assistant\", \"content\": \"ho\"}]"}"#,
         ] {
@@ -192,11 +194,19 @@ mod tests {
             assert_eq!((chunk.text.as_str(), &chunk.text[parts[0].clone()]), (said, " ho<|endoftext|>"));
             assert_eq!((parts.len(), chunk.end), (1, ChunkEnd::Templated));
         }
-        let row = r#"{"instruction": "do", "input": "it", "output": "done", "system": "be"}"#;
-        assert_eq!(
-            read("a.jsonl", row.as_bytes()).unwrap()[0].text,
-            "system: be\nuser: do\n\nit\nassistant: done<|endoftext|>\n"
-        );
+        let (question, answer) =
+            (r#"{"role": "user", "content": "do\n\nit"}"#, r#"{"role": "assistant", "content": "done"}"#);
+        for row in [
+            r#"{"instruction": "do", "input": "it", "output": "done", "system": "be"}"#,
+            &format!(r#"{{"messages": [{question}, {answer}], "system": "be"}}"#),
+            &format!(
+                r#"{{"messages": [{{"from": "system", "value": "be"}}, {question}, {answer}], "system": "else"}}"#
+            ),
+            &format!(r#"{{"prompt": [{question}], "completion": [{answer}], "system": "be"}}"#),
+        ] {
+            let text = &read("a.jsonl", row.as_bytes()).unwrap()[0].text;
+            assert_eq!(text, "system: be\nuser: do\n\nit\nassistant: done<|endoftext|>\n");
+        }
     }
 
     #[test]

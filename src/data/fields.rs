@@ -1,12 +1,15 @@
 //! Fields of rows, and messages in them.
 
-use minijinja::Value;
 use minijinja::value::ValueKind;
+use minijinja::{Value, context};
 
 use super::jinja_python::read_json;
 
 /// Roles that a message may have.
 const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
+/// Roles of messages with `from` and `value`, and their usual names.
+const SHAREGPT_ROLES: [(&str, &str); 4] =
+    [("human", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("observation", "tool")];
 
 /// A row's value under a name; a null counts as none.
 pub(super) fn field(row: &Value, name: &str) -> Option<Value> {
@@ -43,39 +46,70 @@ pub(super) fn list(value: Value) -> Result<Value, String> {
 }
 
 /// The text of `role`, if it is a role that a message may have.
-pub(super) fn checked_role(role: &Value) -> Result<String, String> {
+fn checked_role(role: &Value) -> Result<&str, String> {
     let text = role.as_str().ok_or_else(|| format!("its role must be text, but is {}", json_type(role)))?;
     if ROLES.contains(&text) {
-        return Ok(text.to_owned());
+        return Ok(text);
     }
     let known = ROLES.map(|role| format!("`{role}`")).join(", ");
     Err(format!("the role `{text}` is unknown; use one of {known}"))
 }
 
-/// The messages of a list in field `name`, each read by `read`.
-pub(super) fn messages(
-    value: Value,
-    name: &str,
-    read: fn(&Value) -> Result<Value, String>,
-) -> Result<Vec<Value>, String> {
+/// The messages of a list in field `name`.
+pub(super) fn messages(value: Value, name: &str) -> Result<Vec<Value>, String> {
     let items = list(value).map_err(|problem| format!("`{name}` {problem}"))?;
     let message = |(index, item): (usize, Value)| {
-        read(&item).map_err(|problem| format!("message {} of `{name}`: {problem}", index + 1))
+        message(&item).map_err(|problem| format!("message {} of `{name}`: {problem}", index + 1))
     };
     items.try_iter().into_iter().flatten().enumerate().map(message).collect()
 }
 
-/// A message with `role`, `content` and everything else that the template reads.
-pub(super) fn message(item: &Value) -> Result<Value, String> {
+/// Whether an object is a message.
+pub(super) fn is_message(item: &Value) -> bool {
+    ["role", "from"].iter().any(|name| field(item, name).is_some())
+}
+
+/// A message with `role`, `content` and everything else that the template reads; instead of these two fields it may have `from` and
+/// `value`.
+fn message(item: &Value) -> Result<Value, String> {
     if item.kind() != ValueKind::Map {
         return Err(format!("must be an object with `role` and `content`, but is {}", json_type(item)));
     }
-    let role = field(item, "role").ok_or("`role` is missing")?;
-    checked_role(&role)?;
-    match field(item, "content") {
-        None if field(item, "tool_calls").is_some() => Ok(item.clone()),
-        None => Err("`content` is missing or null".to_owned()),
-        Some(content) if matches!(content.kind(), ValueKind::String | ValueKind::Seq) => Ok(item.clone()),
-        Some(content) => Err(format!("`content` must be text, but is {}", json_type(&content))),
+    let is_sharegpt = field(item, "role").is_none() && is_message(item);
+    let [role_name, content_name] = if is_sharegpt { ["from", "value"] } else { ["role", "content"] };
+    let role = field(item, role_name).ok_or("`role` or `from` is missing")?;
+    let known = SHAREGPT_ROLES.iter().find(|(other, _)| is_sharegpt && role.as_str() == Some(*other));
+    let role = known.map_or_else(|| checked_role(&role), |(_, role)| Ok(role))?;
+    match field(item, content_name) {
+        None if field(item, "tool_calls").is_some() => {}
+        None => return Err(format!("`{content_name}` is missing or null")),
+        Some(content) if matches!(content.kind(), ValueKind::String | ValueKind::Seq) => {}
+        Some(content) => return Err(format!("`{content_name}` must be text, but is {}", json_type(&content))),
     }
+    if !is_sharegpt {
+        return Ok(item.clone());
+    }
+    let names = item.try_iter().into_iter().flatten().filter(|name| name.as_str() != Some("from"));
+    let pair = |name: Value| {
+        let value = item.get_item(&name).unwrap_or_default();
+        (if name.as_str() == Some("value") { "content".into() } else { name }, value)
+    };
+    Ok(Value::from_pairs(std::iter::once(("role".into(), Value::from(role))).chain(names.map(pair))))
+}
+
+/// `messages` after the `system` instructions of their row, unless they begin with others.
+pub(super) fn with_system(row: &Value, mut messages: Vec<Value>) -> Vec<Value> {
+    let is_system = |message: &Value| {
+        matches!(field(message, "role").as_ref().and_then(Value::as_str), Some("system" | "developer"))
+    };
+    let system = field(row, "system").filter(|text| text.as_str().is_some_and(|text| !text.is_empty()));
+    if let Some(content) = system.filter(|_| !messages.first().is_some_and(is_system)) {
+        messages.insert(0, context! { role => "system", content });
+    }
+    messages
+}
+
+/// The tools of a row.
+pub(super) fn tools(row: &Value) -> Result<Option<Value>, String> {
+    field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))
 }

@@ -5,7 +5,7 @@
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use super::fields::{field, json_type, list, message, messages};
+use super::fields::{field, is_message, json_type, list, messages, with_system};
 use super::template::Conversation;
 use crate::Error;
 
@@ -75,11 +75,19 @@ impl Part {
             None if value.kind() == ValueKind::Seq => {}
             None => return Err(format!("`{name}` must be text or a list of messages, but is {}", json_type(&value))),
         }
-        Ok(Some(Self::Messages(messages(value, name, message)?)))
+        Ok(Some(Self::Messages(messages(value, name)?)))
     }
 
     fn require(row: &Value, name: &str) -> Result<Self, String> {
         Self::read(row, name)?.ok_or_else(|| format!("`{name}` is missing or null"))
+    }
+
+    /// A prompt after the `system` instructions of its row, if it has messages.
+    fn with_system(self, row: &Value) -> Self {
+        match self {
+            Self::Messages(messages) => Self::Messages(with_system(row, messages)),
+            text @ Self::Text(_) => text,
+        }
     }
 
     fn is_messages(&self) -> bool {
@@ -140,13 +148,13 @@ impl Part {
 }
 
 fn is_messages(list: &Value) -> bool {
-    list.try_iter().is_ok_and(|mut items| items.all(|item| field(&item, "role").is_some()))
+    list.try_iter().is_ok_and(|mut items| items.all(|item| is_message(&item)))
 }
 
 /// The prompt of `row`, in field `name` or `messages`.
 pub(super) fn prompt(row: &Value, name: &str, tools: Option<Value>) -> Result<Prompt, String> {
     let found = Part::read(row, name).transpose().or_else(|| Part::read(row, "messages").transpose());
-    match found.ok_or_else(|| format!("`{name}` is missing or null"))?? {
+    match found.ok_or_else(|| format!("`{name}` is missing or null"))??.with_system(row) {
         Part::Text(text) => Ok(Prompt::Text(text)),
         Part::Messages(messages) => Ok(Prompt::Conversation(Conversation::from_messages(messages), tools)),
     }
@@ -154,7 +162,7 @@ pub(super) fn prompt(row: &Value, name: &str, tools: Option<Value>) -> Result<Pr
 
 /// The prompt of a row with the answer in field `name`.
 pub(super) fn answered(row: &Value, prompt: &str, name: &str, tools: Option<Value>) -> Result<Sample, String> {
-    Part::require(row, prompt)?.join(Part::require(row, name)?, name, tools)
+    Part::require(row, prompt)?.with_system(row).join(Part::require(row, name)?, name, tools)
 }
 
 /// The chosen and the rejected answer of a row, each with its prompt; `None` if they are identical.
@@ -180,6 +188,7 @@ pub(super) fn pair(row: &Value, prompt: &str, tools: Option<&Value>) -> Result<O
             prompt
         }
     };
+    let prompt = prompt.with_system(row);
     let second = prompt.clone();
     let pair = [prompt.join(chosen, names[0], tools.cloned())?, second.join(rejected, names[1], tools.cloned())?];
     if let Some(at) = pair.iter().position(Sample::is_empty) {

@@ -8,8 +8,7 @@
 //! | `prompt`, `chosen`, `rejected` | two such samples, which form a pair |
 //! | `prompt` | for objectives that sample: the same with an empty completion |
 //! | `instruction`, `input`, `output` (and `system`) | a conversation of one question |
-//! | `messages` (and `tools`) | a conversation: the chat template's text, the assistant's turns in the loss |
-//! | `conversations` with `from` and `value` | the same |
+//! | `messages` or `conversations` (and `system`, `tools`) | a conversation: the chat template's text, the assistant's turns in the loss |
 //!
 //! `prompt` and its answers may also be lists of messages. The `weight` of a sample multiplies its loss.
 
@@ -20,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::cache::{DatasetContents, DatasetKind};
 use super::chat_format::ChatFormat;
 use super::chunk::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
-use super::fields::{self, checked_role, field, json_type, list, message};
+use super::fields::{self, field, json_type};
 use super::format::{DataFormat, EXPECTED_FIELDS};
 use super::preference::{self, Prompt, Sample};
 use super::rows::RowLocation;
@@ -91,10 +90,6 @@ const CONVENTIONAL: [&str; 14] = [
     "label",
     "weight",
 ];
-
-/// The names of the roles in `conversations`.
-const SHAREGPT_ROLES: [(&str, &str); 4] =
-    [("human", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"), ("observation", "tool")];
 
 impl DatasetOptions {
     /// The kind of samples in rows of `schema`: an answered prompt is also a prompt.
@@ -344,7 +339,7 @@ impl<'a> RowReader<'a> {
         if schema == RowSchema::Text {
             return Ok(Example::Text(text(text_name)?));
         }
-        let tools = field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))?;
+        let tools = fields::tools(row)?;
         let conversation = match schema {
             RowSchema::Pair => {
                 return Ok(preference::pair(row, prompt, tools.as_ref())?.map_or(Example::Identical, Example::Pair));
@@ -371,8 +366,8 @@ impl<'a> RowReader<'a> {
                 conversation.push("assistant", &text("output")?);
                 conversation
             }
-            RowSchema::Messages => messages(row, "messages", message)?,
-            RowSchema::Conversations => messages(row, "conversations", sharegpt_message)?,
+            RowSchema::Messages => messages(row, "messages")?,
+            RowSchema::Conversations => messages(row, "conversations")?,
             RowSchema::Text | RowSchema::Completion | RowSchema::Labelled => {
                 return preference::answered(row, prompt, completion, tools).map(Example::Sample);
             }
@@ -382,8 +377,7 @@ impl<'a> RowReader<'a> {
 
     /// The prompt of `row`; an error describes its fault.
     pub(super) fn prompt(&self, row: &Value) -> Result<Prompt, String> {
-        let tools = field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))?;
-        preference::prompt(row, self.names()[1], tools)
+        preference::prompt(row, self.names()[1], fields::tools(row)?)
     }
 
     /// The names of text, prompt and completion.
@@ -442,14 +436,14 @@ impl<'a> RowReader<'a> {
     }
 }
 
-/// The conversation in a field of `row`, each message read by `read`.
-fn messages(row: &Value, name: &str, read: fn(&Value) -> Result<Value, String>) -> Result<Conversation, String> {
+/// The conversation in a field of `row`.
+fn messages(row: &Value, name: &str) -> Result<Conversation, String> {
     let items = field(row, name).ok_or_else(|| format!("`{name}` is missing or null"))?;
-    let messages = fields::messages(items, name, read)?;
+    let messages = fields::messages(items, name)?;
     if messages.is_empty() {
         return Err(format!("`{name}` contains no message"));
     }
-    Ok(Conversation::from_messages(messages))
+    Ok(Conversation::from_messages(fields::with_system(row, messages)))
 }
 
 /// Whether a message counts in the loss by its `weight`, as in OpenAI's format, or `train`, as in axolotl's.
@@ -471,19 +465,4 @@ fn answers_in_loss(conversation: &Conversation) -> Result<Vec<bool>, String> {
     let answers =
         answers.filter(|(_, message)| field(message, "role").is_some_and(|role| role.as_str() == Some("assistant")));
     answers.map(|(at, message)| in_loss(message).map_err(|problem| format!("message {}: {problem}", at + 1))).collect()
-}
-
-/// A message with `from` and `value`.
-fn sharegpt_message(item: &Value) -> Result<Value, String> {
-    let from = field(item, "from").ok_or("`from` is missing")?;
-    let value = field(item, "value").ok_or("`value` is missing or null")?;
-    let content = value.as_str().ok_or_else(|| format!("`value` must be text, but is {}", json_type(&value)))?;
-    let known = SHAREGPT_ROLES.iter().find(|(shared, _)| from.as_str() == Some(*shared));
-    let role = known.map_or_else(|| checked_role(&from), |(_, role)| Ok((*role).to_owned()))?;
-    let in_loss = in_loss(item)?;
-    Ok(if in_loss {
-        minijinja::context! { role, content }
-    } else {
-        minijinja::context! { role, content, train => false }
-    })
 }

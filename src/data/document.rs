@@ -210,6 +210,12 @@ mod tests {
     }
 
     #[test]
+    fn an_empty_cell_of_a_table_has_neither_tools_nor_a_weight() {
+        let table = "instruction,output,tools,weight\nhi,ho,,\n";
+        assert_eq!(read("a.csv", table.as_bytes()).unwrap()[0].text, "user: hi\nassistant: ho<|endoftext|>\n");
+    }
+
+    #[test]
     fn weight_and_train_leave_answers_out_of_the_loss() {
         let parts = |answer: &str, loss_on: LossOn| -> Vec<String> {
             let row = format!(

@@ -109,7 +109,8 @@ pub(super) fn with_system(row: &Value, mut messages: Vec<Value>) -> Vec<Value> {
     messages
 }
 
-/// The tools of a row.
+/// The tools of a row. A table has an empty text for none.
 pub(super) fn tools(row: &Value) -> Result<Option<Value>, String> {
-    field(row, "tools").map(list).transpose().map_err(|problem| format!("`tools` {problem}"))
+    let given = field(row, "tools").filter(|tools| tools.as_str() != Some(""));
+    given.map(list).transpose().map_err(|problem| format!("`tools` {problem}"))
 }

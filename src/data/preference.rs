@@ -208,9 +208,9 @@ pub(super) fn label(row: &Value) -> Result<bool, String> {
     }
 }
 
-/// The weight of a sample in the loss, if it has one. Tables have it as text.
+/// The weight of a sample in the loss, if it has one. Tables have it as text, and an empty text for none.
 pub(super) fn weight(row: &Value) -> Result<Option<f32>, String> {
-    let Some(value) = field(row, "weight") else { return Ok(None) };
+    let Some(value) = field(row, "weight").filter(|value| value.as_str() != Some("")) else { return Ok(None) };
     let number = match value.as_str() {
         Some(text) => text.trim().parse().ok(),
         None => f64::try_from(value.clone()).ok().filter(|_| value.kind() == ValueKind::Number),

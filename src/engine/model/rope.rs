@@ -114,6 +114,89 @@ const KNOWN: [&str; 16] = [
     "long_factor",
 ];
 
+/// The parameters of a `rope_type`.
+struct ScalingReader<'a> {
+    keys: ConfigReader<'a>,
+    /// The `rope_type`.
+    name: &'a str,
+    max_position: usize,
+    /// `original_max_position_embeddings`.
+    original: usize,
+}
+
+impl ScalingReader<'_> {
+    fn required(&self, key: &str) -> Result<f64, String> {
+        match self.keys.0.get(key) {
+            Some(Value::Null) | None => Err(format!("`{key}` is missing; `rope_type` `{}` needs it", self.name)),
+            Some(_) => self.keys.positive(key, 1.0),
+        }
+    }
+
+    /// How much longer the context is than the original one.
+    fn stretch(&self) -> f64 {
+        self.max_position as f64 / self.original as f64
+    }
+
+    fn llama3(&self) -> Result<RopeType, String> {
+        let [low_freq_factor, high_freq_factor] =
+            [self.required("low_freq_factor")?, self.required("high_freq_factor")?];
+        if high_freq_factor <= low_freq_factor {
+            return Err(format!(
+                "`high_freq_factor` is {high_freq_factor}; it must be above `low_freq_factor`, {low_freq_factor}"
+            ));
+        }
+        Ok(RopeType::Llama3 {
+            factor: self.required("factor")?,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings: self.original,
+        })
+    }
+
+    fn yarn(&self) -> Result<RopeType, String> {
+        let factor = self.keys.positive("factor", self.stretch())?;
+        // As in transformers, 0 stands for a missing value.
+        let or_default = |key: &str, default: f64| match self.keys.f64(key, default)? {
+            0.0 => Ok(default),
+            _ => self.keys.positive(key, default),
+        };
+        let (mscale, all_dim) = (self.keys.f64("mscale", 0.0)?, self.keys.f64("mscale_all_dim", 0.0)?);
+        let magnitude = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
+        let suggested = match [mscale, all_dim] {
+            [0.0, _] | [_, 0.0] => magnitude(1.0),
+            _ => magnitude(mscale) / magnitude(all_dim),
+        };
+        Ok(RopeType::Yarn {
+            factor,
+            attention_factor: self.keys.positive("attention_factor", suggested)?,
+            beta_fast: or_default("beta_fast", 32.0)?,
+            beta_slow: or_default("beta_slow", 1.0)?,
+            original_max_position_embeddings: self.original,
+            truncate: self.keys.bool("truncate", true)?,
+        })
+    }
+
+    fn longrope(&self) -> Result<RopeType, String> {
+        let positive = |key: &str, factor: &Value| match factor.as_f64() {
+            Some(factor) if factor.is_finite() && factor > 0.0 => Ok(factor),
+            _ => Err(format!("`{key}` has {factor}; it must have positive numbers")),
+        };
+        let factors = |key: &str| match self.keys.0.get(key).and_then(Value::as_array) {
+            Some(list) => list.iter().map(|factor| positive(key, factor)).collect(),
+            None => Err(format!("`{key}` must be a list of numbers; `rope_type` `{}` needs it", self.name)),
+        };
+        let stretch = self.keys.f64("factor", self.stretch())?;
+        let original = self.original as f64;
+        let suggested = if stretch <= 1.0 { 1.0 } else { (1.0 + stretch.ln() / original.ln()).sqrt() };
+        Ok(RopeType::LongRope {
+            short_factor: factors("short_factor")?,
+            long_factor: factors("long_factor")?,
+            attention_factor: self.keys.positive("attention_factor", suggested)?,
+            original_max_position_embeddings: self.original,
+        })
+    }
+}
+
 impl Rope {
     /// Frequencies as they are, of this base.
     pub(crate) const fn plain(theta: f64) -> Self {
@@ -189,78 +272,17 @@ impl Rope {
             return Err(format!("`{key}` is not supported with `rope_type` `{name}`"));
         }
         Self::refuse_partial(parameters)?;
-        let positive = |key: &str, value: f64| {
-            if value.is_finite() && value > 0.0 {
-                Ok(value)
-            } else {
-                Err(format!("`{key}` is {value}; it must be positive"))
-            }
-        };
         let theta = base(&keys, "rope_theta", theta)?;
         let original = keys.positive_usize("original_max_position_embeddings", max_position)?;
-        let factor = || match parameters.get("factor") {
-            Some(Value::Null) | None if name == "yarn" => positive("factor", max_position as f64 / original as f64),
-            Some(Value::Null) | None => Err(format!("`factor` is missing; `rope_type` `{name}` needs it")),
-            Some(_) => positive("factor", keys.f64("factor", 1.0)?),
-        };
-        let required = |key: &str| match parameters.get(key) {
-            Some(Value::Null) | None => Err(format!("`{key}` is missing; `rope_type` `{name}` needs it")),
-            Some(_) => positive(key, keys.f64(key, 1.0)?),
-        };
+        let reader = ScalingReader { keys, name, max_position, original };
         let kind = match name {
-            "linear" => RopeType::Linear { factor: factor()? },
-            "dynamic" => RopeType::Dynamic { factor: factor()?, max_position_embeddings: max_position },
-            "llama3" => {
-                let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
-                if high <= low {
-                    return Err(format!("`high_freq_factor` is {high}; it must be above `low_freq_factor`, {low}"));
-                }
-                RopeType::Llama3 {
-                    factor: factor()?,
-                    low_freq_factor: low,
-                    high_freq_factor: high,
-                    original_max_position_embeddings: original,
-                }
+            "linear" => RopeType::Linear { factor: reader.required("factor")? },
+            "dynamic" => {
+                RopeType::Dynamic { factor: reader.required("factor")?, max_position_embeddings: max_position }
             }
-            "yarn" => {
-                let factor = factor()?;
-                // As in transformers, 0 stands for a missing value.
-                let or_default = |key: &str, default: f64| match keys.f64(key, default)? {
-                    0.0 => Ok(default),
-                    value => positive(key, value),
-                };
-                let (mscale, all_dim) = (keys.f64("mscale", 0.0)?, keys.f64("mscale_all_dim", 0.0)?);
-                let magnitude = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
-                let suggested = if mscale != 0.0 && all_dim != 0.0 {
-                    magnitude(mscale) / magnitude(all_dim)
-                } else {
-                    magnitude(1.0)
-                };
-                RopeType::Yarn {
-                    factor,
-                    attention_factor: positive("attention_factor", keys.f64("attention_factor", suggested)?)?,
-                    beta_fast: or_default("beta_fast", 32.0)?,
-                    beta_slow: or_default("beta_slow", 1.0)?,
-                    original_max_position_embeddings: original,
-                    truncate: keys.bool("truncate", true)?,
-                }
-            }
-            "longrope" => {
-                let factors = |key: &str| match parameters.get(key).and_then(Value::as_array) {
-                    Some(list) => {
-                        list.iter().map(|factor| positive(key, factor.as_f64().unwrap_or_default())).collect()
-                    }
-                    None => Err(format!("`{key}` must be a list of numbers; `rope_type` `{name}` needs it")),
-                };
-                let stretch = keys.f64("factor", max_position as f64 / original as f64)?;
-                let suggested = if stretch <= 1.0 { 1.0 } else { (1.0 + stretch.ln() / (original as f64).ln()).sqrt() };
-                RopeType::LongRope {
-                    short_factor: factors("short_factor")?,
-                    long_factor: factors("long_factor")?,
-                    attention_factor: positive("attention_factor", keys.f64("attention_factor", suggested)?)?,
-                    original_max_position_embeddings: original,
-                }
-            }
+            "llama3" => reader.llama3()?,
+            "yarn" => reader.yarn()?,
+            "longrope" => reader.longrope()?,
             _ => RopeType::Default,
         };
         Ok(Self { theta, kind })

@@ -10,12 +10,12 @@ use crate::engine::collective::ProcessGroup;
 use crate::engine::kernels::isa::Isa;
 use crate::store::checkpoint::{Checkpoint, CheckpointKind, check_proofs, logged_checkpoints};
 use crate::telemetry::CheckpointSaved;
-use crate::train::{RecordedRun, RunStart, Trainer, verify_resume};
+use crate::train::{Config, RecordedRun, RunStart, Trainer, verify_resume};
 use crate::{Error, Result, temporary};
 use clap::Args;
 use serde::{Deserialize, Serialize};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -61,6 +61,64 @@ struct Claim {
     checkpoints: Vec<CheckpointSaved>,
 }
 
+/// The record to verify: a run's folder and log, or a claim.
+struct Subject {
+    /// Empty for a claim.
+    folder: PathBuf,
+    recorded: RecordedRun,
+    /// A claim's configuration.
+    config: Option<String>,
+    instruction_set: String,
+    /// Files and log entries that contradict the log's proofs.
+    differences: Vec<String>,
+}
+
+impl Subject {
+    fn of_claim(path: &Path) -> Result<Self> {
+        let claim: Claim = serde_json::from_slice(&read_at_most(path, MAX_CLAIM)?)
+            .map_err(|error| Error::data(path.display(), error.to_string()))?;
+        let checkpoints = claim.checkpoints.into_iter().map(|saved| (saved.step, saved)).collect();
+        Ok(Self {
+            folder: PathBuf::new(),
+            recorded: RecordedRun { checkpoints, ..RecordedRun::default() },
+            config: Some(claim.config),
+            instruction_set: claim.instruction_set,
+            differences: Vec::new(),
+        })
+    }
+
+    fn of_run(folder: PathBuf) -> Result<Self> {
+        let log = folder.join("events.jsonl");
+        Ok(Self {
+            recorded: RecordedRun::read(&log)?,
+            config: None,
+            instruction_set: Isa::current().to_string(),
+            differences: check_proofs(&folder, &log, &logged_checkpoints(&log)?)?,
+            folder,
+        })
+    }
+
+    fn checkpoint(&self, step: u64) -> PathBuf {
+        self.folder.join(CheckpointKind::Full.directory(step))
+    }
+
+    /// The steps to repeat: those after the first number, up to the second.
+    fn steps(&self, args: &VerifyArgs) -> Result<[u64; 2]> {
+        let checkpoints = self.recorded.checkpoints.keys().copied();
+        let Some(last) = checkpoints.clone().next_back() else {
+            return Err(Error::checkpoint(&self.folder, "the log has no full checkpoint to compare with"));
+        };
+        let to = args.to.unwrap_or(last);
+        let mut exist = checkpoints
+            .filter(|step| *step < to && !self.folder.as_os_str().is_empty() && self.checkpoint(*step).exists());
+        let from = args.from.or_else(|| exist.next_back()).unwrap_or(0);
+        if from >= to {
+            return Err(Error::config("--from", format!("{from} is not below {to}, the last step to repeat")));
+        }
+        Ok([from, to])
+    }
+}
+
 /// Verifies a recorded run or a claim, or proves that a configuration resumes; exit code 1 if anything differs.
 pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dyn Write) -> Result<ExitCode> {
     let Some(run) = args.like.as_ref().filter(|_| args.at.is_none() && args.config.steps().is_none()) else {
@@ -69,81 +127,70 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
     };
     let reporter = Reporter::start();
     reporter.begin("reading the run");
-    let (folder, mut differences, text, recorded, isa);
-    if run.is_file() {
-        let claim: Claim = serde_json::from_slice(&read_at_most(run, MAX_CLAIM)?)
-            .map_err(|error| Error::data(run.display(), error.to_string()))?;
-        text = Some(claim.config);
-        let checkpoints = claim.checkpoints.into_iter().map(|saved| (saved.step, saved)).collect();
-        recorded = RecordedRun { checkpoints, ..RecordedRun::default() };
-        (folder, differences, isa) = (PathBuf::new(), Vec::new(), claim.instruction_set);
-    } else {
-        folder = run_folder(run, args.config.runs())?;
-        let log = folder.join("events.jsonl");
-        text = None;
-        recorded = RecordedRun::read(&log)?;
-        differences = check_proofs(&folder, &log, &logged_checkpoints(&log)?)?;
-        isa = Isa::current().to_string();
-    }
-    let Some(last) = recorded.checkpoints.keys().next_back().copied() else {
-        return Err(Error::checkpoint(&folder, "the log has no full checkpoint to compare with"));
+    let subject = match run {
+        file if file.is_file() => Subject::of_claim(file)?,
+        run => Subject::of_run(run_folder(run, args.config.runs())?)?,
     };
-    let to = args.to.unwrap_or(last);
-    let saved = |step: &u64| folder.join(CheckpointKind::Full.directory(*step));
-    let exists = |step: &u64| *step < to && !folder.as_os_str().is_empty() && saved(step).exists();
-    let from = args.from.unwrap_or_else(|| recorded.checkpoints.keys().copied().rfind(exists).unwrap_or(0));
-    if from >= to {
-        return Err(Error::config("--from", format!("{from} is not below {to}, the last step to repeat")));
-    }
-    let config = match text.or_else(|| recorded.config_after(from)) {
+    let steps @ [from, to] = subject.steps(args)?;
+    let config = match subject.config.clone().or_else(|| subject.recorded.config_after(from)) {
         Some(text) => args.config.resolve_from_text(&run.display().to_string(), text)?,
-        None => args.config.resolve_from_run(&folder)?,
+        None => args.config.resolve_from_run(&subject.folder)?,
     };
-    if isa != Isa::current().to_string() {
-        reporter.notice(&format!(
-            "the claim is of a processor with {isa}, this one has {}: bits may differ",
-            Isa::current()
-        ));
+    let isa = Isa::current().to_string();
+    if subject.instruction_set != isa {
+        let other = &subject.instruction_set;
+        reporter.notice(&format!("the claim is of a processor with {other}, this one has {isa}: bits may differ"));
     }
-    if differences.is_empty() {
-        let group = &args.processes.start(group, &config)?;
-        let checkpoint = (from > 0).then(|| Checkpoint::open_verified(saved(&from))).transpose()?;
-        let (temporary, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
-        let repeat = || {
-            let mut tell = |event| reporter.report(event);
-            let mut trainer = Trainer::lead(group.clone(), config.clone(), checkpoint.as_ref(), &mut tell)?;
-            let checkpoint = checkpoint.as_ref().map(|it| it.path().to_path_buf());
-            RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
-            trainer.check_consistency()?;
-            let difference = recorded.repeat(&mut trainer, &folder, to, temporary.path(), reporter.activity())?;
-            trainer.stop_workers()?;
-            let kernels = trainer.engine().model.kernels().name().to_owned();
-            Ok::<_, Error>((difference, rayon::current_num_threads(), kernels, trainer.config().to_toml()?))
-        };
-        let (difference, threads, kernels, config) = thread_pool(&config, group.local_world_size())?.install(repeat)?;
-        differences.extend(difference);
-        if let Some(path) = args.claim.as_ref().filter(|_| differences.is_empty()) {
-            let claim = Claim {
-                program: format!("finetune {}", env!("CARGO_PKG_VERSION")),
-                instruction_set: Isa::current().to_string(),
-                kernels,
-                threads,
-                processes: group.world_size(),
-                repeated: [from, to],
-                config,
-                checkpoints: recorded.checkpoints.into_values().collect(),
-            };
-            let text =
-                serde_json::to_string_pretty(&claim).map_err(|error| Error::data("a claim", error.to_string()))?;
-            std::fs::write(path, text + "\n").map_err(Error::io("write", path))?;
-        }
-    } else {
+    if !subject.differences.is_empty() {
         RunStart::cancel(&**group)?;
+        drop(reporter);
+        return report(&subject.differences, "the run", out);
     }
+    let group = &args.processes.start(group, &config)?;
+    let difference = thread_pool(&config, group.local_world_size())?
+        .install(|| repeat(&subject, config, steps, group, args.claim.as_deref(), &reporter))?;
     drop(reporter);
-    let repeated = if differences.is_empty() { format!("steps {} to {to} repeated", from + 1) } else { String::new() };
-    let summary = format!("{repeated}, the hashes of their checkpoints and the files");
-    report(&differences, if repeated.is_empty() { "the run" } else { &summary }, out)
+    let summary = match difference {
+        Some(_) => "the run".into(),
+        None => format!("steps {} to {to} repeated, the hashes of their checkpoints and the files", from + 1),
+    };
+    report(difference.as_slice(), &summary, out)
+}
+
+/// Repeats the steps and returns the first difference. If there is none, writes a claim to the file `to_write`.
+fn repeat(
+    subject: &Subject,
+    config: Config,
+    [from, to]: [u64; 2],
+    group: &Arc<dyn ProcessGroup>,
+    to_write: Option<&Path>,
+    reporter: &Reporter,
+) -> Result<Option<String>> {
+    let Subject { folder, recorded, .. } = subject;
+    let checkpoint = (from > 0).then(|| Checkpoint::open_verified(subject.checkpoint(from))).transpose()?;
+    let (temporary, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
+    let mut tell = |event| reporter.report(event);
+    let mut trainer = Trainer::lead(group.clone(), config, checkpoint.as_ref(), &mut tell)?;
+    let checkpoint = checkpoint.as_ref().map(|it| it.path().to_path_buf());
+    RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
+    trainer.check_consistency()?;
+    let difference = recorded.repeat(&mut trainer, folder, to, temporary.path(), reporter.activity())?;
+    trainer.stop_workers()?;
+    if let Some(path) = to_write.filter(|_| difference.is_none()) {
+        let claim = Claim {
+            program: format!("finetune {}", env!("CARGO_PKG_VERSION")),
+            instruction_set: Isa::current().to_string(),
+            kernels: trainer.engine().model.kernels().name().to_owned(),
+            threads: rayon::current_num_threads(),
+            processes: group.world_size(),
+            repeated: [from, to],
+            config: trainer.config().to_toml()?,
+            checkpoints: recorded.checkpoints.values().cloned().collect(),
+        };
+        let text = serde_json::to_string_pretty(&claim).map_err(|error| Error::data("a claim", error.to_string()))?;
+        std::fs::write(path, text + "\n").map_err(Error::io("write", path))?;
+    }
+    Ok(difference)
 }
 
 /// Prints the differences and the verdict.

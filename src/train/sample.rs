@@ -3,7 +3,7 @@
 use crate::data::Tokenizer;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::inference::generate::{GenerationRequest, Sampling, generate, prompt_ids};
-use crate::precision::PrecisionPolicy;
+use crate::train::config::Config;
 use crate::{Error, Result};
 use candle_core::Device;
 
@@ -18,27 +18,23 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler of up to `tokens` tokens after `prompt`, limited by the model's context. An empty prompt is the
-    /// end-of-text token.
-    pub fn new(
-        model: &Decoder,
-        policy: PrecisionPolicy,
-        tokenizer: &Tokenizer,
-        prompt: &str,
-        tokens: usize,
-        temperature: f64,
-        device: &Device,
-    ) -> Result<Self> {
-        let prompt = prompt_ids(tokenizer, prompt)?;
+    /// A sampler of up to `train.sample_tokens` tokens after `train.prompt`, limited by the model's context; `None` if that
+    /// is 0. An empty prompt is the end-of-text token.
+    pub fn new(model: &Decoder, config: &Config, tokenizer: &Tokenizer, device: &Device) -> Result<Option<Self>> {
+        let train = &config.train;
+        if train.sample_tokens == 0 {
+            return Ok(None);
+        }
+        let prompt = prompt_ids(tokenizer, &train.prompt)?;
         let context = model.spec().max_position_embeddings;
         if prompt.len() >= context {
             let message = format!("has {} tokens, which fill the context of {context}", prompt.len());
             return Err(Error::config("train.prompt", message));
         }
-        let tokens = tokens.min(context - prompt.len());
-        let cache = KvCache::new(model.spec(), policy, prompt.len() + tokens, device)?;
+        let tokens = train.sample_tokens.min(context - prompt.len());
+        let cache = KvCache::new(model.spec(), config.dtype, prompt.len() + tokens, device)?;
         let stop_token_ids = model.spec().eos_token_ids.iter().copied().chain(tokenizer.eos_id()).collect();
-        Ok(Self { prompt, tokens, temperature, stop_token_ids, cache })
+        Ok(Some(Self { prompt, tokens, temperature: train.temperature, stop_token_ids, cache }))
     }
 
     /// Generates a text; equal weights and seeds give equal texts. Stops at a token that ends a text, and at logits

@@ -4,6 +4,7 @@ use crate::data::{
     ChatSettings, DataSource, Dataset, DatasetBuilder, DatasetOptions, DatasetPreview, EvalExample, LoadEvent, Mixture,
     PromptRow, SequenceIndex, TokenSource, Tokenizer, closest_match, named_template, names_in,
 };
+use crate::digest::Digest;
 use crate::engine::collective::ProcessGroup;
 #[cfg(feature = "cuda")]
 use crate::engine::collective::nccl;
@@ -357,6 +358,19 @@ pub fn datasets(
         let sets = sets.iter();
         sets.map(|(source, share)| Ok((loader.load(source, validation.as_ref(), tokenizer)?, *share))).collect()
     })
+}
+
+/// The fingerprint of the data sets, and a line that describes them.
+pub(super) fn describe_data(config: &Config, sets: &[(Dataset, f64)]) -> (String, String) {
+    let all = |(set, share): &(Dataset, f64)| format!("{} {share}\n", set.fingerprint);
+    let (fingerprint, entropy) = match sets {
+        [(set, _)] => (set.fingerprint.clone(), set.entropy_per_token),
+        sets => (Digest::of(sets.iter().map(all).collect::<String>().as_bytes()).sha256, None),
+    };
+    let entropy = entropy.map_or_else(String::new, |h| format!(", entropy {h:.4} nats per token"));
+    let tokens = |of: fn(&Dataset) -> usize| sets.iter().map(|(set, _)| of(set)).sum::<usize>();
+    let (train, validation) = (tokens(|set| set.train.len()), tokens(|set| set.validation.len()));
+    (fingerprint, format!("{}: {train} tokens to train on, {validation} to validate{entropy}", config.data))
 }
 
 /// The rows of `sets` for training, and those for validation unless the configuration has none.

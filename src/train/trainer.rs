@@ -13,9 +13,8 @@ pub use processes::{Heartbeat, RunStart};
 use processes::{LeaderMessage, ThroughputMeter};
 
 use crate::data::{
-    Batch, BatchLoader, DataPosition, Dataset, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
+    Batch, BatchLoader, DataPosition, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
 };
-use crate::digest::Digest;
 use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view;
@@ -208,9 +207,8 @@ impl Trainer {
             let preview = DatasetPreview::new(index, None, &source.tokenizer, is_chat(index).then_some(&format))?;
             report(SetupEvent::Preview(Box::new(preview)));
         }
-        let limit = (train.eval_batches > 0).then_some(train.eval_batches);
         let (rows, limit) = match validation? {
-            Some(rows) => (rows, limit),
+            Some(rows) => (rows, (train.eval_batches > 0).then_some(train.eval_batches)),
             None => (loader.mixture().clone(), Some(0)),
         };
         let eval = EvalLoader::from_index(rows, train.batch_size, limit)?;
@@ -222,29 +220,12 @@ impl Trainer {
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(SetupEvent::Phase("preparing the first step".into()));
         let engine = setup::engine(group, &config, &source.config, initial.weights, kernels, total_steps)?;
-        let sampler = (train.sample_tokens > 0)
-            .then(|| {
-                let (prompt, tokens) = (&train.prompt, train.sample_tokens);
-                Sampler::new(&engine.model, config.dtype, &source.tokenizer, prompt, tokens, train.temperature, &device)
-            })
-            .transpose()?;
+        let sampler = Sampler::new(&engine.model, &config, &source.tokenizer, &device)?;
         let rollouts = Rollouts::new(&config, &engine, &source.tokenizer)?;
-        let all = |(set, share): &(Dataset, f64)| format!("{} {share}\n", set.fingerprint);
-        let (data, optimum) = match &datasets[..] {
-            [(set, _)] => (set.fingerprint.clone(), set.entropy_per_token),
-            sets => (Digest::of(sets.iter().map(all).collect::<String>().as_bytes()).sha256, None),
-        };
+        let (data, summary) = setup::describe_data(&config, &datasets);
         let fingerprint = Fingerprint { model: source.name, policy: config.dtype.to_string(), data };
-        let optimum = optimum.map_or_else(String::new, |h| format!(", entropy {h:.4} nats per token"));
-        let tokens = |of: fn(&Dataset) -> usize| datasets.iter().map(|(set, _)| of(set)).sum::<usize>();
-        let data = format!(
-            "{}: {} tokens to train on, {} to validate{optimum}",
-            config.data,
-            tokens(|set| set.train.len()),
-            tokens(|set| set.validation.len())
-        );
         Ok(Self {
-            data,
+            data: summary,
             device: name,
             micro_batches: (0..train.grad_accum).map(|_| loader.batch()).collect(),
             eval_batch: loader.batch(),

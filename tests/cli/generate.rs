@@ -15,7 +15,7 @@ use finetune::engine::model::{
 use finetune::inference::generate::{GenerationRequest, Sampling, StopReason, generate, generate_batch};
 use finetune::precision::PrecisionPolicy;
 use finetune::store::ModelFolder;
-use finetune::train::Sampler;
+use finetune::train::{Config, Sampler};
 
 /// A golden model with its weights in the policy's compute type.
 fn golden(name: &str, policy: PrecisionPolicy) -> (Decoder, Parameters) {
@@ -150,8 +150,10 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
 
     // Training's samples are the same text.
     let tokenizer = Tokenizer::byte();
-    let mut sampler = Sampler::new(&model.0, PrecisionPolicy::FP32, &tokenizer, "the", 40, 0.0, &Device::Cpu).unwrap();
-    let text = sampler.generate(&model.0, &model.1, &tokenizer, 9).unwrap();
+    let mut config = Config { dtype: PrecisionPolicy::FP32, ..Config::default() };
+    (config.train.prompt, config.train.sample_tokens, config.train.temperature) = ("the".into(), 40, 0.0);
+    let mut sampler = Sampler::new(&model.0, &config, &tokenizer, &Device::Cpu).unwrap();
+    let text = sampler.as_mut().unwrap().generate(&model.0, &model.1, &tokenizer, 9).unwrap();
     let until_eos = ids[3..].split(|&id| id == 256).next().unwrap();
     assert_eq!(text, tokenizer.decode(until_eos).unwrap());
 }

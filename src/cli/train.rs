@@ -13,7 +13,8 @@ use crate::screen::terminal::{SignalHandler, ignore_stop_signals};
 use crate::store::checkpoint::{Checkpoint, CheckpointKind, Run, latest_run, latest_valid, list};
 use crate::store::hub::free_bytes;
 use crate::telemetry::{
-    self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, RunState, TensorBoard, is_bound,
+    self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, Record, RunState, Sink, TensorBoard,
+    is_bound,
 };
 use crate::train::{Config, Heartbeat, RunEnd, RunStart, SetupEvent, Trainer, open_device};
 use crate::ui::format::{clock, loss};
@@ -24,7 +25,7 @@ use std::io::{ErrorKind, Write, stderr};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
 /// Flags of a training run.
@@ -75,24 +76,10 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let notify = args.notify.as_deref().map(Notify::new).transpose()?;
     let signals = SignalHandler::listen().map_err(Error::io("listen to signals in", "."))?;
     let reporter = Reporter::start();
-    let mut resumed = args.resume.as_ref().map(|path| find(path.as_deref(), args, &reporter)).transpose()?;
-    let config = if let Some(resumed) = &mut resumed {
-        let (config, changes) = args.config.resolve_for_resume(resumed.run.path())?;
-        resumed.warnings.extend(changes.iter().map(|change| format!("resumed with a changed setting: {change}")));
-        config
-    } else {
-        // A name that is not UTF-8 cannot be in the run's configuration.
-        let folder = std::env::current_dir().ok().filter(|folder| folder.to_str().is_some());
-        Config { folder, ..args.config.resolve()? }
-    };
-    let config = if args.find_lr { config.for_range_test() } else { config };
+    let (config, resumed) = resolve(args, &reporter)?;
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     let group = &args.processes.start(group, &config)?;
-    if group.world_size() > 1 && config.sources()?.iter().any(|(source, _)| *source == DataSource::Stdin) {
-        let message = "only one process can read standard input; use a file that all processes can read";
-        return Err(Error::config("data", message));
-    }
-    let idle = group.world_size().saturating_sub(config.train.grad_accum);
+    let warning = check_processes(group.world_size(), &config)?;
     let pool = thread_pool(&config, group.local_world_size())?;
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
     let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
@@ -117,7 +104,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         pool.install(|| find_lr::run(&mut trainer, reporter))?;
         return Ok(FinishReason::Done);
     }
-    let (run, warnings) = if let Some(resumed) = resumed {
+    let (run, mut warnings) = if let Some(resumed) = resumed {
         if resumed.checkpoint.is_none() {
             trainer.start_over();
         }
@@ -127,14 +114,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         check_disk(&config.checkpoint.dir, &config, trainer.checkpoint_bytes())?;
         (new_run(&config)?, Vec::new())
     };
-    let mut warnings = warnings;
-    if idle > 0 {
-        let (world_size, micro_batches) = (group.world_size(), config.train.grad_accum);
-        warnings.push(format!(
-            "{idle} of {world_size} processes have no micro-batch: a step has {micro_batches}; set `--grad-accum` to \
-             {world_size} or more"
-        ));
-    }
+    warnings.extend(warning);
     warnings.extend(check_disk(run.path(), &config, trainer.checkpoint_bytes())?);
     run.write_config(&trainer.config().to_toml()?)?;
     let log = EventLog::open(run.path().join("events.jsonl"))?;
@@ -144,19 +124,58 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     drop(reporter);
     let mut emitter = Emitter::new(Some(log));
     let records = emitter.connect();
-    if let Some(metrics) = metrics {
-        emitter.add_sink(Box::new(metrics));
-    }
-    if config.telemetry.tensorboard {
-        emitter.add_sink(Box::new(TensorBoard::create(&run.path().join("tensorboard"))?));
-    }
-    if let Some(notify) = notify {
-        emitter.add_sink(Box::new(notify.only_below(best)));
-    }
+    let tensorboard = config.telemetry.tensorboard.then(|| TensorBoard::create(&run.path().join("tensorboard")));
+    let sinks: [Option<Box<dyn Sink>>; 3] = [
+        metrics.map(|sink| Box::new(sink) as _),
+        tensorboard.transpose()?.map(|sink| Box::new(sink) as _),
+        notify.map(|notify| Box::new(notify.only_below(best)) as _),
+    ];
+    sinks.into_iter().flatten().for_each(|sink| emitter.add_sink(sink));
     for message in warnings {
         emitter.emit(Event::Warning(Diagnostic { step, message }));
     }
     trainer.attach(run, emitter);
+    train_and_show(trainer, pool, &signals, &records, history, args)
+}
+
+/// The run's configuration, and the starting point of a resumed one.
+fn resolve(args: &TrainArgs, reporter: &Reporter) -> Result<(Config, Option<Resumed>)> {
+    let Some(path) = &args.resume else {
+        // A name that is not UTF-8 cannot be in the run's configuration.
+        let folder = std::env::current_dir().ok().filter(|folder| folder.to_str().is_some());
+        let config = Config { folder, ..args.config.resolve()? };
+        return Ok((if args.find_lr { config.for_range_test() } else { config }, None));
+    };
+    let mut resumed = find(path.as_deref(), args, reporter)?;
+    let (config, changes) = args.config.resolve_for_resume(resumed.run.path())?;
+    resumed.warnings.extend(changes.iter().map(|change| format!("resumed with a changed setting: {change}")));
+    Ok((config, Some(resumed)))
+}
+
+/// Refuses data that only one of several processes could read. Returns a warning if some have nothing to compute.
+fn check_processes(world_size: usize, config: &Config) -> Result<Option<String>> {
+    if world_size > 1 && config.sources()?.iter().any(|(source, _)| *source == DataSource::Stdin) {
+        let message = "only one process can read standard input; use a file that all processes can read";
+        return Err(Error::config("data", message));
+    }
+    let micro_batches = config.train.grad_accum;
+    Ok(world_size.checked_sub(micro_batches).filter(|idle| *idle > 0).map(|idle| {
+        format!(
+            "{idle} of {world_size} processes have no micro-batch: a step has {micro_batches}; set `--grad-accum` to \
+             {world_size} or more"
+        )
+    }))
+}
+
+/// Trains on a separate thread, and shows the run on this one until it ends.
+fn train_and_show(
+    mut trainer: Trainer,
+    pool: rayon::ThreadPool,
+    signals: &SignalHandler,
+    records: &Receiver<Record>,
+    history: RunState,
+    args: &TrainArgs,
+) -> Result<FinishReason> {
     let (commands, orders) = channel();
     trainer.listen(orders);
     let save_commands = commands.clone();
@@ -165,16 +184,17 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         save_commands.send(Command::SaveNow).ok();
     });
     let (activity, began) = (trainer.activity(), Instant::now());
+    let (log_every, prompt) = (trainer.config().telemetry.log_every, trainer.config().train.prompt.clone());
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || pool.install(|| (trainer.run(), trainer.end())))
         .map_err(Error::io("start a thread in", "."))?;
-    show((&records, &activity), &commands, &args.show, config.telemetry.log_every, history);
+    show((records, &activity), &commands, &args.show, log_every, history);
     let Ok((reason, end)) = training.join() else {
         return Err(Error::engine("training stopped with a panic; this is a bug in finetune"));
     };
     let reason = reason?;
-    let text = closing_words(&end, reason, began.elapsed().as_secs_f64(), &config.train.prompt);
+    let text = closing_words(&end, reason, began.elapsed().as_secs_f64(), &prompt);
     writeln!(stderr(), "{}", sanitize_block(text.trim_end())).ok();
     Ok(reason)
 }

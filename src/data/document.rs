@@ -183,6 +183,7 @@ mod tests {
         for row in [
             r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}"#,
             r#"{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}"#,
+            r#"{"conversations": [{"role": null, "from": "human", "value": "hi"}, {"from": "gpt", "value": "ho", "content": null}]}"#,
             r#"{"conversations": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "system": ""}"#,
             r#"{"prompt": [{"from": "human", "value": "hi"}], "completion": [{"from": "gpt", "value": "ho"}]}"#,
             r#"{"instruction": "hi", "input": "", "output": "ho"}"#,

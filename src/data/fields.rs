@@ -80,21 +80,22 @@ fn message(item: &Value) -> Result<Value, String> {
     let role = field(item, role_name).ok_or("`role` or `from` is missing")?;
     let known = SHAREGPT_ROLES.iter().find(|(other, _)| is_sharegpt && role.as_str() == Some(*other));
     let role = known.map_or_else(|| checked_role(&role), |(_, role)| Ok(role))?;
-    match field(item, content_name) {
+    let content = field(item, content_name);
+    match &content {
         None if field(item, "tool_calls").is_some() => {}
         None => return Err(format!("`{content_name}` is missing or null")),
         Some(content) if matches!(content.kind(), ValueKind::String | ValueKind::Seq) => {}
-        Some(content) => return Err(format!("`{content_name}` must be text, but is {}", json_type(&content))),
+        Some(content) => return Err(format!("`{content_name}` must be text, but is {}", json_type(content))),
     }
     if !is_sharegpt {
         return Ok(item.clone());
     }
-    let names = item.try_iter().into_iter().flatten().filter(|name| name.as_str() != Some("from"));
-    let pair = |name: Value| {
-        let value = item.get_item(&name).unwrap_or_default();
-        (if name.as_str() == Some("value") { "content".into() } else { name }, value)
-    };
-    Ok(Value::from_pairs(std::iter::once(("role".into(), Value::from(role))).chain(names.map(pair))))
+    let is_other = |name: &Value| !matches!(name.as_str(), Some("from" | "value" | "role" | "content"));
+    let others = item.try_iter().into_iter().flatten().filter(is_other);
+    let others = others.map(|name| (name.clone(), item.get_item(&name).unwrap_or_default()));
+    let renamed = [("role", Some(role.into())), ("content", content)];
+    let renamed = renamed.into_iter().filter_map(|(name, value)| Some((name.into(), value?)));
+    Ok(Value::from_pairs(renamed.chain(others)))
 }
 
 /// `messages` after the `system` instructions of their row, unless they begin with others.

@@ -53,42 +53,40 @@ pub fn measure_bandwidth() -> Peak {
     const WORDS: usize = 32 << 20;
     const PART: usize = 1 << 18;
     let buffer = vec![1_u64; WORDS];
-    let mut bursts: Vec<Duration> = Vec::new();
-    for _ in 0..5 {
+    let bursts = (0..5).map(|_| {
         let begin = Instant::now();
-        black_box(
-            buffer
-                .par_chunks_exact(PART)
-                .map(|part| {
-                    vectorize(
-                        #[inline(always)]
-                        || sum(part),
-                    )
-                })
-                .sum::<u64>(),
-        );
-        bursts.push(begin.elapsed());
-    }
-    bursts.sort_unstable();
-    let rate = |burst: Duration| (WORDS * size_of::<u64>()) as f64 / burst.as_secs_f64() / 1e9;
-    Peak { sustained: rate(bursts[bursts.len() / 2]), burst: rate(bursts[0]) }
+        black_box(buffer.par_chunks_exact(PART).map(sum).sum::<u64>());
+        begin.elapsed()
+    });
+    peak(bursts.collect(), (WORDS * size_of::<u64>()) as f64)
 }
 
 /// Reads four places in turn, because a core reads one alone more slowly: 17 instead of 30 GB/s on two cores of an Emerald
 /// Rapids server.
-#[inline(always)]
 fn sum(part: &[u64]) -> u64 {
     let place = |i: usize| part[i * part.len() / 4..][..part.len() / 4].as_chunks::<8>().0;
     let [a, b, c, d]: [&[[u64; 8]]; 4] = std::array::from_fn(place);
     let mut sums = [[0_u64; 8]; 4];
-    for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
-        for (sums, words) in sums.iter_mut().zip([a, b, c, d]) {
-            for (sum, word) in sums.iter_mut().zip(words) {
-                *sum = sum.wrapping_add(*word);
+    vectorize(
+        #[inline(always)]
+        || {
+            for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
+                for (sums, words) in sums.iter_mut().zip([a, b, c, d]) {
+                    for (sum, word) in sums.iter_mut().zip(words) {
+                        *sum = sum.wrapping_add(*word);
+                    }
+                }
             }
-        }
-    }
+        },
+    );
     sums.as_flattened().iter().sum()
+}
+
+/// The rates of bursts that each did `amount` operations or read this number of bytes.
+fn peak(mut bursts: Vec<Duration>, amount: f64) -> Peak {
+    bursts.sort_unstable();
+    let rate = |burst: Duration| amount / burst.as_secs_f64() / 1e9;
+    Peak { sustained: rate(bursts[bursts.len() / 2]), burst: rate(bursts[0]) }
 }
 
 fn measure(work: Loop) -> Peak {
@@ -101,10 +99,7 @@ fn measure(work: Loop) -> Peak {
         once();
         bursts.push(begin.elapsed());
     }
-    bursts.sort_unstable();
-    let operations = (work.operations * ROUNDS * rayon::current_num_threads()) as f64;
-    let rate = |burst: Duration| operations / burst.as_secs_f64() / 1e9;
-    Peak { sustained: rate(bursts[bursts.len() / 2]), burst: rate(bursts[0]) }
+    peak(bursts, (work.operations * ROUNDS * rayon::current_num_threads()) as f64)
 }
 
 #[cfg(target_arch = "x86_64")]

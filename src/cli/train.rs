@@ -13,7 +13,7 @@ use crate::screen::terminal::{SignalHandler, ignore_stop_signals};
 use crate::store::checkpoint::{Checkpoint, CheckpointKind, Run, latest_run, latest_valid, list};
 use crate::store::hub::free_bytes;
 use crate::telemetry::{
-    self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, Record, RunState, Sink, TensorBoard,
+    self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, Record, RunState, TensorBoard,
     is_bound,
 };
 use crate::train::{Config, Heartbeat, RunEnd, RunStart, SetupEvent, Trainer, open_device};
@@ -124,13 +124,15 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     drop(reporter);
     let mut emitter = Emitter::new(Some(log));
     let records = emitter.connect();
-    let tensorboard = config.telemetry.tensorboard.then(|| TensorBoard::create(&run.path().join("tensorboard")));
-    let sinks: [Option<Box<dyn Sink>>; 3] = [
-        metrics.map(|sink| Box::new(sink) as _),
-        tensorboard.transpose()?.map(|sink| Box::new(sink) as _),
-        notify.map(|notify| Box::new(notify.only_below(best)) as _),
-    ];
-    sinks.into_iter().flatten().for_each(|sink| emitter.add_sink(sink));
+    if let Some(metrics) = metrics {
+        emitter.add_sink(Box::new(metrics));
+    }
+    if config.telemetry.tensorboard {
+        emitter.add_sink(Box::new(TensorBoard::create(&run.path().join("tensorboard"))?));
+    }
+    if let Some(notify) = notify {
+        emitter.add_sink(Box::new(notify.only_below(best)));
+    }
     for message in warnings {
         emitter.emit(Event::Warning(Diagnostic { step, message }));
     }

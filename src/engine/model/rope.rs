@@ -177,9 +177,9 @@ impl ScalingReader<'_> {
     }
 
     fn longrope(&self) -> Result<RopeType, String> {
-        let positive = |key: &str, factor: &Value| match factor.as_f64() {
-            Some(factor) if factor.is_finite() && factor > 0.0 => Ok(factor),
-            _ => Err(format!("`{key}` has {factor}; it must have positive numbers")),
+        let positive = |key: &str, factor: &Value| {
+            let number = factor.as_f64().filter(|factor| *factor > 0.0);
+            number.ok_or_else(|| format!("`{key}` has {factor}; it must have positive numbers"))
         };
         let factors = |key: &str| match self.keys.0.get(key).and_then(Value::as_array) {
             Some(list) => list.iter().map(|factor| positive(key, factor)).collect(),

@@ -1,6 +1,6 @@
 //! Settings of the Hub from the environment variables that Python's `huggingface_hub` reads.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ureq::http::Uri;
@@ -39,12 +39,13 @@ impl Settings {
 
     /// Reads variables from `var`.
     pub fn from_vars(var: impl Fn(&str) -> Option<String>) -> Self {
-        let home = var("HOME").or_else(|| var("USERPROFILE")).unwrap_or_default();
+        // A user without a home, as in some containers, has no caches in the working folder.
+        let home = var("HOME").or_else(|| var("USERPROFILE")).map_or_else(std::env::temp_dir, PathBuf::from);
         let expand = |path: String| match path.strip_prefix("~/") {
-            Some(rest) => Path::new(&home).join(rest),
+            Some(rest) => home.join(rest),
             None => path.into(),
         };
-        let user_cache = var("XDG_CACHE_HOME").map_or_else(|| Path::new(&home).join(".cache"), expand);
+        let user_cache = var("XDG_CACHE_HOME").map_or_else(|| home.join(".cache"), expand);
         let hf_home = var("HF_HOME").map_or_else(|| user_cache.join("huggingface"), expand);
         let cache = var("HF_HUB_CACHE").or_else(|| var("HUGGINGFACE_HUB_CACHE")).map(expand);
         let token_file = var("HF_TOKEN_PATH").map_or_else(|| hf_home.join("token"), expand);
@@ -123,6 +124,7 @@ impl std::fmt::Debug for Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::path::Path;
 
     fn with(vars: &[(&str, &str)]) -> Settings {
         Settings::from_vars(|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned()))
@@ -141,6 +143,7 @@ mod tests {
         let cache = |vars: &[(&str, &str)]| with(vars).cache;
         assert_eq!(cache(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]), Path::new("/x/huggingface/hub"));
         assert_eq!(cache(&[("XDG_CACHE_HOME", "/x"), ("HF_HOME", "/f")]), Path::new("/f/hub"));
+        assert_eq!(cache(&[]), std::env::temp_dir().join(".cache/huggingface/hub"));
         assert_eq!(cache(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]), Path::new("/c"));
         assert_eq!(cache(&[("HOME", "/h"), ("HF_HOME", "~/f")]), Path::new("/h/f/hub"));
     }

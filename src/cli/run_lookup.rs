@@ -31,10 +31,10 @@ pub(super) fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
     if !name.exists() && run.is_dir() { run } else { name.to_path_buf() }
 }
 
-/// "; did you mean …?" if a run in `runs` has a name similar to the missing `name`.
+/// "; did you mean …?" if a run in `runs` has a name similar to the missing `name`, else the command that lists them.
 pub(super) fn did_you_mean(name: &Path, runs: &Path) -> String {
     let near = closest_match(&name.to_string_lossy(), names_in(runs));
-    near.map_or_else(String::new, |near| format!("; did you mean `{near}`?"))
+    near.map_or_else(|| "; `finetune runs` lists the runs".into(), |near| format!("; did you mean `{near}`?"))
 }
 
 /// The folder of a run given by name or folder.

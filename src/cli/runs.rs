@@ -2,7 +2,7 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, name_of};
+use crate::cli::run_lookup::{RunsDirArgs, did_you_mean, name_of};
 use crate::doctor::size_of_folder;
 use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started, last_records};
@@ -151,7 +151,8 @@ fn find(folder: &Path, name: &str) -> Result<PathBuf> {
     if is_name && path.join("config.toml").is_file() {
         return Ok(path);
     }
-    let message = format!("no run with this name exists in `{}`; `finetune runs` lists the runs", folder.display());
+    let near = did_you_mean(Path::new(name), folder);
+    let message = format!("no run with this name exists in `{}`{near}", folder.display());
     Err(Error::config(format!("`{name}`"), message))
 }
 

@@ -66,6 +66,16 @@ impl Kind {
             () => Self::Text,
         }
     }
+
+    /// A description of the values of this type for an error about `value`; nothing if its type is right.
+    pub(crate) fn expected(self, value: &toml::Value) -> Option<&'static str> {
+        match (self, value) {
+            (Self::Integer, value) if !value.is_integer() => Some(WHOLE_NUMBER),
+            (Self::Float, value) if !value.is_float() => Some(NUMBER),
+            (Self::Switch, _) => Some("`true` or `false`"),
+            _ => None,
+        }
+    }
 }
 
 impl Setting {
@@ -146,7 +156,7 @@ impl Setting {
         let message = match self.kind {
             Kind::Integer if number < least => format!("must be at least {least}"),
             Kind::Integer => format!("{number} is more than the maximum of {greatest}"),
-            _ => format!("`{number}` is not between {least} and {greatest}"),
+            _ => format!("`{}` is not between {least} and {greatest}", in_digits(number)),
         };
         Err(Error::config(&self.key, message))
     }
@@ -169,6 +179,14 @@ impl Setting {
     }
 }
 
+const NUMBER: &str = "a number such as 0.5, 6e-8, 2^24 or 1/3";
+const WHOLE_NUMBER: &str = "a whole number such as 600, 1e6 or 2^10";
+
+/// `number` in few digits: `0.5`, `1e99`, `600`.
+pub(crate) fn in_digits(number: f64) -> String {
+    format!("{number:?}").trim_end_matches(".0").to_owned()
+}
+
 /// A number, also as a power or a fraction: `6e-8`, `2^24`, `1/3`.
 pub(crate) fn number(text: &str) -> Result<f64, String> {
     let part = |part: &str| part.trim().parse::<f64>();
@@ -177,14 +195,14 @@ pub(crate) fn number(text: &str) -> Result<f64, String> {
         (None, Some((over, under))) => part(over).and_then(|over| Ok(over / part(under)?)),
         (None, None) => part(text),
     };
-    parsed.map_err(|_| "not a number such as 0.5, 6e-8, 2^24 or 1/3".into())
+    parsed.map_err(|_| format!("not {NUMBER}"))
 }
 
 /// A whole number, written like [`number`].
 pub(crate) fn integer(text: &str) -> Result<i64, String> {
     text.parse().or_else(|_| match number(text) {
         Ok(whole) if whole.fract() == 0.0 && whole.abs() <= MAX_EXACT => Ok(whole as i64),
-        _ => Err("not a whole number such as 600, 1e6 or 2^10".into()),
+        _ => Err(format!("not {WHOLE_NUMBER}")),
     })
 }
 

@@ -1,7 +1,7 @@
 //! The flags that define a run. They become dotted keys, which [`Config`] interprets.
 
 use crate::digest::read_at_most;
-use crate::settings::{Kind, Setting, integer, number};
+use crate::settings::{Kind, Setting, in_digits, integer, number};
 use crate::train::{Config, ConfigLayers};
 use crate::{Error, Result};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
@@ -49,9 +49,10 @@ fn flagged() -> Vec<(Setting, Arg)> {
 /// A default value in a flag's help; empty for switches and lists.
 fn shown(value: &toml::Value) -> String {
     match value {
-        toml::Value::Float(number) => format!("{number:?}").trim_end_matches(".0").to_owned(),
+        toml::Value::Float(number) => in_digits(*number),
         toml::Value::Integer(number) => number.to_string(),
-        toml::Value::String(text) => text.clone(),
+        toml::Value::String(text) if text.trim() == text => text.clone(),
+        toml::Value::String(text) => format!("{text:?}"),
         _ => String::new(),
     }
 }

@@ -11,7 +11,7 @@ use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
 use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy, UnitSet};
 use crate::settings::Heading::{Machine, Text, Training};
 pub use crate::settings::Interval;
-use crate::settings::{Kind, integer, number, settings};
+use crate::settings::{Kind, in_digits, integer, number, settings};
 use crate::train::trainer::LrRangeTest;
 use crate::{Error, Result};
 use keys::{check_keys, known, leaves, merge, nested};
@@ -41,7 +41,7 @@ pub enum WeightInit {
 
 /// One data set, or several that are mixed: sources, with weights if they end in `=WEIGHT`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "name a data set, or several in a list, in quotes")]
 pub enum DataSets {
     /// A source.
     One(String),
@@ -81,12 +81,13 @@ settings! {
         /// A `tokenizer.json` to use instead of the model's, or `bytes` for one token per byte.
         tokenizer: Option<PathBuf> = None, fixed(), flag("tokenizer", Text, 0, "FILE"),
             help("A tokenizer.json to use instead of the model's, or `bytes`");
-        /// Training text: `grammar`, `tiny_shakespeare`, a file, a folder, a glob, `hf://datasets/…`, or `-`. A list mixes
-        /// several, `["a.jsonl=0.7", "b.txt=0.3"]`, by their shares of the tokens; without weights they are equal.
+        /// Training text: `grammar`, `tiny_shakespeare`, `chats`, `preferences`, `sums`, a file, a folder, a glob, `hf://datasets/…`,
+        /// or `-`. A list mixes several, `["a.jsonl=0.7", "b.txt=0.3"]`, by their shares of the tokens; without weights they are equal.
         data: DataSets = DataSets::One("tiny_shakespeare".into()), fixed(), flag("data", Text, 0, "TEXT"), short('d'),
             repeated(),
-            help("Training text: `grammar`, `tiny_shakespeare`, a file or folder, `hf://datasets/…`, or `-`; repeat it to \
-                  mix several, with their shares of the tokens: `--data a.jsonl=0.7 --data b.txt=0.3`");
+            help("Training text: `grammar`, `tiny_shakespeare`, `chats`, `preferences`, `sums`, a file or folder, \
+                  `hf://datasets/…`, or `-`; repeat it to mix several, with their shares of the tokens: \
+                  `--data a.jsonl=0.7 --data b.txt=0.3`");
         /// Validation text, the share of the training text that is held out, such as `5%`, or `none`; by default the last tenth.
         val: Option<String> = None, fixed(), flag("val", Text, 0, "TEXT"),
             help("Validation text, a share of the training text such as 5%, or `none` [default: its last tenth]");
@@ -161,22 +162,37 @@ pub struct ConfigLayers {
 }
 
 impl Config {
-    /// Applies `layers` to the defaults and validates the result.
+    /// Applies `layers` to the defaults and validates the result. An error about a key names the file that sets it.
     pub fn resolve(layers: &ConfigLayers) -> Result<Self> {
+        Self::merged(layers).map_err(|error| match (error, &layers.file) {
+            (Error::Config { key, message }, Some((origin, text)))
+                if layers.overrides.iter().all(|(typed, _)| *typed != key)
+                    && text.parse().is_ok_and(|table| leaves(&table).iter().any(|(leaf, _)| *leaf == key)) =>
+            {
+                Error::Config { key: format!("`{origin}`: {key}"), message }
+            }
+            (error, _) => error,
+        })
+    }
+
+    fn merged(layers: &ConfigLayers) -> Result<Self> {
         let mut said = toml::Table::new();
         if let Some((origin, text)) = &layers.file {
             let mut table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
-                Error::config(format!("`{origin}`"), error.to_string().trim_end().to_owned())
+                let quoted = error.to_string();
+                let place = quoted.lines().next().filter(|_| quoted.len() > MAX_QUOTED);
+                let message = place.map(|place| format!("{place}: {}", error.message()));
+                Error::config(format!("`{origin}`"), message.unwrap_or_else(|| quoted.trim_end().to_owned()))
             })?;
             table.retain(|key, _| !RETIRED_KEYS.contains(&key));
-            check_keys(leaves(&table).into_iter().map(|(key, _)| key), origin)?;
+            check_keys(leaves(&table).into_iter().map(|(key, _)| key))?;
             if layers.saved {
                 if has_key(&table, "steps") {
                     remove_key(&mut table, "epochs");
                 }
                 table.entry("bos").or_insert("never".into());
             }
-            merge_layer(&mut said, table, origin)?;
+            merge_layer(&mut said, table)?;
         }
         let mut typed = toml::Table::new();
         for (key, value) in &layers.overrides {
@@ -186,10 +202,10 @@ impl Config {
             if keys.is_empty() {
                 keys.push(key.clone());
             }
-            check_keys(keys, "the command line")?;
+            check_keys(keys)?;
             merge(&mut typed, nested(key, value.clone()));
         }
-        merge_layer(&mut said, typed, "the command line")?;
+        merge_layer(&mut said, typed)?;
         let mut table = toml::Table::new();
         let model = said.get("model").and_then(|model| model.as_str()).unwrap_or("tiny");
         if model == "tiny" {
@@ -198,7 +214,7 @@ impl Config {
             let measured = !is_demonstration(&said);
             merge(&mut table, nested("scaler.measure_first", measured.into()));
         }
-        merge_layer(&mut table, said, "the configuration")?;
+        merge_layer(&mut table, said)?;
         let mut config = Self::from_table(&table)?;
         if !config.precision.masters {
             config.dtype.params = config.dtype.compute;
@@ -215,11 +231,17 @@ impl Config {
             let path = error.path().to_string();
             // Report an element of a list as the list.
             let key = path.split('[').next().unwrap_or_default();
-            let value = all.iter().find(|(leaf, _)| leaf == key).map(|(_, value)| format!("`{value}` is invalid: "));
-            if all.iter().any(|(leaf, value)| leaf == key && value.as_integer().is_some_and(|value| value < 0)) {
+            let reason = error.inner().message();
+            let Some((_, value)) = all.iter().find(|(leaf, _)| leaf == key) else { return Error::config(key, reason) };
+            if value.as_integer().is_some_and(|value| value < 0) {
                 return Error::config(key, "must not be negative");
             }
-            Error::config(key, value.unwrap_or_default() + error.inner().message())
+            let setting = known().into_iter().find(|setting| setting.key == key);
+            let message = match setting.and_then(|setting| setting.kind.expected(value)) {
+                Some(expected) => format!("`{}` is not {expected}", shortened(value)),
+                None => format!("`{}` is invalid: {reason}", shortened(value)),
+            };
+            Error::config(key, message)
         })
     }
 
@@ -436,10 +458,19 @@ impl Config {
                 "needs FP32 masters of every weight; remove it, or train without `lora` and `freeze`, and with `p=f32`";
             return Err(Error::config(format!("precision.{key}"), message));
         }
-        if let Some(run) = &self.checkpoint.run
-            && (run.is_empty() || run.starts_with('.') || run.contains(['/', '\\', '\0']))
-        {
+        let run = self.checkpoint.run.as_deref().unwrap_or("run");
+        if run.is_empty() || run.starts_with('.') || run.contains(|c: char| c == '/' || c == '\\' || c.is_control()) {
             return Err(Error::config("checkpoint.run", format!("`{run}` is not a folder name")));
+        }
+        if run.len() > MAX_RUN_NAME {
+            let message = format!("{} bytes are too long for a folder's name; use at most {MAX_RUN_NAME}", run.len());
+            return Err(Error::config("checkpoint.run", message));
+        }
+        for (key, path) in [("model", Path::new(&self.model)), ("checkpoint.dir", &self.checkpoint.dir)] {
+            if path.as_os_str().is_empty() || path.as_os_str().as_encoded_bytes().contains(&0) {
+                let message = format!("`{}` is neither a name nor a path", path.display());
+                return Err(Error::config(key, message));
+            }
         }
         Ok(())
     }
@@ -479,6 +510,21 @@ fn with_numbers(table: &toml::Table) -> toml::Table {
         }
     }
     out
+}
+
+/// The most bytes of a run's name, which leaves room for the ends of temporary folders.
+const MAX_RUN_NAME: usize = 200;
+
+/// The most bytes of a TOML error that quotes its line.
+const MAX_QUOTED: usize = 1000;
+
+/// `value` as in a file, without its end if it is long.
+fn shortened(value: &toml::Value) -> String {
+    let text = value.as_float().map_or_else(|| value.to_string(), in_digits);
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
 }
 
 /// The key of frozen modules.
@@ -524,11 +570,10 @@ fn remove_key(table: &mut toml::Table, key: &str) {
 }
 
 /// Merges `over` into `base`. `epochs` and `steps` both set a run's length, so either replaces the other.
-fn merge_layer(base: &mut toml::Table, over: toml::Table, origin: &str) -> Result<()> {
+fn merge_layer(base: &mut toml::Table, over: toml::Table) -> Result<()> {
     match (has_key(&over, "epochs"), has_key(&over, "steps")) {
         (true, true) => {
-            let message = format!("{origin} sets both `epochs` and `steps`; set only one");
-            return Err(Error::config("train.epochs", message));
+            return Err(Error::config("train.epochs", "`steps` is set as well; set only one of the two"));
         }
         (true, false) => remove_key(base, "steps"),
         (false, true) => remove_key(base, "epochs"),

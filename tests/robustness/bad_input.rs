@@ -43,6 +43,8 @@ fn invalid_configurations() {
     fixture.write("unknown-key.toml", "[train]\nseqlen = 8\n");
     fixture.write("unknown-section.toml", "[trainer]\nsteps = 8\n");
     fixture.write("no-section.toml", "batch_size = 4\n");
+    fixture.write("a-section.toml", "[[train]]\nsteps = 8\n");
+    fixture.write("long-line.toml", format!("data = \"{}", "a".repeat(20_000)));
     fixture.write("both.toml", "[train]\nepochs = 2.0\nsteps = 7\n");
     fixture.write("wrong-type.toml", "[train]\nsteps = \"ten\"\n");
     fixture.write("not.toml", "steps: 8\n");

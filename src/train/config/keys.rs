@@ -25,19 +25,28 @@ pub(super) fn leaves(table: &toml::Table) -> Vec<(String, &toml::Value)> {
     out
 }
 
-pub(super) fn check_keys(keys: impl IntoIterator<Item = String>, origin: &str) -> Result<()> {
+pub(super) fn check_keys(keys: impl IntoIterator<Item = String>) -> Result<()> {
     let known = known();
     for key in keys {
         if known.iter().any(|setting| setting.key == key) {
             continue;
         }
+        if let Some(inner) = known.iter().find(|setting| setting.key.starts_with(&format!("{key}."))) {
+            return Err(Error::config(
+                key,
+                format!("is a section, not a value; set its keys, such as `{}`", inner.key),
+            ));
+        }
         let last = key.rsplit('.').next().unwrap_or_default();
         let closeness = |setting: &Setting| {
             strsim::jaro_winkler(&setting.key, &key).max(strsim::jaro_winkler(setting.name(), last))
         };
-        let nearest = known.iter().max_by(|a, b| closeness(a).total_cmp(&closeness(b)));
-        let hint = nearest.map_or_else(String::new, |nearest| format!("; did you mean `{}`?", nearest.key));
-        return Err(Error::config(key, format!("unknown key in {origin}{hint}")));
+        let near = known.iter().filter(|setting| closeness(setting) > 0.8);
+        let hint = match near.max_by(|a, b| closeness(a).total_cmp(&closeness(b))) {
+            Some(nearest) => format!("; did you mean `{}`?", nearest.key),
+            None => "; `finetune config --explain` prints all keys".into(),
+        };
+        return Err(Error::config(key, format!("unknown key{hint}")));
     }
     Ok(())
 }

@@ -70,7 +70,7 @@ pub(super) fn is_message(item: &Value) -> bool {
 }
 
 /// A message with `role`, `content` and everything else that the template reads; instead of these two fields it may have `from` and
-/// `value`.
+/// `value`. Other fields that are null are left out, because templates ask whether a message has `tool_calls`.
 fn message(item: &Value) -> Result<Value, String> {
     if item.kind() != ValueKind::Map {
         return Err(format!("must be an object with `role` and `content`, but is {}", json_type(item)));
@@ -87,12 +87,15 @@ fn message(item: &Value) -> Result<Value, String> {
         Some(content) if matches!(content.kind(), ValueKind::String | ValueKind::Seq) => {}
         Some(content) => return Err(format!("`{content_name}` must be text, but is {}", json_type(content))),
     }
+    let fields = item.try_iter().into_iter().flatten();
+    let fields = fields.map(|name| (name.clone(), item.get_item(&name).unwrap_or_default()));
     if !is_sharegpt {
-        return Ok(item.clone());
+        return Ok(Value::from_pairs(
+            fields.filter(|(name, value)| name.as_str() == Some("content") || !value.is_none()),
+        ));
     }
     let is_other = |name: &Value| !matches!(name.as_str(), Some("from" | "value" | "role" | "content"));
-    let others = item.try_iter().into_iter().flatten().filter(is_other);
-    let others = others.map(|name| (name.clone(), item.get_item(&name).unwrap_or_default()));
+    let others = fields.filter(|(name, value)| is_other(name) && !value.is_none());
     let renamed = [("role", Some(role.into())), ("content", content)];
     let renamed = renamed.into_iter().filter_map(|(name, value)| Some((name.into(), value?)));
     Ok(Value::from_pairs(renamed.chain(others)))
@@ -114,4 +117,18 @@ pub(super) fn with_system(row: &Value, mut messages: Vec<Value>) -> Vec<Value> {
 pub(super) fn tools(row: &Value) -> Result<Option<Value>, String> {
     let given = field(row, "tools").filter(|tools| tools.as_str() != Some(""));
     given.map(list).transpose().map_err(|problem| format!("`tools` {problem}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn null_fields_of_a_message_are_left_out_except_its_content() {
+        let rows = r#"[{"role": "user", "content": "a", "tool_calls": null},
+            {"role": "assistant", "content": null, "tool_calls": []}, {"from": "gpt", "value": "b", "name": null}]"#;
+        let read = messages(rows.into(), "messages").unwrap();
+        let expected = r#"[{"role":"user","content":"a"},{"role":"assistant","content":null,"tool_calls":[]},{"role":"assistant","content":"b"}]"#;
+        assert_eq!(serde_json::to_string(&read).unwrap(), expected);
+    }
 }

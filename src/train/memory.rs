@@ -192,7 +192,7 @@ fn required_bytes(
     layout: DistributedLayout,
 ) -> u64 {
     let (train, rows) = (&config.train, config.objective.rows(batch));
-    let sizes = [rows, train.seq_len, train.grad_accum.max(train.batch_size.div_ceil(batch))];
+    let sizes = [rows, train.seq_len, train.grad_accum * train.batch_size.div_ceil(batch)];
     let probes = config.telemetry.probe_every > 0;
     let bytes = || -> Result<u64> {
         let engine = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
@@ -407,6 +407,17 @@ mod tests {
         assert_eq!((config.dtype, rewarded.objective.num_generations), (PrecisionPolicy::FP16, 8));
         let caches = 32 * sample_bytes(&spec, config.dtype, train.seq_len, 0);
         assert_eq!(needed(&rewarded, &spec) - needed(&silent, &spec), caches + 2 * spec.parameter_count());
+    }
+
+    #[test]
+    fn smaller_micro_batches_are_counted_with_those_that_the_step_had() {
+        let spec = ModelSpec::named("tiny").unwrap();
+        let mut config = Config::default();
+        (config.train.batch_size, config.train.grad_accum) = (4, 2);
+        let mut split = config.clone();
+        (split.train.batch_size, split.train.grad_accum) = (1, 8);
+        let (keep, alone) = (config.train.recompute, DistributedLayout::SINGLE);
+        assert_eq!(required_bytes(&config, &spec, 1, keep, &KERNELS, alone), needed(&split, &spec));
     }
 
     /// A GPU has no shard if tensors go through host memory.

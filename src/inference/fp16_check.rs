@@ -168,6 +168,7 @@ pub fn fp16_check(
         })
         .filter(|batch| batch.num_label_tokens > 0)
         .collect();
+    loader.check()?;
     let total = 2 * batches.len();
     let mut record = RangeHook { spec, kernels, units: BTreeMap::new() };
     {

@@ -167,8 +167,8 @@ impl<'a> Hub<'a> {
         }
         if let Some(index) = self.optional_file(repo, "model.safetensors.index.json")? {
             let shards = shards(&index.path)?;
-            self.check_disk_space(repo, &shards)?;
-            return shards.iter().try_for_each(|shard| self.file(repo, shard).map(drop));
+            let missing = self.missing_shards(repo, &shards)?;
+            return missing.iter().try_for_each(|shard| self.file(repo, shard).map(drop));
         }
         let pickled = PICKLED.into_iter().find(|file| self.exists(repo, file));
         let message = match pickled {
@@ -200,16 +200,18 @@ impl<'a> Hub<'a> {
         !self.settings.offline && self.client().is_ok_and(|client| client.metadata(repo, file, ATTEMPTS).is_ok())
     }
 
-    /// Rejects shards that do not fit on the disk together before downloading the first one.
-    fn check_disk_space(&mut self, repo: &Repo, shards: &[String]) -> Result<()> {
-        let mut needed = 0_u64;
+    /// The shards that the cache lacks. Fails if they do not fit on the disk together.
+    fn missing_shards<'s>(&mut self, repo: &Repo, shards: &'s [String]) -> Result<Vec<&'s String>> {
+        let (mut missing, mut needed) = (Vec::new(), 0_u64);
         for shard in shards {
             let location = self.locate(repo, shard).map_err(|failure| failure.explain(&self.settings, repo, shard))?;
             if let FileLocation::Remote(metadata) = location {
+                missing.push(shard);
                 needed = needed.saturating_add(RepoCache::new(&self.settings.cache, repo).missing(&metadata));
             }
         }
-        self.require_space(needed).map_err(|failure| failure.explain(&self.settings, repo, "its weights"))
+        self.require_space(needed).map_err(|failure| failure.explain(&self.settings, repo, "its weights"))?;
+        Ok(missing)
     }
 
     fn require_space(&self, needed: u64) -> Result<(), HubError> {

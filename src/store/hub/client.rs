@@ -241,28 +241,25 @@ impl Client {
     fn retry(&self, attempts: u32, send: impl Fn() -> Result<Response<Body>, ureq::Error>) -> Result<Response<Body>> {
         let mut attempt = 1;
         loop {
-            let failure = match send() {
-                Err(error) => self.network(&error),
+            let (failure, asked) = match send() {
+                Err(error) => (self.network(&error), None),
                 Ok(response) => match HubError::from_status(&response) {
                     None => return Ok(response),
                     Some(failure @ HubError::Server(_)) => {
                         let seconds = header_text(&response, "retry-after").and_then(|text| text.parse().ok());
-                        if let Some(pause) = seconds.map(Duration::from_secs) {
-                            if pause > MAX_PAUSE {
-                                return Err(failure);
-                            }
-                            std::thread::sleep(pause);
-                        }
-                        failure
+                        (failure, seconds.map(Duration::from_secs))
                     }
                     Some(failure) => return Err(failure),
                 },
             };
             attempt += 1;
-            if attempt > attempts {
+            if attempt > attempts || asked.is_some_and(|pause| pause > MAX_PAUSE) {
                 return Err(failure);
             }
-            self.pause(attempt);
+            match asked {
+                Some(pause) => std::thread::sleep(pause),
+                None => self.pause(attempt),
+            }
         }
     }
 

@@ -115,12 +115,21 @@ impl Running {
     }
 
     fn finish(self) -> Digest {
-        let sha256 = self.hash.finalize().iter().fold(String::with_capacity(64), |mut hex, byte| {
-            let _ = write!(hex, "{byte:02x}");
-            hex
-        });
-        Digest { bytes: self.bytes, sha256 }
+        Digest { bytes: self.bytes, sha256: hex(&self.hash.finalize()) }
     }
+}
+
+/// Lower-case hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    })
+}
+
+/// The first digits of a hash in a message.
+pub(crate) fn short_hash(sha256: &str) -> &str {
+    sha256.get(..12).unwrap_or(sha256)
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use super::adapter::AdapterFolder;
 use super::base::{AdaptedModel, check_range, load_with_base};
 use super::checkpoint::{Base, Checkpoint};
 use super::{GgufModel, StoredModel};
+use crate::digest::short_hash;
 use crate::engine::model::{ModelSpec, ParamSpec, Parameters, sample_init};
 use crate::precision::Dtype;
 use crate::{Error, Result};
@@ -138,8 +139,8 @@ impl AdapterSource {
             let message = format!(
                 "the adapters of `{}` were trained on a different base model: `{name}` with SHA-256 {}…, but this one has {}…",
                 self.path().display(),
-                &wanted[..12.min(wanted.len())],
-                &sha256[..12.min(sha256.len())]
+                short_hash(&wanted),
+                short_hash(&sha256)
             );
             return Err(Error::model(origin, message));
         }

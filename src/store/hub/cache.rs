@@ -11,7 +11,6 @@
 //! The etag of a large file is its SHA-256, that of a small one its git SHA-1, so a blob's name verifies its contents.
 //! A snapshot may also have plain files, as copies and file systems without links have: only the Hub can verify them.
 
-use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::symlink;
@@ -23,7 +22,7 @@ use sha1::{Digest as _, Sha1};
 use super::client::Metadata;
 use super::error::HubError;
 use super::{CachedFile, Repo};
-use crate::digest::{Digest, read_at_most};
+use crate::digest::{Digest, hex, read_at_most};
 use crate::temporary;
 
 /// The extension of an unfinished download.
@@ -243,10 +242,7 @@ fn git_sha1(path: &Path) -> io::Result<String> {
             read => hash.update(&buffer[..read]),
         }
     }
-    Ok(hash.finalize().iter().fold(String::with_capacity(40), |mut hex, byte| {
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    }))
+    Ok(hex(&hash.finalize()))
 }
 
 /// Whether `text` is `digits` lower-case hexadecimal digits.

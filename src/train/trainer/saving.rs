@@ -3,6 +3,7 @@
 use super::processes::GatheredState;
 use super::{Trainer, batches_in_step};
 use crate::data::Batch;
+use crate::digest::short_hash;
 use crate::engine::model::ModelSpec;
 use crate::store::aux_files::AuxFiles;
 use crate::store::checkpoint::{
@@ -320,8 +321,7 @@ impl Trainer {
             return Ok(());
         }
         let hash = |base: &Option<Base>| {
-            base.as_ref()
-                .map_or("none".into(), |base| format!("SHA-256 {}…", &base.sha256[..12.min(base.sha256.len())]))
+            base.as_ref().map_or("none".into(), |base| format!("SHA-256 {}…", short_hash(&base.sha256)))
         };
         let message = format!(
             "its adapters were trained on a different base model: `{}` had {} and now has {}; restore that model, or \

@@ -71,7 +71,7 @@ pub enum BuiltInRows {
 }
 
 /// After the name of rows, the name of those for validation.
-const HELD_OUT: &str = "-held-back";
+const HELD_BACK: &str = "-held-back";
 
 impl BuiltInRows {
     const NAMES: [(&str, Self); 3] = [("chats", Self::Chats), ("preferences", Self::Preferences), ("sums", Self::Sums)];
@@ -161,7 +161,7 @@ impl FromStr for DataSource {
 
 /// The built-in rows called `text`.
 fn built_in(text: &str) -> Option<DataSource> {
-    let (name, held_out) = text.strip_suffix(HELD_OUT).map_or((text, false), |name| (name, true));
+    let (name, held_out) = text.strip_suffix(HELD_BACK).map_or((text, false), |name| (name, true));
     let (_, rows) = BuiltInRows::NAMES.into_iter().find(|(known, _)| *known == name)?;
     Some(DataSource::BuiltIn { rows, held_out })
 }
@@ -184,7 +184,7 @@ impl fmt::Display for DataSource {
             Self::TinyShakespeare => f.write_str("tiny_shakespeare"),
             Self::BuiltIn { rows, held_out } => {
                 let name = BuiltInRows::NAMES.iter().find(|(_, it)| it == rows).map_or("", |(name, _)| *name);
-                write!(f, "{name}{}", if *held_out { HELD_OUT } else { "" })
+                write!(f, "{name}{}", if *held_out { HELD_BACK } else { "" })
             }
             Self::Stdin => f.write_str("-"),
             Self::Hub { repo, revision, file } => {
@@ -378,7 +378,11 @@ fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
     let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::default() };
     let paths =
         glob::glob_with(pattern, options).map_err(|error| Error::config("--data", format!("`{pattern}`: {error}")))?;
-    let paths: Vec<PathBuf> = paths.filter_map(Result::ok).filter(|path| path.is_file()).collect();
+    let paths = paths.collect::<Result<Vec<_>, _>>().map_err(|error| {
+        let path = error.path().to_owned();
+        Error::io("read", path)(error.into())
+    })?;
+    let paths: Vec<PathBuf> = paths.into_iter().filter(|path| path.is_file()).collect();
     if paths.is_empty() {
         return Err(Error::data(pattern, format!("matches no file; {SUPPORTED_SOURCES}")));
     }

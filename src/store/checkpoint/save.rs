@@ -182,8 +182,9 @@ impl Contents<'_> {
         let sizes = self.weights().into_iter().map(|(_, tensor)| view::bytes(tensor.dims(), tensor.dtype()));
         let weights: u64 = sizes.sum();
         match kind {
-            // Masters and two moments in FP32; this process may not hold all of them.
-            CheckpointKind::Full => weights + 12 * self.weights.elements(),
+            CheckpointKind::Full => {
+                weights + stored_bytes([self.masters, self.exp_avg, self.exp_avg_sq], self.quantized)
+            }
             CheckpointKind::Weights => weights,
         }
     }
@@ -202,6 +203,16 @@ impl Contents<'_> {
             () => "float32",
         }
     }
+}
+
+/// The bytes of these tensors and moments, the shards of other processes included.
+pub fn stored_bytes<'a>(parameters: impl IntoIterator<Item = &'a Parameters>, quantized: &[QuantizedMoments]) -> u64 {
+    let whole = |parameters: &Parameters| {
+        let tensors = parameters.layout().iter().zip(parameters.tensors());
+        tensors.map(|(entry, tensor)| view::bytes(&entry.shape, tensor.dtype())).sum::<u64>()
+    };
+    let quantized = quantized.iter().map(|tensor| 2 * BlockwiseQuantized::bytes(tensor.elements as u64));
+    parameters.into_iter().map(whole).sum::<u64>() + quantized.sum::<u64>()
 }
 
 /// A writer that reports its progress.

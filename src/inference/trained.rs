@@ -118,10 +118,7 @@ impl TrainedModel {
 
     /// The stop tokens from the configuration, `generation_config.json` and the tokenizer.
     pub fn stop_token_ids(&self) -> Result<Vec<u32>> {
-        let mut stop_token_ids = self.config.eos_token_ids.clone();
-        stop_token_ids.extend(self.aux_files.eos_ids()?);
-        stop_token_ids.extend(self.tokenizer.eos_id());
-        Ok(stop_token_ids)
+        self.aux_files.stop_token_ids(&self.config, &self.tokenizer)
     }
 
     /// How text is read for it, without a configuration: rows by their usual fields, conversations by its template.

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::data::{Bos, ChatSettings, TemplateTokens, Tokenizer};
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
+use crate::engine::model::ModelSpec;
 use crate::{Error, Result};
 
 /// Special tokens; in older models also the chat template.
@@ -88,12 +89,13 @@ impl AuxFiles {
         Ok(tokenizer)
     }
 
-    /// The end tokens in `generation_config.json`: one or a list.
-    pub fn eos_ids(&self) -> Result<Vec<u32>> {
+    /// The tokens that end a text: those of the model, of `generation_config.json` (one or a list), and of the tokenizer.
+    pub fn stop_token_ids(&self, spec: &ModelSpec, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
         let config = self.json(GENERATION_CONFIG)?;
         let ids = &config["eos_token_id"];
         let ids = ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice);
-        Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
+        let ids = ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok());
+        Ok(spec.eos_token_ids.iter().copied().chain(ids).chain(tokenizer.eos_id()).collect())
     }
 
     fn json(&self, name: &str) -> Result<Value> {

@@ -110,19 +110,18 @@ impl Sampled {
 
 impl Rollouts {
     /// The sampler of a run whose objective samples.
-    pub(super) fn new(config: &Config, engine: &TrainEngine, tokenizer: &Tokenizer) -> Result<Option<Self>> {
+    pub(super) fn new(config: &Config, engine: &TrainEngine, stop_token_ids: Vec<u32>) -> Result<Option<Self>> {
         let Some(rule) = &config.objective.reward else { return Ok(None) };
         let reward = Reward::new(rule)?;
         if engine.group.is_leader() {
             reward.check()?;
         }
-        let ends = engine.model.spec().eos_token_ids.iter().copied();
         Ok(Some(Self {
             settings: config.objective.clone(),
             policy: config.dtype,
             seed: config.seed,
             seq_len: config.train.seq_len,
-            stop_token_ids: ends.chain(tokenizer.eos_id()).collect(),
+            stop_token_ids,
             reward,
             kept: None,
         }))

@@ -20,7 +20,13 @@ pub struct Sampler {
 impl Sampler {
     /// A sampler of up to `train.sample_tokens` tokens after `train.prompt`, limited by the model's context; `None` if that
     /// is 0. An empty prompt is the end-of-text token.
-    pub fn new(model: &Decoder, config: &Config, tokenizer: &Tokenizer, device: &Device) -> Result<Option<Self>> {
+    pub fn new(
+        model: &Decoder,
+        config: &Config,
+        tokenizer: &Tokenizer,
+        stop_token_ids: Vec<u32>,
+        device: &Device,
+    ) -> Result<Option<Self>> {
         let train = &config.train;
         if train.sample_tokens == 0 {
             return Ok(None);
@@ -33,7 +39,6 @@ impl Sampler {
         }
         let tokens = train.sample_tokens.min(context - prompt.len());
         let cache = KvCache::new(model.spec(), config.dtype, prompt.len() + tokens, device)?;
-        let stop_token_ids = model.spec().eos_token_ids.iter().copied().chain(tokenizer.eos_id()).collect();
         Ok(Some(Self { prompt, tokens, temperature: train.temperature, stop_token_ids, cache }))
     }
 

@@ -17,13 +17,11 @@ use crate::data::{
 };
 use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::DeviceContext;
-use crate::engine::kernels::view;
-use crate::engine::model::{ModelSpec, Parameters};
-use crate::engine::optim::BlockwiseQuantized;
+use crate::engine::model::ModelSpec;
 use crate::precision::{Fallback, GradScaler, scale_text};
 use crate::settings::Interval;
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE};
-use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State};
+use crate::store::checkpoint::{Base, Best, Checkpoint, Fingerprint, Run, State, stored_bytes};
 use crate::telemetry::{
     Activity, CheckpointProof, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, RunState,
 };
@@ -220,8 +218,9 @@ impl Trainer {
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(SetupEvent::Phase("preparing the first step".into()));
         let engine = setup::engine(group, &config, &source.config, initial.weights, kernels, total_steps)?;
-        let sampler = Sampler::new(&engine.model, &config, &source.tokenizer, &device)?;
-        let rollouts = Rollouts::new(&config, &engine, &source.tokenizer)?;
+        let stop_token_ids = aux_files.stop_token_ids(&source.config, &source.tokenizer)?;
+        let rollouts = Rollouts::new(&config, &engine, stop_token_ids.clone())?;
+        let sampler = Sampler::new(&engine.model, &config, &source.tokenizer, stop_token_ids, &device)?;
         let (data, summary) = setup::describe_data(&config, &datasets);
         let fingerprint = Fingerprint { model: source.name, policy: config.dtype.to_string(), data };
         Ok(Self {
@@ -279,17 +278,10 @@ impl Trainer {
     /// Bytes of one full checkpoint without its small files.
     pub fn checkpoint_bytes(&self) -> u64 {
         let state = &self.engine.state;
-        let quantized = state.adamw.quantized_moments().iter();
-        let quantized: u64 = quantized.map(|tensor| 2 * BlockwiseQuantized::bytes(tensor.elements as u64)).sum();
         let exact = [&state.weights, state.masters.parameters(), &state.adamw.exp_avg, &state.adamw.exp_avg_sq];
-        // Includes the shards of other processes.
-        let whole = |parameters: &Parameters| {
-            let tensors = parameters.layout().iter().zip(parameters.tensors());
-            tensors.map(|(entry, tensor)| view::bytes(&entry.shape, tensor.dtype())).sum::<u64>()
-        };
         let frozen = state.weights.base().filter(|_| self.engine.model.spec().lora.is_none());
         let exact = exact.into_iter().chain(frozen.map(|frozen| &**frozen));
-        exact.map(whole).sum::<u64>() + quantized + self.tokenizer.json().len() as u64
+        stored_bytes(exact, state.adamw.quantized_moments()) + self.tokenizer.json().len() as u64
     }
 
     /// The newest checkpoint written or read.

@@ -11,7 +11,7 @@ use finetune::data::{
     SequenceRole, Tokenizer,
 };
 use finetune::telemetry::{Event, ObjectiveMetric};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Loads `content` as file `name`; without validation data.
 fn load(folder: &Path, name: &str, content: &str, samples: SampleKind) -> finetune::Result<Dataset> {
@@ -325,6 +325,24 @@ fn a_run_survives_a_reward_program_that_fails() {
         "--data sums --objective grpo --reward no-such-program --seq-len 32 --plain",
         &["program `no-such-program` was not found"],
     );
+}
+
+/// Instruction-tuned models often list the token that ends a turn only there.
+#[test]
+fn a_sampled_completion_ends_at_a_token_that_ends_a_text_in_the_generation_config() {
+    let desk = CliFixture::empty();
+    desk.model("model", |_| {});
+    let line = "--model model --data sums --objective grpo --reward exact --num-generations 2 --max-completion-length 3 \
+                --batch-size 2 --seq-len 40 --steps 1 --set train.sample_tokens=0 --set train.eval_batches=1 --plain";
+    let longest = |run: &str| {
+        desk.said(&format!("{line} --run {run}"));
+        let rollouts = fs::read_to_string(desk.run(run).join("rollouts.jsonl")).unwrap();
+        let completion = |line| serde_json::from_str::<Value>(line).unwrap()["completion"].as_str().unwrap().len();
+        rollouts.lines().map(completion).max().unwrap()
+    };
+    assert!(longest("before") >= 2);
+    desk.write("model/generation_config.json", json!({"eos_token_id": (0..257).collect::<Vec<u32>>()}).to_string());
+    assert_eq!(longest("after"), 0);
 }
 
 #[test]

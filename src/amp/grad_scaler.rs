@@ -30,7 +30,7 @@ pub struct GradScaler {
 }
 
 impl GradScaler {
-    /// A scaler at its initial scale. *Errors name the invalid option.
+    /// A scaler at its initial scale. Errors name the invalid option.
     pub fn new(config: GradScalerConfig) -> Result<Self> {
         if config.mode != ScalerMode::Dynamic {
             let message = "`predictive` needs gradient magnitudes, which this scaler does not measure; use `dynamic`";
@@ -162,7 +162,7 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Whether training should stop, because `patience` consecutive overflows occurred at the scale's floor.
+    /// Whether training should stop, because `max_overflows_at_min_scale` consecutive overflows occurred at the scale's floor.
     pub const fn is_stuck(&self) -> bool {
         self.scaler.is_stuck()
     }

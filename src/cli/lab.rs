@@ -227,16 +227,16 @@ impl SumsArgs {
 impl BlocksArgs {
     fn report(&self, run: Option<&RunData>) -> Result<BlockScaling> {
         /// Maximum number of values of a quantized tensor.
-        const MAX_ULP_ERROR: usize = 1 << 20;
+        const MAX_VALUES: usize = 1 << 20;
         if let Some(run) = run {
-            let (source, tensor, shape) = run.matrix(MAX_ULP_ERROR)?;
+            let (source, tensor, shape) = run.matrix(MAX_VALUES)?;
             return BlockScaling::new(source, tensor, shape, self.remembered as f32, self.scheme);
         }
         let shape = [self.rows, self.columns];
-        if self.rows.saturating_mul(self.columns) > MAX_ULP_ERROR {
+        if self.rows.saturating_mul(self.columns) > MAX_VALUES {
             return Err(Error::config(
                 "--rows",
-                format!("{} × {} are more than {MAX_ULP_ERROR} values", self.rows, self.columns),
+                format!("{} × {} are more than {MAX_VALUES} values", self.rows, self.columns),
             ));
         }
         let tensor = if shape.contains(&0) { Vec::new() } else { normal_tensor(shape, self.outlier as f32, self.seed) };

@@ -241,16 +241,14 @@ impl GradScaler {
 
     /// Whether the predictive mode has no measurement yet, so that it needs [`set_amax`](Self::set_amax).
     pub fn needs_amax(&self) -> bool {
-        let GradScalerConfig { enabled, mode: policy, .. } = self.config;
-        enabled && policy == ScalerMode::Predictive && self.state.headroom.is_none()
+        self.is_predictive() && self.state.headroom.is_none()
     }
 
     /// Sets the largest *unscaled* gradient, including activation gradients, of a step that overflowed, or of the first
     /// step before it runs. Returns the new scale, which after an overflow is at most the current one. Does nothing in
     /// the dynamic mode.
     pub fn set_amax(&mut self, largest: f32) -> f32 {
-        let GradScalerConfig { enabled, mode: policy, .. } = self.config;
-        if enabled && policy == ScalerMode::Predictive && largest > 0.0 && largest.is_finite() {
+        if self.is_predictive() && largest > 0.0 && largest.is_finite() {
             let log2 = largest.log2();
             let highest = self.state.headroom.map_or(f32::INFINITY, |_| self.state.scale);
             let headroom = self.state.headroom.get_or_insert_with(|| Headroom::new(log2));

@@ -31,7 +31,7 @@ pub(crate) struct MeasuredOp {
 }
 
 /// The share of results below which an operation does not count as FP32 inside.
-const MAX_ULP_ERROR: f64 = 0.9;
+const MIN_ROUNDED_ONCE: f64 = 0.9;
 
 /// Measures the operations of a decoder with this project's kernels for a CPU.
 pub(super) fn measured(policy: PrecisionPolicy) -> candle_core::Result<Vec<MeasuredOp>> {
@@ -93,7 +93,7 @@ impl PrecisionProbe {
         });
         for ((operation, result), exact) in operations.iter_mut().zip(&results).zip(&exact) {
             operation.rounded_once = rounded_once(&values(result)?, &values(exact)?, self.format);
-            let inside = if operation.rounded_once >= MAX_ULP_ERROR { DType::F32 } else { operands };
+            let inside = if operation.rounded_once >= MIN_ROUNDED_ONCE { DType::F32 } else { operands };
             (operation.operands, operation.inside) = (operands.as_str(), inside.as_str());
             operation.result = result.dtype().as_str();
         }
@@ -197,7 +197,7 @@ mod tests {
         };
         let share = |format| rounded_once(&in_format(format), &exact, FloatFormat::FP16);
         assert!(share(FloatFormat::FP16) < 0.5, "{}", share(FloatFormat::FP16));
-        assert!(share(FloatFormat::FP32) >= MAX_ULP_ERROR, "{}", share(FloatFormat::FP32));
+        assert!(share(FloatFormat::FP32) >= MIN_ROUNDED_ONCE, "{}", share(FloatFormat::FP32));
     }
 
     #[test]

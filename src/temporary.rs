@@ -29,7 +29,7 @@ pub(crate) fn folder(parent: &Path, prefix: &str) -> Result<(TempDir, Option<Fil
 }
 
 /// Like [`folder`], next to `target`, for writing it before [`publish`].
-pub(crate) fn beside(target: &Path, prefix: &str) -> Result<(TempDir, Option<File>)> {
+pub(crate) fn staging_folder(target: &Path, prefix: &str) -> Result<(TempDir, Option<File>)> {
     folder(target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")), prefix)
 }
 

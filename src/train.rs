@@ -21,7 +21,7 @@ mod step;
 mod trainer;
 mod verify;
 
-pub use bisect::{Bisection, GradientError, Keep, KeptLayers, RoundingCost, Site, SiteKind};
+pub use bisect::{Bisection, GradientError, KeptLayers, KeptSites, RoundingCost, Site, SiteKind};
 pub use config::{Config, ConfigLayers, DataSets, DeviceSpec, Interval, ObjectiveSection, WeightInit, check_threads};
 pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 pub use fp8::Fp8Blocks;

@@ -7,7 +7,7 @@ use crate::cli::train::thread_pool;
 use crate::engine::collective::SingleProcess;
 use crate::precision::{Dtype, PrecisionUnit};
 use crate::store::checkpoint::{Checkpoint, CheckpointKind};
-use crate::train::{Bisection, GradientError, Keep, RecordedRun, RoundingCost, Site, SiteKind, Trainer};
+use crate::train::{Bisection, GradientError, KeptSites, RecordedRun, RoundingCost, Site, SiteKind, Trainer};
 use crate::ui::format::{scale, short};
 use crate::ui::{Column, Line, Page, Role, column_cell};
 use crate::{Error, Result, temporary};
@@ -109,7 +109,7 @@ fn page(found: &Bisection, tolerance: f64, is_recorded: bool) -> Page {
     let mut page = Page::new();
     let step = if is_recorded { format!("step {} of the run", found.step) } else { "first step".to_owned() };
     page.title(format!("{step}, rounded to {} at loss scale {}", found.dtype, scale(found.loss_scale)));
-    let (loss, norm, all) = (found.loss, found.grad_norm, in_words(found.all));
+    let (loss, norm, all) = (found.loss, found.grad_norm, describe(found.all));
     page.push(Line::new().plain(format!("in FP32: loss {loss:.4}, gradient norm {}", short(norm))));
     page.push(Line::new().plain(format!("everything rounded: {all}")));
     let largest = |error: fn(&RoundingCost<Site>) -> f64| found.sites.iter().map(error).fold(0.0, f64::max);
@@ -130,16 +130,16 @@ fn page(found: &Bisection, tolerance: f64, is_recorded: bool) -> Page {
         }
     });
     page.gap();
-    let name = |cost: &RoundingCost<Keep>| {
+    let name = |cost: &RoundingCost<KeptSites>| {
         let name = match cost.rounded {
-            Keep::Layer(layer) => layer.to_string(),
-            Keep::Residual => "residual streams".to_owned(),
-            Keep::WeightGradients => "weight gradients".to_owned(),
+            KeptSites::Layer(layer) => layer.to_string(),
+            KeptSites::Residual => "residual streams".to_owned(),
+            KeptSites::WeightGradients => "weight gradients".to_owned(),
         };
         (Role::Text, name)
     };
-    let error = |error: GradientError| (Role::Text, in_words(error));
-    let columns: [Column<'_, RoundingCost<Keep>>; 3] = [
+    let error = |error: GradientError| (Role::Text, describe(error));
+    let columns: [Column<'_, RoundingCost<KeptSites>>; 3] = [
         ("what training can keep", -24, &name),
         ("if only this is rounded", -36, &|cost| error(cost.alone)),
         ("if all others are rounded", -36, &|cost| error(cost.others)),
@@ -149,7 +149,7 @@ fn page(found: &Bisection, tolerance: f64, is_recorded: bool) -> Page {
     let text = format!(
         "For an error of at most {}, train with this policy; {}:",
         short(tolerance),
-        in_words(found.policy.error)
+        describe(found.policy.error)
     );
     page.wrapped(Role::Text, &text, WIDTH);
     page.push(Line::new().with(Role::Good, format!("  {}", found.policy.flags)));
@@ -157,7 +157,7 @@ fn page(found: &Bisection, tolerance: f64, is_recorded: bool) -> Page {
 }
 
 /// An error with its direction.
-fn in_words(error: GradientError) -> String {
+fn describe(error: GradientError) -> String {
     if error.relative.is_nan() {
         return "the gradient overflows".to_owned();
     }

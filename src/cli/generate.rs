@@ -183,7 +183,7 @@ fn output_file(path: &Path) -> Result<(&Path, (TempDir, Option<File>))> {
     if path.is_dir() || path.file_name().is_none() {
         return Err(Error::config("--output", format!("`{}` is not the name of a file", path.display())));
     }
-    Ok((path, temporary::beside(path, ".generate-")?))
+    Ok((path, temporary::staging_folder(path, ".generate-")?))
 }
 
 /// Writes and flushes; `false` if the reader has closed the pipe.

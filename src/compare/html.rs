@@ -82,7 +82,7 @@ impl Comparison {
                 axes.cross(&mut body, bucket.step as f64, axes.y.1);
             }
         }
-        let figures = self.in_words("loss", "the last ten steps' loss");
+        let figures = self.describe("loss", "the last ten steps' loss");
         Some(axes.picture("loss", "Loss of the batches, by step", &figures, &body, |y| format!("{:.2}", y.exp())))
     }
 
@@ -100,7 +100,7 @@ impl Comparison {
                 );
             }
         }
-        let figures = self.in_words("validation_loss", "the last validation loss");
+        let figures = self.describe("validation_loss", "the last validation loss");
         Some(axes.picture("validation", "Validation loss, by step", &figures, &body, |y| format!("{y:.3}")))
     }
 
@@ -111,12 +111,12 @@ impl Comparison {
         for (i, run) in self.runs() {
             axes.stairs(&mut body, &class(i), &run.curves.scale, &run.curves.skips, run.figures.steps as f64);
         }
-        let figures = self.in_words("overflows", "overflows, each marked with a cross");
+        let figures = self.describe("overflows", "overflows, each marked with a cross");
         Some(axes.picture("scale", "Loss scale, log2, by step", &figures, &body, |y| format!("2^{y:.0}")))
     }
 
     /// A description of a chart: its figure for each group.
-    fn in_words(&self, key: &str, what: &str) -> String {
+    fn describe(&self, key: &str, what: &str) -> String {
         let Some(metric) = METRICS.iter().find(|metric| metric.key == key) else { return String::new() };
         let groups = self.groups.iter().map(|group| {
             format!("{} ({}): {}", group.label, group.name, metric.show_estimate(group.estimate(metric), false))

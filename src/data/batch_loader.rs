@@ -12,7 +12,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::mixture::{Mixture, Place};
+use super::mixture::{GroupId, Mixture};
 use super::samples::SequenceRole;
 use super::sequence_index::{SequenceIndex, padded_len};
 use super::shuffle::Permutation;
@@ -107,7 +107,7 @@ impl Batch {
     }
 
     /// Fills row after row with the rows of `groups` of `mixture`, and pads those that are left.
-    fn fill(&mut self, mixture: &Mixture, groups: impl Iterator<Item = Place> + Clone) {
+    fn fill(&mut self, mixture: &Mixture, groups: impl Iterator<Item = GroupId> + Clone) {
         let rows = mixture.rows_of(groups);
         let seq_len = mixture.columns(rows.clone().map(|(_, index, row)| index.row_len(row)).max().unwrap_or(0));
         self.seq_len = seq_len;
@@ -176,7 +176,7 @@ pub struct BatchLoader {
 struct LengthBucket {
     /// Epoch and first position.
     key: Option<(u64, u64)>,
-    rows: Vec<Place>,
+    rows: Vec<GroupId>,
 }
 
 impl BatchLoader {
@@ -234,8 +234,8 @@ impl BatchLoader {
             let rows = &self.bucket.rows[(row - first) as usize..(end - first) as usize];
             batch.fill(&self.mixture, rows.iter().copied());
         } else {
-            let places = self.mixture.shuffled(self.seed, epoch, row..end);
-            batch.fill(&self.mixture, places.into_iter());
+            let groups = self.mixture.shuffled(self.seed, epoch, row..end);
+            batch.fill(&self.mixture, groups.into_iter());
         }
         batch.ends_epoch = end == rows;
         self.position =
@@ -303,7 +303,7 @@ impl BatchLoader {
 pub struct EvalLoader {
     mixture: Mixture,
     /// The groups of a pass.
-    places: Vec<Place>,
+    groups: Vec<GroupId>,
     batch_size: usize,
     /// The number of groups read.
     read: usize,
@@ -328,8 +328,8 @@ impl EvalLoader {
         let mixture = rows.into();
         check_shape(batch_size, mixture.seq_len())?;
         let limit = max_batches.map_or(u64::MAX, |batches| batches.saturating_mul(batch_size as u64));
-        let places = mixture.in_order(limit);
-        Ok(Self { mixture, places, batch_size, read: 0 })
+        let groups = mixture.in_order(limit);
+        Ok(Self { mixture, groups, batch_size, read: 0 })
     }
 
     /// An empty batch of the shape that [`Self::next_batch`] fills.
@@ -340,12 +340,12 @@ impl EvalLoader {
     /// Fills `batch` and returns `true`, or `false` at the end of the pass. Reuses the buffers and allocates nothing.
     pub fn next_batch(&mut self, batch: &mut Batch) -> bool {
         debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.group_rows());
-        if self.read == self.places.len() {
+        if self.read == self.groups.len() {
             return false;
         }
-        let end = (self.read + self.batch_size).min(self.places.len());
-        batch.fill(&self.mixture, self.places[self.read..end].iter().copied());
-        batch.ends_epoch = end == self.places.len();
+        let end = (self.read + self.batch_size).min(self.groups.len());
+        batch.fill(&self.mixture, self.groups[self.read..end].iter().copied());
+        batch.ends_epoch = end == self.groups.len();
         self.read = end;
         true
     }
@@ -357,12 +357,12 @@ impl EvalLoader {
 
     /// Whether a pass has no batch.
     pub fn is_empty(&self) -> bool {
-        self.places.is_empty()
+        self.groups.is_empty()
     }
 
     /// Batches left.
     pub fn remaining(&self) -> u64 {
-        (self.places.len() - self.read).div_ceil(self.batch_size) as u64
+        (self.groups.len() - self.read).div_ceil(self.batch_size) as u64
     }
 
     /// Starts over.

@@ -17,7 +17,7 @@ use crate::{Error, Result};
 const SET_SALT: u64 = 0x7365_745f_6f72_6465;
 
 /// A group of rows: the number of its data set, and its number within the set.
-pub(super) type Place = (usize, u64);
+pub(super) type GroupId = (usize, u64);
 
 /// The rows of one or several data sets.
 #[derive(Clone, Debug)]
@@ -60,7 +60,7 @@ impl Mixture {
         let rates: f64 = sets.iter().map(rate).sum();
         let (mut until, mut first_sequence) = (0.0, 0);
         let drawn = (0, vec![0; sets.len()]);
-        let place = |set: (SequenceIndex, f64)| {
+        let group = |set: (SequenceIndex, f64)| {
             let probability = rate(&set) / rates;
             until += probability;
             let passes = probability * (groups as f64 / set.0.groups() as f64);
@@ -68,7 +68,7 @@ impl Mixture {
             first_sequence += set.0.tokens.sequences();
             MixedSet { index: set.0, until, passes, first_sequence: first }
         };
-        Ok(Self { sets: sets.into_iter().map(place).collect(), drawn })
+        Ok(Self { sets: sets.into_iter().map(group).collect(), drawn })
     }
 
     /// The rows of each set.
@@ -122,14 +122,14 @@ impl Mixture {
     }
 
     /// The inputs of a group's longest row.
-    pub(super) fn group_len(&self, (set, group): Place) -> usize {
+    pub(super) fn group_len(&self, (set, group): GroupId) -> usize {
         self.sets[set].index.group_len(group)
     }
 
     /// The rows of `groups`, in their order, each with the number of its set.
     pub(super) fn rows_of(
         &self,
-        groups: impl Iterator<Item = Place> + Clone,
+        groups: impl Iterator<Item = GroupId> + Clone,
     ) -> impl Iterator<Item = (usize, &SequenceIndex, u64)> + Clone {
         groups.flat_map(move |(set, group)| {
             let index = &self.sets[set].index;
@@ -156,7 +156,7 @@ impl Mixture {
     }
 
     /// The groups at these positions of an epoch.
-    pub(super) fn shuffled(&mut self, seed: u64, epoch: u64, positions: Range<u64>) -> Vec<Place> {
+    pub(super) fn shuffled(&mut self, seed: u64, epoch: u64, positions: Range<u64>) -> Vec<GroupId> {
         let first = epoch * self.groups() + positions.start;
         let count = positions.end - positions.start;
         if self.sets.len() == 1 {
@@ -174,29 +174,29 @@ impl Mixture {
         (self.drawn.0..first).for_each(|number| {
             next(number);
         });
-        let draws: Vec<Place> = (first..first + count).map(&mut next).collect();
+        let draws: Vec<GroupId> = (first..first + count).map(&mut next).collect();
         self.drawn = (first + count, drawn);
-        let place = |(set, draw): Place| {
+        let group = |(set, draw): GroupId| {
             let groups = self.sets[set].index.groups();
             let order = Permutation::new(groups, seed ^ SET_SALT.wrapping_mul(set as u64), draw / groups);
             (set, order.at(draw % groups))
         };
-        draws.into_iter().map(place).collect()
+        draws.into_iter().map(group).collect()
     }
 
     /// The first `count` groups of a pass over all sets in their stored order. The sets alternate by their shares, until one has no
     /// group left.
-    pub(super) fn in_order(&self, count: u64) -> Vec<Place> {
+    pub(super) fn in_order(&self, count: u64) -> Vec<GroupId> {
         let stream = Stream::new(0, Domain::Shuffle);
         let mut read = vec![0; self.sets.len()];
-        let place = |number| {
+        let group = |number| {
             let drawn = self.draw(stream, number);
             let candidates = (drawn..self.sets.len()).chain(0..drawn);
             let set = candidates.into_iter().find(|set| read[*set] < self.sets[*set].index.groups()).unwrap_or(drawn);
             read[set] += 1;
             (set, read[set] - 1)
         };
-        (0..count.min(self.groups())).map(place).collect()
+        (0..count.min(self.groups())).map(group).collect()
     }
 }
 
@@ -242,9 +242,9 @@ mod tests {
     #[test]
     fn no_row_repeats_before_its_set_is_over() {
         let mut mixture = mixed([0.7, 0.3]);
-        let places: Vec<Place> = (0..4).flat_map(|epoch| mixture.shuffled(9, epoch, 0..mixture.groups())).collect();
+        let drawn: Vec<GroupId> = (0..4).flat_map(|epoch| mixture.shuffled(9, epoch, 0..mixture.groups())).collect();
         for (set, groups) in [(0, 40), (1, 400)] {
-            let draws: Vec<u64> = places.iter().filter(|place| place.0 == set).map(|place| place.1).collect();
+            let draws: Vec<u64> = drawn.iter().filter(|group| group.0 == set).map(|group| group.1).collect();
             let passes: Vec<Vec<u64>> =
                 draws.chunks(groups).filter(|pass| pass.len() == groups).map(<[u64]>::to_vec).collect();
             assert!(passes.len() > 1, "{set}");

@@ -104,7 +104,7 @@ pub fn export(
     }
     let parent = out.parent().unwrap_or(Path::new("."));
     std::fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
-    let (work, _lock) = temporary::beside(out, ".export-")?;
+    let (work, _lock) = temporary::staging_folder(out, ".export-")?;
     match format {
         ExportFormat::HuggingFace => {
             let folder = work.path().join(name);

@@ -27,7 +27,7 @@ use std::path::Path;
 use tensors::layer_order;
 
 /// Checkpoints whose figures are kept, so that a resume can rewind to them.
-const MARKS: usize = 64;
+const MAX_SNAPSHOTS: usize = 64;
 /// Index in [`SMOOTHING`] of the window that a sample's loss is smoothed over.
 const SAMPLE_WINDOW: usize = 1;
 
@@ -189,7 +189,11 @@ impl RunState {
             }
             Event::CheckpointSaved(saved) if saved.weights_only => {}
             Event::CheckpointSaved(saved) => {
-                keep(&mut self.snapshots, Snapshot { step: self.step.clone(), tally: self.tally.clone() }, MARKS);
+                keep(
+                    &mut self.snapshots,
+                    Snapshot { step: self.step.clone(), tally: self.tally.clone() },
+                    MAX_SNAPSHOTS,
+                );
                 self.saved = Some((saved, t));
             }
             Event::Paused { .. } => {
@@ -220,10 +224,10 @@ impl RunState {
         self.tensors.truncate_after(step);
         self.overflows.retain(|row| row.step <= step);
         self.samples.retain(|row| row.step <= step);
-        self.snapshots.retain(|mark| mark.step.step <= step);
+        self.snapshots.retain(|snapshot| snapshot.step.step <= step);
         if self.step.step > step {
-            match self.snapshots.back().filter(|mark| mark.step.step == step) {
-                Some(mark) => (self.step, self.tally) = (mark.step.clone(), mark.tally.clone()),
+            match self.snapshots.back().filter(|snapshot| snapshot.step.step == step) {
+                Some(snapshot) => (self.step, self.tally) = (snapshot.step.clone(), snapshot.tally.clone()),
                 // There is no snapshot, because nothing was saved or the log is damaged: only the curves are left.
                 None => self.restore_from_curves(step),
             }

@@ -77,7 +77,7 @@ pub struct Site {
 /// A set of sites that training can keep in FP32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Keep {
+pub enum KeptSites {
     /// All sites of a layer except its residual stream.
     Layer(PrecisionUnit),
     /// The residual stream of all layers.
@@ -86,7 +86,7 @@ pub enum Keep {
     WeightGradients,
 }
 
-impl Keep {
+impl KeptSites {
     fn contains(self, site: Site) -> bool {
         match self {
             Self::Layer(layer) => site.layer == layer && site.kind != SiteKind::Residual,
@@ -126,7 +126,7 @@ impl GradientError {
     }
 }
 
-/// The cost of rounding a site, or the sites of a [`Keep`].
+/// The cost of rounding a site, or the sites of a [`KeptSites`].
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RoundingCost<T> {
     /// The tensors.
@@ -147,7 +147,7 @@ pub struct RoundingCost<T> {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct KeptLayers {
     /// All that stays in FP32.
-    pub keep: Vec<Keep>,
+    pub keep: Vec<KeptSites>,
     /// The error that remains.
     pub error: GradientError,
     /// The flags of a training run.
@@ -174,7 +174,7 @@ pub struct Bisection {
     /// The cost of each site.
     pub sites: Vec<RoundingCost<Site>>,
     /// The cost of each set that training can keep in FP32.
-    pub layers: Vec<RoundingCost<Keep>>,
+    pub layers: Vec<RoundingCost<KeptSites>>,
     /// The precision to train in.
     pub policy: KeptLayers,
 }
@@ -291,7 +291,7 @@ impl Bisector<'_> {
     }
 
     /// The error with everything rounded except `keep`.
-    fn error_without(&mut self, keep: &[Keep]) -> Result<GradientError> {
+    fn error_without(&mut self, keep: &[KeptSites]) -> Result<GradientError> {
         let rounded = |site: &Site| !keep.iter().any(|keep| keep.contains(*site));
         let chosen = self.hook.seen.iter().copied().filter(rounded).collect();
         self.error(chosen)
@@ -299,9 +299,9 @@ impl Bisector<'_> {
 
     /// Finds a set whose error is at most `tolerance`, and none of whose members can be left out: adds the most costly first,
     /// then removes those that became superfluous.
-    fn search(&mut self, costs: &[RoundingCost<Keep>], all: GradientError, tolerance: f64) -> Result<KeptLayers> {
+    fn search(&mut self, costs: &[RoundingCost<KeptSites>], all: GradientError, tolerance: f64) -> Result<KeptLayers> {
         let finite = |error: f64| if error.is_nan() { f64::INFINITY } else { error };
-        let rank = |cost: &RoundingCost<Keep>| (finite(cost.others.relative), -finite(cost.alone.relative));
+        let rank = |cost: &RoundingCost<KeptSites>| (finite(cost.others.relative), -finite(cost.alone.relative));
         let mut costs = costs.to_vec();
         costs.sort_by(|a, b| rank(a).partial_cmp(&rank(b)).unwrap_or(std::cmp::Ordering::Equal));
         let (mut keep, mut error) = (Vec::new(), all);
@@ -313,7 +313,7 @@ impl Bisector<'_> {
             error = self.error_without(&keep)?;
         }
         for member in keep.clone() {
-            let fewer: Vec<Keep> = keep.iter().copied().filter(|other| *other != member).collect();
+            let fewer: Vec<KeptSites> = keep.iter().copied().filter(|other| *other != member).collect();
             let without = if fewer.is_empty() { all } else { self.error_without(&fewer)? };
             if without.relative <= tolerance {
                 (keep, error) = (fewer, without);
@@ -324,16 +324,16 @@ impl Bisector<'_> {
     }
 
     /// The flags with which training keeps `keep` in FP32.
-    fn flags(&self, keep: &[Keep]) -> String {
+    fn flags(&self, keep: &[KeptSites]) -> String {
         if self.hook.seen.iter().all(|site| keep.iter().any(|keep| keep.contains(*site))) {
             return "--dtype fp32".to_owned();
         }
         let dtype = |kept| if keep.contains(&kept) { Dtype::F32 } else { self.hook.dtype };
-        let (grads, residual) = (dtype(Keep::WeightGradients), dtype(Keep::Residual));
+        let (grads, residual) = (dtype(KeptSites::WeightGradients), dtype(KeptSites::Residual));
         let policy = PrecisionPolicy { params: Dtype::F32, compute: self.hook.dtype, grads, residual };
         let layers: Vec<String> = keep
             .iter()
-            .filter_map(|keep| if let Keep::Layer(layer) = keep { Some(layer.to_string()) } else { None })
+            .filter_map(|keep| if let KeptSites::Layer(layer) = keep { Some(layer.to_string()) } else { None })
             .collect();
         let layers =
             if layers.is_empty() { String::new() } else { format!(" --set precision.keep={}", layers.join(",")) };
@@ -392,8 +392,8 @@ pub(super) fn bisect(
     let sites = bisector.hook.seen.clone().into_iter();
     let sites: Vec<_> = sites.map(|site| bisector.cost(site, |own, site| own == site)).collect::<Result<_>>()?;
     let layers: BTreeSet<PrecisionUnit> = sites.iter().map(|cost| cost.rounded.layer).collect();
-    let sets = layers.into_iter().map(Keep::Layer).chain([Keep::Residual, Keep::WeightGradients]);
-    let layers = sets.map(|keep| bisector.cost(keep, Keep::contains)).collect::<Result<Vec<_>>>()?;
+    let sets = layers.into_iter().map(KeptSites::Layer).chain([KeptSites::Residual, KeptSites::WeightGradients]);
+    let layers = sets.map(|keep| bisector.cost(keep, KeptSites::contains)).collect::<Result<Vec<_>>>()?;
     let policy = bisector.search(&layers, all, tolerance)?;
     let step = bisector.engine.state.counters.step + 1;
     Ok(Bisection { step, dtype, loss_scale: scale, loss, grad_norm, rounded_grad_norm, all, sites, layers, policy })

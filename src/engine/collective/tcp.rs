@@ -53,7 +53,7 @@ impl Hello {
 
 /// The address of a process's listener.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct Place(IpAddr, u16);
+struct ListenerAddress(IpAddr, u16);
 
 impl Tcp {
     /// Opens the socket at which rank 0 expects the others.
@@ -114,10 +114,10 @@ impl<'a> Meeting<'a> {
     /// Rank 0's connections: waits for all others, and sends each the addresses of all.
     fn gather(&self, listener: &TcpListener) -> Result<Vec<Option<TcpStream>>> {
         let mut streams: Vec<_> = (0..self.launch.world_size).map(|_| None).collect();
-        let mut places = vec![Place(IpAddr::from([0, 0, 0, 0]), 0); self.launch.world_size];
-        self.accept(listener, &mut streams, |rank, place| places[rank] = place)?;
+        let mut addresses = vec![ListenerAddress(IpAddr::from([0, 0, 0, 0]), 0); self.launch.world_size];
+        self.accept(listener, &mut streams, |rank, address| addresses[rank] = address)?;
         for mut stream in streams.iter().flatten() {
-            serde_json::to_writer(&mut stream, &places)
+            serde_json::to_writer(&mut stream, &addresses)
                 .map_err(|error| Error::Collective(format!("a process ended during the start: {error}")))?;
         }
         Ok(streams)
@@ -132,12 +132,12 @@ impl<'a> Meeting<'a> {
         let hello = self.hello(listener.local_addr().map_err(lost)?.port());
         hello.send(&first).map_err(lost)?;
         first.set_read_timeout(Some(self.remaining())).map_err(lost)?;
-        let mut places = serde_json::Deserializer::from_reader(&first);
-        let places = Vec::<Place>::deserialize(&mut places).map_err(|error| lost(error.into()))?;
+        let mut addresses = serde_json::Deserializer::from_reader(&first);
+        let addresses = Vec::<ListenerAddress>::deserialize(&mut addresses).map_err(|error| lost(error.into()))?;
         first.set_read_timeout(None).map_err(lost)?;
         let mut streams: Vec<_> = (0..self.launch.world_size).map(|_| None).collect();
         streams[0] = Some(first);
-        for (rank, &Place(address, port)) in places.iter().enumerate().take(self.launch.rank).skip(1) {
+        for (rank, &ListenerAddress(address, port)) in addresses.iter().enumerate().take(self.launch.rank).skip(1) {
             let stream = TcpStream::connect((address, port)).and_then(|stream| hello.send(&stream).map(|()| stream));
             let failed = |error| Error::Collective(format!("process {rank} cannot be reached at {address}: {error}"));
             streams[rank] = Some(stream.map_err(failed)?);
@@ -169,7 +169,7 @@ impl<'a> Meeting<'a> {
         &self,
         listener: &TcpListener,
         streams: &mut [Option<TcpStream>],
-        mut on_place: impl FnMut(usize, Place),
+        mut on_address: impl FnMut(usize, ListenerAddress),
     ) -> Result<()> {
         let failed = Error::io("accept", "a connection");
         while let Some(missing) = (self.launch.rank + 1..streams.len()).find(|rank| streams[*rank].is_none()) {
@@ -189,7 +189,7 @@ impl<'a> Meeting<'a> {
             let rank = hello.rank as usize;
             if hello.job == self.id && streams.get(rank).is_some_and(Option::is_none) && rank > self.launch.rank {
                 streams[rank] = Some(stream);
-                on_place(rank, Place(from.ip(), hello.port));
+                on_address(rank, ListenerAddress(from.ip(), hello.port));
             }
         }
         Ok(())

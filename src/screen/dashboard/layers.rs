@@ -15,7 +15,7 @@ pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
     let thresholds = run.fp8_thresholds();
     let legend = thresholds.as_ref().map_or_else(String::new, |(blocks, at)| {
         let unit = units(run).into_iter().find(|unit| is_among(blocks, *unit));
-        unit.map_or_else(String::new, |unit| format!("   ┊ {unit}: {}", in_words(*at)))
+        unit.map_or_else(String::new, |unit| format!("   ┊ {unit}: {}", describe_thresholds(*at)))
     });
     let mut inner = canvas.frame(&[("Layers, gradient variance", Role::Title), (&legend, Role::Dim)]);
     inner.text(1, 0, &format!("{:<7}{:<6}{:<10}├ min  ● current  ┤ max", "layer", "type", "variance"), Role::Dim);
@@ -106,7 +106,7 @@ pub(super) fn draw_history(scene: &Scene, tensor: &str, canvas: &mut Canvas) {
     let Some((newest, series)) = run.tensors.variances.get(&unit) else { return };
     let Some((low, high)) = extent(series.buckets()) else { return };
     let thresholds = run.fp8_thresholds().filter(|(blocks, _)| is_among(blocks, unit)).map(|(_, at)| at);
-    let line = thresholds.map_or_else(String::new, |at| format!("   ┄ {}", in_words(at)));
+    let line = thresholds.map_or_else(String::new, |at| format!("   ┄ {}", describe_thresholds(at)));
     canvas.text(1, 0, &format!("gradient variance of {unit}, current {newest:.1e}{line}"), Role::Dim);
     let (width, height) = (canvas.width(), canvas.height().saturating_sub(1));
     let limits: Vec<f64> = thresholds.into_iter().flatten().map(f64::log2).collect();
@@ -122,6 +122,6 @@ pub(super) fn draw_history(scene: &Scene, tensor: &str, canvas: &mut Canvas) {
 }
 
 /// The thresholds at which a block enters and leaves FP8, as text.
-fn in_words([enters, leaves]: [f64; 2]) -> String {
+fn describe_thresholds([enters, leaves]: [f64; 2]) -> String {
     format!("FP8 up to {enters:.1e}, out above {leaves:.1e}")
 }

@@ -29,6 +29,7 @@ use crate::train::callbacks::{Callbacks, StepContext};
 use crate::train::config::{Config, DeviceSpec};
 use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Blocks;
+use crate::train::objective::ObjectiveKind;
 use crate::train::rollout::Rollouts;
 use crate::train::sample::Sampler;
 use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
@@ -488,6 +489,7 @@ impl Trainer {
         self.save_last()?;
         evaluated?;
         self.check_applied()?;
+        self.check_validation()?;
         Ok(reason)
     }
 
@@ -507,6 +509,17 @@ impl Trainer {
             },
         };
         let message = format!("all {step} steps overflowed and were skipped, so the model did not change; {advice}");
+        Err(Error::Diverged { step, message })
+    }
+
+    /// Returns an error if the trained model's validation loss is not finite.
+    fn check_validation(&self) -> Result<()> {
+        let Some(Best { step, loss }) = self.progress.validation else { return Ok(()) };
+        // Without a reward, an objective has no loss.
+        if loss.is_finite() || self.config.objective.kind != ObjectiveKind::Sft {
+            return Ok(());
+        }
+        let message = format!("the validation loss is {loss}: {}", self.advice_for_trained_weights(""));
         Err(Error::Diverged { step, message })
     }
 

@@ -243,6 +243,14 @@ fn a_run_whose_forward_pass_overflows_from_the_start_ends_after_four_steps() {
 }
 
 #[test]
+fn a_run_whose_last_validation_is_not_finite_fails() {
+    let fixture = CliFixture::new();
+    let (code, _, err) = fixture.output(&training("r", "--dtype fp16 --lr 10 --steps 3 --set schedule.kind=constant"));
+    assert_eq!((code, fixture.steps("r").len()), (Some(3), 3), "{err}");
+    assert!(err.contains("the validation loss is NaN") && err.contains("lower the learning rate"), "{err}");
+}
+
+#[test]
 fn a_range_test_suggests_a_learning_rate_and_leaves_no_run() {
     let fixture = CliFixture::new();
     let out = fixture

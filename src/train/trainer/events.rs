@@ -98,16 +98,19 @@ impl Trainer {
             let first = self.first_overflowed_gradient(last);
             format!("the loss is finite, but `{first}` overflows, {} tensors in total{origin}", last.tensors.len())
         } else {
-            let wider = if self.config.dtype.needs_loss_scale() { ", or use bf16" } else { "" };
-            format!(
-                "the forward pass is not finite{origin}, which no loss scale can fix; lower the learning rate{wider}"
-            )
+            self.advice_for_trained_weights(&origin)
         };
         let good = self.last_checkpoint();
         Error::Diverged {
             step,
             message: format!("{streak} consecutive steps overflowed at scale {scale}: {cause}; {good}"),
         }
+    }
+
+    /// The next step after the forward pass of trained weights overflowed, first at `origin`.
+    pub(super) fn advice_for_trained_weights(&self, origin: &str) -> String {
+        let wider = if self.config.dtype.needs_loss_scale() { ", or use bf16" } else { "" };
+        format!("the forward pass is not finite{origin}, which no loss scale can fix; lower the learning rate{wider}")
     }
 
     /// The next step after overflows in the forward pass of weights that were not trained yet.

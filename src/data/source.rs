@@ -1,5 +1,6 @@
 //! The sources that `--data` and `--val` may name, and their files.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::File;
 use std::io::{Read, Write as _};
@@ -375,9 +376,12 @@ fn spool(from: impl Read, origin: &str, asked: Option<DataFormat>) -> Result<Fil
 }
 
 fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
-    let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::default() };
-    let paths =
-        glob::glob_with(pattern, options).map_err(|error| Error::config("--data", format!("`{pattern}`: {error}")))?;
+    let paths = glob::glob(pattern).map_err(|error| Error::config("--data", format!("`{pattern}`: {error}")))?;
+    // The crate's option for hidden files panics at names that are not UTF-8. A dot of the pattern matches one of the path, so a
+    // path with more hidden parts has one that a wildcard matched.
+    let hidden = |path: &Path| path.iter().filter(|part| is_hidden(part)).count();
+    let shown = hidden(Path::new(pattern));
+    let paths = paths.filter(|path| hidden(path.as_deref().unwrap_or_else(|error| error.path())) <= shown);
     let paths = paths.collect::<Result<Vec<_>, _>>().map_err(|error| {
         let path = error.path().to_owned();
         Error::io("read", path)(error.into())
@@ -389,6 +393,10 @@ fn glob_files(pattern: &str) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
+fn is_hidden(part: &OsStr) -> bool {
+    part.as_encoded_bytes().starts_with(b".") && part != "." && part != ".."
+}
+
 /// The `files` of a folder or repository, with their sizes, that are data for training, in alphabetical order: files of the format
 /// that most bytes have, or of any known format if one is `asked` for, and only the files for training if names distinguish them.
 /// Returns the names of the others too. Files about the data set, which every one on the Hub has, are never data.
@@ -397,7 +405,7 @@ fn data_files(
     asked: Option<DataFormat>,
     source: &DataSource,
 ) -> Result<(Vec<PathBuf>, Vec<String>)> {
-    files.retain(|(path, _)| !path.iter().any(|part| part.as_encoded_bytes().starts_with(b".")));
+    files.retain(|(path, _)| !path.iter().any(is_hidden));
     files.sort();
     let format = |path: &Path| DataFormat::from_path(path).filter(|_| !is_about_the_data(path));
     let mut bytes: Vec<(DataFormat, u64)> = Vec::new();
@@ -541,6 +549,15 @@ mod tests {
         assert_eq!(names(source()), ["train-0.jsonl"]);
         let pattern = folder.path().join("*.*l").display().to_string();
         assert_eq!(names(DataSource::Glob(pattern)), ["a.jsonl"]);
+        let no_utf8 = std::os::unix::ffi::OsStrExt::from_bytes(b"\xff.jsonl");
+        std::fs::write(folder.path().join::<&OsStr>(no_utf8), "x").unwrap();
+        for (pattern, expected) in
+            [("*.jsonl", vec!["a.jsonl"]), (".h*", vec![".hidden.jsonl"]), ("**/d*", vec!["d.jsonl"])]
+        {
+            let found = names(DataSource::Glob(folder.path().join(pattern).display().to_string()));
+            assert!(expected.iter().all(|name| found.iter().any(|found| found == name)), "{pattern}: {found:?}");
+            assert_eq!(found.contains(&".hidden.jsonl".to_owned()), pattern == ".h*", "{pattern}: {found:?}");
+        }
         let bracket = folder.path().join("a[1].txt");
         std::fs::write(&bracket, "x").unwrap();
         assert_eq!(names(bracket.display().to_string().parse().unwrap()), ["a[1].txt"]);

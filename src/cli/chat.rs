@@ -10,7 +10,7 @@ use crate::screen::Terminal;
 use crate::screen::terminal::{MessageEditor, interrupt_flag};
 use crate::{Error, Result};
 use clap::Args;
-use std::io::{BufRead, IsTerminal, Write, stderr, stdin};
+use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -24,6 +24,8 @@ const HELP: &str = "\
 A backslash before Enter, or Alt-Enter, continues the message on the next line. Ctrl-C stops an answer.";
 /// Ends an answer if the model has no template: each turn is a line.
 const LINE_END: char = '\n';
+/// Limit of a line of standard input, in bytes.
+const MAX_LINE: u64 = 1 << 20;
 
 #[derive(Args, Debug)]
 pub(super) struct ChatArgs {
@@ -114,7 +116,14 @@ fn next_message(editor: Option<&mut MessageEditor>) -> Result<Option<String>> {
             write!(stderr(), "> ").and_then(|()| stderr().flush()).ok();
         }
         let mut line = String::new();
-        stdin().lock().read_line(&mut line).map(|read| (read > 0).then_some(line))
+        let read = stdin().lock().take(MAX_LINE).read_line(&mut line);
+        if line.is_empty() && stdin().is_terminal() {
+            print_notice("");
+        }
+        if line.len() as u64 == MAX_LINE {
+            return Err(Error::config("standard input", "a line has 1 MiB or more; use shorter messages"));
+        }
+        read.map(|read| (read > 0).then_some(line))
     };
     message.map_err(Error::io("read from", "standard input"))
 }

@@ -189,6 +189,15 @@ fn messages_rejected_by_the_template_or_the_context_are_dropped() {
 }
 
 #[test]
+fn an_endless_line_is_refused() {
+    let fixture = fixture(None);
+    let mut command = fixture.command("chat model -n 4 --threads 1");
+    command.stdin(std::fs::File::open("/dev/zero").unwrap());
+    let (code, _, complaint) = launch::texts(command.spawn().unwrap().wait_with_output().unwrap());
+    assert!(code == Some(2) && complaint.contains("standard input: a line has 1 MiB or more"), "{complaint}");
+}
+
+#[test]
 fn without_a_template_turns_are_lines_and_a_notice_says_so() {
     let fixture = fixture(None);
     let (_, notes) = chat(&fixture, &["hello"]);

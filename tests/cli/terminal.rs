@@ -387,7 +387,7 @@ fn a_chat_is_edited_stopped_and_saved() {
     terminal.run("/help");
     terminal.wait_for("/regenerate    replace the last answer");
     terminal.keys(&["C-d"]);
-    terminal.wait_for("code 0");
+    terminal.wait_for("\ncode 0");
     terminal
         .run(&format!("clear; sh -c 'echo $$ > pid; exec {} {chat}'; echo code $?", env!("CARGO_BIN_EXE_finetune")));
     terminal.wait_for("/help lists the commands");

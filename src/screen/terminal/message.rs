@@ -1,6 +1,7 @@
 //! Edits a message in the last rows of the terminal, with a history.
 
 use ratatui::backend::CrosstermBackend;
+use ratatui::crossterm::cursor::MoveToColumn;
 use ratatui::crossterm::event::{
     self, DisableBracketedPaste, EnableBracketedPaste, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers,
 };
@@ -80,7 +81,7 @@ impl MessageEditor {
         }
         let message = message?;
         for line in message.iter().flat_map(|message| message.lines()) {
-            writeln!(stderr(), "\r{PROMPT}{line}")?;
+            writeln!(stderr(), "{PROMPT}{line}")?;
         }
         Ok(message)
     }
@@ -111,6 +112,7 @@ impl MessageEditor {
             }
             terminal.clear()?;
             terminal.show_cursor()?;
+            execute!(stderr(), MoveToColumn(0))?;
             match typed {
                 Typed::Edit => {}
                 Typed::Message(message) => return Ok(Some(message)),

@@ -29,6 +29,7 @@ use crate::lab::{
     log_normal, model_named, normal_tensor, parse_value,
 };
 use crate::precision::PrecisionPolicy;
+use crate::screen::Terminal;
 use crate::store::StoredModel;
 use crate::telemetry::{ProcessStats, Started};
 use crate::train::{Config, DistributedLayout};
@@ -66,8 +67,9 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     let mut session = LabSession::new(&args.runs_dir.path);
     let terminal = std::io::stdout().is_terminal();
     let Some(view) = args.view.as_ref().filter(|_| !args.screen) else {
-        if !terminal || !std::io::stdin().is_terminal() || args.json {
-            let message = "the screen needs a terminal; name a view to print, such as `bits 0.1`; --help lists them";
+        if !terminal || !std::io::stdin().is_terminal() || Terminal::current().dumb || args.json {
+            let message =
+                "the screen needs a terminal (and `TERM`); name a view to print, such as `bits 0.1`; --help lists them";
             return Err(Error::config("lab", message));
         }
         return show_screen(args, &mut session);

@@ -511,5 +511,7 @@ fn the_laboratory_shows_its_views_and_moves_their_values() {
         terminal.finetune("lab scaler --screen --level 3");
         terminal.wait_for("log2 max|g| ~ N(3, 1)");
         terminal.quit();
+        terminal.run(&format!("clear; TERM=dumb {} lab; echo code $?", env!("CARGO_BIN_EXE_finetune")));
+        terminal.wait_for("\ncode 2");
     }
 }

@@ -160,6 +160,12 @@ fn promise_4_a_resumed_run_checks_the_seed_and_names_every_setting_that_changed(
         assert!(warnings.contains(setting) && said.contains(setting), "{warnings}");
     }
     assert!(warnings.contains("`batch_size` was 2 and is now 4"), "{warnings}");
+
+    fixture.write("text.txt", "a text that is long enough for a few windows\n".repeat(100));
+    finetune(&fixture, "", &format!("--run four --steps 4 --data text.txt {SMALL}"), 0);
+    fixture.write("text.txt", "another text, long enough for a few windows\n".repeat(100));
+    let said = finetune(&fixture, "", "--resume four --steps 8 --plain", 2);
+    assert!(said.contains("the training text or the tokenizer has changed since this run began; restore"), "{said}");
 }
 
 #[test]

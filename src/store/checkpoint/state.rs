@@ -104,11 +104,14 @@ impl State {
     /// that names the field with both values.
     pub fn check_fingerprint(&self, wanted: &Fingerprint, path: &Path) -> Result<()> {
         let saved = &self.fingerprint;
-        for (field, saved, wanted) in [
-            ("model", &saved.model, &wanted.model),
-            ("policy", &saved.policy, &wanted.policy),
-            ("data", &saved.data, &wanted.data),
-        ] {
+        if saved.data != wanted.data {
+            let message = "the training text or the tokenizer has changed since this run began; restore the old files, or start a \
+                           new run";
+            return Err(Error::checkpoint(path, message));
+        }
+        for (field, saved, wanted) in
+            [("model", &saved.model, &wanted.model), ("policy", &saved.policy, &wanted.policy)]
+        {
             if saved != wanted {
                 return Err(Error::checkpoint(
                     path,

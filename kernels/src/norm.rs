@@ -2,13 +2,13 @@
 //!
 //! A row consists of groups as wide as the weight: one group for a whole row, or one for each head.
 
-use crate::columns::WriteMode;
+use crate::columns::{ColumnReader, WriteMode};
 use crate::op;
 use crate::rows::{
     Rows, STRIPE, WORK, column_sums, dot, for_each_part_with_scratch, par_columns, sum, sum_squared_distance,
 };
 use crate::view::{ReadGuard, View, read, write, write_f32, write_optional};
-use candle_core::Result;
+use candle_core::{Result, Tensor};
 
 /// Computes [`op::Norm`]: `y = (x - mean) * rstd * weight + bias` for each group of each row, without centering
 /// `y = x * rstd * (weight + offset)`. `x` and `y` are different tensors.
@@ -80,15 +80,31 @@ fn forward_as<const CENTERS: bool>(op: &op::Norm<'_>) -> Result<()> {
     })??
 }
 
-/// `dx += rstd * (g - mean(g) - xhat * mean(g * xhat))` with `g = dy * weight`, and without centering without `mean(g)`.
+/// The operands that both gradients read.
+#[derive(Clone, Copy)]
+struct BackwardInputs<'a> {
+    dy: ColumnReader<'a>,
+    x: ColumnReader<'a>,
+    mean: Option<&'a [f32]>,
+    rstd: &'a [f32],
+}
+
 fn backward_as<const CENTERS: bool>(op: &op::NormBackward<'_>) -> Result<()> {
-    let &op::NormBackward { settings, dy, x, weight, mean, rstd, dx, mode, dweight, dbias } = op;
-    let (rows, width) = (x.rows(), weight.elem_count());
-    let groups = x.count() / width;
-    let (dy_opened, x_opened, weight) = (read(dy.tensor())?, read(x.tensor())?, read(weight)?);
-    let (mean, rstd) = (mean.map(read).transpose()?, read(rstd)?);
-    let (dy, x, weight, rstd) = (dy.source(&dy_opened), x.source(&x_opened), weight.view(), rstd.typed::<f32>()?);
+    let (dy, x, rstd) = (read(op.dy.tensor())?, read(op.x.tensor())?, read(op.rstd)?);
+    let mean = op.mean.map(read).transpose()?;
     let mean = mean.as_ref().map(ReadGuard::typed::<f32>).transpose()?;
+    let inputs = BackwardInputs { dy: op.dy.source(&dy), x: op.x.source(&x), mean, rstd: rstd.typed::<f32>()? };
+    input_gradient::<CENTERS>(op, inputs)?;
+    op.dweight.map_or(Ok(()), |dweight| parameter_gradients::<CENTERS>(op, dweight, inputs))
+}
+
+/// `dx += rstd * (g - mean(g) - xhat * mean(g * xhat))` with `g = dy * weight`, and without centering without `mean(g)`.
+fn input_gradient<const CENTERS: bool>(
+    &op::NormBackward { settings, x: rows, weight, dx, mode, .. }: &op::NormBackward<'_>,
+    BackwardInputs { dy, x, mean, rstd }: BackwardInputs<'_>,
+) -> Result<()> {
+    let (width, weight) = (weight.elem_count(), read(weight)?);
+    let (rows, groups, weight) = (rows.rows(), rows.count() / width, weight.view());
     write(dx.tensor(), |out| {
         for_each_part_with_scratch(
             Rows { view: out, width: dx.stride() },
@@ -120,8 +136,17 @@ fn backward_as<const CENTERS: bool>(op: &op::NormBackward<'_>) -> Result<()> {
                 }
             },
         );
-    })?;
-    let Some(dweight) = dweight else { return Ok(()) };
+    })
+}
+
+/// `dweight = sum(dy * xhat)` and `dbias = sum(dy)`, over all groups of all rows.
+fn parameter_gradients<const CENTERS: bool>(
+    &op::NormBackward { x: rows, dbias, .. }: &op::NormBackward<'_>,
+    dweight: &Tensor,
+    BackwardInputs { dy, x, mean, rstd }: BackwardInputs<'_>,
+) -> Result<()> {
+    let width = dweight.elem_count();
+    let (rows, groups) = (rows.rows(), rows.count() / width);
     write(dweight, |dweight| {
         write_optional(dbias, |dbias| {
             par_columns(

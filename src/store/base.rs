@@ -6,10 +6,10 @@ use crate::engine::kernels::summary::summarize;
 use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{ModelSpec, ModuleOp, ParamSpec, Parameters, candle_dtype, init_dora_magnitude};
 use crate::precision::{Dtype, FloatFormat, TensorStats};
-use crate::store::GgufModel;
+use crate::store::WeightSource;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use std::io::{Write as _, sink};
+use std::io::{Write, sink};
 use std::sync::Arc;
 
 /// Values hashed at a time.
@@ -28,68 +28,75 @@ pub struct AdaptedModel {
     pub sha256: String,
 }
 
-/// Loads the base of `spec` and draws its trained parameters from `seed`. `read_part` reads FP32 values of a parameter,
-/// starting at a given one: a whole parameter, or some rows of a token embedding. Matrices stay in the
-/// quantized blocks of `gguf`. `origin` is the base's name in error messages. Fails with [`Error::Model`] naming a
-/// tensor that holds infinities or NaNs, or that `compute` cannot hold; or the error of `read_part`.
-pub fn load_with_base(
-    spec: &ModelSpec,
-    compute: Dtype,
-    seed: u64,
-    device: &Device,
-    origin: &str,
-    gguf: Option<&GgufModel>,
-    mut read_part: impl FnMut(&ParamSpec, usize, &mut [f32]) -> Result<()>,
-) -> Result<AdaptedModel> {
-    let own = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
-    own.init_weights(seed)?;
-    let (frozen, dtype) = (spec.frozen_parameters(), candle_dtype(compute));
-    let base = match gguf {
-        Some(gguf) => {
-            let in_blocks = spec.quantized_params();
-            let in_blocks = frozen.iter().filter(|entry| in_blocks.contains_key(&entry.name));
-            let quantized = in_blocks.map(|entry| Ok((entry.name.clone(), gguf.blocks(entry, device)?)));
-            Parameters::with_quantized(&frozen, dtype, quantized.collect::<Result<_>>()?, device)?
-        }
-        None => Parameters::zeros(&frozen, dtype, device)?,
-    };
-    let base_parameters = spec.base_parameters();
-    // One buffer for all values: memory that the system's allocator retains from buffers of many sizes would stay
-    // resident during training.
-    let buffer =
-        view::zeros(&[base_parameters.iter().map(chunk_elements).max().unwrap_or(1)], DType::F32, &Device::Cpu)?;
-    let mut digest = DigestWriter::new(sink());
-    for entry in base_parameters {
-        digest.write_all(entry.name.as_bytes()).map_err(Error::io("hash", origin))?;
-        let tensor = own.get(&entry.name).or_else(|| base.get(&entry.name)).filter(|tensor| tensor.elem_count() > 0);
-        let tensor = tensor.map(Tensor::flatten_all).transpose()?;
-        let (elements, mut stats) = (entry.shape.iter().product::<usize>(), TensorStats::default());
-        let part = chunk_elements(&entry);
-        for first in (0..elements).step_by(part) {
-            let wide = buffer.narrow(0, 0, part.min(elements - first))?;
-            view::write_f32(&wide, |out| read_part(&entry, first, out))??;
-            stats.merge(&summarize(&wide, FloatFormat::FP32, false)?.stats);
-            for values in read(&wide)?.typed::<f32>()?.chunks(HASH_CHUNK) {
-                let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-                digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
+impl WeightSource {
+    /// Loads these weights as the frozen base of `spec`, and draws its trained parameters from `seed`. With `in_blocks`, the matrices
+    /// of a GGUF file stay in their quantized blocks. `origin` is the base's name in error messages. Fails with
+    /// [`Error::Model`] naming a tensor that holds infinities or NaNs, or that `compute` cannot hold.
+    pub fn load_adapters(
+        &self,
+        spec: &ModelSpec,
+        compute: Dtype,
+        (seed, in_blocks): (u64, bool),
+        device: &Device,
+        origin: &str,
+    ) -> Result<AdaptedModel> {
+        let own = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
+        own.init_weights(seed)?;
+        let (frozen, dtype) = (spec.frozen_parameters(), candle_dtype(compute));
+        let base = match self.gguf().filter(|_| in_blocks) {
+            Some(gguf) => {
+                let in_blocks = spec.quantized_params();
+                let in_blocks = frozen.iter().filter(|entry| in_blocks.contains_key(&entry.name));
+                let quantized = in_blocks.map(|entry| Ok((entry.name.clone(), gguf.blocks(entry, device)?)));
+                Parameters::with_quantized(&frozen, dtype, quantized.collect::<Result<_>>()?, device)?
             }
-            if let Some(tensor) = &tensor {
-                if device.is_cpu() {
-                    view::copy(&wide, &tensor.narrow(0, first, wide.elem_count())?)?;
-                } else {
-                    tensor.slice_set(
-                        &wide.force_contiguous()?.to_dtype(tensor.dtype())?.to_device(device)?,
-                        0,
-                        first,
-                    )?;
+            None => Parameters::zeros(&frozen, dtype, device)?,
+        };
+        let base_parameters = spec.base_parameters();
+        // One buffer for all values: memory that the system's allocator retains from buffers of many sizes would stay
+        // resident during training.
+        let buffer =
+            view::zeros(&[base_parameters.iter().map(chunk_elements).max().unwrap_or(1)], DType::F32, &Device::Cpu)?;
+        let mut digest = DigestWriter::new(sink());
+        for entry in base_parameters {
+            digest.write_all(entry.name.as_bytes()).map_err(Error::io("hash", origin))?;
+            let tensor =
+                own.get(&entry.name).or_else(|| base.get(&entry.name)).filter(|tensor| tensor.elem_count() > 0);
+            let tensor = tensor.map(Tensor::flatten_all).transpose()?;
+            let (elements, mut stats) = (entry.shape.iter().product::<usize>(), TensorStats::default());
+            let chunk = chunk_elements(&entry);
+            for first in (0..elements).step_by(chunk) {
+                let wide = buffer.narrow(0, 0, chunk.min(elements - first))?;
+                view::write_f32(&wide, |out| self.read_part(&entry, first, out))??;
+                stats.merge(&summarize(&wide, FloatFormat::FP32, false)?.stats);
+                hash(&wide, &mut digest, origin)?;
+                if let Some(tensor) = &tensor {
+                    copy_chunk(&wide, tensor, first)?;
                 }
             }
+            check_stats(&entry.name, &stats, origin, compute)?;
         }
-        check_stats(&entry.name, &stats, origin, compute)?;
+        let parameters = own.with_base(Some(Arc::new(base)));
+        init_dora_magnitude(spec, &parameters)?;
+        Ok(AdaptedModel { parameters, sha256: digest.finish().1.sha256 })
     }
-    let parameters = own.with_base(Some(Arc::new(base)));
-    init_dora_magnitude(spec, &parameters)?;
-    Ok(AdaptedModel { parameters, sha256: digest.finish().1.sha256 })
+}
+
+/// Adds FP32 values to a digest.
+fn hash(wide: &Tensor, digest: &mut impl Write, origin: &str) -> Result<()> {
+    for values in read(wide)?.typed::<f32>()?.chunks(HASH_CHUNK) {
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        digest.write_all(&bytes).map_err(Error::io("hash", origin))?;
+    }
+    Ok(())
+}
+
+/// Rounds FP32 values on the CPU into elements of `tensor`, starting at `first`.
+fn copy_chunk(wide: &Tensor, tensor: &Tensor, first: usize) -> candle_core::Result<()> {
+    if tensor.device().is_cpu() {
+        return view::copy(wide, &tensor.narrow(0, first, wide.elem_count())?);
+    }
+    tensor.slice_set(&wide.force_contiguous()?.to_dtype(tensor.dtype())?.to_device(tensor.device())?, 0, first)
 }
 
 /// Values of a parameter that are read at a time.

@@ -1,7 +1,7 @@
-//! The source of a model's weights, and the one way to load adapters over them.
+//! The sources of a model's weights and of adapters.
 
 use super::adapter::AdapterFolder;
-use super::base::{AdaptedModel, check_range, load_with_base};
+use super::base::{AdaptedModel, check_range};
 use super::checkpoint::{Base, Checkpoint};
 use super::{GgufModel, StoredModel};
 use crate::digest::short_hash;
@@ -33,7 +33,7 @@ impl WeightSource {
     }
 
     /// Reads values of a parameter in FP32, starting at value `first`: all of them, or some rows of a table of tokens.
-    fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
+    pub(super) fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
         match self {
             Self::Random(seed) => {
                 sample_init(entry, *seed, first, out);
@@ -44,22 +44,9 @@ impl WeightSource {
         }
     }
 
-    fn gguf(&self) -> Option<&GgufModel> {
+    /// The GGUF file, whose matrices may be in blocks.
+    pub(super) fn gguf(&self) -> Option<&GgufModel> {
         if let Self::Stored(model) = self { model.gguf() } else { None }
-    }
-
-    /// The trained parameters of `spec` over these weights as their frozen base, adapters with initial values of `seed`. With `in_blocks`,
-    /// the matrices of a GGUF file stay in their blocks. `origin` is the base's name, used in error texts.
-    pub fn load_adapters(
-        &self,
-        spec: &ModelSpec,
-        compute: Dtype,
-        (seed, in_blocks): (u64, bool),
-        device: &Device,
-        origin: &str,
-    ) -> Result<AdaptedModel> {
-        let gguf = self.gguf().filter(|_| in_blocks);
-        load_with_base(spec, compute, seed, device, origin, gguf, |entry, first, out| self.read_part(entry, first, out))
     }
 }
 

@@ -8,12 +8,11 @@ use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
 use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use finetune::engine::kernels::{Fused, Kernels, view};
-use finetune::engine::model::{Checkpointing, Decoder, ForwardMode, Lora, ModelSpec, ParamSpec, Parameters, Workspace};
+use finetune::engine::model::{Checkpointing, Decoder, ForwardMode, Lora, ModelSpec, Parameters, Workspace};
 use finetune::engine::optim::{AdamWConfig, GradientStats, Gradients, LrSchedule, MasterWeights, ScheduleKind};
 use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
-use finetune::store::ModelFolder;
 use finetune::store::adapter::AdapterFolder;
-use finetune::store::base::load_with_base;
+use finetune::store::{ModelFolder, StoredModel, WeightSource};
 use finetune::train::{Objective, StepOutcome, StepReport, TrainEngine, TrainState};
 
 use super::compare::{assert_close, max_difference, values};
@@ -100,9 +99,9 @@ pub(crate) fn read_model(folder: &Path) -> (ModelSpec, Parameters) {
 }
 
 /// Adapters over the model in a folder, which is read in `compute`.
-pub(crate) fn over_folder(base: &ModelFolder, spec: &ModelSpec, compute: Dtype) -> Parameters {
-    let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| base.read_part(&entry.name, first, out);
-    load_with_base(spec, compute, 1, &Device::Cpu, "base", None, read).unwrap().parameters
+pub(crate) fn over_folder(folder: &Path, spec: &ModelSpec, compute: Dtype) -> Parameters {
+    let weights = WeightSource::Stored(StoredModel::open(folder).unwrap());
+    weights.load_adapters(spec, compute, (1, false), &Device::Cpu, "base").unwrap().parameters
 }
 
 impl Case {
@@ -115,7 +114,7 @@ impl Case {
         let adapter = AdapterFolder::open(adapter).unwrap();
         let base = ModelFolder::open(&self.folder).unwrap();
         let spec = adapter.spec(base.config()).unwrap();
-        let over = over_folder(&base, &spec, policy.compute);
+        let over = over_folder(&self.folder, &spec, policy.compute);
         adapter.read_parameters(&spec, &over).unwrap();
         self.engine_over(&spec, over, policy, rows)
     }

@@ -162,7 +162,7 @@ fn a_written_adapter_reads_back() {
         let read = AdapterFolder::open(folder.path()).unwrap();
         let base = ModelFolder::open(&case.folder).unwrap();
         assert_eq!(&read.spec(base.config()).unwrap(), spec, "{name}");
-        let over = over_folder(&base, spec, Dtype::F32);
+        let over = over_folder(&case.folder, spec, Dtype::F32);
         read.read_parameters(spec, &over).unwrap();
         let same = |(name, tensor): (&str, &Tensor)| assert_eq!(values(tensor), values(masters.get(name).unwrap()));
         over.iter().for_each(same);
@@ -185,7 +185,7 @@ fn untrained(case: &Case, dora: bool, targets: BTreeSet<ModuleId>) -> TrainEngin
     let base = ModelFolder::open(&case.folder).unwrap();
     let lora = Lora { r: 2, alpha: 3.0, dropout: 0.0, rslora: false, dora, targets, modules_to_save: BTreeSet::new() };
     let spec = ModelSpec { lora: Some(lora), ..base.config().clone() };
-    let over = over_folder(&base, &spec, Dtype::F32);
+    let over = over_folder(&case.folder, &spec, Dtype::F32);
     let mut engine = case.engine_over(&spec, over, PrecisionPolicy::FP32, case.rows());
     (engine.schedule.peak_lr, engine.max_grad_norm) = (0.0, None);
     engine

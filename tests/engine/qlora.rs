@@ -1,6 +1,7 @@
 //! QLoRA: a base that stays in the blocks of its GGUF file computes the same, to the bit, as that base dequantized when
 //! it is read.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use crate::common::compare::values;
@@ -12,10 +13,10 @@ use candle_core::Device;
 use candle_core::quantized::GgmlDType::{self, F32, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
 use finetune::data::{BatchLoader, TokenSource, grammar};
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
-use finetune::engine::model::{KvCache, ModelSpec, ParamSpec};
+use finetune::engine::model::{KvCache, ModelSpec};
 use finetune::precision::{GradScalerConfig, PrecisionPolicy};
-use finetune::store::GgufModel;
-use finetune::store::base::{AdaptedModel, load_with_base};
+use finetune::store::base::AdaptedModel;
+use finetune::store::{GgufModel, StoredModel, WeightSource};
 use finetune::train::TrainEngine;
 use serde_json::json;
 
@@ -44,9 +45,9 @@ const LLAMA: usize = 1;
 /// Types that change within a product, so that it is stacked from several; and every type that a block may have.
 const TYPES: [&[GgmlDType]; 3] = [&[Q4_1, Q8_0, Q5_0], &[Q4_0, Q5_1], &[Q4K, Q6K, Q2K, Q3K, Q5K]];
 
-fn read(spec: &ModelSpec, policy: PrecisionPolicy, file: &GgufModel, in_blocks: bool) -> AdaptedModel {
-    let values = |entry: &ParamSpec, first: usize, out: &mut [f32]| file.read_part(entry, first, out);
-    load_with_base(spec, policy.compute, 3, &Device::Cpu, "base", in_blocks.then_some(file), values).unwrap()
+fn read(spec: &ModelSpec, policy: PrecisionPolicy, path: &Path, in_blocks: bool) -> AdaptedModel {
+    let weights = WeightSource::Stored(StoredModel::open(path).unwrap());
+    weights.load_adapters(spec, policy.compute, (3, in_blocks), &Device::Cpu, "base").unwrap()
 }
 
 fn start(spec: &ModelSpec, over: AdaptedModel, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> TrainEngine {
@@ -99,12 +100,12 @@ fn assert_bits_of_dequantized(shape: &ModelSpec, types: &[GgmlDType]) {
         (true, PrecisionPolicy::FP32),
     ] {
         let spec = with_lora(file.config(), dora);
-        let engine = start(&spec, read(&spec, policy, &file, true), policy, Arc::new(Fused));
+        let engine = start(&spec, read(&spec, policy, &path, true), policy, Arc::new(Fused));
         assert_exact("a base in blocks", (&engine.model, &engine.state.weights, policy));
         let plain = (dora && policy == PrecisionPolicy::FP16).then(|| Arc::new(CandleKernels) as Arc<dyn Kernels>);
         for kernels in [Arc::new(Fused) as Arc<dyn Kernels>].into_iter().chain(plain) {
             let what = format!("{:?} {types:?} {policy} {} dora {dora}", shape.family, kernels.name());
-            let (blocks, dense) = (read(&spec, policy, &file, true), read(&spec, policy, &file, false));
+            let (blocks, dense) = (read(&spec, policy, &path, true), read(&spec, policy, &path, false));
             assert_eq!(blocks.sha256, dense.sha256, "{what}");
             let bytes = |over: &AdaptedModel| over.parameters.base().unwrap().bytes();
             assert!(bytes(&blocks) < bytes(&dense), "{what}: nothing is in blocks");
@@ -135,7 +136,7 @@ fn products_are_in_blocks_as_a_whole() {
     let saved = finetune::engine::model::Lora::modules_to_save(&spec, &["lm_head"]).unwrap();
     spec.lora.as_mut().unwrap().modules_to_save = saved;
     assert!(!spec.quantized_params().contains_key("lm_head.weight"));
-    let over = read(&spec, PrecisionPolicy::BF16, &file, true);
+    let over = read(&spec, PrecisionPolicy::BF16, &path, true);
     let (losses, ..) = learned(start(&spec, over, PrecisionPolicy::BF16, Arc::new(Fused)), PrecisionPolicy::BF16);
     assert!(losses.iter().all(|loss| f64::from_bits(*loss).is_finite()));
 }

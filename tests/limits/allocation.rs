@@ -16,12 +16,11 @@ use finetune::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use finetune::engine::kernels::columns::ColumnSlice;
 use finetune::engine::kernels::dropout::Dropout;
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels, op};
-use finetune::engine::model::{ModelSpec, ParamSpec, Parameters};
+use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::engine::optim::{AdamWConfig, MasterWeights, OptimizerKind, Sharding};
 use finetune::lab::{MemoryCategory, MemoryItem, TrainSetup};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
-use finetune::store::GgufModel;
-use finetune::store::base::load_with_base;
+use finetune::store::{GgufModel, StoredModel, WeightSource};
 use finetune::train::{Config, DistributedLayout, MemoryEstimate, TrainState, Trainer, WeightInit};
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
@@ -215,6 +214,7 @@ fn a_base_in_blocks_holds_its_blocks() {
     let path = folder.path().join("model.gguf");
     write_random(&shape, &[Q4_1, Q8_0], &path);
     let file = GgufModel::open(&path).unwrap();
+    let weights = WeightSource::Stored(StoredModel::open(&path).unwrap());
     let (spec, policy) = (with_lora(file.config(), false), PrecisionPolicy::BF16);
     let in_blocks: u64 = file
         .gguf()
@@ -223,8 +223,7 @@ fn a_base_in_blocks_holds_its_blocks() {
         .map(|(_, dtype, shape)| (shape.iter().product::<usize>() / dtype.block_size() * dtype.type_size()) as u64)
         .sum();
     let before = LIVE.load(Relaxed);
-    let read = |entry: &ParamSpec, first: usize, out: &mut [f32]| file.read_part(entry, first, out);
-    let over = load_with_base(&spec, policy.compute, 3, &Device::Cpu, "base", Some(&file), read).unwrap();
+    let over = weights.load_adapters(&spec, policy.compute, (3, true), &Device::Cpu, "base").unwrap();
     let held = (LIVE.load(Relaxed) - before) as u64 - over.parameters.bytes();
     let (bytes, dense) = over.parameters.base().unwrap().quantization_savings().unwrap();
     // The positions' table and the norms are not quantized.

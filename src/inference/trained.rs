@@ -69,27 +69,15 @@ impl TrainedModel {
                 (weights, config, Some(adapters))
             }
         };
-        let place = match (&adapters, &weights) {
-            (Some(adapters), _) => adapters.path(),
-            (None, WeightSource::Stored(model)) => model.path(),
-            (None, WeightSource::Checkpoint(checkpoint)) => checkpoint.path(),
-            (None, WeightSource::Random(_)) => path,
-        };
+        let place = adapters.as_ref().map(AdapterSource::path).or_else(|| weights.path()).unwrap_or(path);
         let path = place.to_path_buf();
         // A folder of adapters may rely on its base for this.
         let beside = Some(path.join("tokenizer.json")).filter(|file| adapters.is_some() && file.is_file());
         let file = tokenizer.map(Path::to_path_buf).or(beside);
-        let own = match (&file, &weights) {
-            (Some(file), _) => Some(Tokenizer::from_file(file)?),
-            (None, WeightSource::Stored(model)) => model.tokenizer()?,
-            (None, WeightSource::Checkpoint(checkpoint)) => Some(Tokenizer::from_file(checkpoint.tokenizer())?),
-            (None, WeightSource::Random(_)) => None,
-        };
-        let aux_files = match &weights {
-            _ if matches!(adapters, Some(AdapterSource::Checkpoint(_))) => AuxFiles::of_folder(&path)?,
-            WeightSource::Stored(model) => model.aux_files()?,
-            WeightSource::Checkpoint(checkpoint) => AuxFiles::of_folder(checkpoint.path())?,
-            WeightSource::Random(_) => AuxFiles::default(),
+        let own = file.as_ref().map_or_else(|| weights.tokenizer(), |file| Tokenizer::from_file(file).map(Some))?;
+        let aux_files = match &adapters {
+            Some(AdapterSource::Checkpoint(_)) => AuxFiles::of_folder(&path)?,
+            _ => weights.aux_files()?,
         };
         let file = match file {
             Some(file) => file,

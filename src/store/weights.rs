@@ -3,7 +3,8 @@
 use super::adapter::AdapterFolder;
 use super::base::{AdaptedModel, check_range};
 use super::checkpoint::{Base, Checkpoint};
-use super::{GgufModel, StoredModel};
+use super::{AuxFiles, GgufModel, StoredModel};
+use crate::data::Tokenizer;
 use crate::digest::short_hash;
 use crate::engine::model::{ModelSpec, ParamSpec, Parameters, sample_init};
 use crate::precision::Dtype;
@@ -23,6 +24,33 @@ pub enum WeightSource {
 }
 
 impl WeightSource {
+    /// The path of the files; `None` for random values.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Random(_) => None,
+            Self::Stored(model) => Some(model.path()),
+            Self::Checkpoint(checkpoint) => Some(checkpoint.path()),
+        }
+    }
+
+    /// The tokenizer stored with the weights, if there is one.
+    pub fn tokenizer(&self) -> Result<Option<Tokenizer>> {
+        match self {
+            Self::Random(_) => Ok(None),
+            Self::Stored(model) => model.tokenizer(),
+            Self::Checkpoint(checkpoint) => Tokenizer::from_file(checkpoint.tokenizer()).map(Some),
+        }
+    }
+
+    /// The small files stored with the weights.
+    pub fn aux_files(&self) -> Result<AuxFiles> {
+        match self {
+            Self::Random(_) => Ok(AuxFiles::default()),
+            Self::Stored(model) => model.aux_files(),
+            Self::Checkpoint(checkpoint) => AuxFiles::of_folder(checkpoint.path()),
+        }
+    }
+
     /// Reads every parameter into the FP32 tensors of `into`.
     pub fn read(&self, into: &Parameters) -> Result<()> {
         match self {

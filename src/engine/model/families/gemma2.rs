@@ -19,7 +19,7 @@ pub(super) const BASE: Family = Family {
     read: |keys| {
         let caps = ModelSpec { attention_softcap: Some(50.0), logits_softcap: Some(30.0), ..default() };
         let spec = llama::with_rope(keys, read(keys, caps)?)?;
-        let layers = llama::sliding_layers(keys, spec.num_layers, is_sliding)?;
+        let layers = llama::sliding_layers(keys, spec.num_layers, llama::alternates)?;
         llama::with_windows(keys, spec, layers)
     },
     write: |spec| {
@@ -38,10 +38,7 @@ pub(super) const BASE: Family = Family {
                 let cap = cap.ok_or_else(|| format!("llama.cpp needs `{key}`; export this model as a folder"))?;
                 keys.push((key, cap.into()));
             }
-            if (0..spec.num_layers).any(|layer| spec.is_sliding(layer) != is_sliding(layer)) {
-                return Err("llama.cpp has windows in every other layer; export this model as a folder".into());
-            }
-            Ok(())
+            llama::check_alternation(spec)
         },
         ..llama::BASE.gguf
     },
@@ -52,11 +49,6 @@ pub(super) const BASE: Family = Family {
 const LAYERS_27B: usize = 46;
 /// The keys of the soft caps, in GGUF too.
 const CAPS: [&str; 2] = ["attn_logit_softcapping", "final_logit_softcapping"];
-
-/// Whether a layer has a window if no key names its type.
-fn is_sliding(layer: usize) -> bool {
-    layer.is_multiple_of(2)
-}
 
 /// The defaults of transformers for missing keys, without soft caps.
 pub(super) fn default() -> ModelSpec {

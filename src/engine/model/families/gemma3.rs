@@ -1,12 +1,11 @@
 //! Gemma 3, text only (Gemma Team, 2025): Gemma 2 without soft caps, with head norms, and with other rotary embeddings in
 //! layers that have a window.
 
-use super::gemma2;
-use super::llama::sliding_layers;
+use super::{gemma2, llama};
 use crate::engine::model::family::{ConfigReader, Family, GgufEntries, GgufFormat};
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{ModelSpec, QkNorm, Sliding};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 /// The family.
 pub(super) static GEMMA3: Family = Family {
@@ -62,7 +61,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let [full, sliding] = Rope::by_layer_type(keys.0, THETA, spec.max_position_embeddings)?;
     let pattern =
         keys.positive_usize("sliding_window_pattern", keys.positive_usize("_sliding_window_pattern", PATTERN)?)?;
-    let layers = sliding_layers(keys, spec.num_layers, |layer| (layer + 1) % pattern != 0)?;
+    let layers = llama::sliding_layers(keys, spec.num_layers, |layer| (layer + 1) % pattern != 0)?;
     Ok(ModelSpec {
         rope: Some(full),
         sliding: Some(Sliding { window: keys.positive_usize("sliding_window", 4096)?, layers, rope: sliding }),
@@ -72,11 +71,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
 
 fn write(spec: &ModelSpec) -> Value {
     let mut json = gemma2::write(spec);
-    if let (Some(full), Some(sliding)) = (&spec.rope, &spec.sliding) {
-        json["sliding_window"] = sliding.window.into();
-        json["rope_parameters"] =
-            json!({"full_attention": full.to_json(), "sliding_attention": sliding.rope.to_json()});
-    }
+    llama::write_windows(spec, &mut json);
     json
 }
 

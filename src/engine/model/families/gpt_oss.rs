@@ -59,10 +59,7 @@ pub(super) static GPT_OSS: Family = Family {
             if !spec.biases.qkv || spec.tie_word_embeddings {
                 return Err("llama.cpp needs biases in attention and a separate head; export a folder".into());
             }
-            if spec.sliding.is_none() || (0..spec.num_layers).any(|layer| spec.is_sliding(layer) != is_sliding(layer)) {
-                return Err("llama.cpp has windows in every other layer; export this model as a folder".into());
-            }
-            Ok(())
+            llama::check_alternation(spec)
         },
         ..llama::BASE.gguf
     },
@@ -75,11 +72,6 @@ const COUNT: &str = "num_local_experts";
 const CLAMP: [(&str, f64); 2] = [("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)];
 /// The window of layers that have one.
 const WINDOW: usize = 128;
-
-/// Whether a layer has a window if no key names its type.
-fn is_sliding(layer: usize) -> bool {
-    layer.is_multiple_of(2)
-}
 
 fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let default = ModelSpec {
@@ -109,7 +101,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         }
     }
     let spec = llama::read_uniform(keys, default, [Some(8), Some(64)])?;
-    let layers = llama::sliding_layers(keys, spec.num_layers, is_sliding)?;
+    let layers = llama::sliding_layers(keys, spec.num_layers, llama::alternates)?;
     let experts = Experts::read(keys, (COUNT, 128), (4, 0.001), (spec.num_layers, true))?;
     let attention = keys.bool("attention_bias", true)?;
     let biases = Biases { qkv: attention, out: attention, mlp: true };

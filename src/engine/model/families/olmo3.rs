@@ -5,7 +5,7 @@ use super::{llama, olmo2};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{ModelSpec, Sliding};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 /// The family.
 pub(super) static OLMO3: Family = Family {
@@ -15,11 +15,7 @@ pub(super) static OLMO3: Family = Family {
     write: |spec| {
         let mut json = llama::write(spec);
         json["layer_types"] = llama::layer_types(spec);
-        if let (Some(full), Some(sliding)) = (&spec.rope, &spec.sliding) {
-            json["sliding_window"] = sliding.window.into();
-            json["rope_parameters"] =
-                json!({"full_attention": full.to_json(), "sliding_attention": sliding.rope.to_json()});
-        }
+        llama::write_windows(spec, &mut json);
         json
     },
     gguf: GgufFormat {

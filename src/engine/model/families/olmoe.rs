@@ -4,6 +4,7 @@ use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::mixture::{Experts, NORMALIZED};
 use crate::engine::model::spec::{ModelSpec, QkNorm};
+use serde_json::Value;
 
 /// The family.
 pub(super) static OLMOE: Family = Family {
@@ -12,12 +13,7 @@ pub(super) static OLMOE: Family = Family {
     bias_keys: &["attention_bias"],
     named: &[],
     read,
-    write: |spec| {
-        let mut json = llama::write(spec);
-        Experts::write(spec, &mut json, "num_experts");
-        json[NORMALIZED] = spec.experts.map(|experts| experts.router.normalized).into();
-        json
-    },
+    write,
     gguf: GgufFormat {
         architecture: "olmoe",
         keys: &[llama::GGUF_KEYS, &[llama::WIDTH_KEY], &Experts::gguf_keys("num_experts")],
@@ -28,6 +24,14 @@ pub(super) static OLMOE: Family = Family {
     },
     ..llama::BASE
 };
+
+/// Writes the keys that OLMoE and Qwen 3 share.
+pub(super) fn write(spec: &ModelSpec) -> Value {
+    let mut json = llama::write(spec);
+    Experts::write(spec, &mut json, "num_experts");
+    json[NORMALIZED] = spec.experts.map(|experts| experts.router.normalized).into();
+    json
+}
 
 fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let default = ModelSpec {

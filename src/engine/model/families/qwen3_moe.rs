@@ -1,6 +1,6 @@
 //! Qwen 3 with experts (Yang et al., 2025): Qwen 3 with a mixture of MLPs in every block.
 
-use super::{llama, qwen2};
+use super::{llama, olmoe, qwen2};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::mixture::{Experts, NORMALIZED};
 use crate::engine::model::rope::Rope;
@@ -15,9 +15,7 @@ pub(super) static QWEN3_MOE: Family = Family {
     named: &[],
     read,
     write: |spec| {
-        let mut json = llama::write(spec);
-        Experts::write(spec, &mut json, "num_experts");
-        json[NORMALIZED] = spec.experts.map(|experts| experts.router.normalized).into();
+        let mut json = olmoe::write(spec);
         json[INNER] = spec.intermediate_size.into();
         json
     },

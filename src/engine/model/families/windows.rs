@@ -2,7 +2,7 @@
 
 use crate::engine::model::family::ConfigReader;
 use crate::engine::model::spec::{ModelSpec, Sliding};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// `spec` with windows in `layers`; all layers have the same rotary embeddings.
 pub(super) fn with_windows(keys: &ConfigReader<'_>, spec: ModelSpec, layers: Vec<bool>) -> Result<ModelSpec, String> {
@@ -38,6 +38,28 @@ pub(super) fn sliding_layers(
         _ => Err(format!("`layer_types` has {value}; supported: `full_attention`, `sliding_attention`")),
     };
     types.iter().map(read).collect()
+}
+
+/// Whether a layer has a window in a family in which every other layer has one.
+pub(super) fn alternates(layer: usize) -> bool {
+    layer.is_multiple_of(2)
+}
+
+/// Rejects a model for GGUF unless every other layer has a window.
+pub(super) fn check_alternation(spec: &ModelSpec) -> Result<(), String> {
+    if (0..spec.num_layers).any(|layer| spec.is_sliding(layer) != alternates(layer)) {
+        return Err("llama.cpp has windows in every other layer; export this model as a folder".into());
+    }
+    Ok(())
+}
+
+/// Writes windows, and rotary embeddings that differ between layers with and without one.
+pub(super) fn write_windows(spec: &ModelSpec, json: &mut Value) {
+    if let (Some(full), Some(sliding)) = (&spec.rope, &spec.sliding) {
+        json["sliding_window"] = sliding.window.into();
+        json["rope_parameters"] =
+            json!({"full_attention": full.to_json(), "sliding_attention": sliding.rope.to_json()});
+    }
 }
 
 /// The value of `layer_types`.

@@ -1,5 +1,6 @@
 //! Reports preparation on standard error: notices at once, and phases once they take long enough.
 
+use crate::data::LoadEvent;
 use crate::telemetry::{Activity, PhaseLines, PhaseProgress, bytes};
 use crate::train::SetupEvent;
 use crate::ui::may_colour;
@@ -69,15 +70,15 @@ impl Reporter {
     pub(crate) fn report(&self, event: SetupEvent) {
         match event {
             SetupEvent::Phase(what) => self.activity.begin(&what),
-            SetupEvent::Notice(notice) => self.notice(&notice),
+            SetupEvent::Load(LoadEvent::Notice(notice)) => self.notice(&notice),
             SetupEvent::Preview(preview) => {
                 let colour = stderr().is_terminal() && may_colour();
                 self.send(preview.text(colour));
             }
-            SetupEvent::Progress { what, done, total } if done < total => {
+            SetupEvent::Load(LoadEvent::Progress { what, done, total }) if done < total => {
                 self.activity.advance(&what, PhaseProgress::Bytes(done, total));
             }
-            SetupEvent::Progress { what, total, .. } => {
+            SetupEvent::Load(LoadEvent::Progress { what, total, .. }) => {
                 self.activity.end();
                 if total >= MIN_REPORTED_BYTES {
                     self.notice(&format!("{what}: {}", bytes(total)));

@@ -39,17 +39,8 @@ use std::sync::Arc;
 pub enum SetupEvent {
     /// A phase of unknown length begins; it lasts until the next event.
     Phase(String),
-    /// Progress of a download or of tokenization, in bytes.
-    Progress {
-        /// The activity, with the file's name.
-        what: String,
-        /// Bytes done.
-        done: u64,
-        /// Total bytes.
-        total: u64,
-    },
-    /// A notice that needs no action.
-    Notice(String),
+    /// Progress, or a notice.
+    Load(LoadEvent),
     /// The preview of the samples and their loss tokens.
     Preview(Box<DatasetPreview>),
 }
@@ -202,8 +193,9 @@ impl ModelSource {
             let base = self.config.lora.is_some().then(base);
             check(&parameters)?;
             if let Some((held, dense)) = parameters.base().and_then(|base| base.quantization_savings()) {
-                let message = "the base model stays quantized (QLoRA)";
-                report(SetupEvent::Notice(format!("{message}: {} instead of {}", bytes(held), bytes(dense))));
+                let (held, dense) = (bytes(held), bytes(dense));
+                let message = format!("the base model stays quantized (QLoRA): {held} instead of {dense}");
+                report(SetupEvent::Load(LoadEvent::Notice(message)));
             }
             let (masters, weights) = MasterWeights::new(parameters, policy, &**kernels)?;
             return Ok(InitialWeights { weights: (masters.shard(group, &weights)?, weights), base });
@@ -292,7 +284,7 @@ fn find_on_hub(
     report(SetupEvent::Phase(format!("resolving {name}")));
     let settings = Settings::from_env().offline_if_unreachable();
     let network_error = settings.network_error.clone();
-    let mut progress = |event: LoadEvent| report(event.into());
+    let mut progress = |event: LoadEvent| report(SetupEvent::Load(event));
     let found = find(&mut Hub::new(settings).report_to(&mut progress))?;
     note_cached_copy(network_error, name, report);
     Ok(found)
@@ -301,7 +293,8 @@ fn find_on_hub(
 /// Reports that a cached copy is used if there is no network.
 fn note_cached_copy(network_error: Option<String>, name: &str, report: &mut SetupCallback<'_>) {
     if let Some(why) = network_error {
-        report(SetupEvent::Notice(format!("the Hub is unreachable ({why}); using the cached copy of `{name}`")));
+        let message = format!("the Hub is unreachable ({why}); using the cached copy of `{name}`");
+        report(SetupEvent::Load(LoadEvent::Notice(message)));
     }
 }
 
@@ -317,15 +310,6 @@ pub(crate) fn check_misspelling(name: &str, local: impl IntoIterator<Item = Stri
         );
         Err(Error::model(format!("`{name}`"), message))
     })
-}
-
-impl From<LoadEvent> for SetupEvent {
-    fn from(event: LoadEvent) -> Self {
-        match event {
-            LoadEvent::Progress { what, done, total } => Self::Progress { what, done, total },
-            LoadEvent::Notice(notice) => Self::Notice(notice),
-        }
-    }
 }
 
 /// The options for reading a configuration's text, for a model with the chat format `chat`.
@@ -442,7 +426,7 @@ fn with_loader<T>(
     report(SetupEvent::Phase("reading the text".into()));
     let folder = settings.token_cache.clone();
     let report = RefCell::new(report);
-    let tell = |event: LoadEvent| (report.borrow_mut())(event.into());
+    let tell = |event: LoadEvent| (report.borrow_mut())(SetupEvent::Load(event));
     let (mut downloading, mut loading) = (tell, tell);
     let mut hub = Hub::new(settings).report_to(&mut downloading);
     let loaded = load(&mut DatasetBuilder::new(folder).options(options).downloader(&mut hub).report_to(&mut loading))?;
@@ -465,7 +449,7 @@ pub fn open_device(
     let mut open = spec.open(config.dtype, config.kernels, &mut |notice| notices.push(notice))?;
     #[cfg(feature = "cuda")]
     preflight::agree(&*group, &mut open, &mut notices)?;
-    notices.into_iter().map(SetupEvent::Notice).for_each(report);
+    notices.into_iter().map(|notice| SetupEvent::Load(LoadEvent::Notice(notice))).for_each(report);
     #[cfg(feature = "cuda")]
     let group = nccl::connect(group, &open)?;
     Ok((group, open))
@@ -491,7 +475,7 @@ pub(super) fn fit_memory(
     if std::mem::take(&mut config.train.auto_batch) {
         let (fitted, said) = fitted(&config, shape, &*open.kernels, layout, available);
         if let Some(said) = said {
-            report(SetupEvent::Notice(said));
+            report(SetupEvent::Load(LoadEvent::Notice(said)));
         }
         config = fitted;
     }

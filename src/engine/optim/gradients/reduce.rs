@@ -66,12 +66,15 @@ pub(super) struct Exchange {
     sums: Vec<(Plan, Merge)>,
 }
 
+/// Elements of a shard, by parameter.
+type Pieces = Vec<(usize, Range<usize>)>;
+
 /// A part of an exchange that has not been added to the sums yet.
 #[derive(Debug)]
 pub(super) struct PendingChunk {
     exchange: Arc<Exchange>,
     /// The elements that this process receives, by parameter.
-    pieces: Vec<(usize, Range<usize>)>,
+    pieces: Pieces,
     data: ChunkData,
 }
 
@@ -113,6 +116,28 @@ impl NodeChunk<'_> {
     }
 }
 
+/// Sums `width` elements of `sources`, starting at `first`, along `ops` into the start of `stack`.
+#[expect(clippy::inline_always, reason = "the loop only vectorizes for the caller if it is inlined")]
+#[inline(always)]
+fn sum_tile(stack: &mut [f32], sources: &[NodeChunk<'_>], ops: &[ReduceOp], (first, width): (usize, usize)) {
+    let mut top = 0;
+    for op in ops {
+        match op {
+            ReduceOp::Load(index) => {
+                sources[*index].load(first, &mut stack[top..top + width]);
+                top += TILE_ELEMENTS;
+            }
+            ReduceOp::Add => {
+                top -= TILE_ELEMENTS;
+                let (left, right) = stack.split_at_mut(top);
+                for (left, right) in left[top - TILE_ELEMENTS..].iter_mut().zip(&right[..width]) {
+                    *left += right;
+                }
+            }
+        }
+    }
+}
+
 /// Writes the sum of `sources` along `ops` into `out`.
 fn sum(out: &Tensor, sources: &[NodeChunk<'_>], (ops, depth): &Plan) -> Result<()> {
     let len = out.elem_count();
@@ -126,22 +151,7 @@ fn sum(out: &Tensor, sources: &[NodeChunk<'_>], (ops, depth): &Plan) -> Result<(
                 for start in (0..len).step_by(TILE_ELEMENTS) {
                     let width = TILE_ELEMENTS.min(len - start);
                     with_scratch(depth * TILE_ELEMENTS, |stack| {
-                        let mut top = 0;
-                        for op in ops {
-                            match op {
-                                ReduceOp::Load(index) => {
-                                    sources[*index].load(first + start, &mut stack[top..top + width]);
-                                    top += TILE_ELEMENTS;
-                                }
-                                ReduceOp::Add => {
-                                    top -= TILE_ELEMENTS;
-                                    let (left, right) = stack.split_at_mut(top);
-                                    for (left, right) in left[top - TILE_ELEMENTS..].iter_mut().zip(&right[..width]) {
-                                        *left += right;
-                                    }
-                                }
-                            }
-                        }
+                        sum_tile(stack, sources, ops, (first + start, width));
                         out.view.store(start, &stack[..width]);
                     });
                 }
@@ -202,6 +212,16 @@ impl Gradients {
         nodes.map(|node| if self.sends_each() { &self.grads } else { &self.sums[node] }).collect()
     }
 
+    /// The parts of each process's shard of `members` that are exchanged at a time, by round and process.
+    fn rounds(&self, members: &[usize], elements: usize) -> Vec<Vec<Pieces>> {
+        let Some(shards) = self.total().shards() else { return Vec::new() };
+        let of = |owner| shards.rounds(owner, members.iter().copied(), elements).into_iter();
+        let mut owners: Vec<_> = (0..self.world_size).map(of).collect();
+        let count = owners.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+        let mut next = || owners.iter_mut().map(|rounds| rounds.next().unwrap_or_default()).collect();
+        (0..count).map(|_| next()).collect()
+    }
+
     /// Sends each process its shard of the gradients of `members`, and adds chunks that it has received to the sums.
     pub(super) fn send(
         &self,
@@ -209,15 +229,12 @@ impl Gradients {
         exchange: &Arc<Exchange>,
         collector: &mut Collector<'_>,
     ) -> Result<()> {
-        let Some(shards) = self.total().shards() else { return Ok(()) };
-        let (own, count) = (self.own_nodes(exchange), self.world_size);
-        let rounds: Vec<_> =
-            (0..count).map(|owner| shards.rounds(owner, members.iter().copied(), CHUNK_ELEMENTS)).collect();
-        for round in 0..rounds.iter().map(Vec::len).max().unwrap_or(0) {
-            let out = rounds.par_iter().map(|rounds| {
+        let own = self.own_nodes(exchange);
+        for mut pieces in self.rounds(members, CHUNK_ELEMENTS) {
+            let out = pieces.par_iter().map(|pieces| {
                 let mut bytes = Vec::new();
                 for node in &own {
-                    for (parameter, range) in rounds.get(round).into_iter().flatten() {
+                    for (parameter, range) in pieces {
                         range_bytes(&node[*parameter], range.clone(), &mut bytes)?;
                     }
                 }
@@ -225,13 +242,13 @@ impl Gradients {
             });
             let mut out = out.collect::<Result<Vec<_>>>()?;
             let own = std::mem::take(&mut out[self.rank]);
-            let pieces = rounds[self.rank].get(round).cloned().unwrap_or_default();
+            let pieces = pieces.swap_remove(self.rank);
             let length = |from: usize| {
                 let size = |parameter: &usize| self.sent_dtype(from, *parameter).size_in_bytes();
                 let bytes = pieces.iter().map(|(parameter, range)| range.len() * size(parameter));
                 if from == self.rank { 0 } else { exchange.nodes[from].len() * bytes.sum::<usize>() }
             };
-            let into = (0..count).map(|from| vec![0; length(from)]).collect();
+            let into = (0..self.world_size).map(|from| vec![0; length(from)]).collect();
             self.limit_pending(collector)?;
             if let Some(thread) = &collector.thread {
                 thread.start(out, into)?;
@@ -324,46 +341,44 @@ impl Gradients {
         exchange: &Arc<Exchange>,
         collector: &mut Collector<'_>,
     ) -> Result<()> {
-        let total = self.total();
-        let Some(shards) = total.shards() else { return Ok(()) };
         let own = self.own_nodes(exchange);
-        let rounds =
-            (0..self.world_size).map(|owner| shards.rounds(owner, members.iter().copied(), GPU_CHUNK_ELEMENTS));
-        let rounds: Vec<_> = rounds.collect();
         let part = |node: &Parameters, parameter: usize, range: &Range<usize>| {
             let part = view::range(&node[parameter], range.clone())?;
             // The pass writes the gradients of other blocks to this memory before the exchange has ended.
             if self.sharding == Sharding::Gradients { part.force_contiguous() } else { Ok(part) }
         };
-        for round in 0..rounds.iter().map(Vec::len).max().unwrap_or(0) {
+        for mut pieces in self.rounds(members, GPU_CHUNK_ELEMENTS) {
             self.limit_pending(collector)?;
-            let pieces = |owner: usize| rounds[owner].get(round).map_or(&[][..], Vec::as_slice);
             let (mut out, mut into) = (Vec::new(), Vec::new());
-            for owner in (0..self.world_size).filter(|owner| *owner != self.rank) {
+            for (owner, pieces) in pieces.iter().enumerate().filter(|(owner, _)| *owner != self.rank) {
                 for node in &own {
-                    for (parameter, range) in pieces(owner) {
+                    for (parameter, range) in pieces {
                         out.push((owner, part(node, *parameter, range)?));
                     }
                 }
             }
-            let mut sources: Vec<Vec<Tensor>> = vec![Vec::new(); pieces(self.rank).len()];
+            let pieces = pieces.swap_remove(self.rank);
+            let mut sources: Vec<Vec<Tensor>> = vec![Vec::new(); pieces.len()];
             for (from, nodes) in exchange.nodes.iter().enumerate() {
-                let stored = (0..nodes.len()).map(|node| (from == self.rank).then(|| &own[node]));
-                for node in stored {
-                    for ((parameter, range), sources) in pieces(self.rank).iter().zip(&mut sources) {
-                        if let Some(node) = node {
+                if from == self.rank {
+                    for ((parameter, range), sources) in pieces.iter().zip(&mut sources) {
+                        for node in &own {
                             sources.push(part(node, *parameter, range)?);
-                            continue;
                         }
+                    }
+                    continue;
+                }
+                for _ in nodes {
+                    for ((parameter, range), sources) in pieces.iter().zip(&mut sources) {
                         let dtype = self.sent_dtype(from, *parameter);
-                        let received = view::zeros(&[range.len()], dtype, &total.device())?;
+                        let received = view::zeros(&[range.len()], dtype, &self.total().device())?;
                         into.push((from, received.clone()));
                         sources.push(received);
                     }
                 }
             }
             gpus.start(out, into)?;
-            let (exchange, pieces, data) = (exchange.clone(), pieces(self.rank).to_vec(), ChunkData::Tensors(sources));
+            let (exchange, data) = (exchange.clone(), ChunkData::Tensors(sources));
             collector.pending.push_back(PendingChunk { exchange, pieces, data });
         }
         Ok(())

@@ -483,6 +483,32 @@ pub(super) fn fit_memory(
     Ok(config)
 }
 
+/// Rejects blocks in the settings of the precision that the model does not have, `kept` or in FP8.
+fn check_blocks(config: &Config, spec: &ModelSpec, kept: &[PrecisionUnit]) -> Result<()> {
+    let block_of = |unit: &PrecisionUnit| if let PrecisionUnit::Block(block) = unit { Some(*block) } else { None };
+    let blocks = kept.iter().filter_map(block_of).map(|block| ("keep", block));
+    let fp8 = config.precision.fp8.block.as_ref().and_then(BlockRanges::last).map(|block| ("fp8.block", block));
+    if let Some((key, block)) = blocks.chain(fp8).find(|(_, block)| *block >= spec.num_layers) {
+        let message = format!("block {block} does not exist: the model has {}, numbered from 0", spec.num_layers);
+        return Err(Error::config(format!("precision.{key}"), message));
+    }
+    if fp8.is_some() && spec.experts.is_some() {
+        return Err(Error::config("precision.fp8.block", "the FP8 simulation does not support mixtures of experts"));
+    }
+    Ok(())
+}
+
+/// The reference of the objective: the base of adapters, or probabilities that are computed before the first step.
+fn initial_reference(config: &Config, spec: &ModelSpec) -> Reference {
+    let has_base = spec.lora.as_ref().is_some_and(|lora| lora.modules_to_save.is_empty());
+    let other = !has_base || config.objective.reference.is_some();
+    if config.objective.needs_reference() && other {
+        Reference::Stored(ReferenceLogps::default())
+    } else {
+        Reference::Base
+    }
+}
+
 /// The engine of one process of `group` for `config` at its first step, from initial masters and their working copy, on the
 /// device of both and with its `kernels`.
 pub fn engine(
@@ -505,24 +531,10 @@ pub fn engine(
     state.fallback = Fallback::new(config.precision.clone(), BTreeMap::new());
     state.fp8 = Fp8Blocks::new(config.precision.fp8.clone(), shape.num_layers, &[]);
     let kept: Vec<_> = state.fallback.active().collect();
-    let blocks =
-        kept.iter().filter_map(|unit| if let PrecisionUnit::Block(block) = unit { Some(*block) } else { None });
-    let blocks = blocks.map(|block| ("keep", block));
-    let fp8 = config.precision.fp8.block.as_ref().and_then(BlockRanges::last).map(|block| ("fp8.block", block));
-    if let Some((key, block)) = blocks.chain(fp8).find(|(_, block)| *block >= shape.num_layers) {
-        let message = format!("block {block} does not exist: the model has {}, numbered from 0", shape.num_layers);
-        return Err(Error::config(format!("precision.{key}"), message));
-    }
-    if fp8.is_some() && shape.experts.is_some() {
-        return Err(Error::config("precision.fp8.block", "the FP8 simulation does not support mixtures of experts"));
-    }
-    let has_base = shape.lora.as_ref().is_some_and(|lora| lora.modules_to_save.is_empty());
-    let other = !has_base || config.objective.reference.is_some();
-    let computed_before = config.objective.needs_reference() && other;
-    let reference = if computed_before { Reference::Stored(ReferenceLogps::default()) } else { Reference::Base };
+    check_blocks(config, shape, &kept)?;
     let rows = config.objective.rows(train.batch_size);
     let mut engine = TrainEngine {
-        objective: Objective::new(config.objective.clone(), reference),
+        objective: Objective::new(config.objective.clone(), initial_reference(config, shape)),
         workspace: Workspace::for_training(shape, policy, (rows, train.seq_len), train.recompute, &device)?,
         grads: Gradients::sharded(&state.weights, policy, train.grad_accum, &*group, train.shard)?,
         group,

@@ -15,5 +15,5 @@ mod weights;
 pub use aux_files::AuxFiles;
 pub use folder::ModelFolder;
 pub use gguf::{Gguf, GgufModel};
-pub use stored_model::{NOT_A_MODEL_FILE, StoredModel, is_gguf};
+pub use stored_model::{NOT_A_MODEL_FILE, StoredModel, has_gguf_extension, is_gguf};
 pub use weights::{AdapterSource, WeightSource};

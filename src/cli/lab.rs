@@ -30,7 +30,7 @@ use crate::lab::{
 };
 use crate::precision::PrecisionPolicy;
 use crate::screen::Terminal;
-use crate::store::StoredModel;
+use crate::store::{StoredModel, has_gguf_extension};
 use crate::telemetry::{ProcessStats, Started};
 use crate::train::{Config, DistributedLayout};
 use crate::ui::{ColorScheme, Page, Role, Theme};
@@ -406,7 +406,7 @@ fn recipe_from_run(run: &RunData, spec: ModelSpec) -> Result<(ModelSpec, Optimiz
     let mut spec = config.with_trained_parts(spec)?;
     if let Some(lora) = &spec.lora {
         let base = Path::new(&config.model);
-        if base.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) {
+        if has_gguf_extension(base) {
             let missing = "the run's base is not there; run this where it is, or name a model with --model";
             let found = base.is_file().then(|| StoredModel::shape(base));
             spec.quantized = found.ok_or_else(|| Error::data(&config.model, missing))??.quantized;

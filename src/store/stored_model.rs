@@ -1,5 +1,6 @@
 //! A model on disk: a Hugging Face folder or a GGUF file.
 
+use std::ffi::OsStr;
 use std::path::Path;
 
 use super::aux_files::AuxFiles;
@@ -97,5 +98,10 @@ pub const NOT_A_MODEL_FILE: &str =
 
 /// Whether `path` is a file with the extension `.gguf`.
 pub fn is_gguf(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) && path.is_file()
+    has_gguf_extension(path) && path.is_file()
+}
+
+/// Whether a name or path ends in `.gguf`, in letters of any case.
+pub fn has_gguf_extension(name: impl AsRef<OsStr>) -> bool {
+    name.as_ref().as_encoded_bytes().to_ascii_lowercase().ends_with(b".gguf")
 }

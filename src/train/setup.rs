@@ -20,7 +20,7 @@ use crate::store::aux_files::CHAT_TEMPLATE;
 use crate::store::base::{AdaptedModel, check_range};
 use crate::store::checkpoint::{Base, Checkpoint};
 use crate::store::hub::{self, Hub, Settings};
-use crate::store::{AuxFiles, ModelFolder, NOT_A_MODEL_FILE, StoredModel, WeightSource, is_gguf};
+use crate::store::{AuxFiles, ModelFolder, NOT_A_MODEL_FILE, StoredModel, WeightSource, has_gguf_extension, is_gguf};
 use crate::telemetry::{available_bytes, bytes};
 use crate::train::config::{Config, WeightInit};
 use crate::train::engine::TrainEngine;
@@ -254,7 +254,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
             Ok(ModelLocation { path, commit: Some(commit) })
         });
     }
-    if name.to_ascii_lowercase().ends_with(".gguf") {
+    if has_gguf_extension(name) {
         return wrong("the file does not exist; write a GGUF file on the Hub as `hf://owner/name/file.gguf`");
     }
     if path.ancestors().skip(1).any(|above| !above.as_os_str().is_empty() && above.is_dir()) {
@@ -272,7 +272,7 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
 fn hub_file(name: &str) -> Option<(&str, &str)> {
     let (at, _) = name.match_indices('/').nth(1)?;
     let (repo, file) = (&name[..at], &name[at + 1..]);
-    file.to_ascii_lowercase().ends_with(".gguf").then_some((repo, file))
+    has_gguf_extension(file).then_some((repo, file))
 }
 
 /// Runs `find` on the Hub, or on its cache if there is no network.

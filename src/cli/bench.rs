@@ -93,7 +93,7 @@ pub(super) fn run(args: &BenchArgs, out: &mut dyn Write) -> Result<ExitCode> {
     if args.profile && args.dtype.0.len() > 1 {
         return Err(Error::config("--profile", "measures one type at a time; use a single `--dtype`"));
     }
-    args.shape()?;
+    args.spec()?;
     let reporter = Reporter::of("measuring");
     let text = match &args.dtype.0[..] {
         [(_, policy)] => {
@@ -134,9 +134,9 @@ impl BenchArgs {
         Ok(config)
     }
 
-    fn shape(&self) -> Result<ModelSpec> {
-        let mut shape = match ModelSpec::named(&self.model) {
-            Some(shape) => shape,
+    fn spec(&self) -> Result<ModelSpec> {
+        let mut spec = match ModelSpec::named(&self.model) {
+            Some(spec) => spec,
             None if Path::new(&self.model).exists() => StoredModel::shape(Path::new(&self.model))?,
             None => {
                 let names = ModelSpec::names().join(", ");
@@ -144,12 +144,12 @@ impl BenchArgs {
                 return Err(Error::config("--model", message));
             }
         };
-        shape.num_layers = self.layers.unwrap_or(shape.num_layers);
-        if self.seq_len > shape.max_position_embeddings {
-            let message = format!("{} exceeds the context of {} tokens", self.seq_len, shape.max_position_embeddings);
+        spec.num_layers = self.layers.unwrap_or(spec.num_layers);
+        if self.seq_len > spec.max_position_embeddings {
+            let message = format!("{} exceeds the context of {} tokens", self.seq_len, spec.max_position_embeddings);
             return Err(Error::config("--seq-len", message));
         }
-        Ok(shape)
+        Ok(spec)
     }
 }
 
@@ -164,25 +164,25 @@ struct Sample {
 
 fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let begin = Instant::now();
-    let shape = config.with_trained_parts(args.shape()?)?;
+    let spec = config.with_trained_parts(args.spec()?)?;
     let open = config.device_spec()?.open(config.dtype, config.kernels, &mut |notice| print_notice(&notice))?;
-    let masters = if shape.lora.is_none() {
-        TrainState::random_masters(&shape, config.seed, &open.device)?
+    let masters = if spec.lora.is_none() {
+        TrainState::random_masters(&spec, config.seed, &open.device)?
     } else {
         let (weights, initial) = (WeightSource::Random(config.seed), (config.seed, false));
-        weights.load_adapters(&shape, config.dtype.compute, initial, &open.device, &args.model)?.parameters
+        weights.load_adapters(&spec, config.dtype.compute, initial, &open.device, &args.model)?.parameters
     };
     let weights = MasterWeights::new(masters, config.dtype, &*open.kernels)?;
     let profile = args.profile.then(|| Arc::new(Profile::new(open.kernels.clone(), &open.device)));
     let kernels = profile.clone().map_or_else(|| open.kernels.clone(), |profile| profile as Arc<dyn Kernels>);
     let steps = (args.warmup + args.steps) as u64;
-    let mut engine = engine(Arc::new(SingleProcess), config, &shape, weights, kernels, steps)?;
+    let mut engine = engine(Arc::new(SingleProcess), config, &spec, weights, kernels, steps)?;
     engine.count_exponents = !args.no_histogram;
     let startup = begin.elapsed();
     let mut batches: Vec<Batch> = (0..args.grad_accum).map(|_| Batch::new(args.batch_size, args.seq_len)).collect();
     let mut draws = 0..;
     let mut refill = |batches: &mut [Batch]| {
-        batches.iter_mut().zip(&mut draws).for_each(|(batch, draw)| fill(batch, shape.vocab_size, draw));
+        batches.iter_mut().zip(&mut draws).for_each(|(batch, draw)| fill(batch, spec.vocab_size, draw));
     };
     let peak: Option<fn() -> Peak> = match config.dtype.compute {
         _ if !open.device.is_cpu() => None,
@@ -206,7 +206,7 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     }
     let first_loss = warmup.first().or(samples.first()).map(|sample| sample.report.loss);
     let first_step = warmup.first().map(|sample| sample.wall);
-    let mut report = summary(args, &shape, &samples);
+    let mut report = summary(args, &spec, &samples);
     if let Some(profile) = &profile {
         let costs = profile.take()?;
         let limits = match report["peak_gflops"].as_f64() {
@@ -252,29 +252,29 @@ fn fill(batch: &mut Batch, vocab: usize, draw: u64) {
 }
 
 /// Floating-point operations of a step by the usual count: six per matrix weight and token, four of a frozen one, plus those of causal attention.
-fn operations(args: &BenchArgs, shape: &ModelSpec) -> f64 {
+fn operations(args: &BenchArgs, spec: &ModelSpec) -> f64 {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
-    let products = shape.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
+    let products = spec.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
     let weights = products.map(|entry| {
         let elements = entry.shape.iter().product::<usize>() as f64;
-        match (entry.layer.op, shape.experts) {
+        match (entry.layer.op, spec.experts) {
             (ModuleOp::Linear(_) | ModuleOp::Router, _) => elements,
             (ModuleOp::Expert(..), Some(experts)) => elements * experts.router.top_k as f64 / experts.count as f64,
             _ => 0.0,
         }
     });
-    let weights = weights.sum::<f64>() + (shape.hidden_size * shape.vocab_size) as f64;
+    let weights = weights.sum::<f64>() + (spec.hidden_size * spec.vocab_size) as f64;
     // Frozen weights have no gradient; their adapters' products are not counted.
-    let of_weight = if shape.lora.is_some() { 4.0 } else { 6.0 };
-    (of_weight * weights + 6.0 * (shape.num_layers * shape.attn_out_size() * args.seq_len) as f64) * tokens as f64
+    let of_weight = if spec.lora.is_some() { 4.0 } else { 6.0 };
+    (of_weight * weights + 6.0 * (spec.num_layers * spec.attn_out_size() * args.seq_len) as f64) * tokens as f64
 }
 
 /// The report. Rates and times are medians of the applied steps, because a skipped one lacks the update; `null` without any.
-fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_json::Value {
+fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Sample]) -> serde_json::Value {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
     let applied = || samples.iter().filter(|sample| sample.report.outcome != StepOutcome::Skipped);
     let step = median(applied().map(|sample| sample.wall));
-    let gflops = step.map(|step| operations(args, shape) / step.as_secs_f64() / 1e9);
+    let gflops = step.map(|step| operations(args, spec) / step.as_secs_f64() / 1e9);
     let peak = median_and_max(samples.iter().filter_map(|sample| sample.peak));
     let part = |of: fn(&Sample) -> Duration| median(applied().map(of)).map(millis);
     let skipped = samples.len() - applied().count();
@@ -282,11 +282,11 @@ fn summary(args: &BenchArgs, shape: &ModelSpec, samples: &[Sample]) -> serde_jso
         "who": "finetune",
         "version": env!("CARGO_PKG_VERSION"),
         "model": args.model,
-        "layers": shape.num_layers,
+        "layers": spec.num_layers,
         "batch": args.batch_size,
         "seq": args.seq_len,
         "grad_accum": args.grad_accum,
-        "lora": shape.lora.as_ref().map(|lora| lora.r),
+        "lora": spec.lora.as_ref().map(|lora| lora.r),
         "threads": rayon::current_num_threads(),
         "isa": Isa::current().to_string(),
         "tokens_per_s": step.map(|step| round(tokens as f64 / step.as_secs_f64())),
@@ -365,20 +365,20 @@ mod tests {
     fn a_profile_has_every_operation_of_a_step() {
         let line = "bench --device cpu --model tiny --batch-size 2 --seq-len 16 --dtype fp32 --steps 2 --profile";
         let args = Line::parse_from(line.split_whitespace()).bench;
-        let (shape, report) =
-            (args.shape().unwrap(), measure(&args, &args.config(PrecisionPolicy::FP32).unwrap()).unwrap());
+        let (spec, report) =
+            (args.spec().unwrap(), measure(&args, &args.config(PrecisionPolicy::FP32).unwrap()).unwrap());
         let sum = |key: &str, names: &[&str]| {
             let lines = report["profile"].as_array().unwrap().iter();
             let chosen = lines.filter(|line| names.is_empty() || names.contains(&line["operation"].as_str().unwrap()));
             chosen.map(|line| line[key].as_f64().unwrap()).sum::<f64>()
         };
         // Each block has one attention, and one update changes all parameters.
-        assert_eq!(sum("calls", &["Attention"]), shape.num_layers as f64);
+        assert_eq!(sum("calls", &["Attention"]), spec.num_layers as f64);
         assert_eq!(sum("calls", &["AdamW"]), 1.0);
-        let attention = 6.0 * (shape.num_layers * shape.attn_out_size() * args.seq_len) as f64;
-        let products = operations(&args, &shape) - attention * (args.batch_size * args.seq_len) as f64;
+        let attention = 6.0 * (spec.num_layers * spec.attn_out_size() * args.seq_len) as f64;
+        let products = operations(&args, &spec) - attention * (args.batch_size * args.seq_len) as f64;
         assert!((sum("gflop", &["Linear", "Matmul"]) * 1e9 / products - 1.0).abs() < 1e-9, "{report}");
-        let masters = 4.0 * shape.parameter_count() as f64;
+        let masters = 4.0 * spec.parameter_count() as f64;
         assert!((sum("mb", &["AdamW"]) * 1e6 / (7.0 * masters) - 1.0).abs() < 1e-9, "{report}");
         let share = sum("share", &[]);
         assert!(share > 0.1 && share <= 1.0, "{share} of {report}");
@@ -401,10 +401,10 @@ mod tests {
     #[test]
     fn operations_are_counted_as_the_peer_counts_them() {
         let args = Line::parse_from(["bench", "--seq-len", "64", "--steps", "1"]).bench;
-        let shape = args.shape().unwrap();
+        let spec = args.spec().unwrap();
         let (l, d, v) = (6.0, 768.0, 50257.0);
         let per_token = 6.0 * (12.0 * l * d * d + d * v) + 12.0 * l * d * 64.0 / 2.0;
-        let gflops = summary(&args, &shape, &[sample(1, APPLIED)])["gflops"].as_f64().unwrap();
+        let gflops = summary(&args, &spec, &[sample(1, APPLIED)])["gflops"].as_f64().unwrap();
         assert!((gflops - per_token * 32.0 * 64.0 / 1e9).abs() < 1e-3, "{gflops}");
     }
 
@@ -427,8 +427,8 @@ mod tests {
     #[test]
     fn skipped_steps_are_counted_and_not_part_of_the_rate() {
         let args = Line::parse_from(["bench"]).bench;
-        let shape = args.shape().unwrap();
-        let report = |samples: &[Sample]| summary(&args, &shape, samples);
+        let spec = args.spec().unwrap();
+        let report = |samples: &[Sample]| summary(&args, &spec, samples);
         let skip = || sample(1, StepOutcome::Skipped);
         let mixed = report(&[skip(), sample(8, APPLIED), skip(), skip()]);
         assert_eq!((mixed["skipped"].as_u64(), mixed["tokens_per_s"].as_f64()), (Some(3), Some(128.0)));

@@ -186,7 +186,7 @@ impl ChatResponder<'_> {
         let Self { args, trained, model, weights, sampling, stopped, out } = self;
         // The template has already added every special token.
         let prompt = trained.tokenizer.encode(&chat.prompt()?)?;
-        let context = trained.config.max_position_embeddings;
+        let context = trained.spec.max_position_embeddings;
         if prompt.len() >= context {
             let message = format!(
                 "the conversation has {} tokens, but the model's context is {context}; /reset restarts it",

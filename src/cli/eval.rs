@@ -46,8 +46,7 @@ pub(super) fn run(args: &EvalArgs, out: &mut dyn Write) -> Result<()> {
     if let (true, Some(data)) = (args.answers, &args.data) {
         return answers(args, &trained, reporter, data, out);
     }
-    let windows =
-        SlidingWindow::new(trained.config.max_position_embeddings, args.seq_len, args.stride, args.batch_size)?;
+    let windows = SlidingWindow::new(trained.spec.max_position_embeddings, args.seq_len, args.stride, args.batch_size)?;
     let (data, text) = match &args.data {
         Some(data) => whole(data, &trained, &reporter)?,
         None => validation(&trained, args.model.model.bos, &reporter)?,
@@ -113,7 +112,7 @@ fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(
     })?;
     let config = ConfigArgs::default().resolve_from_run(&run)?;
     let rule = if bos == Bos::Auto { config.bos } else { bos };
-    let id = trained.config.bos_token_id;
+    let id = trained.spec.bos_token_id;
     let tokenizer = trained.aux_files.clone().with_bos(trained.tokenizer.clone(), rule, id)?;
     let mut sets = datasets(&config, &trained.chat, &tokenizer, &mut |event| reporter.report(event))?;
     let (1, Some((set, _))) = (sets.len(), sets.pop()) else {

@@ -48,10 +48,10 @@ pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode>
         }
     }
     let (trained, reporter) = args.model.open()?;
-    let seq_len = args.seq_len.unwrap_or(128.min(trained.config.max_position_embeddings));
-    if seq_len == 0 || seq_len > trained.config.max_position_embeddings {
+    let seq_len = args.seq_len.unwrap_or(128.min(trained.spec.max_position_embeddings));
+    if seq_len == 0 || seq_len > trained.spec.max_position_embeddings {
         let message =
-            format!("{seq_len} is not between 1 and the model's context of {}", trained.config.max_position_embeddings);
+            format!("{seq_len} is not between 1 and the model's context of {}", trained.spec.max_position_embeddings);
         return Err(Error::config("--seq-len", message));
     }
     let (tokens, _) = whole_text(&args.data.parse()?, trained.dataset_options(), &trained.tokenizer, &mut |event| {

@@ -70,7 +70,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     }
     let (trained, reporter) = args.model.model.open()?;
     let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
-    let context = trained.config.max_position_embeddings;
+    let context = trained.spec.max_position_embeddings;
     if prompt.len() > context {
         let message = format!("its {} tokens exceed the context of {context}; shorten it", prompt.len());
         return Err(Error::config("--prompt", message));
@@ -148,7 +148,7 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
 fn encode(trained: &TrainedModel, rows: &[PromptRow]) -> Result<Vec<Vec<u32>>> {
     let is_conversation = |row: &PromptRow| matches!(row.prompt, Prompt::Conversation(..));
     let chat = rows.iter().any(is_conversation).then(|| Chat::new(trained, None)).transpose()?;
-    let (tokenizer, context) = (&trained.tokenizer, trained.config.max_position_embeddings);
+    let (tokenizer, context) = (&trained.tokenizer, trained.spec.max_position_embeddings);
     let ids = |row: &PromptRow| {
         let ids = match (&row.prompt, &chat) {
             (Prompt::Conversation(conversation, tools), Some(chat)) => {

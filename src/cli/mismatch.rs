@@ -45,7 +45,7 @@ pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
     }
     let (trained, reporter) = args.model.open()?;
     let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
-    let context = trained.config.max_position_embeddings;
+    let context = trained.spec.max_position_embeddings;
     let room = context.saturating_sub(prompt.len());
     let tokens = args.max_tokens.unwrap_or(128.min(room));
     if tokens == 0 || tokens > room {

@@ -35,7 +35,7 @@ pub fn exact_match(
     mut progress: impl FnMut(usize),
 ) -> Result<ExactMatch> {
     let chat = Chat::new(trained, None)?;
-    let (tokenizer, context) = (&trained.tokenizer, trained.config.max_position_embeddings);
+    let (tokenizer, context) = (&trained.tokenizer, trained.spec.max_position_embeddings);
     let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
     let mut prompts = Vec::with_capacity(examples.len());
     for (index, EvalExample { prompt, tools, answer }) in examples.iter().enumerate() {

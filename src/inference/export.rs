@@ -116,7 +116,7 @@ pub fn export(
         }
         ExportFormat::Gguf => gguf::write(trained, &trained.weights(dtype)?, encoding, name, &work.path().join(name))?,
         ExportFormat::Onnx(onnx) => {
-            onnx::write(&trained.config, &trained.weights(dtype)?, onnx, &work.path().join(name))?;
+            onnx::write(&trained.spec, &trained.weights(dtype)?, onnx, &work.path().join(name))?;
         }
     }
     temporary::publish(&work, &files)?;

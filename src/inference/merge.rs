@@ -31,10 +31,10 @@ pub fn merge_error(
     open: &DeviceContext,
 ) -> Result<MergeError> {
     const TOKENS: usize = 64;
-    let tokens = TOKENS.min(trained.config.max_position_embeddings);
+    let tokens = TOKENS.min(trained.spec.max_position_embeddings);
     let stream = Stream::new(0, Domain::Bench);
     let ids: Vec<u32> =
-        (0..tokens as u32).map(|at| stream.block(0, 0, at)[0] % trained.config.vocab_size as u32).collect();
+        (0..tokens as u32).map(|at| stream.block(0, 0, at)[0] % trained.spec.vocab_size as u32).collect();
     let logits_of = |what: &str, (model, weights): (Decoder, Parameters)| {
         let logits = read(&logits(&model, &weights, &ids)?)?.typed::<f32>()?.to_vec();
         let finite = logits.iter().all(|logit| logit.is_finite());
@@ -52,7 +52,7 @@ pub fn merge_error(
             for (from, to) in rounded.tensors().iter().zip(merged.tensors()) {
                 view::copy(from, to)?;
             }
-            (Decoder::new(&trained.config, &merged, open.kernels.clone())?, merged)
+            (Decoder::new(&trained.spec, &merged, open.kernels.clone())?, merged)
         }
         _ => TrainedModel::open(out, None)?.load(PrecisionPolicy::FP32, open)?,
     };

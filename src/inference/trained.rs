@@ -20,7 +20,7 @@ pub struct TrainedModel {
     /// The folder of the weights, or the GGUF file.
     pub path: PathBuf,
     /// The model's shape.
-    pub config: ModelSpec,
+    pub spec: ModelSpec,
     /// Its tokenizer.
     pub tokenizer: Tokenizer,
     /// The small files stored with its weights.
@@ -61,12 +61,12 @@ impl TrainedModel {
         } else {
             whole(path)?
         };
-        let (weights, config, adapters) = match found {
-            OpenedModel::Whole(weights, config) => (weights, *config, None),
+        let (weights, spec, adapters) = match found {
+            OpenedModel::Whole(weights, spec) => (weights, *spec, None),
             OpenedModel::Adapters(adapters) => {
-                let (weights, config) = base_of(&adapters, locate)?;
-                adapters.spec(&config)?;
-                (weights, config, Some(adapters))
+                let (weights, spec) = base_of(&adapters, locate)?;
+                adapters.spec(&spec)?;
+                (weights, spec, Some(adapters))
             }
         };
         let place = adapters.as_ref().map(AdapterSource::path).or_else(|| weights.path()).unwrap_or(path);
@@ -88,25 +88,25 @@ impl TrainedModel {
             let message = "it has no `tokenizer.json`; pass one with `--tokenizer FILE`";
             return Err(Error::model(path.display(), message));
         };
-        let (tokens, rows) = (tokenizer.vocab_size(), config.vocab_size);
+        let (tokens, rows) = (tokenizer.vocab_size(), spec.vocab_size);
         if tokens > rows {
             let message = format!("it has {tokens} tokens, but the model's vocabulary has {rows}");
             return Err(Error::model(file.display(), message));
         }
         let chat = aux_files.chat()?;
-        Self { path, config, tokenizer, aux_files, chat, corrupt_files, weights, adapters }.with_bos(Bos::Auto)
+        Self { path, spec, tokenizer, aux_files, chat, corrupt_files, weights, adapters }.with_bos(Bos::Auto)
     }
 
     /// The model with the BOS token that `rule` determines. Fails with [`Error::Config`] if `rule` asks for a token
     /// that the model does not have.
     pub fn with_bos(mut self, rule: Bos) -> Result<Self> {
-        self.tokenizer = self.aux_files.with_bos(self.tokenizer, rule, self.config.bos_token_id)?;
+        self.tokenizer = self.aux_files.with_bos(self.tokenizer, rule, self.spec.bos_token_id)?;
         Ok(self)
     }
 
     /// The stop tokens from the configuration, `generation_config.json` and the tokenizer.
     pub fn stop_token_ids(&self) -> Result<Vec<u32>> {
-        self.aux_files.stop_token_ids(&self.config, &self.tokenizer)
+        self.aux_files.stop_token_ids(&self.spec, &self.tokenizer)
     }
 
     /// How text is read for it, without a configuration: rows by their usual fields, conversations by its template.
@@ -125,13 +125,13 @@ impl TrainedModel {
             ));
         }
         let adapters = AdapterSource::open(folder)?;
-        adapters.spec(&self.config)?;
+        adapters.spec(&self.spec)?;
         Ok(Self { adapters: Some(adapters), ..self })
     }
 
     /// The model with its adapters; `None` without.
     pub fn adapted(&self) -> Result<Option<ModelSpec>> {
-        self.adapters.as_ref().map(|adapters| adapters.spec(&self.config)).transpose()
+        self.adapters.as_ref().map(|adapters| adapters.spec(&self.spec)).transpose()
     }
 
     /// The name and revision of the base that adapters were trained over.
@@ -147,7 +147,7 @@ impl TrainedModel {
     fn load_adapters(&self, compute: Dtype, in_blocks: bool) -> Result<Option<(ModelSpec, Parameters)>> {
         let Some(adapters) = &self.adapters else { return Ok(None) };
         let origin = self.path.display().to_string();
-        adapters.load((&self.config, &self.weights), compute, in_blocks, &origin).map(Some)
+        adapters.load((&self.spec, &self.weights), compute, in_blocks, &origin).map(Some)
     }
 
     /// The weights in FP32: a checkpoint's masters, or the folder's weights widened. Adapters are merged.
@@ -155,7 +155,7 @@ impl TrainedModel {
         if let Some((spec, adapters)) = self.load_with_base(Dtype::F32)? {
             Ok(merge_into_base(&spec, &adapters)?.1)
         } else {
-            let masters = Parameters::zeros(&self.config.parameters(), DType::F32, &Device::Cpu)?;
+            let masters = Parameters::zeros(&self.spec.parameters(), DType::F32, &Device::Cpu)?;
             self.weights.read(&masters)?;
             Ok(masters)
         }
@@ -190,7 +190,7 @@ impl TrainedModel {
         if !open.device.is_cpu() {
             weights = converted(&weights, candle_dtype(policy.compute), &open.device)?;
         }
-        Ok((Decoder::new(&self.config, &weights, open.kernels.clone())?, weights))
+        Ok((Decoder::new(&self.spec, &weights, open.kernels.clone())?, weights))
     }
 }
 
@@ -205,15 +205,15 @@ fn of_checkpoint(checkpoint: Checkpoint) -> OpenedModel {
     if checkpoint.manifest().has_adapters() {
         OpenedModel::Adapters(AdapterSource::Checkpoint(checkpoint))
     } else {
-        let config = Box::new(checkpoint.config().clone());
-        OpenedModel::Whole(WeightSource::Checkpoint(checkpoint), config)
+        let spec = Box::new(checkpoint.config().clone());
+        OpenedModel::Whole(WeightSource::Checkpoint(checkpoint), spec)
     }
 }
 
 fn whole(path: &Path) -> Result<OpenedModel> {
     let model = StoredModel::open(path)?;
-    let config = Box::new(model.config().clone());
-    Ok(OpenedModel::Whole(WeightSource::Stored(model), config))
+    let spec = Box::new(model.config().clone());
+    Ok(OpenedModel::Whole(WeightSource::Stored(model), spec))
 }
 
 fn open_step(path: &Path) -> Result<OpenedModel> {
@@ -236,8 +236,8 @@ fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightS
         let message = "the adapters do not name their base model; pass it as MODEL and this folder with `--adapter`";
         return Err(Error::model(adapters.path().display(), message));
     };
-    if let (Some(shape), Some(seed), false) = (ModelSpec::named(&name), adapters.seed(), Path::new(&name).exists()) {
-        return Ok((WeightSource::Random(seed), shape));
+    if let (Some(spec), Some(seed), false) = (ModelSpec::named(&name), adapters.seed(), Path::new(&name).exists()) {
+        return Ok((WeightSource::Random(seed), spec));
     }
     let path = locate(&name, revision.as_deref())?;
     if !path.exists() {
@@ -246,8 +246,8 @@ fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightS
         return Err(Error::model(adapters.path().display(), message));
     }
     let model = StoredModel::open(&path)?;
-    let shape = model.config().clone();
-    Ok((WeightSource::Stored(model), shape))
+    let spec = model.config().clone();
+    Ok((WeightSource::Stored(model), spec))
 }
 
 /// A decoder of `spec` with these FP32 adapters, rounded to the policy's compute type, over their base of that type, on

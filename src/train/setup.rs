@@ -54,7 +54,7 @@ pub struct ModelSource {
     /// Its name, as the user wrote it.
     pub name: String,
     /// Its shape, with the run's dropout rates.
-    pub config: ModelSpec,
+    pub spec: ModelSpec,
     /// Its tokenizer, or the user's replacement.
     pub tokenizer: Tokenizer,
     /// The small files stored with its weights.
@@ -92,39 +92,39 @@ impl ModelSource {
         let given = config.tokenizer.as_ref().map(Tokenizer::from_file).transpose()?;
         let (named, random) = (ModelSpec::named(&config.model), || WeightSource::Random(config.seed));
         if config.model == "tiny" {
-            let shape = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
+            let spec = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
             let tokenizer = given.or_else(|| Some(Tokenizer::byte()));
-            return Self::checked(config, shape, tokenizer, AuxFiles::default(), None, Some(random()));
+            return Self::checked(config, spec, tokenizer, AuxFiles::default(), None, Some(random()));
         }
         if config.init == WeightInit::Random && !Path::new(&config.model).exists() {
             let unknown =
                 || format!("`{}` is neither a folder nor one of {}", config.model, ModelSpec::names().join(", "));
-            let shape = named.ok_or_else(|| Error::config("model", unknown()))?;
-            return Self::checked(config, shape, given, AuxFiles::default(), None, Some(random()));
+            let spec = named.ok_or_else(|| Error::config("model", unknown()))?;
+            return Self::checked(config, spec, given, AuxFiles::default(), None, Some(random()));
         }
         let there = config.folder.iter().map(|folder| folder.join(&config.model)).find(|path| path.exists());
         let there = there.filter(|_| !Path::new(&config.model).exists()).map(|path| path.display().to_string());
         let model = there.as_deref().unwrap_or(&config.model);
         let ModelLocation { path, commit } = locate(model, config.revision.as_deref(), report)?;
-        let (shape, own, aux_files, weights) = if config.init == WeightInit::Random && path.is_dir() {
+        let (spec, own, aux_files, weights) = if config.init == WeightInit::Random && path.is_dir() {
             let own = ModelFolder::tokenizer_in(&path).map(Tokenizer::from_file).transpose()?;
             (ModelFolder::read_config(&path)?, own, AuxFiles::of_folder(&path)?, random())
         } else {
             let model = StoredModel::open(&path)?;
             let own = if given.is_some() { None } else { model.tokenizer()? };
             let aux_files = model.aux_files()?;
-            let shape = model.config().clone();
+            let spec = model.config().clone();
             let weights = if config.init == WeightInit::Random { random() } else { WeightSource::Stored(model) };
-            (shape, own, aux_files, weights)
+            (spec, own, aux_files, weights)
         };
-        Self::checked(config, shape, given.or(own), aux_files, commit, Some(weights))
+        Self::checked(config, spec, given.or(own), aux_files, commit, Some(weights))
     }
 
     /// The model of a resumed run: shape and tokenizer come from the checkpoint, so that nothing else is needed.
     pub fn from_checkpoint(config: &Config, checkpoint: &Checkpoint, report: &mut SetupCallback<'_>) -> Result<Self> {
         let tokenizer = Some(Tokenizer::from_file(checkpoint.tokenizer())?);
-        let (shape, aux_files) = (checkpoint.config().clone(), AuxFiles::of_folder(checkpoint.path())?);
-        let (commit, weights) = if shape.lora.is_some() {
+        let (spec, aux_files) = (checkpoint.config().clone(), AuxFiles::of_folder(checkpoint.path())?);
+        let (commit, weights) = if spec.lora.is_some() {
             let base = Self::open(config, report)?;
             (base.commit, base.weights)
         } else {
@@ -132,20 +132,20 @@ impl ModelSource {
                 config.train.freeze.as_ref().map(|_| Checkpoint::open_verified(checkpoint.path())).transpose()?;
             (config.revision.clone(), frozen.map(|checkpoint| WeightSource::Checkpoint(Box::new(checkpoint))))
         };
-        Self::checked(config, shape, tokenizer, aux_files, commit, weights)
+        Self::checked(config, spec, tokenizer, aux_files, commit, weights)
     }
 
     fn checked(
         config: &Config,
-        shape: ModelSpec,
+        spec: ModelSpec,
         tokenizer: Option<Tokenizer>,
         mut aux_files: AuxFiles,
         commit: Option<String>,
         weights: Option<WeightSource>,
     ) -> Result<Self> {
         let rates = &config.dropout;
-        let mut shape = config.with_trained_parts(ModelSpec { lora: None, ..shape })?;
-        shape.dropout =
+        let mut spec = config.with_trained_parts(ModelSpec { lora: None, ..spec })?;
+        spec.dropout =
             DropoutRates { embedding: rates.embedding, residual: rates.residual, attention: rates.attention };
         let Some(tokenizer) = tokenizer else {
             let message = format!(
@@ -155,19 +155,19 @@ impl ModelSource {
             );
             return Err(Error::config("tokenizer", message));
         };
-        if tokenizer.vocab_size() > shape.vocab_size {
-            let (tokens, rows) = (tokenizer.vocab_size(), shape.vocab_size);
+        if tokenizer.vocab_size() > spec.vocab_size {
+            let (tokens, rows) = (tokenizer.vocab_size(), spec.vocab_size);
             let message = format!("has {tokens} tokens, but the vocabulary of `{}` has {rows}", config.model);
             return Err(Error::config("tokenizer", message));
         }
-        if config.train.seq_len > shape.max_position_embeddings {
+        if config.train.seq_len > spec.max_position_embeddings {
             let message =
-                format!("{} exceeds the context of {} tokens", config.train.seq_len, shape.max_position_embeddings);
+                format!("{} exceeds the context of {} tokens", config.train.seq_len, spec.max_position_embeddings);
             return Err(Error::config("train.seq_len", message));
         }
-        let tokenizer = aux_files.with_bos(tokenizer, config.bos, shape.bos_token_id)?;
+        let tokenizer = aux_files.with_bos(tokenizer, config.bos, spec.bos_token_id)?;
         let chat = aux_files.chat()?;
-        Ok(Self { name: config.model.clone(), config: shape, tokenizer, aux_files, chat, commit, weights })
+        Ok(Self { name: config.model.clone(), spec, tokenizer, aux_files, chat, commit, weights })
     }
 
     /// The initial weights.
@@ -182,15 +182,15 @@ impl ModelSource {
         report(SetupEvent::Phase(if random { "drawing weights" } else { "reading weights" }.into()));
         let policy = config.dtype;
         let check = |parameters: &Parameters| check_range(parameters, &self.name, policy.compute);
-        if !self.config.frozen_parameters().is_empty() {
+        if !self.spec.frozen_parameters().is_empty() {
             let Some(weights) = &self.weights else {
                 return Err(Error::model(&self.name, "adapters need their base model"));
             };
             let AdaptedModel { parameters, sha256 } =
-                weights.load_adapters(&self.config, policy.compute, (config.seed, true), device, &self.name)?;
+                weights.load_adapters(&self.spec, policy.compute, (config.seed, true), device, &self.name)?;
             // A checkpoint contains frozen modules, but not the base of adapters.
             let base = || Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
-            let base = self.config.lora.is_some().then(base);
+            let base = self.spec.lora.is_some().then(base);
             check(&parameters)?;
             if let Some((held, dense)) = parameters.base().and_then(|base| base.quantization_savings()) {
                 let (held, dense) = (bytes(held), bytes(dense));
@@ -205,7 +205,7 @@ impl ModelSource {
             weights.read(into)?;
             check(into)
         };
-        let entries = self.config.parameters();
+        let entries = self.spec.parameters();
         let weights = MasterWeights::from_shard_fn(&entries, policy, device, group, &**kernels, fill)?;
         Ok(InitialWeights { weights, base: None })
     }
@@ -458,7 +458,7 @@ pub fn open_device(
 /// Rejects a run for which the device has not enough memory; with `train.auto_batch`, changes it so that it fits.
 pub(super) fn fit_memory(
     config: Config,
-    shape: &ModelSpec,
+    spec: &ModelSpec,
     open: &DeviceContext,
     group: &dyn ProcessGroup,
     report: &mut SetupCallback<'_>,
@@ -471,15 +471,15 @@ pub(super) fn fit_memory(
     let (world_size, shards_on_host) = (group.world_size(), on_gpu && group.gpus().is_none());
     let layout = DistributedLayout { world_size, sharding: config.train.shard, on_gpu, shards_on_host };
     let mut config = config;
-    check_weights_fit(&config, shape, available)?;
+    check_weights_fit(&config, spec, available)?;
     if std::mem::take(&mut config.train.auto_batch) {
-        let (fitted, said) = fitted(&config, shape, &*open.kernels, layout, available);
+        let (fitted, said) = fitted(&config, spec, &*open.kernels, layout, available);
         if let Some(said) = said {
             report(SetupEvent::Load(LoadEvent::Notice(said)));
         }
         config = fitted;
     }
-    check_fits(&config, shape, &*open.kernels, layout, available)?;
+    check_fits(&config, spec, &*open.kernels, layout, available)?;
     Ok(config)
 }
 
@@ -514,13 +514,13 @@ fn initial_reference(config: &Config, spec: &ModelSpec) -> Reference {
 pub fn engine(
     group: Arc<dyn ProcessGroup>,
     config: &Config,
-    shape: &ModelSpec,
+    spec: &ModelSpec,
     weights: (MasterWeights, Parameters),
     kernels: Arc<dyn Kernels>,
     total_steps: u64,
 ) -> Result<TrainEngine> {
     let device = weights.1.device();
-    let model = Decoder::new(shape, &weights.1, kernels)?;
+    let model = Decoder::new(spec, &weights.1, kernels)?;
     if group.world_size() > 1 && device.is_cpu() && model.kernels().name() != "fused" {
         let message = "training with several processes on CPUs needs the fused kernels; use `auto`, or one process";
         return Err(Error::config("kernels", message));
@@ -529,13 +529,13 @@ pub fn engine(
     let scaler = GradScaler::new(config.grad_scaler())?;
     let mut state = TrainState::new(weights, config.optimizer(), scaler)?;
     state.fallback = Fallback::new(config.precision.clone(), BTreeMap::new());
-    state.fp8 = Fp8Blocks::new(config.precision.fp8.clone(), shape.num_layers, &[]);
+    state.fp8 = Fp8Blocks::new(config.precision.fp8.clone(), spec.num_layers, &[]);
     let kept: Vec<_> = state.fallback.active().collect();
-    check_blocks(config, shape, &kept)?;
+    check_blocks(config, spec, &kept)?;
     let rows = config.objective.rows(train.batch_size);
     let mut engine = TrainEngine {
-        objective: Objective::new(config.objective.clone(), initial_reference(config, shape)),
-        workspace: Workspace::for_training(shape, policy, (rows, train.seq_len), train.recompute, &device)?,
+        objective: Objective::new(config.objective.clone(), initial_reference(config, spec)),
+        workspace: Workspace::for_training(spec, policy, (rows, train.seq_len), train.recompute, &device)?,
         grads: Gradients::sharded(&state.weights, policy, train.grad_accum, &*group, train.shard)?,
         group,
         timings: Vec::new(),

@@ -177,7 +177,7 @@ impl Trainer {
             Some(checkpoint) => ModelSource::from_checkpoint(&config, checkpoint, report)?,
             None => ModelSource::open(&config, report)?,
         };
-        let config = setup::fit_memory(config, &source.config, &open, &*group, report)?;
+        let config = setup::fit_memory(config, &source.spec, &open, &*group, report)?;
         let initial = source.initial(&config, &open, &*group, report)?;
         let mut trainer = Self::with_parts(group, config, source, initial, open, report)?;
         checkpoint.map_or(Ok(()), |checkpoint| trainer.load(checkpoint))?;
@@ -218,8 +218,8 @@ impl Trainer {
         let per_epoch = loader.steps_per_epoch(train.grad_accum) * config.objective.iterations();
         let total_steps = train.steps.unwrap_or((train.epochs.unwrap_or(1.0) * per_epoch as f64).ceil() as u64);
         report(SetupEvent::Phase("preparing the first step".into()));
-        let engine = setup::engine(group, &config, &source.config, initial.weights, kernels, total_steps)?;
-        let stop_token_ids = aux_files.stop_token_ids(&source.config, &source.tokenizer)?;
+        let engine = setup::engine(group, &config, &source.spec, initial.weights, kernels, total_steps)?;
+        let stop_token_ids = aux_files.stop_token_ids(&source.spec, &source.tokenizer)?;
         let rollouts = Rollouts::new(&config, &engine, stop_token_ids.clone())?;
         let sampler = Sampler::new(&engine.model, &config, &source.tokenizer, stop_token_ids, &device)?;
         let (data, summary) = setup::describe_data(&config, &datasets);

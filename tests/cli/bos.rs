@@ -87,7 +87,7 @@ fn transformers_finds_the_loss_of_windows_that_begin_with_the_token() {
     assert_eq!(loss(&model(true, Some(false)), " --bos always"), with);
     assert_eq!(loss(&model(true, Some(false)), ""), without);
     let Some(python) = python() else { return };
-    let context = TrainedModel::open(fixture.folder(), None).unwrap().config.max_position_embeddings;
+    let context = TrainedModel::open(fixture.folder(), None).unwrap().spec.max_position_embeddings;
     let stride = context / 2;
     let case = (fixture.folder().to_owned(), fixture.path("text.txt"), context, vec![context, stride]);
     let theirs = &ask_transformers(&python, &[case])[0];

@@ -86,7 +86,7 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
         let mut ids = vec![0; tokens.len()];
         tokens.read(0, &mut ids);
         fixture.write("ids.json", serde_json::to_string(&ids).unwrap());
-        let context = trained.config.max_position_embeddings;
+        let context = trained.spec.max_position_embeddings;
         (fixture.folder().to_owned(), fixture.path("ids.json"), context, vec![context, context / 2, 3])
     };
     let cases: Vec<WindowCase> = fixtures.iter().zip(&models).map(case).collect();
@@ -146,7 +146,7 @@ fn batches_of_windows_do_not_show_in_the_loss() {
     let fixture = with_tokenizer("deep");
     let trained = TrainedModel::open(fixture.folder(), None).unwrap();
     let tokens = tokens(&fixture, &trained);
-    let context = trained.config.max_position_embeddings;
+    let context = trained.spec.max_position_embeddings;
     let loss = |batch| {
         let windows = SlidingWindow::new(context, None, Some(context / 2), Some(batch)).unwrap();
         measure(&trained, PrecisionPolicy::FP32, &tokens, windows)
@@ -165,7 +165,7 @@ fn overlapping_windows_have_more_context_and_predict_no_token_twice() {
     let fixture = with_tokenizer("narrow");
     let trained = TrainedModel::open(fixture.folder(), None).unwrap();
     let tokens = tokens(&fixture, &trained);
-    let context = trained.config.max_position_embeddings;
+    let context = trained.spec.max_position_embeddings;
     let of = |stride| {
         measure(
             &trained,
@@ -185,7 +185,7 @@ fn the_command_prints_the_librarys_figures() {
     let fixture = with_tokenizer("narrow");
     let trained = TrainedModel::open(fixture.folder(), None).unwrap();
     let tokens = tokens(&fixture, &trained);
-    let windows = SlidingWindow::new(trained.config.max_position_embeddings, Some(8), Some(4), None).unwrap();
+    let windows = SlidingWindow::new(trained.spec.max_position_embeddings, Some(8), Some(4), None).unwrap();
     let expected = measure(&trained, PrecisionPolicy::FP32, &tokens, windows);
     let report = fixture.json("eval . --data text.txt --seq-len 8 --stride 4 --json");
     assert_eq!(report["loss"].as_f64().unwrap(), expected.loss);

@@ -102,15 +102,15 @@ fn logits(trained: &TrainedModel, dtype: Dtype, ids: &[u32], length: usize) -> T
 }
 
 fn logits_of(trained: &TrainedModel, weights: &Parameters, ids: &[u32], length: usize) -> Tensor {
-    let model = finetune::engine::model::Decoder::new(&trained.config, weights, Arc::new(Fused)).unwrap();
+    let model = finetune::engine::model::Decoder::new(&trained.spec, weights, Arc::new(Fused)).unwrap();
     let (policy, rows) = (PrecisionPolicy::FP32, ids.len() / length);
-    let mut workspace = Workspace::for_evaluation(&trained.config, policy, (rows, length), &Device::Cpu).unwrap();
+    let mut workspace = Workspace::for_evaluation(&trained.spec, policy, (rows, length), &Device::Cpu).unwrap();
     model.forward(weights, InputIds::new(ids, length), ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     model.logits(weights, workspace.hidden()).unwrap()
 }
 
 fn ids(trained: &TrainedModel, count: usize) -> Vec<u32> {
-    (0..count).map(|i| (11 * i as u32 + 5) % trained.config.vocab_size as u32).collect()
+    (0..count).map(|i| (11 * i as u32 + 5) % trained.spec.vocab_size as u32).collect()
 }
 
 const DTYPES: [(Dtype, f64); 3] = [(Dtype::F32, 1e-6), (Dtype::F16, 4e-3), (Dtype::BF16, 3e-2)];
@@ -126,7 +126,7 @@ fn a_hugging_face_folder_computes_the_same_in_every_dtype() {
             let out = folder.path().join(format!("out/{name}-{dtype}"));
             assert_eq!(exported(&trained, dtype, &out), std::slice::from_ref(&out));
             let again = TrainedModel::open(&out, None).unwrap();
-            assert_eq!(again.config, trained.config);
+            assert_eq!(again.spec, trained.spec);
             assert_eq!(again.tokenizer.json(), trained.tokenizer.json());
             let ours = values(&logits(&again, Dtype::F32, &ids, 10));
             assert_eq!(ours, values(&logits(&trained, dtype, &ids, 10)), "{name}, {dtype}: weights differ");
@@ -171,7 +171,7 @@ fn weights_beyond_fp16_are_refused_by_name() {
 fn from_gguf(path: &Path, trained: &TrainedModel) -> (Content, Parameters) {
     let mut file = File::open(path).unwrap();
     let content = Content::read(&mut file).unwrap();
-    let weights = Parameters::zeros(&trained.config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    let weights = Parameters::zeros(&trained.spec.parameters(), DType::F32, &Device::Cpu).unwrap();
     assert_eq!(content.tensor_infos.len(), weights.len());
     let pairs = [
         ("attn_norm", "ln_1"),
@@ -215,12 +215,12 @@ fn a_gguf_file_read_back_computes_the_same() {
 
             let size = |key: &str| content.metadata[key].to_u32().unwrap() as usize;
             assert_eq!(content.metadata["general.architecture"].to_string().unwrap(), "gpt2");
-            assert_eq!(size("gpt2.block_count"), trained.config.num_layers);
-            assert_eq!(size("gpt2.attention.head_count"), trained.config.heads);
-            assert_eq!(size("gpt2.context_length"), trained.config.max_position_embeddings);
+            assert_eq!(size("gpt2.block_count"), trained.spec.num_layers);
+            assert_eq!(size("gpt2.attention.head_count"), trained.spec.heads);
+            assert_eq!(size("gpt2.context_length"), trained.spec.max_position_embeddings);
             assert_eq!(Some(size("tokenizer.ggml.eos_token_id") as u32), trained.tokenizer.eos_id());
             let tokens = content.metadata["tokenizer.ggml.tokens"].to_vec().unwrap();
-            assert_eq!(tokens.len(), trained.config.vocab_size);
+            assert_eq!(tokens.len(), trained.spec.vocab_size);
             assert_eq!(tokens[0].to_string().ok(), trained.tokenizer.token(0).as_ref());
             let merges = content.metadata["tokenizer.ggml.merges"].to_vec().unwrap();
             assert_eq!(merges.len(), usize::from(name == "untied"));
@@ -303,8 +303,8 @@ fn every_family_comes_back_from_a_gguf_file() {
             assert!(distance < tolerance, "{}: {distance:.1e}", out.display());
             let blocks = quantized(&out, GgmlDType::Q8_0).len();
             assert_eq!(blocks, if encoding == WeightDtype::Q8_0 && in_blocks { 2 } else { 0 }, "{}", out.display());
-            assert_eq!(again.config.rope, trained.config.rope);
-            assert_eq!(again.config.eos_token_ids, trained.config.eos_token_ids);
+            assert_eq!(again.spec.rope, trained.spec.rope);
+            assert_eq!(again.spec.eos_token_ids, trained.spec.eos_token_ids);
             assert_eq!(again.tokenizer.encode("abcab").unwrap(), trained.tokenizer.encode("abcab").unwrap());
         }
     }
@@ -324,7 +324,7 @@ fn experts_in_mxfp4_are_read_as_transformers_reads_them() {
     exported(&plain, Dtype::F32, &whole);
     run_script(&python, "mxfp4.py", &[whole.as_os_str(), packed.as_os_str()]);
     let packed = TrainedModel::open(&packed, None).unwrap();
-    assert_eq!(packed.config.quantized.len(), 0);
+    assert_eq!(packed.spec.quantized.len(), 0);
     assert_eq!(values(&logits(&packed, Dtype::F32, &ids, 12)), exact);
 }
 
@@ -470,7 +470,7 @@ fn transformers_reads_every_familys_gguf_file_as_we_do() {
     for (at, trained) in models.iter().enumerate() {
         let theirs: Vec<f32> = serde_json::from_value(theirs["logits"][at].clone()).unwrap();
         let all = values(&logits(trained, Dtype::F32, &ids, 12));
-        let ours = &all[all.len() - trained.config.vocab_size..];
+        let ours = &all[all.len() - trained.spec.vocab_size..];
         let error = distance(&theirs, ours);
         assert!(error < 1e-5, "{}: {error:.1e}", trained.path.display());
     }
@@ -487,13 +487,13 @@ fn the_gguf_package_reads_the_file() {
         exported(trained, Dtype::F16, out);
         let found = launch::succeed(launch::command(&python).args(["-c", script]).arg(out));
         let [shapes, keys]: [serde_json::Value; 2] = serde_json::from_str(&found).unwrap();
-        assert_eq!(shapes.as_object().unwrap().len(), trained.config.parameters().len());
+        assert_eq!(shapes.as_object().unwrap().len(), trained.spec.parameters().len());
         [shapes, keys]
     };
     let trained = model("untied", folder.path());
     let [shapes, _] = read(&trained, &folder.path().join("x.gguf"));
     // GGUF counts dimensions from the innermost: [in, out] of a matrix stored as [out, in].
-    let width = trained.config.hidden_size;
+    let width = trained.spec.hidden_size;
     assert_eq!(shapes["blk.0.attn_qkv.weight"], serde_json::json!([width, 3 * width]));
     let windowed = model("families/mistral", folder.path());
     let [_, keys] = read(&windowed, &folder.path().join("windowed.gguf"));
@@ -620,7 +620,7 @@ fn onnxruntimes_dynamic_quantizer_takes_every_linear_layer() {
         let file = write_ids(folder.path(), &ids(&trained, 24), 24);
         let report = run_script(&python, "onnx_quantized.py", &[out.as_os_str(), file.as_os_str()]);
         let (products, quantized) = (report["products"].as_u64().unwrap(), report["quantized"].as_u64().unwrap());
-        assert!(products >= linears * trained.config.num_layers as u64 && quantized >= products, "{report}");
+        assert!(products >= linears * trained.spec.num_layers as u64 && quantized >= products, "{report}");
         assert!(report["distance"].as_f64().unwrap() < 0.1, "{report}");
     }
 }

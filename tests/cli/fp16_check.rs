@@ -23,7 +23,7 @@ fn trained(steps: u32) -> CliFixture {
 fn check(masters: Parameters, model: &TrainedModel) -> Fp16Report {
     let tokens = TokenSource::from_ids(grammar::text(1, 20_000).bytes().map(u32::from).collect());
     let size = SampleSize { batches: 2, batch_size: 2, seq_len: 64 };
-    let decoder = Decoder::new(&model.config, &masters, DeviceContext::cpu().kernels).unwrap();
+    let decoder = Decoder::new(&model.spec, &masters, DeviceContext::cpu().kernels).unwrap();
     fp16_check(&decoder, masters, tokens, size, |_, _| ()).unwrap()
 }
 
@@ -54,7 +54,7 @@ fn the_verdict_is_what_training_shows() {
 
     // A hidden unit whose activations leave the range, and what reads it makes up for it: the block and tensor are named.
     let masters = model.weights(Dtype::F32).unwrap();
-    let (inner, width, factor) = (model.config.intermediate_size, model.config.hidden_size, 1e6);
+    let (inner, width, factor) = (model.spec.intermediate_size, model.spec.hidden_size, 1e6);
     scale(&masters, "h.1.mlp.c_fc.weight", factor, |i| i % inner == 7);
     scale(&masters, "h.1.mlp.c_fc.bias", factor, |i| i == 7);
     scale(&masters, "h.1.mlp.c_proj.weight", 1.0 / factor, |i| i / width == 7);
@@ -77,7 +77,7 @@ fn the_verdict_is_what_training_shows() {
 
     // If every block is like that, only another dtype helps.
     let masters = model.weights(Dtype::F32).unwrap();
-    for block in 0..model.config.num_layers {
+    for block in 0..model.spec.num_layers {
         scale(&masters, &format!("h.{block}.mlp.c_fc.weight"), factor, |i| i % inner == 7);
         scale(&masters, &format!("h.{block}.mlp.c_fc.bias"), factor, |i| i == 7);
     }

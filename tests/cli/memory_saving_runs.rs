@@ -156,8 +156,8 @@ fn assert_printed(said: &str, run: &TrainedModel, written: &TrainedModel) -> f64
     let number = said.split("largest logit error: ").nth(1).and_then(|rest| rest.split(' ').next());
     let printed: f64 = number.unwrap_or_else(|| panic!("{said}")).parse().unwrap();
     let stream = Stream::new(0, Domain::Bench);
-    let tokens = 64.min(run.config.max_position_embeddings) as u32;
-    let ids: Vec<u32> = (0..tokens).map(|at| stream.block(0, 0, at)[0] % run.config.vocab_size as u32).collect();
+    let tokens = 64.min(run.spec.max_position_embeddings) as u32;
+    let ids: Vec<u32> = (0..tokens).map(|at| stream.block(0, 0, at)[0] % run.spec.vocab_size as u32).collect();
     let expected = furthest(&logits(run, &ids), &logits(written, &ids));
     assert!((printed - expected).abs() <= 0.05 * expected, "printed {printed:e}, measured {expected:e}");
     expected

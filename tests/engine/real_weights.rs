@@ -77,7 +77,7 @@ fn text(trained: &TrainedModel) -> Vec<u32> {
 fn last_logits(trained: &TrainedModel, prompt: &[u32]) -> Vec<f32> {
     let (model, weights) = trained.load(FP32, &DeviceContext::cpu()).unwrap();
     let shape = (1, prompt.len());
-    let mut workspace = Workspace::for_evaluation(&trained.config, FP32, shape, &Device::Cpu).unwrap();
+    let mut workspace = Workspace::for_evaluation(&trained.spec, FP32, shape, &Device::Cpu).unwrap();
     let tokens = InputIds::new(prompt, prompt.len());
     model.forward(&weights, tokens, ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     let last: Tensor = workspace.hidden().narrow(0, prompt.len() - 1, 1).unwrap();
@@ -96,7 +96,7 @@ fn loss_logits_and_text_are_those_of_transformers() {
     let theirs = bench.transformers(&bench.file, &text, NEW);
 
     let (model, weights) = trained.load(FP32, &DeviceContext::cpu()).unwrap();
-    let windows = SlidingWindow::new(trained.config.max_position_embeddings, Some(SEQ_LEN), None, None).unwrap();
+    let windows = SlidingWindow::new(trained.spec.max_position_embeddings, Some(SEQ_LEN), None, None).unwrap();
     let tokens = TokenSource::from_ids(text);
     let ours = evaluate(&model, &weights, FP32, &tokens, 1.0, windows, |_| {}).unwrap();
     assert_eq!(theirs["tokens"], ours.tokens);
@@ -106,7 +106,7 @@ fn loss_logits_and_text_are_those_of_transformers() {
     let error = distance(&last_logits(trained, &prompt), &numbers(&theirs["logits"]));
     assert!(error < 1e-5, "logits differ by {error:.1e}");
 
-    let mut cache = KvCache::new(&trained.config, FP32, prompt.len() + NEW, &Device::Cpu).unwrap();
+    let mut cache = KvCache::new(&trained.spec, FP32, prompt.len() + NEW, &Device::Cpu).unwrap();
     let (stop_token_ids, greedy) =
         (trained.stop_token_ids().unwrap(), Sampling { temperature: 0.0, ..Sampling::default() });
     let mut ids: Vec<u32> = Vec::new();

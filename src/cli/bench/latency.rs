@@ -21,21 +21,21 @@ const WARM_UP: usize = 3;
 /// Measures `count` forward passes over one sequence, with the logits of all its places, and `count` times the next token after
 /// it from the KV cache.
 pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result<serde_json::Value> {
-    let (shape, seq_len, policy) = (args.shape()?, args.seq_len, config.dtype);
+    let (spec, seq_len, policy) = (args.spec()?, args.seq_len, config.dtype);
     let open = config.device_spec()?.open(policy, config.kernels, &mut |notice| print_notice(&notice))?;
-    let masters = TrainState::random_masters(&shape, config.seed, &open.device)?;
+    let masters = TrainState::random_masters(&spec, config.seed, &open.device)?;
     let (masters, weights) = MasterWeights::new(masters, policy, &*open.kernels)?;
     drop(masters);
-    let model = Decoder::new(&shape, &weights, open.kernels.clone())?;
+    let model = Decoder::new(&spec, &weights, open.kernels.clone())?;
     let stream = Stream::new(config.seed, Domain::Bench);
-    let ids: Vec<u32> = (0..seq_len as u32).map(|at| stream.block(0, 0, at)[0] % shape.vocab_size as u32).collect();
+    let ids: Vec<u32> = (0..seq_len as u32).map(|at| stream.block(0, 0, at)[0] % spec.vocab_size as u32).collect();
 
-    let mut workspace = Workspace::for_evaluation(&shape, policy, (1, seq_len), &open.device)?;
+    let mut workspace = Workspace::for_evaluation(&spec, policy, (1, seq_len), &open.device)?;
     let forward = timed(count, || {
         model.forward(&weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
         synchronize(&model.logits(&weights, workspace.hidden())?)
     })?;
-    let mut cache = KvCache::new(&shape, policy, seq_len, &open.device)?;
+    let mut cache = KvCache::new(&spec, policy, seq_len, &open.device)?;
     let past = seq_len - 1;
     if past > 0 {
         model.decode(&weights, &ids[..past], &mut cache)?;
@@ -47,7 +47,7 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
     };
     let token = weights.with_packed(|| timed(count, &mut next_token))?;
     // A token reads every weight once and computes little, so memory bandwidth limits its speed.
-    let bytes = bytes_read_per_token(&shape, &weights, past);
+    let bytes = bytes_read_per_token(&spec, &weights, past);
     let bandwidth = open.device.is_cpu().then(measure_bandwidth);
     let token = percentiles(token);
     let rate = token["p50"].as_f64().map(|ms| bytes as f64 / ms / 1e6);
@@ -55,7 +55,7 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
         "who": "finetune",
         "version": env!("CARGO_PKG_VERSION"),
         "model": args.model,
-        "layers": shape.num_layers,
+        "layers": spec.num_layers,
         "dtype": policy.to_string(),
         "seq": seq_len,
         "device": open.name,
@@ -74,20 +74,20 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
 }
 
 /// Bytes read for a token after `past` others: the KV cache, and the weights except tables that are read by rows.
-fn bytes_read_per_token(shape: &ModelSpec, weights: &Parameters, past: usize) -> u64 {
+fn bytes_read_per_token(spec: &ModelSpec, weights: &Parameters, past: usize) -> u64 {
     let is_read = |op: ModuleOp| match op {
-        ModuleOp::Embedding => shape.tie_word_embeddings,
+        ModuleOp::Embedding => spec.tie_word_embeddings,
         op => op != ModuleOp::Positions,
     };
     let read = weights.layout().iter().zip(weights.tensors()).filter(|(entry, _)| is_read(entry.layer.op));
     let stored: usize = read.map(|(_, tensor)| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum();
     let size = weights.tensors().first().map_or(0, |tensor| tensor.dtype().size_in_bytes());
-    let attended = |block: usize| match &shape.sliding {
-        Some(sliding) if shape.is_sliding(block) => past.min(sliding.window),
+    let attended = |block: usize| match &spec.sliding {
+        Some(sliding) if spec.is_sliding(block) => past.min(sliding.window),
         _ => past,
     };
-    let rows: usize = (0..shape.num_layers).map(attended).sum();
-    (stored + 2 * rows * shape.kv_heads * shape.head_dim * size) as u64
+    let rows: usize = (0..spec.num_layers).map(attended).sum();
+    (stored + 2 * rows * spec.kv_heads * spec.head_dim * size) as u64
 }
 
 /// Waits for the logits: a device computes asynchronously.
@@ -127,11 +127,11 @@ mod tests {
 
     #[test]
     fn a_token_reads_the_weights_and_the_cache() {
-        let shape = ModelSpec::named("tiny").unwrap_or_else(|| unreachable!());
-        let weights = Parameters::zeros(&shape.parameters(), DType::BF16, &candle_core::Device::Cpu);
-        let read = weights.map(|weights| bytes_read_per_token(&shape, &weights, 12)).unwrap_or_default();
+        let spec = ModelSpec::named("tiny").unwrap_or_else(|| unreachable!());
+        let weights = Parameters::zeros(&spec.parameters(), DType::BF16, &candle_core::Device::Cpu);
+        let read = weights.map(|weights| bytes_read_per_token(&spec, &weights, 12)).unwrap_or_default();
         // All parameters but the positions, and keys and values of 4 heads of 32 in 4 blocks.
-        assert_eq!(read, 2 * (shape.parameter_count() - 128 * 128) + 2 * 2 * 4 * 12 * 128);
+        assert_eq!(read, 2 * (spec.parameter_count() - 128 * 128) + 2 * 2 * 4 * 12 * 128);
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub(super) fn write(
     name: &str,
     path: &Path,
 ) -> Result<()> {
-    let header = trained.config.to_gguf()?;
+    let header = trained.spec.to_gguf()?;
     let mut metadata = vec![
         ("general.architecture".to_owned(), Value::String(header.architecture.to_owned())),
         ("general.name".to_owned(), Value::String(name.strip_suffix(".gguf").unwrap_or(name).to_owned())),
@@ -35,19 +35,19 @@ pub(super) fn write(
     }
     let GgufMetadata { architecture, keys, rope_factors } = header;
     metadata.extend(keys.iter().filter_map(|(key, value)| Some((format!("{architecture}.{key}"), value_of(value)?))));
-    metadata.extend(vocabulary(&trained.tokenizer, &trained.config, trained.chat.template.as_deref())?);
+    metadata.extend(vocabulary(&trained.tokenizer, &trained.spec, trained.chat.template.as_deref())?);
 
     let mut tensors = Vec::new();
     // The matrices of the experts, by the name of the tensor that has all of them.
     let mut experts = BTreeMap::<String, (GgmlDType, BTreeMap<u16, Tensor>)>::new();
     for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
-        let parts = trained.config.gguf_parts(entry);
-        let values = trained.config.gguf_values(entry, &tensor.to_dtype(DType::F32)?)?;
+        let parts = trained.spec.gguf_parts(entry);
+        let values = trained.spec.gguf_values(entry, &tensor.to_dtype(DType::F32)?)?;
         for (entry, values) in parts.into_iter().zip(values) {
             // candle quantizes a tensor's whole storage, and a parameter may be a view of a part of it.
-            let values = trained.config.to_gguf_layout(&entry, &values)?.force_contiguous()?;
+            let values = trained.spec.to_gguf_layout(&entry, &values)?.force_contiguous()?;
             let columns = values.dims().last().copied().unwrap_or_default();
-            let (name, dtype) = (trained.config.gguf_name(&entry), block_type(&entry, columns, encoding));
+            let (name, dtype) = (trained.spec.gguf_name(&entry), block_type(&entry, columns, encoding));
             if let ModuleOp::Expert(expert, _) = entry.layer.op {
                 experts.entry(name).or_insert((dtype, BTreeMap::new())).1.insert(expert, values);
             } else {

@@ -19,16 +19,16 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
         Dtype::F16 => "float16",
         Dtype::BF16 => "bfloat16",
     };
-    save(folder, "config.json", trained.config.to_json(torch_dtype).as_bytes())?;
+    save(folder, "config.json", trained.spec.to_json(torch_dtype).as_bytes())?;
     save(folder, "tokenizer.json", trained.tokenizer.json())?;
     let mut aux_files = trained.aux_files.clone();
     if aux_files.get(TOKENIZER_CONFIG).is_none() {
         let mut config = tokenizer_config(&trained.tokenizer);
-        config["model_max_length"] = trained.config.max_position_embeddings.into();
+        config["model_max_length"] = trained.spec.max_position_embeddings.into();
         aux_files.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
     }
     aux_files.iter().try_for_each(|(name, text)| save(folder, name, text))?;
-    let tensors = trained.config.family.stored_tensors(weights.iter())?;
+    let tensors = trained.spec.family.stored_tensors(weights.iter())?;
     let path = folder.join("model.safetensors");
     write_file(&path, |file| write_tensors(file, &path, &tensors))
 }

@@ -111,8 +111,8 @@ impl Trainer {
         if source.tokenizer.fingerprint() != self.tokenizer.fingerprint() {
             return wrong(format!("the tokenizers of `{}` and `{}` differ", config.model, self.config.model));
         }
-        if source.config.vocab_size != engine.model.spec().vocab_size {
-            let (theirs, own) = (source.config.vocab_size, engine.model.spec().vocab_size);
+        if source.spec.vocab_size != engine.model.spec().vocab_size {
+            let (theirs, own) = (source.spec.vocab_size, engine.model.spec().vocab_size);
             return wrong(format!("the vocabulary of `{}` has {theirs} tokens, not {own}", config.model));
         }
         let device = DeviceContext {
@@ -122,7 +122,7 @@ impl Trainer {
         };
         let initial = source.initial(&config, &device, &*engine.group, &mut |_| ())?;
         let sha256 = digest(&initial.weights.1, initial.base.as_ref())?;
-        let (spec, weights) = (source.config, initial.weights.1);
+        let (spec, weights) = (source.spec, initial.weights.1);
         let shape = (engine.workspace.batch(), engine.workspace.seq_len());
         let workspace = Workspace::for_evaluation(&spec, self.config.dtype, shape, &weights.device())?;
         let model = Decoder::new(&spec, &weights, engine.model.shared_kernels())?;

@@ -7,11 +7,10 @@ use crate::doctor::size_of_folder;
 use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started, last_records};
 use crate::ui::format::{base_name, bytes};
-use crate::untrusted::sanitize_line;
+use crate::untrusted::{self, sanitize_line};
 use crate::{Error, Result};
 use chrono::DateTime;
 use clap::{Args, Subcommand};
-use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind, IsTerminal, Write, stdin};
 use std::path::{Path, PathBuf};
 
@@ -39,7 +38,7 @@ enum RunsCommand {
 }
 
 /// Bytes at the end of a log that are searched for its last record; a step's record with its tensors is shorter.
-const LOG_END: u64 = 256 << 10;
+pub(super) const LOG_END: u64 = 256 << 10;
 
 /// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
@@ -133,7 +132,7 @@ fn started(log: &Path) -> Option<Started> {
     };
     last_records(log, LOG_END).find_map(of).or_else(|| {
         let mut line = String::new();
-        BufReader::new(File::open(log).ok()?).read_line(&mut line).ok()?;
+        BufReader::new(untrusted::open(log).ok()?).read_line(&mut line).ok()?;
         serde_json::from_str(&line).ok().and_then(of)
     })
 }

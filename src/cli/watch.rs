@@ -2,8 +2,11 @@
 
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
+use crate::cli::runs::LOG_END;
 use crate::cli::show::ThemeArgs;
 use crate::screen::{self, DisplayMode, ImageFormat, Terminal};
+use crate::store::checkpoint::is_in_use;
+use crate::telemetry::last_records;
 use crate::{Error, Result};
 use clap::Args;
 use std::io::stdout;
@@ -48,6 +51,11 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         [] => vec![find_log(None, &args.runs_dir.path)?],
         runs => runs.iter().map(|run| find_log(Some(run), &args.runs_dir.path)).collect::<Result<_>>()?,
     };
+    let log = &logs[0];
+    if last_records(log, LOG_END).next().is_none() && !log.parent().is_some_and(is_in_use) {
+        let message = "has no record that can be read, and no process writes one; `finetune runs` lists the runs";
+        return Err(Error::config(format!("`{}`", log.display()), message));
+    }
     for (file, format) in [(&args.svg, ImageFormat::Svg), (&args.png, ImageFormat::Png)] {
         let Some(file) = file else { continue };
         let _reporter = Reporter::of("reading the log");
@@ -65,7 +73,7 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         let message = "plain lines show one run; leave the others out, or let `finetune compare` print all of them";
         Err(Error::config("watch", message))
     } else {
-        screen::watch_plain(&logs[0], args.speed, stdout(), LOG_EVERY)
+        screen::watch_plain(log, args.speed, stdout(), LOG_EVERY)
     }
 }
 

@@ -31,6 +31,6 @@ pub use find::{CheckpointEntry, ResumeCandidate, RetentionPolicy, best, expired,
 pub use manifest::{CheckpointKind, Manifest};
 pub use proof::{check_proofs, differing_parts, logged_checkpoints, prove};
 pub use read::{Checkpoint, CorruptFile, verify};
-pub use run::{Run, SaveResult};
+pub use run::{Run, SaveResult, is_in_use};
 pub use save::{Contents, ShardedTensors, StateTensor, stored_bytes};
 pub use state::{Base, Best, FORMAT_VERSION, Fingerprint, State};

@@ -147,6 +147,7 @@ fn mistakes_of_daily_use() {
     let fixture = folder();
     assert_refused(&fixture, "first_use");
     train(&fixture, "good");
+    fixture.write("checkpoints/silent/events.jsonl", "no record\n");
     assert_refused(&fixture, "daily_use");
 }
 

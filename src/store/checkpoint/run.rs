@@ -242,6 +242,12 @@ fn lock(run: &Path) -> Result<File> {
     Ok(file)
 }
 
+/// Whether a process uses the run in `folder`.
+pub fn is_in_use(folder: &Path) -> bool {
+    let lock = untrusted::open(&folder.join(LOCK));
+    lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock)))
+}
+
 /// Writes the process id (for the message above) and the sequence (the age of a run without checkpoints) into the lock
 /// file.
 fn write_lock_info(file: &mut File, sequence: u64) -> std::io::Result<()> {

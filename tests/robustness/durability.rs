@@ -305,6 +305,15 @@ fn promise_8_an_interrupt_while_a_run_is_prepared_ends_it_with_130() {
 }
 
 #[test]
+fn a_pipe_instead_of_a_log_does_not_stop_the_list_of_runs() {
+    let fixture = CliFixture::in_memory();
+    finetune(&fixture, "", &format!("--run r --steps 1 {SMALL}"), 0);
+    fs::remove_file(fixture.run("r").join("events.jsonl")).unwrap();
+    assert!(Command::new("mkfifo").arg(fixture.run("r").join("events.jsonl")).status().unwrap().success());
+    assert!(fixture.said("runs").contains("killed or crashed"));
+}
+
+#[test]
 fn a_loss_far_above_chance_is_a_divergence() {
     let fixture = CliFixture::in_memory();
     for dtype in ["fp32", "bf16"] {

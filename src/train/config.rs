@@ -512,8 +512,8 @@ fn with_numbers(table: &toml::Table) -> toml::Table {
     out
 }
 
-/// The most bytes of a run's name, which leaves room for the ends of temporary folders.
-const MAX_RUN_NAME: usize = 200;
+/// The most bytes of a file's name on usual file systems.
+const MAX_RUN_NAME: usize = 255;
 
 /// The most bytes of a TOML error that quotes its line.
 const MAX_QUOTED: usize = 1000;

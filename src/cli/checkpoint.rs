@@ -168,8 +168,8 @@ fn description(path: &Path) -> Result<Vec<String>> {
     say("checkpoint", path.display().to_string());
     if manifest.kind == CheckpointKind::Full {
         let checkpoint = Checkpoint::open(&path)?;
-        let (state, config) = (checkpoint.state(), checkpoint.config());
-        say("model", format!("{}, {} parameters", state.fingerprint.model, config.parameter_count()));
+        let (state, spec) = (checkpoint.state(), checkpoint.spec());
+        say("model", format!("{}, {} parameters", state.fingerprint.model, spec.parameter_count()));
         say("policy", state.fingerprint.policy.clone());
         say("data", state.fingerprint.data.clone());
         say("step", format!("{}, {} of them applied", state.step, state.updates));

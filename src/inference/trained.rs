@@ -205,14 +205,14 @@ fn of_checkpoint(checkpoint: Checkpoint) -> OpenedModel {
     if checkpoint.manifest().has_adapters() {
         OpenedModel::Adapters(AdapterSource::Checkpoint(checkpoint))
     } else {
-        let spec = Box::new(checkpoint.config().clone());
+        let spec = Box::new(checkpoint.spec().clone());
         OpenedModel::Whole(WeightSource::Checkpoint(checkpoint), spec)
     }
 }
 
 fn whole(path: &Path) -> Result<OpenedModel> {
     let model = StoredModel::open(path)?;
-    let spec = Box::new(model.config().clone());
+    let spec = Box::new(model.spec().clone());
     Ok(OpenedModel::Whole(WeightSource::Stored(model), spec))
 }
 
@@ -246,7 +246,7 @@ fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightS
         return Err(Error::model(adapters.path().display(), message));
     }
     let model = StoredModel::open(&path)?;
-    let spec = model.config().clone();
+    let spec = model.spec().clone();
     Ok((WeightSource::Stored(model), spec))
 }
 

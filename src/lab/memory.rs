@@ -127,16 +127,16 @@ impl Recipe {
     ];
 
     /// The engine's policy for a model: only one that is quantized can stay in its blocks.
-    fn policy_for(self, config: &ModelSpec) -> Option<PrecisionPolicy> {
-        Self::ALL[self as usize].2.filter(|_| self != Self::Qlora || !config.quantized.is_empty())
+    fn policy_for(self, spec: &ModelSpec) -> Option<PrecisionPolicy> {
+        Self::ALL[self as usize].2.filter(|_| self != Self::Qlora || !spec.quantized.is_empty())
     }
 
     /// The engine's settings for this recipe: the model with its adapters, checkpointing, and the optimizer.
-    fn setting(self, config: &ModelSpec, rank: usize) -> Result<(ModelSpec, Checkpointing, OptimizerKind)> {
+    fn setting(self, spec: &ModelSpec, rank: usize) -> Result<(ModelSpec, Checkpointing, OptimizerKind)> {
         let keep = if self == Self::Checkpointing { Checkpointing::PerBlock } else { Checkpointing::None };
         let kind = if self == Self::Adam8bit { OptimizerKind::AdamW8bit } else { OptimizerKind::AdamW };
         let lora = || -> Result<Lora> {
-            let (targets, saved) = (Lora::targets(config, &[ALL_LINEAR])?, BTreeSet::new());
+            let (targets, saved) = (Lora::targets(spec, &[ALL_LINEAR])?, BTreeSet::new());
             Ok(Lora {
                 r: rank,
                 alpha: rank as f64,
@@ -148,7 +148,7 @@ impl Recipe {
             })
         };
         let lora = matches!(self, Self::Lora | Self::Qlora).then(lora).transpose()?;
-        let mut spec = ModelSpec { lora, ..config.clone() };
+        let mut spec = ModelSpec { lora, ..spec.clone() };
         if self != Self::Qlora {
             spec.quantized.clear();
         }
@@ -195,18 +195,18 @@ pub struct TrainSetup {
 }
 
 impl TrainSetup {
-    /// This engine's memory, the program's own included. `config` has the adapters, if there are any.
-    pub fn engine(&self, config: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<MemoryItem>> {
+    /// This engine's memory, the program's own included. `spec` has the adapters, if there are any.
+    pub fn engine(&self, spec: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<MemoryItem>> {
         let kernels: &dyn Kernels = if self.layout.on_gpu { &CandleKernels } else { &Fused };
         let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
-        let mut bytes = MemoryEstimate::new(self.layout, config, policy, self.shape, self.keep, kind, kernels)?;
-        bytes.scratch += sample_bytes(config, policy, tokens, prompt);
+        let mut bytes = MemoryEstimate::new(self.layout, spec, policy, self.shape, self.keep, kind, kernels)?;
+        bytes.scratch += sample_bytes(spec, policy, tokens, prompt);
         if let Some(threads) = self.threads {
-            bytes.scratch += packed_bytes(config, policy, batch * seq_len, self.probes, threads, kernels)?;
+            bytes.scratch += packed_bytes(spec, policy, batch * seq_len, self.probes, threads, kernels)?;
         }
         let mut items = items(bytes);
         if self.probes {
-            let bytes = probe_bytes(self.layout, config, policy, [batch, seq_len])?;
+            let bytes = probe_bytes(self.layout, spec, policy, [batch, seq_len])?;
             items.push(MemoryItem { group: MemoryCategory::Probe, bytes });
         }
         items.push(MemoryItem { group: MemoryCategory::Process, bytes: self.process });
@@ -215,15 +215,15 @@ impl TrainSetup {
 }
 
 impl MemoryPlan {
-    pub(crate) fn new(model: &str, config: &ModelSpec, setup: TrainSetup) -> Result<Self> {
+    pub(crate) fn new(model: &str, spec: &ModelSpec, setup: TrainSetup) -> Result<Self> {
         let TrainSetup { shape: [batch, seq_len, grad_accum], budget, rank, keep, process, .. } = setup;
         let engine = |recipe: Recipe, policy, batch| -> Result<Vec<MemoryItem>> {
-            let (config, recipe_keep, kind) = recipe.setting(config, rank)?;
+            let (spec, recipe_keep, kind) = recipe.setting(spec, rank)?;
             let keep = if recipe_keep == Checkpointing::PerBlock { recipe_keep } else { keep };
-            TrainSetup { shape: [batch, seq_len, grad_accum], keep, ..setup }.engine(&config, policy, kind)
+            TrainSetup { shape: [batch, seq_len, grad_accum], keep, ..setup }.engine(&spec, policy, kind)
         };
         let textbook = |recipe, batch| {
-            let mut items = textbook(config, recipe, [batch, seq_len, rank]);
+            let mut items = textbook(spec, recipe, [batch, seq_len, rank]);
             items.push(MemoryItem { group: MemoryCategory::Process, bytes: process });
             items
         };
@@ -234,7 +234,7 @@ impl MemoryPlan {
         };
         let plan = |recipe: Recipe| -> Result<BatchPlan> {
             let bytes = |policy, batch| engine(recipe, policy, batch).map_or(u64::MAX, |items| total(&items));
-            let policy = recipe.policy_for(config);
+            let policy = recipe.policy_for(spec);
             let ours = policy.map(|policy| engine(recipe, policy, batch)).transpose()?;
             let theirs = textbook(recipe, batch);
             Ok(BatchPlan {
@@ -249,10 +249,10 @@ impl MemoryPlan {
             })
         };
         // Keys and values of every layer and token.
-        let cached = (2 * config.num_layers * config.kv_heads * config.head_dim * batch * seq_len) as u64;
+        let cached = (2 * spec.num_layers * spec.kv_heads * spec.head_dim * batch * seq_len) as u64;
         Ok(Self {
             model: model.to_owned(),
-            parameters: config.parameter_count(),
+            parameters: spec.parameter_count(),
             batch,
             seq_len,
             grad_accum,
@@ -260,7 +260,7 @@ impl MemoryPlan {
             budget,
             plans: Recipe::ALL.into_iter().map(|(recipe, ..)| plan(recipe)).collect::<Result<_>>()?,
             rank,
-            adapters: adapters(config, rank),
+            adapters: adapters(spec, rank),
             kv_cache: vec![("FP32", 4 * cached), ("FP16 or BF16", 2 * cached), ("FP8 or INT8", cached)],
             measured: None,
         })
@@ -421,10 +421,10 @@ fn total(items: &[MemoryItem]) -> u64 {
 }
 
 /// Weights of low-rank adapters: for each linear layer of a block from `i` to `o` features, rank × (i + o).
-fn adapters(config: &ModelSpec, rank: usize) -> u64 {
-    let (width, inner, queries) = (config.hidden_size, config.intermediate_size, config.heads * config.head_dim);
-    let qkv = queries + 2 * config.kv_heads * config.head_dim;
-    (config.num_layers * rank * ((width + qkv) + (queries + width) + 2 * (width + inner))) as u64
+fn adapters(spec: &ModelSpec, rank: usize) -> u64 {
+    let (width, inner, queries) = (spec.hidden_size, spec.intermediate_size, spec.heads * spec.head_dim);
+    let qkv = queries + 2 * spec.kv_heads * spec.head_dim;
+    (spec.num_layers * rank * ((width + qkv) + (queries + width) + 2 * (width + inner))) as u64
 }
 
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
@@ -432,13 +432,13 @@ fn adapters(config: &ModelSpec, rank: usize) -> u64 {
 /// precision; and FP32 logits. FP32 takes twice as much; FP8 halves the inputs of the four matmuls, 14 of the 34
 /// bytes. 8-bit Adam has an FP32 scale per 256 values (Dettmers et al., 2022); NF4 takes 4.127 bits per weight
 /// (Dettmers et al., 2023).
-fn textbook(config: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 3]) -> Vec<MemoryItem> {
+fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 3]) -> Vec<MemoryItem> {
     let [b, s, h, a, layers, vocab] =
-        [batch, seq_len, config.hidden_size, config.heads, config.num_layers, config.vocab_size].map(|dim| dim as u64);
-    let parameters = config.parameter_count();
-    let adapters = adapters(config, rank);
-    let positions = if config.learned_positions { config.max_position_embeddings } else { 0 };
-    let embeddings = ((config.vocab_size + positions) * config.hidden_size) as u64;
+        [batch, seq_len, spec.hidden_size, spec.heads, spec.num_layers, spec.vocab_size].map(|dim| dim as u64);
+    let parameters = spec.parameter_count();
+    let adapters = adapters(spec, rank);
+    let positions = if spec.learned_positions { spec.max_position_embeddings } else { 0 };
+    let embeddings = ((spec.vocab_size + positions) * spec.hidden_size) as u64;
     let nf4 = ((parameters - embeddings) as f64 * 4.127 / 8.0) as u64 + 2 * embeddings;
     let (weights, masters, gradients, adam) = match recipe {
         Recipe::Fp32 => (4 * parameters, 0, 4 * parameters, 8 * parameters),
@@ -476,8 +476,8 @@ fn largest(budget: Option<u64>, bytes: impl Fn(usize) -> u64) -> Option<usize> {
 /// The model called `name`: one of [`ModelSpec::names`]; `7b`, GPT-3's 6.7B; or a number of parameters such as `350M` or
 /// `1.3B`, for the nearest GPT-2 of width 128 × depth.
 pub(crate) fn model_named(name: &str) -> Result<ModelSpec> {
-    if let Some(config) = ModelSpec::named(name) {
-        return Ok(config);
+    if let Some(spec) = ModelSpec::named(name) {
+        return Ok(spec);
     }
     let unknown = || {
         let known = ModelSpec::names().join("`, `");
@@ -537,11 +537,11 @@ mod tests {
     /// With candle's operations. Eight matrices of 4 heads × 256² scores for each of 8 sequences, in FP32.
     #[test]
     fn a_gpus_stored_scores_are_counted() {
-        let config = ModelSpec { heads: 4, vocab_size: 1000, ..model_named("distilgpt2").unwrap() };
+        let spec = ModelSpec { heads: 4, vocab_size: 1000, ..model_named("distilgpt2").unwrap() };
         let bytes = |on_gpu| {
             let layout = DistributedLayout { on_gpu, ..DistributedLayout::SINGLE };
             let setup = TrainSetup { layout, ..setup([8, 256, 1], None) };
-            total(&setup.engine(&config, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
+            total(&setup.engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
         };
         assert_eq!(bytes(true) - bytes(false), 8 * 8 * 4 * 256 * 256 * 4);
     }
@@ -565,8 +565,8 @@ mod tests {
     /// with Adam does not fit 80 GB, and `QLoRA`'s weights are a quarter of BF16's.
     #[test]
     fn recipes_of_a_7b_model() {
-        let config = model_named("7b").unwrap();
-        let memory = MemoryPlan::new("7b", &config, setup([10, 2048, 1], Some(80_000_000_000))).unwrap();
+        let spec = model_named("7b").unwrap();
+        let memory = MemoryPlan::new("7b", &spec, setup([10, 2048, 1], Some(80_000_000_000))).unwrap();
         assert_eq!(memory.kv_cache[1].1, 2 * 32 * 4096 * 2 * 10 * 2048);
         assert_eq!((memory.kv_cache[1].1 as f64 / 1e8).round(), 107.0);
         assert_eq!(memory.adapters, 32 * 16 * 16 * 4096);
@@ -589,7 +589,7 @@ mod tests {
         assert!(kept(Recipe::Checkpointing) < 0.15 * kept(Recipe::Bf16Amp));
         assert!(memory.plans[2].for_activations.1.unwrap() < 0);
         // The scenario `7B on 80 GB`.
-        let short = MemoryPlan::new("7b", &config, setup([1, 2048, 1], Some(80_000_000_000))).unwrap();
+        let short = MemoryPlan::new("7b", &spec, setup([1, 2048, 1], Some(80_000_000_000))).unwrap();
         let fits = |plan: &BatchPlan| total(plan.engine.as_ref().unwrap_or(&plan.textbook)) <= 80_000_000_000;
         let fitting: Vec<_> = short.plans.iter().filter(|plan| fits(plan)).map(|plan| plan.recipe).collect();
         assert_eq!(fitting, [Recipe::Adam8bit, Recipe::Lora, Recipe::Qlora]);
@@ -598,11 +598,11 @@ mod tests {
     #[test]
     fn the_largest_batch_fits_and_the_next_does_not() {
         let budget = 4 << 30;
-        let config = model_named("distilgpt2").unwrap();
+        let spec = model_named("distilgpt2").unwrap();
         let plans = distilgpt2(Some(budget)).plans;
         let batch = plans[1].largest_batch.0.unwrap();
         let bytes = |batch| {
-            let items = setup([batch, 32, 1], None).engine(&config, PrecisionPolicy::FP16, OptimizerKind::AdamW);
+            let items = setup([batch, 32, 1], None).engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW);
             total(&items.unwrap())
         };
         assert!(bytes(batch) <= budget && bytes(batch + 1) > budget);

@@ -24,7 +24,7 @@ const MXFP4: [&str; 2] = ["_blocks", "_scales"];
 #[derive(Debug)]
 pub struct ModelFolder {
     path: PathBuf,
-    config: ModelSpec,
+    spec: ModelSpec,
     files: Vec<TensorFile>,
     /// The file and the name there of each parameter.
     tensor_index: BTreeMap<String, (usize, String)>,
@@ -39,11 +39,11 @@ impl ModelFolder {
     /// weights; a shard outside the folder; a missing or extra tensor, or one of the wrong shape.
     pub fn open(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
-        let config = Self::read_config(&path)?;
+        let spec = Self::read_config(&path)?;
         let files = weight_files(&path)?;
-        check_depth(&config, files.iter().map(|file| file.tensors().len()).sum(), &path.join(CONFIG))?;
-        let tensor_index = tensor_index(&files, &config)?;
-        let mut folder = Self { path, config, files, tensor_index };
+        check_depth(&spec, files.iter().map(|file| file.tensors().len()).sum(), &path.join(CONFIG))?;
+        let tensor_index = tensor_index(&files, &spec)?;
+        let mut folder = Self { path, spec, files, tensor_index };
         folder.resolve_tied_head()?;
         folder.check_parameters()?;
         Ok(folder)
@@ -72,8 +72,8 @@ impl ModelFolder {
     }
 
     /// The model's shape. `tied` follows the tensors.
-    pub fn config(&self) -> &ModelSpec {
-        &self.config
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
     }
 
     /// The `tokenizer.json` of the folder, if it exists.
@@ -83,7 +83,7 @@ impl ModelFolder {
 
     /// The tensor of a parameter, named as in [`ModelSpec::parameters`].
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
-        matrix_of(&self.config, name, |name| {
+        matrix_of(&self.spec, name, |name| {
             let (file, stored) = self.tensor_index.get(name)?;
             self.files[*file].get(stored)
         })
@@ -106,7 +106,7 @@ impl ModelFolder {
     /// The blocks and exponents of a weight of an expert in MXFP4.
     fn mxfp4(&self, name: &str) -> Option<[TensorView<'_>; 2]> {
         let part = |suffix: &str| {
-            matrix_of(&self.config, name, |stack| {
+            matrix_of(&self.spec, name, |stack| {
                 let (file, stored) = self.tensor_index.get(&format!("{stack}{suffix}"))?;
                 self.files[*file].get(stored)
             })
@@ -128,10 +128,10 @@ impl ModelFolder {
 
     /// Decides whether the head is tied: a stored head that differs from the embedding is not.
     fn resolve_tied_head(&mut self) -> Result<()> {
-        if !self.config.tie_word_embeddings {
+        if !self.spec.tie_word_embeddings {
             return Ok(());
         }
-        let table = format!("{}.weight", self.config.layer_name(ModuleId::global(ModuleOp::Embedding)));
+        let table = format!("{}.weight", self.spec.layer_name(ModuleId::global(ModuleOp::Embedding)));
         let (Some(head), Some(embedding)) = (self.get(HEAD), self.get(&table)) else { return Ok(()) };
         if head.shape != embedding.shape || head.dtype != embedding.dtype || head.bytes != embedding.bytes {
             return Err(self.error(format!(
@@ -144,7 +144,7 @@ impl ModelFolder {
     }
 
     fn check_parameters(&self) -> Result<()> {
-        let parameters = self.config.parameters().into_iter();
+        let parameters = self.spec.parameters().into_iter();
         let shapes: BTreeMap<String, Vec<usize>> = parameters.map(|entry| (entry.name, entry.shape)).collect();
         for (name, expected) in &shapes {
             if let (Some(parts), &[inputs, outputs]) = (self.mxfp4(name), &expected[..]) {
@@ -161,7 +161,7 @@ impl ModelFolder {
                 return Err(view.error(format!("dtype {} is not one of F32, F16, BF16", view.dtype)));
             }
         }
-        let tensor = |name: &String| self.config.family.stack_of(name).map_or_else(|| name.clone(), |(stack, _)| stack);
+        let tensor = |name: &String| self.spec.family.stack_of(name).map_or_else(|| name.clone(), |(stack, _)| stack);
         let known: BTreeSet<String> = shapes.keys().map(tensor).collect();
         let is_known = |name: &str| {
             known.contains(name)
@@ -180,11 +180,11 @@ impl ModelFolder {
 
 /// The stored values of a parameter: a tensor, or a matrix of a tensor of all experts. `find` returns a tensor by its name.
 pub(super) fn matrix_of<'a>(
-    config: &ModelSpec,
+    spec: &ModelSpec,
     parameter: &str,
     find: impl FnOnce(&str) -> Option<TensorView<'a>>,
 ) -> Option<TensorView<'a>> {
-    match config.family.stack_of(parameter).zip(config.experts) {
+    match spec.family.stack_of(parameter).zip(spec.experts) {
         Some(((stack, place), experts)) => Some(find(&stack)?.matrix(place, experts.count)),
         None => find(parameter),
     }
@@ -233,11 +233,11 @@ fn shards(index: &[u8]) -> Result<BTreeSet<String>, String> {
 }
 
 /// Finds every parameter by its name without prefix, and rejects duplicates.
-fn tensor_index(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<String, (usize, String)>> {
+fn tensor_index(files: &[TensorFile], spec: &ModelSpec) -> Result<BTreeMap<String, (usize, String)>> {
     let mut tensor_index = BTreeMap::new();
     for (index, file) in files.iter().enumerate() {
         for view in file.tensors() {
-            let Some(name) = config.family.parameter(view.name) else { continue };
+            let Some(name) = spec.family.parameter(view.name) else { continue };
             if let Some((other, _)) = tensor_index.insert(name.to_owned(), (index, view.name.to_owned())) {
                 let other: &TensorFile = &files[other];
                 return Err(view.error(format!("it is also in `{}`", other.path().display())));
@@ -248,11 +248,11 @@ fn tensor_index(files: &[TensorFile], config: &ModelSpec) -> Result<BTreeMap<Str
 }
 
 /// Rejects a model with more blocks than tensors before anything is allocated for each block.
-pub(super) fn check_depth(config: &ModelSpec, tensors: usize, file: &Path) -> Result<()> {
-    if config.num_layers <= tensors {
+pub(super) fn check_depth(spec: &ModelSpec, tensors: usize, file: &Path) -> Result<()> {
+    if spec.num_layers <= tensors {
         return Ok(());
     }
-    let message = format!("it has {} blocks, but the weights have {tensors} tensors", config.num_layers);
+    let message = format!("it has {} blocks, but the weights have {tensors} tensors", spec.num_layers);
     Err(Error::model(file.display(), message))
 }
 
@@ -268,7 +268,7 @@ mod tests {
 
     type Tensors = Vec<(String, Tensor)>;
 
-    fn config() -> ModelSpec {
+    fn spec() -> ModelSpec {
         ModelSpec {
             vocab_size: 11,
             max_position_embeddings: 5,
@@ -278,13 +278,13 @@ mod tests {
     }
 
     /// Every parameter, filled with distinct values.
-    fn tensors(config: &ModelSpec) -> Tensors {
+    fn tensors(spec: &ModelSpec) -> Tensors {
         let make = |(index, ParamSpec { name, shape, .. }): (usize, ParamSpec)| {
             let count: usize = shape.iter().product();
             let values: Vec<f32> = (0..count).map(|i| (index * 100 + i) as f32).collect();
             (name, Tensor::from_vec(values, shape, &Device::Cpu).unwrap())
         };
-        config.parameters().into_iter().enumerate().map(make).collect()
+        spec.parameters().into_iter().enumerate().map(make).collect()
     }
 
     fn save(folder: &TempDir, file: &str, tensors: &Tensors) {
@@ -292,9 +292,9 @@ mod tests {
         write_tensors(&mut std::fs::File::create(&path).unwrap(), &path, tensors).unwrap();
     }
 
-    fn folder(config: &ModelSpec, tensors: &Tensors) -> TempDir {
+    fn folder(spec: &ModelSpec, tensors: &Tensors) -> TempDir {
         let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("config.json"), config.to_json("float32")).unwrap();
+        std::fs::write(folder.path().join("config.json"), spec.to_json("float32")).unwrap();
         save(&folder, SINGLE_FILE, tensors);
         folder
     }
@@ -305,7 +305,7 @@ mod tests {
 
     fn assert_reads(folder: &TempDir, expected: &Tensors) {
         let model = ModelFolder::open(folder.path()).unwrap();
-        let read = Parameters::zeros(&model.config().parameters(), DType::F32, &Device::Cpu).unwrap();
+        let read = Parameters::zeros(&model.spec().parameters(), DType::F32, &Device::Cpu).unwrap();
         model.read_parameters(&read).unwrap();
         for (name, tensor) in expected {
             let mut values = vec![0.0; tensor.elem_count()];
@@ -323,19 +323,19 @@ mod tests {
     fn with_and_without_prefix_in_every_dtype() {
         for (prefix, dtype) in [("", DType::F32), ("transformer.", DType::F16), ("transformer.", DType::BF16)] {
             let plain: Tensors =
-                tensors(&config()).into_iter().map(|(name, t)| (name, t.to_dtype(dtype).unwrap())).collect();
+                tensors(&spec()).into_iter().map(|(name, t)| (name, t.to_dtype(dtype).unwrap())).collect();
             let stored = plain.iter().map(|(name, tensor)| (format!("{prefix}{name}"), tensor.clone())).collect();
-            assert_reads(&folder(&config(), &stored), &plain);
+            assert_reads(&folder(&spec(), &stored), &plain);
         }
     }
 
     #[test]
     fn mask_buffers_are_skipped() {
-        let mut stored = tensors(&config());
+        let mut stored = tensors(&spec());
         for name in ["h.0.attn.bias", "transformer.h.1.attn.masked_bias"] {
             stored.push((name.into(), Tensor::zeros((1, 1, 5, 5), DType::F32, &Device::Cpu).unwrap()));
         }
-        assert_reads(&folder(&config(), &stored), &tensors(&config()));
+        assert_reads(&folder(&spec(), &stored), &tensors(&spec()));
     }
 
     #[test]
@@ -364,7 +364,7 @@ mod tests {
 
     #[test]
     fn a_head_is_tied_stored_twice_or_separate() {
-        let tied = config();
+        let tied = spec();
         let mut stored = tensors(&tied);
         let embedding = stored.iter().find(|(name, _)| name == "wte.weight").unwrap().1.clone();
         stored.push((HEAD.into(), embedding.clone()));
@@ -381,23 +381,23 @@ mod tests {
 
     #[test]
     fn one_tensor_misshapen_or_twice_is_named() {
-        let good = tensors(&config());
+        let good = tensors(&spec());
         let mut bad = good.clone();
         let weight = bad.iter_mut().find(|(name, _)| name == "h.0.attn.c_attn.weight").unwrap();
         weight.1 = weight.1.t().unwrap();
-        let message = refused(&folder(&config(), &bad));
+        let message = refused(&folder(&spec(), &bad));
         assert!(message.contains("tensor `h.0.attn.c_attn.weight`: shape [12, 4], but"), "{message}");
         assert!(message.contains("[4, 12]"), "{message}");
 
         bad.clone_from(&good);
         bad.push(("transformer.ln_f.bias".into(), good[0].1.clone()));
-        assert!(refused(&folder(&config(), &bad)).contains("`transformer.ln_f.bias`: it is also in"));
+        assert!(refused(&folder(&spec(), &bad)).contains("`transformer.ln_f.bias`: it is also in"));
     }
 
     #[test]
     fn shards_are_read_and_must_be_in_the_folder() {
-        let all = tensors(&config());
-        let whole = folder(&config(), &Tensors::new());
+        let all = tensors(&spec());
+        let whole = folder(&spec(), &Tensors::new());
         std::fs::remove_file(whole.path().join(SINGLE_FILE)).unwrap();
         let (first, second) = all.split_at(9);
         save(&whole, "model-1.safetensors", &first.to_vec());

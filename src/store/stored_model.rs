@@ -32,7 +32,7 @@ impl StoredModel {
 
     /// The shape of the model at `path`; a folder does not need weights.
     pub fn shape(path: &Path) -> Result<ModelSpec> {
-        if path.is_dir() { ModelFolder::read_config(path) } else { Ok(Self::open(path)?.config().clone()) }
+        if path.is_dir() { ModelFolder::read_config(path) } else { Ok(Self::open(path)?.spec().clone()) }
     }
 
     /// The path of the folder or file.
@@ -44,10 +44,10 @@ impl StoredModel {
     }
 
     /// The model's shape; `tied` follows the tensors.
-    pub fn config(&self) -> &ModelSpec {
+    pub fn spec(&self) -> &ModelSpec {
         match self {
-            Self::Folder(folder) => folder.config(),
-            Self::Gguf(model) => model.config(),
+            Self::Folder(folder) => folder.spec(),
+            Self::Gguf(model) => model.spec(),
         }
     }
 

@@ -122,9 +122,8 @@ impl AdapterSource {
         match self {
             Self::Folder(folder) => folder.spec(base),
             Self::Checkpoint(checkpoint) => {
-                let spec = ModelSpec { lora: checkpoint.config().lora.clone(), ..base.clone() };
-                if spec.base_parameters() == (ModelSpec { lora: None, ..checkpoint.config().clone() }).base_parameters()
-                {
+                let spec = ModelSpec { lora: checkpoint.spec().lora.clone(), ..base.clone() };
+                if spec.base_parameters() == (ModelSpec { lora: None, ..checkpoint.spec().clone() }).base_parameters() {
                     return Ok(spec);
                 }
                 Err(Error::checkpoint(

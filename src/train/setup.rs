@@ -113,7 +113,7 @@ impl ModelSource {
             let model = StoredModel::open(&path)?;
             let own = if given.is_some() { None } else { model.tokenizer()? };
             let aux_files = model.aux_files()?;
-            let spec = model.config().clone();
+            let spec = model.spec().clone();
             let weights = if config.init == WeightInit::Random { random() } else { WeightSource::Stored(model) };
             (spec, own, aux_files, weights)
         };
@@ -123,7 +123,7 @@ impl ModelSource {
     /// The model of a resumed run: shape and tokenizer come from the checkpoint, so that nothing else is needed.
     pub fn from_checkpoint(config: &Config, checkpoint: &Checkpoint, report: &mut SetupCallback<'_>) -> Result<Self> {
         let tokenizer = Some(Tokenizer::from_file(checkpoint.tokenizer())?);
-        let (spec, aux_files) = (checkpoint.config().clone(), AuxFiles::of_folder(checkpoint.path())?);
+        let (spec, aux_files) = (checkpoint.spec().clone(), AuxFiles::of_folder(checkpoint.path())?);
         let (commit, weights) = if spec.lora.is_some() {
             let base = Self::open(config, report)?;
             (base.commit, base.weights)

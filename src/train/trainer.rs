@@ -313,8 +313,8 @@ impl Trainer {
                 format!("the run has already completed {done} of {total} steps; increase the number of steps");
             return Err(Error::config(key, message));
         }
-        let shape = ModelSpec { frozen: BTreeSet::new(), ..self.engine.model.spec().clone() };
-        if checkpoint.config().parameters() != shape.parameters() {
+        let whole = ModelSpec { frozen: BTreeSet::new(), ..self.engine.model.spec().clone() };
+        if checkpoint.spec().parameters() != whole.parameters() {
             return Err(Error::checkpoint(
                 checkpoint.path(),
                 "contains a model with a different shape; start a new run",

@@ -20,26 +20,26 @@ use finetune::train::{Config, Sampler};
 /// A golden model with its weights in the policy's compute type.
 fn golden(name: &str, policy: PrecisionPolicy) -> (Decoder, Parameters) {
     let folder = ModelFolder::open(golden_path(name)).unwrap();
-    let config = folder.config();
-    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    let spec = folder.spec();
+    let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
     folder.read_parameters(&masters).unwrap();
-    rounded(config, &masters, policy)
+    rounded(spec, &masters, policy)
 }
 
-fn rounded(config: &ModelSpec, masters: &Parameters, policy: PrecisionPolicy) -> (Decoder, Parameters) {
+fn rounded(spec: &ModelSpec, masters: &Parameters, policy: PrecisionPolicy) -> (Decoder, Parameters) {
     let weights = masters.zeros_like(candle_dtype(policy.compute)).unwrap();
     for (weight, master) in weights.tensors().iter().zip(masters.tensors()) {
         finetune::engine::kernels::view::copy(master, weight).unwrap();
     }
-    (Decoder::new(config, &weights, Arc::new(Fused)).unwrap(), weights)
+    (Decoder::new(spec, &weights, Arc::new(Fused)).unwrap(), weights)
 }
 
 /// `tiny` with random weights, wide enough that it prefers different tokens at different places.
 fn tiny(policy: PrecisionPolicy) -> (Decoder, Parameters) {
-    let config = ModelSpec { initializer_range: 0.3, ..ModelSpec::named("tiny").unwrap() };
-    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    let spec = ModelSpec { initializer_range: 0.3, ..ModelSpec::named("tiny").unwrap() };
+    let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
     masters.init_weights(5).unwrap();
-    rounded(&config, &masters, policy)
+    rounded(&spec, &masters, policy)
 }
 
 /// Logits of every position by the training pass over the whole sequence.

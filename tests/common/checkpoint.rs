@@ -17,7 +17,7 @@ pub(crate) const TOKENIZER: &[u8] = br#"{"version":"1.0"}"#;
 
 /// Everything a checkpoint of `step` is made of; another step has other values in every tensor.
 pub(crate) struct Sample {
-    pub(crate) config: ModelSpec,
+    pub(crate) spec: ModelSpec,
     pub(crate) aux_files: AuxFiles,
     pub(crate) state: State,
     pub(crate) weights: Parameters,
@@ -30,12 +30,12 @@ pub(crate) struct Sample {
 impl Sample {
     pub(crate) fn new(step: u64) -> Self {
         let tiny = ModelSpec::named("tiny").unwrap();
-        let config = ModelSpec { vocab_size: 17, max_position_embeddings: 8, ..tiny.resized(1, 8, 2) };
-        Self::of(step, &config)
+        let spec = ModelSpec { vocab_size: 17, max_position_embeddings: 8, ..tiny.resized(1, 8, 2) };
+        Self::of(step, &spec)
     }
 
-    /// A sample for the shape `config`.
-    pub(crate) fn of(step: u64, config: &ModelSpec) -> Self {
+    /// A sample for the shape `spec`.
+    pub(crate) fn of(step: u64, spec: &ModelSpec) -> Self {
         let fingerprint =
             Fingerprint { model: "sample".into(), policy: "p=f32,c=f16,g=f16,r=f32".into(), data: "d".into() };
         let state = State {
@@ -64,15 +64,15 @@ impl Sample {
             best: None,
             early_stopping_counter: 0,
         };
-        let masters = fill(config, step as f32);
+        let masters = fill(spec, step as f32);
         let weights = masters.zeros_like(DType::F16).unwrap();
         for (weight, master) in weights.tensors().iter().zip(masters.tensors()) {
             weight.slice_set(&master.to_dtype(DType::F16).unwrap(), 0, 0).unwrap();
         }
-        let (exp_avg, exp_avg_sq) = (fill(config, 0.01 * step as f32), fill(config, 0.001 * step as f32));
+        let (exp_avg, exp_avg_sq) = (fill(spec, 0.01 * step as f32), fill(spec, 0.001 * step as f32));
         let activity = Activity::default();
         let aux_files = AuxFiles::default();
-        Self { config: config.clone(), state, aux_files, weights, masters, exp_avg, exp_avg_sq, activity }
+        Self { spec: spec.clone(), state, aux_files, weights, masters, exp_avg, exp_avg_sq, activity }
     }
 
     /// With a validation loss.
@@ -85,7 +85,7 @@ impl Sample {
     pub(crate) fn contents(&self) -> Contents<'_> {
         Contents {
             state: &self.state,
-            config: &self.config,
+            spec: &self.spec,
             tokenizer: TOKENIZER,
             aux_files: &self.aux_files,
             weights: &self.weights,
@@ -103,8 +103,8 @@ impl Sample {
     }
 }
 
-fn fill(config: &ModelSpec, offset: f32) -> Parameters {
-    let parameters = zeros(config);
+fn fill(spec: &ModelSpec, offset: f32) -> Parameters {
+    let parameters = zeros(spec);
     for tensor in parameters.tensors() {
         let values: Vec<f32> = (0..tensor.elem_count()).map(|i| offset + (i as f32).sin()).collect();
         set(tensor, values);
@@ -113,8 +113,8 @@ fn fill(config: &ModelSpec, offset: f32) -> Parameters {
 }
 
 /// FP32 tensors to read into.
-pub(crate) fn zeros(config: &ModelSpec) -> Parameters {
-    Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap()
+pub(crate) fn zeros(spec: &ModelSpec) -> Parameters {
+    Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap()
 }
 
 /// Overwrites the values of a tensor in place.

@@ -49,20 +49,20 @@ impl Settings {
 }
 
 /// An engine that starts from `masters` at a constant learning rate.
-pub(crate) fn engine(config: &ModelSpec, masters: Parameters, settings: Settings) -> TrainEngine {
-    engine_of(Arc::new(Fused), config, masters, settings)
+pub(crate) fn engine(spec: &ModelSpec, masters: Parameters, settings: Settings) -> TrainEngine {
+    engine_of(Arc::new(Fused), spec, masters, settings)
 }
 
 /// Like `engine`, but computes with `kernels`.
 pub(crate) fn engine_of(
     kernels: Arc<dyn Kernels>,
-    config: &ModelSpec,
+    spec: &ModelSpec,
     masters: Parameters,
     settings: Settings,
 ) -> TrainEngine {
     let Settings { policy, scaler, adamw, lr, max_grad_norm, batch: (rows, seq_len), grad_accum } = settings;
     let weights = MasterWeights::new(masters, policy, &*kernels).unwrap();
-    let model = Decoder::new(config, &weights.1, kernels).unwrap();
+    let model = Decoder::new(spec, &weights.1, kernels).unwrap();
     let state = TrainState::new(weights, adamw, scaler).unwrap();
     TrainEngine {
         group: Arc::new(SingleProcess),
@@ -80,7 +80,7 @@ pub(crate) fn engine_of(
         count_exponents: false,
         update_counts: None,
         objective: Objective::default(),
-        workspace: Workspace::for_training(config, policy, (rows, seq_len), Checkpointing::None, &Device::Cpu).unwrap(),
+        workspace: Workspace::for_training(spec, policy, (rows, seq_len), Checkpointing::None, &Device::Cpu).unwrap(),
         grads: Gradients::new(&state.weights, policy, grad_accum, &SingleProcess).unwrap(),
         grad_stats: GradientStats::default(),
         state,
@@ -90,12 +90,12 @@ pub(crate) fn engine_of(
 /// The model in a Hugging Face folder, its weights in FP32.
 pub(crate) fn read_model(folder: &Path) -> (ModelSpec, Parameters) {
     let folder = ModelFolder::open(folder).unwrap();
-    let config = folder.config().clone();
-    let masters = Parameters::zeros(&config.parameters(), DType::F32, &Device::Cpu).unwrap();
+    let spec = folder.spec().clone();
+    let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
     for (name, tensor) in masters.iter() {
         view::write_f32(tensor, |out| folder.read_f32(name, out)).unwrap().unwrap();
     }
-    (config, masters)
+    (spec, masters)
 }
 
 /// Adapters over the model in a folder, which is read in `compute`.
@@ -108,12 +108,12 @@ impl Case {
     /// The engine with this case's initial weights and settings, for micro-batches of `rows` rows.
     pub(crate) fn engine(&self, policy: PrecisionPolicy, rows: usize) -> TrainEngine {
         let Some(adapter) = &self.adapter else {
-            let (config, masters) = read_model(&self.folder);
-            return self.engine_over(&config, masters, policy, rows);
+            let (spec, masters) = read_model(&self.folder);
+            return self.engine_over(&spec, masters, policy, rows);
         };
         let adapter = AdapterFolder::open(adapter).unwrap();
         let base = ModelFolder::open(&self.folder).unwrap();
-        let spec = adapter.spec(base.config()).unwrap();
+        let spec = adapter.spec(base.spec()).unwrap();
         let over = over_folder(&self.folder, &spec, policy.compute);
         adapter.read_parameters(&spec, &over).unwrap();
         self.engine_over(&spec, over, policy, rows)
@@ -170,7 +170,7 @@ impl Case {
     /// Builds the engine of this case with other weights.
     pub(crate) fn engine_over(
         &self,
-        config: &ModelSpec,
+        spec: &ModelSpec,
         masters: Parameters,
         policy: PrecisionPolicy,
         rows: usize,
@@ -191,7 +191,7 @@ impl Case {
             grad_accum: all_rows / rows,
             ..Settings::new(policy, scaler, adamw.lr, (rows, seq_len))
         };
-        engine_of(self.kernels.clone(), config, masters, settings)
+        engine_of(self.kernels.clone(), spec, masters, settings)
     }
 
     /// Batch `step` in micro-batches of `rows` rows.

@@ -25,10 +25,10 @@ fn what_is_saved_comes_back_bit_for_bit() {
 
     let checkpoint = Checkpoint::open(&saved.path).unwrap();
     assert_eq!(checkpoint.state(), &sample.state);
-    assert_eq!(checkpoint.config(), &sample.config);
+    assert_eq!(checkpoint.spec(), &sample.spec);
     assert_eq!(checkpoint.manifest(), &saved.manifest);
     assert_eq!(fs::read(checkpoint.tokenizer()).unwrap(), TOKENIZER);
-    let read = zeros(&sample.config);
+    let read = zeros(&sample.spec);
     let assert_reads = |expected: &Parameters| {
         for (read, expected) in read.tensors().iter().zip(expected.tensors()) {
             assert_eq!(values(read), values(expected));
@@ -36,12 +36,12 @@ fn what_is_saved_comes_back_bit_for_bit() {
     };
     checkpoint.read_masters(&read).unwrap();
     assert_reads(&sample.masters);
-    checkpoint.read_moments([&read, &zeros(&sample.config)], &mut []).unwrap();
+    checkpoint.read_moments([&read, &zeros(&sample.spec)], &mut []).unwrap();
     assert_reads(&sample.exp_avg);
-    checkpoint.read_moments([&zeros(&sample.config), &read], &mut []).unwrap();
+    checkpoint.read_moments([&zeros(&sample.spec), &read], &mut []).unwrap();
     assert_reads(&sample.exp_avg_sq);
 
-    let wider = sample.config.clone().resized(1, 16, 2);
+    let wider = sample.spec.clone().resized(1, 16, 2);
     let message = checkpoint.read_masters(&zeros(&wider)).unwrap_err().to_string();
     assert!(message.contains("tensor `h.0.attn.c_attn.bias`: shape [24], but the model's is [48]"), "{message}");
 }
@@ -55,7 +55,7 @@ fn a_step_directory_is_a_hugging_face_folder() {
         let saved = run.save(&sample.contents(), kind).unwrap();
         assert!(verify(&saved.path).is_empty());
         let model = ModelFolder::open(&saved.path).unwrap();
-        assert_eq!(model.config(), &sample.config);
+        assert_eq!(model.spec(), &sample.spec);
         assert_eq!(model.get("wte.weight").unwrap().name, "transformer.wte.weight");
         for (name, weight) in sample.weights.iter() {
             let mut out = vec![0.0; weight.elem_count()];
@@ -358,7 +358,7 @@ fn comparing_names_the_tensor_and_the_figure() {
     changed[2] += 0.5;
     set(tensor, changed);
     other.state.scaler.scale = 2.0;
-    let deeper = Sample::of(5, &ModelSpec { num_layers: 2, ..sample.config.clone() });
+    let deeper = Sample::of(5, &ModelSpec { num_layers: 2, ..sample.spec.clone() });
     let contents = Contents { masters: &deeper.masters, ..other.contents() };
     let b = two.save(&contents, CheckpointKind::Full).unwrap().path;
     let said: Vec<String> = compare(&a, &b).unwrap().iter().map(ToString::to_string).collect();

@@ -161,7 +161,7 @@ fn a_written_adapter_reads_back() {
         std::fs::write(folder.path().join("adapter_config.json"), config).unwrap();
         let read = AdapterFolder::open(folder.path()).unwrap();
         let base = ModelFolder::open(&case.folder).unwrap();
-        assert_eq!(&read.spec(base.config()).unwrap(), spec, "{name}");
+        assert_eq!(&read.spec(base.spec()).unwrap(), spec, "{name}");
         let over = over_folder(&case.folder, spec, Dtype::F32);
         read.read_parameters(spec, &over).unwrap();
         let same = |(name, tensor): (&str, &Tensor)| assert_eq!(values(tensor), values(masters.get(name).unwrap()));
@@ -175,8 +175,8 @@ fn a_written_adapter_reads_back() {
 fn the_name_of_a_saved_module_is_that_of_no_other() {
     for case in Case::families() {
         let base = ModelFolder::open(&case.folder).unwrap();
-        let saved = Lora::modules_to_save(base.config(), &["norm"]).unwrap();
-        assert_eq!(Lora::names(base.config(), &saved, true), ["model.norm"], "{}", case.name);
+        let saved = Lora::modules_to_save(base.spec(), &["norm"]).unwrap();
+        assert_eq!(Lora::names(base.spec(), &saved, true), ["model.norm"], "{}", case.name);
     }
 }
 
@@ -184,7 +184,7 @@ fn the_name_of_a_saved_module_is_that_of_no_other() {
 fn untrained(case: &Case, dora: bool, targets: BTreeSet<ModuleId>) -> TrainEngine {
     let base = ModelFolder::open(&case.folder).unwrap();
     let lora = Lora { r: 2, alpha: 3.0, dropout: 0.0, rslora: false, dora, targets, modules_to_save: BTreeSet::new() };
-    let spec = ModelSpec { lora: Some(lora), ..base.config().clone() };
+    let spec = ModelSpec { lora: Some(lora), ..base.spec().clone() };
     let over = over_folder(&case.folder, &spec, Dtype::F32);
     let mut engine = case.engine_over(&spec, over, PrecisionPolicy::FP32, case.rows());
     (engine.schedule.peak_lr, engine.max_grad_norm) = (0.0, None);
@@ -215,7 +215,7 @@ fn every_subset_of_target_modules_has_the_gradients_of_all_of_them() {
     let first = first.into_iter().flat_map(|case| [(case.clone(), false), (case, true)]);
     let others = ["families/mistral", "families/qwen2", "families/qwen3", "families/gemma3", "narrow"];
     for (case, dora) in first.chain(others.map(|name| (Case::own(name), false))) {
-        let all = Lora::targets(ModelFolder::open(&case.folder).unwrap().config(), &["all-linear"]).unwrap();
+        let all = Lora::targets(ModelFolder::open(&case.folder).unwrap().spec(), &["all-linear"]).unwrap();
         let modules: Vec<_> = all.iter().map(|layer| layer.op).collect::<BTreeSet<_>>().into_iter().collect();
         let subset = |mask: usize| {
             let chosen = |layer: &&ModuleId| mask >> modules.iter().position(|op| *op == layer.op).unwrap() & 1 == 1;

@@ -99,7 +99,7 @@ fn assert_bits_of_dequantized(shape: &ModelSpec, types: &[GgmlDType]) {
         (false, PrecisionPolicy::FP16),
         (true, PrecisionPolicy::FP32),
     ] {
-        let spec = with_lora(file.config(), dora);
+        let spec = with_lora(file.spec(), dora);
         let engine = start(&spec, read(&spec, policy, &path, true), policy, Arc::new(Fused));
         assert_exact("a base in blocks", (&engine.model, &engine.state.weights, policy));
         let plain = (dora && policy == PrecisionPolicy::FP16).then(|| Arc::new(CandleKernels) as Arc<dyn Kernels>);
@@ -126,7 +126,7 @@ fn products_are_in_blocks_as_a_whole() {
     // By name: the embedding, then down, gate, up, k, o, q and v of each block, then the head.
     write_random(llama, &[Q8_0, Q8_0, Q8_0, F32, Q8_0, Q8_0, Q8_0, Q8_0, Q8_0], &path);
     let file = GgufModel::open(&path).unwrap();
-    let mut spec = with_lora(file.config(), false);
+    let mut spec = with_lora(file.spec(), false);
     let names =
         |spec: &ModelSpec| spec.quantized_params().into_keys().filter(|name| name.contains(".0.")).collect::<Vec<_>>();
     let of = |parts: &[&str]| parts.iter().map(|part| format!("layers.0.{part}.weight")).collect::<Vec<_>>();

@@ -54,9 +54,9 @@ const SMALL_THINGS: usize = (128 << 10) + (8 << 10);
 const WARM_UP: usize = 20;
 
 /// The memory that the laboratory predicts for steps of 4 × 64 tokens.
-fn memory(config: &ModelSpec, policy: PrecisionPolicy, grad_accum: usize) -> Vec<MemoryItem> {
+fn memory(spec: &ModelSpec, policy: PrecisionPolicy, grad_accum: usize) -> Vec<MemoryItem> {
     let setup = TrainSetup { shape: [4, 64, grad_accum], ..TrainSetup::default() };
-    setup.engine(config, policy, OptimizerKind::AdamW).unwrap()
+    setup.engine(spec, policy, OptimizerKind::AdamW).unwrap()
 }
 
 #[test]
@@ -74,14 +74,14 @@ fn a_steady_state_step_of_a_mixture_allocates_little_more_for_each_expert() {
 }
 
 /// Checks the allocations of the first step and of later ones of a model with this number of experts in all blocks.
-fn steady_state(config: &ModelSpec, experts: usize) {
+fn steady_state(spec: &ModelSpec, experts: usize) {
     let text = grammar::text(1, 60_000);
     // Each expert has three parameters, and so three histograms.
     let small_things = SMALL_THINGS + experts * 3 * (1 << 10);
     for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
         for grad_accum in [1, 2] {
             let scaler = GradScalerConfig { growth_interval: 7, ..GradScalerConfig::default() };
-            let masters = TrainState::random_masters(config, 3, &Device::Cpu).unwrap();
+            let masters = TrainState::random_masters(spec, 3, &Device::Cpu).unwrap();
             let settings = Settings {
                 policy,
                 scaler: GradScaler::new(scaler).unwrap(),
@@ -91,9 +91,9 @@ fn steady_state(config: &ModelSpec, experts: usize) {
                 batch: (4, 64),
                 grad_accum,
             };
-            let items = memory(config, policy, grad_accum);
+            let items = memory(spec, policy, grad_accum);
             let before = ALLOCATED.load(Relaxed);
-            let mut engine = engine(config, masters, settings);
+            let mut engine = engine(spec, masters, settings);
             // The masters were there before.
             let told: u64 =
                 items.iter().filter(|item| item.group != MemoryCategory::Masters).map(|item| item.bytes).sum();
@@ -215,7 +215,7 @@ fn a_base_in_blocks_holds_its_blocks() {
     write_random(&shape, &[Q4_1, Q8_0], &path);
     let file = GgufModel::open(&path).unwrap();
     let weights = WeightSource::Stored(StoredModel::open(&path).unwrap());
-    let (spec, policy) = (with_lora(file.config(), false), PrecisionPolicy::BF16);
+    let (spec, policy) = (with_lora(file.spec(), false), PrecisionPolicy::BF16);
     let in_blocks: u64 = file
         .gguf()
         .tensors()

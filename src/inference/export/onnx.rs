@@ -34,23 +34,23 @@ pub struct OnnxOptions {
 }
 
 /// Writes the graph to `path` and the weights to `path` with `.data` at its end.
-pub(super) fn write(config: &ModelSpec, weights: &Parameters, options: OnnxOptions, path: &Path) -> Result<()> {
-    if config.rope.as_ref().is_some_and(Rope::is_dynamic) {
+pub(super) fn write(spec: &ModelSpec, weights: &Parameters, options: OnnxOptions, path: &Path) -> Result<()> {
+    if spec.rope.as_ref().is_some_and(Rope::is_dynamic) {
         let message = "`dynamic` and `longrope` rotary embeddings depend on the length of the text, which an ONNX graph \
                        cannot express; export it as a folder";
-        return Err(Error::model(config.family.model_type, message));
+        return Err(Error::model(spec.family.model_type, message));
     }
-    if config.experts.is_some() {
-        return Err(Error::model(config.family.model_type, "mixtures of experts have no ONNX graph; export a folder"));
+    if spec.experts.is_some() {
+        return Err(Error::model(spec.family.model_type, "mixtures of experts have no ONNX graph; export a folder"));
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let data = ExternalData::create(path.with_file_name(format!("{name}.data")), format!("{name}.data"))?;
-    let mut builder = GraphBuilder { config, options, graph: Graph::default(), data, quantized: HashMap::new() };
+    let mut builder = GraphBuilder { spec, options, graph: Graph::default(), data, quantized: HashMap::new() };
     builder.weights(weights)?;
     builder.decoder();
     let GraphBuilder { graph, mut data, .. } = builder;
     data.file.flush().map_err(Error::io("write", &data.path))?;
-    let model = graph.model(config.family.model_type);
+    let model = graph.model(spec.family.model_type);
     std::fs::write(path, model.bytes()).map_err(Error::io("write", path))
 }
 
@@ -112,7 +112,7 @@ struct PositionInputs {
 }
 
 struct GraphBuilder<'a> {
-    config: &'a ModelSpec,
+    spec: &'a ModelSpec,
     options: OnnxOptions,
     graph: Graph,
     data: ExternalData,
@@ -124,19 +124,19 @@ impl GraphBuilder<'_> {
     /// Streams the weights into their file and declares each of them, widened if it is not FP32. Linear weights are
     /// stored as `[in, out]`.
     fn weights(&mut self, weights: &Parameters) -> Result<()> {
-        let config = self.config;
+        let spec = self.spec;
         for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
             let product = matches!(entry.layer.op, ModuleOp::Linear(_)) && entry.role == ParamRole::Weight;
-            let transposed = product && config.weight_layout == WeightLayout::OutIn;
+            let transposed = product && spec.weight_layout == WeightLayout::OutIn;
             let tensor = if transposed { tensor.t()?.contiguous()? } else { tensor.clone() };
             if product && self.options.int8 {
                 self.int8(&entry.name, &tensor)?;
                 continue;
             }
-            let head = entry.layer.op == ModuleOp::Head
-                || (config.tie_word_embeddings && entry.layer.op == ModuleOp::Embedding);
+            let head =
+                entry.layer.op == ModuleOp::Head || (spec.tie_word_embeddings && entry.layer.op == ModuleOp::Embedding);
             if head && self.options.int8 {
-                self.int8(&self.config.layer_name(ModuleId::global(ModuleOp::Head)), &tensor.t()?.contiguous()?)?;
+                self.int8(&self.spec.layer_name(ModuleId::global(ModuleOp::Head)), &tensor.t()?.contiguous()?)?;
                 if entry.layer.op == ModuleOp::Head {
                     continue;
                 }
@@ -185,30 +185,30 @@ impl GraphBuilder<'_> {
 
     /// The whole model.
     fn decoder(&mut self) {
-        let config = self.config;
+        let spec = self.spec;
         self.graph.input("input_ids", INT64, &[Dim::Dynamic("batch"), Dim::Dynamic("sequence")]);
-        let vocabulary = [Dim::Dynamic("batch"), Dim::Dynamic("sequence"), Dim::Static(config.vocab_size)];
+        let vocabulary = [Dim::Dynamic("batch"), Dim::Dynamic("sequence"), Dim::Static(spec.vocab_size)];
         self.graph.output("logits", FLOAT, &vocabulary);
         let positions = self.positions();
         self.shapes();
 
-        let table = fp32_name(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Embedding))));
+        let table = fp32_name(&format!("{}.weight", spec.layer_name(ModuleId::global(ModuleOp::Embedding))));
         let mut stream = self.graph.op("Gather", &[&table, "input_ids"], &[]);
-        let scale = match config.embedding_scale {
+        let scale = match spec.embedding_scale {
             EmbeddingScale::Factor(factor) => factor,
-            EmbeddingScale::RootOfWidth => f64::from((config.hidden_size as f32).sqrt()),
+            EmbeddingScale::RootOfWidth => f64::from((spec.hidden_size as f32).sqrt()),
         };
-        let scale = (scale / config.residual_multiplier) as f32;
+        let scale = (scale / spec.residual_multiplier) as f32;
         if scale != 1.0 {
             self.graph.float("embedding_scale", scale);
             stream = self.graph.op("Mul", &[&stream, "embedding_scale"], &[]);
         }
-        if config.learned_positions {
-            let table = fp32_name(&format!("{}.weight", config.layer_name(ModuleId::global(ModuleOp::Positions))));
+        if spec.learned_positions {
+            let table = fp32_name(&format!("{}.weight", spec.layer_name(ModuleId::global(ModuleOp::Positions))));
             let rows = self.graph.op("Gather", &[&table, &positions.ids], &[]);
             stream = self.graph.op("Add", &[&stream, &rows], &[]);
         }
-        for block in 0..config.num_layers {
+        for block in 0..spec.num_layers {
             let normed = self.pre_norm(&stream, block, NormRole::Attention);
             let attended = self.attention(&normed, block, &positions);
             stream = self.residual_add(&stream, &attended, block, NormRole::PostAttention);
@@ -217,35 +217,35 @@ impl GraphBuilder<'_> {
             stream = self.residual_add(&stream, &branch, block, NormRole::PostMlp);
         }
         let mut normed = self.norm(&stream, ModuleId::global(ModuleOp::Norm(NormRole::Final)));
-        if config.logits_scaling != 1.0 {
-            self.graph.float("logits_scale", (1.0 / config.logits_scaling) as f32);
+        if spec.logits_scaling != 1.0 {
+            self.graph.float("logits_scale", (1.0 / spec.logits_scaling) as f32);
             normed = self.graph.op("Mul", &[&normed, "logits_scale"], &[]);
         }
-        let logits = if config.logits_softcap.is_some() { "uncapped_logits" } else { "logits" };
+        let logits = if spec.logits_softcap.is_some() { "uncapped_logits" } else { "logits" };
         if self.options.int8 {
-            let head = config.layer_name(ModuleId::global(ModuleOp::Head));
+            let head = spec.layer_name(ModuleId::global(ModuleOp::Head));
             self.integer_matmul(&normed, &head, Some(logits));
         } else {
-            let head = ModuleId::global(if config.tie_word_embeddings { ModuleOp::Embedding } else { ModuleOp::Head });
-            let head = fp32_name(&format!("{}.weight", config.layer_name(head)));
+            let head = ModuleId::global(if spec.tie_word_embeddings { ModuleOp::Embedding } else { ModuleOp::Head });
+            let head = fp32_name(&format!("{}.weight", spec.layer_name(head)));
             let head = self.graph.op("Transpose", &[&head], &[Attribute::Ints("perm", &[1, 0])]);
             self.graph.op_as(logits, "MatMul", &[&normed, &head], &[]);
         }
-        if config.logits_softcap.is_some() {
+        if spec.logits_softcap.is_some() {
             soft_cap(&mut self.graph, logits, "logit_cap", "logits");
         }
     }
 
     /// Constants shared by all blocks. A 0 in a shape copies the input's dimension.
     fn shapes(&mut self) {
-        let config = self.config;
-        let [heads, kv_heads, head_dim] = [config.heads, config.kv_heads, config.head_dim].map(|size| size as i64);
-        if config.fused_qkv {
-            self.graph.int("qkv_widths", &[3], &config.qkv_widths().map(|width| width as i64));
+        let spec = self.spec;
+        let [heads, kv_heads, head_dim] = [spec.heads, spec.kv_heads, spec.head_dim].map(|size| size as i64);
+        if spec.fused_qkv {
+            self.graph.int("qkv_widths", &[3], &spec.qkv_widths().map(|width| width as i64));
         }
-        if config.rotary_dim.is_some() {
-            let rotated = config.rotary_dim();
-            self.graph.int("rotated_widths", &[2], &[rotated, config.head_dim - rotated].map(|width| width as i64));
+        if spec.rotary_dim.is_some() {
+            let rotated = spec.rotary_dim();
+            self.graph.int("rotated_widths", &[2], &[rotated, spec.head_dim - rotated].map(|width| width as i64));
         }
         self.graph.int("by_query_head", &[4], &[0, 0, heads, head_dim]);
         self.graph.int("by_key_head", &[4], &[0, 0, kv_heads, head_dim]);
@@ -254,19 +254,19 @@ impl GraphBuilder<'_> {
         self.graph.int("joined", &[3], &[0, 0, heads * head_dim]);
         self.graph.int("group_axis", &[1], &[2]);
         self.graph.int("last_axis", &[1], &[-1]);
-        let scale = config.attention_scale.unwrap_or_else(|| 1.0 / (config.head_dim as f64).sqrt());
+        let scale = spec.attention_scale.unwrap_or_else(|| 1.0 / (spec.head_dim as f64).sqrt());
         self.graph.float("softmax_scale", scale as f32);
-        for (name, cap) in [("score_cap", config.attention_softcap), ("logit_cap", config.logits_softcap)] {
+        for (name, cap) in [("score_cap", spec.attention_softcap), ("logit_cap", spec.logits_softcap)] {
             self.graph.float(name, cap.unwrap_or_default() as f32);
         }
         self.graph.float("masked", f32::MIN);
-        self.graph.float("norm_epsilon", config.stream_norm_eps() as f32);
+        self.graph.float("norm_epsilon", spec.stream_norm_eps() as f32);
         self.graph.float("unit", 1.0);
         self.graph.byte("weight_zero", 128);
     }
 
     fn positions(&mut self) -> PositionInputs {
-        let config = self.config;
+        let spec = self.spec;
         let graph = &mut self.graph;
         let (zero, one) = (graph.int("zero", &[], &[0]), graph.int("one", &[], &[1]));
         let (first, second) = (graph.int("first_axis", &[1], &[0]), graph.int("second_axis", &[1], &[1]));
@@ -287,17 +287,17 @@ impl GraphBuilder<'_> {
         let column = graph.op("Unsqueeze", &[&keys, &first], &[]);
         let causal = graph.op("GreaterOrEqual", &[&row, &column], &[]);
         let mut masks = [causal.clone(), causal.clone()];
-        if let Some(sliding) = &config.sliding {
+        if let Some(sliding) = &spec.sliding {
             let window = graph.int("window", &[], &[sliding.window as i64]);
             let end = graph.op("Add", &[&column, &window], &[]);
             let near = graph.op("Less", &[&row, &end], &[]);
             masks[1] = graph.op("And", &[&causal, &near], &[]);
         }
         let location = graph.op("Cast", &[&row], &[Attribute::Int("to", FLOAT)]);
-        let ropes = [config.rope.as_ref(), config.sliding.as_ref().map(|sliding| &sliding.rope)];
+        let ropes = [spec.rope.as_ref(), spec.sliding.as_ref().map(|sliding| &sliding.rope)];
         let mut rotation = |(index, rope): (usize, Option<&Rope>)| -> Option<[String; 2]> {
-            let rope = rope.filter(|_| config.rope.is_some())?;
-            let frequencies = rope.frequencies(config.rotary_dim(), config.max_position_embeddings);
+            let rope = rope.filter(|_| spec.rope.is_some())?;
+            let frequencies = rope.frequencies(spec.rotary_dim(), spec.max_position_embeddings);
             let frequencies = graph.floats(&format!("frequencies_{index}"), &frequencies);
             let angles = graph.op("Mul", &[&location, &frequencies], &[]);
             let factor = rope.attention_factor() as f32;
@@ -313,7 +313,7 @@ impl GraphBuilder<'_> {
         };
         let [full, sliding] = ropes;
         let rotations = [rotation((0, full)), rotation((1, sliding))];
-        let query_rotation = config.query_scale.zip(rotations[0].as_ref()).map(|(scale, rotation)| {
+        let query_rotation = spec.query_scale.zip(rotations[0].as_ref()).map(|(scale, rotation)| {
             graph.float("query_context", scale.context as f32);
             graph.float("query_growth", scale.beta as f32);
             let turns = graph.op("Div", &[&location, "query_context"], &[]);
@@ -329,24 +329,24 @@ impl GraphBuilder<'_> {
 
     /// Adds a branch to the residual stream, after the family's norm if there is one.
     fn residual_add(&mut self, stream: &str, branch: &str, block: usize, role: NormRole) -> String {
-        let normed = self.config.post_norms.then(|| self.norm(branch, ModuleId::in_block(block, ModuleOp::Norm(role))));
+        let normed = self.spec.post_norms.then(|| self.norm(branch, ModuleId::in_block(block, ModuleOp::Norm(role))));
         self.graph.op("Add", &[stream, normed.as_deref().unwrap_or(branch)], &[])
     }
 
     /// The input of attention or the MLP, normalised if the family does.
     fn pre_norm(&mut self, stream: &str, block: usize, role: NormRole) -> String {
-        if !self.config.pre_norms {
+        if !self.spec.pre_norms {
             return stream.to_owned();
         }
         self.norm(stream, ModuleId::in_block(block, ModuleOp::Norm(role)))
     }
 
     fn norm(&mut self, x: &str, layer: ModuleId) -> String {
-        let name = self.config.layer_name(layer);
+        let name = self.spec.layer_name(layer);
         let (weight, bias) = (fp32_name(&format!("{name}.weight")), fp32_name(&format!("{name}.bias")));
         let graph = &mut self.graph;
-        let Norm::Rms { unit_offset } = self.config.norm else {
-            let epsilon = Attribute::Float("epsilon", self.config.norm_eps as f32);
+        let Norm::Rms { unit_offset } = self.spec.norm else {
+            let epsilon = Attribute::Float("epsilon", self.spec.norm_eps as f32);
             return graph.op("LayerNormalization", &[x, &weight, &bias], &[Attribute::Int("axis", -1), epsilon]);
         };
         let squares = graph.op("Mul", &[x, x], &[]);
@@ -359,14 +359,14 @@ impl GraphBuilder<'_> {
     }
 
     fn linear(&mut self, x: &str, block: usize, role: LinearRole) -> String {
-        let name = self.config.layer_name(ModuleId::in_block(block, ModuleOp::Linear(role)));
+        let name = self.spec.layer_name(ModuleId::in_block(block, ModuleOp::Linear(role)));
         let weight = format!("{name}.weight");
         let product = if self.options.int8 {
             self.integer_matmul(x, &weight, None)
         } else {
             self.graph.op("MatMul", &[x, &fp32_name(&weight)], &[])
         };
-        let biases = self.config.biases;
+        let biases = self.spec.biases;
         let has_bias = match role {
             LinearRole::Qkv | LinearRole::Query | LinearRole::Key | LinearRole::Value => biases.qkv,
             LinearRole::Out => biases.out,
@@ -396,15 +396,15 @@ impl GraphBuilder<'_> {
     }
 
     fn attention(&mut self, x: &str, block: usize, positions: &PositionInputs) -> String {
-        let config = self.config;
-        let [q, k, v] = if config.fused_qkv {
+        let spec = self.spec;
+        let [q, k, v] = if spec.fused_qkv {
             let qkv = self.linear(x, block, LinearRole::Qkv);
             self.graph.split("Split", &[&qkv, "qkv_widths"], &[Attribute::Int("axis", -1)])
         } else {
             [LinearRole::Query, LinearRole::Key, LinearRole::Value].map(|role| self.linear(x, block, role))
         };
-        let sliding = usize::from(config.is_sliding(block));
-        let rotation = positions.rotations[sliding].as_ref().filter(|_| config.rope_of(block).is_some());
+        let sliding = usize::from(spec.is_sliding(block));
+        let rotation = positions.rotations[sliding].as_ref().filter(|_| spec.rope_of(block).is_some());
         let of_queries = rotation.map(|rotation| positions.query_rotation.as_ref().unwrap_or(rotation));
         let q = self.heads(&q, "by_query_head", block, Some(NormRole::Query), of_queries);
         let k = self.heads(&k, "by_key_head", block, Some(NormRole::Key), rotation);
@@ -418,7 +418,7 @@ impl GraphBuilder<'_> {
         let (k, v) = (graph.op("Unsqueeze", &[&k, "group_axis"], &[]), graph.op("Unsqueeze", &[&v, "group_axis"], &[]));
         let scores = graph.op("MatMul", &[&q, &k], &[]);
         let mut scores = graph.op("Mul", &[&scores, "softmax_scale"], &[]);
-        if config.attention_softcap.is_some() {
+        if spec.attention_softcap.is_some() {
             scores = soft_cap(graph, &scores, "score_cap", &format!("capped_scores_{block}"));
         }
         let scores = graph.op("Where", &[&positions.masks[sliding], &scores, "masked"], &[]);
@@ -441,7 +441,7 @@ impl GraphBuilder<'_> {
         rotation: Option<&[String; 2]>,
     ) -> String {
         let mut x = x.to_owned();
-        let norm = norm.map(|role| ModuleId::in_block(block, ModuleOp::Norm(role))).zip(self.config.qk_norm);
+        let norm = norm.map(|role| ModuleId::in_block(block, ModuleOp::Norm(role))).zip(self.spec.qk_norm);
         if let Some((layer, QkNorm::Whole)) = norm {
             x = self.norm(&x, layer);
         }
@@ -452,7 +452,7 @@ impl GraphBuilder<'_> {
         let graph = &mut self.graph;
         let x = graph.op("Transpose", &[&x], &[Attribute::Ints("perm", &[0, 2, 1, 3])]);
         let Some([cos, sin]) = rotation else { return x };
-        let (x, rest) = if self.config.rotary_dim.is_some() {
+        let (x, rest) = if self.spec.rotary_dim.is_some() {
             let [rotated, rest] = graph.split("Split", &[&x, "rotated_widths"], &[Attribute::Int("axis", -1)]);
             (rotated, Some(rest))
         } else {
@@ -474,7 +474,7 @@ impl GraphBuilder<'_> {
         }
         let (past, present) = (format!("past_key_values.{block}.{what}"), format!("present.{block}.{what}"));
         let dims = |length| {
-            let (heads, size) = (Dim::Static(self.config.kv_heads), Dim::Static(self.config.head_dim));
+            let (heads, size) = (Dim::Static(self.spec.kv_heads), Dim::Static(self.spec.head_dim));
             [Dim::Dynamic("batch"), heads, Dim::Dynamic(length), size]
         };
         self.graph.input(&past, FLOAT, &dims("past"));
@@ -484,8 +484,8 @@ impl GraphBuilder<'_> {
     }
 
     fn mlp(&mut self, x: &str, block: usize) -> String {
-        let activation = self.config.activation;
-        let [inner, up] = if self.config.fused_gate_up {
+        let activation = self.spec.activation;
+        let [inner, up] = if self.spec.fused_gate_up {
             let both = self.linear(x, block, LinearRole::GateUp);
             let halves = [Attribute::Int("axis", -1), Attribute::Int("num_outputs", 2)];
             self.graph.split("Split", &[&both], &halves).map(Some)

@@ -84,7 +84,7 @@ pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
     state: State,
-    config: ModelSpec,
+    spec: ModelSpec,
     weights: TensorFile,
     masters: TensorFile,
     optimizer: TensorFile,
@@ -115,14 +115,14 @@ impl Checkpoint {
         let state = read_state(&path.join(STATE), &manifest)?;
         let file = path.join(CONFIG);
         let text = read_at_most(&file, MAX_SMALL_FILE)?;
-        let config = ModelSpec::from_json(&text, &file.display().to_string())?;
+        let spec = ModelSpec::from_json(&text, &file.display().to_string())?;
         let weights = TensorFile::open(path.join(if manifest.has_adapters() { ADAPTER_WEIGHTS } else { WEIGHTS }))?;
         // Adapters may be those of a few layers; of no model there are that many.
         let most = if manifest.has_adapters() { MAX_BLOCKS } else { weights.tensors().len() };
-        check_depth(&config, most, &file)?;
-        let config = if manifest.has_adapters() { AdapterFolder::open(&path)?.spec(&config)? } else { config };
+        check_depth(&spec, most, &file)?;
+        let spec = if manifest.has_adapters() { AdapterFolder::open(&path)?.spec(&spec)? } else { spec };
         Ok(Self {
-            config,
+            spec,
             weights,
             masters: TensorFile::open(path.join(MASTERS))?,
             optimizer: TensorFile::open(path.join(OPTIMIZER))?,
@@ -148,8 +148,8 @@ impl Checkpoint {
     }
 
     /// The model's shape.
-    pub fn config(&self) -> &ModelSpec {
-        &self.config
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
     }
 
     /// The path of the tokenizer.
@@ -174,8 +174,8 @@ impl Checkpoint {
     }
 
     fn master(&self, name: &str) -> Result<TensorView<'_>> {
-        let weights = |name: &str| self.weights.get(&self.config.family.stored_name(name));
-        let frozen = || matrix_of(&self.config, name, weights);
+        let weights = |name: &str| self.weights.get(&self.spec.family.stored_name(name));
+        let frozen = || matrix_of(&self.spec, name, weights);
         self.masters.get(name).or_else(frozen).map_or_else(|| self.masters.require(name), Ok)
     }
 

@@ -59,7 +59,7 @@ pub struct Contents<'a> {
     /// The figures of the run.
     pub state: &'a State,
     /// The model's shape.
-    pub config: &'a ModelSpec,
+    pub spec: &'a ModelSpec,
     /// The text of `tokenizer.json`.
     pub tokenizer: &'a [u8],
     /// The small files stored with the weights of the model that the run started from.
@@ -87,7 +87,7 @@ impl Contents<'_> {
         disk.create_folder(directory)?;
         let mut files = BTreeMap::new();
         let mut done = 0;
-        for name in kind.files(self.config.lora.is_some()) {
+        for name in kind.files(self.spec.lora.is_some()) {
             files.insert((*name).to_owned(), self.write_file(disk, &directory.join(name), name, kind, &mut done)?);
         }
         for (name, text) in self.aux_files.iter() {
@@ -113,13 +113,13 @@ impl Contents<'_> {
         disk.write_file(path, |out| {
             let out = &mut Reporting { out, activity, done, total };
             match name {
-                CONFIG => write_bytes(out, path, self.config.to_json(self.torch_dtype()).as_bytes()),
+                CONFIG => write_bytes(out, path, self.spec.to_json(self.torch_dtype()).as_bytes()),
                 TOKENIZER => write_bytes(out, path, self.tokenizer),
                 ADAPTER_CONFIG => {
-                    write_bytes(out, path, adapter_config(self.config, self.state.base.as_ref()).as_bytes())
+                    write_bytes(out, path, adapter_config(self.spec, self.state.base.as_ref()).as_bytes())
                 }
-                ADAPTER_WEIGHTS => write_adapter(out, path, self.config, self.weights),
-                WEIGHTS => write_tensors(out, path, &self.config.family.stored_tensors(self.weights())?),
+                ADAPTER_WEIGHTS => write_adapter(out, path, self.spec, self.weights),
+                WEIGHTS => write_tensors(out, path, &self.spec.family.stored_tensors(self.weights())?),
                 MASTERS => self.write_state(out, path, &[(StateTensor::Masters, "", self.masters)], &[]),
                 OPTIMIZER => {
                     let wide = [
@@ -191,7 +191,7 @@ impl Contents<'_> {
 
     /// The weights that the checkpoint contains: frozen modules too, but not the base of adapters.
     fn weights(&self) -> Vec<(&str, &Tensor)> {
-        if self.config.lora.is_some() { self.weights.iter().collect() } else { self.weights.with_frozen() }
+        if self.spec.lora.is_some() { self.weights.iter().collect() } else { self.weights.with_frozen() }
     }
 
     /// The weights' dtype in torch's terms; for mixed weights the widest, which they are loaded in.

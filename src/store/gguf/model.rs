@@ -19,7 +19,7 @@ use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENI
 #[derive(Debug)]
 pub struct GgufModel {
     gguf: Gguf,
-    config: ModelSpec,
+    spec: ModelSpec,
 }
 
 impl GgufModel {
@@ -39,25 +39,25 @@ impl GgufModel {
             .collect::<Result<RopeFactors>>()?;
         let bos = gguf.token_id("tokenizer.ggml.bos_token_id")?;
         let header = GgufHeader { architecture, keys, bos, eos: gguf.eos_ids()?, shape: &shape, rope_factors };
-        let config = ModelSpec::from_gguf(&header, &gguf.path.display().to_string())?;
-        let mut model = Self { gguf, config };
+        let spec = ModelSpec::from_gguf(&header, &gguf.path.display().to_string())?;
+        let mut model = Self { gguf, spec };
         model.check()?;
-        model.config.quantized = model.quantized();
+        model.spec.quantized = model.quantized();
         Ok(model)
     }
 
     /// The matrices in quantized blocks, by the parameter's name.
     fn quantized(&self) -> BTreeMap<String, GgmlDType> {
-        let stored = self.config.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
+        let stored = self.spec.base_parameters().into_iter().filter(|entry| entry.shape.len() == 2);
         let in_blocks = |part: &ParamSpec| {
-            let dtype = self.gguf.content.tensor_infos.get(&self.config.gguf_name(part))?.ggml_dtype;
+            let dtype = self.gguf.content.tensor_infos.get(&self.spec.gguf_name(part))?.ggml_dtype;
             (dtype.block_size() > 1 && part.layer.op != ModuleOp::Positions).then_some(dtype)
         };
         let stored = stored.filter_map(|entry| {
-            let parts = self.config.gguf_parts(&entry);
+            let parts = self.spec.gguf_parts(&entry);
             // Rows of several matrices that alternate are dequantized.
             let types: Option<Vec<_>> = parts.iter().map(in_blocks).collect();
-            let alternate = parts.len() > 1 && self.config.activation.is_interleaved();
+            let alternate = parts.len() > 1 && self.spec.activation.is_interleaved();
             Some((entry.name, *types.filter(|_| !alternate)?.first()?))
         });
         stored.collect()
@@ -65,16 +65,16 @@ impl GgufModel {
 
     /// A matrix in the blocks that the file has, its rows in our order, on `device`.
     pub fn blocks(&self, entry: &ParamSpec, device: &Device) -> Result<QuantizedMatrix> {
-        let parts = self.config.gguf_parts(entry);
+        let parts = self.spec.gguf_parts(entry);
         let parts = parts.iter().map(|part| self.blocks_of(part, device)).collect::<Result<_>>()?;
         Ok(QuantizedMatrix::stack(parts)?)
     }
 
     fn blocks_of(&self, entry: &ParamSpec, device: &Device) -> Result<QuantizedMatrix> {
-        let name = self.config.gguf_name(entry);
+        let name = self.spec.gguf_name(entry);
         let (first, elements) = (gguf_offset(entry), entry.shape.iter().product::<usize>());
         let (blocks, dtype) = (self.gguf.blocks(&name, first..first + elements)?, self.gguf.info(&name)?.ggml_dtype);
-        let rows = self.config.gguf_rows(entry);
+        let rows = self.spec.gguf_rows(entry);
         let row = blocks.len() / rows.len();
         let ours: Vec<u8> = rows.iter().flat_map(|from| &blocks[from * row..(from + 1) * row]).copied().collect();
         let columns = row / dtype.type_size() * dtype.block_size();
@@ -82,16 +82,17 @@ impl GgufModel {
     }
 
     fn check(&self) -> Result<()> {
-        let Self { gguf, config } = self;
+        let Self { gguf, spec } = self;
         let tensors = gguf.content.tensor_infos.len();
         // Checked before anything is allocated per block.
-        if config.num_layers > tensors {
-            return Err(gguf
-                .error(format!("its metadata specifies {} blocks, but it has {tensors} tensors", config.num_layers)));
+        if spec.num_layers > tensors {
+            return Err(
+                gguf.error(format!("its metadata specifies {} blocks, but it has {tensors} tensors", spec.num_layers))
+            );
         }
         let mut names = BTreeSet::from(ROPE_FACTORS.map(str::to_owned));
-        for entry in config.parameters().iter().flat_map(|entry| config.gguf_parts(entry)) {
-            let (name, expected) = (config.gguf_name(&entry), config.gguf_shape(&entry));
+        for entry in spec.parameters().iter().flat_map(|entry| spec.gguf_parts(entry)) {
+            let (name, expected) = (spec.gguf_name(&entry), spec.gguf_shape(&entry));
             let Some(info) = gguf.content.tensor_infos.get(&name) else {
                 return Err(gguf.error(format!("tensor `{name}` of shape {expected:?} is missing")));
             };
@@ -115,8 +116,8 @@ impl GgufModel {
     }
 
     /// The model's shape. The tensors determine `tied`.
-    pub fn config(&self) -> &ModelSpec {
-        &self.config
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
     }
 
     /// Reads every parameter, dequantized, into the FP32 tensors of [`ModelSpec::parameters`].
@@ -129,8 +130,8 @@ impl GgufModel {
 
     /// Reads a parameter and dequantizes it; or some rows, starting at value `first`, if GGUF stores it in our order.
     pub fn read_part(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
-        if let [gate, up] = &self.config.gguf_parts(entry)[..] {
-            if self.config.activation.is_interleaved() {
+        if let [gate, up] = &self.spec.gguf_parts(entry)[..] {
+            if self.spec.activation.is_interleaved() {
                 let mut halves = [(); 2].map(|()| vec![0.0; out.len() / 2]);
                 self.read_tensor(gate, 0, &mut halves[0])?;
                 self.read_tensor(up, 0, &mut halves[1])?;
@@ -147,7 +148,7 @@ impl GgufModel {
     }
 
     fn read_tensor(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
-        let (name, whole) = (self.config.gguf_name(entry), entry.shape.iter().product());
+        let (name, whole) = (self.spec.gguf_name(entry), entry.shape.iter().product());
         let expert = matches!(entry.layer.op, ModuleOp::Expert(..));
         let first = gguf_offset(entry) + first;
         let range = first..first + out.len();
@@ -156,29 +157,29 @@ impl GgufModel {
             out.copy_from_slice(part()?.as_slice()?);
             return Ok(());
         } else if expert {
-            let shape = &self.config.gguf_shape(entry)[1..];
+            let shape = &self.spec.gguf_shape(entry)[1..];
             Tensor::from_slice(part()?.as_slice::<f32>()?, shape, &Device::Cpu)?
         } else {
             self.gguf.tensor(&name)?
         };
-        out.copy_from_slice(read(&self.config.from_gguf_layout(entry, &values)?)?.typed()?);
+        out.copy_from_slice(read(&self.spec.from_gguf_layout(entry, &values)?)?.typed()?);
         Ok(())
     }
 
     /// The auxiliary files of a Hugging Face folder, derived from the metadata.
     pub fn aux_files(&self) -> Result<AuxFiles> {
-        let Self { gguf, config } = self;
+        let Self { gguf, spec } = self;
         let token = |id: Option<u32>| -> Result<Json> {
             let tokens = gguf.list("tokenizer.ggml.tokens", "a list of strings", super::tokenizer::text)?;
             let text = id.zip(tokens).and_then(|(id, tokens)| tokens.get(id as usize).map(|text| (*text).to_owned()));
             Ok(text.into())
         };
-        let eos = &config.eos_token_ids;
+        let eos = &spec.eos_token_ids;
         let tokenizer = json!({
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config.max_position_embeddings,
+            "model_max_length": spec.max_position_embeddings,
             "clean_up_tokenization_spaces": false,
-            "bos_token": token(config.bos_token_id)?,
+            "bos_token": token(spec.bos_token_id)?,
             "eos_token": token(eos.first().copied())?,
         });
         let mut aux_files = AuxFiles::default();

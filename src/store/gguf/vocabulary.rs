@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, HashMap};
 
 type MetadataEntries = Vec<(String, Value)>;
 
-/// The metadata of a tokenizer, its special tokens and the chat template, for the model `config`.
-pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Option<&str>) -> Result<MetadataEntries> {
+/// The metadata of a tokenizer, its special tokens and the chat template, for the model `spec`.
+pub(crate) fn vocabulary(tokenizer: &Tokenizer, spec: &ModelSpec, template: Option<&str>) -> Result<MetadataEntries> {
     let fail =
         |message: &str| Error::model("tokenizer.json", format!("{message}, so it cannot be written to a GGUF file"));
     let json: Json = serde_json::from_slice(tokenizer.json()).map_err(|error| fail(&error.to_string()))?;
@@ -23,7 +23,7 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Op
     let merges: Vec<[String; 2]> = model["merges"].as_array().into_iter().flatten().filter_map(merge).collect();
     let sentence_piece = model["byte_fallback"] == true;
     let vocabulary =
-        Vocabulary::new(config.vocab_size, &json, sentence_piece).ok_or_else(|| fail("it has no vocabulary"))?;
+        Vocabulary::new(spec.vocab_size, &json, sentence_piece).ok_or_else(|| fail("it has no vocabulary"))?;
     let mut keys = MetadataEntries::new();
     let mut put = |key: &str, value: Value| keys.push((format!("tokenizer.ggml.{key}"), value));
     if sentence_piece {
@@ -51,18 +51,18 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, config: &ModelSpec, template: Op
 
     let begin = tokenizer.bos();
     put("add_bos_token", Value::Bool(begin.is_some()));
-    let mut ends = config.eos_token_ids.clone();
+    let mut ends = spec.eos_token_ids.clone();
     ends.extend(tokenizer.eos_id());
     let known = |id: &u32| (*id as usize) < tokenizer.vocab_size();
     ends.retain(known);
-    if let Some(id) = begin.or(config.bos_token_id).or(ends.first().copied()) {
+    if let Some(id) = begin.or(spec.bos_token_id).or(ends.first().copied()) {
         put("bos_token_id", Value::U32(id));
     }
     if let Some(id) = ends.first() {
         put("eos_token_id", Value::U32(*id));
     }
     // A second end token has its own key.
-    if let Some(id) = config.eos_token_ids.get(1).filter(|id| known(id)) {
+    if let Some(id) = spec.eos_token_ids.get(1).filter(|id| known(id)) {
         put("eot_token_id", Value::U32(*id));
     }
     if let Some(id) = model["unk_token"].as_str().and_then(|text| vocabulary.id(text)) {

@@ -47,7 +47,7 @@ impl CheckpointWriter<'_> {
     /// Writes the checkpoint and removes older ones of its kind.
     fn write(
         self,
-        config: &ModelSpec,
+        spec: &ModelSpec,
         state: StateView<'_>,
         sharded: Option<&dyn ShardedTensors>,
     ) -> Result<CompletedSave> {
@@ -55,7 +55,7 @@ impl CheckpointWriter<'_> {
         let StateView { weights, masters, adamw } = state;
         let contents = Contents {
             state: &self.state,
-            config,
+            spec,
             tokenizer: self.tokenizer,
             aux_files: self.aux_files,
             weights,

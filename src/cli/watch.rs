@@ -51,11 +51,6 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         [] => vec![find_log(None, &args.runs_dir.path)?],
         runs => runs.iter().map(|run| find_log(Some(run), &args.runs_dir.path)).collect::<Result<_>>()?,
     };
-    let log = &logs[0];
-    if last_records(log, LOG_END).next().is_none() && !log.parent().is_some_and(is_in_use) {
-        let message = "has no record that can be read, and no process writes one; `finetune runs` lists the runs";
-        return Err(Error::config(format!("`{}`", log.display()), message));
-    }
     for (file, format) in [(&args.svg, ImageFormat::Svg), (&args.png, ImageFormat::Png)] {
         let Some(file) = file else { continue };
         let _reporter = Reporter::of("reading the log");
@@ -73,6 +68,11 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         let message = "plain lines show one run; leave the others out, or let `finetune compare` print all of them";
         Err(Error::config("watch", message))
     } else {
+        let log = &logs[0];
+        if last_records(log, LOG_END).next().is_none() && !log.parent().is_some_and(is_in_use) {
+            let message = "has no record that can be read, and no process writes one; `finetune runs` lists the runs";
+            return Err(Error::config(format!("`{}`", log.display()), message));
+        }
         screen::watch_plain(log, args.speed, stdout(), LOG_EVERY)
     }
 }

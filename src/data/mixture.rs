@@ -60,7 +60,7 @@ impl Mixture {
         let rates: f64 = sets.iter().map(rate).sum();
         let (mut until, mut first_sequence) = (0.0, 0);
         let drawn = (0, vec![0; sets.len()]);
-        let group = |set: (SequenceIndex, f64)| {
+        let mixed = |set: (SequenceIndex, f64)| {
             let probability = rate(&set) / rates;
             until += probability;
             let passes = probability * (groups as f64 / set.0.groups() as f64);
@@ -68,7 +68,7 @@ impl Mixture {
             first_sequence += set.0.tokens.sequences();
             MixedSet { index: set.0, until, passes, first_sequence: first }
         };
-        Ok(Self { sets: sets.into_iter().map(group).collect(), drawn })
+        Ok(Self { sets: sets.into_iter().map(mixed).collect(), drawn })
     }
 
     /// The rows of each set.

@@ -454,7 +454,7 @@ fn collect(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
     for entry in std::fs::read_dir(folder).map_err(Error::io("read", folder))? {
         let entry = entry.map_err(Error::io("read", folder))?;
         let path = entry.path();
-        if entry.file_name().as_encoded_bytes().starts_with(b".") {
+        if is_hidden(&entry.file_name()) {
             continue;
         }
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {

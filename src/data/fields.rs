@@ -89,13 +89,12 @@ fn message(item: &Value) -> Result<Value, String> {
     }
     let fields = item.try_iter().into_iter().flatten();
     let fields = fields.map(|name| (name.clone(), item.get_item(&name).unwrap_or_default()));
+    let fields = fields.filter(|(name, value)| name.as_str() == Some("content") || !value.is_none());
     if !is_sharegpt {
-        return Ok(Value::from_pairs(
-            fields.filter(|(name, value)| name.as_str() == Some("content") || !value.is_none()),
-        ));
+        return Ok(Value::from_pairs(fields));
     }
     let is_other = |name: &Value| !matches!(name.as_str(), Some("from" | "value" | "role" | "content"));
-    let others = fields.filter(|(name, value)| is_other(name) && !value.is_none());
+    let others = fields.filter(|(name, _)| is_other(name));
     let renamed = [("role", Some(role.into())), ("content", content)];
     let renamed = renamed.into_iter().filter_map(|(name, value)| Some((name.into(), value?)));
     Ok(Value::from_pairs(renamed.chain(others)))

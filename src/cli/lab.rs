@@ -65,9 +65,9 @@ pub(crate) struct LabArgs {
 /// Prints a view, or shows the screen if none is named.
 pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     let mut session = LabSession::new(&args.runs_dir.path);
-    let terminal = std::io::stdout().is_terminal();
+    let terminal = Terminal::current();
     let Some(view) = args.view.as_ref().filter(|_| !args.screen) else {
-        if !terminal || !std::io::stdin().is_terminal() || Terminal::current().dumb || args.json {
+        if !terminal.stdout || terminal.dumb || !std::io::stdin().is_terminal() || args.json {
             let message =
                 "the screen needs a terminal (and `TERM`); name a view to print, such as `bits 0.1`; --help lists them";
             return Err(Error::config("lab", message));
@@ -83,7 +83,7 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
     } else {
         let page = report.explained(args.width.unwrap_or_else(terminal_width));
         let page = if args.ascii { page.ascii() } else { page };
-        out.write_all(page.printed(terminal).as_bytes())
+        out.write_all(page.printed(terminal.stdout).as_bytes())
     };
     written.map_err(Error::stdout)
 }

@@ -166,7 +166,7 @@ impl Config {
     pub fn resolve(layers: &ConfigLayers) -> Result<Self> {
         Self::merged(layers).map_err(|error| match (error, &layers.file) {
             (Error::Config { key, message }, Some((origin, text)))
-                if layers.overrides.iter().all(|(typed, _)| *typed != key)
+                if !layers.overrides.iter().any(|(typed, _)| key.starts_with(typed.as_str()))
                     && text.parse().is_ok_and(|table| leaves(&table).iter().any(|(leaf, _)| *leaf == key)) =>
             {
                 Error::Config { key: format!("`{origin}`: {key}"), message }
@@ -596,6 +596,15 @@ mod tests {
             })
             .collect();
         Config::resolve(&ConfigLayers { file: Some(("a.toml".into(), file.into())), overrides, saved: false })
+    }
+
+    #[test]
+    fn an_error_names_the_file_only_if_no_flag_sets_the_key() {
+        let message = |file, overrides: &[_]| resolve(file, overrides).unwrap_err().to_string();
+        assert!(message("[train]\nsteps = 0", &[]).starts_with("`a.toml`: train.steps"));
+        for typed in [("train.steps", "0"), ("train", "{ steps = 0 }")] {
+            assert!(message("[train]\nsteps = 9", &[typed]).starts_with("train.steps"));
+        }
     }
 
     /// N5: `--epochs 1` of the built-in run was 600 steps.

@@ -54,6 +54,8 @@ pub(super) struct LogSource {
     phase: Option<(String, u64)>,
     /// The phase that was written last.
     said: Option<(String, u64)>,
+    /// Wall clock, run-relative seconds and step of the last record.
+    last: (u64, f64, u64),
     checked: Instant,
     /// Whether the last record was the end, or the process has ended without one.
     over: bool,
@@ -126,7 +128,8 @@ impl LogSource {
         let tail = Tail::new(log);
         let tail = if replay.is_some() { tail } else { tail.skimming() };
         let others = logs.iter().skip(1).map(|log| Tail::new(log).skimming()).collect();
-        Self { tail, others, replay, process: None, phase: None, said: None, checked: Instant::now(), over: false }
+        let (process, phase, said, last, checked) = (None, None, None, Default::default(), Instant::now());
+        Self { tail, others, replay, process, phase, said, last, checked, over: false }
     }
 
     /// Passes on the records of the other runs; `true` if there are more already.
@@ -152,8 +155,8 @@ impl LogSource {
                 poll = self.tail.poll()?;
             }
         }
-        let last = poll.records.last().map(|record| (record.t, record.s, record.event.step().unwrap_or(0)));
         for record in poll.records {
+            self.last = (record.t, record.s, record.event.step().unwrap_or(self.last.2));
             match &record.event {
                 Event::Started(started) => self.process.clone_from(&started.process),
                 Event::Finished(_) => self.process = None,
@@ -167,7 +170,7 @@ impl LogSource {
             pass(ScreenMessage::Record(Box::new(record)));
         }
         if poll.unreadable > 0 {
-            pass(ScreenMessage::Record(Box::new(unreadable(poll.unreadable, last.unwrap_or_default()))));
+            pass(ScreenMessage::Record(Box::new(unreadable(poll.unreadable, self.last))));
         }
         if gone && !self.over {
             self.over = true;
@@ -249,11 +252,9 @@ impl MessageSource for LogSource {
     }
 }
 
-/// A warning about unreadable lines, at the time and step of their neighbours.
+/// A warning about unreadable lines, at the time and step of the last record.
 fn unreadable(lines: usize, (t, s, step): (u64, f64, u64)) -> Record {
-    let message = format!(
-        "{lines} lines of the log could not be read: they are damaged, or a newer version wrote \
-    them"
-    );
+    let message =
+        format!("{lines} lines of the log could not be read: they are damaged, or a newer version wrote them");
     Record { v: VERSION, t, s, event: Event::Warning(Diagnostic { step, message }) }
 }

@@ -332,10 +332,16 @@ fn a_log_with_a_damaged_line_says_so() {
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text + "{\"v\":1, broken\n").unwrap();
     let mut view = App::new(DashboardMode::Watching, RunState::default());
-    LogSource::new(std::slice::from_ref(&path), None)
-        .poll(Duration::ZERO, &mut |message| view.receive(message))
-        .unwrap();
+    let mut source = LogSource::new(std::slice::from_ref(&path), None);
+    source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap();
     let mut listed = view.scene.run().events.iter().map(words::listed);
     assert!(listed.any(|text| text.contains("1 lines of the log could not be read")));
     assert_eq!(telemetry::read(&path).unwrap().len(), 20);
+    // A damaged line without a neighbour keeps the run's clock.
+    let (last_t, last_s) = (view.scene.run().last_t, view.scene.run().last_s);
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text + "{broken\n").unwrap();
+    source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap();
+    assert!(last_s > 0.0 && (view.scene.run().last_t, view.scene.run().last_s) == (last_t, last_s));
+    assert_eq!(view.scene.run().events.back().unwrap().step, view.scene.run().step.step);
 }

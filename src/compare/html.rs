@@ -9,7 +9,7 @@ use super::metrics::METRICS;
 use super::page::{logarithms, means, range};
 use super::report::{Comparison, EquivalenceVerdict};
 use super::run::RunSummary;
-use crate::ui::html::{SvgAxes, escape, page, table};
+use crate::ui::html::{SvgAxes, escape, page, power_label, table};
 
 impl Comparison {
     pub(crate) fn html(&self) -> String {
@@ -112,7 +112,7 @@ impl Comparison {
             axes.stairs(&mut body, &class(i), &run.curves.scale, &run.curves.skips, run.figures.steps as f64);
         }
         let figures = self.describe("overflows", "overflows, each marked with a cross");
-        Some(axes.picture("scale", "Loss scale, log2, by step", &figures, &body, |y| format!("2^{y:.0}")))
+        Some(axes.picture("scale", "Loss scale, log2, by step", &figures, &body, |y| power_label(2, y)))
     }
 
     /// A description of a chart: its figure for each group.

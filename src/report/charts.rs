@@ -1,7 +1,7 @@
 //! The charts of a run's page.
 
 use crate::telemetry::{Bucket, Curve, PLOTTED, Plotted, RunState, SMOOTHING, smoothing_for};
-use crate::ui::html::{SvgAxes, escape};
+use crate::ui::html::{SvgAxes, escape, power_label};
 use crate::ui::{extent, format};
 use std::fmt::Write;
 
@@ -87,7 +87,7 @@ fn scale(run: &RunState) -> Option<String> {
     axes.stairs(&mut body, "plain", &run.curves.scale, &run.curves.skips, axes.x.1);
     let words = format!("{} overflows, each marked with a cross", run.figures().overflows);
     let legend = legend(&[("<path class=\"mark\" d=\"M11 2l10 10m0 -10l-10 10\"/>", "overflow")]);
-    Some(axes.picture("scale", "Loss scale, log2, by step", &words, &body, |y| format!("2^{y:.0}")) + &legend)
+    Some(axes.picture("scale", "Loss scale, log2, by step", &words, &body, |y| power_label(2, y)) + &legend)
 }
 
 /// The newest histogram of gradients by exponent.
@@ -119,7 +119,7 @@ fn gradients(run: &RunState) -> Option<String> {
     ]);
     let title = "Gradients by exponent (log2 of the magnitude)";
     let note = format!("<p class=\"note\">As {}.</p>\n", escape(&words));
-    Some(axes.picture("gradients", title, &words, &body, |y| format!("10^{y:.0}")) + &legend + &note)
+    Some(axes.picture("gradients", title, &words, &body, |y| power_label(10, y)) + &legend + &note)
 }
 
 /// The chart of the `n`th of [`PLOTTED`].

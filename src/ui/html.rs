@@ -166,12 +166,17 @@ impl SvgAxes {
 /// At most `most` round numbers in a range, spaced by 1, 2 or 5 times a power of ten.
 fn ticks((low, high): (f64, f64), most: usize) -> Vec<f64> {
     let span = high - low;
-    let power = 10f64.powf((span / most as f64).log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
-    let step = step.into_iter().find(|step| span / step < most as f64).unwrap_or(10.0 * power);
-    let count = ((high / step).floor() - (low / step).ceil()).max(0.0) as usize;
-    // Multiply instead of adding, and round away binary fractions.
-    (0..=count).map(|i| (((low / step).ceil() + i as f64) * step * 1e9).round() / 1e9).collect()
+    let exponent = (span / most as f64).log10().floor().clamp(-300.0, 300.0) as i32;
+    // Dividing by a power of ten rounds once; multiplying by its inverse would leave binary fractions.
+    let scaled = |x: f64| if exponent < 0 { x / 10f64.powi(-exponent) } else { x * 10f64.powi(exponent) };
+    let factor = [1.0, 2.0, 5.0].into_iter().find(|factor| span / scaled(*factor) < most as f64).unwrap_or(10.0);
+    let (first, last) = ((low / scaled(factor)).ceil(), (high / scaled(factor)).floor());
+    (0..=(last - first).max(0.0) as usize).map(|i| scaled((first + i as f64) * factor)).collect()
+}
+
+/// The label of `base`^`y` on a logarithmic axis; empty between integers.
+pub(crate) fn power_label(base: u32, y: f64) -> String {
+    if y.fract() == 0.0 { format!("{base}^{y}") } else { String::new() }
 }
 
 /// Escapes text for markup; control characters, which XML forbids, become spaces.
@@ -200,6 +205,14 @@ mod tests {
         assert_eq!(ticks((0.55, 0.73), 5), [0.55, 0.6, 0.65, 0.7]);
         assert_eq!(ticks((15.5, 24.5), 5), [16.0, 18.0, 20.0, 22.0, 24.0]);
         assert_eq!(ticks((0.0, 1.0), 8).len(), 6);
+        assert_eq!(ticks((0.0, 3e-10), 5), [0.0, 1e-10, 2e-10, 3e-10]);
+        assert_eq!(ticks((-f64::MIN_POSITIVE, f64::MIN_POSITIVE), 5), [0.0]);
+    }
+
+    #[test]
+    fn only_whole_powers_have_labels() {
+        let labels: Vec<_> = ticks((15.5, 16.5), 5).into_iter().map(|y| power_label(2, y)).collect();
+        assert_eq!(labels, ["", "2^16", ""]);
     }
 
     #[test]

@@ -106,6 +106,9 @@ pub(crate) fn percent(part: u64, whole: u64) -> String {
 /// Like [`percent`], of a share.
 pub(crate) fn share(value: f64) -> String {
     const PARTS: f64 = 1e12;
+    if value.is_nan() {
+        return "NaN".into();
+    }
     percent((value * PARTS).ceil() as u64, PARTS as u64)
 }
 
@@ -165,6 +168,7 @@ mod tests {
             [percent(5, 3712), percent(0, 9), percent(1, 1_000_000), percent(1, 2)],
             ["0.13%", "0%", "<0.01%", "50.0%"]
         );
+        assert_eq!([1e-9, 0.0, f64::NAN].map(share), ["<0.01%", "0%", "NaN"]);
     }
 
     #[test]

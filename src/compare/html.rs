@@ -40,7 +40,7 @@ impl Comparison {
         if let Some(text) = self.describe_perplexity() {
             let _ = writeln!(out, "<p>{}</p>", escape(&text));
         }
-        if let Some((text, verdict)) = self.describe_verdict() {
+        for (text, verdict) in self.describe_verdict().into_iter().chain(self.describe_skips()) {
             let mark = match verdict {
                 EquivalenceVerdict::Exceeded => "✕",
                 EquivalenceVerdict::NotExceeded => "✓",

@@ -50,9 +50,8 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
         reporter.activity().begin(&format!("reading `{}`", run.display()));
         RunSummary::read(&find_log(Some(run), &args.runs_dir.path)?)
     };
-    let report = Comparison::new(args.runs.iter().map(read).collect::<Result<_>>()?, args.bound)?;
+    let report = Comparison::new(args.runs.iter().map(read).collect::<Result<_>>()?, args.bound, args.skip_bound)?;
     drop(reporter);
-    let report = report.with_skip_bound(args.skip_bound)?;
     if let Some(file) = &args.html {
         std::fs::write(file, report.html()).map_err(Error::io("write", file))?;
     }

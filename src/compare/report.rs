@@ -91,7 +91,7 @@ impl EquivalenceVerdict {
 
 impl Comparison {
     /// Compares runs. A bound requires exactly two configurations.
-    pub(crate) fn new(runs: Vec<RunSummary>, bound: Option<f64>) -> Result<Self> {
+    pub(crate) fn new(runs: Vec<RunSummary>, bound: Option<f64>, skip_bound: Option<f64>) -> Result<Self> {
         if runs.len() < 2 {
             return Err(Error::config("compare", "a comparison needs at least two runs"));
         }
@@ -113,9 +113,11 @@ impl Comparison {
             }
         }
         let mut groups: Vec<RunGroup> = groups.into_iter().map(|(group, _)| group).collect();
-        if bound.is_some() && groups.len() != 2 {
-            let message = format!("requires two configurations, but these runs have {}", groups.len());
-            return Err(Error::config("--bound", message));
+        for (flag, bound) in [("--bound", bound), ("--skip-bound", skip_bound)] {
+            if bound.is_some() && groups.len() != 2 {
+                let message = format!("requires two configurations, but these runs have {}", groups.len());
+                return Err(Error::config(flag, message));
+            }
         }
         let differences = differences(&groups);
         let differing = || differences.iter().filter(|difference| !is_among(&VARIES_WITHIN_GROUP, &difference.key));
@@ -127,7 +129,7 @@ impl Comparison {
                 _ => differing_settings.join(", "),
             };
         }
-        let comparison = Self { groups, differences, bound, skip_bound: None };
+        let comparison = Self { groups, differences, bound, skip_bound };
         if let (Some(_), Some(different)) = (bound, comparison.different_data()) {
             let message = format!("perplexities over different data are not comparable: `{}` differs", different.key);
             return Err(Error::config("--bound", message));
@@ -174,15 +176,6 @@ impl Comparison {
             _ => EquivalenceVerdict::Undecided,
         };
         Some((bound, verdict))
-    }
-
-    /// Adds a bound on the longest streak of skipped steps. Requires exactly two configurations.
-    pub(crate) fn with_skip_bound(self, skip_bound: Option<f64>) -> Result<Self> {
-        if skip_bound.is_some() && self.groups.len() != 2 {
-            let message = format!("requires two configurations, but these runs have {}", self.groups.len());
-            return Err(Error::config("--skip-bound", message));
-        }
-        Ok(Self { skip_bound, ..self })
     }
 
     /// Whether the second group's longest streak of skipped steps exceeds the first's by more than the bound, if there is one.

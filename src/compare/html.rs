@@ -5,7 +5,7 @@
 
 use std::fmt::Write;
 
-use super::metrics::METRICS;
+use super::metrics::Metric;
 use super::page::{logarithms, means, range};
 use super::report::{Comparison, EquivalenceVerdict};
 use super::run::RunSummary;
@@ -117,7 +117,7 @@ impl Comparison {
 
     /// A description of a chart: its figure for each group.
     fn describe(&self, key: &str, what: &str) -> String {
-        let Some(metric) = METRICS.iter().find(|metric| metric.key == key) else { return String::new() };
+        let Some(metric) = Metric::named(key) else { return String::new() };
         let groups = self.groups.iter().map(|group| {
             format!("{} ({}): {}", group.label, group.name, metric.show_estimate(group.estimate(metric), false))
         });

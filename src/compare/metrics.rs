@@ -78,9 +78,8 @@ pub(super) const NONE: &str = "–";
 
 impl Metric {
     /// The metric with this key.
-    #[cfg(test)]
-    pub(super) fn named(key: &str) -> &'static Self {
-        METRICS.iter().find(|metric| metric.key == key).unwrap_or(&METRICS[0])
+    pub(super) fn named(key: &str) -> Option<&'static Self> {
+        METRICS.iter().find(|metric| metric.key == key)
     }
 
     /// Whether it is a loss or a perplexity, which only the same data makes comparable.
@@ -150,7 +149,7 @@ mod tests {
 
     #[test]
     fn figures_as_text() {
-        let show = |key: &str, value| Metric::named(key).show(value);
+        let show = |key: &str, value| Metric::named(key).unwrap().show(value);
         assert_eq!(show("loss", Some(1.234_56)), "1.2346");
         assert_eq!(show("loss", Some(f64::NAN)), "NaN");
         assert_eq!(show("perplexity", Some(f64::INFINITY)), "inf");
@@ -165,7 +164,7 @@ mod tests {
     #[test]
     fn estimates_as_text() {
         let show = |key: &str, mean, half, difference| {
-            Metric::named(key).show_estimate(Some(Estimate { mean, half }), difference)
+            Metric::named(key).unwrap().show_estimate(Some(Estimate { mean, half }), difference)
         };
         assert_eq!(show("perplexity", 1.8312, Some(0.0123), false), "1.831 ±0.012");
         assert_eq!(show("perplexity", 0.0312, Some(0.0123), true), "+0.031 ±0.012");

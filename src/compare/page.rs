@@ -1,6 +1,6 @@
 //! The comparison as text.
 
-use super::metrics::{METRICS, Metric};
+use super::metrics::Metric;
 use super::report::{Comparison, EquivalenceVerdict, RunGroup, SettingDifference};
 use super::run::RunSummary;
 use crate::telemetry::Series;
@@ -32,7 +32,7 @@ impl Comparison {
             let names = group.runs.iter().map(|run| run.name.chars().count()).max().unwrap_or(0).min(width / 3);
             for (j, run) in group.runs.iter().enumerate() {
                 let role = if run.finished.is_some() && run.unreadable == 0 { Role::Dim } else { Role::Warn };
-                let figures = METRICS.iter().filter(|metric| ["perplexity", "skipped"].contains(&metric.key));
+                let figures = ["perplexity", "skipped"].into_iter().filter_map(Metric::named);
                 let figures = figures.fold(format!("seed {}", run.started.seed), |text, metric| {
                     text + &format!("   {} {}", metric.name, metric.show((metric.of)(&run.figures)))
                 });

@@ -164,7 +164,7 @@ impl Comparison {
 
     /// The difference of two groups' final perplexities.
     pub(crate) fn perplexity(&self) -> Option<Estimate> {
-        METRICS.iter().find(|metric| metric.key == "perplexity").and_then(|metric| self.difference(metric))
+        self.difference(Metric::named("perplexity")?)
     }
 
     /// The verdict on the bound, if there is one.
@@ -181,8 +181,7 @@ impl Comparison {
     /// Whether the second group's longest streak of skipped steps exceeds the first's by more than the bound, if there is one.
     pub(crate) fn skip_verdict(&self) -> Option<(f64, Estimate, EquivalenceVerdict)> {
         let bound = self.skip_bound?;
-        let metric = METRICS.iter().find(|metric| metric.key == "longest_streak")?;
-        let estimate = self.difference(metric)?;
+        let estimate = self.difference(Metric::named("longest_streak")?)?;
         let verdict = match estimate.interval() {
             Some((low, _)) if low > bound => EquivalenceVerdict::Exceeded,
             Some((_, high)) if high <= bound => EquivalenceVerdict::NotExceeded,

@@ -7,8 +7,8 @@ use crate::telemetry::Series;
 use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent};
 use crate::untrusted::is_unsafe_char;
 
-/// Draws a run's curve; returns the position of its letter.
-type DrawCurve<'a> = dyn Fn(&mut Plot, &RunSummary, Role) -> Option<(f64, f64)> + 'a;
+/// Draws a run's curve; returns the point at a share of its steps.
+type DrawCurve = fn(&mut Plot, &RunSummary, Role, f64) -> Option<(f64, f64)>;
 
 /// Rows of a plot, including its axis.
 const PLOT: u16 = 15;
@@ -104,34 +104,30 @@ impl Comparison {
                 .with(Role::Bad, "   ✕")
                 .dim(" overflow"),
         );
-        let draw = |axes: &Axes, canvas: &mut Canvas, curve: &DrawCurve| {
+        let draw = |axes: &Axes, canvas: &mut Canvas, curve: DrawCurve| {
             axes.draw(canvas, |plot| {
                 for (i, group) in self.groups.iter().enumerate() {
-                    let middles: Vec<_> = group.runs.iter().filter_map(|run| curve(plot, run, role(i))).collect();
-                    if let Some((x, y)) = middles.first() {
+                    // Place letters at different steps, to distinguish overlapping curves.
+                    let share = (i + 1) as f64 / (self.groups.len() + 1) as f64;
+                    let letters: Vec<_> =
+                        group.runs.iter().filter_map(|run| curve(plot, run, role(i), share)).collect();
+                    if let Some((x, y)) = letters.first() {
                         plot.mark(*x, *y, group.label.chars().next().unwrap_or('?'), role(i));
                     }
                 }
             });
         };
-        // Place letters at different steps, to distinguish overlapping curves.
-        let part = |run: &RunSummary| {
-            let at = self.groups.iter().position(|group| group.runs.iter().any(|other| std::ptr::eq(other, run)));
-            (at.unwrap_or(0) + 1) as f64 / (self.groups.len() + 1) as f64
-        };
         let roles: Vec<_> = (0..4).map(role).chain([Role::Bad, Role::Dim]).collect();
         page.drawn((2 * half + 2, PLOT), &roles, |canvas| {
             let y_label = |y: f64| format!("{:.2}", y.exp());
             let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
-            draw(&axes, &mut canvas.part(0, 0, half, PLOT), &|plot, run, role| loss(plot, run, role, part(run)));
+            draw(&axes, &mut canvas.part(0, 0, half, PLOT), loss);
             let Some((low, high)) = scales else { return };
             let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
             let y_label = |y: f64| format!("2^{y:.0}");
             let y = (low, high + (high - low) % 2.0);
             let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
-            draw(&axes, &mut canvas.part(half + 2, 0, half, PLOT), &|plot, run, role| {
-                scale(plot, run, role, part(run))
-            });
+            draw(&axes, &mut canvas.part(half + 2, 0, half, PLOT), scale);
         });
         page.gap();
     }
@@ -211,7 +207,7 @@ pub(super) fn logarithms(series: &Series) -> impl Iterator<Item = (f64, f64)> + 
     means(series).filter(|(_, mean)| *mean > 0.0).map(|(step, mean)| (step, mean.ln()))
 }
 
-/// The smallest and the largest value, with a margin.
+/// The smallest and the largest finite value; the end of a single value is 1 above it.
 pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     extent(values).map(|(low, high)| (low, if high > low { high } else { low + 1.0 }))
 }
@@ -222,7 +218,7 @@ fn role(group: usize) -> Role {
 }
 
 /// Draws a run's loss; returns the point at a share of its steps.
-fn loss(plot: &mut Plot, run: &RunSummary, role: Role, part: f64) -> Option<(f64, f64)> {
+fn loss(plot: &mut Plot, run: &RunSummary, role: Role, share: f64) -> Option<(f64, f64)> {
     let points: Vec<_> = logarithms(run.curves.loss.whole()).collect();
     for pair in points.windows(2) {
         plot.line(pair[0], pair[1], role);
@@ -230,17 +226,17 @@ fn loss(plot: &mut Plot, run: &RunSummary, role: Role, part: f64) -> Option<(f64
     for bucket in run.curves.loss.whole().buckets().iter().filter(|bucket| bucket.non_finite > 0) {
         plot.mark(bucket.step as f64, f64::MAX, '✕', Role::Bad);
     }
-    points.get((points.len() as f64 * part) as usize).copied()
+    points.get((points.len() as f64 * share) as usize).copied()
 }
 
 /// Draws a run's loss scale; returns the point at a share of its steps.
-fn scale(plot: &mut Plot, run: &RunSummary, role: Role, part: f64) -> Option<(f64, f64)> {
+fn scale(plot: &mut Plot, run: &RunSummary, role: Role, share: f64) -> Option<(f64, f64)> {
     let points = run.curves.scale.points().iter().map(|point| (point.step as f64, point.value));
     plot.stairs(points, run.figures.steps as f64, role);
     for bucket in run.curves.skips.buckets().iter().filter(|bucket| bucket.count > 0) {
         plot.mark(bucket.step as f64, bucket.max, '✕', Role::Bad);
     }
-    let step = (run.figures.steps as f64 * part) as u64;
+    let step = (run.figures.steps as f64 * share) as u64;
     run.curves.scale.at(step).map(|level| (step as f64, level))
 }
 

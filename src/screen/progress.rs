@@ -12,8 +12,6 @@ use std::time::{Duration, Instant};
 const EVERY: Duration = Duration::from_millis(100);
 /// Width of the bar, in cells.
 const BAR: usize = 24;
-/// Width of the time that a slow step has been running.
-const RUNNING: usize = " (+99.9 s)".len();
 
 /// Keeps a status line on a terminal; overflows, saves and the like are written above it.
 #[derive(Debug)]
@@ -52,8 +50,9 @@ impl<W: Write> StatusLine<W> {
             return Ok(());
         };
         (self.open, self.drawn) = (true, None);
-        let line = self.line(width().saturating_sub(RUNNING));
-        write!(self.err, "\r{line} (+{:.1} s)\x1b[K", running.as_secs_f64())?;
+        let running = format!(" (+{:.1} s)", running.as_secs_f64());
+        let line = self.line(width().saturating_sub(running.len()));
+        write!(self.err, "\r{line}{running}\x1b[K")?;
         self.err.flush()
     }
 
@@ -194,6 +193,18 @@ mod tests {
         let text = String::from_utf8(out).unwrap();
         assert!(text.contains("step 0/4 (+0.4 s)\x1b[K\r"), "{text:?}");
         assert_eq!(text.matches("(+").count(), 1, "{text:?}");
+    }
+
+    #[test]
+    fn a_step_of_any_length_keeps_its_line() {
+        let mut out = Vec::new();
+        let mut progress = StatusLine::new(&mut out);
+        progress.status.1 = "figures ".repeat(100);
+        progress.since = Instant::now().checked_sub(Duration::from_secs(2000));
+        progress.wait().unwrap();
+        drop(progress);
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains(" (+2000.") && text.trim_end().len() <= width() + "\r\x1b[K".len(), "{text:?}");
     }
 
     #[test]

@@ -73,7 +73,9 @@ pub(crate) fn show(
                 std::process::exit(130);
             }
         }
-        DisplayMode::Progress => screen::follow_with((records, activity), &mut StatusLine::new(stderr())),
+        DisplayMode::Progress => {
+            screen::follow_with((records, activity), &mut StatusLine::new(stderr(), args.scheme.ascii));
+        }
         DisplayMode::Plain => screen::follow_with((records, activity), &mut PlainPrinter::new(stdout(), log_every)),
     }
 }

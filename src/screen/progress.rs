@@ -25,12 +25,16 @@ pub(crate) struct StatusLine<W: Write> {
     status: (f64, String),
     /// When the step in progress began.
     since: Option<Instant>,
+    /// The glyphs of done and open cells of the bar, and the end of a phase.
+    glyphs: [&'static str; 3],
 }
 
 impl<W: Write> StatusLine<W> {
     /// A status line on `err`, which should be a terminal.
-    pub(crate) fn new(err: W) -> Self {
-        Self { err, run: RunState::default(), drawn: None, open: false, status: (0.0, String::new()), since: None }
+    pub(crate) fn new(err: W, ascii: bool) -> Self {
+        let (run, status) = (RunState::default(), (0.0, String::new()));
+        let glyphs = if ascii { ["=", "-", "..."] } else { ["━", "─", "…"] };
+        Self { err, run, drawn: None, open: false, status, since: None, glyphs }
     }
 
     /// Shows a slow phase instead of the figures.
@@ -39,7 +43,7 @@ impl<W: Write> StatusLine<W> {
         // Redraw at the next step.
         self.drawn = None;
         self.since = Some(Instant::now());
-        let text: String = format!("{phase}…").chars().take(width()).collect();
+        let text: String = format!("{phase}{}", self.glyphs[2]).chars().take(width()).collect();
         write!(self.err, "\r{text}\x1b[K")?;
         self.err.flush()
     }
@@ -87,7 +91,7 @@ impl<W: Write> StatusLine<W> {
         let (share, figures) = &self.status;
         let cells = BAR.min(width.saturating_sub(figures.chars().count() + 1));
         let full = (share.clamp(0.0, 1.0) * cells as f64).round() as usize;
-        let bar = format!("{}{} ", "━".repeat(full), "─".repeat(cells - full));
+        let bar = format!("{}{} ", self.glyphs[0].repeat(full), self.glyphs[1].repeat(cells - full));
         format!("{bar}{figures}").trim_start().chars().take(width).collect()
     }
 
@@ -153,7 +157,7 @@ mod tests {
 
     fn output(events: Vec<Event>) -> String {
         let mut out = Vec::new();
-        let mut progress = StatusLine::new(&mut out);
+        let mut progress = StatusLine::new(&mut out, false);
         for (at, event) in events.into_iter().enumerate() {
             progress.show(message(at as f64, event)).unwrap();
         }
@@ -181,7 +185,7 @@ mod tests {
     #[test]
     fn n3_a_slow_step_is_seen_to_run() {
         let mut out = Vec::new();
-        let mut progress = StatusLine::new(&mut out);
+        let mut progress = StatusLine::new(&mut out, false);
         let started = Event::Started(Box::new(Started { total_steps: 4, ..Default::default() }));
         progress.show(message(0.0, started)).unwrap();
         progress.wait().unwrap();
@@ -198,7 +202,7 @@ mod tests {
     #[test]
     fn a_step_of_any_length_keeps_its_line() {
         let mut out = Vec::new();
-        let mut progress = StatusLine::new(&mut out);
+        let mut progress = StatusLine::new(&mut out, false);
         progress.status.1 = "figures ".repeat(100);
         progress.since = Instant::now().checked_sub(Duration::from_secs(2000));
         progress.wait().unwrap();
@@ -209,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_narrow_terminal_gets_a_shorter_line() {
-        let mut progress = StatusLine::new(io::sink());
+        let mut progress = StatusLine::new(io::sink(), false);
         let started = Started { total_steps: 10, ..Started::default() };
         progress.show(message(0.0, Event::Started(Box::new(started)))).unwrap();
         progress.show(message(1.0, step(5))).unwrap();
@@ -220,5 +224,8 @@ mod tests {
         progress.run = RunState::default();
         progress.status = progress.figures();
         assert!(progress.line(200).starts_with(&"─".repeat(BAR)));
+        let mut progress = StatusLine::new(Vec::new(), true);
+        progress.phase("saving").unwrap();
+        assert!(progress.err.is_ascii() && progress.line(200).starts_with(&"-".repeat(BAR)));
     }
 }

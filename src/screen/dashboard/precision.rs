@@ -235,6 +235,11 @@ fn exponent_of(value: f32) -> i32 {
     if value > 0.0 { value.log2().floor().max(-149.0) as i32 } else { -149 }
 }
 
+/// The exponent of the power of two nearest to a loss scale, which a damaged log may state as zero or infinite.
+fn nearest_exponent(scale: f32) -> i32 {
+    scale.clamp(f32::MIN_POSITIVE, f32::MAX).log2().round() as i32
+}
+
 /// The exponents of the same values times 2^shift.
 fn shifted(histogram: &ExponentHistogram, shift: i32) -> ExponentHistogram {
     ExponentHistogram::from_counts(histogram.iter().map(|(exponent, count)| (exponent + shift, count)))
@@ -251,10 +256,10 @@ fn draw_scales(scene: &Scene, canvas: &mut Canvas) {
     let format = run.grad_format();
     inner.text(1, 0, "scale     flushed to 0   subnormal      normal    overflow", Role::Dim);
     let rows = i32::from(inner.height().saturating_sub(2));
-    let now = (run.step.loss_scale.max(f32::MIN_POSITIVE).log2().round()) as i32;
+    let now = nearest_exponent(run.step.loss_scale);
     let shares = |scale: i32| true_gradients.shares_at(scale, format);
-    // The largest scale without an overflow.
-    let best = (-30..=60).rev().find(|scale| shares(*scale).overflow == 0.0);
+    // The largest scale without an overflow; `f32` ends at 2^127.
+    let best = true_gradients.highest().map(|highest| (format.max_exponent() - highest).min(f32::MAX_EXP - 1));
     let first = now - rows / 2;
     for (y, scale) in (1..).zip(first..first + rows) {
         let RangeShares { flushed, subnormal, normal, overflow } = shares(scale);
@@ -287,9 +292,7 @@ fn unscaled(run: &RunState, attached: bool) -> Option<(ExponentHistogram, String
         return Some((probe.grads.histogram(), source));
     }
     let (step, scale, stats) = run.grads.as_ref()?;
-    let shift = scale.log2().round() as i32;
-    let counts = stats.histogram();
-    let unscaled = ExponentHistogram::from_counts(counts.iter().map(|(exponent, count)| (exponent - shift, count)));
+    let unscaled = shifted(&stats.histogram(), -nearest_exponent(*scale));
     let hint = if attached { "; press p for an FP32 probe, which includes the rest" } else { "" };
     let source = format!("of the gradients that {} kept at step {step}{hint}", run.grad_format().name);
     Some((unscaled, source))
@@ -324,5 +327,6 @@ mod tests {
     #[test]
     fn exponents_are_those_of_the_binade() {
         assert_eq!([1.0, 1.99, 2.0, 6e-8, 65504.0, 0.0].map(exponent_of), [0, 0, 1, -24, 15, -149]);
+        assert_eq!([65536.0, 24576.0, 0.0, f32::INFINITY].map(nearest_exponent), [16, 15, -126, 128]);
     }
 }

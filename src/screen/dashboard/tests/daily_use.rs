@@ -327,6 +327,21 @@ fn the_precision_tab_shows_the_updates_that_reach_the_weights() {
 }
 
 #[test]
+fn the_largest_scale_without_an_overflow_is_that_of_the_format() {
+    let mut view = running();
+    let highest = view.scene.run().probe_histogram().unwrap().highest().unwrap();
+    press(&mut view, "2");
+    assert!(picture(&view, FULL).contains("● largest without overflow"));
+    view.scene.live.started.as_mut().unwrap().policy = "p=f32,c=bf16,g=bf16,r=f32".into();
+    let best = (127 - highest).min(127);
+    assert!(
+        picture(&view, FULL).contains(&format!("; largest without overflow 2^{best} ")),
+        "{}",
+        picture(&view, FULL)
+    );
+}
+
+#[test]
 fn a_log_with_a_damaged_line_says_so() {
     let (_folder, path) = log(Invented::default(), 20);
     let text = std::fs::read_to_string(&path).unwrap();

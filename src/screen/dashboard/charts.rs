@@ -464,7 +464,7 @@ fn figures(scene: &Scene, step: u64) -> Vec<(String, Role)> {
         figures.push((format!("val {} @ {}", format::loss(mean), bucket.step), Role::Validation));
     }
     if let Some(scale) = curves.scale.at(step).filter(|_| run.scales_losses()) {
-        figures.push((format!("scale 2^{scale}"), Role::Text));
+        figures.push((format!("scale {}", format::scale(scale.exp2() as f32)), Role::Text));
     }
     for (plotted, curve) in PLOTTED.iter().zip(&curves.plotted) {
         let figure = |value| (format!("{} {}", plotted.short, format::quantity(plotted.quantity, value)), Role::Text);

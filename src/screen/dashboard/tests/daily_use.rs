@@ -126,6 +126,11 @@ fn item_15_a_cursor_reads_the_charts_at_a_step() {
     let at = view.scene.charts.cursor.unwrap();
     press(&mut view, ",");
     assert_eq!(view.scene.charts.cursor, Some(at - 1));
+    // Not every loss scale is a power of two.
+    let next = StepRecord { step: 1780, loss_scale: 24576.0, ..view.scene.run().step.clone() };
+    view.receive(super::step(next));
+    press(&mut view, ">>>>>>");
+    assert!(picture(&view, FULL).lines().last().unwrap().contains("scale 2.5e4"), "{}", picture(&view, FULL));
 }
 
 #[test]

@@ -128,17 +128,18 @@ impl Chart {
         let first = charts.first_step(run);
         let shown = |one: &RunState| {
             let losses = if scene.others.is_empty() { &one.curves.loss } else { charts.smoothed(run, one) };
-            extent(losses.since(first).iter().chain(one.curves.validation.since(first)))
+            let losses = losses.since(first);
+            // A logarithmic axis has no place for losses that are not positive.
+            crate::ui::extent(ends(losses.iter().chain(one.curves.validation.since(first))).map(y_of_loss(charts)))
         };
-        let to_y = y_of_loss(charts);
-        let y = match range(scene, shown).map(|(low, high)| (to_y(low), to_y(high))) {
-            Some((low, high)) if low.is_finite() && high.is_finite() => {
+        let y = match range(scene, shown) {
+            Some((low, high)) => {
                 let air = ((high - low) * 0.03).max(if charts.range.is_some() { 0.0005 } else { 0.01 });
                 (low - air, high + air)
             }
+            None if run.curves.loss.whole().is_empty() => return None,
             // No finite loss yet: draw an axis anyway.
-            _ if run.curves.loss.whole().is_empty() => return None,
-            _ => (0.0, 1.0),
+            None => (0.0, 1.0),
         };
         let span = y.1 - y.0;
         let unit = match charts.log_loss {
@@ -266,8 +267,12 @@ fn range(scene: &Scene, of: impl Fn(&RunState) -> Option<(f64, f64)>) -> Option<
 
 /// The smallest and the largest value of buckets; `None` without a finite value.
 pub(super) fn extent<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<(f64, f64)> {
-    let finite = buckets.into_iter().filter(|bucket| bucket.count > 0);
-    finite.map(|bucket| (bucket.min, bucket.max)).reduce(wider)
+    crate::ui::extent(ends(buckets))
+}
+
+/// The smallest and the largest value of each bucket, infinite in one without a finite value.
+fn ends<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> impl Iterator<Item = f64> {
+    buckets.into_iter().flat_map(|bucket| [bucket.min, bucket.max])
 }
 
 /// The letter of another run; the main run is `A`.

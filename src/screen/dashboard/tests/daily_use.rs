@@ -180,6 +180,17 @@ fn item_15_the_last_steps_smoothing_and_the_chosen_curve() {
 }
 
 #[test]
+fn a_logarithmic_axis_ends_at_the_losses_that_it_can_show() {
+    let mut view = App::new(DashboardMode::Attached, RunState::default());
+    for (at, loss) in [(1, -1.0), (2, 0.0), (3, 0.01), (4, 0.1)] {
+        view.receive(step(StepRecord { step: at, loss, ..StepRecord::default() }));
+    }
+    press(&mut view, "y");
+    let shown = picture(&view, FULL);
+    assert!(shown.contains("│0.1│") && !shown.contains("10.0│"), "{shown}");
+}
+
+#[test]
 fn item_15_an_event_opens_with_all_that_is_known_of_it() {
     let mut view = running();
     press(&mut view, "4/overflow");

@@ -3,6 +3,7 @@
 use super::app::{Goto, Tab};
 use super::keys::Action;
 use super::list::List;
+use super::samples::wrapped;
 use super::scene::Scene;
 use crate::screen::words;
 use crate::telemetry::{Event, EventRow, RunState};
@@ -142,9 +143,8 @@ fn draw_event(row: &EventRow, top: u16, canvas: &mut Canvas) {
 
 /// The event's lines: its text, wrapped to `width`, then its fields.
 fn lines(row: &EventRow, width: usize) -> Vec<(String, String)> {
-    let sentence: Vec<char> = format::printable(&words::listed(row)).chars().collect();
-    let sentence = sentence.chunks(width.saturating_sub(2).max(1));
-    let mut lines: Vec<_> = sentence.map(|part| (String::new(), part.iter().collect())).collect();
+    let sentence = wrapped("", &format::printable(&words::listed(row)), width.saturating_sub(2));
+    let mut lines: Vec<_> = sentence.into_iter().map(|(line, _)| (String::new(), line)).collect();
     lines.push(Default::default());
     fields(serde_json::to_value(&row.event).unwrap_or_default(), "", &mut lines);
     if row.more > 0 {

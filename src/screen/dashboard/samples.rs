@@ -43,7 +43,7 @@ impl Tab for Samples {
 
 /// Prompt and text in lines of at most `width` columns, wrapped at any character; each with the number of its bytes that
 /// belong to the prompt.
-fn wrapped(prompt: &str, text: &str, width: usize) -> Vec<(String, usize)> {
+pub(super) fn wrapped(prompt: &str, text: &str, width: usize) -> Vec<(String, usize)> {
     let mut lines = vec![(String::new(), 0, 0)];
     let pieces = prompt.chars().map(|c| (c, true)).chain(text.chars().map(|c| (c, false)));
     for (c, of_prompt) in pieces {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::screen::picture::{ImageFormat, picture as picture_file};
+use crate::telemetry::SampleText;
 use ratatui::crossterm::event::{MouseButton, MouseEvent, MouseEventKind};
 use std::path::PathBuf;
 
@@ -199,6 +200,12 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
     insta::assert_snapshot!("event_detail_120x36", folded(&picture(&view, FULL)));
     key(&mut view, KeyCode::Esc);
     assert!(view.events.open.is_none() && picture(&view, FULL).contains("[4 Events]"));
+    // Wide characters take two columns.
+    key(&mut view, KeyCode::Esc);
+    let (prompt, text) = (String::new(), "漢".repeat(100) + "字");
+    view.receive(record(Event::Sample(SampleText { step: 1801, prompt, text })));
+    key(&mut view, KeyCode::Enter);
+    assert!(picture(&view, FULL).contains('字'), "{}", picture(&view, FULL));
 }
 
 #[test]

@@ -455,10 +455,15 @@ impl App {
 
     /// Draws the figures that matter most, as many as fit on each line.
     fn draw_tiny(&self, canvas: &mut Canvas) {
-        if self.dialog == Some(Dialog::Quit) {
-            for (y, answer) in (0..).zip(["s save+stop", "d detach", "D discard", "Esc back"]) {
-                canvas.text(0, y, answer, Role::Title);
-            }
+        let answers: &[&str] = match self.dialog {
+            Some(Dialog::Quit) => &["s save+stop", "d detach", "D discard", "Esc back"],
+            Some(Dialog::Discard) => &["y stop without saving", "Esc back"],
+            _ => &[],
+        };
+        for (y, answer) in (0..).zip(answers) {
+            canvas.text(0, y, answer, Role::Title);
+        }
+        if !answers.is_empty() {
             return;
         }
         let (mut x, mut y) = (0, 0);

@@ -78,6 +78,15 @@ fn item_14_one_column_below_78_and_charts_at_any_height() {
 }
 
 #[test]
+fn a_tiny_terminal_shows_every_question() {
+    let mut view = running();
+    press(&mut view, "q");
+    assert!(picture(&view, (30, 4)).contains("D discard"));
+    press(&mut view, "D");
+    assert_eq!(picture(&view, (30, 4)).trim_end(), "y stop without saving\nEsc back");
+}
+
+#[test]
 fn n3_something_moves_during_a_slow_step() {
     let mut view = running();
     let glyph = |view: &App| picture(view, (80, 24)).lines().next().unwrap().contains('▷');

@@ -45,8 +45,7 @@ pub(super) fn overflows(run: &RunState) -> String {
 pub(super) fn precision(run: &RunState) -> String {
     let started = run.started.as_ref();
     let figures = run.figures();
-    let share =
-        |share: Option<f64>| share.map_or_else(|| "not measured".to_owned(), |share| format!("{:.4} %", share * 100.0));
+    let share = |share: Option<f64>| share.map_or_else(|| "not measured".to_owned(), format::share);
     let fallback = run.in_fallback();
     let facts = [
         ("policy", started.map_or_else(String::new, |started| started.policy.clone())),

@@ -29,8 +29,8 @@ impl Events {
 
     /// Opens the event under the cursor.
     fn open(&mut self, scene: &Scene) {
-        let event = self.rows(scene.run()).get(self.list.cursor).map(|row| Box::new((*row).clone()));
-        self.open = event.map(|event| (event, 0));
+        let rows = self.rows(scene.run());
+        self.open = rows.get(self.list.selected(rows.len())).map(|row| (Box::new((*row).clone()), 0));
     }
 }
 

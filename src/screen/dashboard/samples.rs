@@ -20,7 +20,7 @@ impl Tab for Samples {
             inner.text(1, 0, if scene.can_command() { "none yet: press g" } else { "none" }, Role::Dim);
         }
         let mut y = 0;
-        for sample in samples.iter().rev().skip(self.list.cursor) {
+        for sample in samples.iter().rev().skip(self.list.selected(samples.len())) {
             if y >= inner.height() {
                 break;
             }

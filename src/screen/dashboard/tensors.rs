@@ -94,7 +94,7 @@ impl TensorsTab {
     pub(super) fn open(&mut self, scene: &Scene) {
         if self.detail.is_none() {
             let rows = scene.tensors.rows(scene.run());
-            self.detail = rows.get(scene.tensors.list.cursor).map(|row| row.name.clone());
+            self.detail = rows.get(scene.tensors.list.selected(rows.len())).map(|row| row.name.clone());
         }
     }
 }

@@ -218,6 +218,17 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
 }
 
 #[test]
+fn a_replay_that_starts_over_shows_its_first_rows() {
+    let mut view = running();
+    press(&mut view, "5jjj");
+    assert!(view.list().unwrap().cursor > 0);
+    view.receive(ScreenMessage::Rewind);
+    let (prompt, text) = ("again".into(), String::new());
+    view.receive(record(Event::Sample(SampleText { step: 1, prompt, text })));
+    assert!(picture(&view, FULL).contains("again"), "{}", picture(&view, FULL));
+}
+
+#[test]
 fn item_15_themes_change_colours_and_nothing_else() {
     let mut view = running();
     let (dark, before) = (buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL), picture(&view, FULL));

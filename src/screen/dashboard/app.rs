@@ -69,7 +69,7 @@ pub(super) trait Tab {
     /// Closes the views that do not stay open when another tab is shown.
     fn leave(&mut self) {}
 
-    /// Its list and the number of its rows, if it has one.
+    /// The list that it shows and the number of its rows, if it shows one.
     fn list<'a>(&'a mut self, _scene: &'a mut Scene) -> Option<(&'a mut List, usize)> {
         None
     }

@@ -108,7 +108,7 @@ impl Tab for Events {
 
     fn list<'a>(&'a mut self, scene: &'a mut Scene) -> Option<(&'a mut List, usize)> {
         let rows = self.rows(scene.run()).len();
-        Some((&mut self.list, rows))
+        self.open.is_none().then_some((&mut self.list, rows))
     }
 }
 

@@ -140,7 +140,7 @@ impl Tab for TensorsTab {
 
     fn list<'a>(&'a mut self, scene: &'a mut Scene) -> Option<(&'a mut List, usize)> {
         let rows = scene.tensors.rows(scene.run()).len();
-        Some((&mut scene.tensors.list, rows))
+        (self.detail.is_none() && !self.layers).then_some((&mut scene.tensors.list, rows))
     }
 }
 

@@ -218,6 +218,17 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
 }
 
 #[test]
+fn a_filter_is_typed_only_for_a_list_that_is_shown() {
+    for keys in ["3v/q", "3\n/q", "4\n/q"] {
+        let mut view = running();
+        for c in keys.chars() {
+            key(&mut view, if c == '\n' { KeyCode::Enter } else { KeyCode::Char(c) });
+        }
+        assert_eq!(view.dialog, Some(Dialog::Quit), "{keys:?}");
+    }
+}
+
+#[test]
 fn a_replay_that_starts_over_shows_its_first_rows() {
     let mut view = running();
     press(&mut view, "5jjj");

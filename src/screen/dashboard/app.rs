@@ -38,7 +38,7 @@ const NOTCH: isize = 3;
 
 /// A tab: it has its state, handles its keys and clicks, and draws itself.
 pub(super) trait Tab {
-    /// Draws the tab over the whole pad.
+    /// Draws the tab over the whole canvas.
     fn draw(&self, scene: &Scene, canvas: &mut Canvas);
 
     /// Handles an action that is not the dashboard's own; keys may work while another tab is `shown`.

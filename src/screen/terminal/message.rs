@@ -150,7 +150,7 @@ impl MessageEditor {
         Typed::Edit
     }
 
-    /// Removes a backslash at the cursor, which continues the message on the next line.
+    /// Removes the backslash that ends the cursor's line and continues the message; `false` if there is none.
     fn continues(&mut self) -> bool {
         let ends = self.area.lines()[self.area.cursor().0].ends_with('\\');
         if ends {

@@ -13,8 +13,8 @@ use super::scene::{DashboardMode, Scene};
 use super::tensors::TensorsTab;
 use super::{charts, header, status};
 use crate::screen::renderer::{Exit, Playback, ScreenMessage};
-use crate::screen::terminal::Binding;
 use crate::screen::terminal::keys::{self, GAPS, action, is_ctrl_c};
+use crate::screen::terminal::{Binding, CTRL_C_REPEAT};
 use crate::telemetry::{Command, Event, FinishReason, Phase, Record, RunState};
 use crate::ui::{Canvas, ColorScheme, Role, Theme, to_ascii};
 use ratatui::buffer::Buffer;
@@ -26,8 +26,6 @@ use ratatui::style::Color;
 pub(super) const TABS: [&str; 5] = ["Overview", "Precision", "Tensors", "Events", "Samples"];
 pub(super) const TENSORS: usize = 2;
 pub(super) const EVENTS: usize = 3;
-/// Milliseconds within which repeated presses of Ctrl-C count as one.
-const CTRL_C_REPEAT: u64 = 1000;
 /// How long a dialog ignores keys, in milliseconds: they were typed before it could be read.
 const TOO_SOON: u64 = 300;
 /// How long a watcher's key that only training obeys is explained, in milliseconds.
@@ -310,7 +308,7 @@ impl App {
                 None
             }
             // Rapid presses do not confirm the abort.
-            Some(since) if self.scene.now < since + CTRL_C_REPEAT => None,
+            Some(since) if self.scene.now < since + CTRL_C_REPEAT.as_millis() as u64 => None,
             Some(_) => {
                 self.exit = Some(Exit::Killed);
                 Some(Command::Abort)

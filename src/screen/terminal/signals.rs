@@ -17,7 +17,7 @@ const INTERRUPTED: i32 = 130;
 const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Repeated presses of Ctrl-C within this time count as one.
-const CTRL_C_REPEAT: Duration = Duration::from_secs(1);
+pub(crate) const CTRL_C_REPEAT: Duration = Duration::from_secs(1);
 
 /// Handles signals during a training run.
 ///

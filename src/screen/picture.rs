@@ -8,9 +8,10 @@ use super::renderer::MessageSource;
 use super::watch::LogSource;
 use crate::Result;
 use crate::ui::{ColorScheme, Theme};
-use ratatui::buffer::Buffer;
+use ratatui::buffer::{Buffer, Cell};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::layout::Rect;
+use ratatui::style::{Color, Modifier};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -21,6 +22,16 @@ pub(crate) enum ImageFormat {
     Svg,
     /// Pixels, eight by sixteen per cell.
     Png,
+}
+
+type Rgb = (u8, u8, u8);
+
+/// The colours of a cell: ink and paper.
+fn colours(cell: &Cell, scheme: ColorScheme) -> (Rgb, Rgb) {
+    let rgb = |colour, default| if let Color::Rgb(r, g, b) = colour { (r, g, b) } else { default };
+    let (ink, paper) = scheme.page();
+    let (ink, paper) = (rgb(cell.fg, ink), rgb(cell.bg, paper));
+    if cell.modifier.contains(Modifier::REVERSED) { (paper, ink) } else { (ink, paper) }
 }
 
 /// Renders the dashboard with `columns` × `rows` cells after these keys (a line break is Enter). Shows the run of the first

@@ -1,32 +1,28 @@
 //! A frame as PNG, drawn with GNU Unifont, which covers the basic multilingual plane.
 
+use super::{Rgb, colours};
 use crate::ui::{ColorScheme, DOTS};
 use crate::{Error, Result};
 use ratatui::buffer::Buffer;
-use ratatui::style::{Color, Modifier};
+use ratatui::style::Modifier;
 use ratatui::text::Span;
 
 /// Pixels of a cell, the size of a half-width glyph.
 const WIDTH: usize = 8;
 const HEIGHT: usize = 16;
 
-type Rgb = (u8, u8, u8);
-
 /// The encoded picture.
 pub(super) fn png(buffer: &Buffer, scheme: ColorScheme) -> Result<Vec<u8>> {
     let (columns, rows) = (usize::from(buffer.area.width), usize::from(buffer.area.height));
     let mut canvas = PixelBuffer { width: columns * WIDTH, pixels: vec![0; columns * WIDTH * rows * HEIGHT * 3] };
-    let (ink, paper) = scheme.page();
     for y in 0..rows {
         let mut x = 0;
         while x < columns {
             let cell = &buffer[(x as u16, y as u16)];
-            let colours = (colour(cell.fg).unwrap_or(ink), colour(cell.bg).unwrap_or(paper));
-            let reversed = cell.modifier.contains(Modifier::REVERSED);
-            let colours = if reversed { (paper, colours.0) } else { colours };
             let cells = Span::raw(cell.symbol()).width().clamp(1, 2);
             let bold = cell.modifier.contains(Modifier::BOLD);
-            canvas.glyph((x, y), cells.min(columns - x), cell.symbol().chars().next().unwrap_or(' '), colours, bold);
+            let glyph = cell.symbol().chars().next().unwrap_or(' ');
+            canvas.glyph((x, y), cells.min(columns - x), glyph, colours(cell, scheme), bold);
             x += cells;
         }
     }
@@ -74,10 +70,6 @@ impl PixelBuffer {
             }
         }
     }
-}
-
-fn colour(colour: Color) -> Option<Rgb> {
-    if let Color::Rgb(r, g, b) = colour { Some((r, g, b)) } else { None }
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
 //! A frame as SVG. Braille, blocks and lines are drawn as shapes, so the picture does not depend on the viewer's fonts.
 
+use super::{Rgb, colours};
 use crate::ui::{ColorScheme, DOTS};
-use ratatui::buffer::{Buffer, Cell};
-use ratatui::style::{Color, Modifier};
+use ratatui::buffer::Buffer;
+use ratatui::style::Modifier;
 use std::fmt::Write;
 
 /// Size of a cell.
@@ -11,29 +12,28 @@ const HEIGHT: f64 = 16.0;
 
 /// The document.
 pub(super) fn svg(buffer: &Buffer, scheme: ColorScheme) -> String {
-    let (ink, paper) = scheme.page();
-    let page = SvgColors { ink: hex(ink), paper: hex(paper) };
     let (width, height) = (f64::from(buffer.area.width) * WIDTH, f64::from(buffer.area.height) * HEIGHT);
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" \
          font-family=\"ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace\" font-size=\"13\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"{}\"/>\n",
-        page.paper
+        hex(scheme.page().1)
     );
     for y in 0..buffer.area.height {
         let mut x = 0;
         while x < buffer.area.width {
-            x += run_of_cells(buffer, x, y, &page, &mut out);
+            x += run_of_cells(buffer, x, y, scheme, &mut out);
         }
     }
     out + "</svg>\n"
 }
 
 /// Draws the run of equally styled cells from (x, y); returns its length.
-fn run_of_cells(buffer: &Buffer, x: u16, y: u16, page: &SvgColors, out: &mut String) -> u16 {
+fn run_of_cells(buffer: &Buffer, x: u16, y: u16, scheme: ColorScheme, out: &mut String) -> u16 {
     let first = &buffer[(x, y)];
     let (left, top) = (f64::from(x) * WIDTH, f64::from(y) * HEIGHT);
-    let ink = page.colour(first);
+    let (ink, paper) = colours(first, scheme);
+    let ink = hex(ink);
     if let Some(shape) = first.symbol().chars().next().and_then(|c| shape(c, left, top, &ink)) {
         out.push_str(&shape);
         return 1;
@@ -50,11 +50,11 @@ fn run_of_cells(buffer: &Buffer, x: u16, y: u16, page: &SvgColors, out: &mut Str
         length += 1;
     }
     let columns = f64::from(length) * WIDTH;
-    if first.modifier.contains(Modifier::REVERSED) {
+    if paper != scheme.page().1 {
         let _ = writeln!(
             out,
             "<rect x=\"{left}\" y=\"{top}\" width=\"{columns}\" height=\"{HEIGHT}\" fill=\"{}\"/>",
-            page.ink
+            hex(paper)
         );
     }
     if !text.trim().is_empty() {
@@ -69,23 +69,7 @@ fn run_of_cells(buffer: &Buffer, x: u16, y: u16, page: &SvgColors, out: &mut Str
     length.max(1)
 }
 
-/// The default colours.
-struct SvgColors {
-    ink: String,
-    paper: String,
-}
-
-impl SvgColors {
-    fn colour(&self, cell: &Cell) -> String {
-        match cell.fg {
-            _ if cell.modifier.contains(Modifier::REVERSED) => self.paper.clone(),
-            Color::Rgb(r, g, b) => hex((r, g, b)),
-            _ => self.ink.clone(),
-        }
-    }
-}
-
-fn hex((r, g, b): (u8, u8, u8)) -> String {
+fn hex((r, g, b): Rgb) -> String {
     format!("#{r:02x}{g:02x}{b:02x}")
 }
 
@@ -124,4 +108,19 @@ fn braille(dots: u32, x: f64, y: f64, ink: &str) -> String {
         }
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ratatui::layout::Rect;
+    use ratatui::style::{Color, Style};
+
+    #[test]
+    fn a_selected_cell_swaps_its_colours() {
+        let mut buffer = Buffer::empty(Rect::new(0, 0, 1, 1));
+        buffer.set_string(0, 0, "a", Style::new().fg(Color::Rgb(1, 2, 3)).add_modifier(Modifier::REVERSED));
+        let svg = svg(&buffer, ColorScheme::Light);
+        assert!(svg.contains("fill=\"#010203\"/>") && svg.contains("fill=\"#ffffff\" textLength"), "{svg}");
+    }
 }

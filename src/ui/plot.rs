@@ -113,16 +113,6 @@ impl Plot {
         }
     }
 
-    /// Draws a vertical stroke from `low` to `high`.
-    pub(crate) fn stroke(&mut self, x: f64, low: f64, high: f64, role: Role) {
-        let (Some(column), Some(from), Some(to)) = (self.dot_column(x), self.dot_row(high), self.dot_row(low)) else {
-            return;
-        };
-        for row in from..=to {
-            self.dot(column, row, role);
-        }
-    }
-
     /// Draws a straight line between two points.
     pub(crate) fn line(&mut self, from: (f64, f64), to: (f64, f64), role: Role) {
         let ends = (self.dot_column(from.0), self.dot_row(from.1), self.dot_column(to.0), self.dot_row(to.1));
@@ -235,7 +225,7 @@ mod tests {
         let rows = drawn(12, 5, |plot| {
             plot.line((0.0, 0.0), (0.0, 4.0), Role::Train);
             plot.mark(9.0, 4.0, 'M', Role::Overflow);
-            plot.stroke(9.0, 0.0, 0.0, Role::Train);
+            plot.line((9.0, 0.0), (9.0, 0.0), Role::Train);
         });
         assert_eq!(rows, ["4│⡇        M", " │⡇", "0│⡇        ⢀", " └──────────", " 0    4    9"]);
     }
@@ -246,7 +236,7 @@ mod tests {
         assert_eq!(rows[1], " │");
         for width in 1..8 {
             for height in 1..5 {
-                drawn(width, height, |plot| plot.stroke(3.0, 0.0, 4.0, Role::Train));
+                drawn(width, height, |plot| plot.line((3.0, 0.0), (3.0, 4.0), Role::Train));
             }
         }
     }

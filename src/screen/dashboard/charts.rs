@@ -223,8 +223,8 @@ impl Chart {
     pub(super) fn limit(self, plot: &mut Plot, y: f64) {
         let dots = plot.resolution();
         for dot in (0..dots).step_by(3) {
-            let at = self.x.0 + (self.x.1 - self.x.0) * dot as f64 / dots as f64;
-            plot.stroke(at, y, y, Role::Subnormal);
+            let at = (self.x.0 + (self.x.1 - self.x.0) * dot as f64 / dots as f64, y);
+            plot.line(at, at, Role::Subnormal);
         }
     }
 

@@ -42,8 +42,9 @@ pub(super) trait Tab {
     /// Handles an action that is not the dashboard's own; keys may work while another tab is `shown`.
     fn act(&mut self, _scene: &mut Scene, _action: Action, _shown: bool) {}
 
-    /// Handles a click on a cell of the tab, which has this width and height.
-    fn clicked(&mut self, _scene: &mut Scene, _size: (u16, u16), _at: Position) -> Option<Goto> {
+    /// Handles a click on a cell of the tab, which has this width and height. Returns the row of a tensor that the third tab
+    /// should open.
+    fn clicked(&mut self, _scene: &mut Scene, _size: (u16, u16), _at: Position) -> Option<usize> {
         None
     }
 
@@ -71,12 +72,6 @@ pub(super) trait Tab {
     fn list<'a>(&'a mut self, _scene: &'a mut Scene) -> Option<(&'a mut List, usize)> {
         None
     }
-}
-
-/// The target of a click that leaves its tab.
-pub(super) enum Goto {
-    /// To the history of the tensor in this row.
-    Tensor(usize),
 }
 
 /// Everything that a frame is drawn from.
@@ -371,7 +366,7 @@ impl App {
         } else if body.contains(at) {
             let (tab, scene) = self.tab(self.tab);
             let at = Position::new(at.x - body.x, at.y - body.y);
-            let Some(Goto::Tensor(row)) = tab.clicked(scene, (body.width, body.height), at) else { return };
+            let Some(row) = tab.clicked(scene, (body.width, body.height), at) else { return };
             if row < self.scene.tensors.rows(self.scene.run()).len() {
                 self.show(TENSORS);
                 self.scene.tensors.list.cursor = row;

@@ -1,6 +1,6 @@
 //! The fourth tab: all events except plain steps, newest last, or one of them with all of its fields.
 
-use super::app::{Goto, Tab};
+use super::app::Tab;
 use super::keys::Action;
 use super::list::List;
 use super::samples::wrapped;
@@ -70,7 +70,7 @@ impl Tab for Events {
         }
     }
 
-    fn clicked(&mut self, scene: &mut Scene, (_, height): (u16, u16), at: Position) -> Option<Goto> {
+    fn clicked(&mut self, scene: &mut Scene, (_, height): (u16, u16), at: Position) -> Option<usize> {
         let height = height.saturating_sub(2);
         let line = at.y.checked_sub(1).filter(|line| *line < height && self.open.is_none())?;
         let rows = self.rows(scene.run()).len();

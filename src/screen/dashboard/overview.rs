@@ -1,6 +1,6 @@
 //! The first tab: charts, gradients, overflows and tensors, as many as fit, or one of them zoomed.
 
-use super::app::{Goto, Tab};
+use super::app::Tab;
 use super::keys::Action;
 use super::layout::{self, Size};
 use super::scene::Scene;
@@ -64,10 +64,10 @@ impl Tab for Overview {
         }
     }
 
-    fn clicked(&mut self, scene: &mut Scene, size: (u16, u16), at: Position) -> Option<Goto> {
+    fn clicked(&mut self, scene: &mut Scene, size: (u16, u16), at: Position) -> Option<usize> {
         let (panel, area) = self.panels(size).into_iter().find(|(_, area)| area.contains(at))?;
         if panel == Panel::Tensors {
-            return at.y.checked_sub(area.y + 2).map(|row| Goto::Tensor(row.into()));
+            return at.y.checked_sub(area.y + 2).map(usize::from);
         }
         let step = charts::step_at(scene, panel, area.width, at.x - area.x);
         scene.charts.cursor = step.or(scene.charts.cursor);

@@ -120,7 +120,7 @@ impl Tab for TensorsTab {
         }
     }
 
-    fn clicked(&mut self, scene: &mut Scene, (_, height): (u16, u16), at: Position) -> Option<super::app::Goto> {
+    fn clicked(&mut self, scene: &mut Scene, (_, height): (u16, u16), at: Position) -> Option<usize> {
         let rows = scene.tensors.rows(scene.run()).len();
         let line = at.y.checked_sub(2).filter(|line| *line + 3 < height && self.detail.is_none() && !self.layers)?;
         let row = scene.tensors.list.hidden(rows, height.saturating_sub(3)) + usize::from(line);

@@ -85,17 +85,14 @@ impl Tab for Events {
 
     fn scroll(&mut self, scene: &mut Scene, by: isize) {
         match &mut self.open {
-            Some((_, top)) => *top = top.saturating_add_signed(by.signum() as i16),
+            Some((_, top)) => *top = top.saturating_add_signed(by as i16),
             None => self.list.scroll(by, self.rows(scene.run()).len()),
         }
     }
 
     fn wheel(&mut self, scene: &mut Scene, by: isize) {
-        match &mut self.open {
-            Some((_, top)) => *top = top.saturating_add_signed(by as i16),
-            // The list is newest last.
-            None => self.scroll(scene, -by),
-        }
+        // The list is newest last.
+        self.scroll(scene, if self.open.is_some() { by } else { -by });
     }
 
     fn close(&mut self) -> bool {

@@ -207,6 +207,8 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
     key(&mut view, KeyCode::Enter);
     key(&mut view, KeyCode::Enter);
     insta::assert_snapshot!("event_detail_120x36", folded(&picture(&view, FULL)));
+    key(&mut view, KeyCode::PageDown);
+    assert_eq!(view.events.open.as_ref().unwrap().1, 10, "a page, not a line");
     key(&mut view, KeyCode::Esc);
     assert!(view.events.open.is_none() && picture(&view, FULL).contains("[4 Events]"));
     // Wide characters take two columns.

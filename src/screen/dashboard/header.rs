@@ -20,18 +20,18 @@ pub(super) fn draw(scene: &Scene, tab: usize, canvas: &mut Canvas) {
 
 /// Draws the run's phase; returns the column after it.
 pub(super) fn draw_state(scene: &Scene, canvas: &mut Canvas) -> u16 {
-    let (state, role) = phase(scene);
-    let x = canvas.spans(0, 0, &[("finetune ", Role::Title), (&state, role)]);
-    match scene.frozen_at() {
-        Some(step) => canvas.text(x + 1, 0, &format!("view frozen at {step}"), Role::Subnormal),
-        None => x,
-    }
+    canvas.spans(0, 0, &state(scene).each_ref().map(|(text, role)| (text.as_str(), *role)))
+}
+
+/// The program's name, the run's phase, and the step at which the view was frozen.
+fn state(scene: &Scene) -> [(String, Role); 3] {
+    let frozen = scene.frozen_at().map_or_else(String::new, |step| format!(" view frozen at {step}"));
+    [("finetune ".to_owned(), Role::Title), phase(scene), (frozen, Role::Subnormal)]
 }
 
 /// The tab at a column of the first line.
 pub(super) fn tab_at(scene: &Scene, tab: usize, width: u16, column: u16) -> Option<usize> {
-    let frozen = scene.frozen_at().map_or(0, |step| format!(" view frozen at {step}").len());
-    let x = ("finetune ".len() + phase(scene).0.chars().count() + frozen) as u16;
+    let x: u16 = state(scene).iter().map(|(text, _)| text.chars().count() as u16).sum();
     let (_, named) = pieces(scene, tab, x, width);
     let mut tabs = tabs(tab, named, x, width).into_iter();
     tabs.find(|(at, label, _)| (*at..*at + label.len() as u16).contains(&column)).map(|(_, _, tab)| tab)

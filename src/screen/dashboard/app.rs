@@ -339,9 +339,7 @@ impl App {
 
     fn wheel(&mut self, by: isize) {
         match self.dialog {
-            Some(Dialog::Help(top)) => {
-                self.dialog = Some(Dialog::Help(top.saturating_add_signed(by.signum() as i16).min(40)));
-            }
+            Some(Dialog::Help(top)) => self.scroll_help(top, by.signum() as i16),
             Some(_) => {}
             None => {
                 let (tab, scene) = self.tab(self.tab);

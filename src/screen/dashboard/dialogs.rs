@@ -24,13 +24,11 @@ impl App {
     /// Handles a key while a dialog is open.
     pub(super) fn answer(&mut self, dialog: Dialog, key: KeyEvent) -> Option<Command> {
         match (dialog, key.code) {
-            (Dialog::Help(top), _) => {
-                self.dialog = match action(KEYS, key) {
-                    Some(Action::Down) => Some(Dialog::Help((top + 1).min(KEYS.len() as u16))),
-                    Some(Action::Up) => Some(Dialog::Help(top.saturating_sub(1))),
-                    _ => None,
-                };
-            }
+            (Dialog::Help(top), _) => match action(KEYS, key) {
+                Some(Action::Down) => self.scroll_help(top, 1),
+                Some(Action::Up) => self.scroll_help(top, -1),
+                _ => self.dialog = None,
+            },
             (Dialog::Quit, KeyCode::Char('s')) => return Some(self.stop(true)),
             (Dialog::Quit, KeyCode::Char('d')) => {
                 self.exit = Some(Exit::Detached);
@@ -44,6 +42,10 @@ impl App {
             _ => {}
         }
         None
+    }
+
+    pub(super) fn scroll_help(&mut self, top: u16, by: i16) {
+        self.dialog = Some(Dialog::Help(top.saturating_add_signed(by).min(KEYS.len() as u16)));
     }
 
     /// Draws the dialog that is open, if any.

@@ -8,7 +8,7 @@ use super::keys::Action;
 use super::overview::Panel;
 use super::scene::Scene;
 use crate::telemetry::{Bucket, Curve, PLOTTED, Quantity, RunState, SMOOTHING, Series, smoothing_for};
-use crate::ui::{Axes, Canvas, Plot, Role, format};
+use crate::ui::{Axes, Canvas, Plot, Role, extent, format};
 use std::borrow::Cow;
 
 /// The ranges of the charts, in last steps, besides the whole run.
@@ -130,7 +130,7 @@ impl Chart {
             let losses = if scene.others.is_empty() { &one.curves.loss } else { charts.smoothed(run, one) };
             let losses = losses.since(first);
             // A logarithmic axis has no place for losses that are not positive.
-            crate::ui::extent(ends(losses.iter().chain(one.curves.validation.since(first))).map(y_of_loss(charts)))
+            extent(ends(losses.iter().chain(one.curves.validation.since(first))).map(y_of_loss(charts)))
         };
         let y = match range(scene, shown) {
             Some((low, high)) => {
@@ -155,9 +155,9 @@ impl Chart {
         let (first, second) = (scene.charts.first_step(scene.run()), scene.charts.second);
         let shown = |run: &RunState| {
             if let Some(at) = second {
-                return extent(run.curves.plotted[at].since(first).iter());
+                return extent(ends(run.curves.plotted[at].since(first).iter()));
             }
-            run.curves.scale.since(first).iter().map(|point| (point.value, point.value)).reduce(wider)
+            extent(run.curves.scale.since(first).iter().map(|point| point.value))
         };
         let (low, high) = range(scene, shown)?;
         let air = ((high - low) * 0.05).max(high.abs() * 1e-3).max(f64::MIN_POSITIVE);
@@ -256,22 +256,13 @@ fn y_of_loss(charts: &Charts) -> fn(f64) -> f64 {
     if charts.log_loss { f64::log10 } else { |loss| loss }
 }
 
-fn wider(one: (f64, f64), other: (f64, f64)) -> (f64, f64) {
-    (one.0.min(other.0), one.1.max(other.1))
-}
-
 /// The smallest and the largest value that any run shows.
 fn range(scene: &Scene, of: impl Fn(&RunState) -> Option<(f64, f64)>) -> Option<(f64, f64)> {
-    scene.runs().filter_map(of).reduce(wider)
-}
-
-/// The smallest and the largest value of buckets; `None` without a finite value.
-pub(super) fn extent<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<(f64, f64)> {
-    crate::ui::extent(ends(buckets))
+    extent(scene.runs().filter_map(of).flat_map(|(low, high)| [low, high]))
 }
 
 /// The smallest and the largest value of each bucket, infinite in one without a finite value.
-fn ends<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> impl Iterator<Item = f64> {
+pub(super) fn ends<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> impl Iterator<Item = f64> {
     buckets.into_iter().flat_map(|bucket| [bucket.min, bucket.max])
 }
 

@@ -117,7 +117,8 @@ template <class G, class W, class M> struct Update {
     // Adds up the counts of all threads.
     __device__ void add_counts() const {
         if (totals == nullptr) return;
-        const u64 sums[] = {warp_sum(counts.moved), warp_sum(counts.lost), warp_sum(counts.distance)};
+        const u64 sums[] = {warp_reduce(counts.moved, Add()), warp_reduce(counts.lost, Add()),
+                            warp_reduce(counts.distance, Add())};
         CHECK_WRITE(totals, sizeof(UpdateCounts));
         for (unsigned i = 0; i < 3; ++i) {
             if (threadIdx.x % WARP == 0 && sums[i] > 0) atomicAdd(&totals->moved + i, sums[i]);
@@ -192,7 +193,7 @@ template <class G, class W> __device__ void adamw_8bit(const AdamW& a) {
         });
 #pragma unroll
         for (unsigned which = 0; which < 2; ++which) {
-            most[which] = warp_max(most[which]);
+            most[which] = warp_reduce(most[which], Max());
             if (threadIdx.x % WARP == 0) store(tensor.absmax[which], block, most[which]);
             const float inverse = most[which] > 0.0f ? 1.0f / most[which] : 0.0f;
             for_each([&](unsigned pack, unsigned at, bool whole, unsigned count) {

@@ -96,18 +96,6 @@ template <int SIZE> struct Head {
     }
 };
 
-// Reductions over the 16 threads that share rows of a tile, which are half a warp.
-__device__ inline float side_max(float value) {
-#pragma unroll
-    for (unsigned distance = SIDE / 2; distance > 0; distance /= 2) value = fmaxf(value, __shfl_xor_sync(EVERY_LANE, value, distance));
-    return value;
-}
-__device__ inline float side_sum(float value) {
-#pragma unroll
-    for (unsigned distance = SIDE / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(EVERY_LANE, value, distance);
-    return value;
-}
-
 template <int SIZE> __device__ void attention_forward(const AttentionForward& a) {
     using H = Head<SIZE>;
     constexpr int ROWS = H::ROWS, R = H::R, C = H::C;
@@ -135,8 +123,8 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
                 s[i][j] = column + j <= row && column + j >= bound ? s[i][j] : -INFINITY;
                 highest = fmaxf(highest, s[i][j]);
             }
-            // Before a row's first visible key its maximum is -∞, and -∞ - (-∞) would be NaN.
-            const float now = fmaxf(top[i], side_max(highest)), base = now == -INFINITY ? 0.0f : now;
+            // Half a warp shares the rows. Before a row's first visible key its maximum is -∞, and -∞ - (-∞) would be NaN.
+            const float now = fmaxf(top[i], warp_reduce<SIDE>(highest, Max())), base = now == -INFINITY ? 0.0f : now;
             const float shrink = expf(top[i] - base);
             float sum = 0.0f;
 #pragma unroll
@@ -145,7 +133,7 @@ template <int SIZE> __device__ void attention_forward(const AttentionForward& a)
                 sum += s[i][j];
             }
             top[i] = now;
-            total[i] = total[i] * shrink + side_sum(sum);
+            total[i] = total[i] * shrink + warp_reduce<SIDE>(sum, Add());
 #pragma unroll
             for (int k = 0; k < C; ++k) out[i][k] *= shrink;
             apply_dropout(a.dropout, a.shape.row(query_head, row) * a.shape.seq_len + column, s[i]);
@@ -183,7 +171,7 @@ __device__ inline void attention_delta_of_rows(const AttentionDelta& a) {
 #pragma unroll
         for (int i = 0; i < N; ++i) sum += dout[i] * out[i];
     }
-    sum = warp_sum(sum);
+    sum = warp_reduce(sum, Add());
     if (threadIdx.x % WARP == 0) store(a.delta, task, sum);
 }
 

@@ -72,8 +72,8 @@ template <class T> __device__ void cross_entropy(const CrossEntropy& a) {
         for (int i = 0; i < N; ++i) sum += power<T>(x[i] * LOG_E<T> - next);
         base = top * LOG_E<T>;
     });
-    const float highest = block_max<WARPS>(top, scratch), shift = highest * LOG_E<T>;
-    const float total = block_sum<WARPS>(top == -INFINITY ? sum : sum * power<T>(base - shift), scratch);
+    const float highest = block_reduce<WARPS>(top, Max(), scratch), shift = highest * LOG_E<T>;
+    const float total = block_reduce<WARPS>(top == -INFINITY ? sum : sum * power<T>(base - shift), Add(), scratch);
     if (threadIdx.x == 0) {
         const float picked = load_as_float<T>(a.logits, start + target);
         store(a.losses, row, logf(total) + (highest - picked));

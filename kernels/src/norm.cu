@@ -73,7 +73,7 @@ __device__ inline size_t start_of(unsigned row, unsigned heads, unsigned stride,
 template <bool WIDE, int COUNT> __device__ inline void sum_over_row(float (&values)[COUNT], float* scratch) {
     const unsigned warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 #pragma unroll
-    for (float& value : values) value = warp_sum(value);
+    for (float& value : values) value = warp_reduce(value, Add());
     if constexpr (WIDE) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
@@ -81,7 +81,9 @@ template <bool WIDE, int COUNT> __device__ inline void sum_over_row(float (&valu
         }
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) values[i] = warp_sum(lane < blockDim.x / WARP ? scratch[i * WIDE_WARPS + lane] : 0.0f);
+        for (int i = 0; i < COUNT; ++i) {
+            values[i] = warp_reduce(lane < blockDim.x / WARP ? scratch[i * WIDE_WARPS + lane] : 0.0f, Add());
+        }
     }
 }
 

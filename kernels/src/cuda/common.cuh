@@ -189,41 +189,36 @@ template <unsigned CHUNK, class Entry> __device__ inline Entry tensor_of(const E
     return found;
 }
 
-// A warp's sum, in every lane, by a fixed tree.
-template <class T> __device__ inline T warp_sum(T value) {
-#pragma unroll
-    for (unsigned distance = WARP / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(EVERY_LANE, value, distance);
-    return value;
-}
+struct Add {
+    template <class T> __device__ T operator()(T a, T b) const { return a + b; }
+};
+struct Min {
+    __device__ unsigned operator()(unsigned a, unsigned b) const { return min(a, b); }
+};
+struct Max {
+    __device__ unsigned operator()(unsigned a, unsigned b) const { return max(a, b); }
+    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
 
-__device__ inline float warp_max(float value) {
+// The reduction over a warp, or over each group of LANES neighbours in it, in every lane by a fixed tree.
+template <unsigned LANES = WARP, class T, class F> __device__ inline T warp_reduce(T value, F combine) {
 #pragma unroll
-    for (unsigned distance = WARP / 2; distance > 0; distance /= 2) {
-        value = fmaxf(value, __shfl_xor_sync(EVERY_LANE, value, distance));
+    for (unsigned distance = LANES / 2; distance > 0; distance /= 2) {
+        value = combine(value, __shfl_xor_sync(EVERY_LANE, value, distance));
     }
     return value;
 }
 
-// The sum over a block of `WARPS` warps, in every thread and by a fixed tree; `scratch` has WARPS places. Ends with a
+// The reduction over a block of WARPS warps, in every thread by a fixed tree; `scratch` has WARPS places for T. Ends with a
 // barrier, so that the scratch may be used again.
-template <unsigned WARPS, class T> __device__ inline T block_sum(T value, T* scratch) {
-    value = warp_sum(value);
-    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = value;
+template <unsigned WARPS, class T, class F> __device__ inline T block_reduce(T value, F combine, void* scratch) {
+    T* const places = static_cast<T*>(scratch);
+    value = warp_reduce(value, combine);
+    if (threadIdx.x % WARP == 0) places[threadIdx.x / WARP] = value;
     __syncthreads();
-    T sum = scratch[0];
+    value = places[0];
 #pragma unroll
-    for (unsigned i = 1; i < WARPS; ++i) sum += scratch[i];
+    for (unsigned i = 1; i < WARPS; ++i) value = combine(value, places[i]);
     __syncthreads();
-    return sum;
-}
-
-template <unsigned WARPS> __device__ inline float block_max(float value, float* scratch) {
-    value = warp_max(value);
-    if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = value;
-    __syncthreads();
-    float max = scratch[0];
-#pragma unroll
-    for (unsigned i = 1; i < WARPS; ++i) max = fmaxf(max, scratch[i]);
-    __syncthreads();
-    return max;
+    return value;
 }

@@ -29,7 +29,7 @@ static void reverse(const Faulty& a) {
         if (i == 3) return;
         __syncthreads();
     } else if (a.fault == PART_OF_A_WARP) {
-        if (i % 2 == 0) warp_sum(1.0f);
+        if (i % 2 == 0) warp_reduce(1.0f, Add());
         __syncthreads();
     } else if (a.fault != NO_BARRIER) {
         __syncthreads();

@@ -16,33 +16,6 @@ struct TensorStats {
     double squares;
 };
 
-struct Add {
-    template <class T> __device__ T operator()(T a, T b) const { return a + b; }
-};
-struct Min {
-    __device__ unsigned operator()(unsigned a, unsigned b) const { return min(a, b); }
-};
-struct Max {
-    __device__ unsigned operator()(unsigned a, unsigned b) const { return max(a, b); }
-};
-
-// A block's reduction in every thread, by a fixed tree; `scratch` has WARPS places. Ends with a barrier.
-template <unsigned WARPS, class T, class F> __device__ inline T block_reduce(T value, F combine, double* scratch) {
-    static_assert(sizeof(T) <= sizeof(double), "the scratch holds doubles");
-    T* const places = reinterpret_cast<T*>(scratch);
-#pragma unroll
-    for (unsigned distance = WARP / 2; distance > 0; distance /= 2) {
-        value = combine(value, __shfl_xor_sync(EVERY_LANE, value, distance));
-    }
-    if (threadIdx.x % WARP == 0) places[threadIdx.x / WARP] = value;
-    __syncthreads();
-    value = places[0];
-#pragma unroll
-    for (unsigned i = 1; i < WARPS; ++i) value = combine(value, places[i]);
-    __syncthreads();
-    return value;
-}
-
 __device__ inline TensorStats nothing() { return {0, 0, 0, 0, 0, EVERY_LANE, 0, 0.0}; }
 
 __device__ inline void merge(TensorStats& sum, const TensorStats& part) {

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 
 /// Elements that a block of threads updates.
 const CHUNK: usize = 1 << 13;
-const THREADS: u32 = 256;
+const THREADS: usize = 256;
 /// Words of a tensor in the table that the kernels read.
 const ENTRY_WORDS: usize = 24;
 /// Values of a moment in 8 bits.
@@ -41,7 +41,7 @@ struct Group {
     /// The words of each.
     entries: Vec<[u32; ENTRY_WORDS]>,
     chunks: usize,
-    shared_bytes: u32,
+    shared_bytes: usize,
     ulp_fields: [u32; 2],
 }
 
@@ -86,8 +86,7 @@ impl<Q: Queue> CudaKernels<Q> {
                 grad_factor: op.step.grad_factor,
             };
             tensors += size_of_val(group.entries.as_slice()) as u64;
-            let (grid, shared_bytes) = ([to_u32(group.chunks)?, 1, 1], group.shared_bytes);
-            let launch = KernelLaunch { module: "adamw", kernel, grid, threads: THREADS, shared_bytes };
+            let launch = KernelLaunch::new("adamw", kernel, [group.chunks, 1, 1], [THREADS, group.shared_bytes])?;
             // SAFETY: every tensor is as large as the table says, and the other buffers were found large enough.
             unsafe { self.queue.launch(&launch, &arguments) }?;
         }
@@ -133,7 +132,7 @@ impl<Q: Queue> CudaKernels<Q> {
         }
         group.entries.push(entry);
         group.chunks += len.div_ceil(CHUNK);
-        group.shared_bytes = to_u32(shared_bytes)?;
+        group.shared_bytes = shared_bytes;
         group.ulp_fields = UpdateCounts::ulp_fields(float_format(copies));
         Ok(())
     }

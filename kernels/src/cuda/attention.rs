@@ -140,17 +140,12 @@ impl Plan {
             (Pass::BackwardKeysAndValues, _) => (kv_heads, self.size.div_ceil(128)),
             _ => (heads, 1),
         };
-        Ok(KernelLaunch {
-            module,
-            kernel: format!("{}_{}", kernel_symbol(&kernel, &[self.dtype])?, self.size),
-            grid: [to_u32(seq_len.div_ceil(rows) * parts)?, to_u32(heads)?, to_u32(batch)?],
-            threads,
-            shared_bytes: to_u32(shared_bytes)?,
-        })
+        let kernel = format!("{}_{}", kernel_symbol(&kernel, &[self.dtype])?, self.size);
+        KernelLaunch::new(module, kernel, [seq_len.div_ceil(rows) * parts, heads, batch], [threads, shared_bytes])
     }
 
     /// Module, a block's rows, its threads and its shared memory: tiles of operands and of scores.
-    fn in_fp32(self, pass: Pass) -> (&'static str, usize, u32, usize) {
+    fn in_fp32(self, pass: Pass) -> (&'static str, usize, usize, usize) {
         let rows = (4096 / self.size.next_power_of_two()).min(64);
         let (tiles, squares) = match pass {
             Pass::Forward => (2, 1),
@@ -163,7 +158,7 @@ impl Plan {
 
     /// The module, rows, threads and shared bytes of a block on tensor cores. Shared memory holds the rows of two
     /// stages of two tiles, and of the resident tiles if these stay.
-    fn on_tensor_cores(self, pass: Pass) -> (&'static str, usize, u32, usize) {
+    fn on_tensor_cores(self, pass: Pass) -> (&'static str, usize, usize, usize) {
         const ROWS: usize = 64;
         let (tile, at_rest) = match (pass, self.size) {
             (Pass::Forward, 256) => (32, ROWS),
@@ -175,7 +170,7 @@ impl Plan {
     }
 
     /// Like [`Self::on_tensor_cores`], with two FP32 statistics for each query of two stages.
-    fn in_products_of_four_warps(self, pass: Pass) -> (&'static str, usize, u32, usize) {
+    fn in_products_of_four_warps(self, pass: Pass) -> (&'static str, usize, usize, usize) {
         const ROWS: usize = 64;
         let at_rest = if matches!(pass, Pass::Forward) || self.size == 64 { 0 } else { 2 * ROWS };
         ("attention_wgmma", ROWS, 128, 2 * (4 * ROWS + at_rest) * self.size + 16 * ROWS)

@@ -2,15 +2,13 @@
 
 use super::dispatch::{Attempt, CudaKernels, require};
 use super::inputs::{Part, factors};
-use super::launch::{KernelLaunch, MAX_SHARED_BYTES, Queue, arguments, kernel_symbol, to_u32};
+use super::launch::{KernelLaunch, MAX_SHARED_BYTES, PACK, Queue, arguments, kernel_symbol, to_u32};
 use crate::op;
 use candle_core::DType;
 
-const THREADS: u32 = 512;
+const THREADS: usize = 512;
 /// The places in which a block's warps exchange numbers.
-const SCRATCH_BYTES: usize = THREADS as usize / 32 * size_of::<f32>();
-/// Elements a thread takes at a time.
-const PACK: usize = 8;
+const SCRATCH_BYTES: usize = THREADS / 32 * size_of::<f32>();
 
 arguments! {
     struct CrossEntropy {
@@ -46,13 +44,9 @@ impl<Q: Queue> CudaKernels<Q> {
             stride: to_u32(logits.stride())?,
             is_kept: is_kept.into(),
         };
-        let launch = KernelLaunch {
-            module: "cross_entropy",
-            kernel: kernel_symbol("cross_entropy", &[dtype])?,
-            grid: [to_u32(rows)?, 1, 1],
-            threads: THREADS,
-            shared_bytes: to_u32(SCRATCH_BYTES + if is_kept { row_bytes } else { 0 })?,
-        };
+        let kernel = kernel_symbol("cross_entropy", &[dtype])?;
+        let shared_bytes = SCRATCH_BYTES + if is_kept { row_bytes } else { 0 };
+        let launch = KernelLaunch::new("cross_entropy", kernel, [rows, 1, 1], [THREADS, shared_bytes])?;
         // SAFETY: every buffer was found large enough, and `Op::check` has checked the targets.
         Ok(unsafe { self.queue.launch(&launch, &arguments) }?)
     }

@@ -1,13 +1,11 @@
 //! The launches of `elementwise.cu`.
 
 use super::dispatch::{Attempt, CudaKernels, Stop, is_pair, require};
-use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
+use super::launch::{DropoutArgs, KernelLaunch, PACK, Queue, arguments, kernel_symbol, to_u32};
 use crate::dropout::Dropout;
 use crate::{Activation, op};
 use candle_core::{DType, Result, Tensor};
 
-/// Elements a thread takes at a time.
-const PACK: usize = 8;
 /// Sums that one kernel adds, besides its result: those of 512 micro-batches.
 const INNER: usize = 8;
 

@@ -3,13 +3,11 @@
 use super::dispatch::{Attempt, CudaKernels, is_pair, require};
 use super::elementwise::serves;
 use super::inputs::Part;
-use super::launch::{DropoutArgs, KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
+use super::launch::{DropoutArgs, KernelLaunch, PACK, Queue, arguments, kernel_symbol, to_u32};
 use crate::op;
 use candle_core::{DType, Result, Tensor};
 
 const THREADS: usize = 128;
-/// Elements a thread takes at a time.
-const PACK: usize = 8;
 /// Bits of a digit by which rows are sorted.
 const DIGIT_BITS: usize = 8;
 
@@ -99,9 +97,8 @@ impl<Q: Queue> CudaKernels<Q> {
             dropout,
         };
         let packs = to_u32(rows * width / PACK)? as usize;
-        let grid = [to_u32(packs.div_ceil(THREADS))?, 1, 1];
         let kernel = kernel_symbol("embedding_forward", &types)?;
-        let launch = KernelLaunch { module: "embedding", kernel, grid, threads: THREADS as u32, shared_bytes: 0 };
+        let launch = KernelLaunch::new("embedding", kernel, [packs.div_ceil(THREADS), 1, 1], [THREADS, 0])?;
         // SAFETY: every buffer was found large enough, and `Op::check` has checked ids and sizes of the tables.
         Ok(unsafe { self.queue.launch(&launch, &arguments) }?)
     }
@@ -141,13 +138,8 @@ impl<Q: Queue> CudaKernels<Q> {
             unused: 0,
             dropout,
         };
-        let launch = KernelLaunch {
-            module: "embedding",
-            kernel: kernel_symbol("embedding_backward", &types)?,
-            grid: [to_u32(count)?, 1, 1],
-            threads: THREADS as u32,
-            shared_bytes: 0,
-        };
+        let kernel = kernel_symbol("embedding_backward", &types)?;
+        let launch = KernelLaunch::new("embedding", kernel, [count, 1, 1], [THREADS, 0])?;
         // SAFETY: every buffer was found large enough, and `Op::check` has checked the rows of the table.
         Ok(unsafe { self.queue.launch(&launch, &arguments) }?)
     }

@@ -7,6 +7,8 @@ use std::fmt;
 
 /// Bytes that an operand's address is a multiple of: the widest access of a kernel.
 pub(crate) const ALIGNMENT: u64 = 16;
+/// Elements that a thread of most kernels takes at a time.
+pub(super) const PACK: usize = 8;
 /// Shared memory that a block can have on every GPU since compute capability 8.0.
 pub(super) const MAX_SHARED_BYTES: usize = 99 << 10;
 
@@ -48,18 +50,27 @@ pub(crate) struct KernelLaunch {
 }
 
 impl KernelLaunch {
+    /// A grid of blocks with these threads and bytes of shared memory.
+    pub(crate) fn new(
+        module: &'static str,
+        kernel: String,
+        [x, y, z]: [usize; 3],
+        [threads, shared_bytes]: [usize; 2],
+    ) -> Result<Self> {
+        let (grid, threads) = ([to_u32(x)?, to_u32(y)?, to_u32(z)?], to_u32(threads)?);
+        Ok(Self { module, kernel, grid, threads, shared_bytes: to_u32(shared_bytes)? })
+    }
+
     /// A thread for each of `packs` packs of neighbours.
     pub(crate) fn for_packs(module: &'static str, kernel: String, packs: usize) -> Result<Self> {
         const THREADS: usize = 256;
-        let grid = [to_u32(packs.div_ceil(THREADS))?, 1, 1];
-        Ok(Self { module, kernel, grid, threads: THREADS as u32, shared_bytes: 0 })
+        Self::new(module, kernel, [packs.div_ceil(THREADS), 1, 1], [THREADS, 0])
     }
 
     /// One warp for each of `rows` rows, eight warps a block.
     pub(crate) fn warp_per_row(module: &'static str, kernel: String, rows: usize) -> Result<Self> {
         const WARPS: usize = 8;
-        let grid = [to_u32(rows.div_ceil(WARPS))?, 1, 1];
-        Ok(Self { module, kernel, grid, threads: 32 * WARPS as u32, shared_bytes: 0 })
+        Self::new(module, kernel, [rows.div_ceil(WARPS), 1, 1], [32 * WARPS, 0])
     }
 }
 

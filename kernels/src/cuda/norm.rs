@@ -11,7 +11,7 @@ const NARROW_WIDTH: usize = 768;
 /// Elements of the largest pack.
 const PACK: usize = 8;
 /// Threads of a backward block with narrow rows.
-const NARROW_THREADS: u32 = 384;
+const NARROW_THREADS: usize = 384;
 /// Threads that have a wide row, at most, and those of a multiprocessor.
 const WIDE_THREADS: usize = 768;
 /// Bytes of a wide row in the residual stream that a thread has.
@@ -21,8 +21,8 @@ const WIDE_SCRATCH: usize = 2 * 2 * WIDE_THREADS / 32;
 /// Blocks of the backward pass with narrow rows, at most: as many as the largest GPUs have multiprocessors.
 const MAX_BLOCKS: usize = 132;
 /// Threads of a block that adds up rows or parts, and the columns of parts it takes.
-const SUM_THREADS: u32 = 256;
-const SUMMED_COLUMNS: u32 = 32;
+const SUM_THREADS: usize = 256;
+const SUMMED_COLUMNS: usize = 32;
 /// The number of a block's rows is a multiple of this.
 const ROWS: usize = 8;
 
@@ -88,8 +88,7 @@ impl SumParts {
 
 /// Blocks that have a wide row at a time.
 fn wide(kernel: String, blocks: usize, threads: usize) -> Result<KernelLaunch> {
-    let (grid, shared_bytes) = ([to_u32(blocks)?, 1, 1], (WIDE_SCRATCH * size_of::<f32>()) as u32);
-    Ok(KernelLaunch { module: "norm", kernel, grid, threads: to_u32(threads)?, shared_bytes })
+    KernelLaunch::new("norm", kernel, [blocks, 1, 1], [threads, WIDE_SCRATCH * size_of::<f32>()])
 }
 
 /// Threads of a row's block; `None` if a warp has the row. Stops unless the kernels can take these columns, the first of the
@@ -169,13 +168,11 @@ impl<Q: Queue> CudaKernels<Q> {
             unused: 0,
         };
         let launch = match threads {
-            None => KernelLaunch {
-                module: "norm",
-                kernel: kernel_symbol("norm_backward_narrow", &types)?,
-                grid: [to_u32(blocks)?, 1, 1],
-                threads: NARROW_THREADS,
-                shared_bytes: to_u32(NARROW_THREADS as usize / 32 * 2 * width * size_of::<f32>())?,
-            },
+            None => {
+                let shared_bytes = NARROW_THREADS / 32 * 2 * width * size_of::<f32>();
+                let kernel = kernel_symbol("norm_backward_narrow", &types)?;
+                KernelLaunch::new("norm", kernel, [blocks, 1, 1], [NARROW_THREADS, shared_bytes])?
+            }
             Some(threads) => wide(kernel_symbol("norm_backward_wide", &types)?, blocks, threads)?,
         };
         // Before the first launch, because that may add to `dx`.
@@ -191,13 +188,9 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     fn sum_parts(&self, sums: &SumParts, dtype: DType) -> Attempt {
-        let launch = KernelLaunch {
-            module: "norm",
-            kernel: kernel_symbol("sum_parts", &[dtype])?,
-            grid: [sums.stride.div_ceil(SUMMED_COLUMNS), 1, 1],
-            threads: SUM_THREADS,
-            shared_bytes: SUM_THREADS * size_of::<f32>() as u32,
-        };
+        let grid = [(sums.stride as usize).div_ceil(SUMMED_COLUMNS), 1, 1];
+        let block = [SUM_THREADS, SUM_THREADS * size_of::<f32>()];
+        let launch = KernelLaunch::new("norm", kernel_symbol("sum_parts", &[dtype])?, grid, block)?;
         // SAFETY: the caller has found every buffer large enough.
         Ok(unsafe { self.queue.launch(&launch, sums) }?)
     }
@@ -205,7 +198,7 @@ impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn sum_rows(&self, op: &op::SumRows<'_>) -> Attempt {
         let ((rows, width), types @ [of_sums, dtype]) = (op.x.dims2()?, [op.out.dtype(), op.x.dtype()]);
         require(is_pair(types) && rows > 0)?;
-        let tiles = width.div_ceil(SUM_THREADS as usize);
+        let tiles = width.div_ceil(SUM_THREADS);
         // Small blocks share a multiprocessor.
         let rows_per_part = rows.div_ceil((3 * MAX_BLOCKS / tiles.max(1)).max(1)).next_multiple_of(8 * ROWS);
         let parts = rows.div_ceil(rows_per_part);
@@ -219,13 +212,8 @@ impl<Q: Queue> CudaKernels<Q> {
             rows_per_part: to_u32(rows_per_part)?,
             unused: 0,
         };
-        let launch = KernelLaunch {
-            module: "norm",
-            kernel: kernel_symbol("sum_rows", &[dtype])?,
-            grid: [to_u32(tiles)?, to_u32(parts)?, 1],
-            threads: SUM_THREADS,
-            shared_bytes: SUM_THREADS / 32 * SUM_THREADS * size_of::<f32>() as u32,
-        };
+        let block = [SUM_THREADS, SUM_THREADS / 32 * SUM_THREADS * size_of::<f32>()];
+        let launch = KernelLaunch::new("norm", kernel_symbol("sum_rows", &[dtype])?, [tiles, parts, 1], block)?;
         // SAFETY: every buffer was found large enough.
         unsafe { self.queue.launch(&launch, &arguments) }?;
         self.sum_parts(&sums, of_sums)

@@ -2,13 +2,10 @@
 
 use super::dispatch::{Attempt, CudaKernels, aligns, require};
 use super::inputs::Part;
-use super::launch::{KernelLaunch, Queue, arguments, kernel_symbol, to_u32};
+use super::launch::{KernelLaunch, PACK, Queue, arguments, kernel_symbol, to_u32};
 use crate::op;
 use crate::rope::Direction;
 use candle_core::DType;
-
-/// Elements a thread takes at a time.
-const PACK: usize = 8;
 
 arguments! {
     struct Rotate {

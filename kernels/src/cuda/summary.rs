@@ -7,7 +7,7 @@ use crate::precision::{ExponentHistogram, TensorStats};
 use crate::summary::{CHUNK, THREADS, TensorSummary};
 use candle_core::{DType, Tensor};
 
-const WARPS: u32 = THREADS as u32 / 32;
+const WARPS: usize = THREADS / 32;
 /// Bytes of a chunk's figures.
 const CHUNK_STATS_BYTES: usize = 32;
 /// Counters of a histogram: one for each value of FP32's exponent field.
@@ -85,10 +85,9 @@ impl<Q: Queue> CudaKernels<Q> {
             count: to_u32(count)?,
             has_exponents: u32::from(op.exponents),
         };
-        let scratch = WARPS * size_of::<f64>() as u32;
-        let launch = |kernel: String, blocks: usize, shared_bytes: u32, arguments: StatsLaunch| -> Attempt {
-            let grid = [to_u32(blocks)?, 1, 1];
-            let launch = KernelLaunch { module: "summary", kernel, grid, threads: THREADS as u32, shared_bytes };
+        let scratch = WARPS * size_of::<f64>();
+        let launch = |kernel: String, blocks: usize, shared_bytes: usize, arguments: StatsLaunch| -> Attempt {
+            let launch = KernelLaunch::new("summary", kernel, [blocks, 1, 1], [THREADS, shared_bytes])?;
             // SAFETY: every tensor is as large as the table says, and the other buffers were found large enough.
             Ok(unsafe { self.queue.launch(&launch, &arguments) }?)
         };
@@ -99,7 +98,7 @@ impl<Q: Queue> CudaKernels<Q> {
                 count: to_u32(tensors.len())?,
                 ..all
             };
-            let shared_bytes = (COPIES * BINS * size_of::<u32>()) as u32 + scratch;
+            let shared_bytes = COPIES * BINS * size_of::<u32>() + scratch;
             launch(kernel_symbol("summarize_chunks", &[dtype])?, chunks.len(), shared_bytes, arguments)?;
         }
         launch("summarize_tensors".to_owned(), count, scratch, all)?;

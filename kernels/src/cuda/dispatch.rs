@@ -33,8 +33,7 @@ pub enum KernelFamily {
     Norm,
     Product,
     Rope,
-    #[strum(serialize = "summary")]
-    StatsLaunch,
+    Summary,
     /// Passes recorded as CUDA graphs. It changes no bits, so checkpoints do not name it.
     Graph,
 }
@@ -127,7 +126,7 @@ impl<Q: Queue> CudaKernels<Q> {
             Op::Norm(_) | Op::NormBackward(_) => KernelFamily::Norm,
             Op::Linear(_) | Op::Matmul(_) | Op::SumRows(_) => KernelFamily::Product,
             Op::Rotate(_) => KernelFamily::Rope,
-            Op::Summarize(_) => KernelFamily::StatsLaunch,
+            Op::Summarize(_) => KernelFamily::Summary,
             _ => KernelFamily::Elementwise,
         };
         require(self.families.contains(&family))?;

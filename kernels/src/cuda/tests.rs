@@ -60,8 +60,8 @@ fn cases_of_norms() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn cases_of_all_other_kernels() {
-    use KernelFamily::{AdamW, CrossEntropy, Elementwise, Embedding, Rope, StatsLaunch};
-    check_cases(&[AdamW, CrossEntropy, Elementwise, Embedding, Rope, StatsLaunch]);
+    use KernelFamily::{AdamW, CrossEntropy, Elementwise, Embedding, Rope, Summary};
+    check_cases(&[AdamW, CrossEntropy, Elementwise, Embedding, Rope, Summary]);
 }
 
 /// Values between -1 and 1 in no order that `dtype` can hold.

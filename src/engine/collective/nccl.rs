@@ -113,7 +113,7 @@ impl Candidate {
     fn new(DeviceContext { device, kernels, .. }: &DeviceContext) -> Result<(Self, Option<Functions>)> {
         let mut families = kernels.name().split([':', ',']);
         let Device::Cuda(cuda) = device else { return Ok((Self { gpu: None, problem: None }, None)) };
-        if !families.any(|name| name == KernelFamily::StatsLaunch.name()) {
+        if !families.any(|name| name == KernelFamily::Summary.name()) {
             return Ok((Self { gpu: None, problem: None }, None));
         }
         let gpu = cuda.cuda_stream().context().uuid().w()?.bytes.map(|byte| byte as u8);

@@ -437,7 +437,7 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
     static constexpr bool HELD = SIZE <= 64;
     static constexpr int TILE = HELD || WGMMA ? 64 : SIZE <= 128 ? 32 : 16;  // rows of an iterated tile
     // Columns of scores at a time. The largest heads, and the largest whose rows are in registers, leave room for only 16.
-        static constexpr int GROUP = !WGMMA && (SIZE == 64 || SIZE > 128) ? 16 : 32;
+    static constexpr int GROUP = !WGMMA && (SIZE == 64 || SIZE > 128) ? 16 : 32;
     // From one pair of statistics to the next.
     static constexpr int STATS = WGMMA ? 2 : Tiles<T, SIZE>::ROW * sizeof(T) / sizeof(float);
     // Columns of a block's results: two gradients of the largest heads do not fit.
@@ -505,7 +505,7 @@ template <class T, int SIZE, bool KEYS_AT_REST> struct Gradient {
             bits = kept<KEYS_AT_REST>(a.dropout, seq_len, query * seq_len + (KEYS_AT_REST ? first : column), GROUP / 8);
         }
         const auto mask = [&](int j, int i) { return bits >> (4 * j + i) & 1 ? a.dropout.keep_scale : 0.0f; };
-        // Separate loops, so that what a call does without takes no instructions.
+        // Separate loops, so that dropout and soft caps take no instructions in calls without them.
         if (a.dropout.threshold != 0) for_scores(ds, [&](int j, int i) { ds[j][i] *= mask(j, i); });
         for_scores(ds, [&](int j, int i) { ds[j][i] -= KEYS_AT_REST ? stats[column_of(j, i) * STATS + 1] : delta[i / 2]; });
         if (a.shape.softcap != 0.0f) for_scores(ds, [&](int j, int i) { ds[j][i] *= 1.0f - p[j][i] * p[j][i]; });

@@ -1,4 +1,4 @@
-// Activations, residual branches and biases: the counterparts of gelu.rs, gated.rs and residual.rs.
+// Activations and the residual stream: the counterparts of gelu.rs, glu.rs and residual.rs.
 #include "cuda/random.cuh"
 
 // The factor that the activation multiplies x with.

@@ -7,9 +7,9 @@
 struct TensorEntry {
     const void* data;  // T
     u64 len;
-    u64 first;             // its first chunk; tensors are in their chunks' order
-    unsigned min_normal;   // FP32 pattern of the storage type's smallest normal number
-    unsigned place;        // of its figures
+    u64 first;            // its first chunk; tensors are in their chunks' order
+    unsigned min_normal;  // FP32 pattern of the storage type's smallest normal number
+    unsigned place;       // of its figures
 };
 
 // The statistics of a tensor.
@@ -20,9 +20,9 @@ struct Figures {
 
 struct StatsLaunch {
     const TensorEntry* tensors;  // [count]
-    ChunkStats* partial;            // [chunks]
-    Figures* figures;               // zeros at the start
-    u64 first;                      // the first chunk of these tensors
+    ChunkStats* partial;         // [chunks]
+    Figures* figures;            // zeros at the start
+    u64 first;                   // the first chunk of these tensors
     unsigned count;
     unsigned has_exponents;
 };

@@ -1,5 +1,5 @@
-//! Helpers for `plain`: FP32 inside, one rounding at the end. They assert the layouts that candle's CUDA back end requires on
-//! every device, because the CPU back end accepts others.
+//! Helpers for candle's operations: FP32 inside, one rounding at the end. They assert the layouts that candle's CUDA back end
+//! requires on every device, because the CPU back end accepts others.
 
 use crate::columns::ColumnSlice;
 use crate::dropout::Dropout;
@@ -103,7 +103,7 @@ pub(super) fn product(a: &Tensor, b: &Tensor, out: DType) -> Result<Tensor> {
     matmul(a, b)
 }
 
-/// [`widen`] for a matrix that may be transposed; the layout is kept.
+/// [`upcast`] for a matrix that may be transposed; the layout is kept.
 fn upcast_matrix(x: &Tensor) -> Result<Tensor> {
     if x.is_contiguous() { upcast(x) } else { upcast(&x.t()?)?.t() }
 }

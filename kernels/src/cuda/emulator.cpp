@@ -78,7 +78,7 @@ void leave() {
     if (_setjmp(current->resume) == 0) _longjmp(scheduler, 1);
 }
 
-// Ends the launch with a message; the calling fiber does not resume.
+// Records a message, which ends the launch at the scheduler's next turn.
 void fail(const char* format, ...) {
     char text[512];
     va_list arguments;

@@ -1,4 +1,4 @@
-// Dropout masks: the counterpart of src/random.rs and dropout.rs, which explain them. The bits are the same.
+// Dropout masks: the counterpart of random.rs and dropout.rs, which explain them. The bits are the same.
 #pragma once
 
 #include "common.cuh"

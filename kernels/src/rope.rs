@@ -4,13 +4,10 @@
 //! `engine::model::rope` computes the frequencies from a model's configuration.
 
 use crate::op;
-use crate::rows::{Rows, for_each_part_with_scratch};
+use crate::rows::{Rows, WORK, for_each_part_with_scratch};
 use crate::view::{read, write};
 use candle_core::{Device, Result, Tensor};
 use std::ops::Range;
-
-/// Approximate number of elements of a task.
-const MIN_ELEMENTS_PER_TASK: usize = 16 << 10;
 
 /// Cosines and sines of every position's angles, FP32.
 #[derive(Clone, Debug)]
@@ -88,7 +85,7 @@ pub fn apply_rope(op: &op::Rotate<'_>) -> Result<()> {
         for_each_part_with_scratch(
             Rows { view, width: x.stride() },
             rows,
-            [MIN_ELEMENTS_PER_TASK / x.count() + 1, head_size],
+            [WORK / x.count() + 1, head_size],
             #[inline(always)]
             |first, rows, mut out, [head, turned]| {
                 for i in 0..rows {

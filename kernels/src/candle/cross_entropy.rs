@@ -1,6 +1,6 @@
 //! Cross-entropy; softmax and loss are FP32.
 
-use super::tensors::{indices, require_contiguous, select, soft_cap, store, store_columns, upcast_columns};
+use super::tensors::{require_contiguous, select, soft_cap, store, store_columns, upcast_columns};
 use crate::cross_entropy::IGNORE;
 use crate::op;
 use candle_core::{Result, Tensor};
@@ -47,7 +47,7 @@ impl Targets {
     fn new(targets: &[u32], logits: &Tensor) -> Result<Self> {
         let known: Vec<u32> = targets.iter().map(|&target| if target == IGNORE { 0 } else { target }).collect();
         let valid: Vec<u8> = targets.iter().map(|&target| u8::from(target != IGNORE)).collect();
-        let ids = indices(&known, logits.device())?.unsqueeze(1)?;
+        let ids = Tensor::new(known, logits.device())?.unsqueeze(1)?;
         let all = valid.iter().all(|&valid| valid == 1);
         let valid = if all { None } else { Some(Tensor::new(valid, logits.device())?.unsqueeze(1)?) };
         Ok(Self { ids, valid })

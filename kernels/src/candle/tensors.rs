@@ -3,7 +3,7 @@
 
 use crate::columns::ColumnSlice;
 use crate::dropout::Dropout;
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -120,11 +120,6 @@ pub(super) fn select(condition: &Tensor, x: &Tensor, otherwise: f32) -> Result<T
     condition.broadcast_as(x.shape())?.where_cond(x, &otherwise)
 }
 
-/// Indices on a device.
-pub(super) fn indices(values: &[u32], device: &Device) -> Result<Tensor> {
-    Tensor::new(values, device)
-}
-
 /// The rows of `table [V, D]` with these indices. They are checked: on a GPU a bad index is an illegal access.
 pub(super) fn rows_at(table: &Tensor, rows: &[u32]) -> Result<Tensor> {
     require_contiguous(table)?;
@@ -132,7 +127,7 @@ pub(super) fn rows_at(table: &Tensor, rows: &[u32]) -> Result<Tensor> {
     if let Some(row) = rows.iter().find(|&&row| row as usize >= count) {
         bail!("row {row} of a table of {count}");
     }
-    table.index_select(&indices(rows, table.device())?, 0)
+    table.index_select(&Tensor::new(rows, table.device())?, 0)
 }
 
 /// The mask of `dropout` for the elements starting at index `first`, in the shape of `x`, multiplied with `x`.

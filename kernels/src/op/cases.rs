@@ -52,7 +52,7 @@ pub enum Operation {
     Activate { activation: Activation, sizes: [usize; 2], dtype: DType },
     /// [`op::AddBranch`], [`op::Copy`] and [`op::Accumulate`]; types of the stream and of the branch.
     Sums { len: usize, types: [DType; 2], drops: bool },
-    /// [`op::Embed`], or [`op::EmbedBackward`]; types of the stream and of the tables.
+    /// [`op::Embed`], or [`op::EmbedBackward`]; types of the stream and of the tables. With dropout, sequences have documents.
     Embed { backward: bool, positions: bool, types: [DType; 2], drops: bool },
     /// [`op::Norm`] and [`op::NormBackward`] of rows and columns, from column `first` of rows of `stride`, in groups of
     /// `width`; types of the stream and of the products.
@@ -454,7 +454,9 @@ fn embed(t: &Trial<'_>, [backward, learned, drops]: [bool; 3], [stream, dtype]: 
     let (table, shape) = (&t.numbers("table", &[vocab, width], dtype)?, [ids.len(), width]);
     let positions = &t.numbers("positions", &[seq_len + 3, width], dtype)?;
     let (positions, dropout) = (learned.then_some(positions), t.dropout(drops));
-    let input = Embedding { table, positions, ids: &ids, seq_len, documents: None, scale: 1.5, dropout };
+    let starts = starts(seq_len, &[&[21], &[4, 5], &[], &[32]]);
+    let documents = drops.then_some(&starts[..]);
+    let input = Embedding { table, positions, ids: &ids, seq_len, documents, scale: 1.5, dropout };
     if !backward {
         let out = &t.poisoned(&shape, stream)?;
         t.run(op::Embed { input, out })?;

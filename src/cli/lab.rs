@@ -19,7 +19,7 @@ use self::args::{
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::data::Tokenizer;
-use crate::engine::model::{Checkpointing, ModelSpec};
+use crate::engine::model::ModelSpec;
 use crate::engine::optim::OptimizerKind;
 use crate::lab::guide;
 use crate::lab::screen::{self, LabTab};
@@ -344,7 +344,7 @@ impl ScalingArgs {
 impl MemoryArgs {
     /// Flags that are not given default to the run's values, or to a small fine-tuning of distilgpt2.
     fn report(&self, run: Option<&RunData>, program: u64) -> Result<MemoryPlan> {
-        let setting = |path| run.and_then(|run| run.setting(path)).map(|value| value as usize);
+        let setting = |path| run.and_then(|run| run.setting::<usize>(path));
         let batch = self.batch.or_else(|| setting("/train/batch_size")).unwrap_or(32);
         let seq = self.seq.or_else(|| setting("/train/seq_len")).unwrap_or(32);
         let accum = self.grad_accum.or_else(|| setting("/train/grad_accum")).unwrap_or(1);
@@ -365,7 +365,7 @@ impl MemoryArgs {
         if !(1..=1024).contains(&self.processes) {
             return Err(Error::config("--processes", format!("{} is not a number from 1 to 1024", self.processes)));
         }
-        let prompt = run.and_then(|run| run.started.config.pointer("/train/prompt")?.as_str());
+        let prompt = run.and_then(|run| run.setting::<&str>("/train/prompt"));
         let on_gpu = self.gpu || run.is_some_and(|run| run.started.device != "cpu");
         let setup = TrainSetup {
             shape: [batch, seq, accum],
@@ -377,7 +377,7 @@ impl MemoryArgs {
             },
             budget: self.memory,
             rank: self.rank,
-            keep: run.map_or(Checkpointing::None, RunData::keep),
+            keep: run.and_then(|run| run.setting("/train/recompute")).unwrap_or_default(),
             probes: run.is_some_and(|run| run.probed.nonzero > 0),
             sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
             threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use super::ranges::ValueRange;
 use super::scaler::{GradientTrace, StepCondition};
-use crate::engine::model::Checkpointing;
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, GradScalerConfig, PrecisionPolicy, TensorStats};
 use crate::store::tensor_file::TensorFile;
 use crate::telemetry::{Event, ProbeTotals, RunState, Started, StepRecord, StepStatus};
 use crate::{Error, Result};
+use serde::Deserialize;
 
 /// A run's figures, read from its folder or its `events.jsonl`.
 #[derive(Debug)]
@@ -25,6 +25,8 @@ pub(crate) struct RunData {
     pub(crate) variances: Vec<(String, f64)>,
 }
 
+/// The file of a checkpoint with the master weights.
+const MASTERS: &str = "master.safetensors";
 /// Steps that the scaler's replay keeps: a run may have millions.
 const MAX_STEPS: usize = 1 << 18;
 
@@ -123,7 +125,7 @@ impl RunData {
 
     /// The scaler's settings. Where the first steps are not kept, it begins with the scale of the first that is.
     pub(crate) fn scaler(&self) -> Option<GradScalerConfig> {
-        let config: GradScalerConfig = serde_json::from_value(self.started.config.get("scaler")?.clone()).ok()?;
+        let config: GradScalerConfig = self.setting("/scaler")?;
         let cut = self.sums.steps.front().filter(|_| self.sums.earlier > 0);
         Some(GradScalerConfig { init_scale: cut.map_or(config.init_scale, |step| step.loss_scale), ..config })
     }
@@ -142,28 +144,28 @@ impl RunData {
         self.policy().grads.format()
     }
 
-    /// An integer in the run's configuration, by its path.
-    pub(crate) fn setting(&self, path: &str) -> Option<u64> {
-        self.started.config.pointer(path)?.as_u64()
+    /// A value of the run's configuration, by its JSON pointer; `None` if it is missing or has a different type.
+    pub(crate) fn setting<'a, T: Deserialize<'a>>(&'a self, pointer: &str) -> Option<T> {
+        T::deserialize(self.started.config.pointer(pointer)?).ok()
     }
 
-    /// The activations that the run's forward passes keep.
-    pub(crate) fn keep(&self) -> Checkpointing {
-        let keep = self.started.config.pointer("/train/recompute").cloned();
-        keep.and_then(|keep| serde_json::from_value(keep).ok()).unwrap_or(Checkpointing::None)
+    /// The path of a file of the newest checkpoint, if it exists.
+    fn checkpoint_file(&self, name: &str) -> Option<PathBuf> {
+        let latest = std::fs::read_to_string(self.folder.join("latest")).ok()?;
+        Some(self.folder.join(latest.trim()).join(name)).filter(|file| file.is_file())
     }
 
     /// The tokenizer of its newest checkpoint.
     pub(crate) fn tokenizer(&self) -> Option<PathBuf> {
-        let latest = std::fs::read_to_string(self.folder.join("latest")).ok()?;
-        Some(self.folder.join(latest.trim()).join("tokenizer.json")).filter(|file| file.is_file())
+        self.checkpoint_file("tokenizer.json")
     }
 
     /// The run's steps, for the scaler's replay. If an FP32 probe has measured a step's largest gradient, it determines
     /// the scales at which the step overflows; an overflow without a probe shows only that its scale was too large.
     pub(crate) fn overflows(&self) -> GradientTrace {
         // A probe measures the first micro-batch only.
-        let probed = if self.setting("/train/grad_accum") == Some(1) { &self.sums.largest } else { &BTreeMap::new() };
+        let probed =
+            if self.setting("/train/grad_accum") == Some(1u64) { &self.sums.largest } else { &BTreeMap::new() };
         // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
         let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
         let visit = |step: &Step| {
@@ -209,9 +211,6 @@ impl RunData {
                 value_ranges.push(ValueRange { label: label.to_owned(), low, high });
             }
         };
-        let fold = |values: &mut dyn Iterator<Item = (f64, f64)>| {
-            values.fold((f64::INFINITY, 0.0f64), |(low, high), (min, max)| (low.min(min), high.max(max)))
-        };
         for (label, extent) in [("gradients, scaled", self.sums.scaled), ("gradients, true", self.sums.unscaled)] {
             if let Some((low, high)) = extent {
                 push(label, low, high);
@@ -235,7 +234,7 @@ impl RunData {
             let of_kind = |name: &str| layers.contains(&within(name).as_deref().unwrap_or(name));
             let maxima =
                 self.probed.activations.iter().filter(|(name, _)| of_kind(name)).map(|(_, max)| f64::from(*max));
-            let (low, high) = fold(&mut maxima.map(|max| (max, max)));
+            let (low, high) = maxima.fold((f64::INFINITY, 0.0f64), |(low, high), max| (low.min(max), high.max(max)));
             push(label, low, high);
         }
         if let Some(weights) = self.weights()? {
@@ -263,9 +262,9 @@ impl RunData {
     /// A weight matrix of the newest checkpoint, with its name: the first of at most `most` values whose rows are multiples of 128.
     pub(crate) fn matrix(&self, most: usize) -> Result<(String, Vec<f32>, [usize; 2])> {
         let missing = |why: &str| Error::data(self.folder.display(), format!("{why}; use a run with a checkpoint"));
-        let latest = std::fs::read_to_string(self.folder.join("latest")).map_err(|_| missing("no checkpoint found"))?;
-        let file = TensorFile::open(self.folder.join(latest.trim()).join("master.safetensors"))?;
-        for tensor in file.tensors() {
+        let masters =
+            self.checkpoint_file(MASTERS).ok_or_else(|| missing("no checkpoint with master weights found"))?;
+        for tensor in TensorFile::open(masters)?.tensors() {
             if let [rows, columns] = *tensor.shape
                 && columns % 128 == 0
                 && rows * columns <= most
@@ -278,13 +277,9 @@ impl RunData {
 
     /// Statistics of the newest checkpoint's master weights, if there is one.
     fn weights(&self) -> Result<Option<TensorStats>> {
-        let Ok(latest) = std::fs::read_to_string(self.folder.join("latest")) else { return Ok(None) };
-        let path = self.folder.join(latest.trim()).join("master.safetensors");
-        if !path.is_file() {
-            return Ok(None);
-        }
+        let Some(masters) = self.checkpoint_file(MASTERS) else { return Ok(None) };
         let mut stats = TensorStats::default();
-        for tensor in TensorFile::open(path)?.tensors() {
+        for tensor in TensorFile::open(masters)?.tensors() {
             stats.merge(&TensorStats::of(&tensor.to_f32()?, FloatFormat::FP16));
         }
         Ok(Some(stats))

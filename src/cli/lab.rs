@@ -32,7 +32,7 @@ use crate::precision::PrecisionPolicy;
 use crate::screen::Terminal;
 use crate::store::{StoredModel, has_gguf_extension};
 use crate::telemetry::{ProcessStats, Started};
-use crate::train::{Config, DistributedLayout};
+use crate::train::{Config, DistributedLayout, ObjectiveSection};
 use crate::ui::{ColorScheme, Page, Role, Theme};
 use crate::untrusted::SanitizingWriter;
 use crate::{Error, Result};
@@ -345,7 +345,9 @@ impl MemoryArgs {
     /// Flags that are not given default to the run's values, or to a small fine-tuning of distilgpt2.
     fn report(&self, run: Option<&RunData>, program: u64) -> Result<MemoryPlan> {
         let setting = |path| run.and_then(|run| run.setting::<usize>(path));
-        let batch = self.batch.or_else(|| setting("/train/batch_size")).unwrap_or(32);
+        let objective: ObjectiveSection = run.and_then(|run| run.setting("/objective")).unwrap_or_default();
+        let rows = |samples: usize| objective.rows(1).saturating_mul(samples);
+        let batch = self.batch.or_else(|| setting("/train/batch_size").map(rows)).unwrap_or(32);
         let seq = self.seq.or_else(|| setting("/train/seq_len")).unwrap_or(32);
         let accum = self.grad_accum.or_else(|| setting("/train/grad_accum")).unwrap_or(1);
         let (name, config) = match (&self.model, run) {
@@ -379,6 +381,7 @@ impl MemoryArgs {
             rank: self.rank,
             keep: run.and_then(|run| run.setting("/train/recompute")).unwrap_or_default(),
             probes: run.is_some_and(|run| run.probed.nonzero > 0),
+            rollouts: objective.kind.samples_completions(),
             sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
             threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
             process: program,

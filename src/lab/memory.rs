@@ -7,7 +7,9 @@ use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Checkpointing, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
-use crate::train::{DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, sample_bytes};
+use crate::train::{
+    DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, rollout_bytes, sample_bytes,
+};
 use crate::ui::format::bytes;
 use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
@@ -50,7 +52,8 @@ pub enum MemoryCategory {
     Adam,
     /// Activations that the forward pass keeps for the backward pass.
     Activations,
-    /// Temporary buffers: a tile of logits, gradients of activations, packed operands, a text sample's keys and values.
+    /// Temporary buffers: a tile of logits, gradients of activations, packed operands, keys and values of text samples and
+    /// completions.
     Buffers,
     /// The FP32 probe's activations and gradients.
     Probe,
@@ -187,6 +190,8 @@ pub struct TrainSetup {
     pub probes: bool,
     /// The maximum number of tokens of a text sample, and the bytes of its prompt.
     pub sample: [usize; 2],
+    /// Whether completions are sampled between the steps.
+    pub rollouts: bool,
     /// The threads of a run on this machine, whose packed operands are counted. `None` for figures that are the same on every
     /// machine.
     pub threads: Option<usize>,
@@ -201,6 +206,9 @@ impl TrainSetup {
         let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
         let mut bytes = MemoryEstimate::new(self.layout, spec, policy, self.shape, self.keep, kind, kernels)?;
         bytes.scratch += sample_bytes(spec, policy, tokens, prompt);
+        if self.rollouts {
+            bytes.scratch += rollout_bytes(&bytes, spec, policy, seq_len);
+        }
         if let Some(threads) = self.threads {
             bytes.scratch += packed_bytes(spec, policy, batch * seq_len, self.probes, threads, kernels)?;
         }
@@ -544,6 +552,18 @@ mod tests {
             total(&setup.engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
         };
         assert_eq!(bytes(true) - bytes(false), 8 * 8 * 4 * 256 * 256 * 4);
+    }
+
+    /// Each completion of a batch has a KV cache, and the weights are in memory a second time.
+    #[test]
+    fn rollouts_are_counted() {
+        let spec = model_named("distilgpt2").unwrap();
+        let bytes = |rollouts| {
+            let setup = TrainSetup { rollouts, ..setup([8, 256, 1], None) };
+            total(&setup.engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
+        };
+        let caches = 32 * sample_bytes(&spec, PrecisionPolicy::FP16, 256, 0);
+        assert_eq!(bytes(true) - bytes(false), caches + 2 * spec.parameter_count());
     }
 
     /// The textbook's 16 bytes per parameter, both in FP32 and in mixed precision.

@@ -151,6 +151,12 @@ pub fn sample_bytes(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize, pr
     KvCache::bytes(spec, policy, capacity)
 }
 
+/// Bytes of sampling completions of up to `seq_len` tokens: a KV cache for each of a batch, and the weights in packed form.
+pub fn rollout_bytes(engine: &MemoryEstimate, spec: &ModelSpec, policy: PrecisionPolicy, seq_len: usize) -> u64 {
+    let weights = if engine.weights == 0 { engine.masters } else { engine.weights };
+    BATCH_SIZE as u64 * sample_bytes(spec, policy, seq_len, 0) + weights
+}
+
 /// Bytes of a frozen base.
 #[derive(Default)]
 struct FrozenBytes {
@@ -200,13 +206,8 @@ fn required_bytes(
         let (tokens, threads) = (rows * train.seq_len, rayon::current_num_threads());
         let packed = packed_bytes(spec, config.dtype, tokens, probes, threads, kernels)?;
         let sample = sample_bytes(spec, config.dtype, train.sample_tokens, train.prompt.len());
-        let rollouts = if config.objective.kind.samples_completions() {
-            // Completions have a KV cache each, and weights that stay packed.
-            let weights = if engine.weights == 0 { engine.masters } else { engine.weights };
-            BATCH_SIZE as u64 * sample_bytes(spec, config.dtype, train.seq_len, 0) + weights
-        } else {
-            0
-        };
+        let samples = config.objective.kind.samples_completions();
+        let rollouts = if samples { rollout_bytes(&engine, spec, config.dtype, train.seq_len) } else { 0 };
         Ok(engine.total() + probe + packed + sample + rollouts)
     };
     bytes().unwrap_or(u64::MAX)

@@ -387,7 +387,9 @@ impl MemoryArgs {
             process: program,
         };
         let mut memory = MemoryPlan::new(&name, &config, setup)?;
-        let as_it_ran = self.model.is_none() && self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();
+        let sizes_of_run = self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();
+        // A run on a GPU has logged the memory of its host.
+        let as_it_ran = self.model.is_none() && sizes_of_run && self.processes == 1 && !on_gpu;
         if let Some(run) = run
             && let Some(peak) = run.peak_rss_bytes.filter(|_| as_it_ran)
         {

@@ -109,6 +109,7 @@ pub(crate) struct MemoryPlan {
     pub(crate) plans: Vec<BatchPlan>,
     /// Rank of the adapters.
     pub(crate) rank: usize,
+    /// Their weights.
     pub(crate) adapters: u64,
     /// Bytes of a KV cache of these sequences, by format.
     pub(crate) kv_cache: Vec<(&'static str, u64)>,
@@ -230,8 +231,9 @@ impl MemoryPlan {
             let keep = if recipe_keep == Checkpointing::PerBlock { recipe_keep } else { keep };
             TrainSetup { shape: [batch, seq_len, grad_accum], keep, ..setup }.engine(&spec, policy, kind)
         };
+        let adapters = Recipe::Lora.setting(spec, rank)?.0.trained_count();
         let textbook = |recipe, batch| {
-            let mut items = textbook(spec, recipe, [batch, seq_len, rank]);
+            let mut items = textbook(spec, recipe, [batch, seq_len], adapters);
             items.push(MemoryItem { group: MemoryCategory::Process, bytes: process });
             items
         };
@@ -268,7 +270,7 @@ impl MemoryPlan {
             budget,
             plans: Recipe::ALL.into_iter().map(|(recipe, ..)| plan(recipe)).collect::<Result<_>>()?,
             rank,
-            adapters: adapters(spec, rank),
+            adapters,
             kv_cache: vec![("FP32", 4 * cached), ("FP16 or BF16", 2 * cached), ("FP8 or INT8", cached)],
             measured: None,
         })
@@ -428,23 +430,15 @@ fn total(items: &[MemoryItem]) -> u64 {
     items.iter().map(|item| item.bytes).sum()
 }
 
-/// Weights of low-rank adapters: for each linear layer of a block from `i` to `o` features, rank × (i + o).
-fn adapters(spec: &ModelSpec, rank: usize) -> u64 {
-    let (width, inner, queries) = (spec.hidden_size, spec.intermediate_size, spec.heads * spec.head_dim);
-    let qkv = queries + 2 * spec.kv_heads * spec.head_dim;
-    (spec.num_layers * rank * ((width + qkv) + (queries + width) + 2 * (width + inner))) as u64
-}
-
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
 /// "Reducing activation recomputation in large transformer models"), `s·b·h·(34 + 5·a·s/h)` bytes per layer in half
 /// precision; and FP32 logits. FP32 takes twice as much; FP8 halves the inputs of the four matmuls, 14 of the 34
 /// bytes. 8-bit Adam has an FP32 scale per 256 values (Dettmers et al., 2022); NF4 takes 4.127 bits per weight
 /// (Dettmers et al., 2023).
-fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len, rank]: [usize; 3]) -> Vec<MemoryItem> {
+fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len]: [usize; 2], adapters: u64) -> Vec<MemoryItem> {
     let [b, s, h, a, layers, vocab] =
         [batch, seq_len, spec.hidden_size, spec.heads, spec.num_layers, spec.vocab_size].map(|dim| dim as u64);
     let parameters = spec.parameter_count();
-    let adapters = adapters(spec, rank);
     let positions = if spec.learned_positions { spec.max_position_embeddings } else { 0 };
     let embeddings = ((spec.vocab_size + positions) * spec.hidden_size) as u64;
     let nf4 = ((parameters - embeddings) as f64 * 4.127 / 8.0) as u64 + 2 * embeddings;
@@ -613,6 +607,16 @@ mod tests {
         let fits = |plan: &BatchPlan| total(plan.engine.as_ref().unwrap_or(&plan.textbook)) <= 80_000_000_000;
         let fitting: Vec<_> = short.plans.iter().filter(|plan| fits(plan)).map(|plan| plan.recipe).collect();
         assert_eq!(fitting, [Recipe::Adam8bit, Recipe::Lora, Recipe::Qlora]);
+    }
+
+    /// A block of a Llama has seven linear layers: four from 32 to 32 features, three between 32 and 64.
+    #[test]
+    fn every_linear_layer_has_an_adapter() {
+        let config = br#"{"model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64,
+            "num_hidden_layers": 3, "num_attention_heads": 4}"#;
+        let spec = ModelSpec::from_json(config, "the model").unwrap();
+        let plan = MemoryPlan::new("llama", &spec, TrainSetup { rank: 2, ..setup([1, 8, 1], None) }).unwrap();
+        assert_eq!(plan.adapters, 3 * 2 * (4 * (32 + 32) + 3 * (32 + 64)));
     }
 
     #[test]

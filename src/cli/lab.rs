@@ -662,6 +662,23 @@ mod tests {
         assert!(simulated.contains("✕ skipped         0 of 5   backed off to 2^16"), "{simulated}");
     }
 
+    /// A micro-batch of GRPO has several completions per prompt. A run on a GPU has logged its host's memory.
+    #[test]
+    fn memory_of_a_run_with_rewards() {
+        let folder = tempfile::tempdir().unwrap();
+        crate::lab::write_run(folder.path());
+        let log = folder.path().join("events.jsonl");
+        let text = std::fs::read_to_string(&log).unwrap();
+        let config = r#""config":{"objective":{"kind":"grpo","num_generations":4},"train":{"batch_size":2},"#;
+        let text = text.replace(r#""config":{"#, config);
+        let memory = |device: &str| -> serde_json::Value {
+            std::fs::write(&log, text.replace(r#""device":"""#, &format!(r#""device":"{device}""#))).unwrap();
+            serde_json::from_str(&lab(&format!("memory --run {} --json", folder.path().display())).unwrap()).unwrap()
+        };
+        let [cpu, gpu] = ["cpu", "cuda:0"].map(memory);
+        assert_eq!((&cpu["batch"], cpu["measured"].is_null(), gpu["measured"].is_null()), (&8.into(), false, true));
+    }
+
     #[test]
     fn invalid_input_is_one_clear_error() {
         for (typed, part) in [

@@ -432,9 +432,9 @@ fn total(items: &[MemoryItem]) -> u64 {
 
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
 /// "Reducing activation recomputation in large transformer models"), `s·b·h·(34 + 5·a·s/h)` bytes per layer in half
-/// precision; and FP32 logits. FP32 takes twice as much; FP8 halves the inputs of the four matmuls, 14 of the 34
-/// bytes. 8-bit Adam has an FP32 scale per 256 values (Dettmers et al., 2022); NF4 takes 4.127 bits per weight
-/// (Dettmers et al., 2023).
+/// precision; and FP32 logits. FP32 doubles them except the masks of dropout, 2 of the 34 bytes and 1 of the 5; FP8 halves
+/// the inputs of the four matmuls, 14 of the 34. 8-bit Adam (Dettmers et al., 2022) has an FP32 scale per 256 values, as in
+/// bitsandbytes; NF4 takes 4.127 bits per weight (Dettmers et al., 2023).
 fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len]: [usize; 2], adapters: u64) -> Vec<MemoryItem> {
     let [b, s, h, a, layers, vocab] =
         [batch, seq_len, spec.hidden_size, spec.heads, spec.num_layers, spec.vocab_size].map(|dim| dim as u64);
@@ -454,7 +454,7 @@ fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len]: [usize; 2], adap
         Recipe::Qlora => (nf4 + 4 * adapters, 0, 4 * adapters, 8 * adapters),
     };
     let (linear, attention) = match recipe {
-        Recipe::Fp32 => (2 * 34, 10),
+        Recipe::Fp32 => (2 * 32 + 2, 2 * 4 + 1),
         Recipe::Fp8 => (34 - 7, 5),
         _ => (34, 5),
     };

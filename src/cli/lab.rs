@@ -174,9 +174,7 @@ impl LabSession {
         };
         Ok(figures)
     }
-}
 
-impl LabSession {
     /// Measures the memory of a run's tokenizer by reading it as training does: 50,000 tokens take as much as a small
     /// model.
     fn read_tokenizer(&mut self, run: &Path) -> Result<()> {
@@ -358,11 +356,9 @@ impl MemoryArgs {
                 (name.to_owned(), if path.exists() { StoredModel::shape(path)? } else { model_named(name)? })
             }
         };
-        if [batch, seq, accum].contains(&0) {
-            return Err(Error::config("--batch", "batch, sequence and micro-batches must be 1 or more"));
-        }
-        if [batch, seq, accum].iter().any(|size| *size > 1 << 20) {
-            return Err(Error::config("--batch", "batch, sequence and micro-batches must be 1048576 or fewer"));
+        if ![batch, seq, accum, self.rank].iter().all(|size| (1..=1 << 20).contains(size)) {
+            let message = "batch, sequence, micro-batches and rank must be 1 or more, and 1048576 or fewer";
+            return Err(Error::config("--batch", message));
         }
         if !(1..=1024).contains(&self.processes) {
             return Err(Error::config("--processes", format!("{} is not a number from 1 to 1024", self.processes)));
@@ -445,7 +441,8 @@ fn parse_bytes(text: &str) -> Result<u64, String> {
         _ => return Err(format!("unknown unit `{unit}`; write `16GB` or `16GiB`")),
     };
     let value: f64 = digits.trim().parse().map_err(|_| format!("`{text}` is not a size; write `16GB` or `16GiB`"))?;
-    if value > 0.0 && value < 1e12 { Ok((value * base.powi(power)) as u64) } else { Err("must be above 0".into()) }
+    let bytes = value * base.powi(power);
+    if (1.0..1e15).contains(&bytes) { Ok(bytes as u64) } else { Err("must be above 0 and below 1000TB".into()) }
 }
 
 /// A view parsed from its fields as if typed.
@@ -695,7 +692,8 @@ mod tests {
             assert!(error.to_string().contains(part), "{typed}: {error}");
         }
         assert!(parse_bytes("16Q").is_err() && parse_bytes("G").is_err() && parse_bytes("-1G").is_err());
-        let sizes = ["1.5 GiB", "80GB", "80G", "512 MiB", "7"].map(|size| parse_bytes(size).unwrap());
-        assert_eq!(sizes, [3 << 29, 80_000_000_000, 80_000_000_000, 512 << 20, 7]);
+        assert!(parse_bytes("1e9T").unwrap_err().contains("below 1000TB"));
+        let sizes = ["1.5 GiB", "80GB", "80G", "512 MiB", "7", "2000000000000"].map(|size| parse_bytes(size).unwrap());
+        assert_eq!(sizes, [3 << 29, 80_000_000_000, 80_000_000_000, 512 << 20, 7, 2_000_000_000_000]);
     }
 }

@@ -34,7 +34,7 @@ pub(crate) enum Recipe {
     /// Frozen BF16 weights; FP32 low-rank adapters at every linear layer of the blocks.
     Lora,
     /// LoRA over weights in blocks. This engine does it with a GGUF file's; the textbook has NF4 with double quantization, and
-    /// embeddings in BF16.
+    /// embeddings and head in BF16.
     Qlora,
 }
 
@@ -238,11 +238,12 @@ impl MemoryPlan {
             items
         };
         let left = |items: &[MemoryItem]| {
-            let fixed: u64 =
-                items.iter().filter(|item| item.group != MemoryCategory::Activations).map(|item| item.bytes).sum();
-            budget.map(|budget| budget as i64 - fixed as i64)
+            let fixed = items.iter().filter(|item| item.group != MemoryCategory::Activations).map(|item| item.bytes);
+            let left = i128::from(budget?) - fixed.map(i128::from).sum::<i128>();
+            Some(i64::try_from(left).unwrap_or(i64::MIN))
         };
         let plan = |recipe: Recipe| -> Result<BatchPlan> {
+            // A batch whose size cannot be computed does not fit.
             let bytes = |policy, batch| engine(recipe, policy, batch).map_or(u64::MAX, |items| total(&items));
             let policy = recipe.policy_for(spec);
             let ours = policy.map(|policy| engine(recipe, policy, batch)).transpose()?;
@@ -349,12 +350,12 @@ impl MemoryPlan {
         let (role, mark) = if fits { (Role::Text, "   ") } else { (Role::Bad, " ✕ ") };
         let mut line = line.with(role, mark);
         let column = |sum: u64| (sum as f64 / scale as f64 * width as f64).round() as usize;
-        let mut sum = 0;
+        let mut sum = 0u64;
         for item in items {
-            let cells = column(sum + item.bytes) - column(sum);
+            let start = column(sum);
+            sum = sum.saturating_add(item.bytes);
             let (letter, _, role) = MemoryCategory::ALL[item.group as usize];
-            line = line.with(role, letter.to_string().repeat(cells));
-            sum += item.bytes;
+            line = line.with(role, letter.to_string().repeat(column(sum) - start));
         }
         line
     }
@@ -425,9 +426,9 @@ fn items(bytes: MemoryEstimate) -> Vec<MemoryItem> {
     ]
 }
 
-/// The sum of all items.
+/// The sum of all items; at most `u64::MAX`.
 fn total(items: &[MemoryItem]) -> u64 {
-    items.iter().map(|item| item.bytes).sum()
+    items.iter().fold(0, |sum, item| sum.saturating_add(item.bytes))
 }
 
 /// Weights, gradients, masters and Adam as in Micikevicius et al. (2018); activations by Korthikanti et al. (2022,
@@ -437,11 +438,12 @@ fn total(items: &[MemoryItem]) -> u64 {
 /// bitsandbytes; NF4 takes 4.127 bits per weight (Dettmers et al., 2023).
 fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len]: [usize; 2], adapters: u64) -> Vec<MemoryItem> {
     let [b, s, h, a, layers, vocab] =
-        [batch, seq_len, spec.hidden_size, spec.heads, spec.num_layers, spec.vocab_size].map(|dim| dim as u64);
-    let parameters = spec.parameter_count();
-    let positions = if spec.learned_positions { spec.max_position_embeddings } else { 0 };
-    let embeddings = ((spec.vocab_size + positions) * spec.hidden_size) as u64;
-    let nf4 = ((parameters - embeddings) as f64 * 4.127 / 8.0) as u64 + 2 * embeddings;
+        [batch, seq_len, spec.hidden_size, spec.heads, spec.num_layers, spec.vocab_size].map(|dim| dim as u128);
+    let [parameters, adapters] = [spec.parameter_count(), adapters].map(u128::from);
+    let positions = if spec.learned_positions { spec.max_position_embeddings as u128 } else { 0 };
+    let head = if spec.tie_word_embeddings { 0 } else { vocab };
+    let dense = (vocab + positions + head) * h;
+    let nf4 = (parameters.saturating_sub(dense) as f64 * 4.127 / 8.0) as u128 + 2 * dense;
     let (weights, masters, gradients, adam) = match recipe {
         Recipe::Fp32 => (4 * parameters, 0, 4 * parameters, 8 * parameters),
         Recipe::Fp16Amp | Recipe::Bf16Amp | Recipe::Checkpointing => {
@@ -460,7 +462,7 @@ fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len]: [usize; 2], adap
     };
     let layer = linear * s * b * h + attention * a * s * s * b;
     let kept = if recipe == Recipe::Checkpointing { layers * 2 * s * b * h + layer } else { layers * layer };
-    let item = |group, bytes| MemoryItem { group, bytes };
+    let item = |group, bytes: u128| MemoryItem { group, bytes: u64::try_from(bytes).unwrap_or(u64::MAX) };
     vec![
         item(MemoryCategory::Weights, weights),
         item(MemoryCategory::Masters, masters),
@@ -617,6 +619,17 @@ mod tests {
         let spec = ModelSpec::from_json(config, "the model").unwrap();
         let plan = MemoryPlan::new("llama", &spec, TrainSetup { rank: 2, ..setup([1, 8, 1], None) }).unwrap();
         assert_eq!(plan.adapters, 3 * 2 * (4 * (32 + 32) + 3 * (32 + 64)));
+    }
+
+    /// 4096 sequences of 2^20 tokens have more than 2^64 bytes of scores. An untied head stays in BF16 under QLoRA.
+    #[test]
+    fn the_textbook_has_no_overflow_and_a_dense_head() {
+        let tied = model_named("7b").unwrap();
+        let activations = textbook(&tied, Recipe::Bf16Amp, [4096, 1 << 20], 0);
+        assert_eq!((activations.last().unwrap().bytes, total(&activations)), (u64::MAX, u64::MAX));
+        let untied = ModelSpec { tie_word_embeddings: false, ..tied.clone() };
+        let weights = |spec: &ModelSpec| textbook(spec, Recipe::Qlora, [1, 1], 0)[0].bytes;
+        assert_eq!(weights(&untied) - weights(&tied), 2 * 50_257 * 4096);
     }
 
     #[test]

@@ -43,7 +43,7 @@ pub(crate) struct UlpRow {
     /// Distance to `next`; at the format's maximum, the spacing below it.
     #[serde(serialize_with = "serialize")]
     pub(crate) spacing: f64,
-    /// The magnitude from which numbers overflow: half a step above the largest.
+    /// Half a step above the largest number. It overflows, as do larger numbers; in E4M3, the tie rounds to the largest number.
     #[serde(serialize_with = "serialize")]
     pub(crate) overflows_from: f64,
     /// Half the spacing: an update survives if it is larger, or equal and the tie rounds away from the weight.
@@ -129,13 +129,15 @@ impl UlpGrid {
              number it makes infinity (∞). with master: steps until the working copy of an FP32 master weight changes.",
             width,
         );
-        let narrow = self.formats.iter().filter(|row| row.verdict == UpdateFate::Overflows);
-        for row in narrow {
+        for row in self.formats.iter().filter(|row| row.verdict == UpdateFate::Overflows) {
             let from = short(row.overflows_from);
-            page.push(
-                Line::new()
-                    .with(Role::Bad, format!("{} overflows at {from} and above, in either direction", row.format)),
-            );
+            let range = if row.layout.round(row.overflows_from).is_finite() {
+                format!("above {from}")
+            } else {
+                format!("at {from} and above")
+            };
+            let text = format!("{} overflows {range}, in either direction", row.format);
+            page.push(Line::new().with(Role::Bad, text));
         }
         page
     }
@@ -163,7 +165,8 @@ impl UlpGrid {
             } else {
                 while let Some(next) = format.next_up(bits) {
                     let at = column(format.decode(bits));
-                    if at >= columns as f64 {
+                    // The columns around an infinite weight are NaN.
+                    if at.is_nan() || at >= columns as f64 {
                         break;
                     }
                     if at >= 0.0 {
@@ -324,14 +327,20 @@ mod tests {
         let outside = row(65504.0, 20.0, "FP8 E4M3");
         assert_eq!((outside.verdict, outside.steps_with_master), (UpdateFate::OutOfRange, None));
         assert!(!outside.tie_survives);
-        assert_eq!(row(448.0, 20.0, "FP8 E4M3").verdict, UpdateFate::Overflows);
+        let beyond = UlpGrid::new(448.0, 20.0);
+        assert_eq!(beyond.formats[3].verdict, UpdateFate::Overflows);
+        assert!(beyond.page(80).text().contains("FP8 E4M3 overflows above 464, in either direction"));
+        assert!(UlpGrid::new(65504.0, 20.0).page(80).text().contains("FP16 overflows at 65520 and above, in either"));
     }
 
     #[test]
     fn pages() {
         insta::assert_snapshot!("ulp", UlpGrid::new(1.0, 5e-5).page(80).text());
         insta::assert_snapshot!("ulp_large", UlpGrid::new(3.0, -0.01).page(80).text());
-        for (center, update) in [(0.0, 1e-3), (1e30, 1.0), (f64::NAN, 1.0), (65504.0, 1e6), (-1.0, f64::INFINITY)] {
+        // Regression: the grid of a weight of minus infinity visited every pattern of FP32.
+        let infinite = [(-1.0, f64::INFINITY), (f64::NEG_INFINITY, 1.0)];
+        for (center, update) in [(0.0, 1e-3), (1e30, 1.0), (f64::NAN, 1.0), (65504.0, 1e6)].into_iter().chain(infinite)
+        {
             assert!(UlpGrid::new(center, update).page(40).lines.len() > 10);
         }
     }

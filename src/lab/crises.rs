@@ -72,7 +72,7 @@ const TOLERANCE: f64 = 0.01;
 
 impl FailureDemo {
     /// Maximum number of steps.
-    pub(crate) const MAX_STEPS: u64 = 1_000_000;
+    const MAX_STEPS: u64 = 1_000_000;
 
     /// Applies a loss scale to the gradients `[small, large]`, squares an activation, and updates a weight.
     pub(crate) fn new(
@@ -82,6 +82,7 @@ impl FailureDemo {
         [weight, update]: [f64; 2],
         steps: u64,
     ) -> Result<Self> {
+        let steps = steps.min(Self::MAX_STEPS);
         let fp16 = FloatFormat::FP16;
         let config = GradScalerConfig { init_scale: scale as f32, ..GradScalerConfig::default() };
         let mut scaler = GradScaler::new(config)?;
@@ -96,7 +97,7 @@ impl FailureDemo {
         let square = fp16.round(activation * activation);
         let wide = f64::from((activation * activation) as f32);
         let (mut stuck, mut master) = (fp16.round(weight), weight as f32);
-        for _ in 0..steps.min(Self::MAX_STEPS) {
+        for _ in 0..steps {
             stuck = fp16.round(stuck - fp16.round(update));
             master -= update as f32;
         }
@@ -276,5 +277,9 @@ mod tests {
         let broken = demo([f64::NAN, f64::INFINITY], 65536.0, f64::NAN, [0.0, 0.0], 0);
         assert_eq!(broken.outcome.fitting, 1.0);
         assert!(!broken.page(40).text().is_empty());
+        // Regression: more steps than are computed counted as lost updates of the master.
+        let long = demo([1e-8, 3.0], 65536.0, 300.0, [1.0, 2f64.powi(-20)], 4_000_000);
+        assert!(long.page(80).text().contains("1000000 updates"), "{}", long.page(80).text());
+        assert!(long.page(80).text().contains("100.0 % of the way; its"), "{}", long.page(80).text());
     }
 }

@@ -5,7 +5,7 @@
 
 use serde::Serialize;
 
-use super::number::{percent, short};
+use super::number::{percent, relative_error, short};
 use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
 use crate::ui::{Column, Line, Page, Role, plain};
@@ -132,6 +132,10 @@ impl BlockScaling {
         }
         let amax = largest(&tensor);
         let stale_amax = amax * stale_amax;
+        if amax > 0.0 && !(stale_amax > 0.0 && (448.0 / stale_amax).is_normal()) {
+            let message = format!("an amax of {stale_amax:e} has no scale in FP32; use a factor nearer to 1");
+            return Err(Error::config("--remembered", message));
+        }
         let schemes =
             Scheme::ALL.map(|(scheme, ..)| QuantizedTensor::new(scheme, &tensor, columns, stale_amax)).to_vec();
         Ok(Self { source, shape, tensor, amax, stale_amax, schemes, shown })
@@ -284,7 +288,7 @@ impl QuantizedTensor {
         row(page, "/ scale", Role::Text, &|i| brief(f64::from(tensor[i]) / scale));
         row(page, "code", Role::Mantissa, &|i| format!("0x{:02X}", self.codes[i]));
         row(page, "back", Role::Good, &|i| brief(self.values[i]));
-        row(page, "error %", Role::Warn, &|i| percent((self.values[i] / f64::from(tensor[i]) - 1.0).abs()));
+        row(page, "error %", Role::Warn, &|i| percent(relative_error(self.values[i], f64::from(tensor[i]))));
     }
 }
 
@@ -376,5 +380,13 @@ mod tests {
             refused(vec![1.0; 100], [1, 100]) && refused(vec![f32::NAN; 128], [1, 128]) && refused(vec![], [0, 128])
         );
         assert!(!refused(vec![0.0; 128], [1, 128]), "zeros are fine");
+        let tensor = normal_tensor([1, 128], 0.0, 0);
+        for factor in [-1.0, 0.0, 1e-40, f32::INFINITY, f32::NAN] {
+            let blocks = BlockScaling::new(String::new(), tensor.clone(), [1, 128], factor, Scheme::Mxfp8);
+            assert!(blocks.is_err_and(|error| error.to_string().starts_with("--remembered")), "{factor}");
+        }
+        // Regression: the error of a zero that is stored as zero was NaN.
+        let blocks = BlockScaling::new(String::new(), tensor, [1, 128], 1.0, Scheme::Mxfp8).unwrap();
+        assert!(!blocks.page(80).text().contains("NaN"), "{}", blocks.page(80).text());
     }
 }

@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 
-use super::number::{exact, percent, serialize, short};
+use super::number::{exact, percent, relative_error, serialize, short};
 use crate::Result;
 use crate::precision::{FloatFormat, GradScaler, GradScalerConfig};
 use crate::ui::{Line, Page, Role};
@@ -226,7 +226,7 @@ type Finding = (&'static str, String, (bool, String));
 
 /// A value compared with the exact one: good if it is off by at most [`TOLERANCE`].
 fn judged(value: f64, exact: f64) -> (bool, String) {
-    let off = if value == exact { 0.0 } else { (value / exact - 1.0).abs() };
+    let off = relative_error(value, exact);
     let how = if value.is_finite() { format!(", off by {} %", percent(off)) } else { String::new() };
     (off <= TOLERANCE, format!("{}{how}", short(value)))
 }

@@ -150,6 +150,11 @@ pub(super) fn short(x: f64) -> String {
     }
 }
 
+/// `|value / exact - 1|`; 0 for equal numbers, also for zeros.
+pub(super) fn relative_error(value: f64, exact: f64) -> f64 {
+    if value == exact { 0.0 } else { (value / exact - 1.0).abs() }
+}
+
 /// A share in percent with enough digits to distinguish it from 0 and 100.
 pub(super) fn percent(share: f64) -> String {
     let percent = share * 100.0;

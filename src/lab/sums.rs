@@ -4,7 +4,7 @@
 
 use serde::Serialize;
 
-use super::number::{serialize, short};
+use super::number::{relative_error, serialize, short};
 use crate::Result;
 use crate::error::Error;
 use crate::precision::FloatFormat;
@@ -121,7 +121,7 @@ impl SummationReport {
             let sums = lengths.iter().map(|n| {
                 let reference: f64 = products[..*n].iter().sum();
                 let (sum, stuck) = accumulate(&products[..*n], format, algorithm, seed);
-                (sum, (sum / reference - 1.0).abs(), stuck)
+                (sum, relative_error(sum, reference), stuck)
             });
             let sums: Vec<_> = sums.collect();
             SumRow {

@@ -427,24 +427,6 @@ fn spec_from_log(started: &Started) -> Result<ModelSpec> {
     ModelSpec::from_json(started.model_config.to_string().as_bytes(), "the run's log")
 }
 
-/// Reads `16G`, `16GB` and `512M`, whose units are decimal, and `1.5GiB`, whose unit is binary.
-fn parse_bytes(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = text[digits.len()..].to_ascii_lowercase();
-    let base: f64 = if unit.ends_with("ib") { 1024.0 } else { 1000.0 };
-    let power = match unit.trim_end_matches('b').trim_end_matches('i') {
-        "" => 0,
-        "k" => 1,
-        "m" => 2,
-        "g" => 3,
-        "t" => 4,
-        _ => return Err(format!("unknown unit `{unit}`; write `16GB` or `16GiB`")),
-    };
-    let value: f64 = digits.trim().parse().map_err(|_| format!("`{text}` is not a size; write `16GB` or `16GiB`"))?;
-    let bytes = value * base.powi(power);
-    if (1.0..1e15).contains(&bytes) { Ok(bytes as u64) } else { Err("must be above 0 and below 1000TB".into()) }
-}
-
 /// A view parsed from its fields as if typed.
 #[derive(Parser)]
 #[command(no_binary_name = true, disable_help_flag = true)]
@@ -691,9 +673,5 @@ mod tests {
             let error = lab(typed).unwrap_err();
             assert!(error.to_string().contains(part), "{typed}: {error}");
         }
-        assert!(parse_bytes("16Q").is_err() && parse_bytes("G").is_err() && parse_bytes("-1G").is_err());
-        assert!(parse_bytes("1e9T").unwrap_err().contains("below 1000TB"));
-        let sizes = ["1.5 GiB", "80GB", "80G", "512 MiB", "7", "2000000000000"].map(|size| parse_bytes(size).unwrap());
-        assert_eq!(sizes, [3 << 29, 80_000_000_000, 80_000_000_000, 512 << 20, 7, 2_000_000_000_000]);
     }
 }

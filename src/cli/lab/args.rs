@@ -1,8 +1,8 @@
 //! The arguments of `finetune lab`: the views and their flags.
 
+use clap::builder::RangedI64ValueParser;
 use clap::{Args, Subcommand};
 
-use super::parse_bytes;
 use crate::engine::optim::Sharding;
 use crate::lab::screen::Adjust::{self, Among, By, Count, Double, Scale, Typed};
 use crate::lab::screen::{Control, Controls};
@@ -43,6 +43,11 @@ const SWITCH: Control = control(Among(&["", "yes"])).start("");
 
 const fn control(adjust: Adjust) -> Control {
     Control::new(adjust)
+}
+
+/// Parses an exponent in a range wider than FP32's, from -149 to 127.
+fn exponents() -> RangedI64ValueParser<i32> {
+    RangedI64ValueParser::new().range(-256..=256)
 }
 
 /// The scaler's options as parameters, named as in the `[scaler]` table.
@@ -162,10 +167,10 @@ pub(super) struct RangesArgs {
     #[arg(allow_negative_numbers = true, default_values = ["1e-8", "65504"], add = control(Typed).start("1e-8,65504"))]
     pub(super) values: Vec<String>,
     /// Exponent at the chart's left end [default: automatic]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, add = control(Count(-30)))]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(), add = control(Count(-30)))]
     pub(super) from: Option<i32>,
     /// Exponent at the chart's right end [default: automatic]
-    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, add = control(Count(40)))]
+    #[arg(long, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(), add = control(Count(40)))]
     pub(super) to: Option<i32>,
 }
 
@@ -233,7 +238,7 @@ pub(super) struct ScalerArgs {
 pub(super) struct ScalingArgs {
     /// log2 of the loss scale to show [default: the best]
     // The help has it after `--format`.
-    #[arg(long, display_order = 1, value_name = "EXPONENT", allow_negative_numbers = true, add = control(Count(0)))]
+    #[arg(long, display_order = 1, value_name = "EXPONENT", allow_negative_numbers = true, value_parser = exponents(), add = control(Count(0)))]
     pub(super) scale: Option<i32>,
     /// `fp16`, `bf16`, `fp32`, `e4m3` or `e5m2`
     #[arg(long, default_value = "fp16", value_parser = parse_format, add = control(Among(FORMATS)))]
@@ -280,4 +285,51 @@ pub(super) struct MemoryArgs {
     /// Count attention's scores, which candle's operations on a GPU store [default: as the run did]
     #[arg(long)]
     pub(super) gpu: bool,
+}
+
+/// Reads `16G`, `16GB` and `512M`, whose units are decimal, and `1.5GiB`, whose unit is binary.
+fn parse_bytes(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = text[digits.len()..].to_ascii_lowercase();
+    let base: f64 = if unit.ends_with("ib") { 1024.0 } else { 1000.0 };
+    let power = match unit.trim_end_matches('b').trim_end_matches('i') {
+        "" => 0,
+        "k" => 1,
+        "m" => 2,
+        "g" => 3,
+        "t" => 4,
+        _ => return Err(format!("unknown unit `{unit}`; write `16GB` or `16GiB`")),
+    };
+    let value: f64 = digits.trim().parse().map_err(|_| format!("`{text}` is not a size; write `16GB` or `16GiB`"))?;
+    let bytes = value * base.powi(power);
+    if (1.0..1e15).contains(&bytes) { Ok(bytes as u64) } else { Err("must be above 0 and below 1000TB".into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser as _;
+
+    #[derive(clap::Parser, Debug)]
+    struct LabLine {
+        #[command(subcommand)]
+        _view: View,
+    }
+
+    #[test]
+    fn sizes_have_decimal_or_binary_units() {
+        assert!(parse_bytes("16Q").is_err() && parse_bytes("G").is_err() && parse_bytes("-1G").is_err());
+        assert!(parse_bytes("1e9T").unwrap_err().contains("below 1000TB"));
+        let sizes = ["1.5 GiB", "80GB", "80G", "512 MiB", "7", "2000000000000"].map(|size| parse_bytes(size).unwrap());
+        assert_eq!(sizes, [3 << 29, 80_000_000_000, 80_000_000_000, 512 << 20, 7, 2_000_000_000_000]);
+    }
+
+    /// Regression: an exponent near the ends of its type overflowed.
+    #[test]
+    fn exponents_are_within_the_range_of_numbers() {
+        for typed in ["ranges --from -2147483648", "ranges --to 2147483647", "scaling --scale 257"] {
+            let error = LabLine::try_parse_from(["lab"].into_iter().chain(typed.split(' '))).unwrap_err().to_string();
+            assert!(error.contains("-256..=256"), "{error}");
+        }
+    }
 }

@@ -168,11 +168,9 @@ impl RunData {
             if self.setting("/train/grad_accum") == Some(1u64) { &self.sums.largest } else { &BTreeMap::new() };
         // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
         let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
-        let visit = |step: &Step| {
-            if let Some(largest) = probed.get(&step.number).filter(|largest| step.loss_is_finite && **largest > 0.0) {
-                return StepCondition::Limit((format.max() / f64::from(*largest)) as f32);
-            }
-            StepCondition::of_step(step.loss_scale, step.max_abs, step.applied, step.loss_is_finite, format)
+        let visit = |step: &Step| match probed.get(&step.number) {
+            Some(largest) if step.loss_is_finite && *largest > 0.0 => StepCondition::Largest(*largest),
+            _ => StepCondition::of_step(step.loss_scale, step.max_abs, step.applied, step.loss_is_finite),
         };
         let StepAggregates { steps, earlier, .. } = &self.sums;
         let all = *earlier + steps.len() as u64;
@@ -181,6 +179,7 @@ impl RunData {
             source: format!("{part}replayed from {}", self.name()),
             first: steps.front().map_or(0, |step| step.number),
             visits: steps.iter().map(visit).collect(),
+            max: format.max(),
             tokens_per_step: self.sums.tokens_per_step,
         }
     }
@@ -346,15 +345,14 @@ mod tests {
     }
 
     #[test]
-    fn steps_become_limits_of_the_scale() {
+    fn steps_become_conditions_of_the_scale() {
         let (_folder, run) = run();
         let overflows = run.overflows();
         assert_eq!((overflows.first, overflows.tokens_per_step), (1, 64));
-        let limit = 65504.0 / 1024.0;
         let expected = [
-            StepCondition::Limit(65536.0 * limit),
+            StepCondition::Largest(1024.0 / 65536.0),
             StepCondition::Above(65536.0),
-            StepCondition::Limit(32768.0 * limit),
+            StepCondition::Largest(1024.0 / 32768.0),
         ];
         assert_eq!(overflows.visits, expected);
         assert_eq!(run.peak_rss_bytes, Some(3 << 20));

@@ -20,8 +20,8 @@ pub(crate) enum StepCondition {
     Clean,
     /// Not finite the first time, at any scale; finite if the batch is repeated.
     Overflow,
-    /// Finite up to this scale.
-    Limit(f32),
+    /// Finite if the largest unscaled gradient, this one, times the scale is.
+    Largest(f32),
     /// Overflowed at this scale; the smaller scales at which it would not have overflowed are unknown.
     Above(f32),
     /// Never finite, because the forward pass overflows.
@@ -36,6 +36,8 @@ pub(crate) struct GradientTrace {
     pub(crate) first: u64,
     /// The condition of each step.
     pub(crate) visits: Vec<StepCondition>,
+    /// The largest number of the format in which gradients overflow.
+    pub(crate) max: f64,
     /// Tokens per step; 0 if unknown.
     pub(crate) tokens_per_step: u64,
 }
@@ -44,6 +46,9 @@ pub(crate) struct GradientTrace {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct ScalerComparison {
     pub(crate) source: String,
+    /// The largest number of the format in which gradients overflow.
+    #[serde(skip)]
+    max: f64,
     pub(crate) steps: usize,
     /// Tokens per step; 0 if unknown.
     pub(crate) tokens_per_step: u64,
@@ -103,7 +108,8 @@ impl GradientTrace {
         let listed: Vec<_> = overflowing.iter().map(u64::to_string).collect();
         let source =
             if listed.is_empty() { "no overflow".to_owned() } else { format!("overflow at {}", listed.join(", ")) };
-        Self { source, first: 0, visits: (0..steps as u64).map(visit).collect(), tokens_per_step: 0 }
+        let visits = (0..steps as u64).map(visit).collect();
+        Self { source, first: 0, visits, max: FloatFormat::FP16.max(), tokens_per_step: 0 }
     }
 
     /// `steps` steps from 0 without overflows.
@@ -135,34 +141,30 @@ impl GradientTrace {
 impl StepCondition {
     /// The condition from a step that ran at `scale` with the largest scaled gradient `max_abs`. A step that overflowed only shows
     /// that `scale` is too large.
-    pub(crate) fn of_step(scale: f32, max_abs: f32, finite: bool, loss_finite: bool, format: FloatFormat) -> Self {
+    pub(crate) fn of_step(scale: f32, max_abs: f32, finite: bool, loss_finite: bool) -> Self {
         match (finite, loss_finite) {
             (_, false) => Self::Broken,
             (false, true) => Self::Above(scale),
             (true, true) if max_abs == 0.0 => Self::Clean,
-            (true, true) => Self::Limit((f64::from(scale) * (format.max() / f64::from(max_abs))) as f32),
+            (true, true) => Self::Largest((f64::from(max_abs) / f64::from(scale)) as f32),
         }
     }
 
-    /// The largest unscaled gradient, or a lower bound of it, for the predictive rule.
-    fn largest(self) -> Option<f32> {
+    /// The largest unscaled gradient, or a lower bound of it from an overflow beyond `max`, for the predictive rule.
+    fn at_least(self, max: f64) -> Option<f32> {
         match self {
-            Self::Limit(limit) => Some((FloatFormat::FP16.max() / f64::from(limit)) as f32),
-            Self::Above(scale) => Self::Limit(scale.next_down()).largest(),
+            Self::Largest(largest) => Some(largest),
+            Self::Above(scale) => Some((max / f64::from(scale.next_down())) as f32),
             Self::Clean | Self::Overflow | Self::Broken => None,
         }
     }
 
-    /// The largest unscaled gradient, if it was measured.
-    fn measured(self) -> Option<f32> {
-        self.largest().filter(|_| matches!(self, Self::Limit(_)))
-    }
-
-    fn is_finite(self, scale: f32, first_time: bool) -> bool {
+    /// Whether gradients up to `max` are finite at `scale`.
+    fn is_finite(self, scale: f32, first_time: bool, max: f64) -> bool {
         match self {
             Self::Clean => true,
             Self::Overflow => !first_time,
-            Self::Limit(limit) => scale <= limit,
+            Self::Largest(largest) => f64::from(scale) * f64::from(largest) <= max,
             Self::Above(limit) => scale < limit,
             Self::Broken => false,
         }
@@ -175,6 +177,7 @@ impl ScalerComparison {
         let run = |(label, config)| Trajectory::run(label, config, overflows);
         Ok(Self {
             source: overflows.source.clone(),
+            max: overflows.max,
             steps: overflows.visits.len(),
             tokens_per_step: overflows.tokens_per_step,
             trajectories: settings.into_iter().map(run).collect::<Result<_>>()?,
@@ -208,19 +211,20 @@ impl Trajectory {
         let mut lost = 0;
         for (visit, step) in overflows.visits.iter().zip(overflows.first..) {
             let before = attempts.len();
+            let at_least = visit.at_least(overflows.max);
+            let largest = at_least.filter(|_| matches!(visit, StepCondition::Largest(_)));
             if scaler.needs_amax() {
-                visit.largest().map(|largest| scaler.set_amax(largest));
+                at_least.map(|amax| scaler.set_amax(amax));
             }
             loop {
                 let scale = scaler.scale();
-                let finite = visit.is_finite(scale, attempts.len() == before);
-                let mut change =
-                    scaler.update_with_amax(finite, visit.largest().map_or(0.0, |largest| largest * scale));
-                if let (ScaleChange::BackedOff { to, .. }, Some(largest)) = (&mut change, visit.largest()) {
-                    *to = scaler.set_amax(largest);
+                let finite = visit.is_finite(scale, attempts.len() == before, overflows.max);
+                let mut change = scaler.update_with_amax(finite, at_least.map_or(0.0, |amax| amax * scale));
+                if let (ScaleChange::BackedOff { to, .. }, Some(amax)) = (&mut change, at_least) {
+                    *to = scaler.set_amax(amax);
                 }
                 let (after, clean) = (scaler.scale(), scaler.state().growth_tracker);
-                attempts.push(Attempt { step, scale, finite, after, clean, largest: visit.measured(), change });
+                attempts.push(Attempt { step, scale, finite, after, clean, largest, change });
                 let hopeless =
                     matches!(change, ScaleChange::AtMinScale { .. }) || attempts.len() - before > MAX_RETRIES;
                 if finite {
@@ -346,15 +350,16 @@ mod tests {
 
     #[test]
     fn a_replay_depends_on_the_scale() {
-        let fp16 = FloatFormat::FP16;
-        assert_eq!(StepCondition::of_step(1024.0, 65504.0, true, true, fp16), StepCondition::Limit(1024.0));
-        assert_eq!(StepCondition::of_step(1024.0, 32752.0, true, true, fp16), StepCondition::Limit(2048.0));
-        assert_eq!(StepCondition::of_step(1024.0, 1.0, false, false, fp16), StepCondition::Broken);
-        assert_eq!(StepCondition::of_step(1024.0, 1.0, false, true, fp16).measured(), None);
-        assert!(!StepCondition::of_step(1024.0, 1.0, false, true, fp16).is_finite(1024.0, false));
-        assert!(StepCondition::of_step(1024.0, 1.0, false, true, fp16).is_finite(512.0, true));
-        let visits = vec![StepCondition::Limit(20000.0); 6];
-        let overflows = GradientTrace { source: "a run".into(), first: 1, visits, tokens_per_step: 1024 };
+        let max = FloatFormat::FP16.max();
+        let finite_up_to = |scale: f32, step: StepCondition| {
+            assert!(step.is_finite(scale, true, max) && !step.is_finite(2.0 * scale, true, max), "{step:?}");
+        };
+        finite_up_to(1024.0, StepCondition::of_step(1024.0, 65504.0, true, true));
+        finite_up_to(2048.0, StepCondition::of_step(1024.0, 32752.0, true, true));
+        finite_up_to(512.0, StepCondition::of_step(1024.0, 1.0, false, true));
+        assert_eq!(StepCondition::of_step(1024.0, 1.0, false, false), StepCondition::Broken);
+        let visits = vec![StepCondition::Largest(65504.0 / 20000.0); 6];
+        let overflows = GradientTrace { first: 1, visits, tokens_per_step: 1024, ..GradientTrace::none(0) };
         let comparison = compare(&["growth_interval=2", "growth_interval=2,on_overflow=retry"], &overflows);
         let scales: Vec<_> = comparison.trajectories[0].attempts.iter().map(|attempt| attempt.scale).collect();
         assert_eq!(scales, [32768.0, 16384.0, 16384.0, 32768.0, 16384.0, 16384.0]);
@@ -362,13 +367,23 @@ mod tests {
         assert!(comparison.page(80).text().contains("tokens never trained on: 2048, 0"));
     }
 
+    /// Regression: the gradients of a BF16 run were shown as those that would overflow FP16.
+    #[test]
+    fn gradients_are_those_of_the_run_in_every_format() {
+        let visits = vec![StepCondition::of_step(1.0, 0.5, true, true)];
+        let overflows = GradientTrace { visits, max: FloatFormat::BF16.max(), ..GradientTrace::none(0) };
+        let comparison = compare(&["init_scale=131072"], &overflows);
+        let attempt = comparison.trajectories[0].attempts[0];
+        assert_eq!((attempt.largest, attempt.finite), (Some(0.5), true));
+    }
+
     /// The gradients fluctuate as in real runs.
     #[test]
     fn the_predictive_rule_overflows_far_less_often_than_the_dynamic_one() {
         let stream = Stream::new(3, Domain::Bench);
         let noise = |step| stream.block(0, step, 0).iter().map(|&word| word as f32 / 2f32.powi(31)).sum::<f32>();
-        let visits = (0..4000).map(|step| StepCondition::Limit(2f32.powf(18.3 - noise(step)))).collect();
-        let overflows = GradientTrace { source: "noise".into(), first: 1, visits, tokens_per_step: 0 };
+        let visits = (0..4000).map(|step| StepCondition::Largest(65504.0 / 2f32.powf(18.3 - noise(step)))).collect();
+        let overflows = GradientTrace { first: 1, visits, ..GradientTrace::none(0) };
         let base = "init_scale=16777216,growth_interval=100";
         let comparison = compare(&[base, &format!("{base},mode=predictive")], &overflows);
         let [trying, measuring] = &comparison.trajectories[..] else { panic!("two settings") };
@@ -380,7 +395,7 @@ mod tests {
     #[test]
     fn a_broken_batch_ends_at_the_floor_even_with_retry() {
         let visits = vec![StepCondition::Broken, StepCondition::Clean];
-        let overflows = GradientTrace { source: String::new(), first: 0, visits, tokens_per_step: 0 };
+        let overflows = GradientTrace { visits, ..GradientTrace::none(0) };
         let comparison = compare(&["on_overflow=retry"], &overflows);
         let t = &comparison.trajectories[0];
         assert_eq!((t.overflows, t.lost, t.at_floor), (16, 1, 2));

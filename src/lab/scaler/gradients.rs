@@ -44,8 +44,7 @@ impl GradientModel {
     }
 
     pub(crate) fn steps(&self, seed: u64, steps: usize) -> GradientTrace {
-        let top = FloatFormat::FP16.max();
-        let visit = |step| StepCondition::Limit((top / self.log2(seed, step).exp2()) as f32);
+        let visit = |step| StepCondition::Largest(self.log2(seed, step).exp2() as f32);
         let mut source = vec![format!("log2 max|g| ~ N({}, {})", self.level, self.sigma)];
         if self.drift != 0.0 {
             source.push(format!("drift {} per 1000", self.drift));
@@ -61,6 +60,7 @@ impl GradientModel {
             source: source.join(", "),
             first: 0,
             visits: (0..steps as u64).map(visit).collect(),
+            max: FloatFormat::FP16.max(),
             tokens_per_step: 0,
         }
     }

@@ -4,7 +4,7 @@ use std::iter::repeat_n;
 
 use super::{Attempt, Mean, ScalerComparison, Trajectory};
 use crate::lab::number::short;
-use crate::precision::{FloatFormat, ScaleChange};
+use crate::precision::ScaleChange;
 use crate::ui::{Column, Line, Page, Role, column_cell, plain};
 
 impl ScalerComparison {
@@ -17,11 +17,12 @@ impl ScalerComparison {
         let height = [8, 8, 4, 3, 2][self.trajectories.len().min(4)];
         let range = self.range();
         for (i, trajectory) in self.trajectories.iter().enumerate() {
-            trajectory.chart(&mut page, i, (width, height), range, self.cursor);
+            trajectory.chart(&mut page, i, (width, height), range, self);
         }
         let known = self.trajectories.iter().flat_map(|t| &t.attempts).any(|attempt| attempt.largest.is_some());
         if known {
-            page.push(Line::new().dim("       █ scale  · ceiling 65504 / max|g|; a scale above it overflows: ✕"));
+            let text = format!("       █ scale  · ceiling {} / max|g|; a scale above it overflows: ✕", short(self.max));
+            page.push(Line::new().dim(text));
         }
         if let Some(cursor) = self.cursor {
             for (i, trajectory) in self.trajectories.iter().enumerate() {
@@ -92,7 +93,7 @@ impl Trajectory {
         index: usize,
         (width, height): (usize, usize),
         (low, high): (f64, f64),
-        cursor: Option<u64>,
+        &ScalerComparison { max, cursor, .. }: &ScalerComparison,
     ) {
         let room = width.saturating_sub(7).max(8);
         let columns = room.min(self.attempts.len().max(1));
@@ -111,7 +112,7 @@ impl Trajectory {
         };
         let ceiling = |bucket: &&[Attempt]| {
             let largest = bucket.iter().filter_map(|attempt| attempt.largest).reduce(f32::max)?;
-            let log2 = (FloatFormat::FP16.max() / f64::from(largest)).log2();
+            let log2 = (max / f64::from(largest)).log2();
             (log2 > low && log2 < high).then(|| (eighths(log2) - 1) / 8)
         };
         let overflown = |bucket: &&[Attempt]| seen(bucket) && bucket.iter().any(|attempt| !attempt.finite);

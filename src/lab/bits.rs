@@ -52,10 +52,10 @@ pub(crate) struct StoredNumber {
     /// The format's spacing at the stored value.
     #[serde(serialize_with = "serialize")]
     pub(crate) ulp: f64,
-    /// The next smaller *number of the format; NaN if there is none.
+    /// The next smaller number of the format; NaN if there is none.
     #[serde(serialize_with = "serialize")]
     pub(crate) below: f64,
-    /// The next larger *number of the format; NaN if there is none.
+    /// The next larger number of the format; NaN if there is none.
     #[serde(serialize_with = "serialize")]
     pub(crate) above: f64,
 }
@@ -68,7 +68,7 @@ pub(crate) enum RoundingResult {
     Exact,
     /// It is stored as the nearest number.
     Rounded,
-    /// It is finite, but stored as infinity or, in E4M3, NaN.
+    /// It is stored as infinity or, in E4M3, NaN, but is another number.
     Overflow,
     /// It is not zero, but stored as zero.
     Underflow,
@@ -128,11 +128,7 @@ const LABEL: usize = 9;
 
 /// A pattern in the syntax of [`parse_value`].
 fn pattern(format: FloatFormat, bits: u32) -> String {
-    let name = match format.name {
-        "FP8 E4M3" => "e4m3".to_owned(),
-        "FP8 E5M2" => "e5m2".to_owned(),
-        name => name.to_lowercase(),
-    };
+    let name = format.name.trim_start_matches("FP8 ").to_lowercase();
     format!("{name}:0x{bits:0width$x}", width = format.bits() as usize / 4)
 }
 
@@ -230,7 +226,7 @@ impl RoundingResult {
         if value == stored || value.is_nan() {
             Self::Exact
         } else if !stored.is_finite() {
-            if value.is_finite() { Self::Overflow } else { Self::Exact }
+            Self::Overflow
         } else if stored == 0.0 {
             Self::Underflow
         } else {
@@ -304,6 +300,8 @@ mod tests {
         );
         assert_eq!(stored("inf", "FP16").fate, RoundingResult::Exact);
         assert_eq!(stored("nan", "FP32").fate, RoundingResult::Exact);
+        // E4M3 has no infinity.
+        assert_eq!(stored("inf", "FP8 E4M3").fate, RoundingResult::Overflow);
     }
 
     #[test]

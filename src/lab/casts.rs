@@ -18,7 +18,7 @@ use crate::engine::model::{
 };
 use crate::engine::optim::{Gradients, MasterWeights};
 use crate::precision::PrecisionPolicy;
-use crate::ui::{Line, Page, Role};
+use crate::ui::{Column, Line, Page, Role, plain};
 use crate::{Error, Result};
 
 /// The stored types of a step under a policy.
@@ -112,24 +112,19 @@ impl DtypeReport {
         let scale = if self.loss_scale { "with a loss scale" } else { "without a loss scale" };
         page.push(Line::new().with(Role::Title, self.policy.clone()).dim(format!("   {scale}")));
         for (what, dtype) in self.state {
-            page.push(Line::new().plain(format!("{what:<30}")).with(role(Some(dtype)), dtype));
+            let (role, dtype) = cell(Some(dtype), "");
+            page.push(Line::new().plain(format!("{what:<30}")).with(role, dtype));
         }
         page.gap();
-        page.title(format!(
-            "{:<24}{:>10}{:>8}{:>8}{:>14}{:>14}",
-            "operation", "operands", "inside", "result", "rounded once", "autocast"
-        ));
-        let row = |name: &str, types: [(Option<&'static str>, usize); 3]| {
-            let line = Line::new().plain(format!("{name:<24}"));
-            types
-                .into_iter()
-                .fold(line, |line, (dtype, width)| line.with(role(dtype), format!("{:>width$}", dtype.unwrap_or("–"))))
-        };
-        for MeasuredOp { name, operands, inside, result, rounded_once, autocast } in &self.operations {
-            let line = row(name, [(Some(*operands), 10), (Some(*inside), 8), (Some(*result), 8)]);
-            let line = line.plain(format!("{:>12} %", percent(*rounded_once)));
-            page.push(line.with(role(*autocast), format!("{:>14}", autocast.unwrap_or("the operand's"))));
-        }
+        let columns: &[Column<MeasuredOp>] = &[
+            ("operation", -24, &|it| plain(it.name)),
+            ("operands", 10, &|it| cell(Some(it.operands), "")),
+            ("inside", 8, &|it| cell(Some(it.inside), "")),
+            ("result", 8, &|it| cell(Some(it.result), "")),
+            ("rounded once", 14, &|it| plain(format!("{} %", percent(it.rounded_once)))),
+            ("autocast", 14, &|it| cell(it.autocast, "the operand's")),
+        ];
+        page.table(&self.operations, columns);
         for (rule, to) in [
             (CastRule::LowPrecision, "to the compute type"),
             (CastRule::Fp32, "to FP32"),
@@ -141,21 +136,25 @@ impl DtypeReport {
             page.wrapped(Role::Dim, &format!("autocast casts {to}: {}", names.join(", ")), width);
         }
         page.gap();
-        page.title(format!("{:<24}{:>10}{:>24}{:>18}", "stored", "output", "activation gradient", "weight gradient"));
-        for cast in &self.layers {
-            let types = [(cast.output, 10), (cast.activation_gradient, 24), (cast.weight_gradient, 18)];
-            page.push(row(&cast.layer, types));
-        }
+        let columns: &[Column<LayerDtypes>] = &[
+            ("stored", -24, &|it| plain(&it.layer)),
+            ("output", 10, &|it| cell(it.output, "–")),
+            ("activation gradient", 24, &|it| cell(it.activation_gradient, "–")),
+            ("weight gradient", 18, &|it| cell(it.weight_gradient, "–")),
+        ];
+        page.table(&self.layers, columns);
         page
     }
 }
 
-fn role(dtype: Option<&str>) -> Role {
-    match dtype {
+/// The cell of a type, or of its absence.
+fn cell(dtype: Option<&'static str>, absent: &str) -> (Role, String) {
+    let role = match dtype {
         Some("f16" | "bf16") => Role::Warn,
         Some(_) => Role::Good,
         None => Role::Dim,
-    }
+    };
+    (role, dtype.unwrap_or(absent).to_owned())
 }
 
 #[cfg(test)]

@@ -179,14 +179,20 @@ impl Trajectory {
 
     /// Every attempt: its scale, whether its step was applied, the clean steps after it, and its effect on the scale.
     fn list(&self, page: &mut Page) {
-        let interval = self.config.growth_interval;
-        page.title(format!("{:<8}{:>12}   {:<10}{:>14}   {}", "step", "scale", "outcome", "clean after", "then"));
-        for attempt in &self.attempts {
-            let (role, outcome) = if attempt.finite { (Role::Good, "✓ applied") } else { (Role::Bad, "✕ skipped") };
-            let clean = format!("{} of {interval}", attempt.clean);
-            let line = Line::new().plain(format!("{:<8}{:>12}   ", attempt.step, f64::from(attempt.scale)));
-            page.push(line.with(role, format!("{outcome:<10}")).dim(format!("{clean:>14}   ")).plain(effect(attempt)));
-        }
+        let outcome = |finite: bool| {
+            let (role, outcome) = if finite { (Role::Good, "✓ applied") } else { (Role::Bad, "✕ skipped") };
+            (role, format!("   {outcome}"))
+        };
+        let columns: &[Column<Attempt>] = &[
+            ("step", -8, &|attempt| plain(attempt.step)),
+            ("scale", 12, &|attempt| plain(f64::from(attempt.scale))),
+            ("   outcome", -13, &|attempt| outcome(attempt.finite)),
+            ("clean after", 14, &|attempt| {
+                (Role::Dim, format!("{} of {}", attempt.clean, self.config.growth_interval))
+            }),
+            ("   then", 0, &|attempt| plain(format!("   {}", effect(attempt)))),
+        ];
+        page.table(&self.attempts, columns);
     }
 }
 

@@ -163,16 +163,15 @@ impl SummationReport {
         page.gap();
         for row in self.rows.iter().filter(|row| row.algorithm == Algorithm::OneByOne) {
             let result = row.results.last().copied().unwrap_or(0.0);
-            let text = match row.stuck_from {
-                _ if !result.is_finite() => format!("sequential {} summation overflows: {}", row.format, short(result)),
-                Some(from) => format!(
-                    "sequential {} summation stagnates at {} from term {from}: each term is below half an ULP",
-                    row.format,
-                    short(result)
-                ),
-                None => format!("sequential {} summation ends at {}", row.format, short(result)),
+            let (role, end) = match row.stuck_from {
+                _ if !result.is_finite() => (Role::Bad, format!("overflows: {}", short(result))),
+                Some(from) => {
+                    let end = format!("stagnates at {} from term {from}", short(result));
+                    (Role::Bad, format!("{end}: each term is below half an ULP"))
+                }
+                None => (Role::Text, format!("ends at {}", short(result))),
             };
-            page.wrapped(if row.stuck_from.is_some() { Role::Bad } else { Role::Text }, &text, width);
+            page.wrapped(role, &format!("sequential {} summation {end}", row.format), width);
         }
         page
     }

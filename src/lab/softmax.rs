@@ -34,7 +34,7 @@ pub(crate) struct SoftmaxRow {
     /// The weight of each of the other tokens, shifted.
     #[serde(serialize_with = "serialize")]
     pub(crate) other: f64,
-    /// Their sum, accumulated one by one in the format.
+    /// The sum of all exps by the plain formula, accumulated one by one in the format.
     #[serde(serialize_with = "serialize")]
     pub(crate) total: f64,
     /// The position as stored.

@@ -24,7 +24,7 @@ pub(crate) struct MeasuredOp {
     /// The type inside: `f32`, or the operands' if the results are not the exact ones rounded once.
     pub(crate) inside: &'static str,
     pub(crate) result: &'static str,
-    /// The share of its results that are the exact ones, rounded once to the operands' type.
+    /// The share of its results that are the exact ones, rounded once to the policy's compute type.
     pub(crate) rounded_once: f64,
     /// The type to which PyTorch's autocast casts the operands; `None` if it leaves them.
     pub(crate) autocast: Option<&'static str>,

@@ -28,7 +28,7 @@ pub struct Started {
     /// Its `config.json`.
     #[serde(default)]
     pub model_config: serde_json::Value,
-    /// Trained parameters.
+    /// Parameters of the model, without adapters.
     pub parameters: u64,
     /// The precision policy's text form: `p=f32,c=f16,g=f16,r=f32`.
     pub policy: String,

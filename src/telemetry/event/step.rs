@@ -49,7 +49,7 @@ pub struct StepRecord {
     /// The factor that clipping multiplied the gradients by; 1 if nothing was clipped.
     #[serde(with = "float")]
     pub clip_coef: f64,
-    /// Clean steps since the scale last changed.
+    /// Clean steps since the last overflow or growth of the scale.
     pub growth_tracker: u32,
     /// The change of the scale after the step.
     pub scale: ScaleUpdate,

@@ -35,27 +35,9 @@ const MIN_ROUNDED_ONCE: f64 = 0.9;
 
 /// Measures the operations of a decoder with this project's kernels for a CPU.
 pub(super) fn measured(policy: PrecisionPolicy) -> candle_core::Result<Vec<MeasuredOp>> {
-    let bench = PrecisionProbe { compute: candle_dtype(policy.compute), format: policy.compute.format() };
-    let [norm, statistics] = bench.norm(candle_dtype(policy.residual))?;
-    let [softmax, attention] = bench.attention()?;
-    let [product, bias] = bench.products(candle_dtype(policy.grads))?;
-    let ([gelu], [loss]) = (bench.gelu()?, bench.loss()?);
-    let listed = [
-        (product, AutocastOp::Linear),
-        (bias, AutocastOp::Sum),
-        (norm, AutocastOp::LayerNorm),
-        (statistics, AutocastOp::LayerNorm),
-        (softmax, AutocastOp::Softmax),
-        (attention, AutocastOp::Attention),
-        (gelu, AutocastOp::Gelu),
-        (loss, AutocastOp::CrossEntropy),
-    ];
-    let cast = |op: AutocastOp| match op.cast_rule() {
-        CastRule::LowPrecision => Some(bench.compute.as_str()),
-        CastRule::Fp32 => Some(DType::F32.as_str()),
-        CastRule::Promote | CastRule::Keep => None,
-    };
-    Ok(listed.into_iter().map(|(measured, op)| MeasuredOp { autocast: cast(op), ..measured }).collect())
+    let probe = PrecisionProbe { compute: candle_dtype(policy.compute), format: policy.compute.format() };
+    let [residual, grads] = [policy.residual, policy.grads].map(candle_dtype);
+    Ok([probe.products(grads)?, probe.norm(residual)?, probe.attention()?, probe.gelu()?, probe.loss()?].concat())
 }
 
 /// Rows and columns of the operands.
@@ -74,35 +56,33 @@ fn numbers(salt: u32, shape: [usize; 2]) -> candle_core::Result<Tensor> {
 }
 
 impl PrecisionProbe {
-    /// Measures operations with operands of one type; `compute` returns a result for each of `names`.
+    /// Measures operations with operands of one type; `compute` returns a result for each of `operations`.
     fn measure<const N: usize>(
         &self,
-        names: [&'static str; N],
+        operations: [(&'static str, AutocastOp); N],
         operands: DType,
         compute: impl Fn(&Trial<'_>) -> candle_core::Result<[Tensor; N]>,
-    ) -> candle_core::Result<[MeasuredOp; N]> {
+    ) -> candle_core::Result<Vec<MeasuredOp>> {
         let (results, exact) = (compute(&Trial::on_cpu(&Fused))?, compute(&Trial::exact())?);
         let values = |tensor: &Tensor| tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
-        let mut operations = names.map(|name| MeasuredOp {
-            name,
-            operands: "",
-            inside: "",
-            result: "",
-            rounded_once: 0.0,
-            autocast: None,
+        let measured = operations.into_iter().zip(results.iter().zip(&exact)).map(|((name, op), (result, exact))| {
+            let rounded_once = rounded_once(&values(result)?, &values(exact)?, self.format);
+            let inside = if rounded_once >= MIN_ROUNDED_ONCE { DType::F32 } else { operands };
+            let autocast = match op.cast_rule() {
+                CastRule::LowPrecision => Some(self.compute.as_str()),
+                CastRule::Fp32 => Some(DType::F32.as_str()),
+                CastRule::Promote | CastRule::Keep => None,
+            };
+            let [operands, inside, result] = [operands, inside, result.dtype()].map(|dtype| dtype.as_str());
+            Ok(MeasuredOp { name, operands, inside, result, rounded_once, autocast })
         });
-        for ((operation, result), exact) in operations.iter_mut().zip(&results).zip(&exact) {
-            operation.rounded_once = rounded_once(&values(result)?, &values(exact)?, self.format);
-            let inside = if operation.rounded_once >= MIN_ROUNDED_ONCE { DType::F32 } else { operands };
-            (operation.operands, operation.inside) = (operands.as_str(), inside.as_str());
-            operation.result = result.dtype().as_str();
-        }
-        Ok(operations)
+        measured.collect()
     }
 
-    fn products(&self, grads: DType) -> candle_core::Result<[MeasuredOp; 2]> {
+    fn products(&self, grads: DType) -> candle_core::Result<Vec<MeasuredOp>> {
         let [rows, width] = SIZE;
-        self.measure(["matrix products", "gradients of biases"], self.compute, |t| {
+        let operations = [("matrix products", AutocastOp::Linear), ("gradients of biases", AutocastOp::Sum)];
+        self.measure(operations, self.compute, |t| {
             let (x, weight) = (numbers(1, SIZE)?, numbers(2, [width, rows])?);
             let (x, weight) = (&t.stored(&x, self.compute)?, &t.stored(&weight, self.compute)?);
             let (y, sums) = (t.poisoned(&[rows, rows], self.compute)?, t.poisoned(&[width], grads)?);
@@ -112,9 +92,10 @@ impl PrecisionProbe {
         })
     }
 
-    fn norm(&self, residual: DType) -> candle_core::Result<[MeasuredOp; 2]> {
+    fn norm(&self, residual: DType) -> candle_core::Result<Vec<MeasuredOp>> {
         let [rows, width] = SIZE;
-        self.measure(["normalisation", "its statistics"], residual, |t| {
+        let operations = [("normalisation", AutocastOp::LayerNorm), ("its statistics", AutocastOp::LayerNorm)];
+        self.measure(operations, residual, |t| {
             let x = t.stored(&numbers(3, SIZE)?, residual)?;
             let [weight, bias] = [4, 5].map(|salt| t.stored(&numbers(salt, [1, width])?.flatten_all()?, self.compute));
             let (weight, bias, y) = (&weight?, &bias?, t.poisoned(&SIZE, self.compute)?);
@@ -127,10 +108,11 @@ impl PrecisionProbe {
         })
     }
 
-    fn attention(&self) -> candle_core::Result<[MeasuredOp; 2]> {
+    fn attention(&self) -> candle_core::Result<Vec<MeasuredOp>> {
         const HEAD: usize = SIZE[1] / 3;
         let shape = AttentionShape::new(1, SIZE[0], 1, HEAD);
-        self.measure(["softmax's sums", "attention"], self.compute, |t| {
+        let operations = [("softmax's sums", AutocastOp::Softmax), ("attention", AutocastOp::Attention)];
+        self.measure(operations, self.compute, |t| {
             let qkv = t.stored(&numbers(6, SIZE)?, self.compute)?;
             let (out, lse) = (t.poisoned(&[SIZE[0], HEAD], self.compute)?, t.poisoned(&[SIZE[0]], DType::F32)?);
             let operands = AttentionInputs::packed(&shape, &qkv, None)?;
@@ -139,22 +121,22 @@ impl PrecisionProbe {
         })
     }
 
-    fn gelu(&self) -> candle_core::Result<[MeasuredOp; 1]> {
-        self.measure(["GELU"], self.compute, |t| {
+    fn gelu(&self) -> candle_core::Result<Vec<MeasuredOp>> {
+        self.measure([("GELU", AutocastOp::Gelu)], self.compute, |t| {
             let (x, y) = (&t.stored(&numbers(7, SIZE)?, self.compute)?, t.poisoned(&SIZE, self.compute)?);
             t.run(op::Activate { activation: Activation::Gelu, x, y: &y })?;
             Ok([y])
         })
     }
 
-    fn loss(&self) -> candle_core::Result<[MeasuredOp; 1]> {
+    fn loss(&self) -> candle_core::Result<Vec<MeasuredOp>> {
         let [rows, width] = SIZE;
         let trial = Trial::on_cpu(&Fused);
         let (x, weight) = (numbers(8, SIZE)?.to_dtype(self.compute)?, numbers(9, [rows, width])?);
         let (weight, y) = (&weight.to_dtype(self.compute)?, &trial.poisoned(&[rows, rows], self.compute)?);
         trial.run(op::Linear { layout: WeightLayout::OutIn, x: &x, weight, bias: None, low_rank: None, y })?;
         let targets: Vec<u32> = (0..rows as u32).collect();
-        self.measure(["loss"], self.compute, |t| {
+        self.measure([("loss", AutocastOp::CrossEntropy)], self.compute, |t| {
             let (logits, losses) = (t.stored(y, self.compute)?, t.poisoned(&[rows], DType::F32)?);
             let logits = ColumnSlice::all(&logits)?;
             t.run(op::CrossEntropy {

@@ -112,14 +112,18 @@ impl Tensors {
     pub(super) fn layers(&self) -> Vec<Layer> {
         let mut layers: Vec<Layer> = Vec::new();
         for row in &self.rows {
-            let name = layer_name(&row.name);
-            let overflowed = self.last_overflow.contains(&row.name);
-            if let Some(layer) = layers.iter_mut().find(|layer| layer.name == name) {
-                layer.add(row, overflowed);
-            } else {
-                let mut layer = Layer { name: name.to_owned(), ..Layer::default() };
-                layer.add(row, overflowed);
-                layers.push(layer);
+            let layer = Layer {
+                name: layer_name(&row.name).to_owned(),
+                min_abs: row.stats.min_abs,
+                max_abs: row.stats.max_abs,
+                sum_squares: row.stats.norm.powi(2),
+                count: row.stats.count,
+                overflowed: self.last_overflow.contains(&row.name),
+                fallback_dtype: None,
+            };
+            match layers.iter_mut().find(|known| known.name == layer.name) {
+                Some(known) => known.merge(&layer),
+                None => layers.push(layer),
             }
         }
         layers.sort_by_key(|layer| layer_order(&layer.name));
@@ -163,37 +167,27 @@ pub struct Layer {
 }
 
 impl Layer {
-    fn add(&mut self, row: &TensorRow, overflowed: bool) {
-        self.min_abs = smaller(self.min_abs, row.stats.min_abs);
-        self.max_abs = self.max_abs.max(row.stats.max_abs);
-        self.sum_squares += row.stats.norm.powi(2);
-        self.count += row.stats.count;
-        self.overflowed |= overflowed;
-    }
-
     /// Merges the next layer into this one.
     pub fn join(&mut self, next: &Self) {
         let first = self.name.split('-').next().unwrap_or_default().to_owned();
         self.name = format!("{first}-{}", next.name.trim_start_matches("h."));
-        self.min_abs = smaller(self.min_abs, next.min_abs);
-        self.max_abs = self.max_abs.max(next.max_abs);
-        self.sum_squares += next.sum_squares;
-        self.count += next.count;
-        self.overflowed |= next.overflowed;
+        self.merge(next);
+    }
+
+    /// Adds the elements of `other`.
+    fn merge(&mut self, other: &Self) {
+        self.min_abs = [self.min_abs, other.min_abs].into_iter().flatten().reduce(f32::min);
+        self.max_abs = self.max_abs.max(other.max_abs);
+        self.sum_squares += other.sum_squares;
+        self.count += other.count;
+        self.overflowed |= other.overflowed;
         if self.fallback_dtype.is_none() {
-            self.fallback_dtype.clone_from(&next.fallback_dtype);
+            self.fallback_dtype.clone_from(&other.fallback_dtype);
         }
     }
 
     /// Root mean square of its elements.
     pub fn rms(&self) -> f64 {
         if self.count == 0 { 0.0 } else { (self.sum_squares / self.count as f64).sqrt() }
-    }
-}
-
-fn smaller(one: Option<f32>, other: Option<f32>) -> Option<f32> {
-    match (one, other) {
-        (Some(one), Some(other)) => Some(one.min(other)),
-        (one, other) => one.or(other),
     }
 }

@@ -252,7 +252,7 @@ impl Tail {
     }
 
     /// Reads to the end, or until `take` returns `false`, and returns the number of unreadable lines.
-    fn drain(&mut self, take: &mut dyn FnMut(Record) -> Result<bool>) -> Result<usize> {
+    pub(super) fn drain(&mut self, take: &mut dyn FnMut(Record) -> Result<bool>) -> Result<usize> {
         let mut unreadable = 0;
         loop {
             let poll = self.poll()?;

@@ -130,19 +130,14 @@ impl RunState {
 
     /// The state from a run's log so far, for a screen that continues it; skims a long log.
     pub fn history(log: &Path) -> Result<Self> {
-        let mut tail = Tail::new(log).skimming();
         let mut state = Self::default();
-        loop {
-            let poll = tail.poll()?;
-            for record in poll.records {
-                state.apply(record);
-            }
-            if !poll.more {
-                state.phase = Phase::Waiting;
-                state.pace.interrupt();
-                return Ok(state);
-            }
-        }
+        Tail::new(log).skimming().drain(&mut |record| {
+            state.apply(record);
+            Ok(true)
+        })?;
+        state.phase = Phase::Waiting;
+        state.pace.interrupt();
+        Ok(state)
     }
 
     /// Applies a record.

@@ -53,31 +53,11 @@ pub enum Quantity {
 
 /// The figures that are drawn as curves besides losses and the loss scale. Every chart of one is made from its row here.
 pub const PLOTTED: [Plotted; 19] = [
-    Plotted {
-        short: "lr",
-        title: "Learning rate",
-        quantity: Quantity::Rate,
-        // A skimmed line lacks the later fields.
-        of: Source::Step(|step| (step.time.step_ms > 0.0).then_some(step.lr)),
-    },
-    Plotted {
-        short: "|g|",
-        title: "Gradient norm, unscaled",
-        quantity: Quantity::Number,
-        of: Source::Step(|step| Some(step.grad_norm)),
-    },
-    Plotted {
-        short: "tok/s",
-        title: "Tokens per second",
-        quantity: Quantity::Count,
-        of: Source::Step(|step| Some(step.tokens_per_s)),
-    },
-    Plotted {
-        short: "mem",
-        title: "Resident memory",
-        quantity: Quantity::Bytes,
-        of: Source::Step(|step| step.rss_bytes.map(|rss| rss as f64)),
-    },
+    // A skimmed line lacks the later fields.
+    figure("lr", "Learning rate", Quantity::Rate, Source::Step(|step| (step.time.step_ms > 0.0).then_some(step.lr))),
+    figure("|g|", "Gradient norm, unscaled", Quantity::Number, Source::Step(|step| Some(step.grad_norm))),
+    figure("tok/s", "Tokens per second", Quantity::Count, Source::Step(|step| Some(step.tokens_per_s))),
+    figure("mem", "Resident memory", Quantity::Bytes, Source::Step(|step| step.rss_bytes.map(|rss| rss as f64))),
     figure("|g| p1", "Gradients, unscaled: first percentile", Quantity::Log2, Source::Step(StepRecord::log2_grad_p1)),
     figure("zero", "Gradients that are zero", Quantity::Share, Source::Step(|step| step.grads.share(step.grads.zero))),
     figure(

@@ -219,6 +219,9 @@ impl RunState {
         self.tensors.truncate_after(step);
         self.overflows.retain(|row| row.step <= step);
         self.samples.retain(|row| row.step <= step);
+        self.grads = self.grads.take().filter(|(at, ..)| *at <= step);
+        self.lost_updates = self.lost_updates.filter(|(at, _)| *at <= step);
+        self.probe = self.probe.take().filter(|probe| probe.step <= step);
         self.snapshots.retain(|snapshot| snapshot.step.step <= step);
         if self.step.step > step {
             match self.snapshots.back().filter(|snapshot| snapshot.step.step == step) {
@@ -488,6 +491,17 @@ mod tests {
         let state = fold(events.into_iter().take(until_resumed));
         assert_eq!((state.step.step, state.figures().skipped), (20, 2));
         assert_eq!(state.phase, Phase::Running);
+    }
+
+    /// The history of a run that was resumed showed the probe of a step that the run then repeated.
+    #[test]
+    fn probes_of_repeated_steps_are_void() {
+        let probe = |step| Event::Fp32Probe(Box::new(Fp32Probe { step, ..Fp32Probe::default() }));
+        let probed = |at| {
+            let state = fold([started(None), step(at, 1.0, StepStatus::Applied), probe(at), started(Some(20))]);
+            state.probe.map(|probe| probe.step)
+        };
+        assert_eq!([20, 21].map(probed), [Some(20), None]);
     }
 
     #[test]

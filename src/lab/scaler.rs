@@ -102,19 +102,15 @@ pub(crate) struct Attempt {
 const MAX_RETRIES: usize = 300;
 
 impl GradientTrace {
-    /// `steps` steps from 0 that overflow exactly at `overflowing`.
-    pub(crate) fn at(overflowing: &[u64], steps: usize) -> Self {
-        let visit = |step| if overflowing.contains(&step) { StepCondition::Overflow } else { StepCondition::Clean };
-        let listed: Vec<_> = overflowing.iter().map(u64::to_string).collect();
-        let source =
-            if listed.is_empty() { "no overflow".to_owned() } else { format!("overflow at {}", listed.join(", ")) };
-        let visits = (0..steps as u64).map(visit).collect();
-        Self { source, first: 0, visits, max: FloatFormat::FP16.max(), tokens_per_step: 0 }
-    }
-
     /// `steps` steps from 0 without overflows.
     pub(crate) fn none(steps: usize) -> Self {
-        Self::at(&[], steps)
+        Self {
+            source: "no overflow".to_owned(),
+            first: 0,
+            visits: vec![StepCondition::Clean; steps],
+            max: FloatFormat::FP16.max(),
+            tokens_per_step: 0,
+        }
     }
 
     /// Forces more steps to overflow at any scale: those in `at`, and each other with probability `rate`.
@@ -290,7 +286,7 @@ mod tests {
     /// The example of the mixed-precision chapter: the scale after each of 20 steps.
     #[test]
     fn the_twenty_steps_of_the_chapter() {
-        let comparison = compare(&[""], &GradientTrace::at(&[10], 20));
+        let comparison = compare(&[""], &GradientTrace::none(20).injected(&[10], 0.0, 0));
         let after: Vec<_> = comparison.trajectories[0].attempts.iter().map(|attempt| attempt.after).collect();
         let expected = [[32768.0; 4].as_slice(), &[65536.0; 5], &[131_072.0], &[65536.0; 5], &[131_072.0; 5]].concat();
         assert_eq!(after, expected);
@@ -414,7 +410,7 @@ mod tests {
 
     #[test]
     fn an_empty_simulation_does_not_panic() {
-        assert!(!compare(&["", ""], &GradientTrace::at(&[], 0)).page(80).text().is_empty());
-        assert!(!compare(&[], &GradientTrace::at(&[], 3)).page(10).text().is_empty());
+        assert!(!compare(&["", ""], &GradientTrace::none(0)).page(80).text().is_empty());
+        assert!(!compare(&[], &GradientTrace::none(3)).page(10).text().is_empty());
     }
 }

@@ -3,7 +3,6 @@
 use serde::Serialize;
 
 use super::{GradientTrace, StepCondition};
-use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
 
 /// log2 max|g| as a normal variable around a level that drifts and jumps, with spikes.
@@ -56,13 +55,8 @@ impl GradientModel {
             source.push(format!("jump {} at {at}", self.jump));
         }
         source.push(format!("seed {seed}"));
-        GradientTrace {
-            source: source.join(", "),
-            first: 0,
-            visits: (0..steps as u64).map(visit).collect(),
-            max: FloatFormat::FP16.max(),
-            tokens_per_step: 0,
-        }
+        let visits = (0..steps as u64).map(visit).collect();
+        GradientTrace { source: source.join(", "), visits, ..GradientTrace::none(0) }
     }
 }
 

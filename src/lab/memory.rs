@@ -254,8 +254,8 @@ impl MemoryPlan {
                 engine: ours,
                 textbook: theirs,
                 largest_batch: (
-                    policy.and_then(|policy| largest(budget, |batch| bytes(policy, batch))),
-                    largest(budget, |batch| total(&textbook(recipe, batch))),
+                    budget.zip(policy).and_then(|(all, policy)| largest_batch(all, |batch| bytes(policy, batch))),
+                    budget.and_then(|all| largest_batch(all, |batch| total(&textbook(recipe, batch)))),
                 ),
             })
         };
@@ -470,11 +470,6 @@ fn textbook(spec: &ModelSpec, recipe: Recipe, [batch, seq_len]: [usize; 2], adap
         item(MemoryCategory::Adam, adam),
         item(MemoryCategory::Activations, kept + 4 * b * s * vocab),
     ]
-}
-
-/// The largest batch whose memory is within the budget; `None` if one sequence is too large.
-fn largest(budget: Option<u64>, bytes: impl Fn(usize) -> u64) -> Option<usize> {
-    largest_batch(budget?, bytes)
 }
 
 /// The model called `name`: one of [`ModelSpec::names`]; `7b`, GPT-3's 6.7B; or a number of parameters such as `350M` or

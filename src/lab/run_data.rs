@@ -126,8 +126,9 @@ impl RunData {
     /// The scaler's settings. Where the first steps are not kept, it begins with the scale of the first that is.
     pub(crate) fn scaler(&self) -> Option<GradScalerConfig> {
         let config: GradScalerConfig = self.setting("/scaler")?;
+        let enabled = config.enabled && self.policy().needs_loss_scale();
         let cut = self.sums.steps.front().filter(|_| self.sums.earlier > 0);
-        Some(GradScalerConfig { init_scale: cut.map_or(config.init_scale, |step| step.loss_scale), ..config })
+        Some(GradScalerConfig { enabled, init_scale: cut.map_or(config.init_scale, |step| step.loss_scale), ..config })
     }
 
     pub(crate) fn first_scale(&self) -> Option<f32> {
@@ -356,6 +357,18 @@ mod tests {
         ];
         assert_eq!(overflows.visits, expected);
         assert_eq!(run.peak_rss_bytes, Some(3 << 20));
+    }
+
+    /// The replay of a run without loss scaling grew a scale that the run did not have.
+    #[test]
+    fn a_replay_scales_only_if_the_run_did() {
+        let (folder, fp16) = run();
+        let log = folder.path().join("events.jsonl");
+        let text = std::fs::read_to_string(&log).unwrap();
+        let [narrow, wide] = [PrecisionPolicy::FP16, PrecisionPolicy::BF16].map(|policy| policy.to_string());
+        std::fs::write(&log, text.replace(&narrow, &wide)).unwrap();
+        let bf16 = RunData::read(folder.path()).unwrap();
+        assert_eq!([fp16, bf16].map(|run| run.scaler().unwrap().enabled), [true, false]);
     }
 
     /// The last two of the three, from the scale of the first of them; what is not replayed counts them all.

@@ -241,7 +241,7 @@ impl Trajectory {
             lost,
             repeated: attempts.len() - overflows.visits.len(),
             growths: count(|attempt| matches!(attempt.change, ScaleChange::Grew { .. })),
-            at_floor: attempts.iter().filter(|attempt| attempt.scale <= config.min_scale).count(),
+            at_floor: attempts.iter().filter(|it| config.enabled && it.scale <= config.min_scale).count(),
             mean_log2: sum / attempts.len().max(1) as f64,
             attempts,
         })

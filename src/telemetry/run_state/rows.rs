@@ -26,7 +26,7 @@ pub struct EventRow {
 }
 
 impl EventRow {
-    /// An event worth listing; `None` for steps that did not change the scale, and for variances.
+    /// An event worth listing; `None` for phases, figures of layers, and steps whose scale neither grew nor was lowered.
     pub(super) fn of(t: u64, s: f64, step: u64, event: &Event) -> Option<Self> {
         let mut more = 0;
         let event = match event {

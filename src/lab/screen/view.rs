@@ -135,30 +135,27 @@ fn help_page(state: &LabState) -> Page {
     if lab_tab.play.is_some() || !lab_tab.keys.is_empty() {
         page.title(format!("Keys of {}", lab_tab.name));
         if lab_tab.play.is_some() {
-            page.push(Line::new().with(Role::Title, "  space       ").plain("run and pause"));
+            page.push(key_line("space", "run and pause"));
         }
-        for key in lab_tab.keys {
-            page.push(Line::new().with(Role::Title, format!("  {:<12}", key.written)).plain(key.help));
-        }
+        lab_tab.keys.iter().for_each(|key| page.push(key_line(key.written, key.help)));
         page.gap();
     }
     page.title("Keys");
     if !lab_tab.scenarios.is_empty() {
-        page.push(
-            Line::new().with(Role::Title, "  a b c d     ").plain("load a scenario; its first line says what to try"),
-        );
+        page.push(key_line("a b c d", "load a scenario; its instructions are the first lines"));
     }
-    page.push(
-        Line::new()
-            .with(Role::Title, "  A-Z         ")
-            .plain("select the next parameter with this first letter; free small letters too"),
-    );
+    page.push(key_line("A-Z", "select the next parameter with this first letter; free small letters too"));
     for binding in KEYS {
-        page.push(Line::new().with(Role::Title, format!("  {:<12}", binding.written)).plain(binding.help));
+        page.push(key_line(binding.written, binding.help));
     }
     page.gap();
     page.push(Line::new().dim("finetune lab VIEW prints the same as text, or with --json for scripts."));
     page
+}
+
+/// A key and its help.
+fn key_line(written: &str, help: &str) -> Line {
+    Line::new().with(Role::Title, format!("  {written:<12}")).plain(help)
 }
 
 #[cfg(test)]

@@ -248,7 +248,7 @@ impl BlocksArgs {
 impl CastsArgs {
     fn report(&self, run: Option<&RunData>) -> Result<DtypeReport> {
         let policy = self.policy.as_deref().map(str::parse).transpose()?;
-        DtypeReport::of(policy.or(run.map(RunData::policy)).unwrap_or(PrecisionPolicy::FP16))
+        DtypeReport::of(policy.or(run.map(|run| run.started.precision())).unwrap_or(PrecisionPolicy::FP16))
     }
 }
 
@@ -390,8 +390,9 @@ impl MemoryArgs {
             && let Some(peak) = run.peak_rss_bytes.filter(|_| as_it_ran)
         {
             let (spec, kind, recipe) = recipe_from_run(run, config)?;
-            let engine = setup.engine(&spec, run.policy(), kind)?;
-            memory.measured = Some(MeasuredRun { policy: run.policy(), recipe, peak, engine });
+            let policy = run.started.precision();
+            let engine = setup.engine(&spec, policy, kind)?;
+            memory.measured = Some(MeasuredRun { policy, recipe, peak, engine });
         }
         Ok(memory)
     }

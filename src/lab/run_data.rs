@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::ranges::ValueRange;
 use super::scaler::{GradientTrace, StepCondition};
-use crate::precision::{Dtype, ExponentHistogram, FloatFormat, GradScalerConfig, PrecisionPolicy, TensorStats};
+use crate::precision::{Dtype, ExponentHistogram, FloatFormat, GradScalerConfig, TensorStats};
 use crate::store::tensor_file::TensorFile;
 use crate::telemetry::{Event, ProbeTotals, RunState, Started, StepRecord, StepStatus};
 use crate::{Error, Result};
@@ -126,23 +126,13 @@ impl RunData {
     /// The scaler's settings. Where the first steps are not kept, it begins with the scale of the first that is.
     pub(crate) fn scaler(&self) -> Option<GradScalerConfig> {
         let config: GradScalerConfig = self.setting("/scaler")?;
-        let enabled = config.enabled && self.policy().needs_loss_scale();
+        let enabled = config.enabled && self.started.precision().needs_loss_scale();
         let cut = self.sums.steps.front().filter(|_| self.sums.earlier > 0);
         Some(GradScalerConfig { enabled, init_scale: cut.map_or(config.init_scale, |step| step.loss_scale), ..config })
     }
 
     pub(crate) fn first_scale(&self) -> Option<f32> {
         self.sums.first_scale
-    }
-
-    /// The run's precision policy; FP16 if it is not known.
-    pub(crate) fn policy(&self) -> PrecisionPolicy {
-        self.started.precision()
-    }
-
-    /// The storage type of gradients.
-    fn gradient_format(&self) -> FloatFormat {
-        self.policy().grads.format()
     }
 
     /// A value of the run's configuration, by its JSON pointer; `None` if it is missing or has a different type.
@@ -168,7 +158,8 @@ impl RunData {
         let probed =
             if self.setting("/train/grad_accum") == Some(1u64) { &self.sums.largest } else { &BTreeMap::new() };
         // Even with FP32 weight gradients, activation gradients pass through FP16, whose maximum decides.
-        let format = if self.policy().compute == Dtype::F16 { FloatFormat::FP16 } else { self.gradient_format() };
+        let policy = self.started.precision();
+        let format = if policy.compute == Dtype::F16 { FloatFormat::FP16 } else { policy.grads.format() };
         let visit = |step: &Step| match probed.get(&step.number) {
             Some(largest) if step.loss_is_finite && *largest > 0.0 => StepCondition::Largest(*largest),
             _ => StepCondition::of_step(step.loss_scale, step.max_abs, step.applied, step.loss_is_finite),
@@ -196,7 +187,7 @@ impl RunData {
             return Err(Error::data(self.folder.display(), message));
         }
         Ok((
-            format!("gradients that {} kept in {}", self.name(), self.gradient_format().name),
+            format!("gradients that {} kept in {}", self.name(), self.started.precision().grads.format().name),
             self.sums.stored.clone(),
         ))
     }
@@ -308,6 +299,7 @@ pub(crate) use tests::write_run;
 mod tests {
     use super::*;
     use crate::engine::model::ModelSpec;
+    use crate::precision::PrecisionPolicy;
     use crate::telemetry::{ActivationMax, EventLog, Fp32Probe, GradStats, GradVariance, Record, VERSION};
 
     fn run() -> (tempfile::TempDir, RunData) {

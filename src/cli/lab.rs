@@ -32,7 +32,7 @@ use crate::precision::PrecisionPolicy;
 use crate::screen::Terminal;
 use crate::store::{StoredModel, has_gguf_extension};
 use crate::telemetry::{ProcessStats, Started};
-use crate::train::{Config, DistributedLayout, ObjectiveSection};
+use crate::train::{Config, DistributedLayout, MemoryExtras, ObjectiveSection};
 use crate::ui::{ColorScheme, Page, Role, Theme};
 use crate::untrusted::SanitizingWriter;
 use crate::{Error, Result};
@@ -376,10 +376,12 @@ impl MemoryArgs {
             budget: self.memory,
             rank: self.rank,
             keep: run.and_then(|run| run.setting("/train/recompute")).unwrap_or_default(),
-            probes: run.is_some_and(|run| run.probed.nonzero > 0),
-            rollouts: objective.kind.samples_completions(),
-            sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
-            threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
+            extras: MemoryExtras {
+                probes: run.is_some_and(|run| run.probed.nonzero > 0),
+                sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
+                rollouts: objective.kind.samples_completions(),
+                threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
+            },
             process: program,
         };
         let mut memory = MemoryPlan::new(&name, &config, setup)?;

@@ -7,9 +7,7 @@ use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Checkpointing, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
-use crate::train::{
-    DistributedLayout, MemoryEstimate, largest_batch, packed_bytes, probe_bytes, rollout_bytes, sample_bytes,
-};
+use crate::train::{DistributedLayout, MemoryEstimate, MemoryExtras, largest_batch};
 use crate::ui::format::bytes;
 use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
@@ -187,15 +185,8 @@ pub struct TrainSetup {
     pub layout: DistributedLayout,
     /// The activations that the forward pass keeps.
     pub keep: Checkpointing,
-    /// Whether FP32 probes run between the steps.
-    pub probes: bool,
-    /// The maximum number of tokens of a text sample, and the bytes of its prompt.
-    pub sample: [usize; 2],
-    /// Whether completions are sampled between the steps.
-    pub rollouts: bool,
-    /// The threads of a run on this machine, whose packed operands are counted. `None` for figures that are the same on every
-    /// machine.
-    pub threads: Option<usize>,
+    /// The work in addition to the steps.
+    pub extras: MemoryExtras,
     /// The memory of the program itself with its tokenizer, in bytes.
     pub process: u64,
 }
@@ -204,20 +195,9 @@ impl TrainSetup {
     /// This engine's memory, the program's own included. `spec` has the adapters, if there are any.
     pub fn engine(&self, spec: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<MemoryItem>> {
         let kernels: &dyn Kernels = if self.layout.on_gpu { &CandleKernels } else { &Fused };
-        let ([batch, seq_len, _], [tokens, prompt]) = (self.shape, self.sample);
-        let mut bytes = MemoryEstimate::new(self.layout, spec, policy, self.shape, self.keep, kind, kernels)?;
-        bytes.scratch += sample_bytes(spec, policy, tokens, prompt);
-        if self.rollouts {
-            bytes.scratch += rollout_bytes(&bytes, spec, policy, seq_len);
-        }
-        if let Some(threads) = self.threads {
-            bytes.scratch += packed_bytes(spec, policy, batch * seq_len, self.probes, threads, kernels)?;
-        }
-        let mut items = items(bytes);
-        if self.probes {
-            let bytes = probe_bytes(self.layout, spec, policy, [batch, seq_len])?;
-            items.push(MemoryItem { group: MemoryCategory::Probe, bytes });
-        }
+        let [batch, seq_len, _] = self.shape;
+        let step = MemoryEstimate::new(self.layout, spec, policy, self.shape, self.keep, kind, kernels)?;
+        let mut items = items(step.with_extras(self.extras, self.layout, spec, policy, [batch, seq_len], kernels)?);
         items.push(MemoryItem { group: MemoryCategory::Process, bytes: self.process });
         Ok(items)
     }
@@ -416,14 +396,16 @@ struct Row<'a> {
 /// The engine's bytes by group.
 fn items(bytes: MemoryEstimate) -> Vec<MemoryItem> {
     let item = |group, bytes| MemoryItem { group, bytes };
-    vec![
+    let probe = (bytes.probe > 0).then(|| item(MemoryCategory::Probe, bytes.probe));
+    let step = [
         item(MemoryCategory::Weights, bytes.weights),
         item(MemoryCategory::Masters, bytes.masters),
         item(MemoryCategory::Gradients, bytes.gradients),
         item(MemoryCategory::Adam, bytes.adam),
         item(MemoryCategory::Activations, bytes.activations),
         item(MemoryCategory::Buffers, bytes.scratch + bytes.scores),
-    ]
+    ];
+    step.into_iter().chain(probe).collect()
 }
 
 /// The sum of all items; at most `u64::MAX`.
@@ -516,6 +498,7 @@ fn compact(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::train::sample_bytes;
 
     fn setup(shape: [usize; 3], budget: Option<u64>) -> TrainSetup {
         TrainSetup { shape, budget, rank: 16, ..TrainSetup::default() }
@@ -550,7 +533,8 @@ mod tests {
     fn rollouts_are_counted() {
         let spec = model_named("distilgpt2").unwrap();
         let bytes = |rollouts| {
-            let setup = TrainSetup { rollouts, ..setup([8, 256, 1], None) };
+            let extras = MemoryExtras { rollouts, ..MemoryExtras::default() };
+            let setup = TrainSetup { extras, ..setup([8, 256, 1], None) };
             total(&setup.engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
         };
         let caches = 32 * sample_bytes(&spec, PrecisionPolicy::FP16, 256, 0);

@@ -55,6 +55,22 @@ pub struct MemoryEstimate {
     pub scratch: u64,
     /// Attention's scores, if the kernels store them; candle's do.
     pub scores: u64,
+    /// The FP32 probe's activations, gradients and weights.
+    pub probe: u64,
+}
+
+/// The work of a run in addition to its steps, and the packed operands of both.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct MemoryExtras {
+    /// Whether FP32 probes run between the steps.
+    pub probes: bool,
+    /// The maximum number of tokens of a text sample, and the bytes of its prompt.
+    pub sample: [usize; 2],
+    /// Whether completions are sampled between the steps.
+    pub rollouts: bool,
+    /// The threads of a run on this machine, whose packed operands are counted. `None` for figures that are the same on every
+    /// machine.
+    pub threads: Option<usize>,
 }
 
 impl MemoryEstimate {
@@ -89,20 +105,46 @@ impl MemoryEstimate {
             gradients += sum;
         }
         let (weights, scratch) = (weights + frozen.dense + frozen.blocks, scratch + frozen.buffer);
-        Ok(Self { weights, masters, gradients, adam, activations, scratch, scores })
+        Ok(Self { weights, masters, gradients, adam, activations, scratch, scores, probe: 0 })
+    }
+
+    /// Adds `extras` to an estimate for batches of `batch` sequences of `seq_len` tokens.
+    pub fn with_extras(
+        mut self,
+        extras: MemoryExtras,
+        layout: DistributedLayout,
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
+        [batch, seq_len]: [usize; 2],
+        kernels: &dyn Kernels,
+    ) -> Result<Self> {
+        let MemoryExtras { probes, sample: [tokens, prompt], rollouts, threads } = extras;
+        self.scratch += sample_bytes(spec, policy, tokens, prompt);
+        if rollouts {
+            // Completions have a KV cache each, and weights that stay packed.
+            let weights = if self.weights == 0 { self.masters } else { self.weights };
+            self.scratch += BATCH_SIZE as u64 * sample_bytes(spec, policy, seq_len, 0) + weights;
+        }
+        if let Some(threads) = threads {
+            self.scratch += packed_bytes(spec, policy, batch * seq_len, probes, threads, kernels)?;
+        }
+        if probes {
+            self.probe = probe_bytes(layout, spec, policy, [batch, seq_len])?;
+        }
+        Ok(self)
     }
 
     /// The sum.
     pub fn total(&self) -> u64 {
-        let Self { weights, masters, gradients, adam, activations, scratch, scores } = self;
-        weights + masters + gradients + adam + activations + scratch + scores
+        let Self { weights, masters, gradients, adam, activations, scratch, scores, probe } = self;
+        weights + masters + gradients + adam + activations + scratch + scores + probe
     }
 }
 
 /// The bytes of an FP32 probe of a micro-batch in one of the processes, in addition to the engine: a separate workspace
 /// and gradients, and FP32 weights unless the weights are FP32; also whole masters, and whole gradients if they are sharded. The
 /// blocks of a base are shared.
-pub fn probe_bytes(
+fn probe_bytes(
     DistributedLayout { world_size, sharding, on_gpu, .. }: DistributedLayout,
     spec: &ModelSpec,
     policy: PrecisionPolicy,
@@ -130,7 +172,7 @@ pub fn probe_bytes(
 /// Bytes of the packing buffers of matrix products for micro-batches of `tokens` tokens on `threads` threads. They
 /// depend on the CPU: without BF16 instructions, BF16 operands are packed as FP32. FP32 `probes` reuse the same
 /// buffers.
-pub fn packed_bytes(
+fn packed_bytes(
     spec: &ModelSpec,
     policy: PrecisionPolicy,
     tokens: usize,
@@ -149,12 +191,6 @@ pub fn packed_bytes(
 pub fn sample_bytes(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize, prompt: usize) -> u64 {
     let capacity = if tokens == 0 { 0 } else { tokens.saturating_add(prompt.max(1)).min(spec.max_position_embeddings) };
     KvCache::bytes(spec, policy, capacity)
-}
-
-/// Bytes of sampling completions of up to `seq_len` tokens: a KV cache for each of a batch, and the weights in packed form.
-pub fn rollout_bytes(engine: &MemoryEstimate, spec: &ModelSpec, policy: PrecisionPolicy, seq_len: usize) -> u64 {
-    let weights = if engine.weights == 0 { engine.masters } else { engine.weights };
-    BATCH_SIZE as u64 * sample_bytes(spec, policy, seq_len, 0) + weights
 }
 
 /// Bytes of a frozen base.
@@ -199,16 +235,15 @@ fn required_bytes(
 ) -> u64 {
     let (train, rows) = (&config.train, config.objective.rows(batch));
     let sizes = [rows, train.seq_len, train.grad_accum * train.batch_size.div_ceil(batch)];
-    let probes = config.telemetry.probe_every > 0;
+    let extras = MemoryExtras {
+        probes: config.telemetry.probe_every > 0,
+        sample: [train.sample_tokens, train.prompt.len()],
+        rollouts: config.objective.kind.samples_completions(),
+        threads: Some(rayon::current_num_threads()),
+    };
     let bytes = || -> Result<u64> {
-        let engine = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
-        let probe = if probes { probe_bytes(layout, spec, config.dtype, [rows, train.seq_len])? } else { 0 };
-        let (tokens, threads) = (rows * train.seq_len, rayon::current_num_threads());
-        let packed = packed_bytes(spec, config.dtype, tokens, probes, threads, kernels)?;
-        let sample = sample_bytes(spec, config.dtype, train.sample_tokens, train.prompt.len());
-        let samples = config.objective.kind.samples_completions();
-        let rollouts = if samples { rollout_bytes(&engine, spec, config.dtype, train.seq_len) } else { 0 };
-        Ok(engine.total() + probe + packed + sample + rollouts)
+        let step = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
+        Ok(step.with_extras(extras, layout, spec, config.dtype, [rows, train.seq_len], kernels)?.total())
     };
     bytes().unwrap_or(u64::MAX)
 }

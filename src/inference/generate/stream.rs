@@ -10,8 +10,8 @@ const REPLACEMENT: char = '\u{FFFD}';
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The last token with text in the previous piece, because some decoders treat the first token of a text
-    /// differently, and the tokens after it.
+    /// The last tokens that are a text by themselves, because some decoders treat the first token of a text differently, and
+    /// the tokens after them.
     ids: Vec<u32>,
     /// Bytes of `ids`' text that have been returned.
     returned: usize,
@@ -27,14 +27,21 @@ impl<'a> TextStream<'a> {
     pub fn push(&mut self, id: u32) -> Result<String> {
         self.ids.push(id);
         let text = self.tokenizer.decode(&self.ids)?;
-        let certain = text.strip_suffix(REPLACEMENT).unwrap_or(&text);
+        // Some decoders replace every byte of an incomplete character.
+        let certain = text.trim_end_matches(REPLACEMENT);
         let piece = certain.get(self.returned..).unwrap_or_default().to_owned();
+        self.returned = self.returned.max(certain.len());
         // A special token has no text, and must not be taken for the first token.
         if certain.len() == text.len() && !piece.is_empty() {
-            self.ids.drain(..self.ids.len() - 1);
-            self.returned = self.tokenizer.decode(&self.ids)?.len();
-        } else {
-            self.returned = self.returned.max(certain.len());
+            // Without its other bytes, the last byte of a character would spoil the next one.
+            for start in (0..self.ids.len()).rev() {
+                let tail = self.tokenizer.decode(&self.ids[start..])?;
+                if !tail.contains(REPLACEMENT) {
+                    self.ids.drain(..start);
+                    self.returned = tail.len();
+                    break;
+                }
+            }
         }
         Ok(piece)
     }
@@ -84,6 +91,20 @@ mod tests {
     #[test]
     fn a_special_token_does_not_take_the_space_after_it() {
         assert_eq!(pieces_of(&words(), &[0, 3, 1, 3, 3, 0]), ["a", "", " bc", "", "", " a", ""]);
+    }
+
+    /// Bytes outside of the vocabulary are tokens, as in Llama 2 and Gemma.
+    #[test]
+    fn characters_of_byte_tokens_are_returned_whole() {
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+            "pre_tokenizer": null, "added_tokens": [],
+            "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "<0xE8>": 1, "<0xAA>": 2, "<0x9E>": 3}, "unk_token": "a"},
+        });
+        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "bytes").unwrap();
+        let ids = [0, 1, 2, 3, 1, 2, 3, 0];
+        assert_eq!(pieces_of(&tokenizer, &ids), ["a", "", "", "語", "", "", "語", "a", ""]);
     }
 
     proptest! {

@@ -227,10 +227,11 @@ impl ChatFormat {
             ));
         }
         if renderer.is_harmony {
-            let contents = conversation.messages.iter().map(ToString::to_string);
+            let contents = conversation.messages.iter().chain(tools).map(ToString::to_string);
             return harmony::marked(own.text, contents).ok_or_else(|| {
                 wrong(
-                    "a message contains `<|start|>`, which marks messages in the Harmony format; remove it".to_owned(),
+                    "a message or a tool contains `<|start|>`, which marks messages in the Harmony format; remove it"
+                        .to_owned(),
                 )
             });
         }

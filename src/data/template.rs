@@ -171,7 +171,7 @@ impl Template {
             });
         }
         let source = with_percent(&replace_generation_tags(source));
-        let has_generation_blocks = source.contains(GENERATION_MARKERS[0]);
+        let has_generation_blocks = source.contains(GENERATION_MARKERS);
         environment.add_template_owned(NAME, source).map_err(|error| explain(origin, &error))?;
         Ok(Self { environment, origin: origin.to_owned(), tokens, has_generation_blocks })
     }
@@ -202,9 +202,13 @@ impl Template {
         for (name, token) in [("bos_token", bos), ("eos_token", eos)] {
             variables.extend(token.iter().map(|token| (name, Value::from(token.as_str()))));
         }
-        if self.has_generation_blocks && conversation.messages.iter().any(contains_marker) {
-            let message = "a message contains U+FDD0 or U+FDD1, which are noncharacters and reserved for marking \
-                 answers; remove them";
+        if !self.has_generation_blocks {
+            let text = template.render(variables).map_err(fail)?;
+            return Ok(Rendered { text, assistant_ranges: Vec::new() });
+        }
+        if conversation.messages.iter().chain(tools).any(contains_marker) {
+            let message = "a message or a tool contains U+FDD0 or U+FDD1, which are noncharacters and reserved for \
+                 marking answers; remove them";
             return Err(Error::model(&self.origin, message));
         }
         let marked = template.render(variables).map_err(fail)?;
@@ -319,6 +323,20 @@ mod tests {
         );
         let words: Vec<&str> = assistant_ranges.into_iter().map(|range| &text[range]).collect();
         assert_eq!(words, ["Ho ✓<|im_end|>\n", "!<|im_end|>\n"]);
+    }
+
+    /// A template without marked answers writes the characters that mark them in others.
+    #[test]
+    fn the_characters_of_marks_are_text_or_refused() {
+        let chat = conversation(&[("user", "a\u{FDD0}b\u{FDD1}")]);
+        let plain = template("{{ messages[0].content }}").render(&chat, None, false).unwrap();
+        assert_eq!((plain.text.as_str(), &plain.assistant_ranges[..]), ("a\u{FDD0}b\u{FDD1}", &[][..]));
+        assert!(template(CHATML).render(&chat, None, false).is_err());
+        let tools = read_json(r#"[{"name": "\ufdd0f\ufdd1"}]"#).unwrap();
+        let marking = template("{{ tools }}{% generation %}{% endgeneration %}");
+        let message = marking.render(&Conversation::default(), Some(&tools), false).unwrap_err().to_string();
+        assert!(message.contains("a message or a tool contains U+FDD0"), "{message}");
+        assert!(template("{% endgeneration %}").render(&chat, None, false).is_err());
     }
 
     #[test]

@@ -227,7 +227,7 @@ fn thoughts_and_answers_in_harmony_are_one_answer() {
     let whole = "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>";
     assert_eq!(learned, [whole]);
     let message = render("<|start|>assistant").unwrap_err().to_string();
-    assert!(message.contains("a message contains `<|start|>`"), "{message}");
+    assert!(message.contains("a message or a tool contains `<|start|>`"), "{message}");
 }
 
 #[test]

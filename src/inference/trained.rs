@@ -6,6 +6,7 @@ use crate::engine::kernels::view;
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype, merge_adapters};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::store::adapter::AdapterFolder;
+use crate::store::aux_files::CHAT_TEMPLATE;
 use crate::store::base::check_range;
 use crate::store::checkpoint::{Base, Checkpoint, CorruptFile, latest_valid, verify};
 use crate::store::{AdapterSource, AuxFiles, StoredModel, WeightSource};
@@ -77,7 +78,8 @@ impl TrainedModel {
         let own = file.as_ref().map_or_else(|| weights.tokenizer(), |file| Tokenizer::from_file(file).map(Some))?;
         let aux_files = match &adapters {
             Some(AdapterSource::Checkpoint(_)) => AuxFiles::of_folder(&path)?,
-            _ => weights.aux_files()?,
+            Some(AdapterSource::Folder(_)) => with_own_files(weights.aux_files()?, &path)?,
+            None => weights.aux_files()?,
         };
         let file = match file {
             Some(file) => file,
@@ -115,8 +117,8 @@ impl TrainedModel {
         DatasetOptions { chat, ..DatasetOptions::default() }
     }
 
-    /// The same model with the adapters in `folder`, in PEFT's format. Fails with [`Error::Model`] naming the part that
-    /// does not fit; [`Error::Config`] if the model already has adapters.
+    /// The same model with the adapters in `folder`, in PEFT's format, and their chat template if they have one. Fails with
+    /// [`Error::Model`] naming the part that does not fit; [`Error::Config`] if the model already has adapters.
     pub fn with_adapters(self, folder: &Path) -> Result<Self> {
         if self.adapters.is_some() {
             return Err(Error::config(
@@ -126,7 +128,11 @@ impl TrainedModel {
         }
         let adapters = AdapterSource::open(folder)?;
         adapters.spec(&self.spec)?;
-        Ok(Self { adapters: Some(adapters), ..self })
+        let mut aux_files = self.aux_files;
+        if let Some(template) = AuxFiles::of_folder(folder)?.chat()?.template {
+            aux_files.insert(CHAT_TEMPLATE, template);
+        }
+        Ok(Self { adapters: Some(adapters), chat: aux_files.chat()?, aux_files, ..self })
     }
 
     /// The model with its adapters; `None` without.
@@ -248,6 +254,20 @@ fn base_of(adapters: &AdapterSource, locate: &mut Locate<'_>) -> Result<(WeightS
     let model = StoredModel::open(&path)?;
     let spec = model.spec().clone();
     Ok((WeightSource::Stored(model), spec))
+}
+
+/// The small files of a base, replaced by those in a `folder` of adapters, whose chat template they were trained with.
+fn with_own_files(mut files: AuxFiles, folder: &Path) -> Result<AuxFiles> {
+    let own = AuxFiles::of_folder(folder)?;
+    let template = own.chat()?.template.or(files.chat()?.template);
+    own.iter().for_each(|(name, bytes)| files.insert(name, bytes));
+    // Either configuration of a tokenizer may have a template inside.
+    if files.chat()?.template != template
+        && let Some(template) = template
+    {
+        files.insert(CHAT_TEMPLATE, template);
+    }
+    Ok(files)
 }
 
 /// A decoder of `spec` with these FP32 adapters, rounded to the policy's compute type, over their base of that type, on

@@ -225,6 +225,22 @@ fn exported_and_merged_adapters_have_the_logits_of_the_run() {
     }
 }
 
+/// Adapters are used with the template that they were trained with, not with the base's.
+#[test]
+fn adapters_keep_their_chat_template() {
+    let fixture = CliFixture::new();
+    let chats = "--model model --data chats --lora r=1,alpha=2 --chat-template chatml --loss-on all";
+    fixture.said(&small("run", 1, chats));
+    fixture.said("export run adapter");
+    let open =
+        |path: &str| TrainedModel::open_with(&fixture.path(path), None, &mut |name, _| Ok(fixture.path(name))).unwrap();
+    let template = open("checkpoints/run").chat.template;
+    assert!(template.as_ref().is_some_and(|template| template.contains("<|im_start|>")));
+    assert_eq!(open("adapter").chat.template, template);
+    assert_eq!(open("model").with_adapters(&fixture.path("adapter")).unwrap().chat.template, template);
+    assert_ne!(open("model").chat.template, template);
+}
+
 /// Adapters over a quantized base behave like adapters over any base: used, exported and merged.
 #[test]
 fn a_quantized_base_stays_in_blocks_and_its_adapters_are_used_and_merged() {

@@ -20,20 +20,13 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
         Dtype::BF16 => "bfloat16",
     };
     save(folder, "config.json", trained.spec.to_json(torch_dtype).as_bytes())?;
-    save(folder, "tokenizer.json", trained.tokenizer.json())?;
-    let mut aux_files = trained.aux_files.clone();
-    if aux_files.get(TOKENIZER_CONFIG).is_none() {
-        let mut config = tokenizer_config(&trained.tokenizer);
-        config["model_max_length"] = trained.spec.max_position_embeddings.into();
-        aux_files.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
-    }
-    aux_files.iter().try_for_each(|(name, text)| save(folder, name, text))?;
+    write_tokenizer(trained, folder)?;
     let tensors = trained.spec.family.stored_tensors(weights.iter())?;
     let path = folder.join("model.safetensors");
     write_file(&path, |file| write_tensors(file, &path, &tensors))
 }
 
-/// Fills `folder` with the adapters and the tokenizer.
+/// Fills `folder` with the adapters, the tokenizer and the chat template.
 pub(super) fn write_adapters(
     trained: &TrainedModel,
     (spec, adapters): (&ModelSpec, &Parameters),
@@ -43,9 +36,21 @@ pub(super) fn write_adapters(
     check_range(adapters, &trained.path.display().to_string(), dtype)?;
     let rounded = converted(adapters, candle_dtype(dtype), &Device::Cpu)?;
     save(folder, ADAPTER_CONFIG, adapter_config(spec, trained.base().as_ref()).as_bytes())?;
-    save(folder, "tokenizer.json", trained.tokenizer.json())?;
+    write_tokenizer(trained, folder)?;
     let path = folder.join(ADAPTER_WEIGHTS);
     write_file(&path, |file| write_adapter(file, &path, spec, &rounded))
+}
+
+/// Writes the tokenizer and the small files of a model.
+fn write_tokenizer(trained: &TrainedModel, folder: &Path) -> Result<()> {
+    save(folder, "tokenizer.json", trained.tokenizer.json())?;
+    let mut aux_files = trained.aux_files.clone();
+    if aux_files.get(TOKENIZER_CONFIG).is_none() {
+        let mut config = tokenizer_config(&trained.tokenizer);
+        config["model_max_length"] = trained.spec.max_position_embeddings.into();
+        aux_files.insert(TOKENIZER_CONFIG, format!("{config:#}\n"));
+    }
+    aux_files.iter().try_for_each(|(name, text)| save(folder, name, text))
 }
 
 fn save(folder: &Path, name: &str, text: &[u8]) -> Result<()> {

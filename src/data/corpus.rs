@@ -246,6 +246,9 @@ impl<'a> DatasetBuilder<'a> {
             Some(file) => file,
             None => self.tokenize(&files.documents, tokenizer, &key, &path)?,
         };
+        // The key of text has no objective, so the tokens may come from a run with another one.
+        let fits = self.options.samples.require(file.contents.samples, "text");
+        fits.map_err(|message| Error::data(source, message))?;
         let bytes_per_token = file.text_bytes as f64 / file.trained.max(1) as f64;
         Ok(Corpus { tokens: TokenSource::from_file(file).with_bos(tokenizer.bos()), bytes_per_token, key })
     }
@@ -321,6 +324,22 @@ mod tests {
         assert_eq!(set.bytes_per_token, 1.3);
         let byte = DatasetBuilder::new(folder.path()).load(&source, None, &Tokenizer::byte()).unwrap();
         assert_eq!(byte.validation_bytes_per_token, 1.0);
+    }
+
+    #[test]
+    fn cached_text_is_refused_by_an_objective_that_needs_pairs() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("text.txt");
+        std::fs::write(&path, "some text").unwrap();
+        let (source, tokenizer) = (path.display().to_string().parse().unwrap(), Tokenizer::byte());
+        let refused = || {
+            let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
+            let set = DatasetBuilder::new(folder.path()).options(options).load(&source, None, &tokenizer);
+            set.unwrap_err().to_string().contains("contains text, but this objective needs pairs")
+        };
+        assert!(refused());
+        DatasetBuilder::new(folder.path()).load(&source, None, &tokenizer).unwrap();
+        assert!(refused());
     }
 
     #[test]

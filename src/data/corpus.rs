@@ -163,7 +163,7 @@ impl<'a> DatasetBuilder<'a> {
     pub fn eval_examples(&mut self, source: &DataSource) -> Result<Vec<EvalExample>> {
         let mut examples = Vec::new();
         let advice = "contains text, not conversations; use a file with rows of `messages`";
-        self.for_each_row(source, advice, |rows, document, location, row| {
+        self.for_each_row(source, advice, false, |rows, document, location, row| {
             let example = rows.example(&row, || format!("`{}`, {location},", document.origin));
             let example = example.map_err(|message| document.error(format!("{location}: {message}")))?;
             if let Example::Sample(Sample::Conversation { conversation: mut prompt, tools, .. }) = example
@@ -184,7 +184,7 @@ impl<'a> DatasetBuilder<'a> {
     pub fn prompts(&mut self, source: &DataSource) -> Result<Vec<PromptRow>> {
         let mut prompts = Vec::new();
         let advice = "contains text, not rows; use a file with rows of `prompt` or `messages`";
-        self.for_each_row(source, advice, |rows, document, location, row| {
+        self.for_each_row(source, advice, true, |rows, document, location, row| {
             let (origin, location) = (document.origin.clone(), location.to_string());
             let found = rows.prompt(&row).map_err(|message| document.error(format!("{location}: {message}")))?;
             prompts.push(PromptRow { origin, location, row, prompt: found });
@@ -193,11 +193,13 @@ impl<'a> DatasetBuilder<'a> {
         Ok(prompts)
     }
 
-    /// Passes the rows of `source` to `on_row`. `advice` is the error for a source of text.
+    /// Passes the rows of `source` to `on_row`, with all columns of a Parquet file or only the known ones. `advice` is the
+    /// error for a source of text.
     fn for_each_row(
         &mut self,
         source: &DataSource,
         advice: &str,
+        every_column: bool,
         mut on_row: impl FnMut(&mut RowReader<'_>, &Document, RowLocation, Value) -> Result<()>,
     ) -> Result<()> {
         if *source == DataSource::Grammar {
@@ -205,7 +207,7 @@ impl<'a> DatasetBuilder<'a> {
         }
         let files = self.files(source)?;
         let mut rows = RowReader::new(&self.options);
-        let fields = rows.fields();
+        let fields = if every_column { Vec::new() } else { rows.fields() };
         for document in &files.documents {
             if document.format == DataFormat::Text {
                 return Err(document.error(advice));
@@ -308,6 +310,7 @@ impl<'a> DatasetBuilder<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::document::tests::write_parquet;
     use crate::data::tokenizer::tests::byte_level_bpe;
 
     /// The tail of a text has longer tokens than the rest; its first token is not predicted.
@@ -324,6 +327,16 @@ mod tests {
         assert_eq!(set.bytes_per_token, 1.3);
         let byte = DatasetBuilder::new(folder.path()).load(&source, None, &Tokenizer::byte()).unwrap();
         assert_eq!(byte.validation_bytes_per_token, 1.0);
+    }
+
+    #[test]
+    fn prompts_keep_all_columns_of_their_rows() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.parquet");
+        write_parquet(&path, &["id", "prompt"], &[&["7"], &["a"]]);
+        let source = path.display().to_string().parse().unwrap();
+        let prompts = DatasetBuilder::new(folder.path()).prompts(&source).unwrap();
+        assert_eq!(serde_json::to_string(&prompts[0].row).unwrap(), r#"{"id":"7","prompt":"a"}"#);
     }
 
     #[test]

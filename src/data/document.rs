@@ -86,7 +86,7 @@ fn line_feeds(bytes: &[u8]) -> usize {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::row::{DatasetOptions, LossOn};
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};
     use super::*;
@@ -275,7 +275,7 @@ mod tests {
         assert!(read("a.txt", lines.as_bytes()).unwrap()[1..].iter().all(|chunk| chunk.text.starts_with(' ')));
     }
 
-    fn write_parquet(path: &Path, names: &[&str], columns: &[&[&str]]) {
+    pub(in crate::data) fn write_parquet(path: &Path, names: &[&str], columns: &[&[&str]]) {
         use parquet::data_type::{ByteArray, ByteArrayType};
         let fields = names.iter().map(|name| format!("required binary {name} (UTF8);")).collect::<Vec<_>>().join(" ");
         let schema = parquet::schema::parser::parse_message_type(&format!("message rows {{ {fields} }}")).unwrap();

@@ -51,7 +51,8 @@ enum RowMessage {
     End,
 }
 
-/// Passes every row to `row` in the form of a line of JSON, with only the columns in `fields`.
+/// Passes every row to `row` in the form of a line of JSON, with only the columns in `fields`; with all columns if there
+/// are no `fields`.
 pub(super) fn read(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) -> Result<(), RowFailure> {
     match subprocess::worker_command(ARGUMENT) {
         Some(command) => read_in_subprocess(command, path, fields, row),
@@ -142,32 +143,37 @@ fn read_in_process(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) 
     let file = untrusted::open(path).map_err(|error| RowFailure::File(format!("it cannot be read: {error}")))?;
     let reader = catch_parquet_panic(|| SerializedFileReader::new(file)).map_err(damaged)?;
     let schema = reader.metadata().file_metadata().schema();
-    let wanted = schema.get_fields().iter().filter(|field| fields.contains(&field.name())).cloned().collect();
+    let every = fields.is_empty();
+    let wanted = schema.get_fields().iter().filter(|field| every || fields.contains(&field.name())).cloned().collect();
     let projection = Type::group_type_builder(schema.name()).with_fields(wanted).build().map_err(damaged)?;
     if projection.get_fields().is_empty() {
         let columns: Vec<_> = schema.get_fields().iter().map(|field| format!("`{}`", field.name())).collect();
         return Err(RowFailure::File(format!("its columns are {}; {}", columns.join(", "), EXPECTED_FIELDS)));
     }
     let mut iterator = catch_parquet_panic(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
-    let mut next =
-        || catch_parquet_panic(|| iterator.next().transpose()?.map(|row| to_json(&Field::Group(row))).transpose());
+    let mut next = || {
+        catch_parquet_panic(|| iterator.next().transpose()?.map(|row| to_json(&Field::Group(row), every)).transpose())
+    };
     while let Some(value) = next().map_err(damaged)? {
         row(value).map_err(RowFailure::Row)?;
     }
     Ok(())
 }
 
-/// The JSON of `field`, with bytes of no type as text, which some writers mean; the Parquet crate has base64 for them. Fields that
-/// are null are left out: every struct of a column has the fields of all others.
-fn to_json(field: &Field) -> parquet::errors::Result<Value> {
+/// The JSON of `field`, with bytes of no type as text, which some writers mean. Bytes that are not text, such as an image,
+/// are an error, or with `base64` the Parquet crate's form of them. Fields that are null are left out: every struct of a
+/// column has the fields of all others.
+fn to_json(field: &Field, base64: bool) -> parquet::errors::Result<Value> {
     Ok(match field {
-        Field::Bytes(bytes) => Value::from(bytes.as_utf8()?),
+        Field::Bytes(bytes) if !base64 || bytes.as_utf8().is_ok() => Value::from(bytes.as_utf8()?),
         Field::Group(row) => {
             let known = row.get_column_iter().filter(|(_, field)| !matches!(field, Field::Null));
-            let pairs = known.map(|(name, field)| Ok((name.clone(), to_json(field)?)));
+            let pairs = known.map(|(name, field)| Ok((name.clone(), to_json(field, base64)?)));
             Value::Object(pairs.collect::<parquet::errors::Result<_>>()?)
         }
-        Field::ListInternal(list) => list.elements().iter().map(to_json).collect::<parquet::errors::Result<_>>()?,
+        Field::ListInternal(list) => {
+            list.elements().iter().map(|item| to_json(item, base64)).collect::<parquet::errors::Result<_>>()?
+        }
         other => other.to_json_value(),
     })
 }
@@ -180,7 +186,16 @@ fn catch_parquet_panic<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use parquet::data_type::ByteArray;
     use parquet::record::Row;
+
+    #[test]
+    fn bytes_that_are_not_text_are_refused_or_base64() {
+        let bytes = |bytes: &[u8]| Field::Bytes(ByteArray::from(bytes.to_vec()));
+        assert!(to_json(&bytes(b"\xFF\xD8"), false).is_err());
+        assert_eq!(to_json(&bytes(b"\xFF\xD8"), true).unwrap(), "/9g=");
+        assert_eq!([false, true].map(|base64| to_json(&bytes(b"a"), base64).unwrap()), ["a", "a"]);
+    }
 
     /// A template that asks whether a message has `tool_calls` must not find it in all messages.
     #[test]
@@ -189,6 +204,6 @@ mod tests {
         let message = Row::new(vec![("content".into(), text("a")), ("tool_calls".into(), Field::Null)]);
         let row =
             Field::Group(Row::new(vec![("message".into(), Field::Group(message)), ("tools".into(), Field::Null)]));
-        assert_eq!(to_json(&row).unwrap(), serde_json::json!({"message": {"content": "a"}}));
+        assert_eq!(to_json(&row, false).unwrap(), serde_json::json!({"message": {"content": "a"}}));
     }
 }

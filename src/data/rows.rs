@@ -38,7 +38,7 @@ pub(super) enum RowLocation {
 pub(super) type RowCallback<'a> = dyn FnMut(RowLocation, Value) -> Result<()> + 'a;
 
 impl Document {
-    /// Passes every row to `on_row`; of a Parquet file only the columns `fields`.
+    /// Passes every row to `on_row`; of a Parquet file only the columns `fields`, or all if there are none.
     pub(super) fn read_rows(&self, fields: &[&str], on_row: &mut RowCallback<'_>) -> Result<()> {
         let mut rows = 0;
         let on_row = &mut |location, row| {

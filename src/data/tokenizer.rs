@@ -18,7 +18,8 @@ use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
 /// Names of the end-of-text token; the first one in a vocabulary is used.
-const END_OF_TEXT: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "<|eot_id|>"];
+const END_OF_TEXT: [&str; 7] =
+    ["<|endoftext|>", "<｜end▁of▁sentence｜>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "<|eot_id|>"];
 
 /// The byte tokenizer's end-of-text id, after the 256 bytes.
 const BYTE_EOS: u32 = 256;
@@ -443,6 +444,20 @@ pub(super) mod tests {
         assert_eq!(tokenizer.encode("a b c a</s>").unwrap(), [0, 1, 2, 0, 3]);
         assert_eq!((tokenizer.vocab_size(), tokenizer.eos_id()), (4, Some(3)));
         assert!(!tokenizer.is_byte());
+    }
+
+    /// The vocabulary of a model distilled into Llama 3 has the names of both.
+    #[test]
+    fn deepseeks_end_of_text_is_known() {
+        let json = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
+            "model": {
+                "type": "WordLevel", "vocab": {"a": 0, "<|eot_id|>": 1, "<｜end▁of▁sentence｜>": 2}, "unk_token": "a",
+            },
+        });
+        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
+        assert_eq!(tokenizer.eos_id(), Some(2));
     }
 
     #[test]

@@ -134,7 +134,7 @@ pub fn prompt_ids(tokenizer: &Tokenizer, prompt: &str) -> Result<Vec<u32>> {
 
 /// Generates text, overwriting `cache`. Calls `on_token` with each token except the one that ends the text; it returns
 /// whether to continue. Equal weights and requests give equal tokens. Fails with [`Error::Model`] if the model's logits
-/// are not finite; errors of `on_token`.
+/// are not finite; [`Error::Data`] for a prompt without tokens; errors of `on_token`.
 pub fn generate(
     model: &Decoder,
     weights: &Parameters,
@@ -142,7 +142,7 @@ pub fn generate(
     request: GenerationRequest<'_>,
     mut on_token: impl FnMut(u32) -> Result<bool>,
 ) -> Result<StopReason> {
-    let mut text = Continuation::new(request, cache.capacity());
+    let mut text = Continuation::new(request, cache.capacity())?;
     cache.truncate(0);
     loop {
         if let Some(reason) = text.stopped() {
@@ -172,9 +172,12 @@ struct Continuation<'a> {
 }
 
 impl<'a> Continuation<'a> {
-    fn new(request: GenerationRequest<'a>, capacity: usize) -> Self {
+    fn new(request: GenerationRequest<'a>, capacity: usize) -> Result<Self> {
+        if request.prompt.is_empty() {
+            return Err(Error::data("the prompt", "has no tokens; the chat template writes nothing for its messages"));
+        }
         let processor = LogitsProcessor::from_sampling(request.sampling.seed, request.sampling.choice());
-        Self { request, capacity, processor, seen: request.prompt.to_vec(), ended: false }
+        Ok(Self { request, capacity, processor, seen: request.prompt.to_vec(), ended: false })
     }
 
     /// The new tokens.

@@ -67,6 +67,19 @@ fn cached_logits(cache: &mut KvCache, model: &Decoder, weights: &Parameters, ids
 }
 
 #[test]
+fn a_prompt_without_tokens_is_an_error() {
+    let (policy, sampling) = (PrecisionPolicy::FP32, Sampling::default());
+    let (model, weights) = tiny(policy);
+    let request = GenerationRequest { prompt: &[], max_tokens: 3, stop_token_ids: &[], sampling: &sampling };
+    let mut cache = KvCache::new(model.spec(), policy, 8, &Device::Cpu).unwrap();
+    let one = generate(&model, &weights, &mut cache, request, |_| Ok(true)).unwrap_err();
+    let several = generate_batch(&model, &weights, policy, &[request], 2, |_, _| Ok(())).unwrap_err();
+    for error in [one, several] {
+        assert!(error.to_string().contains("has no tokens"), "{error}");
+    }
+}
+
+#[test]
 fn cached_logits_are_those_of_the_training_pass_however_the_tokens_come() {
     for name in ["narrow", "head64", "untied", "deep"] {
         for (policy, tolerance) in

@@ -36,7 +36,8 @@ impl Completion {
 /// and its text, in the order in which they end. With the CPU's own kernels a text does not depend on the other texts
 /// or on `batch_size`: log-probabilities have the bits that the training pass computes. Until the last text ends, the
 /// weights are also in memory as panels ([`Parameters::with_packed`]). Fails with [`Error::Model`](crate::Error::Model)
-/// if the model's logits are not finite; errors of `on_end`.
+/// if the model's logits are not finite; [`Error::Data`](crate::Error::Data) for a prompt without tokens; errors of
+/// `on_end`.
 pub fn generate_batch(
     model: &Decoder,
     weights: &Parameters,
@@ -66,7 +67,7 @@ fn run(
         while running.len() < batch_size.max(1) && rows < PASS_TOKENS {
             let Some((number, request)) = waiting.next() else { break };
             let capacity = context.min(request.prompt.len().saturating_add(request.max_tokens));
-            let text = Continuation::new(*request, capacity);
+            let text = Continuation::new(*request, capacity)?;
             if let Some(reason) = text.stopped() {
                 on_end(number, Completion { ids: Vec::new(), log_probs: Vec::new(), reason })?;
                 continue;

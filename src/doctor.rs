@@ -44,7 +44,7 @@ pub(crate) struct CpuInfo {
     pub(crate) features: Vec<(&'static str, bool)>,
 }
 
-/// `AmxSupport` for NVIDIA GPUs.
+/// Support for NVIDIA GPUs.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct GpuInfo {
     pub(crate) compiled: bool,

@@ -179,6 +179,8 @@ pub(super) struct TokenWriter {
     tokens: u64,
     /// Whether the next id starts a document.
     starts: bool,
+    /// Documents started, and documents with tokens.
+    documents: [u64; 2],
     /// The description of the documents.
     pub(super) contents: DatasetContents,
     bytes: Vec<u8>,
@@ -191,12 +193,22 @@ impl TokenWriter {
         let mut out = BufWriter::with_capacity(1 << 20, temporary::file(folder, UNFINISHED)?);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
         let (hash, bytes) = (Sha256::new(), Vec::new());
-        Ok(Self { out, hash, width, tokens: 0, starts: true, contents: DatasetContents::default(), bytes })
+        let (tokens, starts, documents, contents) = (0, true, [0; 2], DatasetContents::default());
+        Ok(Self { out, hash, width, tokens, starts, documents, contents, bytes })
     }
 
     /// Starts a new document.
     pub(super) fn start(&mut self) {
         self.starts = true;
+        self.documents[0] += 1;
+    }
+
+    /// The number of documents without tokens, which are not in the file. They would shift the values of the others, or
+    /// the sides of pairs.
+    pub(super) fn missing_documents(&self) -> u64 {
+        let DatasetContents { samples, values, .. } = &self.contents;
+        let [started, written] = self.documents;
+        if values.is_empty() && *samples != SampleKind::Preference { 0 } else { started.saturating_sub(written) }
     }
 
     /// Appends ids that are all in the loss, or all outside it.
@@ -211,7 +223,9 @@ impl TokenWriter {
             match self.width {
                 IdWidth::U16 => self.bytes.extend((id as u16).to_le_bytes()),
                 IdWidth::U32Flagged => {
-                    let start = if std::mem::take(&mut self.starts) { DOCUMENT_START_FLAG } else { 0 };
+                    let starts = std::mem::take(&mut self.starts);
+                    self.documents[1] += u64::from(starts);
+                    let start = if starts { DOCUMENT_START_FLAG } else { 0 };
                     self.bytes.extend((id | start | if trained { 0 } else { NO_LOSS_FLAG }).to_le_bytes());
                 }
             }

@@ -339,6 +339,24 @@ mod tests {
         assert_eq!(serde_json::to_string(&prompts[0].row).unwrap(), r#"{"id":"7","prompt":"a"}"#);
     }
 
+    /// Without the first sides of two pairs, the second sides would form a pair.
+    #[test]
+    fn a_side_of_a_pair_without_tokens_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl");
+        std::fs::write(&path, "{\"prompt\": \" \", \"chosen\": \"  \", \"rejected\": \"a\"}\n".repeat(2)).unwrap();
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": {"type": "Whitespace"}, "post_processor": null, "decoder": null,
+            "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+        });
+        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
+        let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
+        let source = path.display().to_string().parse().unwrap();
+        let error = DatasetBuilder::new(folder.path()).options(options).load(&source, None, &tokenizer).unwrap_err();
+        assert!(error.to_string().contains("2 samples have no tokens"), "{error}");
+    }
+
     #[test]
     fn cached_text_is_refused_by_an_objective_that_needs_pairs() {
         let folder = tempfile::tempdir().unwrap();

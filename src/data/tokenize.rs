@@ -68,8 +68,13 @@ pub(super) fn tokenize(
     job.flush()?;
     job.writer.contents = rows.contents()?;
     report(total);
+    let origin = documents.first().map_or("data", |document| &document.origin);
+    let missing = job.writer.missing_documents();
+    if missing > 0 {
+        let message = format!("{missing} samples have no tokens; remove empty texts, or use another tokenizer");
+        return Err(Error::data(origin, message));
+    }
     if job.trained_tokens == 0 && options.samples != SampleKind::Prompt {
-        let origin = documents.first().map_or("data", |document| &document.origin);
         let message = "no loss tokens: every `completion` is empty, or no message has the role `assistant`";
         return Err(Error::data(origin, message));
     }

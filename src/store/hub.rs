@@ -170,6 +170,9 @@ impl<'a> Hub<'a> {
             let missing = self.missing_shards(repo, &shards)?;
             return missing.iter().try_for_each(|shard| self.file(repo, shard).map(drop));
         }
+        if self.settings.offline {
+            return self.file(repo, "model.safetensors").map(drop);
+        }
         let pickled = PICKLED.into_iter().find(|file| self.exists(repo, file));
         let message = match pickled {
             Some(file) => format!(
@@ -197,7 +200,7 @@ impl<'a> Hub<'a> {
 
     /// Whether the server has a file; `false` if it cannot be reached.
     fn exists(&mut self, repo: &Repo, file: &str) -> bool {
-        !self.settings.offline && self.client().is_ok_and(|client| client.metadata(repo, file, ATTEMPTS).is_ok())
+        self.client().is_ok_and(|client| client.metadata(repo, file, ATTEMPTS).is_ok())
     }
 
     /// The shards that the cache lacks. Fails if they do not fit on the disk together.

@@ -284,10 +284,14 @@ fn offline_uses_the_cache_and_nothing_else() {
     server.requests();
     let offline = Settings { offline: true, ..server.settings(cache.path()) };
     assert_eq!(Hub::new(offline.clone()).model("distilgpt2", None).unwrap(), files);
-    let message = text(Hub::new(offline).model("gpt2", None));
+    let message = text(Hub::new(offline.clone()).model("gpt2", None));
     for way in ["`HF_HUB_OFFLINE`", "a local folder", "`HF_ENDPOINT=URL`", "`--init random"] {
         assert!(message.contains(way), "{message}");
     }
+    // The model has weights, but they are not cached.
+    fs::remove_file(files.folder.join("model.safetensors")).unwrap();
+    let message = text(Hub::new(offline).model("distilgpt2", None));
+    assert!(message.contains("cannot get `model.safetensors`: it is not in the cache"), "{message}");
     assert_eq!(server.requests(), [] as [String; 0]);
 }
 

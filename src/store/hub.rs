@@ -144,8 +144,11 @@ impl<'a> Hub<'a> {
         self.file(&repo, "tokenizer.json")?;
         for file in AuxFiles::NAMES {
             match self.fetch_file(&repo, file) {
-                // The file is optional: skip it if it does not exist or the network is down.
-                Err(failure) if failure.is_not_found() || failure.is_network() => {}
+                Err(failure) if failure.is_not_found() => {}
+                // It may exist, but the other files may be in the cache.
+                Err(failure) if failure.is_network() => {
+                    self.notice(format!("{}: {failure}; continuing without `{file}`", repo.id));
+                }
                 result => drop(result.map_err(|failure| failure.explain(&self.settings, &repo, file))?),
             }
         }

@@ -354,12 +354,17 @@ fn without_a_network_the_cached_copy_serves_or_three_ways_on_are_named() {
     let files = server.model(cache.path()).unwrap();
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let settings = Settings { endpoint: format!("http://{gone}"), ..server.settings(cache.path()) };
-    let mut notices = 0;
-    let mut report = |event| notices += u32::from(matches!(event, LoadEvent::Notice(_)));
+    let mut notices = Vec::new();
+    let mut report = |event| {
+        if let LoadEvent::Notice(notice) = event {
+            notices.push(notice);
+        }
+    };
     // The optional files are not cached, and their existence is unknown.
     let found = Hub::new(settings.clone()).report_to(&mut report).model("distilgpt2", None);
     assert_eq!(found.unwrap(), files);
-    assert!(notices > 0);
+    assert!(notices[0].ends_with("using the cached `config.json`"), "{notices:?}");
+    assert!(notices.iter().any(|it| it.ends_with("continuing without `chat_template.jinja`")), "{notices:?}");
     let message = text(Hub::new(settings).model("gpt2", None));
     for way in ["no usable connection", "a local folder", "`HF_ENDPOINT=URL`", "`--init random"] {
         assert!(message.contains(way), "{message}");

@@ -336,7 +336,7 @@ impl<'a> Hub<'a> {
                         report(LoadEvent::Progress { what, done, total: metadata.size });
                     }
                 };
-                let received = client.download(&url, metadata.size, &mut partial.file, partial.len, &mut on_bytes);
+                let received = client.download(&url, metadata.size, &partial, &mut on_bytes);
                 // Keep a partial download to continue later, unless it is empty or of another file.
                 let is_empty = partial.file.metadata().is_ok_and(|m| m.len() == 0);
                 if matches!(received, Err(HubError::SizeMismatch(_))) || received.is_err() && is_empty {

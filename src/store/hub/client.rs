@@ -17,7 +17,7 @@ use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
 use super::Repo;
-use super::cache::is_hex;
+use super::cache::{Partial, is_hex};
 use super::error::HubError;
 use super::settings::{Settings, without_password};
 use crate::data::HubListing;
@@ -128,20 +128,18 @@ impl Client {
         Metadata::read(&self.get(&self.url(repo, file), range.as_deref(), attempts, answered)?)
     }
 
-    /// Appends the contents of `url` to `file`, which already has the first `done` bytes. Fails unless the result has
-    /// exactly `size` bytes.
+    /// Appends the contents of `url` to a partial download. Fails unless the result has exactly `size` bytes.
     pub(super) fn download(
         &self,
         url: &str,
         size: u64,
-        file: &mut File,
-        mut done: u64,
+        partial: &Partial,
         on_bytes: &mut dyn FnMut(u64),
     ) -> Result<()> {
-        let mut attempt = 1;
+        let (mut done, mut attempt) = (partial.len, 1);
         loop {
             let before = done;
-            match self.receive(url, size, file, &mut done, on_bytes) {
+            match self.receive(url, size, partial, &mut done, on_bytes) {
                 Err(failure @ HubError::Network(_)) => {
                     attempt = if done >= before + GOOD_RUN_BYTES { 1 } else { attempt + 1 };
                     if attempt > ATTEMPTS {
@@ -159,11 +157,12 @@ impl Client {
         &self,
         url: &str,
         size: u64,
-        file: &mut File,
+        Partial { file, path, .. }: &Partial,
         done: &mut u64,
         on_bytes: &mut dyn FnMut(u64),
     ) -> Result<()> {
-        let disk = |error| HubError::disk("write", Path::new("the download"))(error);
+        let mut file: &File = file;
+        let disk = |error| HubError::disk("write", path)(error);
         let range = (*done > 0).then(|| format!("bytes={done}-"));
         let mut response = self.get(url, range.as_deref(), ATTEMPTS, |_| false)?;
         if response.status() != StatusCode::PARTIAL_CONTENT {

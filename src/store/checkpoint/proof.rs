@@ -3,6 +3,7 @@
 //! The manifest's digests are computed while files are written, so a proof costs only the hash of the log's new part.
 
 use super::manifest::{MASTERS, Manifest, OPTIMIZER};
+use super::read::{Checkpoint, verified};
 use super::run::CONFIG as RUN_CONFIG;
 use super::state::State;
 use crate::digest::Digest;
@@ -95,13 +96,7 @@ pub fn check_proofs(run: &Path, log: &Path, checkpoints: &[CheckpointSaved]) -> 
         let newest = checkpoints[index + 1..].iter().all(|later| later.step != step);
         let folder = run.join(super::CheckpointKind::Full.directory(step));
         if newest && folder.exists() {
-            differences
-                .extend(super::verify(&folder).into_iter().map(|it| format!("{}: {}", it.path.display(), it.message)));
-            differences.extend(
-                check_files(&folder, proof)?
-                    .into_iter()
-                    .map(|file| format!("{}: its {file} differ from the hash in the log", folder.display())),
-            );
+            differences.extend(check_files(&folder, proof)?);
         }
     }
     Ok(differences)
@@ -116,11 +111,18 @@ fn was_resumed_after(log: &Path, first: u64) -> Result<bool> {
     Ok(rest.windows(EVENT.len()).any(|window| window == EVENT))
 }
 
-/// The parts of a checkpoint that `proof` has other hashes of.
-fn check_files(folder: &Path, proof: &CheckpointProof) -> Result<Vec<&'static str>> {
-    let Ok(checkpoint) = super::Checkpoint::open(folder) else { return Ok(Vec::new()) };
+/// The damaged files of a checkpoint, or else the parts that `proof` has other hashes of.
+fn check_files(folder: &Path, proof: &CheckpointProof) -> Result<Vec<String>> {
+    let manifest = match verified(folder) {
+        Ok(manifest) => manifest,
+        Err(corrupt) => {
+            return Ok(corrupt.into_iter().map(|it| format!("{}: {}", it.path.display(), it.message)).collect());
+        }
+    };
+    let checkpoint = Checkpoint::read(folder.to_path_buf(), manifest)?;
     let found = prove(checkpoint.manifest(), checkpoint.state(), "", Path::new(""), None)?;
-    Ok(differing_parts(&found, proof))
+    let differs = |part: &str| format!("{}: its {part} differ from the hash in the log", folder.display());
+    Ok(differing_parts(&found, proof).into_iter().map(differs).collect())
 }
 
 /// The names of the tensors and figures whose hashes differ.

@@ -10,8 +10,8 @@ use crate::data::DataPosition;
 use crate::precision::{Fp8State, PrecisionUnit, ScalerState, UnitRecord};
 use crate::{Error, Result};
 
-/// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes; it reads this
-/// and older ones.
+/// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes, the only one
+/// that it reads.
 pub const FORMAT_VERSION: u32 = 2;
 
 /// The figures of a run after a step.

@@ -77,7 +77,7 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
         return Err(Error::config("--round", "rounding to `f32` changes nothing; use `f16` or `bf16`"));
     }
     let saved = folder.join(CheckpointKind::Full.directory(from));
-    let checkpoint = (from > 0).then(|| Checkpoint::open_verified(saved)).transpose()?;
+    let checkpoint = (from > 0).then(|| Checkpoint::open(saved)).transpose()?;
     let (temporary, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-bisect-")?;
     let (bisection, difference) = thread_pool(&config, 1)?.install(|| {
         let mut tell = |event| reporter.report(event);

@@ -90,6 +90,12 @@ fn the_step_has_the_bits_of_the_run() {
     fs::write(&log, text.replace(&loss, "\"loss\":1.5")).unwrap();
     let (code, out, _) = fixture.output("bisect wide");
     assert!(code == Some(1) && out.contains("this is not the run's step: step 3: loss was 1.5"), "{out}");
+    // A damaged checkpoint is not the run's step either.
+    let masters = fixture.run("wide").join("step-000002/master.safetensors");
+    let mut bytes = fs::read(&masters).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&masters, bytes).unwrap();
+    fixture.assert_refused("bisect wide", &["master.safetensors", "its contents changed since it was written"]);
 }
 
 /// The flags that it prints train with those layers in FP32.

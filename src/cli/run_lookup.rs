@@ -39,13 +39,13 @@ pub(super) fn did_you_mean(name: &Path, runs: &Path) -> String {
 
 /// The folder of a run given by name or folder.
 pub(super) fn run_folder(run: &Path, runs: &Path) -> Result<PathBuf> {
-    let folder = run_or_path(run, runs);
-    if folder.join("config.toml").is_file() {
-        return Ok(folder);
-    }
-    let near = did_you_mean(run, runs);
-    let message = format!("is neither a run's folder nor the name of a run in `{}`{near}", runs.display());
-    Err(Error::config(format!("`{}`", run.display()), message))
+    // A folder of the same name, such as an export of the run, does not hide it.
+    let candidates = [run.to_path_buf(), runs.join(run)];
+    candidates.into_iter().find(|folder| folder.join("config.toml").is_file()).ok_or_else(|| {
+        let near = did_you_mean(run, runs);
+        let message = format!("is neither a run's folder nor the name of a run in `{}`{near}", runs.display());
+        Error::config(format!("`{}`", run.display()), message)
+    })
 }
 
 /// The events file of a run given as a file, as a folder, or by its name in `runs`.
@@ -89,5 +89,17 @@ mod tests {
         assert!(find_log(None, &folder).unwrap_err().to_string().contains("no run in"));
         let error = find_log(Some(Path::new("0008")), runs.path()).unwrap_err();
         assert_eq!((error.exit_code(), error.to_string().contains("`0008`")), (2, true), "{error}");
+    }
+
+    #[test]
+    fn a_folder_without_a_run_does_not_hide_the_run_of_its_name() {
+        let runs = tempfile::tempdir().unwrap();
+        // A folder of the working folder has this name.
+        let folder = runs.path().join("src");
+        std::fs::create_dir(&folder).unwrap();
+        assert!(run_folder(Path::new("src"), runs.path()).is_err());
+        std::fs::write(folder.join("config.toml"), "").unwrap();
+        assert_eq!(run_folder(Path::new("src"), runs.path()).unwrap(), folder);
+        assert_eq!(run_folder(&folder, Path::new("elsewhere")).unwrap(), folder);
     }
 }

@@ -1,7 +1,7 @@
 //! `finetune checkpoint`: list, show, verify, prune and compare checkpoints.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, name_of, run_or_path};
+use crate::cli::run_lookup::{RunsDirArgs, is_step, name_of, run_or_path};
 use crate::store::checkpoint::{
     Checkpoint, CheckpointDifference, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare,
     expired, latest_valid, list, verify,
@@ -114,11 +114,6 @@ fn runs(path: &Path) -> Result<Vec<PathBuf>> {
     let mut runs: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(has_checkpoints).collect();
     runs.sort();
     if runs.is_empty() { Err(Error::checkpoint(path, "no checkpoint found")) } else { Ok(runs) }
-}
-
-/// Whether this is a step folder, valid or damaged.
-fn is_step(path: &Path) -> bool {
-    path.join("manifest.json").is_file() || (path.is_dir() && CheckpointKind::parse_directory(&name_of(path)).is_some())
 }
 
 /// The step folder itself, or the newest good one of a run.

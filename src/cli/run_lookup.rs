@@ -1,6 +1,7 @@
 //! Finds a run by name, folder or events file.
 
 use crate::data::{closest_match, names_in};
+use crate::store::checkpoint::CheckpointKind;
 use crate::{Error, Result};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -23,6 +24,11 @@ pub(crate) struct RunsDirArgs {
 /// The last part of a path.
 pub(super) fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// Whether this is a step folder, valid or damaged.
+pub(super) fn is_step(path: &Path) -> bool {
+    path.join("manifest.json").is_file() || (path.is_dir() && CheckpointKind::parse_directory(&name_of(path)).is_some())
 }
 
 /// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`.

@@ -5,7 +5,7 @@ use crate::cli::flags::ConfigArgs;
 use crate::cli::notify::Notify;
 use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{did_you_mean, run_or_path};
+use crate::cli::run_lookup::{did_you_mean, is_step, run_or_path};
 use crate::cli::show::{ShowArgs, show};
 use crate::data::DataSource;
 use crate::engine::collective::ProcessGroup;
@@ -269,7 +269,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
     let dir = args.config.runs();
     let path = run.map(|run| run_or_path(run, dir));
     let path = path.as_deref();
-    let step = path.filter(|path| path.join("manifest.json").is_file());
+    let step = path.filter(|path| is_step(path));
     let folder = match (path, step) {
         (_, Some(step)) => step.canonicalize().ok().and_then(|step| step.parent().map(Path::to_path_buf)),
         (Some(path), None) if path.is_dir() => Some(path.to_path_buf()),

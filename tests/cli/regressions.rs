@@ -317,6 +317,8 @@ fn n11_runs_go_by_their_names_everywhere() {
     assert!(fixture.said("verify-resume r --steps 4").contains("bit-identical: 4 steps against 2 + save + load + 2"));
     fixture.said("--resume r/step-000002 --plain");
     fixture.said("eval r/step-000002");
+    fs::remove_file(fixture.run("r").join("step-000002/manifest.json")).unwrap();
+    fixture.assert_refused("--resume r/step-000002 --plain", &["step-000002/manifest.json`: it is missing"]);
 }
 
 #[test]

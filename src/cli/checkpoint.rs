@@ -2,6 +2,7 @@
 
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, is_step, name_of, run_or_path};
+use crate::digest::read_at_most;
 use crate::store::checkpoint::{
     Checkpoint, CheckpointDifference, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare,
     expired, latest_valid, list, verify,
@@ -125,7 +126,8 @@ fn step(path: &Path) -> Result<PathBuf> {
 fn listing(path: &Path) -> Result<Vec<String>> {
     let mut lines = Vec::new();
     for run in runs(path)? {
-        let latest = std::fs::read_to_string(run.join("latest")).unwrap_or_default();
+        let latest = read_at_most(&run.join("latest"), 1024).unwrap_or_default();
+        let latest = String::from_utf8_lossy(&latest);
         lines.push(run.display().to_string());
         let listed = list(&run)?;
         let best = listed.iter().filter_map(validation_loss).min_by(f64::total_cmp);

@@ -273,10 +273,14 @@ fn operations(args: &BenchArgs, spec: &ModelSpec) -> f64 {
 fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Sample]) -> serde_json::Value {
     let tokens = args.batch_size * args.seq_len * args.grad_accum;
     let applied = || samples.iter().filter(|sample| sample.report.outcome != StepOutcome::Skipped);
-    let step = median(applied().map(|sample| sample.wall));
+    let of_applied = |of: fn(&Sample) -> Duration| {
+        median(applied().map(|sample| of(sample).as_secs_f64())).map(Duration::from_secs_f64)
+    };
+    let step = of_applied(|sample| sample.wall);
     let gflops = step.map(|step| operations(args, spec) / step.as_secs_f64() / 1e9);
-    let peak = median_and_max(samples.iter().filter_map(|sample| sample.peak));
-    let part = |of: fn(&Sample) -> Duration| median(applied().map(of)).map(millis);
+    let peaks = || samples.iter().filter_map(|sample| sample.peak);
+    let (peak, burst) = (median(peaks().map(|peak| peak.sustained)), peaks().map(|peak| peak.burst).reduce(f64::max));
+    let part = |of: fn(&Sample) -> Duration| of_applied(of).map(millis);
     let skipped = samples.len() - applied().count();
     json!({
         "who": "finetune",
@@ -297,9 +301,9 @@ fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Sample]) -> serde_json
         "optimizer_ms": part(|sample| sample.report.time.optimizer),
         "step_ms_all": samples.iter().map(|sample| millis(sample.wall)).collect::<Vec<_>>(),
         "gflops": gflops.map(round),
-        "peak_gflops": peak.map(|(sustained, _)| round(sustained)),
-        "best_burst_gflops": peak.map(|(_, best)| round(best)),
-        "share_of_peak": gflops.zip(peak).map(|(gflops, (sustained, _))| round(gflops / sustained)),
+        "peak_gflops": peak.map(round),
+        "best_burst_gflops": burst.map(round),
+        "share_of_peak": gflops.zip(peak).map(|(gflops, peak)| round(gflops / peak)),
         "peak_rss_mib": ProcessStats::now().peak_rss_bytes.map(|bytes| (bytes as f64 / 102.4 / 1024.0).round() / 10.0),
         "allocations_per_step": samples.iter().map(|sample| sample.allocations.count).min(),
         "allocated_bytes_per_step": samples.iter().map(|sample| sample.allocations.bytes).min(),
@@ -308,18 +312,11 @@ fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Sample]) -> serde_json
     })
 }
 
-fn median(values: impl Iterator<Item = Duration>) -> Option<Duration> {
-    let mut values: Vec<Duration> = values.collect();
-    values.sort_unstable();
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_unstable_by(f64::total_cmp);
     let (middle, upper) = (values.len() / 2, *values.get(values.len() / 2)?);
-    Some(if values.len().is_multiple_of(2) { (values[middle - 1] + upper) / 2 } else { upper })
-}
-
-/// The median of the sustained peaks measured after each step, and the highest burst.
-fn median_and_max(peaks: impl Iterator<Item = Peak>) -> Option<(f64, f64)> {
-    let (mut sustained, best): (Vec<f64>, Vec<f64>) = peaks.map(|peak| (peak.sustained, peak.burst)).unzip();
-    sustained.sort_unstable_by(f64::total_cmp);
-    Some((*sustained.get(sustained.len() / 2)?, best.into_iter().fold(0.0, f64::max)))
+    Some(if values.len().is_multiple_of(2) { f64::midpoint(values[middle - 1], upper) } else { upper })
 }
 
 fn millis(duration: Duration) -> f64 {
@@ -422,6 +419,13 @@ mod tests {
         };
         let peak = Some(Peak { sustained: 1.0, burst: 1.0 });
         Sample { wall: Duration::from_secs(seconds), report, allocations: Allocations::default(), peak }
+    }
+
+    #[test]
+    fn the_median_of_an_even_number_of_values_is_between_two() {
+        assert_eq!(median([4.0, 1.0, 2.0].into_iter()), Some(2.0));
+        assert_eq!(median([4.0, 1.0, 2.0, 3.0].into_iter()), Some(2.5));
+        assert_eq!(median(std::iter::empty()), None);
     }
 
     #[test]

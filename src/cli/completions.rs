@@ -24,14 +24,18 @@ pub(super) fn completions(mut command: Command, args: &CompletionsArgs, out: &mu
 pub(super) fn man(command: Command, out: &mut dyn Write) -> Result<()> {
     let mut command = command.name("finetune");
     command.build();
-    clap_mangen::Man::new(command.clone()).render(out).map_err(Error::stdout)?;
+    clap_mangen::Man::new(command.clone()).render(out).and_then(|()| sections(&command, out)).map_err(Error::stdout)
+}
+
+/// Writes a section for each subcommand of `command` and of its subcommands.
+fn sections(command: &Command, out: &mut dyn Write) -> std::io::Result<()> {
     for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help") {
-        let name = sub.get_name().to_uppercase();
         let man = clap_mangen::Man::new(sub.clone());
-        writeln!(out, ".SH \"FINETUNE {name}\"").map_err(Error::stdout)?;
-        man.render_description_section(out).map_err(Error::stdout)?;
-        man.render_synopsis_section(out).map_err(Error::stdout)?;
-        man.render_options_section(out).map_err(Error::stdout)?;
+        writeln!(out, ".SH \"{}\"", sub.get_bin_name().unwrap_or_default().to_uppercase())?;
+        man.render_description_section(out)?;
+        man.render_synopsis_section(out)?;
+        man.render_options_section(out)?;
+        sections(sub, out)?;
     }
     Ok(())
 }

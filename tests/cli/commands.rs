@@ -166,6 +166,7 @@ fn completions_and_the_manual_have_every_command() {
         let section = format!(".SH \"FINETUNE {}\"", command.to_uppercase());
         assert!(sections.contains(&section.as_str()), "{section}");
     }
+    assert!(sections.contains(&".SH \"FINETUNE CHECKPOINT PRUNE\""), "{sections:?}");
 }
 
 #[test]

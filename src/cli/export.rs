@@ -2,6 +2,7 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::model::ModelSourceArgs;
+use crate::cli::reporter::Reporter;
 use crate::cli::runs::confirmed;
 use crate::inference::export::{ExportFormat, ExportScope, OnnxOptions, WeightDtype, export};
 use crate::inference::trained::TrainedModel;
@@ -124,6 +125,9 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
         }
     };
     let scope = if args.merge { ExportScope::Merged } else { ExportScope::Adapters };
+    let (trained, reporter) = args.model.open()?;
+    // It would write over a question.
+    drop(reporter);
     let mut hub = Hub::new(Settings::from_env());
     if let Some(id) = &args.push.push
         && !hub.create_model(id)?
@@ -131,8 +135,7 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     {
         return Ok(());
     }
-    let (trained, reporter) = args.model.open()?;
-    reporter.begin("exporting");
+    let reporter = Reporter::of("exporting");
     let written = export(&trained, args.dtype, format, scope, &args.out.out)?;
     if let Some(id) = &args.push.push {
         reporter.begin("uploading");

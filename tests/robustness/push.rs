@@ -247,4 +247,8 @@ fn refusals_name_the_cause_and_change_nothing() {
         let (code, said) = server.finetune(&fixture, line, token);
         assert!(code == 2 && said.contains(expected), "{line}: {said}");
     }
+    // A mistyped model creates nothing on the Hub.
+    server.requests();
+    let (code, said) = server.finetune(&fixture, "export ./missing out --push me/mine", TOKEN);
+    assert!(code == 2 && !server.requests().iter().any(|request| request.contains("/create")), "{said}");
 }

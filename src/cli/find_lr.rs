@@ -20,7 +20,7 @@ pub(super) fn run(trainer: &mut Trainer, reporter: Reporter) -> Result<()> {
     })?;
     drop(reporter);
     let text = page(&test).printed(stdout().is_terminal());
-    stdout().write_all(text.as_bytes()).map_err(Error::io("write to", "standard output"))
+    stdout().write_all(text.as_bytes()).map_err(Error::stdout)
 }
 
 fn page(test: &LrRangeTest) -> Page {

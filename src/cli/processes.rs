@@ -5,7 +5,8 @@ use crate::engine::collective::mpi::Mpi;
 use crate::engine::collective::{JOB_VARIABLE, LOST, LaunchEnv, Master, ProcessGroup, SingleProcess, Tcp};
 use crate::engine::device::DeviceSpec;
 use crate::engine::gpu;
-use crate::train::Config;
+use crate::store::checkpoint::Checkpoint;
+use crate::train::{Config, RunStart, Trainer};
 use crate::untrusted::{sanitize_block, subprocess};
 use crate::{Error, Result};
 use clap::Args;
@@ -123,6 +124,18 @@ pub(crate) fn init() -> Result<Arc<dyn ProcessGroup>> {
         return Ok(Arc::new(group));
     }
     Ok(Arc::new(SingleProcess))
+}
+
+/// Starts the workers of the run that `trainer` leads, from the checkpoint that it was opened with. All downloads and tokens are
+/// in the cache by now.
+pub(crate) fn start_workers(
+    trainer: &Trainer,
+    checkpoint: Option<&Checkpoint>,
+    group: &dyn ProcessGroup,
+) -> Result<()> {
+    let checkpoint = checkpoint.map(|it| it.path().to_path_buf());
+    RunStart { config: trainer.config().clone(), checkpoint }.broadcast(group)?;
+    trainer.check_consistency()
 }
 
 /// Rejects processes that a launcher has started and that are not connected, because each would train the same run. The leader

@@ -96,10 +96,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
         trainer.stop_workers()?;
         return Ok(FinishReason::Done);
     }
-    // All downloads and tokens are now in the cache.
-    let checkpoint = checkpoint.map(|it| it.path().to_path_buf());
-    RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
-    trainer.check_consistency()?;
+    processes::start_workers(&trainer, checkpoint, &**group)?;
     if args.find_lr {
         pool.install(|| find_lr::run(&mut trainer, reporter))?;
         return Ok(FinishReason::Done);

@@ -1,7 +1,7 @@
 //! `finetune verify`: repeats a recorded run, or proves that a configuration resumes.
 
 use crate::cli::flags::ConfigArgs;
-use crate::cli::processes::ProcessArgs;
+use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::run_folder;
 use crate::cli::train::thread_pool;
@@ -171,9 +171,7 @@ fn repeat(
     let (temporary, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
     let mut tell = |event| reporter.report(event);
     let mut trainer = Trainer::lead(group.clone(), config, checkpoint.as_ref(), &mut tell)?;
-    let checkpoint = checkpoint.as_ref().map(|it| it.path().to_path_buf());
-    RunStart { config: trainer.config().clone(), checkpoint }.broadcast(&**group)?;
-    trainer.check_consistency()?;
+    processes::start_workers(&trainer, checkpoint.as_ref(), &**group)?;
     let difference = recorded.repeat(&mut trainer, folder, to, temporary.path(), reporter.activity())?;
     trainer.stop_workers()?;
     if let Some(path) = to_write.filter(|_| difference.is_none()) {

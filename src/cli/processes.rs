@@ -39,6 +39,11 @@ pub(crate) struct ProcessArgs {
 }
 
 impl ProcessArgs {
+    /// The flag that was given.
+    pub(crate) fn flag(&self) -> Option<&'static str> {
+        self.processes.map(|_| "--processes").or(self.gpus.map(|_| "--gpus"))
+    }
+
     /// Starts the processes for a run with this configuration. Without a flag, returns `group`.
     pub(crate) fn start(&self, group: &Arc<dyn ProcessGroup>, config: &Config) -> Result<Arc<dyn ProcessGroup>> {
         if let Some(gpus) = self.gpus {

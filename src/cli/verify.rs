@@ -45,6 +45,22 @@ pub(crate) struct VerifyArgs {
     processes: ProcessArgs,
 }
 
+impl VerifyArgs {
+    /// Rejects flags that have no effect on the verification of a configuration.
+    fn check_configuration_flags(&self) -> Result<()> {
+        let flags = [
+            self.from.map(|_| "--from"),
+            self.to.map(|_| "--to"),
+            self.claim.as_ref().map(|_| "--claim"),
+            self.processes.flag(),
+        ];
+        match flags.into_iter().flatten().next() {
+            Some(flag) => Err(Error::config(flag, "is for a recorded run; name one, without `--at` and `--steps`")),
+            None => Ok(()),
+        }
+    }
+}
+
 /// A run's configuration and the hashes of its checkpoints.
 #[derive(Debug, Serialize, Deserialize)]
 struct Claim {
@@ -112,6 +128,9 @@ impl Subject {
         let mut exist = checkpoints
             .filter(|step| *step < to && !self.folder.as_os_str().is_empty() && self.checkpoint(*step).exists());
         let from = args.from.or_else(|| exist.next_back()).unwrap_or(0);
+        if from > 0 && self.folder.as_os_str().is_empty() {
+            return Err(Error::config("--from", "a claim has no checkpoints; leave the flag out to repeat all steps"));
+        }
         if from >= to {
             return Err(Error::config("--from", format!("{from} is not below {to}, the last step to repeat")));
         }
@@ -123,6 +142,7 @@ impl Subject {
 pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dyn Write) -> Result<ExitCode> {
     let Some(run) = args.like.as_ref().filter(|_| args.at.is_none() && args.config.steps().is_none()) else {
         RunStart::cancel(&**group)?;
+        args.check_configuration_flags()?;
         return verify_configuration(args, out);
     };
     let reporter = Reporter::start();

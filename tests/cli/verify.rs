@@ -47,10 +47,21 @@ fn a_run_repeats_on_any_number_of_threads_and_others_can_check_its_claim() {
     std::fs::rename(fixture.path("checkpoints"), fixture.path("elsewhere")).unwrap();
     let (code, out) = verdict(&fixture, "verify claim.json --threads 2");
     assert!(code == Some(0) && out.contains("steps 1 to 12 repeated"), "{out}");
+    fixture.assert_refused("verify claim.json --from 4", &["--from: a claim has no checkpoints"]);
     let text = std::fs::read_to_string(fixture.path("claim.json")).unwrap();
     fixture.write("false.json", text.replace("seed = 1\\n", "seed = 2\\n"));
     let (code, out) = verdict(&fixture, "verify false.json");
     assert!(code == Some(1) && out.starts_with("differs: step 4: the checkpoint's masters"), "{out}");
+}
+
+#[test]
+fn flags_without_effect_are_refused() {
+    let fixture = CliFixture::empty();
+    for (line, flag) in
+        [("--processes 2", "--processes"), ("v --steps 4 --from 2", "--from"), ("v --at 2 --claim c.json", "--claim")]
+    {
+        fixture.assert_refused(&format!("verify {line}"), &[&format!("{flag}: is for a recorded run")]);
+    }
 }
 
 #[test]

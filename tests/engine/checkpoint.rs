@@ -47,6 +47,20 @@ fn what_is_saved_comes_back_bit_for_bit() {
 }
 
 #[test]
+fn many_completions_come_back_and_too_many_are_not_saved() {
+    let folder = tempdir().unwrap();
+    let mut run = Run::open(folder.path()).unwrap();
+    let mut sample = Sample::new(1);
+    sample.state.rollouts = Some("x".repeat(32 << 20).into());
+    let saved = sample.save(&mut run).unwrap();
+    assert!(Checkpoint::open(&saved.path).unwrap().state() == &sample.state);
+    sample.state.rollouts = Some("x".repeat(128 << 20).into());
+    let message = sample.save(&mut run).unwrap_err().to_string();
+    assert!(message.contains("more than the maximum of 134217728; sample fewer"), "{message}");
+    assert!(Checkpoint::open(&saved.path).is_ok());
+}
+
+#[test]
 fn a_step_directory_is_a_hugging_face_folder() {
     let folder = tempdir().unwrap();
     let sample = Sample::new(1);

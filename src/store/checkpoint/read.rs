@@ -8,7 +8,7 @@ use candle_core::DType;
 use super::manifest::{
     CONFIG, CheckpointKind, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or,
 };
-use super::state::State;
+use super::state::{MAX_BYTES, State};
 use crate::digest::{Digest, MAX_SMALL_FILE, read_at_most};
 use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, Parameters};
@@ -221,7 +221,7 @@ fn read_all<'a>(into: &Parameters, find: impl Fn(&str) -> Result<TensorView<'a>>
 }
 
 fn read_state(path: &Path, manifest: &Manifest) -> Result<State> {
-    let text = read_at_most(path, MAX_SMALL_FILE)?;
+    let text = read_at_most(path, MAX_BYTES)?;
     let state = State::from_json(&text).map_err(|message| Error::checkpoint(path, message))?;
     if state.step != manifest.step {
         let message = format!("it is from step {}, but the manifest is from step {}", state.step, manifest.step);

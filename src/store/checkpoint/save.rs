@@ -11,7 +11,7 @@ use super::disk::Disk;
 use super::manifest::{
     CONFIG, CheckpointKind, MANIFEST, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS,
 };
-use super::state::State;
+use super::state::{MAX_BYTES, State};
 use crate::digest::Digest;
 use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, Parameters};
@@ -128,7 +128,7 @@ impl Contents<'_> {
                     ];
                     self.write_state(out, path, &wide, self.quantized)
                 }
-                STATE => write_json(out, path, self.state),
+                STATE => write_figures(out, path, self.state),
                 other => unreachable!("`{other}` is not a file of a checkpoint"),
             }
         })
@@ -240,8 +240,13 @@ fn write_bytes(out: &mut dyn Write, path: &Path, bytes: &[u8]) -> Result<()> {
     out.write_all(bytes).map_err(Error::io("write", path))
 }
 
-fn write_json(out: &mut dyn Write, path: &Path, value: &impl Serialize) -> Result<()> {
-    let mut text = serde_json::to_vec_pretty(value).map_err(|error| Error::checkpoint(path, error.to_string()))?;
+fn write_figures(out: &mut dyn Write, path: &Path, state: &State) -> Result<()> {
+    let mut text = serde_json::to_vec_pretty(state).map_err(|error| Error::checkpoint(path, error.to_string()))?;
     text.push(b'\n');
+    if text.len() as u64 > MAX_BYTES {
+        let advice = "sample fewer or shorter completions, or use them for one step";
+        let message = format!("it has {} bytes, more than the maximum of {MAX_BYTES}; {advice}", text.len());
+        return Err(Error::checkpoint(path, message));
+    }
     write_bytes(out, path, &text)
 }

@@ -14,6 +14,9 @@ use crate::{Error, Result};
 /// that it reads.
 pub const FORMAT_VERSION: u32 = 2;
 
+/// Maximum size of the file. Completions for later steps, about 100 bytes per token, are its largest part.
+pub(super) const MAX_BYTES: u64 = 128 << 20;
+
 /// The figures of a run after a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

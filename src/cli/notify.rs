@@ -64,7 +64,7 @@ impl Sink for Notify {
                 ("best", format!("validation loss {:.4} at step {}", eval.loss, eval.step))
             }
             Event::Diverged(error) => ("diverged", error.message.clone()),
-            Event::Finished(end) => ("finished", format!("step {}, loss {:.4}, {:?}", end.step, end.loss, end.reason)),
+            Event::Finished(end) => ("finished", format!("step {}, loss {:.4}, {}", end.step, end.loss, end.reason)),
             _ => return Ok(()),
         };
         let mut error = None;

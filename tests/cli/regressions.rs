@@ -378,7 +378,7 @@ fn n17_a_program_is_run_at_the_best_and_at_the_end() {
     let mut told: Vec<String> = told().lines().map(str::to_owned).collect();
     told.sort();
     assert!(told[0].starts_with("$HOME|best|r|validation loss "), "no shell looks at the words: {told:?}");
-    assert!(told[1].starts_with("$HOME|finished|r|step 2, loss "), "{told:?}");
+    assert!(told[1].starts_with("$HOME|finished|r|step 2, loss ") && told[1].ends_with(", done"), "{told:?}");
 }
 
 /// Each process of a notifier that hangs would stay; training continues, and reports the program's fault.

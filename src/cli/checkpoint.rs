@@ -228,8 +228,7 @@ fn verification(path: &Path) -> Result<(Vec<String>, bool)> {
 
 fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
     check_exists(path)?;
-    let listed = list(path)?;
-    if listed.is_empty() {
+    if list(path)?.is_empty() {
         return Err(Error::checkpoint(path, "contains no checkpoint; use the folder of one run"));
     }
     let run = Run::open(path)?;
@@ -239,6 +238,8 @@ fn prune(args: &PruneArgs, path: &Path) -> Result<Vec<String>> {
         gone.extend(expired(run.path(), kind, keep)?);
     }
     if args.damaged {
+        // Only now no other process can change the run.
+        let listed = list(run.path())?;
         if listed.iter().any(|one| one.kind == CheckpointKind::Full) {
             // If no checkpoint is valid, the damaged ones may be all that is left of the run.
             latest_valid(run.path())?;

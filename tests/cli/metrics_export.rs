@@ -46,6 +46,8 @@ fn item_16_figures_are_exported_as_tables() {
     assert_eq!(lines.len(), 20);
     assert!(lines[9]["val_loss"].is_number() && lines[8]["val_loss"].is_null());
     fixture.refused("export-metrics nowhere");
+    fixture.assert_refused("export-metrics t --output checkpoints/t/events.jsonl", &["--output: is the run's log"]);
+    assert_eq!(fixture.steps("t").len(), steps.len());
 }
 
 #[test]

@@ -137,10 +137,13 @@ pub(super) fn run(args: &ExportArgs, out: &mut dyn Write) -> Result<()> {
     }
     let reporter = Reporter::of("exporting");
     let written = export(&trained, args.dtype, format, scope, &args.out.out)?;
-    if let Some(id) = &args.push.push {
+    let upload = |id: &String| {
         reporter.begin("uploading");
-        let address = hub.push(id, &files_to_push(&trained, id, &written)?)?;
-        drop(reporter);
+        hub.push(id, &files_to_push(&trained, id, &written)?)
+    };
+    let address = args.push.push.as_ref().map(upload).transpose()?;
+    drop(reporter);
+    if let Some(address) = address {
         writeln!(out, "{address}").map_err(Error::stdout)?;
     }
     print_paths(&written, out)

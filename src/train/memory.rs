@@ -232,7 +232,7 @@ fn required_bytes(
     keep: Checkpointing,
     kernels: &dyn Kernels,
     layout: DistributedLayout,
-) -> u64 {
+) -> Result<u64> {
     let (train, rows) = (&config.train, config.objective.rows(batch));
     let sizes = [rows, train.seq_len, train.grad_accum * train.batch_size.div_ceil(batch)];
     let extras = MemoryExtras {
@@ -241,11 +241,8 @@ fn required_bytes(
         rollouts: config.objective.kind.samples_completions(),
         threads: Some(rayon::current_num_threads()),
     };
-    let bytes = || -> Result<u64> {
-        let step = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
-        Ok(step.with_extras(extras, layout, spec, config.dtype, [rows, train.seq_len], kernels)?.total())
-    };
-    bytes().unwrap_or(u64::MAX)
+    let step = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
+    Ok(step.with_extras(extras, layout, spec, config.dtype, [rows, train.seq_len], kernels)?.total())
 }
 
 /// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that would
@@ -259,11 +256,14 @@ pub(super) fn check_fits(
 ) -> Result<()> {
     let train = &config.train;
     let (batch, keep) = (train.batch_size, train.recompute);
-    let required_bytes =
-        |config: &Config, spec: &ModelSpec, batch, keep| required_bytes(config, spec, batch, keep, kernels, layout);
-    if required_bytes(config, spec, batch, keep) <= available {
+    let needed = required_bytes(config, spec, batch, keep, kernels, layout)?;
+    if needed <= available {
         return Ok(());
     }
+    // A change whose size cannot be computed does not fit.
+    let required_bytes = |config: &Config, spec: &ModelSpec, batch, keep| {
+        required_bytes(config, spec, batch, keep, kernels, layout).unwrap_or(u64::MAX)
+    };
     let mut ways = Vec::new();
     let largest = largest_batch(available, |batch| required_bytes(config, spec, batch, keep));
     if keep == Checkpointing::None {
@@ -308,7 +308,7 @@ pub(super) fn check_fits(
     let message = format!(
         "{batch} sequences of {} tokens need {}, but only {} are available; {advice}{more}",
         train.seq_len,
-        telemetry::bytes(required_bytes(config, spec, batch, keep)),
+        telemetry::bytes(needed),
         telemetry::bytes(available)
     );
     Err(Error::config("train.batch_size", message))
@@ -344,13 +344,13 @@ pub(super) fn fitted(
     kernels: &dyn Kernels,
     layout: DistributedLayout,
     available: u64,
-) -> (Config, Option<String>) {
+) -> Result<(Config, Option<String>)> {
     let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
     let keeps = [config.train.recompute, Checkpointing::PerBlock];
     for keep in keeps {
         let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
         for smaller in divisors {
-            if required_bytes(config, spec, smaller, keep, kernels, layout) > available {
+            if required_bytes(config, spec, smaller, keep, kernels, layout)? > available {
                 continue;
             }
             let mut fitted = config.clone();
@@ -360,10 +360,10 @@ pub(super) fn fitted(
             let said =
                 format!("to fit into memory: batch_size = {smaller}, grad_accum = {}{recompute}", train.grad_accum);
             let changed = fitted != *config;
-            return (fitted, changed.then_some(said));
+            return Ok((fitted, changed.then_some(said)));
         }
     }
-    (config.clone(), None)
+    Ok((config.clone(), None))
 }
 
 /// The largest batch whose `bytes` are within the budget; `None` if one sequence is too large.
@@ -392,7 +392,7 @@ pub fn largest_batch(budget: u64, bytes: impl Fn(usize) -> u64) -> Option<usize>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::kernels::Fused;
+    use crate::engine::kernels::{CandleKernels, Fused};
     use crate::train::objective::ObjectiveKind;
     use candle_core::quantized::GgmlDType;
 
@@ -407,6 +407,7 @@ mod tests {
             &KERNELS,
             DistributedLayout::SINGLE,
         )
+        .unwrap()
     }
 
     /// The system used to kill a run if its step fitted into memory but its probe did not.
@@ -446,6 +447,20 @@ mod tests {
     }
 
     #[test]
+    fn a_size_that_cannot_be_computed_is_an_error() {
+        let (mut config, spec, alone) =
+            (Config::default(), ModelSpec::named("tiny").unwrap(), DistributedLayout::SINGLE);
+        config.train.seq_len = 1 << 17;
+        let errors = [
+            check_fits(&config, &spec, &CandleKernels, alone, 1 << 50).unwrap_err(),
+            fitted(&config, &spec, &CandleKernels, alone, 1 << 50).unwrap_err(),
+        ];
+        for error in errors.map(|error| error.to_string()) {
+            assert!(error.contains("use a shorter `seq_len`"), "{error}");
+        }
+    }
+
+    #[test]
     fn smaller_micro_batches_are_counted_with_those_that_the_step_had() {
         let spec = ModelSpec::named("tiny").unwrap();
         let mut config = Config::default();
@@ -453,7 +468,7 @@ mod tests {
         let mut split = config.clone();
         (split.train.batch_size, split.train.grad_accum) = (1, 8);
         let (keep, alone) = (config.train.recompute, DistributedLayout::SINGLE);
-        assert_eq!(required_bytes(&config, &spec, 1, keep, &KERNELS, alone), needed(&split, &spec));
+        assert_eq!(required_bytes(&config, &spec, 1, keep, &KERNELS, alone).unwrap(), needed(&split, &spec));
     }
 
     /// A GPU has no shard if tensors go through host memory.

@@ -473,7 +473,7 @@ pub(super) fn fit_memory(
     let mut config = config;
     check_weights_fit(&config, spec, available)?;
     if std::mem::take(&mut config.train.auto_batch) {
-        let (fitted, said) = fitted(&config, spec, &*open.kernels, layout, available);
+        let (fitted, said) = fitted(&config, spec, &*open.kernels, layout, available)?;
         if let Some(said) = said {
             report(SetupEvent::Load(LoadEvent::Notice(said)));
         }

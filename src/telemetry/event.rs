@@ -140,7 +140,13 @@ mod tests {
             let (line, back) = round_trip(Event::Step(Box::new(StepRecord { loss, ..Default::default() })));
             let Event::Step(step) = back.event else { panic!("{line}") };
             assert_eq!(step.loss.to_bits(), loss.to_bits(), "{line}");
+            let val_loss = Some(f64::from(loss));
+            let (line, back) = round_trip(Event::Finished(Finished { val_loss, ..Default::default() }));
+            let Event::Finished(finished) = back.event else { panic!("{line}") };
+            assert_eq!(finished.val_loss.map(f64::to_bits), val_loss.map(f64::to_bits), "{line}");
         }
+        let (line, back) = round_trip(Event::Finished(Finished::default()));
+        assert_eq!(back.event, Event::Finished(Finished::default()), "{line}");
     }
 
     #[test]

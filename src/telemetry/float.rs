@@ -1,7 +1,7 @@
 //! Floats in JSON, which cannot represent NaN and infinities: they are written as the strings `"NaN"`, `"inf"`,
 //! `"-inf"`.
 //!
-//! Use with `#[serde(with = "float")]`.
+//! Use with `#[serde(with = "float")]`, and with `#[serde(with = "float::optional")]` for an `Option<f64>`.
 
 use serde::de::{Deserialize, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
@@ -29,5 +29,28 @@ pub(super) fn deserialize<'de, T: Deserialize<'de> + FromStr, D: Deserializer<'d
         Stored::Number(value) => Ok(value),
         Stored::Text(text) if ["NaN", "inf", "-inf"].contains(&text.as_str()) => text.parse().map_err(|_| wrong()),
         Stored::Text(_) => Err(wrong()),
+    }
+}
+
+/// A number that may be missing: `null`.
+pub(super) mod optional {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    #[serde(transparent)]
+    struct Float(#[serde(with = "super")] f64);
+
+    #[expect(clippy::ref_option, reason = "serde passes a reference to the field")]
+    pub(in crate::telemetry) fn serialize<S: Serializer>(
+        value: &Option<f64>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        value.map(Float).serialize(serializer)
+    }
+
+    pub(in crate::telemetry) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<f64>, D::Error> {
+        Ok(Option::<Float>::deserialize(deserializer)?.map(|Float(value)| value))
     }
 }

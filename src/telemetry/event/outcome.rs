@@ -116,6 +116,7 @@ pub struct Finished {
     #[serde(with = "float")]
     pub loss: f32,
     /// The last validation loss.
+    #[serde(with = "float::optional")]
     pub val_loss: Option<f64>,
     /// The loss scale at the end.
     pub loss_scale: f32,

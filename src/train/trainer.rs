@@ -455,7 +455,8 @@ impl Trainer {
             }
             self.step(std::mem::take(&mut probe))?;
             let (step, total) = (self.engine.state.counters.step, self.total_steps);
-            let ends_epoch = self.loader.position().row == 0 && self.progress.retry.is_none();
+            let repeats = self.progress.retry.is_some() || self.has_kept_completions();
+            let ends_epoch = self.loader.position().row == 0 && !repeats;
             let due = |every: Interval| {
                 step < total
                     && match every {
@@ -619,7 +620,7 @@ impl Trainer {
     /// has a target: samples without one are in no row.
     fn next_batches(&mut self) -> DataPosition {
         let cursor = self.loader.position();
-        if self.rollouts.as_ref().is_some_and(Rollouts::has_kept) {
+        if self.has_kept_completions() {
             return cursor;
         }
         for batch in &mut self.micro_batches {
@@ -632,6 +633,11 @@ impl Trainer {
             }
         }
         cursor
+    }
+
+    /// Whether the next step uses the completions of the last one.
+    fn has_kept_completions(&self) -> bool {
+        self.rollouts.as_ref().is_some_and(Rollouts::has_kept)
     }
 
     /// Shows a phase here, and in the log to those who watch from elsewhere; once if it is tried again.

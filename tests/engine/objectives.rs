@@ -589,3 +589,23 @@ fn sampled_completions_are_the_same_in_any_number_of_processes_and_after_a_resum
         }
     }
 }
+
+/// An epoch ends with the last of the steps on its last completions.
+#[test]
+fn an_epoch_of_sampled_completions_ends_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("sums.jsonl");
+    let row = |sum: usize| {
+        let [user, assistant] = [("user", format!("{sum}+1")), ("assistant", (sum + 1).to_string())]
+            .map(|(role, content)| serde_json::json!({"role": role, "content": content}));
+        serde_json::json!({"messages": [user, assistant]}).to_string() + "\n"
+    };
+    std::fs::write(&data, (0..6).map(row).collect::<String>()).unwrap();
+    let mut config = grpo_run(2, 0.0);
+    (config.data, config.val) = (DataSets::One(data.to_str().unwrap().to_owned()), Some("none".into()));
+    (config.train.steps, config.checkpoint.save_every) = (Some(6), Interval::Epoch);
+    let run = folder.path().join("run");
+    train(1, &config, &run, None);
+    let saved = [3, 4, 6].map(|step| run.join(format!("step-{step:06}")).exists());
+    assert_eq!(saved, [false, true, true], "two steps on each of two batches are an epoch");
+}

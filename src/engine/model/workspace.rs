@@ -227,6 +227,8 @@ pub struct Workspace<T = Tensor> {
     /// One entry for the policy's compute dtype, and one for every other dtype in use.
     scratch: Vec<LayerScratch<T>>,
     pub(super) rope_caches: RopeCaches,
+    /// The tables of sequences up to a length, if longer ones have other frequencies.
+    short_rope_caches: Option<(usize, RopeCaches)>,
 }
 
 #[derive(Debug)]
@@ -432,6 +434,7 @@ impl<T> Workspace<T> {
             backward: train.then(backward).transpose()?,
             scratch: vec![LayerScratch::alloc(spec, tokens, (compute, stream), (train, keep), scratch)?],
             rope_caches: RopeCaches::default(),
+            short_rope_caches: None,
         })
     }
 
@@ -520,9 +523,8 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        let rope_caches = RopeCaches::new(spec, 0..shape.1, device)?;
         let on_gpu = !device.is_cpu();
-        Ok(Self { rope_caches, ..Self::alloc(spec, policy, shape, (true, keep), on_gpu, &zeros, &zeros)? })
+        Self::alloc(spec, policy, shape, (true, keep), on_gpu, &zeros, &zeros)?.with_rope_caches(spec, device)
     }
 
     /// Buffers for evaluation of `batch` sequences of `seq_len` tokens: the blocks share theirs.
@@ -533,9 +535,15 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        let rope_caches = RopeCaches::new(spec, 0..shape.1, device)?;
         let (on_gpu, keep) = (!device.is_cpu(), Checkpointing::PerBlock);
-        Ok(Self { rope_caches, ..Self::alloc(spec, policy, shape, (false, keep), on_gpu, &zeros, &zeros)? })
+        Self::alloc(spec, policy, shape, (false, keep), on_gpu, &zeros, &zeros)?.with_rope_caches(spec, device)
+    }
+
+    fn with_rope_caches(self, spec: &ModelSpec, device: &Device) -> Result<Self> {
+        let rope_caches = RopeCaches::new(spec, 0..self.seq_len, device)?;
+        let context = spec.rope.as_ref().and_then(Rope::original_context).filter(|context| *context < self.seq_len);
+        let short = |context| Ok::<_, Error>((context, RopeCaches::new(spec, 0..context, device)?));
+        Ok(Self { rope_caches, short_rope_caches: context.map(short).transpose()?, ..self })
     }
 
     /// Gives `unit` buffers of a different compute type; other units keep their buffers.

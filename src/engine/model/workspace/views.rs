@@ -47,7 +47,11 @@ impl Workspace {
                 Ok(ResidualGrad { stream: rows(&backward.stream)?, order: Vec::new() })
             })?,
             scratch: self.scratch.iter().map(|scratch| narrowed_scratch(scratch, rows)).collect::<Result<_>>()?,
-            rope_caches: self.rope_caches.clone(),
+            rope_caches: match &self.short_rope_caches {
+                Some((context, short)) if seq_len <= *context => short.clone(),
+                _ => self.rope_caches.clone(),
+            },
+            short_rope_caches: self.short_rope_caches.clone(),
         })
     }
 }
@@ -111,4 +115,34 @@ fn narrowed_scratch(scratch: &LayerScratch, rows: Rows<'_>) -> Result<LayerScrat
         adapter: scratch.adapter.clone(),
         block: optional(scratch.block.as_ref(), |block| activations(block, rows))?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::model::ModelSpec;
+    use crate::precision::PrecisionPolicy;
+    use candle_core::Device;
+    use serde_json::json;
+
+    /// transformers chooses `LongRoPE`'s factors by the length of the batch.
+    #[test]
+    fn short_batches_have_the_rotary_embeddings_of_short_sequences() {
+        let rope = json!({"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]});
+        let config = json!({"model_type": "phi3", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "intermediate_size": 8, "max_position_embeddings": 16,
+            "original_max_position_embeddings": 8, "rope_scaling": rope});
+        let spec = ModelSpec::from_json(config.to_string().as_bytes(), "config.json").unwrap();
+        let of_length =
+            |seq_len| Workspace::for_evaluation(&spec, PrecisionPolicy::FP32, (1, seq_len), &Device::Cpu).unwrap();
+        let table = |workspace: &Workspace| {
+            let cos = &workspace.rope_caches.full.as_ref().unwrap().cos;
+            cos.narrow(0, 0, workspace.seq_len).unwrap().to_vec2::<f32>().unwrap()
+        };
+        let long = of_length(16);
+        for seq_len in [1, 8, 9, 15] {
+            assert_eq!(table(&long.narrow(seq_len).unwrap()), table(&of_length(seq_len)), "{seq_len} tokens");
+        }
+        assert_ne!(table(&of_length(8)), table(&long)[..8]);
+    }
 }

@@ -349,7 +349,8 @@ pub(super) fn fitted(
     let keeps = [config.train.recompute, Checkpointing::PerBlock];
     for keep in keeps {
         let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
-        for smaller in divisors {
+        // KTO needs two answers in a batch.
+        for smaller in divisors.filter(|divisor| config.objective.validate(*divisor).is_ok()) {
             if required_bytes(config, spec, smaller, keep, kernels, layout)? > available {
                 continue;
             }
@@ -469,6 +470,19 @@ mod tests {
         (split.train.batch_size, split.train.grad_accum) = (1, 8);
         let (keep, alone) = (config.train.recompute, DistributedLayout::SINGLE);
         assert_eq!(required_bytes(&config, &spec, 1, keep, &KERNELS, alone).unwrap(), needed(&split, &spec));
+    }
+
+    #[test]
+    fn a_batch_is_not_split_below_what_its_objective_needs() {
+        let (mut config, spec, alone) =
+            (Config::default(), ModelSpec::named("tiny").unwrap(), DistributedLayout::SINGLE);
+        (config.train.batch_size, config.train.grad_accum, config.train.seq_len) = (4, 1, 1024);
+        let keep = config.train.recompute;
+        let available = required_bytes(&config, &spec, 1, keep, &KERNELS, alone).unwrap();
+        let batch_of = |config: &Config| fitted(config, &spec, &KERNELS, alone, available).unwrap().0.train.batch_size;
+        assert_eq!(batch_of(&config), 1);
+        config.objective.kind = ObjectiveKind::Kto;
+        assert_ne!(batch_of(&config), 1);
     }
 
     /// A GPU has no shard if tensors go through host memory.

@@ -217,7 +217,7 @@ impl ObjectiveSection {
     }
 
     /// Rejects settings that do not fit the objective and `batch_size`.
-    pub(super) fn validate(&self, batch_size: usize) -> Result<()> {
+    pub(in crate::train) fn validate(&self, batch_size: usize) -> Result<()> {
         if self.kind == ObjectiveKind::Robust && self.label_smoothing >= 0.5 {
             let message =
                 "must be below 0.5 for `robust`, because pairs that are swapped half of the time teach nothing";

@@ -367,7 +367,8 @@ fn pack_by_transposing<T: Element, const WIDTH: usize>(
         for (index, line) in present.clone().step_by(8).enumerate() {
             let target = &mut target[index * 8..];
             let group = 8.min(present.end - line);
-            let done = if group == 8 { transpose_eights::<T, WIDTH>(lines, line, from..to, unit, target) } else { 0 };
+            let whole = group == transposed_lines(WIDTH);
+            let done = if whole { transpose_vectors::<T, WIDTH>(lines, line, from..to, unit, target) } else { 0 };
             let from = from + done * unit.elements();
             if from < to {
                 for (offset, gathered) in block.iter_mut().take(group).enumerate() {
@@ -427,10 +428,15 @@ fn transpose(block: &[[u32; BLOCK]; 8], lines: usize, units: usize, target: &mut
     }
 }
 
-/// Packs the elements `depth` of eight lines, starting at `line`, straight from the operand: as many units as vector
-/// instructions take. Returns the number of units.
+/// Lines of a panel of `width` that are transposed together by vector instructions.
+const fn transposed_lines(width: usize) -> usize {
+    if width < 8 { width } else { 8 }
+}
+
+/// Packs the elements `depth` of the next [`transposed_lines`], starting at `line`, straight from the operand: as many units as
+/// vector instructions take. Returns the number of units.
 #[inline]
-fn transpose_eights<T: Element, const WIDTH: usize>(
+fn transpose_vectors<T: Element, const WIDTH: usize>(
     lines: PackSource<'_, T>,
     line: usize,
     depth: Range<usize>,
@@ -438,15 +444,17 @@ fn transpose_eights<T: Element, const WIDTH: usize>(
     target: &mut [u32],
 ) -> usize {
     #[cfg(target_arch = "x86_64")]
-    if lines.depth_stride == 1 && super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
+    if WIDTH >= 6 && lines.depth_stride == 1 && super::super::isa::Isa::current() >= super::super::isa::Isa::Avx2 {
+        let count = transposed_lines(WIDTH);
         let units = depth.len() / unit.elements() / 8 * 8;
-        assert!(units == 0 || target.len() >= (units - 1) * WIDTH + 8);
-        for line in line..line + 8 {
+        assert!(units == 0 || target.len() >= (units - 1) * WIDTH + count);
+        for line in line..line + count {
             prefetch(lines.data, line * lines.line_stride + depth.end, depth.len());
         }
-        let source = &lines.data[line * lines.line_stride + depth.start..][..7 * lines.line_stride + depth.len()];
+        let source = &lines.data[line * lines.line_stride + depth.start..];
+        let source = &source[..(count - 1) * lines.line_stride + depth.len()];
         let (source, stride, target) = (source.as_ptr(), lines.line_stride, target.as_mut_ptr());
-        // SAFETY: the CPU has AVX2, the eight lines have `units` units, and the target has room for them.
+        // SAFETY: the CPU has AVX2, the lines have `units` units, and the target has room for them.
         unsafe {
             match unit {
                 PackUnit::Float => transpose_avx2::<T, WIDTH, false>(source, stride, units, target),
@@ -461,7 +469,7 @@ fn transpose_eights<T: Element, const WIDTH: usize>(
     0
 }
 
-/// A multiple of eight units of eight lines that are `line_stride` elements apart, in pairs of BF16 or widened.
+/// A multiple of eight units of [`transposed_lines`] that are `line_stride` elements apart, in pairs of BF16 or widened.
 ///
 /// # Safety
 /// The lines must have these units, and the target room for them.
@@ -475,13 +483,14 @@ unsafe fn transpose_avx2<T: Element, const WIDTH: usize, const PAIRS: bool>(
     target: *mut u32,
 ) {
     use std::arch::x86_64::{
-        _mm_loadu_si128, _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_loadu_ps,
+        _mm_loadu_si128, _mm_storel_epi64, _mm_storeu_ps, _mm256_castps_si256, _mm256_castps256_ps128,
+        _mm256_castsi256_ps, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_extracti128_si256, _mm256_loadu_ps,
         _mm256_permute2f128_ps, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_storeu_ps,
         _mm256_unpackhi_ps, _mm256_unpacklo_ps,
     };
     for start in (0..units).step_by(8) {
         let mut rows = [_mm256_setzero_ps(); 8];
-        for line in 0..8 {
+        for line in 0..transposed_lines(WIDTH) {
             // SAFETY: the caller promised these units; a unit of a pair is two elements.
             rows[line] = unsafe {
                 let from = source.add(line * line_stride + if PAIRS { 2 * start } else { start });
@@ -517,10 +526,19 @@ unsafe fn transpose_avx2<T: Element, const WIDTH: usize, const PAIRS: bool>(
                     )
                 };
                 let unit = start + 2 * half + side;
-                // SAFETY: the caller made room for eight lines of every unit below `units`.
-                unsafe {
-                    _mm256_storeu_ps(target.add(unit * WIDTH).cast(), _mm256_permute2f128_ps::<0x20>(a, b));
-                    _mm256_storeu_ps(target.add((unit + 4) * WIDTH).cast(), _mm256_permute2f128_ps::<0x31>(a, b));
+                let columns = [_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b)];
+                for (column, unit) in columns.into_iter().zip([unit, unit + 4]) {
+                    // SAFETY: the caller made room for these lines of every unit below `units`.
+                    unsafe {
+                        let target = target.add(unit * WIDTH);
+                        if WIDTH < 8 {
+                            _mm_storeu_ps(target.cast(), _mm256_castps256_ps128(column));
+                            let last = _mm256_extracti128_si256::<1>(_mm256_castps_si256(column));
+                            _mm_storel_epi64(target.add(4).cast(), last);
+                        } else {
+                            _mm256_storeu_ps(target.cast(), column);
+                        }
+                    }
                 }
             }
         }

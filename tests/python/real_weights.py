@@ -6,7 +6,7 @@
         MODEL: a folder or a GGUF file; IDS and PROMPT: JSON files with token ids. `loss`: the mean over windows of SEQ_LEN
         tokens; `greedy`: NEW tokens after the prompt; `logits`: those that predict the token after the prompt
     real_weights.py logits IDS MODEL...
-        `logits`: of each model, those that predict the token after IDS
+        `logits`: of each model in FP64, those that predict the token after IDS
     real_weights.py tensors FILE OTHER
         `tensors` and `differ`: how many tensors two GGUF files have, and the names of those whose dequantized values differ;
         `keys`: the keys of the metadata whose values differ, but for what describes the file itself
@@ -30,7 +30,7 @@ def where():
     return {"path": path}
 
 
-def model(path, ids, seq_len, prompt, new):
+def model(path, ids, seq_len, prompt, new, dtype="float32"):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -39,7 +39,7 @@ def model(path, ids, seq_len, prompt, new):
         path = {"pretrained_model_name_or_path": os.path.dirname(path), "gguf_file": os.path.basename(path)}
     else:
         path = {"pretrained_model_name_or_path": path}
-    model = AutoModelForCausalLM.from_pretrained(**path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(**path, dtype=getattr(torch, dtype)).eval()
     ids, prompt, seq_len = torch.tensor(json.load(open(ids))), json.load(open(prompt)), int(seq_len)
     total, count = 0.0, 0
     with torch.no_grad():
@@ -57,7 +57,7 @@ def model(path, ids, seq_len, prompt, new):
 
 def logits(ids, *paths):
     count = len(json.load(open(ids)))
-    return {"logits": [model(path, ids, count, ids, 1)["logits"] for path in paths]}
+    return {"logits": [model(path, ids, count, ids, 1, "float64")["logits"] for path in paths]}
 
 
 def tensors(file, other):

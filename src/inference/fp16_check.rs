@@ -188,8 +188,8 @@ pub fn fp16_check(
         let mut passes = CheckPasses::new(model, policy, &weights, (batch_size, seq_len))?;
         for &unit in &fp32 {
             passes.workspace.change_dtype(spec, unit, Dtype::F32)?;
+            masters.change_dtype(unit, candle_dtype(Dtype::F32), &mut weights, kernels)?;
             for pack in weights.fused_in(unit) {
-                masters.change_dtype(pack, candle_dtype(Dtype::F32), &mut weights, kernels)?;
                 passes.grads.change_dtype(pack, Dtype::F32)?;
             }
         }

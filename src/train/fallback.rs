@@ -15,8 +15,8 @@ impl TrainEngine {
     pub fn change_dtype(&mut self, unit: PrecisionUnit, compute: Dtype) -> Result<()> {
         self.workspace.change_dtype(self.model.spec(), unit, compute)?;
         let state = &mut self.state;
+        state.masters.change_dtype(unit, candle_dtype(compute), &mut state.weights, self.model.kernels())?;
         for index in state.weights.fused_in(unit) {
-            state.masters.change_dtype(index, candle_dtype(compute), &mut state.weights, self.model.kernels())?;
             self.grads.change_dtype(index, compute)?;
         }
         Ok(())

@@ -59,6 +59,18 @@ impl Counters {
     }
 }
 
+/// Rounds the masters of all processes into the working copy of each.
+pub(super) fn copy_to_weights(
+    masters: &MasterWeights,
+    weights: &Parameters,
+    kernels: &dyn Kernels,
+    group: &dyn ProcessGroup,
+) -> Result<()> {
+    let counterpart = masters.compute_copy_of_shard(weights, group.rank())?;
+    masters.write_compute_copy(&counterpart, masters.kernels(kernels))?;
+    gather::all_gather(weights, &counterpart, group)
+}
+
 impl TrainState {
     /// The state before the first step, from masters and their working copy.
     pub fn new(
@@ -78,11 +90,9 @@ impl TrainState {
         StateView { weights: &self.weights, masters: self.masters.parameters(), adamw: &self.adamw }
     }
 
-    /// Rounds the masters of all processes into the working copy of each.
+    /// [`copy_to_weights`] of this state.
     pub(super) fn copy_to_weights(&self, kernels: &dyn Kernels, group: &dyn ProcessGroup) -> Result<()> {
-        let counterpart = self.masters.compute_copy_of_shard(&self.weights, group.rank())?;
-        self.masters.write_compute_copy(&counterpart, self.masters.kernels(kernels))?;
-        gather::all_gather(&self.weights, &counterpart, group)
+        copy_to_weights(&self.masters, &self.weights, kernels, group)
     }
 
     /// Random initial weights for `spec`, in FP32.

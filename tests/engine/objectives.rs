@@ -406,9 +406,12 @@ fn dpo_run(lora: bool) -> Config {
 #[test]
 fn runs_have_the_same_bits_in_any_number_of_processes_and_after_a_resume() {
     let folder = tempfile::tempdir().unwrap();
-    for lora in [false, true] {
-        let config = dpo_run(lora);
-        let runs = folder.path().join(lora.to_string());
+    for (name, lora, keep) in [("dense", false, ""), ("kept", false, "h.1,head"), ("lora", true, "")] {
+        let mut config = dpo_run(lora);
+        if !keep.is_empty() {
+            config.precision.keep = keep.to_owned().try_into().unwrap();
+        }
+        let runs = folder.path().join(name);
         let one = assert_same_bits(&config, &runs, &[3]);
         let reference = runs.join("1/reference.json");
         assert_eq!(reference.exists(), !lora);

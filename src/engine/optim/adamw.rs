@@ -7,7 +7,7 @@ use crate::engine::kernels::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUAN
 use crate::engine::kernels::summary::PART;
 use crate::engine::kernels::{Fused, Kernels, op, stochastic, view};
 use crate::engine::model::{ParamSpec, Parameters, candle_dtype};
-use crate::precision::{Dtype, PrecisionPolicy, UpdateCounts};
+use crate::precision::{Dtype, PrecisionPolicy, PrecisionUnit, UpdateCounts};
 use candle_core::{DType, Device, Result, Tensor};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -349,9 +349,19 @@ impl MasterWeights {
         &self.parameters
     }
 
-    /// Replaces the working copy of pack `index` in `weights` by one with a different dtype; in FP32 it is the master
-    /// itself.
+    /// Replaces the working copy of `unit` in `weights` by one with a different dtype; in FP32 it is the masters themselves.
     pub fn change_dtype(
+        &self,
+        unit: PrecisionUnit,
+        compute: DType,
+        weights: &mut Parameters,
+        kernels: &dyn Kernels,
+    ) -> Result<()> {
+        let mut packs = weights.fused_in(unit).into_iter();
+        packs.try_for_each(|index| self.change_pack_dtype(index, compute, weights, kernels))
+    }
+
+    fn change_pack_dtype(
         &self,
         index: usize,
         compute: DType,

@@ -5,13 +5,15 @@ use crate::data::{Batch, DataPosition};
 use crate::digest::DigestWriter;
 use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view::{read, to_host};
-use crate::engine::model::{Decoder, Parameters, Workspace};
+use crate::engine::model::{Decoder, ModelSpec, Parameters, Workspace, candle_dtype};
+use crate::precision::{PrecisionConfig, UnitSet};
 use crate::store::checkpoint::{Base, Fingerprint};
 use crate::telemetry::PhaseProgress;
 use crate::train::config::{Config, WeightInit};
 use crate::train::engine::TrainEngine;
 use crate::train::objective::{ObjectiveKind, Reference, ReferenceLogps, ReferenceModel, Split};
-use crate::train::setup::ModelSource;
+use crate::train::setup::{InitialWeights, ModelSource};
+use crate::train::state::copy_to_weights;
 use crate::{Error, Result, untrusted};
 use serde::{Deserialize, Serialize};
 use std::io::{Read as _, Write as _, sink};
@@ -105,6 +107,7 @@ impl Trainer {
         if let Some(model) = &self.config.objective.reference {
             (config.model, config.revision, config.init) = (model.clone(), None, WeightInit::Pretrained);
             (config.tokenizer, config.lora, config.train.freeze) = (None, Config::default().lora, None);
+            config.precision.keep = UnitSet::default();
         }
         let (engine, wrong) = (&self.engine, |message| Err(Error::config("objective.reference", message)));
         let source = ModelSource::open(&config, &mut |_| ())?;
@@ -120,11 +123,18 @@ impl Trainer {
             name: self.device.clone(),
             kernels: engine.model.shared_kernels(),
         };
-        let initial = source.initial(&config, &device, &*engine.group, &mut |_| ())?;
-        let sha256 = digest(&initial.weights.1, initial.base.as_ref())?;
-        let (spec, weights) = (source.spec, initial.weights.1);
-        let shape = (engine.workspace.batch(), engine.workspace.seq_len());
-        let workspace = Workspace::for_evaluation(&spec, self.config.dtype, shape, &weights.device())?;
+        let InitialWeights { weights: (masters, mut weights), base } =
+            source.initial(&config, &device, &*engine.group, &mut |_| ())?;
+        let spec = source.spec;
+        let PrecisionConfig { keep, fallback_dtype, .. } = &config.precision;
+        let workspace = self.reference_workspace(&spec, keep)?;
+        for unit in &keep.0 {
+            masters.change_dtype(*unit, candle_dtype(*fallback_dtype), &mut weights, &*device.kernels)?;
+        }
+        if !keep.0.is_empty() {
+            copy_to_weights(&masters, &weights, &*device.kernels, &*engine.group)?;
+        }
+        let sha256 = digest(&weights, base.as_ref())?;
         let model = Decoder::new(&spec, &weights, engine.model.shared_kernels())?;
         Ok((ReferenceModel { model, weights, workspace }, sha256))
     }
@@ -141,10 +151,18 @@ impl Trainer {
         if let Some(ReferenceModel { model, weights, mut workspace }) = loaded {
             return logps.compute((&model, &weights), (&mut workspace, &*engine.group), batches);
         }
-        let (spec, weights) = (engine.model.spec(), &engine.state.weights);
-        let shape = (engine.workspace.batch(), engine.workspace.seq_len());
-        let mut workspace = Workspace::for_evaluation(spec, self.config.dtype, shape, &weights.device())?;
-        logps.compute((&engine.model, weights), (&mut workspace, &*engine.group), batches)
+        let mut workspace = self.reference_workspace(engine.model.spec(), &self.config.precision.keep)?;
+        logps.compute((&engine.model, &engine.state.weights), (&mut workspace, &*engine.group), batches)
+    }
+
+    /// Buffers for the passes of a reference that keeps these units in a wider type.
+    fn reference_workspace(&self, spec: &ModelSpec, keep: &UnitSet) -> Result<Workspace> {
+        let (own, device) = (&self.engine.workspace, self.engine.state.weights.device());
+        let mut workspace = Workspace::for_evaluation(spec, self.config.dtype, (own.batch(), own.seq_len()), &device)?;
+        for unit in &keep.0 {
+            workspace.change_dtype(spec, *unit, self.config.precision.fallback_dtype)?;
+        }
+        Ok(workspace)
     }
 
     /// The batches of validation and training whose sequences need a reference.

@@ -62,7 +62,8 @@ pub(super) fn after_step(engine: &mut TrainEngine, context: &mut StepContext<'_>
         context.events.push(Event::DtypeChange(change));
     }
     if moved && engine.state.masters.parameters().shards().is_some() {
-        engine.state.copy_to_weights(engine.model.kernels(), &*engine.group)?;
+        let TrainEngine { state, model, group, .. } = engine;
+        state.masters.copy_to_weights(&state.weights, model.kernels(), &**group)?;
     }
     Ok(())
 }

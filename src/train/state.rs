@@ -1,8 +1,6 @@
 //! The training state: everything a checkpoint saves, and nothing else.
 
 use crate::Result;
-use crate::engine::collective::{ProcessGroup, gather};
-use crate::engine::kernels::Kernels;
 use crate::engine::model::{ModelSpec, Parameters};
 use crate::engine::optim::{AdamW, MasterWeights, OptimizerConfig};
 use crate::precision::{Fallback, Fp8Config, GradScaler, PrecisionConfig};
@@ -59,18 +57,6 @@ impl Counters {
     }
 }
 
-/// Rounds the masters of all processes into the working copy of each.
-pub(super) fn copy_to_weights(
-    masters: &MasterWeights,
-    weights: &Parameters,
-    kernels: &dyn Kernels,
-    group: &dyn ProcessGroup,
-) -> Result<()> {
-    let counterpart = masters.compute_copy_of_shard(weights, group.rank())?;
-    masters.write_compute_copy(&counterpart, masters.kernels(kernels))?;
-    gather::all_gather(weights, &counterpart, group)
-}
-
 impl TrainState {
     /// The state before the first step, from masters and their working copy.
     pub fn new(
@@ -88,11 +74,6 @@ impl TrainState {
     /// The part that an update changes.
     pub(super) fn view(&self) -> StateView<'_> {
         StateView { weights: &self.weights, masters: self.masters.parameters(), adamw: &self.adamw }
-    }
-
-    /// [`copy_to_weights`] of this state.
-    pub(super) fn copy_to_weights(&self, kernels: &dyn Kernels, group: &dyn ProcessGroup) -> Result<()> {
-        copy_to_weights(&self.masters, &self.weights, kernels, group)
     }
 
     /// Random initial weights for `spec`, in FP32.

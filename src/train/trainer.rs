@@ -340,7 +340,7 @@ impl Trainer {
             // Without an exchange, because the workers load the checkpoint later than the leader.
             checkpoint.read_masters(&train.weights)?;
         } else {
-            train.copy_to_weights(self.engine.model.kernels(), &SingleProcess)?;
+            train.masters.copy_to_weights(&train.weights, self.engine.model.kernels(), &SingleProcess)?;
         }
         self.loader.seek(state.cursor)?;
         self.reference_sha256.clone_from(&state.reference);

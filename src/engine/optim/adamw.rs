@@ -1,7 +1,7 @@
 //! AdamW over FP32 masters: the update of the mixed-precision recipe. To save memory, also with 8-bit moments, and over
 //! BF16 weights with stochastic rounding. To measure the effect of masters, also over 16-bit weights without them.
 
-use crate::engine::collective::{ProcessGroup, Shards};
+use crate::engine::collective::{ProcessGroup, Shards, gather};
 use crate::engine::kernels::adamw::{AdamWStep, AdamWTensor};
 use crate::engine::kernels::blockwise::{BLOCK_SIZE, BlockwiseQuantized, MIN_QUANTIZED_ELEMENTS};
 use crate::engine::kernels::summary::PART;
@@ -263,7 +263,7 @@ impl MasterWeights {
         let compute = candle_dtype(policy.compute);
         let weights = if shared { parameters.clone() } else { parameters.zeros_like(compute)? };
         let masters = Self { parameters };
-        masters.write_compute_copy(&weights, kernels)?;
+        copy_all(&masters.parameters, &weights, kernels)?;
         Ok((masters, weights.with_base(base)))
     }
 
@@ -383,9 +383,16 @@ impl MasterWeights {
         weights.replace_fused(index, weight)
     }
 
-    /// Rounds every master into its tensor of `weights`, the copy in the compute type.
-    pub fn write_compute_copy(&self, weights: &Parameters, kernels: &dyn Kernels) -> Result<()> {
-        copy_all(&self.parameters, weights, kernels)
+    /// Rounds the masters of all processes into `weights`, the working copy of each.
+    pub fn copy_to_weights(
+        &self,
+        weights: &Parameters,
+        kernels: &dyn Kernels,
+        group: &dyn ProcessGroup,
+    ) -> crate::Result<()> {
+        let counterpart = self.compute_copy_of_shard(weights, group.rank())?;
+        copy_all(&self.parameters, &counterpart, self.kernels(kernels))?;
+        gather::all_gather(weights, &counterpart, group)
     }
 }
 

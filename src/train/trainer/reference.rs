@@ -13,7 +13,6 @@ use crate::train::config::{Config, WeightInit};
 use crate::train::engine::TrainEngine;
 use crate::train::objective::{ObjectiveKind, Reference, ReferenceLogps, ReferenceModel, Split};
 use crate::train::setup::{InitialWeights, ModelSource};
-use crate::train::state::copy_to_weights;
 use crate::{Error, Result, untrusted};
 use serde::{Deserialize, Serialize};
 use std::io::{Read as _, Write as _, sink};
@@ -43,7 +42,7 @@ impl Trainer {
         let TrainEngine { group, model, state, .. } = &self.engine;
         // Setup exchanges nothing, so a process has only its shard of weights that are wide from the start.
         if state.counters.step == 0 && state.fallback.active().next().is_some() {
-            state.copy_to_weights(model.kernels(), &**group)?;
+            state.masters.copy_to_weights(&state.weights, model.kernels(), &**group)?;
         }
         if !matches!(&self.engine.objective.reference, Reference::Stored(known) if known.is_empty()) {
             return Ok(());
@@ -132,7 +131,7 @@ impl Trainer {
             masters.change_dtype(*unit, candle_dtype(*fallback_dtype), &mut weights, &*device.kernels)?;
         }
         if !keep.0.is_empty() {
-            copy_to_weights(&masters, &weights, &*device.kernels, &*engine.group)?;
+            masters.copy_to_weights(&weights, &*device.kernels, &*engine.group)?;
         }
         let sha256 = digest(&weights, base.as_ref())?;
         let model = Decoder::new(&spec, &weights, engine.model.shared_kernels())?;

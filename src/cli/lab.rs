@@ -379,7 +379,7 @@ impl MemoryArgs {
             extras: MemoryExtras {
                 probes: run.is_some_and(|run| run.probed.nonzero > 0),
                 sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
-                rollouts: objective.kind.samples_completions(),
+                objective: Some(&objective),
                 threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
             },
             process: program,

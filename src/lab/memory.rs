@@ -40,7 +40,7 @@ pub(crate) enum Recipe {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryCategory {
-    /// The working copy of the weights.
+    /// The working copy of the weights, and a reference model.
     Weights,
     /// FP32 master weights.
     Masters,
@@ -174,7 +174,7 @@ impl MemoryCategory {
 
 /// The training setup.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct TrainSetup {
+pub struct TrainSetup<'a> {
     /// Sequences in a micro-batch, tokens in a sequence, micro-batches in a step.
     pub shape: [usize; 3],
     /// The memory budget in bytes.
@@ -186,12 +186,12 @@ pub struct TrainSetup {
     /// The activations that the forward pass keeps.
     pub keep: Checkpointing,
     /// The work in addition to the steps.
-    pub extras: MemoryExtras,
+    pub extras: MemoryExtras<'a>,
     /// The memory of the program itself with its tokenizer, in bytes.
     pub process: u64,
 }
 
-impl TrainSetup {
+impl TrainSetup<'_> {
     /// This engine's memory, the program's own included. `spec` has the adapters, if there are any.
     pub fn engine(&self, spec: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<MemoryItem>> {
         let kernels: &dyn Kernels = if self.layout.on_gpu { &CandleKernels } else { &Fused };
@@ -204,7 +204,7 @@ impl TrainSetup {
 }
 
 impl MemoryPlan {
-    pub(crate) fn new(model: &str, spec: &ModelSpec, setup: TrainSetup) -> Result<Self> {
+    pub(crate) fn new(model: &str, spec: &ModelSpec, setup: TrainSetup<'_>) -> Result<Self> {
         let TrainSetup { shape: [batch, seq_len, grad_accum], budget, rank, keep, process, .. } = setup;
         let engine = |recipe: Recipe, policy, batch| -> Result<Vec<MemoryItem>> {
             let (spec, recipe_keep, kind) = recipe.setting(spec, rank)?;
@@ -498,9 +498,9 @@ fn compact(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::train::sample_bytes;
+    use crate::train::{ObjectiveKind, ObjectiveSection, sample_bytes};
 
-    fn setup(shape: [usize; 3], budget: Option<u64>) -> TrainSetup {
+    fn setup(shape: [usize; 3], budget: Option<u64>) -> TrainSetup<'static> {
         TrainSetup { shape, budget, rank: 16, ..TrainSetup::default() }
     }
 
@@ -532,13 +532,14 @@ mod tests {
     #[test]
     fn rollouts_are_counted() {
         let spec = model_named("distilgpt2").unwrap();
-        let bytes = |rollouts| {
-            let extras = MemoryExtras { rollouts, ..MemoryExtras::default() };
+        let grpo = ObjectiveSection { kind: ObjectiveKind::Grpo, ..ObjectiveSection::default() };
+        let bytes = |objective| {
+            let extras = MemoryExtras { objective, ..MemoryExtras::default() };
             let setup = TrainSetup { extras, ..setup([8, 256, 1], None) };
             total(&setup.engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
         };
         let caches = 32 * sample_bytes(&spec, PrecisionPolicy::FP16, 256, 0);
-        assert_eq!(bytes(true) - bytes(false), caches + 2 * spec.parameter_count());
+        assert_eq!(bytes(Some(&grpo)) - bytes(None), caches + 2 * spec.parameter_count());
     }
 
     /// The textbook's 16 bytes per parameter, both in FP32 and in mixed precision.

@@ -9,9 +9,10 @@ use crate::engine::optim::{AdamW, Gradients, MasterWeights, OptimizerKind, Shard
 use crate::inference::generate::BATCH_SIZE;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::telemetry;
-use crate::train::config::Config;
+use crate::train::config::{Config, ObjectiveSection};
 use crate::{Error, Result};
-use std::collections::BTreeMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The distribution of a run.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,7 +42,7 @@ impl Default for DistributedLayout {
 /// Bytes by purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryEstimate {
-    /// The working copy of the weights.
+    /// The working copy of the weights, and a second model that is the objective's reference, with its buffers.
     pub weights: u64,
     /// FP32 masters.
     pub masters: u64,
@@ -61,13 +62,13 @@ pub struct MemoryEstimate {
 
 /// The work of a run in addition to its steps, and the packed operands of both.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct MemoryExtras {
+pub struct MemoryExtras<'a> {
     /// Whether FP32 probes run between the steps.
     pub probes: bool,
     /// The maximum number of tokens of a text sample, and the bytes of its prompt.
     pub sample: [usize; 2],
-    /// Whether completions are sampled between the steps.
-    pub rollouts: bool,
+    /// The objective, which may sample completions between the steps and have a second model as its reference.
+    pub objective: Option<&'a ObjectiveSection>,
     /// The threads of a run on this machine, whose packed operands are counted. `None` for figures that are the same on every
     /// machine.
     pub threads: Option<usize>,
@@ -111,16 +112,16 @@ impl MemoryEstimate {
     /// Adds `extras` to an estimate for batches of `batch` sequences of `seq_len` tokens.
     pub fn with_extras(
         mut self,
-        extras: MemoryExtras,
+        extras: MemoryExtras<'_>,
         layout: DistributedLayout,
         spec: &ModelSpec,
         policy: PrecisionPolicy,
         [batch, seq_len]: [usize; 2],
         kernels: &dyn Kernels,
     ) -> Result<Self> {
-        let MemoryExtras { probes, sample: [tokens, prompt], rollouts, threads } = extras;
+        let MemoryExtras { probes, sample: [tokens, prompt], objective, threads } = extras;
         self.scratch += sample_bytes(spec, policy, tokens, prompt);
-        if rollouts {
+        if objective.is_some_and(|objective| objective.kind.samples_completions()) {
             // Completions have a KV cache each, and weights that stay packed.
             let weights = if self.weights == 0 { self.masters } else { self.weights };
             self.scratch += BATCH_SIZE as u64 * sample_bytes(spec, policy, seq_len, 0) + weights;
@@ -131,6 +132,37 @@ impl MemoryEstimate {
         if probes {
             self.probe = probe_bytes(layout, spec, policy, [batch, seq_len])?;
         }
+        match objective.filter(|objective| objective.loads_reference(spec)) {
+            Some(objective) => self.with_reference(objective, layout, spec, policy, [batch, seq_len]),
+            None => Ok(self),
+        }
+    }
+
+    /// Adds a second model. It is kept if it reads sampled completions; otherwise it is dropped before the first step. Its masters
+    /// are dropped as soon as it is loaded. Until the first step, a CPU has not touched the buffers of a step.
+    fn with_reference(
+        mut self,
+        objective: &ObjectiveSection,
+        DistributedLayout { world_size, on_gpu, .. }: DistributedLayout,
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
+        [batch, seq_len]: [usize; 2],
+    ) -> Result<Self> {
+        let mut spec = Cow::Borrowed(spec);
+        if objective.reference.is_some() {
+            // Its shape is not known yet; usually it is the same.
+            let spec = spec.to_mut();
+            (spec.lora, spec.frozen) = (None, BTreeSet::new());
+        }
+        let (masters, weights) = MasterWeights::bytes(spec.trained_count(), policy, world_size);
+        let (masters, weights) = if weights == 0 { (0, masters) } else { (masters, weights) };
+        let FrozenBytes { dense, blocks, buffer } = FrozenBytes::new(&spec, policy, batch * seq_len);
+        let passes = Workspace::evaluation_bytes(&spec, policy, [batch, seq_len], on_gpu)?;
+        let model = weights + dense + blocks + buffer + passes;
+        let Self { gradients, activations, scratch, scores, probe, .. } = self;
+        let untouched = if on_gpu { 0 } else { gradients + activations + scratch + scores + probe };
+        let kept = if objective.kind.samples_completions() { model } else { 0 };
+        self.weights += kept.max((model + masters).saturating_sub(untouched));
         Ok(self)
     }
 
@@ -238,7 +270,7 @@ fn required_bytes(
     let extras = MemoryExtras {
         probes: config.telemetry.probe_every > 0,
         sample: [train.sample_tokens, train.prompt.len()],
-        rollouts: config.objective.kind.samples_completions(),
+        objective: Some(&config.objective),
         threads: Some(rayon::current_num_threads()),
     };
     let step = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
@@ -445,6 +477,44 @@ mod tests {
         assert_eq!((config.dtype, rewarded.objective.num_generations), (PrecisionPolicy::FP16, 8));
         let caches = 32 * sample_bytes(&spec, config.dtype, train.seq_len, 0);
         assert_eq!(needed(&rewarded, &spec) - needed(&silent, &spec), caches + 2 * spec.parameter_count());
+    }
+
+    #[test]
+    fn a_reference_takes_the_memory_of_a_second_model() {
+        let spec = ModelSpec::named("tiny").unwrap();
+        let mut config = Config::default();
+        (config.objective.kind, config.train.batch_size, config.train.seq_len) = (ObjectiveKind::Grpo, 1, 16);
+        let referred = |config: &Config, spec: &ModelSpec| {
+            let mut with_beta = config.clone();
+            with_beta.objective.beta = Some(0.1);
+            needed(&with_beta, spec) - needed(config, spec)
+        };
+        let passes = Workspace::evaluation_bytes(&spec, config.dtype, [8, 16], false).unwrap();
+        let parameters = spec.parameter_count();
+        let model = 2 * parameters + passes;
+        assert_eq!(referred(&config, &spec), model);
+        let mut frozen = config.clone();
+        frozen.train.freeze = Some("h.0-1".into());
+        assert_eq!(referred(&frozen, &frozen.with_trained_parts(spec.clone()).unwrap()), model);
+
+        let mut adapters = with_lora(&config);
+        let adapted = adapters.with_trained_parts(spec.clone()).unwrap();
+        assert_eq!(referred(&adapters, &adapted), 0);
+        adapters.objective.beta = Some(0.1);
+        let over_base = needed(&adapters, &adapted);
+        adapters.objective.reference = Some("other".into());
+        assert!(needed(&adapters, &adapted) >= over_base + model);
+
+        // Loading it takes FP32 masters, next to buffers that a GPU has allocated.
+        let on_gpu = DistributedLayout { on_gpu: true, ..DistributedLayout::SINGLE };
+        let keep = config.train.recompute;
+        let on_gpu = |config: &Config| required_bytes(config, &adapted, 1, keep, &KERNELS, on_gpu).unwrap();
+        (adapters.objective.kind, adapters.objective.beta) = (ObjectiveKind::Dpo, None);
+        let other = on_gpu(&adapters);
+        adapters.objective.reference = None;
+        let passes = Workspace::evaluation_bytes(&spec, config.dtype, [2, 16], true).unwrap();
+        assert_eq!(other - on_gpu(&adapters), 6 * parameters + passes);
+        assert!(!adapters.objective.loads_reference(&spec), "a full model computes its reference itself");
     }
 
     #[test]

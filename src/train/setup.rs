@@ -500,9 +500,7 @@ fn check_blocks(config: &Config, spec: &ModelSpec, kept: &[PrecisionUnit]) -> Re
 
 /// The reference of the objective: the base of adapters, or probabilities that are computed before the first step.
 fn initial_reference(config: &Config, spec: &ModelSpec) -> Reference {
-    let has_base = spec.lora.as_ref().is_some_and(|lora| lora.modules_to_save.is_empty());
-    let other = !has_base || config.objective.reference.is_some();
-    if config.objective.needs_reference() && other {
+    if config.objective.has_separate_reference(spec) {
         Reference::Stored(ReferenceLogps::default())
     } else {
         Reference::Base

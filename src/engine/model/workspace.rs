@@ -32,6 +32,9 @@ pub enum Checkpointing {
     PerBlock,
 }
 
+/// Whether an evaluation has a backward pass, and the activations that it keeps: its blocks share their buffers.
+const EVALUATION: (bool, Checkpointing) = (false, Checkpointing::PerBlock);
+
 /// Normalised heads of queries and keys.
 #[derive(Debug)]
 pub(super) struct QkNorms<T = Tensor> {
@@ -501,6 +504,27 @@ impl Workspace<()> {
         keep: Checkpointing,
         on_gpu: bool,
     ) -> Result<WorkspaceBytes> {
+        Self::count(spec, policy, (batch, seq_len), (true, keep), on_gpu)
+    }
+
+    /// The size of a workspace for evaluation.
+    pub fn evaluation_bytes(
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
+        [batch, seq_len]: [usize; 2],
+        on_gpu: bool,
+    ) -> Result<u64> {
+        let WorkspaceBytes { activations, scratch } = Self::count(spec, policy, (batch, seq_len), EVALUATION, on_gpu)?;
+        Ok(activations + scratch)
+    }
+
+    fn count(
+        spec: &ModelSpec,
+        policy: PrecisionPolicy,
+        shape: (usize, usize),
+        settings: (bool, Checkpointing),
+        on_gpu: bool,
+    ) -> Result<WorkspaceBytes> {
         let (activations, scratch) = (Cell::new(0), Cell::new(0));
         let count = |sum: &Cell<u64>, shape: &[usize], dtype| {
             sum.set(sum.get() + view::bytes(shape, dtype));
@@ -508,7 +532,7 @@ impl Workspace<()> {
         };
         let kept = |shape: &[usize], dtype| count(&activations, shape, dtype);
         let overwritten = |shape: &[usize], dtype| count(&scratch, shape, dtype);
-        Self::alloc(spec, policy, (batch, seq_len), (true, keep), on_gpu, &kept, &overwritten)?;
+        Self::alloc(spec, policy, shape, settings, on_gpu, &kept, &overwritten)?;
         Ok(WorkspaceBytes { activations: activations.get(), scratch: scratch.get() })
     }
 }
@@ -535,8 +559,7 @@ impl Workspace {
         device: &Device,
     ) -> Result<Self> {
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, device);
-        let (on_gpu, keep) = (!device.is_cpu(), Checkpointing::PerBlock);
-        Self::alloc(spec, policy, shape, (false, keep), on_gpu, &zeros, &zeros)?.with_rope_caches(spec, device)
+        Self::alloc(spec, policy, shape, EVALUATION, !device.is_cpu(), &zeros, &zeros)?.with_rope_caches(spec, device)
     }
 
     fn with_rope_caches(self, spec: &ModelSpec, device: &Device) -> Result<Self> {

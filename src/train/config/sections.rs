@@ -1,7 +1,7 @@
 //! The sections of a configuration file with their defaults. `finetune config --explain` prints the fields' comments.
 
 use crate::data::{LossOn, SampleKind};
-use crate::engine::model::{ALL_LINEAR, Checkpointing};
+use crate::engine::model::{ALL_LINEAR, Checkpointing, ModelSpec};
 use crate::engine::optim::{OptimizerKind, ScheduleKind, Sharding};
 use crate::settings::Heading::{Along, Text, Training};
 use crate::settings::{Interval, MOST, settings};
@@ -200,6 +200,17 @@ impl ObjectiveSection {
             ObjectiveKind::Sft | ObjectiveKind::Orpo | ObjectiveKind::SimPo => false,
             kind => !kind.samples_completions() || self.beta() > 0.0,
         }
+    }
+
+    /// Whether the reference is not the frozen base of the adapters of `spec`.
+    pub(in crate::train) fn has_separate_reference(&self, spec: &ModelSpec) -> bool {
+        let has_base = spec.lora.as_ref().is_some_and(|lora| lora.modules_to_save.is_empty());
+        self.needs_reference() && (self.reference.is_some() || !has_base)
+    }
+
+    /// Whether a run that trains `spec` loads a second model as its reference.
+    pub(in crate::train) fn loads_reference(&self, spec: &ModelSpec) -> bool {
+        self.has_separate_reference(spec) && (self.reference.is_some() || self.kind.samples_completions())
     }
 
     /// The rows of `samples` samples in a batch.

@@ -49,7 +49,7 @@ impl Trainer {
         }
         let started = self.engine.state.counters.step > 0;
         let mut loaded = None;
-        if self.config.objective.reference.is_some() || self.config.objective.kind.samples_completions() {
+        if self.config.objective.loads_reference(self.engine.model.spec()) {
             let (model, sha256) = self.load_reference()?;
             self.check_reference(&sha256)?;
             if self.config.objective.kind.samples_completions() {

@@ -239,13 +239,23 @@ impl ObjectiveSection {
             return Err(Error::config("train.batch_size", message));
         }
         let samples = self.kind.samples_completions();
-        if self.reference.is_some() && !self.needs_reference() {
-            let message = "has no use: this objective compares with no reference; remove it, or set `--beta`";
-            return Err(Error::config("objective.reference", message));
-        }
-        if self.validate_margin && (samples || self.kind == ObjectiveKind::Sft) {
-            let message = "has no use: this objective has no margin; remove it";
-            return Err(Error::config("objective.validate_margin", message));
+        let has_margin = !samples && self.kind != ObjectiveKind::Sft;
+        let smooths = matches!(self.kind, ObjectiveKind::Dpo | ObjectiveKind::Robust | ObjectiveKind::SimPo);
+        let unused = [
+            (
+                "reference",
+                self.reference.is_some() && !self.needs_reference(),
+                "this objective compares with no reference; remove it, or set `--beta`",
+            ),
+            ("validate_margin", self.validate_margin && !has_margin, "this objective has no margin; remove it"),
+            (
+                "label_smoothing",
+                self.label_smoothing > 0.0 && !smooths,
+                "only `dpo`, `robust` and `simpo` smooth their labels; remove it",
+            ),
+        ];
+        if let Some((key, _, reason)) = unused.into_iter().find(|(_, is_unused, _)| *is_unused) {
+            return Err(Error::config(format!("objective.{key}"), format!("has no use: {reason}")));
         }
         if self.beta() == 0.0 && !samples {
             return Err(Error::config("objective.beta", "0 would teach nothing; use a number above 0"));

@@ -143,7 +143,7 @@ fn resolve(args: &TrainArgs, reporter: &Reporter) -> Result<(Config, Option<Resu
         // A name that is not UTF-8 cannot be in the run's configuration.
         let folder = std::env::current_dir().ok().filter(|folder| folder.to_str().is_some());
         let config = Config { folder, ..args.config.resolve()? };
-        return Ok((if args.find_lr { config.for_range_test() } else { config }, None));
+        return Ok((if args.find_lr { config.for_range_test()? } else { config }, None));
     };
     let mut resumed = find(path.as_deref(), args, reporter)?;
     let (config, changes) = args.config.resolve_for_resume(resumed.run.path())?;

@@ -311,12 +311,17 @@ impl Config {
         Ok(self.folder.iter().fold(source, |source, folder| source.or_in(folder)))
     }
 
-    /// This configuration for a test of learning rates, which is short and begins with a loss scale that fits.
-    #[must_use]
-    pub fn for_range_test(mut self) -> Self {
+    /// This configuration for a test of learning rates, which is short and begins with a loss scale that fits. Fails with
+    /// [`Error::Config`] for an objective whose loss shows no progress.
+    pub fn for_range_test(mut self) -> Result<Self> {
+        if self.objective.kind.samples_completions() {
+            let message = "the loss of sampled completions stays near 0 at every rate, because it compares those of a prompt with \
+                           each other; compare the rewards of short runs with different `--lr`";
+            return Err(Error::config("--find-lr", message));
+        }
         (self.train.steps, self.train.epochs) = (Some(LrRangeTest::STEPS), None);
         self.scaler.measure_first = true;
-        self
+        Ok(self)
     }
 
     /// The share of the training text that is held out for validation; `None` if `val` names a text.

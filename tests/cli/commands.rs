@@ -261,4 +261,6 @@ fn a_range_test_suggests_a_learning_rate_and_leaves_no_run() {
     assert!(out.contains("loss by learning rate"), "{out}");
     assert!(!fixture.path("checkpoints").exists());
     assert!(fixture.refused("--find-lr --resume").contains("--resume"));
+    fixture
+        .assert_refused("--find-lr --data sums --objective grpo --reward exact", &["--find-lr: the loss of sampled"]);
 }

@@ -8,8 +8,6 @@ use crate::{Error, Result};
 const RATES: [f64; 2] = [1e-7, 1.0];
 /// The weight of earlier steps in the smoothed loss.
 const SMOOTHING: f64 = 0.9;
-/// A test ends when the smoothed loss is this many times its minimum.
-const DIVERGED: f64 = 2.0;
 /// The suggested rate divides the rate of the lowest loss by this.
 const MARGIN: f64 = 10.0;
 /// A lowest loss that is not below this share of the first one is noise.
@@ -28,12 +26,14 @@ impl LrRangeTest {
     /// The number of steps.
     pub const STEPS: u64 = 100;
 
-    /// Adds a step; `false` if the loss has diverged.
+    /// Adds a step; `false` if the loss has diverged: it has risen from its minimum by the minimum's magnitude and to the first
+    /// loss. Some losses fall below 0.
     fn push(&mut self, lr: f64, loss: f64) -> bool {
         self.mean = SMOOTHING * self.mean + (1.0 - SMOOTHING) * loss;
         let smoothed = self.mean / (1.0 - SMOOTHING.powf((self.points.len() + 1) as f64));
         self.points.push((lr, smoothed));
-        self.lowest().is_some_and(|(_, lowest)| smoothed <= DIVERGED * lowest)
+        let ((_, first), Some((_, lowest))) = (self.points[0], self.lowest()) else { return false };
+        smoothed <= first || smoothed - lowest <= lowest.abs()
     }
 
     /// The step with the lowest loss.
@@ -101,6 +101,14 @@ mod tests {
         assert!((0.005..0.04).contains(&lr), "{lr}");
         assert!([1e-3, 2e-3, 3e-3].contains(&test.suggestion().unwrap()), "{:?}", test.suggestion());
         assert!(test.points.len() < 100, "it ends soon after the loss diverges");
+    }
+
+    #[test]
+    fn a_loss_may_fall_below_zero() {
+        let test = test_of(|lr| (lr.log10() + 2.0).powi(2) * if lr > 0.01 { 40.0 } else { 0.1 } - 0.9);
+        let (lr, lowest) = test.lowest().unwrap();
+        assert!((0.005..0.04).contains(&lr) && lowest < 0.0, "{lr}: {lowest}");
+        assert!(test.suggestion().is_some() && test.points.len() < 100);
     }
 
     #[test]

@@ -22,6 +22,23 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval between two checks of a process.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
+/// The variables by which `torchrun`, this program, Open MPI and MPICH tell a process its place in a job.
+const JOB_VARIABLES: [&str; 13] = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+];
+
 /// The executable that runs the work.
 static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
 
@@ -39,8 +56,8 @@ pub(crate) fn worker_command(work: &str) -> Option<Command> {
     Some(command)
 }
 
-/// The command of a user's program, whose text is split at spaces; `key` names the setting. Fails with
-/// [`Error::Config`] if the program does not exist.
+/// The command of a user's program, whose text is split at spaces; `key` names the setting. The program is not a process of this
+/// job: one that uses `accelerate` would wait for the others. Fails with [`Error::Config`] if the program does not exist.
 pub(crate) fn command_of(text: &str, key: &str) -> Result<Command> {
     let mut words = text.split_whitespace();
     let Some(program) = words.next() else {
@@ -59,6 +76,9 @@ pub(crate) fn command_of(text: &str, key: &str) -> Result<Command> {
     let mut command = Command::new(program);
     command.args(words);
     command.process_group(0);
+    for variable in JOB_VARIABLES {
+        command.env_remove(variable);
+    }
     Ok(command)
 }
 
@@ -147,6 +167,13 @@ mod tests {
             // A dump of the shell is of no use.
             assert_eq!(exit_cause(&mut shell(&format!("ulimit -c 0; {text}"))), expected, "{text}");
         }
+    }
+
+    #[test]
+    fn a_users_program_is_not_a_process_of_the_job() {
+        let command = command_of("sh -c true", "--notify").unwrap();
+        let removed: Vec<_> = command.get_envs().filter(|(_, value)| value.is_none()).map(|(name, _)| name).collect();
+        assert!(JOB_VARIABLES.iter().all(|variable| removed.contains(&std::ffi::OsStr::new(variable))), "{removed:?}");
     }
 
     #[test]

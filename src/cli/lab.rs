@@ -247,8 +247,7 @@ impl BlocksArgs {
 
 impl CastsArgs {
     fn report(&self, run: Option<&RunData>) -> Result<DtypeReport> {
-        let policy = self.policy.as_deref().map(str::parse).transpose()?;
-        DtypeReport::of(policy.or(run.map(|run| run.started.precision())).unwrap_or(PrecisionPolicy::FP16))
+        DtypeReport::of(self.policy.or(run.map(|run| run.started.precision())).unwrap_or(PrecisionPolicy::FP16))
     }
 }
 

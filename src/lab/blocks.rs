@@ -49,13 +49,13 @@ impl Scheme {
 }
 
 impl std::str::FromStr for Scheme {
-    type Err = Error;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Self> {
+    fn from_str(text: &str) -> Result<Self, String> {
         let known = Self::ALL.into_iter().find(|(.., flag)| *flag == text);
         known.map(|(scheme, ..)| scheme).ok_or_else(|| {
             let names = Self::ALL.map(|(.., flag)| format!("`{flag}`")).join(", ");
-            Error::config("scheme", format!("`{text}` is not one of {names}"))
+            format!("use one of {names}")
         })
     }
 }

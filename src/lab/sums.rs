@@ -24,14 +24,14 @@ pub(crate) enum Terms {
 }
 
 impl std::str::FromStr for Terms {
-    type Err = Error;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Self> {
+    fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "uniform" => Ok(Self::Uniform),
             "signed" => Ok(Self::Signed),
             "tenths" => Ok(Self::Tenths),
-            _ => Err(Error::config("terms", format!("`{text}` is not one of `uniform`, `signed`, `tenths`"))),
+            _ => Err("use `uniform`, `signed` or `tenths`".into()),
         }
     }
 }

@@ -45,22 +45,18 @@ impl fmt::Display for PrecisionUnit {
 }
 
 impl FromStr for PrecisionUnit {
-    type Err = Error;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Self> {
+    fn from_str(text: &str) -> Result<Self, String> {
         let unit = Self::of(text);
-        if unit.to_string() == text {
-            Ok(unit)
-        } else {
-            Err(Error::config("unit", format!("`{text}` is neither `h.N` nor `head`")))
-        }
+        if unit.to_string() == text { Ok(unit) } else { Err(format!("`{text}` is neither `h.N` nor `head`")) }
     }
 }
 
 impl TryFrom<String> for PrecisionUnit {
-    type Error = Error;
+    type Error = String;
 
-    fn try_from(text: String) -> Result<Self> {
+    fn try_from(text: String) -> Result<Self, String> {
         text.parse()
     }
 }
@@ -77,11 +73,11 @@ impl From<PrecisionUnit> for String {
 pub struct UnitSet(pub BTreeSet<PrecisionUnit>);
 
 impl TryFrom<String> for UnitSet {
-    type Error = Error;
+    type Error = String;
 
-    fn try_from(text: String) -> Result<Self> {
+    fn try_from(text: String) -> Result<Self, String> {
         let names = text.split(',').map(str::trim).filter(|name| !name.is_empty());
-        names.map(str::parse).collect::<Result<_>>().map(Self)
+        names.map(str::parse).collect::<Result<_, _>>().map(Self)
     }
 }
 

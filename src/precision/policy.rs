@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 use strum::{Display, VariantArray};
 
 use super::FloatFormat;
-use crate::{Error, Result};
 
 /// A storage type of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, Display, VariantArray)]
@@ -42,14 +41,14 @@ impl Dtype {
 }
 
 impl FromStr for Dtype {
-    type Err = Error;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Self> {
+    fn from_str(text: &str) -> Result<Self, String> {
         Self::VARIANTS
             .iter()
             .copied()
             .find(|dtype| dtype.to_string() == text)
-            .ok_or_else(|| Error::config("dtype", format!("`{text}` is not one of `f32`, `f16`, `bf16`")))
+            .ok_or_else(|| format!("`{text}` is not one of `f32`, `f16`, `bf16`"))
     }
 }
 
@@ -89,10 +88,9 @@ impl PrecisionPolicy {
     }
 
     /// Rejects invalid combinations; [`FromStr`] calls it.
-    pub fn validate(self) -> Result<()> {
-        let refuse = |field: &str, value: Dtype, allowed: &str| {
-            Err(Error::config(format!("policy.{field}"), format!("`{value}` is not allowed: {allowed}")))
-        };
+    pub fn validate(self) -> Result<(), String> {
+        let refuse =
+            |field: &str, value: Dtype, allowed: &str| Err(format!("{field}: `{value}` is not allowed: {allowed}"));
         if self.params != Dtype::F32 && self.params != self.compute {
             return refuse("params", self.params, "master weights are `f32`, or have the type of compute");
         }
@@ -118,18 +116,18 @@ impl From<PrecisionPolicy> for String {
 }
 
 impl TryFrom<String> for PrecisionPolicy {
-    type Error = Error;
+    type Error = String;
 
-    fn try_from(text: String) -> Result<Self> {
+    fn try_from(text: String) -> Result<Self, String> {
         text.parse()
     }
 }
 
 impl FromStr for PrecisionPolicy {
-    type Err = Error;
+    type Err = String;
 
     /// Parses one of the names, or all four fields in any order.
-    fn from_str(text: &str) -> Result<Self> {
+    fn from_str(text: &str) -> Result<Self, String> {
         const FIELDS: [(&str, &str); 4] = [("p", "params"), ("c", "compute"), ("g", "grads"), ("r", "residual")];
         // The names that PyTorch and Hugging Face use for the same types.
         match text {
@@ -138,12 +136,11 @@ impl FromStr for PrecisionPolicy {
             "bf16" | "bfloat16" => return Ok(Self::BF16),
             _ => {}
         }
-        let malformed = |what: String| {
-            Error::config("policy", format!("{what}; write `fp16`, `bf16`, `fp32` or e.g. `p=f32,c=f16,g=f16,r=f32`"))
-        };
+        let malformed =
+            |what: String| format!("{what}; write `fp16`, `bf16`, `fp32` or e.g. `p=f32,c=f16,g=f16,r=f32`");
         if text == "fp8" {
             let message = "FP8 is simulated, in blocks of a model in FP16 or BF16; use `--set precision.fp8.block=all`";
-            return Err(Error::config("policy", message));
+            return Err(message.into());
         }
         let mut dtypes = [None; 4];
         for part in text.split(',') {
@@ -153,10 +150,7 @@ impl FromStr for PrecisionPolicy {
                 .position(|(short, _)| *short == key.trim())
                 .ok_or_else(|| malformed(format!("`{}` is not a field of a policy", key.trim())))?;
             let (short, field) = FIELDS[index];
-            let dtype = value.trim().parse().map_err(|_| {
-                let message = format!("`{}` is not one of `f32`, `f16`, `bf16`", value.trim());
-                Error::config(format!("policy.{field}"), message)
-            })?;
+            let dtype = value.trim().parse::<Dtype>().map_err(|message| format!("{field}: {message}"))?;
             if dtypes[index].replace(dtype).is_some() {
                 return Err(malformed(format!("`{short}` appears twice")));
             }
@@ -175,7 +169,7 @@ mod tests {
     use super::*;
 
     fn message(text: &str) -> String {
-        text.parse::<PrecisionPolicy>().unwrap_err().to_string()
+        text.parse::<PrecisionPolicy>().unwrap_err()
     }
 
     #[test]
@@ -238,13 +232,13 @@ mod tests {
     fn errors_name_the_field_and_what_is_allowed() {
         let allowed = "master weights are `f32`, or have the type of compute";
         for (text, refused) in [("p=f16,c=bf16,g=bf16,r=f32", "f16"), ("p=bf16,c=f16,g=f16,r=f32", "bf16")] {
-            assert_eq!(message(text), format!("policy.params: `{refused}` is not allowed: {allowed}"));
+            assert_eq!(message(text), format!("params: `{refused}` is not allowed: {allowed}"));
         }
         assert!("p=bf16,c=bf16,g=bf16,r=f32".parse::<PrecisionPolicy>().is_ok());
-        assert_eq!(message("p=f32,c=f64,g=f16,r=f32"), "policy.compute: `f64` is not one of `f32`, `f16`, `bf16`");
+        assert_eq!(message("p=f32,c=f64,g=f16,r=f32"), "compute: `f64` is not one of `f32`, `f16`, `bf16`");
         assert_eq!(
             message("p=f32,c=f16,g=bf16,r=f32"),
-            "policy.grads: `bf16` is not allowed: with compute `f16`, use that or `f32`"
+            "grads: `bf16` is not allowed: with compute `f16`, use that or `f32`"
         );
         assert!(message("p=f32,c=f16,g=f16").contains("`r` (residual) is missing"));
         assert!(message("p=f32,c=f16,c=f16,r=f32").contains("`c` appears twice"));

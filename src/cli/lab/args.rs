@@ -7,7 +7,7 @@ use crate::engine::optim::Sharding;
 use crate::lab::screen::Adjust::{self, Among, By, Count, Double, Scale, Typed};
 use crate::lab::screen::{Control, Controls};
 use crate::lab::{Bits, Scheme, Terms, parse_format, parse_value};
-use crate::precision::FloatFormat;
+use crate::precision::{FloatFormat, PrecisionPolicy};
 
 #[derive(Debug, Subcommand)]
 pub(super) enum View {
@@ -133,7 +133,7 @@ pub(super) struct SoftmaxArgs {
 pub(super) struct CastsArgs {
     /// `fp32`, `fp16`, `bf16`, or `p=f32,c=f16,g=f32,r=f32` [default: the run's, or fp16]
     #[arg(long, add = control(Among(&["fp16", "bf16", "fp32"])).start_from_run("fp16"))]
-    pub(super) policy: Option<String>,
+    pub(super) policy: Option<PrecisionPolicy>,
 }
 
 #[derive(Args, Debug)]

@@ -7,7 +7,7 @@ use crate::store::checkpoint::{
     Checkpoint, CheckpointDifference, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare,
     expired, latest_valid, list, verify,
 };
-use crate::ui::format::{bytes, scale};
+use crate::ui::format::{bytes, decimals, scale};
 use crate::{Error, Result, untrusted};
 use clap::{Args, Subcommand};
 use std::collections::BTreeMap;
@@ -146,8 +146,8 @@ fn listing(path: &Path) -> Result<Vec<String>> {
 
 fn about(manifest: &Manifest, best: Option<f64>) -> String {
     let loss = match manifest.validation_loss {
-        Some(loss) if Some(loss) == best => format!("validation loss {loss:.4}, the best"),
-        Some(loss) => format!("validation loss {loss:.4}"),
+        Some(loss) if Some(loss) == best => format!("validation loss {}, the best", decimals(loss, 4)),
+        Some(loss) => format!("validation loss {}", decimals(loss, 4)),
         None => String::new(),
     };
     format!("{:>9}  {loss}", bytes(manifest.bytes())).trim_end().to_owned()
@@ -185,7 +185,7 @@ fn description(path: &Path) -> Result<Vec<String>> {
                 list(run).is_ok_and(|all| all.iter().any(|one| one.step == best.step && validation_loss(one).is_some()))
             });
             let kept = if kept { "" } else { ", not kept" };
-            say("best", format!("validation loss {:.4} at step {}{kept}", best.loss, best.step));
+            say("best", format!("validation loss {} at step {}{kept}", decimals(best.loss, 4), best.step));
         }
     } else {
         if let Some(damage) = verify(&path).into_iter().next() {
@@ -194,7 +194,7 @@ fn description(path: &Path) -> Result<Vec<String>> {
         say("step", format!("{}, weights only", manifest.step));
     }
     if let Some(loss) = manifest.validation_loss {
-        say("validation", format!("loss {loss:.4}"));
+        say("validation", format!("loss {}", decimals(loss, 4)));
     }
     for (name, digest) in &manifest.files {
         say("file", format!("{name:<22} {:>9}  sha256 {}", bytes(digest.bytes), digest.sha256));

@@ -1,6 +1,7 @@
 //! `--notify COMMAND`: runs a program at important events.
 
 use crate::telemetry::{Event, Record, Sink};
+use crate::ui::format::decimals;
 use crate::untrusted::sanitize_line;
 use crate::untrusted::subprocess::command_of;
 use crate::{Error, Result};
@@ -61,10 +62,12 @@ impl Sink for Notify {
             }
             Event::Eval(eval) if eval.loss < self.best => {
                 self.best = eval.loss;
-                ("best", format!("validation loss {:.4} at step {}", eval.loss, eval.step))
+                ("best", format!("validation loss {} at step {}", decimals(eval.loss, 4), eval.step))
             }
             Event::Diverged(error) => ("diverged", error.message.clone()),
-            Event::Finished(end) => ("finished", format!("step {}, loss {:.4}, {}", end.step, end.loss, end.reason)),
+            Event::Finished(end) => {
+                ("finished", format!("step {}, loss {}, {}", end.step, decimals(end.loss.into(), 4), end.reason))
+            }
             _ => return Ok(()),
         };
         let mut error = None;

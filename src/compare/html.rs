@@ -9,6 +9,7 @@ use super::metrics::Metric;
 use super::page::{logarithms, means, range};
 use super::report::{Comparison, EquivalenceVerdict};
 use super::run::RunSummary;
+use crate::ui::format::loss;
 use crate::ui::html::{SvgAxes, escape, page, power_label, table};
 
 impl Comparison {
@@ -101,7 +102,7 @@ impl Comparison {
             }
         }
         let figures = self.describe("validation_loss", "the last validation loss");
-        Some(axes.picture("validation", "Validation loss, by step", &figures, &body, |y| format!("{y:.3}")))
+        Some(axes.picture("validation", "Validation loss, by step", &figures, &body, loss))
     }
 
     fn scales(&self) -> Option<String> {

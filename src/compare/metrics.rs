@@ -94,7 +94,7 @@ impl Metric {
             return format::short(value);
         }
         match self.unit {
-            MetricUnit::Nats => format!("{value:.4}"),
+            MetricUnit::Nats => format::decimals(value, 4),
             MetricUnit::Perplexity if value.abs() >= 1e5 => format::short(value),
             MetricUnit::Perplexity => format!("{value:.3}"),
             MetricUnit::Log2 => format!("2^{}", rounded(value, 2)),

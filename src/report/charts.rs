@@ -65,7 +65,10 @@ fn loss(run: &RunState) -> Option<String> {
     let words = format!(
         "last ten steps {}, last and best validation loss {}",
         figures.loss.map_or_else(|| "unknown".into(), format::short),
-        figures.validation.map_or_else(|| "unknown".into(), |(last, best)| format!("{last:.4} and {best:.4}")),
+        figures.validation.map_or_else(
+            || "unknown".into(),
+            |(last, best)| format!("{} and {}", format::decimals(last, 4), format::decimals(best, 4))
+        ),
     );
     let window = format!("smoothed over {} steps", SMOOTHING[window]);
     let legend = legend(&[

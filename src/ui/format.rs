@@ -47,7 +47,16 @@ pub(crate) fn quantity(quantity: Quantity, value: f64) -> String {
 
 /// A loss: three decimals, `NaN` or `inf`.
 pub(crate) fn loss(value: f64) -> String {
-    if value.is_finite() { format!("{value:.3}") } else { short(value) }
+    if value.is_finite() { decimals(value, 3) } else { short(value) }
+}
+
+/// A number with `count` decimals; a number that they round to 0 has no sign.
+pub(crate) fn decimals(value: f64, count: usize) -> String {
+    let text = format!("{value:.count$}");
+    match text.strip_prefix('-') {
+        Some(zero) if zero.bytes().all(|byte| byte == b'0' || byte == b'.') => zero.to_owned(),
+        _ => text,
+    }
 }
 
 /// A learning rate: `4.1e-5`.
@@ -161,6 +170,8 @@ mod tests {
         assert_eq!([65504.0, 0.0, 2f32.powi(-24), f32::NAN].map(exact), ["65504", "0", "5.9604645e-8", "NaN"]);
         assert_eq!([3.5, 950.0, 41_200.0, 999_960.0].map(count), ["3.5", "950", "41.2k", "1.0M"]);
         assert_eq!([2.25, 96.4, 3800.0].map(milliseconds), ["2.2 ms", "96 ms", "3.8 s"]);
+        assert_eq!([-0.0, -0.0004, -0.0006, 1.5].map(loss), ["0.000", "0.000", "-0.001", "1.500"]);
+        assert_eq!([decimals(-0.00004, 4), decimals(-1.0, 0), decimals(f64::NAN, 4)], ["0.0000", "-1", "NaN"]);
         assert_eq!([12, 999_949, 999_950, 22_978_000_000].map(bytes), ["12 B", "999.9 kB", "1.0 MB", "23.0 GB"]);
         assert_eq!(bytes_of(512, 22_978_000), "0.0/23.0 MB");
         assert_eq!([1267.0, 90_061.0, -1.0].map(clock), ["00:21:07", "1d 01:01:01", "00:00:00"]);

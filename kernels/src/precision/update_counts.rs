@@ -57,9 +57,9 @@ impl UpdateCounts {
         [least, 254 + format.mantissa_bits]
     }
 
-    /// The share of the changed elements whose copy changed; `None` if no element changed.
+    /// The share of the changed elements whose copy changed; `None` if no element changed. A damaged log may have any counts.
     pub fn reach(&self) -> Option<f64> {
-        (self.moved > 0).then(|| (self.moved - self.lost) as f64 / self.moved as f64)
+        (self.moved > 0).then(|| self.moved.saturating_sub(self.lost) as f64 / self.moved as f64)
     }
 
     /// The mean distance of an element from its copy in ULPs of the copy; `None` without elements.
@@ -106,5 +106,6 @@ mod tests {
         assert_eq!(counts, UpdateCounts { elements: 1, moved: 1, lost: 0, distance: 65536 });
         assert_eq!((counts.reach(), counts.mean_ulps()), (Some(1.0), Some(1.0)));
         assert_eq!(UpdateCounts::default().reach(), None);
+        assert_eq!(UpdateCounts { moved: 1, lost: 2, ..counts }.reach(), Some(0.0));
     }
 }

@@ -136,7 +136,7 @@ impl Trainer {
         let step = self.engine.state.counters.step;
         if self.run.is_some() && self.progress.saved_at != Some(step) && self.progress.pending_save.is_none() {
             self.begin_phase("saving");
-            self.progress.pending_save = Some(self.checkpoint_state());
+            self.progress.pending_save = Some(self.checkpoint_state()?);
         }
         if self.is_distributed() || step >= self.total_steps { self.flush_save() } else { Ok(()) }
     }
@@ -187,7 +187,7 @@ impl Trainer {
             };
             let left = limit.saturating_sub(began.elapsed());
             if left.is_zero() {
-                let weights = match self.write(self.checkpoint_state(), CheckpointKind::Weights) {
+                let weights = match self.write_weights() {
                     Ok(Some(path)) => format!("only its weights were saved, in `{}`", path.display()),
                     Ok(None) => "the run has no folder".into(),
                     Err(error) => format!("saving only the weights failed too: {error}"),
@@ -218,13 +218,17 @@ impl Trainer {
         if self.progress.saved_at == Some(self.engine.state.counters.step) {
             return Ok(());
         }
-        let state = self.progress.pending_save.take().unwrap_or_else(|| self.checkpoint_state());
+        let state = self.progress.pending_save.take().map_or_else(|| self.checkpoint_state(), Ok)?;
         self.write(state, CheckpointKind::Full).map(drop)
     }
 
     pub(super) fn save_weights(&mut self) -> Result<()> {
         self.flush_save()?;
-        self.write(self.checkpoint_state(), CheckpointKind::Weights).map(drop)
+        self.write_weights().map(drop)
+    }
+
+    fn write_weights(&mut self) -> Result<Option<PathBuf>> {
+        self.write(self.checkpoint_state()?, CheckpointKind::Weights)
     }
 
     /// The writer of a checkpoint of `state`, the engine whose tensors it takes, and the micro-batches; `None` without
@@ -333,13 +337,13 @@ impl Trainer {
         Err(Error::checkpoint(checkpoint.path(), message))
     }
 
-    fn checkpoint_state(&self) -> State {
+    fn checkpoint_state(&self) -> Result<State> {
         let counters = self.engine.state.counters;
         let retry = self.progress.retry;
         let rollouts = self.rollouts.as_ref().and_then(|rollouts| rollouts.kept(retry.is_some()));
         let cursor = retry.filter(|_| rollouts.is_none()).unwrap_or_else(|| self.loader.position());
         let validation = self.progress.validation.filter(|last| last.step == counters.step);
-        State {
+        Ok(State {
             format_version: FORMAT_VERSION,
             step: counters.step,
             updates: counters.updates,
@@ -352,7 +356,7 @@ impl Trainer {
             underflowed_params: self.engine.state.underflowed_params.clone(),
             base: self.base.clone(),
             reference: self.reference_sha256.clone(),
-            rollouts: rollouts.and_then(|rollouts| serde_json::to_value(rollouts).ok()),
+            rollouts: rollouts.map(serde_json::to_value).transpose().map_err(Error::engine)?,
             cursor,
             schedule: json!({
                 "total_steps": self.total_steps,
@@ -365,6 +369,6 @@ impl Trainer {
             validation_loss: validation.map(|last| last.loss),
             best: self.progress.best,
             early_stopping_counter: self.progress.early_stopping_counter,
-        }
+        })
     }
 }

@@ -110,9 +110,10 @@ struct LoopState {
     phase: Option<(u64, &'static str)>,
 }
 
-/// The number of micro-batches in the step: up to and including the one that ends the epoch.
-fn batches_in_step(micro_batches: &[Batch]) -> usize {
-    micro_batches.iter().position(|batch| batch.ends_epoch).map_or(micro_batches.len(), |last| last + 1)
+/// The micro-batches of the step: up to and including the one that ends the epoch.
+fn batches_in_step(micro_batches: &[Batch]) -> &[Batch] {
+    let last = micro_batches.iter().position(|batch| batch.ends_epoch);
+    last.map_or(micro_batches, |last| &micro_batches[..=last])
 }
 
 /// The state of a run when a process stops training it.
@@ -595,13 +596,13 @@ impl Trainer {
         }
         self.engine.count_exponents = is_multiple(next, self.config.telemetry.exponents_every);
         self.engine.update_counts = is_multiple(next, self.config.telemetry.lost_updates_every).then(Vec::new);
-        let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
+        let batches = batches_in_step(&self.micro_batches);
         self.callbacks.begin.map_or(Ok(()), |begin| begin(&mut self.engine, batches))?;
         let (report, waited) = self.step_overlapping_save()?;
         if let Some(why) = self.engine.model.kernels().take_notice() {
             self.warn(format!("passes run without a CUDA graph: {why}"));
         }
-        let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
+        let batches = batches_in_step(&self.micro_batches);
         let config = &self.config;
         let mut context = StepContext { config, batches, report, first_nonfinite: None, events: Vec::new() };
         self.callbacks.end.iter().try_for_each(|end| end(&mut self.engine, &mut context))?;

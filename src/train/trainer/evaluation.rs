@@ -14,7 +14,7 @@ impl Trainer {
     pub(super) fn measure_after_last(&mut self, report: &StepReport) -> Result<()> {
         let counters = self.engine.state.counters;
         if counters.updates == 0 && counters.step == self.total_steps && self.engine.state.scaler.config().enabled {
-            let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
+            let batches = batches_in_step(&self.micro_batches);
             let before = counters.before_skipped();
             let largest = headroom::largest_gradient(&mut self.engine, batches, before, report.scale)?;
             self.progress.working_scale = largest.map(|largest| self.engine.state.scaler.scale_for(largest));
@@ -99,7 +99,7 @@ impl Trainer {
         self.loader.check()?;
         self.sample_completions(cursor)?;
         self.progress.retry = Some(cursor);
-        let batches = &self.micro_batches[..batches_in_step(&self.micro_batches)];
+        let batches = batches_in_step(&self.micro_batches);
         self.callbacks.begin.map_or(Ok(()), |begin| begin(&mut self.engine, batches))?;
         bisect::bisect(&mut self.engine, batches, settings, activity)
     }

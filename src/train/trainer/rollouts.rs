@@ -21,7 +21,7 @@ impl Trainer {
             rollouts.reuse(&mut self.micro_batches, rows);
             return Ok(());
         }
-        let count = batches_in_step(&self.micro_batches);
+        let count = batches_in_step(&self.micro_batches).len();
         let batches = &mut self.micro_batches[..count];
         match rollouts.sample(&mut self.engine, &self.tokenizer, batches, rows) {
             Ok(records) => {

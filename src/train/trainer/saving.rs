@@ -170,7 +170,7 @@ impl Trainer {
     }
 
     fn step_without_save(&mut self) -> Result<(StepReport, Duration)> {
-        let report = self.engine.step(&self.micro_batches[..batches_in_step(&self.micro_batches)])?;
+        let report = self.engine.step(batches_in_step(&self.micro_batches))?;
         Ok((report, Duration::ZERO))
     }
 
@@ -248,7 +248,7 @@ impl Trainer {
         let previous = progress.proof.clone();
         let writer =
             CheckpointWriter { run, state, tokenizer, aux_files, activity, kind, keep, config: &*config, previous };
-        Some((writer, engine, &micro_batches[..batches_in_step(micro_batches)]))
+        Some((writer, engine, batches_in_step(micro_batches)))
     }
 
     /// Writes a checkpoint of `state` now. Returns its path; `None` without a run.

@@ -256,147 +256,149 @@ impl FrozenBytes {
     }
 }
 
-/// The bytes that this configuration takes in each process with other sizes.
-fn required_bytes(
-    config: &Config,
-    spec: &ModelSpec,
-    batch: usize,
-    keep: Checkpointing,
-    kernels: &dyn Kernels,
-    layout: DistributedLayout,
-) -> Result<u64> {
-    let (train, rows) = (&config.train, config.objective.rows(batch));
-    let sizes = [rows, train.seq_len, train.grad_accum * train.batch_size.div_ceil(batch)];
-    let extras = MemoryExtras {
-        probes: config.telemetry.probe_every > 0,
-        sample: [train.sample_tokens, train.prompt.len()],
-        objective: Some(&config.objective),
-        threads: Some(rayon::current_num_threads()),
-    };
-    let step = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
-    Ok(step.with_extras(extras, layout, spec, config.dtype, [rows, train.seq_len], kernels)?.total())
+/// A model, and the memory that its training may take in each process.
+#[derive(Clone, Copy)]
+pub(super) struct MemoryLimit<'a> {
+    pub(super) spec: &'a ModelSpec,
+    pub(super) kernels: &'a dyn Kernels,
+    pub(super) layout: DistributedLayout,
+    /// Bytes.
+    pub(super) available: u64,
 }
 
-/// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that would
-/// fit. Fails with [`Error::Config`] naming the bytes needed and available.
-pub(super) fn check_fits(
-    config: &Config,
-    spec: &ModelSpec,
-    kernels: &dyn Kernels,
-    layout: DistributedLayout,
-    available: u64,
-) -> Result<()> {
-    let train = &config.train;
-    let (batch, keep) = (train.batch_size, train.recompute);
-    let needed = required_bytes(config, spec, batch, keep, kernels, layout)?;
-    if needed <= available {
-        return Ok(());
+impl MemoryLimit<'_> {
+    /// The bytes that this configuration takes in each process with batches of `batch` samples and other kept activations.
+    fn required_bytes(&self, config: &Config, batch: usize, keep: Checkpointing) -> Result<u64> {
+        let Self { spec, kernels, layout, .. } = *self;
+        let (train, rows) = (&config.train, config.objective.rows(batch));
+        let sizes = [rows, train.seq_len, train.grad_accum * train.batch_size.div_ceil(batch)];
+        let extras = MemoryExtras {
+            probes: config.telemetry.probe_every > 0,
+            sample: [train.sample_tokens, train.prompt.len()],
+            objective: Some(&config.objective),
+            threads: Some(rayon::current_num_threads()),
+        };
+        let step = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
+        Ok(step.with_extras(extras, layout, spec, config.dtype, [rows, train.seq_len], kernels)?.total())
     }
-    // A change whose size cannot be computed does not fit.
-    let required_bytes = |config: &Config, spec: &ModelSpec, batch, keep| {
-        required_bytes(config, spec, batch, keep, kernels, layout).unwrap_or(u64::MAX)
-    };
-    let mut ways = Vec::new();
-    let largest = largest_batch(available, |batch| required_bytes(config, spec, batch, keep));
-    if keep == Checkpointing::None {
-        match largest_batch(available, |batch| required_bytes(config, spec, batch, Checkpointing::PerBlock))
-            .map(|most| most.min(batch))
-        {
-            Some(fits) if fits == batch => ways.push("`--set train.recompute=block`".into()),
-            Some(fits) if largest.is_none() => {
-                ways.push(format!("`--set train.recompute=block` with `--batch-size {fits}`"));
+
+    /// Whether it fits. A size that cannot be computed does not.
+    fn fits(&self, config: &Config, batch: usize, keep: Checkpointing) -> bool {
+        self.required_bytes(config, batch, keep).is_ok_and(|bytes| bytes <= self.available)
+    }
+
+    fn largest_batch(&self, config: &Config, keep: Checkpointing) -> Option<usize> {
+        largest_batch(self.available, |batch| self.required_bytes(config, batch, keep).unwrap_or(u64::MAX))
+    }
+
+    /// Rejects a configuration that does not fit into memory before anything is allocated, and names settings that would
+    /// fit. Fails with [`Error::Config`] naming the bytes needed and available.
+    pub(super) fn check(&self, config: &Config) -> Result<()> {
+        let train = &config.train;
+        let needed = self.required_bytes(config, train.batch_size, train.recompute)?;
+        if needed <= self.available {
+            return Ok(());
+        }
+        let largest = self.largest_batch(config, train.recompute);
+        let advice = match largest {
+            Some(largest) => {
+                format!(
+                    "the largest batch that fits is {largest}; use `--grad-accum` for several micro-batches per step"
+                )
             }
-            _ => {}
-        }
+            None => "not even a batch of 1 fits".into(),
+        };
+        let options = self.options(config, largest);
+        let more = match (options.is_empty(), largest) {
+            (false, _) => format!("; other options that fit: {}", options.join("; ")),
+            (true, None) => "; use a shorter `--seq-len` or a smaller model".into(),
+            (true, Some(_)) => String::new(),
+        };
+        let [needed, available] = [needed, self.available].map(telemetry::bytes);
+        let (batch, tokens) = (train.batch_size, train.seq_len);
+        let message = format!(
+            "{batch} sequences of {tokens} tokens need {needed}, but only {available} are available; {advice}{more}"
+        );
+        Err(Error::config("train.batch_size", message))
     }
-    let [mut small_moments, mut no_probes] = [config.clone(), config.clone()];
-    small_moments.train.optimizer = OptimizerKind::AdamW8bit;
-    no_probes.telemetry.probe_every = 0;
-    for (flag, changed) in [("`--optimizer adamw8bit`", small_moments), ("`--set telemetry.probe_every=0`", no_probes)]
-    {
-        if changed != *config && required_bytes(&changed, spec, batch, keep) <= available {
-            ways.push(flag.into());
-        }
-    }
-    let lora = with_lora(config);
-    if config.lora.r.is_none()
-        && lora
-            .with_trained_parts(spec.clone())
-            .is_ok_and(|spec| required_bytes(&lora, &spec, batch, keep) <= available)
-    {
-        ways.push("`--lora r=16,alpha=32`".into());
-    }
-    let advice = match largest {
-        Some(largest) => {
-            format!("the largest batch that fits is {largest}; use `--grad-accum` for several micro-batches per step")
-        }
-        None => "not even a batch of 1 fits".into(),
-    };
-    let more = match (ways.is_empty(), largest) {
-        (false, _) => format!("; other options that fit: {}", ways.join("; ")),
-        (true, None) => "; use a shorter `--seq-len` or a smaller model".into(),
-        (true, Some(_)) => String::new(),
-    };
-    let message = format!(
-        "{batch} sequences of {} tokens need {}, but only {} are available; {advice}{more}",
-        train.seq_len,
-        telemetry::bytes(needed),
-        telemetry::bytes(available)
-    );
-    Err(Error::config("train.batch_size", message))
-}
 
-/// Rejects a model if even one copy of its weights in the compute type does not fit. Other checks list every parameter
-/// several times per batch size, which takes seconds for thousands of blocks. Fails with [`Error::Config`] naming the
-/// bytes needed and available.
-pub(super) fn check_weights_fit(config: &Config, spec: &ModelSpec, available: u64) -> Result<()> {
-    let (count, dtype) = (spec.parameter_count(), config.dtype.compute);
-    let bytes = count.saturating_mul(dtype.size_in_bytes() as u64);
-    if !spec.quantized.is_empty() || bytes <= available {
-        return Ok(());
+    /// Settings with which `config` fits. Without them, the largest batch that fits is `largest`.
+    fn options(&self, config: &Config, largest: Option<usize>) -> Vec<String> {
+        let (batch, keep) = (config.train.batch_size, config.train.recompute);
+        let mut options = Vec::new();
+        if keep == Checkpointing::None {
+            match self.largest_batch(config, Checkpointing::PerBlock).map(|most| most.min(batch)) {
+                Some(fits) if fits == batch => options.push("`--set train.recompute=block`".into()),
+                Some(fits) if largest.is_none() => {
+                    options.push(format!("`--set train.recompute=block` with `--batch-size {fits}`"));
+                }
+                _ => {}
+            }
+        }
+        let [mut small_moments, mut no_probes] = [config.clone(), config.clone()];
+        small_moments.train.optimizer = OptimizerKind::AdamW8bit;
+        no_probes.telemetry.probe_every = 0;
+        for (flag, changed) in
+            [("`--optimizer adamw8bit`", small_moments), ("`--set telemetry.probe_every=0`", no_probes)]
+        {
+            if changed != *config && self.fits(&changed, batch, keep) {
+                options.push(flag.into());
+            }
+        }
+        let (lora, spec) = (with_lora(config), self.spec.clone());
+        let adapters_fit = |spec: ModelSpec| MemoryLimit { spec: &spec, ..*self }.fits(&lora, batch, keep);
+        if config.lora.r.is_none() && lora.with_trained_parts(spec).is_ok_and(adapters_fit) {
+            options.push("`--lora r=16,alpha=32`".into());
+        }
+        options
     }
-    let [needed, left] = [bytes, available].map(telemetry::bytes);
-    let message =
-        format!("its {count} parameters need {needed} in {dtype}, but only {left} are available; use a smaller model");
-    Err(Error::config("model", message))
+
+    /// Rejects a model if even one copy of its weights in the compute type does not fit. Other checks list every parameter
+    /// several times per batch size, which takes seconds for thousands of blocks. Fails with [`Error::Config`] naming the
+    /// bytes needed and available.
+    pub(super) fn check_weights(&self, config: &Config) -> Result<()> {
+        let (count, dtype) = (self.spec.parameter_count(), config.dtype.compute);
+        let bytes = count.saturating_mul(dtype.size_in_bytes() as u64);
+        if !self.spec.quantized.is_empty() || bytes <= self.available {
+            return Ok(());
+        }
+        let [needed, left] = [bytes, self.available].map(telemetry::bytes);
+        let message = format!(
+            "its {count} parameters need {needed} in {dtype}, but only {left} are available; use a smaller model"
+        );
+        Err(Error::config("model", message))
+    }
+
+    /// The first variant of `config` that fits, and a description of the changes. The variants have the same number of
+    /// sequences per step in smaller micro-batches, or, if one sequence does not fit, recomputation. Returns `config`
+    /// unchanged if no change is needed or possible.
+    pub(super) fn fitted(&self, config: &Config) -> Result<(Config, Option<String>)> {
+        let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
+        for keep in [config.train.recompute, Checkpointing::PerBlock] {
+            let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
+            // KTO needs two answers in a batch.
+            for smaller in divisors.filter(|divisor| config.objective.validate(*divisor).is_ok()) {
+                if self.required_bytes(config, smaller, keep)? > self.available {
+                    continue;
+                }
+                let mut fitted = config.clone();
+                let train = &mut fitted.train;
+                (train.batch_size, train.grad_accum, train.recompute) = (smaller, batch / smaller * accum, keep);
+                let recompute = if keep == config.train.recompute { "" } else { ", train.recompute = block" };
+                let said =
+                    format!("to fit into memory: batch_size = {smaller}, grad_accum = {}{recompute}", train.grad_accum);
+                let changed = fitted != *config;
+                return Ok((fitted, changed.then_some(said)));
+            }
+        }
+        Ok((config.clone(), None))
+    }
 }
 
 fn with_lora(config: &Config) -> Config {
     let mut config = config.clone();
     (config.lora.r, config.lora.alpha) = (Some(16), Some(32.0));
     config
-}
-
-/// The first variant of `config` that fits, and a description of the changes. The variants have the same number of
-/// sequences per step in smaller micro-batches, or, if one sequence does not fit, recomputation. Returns `config`
-/// unchanged if no change is needed or possible.
-pub(super) fn fitted(
-    config: &Config,
-    spec: &ModelSpec,
-    kernels: &dyn Kernels,
-    layout: DistributedLayout,
-    available: u64,
-) -> Result<(Config, Option<String>)> {
-    let (batch, accum) = (config.train.batch_size, config.train.grad_accum);
-    let keeps = [config.train.recompute, Checkpointing::PerBlock];
-    for keep in keeps {
-        let divisors = (1..=batch).rev().filter(|divisor| batch.is_multiple_of(*divisor));
-        // KTO needs two answers in a batch.
-        for smaller in divisors.filter(|divisor| config.objective.validate(*divisor).is_ok()) {
-            if required_bytes(config, spec, smaller, keep, kernels, layout)? > available {
-                continue;
-            }
-            let mut fitted = config.clone();
-            let train = &mut fitted.train;
-            (train.batch_size, train.grad_accum, train.recompute) = (smaller, batch / smaller * accum, keep);
-            let recompute = if keep == config.train.recompute { "" } else { ", train.recompute = block" };
-            let said =
-                format!("to fit into memory: batch_size = {smaller}, grad_accum = {}{recompute}", train.grad_accum);
-            let changed = fitted != *config;
-            return Ok((fitted, changed.then_some(said)));
-        }
-    }
-    Ok((config.clone(), None))
 }
 
 /// The largest batch whose `bytes` are within the budget; `None` if one sequence is too large.
@@ -431,16 +433,12 @@ mod tests {
 
     const KERNELS: Fused = Fused;
 
+    fn limit(spec: &ModelSpec, available: u64) -> MemoryLimit<'_> {
+        MemoryLimit { spec, kernels: &KERNELS, layout: DistributedLayout::SINGLE, available }
+    }
+
     fn needed(config: &Config, spec: &ModelSpec) -> u64 {
-        required_bytes(
-            config,
-            spec,
-            config.train.batch_size,
-            config.train.recompute,
-            &KERNELS,
-            DistributedLayout::SINGLE,
-        )
-        .unwrap()
+        limit(spec, 0).required_bytes(config, config.train.batch_size, config.train.recompute).unwrap()
     }
 
     /// The system used to kill a run if its step fitted into memory but its probe did not.
@@ -451,8 +449,9 @@ mod tests {
         let mut probed = config.clone();
         probed.telemetry.probe_every = 5;
         let without = needed(&config, &spec);
-        check_fits(&config, &spec, &KERNELS, DistributedLayout::SINGLE, without).unwrap();
-        let message = check_fits(&probed, &spec, &KERNELS, DistributedLayout::SINGLE, without).unwrap_err().to_string();
+        let memory = limit(&spec, without);
+        memory.check(&config).unwrap();
+        let message = memory.check(&probed).unwrap_err().to_string();
         assert!(message.contains("`--set telemetry.probe_every=0`"), "{message}");
 
         let train = &config.train;
@@ -508,7 +507,8 @@ mod tests {
         // Loading it takes FP32 masters, next to buffers that a GPU has allocated.
         let on_gpu = DistributedLayout { on_gpu: true, ..DistributedLayout::SINGLE };
         let keep = config.train.recompute;
-        let on_gpu = |config: &Config| required_bytes(config, &adapted, 1, keep, &KERNELS, on_gpu).unwrap();
+        let memory = MemoryLimit { layout: on_gpu, ..limit(&adapted, 0) };
+        let on_gpu = |config: &Config| memory.required_bytes(config, 1, keep).unwrap();
         (adapters.objective.kind, adapters.objective.beta) = (ObjectiveKind::Dpo, None);
         let other = on_gpu(&adapters);
         adapters.objective.reference = None;
@@ -519,13 +519,10 @@ mod tests {
 
     #[test]
     fn a_size_that_cannot_be_computed_is_an_error() {
-        let (mut config, spec, alone) =
-            (Config::default(), ModelSpec::named("tiny").unwrap(), DistributedLayout::SINGLE);
+        let (mut config, spec) = (Config::default(), ModelSpec::named("tiny").unwrap());
         config.train.seq_len = 1 << 17;
-        let errors = [
-            check_fits(&config, &spec, &CandleKernels, alone, 1 << 50).unwrap_err(),
-            fitted(&config, &spec, &CandleKernels, alone, 1 << 50).unwrap_err(),
-        ];
+        let memory = MemoryLimit { kernels: &CandleKernels, ..limit(&spec, 1 << 50) };
+        let errors = [memory.check(&config).unwrap_err(), memory.fitted(&config).unwrap_err()];
         for error in errors.map(|error| error.to_string()) {
             assert!(error.contains("use a shorter `seq_len`"), "{error}");
         }
@@ -538,18 +535,16 @@ mod tests {
         (config.train.batch_size, config.train.grad_accum) = (4, 2);
         let mut split = config.clone();
         (split.train.batch_size, split.train.grad_accum) = (1, 8);
-        let (keep, alone) = (config.train.recompute, DistributedLayout::SINGLE);
-        assert_eq!(required_bytes(&config, &spec, 1, keep, &KERNELS, alone).unwrap(), needed(&split, &spec));
+        let keep = config.train.recompute;
+        assert_eq!(limit(&spec, 0).required_bytes(&config, 1, keep).unwrap(), needed(&split, &spec));
     }
 
     #[test]
     fn a_batch_is_not_split_below_what_its_objective_needs() {
-        let (mut config, spec, alone) =
-            (Config::default(), ModelSpec::named("tiny").unwrap(), DistributedLayout::SINGLE);
+        let (mut config, spec) = (Config::default(), ModelSpec::named("tiny").unwrap());
         (config.train.batch_size, config.train.grad_accum, config.train.seq_len) = (4, 1, 1024);
-        let keep = config.train.recompute;
-        let available = required_bytes(&config, &spec, 1, keep, &KERNELS, alone).unwrap();
-        let batch_of = |config: &Config| fitted(config, &spec, &KERNELS, alone, available).unwrap().0.train.batch_size;
+        let available = limit(&spec, 0).required_bytes(&config, 1, config.train.recompute).unwrap();
+        let batch_of = |config: &Config| limit(&spec, available).fitted(config).unwrap().0.train.batch_size;
         assert_eq!(batch_of(&config), 1);
         config.objective.kind = ObjectiveKind::Kto;
         assert_ne!(batch_of(&config), 1);

@@ -25,7 +25,7 @@ use crate::telemetry::{available_bytes, bytes};
 use crate::train::config::{Config, WeightInit};
 use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Blocks;
-use crate::train::memory::{DistributedLayout, check_fits, check_weights_fit, fitted};
+use crate::train::memory::{DistributedLayout, MemoryLimit};
 use crate::train::objective::{Objective, Reference, ReferenceLogps};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
@@ -470,16 +470,17 @@ pub(super) fn fit_memory(
     let on_gpu = !open.device.is_cpu();
     let (world_size, shards_on_host) = (group.world_size(), on_gpu && group.gpus().is_none());
     let layout = DistributedLayout { world_size, sharding: config.train.shard, on_gpu, shards_on_host };
+    let memory = MemoryLimit { spec, kernels: &*open.kernels, layout, available };
     let mut config = config;
-    check_weights_fit(&config, spec, available)?;
+    memory.check_weights(&config)?;
     if std::mem::take(&mut config.train.auto_batch) {
-        let (fitted, said) = fitted(&config, spec, &*open.kernels, layout, available)?;
+        let (fitted, said) = memory.fitted(&config)?;
         if let Some(said) = said {
             report(SetupEvent::Load(LoadEvent::Notice(said)));
         }
         config = fitted;
     }
-    check_fits(&config, spec, &*open.kernels, layout, available)?;
+    memory.check(&config)?;
     Ok(config)
 }
 

@@ -463,14 +463,7 @@ impl Config {
                 "needs FP32 masters of every weight; remove it, or train without `lora` and `freeze`, and with `p=f32`";
             return Err(Error::config(format!("precision.{key}"), message));
         }
-        let run = self.checkpoint.run.as_deref().unwrap_or("run");
-        if run.is_empty() || run.starts_with('.') || run.contains(|c: char| c == '/' || c == '\\' || c.is_control()) {
-            return Err(Error::config("checkpoint.run", format!("`{run}` is not a folder name")));
-        }
-        if run.len() > MAX_RUN_NAME {
-            let message = format!("{} bytes are too long for a folder's name; use at most {MAX_RUN_NAME}", run.len());
-            return Err(Error::config("checkpoint.run", message));
-        }
+        self.checkpoint.validate()?;
         for (key, path) in [("model", Path::new(&self.model)), ("checkpoint.dir", &self.checkpoint.dir)] {
             if path.as_os_str().is_empty() || path.as_os_str().as_encoded_bytes().contains(&0) {
                 let message = format!("`{}` is neither a name nor a path", path.display());
@@ -516,9 +509,6 @@ fn with_numbers(table: &toml::Table) -> toml::Table {
     }
     out
 }
-
-/// The most bytes of a file's name on usual file systems.
-const MAX_RUN_NAME: usize = 255;
 
 /// The most bytes of a TOML error that quotes its line.
 const MAX_QUOTED: usize = 1000;

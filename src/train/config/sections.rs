@@ -349,6 +349,24 @@ settings! {
     }
 }
 
+/// The most bytes of a file's name on usual file systems.
+const MAX_RUN_NAME: usize = 255;
+
+impl CheckpointSection {
+    /// Rejects a run's name that no folder can have.
+    pub(super) fn validate(&self) -> Result<()> {
+        let run = self.run.as_deref().unwrap_or("run");
+        if run.is_empty() || run.starts_with('.') || run.contains(|c: char| c == '/' || c == '\\' || c.is_control()) {
+            return Err(Error::config("checkpoint.run", format!("`{run}` is not a folder name")));
+        }
+        if run.len() > MAX_RUN_NAME {
+            let message = format!("{} bytes are too long for a folder's name; use at most {MAX_RUN_NAME}", run.len());
+            return Err(Error::config("checkpoint.run", message));
+        }
+        Ok(())
+    }
+}
+
 settings! {
     /// Measurements and logs, and their intervals.
     #[derive(Clone, Debug, PartialEq)]

@@ -134,28 +134,37 @@ impl Passes<'_> {
         let clock = Instant::now();
         grads.compute_stats(self.count_exponents, self.grad_stats, kernels, group)?;
         let waits_here = losses.iter().any(|(_, losses)| matches!(losses, BatchLosses::OnDevice(_)));
-        let (mut figures, len) = (vec![compute, comm.as_secs_f64()], LossSums::len(objective.kind()));
+        let mut own = Vec::with_capacity(losses.len());
         for (batch, losses) in losses {
-            let sums = match losses {
+            own.push(match losses {
                 BatchLosses::Sums(sums) => *sums,
                 BatchLosses::OnDevice(losses) => objective.sums(batch, &losses)?,
-            };
-            figures.extend(sums.to_array().into_iter().take(len));
+            });
         }
         // Here the host waits for recorded passes.
         *(if waits_here { &mut time.backward } else { &mut time.grad_stats }) += clock.elapsed();
         let clock = Instant::now();
-        let (all, mut sums) = (group.all_gather(&figures)?, LossSums::default());
+        let sums = self.exchange(&own, [compute, comm.as_secs_f64()], micro_batches.len())?;
+        time.comm += clock.elapsed();
+        Ok(StepGradients { sums, loss: sums.loss / factors.count as f64, targets, time })
+    }
+
+    /// Adds the losses of all processes in the order of the micro-batches, and keeps the timings of all. `own` has the losses of
+    /// this process, and `seconds` those of its passes and its exchanges.
+    fn exchange(&mut self, own: &[LossSums], seconds: [f64; 2], micro_batches: usize) -> Result<LossSums> {
+        let (mut figures, len) = (seconds.to_vec(), LossSums::len(self.objective.kind()));
+        figures.extend(own.iter().flat_map(|sums| sums.to_array().into_iter().take(len)));
+        let (all, mut sums) = (self.group.all_gather(&figures)?, LossSums::default());
         self.timings.clear();
         let mut of_ranks: Vec<_> = all.iter().map(|figures| figures[2..].chunks_exact(len)).collect();
         for (figures, losses) in all.iter().zip(&of_ranks) {
             self.timings.push(RankTiming { compute: figures[0], comm: figures[1], micro_batches: losses.len() });
         }
-        for index in 0..micro_batches.len() {
-            of_ranks[grads.rank_of(index, micro_batches.len())].next().into_iter().for_each(|losses| sums.add(losses));
+        for index in 0..micro_batches {
+            let rank = self.grads.rank_of(index, micro_batches);
+            of_ranks[rank].next().into_iter().for_each(|losses| sums.add(losses));
         }
-        time.comm += clock.elapsed();
-        Ok(StepGradients { sums, loss: sums.loss / factors.count as f64, targets, time })
+        Ok(sums)
     }
 }
 

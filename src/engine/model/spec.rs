@@ -494,23 +494,6 @@ impl ModelSpec {
             let role = if bias { ParamRole::Bias } else { ParamRole::Weight };
             parameters.push(ParamSpec { name, decay: shape.len() >= 2, shape, layer, role, init, fused_into });
         };
-        let norm = |layer: ModuleId, columns, push: &mut dyn FnMut(ModuleId, bool, Vec<usize>, ParamInit, ModuleId)| {
-            match self.norm {
-                Norm::Layer => {
-                    push(layer, false, vec![columns], ParamInit::Ones, layer);
-                    push(layer, true, vec![columns], ParamInit::Zeros, layer);
-                }
-                Norm::Rms { unit_offset } => {
-                    push(
-                        layer,
-                        false,
-                        vec![columns],
-                        if unit_offset { ParamInit::Zeros } else { ParamInit::Ones },
-                        layer,
-                    );
-                }
-            }
-        };
         let outer = |op, rows| (ModuleId::global(op), rows);
         let mut tables = vec![outer(ModuleOp::Embedding, self.vocab_size)];
         if self.learned_positions {
@@ -522,13 +505,22 @@ impl ModelSpec {
         for (layer, rows) in tables {
             push(layer, false, vec![rows, d], ParamInit::Normal(std), layer);
         }
-        norm(ModuleId::global(ModuleOp::Norm(NormRole::Final)), d, &mut push);
+        let of_norm: &[(bool, ParamInit)] = match self.norm {
+            Norm::Layer => &[(false, ParamInit::Ones), (true, ParamInit::Zeros)],
+            Norm::Rms { unit_offset: false } => &[(false, ParamInit::Ones)],
+            Norm::Rms { unit_offset: true } => &[(false, ParamInit::Zeros)],
+        };
+        let in_block = |block| self.norms().into_iter().map(move |(role, columns)| (Some(block), role, columns));
+        let norms = (0..self.num_layers).flat_map(in_block).chain([(None, NormRole::Final, d)]);
+        for (block, role, columns) in norms {
+            let layer = ModuleId { block, op: ModuleOp::Norm(role) };
+            for &(bias, init) in of_norm {
+                push(layer, bias, vec![columns], init, layer);
+            }
+        }
         // Layers that close a residual branch start narrower (Radford et al., 2019).
         let closing = std / (2.0 * self.num_layers as f64).sqrt();
         for block in 0..self.num_layers {
-            for (role, columns) in self.norms() {
-                norm(ModuleId::in_block(block, ModuleOp::Norm(role)), columns, &mut push);
-            }
             if self.attention_sinks {
                 let layer = ModuleId::in_block(block, ModuleOp::Attention);
                 push(layer, false, vec![self.heads], ParamInit::Normal(std), layer);

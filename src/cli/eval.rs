@@ -113,7 +113,7 @@ fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(
     let config = ConfigArgs::default().resolve_from_run(&run)?;
     let rule = if bos == Bos::Auto { config.bos } else { bos };
     let id = trained.spec.bos_token_id;
-    let tokenizer = trained.aux_files.clone().with_bos(trained.tokenizer.clone(), rule, id)?;
+    let tokenizer = trained.aux_files.clone().with_special_tokens(trained.tokenizer.clone(), rule, id)?;
     let mut sets = datasets(&config, &trained.chat, &tokenizer, &mut |event| reporter.report(event))?;
     let (1, Some((set, _))) = (sets.len(), sets.pop()) else {
         return Err(Error::config("--data", "this run has several data sets; name one text with `--data`"));

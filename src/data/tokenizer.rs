@@ -17,7 +17,7 @@ use super::catch_panic::catch_panic;
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
 
-/// Names of the end-of-text token; the first one in a vocabulary is used.
+/// Usual names of the end-of-text token. The first one in the vocabulary is used if the model has no `eos_token`.
 const END_OF_TEXT: [&str; 7] =
     ["<|endoftext|>", "<｜end▁of▁sentence｜>", "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>", "<|eot_id|>"];
 
@@ -35,6 +35,7 @@ pub struct Tokenizer {
     /// The token that the post-processor adds before a text.
     added: Option<u32>,
     bos: Option<u32>,
+    eos: Option<u32>,
 }
 
 #[derive(Clone)]
@@ -46,7 +47,6 @@ enum TokenizerKind {
         /// The fast path, for byte-level BPE like GPT-2's.
         fast: Option<Arc<FastBpe>>,
         vocab_size: usize,
-        eos: Option<u32>,
     },
 }
 
@@ -61,17 +61,17 @@ impl TokenizerKind {
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err("its vocabulary is empty".into());
         };
-        let eos = END_OF_TEXT.iter().find_map(|name| inner.token_to_id(name));
         let inner = Arc::new(inner);
         let fast = FastBpe::new(&inner).map(Arc::new);
-        Ok(Self::HuggingFace { inner, fast, vocab_size: last as usize + 1, eos })
+        Ok(Self::HuggingFace { inner, fast, vocab_size: last as usize + 1 })
     }
 }
 
 impl Tokenizer {
     /// Bytes as ids 0 to 255, and `<|endoftext|>` as 256.
     pub fn byte() -> Self {
-        Self { kind: TokenizerKind::Byte, json: byte_json().to_string().into_bytes().into(), added: None, bos: None }
+        let json = byte_json().to_string().into_bytes().into();
+        Self { kind: TokenizerKind::Byte, json, added: None, bos: None, eos: Some(BYTE_EOS) }
     }
 
     /// Reads a `tokenizer.json`, or returns [`Self::byte`] for the name `bytes`.
@@ -98,9 +98,22 @@ impl Tokenizer {
         drop(value);
         let read = catch_panic(|| TokenizerKind::hugging_face(&json))
             .unwrap_or_else(|| Err("its parts contradict each other".into()));
-        let mut tokenizer = Self { kind: read.map_err(unusable)?, json: json.into(), added: None, bos: None };
+        let kind = read.map_err(unusable)?;
+        let mut tokenizer = Self { kind, json: json.into(), added: None, bos: None, eos: None };
         tokenizer.added = added.and_then(|token| tokenizer.id(&token));
-        Ok(Self { bos: tokenizer.added, ..tokenizer })
+        Ok(Self { bos: tokenizer.added, eos: tokenizer.usual_eos(), ..tokenizer })
+    }
+
+    /// The tokenizer with `name`, a model's `eos_token` in `tokenizer_config.json`, as its end-of-text token, as in
+    /// transformers. Keeps the current one if the vocabulary has no such token.
+    #[must_use]
+    pub fn with_eos(self, name: Option<&str>) -> Self {
+        Self { eos: name.and_then(|name| self.id(name)).or(self.eos), ..self }
+    }
+
+    /// The token of the vocabulary with a usual name of the end-of-text token.
+    fn usual_eos(&self) -> Option<u32> {
+        END_OF_TEXT.iter().find_map(|name| self.id(name))
     }
 
     /// The tokenizer with the BOS token that `rule` determines for a model with these values of `add_bos_token` and
@@ -241,10 +254,7 @@ impl Tokenizer {
 
     /// The token that separates documents, if the vocabulary has one.
     pub fn eos_id(&self) -> Option<u32> {
-        match self.kind {
-            TokenizerKind::Byte => Some(BYTE_EOS),
-            TokenizerKind::HuggingFace { eos, .. } => eos,
-        }
+        self.eos
     }
 
     /// The spelling of a token in the vocabulary.
@@ -276,9 +286,12 @@ impl Tokenizer {
         &self.json
     }
 
-    /// SHA-256 of [`Self::json`] in hexadecimal, and the BOS token: equal fingerprints mean equal ids.
+    /// SHA-256 of [`Self::json`] in hexadecimal, the BOS token, and an unusual end-of-text token: equal fingerprints mean
+    /// equal ids.
     pub fn fingerprint(&self) -> String {
-        Digest::of(&self.json).sha256 + &self.bos.map_or_else(String::new, |bos| format!(" bos {bos}"))
+        let eos = self.eos.filter(|_| self.eos != self.usual_eos());
+        let token = |name, id: Option<u32>| id.map_or_else(String::new, |id| format!(" {name} {id}"));
+        Digest::of(&self.json).sha256 + &token("bos", self.bos) + &token("eos", eos)
     }
 }
 

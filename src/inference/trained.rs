@@ -102,7 +102,7 @@ impl TrainedModel {
     /// The model with the BOS token that `rule` determines. Fails with [`Error::Config`] if `rule` asks for a token
     /// that the model does not have.
     pub fn with_bos(mut self, rule: Bos) -> Result<Self> {
-        self.tokenizer = self.aux_files.with_bos(self.tokenizer, rule, self.spec.bos_token_id)?;
+        self.tokenizer = self.aux_files.with_special_tokens(self.tokenizer, rule, self.spec.bos_token_id)?;
         Ok(self)
     }
 

@@ -68,11 +68,12 @@ impl AuxFiles {
         Ok(ChatSettings { template, tokens: TemplateTokens { bos: token("bos_token"), eos: token("eos_token") } })
     }
 
-    /// `tokenizer` with the BOS token that `rule` determines; `id` is the one in `config.json`. If it differs from the
-    /// one that `auto` determines, these files record it as `add_bos_token`. Fails like [`Tokenizer::with_bos`], and
-    /// with [`Error::Model`] for a file that is not JSON.
-    pub fn with_bos(&mut self, tokenizer: Tokenizer, rule: Bos, id: Option<u32>) -> Result<Tokenizer> {
+    /// `tokenizer` with the `eos_token` of these files and the BOS token that `rule` determines; `id` is the one in
+    /// `config.json`. If BOS differs from the one that `auto` determines, these files record it as `add_bos_token`.
+    /// Fails like [`Tokenizer::with_bos`], and with [`Error::Model`] for a file that is not JSON.
+    pub fn with_special_tokens(&mut self, tokenizer: Tokenizer, rule: Bos, id: Option<u32>) -> Result<Tokenizer> {
         let mut config = self.json(TOKENIZER_CONFIG)?;
+        let tokenizer = tokenizer.with_eos(special_token(&config, "eos_token"));
         let (add, name) = (config["add_bos_token"].as_bool(), special_token(&config, "bos_token"));
         let published = tokenizer.clone().with_bos(Bos::Auto, add, name, id)?;
         let tokenizer = tokenizer.with_bos(rule, add, name, id)?;

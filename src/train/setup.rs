@@ -165,7 +165,7 @@ impl ModelSource {
                 format!("{} exceeds the context of {} tokens", config.train.seq_len, spec.max_position_embeddings);
             return Err(Error::config("train.seq_len", message));
         }
-        let tokenizer = aux_files.with_bos(tokenizer, config.bos, spec.bos_token_id)?;
+        let tokenizer = aux_files.with_special_tokens(tokenizer, config.bos, spec.bos_token_id)?;
         let chat = aux_files.chat()?;
         Ok(Self { name: config.model.clone(), spec, tokenizer, aux_files, chat, commit, weights })
     }

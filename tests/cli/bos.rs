@@ -1,4 +1,5 @@
-//! The BOS token: which models have it, and that training, evaluation, generation, chat and export agree on it.
+//! The BOS and end-of-text tokens: which ones a model has, and that training, evaluation, generation, chat and export agree on
+//! them.
 
 use std::fs;
 
@@ -146,6 +147,28 @@ fn documents_and_windows_begin_with_the_token_and_it_is_never_a_target() {
     assert_eq!((tokens.len(), bytes), (5, 7.0 / 4.0));
     let grammar = DatasetBuilder::new(fixture.folder()).load(&DataSource::Grammar, None, &Tokenizer::byte());
     assert_eq!(grammar.unwrap().train.len() % 2, 0);
+}
+
+/// transformers' tokenizer has this token as `eos_token`, and TRL appends it to completions.
+#[test]
+fn documents_end_with_the_eos_token_of_the_model() {
+    let fixture = model(false, None);
+    let rows = source(&fixture, "rows.jsonl", "{\"prompt\": \"a\", \"completion\": \"b\"}\n");
+    for (config, expected) in [
+        (json!({}), BOS + 1),
+        (json!({"eos_token": {"content": "<s>"}}), BOS),
+        (json!({"eos_token": "z"}), 25),
+        (json!({"eos_token": "missing"}), BOS + 1),
+        (json!({"eos_token": null}), BOS + 1),
+    ] {
+        fixture.write("tokenizer_config.json", config.to_string());
+        let trained = TrainedModel::open(fixture.folder(), None).unwrap();
+        assert_eq!(trained.tokenizer.eos_id(), Some(expected), "{config}");
+        assert!(trained.stop_token_ids().unwrap().contains(&expected), "{config}");
+        // Each has its own token cache.
+        let loaded = DatasetBuilder::new(fixture.folder()).load_unsplit(&rows, &trained.tokenizer).unwrap().0;
+        assert_eq!(ids(&loaded), [0, 1, expected], "{config}");
+    }
 }
 
 /// A run keeps its setting. An older run, whose `config.toml` does not have it, resumes without the token.

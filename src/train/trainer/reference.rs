@@ -110,7 +110,7 @@ impl Trainer {
         }
         let (engine, wrong) = (&self.engine, |message| Err(Error::config("objective.reference", message)));
         let source = ModelSource::open(&config, &mut |_| ())?;
-        if source.tokenizer.fingerprint() != self.tokenizer.fingerprint() {
+        if source.tokenizer.json() != self.tokenizer.json() {
             return wrong(format!("the tokenizers of `{}` and `{}` differ", config.model, self.config.model));
         }
         if source.spec.vocab_size != engine.model.spec().vocab_size {

@@ -228,6 +228,20 @@ fn a_gguf_file_read_back_computes_the_same() {
     }
 }
 
+/// Llama 3's instruct models have three end tokens. The tokenizer's ends an answer, and GGUF has keys for two.
+#[test]
+fn a_gguf_file_keeps_the_tokenizers_end_of_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let ends = ("eos_token_id", serde_json::json!([3, 5, 27]));
+    let trained = changed_model("untied", folder.path(), &[ends]);
+    let out = folder.path().join("out.gguf");
+    exported(&trained, Dtype::F32, &out);
+    assert_eq!(
+        (trained.tokenizer.eos_id(), TrainedModel::open(&out, None).unwrap().spec.eos_token_ids),
+        (Some(27), vec![27, 3])
+    );
+}
+
 #[test]
 fn a_gguf_file_does_not_take_a_tokenizer_that_it_cannot_hold() {
     let folder = tempfile::tempdir().unwrap();

@@ -51,19 +51,18 @@ pub(crate) fn vocabulary(tokenizer: &Tokenizer, spec: &ModelSpec, template: Opti
 
     let begin = tokenizer.bos();
     put("add_bos_token", Value::Bool(begin.is_some()));
-    let mut ends = spec.eos_token_ids.clone();
-    ends.extend(tokenizer.eos_id());
-    let known = |id: &u32| (*id as usize) < tokenizer.vocab_size();
-    ends.retain(known);
+    // The tokenizer's own end of text comes first, as in llama.cpp's converter. A second end token has its own key.
+    let mut ends: Vec<u32> = Vec::new();
+    for id in tokenizer.eos_id().iter().chain(&spec.eos_token_ids) {
+        if (*id as usize) < tokenizer.vocab_size() && !ends.contains(id) {
+            ends.push(*id);
+        }
+    }
     if let Some(id) = begin.or(spec.bos_token_id).or(ends.first().copied()) {
         put("bos_token_id", Value::U32(id));
     }
-    if let Some(id) = ends.first() {
-        put("eos_token_id", Value::U32(*id));
-    }
-    // A second end token has its own key.
-    if let Some(id) = spec.eos_token_ids.get(1).filter(|id| known(id)) {
-        put("eot_token_id", Value::U32(*id));
+    for (key, id) in ["eos_token_id", "eot_token_id"].into_iter().zip(ends) {
+        put(key, Value::U32(id));
     }
     if let Some(id) = model["unk_token"].as_str().and_then(|text| vocabulary.id(text)) {
         put("unknown_token_id", Value::U32(id));

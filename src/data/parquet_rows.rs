@@ -9,12 +9,13 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
+use minijinja::Value;
+use minijinja::value::Serde;
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
-use parquet::record::Field;
+use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use super::catch_panic::catch_panic;
 use super::format::EXPECTED_FIELDS;
@@ -32,7 +33,7 @@ const MAX_SECONDS: u64 = 30;
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Takes a row.
-type JsonRowCallback<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
+type ValueCallback<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
 
 /// Why the rows end early.
 pub(super) enum RowFailure {
@@ -53,7 +54,7 @@ enum RowMessage {
 
 /// Passes every row to `row` in the form of a line of JSON, with only the columns in `fields`; with all columns if there
 /// are no `fields`.
-pub(super) fn read(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) -> Result<(), RowFailure> {
+pub(super) fn read(path: &Path, fields: &[&str], row: &mut ValueCallback<'_>) -> Result<(), RowFailure> {
     match subprocess::worker_command(ARGUMENT) {
         Some(command) => read_in_subprocess(command, path, fields, row),
         None => read_in_process(path, fields, row),
@@ -96,7 +97,7 @@ fn read_in_subprocess(
     mut command: Command,
     path: &Path,
     fields: &[&str],
-    row: &mut JsonRowCallback<'_>,
+    row: &mut ValueCallback<'_>,
 ) -> Result<(), RowFailure> {
     let file = |message: &str| RowFailure::File(message.to_owned());
     command.arg(path).args(fields);
@@ -130,7 +131,7 @@ fn read_in_subprocess(
     result
 }
 
-fn read_in_process(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) -> Result<(), RowFailure> {
+fn read_in_process(path: &Path, fields: &[&str], row: &mut ValueCallback<'_>) -> Result<(), RowFailure> {
     let damaged = |error: ParquetError| {
         let text = error.to_string();
         RowFailure::File(if text.contains("Disabled feature") {
@@ -151,31 +152,32 @@ fn read_in_process(path: &Path, fields: &[&str], row: &mut JsonRowCallback<'_>) 
         return Err(RowFailure::File(format!("its columns are {}; {}", columns.join(", "), EXPECTED_FIELDS)));
     }
     let mut iterator = catch_parquet_panic(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
-    let mut next = || {
-        catch_parquet_panic(|| iterator.next().transpose()?.map(|row| to_json(&Field::Group(row), every)).transpose())
-    };
+    let mut next = || catch_parquet_panic(|| iterator.next().transpose()?.map(|row| object(&row, every)).transpose());
     while let Some(value) = next().map_err(damaged)? {
         row(value).map_err(RowFailure::Row)?;
     }
     Ok(())
 }
 
-/// The JSON of `field`, with bytes of no type as text, which some writers mean. Bytes that are not text, such as an image,
-/// are an error, or with `base64` the Parquet crate's form of them. Fields that are null are left out: every struct of a
-/// column has the fields of all others.
-fn to_json(field: &Field, base64: bool) -> parquet::errors::Result<Value> {
+/// The value of `field`, with bytes of no type as text, which some writers mean. Bytes that are not text, such as an image,
+/// are an error, or with `base64` the Parquet crate's form of them.
+fn value(field: &Field, base64: bool) -> parquet::errors::Result<Value> {
     Ok(match field {
         Field::Bytes(bytes) if !base64 || bytes.as_utf8().is_ok() => Value::from(bytes.as_utf8()?),
-        Field::Group(row) => {
-            let known = row.get_column_iter().filter(|(_, field)| !matches!(field, Field::Null));
-            let pairs = known.map(|(name, field)| Ok((name.clone(), to_json(field, base64)?)));
-            Value::Object(pairs.collect::<parquet::errors::Result<_>>()?)
-        }
+        Field::Group(row) => object(row, base64)?,
         Field::ListInternal(list) => {
-            list.elements().iter().map(|item| to_json(item, base64)).collect::<parquet::errors::Result<_>>()?
+            list.elements().iter().map(|item| value(item, base64)).collect::<parquet::errors::Result<_>>()?
         }
-        other => other.to_json_value(),
+        other => Value::from(Serde(other.to_json_value())),
     })
+}
+
+/// The value of a row or struct, with its fields in their order. Fields that are null are left out: every struct of a column has
+/// the fields of all others.
+fn object(row: &Row, base64: bool) -> parquet::errors::Result<Value> {
+    let known = row.get_column_iter().filter(|(_, field)| **field != Field::Null);
+    let pairs = known.map(|(name, field)| Ok((name.clone(), value(field, base64)?)));
+    Ok(Value::from_pairs(pairs.collect::<parquet::errors::Result<Vec<_>>>()?))
 }
 
 /// Turns a panic of the Parquet crate into its error: some damaged pages make it index out of bounds (60.1).
@@ -187,23 +189,28 @@ fn catch_parquet_panic<T>(read: impl FnOnce() -> parquet::errors::Result<T>) -> 
 mod tests {
     use super::*;
     use parquet::data_type::ByteArray;
-    use parquet::record::Row;
 
     #[test]
     fn bytes_that_are_not_text_are_refused_or_base64() {
         let bytes = |bytes: &[u8]| Field::Bytes(ByteArray::from(bytes.to_vec()));
-        assert!(to_json(&bytes(b"\xFF\xD8"), false).is_err());
-        assert_eq!(to_json(&bytes(b"\xFF\xD8"), true).unwrap(), "/9g=");
-        assert_eq!([false, true].map(|base64| to_json(&bytes(b"a"), base64).unwrap()), ["a", "a"]);
+        let text = |field: &Field, base64| value(field, base64).unwrap().to_string();
+        assert!(value(&bytes(b"\xFF\xD8"), false).is_err());
+        assert_eq!(text(&bytes(b"\xFF\xD8"), true), "/9g=");
+        assert_eq!([false, true].map(|base64| text(&bytes(b"a"), base64)), ["a", "a"]);
     }
 
-    /// A template that asks whether a message has `tool_calls` must not find it in all messages.
+    /// Tools are written into prompts in this order. A template that asks whether a message has `tool_calls` must not find it
+    /// in all messages.
     #[test]
-    fn null_fields_of_structs_are_left_out() {
+    fn structs_keep_the_order_of_their_fields_without_the_null_ones() {
         let text = |text: &str| Field::Str(text.to_owned());
-        let message = Row::new(vec![("content".into(), text("a")), ("tool_calls".into(), Field::Null)]);
-        let row =
-            Field::Group(Row::new(vec![("message".into(), Field::Group(message)), ("tools".into(), Field::Null)]));
-        assert_eq!(to_json(&row, false).unwrap(), serde_json::json!({"message": {"content": "a"}}));
+        let message = Row::new(vec![
+            ("role".into(), text("a")),
+            ("content".into(), text("b")),
+            ("tool_calls".into(), Field::Null),
+        ]);
+        let row = Row::new(vec![("message".into(), Field::Group(message)), ("tools".into(), Field::Null)]);
+        let row = serde_json::to_string(&object(&row, false).unwrap()).unwrap();
+        assert_eq!(row, r#"{"message":{"role":"a","content":"b"}}"#);
     }
 }

@@ -169,9 +169,8 @@ impl Document {
 
     fn read_parquet(&self, fields: &[&str], on_row: &mut RowCallback<'_>) -> Result<()> {
         let mut rows = 0;
-        let mut row = |value: serde_json::Value| {
+        let mut row = |row| {
             rows += 1;
-            let row = serde_json::from_value(value).map_err(|error| self.error(format!("row {rows}: {error}")))?;
             on_row(RowLocation::Row(rows), row)
         };
         parquet_rows::read(&self.path, fields, &mut row).map_err(|error| match error {

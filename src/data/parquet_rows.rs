@@ -152,7 +152,8 @@ fn read_in_process(path: &Path, fields: &[&str], row: &mut ValueCallback<'_>) ->
         return Err(RowFailure::File(format!("its columns are {}; {}", columns.join(", "), EXPECTED_FIELDS)));
     }
     let mut iterator = catch_parquet_panic(|| reader.get_row_iter(Some(projection))).map_err(damaged)?;
-    let mut next = || catch_parquet_panic(|| iterator.next().transpose()?.map(|row| object(&row, every)).transpose());
+    let mut next =
+        || catch_parquet_panic(|| iterator.next().transpose()?.map(|row| object(&row, every, |_| true)).transpose());
     while let Some(value) = next().map_err(damaged)? {
         row(value).map_err(RowFailure::Row)?;
     }
@@ -164,7 +165,11 @@ fn read_in_process(path: &Path, fields: &[&str], row: &mut ValueCallback<'_>) ->
 fn value(field: &Field, base64: bool) -> parquet::errors::Result<Value> {
     Ok(match field {
         Field::Bytes(bytes) if !base64 || bytes.as_utf8().is_ok() => Value::from(bytes.as_utf8()?),
-        Field::Group(row) => object(row, base64)?,
+        Field::Group(row) => {
+            // Templates print a message's `content` even if it is null.
+            let is_message = row.get_column_iter().any(|(name, field)| name == "role" && *field != Field::Null);
+            object(row, base64, |name| is_message && name == "content")?
+        }
         Field::ListInternal(list) => {
             list.elements().iter().map(|item| value(item, base64)).collect::<parquet::errors::Result<_>>()?
         }
@@ -172,11 +177,11 @@ fn value(field: &Field, base64: bool) -> parquet::errors::Result<Value> {
     })
 }
 
-/// The value of a row or struct, with its fields in their order. Fields that are null are left out: every struct of a column has
-/// the fields of all others.
-fn object(row: &Row, base64: bool) -> parquet::errors::Result<Value> {
-    let known = row.get_column_iter().filter(|(_, field)| **field != Field::Null);
-    let pairs = known.map(|(name, field)| Ok((name.clone(), value(field, base64)?)));
+/// The value of a row or struct, with its fields in their order. Fields that are null are left out unless `keeps_null` is true for
+/// their name: every struct of a column has the fields of all others.
+fn object(row: &Row, base64: bool, keeps_null: impl Fn(&str) -> bool) -> parquet::errors::Result<Value> {
+    let kept = row.get_column_iter().filter(|(name, field)| **field != Field::Null || keeps_null(name));
+    let pairs = kept.map(|(name, field)| Ok((name.clone(), value(field, base64)?)));
     Ok(Value::from_pairs(pairs.collect::<parquet::errors::Result<Vec<_>>>()?))
 }
 
@@ -200,17 +205,20 @@ mod tests {
     }
 
     /// Tools are written into prompts in this order. A template that asks whether a message has `tool_calls` must not find it
-    /// in all messages.
+    /// in all messages, and it prints a null `content`.
     #[test]
-    fn structs_keep_the_order_of_their_fields_without_the_null_ones() {
+    fn rows_have_the_fields_of_a_line_of_json() {
         let text = |text: &str| Field::Str(text.to_owned());
-        let message = Row::new(vec![
-            ("role".into(), text("a")),
-            ("content".into(), text("b")),
-            ("tool_calls".into(), Field::Null),
-        ]);
-        let row = Row::new(vec![("message".into(), Field::Group(message)), ("tools".into(), Field::Null)]);
-        let row = serde_json::to_string(&object(&row, false).unwrap()).unwrap();
-        assert_eq!(row, r#"{"message":{"role":"a","content":"b"}}"#);
+        let group = |fields: &[(&str, Field)]| {
+            let fields = fields.iter().map(|(name, field)| ((*name).to_owned(), field.clone()));
+            Field::Group(Row::new(fields.collect()))
+        };
+        let message = group(&[("role", text("a")), ("content", text("b")), ("tool_calls", Field::Null)]);
+        let call = group(&[("name", text("f")), ("content", Field::Null)]);
+        let answer = group(&[("role", text("c")), ("content", Field::Null), ("tool_calls", call)]);
+        let row = Row::new(vec![("q".into(), message), ("a".into(), answer), ("tools".into(), Field::Null)]);
+        let row = serde_json::to_string(&object(&row, false, |_| true).unwrap()).unwrap();
+        let line = r#"{"q":{"role":"a","content":"b"},"a":{"role":"c","content":null,"tool_calls":{"name":"f"}},"tools":null}"#;
+        assert_eq!(row, line);
     }
 }

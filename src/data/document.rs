@@ -88,6 +88,7 @@ fn line_feeds(bytes: &[u8]) -> usize {
 #[cfg(test)]
 pub(super) mod tests {
     use super::super::row::{DatasetOptions, LossOn};
+    use super::super::samples::SampleKind;
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};
     use super::*;
     use proptest::prelude::*;
@@ -238,6 +239,23 @@ pub(super) mod tests {
         let chunks = read("a.jsonl", shared.replace('\n', " ").as_bytes()).unwrap();
         let LossMask::Ranges(parts) = &chunks[0].loss_mask else { panic!("{chunks:?}") };
         assert_eq!(parts.iter().map(|part| &chunks[0].text[part.clone()]).collect::<Vec<_>>(), [" c<|endoftext|>"]);
+    }
+
+    #[test]
+    fn a_weight_without_effect_is_refused() {
+        for (samples, row) in [
+            (SampleKind::Plain, r#"{"text": "a", "weight": 2}"#),
+            (SampleKind::Preference, r#"{"prompt": "a", "chosen": "b", "rejected": "c", "weight": 2}"#),
+            (SampleKind::UnpairedPreference, r#"{"prompt": "a", "completion": "b", "label": true, "weight": 2}"#),
+            (SampleKind::Prompt, r#"{"prompt": "a", "weight": 2}"#),
+            (SampleKind::Prompt, r#"{"prompt": "a", "completion": "b", "weight": 2}"#),
+        ] {
+            let options = DatasetOptions { samples, ..DatasetOptions::default() };
+            let message = read_with("a.jsonl", row.as_bytes(), &options).unwrap_err().to_string();
+            assert!(message.contains("line 1: `weight` applies to"), "{row}: {message}");
+            read_with("a.jsonl", row.replace('2', "1").as_bytes(), &options).unwrap();
+        }
+        read("a.jsonl", br#"{"prompt": "a", "completion": "b", "weight": 2}"#).unwrap();
     }
 
     #[test]

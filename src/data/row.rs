@@ -235,10 +235,11 @@ impl<'a> RowReader<'a> {
         sink: &mut ChunkSink,
     ) -> Result<()> {
         let wrong = |message: String| Error::data(origin, format!("{location}: {message}"));
-        match self.example(row, || format!("`{origin}`, {location},")).map_err(wrong)? {
+        let example = self.example(row, || format!("`{origin}`, {location},")).map_err(wrong)?;
+        let value = self.value(row).map_err(wrong)?;
+        match example {
             Example::Text(text) => emit(&text, &LossMask::All, true, sink),
             Example::Sample(sample) => {
-                let value = self.value(row).map_err(wrong)?;
                 self.has_values |= value.is_some();
                 self.values.push(value.unwrap_or(1.0));
                 self.emit(sample, &wrong, sink)
@@ -252,12 +253,19 @@ impl<'a> RowReader<'a> {
         }
     }
 
-    /// The value of a sample: its weight, or whether it is good.
+    /// The value of the sample in `row`: its weight, or whether it is good. A weight without effect is an error.
     fn value(&self, row: &Value) -> Result<Option<f32>, String> {
-        if matches!(self.schema, Some((RowSchema::Labelled, _))) {
-            return Ok(Some(f32::from(preference::label(row)?)));
+        let Some((schema, _)) = self.schema else { return Ok(None) };
+        let weight = preference::weight(row)?;
+        if schema != RowSchema::Text && self.options.samples_of(schema) == SampleKind::Plain {
+            return Ok(weight);
         }
-        preference::weight(row)
+        if weight.is_some_and(|weight| weight != 1.0) {
+            let message = "`weight` applies to prompts with completions and to conversations, with `--objective sft`; \
+                           remove it";
+            return Err(message.to_owned());
+        }
+        (schema == RowSchema::Labelled).then(|| preference::label(row).map(f32::from)).transpose()
     }
 
     /// Passes the chunks of `sample` to `sink`. `wrong` turns a description into an error.

@@ -45,7 +45,10 @@ pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
     match &args.command {
         None | Some(RunsCommand::List) => listing(&args.runs_dir.path, out),
         Some(RunsCommand::Delete { runs, yes }) => {
-            let paths = runs.iter().map(|name| find(&args.runs_dir.path, name)).collect::<Result<Vec<_>>>()?;
+            let mut paths = runs.iter().map(|name| find(&args.runs_dir.path, name)).collect::<Result<Vec<_>>>()?;
+            // A run may be named twice.
+            paths.sort();
+            paths.dedup();
             paths.iter().try_for_each(|path| delete(path, *yes, out))
         }
     }

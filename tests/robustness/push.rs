@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use crate::common::cli_fixture::CliFixture;
@@ -28,6 +28,8 @@ struct State {
     log: Vec<String>,
     /// Statuses of the next requests whose path contains the text; `drop` closes the connection in the middle.
     faults: Vec<(&'static str, &'static str)>,
+    /// A file to delete before its contents are sent.
+    deleted: Option<PathBuf>,
 }
 
 struct Server(Arc<Mutex<State>>);
@@ -130,6 +132,9 @@ fn respond(method: &str, path: &str, body: &[u8], state: &mut State) -> (&'stati
         }
         ("POST", "/me/mine.git/info/lfs/objects/batch") => {
             assert_eq!(json()["operation"], "upload");
+            if let Some(path) = state.deleted.take() {
+                fs::remove_file(path).unwrap();
+            }
             let object = |object: &Value| {
                 let oid = object["oid"].as_str().unwrap();
                 let mut answer = object.clone();
@@ -221,6 +226,15 @@ fn an_interrupted_upload_is_repeated_and_continued() {
         BTreeMap::from([("model.gguf".to_owned(), fs::read(fixture.path("model.gguf")).unwrap())])
     );
     assert_eq!(server.requests().iter().filter(|request| request.starts_with("PUT")).count(), 2);
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_no_failure_of_the_network() {
+    let (server, fixture) = (Server::start(), CliFixture::new());
+    server.0.lock().unwrap().deleted = Some(fixture.path("model.gguf"));
+    let (code, said) = server.finetune(&fixture, "export model model.gguf --push me/mine", TOKEN);
+    assert!(code == 2 && said.contains("error: cannot read `") && said.contains("model.gguf`: No such file"), "{said}");
+    assert!(!server.requests().iter().any(|request| request.starts_with("PUT")));
 }
 
 #[test]

@@ -225,8 +225,7 @@ fn replace(path: &Path, make: impl FnMut(&Path) -> io::Result<()>) -> Result<(),
 /// Whether a file's contents match its etag.
 pub(super) fn content_matches(path: &Path, etag: &str) -> Result<bool, HubError> {
     if etag.len() == 64 {
-        let digest = Digest::of_file(path).map_err(|error| HubError::Refused(error.to_string()))?;
-        return Ok(digest.sha256 == etag);
+        return Ok(Digest::of_file(path)?.sha256 == etag);
     }
     git_sha1(path).map(|sha1| sha1 == etag).map_err(HubError::disk("read", path))
 }

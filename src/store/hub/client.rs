@@ -89,7 +89,7 @@ pub(super) struct Client {
 impl Client {
     /// A client for the endpoint and token of `settings`, after checking them.
     pub(super) fn new(settings: &Settings) -> Result<Self> {
-        settings.check().map_err(HubError::Settings)?;
+        settings.check()?;
         let api = ApiBuilder::from_cache(hf_hub::Cache::new(settings.cache.clone()))
             .with_endpoint(settings.endpoint.clone())
             .with_token(settings.token.clone())
@@ -237,11 +237,13 @@ impl Client {
         Ok(response)
     }
 
-    fn retry(&self, attempts: u32, send: impl Fn() -> Result<Response<Body>, ureq::Error>) -> Result<Response<Body>> {
+    /// Calls `send` again after failures of the network or the server.
+    fn retry(&self, attempts: u32, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let mut attempt = 1;
         loop {
             let (failure, asked) = match send() {
-                Err(error) => (self.network(&error), None),
+                Err(failure @ HubError::Network(_)) => (failure, None),
+                Err(failure) => return Err(failure),
                 Ok(response) => match HubError::from_status(&response) {
                     None => return Ok(response),
                     Some(failure @ HubError::Server(_)) => {
@@ -268,7 +270,7 @@ impl Client {
         url: &str,
         headers: &[(&str, &str)],
         payload: &Payload<'_>,
-    ) -> Result<Response<Body>, ureq::Error> {
+    ) -> Result<Response<Body>> {
         let agent = Agent::new_with_config(limited!(self, url, Agent::config_builder()).build());
         let mut request = if method == "PUT" { agent.put(url) } else { agent.post(url) };
         for (name, value) in headers {
@@ -277,13 +279,14 @@ impl Client {
         if let Some(token) = self.settings.token.as_ref().filter(|_| same_origin(url, &self.settings.endpoint)) {
             request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
         }
-        match payload {
+        let sent = match payload {
             Payload::Text(text) => request.send(*text),
-            Payload::File(path) => request.send(File::open(path)?),
-        }
+            Payload::File(path) => request.send(File::open(path).map_err(HubError::disk("read", path))?),
+        };
+        sent.map_err(|error| self.network(&error))
     }
 
-    fn send_once(&self, url: &str, range: Option<&str>) -> Result<Response<Body>, ureq::Error> {
+    fn send_once(&self, url: &str, range: Option<&str>) -> Result<Response<Body>> {
         let endpoint = &self.settings.endpoint;
         let any = hf_hub::Repo::model(String::new());
         let config = limited!(self, url, self.api.repo(any).info_request().uri(url).config());
@@ -296,7 +299,7 @@ impl Client {
             // An invalid request has no headers, and `call` reports why.
             request.headers_mut().map(|headers| headers.remove(header::AUTHORIZATION));
         }
-        request.call()
+        request.call().map_err(|error| self.network(&error))
     }
 
     /// A network failure, with the endpoint's password removed from the message.

@@ -11,7 +11,7 @@ use super::settings::{Settings, without_password};
 use super::{ALIASES, Repo, RepoType};
 use crate::Error;
 
-/// Why a download failed.
+/// Why a transfer failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HubError {
     /// No response, or an interrupted one.
@@ -50,17 +50,15 @@ pub(super) enum HubError {
     /// The cache has no such file, for this reason, and `HF_HUB_OFFLINE` is set or there is no network.
     #[error("it is not in the cache ({0})")]
     NotCached(String),
-    /// `HF_ENDPOINT` or `HF_TOKEN` is malformed.
-    #[error("{0}")]
-    Settings(Error),
-    #[error("cannot {action} `{}`: {source}", path.display())]
-    Disk { action: &'static str, path: PathBuf, source: io::Error },
+    /// A failure on this machine: of a file, or because `HF_ENDPOINT` or `HF_TOKEN` is malformed.
+    #[error(transparent)]
+    Local(#[from] Error),
 }
 
 impl HubError {
     pub(super) fn disk(action: &'static str, path: impl AsRef<Path>) -> impl FnOnce(io::Error) -> Self {
-        let path = path.as_ref().to_path_buf();
-        move |source| Self::Disk { action, path, source }
+        let failure = Error::io(action, path);
+        move |source| Self::Local(failure(source))
     }
 
     /// The failure for a status; `None` for success and redirects.
@@ -93,10 +91,8 @@ impl HubError {
     pub(super) fn explain(self, settings: &Settings, repo: &Repo, file: &str) -> Error {
         let endpoint = without_password(&settings.endpoint);
         let id = &repo.id;
-        match self {
-            Self::Disk { action, path, source } => return Error::Io { action, path, source },
-            Self::Settings(error) => return error,
-            _ => {}
+        if let Self::Local(error) = self {
+            return error;
         }
         let cache = settings.cache.display();
         let alternatives = match repo.kind {
@@ -143,11 +139,5 @@ impl HubError {
         let (origin, message) =
             (format!("{id} at `{endpoint}`"), format!("cannot get `{file}`: {self}{offline}; {advice}"));
         if asked { Error::model(origin, message) } else { Error::hub(origin, message) }
-    }
-}
-
-impl From<Error> for HubError {
-    fn from(error: Error) -> Self {
-        Self::Refused(error.to_string())
     }
 }

@@ -50,7 +50,7 @@ impl Hub<'_> {
                 let body = json!({ "type": "model", "organization": owner, "name": name }).to_string();
                 match self.post("/api/repos/create", JSON, &body) {
                     Err(HubError::Conflict) => Ok(false),
-                    answer => answer.map(|_| true).map_err(|failure| self.cannot_push(id, &failure)),
+                    answer => answer.map(|_| true).map_err(|failure| self.cannot_push(id, failure)),
                 }
             }
         }
@@ -67,7 +67,7 @@ impl Hub<'_> {
             }
             uploads.push(Upload { name: name.clone(), path: path.clone(), digest, large: false });
         }
-        self.upload(id, &mut uploads).map_err(|failure| self.cannot_push(id, &failure))?;
+        self.upload(id, &mut uploads).map_err(|failure| self.cannot_push(id, failure))?;
         Ok(format!("{}/{id}", without_password(&self.settings.endpoint)))
     }
 
@@ -164,7 +164,10 @@ impl Hub<'_> {
         client.upload("POST", &url, &[("content-type", kind), ("accept", kind)], &Payload::Text(body))
     }
 
-    fn cannot_push(&self, id: &str, failure: &HubError) -> Error {
+    fn cannot_push(&self, id: &str, failure: HubError) -> Error {
+        if let HubError::Local(error) = failure {
+            return error;
+        }
         let advice = match failure {
             HubError::Unauthorized(_) | HubError::NoSuchRepo => {
                 "set `HF_TOKEN` to a token that may write to this model, or run `hf auth login`"

@@ -1,7 +1,7 @@
 //! `finetune checkpoint`: list, show, verify, prune and compare checkpoints.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, is_step, name_of, run_or_path};
+use crate::cli::run_lookup::{RunsDirArgs, is_run_or_step, is_step, name_of, run_or_path};
 use crate::digest::read_at_most;
 use crate::store::checkpoint::{
     Checkpoint, CheckpointDifference, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare,
@@ -79,7 +79,7 @@ pub(super) struct PruneArgs {
 /// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let runs = &args.runs_dir.path;
-    let named = |path: &Path| run_or_path(path, runs);
+    let named = |path: &Path| run_or_path(path, runs, is_run_or_step);
     let some_or_all = |path: &Option<PathBuf>| path.as_deref().map_or_else(|| runs.clone(), named);
     let reporter = Reporter::of("reading checkpoints");
     let (lines, fine) = match &args.command {

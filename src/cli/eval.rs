@@ -3,6 +3,7 @@
 use crate::cli::flags::ConfigArgs;
 use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::is_run;
 use crate::data::{Bos, TokenSource};
 use crate::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use crate::inference::exact_match::{ExactMatch, exact_match};
@@ -107,7 +108,7 @@ fn whole(data: &str, trained: &TrainedModel, reporter: &Reporter) -> Result<(Str
 /// The validation text of the model's run, with the BOS token that the run uses unless the user has given a rule.
 fn validation(trained: &TrainedModel, bos: Bos, reporter: &Reporter) -> Result<(String, Text)> {
     let run = trained.path.canonicalize().ok().and_then(|path| path.parent().map(Path::to_path_buf));
-    let run = run.filter(|run| run.join("config.toml").is_file()).ok_or_else(|| {
+    let run = run.filter(|run| is_run(run)).ok_or_else(|| {
         Error::config("--data", "this model is not from a run; name a text with `--data`: `grammar` or a file")
     })?;
     let config = ConfigArgs::default().resolve_from_run(&run)?;

@@ -1,7 +1,7 @@
 //! Flags shared by the commands that use a model: which one, in which precision, on how many threads.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, run_or_path};
+use crate::cli::run_lookup::{RunsDirArgs, is_model, is_run, run_or_path};
 use crate::data::{Bos, names_in};
 use crate::engine::device::{DeviceContext, DeviceSpec};
 use crate::engine::kernels::KernelBackend;
@@ -51,7 +51,7 @@ impl ModelSourceArgs {
             return Err(Error::model("`tiny`", message));
         }
         let reporter = Reporter::of("reading the model");
-        let named = run_or_path(Path::new(&self.name), &self.runs_dir.path);
+        let named = run_or_path(Path::new(&self.name), &self.runs_dir.path, is_model);
         if named == Path::new(&self.name) && !named.exists() && self.revision.is_none() {
             check_misspelling(&self.name, names_in(&self.runs_dir.path))?;
         }
@@ -61,7 +61,7 @@ impl ModelSourceArgs {
             locate(&self.name, self.revision.as_deref(), &mut |event| reporter.report(event))?.path
         };
         let folder = if self.best {
-            if !folder.join("config.toml").is_file() {
+            if !is_run(&folder) {
                 return Err(Error::config("--best", format!("`{}` is not a run; omit the flag", self.name)));
             }
             best(&folder)?

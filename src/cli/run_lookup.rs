@@ -1,6 +1,7 @@
 //! Finds a run by name, folder or events file.
 
 use crate::data::{closest_match, names_in};
+use crate::store::adapter::AdapterFolder;
 use crate::store::checkpoint::CheckpointKind;
 use crate::{Error, Result};
 use clap::Args;
@@ -31,10 +32,27 @@ pub(super) fn is_step(path: &Path) -> bool {
     path.join("manifest.json").is_file() || (path.is_dir() && CheckpointKind::parse_directory(&name_of(path)).is_some())
 }
 
-/// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`.
-pub(super) fn run_or_path(name: &Path, runs: &Path) -> PathBuf {
+/// Whether this is the folder of a run.
+pub(super) fn is_run(path: &Path) -> bool {
+    path.join("config.toml").is_file()
+}
+
+/// Whether this is a run or one of its step folders.
+pub(super) fn is_run_or_step(path: &Path) -> bool {
+    is_run(path) || is_step(path)
+}
+
+/// Whether this is a file or a folder with a model.
+pub(super) fn is_model(path: &Path) -> bool {
+    path.is_file() || is_run_or_step(path) || AdapterFolder::exists(path) || path.join("config.json").is_file()
+}
+
+/// Resolves `name` to an existing file or folder, or else to the run of that name in `runs`. A folder of the same name, such as an
+/// export of the run, hides the run only if it `fits`.
+pub(super) fn run_or_path(name: &Path, runs: &Path, fits: impl Fn(&Path) -> bool) -> PathBuf {
     let run = runs.join(name);
-    if !name.exists() && run.is_dir() { run } else { name.to_path_buf() }
+    let is_hidden = name.exists() && (fits(name) || !fits(&run));
+    if run.is_dir() && !is_hidden { run } else { name.to_path_buf() }
 }
 
 /// "; did you mean …?" if a run in `runs` has a name similar to the missing `name`, else the command that lists them.
@@ -45,13 +63,13 @@ pub(super) fn did_you_mean(name: &Path, runs: &Path) -> String {
 
 /// The folder of a run given by name or folder.
 pub(super) fn run_folder(run: &Path, runs: &Path) -> Result<PathBuf> {
-    // A folder of the same name, such as an export of the run, does not hide it.
-    let candidates = [run.to_path_buf(), runs.join(run)];
-    candidates.into_iter().find(|folder| folder.join("config.toml").is_file()).ok_or_else(|| {
-        let near = did_you_mean(run, runs);
-        let message = format!("is neither a run's folder nor the name of a run in `{}`{near}", runs.display());
-        Error::config(format!("`{}`", run.display()), message)
-    })
+    let folder = run_or_path(run, runs, is_run);
+    if is_run(&folder) {
+        return Ok(folder);
+    }
+    let near = did_you_mean(run, runs);
+    let message = format!("is neither a run's folder nor the name of a run in `{}`{near}", runs.display());
+    Err(Error::config(format!("`{}`", run.display()), message))
 }
 
 /// The events file of a run given as a file, as a folder, or by its name in `runs`.
@@ -60,8 +78,8 @@ pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
         let message = format!("no run in `{}` yet; `finetune` starts one", runs.display());
         return newest_log(runs).ok_or_else(|| Error::config("runs", message));
     };
-    let candidates = [run.to_path_buf(), run.join("events.jsonl"), runs.join(run).join("events.jsonl")];
-    candidates.into_iter().find(|path| path.is_file()).ok_or_else(|| {
+    let log = |path: &Path| [path.to_path_buf(), path.join("events.jsonl")].into_iter().find(|path| path.is_file());
+    log(&run_or_path(run, runs, |path| log(path).is_some())).ok_or_else(|| {
         let message = format!(
             "is neither an events file, a run's folder, nor the name of a run in `{}`{}",
             runs.display(),
@@ -97,15 +115,26 @@ mod tests {
         assert_eq!((error.exit_code(), error.to_string().contains("`0008`")), (2, true), "{error}");
     }
 
+    /// The tests run in a folder with `src` and, in `tests/golden`, models.
     #[test]
     fn a_folder_without_a_run_does_not_hide_the_run_of_its_name() {
         let runs = tempfile::tempdir().unwrap();
-        // A folder of the working folder has this name.
-        let folder = runs.path().join("src");
+        let [run, model] = ["src", "tests/golden/untied"].map(Path::new);
+        let folder = runs.path().join(run);
         std::fs::create_dir(&folder).unwrap();
-        assert!(run_folder(Path::new("src"), runs.path()).is_err());
-        std::fs::write(folder.join("config.toml"), "").unwrap();
-        assert_eq!(run_folder(Path::new("src"), runs.path()).unwrap(), folder);
+        assert!(run_folder(run, runs.path()).is_err() && find_log(Some(run), runs.path()).is_err());
+        assert_eq!(run_or_path(run, runs.path(), is_model), run);
+        for run in [run, model] {
+            let folder = runs.path().join(run);
+            std::fs::create_dir_all(&folder).unwrap();
+            std::fs::write(folder.join("config.toml"), "").unwrap();
+            std::fs::write(folder.join("events.jsonl"), "").unwrap();
+            assert_eq!(run_folder(run, runs.path()).unwrap(), folder);
+            assert_eq!(find_log(Some(run), runs.path()).unwrap(), folder.join("events.jsonl"));
+            assert_eq!(run_or_path(run, runs.path(), is_run_or_step), folder);
+        }
+        assert_eq!(run_or_path(run, runs.path(), is_model), folder);
+        assert_eq!(run_or_path(model, runs.path(), is_model), model);
         assert_eq!(run_folder(&folder, Path::new("elsewhere")).unwrap(), folder);
     }
 }

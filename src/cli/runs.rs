@@ -2,7 +2,7 @@
 
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, did_you_mean, name_of};
+use crate::cli::run_lookup::{RunsDirArgs, did_you_mean, is_run, name_of};
 use crate::doctor::size_of_folder;
 use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started, last_records};
@@ -80,7 +80,7 @@ fn runs_in(folder: &Path) -> Result<Vec<PathBuf>> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries.map_err(Error::io("list", folder))?.flatten(),
     };
-    Ok(entries.map(|entry| entry.path()).filter(|path| path.join("config.toml").is_file()).collect())
+    Ok(entries.map(|entry| entry.path()).filter(|path| is_run(path)).collect())
 }
 
 /// A row of the table.
@@ -150,7 +150,7 @@ fn date(milliseconds: u64) -> String {
 fn find(folder: &Path, name: &str) -> Result<PathBuf> {
     let path = folder.join(name);
     let is_name = Path::new(name).file_name() == Some(name.as_ref());
-    if is_name && path.join("config.toml").is_file() {
+    if is_name && is_run(&path) {
         return Ok(path);
     }
     let near = did_you_mean(Path::new(name), folder);

@@ -5,7 +5,7 @@ use crate::cli::flags::ConfigArgs;
 use crate::cli::notify::Notify;
 use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{did_you_mean, is_step, run_or_path};
+use crate::cli::run_lookup::{did_you_mean, is_run_or_step, is_step, run_or_path};
 use crate::cli::show::{ShowArgs, show};
 use crate::data::DataSource;
 use crate::engine::collective::ProcessGroup;
@@ -264,7 +264,7 @@ fn find(run: Option<&Path>, args: &TrainArgs, reporter: &Reporter) -> Result<Res
         return Err(Error::config("--run", message));
     }
     let dir = args.config.runs();
-    let path = run.map(|run| run_or_path(run, dir));
+    let path = run.map(|run| run_or_path(run, dir, is_run_or_step));
     let path = path.as_deref();
     let step = path.filter(|path| is_step(path));
     let folder = match (path, step) {

@@ -78,19 +78,9 @@ pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
 
 /// The counts of a data set as JSON.
 fn as_json(DatasetPreview { stats, rows, marked_by, .. }: &DatasetPreview) -> Value {
-    let mut report = json!({
-        "samples": stats.samples, "tokens": stats.tokens, "learned": stats.loss_tokens, "cut": stats.truncated,
-        "cut_tokens": stats.truncated_tokens, "dropped": stats.skipped, "rows": rows, "marked_by": marked_by,
-    });
-    if let Some(PairStats { tokens, longest, longer, equally_long, identical }) = stats.pairs {
-        report["pairs"] = json!({
-            "loss_tokens": tokens, "longest": longest, "longer": longer, "equally_long": equally_long,
-            "identical": identical,
-        });
-    }
-    if let Some(desirable) = stats.desirable {
-        report["desirable"] = desirable.into();
-    }
+    let mut report = json!(stats);
+    report["rows"] = (*rows).into();
+    report["marked_by"] = marked_by.as_deref().into();
     report
 }
 
@@ -125,10 +115,11 @@ fn preferences(DatasetStats { samples, skipped, pairs, desirable, .. }: DatasetS
     if let Some(desirable) = desirable {
         return format!("labels            {desirable} good, {} bad\n", samples - skipped - desirable);
     }
-    let Some(PairStats { tokens, longest, longer, equally_long, identical }) = pairs else { return String::new() };
+    let Some(PairStats { loss_tokens, longest, longer, equally_long, identical }) = pairs else { return String::new() };
     let kept = (longer[0] + longer[1] + equally_long).max(1) as f64;
-    let side =
-        |side: usize| format!("{:.1} loss tokens on average, at most {}", tokens[side] as f64 / kept, longest[side]);
+    let side = |side: usize| {
+        format!("{:.1} loss tokens on average, at most {}", loss_tokens[side] as f64 / kept, longest[side])
+    };
     format!(
         "chosen            {}\nrejected          {}\nlonger            chosen in {} pairs, rejected in {}, \
          {equally_long} ties\nidentical         {identical} pairs after truncation, left out\n",

@@ -10,6 +10,8 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use serde::Serialize;
+
 use super::cache::DatasetKind;
 use super::samples::{SampleKind, SequenceRole};
 use super::tokens::{IGNORE_INDEX, TokenSource};
@@ -19,7 +21,7 @@ use crate::{Error, Result};
 const LENGTH_STEP: usize = 16;
 
 /// Statistics of a data set.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DatasetStats {
     /// Samples, or documents of a text.
     pub samples: u64,
@@ -34,16 +36,18 @@ pub struct DatasetStats {
     /// Samples without loss tokens, at all or after the cut. They are left out, and so are pairs that have one.
     pub skipped: u64,
     /// Statistics of pairs. A pair counts as one sample above.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub pairs: Option<PairStats>,
     /// Answers that are labelled good.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub desirable: Option<u64>,
 }
 
 /// Statistics of the loss tokens of the pairs that are trained on.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PairStats {
     /// The sums for chosen and for rejected answers.
-    pub tokens: [u64; 2],
+    pub loss_tokens: [u64; 2],
     /// The maxima for chosen and for rejected answers.
     pub longest: [u64; 2],
     /// Pairs whose chosen answer is longer, and whose rejected answer is.
@@ -57,7 +61,7 @@ pub struct PairStats {
 impl PairStats {
     fn add(&mut self, [chosen, rejected]: [u64; 2]) {
         for (side, tokens) in [chosen, rejected].into_iter().enumerate() {
-            self.tokens[side] += tokens;
+            self.loss_tokens[side] += tokens;
             self.longest[side] = self.longest[side].max(tokens);
         }
         match chosen.cmp(&rejected) {
@@ -408,7 +412,8 @@ mod tests {
         assert_eq!((index.groups(), index.group_rows(), index.group_len(1)), (3, 2, 8));
         let stats = index.stats();
         assert_eq!((stats.samples, stats.truncated, stats.skipped, stats.loss_tokens), (5, 3, 1, 13));
-        let expected = PairStats { tokens: [9, 4], longest: [6, 2], longer: [2, 0], equally_long: 1, identical: 1 };
+        let expected =
+            PairStats { loss_tokens: [9, 4], longest: [6, 2], longer: [2, 0], equally_long: 1, identical: 1 };
         assert_eq!(stats.pairs, Some(expected));
         let sides = index.sample(Some(1)).unwrap();
         assert_eq!(sides, pairs[0]);

@@ -192,9 +192,9 @@ fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
     );
     let stats = |more: &str| fixture.json(&format!("data stats {what} --json {more}"));
     let (alone, packed) = (stats(""), stats("--packing"));
-    assert_eq!((&alone["rows"], &alone["steps_per_epoch"], &alone["learned"]), (&18.into(), &9.into(), &58.into()));
-    assert_eq!((&packed["rows"], &packed["learned"]), (&6.into(), &58.into()), "{packed}");
-    assert_eq!(stats("--loss-on all")["learned"], 84);
+    assert_eq!((&alone["rows"], &alone["steps_per_epoch"], &alone["loss_tokens"]), (&18.into(), &9.into(), &58.into()));
+    assert_eq!((&packed["rows"], &packed["loss_tokens"]), (&6.into(), &58.into()), "{packed}");
+    assert_eq!(stats("--loss-on all")["loss_tokens"], 84);
 
     let run = format!("{what} --packing --run r --steps 4 --threads 1 --plain --set train.sample_tokens=0");
     let (code, _, told) = fixture.output(&run);

@@ -51,8 +51,12 @@ fn checked_role(role: &Value) -> Result<&str, String> {
     if ROLES.contains(&text) {
         return Ok(text);
     }
-    let known = ROLES.map(|role| format!("`{role}`")).join(", ");
-    Err(format!("the role `{text}` is unknown; use one of {known}"))
+    let advice = if text == "function_call" {
+        "write the call into `tool_calls` of an `assistant` message".to_owned()
+    } else {
+        format!("use one of {}", ROLES.map(|role| format!("`{role}`")).join(", "))
+    };
+    Err(format!("the role `{text}` is unknown; {advice}"))
 }
 
 /// The messages of a list in field `name`.
@@ -121,6 +125,15 @@ pub(super) fn tools(row: &Value) -> Result<Option<Value>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// LLaMA-Factory's data sets of tool calls have this role.
+    #[test]
+    fn a_call_as_a_message_is_refused_with_its_usual_form() {
+        let call = r#"[{"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {}}"}]"#;
+        let message = messages(call.into(), "conversations").unwrap_err();
+        assert!(message.contains("message 1 of `conversations`: the role `function_call` is unknown"), "{message}");
+        assert!(message.ends_with("; write the call into `tool_calls` of an `assistant` message"), "{message}");
+    }
 
     #[test]
     fn null_fields_of_a_message_are_left_out_except_its_content() {

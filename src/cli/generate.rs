@@ -12,7 +12,7 @@ use crate::telemetry::PhaseProgress;
 use crate::train::prompts;
 use crate::{Error, Result, temporary};
 use clap::Args;
-use serde_json::Value;
+use minijinja::Value;
 use std::fs::File;
 use std::io::{ErrorKind, IsTerminal, Write, stderr};
 use std::path::{Path, PathBuf};
@@ -170,12 +170,14 @@ fn encode(trained: &TrainedModel, rows: &[PromptRow]) -> Result<Vec<Vec<u32>>> {
     rows.iter().map(ids).collect()
 }
 
-/// The row with its text, as a line of JSON.
+/// The row with its text, as a line of JSON. Fields keep their order, in which templates write tools.
 fn line(row: &PromptRow, text: String, reason: StopReason) -> Result<String> {
-    let mut fields = serde_json::to_value(&row.row).map_err(|error| row.error(&error.to_string()))?;
-    fields["completion"] = Value::from(text);
-    fields["finish_reason"] = Value::from(if reason == StopReason::EndOfText { "stop" } else { "length" });
-    Ok(format!("{fields}\n"))
+    let reason = if reason == StopReason::EndOfText { "stop" } else { "length" };
+    let names = row.row.try_iter().into_iter().flatten();
+    let fields = names.map(|name| (name.clone(), row.row.get_item(&name).unwrap_or_default()));
+    let new = [("completion".into(), text.into()), ("finish_reason".into(), reason.into())];
+    let line = serde_json::to_string(&Value::from_pairs(fields.chain(new)));
+    Ok(line.map_err(|error| row.error(&error.to_string()))? + "\n")
 }
 
 /// The file to write, and the folder to write it in first.

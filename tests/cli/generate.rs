@@ -351,6 +351,9 @@ fn a_file_of_prompts_gives_a_line_for_each_in_order() {
     }
     assert_eq!(written.lines().count(), prompts.len());
     assert_eq!(desk.said(&format!("{generate} --input prompts.jsonl")), written, "without a file");
+    desk.write("tools.jsonl", "{\"tools\": [{\"name\": \"f\", \"about\": 1}], \"prompt\": \"a\"}\n");
+    let line = desk.said(&format!("{generate} --input tools.jsonl"));
+    assert!(line.starts_with("{\"tools\":[{\"name\":\"f\",\"about\":1}],\"prompt\":\"a\",\"completion\":"), "{line}");
 
     // Messages are written with the chat template; an error names the line and keeps the earlier file.
     desk.write("chats.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}]}\n");

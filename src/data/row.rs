@@ -12,6 +12,8 @@
 //!
 //! `prompt` and its answers may also be lists of messages. The `weight` of a sample multiplies its loss.
 
+use std::ops::Range;
+
 use minijinja::Value;
 use minijinja::value::ValueKind;
 use serde::{Deserialize, Serialize};
@@ -286,14 +288,14 @@ impl<'a> RowReader<'a> {
             sink(TextChunk { text, loss_mask: LossMask::None, starts_document: true, end: ChunkEnd::Templated })?;
             return sink(TextChunk::end(false));
         }
-        let mut in_loss = answers_in_loss(&conversation).map_err(wrong)?;
+        let in_loss = answers_in_loss(&conversation).map_err(wrong)?;
         let leaves_out = in_loss.contains(&false);
         let all = loss_on == LossOn::All && !leaves_out;
         let render = |conversation: &Conversation| {
             let rendered = chat.render(conversation, tools.as_ref(), all);
             rendered.map_err(|error| wrong(error.to_string()))
         };
-        let Rendered { text, mut assistant_ranges } = render(&conversation)?;
+        let Rendered { text, assistant_ranges } = render(&conversation)?;
         if leaves_out && in_loss.len() != assistant_ranges.len() {
             return Err(wrong(format!(
                 "`weight` or `train` leaves answers out, but the chat template marks {} parts for {} answers; use \
@@ -303,31 +305,15 @@ impl<'a> RowReader<'a> {
             )));
         }
         // A template may mark another number of parts; without these fields, all of them count.
-        in_loss.resize(assistant_ranges.len(), true);
+        let in_loss = in_loss.into_iter().chain(std::iter::repeat(true));
+        let mut answers: Vec<(Range<usize>, bool)> = assistant_ranges.into_iter().zip(in_loss).collect();
         // Answers within the prompt are not in the loss.
         let before = conversation.first(prompt);
         if before.has_answer(0) {
-            let before = render(&before)?.assistant_ranges.len().min(assistant_ranges.len());
-            assistant_ranges.drain(..before);
-            in_loss.drain(..before);
+            answers.drain(..render(&before)?.assistant_ranges.len().min(answers.len()));
         }
-        let chosen = |wanted: bool| {
-            let flagged = assistant_ranges.iter().zip(&in_loss);
-            flagged.filter(move |(_, flag)| **flag == wanted).map(|(range, _)| range.clone())
-        };
-        let loss_mask = match loss_on {
-            LossOn::Answers => LossMask::Ranges(chosen(true).collect()),
-            LossOn::LastAnswer => {
-                let last = assistant_ranges.last();
-                LossMask::Ranges(chosen(true).filter(|range| Some(range) == last).collect())
-            }
-            LossOn::All if all => LossMask::All,
-            LossOn::All => {
-                let starts = std::iter::once(0).chain(chosen(false).map(|range| range.end));
-                let ends = chosen(false).map(|range| range.start).chain([text.len()]);
-                LossMask::Ranges(starts.zip(ends).map(|(start, end)| start..end).filter(|r| !r.is_empty()).collect())
-            }
-        };
+        let loss_mask =
+            if all { LossMask::All } else { LossMask::Ranges(ranges_in_loss(loss_on, &answers, text.len())) };
         sink(TextChunk { text, loss_mask, starts_document: true, end: ChunkEnd::Templated })
     }
 
@@ -441,6 +427,24 @@ impl<'a> RowReader<'a> {
             let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
             format!("its fields are {names}; {EXPECTED_FIELDS}")
         })
+    }
+}
+
+/// The ranges of a text of `length` bytes that count in the loss. `answers` are the ranges of its answers, each with whether it
+/// counts.
+fn ranges_in_loss(loss_on: LossOn, answers: &[(Range<usize>, bool)], length: usize) -> Vec<Range<usize>> {
+    let chosen =
+        |in_loss: bool| answers.iter().filter(move |answer| answer.1 == in_loss).map(|answer| answer.0.clone());
+    match loss_on {
+        LossOn::Answers => chosen(true).collect(),
+        LossOn::LastAnswer => {
+            answers.last().filter(|answer| answer.1).map(|answer| answer.0.clone()).into_iter().collect()
+        }
+        LossOn::All => {
+            let starts = std::iter::once(0).chain(chosen(false).map(|range| range.end));
+            let ends = chosen(false).map(|range| range.start).chain([length]);
+            starts.zip(ends).map(|(start, end)| start..end).filter(|range| !range.is_empty()).collect()
+        }
     }
 }
 

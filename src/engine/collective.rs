@@ -359,12 +359,15 @@ fn from_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::untrusted::subprocess::JOB_VARIABLES;
 
     #[test]
     fn the_variables_of_launchers_are_read() {
         let launched = |variables: &[(&str, &str)]| {
-            let find =
-                |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            let find = |name: &str| {
+                assert!(JOB_VARIABLES.contains(&name), "a user's program would inherit {name}");
+                variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+            };
             let found = LaunchEnv::from_variables(find).map_err(|error| error.to_string())?;
             Ok::<_, String>(found.map(|it| (it.variable, it.world_size, it.rank, it.master)))
         };

@@ -22,14 +22,16 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The interval between two checks of a process.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The variables by which `torchrun`, this program, Open MPI and MPICH tell a process its place in a job.
-const JOB_VARIABLES: [&str; 13] = [
+/// The variables by which `torchrun`, this program, Open MPI, MPICH and Slurm tell a process its place in a job.
+pub(crate) const JOB_VARIABLES: [&str; 17] = [
+    "FINETUNE_JOB",
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -37,6 +39,8 @@ const JOB_VARIABLES: [&str; 13] = [
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "PMI_RANK",
     "PMI_SIZE",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
 ];
 
 /// The executable that runs the work.

@@ -87,9 +87,10 @@ impl LaunchEnv {
             None => None,
             Some(host) => {
                 let port = number("MASTER_PORT", 1)?.unwrap_or(DEFAULT_PORT);
-                // At its own port `torchrun` listens itself.
+                // At its own port `torchrun` listens itself. Linux gives listeners odd ports and connections even ones, so the
+                // port after an odd one may be in use.
                 let is_taken = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
-                let port = u16::try_from(port + usize::from(is_taken))
+                let port = u16::try_from(port + 2 * usize::from(is_taken))
                     .map_err(|_| Error::config("MASTER_PORT", format!("{port} is not a port")))?;
                 let job = [JOB_VARIABLE, "TORCHELASTIC_RUN_ID"].into_iter().find_map(&variable);
                 Some(Master { host, port, job: job.unwrap_or_default() })
@@ -391,7 +392,7 @@ mod tests {
         assert_eq!(with(&[]), at(29500, ""));
         let elastic =
             [("TORCHELASTIC_USE_AGENT_STORE", "True"), ("TORCHELASTIC_RUN_ID", "a7"), ("MASTER_PORT", "1234")];
-        assert_eq!(with(&elastic), at(1235, "a7"));
+        assert_eq!(with(&elastic), at(1236, "a7"));
         assert_eq!(with(&[("MASTER_PORT", "65536")]).expect_err("a port"), "MASTER_PORT: 65536 is not a port");
         for (size, rank, named) in [
             ("banana", "0", "OMPI_COMM_WORLD_SIZE: `banana` is not a whole number of 1 or more"),

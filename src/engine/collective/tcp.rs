@@ -13,8 +13,10 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-/// Pause between two attempts to connect to rank 0, which may start later.
+/// Pause between two attempts to listen or to connect to rank 0, which may start later.
 const RETRY: Duration = Duration::from_millis(100);
+/// The time that rank 0 waits for a port in use. The port of a connection becomes free a minute after its end.
+const PORT_TIME: Duration = Duration::from_secs(70);
 /// The time that a new connection has to send its [`Hello`].
 const HELLO_TIME: Duration = Duration::from_secs(10);
 
@@ -56,10 +58,18 @@ impl Hello {
 struct ListenerAddress(IpAddr, u16);
 
 impl Tcp {
-    /// Opens the socket at which rank 0 expects the others.
+    /// Opens the socket at which rank 0 expects the others. Waits more than a minute for a port in use.
     pub fn listen(master: &Master) -> Result<TcpListener> {
-        TcpListener::bind((master.host.as_str(), master.port))
-            .map_err(|error| Error::Collective(format!("cannot listen at `{master}`: {error}")))
+        let deadline = Instant::now() + PORT_TIME;
+        loop {
+            match TcpListener::bind((master.host.as_str(), master.port)) {
+                Ok(listener) => return Ok(listener),
+                Err(error) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
+                    std::thread::sleep(RETRY);
+                }
+                Err(error) => return Err(Error::Collective(format!("cannot listen at `{master}`: {error}"))),
+            }
+        }
     }
 
     /// Connects this process to all others of the job. Rank 0 provides its `listener`. `on_timeout` ends the process if another
@@ -304,6 +314,19 @@ impl ProcessGroup for Tcp {
 mod tests {
     use super::*;
     use std::thread;
+
+    #[test]
+    fn a_port_in_use_is_waited_for() {
+        let user = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let port = user.local_addr().unwrap().port();
+        let ends = thread::spawn(move || {
+            thread::sleep(3 * RETRY);
+            drop(user);
+        });
+        let master = Master { host: "127.0.0.1".into(), port, job: String::new() };
+        assert_eq!(Tcp::listen(&master).unwrap().local_addr().unwrap().port(), port);
+        ends.join().unwrap();
+    }
 
     #[test]
     fn processes_exchange_bytes_and_notice_an_end() {

@@ -20,7 +20,7 @@ pub(crate) use page::{Column, Line, Page, column_cell, plain};
 #[cfg(test)]
 pub(crate) use palette::Palette;
 pub(crate) use palette::may_colour;
-pub(crate) use plot::{Axes, DOTS, Plot, extent};
+pub(crate) use plot::{Axes, DOTS, Plot, extent, power_range};
 pub(crate) use ruler::Ruler;
 pub(crate) use theme::Role;
 pub use theme::{ColorScheme, Theme};

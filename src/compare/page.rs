@@ -4,7 +4,7 @@ use super::metrics::Metric;
 use super::report::{Comparison, EquivalenceVerdict, RunGroup, SettingDifference};
 use super::run::RunSummary;
 use crate::telemetry::Series;
-use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent};
+use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent, power_range};
 use crate::untrusted::is_unsafe_char;
 
 /// Draws a run's curve; returns the point at a share of its steps.
@@ -122,11 +122,9 @@ impl Comparison {
             let y_label = |y: f64| format!("{:.2}", y.exp());
             let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
             draw(&axes, &mut canvas.part(0, 0, half, PLOT), loss);
-            let Some((low, high)) = scales else { return };
-            let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
+            let Some(scales) = scales else { return };
             let y_label = |y: f64| format!("2^{y:.0}");
-            let y = (low, high + (high - low) % 2.0);
-            let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
+            let axes = Axes { x: steps, y: power_range(scales), x_label: &x_label, y_label: &y_label };
             draw(&axes, &mut canvas.part(half + 2, 0, half, PLOT), scale);
         });
         page.gap();

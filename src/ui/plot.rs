@@ -195,6 +195,12 @@ pub(crate) fn extent(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     (low <= high).then_some((low, high))
 }
 
+/// The range of an axis that shows these powers of two: whole exponents, with a whole one in the middle.
+pub(crate) fn power_range((low, high): (f64, f64)) -> (f64, f64) {
+    let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
+    (low, high + (high - low) % 2.0)
+}
+
 /// The index of the nearest of `count` evenly spaced places in the range, clamped to its ends.
 fn place(value: f64, (first, last): (f64, f64), count: usize) -> Option<usize> {
     let share = (value - first) / (last - first);
@@ -228,6 +234,12 @@ mod tests {
             plot.line((9.0, 0.0), (9.0, 0.0), Role::Train);
         });
         assert_eq!(rows, ["4│⡇        M", " │⡇", "0│⡇        ⢀", " └──────────", " 0    4    9"]);
+    }
+
+    #[test]
+    fn an_axis_of_powers_has_whole_exponents_at_its_labels() {
+        let ranges = [(-23.4, -20.1), (-23.0, -20.0), (15.0, 15.0), (0.0, 0.5)].map(power_range);
+        assert_eq!(ranges, [(-25.0, -19.0), (-24.0, -18.0), (14.0, 16.0), (-1.0, 3.0)]);
     }
 
     #[test]

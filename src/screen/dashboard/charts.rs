@@ -8,7 +8,7 @@ use super::keys::Action;
 use super::overview::Panel;
 use super::scene::Scene;
 use crate::telemetry::{Bucket, Curve, PLOTTED, Quantity, RunState, SMOOTHING, Series, smoothing_for};
-use crate::ui::{Axes, Canvas, Plot, Role, extent, format};
+use crate::ui::{Axes, Canvas, Plot, Role, extent, format, power_range};
 use std::borrow::Cow;
 
 /// The ranges of the charts, in last steps, besides the whole run.
@@ -162,11 +162,7 @@ impl Chart {
         let (low, high) = range(scene, shown)?;
         let air = ((high - low) * 0.05).max(high.abs() * 1e-3).max(f64::MIN_POSITIVE);
         let (y, unit) = match second.map(|at| PLOTTED[at].quantity) {
-            None => {
-                // Integer labels at the bottom, in the middle and at the top.
-                let (low, high) = (low.floor() - 1.0, high.ceil() + 1.0);
-                ((low, high + (high - low) % 2.0), AxisUnit::Power)
-            }
+            None => (power_range((low, high)), AxisUnit::Power),
             Some(rate @ Quantity::Rate) => ((0.0, high.max(f64::MIN_POSITIVE)), AxisUnit::Of(rate)),
             Some(quantity) => {
                 let least = if low < 0.0 { low - air } else { (low - air).max(0.0) };

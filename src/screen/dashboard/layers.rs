@@ -4,7 +4,7 @@ use super::charts::{AxisUnit, Chart, ends};
 use super::scene::Scene;
 use crate::precision::{BlockRanges, PrecisionUnit};
 use crate::telemetry::{Bucket, RunState};
-use crate::ui::{Canvas, Role, extent};
+use crate::ui::{Canvas, Role, extent, power_range};
 
 /// Columns of name, type and newest variance, left of the ranges.
 const LABELS: u16 = 26;
@@ -75,7 +75,7 @@ fn axis(run: &RunState, width: u16) -> Option<VarianceAxis> {
     for threshold in run.fp8_thresholds().iter().flat_map(|(_, at)| at) {
         (low, high) = (low.min(threshold.log2()), high.max(threshold.log2()));
     }
-    Some(VarianceAxis { range: (low.floor() - 1.0, high.ceil() + 1.0), width: width.saturating_sub(LABELS + 2).max(2) })
+    Some(VarianceAxis { range: power_range((low, high)), width: width.saturating_sub(LABELS + 2).max(2) })
 }
 
 impl VarianceAxis {
@@ -86,8 +86,7 @@ impl VarianceAxis {
 
     fn draw(&self, canvas: &mut Canvas, y: u16) {
         canvas.text(LABELS, y, &"─".repeat(self.width.into()), Role::Dim);
-        let middle = f64::midpoint(self.range.0, self.range.1).round();
-        for at in [self.range.0, middle, self.range.1] {
+        for at in [self.range.0, f64::midpoint(self.range.0, self.range.1), self.range.1] {
             canvas.glyph(self.column(at), y, '┴', Role::Dim);
             canvas.text_before(self.column(at) + 2, y + 1, &format!("2^{at:.0}"), Role::Dim);
         }
@@ -111,7 +110,7 @@ pub(super) fn draw_history(scene: &Scene, tensor: &str, canvas: &mut Canvas) {
     let (width, height) = (canvas.width(), canvas.height().saturating_sub(1));
     let limits: Vec<f64> = thresholds.into_iter().flatten().map(f64::log2).collect();
     let (low, high) = limits.iter().fold((low, high), |(low, high), limit| (low.min(*limit), high.max(*limit)));
-    let chart = Chart::new(scene, (low.floor(), high.ceil() + 1.0), AxisUnit::Power);
+    let chart = Chart::new(scene, power_range((low, high)), AxisUnit::Power);
     chart.draw(&mut canvas.part(0, 1, width, height), |plot| {
         for limit in &limits {
             chart.limit(plot, *limit);

@@ -7,7 +7,7 @@ use super::layers;
 use super::list::List;
 use super::scene::Scene;
 use crate::telemetry::{Bucket, RunState, TensorRow};
-use crate::ui::{Canvas, Role, extent, format};
+use crate::ui::{Canvas, Role, extent, format, power_range};
 use ratatui::layout::Position;
 
 /// Columns that a name gets before less telling columns are dropped: enough for GPT-2's longest name.
@@ -272,7 +272,7 @@ fn draw_history(scene: &Scene, name: &str, canvas: &mut Canvas) {
     // Draw a format's limits only if they are near the data: FP32's would compress everything else.
     let limits: Vec<_> = [least, normal].map(f64::from).into_iter().filter(|limit| bottom - limit < 24.0).collect();
     let bottom = limits.iter().fold(bottom, |bottom, limit| bottom.min(*limit));
-    let chart = Chart::new(scene, (bottom.floor() - 1.0, top.ceil() + 1.0), AxisUnit::Power);
+    let chart = Chart::new(scene, power_range((bottom, top)), AxisUnit::Power);
     let first = scene.charts.first_step(run);
     chart.draw(&mut inner, |plot| {
         for limit in &limits {

@@ -6,7 +6,7 @@ use crate::cli::run_lookup::{RunsDirArgs, did_you_mean, is_run, name_of};
 use crate::doctor::size_of_folder;
 use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started, last_records};
-use crate::ui::format::{base_name, bytes, decimals};
+use crate::ui::format::{base_name, bytes, decimals, steps};
 use crate::untrusted::{self, sanitize_line};
 use crate::{Error, Result};
 use chrono::DateTime;
@@ -118,7 +118,7 @@ impl Summary {
             sanitize_line(&name_of(path)).into_owned(),
             if time == 0 { dash() } else { date(time) },
             model,
-            if total == 0 { step.to_string() } else { format!("{step}/{total}") },
+            steps(step, total),
             best.map_or_else(dash, |best| decimals(best, 4)),
             bytes(size_of_folder(path)),
             state,

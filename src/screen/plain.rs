@@ -7,7 +7,7 @@ use super::renderer::{Exit, MessageSource, Renderer, ScreenMessage};
 use super::words::{announcement, objective};
 use crate::precision::ScalerMode;
 use crate::telemetry::{Event, PhaseLines, RunState, Started, StepRecord};
-use crate::ui::format::{clock, loss, magnitude, percent, rate, scale, share, short};
+use crate::ui::format::{clock, loss, magnitude, percent, rate, scale, share, short, steps};
 use crate::untrusted::sanitize_line;
 use std::io::{self, Write};
 
@@ -63,15 +63,14 @@ impl<W: Write> PlainPrinter<W> {
 
     fn step_line(&self) -> String {
         let (step, total, (sum, count)) = (&self.run.step, self.run.total_steps(), self.losses);
-        // A log read from its middle has no `Started` event.
-        let of = if total == 0 { String::new() } else { format!("/{total}") };
         let StepRecord { step: at, epoch, loss_scale, grads, updates, skipped, tokens_per_s, .. } = step;
         // The state moves a step's exponents there.
         let counted = self.run.grads.as_ref().filter(|(counted, ..)| counted == at);
         let p1 = counted.and_then(|(_, scale, stats)| stats.log2_p1(*scale));
         let mut line = format!(
-            "step={at}{of} epoch={epoch:.2} loss={} loss_avg={} scale={loss_scale} grad_min={} grad_max={} \
+            "step={} epoch={epoch:.2} loss={} loss_avg={} scale={loss_scale} grad_min={} grad_max={} \
              grad_p1={} zero={} subnormal={} norm_scaled={} norm={} lr={} updates={updates} skipped={skipped} success={} tokens_per_s={tokens_per_s:.0} step_ms={}",
+            steps(*at, total),
             loss(f64::from(step.loss)),
             loss(if count == 0 { f64::NAN } else { sum / f64::from(count) }),
             magnitude(grads.min_abs),
@@ -91,8 +90,7 @@ impl<W: Write> PlainPrinter<W> {
         }
         line.extend(step.objective.as_ref().map(objective));
         line.extend(step.rss_bytes.map(|rss| format!(" rss_mb={}", rss / 1_000_000)));
-        let left = self.run.remaining().filter(|_| total > 0);
-        line.extend(left.map(|left| format!(" eta={}", clock(left))));
+        line.extend(self.run.remaining().map(|left| format!(" eta={}", clock(left))));
         line
     }
 }

@@ -3,7 +3,7 @@
 use super::renderer::{Exit, MessageSource, Renderer, ScreenMessage};
 use super::words::brief;
 use crate::telemetry::{Event, PhaseLines, RunState};
-use crate::ui::format::{clock, count, loss, scale};
+use crate::ui::format::{clock, count, loss, scale, steps};
 use ratatui::crossterm::terminal;
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -74,10 +74,9 @@ impl<W: Write> StatusLine<W> {
         let share = if total == 0 { 0.0 } else { step.step as f64 / total as f64 };
         let eta = self.run.remaining().map_or_else(|| "--:--:--".into(), clock);
         let figures = format!(
-            "{:.1}% step {}/{} ETA {eta} {} tok/s loss {} scale {} skipped {}",
+            "{:.1}% step {} ETA {eta} {} tok/s loss {} scale {} skipped {}",
             share * 100.0,
-            step.step,
-            total,
+            steps(step.step, total),
             count(step.tokens_per_s),
             loss(f64::from(step.loss)),
             scale(step.loss_scale),

@@ -323,9 +323,10 @@ impl RunState {
         self.started.as_ref().map_or(0, |started| started.total_steps)
     }
 
-    /// Seconds until the run is done; `None` before an estimate is possible.
+    /// Seconds until the run is done; `None` before an estimate is possible, and if the number of its steps is unknown.
     pub fn remaining(&self) -> Option<f64> {
-        self.pace.remaining(self.step.step, self.total_steps())
+        let total = self.total_steps();
+        self.pace.remaining(self.step.step, total).filter(|_| total > 0)
     }
 
     /// A value of the run's configuration, by its JSON pointer.

@@ -75,6 +75,11 @@ pub(crate) fn count(value: f64) -> String {
     }
 }
 
+/// The steps done and their total: `5/2000`, or `5` if the total is 0, which means unknown.
+pub(crate) fn steps(done: u64, total: u64) -> String {
+    if total == 0 { done.to_string() } else { format!("{done}/{total}") }
+}
+
 /// A duration as `hh:mm:ss`, preceded by days if there are any.
 pub(crate) fn clock(seconds: f64) -> String {
     let whole = seconds.max(0.0).round() as u64;

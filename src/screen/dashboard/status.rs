@@ -1,7 +1,7 @@
 //! The three status lines: progress, learning, resources.
 
 use super::scene::Scene;
-use crate::telemetry::{GpuStats, RunState};
+use crate::telemetry::{GpuStats, RunState, Started};
 use crate::ui::{Canvas, Role, format};
 
 /// Draws the lines.
@@ -30,30 +30,29 @@ pub(super) fn essentials(scene: &Scene) -> Vec<(String, Role)> {
     }
     let mut items = learning(scene, run, false, true);
     items.retain(|(text, _)| text.starts_with("loss") || text.starts_with("scale"));
-    items.push((format!("step {}/{}", run.step.step, run.total_steps()), Role::Text));
+    items.push((format!("step {}", format::steps(run.step.step, run.total_steps())), Role::Text));
     items
 }
 
 fn progress(run: &RunState, canvas: &mut Canvas) {
     let (step, total) = (run.step.step, run.total_steps());
     let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
-    let epochs = run.started.as_ref().map_or(0.0, |started| started.epochs);
-    let eta = match run.remaining() {
-        // A run that stopped early has no ETA.
-        _ if run.is_over() => (step >= total).then_some(0.0),
-        eta => eta,
-    };
-    let all = format!("{epochs:.2}");
-    // A large text's few steps are far less than an epoch.
-    let all = if epochs > 0.0 && epochs < 0.995 { &all } else { all.trim_end_matches('0').trim_end_matches('.') };
-    let text = format!(
-        "step {step}/{total}  epoch {:.2}/{}  {:.1}%  ETA {} ",
-        run.step.epoch,
-        all,
-        share * 100.0,
-        eta.map_or_else(|| "--:--:--".into(), format::clock),
-    );
-    let x = canvas.text(1, 0, &text, Role::Text);
+    let mut text = format!("step {}  epoch {:.2}", format::steps(step, total), run.step.epoch);
+    // A log that begins in the middle of a run, or whose first line is damaged, has no `Started` event.
+    if let Some(Started { epochs, .. }) = run.started.as_ref().filter(|_| total > 0) {
+        let eta = match run.remaining() {
+            // A run that stopped early has no ETA.
+            _ if run.is_over() => (step >= total).then_some(0.0),
+            eta => eta,
+        };
+        let eta = eta.map_or_else(|| "--:--:--".into(), format::clock);
+        let all = format!("{epochs:.2}");
+        // A large text's few steps are far less than an epoch.
+        let few = *epochs > 0.0 && *epochs < 0.995;
+        let all = if few { &all } else { all.trim_end_matches('0').trim_end_matches('.') };
+        text.extend([format!("/{all}  {:.1}%  ETA {eta}", share * 100.0)]);
+    }
+    let x = canvas.text(1, 0, &text, Role::Text) + 1;
     let cells = usize::from(canvas.width().saturating_sub(x + 1));
     let full = (share * cells as f64).round() as usize;
     let x = canvas.text(x, 0, &"━".repeat(full), Role::Good);

@@ -58,6 +58,19 @@ fn item_7_a_finished_run_that_is_resumed_shows_its_end() {
     assert!(!shown.contains("step 0/"), "{shown}");
 }
 
+/// The first line of the log is damaged.
+#[test]
+fn a_run_of_unknown_length_has_no_total() {
+    let mut view = running();
+    view.scene.live.started = None;
+    for size in [FULL, COMPACT, (50, 8), (30, 4)] {
+        let shown = picture(&view, size);
+        assert!(shown.contains("step 1779") && !shown.contains("1779/"), "{shown}");
+    }
+    let shown = picture(&view, FULL);
+    assert!(shown.contains(" step 1779  epoch 2.67 ─") && !shown.contains("ETA"), "{shown}");
+}
+
 #[test]
 fn item_14_one_column_below_78_and_charts_at_any_height() {
     let view = running();

@@ -4,7 +4,7 @@ use super::dashboard::{App, DashboardMode};
 use super::plain::PlainPrinter;
 use super::renderer::{Exit, MessageSource, Playback, ScreenMessage, drive, wall_clock};
 use crate::Result;
-use crate::telemetry::{Diagnostic, Event, PhaseLines, ProcessId, Record, RunState, Tail, VERSION, last_records};
+use crate::telemetry::{Diagnostic, Event, PhaseLines, Poll, ProcessId, Record, RunState, Tail, VERSION, last_records};
 use crate::ui::Theme;
 use crate::untrusted::sanitize_line;
 use std::collections::VecDeque;
@@ -54,12 +54,15 @@ pub(super) struct LogSource {
     phase: Option<(String, u64)>,
     /// The phase that was written last.
     said: Option<(String, u64)>,
-    /// Wall clock, run-relative seconds and step of the last record.
-    last: (u64, f64, u64),
+    /// The last record that was read.
+    last: LastRecord,
     checked: Instant,
-    /// Whether the last record was the end, or the process has ended without one.
+    /// Whether the run has ended, or its process without a last record.
     over: bool,
 }
+
+/// Wall clock, run-relative seconds and step of a record.
+type LastRecord = (u64, f64, u64);
 
 /// Records that are not due yet.
 struct Replay {
@@ -144,7 +147,7 @@ impl LogSource {
     }
 
     fn follow(&mut self, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool> {
-        let mut poll = self.tail.poll()?;
+        let mut poll = poll_lines(&mut self.tail, &mut self.last)?;
         let mut gone = false;
         if poll.records.is_empty() && !poll.more && self.checked.elapsed() >= CHECK_INTERVAL {
             self.checked = Instant::now();
@@ -152,25 +155,20 @@ impl LogSource {
             if gone {
                 (self.process, self.phase) = (None, None);
                 // The process may have written its last records between the poll and the check.
-                poll = self.tail.poll()?;
+                poll = poll_lines(&mut self.tail, &mut self.last)?;
             }
         }
         for record in poll.records {
-            self.last = (record.t, record.s, record.event.step().unwrap_or(self.last.2));
             match &record.event {
-                Event::Started(started) => self.process.clone_from(&started.process),
-                Event::Finished(_) => self.process = None,
+                Event::Started(started) => (self.process, self.over) = (started.process.clone(), false),
+                Event::Finished(_) => (self.process, self.over) = (None, true),
                 _ => {}
             }
-            self.over = matches!(record.event, Event::Finished(_));
             self.phase = match &record.event {
                 Event::Phase { what, .. } => Some((what.clone(), record.t)),
                 _ => None,
             };
             pass(ScreenMessage::Record(Box::new(record)));
-        }
-        if poll.unreadable > 0 {
-            pass(ScreenMessage::Record(Box::new(unreadable(poll.unreadable, self.last))));
         }
         if gone && !self.over {
             self.over = true;
@@ -183,12 +181,12 @@ impl LogSource {
         let more = self.poll_others(pass)?;
         let Some(replay) = &mut self.replay else { return Ok(self.follow(pass)? || more) };
         if std::mem::take(&mut replay.rewind) {
-            self.tail = Tail::new(self.tail.path());
+            (self.tail, self.last) = (Tail::new(self.tail.path()), LastRecord::default());
             replay.waiting.clear();
             pass(ScreenMessage::Rewind);
         }
         if replay.waiting.len() < 1024 {
-            replay.waiting.extend(self.tail.poll()?.records);
+            replay.waiting.extend(poll_lines(&mut self.tail, &mut self.last)?.records);
         }
         let Some(next) = replay.waiting.front() else { return Ok(false) };
         if replay.first.is_none() {
@@ -252,9 +250,18 @@ impl MessageSource for LogSource {
     }
 }
 
-/// A warning about unreadable lines, at the time and step of the last record.
-fn unreadable(lines: usize, (t, s, step): (u64, f64, u64)) -> Record {
-    let message =
-        format!("{lines} lines of the log could not be read: they are damaged, or a newer version wrote them");
-    Record { v: VERSION, t, s, event: Event::Warning(Diagnostic { step, message }) }
+/// Reads new lines, and adds a warning about unreadable ones, at the time and step of the last record.
+fn poll_lines(tail: &mut Tail, last: &mut LastRecord) -> Result<Poll> {
+    let mut poll = tail.poll()?;
+    for record in &poll.records {
+        *last = (record.t, record.s, record.event.step().unwrap_or(last.2));
+    }
+    if poll.unreadable > 0 {
+        let lines = poll.unreadable;
+        let message =
+            format!("{lines} lines of the log could not be read: they are damaged, or a newer version wrote them");
+        let (t, s, step) = *last;
+        poll.records.push(Record { v: VERSION, t, s, event: Event::Warning(Diagnostic { step, message }) });
+    }
+    Ok(poll)
 }

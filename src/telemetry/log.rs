@@ -398,7 +398,7 @@ fn parse(line: &[u8]) -> Option<Record> {
 fn step_head(line: &[u8]) -> Option<(u32, u64, f64, Fields<'_>)> {
     let line = &line[..line.len().min(512)];
     let mut fields = Fields(std::str::from_utf8(line).ok()?.strip_prefix('{')?);
-    let (v, t, s) = (fields.number("v")?, fields.number("t")?, fields.number("s")?);
+    let (v, t, s) = (fields.number("v")?, fields.number("t")?, fields.number::<f64>("s").filter(|s| s.is_finite())?);
     (fields.text("event")? == "\"step\"").then_some((v, t, s, fields))
 }
 
@@ -599,6 +599,20 @@ mod tests {
         assert_eq!((steps(&poll.records), poll.unreadable), (vec![1, 2], 1));
         assert_eq!(steps(&read(&path).unwrap()), [1, 2]);
         assert_eq!(for_each(&path, |_| Ok(())).unwrap(), 1);
+    }
+
+    /// A replay would wait for such a record forever.
+    #[test]
+    fn a_line_without_a_finite_time_is_unreadable() {
+        let (_folder, path) = log_file();
+        let whole = line(&step(1, 1.0));
+        for time in ["\"s\":\"NaN\",", "\"s\":\"inf\",", "\"s\":NaN,", "\"s\":1e999,", ""] {
+            let damaged = whole.replacen("\"s\":0.125,", time, 1);
+            std::fs::write(&path, format!("{damaged}{}", line(&step(2, 1.0)))).unwrap();
+            let poll = Tail::new(&path).poll().unwrap();
+            assert_eq!((steps(&poll.records), poll.unreadable), (vec![2], 1), "{damaged}");
+            assert_eq!(skim(damaged.trim_end().as_bytes()), None);
+        }
     }
 
     #[test]

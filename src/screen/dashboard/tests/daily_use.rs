@@ -428,4 +428,11 @@ fn a_log_with_a_damaged_line_says_so() {
     source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap();
     assert!(last_s > 0.0 && (view.scene.run().last_t, view.scene.run().last_s) == (last_t, last_s));
     assert_eq!(view.scene.run().events.back().unwrap().step, view.scene.run().step.step);
+    // A replay warns too.
+    let mut view = App::new(DashboardMode::Watching, RunState::default());
+    let mut source = LogSource::new(std::slice::from_ref(&path), Some(1e12));
+    while source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap() {}
+    let last = view.scene.run().events.back().unwrap();
+    assert!(words::listed(last).contains("2 lines of the log could not be read"), "{last:?}");
+    assert_eq!((last.s, last.step), (last_s, view.scene.run().step.step));
 }

@@ -21,6 +21,7 @@ use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{KeyEvent, MouseButton, MouseEvent, MouseEventKind};
 use ratatui::layout::{Position, Rect};
 use ratatui::style::Color;
+use std::cell::Cell;
 
 /// The tabs' names, in order.
 pub(super) const TABS: [&str; 5] = ["Overview", "Precision", "Tensors", "Events", "Samples"];
@@ -85,6 +86,8 @@ pub(crate) struct App {
     pub(super) events: Events,
     samples: Samples,
     pub(super) dialog: Option<Dialog>,
+    /// The first visible row of the help, which drawing limits.
+    pub(super) help_top: Cell<usize>,
     /// When the dialog opened, in wall-clock milliseconds.
     opened: u64,
     /// The look that the screen started with.
@@ -221,7 +224,10 @@ impl App {
             Action::Up => self.scroll(-1),
             Action::PageDown => self.scroll(PAGE),
             Action::PageUp => self.scroll(-PAGE),
-            Action::Help => self.open(Dialog::Help(0)),
+            Action::Help => {
+                self.help_top.set(0);
+                self.open(Dialog::Help);
+            }
             Action::Close => self.close(),
             Action::Quit if self.scene.can_command() => self.open(Dialog::Quit),
             Action::Quit => self.exit = Some(Exit::Ended),
@@ -339,7 +345,7 @@ impl App {
 
     fn wheel(&mut self, by: isize) {
         match self.dialog {
-            Some(Dialog::Help(top)) => self.scroll_help(top, by.signum() as i16),
+            Some(Dialog::Help) => self.scroll_help(by.signum()),
             Some(_) => {}
             None => {
                 let (tab, scene) = self.tab(self.tab);
@@ -352,7 +358,7 @@ impl App {
         let area = Rect::new(0, 0, self.size.0, self.size.1);
         let Areas { header, body, .. } = Areas::of(area);
         match self.dialog {
-            Some(Dialog::Help(_)) => return self.dialog = None,
+            Some(Dialog::Help) => return self.dialog = None,
             Some(Dialog::Quit) => return,
             _ if matches!(Size::of(area), Size::Minimal | Size::Tiny) => return,
             _ => {}

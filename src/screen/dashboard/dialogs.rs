@@ -11,8 +11,8 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent};
 /// A dialog.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dialog {
-    /// The keys, with the first visible row.
-    Help(u16),
+    /// The keys.
+    Help,
     Quit,
     /// Whether to stop without saving.
     Discard,
@@ -24,9 +24,9 @@ impl App {
     /// Handles a key while a dialog is open.
     pub(super) fn answer(&mut self, dialog: Dialog, key: KeyEvent) -> Option<Command> {
         match (dialog, key.code) {
-            (Dialog::Help(top), _) => match action(KEYS, key) {
-                Some(Action::Down) => self.scroll_help(top, 1),
-                Some(Action::Up) => self.scroll_help(top, -1),
+            (Dialog::Help, _) => match action(KEYS, key) {
+                Some(Action::Down) => self.scroll_help(1),
+                Some(Action::Up) => self.scroll_help(-1),
                 _ => self.dialog = None,
             },
             (Dialog::Quit, KeyCode::Char('s')) => return Some(self.stop(true)),
@@ -44,14 +44,14 @@ impl App {
         None
     }
 
-    pub(super) fn scroll_help(&mut self, top: u16, by: i16) {
-        self.dialog = Some(Dialog::Help(top.saturating_add_signed(by).min(KEYS.len() as u16)));
+    pub(super) fn scroll_help(&self, by: isize) {
+        self.help_top.set(self.help_top.get().saturating_add_signed(by));
     }
 
     /// Draws the dialog that is open, if any.
     pub(super) fn draw_dialog(&self, canvas: &mut Canvas) {
         match (self.dialog, &self.scene.live.phase) {
-            (Some(Dialog::Help(top)), _) => self.draw_help(top, canvas),
+            (Some(Dialog::Help), _) => self.draw_help(canvas),
             (Some(Dialog::Quit), _) => {
                 let answers = [
                     ("s", "save and stop"),
@@ -73,15 +73,15 @@ impl App {
         }
     }
 
-    fn draw_help(&self, top: u16, canvas: &mut Canvas) {
+    fn draw_help(&self, canvas: &mut Canvas) {
         let keys: Vec<_> = KEYS.iter().filter(|key| self.works(key)).collect();
         let mut popup = canvas.popup(78, keys.len() as u16 + 3);
         let rows = popup.height().saturating_sub(3);
-        let top = top.min((keys.len() as u16).saturating_sub(rows));
+        self.help_top.set(self.help_top.get().min(keys.len().saturating_sub(usize::from(rows))));
         let scrolls = rows < keys.len() as u16;
         let hint = if scrolls { "   j k scroll, any other key closes" } else { "   any key closes" };
         let mut inner = popup.frame(&[("Keys", Role::Title), (hint, Role::Dim)]);
-        for (y, binding) in (0..rows).zip(&keys[usize::from(top)..]) {
+        for (y, binding) in (0..rows).zip(&keys[self.help_top.get()..]) {
             inner.text(1, y, binding.written, Role::Title);
             let does = |sought: Action| binding.does(|action| action == sought);
             let help = if self.scene.can_command() {

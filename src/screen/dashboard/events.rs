@@ -10,13 +10,14 @@ use crate::telemetry::{Event, EventRow, RunState};
 use crate::ui::{Canvas, Role, format};
 use ratatui::layout::Position;
 use serde_json::Value;
+use std::cell::Cell;
 
 /// The tab's state.
 #[derive(Debug, Default)]
 pub(super) struct Events {
     list: List,
-    /// The event that is open, and its first visible line.
-    pub(super) open: Option<(Box<EventRow>, u16)>,
+    /// The event that is open, and its first visible line, which drawing limits.
+    pub(super) open: Option<(Box<EventRow>, Cell<usize>)>,
 }
 
 impl Events {
@@ -30,14 +31,14 @@ impl Events {
     /// Opens the event under the cursor.
     fn open(&mut self, scene: &Scene) {
         let rows = self.rows(scene.run());
-        self.open = rows.get(self.list.selected(rows.len())).map(|row| (Box::new((*row).clone()), 0));
+        self.open = rows.get(self.list.selected(rows.len())).map(|row| (Box::new((*row).clone()), Cell::new(0)));
     }
 }
 
 impl Tab for Events {
     fn draw(&self, scene: &Scene, canvas: &mut Canvas) {
         if let Some((row, top)) = &self.open {
-            draw_event(row, *top, canvas);
+            draw_event(row, top, canvas);
             return;
         }
         let rows = self.rows(scene.run());
@@ -84,8 +85,8 @@ impl Tab for Events {
     }
 
     fn scroll(&mut self, scene: &mut Scene, by: isize) {
-        match &mut self.open {
-            Some((_, top)) => *top = top.saturating_add_signed(by as i16),
+        match &self.open {
+            Some((_, top)) => top.set(top.get().saturating_add_signed(by)),
             None => self.list.scroll(by, self.rows(scene.run()).len()),
         }
     }
@@ -125,14 +126,14 @@ fn with_short_name(row: &EventRow, room: usize) -> String {
 }
 
 /// Draws an event, scrolled to line `top`, over the whole tab.
-fn draw_event(row: &EventRow, top: u16, canvas: &mut Canvas) {
+fn draw_event(row: &EventRow, top: &Cell<usize>, canvas: &mut Canvas) {
     let (glyph, role) = words::glyph(&row.event);
     let at = format!(" step {} at {}", row.step, format::clock(row.s));
     let mut inner =
         canvas.frame(&[(&glyph.to_string(), role), (&at, Role::Title), ("   j k scroll   Esc closes", Role::Dim)]);
     let lines = lines(row, inner.width().into());
-    let top = usize::from(top).min(lines.len().saturating_sub(usize::from(inner.height())));
-    for (y, (key, value)) in (0..inner.height()).zip(&lines[top..]) {
+    top.set(top.get().min(lines.len().saturating_sub(usize::from(inner.height()))));
+    for (y, (key, value)) in (0..inner.height()).zip(&lines[top.get()..]) {
         let x = inner.text(1, y, key, Role::Dim);
         inner.text(x, y, value, Role::Text);
     }

@@ -312,7 +312,7 @@ fn wide_formats_fold_their_ruler() {
 #[test]
 fn every_size_draws() {
     let mut view = after(Invented { total_steps: 80, init_scale: 20, ..Invented::default() }, 90);
-    let dialogs = [None, None, Some(Dialog::Help(0)), Some(Dialog::Quit), Some(Dialog::Summary)];
+    let dialogs = [None, None, Some(Dialog::Help), Some(Dialog::Quit), Some(Dialog::Summary)];
     let mut turn = 0;
     for width in 1..=250 {
         for height in 1..=80 {

@@ -221,7 +221,7 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
     key(&mut view, KeyCode::Enter);
     insta::assert_snapshot!("event_detail_120x36", folded(&picture(&view, FULL)));
     key(&mut view, KeyCode::PageDown);
-    assert_eq!(view.events.open.as_ref().unwrap().1, 10, "a page, not a line");
+    assert_eq!(view.events.open.as_ref().unwrap().1.get(), 10, "a page, not a line");
     key(&mut view, KeyCode::Esc);
     assert!(view.events.open.is_none() && picture(&view, FULL).contains("[4 Events]"));
     // Wide characters take two columns.
@@ -230,6 +230,28 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
     view.receive(record(Event::Sample(SampleText { step: 1801, prompt, text })));
     key(&mut view, KeyCode::Enter);
     assert!(picture(&view, FULL).contains('字'), "{}", picture(&view, FULL));
+}
+
+#[test]
+fn scrolling_ends_with_the_last_line() {
+    for keys in ["4/overflow\n\n", "?"] {
+        let mut view = running();
+        for c in keys.chars() {
+            key(&mut view, if c == '\n' { KeyCode::Enter } else { KeyCode::Char(c) });
+        }
+        let after = |view: &mut App, code, times| {
+            for _ in 0..times {
+                key(view, code);
+                picture(view, (60, 12));
+            }
+            picture(view, (60, 12))
+        };
+        let first = picture(&view, (60, 12));
+        let last = after(&mut view, KeyCode::Down, 50);
+        assert_ne!(last, first);
+        assert_ne!(after(&mut view, KeyCode::Up, 1), last, "{last}");
+        assert_eq!(after(&mut view, KeyCode::Up, 50), first);
+    }
 }
 
 #[test]

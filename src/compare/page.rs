@@ -89,10 +89,7 @@ impl Comparison {
     /// Loss and loss scale of all groups in one plot each; every curve has its group's colour and letter.
     fn plots(&self, page: &mut Page, width: usize) {
         let runs = || self.groups.iter().flat_map(|group| &group.runs);
-        let Some(losses) = range(runs().flat_map(|run| logarithms(run.curves.loss.whole())).map(|(_, loss)| loss))
-        else {
-            return;
-        };
+        let losses = range(runs().flat_map(|run| logarithms(run.curves.loss.whole())).map(|(_, loss)| loss));
         let steps = (0.0, runs().map(|run| run.figures.steps).max().unwrap_or(1) as f64);
         let scales = range(runs().flat_map(|run| run.curves.scale.points()).map(|point| point.value));
         let x_label = |x: f64| format!("{x:.0}");
@@ -119,13 +116,18 @@ impl Comparison {
         };
         let roles: Vec<_> = (0..4).map(role).chain([Role::Bad, Role::Dim]).collect();
         page.drawn((2 * half + 2, PLOT), &roles, |canvas| {
-            let y_label = |y: f64| format!("{:.2}", y.exp());
-            let axes = Axes { x: steps, y: losses, x_label: &x_label, y_label: &y_label };
-            draw(&axes, &mut canvas.part(0, 0, half, PLOT), loss);
-            let Some(scales) = scales else { return };
-            let y_label = |y: f64| format!("2^{y:.0}");
-            let axes = Axes { x: steps, y: power_range(scales), x_label: &x_label, y_label: &y_label };
-            draw(&axes, &mut canvas.part(half + 2, 0, half, PLOT), scale);
+            if let Some(y) = losses {
+                let y_label = |y: f64| format!("{:.2}", y.exp());
+                let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
+                draw(&axes, &mut canvas.part(0, 0, half, PLOT), loss);
+            } else {
+                canvas.text(0, 0, "no positive loss", Role::Dim);
+            }
+            if let Some(scales) = scales {
+                let y_label = |y: f64| format!("2^{y:.0}");
+                let axes = Axes { x: steps, y: power_range(scales), x_label: &x_label, y_label: &y_label };
+                draw(&axes, &mut canvas.part(half + 2, 0, half, PLOT), scale);
+            }
         });
         page.gap();
     }

@@ -9,7 +9,6 @@ use super::metrics::Metric;
 use super::page::{logarithms, means, range};
 use super::report::{Comparison, EquivalenceVerdict};
 use super::run::RunSummary;
-use crate::ui::format::loss;
 use crate::ui::html::{SvgAxes, escape, page, power_label, table};
 
 impl Comparison {
@@ -84,7 +83,7 @@ impl Comparison {
             }
         }
         let figures = self.describe("loss", "the last ten steps' loss");
-        Some(axes.picture("loss", "Loss of the batches, by step", &figures, &body, |y| format!("{:.2}", y.exp())))
+        Some(axes.picture("loss", "Loss of the batches, by step", &figures, &body, axes.loss_label(f64::exp)))
     }
 
     fn validation(&self) -> Option<String> {
@@ -102,7 +101,7 @@ impl Comparison {
             }
         }
         let figures = self.describe("validation_loss", "the last validation loss");
-        Some(axes.picture("validation", "Validation loss, by step", &figures, &body, loss))
+        Some(axes.picture("validation", "Validation loss, by step", &figures, &body, axes.loss_label(|y| y)))
     }
 
     fn scales(&self) -> Option<String> {

@@ -4,7 +4,7 @@ use super::metrics::Metric;
 use super::report::{Comparison, EquivalenceVerdict, RunGroup, SettingDifference};
 use super::run::RunSummary;
 use crate::telemetry::Series;
-use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent, power_range};
+use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent, format, power_range};
 use crate::untrusted::is_unsafe_char;
 
 /// Draws a run's curve; returns the point at a share of its steps.
@@ -117,7 +117,8 @@ impl Comparison {
         let roles: Vec<_> = (0..4).map(role).chain([Role::Bad, Role::Dim]).collect();
         page.drawn((2 * half + 2, PLOT), &roles, |canvas| {
             if let Some(y) = losses {
-                let y_label = |y: f64| format!("{:.2}", y.exp());
+                let decimals = format::decimals_for(0.4 * (f64::midpoint(y.0, y.1).exp() - y.0.exp()), 2);
+                let y_label = |y: f64| format!("{:.decimals$}", y.exp());
                 let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
                 draw(&axes, &mut canvas.part(0, 0, half, PLOT), loss);
             } else {

@@ -77,7 +77,7 @@ fn loss(run: &RunState) -> Option<String> {
         ("<circle class=\"point\" cx=\"16\" cy=\"7\" r=\"5\"/>", "validation"),
         ("<path class=\"mark\" d=\"M11 2l10 10m0 -10l-10 10\"/>", "not finite"),
     ]);
-    Some(axes.picture("loss", "Loss, by step", &words, &body, |y| format!("{y:.2}")) + &legend)
+    Some(axes.picture("loss", "Loss, by step", &words, &body, axes.loss_label(|y| y)) + &legend)
 }
 
 fn scale(run: &RunState) -> Option<String> {

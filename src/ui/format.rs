@@ -59,6 +59,12 @@ pub(crate) fn decimals(value: f64, count: usize) -> String {
     }
 }
 
+/// The number of decimals, at least `least`, in which two labels with this difference are not equal.
+pub(crate) fn decimals_for(difference: f64, least: usize) -> usize {
+    // The logarithm of 0.001 may be a little below -3.
+    (-difference.log10() - 1e-9).ceil().clamp(least as f64, 12.0) as usize
+}
+
 /// A learning rate: `4.1e-5`.
 pub(crate) fn rate(value: f64) -> String {
     if value == 0.0 { "0".into() } else { format!("{value:.1e}") }
@@ -185,6 +191,13 @@ mod tests {
             ["0.13%", "0%", "<0.01%", "50.0%"]
         );
         assert_eq!([1e-9, 0.0, f64::NAN].map(share), ["<0.01%", "0%", "NaN"]);
+    }
+
+    #[test]
+    fn labels_have_the_decimals_of_their_difference() {
+        let differences = [f64::INFINITY, 20.0, 0.25, 0.1, 0.05, 0.001, 2e-5, 0.0];
+        assert_eq!(differences.map(|difference| decimals_for(difference, 1)), [1, 1, 1, 1, 2, 3, 5, 12]);
+        assert_eq!(decimals_for(0.25, 2), 2);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Self-contained HTML pages, without scripts, fonts or other files: their frame and style, tables, and charts as inline SVG.
 //! They support light and dark mode, and are well-formed XML.
 
+use super::format::{decimals, decimals_for};
 use crate::telemetry::{Series, StepSeries};
 use std::fmt::Write;
 
@@ -72,6 +73,8 @@ const BOTTOM: f64 = 28.0;
 const AIR: f64 = 10.0;
 /// Room for half of the last step's number.
 const RIGHT: f64 = 28.0;
+/// Maximum number of ticks of the y axis.
+const TICKS: usize = 5;
 
 /// The mapping of data to positions in a chart.
 pub(crate) struct SvgAxes {
@@ -86,6 +89,14 @@ impl SvgAxes {
 
     pub(crate) fn top(&self, y: f64) -> f64 {
         AIR + (self.y.1 - y) / (self.y.1 - self.y.0) * (HEIGHT - BOTTOM - AIR)
+    }
+
+    /// The label of a loss at a tick of the y axis; `loss` is the inverse of the scale.
+    pub(crate) fn loss_label(&self, loss: fn(f64) -> f64) -> impl Fn(f64) -> String {
+        let losses: Vec<_> = ticks(self.y, TICKS).into_iter().map(loss).collect();
+        let least = losses.windows(2).map(|pair| pair[1] - pair[0]).fold(f64::INFINITY, f64::min);
+        let count = decimals_for(least, 2);
+        move |y| decimals(loss(y), count)
     }
 
     /// Positions in an SVG attribute: `left,top left,top`.
@@ -141,7 +152,7 @@ impl SvgAxes {
              <title id=\"{id}-title\">{title}</title>\n<desc id=\"{id}-words\">{}</desc>\n",
             escape(words)
         );
-        for y in ticks(self.y, 5) {
+        for y in ticks(self.y, TICKS) {
             let top = self.top(y);
             let _ = writeln!(
                 out,
@@ -207,6 +218,17 @@ mod tests {
         assert_eq!(ticks((0.0, 1.0), 8).len(), 6);
         assert_eq!(ticks((0.0, 3e-10), 5), [0.0, 1e-10, 2e-10, 3e-10]);
         assert_eq!(ticks((-f64::MIN_POSITIVE, f64::MIN_POSITIVE), 5), [0.0]);
+    }
+
+    #[test]
+    fn ticks_of_losses_have_labels_that_differ() {
+        let labels = |y, loss: fn(f64) -> f64| {
+            let axes = SvgAxes { x: (0.0, 1.0), y };
+            ticks(y, TICKS).into_iter().map(axes.loss_label(loss)).collect::<Vec<_>>()
+        };
+        assert_eq!(labels((0.55, 0.73), |y| y), ["0.55", "0.60", "0.65", "0.70"]);
+        assert_eq!(labels((0.7931, 0.7949), |y| y), ["0.7935", "0.7940", "0.7945"]);
+        assert_eq!(labels((-7.3, -4.9), f64::exp), ["0.0009", "0.0015", "0.0025", "0.0041", "0.0067"]);
     }
 
     #[test]

@@ -141,12 +141,10 @@ impl Chart {
             // No finite loss yet: draw an axis anyway.
             None => (0.0, 1.0),
         };
-        let span = y.1 - y.0;
-        let unit = match charts.log_loss {
-            true => AxisUnit::LogLoss(if span < 0.1 { 2 } else { 1 }),
-            false if span < 0.05 => AxisUnit::Loss(3),
-            false => AxisUnit::Loss(if span < 0.5 { 2 } else { 1 }),
-        };
+        let [low, middle] = [y.0, f64::midpoint(y.0, y.1)].map(|y| if charts.log_loss { 10f64.powf(y) } else { y });
+        // Rounding may change a label by a fifth of the difference.
+        let decimals = format::decimals_for(0.4 * (middle - low), 1);
+        let unit = if charts.log_loss { AxisUnit::LogLoss(decimals) } else { AxisUnit::Loss(decimals) };
         Some(Self::new(scene, y, unit))
     }
 

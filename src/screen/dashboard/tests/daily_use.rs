@@ -210,7 +210,18 @@ fn a_logarithmic_axis_ends_at_the_losses_that_it_can_show() {
     }
     press(&mut view, "y");
     let shown = picture(&view, FULL);
-    assert!(shown.contains("│0.1│") && !shown.contains("10.0│"), "{shown}");
+    assert!(["│0.107│", "│0.032│", "│0.009│"].iter().all(|label| shown.contains(label)), "{shown}");
+}
+
+#[test]
+fn labels_of_nearly_equal_losses_differ() {
+    let mut view = App::new(DashboardMode::Attached, RunState::default());
+    for at in 1..=1100 {
+        view.receive(step(StepRecord { step: at, loss: 0.7931, ..StepRecord::default() }));
+    }
+    press(&mut view, "nnn");
+    let shown = picture(&view, FULL);
+    assert!(["│0.7936│", "│0.7931│", "│0.7926│"].iter().all(|label| shown.contains(label)), "{shown}");
 }
 
 #[test]

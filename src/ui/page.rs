@@ -2,7 +2,7 @@
 //!
 //! Roles never carry meaning alone: the text says the same without colour.
 
-use super::ascii::replacement;
+use super::ascii::to_ascii;
 use super::{Canvas, ColorScheme, Role, Theme, may_colour};
 use crate::untrusted::sanitize_line;
 use ratatui::buffer::{Buffer, Cell};
@@ -147,9 +147,7 @@ impl Page {
     #[must_use]
     pub(crate) fn ascii(mut self) -> Self {
         for span in self.lines.iter_mut().flat_map(|line| &mut line.spans) {
-            if !span.text.is_ascii() {
-                span.text = span.text.chars().map(ascii).collect();
-            }
+            span.text = span.text.chars().map(to_ascii).collect();
         }
         self
     }
@@ -176,17 +174,6 @@ impl Page {
         };
         self.lines.iter().map(|line| line.spans.iter().map(span).collect::<String>() + "\n").collect()
     }
-}
-
-/// The ASCII replacement of a glyph.
-fn ascii(glyph: char) -> char {
-    const GLYPHS: &str = "–▇▆▅·◐○✓▲π≥≤−±ΣΦ";
-    const ASCII: &str = "-%%%.*.y^p><-~SF";
-    if glyph.is_ascii() {
-        return glyph;
-    }
-    let known = GLYPHS.chars().position(|known| known == glyph);
-    known.and_then(|at| ASCII.chars().nth(at)).unwrap_or_else(|| replacement(glyph))
 }
 
 /// A column of a table: its heading, its width, which is negative for text on the left, and the cell of an item.

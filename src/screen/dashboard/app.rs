@@ -417,7 +417,11 @@ impl App {
             }
         }
         if theme.ascii() {
-            to_ascii(buffer);
+            for cell in &mut buffer.content {
+                // A cell has a character and the ones that combine with it.
+                let first = cell.symbol().chars().next().unwrap_or(' ');
+                cell.set_char(to_ascii(first));
+            }
         }
     }
 

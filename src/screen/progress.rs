@@ -4,6 +4,7 @@ use super::renderer::{Exit, MessageSource, Renderer, ScreenMessage};
 use super::words::brief;
 use crate::telemetry::{Event, PhaseLines, RunState};
 use crate::ui::format::{clock, count, loss, scale, steps};
+use crate::ui::to_ascii;
 use ratatui::crossterm::terminal;
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -25,16 +26,20 @@ pub(crate) struct StatusLine<W: Write> {
     status: (f64, String),
     /// When the step in progress began.
     since: Option<Instant>,
-    /// The glyphs of done and open cells of the bar, and the end of a phase.
-    glyphs: [&'static str; 3],
+    ascii: bool,
 }
 
 impl<W: Write> StatusLine<W> {
     /// A status line on `err`, which should be a terminal.
     pub(crate) fn new(err: W, ascii: bool) -> Self {
         let (run, status) = (RunState::default(), (0.0, String::new()));
-        let glyphs = if ascii { ["=", "-", "..."] } else { ["━", "─", "…"] };
-        Self { err, run, drawn: None, open: false, status, since: None, glyphs }
+        Self { err, run, drawn: None, open: false, status, since: None, ascii }
+    }
+
+    fn put(&mut self, text: String) -> io::Result<()> {
+        let text = if self.ascii { text.chars().map(to_ascii).collect() } else { text };
+        self.err.write_all(text.as_bytes())?;
+        self.err.flush()
     }
 
     /// Shows a slow phase instead of the figures.
@@ -43,9 +48,8 @@ impl<W: Write> StatusLine<W> {
         // Redraw at the next step.
         self.drawn = None;
         self.since = Some(Instant::now());
-        let text: String = format!("{phase}{}", self.glyphs[2]).chars().take(width()).collect();
-        write!(self.err, "\r{text}\x1b[K")?;
-        self.err.flush()
+        let text: String = format!("{phase}...").chars().take(width()).collect();
+        self.put(format!("\r{text}\x1b[K"))
     }
 
     /// Shows for how long a slow step has been running.
@@ -56,8 +60,7 @@ impl<W: Write> StatusLine<W> {
         (self.open, self.drawn) = (true, None);
         let running = format!(" (+{:.1} s)", running.as_secs_f64());
         let line = self.line(width().saturating_sub(running.len()));
-        write!(self.err, "\r{line}{running}\x1b[K")?;
-        self.err.flush()
+        self.put(format!("\r{line}{running}\x1b[K"))
     }
 
     fn draw(&mut self) -> io::Result<()> {
@@ -65,8 +68,7 @@ impl<W: Write> StatusLine<W> {
         self.open = true;
         self.status = self.figures();
         // Return to the first column, write, and erase the rest of the line.
-        write!(self.err, "\r{}\x1b[K", self.line(width()))?;
-        self.err.flush()
+        self.put(format!("\r{}\x1b[K", self.line(width())))
     }
 
     fn figures(&self) -> (f64, String) {
@@ -90,15 +92,14 @@ impl<W: Write> StatusLine<W> {
         let (share, figures) = &self.status;
         let cells = BAR.min(width.saturating_sub(figures.chars().count() + 1));
         let full = (share.clamp(0.0, 1.0) * cells as f64).round() as usize;
-        let bar = format!("{}{} ", self.glyphs[0].repeat(full), self.glyphs[1].repeat(cells - full));
+        let bar = format!("{}{} ", "━".repeat(full), "─".repeat(cells - full));
         format!("{bar}{figures}").trim_start().chars().take(width).collect()
     }
 
     fn above(&mut self, line: &str) -> io::Result<()> {
         let erase = if std::mem::take(&mut self.open) { "\r\x1b[K" } else { "" };
         self.drawn = None;
-        writeln!(self.err, "{erase}{line}")?;
-        self.err.flush()
+        self.put(format!("{erase}{line}\n"))
     }
 }
 
@@ -148,7 +149,7 @@ impl<W: Write> Drop for StatusLine<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::{CheckpointSaved, Record, Started, StepRecord, VERSION};
+    use crate::telemetry::{CheckpointSaved, Record, SampleText, Started, StepRecord, VERSION};
 
     fn message(s: f64, event: Event) -> ScreenMessage {
         ScreenMessage::Record(Box::new(Record { v: VERSION, t: 0, s, event }))
@@ -223,8 +224,19 @@ mod tests {
         progress.run = RunState::default();
         progress.status = progress.figures();
         assert!(progress.line(200).starts_with(&"─".repeat(BAR)));
-        let mut progress = StatusLine::new(Vec::new(), true);
+    }
+
+    #[test]
+    fn a_status_line_in_ascii() {
+        let mut out = Vec::new();
+        let mut progress = StatusLine::new(&mut out, true);
         progress.phase("saving").unwrap();
-        assert!(progress.err.is_ascii() && progress.line(200).starts_with(&"-".repeat(BAR)));
+        let sample = SampleText { step: 1, prompt: "né".into(), text: " →".into() };
+        progress.show(message(0.0, Event::Sample(sample))).unwrap();
+        progress.show(message(1.0, step(1))).unwrap();
+        drop(progress);
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.is_ascii() && text.contains("saving...") && text.contains("text=\"n? >\""), "{text:?}");
+        assert!(text.contains("\r----"), "{text:?}");
     }
 }

@@ -94,7 +94,7 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let text = if args.json {
         serde_json::to_string(&bisection).map_err(|error| Error::config("--json", error.to_string()))? + "\n"
     } else {
-        page(&bisection, args.tolerance, args.like.is_some()).printed(stdout().is_terminal())
+        page(&bisection, args.tolerance, args.like.is_some()).printed(false, stdout().is_terminal())
     };
     out.write_all(text.as_bytes()).map_err(Error::stdout)?;
     if let Some(difference) = difference {

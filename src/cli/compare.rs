@@ -26,7 +26,7 @@ pub(crate) struct CompareArgs {
     /// Also write the report as an HTML page
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-    /// Use only ASCII characters
+    /// Use only ASCII characters [default: on a terminal whose locale is not UTF-8]
     #[arg(long)]
     ascii: bool,
     /// Width of the text [default: the terminal's, or 80]
@@ -58,9 +58,7 @@ pub(crate) fn run(args: &CompareArgs, out: &mut dyn Write) -> Result<()> {
     let text = if args.json {
         crate::untrusted::sanitize_lines(&format!("{:#}\n", report.json())).into_owned()
     } else {
-        let page = report.page(args.width.unwrap_or_else(terminal_width));
-        let page = if args.ascii { page.ascii() } else { page };
-        page.printed(stdout().is_terminal())
+        report.page(args.width.unwrap_or_else(terminal_width)).printed(args.ascii, stdout().is_terminal())
     };
     out.write_all(text.as_bytes()).map_err(Error::stdout)
 }

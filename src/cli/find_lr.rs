@@ -19,7 +19,7 @@ pub(super) fn run(trainer: &mut Trainer, reporter: Reporter) -> Result<()> {
         reporter.activity().advance("trying learning rates", progress);
     })?;
     drop(reporter);
-    let text = page(&test).printed(stdout().is_terminal());
+    let text = page(&test).printed(false, stdout().is_terminal());
     stdout().write_all(text.as_bytes()).map_err(Error::stdout)
 }
 

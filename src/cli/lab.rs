@@ -48,7 +48,7 @@ pub(crate) struct LabArgs {
     /// Print the report as JSON
     #[arg(long, global = true)]
     json: bool,
-    /// Use only ASCII characters
+    /// Use only ASCII characters [default: on a terminal whose locale is not UTF-8]
     #[arg(long, global = true)]
     ascii: bool,
     /// Width of the text [default: the terminal's, or 80]
@@ -82,8 +82,7 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
         (report.json)(&mut out).map_err(Into::into).and_then(|()| writeln!(out)).and_then(|()| out.flush())
     } else {
         let page = report.explained(args.width.unwrap_or_else(terminal_width));
-        let page = if args.ascii { page.ascii() } else { page };
-        out.write_all(page.printed(terminal.stdout).as_bytes())
+        out.write_all(page.printed(args.ascii, terminal.stdout).as_bytes())
     };
     written.map_err(Error::stdout)
 }

@@ -10,12 +10,12 @@ use std::sync::mpsc::{Receiver, Sender};
 /// Flags for the look and mouse of the dashboard.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct ThemeArgs {
-    /// Draw with ASCII characters only
+    /// Draw with ASCII characters only [default: if the locale is not UTF-8]
     #[arg(long)]
-    pub(crate) ascii: bool,
+    ascii: bool,
     /// Colour theme: dark, light or high-contrast [default: the terminal's, else dark]
     #[arg(long, value_name = "THEME")]
-    pub(crate) theme: Option<ColorScheme>,
+    theme: Option<ColorScheme>,
     /// Leave the mouse to the terminal, for selecting text
     #[arg(long)]
     pub(crate) no_mouse: bool,
@@ -74,7 +74,7 @@ pub(crate) fn show(
             }
         }
         DisplayMode::Progress => {
-            screen::follow_with((records, activity), &mut StatusLine::new(stderr(), args.scheme.ascii));
+            screen::follow_with((records, activity), &mut StatusLine::new(stderr(), args.scheme.theme().ascii()));
         }
         DisplayMode::Plain => screen::follow_with((records, activity), &mut PlainPrinter::new(stdout(), log_every)),
     }

@@ -2,7 +2,7 @@
 //!
 //! Roles never carry meaning alone: the text says the same without colour.
 
-use super::ascii::to_ascii;
+use super::ascii::{locale_lacks_unicode, to_ascii};
 use super::{Canvas, ColorScheme, Role, Theme, may_colour};
 use crate::untrusted::sanitize_line;
 use ratatui::buffer::{Buffer, Cell};
@@ -161,9 +161,10 @@ impl Page {
         self.lines.iter().map(line).collect()
     }
 
-    /// The page for printing: with colours on a terminal, unless `NO_COLOR` is set.
-    pub(crate) fn printed(&self, terminal: bool) -> String {
-        if terminal && may_colour() { self.ansi() } else { self.text() }
+    /// The page for printing. On a terminal it has colours, unless `NO_COLOR` is set, and is in ASCII if the locale is.
+    pub(crate) fn printed(self, ascii: bool, terminal: bool) -> String {
+        let page = if ascii || terminal && locale_lacks_unicode() { self.ascii() } else { self };
+        if terminal && may_colour() { page.ansi() } else { page.text() }
     }
 
     /// The page with ANSI colours.

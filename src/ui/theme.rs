@@ -1,5 +1,6 @@
 //! Colours by role. Panels use only roles, and nothing is conveyed by colour alone.
 
+use super::ascii::locale_lacks_unicode;
 use super::palette::Palette;
 use ratatui::style::{Color, Modifier, Style};
 use std::str::FromStr;
@@ -131,11 +132,11 @@ pub struct Theme {
 }
 
 impl Theme {
-    /// From the environment: no colours with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI. `ascii`
-    /// replaces non-ASCII characters. Without a `scheme`, `COLORFGBG` decides.
+    /// From the environment: no colours with `NO_COLOR`, all with `COLORTERM=truecolor`, else the sixteen of ANSI. `ascii`,
+    /// or a locale without UTF-8, replaces non-ASCII characters. Without a `scheme`, `COLORFGBG` decides.
     pub fn from_env(ascii: bool, scheme: Option<ColorScheme>) -> Self {
         let scheme = scheme.unwrap_or_else(|| ColorScheme::from_env(|name| std::env::var(name).ok()));
-        Self { palette: Palette::from_env(), scheme, ascii }
+        Self { palette: Palette::from_env(), scheme, ascii: ascii || locale_lacks_unicode() }
     }
 
     /// All colours, as in pictures.

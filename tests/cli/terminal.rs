@@ -66,7 +66,7 @@ impl Terminal {
     fn tmux(&self, arguments: &[&str]) -> Output {
         let mut command = launch::command("tmux");
         command.args(["-L", &self.server]).args(arguments).current_dir(self.folder.path());
-        command.env_remove("NO_COLOR").env_remove("TMUX");
+        command.env_remove("NO_COLOR").env_remove("TMUX").env("LC_ALL", "C.UTF-8");
         let output = command.output().unwrap();
         assert!(output.status.success(), "tmux {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         output

@@ -3,7 +3,7 @@
 use super::metrics::Metric;
 use super::report::{Comparison, EquivalenceVerdict, RunGroup, SettingDifference};
 use super::run::RunSummary;
-use crate::telemetry::Series;
+use crate::telemetry::{Bucket, Series};
 use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent, format, power_range};
 use crate::untrusted::is_unsafe_char;
 
@@ -200,7 +200,7 @@ impl Comparison {
 
 /// A curve's finite means by step.
 pub(super) fn means(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
-    series.buckets().iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?)))
+    series.buckets().iter().filter_map(Bucket::point)
 }
 
 /// The positive means on a logarithmic axis, which shows the end of a run as clearly as its start.

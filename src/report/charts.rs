@@ -22,10 +22,6 @@ fn y_of(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     Some((low - air, high + air))
 }
 
-fn ends(buckets: &[Bucket]) -> impl Iterator<Item = f64> + '_ {
-    buckets.iter().filter(|bucket| bucket.count > 0).flat_map(|bucket| [bucket.min, bucket.max])
-}
-
 /// The area between the smallest and the largest value of each bucket.
 fn band(axes: &SvgAxes, buckets: &[Bucket], out: &mut String) {
     let shown = || buckets.iter().filter(|bucket| bucket.count > 0);
@@ -35,7 +31,7 @@ fn band(axes: &SvgAxes, buckets: &[Bucket], out: &mut String) {
 }
 
 fn means(axes: &SvgAxes, buckets: &[Bucket], class: &str, out: &mut String) {
-    axes.curve(out, class, buckets.iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?))));
+    axes.curve(out, class, buckets.iter().filter_map(Bucket::point));
 }
 
 fn legend(entries: &[(&str, &str)]) -> String {
@@ -49,12 +45,12 @@ fn loss(run: &RunState) -> Option<String> {
     let window = smoothing_for(run.total_steps());
     let (batches, smoothed) = (run.curves.loss.since(0), run.curves.smoothed[window].since(0));
     let validation = run.curves.validation.buckets();
-    let axes = SvgAxes { x: x_of(run), y: y_of(ends(&batches).chain(ends(validation)))? };
+    let axes = SvgAxes { x: x_of(run), y: y_of(batches.iter().chain(validation).flat_map(Bucket::ends))? };
     let mut body = String::new();
     band(&axes, &batches, &mut body);
     means(&axes, &batches, "plain", &mut body);
     means(&axes, &smoothed, "smooth", &mut body);
-    for (x, y) in validation.iter().filter_map(|bucket| Some((bucket.step as f64, bucket.mean()?))) {
+    for (x, y) in validation.iter().filter_map(Bucket::point) {
         let _ =
             writeln!(body, "<circle class=\"point\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\"/>", axes.left(x), axes.top(y));
     }
@@ -128,7 +124,7 @@ fn gradients(run: &RunState) -> Option<String> {
 /// The chart of the `n`th of [`PLOTTED`].
 fn line(run: &RunState, n: usize, (plotted, curve): (&Plotted, &Curve)) -> Option<String> {
     let buckets = curve.since(0);
-    let axes = SvgAxes { x: x_of(run), y: y_of(ends(&buckets))? };
+    let axes = SvgAxes { x: x_of(run), y: y_of(buckets.iter().flat_map(Bucket::ends))? };
     let mut body = String::new();
     band(&axes, &buckets, &mut body);
     means(&axes, &buckets, "plain", &mut body);

@@ -58,6 +58,16 @@ impl Bucket {
         (self.count > 0).then(|| self.sum / self.count as f64)
     }
 
+    /// Its first step and its mean; `None` without a finite value.
+    pub fn point(&self) -> Option<(f64, f64)> {
+        Some((self.step as f64, self.mean()?))
+    }
+
+    /// The smallest and the largest finite value, both infinite if there was none.
+    pub fn ends(&self) -> [f64; 2] {
+        [self.min, self.max]
+    }
+
     /// Merges the next bucket into this one.
     fn join(&mut self, next: &Self) {
         self.last_step = next.last_step;

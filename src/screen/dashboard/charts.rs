@@ -130,7 +130,8 @@ impl Chart {
             let losses = if scene.others.is_empty() { &one.curves.loss } else { charts.smoothed(run, one) };
             let losses = losses.since(first);
             // A logarithmic axis has no place for losses that are not positive.
-            extent(ends(losses.iter().chain(one.curves.validation.since(first))).map(y_of_loss(charts)))
+            let buckets = losses.iter().chain(one.curves.validation.since(first));
+            extent(buckets.flat_map(Bucket::ends).map(y_of_loss(charts)))
         };
         let y = match range(scene, shown) {
             Some((low, high)) => {
@@ -153,7 +154,7 @@ impl Chart {
         let (first, second) = (scene.charts.first_step(scene.run()), scene.charts.second);
         let shown = |run: &RunState| {
             if let Some(at) = second {
-                return extent(ends(run.curves.plotted[at].since(first).iter()));
+                return extent(run.curves.plotted[at].since(first).iter().flat_map(Bucket::ends));
             }
             extent(run.curves.scale.since(first).iter().map(|point| point.value))
         };
@@ -253,11 +254,6 @@ fn y_of_loss(charts: &Charts) -> fn(f64) -> f64 {
 /// The smallest and the largest value that any run shows.
 fn range(scene: &Scene, of: impl Fn(&RunState) -> Option<(f64, f64)>) -> Option<(f64, f64)> {
     extent(scene.runs().filter_map(of).flat_map(|(low, high)| [low, high]))
-}
-
-/// The smallest and the largest value of each bucket, infinite in one without a finite value.
-pub(super) fn ends<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> impl Iterator<Item = f64> {
-    buckets.into_iter().flat_map(|bucket| [bucket.min, bucket.max])
 }
 
 /// The letter of another run; the main run is `A`.

@@ -1,6 +1,6 @@
 //! The layers: the type each computes in, and the variance of its gradient, which may move a block into FP8 and out of it.
 
-use super::charts::{AxisUnit, Chart, ends};
+use super::charts::{AxisUnit, Chart};
 use super::scene::Scene;
 use crate::precision::{BlockRanges, PrecisionUnit};
 use crate::telemetry::{Bucket, RunState};
@@ -33,7 +33,7 @@ pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
         for threshold in thresholds.iter().flat_map(|(_, at)| at) {
             inner.glyph(axis.column(threshold.log2()), y, '┊', Role::Subnormal);
         }
-        let Some((low, high)) = extent(ends(history.buckets())) else { continue };
+        let Some((low, high)) = extent(history.buckets().iter().flat_map(Bucket::ends)) else { continue };
         let (from, to) = (axis.column(low), axis.column(high));
         (from..=to).for_each(|column| inner.glyph(column, y, '─', Role::Train));
         inner.glyph(from, y, '├', Role::Train);
@@ -71,7 +71,7 @@ fn is_among(blocks: &BlockRanges, unit: PrecisionUnit) -> bool {
 /// The axis of all variances and the threshold; `None` if nothing was measured.
 fn axis(run: &RunState, width: u16) -> Option<VarianceAxis> {
     let histories = run.tensors.variances.values().flat_map(|(_, history)| history.buckets());
-    let (mut low, mut high) = extent(ends(histories))?;
+    let (mut low, mut high) = extent(histories.flat_map(Bucket::ends))?;
     for threshold in run.fp8_thresholds().iter().flat_map(|(_, at)| at) {
         (low, high) = (low.min(threshold.log2()), high.max(threshold.log2()));
     }
@@ -103,7 +103,7 @@ pub(super) fn is_measured(run: &RunState, tensor: &str) -> bool {
 pub(super) fn draw_history(scene: &Scene, tensor: &str, canvas: &mut Canvas) {
     let (run, unit) = (scene.run(), PrecisionUnit::of(tensor));
     let Some((newest, series)) = run.tensors.variances.get(&unit) else { return };
-    let Some((low, high)) = extent(ends(series.buckets())) else { return };
+    let Some((low, high)) = extent(series.buckets().iter().flat_map(Bucket::ends)) else { return };
     let thresholds = run.fp8_thresholds().filter(|(blocks, _)| is_among(blocks, unit)).map(|(_, at)| at);
     let line = thresholds.map_or_else(String::new, |at| format!("   ┄ {}", describe_thresholds(at)));
     canvas.text(1, 0, &format!("gradient variance of {unit}, current {newest:.1e}{line}"), Role::Dim);

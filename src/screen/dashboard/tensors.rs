@@ -1,7 +1,7 @@
 //! The third tab: the table of tensors, the history of one of them, or the layers. The first tab has a short table.
 
 use super::app::Tab;
-use super::charts::{AxisUnit, Chart, ends};
+use super::charts::{AxisUnit, Chart};
 use super::keys::Action;
 use super::layers;
 use super::list::List;
@@ -265,7 +265,7 @@ fn draw_history(scene: &Scene, name: &str, canvas: &mut Canvas) {
     layers::draw_history(scene, name, &mut inner.part(0, 1 + rows - variance, width, variance));
     let mut inner = inner.part(0, 1, width, rows - variance);
     let (low, high) = (&row.history.0, &row.history.1);
-    let (Some((bottom, _)), Some((_, top))) = (extent(ends(low.buckets())), extent(ends(high.buckets()))) else {
+    let Some((bottom, top)) = extent(low.buckets().iter().chain(high.buckets()).flat_map(Bucket::ends)) else {
         inner.text(1, 0, "no history", Role::Dim);
         return;
     };

@@ -8,6 +8,7 @@ use super::metrics::{METRICS, Metric, NONE};
 use super::run::RunSummary;
 use super::statistics::Estimate;
 use crate::telemetry::float;
+use crate::ui::format::letter;
 use crate::{Error, Result};
 
 /// Settings that cannot change a run's numbers, and the seed: runs that differ only in these belong to one group.
@@ -108,7 +109,7 @@ impl Comparison {
             if let Some((group, _)) = groups.iter_mut().find(|(_, of_arm)| *of_arm == settings) {
                 group.runs.push(run);
             } else {
-                let label = char::from(b'A' + (groups.len() % 26) as u8).to_string();
+                let label = letter(groups.len()).to_string();
                 groups.push((RunGroup { label, name: String::new(), runs: vec![run] }, settings));
             }
         }

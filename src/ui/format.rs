@@ -86,6 +86,11 @@ pub(crate) fn steps(done: u64, total: u64) -> String {
     if total == 0 { done.to_string() } else { format!("{done}/{total}") }
 }
 
+/// The letter of a compared run or setting.
+pub(crate) fn letter(index: usize) -> char {
+    char::from(b'A' + (index % 26) as u8)
+}
+
 /// A duration as `hh:mm:ss`, preceded by days if there are any.
 pub(crate) fn clock(seconds: f64) -> String {
     let whole = seconds.max(0.0).round() as u64;

@@ -5,6 +5,7 @@ use std::iter::repeat_n;
 use super::{Attempt, Mean, ScalerComparison, Trajectory};
 use crate::lab::number::short;
 use crate::precision::ScaleChange;
+use crate::ui::format::letter;
 use crate::ui::{Column, Line, Page, Role, column_cell, plain};
 
 impl ScalerComparison {
@@ -194,11 +195,6 @@ impl Trajectory {
         ];
         page.table(&self.attempts, columns);
     }
-}
-
-/// The letter of a setting in the chart and the table.
-fn letter(index: usize) -> char {
-    char::from(b'A' + index as u8 % 26)
 }
 
 /// Three significant digits.

@@ -258,7 +258,7 @@ fn range(scene: &Scene, of: impl Fn(&RunState) -> Option<(f64, f64)>) -> Option<
 
 /// The letter of another run; the main run is `A`.
 fn letter(other: usize) -> char {
-    char::from(b'B' + (other % 25) as u8)
+    format::letter(other + 1)
 }
 
 /// The step at a column of a panel of this width.

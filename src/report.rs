@@ -15,7 +15,7 @@ const CURVE: usize = 450;
 /// Styles of this page, added to the shared ones of charts and tables.
 const STYLE: &str = "
 .band { fill: var(--c0); opacity: .3; stroke: none; } .smooth { stroke: var(--c3); fill: none; stroke-width: 1.8; }
-.point { fill: var(--c1); } .bar { fill: var(--c0); } .sub { fill: var(--c1); } .plain { stroke: var(--c0); fill: none;
+.bar { fill: var(--c0); } .sub { fill: var(--c1); } .plain { stroke: var(--c0); fill: none;
   stroke-width: 1.6; }
 .legend { color: var(--dim); margin: 0 0 1rem; } .legend span { margin-right: 1.2rem; white-space: nowrap; }
 .legend svg { width: 1.6rem; height: .7rem; margin-right: .3rem; }

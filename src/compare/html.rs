@@ -78,9 +78,7 @@ impl Comparison {
         let mut body = String::new();
         for (i, run) in self.runs() {
             axes.curve(&mut body, &class(i), logarithms(run.curves.loss.whole()));
-            for bucket in run.curves.loss.whole().buckets().iter().filter(|bucket| bucket.non_finite > 0) {
-                axes.cross(&mut body, bucket.step as f64, axes.y.1);
-            }
+            axes.broken(&mut body, run.curves.loss.whole().buckets());
         }
         let figures = self.describe("loss", "the last ten steps' loss");
         Some(axes.picture("loss", "Loss of the batches, by step", &figures, &body, axes.loss_label(f64::exp)))
@@ -91,14 +89,7 @@ impl Comparison {
         let mut body = String::new();
         for (i, run) in self.runs() {
             axes.curve(&mut body, &class(i), means(&run.curves.validation));
-            for (x, y) in means(&run.curves.validation) {
-                let (x, y) = (axes.left(x), axes.top(y));
-                let _ = writeln!(
-                    body,
-                    "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"2.5\" class=\"s{}\" fill=\"currentColor\"/>",
-                    i % 4
-                );
-            }
+            axes.dots(&mut body, &format!("s{}", i % 4), means(&run.curves.validation));
         }
         let figures = self.describe("validation_loss", "the last validation loss");
         Some(axes.picture("validation", "Validation loss, by step", &figures, &body, axes.loss_label(|y| y)))

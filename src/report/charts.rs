@@ -50,13 +50,8 @@ fn loss(run: &RunState) -> Option<String> {
     band(&axes, &batches, &mut body);
     means(&axes, &batches, "plain", &mut body);
     means(&axes, &smoothed, "smooth", &mut body);
-    for (x, y) in validation.iter().filter_map(Bucket::point) {
-        let _ =
-            writeln!(body, "<circle class=\"point\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.5\"/>", axes.left(x), axes.top(y));
-    }
-    for bucket in batches.iter().filter(|bucket| bucket.non_finite > 0) {
-        axes.cross(&mut body, bucket.step as f64, axes.y.1);
-    }
+    axes.dots(&mut body, "s1", validation.iter().filter_map(Bucket::point));
+    axes.broken(&mut body, &batches);
     let figures = run.figures();
     let words = format!(
         "last ten steps {}, last and best validation loss {}",
@@ -70,7 +65,7 @@ fn loss(run: &RunState) -> Option<String> {
     let legend = legend(&[
         ("<path class=\"plain\" d=\"M0 7H32\"/>", "batches"),
         ("<path class=\"smooth\" d=\"M0 7H32\"/>", &window),
-        ("<circle class=\"point\" cx=\"16\" cy=\"7\" r=\"5\"/>", "validation"),
+        ("<circle class=\"dot s1\" cx=\"16\" cy=\"7\" r=\"5\"/>", "validation"),
         ("<path class=\"mark\" d=\"M11 2l10 10m0 -10l-10 10\"/>", "not finite"),
     ]);
     Some(axes.picture("loss", "Loss, by step", &words, &body, axes.loss_label(|y| y)) + &legend)

@@ -2,7 +2,7 @@
 //! They support light and dark mode, and are well-formed XML.
 
 use super::format::{decimals, decimals_for};
-use crate::telemetry::{Series, StepSeries};
+use crate::telemetry::{Bucket, Series, StepSeries};
 use std::fmt::Write;
 
 /// The palette of Okabe and Ito for light and for dark backgrounds; the sky blue is too pale on white.
@@ -22,6 +22,7 @@ svg text { fill: var(--dim); font-size: 12px; }
 .s0 { stroke: var(--c0); color: var(--c0); } .s1 { stroke: var(--c1); color: var(--c1); stroke-dasharray: 7 3; }
 .s2 { stroke: var(--c2); color: var(--c2); stroke-dasharray: 2 3; }
 .s3 { stroke: var(--c3); color: var(--c3); stroke-dasharray: 9 3 2 3; }
+.dot { fill: currentColor; stroke: none; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; }
@@ -83,11 +84,11 @@ pub(crate) struct SvgAxes {
 }
 
 impl SvgAxes {
-    pub(crate) fn left(&self, x: f64) -> f64 {
+    fn left(&self, x: f64) -> f64 {
         LEFT + (x - self.x.0) / (self.x.1 - self.x.0) * (WIDTH - LEFT - RIGHT)
     }
 
-    pub(crate) fn top(&self, y: f64) -> f64 {
+    fn top(&self, y: f64) -> f64 {
         AIR + (self.y.1 - y) / (self.y.1 - self.y.0) * (HEIGHT - BOTTOM - AIR)
     }
 
@@ -120,8 +121,23 @@ impl SvgAxes {
         }
     }
 
+    /// A dot at each point.
+    pub(crate) fn dots(&self, out: &mut String, class: &str, points: impl Iterator<Item = (f64, f64)>) {
+        for (x, y) in points {
+            let (x, y) = (self.left(x), self.top(y));
+            let _ = writeln!(out, "<circle class=\"dot {class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\"/>");
+        }
+    }
+
+    /// A cross at the top for each bucket with a value that is not finite.
+    pub(crate) fn broken(&self, out: &mut String, buckets: &[Bucket]) {
+        for bucket in buckets.iter().filter(|bucket| bucket.non_finite > 0) {
+            self.cross(out, bucket.step as f64, self.y.1);
+        }
+    }
+
     /// A cross around a point.
-    pub(crate) fn cross(&self, out: &mut String, x: f64, y: f64) {
+    fn cross(&self, out: &mut String, x: f64, y: f64) {
         let (x, y) = (self.left(x), self.top(y));
         let _ = writeln!(out, "<path class=\"mark\" d=\"M{:.1} {:.1}l8 8m0 -8l-8 8\"/>", x - 4.0, y - 4.0);
     }

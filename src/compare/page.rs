@@ -5,7 +5,6 @@ use super::report::{Comparison, EquivalenceVerdict, RunGroup, SettingDifference}
 use super::run::RunSummary;
 use crate::telemetry::{Bucket, Series};
 use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent, format, power_range};
-use crate::untrusted::is_unsafe_char;
 
 /// Draws a run's curve; returns the point at a share of its steps.
 type DrawCurve = fn(&mut Plot, &RunSummary, Role, f64) -> Option<(f64, f64)>;
@@ -264,7 +263,7 @@ fn blocks(page: &mut Page, width: usize, heading: &str, columns: &[String], rows
 
 /// Truncates to a number of columns, with an ellipsis.
 fn fit(text: &str, columns: usize) -> String {
-    let text: String = text.chars().map(|c| if is_unsafe_char(c) { ' ' } else { c }).collect();
+    let text = format::printable(text);
     if text.chars().count() <= columns {
         return text;
     }

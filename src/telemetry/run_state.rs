@@ -23,6 +23,7 @@ use rows::{EVENTS, OVERFLOWS, SAMPLES, keep};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::{BTreeMap, VecDeque};
+use std::iter::repeat;
 use std::path::Path;
 use tensors::layer_order;
 
@@ -80,6 +81,8 @@ pub struct RunState {
 struct Snapshot {
     step: StepRecord,
     tally: MetricsAccumulator,
+    /// The number of overflows of each tensor.
+    overflows: Vec<u64>,
 }
 
 /// The phase of a run.
@@ -184,11 +187,9 @@ impl RunState {
             }
             Event::CheckpointSaved(saved) if saved.weights_only => {}
             Event::CheckpointSaved(saved) => {
-                keep(
-                    &mut self.snapshots,
-                    Snapshot { step: self.step.clone(), tally: self.tally.clone() },
-                    MAX_SNAPSHOTS,
-                );
+                let overflows = self.tensors.rows.iter().map(|row| row.overflows).collect();
+                let snapshot = Snapshot { step: self.step.clone(), tally: self.tally.clone(), overflows };
+                keep(&mut self.snapshots, snapshot, MAX_SNAPSHOTS);
                 self.saved = Some((saved, t));
             }
             Event::Paused { .. } => {
@@ -221,10 +222,15 @@ impl RunState {
         self.samples.retain(|row| row.step <= step);
         self.grads = self.grads.take().filter(|(at, ..)| *at <= step);
         self.lost_updates = self.lost_updates.filter(|(at, _)| *at <= step);
-        self.probe = self.probe.take().filter(|probe| probe.step <= step);
+        if self.probe.take_if(|probe| probe.step > step).is_some() {
+            self.tensors.rows.iter_mut().for_each(|row| row.flushed = None);
+        }
         self.snapshots.retain(|snapshot| snapshot.step.step <= step);
         if self.step.step > step {
-            match self.snapshots.back().filter(|snapshot| snapshot.step.step == step) {
+            let snapshot = self.snapshots.back().filter(|snapshot| snapshot.step.step == step);
+            let overflows = snapshot.iter().flat_map(|snapshot| snapshot.overflows.iter().copied());
+            self.tensors.rows.iter_mut().zip(overflows.chain(repeat(0))).for_each(|(row, count)| row.overflows = count);
+            match snapshot {
                 Some(snapshot) => (self.step, self.tally) = (snapshot.step.clone(), snapshot.tally.clone()),
                 // There is no snapshot, because nothing was saved or the log is damaged: only the curves are left.
                 None => self.restore_from_curves(step),
@@ -398,7 +404,9 @@ fn retries(started: &Started) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::{ScaleCause, ScaleUpdate, StepStatus, VERSION, Validation};
+    use crate::telemetry::{
+        FlushedTensor, Overflow, ScaleCause, ScaleUpdate, StepStatus, TensorRecord, VERSION, Validation,
+    };
 
     fn record(s: f64, event: Event) -> Record {
         Record { v: VERSION, t: 0, s, event }
@@ -497,12 +505,32 @@ mod tests {
     /// The history of a run that was resumed showed the probe of a step that the run then repeated.
     #[test]
     fn probes_of_repeated_steps_are_void() {
-        let probe = |step| Event::Fp32Probe(Box::new(Fp32Probe { step, ..Fp32Probe::default() }));
+        let tensors = vec![FlushedTensor { name: "wte.weight".into(), count: 9, nonzero: 8, flushed: 1 }];
+        let probe =
+            |step| Event::Fp32Probe(Box::new(Fp32Probe { step, tensors: tensors.clone(), ..Fp32Probe::default() }));
         let probed = |at| {
             let state = fold([started(None), step(at, 1.0, StepStatus::Applied), probe(at), started(Some(20))]);
-            state.probe.map(|probe| probe.step)
+            state.probe.map(|probe| probe.step).zip(state.tensors.rows[0].flushed)
         };
-        assert_eq!([20, 21].map(probed), [Some(20), None]);
+        assert_eq!([20, 21].map(probed), [Some((20, (1, 8))), None]);
+        assert_eq!(fold([started(None), probe(21), started(Some(20))]).tensors.rows[0].flushed, None);
+    }
+
+    #[test]
+    fn a_repeated_overflow_of_a_tensor_counts_once() {
+        let overflow = |step| {
+            let tensors = vec![TensorRecord { name: "wte.weight".into(), ..TensorRecord::default() }];
+            Event::Overflow(Overflow { step, tensors, ..Overflow::default() })
+        };
+        let counted = |saved: Option<CheckpointSaved>| {
+            let before = [started(None), step(1, 1.0, StepStatus::Skipped), overflow(1)];
+            let repeated = || [step(2, 1.0, StepStatus::Skipped), overflow(2)];
+            let events = before.into_iter().chain(saved.map(Event::CheckpointSaved)).chain(repeated());
+            fold(events.chain([started(Some(1))]).chain(repeated())).tensors.rows[0].overflows
+        };
+        assert_eq!(counted(Some(CheckpointSaved { step: 1, ..CheckpointSaved::default() })), 2);
+        // Without the checkpoint's event, as for the figures, the overflows before it are lost.
+        assert_eq!(counted(None), 1);
     }
 
     #[test]

@@ -107,34 +107,11 @@ impl Scaling {
         page
     }
 
-    /// Draws the format's range at a fixed position, one column per binade, with space on both sides; the gradients shift with the
-    /// scale. Left of the range they are flushed, right of it they overflow.
+    /// Draws the format's range at a fixed position, with space on both sides; the gradients shift with the scale. Left of the
+    /// range they are flushed, right of it they overflow.
     fn ruler(&self, page: &mut Page, width: usize) {
         const HEIGHT: usize = 7;
-        // Binades shown below and above the format's own.
-        const ROOM: (i32, i32) = (18, 10);
-        let (least, normal, top) =
-            (self.layout.min_subnormal_exponent(), self.layout.min_exponent(), self.layout.max_exponent());
-        // If the format is wider than the screen, a column holds several binades.
-        let binades = (top - least + 1 + ROOM.0 + ROOM.1).unsigned_abs() as usize;
-        let per_column = binades.div_ceil(width.saturating_sub(12).max(8)) as i32;
-        let count = |from: i32, to: i32| (from..to).map(|e| self.gradients.count(e - self.shift)).sum::<u64>();
-        let mut columns: Vec<(Role, u64)> = Vec::new();
-        let first = least - ROOM.0 / per_column * per_column;
-        for from in (first..=top + ROOM.1).step_by(per_column as usize) {
-            let role = match from {
-                // Values that round up to the smallest subnormal are not flushed.
-                _ if from < least - 1 => Role::Bad,
-                _ if from < normal => Role::Warn,
-                _ if from <= top => Role::Good,
-                _ => Role::Bad,
-            };
-            columns.push((role, count(from, from + per_column)));
-        }
-        // The tails beyond the chart.
-        let last = columns.len() - 1;
-        columns[0].1 += count(-400, first);
-        columns[last].1 += count(first + (last as i32 + 1) * per_column, 400);
+        let (first, per_column, columns) = self.columns(width);
         let most = columns.iter().map(|(_, count)| *count).max().unwrap_or(0).max(2);
         let level = |count: u64| {
             let share = if self.linear {
@@ -156,22 +133,51 @@ impl Scaling {
             }
             page.push(line);
         }
-        let column = |exponent: i32| ((exponent - first) / per_column) as usize;
-        let mut marks = vec!['─'; columns.len()];
-        let mut labels = vec![' '; columns.len() + 8];
-        for (column, label) in [
-            (column(least), least.to_string()),
-            (column(normal), normal.to_string()),
-            (column(0), "0".to_owned()),
-            (column(top), top.to_string()),
-        ] {
-            marks[column] = '┴';
-            if labels[(column + 1).saturating_sub(label.len() + 1)..=column].iter().any(|label| *label != ' ') {
-                continue;
-            }
-            let start = (column + 1).saturating_sub(label.len());
-            for (cell, c) in labels[start..].iter_mut().zip(label.chars()) {
-                *cell = c;
+        self.axis(page, columns.len(), |exponent| ((exponent - first) / per_column) as usize);
+    }
+
+    /// The exponent at which the first column begins, the binades of a column, and each column's role and number of gradients.
+    fn columns(&self, width: usize) -> (i32, i32, Vec<(Role, u64)>) {
+        // Binades shown below and above the format's own.
+        const ROOM: (i32, i32) = (18, 10);
+        let [least, normal, top] = self.limits();
+        // If the format is wider than the screen, a column holds several binades.
+        let binades = (top - least + 1 + ROOM.0 + ROOM.1).unsigned_abs() as usize;
+        let per_column = binades.div_ceil(width.saturating_sub(12).max(8)) as i32;
+        let count = |from: i32, to: i32| (from..to).map(|e| self.gradients.count(e - self.shift)).sum::<u64>();
+        let mut columns: Vec<(Role, u64)> = Vec::new();
+        let first = least - ROOM.0 / per_column * per_column;
+        for from in (first..=top + ROOM.1).step_by(per_column as usize) {
+            let role = match from {
+                // Values that round up to the smallest subnormal are not flushed.
+                _ if from < least - 1 => Role::Bad,
+                _ if from < normal => Role::Warn,
+                _ if from <= top => Role::Good,
+                _ => Role::Bad,
+            };
+            columns.push((role, count(from, from + per_column)));
+        }
+        // The tails beyond the chart.
+        let last = columns.len() - 1;
+        columns[0].1 += count(-400, first);
+        columns[last].1 += count(first + (last as i32 + 1) * per_column, 400);
+        (first, per_column, columns)
+    }
+
+    /// The exponents of the format's smallest subnormal, smallest normal and largest number.
+    fn limits(&self) -> [i32; 3] {
+        [self.layout.min_subnormal_exponent(), self.layout.min_exponent(), self.layout.max_exponent()]
+    }
+
+    /// Draws the axis and the names of the ranges below the columns; `column` maps an exponent to its column.
+    fn axis(&self, page: &mut Page, columns: usize, column: impl Fn(i32) -> usize) {
+        let [least, normal, top] = self.limits();
+        let (mut marks, mut labels) = (vec!['─'; columns], String::new());
+        for exponent in [least, normal, 0, top] {
+            let (label, end) = (exponent.to_string(), column(exponent) + 1);
+            marks[end - 1] = '┴';
+            if labels.is_empty() || labels.len() + label.len() < end {
+                labels.extend([format!("{label:>0$}", end - labels.len())]);
             }
         }
         // The longest of the names that fits.
@@ -180,14 +186,15 @@ impl Scaling {
             let fits = names.iter().find(|name| name.len() < width).copied().unwrap_or_default();
             format!("{fits:^width$}")
         };
+        let [least, normal, above] = [column(least), column(normal), column(top) + 1];
         let zones = [
-            (Role::Bad, zone(&["flushed", "zero", "0"], 0, column(least))),
-            (Role::Warn, zone(&["subnormal", "subn.", "sub"], column(least), column(normal))),
-            (Role::Good, zone(&[&format!("{} normal", self.format), "normal"], column(normal), column(top) + 1)),
-            (Role::Bad, zone(&["overflow", "over", "inf"], column(top) + 1, columns.len())),
+            (Role::Bad, zone(&["flushed", "zero", "0"], 0, least)),
+            (Role::Warn, zone(&["subnormal", "subn.", "sub"], least, normal)),
+            (Role::Good, zone(&[&format!("{} normal", self.format), "normal"], normal, above)),
+            (Role::Bad, zone(&["overflow", "over", "inf"], above, columns)),
         ];
         page.push(Line::new().plain(" ".repeat(8)).dim(marks.into_iter().collect::<String>()));
-        page.push(Line::new().plain(" ".repeat(8)).dim(labels.into_iter().collect::<String>().trim_end().to_owned()));
+        page.push(Line::new().plain(" ".repeat(8)).dim(labels));
         let names = zones.into_iter().fold(Line::new().dim("after S "), |line, (role, name)| line.with(role, name));
         page.push(names);
     }

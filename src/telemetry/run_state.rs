@@ -226,6 +226,9 @@ impl RunState {
             self.tensors.rows.iter_mut().for_each(|row| row.flushed = None);
         }
         self.snapshots.retain(|snapshot| snapshot.step.step <= step);
+        if let Some((saved, _)) = &mut self.saved {
+            saved.step = saved.step.min(step);
+        }
         if self.step.step > step {
             let snapshot = self.snapshots.back().filter(|snapshot| snapshot.step.step == step);
             let overflows = snapshot.iter().flat_map(|snapshot| snapshot.overflows.iter().copied());
@@ -514,6 +517,15 @@ mod tests {
         };
         assert_eq!([20, 21].map(probed), [Some((20, (1, 8))), None]);
         assert_eq!(fold([started(None), probe(21), started(Some(20))]).tensors.rows[0].flushed, None);
+    }
+
+    /// The question before discarding a run counts the steps after it.
+    #[test]
+    fn the_checkpoint_of_a_resumed_run_is_the_one_it_was_resumed_from() {
+        let saved = Event::CheckpointSaved(CheckpointSaved { step: 40, ..CheckpointSaved::default() });
+        let saved =
+            |resumed| fold([started(None), saved.clone(), started(Some(resumed))]).saved.map(|(one, _)| one.step);
+        assert_eq!([20, 40].map(saved), [Some(20), Some(40)]);
     }
 
     #[test]

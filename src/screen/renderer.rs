@@ -3,6 +3,7 @@
 
 use super::dashboard::{App, DashboardMode};
 use super::plain::PlainPrinter;
+use super::terminal::SAVING;
 use super::words::announcement;
 use crate::telemetry::{Activity, Command, Event, Phase, PhaseLines, Record, RunState};
 use crate::ui::Theme;
@@ -180,12 +181,15 @@ pub fn follow<W: Write>(
         // The screen that showed it has closed.
         let _ = writeln!(stdout(), "{end}");
     }
-    if exit == Exit::Killed {
-        return exit;
-    }
-    if exit == Exit::Detached {
-        let name = run.started.as_ref().map_or("", |started| &started.run);
-        let _ = writeln!(stdout(), "detached; `finetune watch {name}` in another terminal shows the dashboard");
+    match exit {
+        Exit::Killed => return exit,
+        Exit::Detached => {
+            let name = run.started.as_ref().map_or("", |started| &started.run);
+            let _ = writeln!(stdout(), "detached; `finetune watch {name}` in another terminal shows the dashboard");
+        }
+        // The screen was still shown when the signal arrived.
+        Exit::Terminated if !run.is_over() => drop(writeln!(stderr(), "{SAVING}")),
+        _ => {}
     }
     let _ = drive(&mut source, &mut PlainPrinter::after(run, stdout(), log_every));
     records.iter().for_each(drop);

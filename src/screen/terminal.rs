@@ -9,5 +9,5 @@ mod signals;
 pub(crate) use keys::Binding;
 pub(crate) use message::MessageEditor;
 pub(crate) use screen::Screen;
-pub(crate) use signals::{CTRL_C_REPEAT, ShutdownFlag, interrupt_flag};
+pub(crate) use signals::{CTRL_C_REPEAT, SAVING, ShutdownFlag, interrupt_flag};
 pub use signals::{SignalHandler, ignore_stop_signals, outlive_file_size_limit};

@@ -280,6 +280,18 @@ fn a_second_signal_ends_everything_at_once_and_restores() {
     }
 }
 
+/// A slow step would leave an empty terminal.
+#[test]
+fn a_signal_that_closes_the_screen_is_confirmed() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    terminal.start_demo("--stubborn; echo code=$?");
+    terminal.signal(&["TERM"]);
+    terminal.wait_for("interrupted: saving; Ctrl-C again stops without saving");
+    terminal.keys(&["C-c"]);
+    terminal.wait_for("code=130");
+    terminal.assert_restored();
+}
+
 #[test]
 fn a_terminal_that_hangs_up_makes_training_save() {
     let Some(terminal) = Terminal::open(120, 36) else { return };

@@ -16,6 +16,9 @@ const INTERRUPTED: i32 = 130;
 /// How long an exiting process waits for its terminal to be restored.
 const PATIENCE: Duration = Duration::from_millis(500);
 
+/// The effect of the first signal, as text.
+pub(crate) const SAVING: &str = "interrupted: saving; Ctrl-C again stops without saving";
+
 /// Repeated presses of Ctrl-C within this time count as one.
 pub(crate) const CTRL_C_REPEAT: Duration = Duration::from_secs(1);
 
@@ -70,7 +73,7 @@ impl SignalHandler {
                         interrupted = true;
                         pressed = (signal == SIGINT).then(Instant::now);
                         run.interrupt.store(true, Ordering::SeqCst);
-                        say("interrupted: saving; Ctrl-C again stops without saving");
+                        say(SAVING);
                     }
                     (_, None) => leave(),
                 }

@@ -125,7 +125,7 @@ impl UlpGrid {
         page.table(&self.formats, columns);
         page.wrapped(
             Role::Dim,
-            "smallest one: an update moves the weight if it is above (>) or at least (≥) this; of the largest \
+            "smallest one: an update moves the weight if it is above (>) or at least (>=) this; of the largest \
              number it makes infinity (∞). with master: steps until the working copy of an FP32 master weight changes.",
             width,
         );
@@ -245,7 +245,7 @@ impl UlpRow {
     fn bound(&self) -> &'static str {
         match (self.overflows, self.tie_survives || self.tie_overflows) {
             (false, false) => "> ",
-            (false, true) => "≥ ",
+            (false, true) => ">= ",
             (true, false) => "∞ above ",
             (true, true) => "∞ from ",
         }
@@ -302,6 +302,9 @@ mod tests {
         assert!(!row(1.0, 2f64.powi(-11), "FP16").survives);
         let odd = row(1.0 + 2f64.powi(-10), 2f64.powi(-11), "FP16");
         assert!(odd.survives && odd.tie_survives);
+        // In ASCII too, this differs from `>`.
+        let page = UlpGrid::new(1.0 + 2f64.powi(-10), 1e-4).page(80).ascii().text();
+        assert!(page.contains(" >= 2^-11 ") && page.contains(" > 2^-4 "), "{page}");
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
 use std::ops::Range;
+use std::rc::Rc;
 use std::sync::PoisonError;
 
 /// Memory for partial sums of long products.
@@ -54,10 +55,11 @@ impl Drop for Plan {
 pub(super) struct Products {
     library: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
-    plans: HashMap<Problem, Option<Plan>>,
+    plans: HashMap<Problem, Option<Rc<Plan>>>,
 }
 
-// SAFETY: cuBLASLt's handles and descriptions belong to no thread, and `CudaQueue` uses them under a lock.
+// SAFETY: cuBLASLt's handles and descriptions belong to no thread. `CudaQueue` uses them, and counts references to plans, under
+// a lock.
 unsafe impl Send for Products {}
 
 impl fmt::Debug for Products {
@@ -220,21 +222,26 @@ struct Product {
     accumulates: bool,
 }
 
-impl Products {
-    /// Launches the product of a part of the rows, columns and depth, the `first` of its sums or a later one; `false` if cuBLASLt has
-    /// no algorithm.
-    fn launch(
-        &mut self,
-        queue: &CudaQueue,
-        &Product { a, b, c, of_factors, of_result, alpha, bias, accumulates }: &Product,
-        [rows, columns, depth]: [Range<usize>; 3],
-        first: bool,
-    ) -> Result<bool> {
+/// The product of a part of the rows, columns and depth.
+struct Part {
+    problem: Problem,
+    /// Of the factors and the result.
+    addresses: [u64; 3],
+    bias: Option<u64>,
+    alpha: f32,
+    /// The factor of the result's old values.
+    beta: f32,
+}
+
+impl Product {
+    /// The `first` part of its sums, or a later one.
+    fn part(&self, [rows, columns, depth]: [Range<usize>; 3], first: bool) -> Part {
+        let &Self { a, b, c, of_factors, of_result, alpha, bias, accumulates } = self;
         // Part of the last sum, which starts at 0.
         let bias =
             bias.filter(|_| depth.start == 0).map(|bias| bias + (columns.start * c.dtype.size_in_bytes()) as u64);
         // By columns, c's transpose is b's transpose times a's.
-        let addresses @ [left, right, to] =
+        let addresses =
             [b.at(depth.start, columns.start), a.at(rows.start, depth.start), c.at(rows.start, columns.start)];
         let problem = Problem {
             sizes: [columns.len(), rows.len(), depth.len()],
@@ -245,16 +252,26 @@ impl Products {
             of_result,
             has_bias: bias.is_some(),
         };
+        Part { problem, addresses, bias, alpha, beta: if accumulates || !first { 1.0 } else { 0.0 } }
+    }
+}
+
+impl Products {
+    /// The plan of a problem; `None` if cuBLASLt has no algorithm.
+    fn plan(&mut self, problem: Problem) -> Result<Option<Rc<Plan>>> {
         let plan = match self.plans.entry(problem) {
             Entry::Occupied(plan) => plan.into_mut(),
-            Entry::Vacant(empty) => empty.insert(Plan::new(self.library, &problem).map_err(Error::wrap)?),
+            Entry::Vacant(empty) => empty.insert(Plan::new(self.library, &problem).map_err(Error::wrap)?.map(Rc::new)),
         };
-        let Some(plan) = plan else { return Ok(false) };
-        if let Some(bias) = bias {
+        Ok(plan.clone())
+    }
+
+    fn launch(&self, queue: &CudaQueue, plan: &Plan, part: &Part) -> Result<()> {
+        if let Some(bias) = part.bias {
             let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
             plan.set(attribute, bias).map_err(Error::wrap)?;
         }
-        let beta = if accumulates || !first { 1.0f32 } else { 0.0 };
+        let [left, right, to] = part.addresses;
         let [of_left, of_right, of_to] = plan.matrices;
         // SAFETY: the matrices, the bias and the workspace are in this device's memory, which their owners hold until the
         // product is in the stream.
@@ -262,8 +279,8 @@ impl Products {
             result::matmul(
                 self.library,
                 plan.product,
-                (&raw const alpha).cast(),
-                (&raw const beta).cast(),
+                (&raw const part.alpha).cast(),
+                (&raw const part.beta).cast(),
                 left as *const _,
                 of_left,
                 right as *const _,
@@ -278,8 +295,7 @@ impl Products {
                 queue.device().cuda_stream().cu_stream() as sys::cudaStream_t,
             )
         }
-        .map_err(Error::wrap)?;
-        Ok(true)
+        .map_err(Error::wrap)
     }
 }
 
@@ -309,15 +325,20 @@ pub(crate) fn product(queue: &CudaQueue, op: &op::Matmul<'_>, bias: Option<&Tens
     };
     let accumulates = mode == WriteMode::Accumulate;
     let whole = Product { a, b, c, of_factors, of_result, alpha, bias, accumulates };
+    // Every plan before the first launch: the caller computes the whole product if a part has none.
+    let mut planned = Vec::new();
     for rows in parts(m, a.transposed, a.dtype) {
         for columns in parts(n, true, a.dtype) {
             // The short part of the depth first: so the sum is rounded once, except for the addition of that part.
             for (i, depth) in parts(k, !a.transposed || b.transposed, a.dtype).enumerate() {
-                if !products.launch(queue, &whole, [rows.clone(), columns.clone(), depth], i == 0)? {
-                    return Ok(false);
-                }
+                let part = whole.part([rows.clone(), columns.clone(), depth], i == 0);
+                let Some(plan) = products.plan(part.problem)? else { return Ok(false) };
+                planned.push((plan, part));
             }
         }
+    }
+    for (plan, part) in planned {
+        products.launch(queue, &plan, &part)?;
     }
     Ok(true)
 }

@@ -98,7 +98,8 @@ impl Cases {
         const TWO: Documents = &[&[19], &[19]];
         // Within a tile, over its end, and with heads of every size that there are CUDA kernels for.
         let plain = [(2, 33, 3, 32, 3), (1, 130, 4, 64, 2), (2, 40, 2, 80, 2), (1, 70, 3, 128, 1), (1, 65, 2, 20, 1)];
-        let shapes = plain.map(|shape| (shape, None)).into_iter().chain([((1, 70, 2, 256, 1), Some(0.7))]);
+        let capped = [128, 256].map(|head_size| ((1, 70, 2, head_size, 1), Some(0.7)));
+        let shapes = plain.map(|shape| (shape, None)).into_iter().chain(capped);
         for (i, ((batch, seq_len, heads, head_size, kv_heads), softcap)) in shapes.enumerate() {
             let shape = AttentionShape { kv_heads, softcap, ..AttentionShape::new(batch, seq_len, heads, head_size) };
             // A window over which tiles are skipped.

@@ -44,6 +44,18 @@ pub(crate) fn count() -> usize {
 }
 
 #[cfg(not(feature = "cuda"))]
+pub(crate) fn uuid(_: &Device) -> Option<[u8; 16]> {
+    None
+}
+
+/// The identity of a GPU or of a partition, which no setting of CUDA's environment changes.
+#[cfg(feature = "cuda")]
+pub(crate) fn uuid(device: &Device) -> Option<[u8; 16]> {
+    let uuid = device.as_cuda_device().ok()?.cuda_stream().context().uuid().ok()?;
+    Some(uuid.bytes.map(|byte| byte as u8))
+}
+
+#[cfg(not(feature = "cuda"))]
 pub(crate) fn free_bytes(_: &Device) -> Option<u64> {
     None
 }

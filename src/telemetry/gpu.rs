@@ -6,11 +6,11 @@
 use super::event::GpuStats;
 use std::sync::{Arc, Mutex, PoisonError};
 
-#[cfg(any(feature = "nvml", test))]
+#[cfg(any(feature = "cuda", test))]
 use std::{thread, time::Duration};
 
 /// Time between two samples.
-#[cfg(feature = "nvml")]
+#[cfg(feature = "cuda")]
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// Samples a GPU until it is dropped.
@@ -20,20 +20,20 @@ pub struct GpuSampler {
 }
 
 impl GpuSampler {
-    /// Samples the GPU with CUDA's device number `ordinal`; `None` in a program built without the feature `nvml`.
-    pub fn start(ordinal: usize) -> Option<Self> {
-        #[cfg(feature = "nvml")]
-        return Self::every(PERIOD, move || nvml::open(ordinal));
-        #[cfg(not(feature = "nvml"))]
+    /// Samples the GPU with this identity; `None` in a program built without the feature `cuda`.
+    pub fn start(uuid: [u8; 16]) -> Option<Self> {
+        #[cfg(feature = "cuda")]
+        return Self::every(PERIOD, move || nvml::open(uuid));
+        #[cfg(not(feature = "cuda"))]
         {
-            let _ = ordinal;
+            let _ = uuid;
             None
         }
     }
 
     /// Calls the query that `open` returns every `period` on a new thread, which ends if `open` returns `None` or soon
     /// after the sampler is dropped.
-    #[cfg(any(feature = "nvml", test))]
+    #[cfg(any(feature = "cuda", test))]
     fn every<L: FnMut() -> Option<GpuStats>>(
         period: Duration,
         open: impl FnOnce() -> Option<L> + Send + 'static,
@@ -59,47 +59,25 @@ impl GpuSampler {
     }
 }
 
-/// How NVML names a GPU.
-#[cfg(any(feature = "nvml", test))]
-#[derive(Debug, PartialEq, Eq)]
-enum Name {
-    Index(u32),
-    Uuid(String),
+/// NVML's names of a GPU and of a MIG partition with this identity.
+#[cfg(any(feature = "cuda", test))]
+fn names(uuid: [u8; 16]) -> [String; 2] {
+    let digits = uuid.map(|byte| format!("{byte:02x}")).concat();
+    let [a, b, c, d, e] = [0..8, 8..12, 12..16, 16..20, 20..32].map(|range| &digits[range]);
+    ["GPU", "MIG"].map(|kind| format!("{kind}-{a}-{b}-{c}-{d}-{e}"))
 }
 
-/// NVML's name of CUDA's device `ordinal`. NVML counts all GPUs, CUDA only those that `CUDA_VISIBLE_DEVICES` lists by
-/// number or UUID.
-#[cfg(any(feature = "nvml", test))]
-fn name(ordinal: usize, visible: Option<&str>) -> Option<Name> {
-    let Some(visible) = visible else { return Some(Name::Index(ordinal as u32)) };
-    let named = visible.split(',').nth(ordinal)?.trim();
-    match named.parse() {
-        Ok(index) => Some(Name::Index(index)),
-        Err(_) if named.starts_with("GPU-") || named.starts_with("MIG-") => Some(Name::Uuid(named.to_owned())),
-        Err(_) => None,
-    }
-}
-
-#[cfg(feature = "nvml")]
+#[cfg(feature = "cuda")]
 mod nvml {
-    use super::{GpuStats, Name, name};
+    use super::{GpuStats, names};
     use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
-    use nvml_wrapper::error::NvmlError;
     use nvml_wrapper::{Device, Nvml};
 
     /// The query for the GPU's figures; `None` without the library or the GPU.
-    pub(super) fn open(ordinal: usize) -> Option<impl FnMut() -> Option<GpuStats>> {
-        let name = name(ordinal, std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref())?;
+    pub(super) fn open(uuid: [u8; 16]) -> Option<impl FnMut() -> Option<GpuStats>> {
         let library = Nvml::init().ok()?;
-        device(&library, &name).ok()?;
-        Some(move || query(&device(&library, &name).ok()?))
-    }
-
-    fn device<'a>(library: &'a Nvml, name: &Name) -> Result<Device<'a>, NvmlError> {
-        match name {
-            Name::Index(index) => library.device_by_index(*index),
-            Name::Uuid(uuid) => library.device_by_uuid(uuid.as_str()),
-        }
+        let name = names(uuid).into_iter().find(|name| library.device_by_uuid(name.as_str()).is_ok())?;
+        Some(move || query(&library.device_by_uuid(name.as_str()).ok()?))
     }
 
     /// A MIG partition does not report all of these.
@@ -153,19 +131,10 @@ mod tests {
     }
 
     #[test]
-    #[cfg(feature = "nvml")]
-    fn the_library_is_loaded_at_run_time() {
-        let sampler = GpuSampler::start(0).expect("this build has a sampler");
-        thread::sleep(Duration::from_millis(500));
-        let driver = std::path::Path::new("/proc/driver/nvidia/version").exists();
-        assert!(driver || sampler.newest().is_none());
-    }
-
-    #[test]
-    fn cuda_counts_the_visible_gpus() {
-        assert_eq!(name(1, None), Some(Name::Index(1)));
-        assert_eq!(name(0, Some("3,1")), Some(Name::Index(3)));
-        assert_eq!(name(1, Some("3, GPU-8a1")), Some(Name::Uuid("GPU-8a1".into())));
-        assert_eq!([name(0, Some("")), name(2, Some("3,1")), name(0, Some("none"))], [None, None, None]);
+    fn a_gpu_is_named_by_its_identity() {
+        let uuid = std::array::from_fn(|i| 17 * i as u8);
+        let [gpu, mig] = names(uuid);
+        assert_eq!(gpu, "GPU-00112233-4455-6677-8899-aabbccddeeff");
+        assert_eq!(mig, gpu.replace("GPU", "MIG"));
     }
 }

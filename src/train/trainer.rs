@@ -17,6 +17,7 @@ use crate::data::{
 };
 use crate::engine::collective::{ProcessGroup, SingleProcess};
 use crate::engine::device::DeviceContext;
+use crate::engine::gpu;
 use crate::engine::model::ModelSpec;
 use crate::precision::{Fallback, GradScaler, scale_text};
 use crate::settings::Interval;
@@ -26,7 +27,7 @@ use crate::telemetry::{
     Activity, CheckpointProof, Command, Diagnostic, Emitter, Event, FinishReason, GpuSampler, RunState,
 };
 use crate::train::callbacks::{Callbacks, StepContext};
-use crate::train::config::{Config, DeviceSpec};
+use crate::train::config::Config;
 use crate::train::engine::TrainEngine;
 use crate::train::fp8::Fp8Blocks;
 use crate::train::objective::ObjectiveKind;
@@ -413,8 +414,7 @@ impl Trainer {
     fn run_to_end(&mut self) -> Result<FinishReason> {
         let began = Instant::now();
         let resumed_from = self.progress.saved_at;
-        let ordinal = if let Ok(DeviceSpec::Cuda(ordinal)) = self.config.device_spec() { ordinal } else { 0 };
-        self.gpu = GpuSampler::start(ordinal);
+        self.gpu = gpu::uuid(&self.engine.state.weights.device()).and_then(GpuSampler::start);
         let started = self.started(resumed_from);
         self.emitter.emit(Event::Started(Box::new(started)));
         for change in std::mem::take(&mut self.progress.changes) {

@@ -5,6 +5,7 @@
 
 use super::{Job, ProcessGroup, TensorExchange};
 use crate::engine::device::DeviceContext;
+use crate::engine::gpu;
 use crate::engine::kernels::cuda::KernelFamily;
 use crate::{Error, Result};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
@@ -110,18 +111,14 @@ struct Candidate {
 
 impl Candidate {
     /// Our kernel for statistics can be continued by other processes. candle has none.
-    fn new(DeviceContext { device, kernels, .. }: &DeviceContext) -> Result<(Self, Option<Functions>)> {
+    fn new(DeviceContext { device, kernels, .. }: &DeviceContext) -> (Self, Option<Functions>) {
         let mut families = kernels.name().split([':', ',']);
-        let Device::Cuda(cuda) = device else { return Ok((Self { gpu: None, problem: None }, None)) };
-        if !families.any(|name| name == KernelFamily::Summary.name()) {
-            return Ok((Self { gpu: None, problem: None }, None));
+        let has_statistics = families.any(|name| name == KernelFamily::Summary.name());
+        let gpu = gpu::uuid(device).filter(|_| has_statistics);
+        match gpu.map(|_| Functions::load()) {
+            Some(Ok(functions)) => (Self { gpu, problem: None }, Some(functions)),
+            loaded => (Self { gpu, problem: loaded.and_then(std::result::Result::err) }, None),
         }
-        let gpu = cuda.cuda_stream().context().uuid().w()?.bytes.map(|byte| byte as u8);
-        let (functions, problem) = match Functions::load() {
-            Ok(functions) => (Some(functions), None),
-            Err(problem) => (None, Some(problem)),
-        };
-        Ok((Self { gpu: Some(gpu), problem }, functions))
     }
 }
 
@@ -166,7 +163,7 @@ pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Res
     if group.world_size() == 1 {
         return Ok(group);
     }
-    let (own, functions) = Candidate::new(open)?;
+    let (own, functions) = Candidate::new(open);
     let all = group.all_gather_messages(&own)?;
     let gpus: Option<Vec<_>> = all.iter().map(|candidate| candidate.gpu).collect();
     let distinct = |gpus: &Vec<_>| gpus.iter().collect::<BTreeSet<_>>().len() == gpus.len();

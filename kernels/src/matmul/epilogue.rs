@@ -64,9 +64,7 @@ impl<C: Element> OutputMatrix<C> {
     pub(super) fn fetch(self, area: TileRect, ahead: &mut PrefetchQueue) {
         // One more than the length fills, because a row may start anywhere in a line.
         let lines = (area.cols * size_of::<C>()).div_ceil(CACHE_LINE) + 1;
-        for i in 0..area.rows {
-            ahead.push_lines(self.start.wrapping_add((area.row + i) * self.stride + area.col), lines);
-        }
+        ahead.push_rows(self.start.wrapping_add(area.row * self.stride + area.col), self.stride, area.rows, lines);
     }
 
     /// This matrix, if it is one of FP32.
@@ -162,6 +160,24 @@ impl<C: Element> OutputMatrix<C> {
         epilogue: Epilogue<'_>,
         scratch: &mut Scratch<C>,
     ) {
+        if let (Some(floats), 1.0, None) = (self.as_floats(), epilogue.alpha, epilogue.bias)
+            && area.cols.is_multiple_of(BLOCK)
+        {
+            return vectorize(
+                #[inline(always)]
+                || {
+                    for i in 0..area.rows {
+                        let (sums, _) = tile.0[i * width..][..area.cols].as_chunks::<BLOCK>();
+                        // SAFETY: the caller's promise.
+                        let (row, _) = unsafe { floats.row(area, i) }.as_chunks_mut::<BLOCK>();
+                        for (sums, row) in sums.iter().zip(row) {
+                            *row =
+                                std::array::from_fn(|k| if epilogue.accumulate { sums[k] + row[k] } else { sums[k] });
+                        }
+                    }
+                },
+            );
+        }
         if epilogue.alpha != 1.0 {
             vectorize(
                 #[inline(always)]
@@ -195,11 +211,14 @@ impl<C: Element> OutputMatrix<C> {
     }
 }
 
-/// Copies between slices of the same length. Rows are short: in blocks, the compiler needs no call.
+/// Elements of a row that are copied or added together: with a constant length, the compiler needs no call and no loop.
+const BLOCK: usize = 16;
+
+/// Copies between slices of the same length, which are short.
 #[inline(always)]
 fn copy<C: Copy>(source: &[C], target: &mut [C]) {
-    let (blocks, rest) = source.as_chunks::<16>();
-    let (target_blocks, target_rest) = target.as_chunks_mut::<16>();
+    let (blocks, rest) = source.as_chunks::<BLOCK>();
+    let (target_blocks, target_rest) = target.as_chunks_mut::<BLOCK>();
     for (from, to) in blocks.iter().zip(target_blocks) {
         *to = *from;
     }

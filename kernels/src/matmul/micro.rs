@@ -67,16 +67,23 @@ impl PrefetchQueue {
         self.len = 0;
     }
 
-    /// Adds `count` cache lines, starting at `first`. The memory need not exist; lines above the number that fits are
-    /// dropped.
+    /// Adds `lines` cache lines, at least one, from the start of each of `rows` rows, `stride` elements apart. The memory need not
+    /// exist; lines above the number that fits are dropped.
     #[inline(always)]
-    pub(super) fn push_lines<T>(&mut self, first: *const T, count: usize) {
-        let free = &mut self.addresses[self.len.min(MAX_AHEAD)..];
-        let count = count.min(free.len());
-        for (i, free) in free[..count].iter_mut().enumerate() {
-            *free = first.cast::<i8>().wrapping_add(i * CACHE_LINE);
+    pub(super) fn push_rows<T>(&mut self, first: *const T, stride: usize, rows: usize, lines: usize) {
+        for (row, free) in self.addresses[self.len..].chunks_mut(lines).enumerate().take(rows) {
+            for (line, free) in free.iter_mut().enumerate() {
+                *free = first.wrapping_add(row * stride).cast::<i8>().wrapping_add(line * CACHE_LINE);
+            }
+            self.len += free.len();
         }
-        self.len += count;
+    }
+
+    /// The address at `index`; the last one, if there are fewer.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn address(&self, index: usize) -> *const i8 {
+        self.addresses[index.min(self.len.saturating_sub(1))]
     }
 
     /// Splits the addresses evenly into `steps` parts; the last ones may be empty.

@@ -608,7 +608,7 @@ impl<'a, T> Prefetch<'a, T> {
         let mut wanted = self.per_step;
         while wanted > 0 && self.runs > 0 {
             let lines = wanted.min((self.length - self.done).div_ceil(Self::LINE));
-            ahead.push_lines(self.data.as_ptr().wrapping_add(self.done), lines);
+            ahead.push_rows(self.data.as_ptr().wrapping_add(self.done), 0, 1, lines);
             wanted -= lines;
             self.done += lines * Self::LINE;
             if self.done >= self.length {

@@ -1,8 +1,10 @@
 //! AVX2 with FMA: 6 × 16 sums in 12 registers. Loops by index, as in `avx512`.
+//!
+//! The inner loop has a constant length: the processor mispredicts the end of one that is as long as a span between prefetches.
 
 #![expect(clippy::needless_range_loop, reason = "as in `avx512`")]
 
-use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps};
+use std::arch::x86_64::{__m256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps};
 
 use super::{PrefetchQueue, Tile};
 use crate::matmul::pack::fetch;
@@ -10,6 +12,8 @@ use crate::matmul::pack::fetch;
 const ROWS: usize = 6;
 const VECTORS: usize = 2;
 const LANES: usize = 8;
+/// Units multiplied between two prefetches.
+const UNROLLED: usize = 4;
 
 /// The first `LIVE` of the rows. Units are floats.
 ///
@@ -23,33 +27,46 @@ pub(super) unsafe fn float<const LIVE: usize>(
     ahead: &PrefetchQueue,
     tile: &mut Tile,
 ) {
-    let (mut a, mut b) = (a.cast::<f32>(), b.cast::<f32>());
+    let (a, b) = (a.cast::<f32>(), b.cast::<f32>());
     let mut sums = [[_mm256_setzero_ps(); VECTORS]; LIVE];
-    for span in ahead.spread_over(units) {
-        fetch(span.address);
-        for _ in 0..span.units {
+    let whole = units / UNROLLED * UNROLLED;
+    for unit in (0..whole).step_by(UNROLLED) {
+        fetch(ahead.address(unit / UNROLLED));
+        for unit in unit..unit + UNROLLED {
             // SAFETY: the caller promised this many units.
-            unsafe {
-                let mut columns = [_mm256_setzero_ps(); VECTORS];
-                for vector in 0..VECTORS {
-                    columns[vector] = _mm256_loadu_ps(b.add(vector * LANES));
-                }
-                for row in 0..LIVE {
-                    let left = _mm256_set1_ps(*a.add(row));
-                    for vector in 0..VECTORS {
-                        sums[row][vector] = _mm256_fmadd_ps(left, columns[vector], sums[row][vector]);
-                    }
-                }
-                a = a.add(ROWS);
-                b = b.add(VECTORS * LANES);
-            }
+            unsafe { add_products(a.add(unit * ROWS), b.add(unit * VECTORS * LANES), &mut sums) };
         }
+    }
+    for unit in whole..units {
+        // SAFETY: as above.
+        unsafe { add_products(a.add(unit * ROWS), b.add(unit * VECTORS * LANES), &mut sums) };
     }
     for row in 0..LIVE {
         for vector in 0..VECTORS {
             let place = (row * VECTORS + vector) * LANES;
             // SAFETY: a tile is aligned and has room for 6 × 16 floats.
             unsafe { _mm256_store_ps(tile.0.as_mut_ptr().add(place), sums[row][vector]) };
+        }
+    }
+}
+
+/// Adds the products of one unit.
+///
+/// # Safety
+/// As [`float`], for one unit.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_products<const LIVE: usize>(a: *const f32, b: *const f32, sums: &mut [[__m256; VECTORS]; LIVE]) {
+    let mut columns = [_mm256_setzero_ps(); VECTORS];
+    for vector in 0..VECTORS {
+        // SAFETY: the caller's promise.
+        columns[vector] = unsafe { _mm256_loadu_ps(b.add(vector * LANES)) };
+    }
+    for row in 0..LIVE {
+        // SAFETY: as above.
+        let left = _mm256_set1_ps(unsafe { *a.add(row) });
+        for vector in 0..VECTORS {
+            sums[row][vector] = _mm256_fmadd_ps(left, columns[vector], sums[row][vector]);
         }
     }
 }

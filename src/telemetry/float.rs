@@ -1,7 +1,8 @@
 //! Floats in JSON, which cannot represent NaN and infinities: they are written as the strings `"NaN"`, `"inf"`,
 //! `"-inf"`.
 //!
-//! Use with `#[serde(with = "float")]`, and with `#[serde(with = "float::optional")]` for an `Option<f64>`.
+//! Use with `#[serde(with = "float")]`, with `#[serde(with = "float::optional")]` for an `Option<f64>`, and with
+//! `#[serde(with = "float::list")]` for a `Vec<f32>`.
 
 use serde::de::{Deserialize, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
@@ -52,5 +53,22 @@ pub(super) mod optional {
         deserializer: D,
     ) -> Result<Option<f64>, D::Error> {
         Ok(Option::<Float>::deserialize(deserializer)?.map(|Float(value)| value))
+    }
+}
+
+/// A list of numbers.
+pub(crate) mod list {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    #[serde(transparent)]
+    struct Float(#[serde(with = "super")] f32);
+
+    pub(crate) fn serialize<S: Serializer>(values: &[f32], serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(values.iter().copied().map(Float))
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f32>, D::Error> {
+        Ok(Vec::<Float>::deserialize(deserializer)?.into_iter().map(|Float(value)| value).collect())
     }
 }

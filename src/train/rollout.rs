@@ -9,7 +9,7 @@ use crate::engine::kernels::machine::spin::with_spinning_workers;
 use crate::engine::model::ForwardMode;
 use crate::inference::generate::{BATCH_SIZE, Completion, GenerationRequest, Sampling, StopReason, generate_batch};
 use crate::precision::PrecisionPolicy;
-use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics};
+use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics, float};
 use crate::train::config::{Config, ObjectiveSection};
 use crate::train::engine::{EvalReport, TrainEngine};
 use crate::train::objective::{BatchPass, advantages};
@@ -42,7 +42,7 @@ pub(super) struct KeptRollouts {
 struct KeptBatch {
     groups: Vec<Group>,
     /// [`Batch::old_logps`].
-    old_logps: Vec<f32>,
+    old_logps: Logps,
     ends_epoch: bool,
 }
 
@@ -57,10 +57,14 @@ struct Group {
     completions: Vec<Sampled>,
 }
 
+/// Log-probabilities. After an overflow they may not be finite.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct Logps(#[serde(with = "float::list")] Vec<f32>);
+
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Sampled {
     ids: Vec<u32>,
-    logps: Vec<f32>,
+    logps: Logps,
     /// Whether it ended at the maximum length.
     is_cut: bool,
     /// Its text.
@@ -176,7 +180,7 @@ impl Rollouts {
         }
         let mut kept = Vec::with_capacity(batches.len());
         for (batch, groups) in batches.iter_mut().zip(groups) {
-            kept.push(KeptBatch { groups, old_logps: Vec::new(), ends_epoch: batch.ends_epoch });
+            kept.push(KeptBatch { groups, old_logps: Logps::default(), ends_epoch: batch.ends_epoch });
         }
         for (batch, kept) in batches.iter_mut().zip(&kept) {
             *batch = kept.batch(&self.settings, self.seq_len, rows);
@@ -251,7 +255,8 @@ impl Rollouts {
             generate_batch(model, weights, self.policy, &requests, BATCH_SIZE, |number, completion: Completion| {
                 let text = tokenizer.decode(completion.text_ids())?;
                 let (is_cut, seed) = (completion.reason != StopReason::EndOfText, requests[number].sampling.seed);
-                let Completion { ids, log_probs: logps, .. } = completion;
+                let Completion { ids, log_probs, .. } = completion;
+                let logps = Logps(log_probs);
                 found[number] = Some(Sampled { ids, logps, is_cut, text, seed, reward: None });
                 Ok(())
             })
@@ -311,28 +316,42 @@ impl KeptBatch {
             let advantages = advantages(settings, &rewards);
             for ((it, index), advantage) in sampled.iter().zip(numbers).zip(advantages) {
                 let role = SequenceRole::Sampled { reward: it.reward(), advantage, is_cut: it.is_cut };
-                completions.push(SampledRow { prompt, ids: &it.ids, logps: &it.logps, index, role });
+                completions.push(SampledRow { prompt, ids: &it.ids, logps: &it.logps.0, index, role });
             }
         }
         let mut batch = Batch::of_completions(&completions, rows, seq_len);
-        batch.old_logps.clone_from(&self.old_logps);
+        batch.old_logps.clone_from(&self.old_logps.0);
         batch.ends_epoch = self.ends_epoch;
         batch
     }
 }
 
 /// The log-probability of each label of `batches`, as training computes it; each process computes its share.
-fn old_logps(engine: &mut TrainEngine, batches: &[Batch]) -> Result<Vec<Vec<f32>>> {
+fn old_logps(engine: &mut TrainEngine, batches: &[Batch]) -> Result<Vec<Logps>> {
     let TrainEngine { group, model, state, workspace, .. } = engine;
     let (rank, world_size) = (group.rank(), group.world_size());
-    let mut own: Vec<Vec<f32>> = Vec::new();
+    let mut own = Vec::new();
     for batch in batches.iter().skip(rank).step_by(world_size) {
         let mut narrow = None;
         let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let pass = BatchPass { model, weights: &state.weights, batch };
-        let logps = |losses: &[f32]| losses.iter().map(|loss| -loss).collect();
+        let logps = |losses: &[f32]| Logps(losses.iter().map(|loss| -loss).collect());
         own.push(pass.with_losses(ForwardMode::Eval, workspace, logps)?);
     }
     let all = group.all_gather_messages(&own)?;
     Ok((0..batches.len()).map(|at| all[at % world_size][at / world_size].clone()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logps_that_are_not_finite_are_kept() {
+        let logps = Logps(vec![-0.1, f32::NEG_INFINITY, f32::INFINITY, f32::NAN]);
+        let json = serde_json::to_string(&logps).unwrap();
+        assert_eq!(json, r#"[-0.1,"-inf","inf","NaN"]"#);
+        let bits = |Logps(values): Logps| values.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        assert_eq!(bits(serde_json::from_str(&json).unwrap()), bits(logps));
+    }
 }

@@ -258,8 +258,7 @@ fn poll_lines(tail: &mut Tail, last: &mut LastRecord) -> Result<Poll> {
     }
     if poll.unreadable > 0 {
         let lines = poll.unreadable;
-        let message =
-            format!("{lines} lines of the log could not be read: they are damaged, or a newer version wrote them");
+        let message = format!("unreadable lines in the log: {lines}; they are damaged, or of a newer version");
         let (t, s, step) = *last;
         poll.records.push(Record { v: VERSION, t, s, event: Event::Warning(Diagnostic { step, message }) });
     }

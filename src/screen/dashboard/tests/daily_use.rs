@@ -452,7 +452,7 @@ fn a_log_with_a_damaged_line_says_so() {
     let mut source = LogSource::new(std::slice::from_ref(&path), None);
     source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap();
     let mut listed = view.scene.run().events.iter().map(words::listed);
-    assert!(listed.any(|text| text.contains("1 lines of the log could not be read")));
+    assert!(listed.any(|text| text.contains("unreadable lines in the log: 1;")));
     assert_eq!(telemetry::read(&path).unwrap().len(), 20);
     // A damaged line without a neighbour keeps the run's clock.
     let (last_t, last_s) = (view.scene.run().last_t, view.scene.run().last_s);
@@ -466,6 +466,6 @@ fn a_log_with_a_damaged_line_says_so() {
     let mut source = LogSource::new(std::slice::from_ref(&path), Some(1e12));
     while source.poll(Duration::ZERO, &mut |message| view.receive(message)).unwrap() {}
     let last = view.scene.run().events.back().unwrap();
-    assert!(words::listed(last).contains("2 lines of the log could not be read"), "{last:?}");
+    assert!(words::listed(last).contains("unreadable lines in the log: 2;"), "{last:?}");
     assert_eq!((last.s, last.step), (last_s, view.scene.run().step.step));
 }

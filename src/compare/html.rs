@@ -6,7 +6,7 @@
 use std::fmt::Write;
 
 use super::metrics::Metric;
-use super::page::{logarithms, means, range};
+use super::page::{means, range};
 use super::report::{Comparison, EquivalenceVerdict};
 use super::run::RunSummary;
 use crate::ui::html::{SvgAxes, escape, page, power_label, table};
@@ -17,7 +17,7 @@ impl Comparison {
         let mut out = String::new();
         self.html_list(&mut out);
         self.html_conclusion(&mut out);
-        for picture in [self.losses(), self.validation(), self.scales()].into_iter().flatten() {
+        for picture in [self.batch_losses(), self.validation(), self.scales()].into_iter().flatten() {
             out.push_str(&picture);
         }
         self.html_differences(&mut out);
@@ -72,16 +72,16 @@ impl Comparison {
         SvgAxes { x: (0.0, last.max(1) as f64), y }
     }
 
-    fn losses(&self) -> Option<String> {
-        let axes =
-            self.axes(range(self.runs().flat_map(|(_, run)| logarithms(run.curves.loss.whole())).map(|(_, y)| y))?);
+    fn batch_losses(&self) -> Option<String> {
+        let (axis, range) = self.losses();
+        let axes = self.axes(range?);
         let mut body = String::new();
         for (i, run) in self.runs() {
-            axes.curve(&mut body, &class(i), logarithms(run.curves.loss.whole()));
+            axes.curve(&mut body, &class(i), axis.points(run));
             axes.broken(&mut body, run.curves.loss.whole().buckets());
         }
         let figures = self.describe("loss", "the last ten steps' loss");
-        Some(axes.picture("loss", "Loss of the batches, by step", &figures, &body, axes.loss_label(f64::exp)))
+        Some(axes.picture("loss", "Loss of the batches, by step", &figures, &body, axes.loss_label(|y| axis.loss(y))))
     }
 
     fn validation(&self) -> Option<String> {

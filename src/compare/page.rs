@@ -7,7 +7,7 @@ use crate::telemetry::{Bucket, Series};
 use crate::ui::{Axes, Canvas, Line, Page, Plot, Role, extent, format, power_range};
 
 /// Draws a run's curve; returns the point at a share of its steps.
-type DrawCurve = fn(&mut Plot, &RunSummary, Role, f64) -> Option<(f64, f64)>;
+type DrawCurve<'a> = &'a dyn Fn(&mut Plot, &RunSummary, Role, f64) -> Option<(f64, f64)>;
 
 /// Rows of a plot, including its axis.
 const PLOT: u16 = 15;
@@ -88,7 +88,7 @@ impl Comparison {
     /// Loss and loss scale of all groups in one plot each; every curve has its group's colour and letter.
     fn plots(&self, page: &mut Page, width: usize) {
         let runs = || self.groups.iter().flat_map(|group| &group.runs);
-        let losses = range(runs().flat_map(|run| logarithms(run.curves.loss.whole())).map(|(_, loss)| loss));
+        let (axis, losses) = self.losses();
         let steps = (0.0, runs().map(|run| run.figures.steps).max().unwrap_or(1) as f64);
         let scales = range(runs().flat_map(|run| run.curves.scale.points()).map(|point| point.value));
         let x_label = |x: f64| format!("{x:.0}");
@@ -116,20 +116,27 @@ impl Comparison {
         let roles: Vec<_> = (0..4).map(role).chain([Role::Bad, Role::Dim]).collect();
         page.drawn((2 * half + 2, PLOT), &roles, |canvas| {
             if let Some(y) = losses {
-                let decimals = format::decimals_for(0.4 * (f64::midpoint(y.0, y.1).exp() - y.0.exp()), 2);
-                let y_label = |y: f64| format!("{:.decimals$}", y.exp());
+                let decimals = format::decimals_for(0.4 * (axis.loss(f64::midpoint(y.0, y.1)) - axis.loss(y.0)), 2);
+                let y_label = |y: f64| format::decimals(axis.loss(y), decimals);
                 let axes = Axes { x: steps, y, x_label: &x_label, y_label: &y_label };
-                draw(&axes, &mut canvas.part(0, 0, half, PLOT), loss);
-            } else {
-                canvas.text(0, 0, "no positive loss", Role::Dim);
+                let curve: DrawCurve = &|plot, run, role, share| loss(plot, run, axis, role, share);
+                draw(&axes, &mut canvas.part(0, 0, half, PLOT), curve);
             }
             if let Some(scales) = scales {
                 let y_label = |y: f64| format!("2^{y:.0}");
                 let axes = Axes { x: steps, y: power_range(scales), x_label: &x_label, y_label: &y_label };
-                draw(&axes, &mut canvas.part(half + 2, 0, half, PLOT), scale);
+                draw(&axes, &mut canvas.part(half + 2, 0, half, PLOT), &scale);
             }
         });
         page.gap();
+    }
+
+    /// The axis of the losses and its range; `None` if no loss is finite.
+    pub(super) fn losses(&self) -> (LossAxis, Option<(f64, f64)>) {
+        let runs = || self.groups.iter().flat_map(|group| &group.runs);
+        let all = || runs().flat_map(|run| means(run.curves.loss.whole())).map(|(_, loss)| loss);
+        let axis = if all().all(|loss| loss > 0.0) { LossAxis::Logarithmic } else { LossAxis::Linear };
+        (axis, range(all().map(|loss| axis.y(loss))))
     }
 
     /// The difference of two groups' perplexities, and the verdict on the bound.
@@ -202,9 +209,34 @@ pub(super) fn means(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
     series.buckets().iter().filter_map(Bucket::point)
 }
 
-/// The positive means on a logarithmic axis, which shows the end of a run as clearly as its start.
-pub(super) fn logarithms(series: &Series) -> impl Iterator<Item = (f64, f64)> + '_ {
-    means(series).filter(|(_, mean)| *mean > 0.0).map(|(step, mean)| (step, mean.ln()))
+/// The axis of losses. A logarithmic one shows the end of a run as clearly as its start, but has no place for 0 and less.
+#[derive(Clone, Copy)]
+pub(super) enum LossAxis {
+    Logarithmic,
+    Linear,
+}
+
+impl LossAxis {
+    /// The place of a loss.
+    fn y(self, loss: f64) -> f64 {
+        match self {
+            Self::Logarithmic => loss.ln(),
+            Self::Linear => loss,
+        }
+    }
+
+    /// The loss at a place.
+    pub(super) fn loss(self, y: f64) -> f64 {
+        match self {
+            Self::Logarithmic => y.exp(),
+            Self::Linear => y,
+        }
+    }
+
+    /// A run's losses by step.
+    pub(super) fn points(self, run: &RunSummary) -> impl Iterator<Item = (f64, f64)> + '_ {
+        means(run.curves.loss.whole()).map(move |(step, loss)| (step, self.y(loss)))
+    }
 }
 
 /// The smallest and the largest finite value; the end of a single value is 1 above it.
@@ -218,8 +250,8 @@ fn role(group: usize) -> Role {
 }
 
 /// Draws a run's loss; returns the point at a share of its steps.
-fn loss(plot: &mut Plot, run: &RunSummary, role: Role, share: f64) -> Option<(f64, f64)> {
-    let points: Vec<_> = logarithms(run.curves.loss.whole()).collect();
+fn loss(plot: &mut Plot, run: &RunSummary, axis: LossAxis, role: Role, share: f64) -> Option<(f64, f64)> {
+    let points: Vec<_> = axis.points(run).collect();
     for pair in points.windows(2) {
         plot.line(pair[0], pair[1], role);
     }

@@ -93,8 +93,8 @@ impl SvgAxes {
     }
 
     /// The label of a loss at a tick of the y axis; `loss` is the inverse of the scale.
-    pub(crate) fn loss_label(&self, loss: fn(f64) -> f64) -> impl Fn(f64) -> String {
-        let losses: Vec<_> = ticks(self.y, TICKS).into_iter().map(loss).collect();
+    pub(crate) fn loss_label<L: Fn(f64) -> f64>(&self, loss: L) -> impl Fn(f64) -> String + use<L> {
+        let losses: Vec<_> = ticks(self.y, TICKS).into_iter().map(&loss).collect();
         let least = losses.windows(2).map(|pair| pair[1] - pair[0]).fold(f64::INFINITY, f64::min);
         let count = decimals_for(least, 2);
         move |y| decimals(loss(y), count)

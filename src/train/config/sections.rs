@@ -302,7 +302,7 @@ settings! {
             help("Learning-rate schedule: constant, linear or cosine");
         /// Warm-up steps as a fraction of the run's steps.
         warmup_ratio: f64 = 0.05, within(0.0, 1.0);
-        /// Number of warm-up steps, instead of `warmup_ratio`.
+        /// Number of warm-up steps N, instead of `warmup_ratio`: update n has n/N of the highest rate. (transformers starts at 0.)
         warmup_steps: Option<u64> = None, flag("warmup-steps", Training, 4, "N"),
             help("Warm-up updates [default: 5 % of the run]");
         /// The final learning rate as a fraction of the highest.

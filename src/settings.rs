@@ -206,9 +206,18 @@ pub(crate) fn integer(text: &str) -> Result<i64, String> {
     })
 }
 
+/// The whole number that a value of a file means, if it means one.
+pub(crate) fn whole_number(value: &toml::Value) -> Option<i64> {
+    match value {
+        toml::Value::String(text) => integer(text).ok(),
+        toml::Value::Float(float) => integer(&in_digits(*float)).ok(),
+        value => value.as_integer(),
+    }
+}
+
 /// The interval of something that a run repeats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "IntervalText", into = "IntervalText")]
+#[serde(try_from = "toml::Value", into = "toml::Value")]
 pub enum Interval {
     /// A number of steps; 0 for never.
     Steps(u64),
@@ -216,33 +225,23 @@ pub enum Interval {
     Epoch,
 }
 
-/// An interval in a file.
-#[derive(Serialize, Deserialize)]
-#[serde(untagged)]
-enum IntervalText {
-    Steps(i64),
-    Text(String),
-}
-
-impl TryFrom<IntervalText> for Interval {
+impl TryFrom<toml::Value> for Interval {
     type Error = String;
 
-    fn try_from(text: IntervalText) -> Result<Self, String> {
-        let steps = match text {
-            IntervalText::Text(text) if text == "epoch" => return Ok(Self::Epoch),
-            IntervalText::Text(text) => integer(&text),
-            IntervalText::Steps(steps) => Ok(steps),
-        };
-        let steps = steps.ok().and_then(|steps| u64::try_from(steps).ok());
+    fn try_from(value: toml::Value) -> Result<Self, String> {
+        if value.as_str() == Some("epoch") {
+            return Ok(Self::Epoch);
+        }
+        let steps = whole_number(&value).and_then(|steps| u64::try_from(steps).ok());
         steps.map(Self::Steps).ok_or_else(|| "use a number of steps, or `epoch`".into())
     }
 }
 
-impl From<Interval> for IntervalText {
+impl From<Interval> for toml::Value {
     fn from(interval: Interval) -> Self {
         match interval {
-            Interval::Steps(steps) => Self::Steps(steps as i64),
-            Interval::Epoch => Self::Text("epoch".into()),
+            Interval::Steps(steps) => Self::Integer(steps as i64),
+            Interval::Epoch => Self::String("epoch".into()),
         }
     }
 }

@@ -11,7 +11,7 @@ use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
 use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy, UnitSet};
 use crate::settings::Heading::{Machine, Text, Training};
 pub use crate::settings::Interval;
-use crate::settings::{Kind, in_digits, integer, number, settings};
+use crate::settings::{Kind, in_digits, number, settings, whole_number};
 use crate::train::trainer::LrRangeTest;
 use crate::{Error, Result};
 use keys::{check_keys, known, leaves, merge, nested};
@@ -206,6 +206,7 @@ impl Config {
             merge(&mut typed, nested(key, value.clone()));
         }
         merge_layer(&mut said, typed)?;
+        let said = with_numbers(&said);
         let mut table = toml::Table::new();
         let model = said.get("model").and_then(|model| model.as_str()).unwrap_or("tiny");
         if model == "tiny" {
@@ -224,7 +225,6 @@ impl Config {
     }
 
     fn from_table(table: &toml::Table) -> Result<Self> {
-        let table = &with_numbers(table);
         let all = leaves(table);
         let read = serde_path_to_error::deserialize(toml::Value::Table(table.clone()));
         read.map_err(|error: serde_path_to_error::Error<toml::de::Error>| {
@@ -493,14 +493,14 @@ impl Config {
     }
 }
 
-/// `table` with numbers instead of texts such as `2^24`.
+/// `table` with numbers instead of texts such as `2^24`, and with whole numbers instead of floats such as `1e3`.
 fn with_numbers(table: &toml::Table) -> toml::Table {
     let (mut out, settings) = (table.clone(), known());
     for (key, value) in leaves(table) {
         let kind = settings.iter().find(|setting| setting.key == key).map(|setting| setting.kind);
-        let value = match (kind, value.as_str()) {
-            (Some(Kind::Integer), Some(text)) => integer(text).map(toml::Value::from).ok(),
-            (Some(Kind::Float), Some(text)) => number(text).map(toml::Value::from).ok(),
+        let value = match (kind, value) {
+            (Some(Kind::Integer), value) => whole_number(value).map(toml::Value::from),
+            (Some(Kind::Float), toml::Value::String(text)) => number(text).map(toml::Value::from).ok(),
             _ => None,
         };
         if let Some(value) = value {
@@ -614,6 +614,23 @@ mod tests {
         assert_eq!(length("[train]\nepochs = 2.0", &[("train.steps", "7")]), (None, Some(7)));
         assert_eq!(length("[train]\nsteps = 7", &[("train.epochs", "0.5")]), (Some(0.5), None));
         assert_eq!(length("model = \"gpt2\"", &[]), (None, None));
+    }
+
+    #[test]
+    fn whole_numbers_are_written_as_users_write_them() {
+        for steps in ["1000", "1e3", "1000.0", "\"1e3\"", "\"10^3\""] {
+            let config = resolve(&format!("[train]\nsteps = {steps}\neval_every = {steps}"), &[]).unwrap();
+            assert_eq!((config.train.steps, config.scaler.measure_first), (Some(1000), false), "{steps}");
+            assert_eq!(config.train.eval_every, Interval::Steps(1000), "{steps}");
+        }
+        for steps in ["2.5", "1e300", "\"1/3\""] {
+            let error = resolve("", &[("train.steps", steps)]).unwrap_err().to_string();
+            assert_eq!(error, format!("train.steps: `{steps}` is not a whole number such as 600, 1e6 or 2^10"));
+        }
+        for interval in ["2.5", "true", "[1]", "\"never\""] {
+            let error = resolve("", &[("train.eval_every", interval)]).unwrap_err().to_string();
+            assert!(error.ends_with("use a number of steps, or `epoch`"), "{error}");
+        }
     }
 
     #[test]

@@ -8,7 +8,6 @@ use std::fmt::Write;
 use super::metrics::Metric;
 use super::page::{means, range};
 use super::report::{Comparison, EquivalenceVerdict};
-use super::run::RunSummary;
 use crate::ui::html::{SvgAxes, escape, page, power_label, table};
 
 impl Comparison {
@@ -61,10 +60,6 @@ impl Comparison {
     fn html_figures(&self, out: &mut String) {
         let caption = if self.has_samples() { "Figures, mean ± 95 % confidence" } else { "Figures" };
         out.push_str(&group_table(caption, &self.labels(Some("−")), self.figures()));
-    }
-
-    fn runs(&self) -> impl Iterator<Item = (usize, &RunSummary)> {
-        self.groups.iter().enumerate().flat_map(|(i, group)| group.runs.iter().map(move |run| (i, run)))
     }
 
     fn axes(&self, y: (f64, f64)) -> SvgAxes {

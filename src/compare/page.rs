@@ -87,10 +87,9 @@ impl Comparison {
 
     /// Loss and loss scale of all groups in one plot each; every curve has its group's colour and letter.
     fn plots(&self, page: &mut Page, width: usize) {
-        let runs = || self.groups.iter().flat_map(|group| &group.runs);
         let (axis, losses) = self.losses();
-        let steps = (0.0, runs().map(|run| run.figures.steps).max().unwrap_or(1) as f64);
-        let scales = range(runs().flat_map(|run| run.curves.scale.points()).map(|point| point.value));
+        let steps = (0.0, self.runs().map(|(_, run)| run.figures.steps).max().unwrap_or(1) as f64);
+        let scales = range(self.runs().flat_map(|(_, run)| run.curves.scale.points()).map(|point| point.value));
         let x_label = |x: f64| format!("{x:.0}");
         let half = (width.saturating_sub(2) / 2).min(usize::from(u16::MAX / 2 - 1)) as u16;
         page.push(
@@ -131,10 +130,14 @@ impl Comparison {
         page.gap();
     }
 
+    /// The runs, each with the index of its group.
+    pub(super) fn runs(&self) -> impl Iterator<Item = (usize, &RunSummary)> {
+        self.groups.iter().enumerate().flat_map(|(i, group)| group.runs.iter().map(move |run| (i, run)))
+    }
+
     /// The axis of the losses and its range; `None` if no loss is finite.
     pub(super) fn losses(&self) -> (LossAxis, Option<(f64, f64)>) {
-        let runs = || self.groups.iter().flat_map(|group| &group.runs);
-        let all = || runs().flat_map(|run| means(run.curves.loss.whole())).map(|(_, loss)| loss);
+        let all = || self.runs().flat_map(|(_, run)| means(run.curves.loss.whole())).map(|(_, loss)| loss);
         let axis = if all().all(|loss| loss > 0.0) { LossAxis::Logarithmic } else { LossAxis::Linear };
         (axis, range(all().map(|loss| axis.y(loss))))
     }

@@ -1,7 +1,6 @@
 // The scheduler of the emulator: see emulator.h.
 #include "emulator.h"
 
-#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -22,7 +21,9 @@ namespace emulator {
 namespace {
 
 constexpr unsigned WARP = 32;
-constexpr size_t STACK_BYTES = 128 << 10;
+constexpr size_t STACK_BYTES = 160 << 10;
+// Stacks start this far from each other within their pages: the caches keep few lines at equal places of pages.
+constexpr size_t STACK_STRIDE = 17 * 64, STACK_PLACES = 32 << 10;
 // Shared memory is filled with this before each block, NaN in every type, and so are the bytes after it.
 constexpr unsigned char POISON = 0xff;
 constexpr size_t GUARD_BYTES = 4096;
@@ -37,9 +38,12 @@ struct Copy {
     bool inside;
 };
 
+// A place that `__builtin_setjmp` stores, with fewer registers than `setjmp`.
+using Target = void* [5];
+
 struct Fiber {
     ucontext_t context;
-    jmp_buf resume;
+    Target resume;
     bool started = false;
     // Whether its thread has not run yet in this block, so that another fiber can run it.
     bool fresh = false;
@@ -60,6 +64,8 @@ struct Range {
 const Entry* entries = nullptr;
 std::mutex running;
 std::vector<std::unique_ptr<Fiber>> fibers;
+// Each thread's index in its block.
+std::vector<Index> places;
 // The block's shared memory is at `shared_first`, a multiple of this, which some instructions need.
 constexpr size_t SHARED_ALIGNMENT = 1024;
 std::vector<unsigned char> shared_memory;
@@ -69,13 +75,51 @@ std::vector<Range> ranges;
 const Entry* kernel = nullptr;
 const void* kernel_arguments = nullptr;
 Fiber* current = nullptr;
+// The thread that `current` runs, and whether it is its turn.
+unsigned current_thread = 0;
+bool has_turn = false;
+// The thread that ended last.
 unsigned idle = 0;
-jmp_buf scheduler;
+Target scheduler;
 ucontext_t scheduler_context;
 std::string failure;
 
-void leave() {
-    if (_setjmp(current->resume) == 0) _longjmp(scheduler, 1);
+// The threads that take turns, `left` of them after the current one. The order is 0: upwards, 1: downwards, others: a stride
+// that is coprime to the number of threads.
+struct Turns {
+    unsigned first, count, order, left;
+} turns;
+
+// Makes the next thread that is ready the current one. False if there is none, and after a failure.
+bool next_turn() {
+    while (turns.left > 0 && failure.empty()) {
+        const unsigned i = turns.count - turns.left--;
+        const unsigned thread = turns.first + (turns.order == 0 ? i : turns.order == 1 ? turns.left : (i * 13 + 5) % turns.count);
+        if (fibers[thread]->state != State::Ready) continue;
+        // A fiber whose thread is done runs the next one: its stack is in the cache.
+        if (fibers[thread]->fresh && fibers[idle]->state == State::Done) {
+            std::swap(fibers[thread], fibers[idle]);
+            std::swap(fibers[thread]->state, fibers[idle]->state);
+        }
+        current = fibers[thread].get();
+        current->fresh = false;
+        current_thread = thread;
+        threadIdx = places[thread];
+        return has_turn = true;
+    }
+    return has_turn = false;
+}
+
+// Not inline, because the target must be in another function.
+[[gnu::noinline, noreturn]] void jump(Target& target) { __builtin_longjmp(target, 1); }
+
+// Gives the turn to the next thread, and returns at this thread's next one. The jump is direct, without the scheduler, if the
+// fiber has started: threads of a warp mostly wait at the same line, so the processor predicts where their functions return to.
+[[gnu::noinline]] void leave() {
+    if (current->state == State::Done) idle = current_thread;
+    if (__builtin_setjmp(current->resume) != 0) return;
+    if (next_turn() && current->started) jump(current->resume);
+    jump(scheduler);
 }
 
 // Records a message, which ends the launch at the scheduler's next turn.
@@ -107,6 +151,21 @@ void live() {
     }
 }
 
+// Runs fibers until it is no thread's turn.
+[[gnu::noinline]] void take_turns() {
+    // A fiber comes back here if the next one has to be started first.
+    __builtin_setjmp(scheduler);
+    if (!has_turn) return;
+    if (current->started) jump(current->resume);
+    current->started = true;
+    void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    getcontext(&current->context);
+    current->context.uc_stack = {stack, 0, STACK_BYTES - current_thread * STACK_STRIDE % STACK_PLACES};
+    current->context.uc_link = nullptr;
+    makecontext(&current->context, live, 0);
+    swapcontext(&scheduler_context, &current->context);
+}
+
 // Stops on an address that is outside the block's shared memory or not aligned to `bytes`.
 void check_shared(const void* pointer, size_t bytes, int line) {
     const auto address = reinterpret_cast<uintptr_t>(pointer), first = reinterpret_cast<uintptr_t>(shared_first);
@@ -136,7 +195,9 @@ void serve_matrices(unsigned first, bool transposed) {
 // type": which row and column the elements a0 to a7, b0 to b3 and c0 to c3 of a lane are. Products are exact, and the GPU's
 // sum over them is no more exact than this one, in double precision.
 void serve_product(unsigned first, bool wide_exponents) {
-    double a[16][16], b[16][8];
+    typedef double Columns __attribute__((vector_size(8 * sizeof(double))));
+    double a[16][16];
+    Columns b[16], c[16];
     const auto widen = [=](unsigned bits) -> double {
         const auto half = static_cast<uint16_t>(bits);
         return wide_exponents ? __bfloat162float({half}) : __half2float({half});
@@ -150,31 +211,17 @@ void serve_product(unsigned first, bool wide_exponents) {
         }
         for (unsigned i = 0; i < 4; ++i) b[member * 2 + (i & 1) + (i < 2 ? 0 : 8)][group] = widen(operands->b[i / 2] >> 16 * (i & 1));
     }
-    for (unsigned lane = 0; lane < WARP; ++lane) {
-        const auto* operands = reinterpret_cast<const Multiplicands*>(fibers[first + lane]->value);
-        for (unsigned i = 0; i < 4; ++i) {
-            const unsigned row = lane / 4 + (i < 2 ? 0 : 8), column = lane % 4 * 2 + (i & 1);
-            double sum = operands->accumulators[i];
-            for (unsigned k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
-            operands->accumulators[i] = static_cast<float>(sum);
+    const auto for_accumulators = [=](auto f) {
+        for (unsigned lane = 0; lane < WARP; ++lane) {
+            float* const own = reinterpret_cast<const Multiplicands*>(fibers[first + lane]->value)->accumulators;
+            for (unsigned i = 0; i < 4; ++i) f(lane / 4 + (i < 2 ? 0 : 8), lane % 4 * 2 + (i & 1), own[i]);
         }
+    };
+    for_accumulators([&](unsigned row, unsigned column, float& own) { c[row][column] = own; });
+    for (unsigned row = 0; row < 16; ++row) {
+        for (unsigned k = 0; k < 16; ++k) c[row] += a[row][k] * b[k];
     }
-}
-
-void resume(unsigned thread) {
-    Fiber& fiber = *fibers[thread];
-    current = &fiber;
-    fiber.fresh = false;
-    threadIdx = {thread % blockDim.x, thread / blockDim.x % blockDim.y, thread / blockDim.x / blockDim.y};
-    if (_setjmp(scheduler) != 0) return;
-    if (fiber.started) _longjmp(fiber.resume, 1);
-    fiber.started = true;
-    void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack = {stack, 0, STACK_BYTES};
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, live, 0);
-    swapcontext(&scheduler_context, &fiber.context);
+    for_accumulators([&](unsigned row, unsigned column, float& own) { own = static_cast<float>(c[row][column]); });
 }
 
 // Resumes a warp of `lanes` threads if all have arrived at the same exchange. False if they have not.
@@ -231,20 +278,9 @@ bool serve_barrier(unsigned threads) {
 
 // Runs `count` threads, starting at `first`, to their next barrier or exchange, and serves exchanges that all meet in.
 bool advance(unsigned first, unsigned count, unsigned order) {
-    bool progress = false;
-    for (unsigned i = 0; i < count && failure.empty(); ++i) {
-        // 0: upwards, 1: downwards, others: a stride that is coprime to the number of threads.
-        const unsigned thread = first + (order == 0 ? i : order == 1 ? count - 1 - i : (i * 13 + 5) % count);
-        if (fibers[thread]->state != State::Ready) continue;
-        // A fiber whose thread is done runs the next one: its stack is in the cache.
-        if (fibers[thread]->fresh && fibers[idle]->state == State::Done) {
-            std::swap(fibers[thread], fibers[idle]);
-            std::swap(fibers[thread]->state, fibers[idle]->state);
-        }
-        resume(thread);
-        if (fibers[thread]->state == State::Done) idle = thread;
-        progress = true;
-    }
+    turns = {first, count, order, count};
+    bool progress = next_turn();
+    take_turns();
     for (unsigned warp = first; warp < first + count && failure.empty(); warp += WARP) {
         progress |= serve_warp(warp, std::min(WARP, first + count - warp));
     }
@@ -395,6 +431,8 @@ extern "C" int emulator_launch(const char* name, const unsigned grid[3], const u
     }
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[1] > 65535 || grid[2] > 65535) fail("%s: bad grid", name);
     while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
+    places.clear();
+    for (unsigned i = 0; i < threads; ++i) places.push_back({i % block[0], i / block[0] % block[1], i / block[0] / block[1]});
     emulator::shared_bytes = shared_bytes;
     shared_memory.assign(shared_bytes + GUARD_BYTES + SHARED_ALIGNMENT, POISON);
     const auto start = reinterpret_cast<uintptr_t>(shared_memory.data());

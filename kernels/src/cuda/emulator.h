@@ -151,7 +151,7 @@ typedef emulator::Bfloat16 __nv_bfloat16;
 inline float __half2float(emulator::Half x) {
     const unsigned sign = (x.bits & 0x8000u) << 16, exponent = x.bits >> 10 & 0x1f, mantissa = x.bits & 0x3ff;
     if (exponent == 0x1f) return __uint_as_float(sign | 0x7f800000u | mantissa << 13);
-    if (exponent == 0) return std::copysign(std::ldexp(static_cast<float>(mantissa), -24), __uint_as_float(sign));
+    if (exponent == 0) return std::copysign(static_cast<float>(mantissa) * 0x1p-24f, __uint_as_float(sign));
     return __uint_as_float(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 // To nearest even, as the hardware's conversion: subnormal results are exact to the last bit, NaN stays NaN.
@@ -161,13 +161,9 @@ inline emulator::Half __float2half_rn(float value) {
     if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7fff)};
     if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00)};
     // Below 2^-14 the last place is 2^-24, above it moves with the exponent.
-    const int exponent = static_cast<int>(magnitude >> 23) - 127;
-    const int place = exponent < -14 ? -24 : exponent - 10;
-    const float quanta = std::nearbyint(std::ldexp(__uint_as_float(magnitude), -place));
-    const unsigned count = static_cast<unsigned>(quanta);
-    // A normal number's hidden bit carries into the exponent by itself, and so does rounding up to the next binade.
-    const unsigned base = exponent < -14 ? 0 : static_cast<unsigned>(exponent + 14) << 10;
-    return {static_cast<uint16_t>(sign | (base + count))};
+    const unsigned rounded = magnitude < 0x38800000u ? static_cast<unsigned>(std::nearbyint(__uint_as_float(magnitude) * 0x1p24f))
+                                                     : ((magnitude + 0xfffu + (magnitude >> 13 & 1)) >> 13) - (112 << 10);
+    return {static_cast<uint16_t>(sign | rounded)};
 }
 inline float __bfloat162float(emulator::Bfloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
 inline emulator::Bfloat16 __float2bfloat16_rn(float value) {

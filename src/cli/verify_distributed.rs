@@ -3,6 +3,7 @@
 use crate::cli::flags::ConfigArgs;
 use crate::store::checkpoint::{compare, latest_valid};
 use crate::telemetry::{Event, read};
+use crate::untrusted::subprocess::outside_job;
 use crate::{Error, Result, temporary};
 use clap::Args;
 use std::ffi::OsStr;
@@ -79,7 +80,7 @@ fn train(launcher: Option<&str>, count: usize, config: &Path) -> Result<()> {
     let program = std::env::current_exe().map_err(Error::io("find", "this program"))?;
     let number = count.to_string();
     let mut words = launcher.filter(|_| count > 1).unwrap_or_default().split_whitespace();
-    let mut command = Command::new(words.next().map_or(program.as_os_str(), OsStr::new));
+    let mut command = outside_job(words.next().map_or(program.as_os_str(), OsStr::new));
     if launcher.is_none() {
         command.args(["--processes", &number]);
     } else if count > 1 {

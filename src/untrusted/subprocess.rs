@@ -7,6 +7,7 @@
 use crate::{Error, Result};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
+use std::ffi::OsStr;
 use std::io;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -60,8 +61,17 @@ pub(crate) fn worker_command(work: &str) -> Option<Command> {
     Some(command)
 }
 
+/// A command for a program that is not a process of this job: one that takes part in it would wait for the others.
+pub(crate) fn outside_job(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    for variable in JOB_VARIABLES {
+        command.env_remove(variable);
+    }
+    command
+}
+
 /// The command of a user's program, whose text is split at spaces; `key` names the setting. The program is not a process of this
-/// job: one that uses `accelerate` would wait for the others. Fails with [`Error::Config`] if the program does not exist.
+/// job, in case it uses `accelerate`. Fails with [`Error::Config`] if the program does not exist.
 pub(crate) fn command_of(text: &str, key: &str) -> Result<Command> {
     let mut words = text.split_whitespace();
     let Some(program) = words.next() else {
@@ -77,12 +87,9 @@ pub(crate) fn command_of(text: &str, key: &str) -> Result<Command> {
         let message = format!("program `{program}` was not found; use its path, or a script for shell commands");
         return Err(Error::config(key, message));
     }
-    let mut command = Command::new(program);
+    let mut command = outside_job(program);
     command.args(words);
     command.process_group(0);
-    for variable in JOB_VARIABLES {
-        command.env_remove(variable);
-    }
     Ok(command)
 }
 
@@ -177,7 +184,7 @@ mod tests {
     fn a_users_program_is_not_a_process_of_the_job() {
         let command = command_of("sh -c true", "--notify").unwrap();
         let removed: Vec<_> = command.get_envs().filter(|(_, value)| value.is_none()).map(|(name, _)| name).collect();
-        assert!(JOB_VARIABLES.iter().all(|variable| removed.contains(&std::ffi::OsStr::new(variable))), "{removed:?}");
+        assert!(JOB_VARIABLES.iter().all(|variable| removed.contains(&OsStr::new(variable))), "{removed:?}");
     }
 
     #[test]

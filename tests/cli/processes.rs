@@ -16,7 +16,17 @@ const SMALL: &str = "--batch-size 1 --seq-len 16 --grad-accum 3 --threads 1 --pl
 #[test]
 fn several_processes_compute_the_bits_of_one() {
     let fixture = CliFixture::empty();
-    let out = fixture.said("verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16");
+    // Also in a job of two processes, which its runs do not join.
+    let in_job = |rank| {
+        let line = "verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16";
+        let mut command = fixture.command(line);
+        command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29519"), ("WORLD_SIZE", "2"), ("RANK", rank)]);
+        command
+    };
+    let mut other = in_job("1").spawn().unwrap();
+    let out = in_job("0").output().unwrap();
+    assert!(other.wait().unwrap().success());
+    let out = String::from_utf8(out.stdout).unwrap();
     assert!(out.starts_with("bit-identical: 6 steps of 4 micro-batches by 1, 2 and 4 processes: "), "{out}");
 }
 

@@ -3,9 +3,10 @@
 use super::BenchArgs;
 use crate::precision::PrecisionPolicy;
 use crate::ui::{Column, Page, plain};
+use crate::untrusted::subprocess::outside_job;
 use crate::{Error, Result};
 use serde_json::Value;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 /// Measures every one of `types` and compares them with FP32, if it is among them.
 pub(super) fn of(args: &BenchArgs, types: &[(String, PrecisionPolicy)]) -> Result<String> {
@@ -18,7 +19,7 @@ pub(super) fn of(args: &BenchArgs, types: &[(String, PrecisionPolicy)]) -> Resul
 /// Runs this command for one type, and returns its report. The last `--dtype` of a command line counts.
 fn measure_in_subprocess(dtype: &str) -> Result<Value> {
     let program = std::env::current_exe().map_err(Error::io("find", "this program"))?;
-    let output = Command::new(program)
+    let output = outside_job(program)
         .args(std::env::args_os().skip(1))
         .args(["--dtype", dtype])
         .stderr(Stdio::inherit())

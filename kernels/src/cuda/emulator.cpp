@@ -74,10 +74,9 @@ size_t shared_bytes = 0;
 std::vector<Range> ranges;
 const Entry* kernel = nullptr;
 const void* kernel_arguments = nullptr;
+// The fiber whose turn it is, and its thread.
 Fiber* current = nullptr;
-// The thread that `current` runs, and whether it is its turn.
 unsigned current_thread = 0;
-bool has_turn = false;
 // The thread that ended last.
 unsigned idle = 0;
 Target scheduler;
@@ -90,8 +89,8 @@ struct Turns {
     unsigned first, count, order, left;
 } turns;
 
-// Makes the next thread that is ready the current one. False if there is none, and after a failure.
-bool next_turn() {
+// Makes the next thread that is ready the current one; without one, and after a failure, `current` is null.
+void next_turn() {
     while (turns.left > 0 && failure.empty()) {
         const unsigned i = turns.count - turns.left--;
         const unsigned thread = turns.first + (turns.order == 0 ? i : turns.order == 1 ? turns.left : (i * 13 + 5) % turns.count);
@@ -105,9 +104,9 @@ bool next_turn() {
         current->fresh = false;
         current_thread = thread;
         threadIdx = places[thread];
-        return has_turn = true;
+        return;
     }
-    return has_turn = false;
+    current = nullptr;
 }
 
 // Not inline, because the target must be in another function.
@@ -118,8 +117,8 @@ bool next_turn() {
 [[gnu::noinline]] void leave() {
     if (current->state == State::Done) idle = current_thread;
     if (__builtin_setjmp(current->resume) != 0) return;
-    if (next_turn() && current->started) jump(current->resume);
-    jump(scheduler);
+    next_turn();
+    jump(current != nullptr && current->started ? current->resume : scheduler);
 }
 
 // Records a message, which ends the launch at the scheduler's next turn.
@@ -155,7 +154,7 @@ void live() {
 [[gnu::noinline]] void take_turns() {
     // A fiber comes back here if the next one has to be started first.
     __builtin_setjmp(scheduler);
-    if (!has_turn) return;
+    if (current == nullptr) return;
     if (current->started) jump(current->resume);
     current->started = true;
     void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -279,7 +278,8 @@ bool serve_barrier(unsigned threads) {
 // Runs `count` threads, starting at `first`, to their next barrier or exchange, and serves exchanges that all meet in.
 bool advance(unsigned first, unsigned count, unsigned order) {
     turns = {first, count, order, count};
-    bool progress = next_turn();
+    next_turn();
+    bool progress = current != nullptr;
     take_turns();
     for (unsigned warp = first; warp < first + count && failure.empty(); warp += WARP) {
         progress |= serve_warp(warp, std::min(WARP, first + count - warp));

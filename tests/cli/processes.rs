@@ -16,7 +16,7 @@ const SMALL: &str = "--batch-size 1 --seq-len 16 --grad-accum 3 --threads 1 --pl
 #[test]
 fn several_processes_compute_the_bits_of_one() {
     let fixture = CliFixture::empty();
-    // Also in a job of two processes, which its runs do not join.
+    // In a job of two processes, which the runs of the verification do not join.
     let in_job = |rank| {
         let line = "verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16";
         let mut command = fixture.command(line);

@@ -16,6 +16,8 @@ use crate::machine::spin::with_spinning_workers;
 const SUMS: usize = 12;
 /// Multiply-adds of each sum in one measurement.
 const ROUNDS: usize = 1 << 18;
+/// Words of memory that a thread reads or updates at a time.
+const PART: usize = 1 << 18;
 /// Duration of one measurement.
 const PATIENCE: Duration = Duration::from_millis(40);
 
@@ -50,16 +52,41 @@ pub fn measure_peak_bf16() -> Peak {
 }
 
 /// GB/s of reading memory with all threads of the rayon pool, from a buffer larger than the caches.
-pub fn measure_bandwidth() -> Peak {
+pub fn measure_read_bandwidth() -> Peak {
+    bandwidth(1, |buffer| {
+        black_box(buffer.par_chunks_exact(PART).map(sum).sum::<u64>());
+    })
+}
+
+/// As [`measure_read_bandwidth`], of reading and writing in place. It is higher where a core waits for what it reads, but not for
+/// what it writes.
+pub fn measure_update_bandwidth() -> Peak {
+    bandwidth(2, |buffer| buffer.par_chunks_exact_mut(PART).for_each(increment))
+}
+
+/// The rates of passes over a buffer that read or write each word `accesses` times.
+fn bandwidth(accesses: usize, pass: impl Fn(&mut [u64])) -> Peak {
     const WORDS: usize = 32 << 20;
-    const PART: usize = 1 << 18;
-    let buffer = vec![1_u64; WORDS];
+    let mut buffer = vec![1_u64; WORDS];
     let bursts = (0..5).map(|_| {
         let begin = Instant::now();
-        black_box(buffer.par_chunks_exact(PART).map(sum).sum::<u64>());
+        pass(&mut buffer);
         begin.elapsed()
     });
-    peak(bursts.collect(), (WORDS * size_of::<u64>()) as f64)
+    peak(bursts.collect(), (accesses * WORDS * size_of::<u64>()) as f64)
+}
+
+/// Updates two places in turn, which is faster for the same reason as in [`sum`].
+fn increment(part: &mut [u64]) {
+    let (first, second) = part.split_at_mut(part.len() / 2);
+    vectorize(
+        #[inline(always)]
+        || {
+            for (a, b) in first.iter_mut().zip(second) {
+                (*a, *b) = (a.wrapping_add(1), b.wrapping_add(1));
+            }
+        },
+    );
 }
 
 /// Reads four places in turn, because a core reads one alone more slowly: 17 instead of 30 GB/s on two cores of an Emerald
@@ -67,10 +94,11 @@ pub fn measure_bandwidth() -> Peak {
 fn sum(part: &[u64]) -> u64 {
     let place = |i: usize| part[i * part.len() / 4..][..part.len() / 4].as_chunks::<8>().0;
     let [a, b, c, d]: [&[[u64; 8]]; 4] = std::array::from_fn(place);
-    let mut sums = [[0_u64; 8]; 4];
-    vectorize(
+    let sums = vectorize(
         #[inline(always)]
         || {
+            // Sums outside of the closure would be kept in memory, and the loop, not the memory, would be measured.
+            let mut sums = [[0_u64; 8]; 4];
             for (((a, b), c), d) in a.iter().zip(b).zip(c).zip(d) {
                 for (sums, words) in sums.iter_mut().zip([a, b, c, d]) {
                     for (sum, word) in sums.iter_mut().zip(words) {
@@ -78,6 +106,7 @@ fn sum(part: &[u64]) -> u64 {
                     }
                 }
             }
+            sums
         },
     );
     sums.as_flattened().iter().sum()
@@ -274,8 +303,10 @@ mod tests {
 
     #[test]
     fn the_bandwidth_counts_every_word() {
-        let part: Vec<u64> = (0..1 << 10).collect();
+        let mut part: Vec<u64> = (0..1 << 10).collect();
         assert_eq!(sum(&part), part.iter().sum::<u64>());
+        increment(&mut part);
+        assert!(part.iter().copied().eq(1..=1 << 10));
     }
 
     /// Rates of two measurements cannot be compared on a busy machine, but operation counts can: an instruction of BF16

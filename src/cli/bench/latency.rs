@@ -4,7 +4,7 @@ use super::{BenchArgs, round};
 use crate::Result;
 use crate::cli::model::print_notice;
 use crate::engine::kernels::isa::Isa;
-use crate::engine::kernels::machine::peak::measure_bandwidth;
+use crate::engine::kernels::machine::peak::measure_read_bandwidth;
 use crate::engine::kernels::view::to_host;
 use crate::engine::model::{Decoder, ForwardMode, InputIds, KvCache, ModelSpec, ModuleOp, Parameters, Workspace};
 use crate::engine::optim::MasterWeights;
@@ -48,7 +48,7 @@ pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result
     let token = weights.with_packed(|| timed(count, &mut next_token))?;
     // A token reads every weight once and computes little, so memory bandwidth limits its speed.
     let bytes = bytes_read_per_token(&spec, &weights, past);
-    let bandwidth = open.device.is_cpu().then(measure_bandwidth);
+    let bandwidth = open.device.is_cpu().then(measure_read_bandwidth);
     let token = percentiles(token);
     let rate = token["p50"].as_f64().map(|ms| bytes as f64 / ms / 1e6);
     Ok(json!({

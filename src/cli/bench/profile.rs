@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
-use crate::engine::kernels::machine::peak::measure_bandwidth;
+use crate::engine::kernels::machine::peak::{measure_read_bandwidth, measure_update_bandwidth};
 use crate::engine::kernels::op;
 use crate::engine::kernels::profile::{Cost, Profile};
 use crate::ui::{Column, Page, plain};
@@ -22,7 +22,8 @@ pub(super) struct Limits {
 impl Limits {
     /// The limits of a CPU with this peak in GFLOP/s.
     pub(super) fn of_cpu(gflops: f64) -> Self {
-        Self { flops: gflops * 1e9, bytes: measure_bandwidth().sustained * 1e9 }
+        let bandwidths = [measure_read_bandwidth(), measure_update_bandwidth()];
+        Self { flops: gflops * 1e9, bytes: bandwidths.map(|peak| peak.sustained * 1e9).into_iter().fold(0.0, f64::max) }
     }
 
     /// The limits of a GPU, from a large product and a large copy.

@@ -202,6 +202,7 @@ pub(crate) fn number(text: &str) -> Result<f64, String> {
 pub(crate) fn integer(text: &str) -> Result<i64, String> {
     text.parse().or_else(|_| match number(text) {
         Ok(whole) if whole.fract() == 0.0 && whole.abs() <= MAX_EXACT => Ok(whole as i64),
+        Ok(whole) if whole.fract() == 0.0 => Err("too large: at most 2^63 - 1, and from 2^53 only in digits".into()),
         _ => Err(format!("not {WHOLE_NUMBER}")),
     })
 }

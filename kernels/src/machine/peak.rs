@@ -58,8 +58,7 @@ pub fn measure_read_bandwidth() -> Peak {
     })
 }
 
-/// As [`measure_read_bandwidth`], of reading and writing in place. It is higher where a core waits for what it reads, but not for
-/// what it writes.
+/// As [`measure_read_bandwidth`], of reading and writing in place. It is higher where a core waits for reads, and not for writes.
 pub fn measure_update_bandwidth() -> Peak {
     bandwidth(2, |buffer| buffer.par_chunks_exact_mut(PART).for_each(increment))
 }

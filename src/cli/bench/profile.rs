@@ -22,8 +22,8 @@ pub(super) struct Limits {
 impl Limits {
     /// The limits of a CPU with this peak in GFLOP/s.
     pub(super) fn of_cpu(gflops: f64) -> Self {
-        let bandwidths = [measure_read_bandwidth(), measure_update_bandwidth()];
-        Self { flops: gflops * 1e9, bytes: bandwidths.map(|peak| peak.sustained * 1e9).into_iter().fold(0.0, f64::max) }
+        let bandwidth = measure_read_bandwidth().sustained.max(measure_update_bandwidth().sustained);
+        Self { flops: gflops * 1e9, bytes: bandwidth * 1e9 }
     }
 
     /// The limits of a GPU, from a large product and a large copy.

@@ -39,7 +39,7 @@ impl SlidingWindow {
         Ok(Self { seq_len, stride, batch_size })
     }
 
-    /// Limits the window to a text of `tokens` tokens, because padding costs time and changes nothing.
+    /// Limits the window to a text of `tokens` tokens, because longer buffers only cost memory.
     #[must_use]
     pub fn clamped_to(self, tokens: usize) -> Self {
         let longest = tokens.saturating_sub(1).max(1);
@@ -103,22 +103,29 @@ pub fn evaluate(
     let mut ids = vec![0; batch_size * seq_len];
     let mut labels = vec![IGNORE_INDEX; batch_size * seq_len];
     let (mut loss, mut predicted) = (0.0, 0);
-    for first in (0..count).step_by(batch_size) {
-        // Padding after the text's end and unused rows are never labels, and no label attends to them.
+    let length = |index| seq_len.min(tokens.len() - 1 - windows.position(index).0);
+    let mut first = 0;
+    while first < count {
+        // A text's last window can be shorter. Then it is a separate batch, because some rotary embeddings depend on the length.
+        let seq_len = length(first);
+        let indices = (first..count).take(batch_size).take_while(|&index| length(index) == seq_len);
+        let (ids, labels) = (&mut ids[..batch_size * seq_len], &mut labels[..batch_size * seq_len]);
+        // Unused rows have no labels.
         ids.fill(0);
         labels.fill(IGNORE_INDEX);
-        let rows = ids.chunks_exact_mut(seq_len).zip(labels.chunks_exact_mut(seq_len));
-        for (index, (ids, labels)) in (first..count).zip(rows) {
+        for (index, (ids, labels)) in indices.zip(ids.chunks_exact_mut(seq_len).zip(labels.chunks_exact_mut(seq_len))) {
             let (start, done) = windows.position(index);
-            let length = seq_len.min(tokens.len() - 1 - start);
-            tokens.read_inputs(start, &mut ids[..length]);
-            tokens.read_labels(start + 1, &mut labels[..length]);
-            labels[..done.min(length)].fill(IGNORE_INDEX);
+            tokens.read_inputs(start, ids);
+            tokens.read_labels(start + 1, labels);
+            labels[..done.min(seq_len)].fill(IGNORE_INDEX);
+            first = index + 1;
         }
-        model.forward(weights, InputIds::new(&ids, seq_len), ForwardMode::Eval, &mut workspace, &mut ())?;
-        loss += model.loss(weights, &labels, &workspace)?;
+        let mut narrow = None;
+        let workspace = workspace.for_seq_len(seq_len, &mut narrow)?;
+        model.forward(weights, InputIds::new(ids, seq_len), ForwardMode::Eval, workspace, &mut ())?;
+        loss += model.loss(weights, labels, workspace)?;
         predicted += labels.iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
-        progress(count.min(first + batch_size));
+        progress(first);
     }
     tokens.check()?;
     if predicted == 0 {
@@ -178,7 +185,7 @@ mod tests {
         }
     }
 
-    /// Otherwise a model with a context of 2^20 would pad 5 kB of text to it.
+    /// Otherwise a model with a context of 2^20 would reserve buffers for it to read 5 kB of text.
     #[test]
     fn a_window_is_no_longer_than_the_text() {
         let windows = SlidingWindow::new(1 << 20, None, None, None).unwrap().clamped_to(4700);

@@ -78,7 +78,7 @@ pub(super) fn ask_transformers(python: &Path, cases: &[WindowCase]) -> serde_jso
 #[test]
 fn transformers_finds_the_same_loss_on_the_same_windows() {
     let Some(python) = python() else { return };
-    let names = ["narrow", "deep", "untied"];
+    let names = ["narrow", "deep", "untied", "families/phi3-longrope"];
     let fixtures = names.map(with_tokenizer);
     let models = fixtures.each_ref().map(|fixture| TrainedModel::open(fixture.folder(), None).unwrap());
     let case = |(fixture, trained): (&CliFixture, &TrainedModel)| {

@@ -401,11 +401,11 @@ pub struct MomentScales<'a> {
 }
 
 /// How an operation uses a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
-    /// Only reads it.
+    /// Reads it.
     Read,
-    /// Writes it, and may read it.
+    /// Writes it.
     Write,
 }
 
@@ -472,7 +472,8 @@ impl Op<'_> {
         }
     }
 
-    /// Calls `visit` with the tensors that are read and those that are written. Not for [`Op::Summarize`].
+    /// Calls `visit` with the tensors that are read, then with those that are written: an updated tensor is both. Not for
+    /// [`Op::Summarize`].
     pub fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
         let mut all = |reads: &[Option<&Tensor>], writes: &[Option<&Tensor>]| {
             reads.iter().flatten().for_each(|tensor| visit(tensor, Access::Read));
@@ -482,26 +483,32 @@ impl Op<'_> {
             Self::Zero(op) => all(&[], &[Some(op.x)]),
             Self::Copy(op) => all(&[Some(op.x)], &[Some(op.out)]),
             Self::Accumulate(op) => {
-                all(&[Some(op.x)], &[Some(op.out)]);
-                op.inner.iter().for_each(|inner| all(&[], &[Some(inner)]));
+                all(&[Some(op.x), Some(op.out)], &[Some(op.out)]);
+                op.inner.iter().for_each(|inner| all(&[Some(inner)], &[Some(inner)]));
             }
             Self::Embed(op) => all(&[Some(op.input.table), op.input.positions], &[Some(op.out)]),
-            Self::EmbedBackward(op) => all(&[Some(op.dx)], &[op.dtable, op.dpositions]),
+            Self::EmbedBackward(op) => all(&[Some(op.dx), op.dtable], &[op.dtable, op.dpositions]),
             Self::Norm(op) => {
                 all(&[Some(op.x.tensor()), Some(op.weight), op.bias], &[Some(op.y.tensor()), Some(op.rstd), op.mean]);
             }
             Self::NormBackward(op) => {
                 let (dy, x, dx) = (Some(op.dy.tensor()), Some(op.x.tensor()), Some(op.dx.tensor()));
-                all(&[dy, x, Some(op.weight), Some(op.rstd), op.mean], &[dx, op.dweight, op.dbias]);
+                let old = dx.filter(|_| op.mode == WriteMode::Accumulate);
+                all(&[dy, x, Some(op.weight), Some(op.rstd), op.mean, old], &[dx, op.dweight, op.dbias]);
             }
-            Self::Rotate(op) => all(&[Some(&op.table.cos), Some(&op.table.sin)], &[Some(op.x.tensor())]),
+            Self::Rotate(op) => {
+                let x = Some(op.x.tensor());
+                all(&[Some(&op.table.cos), Some(&op.table.sin), x], &[x]);
+            }
             Self::Linear(op) => {
                 let low = op.low_rank.map(|low_rank| low_rank.low);
                 let factor = op.low_rank.map(|low_rank| low_rank.factor.columns.tensor());
                 all(&[Some(op.x), Some(op.weight), op.bias, low, factor], &[Some(op.y)]);
             }
             Self::Matmul(op) => {
-                all(&[Some(op.a.columns.tensor()), Some(op.b.columns.tensor())], &[Some(op.c.tensor())]);
+                let c = Some(op.c.tensor());
+                let old = c.filter(|_| op.mode == WriteMode::Accumulate);
+                all(&[Some(op.a.columns.tensor()), Some(op.b.columns.tensor()), old], &[c]);
             }
             Self::SumRows(op) => all(&[Some(op.x)], &[Some(op.out)]),
             Self::Attention(op) => {
@@ -517,21 +524,27 @@ impl Op<'_> {
                 all(&tensors(op.qkv), &[Some(op.out)]);
                 all(&[op.sinks], &[]);
                 for CachedSequence { cache, .. } in op.sequences {
-                    all(&[], &[Some(&cache.keys), Some(&cache.values)]);
+                    let stored = [Some(&cache.keys), Some(&cache.values)];
+                    all(&stored, &stored);
                 }
             }
             Self::Activate(op) => all(&[Some(op.x)], &[Some(op.y)]),
             Self::ActivateBackward(op) => all(&[Some(op.x), Some(op.dy)], &[Some(op.dx), Some(op.y)]),
             Self::AddBranch(op) => all(&[Some(op.stream), Some(op.branch)], &[Some(op.out)]),
             Self::SoftCap(op) => all(&[Some(op.x)], &[Some(op.out)]),
-            Self::CrossEntropy(op) => all(&[], &[Some(op.logits.tensor()), Some(op.losses)]),
+            Self::CrossEntropy(op) => {
+                let logits = Some(op.logits.tensor());
+                all(&[logits], &[logits, Some(op.losses)]);
+            }
             Self::Summarize(_) => {}
             Self::Sum(op) => all(&[Some(op.x)], &[]),
             Self::AdamW(op) => {
                 for x in &op.tensors {
-                    all(&[Some(x.grad)], &[Some(x.master), Some(x.exp_avg), Some(x.exp_avg_sq), x.weight]);
+                    let state = [Some(x.master), Some(x.exp_avg), Some(x.exp_avg_sq)];
+                    all(&[Some(x.grad)], &[x.weight]);
+                    all(&state, &state);
                     let scales = x.scales.iter().flatten();
-                    scales.for_each(|scales| all(&[Some(scales.map)], &[Some(scales.absmax)]));
+                    scales.for_each(|it| all(&[Some(it.map), Some(it.absmax)], &[Some(it.absmax)]));
                 }
             }
             Self::Route(op) => op.for_each_tensor(visit),

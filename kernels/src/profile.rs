@@ -222,12 +222,11 @@ fn bytes(op: &Op<'_>) -> f64 {
         }
         Op::CrossEntropy(op) => f64::from(1 + u8::from(op.seed.is_some())) * matrix(op.logits),
         op => {
-            let updates = if matches!(op, Op::Accumulate(_) | Op::AdamW(_)) { 2.0 } else { 1.0 };
-            let (mut seen, mut sum): (HashSet<(TensorId, bool)>, f64) = (HashSet::new(), 0.0);
+            let (mut seen, mut sum): (HashSet<(TensorId, Access)>, f64) = (HashSet::new(), 0.0);
             // Views of packed queries, keys and values are one tensor.
             op.for_each_tensor(&mut |x, access| {
-                if seen.insert((x.id(), access == Access::Read)) {
-                    sum += if access == Access::Write { updates } else { 1.0 } * of(x);
+                if seen.insert((x.id(), access)) {
+                    sum += of(x);
                 }
             });
             sum
@@ -239,6 +238,7 @@ fn bytes(op: &Op<'_>) -> f64 {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
     use super::*;
+    use crate::adamw::{AdamWStep, AdamWTensor};
     use crate::columns::MatmulOperand;
     use crate::{Fused, op};
     use candle_core::DType;
@@ -261,6 +261,24 @@ mod tests {
         assert!(product.time > Duration::ZERO);
         assert_eq!((costs["Zero"].bytes, costs["Zero"].flops), (4.0 * 8.0, 0.0));
         assert!(profile.take().unwrap().is_empty());
+    }
+
+    /// AdamW updates FP32 masters and moments and only writes the working copy.
+    #[test]
+    fn operands_count_once_for_reading_and_once_for_writing() {
+        let profile = Profile::new(Arc::new(Fused), &Device::Cpu);
+        let vector = |dtype| Tensor::zeros(10, dtype, &Device::Cpu).unwrap();
+        let [grad, master, exp_avg, exp_avg_sq] = &[DType::F32; 4].map(vector);
+        let step = AdamWStep { lr: 0.1, betas: [0.9; 2], eps: 1e-8, bias_corrections: [0.1; 2], grad_factor: 1.0 };
+        let (copy, scales, weight_decay, counts) = (vector(DType::F16), None, 0.0, None);
+        let weight = Some(&copy);
+        let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
+        op::AdamW { step, tensors: vec![tensor] }.run(&profile).unwrap();
+        let x = Tensor::zeros((10, 3), DType::F16, &Device::Cpu).unwrap();
+        op::ScaleRows { x: &x, weights: grad }.run(&profile).unwrap();
+        let costs = profile.take().unwrap();
+        assert_eq!(costs["AdamW"].bytes, 10.0 * (4.0 + 3.0 * 8.0 + 2.0));
+        assert_eq!(costs["ScaleRows"].bytes, 10.0 * (3.0 * 4.0 + 4.0));
     }
 
     #[test]

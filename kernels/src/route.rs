@@ -109,6 +109,7 @@ impl RouteBackward<'_> {
 impl ScaleRows<'_> {
     pub(crate) fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
         visit(self.weights, Access::Read);
+        visit(self.x, Access::Read);
         visit(self.x, Access::Write);
     }
 

@@ -22,7 +22,7 @@ pub struct ExponentHistogram {
 }
 
 /// How a format represents a histogram's finite non-zero values, as shares of their number.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 pub struct RangeShares {
     /// Rounded to zero.
     pub flushed: f64,

@@ -21,7 +21,7 @@ pub struct FloatFormat {
 }
 
 /// The class of a bit pattern's value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FloatClass {
     /// +0 or -0.

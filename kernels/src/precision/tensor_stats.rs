@@ -7,7 +7,6 @@
 #![expect(clippy::inline_always, reason = "a loop only vectorizes for the caller if it is inlined")]
 
 use half::{bf16, f16};
-use serde::{Deserialize, Serialize};
 
 use super::{ExponentHistogram, FloatFormat};
 
@@ -60,7 +59,7 @@ impl Element for f16 {
 }
 
 /// Counts, extreme magnitudes and sum of squares of one or more tensors.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct TensorStats {
     /// Number of values.
     pub count: u64,

@@ -14,8 +14,6 @@ use super::{ExponentHistogram, FloatFormat};
 const BLOCK: usize = 2048;
 /// Independent accumulators of a reduction: two 512-bit vectors.
 const LANES: usize = 32;
-/// Elements after which the 32-bit exponent counters are flushed, before they can overflow.
-const SPAN: usize = 1 << 30;
 /// FP32's pattern of infinity.
 const INF: u32 = 0x7f80_0000;
 
@@ -89,18 +87,14 @@ impl TensorStats {
     /// Like [`of`](Self::of), and adds the values to `histogram`.
     #[inline(always)]
     pub fn with_histogram<T: Element>(values: &[T], format: FloatFormat, histogram: &mut ExponentHistogram) -> Self {
-        let mut stats = Self::default();
-        for span in values.chunks(SPAN) {
-            let mut counters = ExponentCounters([0; 256]);
-            let part = scan(
-                span,
-                format,
-                #[inline(always)]
-                |block, largest, nonzero| counters.count(block, largest, nonzero),
-            );
-            counters.add_to(histogram, &part);
-            stats.merge(&part);
-        }
+        let mut counters = ExponentCounters([0; 256]);
+        let stats = scan(
+            values,
+            format,
+            #[inline(always)]
+            |block, largest, nonzero| counters.count(block, largest, nonzero),
+        );
+        counters.add_to(histogram, &stats);
         stats
     }
 
@@ -243,7 +237,7 @@ const FIELDS: usize = 8;
 const COUNTERS: usize = 32;
 
 /// Counts by exponent field.
-struct ExponentCounters([u32; 256]);
+struct ExponentCounters([u64; 256]);
 
 impl ExponentCounters {
     /// Counts the fields of a block's `nonzero` values. Compares all of its values with a few fields at a time, from the field of the
@@ -269,8 +263,8 @@ impl ExponentCounters {
                 }
             }
             for (counts, field) in counts.into_iter().zip(compared) {
-                let count = counts.into_iter().map(u32::from).sum();
-                self.0[usize::from(field)] += count;
+                let count: u32 = counts.into_iter().map(u32::from).sum();
+                self.0[usize::from(field)] += u64::from(count);
                 left = left.saturating_sub(count);
             }
         }
@@ -282,9 +276,8 @@ impl ExponentCounters {
         let field = |x: f32| (x.to_bits() >> 23) as usize;
         let mut counted = 0;
         for field in field(stats.min_nonzero.unwrap_or(f32::INFINITY)).max(1)..=field(stats.max_abs) {
-            let count = u64::from(self.0[field]);
-            histogram.add(field as i32 + ExponentHistogram::LOWEST, count);
-            counted += count;
+            histogram.add(field as i32 + ExponentHistogram::LOWEST, self.0[field]);
+            counted += self.0[field];
         }
         let tiny = stats.count - counted - stats.zero - stats.inf - stats.nan;
         histogram.add(ExponentHistogram::LOWEST, tiny);

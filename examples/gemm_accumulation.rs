@@ -6,7 +6,7 @@
 #![expect(clippy::print_stdout, reason = "the example prints its results")]
 
 use candle_core::{DType, Device, Tensor};
-use finetune::engine::kernels::matmul::{Epilogue, Operand, matmul};
+use finetune::engine::kernels::matmul::{Gemm, Operand};
 use finetune::random::{Domain, Stream};
 use half::bf16;
 
@@ -87,7 +87,7 @@ fn bf16_sums(a: &[bf16], b: &[bf16], depth: usize) -> Vec<bf16> {
 /// This crate's product: sums in FP32, rounded once.
 fn f32_sums(a: &[bf16], b: &[bf16], depth: usize) -> Vec<bf16> {
     let mut c = vec![bf16::ZERO; ROWS * ROWS];
-    matmul(Operand::new(a, ROWS, depth), Operand::new(b, depth, ROWS), None, &mut c, ROWS, Epilogue::default());
+    Gemm::new(Operand::new(a, ROWS, depth), Operand::new(b, depth, ROWS)).run(&mut c, ROWS);
     c
 }
 

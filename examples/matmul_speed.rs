@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use finetune::engine::kernels::convert::Element;
 use finetune::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
-use finetune::engine::kernels::matmul::{Epilogue, Operand, matmul};
+use finetune::engine::kernels::matmul::{Gemm, Operand};
 use half::{bf16, f16};
 
 /// Weights `[in, out]` of distilgpt2, how often they occur, and the head, stored `[out, in]`.
@@ -59,13 +59,13 @@ fn step<T: Element>(dtype: &str, tokens: usize, peak: fn() -> Peak, filter: &str
         };
         let gflop = 2.0 * (tokens * inputs * outputs) as f64 / 1e9;
         let shares = [
-            share(gflop, peak, || matmul(x, weight, None, &mut y, outputs, Epilogue::default())),
-            share(gflop, peak, || matmul(dy, weight.transposed(), None, &mut dx, inputs, Epilogue::default())),
+            share(gflop, peak, || Gemm::new(x, weight).run(&mut y, outputs)),
+            share(gflop, peak, || Gemm::new(dy, weight.transposed()).run(&mut dx, inputs)),
             share(gflop, peak, || {
                 if is_head {
-                    matmul(dy.transposed(), x, None, &mut dw, inputs, Epilogue::default());
+                    Gemm::new(dy.transposed(), x).run(&mut dw, inputs);
                 } else {
-                    matmul(x.transposed(), dy, None, &mut dw, outputs, Epilogue::default());
+                    Gemm::new(x.transposed(), dy).run(&mut dw, outputs);
                 }
             }),
         ];

@@ -3,7 +3,7 @@
 
 use crate::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::convert::Element;
-use crate::matmul::{Epilogue, LowRankTerm, Operand, matmul};
+use crate::matmul::{Epilogue, Gemm, LowRankTerm, Operand};
 use crate::op;
 use crate::rows::{Rows, STRIPE, column_sums, par_columns, with_scratch};
 use crate::view::{ReadGuard, ViewMut, read, with_element, with_elements, write};
@@ -35,7 +35,7 @@ pub fn forward(op: &op::Linear<'_>) -> Result<()> {
                 let a = Operand::new(x.typed::<T>()?, rows, inner);
                 let b = operand(opened.typed::<T>()?, layout, [inner, outer]);
                 let second = low_rank.zip(low.as_ref()).map(|(low_rank, opened)| term(low_rank, opened)).transpose()?;
-                product(a, b, second, ColumnSlice::all(y)?, epilogue)
+                write_product(Gemm { a, b, second, epilogue }, ColumnSlice::all(y)?)
             })
         },
     )
@@ -87,7 +87,7 @@ pub fn product_of_columns(op: &op::Matmul<'_>) -> Result<()> {
     let (a_storage, b_storage) = (read(a.columns.tensor())?, read(b.columns.tensor())?);
     with_element!(a.columns.tensor().dtype(), T => {
         let (a, b) = (factor(a, a_storage.typed::<T>()?), factor(b, b_storage.typed::<T>()?));
-        product(a, b, None, c, epilogue)
+        write_product(Gemm { a, b, second: None, epilogue }, c)
     })
 }
 
@@ -97,16 +97,8 @@ fn factor<'a, T>(factor: MatmulOperand<'_>, data: &'a [T]) -> Operand<'a, T> {
     if factor.transposed { operand.transposed() } else { operand }
 }
 
-/// Computes `c = a · b` plus the `second` term, for any type that `c` is stored in.
-fn product<T: Element>(
-    a: Operand<'_, T>,
-    b: Operand<'_, T>,
-    second: Option<LowRankTerm<'_, T>>,
-    c: ColumnSlice<'_>,
-    epilogue: Epilogue<'_>,
-) -> Result<()> {
+/// Computes `product` into columns of any type.
+fn write_product<T: Element>(product: Gemm<'_, T>, c: ColumnSlice<'_>) -> Result<()> {
     let (first, ldc) = (c.first(), c.stride());
-    write(c.tensor(), |c| {
-        with_elements!(c, ViewMut, c => matmul(a, b, second, &mut c[first..], ldc, epilogue));
-    })
+    write(c.tensor(), |c| with_elements!(c, ViewMut, c => product.run(&mut c[first..], ldc)))
 }

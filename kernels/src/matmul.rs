@@ -128,72 +128,70 @@ pub struct LowRankTerm<'a, T> {
     pub shares: &'a [Range<usize>],
 }
 
-/// C = α A·B (+ bias) (+ C), for A of m × k, B of k × n and C of m × n, with row i of C at `c[i * ldc..][..n]`. A `second` product
-/// is added to the first; its operands are packed whole, so its depth should be small.
-///
-/// A sum is rounded to C's type once, for any k. Its bits do not depend on the number of threads: rows and columns of
-/// C are shared out over the rayon pool, k never is. NaN and infinities propagate as in plain arithmetic.
-///
-/// A call for shapes seen before allocates nothing.
-///
-/// # Panics
-/// If the shapes do not fit together.
-pub fn matmul<A: Element, C: Element>(
-    a: Operand<'_, A>,
-    b: Operand<'_, A>,
-    second: Option<LowRankTerm<'_, A>>,
-    c: &mut [C],
-    ldc: usize,
-    epilogue: Epilogue<'_>,
-) {
-    matmul_on(MicroKernel::of::<A>(Isa::current()), a, b, second, c, ldc, epilogue);
+/// C = α A·B (+ bias) (+ C), for A of m × k, B of k × n and C of m × n.
+#[derive(Clone, Copy, Debug)]
+pub struct Gemm<'a, T> {
+    /// A.
+    pub a: Operand<'a, T>,
+    /// B.
+    pub b: Operand<'a, T>,
+    /// A product that is added to A·B. Its operands are packed whole, so its depth should be small.
+    pub second: Option<LowRankTerm<'a, T>>,
+    /// α, the bias, and whether C is added.
+    pub epilogue: Epilogue<'a>,
 }
 
-/// [`matmul`] with this micro-kernel.
-fn matmul_on<A: Element, C: Element>(
-    kernel: MicroKernel,
-    a: Operand<'_, A>,
-    b: Operand<'_, A>,
-    second: Option<LowRankTerm<'_, A>>,
-    c: &mut [C],
-    ldc: usize,
-    epilogue: Epilogue<'_>,
-) {
-    let (m, k, n) = (a.rows, a.cols, b.cols);
-    assert_eq!(k, b.rows, "A has {k} columns, B {} rows", b.rows);
-    assert!(m == 0 || n == 0 || ldc >= n && c.len() >= (m - 1) * ldc + n, "C is too small for {m} × {n}");
-    assert!(epilogue.bias.is_none_or(|bias| bias.len() == n), "the bias must have {n} elements");
-    if let Some(LowRankTerm { a, b, .. }) = &second {
-        assert!([a.rows, a.cols, b.cols] == [m, b.rows, n], "{} × {} and {} × {}", a.rows, a.cols, b.rows, b.cols);
+impl<'a, T: Element> Gemm<'a, T> {
+    /// A·B.
+    pub fn new(a: Operand<'a, T>, b: Operand<'a, T>) -> Self {
+        Self { a, b, second: None, epilogue: Epilogue::default() }
     }
-    with_workspace(|workspace| run_in(workspace, kernel, a, b, second, OutputMatrix::new(c, ldc), epilogue));
-}
 
-/// [`matmul_on`] of operands that fit together, with these buffers.
-fn run_in<A: Element, C: Element>(
-    Workspace { shared, partial, second: buffers }: &mut Workspace,
-    kernel: MicroKernel,
-    a: Operand<'_, A>,
-    b: Operand<'_, A>,
-    second: Option<LowRankTerm<'_, A>>,
-    c: OutputMatrix<C>,
-    epilogue: Epilogue<'_>,
-) {
-    let (m, k, n) = (a.rows, a.cols, b.cols);
-    let operand = b;
-    let (a, b) = (PackSource::rows(a), PackSource::columns(b));
-    let swapped = swaps_operands(kernel, m, n);
-    let [a, b] = if swapped { [b, a] } else { [a, b] };
-    let kernel = kernel.for_lines(a.count);
-    let serial = m * n * k < SERIAL_WORK;
-    let second = second.map(|term| Packed::new(kernel, term, swapped, serial, buffers));
-    let product = Product { kernel, a, b, panels: None, swapped, depth: k, second, c, epilogue, serial };
-    if swapped || m > n {
-        return product.run(shared, partial);
+    /// Computes C, with row i at `c[i * ldc..][..n]`.
+    ///
+    /// A sum is rounded to C's type once, for any k. Its bits do not depend on the number of threads: rows and columns of
+    /// C are shared out over the rayon pool, k never is. NaN and infinities propagate as in plain arithmetic.
+    ///
+    /// A call for shapes seen before allocates nothing.
+    ///
+    /// # Panics
+    /// If the shapes do not fit together.
+    pub fn run<C: Element>(self, c: &mut [C], ldc: usize) {
+        self.run_on(MicroKernel::of::<T>(Isa::current()), c, ldc);
     }
-    let words = product.kept_words(n.next_multiple_of(kernel.cols) * kernel.words(k));
-    let pack = |panels: &mut [u32]| product.pack_streamed(panels);
-    with_panels(operand, words, pack, |panels| Product { panels, ..product }.run(shared, partial));
+
+    /// [`Self::run`] with this micro-kernel.
+    fn run_on<C: Element>(self, kernel: MicroKernel, c: &mut [C], ldc: usize) {
+        let Self { a, b, second, epilogue } = self;
+        let (m, k, n) = (a.rows, a.cols, b.cols);
+        assert_eq!(k, b.rows, "A has {k} columns, B {} rows", b.rows);
+        assert!(m == 0 || n == 0 || ldc >= n && c.len() >= (m - 1) * ldc + n, "C is too small for {m} × {n}");
+        assert!(epilogue.bias.is_none_or(|bias| bias.len() == n), "the bias must have {n} elements");
+        if let Some(LowRankTerm { a, b, .. }) = second {
+            assert!([a.rows, a.cols, b.cols] == [m, b.rows, n], "{} × {} and {} × {}", a.rows, a.cols, b.rows, b.cols);
+        }
+        with_workspace(|workspace| self.run_in(workspace, kernel, OutputMatrix::new(c, ldc)));
+    }
+
+    /// [`Self::run_on`] of operands that fit together, with these buffers.
+    fn run_in<C: Element>(self, buffers: &mut Workspace, kernel: MicroKernel, c: OutputMatrix<C>) {
+        let Self { a, b: right, second, epilogue } = self;
+        let Workspace { shared, partial, second: term_buffers } = buffers;
+        let (m, k, n) = (a.rows, a.cols, right.cols);
+        let (a, b) = (PackSource::rows(a), PackSource::columns(right));
+        let swapped = swaps_operands(kernel, m, n);
+        let [a, b] = if swapped { [b, a] } else { [a, b] };
+        let kernel = kernel.for_lines(a.count);
+        let serial = m * n * k < SERIAL_WORK;
+        let second = second.map(|term| Packed::new(kernel, term, swapped, serial, term_buffers));
+        let product = Product { kernel, a, b, panels: None, swapped, depth: k, second, c, epilogue, serial };
+        if swapped || m > n {
+            return product.run(shared, partial);
+        }
+        let words = product.kept_words(n.next_multiple_of(kernel.cols) * kernel.words(k));
+        let pack = |panels: &mut [u32]| product.pack_streamed(panels);
+        with_panels(right, words, pack, |panels| Product { panels, ..product }.run(shared, partial));
+    }
 }
 
 /// Whether A and B change places for C of m × n.
@@ -599,7 +597,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let Some(partial) = partial else {
             let later = Epilogue { alpha: self.epilogue.alpha, bias: None, accumulate: true };
             let epilogue = if is_first { self.epilogue } else { later };
-            // SAFETY: `matmul` checked that C has all areas; each belongs to one task of a part, and parts run in turn.
+            // SAFETY: `Gemm::run_on` checked that C has all areas; each belongs to one task of a part, and parts run in turn.
             return unsafe { self.write(tile, area, epilogue, scratch) };
         };
         let (rows, cols) = self.area(part);

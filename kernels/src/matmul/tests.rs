@@ -11,7 +11,7 @@ use super::super::isa::Isa;
 use super::buffer::{PackBuffer, Workspace, with_thread_buffer};
 use super::epilogue::OutputMatrix;
 use super::micro::MicroKernel;
-use super::{Epilogue, GemmShape, LowRankTerm, Operand, matmul, matmul_on, run_in, with_packed, words};
+use super::{Epilogue, Gemm, GemmShape, LowRankTerm, Operand, with_packed, words};
 use crate::{Fused, WeightLayout, op, view};
 
 /// The micro-kernels of an instruction set of this CPU, or the one for AMX on a model of its tiles.
@@ -124,7 +124,7 @@ fn check_terms<A: Element, C: Element>(
     let ldc = n + 3;
     let old: Vec<C> = random(m * ldc, 7);
     let mut c = old.clone();
-    matmul_on(kernel, a, b, second.copied(), &mut c, ldc, epilogue);
+    Gemm { a, b, second: second.copied(), epilogue }.run_on(kernel, &mut c, ldc);
     let more = second.map(|LowRankTerm { a, b, alpha, .. }| (Exact::of(a, b), f64::from(*alpha)));
     for (i, (row, old)) in c.chunks(ldc).zip(old.chunks(ldc)).enumerate() {
         assert!(row[n..] == old[n..], "wrote beyond row {i}");
@@ -261,7 +261,7 @@ fn large_products_are_cut_up_correctly() {
         let a: Vec<f32> = (0..m * k).map(|i| (i % 31) as f32).collect();
         let b: Vec<f32> = (0..k * n).map(|i| (i % 29) as f32).collect();
         let mut c = vec![0f32; m * n];
-        matmul(Operand::new(&a, m, k), Operand::new(&b, k, n), None, &mut c, n, Epilogue::default());
+        Gemm::new(Operand::new(&a, m, k), Operand::new(&b, k, n)).run(&mut c, n);
         for i in 0..m {
             for j in 0..n {
                 let expected: f32 = (0..k).map(|p| a[i * k + p] * b[p * n + j]).sum();
@@ -279,18 +279,10 @@ fn empty_products_are_zeros_or_nothing() {
         let mut c = [bf16::ONE; 4];
         let empty = Operand::new(&[] as &[bf16], 2, 0);
         let epilogue = Epilogue { bias: Some(&bias), ..Epilogue::default() };
-        matmul_on(kernel, empty, empty.transposed(), None, &mut c, 2, epilogue);
+        Gemm { epilogue, ..Gemm::new(empty, empty.transposed()) }.run_on(kernel, &mut c, 2);
         assert_eq!(c.map(bf16::to_f32), [2.0, 3.0, 2.0, 3.0]);
         let mut nothing: [f32; 0] = [];
-        matmul_on(
-            kernel,
-            empty.transposed(),
-            Operand::new(&[bf16::ONE; 6], 2, 3),
-            None,
-            &mut nothing,
-            3,
-            Epilogue::default(),
-        );
+        Gemm::new(empty.transposed(), Operand::new(&[bf16::ONE; 6], 2, 3)).run_on(kernel, &mut nothing, 3);
     }
 }
 
@@ -306,7 +298,7 @@ fn nan_and_infinity_reach_their_row_and_column_and_no_other_place() {
         b[2 * n + 5] = T::from_f32(f32::NAN);
         let mut c = vec![T::from_f32(0.0); m * n];
         let a = if is_transposed { Operand::new(&a, k, m).transposed() } else { Operand::new(&a, m, k) };
-        matmul_on(kernel, a, Operand::new(&b, k, n), None, &mut c, n, Epilogue::default());
+        Gemm::new(a, Operand::new(&b, k, n)).run_on(kernel, &mut c, n);
         for (index, value) in c.iter().enumerate() {
             let (value, i, j) = (value.to_f32(), index / n, index % n);
             match (i, j) {
@@ -337,7 +329,7 @@ fn bits<T: Element>(kernel: MicroKernel, threads: usize, rows: Range<usize>) -> 
     let mut c = vec![T::from_f32(0.0); m * n];
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
     let (a, b) = (Operand::new(&a, m, k), Operand::new(&b, k, n));
-    pool.install(|| matmul_on(kernel, a, b, None, &mut c, n, Epilogue::default()));
+    pool.install(|| Gemm::new(a, b).run_on(kernel, &mut c, n));
     c.iter().map(|value| value.to_f32().to_bits()).collect()
 }
 
@@ -364,9 +356,7 @@ fn held<A: Element, C: Element>(kernel: MicroKernel, [m, k, n]: [usize; 3], dept
         LowRankTerm { a: Operand::new(&low, m, depth), b: Operand::new(&factor, depth, n), alpha: 1.0, shares: &[] };
     let (a, b, second) = (Operand::new(&a, m, k), Operand::new(&b, k, n), (depth > 0).then_some(term));
     let mut workspace = Workspace::new();
-    pool.install(|| {
-        run_in(&mut workspace, kernel, a, b, second, OutputMatrix::new(&mut c, n), Epilogue::default());
-    });
+    pool.install(|| Gemm { second, ..Gemm::new(a, b) }.run_in(&mut workspace, kernel, OutputMatrix::new(&mut c, n)));
     let own = pool.broadcast(|_| with_thread_buffer(|buffer| buffer.bytes()));
     let Workspace { shared, partial, second: [a, b] } = &workspace;
     [own.into_iter().max().unwrap(), shared.bytes(), partial.bytes(), a.bytes(), b.bytes()]
@@ -442,9 +432,10 @@ fn check_rows<T: Element>(kernels: Kernels) {
                 };
                 let mut c = vec![T::zero(); rows.len() * n];
                 let a = Operand::new(&a, rows.len(), k);
-                matmul_on(kernel, a, b, has_second.then_some(term), &mut c, n, epilogue);
+                let gemm = Gemm { a, b, second: has_second.then_some(term), epilogue };
+                gemm.run_on(kernel, &mut c, n);
                 let mut wide = vec![0.0f32; rows.len() * n];
-                matmul_on(kernel, a, b, has_second.then_some(term), &mut wide, n, epilogue);
+                gemm.run_on(kernel, &mut wide, n);
                 c.iter().map(|x| x.to_f32()).chain(wide).map(f32::to_bits).collect::<Vec<u32>>()
             };
             let all = product(0..m);

@@ -374,24 +374,17 @@ struct TileRange {
     depth: Range<usize>,
 }
 
-/// Which operand is packed for all tasks.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum PackedOperand {
-    A,
-    B,
-}
-
 impl<A: Element, C: Element> Product<'_, A, C> {
-    /// The smaller operand is shared, because it has to stay in a cache longest.
-    fn shared(&self) -> PackedOperand {
-        if self.a.count <= self.b.count { PackedOperand::A } else { PackedOperand::B }
+    /// Whether A is packed for all tasks, otherwise B: the smaller operand, because it has to stay in a cache longest.
+    fn shares_a(&self) -> bool {
+        self.a.count <= self.b.count
     }
 
     /// The shared operand and the other one, each with the layout of its panels.
     fn sides(&self) -> [(PackSource<'_, A>, PanelLayout); 2] {
         let a = (self.a, self.kernel.a());
         let b = (self.b, self.kernel.b());
-        if self.shared() == PackedOperand::A { [a, b] } else { [b, a] }
+        if self.shares_a() { [a, b] } else { [b, a] }
     }
 
     /// Whether sums of less than the whole depth have to be kept outside of C.
@@ -477,10 +470,8 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 
     /// The rows and columns of C of a part.
     fn area(&self, part: &TileRange) -> (Range<usize>, Range<usize>) {
-        match self.shared() {
-            PackedOperand::A => (part.shared.clone(), part.streamed.clone()),
-            PackedOperand::B => (part.streamed.clone(), part.shared.clone()),
-        }
+        let (shared, streamed) = (part.shared.clone(), part.streamed.clone());
+        if self.shares_a() { (shared, streamed) } else { (streamed, shared) }
     }
 
     /// Packs a group of panels and multiplies it with a share of the packed ones.
@@ -519,14 +510,9 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             let streamed = buffer.words(group.len() * width * words);
             pack(lines, first, part.depth.clone(), layout, streamed);
             let prefetch = Prefetch::new(lines, next..next + group.len() * width, part.depth.clone(), tiles);
-            match self.shared() {
-                PackedOperand::A => {
-                    self.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch);
-                }
-                PackedOperand::B => {
-                    self.multiply(part, words, (first, streamed), (shared_first, shared), partial, prefetch);
-                }
-            }
+            let (shared, streamed) = ((shared_first, shared), (first, &*streamed));
+            let (a, b) = if self.shares_a() { (shared, streamed) } else { (streamed, shared) };
+            self.multiply(part, words, a, b, partial, prefetch);
         });
     }
 

@@ -48,6 +48,15 @@ impl<'a, T> PackSource<'a, T> {
     }
 }
 
+impl<'a, T: Element> PackSource<'a, T> {
+    /// These lines, whose elements must be BF16.
+    #[inline(always)]
+    fn bf16(self) -> PackSource<'a, bf16> {
+        let Self { data, count, line_stride, depth_stride } = self;
+        PackSource { data: as_bf16(data), count, line_stride, depth_stride }
+    }
+}
+
 /// How elements are grouped in a panel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PackUnit {
@@ -186,17 +195,10 @@ fn pack_side_by_side<T: Element, const WIDTH: usize>(
         || match unit {
             PackUnit::Float => spread_rows::<T, WIDTH>(lines, present, depth, panels, panel_words),
             PackUnit::Bf16Pair | PackUnit::TileColumn => {
-                let data = as_bf16(lines.data);
-                pair_rows::<WIDTH>(data, lines.depth_stride, present, depth, panels, panel_words);
+                pair_rows::<WIDTH>(lines.bf16(), present, depth, panels, panel_words);
             }
-            PackUnit::Bf16Quad => {
-                let data = as_bf16(lines.data);
-                transpose_rows::<WIDTH, 2>(data, lines.depth_stride, present, depth, panels, panel_words);
-            }
-            PackUnit::TileRow => {
-                let data = as_bf16(lines.data);
-                transpose_rows::<WIDTH, TILE_PAIRS>(data, lines.depth_stride, present, depth, panels, panel_words);
-            }
+            PackUnit::Bf16Quad => transpose_rows::<WIDTH, 2>(lines.bf16(), present, depth, panels, panel_words),
+            PackUnit::TileRow => transpose_rows::<WIDTH, TILE_PAIRS>(lines.bf16(), present, depth, panels, panel_words),
         },
     );
 }
@@ -228,8 +230,7 @@ fn spread_rows<T: Element, const WIDTH: usize>(
 /// Packs pairs of rows, one panel after another: a panel is written in order, while the rows stay in the L1 cache.
 #[inline(always)]
 fn pair_rows<const WIDTH: usize>(
-    data: &[bf16],
-    stride: usize,
+    PackSource { data, depth_stride: stride, .. }: PackSource<'_, bf16>,
     present: Range<usize>,
     depth: Range<usize>,
     panels: &mut [u32],
@@ -262,8 +263,7 @@ fn pair_rows<const WIDTH: usize>(
 /// Turns rows into units of `PAIRS`, at most those of a tile: the pairs of one unit of each line are gathered, then transposed.
 #[inline(always)]
 fn transpose_rows<const WIDTH: usize, const PAIRS: usize>(
-    data: &[bf16],
-    stride: usize,
+    lines: PackSource<'_, bf16>,
     present: Range<usize>,
     depth: Range<usize>,
     panels: &mut [u32],
@@ -274,14 +274,14 @@ fn transpose_rows<const WIDTH: usize, const PAIRS: usize>(
         let rows = start..depth.end.min(start + 2 * PAIRS);
         for (index, panel) in panels.chunks_mut(panel_words).enumerate() {
             let first = (present.start + index * WIDTH).min(present.end);
-            let lines = first..present.end.min(first + WIDTH);
+            let present = first..present.end.min(first + WIDTH);
             let pairs = &mut pairs[..PAIRS * WIDTH];
-            pair_rows::<WIDTH>(data, stride, lines.clone(), rows.clone(), pairs, PAIRS * WIDTH);
+            pair_rows::<WIDTH>(lines, present.clone(), rows.clone(), pairs, PAIRS * WIDTH);
             if rows.len() < 2 * PAIRS {
                 pairs[rows.len().div_ceil(2) * WIDTH..].fill(0);
             }
             let target = &mut panel[block * PAIRS * WIDTH..][..PAIRS * WIDTH];
-            transpose_pairs::<WIDTH, PAIRS>(pairs, lines.len(), target);
+            transpose_pairs::<WIDTH, PAIRS>(pairs, present.len(), target);
         }
     }
 }
@@ -383,7 +383,7 @@ fn pack_by_transposing<T: Element, const WIDTH: usize>(
     }
 }
 
-/// The units of the elements `depth` of one line.
+/// Writes the units of the elements `depth` of one line.
 #[inline]
 fn gather<T: Element>(lines: PackSource<'_, T>, line: usize, depth: Range<usize>, unit: PackUnit, units: &mut [u32]) {
     let start = line * lines.line_stride;
@@ -407,6 +407,7 @@ fn gather<T: Element>(lines: PackSource<'_, T>, line: usize, depth: Range<usize>
     }
 }
 
+/// Writes the pairs of neighbouring elements; the last one may have a zero.
 #[inline]
 fn gather_pairs(elements: &[bf16], units: &mut [u32]) {
     let (pairs, odd) = elements.as_chunks::<2>();
@@ -469,7 +470,8 @@ fn transpose_vectors<T: Element, const WIDTH: usize>(
     0
 }
 
-/// A multiple of eight units of [`transposed_lines`] that are `line_stride` elements apart, in pairs of BF16 or widened.
+/// Transposes a multiple of eight units, pairs of BF16 or widened elements, of [`transposed_lines`] that are `line_stride` elements
+/// apart.
 ///
 /// # Safety
 /// The lines must have these units, and the target room for them.

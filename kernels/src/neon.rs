@@ -1,14 +1,7 @@
-//! NEON's instructions in the form that kernels share with other processors, and the one that Rust has no intrinsic for.
+//! NEON's multiply-add with the operands in the order of other processors, and the instruction that Rust has no intrinsic for.
 
-use std::arch::aarch64::{float32x4_t, uint32x4_t, vdupq_n_f32, vfmaq_f32};
+use std::arch::aarch64::{float32x4_t, uint32x4_t, vfmaq_f32};
 use std::arch::asm;
-
-/// Four zeros.
-#[inline]
-#[target_feature(enable = "neon")]
-pub(super) fn zero() -> float32x4_t {
-    vdupq_n_f32(0.0)
-}
 
 /// `a·b + sum`, with one rounding.
 #[inline]

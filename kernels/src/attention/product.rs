@@ -117,7 +117,7 @@ fn portable(
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! tiles {
     ($name:ident, $features:literal, $lanes:literal, $rows:literal, $vectors:literal, $arch:ident,
-     [$zero:path, $set:ident, $load:ident, $store:ident, $multiply_add:path]) => {
+     [$set:ident, $load:ident, $store:ident, $multiply_add:path]) => {
         mod $name {
             use super::{Matrix, PANEL, Right};
             use std::arch::$arch::{$load, $set, $store};
@@ -171,7 +171,7 @@ macro_rules! tiles {
                 (c, ldc): (*mut f32, usize),
                 accumulate: bool,
             ) {
-                let mut sums = [[$zero(); VECTORS]; ROWS];
+                let mut sums = [[$set(0.0); VECTORS]; ROWS];
                 // SAFETY: the caller promised that all of these are elements of the matrices.
                 unsafe {
                     if accumulate {
@@ -182,7 +182,7 @@ macro_rules! tiles {
                         }
                     }
                     for k in 0..inner {
-                        let mut columns = [$zero(); VECTORS];
+                        let mut columns = [$set(0.0); VECTORS];
                         for vector in 0..VECTORS {
                             let column = vector * $lanes;
                             let place = column / PANEL * panel_stride + column % PANEL;
@@ -214,13 +214,7 @@ tiles!(
     8,
     2,
     x86_64,
-    [
-        std::arch::x86_64::_mm512_setzero_ps,
-        _mm512_set1_ps,
-        _mm512_loadu_ps,
-        _mm512_storeu_ps,
-        std::arch::x86_64::_mm512_fmadd_ps
-    ]
+    [_mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, std::arch::x86_64::_mm512_fmadd_ps]
 );
 #[cfg(target_arch = "x86_64")]
 tiles!(
@@ -230,24 +224,10 @@ tiles!(
     4,
     2,
     x86_64,
-    [
-        std::arch::x86_64::_mm256_setzero_ps,
-        _mm256_set1_ps,
-        _mm256_loadu_ps,
-        _mm256_storeu_ps,
-        std::arch::x86_64::_mm256_fmadd_ps
-    ]
+    [_mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, std::arch::x86_64::_mm256_fmadd_ps]
 );
 #[cfg(target_arch = "aarch64")]
-tiles!(
-    neon,
-    "neon",
-    4,
-    4,
-    4,
-    aarch64,
-    [crate::neon::zero, vdupq_n_f32, vld1q_f32, vst1q_f32, crate::neon::multiply_add]
-);
+tiles!(neon, "neon", 4, 4, 4, aarch64, [vdupq_n_f32, vld1q_f32, vst1q_f32, crate::neon::multiply_add]);
 
 #[cfg(test)]
 mod tests {

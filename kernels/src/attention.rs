@@ -463,53 +463,26 @@ fn backward_head(
                 multiply([QUERIES, size, keys], by_rows(dout, size), vt, (dp, row), false);
                 for (r, (p, dp)) in p.chunks_exact_mut(row).zip(dp.chunks_exact_mut(row)).enumerate() {
                     let i = first + r;
-                    let inside = i < seq_len;
-                    let end = if inside { i + 1 - lowest } else { 0 };
-                    let start = if inside { sequence.first_key(i) - lowest } else { 0 };
+                    let seen = if i < seq_len { sequence.first_key(i) - lowest..i + 1 - lowest } else { 0..0 };
                     for row in [&mut *p, &mut *dp] {
-                        row[..start].fill(0.0);
-                        row[end..keys].fill(0.0);
+                        row[..seen.start].fill(0.0);
+                        row[seen.end..keys].fill(0.0);
                     }
-                    let (p, dp) = (&mut p[start..end], &mut dp[start..end]);
-                    let log = lse.get(i).copied().unwrap_or(0.0);
-                    let mask = sequence.mask_row(head, i) + lowest + start;
+                    let mask = sequence.mask_row(head, i) + lowest + seen.start;
+                    let (p, dp) = (&mut p[seen.clone()], &mut dp[seen]);
                     if let Some(dropout) = saved.dropout {
                         dropout.apply(mask, dp);
                     }
-                    if let Some(cap) = shape.softcap {
-                        for (dp, p) in dp.iter_mut().zip(p.iter_mut()) {
-                            let tanh = math::tanh(*p / cap);
-                            *p = math::exp(cap * tanh - log);
-                            *dp = *p * (*dp - deltas[r]) * (1.0 - tanh * tanh);
-                        }
-                    } else {
-                        for p in p.iter_mut() {
-                            *p = math::exp(*p - log);
-                        }
-                        for (dp, p) in dp.iter_mut().zip(p.iter()) {
-                            *dp = p * (*dp - deltas[r]);
-                        }
-                    }
+                    let log = lse.get(i).copied().unwrap_or(0.0);
+                    score_gradients(p, dp, (log, deltas[r]), shape.softcap);
                     if let Some(dropout) = saved.dropout {
                         dropout.apply(mask, p);
                     }
                 }
                 let below = lowest * size;
-                multiply(
-                    [keys, QUERIES, size],
-                    by_columns(p, row),
-                    in_rows(dout, size),
-                    (&mut dv[below..], size),
-                    true,
-                );
-                multiply(
-                    [keys, QUERIES, size],
-                    by_columns(dp, row),
-                    in_rows(query, size),
-                    (&mut dk[below..], size),
-                    true,
-                );
-                let dq = &mut dq[block];
+                let (dk, dv, dq) = (&mut dk[below..], &mut dv[below..], &mut dq[block]);
+                multiply([keys, QUERIES, size], by_columns(p, row), in_rows(dout, size), (dv, size), true);
+                multiply([keys, QUERIES, size], by_columns(dp, row), in_rows(query, size), (dk, size), true);
                 multiply([QUERIES, keys, size], by_rows(dp, row), in_rows(&k[below..], size), (dq, size), false);
                 for x in dq {
                     *x *= scale;
@@ -519,6 +492,26 @@ fn backward_head(
             unsafe { sequence.store(dq, head, d_q) };
         },
     );
+}
+
+/// Replaces a row's scores `p` by probabilities, and the gradients `dp` of the probabilities by the scores' gradients. `log` is the
+/// row's log-sum-exp, `delta` the scalar product of its output and the output's gradient.
+#[inline(always)]
+fn score_gradients(p: &mut [f32], dp: &mut [f32], (log, delta): (f32, f32), softcap: Option<f32>) {
+    if let Some(cap) = softcap {
+        for (dp, p) in dp.iter_mut().zip(p) {
+            let tanh = math::tanh(*p / cap);
+            *p = math::exp(cap * tanh - log);
+            *dp = *p * (*dp - delta) * (1.0 - tanh * tanh);
+        }
+        return;
+    }
+    for p in p.iter_mut() {
+        *p = math::exp(*p - log);
+    }
+    for (dp, p) in dp.iter_mut().zip(p) {
+        *dp = *p * (*dp - delta);
+    }
 }
 
 /// Passes `f` scratch matrices of the given lengths, with arbitrary contents.

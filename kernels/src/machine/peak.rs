@@ -152,64 +152,52 @@ fn bf16_loop(isa: Isa) -> Loop {
     }
 }
 
+/// Defines a loop that replaces each of the sums by `$next` in every round.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+macro_rules! sums_loop {
+    ($name:ident, $features:literal, $zero:expr, [$($value:ident = $of:expr),*], |$sum:ident| $next:expr) => {
+        #[target_feature(enable = $features)]
+        pub(super) fn $name(rounds: usize) {
+            $(let $value = black_box($of);)*
+            let mut sums = [$zero; SUMS];
+            for _ in 0..rounds {
+                for $sum in &mut sums {
+                    *$sum = $next;
+                }
+            }
+            black_box(sums);
+        }
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{
-        __m512bh, __m512i, _mm_add_ps, _mm_mul_ps, _mm_set1_ps, _mm256_fmadd_ps, _mm256_set1_ps, _mm512_dpbf16_ps,
-        _mm512_fmadd_ps, _mm512_set1_epi16, _mm512_set1_ps,
+        __m512bh, _mm_add_ps, _mm_mul_ps, _mm_set1_ps, _mm256_fmadd_ps, _mm256_set1_ps, _mm512_dpbf16_ps,
+        _mm512_fmadd_ps, _mm512_set1_ps,
     };
     use std::mem::transmute;
 
     use super::{SUMS, black_box};
 
-    #[target_feature(enable = "sse")]
-    pub(super) fn portable(rounds: usize) {
-        let (a, b) = (black_box(_mm_set1_ps(1.0)), black_box(_mm_set1_ps(0.5)));
-        let mut sums = [_mm_set1_ps(0.0); SUMS];
-        for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = _mm_add_ps(_mm_mul_ps(a, *sum), b);
-            }
-        }
-        black_box(sums);
-    }
+    // SAFETY: both types are 512 bits of plain data.
+    const BF16_ONES: __m512bh = unsafe { transmute([0x3f80_u16; 32]) };
 
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) fn avx2(rounds: usize) {
-        let (a, b) = (black_box(_mm256_set1_ps(1.0)), black_box(_mm256_set1_ps(0.5)));
-        let mut sums = [_mm256_set1_ps(0.0); SUMS];
-        for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = _mm256_fmadd_ps(a, b, *sum);
-            }
-        }
-        black_box(sums);
+    sums_loop! {
+        portable, "sse", _mm_set1_ps(0.0), [a = _mm_set1_ps(1.0), b = _mm_set1_ps(0.5)],
+        |sum| _mm_add_ps(_mm_mul_ps(a, *sum), b)
     }
-
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn avx512(rounds: usize) {
-        let (a, b) = (black_box(_mm512_set1_ps(1.0)), black_box(_mm512_set1_ps(0.5)));
-        let mut sums = [_mm512_set1_ps(0.0); SUMS];
-        for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = _mm512_fmadd_ps(a, b, *sum);
-            }
-        }
-        black_box(sums);
+    sums_loop! {
+        avx2, "avx2,fma", _mm256_set1_ps(0.0), [a = _mm256_set1_ps(1.0), b = _mm256_set1_ps(0.5)],
+        |sum| _mm256_fmadd_ps(a, b, *sum)
     }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-    pub(super) fn avx512_bf16(rounds: usize) {
-        const ONE: i16 = 0x3f80;
-        // SAFETY: both types are 512 bits of plain data.
-        let ones = unsafe { transmute::<__m512i, __m512bh>(black_box(_mm512_set1_epi16(ONE))) };
-        let mut sums = [_mm512_set1_ps(0.0); SUMS];
-        for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = _mm512_dpbf16_ps(*sum, ones, ones);
-            }
-        }
-        black_box(sums);
+    sums_loop! {
+        avx512, "avx512f", _mm512_set1_ps(0.0), [a = _mm512_set1_ps(1.0), b = _mm512_set1_ps(0.5)],
+        |sum| _mm512_fmadd_ps(a, b, *sum)
+    }
+    sums_loop! {
+        avx512_bf16, "avx512f,avx512bf16", _mm512_set1_ps(0.0), [ones = BF16_ONES],
+        |sum| _mm512_dpbf16_ps(*sum, ones, ones)
     }
 }
 
@@ -236,29 +224,13 @@ mod aarch64 {
     use super::{SUMS, black_box};
     use crate::neon::multiply_bf16;
 
-    #[target_feature(enable = "neon")]
-    pub(super) fn neon(rounds: usize) {
-        let (a, b) = (black_box(vdupq_n_f32(1.0)), black_box(vdupq_n_f32(0.5)));
-        let mut sums = [vdupq_n_f32(0.0); SUMS];
-        for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = vfmaq_f32(*sum, a, b);
-            }
-        }
-        black_box(sums);
+    sums_loop! {
+        neon, "neon", vdupq_n_f32(0.0), [a = vdupq_n_f32(1.0), b = vdupq_n_f32(0.5)],
+        |sum| vfmaq_f32(*sum, a, b)
     }
-
-    #[target_feature(enable = "neon,bf16")]
-    pub(super) fn neon_bf16(rounds: usize) {
-        const ONES: u32 = 0x3f80_3f80;
-        let ones = black_box(vdupq_n_u32(ONES));
-        let mut sums = [vdupq_n_f32(0.0); SUMS];
-        for _ in 0..rounds {
-            for sum in &mut sums {
-                *sum = multiply_bf16(*sum, ones, ones);
-            }
-        }
-        black_box(sums);
+    sums_loop! {
+        neon_bf16, "neon,bf16", vdupq_n_f32(0.0), [ones = vdupq_n_u32(0x3f80_3f80)],
+        |sum| multiply_bf16(*sum, ones, ones)
     }
 }
 

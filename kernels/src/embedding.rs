@@ -2,7 +2,7 @@
 
 use crate::op::{self, Embedding};
 use crate::rows::{Rows, SplitRows, axpy, for_each_part_with_scratch, with_scratch, write_rows};
-use crate::view::{ReadGuard, View, ViewMut, read, write};
+use crate::view::{ReadGuard, ViewMut, read, write};
 use candle_core::{DType, Result};
 use half::{bf16, f16};
 
@@ -68,7 +68,7 @@ pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     }
     order.sort_unstable_by_key(|&n| (ids[n as usize], n));
     if let Some(dwte) = dtable {
-        write(dwte, |dwte| by_token(dwte, width, ids, order, scale, &add_row))?;
+        write(dwte, |view| by_token(Rows { view, width }, 0, ids, order, scale, &add_row))?;
     }
     let Some(dwpe) = dpositions else { return Ok(()) };
     let positions = dwpe.dim(0)?;
@@ -94,54 +94,46 @@ pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     })
 }
 
-/// Rows of the token embedding's gradient, cut between two tokens of the sorted order.
+/// Adds the gradients of the tokens in `order`, which is sorted by token, to the table's rows, whose first is `first_token`. Other
+/// threads take a part of them, cut between two tokens.
 fn by_token(
-    dwte: ViewMut<'_>,
-    width: usize,
+    dwte: Rows<ViewMut<'_>>,
+    first_token: usize,
     ids: &[u32],
     order: &[u32],
     scale: f32,
     add_row: &(impl Fn(usize, &mut [f32], &mut [f32]) + Sync),
 ) {
-    fn descend(
-        dwte: Rows<ViewMut<'_>>,
-        first_token: usize,
-        ids: &[u32],
-        order: &[u32],
-        scale: f32,
-        add_row: &(impl Fn(usize, &mut [f32], &mut [f32]) + Sync),
-    ) {
-        let token = |n: u32| ids[n as usize];
-        let mid = order.len() / 2;
-        let cut = order[..mid].partition_point(|&n| token(n) < order.get(mid).map_or(0, |&n| token(n)));
-        if order.len() > 4 * MIN_ROWS_PER_TASK && cut > 0 {
-            let boundary = token(order[cut]) as usize;
+    let token = |n: u32| ids[n as usize] as usize;
+    if order.len() > 4 * MIN_ROWS_PER_TASK {
+        let boundary = token(order[order.len() / 2]);
+        let (below, above) = order.split_at(order.partition_point(|&n| token(n) < boundary));
+        if !below.is_empty() {
             let (low, high) = dwte.split_rows(boundary - first_token);
             rayon::join(
-                || descend(low, first_token, ids, &order[..cut], scale, add_row),
-                || descend(high, boundary, ids, &order[cut..], scale, add_row),
+                || by_token(low, first_token, ids, below, scale, add_row),
+                || by_token(high, boundary, ids, above, scale, add_row),
             );
             return;
         }
-        let Rows { mut view, width } = dwte;
-        with_scratch(
-            3 * width,
-            #[inline(always)]
-            |scratch| {
-                let (total, rest) = scratch.split_at_mut(width);
-                let (row, before) = rest.split_at_mut(width);
-                for group in order.chunk_by(|&a, &b| token(a) == token(b)) {
-                    total.fill(0.0);
-                    for &n in group {
-                        add_row(n as usize, row, total);
-                    }
-                    let at = (token(group[0]) as usize - first_token) * width;
-                    View::load(&view.as_view(), at, before);
-                    axpy(scale, total, before);
-                    view.store(at, before);
-                }
-            },
-        );
     }
-    descend(Rows { view: dwte, width }, 0, ids, order, scale, add_row);
+    let Rows { mut view, width } = dwte;
+    with_scratch(
+        3 * width,
+        #[inline(always)]
+        |scratch| {
+            let (total, rest) = scratch.split_at_mut(width);
+            let (row, before) = rest.split_at_mut(width);
+            for group in order.chunk_by(|&a, &b| token(a) == token(b)) {
+                total.fill(0.0);
+                for &n in group {
+                    add_row(n as usize, row, total);
+                }
+                let at = (token(group[0]) - first_token) * width;
+                view.as_view().load(at, before);
+                axpy(scale, total, before);
+                view.store(at, before);
+            }
+        },
+    );
 }

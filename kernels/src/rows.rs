@@ -106,7 +106,7 @@ fn descend<V: SplitRows>(
             || f(first, rows, out),
         );
     }
-    let half = (rows / 2).next_multiple_of(grain).min(rows - 1);
+    let half = (rows / 2).next_multiple_of(grain);
     let (a, b) = out.split_rows(half);
     let low = || descend(first, half, [grain, alone], a, f);
     let high = || descend(first + half, rows - half, [grain, alone], b, f);

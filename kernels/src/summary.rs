@@ -81,7 +81,7 @@ pub fn merge_parts(len: usize, parts: &mut impl Iterator<Item = TensorStats>) ->
     if len <= PART {
         return parts.next().unwrap_or_default();
     }
-    let cut = (len / 2).next_multiple_of(PART).min(len - 1);
+    let cut = (len / 2).next_multiple_of(PART);
     let mut low = merge_parts(cut, parts);
     low.merge(&merge_parts(len - cut, parts));
     low
@@ -117,7 +117,7 @@ fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSumma
             || leaf(view, format, exponents),
         );
     }
-    let cut = (view.len() / 2).next_multiple_of(PART).min(view.len() - 1);
+    let cut = (view.len() / 2).next_multiple_of(PART);
     let (low, high) = (view.slice(0..cut), view.slice(cut..view.len()));
     let (mut low, high) = rayon::join(|| by_parts(low, format, exponents), || by_parts(high, format, exponents));
     low.merge(&high);

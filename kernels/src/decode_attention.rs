@@ -40,7 +40,7 @@ impl LayerKvCache {
     }
 
     /// The number of tokens that it has room for.
-    fn capacity(&self) -> usize {
+    pub(super) fn capacity(&self) -> usize {
         self.keys.dims()[1]
     }
 

@@ -632,14 +632,12 @@ impl Op<'_> {
                 op.shape.check(op.qkv)?;
                 op.shape.check_sinks(op.sinks)?;
                 let AttentionShape { batch, seq_len, kv_heads, head_size, .. } = op.shape;
-                let fits = |sequence: &CachedSequence<'_>| {
-                    let capacity = sequence.cache.keys.dim(1)?;
-                    Ok(sequence.cache.keys.dims() == [kv_heads, capacity, head_size]
-                        && sequence.past + sequence.new <= capacity)
+                let fits = |&CachedSequence { cache, past, new }: &CachedSequence<'_>| {
+                    let capacity = cache.capacity();
+                    cache.keys.dims() == [kv_heads, capacity, head_size] && past + new <= capacity
                 };
-                let fit = op.sequences.iter().map(fits).collect::<Result<Vec<bool>>>()?;
                 batch == 1
-                    && fit.into_iter().all(|fits| fits)
+                    && op.sequences.iter().all(fits)
                     && op.sequences.iter().map(|sequence| sequence.new).sum::<usize>() == seq_len
                     && op.out.dims() == [seq_len, op.shape.widths()[0]]
             }

@@ -7,12 +7,11 @@ use std::alloc::{GlobalAlloc, Layout, handle_alloc_error};
 use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
 
+use super::pack::CACHE_LINE;
 use crate::machine::allocator::{Allocator, HUGE_PAGE};
 
-/// Alignment of buffers; the allocator lays those that fill a huge page on one.
-const CACHE_LINE: usize = 64;
-
-/// Memory for plain 32-bit values that grows on demand and forgets its content when it does.
+/// Memory for plain 32-bit values that grows on demand and forgets its content when it does. It starts at a cache line or, if it
+/// fills one, at a huge page.
 #[derive(Debug)]
 pub(super) struct PackBuffer {
     start: *mut u32,

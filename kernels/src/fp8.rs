@@ -9,7 +9,7 @@ use candle_core::{Result, Tensor};
 /// Elements rounded at a time.
 const WIDTH: usize = 1024;
 
-/// Each value as `format` stores it under `scale`, then as the tensor's own type does.
+/// Rounds each value to `format` under `scale`, then to the tensor's type.
 pub fn round_through(tensor: &Tensor, format: FloatFormat, scale: f32) -> Result<()> {
     let top = float_format(tensor.dtype()).max() as f32;
     write(tensor, |out| {

@@ -5,12 +5,13 @@
 //! All threads pack the smaller operand once and share it; each task packs pieces of the larger one, small enough for the L2
 //! cache, and multiplies them with the shared operand.
 //!
-//! | elements | `amx` | `avx512bf16` | `avx512`, `avx2`, `portable` |
-//! |---|---|---|---|
-//! | FP32, FP16 (widened while packing) | FP32 multiply-adds | FP32 multiply-adds | FP32 multiply-adds |
-//! | BF16 | products of tiles, FP32 sums | dot products of pairs, FP32 sums | widened while packing, FP32 multiply-adds |
+//! FP32, and FP16 widened, are multiplied and added in FP32. BF16 has FP32 sums of:
 //!
-//! Dot products and products of tiles take subnormal values, inputs as well as sums, for zero.
+//! | `amx` | `avx512bf16` | `neonbf16` | others |
+//! |---|---|---|---|
+//! | products of tiles | dot products of pairs | products of 2 × 4 matrices | values widened while packing |
+//!
+//! The first three take subnormal values, inputs as well as sums, for zero.
 //!
 //! A row's bits do not depend on the number of rows.
 

@@ -1,7 +1,7 @@
 //! Typed slices of candle tensors: the only access to their CPU storage.
 //!
-//! A [`View`] has its element type at run time and loads rows as FP32, so kernels compute on FP32 rows and need no copy
-//! for each combination of storage types. The match for each row costs nothing compared with the row's work.
+//! A [`View`] has its element type at run time and loads rows as FP32, so a kernel that computes on FP32 rows is compiled once for
+//! all combinations of storage types. The match for each row costs nothing compared with the row's work.
 
 use crate::convert::Element;
 use crate::precision::FloatFormat;

@@ -79,12 +79,13 @@ micro_kernel! {
     /// # Safety
     /// As [`float`], with B aligned to 32 bytes.
     #[target_feature(enable = "avx512f")]
-    half, LANES / 2, |at| _mm512_cvtph_ps(_mm256_load_si256(at.cast())), |left, right, sum| _mm512_fmadd_ps(left, right, sum)
+    half, LANES / 2, |at| _mm512_cvtph_ps(_mm256_load_si256(at.cast())),
+    |left, right, sum| _mm512_fmadd_ps(left, right, sum)
 }
 
 micro_kernel! {
-    /// The first `LIVE` of the rows. Units are pairs of BF16. The instruction adds both products of a pair to the FP32 sum, rounding after each; it takes
-    /// subnormal inputs and results for zero, which no other micro-kernel does.
+    /// Like [`float`], but units are pairs of BF16. The instruction adds both products of a pair to the FP32 sum, rounding after
+    /// each; it takes subnormal inputs and results for zero.
     ///
     /// # Safety
     /// As [`float`], and the CPU must have BF16 dot products.

@@ -57,7 +57,7 @@ pub(super) unsafe fn float(units: usize, a: *const u32, b: *const u32, ahead: &P
 }
 
 /// Units are four BF16 values of a line: two lines are a factor of BFMMLA, which adds 2 × 2 sums of four products. It takes
-/// subnormal inputs and results for zero and rounds to odd, as no other micro-kernel does.
+/// subnormal inputs and results for zero, and rounds to odd, which no other micro-kernel does.
 ///
 /// # Safety
 /// The CPU must have BF16 products of matrices; `a` must have 8 units of two words for each pair of `words`, `b` 12.

@@ -146,11 +146,11 @@ pub fn step(step: AdamWStep, mut tensor: AdamWTensor<'_>) -> Result<()> {
     let grad = grad.view();
     let update = |master: &mut [f32], moments: Moments<'_>, weight: Option<ViewMut<'_>>| {
         for_each_part(
-            (rows(master, BLOCK_SIZE), moments, weight.map(|weight| rows(weight, BLOCK_SIZE))),
+            (rows(master, BLOCK_SIZE), (moments, weight.map(|weight| rows(weight, BLOCK_SIZE)))),
             grad.len().div_ceil(BLOCK_SIZE),
             32 * WIDTH / BLOCK_SIZE,
             #[inline(always)]
-            |first, _, (master, mut moments, mut weight): (Rows<&mut [f32]>, Moments<'_>, _)| {
+            |first, _, (master, (mut moments, mut weight)): (Rows<&mut [f32]>, (Moments<'_>, _))| {
                 let (mut buffer, mut counts) = ([0.0; WIDTH], UpdateCounts::default());
                 let len = master.view.len();
                 for start in (0..len).step_by(WIDTH) {

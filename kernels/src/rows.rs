@@ -70,13 +70,6 @@ impl<A: SplitRows> SplitRows for [A; 2] {
     }
 }
 
-impl<A: SplitRows, B: SplitRows, C: SplitRows> SplitRows for (A, B, C) {
-    fn split_rows(self, rows: usize) -> (Self, Self) {
-        let (a, b, c) = (self.0.split_rows(rows), self.1.split_rows(rows), self.2.split_rows(rows));
-        ((a.0, b.0, c.0), (a.1, b.1, c.1))
-    }
-}
-
 /// Calls `f(first_row, rows, part)` for parts of `out` of at most `grain` rows each, on all threads. Mark `f`
 /// `#[inline(always)]`: it is then compiled for each instruction set.
 pub fn for_each_part<V: SplitRows>(out: V, rows: usize, grain: usize, f: impl Fn(usize, usize, V) + Sync) {

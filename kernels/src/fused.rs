@@ -2,7 +2,7 @@
 
 use super::columns::ColumnSlice;
 use super::matmul::{GemmShape, buffer_bytes};
-use super::op::{self, Op};
+use super::op::Op;
 use super::{
     Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, linear, norm, residual,
     rope, route, summary, view,
@@ -25,7 +25,6 @@ impl Kernels for Fused {
     fn run(&self, op: &mut Op<'_>) -> Result<Ran> {
         match op {
             Op::Zero(op) => view::write(op.x, |mut x| x.zero()),
-            Op::Copy(op::Copy { x, dropout: None, out }) => view::copy(x, out),
             Op::Copy(op) => residual::copy(op),
             Op::Accumulate(op) => view::accumulate(op.x, op.inner, op.out),
             Op::Embed(op) => embedding::forward(op),

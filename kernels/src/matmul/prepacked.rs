@@ -27,7 +27,7 @@ thread_local! {
 }
 
 /// Runs `body`; until it ends, each product that this thread begins packs its right operand only once if that is one of
-/// `weights`. Their values must not change meanwhile. Bits do not change. Panels take the weights' memory again.
+/// `weights`. Their values must not change meanwhile. Bits do not change. Panels take as much memory as the weights.
 pub fn with_packed<'a, R>(weights: impl Iterator<Item = &'a Tensor>, body: impl FnOnce() -> R) -> R {
     /// Puts the outer scope's panels back.
     struct Outer(Prepacked);

@@ -15,15 +15,10 @@ pub(super) fn require_contiguous(x: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// The type to compute with: FP32, or FP64 if the operands are.
-pub(super) fn wide(dtype: DType) -> DType {
-    if dtype == DType::F64 { dtype } else { DType::F32 }
-}
-
-/// `x` in FP32.
+/// `x` in the type to compute with: FP32, or FP64 if `x` is.
 pub(super) fn upcast(x: &Tensor) -> Result<Tensor> {
     require_contiguous(x)?;
-    x.to_dtype(wide(x.dtype()))
+    x.to_dtype(if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 })
 }
 
 /// `cap · tanh(x / cap)`.

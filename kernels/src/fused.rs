@@ -1,13 +1,12 @@
 //! Our CPU kernels: each operation is one multithreaded pass over memory, with the same bits for any number of threads.
 
-use super::columns::ColumnSlice;
 use super::matmul::{GemmShape, buffer_bytes};
 use super::op::Op;
 use super::{
-    Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, linear, norm, residual,
-    rope, route, summary, view,
+    Activation, Kernels, Ran, adamw, attention, cross_entropy, decode_attention, embedding, gelu, glu, linear, math,
+    norm, residual, rope, route, summary, view,
 };
-use candle_core::{Result, Tensor};
+use candle_core::Result;
 
 /// Our CPU kernels.
 #[derive(Clone, Copy, Debug, Default)]
@@ -38,23 +37,17 @@ impl Kernels for Fused {
             Op::Attention(op) => attention::forward(op),
             Op::AttentionBackward(op) => attention::backward(op),
             Op::DecodeAttention(op) => decode_attention::attend(op),
-            Op::Activate(op) if op.activation.is_interleaved() => glu::clamped(op.x, op.y),
-            Op::Activate(op) => match op.activation.gate() {
-                None => gelu::forward(op.x, op.y),
-                Some(gate) => {
-                    let [gates, up] = halves(op.x)?;
-                    glu::forward(gate, gates, up, op.y)
-                }
+            Op::Activate(op) => match op.activation {
+                Activation::Gelu => gelu::forward(op.x, op.y),
+                Activation::SwiGlu => glu::forward(op, math::silu),
+                Activation::GeGlu => glu::forward(op, math::gelu),
+                Activation::ClampedSwiGlu => glu::clamped(op),
             },
-            Op::ActivateBackward(op) if op.activation.is_interleaved() => {
-                glu::clamped_backward(op.x, op.dy, op.dx, op.y)
-            }
-            Op::ActivateBackward(op) => match op.activation.gate() {
-                None => gelu::backward(op.x, op.dy, op.y),
-                Some(gate) => {
-                    let ([gates, up], gradients) = (halves(op.x)?, halves(op.dx)?);
-                    glu::backward(gate, gates, up, op.dy, gradients, op.y)
-                }
+            Op::ActivateBackward(op) => match op.activation {
+                Activation::Gelu => gelu::backward(op.x, op.dy, op.y),
+                Activation::SwiGlu => glu::backward(op, math::silu_with_derivative),
+                Activation::GeGlu => glu::backward(op, math::gelu_with_derivative),
+                Activation::ClampedSwiGlu => glu::clamped_backward(op),
             },
             Op::AddBranch(op) => residual::add(op),
             Op::SoftCap(op) => cross_entropy::soft_cap(op),
@@ -68,9 +61,4 @@ impl Kernels for Fused {
         }?;
         Ok(Ran::Done)
     }
-}
-
-/// The halves of the columns of `x [N, 2·F]`.
-fn halves(x: &Tensor) -> Result<[ColumnSlice<'_>; 2]> {
-    ColumnSlice::split(x, [x.dims2()?.1 / 2; 2])
 }

@@ -2,71 +2,39 @@
 
 use crate::columns::{ColumnSlice, write_columns};
 use crate::math;
+use crate::op;
 use crate::rows::{Rows, for_each_part};
-use crate::view::{read, write};
-use candle_core::{Result, Tensor, bail};
+use crate::view::{BLOCK, read, write};
+use candle_core::{Result, Tensor};
 
-/// Elements converted at a time: rows of this length stay in the L1 cache.
-const WIDTH: usize = 1024;
 /// Approximate number of elements of a task.
-const MIN_ELEMENTS_PER_TASK: usize = 8 * WIDTH;
+const MIN_ELEMENTS_PER_TASK: usize = 8 * BLOCK;
 
-/// The function applied to the gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GateActivation {
-    /// x / (1 + exp(-x)).
-    Silu,
-    /// GELU in its tanh form.
-    Gelu,
+/// The gates and ups of `x [N, 2·F]`: the halves of its columns.
+fn halves(x: &Tensor) -> Result<[ColumnSlice<'_>; 2]> {
+    ColumnSlice::split(x, [x.dims2()?.1 / 2; 2])
 }
 
-/// Expands `$body` once for each gate, with `$function` bound to its first or second function, so that each gets its own loop.
-macro_rules! with_gate {
-    ($gate:expr, $silu:path, $gelu:path, |$function:ident| $body:expr) => {
-        match $gate {
-            GateActivation::Silu => {
-                let $function = $silu;
-                $body
-            }
-            GateActivation::Gelu => {
-                let $function = $gelu;
-                $body
-            }
-        }
-    };
-}
-
-fn check(gate: ColumnSlice<'_>, up: ColumnSlice<'_>, y: &Tensor) -> Result<[usize; 2]> {
-    let (rows, width) = y.dims2()?;
-    if [gate, up].iter().any(|part| [part.rows(), part.count()] != [rows, width]) {
-        bail!("a gate of {} × {} for an output of {rows} × {width}", gate.rows(), gate.count());
-    }
-    Ok([rows, width])
-}
-
-/// `y [N, F] = act(gate) * up`, elementwise; gate and up may be the halves of one buffer.
-pub fn forward(kind: GateActivation, gate: ColumnSlice<'_>, up: ColumnSlice<'_>, y: &Tensor) -> Result<()> {
-    let [rows, width] = check(gate, up, y)?;
-    let (gate_opened, up_opened) = (read(gate.tensor())?, read(up.tensor())?);
-    let (gate, up) = (gate.source(&gate_opened), up.source(&up_opened));
-    write(y, |view| {
+/// Computes [`op::Activate`] with this function of a gate.
+pub fn forward(op: &op::Activate<'_>, function: impl Fn(f32) -> f32 + Sync) -> Result<()> {
+    let ((rows, width), [gate, up], opened) = (op.y.dims2()?, halves(op.x)?, read(op.x)?);
+    let (gate, up) = (gate.source(&opened), up.source(&opened));
+    write(op.y, |view| {
         for_each_part(
             Rows { view, width },
             rows,
             MIN_ELEMENTS_PER_TASK / width + 1,
             #[inline(always)]
             |first, rows, mut y| {
-                let (mut gates, mut ups) = ([0.0; WIDTH], [0.0; WIDTH]);
-                for (i, start) in (0..rows).flat_map(|i| (0..width).step_by(WIDTH).map(move |start| (i, start))) {
-                    let count = WIDTH.min(width - start);
+                let (mut gates, mut ups) = ([0.0; BLOCK], [0.0; BLOCK]);
+                for (i, start) in (0..rows).flat_map(|i| (0..width).step_by(BLOCK).map(move |start| (i, start))) {
+                    let count = BLOCK.min(width - start);
                     let gates = &mut gates[..count];
                     gate.load(first + i, start, gates);
                     let ups = up.as_f32(first + i, start, &mut ups[..count]);
-                    with_gate!(kind, math::silu, math::gelu, |function| {
-                        for (gate, up) in gates.iter_mut().zip(ups) {
-                            *gate = function(*gate) * up;
-                        }
-                    });
+                    for (gate, up) in gates.iter_mut().zip(ups) {
+                        *gate = function(*gate) * up;
+                    }
                     y.view.store(i * width + start, gates);
                 }
             },
@@ -74,46 +42,34 @@ pub fn forward(kind: GateActivation, gate: ColumnSlice<'_>, up: ColumnSlice<'_>,
     })
 }
 
-/// The gradients with respect to gate and up, given the output's gradient `dy [N, F]`, and the output `y` again. `dgate` and
-/// `dup` may be halves of one buffer, but must not alias the other operands.
-pub fn backward(
-    kind: GateActivation,
-    gate: ColumnSlice<'_>,
-    up: ColumnSlice<'_>,
-    dy: &Tensor,
-    [dgate, dup]: [ColumnSlice<'_>; 2],
-    y: &Tensor,
-) -> Result<()> {
-    let [rows, width] = check(gate, up, dy)?;
-    check(dgate, dup, y)?;
-    let (gate_opened, up_opened, dy) = (read(gate.tensor())?, read(up.tensor())?, read(dy)?);
-    let (gate, up, dy) = (gate.source(&gate_opened), up.source(&up_opened), dy.view());
-    write_columns([dgate, dup, ColumnSlice::all(y)?], |[dgate, dup, y]| {
+/// Computes [`op::ActivateBackward`] with this function of a gate, which returns its derivative too.
+pub fn backward(op: &op::ActivateBackward<'_>, function: impl Fn(f32) -> (f32, f32) + Sync) -> Result<()> {
+    let ((rows, width), [gate, up], [dgate, dup]) = (op.y.dims2()?, halves(op.x)?, halves(op.dx)?);
+    let (opened, dy) = (read(op.x)?, read(op.dy)?);
+    let (gate, up, dy) = (gate.source(&opened), up.source(&opened), dy.view());
+    write_columns([dgate, dup, ColumnSlice::all(op.y)?], |[dgate, dup, y]| {
         for_each_part(
             (),
             rows,
             MIN_ELEMENTS_PER_TASK / width + 1,
             #[inline(always)]
             |first, rows, ()| {
-                let (mut gates, mut ups) = ([0.0; WIDTH], [0.0; WIDTH]);
-                let (mut grads, mut outputs) = ([0.0; WIDTH], [0.0; WIDTH]);
+                let (mut gates, mut ups) = ([0.0; BLOCK], [0.0; BLOCK]);
+                let (mut grads, mut outputs) = ([0.0; BLOCK], [0.0; BLOCK]);
                 let rows = first..first + rows;
-                for (row, start) in rows.flat_map(|row| (0..width).step_by(WIDTH).map(move |start| (row, start))) {
-                    let count = WIDTH.min(width - start);
+                for (row, start) in rows.flat_map(|row| (0..width).step_by(BLOCK).map(move |start| (row, start))) {
+                    let count = BLOCK.min(width - start);
                     let (gates, ups) = (&mut gates[..count], &mut ups[..count]);
                     gate.load(row, start, gates);
                     up.load(row, start, ups);
                     let (grads, outputs) = (dy.as_f32(row * width + start, &mut grads[..count]), &mut outputs[..count]);
-                    with_gate!(kind, math::silu_with_derivative, math::gelu_with_derivative, |functions| {
-                        for (((gate, up), dy), y) in
-                            gates.iter_mut().zip(ups.iter_mut()).zip(grads).zip(outputs.iter_mut())
-                        {
-                            let (value, derivative) = functions(*gate);
-                            let (dgate, dup) = (dy * *up * derivative, dy * value);
-                            *y = value * *up;
-                            (*gate, *up) = (dgate, dup);
-                        }
-                    });
+                    for (((gate, up), dy), y) in gates.iter_mut().zip(ups.iter_mut()).zip(grads).zip(outputs.iter_mut())
+                    {
+                        let (value, derivative) = function(*gate);
+                        let (dgate, dup) = (dy * *up * derivative, dy * value);
+                        *y = value * *up;
+                        (*gate, *up) = (dgate, dup);
+                    }
                     // SAFETY: a row is written by this task alone, and gate and up are different columns.
                     unsafe {
                         dgate.store(row, start, gates);
@@ -138,20 +94,20 @@ fn bounded([gate, up]: [f32; 2]) -> [f32; 2] {
     [below(gate), if up < -CLAMPED_LIMIT { -CLAMPED_LIMIT } else { up }]
 }
 
-/// [`Activation::ClampedSwiGlu`](crate::Activation): `y [N, F]` of pairs of gate and up, `x [N, 2·F]`.
-pub fn clamped(x: &Tensor, y: &Tensor) -> Result<()> {
-    let (x, len) = (read(x)?, y.elem_count());
+/// Computes [`Activation::ClampedSwiGlu`](crate::Activation): `y [N, F]` of pairs of gate and up, `x [N, 2·F]`.
+pub fn clamped(op: &op::Activate<'_>) -> Result<()> {
+    let (x, len) = (read(op.x)?, op.y.elem_count());
     let x = x.view();
-    write(y, |view| {
+    write(op.y, |view| {
         for_each_part(
             Rows { view, width: 1 },
             len,
             MIN_ELEMENTS_PER_TASK,
             #[inline(always)]
             |first, count, mut y| {
-                let (mut pairs, mut outputs) = ([0.0; 2 * WIDTH], [0.0; WIDTH]);
-                for start in (0..count).step_by(WIDTH) {
-                    let outputs = &mut outputs[..WIDTH.min(count - start)];
+                let (mut pairs, mut outputs) = ([0.0; 2 * BLOCK], [0.0; BLOCK]);
+                for start in (0..count).step_by(BLOCK) {
+                    let outputs = &mut outputs[..BLOCK.min(count - start)];
                     let pairs = x.as_f32(2 * (first + start), &mut pairs[..2 * outputs.len()]);
                     for (y, pair) in outputs.iter_mut().zip(pairs.as_chunks::<2>().0) {
                         let [gate, up] = bounded(*pair);
@@ -164,42 +120,41 @@ pub fn clamped(x: &Tensor, y: &Tensor) -> Result<()> {
     })
 }
 
-/// The gradient `dx [N, 2·F]` of [`clamped`], given the output's gradient `dy [N, F]`, and the output `y` again.
-pub fn clamped_backward(x: &Tensor, dy: &Tensor, dx: &Tensor, y: &Tensor) -> Result<()> {
-    let (rows, width) = y.dims2()?;
-    let (x, dy) = (read(x)?, read(dy)?);
+/// Computes the gradient `dx [N, 2·F]` of [`clamped`], and `y` again.
+pub fn clamped_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
+    let (x, dy, len) = (read(op.x)?, read(op.dy)?, op.y.elem_count());
     let (x, dy) = (x.view(), dy.view());
-    write_columns([ColumnSlice::all(dx)?, ColumnSlice::all(y)?], |[dx, y]| {
-        for_each_part(
-            (),
-            rows,
-            MIN_ELEMENTS_PER_TASK / width + 1,
-            #[inline(always)]
-            |first, rows, ()| {
-                let (mut pairs, mut grads, mut outputs) = ([0.0; 2 * WIDTH], [0.0; WIDTH], [0.0; WIDTH]);
-                let rows = first..first + rows;
-                for (row, start) in rows.flat_map(|row| (0..width).step_by(WIDTH).map(move |start| (row, start))) {
-                    let outputs = &mut outputs[..WIDTH.min(width - start)];
-                    let pairs = &mut pairs[..2 * outputs.len()];
-                    x.load(2 * (row * width + start), pairs);
-                    let grads = dy.as_f32(row * width + start, &mut grads[..outputs.len()]);
-                    for ((pair, dy), y) in pairs.as_chunks_mut::<2>().0.iter_mut().zip(grads).zip(outputs.iter_mut()) {
-                        let [gate, up] = bounded(*pair);
-                        let (value, slope) = math::silu_with_derivative(CLAMPED_SLOPE * gate);
-                        let (value, plus_one) = (value / CLAMPED_SLOPE, up + 1.0);
-                        *y = value * plus_one;
-                        // A bound's derivative is 0 outside.
-                        let (dgate, dup) = (dy * plus_one * slope, dy * value);
-                        let inside = pair[1] >= -CLAMPED_LIMIT && pair[1] <= CLAMPED_LIMIT;
-                        *pair = [if pair[0] > CLAMPED_LIMIT { 0.0 } else { dgate }, if inside { dup } else { 0.0 }];
+    write(op.dx, |dx| {
+        write(op.y, |y| {
+            for_each_part(
+                (Rows { view: dx, width: 2 }, Rows { view: y, width: 1 }),
+                len,
+                MIN_ELEMENTS_PER_TASK,
+                #[inline(always)]
+                |first, count, (mut dx, mut y)| {
+                    let (mut pairs, mut grads, mut outputs) = ([0.0; 2 * BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+                    for start in (0..count).step_by(BLOCK) {
+                        let outputs = &mut outputs[..BLOCK.min(count - start)];
+                        let pairs = &mut pairs[..2 * outputs.len()];
+                        x.load(2 * (first + start), pairs);
+                        let grads = dy.as_f32(first + start, &mut grads[..outputs.len()]);
+                        for ((pair, dy), y) in
+                            pairs.as_chunks_mut::<2>().0.iter_mut().zip(grads).zip(outputs.iter_mut())
+                        {
+                            let [gate, up] = bounded(*pair);
+                            let (value, slope) = math::silu_with_derivative(CLAMPED_SLOPE * gate);
+                            let (value, plus_one) = (value / CLAMPED_SLOPE, up + 1.0);
+                            *y = value * plus_one;
+                            // A bound's derivative is 0 outside.
+                            let (dgate, dup) = (dy * plus_one * slope, dy * value);
+                            let inside = pair[1] >= -CLAMPED_LIMIT && pair[1] <= CLAMPED_LIMIT;
+                            *pair = [if pair[0] > CLAMPED_LIMIT { 0.0 } else { dgate }, if inside { dup } else { 0.0 }];
+                        }
+                        dx.view.store(2 * start, pairs);
+                        y.view.store(start, outputs);
                     }
-                    // SAFETY: a row is written by this task alone.
-                    unsafe {
-                        dx.store(row, 2 * start, pairs);
-                        y.store(row, start, outputs);
-                    }
-                }
-            },
-        );
-    })
+                },
+            );
+        })
+    })?
 }

@@ -53,7 +53,6 @@ use attention::AttentionShape;
 use candle_core::{DType, Result, Tensor};
 use columns::{ColumnSlice, MatmulOperand, WriteMode};
 use cross_entropy::HeadTensor;
-use glu::GateActivation;
 use matmul::GemmShape;
 use pass::{PassFn, PassInputs};
 use serde::{Deserialize, Serialize};
@@ -128,15 +127,6 @@ impl Activation {
     /// Whether the input has pairs of a gate and an up; otherwise all gates come first.
     pub const fn is_interleaved(self) -> bool {
         matches!(self, Self::ClampedSwiGlu)
-    }
-
-    /// The function applied to the gate, if the result is multiplied by up.
-    pub(crate) const fn gate(self) -> Option<GateActivation> {
-        match self {
-            Self::Gelu | Self::ClampedSwiGlu => None,
-            Self::SwiGlu => Some(GateActivation::Silu),
-            Self::GeGlu => Some(GateActivation::Gelu),
-        }
     }
 }
 

@@ -3,8 +3,8 @@
 //! They have no branches, so that loops over them compile to vector code (the standard library's versions are calls), and no
 //! fused multiply-adds, so that all instruction sets give the same bits. NaN inputs give NaN.
 
-/// log2(e).
-const LOG2_E: f32 = std::f32::consts::LOG2_E;
+use std::f32::consts::LOG2_E;
+
 /// ln(2) in two parts: the first has so few bits that its product with any exponent of an FP32 number is exact.
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;

@@ -3,21 +3,18 @@
 
 use crate::precision::FloatFormat;
 use crate::rows::{Rows, for_each_part};
-use crate::view::{float_format, write};
+use crate::view::{BLOCK, float_format, write};
 use candle_core::{Result, Tensor};
-
-/// Elements rounded at a time.
-const WIDTH: usize = 1024;
 
 /// Rounds each value to `format` under `scale`, then to the tensor's type.
 pub fn round_through(tensor: &Tensor, format: FloatFormat, scale: f32) -> Result<()> {
     let top = float_format(tensor.dtype()).max() as f32;
     write(tensor, |out| {
         let len = out.len();
-        for_each_part(Rows { view: out, width: 1 }, len, 16 * WIDTH, |_, len, mut out| {
-            let mut values = [0.0; WIDTH];
-            for start in (0..len).step_by(WIDTH) {
-                let values = &mut values[..WIDTH.min(len - start)];
+        for_each_part(Rows { view: out, width: 1 }, len, 16 * BLOCK, |_, len, mut out| {
+            let mut values = [0.0; BLOCK];
+            for start in (0..len).step_by(BLOCK) {
+                let values = &mut values[..BLOCK.min(len - start)];
                 out.view.as_view().load(start, values);
                 for value in values.iter_mut() {
                     // Rounding must not turn a finite value into infinity.

@@ -123,9 +123,11 @@ impl ModelSource {
     /// The model of a resumed run: shape and tokenizer come from the checkpoint, so that nothing else is needed.
     pub fn from_checkpoint(config: &Config, checkpoint: &Checkpoint, report: &mut SetupCallback<'_>) -> Result<Self> {
         let tokenizer = Some(Tokenizer::from_file(checkpoint.tokenizer())?);
-        let (spec, aux_files) = (checkpoint.spec().clone(), AuxFiles::of_folder(checkpoint.path())?);
+        let (mut spec, aux_files) = (checkpoint.spec().clone(), AuxFiles::of_folder(checkpoint.path())?);
         let (commit, weights) = if spec.lora.is_some() {
             let base = Self::open(config, report)?;
+            // A checkpoint does not know which matrices of a GGUF file stay in blocks.
+            spec.quantized = base.spec.quantized;
             (base.commit, base.weights)
         } else {
             let frozen =

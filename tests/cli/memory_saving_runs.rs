@@ -274,6 +274,9 @@ fn a_quantized_base_stays_in_blocks_and_its_adapters_are_used_and_merged() {
     fixture.said("eval model.gguf --adapter adapter --data grammar --seq-len 64 --dtype bf16");
     let memory = fixture.said("lab memory --model model.gguf --seq 16 --batch 2");
     assert!(memory.contains("LoRA (ours)") && memory.contains("QLoRA (ours)"), "{memory}");
+    let (code, out, err) = fixture.output("--resume run --plain --threads 1 --steps 12");
+    let said = out + &err;
+    assert!(code == Some(0) && said.contains("stays quantized (QLoRA)"), "a resumed run: {said}");
 }
 
 /// PEFT reads what we export, and we read what PEFT saves, with the same logits.

@@ -3,8 +3,8 @@
 //! A text is split into windows: the inputs of window `w` are the tokens `w*T .. w*T + T`, and the label of each is the
 //! token after it. A sample is a separate row, truncated to `T` inputs. Packing puts as many documents into a row as
 //! fit: longest first, each into the fullest row that has room (best fit). Documents of a text are split into pieces of
-//! `T` first, and longer samples are truncated. The chosen and the rejected sample of a pair are two consecutive rows,
-//! which form a group: batches consist of whole groups.
+//! `T` first, and longer samples are truncated. The right answer after a prompt stays whole, because no pass reads it. The
+//! chosen and the rejected sample of a pair are two consecutive rows, which form a group: batches consist of whole groups.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -80,9 +80,10 @@ pub(super) struct TokenSpan {
 }
 
 impl TokenSpan {
-    /// The inputs of a sample, truncated to `seq_len`.
-    fn of(document: &Range<usize>, seq_len: usize) -> Self {
-        Self { start: document.start, len: (document.len() - 1).min(seq_len) }
+    /// The inputs of a sample, truncated to `seq_len` unless it is a prompt with its right answer.
+    fn of(document: &Range<usize>, seq_len: usize, kind: SampleKind) -> Self {
+        let whole = document.len() - 1;
+        Self { start: document.start, len: if kind == SampleKind::Prompt { whole } else { whole.min(seq_len) } }
     }
 }
 
@@ -157,14 +158,17 @@ impl SequenceIndex {
         let (mut stats, mut spans) = (DatasetStats::default(), Vec::new());
         stats.pairs = (kind == SampleKind::Preference).then(PairStats::default);
         stats.desirable = (kind == SampleKind::UnpairedPreference).then_some(0);
-        let mut labels = vec![0; seq_len];
+        let mut labels = Vec::new();
         let documents: Vec<Range<usize>> = tokens.documents().collect();
         for sample in documents.chunks(each) {
             let (mut cut, mut loss_tokens) = (0, [0; 2]);
             for (document, loss_tokens) in sample.iter().zip(&mut loss_tokens) {
-                let TokenSpan { start, len } = TokenSpan::of(document, seq_len);
-                tokens.read_labels(start + 1.min(len), &mut labels[..len]);
-                *loss_tokens = labels[..len].iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
+                let TokenSpan { start, len } = TokenSpan::of(document, seq_len, kind);
+                labels.resize(len, 0);
+                tokens.read_labels(start + 1.min(len), &mut labels);
+                let count = |labels: &[u32]| labels.iter().filter(|&&label| label != IGNORE_INDEX).count() as u64;
+                // The first one has to be within `seq_len`, also after a prompt.
+                *loss_tokens = if count(&labels[..len.min(seq_len)]) > 0 { count(&labels) } else { 0 };
                 cut += (document.len() - 1 - len) as u64;
             }
             stats.samples += 1;
@@ -189,13 +193,15 @@ impl SequenceIndex {
                 *desirable += 1;
             }
             stats.loss_tokens += loss_tokens.iter().sum::<u64>();
-            spans.extend(sample.iter().map(|document| TokenSpan::of(document, seq_len)));
+            spans.extend(sample.iter().map(|document| TokenSpan::of(document, seq_len, kind)));
         }
         if spans.is_empty() {
+            let is_long = |sample: &&[Range<usize>]| sample.iter().any(|document| document.len() - 1 > seq_len);
             let message = format!(
                 "no loss tokens: {} of {} samples are longer than `--seq-len {seq_len}`, and no answer begins within \
                  it; raise `--seq-len`, or check the answers with `finetune data show`",
-                stats.truncated, stats.samples
+                documents.chunks(each).filter(is_long).count(),
+                stats.samples
             );
             return Err(Error::data(origin, message));
         }
@@ -281,7 +287,7 @@ impl SequenceIndex {
             (Some(number), _) => {
                 let first = number.checked_sub(1)? as usize * each;
                 let documents = self.tokens.documents().skip(first).take(each);
-                documents.map(|document| TokenSpan::of(&document, self.seq_len)).collect()
+                documents.map(|document| TokenSpan::of(&document, self.seq_len, self.tokens.samples())).collect()
             }
             (None, RowSpans::Windows) => self.row(0).collect(),
             (None, RowSpans::Spans { spans, packed: true, .. }) => {
@@ -312,9 +318,9 @@ impl SequenceIndex {
         self.row(row).map(|span| span.len).sum()
     }
 
-    /// The columns of a batch whose longest row has `longest` inputs.
+    /// The columns of a batch whose longest row has `longest` inputs. Only prompts with their answers exceed `seq_len`.
     pub(super) fn columns(&self, longest: usize) -> usize {
-        if self.is_ragged() { padded_len(longest, self.seq_len) } else { self.seq_len }
+        if self.is_ragged() { padded_len(longest, self.seq_len.max(longest)) } else { self.seq_len }
     }
 }
 
@@ -360,6 +366,7 @@ fn pack(spans: &[TokenSpan], seq_len: usize) -> RowSpans {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::BatchLoader;
     use proptest::prelude::*;
 
     /// Samples of these lengths; the last token of each is in the loss.
@@ -420,6 +427,25 @@ mod tests {
         assert!(index.sample(Some(6)).is_none());
         let message = SequenceIndex::new(tokens, 8, true, "x").unwrap_err().to_string();
         assert!(message.contains("--packing: pairs and labelled answers cannot be packed"), "{message}");
+    }
+
+    #[test]
+    fn the_right_answer_after_a_prompt_is_whole() {
+        let sample = |prompt: usize, answer: usize| -> Vec<(u32, bool)> {
+            (0..prompt + answer).map(|id| (id as u32, id >= prompt)).collect()
+        };
+        let tokens = |samples: &[_]| TokenSource::from_kind(samples, SampleKind::Prompt, &[]);
+        let index = SequenceIndex::new(tokens(&[sample(3, 20), sample(9, 2), sample(8, 1)]), 8, false, "x").unwrap();
+        assert_eq!(lens(&index), [vec![22], vec![8]]);
+        let DatasetStats { truncated, skipped, loss_tokens, .. } = index.stats();
+        assert_eq!((truncated, skipped, loss_tokens), (0, 1, 21));
+        assert_eq!(index.sample(Some(1)).unwrap(), [sample(3, 20)]);
+        let mut loader = BatchLoader::from_index(index, 2, 1).unwrap();
+        let mut batch = loader.batch();
+        loader.next_batch(&mut batch);
+        assert_eq!((batch.seq_len, batch.num_label_tokens), (22, 21));
+        let message = SequenceIndex::new(tokens(&[sample(9, 2)]), 8, false, "x").unwrap_err().to_string();
+        assert!(message.contains("1 of 1 samples are longer than `--seq-len 8`"), "{message}");
     }
 
     #[test]

@@ -130,8 +130,10 @@ impl GradScaler {
             ));
         }
         // The configuration may have changed since the state was saved.
+        let scale = if config.enabled { state.scale } else { 1.0 };
         let hysteresis_left = state.hysteresis_left.min(config.hysteresis);
-        Ok(Self { config, state: ScalerState { hysteresis_left, ..state } })
+        let headroom = state.headroom.filter(|_| config.mode == ScalerMode::Predictive);
+        Ok(Self { config, state: ScalerState { scale, hysteresis_left, headroom, ..state } })
     }
 
     fn start(config: GradScalerConfig) -> Self {

@@ -334,6 +334,20 @@ fn a_state_without_headroom_is_read_and_one_with_it_comes_back() {
     assert_eq!(resumed, scaler);
 }
 
+#[test]
+fn a_resumed_scaler_follows_settings_that_have_changed() {
+    let mut scaler = predictive(1024.0, 10);
+    scaler.update_with_amax(true, 60_000.0);
+    let state = ScalerState { scale: 65536.0, ..scaler.state() };
+    let resume = |config| GradScaler::resume(config, state).unwrap();
+    let disabled = resume(GradScalerConfig { enabled: false, ..*scaler.config() });
+    assert_eq!((disabled.scale(), disabled.inverse()), (1.0, 1.0));
+    // The gradients of the predictive mode have allowed a scale far below this one.
+    let mut dynamic = resume(GradScalerConfig { mode: ScalerMode::Dynamic, ..*scaler.config() });
+    assert_eq!(dynamic.update(false), ScaleChange::BackedOff { from: 65536.0, to: 32768.0 });
+    assert_eq!(resume(*scaler.config()).update(false), ScaleChange::BackedOff { from: 65536.0, to: 512.0 });
+}
+
 proptest! {
     /// For any gradients, the scale is a power of two between its floor and f32's maximum, and the last observed step
     /// would not overflow at the new scale.

@@ -15,14 +15,15 @@ use finetune::engine::kernels::view::write_f32;
 use finetune::engine::model::{Checkpointing, Decoder, Workspace};
 use finetune::engine::optim::Gradients;
 use finetune::precision::{GradScalerConfig, OnOverflow, PrecisionPolicy};
-use finetune::store::checkpoint::compare;
+use finetune::store::checkpoint::{Checkpoint, compare};
 use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{
     CompletionLogp, Config, DataSets, Interval, Objective, ObjectiveKind, ObjectiveSection, Reference, ReferenceLogps,
-    ReferenceModel, RolloutRecord, Split, TrainEngine, advantages, completion_loss, pair_loss,
+    ReferenceModel, RolloutRecord, Split, TrainEngine, Trainer, advantages, completion_loss, pair_loss,
 };
 use serde::Deserialize;
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 /// `preferences.json`.
 #[derive(Deserialize)]
@@ -591,6 +592,20 @@ fn sampled_completions_are_the_same_in_any_number_of_processes_and_after_a_resum
             assert_eq!(rollouts(&name), rollouts("1"), "{name}");
         }
     }
+}
+
+#[test]
+fn a_step_on_old_completions_has_the_old_batches() {
+    let (folder, mut config) = (tempfile::tempdir().unwrap(), grpo_run(2, 0.0));
+    train(1, &config, folder.path(), None);
+    config.train.grad_accum = 2;
+    let resume = |step: u64| {
+        let checkpoint = Checkpoint::open(folder.path().join(format!("step-{step:06}"))).unwrap();
+        Trainer::new(Arc::new(SingleProcess), config.clone(), Some(&checkpoint), &mut |_| ()).map(drop)
+    };
+    let message = resume(1).unwrap_err().to_string();
+    assert!(message.contains("`grad_accum` was 3 and is now 2, but its next step uses"), "{message}");
+    resume(2).unwrap();
 }
 
 /// An epoch ends with the last of the steps on its last completions.

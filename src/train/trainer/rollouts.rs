@@ -38,12 +38,19 @@ impl Trainer {
         }
     }
 
-    /// Continues with the completions that a checkpoint stores.
+    /// Continues with the completions that a checkpoint stores, unless the batches have changed.
     pub(super) fn restore_rollouts(&mut self, stored: Option<&Value>, origin: &Path) -> Result<()> {
         let kept = stored.map(|stored| serde_json::from_value(stored.clone())).transpose();
         let kept = kept.map_err(|error| Error::checkpoint(origin, format!("its completions are damaged: {error}")))?;
         self.rollouts.iter_mut().for_each(|rollouts| rollouts.restore(kept.clone()));
-        Ok(())
+        match self.progress.changes.first().filter(|_| self.has_kept_completions()) {
+            None => Ok(()),
+            Some(change) => {
+                let message =
+                    format!("{change}, but its next step uses completions of the old batches; change it later");
+                Err(Error::checkpoint(origin, message))
+            }
+        }
     }
 
     fn log_rollouts(&mut self, records: &[RolloutRecord]) -> Result<()> {

@@ -1,8 +1,8 @@
 //! The data source of objectives that reward completions: replaces a batch of prompts by groups of completions, which the
 //! current weights generate and a [`Reward`] judges.
 //!
-//! A completion depends on the weights, the run's seed, the number of updates, its prompt and its number in the group. So a
-//! resumed run samples it again, and each of several processes samples a part of the prompts.
+//! A completion depends on the weights, the run's seed, the number of updates, its prompt and its number in the group. So each
+//! of several processes samples a part of the prompts.
 
 use crate::data::{Batch, IGNORE_INDEX, SampledRow, SequenceRole, Tokenizer};
 use crate::engine::kernels::machine::spin::with_spinning_workers;
@@ -18,7 +18,7 @@ use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// Samples completions, and keeps them if several steps use them.
+/// Samples completions, and keeps them for the steps that use them.
 #[derive(Debug)]
 pub(super) struct Rollouts {
     settings: ObjectiveSection,
@@ -30,7 +30,7 @@ pub(super) struct Rollouts {
     kept: Option<KeptRollouts>,
 }
 
-/// Completions for more than one step, as a checkpoint between these steps stores them.
+/// The last completions, as a checkpoint stores them if another step uses them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct KeptRollouts {
     /// Steps that will use them.
@@ -138,9 +138,9 @@ impl Rollouts {
 
     /// The completions that later steps use; with `repeats` also those of the last step, if the next one repeats it.
     pub(super) fn kept(&self, repeats: bool) -> Option<KeptRollouts> {
-        let mut kept = self.kept.clone()?;
-        kept.left += u64::from(repeats);
-        (kept.left > 0).then_some(kept)
+        let KeptRollouts { left, batches } = self.kept.as_ref()?;
+        let left = left + u64::from(repeats);
+        (left > 0).then(|| KeptRollouts { left, batches: batches.clone() })
     }
 
     /// Continues with the completions of a checkpoint.
@@ -182,16 +182,16 @@ impl Rollouts {
         for (batch, groups) in batches.iter_mut().zip(groups) {
             kept.push(KeptBatch { groups, old_logps: Logps::default(), ends_epoch: batch.ends_epoch });
         }
-        for (batch, kept) in batches.iter_mut().zip(&kept) {
-            *batch = kept.batch(&self.settings, self.seq_len, rows);
-        }
         if self.settings.num_iterations > 1 {
+            for (batch, kept) in batches.iter_mut().zip(&kept) {
+                *batch = kept.batch(&self.settings, self.seq_len, rows);
+            }
             for (kept, logps) in kept.iter_mut().zip(old_logps(engine, batches)?) {
                 kept.old_logps = logps;
             }
-            self.kept = Some(KeptRollouts { left: self.settings.num_iterations as u64, batches: kept });
-            self.reuse(batches, rows);
         }
+        self.kept = Some(KeptRollouts { left: self.settings.num_iterations as u64, batches: kept });
+        self.reuse(batches, rows);
         Ok(records)
     }
 

@@ -94,13 +94,20 @@ settings! {
 impl LoraSection {
     pub(super) fn validate(&self) -> Result<()> {
         const LARGEST: usize = 1 << 16;
+        let Self { r, alpha, dropout, rslora, dora, targets, modules_to_save } = self;
+        let changed = [
+            ("alpha", alpha.is_some()),
+            ("dropout", *dropout != 0.0),
+            ("rslora", *rslora),
+            ("dora", *dora),
+            ("targets", *targets != Self::default().targets),
+            ("modules_to_save", !modules_to_save.is_empty()),
+        ];
+        if let (None, Some((key, _))) = (r, changed.into_iter().find(|(_, is_changed)| *is_changed)) {
+            let message = format!("is missing, but `lora.{key}` needs it; set the rank, for example 16");
+            return Err(Error::config("lora.r", message));
+        }
         match (self.r, self.alpha) {
-            (None, Some(_)) => {
-                return Err(Error::config(
-                    "lora.r",
-                    "is missing, but `lora.alpha` needs it; set the rank, for example 16",
-                ));
-            }
             (Some(r), _) if r == 0 || r > LARGEST => {
                 return Err(Error::config("lora.r", format!("`{r}` is not a rank from 1 to {LARGEST}")));
             }
@@ -391,5 +398,28 @@ settings! {
         attribute_overflows: bool = true;
         /// Whether to also write TensorBoard scalars and histograms, into `tensorboard` in the run's folder.
         tensorboard: bool = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_of_adapters_need_a_rank() {
+        let fresh = LoraSection::default;
+        for (key, section) in [
+            ("alpha", LoraSection { alpha: Some(8.0), ..fresh() }),
+            ("dropout", LoraSection { dropout: 0.1, ..fresh() }),
+            ("rslora", LoraSection { rslora: true, ..fresh() }),
+            ("dora", LoraSection { dora: true, ..fresh() }),
+            ("targets", LoraSection { targets: vec!["q_proj".into()], ..fresh() }),
+            ("modules_to_save", LoraSection { modules_to_save: vec!["norm".into()], ..fresh() }),
+        ] {
+            let message = section.validate().unwrap_err().to_string();
+            assert!(message.starts_with(&format!("lora.r: is missing, but `lora.{key}` needs it")), "{message}");
+            LoraSection { r: Some(4), ..section }.validate().unwrap();
+        }
+        fresh().validate().unwrap();
     }
 }

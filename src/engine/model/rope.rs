@@ -382,6 +382,14 @@ impl Rope {
         }
     }
 
+    /// The length up to which a sequence has the frequencies of short ones, if longer ones have others.
+    pub(super) fn short_context(&self) -> Option<usize> {
+        match self.kind {
+            RopeType::Dynamic { max_position_embeddings, .. } => Some(max_position_embeddings),
+            _ => self.original_context(),
+        }
+    }
+
     /// The factor of cosines and sines.
     pub fn attention_factor(&self) -> f64 {
         match self.kind {

@@ -564,7 +564,7 @@ impl Workspace {
 
     fn with_rope_caches(self, spec: &ModelSpec, device: &Device) -> Result<Self> {
         let rope_caches = RopeCaches::new(spec, 0..self.seq_len, device)?;
-        let context = spec.rope.as_ref().and_then(Rope::original_context).filter(|context| *context < self.seq_len);
+        let context = spec.rope.as_ref().and_then(Rope::short_context).filter(|context| *context < self.seq_len);
         let short = |context| Ok::<_, Error>((context, RopeCaches::new(spec, 0..context, device)?));
         Ok(Self { rope_caches, short_rope_caches: context.map(short).transpose()?, ..self })
     }

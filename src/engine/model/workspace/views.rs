@@ -125,24 +125,29 @@ mod tests {
     use candle_core::Device;
     use serde_json::json;
 
-    /// transformers chooses `LongRoPE`'s factors by the length of the batch.
+    /// transformers chooses the frequencies of `LongRoPE` and of a dynamic base by the length of the batch.
     #[test]
     fn short_batches_have_the_rotary_embeddings_of_short_sequences() {
-        let rope = json!({"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]});
-        let config = json!({"model_type": "phi3", "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "intermediate_size": 8, "max_position_embeddings": 16,
-            "original_max_position_embeddings": 8, "rope_scaling": rope});
-        let spec = ModelSpec::from_json(config.to_string().as_bytes(), "config.json").unwrap();
-        let of_length =
-            |seq_len| Workspace::for_evaluation(&spec, PrecisionPolicy::FP32, (1, seq_len), &Device::Cpu).unwrap();
-        let table = |workspace: &Workspace| {
-            let cos = &workspace.rope_caches.full.as_ref().unwrap().cos;
-            cos.narrow(0, 0, workspace.seq_len).unwrap().to_vec2::<f32>().unwrap()
-        };
-        let long = of_length(16);
-        for seq_len in [1, 8, 9, 15] {
-            assert_eq!(table(&long.narrow(seq_len).unwrap()), table(&of_length(seq_len)), "{seq_len} tokens");
+        let longrope = json!({"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]});
+        let dynamic = json!({"type": "dynamic", "factor": 2.0});
+        for (model_type, context, rope) in [("phi3", 16, longrope), ("llama", 8, dynamic)] {
+            let config = json!({"model_type": model_type, "vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "intermediate_size": 8, "max_position_embeddings": context,
+                "original_max_position_embeddings": 8, "rope_scaling": rope});
+            let spec = ModelSpec::from_json(config.to_string().as_bytes(), "config.json").unwrap();
+            let of_length =
+                |seq_len| Workspace::for_evaluation(&spec, PrecisionPolicy::FP32, (1, seq_len), &Device::Cpu).unwrap();
+            let table = |workspace: &Workspace| {
+                let cos = &workspace.rope_caches.full.as_ref().unwrap().cos;
+                cos.narrow(0, 0, workspace.seq_len).unwrap().to_vec2::<f32>().unwrap()
+            };
+            let long = of_length(16);
+            // A dynamic base grows with the longest sequence so far.
+            let lengths = if model_type == "llama" { vec![1, 8] } else { vec![1, 8, 9, 15] };
+            for seq_len in lengths {
+                assert_eq!(table(&long.narrow(seq_len).unwrap()), table(&of_length(seq_len)), "{seq_len} tokens");
+            }
+            assert_ne!(table(&of_length(8)), table(&long)[..8]);
         }
-        assert_ne!(table(&of_length(8)), table(&long)[..8]);
     }
 }

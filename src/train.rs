@@ -25,7 +25,7 @@ pub use bisect::{Bisection, GradientError, KeptLayers, KeptSites, RoundingCost, 
 pub use config::{Config, ConfigLayers, DataSets, DeviceSpec, Interval, ObjectiveSection, WeightInit, check_threads};
 pub use engine::{EvalReport, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
 pub use fp8::Fp8Blocks;
-pub use memory::{DistributedLayout, MemoryEstimate, MemoryExtras, largest_batch, sample_bytes};
+pub use memory::{DistributedLayout, MemoryEstimate, MemoryExtras, MemoryInputs, largest_batch, sample_bytes};
 pub use objective::{
     CompletionLogp, CompletionLoss, LossSums, Objective, ObjectiveKind, PairLoss, Reference, ReferenceLogps,
     ReferenceModel, SampledToken, Split, TokenLoss, advantages, completion_loss, pair_loss, token_loss,

@@ -7,7 +7,7 @@ use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Checkpointing, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
 use crate::precision::{Dtype, PrecisionPolicy};
-use crate::train::{DistributedLayout, MemoryEstimate, MemoryExtras, largest_batch};
+use crate::train::{DistributedLayout, MemoryEstimate, MemoryExtras, MemoryInputs, largest_batch};
 use crate::ui::format::bytes;
 use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
@@ -195,9 +195,9 @@ impl TrainSetup<'_> {
     /// This engine's memory, the program's own included. `spec` has the adapters, if there are any.
     pub fn engine(&self, spec: &ModelSpec, policy: PrecisionPolicy, kind: OptimizerKind) -> Result<Vec<MemoryItem>> {
         let kernels: &dyn Kernels = if self.layout.on_gpu { &CandleKernels } else { &Fused };
-        let [batch, seq_len, _] = self.shape;
-        let step = MemoryEstimate::new(self.layout, spec, policy, self.shape, self.keep, kind, kernels)?;
-        let mut items = items(step.with_extras(self.extras, self.layout, spec, policy, [batch, seq_len], kernels)?);
+        let Self { layout, shape, keep, extras, .. } = *self;
+        let inputs = MemoryInputs { layout, spec, policy, shape, keep, optimizer: kind, kernels };
+        let mut items = items(inputs.estimate(extras)?);
         items.push(MemoryItem { group: MemoryCategory::Process, bytes: self.process });
         Ok(items)
     }

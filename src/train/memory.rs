@@ -74,17 +74,53 @@ pub struct MemoryExtras<'a> {
     pub threads: Option<usize>,
 }
 
-impl MemoryEstimate {
-    /// For each process, with batches of `batch` sequences of `seq_len` tokens, `grad_accum` of them in a step.
-    pub fn new(
-        DistributedLayout { world_size, sharding, on_gpu, shards_on_host }: DistributedLayout,
-        spec: &ModelSpec,
-        policy: PrecisionPolicy,
-        [batch, seq_len, grad_accum]: [usize; 3],
-        keep: Checkpointing,
-        optimizer: OptimizerKind,
-        kernels: &dyn Kernels,
-    ) -> Result<Self> {
+/// The settings that determine the memory of a run in each of its processes.
+#[derive(Clone, Copy)]
+pub struct MemoryInputs<'a> {
+    /// The processes.
+    pub layout: DistributedLayout,
+    /// The model.
+    pub spec: &'a ModelSpec,
+    /// Its types.
+    pub policy: PrecisionPolicy,
+    /// Sequences in a micro-batch, tokens in a sequence, micro-batches in a step.
+    pub shape: [usize; 3],
+    /// The activations that the forward pass keeps.
+    pub keep: Checkpointing,
+    /// How Adam's moments are stored.
+    pub optimizer: OptimizerKind,
+    /// The kernels that compute the model.
+    pub kernels: &'a dyn Kernels,
+}
+
+impl MemoryInputs<'_> {
+    /// The memory of the run with `extras`.
+    pub fn estimate(&self, extras: MemoryExtras<'_>) -> Result<MemoryEstimate> {
+        let Self { spec, policy, shape: [_, seq_len, _], .. } = *self;
+        let MemoryExtras { probes, sample: [tokens, prompt], objective, threads } = extras;
+        let mut estimate = self.step()?;
+        estimate.scratch += sample_bytes(spec, policy, tokens, prompt);
+        if objective.is_some_and(|objective| objective.kind.samples_completions()) {
+            // Completions have a KV cache each, and weights that stay packed.
+            let weights = if estimate.weights == 0 { estimate.masters } else { estimate.weights };
+            estimate.scratch += BATCH_SIZE as u64 * sample_bytes(spec, policy, seq_len, 0) + weights;
+        }
+        if let Some(threads) = threads {
+            estimate.scratch += self.packed_bytes(probes, threads)?;
+        }
+        if probes {
+            estimate.probe = self.probe_bytes()?;
+        }
+        if let Some(objective) = objective.filter(|objective| objective.loads_reference(spec)) {
+            estimate.weights += self.reference_bytes(objective, &estimate)?;
+        }
+        Ok(estimate)
+    }
+
+    /// The memory of the steps alone.
+    fn step(&self) -> Result<MemoryEstimate> {
+        let Self { layout, spec, policy, shape: [batch, seq_len, grad_accum], keep, optimizer, kernels } = *self;
+        let DistributedLayout { world_size, sharding, on_gpu, shards_on_host } = layout;
         let entries = spec.parameters();
         let trained: Vec<_> = entries.iter().map(|entry| entry.shape.iter().product::<usize>() as u64).collect();
         let parameters: u64 = trained.iter().sum();
@@ -106,49 +142,16 @@ impl MemoryEstimate {
             gradients += sum;
         }
         let (weights, scratch) = (weights + frozen.dense + frozen.blocks, scratch + frozen.buffer);
-        Ok(Self { weights, masters, gradients, adam, activations, scratch, scores, probe: 0 })
+        Ok(MemoryEstimate { weights, masters, gradients, adam, activations, scratch, scores, probe: 0 })
     }
 
-    /// Adds `extras` to an estimate for batches of `batch` sequences of `seq_len` tokens.
-    pub fn with_extras(
-        mut self,
-        extras: MemoryExtras<'_>,
-        layout: DistributedLayout,
-        spec: &ModelSpec,
-        policy: PrecisionPolicy,
-        [batch, seq_len]: [usize; 2],
-        kernels: &dyn Kernels,
-    ) -> Result<Self> {
-        let MemoryExtras { probes, sample: [tokens, prompt], objective, threads } = extras;
-        self.scratch += sample_bytes(spec, policy, tokens, prompt);
-        if objective.is_some_and(|objective| objective.kind.samples_completions()) {
-            // Completions have a KV cache each, and weights that stay packed.
-            let weights = if self.weights == 0 { self.masters } else { self.weights };
-            self.scratch += BATCH_SIZE as u64 * sample_bytes(spec, policy, seq_len, 0) + weights;
-        }
-        if let Some(threads) = threads {
-            self.scratch += packed_bytes(spec, policy, batch * seq_len, probes, threads, kernels)?;
-        }
-        if probes {
-            self.probe = probe_bytes(layout, spec, policy, [batch, seq_len])?;
-        }
-        match objective.filter(|objective| objective.loads_reference(spec)) {
-            Some(objective) => self.with_reference(objective, layout, spec, policy, [batch, seq_len]),
-            None => Ok(self),
-        }
-    }
-
-    /// Adds a second model. It is kept if it reads sampled completions; otherwise it is dropped before the first step. Its masters
-    /// are dropped as soon as it is loaded. Until the first step, a CPU has not touched the buffers of a step.
-    fn with_reference(
-        mut self,
-        objective: &ObjectiveSection,
-        DistributedLayout { world_size, on_gpu, .. }: DistributedLayout,
-        spec: &ModelSpec,
-        policy: PrecisionPolicy,
-        [batch, seq_len]: [usize; 2],
-    ) -> Result<Self> {
-        let mut spec = Cow::Borrowed(spec);
+    /// The bytes of a second model in addition to `own`. It is kept if it reads sampled completions; otherwise it is dropped before
+    /// the first step. Its masters are dropped as soon as it is loaded. Until the first step, a CPU has not touched the buffers of
+    /// a step.
+    fn reference_bytes(&self, objective: &ObjectiveSection, own: &MemoryEstimate) -> Result<u64> {
+        let Self { layout: DistributedLayout { world_size, on_gpu, .. }, policy, shape: [batch, seq_len, _], .. } =
+            *self;
+        let mut spec = Cow::Borrowed(self.spec);
         if objective.reference.is_some() {
             // Its shape is not known yet; usually it is the same.
             let spec = spec.to_mut();
@@ -159,64 +162,55 @@ impl MemoryEstimate {
         let FrozenBytes { dense, blocks, buffer } = FrozenBytes::new(&spec, policy, batch * seq_len);
         let passes = Workspace::evaluation_bytes(&spec, policy, [batch, seq_len], on_gpu)?;
         let model = weights + dense + blocks + buffer + passes;
-        let Self { gradients, activations, scratch, scores, probe, .. } = self;
+        let MemoryEstimate { gradients, activations, scratch, scores, probe, .. } = own;
         let untouched = if on_gpu { 0 } else { gradients + activations + scratch + scores + probe };
         let kept = if objective.kind.samples_completions() { model } else { 0 };
-        self.weights += kept.max((model + masters).saturating_sub(untouched));
-        Ok(self)
+        Ok(kept.max((model + masters).saturating_sub(untouched)))
     }
 
+    /// The bytes of an FP32 probe of a micro-batch in one of the processes, in addition to the engine: a separate workspace
+    /// and gradients, and FP32 weights unless the weights are FP32; also whole masters, and whole gradients if they are sharded. The
+    /// blocks of a base are shared.
+    fn probe_bytes(&self) -> Result<u64> {
+        let Self { layout, spec, policy, shape: [batch, seq_len, _], .. } = *self;
+        let DistributedLayout { world_size, sharding, on_gpu, .. } = layout;
+        let exact = PrecisionPolicy::FP32;
+        let trained = spec.trained_count();
+        let keep = Checkpointing::None;
+        let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], keep, on_gpu)?;
+        let mut gathered = if world_size > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
+        if world_size > 1 && sharding == Sharding::Gradients {
+            gathered += trained * policy.grads.size_in_bytes() as u64;
+        }
+        let widened = if policy.params == Dtype::F32 { 0 } else { trained * Dtype::F32.size_in_bytes() as u64 };
+        let frozen = FrozenBytes::new(spec, exact, batch * seq_len);
+        let base = if policy.compute == Dtype::F32 { 0 } else { frozen.dense + frozen.buffer };
+        Ok(activations
+            + scratch
+            + Gradients::bytes((trained, trained), exact, 1, 1, Sharding::Optimizer).0
+            + gathered
+            + widened
+            + base)
+    }
+
+    /// Bytes of the packing buffers of matrix products for micro-batches on `threads` threads. They depend on the CPU: without
+    /// BF16 instructions, BF16 operands are packed as FP32. FP32 `probes` reuse the same buffers.
+    fn packed_bytes(&self, probes: bool, threads: usize) -> Result<u64> {
+        let [batch, seq_len, _] = self.shape;
+        let mut products = self.spec.gemm_shapes(self.policy, batch * seq_len)?;
+        if probes {
+            products.extend(self.spec.gemm_shapes(PrecisionPolicy::FP32, batch * seq_len)?);
+        }
+        Ok(self.kernels.packing_bytes(&products, threads)?)
+    }
+}
+
+impl MemoryEstimate {
     /// The sum.
     pub fn total(&self) -> u64 {
         let Self { weights, masters, gradients, adam, activations, scratch, scores, probe } = self;
         weights + masters + gradients + adam + activations + scratch + scores + probe
     }
-}
-
-/// The bytes of an FP32 probe of a micro-batch in one of the processes, in addition to the engine: a separate workspace
-/// and gradients, and FP32 weights unless the weights are FP32; also whole masters, and whole gradients if they are sharded. The
-/// blocks of a base are shared.
-fn probe_bytes(
-    DistributedLayout { world_size, sharding, on_gpu, .. }: DistributedLayout,
-    spec: &ModelSpec,
-    policy: PrecisionPolicy,
-    [batch, seq_len]: [usize; 2],
-) -> Result<u64> {
-    let exact = PrecisionPolicy::FP32;
-    let trained = spec.trained_count();
-    let keep = Checkpointing::None;
-    let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, exact, [batch, seq_len], keep, on_gpu)?;
-    let mut gathered = if world_size > 1 { trained * policy.params.size_in_bytes() as u64 } else { 0 };
-    if world_size > 1 && sharding == Sharding::Gradients {
-        gathered += trained * policy.grads.size_in_bytes() as u64;
-    }
-    let widened = if policy.params == Dtype::F32 { 0 } else { trained * Dtype::F32.size_in_bytes() as u64 };
-    let frozen = FrozenBytes::new(spec, exact, batch * seq_len);
-    let base = if policy.compute == Dtype::F32 { 0 } else { frozen.dense + frozen.buffer };
-    Ok(activations
-        + scratch
-        + Gradients::bytes((trained, trained), exact, 1, 1, Sharding::Optimizer).0
-        + gathered
-        + widened
-        + base)
-}
-
-/// Bytes of the packing buffers of matrix products for micro-batches of `tokens` tokens on `threads` threads. They
-/// depend on the CPU: without BF16 instructions, BF16 operands are packed as FP32. FP32 `probes` reuse the same
-/// buffers.
-fn packed_bytes(
-    spec: &ModelSpec,
-    policy: PrecisionPolicy,
-    tokens: usize,
-    probes: bool,
-    threads: usize,
-    kernels: &dyn Kernels,
-) -> Result<u64> {
-    let mut products = spec.gemm_shapes(policy, tokens)?;
-    if probes {
-        products.extend(spec.gemm_shapes(PrecisionPolicy::FP32, tokens)?);
-    }
-    Ok(kernels.packing_bytes(&products, threads)?)
 }
 
 /// KV-cache bytes of a generated sample: `tokens` plus the prompt, whose tokens are at most its `prompt` bytes.
@@ -271,15 +265,16 @@ impl MemoryLimit<'_> {
     fn required_bytes(&self, config: &Config, batch: usize, keep: Checkpointing) -> Result<u64> {
         let Self { spec, kernels, layout, .. } = *self;
         let (train, rows) = (&config.train, config.objective.rows(batch));
-        let sizes = [rows, train.seq_len, train.grad_accum * train.batch_size.div_ceil(batch)];
+        let shape = [rows, train.seq_len, train.grad_accum * train.batch_size.div_ceil(batch)];
         let extras = MemoryExtras {
             probes: config.telemetry.probe_every > 0,
             sample: [train.sample_tokens, train.prompt.len()],
             objective: Some(&config.objective),
             threads: Some(rayon::current_num_threads()),
         };
-        let step = MemoryEstimate::new(layout, spec, config.dtype, sizes, keep, train.optimizer, kernels)?;
-        Ok(step.with_extras(extras, layout, spec, config.dtype, [rows, train.seq_len], kernels)?.total())
+        let (policy, optimizer) = (config.dtype, train.optimizer);
+        let inputs = MemoryInputs { layout, spec, policy, shape, keep, optimizer, kernels };
+        Ok(inputs.estimate(extras)?.total())
     }
 
     /// Whether it fits. A size that cannot be computed does not.
@@ -433,6 +428,13 @@ mod tests {
 
     const KERNELS: Fused = Fused;
 
+    /// A single process in FP16.
+    fn inputs(spec: &ModelSpec, shape: [usize; 3]) -> MemoryInputs<'_> {
+        let (keep, optimizer) = (Checkpointing::None, OptimizerKind::AdamW);
+        let (layout, policy) = (DistributedLayout::SINGLE, PrecisionPolicy::FP16);
+        MemoryInputs { layout, spec, policy, shape, keep, optimizer, kernels: &KERNELS }
+    }
+
     fn limit(spec: &ModelSpec, available: u64) -> MemoryLimit<'_> {
         MemoryLimit { spec, kernels: &KERNELS, layout: DistributedLayout::SINGLE, available }
     }
@@ -455,17 +457,8 @@ mod tests {
         assert!(message.contains("`--set telemetry.probe_every=0`"), "{message}");
 
         let train = &config.train;
-        let sizes = [train.batch_size, train.seq_len, train.grad_accum];
-        let engine = MemoryEstimate::new(
-            DistributedLayout::SINGLE,
-            &spec,
-            config.dtype,
-            sizes,
-            train.recompute,
-            train.optimizer,
-            &KERNELS,
-        )
-        .unwrap();
+        let shape = [train.batch_size, train.seq_len, train.grad_accum];
+        let engine = MemoryInputs { policy: config.dtype, ..inputs(&spec, shape) }.step().unwrap();
         let mut silent = config.clone();
         silent.train.sample_tokens = 0;
         assert!(engine.total() < needed(&silent, &spec) && needed(&silent, &spec) < without);
@@ -557,8 +550,7 @@ mod tests {
         let parameters = spec.parameter_count();
         let bytes = |policy, world_size, shards_on_host| {
             let layout = DistributedLayout { world_size, shards_on_host, ..DistributedLayout::SINGLE };
-            MemoryEstimate::new(layout, &spec, policy, [1, 16, 4], Checkpointing::None, OptimizerKind::AdamW, &KERNELS)
-                .unwrap()
+            MemoryInputs { layout, policy, ..inputs(&spec, [1, 16, 4]) }.step().unwrap()
         };
         for (policy, shard) in [(PrecisionPolicy::FP16, 16), (PrecisionPolicy::FP32, 12)] {
             let [cpu, gpu] = [false, true].map(|shards_on_host| bytes(policy, 2, shards_on_host).total());
@@ -573,7 +565,8 @@ mod tests {
     fn a_probe_copies_what_is_not_in_fp32() {
         let whole = ModelSpec::named("tiny").unwrap();
         let spec = with_lora(&Config::default()).with_trained_parts(whole.clone()).unwrap();
-        let probe = |spec: &ModelSpec, policy| probe_bytes(DistributedLayout::SINGLE, spec, policy, [1, 16]).unwrap();
+        let probe =
+            |spec: &ModelSpec, policy| MemoryInputs { policy, ..inputs(spec, [1, 16, 1]) }.probe_bytes().unwrap();
         let narrow = PrecisionPolicy { params: Dtype::BF16, ..PrecisionPolicy::BF16 };
         assert_eq!(probe(&whole, narrow) - probe(&whole, PrecisionPolicy::BF16), 4 * whole.parameter_count());
 

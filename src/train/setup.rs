@@ -96,15 +96,15 @@ impl ModelSource {
             let tokenizer = given.or_else(|| Some(Tokenizer::byte()));
             return Self::checked(config, spec, tokenizer, AuxFiles::default(), None, Some(random()));
         }
-        if config.init == WeightInit::Random && !Path::new(&config.model).exists() {
+        let there = config.folder.iter().map(|folder| folder.join(&config.model)).find(|path| path.exists());
+        let there = there.filter(|_| !Path::new(&config.model).exists()).map(|path| path.display().to_string());
+        let model = there.as_deref().unwrap_or(&config.model);
+        if config.init == WeightInit::Random && !Path::new(model).exists() {
             let unknown =
                 || format!("`{}` is neither a folder nor one of {}", config.model, ModelSpec::names().join(", "));
             let spec = named.ok_or_else(|| Error::config("model", unknown()))?;
             return Self::checked(config, spec, given, AuxFiles::default(), None, Some(random()));
         }
-        let there = config.folder.iter().map(|folder| folder.join(&config.model)).find(|path| path.exists());
-        let there = there.filter(|_| !Path::new(&config.model).exists()).map(|path| path.display().to_string());
-        let model = there.as_deref().unwrap_or(&config.model);
         let ModelLocation { path, commit } = locate(model, config.revision.as_deref(), report)?;
         let (spec, own, aux_files, weights) = if config.init == WeightInit::Random && path.is_dir() {
             let own = ModelFolder::tokenizer_in(&path).map(Tokenizer::from_file).transpose()?;

@@ -6,10 +6,11 @@ use std::sync::mpsc::Receiver;
 use crate::common::of_kind;
 use crate::common::processes::compute_alone;
 use finetune::engine::collective::SingleProcess;
+use finetune::engine::model::ModelSpec;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Emitter, Event, Record, StepRecord};
-use finetune::train::{Config, ConfigLayers, Trainer};
+use finetune::train::{Config, ConfigLayers, ModelSource, Trainer, WeightInit};
 
 /// The default run with micro-batches of `rows` × `seq_len`, one batch per evaluation, and no samples.
 pub(crate) fn config(policy: PrecisionPolicy, (rows, seq_len): (usize, usize)) -> Config {
@@ -50,4 +51,18 @@ pub(crate) fn advanced(config: &Config, steps: u64) -> (Trainer, Vec<Event>) {
 
 pub(crate) fn steps(events: &[Event]) -> impl Iterator<Item = &StepRecord> {
     of_kind!(events, Event::Step).map(|step| &**step)
+}
+
+/// As a resumed run does that was started in another folder.
+#[test]
+fn a_model_of_random_weights_is_found_in_the_folder_of_the_run() {
+    let (folder, spec) = (tempfile::tempdir().unwrap(), ModelSpec::named("tiny").unwrap());
+    std::fs::create_dir(folder.path().join("shape")).unwrap();
+    std::fs::write(folder.path().join("shape/config.json"), spec.to_json("float32")).unwrap();
+    let mut config = config(PrecisionPolicy::FP32, (1, 8));
+    (config.model, config.init, config.tokenizer) = ("shape".into(), WeightInit::Random, Some("bytes".into()));
+    assert!(ModelSource::open(&config, &mut |_| ()).is_err());
+    config.folder = Some(folder.path().to_path_buf());
+    let found = ModelSource::open(&config, &mut |_| ()).unwrap();
+    assert_eq!(found.spec.parameters(), spec.parameters());
 }

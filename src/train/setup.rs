@@ -125,8 +125,10 @@ impl ModelSource {
         let tokenizer = Some(Tokenizer::from_file(checkpoint.tokenizer())?);
         let (mut spec, aux_files) = (checkpoint.spec().clone(), AuxFiles::of_folder(checkpoint.path())?);
         let (commit, weights) = if spec.lora.is_some() {
-            let base = Self::open(config, report)?;
-            // A checkpoint does not know which matrices of a GGUF file stay in blocks.
+            // The checkpoint has the tokenizer and the chat template.
+            let config = Config { tokenizer: Some(checkpoint.tokenizer()), chat_template: None, ..config.clone() };
+            let base = Self::open(&config, report)?;
+            // It does not know which matrices of a GGUF file stay in blocks.
             spec.quantized = base.spec.quantized;
             (base.commit, base.weights)
         } else {

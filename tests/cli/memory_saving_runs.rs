@@ -112,6 +112,19 @@ fn a_checkpoint_of_adapters_is_small_and_in_pefts_format() {
     assert_eq!(state["base"]["sha256"].as_str().unwrap().len(), 64);
 }
 
+/// The checkpoint has the tokenizer and the chat template.
+#[test]
+fn adapters_resume_without_the_files_that_their_checkpoint_has() {
+    let fixture = CliFixture::new();
+    fs::copy(fixture.path("model/tokenizer.json"), fixture.path("own.json")).unwrap();
+    fixture.write("own.jinja", "{% for message in messages %}{{ message.content }}{% endfor %}");
+    let files = "--model model --tokenizer own.json --chat-template own.jinja --data text.txt";
+    fixture.said(&small("run", 5, &format!("{files} --lora r=3")));
+    fs::remove_file(fixture.path("own.json")).unwrap();
+    fs::remove_file(fixture.path("own.jinja")).unwrap();
+    fixture.said("--resume run --plain --threads 1 --steps 6");
+}
+
 /// A folder with a model, a text and a run of adapters over it.
 fn fixture() -> CliFixture {
     let fixture = CliFixture::new();

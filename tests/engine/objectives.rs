@@ -529,6 +529,17 @@ fn grpo_agrees_with_pytorch() {
     }
 }
 
+/// The steps before were larger, so the run ends later in the data than `steps` × `grad_accum` batches.
+#[test]
+fn a_resumed_run_with_smaller_steps_has_its_reference() {
+    let (folder, mut config) = (tempfile::tempdir().unwrap(), dpo_run(false));
+    train(1, &config, folder.path(), None);
+    (config.train.grad_accum, config.train.steps) = (1, Some(7));
+    let checkpoint = Checkpoint::open(folder.path().join("step-000002")).unwrap();
+    let mut trainer = Trainer::new(Arc::new(SingleProcess), config, Some(&checkpoint), &mut |_| ()).unwrap();
+    trainer.advance(5).unwrap();
+}
+
 /// Four steps of three prompts with three completions each.
 fn grpo_run(iterations: usize, beta: f64) -> Config {
     let mut config = dpo_run(false);

@@ -1,7 +1,7 @@
 //! Prepares the reference of an objective: another model, or the model before training.
 
 use super::Trainer;
-use crate::data::{Batch, DataPosition};
+use crate::data::Batch;
 use crate::digest::DigestWriter;
 use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view::{read, to_host};
@@ -96,7 +96,9 @@ impl Trainer {
             Some(name) => ("objective.reference", name),
             None => ("model", &self.config.model),
         };
-        let message = format!("`{name}` has changed since the run began; restore its weights, or start a new run");
+        let message = format!(
+            "`{name}` has changed since the run began, or `precision.keep` has; restore it, or start a new run"
+        );
         Err(Error::config(key, message))
     }
 
@@ -164,25 +166,28 @@ impl Trainer {
         Ok(workspace)
     }
 
-    /// The batches of validation and training whose sequences need a reference.
+    /// The batches of validation, and of the training that is left, whose sequences need a reference.
     fn reference_batches(&self) -> impl Iterator<Item = (Split, Batch)> {
         let (mut eval, mut loader) = (self.eval.clone(), self.loader.clone());
         eval.rewind();
         let mut batch = self.loader.batch();
         let validation =
             std::iter::from_fn(move || eval.next_batch(&mut batch).then(|| (Split::Validation, batch.clone())));
-        let mut left = self.total_steps.saturating_mul(self.config.train.grad_accum as u64);
+        let steps = self.total_steps - self.engine.state.counters.step;
+        let mut left = steps.saturating_mul(self.config.train.grad_accum as u64);
         let mut batch = self.loader.batch();
-        let begun = loader.seek(DataPosition::default()).is_ok();
         // KTO's estimates depend on the batches, which differ in each epoch, as do the samples of a mixture.
         let objective = &self.engine.objective;
         let every = objective.kind() == ObjectiveKind::Kto || self.loader.mixture().sets().len() > 1;
+        // A resumed run may be within an epoch.
+        let mut epochs = if loader.position().row == 0 { 1_usize } else { 2 };
         let training = std::iter::from_fn(move || {
-            if left == 0 || !begun {
+            if left == 0 {
                 return None;
             }
             loader.next_batch(&mut batch);
-            left = if batch.ends_epoch && !every { 0 } else { left - 1 };
+            epochs = epochs.saturating_sub(batch.ends_epoch.into());
+            left = if epochs == 0 && !every { 0 } else { left - 1 };
             Some((Split::Train, batch.clone()))
         });
         validation.chain(training).flat_map(move |(split, batch)| objective.referred(batch).map(move |it| (split, it)))

@@ -425,8 +425,12 @@ impl Config {
             return Err(Error::config("optimizer.lr", "0 would change nothing; use a number above 0"));
         }
         self.sources()?;
-        if self.held_out()? == Some(0.0) && self.train.early_stopping > 0 {
-            return Err(Error::config("train.early_stopping", "needs validation, but `val` is `none`"));
+        let never = [
+            ("`val` is `none`", self.held_out()? == Some(0.0)),
+            ("`train.eval_every` is 0", self.train.eval_every == Interval::Steps(0)),
+        ];
+        if let Some((why, _)) = never.into_iter().find(|(_, is_never)| *is_never && self.train.early_stopping > 0) {
+            return Err(Error::config("train.early_stopping", format!("needs validation between steps, but {why}")));
         }
         let values = self.values()?;
         for setting in Self::settings() {

@@ -49,6 +49,7 @@ fn validation_data_is_a_share_of_the_text_or_nothing() {
         ("--val 0%", "is not between 0% and 100%"),
         ("--val 100%", "is not between 0% and 100%"),
         ("--val none --early-stopping 2", "needs validation"),
+        ("--eval-every 0 --early-stopping 2", "needs validation between steps, but `train.eval_every` is 0"),
         ("--eval-every weekly", "use a number of steps, or `epoch`"),
     ] {
         let err = fixture.refused(&training("wrong", &format!("--data text.txt {wrong}")));

@@ -34,6 +34,10 @@ pub(crate) enum Kind {
     Float,
     /// A flag without a value.
     Switch,
+    /// A list of texts.
+    Texts,
+    /// A list of two numbers.
+    Pair,
     /// Any other value.
     Text,
     /// A table of settings.
@@ -63,26 +67,45 @@ impl Kind {
             () if is::<usize, T>() || is::<u64, T>() || is::<u32, T>() => Self::Integer,
             () if is::<f64, T>() || is::<f32, T>() => Self::Float,
             () if is::<bool, T>() => Self::Switch,
+            () if is::<Vec<String>, T>() => Self::Texts,
+            () if is::<[f64; 2], T>() => Self::Pair,
             () => Self::Text,
         }
     }
 
-    /// A description of the values of this type for an error about `value`; nothing if its type is right.
-    pub(crate) fn expected(self, value: &toml::Value) -> Option<&'static str> {
+    /// The problem of a value that is not of this type; `None` if it is, or if any text may be a value.
+    pub(crate) fn mismatch(self, value: &toml::Value) -> Option<String> {
+        let is = |problem: &str| Some(format!("`{}` is {problem}", shortened(value)));
+        let in_list = |element: &toml::Value, expected: &str| {
+            Some(format!("`{}` in the list is not {expected}", shortened(element)))
+        };
         match (self, value) {
-            (Self::Integer, value) if !value.is_integer() => Some(WHOLE_NUMBER),
-            (Self::Float, value) if !value.is_float() => Some(NUMBER),
-            (Self::Switch, _) => Some("`true` or `false`"),
+            (Self::Integer, value) => whole_number(value).err().and_then(|problem| is(&problem)),
+            (Self::Float, value) if !is_number(value) => is(&format!("not {NUMBER}")),
+            (Self::Switch, value) if !value.is_bool() => is("not `true` or `false`"),
+            (Self::Texts, toml::Value::Array(texts)) => {
+                texts.iter().find(|text| !text.is_str()).and_then(|other| in_list(other, QUOTED))
+            }
+            (Self::Texts, _) => is("not a list such as [\"q_proj\", \"v_proj\"]"),
+            (Self::Pair, toml::Value::Array(numbers)) if numbers.len() == 2 => {
+                numbers.iter().find(|number| !is_number(number)).and_then(|other| in_list(other, "a number"))
+            }
+            (Self::Pair, _) => is("not a list of two numbers such as [0.9, 0.95]"),
             _ => None,
         }
     }
+}
+
+fn is_number(value: &toml::Value) -> bool {
+    value.is_float() || value.is_integer()
 }
 
 impl Setting {
     /// A setting of type `T` without limits and flag, which a resumed run may change.
     pub(crate) fn new<T: 'static>(key: &str, comment: &'static [&'static str]) -> Self {
         let (key, kind) = (key.to_owned(), Kind::of::<T>());
-        Self { key, comment, kind, fixed: false, flag: None, limits: None, inner: Vec::new() }
+        let limits = (TypeId::of::<T>() == TypeId::of::<u32>()).then_some((0.0, f64::from(u32::MAX)));
+        Self { key, comment, kind, fixed: false, flag: None, limits, inner: Vec::new() }
     }
 
     /// Makes a resumed run keep the value.
@@ -174,13 +197,15 @@ impl Setting {
             Kind::Switch => arg.action(ArgAction::SetTrue),
             Kind::Integer => arg.value_parser(integer),
             Kind::Float => arg.value_parser(number),
-            Kind::Text | Kind::Section => arg,
+            Kind::Text | Kind::Texts | Kind::Pair | Kind::Section => arg,
         })
     }
 }
 
 const NUMBER: &str = "a number such as 0.5, 6e-8, 2^24 or 1/3";
 const WHOLE_NUMBER: &str = "a whole number such as 600, 1e6 or 2^10";
+/// A description of a text in a file.
+pub(crate) const QUOTED: &str = "text in quotes";
 
 /// `number` in few digits: `0.5`, `1e99`, `600`.
 pub(crate) fn in_digits(number: f64) -> String {
@@ -198,21 +223,33 @@ pub(crate) fn number(text: &str) -> Result<f64, String> {
     parsed.map_err(|_| format!("not {NUMBER}"))
 }
 
-/// A whole number, written like [`number`].
+/// A whole number of at least 0, written like [`number`].
 pub(crate) fn integer(text: &str) -> Result<i64, String> {
-    text.parse().or_else(|_| match number(text) {
-        Ok(whole) if whole.fract() == 0.0 && whole.abs() <= MAX_EXACT => Ok(whole as i64),
+    let parsed = text.parse().or_else(|_| match number(text) {
+        // The cast saturates.
+        Ok(whole) if whole.fract() == 0.0 && whole <= MAX_EXACT => Ok(whole as i64),
         Ok(whole) if whole.fract() == 0.0 => Err("too large: at most 2^63 - 1, and from 2^53 only in digits".into()),
         _ => Err(format!("not {WHOLE_NUMBER}")),
-    })
+    });
+    parsed.and_then(|whole: i64| if whole < 0 { Err("below 0".into()) } else { Ok(whole) })
 }
 
-/// The whole number that a value of a file means, if it means one.
-pub(crate) fn whole_number(value: &toml::Value) -> Option<i64> {
-    match value {
-        toml::Value::String(text) => integer(text).ok(),
-        toml::Value::Float(float) => integer(&in_digits(*float)).ok(),
-        value => value.as_integer(),
+/// The whole number of at least 0 that a value of a file means.
+pub(crate) fn whole_number(value: &toml::Value) -> Result<i64, String> {
+    integer(&value.as_str().map_or_else(|| written(value), str::to_owned))
+}
+
+/// `value` as in a file.
+fn written(value: &toml::Value) -> String {
+    value.as_float().map_or_else(|| value.to_string(), in_digits)
+}
+
+/// `value` as in a file, without its end if it is long.
+pub(crate) fn shortened(value: &toml::Value) -> String {
+    let text = written(value);
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
     }
 }
 
@@ -233,8 +270,8 @@ impl TryFrom<toml::Value> for Interval {
         if value.as_str() == Some("epoch") {
             return Ok(Self::Epoch);
         }
-        let steps = whole_number(&value).and_then(|steps| u64::try_from(steps).ok());
-        steps.map(Self::Steps).ok_or_else(|| "use a number of steps, or `epoch`".into())
+        let steps = whole_number(&value).map_err(|_| "use a number of steps, or `epoch`")?;
+        Ok(Self::Steps(steps.unsigned_abs()))
     }
 }
 

@@ -81,7 +81,7 @@ impl FromArgMatches for Flags {
                 Kind::Switch => matches.get_flag(id).then_some(true.into()),
                 Kind::Integer => matches.get_one::<i64>(id).copied().map(toml::Value::from),
                 Kind::Float => matches.get_one::<f64>(id).copied().map(toml::Value::from),
-                Kind::Text | Kind::Section => {
+                Kind::Text | Kind::Texts | Kind::Pair | Kind::Section => {
                     let mut values: Vec<_> =
                         matches.get_many(id).into_iter().flatten().cloned().map(toml::Value::String).collect();
                     if values.len() > 1 { Some(values.into()) } else { values.pop() }
@@ -166,20 +166,22 @@ pub(super) fn lora(settings: &str) -> Result<Vec<(String, toml::Value)>> {
         let (key, value) = setting.split_once('=').map_or((setting, None), |(key, value)| (key, Some(value)));
         let names = |value: &str| value.split('+').map(toml::Value::from).collect::<Vec<_>>();
         let (key, value) = match (key, value) {
-            ("r" | "rank", Some(value)) => ("r", integer(value).map(toml::Value::from).ok()),
-            (rank, None) if integer(rank).is_ok() => ("r", integer(rank).map(toml::Value::from).ok()),
-            ("alpha" | "dropout", Some(value)) => (key, number(value).map(toml::Value::from).ok()),
-            ("targets", Some(value)) => ("targets", Some(names(value).into())),
-            ("save", Some(value)) => ("modules_to_save", Some(names(value).into())),
-            ("rslora" | "dora", None) => (key, Some(true.into())),
+            ("r" | "rank", Some(value)) => ("r", integer(value).map(toml::Value::from)),
+            (rank, None) if integer(rank).is_ok() => ("r", integer(rank).map(toml::Value::from)),
+            ("alpha" | "dropout", Some(value)) => (key, number(value).map(toml::Value::from)),
+            ("targets", Some(value)) => ("targets", Ok(names(value).into())),
+            ("save", Some(value)) => ("modules_to_save", Ok(names(value).into())),
+            ("rslora" | "dora", None) => (key, Ok(true.into())),
             _ => {
                 let known =
                     "`16`, `r=16`, `alpha=32`, `targets=q_proj+v_proj`, `dropout=0.05`, `rslora`, `dora`, `save=norm`";
                 return wrong(format!("`{setting}` is not one of {known}"));
             }
         };
-        let Some(value) = value else { return wrong(format!("`{setting}` needs a number after `=`")) };
-        out.push((format!("lora.{key}"), value));
+        match value {
+            Ok(value) => out.push((format!("lora.{key}"), value)),
+            Err(problem) => return wrong(format!("the number in `{setting}` is {problem}")),
+        }
     }
     Ok(out)
 }

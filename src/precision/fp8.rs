@@ -32,16 +32,8 @@ settings! {
 
 /// Ranges of blocks, written `0,2-4` or `all`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Written", into = "Written")]
+#[serde(try_from = "toml::Value", into = "toml::Value")]
 pub struct BlockRanges(Vec<RangeInclusive<usize>>);
-
-/// How configurations write ranges: one block as a number.
-#[derive(Serialize, Deserialize)]
-#[serde(untagged)]
-enum Written {
-    Block(usize),
-    Ranges(String),
-}
 
 impl BlockRanges {
     /// Whether a block is among them.
@@ -80,18 +72,16 @@ impl FromStr for BlockRanges {
     }
 }
 
-impl TryFrom<Written> for BlockRanges {
+impl TryFrom<toml::Value> for BlockRanges {
     type Error = String;
 
-    fn try_from(written: Written) -> Result<Self, String> {
-        match written {
-            Written::Block(block) => Ok(block.into()),
-            Written::Ranges(text) => text.parse(),
-        }
+    /// Configurations write one block as a number.
+    fn try_from(value: toml::Value) -> Result<Self, String> {
+        value.as_str().map_or_else(|| value.to_string(), str::to_owned).parse()
     }
 }
 
-impl From<BlockRanges> for Written {
+impl From<BlockRanges> for toml::Value {
     fn from(BlockRanges(ranges): BlockRanges) -> Self {
         let text = |range: &RangeInclusive<usize>| match (*range.start(), *range.end()) {
             (0, usize::MAX) => "all".to_owned(),
@@ -99,8 +89,8 @@ impl From<BlockRanges> for Written {
             (first, last) => format!("{first}-{last}"),
         };
         match &ranges[..] {
-            [range] if range.start() == range.end() => Self::Block(*range.start()),
-            ranges => Self::Ranges(ranges.iter().map(text).collect::<Vec<_>>().join(",")),
+            [range] if range.start() == range.end() => Self::Integer(*range.start() as i64),
+            ranges => Self::String(ranges.iter().map(text).collect::<Vec<_>>().join(",")),
         }
     }
 }

@@ -11,10 +11,10 @@ use crate::engine::optim::{AdamWConfig, LrSchedule, OptimizerConfig};
 use crate::precision::{Dtype, FallbackRule, GradScalerConfig, PrecisionConfig, PrecisionPolicy, UnitSet};
 use crate::settings::Heading::{Machine, Text, Training};
 pub use crate::settings::Interval;
-use crate::settings::{Kind, in_digits, number, settings, whole_number};
+use crate::settings::{Kind, number, settings, whole_number};
 use crate::train::trainer::LrRangeTest;
 use crate::{Error, Result};
-use keys::{check_keys, known, leaves, merge, nested};
+use keys::{check_keys, known, leaves, merge, nested, toml_message, value_at, value_error};
 pub use sections::ObjectiveSection;
 use sections::{
     CheckpointSection, DropoutSection, LoraSection, OptimizerSection, ScheduleSection, TelemetrySection, TrainSection,
@@ -167,7 +167,7 @@ impl Config {
         Self::merged(layers).map_err(|error| match (error, &layers.file) {
             (Error::Config { key, message }, Some((origin, text)))
                 if !layers.overrides.iter().any(|(typed, _)| key.starts_with(typed.as_str()))
-                    && text.parse().is_ok_and(|table| leaves(&table).iter().any(|(leaf, _)| *leaf == key)) =>
+                    && text.parse().is_ok_and(|table| value_at(&table, &key).is_some()) =>
             {
                 Error::Config { key: format!("`{origin}`: {key}"), message }
             }
@@ -178,16 +178,12 @@ impl Config {
     fn merged(layers: &ConfigLayers) -> Result<Self> {
         let mut said = toml::Table::new();
         if let Some((origin, text)) = &layers.file {
-            let mut table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
-                let quoted = error.to_string();
-                let place = quoted.lines().next().filter(|_| quoted.len() > MAX_QUOTED);
-                let message = place.map(|place| format!("{place}: {}", error.message()));
-                Error::config(format!("`{origin}`"), message.unwrap_or_else(|| quoted.trim_end().to_owned()))
-            })?;
+            let wrong = |error: toml::de::Error| Error::config(format!("`{origin}`"), toml_message(text, &error));
+            let mut table: toml::Table = text.parse().map_err(wrong)?;
             table.retain(|key, _| !RETIRED_KEYS.contains(&key));
             check_keys(leaves(&table).into_iter().map(|(key, _)| key))?;
             if layers.saved {
-                if has_key(&table, "steps") {
+                if value_at(&table, "train.steps").is_some() {
                     remove_key(&mut table, "epochs");
                 }
                 table.entry("bos").or_insert("never".into());
@@ -225,23 +221,9 @@ impl Config {
     }
 
     fn from_table(table: &toml::Table) -> Result<Self> {
-        let all = leaves(table);
         let read = serde_path_to_error::deserialize(toml::Value::Table(table.clone()));
         read.map_err(|error: serde_path_to_error::Error<toml::de::Error>| {
-            let path = error.path().to_string();
-            // Report an element of a list as the list.
-            let key = path.split('[').next().unwrap_or_default();
-            let reason = error.inner().message();
-            let Some((_, value)) = all.iter().find(|(leaf, _)| leaf == key) else { return Error::config(key, reason) };
-            if value.as_integer().is_some_and(|value| value < 0) {
-                return Error::config(key, "must not be negative");
-            }
-            let setting = known().into_iter().find(|setting| setting.key == key);
-            let message = match setting.and_then(|setting| setting.kind.expected(value)) {
-                Some(expected) => format!("`{}` is not {expected}", shortened(value)),
-                None => format!("`{}` is invalid: {reason}", shortened(value)),
-            };
-            Error::config(key, message)
+            value_error(table, &error.path().to_string(), error.inner().message())
         })
     }
 
@@ -503,7 +485,7 @@ fn with_numbers(table: &toml::Table) -> toml::Table {
     for (key, value) in leaves(table) {
         let kind = settings.iter().find(|setting| setting.key == key).map(|setting| setting.kind);
         let value = match (kind, value) {
-            (Some(Kind::Integer), value) => whole_number(value).map(toml::Value::from),
+            (Some(Kind::Integer), value) => whole_number(value).map(toml::Value::from).ok(),
             (Some(Kind::Float), toml::Value::String(text)) => number(text).map(toml::Value::from).ok(),
             _ => None,
         };
@@ -514,18 +496,6 @@ fn with_numbers(table: &toml::Table) -> toml::Table {
     out
 }
 
-/// The most bytes of a TOML error that quotes its line.
-const MAX_QUOTED: usize = 1000;
-
-/// `value` as in a file, without its end if it is long.
-fn shortened(value: &toml::Value) -> String {
-    let text = value.as_float().map_or_else(|| value.to_string(), in_digits);
-    match text.char_indices().nth(60) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text,
-    }
-}
-
 /// The key of frozen modules.
 const FREEZE: &str = "train.freeze";
 
@@ -534,7 +504,7 @@ const DEMONSTRATION_STEPS: i64 = 100;
 
 /// Whether a run of `tiny` with these settings keeps the preset's loss scale, or has its own.
 fn is_demonstration(said: &toml::Table) -> bool {
-    let value = |key| leaves(said).into_iter().find(|(leaf, _)| leaf == key).map(|(_, value)| value);
+    let value = |key| value_at(said, key);
     let is_long = match (value("train.steps"), value("train.epochs")) {
         (Some(steps), _) => steps.as_integer().is_some_and(|steps| steps >= DEMONSTRATION_STEPS),
         (None, epochs) => epochs.is_none(),
@@ -557,11 +527,6 @@ pub fn check_threads(key: &str, threads: Option<usize>) -> Result<()> {
     }
 }
 
-/// Whether `[train]` has `key`.
-fn has_key(table: &toml::Table, key: &str) -> bool {
-    table.get("train").and_then(toml::Value::as_table).is_some_and(|train| train.contains_key(key))
-}
-
 fn remove_key(table: &mut toml::Table, key: &str) {
     if let Some(toml::Value::Table(train)) = table.get_mut("train") {
         train.remove(key);
@@ -570,7 +535,8 @@ fn remove_key(table: &mut toml::Table, key: &str) {
 
 /// Merges `over` into `base`. `epochs` and `steps` both set a run's length, so either replaces the other.
 fn merge_layer(base: &mut toml::Table, over: toml::Table) -> Result<()> {
-    match (has_key(&over, "epochs"), has_key(&over, "steps")) {
+    let has = |key| value_at(&over, key).is_some();
+    match (has("train.epochs"), has("train.steps")) {
         (true, true) => {
             return Err(Error::config("train.epochs", "`steps` is set as well; set only one of the two"));
         }
@@ -627,14 +593,51 @@ mod tests {
             assert_eq!((config.train.steps, config.scaler.measure_first), (Some(1000), false), "{steps}");
             assert_eq!(config.train.eval_every, Interval::Steps(1000), "{steps}");
         }
-        for steps in ["2.5", "1e300", "\"1/3\""] {
+        for (steps, problem) in [
+            ("2.5", "not a whole number such as 600, 1e6 or 2^10"),
+            ("\"1/3\"", "not a whole number such as 600, 1e6 or 2^10"),
+            ("inf", "not a whole number such as 600, 1e6 or 2^10"),
+            ("1e300", "too large: at most 2^63 - 1, and from 2^53 only in digits"),
+            ("\"99999999999999999999\"", "too large: at most 2^63 - 1, and from 2^53 only in digits"),
+            ("-5", "below 0"),
+            ("-1e300", "below 0"),
+            ("\"-99999999999999999999\"", "below 0"),
+        ] {
             let error = resolve("", &[("train.steps", steps)]).unwrap_err().to_string();
-            assert_eq!(error, format!("train.steps: `{steps}` is not a whole number such as 600, 1e6 or 2^10"));
+            assert_eq!(error, format!("train.steps: `{steps}` is {problem}"));
+        }
+        for (steps, problem) in [("99999999999999999999", "too large: at most"), ("-9999999999999999999", "below 0")] {
+            let error = resolve(&format!("[train]\nsteps = {steps}"), &[]).unwrap_err().to_string();
+            assert!(error.starts_with("`a.toml`: TOML parse error at line 2, column 9"), "{error}");
+            assert!(error.contains(&format!("\nthe number is {problem}")), "{error}");
         }
         for interval in ["2.5", "true", "[1]", "\"never\""] {
             let error = resolve("", &[("train.eval_every", interval)]).unwrap_err().to_string();
             assert!(error.ends_with("use a number of steps, or `epoch`"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_value_of_a_wrong_type_is_refused_with_the_right_one() {
+        for (key, value, problem) in [
+            ("lora.targets", "[\"q_proj\", 1]", "`1` in the list is not text in quotes"),
+            ("lora.targets", "\"q_proj\"", "`\"q_proj\"` is not a list such as [\"q_proj\", \"v_proj\"]"),
+            ("optimizer.betas", "[0.9]", "`[0.9]` is not a list of two numbers such as [0.9, 0.95]"),
+            ("optimizer.betas", "[0.9, \"b\"]", "`\"b\"` in the list is not a number"),
+            ("optimizer.lr", "true", "`true` is not a number such as 0.5, 6e-8, 2^24 or 1/3"),
+            ("model", "5", "`5` is not text in quotes"),
+            ("model", "{}", "`{}` is not text in quotes"),
+            ("init", "[]", "`[]` is not text in quotes"),
+            ("dtype", "16", "`16` is not text in quotes"),
+            ("precision.keep", "3", "`3` is not text in quotes"),
+            ("precision.fp8.block", "true", "`true` is invalid: use `all`, or blocks such as `0,2-4`"),
+            ("scaler.growth_interval", "5_000_000_000", "5000000000 is more than the maximum of 4294967295"),
+        ] {
+            let error = resolve("", &[(key, value)]).unwrap_err().to_string();
+            assert_eq!(error, format!("{key}: {problem}"));
+        }
+        let error = resolve("model = {}", &[]).unwrap_err().to_string();
+        assert_eq!(error, "`a.toml`: model: `{}` is not text in quotes");
     }
 
     #[test]

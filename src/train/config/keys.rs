@@ -1,8 +1,11 @@
-//! The dotted keys of a configuration, and tables built from them.
+//! The dotted keys of a configuration, tables built from them, and errors about them.
 
 use super::Config;
-use crate::settings::{Kind, Setting};
+use crate::settings::{Kind, QUOTED, Setting, integer, shortened};
 use crate::{Error, Result};
+
+/// The most bytes of a TOML error that quotes its line.
+const MAX_QUOTED: usize = 1000;
 
 /// Every setting that has a value, in the order of the keys.
 pub(super) fn known() -> Vec<Setting> {
@@ -23,6 +26,45 @@ pub(super) fn leaves(table: &toml::Table) -> Vec<(String, &toml::Value)> {
         }
     }
     out
+}
+
+/// The value of the dotted `key`.
+pub(super) fn value_at<'a>(table: &'a toml::Table, key: &str) -> Option<&'a toml::Value> {
+    match key.split_once('.') {
+        None => table.get(key),
+        Some((head, rest)) => value_at(table.get(head)?.as_table()?, rest),
+    }
+}
+
+/// The message of a syntax error in `text`. A number that is too large has the words of [`integer`].
+pub(super) fn toml_message(text: &str, error: &toml::de::Error) -> String {
+    let literal = error.span().and_then(|span| text.get(span)).unwrap_or_default().replace('_', "");
+    let is_whole = literal.trim_start_matches(['+', '-']).bytes().all(|byte| byte.is_ascii_digit());
+    let problem = integer(&literal).err().filter(|_| is_whole && !literal.is_empty());
+    let reason = problem.map_or_else(|| error.message().to_owned(), |problem| format!("the number is {problem}"));
+    let quoted = error.to_string().replace(error.message(), &reason);
+    match quoted.lines().next() {
+        Some(place) if quoted.len() > MAX_QUOTED => format!("{place}: {reason}"),
+        _ => quoted.trim_end().to_owned(),
+    }
+}
+
+/// The error for a value in `table` that cannot be read; `path` is its place and `reason` the library's message.
+pub(super) fn value_error(table: &toml::Table, path: &str, reason: &str) -> Error {
+    // Report an element of a list as the list.
+    let key = path.split('[').next().unwrap_or_default();
+    let setting = known().into_iter().find(|setting| setting.key == key);
+    let Some((setting, value)) = setting.zip(value_at(table, key)) else { return Error::config(key, reason) };
+    if let Some(problem) = setting.kind.mismatch(value) {
+        return Error::config(key, problem);
+    }
+    if let Err(beyond_limits) = setting.check(value) {
+        return beyond_limits;
+    }
+    // The library's words are for programmers.
+    let is_other_type = reason.starts_with("invalid type: ");
+    let problem = if is_other_type { format!("not {QUOTED}") } else { format!("invalid: {reason}") };
+    Error::config(key, format!("`{}` is {problem}", shortened(value)))
 }
 
 pub(super) fn check_keys(keys: impl IntoIterator<Item = String>) -> Result<()> {

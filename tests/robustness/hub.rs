@@ -323,6 +323,37 @@ fn snapshots_of_plain_files_serve_offline_and_are_verified_online() {
     assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
 }
 
+/// Since version 2, Python stores a large file once for all repositories of a cache.
+#[test]
+fn weights_that_python_shares_between_repositories_are_found() {
+    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let files = server.model(cache.path()).unwrap();
+    let weights = fs::read(files.folder.join("model.safetensors")).unwrap();
+    let blob = cache.path().join("models--distilbert--distilgpt2/blobs").join(sha256(&weights));
+    let hash = "ab".repeat(32);
+    let shared = cache.path().join("blobs/ab").join(&hash);
+    fs::create_dir_all(shared.parent().unwrap()).unwrap();
+    fs::rename(&blob, &shared).unwrap();
+    std::os::unix::fs::symlink(format!("../../blobs/ab/{hash}"), &blob).unwrap();
+    let offline = Settings { offline: true, ..server.settings(cache.path()) };
+    assert_eq!(Hub::new(offline.clone()).model("distilgpt2", None).unwrap(), files);
+    server.requests();
+    assert_eq!(server.model(cache.path()).unwrap(), files);
+    assert_eq!(server.requests(), ["ASK config.json"].into_iter().chain(OPTIONAL).collect::<Vec<_>>());
+    // A damaged one is not used, and stays as it is.
+    fs::write(&shared, b"damaged").unwrap();
+    assert_eq!(server.model(cache.path()).unwrap(), files);
+    assert_eq!(fs::read(files.folder.join("model.safetensors")).unwrap(), weights);
+    assert_eq!(fs::read(&shared).unwrap(), b"damaged");
+    // Only the name of a repository's blob verifies the contents.
+    fs::write(&shared, &weights).unwrap();
+    fs::remove_file(files.folder.join("model.safetensors")).unwrap();
+    let direct = format!("../../../blobs/ab/{hash}");
+    std::os::unix::fs::symlink(direct, files.folder.join("model.safetensors")).unwrap();
+    let message = text(Hub::new(offline).model("distilgpt2", None));
+    assert!(message.contains("is not a file of this cache"), "{message}");
+}
+
 #[test]
 fn pythons_short_name_is_found_and_a_broken_entry_is_explained() {
     let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());

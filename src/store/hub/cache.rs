@@ -9,7 +9,9 @@
 //! ```
 //!
 //! The etag of a large file is its SHA-256, that of a small one its git SHA-1, so a blob's name verifies its contents.
-//! A snapshot may also have plain files, as copies and file systems without links have: only the Hub can verify them.
+//! Since version 2, Python stores large files in `blobs/<2 digits>/<another hash>` of the whole cache, and a repository's
+//! blob is a link to one. A snapshot may also have plain files, as copies and file systems without links have: only the
+//! Hub can verify them.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -35,6 +37,8 @@ const MAX_IDLE: Duration = Duration::from_hours(24);
 pub(super) struct RepoCache {
     repo: hf_hub::CacheRepo,
     root: PathBuf,
+    /// The blobs that all repositories share.
+    shared: PathBuf,
     locks: PathBuf,
 }
 
@@ -52,8 +56,8 @@ impl RepoCache {
     pub(super) fn new(cache: &Path, repo: &Repo) -> Self {
         let repo = repo.as_hub_repo(&repo.cached_as);
         let root = cache.join(repo.folder_name());
-        let locks = cache.join(".locks").join(repo.folder_name());
-        Self { repo: hf_hub::Cache::new(cache.to_owned()).repo(repo), root, locks }
+        let (shared, locks) = (cache.join("blobs"), cache.join(".locks").join(repo.folder_name()));
+        Self { repo: hf_hub::Cache::new(cache.to_owned()).repo(repo), root, shared, locks }
     }
 
     /// Whether the cache has a folder for the repository.
@@ -76,7 +80,7 @@ impl RepoCache {
             .ok_or_else(|| format!("`{}` contains no commit", path.display()))
     }
 
-    /// A file of a snapshot. Ignores links to anything except this repository's blobs.
+    /// A file of a snapshot. Ignores links to anything except this repository's blobs and those that all share.
     pub(super) fn find(&self, revision: &str, file: &str) -> Result<CachedFile, String> {
         let commit = self.commit(revision)?;
         let path = self.repo.pointer_path(&commit).join(file);
@@ -86,13 +90,21 @@ impl RepoCache {
             (Ok(_), Err(_)) => return Err(format!("`{shown}` is a link to a missing file")),
             (Ok(_), Ok(real)) => real,
         };
-        let is_below = |folder: &Path| folder.canonicalize().is_ok_and(|folder| real.starts_with(folder));
-        if !real.is_file() || !is_below(&self.root) {
-            return Err(format!("`{shown}` is not a file of this cache"));
-        }
-        let etag = if is_below(&self.blobs()) {
+        let is_in = |path: &Path, folder: &Path| folder.canonicalize().is_ok_and(|folder| path.starts_with(folder));
+        let blob = if is_in(&real, &self.shared) {
+            // The link to the shared blob has the name.
+            path.read_link().ok().and_then(|link| {
+                let blob = path.parent()?.join(link);
+                Some(blob.parent()?.canonicalize().ok()?.join(blob.file_name()?))
+            })
+        } else {
+            Some(real.clone())
+        };
+        let blob = blob.filter(|blob| real.is_file() && is_in(blob, &self.root));
+        let blob = blob.ok_or_else(|| format!("`{shown}` is not a file of this cache"))?;
+        let etag = if is_in(&blob, &self.blobs()) {
             let name =
-                real.file_name().and_then(|name| name.to_str()).filter(|name| is_hex(name, 40) || is_hex(name, 64));
+                blob.file_name().and_then(|name| name.to_str()).filter(|name| is_hex(name, 40) || is_hex(name, 64));
             Some(name.ok_or_else(|| format!("`{shown}` is a link to a file whose name is not a hash"))?.to_owned())
         } else {
             None

@@ -146,7 +146,7 @@ impl<'a> Hub<'a> {
             match self.fetch_file(&repo, file) {
                 Err(failure) if failure.is_not_found() => {}
                 // It may exist, but the other files may be in the cache.
-                Err(failure) if failure.is_network() => {
+                Err(failure) if failure.is_unavailable() => {
                     self.notice(format!("{}: {failure}; continuing without `{file}`", repo.id));
                 }
                 result => drop(result.map_err(|failure| failure.explain(&self.settings, &repo, file))?),
@@ -165,16 +165,25 @@ impl<'a> Hub<'a> {
 
     /// `model.safetensors`, or the files that its index names.
     fn weights(&mut self, repo: &Repo) -> Result<()> {
-        if self.optional_file(repo, "model.safetensors")?.is_some() {
-            return Ok(());
-        }
-        if let Some(index) = self.optional_file(repo, "model.safetensors.index.json")? {
+        const WHOLE: &str = "model.safetensors";
+        const INDEX: &str = "model.safetensors.index.json";
+        let index = match self.fetch_file(repo, WHOLE) {
+            Ok(_) => return Ok(()),
+            Err(failure) if failure.is_not_found() => self.optional_file(repo, INDEX)?,
+            // The cache may contain shards.
+            Err(failure) if failure.is_unavailable() => match self.locate(repo, INDEX) {
+                Ok(FileLocation::Cached(index)) => Some(index),
+                _ => return Err(failure.explain(&self.settings, repo, WHOLE)),
+            },
+            Err(failure) => return Err(failure.explain(&self.settings, repo, WHOLE)),
+        };
+        if let Some(index) = index {
             let shards = shards(&index.path)?;
             let missing = self.missing_shards(repo, &shards)?;
             return missing.iter().try_for_each(|shard| self.file(repo, shard).map(drop));
         }
         if self.settings.offline {
-            return self.file(repo, "model.safetensors").map(drop);
+            return self.file(repo, WHOLE).map(drop);
         }
         let pickled = PICKLED.into_iter().find(|file| self.exists(repo, file));
         let message = match pickled {
@@ -262,7 +271,7 @@ impl<'a> Hub<'a> {
                 Ok(metadata) if metadata.commit == cached.commit && cached.matches(&metadata.etag)? => {
                     return Ok(FileLocation::Cached(cached));
                 }
-                Err(failure) if failure.is_network() => {
+                Err(failure) if failure.is_unavailable() => {
                     self.unreachable = true;
                     self.notice(format!("{}: {failure}; using the cached `{file}`", repo.id));
                     return Ok(FileLocation::Cached(cached));

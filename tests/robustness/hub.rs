@@ -354,6 +354,33 @@ fn weights_that_python_shares_between_repositories_are_found() {
     assert!(message.contains("is not a file of this cache"), "{message}");
 }
 
+/// As in Python: a token may expire, and a private model may become invisible.
+#[test]
+fn a_cached_model_serves_while_the_server_denies_access_or_fails() {
+    for status in [
+        "401 Unauthorized",
+        "401 Unauthorized\r\nX-Error-Code: RepoNotFound",
+        "403 Forbidden",
+        "503 Service Unavailable",
+    ] {
+        let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+        server.remove("model.safetensors");
+        server.put("model-1.safetensors", b"one");
+        server.put("model.safetensors.index.json", br#"{"weight_map": {"a": "model-1.safetensors"}}"#);
+        let files = server.model(cache.path()).unwrap();
+        let optional = OPTIONAL.map(|request| request.trim_start_matches("ASK "));
+        let others = ["config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"];
+        for file in optional.into_iter().chain(others).chain(["model-1.safetensors"]) {
+            server.fault(file, Fault::Status(status));
+        }
+        assert_eq!(server.model(cache.path()).unwrap(), files, "{status}");
+        // Without the shard, the first failure is the reason.
+        fs::remove_file(files.folder.join("model.safetensors.index.json")).unwrap();
+        let message = text(server.model(cache.path()));
+        assert!(message.contains("cannot get `model.safetensors`: the server"), "{status}: {message}");
+    }
+}
+
 #[test]
 fn pythons_short_name_is_found_and_a_broken_entry_is_explained() {
     let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());

@@ -82,9 +82,9 @@ impl HubError {
         matches!(self, Self::NoSuchFile | Self::NotCached(_))
     }
 
-    /// Whether the server is unreachable or failing, so that a cached copy should be used.
-    pub(super) fn is_network(&self) -> bool {
-        matches!(self, Self::Network(_) | Self::Server(_))
+    /// Whether the server is unreachable, failing or denies access, so that a cached copy should be used, as in Python.
+    pub(super) fn is_unavailable(&self) -> bool {
+        matches!(self, Self::Network(_) | Self::Server(_) | Self::Unauthorized(_) | Self::NoSuchRepo)
     }
 
     /// The error the user sees.

@@ -14,7 +14,7 @@ mod settings;
 
 use std::path::{Path, PathBuf};
 
-use crate::data::{Downloader, HubFile, HubListing, LoadEvent, files_below};
+use crate::data::{Downloader, HubFile, HubListing, LoadEvent, counted, files_below};
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::store::aux_files::AuxFiles;
 use crate::store::folder::weight_map;
@@ -393,16 +393,29 @@ impl Downloader for Hub<'_> {
     fn list(&mut self, repo: &str, revision: &str) -> Result<HubListing> {
         let repo = Repo::new(RepoType::Dataset, repo, revision)?;
         let cache = RepoCache::new(&self.settings.cache, &repo);
-        if self.settings.offline {
-            let not_cached = |reason| HubError::NotCached(reason).explain(&self.settings, &repo, LISTING);
-            let commit = cache.commit(revision).map_err(not_cached)?;
-            return Ok(HubListing { files: files_below(&cache.snapshot(&commit))?, commit });
-        }
-        let listed = self.client().and_then(|client| client.list(&repo)).and_then(|listing| {
-            cache.set_revision(revision, &listing.commit)?;
-            Ok(listing)
-        });
-        listed.map_err(|failure| failure.explain(&self.settings, &repo, LISTING))
+        let why_cached = if self.settings.offline {
+            "offline".to_owned()
+        } else {
+            match self.client().and_then(|client| client.list(&repo)) {
+                Err(failure) if failure.is_unavailable() && cache.commit(revision).is_ok() => failure.to_string(),
+                answer => {
+                    let listed = answer.and_then(|listing| {
+                        cache.set_revision(revision, &listing.commit)?;
+                        Ok(listing)
+                    });
+                    return listed.map_err(|failure| failure.explain(&self.settings, &repo, LISTING));
+                }
+            }
+        };
+        let not_cached = |reason| HubError::NotCached(reason).explain(&self.settings, &repo, LISTING);
+        let commit = cache.commit(revision).map_err(not_cached)?;
+        let files = files_below(&cache.snapshot(&commit))?;
+        let count = counted(files.len() as u64, "file");
+        self.notice(format!(
+            "{}: {why_cached}; using the {count} in the cache, but the data set may have more",
+            repo.id
+        ));
+        Ok(HubListing { commit, files })
     }
 
     fn download(&mut self, HubFile { repo, revision, file }: HubFile) -> Result<PathBuf> {

@@ -607,8 +607,16 @@ fn a_whole_data_set_is_its_files_for_training() {
     let fetched: Vec<_> = requests.iter().filter(|request| request.starts_with("GET data")).collect();
     assert_eq!(fetched, ["GET data/train-0.jsonl", "GET data/train-1.jsonl"]);
     let offline = Settings { offline: true, ..server.settings(cache.path()) };
-    assert_eq!(read(offline).unwrap(), (tokens, Vec::new()));
+    assert_eq!(read(offline.clone()).unwrap(), (tokens, Vec::new()));
     assert_eq!(server.requests(), [] as [String; 0]);
+    server.fault(api, Fault::Status("403 Forbidden"));
+    assert_eq!(read(server.settings(cache.path())).unwrap(), (tokens, Vec::new()));
+    server.heal();
+    let mut notices = Vec::new();
+    let mut report = |event| notices.push(event);
+    Hub::new(offline).report_to(&mut report).list("o/n", "main").unwrap();
+    let notice = "o/n: offline; using the 2 files in the cache, but the data set may have more";
+    assert_eq!(notices, [LoadEvent::Notice(notice.to_owned())]);
     server.put(api, b"{}");
     assert!(text(read(server.settings(cache.path()))).contains("the server's answer has no commit"));
     server.remove(api);

@@ -19,7 +19,7 @@ pub struct Settings {
     pub cache: PathBuf,
     /// The folder of token caches: `FINETUNE_CACHE`, else `finetune` in `XDG_CACHE_HOME`, whose default is `~/.cache`.
     pub token_cache: PathBuf,
-    /// Sent only to the endpoint: `HF_TOKEN`, else the file that `hf auth login` writes.
+    /// Sent only to the endpoint: `HF_TOKEN` or `HUGGING_FACE_HUB_TOKEN`, else the file that `hf auth login` writes.
     pub token: Option<String>,
     /// Whether only the cache may be used: `HF_HUB_OFFLINE`, or without a network.
     pub offline: bool,
@@ -49,14 +49,15 @@ impl Settings {
         let hf_home = var("HF_HOME").map_or_else(|| user_cache.join("huggingface"), expand);
         let cache = var("HF_HUB_CACHE").or_else(|| var("HUGGINGFACE_HUB_CACHE")).map(expand);
         let token_file = var("HF_TOKEN_PATH").map_or_else(|| hf_home.join("token"), expand);
-        let token = var("HF_TOKEN").or_else(|| std::fs::read_to_string(token_file).ok());
+        let token = var("HF_TOKEN").or_else(|| var("HUGGING_FACE_HUB_TOKEN"));
+        let token = token.or_else(|| std::fs::read_to_string(token_file).ok());
         let is_on = |value: String| matches!(value.to_ascii_uppercase().as_str(), "1" | "TRUE" | "YES" | "ON");
         Self {
             endpoint: var("HF_ENDPOINT").map_or_else(|| HUB.to_owned(), |url| url.trim_end_matches('/').to_owned()),
             cache: cache.unwrap_or_else(|| hf_home.join("hub")),
             token_cache: var("FINETUNE_CACHE").map_or_else(|| user_cache.join("finetune"), expand),
             token: token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty()),
-            offline: ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"].iter().any(|name| var(name).is_some_and(is_on)),
+            offline: var("HF_HUB_OFFLINE").or_else(|| var("TRANSFORMERS_OFFLINE")).is_some_and(is_on),
             network_error: None,
             timeout: Duration::from_secs(30),
             backoff: Duration::from_secs(1),
@@ -154,8 +155,11 @@ mod tests {
         for (value, offline) in [("1", true), ("true", true), ("0", false), ("no", false)] {
             assert_eq!(with(&[("HF_HUB_OFFLINE", value)]).offline, offline, "{value}");
         }
-        let settings = with(&[("HF_TOKEN", " hf_secret\n")]);
-        assert_eq!(settings.token.as_deref(), Some("hf_secret"));
+        assert!(with(&[("TRANSFORMERS_OFFLINE", "1")]).offline);
+        assert!(!with(&[("HF_HUB_OFFLINE", "0"), ("TRANSFORMERS_OFFLINE", "1")]).offline);
+        for name in ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"] {
+            assert_eq!(with(&[(name, " hf_secret\n")]).token.as_deref(), Some("hf_secret"));
+        }
         let settings = with(&[("HF_TOKEN", "hf_secret"), ("HF_ENDPOINT", "https://me:secret@mirror")]);
         assert!(!format!("{settings:?}").contains("secret"), "{settings:?}");
     }

@@ -72,6 +72,9 @@ fn percent(state: &State, left: Value, right: Value) -> Result<Value, Error> {
 #[expect(clippy::needless_pass_by_value, reason = "a filter's signature")]
 fn tojson(value: &Value, options: Kwargs, _: Rest<Value>) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
+    if options.get::<Option<bool>>("ensure_ascii")? == Some(true) {
+        return Err(Error::new(ErrorKind::InvalidOperation, "`tojson` supports only `ensure_ascii=False`"));
+    }
     options.assert_all_used()?;
     let mut out = String::new();
     write_json(value, indent, 0, &mut out)?;
@@ -363,6 +366,7 @@ mod tests {
                 "é is 3, 2.50%|user|07:02|3|2|<A>|1e+20!|1|1|odd|%|{{ 'a' % 'b' }}|a bc||[1, 2]",
             ),
             ("{{ 1e20 | string }} {{ 'x' ~ 1.5 }} {{ 1.0 }} {{ [1, 'a'] }}", "1e+20 x1.5 1.0 [1, 'a']"),
+            ("{{ {'a': 'é'} | tojson(ensure_ascii=False) }} {{ documents is defined }}", "{\"a\": \"é\"} True"),
         ] {
             assert_eq!(rendered(source), expected, "{source}");
         }

@@ -8,6 +8,7 @@
 //! this block, so it is replaced by expressions that print a marker, and the markers are converted to ranges of the
 //! text.
 
+use super::fields::field;
 use super::jinja_python::{install, read_json, with_percent};
 use crate::{Error, Result};
 use minijinja::value::Value;
@@ -24,6 +25,8 @@ const FUEL: u64 = 50_000_000;
 /// The output of `{% generation %}` and of its end. Unicode keeps these code points free for programs' own use.
 const GENERATION_MARKERS: [char; 2] = ['\u{FDD0}', '\u{FDD1}'];
 const NAME: &str = "chat template";
+/// The names of a message's thoughts; the first is the usual one.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 /// The day of templates that need one, as the codes of `strftime` and their values.
 const DAY: [(&str, &str); 5] = [("%Y", "2025"), ("%m", "08"), ("%d", "05"), ("%B", "August"), ("%b", "Aug")];
 
@@ -194,9 +197,10 @@ impl Template {
         let TemplateTokens { bos, eos } = &self.tokens;
         let template = self.environment.get_template(NAME).map_err(fail)?;
         let mut variables = BTreeMap::from([
-            ("messages", Value::from(conversation.messages.clone())),
+            ("messages", conversation.messages.iter().map(with_reasoning).collect()),
             ("add_generation_prompt", add_generation_prompt.into()),
             ("tools", tools.cloned().unwrap_or_else(|| ().into())),
+            ("documents", ().into()),
         ]);
         // A missing token stays undefined, which templates test for.
         for (name, token) in [("bos_token", bos), ("eos_token", eos)] {
@@ -216,6 +220,17 @@ impl Template {
             Error::model(&self.origin, "its chat template has an unpaired `{% generation %}` or `{% endgeneration %}`")
         })
     }
+}
+
+/// A message with its thoughts under the names that templates read, as in transformers: `reasoning_content`, and for gpt-oss
+/// `thinking`.
+fn with_reasoning(message: &Value) -> Value {
+    let Some(thoughts) = REASONING.iter().find_map(|name| field(message, name)) else { return message.clone() };
+    let fields = message.try_iter().into_iter().flatten();
+    let fields = fields.map(|name| (name.clone(), message.get_item(&name).unwrap_or_default()));
+    let named = |name: &str| (Value::from(name), thoughts.clone());
+    let (thinking, reasoning) = (named("thinking"), named("reasoning_content"));
+    Value::from_pairs(std::iter::once(thinking).chain(fields).chain([reasoning]))
 }
 
 /// Whether a text in `value` contains a marker.
@@ -323,6 +338,29 @@ mod tests {
         );
         let words: Vec<&str> = assistant_ranges.into_iter().map(|range| &text[range]).collect();
         assert_eq!(words, ["Ho ✓<|im_end|>\n", "!<|im_end|>\n"]);
+    }
+
+    /// As `_alias_reasoning_fields` of transformers 5.23.
+    #[test]
+    fn thoughts_have_the_names_that_templates_read() {
+        let rendered = |message: &str| {
+            let chat = Conversation::from_json(&format!("[{message}]")).unwrap();
+            template("{{ messages[0] | tojson }}").render(&chat, None, false).unwrap().text
+        };
+        for (message, expected) in [
+            (
+                r#"{"role": "assistant", "reasoning": "a", "content": "b"}"#,
+                r#"{"thinking": "a", "role": "assistant", "reasoning": "a", "content": "b", "reasoning_content": "a"}"#,
+            ),
+            (
+                r#"{"thinking": "c", "reasoning_content": null, "content": "b"}"#,
+                r#"{"thinking": "c", "reasoning_content": "c", "content": "b"}"#,
+            ),
+            (r#"{"thinking": "d", "reasoning_content": "e"}"#, r#"{"thinking": "d", "reasoning_content": "e"}"#),
+            (r#"{"reasoning": null, "content": "b"}"#, r#"{"reasoning": null, "content": "b"}"#),
+        ] {
+            assert_eq!(rendered(message), expected);
+        }
     }
 
     /// A template without marked answers writes the characters that mark them in others.

@@ -73,8 +73,7 @@ pub(super) fn emit(
 }
 
 /// The last position at which a text may be split so that its parts give the tokens of the whole: between a letter or
-/// digit and a space. There byte-level BPE always starts a new word, and a tokenizer that puts a space in front of a
-/// text finds one there.
+/// digit and a space. There byte-level BPE and `SentencePiece` start a new word.
 pub(super) fn last_split_point(text: &str) -> Option<usize> {
     let bytes = text.as_bytes();
     (1..bytes.len()).rev().find(|&at| is_split_point(text, bytes, at))

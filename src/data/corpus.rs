@@ -311,7 +311,7 @@ impl<'a> DatasetBuilder<'a> {
 mod tests {
     use super::*;
     use crate::data::document::tests::write_parquet;
-    use crate::data::tokenizer::tests::byte_level_bpe;
+    use crate::data::tokenizer::tests::{byte_level_bpe, prefixing};
 
     /// The tail of a text has longer tokens than the rest; its first token is not predicted.
     #[test]
@@ -327,6 +327,28 @@ mod tests {
         assert_eq!(set.bytes_per_token, 1.3);
         let byte = DatasetBuilder::new(folder.path()).load(&source, None, &Tokenizer::byte()).unwrap();
         assert_eq!(byte.validation_bytes_per_token, 1.0);
+    }
+
+    /// Llama 2's tokenizer writes a space before every text, but none between a prompt and its completion, nor between the
+    /// parts of a long text.
+    #[test]
+    fn completions_and_later_parts_of_a_text_get_no_space() {
+        let folder = tempfile::tempdir().unwrap();
+        let ids = |name: &str, content: &str, tokenizer: &Tokenizer| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, content).unwrap();
+            let source = path.display().to_string().parse().unwrap();
+            let (tokens, _) = DatasetBuilder::new(folder.path()).load_unsplit(&source, tokenizer).unwrap();
+            let mut ids = vec![0; tokens.len()];
+            tokens.read(0, &mut ids);
+            ids
+        };
+        for tokenizer in prefixing() {
+            let row = "{\"prompt\": \"a\", \"completion\": \"b a\"}";
+            assert_eq!(ids("rows.jsonl", row, &tokenizer), [3, 2, 3, 5]);
+            let long = ids("long.txt", &"a ".repeat(1 << 18), &tokenizer);
+            assert_eq!((long.len(), long.iter().filter(|id| **id == 3).count()), ((1 << 18) + 1, 1 << 18));
+        }
     }
 
     #[test]

@@ -288,7 +288,7 @@ pub(super) mod tests {
             assert!(chunks.iter().all(|chunk| chunk.text.len() <= MAX_CHUNK_BYTES + CHUNK_BYTES), "{unit}");
             assert_eq!(chunks.into_iter().map(|chunk| chunk.text).collect::<String>(), long);
         }
-        // A tokenizer that puts a space in front of every text finds one there.
+        // Parts are cut before a space.
         let lines = "a line of words\n".repeat(CHUNK_BYTES / 8);
         assert!(read("a.txt", lines.as_bytes()).unwrap()[1..].iter().all(|chunk| chunk.text.starts_with(' ')));
     }

@@ -118,7 +118,9 @@ fn encode(tokenizer: &Tokenizer, chunk: &TextChunk) -> Result<Vec<(u32, bool)>> 
         LossMask::Ranges(parts) => parts,
         all_or_none => {
             let learned = *all_or_none == LossMask::All;
-            return Ok(tokenizer.encode(&chunk.text)?.into_iter().map(|id| (id, learned)).collect());
+            let text = &chunk.text;
+            let ids = if chunk.starts_document { tokenizer.encode(text) } else { tokenizer.encode_continuation(text) };
+            return Ok(ids?.into_iter().map(|id| (id, learned)).collect());
         }
     };
     let spans = tokenizer.encode_with_offsets(&chunk.text)?;

@@ -46,24 +46,31 @@ enum TokenizerKind {
         inner: Arc<tokenizers::Tokenizer>,
         /// The fast path, for byte-level BPE like GPT-2's.
         fast: Option<Arc<FastBpe>>,
+        /// The same tokenizer without the space that it adds before a text, if it adds one.
+        unprefixed: Option<Arc<tokenizers::Tokenizer>>,
         vocab_size: usize,
     },
 }
 
 impl TokenizerKind {
-    /// Reads the text of a `tokenizer.json`; an error describes its fault.
-    fn hugging_face(json: &[u8]) -> std::result::Result<Self, String> {
-        let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
-        // These are settings for batched inference; training text is neither truncated nor padded.
-        inner.with_padding(None);
-        inner.with_truncation(None).map_err(|error| error.to_string())?;
+    /// Reads the text of a `tokenizer.json`, and of one without the space before a text; an error describes their fault.
+    fn hugging_face(json: &[u8], unprefixed: Option<&[u8]>) -> std::result::Result<Self, String> {
+        let read = |json: &[u8]| -> std::result::Result<tokenizers::Tokenizer, String> {
+            let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
+            // These are settings for batched inference; training text is neither truncated nor padded.
+            inner.with_padding(None);
+            inner.with_truncation(None).map_err(|error| error.to_string())?;
+            Ok(inner)
+        };
+        let inner = read(json)?;
         // Ids index the embedding, so the size of a vocabulary with gaps is its largest id plus one.
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err("its vocabulary is empty".into());
         };
         let inner = Arc::new(inner);
         let fast = FastBpe::new(&inner).map(Arc::new);
-        Ok(Self::HuggingFace { inner, fast, vocab_size: last as usize + 1 })
+        let unprefixed = unprefixed.map(read).transpose()?.map(Arc::new);
+        Ok(Self::HuggingFace { inner, fast, unprefixed, vocab_size: last as usize + 1 })
     }
 }
 
@@ -86,7 +93,7 @@ impl Tokenizer {
 
     /// Parses the text of a `tokenizer.json`; `origin` is its name in error messages.
     pub fn from_json(json: Vec<u8>, origin: &str) -> Result<Self> {
-        let value: Value = serde_json::from_slice(&json)
+        let mut value: Value = serde_json::from_slice(&json)
             .map_err(|error| Error::model(origin, format!("not a `tokenizer.json`: {error}")))?;
         if value == byte_json() {
             return Ok(Self { json: json.into(), ..Self::byte() });
@@ -94,9 +101,12 @@ impl Tokenizer {
         let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
         super::tokenizer_limits::check(&value).map_err(unusable)?;
         let added = added_by(&value["post_processor"]).map(str::to_owned);
+        let parts = ["normalizer", "pre_tokenizer"].into_iter();
+        let prefixing = parts.filter(|part| value.get_mut(part).is_some_and(remove_prefix)).count();
+        let unprefixed = (prefixing > 0).then(|| value.to_string().into_bytes());
         // Frees the JSON value, which takes as much memory as the library's form.
         drop(value);
-        let read = catch_panic(|| TokenizerKind::hugging_face(&json))
+        let read = catch_panic(|| TokenizerKind::hugging_face(&json, unprefixed.as_deref()))
             .unwrap_or_else(|| Err("its parts contradict each other".into()));
         let kind = read.map_err(unusable)?;
         let mut tokenizer = Self { kind, json: json.into(), added: None, bos: None, eos: None };
@@ -179,17 +189,18 @@ impl Tokenizer {
                 Ok(ids)
             }
             TokenizerKind::HuggingFace { inner, fast, .. } => {
-                let encode = || {
-                    if let Some(ids) = fast.as_ref().and_then(|fast| fast.encode(text)) {
-                        return ids;
-                    }
-                    let encoding = inner.encode_fast(text, false);
-                    let encoding =
-                        encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
-                    Ok(encoding.get_ids().to_vec())
-                };
-                catch_panic(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged and cannot encode")))
+                let fast = || fast.as_ref().and_then(|fast| fast.encode(text)).unwrap_or_else(|| encode(inner, text));
+                contained(fast)
             }
+        }
+    }
+
+    /// Like [`Self::encode`], for a `text` that continues another one: without the space that some tokenizers, such as
+    /// Llama 2's, add before a text.
+    pub(super) fn encode_continuation(&self, text: &str) -> Result<Vec<u32>> {
+        match &self.kind {
+            TokenizerKind::HuggingFace { unprefixed: Some(unprefixed), .. } => contained(|| encode(unprefixed, text)),
+            _ => self.encode(text),
         }
     }
 
@@ -216,7 +227,7 @@ impl Tokenizer {
             });
             Ok(spans.collect())
         };
-        catch_panic(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged and cannot encode")))
+        contained(encode)
     }
 
     /// The text of `ids` without special tokens; invalid UTF-8 becomes U+FFFD, and unknown ids are dropped.
@@ -286,12 +297,14 @@ impl Tokenizer {
         &self.json
     }
 
-    /// SHA-256 of [`Self::json`] in hexadecimal, the BOS token, and an unusual end-of-text token: equal fingerprints mean
-    /// equal ids.
+    /// SHA-256 of [`Self::json`] in hexadecimal, the BOS token, an unusual end-of-text token, and whether a text that
+    /// continues another one gets no space: equal fingerprints mean equal ids.
     pub fn fingerprint(&self) -> String {
         let eos = self.eos.filter(|_| self.eos != self.usual_eos());
         let token = |name, id: Option<u32>| id.map_or_else(String::new, |id| format!(" {name} {id}"));
-        Digest::of(&self.json).sha256 + &token("bos", self.bos) + &token("eos", eos)
+        let unprefixed = matches!(self.kind, TokenizerKind::HuggingFace { unprefixed: Some(_), .. });
+        let prefix = if unprefixed { " unprefixed" } else { "" };
+        Digest::of(&self.json).sha256 + &token("bos", self.bos) + &token("eos", eos) + prefix
     }
 }
 
@@ -334,6 +347,46 @@ impl std::fmt::Debug for Tokenizer {
         let kind = if self.is_byte() { "byte" } else { "hugging face" };
         write!(f, "Tokenizer({kind}, {} ids)", self.vocab_size())
     }
+}
+
+/// Makes a step of a `tokenizer.json` add no space before a text; returns whether it did.
+fn remove_prefix(step: &mut Value) -> bool {
+    let kind = step["type"].as_str().unwrap_or_default().to_owned();
+    match kind.as_str() {
+        "Sequence" => {
+            let key = if step["normalizers"].is_array() { "normalizers" } else { "pretokenizers" };
+            let steps = step.get_mut(key).and_then(Value::as_array_mut).into_iter().flatten();
+            let mut removed = false;
+            for step in steps {
+                removed |= remove_prefix(step);
+            }
+            removed
+        }
+        "Prepend" => {
+            *step = json!({"type": "Sequence", "normalizers": []});
+            true
+        }
+        "Metaspace" if step["prepend_scheme"] != "never" && step["add_prefix_space"] != false => {
+            step["prepend_scheme"] = "never".into();
+            true
+        }
+        "ByteLevel" if step["add_prefix_space"] == true => {
+            step["add_prefix_space"] = false.into();
+            true
+        }
+        _ => false,
+    }
+}
+
+fn encode(inner: &tokenizers::Tokenizer, text: &str) -> Result<Vec<u32>> {
+    let encoding = inner.encode_fast(text, false);
+    let encoding = encoding.map_err(|error| Error::data("tokenizer", format!("cannot encode: {error}")))?;
+    Ok(encoding.get_ids().to_vec())
+}
+
+/// Turns a panic of the library into an error.
+fn contained<T>(encode: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_panic(encode).unwrap_or_else(|| Err(Error::data("tokenizer", "it is damaged and cannot encode")))
 }
 
 fn decode(inner: &tokenizers::Tokenizer, ids: &[u32], skip_special: bool) -> Result<String> {
@@ -437,6 +490,42 @@ pub(super) mod tests {
         // Also when another program wrote it back with its own spacing.
         let value: Value = serde_json::from_slice(byte.json()).unwrap();
         assert!(Tokenizer::from_json(serde_json::to_vec_pretty(&value).unwrap(), "x").unwrap().is_byte());
+    }
+
+    /// The two forms of tokenizers that add a space before a text: Llama 2's, and that of newer conversions.
+    pub(in crate::data) fn prefixing() -> [Tokenizer; 2] {
+        let prepend = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]});
+        let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": false});
+        [(prepend, Value::Null), (Value::Null, metaspace)].map(|(normalizer, pre_tokenizer)| {
+            let json = json!({
+                "version": "1.0", "truncation": null, "padding": null, "post_processor": null, "decoder": null,
+                "added_tokens": [{"id": 5, "content": "</s>", "single_word": false, "lstrip": false, "rstrip": false,
+                    "normalized": false, "special": true}],
+                "normalizer": normalizer, "pre_tokenizer": pre_tokenizer,
+                "model": {
+                    "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                    "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+                    "vocab": {"▁": 0, "a": 1, "b": 2, "▁a": 3, "▁b": 4}, "merges": ["▁ a", "▁ b"],
+                },
+            });
+            Tokenizer::from_json(json.to_string().into_bytes(), "prefixing").unwrap()
+        })
+    }
+
+    #[test]
+    fn a_text_that_continues_another_one_gets_no_space() {
+        for tokenizer in prefixing() {
+            assert_eq!(tokenizer.encode("ab a").unwrap(), [3, 2, 3]);
+            for (start, end) in [("a", "b a"), ("ab", " a"), ("", "ab a")] {
+                let mut ids = tokenizer.encode(start).unwrap();
+                ids.extend(tokenizer.encode_continuation(end).unwrap());
+                let whole = if start.is_empty() { [1, 2, 3] } else { [3, 2, 3] };
+                assert_eq!(ids, whole, "{start}|{end}");
+            }
+        }
+        let bytes = Tokenizer::byte();
+        assert_eq!(bytes.encode_continuation(" a").unwrap(), bytes.encode(" a").unwrap());
     }
 
     #[test]

@@ -113,6 +113,7 @@ pub struct ChatFormat {
     /// The state for writing conversations; an error with the reason if none can be written.
     renderer: Result<ChatRenderer, String>,
     origin: String,
+    tokens: TemplateTokens,
 }
 
 #[derive(Debug)]
@@ -150,7 +151,7 @@ impl ChatFormat {
             Err(Error::Model { message, .. }) => (String::new(), Err(message)),
             Err(error) => (String::new(), Err(error.to_string())),
         };
-        Self { source: source.to_owned(), name, renderer, origin: origin.to_owned() }
+        Self { source: source.to_owned(), name, renderer, origin: origin.to_owned(), tokens: tokens.clone() }
     }
 
     fn choose(source: &str, origin: &str, tokens: &TemplateTokens) -> Result<(String, ChatRenderer)> {
@@ -186,9 +187,14 @@ impl ChatFormat {
         &self.name
     }
 
-    /// All inputs that determine text and marks.
+    /// All inputs that determine text and marks, except the tokens.
     pub(super) fn key(&self) -> String {
         format!("{} {}", self.name, Digest::of(self.source.as_bytes()).sha256)
+    }
+
+    /// The special tokens that the template may write.
+    pub(super) fn tokens(&self) -> &TemplateTokens {
+        &self.tokens
     }
 
     /// Renders `conversation` up to the start of the next answer.

@@ -243,7 +243,9 @@ impl<'a> DatasetBuilder<'a> {
         }
         let files = self.files(source)?;
         let key = self.key(&files.documents, tokenizer)?;
-        let path = self.folder.join(format!("{}.tokens", &key[..32]));
+        // Runs record the key, which has no special tokens of templates.
+        let name = Digest::of(format!("{key} {:?}", self.options.chat.tokens()).as_bytes()).sha256;
+        let path = self.folder.join(format!("{}.tokens", &name[..32]));
         let file = match self.cached(&path) {
             Some(file) => file,
             None => self.tokenize(&files.documents, tokenizer, &key, &path)?,
@@ -312,6 +314,7 @@ mod tests {
     use super::*;
     use crate::data::document::tests::write_parquet;
     use crate::data::tokenizer::tests::{byte_level_bpe, prefixing};
+    use crate::data::{ChatFormat, TemplateTokens};
 
     /// The tail of a text has longer tokens than the rest; its first token is not predicted.
     #[test]
@@ -393,6 +396,26 @@ mod tests {
         assert!(refused());
         DatasetBuilder::new(folder.path()).load(&source, None, &tokenizer).unwrap();
         assert!(refused());
+    }
+
+    /// Two models may have the same tokenizer and template, and different special tokens.
+    #[test]
+    fn tokens_of_a_template_are_part_of_the_cache() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl");
+        std::fs::write(&path, r#"{"messages": [{"role": "assistant", "content": "b"}]}"#).unwrap();
+        let (source, tokenizer) = (path.display().to_string().parse().unwrap(), Tokenizer::byte());
+        let first = |bos: &str| {
+            let tokens = TemplateTokens { bos: Some(bos.to_owned()), eos: None };
+            let template = "{{ bos_token }}{% generation %}{{ messages[0].content }}{% endgeneration %}";
+            let options =
+                DatasetOptions { chat: ChatFormat::new(template, "model", &tokens), ..DatasetOptions::default() };
+            let loaded = DatasetBuilder::new(folder.path()).options(options).load_unsplit(&source, &tokenizer);
+            let mut ids = [0];
+            loaded.unwrap().0.read(0, &mut ids);
+            ids[0]
+        };
+        assert_eq!([first("<"), first("[")], ['<', '['].map(u32::from));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::data::{Prompt, PromptRow};
 use crate::engine::model::KvCache;
 use crate::inference::chat::Chat;
 use crate::inference::generate::{
-    BATCH_SIZE, GenerationRequest, Sampling, StopReason, TextStream, generate, generate_batch, prompt_ids,
+    BATCH_SIZE, GenerationRequest, Sampling, StopReason, TextStream, decode_after, generate, generate_batch, prompt_ids,
 };
 use crate::inference::trained::TrainedModel;
 use crate::telemetry::PhaseProgress;
@@ -87,7 +87,7 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
         sampling: &sampling,
     };
 
-    let mut stream = TextStream::new(&trained.tokenizer);
+    let mut stream = TextStream::after(&trained.tokenizer, &prompt)?;
     let (began, mut count) = (Instant::now(), 0);
     reporter.begin("reading the prompt");
     let mut reporter = Some(reporter);
@@ -124,7 +124,11 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     let mut texts = vec![(String::new(), StopReason::Length); rows.len()];
     reporter.begin("generating");
     generate_batch(&model, &weights, args.model.dtype, &requests, args.batch_size, |number, found| {
-        texts[number] = (trained.tokenizer.decode(found.text_ids())?, found.reason);
+        let text = match rows[number].prompt {
+            Prompt::Text(_) => decode_after(&trained.tokenizer, &ids[number], found.text_ids()),
+            Prompt::Conversation(..) => trained.tokenizer.decode(found.text_ids()),
+        };
+        texts[number] = (text?, found.reason);
         (tokens, done) = (tokens + found.text_ids().len(), done + 1);
         reporter.activity().advance("generating", PhaseProgress::Items(done, requests.len() as u64));
         Ok(())

@@ -4,7 +4,7 @@ mod batch;
 mod stream;
 
 pub use batch::{BATCH_SIZE, Completion, generate_batch};
-pub use stream::TextStream;
+pub use stream::{TextStream, decode_after};
 
 use crate::data::Tokenizer;
 use crate::engine::kernels::view::to_host;

@@ -2,7 +2,7 @@
 
 use crate::data::Tokenizer;
 use crate::engine::model::{Decoder, KvCache, Parameters};
-use crate::inference::generate::{GenerationRequest, Sampling, generate, prompt_ids};
+use crate::inference::generate::{GenerationRequest, Sampling, decode_after, generate, prompt_ids};
 use crate::train::config::Config;
 use crate::{Error, Result};
 use candle_core::Device;
@@ -60,7 +60,7 @@ impl Sampler {
             Ok(true)
         };
         match generate(model, weights, cache, request, receive) {
-            Ok(_) | Err(Error::Model { .. }) => tokenizer.decode(&ids),
+            Ok(_) | Err(Error::Model { .. }) => decode_after(tokenizer, prompt, &ids),
             Err(error) => Err(error),
         }
     }

@@ -6,6 +6,13 @@ use crate::data::Tokenizer;
 /// Decoders replace bytes that are not UTF-8, including an incomplete character, with this.
 const REPLACEMENT: char = '\u{FFFD}';
 
+/// The text of `ids` after a `prompt`. Some decoders remove the space before the first token of a text, which this is not.
+pub fn decode_after(tokenizer: &Tokenizer, prompt: &[u32], ids: &[u32]) -> Result<String> {
+    let mut stream = TextStream::after(tokenizer, prompt)?;
+    let pieces = ids.iter().map(|&id| stream.push(id)).collect::<Result<String>>()?;
+    Ok(pieces + &stream.finish()?)
+}
+
 /// Converts ids to pieces of text, whose concatenation is the result of [`Tokenizer::decode`] for all ids.
 #[derive(Debug)]
 pub struct TextStream<'a> {
@@ -21,6 +28,13 @@ impl<'a> TextStream<'a> {
     /// An empty text.
     pub fn new(tokenizer: &'a Tokenizer) -> Self {
         Self { tokenizer, ids: Vec::new(), returned: 0 }
+    }
+
+    /// The text after a `prompt`.
+    pub fn after(tokenizer: &'a Tokenizer, prompt: &[u32]) -> Result<Self> {
+        let mut stream = Self::new(tokenizer);
+        prompt.iter().try_for_each(|&id| stream.push(id).map(drop))?;
+        Ok(stream)
     }
 
     /// The text that one more token completes; empty while a character is incomplete.
@@ -91,6 +105,26 @@ mod tests {
     #[test]
     fn a_special_token_does_not_take_the_space_after_it() {
         assert_eq!(pieces_of(&words(), &[0, 3, 1, 3, 3, 0]), ["a", "", " bc", "", "", " a", ""]);
+    }
+
+    /// The decoder of Llama 2.
+    #[test]
+    fn a_text_after_a_prompt_keeps_its_space() {
+        let json = serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+            "pre_tokenizer": null,
+            "added_tokens": [{"id": 3, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true}],
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"},
+                {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+            "model": {"type": "WordLevel", "vocab": {"▁a": 0, "▁b": 1, "c": 2, "<s>": 3}, "unk_token": "c"},
+        });
+        let tokenizer = Tokenizer::from_json(json.to_string().into_bytes(), "words").unwrap();
+        assert_eq!(tokenizer.decode(&[1, 2]).unwrap(), "bc");
+        for (prompt, text) in [(&[3, 0][..], " bc"), (&[3, 0, 2], " bc"), (&[3], "bc"), (&[], "bc")] {
+            assert_eq!(decode_after(&tokenizer, prompt, &[1, 2]).unwrap(), text, "{prompt:?}");
+        }
     }
 
     /// Bytes outside of the vocabulary are tokens, as in Llama 2 and Gemma.

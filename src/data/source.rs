@@ -170,8 +170,11 @@ fn built_in(text: &str) -> Option<DataSource> {
 /// Repository, revision and file; without `datasets/`, a file would be one of a model.
 fn hub_parts(path: &str) -> Option<(String, String, Option<String>)> {
     let in_datasets = path.strip_prefix("datasets/");
-    let mut parts = in_datasets.unwrap_or(path).splitn(3, '/');
-    let (owner, name, file) = (parts.next()?, parts.next()?, parts.next());
+    let (owner, rest) = in_datasets.unwrap_or(path).split_once('/')?;
+    // A revision such as `refs/convert/parquet` has slashes.
+    let slashes = if rest.split('/').next()?.ends_with("@refs") { 2 } else { 0 };
+    let end = rest.match_indices('/').nth(slashes).map_or(rest.len(), |(at, _)| at);
+    let (name, file) = (&rest[..end], rest.get(end + 1..));
     let (name, revision) = name.split_once('@').unwrap_or((name, "main"));
     let complete = [owner, name, revision, file.unwrap_or("all")].iter().all(|part| !part.is_empty());
     let known = complete && (in_datasets.is_some() || file.is_none());
@@ -484,6 +487,8 @@ mod tests {
             "some/*.jsonl",
             "hf://datasets/roneneldan/TinyStories/data/train.parquet",
             "hf://datasets/o/n@v1/a.jsonl",
+            "hf://datasets/o/n@refs/convert/parquet",
+            "hf://datasets/o/n@refs/pr/1/d/a.jsonl",
             "hf://datasets/o/n",
         ] {
             assert_eq!(text.parse::<DataSource>().unwrap().to_string(), text);
@@ -495,6 +500,8 @@ mod tests {
         };
         assert_eq!("hf://datasets/o/n/d/f.txt".parse::<DataSource>().unwrap(), hub(Some("d/f.txt")));
         assert_eq!("hf://o/n".parse::<DataSource>().unwrap(), hub(None));
+        let pull_request = "hf://o/n@refs/pr/1".parse::<DataSource>().unwrap();
+        assert!(matches!(pull_request, DataSource::Hub { revision, file: None, .. } if revision == "refs/pr/1"));
     }
 
     #[test]

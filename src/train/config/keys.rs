@@ -62,8 +62,12 @@ pub(super) fn value_error(table: &toml::Table, path: &str, reason: &str) -> Erro
         return beyond_limits;
     }
     // The library's words are for programmers.
-    let is_other_type = reason.starts_with("invalid type: ");
-    let problem = if is_other_type { format!("not {QUOTED}") } else { format!("invalid: {reason}") };
+    let variants = reason.strip_prefix("unknown variant ").and_then(|rest| rest.split_once(", expected "));
+    let problem = match variants {
+        Some((_, known)) => format!("not {known}"),
+        None if reason.starts_with("invalid type: ") => format!("not {QUOTED}"),
+        None => format!("invalid: {reason}"),
+    };
     Error::config(key, format!("`{}` is {problem}", shortened(value)))
 }
 

@@ -429,10 +429,10 @@ fn data_files(
     Ok((read, others.into_iter().map(|path| path.display().to_string()).collect()))
 }
 
-/// Whether `train` is a word of the path.
+/// Whether `train` or `training` is a word of the path, before a number or not, as in Python's `datasets`.
 fn is_for_training(path: &Path) -> bool {
     let path = path.to_string_lossy().to_ascii_lowercase();
-    path.split(|c: char| !c.is_alphanumeric()).any(|word| word == "train")
+    path.split(|c: char| !c.is_alphabetic()).any(|word| matches!(word, "train" | "training"))
 }
 
 /// Whether a file in a data set's folder describes the data.
@@ -554,6 +554,15 @@ mod tests {
         assert_eq!(left_out, ["LICENSE", "README.md", "c.bin", "dataset_infos.json"]);
         std::fs::write(folder.path().join("sub/train-0.jsonl"), "x").unwrap();
         assert_eq!(names(source()), ["train-0.jsonl"]);
+        for (path, expected) in [
+            ("training.csv", true),
+            ("d/Train00001.jsonl", true),
+            ("train/0.txt", true),
+            ("trainer.csv", false),
+            ("test_set.csv", false),
+        ] {
+            assert_eq!(is_for_training(Path::new(path)), expected, "{path}");
+        }
         let pattern = folder.path().join("*.*l").display().to_string();
         assert_eq!(names(DataSource::Glob(pattern)), ["a.jsonl"]);
         let no_utf8 = std::os::unix::ffi::OsStrExt::from_bytes(b"\xff.jsonl");

@@ -71,7 +71,7 @@ impl LaunchEnv {
     /// single process.
     ///
     /// # Errors
-    /// If a launcher's variable is not a number; training as a single process would be a guess.
+    /// If a launcher's variable is missing or not a number; training as a single process would be a guess.
     pub fn detect() -> Result<Option<Self>> {
         Self::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
@@ -97,19 +97,25 @@ impl LaunchEnv {
             }
         };
         let torchrun = master.is_some().then_some(("WORLD_SIZE", "RANK"));
-        for (variable, rank) in torchrun.into_iter().chain([
+        let mut unranked = None;
+        for (variable, of) in torchrun.into_iter().chain([
             ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
             ("PMI_SIZE", "PMI_RANK"),
             ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
         ]) {
-            if let Some(world_size) = number(variable, 1)? {
-                let of = rank;
-                let rank = number(of, 0)?.unwrap_or(0);
-                if rank >= world_size {
-                    return Err(Error::config(of, format!("{rank} is not below {variable}, which is {world_size}")));
-                }
-                return Ok((world_size > 1).then_some(Self { variable, world_size, rank, master }));
+            let Some(world_size) = number(variable, 1)? else { continue };
+            let Some(rank) = number(of, 0)? else {
+                // A script for Slurm often sets `WORLD_SIZE` alone.
+                unranked = unranked.or((world_size > 1).then_some((variable, of)));
+                continue;
+            };
+            if rank >= world_size {
+                return Err(Error::config(of, format!("{rank} is not below {variable}, which is {world_size}")));
             }
+            return Ok((world_size > 1).then_some(Self { variable, world_size, rank, master }));
+        }
+        if let Some((variable, of)) = unranked {
+            return Err(Error::config(of, format!("is missing next to {variable}; set it, or remove {variable}")));
         }
         Ok(None)
     }
@@ -390,6 +396,13 @@ mod tests {
             Ok(Some(("WORLD_SIZE", 2, 1, Some(Master { host: "node1".into(), port, job: job.into() }))))
         };
         assert_eq!(with(&[]), at(29500, ""));
+        let sized = [("WORLD_SIZE", "8"), ("MASTER_ADDR", "node1")];
+        let at_29500 = Some(Master { host: "node1".into(), port: 29500, job: String::new() });
+        assert_eq!(launched(&[sized, slurm].concat()), Ok(Some(("SLURM_STEP_NUM_TASKS", 8, 5, at_29500))));
+        assert_eq!(
+            launched(&sized).expect_err("no rank"),
+            "RANK: is missing next to WORLD_SIZE; set it, or remove WORLD_SIZE"
+        );
         let elastic =
             [("TORCHELASTIC_USE_AGENT_STORE", "True"), ("TORCHELASTIC_RUN_ID", "a7"), ("MASTER_PORT", "1234")];
         assert_eq!(with(&elastic), at(1236, "a7"));

@@ -154,10 +154,17 @@ pub(crate) fn check_launch(group: &dyn ProcessGroup) -> Result<()> {
         std::thread::sleep(RANK0_ERROR_GRACE);
         std::process::exit(2);
     }
+    let (cause, remedy) = if cfg!(feature = "mpi") {
+        (
+            "MPI connects none of them",
+            "start them with the `mpirun` of this build's MPI library, or with `srun --mpi=pmix`",
+        )
+    } else {
+        ("this build has no MPI support", "build with `--features mpi`")
+    };
     let message = format!(
-        "a launcher started {world_size} processes, but this build has no MPI support; build with `--features mpi`, or set \
-         MASTER_ADDR to the host of process 0, to train with {world_size} processes, or remove the variable for \
-         {world_size} separate runs"
+        "a launcher started {world_size} processes, but {cause}; {remedy}, or set MASTER_ADDR to the host of process 0, to \
+         train with {world_size} processes, or remove the variable for {world_size} separate runs"
     );
     Err(Error::config(variable, message))
 }

@@ -158,6 +158,8 @@ def errors(program):
         ("fused kernels", command(program, 3, "--kernels", "candle")),
         # Process 1 alone.
         ("instruction set", [*MPIRUN, "-n", "1", *train, ":", "-n", "1", "env", "FINETUNE_ISA=portable", *train]),
+        # By the launcher of a different MPI library.
+        ("MPI connects none of them", ["env", "PMI_SIZE=2", "PMI_RANK=0", *train]),
     ]:
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         told = done.stderr.count("error: ")

@@ -12,6 +12,8 @@ use std::sync::PoisonError;
 const SIZES: [usize; 5] = [32, 64, 96, 128, 256];
 /// The head sizes of kernels with products of four warps.
 const WGMMA_SIZES: [usize; 2] = [64, 128];
+/// Heads and sequences of a launch, at most: blocks in the second and third direction of a grid.
+const MAX_BLOCKS: usize = 65_535;
 
 arguments! {
     struct Rows {
@@ -108,9 +110,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// There are no kernels for larger heads and sinks.
+    /// There are no kernels for larger heads, for more sequences and heads than a grid has blocks, and for sinks.
     fn new(shape: AttentionShape, operands: &AttentionInputs<'_>, dtype: DType, has_wgmma: bool) -> Attempt<Self> {
-        require(operands.sinks.is_none())?;
+        require(operands.sinks.is_none() && shape.heads.max(shape.batch) <= MAX_BLOCKS)?;
         let fits = |size: &usize| *size >= shape.head_size;
         let size = SIZES.into_iter().find(fits).ok_or(Stop::Unsupported)?;
         let wide = WGMMA_SIZES.into_iter().find(fits).filter(|_| has_wgmma && dtype != DType::F32 && size > SIZES[0]);

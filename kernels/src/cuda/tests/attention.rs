@@ -253,6 +253,7 @@ fn what_there_is_no_kernel_for_is_refused() {
         (AttentionShape { kv_heads: 1, ..shape }, Ran::Done),
         (AttentionShape { softcap: Some(50.0), ..shape }, Ran::Done),
         (AttentionShape::new(1, 1, 1, 257), Ran::Unsupported),
+        (AttentionShape::new(65_536, 1, 1, 8), Ran::Unsupported),
     ] {
         assert_eq!(attempt(shape), ran, "{shape:?}");
     }

@@ -30,7 +30,7 @@ pub use event::{
 };
 pub use gpu::GpuSampler;
 pub use log::{EventLog, Poll, Tail, for_each, last_records, read};
-pub use process::{MachineMemory, ProcessId, ProcessStats, available_bytes, cpu_name, is_bound, is_ignored};
+pub use process::{MachineMemory, ProcessId, ProcessStats, allowed_cpus, available_bytes, cpu_name, is_ignored};
 pub use prometheus::Prometheus;
 pub use run_state::{
     Curves, EventRow, Layer, OverflowRow, PLOTTED, Phase, Plotted, ProbeTotals, Quantity, RunMetrics, RunState,

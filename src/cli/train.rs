@@ -14,7 +14,6 @@ use crate::store::checkpoint::{Checkpoint, CheckpointKind, Run, latest_run, late
 use crate::store::hub::free_bytes;
 use crate::telemetry::{
     self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, Record, RunState, TensorBoard,
-    is_bound,
 };
 use crate::train::{Config, Heartbeat, RunEnd, RunStart, SetupEvent, Trainer, open_device};
 use crate::ui::format::{clock, loss};
@@ -80,7 +79,7 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     let group = &args.processes.start(group, &config)?;
     let warning = check_processes(group.world_size(), &config)?;
-    let pool = thread_pool(&config, group.local_world_size())?;
+    let pool = thread_pool(&config, group.core_sharers())?;
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
     let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
     let step = checkpoint.map_or(0, |checkpoint| checkpoint.state().step);
@@ -234,7 +233,7 @@ fn quoted(text: &str) -> String {
 pub(crate) fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<()> {
     ignore_stop_signals().map_err(Error::io("listen to signals in", "."))?;
     let Some(config) = RunStart::receive_config(&**group)? else { return Ok(()) };
-    thread_pool(&config, group.local_world_size())?.install(|| {
+    thread_pool(&config, group.core_sharers())?.install(|| {
         let opened = open_device(group.clone(), &config, &mut |_| ())?;
         let Some(RunStart { config, checkpoint }) = RunStart::receive(&**group)? else { return Ok(()) };
         let checkpoint = checkpoint.map(Checkpoint::open_verified).transpose()?;
@@ -244,13 +243,12 @@ pub(crate) fn run_worker(group: &Arc<dyn ProcessGroup>) -> Result<()> {
     })
 }
 
-/// A pool of the configured number of threads, by default one per core. `beside` processes share this machine's cores,
-/// unless their launcher has bound them to separate ones.
-pub(crate) fn thread_pool(config: &Config, beside: usize) -> Result<rayon::ThreadPool> {
-    let own = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let shared = if beside > 1 && !is_bound() { (own / beside).max(1) } else { 0 };
+/// A pool of the configured number of threads, by default one per core. `sharers` processes share the cores.
+pub(crate) fn thread_pool(config: &Config, sharers: usize) -> Result<rayon::ThreadPool> {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let share = if sharers > 1 { (cores / sharers).max(1) } else { 0 };
     rayon::ThreadPoolBuilder::new()
-        .num_threads(config.threads.unwrap_or(shared))
+        .num_threads(config.threads.unwrap_or(share))
         .thread_name(|i| format!("compute-{i}"))
         .build()
         .map_err(|error| Error::config("threads", error.to_string()))

@@ -167,7 +167,7 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
         return report(&subject.differences, "the run", out);
     }
     let group = &args.processes.start(group, &config)?;
-    let difference = thread_pool(&config, group.local_world_size())?
+    let difference = thread_pool(&config, group.core_sharers())?
         .install(|| repeat(&subject, config, steps, group, args.claim.as_deref(), &reporter))?;
     drop(reporter);
     let summary = match difference {

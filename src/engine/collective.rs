@@ -17,11 +17,12 @@ pub use shards::Shards;
 pub use tcp::Tcp;
 pub(crate) use wire::{range_bytes, write_range};
 
+use crate::telemetry::allowed_cpus;
 use crate::{Error, Result};
 use bytemuck::Pod;
 use candle_core::Tensor;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -156,7 +157,7 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
 
     /// Number of processes on this machine.
     fn local_world_size(&self) -> usize {
-        self.job().map_or(1, |job| job.ranks_on_host(job.hosts.len()).max(1))
+        self.job().map_or(1, |job| job.count_near(job.places.len(), Place::has_host_of).max(1))
     }
 }
 
@@ -177,12 +178,30 @@ pub trait TensorExchange: fmt::Debug + Send + Sync {
     fn wait(&self) -> Result<Duration>;
 }
 
+/// The place of a process.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Place {
+    host: String,
+    /// The processors that it may use.
+    cpus: Option<String>,
+}
+
+impl Place {
+    fn on(host: String) -> Self {
+        Self { host, cpus: allowed_cpus() }
+    }
+
+    fn has_host_of(&self, other: &Self) -> bool {
+        self.host == other.host
+    }
+}
+
 /// Facts about the processes of a job, and its measurements.
 #[derive(Debug)]
 pub struct Job {
     rank: usize,
-    /// Host of each process.
-    hosts: Vec<String>,
+    /// The place of each process.
+    places: Vec<Place>,
     /// The longest time that an exchange waits for another process.
     limit: Duration,
     comm_nanos: AtomicU64,
@@ -190,7 +209,7 @@ pub struct Job {
 }
 
 impl Job {
-    /// The facts before the processes know each other's hosts. `on_timeout` ends the process, and with it the job.
+    /// The facts before the processes know each other's places. `on_timeout` ends the process, and with it the job.
     fn new(rank: usize, on_timeout: fn(&str) -> !) -> Result<Self> {
         let seconds = match std::env::var(TIMEOUT_VARIABLE) {
             Err(_) => DEFAULT_TIMEOUT_SECS,
@@ -199,18 +218,18 @@ impl Job {
             })?,
         };
         let limit = Duration::from_secs(seconds);
-        Ok(Self { rank, hosts: Vec::new(), limit, comm_nanos: AtomicU64::new(0), on_timeout })
+        Ok(Self { rank, places: Vec::new(), limit, comm_nanos: AtomicU64::new(0), on_timeout })
     }
 
     fn name(&self, rank: usize) -> String {
-        let host = self.hosts.get(rank).map_or_else(String::new, |host| format!(" on `{host}`"));
+        let host = self.places.get(rank).map_or_else(String::new, |place| format!(" on `{}`", place.host));
         format!("process {rank}{host}")
     }
 
-    /// Number of processes on this machine among the first `ranks`.
-    fn ranks_on_host(&self, ranks: usize) -> usize {
-        let own = self.hosts.get(self.rank);
-        self.hosts.iter().take(ranks).filter(|host| Some(*host) == own).count()
+    /// Number of processes among the first `ranks` whose place `is_near` this one's.
+    fn count_near(&self, ranks: usize, is_near: impl Fn(&Place, &Place) -> bool) -> usize {
+        let Some(own) = self.places.get(self.rank) else { return 0 };
+        self.places.iter().take(ranks).filter(|place| is_near(place, own)).count()
     }
 
     /// Ends the job if nothing has moved since `moved` for too long, while process `other` has bytes to send or to take.
@@ -259,7 +278,12 @@ impl dyn ProcessGroup + '_ {
 
     /// The rank of this process among the processes of this machine.
     pub fn local_rank(&self) -> usize {
-        self.job().map_or(0, |job| job.ranks_on_host(job.rank))
+        self.job().map_or(0, |job| job.count_near(job.rank, Place::has_host_of))
+    }
+
+    /// Number of processes that share the cores of this one. A launcher may have bound each to separate ones.
+    pub fn core_sharers(&self) -> usize {
+        self.job().map_or(1, |job| job.count_near(job.places.len(), Place::eq).max(1))
     }
 
     /// Total time of all exchanges so far, including the wait for other processes.
@@ -367,6 +391,16 @@ fn from_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
 mod tests {
     use super::*;
     use crate::untrusted::subprocess::JOB_VARIABLES;
+
+    #[test]
+    fn only_processes_with_the_same_processors_share_cores() {
+        let mut job = Job::new(1, |message| panic!("{message}")).unwrap();
+        let place = |(host, cpus): (&str, &str)| Place { host: host.into(), cpus: Some(cpus.into()) };
+        // Those of the second machine, and one that a launcher has bound to other processors.
+        job.places = [("a", "0-3"), ("a", "0-3"), ("a", "4-7"), ("b", "0-3")].map(place).into();
+        assert_eq!((job.count_near(4, Place::eq), job.count_near(1, Place::eq)), (2, 1));
+        assert_eq!(job.count_near(4, Place::has_host_of), 3);
+    }
 
     #[test]
     fn the_variables_of_launchers_are_read() {

@@ -141,10 +141,9 @@ fn cpu_seconds(stat: &str) -> Option<f64> {
     Some((ticks.next()?.ok()? + ticks.next()?.ok()?) / TICKS_PER_SECOND)
 }
 
-/// Whether this process is pinned to some of the machine's processors, for example by an MPI launcher.
-pub fn is_bound() -> bool {
-    let online = fs::read_to_string("/sys/devices/system/cpu/online").ok();
-    matches!((own_status("Cpus_allowed_list:"), online), (Some(own), Some(online)) if own != online.trim())
+/// The processors that this process may use, such as `0-3,8`.
+pub fn allowed_cpus() -> Option<String> {
+    own_status("Cpus_allowed_list:")
 }
 
 /// The value of a line of `/proc/self/status`.

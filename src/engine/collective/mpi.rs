@@ -3,7 +3,7 @@
 //! MPI is initialized only if a launcher has set its variables, so the same program also runs as a single process. Every wait has
 //! a limit: if a process sends nothing for too long, the job ends with its name.
 
-use super::{Job, LaunchEnv, ProcessGroup};
+use super::{Job, LaunchEnv, Place, ProcessGroup};
 use crate::{Error, Result};
 use mpi::Threading;
 use mpi::environment::{Universe, processor_name};
@@ -52,7 +52,7 @@ impl Mpi {
         }
         let mut group = Self { world_size, job };
         let host = processor_name().unwrap_or_default();
-        group.job.hosts = (&group as &dyn ProcessGroup).all_gather_messages(&host)?;
+        group.job.places = (&group as &dyn ProcessGroup).all_gather_messages(&Place::on(host))?;
         Ok((world_size > 1).then_some(group))
     }
 

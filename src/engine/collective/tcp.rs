@@ -3,7 +3,7 @@
 //! Rank 0 listens at `MASTER_ADDR` and `MASTER_PORT`, the variables of `torchrun`. The others connect to it, learn each other's
 //! addresses from it, and connect to each other.
 
-use super::{Job, LOST, LaunchEnv, Master, ProcessGroup};
+use super::{Job, LOST, LaunchEnv, Master, Place, ProcessGroup};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::system::uname;
@@ -93,7 +93,7 @@ impl Tcp {
         streams.iter().flatten().try_for_each(configure).map_err(Error::io("configure", "a connection"))?;
         let mut group = Self { streams, job };
         let host = uname().nodename().to_string_lossy().into_owned();
-        group.job.hosts = (&group as &dyn ProcessGroup).all_gather_messages(&host)?;
+        group.job.places = (&group as &dyn ProcessGroup).all_gather_messages(&Place::on(host))?;
         Ok(group)
     }
 
@@ -367,6 +367,7 @@ mod tests {
                     }
                     let group = group as &dyn ProcessGroup;
                     assert_eq!((group.local_world_size(), group.local_rank()), (3, group.rank()));
+                    assert_eq!(group.core_sharers(), 3);
                 });
             }
         });

@@ -9,8 +9,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::system::uname;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// Pause between two attempts to listen or to connect to rank 0, which may start later.
@@ -56,6 +56,17 @@ impl Hello {
 /// The address of a process's listener.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct ListenerAddress(IpAddr, u16);
+
+/// Connects to the first of `addresses` that answers.
+fn connect(addresses: impl ToSocketAddrs) -> io::Result<TcpStream> {
+    TcpStream::connect(addresses).and_then(reject_loop)
+}
+
+/// Rejects a connection of a port to itself. The kernel makes it if no process listens at a port of this machine, and the
+/// connection happens to get this port.
+fn reject_loop(stream: TcpStream) -> io::Result<TcpStream> {
+    if stream.local_addr()? == stream.peer_addr()? { Err(ErrorKind::ConnectionRefused.into()) } else { Ok(stream) }
+}
 
 impl Tcp {
     /// Opens the socket at which rank 0 expects the others. Waits more than a minute for a port in use.
@@ -148,7 +159,7 @@ impl<'a> Meeting<'a> {
         let mut streams: Vec<_> = (0..self.launch.world_size).map(|_| None).collect();
         streams[0] = Some(first);
         for (rank, &ListenerAddress(address, port)) in addresses.iter().enumerate().take(self.launch.rank).skip(1) {
-            let stream = TcpStream::connect((address, port)).and_then(|stream| hello.send(&stream).map(|()| stream));
+            let stream = connect((address, port)).and_then(|stream| hello.send(&stream).map(|()| stream));
             let failed = |error| Error::Collective(format!("process {rank} cannot be reached at {address}: {error}"));
             streams[rank] = Some(stream.map_err(failed)?);
         }
@@ -159,9 +170,7 @@ impl<'a> Meeting<'a> {
     /// A connection to rank 0, as soon as it listens.
     fn reach_master(&self) -> Result<TcpStream> {
         loop {
-            let addresses = (self.master.host.as_str(), self.master.port).to_socket_addrs();
-            let addresses = addresses.map(Iterator::collect::<Vec<SocketAddr>>);
-            match addresses.and_then(|addresses| TcpStream::connect(&addresses[..])) {
+            match connect((self.master.host.as_str(), self.master.port)) {
                 Ok(stream) => return Ok(stream),
                 Err(_) if Instant::now() < self.deadline => std::thread::sleep(RETRY),
                 Err(error) => {
@@ -313,6 +322,8 @@ impl ProcessGroup for Tcp {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::Ipv4Addr;
+    use std::os::fd::FromRawFd;
     use std::thread;
 
     #[test]
@@ -326,6 +337,26 @@ mod tests {
         let master = Master { host: "127.0.0.1".into(), port, job: String::new() };
         assert_eq!(Tcp::listen(&master).unwrap().local_addr().unwrap().port(), port);
         ends.join().unwrap();
+    }
+
+    #[test]
+    fn a_connection_of_a_port_to_itself_is_rejected() {
+        // The standard library cannot choose the port that it connects from.
+        // SAFETY: the address is plain numbers, and the socket has no other owner.
+        let stream = unsafe {
+            let mut address: libc::sockaddr_in = std::mem::zeroed();
+            address.sin_family = libc::AF_INET as _;
+            address.sin_addr.s_addr = u32::from(Ipv4Addr::LOCALHOST).to_be();
+            let (socket, place) = (libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0), (&raw mut address).cast());
+            let mut size = size_of_val(&address) as libc::socklen_t;
+            assert_eq!(libc::bind(socket, place, size), 0);
+            assert_eq!(libc::getsockname(socket, place, &raw mut size), 0);
+            assert_eq!(libc::connect(socket, place, size), 0);
+            TcpStream::from_raw_fd(socket)
+        };
+        assert_eq!(reject_loop(stream).unwrap_err().kind(), ErrorKind::ConnectionRefused);
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        connect(listener.local_addr().unwrap()).unwrap();
     }
 
     #[test]

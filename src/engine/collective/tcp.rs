@@ -154,7 +154,13 @@ impl<'a> Meeting<'a> {
         hello.send(&first).map_err(lost)?;
         first.set_read_timeout(Some(self.remaining())).map_err(lost)?;
         let mut addresses = serde_json::Deserializer::from_reader(&first);
-        let addresses = Vec::<ListenerAddress>::deserialize(&mut addresses).map_err(|error| lost(error.into()))?;
+        let addresses =
+            Vec::<ListenerAddress>::deserialize(&mut addresses).map_err(|error| match io::Error::from(error) {
+                late if late.kind() == ErrorKind::WouldBlock => {
+                    Error::Collective(format!("not all processes connected to `{}` in time", self.master))
+                }
+                error => lost(error),
+            })?;
         first.set_read_timeout(None).map_err(lost)?;
         let mut streams: Vec<_> = (0..self.launch.world_size).map(|_| None).collect();
         streams[0] = Some(first);
@@ -192,12 +198,15 @@ impl<'a> Meeting<'a> {
     ) -> Result<()> {
         let failed = Error::io("accept", "a connection");
         while let Some(missing) = (self.launch.rank + 1..streams.len()).find(|rank| streams[*rank].is_none()) {
-            let ready = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&timespec(self.remaining())));
-            if ready.is_ok_and(|ready| ready == 0) {
-                return Err(Error::Collective(format!(
-                    "process {missing} did not connect to `{}` in time",
-                    self.master
-                )));
+            match poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&timespec(self.remaining()))) {
+                Ok(0) => {
+                    let (own, address) = (self.launch.rank, listener.local_addr().map_err(failed)?);
+                    let message = format!("process {missing} did not connect to process {own} at {address} in time");
+                    return Err(Error::Collective(message));
+                }
+                Ok(_) => {}
+                // By a signal.
+                Err(_) => continue,
             }
             let (stream, from) = match listener.accept() {
                 Ok(accepted) => accepted,
@@ -339,6 +348,10 @@ mod tests {
         ends.join().unwrap();
     }
 
+    fn launch(world_size: usize, rank: usize) -> LaunchEnv {
+        LaunchEnv { variable: "", world_size, rank, master: None }
+    }
+
     #[test]
     fn a_connection_of_a_port_to_itself_is_rejected() {
         // The standard library cannot choose the port that it connects from.
@@ -360,6 +373,18 @@ mod tests {
     }
 
     #[test]
+    fn processes_that_do_not_connect_in_time_are_named() {
+        let mut master = Master { host: "127.0.0.1".into(), port: 0, job: "a".into() };
+        let listener = Tcp::listen(&master).unwrap();
+        master.port = listener.local_addr().unwrap().port();
+        let limit = Duration::from_millis(100);
+        let error = Meeting::new(&launch(3, 0), &master, limit).gather(&listener).unwrap_err().to_string();
+        assert_eq!(error, format!("process 1 did not connect to process 0 at {master} in time"));
+        let error = Meeting::new(&launch(2, 1), &master, limit).join().unwrap_err().to_string();
+        assert_eq!(error, format!("not all processes connected to `{master}` in time"));
+    }
+
+    #[test]
     fn processes_exchange_bytes_and_notice_an_end() {
         const BIG: usize = 3 << 20;
         let mut master = Master { host: "127.0.0.1".into(), port: 0, job: "a".into() };
@@ -376,9 +401,10 @@ mod tests {
         let mut listener = Some(listener);
         let connected = thread::scope(|scope| {
             let all = [0, 1, 2].map(|rank| {
-                let (launch, master) = (LaunchEnv { variable: "", world_size: 3, rank, master: None }, &master);
-                let listener = listener.take();
-                scope.spawn(move || Tcp::connect(&launch, master, listener, |message| panic!("{message}")).unwrap())
+                let (master, listener) = (&master, listener.take());
+                let connect =
+                    move || Tcp::connect(&launch(3, rank), master, listener, |message| panic!("{message}")).unwrap();
+                scope.spawn(connect)
             });
             all.map(|one| one.join().unwrap())
         });

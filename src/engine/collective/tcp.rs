@@ -7,10 +7,10 @@ use super::{Job, LOST, LaunchEnv, Master, Place, ProcessGroup};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::system::uname;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 /// Pause between two attempts to listen or to connect to rank 0, which may start later.
@@ -53,9 +53,16 @@ impl Hello {
     }
 }
 
-/// The address of a process's listener.
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct ListenerAddress(IpAddr, u16);
+/// The address at which a process listens that belongs to the machine which `host` names and has `address` on it. The name of a
+/// machine is often a loopback address in its own `/etc/hosts`, which other machines cannot reach.
+fn listening_address(host: &str, address: IpAddr) -> IpAddr {
+    let stays_here = host == "localhost" || host.parse::<IpAddr>().is_ok();
+    match address {
+        _ if stays_here || !address.is_loopback() => address,
+        IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+        IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+    }
+}
 
 /// Connects to the first of `addresses` that answers.
 fn connect(addresses: impl ToSocketAddrs) -> io::Result<TcpStream> {
@@ -72,8 +79,15 @@ impl Tcp {
     /// Opens the socket at which rank 0 expects the others. Waits more than a minute for a port in use.
     pub fn listen(master: &Master) -> Result<TcpListener> {
         let deadline = Instant::now() + PORT_TIME;
+        let bind = || {
+            let mut addresses: Vec<_> = (master.host.as_str(), master.port).to_socket_addrs()?.collect();
+            for found in &mut addresses {
+                found.set_ip(listening_address(&master.host, found.ip()));
+            }
+            TcpListener::bind(&addresses[..])
+        };
         loop {
-            match TcpListener::bind((master.host.as_str(), master.port)) {
+            match bind() {
                 Ok(listener) => return Ok(listener),
                 Err(error) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
                     std::thread::sleep(RETRY);
@@ -135,7 +149,7 @@ impl<'a> Meeting<'a> {
     /// Rank 0's connections: waits for all others, and sends each the addresses of all.
     fn gather(&self, listener: &TcpListener) -> Result<Vec<Option<TcpStream>>> {
         let mut streams: Vec<_> = (0..self.launch.world_size).map(|_| None).collect();
-        let mut addresses = vec![ListenerAddress(IpAddr::from([0, 0, 0, 0]), 0); self.launch.world_size];
+        let mut addresses = vec![SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)); self.launch.world_size];
         self.accept(listener, &mut streams, |rank, address| addresses[rank] = address)?;
         for mut stream in streams.iter().flatten() {
             serde_json::to_writer(&mut stream, &addresses)
@@ -149,23 +163,28 @@ impl<'a> Meeting<'a> {
         let lost = |error| Error::Collective(format!("the connection to `{}` failed: {error}", self.master));
         let first = self.reach_master()?;
         let address = first.local_addr().map_err(lost)?.ip();
-        let listener = TcpListener::bind((address, 0)).map_err(lost)?;
+        let listener = TcpListener::bind((listening_address(&self.master.host, address), 0)).map_err(lost)?;
         let hello = self.hello(listener.local_addr().map_err(lost)?.port());
         hello.send(&first).map_err(lost)?;
         first.set_read_timeout(Some(self.remaining())).map_err(lost)?;
         let mut addresses = serde_json::Deserializer::from_reader(&first);
         let addresses =
-            Vec::<ListenerAddress>::deserialize(&mut addresses).map_err(|error| match io::Error::from(error) {
+            Vec::<SocketAddr>::deserialize(&mut addresses).map_err(|error| match io::Error::from(error) {
                 late if late.kind() == ErrorKind::WouldBlock => {
                     Error::Collective(format!("not all processes connected to `{}` in time", self.master))
                 }
                 error => lost(error),
             })?;
         first.set_read_timeout(None).map_err(lost)?;
+        let master = first.peer_addr().map_err(lost)?.ip();
         let mut streams: Vec<_> = (0..self.launch.world_size).map(|_| None).collect();
         streams[0] = Some(first);
-        for (rank, &ListenerAddress(address, port)) in addresses.iter().enumerate().take(self.launch.rank).skip(1) {
-            let stream = connect((address, port)).and_then(|stream| hello.send(&stream).map(|()| stream));
+        for (rank, mut address) in addresses.into_iter().enumerate().take(self.launch.rank).skip(1) {
+            if address.ip().is_loopback() {
+                // A process on the machine of rank 0.
+                address.set_ip(master);
+            }
+            let stream = connect(address).and_then(|stream| hello.send(&stream).map(|()| stream));
             let failed = |error| Error::Collective(format!("process {rank} cannot be reached at {address}: {error}"));
             streams[rank] = Some(stream.map_err(failed)?);
         }
@@ -194,7 +213,7 @@ impl<'a> Meeting<'a> {
         &self,
         listener: &TcpListener,
         streams: &mut [Option<TcpStream>],
-        mut on_address: impl FnMut(usize, ListenerAddress),
+        mut on_address: impl FnMut(usize, SocketAddr),
     ) -> Result<()> {
         let failed = Error::io("accept", "a connection");
         while let Some(missing) = (self.launch.rank + 1..streams.len()).find(|rank| streams[*rank].is_none()) {
@@ -217,7 +236,7 @@ impl<'a> Meeting<'a> {
             let rank = hello.rank as usize;
             if hello.job == self.id && streams.get(rank).is_some_and(Option::is_none) && rank > self.launch.rank {
                 streams[rank] = Some(stream);
-                on_address(rank, ListenerAddress(from.ip(), hello.port));
+                on_address(rank, SocketAddr::new(from.ip().to_canonical(), hello.port));
             }
         }
         Ok(())
@@ -331,7 +350,7 @@ impl ProcessGroup for Tcp {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::net::Ipv4Addr;
+    use std::net::UdpSocket;
     use std::os::fd::FromRawFd;
     use std::thread;
 
@@ -370,6 +389,42 @@ mod tests {
         assert_eq!(reject_loop(stream).unwrap_err().kind(), ErrorKind::ConnectionRefused);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         connect(listener.local_addr().unwrap()).unwrap();
+    }
+
+    #[test]
+    fn the_loopback_address_of_a_name_is_not_listened_at() {
+        for (host, address, listened_at) in [
+            ("node1", "127.0.1.1", "0.0.0.0"),
+            ("node1", "::1", "::"),
+            ("node1", "10.0.0.7", "10.0.0.7"),
+            ("localhost", "127.0.0.1", "127.0.0.1"),
+            ("127.0.1.1", "127.0.1.1", "127.0.1.1"),
+            ("::1", "::1", "::1"),
+        ] {
+            assert_eq!(listening_address(host, address.parse().unwrap()), listened_at.parse::<IpAddr>().unwrap());
+        }
+    }
+
+    #[test]
+    fn processes_of_other_machines_reach_those_that_know_rank_0_by_a_loopback_address() {
+        // The address that other machines know, if there is one.
+        let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).unwrap();
+        let outside = socket.connect(("192.0.2.1", 9)).and_then(|()| socket.local_addr());
+        let outside = outside.map_or("127.0.0.1".to_owned(), |address| address.ip().to_string());
+        // A name of this machine with a loopback address, as `127.0.1.1 node1` in `/etc/hosts`.
+        let mut master = Master { host: "LOCALHOST".into(), port: 0, job: "a".into() };
+        let listener = Tcp::listen(&master).unwrap();
+        assert!(listener.local_addr().unwrap().ip().is_unspecified());
+        master.port = listener.local_addr().unwrap().port();
+        let from_outside = Master { host: outside, ..master.clone() };
+        let mut listener = Some(listener);
+        thread::scope(|scope| {
+            let all = [&master, &master, &from_outside].into_iter().enumerate().map(|(rank, master)| {
+                let listener = listener.take();
+                scope.spawn(move || Tcp::connect(&launch(3, rank), master, listener, |message| panic!("{message}")))
+            });
+            all.collect::<Vec<_>>().into_iter().for_each(|one| drop(one.join().unwrap().unwrap()));
+        });
     }
 
     #[test]

@@ -433,6 +433,7 @@ def nccl():
     if args.stand_in:
         differing_kernels(gpus)
         lost_processes(gpus)
+        lost_at_start(gpus)
         without_nccl(gpus)
 
 
@@ -534,6 +535,21 @@ def lost_processes(gpus):
             expected = "" if victim == 0 else f"process {victim}"
             passed = len(ranks) == 3 and job.returncode != 0 and seconds < 10 and not left and expected in said
             row(f"SIGKILL of process {victim} of 3", passed, f"all ended after {seconds:.1f} s; {last_line(said) if said else 'no message'}")
+
+
+def lost_at_start(gpus):
+    """A process that ends before NCCL has connected it: all others end."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = command("cuda", folder, *flags_of("fp16", 2), "--kernels", "fused", "--grad-accum", 3, "--gpus", 3)
+        more = {**gpus, "TMPDIR": folder, "STAND_IN_LEAVES": "1"}
+        try:
+            done = subprocess.run(
+                [str(word) for word in words], env={**environment, **more}, capture_output=True, text=True, timeout=120
+            )
+            passed, said = done.returncode == 1 and "process 1 ended with exit status: 7" in done.stderr, last_line(done.stderr)
+        except subprocess.TimeoutExpired:
+            passed, said = False, "did not end"
+        row("a process that ends before NCCL connects it", passed, said)
 
 
 def without_nccl(gpus):

@@ -17,6 +17,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -193,10 +194,37 @@ pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Res
     device.cuda_stream().context().bind_to_thread().w()?;
     let (mut communicator, world_size, rank) = (null_mut(), group.world_size() as c_int, group.rank() as c_int);
     // SAFETY: the GPU's context is current, and all processes call it with the leader's id.
-    functions.check(unsafe { (functions.init)(&raw mut communicator, world_size, id, rank) })?;
+    let init = || unsafe { (functions.init)(&raw mut communicator, world_size, id, rank) };
+    functions.check(watched(&*group, init))?;
     let state = Mutex::new(State { communicator: AtomicPtr::new(communicator), pending: VecDeque::new() });
     let stream = device.cuda_stream().context().new_stream().w()?;
     Ok(Arc::new(OnGpus { group, functions, device: device.clone(), stream, state }))
+}
+
+/// Calls `join`, which waits for the other processes, and ends this process if one of them ends meanwhile, or at the time limit.
+fn watched<T>(group: &dyn ProcessGroup, join: impl FnOnce() -> T) -> T {
+    let Some(job) = group.job() else { return join() };
+    let (joins, joined) = channel::<()>();
+    let is_joining = move |time| joined.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            while is_joining(CHECK_INTERVAL) {
+                if let Err(error) = group.check_peers()
+                    && is_joining(GRACE)
+                {
+                    (job.on_timeout)(&error.to_string());
+                }
+                if began.elapsed() > job.limit {
+                    let seconds = job.limit.as_secs();
+                    (job.on_timeout)(&format!("NCCL did not connect all processes within {seconds} s"));
+                }
+            }
+        });
+        let result = join();
+        drop(joins);
+        result
+    })
 }
 
 impl OnGpus {

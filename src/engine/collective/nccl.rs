@@ -325,10 +325,13 @@ impl Drop for OnGpus {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         let communicator = std::mem::replace(state.communicator.get_mut(), null_mut());
-        if !communicator.is_null() {
-            // SAFETY: nothing uses the communicator after this. It waits for pending messages.
-            unsafe { (self.functions.destroy)(communicator) };
+        if communicator.is_null() {
+            return;
         }
+        // After an error of this process, another one may never take part in a pending exchange.
+        let close = if state.pending.is_empty() { self.functions.destroy } else { self.functions.abort };
+        // SAFETY: nothing uses the communicator after this.
+        unsafe { close(communicator) };
     }
 }
 

@@ -154,11 +154,6 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
     fn check_peers(&self) -> Result<()> {
         Ok(())
     }
-
-    /// Number of processes on this machine.
-    fn local_world_size(&self) -> usize {
-        self.job().map_or(1, |job| job.count_near(job.places.len(), Place::has_host_of).max(1))
-    }
 }
 
 /// An exchange of tensors between the GPUs of several processes.
@@ -274,6 +269,11 @@ impl dyn ProcessGroup + '_ {
     /// The name of a process.
     pub fn name(&self, rank: usize) -> String {
         self.job().map_or_else(|| format!("process {rank}"), |job| job.name(rank))
+    }
+
+    /// Number of processes on this machine.
+    pub fn local_world_size(&self) -> usize {
+        self.job().map_or(1, |job| job.count_near(job.places.len(), Place::has_host_of).max(1))
     }
 
     /// The rank of this process among the processes of this machine.

@@ -47,12 +47,14 @@ pub struct DeviceContext {
     pub name: String,
     /// The kernels for tensors of the device.
     pub kernels: Arc<dyn Kernels>,
+    /// Number of processes that use its memory.
+    pub processes: usize,
 }
 
 impl DeviceContext {
     /// The CPU, with the kernels that are fastest there.
     pub fn cpu() -> Self {
-        Self { device: Device::Cpu, name: "cpu".into(), kernels: Arc::new(Fused) }
+        Self { device: Device::Cpu, name: "cpu".into(), kernels: Arc::new(Fused), processes: 1 }
     }
 
     /// Free memory of a GPU, in bytes.
@@ -103,7 +105,7 @@ impl DeviceSpec {
             Self::Auto | Self::Cpu => (Device::Cpu, "cpu".into()),
         };
         let kernels = kernels(choice, &device, notice)?;
-        Ok(DeviceContext { device, name, kernels })
+        Ok(DeviceContext { device, name, kernels, processes: 1 })
     }
 }
 

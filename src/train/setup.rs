@@ -29,6 +29,7 @@ use crate::train::memory::{DistributedLayout, MemoryLimit};
 use crate::train::objective::{Objective, Reference, ReferenceLogps};
 use crate::train::state::TrainState;
 use crate::{Error, Result};
+use candle_core::Device;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -178,7 +179,7 @@ impl ModelSource {
     pub fn initial(
         &self,
         config: &Config,
-        DeviceContext { device, kernels, .. }: &DeviceContext,
+        (device, kernels): (&Device, &dyn Kernels),
         group: &dyn ProcessGroup,
         report: &mut SetupCallback<'_>,
     ) -> Result<InitialWeights> {
@@ -201,7 +202,7 @@ impl ModelSource {
                 let message = format!("the base model stays quantized (QLoRA): {held} instead of {dense}");
                 report(SetupEvent::Load(LoadEvent::Notice(message)));
             }
-            let (masters, weights) = MasterWeights::new(parameters, policy, &**kernels)?;
+            let (masters, weights) = MasterWeights::new(parameters, policy, kernels)?;
             return Ok(InitialWeights { weights: (masters.shard(group, &weights)?, weights), base });
         }
         let fill = |into: &Parameters| {
@@ -210,7 +211,7 @@ impl ModelSource {
             check(into)
         };
         let entries = self.spec.parameters();
-        let weights = MasterWeights::from_shard_fn(&entries, policy, device, group, &**kernels, fill)?;
+        let weights = MasterWeights::from_shard_fn(&entries, policy, device, group, kernels, fill)?;
         Ok(InitialWeights { weights, base: None })
     }
 }
@@ -449,11 +450,16 @@ pub fn open_device(
 ) -> Result<(Arc<dyn ProcessGroup>, DeviceContext)> {
     let spec = config.device_spec()?.for_local_rank(group.local_rank());
     let mut notices = Vec::new();
-    #[cfg_attr(not(feature = "cuda"), expect(unused_mut, reason = "only a GPU's kernels have a preflight"))]
     let mut open = spec.open(config.dtype, config.kernels, &mut |notice| notices.push(notice))?;
     #[cfg(feature = "cuda")]
     preflight::agree(&*group, &mut open, &mut notices)?;
     notices.into_iter().map(|notice| SetupEvent::Load(LoadEvent::Notice(notice))).for_each(report);
+    // A launcher may show each process only its own GPU, so neither their number nor their ordinals tell.
+    let gpus = group.all_gather_messages(&gpu::uuid(&open.device))?;
+    open.processes = match gpus[group.rank()] {
+        None => group.local_world_size(),
+        own => gpus.iter().filter(|gpu| **gpu == own).count(),
+    };
     #[cfg(feature = "cuda")]
     let group = nccl::connect(group, &open)?;
     Ok((group, open))
@@ -469,8 +475,7 @@ pub(super) fn fit_memory(
 ) -> Result<Config> {
     let available = if open.device.is_cuda() { open.free_bytes() } else { available_bytes() };
     let Some(available) = available else { return Ok(config) };
-    let devices = if open.device.is_cpu() { 1 } else { gpu::count().max(1) };
-    let available = available / group.local_world_size().div_ceil(devices) as u64;
+    let available = available / open.processes as u64;
     let on_gpu = !open.device.is_cpu();
     let (world_size, shards_on_host) = (group.world_size(), on_gpu && group.gpus().is_none());
     let layout = DistributedLayout { world_size, sharding: config.train.shard, on_gpu, shards_on_host };

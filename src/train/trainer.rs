@@ -180,7 +180,7 @@ impl Trainer {
             None => ModelSource::open(&config, report)?,
         };
         let config = setup::fit_memory(config, &source.spec, &open, &*group, report)?;
-        let initial = source.initial(&config, &open, &*group, report)?;
+        let initial = source.initial(&config, (&open.device, &*open.kernels), &*group, report)?;
         let mut trainer = Self::with_parts(group, config, source, initial, open, report)?;
         checkpoint.map_or(Ok(()), |checkpoint| trainer.load(checkpoint))?;
         Ok(trainer)
@@ -191,7 +191,7 @@ impl Trainer {
         mut config: Config,
         source: ModelSource,
         initial: InitialWeights,
-        DeviceContext { device, name, kernels }: DeviceContext,
+        DeviceContext { device, name, kernels, .. }: DeviceContext,
         report: &mut SetupCallback<'_>,
     ) -> Result<Self> {
         let chat = source.chat;

@@ -434,6 +434,7 @@ def nccl():
         differing_kernels(gpus)
         lost_processes(gpus)
         lost_at_start(gpus)
+        separate_gpus()
         without_nccl(gpus)
 
 
@@ -473,15 +474,19 @@ def missing_waits(flags, gpus, expected):
             row(f"noticed: no wait in {call}", noticed, said if noticed else "the same bits")
 
 
+def launch_two(words, first, second):
+    """Runs a command in two processes with these variables, as a launcher would."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda more: run(*words, **job, **more), ({**first, "RANK": "0"}, {**second, "RANK": "1"})))
+
+
 def differing_kernels(gpus):
     """Kernels that fail the preflight of one process are used by none."""
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2", "TMPDIR": folder}
-        free.close()
-        words = command("cuda", folder, *flags_of("bf16", 2), "--kernels", "fused", "--grad-accum", 2)
-        starts = [{**gpus, **job, "RANK": "0"}, {**gpus, **job, "RANK": "1", "STAND_IN_SKIPS": "adamw"}]
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            ended = list(pool.map(lambda more: run(*words, **more), starts))
+    with tempfile.TemporaryDirectory() as folder:
+        words, gpus = command("cuda", folder, *flags_of("bf16", 2), "--kernels", "fused", "--grad-accum", 2), {**gpus, "TMPDIR": folder}
+        ended = launch_two(words, gpus, {**gpus, "STAND_IN_SKIPS": "adamw"})
         kernels = kernels_of(folder) if ended[0][0] == 0 else last_line(*ended[0][1:])
         notices = [line for line in ended[0][2].splitlines() if "restricted by process 1 on " in line]
     left = ["cross_entropy", "elementwise", "embedding", "product", "rope", "summary"]
@@ -535,6 +540,19 @@ def lost_processes(gpus):
             expected = "" if victim == 0 else f"process {victim}"
             passed = len(ranks) == 3 and job.returncode != 0 and seconds < 10 and not left and expected in said
             row(f"SIGKILL of process {victim} of 3", passed, f"all ended after {seconds:.1f} s; {last_line(said) if said else 'no message'}")
+
+
+def separate_gpus():
+    """Each of two processes has all memory of its GPU, although a launcher shows it no other."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [args.finetune, "--device", "cuda", "--kernels", "candle", "--plain", "--checkpoint-dir", folder]
+        words += ["--batch-size", 10**6, "--grad-accum", 2]
+        alone = run(*words)[2]
+        _, _, said = launch_two(words, {"STAND_IN_UUID": "1"}, {"STAND_IN_UUID": "2"})[0]
+        _, _, shared = launch_two(words, {}, {})[0]
+    available = [last_line(text).partition("but only ")[2].partition(" are available")[0] for text in (alone, said, shared)]
+    passed = len(set(available)) == 2 and available[0] == available[1] != ""
+    row("the memory of separate GPUs", passed, f"{available[0]} in one process, {available[1]} in each of two, {available[2]} on one GPU")
 
 
 def lost_at_start(gpus):

@@ -3,7 +3,6 @@
 use super::Trainer;
 use crate::data::Batch;
 use crate::digest::DigestWriter;
-use crate::engine::device::DeviceContext;
 use crate::engine::kernels::view::{read, to_host};
 use crate::engine::model::{Decoder, ModelSpec, Parameters, Workspace, candle_dtype};
 use crate::precision::{PrecisionConfig, UnitSet};
@@ -119,21 +118,17 @@ impl Trainer {
             let (theirs, own) = (source.spec.vocab_size, engine.model.spec().vocab_size);
             return wrong(format!("the vocabulary of `{}` has {theirs} tokens, not {own}", config.model));
         }
-        let device = DeviceContext {
-            device: engine.state.weights.device(),
-            name: self.device.clone(),
-            kernels: engine.model.shared_kernels(),
-        };
+        let (device, kernels) = (engine.state.weights.device(), engine.model.kernels());
         let InitialWeights { weights: (masters, mut weights), base } =
-            source.initial(&config, &device, &*engine.group, &mut |_| ())?;
+            source.initial(&config, (&device, kernels), &*engine.group, &mut |_| ())?;
         let spec = source.spec;
         let PrecisionConfig { keep, fallback_dtype, .. } = &config.precision;
         let workspace = self.reference_workspace(&spec, keep)?;
         for unit in &keep.0 {
-            masters.change_dtype(*unit, candle_dtype(*fallback_dtype), &mut weights, &*device.kernels)?;
+            masters.change_dtype(*unit, candle_dtype(*fallback_dtype), &mut weights, kernels)?;
         }
         if !keep.0.is_empty() {
-            masters.copy_to_weights(&weights, &*device.kernels, &*engine.group)?;
+            masters.copy_to_weights(&weights, kernels, &*engine.group)?;
         }
         let sha256 = digest(&weights, base.as_ref())?;
         let model = Decoder::new(&spec, &weights, engine.model.shared_kernels())?;

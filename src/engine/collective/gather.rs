@@ -1,12 +1,10 @@
 //! Gathers the shards of the working copy in all processes.
 
+use super::shards::CHUNK_ELEMENTS;
 use super::{ProcessGroup, Shards, TensorExchange, range_bytes, write_range};
 use crate::Result;
 use crate::engine::kernels::view;
 use crate::engine::model::Parameters;
-
-/// Number of elements of a shard that are sent at a time.
-const CHUNK_ELEMENTS: usize = 1 << 20;
 
 /// Copies the shard `own` of each process into the `whole` of all processes. `own` may be a part of `whole` itself. A single
 /// process has nothing to do.

@@ -10,6 +10,9 @@ use crate::precision::PrecisionUnit;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+/// Number of elements of a shard that are exchanged through host memory at a time. It limits the memory of the exchange.
+pub(crate) const CHUNK_ELEMENTS: usize = 1 << 20;
+
 /// The shards of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shards {
@@ -88,11 +91,6 @@ impl Shards {
         }
         rounds
     }
-
-    /// Number of parameters.
-    pub fn parameters(&self) -> usize {
-        self.cuts.len()
-    }
 }
 
 /// The border of a block or parameter that is nearest to element `at` of parameters with these lengths; of two the later one.
@@ -139,7 +137,7 @@ mod tests {
                 assert!(shards.len(rank).abs_diff(total / world) <= PART, "{world} processes: {}", shards.len(rank));
                 let pieces: Vec<_> = (0..lengths.len()).map(|i| (i, shards.range(rank, i))).collect();
                 let pieces: Vec<_> = pieces.into_iter().filter(|(_, range)| !range.is_empty()).collect();
-                let rounds = shards.rounds(rank, 0..shards.parameters(), 2 * PART);
+                let rounds = shards.rounds(rank, 0..lengths.len(), 2 * PART);
                 let sizes: Vec<usize> =
                     rounds.iter().map(|round| round.iter().map(|(_, range)| range.len()).sum()).collect();
                 let (last, full) = sizes.split_last().unwrap();

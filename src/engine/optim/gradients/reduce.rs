@@ -2,6 +2,7 @@
 //! and computes statistics of the result. The statistics are merged in the order of a single process.
 
 use super::{Collector, GradientStats, Gradients, Sharding, add_node};
+use crate::engine::collective::shards::CHUNK_ELEMENTS;
 use crate::engine::collective::{ProcessGroup, Shards, TensorExchange, range_bytes};
 use crate::engine::kernels::convert::Element;
 use crate::engine::kernels::rows::{Rows, for_each_part, with_scratch};
@@ -20,8 +21,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Number of elements of a shard that are exchanged at a time. It limits the memory of the exchange.
-pub(crate) const CHUNK_ELEMENTS: usize = 1 << 20;
 /// Number of elements of a shard that GPUs exchange at a time.
 const GPU_CHUNK_ELEMENTS: usize = 1 << 22;
 /// Chunks that may be exchanged at a time, which bounds the memory of their bytes.

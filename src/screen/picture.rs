@@ -49,6 +49,8 @@ pub(crate) fn picture(
     app.scene.now = app.scene.run().last_t;
     app.size = (columns, rows);
     for key in keys.chars() {
+        // A dialog ignores keys that come too soon.
+        app.uptime += 1000;
         let code = if key == '\n' { KeyCode::Enter } else { KeyCode::Char(key) };
         app.key(KeyEvent::new(code, KeyModifiers::NONE));
     }

@@ -335,13 +335,30 @@ fn watch_follows_another_process_and_sees_it_killed() {
     watcher.quit();
 }
 
+/// The log of a run that has ended.
+const LOG: &str = r#"{"v":2,"t":1,"s":1.0,"event":"step","step":128,"loss":2.5,"loss_scale":65536.0}
+{"v":2,"t":1,"s":9.0,"event":"finished","reason":"done","step":3}
+"#;
+
+/// Regression: dialogs ignored all keys, because they waited for the replay's clock.
+#[test]
+fn the_help_of_a_replay_that_has_ended_closes() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    std::fs::write(terminal.folder.path().join("events.jsonl"), LOG).unwrap();
+    terminal.finetune("watch events.jsonl --speed 1000");
+    terminal.wait_for("■ done");
+    terminal.keys(&["?"]);
+    terminal.wait_for("any key closes");
+    terminal.answer("x");
+    terminal.wait_until("closed help", |screen| !screen.contains("any key closes"));
+    terminal.quit();
+}
+
 #[test]
 fn piped_output_is_lines() {
     let folder = tempfile::tempdir().unwrap();
     let log = folder.path().join("events.jsonl");
-    let finished = r#"{"v":2,"t":1,"s":9.0,"event":"finished","reason":"done","step":3}"#;
-    let step = r#"{"v":2,"t":1,"s":1.0,"event":"step","step":128,"loss":2.5,"loss_scale":65536.0}"#;
-    std::fs::write(&log, format!("{step}\n{finished}\n")).unwrap();
+    std::fs::write(&log, LOG).unwrap();
     let text = launch::succeed(launch::program().arg("watch").arg(&log));
     assert!(text.contains("step=128 ") && text.contains("finished reason=done"), "{text}");
     assert!(!text.contains('\u{1b}'), "{text:?}");

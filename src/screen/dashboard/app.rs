@@ -88,7 +88,9 @@ pub(crate) struct App {
     pub(super) dialog: Option<Dialog>,
     /// The first visible row of the help, which drawing limits.
     pub(super) help_top: Cell<usize>,
-    /// When the dialog opened, in wall-clock milliseconds.
+    /// Milliseconds since the dashboard opened. Unlike the scene's clock, it never stops or jumps, as in a replay.
+    pub(crate) uptime: u64,
+    /// When the dialog opened, as `uptime`.
     opened: u64,
     /// The look that the screen started with.
     pub(super) first_look: ColorScheme,
@@ -98,11 +100,11 @@ pub(crate) struct App {
     pub(crate) size: (u16, u16),
     /// A message about the last command, until training answers it.
     pub(super) notice: Option<&'static str>,
-    /// When a watcher pressed a key that only training obeys, in wall-clock milliseconds.
+    /// When a watcher pressed a key that only training obeys, as `uptime`.
     pub(super) refused: Option<u64>,
     /// The slow work training does between two steps, if any.
     pub(super) activity: Option<String>,
-    /// When the user stopped the run, in wall-clock milliseconds.
+    /// When the user stopped the run, as `uptime`.
     pub(super) stopping: Option<u64>,
     /// Set when the dashboard should close.
     pub(super) exit: Option<Exit>,
@@ -172,7 +174,7 @@ impl App {
     }
 
     pub(super) fn open(&mut self, dialog: Dialog) {
-        (self.dialog, self.opened) = (Some(dialog), self.scene.now);
+        (self.dialog, self.opened) = (Some(dialog), self.uptime);
     }
 
     /// Handles a key; returns a command for training, if any.
@@ -181,7 +183,7 @@ impl App {
             return self.interrupted();
         }
         self.refused = None;
-        if self.dialog.is_some() && self.scene.now < self.opened + TOO_SOON {
+        if self.dialog.is_some() && self.uptime < self.opened + TOO_SOON {
             return None;
         }
         if let Some(list) = self.list().filter(|list| list.typing) {
@@ -284,7 +286,7 @@ impl App {
     /// Sends a command to training, unless this dashboard only watches or training has ended.
     fn ask(&mut self, command: Command, notice: &'static str) -> Option<Command> {
         if self.scene.mode != DashboardMode::Attached {
-            self.refused = Some(self.scene.now);
+            self.refused = Some(self.uptime);
             return None;
         }
         if self.scene.live.is_over() {
@@ -295,7 +297,7 @@ impl App {
     }
 
     pub(super) fn stop(&mut self, save: bool) -> Command {
-        self.stopping = Some(self.scene.now);
+        self.stopping = Some(self.uptime);
         self.dialog = None;
         self.notice = Some(if save { "saving, then stopping; Ctrl-C again stops without saving" } else { "stopping" });
         Command::Stop { save }
@@ -309,7 +311,7 @@ impl App {
                 None
             }
             // Rapid presses do not confirm the abort.
-            Some(since) if self.scene.now < since + CTRL_C_REPEAT.as_millis() as u64 => None,
+            Some(since) if self.uptime < since + CTRL_C_REPEAT.as_millis() as u64 => None,
             Some(_) => {
                 self.exit = Some(Exit::Killed);
                 Some(Command::Abort)
@@ -431,9 +433,7 @@ impl App {
             return;
         }
         let mut x = 1;
-        // A replay's clock runs at the replay's speed.
-        let explained = |since: u64| self.scene.playback.is_some() || self.scene.now < since + EXPLAINED;
-        if self.refused.is_some_and(explained) {
+        if self.refused.is_some_and(|since| self.uptime < since + EXPLAINED) {
             x = canvas.text(x, 0, "commands work only in the training terminal", Role::Subnormal) + 3;
         }
         for message in [self.activity.as_deref(), self.notice].into_iter().flatten() {

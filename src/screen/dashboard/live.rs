@@ -25,6 +25,7 @@ struct Live<'a, W: Write> {
     commands: Option<&'a Sender<Command>>,
     ending: ShutdownFlag,
     theme: Theme,
+    began: Instant,
     /// When the last frame was drawn, and whether anything has changed since.
     drawn: Option<Instant>,
     changed: bool,
@@ -43,7 +44,8 @@ impl App {
         let ending = ShutdownFlag::listen().map_err(Error::io("watch for signals on", "terminal"))?;
         let screen = Screen::enter(writer, mouse).map_err(Error::io("take over", "terminal"))?;
         self.first_look = theme.scheme();
-        let mut live = Live { app: self, screen, commands, ending, theme, drawn: None, changed: true };
+        let began = Instant::now();
+        let mut live = Live { app: self, screen, commands, ending, theme, began, drawn: None, changed: true };
         let driven = catch_unwind(AssertUnwindSafe(|| drive(source, &mut live)));
         drop(live);
         driven.unwrap_or(Ok(Exit::Crashed))
@@ -105,6 +107,7 @@ impl<W: Write> Renderer for Live<'_, W> {
 
     fn idle(&mut self, source: &mut dyn MessageSource, _quiet: bool, more: bool) -> io::Result<Option<Exit>> {
         source.play(&mut self.app.scene.playback);
+        self.app.uptime = self.began.elapsed().as_millis() as u64;
         if self.ending.is_set() {
             self.terminate();
         }

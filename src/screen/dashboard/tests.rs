@@ -56,7 +56,7 @@ fn step(step: StepRecord) -> ScreenMessage {
 
 /// Presses a key; if a dialog is open, after it could be read.
 fn key(view: &mut App, code: KeyCode) -> Option<Command> {
-    view.scene.now += if view.dialog.is_some() { 800 } else { 0 };
+    view.uptime += if view.dialog.is_some() { 800 } else { 0 };
     view.key(KeyEvent::new(code, KeyModifiers::NONE))
 }
 
@@ -406,7 +406,7 @@ fn a_watcher_sends_no_commands_and_quits_at_once() {
         assert_eq!(footer(&view), usual, "the next key ends the message");
     }
     press(&mut view, "e");
-    view.scene.now += 6000;
+    view.uptime += 6000;
     assert_eq!(footer(&view), usual, "time ends it too");
     assert_eq!(press(&mut view, "q"), []);
     assert_eq!(view.exit, Some(Exit::Ended));
@@ -490,8 +490,7 @@ fn control_c_saves_then_ends_everything() {
     let footer = picture(&view, COMPACT).lines().last().unwrap().to_owned();
     assert!(footer.starts_with(" saving, then stopping; Ctrl-C again stops without saving"), "{footer}");
     assert_eq!(ctrl_c(&mut view), None, "rapid presses do not abort");
-    let later = view.scene.now + 2000;
-    view.scene.now = later;
+    view.uptime += 2000;
     assert_eq!(ctrl_c(&mut view), Some(Command::Abort));
     assert_eq!(view.exit, Some(Exit::Killed));
 }
@@ -501,13 +500,13 @@ fn keys_typed_before_a_dialog_can_be_read_do_not_answer_it() {
     let mut view = running();
     let typed = |view: &mut App, c| view.key(KeyEvent::new(KeyCode::Char(c), KeyModifiers::NONE));
     press(&mut view, "q");
-    view.scene.now += 299;
+    view.uptime += 299;
     assert_eq!([typed(&mut view, 's'), typed(&mut view, 'd')], [None, None]);
     assert_eq!((view.dialog, view.exit), (Some(Dialog::Quit), None));
-    view.scene.now += 1;
+    view.uptime += 1;
     assert_eq!(typed(&mut view, 'D'), None);
     assert_eq!(typed(&mut view, 'y'), None, "the next question is new");
-    view.scene.now += 300;
+    view.uptime += 300;
     assert_eq!(typed(&mut view, 'y'), Some(Command::Stop { save: false }));
     // A run may end while its user types.
     let mut view = after(Invented::default(), usize::MAX);

@@ -400,7 +400,7 @@ fn item_15_pictures_are_files() {
     let (_folder, path) = log(Invented::default(), 1200);
     let logs = [path];
     for scheme in [ColorScheme::Dark, ColorScheme::Light, ColorScheme::HighContrast] {
-        let svg = String::from_utf8(picture_file(&logs, "2u", (80, 24), scheme, ImageFormat::Svg).unwrap()).unwrap();
+        let svg = String::from_utf8(picture_file(&logs, "?x2u", (80, 24), scheme, ImageFormat::Svg).unwrap()).unwrap();
         assert!(svg.starts_with("<svg ") && svg.contains("viewBox=\"0 0 640 384\"") && svg.contains("[2 Precision]"));
         let png = picture_file(&logs, "", (80, 24), scheme, ImageFormat::Png).unwrap();
         let mut reader = png::Decoder::new(std::io::Cursor::new(png)).read_info().unwrap();

@@ -17,7 +17,7 @@ pub(crate) struct WatchArgs {
     /// A run's name or folder, or its events file [default: the newest run]; further runs are overlaid on its charts
     #[arg(value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// Replay the run from its start at this multiple of its speed
+    /// Replay the run from its start at this multiple of its speed; longer waits for a record are cut to 10 seconds
     #[arg(long, value_name = "FACTOR")]
     speed: Option<f64>,
     /// Print lines of key=value pairs instead of drawing

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// How often to check a silent run's process.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
+/// How long a replay waits for its next record: a run may pause for hours, and the times of a damaged log may differ by centuries.
+const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
 /// Shows the run of the first of `logs` on standard output, which must be a terminal, with the others overlaid. With a
 /// `speed`, replays it that many times as fast as it ran; without, follows the log from its end.
@@ -108,6 +110,29 @@ impl Replay {
         (self.position, self.since) = (from, Instant::now());
     }
 
+    /// Adds records. The times of a log never decrease, so one that is above the next is damaged, and counts as the next.
+    fn extend(&mut self, records: Vec<Record>) {
+        for record in records {
+            if let Some(last) = self.waiting.back_mut() {
+                last.s = last.s.min(record.s);
+            }
+            self.waiting.push_back(record);
+        }
+    }
+
+    /// The next record if it is due.
+    fn next_due(&mut self) -> Option<Record> {
+        let next = self.waiting.front()?.s;
+        let longest = LONGEST_WAIT.as_secs_f64() * self.speed;
+        if self.first.is_none() {
+            self.first = Some(next);
+            self.continue_from(next);
+        } else if next - self.now() > longest && !self.paused {
+            self.continue_from(next - longest);
+        }
+        if next <= self.now() { self.waiting.pop_front() } else { None }
+    }
+
     fn play(&mut self, playback: &mut Playback) {
         let (first, now) = (self.first.unwrap_or(0.0), self.now());
         let span = (self.last - first).max(f64::MIN_POSITIVE);
@@ -186,21 +211,14 @@ impl LogSource {
             pass(ScreenMessage::Rewind);
         }
         if replay.waiting.len() < 1024 {
-            replay.waiting.extend(poll_lines(&mut self.tail, &mut self.last)?.records);
+            replay.extend(poll_lines(&mut self.tail, &mut self.last)?.records);
         }
-        let Some(next) = replay.waiting.front() else { return Ok(false) };
-        if replay.first.is_none() {
-            replay.first = Some(next.s);
-            replay.continue_from(next.s);
+        let is_empty = replay.waiting.is_empty();
+        while let Some(record) = replay.next_due() {
+            replay.clock = record.t;
+            pass(ScreenMessage::Record(Box::new(record)));
         }
-        let due = replay.now();
-        while replay.waiting.front().is_some_and(|record| record.s <= due) {
-            if let Some(record) = replay.waiting.pop_front() {
-                replay.clock = record.t;
-                pass(ScreenMessage::Record(Box::new(record)));
-            }
-        }
-        Ok(replay.waiting.is_empty())
+        Ok(!is_empty && replay.waiting.is_empty())
     }
 }
 
@@ -263,4 +281,42 @@ fn poll_lines(tail: &mut Tail, last: &mut LastRecord) -> Result<Poll> {
         poll.records.push(Record { v: VERSION, t, s, event: Event::Warning(Diagnostic { step, message }) });
     }
     Ok(poll)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A replay at the run's speed of records with these times.
+    fn replay(times: &[f64]) -> Replay {
+        let mut replay = Replay::new(Path::new("no log"), 1.0);
+        let record = |&s| Record { v: VERSION, t: 0, s, event: Event::Paused { step: 0 } };
+        replay.extend(times.iter().map(record).collect());
+        replay
+    }
+
+    /// Regression: a time of centuries stalled a replay.
+    #[test]
+    fn a_damaged_time_stalls_no_replay() {
+        let times = |replay: &Replay| replay.waiting.iter().map(|record| record.s).collect::<Vec<_>>();
+        assert_eq!(times(&replay(&[0.0, 1e300, 200.0, -1e300, 201.0])), [0.0, 200.0, -1e300, -1e300, 201.0]);
+        let mut last = replay(&[0.0, 1e300]);
+        assert!(last.next_due().is_some() && last.next_due().is_some() && last.next_due().is_none());
+        let mut first = replay(&[-1e300, 1.0]);
+        assert!(first.next_due().is_some() && first.next_due().is_none());
+        assert!(1.0 - first.now() <= 10.0, "{}", first.now());
+    }
+
+    #[test]
+    fn a_long_wait_is_cut() {
+        let mut hours = replay(&[0.0, 7200.0]);
+        hours.paused = true;
+        assert!(hours.next_due().is_some() && hours.next_due().is_none());
+        assert_eq!(hours.now(), 0.0);
+        hours.paused = false;
+        assert!(hours.next_due().is_none());
+        assert!((7190.0..7200.0).contains(&hours.now()), "{}", hours.now());
+        let mut seconds = replay(&[0.0, 9.0]);
+        assert!(seconds.next_due().is_some() && seconds.next_due().is_none() && seconds.now() < 9.0);
+    }
 }

@@ -189,9 +189,14 @@ impl LabSession {
     }
 }
 
+/// The value that was typed for an argument.
+fn typed_value(argument: &str, text: &str) -> Result<f64> {
+    parse_value(text).map_err(|why| Error::config(argument, why))
+}
+
 impl RangesArgs {
     fn report(&self, run: Option<&RunData>) -> Result<Ranges> {
-        let values = self.values.iter().map(|text| Ok(ValueRange::value(text.trim(), parse_value(text)?)));
+        let values = self.values.iter().map(|text| Ok(ValueRange::value(text.trim(), typed_value("VALUES", text)?)));
         let mut value_ranges = values.collect::<Result<Vec<_>>>()?;
         if let Some(run) = run {
             value_ranges.extend(run.value_ranges()?);
@@ -202,7 +207,7 @@ impl RangesArgs {
 
 impl BitsArgs {
     fn report(&self) -> Result<Bits> {
-        let mut bits = Bits::parse(&self.value)?;
+        let mut bits = Bits::parse(&self.value).map_err(|why| Error::config("VALUE", why))?;
         bits.cursor = self.cursor.map(|bit| (self.format, bit.min(self.format.bits() - 1)));
         Ok(bits)
     }
@@ -311,7 +316,7 @@ impl ScalerArgs {
 
     fn gradients(&self) -> Result<GradientModel> {
         let Self { sigma, drift, spikes, spike, jump_at, jump, .. } = *self;
-        let level = parse_value(&self.level)?;
+        let level = typed_value("--level", &self.level)?;
         if sigma < 0.0 || [level, sigma, drift, spike, jump].iter().any(|value| !value.is_finite()) {
             return Err(Error::config("--sigma", "level, sigma, drift and heights must be finite, sigma 0 or more"));
         }
@@ -662,7 +667,9 @@ mod tests {
     #[test]
     fn invalid_input_is_one_clear_error() {
         for (typed, part) in [
-            ("bits one", "cannot read `one`"),
+            ("bits one", "VALUE: cannot read `one`"),
+            ("ranges 1 one", "VALUES: cannot read `one`"),
+            ("scaler --level one", "--level: cannot read `one`"),
             ("scaler --rate 2", "--rate: 2 is not a share"),
             ("scaler --setting a=1", "`a` is not an option of the scaler"),
             ("scaler --setting= --setting= --setting= --setting=", "four settings"),

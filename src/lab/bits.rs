@@ -3,7 +3,6 @@
 use serde::Serialize;
 
 use super::number::{exact, parse_value, serialize, short};
-use crate::Result;
 use crate::precision::{FloatClass, FloatFormat};
 use crate::ui::{Line, Page, Role};
 
@@ -79,7 +78,7 @@ impl Bits {
     pub(crate) const PRESETS: [&str; 7] = ["pi", "1e-8", "65504", "65520", "2^-24", "2^-25", "1 + 2^-11"];
 
     /// Parses `input` with [`parse_value`](super::parse_value) and stores it in every format.
-    pub(crate) fn parse(input: &str) -> Result<Self> {
+    pub(crate) fn parse(input: &str) -> Result<Self, String> {
         let value = parse_value(input)?;
         let formats = FloatFormat::ALL.map(|format| StoredNumber::new(value, format)).to_vec();
         Ok(Self { input: input.trim().to_owned(), value, exact: exact(value), formats, cursor: None })
@@ -110,13 +109,13 @@ impl Bits {
     }
 
     /// The pattern of `input` in `format` with one bit flipped, as valid input: `fp16:0x3c01`.
-    pub(crate) fn flipped(input: &str, format: FloatFormat, bit: u32) -> Result<String> {
+    pub(crate) fn flipped(input: &str, format: FloatFormat, bit: u32) -> Result<String, String> {
         let bits = format.encode(parse_value(input)?);
         Ok(pattern(format, bits ^ (1 << (format.bits() - 1 - bit.min(format.bits() - 1)))))
     }
 
     /// The number of `format` next to `input`, towards +inf or -inf.
-    pub(crate) fn neighbour(input: &str, format: FloatFormat, up: bool) -> Result<String> {
+    pub(crate) fn neighbour(input: &str, format: FloatFormat, up: bool) -> Result<String, String> {
         let bits = format.encode(parse_value(input)?);
         let next = if up { format.next_up(bits) } else { format.next_down(bits) };
         Ok(pattern(format, next.unwrap_or(bits)))

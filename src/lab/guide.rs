@@ -5,6 +5,7 @@ use ratatui::crossterm::event::KeyCode;
 
 use super::screen::{Adjust, Field, LabTab, Scenario, ViewKey};
 use super::{Bits, parse_format};
+use crate::precision::FloatFormat;
 
 const fn key(
     code: KeyCode,
@@ -47,7 +48,7 @@ fn cursor(lab_tab: &mut LabTab, change: i64) {
     lab_tab.set("cursor", (at + change).rem_euclid(width).to_string());
 }
 
-fn replace(lab_tab: &mut LabTab, make: impl Fn(&str, crate::precision::FloatFormat) -> crate::Result<String>) {
+fn replace(lab_tab: &mut LabTab, make: impl Fn(&str, FloatFormat) -> Result<String, String>) {
     let format = parse_format(lab_tab.value("in"));
     if let Ok(value) = format.and_then(|format| make(lab_tab.value("value"), format)) {
         lab_tab.set("value", value);

@@ -2,11 +2,10 @@
 
 use crate::precision::FloatFormat;
 pub(super) use crate::telemetry::float::serialize;
-use crate::{Error, Result};
 
 /// Parses `3.14`, `-1e-8`, `pi`, `e`, `inf`, `nan`, `2^-24`, `3*2^-24`, sums of such (`1 + 2^-11`), and patterns with
 /// their format: `fp16:0x3c00`, `bf16:…`, `fp32:…`, `e4m3:…`, `e5m2:…`.
-pub(crate) fn parse_value(text: &str) -> Result<f64> {
+pub(crate) fn parse_value(text: &str) -> Result<f64, String> {
     let text = text.trim();
     if let Some((name, pattern)) = text.split_once(':') {
         return parse_pattern(name.trim(), pattern.trim());
@@ -24,11 +23,11 @@ pub(crate) fn parse_value(text: &str) -> Result<f64> {
     sum.ok_or_else(|| unreadable(text, "write a number such as `1e-8`, `2^-24` or `pi`"))
 }
 
-fn unreadable(text: &str, advice: &str) -> Error {
-    Error::config("value", format!("cannot read `{text}`; {advice}"))
+fn unreadable(text: &str, advice: &str) -> String {
+    format!("cannot read `{text}`; {advice}")
 }
 
-fn parse_pattern(name: &str, pattern: &str) -> Result<f64> {
+fn parse_pattern(name: &str, pattern: &str) -> Result<f64, String> {
     let format = parse_format(name)?;
     let width = format.bits() as usize / 4;
     let digits = pattern.strip_prefix("0x").unwrap_or(pattern);
@@ -42,17 +41,14 @@ fn parse_pattern(name: &str, pattern: &str) -> Result<f64> {
 }
 
 /// The format called `name`: `fp16`, `f16`, `e4m3`, ….
-pub(crate) fn parse_format(name: &str) -> Result<FloatFormat> {
+pub(crate) fn parse_format(name: &str) -> Result<FloatFormat, String> {
     Ok(match name.to_ascii_lowercase().as_str() {
         "fp32" | "f32" => FloatFormat::FP32,
         "fp16" | "f16" => FloatFormat::FP16,
         "bf16" => FloatFormat::BF16,
         "e4m3" | "fp8" | "fp8_e4m3" => FloatFormat::E4M3,
         "e5m2" | "fp8_e5m2" => FloatFormat::E5M2,
-        _ => {
-            let message = format!("`{name}` is not one of `fp32`, `fp16`, `bf16`, `e4m3`, `e5m2`");
-            return Err(Error::config("format", message));
-        }
+        _ => return Err(format!("`{name}` is not one of `fp32`, `fp16`, `bf16`, `e4m3`, `e5m2`")),
     })
 }
 
@@ -205,7 +201,7 @@ mod tests {
     fn errors_show_valid_input() {
         for text in ["", "abc", "1 +", "--1", "2^x", "1 2^3x", "0x3c00", "fp16:0x3c0", "fp16:zzzz", "fp99:0x00", "1**2"]
         {
-            let error = parse_value(text).unwrap_err().to_string();
+            let error = parse_value(text).unwrap_err();
             assert!(error.contains('`'), "{text}: {error}");
         }
     }

@@ -324,6 +324,18 @@ mod tests {
         assert_eq!(sizes, [3 << 29, 80_000_000_000, 80_000_000_000, 512 << 20, 7, 2_000_000_000_000]);
     }
 
+    /// Regression: the error named `value` and `format`, which are no flags.
+    #[test]
+    fn an_unreadable_value_is_of_its_flag() {
+        for (typed, expected) in [
+            ("crises --scale one", "'one' for '--scale <SCALE>': cannot read `one`; write a number"),
+            ("scaling --format fp99", "'fp99' for '--format <FORMAT>': `fp99` is not one of `fp32`"),
+        ] {
+            let error = LabLine::try_parse_from(["lab"].into_iter().chain(typed.split(' '))).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
     /// Regression: an exponent near the ends of its type overflowed.
     #[test]
     fn exponents_are_within_the_range_of_numbers() {

@@ -303,8 +303,8 @@ impl ScalerArgs {
         };
         let injected = |seed| steps(seed).injected(&self.overflow_at, self.rate, seed);
         let label = if (1..20).contains(&base.len()) { base } else { "base" };
-        let base = apply_setting(started.unwrap_or_default(), base)?;
-        let others = self.setting.iter().map(|text| Ok((text.clone(), apply_setting(base, text)?)));
+        let base = apply_setting(started.unwrap_or_default(), "--base", base)?;
+        let others = self.setting.iter().map(|text| Ok((text.clone(), apply_setting(base, "--setting", text)?)));
         let settings = std::iter::once(Ok((label.to_owned(), base))).chain(others).collect::<Result<_>>()?;
         let mut comparison = ScalerComparison::run(settings, &injected(self.seed))?;
         if let Some(seeds) = self.seeds {

@@ -462,7 +462,7 @@ pub(crate) fn model_named(name: &str) -> Result<ModelSpec> {
     }
     let unknown = || {
         let known = ModelSpec::names().join("`, `");
-        Error::config("model", format!("`{name}` is not one of `{known}`, `7b`, nor a number such as `350M`"))
+        Error::config("--model", format!("`{name}` is not one of `{known}`, `7b`, nor a number such as `350M`"))
     };
     let base = ModelSpec { max_position_embeddings: 2048, ..ModelSpec::named("gpt2").ok_or_else(unknown)? };
     let shape = |layers: usize| base.clone().resized(layers, 128 * layers, layers);

@@ -9,6 +9,7 @@ use serde::Serialize;
 use super::number::percent;
 use crate::precision::{FloatFormat, GradScaler, GradScalerConfig, OnOverflow, ScaleChange};
 use crate::random::{Domain, Stream};
+use crate::settings::{integer, number};
 use crate::{Error, Result};
 
 pub(crate) use gradients::{GradientModel, Mean};
@@ -248,25 +249,26 @@ impl Trajectory {
     }
 }
 
-/// Applies `text`, such as `growth_interval=200,hysteresis=2`, to `config`. The `[scaler]` table has the same keys.
-pub(crate) fn apply_setting(config: GradScalerConfig, text: &str) -> Result<GradScalerConfig> {
-    let fail = |message: String| Error::config("setting", message);
+/// Applies the text of a flag, such as `growth_interval=200,hysteresis=2`, to `config`. The `[scaler]` table has the same keys.
+pub(crate) fn apply_setting(config: GradScalerConfig, flag: &str, text: &str) -> Result<GradScalerConfig> {
+    let fail = |message: String| Error::config(flag, message);
     let mut table = toml::Table::try_from(config).map_err(|error| fail(error.to_string()))?;
     for part in text.split(',').filter(|part| !part.trim().is_empty()) {
         let (key, value) =
             part.split_once('=').ok_or_else(|| fail(format!("cannot read `{part}`; write `growth_interval=200`")))?;
         let (key, value) = (key.trim(), value.trim());
-        if !table.contains_key(key) {
-            let known: Vec<_> = table.keys().map(|key| format!("`{key}`")).collect();
-            return Err(fail(format!("`{key}` is not an option of the scaler; the options are {}", known.join(", "))));
-        }
-        let parsed = format!("x = {value}").parse::<toml::Table>().ok().and_then(|mut table| table.remove("x"));
-        let mut parsed = parsed.unwrap_or_else(|| toml::Value::String(value.to_owned()));
-        // Accept `growth_factor=4` for 4.0.
-        if let (Some(toml::Value::Float(_)), toml::Value::Integer(whole)) = (table.get(key), &parsed) {
-            parsed = toml::Value::Float(*whole as f64);
-        }
-        table.insert(key.to_owned(), parsed);
+        let parsed = match table.get(key) {
+            Some(toml::Value::Float(_)) => number(value).map(toml::Value::from).ok(),
+            Some(toml::Value::Integer(_)) => integer(value).map(toml::Value::from).ok(),
+            Some(_) => None,
+            None => {
+                let known: Vec<_> = table.keys().map(|key| format!("`{key}`")).collect();
+                let known = known.join(", ");
+                return Err(fail(format!("`{key}` is not an option of the scaler; the options are {known}")));
+            }
+        };
+        let parsed = parsed.or_else(|| format!("x = {value}").parse::<toml::Table>().ok()?.remove("x"));
+        table.insert(key.to_owned(), parsed.unwrap_or_else(|| value.into()));
     }
     let config: GradScalerConfig = table.try_into().map_err(|error| fail(error.to_string().trim_end().to_owned()))?;
     config.validate()?;
@@ -279,7 +281,7 @@ mod tests {
 
     fn compare(settings: &[&str], overflows: &GradientTrace) -> ScalerComparison {
         let base = GradScalerConfig { init_scale: 32768.0, growth_interval: 5, ..GradScalerConfig::default() };
-        let settings = settings.iter().map(|text| ((*text).to_owned(), apply_setting(base, text).unwrap()));
+        let settings = settings.iter().map(|text| ((*text).to_owned(), apply_setting(base, "", text).unwrap()));
         ScalerComparison::run(settings.collect(), overflows).unwrap()
     }
 
@@ -399,13 +401,18 @@ mod tests {
 
     #[test]
     fn invalid_settings_are_rejected_by_name() {
-        let refused = |text| apply_setting(GradScalerConfig::default(), text).unwrap_err().to_string();
+        let apply = |text| apply_setting(GradScalerConfig::default(), "--base", text);
+        let refused = |text| apply(text).unwrap_err().to_string();
         assert!(refused("growth_intervall=3").contains("`growth_intervall` is not an option"));
         assert!(refused("growth_interval").contains("cannot read"));
         assert!(refused("growth_factor=0.5").contains("scaler.growth_factor"));
         assert!(refused("on_overflow=explode").contains("explode"));
-        let config = apply_setting(GradScalerConfig::default(), "growth_factor=4, hysteresis_refill=clean").unwrap();
-        assert_eq!(config.growth_factor, 4.0);
+        assert!(refused("hysteresis=half").starts_with("--base: "));
+        let config = apply("growth_factor=4, hysteresis_refill=clean, enabled=false").unwrap();
+        assert!(config.growth_factor == 4.0 && !config.enabled);
+        // As in training's settings.
+        let config = apply("init_scale=2^24, backoff_factor=1/4, growth_interval=1e3").unwrap();
+        assert_eq!((config.init_scale, config.backoff_factor, config.growth_interval), (16_777_216.0, 0.25, 1000));
     }
 
     #[test]

@@ -145,6 +145,28 @@ fn the_doctor_answers_in_json() {
 }
 
 #[test]
+fn each_type_has_a_row_with_its_ratios_to_fp32() {
+    let fixture = CliFixture::empty();
+    let line = "bench --device cpu --model tiny --layers 1 --batch-size 1 --seq-len 8 --steps 1 --warmup 0 --threads 1";
+    let rows = |types: &str| -> Vec<Vec<String>> {
+        let table = fixture.said(&format!("{line} --dtype {types}"));
+        let rows = table.lines().skip(1).take_while(|line| !line.is_empty());
+        rows.map(|row| row.split_whitespace().map(str::to_owned).collect()).collect()
+    };
+    let compared = rows("bf16,fp32");
+    assert_eq!(compared.iter().map(|row| &row[0]).collect::<Vec<_>>(), ["bf16", "fp32"]);
+    for row in &compared {
+        let figures: Vec<f64> = row[1..].iter().map(|cell| cell.parse().unwrap()).collect();
+        let [rate, share, memory, memory_share, first, _, last, _, skipped] = figures[..] else { panic!("{row:?}") };
+        assert!([rate, share, memory, memory_share, first, last].iter().all(|figure| *figure > 0.0), "{row:?}");
+        assert_eq!(skipped, 0.0);
+    }
+    assert_eq!([2, 4, 6, 8].map(|ratio| compared[1][ratio].as_str()), ["1.00", "1.00", "+0.0e0", "+0.0e0"]);
+    let without = rows("bf16,fp16");
+    assert!(without.len() == 2 && without.iter().all(|row| [2, 4, 6, 8].iter().all(|ratio| row[*ratio] == "-")));
+}
+
+#[test]
 fn completions_and_the_manual_have_every_command() {
     let fixture = CliFixture::new();
     let definition = finetune::cli::definition();

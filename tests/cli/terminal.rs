@@ -18,6 +18,9 @@ use std::time::{Duration, Instant};
 /// How long anything may take on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
 
+/// After this time, a signal is a second request to stop.
+const SECOND_REQUEST: Duration = Duration::from_millis(1100);
+
 /// The demonstration, rebuilt first, because running a single test does not build it.
 static DEMO: LazyLock<PathBuf> = LazyLock::new(|| {
     let mut build = launch::command(env!("CARGO"));
@@ -271,10 +274,14 @@ fn a_signal_makes_training_stop_and_restores() {
 
 #[test]
 fn a_second_signal_ends_everything_at_once_and_restores() {
-    for signals in [["TERM", "INT"], ["INT", "TERM"]] {
+    for [first, second] in [["TERM", "INT"], ["INT", "TERM"]] {
         let Some(terminal) = Terminal::open(120, 36) else { return };
         terminal.start_demo("--stubborn; echo code=$?");
-        terminal.signal(&signals);
+        terminal.signal(&[first, second]);
+        let screen = terminal.wait_for("interrupted: saving; Ctrl-C again stops without saving");
+        assert!(!screen.contains("code="), "signals at once are one request: {screen}");
+        sleep(SECOND_REQUEST);
+        terminal.signal(&[second]);
         terminal.wait_for("code=130");
         terminal.assert_restored();
     }
@@ -287,6 +294,7 @@ fn a_signal_that_closes_the_screen_is_confirmed() {
     terminal.start_demo("--stubborn; echo code=$?");
     terminal.signal(&["TERM"]);
     terminal.wait_for("interrupted: saving; Ctrl-C again stops without saving");
+    sleep(SECOND_REQUEST);
     terminal.keys(&["C-c"]);
     terminal.wait_for("code=130");
     terminal.assert_restored();

@@ -19,14 +19,14 @@ const PATIENCE: Duration = Duration::from_millis(500);
 /// The effect of the first signal, as text.
 pub(crate) const SAVING: &str = "interrupted: saving; Ctrl-C again stops without saving";
 
-/// Repeated presses of Ctrl-C within this time count as one.
+/// Requests to stop within this time count as one.
 pub(crate) const CTRL_C_REPEAT: Duration = Duration::from_secs(1);
 
 /// Handles signals during a training run.
 ///
 /// The first SIGINT, SIGTERM, SIGHUP or SIGXCPU ends the process at once while the run is being prepared, and makes a run in
-/// progress save and stop. After that, a SIGINT or SIGTERM ends the process at once; the system may send the other two
-/// repeatedly. SIGUSR1 saves. The exit code is 130, and the terminal is restored first.
+/// progress save and stop. A SIGINT or SIGTERM that comes at least a second later ends the process at once; the
+/// system may send the other two repeatedly. SIGUSR1 saves. The exit code is 130, and the terminal is restored first.
 #[derive(Clone, Default)]
 pub struct SignalHandler {
     run: Arc<OnceLock<Handlers>>,
@@ -58,24 +58,23 @@ impl SignalHandler {
         let mut signals = Signals::new(handled)?;
         let run = Arc::clone(&interruption.run);
         let handle = move || {
-            let mut interrupted = false;
-            let mut pressed: Option<Instant> = None;
+            let mut interrupted: Option<Instant> = None;
             for signal in signals.forever() {
-                match (signal, run.get()) {
-                    (SIGUSR1, run) => run.into_iter().for_each(|run| (run.save)()),
-                    // Ignore rapid presses: the user cannot have read the message yet.
-                    (SIGINT, _) if pressed.is_some_and(|at| at.elapsed() < CTRL_C_REPEAT) => {}
-                    (SIGINT | SIGTERM, _) if interrupted => {
-                        say("stopped without saving the steps after the last checkpoint");
-                        leave();
-                    }
-                    (_, Some(run)) => {
-                        interrupted = true;
-                        pressed = (signal == SIGINT).then(Instant::now);
+                match (signal, run.get(), interrupted) {
+                    (SIGUSR1, run, _) => run.into_iter().for_each(|run| (run.save)()),
+                    (_, None, _) => leave(),
+                    (_, Some(run), None) => {
+                        interrupted = Some(Instant::now());
                         run.interrupt.store(true, Ordering::SeqCst);
                         say(SAVING);
                     }
-                    (_, None) => leave(),
+                    // One soon after the first is no second request: the user cannot have read the message, and a launcher may
+                    // pass on Ctrl-C, which the terminal sends to all of its processes, as SIGTERM.
+                    (SIGINT | SIGTERM, Some(_), Some(first)) if first.elapsed() >= CTRL_C_REPEAT => {
+                        say("stopped without saving the steps after the last checkpoint");
+                        leave();
+                    }
+                    _ => {}
                 }
             }
         };

@@ -80,6 +80,12 @@ fn row((t, s, step, probe, eval): &LoggedStep) -> serde_json::Result<String> {
     let mut text = cells.collect::<serde_json::Result<Vec<_>>>()?.join(",");
     if let Some(objective) = &step.objective {
         text = text + "," + to_string(objective)?.trim_matches(['{', '}']);
+        // All rows have the same columns; a validation has some of a step's metrics.
+        let validated = eval.and_then(|eval| eval.objective).unwrap_or_default();
+        for (name, _) in objective.named() {
+            let value = validated.named().find(|(one, _)| *one == name).map(|(_, value)| value);
+            text = format!("{text},\"eval_{name}\":{}", to_string(&value)?);
+        }
     }
     Ok(format!("{{{text}}}"))
 }
@@ -182,4 +188,32 @@ fn write_row(row: &str, format: MetricsFormat, first: bool, out: &mut dyn Write)
         writeln!(out, "{}", line(|(key, _)| (*key).to_owned()))?;
     }
     writeln!(out, "{}", line(|(_, value)| (*value).to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics};
+    use serde_json::Value;
+
+    #[test]
+    fn a_row_has_the_metrics_of_its_step_and_of_its_validation() {
+        let metrics = |values: &[(ObjectiveMetric, f64)]| {
+            let mut metrics = ObjectiveMetrics::default();
+            for (metric, value) in values {
+                metrics.set(*metric, *value);
+            }
+            Some(metrics)
+        };
+        let of_step = metrics(&[(ObjectiveMetric::Reward, 0.5), (ObjectiveMetric::Kl, f64::NAN)]);
+        let objective = metrics(&[(ObjectiveMetric::Reward, 0.75)]);
+        let row = |eval| -> serde_json::Map<String, Value> {
+            let step = Box::new(StepRecord { objective: of_step, ..StepRecord::default() });
+            serde_json::from_str(&row(&(0, 0.0, step, None, eval)).unwrap()).unwrap()
+        };
+        let (validated, other) = (row(Some(Validation { objective, ..Validation::default() })), row(None));
+        assert_eq!([&validated["reward"], &validated["eval_reward"]], [0.5, 0.75]);
+        assert!(validated["kl"].is_null() && validated["eval_kl"].is_null() && other["eval_reward"].is_null());
+        assert!(validated.keys().eq(other.keys()));
+    }
 }

@@ -173,7 +173,7 @@ fn summary(stats: &GradStats, shift: i32) -> String {
 
 /// One layer: name, smallest magnitude, and the range from smallest to largest with the root mean square on it.
 fn layer_row(canvas: &mut Canvas, y: u16, ruler: &Ruler, format: FloatFormat, layer: &Layer, shift: i32) {
-    canvas.text(1, y, &layer.name, Role::Text);
+    canvas.text(1, y, label(&layer.name), Role::Text);
     for column in ruler.limits() {
         canvas.glyph(column, y, '┊', Role::Dim);
     }
@@ -203,6 +203,17 @@ fn layer_row(canvas: &mut Canvas, y: u16, ruler: &Ruler, format: FloatFormat, la
     }
     if layer.overflowed {
         canvas.glyph(ruler.infinity(), y, '✕', Role::Overflow);
+    }
+}
+
+/// The name of a layer in the six columns that it has.
+fn label(layer: &str) -> &str {
+    match layer {
+        "embed_tokens" => "embed",
+        "lm_head" => "head",
+        // Blocks such as `h.32-47`.
+        layer if layer.len() > 6 => layer.trim_start_matches("h."),
+        layer => layer,
     }
 }
 
@@ -317,9 +328,14 @@ mod tests {
         assert_eq!(folded(2, 9), ["wte", "wpe", "h.0", "h.1", "ln_f"]);
         assert_eq!(folded(7, 7), ["wte", "wpe", "h.0-1", "h.2-3", "h.4-5", "h.6", "ln_f"]);
         assert_eq!(folded(48, 6), ["wte", "wpe", "h.0-15", "h.16-31", "h.32-47", "ln_f"]);
+        assert_eq!(["h.0-15", "h.32-47", "embed_tokens", "lm_head"].map(label), ["h.0-15", "32-47", "embed", "head"]);
         for blocks in 0..50 {
             for rows in 0..20 {
-                assert!(folded(blocks, rows).len() <= rows.into());
+                let folded = folded(blocks, rows);
+                assert!(
+                    folded.len() <= rows.into() && folded.iter().all(|layer| label(layer).len() <= 6),
+                    "{folded:?}"
+                );
             }
         }
     }

@@ -108,12 +108,12 @@ impl Tensors {
         self.variances.values_mut().for_each(|(_, history)| history.truncate_after(step));
     }
 
-    /// The rows by layer, in order: `wte`, `wpe`, `h.0`, …, `ln_f`.
+    /// The rows by layer, in order: `wte`, `wpe`, `h.0`, …, `ln_f`; in Llama-like families `embed_tokens`, `h.0`, …, `norm`.
     pub(super) fn layers(&self) -> Vec<Layer> {
         let mut layers: Vec<Layer> = Vec::new();
         for row in &self.rows {
             let layer = Layer {
-                name: layer_name(&row.name).to_owned(),
+                name: layer_name(&row.name),
                 min_abs: row.stats.min_abs,
                 max_abs: row.stats.max_abs,
                 sum_squares: row.stats.norm.powi(2),
@@ -131,17 +131,19 @@ impl Tensors {
     }
 }
 
-/// `h.3` of `h.3.mlp.c_fc.weight`, `wte` of `wte.weight`.
-fn layer_name(tensor: &str) -> &str {
-    let parts = if tensor.starts_with("h.") { 2 } else { 1 };
-    tensor.match_indices('.').nth(parts - 1).map_or(tensor, |(at, _)| &tensor[..at])
+/// `h.3` of `h.3.mlp.c_fc.weight` and `layers.3.mlp.up_proj.weight`, `wte` of `wte.weight`.
+fn layer_name(tensor: &str) -> String {
+    match PrecisionUnit::of(tensor) {
+        block @ PrecisionUnit::Block(_) => block.to_string(),
+        PrecisionUnit::NonBlock => tensor.split('.').next().unwrap_or_default().to_owned(),
+    }
 }
 
 /// Sort key: embeddings, blocks by number, then the rest.
 pub(super) fn layer_order(layer: &str) -> (u8, u32) {
     match layer.strip_prefix("h.").and_then(|number| number.parse().ok()) {
         Some(number) => (1, number),
-        None if layer == "wte" => (0, 0),
+        None if layer == "wte" || layer == "embed_tokens" => (0, 0),
         None if layer == "wpe" => (0, 1),
         None => (2, 0),
     }
@@ -189,5 +191,31 @@ impl Layer {
     /// Root mean square of its elements.
     pub fn rms(&self) -> f64 {
         if self.count == 0 { 0.0 } else { (self.sum_squares / self.count as f64).sqrt() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: all blocks of a Llama were one layer.
+    #[test]
+    fn every_block_of_every_family_is_a_layer() {
+        let names = |tensors: &[&str]| -> Vec<String> {
+            let mut found = Tensors::default();
+            let record = |name: &&str| TensorRecord { name: (*name).to_owned(), ..TensorRecord::default() };
+            found.update(1, 0.0, 1.0, tensors.iter().map(record).collect());
+            found.layers().into_iter().map(|layer| layer.name).collect()
+        };
+        let gpt2 =
+            ["ln_f.bias", "h.10.ln_1.weight", "h.2.mlp.c_fc.weight", "h.2.mlp.c_fc.bias", "wpe.weight", "wte.weight"];
+        assert_eq!(names(&gpt2), ["wte", "wpe", "h.2", "h.10", "ln_f"]);
+        let llama = [
+            "norm.weight",
+            "layers.10.mlp.up_proj.lora_A.weight",
+            "layers.2.input_layernorm.weight",
+            "embed_tokens.weight",
+        ];
+        assert_eq!(names(&llama), ["embed_tokens", "h.2", "h.10", "norm"]);
     }
 }

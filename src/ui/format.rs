@@ -165,7 +165,7 @@ pub(crate) fn printable(text: &str) -> String {
 /// Shortens a tensor's long name: by the words before the block's number, then in the middle, because the end names the tensor.
 pub(crate) fn shortened_name(name: &str, width: usize) -> String {
     let fits = |name: &str| name.chars().count() <= width;
-    let name = name.split_once(".layers.").filter(|_| !fits(name)).map_or(name, |(_, from_block)| from_block);
+    let name = name.split_once("layers.").filter(|_| !fits(name)).map_or(name, |(_, from_block)| from_block);
     if fits(name) {
         return name.to_owned();
     }
@@ -212,8 +212,9 @@ mod tests {
 
     #[test]
     fn a_shortened_name_keeps_its_block_and_its_end() {
-        let name = "model.layers.11.self_attn.q_proj.weight";
-        assert_eq!(shortened_name(name, 39), name);
+        let name = "layers.11.self_attn.q_proj.weight";
+        assert_eq!(shortened_name(name, 33), name);
+        assert_eq!(shortened_name(&format!("model.{name}"), 38), "11.self_attn.q_proj.weight");
         assert_eq!(shortened_name(name, 30), "11.self_attn.q_proj.weight");
         assert_eq!(shortened_name(name, 24), "11.self_a….q_proj.weight");
         assert_eq!([shortened_name(name, 1), shortened_name(name, 0)], ["…", "…"]);

@@ -9,6 +9,7 @@ use crate::precision::ScalerMode;
 use crate::telemetry::{Event, PhaseLines, RunState, Started, StepRecord};
 use crate::ui::format::{clock, loss, magnitude, percent, rate, scale, share, short, steps};
 use crate::untrusted::sanitize_line;
+use serde_json::Value;
 use std::io::{self, Write};
 
 /// The longest time without a line for a step, in seconds: slow models shall not be silent for minutes.
@@ -129,10 +130,13 @@ impl<W: Write> Renderer for PlainPrinter<W> {
 /// A run's environment, one fact per line.
 fn environment(started: &Started) -> String {
     let scaler = &started.scaler;
+    // The first gradients may lower it before the first step.
+    let is_measured = started.config.pointer("/scaler/measure_first").and_then(Value::as_bool) == Some(true);
+    let at_most = if is_measured { "at most " } else { "" };
     let scaling = if scaler.enabled {
         let growth = match scaler.mode {
             ScalerMode::Dynamic => format!(
-                "dynamic, from {}, ×{} after {} clean steps",
+                "dynamic, from {at_most}{}, ×{} after {} clean steps",
                 scale(scaler.init_scale),
                 scaler.growth_factor,
                 scaler.growth_interval
@@ -187,8 +191,8 @@ fn environment(started: &Started) -> String {
 mod tests {
     use super::*;
     use crate::telemetry::{
-        DtypeChange, FirstNonFinite, GradMax, GradStats, Overflow, Pass, Record, ScaleCause, ScaleUpdate, StepStatus,
-        TensorRecord, VERSION,
+        DtypeChange, FirstNonFinite, GradMax, GradStats, Overflow, Pass, Record, ScaleCause, ScaleUpdate,
+        ScalerSettings, StepStatus, TensorRecord, VERSION,
     };
 
     fn message(s: f64, event: Event) -> ScreenMessage {
@@ -344,5 +348,13 @@ mod tests {
         let found = lines(1, vec![Event::Started(Box::new(started))]);
         assert!(found.iter().any(|line| line.starts_with("model        tiny: ")), "{found:#?}");
         assert_eq!(found.last().unwrap(), "resumed from step 64");
+        let scale = |measured: bool| {
+            let config = serde_json::json!({"scaler": {"measure_first": measured}});
+            let scaler = ScalerSettings { enabled: true, init_scale: 65536.0, ..ScalerSettings::default() };
+            let started = Started { scaler, config, ..Started::default() };
+            let found = lines(1, vec![Event::Started(Box::new(started))]);
+            found.into_iter().find(|line| line.starts_with("loss scale")).unwrap()
+        };
+        assert!(scale(false).contains("dynamic, from 2^16,") && scale(true).contains("dynamic, from at most 2^16,"));
     }
 }

@@ -37,7 +37,7 @@ enum RunsCommand {
     },
 }
 
-/// Bytes at the end of a log that are searched for its last record; a step's record with its tensors is shorter.
+/// Bytes at the end of a log that are searched for its last record.
 pub(super) const LOG_END: u64 = 256 << 10;
 
 /// Runs the subcommand and writes its report to `out`.

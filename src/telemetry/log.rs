@@ -102,21 +102,25 @@ impl EventLog {
 /// Longer lines are not records and are skipped.
 const MAX_LINE: u64 = 16 << 20;
 
-/// Repairs a torn last line, and returns the last readable record.
-fn repair(file: &mut File) -> std::io::Result<Option<Record>> {
+/// The last `window` bytes of a file, or more if they hold no whole line, and the position of the first.
+fn read_end(file: &mut File, mut window: u64) -> std::io::Result<(u64, Vec<u8>)> {
     let len = file.metadata()?.len();
-    // A line with its tables takes about 10 kB; read further back only if this window holds no whole line.
-    let mut window = 1 << 18;
-    let (start, end) = loop {
+    loop {
         let start = len.saturating_sub(window);
         let mut end = Vec::new();
         file.seek(SeekFrom::Start(start))?;
         file.read_to_end(&mut end)?;
         if start == 0 || window >= MAX_LINE || end.iter().rev().filter(|&&byte| byte == b'\n').nth(1).is_some() {
-            break (start, end);
+            return Ok((start, end));
         }
         window *= 4;
-    };
+    }
+}
+
+/// Repairs a torn last line, and returns the last readable record.
+fn repair(file: &mut File) -> std::io::Result<Option<Record>> {
+    // A line with its tables takes 10 kB to some 100 kB.
+    let (start, end) = read_end(file, 1 << 18)?;
     let whole = end.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
     let torn = &end[whole..];
     if let Ok(record) = serde_json::from_slice(torn) {
@@ -132,17 +136,9 @@ fn repair(file: &mut File) -> std::io::Result<Option<Record>> {
     Ok(end[..whole].rsplit(|&byte| byte == b'\n').find_map(|line| serde_json::from_slice(line).ok()))
 }
 
-/// The records in the last `bytes` of a log, the newest first; none if it cannot be read.
+/// The records in the last `bytes` of a log, the newest first, or the last one if it is longer; none if it cannot be read.
 pub fn last_records(log: &Path, bytes: u64) -> impl Iterator<Item = Record> {
-    let end = || -> std::io::Result<Vec<u8>> {
-        let mut file = untrusted::open(log)?;
-        let start = file.metadata()?.len().saturating_sub(bytes);
-        file.seek(SeekFrom::Start(start))?;
-        let mut end = Vec::new();
-        file.read_to_end(&mut end)?;
-        Ok(end)
-    };
-    let end = end().unwrap_or_default();
+    let (_, end) = untrusted::open(log).and_then(|mut file| read_end(&mut file, bytes)).unwrap_or_default();
     let lines: Vec<Vec<u8>> = end.rsplit(|&byte| byte == b'\n').map(<[u8]>::to_vec).collect();
     lines.into_iter().filter_map(|line| parse(&line))
 }
@@ -652,6 +648,18 @@ mod tests {
                 "{error}"
             );
         }
+    }
+
+    #[test]
+    fn the_last_record_is_found_however_long_it_is() {
+        let (_folder, path) = log_file();
+        let mut long = step(2, 1.0);
+        let Event::Step(inner) = &mut long.event else { panic!("not a step") };
+        inner.tensors = vec![TensorRecord::default(); 100];
+        write(&path, &(line(&step(1, 1.0)) + &line(&long)));
+        let steps = |bytes| last_records(&path, bytes).map(|record| record.event.step()).collect::<Vec<_>>();
+        assert_eq!([steps(1)[0], steps(1000)[0]], [Some(2); 2]);
+        assert_eq!(steps(1 << 20), [Some(2), Some(1)]);
     }
 
     #[test]

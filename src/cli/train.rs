@@ -212,7 +212,7 @@ fn closing_words(end: &RunEnd, reason: FinishReason, seconds: f64, prompt: &str)
     let by_name = run.parent() == Some(Path::new("checkpoints"));
     let run = if by_name { run.file_name().unwrap_or_default().to_string_lossy() } else { run.to_string_lossy() };
     let run = quoted(&run);
-    let is_best = best.is_none_or(|best| checkpoint.ends_with(format!("step-{:06}", best.step)));
+    let is_best = best.is_none_or(|best| checkpoint.ends_with(CheckpointKind::Full.directory(best.step)));
     let (command, best) = (if *chats { "chat" } else { "generate" }, if is_best { "" } else { " --best" });
     let prompt = if *chats || prompt.is_empty() { String::new() } else { format!(" --prompt {}", quoted(prompt)) };
     let more = match reason {

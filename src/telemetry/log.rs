@@ -361,10 +361,11 @@ impl Tail {
 fn check_version(head: &[u8]) -> std::io::Result<()> {
     let version = head.strip_prefix(b"{\"v\":").and_then(|rest| rest.split(|&byte| byte == b',').next());
     match version.and_then(|digits| std::str::from_utf8(digits).ok()?.parse::<u32>().ok()) {
-        Some(version) if version != VERSION => Err(std::io::Error::new(
-            ErrorKind::InvalidData,
-            format!("its format is version {version}, but this program reads version {VERSION}; repeat the run"),
-        )),
+        Some(version) if version != VERSION => {
+            let tip = if version > VERSION { "update the program" } else { "repeat the run" };
+            let message = format!("its format is version {version}, but this program reads version {VERSION}; {tip}");
+            Err(std::io::Error::new(ErrorKind::InvalidData, message))
+        }
         _ => Ok(()),
     }
 }
@@ -638,15 +639,14 @@ mod tests {
     }
 
     #[test]
-    fn a_log_of_an_older_version_is_one_error() {
+    fn a_log_of_another_version_is_one_error() {
         let (_folder, path) = log_file();
-        write(&path, &line(&Record { v: VERSION - 1, ..step(1, 1.0) }));
-        for error in [read(&path).unwrap_err(), Tail::new(&path).poll().unwrap_err()] {
-            let error = error.to_string();
-            assert!(
-                error.ends_with("its format is version 1, but this program reads version 2; repeat the run"),
-                "{error}"
-            );
+        for (v, advice) in [(VERSION - 1, "repeat the run"), (VERSION + 1, "update the program")] {
+            std::fs::write(&path, line(&Record { v, ..step(1, 1.0) })).unwrap();
+            for error in [read(&path).unwrap_err(), Tail::new(&path).poll().unwrap_err()] {
+                let expected = format!("its format is version {v}, but this program reads version 2; {advice}");
+                assert!(error.to_string().ends_with(&expected), "{error}");
+            }
         }
     }
 

@@ -146,32 +146,40 @@ pub fn definition() -> clap::Command {
 
 /// Parses the command line. Where clap reads a number itself, `2^24`, `1/3` and `6e-8` are numbers too, as in settings.
 fn parse(mut words: Vec<OsString>) -> Result<Cli, clap::Error> {
-    let mut refused: Option<(String, clap::Error)> = None;
+    let parsed = |words: &[OsString]| {
+        definition().try_get_matches_from(words).and_then(|matches| Cli::from_arg_matches(&matches))
+    };
     loop {
-        let parsed = definition().try_get_matches_from(&words).and_then(|matches| Cli::from_arg_matches(&matches));
-        let error = match parsed {
+        let error = match parsed(&words) {
             Ok(cli) => return Ok(cli),
             Err(error) => error,
         };
-        let text = match error.get(ContextKind::InvalidValue) {
-            Some(ContextValue::String(text)) => text.clone(),
-            _ => return Err(error),
-        };
-        // Not a value in digits either: name the one that was typed.
-        if let Some((digits, first)) = refused.take()
-            && digits == text
-        {
-            return Err(first);
-        }
+        let Some((flag, text)) = invalid_value(&error) else { return Err(error) };
         let Some(digits) = in_digits(&text) else { return Err(error) };
-        for word in &mut words {
-            let typed = word.to_string_lossy();
-            if let Some(start) = typed.strip_suffix(&text).filter(|start| start.is_empty() || start.ends_with('=')) {
-                *word = format!("{start}{digits}").into();
-            }
+        // Other words may contain the same text, such as a prompt. Only the flag's own word changes the error.
+        let corrected = (1..words.len()).find_map(|at| {
+            let word = words[at].to_str().filter(|word| word.contains(&text))?;
+            let mut corrected = words.clone();
+            corrected[at] = word.replace(&text, &digits).into();
+            let next = parsed(&corrected).err().as_ref().and_then(invalid_value);
+            let is_same = next.is_some_and(|(other, value)| other == flag && (value == text || value == digits));
+            (!is_same).then_some(corrected)
+        });
+        match corrected {
+            Some(corrected) => words = corrected,
+            // Not a value in digits either: name the one that was typed.
+            None => return Err(error),
         }
-        refused = Some((digits, error));
     }
+}
+
+/// The flag and the value that an error rejects.
+fn invalid_value(error: &clap::Error) -> Option<(String, String)> {
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    };
+    Some((text(ContextKind::InvalidArg)?, text(ContextKind::InvalidValue)?))
 }
 
 /// A number with a power, a fraction or an exponent in digits alone.
@@ -303,4 +311,25 @@ fn in_pipe() -> Box<dyn Write> {
 /// The exit code of a command without special codes.
 fn done(result: Result<()>) -> Result<ExitCode> {
     result.map(|()| ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: the correction also changed a prompt, and never ended for a value in the word of its flag or in a list.
+    #[test]
+    fn a_number_is_corrected_in_its_own_word_only() {
+        let parse = |line: &str| super::parse(line.split(' ').map(OsString::from).collect());
+        for (line, expected) in [
+            ("finetune generate m --prompt 2^3 -n 2^3", ["prompt: \"2^3\"", "max_tokens: 8"]),
+            ("finetune generate m --prompt 1e1 -n1e1", ["prompt: \"1e1\"", "max_tokens: 10"]),
+            ("finetune lab scaler --overflow-at 1e2,2e2 --seed=1e2", ["overflow_at: [100, 200]", "seed: 100"]),
+        ] {
+            let command = format!("{:?}", parse(line).unwrap().command);
+            assert!(expected.iter().all(|part| command.contains(part)), "{command}");
+        }
+        let error = parse("finetune generate m --prompt 1/3 -n 1/3").unwrap_err().to_string();
+        assert!(error.contains("'1/3' for '--max-tokens <N>'"), "{error}");
+    }
 }

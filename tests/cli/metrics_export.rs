@@ -106,7 +106,7 @@ fn item_16_prometheus_reads_a_running_run() {
     // A port that is taken, and one that is none.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    for (port, part) in [(port.as_str(), "cannot listen on 127.0.0.1"), ("many", "is a port such as 9464")] {
+    for (port, part) in [(port.as_str(), "cannot listen on 127.0.0.1"), ("many", "must be a port such as 9464")] {
         fixture.assert_refused(&format!("--run u --metrics-port {port}"), &[part]);
         assert!(!fixture.path("checkpoints/u").exists());
     }

@@ -42,7 +42,7 @@ use crate::telemetry::FinishReason;
 use crate::untrusted::{SanitizingWriter, sanitize_block, subprocess};
 use crate::{Error, Result};
 use clap::error::{ContextKind, ContextValue};
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use flags::ConfigArgs;
 use std::ffi::OsString;
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
@@ -145,13 +145,10 @@ pub fn definition() -> clap::Command {
 }
 
 /// Parses the command line. Where clap reads a number itself, `2^24`, `1/3` and `6e-8` are numbers too, as in settings.
-fn parse(mut words: Vec<OsString>) -> Result<Cli, clap::Error> {
-    let parsed = |words: &[OsString]| {
-        definition().try_get_matches_from(words).and_then(|matches| Cli::from_arg_matches(&matches))
-    };
+fn parse(mut words: Vec<OsString>) -> Result<ArgMatches, clap::Error> {
     loop {
-        let error = match parsed(&words) {
-            Ok(cli) => return Ok(cli),
+        let error = match definition().try_get_matches_from(&words) {
+            Ok(matches) => return Ok(matches),
             Err(error) => error,
         };
         let Some((flag, text)) = invalid_value(&error) else { return Err(error) };
@@ -161,7 +158,7 @@ fn parse(mut words: Vec<OsString>) -> Result<Cli, clap::Error> {
             let word = words[at].to_str().filter(|word| word.contains(&text))?;
             let mut corrected = words.clone();
             corrected[at] = word.replace(&text, &digits).into();
-            let next = parsed(&corrected).err().as_ref().and_then(invalid_value);
+            let next = definition().try_get_matches_from(&corrected).err().as_ref().and_then(invalid_value);
             let is_same = next.is_some_and(|(other, value)| other == flag && (value == text || value == digits));
             (!is_same).then_some(corrected)
         });
@@ -206,7 +203,8 @@ pub fn main() -> ExitCode {
         subprocess::register_executable(&program);
     }
     let group = processes::init();
-    let cli = match parse(std::env::args_os().collect()) {
+    let parsed = parse(std::env::args_os().collect()).and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(mut error) => {
             if group.is_ok_and(|group| !group.is_leader()) {
@@ -320,7 +318,9 @@ mod tests {
     /// Regression: the correction also changed a prompt, and never ended for a value in the word of its flag or in a list.
     #[test]
     fn a_number_is_corrected_in_its_own_word_only() {
-        let parse = |line: &str| super::parse(line.split(' ').map(OsString::from).collect());
+        let parse = |line: &str| -> Result<Cli, clap::Error> {
+            Cli::from_arg_matches(&parse(line.split(' ').map(OsString::from).collect())?)
+        };
         for (line, expected) in [
             ("finetune generate m --prompt 2^3 -n 2^3", ["prompt: \"2^3\"", "max_tokens: 8"]),
             ("finetune generate m --prompt 1e1 -n1e1", ["prompt: \"1e1\"", "max_tokens: 10"]),

@@ -454,7 +454,7 @@ fn show_screen(args: &LabArgs, session: &mut LabSession) -> Result<()> {
 
 /// Sets the parameters that the command line names; returns the index of its view.
 fn choose_typed(lab_tabs: &mut [LabTab], typed: impl IntoIterator<Item = OsString>) -> usize {
-    let matches = super::definition().try_get_matches_from(typed).ok();
+    let matches = super::parse(typed.into_iter().collect()).ok();
     let lab = matches.as_ref().and_then(|matches| matches.subcommand_matches("lab"));
     let Some((name, matches)) = lab.and_then(ArgMatches::subcommand) else { return 0 };
     let arguments = VIEWS.find_subcommand(name).into_iter().flat_map(Command::get_arguments);
@@ -577,13 +577,12 @@ mod tests {
     #[test]
     fn typed_parameters_start_the_screen() {
         let mut lab_tabs = guide::lab_tabs(&VIEWS, "");
-        let typed =
-            "finetune lab scaler --screen --base growth_interval=7,min_scale=2 --level 3 --setting hysteresis=2";
+        let typed = "finetune lab scaler --screen --base growth_interval=7,min_scale=2 --level 3 --setting hysteresis=2 --steps 2^9";
         let tab = choose_typed(&mut lab_tabs, typed.split(' ').map(OsString::from));
         let value = |flag| lab_tabs[tab].value(flag);
         assert_eq!(lab_tabs[tab].name, "scaler");
-        let found = ["growth_interval", "min_scale", "level", "setting-2", "sigma", "init_scale"].map(value);
-        assert_eq!(found, ["7", "2", "3", "hysteresis=2", "1", "65536"]);
+        let found = ["growth_interval", "min_scale", "level", "setting-2", "sigma", "init_scale", "steps"].map(value);
+        assert_eq!(found, ["7", "2", "3", "hysteresis=2", "1", "65536", "512"]);
         let tab = choose_typed(&mut lab_tabs, "finetune lab bits -1e-8 --screen".split(' ').map(OsString::from));
         assert_eq!((lab_tabs[tab].name, lab_tabs[tab].value("value")), ("bits", "-1e-8"));
     }

@@ -3,6 +3,7 @@
 use crate::cli::flags::ConfigArgs;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, did_you_mean, is_run, name_of};
+use crate::data::counted;
 use crate::doctor::size_of_folder;
 use crate::store::checkpoint::{CheckpointEntry, Run, list};
 use crate::telemetry::{Event, Record, Started, last_records};
@@ -161,7 +162,8 @@ fn find(folder: &Path, name: &str) -> Result<PathBuf> {
 fn delete(path: &Path, yes: bool, out: &mut dyn Write) -> Result<()> {
     // Opening fails if another process holds the run's lock.
     let run = Run::open(path)?;
-    let what = format!("run `{}`, {} checkpoints, {}", name_of(path), list(path)?.len(), bytes(size_of_folder(path)));
+    let checkpoints = counted(list(path)?.len() as u64, "checkpoint");
+    let what = format!("run `{}`, {checkpoints}, {}", name_of(path), bytes(size_of_folder(path)));
     if !yes && !confirmed(&format!("Delete {what}?"), "runs delete", out)? {
         return Ok(());
     }

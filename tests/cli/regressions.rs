@@ -334,7 +334,7 @@ fn n11_runs_are_listed_and_deleted_after_a_question() {
     assert_eq!((cells(1)[0], cells(1)[2], cells(1)[3], cells(1)[6]), ("first", "model f16", "2/2", "done"), "{listed}");
     assert_eq!((cells(2)[0], cells(2)[2], cells(2)[3]), ("second", "model bf16", "3/3"), "{listed}");
     let said = fixture.said("runs delete first first --yes");
-    assert!(said.starts_with("deleted run `first`") && said.lines().count() == 1, "{said}");
+    assert!(said.starts_with("deleted run `first`, 1 checkpoint, ") && said.lines().count() == 1, "{said}");
     assert!(!fixture.path("checkpoints/first").exists());
     assert_eq!(fixture.said("runs").lines().count(), 2);
 }

@@ -33,7 +33,7 @@ use crate::screen::Terminal;
 use crate::store::{StoredModel, has_gguf_extension};
 use crate::telemetry::{ProcessStats, Started};
 use crate::train::{Config, DistributedLayout, MemoryExtras, ObjectiveSection};
-use crate::ui::{ColorScheme, Page, Role, Theme};
+use crate::ui::{Page, Role, Theme};
 use crate::untrusted::SanitizingWriter;
 use crate::{Error, Result};
 
@@ -446,7 +446,7 @@ static VIEWS: LazyLock<Command> = LazyLock::new(|| View::augment_subcommands(Com
 
 fn show_screen(args: &LabArgs, session: &mut LabSession) -> Result<()> {
     let run = args.run.as_deref().map(|run| run.display().to_string()).unwrap_or_default();
-    let theme = Theme::from_env(args.ascii, Some(ColorScheme::Dark));
+    let theme = Theme::from_env(args.ascii, None);
     let mut lab_tabs = guide::lab_tabs(&VIEWS, &run);
     let tab = choose_typed(&mut lab_tabs, std::env::args_os());
     screen::run(lab_tabs, tab, theme, &mut |view, fields, width| evaluate(session, view, fields, width))

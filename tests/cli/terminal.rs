@@ -521,6 +521,19 @@ fn item_15_the_mouse_is_taken_and_given_back() {
     terminal.quit();
 }
 
+/// Regression: the laboratory's colours were those for a dark background.
+#[test]
+fn the_laboratory_suits_a_light_background() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    let program = env!("CARGO_BIN_EXE_finetune");
+    terminal.run(&format!("clear; COLORTERM=truecolor COLORFGBG='0;15' {program} lab bits --screen"));
+    terminal.wait_for("FP16");
+    let screen = String::from_utf8(terminal.tmux(&["capture-pane", "-p", "-e"]).stdout).unwrap();
+    // The blue for mantissas.
+    assert!(screen.contains("38;2;0;114;178") && !screen.contains("38;2;86;180;233"), "{screen:?}");
+    terminal.quit();
+}
+
 #[test]
 fn the_laboratory_shows_its_views_and_moves_their_values() {
     for (columns, rows) in [(80, 24), (120, 36)] {

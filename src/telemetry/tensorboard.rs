@@ -97,8 +97,8 @@ impl Sink for TensorBoard {
     fn write(&mut self, record: &Record) -> Result<()> {
         match &record.event {
             Event::Started(started) => {
-                let Some(step) = started.resumed_from else { return Ok(()) };
-                // A session start makes TensorBoard drop earlier data of this step and later ones.
+                let step = started.resumed_from.unwrap_or(0);
+                // A session start makes TensorBoard drop earlier data of this step and later ones, also of an earlier export.
                 self.append(&event(record.t, step + 1).message(7, &Message::default().int(1, 1)))
             }
             Event::Step(step) => self.step(record.t, step),

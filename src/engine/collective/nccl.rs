@@ -5,7 +5,6 @@
 
 use super::{Job, ProcessGroup, TensorExchange};
 use crate::engine::device::DeviceContext;
-use crate::engine::gpu;
 use crate::engine::kernels::cuda::KernelFamily;
 use crate::{Error, Result};
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DevicePtr, sys};
@@ -13,7 +12,7 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice, WrapErr};
 use candle_core::{Device, Storage, Tensor, bail};
 use libloading::Library;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -104,21 +103,22 @@ impl Functions {
 /// A message of each process to the others before they connect.
 #[derive(Serialize, Deserialize)]
 struct Candidate {
-    /// The identity of its GPU; `None` if this process cannot exchange tensors of a GPU.
-    gpu: Option<[u8; 16]>,
+    /// Whether its kernels compute the gradients' statistics on a GPU that no other process uses, or that processes may share.
+    has_gpu: bool,
     /// The reason why it cannot load NCCL.
     problem: Option<String>,
 }
 
 impl Candidate {
     /// Our kernel for statistics can be continued by other processes. candle has none.
-    fn new(DeviceContext { device, kernels, .. }: &DeviceContext) -> (Self, Option<Functions>) {
+    fn new(DeviceContext { device, kernels, processes, .. }: &DeviceContext) -> (Self, Option<Functions>) {
         let mut families = kernels.name().split([':', ',']);
         let has_statistics = families.any(|name| name == KernelFamily::Summary.name());
-        let gpu = gpu::uuid(device).filter(|_| has_statistics);
-        match gpu.map(|_| Functions::load()) {
-            Some(Ok(functions)) => (Self { gpu, problem: None }, Some(functions)),
-            loaded => (Self { gpu, problem: loaded.and_then(std::result::Result::err) }, None),
+        let may_share = std::env::var(SHARED_GPU_VARIABLE).is_ok_and(|value| value == "1");
+        let has_gpu = device.is_cuda() && has_statistics && (*processes == 1 || may_share);
+        match has_gpu.then(Functions::load) {
+            Some(Ok(functions)) => (Self { has_gpu, problem: None }, Some(functions)),
+            loaded => (Self { has_gpu, problem: loaded.and_then(std::result::Result::err) }, None),
         }
     }
 }
@@ -166,10 +166,7 @@ pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Res
     }
     let (own, functions) = Candidate::new(open);
     let all = group.all_gather_messages(&own)?;
-    let gpus: Option<Vec<_>> = all.iter().map(|candidate| candidate.gpu).collect();
-    let distinct = |gpus: &Vec<_>| gpus.iter().collect::<BTreeSet<_>>().len() == gpus.len();
-    let shares = std::env::var(SHARED_GPU_VARIABLE).is_ok_and(|value| value == "1");
-    if !gpus.is_some_and(|gpus| shares || distinct(&gpus)) {
+    if !all.iter().all(|candidate| candidate.has_gpu) {
         return Ok(group);
     }
     if let Some((rank, problem)) = all.iter().enumerate().find_map(|(rank, it)| Some((rank, it.problem.as_ref()?))) {

@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 
 /// The variable with the time limit of an exchange in seconds.
 const TIMEOUT_VARIABLE: &str = "FINETUNE_MPI_TIMEOUT_S";
-const DEFAULT_TIMEOUT_SECS: u64 = 600;
+const DEFAULT_TIMEOUT_SECS: u32 = 600;
 /// The port of [`Master`] without `MASTER_PORT`, as `torchrun` has it.
 const DEFAULT_PORT: usize = 29500;
 /// The beginning of the error that a process's connection is lost, which is rarely the cause of a job's end.
@@ -209,10 +209,11 @@ impl Job {
         let seconds = match std::env::var(TIMEOUT_VARIABLE) {
             Err(_) => DEFAULT_TIMEOUT_SECS,
             Ok(text) => text.parse().ok().filter(|seconds| *seconds > 0).ok_or_else(|| {
-                Error::config(TIMEOUT_VARIABLE, format!("`{text}` is not a whole number of seconds, at least 1"))
+                let most = u32::MAX;
+                Error::config(TIMEOUT_VARIABLE, format!("`{text}` is not a whole number of seconds from 1 to {most}"))
             })?,
         };
-        let limit = Duration::from_secs(seconds);
+        let limit = Duration::from_secs(seconds.into());
         Ok(Self { rank, places: Vec::new(), limit, comm_nanos: AtomicU64::new(0), on_timeout })
     }
 

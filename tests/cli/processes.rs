@@ -106,6 +106,12 @@ fn processes_that_cannot_be_are_refused() {
     fixture.assert_refused("--gpus 2 --device cpu", &["--gpus: the device is `cpu`; use `--processes 2`"]);
     fixture.assert_refused("--processes 0", &["0 is not in 1..=1024"]);
     fixture.assert_refused("--processes 2 --gpus 2", &["cannot be used with"]);
+    // A deadline that far ahead cannot be computed.
+    let mut endless = fixture.command("--processes 2 --steps 1");
+    let done = endless.env("FINETUNE_MPI_TIMEOUT_S", u64::MAX.to_string()).output().unwrap();
+    let error = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert_eq!(done.status.code(), Some(2), "{error}");
+    assert!(error.starts_with("error: FINETUNE_MPI_TIMEOUT_S: `18446744073709551615` is not a whole"), "{error}");
     let mut launched = fixture.command("--processes 2 --steps 1");
     launched.envs([("MASTER_ADDR", "127.0.0.1"), ("WORLD_SIZE", "2"), ("RANK", "2")]);
     let done = launched.output().unwrap();

@@ -38,7 +38,7 @@ impl DatasetPreview {
         chat: Option<&ChatFormat>,
     ) -> Result<Self> {
         let Some(sides) = index.sample(number) else {
-            let message = format!("there are {} samples, counted from 1", index.stats().samples);
+            let message = format!("the data has {}, counted from 1", counted(index.stats().samples, "sample"));
             return Err(Error::config("--sample", message));
         };
         index.tokens.check()?;

@@ -213,6 +213,12 @@ impl Config {
         }
         merge_layer(&mut table, said)?;
         let mut config = Self::from_table(&table)?;
+        // Also one that is typed with its default value: without adapters, the whole model would be trained.
+        if let (None, Some((key, _))) =
+            (config.lora.r, layers.overrides.iter().find(|(key, _)| key.starts_with("lora.")))
+        {
+            return Err(LoraSection::without_rank(key));
+        }
         if !config.precision.masters {
             config.dtype.params = config.dtype.compute;
         }
@@ -636,6 +642,8 @@ mod tests {
             let error = resolve("", &[(key, value)]).unwrap_err().to_string();
             assert_eq!(error, format!("{key}: {problem}"));
         }
+        let error = resolve("", &[("lora.targets", "[\"all-linear\"]")]).unwrap_err().to_string();
+        assert_eq!(error, "lora.r: is missing, but `lora.targets` needs it; set the rank, for example 16");
         let error = resolve("model = {}", &[]).unwrap_err().to_string();
         assert_eq!(error, "`a.toml`: model: `{}` is not text in quotes");
     }

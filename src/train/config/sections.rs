@@ -92,6 +92,11 @@ settings! {
 }
 
 impl LoraSection {
+    /// The error for a setting of adapters without a rank.
+    pub(super) fn without_rank(key: &str) -> Error {
+        Error::config("lora.r", format!("is missing, but `{key}` needs it; set the rank, for example 16"))
+    }
+
     pub(super) fn validate(&self) -> Result<()> {
         const LARGEST: usize = 1 << 16;
         let Self { r, alpha, dropout, rslora, dora, targets, modules_to_save } = self;
@@ -104,8 +109,7 @@ impl LoraSection {
             ("modules_to_save", !modules_to_save.is_empty()),
         ];
         if let (None, Some((key, _))) = (r, changed.into_iter().find(|(_, is_changed)| *is_changed)) {
-            let message = format!("is missing, but `lora.{key}` needs it; set the rank, for example 16");
-            return Err(Error::config("lora.r", message));
+            return Err(Self::without_rank(&format!("lora.{key}")));
         }
         match (self.r, self.alpha) {
             (Some(r), _) if r == 0 || r > LARGEST => {

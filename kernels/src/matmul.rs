@@ -534,22 +534,27 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let (mut scratch, mut partial_scratch) = (Scratch::new(), Scratch::new());
         let (part_rows, part_cols) = self.area(part);
         let ready = self.kernel.ready();
-        for (b, col) in panels(b, self.kernel.b_words(words)).zip((first_col..part_cols.end).step_by(cols)) {
-            for (a, row) in panels(a, rows * words).zip((first_row..part_rows.end).step_by(rows)) {
-                let area =
-                    TileRect { row, col, rows: rows.min(part_rows.end - row), cols: cols.min(part_cols.end - col) };
-                ahead.clear();
-                match partial {
-                    Some(partial) => partial.fetch(area.relative_to(&part_rows, &part_cols), &mut ahead),
-                    None => self.c.fetch(if self.swapped { area.transposed() } else { area }, &mut ahead),
-                }
-                prefetch.step(&mut ahead);
-                ready.run(a, b, &ahead, &mut tile);
-                if let Some(second) = second {
-                    second.add_to(&ready, (row, col), &mut tile, &mut second_tile, &nothing);
-                }
-                self.finish(&mut tile, area, part, partial, (&mut scratch, &mut partial_scratch));
+        let mut multiply = |(a, row): (&[u32], usize), (b, col): (&[u32], usize)| {
+            let area = TileRect { row, col, rows: rows.min(part_rows.end - row), cols: cols.min(part_cols.end - col) };
+            ahead.clear();
+            match partial {
+                Some(partial) => partial.fetch(area.relative_to(&part_rows, &part_cols), &mut ahead),
+                None => self.c.fetch(if self.swapped { area.transposed() } else { area }, &mut ahead),
             }
+            prefetch.step(&mut ahead);
+            ready.run(a, b, &ahead, &mut tile);
+            if let Some(second) = second {
+                second.add_to(&ready, (row, col), &mut tile, &mut second_tile, &nothing);
+            }
+            self.finish(&mut tile, area, part, partial, (&mut scratch, &mut partial_scratch));
+        };
+        let all_a = || panels(a, rows * words).zip((first_row..part_rows.end).step_by(rows));
+        let all_b = || panels(b, self.kernel.b_words(words)).zip((first_col..part_cols.end).step_by(cols));
+        // The shared operand, larger than the L2 cache, is read once.
+        if self.shares_a() {
+            all_a().for_each(|a| all_b().for_each(|b| multiply(a, b)));
+        } else {
+            all_b().for_each(|b| all_a().for_each(|a| multiply(a, b)));
         }
     }
 

@@ -4,8 +4,8 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, is_run_or_step, is_step, name_of, run_or_path};
 use crate::digest::read_at_most;
 use crate::store::checkpoint::{
-    Checkpoint, CheckpointDifference, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, compare,
-    expired, latest_valid, list, verify,
+    Checkpoint, CheckpointDifference, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, by_loss,
+    compare, expired, latest_valid, list, verify,
 };
 use crate::ui::format::{bytes, decimals, scale};
 use crate::{Error, Result, untrusted};
@@ -130,7 +130,7 @@ fn listing(path: &Path) -> Result<Vec<String>> {
         let latest = String::from_utf8_lossy(&latest);
         lines.push(run.display().to_string());
         let listed = list(&run)?;
-        let best = listed.iter().filter_map(validation_loss).min_by(f64::total_cmp);
+        let best = by_loss(&listed).next().and_then(CheckpointEntry::validation_loss);
         for one in &listed {
             let name = name_of(&one.path);
             let mark = if name == latest.trim() { '*' } else { ' ' };
@@ -151,10 +151,6 @@ fn about(manifest: &Manifest, best: Option<f64>) -> String {
         None => String::new(),
     };
     format!("{:>9}  {loss}", bytes(manifest.bytes())).trim_end().to_owned()
-}
-
-fn validation_loss(one: &CheckpointEntry) -> Option<f64> {
-    one.manifest.as_ref().ok()?.validation_loss
 }
 
 fn description(path: &Path) -> Result<Vec<String>> {
@@ -182,7 +178,8 @@ fn description(path: &Path) -> Result<Vec<String>> {
         say("seed", state.seed.to_string());
         if let Some(best) = state.best {
             let kept = path.parent().is_some_and(|run| {
-                list(run).is_ok_and(|all| all.iter().any(|one| one.step == best.step && validation_loss(one).is_some()))
+                list(run)
+                    .is_ok_and(|all| all.iter().any(|one| one.step == best.step && one.validation_loss().is_some()))
             });
             let kept = if kept { "" } else { ", not kept" };
             say("best", format!("validation loss {} at step {}{kept}", decimals(best.loss, 4), best.step));

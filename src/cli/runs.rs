@@ -5,7 +5,7 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, did_you_mean, is_run, name_of};
 use crate::data::counted;
 use crate::doctor::size_of_folder;
-use crate::store::checkpoint::{CheckpointEntry, Run, list};
+use crate::store::checkpoint::{CheckpointEntry, Run, by_loss, list};
 use crate::telemetry::{Event, Record, Started, last_records};
 use crate::ui::format::{base_name, bytes, decimals, steps};
 use crate::untrusted::{self, sanitize_line};
@@ -103,8 +103,7 @@ impl Summary {
         let step = last.as_ref().and_then(|last| last.event.step()).unwrap_or(0);
         let total = started.as_ref().map_or(0, |started| started.total_steps);
         let checkpoints = list(path).unwrap_or_default();
-        let loss = |one: &CheckpointEntry| one.manifest.as_ref().ok()?.validation_loss;
-        let best = checkpoints.iter().filter_map(loss).min_by(f64::total_cmp);
+        let best = by_loss(&checkpoints).next().and_then(CheckpointEntry::validation_loss);
         let state = match last.as_ref().map(|last| &last.event) {
             Some(Event::Finished(finished)) => finished.reason.to_string(),
             _ => match started.and_then(|started| started.process?.is_alive()) {

@@ -27,7 +27,9 @@ mod state;
 
 pub use compare::{CheckpointDifference, compare};
 pub use disk::{Disk, FsOp};
-pub use find::{CheckpointEntry, ResumeCandidate, RetentionPolicy, best, expired, latest_run, latest_valid, list};
+pub use find::{
+    CheckpointEntry, ResumeCandidate, RetentionPolicy, best, by_loss, expired, latest_run, latest_valid, list,
+};
 pub use manifest::{CheckpointKind, Manifest};
 pub use proof::{check_proofs, differing_parts, logged_checkpoints, prove};
 pub use read::{Checkpoint, CorruptFile, verify};

@@ -7,7 +7,7 @@ use crate::common::checkpoint::{Sample, TOKENIZER, names, set, values, zeros};
 use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::store::ModelFolder;
 use finetune::store::checkpoint::{
-    Checkpoint, CheckpointKind, Contents, RetentionPolicy, Run, compare, latest_run, latest_valid, list, verify,
+    Checkpoint, CheckpointKind, Contents, RetentionPolicy, Run, best, compare, latest_run, latest_valid, list, verify,
 };
 use finetune::telemetry::EventLog;
 use tempfile::tempdir;
@@ -188,6 +188,24 @@ fn rotation_keeps_the_last_and_the_best_of_each_kind() {
     assert_eq!(steps(run.path()), ["step-000002", "step-000005", "step-000006", "weights-000006"]);
     assert_eq!(steps(neighbour.path()), ["step-000001"]);
     assert!(run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 2, best: true }).unwrap().is_empty());
+}
+
+/// A resume from an older step abandons the later checkpoints, and with them their losses.
+#[test]
+fn the_best_is_none_of_the_abandoned_checkpoints() {
+    let folder = tempdir().unwrap();
+    let mut run = Run::open(folder.path()).unwrap();
+    for (step, loss) in [(1, 3.0), (2, 2.5), (3, 1.0)] {
+        Sample::with_loss(step, loss).save(&mut run).unwrap();
+    }
+    assert_eq!(best(run.path()).unwrap(), folder.path().join("step-000003"));
+    // Resumed from step 1.
+    for (step, loss) in [(2, 2.0), (4, 2.2), (5, 2.4)] {
+        Sample::with_loss(step, loss).save(&mut run).unwrap();
+        assert_eq!(best(run.path()).unwrap(), folder.path().join("step-000002"), "step {step}");
+    }
+    run.apply_retention(CheckpointKind::Full, RetentionPolicy { last: 1, best: true }).unwrap();
+    assert_eq!(steps(run.path()), ["step-000002", "step-000005"]);
 }
 
 #[test]

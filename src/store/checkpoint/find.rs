@@ -24,6 +24,11 @@ impl CheckpointEntry {
     fn sequence(&self) -> Option<u64> {
         self.manifest.as_ref().ok().map(|manifest| manifest.sequence)
     }
+
+    /// Its validation loss, if it was measured.
+    pub fn validation_loss(&self) -> Option<f64> {
+        self.manifest.as_ref().ok()?.validation_loss
+    }
 }
 
 /// All step directories of a run, by step, full ones before weights.
@@ -74,12 +79,20 @@ pub fn latest_valid(run: &Path) -> Result<ResumeCandidate> {
 /// The good checkpoint of a run with the lowest validation loss; prefers a full one of the same step. Fails with
 /// [`Error::Checkpoint`] if no good one has a validation loss.
 pub fn best(run: &Path) -> Result<PathBuf> {
-    let mut candidates: Vec<(f64, CheckpointEntry)> =
-        list(run)?.into_iter().filter_map(|one| Some((one.manifest.as_ref().ok()?.validation_loss?, one))).collect();
-    // The sort is stable, and full checkpoints are listed before weights of the same step.
-    candidates.sort_by(|(a, _), (b, _)| a.total_cmp(b));
-    let good = candidates.into_iter().map(|(_, one)| one.path).find(|path| verified(path).is_ok());
+    let good = by_loss(&list(run)?).map(|one| one.path.clone()).find(|path| verified(path).is_ok());
     good.ok_or_else(|| Error::checkpoint(run, "no valid checkpoint of this run has a validation loss"))
+}
+
+/// The checkpoints of a run that have a validation loss, lowest first. Leaves out those that a resume from an older step
+/// has abandoned: a newer one has an earlier step.
+pub fn by_loss(listed: &[CheckpointEntry]) -> impl Iterator<Item = &CheckpointEntry> {
+    let is_newer = |one: &CheckpointEntry, than: &CheckpointEntry| one.sequence() > than.sequence();
+    let is_abandoned = |one: &CheckpointEntry| listed.iter().any(|other| other.step < one.step && is_newer(other, one));
+    let with_loss = listed.iter().filter_map(|one| Some((one.validation_loss()?, one)));
+    let mut found: Vec<_> = with_loss.filter(|(_, one)| !is_abandoned(one)).collect();
+    // The sort is stable, and full checkpoints are listed before weights of the same step.
+    found.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    found.into_iter().map(|(_, one)| one)
 }
 
 /// Sorts the result of [`list`] by sequence, newest first. A checkpoint with an unreadable manifest has no sequence and
@@ -109,30 +122,28 @@ pub struct RetentionPolicy {
 /// ones among the kept, and ones with an unreadable manifest or a file that is missing or of the wrong size, are never
 /// returned: the user decides about those.
 pub fn expired(run: &Path, kind: CheckpointKind, keep: RetentionPolicy) -> Result<Vec<PathBuf>> {
-    let mut whole: Vec<(PathBuf, Manifest)> = list(run)?
-        .into_iter()
-        .filter(|one| one.kind == kind)
-        .filter_map(|one| Some((one.path, one.manifest.ok()?)))
-        .filter(|(path, manifest)| is_complete(path, manifest))
-        .collect();
-    whole.sort_by_key(|(_, manifest)| manifest.sequence);
-    let losses = whole.iter().filter_map(|(path, manifest)| Some((path, manifest.validation_loss?)));
-    let best = losses.min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path.clone()).filter(|_| keep.best);
+    let mut listed = list(run)?;
+    let is_whole = |one: &CheckpointEntry| one.kind == kind && is_complete(one);
+    let best = by_loss(&listed).find(|one| is_whole(one)).filter(|_| keep.best).map(|one| one.path.clone());
+    listed.retain(is_whole);
+    listed.sort_by_key(CheckpointEntry::sequence);
     let wanted = keep.last.max(1);
     let mut good = 0;
-    let oldest_kept = (0..whole.len()).rev().find(|&at| {
+    let oldest_kept = (0..listed.len()).rev().find(|&at| {
         // Verification reads every byte, so skip it if nothing would be removed.
-        good += usize::from(whole.len() > wanted && super::verify(&whole[at].0).is_empty());
+        good += usize::from(listed.len() > wanted && super::verify(&listed[at].path).is_empty());
         good == wanted
     });
-    whole.truncate(oldest_kept.unwrap_or(0));
-    Ok(whole.into_iter().map(|(path, _)| path).filter(|path| Some(path) != best.as_ref()).collect())
+    listed.truncate(oldest_kept.unwrap_or(0));
+    Ok(listed.into_iter().map(|one| one.path).filter(|path| Some(path) != best.as_ref()).collect())
 }
 
 /// Whether every file exists with the right size: the quick part of [`verify`](super::verify).
-fn is_complete(directory: &Path, manifest: &Manifest) -> bool {
-    manifest.files.iter().all(|(name, digest)| {
-        std::fs::metadata(directory.join(name)).is_ok_and(|found| found.is_file() && found.len() == digest.bytes)
+fn is_complete(CheckpointEntry { path, manifest, .. }: &CheckpointEntry) -> bool {
+    manifest.as_ref().is_ok_and(|manifest| {
+        manifest.files.iter().all(|(name, digest)| {
+            std::fs::metadata(path.join(name)).is_ok_and(|found| found.is_file() && found.len() == digest.bytes)
+        })
     })
 }
 

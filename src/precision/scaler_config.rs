@@ -16,7 +16,7 @@ settings! {
         /// Whether losses are scaled; if not, the scale stays 1.
         enabled: bool = true;
         /// The scale of the first step.
-        init_scale: f32 = 65536.0, flag("init-scale", LossScale, 0, "X"), help("The first loss scale");
+        init_scale: f32 = 65536.0, fixed(), flag("init-scale", LossScale, 0, "X"), help("The first loss scale");
         /// Whether to measure the gradients before the first step, and to begin at a lower scale if they would overflow.
         measure_first: bool = false;
         /// Factor on the scale after `growth_interval` clean steps, unless that overflows f32; above 1.

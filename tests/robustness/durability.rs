@@ -160,6 +160,9 @@ fn promise_4_a_resumed_run_checks_the_seed_and_names_every_setting_that_changed(
         assert!(warnings.contains(setting) && said.contains(setting), "{warnings}");
     }
     assert!(warnings.contains("`batch_size` was 2 and is now 4"), "{warnings}");
+    // The checkpoint has the scale.
+    let said = finetune(&fixture, "", "--resume three --steps 8 --init-scale 2^10 --plain", 2);
+    assert!(said.contains("scaler.init_scale: was 16384.0 and is now 1024.0; resume without changing it"), "{said}");
 
     fixture.write("text.txt", "a text that is long enough for a few windows\n".repeat(100));
     finetune(&fixture, "", &format!("--run four --steps 4 --data text.txt {SMALL}"), 0);

@@ -91,8 +91,10 @@ impl LaunchEnv {
                 // At its own port `torchrun` listens itself. Linux gives listeners odd ports and connections even ones, so the
                 // port after an odd one may be in use.
                 let is_taken = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|value| value == "True");
-                let port = u16::try_from(port + 2 * usize::from(is_taken))
-                    .map_err(|_| Error::config("MASTER_PORT", format!("{port} is not a port")))?;
+                let above = if is_taken { 2 } else { 0 };
+                let port = u16::try_from(port).ok().and_then(|port| port.checked_add(above)).ok_or_else(|| {
+                    Error::config("MASTER_PORT", format!("{port} is not a port from 1 to {}", u16::MAX - above))
+                })?;
                 let job = [JOB_VARIABLE, "TORCHELASTIC_RUN_ID"].into_iter().find_map(&variable);
                 Some(Master { host, port, job: job.unwrap_or_default() })
             }
@@ -441,7 +443,9 @@ mod tests {
         let elastic =
             [("TORCHELASTIC_USE_AGENT_STORE", "True"), ("TORCHELASTIC_RUN_ID", "a7"), ("MASTER_PORT", "1234")];
         assert_eq!(with(&elastic), at(1236, "a7"));
-        assert_eq!(with(&[("MASTER_PORT", "65536")]).expect_err("a port"), "MASTER_PORT: 65536 is not a port");
+        let refused = |port, most: &str| Err(format!("MASTER_PORT: {port} is not a port from 1 to {most}"));
+        assert_eq!(with(&[("MASTER_PORT", "65536")]), refused("65536", "65535"));
+        assert_eq!(with(&[elastic[0], ("MASTER_PORT", "65534")]), refused("65534", "65533"));
         for (size, rank, named) in [
             ("banana", "0", "OMPI_COMM_WORLD_SIZE: `banana` is not a whole number of 1 or more"),
             ("0", "0", "OMPI_COMM_WORLD_SIZE: `0` is not a whole number of 1 or more"),

@@ -582,12 +582,14 @@ def without_nccl(gpus):
             ("refused: NCCL is too old", ["--gpus", 2], {**gpus, "STAND_IN_NCCL": "21703"}, 2, "libnccl.so.2 is version 2.17"),
             ("one process without NCCL", [], missing, 0, ""),
             ("candle's kernels without NCCL", ["--gpus", 2, "--kernels", "candle"], missing, 0, ""),
+            ("a send that NCCL refuses", ["--gpus", 2], {**gpus, "STAND_IN_REFUSES_SENDS": "1"}, 1, "NCCL: an error of the stand-in"),
         ]
         for what, flags, more, expected, text in cases:
             with tempfile.TemporaryDirectory() as folder:
                 code, out, err = run(*command("cuda", folder, "--steps", 1, *flags), **more)
             errors = [line for line in err.splitlines() if line.startswith("error:")]
-            row(what, code == expected and text in "".join(errors) and len(errors) == (code > 0), last_line(err, out))
+            passed = code == expected and text in "".join(errors) and len(errors) == (code > 0) and "CUDA stand-in" not in err
+            row(what, passed, last_line(err, out))
 
 
 def commands():

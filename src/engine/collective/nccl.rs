@@ -247,22 +247,27 @@ impl OnGpus {
         let Self { functions, stream, .. } = self;
         // SAFETY: the context is current; the tensors are alive until the exchange has ended.
         functions.check(unsafe { (functions.group_start)() })?;
-        for (rank, tensor) in out {
-            let (address, bytes) = self.memory(tensor)?;
-            let (address, rank) = (address as *const c_void, *rank as c_int);
-            // SAFETY: the tensor has this number of bytes.
-            let queued = unsafe { (functions.send)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };
-            functions.check(queued)?;
-        }
-        for (rank, tensor) in into {
-            let (address, bytes) = self.memory(tensor)?;
-            let (address, rank) = (address as *mut c_void, *rank as c_int);
-            // SAFETY: the tensor has this number of bytes.
-            let queued = unsafe { (functions.receive)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };
-            functions.check(queued)?;
-        }
-        // SAFETY: closes the group.
-        functions.check(unsafe { (functions.group_end)() })
+        let queue = || {
+            for (rank, tensor) in out {
+                let (address, bytes) = self.memory(tensor)?;
+                let (address, rank) = (address as *const c_void, *rank as c_int);
+                // SAFETY: the tensor has this number of bytes.
+                let queued = unsafe { (functions.send)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };
+                functions.check(queued)?;
+            }
+            for (rank, tensor) in into {
+                let (address, bytes) = self.memory(tensor)?;
+                let (address, rank) = (address as *mut c_void, *rank as c_int);
+                // SAFETY: the tensor has this number of bytes.
+                let queued =
+                    unsafe { (functions.receive)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };
+                functions.check(queued)?;
+            }
+            Ok(())
+        };
+        let queued = queue();
+        // SAFETY: closes the group, also after an error: in an open group, NCCL would postpone the abort.
+        queued.and(functions.check(unsafe { (functions.group_end)() }))
     }
 
     /// Waits for the end of an exchange, which never comes if another process has ended.

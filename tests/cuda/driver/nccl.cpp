@@ -69,6 +69,7 @@ Status add(bool is_sent, Address bytes, size_t count, int type, int peer, void* 
     if (!is_open || !of_stream(stream)) return complain("NCCL outside of a group or of a stream");
     if (type != BYTE || count == 0 || peer == it.rank || peer < 0 || peer >= it.size) return complain("an odd message");
     if (!is_memory(bytes, count)) return complain("exchanges memory that is not there");
+    if (is_sent && std::getenv("STAND_IN_REFUSES_SENDS") != nullptr) return REFUSED;
     const int from = is_sent ? it.rank : peer, to = is_sent ? peer : it.rank;
     const int number = (is_sent ? it.sent : it.received)[peer]++;
     const std::string file = it.folder + "/" + std::to_string(from) + "-" + std::to_string(to) + "-" + std::to_string(number);
@@ -115,6 +116,7 @@ EXPORT Status ncclCommGetAsyncError(void*, Status* status) {
     return OK;
 }
 EXPORT Status ncclCommAbort(void* communicator) {
+    if (is_open) return complain("an abort in an open group");
     shared(communicator)->aborted = true;
     delete &shared(communicator);
     return OK;

@@ -5,6 +5,7 @@ use crate::common::launch;
 use crate::common::python::python_with;
 use finetune::store::checkpoint::compare;
 use std::fs;
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -16,11 +17,12 @@ const SMALL: &str = "--batch-size 1 --seq-len 16 --grad-accum 3 --threads 1 --pl
 #[test]
 fn several_processes_compute_the_bits_of_one() {
     let fixture = CliFixture::empty();
+    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port().to_string();
     // In a job of two processes, which the runs of the verification do not join.
     let in_job = |rank| {
         let line = "verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16";
         let mut command = fixture.command(line);
-        command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29519"), ("WORLD_SIZE", "2"), ("RANK", rank)]);
+        command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port), ("WORLD_SIZE", "2"), ("RANK", rank)]);
         command
     };
     let mut other = in_job("1").spawn().unwrap();

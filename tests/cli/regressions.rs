@@ -52,9 +52,9 @@ fn n3_no_network_is_found_out_in_two_seconds() {
             };
             // The rest of the time is the program's start. The machine may be busy during one trial.
             let mut waits = (0..5).map(|_| time(false).saturating_sub(time(true)));
-            let waited = waits.find(|wait| *wait < Duration::from_millis(2200));
-            let waited = waited.unwrap_or_else(|| panic!("{endpoint}: {line}: more than two seconds"));
-            assert!(endpoint != silent || waited > Duration::from_secs(1), "{endpoint} is not silent: {waited:?}");
+            let least = Duration::from_secs(u64::from(endpoint == silent));
+            let fits = waits.any(|wait| (least..Duration::from_millis(2200)).contains(&wait));
+            assert!(fits, "{endpoint}: {line}: less than {least:?}, or more than two seconds");
         }
     }
 }
@@ -301,7 +301,8 @@ fn n10_lines_are_replayed_at_the_speed_asked_for() {
         began.elapsed()
     };
     assert!(timed("2") >= Duration::from_millis(1500));
-    assert!(timed("1000") < Duration::from_millis(1500));
+    // The machine may be busy during one trial.
+    assert!((0..5).any(|_| timed("1000") < Duration::from_millis(1500)));
 }
 
 #[test]

@@ -305,7 +305,7 @@ fn a_lock_that_comes_free_at_once_is_waited_for() {
     let folder = tempdir().unwrap();
     let dying = Run::open(folder.path()).unwrap();
     let end = std::thread::spawn(move || {
-        std::thread::sleep(std::time::Duration::from_millis(300));
+        std::thread::sleep(std::time::Duration::from_millis(50));
         drop(dying);
     });
     Run::open(folder.path()).unwrap();

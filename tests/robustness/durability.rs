@@ -300,8 +300,14 @@ fn promise_8_an_interrupt_while_a_run_is_prepared_ends_it_with_130() {
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     // A writer that never writes keeps the preparation waiting.
     let _writer = fs::File::options().read(true).write(true).open(&pipe).unwrap();
-    let run = Running::start(&fixture, "", &format!("--run r --data never.txt {SMALL}"));
-    std::thread::sleep(Duration::from_millis(500));
+    let mut run = Running::start(&fixture, "", &format!("--run r --data never.txt {SMALL}"));
+    let files = format!("/proc/{}/fd", run.child.id());
+    let reads =
+        || fs::read_dir(&files).unwrap().flatten().any(|file| fs::read_link(file.path()).is_ok_and(|it| it == pipe));
+    while !reads() {
+        assert_eq!(run.child.try_wait().unwrap(), None);
+        std::thread::sleep(Duration::from_millis(5));
+    }
     run.signal("TERM");
     assert_eq!(run.code(), Some(130));
     assert!(!fixture.run("r").exists());

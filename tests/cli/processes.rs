@@ -14,17 +14,22 @@ use std::time::{Duration, Instant};
 const SMALL: &str = "--batch-size 1 --seq-len 16 --grad-accum 3 --threads 1 --plain \
                      --set train.sample_tokens=0 --set train.eval_batches=1";
 
+fn free_port() -> String {
+    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port().to_string()
+}
+
+/// `command` in a job of two processes, which meet at `port`.
+fn one_of_two(mut command: Command, port: &str, rank: &str) -> Command {
+    command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port), ("WORLD_SIZE", "2"), ("RANK", rank)]);
+    command
+}
+
 #[test]
 fn several_processes_compute_the_bits_of_one() {
     let fixture = CliFixture::empty();
-    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port().to_string();
     // In a job of two processes, which the runs of the verification do not join.
-    let in_job = |rank| {
-        let line = "verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16";
-        let mut command = fixture.command(line);
-        command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port), ("WORLD_SIZE", "2"), ("RANK", rank)]);
-        command
-    };
+    let (line, port) = ("verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16", free_port());
+    let in_job = |rank| one_of_two(fixture.command(line), &port, rank);
     let mut other = in_job("1").spawn().unwrap();
     let out = in_job("0").output().unwrap();
     assert!(other.wait().unwrap().success());
@@ -100,6 +105,15 @@ fn all_processes_end_together() {
     }
     let step = fixture.steps("long").len() + 1;
     fixture.said(&format!("--resume long --steps {step} --processes 2 --plain"));
+}
+
+/// The leader may end before the signal of its end reaches the processes that it has started.
+#[test]
+fn a_started_process_does_not_wait_for_a_leader_that_has_ended() {
+    let fixture = CliFixture::empty();
+    let mut command = one_of_two(fixture.command("--steps 1"), &free_port(), "1");
+    let mut started = command.env("FINETUNE_JOB", "a").spawn().unwrap();
+    assert_eq!(wait_for("end", || started.try_wait().unwrap()).code(), Some(1));
 }
 
 #[test]

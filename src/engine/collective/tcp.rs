@@ -3,7 +3,7 @@
 //! Rank 0 listens at `MASTER_ADDR` and `MASTER_PORT`, the variables of `torchrun`. The others connect to it, learn each other's
 //! addresses from it, and connect to each other.
 
-use super::{Job, LOST, LaunchEnv, Master, Place, ProcessGroup};
+use super::{JOB_VARIABLE, Job, LOST, LaunchEnv, Master, Place, ProcessGroup};
 use crate::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::system::uname;
@@ -192,12 +192,13 @@ impl<'a> Meeting<'a> {
         Ok(streams)
     }
 
-    /// A connection to rank 0, as soon as it listens.
+    /// A connection to rank 0, as soon as it listens. If rank 0 has started this process, it listens until it ends.
     fn reach_master(&self) -> Result<TcpStream> {
+        let may_listen_later = std::env::var_os(JOB_VARIABLE).is_none();
         loop {
             match connect((self.master.host.as_str(), self.master.port)) {
                 Ok(stream) => return Ok(stream),
-                Err(_) if Instant::now() < self.deadline => std::thread::sleep(RETRY),
+                Err(_) if may_listen_later && Instant::now() < self.deadline => std::thread::sleep(RETRY),
                 Err(error) => {
                     return Err(Error::Collective(format!(
                         "process 0 cannot be reached at `{}`: {error}",

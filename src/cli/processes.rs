@@ -5,6 +5,7 @@ use crate::engine::collective::mpi::Mpi;
 use crate::engine::collective::{JOB_VARIABLE, LOST, LaunchEnv, Master, ProcessGroup, SingleProcess, Tcp};
 use crate::engine::device::DeviceSpec;
 use crate::engine::gpu;
+use crate::screen::terminal::restore_before_exit;
 use crate::store::checkpoint::Checkpoint;
 use crate::train::{Config, RunStart, Trainer};
 use crate::untrusted::{sanitize_block, subprocess};
@@ -185,6 +186,8 @@ fn fail(message: &str, code: u8) -> ! {
     for cause in end_started(RANK0_ERROR_GRACE).iter().filter(is_new) {
         message = format!("{message}\n{}", sanitize_block(cause));
     }
+    // The time limit of an exchange may end the process while the dashboard is shown.
+    restore_before_exit();
     writeln!(stderr(), "error: {message}").ok();
     #[cfg(feature = "mpi")]
     Mpi::abort(code);

@@ -137,11 +137,15 @@ impl Terminal {
         self.wait_for("▶ running");
     }
 
+    /// The process id of the shell.
+    fn shell(&self) -> String {
+        String::from_utf8(self.tmux(&["display", "-p", "#{pane_pid}"]).stdout).unwrap().trim().to_owned()
+    }
+
     /// Sends signals, at once one after the other.
     fn signal(&self, signals: &[&str]) {
         let name = DEMO.file_name().unwrap().to_str().unwrap();
-        let pane = String::from_utf8(self.tmux(&["display", "-p", "#{pane_pid}"]).stdout).unwrap();
-        let children = Command::new("pgrep").args(["-P", pane.trim(), "-f", name]).output().unwrap();
+        let children = Command::new("pgrep").args(["-P", &self.shell(), "-f", name]).output().unwrap();
         let child = String::from_utf8(children.stdout).unwrap();
         let kills: Vec<_> = signals.iter().map(|signal| format!("kill -{signal} {}", child.trim())).collect();
         assert!(Command::new("sh").args(["-c", &kills.join("; ")]).status().unwrap().success());
@@ -311,6 +315,20 @@ fn a_terminal_that_hangs_up_makes_training_save() {
         assert!(began.elapsed() < PATIENCE, "training did not stop");
         sleep(Duration::from_millis(50));
     }
+}
+
+#[test]
+fn a_process_that_stands_still_is_named_on_a_restored_terminal() {
+    let Some(terminal) = Terminal::open(120, 36) else { return };
+    let run = "--processes 2 --grad-accum 2 --batch-size 1 --seq-len 16 --steps 1000000 --threads 1";
+    let program = env!("CARGO_BIN_EXE_finetune");
+    terminal.run(&format!("clear; FINETUNE_MPI_TIMEOUT_S=10 {program} {run}; echo code $?"));
+    terminal.wait_until("a step", |screen| screen.contains("▶ running") && screen.contains("tok/s"));
+    let other = format!("kill -STOP $(pgrep -P $(pgrep -P {} finetune) finetune)", terminal.shell());
+    assert!(Command::new("sh").args(["-c", &other]).status().unwrap().success());
+    terminal.wait_for("code 1");
+    assert!(terminal.text().contains("error: no message from process 1 "), "{}", terminal.text());
+    terminal.assert_restored();
 }
 
 #[test]

@@ -99,12 +99,16 @@ fn say(text: &str) {
     }
 }
 
-/// Ends the process after a short wait for the terminal to be restored.
 fn leave() {
+    restore_before_exit();
+    low_level::exit(INTERRUPTED);
+}
+
+/// Waits shortly for the terminal to be restored, before the process ends.
+pub fn restore_before_exit() {
     // On its own thread, because a blocked terminal must not keep the process alive.
     let restoring = thread::spawn(restore);
     wait(PATIENCE, || restoring.is_finished().then_some(()));
-    low_level::exit(INTERRUPTED);
 }
 
 /// Turns exceeding `ulimit -f` into a write error, like a full disk, instead of a fatal signal.

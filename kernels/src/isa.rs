@@ -3,9 +3,8 @@
 //! [`vectorize`] compiles an ordinary Rust loop once for each instruction set and picks the copy at run time. No copy
 //! fuses a multiplication with an addition on its own, so such loops give the same bits on every instruction set.
 
-use std::str::FromStr;
 use std::sync::OnceLock;
-use strum::{Display, VariantArray};
+use strum::{Display, EnumString, VariantArray};
 
 #[cfg(target_arch = "x86_64")]
 use super::amx;
@@ -14,8 +13,8 @@ use super::amx;
 pub const ISA_VARIABLE: &str = "FINETUNE_ISA";
 
 /// An instruction set the kernels are written for, from the narrowest to the widest; a processor's architecture has its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Display, VariantArray)]
-#[strum(serialize_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Display, EnumString, VariantArray)]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_isa)]
 pub enum Isa {
     /// Loops as the compiler vectorises them for its target.
     Portable,
@@ -122,15 +121,9 @@ fn has_fast_bf16_dots() -> bool {
     [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD"
 }
 
-impl FromStr for Isa {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.iter().copied().find(|isa| isa.to_string() == text).ok_or_else(|| {
-            let known = Self::ALL.iter().map(|isa| format!("`{isa}`")).collect::<Vec<_>>().join(", ");
-            format!("unknown instruction set `{text}`; known are {known}")
-        })
-    }
+fn unknown_isa(text: &str) -> String {
+    let known = Isa::ALL.iter().map(|isa| format!("`{isa}`")).collect::<Vec<_>>().join(", ");
+    format!("unknown instruction set `{text}`; known are {known}")
 }
 
 /// Runs `body` compiled for the current instruction set.

@@ -58,13 +58,14 @@ use pass::{PassFn, PassInputs};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
-use std::str::FromStr;
+use strum::EnumString;
 use summary::TensorSummary;
 use view::AllocFn;
 
 /// The kernels a configuration asks for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, EnumString)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_backend)]
 pub enum KernelBackend {
     /// [`KernelBackend::Fused`], except for commands that take only a few passes. On a GPU these use [`KernelBackend::Candle`],
     /// because a preflight takes longer.
@@ -79,18 +80,8 @@ pub enum KernelBackend {
     Eager,
 }
 
-impl FromStr for KernelBackend {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "candle" => Ok(Self::Candle),
-            "fused" => Ok(Self::Fused),
-            "eager" => Ok(Self::Eager),
-            other => Err(format!("`{other}` is unknown; use `auto`, `candle`, `fused` or `eager`")),
-        }
-    }
+fn unknown_backend(text: &str) -> String {
+    format!("`{text}` is unknown; use `auto`, `candle`, `fused` or `eager`")
 }
 
 /// The normalisation in front of attention, MLP and head.

@@ -5,11 +5,11 @@
 
 use std::ops::Range;
 use std::path::Path;
-use std::str::FromStr;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use strum::EnumString;
 use tokenizers::DecoderWrapper;
 
 use super::bpe::{FastBpe, byte_level_char};
@@ -310,8 +310,9 @@ impl Tokenizer {
 
 /// The rule for adding the tokenizer's BOS token, which begins documents, prompts and windows of running text. A chat
 /// template writes the token itself. The token is an input and never a label.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, EnumString)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_rule)]
 pub enum Bos {
     /// If `add_bos_token` in `tokenizer_config.json` is true; without that key, if the tokenizer's post-processor adds
     /// one.
@@ -323,13 +324,8 @@ pub enum Bos {
     Never,
 }
 
-impl FromStr for Bos {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let rule = Self::deserialize(Value::from(text));
-        rule.map_err(|_| format!("`{text}` is unknown; use `auto`, `always` or `never`"))
-    }
+fn unknown_rule(text: &str) -> String {
+    format!("`{text}` is unknown; use `auto`, `always` or `never`")
 }
 
 /// The name of the token that a `tokenizer.json`'s post-processor adds before a text.

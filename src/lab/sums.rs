@@ -3,6 +3,7 @@
 //! Inputs are rounded to the format first, and the reference sums these in FP64, so that only accumulation errors count.
 
 use serde::Serialize;
+use strum::{EnumString, VariantNames};
 
 use super::number::{relative_error, serialize, short};
 use crate::Result;
@@ -12,8 +13,9 @@ use crate::random::{Domain, Stream};
 use crate::ui::{Line, Page, Role};
 
 /// The terms of the sum.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, EnumString, VariantNames)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case", parse_err_ty = String, parse_err_fn = unknown_terms)]
 pub(crate) enum Terms {
     /// Numbers between 0 and 1: `frac((i + 1) × 0.618…)`.
     Uniform,
@@ -23,17 +25,8 @@ pub(crate) enum Terms {
     Tenths,
 }
 
-impl std::str::FromStr for Terms {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "uniform" => Ok(Self::Uniform),
-            "signed" => Ok(Self::Signed),
-            "tenths" => Ok(Self::Tenths),
-            _ => Err("use `uniform`, `signed` or `tenths`".into()),
-        }
-    }
+fn unknown_terms(_: &str) -> String {
+    "use `uniform`, `signed` or `tenths`".into()
 }
 
 /// The summation algorithm.

@@ -4,14 +4,14 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use strum::{Display, VariantArray};
+use strum::{Display, EnumString};
 
 use super::FloatFormat;
 
 /// A storage type of the engine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, Display, VariantArray)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, Display, EnumString)]
 #[serde(rename_all = "lowercase")]
-#[strum(serialize_all = "lowercase")]
+#[strum(serialize_all = "lowercase", parse_err_ty = String, parse_err_fn = unknown_dtype)]
 pub enum Dtype {
     /// IEEE 754 binary32.
     F32,
@@ -40,16 +40,8 @@ impl Dtype {
     }
 }
 
-impl FromStr for Dtype {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::VARIANTS
-            .iter()
-            .copied()
-            .find(|dtype| dtype.to_string() == text)
-            .ok_or_else(|| format!("`{text}` is not one of `f32`, `f16`, `bf16`"))
-    }
+fn unknown_dtype(text: &str) -> String {
+    format!("`{text}` is not one of `f32`, `f16`, `bf16`")
 }
 
 /// The dtypes of a training run, written `p=f32,c=f16,g=f16,r=f32`; `fp16`, `bf16` and `fp32` name three of them.

@@ -3,7 +3,7 @@
 use super::ascii::locale_lacks_unicode;
 use super::palette::Palette;
 use ratatui::style::{Color, Modifier, Style};
-use std::str::FromStr;
+use strum::EnumString;
 
 /// The role of a piece of a frame, which determines its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -73,7 +73,8 @@ impl Role {
 }
 
 /// The background and contrast of the colours.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString)]
+#[strum(serialize_all = "kebab-case", parse_err_ty = String, parse_err_fn = unknown_scheme)]
 pub enum ColorScheme {
     /// A dark background, the terminal's own.
     #[default]
@@ -110,17 +111,8 @@ impl ColorScheme {
     }
 }
 
-impl FromStr for ColorScheme {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "dark" => Ok(Self::Dark),
-            "light" => Ok(Self::Light),
-            "high-contrast" => Ok(Self::HighContrast),
-            _ => Err("must be dark, light or high-contrast".into()),
-        }
-    }
+fn unknown_scheme(_: &str) -> String {
+    "must be dark, light or high-contrast".into()
 }
 
 /// The colours and characters of the dashboard on this terminal.

@@ -2,6 +2,7 @@
 
 use clap::builder::RangedI64ValueParser;
 use clap::{Args, Subcommand};
+use strum::VariantNames;
 
 use crate::engine::optim::Sharding;
 use crate::lab::screen::Adjust::{self, Among, By, Count, Double, Scale, Typed};
@@ -81,7 +82,7 @@ pub(super) struct BitsArgs {
 #[derive(Args, Debug)]
 pub(super) struct SumsArgs {
     /// `uniform`, `signed` or `tenths`
-    #[arg(long, default_value = "uniform", add = control(Among(&["uniform", "signed", "tenths"])))]
+    #[arg(long, default_value = "uniform", add = control(Among(Terms::VARIANTS)))]
     pub(super) terms: Terms,
     /// Terms of the longest sum [default: 16384, or the longest product of the run's model]
     #[arg(long, add = control(Double(4096)).start_from_run("16384"))]

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::metrics::{METRICS, Metric, NONE};
@@ -40,11 +41,13 @@ pub(crate) struct SettingDifference {
 }
 
 /// The verdict on a bound for the difference of two groups' perplexities.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub(crate) enum EquivalenceVerdict {
     /// The whole interval is beyond the bound.
     Exceeded,
     /// The whole interval is within the bound.
+    #[serde(rename = "not exceeded")]
     NotExceeded,
     /// The interval contains the bound, or there is none.
     Undecided,
@@ -76,17 +79,6 @@ impl RunGroup {
     /// A run's label: the group's, with a number if it has several runs.
     pub(crate) fn run_label(&self, index: usize) -> String {
         if self.runs.len() == 1 { self.label.clone() } else { format!("{}{}", self.label, index + 1) }
-    }
-}
-
-impl EquivalenceVerdict {
-    /// The name in JSON.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Exceeded => "exceeded",
-            Self::NotExceeded => "not exceeded",
-            Self::Undecided => "undecided",
-        }
     }
 }
 
@@ -219,9 +211,9 @@ impl Comparison {
             "second_minus_first": (self.groups.len() == 2)
                 .then(|| by_key(|metric| self.difference(metric).map(|estimate| json!(estimate)))),
             "skip_bound": self.skip_verdict().map(|(bound, estimate, verdict)| {
-                json!({ "skips": bound, "difference": estimate, "verdict": verdict.name() })
+                json!({ "skips": bound, "difference": estimate, "verdict": verdict })
             }),
-            "bound": self.verdict().map(|(bound, verdict)| json!({ "perplexity": bound, "verdict": verdict.name() })),
+            "bound": self.verdict().map(|(bound, verdict)| json!({ "perplexity": bound, "verdict": verdict })),
         })
     }
 }

@@ -29,19 +29,16 @@ enum CheckpointCommand {
     /// List checkpoints with size and validation loss
     List {
         /// A run, or a folder of runs [default: checkpoints]
-        #[arg(value_name = "PATH")]
         path: Option<PathBuf>,
     },
     /// Verify a checkpoint's files and show its contents
     Show {
         /// A step folder, or a run for its newest valid checkpoint
-        #[arg(value_name = "PATH")]
         path: PathBuf,
     },
     /// Check the size and SHA-256 of every file; exit code 1 if any differs
     Verify {
         /// A run, a step folder, or a folder of runs [default: checkpoints]
-        #[arg(value_name = "PATH")]
         path: Option<PathBuf>,
     },
     /// Delete a run's older checkpoints
@@ -49,10 +46,8 @@ enum CheckpointCommand {
     /// Compare two checkpoints bit for bit; exit code 1 if they differ
     Diff {
         /// A step folder, or a run for its newest valid checkpoint
-        #[arg(value_name = "A")]
         a: PathBuf,
         /// The other checkpoint
-        #[arg(value_name = "B")]
         b: PathBuf,
     },
 }
@@ -60,7 +55,6 @@ enum CheckpointCommand {
 #[derive(Debug, Args)]
 pub(super) struct PruneArgs {
     /// The run's name or folder
-    #[arg(value_name = "RUN")]
     run: PathBuf,
     /// Keep the newest N of the full and of the weights-only checkpoints
     #[arg(long, value_name = "N", default_value_t = 2)]

@@ -54,7 +54,6 @@ struct PushArgs {
 #[derive(Args, Debug)]
 pub(super) struct OutArgs {
     /// A folder, or a file that ends in .gguf or .onnx
-    #[arg(value_name = "OUT")]
     pub(super) out: PathBuf,
     /// The format [default: by the name of OUT]
     #[arg(long, value_enum)]

@@ -25,10 +25,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; }
 h2 { margin-top: 2.2rem; } details summary { cursor: pointer; }
 ";
 
-/// Renders the page of the run in `log`.
-///
-/// # Errors
-/// If the log cannot be read or has no step yet.
+/// Renders the page of the run in `log`. Fails if the log cannot be read or has no step yet.
 pub(crate) fn page(log: &Path) -> Result<String> {
     let (state, unreadable) = RunState::new(CURVE).read(log)?;
     let run = RunSummary::of(log, state.clone(), unreadable)?;

@@ -214,11 +214,8 @@ pub struct GemmShape {
     pub c: DType,
 }
 
-/// Bytes that products of these shapes, one after the other, leave in their buffers on this CPU: a buffer only grows. Each of the
-/// `threads` has its own buffer.
-///
-/// # Errors
-/// If there is no kernel for a type.
+/// Bytes that products of these shapes, one after the other, leave in their buffers on this CPU: a buffer only grows. Each of
+/// the `threads` has its own buffer. Fails if there is no kernel for a type.
 pub fn buffer_bytes(products: &[GemmShape], threads: usize) -> Result<u64> {
     let mut largest = [0; 5];
     for product in products {

@@ -68,11 +68,9 @@ impl fmt::Display for Master {
 }
 
 impl LaunchEnv {
-    /// Reads the variables of `mpirun`, `srun` or a Kubernetes MPI job, or, if `MASTER_ADDR` is set, of `torchrun`; `None` for a
-    /// single process.
-    ///
-    /// # Errors
-    /// If a launcher's variable is missing or not a number; training as a single process would be a guess.
+    /// Reads the variables of `mpirun`, `srun` or a Kubernetes MPI job, or, if `MASTER_ADDR` is set, of `torchrun`; `None`
+    /// for a single process. Fails if a launcher's variable is missing or not a number; training as a single process would be
+    /// a guess.
     pub fn detect() -> Result<Option<Self>> {
         Self::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
@@ -133,10 +131,8 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
     fn world_size(&self) -> usize;
 
     /// Sends `out[r]` to each rank `r` and fills `into[r]` with the bytes that rank `r` sends to this process. Both sides
-    /// know the lengths, and empty messages are not sent. Ignores this rank's entries.
-    ///
-    /// # Errors
-    /// If a process cannot be reached, or sends nothing within the time limit. The error names it.
+    /// know the lengths, and empty messages are not sent. Ignores this rank's entries. Fails if a process cannot be reached,
+    /// or sends nothing within the time limit. The error names it.
     fn all_to_all(&self, out: &[&[u8]], into: &mut [&mut [u8]]) -> Result<()>;
 
     /// The facts about the processes of a real job; `None` if they are one, or threads.
@@ -149,10 +145,8 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Checks that no other process has ended, if this can be known without a message.
-    ///
-    /// # Errors
-    /// The error names the process.
+    /// Checks that no other process has ended, if this can be known without a message. Fails with an error that names the
+    /// process.
     fn check_peers(&self) -> Result<()> {
         Ok(())
     }
@@ -160,18 +154,14 @@ pub trait ProcessGroup: fmt::Debug + Send + Sync {
 
 /// An exchange of tensors between the GPUs of several processes.
 pub trait TensorExchange: fmt::Debug + Send + Sync {
-    /// Sends each tensor of `out` to its rank and fills each of `into` from its rank, after all that has been queued on the GPU and
-    /// after earlier exchanges. Tensors are contiguous and not empty. Two processes list the tensors between them in the same
-    /// order. Until [`Self::wait`] returns, `out` must not be written, and `into` not be used.
-    ///
-    /// # Errors
-    /// If NCCL refuses it, or an exchange has failed before.
+    /// Sends each tensor of `out` to its rank and fills each of `into` from its rank, after all that has been queued on the
+    /// GPU and after earlier exchanges. Tensors are contiguous and not empty. Two processes list the tensors between them in
+    /// the same order. Until [`Self::wait`] returns, `out` must not be written, and `into` not be used. Fails if NCCL refuses
+    /// it, or an exchange has failed before.
     fn start(&self, out: Vec<(usize, Tensor)>, into: Vec<(usize, Tensor)>) -> Result<()>;
 
-    /// Waits for the first exchange that has not been waited for. Returns the time after the end of the work before it.
-    ///
-    /// # Errors
-    /// If a process ends, or the exchange takes longer than the time limit.
+    /// Waits for the first exchange that has not been waited for. Returns the time after the end of the work before it. Fails
+    /// if a process ends, or the exchange takes longer than the time limit.
     fn wait(&self) -> Result<Duration>;
 }
 
@@ -324,10 +314,8 @@ impl dyn ProcessGroup + '_ {
         to_frames(message)?.iter().try_for_each(|bytes| self.send_where(|rank| rank != own, bytes))
     }
 
-    /// Receives a message from one process.
-    ///
-    /// # Errors
-    /// If it has a different type, which happens only if the processes run different builds.
+    /// Receives a message from one process. Fails if it has a different type, which happens only if the processes run
+    /// different builds.
     pub fn receive_message<T: DeserializeOwned>(&self, from: usize) -> Result<T> {
         let mut length = [0; 8];
         self.receive(from, &mut length)?;

@@ -81,12 +81,9 @@ impl DeviceSpec {
         if local_rank == 0 || first >= count { self } else { Self::Cuda((first + local_rank) % count) }
     }
 
-    /// Opens the device for a model under `policy`, with the kernels of this `choice`. If [`DeviceSpec::Auto`] cannot use the GPU,
-    /// `notice` receives the reason.
-    ///
-    /// # Errors
-    /// [`Error::Config`] for `device` if the requested GPU cannot be used, and [`Error::Engine`] if the device has no kernels of
-    /// this kind.
+    /// Opens the device for a model under `policy`, with the kernels of this `choice`. If [`DeviceSpec::Auto`] cannot use the
+    /// GPU, `notice` receives the reason. Fails with [`Error::Config`] for `device` if the requested GPU cannot be used, and
+    /// [`Error::Engine`] if the device has no kernels of this kind.
     pub fn open(
         self,
         policy: PrecisionPolicy,

@@ -32,11 +32,8 @@ pub struct Mpi {
 }
 
 impl Mpi {
-    /// Initializes MPI, if a launcher has started this process as one of several. `on_timeout` ends the process, and with it the
-    /// job, after the time limit.
-    ///
-    /// # Errors
-    /// If MPI does not start, or does not support several threads.
+    /// Initializes MPI, if a launcher has started this process as one of several. `on_timeout` ends the process, and with it
+    /// the job, after the time limit. Fails if MPI does not start, or does not support several threads.
     pub fn init(on_timeout: fn(&str) -> !) -> Result<Option<Self>> {
         let Some(launch) = LaunchEnv::detect()? else { return Ok(None) };
         let mut job = Job::new(launch.rank, on_timeout)?;

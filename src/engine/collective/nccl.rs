@@ -156,10 +156,7 @@ struct Pending {
 }
 
 /// Connects the GPUs of a group's processes. Returns the group itself if tensors are to go through host memory: on CPUs, with
-/// candle's kernels, and if processes share a GPU.
-///
-/// # Errors
-/// If NCCL is missing or too old in any process.
+/// candle's kernels, and if processes share a GPU. Fails if NCCL is missing or too old in any process.
 pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Result<Arc<dyn ProcessGroup>> {
     if group.world_size() == 1 {
         return Ok(group);

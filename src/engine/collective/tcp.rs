@@ -97,11 +97,9 @@ impl Tcp {
         }
     }
 
-    /// Connects this process to all others of the job. Rank 0 provides its `listener`. `on_timeout` ends the process if another
-    /// one sends nothing for the time limit.
-    ///
-    /// # Errors
-    /// If a process does not connect within the time limit; the error names it.
+    /// Connects this process to all others of the job. Rank 0 provides its `listener`. `on_timeout` ends the process if
+    /// another one sends nothing for the time limit. Fails if a process does not connect within the time limit; the error
+    /// names it.
     pub fn connect(
         launch: &LaunchEnv,
         master: &Master,

@@ -44,20 +44,16 @@ impl Lora {
         self.alpha / if self.rslora { r.sqrt() } else { r }
     }
 
-    /// The layers that `targets` name, as PEFT matches them: by a whole name, or by the end of one. Routers and experts have the
-    /// names of transformers' parameters.
-    ///
-    /// # Errors
-    /// [`Error::Config`] for `lora.targets` naming one that matches no layer.
+    /// The layers that `targets` name, as PEFT matches them: by a whole name, or by the end of one. Routers and experts have
+    /// the names of transformers' parameters. Fails with [`Error::Config`] for `lora.targets` naming one that matches no
+    /// layer.
     pub fn targets(spec: &ModelSpec, targets: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
         let linears = spec.adaptable_layers().into_iter().map(|(layer, ..)| layer).collect();
         find(spec, &linears, "lora.targets", "linear layer of a block", targets)
     }
 
-    /// The layers that `modules` name; all have parameters.
-    ///
-    /// # Errors
-    /// [`Error::Config`] if a name matches no layer, a tied table, or a part of a fused tensor.
+    /// The layers that `modules` name; all have parameters. Fails with [`Error::Config`] if a name matches no layer, a tied
+    /// table, or a part of a fused tensor.
     pub fn modules_to_save(spec: &ModelSpec, modules: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
         const KEY: &str = "lora.modules_to_save";
         let base = spec.base_parameters();
@@ -97,10 +93,7 @@ impl Lora {
         shortest_names(&all.into_iter().map(stored).collect(), layers, false)
     }
 
-    /// Rejects what PEFT has for linear layers only: dropout and DoRA.
-    ///
-    /// # Errors
-    /// [`Error::Config`] naming the key.
+    /// Rejects what PEFT has for linear layers only: dropout and DoRA. Fails with [`Error::Config`] naming the key.
     pub fn check_experts(&self) -> Result<()> {
         let key = if self.dora { "lora.dora" } else { "lora.dropout" };
         if (self.dora || self.dropout > 0.0) && self.targets.iter().any(|layer| is_parameter(layer.op)) {

@@ -221,12 +221,9 @@ impl ModelSpec {
         families::named(name)
     }
 
-    /// Reads the text of a `config.json`; `origin` is its path in error messages. Ignores keys without
-    /// effect, as transformers does.
-    ///
-    /// # Errors
-    /// [`Error::Model`] naming the key: an unknown model type or activation, a variant of attention that the engine
-    /// lacks, a number that is not positive, heads that do not divide the width.
+    /// Reads the text of a `config.json`; `origin` is its path in error messages. Ignores keys without effect, as
+    /// transformers does. Fails with [`Error::Model`] naming the key: an unknown model type or activation, a variant of
+    /// attention that the engine lacks, a number that is not positive, heads that do not divide the width.
     pub fn from_json(text: &[u8], origin: &str) -> Result<Self> {
         let fail = |message: String| Error::model(origin, message);
         let json: Map<String, Value> =

@@ -113,7 +113,6 @@ pub(super) trait TileUnit {
     /// They must be configured, and stay so while the value exists; it must stay on this thread.
     unsafe fn new() -> Self;
 
-    /// Fills a tile with zeros.
     fn zero<const TILE: u8>(&mut self);
 
     /// Loads a tile from rows of [`COLUMNS`] words that are `stride` words apart.
@@ -190,7 +189,6 @@ mod hardware {
         palette: u8,
         start_row: u8,
         reserved: [u8; 14],
-        /// Bytes in a row of each tile.
         row_bytes: [u16; 16],
         rows: [u8; 16],
     }
@@ -319,7 +317,6 @@ pub(super) mod model {
         if value.abs() < f32::MIN_POSITIVE { 0f32.copysign(value) } else { value }
     }
 
-    /// The two BF16 values of a pair.
     fn halves(pair: u32) -> [f32; 2] {
         [pair << 16, pair & 0xffff_0000].map(|bits| flushed(f32::from_bits(bits)))
     }

@@ -113,7 +113,6 @@ impl BlockwiseQuantized {
         })
     }
 
-    /// `values`, rounded.
     pub(crate) fn from_values(values: &[f32], signed: bool, device: &Device) -> Result<Self> {
         let (mut codes, mut absmax) = (vec![0; values.len()], vec![0.0; values.len().div_ceil(BLOCK_SIZE)]);
         quantize(signed, values, (&mut codes, &mut absmax));

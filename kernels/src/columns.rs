@@ -107,7 +107,6 @@ impl<'a> MatmulOperand<'a> {
     }
 }
 
-/// Columns that are open for reading.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ColumnReader<'a> {
     view: View<'a>,

@@ -206,7 +206,6 @@ fn whole(x: &Tensor) -> Result<MatmulOperand<'_>> {
     Ok(MatmulOperand::plain(ColumnSlice::all(x)?))
 }
 
-/// Computes [`op::SoftCap`].
 pub(super) fn soft_cap(op: &op::SoftCap<'_>) -> Result<()> {
     let opened = read(op.x)?;
     let values = opened.view();
@@ -220,7 +219,6 @@ pub(super) fn soft_cap(op: &op::SoftCap<'_>) -> Result<()> {
     )
 }
 
-/// Computes [`op::CrossEntropy`].
 pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
     let &op::CrossEntropy { logits, softcap, targets, losses, seed, weights } = op;
     let ((rows, vocab), (stride, column)) = ((logits.rows(), logits.count()), (logits.stride(), logits.first()));

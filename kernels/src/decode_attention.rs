@@ -76,7 +76,6 @@ impl LayerKvCache {
     }
 }
 
-/// Computes [`op::DecodeAttention`].
 pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
     let &op::DecodeAttention { ref shape, sequences, qkv, sinks, out } = op;
     let [queries, k, v] = qkv;

@@ -161,7 +161,6 @@ impl<'a, T: Element> Gemm<'a, T> {
         self.run_on(MicroKernel::of::<T>(Isa::current()), c, ldc);
     }
 
-    /// [`Self::run`] with this micro-kernel.
     fn run_on<C: Element>(self, kernel: MicroKernel, c: &mut [C], ldc: usize) {
         let Self { a, b, second, epilogue } = self;
         let (m, k, n) = (a.rows, a.cols, b.cols);

@@ -425,7 +425,6 @@ pub fn linear_weight_gradient(
 }
 
 impl<'a> Embedding<'a> {
-    /// The position of each token.
     pub(crate) fn places(&self) -> PositionIds<'a> {
         PositionIds { seq_len: self.seq_len, past: 0, documents: self.documents }
     }

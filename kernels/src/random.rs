@@ -54,7 +54,6 @@ impl Stream {
         Self { key: [a, b] }
     }
 
-    /// The generator's key.
     #[cfg(any(feature = "cuda", test))]
     pub(crate) fn key(self) -> [u32; 2] {
         self.key

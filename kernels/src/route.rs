@@ -161,7 +161,6 @@ impl Routes {
     }
 }
 
-/// Computes [`Route`].
 pub(crate) fn forward(op: &mut Route<'_>) -> Result<()> {
     let (logits, RouterSettings { top_k, normalized }) = (read(op.logits)?, op.settings);
     let (logits, experts) = (logits.typed::<f32>()?, op.logits.dims2()?.1);
@@ -234,7 +233,6 @@ pub(crate) fn backward(op: &RouteBackward<'_>) -> Result<()> {
     )
 }
 
-/// Computes [`ScaleRows`].
 pub(crate) fn scale_rows(op: &ScaleRows<'_>) -> Result<()> {
     let ((rows, width), weights) = (op.x.dims2()?, read(op.weights)?);
     let weights = weights.typed::<f32>()?;

@@ -16,7 +16,6 @@ pub(crate) struct Matrix<'a> {
     column_stride: usize,
 }
 
-/// A matrix by rows of `width`.
 pub(crate) fn by_rows(data: &[f32], width: usize) -> Matrix<'_> {
     Matrix { data, row_stride: width, column_stride: 1 }
 }
@@ -34,7 +33,6 @@ pub(crate) struct Right<'a> {
     panel_stride: usize,
 }
 
-/// A right factor by rows of `width`.
 pub(crate) fn in_rows(data: &[f32], width: usize) -> Right<'_> {
     Right { data, row_stride: width, panel_stride: PANEL }
 }

@@ -148,7 +148,6 @@ fn grouped(scores: &Tensor, like: &Tensor) -> Result<Tensor> {
     scores.reshape((like.dim(0)?, like.dim(1)?, ()))
 }
 
-/// Computes [`op::Attention`].
 pub(super) fn forward(op: &op::Attention<'_>) -> Result<()> {
     let op::Attention { shape, operands, out, lse } = op;
     let sinks = by_head(operands.sinks)?;
@@ -164,7 +163,6 @@ pub(super) fn forward(op: &op::Attention<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Computes [`op::AttentionBackward`].
 pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
     let &op::AttentionBackward { ref shape, operands, dout, out, lse, gradients, dsinks } = op;
     let (sinks, mut dsink) = (by_head(operands.sinks)?, None);
@@ -200,7 +198,6 @@ pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
     dsink.zip(dsinks).map_or(Ok(()), |(sum, out)| store(&sum, out))
 }
 
-/// Computes [`op::DecodeAttention`].
 pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
     let &op::DecodeAttention { ref shape, sequences, qkv, sinks, out } = op;
     let (sinks, mut first) = (by_head(sinks)?, 0);

@@ -5,7 +5,6 @@ use crate::cross_entropy::IGNORE;
 use crate::op;
 use candle_core::{Result, Tensor};
 
-/// Computes [`op::CrossEntropy`].
 pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
     let values = upcast_columns(op.logits)?;
     let values = match op.softcap {
@@ -35,7 +34,6 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
     store_columns(&targets.only_valid(&grad)?, op.logits)
 }
 
-/// The targets of a tile.
 struct Targets {
     /// `[n, 1]`, U32; 0 if a row has none.
     ids: Tensor,

@@ -5,7 +5,6 @@ use super::tensors::{column_sums, drop, require_contiguous, rows_at, store, upca
 use crate::op::{self, Embedding};
 use candle_core::{Result, Tensor};
 
-/// Computes [`op::Embed`].
 pub(super) fn forward(op: &op::Embed<'_>) -> Result<()> {
     let Embedding { table, positions, ids, scale, dropout, .. } = op.input;
     let mut x = (upcast(&rows_at(table, ids)?)? * f64::from(scale))?;
@@ -16,7 +15,6 @@ pub(super) fn forward(op: &op::Embed<'_>) -> Result<()> {
     store(&drop(dropout, 0, x)?, op.out)
 }
 
-/// Computes [`op::EmbedBackward`].
 pub(super) fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     let op::EmbedBackward { input, dx, order, dtable, dpositions } = op;
     let Embedding { ids, seq_len, scale, dropout, .. } = *input;
@@ -57,7 +55,6 @@ fn sums_by(rows: &Tensor, order: &mut [u32], key: impl Fn(usize) -> usize, keys:
     rows_at(&with_zeros(&sums)?, &source)
 }
 
-/// `rows` followed by a row of zeros.
 fn with_zeros(rows: &Tensor) -> Result<Tensor> {
     Tensor::cat(&[rows, &Tensor::zeros((1, rows.dim(1)?), rows.dtype(), rows.device())?], 0)
 }

@@ -23,13 +23,11 @@ fn factors([gate, up]: &[Tensor; 2]) -> Result<[Tensor; 3]> {
     Ok([gate, value, (bounded(&bounded(up, CLAMPED_LIMIT)?, -CLAMPED_LIMIT)? + 1.0)?])
 }
 
-/// Computes [`op::Activate`].
 pub(super) fn clamped(op: &op::Activate<'_>) -> Result<()> {
     let [_, value, plus_one] = factors(&pairs(op.x)?)?;
     store(&(value * plus_one)?, op.y)
 }
 
-/// Computes [`op::ActivateBackward`].
 pub(super) fn clamped_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
     let (inputs, dy) = (pairs(op.x)?, upcast(op.dy)?);
     let [gate, value, plus_one] = factors(&inputs)?;

@@ -5,7 +5,6 @@ use crate::columns::{ColumnSlice, WriteMode};
 use crate::{NormSettings, op};
 use candle_core::{Result, Tensor};
 
-/// The mean of each row: `[N, 1]`.
 fn row_means(x: &Tensor) -> Result<Tensor> {
     x.sum_keepdim(1)? / x.dim(1)? as f64
 }
@@ -45,7 +44,6 @@ fn groups(x: ColumnSlice<'_>, weight: &Tensor) -> Result<Tensor> {
     upcast_columns(x)?.reshape(((), weight.dims1()?))
 }
 
-/// Computes [`op::Norm`].
 pub(super) fn forward(op: &op::Norm<'_>) -> Result<()> {
     let mut centered = groups(op.x, op.weight)?;
     if let Some(out) = op.mean {
@@ -61,7 +59,6 @@ pub(super) fn forward(op: &op::Norm<'_>) -> Result<()> {
     store_columns(&y.reshape((op.y.rows(), ()))?, op.y)
 }
 
-/// Computes [`op::NormBackward`].
 pub(super) fn backward(op: &op::NormBackward<'_>) -> Result<()> {
     let (dy, mut centered) = (groups(op.dy, op.weight)?, groups(op.x, op.weight)?);
     if let Some(mean) = op.mean {

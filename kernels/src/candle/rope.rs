@@ -5,7 +5,6 @@ use crate::op;
 use crate::rope::Direction;
 use candle_core::{Result, Tensor};
 
-/// Computes [`op::Rotate`].
 pub(super) fn apply_rope(op: &op::Rotate<'_>) -> Result<()> {
     let &op::Rotate { x, table, positions, direction } = op;
     let half = table.cos.dim(1)?;

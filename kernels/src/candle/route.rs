@@ -5,13 +5,11 @@ use crate::route::{Route, RouteBackward, RouterSettings, ScaleRows};
 use crate::view;
 use candle_core::{D, DType, Result, Tensor};
 
-/// Softmax of the last dimension.
 fn softmax(x: &Tensor) -> Result<Tensor> {
     let powers = x.broadcast_sub(&x.max_keepdim(D::Minus1)?)?.exp()?;
     powers.broadcast_div(&powers.sum_keepdim(D::Minus1)?)
 }
 
-/// Computes [`Route`].
 pub(super) fn forward(op: &mut Route<'_>) -> Result<()> {
     let ((tokens, experts), RouterSettings { top_k, normalized }) = (op.logits.dims2()?, op.settings);
     let host: Vec<f32> = view::to_host(op.logits)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
@@ -32,7 +30,6 @@ pub(super) fn forward(op: &mut Route<'_>) -> Result<()> {
     store(&rows_at(&weights, &pairs)?, op.weights)
 }
 
-/// Computes [`RouteBackward`].
 pub(super) fn backward(op: &RouteBackward<'_>) -> Result<()> {
     let ((tokens, experts), RouterSettings { top_k, normalized }) = (op.logits.dims2()?, op.settings);
     let by_token = |rows: &Tensor| rows_at(rows, &op.routes.rows)?.reshape((tokens, top_k));
@@ -55,7 +52,6 @@ pub(super) fn backward(op: &RouteBackward<'_>) -> Result<()> {
     store(&gradient, op.dlogits)
 }
 
-/// Computes [`ScaleRows`].
 pub(super) fn scale_rows(op: &ScaleRows<'_>) -> Result<()> {
     store(&upcast(op.x)?.broadcast_mul(&upcast(op.weights)?.unsqueeze(1)?)?, op.x)
 }

@@ -24,7 +24,6 @@ pub(super) fn summarize(tensor: &Tensor, format: FloatFormat, exponents: bool) -
     Ok(TensorSummary { stats, ..TensorSummary::default() })
 }
 
-/// The sum of a tensor's values.
 pub(super) fn sum(tensor: &Tensor) -> Result<f64> {
     let mut sum = 0.0;
     // Metal has no FP64.

@@ -43,7 +43,6 @@ pub(super) fn columns_of_rows(x: ColumnSlice<'_>, rows: Range<usize>) -> Result<
     x.tensor().narrow(0, rows.start, rows.len())?.narrow(1, x.first(), x.count())?.contiguous()
 }
 
-/// Some columns, in FP32.
 pub(super) fn upcast_columns(x: ColumnSlice<'_>) -> Result<Tensor> {
     upcast(&columns_of_rows(x, 0..x.rows())?)
 }
@@ -59,7 +58,6 @@ pub(super) fn store_columns_of_rows(value: &Tensor, x: ColumnSlice<'_>, rows: Ra
     out.slice_set(&value.to_dtype(out.dtype())?, 1, x.first())
 }
 
-/// Rounds `value` into some columns.
 pub(super) fn store_columns(value: &Tensor, x: ColumnSlice<'_>) -> Result<()> {
     store_columns_of_rows(value, x, 0..x.rows())
 }

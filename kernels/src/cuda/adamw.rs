@@ -38,7 +38,6 @@ arguments! {
 /// Tensors of one launch.
 #[derive(Default)]
 struct Group {
-    /// The words of each.
     entries: Vec<[u32; ENTRY_WORDS]>,
     chunks: usize,
     shared_bytes: usize,

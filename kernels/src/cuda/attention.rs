@@ -103,9 +103,7 @@ pub(super) fn key_ranges(shape: &AttentionShape, documents: Option<&[u32]>) -> R
 struct Plan {
     shape: AttentionShape,
     dtype: DType,
-    /// The kernels' head size.
     size: usize,
-    /// Whether four warps compute a product.
     by_four_warps: bool,
 }
 

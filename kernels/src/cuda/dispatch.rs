@@ -112,7 +112,6 @@ impl<Q: Queue> CudaKernels<Q> {
         require(self.queue.product(op, None)?)
     }
 
-    /// Fills a tensor with zeros.
     pub(super) fn zero(&self, x: &Tensor) -> Attempt {
         require(self.queue.zero(x)?)
     }

@@ -10,7 +10,6 @@ use std::sync::PoisonError;
 /// Shapes that are recorded, at most.
 const MAX_SHAPES: usize = 64;
 
-/// The recorded passes.
 #[derive(Debug)]
 pub(super) struct Graphs<Q: Queue> {
     shapes: Vec<Shape<Q>>,

@@ -22,7 +22,6 @@ pub(super) enum Part {
     /// dL/d(row's loss) as bits of FP32.
     Factors,
     Documents,
-    /// Rows in the order of their tokens.
     TokenOrder,
     /// For each token its row of the table, and its end in the order.
     TokenGroups,
@@ -36,9 +35,7 @@ pub(super) enum Part {
 #[derive(Clone, Debug)]
 pub(super) struct Resident {
     parts: Vec<(Part, Range<usize>)>,
-    /// The contents of the block.
     pub(super) words: Vec<u32>,
-    /// The address of the block on the device.
     pub(super) address: u64,
     /// The host's address of the targets: tiles of the head take parts of them.
     targets: usize,
@@ -50,7 +47,6 @@ fn draw_words(draw: u64) -> [u32; 2] {
     [draw as u32, (draw >> 32) as u32]
 }
 
-/// The gradients of rows' losses.
 pub(super) fn factors(rows: usize, seed: f32, weights: Option<&[f32]>) -> Vec<u32> {
     (0..rows).map(|row| weights.map_or(seed, |weights| seed * weights[row]).to_bits()).collect()
 }
@@ -60,7 +56,6 @@ fn pad(ends: &mut Vec<u32>, rows: usize) {
     ends.extend([0, rows as u32].repeat(rows - ends.len() / 2));
 }
 
-/// [`grouped`] by position.
 fn grouped_by_position(rows: usize, places: PositionIds<'_>) -> Result<[Vec<u32>; 2]> {
     if places.documents.is_some() {
         return grouped(rows, |row| places.of(row));

@@ -33,7 +33,6 @@ macro_rules! arguments {
 }
 pub(crate) use arguments;
 
-/// A kernel with its grid.
 #[derive(Clone, Debug)]
 pub(crate) struct KernelLaunch {
     /// The `.cu` file.
@@ -45,7 +44,6 @@ pub(crate) struct KernelLaunch {
     pub(crate) grid: [u32; 3],
     /// Threads of a block.
     pub(crate) threads: u32,
-    /// Shared memory of a block.
     pub(crate) shared_bytes: u32,
 }
 
@@ -99,7 +97,6 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
         tensor.zero_set().map(|()| true)
     }
 
-    /// A recorded pass.
     type Graph: fmt::Debug + Send;
 
     /// Records the launches of `pass` instead of running them.
@@ -108,7 +105,6 @@ pub(crate) trait Queue: fmt::Debug + Send + Sync {
         bail!("this device records nothing")
     }
 
-    /// Whether launches are recorded.
     fn is_capturing(&self) -> bool {
         false
     }

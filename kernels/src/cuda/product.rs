@@ -157,7 +157,6 @@ impl Plan {
     }
 }
 
-/// cuBLASLt's name for a type.
 fn data_type(dtype: DType) -> Option<sys::cudaDataType_t> {
     match dtype {
         DType::F32 => Some(sys::cudaDataType_t::CUDA_R_32F),
@@ -179,7 +178,6 @@ struct Matrix {
     dtype: DType,
     /// Elements from one of our rows to the next.
     stride: usize,
-    /// Whether the product takes the transpose.
     transposed: bool,
 }
 

@@ -30,7 +30,6 @@ const MODULES: [(&str, &str); 10] = [
 /// Shared memory that a kernel gets without asking for more.
 const SHARED_BYTES: u32 = 48 << 10;
 
-/// A GPU as a queue.
 #[derive(Debug)]
 pub(crate) struct CudaQueue {
     device: CudaDevice,
@@ -42,7 +41,6 @@ pub(crate) struct CudaQueue {
     pub(super) products: Mutex<Option<Products>>,
 }
 
-/// A recorded pass.
 pub(crate) struct Graph(CudaGraph);
 // SAFETY: the driver's graphs belong to no thread, and `CudaKernels` uses them under a lock.
 unsafe impl Send for Graph {}
@@ -76,7 +74,6 @@ impl Graph {
     }
 }
 
-/// A block of inputs.
 #[derive(Debug)]
 pub(crate) struct Block {
     words: CudaSlice<u32>,

@@ -8,13 +8,11 @@ use crate::summary::{CHUNK, THREADS, TensorSummary};
 use candle_core::{DType, Tensor};
 
 const WARPS: usize = THREADS / 32;
-/// Bytes of a chunk's figures.
 const CHUNK_STATS_BYTES: usize = 32;
 /// Counters of a histogram: one for each value of FP32's exponent field.
 const BINS: usize = 256;
 /// Histograms of a block.
 const COPIES: usize = 16;
-/// Words of a tensor's statistics.
 const STATS_WORDS: usize = 14;
 
 /// Words of a tensor's figures: the statistics, then the histogram.

@@ -39,7 +39,6 @@ fn check_case(case: &Case) {
     }
 }
 
-/// The cases of some families.
 fn check_cases(families: &[KernelFamily]) {
     let wanted = |case: &&Case| families.iter().any(|family| family.name() == case.family);
     cases().iter().filter(wanted).for_each(check_case);

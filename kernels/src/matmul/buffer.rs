@@ -54,7 +54,6 @@ impl PackBuffer {
         rounded(len * size_of::<u32>())
     }
 
-    /// The bytes that this one takes.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
         self.layout.size()

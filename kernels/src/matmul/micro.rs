@@ -62,7 +62,6 @@ impl PrefetchQueue {
         Self { addresses: [std::ptr::null(); MAX_AHEAD], len: 0 }
     }
 
-    /// Forgets all addresses.
     pub(super) fn clear(&mut self) {
         self.len = 0;
     }

@@ -78,7 +78,6 @@ pub(super) enum PackUnit {
 }
 
 impl PackUnit {
-    /// Elements in a unit.
     pub(super) fn elements(self) -> usize {
         match self {
             Self::Float => 1,
@@ -106,7 +105,6 @@ impl PackUnit {
 /// Pairs in a row of a tile.
 const TILE_PAIRS: usize = super::super::amx::COLUMNS;
 
-/// How an operand is packed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PanelLayout {
     /// Lines in a panel.
@@ -622,7 +620,6 @@ impl<'a, T> Prefetch<'a, T> {
     }
 }
 
-/// Bytes in a cache line.
 pub(super) const CACHE_LINE: usize = 64;
 
 /// Prefetches `len` elements, starting at `start`, into the L1 cache; they need not exist.

@@ -82,7 +82,6 @@ pub enum Operation {
 /// The places of each sequence at which documents start, except 0; empty if each sequence is one document.
 pub type Documents = &'static [&'static [u32]];
 
-/// The name of an operand or result.
 type Name = &'static str;
 
 /// How far results may be from exact ones.

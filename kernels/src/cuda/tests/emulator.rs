@@ -50,7 +50,6 @@ fn launch<A: Arguments>(
 /// A kernel's output, or the reported fault.
 type Output = std::result::Result<Vec<f32>, String>;
 
-/// Runs a kernel with this fault on `inputs` numbers.
 fn run_with(kernel: &str, block: [u32; 2], inputs: usize, len: u32, fault: u32, order: u32) -> Output {
     let input = tensor(&pattern(inputs, 1, DType::F32), &[inputs], DType::F32);
     let output = poisoned(&[block[0] as usize], DType::F32);

@@ -28,7 +28,6 @@ pub struct AdamW {
     states: Vec<ParamState>,
 }
 
-/// One variable's state.
 #[derive(Debug, Clone)]
 struct ParamState {
     group: usize,
@@ -207,7 +206,6 @@ impl Optimizer for AdamW {
         Ok(())
     }
 
-    /// The learning rate of the first group.
     fn learning_rate(&self) -> f64 {
         self.groups[0].lr
     }

@@ -165,7 +165,6 @@ pub trait TensorExchange: fmt::Debug + Send + Sync {
     fn wait(&self) -> Result<Duration>;
 }
 
-/// The place of a process.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Place {
     host: String,
@@ -187,7 +186,6 @@ impl Place {
 #[derive(Debug)]
 pub struct Job {
     rank: usize,
-    /// The place of each process.
     places: Vec<Place>,
     /// The longest time that an exchange waits for another process.
     limit: Duration,

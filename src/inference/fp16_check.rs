@@ -19,7 +19,6 @@ use candle_core::Tensor;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// FP16's largest value.
 const FP16_MAX: f32 = 65504.0;
 /// The factor between the largest scaled gradient and [`FP16_MAX`], because the next batch's may be larger.
 const HEADROOM: f32 = 2.0;
@@ -98,7 +97,6 @@ pub struct Fp16Report {
     pub tokens: usize,
 }
 
-/// The measurements of a unit.
 #[derive(Default)]
 struct UnitStats {
     activation: TensorAmax,

@@ -180,7 +180,6 @@ impl<'a> Continuation<'a> {
         Ok(Self { request, capacity, processor, seen: request.prompt.to_vec(), ended: false })
     }
 
-    /// The new tokens.
     fn new_ids(&self) -> &[u32] {
         &self.seen[self.request.prompt.len()..]
     }

@@ -153,7 +153,6 @@ pub fn chosen_experts(
     Ok(hook.sets)
 }
 
-/// Logits by row.
 fn rows(logits: &Tensor) -> Result<Vec<Vec<f32>>> {
     Ok(to_host(&logits.to_dtype(DType::F32)?)?.to_vec2()?)
 }

@@ -287,7 +287,6 @@ fn load_decoder(
     Ok((Decoder::new(spec, &weights, open.kernels.clone())?, weights))
 }
 
-/// `parameters` in `dtype` on a device.
 pub(super) fn converted(parameters: &Parameters, dtype: DType, device: &Device) -> Result<Parameters> {
     let converted = Parameters::zeros(parameters.layout(), dtype, device)?;
     for (from, to) in parameters.tensors().iter().zip(converted.tensors()) {

@@ -10,7 +10,6 @@ use super::FloatFormat;
 
 /// Weight of a step in the running mean.
 const WEIGHT: f32 = 1.0 / 16.0;
-/// The initial deviation, in binades.
 const FIRST_DEVIATION: f32 = 1.0;
 /// Growth intervals in which the deviation decays by a binade. The dynamic mode grows by a binade in one.
 const MEMORY: f32 = 10.0;
@@ -31,7 +30,6 @@ impl Headroom {
         Self { mean: log2, peak_deviation: FIRST_DEVIATION }
     }
 
-    /// Adds a clean step.
     pub(super) fn add_clean(&mut self, log2: f32, growth_interval: u32) {
         let forgotten = 1.0 / (MEMORY * growth_interval as f32);
         self.peak_deviation = (self.peak_deviation - forgotten).max(log2 - self.mean).max(0.0);

@@ -16,7 +16,6 @@ use crate::engine::kernels::{LoraTerm, WeightLayout, op};
 use candle_core::{DType, Error, Result, Tensor};
 use std::ops::Range;
 
-/// The adapters of a product.
 #[derive(Clone, Debug)]
 pub(super) struct Adapter {
     layer: ModuleId,

@@ -73,14 +73,12 @@ impl<'a> InputIds<'a> {
     }
 }
 
-/// The layers of a block.
 #[derive(Debug)]
 struct Block {
     attention_norm: NormLayer,
     qkv: Linear,
     /// The norms of queries and of keys.
     qk_norms: Option<[NormLayer; 2]>,
-    /// The sinks of attention.
     sinks: Option<ParamRef>,
     out: Linear,
     mlp_norm: NormLayer,
@@ -364,7 +362,6 @@ impl Decoder {
         })
     }
 
-    /// The sinks of block `i`.
     fn sinks<'a>(&self, weights: &'a Parameters, i: usize) -> Option<&'a Tensor> {
         self.blocks[i].sinks.map(|sinks| weights.fused(sinks))
     }
@@ -438,7 +435,6 @@ impl Decoder {
     }
 }
 
-/// The window of a block's attention.
 fn window(spec: &ModelSpec, block: usize) -> Option<usize> {
     spec.sliding.as_ref().filter(|_| spec.is_sliding(block)).map(|sliding| sliding.window)
 }
@@ -447,7 +443,6 @@ const EMBEDDING: ModuleId = ModuleId::global(ModuleOp::Embedding);
 
 const EMBEDDING_SITE: usize = 0;
 
-/// The dropout sites of a block.
 struct DropoutSites {
     attention: usize,
     attention_out: usize,

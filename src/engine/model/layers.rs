@@ -59,7 +59,6 @@ pub(super) struct NormLayer {
 }
 
 impl NormLayer {
-    /// The norm at `layer`.
     pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: ModuleId) -> Result<Self> {
         let (eps, there) = match layer.op {
             ModuleOp::Norm(NormRole::Attention | NormRole::Mlp) => (spec.stream_norm_eps(), spec.pre_norms),
@@ -157,7 +156,6 @@ pub(super) struct Linear {
 }
 
 impl Linear {
-    /// The product at `layer`.
     pub(super) fn new(spec: &ModelSpec, parameters: &Parameters, layer: ModuleId) -> Result<Self> {
         let weight = fused_param(parameters, layer, ParamRole::Weight)?;
         let bias = parameters.find_fused(layer, ParamRole::Bias);
@@ -165,7 +163,6 @@ impl Linear {
         Ok(Self { layer, layout: spec.layout_of(layer.op), weight, bias, adapter })
     }
 
-    /// The type of its weight.
     pub(super) fn dtype(&self, weights: &Parameters) -> DType {
         weights.fused(self.weight).dtype()
     }

@@ -241,7 +241,6 @@ pub(super) struct ExpertMlps {
     weighs_outputs: bool,
 }
 
-/// The products of an expert.
 #[derive(Debug)]
 struct Expert {
     up: Linear,

@@ -90,7 +90,6 @@ pub struct Parameters {
 /// A fused tensor of the trained parameters or of their base, by index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ParamRef {
-    /// A trained parameter.
     Trainable(usize),
     /// A parameter of the frozen base.
     Frozen(usize),
@@ -408,7 +407,6 @@ impl Parameters {
         }
     }
 
-    /// Hashes the identity of each tensor.
     pub(crate) fn hash_identity(&self, hasher: &mut impl Hasher) {
         self.fused.iter().for_each(|tensor| tensor.id().hash(hasher));
         if let Some(base) = &self.base {

@@ -87,7 +87,6 @@ impl QuantizedBase {
         Ok(Self { matrices, dtype, device: device.clone(), buffer: Mutex::new(buffer) })
     }
 
-    /// The device of the matrices.
     pub(super) fn device(&self) -> &Device {
         &self.device
     }
@@ -102,7 +101,6 @@ impl QuantizedBase {
         self.matrices.values().map(QuantizedMatrix::bytes).sum()
     }
 
-    /// Bytes of the buffer.
     pub(super) fn buffer_bytes(&self) -> u64 {
         let buffer = self.buffer.lock().unwrap_or_else(PoisonError::into_inner);
         (buffer.elements.elem_count() * self.dtype.size_in_bytes()) as u64

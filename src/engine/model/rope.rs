@@ -88,7 +88,6 @@ pub struct QueryScale {
 }
 
 impl QueryScale {
-    /// The factor at a position.
     pub(super) fn at(self, position: usize) -> f64 {
         1.0 + self.beta * ((position / self.context) as f64).ln_1p()
     }
@@ -399,7 +398,6 @@ impl Rope {
     }
 }
 
-/// The base of the frequencies.
 fn base(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64, String> {
     let theta = keys.f64(key, default)?;
     if theta.is_finite() && theta > 1.0 { Ok(theta) } else { Err(format!("`{key}` is {theta}; it must be above 1")) }

@@ -200,7 +200,6 @@ fn required<T>(buffer: Option<&T>) -> Result<&T> {
     }
 }
 
-/// A block's activations and the scratch of its type.
 pub(super) type BlockBuffers<'a> = (&'a BlockActivations, &'a LayerScratch);
 
 /// All buffers of a forward and backward pass for one (batch, sequence) shape.
@@ -446,7 +445,6 @@ impl<T> Workspace<T> {
         LayerScratch::of(&self.scratch, compute)
     }
 
-    /// A block's buffers.
     pub(super) fn block(&self, block: usize) -> Result<(&BlockActivations<T>, &LayerScratch<T>)> {
         let scratch = self.scratch(self.compute[block])?;
         let kept = self.kept(block).and_then(|kept| self.blocks.get(kept));
@@ -469,7 +467,6 @@ impl<T> Workspace<T> {
         self.balance.borrow().loss()
     }
 
-    /// The positions of its rows.
     pub(super) fn positions(&self) -> PositionIds<'_> {
         PositionIds { seq_len: self.seq_len, past: 0, documents: self.documents() }
     }

@@ -53,7 +53,6 @@ pub struct AdamWConfig {
 }
 
 impl AdamWConfig {
-    /// The decay of this parameter.
     pub(crate) fn weight_decay_for(&self, entry: &ParamSpec) -> f32 {
         if entry.decay { self.weight_decay as f32 } else { 0.0 }
     }
@@ -396,7 +395,6 @@ impl MasterWeights {
     }
 }
 
-/// The shards of `weights` among the processes of `group`.
 pub(super) fn shards(weights: &Parameters, group: &dyn ProcessGroup) -> Arc<Shards> {
     let entries = weights.layout().iter().zip(weights.tensors());
     let parameters = entries.map(|(entry, tensor)| (entry.layer.unit(), tensor.elem_count()));

@@ -94,7 +94,6 @@ fn element_type(dtype: DType) -> Result<i64> {
     }
 }
 
-/// The name of a weight in FP32.
 fn fp32_name(name: &str) -> String {
     format!("{name}.f32")
 }

@@ -17,7 +17,6 @@ impl Decoder {
         HeadInput { x: ws.hidden(), weight, scale: self.logits_scale(), softcap }
     }
 
-    /// The factor of logits.
     fn logits_scale(&self) -> f32 {
         (1.0 / self.spec.logits_scaling) as f32
     }

@@ -7,7 +7,6 @@ use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{ModelSpec, QkNorm, Sliding};
 use serde_json::{Map, Value};
 
-/// The family.
 pub(super) static GEMMA3: Family = Family {
     model_type: "gemma3_text",
     class: "Gemma3ForCausalLM",

@@ -7,7 +7,6 @@ use crate::engine::model::family::{ConfigReader, ExpertTensors, Family, GgufForm
 use crate::engine::model::spec::{Biases, DropoutRates, LinearRole, ModelSpec, ModuleId, ModuleOp, NormRole};
 use serde_json::{Value, json};
 
-/// The family.
 pub(super) static GPT2: Family = Family {
     model_type: "gpt2",
     class: "GPT2LMHeadModel",

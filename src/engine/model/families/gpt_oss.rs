@@ -9,7 +9,6 @@ use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{Biases, LinearRole, ModelSpec, ModuleOp};
 use serde_json::{Map, Value, json};
 
-/// The family.
 pub(super) static GPT_OSS: Family = Family {
     model_type: "gpt_oss",
     class: "GptOssForCausalLM",

@@ -6,7 +6,6 @@ use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::spec::{LinearRole, ModelSpec, ModuleOp};
 use serde_json::Value;
 
-/// The family.
 pub(super) static GRANITE4: Family = Family {
     model_type: "granitemoehybrid",
     class: "GraniteMoeHybridForCausalLM",

@@ -5,7 +5,6 @@ use crate::engine::model::family::{ExpertTensors, Family, GgufFormat};
 use crate::engine::model::mixture::Experts;
 use crate::engine::model::spec::{LinearRole, ModelSpec, ModuleOp};
 
-/// The family.
 pub(super) static GRANITE_MOE: Family = Family {
     model_type: "granitemoe",
     class: "GraniteMoeForCausalLM",

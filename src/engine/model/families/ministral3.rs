@@ -6,7 +6,6 @@ use crate::engine::model::rope::{QueryScale, Rope, RopeType};
 use crate::engine::model::spec::ModelSpec;
 use serde_json::{Value, json};
 
-/// The family.
 pub(super) static MINISTRAL3: Family = Family {
     model_type: "ministral3",
     class: "Ministral3ForCausalLM",

@@ -5,7 +5,6 @@ use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::spec::ModelSpec;
 use serde_json::Value;
 
-/// The family.
 pub(super) static MISTRAL: Family = Family {
     model_type: "mistral",
     class: "MistralForCausalLM",

@@ -7,7 +7,6 @@ use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{ModelSpec, Sliding};
 use serde_json::Value;
 
-/// The family.
 pub(super) static OLMO3: Family = Family {
     model_type: "olmo3",
     class: "Olmo3ForCausalLM",

@@ -6,7 +6,6 @@ use crate::engine::model::mixture::{Experts, NORMALIZED};
 use crate::engine::model::spec::{ModelSpec, QkNorm};
 use serde_json::Value;
 
-/// The family.
 pub(super) static OLMOE: Family = Family {
     model_type: "olmoe",
     class: "OlmoeForCausalLM",

@@ -6,7 +6,6 @@ use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
 use crate::engine::model::spec::{DropoutRates, LinearRole, ModelSpec, ModuleId, ModuleOp};
 use serde_json::{Map, Value, json};
 
-/// The family.
 pub(super) static PHI3: Family = Family {
     model_type: "phi3",
     class: "Phi3ForCausalLM",

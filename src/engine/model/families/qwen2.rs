@@ -7,7 +7,6 @@ use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{Biases, ModelSpec};
 use serde_json::Value;
 
-/// The family.
 pub(super) static QWEN2: Family = Family {
     model_type: "qwen2",
     class: "Qwen2ForCausalLM",

@@ -5,7 +5,6 @@ use crate::engine::model::family::{Family, GgufFormat};
 use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{ModelSpec, QkNorm};
 
-/// The family.
 pub(super) static QWEN3: Family = Family {
     model_type: "qwen3",
     class: "Qwen3ForCausalLM",

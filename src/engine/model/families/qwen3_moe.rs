@@ -7,7 +7,6 @@ use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::{ModelSpec, QkNorm};
 use serde_json::Value;
 
-/// The family.
 pub(super) static QWEN3_MOE: Family = Family {
     model_type: "qwen3_moe",
     class: "Qwen3MoeForCausalLM",

@@ -6,7 +6,6 @@ use crate::engine::model::rope::Rope;
 use crate::engine::model::spec::ModelSpec;
 use serde_json::Value;
 
-/// The family.
 pub(super) static SMOLLM3: Family = Family {
     model_type: "smollm3",
     class: "SmolLM3ForCausalLM",

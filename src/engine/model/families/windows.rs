@@ -62,7 +62,6 @@ pub(super) fn write_windows(spec: &ModelSpec, json: &mut Value) {
     }
 }
 
-/// The value of `layer_types`.
 pub(super) fn layer_types(spec: &ModelSpec) -> Value {
     let name = |block| if spec.is_sliding(block) { "sliding_attention" } else { "full_attention" };
     (0..spec.num_layers).map(name).collect()

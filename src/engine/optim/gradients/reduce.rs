@@ -56,7 +56,6 @@ fn reduction_plan(nodes: &[Range<usize>], of: Range<usize>) -> Plan {
     (ops, depth)
 }
 
-/// An exchange of gradients.
 #[derive(Debug)]
 pub(super) struct Exchange {
     /// The nodes that each process sends.
@@ -159,7 +158,6 @@ fn sum(out: &Tensor, sources: &[NodeChunk<'_>], (ops, depth): &Plan) -> Result<(
     })?)
 }
 
-/// [`sum`] of tensors by `kernels`.
 fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], (ops, _): &Plan, out: &Tensor) -> Result<()> {
     let mut stack: Vec<(Tensor, bool)> = Vec::new();
     for op in ops {

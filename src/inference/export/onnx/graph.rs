@@ -13,7 +13,6 @@ pub(super) const INT64: i64 = 7;
 pub(super) const FLOAT16: i64 = 10;
 pub(super) const BFLOAT16: i64 = 16;
 
-/// An attribute of an operation.
 pub(super) enum Attribute<'a> {
     Float(&'a str, f32),
     Int(&'a str, i64),
@@ -39,7 +38,6 @@ impl Attribute<'_> {
 #[derive(Default)]
 pub(super) struct Graph {
     nodes: Vec<Message>,
-    /// With their names.
     initializers: Vec<(String, Message)>,
     /// Names that operations read.
     read: HashSet<String>,

@@ -17,7 +17,6 @@ pub(super) struct StepContext<'a> {
     pub(super) config: &'a Config,
     /// The micro-batches of the step.
     pub(super) batches: &'a [Batch],
-    /// The result of the step.
     pub(super) report: StepReport,
     /// The first non-finite tensor of an overflow, and its precision unit.
     pub(super) first_nonfinite: Option<(FirstNonFinite, PrecisionUnit)>,
@@ -34,12 +33,9 @@ impl StepContext<'_> {
 
 /// Runs before a step over its batches.
 type BeforeStep = fn(&mut TrainEngine, &[Batch]) -> Result<()>;
-/// Runs after a step.
 type AfterStep = fn(&mut TrainEngine, &mut StepContext<'_>) -> Result<()>;
 
-/// The callbacks of a configuration.
 pub(super) struct Callbacks {
-    /// Runs before the step.
     pub(super) begin: Option<BeforeStep>,
     /// Run after the step, in this order. Buffers and gradients contain the step's values until one runs passes, so those
     /// that read gradients come first.

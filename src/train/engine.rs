@@ -127,7 +127,6 @@ pub(super) struct StateView<'a> {
     pub(super) weights: &'a Parameters,
     /// The master weights, or the shard of this process.
     pub(super) masters: &'a Parameters,
-    /// Adam's moments.
     pub(super) adamw: &'a AdamW,
 }
 

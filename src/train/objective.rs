@@ -74,7 +74,6 @@ impl ObjectiveKind {
         }
     }
 
-    /// The metrics that it has.
     fn metrics(self) -> &'static [ObjectiveMetric] {
         match self.samples() {
             SampleKind::Plain => &[],
@@ -109,7 +108,6 @@ pub(super) struct LossFactors {
 }
 
 impl LossFactors {
-    /// The factors for `micro_batches`.
     pub(super) fn new(scale: f32, objective: &Objective, micro_batches: &[Batch]) -> Self {
         Self { scale, count: objective.count(micro_batches).max(1), micro_batches: micro_batches.len() }
     }
@@ -147,7 +145,6 @@ impl LossSums {
         self.metrics.as_flattened_mut().iter_mut().zip(metrics).for_each(|(total, sum)| *total += sum);
     }
 
-    /// Adds a value to a metric.
     pub(super) fn push(&mut self, metric: ObjectiveMetric, value: f64) {
         let [sum, count] = &mut self.metrics[metric as usize];
         (*sum, *count) = (*sum + value, *count + 1.0);
@@ -235,7 +232,6 @@ fn with_losses<R>(losses: &Tensor, f: impl FnOnce(&[f32]) -> R) -> candle_core::
     Ok(f(read(&losses)?.typed::<f32>()?))
 }
 
-/// The sum of the losses of all targets.
 fn sum_of(losses: &Tensor) -> Result<LossSums> {
     let loss = with_losses(losses, |losses| losses.iter().map(|&loss| f64::from(loss)).sum())?;
     Ok(LossSums { loss, ..LossSums::default() })
@@ -461,7 +457,6 @@ pub enum Split {
     Validation,
 }
 
-/// The weight of a sample's targets.
 fn sample_weight(sequence: &Sequence) -> f32 {
     if let SequenceRole::Weighted(weight) = sequence.role { weight } else { 1.0 }
 }

@@ -30,7 +30,6 @@ pub(super) fn grad_stats(summary: &TensorSummary) -> GradStats {
     }
 }
 
-/// The record of one tensor.
 pub(super) fn tensor_record((entry, summary): (&ParamSpec, &TensorSummary)) -> TensorRecord {
     TensorRecord { name: entry.name.clone(), stats: grad_stats(summary), lost_updates: None }
 }

@@ -48,7 +48,6 @@ pub(crate) struct Answered {
     pub tokens: usize,
 }
 
-/// The source of rewards.
 #[derive(Debug)]
 pub(crate) enum Reward {
     /// 1 for the right answer, and 0 for others.
@@ -57,7 +56,6 @@ pub(crate) enum Reward {
     Regex(Regex),
     /// 1 at this number of tokens, less with the distance, at least 0.
     Length(usize),
-    /// A program.
     Program(RewardProgram),
 }
 
@@ -121,7 +119,6 @@ impl Reward {
     }
 }
 
-/// A program that rewards completions.
 #[derive(Debug)]
 pub(crate) struct RewardProgram {
     command: String,

@@ -52,7 +52,6 @@ struct Group {
     /// The prompt's number in the data.
     index: u64,
     prompt: Vec<u32>,
-    /// The right answer.
     answer: String,
     completions: Vec<Sampled>,
 }
@@ -67,7 +66,6 @@ struct Sampled {
     logps: Logps,
     /// Whether it ended at the maximum length.
     is_cut: bool,
-    /// Its text.
     text: String,
     seed: u64,
     reward: Option<f32>,

@@ -24,7 +24,6 @@ pub(super) struct StepGradients {
     time: StepTimings,
 }
 
-/// The losses of a micro-batch.
 pub(super) enum BatchLosses {
     Sums(Box<LossSums>),
     /// The loss of each target, which a GPU may not have computed yet.

@@ -60,7 +60,6 @@ pub struct Trainer {
     rollouts: Option<Rollouts>,
     rollout_log: Option<std::fs::File>,
     fingerprint: Fingerprint,
-    /// The base of adapters.
     base: Option<Base>,
     /// The digest of the reference's weights, if there is a reference besides this base.
     reference_sha256: Option<String>,
@@ -302,7 +301,6 @@ impl Trainer {
         &self.engine
     }
 
-    /// Loads a checkpoint's state.
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let state = checkpoint.state();
         self.check_base(checkpoint)?;

@@ -28,7 +28,6 @@ pub(super) fn leaves(table: &toml::Table) -> Vec<(String, &toml::Value)> {
     out
 }
 
-/// The value of the dotted `key`.
 pub(super) fn value_at<'a>(table: &'a toml::Table, key: &str) -> Option<&'a toml::Value> {
     match key.split_once('.') {
         None => table.get(key),
@@ -97,7 +96,6 @@ pub(super) fn check_keys(keys: impl IntoIterator<Item = String>) -> Result<()> {
     Ok(())
 }
 
-/// The table in which the dotted `key` has `value`.
 pub(super) fn nested(key: &str, value: toml::Value) -> toml::Table {
     let mut table = toml::Table::new();
     match key.split_once('.') {

@@ -27,7 +27,6 @@ impl Trainer {
         self.group().world_size() > 1
     }
 
-    /// The state of all processes.
     pub(super) fn gathered(&self) -> GatheredState<'_> {
         GatheredState { group: self.group(), state: &self.engine.state }
     }

@@ -20,7 +20,6 @@ use std::io::{Read as _, Write as _, sink};
 const FILE: &str = "reference.json";
 /// The version of its format.
 const VERSION: u32 = 2;
-/// Values hashed at a time.
 const HASH_CHUNK: usize = 1 << 16;
 
 /// The log-probabilities, and the facts that determine them.

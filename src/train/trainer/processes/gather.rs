@@ -48,7 +48,6 @@ impl<'a> TensorShard<'a> {
         }
     }
 
-    /// The values of process `rank`.
     fn range(&self, rank: usize) -> Range<usize> {
         let elements = self.shards.range(rank, self.parameter);
         if self.per_block { BlockwiseQuantized::blocks(&elements) } else { elements }

@@ -6,7 +6,6 @@
 pub(crate) struct Message(Vec<u8>);
 
 impl Message {
-    /// The encoded fields.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.0
     }

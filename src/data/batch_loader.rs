@@ -302,10 +302,8 @@ impl BatchLoader {
 #[derive(Clone, Debug)]
 pub struct EvalLoader {
     mixture: Mixture,
-    /// The groups of a pass.
     groups: Vec<GroupId>,
     batch_size: usize,
-    /// The number of groups read.
     read: usize,
 }
 

@@ -69,7 +69,6 @@ const UNFINISHED: &str = ".tokens-";
 pub(super) struct TokenFile {
     file: File,
     width: IdWidth,
-    /// Tokens in the file.
     pub(super) tokens: usize,
     /// Tokens in the loss.
     pub(super) trained: u64,
@@ -181,7 +180,6 @@ pub(super) struct TokenWriter {
     starts: bool,
     /// Documents started, and documents with tokens.
     documents: [u64; 2],
-    /// The description of the documents.
     pub(super) contents: DatasetContents,
     bytes: Vec<u8>,
 }
@@ -197,7 +195,6 @@ impl TokenWriter {
         Ok(Self { out, hash, width, tokens, starts, documents, contents, bytes })
     }
 
-    /// Starts a new document.
     pub(super) fn start(&mut self) {
         self.starts = true;
         self.documents[0] += 1;

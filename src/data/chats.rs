@@ -121,7 +121,6 @@ fn draw(seed: u64, pairs: std::ops::Range<usize>, count: usize) -> Vec<QaPair> {
     (0..count).map(chat).collect()
 }
 
-/// The pair with this number.
 fn pair(number: usize) -> (usize, usize) {
     let pairs = (0..THINGS.len()).flat_map(|second| (0..second).map(move |first| (first, second)));
     pairs.clone().nth(number).unwrap_or((0, 1))

@@ -24,12 +24,10 @@ pub(super) enum LossMask {
 pub(super) struct TextChunk {
     pub(super) text: String,
     pub(super) loss_mask: LossMask,
-    /// Whether a document begins with it.
     pub(super) starts_document: bool,
     pub(super) end: ChunkEnd,
 }
 
-/// The end of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ChunkEnd {
     /// More of the document, or a new document, which the end-of-text token separates.

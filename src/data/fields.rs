@@ -16,7 +16,6 @@ pub(super) fn field(row: &Value, name: &str) -> Option<Value> {
     row.get_attr(name).ok().filter(|value| !value.is_undefined() && !value.is_none())
 }
 
-/// The JSON type of a value.
 pub(super) fn json_type(value: &Value) -> &'static str {
     match value.kind() {
         ValueKind::Undefined | ValueKind::None => "null",
@@ -59,7 +58,6 @@ fn checked_role(role: &Value) -> Result<&str, String> {
     Err(format!("the role `{text}` is unknown; {advice}"))
 }
 
-/// The messages of a list in field `name`.
 pub(super) fn messages(value: Value, name: &str) -> Result<Vec<Value>, String> {
     let items = list(value).map_err(|problem| format!("`{name}` {problem}"))?;
     let message = |(index, item): (usize, Value)| {
@@ -68,7 +66,6 @@ pub(super) fn messages(value: Value, name: &str) -> Result<Vec<Value>, String> {
     items.try_iter().into_iter().flatten().enumerate().map(message).collect()
 }
 
-/// Whether an object is a message.
 pub(super) fn is_message(item: &Value) -> bool {
     ["role", "from"].iter().any(|name| field(item, name).is_some())
 }

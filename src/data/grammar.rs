@@ -27,7 +27,6 @@ use super::shuffle::mix;
 /// Bytes of the corpus that `--data grammar` trains on.
 pub const CORPUS_BYTES: usize = 200_000;
 
-/// A slot of the sentence.
 struct GrammarSlot {
     /// Filled on a coin flip only.
     optional: bool,

@@ -86,7 +86,6 @@ impl Mixture {
         self.any().seq_len
     }
 
-    /// The rows of a group.
     pub(super) fn group_rows(&self) -> usize {
         self.any().group_rows()
     }

@@ -32,7 +32,6 @@ const MAX_SECONDS: u64 = 30;
 /// Between two looks at that time.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Takes a row.
 type ValueCallback<'a> = dyn FnMut(Value) -> crate::Result<()> + 'a;
 
 /// Why the rows end early.

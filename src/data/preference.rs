@@ -32,7 +32,6 @@ impl Sample {
 pub struct PromptRow {
     /// The name of its file.
     pub(super) origin: String,
-    /// Its location in the file.
     pub(super) location: String,
     /// All its fields.
     pub row: Value,
@@ -56,7 +55,6 @@ impl PromptRow {
     }
 }
 
-/// A prompt or an answer.
 #[derive(Clone, Debug, PartialEq)]
 enum Part {
     Text(String),

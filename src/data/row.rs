@@ -75,7 +75,6 @@ pub struct DatasetOptions {
     pub chat: ChatFormat,
 }
 
-/// Fields with conventional names.
 const CONVENTIONAL: [&str; 14] = [
     "text",
     "prompt",
@@ -153,7 +152,6 @@ impl RowSchema {
     }
 }
 
-/// The content of a row.
 pub(super) enum Example {
     Text(String),
     Sample(Sample),
@@ -168,7 +166,6 @@ pub(super) struct RowReader<'a> {
     options: &'a DatasetOptions,
     /// The schema of the rows so far, and the location of the first of them.
     schema: Option<(RowSchema, String)>,
-    /// Whether a sample is a conversation.
     conversational: bool,
     /// The weights of the samples so far, or 1 for good and 0 for bad answers.
     values: Vec<f32>,

@@ -25,7 +25,6 @@ const NOT_UTF8: &str = "invalid unicode code point";
 /// Bytes read at a time.
 const BUFFER_BYTES: usize = 256 << 10;
 
-/// The location of a row in its file.
 #[derive(Clone, Copy, Debug, strum::Display)]
 pub(super) enum RowLocation {
     #[strum(to_string = "line {0}")]

@@ -258,7 +258,6 @@ impl SequenceIndex {
         matches!(self.rows, RowSpans::Spans { packed: true, .. })
     }
 
-    /// The spans of a row.
     pub(super) fn row(&self, row: u64) -> impl Iterator<Item = TokenSpan> {
         let (one, several) = match &self.rows {
             RowSpans::Windows => {

@@ -160,7 +160,6 @@ impl FromStr for DataSource {
     }
 }
 
-/// The built-in rows called `text`.
 fn built_in(text: &str) -> Option<DataSource> {
     let (name, held_out) = text.strip_suffix(HELD_BACK).map_or((text, false), |name| (name, true));
     let (_, rows) = BuiltInRows::NAMES.into_iter().find(|(known, _)| *known == name)?;
@@ -211,7 +210,6 @@ pub(crate) fn closest_match(name: &str, names: impl IntoIterator<Item = String>)
     names.into_iter().filter(|other| (1..=allowed).contains(&distance(other))).min_by_key(distance)
 }
 
-/// The names of the entries of `folder`.
 pub(crate) fn names_in(folder: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| !name.starts_with('.')).collect()
@@ -240,7 +238,6 @@ pub(super) struct Document {
     pub(super) asked: bool,
 }
 
-/// The files of a source.
 pub(super) struct Files {
     pub(super) documents: Vec<Document>,
     /// The names of files in a folder that are not among the documents.

@@ -78,7 +78,6 @@ impl Conversation {
         of("content").filter(|_| of("role").is_some_and(|role| role == "assistant"))
     }
 
-    /// The messages.
     pub(super) fn messages(&self) -> &[Value] {
         &self.messages
     }
@@ -179,7 +178,6 @@ impl Template {
         Ok(Self { environment, origin: origin.to_owned(), tokens, has_generation_blocks })
     }
 
-    /// Whether there are generation blocks in it.
     pub(super) fn has_generation_blocks(&self) -> bool {
         self.has_generation_blocks
     }
@@ -233,7 +231,6 @@ fn with_reasoning(message: &Value) -> Value {
     Value::from_pairs(std::iter::once(thinking).chain(fields).chain([reasoning]))
 }
 
-/// Whether a text in `value` contains a marker.
 fn contains_marker(value: &Value) -> bool {
     match value.as_str() {
         Some(text) => text.contains(GENERATION_MARKERS),

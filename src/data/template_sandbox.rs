@@ -73,7 +73,6 @@ impl TemplateSandbox {
         Ok(Self { template, setup, worker: Mutex::new(None) })
     }
 
-    /// Whether the template has generation blocks.
     pub(super) fn has_generation_blocks(&self) -> bool {
         self.template.has_generation_blocks()
     }

@@ -56,7 +56,6 @@ pub struct AdapterFolder {
     file: TensorFile,
 }
 
-/// The content of an `adapter_config.json`.
 #[derive(Clone, Debug, PartialEq)]
 struct AdapterConfig {
     r: usize,

@@ -12,7 +12,6 @@ use candle_core::{DType, Device, Tensor};
 use std::io::{Write, sink};
 use std::sync::Arc;
 
-/// Values hashed at a time.
 const HASH_CHUNK: usize = 1 << 16;
 /// Values of a token table that are read at a time, rounded up to a multiple of four rows. The whole table of a large
 /// vocabulary in FP32 would take more memory than the rest of a run over a frozen base. A multiple of four, which

@@ -35,7 +35,6 @@ const ALIASES: [(&str, &str); 5] = [
     ("gpt2-xl", "openai-community/gpt2-xl"),
 ];
 
-/// Maximum size of a tokenizer.
 const MAX_TOKENIZER: u64 = 512 << 20;
 
 /// Maximum number of shards; the largest models have about two hundred.
@@ -65,7 +64,6 @@ enum RepoType {
     Dataset,
 }
 
-/// A repository at a revision.
 #[derive(Clone, Debug)]
 struct Repo {
     kind: RepoType,
@@ -77,10 +75,8 @@ struct Repo {
     revision: String,
 }
 
-/// A file in the cache.
 struct CachedFile {
     path: PathBuf,
-    /// The commit it belongs to.
     commit: String,
     /// The hash of its contents; `None` for a plain file, which only the Hub can verify.
     etag: Option<String>,
@@ -93,7 +89,6 @@ impl CachedFile {
     }
 }
 
-/// The location of a file.
 enum FileLocation {
     Cached(CachedFile),
     /// On the server. Its blob may already be in the cache.

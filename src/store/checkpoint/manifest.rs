@@ -11,13 +11,11 @@ use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use crate::store::aux_files::AuxFiles;
 use crate::{Error, Result};
 
-/// The manifest.
 pub(super) const MANIFEST: &str = "manifest.json";
 /// The training figures.
 pub(super) const STATE: &str = "state.json";
 /// The model's shape.
 pub(super) const CONFIG: &str = "config.json";
-/// The tokenizer.
 pub(super) const TOKENIZER: &str = "tokenizer.json";
 /// The compute-dtype weights.
 pub(super) const WEIGHTS: &str = "model.safetensors";
@@ -31,7 +29,6 @@ pub(super) const MOMENTS: [&str; 2] = ["exp_avg", "exp_avg_sq"];
 /// Larger sequences are rejected as forged, because incrementing them could overflow.
 pub(super) const MAX_SEQUENCE: u64 = u64::MAX / 2;
 
-/// Maximum size of a manifest.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// The kind of a checkpoint.
@@ -126,7 +123,6 @@ impl Manifest {
         self.files.contains_key(ADAPTER_CONFIG)
     }
 
-    /// The text of the file.
     pub(super) fn to_json(&self) -> serde_json::Result<Vec<u8>> {
         let file = ManifestFile { format_version: FORMAT_VERSION, manifest: self.clone(), checksum: self.checksum()? };
         let mut text = serde_json::to_vec_pretty(&file)?;
@@ -138,7 +134,6 @@ impl Manifest {
         Ok(Digest::of(&serde_json::to_vec(self)?).sha256)
     }
 
-    /// Reads the text of the file.
     pub(super) fn from_json(text: &[u8]) -> Result<Self, String> {
         check_version(text)?;
         Self::parse_verified(text).map_err(|message| format!("damaged: {message}"))

@@ -33,7 +33,6 @@ const UNKNOWN: i64 = TokenKind::Unknown as i64;
 const CONTROL: i64 = TokenKind::Control as i64;
 const USER_DEFINED: i64 = TokenKind::UserDefined as i64;
 
-/// The word pattern of Llama 3.
 const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 /// The word pattern of Qwen 2 and later.
 const QWEN_2: &str =

@@ -203,7 +203,6 @@ impl RepoCache {
         replace(&self.root.join("refs").join(revision), |temporary| std::fs::write(temporary, commit))
     }
 
-    /// The folder of a commit's files.
     pub(super) fn snapshot(&self, commit: &str) -> PathBuf {
         self.repo.pointer_path(commit)
     }
@@ -234,7 +233,6 @@ fn replace(path: &Path, make: impl FnMut(&Path) -> io::Result<()>) -> Result<(),
     temporary.into_temp_path().persist(path).map_err(|error| HubError::disk("create", path)(error.error))
 }
 
-/// Whether a file's contents match its etag.
 pub(super) fn content_matches(path: &Path, etag: &str) -> Result<bool, HubError> {
     if etag.len() == 64 {
         return Ok(Digest::of_file(path)?.sha256 == etag);

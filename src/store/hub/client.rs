@@ -51,7 +51,6 @@ pub(super) struct Metadata {
     pub(super) size: u64,
 }
 
-/// The body of an upload.
 pub(super) enum Payload<'a> {
     Text(&'a str),
     File(&'a Path),
@@ -99,7 +98,6 @@ impl Client {
         Ok(Self { api, settings: settings.clone() })
     }
 
-    /// The URL of a file.
     pub(super) fn url(&self, repo: &Repo, file: &str) -> String {
         self.api
             .repo(repo.as_hub_repo(&repo.id))
@@ -357,7 +355,6 @@ impl Metadata {
     }
 }
 
-/// Reads a response of JSON.
 pub(super) fn read_json(response: &mut Response<Body>) -> Result<Value> {
     let text = response.body_mut().with_config().limit(MAX_SMALL_FILE).read_to_string();
     let text = text.map_err(|error| HubError::Network(error.to_string()))?;

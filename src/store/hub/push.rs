@@ -24,7 +24,6 @@ const SAMPLE: usize = 512;
 const JSON: &str = "application/json";
 const LFS: &str = "application/vnd.git-lfs+json";
 
-/// A file to upload.
 struct Upload {
     /// Its path in the repository.
     name: String,

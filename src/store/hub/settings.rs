@@ -7,7 +7,6 @@ use ureq::http::Uri;
 
 use crate::{Error, Result};
 
-/// The Hub's URL.
 const HUB: &str = "https://huggingface.co";
 
 /// How to reach the Hub, and the folder of its cache.

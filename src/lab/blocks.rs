@@ -60,7 +60,6 @@ impl std::str::FromStr for Scheme {
     }
 }
 
-/// A quantized tensor.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct QuantizedTensor {
     pub(crate) scheme: Scheme,

@@ -42,7 +42,6 @@ pub(crate) struct LayerDtypes {
     pub(crate) output: Option<&'static str>,
     /// The type of its output's or input's gradient.
     pub(crate) activation_gradient: Option<&'static str>,
-    /// The type of its weight's gradient.
     pub(crate) weight_gradient: Option<&'static str>,
 }
 

@@ -19,7 +19,6 @@ pub(crate) struct FailureDemo {
     /// The update per step, which is subtracted.
     pub(crate) update: f64,
     pub(crate) steps: u64,
-    /// The results.
     #[serde(flatten)]
     pub(crate) outcome: FailureResult,
 }
@@ -71,7 +70,6 @@ const HEAD: f64 = 64.0;
 const TOLERANCE: f64 = 0.01;
 
 impl FailureDemo {
-    /// Maximum number of steps.
     const MAX_STEPS: u64 = 1_000_000;
 
     /// Applies a loss scale to the gradients `[small, large]`, squares an activation, and updates a weight.

@@ -12,7 +12,6 @@ use crate::ui::format::bytes;
 use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
 
-/// A training recipe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Recipe {

@@ -17,7 +17,6 @@ pub(crate) struct Ranges {
     pub(crate) window: (i32, i32),
 }
 
-/// A format's limits.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct RangeRow {
     pub(crate) format: &'static str,

@@ -41,7 +41,6 @@ struct Step {
     loss_is_finite: bool,
 }
 
-/// The steps of a log, aggregated.
 #[derive(Debug, Default)]
 struct StepAggregates {
     /// The newest steps, at most [`MAX_STEPS`].

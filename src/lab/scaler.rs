@@ -29,13 +29,11 @@ pub(crate) enum StepCondition {
     Broken,
 }
 
-/// The steps of a simulation.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct GradientTrace {
     pub(crate) source: String,
     /// The number of the first step.
     pub(crate) first: u64,
-    /// The condition of each step.
     pub(crate) visits: Vec<StepCondition>,
     /// The largest number of the format in which gradients overflow.
     pub(crate) max: f64,
@@ -57,7 +55,6 @@ pub(crate) struct ScalerComparison {
     /// Overflows and mean log2 of the scale over several seeds, one pair for each setting; empty for one seed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) over_seeds: Vec<(Mean, Mean)>,
-    /// Number of seeds in `over_seeds`.
     #[serde(skip)]
     pub(crate) seeds: u64,
     /// The step under the cursor; the last step if `None`.
@@ -65,7 +62,6 @@ pub(crate) struct ScalerComparison {
     pub(crate) cursor: Option<u64>,
 }
 
-/// The trajectory of a setting.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Trajectory {
     pub(crate) label: String,
@@ -83,7 +79,6 @@ pub(crate) struct Trajectory {
     pub(crate) mean_log2: f64,
 }
 
-/// One attempt at a step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Attempt {
     pub(crate) step: u64,

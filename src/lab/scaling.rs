@@ -21,7 +21,6 @@ pub(crate) struct Scaling {
     pub(crate) shares: RangeShares,
     /// log2 of the best scale: the smallest that keeps the most in full precision without overflow.
     pub(crate) best: i32,
-    /// The shares at the best scale.
     pub(crate) best_shares: RangeShares,
     /// Doublings from the best scale to the first overflow.
     pub(crate) margin: i32,
@@ -35,10 +34,8 @@ pub(crate) struct Scaling {
     pub(crate) linear: bool,
 }
 
-/// A row of the table of scales.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct ScalingRow {
-    /// log2 of the scale.
     pub(crate) shift: i32,
     /// Shares of the non-zero gradients.
     pub(crate) shares: RangeShares,

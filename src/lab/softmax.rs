@@ -17,7 +17,6 @@ pub(crate) struct Softmax {
     pub(crate) formats: Vec<SoftmaxRow>,
 }
 
-/// A format's softmax.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct SoftmaxRow {
     pub(crate) format: &'static str,
@@ -53,7 +52,6 @@ pub(crate) struct SoftmaxRow {
 const FORMATS: [FloatFormat; 3] = [FloatFormat::FP32, FloatFormat::FP16, FloatFormat::BF16];
 
 impl Softmax {
-    /// Maximum length.
     pub(crate) const MAX_LENGTH: u64 = 1 << 20;
 
     /// Computes a softmax over `length` tokens, and the sine of a position.

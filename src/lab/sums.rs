@@ -12,7 +12,6 @@ use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
 use crate::ui::{Line, Page, Role};
 
-/// The terms of the sum.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, EnumString, VariantNames)]
 #[serde(rename_all = "snake_case")]
 #[strum(serialize_all = "snake_case", parse_err_ty = String, parse_err_fn = unknown_terms)]
@@ -29,7 +28,6 @@ fn unknown_terms(_: &str) -> String {
     "use `uniform`, `signed` or `tenths`".into()
 }
 
-/// The summation algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Algorithm {
@@ -87,7 +85,6 @@ const ROWS: [(FloatFormat, Algorithm); 11] = [
 ];
 
 impl SummationReport {
-    /// Maximum length.
     pub(crate) const MAX_TERMS: usize = 1 << 20;
 
     /// Sums at powers of four up to `length`, and at `length`. `seed` is for stochastic rounding.

@@ -60,14 +60,12 @@ pub(crate) struct UlpRow {
     pub(crate) steps_with_master: Option<u64>,
 }
 
-/// The effect of an update.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum UpdateFate {
     Survives,
     /// The sum rounds to the weight itself.
     Lost,
-    /// The sum overflows.
     Overflows,
     /// The weight itself is not a finite number of the format.
     OutOfRange,

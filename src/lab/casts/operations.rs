@@ -48,7 +48,6 @@ struct PrecisionProbe {
     format: FloatFormat,
 }
 
-/// Normally distributed numbers.
 fn numbers(salt: u32, shape: [usize; 2]) -> candle_core::Result<Tensor> {
     let mut numbers = vec![0f32; shape[0] * shape[1]];
     Stream::new(0, Domain::Bench).fill_normal(salt, 0, 0, &mut numbers);

@@ -3,7 +3,6 @@
 use crate::screen::terminal::Binding;
 use ratatui::crossterm::event::KeyCode::{self, Char};
 
-/// The action of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LabAction {
     /// Shows a tab, by its index.
@@ -32,7 +31,6 @@ pub(super) enum LabAction {
     Quit,
 }
 
-/// Every key.
 pub(super) const KEYS: &[Binding<LabAction>] = &[
     Binding::new(
         "Tab F1-11",

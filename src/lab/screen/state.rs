@@ -40,7 +40,6 @@ pub(crate) struct Scenario {
     pub(crate) text: &'static str,
 }
 
-/// A key of one view.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ViewKey {
     pub(crate) code: KeyCode,
@@ -48,7 +47,6 @@ pub(crate) struct ViewKey {
     pub(crate) written: &'static str,
     /// The footer's text; empty if the footer does not show the key.
     pub(crate) footer: &'static str,
-    /// The help's text.
     pub(crate) help: &'static str,
     pub(crate) act: fn(&mut LabTab),
 }
@@ -110,7 +108,6 @@ impl LabTab {
 pub(crate) struct Field {
     /// The flag's name without dashes, or the argument's.
     pub(crate) flag: &'static str,
-    /// Its value as typed.
     pub(crate) value: String,
     /// The initial value.
     first: String,
@@ -170,7 +167,6 @@ impl Control {
         Self { adjust, start: None, ends: (f64::NEG_INFINITY, f64::INFINITY), from_run: false, rare: false }
     }
 
-    /// Starts at `value`.
     #[must_use]
     pub(crate) const fn start(self, value: &'static str) -> Self {
         Self { start: Some(value), ..self }
@@ -307,26 +303,21 @@ fn format_number(value: f64) -> String {
     if (1e-4..1e12).contains(&value.abs()) || value == 0.0 { format!("{rounded}") } else { format!("{rounded:e}") }
 }
 
-/// The screen's state.
 #[derive(Debug, Default)]
 pub(super) struct LabState {
     pub(super) lab_tabs: Vec<LabTab>,
-    /// The current tab.
     pub(super) tab: usize,
     /// The selected parameter of the current tab.
     pub(super) field: usize,
     /// The text being typed for it.
     pub(super) typed: Option<String>,
     pub(super) help: bool,
-    /// Number of lines scrolled.
     pub(super) scroll: usize,
-    /// The current page.
     pub(super) page: Page,
     /// Whether the page is out of date.
     pub(super) stale: bool,
     /// The last loaded scenario of the current tab.
     pub(super) scenario: Option<usize>,
-    /// Whether the view is playing.
     pub(super) playing: bool,
 }
 
@@ -336,7 +327,6 @@ impl LabState {
         Self { lab_tabs, tab, stale: true, ..Self::default() }
     }
 
-    /// The current tab.
     pub(super) fn current_tab(&self) -> &LabTab {
         &self.lab_tabs[self.tab]
     }

@@ -153,7 +153,6 @@ fn help_page(state: &LabState) -> Page {
     page
 }
 
-/// A key and its help.
 fn key_line(written: &str, help: &str) -> Line {
     Line::new().with(Role::Title, format!("  {written:<12}")).plain(help)
 }

@@ -19,7 +19,6 @@ pub(crate) struct Diagnosis {
     /// GPU support of this build and machine.
     pub(crate) gpu: GpuInfo,
     pub(crate) folders: Vec<FolderInfo>,
-    /// Whether the Hub is reachable.
     pub(crate) hub: HubStatus,
 }
 

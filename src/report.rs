@@ -42,7 +42,6 @@ pub(crate) fn page(log: &Path) -> Result<String> {
     Ok(html::page(&title, &title, STYLE, &parts.concat()))
 }
 
-/// A one-sentence summary of the run.
 fn summary(run: &RunSummary) -> String {
     let Started { program, model, parameters, policy, device, data, total_steps, .. } = &run.started;
     format!(

@@ -153,7 +153,6 @@ impl BenchArgs {
     }
 }
 
-/// A measured step.
 struct Sample {
     wall: Duration,
     report: StepReport,

@@ -156,7 +156,6 @@ fn page(found: &Bisection, tolerance: f64, is_recorded: bool) -> Page {
     page
 }
 
-/// An error with its direction.
 fn describe(error: GradientError) -> String {
     if error.relative.is_nan() {
         return "the gradient overflows".to_owned();
@@ -198,7 +197,6 @@ fn heat_map(page: &mut Page, found: &Bisection, title: &str, cell: impl Fn(&Roun
     page.table(&layers, &columns);
 }
 
-/// The heading of a column.
 fn heading(kind: SiteKind) -> String {
     match kind {
         SiteKind::WeightGradient => "weight grad".to_owned(),

@@ -45,7 +45,6 @@ struct StatsArgs {
     json: bool,
 }
 
-/// Prints to `out`.
 pub(super) fn run(args: &DataArgs, out: &mut dyn Write) -> Result<()> {
     let text = match &args.what {
         DataCommand::Show(args) => {
@@ -130,7 +129,6 @@ fn preferences(DatasetStats { samples, skipped, pairs, desirable, .. }: DatasetS
     )
 }
 
-/// The data of a configuration.
 struct Loaded {
     config: Config,
     loader: BatchLoader,

@@ -14,7 +14,6 @@ pub(super) struct DoctorArgs {
     json: bool,
 }
 
-/// Writes the diagnosis to `out`.
 pub(super) fn run(args: &DoctorArgs, out: &mut dyn Write) -> Result<()> {
     let found = diagnose();
     let text = if args.json {

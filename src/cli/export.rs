@@ -38,7 +38,6 @@ pub(super) struct ExportArgs {
     push: PushArgs,
 }
 
-/// Flags of an upload.
 #[derive(Args, Debug)]
 struct PushArgs {
     /// Upload the result with a model card to a model on the Hub, which is created if it does not exist. The token comes from

@@ -133,7 +133,6 @@ impl ConfigArgs {
         Path::new(self.given("checkpoint.dir").and_then(toml::Value::as_str).unwrap_or("checkpoints"))
     }
 
-    /// The value of `--steps`.
     pub(crate) fn steps(&self) -> Option<i64> {
         self.given("train.steps").and_then(toml::Value::as_integer)
     }

@@ -148,7 +148,6 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
         .map_err(Error::stdout)
 }
 
-/// The ids of each prompt.
 fn encode(trained: &TrainedModel, rows: &[PromptRow]) -> Result<Vec<Vec<u32>>> {
     let is_conversation = |row: &PromptRow| matches!(row.prompt, Prompt::Conversation(..));
     let chat = rows.iter().any(is_conversation).then(|| Chat::new(trained, None)).transpose()?;

@@ -92,7 +92,6 @@ pub(super) fn terminal_width() -> usize {
     size.and_then(std::result::Result::ok).map_or(80, |(columns, _)| usize::from(columns).max(40))
 }
 
-/// Writes a report as JSON.
 type WriteJson = dyn Fn(&mut dyn Write) -> serde_json::Result<()>;
 
 /// A report before rendering.
@@ -278,7 +277,6 @@ impl CrisesArgs {
 }
 
 impl ScalerArgs {
-    /// Maximum number of simulated steps.
     const MAX_STEPS: usize = 1_000_000;
 
     fn report(&self, run: Option<&RunData>) -> Result<ScalerComparison> {
@@ -441,7 +439,6 @@ struct ParsedView {
     view: View,
 }
 
-/// The definitions of the views.
 static VIEWS: LazyLock<Command> = LazyLock::new(|| View::augment_subcommands(Command::new("lab")));
 
 fn show_screen(args: &LabArgs, session: &mut LabSession) -> Result<()> {

@@ -148,7 +148,6 @@ pub(super) struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// Opens the device.
     pub(super) fn open_device(&self) -> Result<DeviceContext> {
         self.device.open(self.dtype)
     }

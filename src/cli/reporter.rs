@@ -24,7 +24,6 @@ pub(crate) struct Reporter {
 }
 
 impl Reporter {
-    /// Starts the thread.
     pub(crate) fn start() -> Self {
         let activity = Activity::default();
         let (notices, waiting) = channel::<String>();
@@ -61,12 +60,10 @@ impl Reporter {
         self.activity.begin(phase);
     }
 
-    /// The phase that is shown.
     pub(crate) fn activity(&self) -> &Activity {
         &self.activity
     }
 
-    /// Reports an event.
     pub(crate) fn report(&self, event: SetupEvent) {
         match event {
             SetupEvent::Phase(what) => self.activity.begin(&what),
@@ -87,7 +84,6 @@ impl Reporter {
         }
     }
 
-    /// Prints a line.
     pub(crate) fn notice(&self, text: &str) {
         self.send(format!("{}\n", sanitize_line(text)));
     }

@@ -32,12 +32,10 @@ pub(super) fn is_step(path: &Path) -> bool {
     path.join("manifest.json").is_file() || (path.is_dir() && CheckpointKind::parse_directory(&name_of(path)).is_some())
 }
 
-/// Whether this is the folder of a run.
 pub(super) fn is_run(path: &Path) -> bool {
     path.join("config.toml").is_file()
 }
 
-/// Whether this is a run or one of its step folders.
 pub(super) fn is_run_or_step(path: &Path) -> bool {
     is_run(path) || is_step(path)
 }

@@ -84,7 +84,6 @@ fn runs_in(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(entries.map(|entry| entry.path()).filter(|path| is_run(path)).collect())
 }
 
-/// A row of the table.
 struct Summary {
     /// Time of the log's last change, in milliseconds since 1970.
     time: u64,

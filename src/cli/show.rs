@@ -22,7 +22,6 @@ pub(crate) struct ThemeArgs {
 }
 
 impl ThemeArgs {
-    /// The dashboard's theme.
     pub(crate) fn theme(&self) -> Theme {
         Theme::from_env(self.ascii, self.theme)
     }

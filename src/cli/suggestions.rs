@@ -105,7 +105,6 @@ const COMMANDS: &[(&str, &str)] = &[
     ("sample predict infer inference", "`finetune generate MODEL` generates text, `finetune chat MODEL` answers"),
 ];
 
-/// A tip for a usage error.
 pub(super) fn suggestion(error: &clap::Error) -> Option<&'static str> {
     let typed = |kind| match error.get(kind) {
         Some(ContextValue::String(typed)) => typed.as_str(),
@@ -122,7 +121,6 @@ pub(super) fn suggestion(error: &clap::Error) -> Option<&'static str> {
         .or(digits.then_some("write a whole number without a unit, such as 1000 or 2^10"))
 }
 
-/// The tip for a name in a table.
 fn find(table: &[(&str, &'static str)], name: &str) -> Option<&'static str> {
     table.iter().find(|(names, _)| names.split(' ').any(|one| one == name)).map(|(_, tip)| *tip)
 }

@@ -27,7 +27,6 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
-/// Flags of a training run.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct TrainArgs {
     /// The run's configuration.

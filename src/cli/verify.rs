@@ -72,7 +72,6 @@ struct Claim {
     processes: usize,
     /// The steps that were repeated with the same bits.
     repeated: [u64; 2],
-    /// The run's `config.toml`.
     config: String,
     checkpoints: Vec<CheckpointSaved>,
 }
@@ -82,7 +81,6 @@ struct Subject {
     /// Empty for a claim.
     folder: PathBuf,
     recorded: RecordedRun,
-    /// A claim's configuration.
     config: Option<String>,
     instruction_set: String,
     /// Files and log entries that contradict the log's proofs.

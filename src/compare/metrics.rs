@@ -5,13 +5,11 @@ use super::statistics::Estimate;
 use crate::telemetry::ObjectiveMetric;
 use crate::ui::format;
 
-/// A figure of a run.
 #[derive(Debug)]
 pub(crate) struct Metric {
     /// Its key in JSON.
     pub(crate) key: &'static str,
     pub(crate) name: &'static str,
-    /// Extracts it from a run's figures.
     pub(crate) of: fn(&RunMetrics) -> Option<f64>,
     unit: MetricUnit,
 }
@@ -77,7 +75,6 @@ pub(crate) const METRICS: &[Metric] = &[
 pub(super) const NONE: &str = "–";
 
 impl Metric {
-    /// The metric with this key.
     pub(super) fn named(key: &str) -> Option<&'static Self> {
         METRICS.iter().find(|metric| metric.key == key)
     }

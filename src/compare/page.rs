@@ -45,7 +45,6 @@ impl Comparison {
         page.gap();
     }
 
-    /// The settings that differ.
     fn differing(&self, page: &mut Page, width: usize) {
         if self.differences.is_empty() {
             page.push(Line::new().dim("the configurations differ only in the seed"));

@@ -34,7 +34,6 @@ pub(crate) struct RunGroup {
 /// A setting that differs between groups.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SettingDifference {
-    /// Its dotted key.
     pub(crate) key: String,
     /// Its value in each group.
     pub(crate) values: Vec<String>,
@@ -53,7 +52,6 @@ pub(crate) enum EquivalenceVerdict {
     Undecided,
 }
 
-/// A comparison of runs.
 #[derive(Debug, Clone)]
 pub(crate) struct Comparison {
     /// Runs by configuration, in the order they were given.
@@ -160,7 +158,6 @@ impl Comparison {
         self.difference(Metric::named("perplexity")?)
     }
 
-    /// The verdict on the bound, if there is one.
     pub(crate) fn verdict(&self) -> Option<(f64, EquivalenceVerdict)> {
         let bound = self.bound?;
         let verdict = match self.perplexity().and_then(|estimate| estimate.interval()) {

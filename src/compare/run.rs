@@ -37,7 +37,6 @@ impl RunSummary {
         Self::of(log, state, unreadable)
     }
 
-    /// From the state of a run.
     pub(crate) fn of(log: &Path, state: RunState, unreadable: usize) -> Result<Self> {
         let (figures, finished) = (state.figures(), state.finished());
         let Some(started) = state.started else {

@@ -8,14 +8,12 @@ use crate::telemetry::float;
 /// A mean, or a difference of two, with its interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Estimate {
-    /// The mean or difference.
     #[serde(serialize_with = "float::serialize")]
     pub(crate) mean: f64,
     /// Half the width of the 95 % confidence interval; `None` if a sample is too small.
     pub(crate) half: Option<f64>,
 }
 
-/// The moments of a sample.
 struct SampleMoments {
     count: f64,
     mean: f64,

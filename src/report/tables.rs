@@ -8,7 +8,6 @@ use std::fmt::Write;
 
 /// Maximum number of rows of a long table.
 const ROWS: usize = 100;
-/// Maximum number of samples.
 const SAMPLES: usize = 20;
 
 pub(super) fn figures(figures: &RunMetrics) -> String {

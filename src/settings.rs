@@ -316,7 +316,6 @@ macro_rules! settings {
         }
 
         impl $name {
-            /// The settings of this section.
             pub(crate) fn settings() -> Vec<$crate::settings::Setting> {
                 use $crate::settings::Setting;
                 Setting::flat(vec![$(Setting::new::<$type>(stringify!($key), &[$($comment),+])$(.$property($($argument),*))*),+])

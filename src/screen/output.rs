@@ -29,7 +29,6 @@ pub(crate) struct Terminal {
 }
 
 impl Terminal {
-    /// This process's terminal.
     pub(crate) fn current() -> Self {
         let stdout = std::io::stdout().is_terminal();
         // Without a terminal crossterm would start `tput` to ask for a size.

@@ -15,7 +15,6 @@ use ratatui::style::{Color, Modifier};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The encoding of a picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ImageFormat {
     /// Vector shapes and text.

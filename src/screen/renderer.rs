@@ -35,7 +35,6 @@ pub enum Exit {
 /// News of the runs.
 #[derive(Debug)]
 pub(crate) enum ScreenMessage {
-    /// A record of the run.
     Record(Box<Record>),
     /// A record of an overlaid run.
     Other(usize, Box<Record>),
@@ -47,7 +46,6 @@ pub(crate) enum ScreenMessage {
     Gone,
 }
 
-/// The playback of a replay.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Playback {
     /// Speed relative to the run's.
@@ -59,7 +57,6 @@ pub(crate) struct Playback {
     pub(crate) at: f64,
 }
 
-/// A source of messages.
 pub(crate) trait MessageSource {
     /// Passes on the messages since the last call, or some of them; `true` if there are more already. If there are none, it
     /// may wait for this long.
@@ -88,7 +85,6 @@ pub(crate) trait Renderer {
     /// How long a source may wait for news.
     const PATIENCE: Duration = Duration::from_millis(100);
 
-    /// Shows a message.
     fn show(&mut self, message: ScreenMessage) -> io::Result<()>;
 
     /// Shows everything else after a poll; `quiet` if the poll passed no message. A result ends the loop.

@@ -44,7 +44,6 @@ impl App {
     }
 }
 
-/// A log as a source of messages.
 pub(super) struct LogSource {
     tail: Tail,
     /// The logs of overlaid runs.
@@ -120,7 +119,6 @@ impl Replay {
         }
     }
 
-    /// The next record if it is due.
     fn next_due(&mut self) -> Option<Record> {
         let next = self.waiting.front()?.s;
         let longest = LONGEST_WAIT.as_secs_f64() * self.speed;

@@ -24,7 +24,6 @@ pub(super) fn brief(event: &Event) -> Option<String> {
     Some(format!("overflow step={} scale={} {place}", overflow.step, scale_change(overflow.scale)))
 }
 
-/// The glyph of an event, and its role.
 pub(super) fn glyph(event: &Event) -> (char, Role) {
     match event {
         Event::Step(step) if step.scale.cause == ScaleCause::Lowered => ('▾', Role::Good),

@@ -56,7 +56,6 @@ pub(super) mod optional {
     }
 }
 
-/// A list of numbers.
 pub(crate) mod list {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 

@@ -81,7 +81,6 @@ pub struct RunState {
 struct Snapshot {
     step: StepRecord,
     tally: MetricsAccumulator,
-    /// The number of overflows of each tensor.
     overflows: Vec<u64>,
 }
 

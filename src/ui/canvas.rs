@@ -33,7 +33,6 @@ impl<'a> Canvas<'a> {
         self.theme
     }
 
-    /// A part of this canvas.
     pub(crate) fn part(&mut self, x: u16, y: u16, width: u16, height: u16) -> Canvas<'_> {
         let part = Rect::new(self.area.x.saturating_add(x), self.area.y.saturating_add(y), width, height);
         let area = part.intersection(self.area);

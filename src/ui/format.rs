@@ -33,7 +33,6 @@ pub(crate) fn exact(value: f32) -> String {
     if value == 0.0 || (1e-3..1e7).contains(&value.abs()) { value.to_string() } else { format!("{value:e}") }
 }
 
-/// A value of a [`Quantity`].
 pub(crate) fn quantity(quantity: Quantity, value: f64) -> String {
     match quantity {
         Quantity::Rate => rate(value),

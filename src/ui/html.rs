@@ -121,7 +121,6 @@ impl SvgAxes {
         }
     }
 
-    /// A dot at each point.
     pub(crate) fn dots(&self, out: &mut String, class: &str, points: impl Iterator<Item = (f64, f64)>) {
         for (x, y) in points {
             let (x, y) = (self.left(x), self.top(y));

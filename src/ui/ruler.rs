@@ -62,7 +62,6 @@ impl Ruler {
         (self.first..self.first + self.cells * self.fold).contains(&exponent)
     }
 
-    /// A histogram's counts by cell.
     fn counts(&self, histogram: &ExponentHistogram) -> Vec<u64> {
         let mut counts = vec![0; self.cells as usize];
         for (exponent, count) in histogram.iter() {

@@ -23,7 +23,6 @@ use ratatui::layout::{Position, Rect};
 use ratatui::style::Color;
 use std::cell::Cell;
 
-/// The tabs' names, in order.
 pub(super) const TABS: [&str; 5] = ["Overview", "Precision", "Tensors", "Events", "Samples"];
 pub(super) const TENSORS: usize = 2;
 pub(super) const EVENTS: usize = 3;
@@ -56,7 +55,6 @@ pub(super) trait Tab {
         }
     }
 
-    /// Handles the mouse's wheel.
     fn wheel(&mut self, scene: &mut Scene, by: isize) {
         self.scroll(scene, by);
     }
@@ -111,7 +109,6 @@ pub(crate) struct App {
 }
 
 impl App {
-    /// A dashboard of a run with an existing history.
     pub(crate) fn new(mode: DashboardMode, history: RunState) -> Self {
         Self { scene: Scene { mode, live: history, ..Scene::default() }, ..Self::default() }
     }
@@ -127,7 +124,6 @@ impl App {
         (tab, &mut self.scene)
     }
 
-    /// The list in the current tab.
     pub(super) fn list(&mut self) -> Option<&mut List> {
         let (tab, scene) = self.tab(self.tab);
         tab.list(scene).map(|(list, _)| list)

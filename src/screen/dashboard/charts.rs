@@ -14,7 +14,6 @@ use std::borrow::Cow;
 /// The ranges of the charts, in last steps, besides the whole run.
 const RANGES: [u64; 3] = [1000, 300, 100];
 
-/// The settings of the charts.
 #[derive(Debug, Default)]
 pub(super) struct Charts {
     /// Whether the x axis is time instead of steps.
@@ -65,7 +64,6 @@ impl Charts {
         self.smoothing.unwrap_or_else(|| smoothing_for(run.total_steps()))
     }
 
-    /// The first step that charts show.
     pub(super) fn first_step(&self, run: &RunState) -> u64 {
         self.range.map_or(0, |steps| run.step.step.saturating_sub(steps))
     }
@@ -261,7 +259,6 @@ fn letter(other: usize) -> char {
     format::letter(other + 1)
 }
 
-/// The step at a column of a panel of this width.
 pub(super) fn step_at(scene: &Scene, panel: Panel, width: u16, column: u16) -> Option<u64> {
     let chart = match panel {
         Panel::Loss => Chart::loss(scene),
@@ -279,7 +276,6 @@ pub(super) fn step_at(scene: &Scene, panel: Panel, width: u16, column: u16) -> O
     buckets.iter().min_by(|a, b| distance(a).total_cmp(&distance(b))).map(|bucket| bucket.step)
 }
 
-/// Draws the panel of the loss.
 pub(super) fn draw_loss(scene: &Scene, canvas: &mut Canvas) {
     let (run, charts) = (scene.run(), &scene.charts);
     let wide = canvas.width() >= 50;
@@ -345,7 +341,6 @@ fn losses(scene: &Scene, chart: Chart, plot: &mut Plot) {
     chart.mark_broken(plot, &batches);
 }
 
-/// Draws the panel of the second chart.
 pub(super) fn draw_second(scene: &Scene, canvas: &mut Canvas) {
     let second = scene.charts.second;
     let legend = [("  ", Role::Text), ("✕", Role::Overflow), (" overflow", Role::Text)];

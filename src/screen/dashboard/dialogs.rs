@@ -8,7 +8,6 @@ use crate::telemetry::{Command, Finished, Phase};
 use crate::ui::{Canvas, Role, format};
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
-/// A dialog.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dialog {
     /// The keys.
@@ -48,7 +47,6 @@ impl App {
         self.help_top.set(self.help_top.get().saturating_add_signed(by));
     }
 
-    /// Draws the dialog that is open, if any.
     pub(super) fn draw_dialog(&self, canvas: &mut Canvas) {
         match (self.dialog, &self.scene.live.phase) {
             (Some(Dialog::Help), _) => self.draw_help(canvas),

@@ -12,7 +12,6 @@ use ratatui::layout::Position;
 use serde_json::Value;
 use std::cell::Cell;
 
-/// The tab's state.
 #[derive(Debug, Default)]
 pub(super) struct Events {
     list: List,

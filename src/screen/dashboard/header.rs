@@ -6,7 +6,6 @@ use super::scene::{DashboardMode, Scene};
 use crate::telemetry::{FinishReason, Phase};
 use crate::ui::{Canvas, Role, format};
 
-/// Draws the line.
 pub(super) fn draw(scene: &Scene, tab: usize, canvas: &mut Canvas) {
     let x = draw_state(scene, canvas);
     let (about, named) = pieces(scene, tab, x, canvas.width());

@@ -3,7 +3,6 @@
 use crate::screen::terminal::Binding;
 use ratatui::crossterm::event::KeyCode::{self, Char};
 
-/// The action of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     /// Shows a tab, by its index.

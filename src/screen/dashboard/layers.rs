@@ -63,7 +63,6 @@ struct VarianceAxis {
     width: u16,
 }
 
-/// Whether a layer is one of `blocks`.
 fn is_among(blocks: &BlockRanges, unit: PrecisionUnit) -> bool {
     matches!(unit, PrecisionUnit::Block(block) if blocks.contains(block))
 }

@@ -2,7 +2,6 @@
 
 use ratatui::crossterm::event::KeyCode;
 
-/// A list's cursor and filter.
 #[derive(Debug, Default)]
 pub(super) struct List {
     /// The selected row; counted from the newest in events and samples.

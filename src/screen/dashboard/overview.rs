@@ -22,7 +22,6 @@ pub(super) enum Panel {
 
 const PANELS: [Panel; 5] = [Panel::Loss, Panel::Scale, Panel::Ruler, Panel::Overflows, Panel::Tensors];
 
-/// The tab's state.
 #[derive(Debug, Default)]
 pub(super) struct Overview {
     /// The panel that fills the tab.

@@ -11,7 +11,6 @@ use ratatui::layout::Rect;
 /// Columns for the labels of layers, left of the ruler.
 const LABELS: u16 = 16;
 
-/// The tab, which has no state.
 #[derive(Debug, Default)]
 pub(super) struct Precision;
 

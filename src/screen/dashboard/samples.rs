@@ -6,7 +6,6 @@ use super::scene::Scene;
 use crate::ui::{Canvas, Role, format};
 use ratatui::text::Span;
 
-/// The tab's state.
 #[derive(Debug, Default)]
 pub(super) struct Samples {
     list: List,

@@ -4,7 +4,6 @@ use super::scene::Scene;
 use crate::telemetry::{GpuStats, RunState, Started};
 use crate::ui::{Canvas, Role, format};
 
-/// Draws the lines.
 pub(super) fn draw(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
     if run.started.is_none() && run.step.step == 0 {

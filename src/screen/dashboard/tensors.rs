@@ -15,7 +15,6 @@ const NAME: usize = 24;
 /// Columns of a name if there is room.
 const LONG_NAME: usize = 40;
 
-/// The sort key of the table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Sort {
     /// Share flushed to zero in the newest probe, then share of subnormals: worst first.
@@ -80,10 +79,8 @@ impl Selection {
     }
 }
 
-/// The tab's state.
 #[derive(Debug, Default)]
 pub(super) struct TensorsTab {
-    /// Whether it shows layers.
     pub(super) layers: bool,
     /// The tensor whose history is open.
     pub(super) detail: Option<String>,
@@ -181,7 +178,6 @@ fn text(text: String) -> (String, Role) {
     (text, Role::Text)
 }
 
-/// A share of lost values.
 fn share(lost: u64, of: u64) -> (String, Role) {
     (format::percent(lost, of), if lost > 0 { Role::Subnormal } else { Role::Text })
 }

@@ -11,7 +11,6 @@ use ratatui::text::Span;
 const WIDTH: usize = 8;
 const HEIGHT: usize = 16;
 
-/// The encoded picture.
 pub(super) fn png(buffer: &Buffer, scheme: ColorScheme) -> Result<Vec<u8>> {
     let (columns, rows) = (usize::from(buffer.area.width), usize::from(buffer.area.height));
     let mut canvas = PixelBuffer { width: columns * WIDTH, pixels: vec![0; columns * WIDTH * rows * HEIGHT * 3] };

@@ -10,7 +10,6 @@ use std::fmt::Write;
 const WIDTH: f64 = 8.0;
 const HEIGHT: f64 = 16.0;
 
-/// The document.
 pub(super) fn svg(buffer: &Buffer, scheme: ColorScheme) -> String {
     let (width, height) = (f64::from(buffer.area.width) * WIDTH, f64::from(buffer.area.height) * HEIGHT);
     let mut out = format!(

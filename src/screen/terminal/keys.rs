@@ -5,13 +5,11 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 /// A row of the table: keys with related actions.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Binding<A: 'static> {
-    /// The keys and their actions.
     keys: &'static [(KeyCode, A)],
     /// The keys as footer and help show them.
     pub(crate) written: &'static str,
     /// The footer's text, short and in full; `None` if the footer does not show it.
     footer: Option<(&'static str, &'static str)>,
-    /// The help's text.
     pub(crate) help: &'static str,
     /// The tabs where the keys work; empty for all.
     tabs: &'static [usize],
@@ -40,7 +38,6 @@ impl<A: Copy> Binding<A> {
         self.tabs.is_empty() || self.tabs.contains(&tab)
     }
 
-    /// Its keys with their actions.
     #[cfg(test)]
     pub(crate) fn keys(&self) -> impl Iterator<Item = (KeyCode, A)> {
         self.keys.iter().copied()

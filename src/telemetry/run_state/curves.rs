@@ -90,12 +90,10 @@ pub const PLOTTED: [Plotted; 19] = [
     ),
 ];
 
-/// A metric of an objective.
 const fn objective(name: &'static str, title: &'static str, metric: ObjectiveMetric) -> Plotted {
     figure(name, title, Quantity::Number, Source::Objective(metric))
 }
 
-/// A figure.
 const fn figure(short: &'static str, title: &'static str, quantity: Quantity, of: Source) -> Plotted {
     Plotted { short, title, quantity, of }
 }
@@ -169,7 +167,6 @@ impl Curves {
         }
     }
 
-    /// Removes the steps after `step`.
     pub(super) fn truncate_after(&mut self, step: u64) {
         let curves = std::iter::once(&mut self.loss).chain(&mut self.smoothed).chain(&mut self.plotted);
         curves.for_each(|curve| curve.truncate_after(step));

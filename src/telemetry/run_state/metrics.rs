@@ -177,7 +177,6 @@ impl MetricsAccumulator {
         self.smoothed.get(window).copied().and_then(Average::value)
     }
 
-    /// The current metrics.
     pub(super) fn figures(&self) -> RunMetrics {
         let share = |(whole, part): (u64, u64)| (whole > 0).then(|| part as f64 / whole as f64);
         let rate = |(first, last, ms)| (ms > 0.0 && last > first).then(|| (last - first) as f64 / ms * 1e3);

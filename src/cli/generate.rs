@@ -154,8 +154,8 @@ fn encode(trained: &TrainedModel, rows: &[PromptRow]) -> Result<Vec<Vec<u32>>> {
     let (tokenizer, context) = (&trained.tokenizer, trained.spec.max_position_embeddings);
     let ids = |row: &PromptRow| {
         let ids = match (&row.prompt, &chat) {
-            (Prompt::Conversation(conversation, tools), Some(chat)) => {
-                let text = chat.asking(conversation, tools.as_ref());
+            (Prompt::Conversation(conversation, variables), Some(chat)) => {
+                let text = chat.asking(conversation, variables.as_ref());
                 tokenizer.encode(&text.map_err(|error| row.error(&error.to_string()))?)?
             }
             (Prompt::Text(text), _) => prompt_ids(tokenizer, text)?,

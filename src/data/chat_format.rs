@@ -47,7 +47,7 @@ const BUILT_IN: [(&str, &str, &str); 10] = [
     ("plain", "", PLAIN),
 ];
 
-/// Conversations for which a training template must produce the model's text.
+/// Conversations for which a training template must produce the model's text, and variables of the templates.
 const PROBES: [(&str, Option<&str>); 3] = [
     (r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]"#, None),
     (
@@ -55,7 +55,7 @@ const PROBES: [(&str, Option<&str>); 3] = [
             {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]"#,
         None,
     ),
-    (TOOL_CALL, Some(r#"[{"type": "function", "function": {"name": "f", "parameters": {"x": "int"}}}]"#)),
+    (TOOL_CALL, Some(r#"{"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": "int"}}}]}"#)),
 ];
 
 /// A conversation that calls a function and quotes its result.
@@ -198,18 +198,18 @@ impl ChatFormat {
     }
 
     /// Renders `conversation` up to the start of the next answer.
-    pub(super) fn prompt(&self, conversation: &Conversation, tools: Option<&Value>) -> Result<String> {
+    pub(super) fn prompt(&self, conversation: &Conversation, variables: Option<&Value>) -> Result<String> {
         let renderer = self.renderer.as_ref().map_err(|message| Error::model(&self.origin, message.clone()))?;
-        Ok(renderer.template.render(conversation, tools, true)?.text)
+        Ok(renderer.template.render(conversation, variables, true)?.text)
     }
 
     /// Renders `conversation`, with the byte ranges of its answers unless `unmarked`. Fails with [`Error::Model`] if
     /// the template fails, with its line; if no block marks its answers; or if the training template writes a different
     /// text.
-    pub fn render(&self, conversation: &Conversation, tools: Option<&Value>, unmarked: bool) -> Result<Rendered> {
+    pub fn render(&self, conversation: &Conversation, variables: Option<&Value>, unmarked: bool) -> Result<Rendered> {
         let wrong = |message: String| Error::model(&self.origin, message);
         let renderer = self.renderer.as_ref().map_err(|message| wrong(message.clone()))?;
-        let own = renderer.template.render(conversation, tools, false);
+        let own = renderer.template.render(conversation, variables, false);
         let calls = conversation.called_functions();
         let writes = |text: &str| calls.iter().all(|function| text.contains(function.as_str()));
         let own = match own {
@@ -233,7 +233,7 @@ impl ChatFormat {
             ));
         }
         if renderer.is_harmony {
-            let contents = conversation.messages.iter().chain(tools).map(ToString::to_string);
+            let contents = conversation.messages.iter().chain(variables).map(ToString::to_string);
             return harmony::marked(own.text, contents).ok_or_else(|| {
                 wrong(
                     "a message or a tool contains `<|start|>`, which marks messages in the Harmony format; remove it"
@@ -242,7 +242,7 @@ impl ChatFormat {
             });
         }
         let Some(masking) = &renderer.masking_template else { return Ok(own) };
-        let marked = masking.render(conversation, tools, false)?;
+        let marked = masking.render(conversation, variables, false)?;
         if marked.text != own.text {
             let same = own.text.bytes().zip(marked.text.bytes()).take_while(|(a, b)| a == b).count();
             let from = own.text.floor_char_boundary(same.saturating_sub(20));
@@ -280,11 +280,11 @@ fn templates_with_calls() -> Result<String> {
 /// Whether two templates produce the same text for every probe that the first one accepts.
 fn agree(own: &TemplateSandbox, other: &Template) -> Result<bool> {
     let mut written = 0;
-    for (messages, tools) in PROBES {
+    for (messages, variables) in PROBES {
         let conversation = Conversation::from_json(messages)?;
-        let tools = tools.and_then(|tools| read_json(tools).ok());
-        let Ok(text) = own.render(&conversation, tools.as_ref(), false) else { continue };
-        if other.render(&conversation, tools.as_ref(), false).ok().is_none_or(|other| other.text != text.text) {
+        let variables = variables.and_then(|variables| read_json(variables).ok());
+        let Ok(text) = own.render(&conversation, variables.as_ref(), false) else { continue };
+        if other.render(&conversation, variables.as_ref(), false).ok().is_none_or(|other| other.text != text.text) {
             return Ok(false);
         }
         written += 1;

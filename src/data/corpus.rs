@@ -166,11 +166,11 @@ impl<'a> DatasetBuilder<'a> {
         self.for_each_row(source, advice, false, |rows, document, location, row| {
             let example = rows.example(&row, || format!("`{}`, {location},", document.origin));
             let example = example.map_err(|message| document.error(format!("{location}: {message}")))?;
-            if let Example::Sample(Sample::Conversation { conversation: mut prompt, tools, .. }) = example
+            if let Example::Sample(Sample::Conversation { conversation: mut prompt, variables, .. }) = example
                 && let Some(answer) = prompt.last_answer()
             {
                 prompt.pop();
-                examples.push(EvalExample { prompt, tools, answer });
+                examples.push(EvalExample { prompt, variables, answer });
             }
             Ok(())
         })?;

@@ -87,8 +87,10 @@ fn line_feeds(bytes: &[u8]) -> usize {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use super::super::chat_format::ChatFormat;
     use super::super::row::{DatasetOptions, LossOn};
     use super::super::samples::SampleKind;
+    use super::super::template::TemplateTokens;
     use super::super::tokenizer::{Tokenizer, tests::byte_level_bpe};
     use super::*;
     use proptest::prelude::*;
@@ -215,6 +217,30 @@ pub(super) mod tests {
     fn an_empty_cell_of_a_table_has_neither_tools_nor_a_weight() {
         let table = "instruction,output,tools,weight\nhi,ho,,\n";
         assert_eq!(read("a.csv", table.as_bytes()).unwrap()[0].text, "user: hi\nassistant: ho<|endoftext|>\n");
+    }
+
+    #[test]
+    fn a_rows_variables_reach_its_chat_template() {
+        let template = "{{ tools is none }} {{ thinking is defined }} {{ thinking is sameas false }} {{ eos_token }}";
+        let tokens = TemplateTokens { bos: None, eos: Some("</s>".into()) };
+        let chat = ChatFormat::new(&format!("{template}{{% generation %}}a{{% endgeneration %}}"), "model", &tokens);
+        let options = DatasetOptions { chat, ..DatasetOptions::default() };
+        let text = |fields: &str| {
+            let row = format!(r#"{{"messages": [{{"role": "assistant", "content": "a"}}]{fields}}}"#);
+            read_with("a.jsonl", row.as_bytes(), &options).map(|chunks| chunks[0].text.clone())
+        };
+        for (fields, expected) in [
+            ("", "True False False </s>a"),
+            (r#", "tools": [], "chat_template_kwargs": null"#, "True False False </s>a"),
+            (r#", "tools": "[]", "chat_template_kwargs": """#, "True False False </s>a"),
+            (r#", "tools": [{"name": "f"}], "chat_template_kwargs": {"thinking": false}"#, "False True True </s>a"),
+            (r#", "chat_template_kwargs": "{\"thinking\": true, \"eos_token\": \"x\"}""#, "True True False xa"),
+            (r#", "chat_template_kwargs": {"messages": [], "tools": [1]}"#, "False False False </s>a"),
+        ] {
+            assert_eq!(text(fields).unwrap(), expected, "{fields}");
+        }
+        let message = text(r#", "chat_template_kwargs": [1]"#).unwrap_err().to_string();
+        assert!(message.contains("line 1: `chat_template_kwargs` must be an object, but is a list"), "{message}");
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use minijinja::value::ValueKind;
 use minijinja::{Value, context};
 
-use super::jinja_python::read_json;
+use super::jinja_python::{entries, read_json};
 
 /// Roles that a message may have.
 const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];
@@ -27,21 +27,22 @@ pub(super) fn json_type(value: &Value) -> &'static str {
     }
 }
 
-/// A list, or a list as JSON text, as in tables.
-pub(super) fn list(value: Value) -> Result<Value, String> {
-    match value.kind() {
-        ValueKind::Seq => Ok(value),
-        ValueKind::String => {
-            let text = value.as_str().unwrap_or_default();
-            let read: Value = read_json(text).map_err(|error| format!("is text, but not JSON: {error}"))?;
-            if read.kind() == ValueKind::Seq {
-                Ok(read)
-            } else {
-                Err(format!("must be a list, but is {}", json_type(&read)))
-            }
-        }
-        _ => Err(format!("must be a list, but is {}", json_type(&value))),
+/// A value of this kind, or its JSON text, as in tables.
+fn parsed(value: Value, kind: ValueKind) -> Result<Value, String> {
+    let value: Value = match value.as_str() {
+        Some(text) => read_json(text).map_err(|error| format!("is text, but not JSON: {error}"))?,
+        None => value,
+    };
+    if value.kind() == kind {
+        return Ok(value);
     }
+    let wanted = if kind == ValueKind::Map { "an object" } else { "a list" };
+    Err(format!("must be {wanted}, but is {}", json_type(&value)))
+}
+
+/// A list, or a list as JSON text.
+pub(super) fn list(value: Value) -> Result<Value, String> {
+    parsed(value, ValueKind::Seq)
 }
 
 /// The text of `role`, if it is a role that a message may have.
@@ -88,9 +89,7 @@ fn message(item: &Value) -> Result<Value, String> {
         Some(content) if matches!(content.kind(), ValueKind::String | ValueKind::Seq) => {}
         Some(content) => return Err(format!("`{content_name}` must be text, but is {}", json_type(content))),
     }
-    let fields = item.try_iter().into_iter().flatten();
-    let fields = fields.map(|name| (name.clone(), item.get_item(&name).unwrap_or_default()));
-    let fields = fields.filter(|(name, value)| name.as_str() == Some("content") || !value.is_none());
+    let fields = entries(item).filter(|(name, value)| name.as_str() == Some("content") || !value.is_none());
     if !is_sharegpt {
         return Ok(Value::from_pairs(fields));
     }
@@ -113,10 +112,19 @@ pub(super) fn with_system(row: &Value, mut messages: Vec<Value>) -> Vec<Value> {
     messages
 }
 
-/// The tools of a row. A table has an empty text for none.
-pub(super) fn tools(row: &Value) -> Result<Option<Value>, String> {
-    let given = field(row, "tools").filter(|tools| tools.as_str() != Some(""));
-    given.map(list).transpose().map_err(|problem| format!("`tools` {problem}"))
+/// The variables of a row's chat template besides its messages: `tools`, and those in `chat_template_kwargs`, as in TRL; `None` if
+/// there are none. A table has an empty text for none.
+pub(super) fn template_variables(row: &Value) -> Result<Option<Value>, String> {
+    let given = |name: &str, kind: ValueKind| {
+        let value = field(row, name).filter(|value| value.as_str() != Some(""));
+        value.map(|value| parsed(value, kind)).transpose().map_err(|problem| format!("`{name}` {problem}"))
+    };
+    // Some templates introduce the tools of an empty list.
+    let tools = given("tools", ValueKind::Seq)?.filter(|tools| tools.len() != Some(0));
+    let tools = tools.map(|tools| ("tools".into(), tools));
+    let others = given("chat_template_kwargs", ValueKind::Map)?;
+    let all: Vec<_> = tools.into_iter().chain(others.iter().flat_map(entries)).collect();
+    Ok((!all.is_empty()).then(|| Value::from_pairs(all)))
 }
 
 #[cfg(test)]

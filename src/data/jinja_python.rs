@@ -171,6 +171,12 @@ fn mark_large_numbers(text: &str) -> Option<String> {
     found.then(|| out + rest)
 }
 
+/// The names and values of an object.
+pub(super) fn entries(object: &Value) -> impl Iterator<Item = (Value, Value)> {
+    let names = object.try_iter().into_iter().flatten();
+    names.map(|name| (name.clone(), object.get_item(&name).unwrap_or_default()))
+}
+
 fn unmark(value: &Value) -> Value {
     match value.kind() {
         ValueKind::String => {
@@ -178,13 +184,7 @@ fn unmark(value: &Value) -> Value {
             number.map_or_else(|| value.clone(), Value::from)
         }
         ValueKind::Seq => value.try_iter().into_iter().flatten().map(|item| unmark(&item)).collect(),
-        ValueKind::Map => {
-            let keys = value.try_iter().into_iter().flatten();
-            Value::from_pairs(keys.map(|key| {
-                let item = value.get_item(&key).unwrap_or_default();
-                (key, unmark(&item))
-            }))
-        }
+        ValueKind::Map => Value::from_pairs(entries(value).map(|(key, item)| (key, unmark(&item)))),
         _ => value.clone(),
     }
 }

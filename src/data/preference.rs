@@ -16,8 +16,8 @@ pub(super) enum Sample {
         conversation: Conversation,
         /// The messages before the answer; 0 if all answers count.
         prompt: usize,
-        /// The tools that the messages may call.
-        tools: Option<Value>,
+        /// The variables of its chat template.
+        variables: Option<Value>,
     },
 }
 
@@ -44,7 +44,7 @@ pub struct PromptRow {
 pub enum Prompt {
     /// The start of a text.
     Text(String),
-    /// Messages, and the tools that the answer may call.
+    /// Messages, and the variables of their chat template.
     Conversation(Conversation, Option<Value>),
 }
 
@@ -124,7 +124,7 @@ impl Part {
     }
 
     /// Joins a prompt and its answer, which is field `name`.
-    fn join(self, answer: Self, name: &str, tools: Option<Value>) -> Result<Sample, String> {
+    fn join(self, answer: Self, name: &str, variables: Option<Value>) -> Result<Sample, String> {
         let mut messages = match (self, &answer) {
             (Self::Text(prompt), Self::Text(answer)) => return Ok(Sample::Completion(prompt, answer.clone())),
             (Self::Text(content), _) => vec![minijinja::context! { role => "user", content }],
@@ -141,7 +141,7 @@ impl Part {
         if !conversation.has_answer(prompt) {
             return Err(format!("`{name}` contains no message with the role `assistant`"));
         }
-        Ok(Sample::Conversation { conversation, prompt, tools })
+        Ok(Sample::Conversation { conversation, prompt, variables })
     }
 }
 
@@ -150,21 +150,21 @@ fn is_messages(list: &Value) -> bool {
 }
 
 /// The prompt of `row`, in field `name` or `messages`.
-pub(super) fn prompt(row: &Value, name: &str, tools: Option<Value>) -> Result<Prompt, String> {
+pub(super) fn prompt(row: &Value, name: &str, variables: Option<Value>) -> Result<Prompt, String> {
     let found = Part::read(row, name).transpose().or_else(|| Part::read(row, "messages").transpose());
     match found.ok_or_else(|| format!("`{name}` is missing or null"))??.with_system(row) {
         Part::Text(text) => Ok(Prompt::Text(text)),
-        Part::Messages(messages) => Ok(Prompt::Conversation(Conversation::from_messages(messages), tools)),
+        Part::Messages(messages) => Ok(Prompt::Conversation(Conversation::from_messages(messages), variables)),
     }
 }
 
 /// The prompt of a row with the answer in field `name`.
-pub(super) fn answered(row: &Value, prompt: &str, name: &str, tools: Option<Value>) -> Result<Sample, String> {
-    Part::require(row, prompt)?.with_system(row).join(Part::require(row, name)?, name, tools)
+pub(super) fn answered(row: &Value, prompt: &str, name: &str, variables: Option<Value>) -> Result<Sample, String> {
+    Part::require(row, prompt)?.with_system(row).join(Part::require(row, name)?, name, variables)
 }
 
 /// The chosen and the rejected answer of a row, each with its prompt; `None` if they are identical.
-pub(super) fn pair(row: &Value, prompt: &str, tools: Option<&Value>) -> Result<Option<[Sample; 2]>, String> {
+pub(super) fn pair(row: &Value, prompt: &str, variables: Option<&Value>) -> Result<Option<[Sample; 2]>, String> {
     let names = ["chosen", "rejected"];
     let [mut chosen, mut rejected] = [Part::require(row, names[0])?, Part::require(row, names[1])?];
     if chosen.is_messages() != rejected.is_messages() {
@@ -188,7 +188,8 @@ pub(super) fn pair(row: &Value, prompt: &str, tools: Option<&Value>) -> Result<O
     };
     let prompt = prompt.with_system(row);
     let second = prompt.clone();
-    let pair = [prompt.join(chosen, names[0], tools.cloned())?, second.join(rejected, names[1], tools.cloned())?];
+    let pair =
+        [prompt.join(chosen, names[0], variables.cloned())?, second.join(rejected, names[1], variables.cloned())?];
     if let Some(at) = pair.iter().position(Sample::is_empty) {
         return Err(format!("`prompt` and `{}` are empty", names[at]));
     }

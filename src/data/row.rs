@@ -8,7 +8,7 @@
 //! | `prompt`, `chosen`, `rejected` | two such samples, which form a pair |
 //! | `prompt` | for objectives that sample: the same with an empty completion |
 //! | `instruction`, `input`, `output` (and `system`) | a conversation of one question |
-//! | `messages` or `conversations` (and `system`, `tools`) | a conversation: the chat template's text, the assistant's turns in the loss |
+//! | `messages` or `conversations` (and `system`, `tools`, `chat_template_kwargs`) | a conversation: the chat template's text, the assistant's turns in the loss |
 //!
 //! `prompt` and its answers may also be lists of messages. The `weight` of a sample multiplies its loss.
 
@@ -75,7 +75,7 @@ pub struct DatasetOptions {
     pub chat: ChatFormat,
 }
 
-const CONVENTIONAL: [&str; 14] = [
+const CONVENTIONAL: [&str; 15] = [
     "text",
     "prompt",
     "completion",
@@ -86,6 +86,7 @@ const CONVENTIONAL: [&str; 14] = [
     "messages",
     "conversations",
     "tools",
+    "chat_template_kwargs",
     "chosen",
     "rejected",
     "label",
@@ -270,18 +271,18 @@ impl<'a> RowReader<'a> {
     /// Passes the chunks of `sample` to `sink`. `wrong` turns a description into an error.
     fn emit(&mut self, sample: Sample, wrong: &dyn Fn(String) -> Error, sink: &mut ChunkSink) -> Result<()> {
         let (DatasetOptions { chat, samples, .. }, loss_on) = (self.options, self.options.loss_on());
-        let (conversation, prompt, tools) = match sample {
+        let (conversation, prompt, variables) = match sample {
             Sample::Completion(prompt, completion) => {
                 let loss_mask = if loss_on == LossOn::All { LossMask::All } else { LossMask::None };
                 emit(&prompt, &loss_mask, true, sink)?;
                 emit(&completion, &LossMask::All, prompt.is_empty(), sink)?;
                 return sink(TextChunk::end(prompt.is_empty() && completion.is_empty()));
             }
-            Sample::Conversation { conversation, prompt, tools } => (conversation, prompt, tools),
+            Sample::Conversation { conversation, prompt, variables } => (conversation, prompt, variables),
         };
         self.conversational = true;
         if *samples == SampleKind::Prompt && conversation.last_answer().is_none() {
-            let text = chat.prompt(&conversation, tools.as_ref()).map_err(|error| wrong(error.to_string()))?;
+            let text = chat.prompt(&conversation, variables.as_ref()).map_err(|error| wrong(error.to_string()))?;
             sink(TextChunk { text, loss_mask: LossMask::None, starts_document: true, end: ChunkEnd::Templated })?;
             return sink(TextChunk::end(false));
         }
@@ -289,7 +290,7 @@ impl<'a> RowReader<'a> {
         let leaves_out = in_loss.contains(&false);
         let all = loss_on == LossOn::All && !leaves_out;
         let render = |conversation: &Conversation| {
-            let rendered = chat.render(conversation, tools.as_ref(), all);
+            let rendered = chat.render(conversation, variables.as_ref(), all);
             rendered.map_err(|error| wrong(error.to_string()))
         };
         let Rendered { text, assistant_ranges } = render(&conversation)?;
@@ -330,16 +331,16 @@ impl<'a> RowReader<'a> {
         if schema == RowSchema::Text {
             return Ok(Example::Text(text(text_name)?));
         }
-        let tools = fields::tools(row)?;
+        let variables = fields::template_variables(row)?;
         let conversation = match schema {
             RowSchema::Pair => {
-                return Ok(preference::pair(row, prompt, tools.as_ref())?.map_or(Example::Identical, Example::Pair));
+                return Ok(preference::pair(row, prompt, variables.as_ref())?.map_or(Example::Identical, Example::Pair));
             }
             RowSchema::Prompt => {
-                return Ok(Example::Sample(match preference::prompt(row, prompt, tools)? {
+                return Ok(Example::Sample(match preference::prompt(row, prompt, variables)? {
                     Prompt::Text(text) => Sample::Completion(text, String::new()),
-                    Prompt::Conversation(conversation, tools) => {
-                        Sample::Conversation { conversation, prompt: 0, tools }
+                    Prompt::Conversation(conversation, variables) => {
+                        Sample::Conversation { conversation, prompt: 0, variables }
                     }
                 }));
             }
@@ -360,15 +361,15 @@ impl<'a> RowReader<'a> {
             RowSchema::Messages => messages(row, "messages")?,
             RowSchema::Conversations => messages(row, "conversations")?,
             RowSchema::Text | RowSchema::Completion | RowSchema::Labelled => {
-                return preference::answered(row, prompt, completion, tools).map(Example::Sample);
+                return preference::answered(row, prompt, completion, variables).map(Example::Sample);
             }
         };
-        Ok(Example::Sample(Sample::Conversation { conversation, prompt: 0, tools }))
+        Ok(Example::Sample(Sample::Conversation { conversation, prompt: 0, variables }))
     }
 
     /// The prompt of `row`; an error describes its fault.
     pub(super) fn prompt(&self, row: &Value) -> Result<Prompt, String> {
-        preference::prompt(row, self.names()[1], fields::tools(row)?)
+        preference::prompt(row, self.names()[1], fields::template_variables(row)?)
     }
 
     /// The names of text, prompt and completion.

@@ -9,7 +9,7 @@
 //! text.
 
 use super::fields::field;
-use super::jinja_python::{install, read_json, with_percent};
+use super::jinja_python::{entries, install, read_json, with_percent};
 use crate::{Error, Result};
 use minijinja::value::Value;
 use minijinja::{Environment, ErrorKind, context};
@@ -118,8 +118,8 @@ impl Conversation {
 pub struct EvalExample {
     /// The conversation before the answer.
     pub prompt: Conversation,
-    /// The tools that the model may call.
-    pub tools: Option<Value>,
+    /// The variables of its chat template.
+    pub variables: Option<Value>,
     /// The answer.
     pub answer: String,
 }
@@ -182,38 +182,37 @@ impl Template {
         self.has_generation_blocks
     }
 
-    /// Converts `conversation` to text; `tools` is an array. `add_generation_prompt` appends the start of the next
-    /// answer. Fails with [`Error::Model`] naming the template's line: what it refuses (two users in a row, an unknown
-    /// role) or cannot compute.
+    /// Converts `conversation` to text; `variables` is an object with further variables, such as `tools`.
+    /// `add_generation_prompt` appends the start of the next answer. Fails with [`Error::Model`] naming the template's
+    /// line: what it refuses (two users in a row, an unknown role) or cannot compute.
     pub fn render(
         &self,
         conversation: &Conversation,
-        tools: Option<&Value>,
+        variables: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<Rendered> {
         let fail = |error: minijinja::Error| explain(&self.origin, &error);
         let TemplateTokens { bos, eos } = &self.tokens;
         let template = self.environment.get_template(NAME).map_err(fail)?;
-        let mut variables = BTreeMap::from([
-            ("messages", conversation.messages.iter().map(with_reasoning).collect()),
-            ("add_generation_prompt", add_generation_prompt.into()),
-            ("tools", tools.cloned().unwrap_or_else(|| ().into())),
-            ("documents", ().into()),
-        ]);
+        let mut all = BTreeMap::from([("tools".to_owned(), ().into()), ("documents".to_owned(), ().into())]);
         // A missing token stays undefined, which templates test for.
         for (name, token) in [("bos_token", bos), ("eos_token", eos)] {
-            variables.extend(token.iter().map(|token| (name, Value::from(token.as_str()))));
+            all.extend(token.iter().map(|token| (name.to_owned(), Value::from(token.as_str()))));
         }
+        all.extend(variables.into_iter().flat_map(entries).map(|(name, value)| (name.to_string(), value)));
+        let messages = conversation.messages.iter().map(with_reasoning).collect();
+        let own = [("messages", messages), ("add_generation_prompt", add_generation_prompt.into())];
+        all.extend(own.map(|(name, value)| (name.to_owned(), value)));
         if !self.has_generation_blocks {
-            let text = template.render(variables).map_err(fail)?;
+            let text = template.render(all).map_err(fail)?;
             return Ok(Rendered { text, assistant_ranges: Vec::new() });
         }
-        if conversation.messages.iter().chain(tools).any(contains_marker) {
+        if conversation.messages.iter().chain(variables).any(contains_marker) {
             let message = "a message or a tool contains U+FDD0 or U+FDD1, which are noncharacters and reserved for \
                  marking answers; remove them";
             return Err(Error::model(&self.origin, message));
         }
-        let marked = template.render(variables).map_err(fail)?;
+        let marked = template.render(all).map_err(fail)?;
         extract_ranges(&marked).ok_or_else(|| {
             Error::model(&self.origin, "its chat template has an unpaired `{% generation %}` or `{% endgeneration %}`")
         })
@@ -224,11 +223,9 @@ impl Template {
 /// `thinking`.
 fn with_reasoning(message: &Value) -> Value {
     let Some(thoughts) = REASONING.iter().find_map(|name| field(message, name)) else { return message.clone() };
-    let fields = message.try_iter().into_iter().flatten();
-    let fields = fields.map(|name| (name.clone(), message.get_item(&name).unwrap_or_default()));
     let named = |name: &str| (Value::from(name), thoughts.clone());
     let (thinking, reasoning) = (named("thinking"), named("reasoning_content"));
-    Value::from_pairs(std::iter::once(thinking).chain(fields).chain([reasoning]))
+    Value::from_pairs(std::iter::once(thinking).chain(entries(message)).chain([reasoning]))
 }
 
 fn contains_marker(value: &Value) -> bool {
@@ -367,7 +364,7 @@ mod tests {
         let plain = template("{{ messages[0].content }}").render(&chat, None, false).unwrap();
         assert_eq!((plain.text.as_str(), &plain.assistant_ranges[..]), ("a\u{FDD0}b\u{FDD1}", &[][..]));
         assert!(template(CHATML).render(&chat, None, false).is_err());
-        let tools = read_json(r#"[{"name": "\ufdd0f\ufdd1"}]"#).unwrap();
+        let tools = read_json(r#"{"tools": [{"name": "\ufdd0f\ufdd1"}]}"#).unwrap();
         let marking = template("{{ tools }}{% generation %}{% endgeneration %}");
         let message = marking.render(&Conversation::default(), Some(&tools), false).unwrap_err().to_string();
         assert!(message.contains("a message or a tool contains U+FDD0"), "{message}");
@@ -394,7 +391,7 @@ mod tests {
 
     #[test]
     fn tools_are_written_as_python_writes_json() {
-        let tools = r#"[{"type": "function", "b": [1, 2.5, true, null], "a": {"é": "<x>"}}]"#;
+        let tools = r#"{"tools": [{"type": "function", "b": [1, 2.5, true, null], "a": {"é": "<x>"}}]}"#;
         let rendered = template("{{ tools[0] | tojson }}|{{ tools | tojson(indent=2) }}")
             .render(&Conversation::default(), Some(&read_json(tools).unwrap()), false)
             .unwrap();

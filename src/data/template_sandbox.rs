@@ -35,7 +35,7 @@ struct TemplateSetup {
 #[derive(Serialize, Deserialize)]
 struct RenderRequest {
     conversation: Conversation,
-    tools: Option<Value>,
+    variables: Option<Value>,
     add_generation_prompt: bool,
 }
 
@@ -81,14 +81,14 @@ impl TemplateSandbox {
     pub fn render(
         &self,
         conversation: &Conversation,
-        tools: Option<&Value>,
+        variables: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<Rendered> {
         let Some(command) = subprocess::worker_command(ARGUMENT) else {
-            return self.template.render(conversation, tools, add_generation_prompt);
+            return self.template.render(conversation, variables, add_generation_prompt);
         };
         let request =
-            RenderRequest { conversation: conversation.clone(), tools: tools.cloned(), add_generation_prompt };
+            RenderRequest { conversation: conversation.clone(), variables: variables.cloned(), add_generation_prompt };
         let mut worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner);
         let alive = |mut process: Worker| matches!(process.child.try_wait(), Ok(None)).then_some(process);
         let mut process = match worker.take().and_then(alive) {
@@ -153,12 +153,12 @@ fn answer_all() -> std::io::Result<()> {
     let clock = start_watchdog();
     for line in lines {
         let request = RenderRequest::deserialize(read_json(&line?)?).map_err(std::io::Error::other)?;
-        let RenderRequest { conversation, tools, add_generation_prompt } = request;
+        let RenderRequest { conversation, variables, add_generation_prompt } = request;
         let _ = clock.send(());
         let rendered = match &template {
-            Ok(template) => {
-                template.render(&conversation, tools.as_ref(), add_generation_prompt).map_err(|error| message(&error))
-            }
+            Ok(template) => template
+                .render(&conversation, variables.as_ref(), add_generation_prompt)
+                .map_err(|error| message(&error)),
             Err(error) => Err(message(error)),
         };
         let _ = clock.send(());

@@ -41,8 +41,8 @@ impl Chat {
         self.asking(&self.history, None)
     }
 
-    /// The text of a `conversation` up to the start of the next answer, which may call `tools`.
-    pub fn asking(&self, conversation: &Conversation, tools: Option<&minijinja::Value>) -> Result<String> {
-        Ok(self.template.render(conversation, tools, true)?.text)
+    /// The text of a `conversation` up to the start of the next answer, with further `variables` of the template.
+    pub fn asking(&self, conversation: &Conversation, variables: Option<&minijinja::Value>) -> Result<String> {
+        Ok(self.template.render(conversation, variables, true)?.text)
     }
 }

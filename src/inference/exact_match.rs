@@ -38,8 +38,8 @@ pub fn exact_match(
     let (tokenizer, context) = (&trained.tokenizer, trained.spec.max_position_embeddings);
     let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
     let mut prompts = Vec::with_capacity(examples.len());
-    for (index, EvalExample { prompt, tools, answer }) in examples.iter().enumerate() {
-        let ids = tokenizer.encode(&chat.asking(prompt, tools.as_ref())?)?;
+    for (index, EvalExample { prompt, variables, answer }) in examples.iter().enumerate() {
+        let ids = tokenizer.encode(&chat.asking(prompt, variables.as_ref())?)?;
         if ids.len() >= context {
             let message = format!("the question has {} tokens, but the model's context is {context}", ids.len());
             return Err(Error::data(format!("conversation {}", index + 1), message));

@@ -98,8 +98,8 @@ fn templates_give_the_text_that_transformers_gives() {
         let tokens = TemplateTokens { bos: Some("<s>".into()), eos: Some("</s>".into()) };
         let template = Template::new(case["template"].as_str().unwrap(), "model", tokens).unwrap();
         let conversation = Conversation::from_json(&text_of(&case["messages"])).unwrap();
-        let tools: Option<minijinja::Value> = serde_json::from_value(case["tools"].clone()).unwrap();
-        match template.render(&conversation, tools.as_ref(), case["reply"] == true) {
+        let variables: minijinja::Value = serde_json::from_value(json!({"tools": case["tools"]})).unwrap();
+        match template.render(&conversation, Some(&variables), case["reply"] == true) {
             Ok(rendered) => {
                 assert_eq!(rendered.text, expected["text"], "{case}");
                 texts += 1;

@@ -157,15 +157,14 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
     let (mut same_texts, mut same_masks, mut refusals) = (0, 0, 0);
     for (case, result) in conversations().iter().zip(results) {
         let conversation = Conversation::from_json(&case["messages"].to_string()).unwrap();
-        let tools: Option<minijinja::Value> = Some(&case["tools"])
-            .filter(|tools| !tools.is_null())
-            .map(|tools| serde_json::from_str(&tools.to_string()).unwrap());
+        let variables = json!({"tools": case["tools"]}).to_string();
+        let variables: minijinja::Value = serde_json::from_str(&variables).unwrap();
         for (published, name) in FAMILIES {
             let theirs = &result["published"][published];
             let chat = ChatFormat::new(found["published"][published].as_str().unwrap(), published, &tokens());
             let training = format!("the training template `{name}`");
             assert_eq!(chat.name(), if name == HARMONY { name } else { &training });
-            match chat.render(&conversation, tools.as_ref(), false) {
+            match chat.render(&conversation, Some(&variables), false) {
                 Ok(rendered) => {
                     assert_eq!(rendered.text, theirs["text"], "{published}: {case}");
                     if name == HARMONY {
@@ -188,7 +187,7 @@ fn conversations_have_the_tokens_and_the_masks_that_transformers_gives_them() {
             if !theirs["refused"].is_null() || !theirs["learned"].as_array().unwrap().contains(&1.into()) {
                 continue;
             }
-            if chat.render(&conversation, tools.as_ref(), false).is_err_and(|error| drops_calls(&error, theirs)) {
+            if chat.render(&conversation, Some(&variables), false).is_err_and(|error| drops_calls(&error, theirs)) {
                 continue;
             }
             let (ids, learned) = trained(folder.path(), &tokenizer, case, chat);

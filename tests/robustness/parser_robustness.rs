@@ -248,8 +248,8 @@ fn template(bytes: &[u8]) {
     };
     let chat = r#"[{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c", "tool_calls": [{"name": "f", "arguments": {"x": [1]}}]}, {"role": "tool", "content": "d"}]"#;
     let chat = Conversation::from_json(chat).unwrap();
-    let tools: minijinja::Value = serde_json::from_str(r#"[{"name": "f"}]"#).unwrap();
-    match bounded(|| template.render(&chat, Some(&tools), true)) {
+    let variables: minijinja::Value = serde_json::from_str(r#"{"tools": [{"name": "f"}]}"#).unwrap();
+    match bounded(|| template.render(&chat, Some(&variables), true)) {
         Ok(rendered) => {
             assert!(rendered.assistant_ranges.iter().all(|range| rendered.text.get(range.clone()).is_some()));
         }

@@ -21,7 +21,7 @@ use super::samples::SampleKind;
 use crate::{Error, Result, temporary};
 
 const MAGIC: [u8; 8] = *b"FTTOKENS";
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 const HEADER_BYTES: usize = 64;
 
 /// Set in an id that is read but not trained on.

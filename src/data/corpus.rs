@@ -418,6 +418,32 @@ mod tests {
         assert_eq!([first("<"), first("[")], ['<', '['].map(u32::from));
     }
 
+    /// As in TRL: many data sets have the token in their texts.
+    #[test]
+    fn a_text_that_ends_with_the_end_of_text_gets_no_second_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rows.jsonl");
+        let tokenizer = Tokenizer::byte();
+        let labels = |rows: &[&str]| {
+            std::fs::write(&path, rows.join("\n").replace('$', "<|endoftext|>")).unwrap();
+            let source = path.display().to_string().parse().unwrap();
+            let (tokens, _) = DatasetBuilder::new(folder.path()).load_unsplit(&source, &tokenizer).unwrap();
+            let mut labels = vec![0; tokens.len()];
+            tokens.read_labels(0, &mut labels);
+            labels
+        };
+        let [a, b, eos] = [u32::from(b'a'), u32::from(b'b'), tokenizer.eos_id().unwrap()];
+        let texts = [r#"{"text": "a$"}"#, r#"{"text": "b"}"#, r#"{"text": "a"}"#];
+        assert_eq!(labels(&texts), [a, eos, b, eos, a]);
+        let samples = [
+            r#"{"prompt": "a", "completion": "b$"}"#,
+            r#"{"prompt": "a$", "completion": ""}"#,
+            r#"{"prompt": "a", "completion": "$$"}"#,
+        ];
+        let prompt = IGNORE_INDEX;
+        assert_eq!(labels(&samples), [prompt, b, eos, prompt, prompt, eos, prompt, eos, eos]);
+    }
+
     #[test]
     fn an_empty_row_is_a_sample_without_loss_tokens() {
         let folder = tempfile::tempdir().unwrap();

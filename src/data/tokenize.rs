@@ -26,6 +26,8 @@ struct TokenizeJob<'a> {
     trained_bytes: u64,
     /// Whether the end-of-text token must precede the next document of running text.
     running: bool,
+    /// Whether the last token is the end-of-text token, and in the loss: an answer or a text may contain it.
+    ended: bool,
     trained_tokens: u64,
 }
 
@@ -36,10 +38,19 @@ pub(super) fn tokenize(
     writer: TokenWriter,
     report: &mut dyn FnMut(LoadEvent),
 ) -> Result<(TokenWriter, u64)> {
-    let (batch, running) = (Vec::new(), false);
+    let (batch, running, ended) = (Vec::new(), false, false);
     let (batch_bytes, text_bytes, trained_bytes, trained_tokens) = (0, 0, 0, 0);
-    let mut job =
-        TokenizeJob { tokenizer, writer, batch, batch_bytes, text_bytes, trained_bytes, running, trained_tokens };
+    let mut job = TokenizeJob {
+        tokenizer,
+        writer,
+        batch,
+        batch_bytes,
+        text_bytes,
+        trained_bytes,
+        running,
+        ended,
+        trained_tokens,
+    };
     let sizes: Vec<u64> = documents.iter().map(|d| d.path.metadata().map_or(0, |m| m.len())).collect();
     let total = sizes.iter().sum();
     let mut report = |done| report(LoadEvent::Progress { what: "tokenizing".into(), done, total });
@@ -91,11 +102,12 @@ impl TokenizeJob<'_> {
             let mut ids = ids?;
             // End-of-text tokens alone are not training data.
             self.trained_tokens += ids.iter().filter(|(_, learned)| *learned).count() as u64;
-            if let (true, Some(eos)) = (chunk.end == ChunkEnd::Eos, self.tokenizer.eos_id()) {
-                ids.push((eos, !chunk.starts_document));
+            let eos = self.tokenizer.eos_id();
+            if chunk.end == ChunkEnd::Eos && (chunk.starts_document || !self.ended) {
+                ids.extend(eos.map(|eos| (eos, !chunk.starts_document)));
             }
             if chunk.starts_document {
-                if let (true, Some(eos)) = (self.running, self.tokenizer.eos_id()) {
+                if let (true, Some(eos)) = (self.running && !self.ended, eos) {
                     self.writer.push(&[eos], true)?;
                 }
                 self.writer.start();
@@ -105,6 +117,8 @@ impl TokenizeJob<'_> {
                     self.writer.push(&[bos], false)?;
                 }
             }
+            let inherited = self.ended && !chunk.starts_document;
+            self.ended = ids.last().map_or(inherited, |(id, learned)| *learned && Some(*id) == eos);
             self.writer.extend(ids)?;
             self.running = chunk.end == ChunkEnd::Continues;
         }

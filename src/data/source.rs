@@ -16,7 +16,7 @@ use crate::{Error, Result, temporary, untrusted};
 
 /// The advice at the end of errors about a source.
 const SUPPORTED_SOURCES: &str = "give `grammar`, `tiny_shakespeare`, `chats`, `preferences`, `sums`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \
-                     file, a folder or glob of those, `hf://owner/name`, `hf://datasets/owner/name/file`, or `-` for standard input";
+                     file, a folder or glob of those, `hf://owner/name`, `hf://datasets/owner/name/path`, or `-` for standard input";
 
 /// The built-in conversations do not depend on the run's seed.
 const CHATS_SEED: u64 = 0;
@@ -45,14 +45,14 @@ pub enum DataSource {
     },
     /// `-`: text from standard input.
     Stdin,
-    /// `hf://[datasets/]owner/name[@revision]`: a data set on the Hub, or with `/file` a file of it.
+    /// `hf://[datasets/]owner/name[@revision]`: a data set on the Hub, or with `/path` a file or a folder of it.
     Hub {
         /// `owner/name`.
         repo: String,
         /// Branch, tag or commit; `main` if none is given.
         revision: String,
-        /// Path inside the repository; `None` for its data files.
-        file: Option<String>,
+        /// Path inside the repository, of a file or a folder; `None` for all data files.
+        path: Option<String>,
     },
     /// Files that match a pattern with `*`, `?` or `[…]`, in alphabetical order.
     Glob(String),
@@ -147,9 +147,9 @@ impl FromStr for DataSource {
             "-" => Ok(Self::Stdin),
             _ => match text.split_once("://") {
                 Some(("hf", path)) => match hub_parts(path) {
-                    Some((repo, revision, file)) => Ok(Self::Hub { repo, revision, file }),
+                    Some((repo, revision, path)) => Ok(Self::Hub { repo, revision, path }),
                     None => {
-                        wrong(&format!("`{text}` is neither `hf://owner/name` nor `hf://datasets/owner/name/file`"))
+                        wrong(&format!("`{text}` is neither `hf://owner/name` nor `hf://datasets/owner/name/path`"))
                     }
                 },
                 Some(_) => wrong(&format!("downloads from `{text}` are not supported")),
@@ -190,12 +190,12 @@ impl fmt::Display for DataSource {
                 write!(f, "{name}{}", if *held_out { HELD_BACK } else { "" })
             }
             Self::Stdin => f.write_str("-"),
-            Self::Hub { repo, revision, file } => {
+            Self::Hub { repo, revision, path } => {
                 write!(f, "hf://datasets/{repo}")?;
                 if revision != "main" {
                     write!(f, "@{revision}")?;
                 }
-                file.as_ref().map_or(Ok(()), |file| write!(f, "/{file}"))
+                path.as_ref().map_or(Ok(()), |path| write!(f, "/{path}"))
             }
             Self::Glob(pattern) => f.write_str(pattern),
             Self::Path(path) => path.display().fmt(f),
@@ -288,22 +288,31 @@ impl DataSource {
                 return spool(text.as_bytes(), &self.to_string(), Some(DataFormat::Jsonl));
             }
             Self::Stdin => return spool(std::io::stdin().lock(), "standard input", asked),
-            Self::Hub { repo, revision, file } => {
+            Self::Hub { repo, revision, path } => {
                 let downloader = downloader.ok_or_else(|| {
                     Error::data(self, "must be downloaded, but this command does not use the network")
                 })?;
-                let (commit, read, left_out) = if let Some(file) = file {
-                    (revision.clone(), vec![file.into()], Vec::new())
-                } else {
-                    let HubListing { commit, files } = downloader.list(repo, revision)?;
-                    let (read, left_out) = data_files(files, asked, self)?;
-                    (commit, read, left_out)
+                let (commit, read, left_out) = match path.as_ref().map(PathBuf::from) {
+                    Some(file) if DataFormat::from_path(&file).is_some() => (revision.clone(), vec![file], Vec::new()),
+                    path => {
+                        let HubListing { commit, mut files } = downloader.list(repo, revision)?;
+                        files.retain(|(file, _)| path.iter().all(|path| file.starts_with(path)));
+                        let file = path.filter(|path| files.iter().any(|(file, _)| file == path));
+                        let (read, left_out) = match file {
+                            Some(file) => (vec![file], Vec::new()),
+                            None => data_files(files, asked, self)?,
+                        };
+                        (commit, read, left_out)
+                    }
                 };
+                if path.is_none() {
+                    self.check_configurations(&read)?;
+                }
                 let download = |file: PathBuf| {
                     let name = file.to_string_lossy();
                     let path = downloader.download(HubFile { repo, revision: &commit, file: &name })?;
                     // The cache may call the file by its hash; the requested name determines its format.
-                    let source = Self::Hub { repo: repo.clone(), revision: revision.clone(), file: Some(name.into()) };
+                    let source = Self::Hub { repo: repo.clone(), revision: revision.clone(), path: Some(name.into()) };
                     Ok(Document { path, ..Document::new(file, source.to_string(), asked) })
                 };
                 let documents = read.into_iter().map(download).collect::<Result<_>>()?;
@@ -328,6 +337,26 @@ impl DataSource {
             Self::Path(path) => vec![document(path.clone())],
         };
         Ok(Files { documents, left_out: Vec::new(), _spool: None })
+    }
+
+    /// Rejects `files` of several configurations: their folders have files of the same names, as Python's `datasets` writes them.
+    fn check_configurations(&self, files: &[PathBuf]) -> Result<()> {
+        // Their numbers may differ, as in `train-00000-of-00002.parquet`.
+        let name = |file: &Path| {
+            let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            name.split("-of-").next().map(str::to_owned)
+        };
+        let same = files.iter().filter(|file| name(file) == name(&files[0]));
+        let folder = |file: &PathBuf| {
+            let folder = file.parent().filter(|folder| *folder != Path::new(""));
+            format!("`{self}/{}`", folder.unwrap_or(file).display())
+        };
+        let folders: Vec<_> = same.map(folder).collect();
+        if folders.len() < 2 {
+            return Ok(());
+        }
+        let message = format!("has several configurations; add the folder of one: {}", folders.join(", "));
+        Err(Error::data(self, message))
     }
 }
 
@@ -490,15 +519,15 @@ mod tests {
         ] {
             assert_eq!(text.parse::<DataSource>().unwrap().to_string(), text);
         }
-        let hub = |file: Option<&str>| DataSource::Hub {
+        let hub = |path: Option<&str>| DataSource::Hub {
             repo: "o/n".into(),
             revision: "main".into(),
-            file: file.map(str::to_owned),
+            path: path.map(str::to_owned),
         };
         assert_eq!("hf://datasets/o/n/d/f.txt".parse::<DataSource>().unwrap(), hub(Some("d/f.txt")));
         assert_eq!("hf://o/n".parse::<DataSource>().unwrap(), hub(None));
         let pull_request = "hf://o/n@refs/pr/1".parse::<DataSource>().unwrap();
-        assert!(matches!(pull_request, DataSource::Hub { revision, file: None, .. } if revision == "refs/pr/1"));
+        assert!(matches!(pull_request, DataSource::Hub { revision, path: None, .. } if revision == "refs/pr/1"));
     }
 
     #[test]
@@ -518,6 +547,49 @@ mod tests {
             assert!(error.to_string().contains("give `grammar`"), "{error}");
             assert_eq!(error.exit_code(), 2);
         }
+    }
+
+    /// A data set on the Hub with these files.
+    struct FakeHub(&'static [&'static str]);
+
+    impl Downloader for FakeHub {
+        fn list(&mut self, _: &str, _: &str) -> Result<HubListing> {
+            Ok(HubListing { commit: "c".into(), files: self.0.iter().map(|file| (file.into(), 1)).collect() })
+        }
+
+        fn download(&mut self, remote: HubFile) -> Result<PathBuf> {
+            Ok(remote.file.into())
+        }
+    }
+
+    #[test]
+    fn a_configuration_of_a_data_set_on_the_hub_is_a_folder() {
+        let mut hub = FakeHub(&[
+            "LICENSE",
+            "README.md",
+            "main/test-00000-of-00001.parquet",
+            "main/train-00000-of-00001.parquet",
+            "other/train-00000-of-00002.parquet",
+            "other/train-00001-of-00002.parquet",
+        ]);
+        let mut read = |source: &str| {
+            let files = source.parse::<DataSource>().unwrap().files(None, Some(&mut hub));
+            let path = |document: Document| document.path.display().to_string();
+            files.map(|files| files.documents.into_iter().map(path).collect::<Vec<_>>())
+        };
+        let message = read("hf://o/n@v1").unwrap_err().to_string();
+        let expected = "has several configurations; add the folder of one: `hf://datasets/o/n@v1/main`, \
+                        `hf://datasets/o/n@v1/other`";
+        assert!(message.ends_with(expected), "{message}");
+        for (path, expected) in [
+            ("main", &["main/train-00000-of-00001.parquet"][..]),
+            ("other/", &["other/train-00000-of-00002.parquet", "other/train-00001-of-00002.parquet"]),
+            ("README.md", &["README.md"]),
+            ("LICENSE", &["LICENSE"]),
+        ] {
+            assert_eq!(read(&format!("hf://datasets/o/n/{path}")).unwrap(), expected, "{path}");
+        }
+        assert!(read("hf://datasets/o/n/mai").unwrap_err().to_string().contains("hf://datasets/o/n/mai: contains no"));
     }
 
     #[test]

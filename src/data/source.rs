@@ -427,7 +427,7 @@ fn is_hidden(part: &OsStr) -> bool {
 }
 
 /// The `files` of a folder or repository, with their sizes, that are data for training, in alphabetical order: files of the format
-/// that most bytes have, or of any known format if one is `asked` for, and only the files for training if names distinguish them.
+/// that most bytes have, or of any known format if one is `asked` for, and only the files of one [`Split`].
 /// Returns the names of the others too. Files about the data set, which every one on the Hub has, are never data.
 fn data_files(
     mut files: Vec<(PathBuf, u64)>,
@@ -449,16 +449,34 @@ fn data_files(
         return Err(Error::data(source, format!("contains no {} file", DataFormat::EXTENSIONS)));
     };
     let is_data = |path: &Path| format(path).is_some_and(|format| asked.is_some() || format == most);
-    let has_split = files.iter().any(|(path, _)| is_data(path) && is_for_training(path));
-    let is_read = |path: &PathBuf| is_data(path) && (!has_split || is_for_training(path));
+    let split = files.iter().map(|(path, _)| path).filter(|path| is_data(path)).map(|path| Split::of(path)).min();
+    let is_read = |path: &PathBuf| is_data(path) && Some(Split::of(path)) == split;
     let (read, others): (Vec<_>, Vec<_>) = files.into_iter().map(|(path, _)| path).partition(is_read);
     Ok((read, others.into_iter().map(|path| path.display().to_string()).collect()))
 }
 
-/// Whether `train` or `training` is a word of the path, before a number or not, as in Python's `datasets`.
-fn is_for_training(path: &Path) -> bool {
-    let path = path.to_string_lossy().to_ascii_lowercase();
-    path.split(|c: char| !c.is_alphabetic()).any(|word| matches!(word, "train" | "training"))
+/// The part of a data set that a file belongs to. The first that a folder has is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Split {
+    Training,
+    Unnamed,
+    HeldOut,
+}
+
+impl Split {
+    /// The split that a word of the path names, before a number or not, as in Python's `datasets`.
+    fn of(path: &Path) -> Self {
+        let path = path.to_string_lossy().to_ascii_lowercase();
+        let words = path.split(|c: char| !c.is_alphabetic());
+        let named = words.map(|word| match word {
+            "train" | "training" => Self::Training,
+            "validation" | "valid" | "dev" | "val" | "test" | "testing" | "eval" | "evaluation" => Self::HeldOut,
+            _ => Self::Unnamed,
+        });
+        // A name with words of both is one of training.
+        let named = named.filter(|split| *split != Self::Unnamed);
+        named.min().unwrap_or(Self::Unnamed)
+    }
 }
 
 /// Whether a file in a data set's folder describes the data.
@@ -601,6 +619,7 @@ mod tests {
             ("c.bin", "xxxx"),
             (".hidden.jsonl", "x"),
             ("sub/d.jsonl", "x"),
+            ("sub/eval.jsonl", "x"),
             ("README.md", "xxxxxxxxx"),
             ("LICENSE", "x"),
             ("dataset_infos.json", "xxxxxxxxx"),
@@ -616,21 +635,25 @@ mod tests {
         };
         let names = |source: DataSource| read(source, None).0;
         let source = || DataSource::Path(folder.path().into());
-        let left_out = ["LICENSE", "README.md", "b.txt", "c.bin", "dataset_infos.json"].map(str::to_owned);
+        let left_out =
+            ["LICENSE", "README.md", "b.txt", "c.bin", "dataset_infos.json", "sub/eval.jsonl"].map(str::to_owned);
         assert_eq!(read(source(), None), (vec!["a.jsonl".into(), "d.jsonl".into()], left_out.to_vec()));
         let (names_as_text, left_out) = read(source(), Some(DataFormat::Text));
         assert_eq!(names_as_text, ["a.jsonl", "b.txt", "d.jsonl"]);
-        assert_eq!(left_out, ["LICENSE", "README.md", "c.bin", "dataset_infos.json"]);
+        assert_eq!(left_out, ["LICENSE", "README.md", "c.bin", "dataset_infos.json", "sub/eval.jsonl"]);
         std::fs::write(folder.path().join("sub/train-0.jsonl"), "x").unwrap();
         assert_eq!(names(source()), ["train-0.jsonl"]);
         for (path, expected) in [
-            ("training.csv", true),
-            ("d/Train00001.jsonl", true),
-            ("train/0.txt", true),
-            ("trainer.csv", false),
-            ("test_set.csv", false),
+            ("training.csv", Split::Training),
+            ("d/Train00001.jsonl", Split::Training),
+            ("train/0.txt", Split::Training),
+            ("train/dev.txt", Split::Training),
+            ("trainer.csv", Split::Unnamed),
+            ("tests.csv", Split::Unnamed),
+            ("test_set.csv", Split::HeldOut),
+            ("val/0.txt", Split::HeldOut),
         ] {
-            assert_eq!(is_for_training(Path::new(path)), expected, "{path}");
+            assert_eq!(Split::of(Path::new(path)), expected, "{path}");
         }
         let pattern = folder.path().join("*.*l").display().to_string();
         assert_eq!(names(DataSource::Glob(pattern)), ["a.jsonl"]);

@@ -79,12 +79,17 @@ impl DataFormat {
 /// The advice for text with a byte that is not UTF-8.
 pub(super) const CONVERT: &str = "convert the file first; if it is Latin-1, with `iconv -f LATIN1 -t UTF-8`";
 
+/// The advice for Arrow files, which Python's `datasets` writes.
+pub(super) const ARROW: &str =
+    "is in the Arrow format; write it as Parquet first, with `to_parquet` of Python's `datasets`";
+
 /// The advice for a file whose first bytes belong to no UTF-8 text, if they show its kind.
 pub(super) fn conversion(start: &[u8]) -> Option<&'static str> {
     Some(match start {
         [0x1F, 0x8B, ..] => "is compressed with gzip; decompress it first, with `gunzip`",
         [0x28, 0xB5, 0x2F, 0xFD, ..] => "is compressed with zstd; decompress it first, with `unzstd`",
         [b'P', b'K', 3, 4, ..] => "is a zip archive; unpack it first",
+        [0xFF, 0xFF, 0xFF, 0xFF, ..] | [b'A', b'R', b'R', b'O', b'W', b'1', ..] => ARROW,
         [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..] | [1..=255, 0, 1..=255, 0, ..] | [0, 1..=255, 0, 1..=255, ..] => {
             "is UTF-16; convert it first, with `iconv -f UTF-16 -t UTF-8`"
         }

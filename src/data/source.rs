@@ -10,7 +10,7 @@ use std::str::FromStr;
 use tempfile::NamedTempFile;
 
 use super::chats;
-use super::format::{DataFormat, conversion};
+use super::format::{ARROW, DataFormat, conversion};
 use crate::untrusted::{Pipe, is_pipe};
 use crate::{Error, Result, temporary, untrusted};
 
@@ -446,7 +446,9 @@ fn data_files(
     }
     // Of equals the first in alphabetical order.
     let Some((most, _)) = bytes.into_iter().rev().max_by_key(|(_, sum)| *sum) else {
-        return Err(Error::data(source, format!("contains no {} file", DataFormat::EXTENSIONS)));
+        let arrow = files.iter().any(|(path, _)| path.extension().is_some_and(|extension| extension == "arrow"));
+        let message = if arrow { ARROW.to_owned() } else { format!("contains no {} file", DataFormat::EXTENSIONS) };
+        return Err(Error::data(source, message));
     };
     let is_data = |path: &Path| format(path).is_some_and(|format| asked.is_some() || format == most);
     let split = files.iter().map(|(path, _)| path).filter(|path| is_data(path)).map(|path| Split::of(path)).min();
@@ -483,7 +485,9 @@ impl Split {
 fn is_about_the_data(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
     let stem = name.split('.').next().unwrap_or_default();
-    ["readme", "license", "licence", "dataset_info", "dataset_infos", "dataset_dict"].contains(&stem)
+    // Python's `datasets` writes it next to Arrow files.
+    name == "state.json"
+        || ["readme", "license", "licence", "dataset_info", "dataset_infos", "dataset_dict"].contains(&stem)
 }
 
 /// The files below `folder`, without hidden ones, as paths in it with their sizes. Does not follow links to folders.
@@ -669,6 +673,14 @@ mod tests {
         let bracket = folder.path().join("a[1].txt");
         std::fs::write(&bracket, "x").unwrap();
         assert_eq!(names(bracket.display().to_string().parse().unwrap()), ["a[1].txt"]);
+        let saved = tempfile::tempdir().unwrap();
+        for name in ["dataset_info.json", "state.json", "data-00000-of-00001.arrow"] {
+            std::fs::write(saved.path().join(name), b"\xFF\xFF\xFF\xFF").unwrap();
+        }
+        for path in [saved.path().to_path_buf(), saved.path().join("data-00000-of-00001.arrow")] {
+            let read = DataSource::Path(path).files(None, None).and_then(|files| files.documents[0].check_encoding());
+            assert!(read.unwrap_err().to_string().contains("with `to_parquet`"));
+        }
         let nothing = DataSource::Glob(folder.path().join("*.csv").display().to_string());
         assert!(nothing.files(None, None).err().unwrap().to_string().contains("matches no file"));
     }

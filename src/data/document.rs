@@ -213,6 +213,22 @@ pub(super) mod tests {
         }
     }
 
+    /// Otherwise, the rows after an open quote would be part of its field.
+    #[test]
+    fn a_quote_that_is_not_closed_is_refused() {
+        for (table, line) in
+            [("text\n\"a\nb\n", 2), ("prompt,completion\r\n1,2\r\n3,\"4\r\n5,6\r\n", 3), ("text\n\"", 2)]
+        {
+            let message = refusal("a.csv", table.as_bytes());
+            assert!(
+                message.contains(&format!("line {line}: a quote is not closed by the end of the file")),
+                "{message}"
+            );
+        }
+        assert_eq!(read("a.csv", b"text\n\"a\nb\"").unwrap()[0].text, "a\nb");
+        assert!(refusal("a.csv", b"text\n").contains("contains no rows") && refusal("a.csv", b"").contains("no rows"));
+    }
+
     #[test]
     fn an_empty_cell_of_a_table_has_neither_tools_nor_a_weight() {
         let table = "instruction,output,tools,weight\nhi,ho,,\n";

@@ -22,6 +22,8 @@ use crate::{Error, Result};
 const MAX_ROW_BYTES: u64 = 64 << 20;
 /// The parser's message about a text that is not UTF-8.
 const NOT_UTF8: &str = "invalid unicode code point";
+/// The end of a table, which shows whether its last quote is closed; a Unicode noncharacter.
+const TABLE_END: &str = "\n\u{FDD3}";
 /// Bytes read at a time.
 const BUFFER_BYTES: usize = 256 << 10;
 
@@ -131,9 +133,9 @@ impl Document {
             u64::from(self.start()?.split(|&byte| byte == b'\n').next().is_some_and(|line| line.ends_with(b"\r")));
         let wrong = |error: csv::Error| self.table_error(&error, lag);
         let limit = RowBytes::default();
-        let source = LimitedFile { file: self.open()?, limit: limit.clone() };
-        let mut reader =
-            csv::ReaderBuilder::new().delimiter(separator).buffer_capacity(BUFFER_BYTES).from_reader(source);
+        let source = LimitedFile { file: self.open()?, limit: limit.clone() }.chain(TABLE_END.as_bytes());
+        let mut builder = csv::ReaderBuilder::new();
+        let mut reader = builder.delimiter(separator).flexible(true).buffer_capacity(BUFFER_BYTES).from_reader(source);
         let names = reader.headers().map_err(wrong)?.clone();
         if let Some(name) = names.iter().enumerate().find_map(|(i, name)| names.iter().take(i).find(|n| *n == name)) {
             return Err(self.error(format!("line 1: two columns are named `{name}`; rename one")));
@@ -145,6 +147,20 @@ impl Document {
                 return Ok(());
             }
             let line = record.position().map_or(0, csv::Position::line) + lag;
+            match (record.len(), record.iter().next_back()) {
+                (1, Some(last)) if last == TABLE_END.trim_start() => return Ok(()),
+                (_, Some(last)) if last.ends_with(TABLE_END) => {
+                    return Err(self.error(format!("line {line}: a quote is not closed by the end of the file")));
+                }
+                (fields, _) if fields != names.len() => {
+                    let expected = names.len();
+                    return Err(self.error(format!(
+                        "line {line}: {fields} fields, but the header has {expected}; quote fields that contain commas, \
+                         tabs or line breaks"
+                    )));
+                }
+                _ => {}
+            }
             let row = Value::from_pairs(names.iter().zip(&record).map(|(name, field)| (name, Value::from(field))));
             on_row(RowLocation::Line(line), row)?;
         }
@@ -153,10 +169,6 @@ impl Document {
     fn table_error(&self, error: &csv::Error, lag: u64) -> Error {
         let line = error.position().map_or(1, |position| position.line() + lag);
         self.error(match error.kind() {
-            csv::ErrorKind::UnequalLengths { expected_len, len, .. } => format!(
-                "line {line}: {len} fields, but the header has {expected_len}; quote fields that contain commas, tabs \
-                 or line breaks"
-            ),
             csv::ErrorKind::Utf8 { err, .. } => {
                 let field = err.field() + 1;
                 format!("line {line}: field {field} is not UTF-8; {CONVERT}")

@@ -3,6 +3,7 @@
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, is_run_or_step, is_step, name_of, run_or_path};
 use crate::digest::read_at_most;
+use crate::precision::PrecisionPolicy;
 use crate::store::checkpoint::{
     Checkpoint, CheckpointDifference, CheckpointEntry, CheckpointKind, Manifest, RetentionPolicy, Run, by_loss,
     compare, expired, latest_valid, list, verify,
@@ -161,7 +162,9 @@ fn description(path: &Path) -> Result<Vec<String>> {
         say("data", state.fingerprint.data.clone());
         say("step", format!("{}, {} of them applied", state.step, state.updates));
         say("tokens", state.tokens.to_string());
-        say("loss scale", format!("{}, {} clean steps", scale(state.scaler.scale), state.scaler.growth_tracker));
+        if state.fingerprint.policy.parse().is_ok_and(PrecisionPolicy::needs_loss_scale) {
+            say("loss scale", format!("{}, {} clean steps", scale(state.scaler.scale), state.scaler.growth_tracker));
+        }
         let fallen =
             state.fallback.iter().filter_map(|(unit, record)| Some(format!("{unit} since step {}", record.since?)));
         let fallen: Vec<_> = fallen.collect();

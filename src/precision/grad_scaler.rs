@@ -46,7 +46,7 @@ pub enum ScaleChange {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
-    /// The loss scale.
+    /// The loss scale; if disabled, the one to continue with when it is enabled.
     pub scale: f32,
     /// Clean steps since the last overflow or growth.
     pub growth_tracker: u32,
@@ -130,19 +130,15 @@ impl GradScaler {
             ));
         }
         // The configuration may have changed since the state was saved.
-        let scale = if config.enabled { state.scale } else { 1.0 };
         let hysteresis_left = state.hysteresis_left.min(config.hysteresis);
         let headroom = state.headroom.filter(|_| config.mode == ScalerMode::Predictive);
-        Ok(Self { config, state: ScalerState { scale, hysteresis_left, headroom, ..state } })
+        Ok(Self { config, state: ScalerState { hysteresis_left, headroom, ..state } })
     }
 
     fn start(config: GradScalerConfig) -> Self {
-        let scale = if config.enabled { config.init_scale } else { 1.0 };
-        let hysteresis_left = config.hysteresis;
-        Self {
-            config,
-            state: ScalerState { scale, growth_tracker: 0, hysteresis_left, min_scale_streak: 0, headroom: None },
-        }
+        let (scale, hysteresis_left) = (config.init_scale, config.hysteresis);
+        let state = ScalerState { scale, growth_tracker: 0, hysteresis_left, min_scale_streak: 0, headroom: None };
+        Self { config, state }
     }
 
     /// The options.
@@ -157,13 +153,13 @@ impl GradScaler {
 
     /// The factor for the loss; 1 if disabled.
     pub const fn scale(&self) -> f32 {
-        self.state.scale
+        if self.config.enabled { self.state.scale } else { 1.0 }
     }
 
     /// The factor that unscales gradients: 1/scale, divided in f64 and rounded once, as in PyTorch. If the scale is
     /// below 1, unscaling can overflow, so callers must check again.
     pub const fn inverse(&self) -> f32 {
-        (1.0 / self.state.scale as f64) as f32
+        (1.0 / self.scale() as f64) as f32
     }
 
     /// Adjusts the scale after a step, given whether all of its gradients were finite. Without their maximum, which
@@ -258,7 +254,7 @@ impl GradScaler {
             headroom.replace_peak_deviation(log2);
             self.state.scale = predicted(*headroom, &self.config).min(highest);
         }
-        self.state.scale
+        self.scale()
     }
 
     fn after_overflow(&mut self) -> ScaleChange {
@@ -283,7 +279,7 @@ impl GradScaler {
 
     fn at_min_scale(&mut self) -> ScaleChange {
         self.state.min_scale_streak = self.state.min_scale_streak.saturating_add(1);
-        ScaleChange::AtMinScale { scale: self.state.scale, streak: self.state.min_scale_streak }
+        ScaleChange::AtMinScale { scale: self.scale(), streak: self.state.min_scale_streak }
     }
 
     /// Whether `max_overflows_at_min_scale` consecutive overflows occurred at the minimum, so that no scale helps.

@@ -172,6 +172,20 @@ fn a_state_that_does_not_fit_its_configuration_is_refused() {
     assert_eq!(resume(ScalerState { hysteresis_left: 2, ..state }).unwrap().state().hysteresis_left, 1);
 }
 
+/// As in PyTorch, where the state of a disabled scaler is empty.
+#[test]
+fn a_scaler_that_is_enabled_later_has_no_scale_of_1() {
+    let config = |enabled| GradScalerConfig { enabled, init_scale: 1024.0, ..GradScalerConfig::default() };
+    let resume = |enabled, from: &GradScaler| GradScaler::resume(config(enabled), from.state()).unwrap();
+    let mut off = GradScaler::new(config(false)).unwrap();
+    off.update(true);
+    assert_eq!((off.scale(), off.inverse(), resume(true, &off).scale()), (1.0, 1.0, 1024.0));
+    let mut on = resume(true, &off);
+    on.update(false);
+    off = resume(false, &on);
+    assert_eq!((off.scale(), resume(true, &off).scale()), (1.0, 512.0));
+}
+
 prop_compose! {
     fn any_config()(
         init in 0i32..=127, floor in 0i32..=20, growth_interval in 1u32..6, hysteresis in 1u32..4,

@@ -28,7 +28,7 @@ pub(super) struct Notify {
 impl Notify {
     /// Rejects a program that does not exist.
     pub(super) fn new(command: &str) -> Result<Self> {
-        command_of(command, "--notify")?;
+        command_of(command, "--notify", None)?;
         Ok(Self {
             command: command.to_owned(),
             run: String::new(),
@@ -46,7 +46,7 @@ impl Notify {
     }
 
     fn spawn(&self, event: &str, text: &str) -> Result<Child> {
-        let mut command = command_of(&self.command, "--notify")?;
+        let mut command = command_of(&self.command, "--notify", None)?;
         command.args([event, &sanitize_line(&self.run), &sanitize_line(text)]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().map_err(Error::io("run", &self.command))

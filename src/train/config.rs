@@ -282,15 +282,20 @@ impl Config {
 
     /// Splits `name=weight`; `text` is a name if it is a path that exists.
     fn weighted<'a>(&self, text: &'a str) -> Result<(&'a str, Option<f64>)> {
-        let exists = |name: &str| {
-            Path::new(name).exists() || self.folder.as_ref().is_some_and(|folder| folder.join(name).exists())
-        };
+        let exists = |name: &str| self.locate(name).exists();
         let Some((name, weight)) = text.rsplit_once('=').filter(|_| !exists(text)) else { return Ok((text, None)) };
         match number(weight) {
             Ok(weight) if weight > 0.0 && weight.is_finite() => Ok((name, Some(weight))),
             Err(_) if !exists(name) => Ok((text, None)),
             _ => Err(Error::config("data", format!("`{weight}`, the weight of `{name}`, is not a number above 0"))),
         }
+    }
+
+    /// `path`, or the same path in the folder that the run was started in, if it leads to something only there.
+    pub fn locate(&self, path: impl AsRef<Path>) -> PathBuf {
+        let path = path.as_ref();
+        let there = self.folder.iter().map(|folder| folder.join(path)).find(|there| there.exists());
+        there.filter(|_| !path.exists()).unwrap_or_else(|| path.to_path_buf())
     }
 
     /// The source `text`; a relative path may also be in the folder that the run was started in.

@@ -9,7 +9,8 @@ use crate::{Error, Result};
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead as _, BufReader, Read, Write as _};
-use std::process::{Child, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
 use std::thread;
 use std::time::Duration;
@@ -60,8 +61,9 @@ pub(crate) enum Reward {
 }
 
 impl Reward {
-    /// The reward that a setting names. Fails with [`Error::Config`] for a pattern or a length that is none.
-    pub(crate) fn new(rule: &str) -> Result<Self> {
+    /// The reward that a setting names; a program runs in `folder`, if it exists. Fails with [`Error::Config`] for a pattern or
+    /// a length that is none.
+    pub(crate) fn new(rule: &str, folder: Option<&Path>) -> Result<Self> {
         let wrong = |message: String| Err(Error::config("objective.reward", message));
         match rule.split_once(':') {
             _ if rule.trim().is_empty() => {
@@ -76,14 +78,14 @@ impl Reward {
                 Ok(tokens) if tokens > 0 => Ok(Self::Length(tokens)),
                 _ => wrong(format!("`{number}` is not a number of tokens; write `length:20`")),
             },
-            _ => Ok(Self::Program(RewardProgram::new(rule))),
+            _ => Ok(Self::Program(RewardProgram::new(rule, folder))),
         }
     }
 
     /// Rejects a program that does not exist.
     pub(crate) fn check(&self) -> Result<()> {
         if let Self::Program(program) = self {
-            command_of(&program.command, "objective.reward")?;
+            program.to_run()?;
         }
         Ok(())
     }
@@ -122,13 +124,20 @@ impl Reward {
 #[derive(Debug)]
 pub(crate) struct RewardProgram {
     command: String,
+    folder: Option<PathBuf>,
     running: Option<Running>,
 }
 
 impl RewardProgram {
     /// A program with its arguments, which is started when it is needed.
-    fn new(command: &str) -> Self {
-        Self { command: command.to_owned(), running: None }
+    fn new(command: &str, folder: Option<&Path>) -> Self {
+        let folder = folder.filter(|folder| folder.is_dir()).map(Path::to_path_buf);
+        Self { command: command.to_owned(), folder, running: None }
+    }
+
+    /// The command that starts it.
+    fn to_run(&self) -> Result<Command> {
+        command_of(&self.command, "objective.reward", self.folder.as_deref())
     }
 
     fn score(
@@ -148,7 +157,7 @@ impl RewardProgram {
             let program = match &mut running {
                 Some(program) => program,
                 none => {
-                    let program = none.insert(Running::start(&self.command)?);
+                    let program = none.insert(Running::start(self.to_run()?, &self.command)?);
                     program.send(&lines[rewards.len()..]);
                     program
                 }
@@ -198,12 +207,11 @@ struct Running {
 }
 
 impl Running {
-    fn start(command: &str) -> Result<Self> {
-        let mut child = command_of(command, "objective.reward")?;
+    fn start(mut child: Command, name: &str) -> Result<Self> {
         // A program that keeps its answers in a buffer would wait forever.
         child.env("PYTHONUNBUFFERED", "1");
         child.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = child.spawn().map_err(Error::io("run", command))?;
+        let mut child = child.spawn().map_err(Error::io("run", name))?;
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let (Some(mut input), Some(output), Some(errors)) = pipes else {
             return Err(Error::engine("a program was started without pipes"));
@@ -277,7 +285,7 @@ mod tests {
 
     fn score(rule: &str, completions: &[&str], on_error: OnRewardError) -> Result<Vec<Option<f32>>> {
         let completions: Vec<Answered> = completions.iter().map(|text| answered(text)).collect();
-        Reward::new(rule).unwrap().score(&completions, Duration::from_millis(500), on_error)
+        Reward::new(rule, None).unwrap().score(&completions, Duration::from_millis(500), on_error)
     }
 
     /// A script whose body sees each line as `$line`.
@@ -294,7 +302,7 @@ mod tests {
         assert_eq!(score("regex:^[0-9]+$", &["17", "a"], stop).unwrap(), [Some(1.0), Some(0.0)]);
         assert_eq!(score("length:4", &["abcd", "ab", "", "123456789"], stop).unwrap(), [1.0, 0.5, 0.0, 0.0].map(Some));
         for rule in ["", "regex:(", "length:0", "length:x"] {
-            assert!(Reward::new(rule).unwrap_err().to_string().starts_with("objective.reward: "), "{rule}");
+            assert!(Reward::new(rule, None).unwrap_err().to_string().starts_with("objective.reward: "), "{rule}");
         }
     }
 
@@ -313,7 +321,7 @@ mod tests {
             folder.path(),
             "n=$((n + 1)); case $line in *'\"completion\":\"x\"'*) echo -1.5;; *) echo $n;; esac",
         );
-        let mut reward = Reward::new(&command).unwrap();
+        let mut reward = Reward::new(&command, None).unwrap();
         for expected in [[1.0, -1.5], [3.0, -1.5]] {
             let found = reward.score(&[answered("a"), answered("x")], Duration::from_secs(9), OnRewardError::Stop);
             assert_eq!(found.unwrap(), expected.map(Some));
@@ -341,6 +349,24 @@ mod tests {
         }
         let message = score("no-such-program --x", &["a"], OnRewardError::Stop).unwrap_err().to_string();
         assert!(message.contains("objective.reward: program `no-such-program` was not found"), "{message}");
+    }
+
+    /// A run may be resumed from a different folder.
+    #[test]
+    fn a_program_runs_in_the_folder_of_its_run() {
+        let folder = tempfile::tempdir().unwrap();
+        script(folder.path(), "echo 3");
+        std::fs::write(folder.path().join("own"), "#!/bin/sh\n. ./score.sh\n").unwrap();
+        let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(folder.path().join("own"), executable).unwrap();
+        for command in ["sh score.sh", "./own"] {
+            let mut reward = Reward::new(command, Some(folder.path())).unwrap();
+            reward.check().unwrap();
+            let found = reward.score(&[answered("a")], Duration::from_secs(9), OnRewardError::Stop);
+            assert_eq!(found.unwrap(), [Some(3.0)], "{command}");
+        }
+        assert!(Reward::new("./own", None).unwrap().check().is_err());
+        Reward::new("sh", Some(&folder.path().join("gone"))).unwrap().check().unwrap();
     }
 
     /// The first line is refused once.

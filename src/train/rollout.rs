@@ -114,7 +114,7 @@ impl Rollouts {
     /// The sampler of a run whose objective samples.
     pub(super) fn new(config: &Config, engine: &TrainEngine, stop_token_ids: Vec<u32>) -> Result<Option<Self>> {
         let Some(rule) = &config.objective.reward else { return Ok(None) };
-        let reward = Reward::new(rule)?;
+        let reward = Reward::new(rule, config.folder.as_deref())?;
         if engine.group.is_leader() {
             reward.check()?;
         }

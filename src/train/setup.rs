@@ -82,7 +82,7 @@ impl ModelSource {
     pub fn open(config: &Config, report: &mut SetupCallback<'_>) -> Result<Self> {
         let mut source = Self::find(config, report)?;
         if let Some(named) = &config.chat_template {
-            let template = named_template(named)?;
+            let template = named_template(&config.locate(named).display().to_string())?;
             source.aux_files.insert(CHAT_TEMPLATE, template.as_str());
             source.chat.template = Some(template);
         }
@@ -90,16 +90,14 @@ impl ModelSource {
     }
 
     fn find(config: &Config, report: &mut SetupCallback<'_>) -> Result<Self> {
-        let given = config.tokenizer.as_ref().map(Tokenizer::from_file).transpose()?;
+        let given = config.tokenizer.as_ref().map(|file| Tokenizer::from_file(config.locate(file))).transpose()?;
         let (named, random) = (ModelSpec::named(&config.model), || WeightSource::Random(config.seed));
         if config.model == "tiny" {
             let spec = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
             let tokenizer = given.or_else(|| Some(Tokenizer::byte()));
             return Self::checked(config, spec, tokenizer, AuxFiles::default(), None, Some(random()));
         }
-        let there = config.folder.iter().map(|folder| folder.join(&config.model)).find(|path| path.exists());
-        let there = there.filter(|_| !Path::new(&config.model).exists()).map(|path| path.display().to_string());
-        let model = there.as_deref().unwrap_or(&config.model);
+        let model = &config.locate(&config.model).display().to_string();
         if config.init == WeightInit::Random && !Path::new(model).exists() {
             let unknown =
                 || format!("`{}` is neither a folder nor one of {}", config.model, ModelSpec::names().join(", "));

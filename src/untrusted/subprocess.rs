@@ -70,15 +70,16 @@ pub(crate) fn outside_job(program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// The command of a user's program, whose text is split at spaces; `key` names the setting. The program is not a process of this
-/// job, in case it uses `accelerate`. Fails with [`Error::Config`] if the program does not exist.
-pub(crate) fn command_of(text: &str, key: &str) -> Result<Command> {
+/// The command of a user's program, whose text is split at spaces; `key` names the setting, and `folder` the one to run in, if not
+/// this process's. The program is not a process of this job, in case it uses `accelerate`. Fails with [`Error::Config`] if the
+/// program does not exist.
+pub(crate) fn command_of(text: &str, key: &str, folder: Option<&Path>) -> Result<Command> {
     let mut words = text.split_whitespace();
     let Some(program) = words.next() else {
         return Err(Error::config(key, "is empty; use a program with its arguments, such as `notify-send`"));
     };
     let exists = if program.contains('/') {
-        Path::new(program).is_file()
+        folder.unwrap_or(Path::new("")).join(program).is_file()
     } else {
         let paths = std::env::var_os("PATH").unwrap_or_default();
         std::env::split_paths(&paths).any(|folder| folder.join(program).is_file())
@@ -90,6 +91,7 @@ pub(crate) fn command_of(text: &str, key: &str) -> Result<Command> {
     let mut command = outside_job(program);
     command.args(words);
     command.process_group(0);
+    folder.map(|folder| command.current_dir(folder));
     Ok(command)
 }
 
@@ -182,7 +184,7 @@ mod tests {
 
     #[test]
     fn a_users_program_is_not_a_process_of_the_job() {
-        let command = command_of("sh -c true", "--notify").unwrap();
+        let command = command_of("sh -c true", "--notify", None).unwrap();
         let removed: Vec<_> = command.get_envs().filter(|(_, value)| value.is_none()).map(|(name, _)| name).collect();
         assert!(JOB_VARIABLES.iter().all(|variable| removed.contains(&OsStr::new(variable))), "{removed:?}");
     }

@@ -1,8 +1,8 @@
 //! Preference pairs, labelled answers and weighted samples: from files to batches.
 
 use crate::common::cli_fixture::CliFixture;
-use crate::common::of_kind;
 use crate::common::python::{python_with, run_script};
+use crate::common::{launch, of_kind};
 use std::fs;
 use std::path::Path;
 
@@ -318,7 +318,10 @@ fn a_run_survives_a_reward_program_that_fails() {
     assert!(err.contains(message) && err.contains("objective.on_reward_error=drop"), "{err}");
     fs::remove_file(desk.path("broken")).unwrap();
     desk.said("--resume sums --steps 6 --plain");
-    assert_eq!(desk.steps("sums").last().unwrap().step, 6);
+    fs::create_dir(desk.path("elsewhere")).unwrap();
+    let resume = format!("--resume {} --steps 7 --plain", desk.run("sums").display());
+    launch::succeed(desk.command(&resume).current_dir(desk.path("elsewhere")));
+    assert_eq!(desk.steps("sums").last().unwrap().step, 7);
     desk.assert_refused("--data sums --objective grpo --plain", &["objective.reward: is missing", "--reward exact"]);
     desk.assert_refused("--data sums --reward exact --plain", &["--objective grpo"]);
     desk.assert_refused(

@@ -280,7 +280,7 @@ impl ObjectiveSection {
                 let message = "needs an objective that samples completions: `--objective grpo`, `dr_grpo` or `dapo`";
                 Err(Error::config("objective.reward", message))
             }
-            reward => reward.as_deref().map_or(Ok(()), |rule| Reward::new(rule).map(drop)),
+            reward => reward.as_deref().map_or(Ok(()), |rule| Reward::new(rule, None).map(drop)),
         }
     }
 }

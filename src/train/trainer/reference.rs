@@ -102,7 +102,8 @@ impl Trainer {
 
     /// The model that the objective compares with, as it is stored, and the digest of its weights.
     fn load_reference(&self) -> Result<(ReferenceModel, String)> {
-        let mut config = self.config.clone();
+        // A template does not change a model.
+        let mut config = Config { chat_template: None, ..self.config.clone() };
         if let Some(model) = &self.config.objective.reference {
             (config.model, config.revision, config.init) = (model.clone(), None, WeightInit::Pretrained);
             (config.tokenizer, config.lora, config.train.freeze) = (None, Config::default().lora, None);

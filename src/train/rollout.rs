@@ -259,9 +259,17 @@ impl Rollouts {
                 Ok(())
             })
         };
-        if weights.device().is_cpu() { with_spinning_workers(&mut generate) } else { generate() }?;
-        let found: Vec<Sampled> = found.into_iter().flatten().collect();
-        for (rank, found) in group.all_gather_messages(&found)?.iter().enumerate() {
+        let generated = if weights.device().is_cpu() { with_spinning_workers(&mut generate) } else { generate() };
+        let own: Result<Vec<Sampled>, String> = match generated {
+            Ok(()) => Ok(found.into_iter().flatten().collect()),
+            // All processes end with the same error.
+            Err(Error::Model { message, .. }) => Err(message),
+            Err(error) => return Err(error),
+        };
+        for (rank, found) in group.all_gather_messages(&own)?.into_iter().enumerate() {
+            let step = engine.state.counters.step;
+            let diverged = |problem| format!("the model cannot sample a completion: {problem}");
+            let found = found.map_err(|problem| Error::Diverged { step, message: diverged(problem) })?;
             let of_rank = (rank..groups.len()).step_by(group.world_size());
             for (at, completions) in of_rank.zip(found.chunks(count)) {
                 groups[at].completions = completions.to_vec();

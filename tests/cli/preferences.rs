@@ -330,6 +330,25 @@ fn a_run_survives_a_reward_program_that_fails() {
     );
 }
 
+#[test]
+fn a_model_that_cannot_sample_has_diverged() {
+    let desk = CliFixture::empty();
+    desk.model("model", |_| {});
+    let path = desk.path("model/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let header = 8 + usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap();
+    // FP16 has these weights, but not their products.
+    bytes[header..].chunks_exact_mut(4).for_each(|weight| weight.copy_from_slice(&6e4f32.to_le_bytes()));
+    fs::write(&path, bytes).unwrap();
+    let (code, _, err) = desk.output(
+        "--model model --data sums --objective grpo --reward length:2 --num-generations 2 --max-completion-length 3 --batch-size 2 \
+         --seq-len 40 --steps 2 --set train.sample_tokens=0 --val none --dtype fp16 --plain --run sums",
+    );
+    assert!(err.contains("the model cannot sample a completion: its logits are not finite"), "{err}");
+    assert_eq!(code, Some(3), "{err}");
+    assert!(desk.events("sums").iter().any(|event| matches!(event, Event::Diverged(_))));
+}
+
 /// Instruction-tuned models often list the token that ends a turn only there.
 #[test]
 fn a_sampled_completion_ends_at_a_token_that_ends_a_text_in_the_generation_config() {

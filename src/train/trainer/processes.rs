@@ -76,19 +76,20 @@ impl Trainer {
     pub fn run_worker(&mut self) -> Result<()> {
         self.prepare_reference()?;
         loop {
-            match LeaderMessage::receive(self.group())? {
-                LeaderMessage::Step { probe } => match self.step(probe) {
-                    // The leader gets the same error and ends the run.
-                    Ok(()) | Err(Error::Diverged { .. }) => {}
-                    Err(error) => return Err(error),
-                },
-                LeaderMessage::Evaluate => drop(self.validate()?),
-                message @ LeaderMessage::Read { .. } => self.gathered().serve(&message)?,
+            let done = match LeaderMessage::receive(self.group())? {
+                LeaderMessage::Step { probe } => self.step(probe),
+                LeaderMessage::Evaluate => self.validate().map(drop),
+                message @ LeaderMessage::Read { .. } => self.gathered().serve(&message),
                 LeaderMessage::Stop => return Ok(()),
                 LeaderMessage::Heartbeat
                 | LeaderMessage::Open(_)
                 | LeaderMessage::Start(_)
-                | LeaderMessage::ReadsDone => {}
+                | LeaderMessage::ReadsDone => Ok(()),
+            };
+            match done {
+                // The leader gets the same error and ends the run.
+                Ok(()) | Err(Error::Diverged { .. }) => {}
+                Err(error) => return Err(error),
             }
         }
     }

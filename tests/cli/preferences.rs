@@ -11,6 +11,7 @@ use finetune::data::{
     SequenceRole, Tokenizer,
 };
 use finetune::telemetry::{Event, ObjectiveMetric};
+use finetune::train::{ObjectiveKind, ObjectiveSection};
 use serde_json::{Value, json};
 
 /// Loads `content` as file `name`; without validation data.
@@ -292,6 +293,20 @@ fn ten_dpo_steps_agree_with_trl() {
         }
         assert!(steps[9].loss < 0.9 * steps[0].loss, "{run} learns nothing");
     }
+    let [dpo, kto, grpo] = [ObjectiveKind::Dpo, ObjectiveKind::Kto, ObjectiveKind::Grpo]
+        .map(|kind| ObjectiveSection { kind, ..ObjectiveSection::default() });
+    let defaults = json!([
+        {"beta": dpo.beta(), "label_smoothing": dpo.label_smoothing},
+        {"beta": kto.beta(), "desirable_weight": kto.desirable_weight, "undesirable_weight": kto.undesirable_weight},
+        {
+            "beta": grpo.beta(),
+            "epsilon": grpo.epsilon,
+            "max_completion_length": grpo.max_completion_length,
+            "num_generations": grpo.num_generations,
+            "num_iterations": grpo.num_iterations,
+        },
+    ]);
+    assert_eq!(trl[2], defaults);
 }
 
 /// A reward program that fails ends the run after it was saved; mended, the run continues.

@@ -1,20 +1,21 @@
-"""Steps of TRL's `DPOTrainer`; `tests/cli/preferences.rs` runs it.
+"""Steps of TRL's `DPOTrainer`, and TRL's defaults; `tests/cli/preferences.rs` runs it.
 
     python trl_dpo.py MODEL PAIRS STEPS LR ADAPTER ADAPTER_LR
 
 All pairs of the JSON Lines file PAIRS make one batch of each step, in FP32, with a constant learning rate and without weight decay.
 First the whole model is trained, with the rate LR, then ADAPTER alone, a folder in PEFT's format. Prints a JSON list with an object for
-both: `loss`, `chosen` and `rejected`, the loss and the rewards of each step.
+both: `loss`, `chosen` and `rejected`, the loss and the rewards of each step; and one with the defaults of each trainer.
 """
 
 import json
 import sys
 import tempfile
+from dataclasses import fields
 
 from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig
 
 folder, pairs, steps, full_lr, adapter_folder, adapter_lr = sys.argv[1:]
 with open(pairs) as file:
@@ -22,6 +23,11 @@ with open(pairs) as file:
 end = "<|endoftext|>"
 tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json", eos_token=end, pad_token=end)
 names = {"loss": "loss", "chosen": "rewards/chosen", "rejected": "rewards/rejected"}
+settings = {
+    DPOConfig: ["beta", "label_smoothing"],
+    KTOConfig: ["beta", "desirable_weight", "undesirable_weight"],
+    GRPOConfig: ["beta", "epsilon", "max_completion_length", "num_generations", "num_iterations"],
+}
 
 
 def train(model, lr):
@@ -39,4 +45,5 @@ def train(model, lr):
 
 full = train(AutoModelForCausalLM.from_pretrained(folder), full_lr)
 adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter_folder, is_trainable=True)
-print(json.dumps([full, train(adapted, adapter_lr)]))
+defaults = [{field.name: field.default for field in fields(config) if field.name in settings[config]} for config in settings]
+print(json.dumps([full, train(adapted, adapter_lr), defaults]))

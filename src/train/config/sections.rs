@@ -170,7 +170,7 @@ settings! {
         /// Completions of a prompt, which form a group.
         num_generations: usize = 8, fixed(), within(2.0, 1024.0), flag("num-generations", Training, 0, "N");
         /// Maximum number of tokens of a completion; with its prompt it also has to fit `train.seq_len`.
-        max_completion_length: usize = 256, fixed(), within(1.0, MOST), flag("max-completion-length", Training, 0, "N"),
+        max_completion_length: usize = 512, fixed(), within(1.0, MOST), flag("max-completion-length", Training, 0, "N"),
             help("Maximum number of tokens of a sampled completion");
         /// Steps with the completions of one sampling.
         num_iterations: usize = 1, fixed(), within(1.0, 1024.0);

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -46,32 +46,46 @@ enum TokenizerKind {
         inner: Arc<tokenizers::Tokenizer>,
         /// The fast path, for byte-level BPE like GPT-2's.
         fast: Option<Arc<FastBpe>>,
-        /// The same tokenizer without the space that it adds before a text, if it adds one.
-        unprefixed: Option<Arc<tokenizers::Tokenizer>>,
+        /// The same tokenizer without the space that it adds before a text, if it adds one. Read when it is first used.
+        unprefixed: Option<Arc<OnceLock<Parsed>>>,
         vocab_size: usize,
     },
 }
 
+/// The library's form of a `tokenizer.json`, or a description of its fault.
+type Parsed = std::result::Result<tokenizers::Tokenizer, String>;
+
 impl TokenizerKind {
-    /// Reads the text of a `tokenizer.json`, and of one without the space before a text; an error describes their fault.
-    fn hugging_face(json: &[u8], unprefixed: Option<&[u8]>) -> std::result::Result<Self, String> {
-        let read = |json: &[u8]| -> std::result::Result<tokenizers::Tokenizer, String> {
-            let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
-            // These are settings for batched inference; training text is neither truncated nor padded.
-            inner.with_padding(None);
-            inner.with_truncation(None).map_err(|error| error.to_string())?;
-            Ok(inner)
-        };
-        let inner = read(json)?;
+    /// Reads the text of a `tokenizer.json` that adds a space before a text if it is `prefixing`; an error describes its fault.
+    fn hugging_face(json: &[u8], prefixing: bool) -> std::result::Result<Self, String> {
+        let inner = parse(json)?;
         // Ids index the embedding, so the size of a vocabulary with gaps is its largest id plus one.
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err("its vocabulary is empty".into());
         };
         let inner = Arc::new(inner);
         let fast = FastBpe::new(&inner).map(Arc::new);
-        let unprefixed = unprefixed.map(read).transpose()?.map(Arc::new);
+        let unprefixed = prefixing.then(Arc::default);
         Ok(Self::HuggingFace { inner, fast, unprefixed, vocab_size: last as usize + 1 })
     }
+}
+
+fn parse(json: &[u8]) -> Parsed {
+    let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| error.to_string())?;
+    // These are settings for batched inference; training text is neither truncated nor padded.
+    inner.with_padding(None);
+    inner.with_truncation(None).map_err(|error| error.to_string())?;
+    Ok(inner)
+}
+
+/// Reads a `tokenizer.json` without the space that it adds before a text.
+fn parse_unprefixed(json: &[u8]) -> Parsed {
+    let mut value: Value = serde_json::from_slice(json).map_err(|error| error.to_string())?;
+    remove_prefix(&mut value);
+    let json = value.to_string();
+    // Frees the JSON value, which takes as much memory as the library's form.
+    drop(value);
+    parse(json.as_bytes())
 }
 
 impl Tokenizer {
@@ -101,12 +115,10 @@ impl Tokenizer {
         let unusable = |problem: String| Error::model(origin, format!("not a usable `tokenizer.json`: {problem}"));
         super::tokenizer_limits::check(&value).map_err(unusable)?;
         let added = added_by(&value["post_processor"]).map(str::to_owned);
-        let parts = ["normalizer", "pre_tokenizer"].into_iter();
-        let prefixing = parts.filter(|part| value.get_mut(part).is_some_and(remove_prefix)).count();
-        let unprefixed = (prefixing > 0).then(|| value.to_string().into_bytes());
+        let prefixing = remove_prefix(&mut value);
         // Frees the JSON value, which takes as much memory as the library's form.
         drop(value);
-        let read = catch_panic(|| TokenizerKind::hugging_face(&json, unprefixed.as_deref()))
+        let read = catch_panic(|| TokenizerKind::hugging_face(&json, prefixing))
             .unwrap_or_else(|| Err("its parts contradict each other".into()));
         let kind = read.map_err(unusable)?;
         let mut tokenizer = Self { kind, json: json.into(), added: None, bos: None, eos: None };
@@ -199,7 +211,10 @@ impl Tokenizer {
     /// Llama 2's, add before a text.
     pub(super) fn encode_continuation(&self, text: &str) -> Result<Vec<u32>> {
         match &self.kind {
-            TokenizerKind::HuggingFace { unprefixed: Some(unprefixed), .. } => contained(|| encode(unprefixed, text)),
+            TokenizerKind::HuggingFace { unprefixed: Some(unprefixed), .. } => contained(|| {
+                let unprefixed = unprefixed.get_or_init(|| parse_unprefixed(&self.json)).as_ref();
+                encode(unprefixed.map_err(|problem| Error::data("tokenizer", problem))?, text)
+            }),
             _ => self.encode(text),
         }
     }
@@ -345,8 +360,14 @@ impl std::fmt::Debug for Tokenizer {
     }
 }
 
+/// Makes a `tokenizer.json` add no space before a text; returns whether it did.
+fn remove_prefix(json: &mut Value) -> bool {
+    let steps = ["normalizer", "pre_tokenizer"].into_iter();
+    steps.filter(|step| json.get_mut(step).is_some_and(remove_prefix_of)).count() > 0
+}
+
 /// Makes a step of a `tokenizer.json` add no space before a text; returns whether it did.
-fn remove_prefix(step: &mut Value) -> bool {
+fn remove_prefix_of(step: &mut Value) -> bool {
     let kind = step["type"].as_str().unwrap_or_default().to_owned();
     match kind.as_str() {
         "Sequence" => {
@@ -354,7 +375,7 @@ fn remove_prefix(step: &mut Value) -> bool {
             let steps = step.get_mut(key).and_then(Value::as_array_mut).into_iter().flatten();
             let mut removed = false;
             for step in steps {
-                removed |= remove_prefix(step);
+                removed |= remove_prefix_of(step);
             }
             removed
         }
@@ -522,6 +543,17 @@ pub(super) mod tests {
         }
         let bytes = Tokenizer::byte();
         assert_eq!(bytes.encode_continuation(" a").unwrap(), bytes.encode(" a").unwrap());
+    }
+
+    #[test]
+    fn the_tokenizer_without_the_space_is_read_when_a_text_is_continued() {
+        for tokenizer in prefixing() {
+            let TokenizerKind::HuggingFace { unprefixed: Some(unprefixed), .. } = &tokenizer.kind else { panic!() };
+            tokenizer.encode("a b").unwrap();
+            assert!(unprefixed.get().is_none());
+            tokenizer.clone().encode_continuation("a b").unwrap();
+            assert!(unprefixed.get().is_some());
+        }
     }
 
     #[test]

@@ -68,63 +68,116 @@ fn percent(state: &State, left: Value, right: Value) -> Result<Value, Error> {
     Ok(format(FormatStyle::Printf, text, &args)?.into())
 }
 
-/// Python's `json.dumps(value, ensure_ascii=False, indent=indent)`.
+/// Python's `json.dumps` with the options that transformers gives templates.
 #[expect(clippy::needless_pass_by_value, reason = "a filter's signature")]
-fn tojson(value: &Value, options: Kwargs, _: Rest<Value>) -> Result<String, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    if options.get::<Option<bool>>("ensure_ascii")? == Some(true) {
-        return Err(Error::new(ErrorKind::InvalidOperation, "`tojson` supports only `ensure_ascii=False`"));
-    }
-    options.assert_all_used()?;
+fn tojson(value: &Value, positional: Rest<Value>, named: Kwargs) -> Result<String, Error> {
+    let option = |(index, name): (usize, _)| match positional.get(index) {
+        Some(value) => Ok(Some(value.clone())),
+        None => named.get::<Option<Value>>(name),
+    };
+    let options = [(0, "ensure_ascii"), (1, "indent"), (2, "separators"), (3, "sort_keys")].map(option);
+    let [ensure_ascii, indent, separators, sort_keys] = options;
+    let on = |flag: Option<Value>| flag.is_some_and(|flag| flag.is_true());
+    let (ensure_ascii, sort_keys) = (on(ensure_ascii?), on(sort_keys?));
+    named.assert_all_used()?;
+    let given = |value: Option<Value>| value.filter(|value| !value.is_none());
+    let indent = given(indent?).map(|indent| match indent.as_str() {
+        Some(text) => Ok(text.to_owned()),
+        None => i64::try_from(indent).map(|width| " ".repeat(width.max(0) as usize)),
+    });
+    let indent = indent.transpose()?;
+    let separators = match given(separators?) {
+        Some(pair) => pair.try_iter()?.map(|text| text.to_string()).collect(),
+        None => vec![if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()],
+    };
+    let Ok([between_items, after_key]) = <[String; 2]>::try_from(separators) else {
+        return Err(Error::new(ErrorKind::InvalidOperation, "`separators` must have two texts"));
+    };
     let mut out = String::new();
-    write_json(value, indent, 0, &mut out)?;
+    JsonStyle { ensure_ascii, indent, between_items, after_key, sort_keys }.write(value, 0, &mut out)?;
     Ok(out)
 }
 
-fn write_json(value: &Value, indent: Option<usize>, depth: usize, out: &mut String) -> Result<(), Error> {
-    use ValueKind::{Iterable, Map, Seq};
-    let line = |out: &mut String, depth: usize| {
-        if let Some(indent) = indent {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', indent * depth));
-        }
-    };
-    let separator = if indent.is_some() { "," } else { ", " };
-    let kind = value.kind();
-    if matches!(kind, Map | Seq | Iterable) {
-        let [open, close] = if kind == Map { ['{', '}'] } else { ['[', ']'] };
-        out.push(open);
-        let mut empty = true;
-        for item in value.try_iter()? {
-            if !std::mem::replace(&mut empty, false) {
-                out.push_str(separator);
-            }
-            line(out, depth + 1);
-            if kind == Map {
-                write_json(&Value::from(item.to_string()), indent, depth + 1, out)?;
-                out.push_str(": ");
-                write_json(&value.get_item(&item)?, indent, depth + 1, out)?;
+struct JsonStyle {
+    /// Whether characters outside of ASCII are escaped.
+    ensure_ascii: bool,
+    /// The white space of a level in front of each item, which is on a separate line; `None` for one line.
+    indent: Option<String>,
+    between_items: String,
+    after_key: String,
+    sort_keys: bool,
+}
+
+impl JsonStyle {
+    fn write(&self, value: &Value, depth: usize, out: &mut String) -> Result<(), Error> {
+        let kind = value.kind();
+        if !matches!(kind, ValueKind::Map | ValueKind::Seq | ValueKind::Iterable) {
+            let text = scalar(value)?;
+            if value.as_str().is_some() {
+                self.write_text(&text, out);
             } else {
-                write_json(&item, indent, depth + 1, out)?;
+                out.push_str(&text);
+            }
+            return Ok(());
+        }
+        let [open, close] = if kind == ValueKind::Map { ['{', '}'] } else { ['[', ']'] };
+        out.push(open);
+        let mut items: Vec<Value> = value.try_iter()?.collect();
+        if kind == ValueKind::Map && self.sort_keys {
+            items.sort();
+        }
+        for (index, item) in items.iter().enumerate() {
+            if index > 0 {
+                out.push_str(&self.between_items);
+            }
+            self.begin_line(depth + 1, out);
+            if kind == ValueKind::Map {
+                let key = if item.as_str().is_some() { item.clone() } else { scalar(item)?.into() };
+                self.write(&key, depth, out)?;
+                out.push_str(&self.after_key);
+                self.write(&value.get_item(item)?, depth + 1, out)?;
+            } else {
+                self.write(item, depth + 1, out)?;
             }
         }
-        if !empty {
-            line(out, depth);
+        if !items.is_empty() {
+            self.begin_line(depth, out);
         }
         out.push(close);
-    } else if let Some(float) = float_text(value) {
-        out.push_str(match float.as_str() {
-            "nan" => "NaN",
-            "inf" => "Infinity",
-            "-inf" => "-Infinity",
-            finite => finite,
-        });
-    } else {
-        let text =
-            serde_json::to_string(value).map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
-        out.push_str(&text);
+        Ok(())
     }
-    Ok(())
+
+    fn begin_line(&self, depth: usize, out: &mut String) {
+        if let Some(indent) = &self.indent {
+            out.push('\n');
+            out.push_str(&indent.repeat(depth));
+        }
+    }
+
+    /// Writes a text that is in quotes already.
+    fn write_text(&self, quoted: &str, out: &mut String) {
+        for c in quoted.chars() {
+            if !self.ensure_ascii || matches!(c, ' '..='~') {
+                out.push(c);
+            } else {
+                out.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
+            }
+        }
+    }
+}
+
+/// A value without items in JSON.
+fn scalar(value: &Value) -> Result<String, Error> {
+    let Some(float) = float_text(value) else {
+        let text = serde_json::to_string(value);
+        return text.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()));
+    };
+    Ok(match float.as_str() {
+        "nan" => "NaN".to_owned(),
+        "inf" => "Infinity".to_owned(),
+        "-inf" => "-Infinity".to_owned(),
+        _ => float,
+    })
 }
 
 /// Marks the digits of an integer that was written as a string; a Unicode noncharacter.
@@ -367,6 +420,17 @@ mod tests {
             ),
             ("{{ 1e20 | string }} {{ 'x' ~ 1.5 }} {{ 1.0 }} {{ [1, 'a'] }}", "1e+20 x1.5 1.0 [1, 'a']"),
             ("{{ {'a': 'é'} | tojson(ensure_ascii=False) }} {{ documents is defined }}", "{\"a\": \"é\"} True"),
+            ("{{ {'é': '\"é😀\x7F'} | tojson(ensure_ascii=True) }}", r#"{"\u00e9": "\"\u00e9\ud83d\ude00\u007f"}"#),
+            (
+                "{{ {'b': [1, 2], 'a': {'d': none, 'c': true}} | tojson(separators=(',', ':'), sort_keys=True) }}",
+                r#"{"a":{"c":true,"d":null},"b":[1,2]}"#,
+            ),
+            (
+                "{{ {'b': [1], 'a': 2} | tojson(indent=1) }} {{ [[], {}] | tojson(indent=0) }}",
+                "{\n \"b\": [\n  1\n ],\n \"a\": 2\n} [\n[],\n{}\n]",
+            ),
+            ("{{ ['é', 1] | tojson(true, none, ('; ', '')) }}", r#"["\u00e9"; 1]"#),
+            ("{{ {2: none, true: 1.5} | tojson }}", r#"{"2": null, "true": 1.5}"#),
         ] {
             assert_eq!(rendered(source), expected, "{source}");
         }

@@ -100,7 +100,7 @@ pub(crate) fn diagnose() -> Diagnosis {
 pub(crate) fn check_hub(settings: &Settings) -> HubStatus {
     let endpoint = without_password(&settings.endpoint);
     if settings.offline {
-        let note = "not tried: `HF_HUB_OFFLINE` is set, so only cached models are used".into();
+        let note = format!("not tried: `{}` is set, so only cached models are used", settings.offline_variable);
         return HubStatus { endpoint, reachable: None, note };
     }
     match connect(settings, TIMEOUT) {

@@ -287,6 +287,9 @@ fn offline_uses_the_cache_and_nothing_else() {
     for way in ["`HF_HUB_OFFLINE`", "a local folder", "`HF_ENDPOINT=URL`", "`--init random"] {
         assert!(message.contains(way), "{message}");
     }
+    let other = Settings { offline_variable: "TRANSFORMERS_OFFLINE", ..offline.clone() };
+    let message = text(Hub::new(other).model("gpt2", None));
+    assert!(message.contains("unset `TRANSFORMERS_OFFLINE`") && !message.contains("HF_HUB_OFFLINE"), "{message}");
     // The model has weights, but they are not cached.
     fs::remove_file(files.folder.join("model.safetensors")).unwrap();
     let message = text(Hub::new(offline).model("distilgpt2", None));

@@ -47,7 +47,7 @@ pub(super) enum HubError {
     /// The server's response is invalid or not allowed.
     #[error("{0}")]
     Refused(String),
-    /// The cache has no such file, for this reason, and `HF_HUB_OFFLINE` is set or there is no network.
+    /// The cache has no such file, for this reason, and the user forbids downloads or there is no network.
     #[error("it is not in the cache ({0})")]
     NotCached(String),
     /// A failure on this machine: of a file, or because `HF_ENDPOINT` or `HF_TOKEN` is malformed.
@@ -121,7 +121,7 @@ impl HubError {
             Self::NoSuchFile => "the repository does not have the required files".to_owned(),
             Self::DiskFull { .. } => "free some space, or set `HF_HUB_CACHE` to a folder on a larger disk".to_owned(),
             Self::NotCached(_) if settings.network_error.is_none() => {
-                format!("unset `HF_HUB_OFFLINE` to download it, or {alternatives}")
+                format!("unset `{}` to download it, or {alternatives}", settings.offline_variable)
             }
             _ => alternatives,
         };
@@ -133,7 +133,7 @@ impl HubError {
         };
         let offline = match (&self, &settings.network_error) {
             (Self::NotCached(_), Some(why)) => format!(", and the Hub is unreachable ({why})"),
-            (Self::NotCached(_), None) => ", and `HF_HUB_OFFLINE` forbids the download".to_owned(),
+            (Self::NotCached(_), None) => format!(", and `{}` forbids the download", settings.offline_variable),
             _ => String::new(),
         };
         let (origin, message) =

@@ -43,7 +43,7 @@ impl Hub<'_> {
         };
         let wrong = |message: &str| Err(Error::config("--push", message));
         match (&self.settings.token, self.settings.offline) {
-            (_, true) => wrong("needs the network; unset `HF_HUB_OFFLINE`"),
+            (_, true) => wrong(&format!("needs the network; unset `{}`", self.settings.offline_variable)),
             (None, _) => wrong("needs a token that may write; set `HF_TOKEN`, or run `hf auth login`"),
             _ => {
                 let body = json!({ "type": "model", "organization": owner, "name": name }).to_string();

@@ -20,8 +20,10 @@ pub struct Settings {
     pub token_cache: PathBuf,
     /// Sent only to the endpoint: `HF_TOKEN` or `HUGGING_FACE_HUB_TOKEN`, else the file that `hf auth login` writes.
     pub token: Option<String>,
-    /// Whether only the cache may be used: `HF_HUB_OFFLINE`, or without a network.
+    /// Whether only the cache may be used: `HF_HUB_OFFLINE` or `TRANSFORMERS_OFFLINE`, or without a network.
     pub offline: bool,
+    /// The variable that determines it.
+    pub offline_variable: &'static str,
     /// The reason if there is no network.
     pub network_error: Option<String>,
     /// The timeout for a server that sends nothing.
@@ -50,13 +52,16 @@ impl Settings {
         let token_file = var("HF_TOKEN_PATH").map_or_else(|| hf_home.join("token"), expand);
         let token = var("HF_TOKEN").or_else(|| var("HUGGING_FACE_HUB_TOKEN"));
         let token = token.or_else(|| std::fs::read_to_string(token_file).ok());
+        let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"];
+        let offline = offline.into_iter().find(|name| var(name).is_some()).unwrap_or(offline[0]);
         let is_on = |value: String| matches!(value.to_ascii_uppercase().as_str(), "1" | "TRUE" | "YES" | "ON");
         Self {
             endpoint: var("HF_ENDPOINT").map_or_else(|| HUB.to_owned(), |url| url.trim_end_matches('/').to_owned()),
             cache: cache.unwrap_or_else(|| hf_home.join("hub")),
             token_cache: var("FINETUNE_CACHE").map_or_else(|| user_cache.join("finetune"), expand),
             token: token.map(|token| token.trim().to_owned()).filter(|token| !token.is_empty()),
-            offline: var("HF_HUB_OFFLINE").or_else(|| var("TRANSFORMERS_OFFLINE")).is_some_and(is_on),
+            offline: var(offline).is_some_and(is_on),
+            offline_variable: offline,
             network_error: None,
             timeout: Duration::from_secs(30),
             backoff: Duration::from_secs(1),
@@ -154,7 +159,8 @@ mod tests {
         for (value, offline) in [("1", true), ("true", true), ("0", false), ("no", false)] {
             assert_eq!(with(&[("HF_HUB_OFFLINE", value)]).offline, offline, "{value}");
         }
-        assert!(with(&[("TRANSFORMERS_OFFLINE", "1")]).offline);
+        let settings = with(&[("TRANSFORMERS_OFFLINE", "1")]);
+        assert_eq!((settings.offline, settings.offline_variable), (true, "TRANSFORMERS_OFFLINE"));
         assert!(!with(&[("HF_HUB_OFFLINE", "0"), ("TRANSFORMERS_OFFLINE", "1")]).offline);
         for name in ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"] {
             assert_eq!(with(&[(name, " hf_secret\n")]).token.as_deref(), Some("hf_secret"));

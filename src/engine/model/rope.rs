@@ -93,13 +93,15 @@ impl QueryScale {
     }
 }
 
+/// The key of the context before it was extended.
+pub(super) const ORIGINAL: &str = "original_max_position_embeddings";
 /// Keys of all types. Transformers also ignores keys that a type does not use.
 const KNOWN: [&str; 16] = [
     "rope_type",
     "type",
     "rope_theta",
     "factor",
-    "original_max_position_embeddings",
+    ORIGINAL,
     "low_freq_factor",
     "high_freq_factor",
     "attention_factor",
@@ -213,7 +215,13 @@ impl Rope {
             Some((key, found)) if found.values().any(Value::is_object) => {
                 Err(format!("`{key}` differs by type of layer; this model's must be the same for all"))
             }
-            Some((key, found)) => Self::parse(found, theta, max_position).map_err(|e| format!("`{key}`: {e}")),
+            Some((key, found)) => {
+                // As in transformers, the value outside of the object has precedence.
+                let mut found = found.clone();
+                let outside = config.get(ORIGINAL).filter(|value| !value.is_null());
+                found.extend(outside.map(|value| (ORIGINAL.to_owned(), value.clone())));
+                Self::parse(&found, theta, max_position).map_err(|error| format!("`{key}`: {error}"))
+            }
             None => Ok(Self::plain(theta)),
         }
     }
@@ -272,7 +280,7 @@ impl Rope {
         }
         Self::refuse_partial(parameters)?;
         let theta = base(&keys, "rope_theta", theta)?;
-        let original = keys.positive_usize("original_max_position_embeddings", max_position)?;
+        let original = keys.positive_usize(ORIGINAL, max_position)?;
         let reader = ScalingReader { keys, name, max_position, original };
         let kind = match name {
             "linear" => RopeType::Linear { factor: reader.required("factor")? },

@@ -5,11 +5,12 @@ use crate::engine::model::rope::{Rope, RopeType};
 use crate::engine::model::spec::{Biases, DropoutRates, ModelSpec};
 use serde_json::{Value, json};
 
-/// Reads the keys that all Llama-like families share. `default` provides missing keys except the size of a head;
-/// without `kv_heads`, the number of key heads defaults to the number of query heads.
+/// Reads the keys that all Llama-like families share. `default` provides missing keys except the size of a head. The
+/// number of key heads defaults to `kv_heads`; without it, and for `null`, to the number of query heads.
 pub(super) fn read(keys: &ConfigReader<'_>, default: ModelSpec, kv_heads: Option<usize>) -> Result<ModelSpec, String> {
     let heads = keys.positive_usize("num_attention_heads", default.heads)?;
-    let kv_heads = keys.positive_usize("num_key_value_heads", kv_heads.unwrap_or(heads))?;
+    let kv_heads = kv_heads.filter(|_| !is_null(keys, "num_key_value_heads")).unwrap_or(heads);
+    let kv_heads = keys.positive_usize("num_key_value_heads", kv_heads)?;
     if !heads.is_multiple_of(kv_heads) {
         return Err(format!("`num_key_value_heads` = {kv_heads} does not divide `num_attention_heads` = {heads}"));
     }
@@ -34,9 +35,10 @@ pub(super) fn read(keys: &ConfigReader<'_>, default: ModelSpec, kv_heads: Option
     })
 }
 
-/// The size of a head: `head_dim`, otherwise `default`, otherwise the hidden size over the number of heads.
+/// The size of a head: `head_dim`, otherwise `default`; without it, and for `null`, the hidden size over the number of heads.
 pub(super) fn head_dim(keys: &ConfigReader<'_>, spec: &ModelSpec, default: Option<usize>) -> Result<usize, String> {
     let (width, heads) = (spec.hidden_size, spec.heads);
+    let default = default.filter(|_| !is_null(keys, "head_dim"));
     let quotient = default.unwrap_or(width / heads).max(1);
     let head_dim = keys.positive_usize("head_dim", quotient)?;
     if default.is_none() && head_dim == quotient && !width.is_multiple_of(heads) {
@@ -47,6 +49,10 @@ pub(super) fn head_dim(keys: &ConfigReader<'_>, spec: &ModelSpec, default: Optio
     } else {
         Err(format!("`head_dim` is {head_dim}; rotary position embeddings need an even number"))
     }
+}
+
+fn is_null(keys: &ConfigReader<'_>, key: &str) -> bool {
+    keys.0.get(key).is_some_and(Value::is_null)
 }
 
 /// Rejects activations other than `silu`.

@@ -2,7 +2,7 @@
 
 use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
-use crate::engine::model::rope::{QueryScale, Rope, RopeType};
+use crate::engine::model::rope::{ORIGINAL, QueryScale, Rope, RopeType};
 use crate::engine::model::spec::ModelSpec;
 use serde_json::{Value, json};
 
@@ -48,8 +48,6 @@ pub(super) static MINISTRAL3: Family = Family {
 const BETA: &str = "llama_4_scaling_beta";
 /// Its key in GGUF.
 const TEMPERATURE: &str = "attention.temperature_scale";
-/// The key of the context before it was extended.
-const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// The defaults of transformers for missing keys.
 fn default() -> ModelSpec {

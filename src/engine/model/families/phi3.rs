@@ -3,6 +3,7 @@
 
 use super::llama::{self, head_dim, only_silu, with_rope};
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
+use crate::engine::model::rope::ORIGINAL;
 use crate::engine::model::spec::{DropoutRates, LinearRole, ModelSpec, ModuleId, ModuleOp};
 use serde_json::{Map, Value, json};
 
@@ -38,8 +39,6 @@ pub(super) static PHI3: Family = Family {
 
 /// The key of the part of a head that is rotated.
 const PARTIAL: &str = "partial_rotary_factor";
-/// The key of the context before it was extended.
-const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// The defaults of transformers for missing keys.
 fn default() -> ModelSpec {

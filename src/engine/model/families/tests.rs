@@ -226,3 +226,28 @@ fn queries_of_ministral_3_grow_from_one_context_to_the_next() {
         assert!(error.contains(named), "{error}");
     }
 }
+
+#[test]
+fn heads_that_are_null_follow_from_the_other_sizes_as_in_transformers() {
+    let null = |model_type: &str| {
+        let spec = read(&json!({"model_type": model_type, "hidden_size": 96, "num_attention_heads": 4,
+            "num_key_value_heads": null, "head_dim": null}));
+        (spec.kv_heads, spec.head_dim)
+    };
+    for model_type in ["llama", "mistral", "ministral3", "qwen2", "smollm3", "gpt_oss"] {
+        assert_eq!(null(model_type), (4, 24), "{model_type}");
+    }
+}
+
+#[test]
+fn the_original_context_outside_of_the_rotary_embeddings_has_precedence() {
+    for model_type in ["llama", "qwen2"] {
+        let rope = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
+        let mut config = json!({"model_type": model_type, "max_position_embeddings": 64, "rope_scaling": rope});
+        let original =
+            |config: &Value| read(config).rope.unwrap().to_json()["original_max_position_embeddings"].clone();
+        assert_eq!(original(&config), 32);
+        config["original_max_position_embeddings"] = 16.into();
+        assert_eq!(original(&config), 16);
+    }
+}

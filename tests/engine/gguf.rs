@@ -130,6 +130,23 @@ fn a_sentence_piece_tokenizer_merges_by_score_and_falls_back_to_bytes() {
     assert_eq!(json["post_processor"]["special_tokens"]["<s>"]["ids"], serde_json::json!([1]));
 }
 
+/// llama.cpp adds the BOS token by default if the words are Llama 3's; most of these files have no `add_bos_token`.
+#[test]
+fn the_word_pattern_determines_whether_bos_is_added_by_default() {
+    let folder = tempfile::tempdir().unwrap();
+    let cases =
+        [("llama-bpe", None), ("llama3", None), ("llama-bpe", Some(false)), ("smollm", None), ("smollm", Some(true))];
+    let added = cases.map(|(pattern, add)| {
+        let mut metadata = metadata();
+        metadata.retain(|(key, _)| *key != "tokenizer.ggml.pre");
+        metadata.push(("tokenizer.ggml.pre", Value::String(pattern.into())));
+        metadata.push(("tokenizer.ggml.bos_token_id", Value::U32(0)));
+        metadata.extend(add.map(|add| ("tokenizer.ggml.add_bos_token", Value::Bool(add))));
+        open(folder.path(), &file(&metadata, &[])).unwrap().tokenizer().unwrap().bos()
+    });
+    assert_eq!(added, [Some(0), Some(0), None, None, Some(0)]);
+}
+
 /// A header by hand: version, number of tensors, number of metadata, and the rest.
 fn header(tensors: u64, metadata: u64, rest: &[&[u8]]) -> Vec<u8> {
     [b"GGUF", &3_u32.to_le_bytes()[..], &tensors.to_le_bytes(), &metadata.to_le_bytes(), &rest.concat()].concat()

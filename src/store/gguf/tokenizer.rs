@@ -102,21 +102,16 @@ impl GgufVocabulary<'_> {
 fn byte_level(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
     let merges = gguf.list("tokenizer.ggml.merges", "a list of strings", text)?;
     let merges = merges.ok_or_else(|| gguf.type_error("tokenizer.ggml.merges", "a list of strings", None))?;
-    let name = gguf.text("tokenizer.ggml.pre")?;
-    let known = match name {
-        "gpt2" => "gpt-2",
-        "llama3" | "llama-v3" => "llama-bpe",
-        other => other,
-    };
-    let Some(pre_tokenizer) = pre_tokenizer(known) else {
+    let name = word_pattern_name(gguf)?;
+    let Some(pre_tokenizer) = pre_tokenizer(name) else {
         let (name, built) = (name.escape_debug(), WORD_PATTERNS.join("`, `"));
         let message = format!(
             "pre-tokenizer `{name}` is not supported (supported: `{built}`); use the model's Hub folder instead"
         );
         return Err(gguf.error(message));
     };
-    let normalizer = if known == "qwen2" { json!({"type": "NFC"}) } else { Json::Null };
-    let ignore_merges = known == "llama-bpe";
+    let normalizer = if name == "qwen2" { json!({"type": "NFC"}) } else { Json::Null };
+    let ignore_merges = name == "llama-bpe";
     Ok(json!({
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
@@ -127,6 +122,15 @@ fn byte_level(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
             "vocab": vocabulary.ids(), "merges": merges,
         },
     }))
+}
+
+/// The name of the word pattern; each pattern has one.
+fn word_pattern_name(gguf: &Gguf) -> Result<&str> {
+    Ok(match gguf.text("tokenizer.ggml.pre")? {
+        "gpt2" => "gpt-2",
+        "llama3" | "llama-v3" => "llama-bpe",
+        other => other,
+    })
 }
 
 /// The supported word patterns, by their names in GGUF.
@@ -219,7 +223,8 @@ fn merges<'a>(vocabulary: &GgufVocabulary<'a>, scores: &[f64]) -> Vec<[&'a str; 
 
 /// Adds the BOS token to the post-processor if the file specifies it.
 fn bos_post_processor(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
-    let default = gguf.text("tokenizer.ggml.model")? == "llama";
+    // llama.cpp adds it by default for these two.
+    let default = gguf.text("tokenizer.ggml.model")? == "llama" || word_pattern_name(gguf)? == "llama-bpe";
     let id = gguf.count("tokenizer.ggml.bos_token_id")?;
     let Some(id) = id else { return Ok(Json::Null) };
     if !gguf.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(default) {

@@ -112,8 +112,14 @@ impl ModelSource {
             let model = StoredModel::open(&path)?;
             let own = if given.is_some() { None } else { model.tokenizer()? };
             let aux_files = model.aux_files()?;
-            let spec = model.spec().clone();
-            let weights = if config.init == WeightInit::Random { random() } else { WeightSource::Stored(model) };
+            let mut spec = model.spec().clone();
+            let weights = if config.init == WeightInit::Random {
+                // Drawn weights are in no blocks.
+                spec.quantized.clear();
+                random()
+            } else {
+                WeightSource::Stored(model)
+            };
             (spec, own, aux_files, weights)
         };
         Self::checked(config, spec, given.or(own), aux_files, commit, Some(weights))

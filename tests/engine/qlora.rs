@@ -17,7 +17,7 @@ use finetune::engine::model::{KvCache, ModelSpec};
 use finetune::precision::{GradScalerConfig, PrecisionPolicy};
 use finetune::store::base::AdaptedModel;
 use finetune::store::{GgufModel, StoredModel, WeightSource};
-use finetune::train::TrainEngine;
+use finetune::train::{Config, ConfigLayers, ModelSource, TrainEngine};
 use serde_json::json;
 
 const BATCH: (usize, usize) = (2, 16);
@@ -139,4 +139,23 @@ fn products_are_in_blocks_as_a_whole() {
     let over = read(&spec, PrecisionPolicy::BF16, &path, true);
     let (losses, ..) = learned(start(&spec, over, PrecisionPolicy::BF16, Arc::new(Fused)), PrecisionPolicy::BF16);
     assert!(losses.iter().all(|loss| f64::from_bits(*loss).is_finite()));
+}
+
+/// The memory estimate counts matrices in blocks as they are in the file.
+#[test]
+fn a_randomly_drawn_base_is_in_no_blocks() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    write_random(&shapes()[LLAMA], &[Q8_0], &path);
+    let settings =
+        [("model", path.to_str().unwrap()), ("tokenizer", "bytes"), ("train.seq_len", "32"), ("lora.r", "4")];
+    let quantized = |init: &str| {
+        let init = ("init", init);
+        let all = settings.iter().chain([&init]);
+        let value = |text: &str| text.parse().map_or_else(|_| toml::Value::String(text.into()), toml::Value::Integer);
+        let overrides = all.map(|(key, text)| ((*key).to_owned(), value(text))).collect();
+        let config = Config::resolve(&ConfigLayers { file: None, overrides, ..ConfigLayers::default() }).unwrap();
+        !ModelSource::open(&config, &mut |_| ()).unwrap().spec.quantized_params().is_empty()
+    };
+    assert_eq!(["pretrained", "random"].map(quantized), [true, false]);
 }

@@ -1,6 +1,7 @@
 //! Reports preparation on standard error: notices at once, and phases once they take long enough.
 
 use crate::data::LoadEvent;
+use crate::screen::status_line;
 use crate::telemetry::{Activity, PhaseLines, PhaseProgress, bytes};
 use crate::train::SetupEvent;
 use crate::ui::may_colour;
@@ -123,7 +124,7 @@ impl SetupStatusLine {
         match &phase {
             Some(phase) => {
                 self.open = true;
-                write!(stderr(), "\r{}…\x1b[K", sanitize_line(&phase.to_string())).ok();
+                write!(stderr(), "{}", status_line(&format!("{}…", sanitize_line(&phase.to_string())))).ok();
             }
             None => self.clear(),
         }

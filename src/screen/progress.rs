@@ -48,8 +48,7 @@ impl<W: Write> StatusLine<W> {
         // Redraw at the next step.
         self.drawn = None;
         self.since = Some(Instant::now());
-        let text: String = format!("{phase}...").chars().take(width()).collect();
-        self.put(format!("\r{text}\x1b[K"))
+        self.put(status_line(&format!("{phase}...")))
     }
 
     /// Shows for how long a slow step has been running.
@@ -60,15 +59,14 @@ impl<W: Write> StatusLine<W> {
         (self.open, self.drawn) = (true, None);
         let running = format!(" (+{:.1} s)", running.as_secs_f64());
         let line = self.line(width().saturating_sub(running.len()));
-        self.put(format!("\r{line}{running}\x1b[K"))
+        self.put(status_line(&format!("{line}{running}")))
     }
 
     fn draw(&mut self) -> io::Result<()> {
         self.drawn = Some(Instant::now());
         self.open = true;
         self.status = self.figures();
-        // Return to the first column, write, and erase the rest of the line.
-        self.put(format!("\r{}\x1b[K", self.line(width())))
+        self.put(status_line(&self.line(width())))
     }
 
     fn figures(&self) -> (f64, String) {
@@ -130,6 +128,13 @@ impl<W: Write> Renderer for StatusLine<W> {
         }
         Ok((source.is_over() && !more).then_some(Exit::Ended))
     }
+}
+
+/// Replaces the line of the cursor by as much of `text` as fits: a line that wraps would stay when the next one is written.
+pub(crate) fn status_line(text: &str) -> String {
+    let text: String = text.chars().take(width()).collect();
+    // Return to the first column, write, and erase the rest of the line.
+    format!("\r{text}\x1b[K")
 }
 
 /// Columns of the terminal without the last, in which some terminals wrap.
@@ -209,6 +214,13 @@ mod tests {
         drop(progress);
         let text = String::from_utf8(out).unwrap();
         assert!(text.contains(" (+2000.") && text.trim_end().len() <= width() + "\r\x1b[K".len(), "{text:?}");
+    }
+
+    /// Regression: the path of a run wrapped the line of a command that read it, which stayed at each update.
+    #[test]
+    fn a_phase_of_any_length_keeps_its_line() {
+        let line = status_line(&"reading ".repeat(100));
+        assert!(line.starts_with("\rreading") && line.len() <= width() + "\r\x1b[K".len(), "{line:?}");
     }
 
     #[test]

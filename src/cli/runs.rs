@@ -5,7 +5,7 @@ use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, did_you_mean, is_run, name_of};
 use crate::data::counted;
 use crate::doctor::size_of_folder;
-use crate::store::checkpoint::{CheckpointEntry, Run, by_loss, list};
+use crate::store::checkpoint::{CheckpointEntry, Run, by_loss, is_in_use, list};
 use crate::telemetry::{Event, Record, Started, last_records};
 use crate::ui::format::{base_name, bytes, decimals, steps};
 use crate::untrusted::{self, sanitize_line};
@@ -103,12 +103,14 @@ impl Summary {
         let total = started.as_ref().map_or(0, |started| started.total_steps);
         let checkpoints = list(path).unwrap_or_default();
         let best = by_loss(&checkpoints).next().and_then(CheckpointEntry::validation_loss);
+        let process = started.and_then(|started| started.process);
         let state = match last.as_ref().map(|last| &last.event) {
             Some(Event::Finished(finished)) => finished.reason.to_string(),
-            _ => match started.and_then(|started| started.process?.is_alive()) {
-                Some(true) => "training".to_owned(),
-                _ => "killed or crashed".to_owned(),
-            },
+            // The lock is visible in other containers, where the process id is not.
+            _ if is_in_use(path) || process.is_some_and(|process| process.is_alive() == Some(true)) => {
+                "training".to_owned()
+            }
+            _ => "killed or crashed".to_owned(),
         };
         let time = last.map_or(0, |last| last.t);
         // Replace line breaks in names, to keep each run on its row.

@@ -4,6 +4,7 @@ use super::dashboard::{App, DashboardMode};
 use super::plain::PlainPrinter;
 use super::renderer::{Exit, MessageSource, Playback, ScreenMessage, drive, wall_clock};
 use crate::Result;
+use crate::store::checkpoint::is_in_use;
 use crate::telemetry::{Diagnostic, Event, PhaseLines, Poll, ProcessId, Record, RunState, Tail, VERSION, last_records};
 use crate::ui::Theme;
 use crate::untrusted::sanitize_line;
@@ -15,6 +16,8 @@ use std::time::{Duration, Instant};
 
 /// How often to check a silent run's process.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
+/// How long a process of another machine, or of before a restart of this one, may be silent, in milliseconds.
+const SILENCE: u64 = 60_000;
 /// How long a replay waits for its next record: a run may pause for hours, and the times of a damaged log may differ by centuries.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 
@@ -169,12 +172,19 @@ impl LogSource {
         Ok(more)
     }
 
+    /// Whether the training process has ended. The lock is visible in other containers, where the process id is not; on other
+    /// machines neither may be, and a run counts as alive while it writes.
+    fn has_ended(&self, process: &ProcessId) -> bool {
+        let writes = || wall_clock().saturating_sub(self.last.0) < SILENCE;
+        !self.tail.path().parent().is_some_and(is_in_use) && !process.is_alive().unwrap_or_else(writes)
+    }
+
     fn follow(&mut self, pass: &mut dyn FnMut(ScreenMessage)) -> Result<bool> {
         let mut poll = poll_lines(&mut self.tail, &mut self.last)?;
         let mut gone = false;
         if poll.records.is_empty() && !poll.more && self.checked.elapsed() >= CHECK_INTERVAL {
             self.checked = Instant::now();
-            gone = self.process.as_ref().and_then(ProcessId::is_alive) == Some(false);
+            gone = self.process.as_ref().is_some_and(|process| self.has_ended(process));
             if gone {
                 (self.process, self.phase) = (None, None);
                 // The process may have written its last records between the poll and the check.
@@ -284,6 +294,27 @@ fn poll_lines(tail: &mut Tail, last: &mut LastRecord) -> Result<Poll> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::checkpoint::Run;
+
+    /// Regression: a run whose machine was restarted was followed forever, and one in another container counted as gone.
+    #[test]
+    fn the_end_of_a_process_is_known_by_its_lock_and_its_silence() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("events.jsonl");
+        let own = ProcessId::own().unwrap();
+        let ended = |process: &ProcessId, last| {
+            let mut source = LogSource::new(std::slice::from_ref(&log), None);
+            source.last.0 = last;
+            source.has_ended(process)
+        };
+        let (dead, restarted) =
+            (ProcessId { start: 0, ..own.clone() }, ProcessId { boot: "other".into(), ..own.clone() });
+        let now = wall_clock();
+        let all = || [ended(&own, 0), ended(&dead, now), ended(&restarted, now), ended(&restarted, 0)];
+        assert_eq!(all(), [false, true, false, true]);
+        let _lock = Run::open(folder.path()).unwrap();
+        assert_eq!(all(), [false; 4]);
+    }
 
     /// A replay at the run's speed of records with these times.
     fn replay(times: &[f64]) -> Replay {

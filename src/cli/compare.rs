@@ -1,6 +1,6 @@
 //! `finetune compare`: compares runs, as text, JSON or an HTML page.
 
-use crate::cli::lab::terminal_width;
+use crate::cli::lab::{page_width, terminal_width};
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::compare::{Comparison, RunSummary};
@@ -30,7 +30,7 @@ pub(crate) struct CompareArgs {
     #[arg(long)]
     ascii: bool,
     /// Width of the text [default: the terminal's, or 80]
-    #[arg(long, value_name = "COLUMNS")]
+    #[arg(long, value_name = "COLUMNS", value_parser = page_width())]
     width: Option<usize>,
     #[command(flatten)]
     runs_dir: RunsDirArgs,

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::LazyLock;
 
+use clap::builder::RangedU64ValueParser;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, Command, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
@@ -52,7 +53,7 @@ pub(crate) struct LabArgs {
     #[arg(long, global = true)]
     ascii: bool,
     /// Width of the text [default: the terminal's, or 80]
-    #[arg(long, value_name = "COLUMNS", global = true)]
+    #[arg(long, value_name = "COLUMNS", global = true, value_parser = page_width())]
     width: Option<usize>,
     /// A run by name or folder, or its `events.jsonl`, to start from its numbers
     // Separate ids, because clap would otherwise also pass global values to the flags of training.
@@ -85,6 +86,11 @@ pub(crate) fn run(args: &LabArgs, out: &mut dyn Write) -> Result<()> {
         out.write_all(page.printed(args.ascii, terminal.stdout).as_bytes())
     };
     written.map_err(Error::stdout)
+}
+
+/// Parses the width of a page, which must fit in memory.
+pub(super) fn page_width() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=1000)
 }
 
 pub(super) fn terminal_width() -> usize {
@@ -658,6 +664,14 @@ mod tests {
         };
         let [cpu, gpu] = ["cpu", "cuda:0"].map(memory);
         assert_eq!((&cpu["batch"], cpu["measured"].is_null(), gpu["measured"].is_null()), (&8.into(), false, true));
+    }
+
+    /// Regression: memory for a line of any width was requested.
+    #[test]
+    fn the_width_of_a_page_has_a_limit() {
+        let width = |width| Lab::try_parse_from(["lab", "ulp", "--width", width]).map(|lab| lab.args.width);
+        assert_eq!(width("1000").unwrap(), Some(1000));
+        assert!(width("1001").is_err() && width("0").is_err());
     }
 
     #[test]

@@ -24,6 +24,7 @@ use crate::telemetry::ProcessStats;
 use crate::train::{Config, ConfigLayers, StepOutcome, StepReport, TrainEngine, TrainState, WeightInit, engine};
 use crate::{Error, Result};
 use clap::Args;
+use clap::builder::RangedU64ValueParser;
 use profile::Limits;
 use serde_json::json;
 use std::io::Write;
@@ -39,7 +40,7 @@ pub(super) struct BenchArgs {
     #[arg(long, default_value = "distilgpt2")]
     model: String,
     /// Number of layers [default: the model's]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..=1000))]
     layers: Option<usize>,
     /// Sequences in a batch
     #[arg(long, value_name = "N", default_value_t = 32)]
@@ -380,6 +381,14 @@ mod tests {
         assert!(share > 0.1 && share <= 1.0, "{share} of {report}");
         let table = profile::table(&report);
         assert!(table.contains("AttentionBackward") && table.contains("outside operations"), "{table}");
+    }
+
+    /// Regression: the parameters of any number of layers were listed.
+    #[test]
+    fn the_number_of_layers_has_a_limit() {
+        let layers = |layers| Line::try_parse_from(["bench", "--layers", layers]).map(|line| line.bench.layers);
+        assert_eq!(layers("1000").unwrap(), Some(1000));
+        assert!(layers("1000000000").is_err() && layers("0").is_err());
     }
 
     #[test]

@@ -15,6 +15,8 @@ use std::process::ExitCode;
 /// Exit codes besides 0, which means FP16 without fallback.
 const WITH_FALLBACK: u8 = 4;
 const BF16: u8 = 5;
+/// Maximum of batches and of their sequences: products of both with a context do not overflow.
+const MAX_SIZE: usize = 1 << 20;
 
 #[derive(Args, Debug)]
 pub(super) struct Fp16CheckArgs {
@@ -43,8 +45,8 @@ pub(super) struct Fp16CheckArgs {
 /// BF16.
 pub(super) fn run(args: &Fp16CheckArgs, out: &mut dyn Write) -> Result<ExitCode> {
     for (flag, value) in [("--batches", args.batches), ("--batch-size", args.batch_size)] {
-        if value == 0 {
-            return Err(Error::config(flag, "must be at least 1"));
+        if !(1..=MAX_SIZE).contains(&value) {
+            return Err(Error::config(flag, format!("must be between 1 and {MAX_SIZE}")));
         }
     }
     let (trained, reporter) = args.model.open()?;

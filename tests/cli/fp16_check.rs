@@ -94,4 +94,6 @@ fn the_command_says_it_in_text_json_and_exit_code() {
     let text = fixture.said(&format!("{line} --json"));
     let report: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
     assert_eq!((report["verdict"].as_str(), report["units"].as_array().unwrap().len()), (Some("fp16"), 5));
+    let refused = "--batch-size: must be between 1 and 1048576";
+    fixture.assert_refused(&format!("{line} --batch-size {}", u64::MAX), &[refused]);
 }

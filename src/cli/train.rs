@@ -56,8 +56,8 @@ pub(crate) struct TrainArgs {
 
 fn metrics_port(text: &str) -> Result<SocketAddr, String> {
     let port = text.parse().map(|port| SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
-    let address = port.or_else(|_| text.parse());
-    address.map_err(|_| "must be a port such as 9464, or an address with a port such as 0.0.0.0:9464".into())
+    let address = port.or_else(|_| text.parse()).ok().filter(|address| address.port() > 0);
+    address.ok_or_else(|| "must be a port such as 9464, or an address with a port such as 0.0.0.0:9464".into())
 }
 
 /// The starting point of a resumed run.

@@ -103,10 +103,11 @@ fn item_16_prometheus_reads_a_running_run() {
     assert!(figure("finetune_step") >= 3.0 && figure("finetune_overflows_total") >= 1.0);
     assert!(figure("finetune_loss") > 0.0 && figure("finetune_loss_scale") >= 1.0);
     assert!(figure("finetune_tokens_per_second") > 0.0 && figure("finetune_last_step_timestamp_seconds") > 1.7e9);
-    // A port that is taken, and one that is none.
+    // A port that is taken, and two that are none.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    for (port, part) in [(port.as_str(), "cannot listen on 127.0.0.1"), ("many", "must be a port such as 9464")] {
+    let none = "must be a port such as 9464";
+    for (port, part) in [(port.as_str(), "cannot listen on 127.0.0.1"), ("many", none), ("0", none)] {
         fixture.assert_refused(&format!("--run u --metrics-port {port}"), &[part]);
         assert!(!fixture.path("checkpoints/u").exists());
     }

@@ -9,7 +9,7 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use super::Evaluate;
 use super::keys::{KEYS, LabAction};
 use crate::lab::parse_value;
-use crate::screen::terminal::keys::{action, is_ctrl_c};
+use crate::screen::terminal::keys::{action, is_ctrl_c, is_plain};
 use crate::ui::{Line, Page, Role};
 
 /// A tab: a view with its parameters.
@@ -380,8 +380,7 @@ impl LabState {
             self.type_key(key);
             return ControlFlow::Continue(());
         }
-        if !self.help && !key.modifiers.intersects(KeyModifiers::CONTROL | KeyModifiers::ALT) && self.of_view(key.code)
-        {
+        if !self.help && is_plain(key) && self.of_view(key.code) {
             return ControlFlow::Continue(());
         }
         let Some(action) = action(KEYS, key) else {

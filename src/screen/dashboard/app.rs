@@ -183,7 +183,7 @@ impl App {
             return None;
         }
         if let Some(list) = self.list().filter(|list| list.typing) {
-            list.typed(key.code);
+            list.typed(key);
             return None;
         }
         match self.dialog {

@@ -3,7 +3,7 @@
 use super::app::App;
 use super::keys::{Action, KEYS};
 use crate::screen::renderer::Exit;
-use crate::screen::terminal::keys::action;
+use crate::screen::terminal::keys::{action, is_plain};
 use crate::telemetry::{Command, Finished, Phase};
 use crate::ui::{Canvas, Role, format};
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
@@ -28,6 +28,7 @@ impl App {
                 Some(Action::Up) => self.scroll_help(-1),
                 _ => self.dialog = None,
             },
+            _ if !is_plain(key) => {}
             (Dialog::Quit, KeyCode::Char('s')) => return Some(self.stop(true)),
             (Dialog::Quit, KeyCode::Char('d')) => {
                 self.exit = Some(Exit::Detached);

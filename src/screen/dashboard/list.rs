@@ -1,6 +1,7 @@
 //! The cursor and the filter of a list that may be longer than its panel.
 
-use ratatui::crossterm::event::KeyCode;
+use crate::screen::terminal::keys::is_plain;
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 #[derive(Debug, Default)]
 pub(super) struct List {
@@ -42,9 +43,10 @@ impl List {
     }
 
     /// A key while the filter is typed.
-    pub(super) fn typed(&mut self, key: KeyCode) {
-        match key {
-            KeyCode::Char(c) => self.filter.push(c),
+    pub(super) fn typed(&mut self, key: KeyEvent) {
+        match key.code {
+            KeyCode::Char('u') if key.modifiers == KeyModifiers::CONTROL => self.filter.clear(),
+            KeyCode::Char(c) if is_plain(key) => self.filter.push(c),
             KeyCode::Backspace => drop(self.filter.pop()),
             KeyCode::Enter => self.typing = false,
             KeyCode::Esc => (self.typing, self.filter) = (false, String::new()),

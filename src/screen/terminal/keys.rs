@@ -49,9 +49,14 @@ impl<A: Copy> Binding<A> {
     }
 }
 
+/// Whether neither Control nor Alt is pressed with a key: they make it another key.
+pub(crate) fn is_plain(key: KeyEvent) -> bool {
+    !key.modifiers.intersects(KeyModifiers::CONTROL | KeyModifiers::ALT)
+}
+
 /// The action of a key; `None` if it is not in the table.
 pub(crate) fn action<A: Copy>(table: &[Binding<A>], key: KeyEvent) -> Option<A> {
-    if key.modifiers.intersects(KeyModifiers::CONTROL | KeyModifiers::ALT) {
+    if !is_plain(key) {
         return None;
     }
     table.iter().flat_map(|binding| binding.keys).find(|(code, _)| *code == key.code).map(|(_, action)| *action)

@@ -15,6 +15,25 @@ fn log(settings: Invented, records: usize) -> (tempfile::TempDir, PathBuf) {
     (folder, path)
 }
 
+/// Regression: Ctrl-D detached, Ctrl-U added a `u` to a filter, and so did Esc with a key that followed at once, which is Alt.
+#[test]
+fn a_key_with_control_or_alt_answers_nothing_and_types_nothing() {
+    let mut view = running();
+    let with = |view: &mut App, modifiers, c| view.key(KeyEvent::new(KeyCode::Char(c), modifiers));
+    press(&mut view, "q");
+    view.uptime += 300;
+    for modifiers in [KeyModifiers::CONTROL, KeyModifiers::ALT] {
+        assert_eq!(['s', 'd', 'D'].map(|c| with(&mut view, modifiers, c)), [None; 3]);
+    }
+    assert_eq!((view.dialog, view.exit), (Some(Dialog::Quit), None));
+    key(&mut view, KeyCode::Esc);
+    press(&mut view, "4/mlp");
+    with(&mut view, KeyModifiers::ALT, 'u');
+    assert_eq!(view.list().unwrap().filter, "mlp");
+    with(&mut view, KeyModifiers::CONTROL, 'u');
+    assert_eq!(view.list().unwrap().filter, "");
+}
+
 fn click(view: &mut App, size: (u16, u16), column: u16, row: u16) {
     view.size = size;
     let kind = MouseEventKind::Down(MouseButton::Left);

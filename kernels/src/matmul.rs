@@ -546,7 +546,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         };
         let all_a = || panels(a, rows * words).zip((first_row..part_rows.end).step_by(rows));
         let all_b = || panels(b, self.kernel.b_words(words)).zip((first_col..part_cols.end).step_by(cols));
-        // The shared operand, larger than the L2 cache, is read once.
+        // The inner loop reads the panels of this task, which fit in the L2 cache; the shared ones may not.
         if self.shares_a() {
             all_a().for_each(|a| all_b().for_each(|b| multiply(a, b)));
         } else {

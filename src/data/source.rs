@@ -470,13 +470,12 @@ impl Split {
     fn of(path: &Path) -> Self {
         let path = path.to_string_lossy().to_ascii_lowercase();
         let words = path.split(|c: char| !c.is_alphabetic());
-        let named = words.map(|word| match word {
-            "train" | "training" => Self::Training,
-            "validation" | "valid" | "dev" | "val" | "test" | "testing" | "eval" | "evaluation" => Self::HeldOut,
-            _ => Self::Unnamed,
+        let named = words.filter_map(|word| match word {
+            "train" | "training" => Some(Self::Training),
+            "validation" | "valid" | "dev" | "val" | "test" | "testing" | "eval" | "evaluation" => Some(Self::HeldOut),
+            _ => None,
         });
         // A name with words of both is one of training.
-        let named = named.filter(|split| *split != Self::Unnamed);
         named.min().unwrap_or(Self::Unnamed)
     }
 }

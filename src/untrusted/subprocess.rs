@@ -91,7 +91,9 @@ pub(crate) fn command_of(text: &str, key: &str, folder: Option<&Path>) -> Result
     let mut command = outside_job(program);
     command.args(words);
     command.process_group(0);
-    folder.map(|folder| command.current_dir(folder));
+    if let Some(folder) = folder {
+        command.current_dir(folder);
+    }
     Ok(command)
 }
 

@@ -86,8 +86,8 @@ pub fn best(run: &Path) -> Result<PathBuf> {
 /// The checkpoints of a run that have a validation loss, lowest first. Leaves out those that a resume from an older step
 /// has abandoned: a newer one has an earlier step.
 pub fn by_loss(listed: &[CheckpointEntry]) -> impl Iterator<Item = &CheckpointEntry> {
-    let is_newer = |one: &CheckpointEntry, than: &CheckpointEntry| one.sequence() > than.sequence();
-    let is_abandoned = |one: &CheckpointEntry| listed.iter().any(|other| other.step < one.step && is_newer(other, one));
+    let is_abandoned =
+        |one: &CheckpointEntry| listed.iter().any(|other| other.step < one.step && other.sequence() > one.sequence());
     let with_loss = listed.iter().filter_map(|one| Some((one.validation_loss()?, one)));
     let mut found: Vec<_> = with_loss.filter(|(_, one)| !is_abandoned(one)).collect();
     // The sort is stable, and full checkpoints are listed before weights of the same step.

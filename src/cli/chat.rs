@@ -2,6 +2,7 @@
 
 use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
+use crate::cli::run_lookup::check_output;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::inference::chat::Chat;
 use crate::inference::generate::{GenerationRequest, Sampling, StopReason, TextStream, generate};
@@ -142,6 +143,7 @@ fn print_notice(text: &str) {
 
 /// Appends the conversation to a file that `--data` takes.
 fn save(chat: &Chat, file: &str) -> Result<()> {
+    check_output("/save", file.as_ref(), &[])?;
     let line = format!("{{\"messages\": {}}}\n", chat.history.to_json()?);
     let mut file_handle =
         std::fs::OpenOptions::new().create(true).append(true).open(file).map_err(Error::io("open", file))?;

@@ -1,11 +1,10 @@
 //! `finetune export-metrics`: exports a run's figures as a table or as TensorBoard event files.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, find_log};
+use crate::cli::run_lookup::{RunsDirArgs, check_output, find_log};
 use crate::precision::UpdateCounts;
 use crate::telemetry::float;
 use crate::telemetry::{Event, Fp32Probe, Record, Sink, StepRecord, Tail, TensorBoard, Validation, for_each};
-use crate::untrusted::same_file;
 use crate::{Error, Result};
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -100,11 +99,7 @@ pub(crate) fn run(args: &ExportMetricsArgs, out: &mut dyn Write) -> Result<()> {
             tensorboard(&log, &folder.clone().unwrap_or_else(beside), out)
         }
         (format, Some(file)) => {
-            if let (Ok(output), Ok(log)) = (file.metadata(), log.metadata())
-                && same_file(&output, &log)
-            {
-                return Err(Error::config("--output", "is the run's log, which would be lost; use another file"));
-            }
+            check_output("--output", file, std::slice::from_ref(&log))?;
             let _reporter = Reporter::of("reading the log");
             let created = File::create(file).map_err(Error::io("create", file))?;
             table(&log, format, &mut BufWriter::new(created), &|error| Error::io("write", file)(error))

@@ -1,6 +1,7 @@
 //! `finetune generate`: generates a text and streams it to standard output, or a text for each prompt in a file.
 
 use crate::cli::model::ModelArgs;
+use crate::cli::run_lookup::check_output;
 use crate::data::{Prompt, PromptRow};
 use crate::engine::model::KvCache;
 use crate::inference::chat::Chat;
@@ -188,6 +189,7 @@ fn output_file(path: &Path) -> Result<(&Path, (TempDir, Option<File>))> {
     if path.is_dir() || path.file_name().is_none() {
         return Err(Error::config("--output", format!("`{}` is not the name of a file", path.display())));
     }
+    check_output("--output", path, &[])?;
     Ok((path, temporary::staging_folder(path, ".generate-")?))
 }
 

@@ -2,7 +2,8 @@
 
 use crate::data::{closest_match, names_in};
 use crate::store::adapter::AdapterFolder;
-use crate::store::checkpoint::CheckpointKind;
+use crate::store::checkpoint::{CheckpointKind, Run};
+use crate::untrusted::same_file;
 use crate::{Error, Result};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -85,6 +86,16 @@ pub(super) fn find_log(run: Option<&Path>, runs: &Path) -> Result<PathBuf> {
         );
         Error::config(format!("`{}`", run.display()), message)
     })
+}
+
+/// Fails if writing `file` for `flag` would destroy a file of a run, such as `log`, which may be anywhere.
+pub(super) fn check_output(flag: &str, file: &Path, logs: &[PathBuf]) -> Result<()> {
+    let is = |log: &PathBuf| Ok::<_, std::io::Error>(same_file(&file.metadata()?, &log.metadata()?));
+    if Run::owns(file) || logs.iter().any(|log| is(log).unwrap_or(false)) {
+        let message = format!("`{}` is a run's own file, which would be lost; use another name", file.display());
+        return Err(Error::config(flag, message));
+    }
+    Ok(())
 }
 
 /// The most recently written events file of all runs, even of a run without a checkpoint.

@@ -3,7 +3,7 @@
 use crate::cli::flags::ConfigArgs;
 use crate::cli::processes::{self, ProcessArgs};
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::run_folder;
+use crate::cli::run_lookup::{check_output, run_folder};
 use crate::cli::train::thread_pool;
 use crate::digest::read_at_most;
 use crate::engine::collective::ProcessGroup;
@@ -143,6 +143,9 @@ pub(crate) fn run(args: &VerifyArgs, group: &Arc<dyn ProcessGroup>, out: &mut dy
         args.check_configuration_flags()?;
         return verify_configuration(args, out);
     };
+    if let Some(file) = &args.claim {
+        check_output("--claim", file, &[])?;
+    }
     let reporter = Reporter::start();
     reporter.begin("reading the run");
     let subject = match run {

@@ -1,7 +1,7 @@
 //! `finetune watch`: the dashboard of a run in another process, or of a finished one.
 
 use crate::cli::reporter::Reporter;
-use crate::cli::run_lookup::{RunsDirArgs, find_log};
+use crate::cli::run_lookup::{RunsDirArgs, check_output, find_log};
 use crate::cli::runs::LOG_END;
 use crate::cli::show::ThemeArgs;
 use crate::screen::{self, DisplayMode, ImageFormat, Terminal};
@@ -51,8 +51,9 @@ pub(crate) fn run(args: &WatchArgs) -> Result<()> {
         [] => vec![find_log(None, &args.runs_dir.path)?],
         runs => runs.iter().map(|run| find_log(Some(run), &args.runs_dir.path)).collect::<Result<_>>()?,
     };
-    for (file, format) in [(&args.svg, ImageFormat::Svg), (&args.png, ImageFormat::Png)] {
+    for (flag, file, format) in [("--svg", &args.svg, ImageFormat::Svg), ("--png", &args.png, ImageFormat::Png)] {
         let Some(file) = file else { continue };
+        check_output(flag, file, &logs)?;
         let _reporter = Reporter::of("reading the log");
         let picture = screen::picture(&logs, &args.keys, args.size, args.scheme.theme().scheme(), format)?;
         return std::fs::write(file, picture).map_err(Error::io("write", file));

@@ -46,7 +46,24 @@ fn item_16_figures_are_exported_as_tables() {
     assert_eq!(lines.len(), 20);
     assert!(lines[9]["val_loss"].is_number() && lines[8]["val_loss"].is_null());
     fixture.refused("export-metrics nowhere");
-    fixture.assert_refused("export-metrics t --output checkpoints/t/events.jsonl", &["--output: is the run's log"]);
+
+    // No output replaces a file of a run, or the log that is read.
+    std::fs::copy(fixture.path("checkpoints/t/events.jsonl"), fixture.path("copy")).unwrap();
+    std::os::unix::fs::symlink("checkpoints/t/events.jsonl", fixture.path("link")).unwrap();
+    for line in [
+        "export-metrics t --output checkpoints/t/events.jsonl",
+        "export-metrics copy --output copy",
+        "report t --output checkpoints/t/config.toml",
+        "report t --output link",
+        "watch t --svg checkpoints/t/events.jsonl",
+        "watch t --png checkpoints/t/latest",
+        "compare t --html checkpoints/t/step-000020/state.json",
+        "verify t --claim checkpoints/t/.lock",
+        "generate t --input t.jsonl --output checkpoints/t/events.jsonl",
+    ] {
+        let flag = line.split(' ').nth_back(1).unwrap();
+        fixture.assert_refused(line, &[flag, "is a run's own file, which would be lost"]);
+    }
     assert_eq!(fixture.steps("t").len(), steps.len());
 }
 

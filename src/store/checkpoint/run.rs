@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::disk::Disk;
 use super::find::{RetentionPolicy, expired, list, max_sequence};
-use super::manifest::{CheckpointKind, MAX_SEQUENCE, Manifest};
+use super::manifest::{CheckpointKind, MANIFEST, MAX_SEQUENCE, Manifest};
 use super::save::Contents;
 use crate::{Error, Result, temporary, untrusted};
 
@@ -69,6 +69,14 @@ impl Run {
     pub fn exists(path: &Path) -> bool {
         let has_checkpoints = || list(path).is_ok_and(|listed| !listed.is_empty());
         path.join(CONFIG).exists() || path.join(EVENTS).exists() || has_checkpoints()
+    }
+
+    /// Whether a file is a run's own or in a checkpoint. Follows links.
+    pub fn owns(file: &Path) -> bool {
+        let Ok(file) = file.canonicalize() else { return false };
+        let folder = file.parent().unwrap_or(&file);
+        let is_named = [LOCK, LATEST, CONFIG, EVENTS].iter().any(|name| file.ends_with(name));
+        is_named && Self::exists(folder) || folder.join(MANIFEST).exists()
     }
 
     fn acquire(path: PathBuf, disk: Disk) -> Result<Self> {

@@ -3,6 +3,7 @@
 use crate::cli::model::ModelArgs;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::check_output;
+use crate::data::Conversation;
 use crate::engine::model::{Decoder, KvCache, Parameters};
 use crate::inference::chat::Chat;
 use crate::inference::generate::{GenerationRequest, Sampling, StopReason, TextStream, generate};
@@ -78,6 +79,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     begin(&mut chat, args.system.as_deref());
     while let Some(line) = next_message(editor.as_mut())? {
         let line = line.trim();
+        let before = chat.history.clone();
         let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
         match command {
             "" => {}
@@ -93,7 +95,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
             "/regenerate" if chat.history.last_answer().is_some() => {
                 chat.history.pop();
                 speaker.sampling.seed = speaker.sampling.seed.wrapping_add(1);
-                speaker.reply(&mut chat)?;
+                speaker.reply(&mut chat, before)?;
             }
             "/regenerate" => print_notice("there is no answer yet"),
             unknown if unknown.starts_with('/') => {
@@ -101,7 +103,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
             }
             _ => {
                 chat.history.push("user", line);
-                speaker.reply(&mut chat)?;
+                speaker.reply(&mut chat, before)?;
             }
         }
     }
@@ -150,6 +152,20 @@ fn save(chat: &Chat, file: &str) -> Result<()> {
     file_handle.write_all(line.as_bytes()).map_err(Error::io("write", file))
 }
 
+/// Adds an answer. Restores `before` if the template or the context rejects the message, or the answer is stopped at once.
+fn add_answer(history: &mut Conversation, before: Conversation, answer: Result<String>, stopped: bool) -> Result<()> {
+    match answer {
+        Ok(answer) if stopped && answer.is_empty() => *history = before,
+        Ok(answer) => history.push("assistant", &answer),
+        Err(error @ (Error::Model { .. } | Error::Config { .. })) => {
+            *history = before;
+            print_notice(&error.to_string());
+        }
+        Err(error) => return Err(error),
+    }
+    Ok(())
+}
+
 /// Generates the model's answers.
 struct ChatResponder<'a> {
     args: &'a ChatArgs,
@@ -163,24 +179,15 @@ struct ChatResponder<'a> {
 }
 
 impl ChatResponder<'_> {
-    /// Answers the last message. Drops it if the template or the context rejects it, or the answer is stopped at once.
-    fn reply(&mut self, chat: &mut Chat) -> Result<()> {
+    /// Answers the last message. The conversation becomes `before` again if there is no answer.
+    fn reply(&mut self, chat: &mut Chat, before: Conversation) -> Result<()> {
         self.stopped.store(false, Ordering::SeqCst);
         let answer = self.answer(chat);
         let stopped = self.stopped.swap(false, Ordering::SeqCst);
         if stopped {
             print_notice("(stopped)");
         }
-        match answer {
-            Ok(answer) if stopped && answer.is_empty() => chat.history.pop(),
-            Ok(answer) => chat.history.push("assistant", &answer),
-            Err(error @ (Error::Model { .. } | Error::Config { .. })) => {
-                chat.history.pop();
-                print_notice(&error.to_string());
-            }
-            Err(error) => return Err(error),
-        }
-        Ok(())
+        add_answer(&mut chat.history, before, answer, stopped)
     }
 
     /// Generates the answer and prints it as it is generated.
@@ -229,5 +236,27 @@ impl ChatResponder<'_> {
             StopReason::EndOfText | StopReason::Callback => {}
         }
         Ok(answer.trim().to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: `/regenerate` that was stopped at once lost the question.
+    #[test]
+    fn without_an_answer_the_conversation_is_as_before() {
+        let mut before = Conversation::default();
+        before.push("user", "question");
+        let question = before.clone();
+        before.push("assistant", "old");
+        let after = |answer, stopped| {
+            let mut history = question.clone();
+            add_answer(&mut history, before.clone(), answer, stopped).map(|()| history.to_json().unwrap())
+        };
+        let unchanged = before.to_json().unwrap();
+        assert_eq!(after(Ok(String::new()), true).unwrap(), unchanged);
+        assert_eq!(after(Err(Error::config("chat", "too long")), false).unwrap(), unchanged);
+        assert!(after(Ok("new".into()), true).unwrap().contains("new"));
     }
 }

@@ -89,8 +89,12 @@ struct Subject {
 
 impl Subject {
     fn of_claim(path: &Path) -> Result<Self> {
-        let claim: Claim = serde_json::from_slice(&read_at_most(path, MAX_CLAIM)?)
-            .map_err(|error| Error::data(path.display(), error.to_string()))?;
+        let claim: Claim = serde_json::from_slice(&read_at_most(path, MAX_CLAIM)?).map_err(|error| {
+            Error::data(
+                path.display(),
+                format!("is not a claim of `verify --claim` ({error}); name a run by its folder"),
+            )
+        })?;
         let checkpoints = claim.checkpoints.into_iter().map(|saved| (saved.step, saved)).collect();
         Ok(Self {
             folder: PathBuf::new(),
@@ -128,6 +132,10 @@ impl Subject {
         let from = args.from.or_else(|| exist.next_back()).unwrap_or(0);
         if from > 0 && self.folder.as_os_str().is_empty() {
             return Err(Error::config("--from", "a claim has no checkpoints; leave the flag out to repeat all steps"));
+        }
+        let end = self.recorded.steps.last_key_value().map_or(last, |(step, _)| last.max(*step));
+        if !(1..=end).contains(&to) {
+            return Err(Error::config("--to", format!("{to} is not a recorded step; the last is {end}")));
         }
         if from >= to {
             return Err(Error::config("--from", format!("{from} is not below {to}, the last step to repeat")));

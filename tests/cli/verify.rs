@@ -42,6 +42,11 @@ fn a_run_repeats_on_any_number_of_threads_and_others_can_check_its_claim() {
         assert!(code == Some(0) && out.starts_with("bit-identical: steps "), "{line}: {out}");
     }
     assert!(fixture.said("verify v").contains("steps 9 to 12 repeated"));
+    // Regression: steps that the run never made were called identical.
+    for to in [0, 13] {
+        fixture.assert_refused(&format!("verify v --to {to}"), &["--to: ", " is not a recorded step; the last is 12"]);
+    }
+    fixture.assert_refused("verify checkpoints/v/events.jsonl", &["is not a claim", "name a run by its folder"]);
     fixture.said("verify v --from 0 --claim claim.json");
     // The claim alone is enough: it contains the configuration.
     std::fs::rename(fixture.path("checkpoints"), fixture.path("elsewhere")).unwrap();

@@ -275,7 +275,7 @@ fn dispatch(cli: Cli, group: &Arc<dyn ProcessGroup>) -> Result<ExitCode> {
         Command::Export(args) => done(export::run(&args, out)),
         Command::Merge(args) => done(merge::run(&args, out)),
         Command::ExportMetrics(args) => done(export_metrics::run(&args, out)),
-        Command::Report(args) => done(report::run(&args, &mut in_pipe())),
+        Command::Report(args) => done(report::run(&args, out)),
         Command::Config(args) => {
             let config = args.config.resolve()?;
             let text = if args.explain { config.explained()? } else { config.to_toml()? };

@@ -513,6 +513,12 @@ fn item_7_a_resumed_run_shows_all_of_itself_and_a_finished_one_its_end() {
     assert!(screen.contains("│   0 ") && screen.contains("val ") && screen.contains("(best "), "{screen}");
     assert!(!screen.contains("NaN") && !screen.contains("no loss yet") && !screen.contains("step 0/"), "{screen}");
     terminal.quit();
+
+    // Regression: a report's path reached the terminal as it was.
+    let runs = terminal.folder.path().join("checkpoints");
+    std::fs::rename(runs.join("t"), runs.join("\u{1b}[31mred")).unwrap();
+    terminal.finetune("report");
+    terminal.wait_for("wrote checkpoints/\\u001b[31mred/report.html");
 }
 
 /// Item 15 of daily use: mouse support, and the flag that leaves the mouse to the terminal.

@@ -73,14 +73,19 @@ impl AutocastOp {
             | Self::Log
             | Self::Pow
             | Self::Sum
-            | Self::Mean
             | Self::Norm
             | Self::CrossEntropy
             | Self::MseLoss => CastRule::Fp32,
-            Self::Cat | Self::Stack | Self::Where | Self::IndexAdd | Self::ScatterAdd => CastRule::Promote,
-            Self::Add | Self::Mul | Self::Relu | Self::Gelu | Self::Silu | Self::Reshape | Self::Embedding => {
-                CastRule::Keep
-            }
+            Self::Cat | Self::Stack | Self::Where | Self::ScatterAdd => CastRule::Promote,
+            Self::Mean
+            | Self::IndexAdd
+            | Self::Add
+            | Self::Mul
+            | Self::Relu
+            | Self::Gelu
+            | Self::Silu
+            | Self::Reshape
+            | Self::Embedding => CastRule::Keep,
         }
     }
 }
@@ -146,6 +151,8 @@ mod tests {
             (AutocastOp::Cat, vec![F16, F16], Some(F16)),
             (AutocastOp::Cat, vec![F16, BF16], Some(F32)),
             (AutocastOp::Add, vec![F16, F32], None),
+            (AutocastOp::Mean, vec![F16], None),
+            (AutocastOp::IndexAdd, vec![F16, F32], None),
         ] {
             assert_eq!(Autocast::FP16.dtype(op, &operands), expected, "{op:?}");
         }

@@ -11,6 +11,7 @@ use crate::store::checkpoint::{
 use crate::ui::format::{bytes, decimals, scale};
 use crate::{Error, Result, untrusted};
 use clap::{Args, Subcommand};
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -31,6 +32,9 @@ enum CheckpointCommand {
     List {
         /// A run, or a folder of runs [default: checkpoints]
         path: Option<PathBuf>,
+        /// Print the list as JSON
+        #[arg(long)]
+        json: bool,
     },
     /// Verify a checkpoint's files and show its contents
     Show {
@@ -78,7 +82,8 @@ pub(super) fn run(args: &CheckpointArgs, out: &mut dyn Write) -> Result<ExitCode
     let some_or_all = |path: &Option<PathBuf>| path.as_deref().map_or_else(|| runs.clone(), named);
     let reporter = Reporter::of("reading checkpoints");
     let (lines, fine) = match &args.command {
-        CheckpointCommand::List { path } => (listing(&some_or_all(path))?, true),
+        CheckpointCommand::List { path, json: true } => (vec![json_listing(&some_or_all(path))?], true),
+        CheckpointCommand::List { path, .. } => (listing(&some_or_all(path))?, true),
         CheckpointCommand::Show { path } => (description(&named(path))?, true),
         CheckpointCommand::Verify { path } => verification(&some_or_all(path))?,
         CheckpointCommand::Prune(args) => (prune(args, &named(&args.run))?, true),
@@ -137,6 +142,24 @@ fn listing(path: &Path) -> Result<Vec<String>> {
         }
     }
     Ok(lines)
+}
+
+fn json_listing(path: &Path) -> Result<String> {
+    let entry = |one: CheckpointEntry| {
+        json!({
+            "path": one.path.display().to_string(),
+            "step": one.step,
+            "kind": one.kind,
+            "bytes": one.manifest.as_ref().ok().map(Manifest::bytes),
+            "validation_loss": one.validation_loss(),
+            "error": one.manifest.as_ref().err().map(ToString::to_string),
+        })
+    };
+    let mut entries = Vec::new();
+    for run in runs(path)? {
+        entries.extend(list(&run)?.into_iter().map(entry));
+    }
+    Ok(Value::from(entries).to_string())
 }
 
 fn about(manifest: &Manifest, best: Option<f64>) -> String {

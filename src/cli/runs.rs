@@ -12,6 +12,8 @@ use crate::untrusted::{self, sanitize_line};
 use crate::{Error, Result};
 use chrono::DateTime;
 use clap::{Args, Subcommand};
+use serde::Serialize;
+use serde_json::json;
 use std::io::{BufRead, BufReader, ErrorKind, IsTerminal, Write, stdin};
 use std::path::{Path, PathBuf};
 
@@ -20,13 +22,22 @@ pub(super) struct RunsArgs {
     #[command(subcommand)]
     command: Option<RunsCommand>,
     #[command(flatten)]
+    list: ListArgs,
+    #[command(flatten)]
     runs_dir: RunsDirArgs,
+}
+
+#[derive(Args, Debug)]
+struct ListArgs {
+    /// Print the list as JSON
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Debug, Subcommand)]
 enum RunsCommand {
     /// List the runs with date, model, steps, best validation loss and size (the default)
-    List,
+    List(ListArgs),
     /// Delete runs with their checkpoints and logs, after a prompt
     Delete {
         /// Names of runs
@@ -44,7 +55,8 @@ pub(super) const LOG_END: u64 = 256 << 10;
 /// Runs the subcommand and writes its report to `out`.
 pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
     match &args.command {
-        None | Some(RunsCommand::List) => listing(&args.runs_dir.path, out),
+        None => listing(&args.runs_dir.path, args.list.json, out),
+        Some(RunsCommand::List(list)) => listing(&args.runs_dir.path, list.json || args.list.json, out),
         Some(RunsCommand::Delete { runs, yes }) => {
             let mut paths = runs.iter().map(|name| find(&args.runs_dir.path, name)).collect::<Result<Vec<_>>>()?;
             // A run may be named twice.
@@ -55,16 +67,19 @@ pub(super) fn run(args: &RunsArgs, out: &mut dyn Write) -> Result<()> {
     }
 }
 
-fn listing(folder: &Path, out: &mut dyn Write) -> Result<()> {
+fn listing(folder: &Path, as_json: bool, out: &mut dyn Write) -> Result<()> {
     let mut runs: Vec<Summary> = runs_in(folder)?.iter().map(|path| Summary::of(path)).collect();
     if runs.is_empty() {
         let message = "contains no run yet; `finetune` starts one";
         return Err(Error::checkpoint(folder, message));
     }
-    runs.sort_by_key(|run| (run.time, run.cells[0].clone()));
+    runs.sort_by_key(|run| (run.last_written, run.run.clone()));
+    if as_json {
+        return writeln!(out, "{}", json!(runs)).map_err(Error::stdout);
+    }
     let mut rows =
         vec![["run", "last written (UTC)", "model", "steps", "best loss", "size", "state"].map(str::to_owned)];
-    rows.extend(runs.into_iter().map(|run| run.cells));
+    rows.extend(runs.iter().map(Summary::cells));
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
     for row in &rows {
@@ -84,25 +99,28 @@ fn runs_in(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(entries.map(|entry| entry.path()).filter(|path| is_run(path)).collect())
 }
 
+/// A run; what cannot be read is `None`.
+#[derive(Serialize)]
 struct Summary {
-    /// Time of the log's last change, in milliseconds since 1970.
-    time: u64,
-    cells: [String; 7],
+    run: String,
+    /// Milliseconds since 1970.
+    last_written: Option<u64>,
+    model: Option<String>,
+    steps: u64,
+    /// 0 if unknown.
+    total_steps: u64,
+    best_loss: Option<f64>,
+    bytes: u64,
+    state: String,
 }
 
 impl Summary {
-    /// Summarizes a run; a field that cannot be read is a dash.
     fn of(path: &Path) -> Self {
-        let dash = || "-".to_owned();
-        let config = ConfigArgs::default().resolve_from_run(path);
-        let model =
-            config.map_or_else(|_| dash(), |config| format!("{} {}", base_name(&config.model), config.dtype.compute));
+        let config = ConfigArgs::default().resolve_from_run(path).ok();
         let log = path.join("events.jsonl");
         let (started, last) = (started(&log), last_records(&log, LOG_END).next());
-        let step = last.as_ref().and_then(|last| last.event.step()).unwrap_or(0);
-        let total = started.as_ref().map_or(0, |started| started.total_steps);
+        let total_steps = started.as_ref().map_or(0, |started| started.total_steps);
         let checkpoints = list(path).unwrap_or_default();
-        let best = by_loss(&checkpoints).next().and_then(CheckpointEntry::validation_loss);
         let process = started.and_then(|started| started.process);
         let state = match last.as_ref().map(|last| &last.event) {
             Some(Event::Finished(finished)) => finished.reason.to_string(),
@@ -112,19 +130,30 @@ impl Summary {
             }
             _ => "killed or crashed".to_owned(),
         };
-        let time = last.map_or(0, |last| last.t);
-        // Replace line breaks in names, to keep each run on its row.
-        let model = sanitize_line(&model).into_owned();
-        let cells = [
-            sanitize_line(&name_of(path)).into_owned(),
-            if time == 0 { dash() } else { date(time) },
-            model,
-            steps(step, total),
-            best.map_or_else(dash, |best| decimals(best, 4)),
-            bytes(size_of_folder(path)),
+        Self {
+            run: name_of(path),
+            last_written: last.as_ref().map(|last| last.t).filter(|time| *time > 0),
+            model: config.map(|config| format!("{} {}", base_name(&config.model), config.dtype.compute)),
+            steps: last.and_then(|last| last.event.step()).unwrap_or(0),
+            total_steps,
+            best_loss: by_loss(&checkpoints).next().and_then(CheckpointEntry::validation_loss),
+            bytes: size_of_folder(path),
             state,
-        ];
-        Self { time, cells }
+        }
+    }
+
+    /// The cells of the table. Line breaks in names are replaced, to keep each run on its row.
+    fn cells(&self) -> [String; 7] {
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+        [
+            sanitize_line(&self.run).into_owned(),
+            or_dash(self.last_written.map(date)),
+            sanitize_line(&or_dash(self.model.clone())).into_owned(),
+            steps(self.steps, self.total_steps),
+            or_dash(self.best_loss.map(|best| decimals(best, 4))),
+            bytes(self.bytes),
+            self.state.clone(),
+        ]
     }
 }
 

@@ -40,6 +40,10 @@ fn list_shows_runs_with_the_latest_and_the_best() {
     assert!(lines[5].starts_with("  weights-000004"), "{out}");
     assert_eq!(lines[6], "./two");
     assert_eq!(fixture.said("checkpoint list two").lines().count(), 2);
+    let json = fixture.json("checkpoint list . --json");
+    assert_eq!(json.as_array().unwrap().len(), 6, "{json}");
+    assert_eq!((&json[1]["path"], &json[1]["validation_loss"]), (&"./one/step-000002".into(), &1.25.into()));
+    assert!(json[2]["bytes"].is_null() && json[2]["error"].is_string() && json[4]["kind"] == "weights", "{json}");
 
     fixture.assert_refused("checkpoint list", &["`checkpoints`"]);
     assert_eq!(

@@ -334,6 +334,10 @@ fn n11_runs_are_listed_and_deleted_after_a_question() {
     let cells = |row: usize| -> Vec<&str> { rows[row].iter().map(|cell| cell.trim()).collect() };
     assert_eq!((cells(1)[0], cells(1)[2], cells(1)[3], cells(1)[6]), ("first", "model f16", "2/2", "done"), "{listed}");
     assert_eq!((cells(2)[0], cells(2)[2], cells(2)[3]), ("second", "model bf16", "3/3"), "{listed}");
+    let json = fixture.json("runs --json");
+    assert_eq!(json, fixture.json("runs list --json"));
+    assert_eq!((&json[1]["run"], &json[1]["steps"], &json[1]["state"]), (&"second".into(), &3.into(), &"done".into()));
+    assert!(json[1]["bytes"].as_u64() > Some(1000), "{json}");
     let said = fixture.said("runs delete first first --yes");
     assert!(said.starts_with("deleted run `first`, 1 checkpoint, ") && said.lines().count() == 1, "{said}");
     assert!(!fixture.path("checkpoints/first").exists());

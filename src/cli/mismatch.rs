@@ -40,15 +40,17 @@ pub(super) struct MismatchArgs {
 
 /// Measures and writes the table to `out`.
 pub(super) fn run(args: &MismatchArgs, out: &mut dyn Write) -> Result<()> {
-    if args.sequences == 0 {
-        return Err(Error::config("--sequences", "must be at least 1"));
+    for (flag, count) in [("--sequences", Some(args.sequences)), ("--max-tokens", args.max_tokens)] {
+        if count == Some(0) {
+            return Err(Error::config(flag, "must be at least 1"));
+        }
     }
     let (trained, reporter) = args.model.open()?;
     let prompt = prompt_ids(&trained.tokenizer, &args.prompt)?;
     let context = trained.spec.max_position_embeddings;
     let room = context.saturating_sub(prompt.len());
-    let tokens = args.max_tokens.unwrap_or(128.min(room));
-    if tokens == 0 || tokens > room {
+    let tokens = args.max_tokens.unwrap_or(room.clamp(1, 128));
+    if tokens > room {
         let message = format!("a prompt of {} tokens plus {tokens} exceeds the context of {context}", prompt.len());
         return Err(Error::config("--max-tokens", message));
     }

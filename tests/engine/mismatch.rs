@@ -230,7 +230,8 @@ fn the_command_prints_a_table_and_an_object() {
         ("r --dtype fp16,int8", "int8"),
         ("r --dtype fp16,fp16", "is listed twice"),
         ("r -n 128 --prompt a", "--max-tokens"),
-        ("r --sequences 0", "--sequences"),
+        ("r -n 0", "--max-tokens: must be at least 1"),
+        ("r --sequences 0", "--sequences: must be at least 1"),
     ] {
         let complaint = fixture.refused(&format!("mismatch {wrong}"));
         assert!(complaint.contains(said), "{wrong}: {complaint}");

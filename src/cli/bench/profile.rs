@@ -1,5 +1,6 @@
 //! `finetune bench --profile`: the cost of a step by kind of operation.
 
+use super::table::figure;
 use crate::Result;
 use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
 use crate::engine::kernels::machine::peak::{measure_read_bandwidth, measure_update_bandwidth};
@@ -78,22 +79,21 @@ pub(super) fn report<'a>(
 /// The profile in a report of `bench` as a table.
 pub(super) fn table(report: &Value) -> String {
     let percent = |share: Option<f64>| share.map_or_else(|| "-".into(), |share| format!("{:.1}%", 100.0 * share));
-    let number = |line: &Value, key: &str| line[key].as_f64().unwrap_or(f64::NAN);
     let lines = report["profile"].as_array().map_or(&[][..], Vec::as_slice);
     let columns: &[Column<Value>] = &[
         ("operation", -18, &|it| plain(it["operation"].as_str().unwrap_or_default())),
-        ("calls", 8, &|it| plain(format!("{:.0}", number(it, "calls")))),
-        ("ms", 11, &|it| plain(format!("{:.3}", number(it, "ms")))),
+        ("calls", 8, &|it| plain(format!("{:.0}", figure(it, "calls")))),
+        ("ms", 11, &|it| plain(format!("{:.3}", figure(it, "ms")))),
         ("share", 8, &|it| plain(percent(it["share"].as_f64()))),
-        ("MB", 11, &|it| plain(format!("{:.2}", number(it, "mb")))),
-        ("GFLOP", 11, &|it| plain(format!("{:.3}", number(it, "gflop")))),
+        ("MB", 11, &|it| plain(format!("{:.2}", figure(it, "mb")))),
+        ("GFLOP", 11, &|it| plain(format!("{:.3}", figure(it, "gflop")))),
         ("bandwidth", 11, &|it| plain(percent(it["share_of_bandwidth"].as_f64()))),
         ("peak", 8, &|it| plain(percent(it["share_of_peak"].as_f64().filter(|share| *share > 0.0)))),
     ];
     let mut page = Page::new();
     page.table(lines, columns);
-    let rest = 1.0 - lines.iter().map(|it| number(it, "share")).sum::<f64>();
-    let step = number(report, "profiled_step_ms");
+    let rest = 1.0 - lines.iter().map(|it| figure(it, "share")).sum::<f64>();
+    let step = figure(report, "profiled_step_ms");
     let outside = format!("{:<18} {:>7} {:>10.3} {:>7}", "outside operations", "", rest * step, percent(Some(rest)));
     format!(
         "{}{outside}\n\nMean of the measured steps: {step:.3} ms. MB counts operands, GFLOP matrix products.",

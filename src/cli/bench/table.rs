@@ -33,7 +33,7 @@ fn measure_in_subprocess(dtype: &str) -> Result<Value> {
 }
 
 /// A number of a report; NaN if it has none.
-fn figure(report: &Value, key: &str) -> f64 {
+pub(super) fn figure(report: &Value, key: &str) -> f64 {
     report[key].as_f64().unwrap_or(f64::NAN)
 }
 

@@ -86,8 +86,8 @@ impl ScalerComparison {
 }
 
 impl Trajectory {
-    /// Bars of log2 of the scale (a column shows its last attempt) under the lowest ceiling of the column's steps. Overflows and
-    /// the cursor, where the chart ends, are marked below.
+    /// Bars of log2 of the scale under the lowest ceiling of the column's steps. Overflows and the cursor, where the chart
+    /// ends, are marked below.
     fn chart(
         &self,
         page: &mut Page,
@@ -97,27 +97,13 @@ impl Trajectory {
         &ScalerComparison { max, cursor, .. }: &ScalerComparison,
     ) {
         let room = width.saturating_sub(7).max(8);
-        let columns = room.min(self.attempts.len().max(1));
+        let count = room.min(self.attempts.len().max(1));
         // Draw few attempts wide.
-        let each = (room / columns).clamp(1, 3);
-        let bounds =
-            |column: usize| column * self.attempts.len() / columns..(column + 1) * self.attempts.len() / columns;
-        let buckets: Vec<&[Attempt]> = (0..columns).map(|column| &self.attempts[bounds(column)]).collect();
-        let seen =
-            |bucket: &[Attempt]| cursor.is_none_or(|cursor| bucket.first().is_none_or(|first| first.step <= cursor));
+        let each = (room / count).clamp(1, 3);
         let eighths = |log2: f64| 1 + ((log2 - low) / (high - low) * (height * 8 - 1) as f64).round() as usize;
-        // The lowest scale still gets an eighth, to be visible.
-        let level = |bucket: &&[Attempt]| {
-            let shown = bucket.iter().rev().find(|attempt| cursor.is_none_or(|cursor| attempt.step <= cursor));
-            shown.map_or(0, |attempt| eighths(f64::from(attempt.scale).log2()))
-        };
-        let ceiling = |bucket: &&[Attempt]| {
-            let largest = bucket.iter().filter_map(|attempt| attempt.largest).reduce(f32::max)?;
-            let log2 = (max / f64::from(largest)).log2();
-            (log2 > low && log2 < high).then(|| (eighths(log2) - 1) / 8)
-        };
-        let overflown = |bucket: &&[Attempt]| seen(bucket) && bucket.iter().any(|attempt| !attempt.finite);
-        let cells: Vec<_> = buckets.iter().map(|bucket| (level(bucket), ceiling(bucket), overflown(bucket))).collect();
+        let bounds = |column: usize| column * self.attempts.len() / count..(column + 1) * self.attempts.len() / count;
+        let column = |column: usize| ChartColumn::new(&self.attempts[bounds(column)], cursor, max);
+        let columns: Vec<_> = (0..count).map(column).collect();
         for row in (0..height).rev() {
             let label = match row {
                 _ if row + 1 == height => format!("{}{:>5}", letter(index), format!("2^{high}")),
@@ -125,24 +111,23 @@ impl Trajectory {
                 _ => String::new(),
             };
             let mut line = Line::new().dim(format!("{label:>6} "));
-            for (level, ceiling, overflown) in &cells {
-                let (role, glyph) = match column_cell(*level, row) {
-                    ' ' if *ceiling == Some(row) => (Role::Dim, '·'),
-                    bar => (if *overflown { Role::Bad } else { Role::Series(index) }, bar),
+            for column in &columns {
+                let ceiling = column.ceiling.filter(|log2| *log2 > low && *log2 < high);
+                // The lowest scale still gets an eighth, to be visible.
+                let (role, glyph) = match column_cell(column.scale.map_or(0, eighths), row) {
+                    ' ' if ceiling.is_some_and(|log2| (eighths(log2) - 1) / 8 == row) => (Role::Dim, '·'),
+                    bar if column.overflows => (Role::Bad, bar),
+                    bar => (Role::Series(index), bar),
                 };
                 line = line.with(role, repeat_n(glyph, each).collect::<String>());
             }
             page.push(line);
         }
-        let at = |bucket: &[Attempt]| {
-            let (Some(cursor), Some(first), Some(last)) = (cursor, bucket.first(), bucket.last()) else { return false };
-            (first.step..=last.step).contains(&cursor)
-        };
         let mut line = Line::new().plain("       ");
-        for bucket in &buckets {
-            let (role, mark) = match (at(bucket), overflown(bucket)) {
-                (true, _) => (Role::Title, '▲'),
-                (_, true) => (Role::Bad, '✕'),
+        for column in &columns {
+            let (role, mark) = match column {
+                ChartColumn { at_cursor: true, .. } => (Role::Title, '▲'),
+                ChartColumn { overflows: true, .. } => (Role::Bad, '✕'),
                 _ => (Role::Text, ' '),
             };
             line = line.with(role, [mark].into_iter().chain(repeat_n(' ', each - 1)).collect::<String>());
@@ -194,6 +179,31 @@ impl Trajectory {
             ("   then", 0, &|attempt| plain(format!("   {}", effect(attempt)))),
         ];
         page.table(&self.attempts, columns);
+    }
+}
+
+/// A column of a chart: consecutive attempts.
+struct ChartColumn {
+    /// log2 of the scale of the last attempt up to the cursor.
+    scale: Option<f64>,
+    /// log2 of the lowest scale at which an attempt overflows.
+    ceiling: Option<f64>,
+    /// Whether an attempt overflows, in a column that begins before the cursor.
+    overflows: bool,
+    at_cursor: bool,
+}
+
+impl ChartColumn {
+    fn new(attempts: &[Attempt], cursor: Option<u64>, max: f64) -> Self {
+        let is_shown = |attempt: &Attempt| cursor.is_none_or(|cursor| attempt.step <= cursor);
+        let largest = attempts.iter().filter_map(|attempt| attempt.largest).reduce(f32::max);
+        let span = attempts.first().zip(attempts.last());
+        Self {
+            scale: attempts.iter().rfind(|attempt| is_shown(attempt)).map(|attempt| f64::from(attempt.scale).log2()),
+            ceiling: largest.map(|largest| (max / f64::from(largest)).log2()),
+            overflows: attempts.first().is_some_and(is_shown) && attempts.iter().any(|attempt| !attempt.finite),
+            at_cursor: cursor.zip(span).is_some_and(|(at, (first, last))| (first.step..=last.step).contains(&at)),
+        }
     }
 }
 

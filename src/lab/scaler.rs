@@ -119,8 +119,9 @@ impl GradientTrace {
                 *visit = StepCondition::Overflow;
             }
         }
-        if !at.is_empty() {
-            let listed: Vec<_> = at.iter().map(u64::to_string).collect();
+        let steps = self.first..self.first + self.visits.len() as u64;
+        let listed: Vec<_> = at.iter().filter(|step| steps.contains(step)).map(u64::to_string).collect();
+        if !listed.is_empty() {
             self.source = format!("{}; injected at {}", self.source, listed.join(", "));
         }
         if rate > 0.0 {
@@ -283,7 +284,8 @@ mod tests {
     /// The example of the mixed-precision chapter: the scale after each of 20 steps.
     #[test]
     fn the_twenty_steps_of_the_chapter() {
-        let comparison = compare(&[""], &GradientTrace::none(20).injected(&[10], 0.0, 0));
+        // There is no step 99.
+        let comparison = compare(&[""], &GradientTrace::none(20).injected(&[10, 99], 0.0, 0));
         let after: Vec<_> = comparison.trajectories[0].attempts.iter().map(|attempt| attempt.after).collect();
         let expected = [[32768.0; 4].as_slice(), &[65536.0; 5], &[131_072.0], &[65536.0; 5], &[131_072.0; 5]].concat();
         assert_eq!(after, expected);

@@ -478,7 +478,8 @@ fn evaluate(session: &mut LabSession, view: &str, fields: &[(&str, &str)], width
     let typed = VIEWS.find_subcommand(view).map(|view| screen::to_args(view, fields)).unwrap_or_default();
     let typed = ParsedView::try_parse_from(typed).map_err(|error| {
         let text = error.to_string();
-        Error::config(view, text.lines().next().unwrap_or_default().trim_start_matches("error: "))
+        let reason = text.split("\n\n").next().unwrap_or_default().trim_start_matches("error: ");
+        Error::config(view, reason.replace("\n ", ""))
     })?;
     Ok(session.report(&typed.view, run.as_deref())?.explained(width))
 }

@@ -4,6 +4,7 @@
 //! PyTorch's casts for FP8 and INT8, torchao for MXFP8 and NVFP4.
 
 use serde::Serialize;
+use strum::{EnumIter, EnumString, IntoEnumIterator, VariantNames};
 
 use super::number::{percent, relative_error, short};
 use crate::precision::FloatFormat;
@@ -12,51 +13,43 @@ use crate::ui::{Column, Line, Page, Role, plain};
 use crate::{Error, Result};
 
 /// A quantization scheme for a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, EnumString, EnumIter, VariantNames)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Scheme {
     /// E4M3, one FP32 scale from the tensor's amax.
+    #[strum(serialize = "fp8")]
     Fp8Current,
     /// E4M3, one FP32 scale from the amax of earlier steps.
+    #[strum(serialize = "delayed")]
     Fp8Delayed,
     /// E4M3, an FP32 scale per row.
+    #[strum(serialize = "rows")]
     Fp8Row,
     /// E4M3, an FP32 scale per 128 values of a row.
+    #[strum(serialize = "block128")]
     Fp8Block128,
     /// E4M3, a power-of-two scale per 32 values (OCP Microscaling).
+    #[strum(serialize = "mxfp8")]
     Mxfp8,
     /// E2M1, an E4M3 scale per 16 values and an FP32 scale for the tensor.
+    #[strum(serialize = "nvfp4")]
     Nvfp4,
     /// Integers from -127 to 127, one FP32 scale.
+    #[strum(serialize = "int8")]
     Int8,
 }
 
 impl Scheme {
-    /// Every scheme, in the order of the variants: its name, and the name on the command line.
-    const ALL: [(Self, &str, &str); 7] = [
-        (Self::Fp8Current, "FP8 tensor", "fp8"),
-        (Self::Fp8Delayed, "FP8 delayed", "delayed"),
-        (Self::Fp8Row, "FP8 rows", "rows"),
-        (Self::Fp8Block128, "FP8 128-blocks", "block128"),
-        (Self::Mxfp8, "MXFP8", "mxfp8"),
-        (Self::Nvfp4, "NVFP4", "nvfp4"),
-        (Self::Int8, "INT8 tensor", "int8"),
-    ];
-
     const fn name(self) -> &'static str {
-        Self::ALL[self as usize].1
-    }
-}
-
-impl std::str::FromStr for Scheme {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let known = Self::ALL.into_iter().find(|(.., flag)| *flag == text);
-        known.map(|(scheme, ..)| scheme).ok_or_else(|| {
-            let names = Self::ALL.map(|(.., flag)| format!("`{flag}`")).join(", ");
-            format!("use one of {names}")
-        })
+        match self {
+            Self::Fp8Current => "FP8 tensor",
+            Self::Fp8Delayed => "FP8 delayed",
+            Self::Fp8Row => "FP8 rows",
+            Self::Fp8Block128 => "FP8 128-blocks",
+            Self::Mxfp8 => "MXFP8",
+            Self::Nvfp4 => "NVFP4",
+            Self::Int8 => "INT8 tensor",
+        }
     }
 }
 
@@ -135,8 +128,8 @@ impl BlockScaling {
             let message = format!("an amax of {stale_amax:e} has no scale in FP32; use a factor nearer to 1");
             return Err(Error::config("--remembered", message));
         }
-        let schemes =
-            Scheme::ALL.map(|(scheme, ..)| QuantizedTensor::new(scheme, &tensor, columns, stale_amax)).to_vec();
+        let quantized = |scheme| QuantizedTensor::new(scheme, &tensor, columns, stale_amax);
+        let schemes = Scheme::iter().map(quantized).collect();
         Ok(Self { source, shape, tensor, amax, stale_amax, schemes, shown })
     }
 

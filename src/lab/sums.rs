@@ -14,7 +14,7 @@ use crate::ui::{Line, Page, Role};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, EnumString, VariantNames)]
 #[serde(rename_all = "snake_case")]
-#[strum(serialize_all = "snake_case", parse_err_ty = String, parse_err_fn = unknown_terms)]
+#[strum(serialize_all = "snake_case")]
 pub(crate) enum Terms {
     /// Numbers between 0 and 1: `frac((i + 1) × 0.618…)`.
     Uniform,
@@ -22,10 +22,6 @@ pub(crate) enum Terms {
     Signed,
     /// 0.1 repeated.
     Tenths,
-}
-
-fn unknown_terms(_: &str) -> String {
-    "use `uniform`, `signed` or `tenths`".into()
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

@@ -1,6 +1,9 @@
 //! The arguments of `finetune lab`: the views and their flags.
 
-use clap::builder::RangedI64ValueParser;
+use std::error::Error;
+use std::str::FromStr;
+
+use clap::builder::{PossibleValuesParser, RangedI64ValueParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use strum::VariantNames;
 
@@ -39,11 +42,16 @@ pub(super) enum View {
 const FORMATS: &[&str] = &["fp16", "bf16", "fp32", "e4m3", "e5m2"];
 const MODELS: &[&str] = &["tiny", "distilgpt2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "7b"];
 const MEMORY_SIZES: &[&str] = &["4GB", "8GB", "16GB", "24GB", "40GB", "80GB", "141GB"];
-const SCHEMES: &[&str] = &["fp8", "delayed", "rows", "block128", "mxfp8", "nvfp4", "int8"];
 const SWITCH: Control = control(Among(&["", "yes"])).start("");
 
 const fn control(adjust: Adjust) -> Control {
     Control::new(adjust)
+}
+
+/// Parses the name of a variant.
+fn variants<T: VariantNames + FromStr<Err: Error + Send + Sync> + Clone + Send + Sync + 'static>()
+-> impl TypedValueParser<Value = T> {
+    PossibleValuesParser::new(T::VARIANTS).try_map(|name| name.parse())
 }
 
 /// Parses an exponent in a range wider than FP32's, from -149 to 127.
@@ -81,8 +89,8 @@ pub(super) struct BitsArgs {
 
 #[derive(Args, Debug)]
 pub(super) struct SumsArgs {
-    /// `uniform`, `signed` or `tenths`
-    #[arg(long, default_value = "uniform", add = control(Among(Terms::VARIANTS)))]
+    /// The numbers that are summed
+    #[arg(long, default_value = "uniform", value_parser = variants::<Terms>(), add = control(Among(Terms::VARIANTS)))]
     pub(super) terms: Terms,
     /// Terms of the longest sum [default: 16384, or the longest product of the run's model]
     #[arg(long, add = control(Double(4096)).start_from_run("16384"))]
@@ -97,8 +105,8 @@ pub(super) struct SumsArgs {
 
 #[derive(Args, Debug)]
 pub(super) struct BlocksArgs {
-    /// The scheme whose first block is shown: `fp8`, `delayed`, `rows`, `block128`, `mxfp8`, `nvfp4` or `int8`
-    #[arg(long, default_value = "mxfp8", add = control(Among(SCHEMES)))]
+    /// The scheme whose first block is shown
+    #[arg(long, default_value = "mxfp8", value_parser = variants::<Scheme>(), add = control(Among(Scheme::VARIANTS)))]
     pub(super) scheme: Scheme,
     /// Factor on the first value of each row
     #[arg(long, value_name = "FACTOR", default_value = "1", value_parser = parse_value, allow_hyphen_values = true, add = control(Scale))]
@@ -339,10 +347,16 @@ mod tests {
 
     /// Regression: an exponent near the ends of its type overflowed.
     #[test]
-    fn exponents_are_within_the_range_of_numbers() {
-        for typed in ["ranges --from -2147483648", "ranges --to 2147483647", "scaling --scale 257"] {
+    fn numbers_and_names_have_limits() {
+        for (typed, expected) in [
+            ("ranges --from -2147483648", "-256..=256"),
+            ("ranges --to 2147483647", "-256..=256"),
+            ("scaling --scale 257", "-256..=256"),
+            ("sums --terms some", "[possible values: uniform, signed, tenths]"),
+            ("blocks --scheme some", "[possible values: fp8, delayed, rows, block128, mxfp8, nvfp4, int8]"),
+        ] {
             let error = LabLine::try_parse_from(["lab"].into_iter().chain(typed.split(' '))).unwrap_err().to_string();
-            assert!(error.contains("-256..=256"), "{error}");
+            assert!(error.contains(expected), "{error}");
         }
     }
 }

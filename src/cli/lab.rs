@@ -1,6 +1,7 @@
 //! `finetune lab`: the number-format lab, as text, JSON or a screen.
 
 mod args;
+mod reports;
 
 use std::ffi::OsString;
 use std::io::{BufWriter, IsTerminal, Write};
@@ -11,29 +12,20 @@ use std::sync::LazyLock;
 use clap::builder::RangedU64ValueParser;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, Command, Parser, Subcommand};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use self::args::{
-    BitsArgs, BlocksArgs, CastsArgs, CrisesArgs, MemoryArgs, RangesArgs, ScalerArgs, ScalingArgs, SoftmaxArgs,
-    SumsArgs, UlpArgs, View,
-};
+use self::args::View;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
 use crate::data::Tokenizer;
-use crate::engine::model::ModelSpec;
-use crate::engine::optim::OptimizerKind;
 use crate::lab::guide;
 use crate::lab::screen::{self, LabTab};
 use crate::lab::{
-    Bits, BlockScaling, DtypeReport, FailureDemo, GradientModel, GradientTrace, MeasuredRun, MemoryPlan, Ranges,
-    RunData, ScalerComparison, Scaling, Softmax, SummationReport, TrainSetup, UlpGrid, ValueRange, apply_setting,
-    log_normal, model_named, normal_tensor, parse_value,
+    Bits, BlockScaling, DtypeReport, FailureDemo, MemoryPlan, Ranges, RunData, ScalerComparison, Scaling, Softmax,
+    SummationReport, UlpGrid,
 };
-use crate::precision::PrecisionPolicy;
 use crate::screen::Terminal;
-use crate::store::{StoredModel, has_gguf_extension};
-use crate::telemetry::{ProcessStats, Started};
-use crate::train::{Config, DistributedLayout, MemoryExtras, ObjectiveSection};
+use crate::telemetry::ProcessStats;
 use crate::ui::{Page, Role, Theme};
 use crate::untrusted::SanitizingWriter;
 use crate::{Error, Result};
@@ -192,249 +184,6 @@ impl LabSession {
         }
         Ok(())
     }
-}
-
-/// The value that was typed for an argument.
-fn typed_value(argument: &str, text: &str) -> Result<f64> {
-    parse_value(text).map_err(|why| Error::config(argument, why))
-}
-
-impl RangesArgs {
-    fn report(&self, run: Option<&RunData>) -> Result<Ranges> {
-        let values = self.values.iter().map(|text| Ok(ValueRange::value(text.trim(), typed_value("VALUES", text)?)));
-        let mut value_ranges = values.collect::<Result<Vec<_>>>()?;
-        if let Some(run) = run {
-            value_ranges.extend(run.value_ranges()?);
-        }
-        Ok(Ranges::new(value_ranges, (self.from, self.to)))
-    }
-}
-
-impl BitsArgs {
-    fn report(&self) -> Result<Bits> {
-        let mut bits = Bits::parse(&self.value).map_err(|why| Error::config("VALUE", why))?;
-        bits.cursor = self.cursor.map(|bit| (self.format, bit.min(self.format.bits() - 1)));
-        Ok(bits)
-    }
-}
-
-impl UlpArgs {
-    fn report(&self, run: Option<&RunData>) -> Result<UlpGrid> {
-        let from_run = run.map(RunData::weight_and_update).transpose()?.unwrap_or((1.0, 5e-5));
-        Ok(UlpGrid::new(self.center.unwrap_or(from_run.0), self.update.unwrap_or(from_run.1)))
-    }
-}
-
-impl SumsArgs {
-    fn report(&self, run: Option<&RunData>) -> Result<SummationReport> {
-        // The longest sum in a block is over the MLP's inner width.
-        let deepest = run.map(|run| spec_from_log(&run.started)).transpose()?.map(|shape| shape.intermediate_size);
-        SummationReport::new(self.terms, self.dot, self.length.or(deepest).unwrap_or(16384), self.seed)
-    }
-}
-
-impl BlocksArgs {
-    fn report(&self, run: Option<&RunData>) -> Result<BlockScaling> {
-        /// Maximum number of values of a quantized tensor.
-        const MAX_VALUES: usize = 1 << 20;
-        if let Some(run) = run {
-            let (source, tensor, shape) = run.matrix(MAX_VALUES)?;
-            return BlockScaling::new(source, tensor, shape, self.remembered as f32, self.scheme);
-        }
-        let shape = [self.rows, self.columns];
-        if self.rows.saturating_mul(self.columns) > MAX_VALUES {
-            return Err(Error::config(
-                "--rows",
-                format!("{} × {} are more than {MAX_VALUES} values", self.rows, self.columns),
-            ));
-        }
-        let tensor = if shape.contains(&0) { Vec::new() } else { normal_tensor(shape, self.outlier as f32, self.seed) };
-        let source = format!("normal, seed {}, outlier × {}", self.seed, self.outlier);
-        BlockScaling::new(source, tensor, shape, self.remembered as f32, self.scheme)
-    }
-}
-
-impl CastsArgs {
-    fn report(&self, run: Option<&RunData>) -> Result<DtypeReport> {
-        DtypeReport::of(self.policy.or(run.map(|run| run.started.precision())).unwrap_or(PrecisionPolicy::FP16))
-    }
-}
-
-impl SoftmaxArgs {
-    fn report(&self, run: Option<&RunData>) -> Softmax {
-        let logit = run.and_then(|run| run.probed.activations.get("lm_head")).map(|largest| f64::from(*largest));
-        let length = run.and_then(|run| run.setting("/train/seq_len"));
-        let (logit, length) = (self.logit.or(logit).unwrap_or(12.0), self.length.or(length).unwrap_or(4096));
-        Softmax::new(logit, length, self.position)
-    }
-}
-
-impl CrisesArgs {
-    fn report(&self, run: Option<&RunData>) -> Result<FailureDemo> {
-        let gradients = run.and_then(RunData::true_gradients);
-        let rate = run.and_then(RunData::largest_rate);
-        let scale = run.and_then(RunData::first_scale).map(f64::from);
-        let small = self.small.or(gradients.map(|(low, _)| low)).unwrap_or(1e-8);
-        let large = self.large.or(gradients.map(|(_, high)| high)).unwrap_or(3.0);
-        let scale = self.scale.or(scale).unwrap_or(65536.0);
-        let weight = [self.weight, self.update.or(rate).unwrap_or(5e-5)];
-        FailureDemo::new([small, large], scale, self.activation, weight, self.steps)
-    }
-}
-
-impl ScalerArgs {
-    const MAX_STEPS: usize = 1_000_000;
-
-    fn report(&self, run: Option<&RunData>) -> Result<ScalerComparison> {
-        if self.setting.len() > 3 {
-            return Err(Error::config("--setting", "at most four settings can be compared: the base and three others"));
-        }
-        for (flag, share) in [("--rate", self.rate), ("--spikes", self.spikes)] {
-            if !(0.0..=1.0).contains(&share) {
-                return Err(Error::config(flag, format!("{share} is not a share between 0 and 1")));
-            }
-        }
-        if self.steps > Self::MAX_STEPS {
-            return Err(Error::config("--steps", format!("{} are too many; {} at most", self.steps, Self::MAX_STEPS)));
-        }
-        let started = run.and_then(RunData::scaler);
-        let base = self.base.as_deref().unwrap_or(if run.is_some() { "" } else { "growth_interval=50" }).trim();
-        let model = if self.level.trim() == "none" { None } else { Some(self.gradients()?) };
-        let steps = |seed| match (run, model) {
-            (Some(run), _) => run.overflows(),
-            (None, Some(model)) => model.steps(seed, self.steps),
-            (None, None) => GradientTrace::none(self.steps),
-        };
-        let injected = |seed| steps(seed).injected(&self.overflow_at, self.rate, seed);
-        let label = if (1..20).contains(&base.len()) { base } else { "base" };
-        let base = apply_setting(started.unwrap_or_default(), "--base", base)?;
-        let others = self.setting.iter().map(|text| Ok((text.clone(), apply_setting(base, "--setting", text)?)));
-        let settings = std::iter::once(Ok((label.to_owned(), base))).chain(others).collect::<Result<_>>()?;
-        let mut comparison = ScalerComparison::run(settings, &injected(self.seed))?;
-        if let Some(seeds) = self.seeds {
-            comparison.repeat(seeds, injected)?;
-        }
-        comparison.cursor = self.cursor;
-        Ok(comparison)
-    }
-
-    fn gradients(&self) -> Result<GradientModel> {
-        let Self { sigma, drift, spikes, spike, jump_at, jump, .. } = *self;
-        let level = typed_value("--level", &self.level)?;
-        if sigma < 0.0 || [level, sigma, drift, spike, jump].iter().any(|value| !value.is_finite()) {
-            return Err(Error::config("--sigma", "level, sigma, drift and heights must be finite, sigma 0 or more"));
-        }
-        Ok(GradientModel { level, sigma, drift, spikes, spike, jump_at, jump })
-    }
-}
-
-impl ScalingArgs {
-    fn report(&self, run: Option<&RunData>) -> Result<Scaling> {
-        if !(self.sigma > 0.0 && self.sigma.is_finite() && self.mu.is_finite()) {
-            return Err(Error::config("--sigma", "the mean must be finite, the deviation finite and above 0"));
-        }
-        let (source, gradients) = if let Some(run) = run {
-            run.gradients()?
-        } else {
-            let source = format!("log-normal around 2^{}, deviation {} binades", self.mu, self.sigma);
-            (source, log_normal(self.mu, self.sigma, self.count))
-        };
-        let mut scaling = Scaling::new(source, gradients, self.format, self.scale);
-        scaling.linear = self.linear;
-        scaling.variances = run.map(|run| run.variances.clone()).unwrap_or_default();
-        Ok(scaling)
-    }
-}
-
-impl MemoryArgs {
-    /// Flags that are not given default to the run's values, or to a small fine-tuning of distilgpt2.
-    fn report(&self, run: Option<&RunData>, program: u64) -> Result<MemoryPlan> {
-        let setting = |path| run.and_then(|run| run.setting::<usize>(path));
-        let objective: ObjectiveSection = run.and_then(|run| run.setting("/objective")).unwrap_or_default();
-        let rows = |samples: usize| objective.rows(1).saturating_mul(samples);
-        let batch = self.batch.or_else(|| setting("/train/batch_size").map(rows)).unwrap_or(32);
-        let seq = self.seq.or_else(|| setting("/train/seq_len")).unwrap_or(32);
-        let accum = self.grad_accum.or_else(|| setting("/train/grad_accum")).unwrap_or(1);
-        let (name, config) = match (&self.model, run) {
-            (None, Some(run)) => (run.started.model.clone(), spec_from_log(&run.started)?),
-            (name, _) => {
-                let name = name.as_deref().unwrap_or("distilgpt2");
-                let path = Path::new(name);
-                (name.to_owned(), if path.exists() { StoredModel::shape(path)? } else { model_named(name)? })
-            }
-        };
-        if ![batch, seq, accum, self.rank].iter().all(|size| (1..=1 << 20).contains(size)) {
-            let message = "batch, sequence, micro-batches and rank must be 1 or more, and 1048576 or fewer";
-            return Err(Error::config("--batch", message));
-        }
-        if !(1..=1024).contains(&self.processes) {
-            return Err(Error::config("--processes", format!("{} is not a number from 1 to 1024", self.processes)));
-        }
-        let prompt = run.and_then(|run| run.setting::<&str>("/train/prompt"));
-        let on_gpu = self.gpu || run.is_some_and(|run| run.started.device != "cpu");
-        let setup = TrainSetup {
-            shape: [batch, seq, accum],
-            layout: DistributedLayout {
-                world_size: self.processes,
-                sharding: self.shard,
-                on_gpu,
-                shards_on_host: false,
-            },
-            budget: self.memory,
-            rank: self.rank,
-            keep: run.and_then(|run| run.setting("/train/recompute")).unwrap_or_default(),
-            extras: MemoryExtras {
-                probes: run.is_some_and(|run| run.probed.nonzero > 0),
-                sample: [setting("/train/sample_tokens").unwrap_or(0).min(1 << 20), prompt.map_or(0, str::len)],
-                objective: Some(&objective),
-                threads: run.map(|run| run.started.cpu.threads.clamp(1, 1 << 16)),
-            },
-            process: program,
-        };
-        let mut memory = MemoryPlan::new(&name, &config, setup)?;
-        let sizes_of_run = self.batch.is_none() && self.seq.is_none() && self.grad_accum.is_none();
-        // A run on a GPU has logged the memory of its host.
-        let as_it_ran = self.model.is_none() && sizes_of_run && self.processes == 1 && !on_gpu;
-        if let Some(run) = run
-            && let Some(peak) = run.peak_rss_bytes.filter(|_| as_it_ran)
-        {
-            let (spec, kind, recipe) = recipe_from_run(run, config)?;
-            let policy = run.started.precision();
-            let engine = setup.engine(&spec, policy, kind)?;
-            memory.measured = Some(MeasuredRun { policy, recipe, peak, engine });
-        }
-        Ok(memory)
-    }
-}
-
-/// A run's model with its adapters, its optimizer, and a description of both; empty for a full model and AdamW.
-fn recipe_from_run(run: &RunData, spec: ModelSpec) -> Result<(ModelSpec, OptimizerKind, String)> {
-    // An older log may have settings that no longer exist.
-    let Ok(config) = Config::deserialize(&run.started.config) else {
-        return Ok((spec, OptimizerKind::AdamW, String::new()));
-    };
-    let mut recipe = String::new();
-    let mut spec = config.with_trained_parts(spec)?;
-    if let Some(lora) = &spec.lora {
-        let base = Path::new(&config.model);
-        if has_gguf_extension(base) {
-            let missing = "the run's base is not there; run this where it is, or name a model with --model";
-            let found = base.is_file().then(|| StoredModel::shape(base));
-            spec.quantized = found.ok_or_else(|| Error::data(&config.model, missing))??.quantized;
-        }
-        let kind = if spec.quantized.is_empty() { "LoRA" } else { "QLoRA" };
-        recipe = format!(", {kind} of rank {}", lora.r);
-    }
-    let kind = config.train.optimizer;
-    if kind == OptimizerKind::AdamW8bit {
-        recipe += ", 8-bit Adam";
-    }
-    Ok((spec, kind, recipe))
-}
-
-/// The shape of a run's model, from its `config.json`.
-fn spec_from_log(started: &Started) -> Result<ModelSpec> {
-    ModelSpec::from_json(started.model_config.to_string().as_bytes(), "the run's log")
 }
 
 /// A view parsed from its fields as if typed.
@@ -686,7 +435,8 @@ mod tests {
             ("scaler --setting= --setting= --setting= --setting=", "four settings"),
             ("scaling --sigma 0", "above 0"),
             ("memory --model bert", "`bert` is not one of"),
-            ("memory --batch 0", "1 or more"),
+            ("memory --batch 0", "--batch: 0 is not a number from 1 to 1048576"),
+            ("blocks --rows 0", "--rows: must be at least 1"),
             ("ranges --run nowhere", "nowhere"),
         ] {
             let error = lab(typed).unwrap_err();

@@ -407,9 +407,9 @@ pub fn float_format(dtype: DType) -> FloatFormat {
     }
 }
 
-/// Bytes of a tensor of this shape and type.
+/// Bytes of a tensor of this shape and type; at most `u64::MAX`.
 pub fn bytes(shape: &[usize], dtype: DType) -> u64 {
-    shape.iter().map(|dim| *dim as u64).product::<u64>() * dtype.size_in_bytes() as u64
+    shape.iter().fold(dtype.size_in_bytes() as u64, |bytes, dim| bytes.saturating_mul(*dim as u64))
 }
 
 /// Runs `$body` with `$t` standing for the element type of `$dtype`.

@@ -436,7 +436,9 @@ mod tests {
             ("scaling --sigma 0", "above 0"),
             ("memory --model bert", "`bert` is not one of"),
             ("memory --batch 0", "--batch: 0 is not a number from 1 to 1048576"),
+            ("memory --model 1e15 --batch 1048576 --seq 1048576", "more than an exbibyte"),
             ("blocks --rows 0", "--rows: must be at least 1"),
+            ("ranges 1 --from 3 --to 2", "--to: 2 is below"),
             ("ranges --run nowhere", "nowhere"),
         ] {
             let error = lab(typed).unwrap_err();

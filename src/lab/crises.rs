@@ -70,7 +70,7 @@ const HEAD: f64 = 64.0;
 const TOLERANCE: f64 = 0.01;
 
 impl FailureDemo {
-    const MAX_STEPS: u64 = 1_000_000;
+    pub(crate) const MAX_STEPS: u64 = 1_000_000;
 
     /// Applies a loss scale to the gradients `[small, large]`, squares an activation, and updates a weight.
     pub(crate) fn new(

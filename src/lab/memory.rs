@@ -239,7 +239,8 @@ impl MemoryPlan {
             })
         };
         // Keys and values of every layer and token.
-        let cached = (2 * spec.num_layers * spec.kv_heads * spec.head_dim * batch * seq_len) as u64;
+        let shape = [2, spec.num_layers, spec.kv_heads, spec.head_dim, batch, seq_len];
+        let cached = |bytes: u64| shape.iter().fold(bytes, |bytes, dim| bytes.saturating_mul(*dim as u64));
         Ok(Self {
             model: model.to_owned(),
             parameters: spec.parameter_count(),
@@ -251,7 +252,7 @@ impl MemoryPlan {
             plans: Recipe::ALL.into_iter().map(|(recipe, ..)| plan(recipe)).collect::<Result<_>>()?,
             rank,
             adapters,
-            kv_cache: vec![("FP32", 4 * cached), ("FP16 or BF16", 2 * cached), ("FP8 or INT8", cached)],
+            kv_cache: vec![("FP32", cached(4)), ("FP16 or BF16", cached(2)), ("FP8 or INT8", cached(1))],
             measured: None,
         })
     }

@@ -10,7 +10,7 @@ use strum::VariantNames;
 use crate::engine::optim::Sharding;
 use crate::lab::screen::Adjust::{self, Among, By, Count, Double, Scale, Typed};
 use crate::lab::screen::{Control, Controls};
-use crate::lab::{Bits, Scheme, Terms, parse_format, parse_value};
+use crate::lab::{Bits, FailureDemo, Scheme, Softmax, Terms, parse_format, parse_value};
 use crate::precision::{FloatFormat, PrecisionPolicy};
 
 #[derive(Debug, Subcommand)]
@@ -131,7 +131,7 @@ pub(super) struct SoftmaxArgs {
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(By(1.0)).start_from_run("12"))]
     pub(super) logit: Option<f64>,
     /// Tokens [default: 4096, or the run's sequence]
-    #[arg(long, add = control(Double(4096)).start_from_run("4096"))]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..=Softmax::MAX_LENGTH), add = control(Double(4096)).start_from_run("4096"))]
     pub(super) length: Option<u64>,
     /// A position
     #[arg(long, value_parser = parse_value, default_value = "4095", add = control(Count(4095)).within(0.0, f64::MAX))]
@@ -166,7 +166,7 @@ pub(super) struct CrisesArgs {
     #[arg(long, value_parser = parse_value, allow_hyphen_values = true, add = control(Scale).start_from_run("5e-5"))]
     pub(super) update: Option<f64>,
     /// Steps
-    #[arg(long, default_value_t = 3, add = control(Double(3)))]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(..=FailureDemo::MAX_STEPS), add = control(Double(3)))]
     pub(super) steps: u64,
 }
 
@@ -259,7 +259,7 @@ pub(super) struct ScalingArgs {
     #[arg(long, default_value_t = 4.0, add = control(By(0.5)).within(0.5, f64::MAX))]
     pub(super) sigma: f64,
     /// Number of gradients
-    #[arg(long, default_value_t = 82_000_000)]
+    #[arg(long, default_value_t = 82_000_000, value_parser = clap::value_parser!(u64).range(1..1 << 53))]
     pub(super) count: u64,
     /// Use a linear instead of a logarithmic axis for the counts
     #[arg(long, add = SWITCH)]
@@ -345,13 +345,16 @@ mod tests {
         }
     }
 
-    /// Regression: an exponent near the ends of its type overflowed.
+    /// Regression: large values overflowed, or were replaced without a message.
     #[test]
-    fn numbers_and_names_have_limits() {
+    fn numbers_have_limits() {
         for (typed, expected) in [
             ("ranges --from -2147483648", "-256..=256"),
             ("ranges --to 2147483647", "-256..=256"),
             ("scaling --scale 257", "-256..=256"),
+            ("scaling --count 18446744073709551615", "1..9007199254740992"),
+            ("softmax --length 0", "1..=1048576"),
+            ("crises --steps 1000001", "0..=1000000"),
             ("sums --terms some", "[possible values: uniform, signed, tenths]"),
             ("blocks --scheme some", "[possible values: fp8, delayed, rows, block128, mxfp8, nvfp4, int8]"),
         ] {

@@ -33,6 +33,11 @@ impl RangesArgs {
         if let Some(run) = run {
             value_ranges.extend(run.value_ranges()?);
         }
+        if let (Some(from), Some(to)) = (self.from, self.to)
+            && from > to
+        {
+            return Err(Error::config("--to", format!("{to} is below `--from`, which is {from}")));
+        }
         Ok(Ranges::new(value_ranges, (self.from, self.to)))
     }
 }

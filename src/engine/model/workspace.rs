@@ -493,6 +493,9 @@ impl<T> Workspace<T> {
 }
 
 impl Workspace<()> {
+    /// Far above any machine's memory, and low enough that further sums do not overflow.
+    const MAX_BYTES: u64 = 1 << 60;
+
     /// The size of a workspace for training.
     pub fn bytes(
         spec: &ModelSpec,
@@ -515,6 +518,7 @@ impl Workspace<()> {
         Ok(activations + scratch)
     }
 
+    /// Fails above [`Self::MAX_BYTES`].
     fn count(
         spec: &ModelSpec,
         policy: PrecisionPolicy,
@@ -524,7 +528,10 @@ impl Workspace<()> {
     ) -> Result<WorkspaceBytes> {
         let (activations, scratch) = (Cell::new(0), Cell::new(0));
         let count = |sum: &Cell<u64>, shape: &[usize], dtype| {
-            sum.set(sum.get() + view::bytes(shape, dtype));
+            sum.set(sum.get().saturating_add(view::bytes(shape, dtype)));
+            if sum.get() > Self::MAX_BYTES {
+                candle_core::bail!("the activations of this batch take more than an exbibyte");
+            }
             Ok(())
         };
         let kept = |shape: &[usize], dtype| count(&activations, shape, dtype);

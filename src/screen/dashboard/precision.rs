@@ -265,7 +265,8 @@ fn draw_scales(scene: &Scene, canvas: &mut Canvas) {
     };
     let format = run.grad_format();
     inner.text(1, 0, "scale     flushed to 0   subnormal      normal    overflow", Role::Dim);
-    let rows = i32::from(inner.height().saturating_sub(2));
+    // The current scale matters more than the last line.
+    let rows = i32::from(inner.height().saturating_sub(2).max(1));
     let now = nearest_exponent(run.step.loss_scale);
     let shares = |scale: i32| true_gradients.shares_at(scale, format);
     // The largest scale without an overflow; `f32` ends at 2^127.

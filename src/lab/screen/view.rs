@@ -50,7 +50,11 @@ fn tabs(state: &LabState, width: usize) -> Line {
             line.with(if *i == state.tab { Role::SelectedTitle } else { Role::Dim }, format!(" {name} "))
         });
     }
-    full.iter().fold(Line::new(), |line, (i, name)| {
+    // Leave out the first ones if the current one would be beyond the edge.
+    let before = |first: usize| state.lab_tabs[first..state.tab].iter().map(|tab| tab.name.len() + 1).sum::<usize>();
+    let own = full[state.tab].1.len() + 2;
+    let first = (0..state.tab).find(|first| before(*first) + own <= width).unwrap_or(state.tab);
+    full[first..].iter().fold(Line::new(), |line, (i, name)| {
         if *i == state.tab {
             line.with(Role::SelectedTitle, format!(" {name} "))
         } else {
@@ -233,6 +237,13 @@ mod tests {
         assert!(text(&picture(&mut state, Theme::of(Palette::Monochrome, true), 100, 30)).is_ascii());
         let colours = picture(&mut state, MONOCHROME, 100, 30).content;
         assert!(colours.iter().all(|cell| cell.fg == Color::Reset && cell.bg == Color::Reset));
+    }
+
+    #[test]
+    fn the_current_tab_is_visible() {
+        let mut state = state();
+        state.tab = 5;
+        assert!(text_of(&mut state, MONOCHROME, 20, 15).lines().next().unwrap().contains(" 6 memory"));
     }
 
     #[test]

@@ -430,6 +430,7 @@ mod tests {
             ("bits one", "VALUE: cannot read `one`"),
             ("ranges 1 one", "VALUES: cannot read `one`"),
             ("scaler --level one", "--level: cannot read `one`"),
+            ("scaler --level inf", "--level: must be finite"),
             ("scaler --rate 2", "--rate: 2 is not a share"),
             ("scaler --setting a=1", "`a` is not an option of the scaler"),
             ("scaler --setting= --setting= --setting= --setting=", "four settings"),

@@ -154,8 +154,12 @@ impl ScalerArgs {
     fn gradients(&self) -> Result<GradientModel> {
         let Self { sigma, drift, spikes, spike, jump_at, jump, .. } = *self;
         let level = typed_value("--level", &self.level)?;
-        if sigma < 0.0 || [level, sigma, drift, spike, jump].iter().any(|value| !value.is_finite()) {
-            return Err(Error::config("--sigma", "level, sigma, drift and heights must be finite, sigma 0 or more"));
+        let given = [("--level", level), ("--sigma", sigma), ("--drift", drift), ("--spike", spike), ("--jump", jump)];
+        if let Some((flag, value)) = given.into_iter().find(|(_, value)| !value.is_finite()) {
+            return Err(Error::config(flag, format!("must be finite, not {value}")));
+        }
+        if sigma < 0.0 {
+            return Err(Error::config("--sigma", "must be 0 or more"));
         }
         Ok(GradientModel { level, sigma, drift, spikes, spike, jump_at, jump })
     }

@@ -274,7 +274,7 @@ fn recipe_from_run(run: &RunData, spec: ModelSpec) -> Result<(ModelSpec, Optimiz
     if let Some(lora) = &spec.lora {
         let base = Path::new(&config.model);
         if has_gguf_extension(base) {
-            let missing = "the run's base is not there; run this where it is, or name a model with --model";
+            let missing = "the run's base model is missing; use the folder in which the run was started, or --model";
             let found = base.is_file().then(|| StoredModel::shape(base));
             spec.quantized = found.ok_or_else(|| Error::data(&config.model, missing))??.quantized;
         }

@@ -93,6 +93,8 @@ struct LoopState {
     early_stopping_counter: u64,
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
+    /// The state of the checkpoint that the run is resumed from, until it begins.
+    resumed: Option<State>,
     /// The state of a checkpoint that will be written during the next step.
     pending_save: Option<State>,
     checkpoint: Option<PathBuf>,
@@ -349,6 +351,7 @@ impl Trainer {
         self.progress.validation = state.validation_loss.map(|loss| Best { step: state.step, loss });
         self.progress.early_stopping_counter = state.early_stopping_counter;
         self.progress.saved_at = Some(state.step);
+        self.progress.resumed = Some(state.clone());
         self.progress.checkpoint = Some(checkpoint.path().to_path_buf());
         Ok(())
     }
@@ -424,6 +427,7 @@ impl Trainer {
             self.warn(message.into());
         }
         self.prepare_reference()?;
+        self.abandon_later_checkpoints()?;
         let reason = self.steps();
         self.flush_save()?;
         let reason = match reason {

@@ -11,7 +11,7 @@ use crate::common::{launch, of_kind};
 use candle_core::Device;
 use candle_core::quantized::gguf_file;
 use finetune::data::grammar;
-use finetune::store::checkpoint::{CheckpointKind, list};
+use finetune::store::checkpoint::{CheckpointKind, by_loss, list};
 use finetune::telemetry::Event;
 use serde_json::Value;
 
@@ -68,6 +68,18 @@ fn standard_input_is_a_text_like_any_other() {
     let resume = "--resume checkpoints/piped --steps 4 --plain";
     said_of(&fixture, resume, &input);
     fixture.refused(resume);
+}
+
+/// The run saves only at its end, so no later save is of an earlier step.
+#[test]
+fn a_run_that_is_resumed_from_an_older_step_abandons_the_later_ones_at_once() {
+    let fixture = CliFixture::in_memory();
+    fixture.said("--run r --steps 4 --save-every 2 --eval-every 2 --batch-size 2 --seq-len 16 --plain");
+    let older = fixture.run("r").join("step-000002");
+    let more = "--steps 6 --save-every 0 --eval-every 0 --keep-last 5 --lr 0.1 --plain";
+    fixture.said(&format!("--resume {} {more}", older.display()));
+    let listed = list(&fixture.run("r")).unwrap();
+    assert_eq!((listed.len(), by_loss(&listed).filter(|one| one.step == 4).count()), (3, 0));
 }
 
 #[test]

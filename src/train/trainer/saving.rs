@@ -141,6 +141,19 @@ impl Trainer {
         if self.is_distributed() || step >= self.total_steps { self.flush_save() } else { Ok(()) }
     }
 
+    /// Writes the checkpoint of a resumed run again if some of later steps exist. By its newer sequence they are abandoned, so
+    /// that a resume or the search for the best no longer finds them.
+    pub(super) fn abandon_later_checkpoints(&mut self) -> Result<()> {
+        let (Some(run), Some(state)) = (&self.run, self.progress.resumed.take()) else { return Ok(()) };
+        if checkpoint::list(run.path())?.iter().any(|one| one.step > state.step) {
+            self.begin_phase("saving");
+            self.progress.saved_at = None;
+            self.progress.pending_save = Some(state);
+            self.schedule_save()?;
+        }
+        Ok(())
+    }
+
     /// Writes the pending checkpoint, if there is one.
     pub(super) fn flush_save(&mut self) -> Result<()> {
         if self.progress.pending_save.is_some() { self.warn_on_failure(Self::save) } else { Ok(()) }

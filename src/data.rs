@@ -2,7 +2,7 @@
 //!
 //! A [`DatasetBuilder`] turns a [`DataSource`] (what `--data` names) into a training and a validation [`TokenSource`];
 //! [`BatchLoader`] cuts those into windows, in an order that is a pure function of seed, epoch and position, so that
-//! a [`DataPosition`] of two numbers in a checkpoint is enough to resume exactly where a run stopped.
+//! a [`DataPosition`] of a few numbers in a checkpoint is enough to resume exactly where a run stopped.
 
 pub mod batch_loader;
 mod bpe;

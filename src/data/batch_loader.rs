@@ -158,6 +158,15 @@ pub struct DataPosition {
     /// Rows of the running epoch already handed out; a pair counts as one.
     #[serde(rename = "window")]
     pub row: u64,
+    /// The batch size that the rows of the running epoch are sorted for; 0 for the run's, or if rows are not sorted. A resumed
+    /// run may have a different one.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub sorted_for: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// An endless stream of training batches, reshuffled each epoch; a batch never crosses from one epoch into the next.
@@ -210,7 +219,8 @@ impl BatchLoader {
             let message = format!("the checkpoint is at row {} of {rows}: the data changed", position.row);
             return Err(Error::data("training data", message));
         }
-        self.position = position;
+        self.position = DataPosition { sorted_for: position.sorted_for.min(rows), ..position };
+        self.bucket = LengthBucket::default();
         Ok(())
     }
 
@@ -222,15 +232,16 @@ impl BatchLoader {
     /// Fills `batch` with the next rows and advances.
     pub fn next_batch(&mut self, batch: &mut Batch) {
         debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.group_rows());
-        let DataPosition { epoch, row } = self.position;
+        let DataPosition { epoch, row, sorted_for: began_with } = self.position;
         let rows = self.rows_per_epoch();
-        let mut end = (row + self.batch_size as u64).min(rows);
+        let (mut end, mut sorted_for) = ((row + self.batch_size as u64).min(rows), 0);
         if self.mixture.is_ragged() && !self.mixture.is_packed() {
+            sorted_for = if row == 0 || began_with == 0 { self.batch_size as u64 } else { began_with };
             // The bucket consists of whole batches.
-            let stretch = BUCKET_ROWS.next_multiple_of(self.batch_size as u64);
+            let stretch = BUCKET_ROWS.next_multiple_of(sorted_for);
             let first = row / stretch * stretch;
             end = end.min(first + stretch);
-            self.fill_bucket(epoch, first, (first + stretch).min(rows));
+            self.fill_bucket(epoch, first..(first + stretch).min(rows), sorted_for as usize);
             let rows = &self.bucket.rows[(row - first) as usize..(end - first) as usize];
             batch.fill(&self.mixture, rows.iter().copied());
         } else {
@@ -238,24 +249,26 @@ impl BatchLoader {
             batch.fill(&self.mixture, groups.into_iter());
         }
         batch.ends_epoch = end == rows;
-        self.position =
-            if batch.ends_epoch { DataPosition { epoch: epoch + 1, row: 0 } } else { DataPosition { epoch, row: end } };
+        self.position = if batch.ends_epoch {
+            DataPosition { epoch: epoch + 1, ..DataPosition::default() }
+        } else {
+            DataPosition { epoch, row: end, sorted_for }
+        };
     }
 
-    /// Sorts the rows at the positions `first..end` of an epoch into batches of about one length.
-    fn fill_bucket(&mut self, epoch: u64, first: u64, end: u64) {
+    /// Sorts the rows at these positions of an epoch into batches of `size` rows of about one length.
+    fn fill_bucket(&mut self, epoch: u64, positions: Range<u64>, size: usize) {
+        let first = positions.start;
         if self.bucket.key == Some((epoch, first)) {
             return;
         }
-        let mut rows = self.mixture.shuffled(self.seed, epoch, first..end);
+        let mut rows = self.mixture.shuffled(self.seed, epoch, positions);
         rows.sort_by_key(|&place| self.mixture.group_len(place));
         // A batch with fewer rows is the epoch's last one and keeps its position.
-        let whole = rows.len() / self.batch_size;
+        let whole = rows.len() / size;
         let batches = Permutation::new(whole as u64, self.seed ^ BATCH_ORDER_SALT, epoch.wrapping_mul(1 << 32) + first);
-        let order = (0..whole)
-            .map(|batch| batches.at(batch as u64) as usize)
-            .chain(whole..rows.len().div_ceil(self.batch_size));
-        let batch = |batch: usize| rows[batch * self.batch_size..].iter().take(self.batch_size).copied();
+        let order = (0..whole).map(|batch| batches.at(batch as u64) as usize).chain(whole..rows.len().div_ceil(size));
+        let batch = |batch: usize| rows[batch * size..].iter().take(size).copied();
         self.bucket = LengthBucket { key: Some((epoch, first)), rows: order.flat_map(batch).collect() };
     }
 
@@ -521,6 +534,28 @@ mod tests {
     }
 
     #[test]
+    fn another_batch_size_within_an_epoch_repeats_no_sample() {
+        let tokens = TokenSource::from_kind(&samples(), SampleKind::Plain, &[1.0; 24]);
+        for [before, after] in [[3, 5], [5, 3], [4, 8], [8, 1]] {
+            let mut loader = BatchLoader::new(tokens.clone(), before, 32, 3).unwrap();
+            let mut seen = Vec::new();
+            let mut next = |loader: &mut BatchLoader| {
+                let mut batch = loader.batch();
+                loader.next_batch(&mut batch);
+                seen.extend(batch.sequences.iter().map(|sequence| sequence.index));
+            };
+            (0..2).for_each(|_| next(&mut loader));
+            let mut resumed = BatchLoader::new(tokens.clone(), after, 32, 3).unwrap();
+            resumed.seek(loader.position()).unwrap();
+            while resumed.position().epoch == 0 {
+                next(&mut resumed);
+            }
+            seen.sort_unstable();
+            assert_eq!(seen, (0..24).collect::<Vec<_>>(), "{before} and {after}");
+        }
+    }
+
+    #[test]
     fn weights_are_of_sequences_and_plain_samples_have_none() {
         let weights: Vec<f32> = (0..24).map(|number| number as f32 / 8.0).collect();
         let weighted = TokenSource::from_kind(&samples(), SampleKind::Plain, &weights);
@@ -553,7 +588,7 @@ mod tests {
     #[test]
     fn a_cursor_from_other_data_is_refused() {
         let mut loader = BatchLoader::new(numbered(100), 2, 10, 0).unwrap();
-        let message = loader.seek(DataPosition { epoch: 0, row: 10 }).unwrap_err().to_string();
+        let message = loader.seek(DataPosition { row: 10, ..DataPosition::default() }).unwrap_err().to_string();
         assert!(message.contains("row 10 of 10"), "{message}");
     }
 

@@ -36,6 +36,7 @@ use crate::train::sample::Sampler;
 use crate::train::setup::{self, InitialWeights, ModelSource, SetupCallback, SetupEvent};
 use crate::train::state::Counters;
 use crate::{Error, Result};
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -344,7 +345,11 @@ impl Trainer {
         } else {
             train.masters.copy_to_weights(&train.weights, self.engine.model.kernels(), &SingleProcess)?;
         }
-        self.loader.seek(state.cursor)?;
+        let mut cursor = state.cursor;
+        if cursor.sorted_for == 0 {
+            cursor.sorted_for = state.schedule.get("batch_size").and_then(Value::as_u64).unwrap_or(0);
+        }
+        self.loader.seek(cursor)?;
         self.reference_sha256.clone_from(&state.reference);
         self.restore_rollouts(state.rollouts.as_ref(), checkpoint.path())?;
         self.progress.best = state.best;

@@ -58,7 +58,7 @@ impl Sample {
             base: None,
             reference: None,
             rollouts: None,
-            cursor: DataPosition { epoch: 0, row: step },
+            cursor: DataPosition { row: step, ..DataPosition::default() },
             schedule: serde_json::Value::Null,
             validation_loss: None,
             best: None,

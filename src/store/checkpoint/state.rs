@@ -198,7 +198,7 @@ mod tests {
             base: None,
             reference: None,
             rollouts: None,
-            cursor: DataPosition { epoch: 1, row: 2 },
+            cursor: DataPosition { epoch: 1, row: 2, sorted_for: 8 },
             schedule: Value::Null,
             validation_loss: Some(validation_loss),
             best: Some(Best { step: 64, loss: validation_loss }),

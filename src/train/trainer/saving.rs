@@ -354,7 +354,10 @@ impl Trainer {
         let counters = self.engine.state.counters;
         let retry = self.progress.retry;
         let rollouts = self.rollouts.as_ref().and_then(|rollouts| rollouts.kept(retry.is_some()));
-        let cursor = retry.filter(|_| rollouts.is_none()).unwrap_or_else(|| self.loader.position());
+        let mut cursor = retry.filter(|_| rollouts.is_none()).unwrap_or_else(|| self.loader.position());
+        if cursor.sorted_for == self.config.train.batch_size as u64 {
+            cursor.sorted_for = 0;
+        }
         let validation = self.progress.validation.filter(|last| last.step == counters.step);
         Ok(State {
             format_version: FORMAT_VERSION,

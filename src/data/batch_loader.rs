@@ -293,6 +293,14 @@ impl BatchLoader {
         self.batches_per_epoch().div_ceil(grad_accum as u64)
     }
 
+    /// Optimizer steps of the current shape that lead to the position.
+    pub fn steps_to_position(&self, grad_accum: usize) -> u64 {
+        let DataPosition { epoch, row, .. } = self.position;
+        let rows_left = self.rows_per_epoch() - row;
+        let left = rows_left.div_ceil(self.batch_size as u64).div_ceil(grad_accum as u64);
+        (epoch + 1) * self.steps_per_epoch(grad_accum) - left
+    }
+
     /// Epochs in this many optimizer steps, in the unit of [`BatchLoader::epochs`].
     pub fn epochs_in(&self, steps: u64, grad_accum: usize) -> f64 {
         let per_epoch = self.steps_per_epoch(grad_accum).max(1);

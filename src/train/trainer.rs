@@ -92,6 +92,8 @@ struct LoopState {
     validation: Option<Best>,
     best: Option<Best>,
     early_stopping_counter: u64,
+    /// Steps attempted minus those that the data seen so far takes with the current batch size, since it last changed.
+    extra_steps: i64,
     sampled_at: Option<u64>,
     saved_at: Option<u64>,
     /// The state of the checkpoint that the run is resumed from, until it begins.
@@ -309,6 +311,12 @@ impl Trainer {
         self.check_base(checkpoint)?;
         state.check_fingerprint(&self.fingerprint, checkpoint.path())?;
         self.progress.changes = self.check_settings(checkpoint)?;
+        let mut cursor = state.cursor;
+        if cursor.sorted_for == 0 {
+            cursor.sorted_for = state.schedule.get("batch_size").and_then(Value::as_u64).unwrap_or(0);
+        }
+        self.loader.seek(cursor)?;
+        self.count_extra_steps(state);
         if state.step > self.total_steps {
             let key = if self.config.train.steps.is_some() { "train.steps" } else { "train.epochs" };
             let (done, total) = (state.step, self.total_steps);
@@ -345,11 +353,6 @@ impl Trainer {
         } else {
             train.masters.copy_to_weights(&train.weights, self.engine.model.kernels(), &SingleProcess)?;
         }
-        let mut cursor = state.cursor;
-        if cursor.sorted_for == 0 {
-            cursor.sorted_for = state.schedule.get("batch_size").and_then(Value::as_u64).unwrap_or(0);
-        }
-        self.loader.seek(cursor)?;
         self.reference_sha256.clone_from(&state.reference);
         self.restore_rollouts(state.rollouts.as_ref(), checkpoint.path())?;
         self.progress.best = state.best;
@@ -359,6 +362,21 @@ impl Trainer {
         self.progress.resumed = Some(state.clone());
         self.progress.checkpoint = Some(checkpoint.path().to_path_buf());
         Ok(())
+    }
+
+    /// Lets a run of a number of epochs end with them although an earlier part had another batch size.
+    fn count_extra_steps(&mut self, state: &State) {
+        let train = &self.config.train;
+        self.progress.extra_steps = if self.progress.changes.is_empty() {
+            state.schedule.get("extra_steps").and_then(Value::as_i64).unwrap_or(0)
+        } else {
+            let steps = self.loader.steps_to_position(train.grad_accum) * self.config.objective.iterations();
+            state.step as i64 - steps as i64
+        };
+        if train.steps.is_none() {
+            self.total_steps = self.total_steps.saturating_add_signed(self.progress.extra_steps);
+            self.engine.schedule = self.config.lr_schedule(self.total_steps);
+        }
     }
 
     /// Marks the run as restarted at step 0, so that readers of the log discard an attempt killed before its first

@@ -82,6 +82,25 @@ fn a_run_that_is_resumed_from_an_older_step_abandons_the_later_ones_at_once() {
     assert_eq!((listed.len(), by_loss(&listed).filter(|one| one.step == 4).count()), (3, 0));
 }
 
+/// By the number of steps alone, a run with larger batches would end within the epoch. Rows are sorted by length.
+#[test]
+fn a_run_with_another_batch_size_reads_the_rest_of_its_epochs() {
+    let fixture = CliFixture::new();
+    let row = |i: usize| format!("{{\"prompt\": \"{}\", \"completion\": \"{}\"}}\n", "p".repeat(i % 3), i * i % 1013);
+    fixture.write("text.txt", (0..60).map(row).collect::<String>());
+    fixture.said(&training("r", "--format jsonl --epochs 1 --save-every 9 --keep-last 9"));
+    let last = || fixture.steps("r").pop().unwrap();
+    let (whole, tokens) = (last().step, last().tokens);
+    fixture.said("--resume checkpoints/r/step-000009 --batch-size 4 --plain");
+    assert_eq!((last().step, last().epoch, last().tokens), (9 + (whole - 9).div_ceil(2), 1.0, tokens));
+    let first = last().step;
+    for epochs in 2..=3 {
+        fixture.said(&format!("--resume checkpoints/r --epochs {epochs} --plain"));
+        let expected = first + (epochs - 1) * whole.div_ceil(2);
+        assert_eq!((last().step, last().epoch, last().tokens), (expected, epochs as f64, epochs * tokens));
+    }
+}
+
 #[test]
 fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     let fixture = CliFixture::new();

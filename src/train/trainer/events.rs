@@ -180,6 +180,7 @@ impl Trainer {
         let train = &config.train;
         let tokens_per_step = (config.objective.rows(train.batch_size) * train.seq_len * train.grad_accum) as u64;
         let tokens_per_epoch = self.loader.tokens_per_epoch();
+        let steps = self.total_steps.saturating_add_signed(self.progress.extra_steps.saturating_neg());
         let AdamWConfig { betas: [beta1, beta2], eps, weight_decay } = config.adamw();
         let schedule = &self.engine.schedule;
         let run = self.run.as_ref().and_then(|run| run.path().file_name());
@@ -220,7 +221,7 @@ impl Trainer {
             data: self.data.clone(),
             tokens_per_step,
             tokens_per_epoch,
-            epochs: self.loader.epochs_in(self.total_steps / config.objective.iterations(), train.grad_accum),
+            epochs: self.loader.epochs_in(steps / config.objective.iterations(), train.grad_accum),
             total_steps: self.total_steps,
             seed: config.seed,
             resumed_from,

@@ -355,8 +355,20 @@ impl Trainer {
         let retry = self.progress.retry;
         let rollouts = self.rollouts.as_ref().and_then(|rollouts| rollouts.kept(retry.is_some()));
         let mut cursor = retry.filter(|_| rollouts.is_none()).unwrap_or_else(|| self.loader.position());
-        if cursor.sorted_for == self.config.train.batch_size as u64 {
+        let train = &self.config.train;
+        if cursor.sorted_for == train.batch_size as u64 {
             cursor.sorted_for = 0;
+        }
+        let mut schedule = json!({
+            "total_steps": self.total_steps,
+            "lr": self.config.optimizer.lr,
+            "batch_size": train.batch_size,
+            "grad_accum": train.grad_accum,
+            "seq_len": train.seq_len,
+            "kernels": self.engine.model.kernels().name(),
+        });
+        if self.progress.extra_steps != 0 {
+            schedule["extra_steps"] = self.progress.extra_steps.into();
         }
         let validation = self.progress.validation.filter(|last| last.step == counters.step);
         Ok(State {
@@ -374,14 +386,7 @@ impl Trainer {
             reference: self.reference_sha256.clone(),
             rollouts: rollouts.map(serde_json::to_value).transpose().map_err(Error::engine)?,
             cursor,
-            schedule: json!({
-                "total_steps": self.total_steps,
-                "lr": self.config.optimizer.lr,
-                "batch_size": self.config.train.batch_size,
-                "grad_accum": self.config.train.grad_accum,
-                "seq_len": self.config.train.seq_len,
-                "kernels": self.engine.model.kernels().name(),
-            }),
+            schedule,
             validation_loss: validation.map(|last| last.loss),
             best: self.progress.best,
             early_stopping_counter: self.progress.early_stopping_counter,

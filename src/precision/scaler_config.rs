@@ -18,7 +18,7 @@ settings! {
         /// The scale of the first step.
         init_scale: f32 = 65536.0, fixed(), flag("init-scale", LossScale, 0, "X"), help("The first loss scale");
         /// Whether to measure the gradients before the first step, and to begin at a lower scale if they would overflow.
-        measure_first: bool = false;
+        measure_first: bool = false, fixed();
         /// Factor on the scale after `growth_interval` clean steps, unless that overflows f32; above 1.
         growth_factor: f64 = 2.0;
         /// Factor on the scale after an overflow; between 0 and 1, exclusive.

@@ -39,5 +39,5 @@ pub use setup::{
     open_device, prompts, rows, whole_text,
 };
 pub use state::{Counters, TrainState};
-pub use trainer::{Heartbeat, LrRangeTest, RunEnd, RunStart, Trainer};
+pub use trainer::{LrRangeTest, RunEnd, RunStart, Trainer, with_heartbeat};
 pub use verify::{RecordedRun, ResumeCheck, verify_resume};

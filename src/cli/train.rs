@@ -15,7 +15,7 @@ use crate::store::hub::free_bytes;
 use crate::telemetry::{
     self, Command, Diagnostic, Emitter, Event, EventLog, FinishReason, Prometheus, Record, RunState, TensorBoard,
 };
-use crate::train::{Config, Heartbeat, RunEnd, RunStart, SetupEvent, Trainer, open_device};
+use crate::train::{Config, RunEnd, RunStart, SetupEvent, Trainer, open_device, with_heartbeat};
 use crate::ui::format::{clock, loss};
 use crate::untrusted::sanitize_block;
 use crate::{Error, Result};
@@ -74,7 +74,8 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let notify = args.notify.as_deref().map(Notify::new).transpose()?;
     let signals = SignalHandler::listen().map_err(Error::io("listen to signals in", "."))?;
     let reporter = Reporter::start();
-    let (config, resumed) = resolve(args, &reporter)?;
+    // A launcher's processes wait until a checkpoint is verified.
+    let (config, resumed) = with_heartbeat(&**group, || resolve(args, &reporter))?;
     let metrics = args.metrics_port.map(Prometheus::listen).transpose()?;
     let group = &args.processes.start(group, &config)?;
     let warning = check_processes(group.world_size(), &config)?;
@@ -82,13 +83,8 @@ pub(crate) fn run(args: &TrainArgs, group: &Arc<dyn ProcessGroup>) -> Result<Fin
     let checkpoint = resumed.as_ref().and_then(|resumed| resumed.checkpoint.as_ref());
     let best = checkpoint.and_then(|checkpoint| checkpoint.state().best).map(|best| best.loss);
     let step = checkpoint.map_or(0, |checkpoint| checkpoint.state().step);
-    let heartbeat = Heartbeat::default();
-    let mut tell = |event| {
-        reporter.report(event);
-        // If it fails, the next broadcast fails too.
-        heartbeat.beat(&**group).ok();
-    };
-    let mut trainer = pool.install(|| Trainer::lead(group.clone(), config.clone(), checkpoint, &mut tell))?;
+    let mut tell = |event| reporter.report(event);
+    let mut trainer = pool.install(|| Trainer::lead(group, config.clone(), checkpoint, &mut tell))?;
     if let Some(text) = trainer.nothing_left() {
         reporter.notice(&text);
         trainer.stop_workers()?;

@@ -199,7 +199,7 @@ fn repeat(
     let checkpoint = (from > 0).then(|| Checkpoint::open_verified(subject.checkpoint(from))).transpose()?;
     let (temporary, _lock) = temporary::folder(&std::env::temp_dir(), ".finetune-verify-")?;
     let mut tell = |event| reporter.report(event);
-    let mut trainer = Trainer::lead(group.clone(), config, checkpoint.as_ref(), &mut tell)?;
+    let mut trainer = Trainer::lead(group, config, checkpoint.as_ref(), &mut tell)?;
     processes::start_workers(&trainer, checkpoint.as_ref(), &**group)?;
     let difference = recorded.repeat(&mut trainer, folder, to, temporary.path(), reporter.activity())?;
     trainer.stop_workers()?;

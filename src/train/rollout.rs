@@ -14,6 +14,7 @@ use crate::train::config::{Config, ObjectiveSection};
 use crate::train::engine::{EvalReport, TrainEngine};
 use crate::train::objective::{BatchPass, advantages};
 use crate::train::reward::{Answered, Reward};
+use crate::train::trainer::on_leader;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -280,15 +281,14 @@ impl Rollouts {
 
     /// Rewards completions. The leader asks for the rewards, so one program sees all of them in their order.
     fn judge(&mut self, engine: &TrainEngine, tokenizer: &Tokenizer, groups: &mut [&mut Group]) -> Result<()> {
-        let own = engine.group.is_leader().then(|| {
+        let score = || {
             self.score(tokenizer, groups).map_err(|error| match error {
                 Error::Data { origin, message } => [origin, message],
                 other => ["the rewards".into(), other.to_string()],
             })
-        });
+        };
         // All processes have the same result, and end with the same error.
-        let rewards = engine.group.all_gather_messages(&own)?.into_iter().next().flatten();
-        let rewards = rewards.unwrap_or_else(|| Ok(Vec::new()));
+        let rewards = on_leader(&*engine.group, score)?;
         let rewards = rewards.map_err(|[origin, message]| Error::data(origin, message))?;
         let completions = groups.iter_mut().flat_map(|group| &mut group.completions);
         completions.zip(rewards).for_each(|(completion, reward)| completion.reward = reward);

@@ -9,8 +9,9 @@ mod rollouts;
 mod saving;
 
 pub use find_lr::LrRangeTest;
-pub use processes::{Heartbeat, RunStart};
-use processes::{LeaderMessage, ThroughputMeter};
+pub(super) use processes::on_leader;
+use processes::{Heartbeat, LeaderMessage, ThroughputMeter};
+pub use processes::{RunStart, with_heartbeat};
 
 use crate::data::{
     Batch, BatchLoader, DataPosition, DatasetKind, DatasetPreview, EvalLoader, SequenceIndex, Tokenizer,
@@ -159,17 +160,14 @@ impl Trainer {
 
     /// [`Trainer::new`] for the leader. The workers open their devices now, and start when it is done.
     pub fn lead(
-        group: Arc<dyn ProcessGroup>,
+        group: &Arc<dyn ProcessGroup>,
         config: Config,
         checkpoint: Option<&Checkpoint>,
         report: &mut SetupCallback<'_>,
     ) -> Result<Self> {
         group.broadcast(&LeaderMessage::Open(Box::new(config.clone())))?;
-        // A report may send a heartbeat, which the workers do not expect during this.
-        let mut events = Vec::new();
-        let opened = setup::open_device(group, &config, &mut |event| events.push(event))?;
-        events.into_iter().for_each(&mut *report);
-        Self::on_device(opened, config, checkpoint, report)
+        let opened = setup::open_device(group.clone(), &config, report)?;
+        with_heartbeat(&**group, || Self::on_device(opened, config, checkpoint, report))
     }
 
     /// [`Trainer::new`] on a device that is open.

@@ -107,6 +107,17 @@ fn all_processes_end_together() {
     fixture.said(&format!("--resume long --steps {step} --processes 2 --plain"));
 }
 
+#[test]
+fn a_program_may_think_longer_than_the_others_wait_for_a_message() {
+    let fixture = CliFixture::empty();
+    fixture.write("prompts.jsonl", "{\"prompt\": \"1\"}\n{\"prompt\": \"2\"}\n".repeat(9));
+    fixture.write("score.sh", "sleep 5\nwhile read -r line; do echo ${#line}; done\n");
+    let mut run = fixture.command_of(&["--reward", "sh score.sh", "--processes", "2", "--steps", "1", "--plain"]);
+    let more = "--data prompts.jsonl --objective grpo --num-generations 2 --max-completion-length 4 --seq-len 16";
+    let done = run.args(more.split(' ')).env("FINETUNE_MPI_TIMEOUT_S", "3").output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
 /// The leader may end before the signal of its end reaches the processes that it has started.
 #[test]
 fn a_started_process_does_not_wait_for_a_leader_that_has_ended() {

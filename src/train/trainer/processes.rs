@@ -6,7 +6,9 @@ mod messages;
 mod throughput;
 
 pub(super) use gather::GatheredState;
-pub use heartbeat::Heartbeat;
+pub(super) use heartbeat::Heartbeat;
+pub(in crate::train) use heartbeat::on_leader;
+pub use heartbeat::with_heartbeat;
 pub(super) use messages::LeaderMessage;
 pub use messages::RunStart;
 pub(super) use throughput::ThroughputMeter;
@@ -37,8 +39,8 @@ impl Trainer {
     }
 
     /// Keeps the workers waiting for the next message.
-    pub(super) fn beat(&self) -> Result<()> {
-        self.heartbeat.beat(self.group())
+    pub(super) fn beat(&mut self) -> Result<()> {
+        self.heartbeat.beat(&*self.engine.group)
     }
 
     /// Ends the workers.

@@ -1,9 +1,10 @@
 //! Saves the trainer's checkpoints.
 
 use super::processes::GatheredState;
-use super::{Trainer, batches_in_step};
+use super::{Trainer, batches_in_step, with_heartbeat};
 use crate::data::Batch;
 use crate::digest::short_hash;
+use crate::engine::collective::ProcessGroup;
 use crate::engine::model::ModelSpec;
 use crate::store::aux_files::AuxFiles;
 use crate::store::checkpoint::{
@@ -16,7 +17,7 @@ use crate::train::engine::{StateView, StepReport, TrainEngine};
 use crate::{Error, Result};
 use serde_json::json;
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -30,6 +31,7 @@ struct CheckpointWriter<'a> {
     kind: CheckpointKind,
     keep: RetentionPolicy,
     config: &'a Config,
+    group: Arc<dyn ProcessGroup>,
     /// The proof of the run's last checkpoint; `None` if this process has not written one.
     previous: Option<CheckpointProof>,
 }
@@ -67,14 +69,14 @@ impl CheckpointWriter<'_> {
             sharded,
         };
         let mut saved = self.run.save(&contents, self.kind)?;
-        let proof = match self.prove(&saved.manifest) {
-            Ok(proof) => proof,
-            Err(error) => {
-                saved.warning = saved.warning.or(Some(error));
-                None
-            }
-        };
-        let rotated = self.run.apply_retention(self.kind, self.keep);
+        // Both read files, for minutes if they are large.
+        let (proof, rotated) = with_heartbeat(&*self.group, || {
+            (self.prove(&saved.manifest), self.run.apply_retention(self.kind, self.keep))
+        });
+        let proof = proof.unwrap_or_else(|error| {
+            saved.warning = saved.warning.take().or(Some(error));
+            None
+        });
         Ok(CompletedSave { saved, proof, rotated, seconds: began.elapsed().as_secs_f64() })
     }
 
@@ -259,8 +261,9 @@ impl Trainer {
         let keep = RetentionPolicy { last, best: config.checkpoint.keep_best };
         let (run, tokenizer) = (run.as_mut()?, tokenizer.json());
         let previous = progress.proof.clone();
+        let (config, group) = (&*config, engine.group.clone());
         let writer =
-            CheckpointWriter { run, state, tokenizer, aux_files, activity, kind, keep, config: &*config, previous };
+            CheckpointWriter { run, state, tokenizer, aux_files, activity, kind, keep, config, group, previous };
         Some((writer, engine, batches_in_step(micro_batches)))
     }
 

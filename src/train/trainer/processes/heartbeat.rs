@@ -3,29 +3,105 @@
 use super::messages::LeaderMessage;
 use crate::Result;
 use crate::engine::collective::ProcessGroup;
-use std::sync::Mutex;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
 use std::time::{Duration, Instant};
+
+const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Limits heartbeats to one per second.
 #[derive(Debug)]
-pub struct Heartbeat(Mutex<Instant>);
+pub(in crate::train::trainer) struct Heartbeat(Instant);
 
 impl Default for Heartbeat {
     fn default() -> Self {
-        Self(Mutex::new(Instant::now()))
+        Self(Instant::now())
     }
 }
 
 impl Heartbeat {
-    const INTERVAL: Duration = Duration::from_secs(1);
-
     /// Sends a heartbeat if one is due. The leader calls it often while the workers wait for a message.
-    pub fn beat(&self, group: &dyn ProcessGroup) -> Result<()> {
-        let Ok(mut last) = self.0.lock() else { return Ok(()) };
-        if last.elapsed() < Self::INTERVAL {
+    pub(in crate::train::trainer) fn beat(&mut self, group: &dyn ProcessGroup) -> Result<()> {
+        if self.0.elapsed() < INTERVAL {
             return Ok(());
         }
-        *last = Instant::now();
+        self.0 = Instant::now();
         group.broadcast(&LeaderMessage::Heartbeat)
+    }
+}
+
+/// Sends heartbeats while `work` runs on the leader, which exchanges nothing. The workers wait for a message meanwhile.
+pub fn with_heartbeat<R>(group: &dyn ProcessGroup, work: impl FnOnce() -> R) -> R {
+    with_messages(group, &LeaderMessage::Heartbeat, work)
+}
+
+/// The result of `work`, which runs on the leader alone. All processes call it together.
+pub(in crate::train) fn on_leader<R>(group: &dyn ProcessGroup, work: impl FnOnce() -> R) -> Result<R>
+where
+    R: Serialize + DeserializeOwned,
+{
+    if group.is_leader() {
+        let result = with_messages(group, &None::<()>, work);
+        group.broadcast(&Some(&result))?;
+        return Ok(result);
+    }
+    loop {
+        if let Some(result) = group.receive_message(0)? {
+            return Ok(result);
+        }
+    }
+}
+
+/// Sends `message` every second while `work` runs.
+fn with_messages<R>(group: &dyn ProcessGroup, message: &(impl Serialize + Sync), work: impl FnOnce() -> R) -> R {
+    if group.world_size() == 1 {
+        return work();
+    }
+    thread::scope(|threads| {
+        let (_ends, ended) = channel::<()>();
+        threads.spawn(move || {
+            while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                // If it fails, the next broadcast fails too.
+                group.broadcast(message).ok();
+            }
+        });
+        work()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// Counts the exchanges of the leader of two processes.
+    #[derive(Debug, Default)]
+    struct Leader(AtomicUsize);
+
+    impl ProcessGroup for Leader {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn world_size(&self) -> usize {
+            2
+        }
+
+        fn all_to_all(&self, _: &[&[u8]], _: &mut [&mut [u8]]) -> Result<()> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_workers_get_messages_while_the_leader_works() {
+        let leader = Leader::default();
+        assert_eq!(with_heartbeat(&leader, || 7), 7);
+        assert_eq!(leader.0.load(Ordering::Relaxed), 0);
+        with_heartbeat(&leader, || thread::sleep(INTERVAL * 3 / 2));
+        // The length and the text of a message.
+        assert_eq!(leader.0.load(Ordering::Relaxed), 2);
     }
 }

@@ -132,7 +132,8 @@ impl GradScaler {
         // The configuration may have changed since the state was saved.
         let hysteresis_left = state.hysteresis_left.min(config.hysteresis);
         let headroom = state.headroom.filter(|_| config.mode == ScalerMode::Predictive);
-        Ok(Self { config, state: ScalerState { hysteresis_left, headroom, ..state } })
+        let scale = state.scale.max(config.min_scale);
+        Ok(Self { config, state: ScalerState { scale, hysteresis_left, headroom, ..state } })
     }
 
     fn start(config: GradScalerConfig) -> Self {

@@ -360,6 +360,9 @@ fn a_resumed_scaler_follows_settings_that_have_changed() {
     let mut dynamic = resume(GradScalerConfig { mode: ScalerMode::Dynamic, ..*scaler.config() });
     assert_eq!(dynamic.update(false), ScaleChange::BackedOff { from: 65536.0, to: 32768.0 });
     assert_eq!(resume(*scaler.config()).update(false), ScaleChange::BackedOff { from: 65536.0, to: 512.0 });
+    let higher = 131_072.0;
+    let raised = resume(GradScalerConfig { min_scale: higher, init_scale: higher, ..*scaler.config() });
+    assert_eq!(raised.scale(), higher);
 }
 
 proptest! {

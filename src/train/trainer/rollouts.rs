@@ -80,7 +80,7 @@ fn open(path: &Path, step: u64) -> std::io::Result<File> {
         line.clear();
         let read = reader.read_until(b'\n', &mut line)?;
         let record: Option<RolloutRecord> = serde_json::from_slice(&line).ok();
-        if !line.ends_with(b"\n") || record.is_none_or(|record| record.step > step) {
+        if !line.ends_with(b"\n") || record.is_some_and(|record| record.step > step) {
             break;
         }
         end += read as u64;
@@ -88,4 +88,25 @@ fn open(path: &Path, step: u64) -> std::io::Result<File> {
     file.set_len(end)?;
     file.seek(SeekFrom::Start(end))?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_damaged_line_costs_no_other_one() {
+        let line = |step| {
+            let (prompt, completion) = ("p".to_owned(), "c".to_owned());
+            let record = RolloutRecord { step, prompt, completion, reward: None, advantage: 0.0, seed: 1 };
+            serde_json::to_string(&record).unwrap() + "\n"
+        };
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let kept = line(1) + "damaged\n" + &line(2);
+        for rest in [line(3) + &line(4), "{\"step\":".to_owned(), String::new()] {
+            std::fs::write(file.path(), format!("{kept}{rest}")).unwrap();
+            open(file.path(), 2).unwrap();
+            assert_eq!(std::fs::read_to_string(file.path()).unwrap(), kept);
+        }
+    }
 }

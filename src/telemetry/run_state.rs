@@ -465,6 +465,18 @@ mod tests {
     }
 
     #[test]
+    fn any_counts_of_a_damaged_log_are_added() {
+        let huge = |at| {
+            let mut event = step(at, 1.0, StepStatus::Applied);
+            if let Event::Step(record) = &mut event {
+                (record.grads.count, record.grads.subnormal) = (u64::MAX, u64::MAX);
+            }
+            event
+        };
+        assert_eq!(fold([started(None), huge(1), huge(2)]).step.step, 2);
+    }
+
+    #[test]
     fn a_resumed_run_keeps_the_best_validation_of_what_still_counts() {
         let state = fold(resumed());
         assert_eq!(state.best_validation(), Some((3.0, 10)));

@@ -115,8 +115,9 @@ impl MetricsAccumulator {
         figures.longest_streak = figures.longest_streak.max(self.streak);
         self.repeats = !applied && started.is_some_and(retries) && step.scale.cause != ScaleCause::AtMinScale;
         if applied {
-            self.gradients.0 += step.grads.count;
-            self.gradients.1 += step.grads.subnormal;
+            // A damaged log may have any number.
+            let (count, subnormal) = self.gradients;
+            self.gradients = (count.saturating_add(step.grads.count), subnormal.saturating_add(step.grads.subnormal));
             keep(&mut self.applied, loss, WINDOW);
             if self.applied.len() == WINDOW {
                 let mean = mean(self.applied.iter().copied());

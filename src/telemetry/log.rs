@@ -79,14 +79,13 @@ impl EventLog {
         let mut written = 0;
         let result = loop {
             match self.file.write(&self.pending[written..]) {
-                Ok(n) if written + n == self.pending.len() => {
-                    written += n;
-                    break Ok(());
-                }
                 Ok(0) => break Err(ErrorKind::WriteZero.into()),
                 Ok(n) => written += n,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => break Err(error),
+            }
+            if written == self.pending.len() {
+                break Ok(());
             }
         };
         self.pending.drain(..written);
@@ -123,17 +122,15 @@ fn repair(file: &mut File) -> std::io::Result<Option<Record>> {
     let (start, end) = read_end(file, 1 << 18)?;
     let whole = end.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
     let torn = &end[whole..];
-    if let Ok(record) = serde_json::from_slice(torn) {
-        file.write_all(b"\n")?;
-        return Ok(Some(record));
-    }
-    if whole == 0 && start > 0 {
-        // A kill does not cause this; earlier lines may still be readable.
+    let record = serde_json::from_slice(torn).ok();
+    // A kill does not cause a line that is longer than the window; earlier ones may still be readable.
+    if record.is_some() || (whole == 0 && start > 0) {
         file.write_all(b"\n")?;
     } else if !torn.is_empty() {
         file.set_len(start + whole as u64)?;
     }
-    Ok(end[..whole].rsplit(|&byte| byte == b'\n').find_map(|line| serde_json::from_slice(line).ok()))
+    let mut earlier = end[..whole].rsplit(|&byte| byte == b'\n');
+    Ok(record.or_else(|| earlier.find_map(|line| serde_json::from_slice(line).ok())))
 }
 
 /// The records in the last `bytes` of a log, the newest first, or the last one if it is longer; none if it cannot be read.
@@ -449,6 +446,13 @@ mod tests {
         Record { v: VERSION, t: 1_700_000_000_000, s: step as f64 / 8.0, event: Event::Step(Box::new(record)) }
     }
 
+    fn with_table(number: u64, tensors: usize) -> Record {
+        let mut record = step(number, 1.0);
+        let Event::Step(inner) = &mut record.event else { panic!("not a step") };
+        inner.tensors = vec![TensorRecord::default(); tensors];
+        record
+    }
+
     fn started(resumed_from: Option<u64>) -> Record {
         let started = Started { resumed_from, ..Started::default() };
         Record { v: VERSION, t: 0, s: 0.0, event: Event::Started(Box::new(started)) }
@@ -653,10 +657,7 @@ mod tests {
     #[test]
     fn the_last_record_is_found_however_long_it_is() {
         let (_folder, path) = log_file();
-        let mut long = step(2, 1.0);
-        let Event::Step(inner) = &mut long.event else { panic!("not a step") };
-        inner.tensors = vec![TensorRecord::default(); 100];
-        write(&path, &(line(&step(1, 1.0)) + &line(&long)));
+        write(&path, &(line(&step(1, 1.0)) + &line(&with_table(2, 100))));
         let steps = |bytes| last_records(&path, bytes).map(|record| record.event.step()).collect::<Vec<_>>();
         assert_eq!([steps(1)[0], steps(1000)[0]], [Some(2); 2]);
         assert_eq!(steps(1 << 20), [Some(2), Some(1)]);
@@ -672,23 +673,14 @@ mod tests {
             assert_eq!((skimmed.t, skimmed.s), (record.t, record.s));
         }
         assert_eq!(skim(line(&started(None)).trim_end().as_bytes()), None);
-        let mut with_table = step(1, 1.0);
-        let Event::Step(inner) = &mut with_table.event else { panic!("not a step") };
-        inner.tensors.push(TensorRecord::default());
-        assert!(has_table(line(&with_table).trim_end().as_bytes()));
+        assert!(has_table(line(&with_table(1, 1)).trim_end().as_bytes()));
         assert!(!has_table(line(&step(1, 1.0)).trim_end().as_bytes()));
     }
 
     #[test]
     fn a_hurried_reader_finds_every_step_of_a_long_log_and_some_of_its_tables() {
         let (_folder, path) = log_file();
-        let lines = (1..=2500).map(|number| {
-            let mut record = step(number, 1.0);
-            let Event::Step(inner) = &mut record.event else { panic!("not a step") };
-            inner.tensors = vec![TensorRecord::default(); 40];
-            line(&record)
-        });
-        write(&path, &lines.collect::<String>());
+        write(&path, &(1..=2500).map(|number| line(&with_table(number, 40))).collect::<String>());
         let found = all(&mut Tail::new(&path).skimming());
         assert_eq!(steps(&found), (1..=2500).collect::<Vec<_>>());
         let has_table = |record: &&Record| matches!(&record.event, Event::Step(step) if !step.tensors.is_empty());

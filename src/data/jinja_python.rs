@@ -30,6 +30,9 @@ pub(super) fn install(environment: &mut Environment<'_>) {
         )
     });
     environment.add_filter(PERCENT, percent);
+    // The engine iterates over none, and has only lists as sequences.
+    environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+    environment.add_test("sequence", |value: &Value| value.is_undefined() || value.len().is_some());
 }
 
 /// A float in the format of Python's `str`; `None` for other values.
@@ -55,7 +58,11 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
             _ => {}
         }
     }
-    unknown_method_callback(state, value, name, args)
+    match (value.as_str(), name, args.first().and_then(Value::as_str)) {
+        (Some(text), "removeprefix", Some(prefix)) => Ok(text.strip_prefix(prefix).unwrap_or(text).into()),
+        (Some(text), "removesuffix", Some(suffix)) => Ok(text.strip_suffix(suffix).unwrap_or(text).into()),
+        _ => unknown_method_callback(state, value, name, args),
+    }
 }
 
 /// Python's `left % right`.
@@ -418,6 +425,11 @@ mod tests {
                  {% raw %}{{ 'a' % 'b' }}{% endraw %}|{{ '%s %s' % ('a', 'b') + 'c' }}|{# % #}|{{ '%s' % [1, 2] }}",
                 "é is 3, 2.50%|user|07:02|3|2|<A>|1e+20!|1|1|odd|%|{{ 'a' % 'b' }}|a bc||[1, 2]",
             ),
+            (
+                "{% for it in [none, '', [], {}, 1, missing] %}{{ it is iterable }} {{ it is sequence }} {% endfor %}",
+                "False False True True True True True True False False True True ",
+            ),
+            ("{{ 'aab'.removeprefix('a') }} {{ 'abb'.removesuffix('b') }} {{ 'a'.removeprefix('b') }}", "ab ab a"),
             ("{{ 1e20 | string }} {{ 'x' ~ 1.5 }} {{ 1.0 }} {{ [1, 'a'] }}", "1e+20 x1.5 1.0 [1, 'a']"),
             ("{{ {'a': 'é'} | tojson(ensure_ascii=False) }} {{ documents is defined }}", "{\"a\": \"é\"} True"),
             ("{{ {'é': '\"é😀\x7F'} | tojson(ensure_ascii=True) }}", r#"{"\u00e9": "\"\u00e9\ud83d\ude00\u007f"}"#),

@@ -88,8 +88,13 @@ pub(super) fn conversion(start: &[u8]) -> Option<&'static str> {
     Some(match start {
         [0x1F, 0x8B, ..] => "is compressed with gzip; decompress it first, with `gunzip`",
         [0x28, 0xB5, 0x2F, 0xFD, ..] => "is compressed with zstd; decompress it first, with `unzstd`",
+        [0xFD, b'7', b'z', b'X', b'Z', 0, ..] => "is compressed with xz; decompress it first, with `unxz`",
+        [b'B', b'Z', b'h', b'1'..=b'9', b'1', b'A', b'Y', ..] => {
+            "is compressed with bzip2; decompress it first, with `bunzip2`"
+        }
         [b'P', b'K', 3, 4, ..] => "is a zip archive; unpack it first",
         [0xFF, 0xFF, 0xFF, 0xFF, ..] | [b'A', b'R', b'R', b'O', b'W', b'1', ..] => ARROW,
+        [0xFF, 0xFE, 0, 0, ..] => "is UTF-32; convert it first, with `iconv -f UTF-32 -t UTF-8`",
         [0xFF, 0xFE, ..] | [0xFE, 0xFF, ..] | [1..=255, 0, 1..=255, 0, ..] | [0, 1..=255, 0, 1..=255, ..] => {
             "is UTF-16; convert it first, with `iconv -f UTF-16 -t UTF-8`"
         }
@@ -100,6 +105,21 @@ pub(super) fn conversion(start: &[u8]) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn files_that_are_not_utf_8_are_known_by_their_first_bytes() {
+        for (start, program) in [
+            (&b"\x1F\x8B\x08"[..], "`gunzip`"),
+            (b"\x28\xB5\x2F\xFD", "`unzstd`"),
+            (b"\xFD7zXZ\0\0", "`unxz`"),
+            (b"BZh91AY&SY", "`bunzip2`"),
+            (b"\xFF\xFE\0\0{\0\0\0", "-f UTF-32"),
+            (b"\xFF\xFE{\0", "-f UTF-16"),
+        ] {
+            assert!(conversion(start).is_some_and(|advice| advice.contains(program)), "{program}");
+        }
+        assert_eq!(conversion(b"BZhou is a name"), None);
+    }
 
     #[test]
     fn a_text_looks_like_rows_by_its_first_line() {

@@ -173,6 +173,7 @@ pub(super) mod tests {
                 "{\"prompt\": \"1+1=\", \"completion\": \"2\"}\n{\"prompt\": \"a \\\"b\\\",\\nc\", \"completion\": \"é\"}\n",
             ),
             ("a.csv", "\u{feff}prompt,completion\r\n1+1=,2\r\n\"a \"\"b\"\",\nc\",é\r\n"),
+            ("a.csv", "prompt; completion\n1+1=;2\n\"a \"\"b\"\",\nc\";é\n"),
             ("a.tsv", "id\tcompletion\tprompt\n1\t2\t1+1=\n2\té\t\"a \"\"b\"\",\nc\"\n"),
         ];
         for (name, content) in rows {

@@ -128,14 +128,19 @@ impl Document {
     }
 
     fn read_table(&self, separator: u8, on_row: &mut RowCallback<'_>) -> Result<()> {
+        let start = self.start()?;
+        let header = start.split(|&byte| byte == b'\n').next().unwrap_or_default();
         // If lines end with CR LF, the reader counts a line's end with the next record.
-        let lag =
-            u64::from(self.start()?.split(|&byte| byte == b'\n').next().is_some_and(|line| line.ends_with(b"\r")));
+        let lag = u64::from(header.ends_with(b"\r"));
+        // Spreadsheets of languages with decimal commas write semicolons.
+        let has_semicolons = separator == b',' && header.contains(&b';') && !header.contains(&b',');
+        let separator = if has_semicolons { b';' } else { separator };
         let wrong = |error: csv::Error| self.table_error(&error, lag);
         let limit = RowBytes::default();
         let source = LimitedFile { file: self.open()?, limit: limit.clone() }.chain(TABLE_END.as_bytes());
         let mut builder = csv::ReaderBuilder::new();
-        let mut reader = builder.delimiter(separator).flexible(true).buffer_capacity(BUFFER_BYTES).from_reader(source);
+        builder.delimiter(separator).flexible(true).trim(csv::Trim::Headers).buffer_capacity(BUFFER_BYTES);
+        let mut reader = builder.from_reader(source);
         let names = reader.headers().map_err(wrong)?.clone();
         if let Some(name) = names.iter().enumerate().find_map(|(i, name)| names.iter().take(i).find(|n| *n == name)) {
             return Err(self.error(format!("line 1: two columns are named `{name}`; rename one")));

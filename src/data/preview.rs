@@ -83,9 +83,13 @@ impl DatasetPreview {
     /// The counts and the sample, with loss tokens in colour or in brackets. Its text has no control characters.
     pub fn text(&self, colour: bool) -> String {
         let mut out = self.summary();
-        if let Some(marked_by) = &self.marked_by {
-            _ = write!(out, "; answers are located by {}", untrusted::sanitize_line(marked_by));
-        }
+        _ = match &self.marked_by {
+            Some(marked_by) => write!(out, "; answers are located by {}", untrusted::sanitize_line(marked_by)),
+            None => write!(
+                out,
+                "; read as plain text: a chat template applies to messages, and to `instruction` with `output`"
+            ),
+        };
         let (how, open, close) = if colour { ("green", "\x1b[1;32m", "\x1b[0m") } else { ("[brackets]", "[", "]") };
         // Its lines are indented, so that none looks like a message.
         let what = if self.sides.len() > 1 { "pair" } else { "sample" };

@@ -249,6 +249,11 @@ fn samples_are_shown_trained_on_and_measured_and_their_template_is_kept() {
     assert_eq!((&packed["rows"], &packed["loss_tokens"]), (&6.into(), &58.into()), "{packed}");
     assert_eq!(stats("--loss-on all")["loss_tokens"], 84);
 
+    fs::write(fixture.path("pairs.csv"), "prompt; completion\n".to_owned() + &"1;2\n".repeat(9)).unwrap();
+    let shown = fixture.said("data show --model model --data pairs.csv --seq-len 16");
+    let plain = "read as plain text: a chat template applies to messages, and to `instruction` with `output`\n";
+    assert!(shown.contains(plain) && shown.contains("\n  1[2<|endoftext|>]\n"), "{shown}");
+
     let run = format!("{what} --packing --run r --steps 4 --threads 1 --plain --set train.sample_tokens=0");
     let (code, _, told) = fixture.output(&run);
     assert!(code == Some(0) && told.contains("18 samples in 6 rows") && told.contains("  0>[0|]\n"), "{told}");

@@ -12,11 +12,23 @@ pub(super) struct CompletionsArgs {
     shell: Shell,
 }
 
+/// Completes the names of runs, which the definition of the commands does not have.
+const BASH_RUNS: &str = r#"
+_finetune_runs() {
+    _finetune "$@"
+    [[ $2 == -* || $3 == -* && $3 != --resume ]] || COMPREPLY+=($(cd checkpoints 2>/dev/null && compgen -d -- "$2"))
+}
+complete -F _finetune_runs -o bashdefault -o default finetune
+"#;
+
 /// Writes a shell's completion script to `out`.
 pub(super) fn completions(mut command: Command, args: &CompletionsArgs, out: &mut dyn Write) -> Result<()> {
     // Write to memory first, because the generator panics on a write error.
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "finetune", &mut script);
+    if args.shell == Shell::Bash {
+        script.extend(BASH_RUNS.as_bytes());
+    }
     out.write_all(&script).map_err(Error::stdout)
 }
 

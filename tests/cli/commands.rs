@@ -209,7 +209,9 @@ fn completions_and_the_manual_have_every_command() {
     if Path::new("/bin/bash").exists() {
         let script = fixture.path("finetune.bash");
         fs::write(&script, fixture.said("completions bash")).unwrap();
-        let load = "source finetune.bash && complete -p finetune";
+        fs::create_dir_all(fixture.path("checkpoints/gates")).unwrap();
+        let load = "source finetune.bash && complete -p finetune && COMP_WORDS=(finetune chat ga) && COMP_CWORD=2 && \
+                    _finetune_runs finetune ga chat && [[ ${COMPREPLY[*]} == gates ]]";
         launch::succeed(launch::command("/bin/bash").args(["-c", load]).current_dir(fixture.folder()));
     }
     let page = fixture.said("man");

@@ -252,7 +252,40 @@ impl ObjectiveSection {
         let samples = self.kind.samples_completions();
         let has_margin = !samples && self.kind != ObjectiveKind::Sft;
         let smooths = matches!(self.kind, ObjectiveKind::Dpo | ObjectiveKind::Robust | ObjectiveKind::SimPo);
+        let plain = Self::default();
+        let sampling = [
+            ("num_generations", self.num_generations != plain.num_generations),
+            ("max_completion_length", self.max_completion_length != plain.max_completion_length),
+            ("num_iterations", self.num_iterations != plain.num_iterations),
+            ("epsilon", self.epsilon != plain.epsilon),
+            ("epsilon_high", self.epsilon_high.is_some()),
+            ("scale_rewards", self.scale_rewards.is_some()),
+            ("importance_sampling_cap", self.importance_sampling_cap != plain.importance_sampling_cap),
+        ];
+        let sampling =
+            sampling.map(|(key, is_set)| (key, is_set && !samples, "this objective samples no completions; remove it"));
+        let is_kto = self.kind == ObjectiveKind::Kto;
         let unused = [
+            (
+                "beta",
+                self.kind == ObjectiveKind::Sft && self.beta.is_some(),
+                "plain fine-tuning has no such factor; remove it, or set `--objective`",
+            ),
+            (
+                "simpo_gamma",
+                self.kind != ObjectiveKind::SimPo && self.simpo_gamma != plain.simpo_gamma,
+                "only `simpo` has a target margin; remove it",
+            ),
+            (
+                "desirable_weight",
+                !is_kto && self.desirable_weight != plain.desirable_weight,
+                "only `kto` has labels; remove it",
+            ),
+            (
+                "undesirable_weight",
+                !is_kto && self.undesirable_weight != plain.undesirable_weight,
+                "only `kto` has labels; remove it",
+            ),
             (
                 "reference",
                 self.reference.is_some() && !self.needs_reference(),
@@ -265,7 +298,7 @@ impl ObjectiveSection {
                 "only `dpo`, `robust` and `simpo` smooth their labels; remove it",
             ),
         ];
-        if let Some((key, _, reason)) = unused.into_iter().find(|(_, is_unused, _)| *is_unused) {
+        if let Some((key, _, reason)) = unused.into_iter().chain(sampling).find(|(_, is_unused, _)| *is_unused) {
             return Err(Error::config(format!("objective.{key}"), format!("has no use: {reason}")));
         }
         if self.beta() == 0.0 && !samples {

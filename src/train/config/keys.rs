@@ -83,11 +83,13 @@ pub(super) fn check_keys(keys: impl IntoIterator<Item = String>) -> Result<()> {
             ));
         }
         let last = key.rsplit('.').next().unwrap_or_default();
-        let closeness = |setting: &Setting| {
-            strsim::jaro_winkler(&setting.key, &key).max(strsim::jaro_winkler(setting.name(), last))
+        let nearest = |closeness: &dyn Fn(&Setting) -> f64, least| {
+            let nearest = known.iter().max_by(|a, b| closeness(a).total_cmp(&closeness(b)));
+            nearest.filter(|setting| closeness(setting) > least)
         };
-        let near = known.iter().filter(|setting| closeness(setting) > 0.8);
-        let hint = match near.max_by(|a, b| closeness(a).total_cmp(&closeness(b))) {
+        // Keys of the same section are similar by their section alone.
+        let by_name = nearest(&|setting| strsim::jaro_winkler(setting.name(), last), 0.8);
+        let hint = match by_name.or_else(|| nearest(&|setting| strsim::jaro_winkler(&setting.key, &key), 0.92)) {
             Some(nearest) => format!("; did you mean `{}`?", nearest.key),
             None => "; `finetune config --explain` prints all keys".into(),
         };

@@ -64,6 +64,17 @@ const FLAGS: &[(&str, &str)] = &[
     ("random_state random_seed", "`--seed` sets the seed of every random stream"),
     ("stage do_train train", "`finetune` without a command trains; other commands have their own flags"),
     ("no_dashboard no_tui disable_tqdm", "`--plain` prints lines, `--progress` one status line"),
+    ("loss_type", "`--objective` names the training signal, such as dpo, ipo, kto, grpo or dapo"),
+    ("ref_model ref_model_name_or_path", "`--reference` names the model to compare log-probabilities with"),
+    ("reward_funcs reward_model_name_or_path", "`--reward` names a rule or a program"),
+    ("epsilon epsilon_high", "`--set objective.epsilon=X` and `--set objective.epsilon_high=X` clip the ratio"),
+    ("scale_rewards", "`--set objective.scale_rewards=false` leaves advantages as they are"),
+    ("label_smoothing", "`--set objective.label_smoothing=X` sets the share of swapped pairs"),
+    ("simpo_gamma", "`--set objective.simpo_gamma=X` sets the target margin"),
+    ("max_prompt_length", "`--seq-len` limits a prompt and its answer together"),
+    ("adam_beta1 adam_beta2", "`--set optimizer.betas=[0.9,0.95]` sets both"),
+    ("adam_epsilon", "`--set optimizer.eps=X` sets it"),
+    ("load_best_model_at_end", "the best checkpoint is kept; `--best` of other commands selects it"),
     ("max_new_tokens", "`--max-tokens` sets how many tokens are generated"),
 ];
 
@@ -138,7 +149,8 @@ mod tests {
             "model_name_or_path dataset_name output_dir num_train_epochs per_device_train_batch_size \
              gradient_accumulation_steps learning_rate lr_scheduler_type warmup_ratio max_steps bf16 logging_steps \
              save_steps eval_steps report_to push_to_hub gradient_checkpointing load_in_4bit max_length packing \
-             assistant_only_loss seed weight_decay max_grad_norm",
+             assistant_only_loss seed weight_decay max_grad_norm loss_type ref_model reward_funcs epsilon scale_rewards \
+             label_smoothing max_prompt_length adam_beta2 load_best_model_at_end",
         ),
         (
             "axolotl",

@@ -20,7 +20,7 @@ use crate::engine::model::{Decoder, ForwardMode, Parameters, Workspace};
 use crate::telemetry::{ObjectiveMetric, ObjectiveMetrics};
 use crate::train::config::ObjectiveSection;
 use candle_core::Tensor;
-use loss::deviation;
+use loss::{deviation, sampling_correction};
 use serde::{Deserialize, Serialize};
 
 /// The name of an objective.
@@ -419,19 +419,17 @@ impl Objective {
         self.sums.push(ObjectiveMetric::MeanLength, length as f64);
         self.sums.push(ObjectiveMetric::ClippedRatio, f64::from(u8::from(is_cut)));
         let share = if self.kind() == ObjectiveKind::Grpo { 1.0 / length.max(1) as f64 } else { 1.0 };
+        let old = |at: usize| batch.old_logps.get(at).map_or(-f64::from(losses[at]), |old| f64::from(*old));
+        let difference = |at: usize| batch.sampled_logps.get(at).map_or(0.0, |sampled| old(at) - f64::from(*sampled));
+        let correction = sampling_correction(&self.settings, targets().map(difference).sum());
         for at in targets() {
             let logp = -f64::from(losses[at]);
-            let token = SampledToken {
-                logp,
-                sampled: batch.sampled_logps.get(at).map_or(logp, |sampled| f64::from(*sampled)),
-                old: batch.old_logps.get(at).map_or(logp, |old| f64::from(*old)),
-                reference: self.reference_logps.get(at).copied(),
-            };
-            let found = token_loss(&self.settings, token, advantage);
+            let token = SampledToken { logp, old: old(at), reference: self.reference_logps.get(at).copied() };
+            let found = token_loss(&self.settings, token, advantage, correction);
             self.weights[at] = (-found.slope * share) as f32;
             self.sums.loss += found.loss * share;
             self.sums.push(ObjectiveMetric::Entropy, -logp);
-            self.sums.push(ObjectiveMetric::SamplingLogpDifference, (token.old - token.sampled).abs());
+            self.sums.push(ObjectiveMetric::SamplingLogpDifference, difference(at).abs());
             self.sums.push(ObjectiveMetric::ClipRatio, f64::from(u8::from(found.is_clipped)));
             if let Some(kl) = found.kl {
                 self.sums.push(ObjectiveMetric::Kl, kl);

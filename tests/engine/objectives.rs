@@ -482,7 +482,7 @@ fn groups(model: &GoldenGroupModel, settings: &ObjectiveSection) -> Batch {
     batch
 }
 
-/// With ratios that are clipped, weights that are truncated, and a reference.
+/// With ratios that are clipped, completions that are left out, and a reference.
 #[test]
 fn grpo_agrees_with_pytorch() {
     let (golden, gradients): (GoldenGroups, _) = (json(&path("grpo.json")), tensors(&path("grpo.safetensors")));

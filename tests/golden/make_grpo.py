@@ -3,7 +3,7 @@
     python make_grpo.py
 
 Two prompts with three completions each on random models of other cases, in FP64 with autograd. The log-probabilities of the sampler and
-of training before the update are given numbers around the policy's, so that some ratios are clipped and some weights truncated. The
+of training before the update are given numbers around the policy's, so that some ratios are clipped and some completions left out. The
 reference is the model with all parameters multiplied by 0.9. The formulas are those of the papers, with TRL's names and defaults.
 The file has each objective's loss and metrics, and the gradient of every parameter.
 """
@@ -20,8 +20,8 @@ HERE = Path(__file__).parent
 MODELS = ["narrow", "families/llama", "families/gemma3"]
 GROUP, LONGEST, REFERENCE = 3, 8, 0.9
 SETTINGS = {
-    "grpo": {"beta": 0.04, "epsilon": 0.2, "epsilon_high": 0.2, "cap": 3.0, "scale": True},
-    "dr_grpo": {"beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.2, "cap": 1.05, "scale": False},
+    "grpo": {"beta": 0.04, "epsilon": 0.2, "epsilon_high": 0.2, "cap": 5.0, "scale": True},
+    "dr_grpo": {"beta": 0.0, "epsilon": 0.2, "epsilon_high": 0.2, "cap": 1.5, "scale": False},
     "dapo": {"beta": 0.1, "epsilon": 0.2, "epsilon_high": 0.28, "cap": 3.0, "scale": True},
 }
 
@@ -70,9 +70,10 @@ def main():
                 before, sampler = torch.tensor(old[row], dtype=torch.float64), torch.tensor(sampled[row], dtype=torch.float64)
                 ratio = torch.exp(logp - before)
                 bounded = ratio.clamp(1 - s["epsilon"], 1 + s["epsilon_high"])
-                loss = -torch.min(ratio * advantage, bounded * advantage) * torch.exp(before - sampler).clamp(max=s["cap"])
+                of_sampling = torch.exp((before - sampler).sum())
+                loss = -torch.min(ratio * advantage, bounded * advantage) * (of_sampling if of_sampling <= s["cap"] else 0.0)
                 distance = given[row] - logp
-                kl = torch.exp(distance) - distance - 1
+                kl = ratio * (torch.exp(distance) - distance - 1)
                 losses.append(loss + s["beta"] * kl if s["beta"] else loss)
                 kls.append(kl.detach())
                 clipped.append(((ratio < 1 - s["epsilon"]) & (advantage < 0)) | ((ratio > 1 + s["epsilon_high"]) & (advantage > 0)))

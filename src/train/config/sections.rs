@@ -180,7 +180,8 @@ settings! {
         epsilon_high: Option<f64> = None, fixed(), within(0.0, 1e6);
         /// Whether to divide a group's advantages by the standard deviation of its rewards; by default yes, except for `dr_grpo`.
         scale_rewards: Option<bool> = None, fixed();
-        /// The maximum weight that corrects for a sampler whose probabilities differ from training's, as on a GPU.
+        /// A completion is left out if its probability in training is more than this many times the sampler's, which differs on a
+        /// GPU.
         importance_sampling_cap: f64 = 3.0, fixed(), within(0.0, 1e6);
     }
 }

@@ -112,8 +112,6 @@ pub fn completion_loss(
 pub struct SampledToken {
     /// Under the policy.
     pub logp: f64,
-    /// As the sampler computed it.
-    pub sampled: f64,
     /// Under the policy that sampled it, as training computes it.
     pub old: f64,
     /// Under the reference, if there is one.
@@ -133,22 +131,29 @@ pub struct TokenLoss {
     pub kl: Option<f64>,
 }
 
-/// GRPO: the loss of a sampled token with its completion's advantage.
-pub fn token_loss(settings: &ObjectiveSection, token: SampledToken, advantage: f64) -> TokenLoss {
+/// GRPO: the loss of a sampled token with its completion's advantage. `correction` multiplies the loss, except its divergence.
+pub fn token_loss(settings: &ObjectiveSection, token: SampledToken, advantage: f64, correction: f64) -> TokenLoss {
     let ratio = (token.logp - token.old).exp();
     let (low, high) = (1.0 - settings.epsilon, 1.0 + settings.epsilon_high());
     let is_clipped = (advantage > 0.0 && ratio > high) || (advantage < 0.0 && ratio < low);
-    // Corrects for a sampler whose probabilities differ from training's; truncated, so that no token dominates.
-    let gain = advantage * (token.old - token.sampled).exp().min(settings.importance_sampling_cap);
+    let gain = advantage * correction;
     let (mut loss, mut slope) =
         if is_clipped { (-gain * ratio.clamp(low, high), 0.0) } else { (-gain * ratio, -gain * ratio) };
+    // The ratio makes the gradient that of the divergence itself.
     let kl = token.reference.map(|reference| {
         let distance = reference - token.logp;
-        slope -= settings.beta() * distance.exp_m1();
-        distance.exp_m1() - distance
+        slope -= settings.beta() * ratio * distance;
+        ratio * (distance.exp_m1() - distance)
     });
     loss += kl.map_or(0.0, |kl| settings.beta() * kl);
     TokenLoss { loss, slope, is_clipped, kl }
+}
+
+/// The weight of a sampled completion whose log-probabilities, in training minus in the sampler, have this sum: the ratio of the
+/// probabilities, or 0 if it is too high.
+pub(super) fn sampling_correction(settings: &ObjectiveSection, difference: f64) -> f64 {
+    let ratio = difference.exp();
+    if ratio <= settings.importance_sampling_cap { ratio } else { 0.0 }
 }
 
 /// Added to a standard deviation that divides.

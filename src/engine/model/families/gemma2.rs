@@ -114,7 +114,7 @@ pub(super) fn write(spec: &ModelSpec) -> Value {
 }
 
 /// The soft caps with their keys.
-pub(super) fn caps(spec: &ModelSpec) -> [(&'static str, Option<f64>); 2] {
+fn caps(spec: &ModelSpec) -> [(&'static str, Option<f64>); 2] {
     [(CAPS[0], spec.attention_softcap), (CAPS[1], spec.logits_softcap)]
 }
 

@@ -64,6 +64,8 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     Ok(ModelSpec {
         rope: Some(full),
         sliding: Some(Sliding { window: keys.positive_usize("sliding_window", 4096)?, layers, rope: sliding }),
+        // transformers reads the cap of scores and ignores it.
+        attention_softcap: None,
         ..spec
     })
 }
@@ -87,8 +89,8 @@ fn read_gguf(keys: &mut Map<String, Value>, json: &mut Map<String, Value>) {
 
 fn write_gguf(spec: &ModelSpec, keys: &mut GgufEntries) -> Result<(), String> {
     gemma2::check_gguf_scale(spec, LAYERS_27B)?;
-    if let Some((key, _)) = gemma2::caps(spec).into_iter().find(|(_, cap)| cap.is_some()) {
-        return Err(format!("llama.cpp has no `{key}` in this family; export this model as a folder"));
+    if spec.logits_softcap.is_some() {
+        return Err("llama.cpp has no `final_logit_softcapping` in this family; export this model as a folder".into());
     }
     let Some(sliding) = &spec.sliding else { return Ok(()) };
     if sliding.rope != Rope::plain(THETA[1]) {

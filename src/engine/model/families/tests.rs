@@ -83,6 +83,17 @@ fn gemmas_sixth_layer_has_no_window() {
 }
 
 #[test]
+fn gemma_3_caps_logits_but_no_scores() {
+    let caps = |model_type: &str| {
+        let spec = read(&json!({"model_type": model_type, "num_hidden_layers": 2, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0}));
+        (spec.attention_softcap, spec.logits_softcap)
+    };
+    assert_eq!(caps("gemma2"), (Some(50.0), Some(30.0)));
+    assert_eq!(caps("gemma3_text"), (None, Some(30.0)));
+}
+
+#[test]
 fn olmos_fourth_layer_has_no_window() {
     let spec = read(&json!({"model_type": "olmo3", "num_hidden_layers": 5}));
     assert_eq!(spec.sliding.unwrap().layers, [true, true, true, false, true]);

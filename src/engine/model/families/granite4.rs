@@ -58,11 +58,12 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     if experts > 0 {
         return Err(format!("`{EXPERTS}` is {experts}; the engine has models without experts only"));
     }
-    for key in ["layer_types", "layers_block_type"] {
-        let layers = keys.0.get(key).and_then(Value::as_array).into_iter().flatten();
-        if let Some(other) = layers.into_iter().find(|kind| *kind != "attention" && *kind != "full_attention") {
-            return Err(format!("`{key}` has {other}; the engine has layers with attention only"));
-        }
+    let layers = ["layer_types", "layers_block_type"].into_iter().find_map(|key| keys.0.get(key)?.as_array());
+    let Some(layers) = layers else {
+        return Err("`layer_types` is missing; its default is layers with a state space, which the engine lacks".into());
+    };
+    if let Some(other) = layers.iter().find(|kind| *kind != "attention" && *kind != "full_attention") {
+        return Err(format!("`layer_types` has {other}; the engine has layers with attention only"));
     }
     let rotates = match keys.str(POSITIONS, "nope")? {
         "rope" => true,

@@ -107,6 +107,7 @@ fn granite_4_is_refused_by_what_is_not_built() {
     for (key, value) in [
         ("num_local_experts", json!(4)),
         ("layer_types", json!(["mamba", "attention"])),
+        ("layer_types", Value::Null),
         ("position_embedding_type", json!("alibi")),
     ] {
         let mut config = config.clone();

@@ -254,6 +254,10 @@ impl Rope {
                 Value::Object(found) => {
                     ropes[index] = Self::parse(found, theta[index], max_position)
                         .map_err(|error| format!("`{key}.{name}`: {error}"))?;
+                    if name == "sliding_attention" && ropes[index].is_dynamic() {
+                        let why = "layers with a window cannot have frequencies that depend on the length";
+                        return Err(format!("`{key}.{name}`: {why}"));
+                    }
                 }
                 other => return Err(format!("`{key}.{name}` is {other}; it must be an object")),
             }

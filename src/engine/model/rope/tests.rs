@@ -86,4 +86,8 @@ fn layers_of_two_types_have_their_own() {
     for config in [nested, older] {
         assert_eq!(read(config).unwrap(), [linear.clone(), plain(3e4)]);
     }
+    let dynamic = json!({"rope_type": "dynamic", "factor": 2.0});
+    assert!(read(json!({"rope_parameters": {"full_attention": dynamic}})).unwrap()[0].is_dynamic());
+    let message = read(json!({"rope_parameters": {"sliding_attention": dynamic}})).unwrap_err();
+    assert!(message.contains("`rope_parameters.sliding_attention`: layers with a window"), "{message}");
 }

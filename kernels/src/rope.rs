@@ -57,8 +57,9 @@ pub struct PositionIds<'a> {
 }
 
 impl PositionIds<'_> {
+    /// The position of a row.
     #[inline(always)]
-    pub(crate) fn of(self, row: usize) -> usize {
+    pub fn of(self, row: usize) -> usize {
         let document = self.documents.map_or(0, |starts| starts[row] as usize);
         self.past + (row % self.seq_len).saturating_sub(document)
     }

@@ -119,26 +119,22 @@ impl Batch {
         self.row_lens.clear();
         self.document_starts.clear();
         if mixture.is_packed() {
-            self.document_starts.resize(self.batch_size * seq_len, 0);
+            // Each token of padding is a document, so that its position does not count as that of a long one.
+            self.document_starts.extend((0..self.batch_size * seq_len).map(|at| (at % seq_len) as u32));
         }
         for (row_index, (set, index, row)) in rows.enumerate() {
             let mut at = row_index * seq_len;
-            let mut begin = |from: usize, len: usize| {
-                if let Some(documents) = self.document_starts.get_mut(from..from + len) {
-                    documents.fill((from - row_index * seq_len) as u32);
-                }
-            };
             for span in index.row(row) {
                 index.tokens.read_inputs(span.start, &mut self.inputs[at..at + span.len]);
                 index.tokens.read_labels(span.start + span.len.min(1), &mut self.labels[at..at + span.len]);
-                begin(at, span.len);
+                if let Some(documents) = self.document_starts.get_mut(at..at + span.len) {
+                    documents.fill((at - row_index * seq_len) as u32);
+                }
                 let role = mixture.role(set, span.start);
                 self.sequences.extend(role.map(|(index, role)| Sequence { labels: at..at + span.len, index, role }));
                 at += span.len;
             }
             self.row_lens.push(at - row_index * seq_len);
-            // Padding is a separate document, so no query attends to keys before it.
-            begin(at, (row_index + 1) * seq_len - at);
         }
         self.row_lens.resize(self.batch_size, 0);
         self.num_label_tokens = self.labels.iter().filter(|&&label| label != IGNORE_INDEX).count();
@@ -583,6 +579,20 @@ mod tests {
         let mut batch = plain.batch();
         plain.next_batch(&mut batch);
         assert!(batch.sequences.is_empty());
+    }
+
+    #[test]
+    fn each_token_of_padding_is_a_document() {
+        let index = SequenceIndex::new(TokenSource::from_samples(&samples()), 32, true, "x").unwrap();
+        let mut eval = EvalLoader::from_index(index, 4, None).unwrap();
+        let (mut batch, mut padding) = (Batch::new(4, 32), 0);
+        while eval.next_batch(&mut batch) {
+            for (starts, len) in batch.document_starts.chunks(batch.seq_len).zip(&batch.row_lens) {
+                assert!((*len..batch.seq_len).all(|column| starts[column] as usize == column), "{starts:?}");
+                padding += batch.seq_len - len;
+            }
+        }
+        assert!(padding > 0);
     }
 
     #[test]

@@ -223,6 +223,7 @@ impl Decoder {
                 parameters.hash_identity(&mut hasher);
             }
             ws.head.logits.id().hash(&mut hasher);
+            ws.has_short_ropes(tokens.documents).hash(&mut hasher);
             hasher.finish()
         };
         let InputIds { ids, seq_len, documents } = tokens;
@@ -355,7 +356,7 @@ impl Decoder {
     fn forward_block<'a>(&self, cx: &mut Context<'a>, i: usize, ws: &'a Workspace) -> Result<()> {
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let ((acts, scratch), sinks) = (ws.block(i)?, self.sinks(cx.weights, i));
-        self.block_pass(cx, i, (&ws.stream[i], acts, scratch), (&ws.rope_caches, ws.positions()), |qkv| {
+        self.block_pass(cx, i, (&ws.stream[i], acts, scratch), (ws.rope_caches(), ws.positions()), |qkv| {
             let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
             op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
                 .run(self.kernels())

@@ -74,10 +74,10 @@ pub(super) struct RopeCaches {
 }
 
 impl RopeCaches {
-    /// The tables of `positions` in a sequence that ends with them.
-    pub(super) fn new(spec: &ModelSpec, positions: Range<usize>, device: &Device) -> Result<Self> {
+    /// The tables of `positions` in a sequence of `len` tokens.
+    pub(super) fn new(spec: &ModelSpec, positions: Range<usize>, len: usize, device: &Device) -> Result<Self> {
         let table = |rope: &Rope| {
-            let frequencies = rope.frequencies(spec.rotary_dim(), positions.end);
+            let frequencies = rope.frequencies(spec.rotary_dim(), len);
             CosSinCache::new(&frequencies, rope.attention_factor(), positions.clone(), device)
         };
         let sliding = spec.sliding.as_ref().map(|sliding| &sliding.rope);
@@ -228,8 +228,8 @@ pub struct Workspace<T = Tensor> {
     pub(super) backward: Option<ResidualGrad<T>>,
     /// One entry for the policy's compute dtype, and one for every other dtype in use.
     scratch: Vec<LayerScratch<T>>,
-    pub(super) rope_caches: RopeCaches,
-    /// The tables of sequences up to a length, if longer ones have other frequencies.
+    rope_caches: RopeCaches,
+    /// The tables of batches whose documents are up to a length, if longer ones have other frequencies.
     short_rope_caches: Option<(usize, RopeCaches)>,
 }
 
@@ -476,6 +476,23 @@ impl<T> Workspace<T> {
         (!self.documents.is_empty()).then_some(&self.documents[..])
     }
 
+    /// The rotary tables of the current tokens.
+    pub(super) fn rope_caches(&self) -> &RopeCaches {
+        match &self.short_rope_caches {
+            Some((_, short)) if self.has_short_ropes(self.documents()) => short,
+            _ => &self.rope_caches,
+        }
+    }
+
+    /// Whether sequences with these documents have the frequencies of short ones. As in transformers, the largest position of
+    /// the batch decides, and each document restarts positions.
+    pub(super) fn has_short_ropes(&self, documents: Option<&[u32]>) -> bool {
+        self.short_rope_caches.as_ref().is_some_and(|(context, _)| {
+            let positions = PositionIds { documents, ..self.positions() };
+            (0..self.batch * self.seq_len).all(|row| positions.of(row) < *context)
+        })
+    }
+
     /// The part that is kept for the backward pass.
     pub fn keep(&self) -> Checkpointing {
         self.keep
@@ -567,9 +584,10 @@ impl Workspace {
     }
 
     fn with_rope_caches(self, spec: &ModelSpec, device: &Device) -> Result<Self> {
-        let rope_caches = RopeCaches::new(spec, 0..self.seq_len, device)?;
+        let of_len = |len| RopeCaches::new(spec, 0..self.seq_len, len, device);
+        let rope_caches = of_len(self.seq_len)?;
         let context = spec.rope.as_ref().and_then(Rope::short_context).filter(|context| *context < self.seq_len);
-        let short = |context| Ok::<_, Error>((context, RopeCaches::new(spec, 0..context, device)?));
+        let short = |context| Ok::<_, Error>((context, of_len(context)?));
         Ok(Self { rope_caches, short_rope_caches: context.map(short).transpose()?, ..self })
     }
 

@@ -181,7 +181,7 @@ impl Decoder {
         if let Some(dsinks) = dsinks {
             cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::WeightGradient, dsinks)?;
         }
-        if let Some(tables) = ws.rope_caches.of(&self.spec, i) {
+        if let Some(tables) = ws.rope_caches().of(&self.spec, i) {
             self.apply_rope(kernels, [dq, dk], tables, (ws.positions(), Direction::Backward))?;
         }
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {

@@ -68,7 +68,7 @@ impl KvCache {
         }
         let layer = |_| LayerKvCache::new(spec.kv_heads, capacity, spec.head_dim, self.compute, &self.device);
         let layers = (0..spec.num_layers).map(layer).collect::<Result<_>>()?;
-        let rope_caches = RopeCaches::new(spec, 0..capacity, &self.device)?;
+        let rope_caches = RopeCaches::new(spec, 0..capacity, capacity, &self.device)?;
         self.sequences.push(SequenceCache { layers, capacity, len: 0, rope_caches });
         Ok(())
     }
@@ -133,7 +133,8 @@ impl KvCache {
             return Ok((positions, Cow::Borrowed(&sequence.rope_caches), sequence.len));
         }
         let tables = self.sequences.iter().zip(ranges).map(|(sequence, range)| {
-            if dynamic { RopeCaches::new(spec, range, &self.device) } else { sequence.rope_caches.narrow(range) }
+            let len = range.end;
+            if dynamic { RopeCaches::new(spec, range, len, &self.device) } else { sequence.rope_caches.narrow(range) }
         });
         Ok((positions, Cow::Owned(RopeCaches::concat(&tables.collect::<Result<Vec<_>>>()?)?), 0))
     }

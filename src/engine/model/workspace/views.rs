@@ -47,10 +47,7 @@ impl Workspace {
                 Ok(ResidualGrad { stream: rows(&backward.stream)?, order: Vec::new() })
             })?,
             scratch: self.scratch.iter().map(|scratch| narrowed_scratch(scratch, rows)).collect::<Result<_>>()?,
-            rope_caches: match &self.short_rope_caches {
-                Some((context, short)) if seq_len <= *context => short.clone(),
-                _ => self.rope_caches.clone(),
-            },
+            rope_caches: self.rope_caches.clone(),
             short_rope_caches: self.short_rope_caches.clone(),
         })
     }
@@ -138,7 +135,7 @@ mod tests {
             let of_length =
                 |seq_len| Workspace::for_evaluation(&spec, PrecisionPolicy::FP32, (1, seq_len), &Device::Cpu).unwrap();
             let table = |workspace: &Workspace| {
-                let cos = &workspace.rope_caches.full.as_ref().unwrap().cos;
+                let cos = &workspace.rope_caches().full.as_ref().unwrap().cos;
                 cos.narrow(0, 0, workspace.seq_len).unwrap().to_vec2::<f32>().unwrap()
             };
             let long = of_length(16);
@@ -148,6 +145,12 @@ mod tests {
                 assert_eq!(table(&long.narrow(seq_len).unwrap()), table(&of_length(seq_len)), "{seq_len} tokens");
             }
             assert_ne!(table(&of_length(8)), table(&long)[..8]);
+            let mut packed = of_length(16);
+            for (starts, short) in [([0, 8], true), ([0, 7], false)] {
+                packed.documents = (0..16).map(|row| starts[usize::from(row >= starts[1])]).collect();
+                assert_eq!(table(&packed)[..8] == table(&of_length(8)), short, "{starts:?}");
+                assert_eq!(packed.rope_caches().full.as_ref().unwrap().positions(), 16);
+            }
         }
     }
 }

@@ -360,10 +360,11 @@ fn config(family: &Family, header: &GgufHeader<'_>) -> Result<Map<String, Value>
 fn rope_scaling(name: &str, keys: &mut Map<String, Value>) -> Result<Option<Value>, String> {
     keys.remove("rope.scaling.finetuned");
     let kind = keys.remove("rope.scaling.type");
-    let factor = keys.remove("rope.scaling.factor");
     let older = keys.remove("rope.scale_linear");
+    // As in llama.cpp, 0 stands for a missing factor, and `linear` for a missing type.
+    let factor = keys.remove("rope.scaling.factor").or(older).filter(|factor| factor.as_f64() != Some(0.0));
     let kind = match kind.as_ref().map(|kind| kind.as_str()) {
-        None if older.is_some() => "linear",
+        None if factor.is_some() => "linear",
         None | Some(Some("none")) => return Ok(None),
         Some(Some(kind @ ("linear" | "yarn"))) => kind,
         Some(_) => {
@@ -372,7 +373,7 @@ fn rope_scaling(name: &str, keys: &mut Map<String, Value>) -> Result<Option<Valu
         }
     };
     let mut scaling = Map::from_iter([("rope_type".to_owned(), kind.into())]);
-    scaling.extend(factor.or(older).map(|factor| ("factor".to_owned(), factor)));
+    scaling.extend(factor.map(|factor| ("factor".to_owned(), factor)));
     if kind == "yarn" {
         for (theirs, ours) in [
             ("original_context_length", "original_max_position_embeddings"),
@@ -473,4 +474,19 @@ fn check_heads(spec: &ModelSpec, header: &GgufHeader<'_>) -> Result<(), String> 
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_factor_without_a_type_scales_linearly() {
+        let read = |keys: Value| rope_scaling("llama", &mut keys.as_object().unwrap().clone()).unwrap();
+        let linear = Some(json!({"rope_type": "linear", "factor": 4.0}));
+        assert_eq!(read(json!({"rope.scaling.factor": 4.0})), linear);
+        assert_eq!(read(json!({"rope.scale_linear": 4.0})), linear);
+        assert_eq!(read(json!({"rope.scaling.factor": 0.0})), None);
+        assert_eq!(read(json!({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"})), None);
+    }
 }

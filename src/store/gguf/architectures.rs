@@ -80,8 +80,31 @@ impl ModelSpec {
             keys.push(("attention.value_length", self.head_dim.into()));
             rope_factors = self.write_rope(rope, &mut keys).map_err(fail)?;
         }
-        (format.write)(self, &mut keys).map_err(fail)?;
+        (format.write)(self, &mut keys).and_then(|()| self.check_tensors()).map_err(fail)?;
         Ok(GgufMetadata { architecture: format.architecture, keys, rope_factors })
+    }
+
+    /// Rejects tensors that llama.cpp does not read, and the lack of those that it needs.
+    fn check_tensors(&self) -> Result<(), String> {
+        let architecture = self.family.gguf.architecture;
+        let refuse =
+            |what: &str| Err(format!("llama.cpp has no {what} in `{architecture}`; export this model as a folder"));
+        let of_llama = matches!(architecture, "llama" | "granite" | "granitemoe" | "mistral3");
+        if (self.biases.out || self.biases.mlp) && !of_llama && !matches!(architecture, "gpt2" | "gpt-oss") {
+            return refuse("biases");
+        }
+        match architecture {
+            "olmo2" | "olmoe" | "gpt-oss" if self.tie_word_embeddings => return refuse("tied head"),
+            "gemma2" if !self.tie_word_embeddings => return refuse("separate head"),
+            _ => {}
+        }
+        match self.rope.as_ref().map(|rope| &rope.kind) {
+            Some(RopeType::Llama3 { .. }) if !of_llama => refuse("rotary embeddings of the type `llama3`"),
+            Some(RopeType::LongRope { .. }) if architecture != "phi3" => {
+                refuse("rotary embeddings of the type `longrope`")
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Adds the rope scaling keys; returns divisors for each frequency if no key can express the type.
@@ -488,5 +511,41 @@ mod tests {
         assert_eq!(read(json!({"rope.scale_linear": 4.0})), linear);
         assert_eq!(read(json!({"rope.scaling.factor": 0.0})), None);
         assert_eq!(read(json!({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"})), None);
+    }
+
+    #[test]
+    fn tensors_that_llama_cpp_does_not_expect_are_refused() {
+        let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
+        let longrope = json!({"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]});
+        let (biased, rope) = (("attention_bias", json!(true)), |value: &Value| ("rope_parameters", value.clone()));
+        for (model_type, (key, value), expected) in [
+            ("llama", biased.clone(), None),
+            ("llama", ("mlp_bias", json!(true)), None),
+            ("granite", biased.clone(), None),
+            ("gemma2", biased.clone(), Some("biases")),
+            ("gemma3_text", biased.clone(), Some("biases")),
+            ("qwen3", biased.clone(), Some("biases")),
+            ("qwen3_moe", biased.clone(), Some("biases")),
+            ("olmo2", biased.clone(), Some("biases")),
+            ("olmoe", biased, Some("biases")),
+            ("smollm3", ("mlp_bias", json!(true)), Some("biases")),
+            ("olmo2", ("tie_word_embeddings", json!(true)), Some("tied head")),
+            ("gemma2", ("tie_word_embeddings", json!(false)), Some("separate head")),
+            ("llama", rope(&llama3), None),
+            ("qwen2", rope(&llama3), Some("rotary embeddings of the type `llama3`")),
+            ("qwen2", rope(&longrope), Some("rotary embeddings of the type `longrope`")),
+        ] {
+            let mut config = json!({"model_type": model_type, "num_hidden_layers": 2, "hidden_size": 8, "head_dim": 4,
+                "num_attention_heads": 2, "num_key_value_heads": 2, "query_pre_attn_scalar": 4});
+            config["norm_topk_prob"] = (model_type == "qwen3_moe").into();
+            config[key] = value;
+            let spec = ModelSpec::from_json(config.to_string().as_bytes(), "x").unwrap();
+            let refused = spec.to_gguf().err().map(|error| error.to_string()).unwrap_or_default();
+            let expected = expected.map_or_else(String::new, |what| format!("llama.cpp has no {what} in"));
+            assert!(
+                refused.contains(&expected) && refused.is_empty() == expected.is_empty(),
+                "{model_type}: {refused}"
+            );
+        }
     }
 }

@@ -55,8 +55,8 @@ pub(super) static GPT_OSS: Family = Family {
             }
         },
         write: |spec, _| {
-            if !spec.biases.qkv || spec.tie_word_embeddings {
-                return Err("llama.cpp needs biases in attention and a separate head; export a folder".into());
+            if !spec.biases.qkv {
+                return Err("llama.cpp needs biases in attention; export a folder".into());
             }
             llama::check_alternation(spec)
         },

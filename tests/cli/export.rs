@@ -274,6 +274,7 @@ fn families(folder: &Path) -> Vec<TrainedModel> {
         "olmo2",
         "granite",
         "granite4",
+        "granite4-nope",
         "phi3",
         "qwen3-moe",
         "olmoe",

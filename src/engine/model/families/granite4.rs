@@ -31,15 +31,18 @@ pub(super) static GRANITE4: Family = Family {
         llama::in_block(layer.block, name)
     },
     gguf: GgufFormat {
-        // A file of such a model has the architecture, and the weights, of Granite 3.
-        claims: |_| false,
+        // A file of such a model has the architecture, and the weights, of Granite 3, in which this key turns rotation off.
+        claims: |keys| keys.get(ROTATES) == Some(&Value::Bool(false)),
         splits_gate_up: true,
+        read: |keys, json| {
+            (granite::BASE.gguf.read)(keys, json);
+            json.insert(EXPERTS.into(), 0.into());
+            json.insert(INNER.into(), json["intermediate_size"].clone());
+            json.insert("layer_types".into(), vec!["attention"].into());
+        },
         write: |spec, keys| {
-            if spec.unrotated.is_empty() {
-                return (granite::BASE.gguf.write)(spec, keys);
-            }
-            Err("llama.cpp rotates the queries and keys of all layers of `granite`; export this model as a folder"
-                .into())
+            keys.push((ROTATES, spec.unrotated.is_empty().into()));
+            (granite::BASE.gguf.write)(spec, keys)
         },
         ..granite::BASE.gguf
     },
@@ -50,6 +53,8 @@ pub(super) static GRANITE4: Family = Family {
 const EXPERTS: &str = "num_local_experts";
 /// The key of the MLP's width.
 const INNER: &str = "shared_intermediate_size";
+/// The key of GGUF for whether queries and keys are rotated.
+const ROTATES: &str = "rope.scaling.finetuned";
 /// The key of the kind of position embeddings.
 const POSITIONS: &str = "position_embedding_type";
 

@@ -57,7 +57,7 @@ fn round_masters(engine: &TrainEngine) {
     for tensor in engine.state.masters.parameters().tensors() {
         view::write_f32(tensor, |weights| {
             for weight in weights {
-                *weight = FloatFormat::FP16.round_f32(*weight);
+                *weight = FloatFormat::FP16.round(f64::from(*weight)) as f32;
             }
         })
         .unwrap();

@@ -88,7 +88,7 @@ mod tests {
             for exponent in exponents {
                 let old = 1.3f32 * 2f32.powi(exponent);
                 let new = old * 1.0002;
-                let [before, after] = [old, new].map(|x| format.round_f32(x));
+                let [before, after] = [old, new].map(|x| format.round(x.into()) as f32);
                 let mut counts = UpdateCounts::default();
                 counts.count(format, [&[old, old], &[new, old]], [&[before, before], &[after, before]]);
                 let ulps = |x: f32, copy: f32| (f64::from(x) - f64::from(copy)).abs() / format.ulp(f64::from(copy));

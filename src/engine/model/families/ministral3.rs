@@ -76,6 +76,8 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let mut query_scale = None;
     if let Some(rope) = rope.as_object_mut() {
         rope.remove("max_position_embeddings");
+        let outside = keys.0.get(ORIGINAL).filter(|value| !value.is_null());
+        rope.extend(outside.map(|value| (ORIGINAL.to_owned(), value.clone())));
         let beta = ConfigReader(rope).f64(BETA, 0.0)?;
         if beta != 0.0 {
             if !rope.contains_key(ORIGINAL) {

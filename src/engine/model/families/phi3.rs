@@ -24,6 +24,8 @@ pub(super) static PHI3: Family = Family {
             if let (Some(rotated), Some(whole)) = sizes {
                 json.insert(PARTIAL.into(), json!(rotated / whole));
             }
+            let original = json.get("rope_scaling").and_then(|rope| rope.get(ORIGINAL)).cloned();
+            json.extend(original.map(|original| (ORIGINAL.to_owned(), original)));
             // llama.cpp writes 0 for a model without windows.
             json.retain(|key, value| key != "sliding_window" || value.as_u64() != Some(0));
         },
@@ -72,7 +74,8 @@ fn standard_rope(keys: &ConfigReader<'_>) -> Result<(Map<String, Value>, f64), S
                 rope.insert(key.into(), "longrope".into());
             }
         }
-        rope.entry(ORIGINAL).or_insert_with(|| original.into());
+        // transformers takes the outer value, or its default, also if there is an inner one.
+        rope.insert(ORIGINAL.into(), original.into());
     }
     Ok((config, partial))
 }

@@ -253,13 +253,24 @@ fn heads_that_are_null_follow_from_the_other_sizes_as_in_transformers() {
 
 #[test]
 fn the_original_context_outside_of_the_rotary_embeddings_has_precedence() {
-    for model_type in ["llama", "qwen2"] {
-        let rope = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
+    for model_type in ["llama", "qwen2", "ministral3"] {
+        let mut rope = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32});
+        if model_type == "ministral3" {
+            rope["llama_4_scaling_beta"] = 0.1.into();
+        }
         let mut config = json!({"model_type": model_type, "max_position_embeddings": 64, "rope_scaling": rope});
-        let original =
-            |config: &Value| read(config).rope.unwrap().to_json()["original_max_position_embeddings"].clone();
-        assert_eq!(original(&config), 32);
+        let check = |config: &Value, original: usize| {
+            let spec = read(config);
+            assert_eq!(spec.rope.unwrap().to_json()["original_max_position_embeddings"], original);
+            assert!(spec.query_scale.is_none_or(|scale| scale.context == original));
+        };
+        check(&config, 32);
         config["original_max_position_embeddings"] = 16.into();
-        assert_eq!(original(&config), 16);
+        check(&config, 16);
     }
+    // Phi-3's default counts as an outer value.
+    let rope = json!({"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0],
+        "original_max_position_embeddings": 32});
+    let config = json!({"model_type": "phi3", "hidden_size": 8, "num_attention_heads": 2, "rope_scaling": rope});
+    assert_eq!(read(&config).rope.unwrap().to_json()["original_max_position_embeddings"], 4096);
 }

@@ -416,10 +416,10 @@ fn base(keys: &ConfigReader<'_>, key: &str, default: f64) -> Result<f64, String>
 }
 
 /// A key and its object.
-type Named<'a> = (&'static str, &'a Map<String, Value>);
+pub(super) type Named<'a> = (&'static str, &'a Map<String, Value>);
 
 /// The object with the parameters and its key, in either spelling; the older one wins, as in transformers.
-fn parameters(config: &Map<String, Value>) -> Result<Option<Named<'_>>, String> {
+pub(super) fn parameters(config: &Map<String, Value>) -> Result<Option<Named<'_>>, String> {
     for key in ["rope_scaling", "rope_parameters"] {
         match config.get(key) {
             None | Some(Value::Null) => {}
@@ -429,6 +429,16 @@ fn parameters(config: &Map<String, Value>) -> Result<Option<Named<'_>>, String> 
         }
     }
     Ok(None)
+}
+
+/// `config` with these rotary embeddings if it has none. As in transformers, empty `rope_parameters` count, and an empty
+/// `rope_scaling` does not.
+pub(super) fn with_default(config: &Map<String, Value>, default: Value) -> Result<Map<String, Value>, String> {
+    let mut config = config.clone();
+    if parameters(&config)?.is_none() && config.get("rope_parameters").is_none_or(Value::is_null) {
+        config.insert("rope_parameters".into(), default);
+    }
+    Ok(config)
 }
 
 fn quoted(names: &[&str]) -> String {

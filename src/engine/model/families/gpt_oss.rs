@@ -5,9 +5,9 @@ use super::llama;
 use crate::engine::kernels::{Activation, WeightLayout};
 use crate::engine::model::family::{ConfigReader, ExpertTensors, Family, GgufFormat};
 use crate::engine::model::mixture::Experts;
-use crate::engine::model::rope::Rope;
+use crate::engine::model::rope::{self, Rope};
 use crate::engine::model::spec::{Biases, LinearRole, ModelSpec, ModuleOp};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 pub(super) static GPT_OSS: Family = Family {
     model_type: "gpt_oss",
@@ -91,7 +91,10 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         eos_token_ids: Vec::new(),
         ..llama::default()
     };
-    let config = with_default_rope(keys.0);
+    let yarn = json!({"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+        "original_max_position_embeddings": 4096});
+    let mut config = rope::with_default(keys.0, yarn)?;
+    config.entry("sliding_window").or_insert_with(|| WINDOW.into());
     let keys = &ConfigReader(&config);
     for (key, supported) in CLAMP {
         let value = keys.f64(key, supported)?;
@@ -110,16 +113,4 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         (true, Some(Value::Null)) => Err("`sliding_window` is null, but `layer_types` has `sliding_attention`".into()),
         (true, _) => llama::with_windows(keys, spec, layers),
     }
-}
-
-/// The configuration with the values of missing keys whose defaults are not Llama's.
-fn with_default_rope(config: &Map<String, Value>) -> Map<String, Value> {
-    let mut config = config.clone();
-    config.entry("sliding_window").or_insert_with(|| WINDOW.into());
-    if ["rope_parameters", "rope_scaling"].iter().all(|key| config.get(*key).is_none_or(Value::is_null)) {
-        let yarn = json!({"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
-            "original_max_position_embeddings": 4096});
-        config.insert("rope_parameters".into(), yarn);
-    }
-    config
 }

@@ -2,7 +2,7 @@
 
 use super::llama;
 use crate::engine::model::family::{ConfigReader, Family, GgufFormat};
-use crate::engine::model::rope::{ORIGINAL, QueryScale, Rope, RopeType};
+use crate::engine::model::rope::{self, ORIGINAL, QueryScale, Rope, RopeType};
 use crate::engine::model::spec::ModelSpec;
 use serde_json::{Value, json};
 
@@ -66,15 +66,12 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     if let Some(window) = keys.0.get("sliding_window").filter(|window| !window.is_null()) {
         return Err(format!("`sliding_window` is {window}; the engine has models of this family without it only"));
     }
-    let mut config = keys.0.clone();
-    let spelling =
-        ["rope_scaling", "rope_parameters"].into_iter().find(|key| config.get(*key).is_some_and(Value::is_object));
-    let rope = config.entry(spelling.unwrap_or("rope_parameters")).or_insert_with(|| {
-        json!({"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL: 16_384, "mscale": 1.0,
-            "mscale_all_dim": 1.0, BETA: 0.1})
-    });
+    let yarn = json!({"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL: 16_384, "mscale": 1.0,
+        "mscale_all_dim": 1.0, BETA: 0.1});
+    let mut config = rope::with_default(keys.0, yarn)?;
+    let spelling = rope::parameters(&config)?.map(|(key, _)| key);
     let mut query_scale = None;
-    if let Some(rope) = rope.as_object_mut() {
+    if let Some(Value::Object(rope)) = spelling.and_then(|key| config.get_mut(key)) {
         rope.remove("max_position_embeddings");
         let outside = keys.0.get(ORIGINAL).filter(|value| !value.is_null());
         rope.extend(outside.map(|value| (ORIGINAL.to_owned(), value.clone())));

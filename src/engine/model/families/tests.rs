@@ -274,3 +274,17 @@ fn the_original_context_outside_of_the_rotary_embeddings_has_precedence() {
     let config = json!({"model_type": "phi3", "hidden_size": 8, "num_attention_heads": 2, "rope_scaling": rope});
     assert_eq!(read(&config).rope.unwrap().to_json()["original_max_position_embeddings"], 4096);
 }
+
+#[test]
+fn default_rotary_embeddings_replace_those_that_are_null_or_an_empty_scaling() {
+    for model_type in ["ministral3", "gpt_oss"] {
+        let rope = |key: &str, value: Value| read(&json!({"model_type": model_type, key: value})).rope.unwrap();
+        let default = read(&json!({"model_type": model_type})).rope.unwrap();
+        for (key, value) in
+            [("rope_scaling", Value::Null), ("rope_scaling", json!({})), ("rope_parameters", Value::Null)]
+        {
+            assert_eq!(rope(key, value), default, "{model_type}: {key}");
+        }
+        assert_ne!(rope("rope_parameters", json!({})), default, "{model_type}");
+    }
+}

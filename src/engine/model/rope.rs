@@ -226,15 +226,15 @@ impl Rope {
         }
     }
 
-    /// The embeddings of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the bases for
-    /// missing keys.
+    /// The embeddings of full and of sliding attention, in a configuration like Gemma 3's; `theta` holds the keys of their bases
+    /// with the defaults.
     pub(super) fn by_layer_type(
         config: &Map<String, Value>,
-        theta: [f64; 2],
+        theta: [(&str, f64); 2],
         max_position: usize,
     ) -> Result<[Self; 2], String> {
-        let keys = ConfigReader(config);
-        let theta = [base(&keys, "rope_theta", theta[0])?, base(&keys, "rope_local_base_freq", theta[1])?];
+        let base = |(key, default)| base(&ConfigReader(config), key, default);
+        let theta = [base(theta[0])?, base(theta[1])?];
         let plain = theta.map(Self::plain);
         Self::refuse_partial(config)?;
         let Some((key, found)) = parameters(config)? else { return Ok(plain) };

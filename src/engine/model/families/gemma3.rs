@@ -57,9 +57,9 @@ fn gemma3_270m() -> ModelSpec {
 
 fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     let spec = gemma2::read(keys, default())?;
-    let [full, sliding] = Rope::by_layer_type(keys.0, THETA, spec.max_position_embeddings)?;
-    let pattern =
-        keys.positive_usize("sliding_window_pattern", keys.positive_usize("_sliding_window_pattern", PATTERN)?)?;
+    let theta = [("rope_theta", THETA[0]), ("rope_local_base_freq", THETA[1])];
+    let [full, sliding] = Rope::by_layer_type(keys.0, theta, spec.max_position_embeddings)?;
+    let pattern = keys.positive_usize("sliding_window_pattern", PATTERN)?;
     let layers = llama::sliding_layers(keys, spec.num_layers, |layer| (layer + 1) % pattern != 0)?;
     Ok(ModelSpec {
         rope: Some(full),

@@ -48,8 +48,7 @@ const THETA: f64 = 5e5;
 fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     llama::only_silu(keys)?;
     let spec = llama::read(keys, ModelSpec { family: &OLMO3, ..olmo2::default() }, None)?;
-    let theta = keys.positive("rope_theta", THETA)?;
-    let [full, rope] = Rope::by_layer_type(keys.0, [theta; 2], spec.max_position_embeddings)?;
+    let [full, rope] = Rope::by_layer_type(keys.0, [("rope_theta", THETA); 2], spec.max_position_embeddings)?;
     let layers = llama::sliding_layers(keys, spec.num_layers, |layer| (layer + 1) % PATTERN != 0)?;
     let sliding = Some(Sliding { window: keys.positive_usize("sliding_window", 4096)?, layers, rope });
     Ok(ModelSpec { head_dim: llama::head_dim(keys, &spec, None)?, rope: Some(full), sliding, ..spec })

@@ -1,6 +1,7 @@
 //! The sizes of named architectures, and keys that decide on each layer.
 
 use super::*;
+use crate::engine::model::rope::Rope;
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -273,6 +274,15 @@ fn the_original_context_outside_of_the_rotary_embeddings_has_precedence() {
         "original_max_position_embeddings": 32});
     let config = json!({"model_type": "phi3", "hidden_size": 8, "num_attention_heads": 2, "rope_scaling": rope});
     assert_eq!(read(&config).rope.unwrap().to_json()["original_max_position_embeddings"], 4096);
+}
+
+#[test]
+fn only_gemma_3_has_a_key_for_the_base_of_layers_with_windows() {
+    for (model_type, bases) in [("gemma3_text", [1e6, 3e4]), ("olmo3", [5e5; 2])] {
+        let config = json!({"model_type": model_type, "num_hidden_layers": 2, "rope_local_base_freq": 3e4});
+        let spec = read(&config);
+        assert_eq!([spec.rope.unwrap(), spec.sliding.unwrap().rope], bases.map(Rope::plain), "{model_type}");
+    }
 }
 
 #[test]

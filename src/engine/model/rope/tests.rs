@@ -74,7 +74,8 @@ fn a_dynamic_base_grows_beyond_the_context_only() {
 
 #[test]
 fn layers_of_two_types_have_their_own() {
-    let read = |config: Value| Rope::by_layer_type(object(&config), [1e6, 1e4], 64);
+    let read =
+        |config: Value| Rope::by_layer_type(object(&config), [("rope_theta", 1e6), ("rope_local_base_freq", 1e4)], 64);
     let plain = |theta| Rope { theta, kind: RopeType::Default };
     assert_eq!(read(json!({})).unwrap(), [plain(1e6), plain(1e4)]);
     let linear = Rope { theta: 2e6, kind: RopeType::Linear { factor: 8.0 } };

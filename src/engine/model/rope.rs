@@ -96,7 +96,7 @@ impl QueryScale {
 /// The key of the context before it was extended.
 pub(super) const ORIGINAL: &str = "original_max_position_embeddings";
 /// Keys of all types. Transformers also ignores keys that a type does not use.
-const KNOWN: [&str; 16] = [
+const KNOWN: [&str; 17] = [
     "rope_type",
     "type",
     "rope_theta",
@@ -111,6 +111,8 @@ const KNOWN: [&str; 16] = [
     "mscale_all_dim",
     "truncate",
     "partial_rotary_factor",
+    // Whether the model was trained with these frequencies.
+    "finetuned",
     "short_factor",
     "long_factor",
 ];

@@ -67,6 +67,8 @@ fn what_is_written_reads_back() {
 #[test]
 fn a_dynamic_base_grows_beyond_the_context_only() {
     let rope = flat(&json!({"rope_scaling": {"type": "dynamic", "factor": 4.0}})).unwrap();
+    let tuned = json!({"rope_scaling": {"type": "dynamic", "factor": 4.0, "finetuned": true}});
+    assert_eq!(flat(&tuned).unwrap(), rope);
     let plain = flat(&json!({})).unwrap();
     assert_eq!(rope.frequencies(16, 64), plain.frequencies(16, 64));
     assert!(rope.frequencies(16, 65)[7] < plain.frequencies(16, 65)[7]);

@@ -25,9 +25,10 @@ pub const ADAPTER_WEIGHTS: &str = "adapter_model.safetensors";
 const PREFIX: &str = "base_model.model.";
 
 /// Keys about an adapter's origin or training, which are ignored; the tensors determine the layers.
-const IGNORED_KEYS: [&str; 20] = [
+const IGNORED_KEYS: [&str; 21] = [
     "auto_mapping",
     "base_model_name_or_path",
+    "eva_config",
     "exclude_modules",
     "fan_in_fan_out",
     "inference_mode",
@@ -302,5 +303,21 @@ fn is_disabled(value: &Value) -> bool {
         Value::Array(list) => list.is_empty(),
         Value::Object(map) => map.is_empty(),
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// PEFT writes the settings of EVA into every adapter that begins with it.
+    #[test]
+    fn settings_of_initial_values_are_ignored() {
+        let read = |init: &str| {
+            let config = json!({"peft_type": "LORA", "r": 4, "init_lora_weights": init, "eva_config": {"rho": 1.0}});
+            AdapterConfig::read(config.to_string().as_bytes())
+        };
+        assert_eq!(read("eva").unwrap().r, 4);
+        assert!(read("olora").unwrap_err().contains("`init_lora_weights` is \"olora\""));
     }
 }

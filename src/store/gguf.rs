@@ -71,11 +71,24 @@ impl Gguf {
             error if is_end_of_file(&error) => {
                 Error::model(path.display(), "it is truncated: it ends within its metadata")
             }
-            error => Error::model(path.display(), format!("not a usable GGUF file: {}", Error::from(error))),
+            error => {
+                let error = Error::from(error).to_string();
+                let unknown =
+                    UNKNOWN_TYPES.into_iter().find(|(number, _)| error.ends_with(&format!("tensor {number}")));
+                let why = unknown.map_or(error, |(_, name)| {
+                    format!("it has tensors of the type {name}; take one of Q8_0, Q6_K, Q5_K, Q4_K or 16 bits")
+                });
+                Error::model(path.display(), format!("not a usable GGUF file: {why}"))
+            }
         })?;
         let gguf = Self { path, file: Mutex::new(file), content, mxfp4 };
         gguf.check(about.len())?;
-        Ok(gguf)
+        match gguf.count("split.count")? {
+            Some(parts) if parts > 1 => {
+                Err(gguf.error(format!("it is one of {parts} parts; join them with `llama-gguf-split --merge`")))
+            }
+            _ => Ok(gguf),
+        }
     }
 
     fn check(&self, bytes: u64) -> Result<()> {
@@ -253,6 +266,21 @@ impl std::fmt::Debug for Gguf {
         write!(f, "Gguf({}, {} tensors)", self.path.display(), self.content.tensor_infos.len())
     }
 }
+
+/// The numbers of published block types that candle does not have.
+const UNKNOWN_TYPES: [(u32, &str); 11] = [
+    (16, "IQ2_XXS"),
+    (17, "IQ2_XS"),
+    (18, "IQ3_XXS"),
+    (19, "IQ1_S"),
+    (20, "IQ4_NL"),
+    (21, "IQ3_S"),
+    (22, "IQ2_S"),
+    (23, "IQ4_XS"),
+    (29, "IQ1_M"),
+    (34, "TQ1_0"),
+    (35, "TQ2_0"),
+];
 
 /// candle's error for a tensor in MXFP4.
 const UNKNOWN_MXFP4: &str = "unknown dtype for tensor 39";

@@ -193,6 +193,8 @@ fn a_file_that_lies_is_refused_with_one_line() {
         ),
         (header(1, 0, &[&entry("t", &[4; 9], 0, 0), &pad]), "9 dimensions"),
         (header(1, 0, &[&entry("t", &[4], 99, 0), &pad]), "99"),
+        (header(1, 0, &[&entry("t", &[256], 23, 0), &pad]), "it has tensors of the type IQ4_XS"),
+        (header(0, 1, &[&string("split.count"), &u32s(2), &[3, 0], &pad]), "it is one of 3 parts"),
         (
             header(1, 0, &[&entry("t", &[1 << 32, 1 << 32], 0, 0), &pad]),
             "tensor `t`: its shape [4294967296, 4294967296] overflows",

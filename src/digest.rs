@@ -1,7 +1,7 @@
 //! The size and SHA-256 of files and streams, for manifests and downloads; and reading of whole files with a size limit.
 
 use std::fmt::Write as _;
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::Path;
 
@@ -43,9 +43,7 @@ pub struct Digest {
 impl Digest {
     /// The digest of `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
-        let mut running = Running::default();
-        running.update(bytes);
-        running.finish()
+        Self { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(bytes)) }
     }
 
     /// The digest of a file.
@@ -57,17 +55,10 @@ impl Digest {
     pub fn of_range(path: &Path, range: Range<u64>) -> Result<Self> {
         let mut file = untrusted::open(path).map_err(Error::io("open", path))?;
         file.seek(SeekFrom::Start(range.start)).map_err(Error::io("read", path))?;
-        let mut file = file.take(range.end.saturating_sub(range.start));
-        let mut running = Running::default();
-        let mut buffer = vec![0; 1 << 18];
-        loop {
-            match file.read(&mut buffer) {
-                Ok(0) => return Ok(running.finish()),
-                Ok(n) => running.update(&buffer[..n]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(Error::io("read", path)(error)),
-            }
-        }
+        let mut file = BufReader::with_capacity(1 << 18, file.take(range.end.saturating_sub(range.start)));
+        let mut digest = DigestWriter::new(io::sink());
+        io::copy(&mut file, &mut digest).map_err(Error::io("read", path))?;
+        Ok(digest.finish().1)
     }
 }
 
@@ -75,47 +66,32 @@ impl Digest {
 #[derive(Debug)]
 pub struct DigestWriter<W> {
     inner: W,
-    running: Running,
+    bytes: u64,
+    hash: Sha256,
 }
 
 impl<W: Write> DigestWriter<W> {
     /// A writer with an empty digest.
     pub fn new(inner: W) -> Self {
-        Self { inner, running: Running::default() }
+        Self { inner, bytes: 0, hash: Sha256::new() }
     }
 
     /// Returns the writer and the digest.
     pub fn finish(self) -> (W, Digest) {
-        (self.inner, self.running.finish())
+        (self.inner, Digest { bytes: self.bytes, sha256: hex(&self.hash.finalize()) })
     }
 }
 
 impl<W: Write> Write for DigestWriter<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let taken = self.inner.write(bytes)?;
-        self.running.update(&bytes[..taken]);
+        self.bytes += taken as u64;
+        self.hash.update(&bytes[..taken]);
         Ok(taken)
     }
 
     fn flush(&mut self) -> io::Result<()> {
         self.inner.flush()
-    }
-}
-
-#[derive(Debug, Default)]
-struct Running {
-    bytes: u64,
-    hash: Sha256,
-}
-
-impl Running {
-    fn update(&mut self, bytes: &[u8]) {
-        self.bytes += bytes.len() as u64;
-        self.hash.update(bytes);
-    }
-
-    fn finish(self) -> Digest {
-        Digest { bytes: self.bytes, sha256: hex(&self.hash.finalize()) }
     }
 }
 

@@ -61,7 +61,7 @@ impl AttentionShape {
     pub(crate) fn check(&self, qkv: [ColumnSlice<'_>; 3]) -> Result<()> {
         let fits = self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads) && self.window != Some(0);
         let tokens = self.batch * self.seq_len;
-        let operands = qkv.map(|columns| [columns.rows(), columns.count()]);
+        let operands = qkv.map(|columns| columns.dims());
         if !fits || operands != self.widths().map(|width| [tokens, width]) {
             bail!("attention of {self:?} got queries, keys and values of {operands:?}");
         }

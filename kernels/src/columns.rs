@@ -70,6 +70,11 @@ impl<'a> ColumnSlice<'a> {
         self.count
     }
 
+    /// Rows and columns.
+    pub fn dims(&self) -> [usize; 2] {
+        [self.rows, self.count]
+    }
+
     /// Elements from one row to the next.
     pub fn stride(&self) -> usize {
         self.stride
@@ -104,6 +109,12 @@ impl<'a> MatmulOperand<'a> {
     /// Their transpose.
     pub fn transposed(columns: ColumnSlice<'a>) -> Self {
         Self { columns, transposed: true }
+    }
+
+    /// Rows and columns of the operand.
+    pub fn dims(&self) -> [usize; 2] {
+        let [rows, columns] = self.columns.dims();
+        if self.transposed { [columns, rows] } else { [rows, columns] }
     }
 }
 

@@ -447,16 +447,6 @@ fn tensors(columns: [ColumnSlice<'_>; 3]) -> [Option<&Tensor>; 3] {
     columns.map(|columns| Some(columns.tensor()))
 }
 
-/// Rows and columns.
-fn dims(columns: ColumnSlice<'_>) -> [usize; 2] {
-    [columns.rows(), columns.count()]
-}
-
-fn factor_dims(factor: MatmulOperand<'_>) -> [usize; 2] {
-    let [rows, columns] = dims(factor.columns);
-    if factor.transposed { [columns, rows] } else { [rows, columns] }
-}
-
 pub(super) fn same_shapes<const N: usize>(tensors: [&Tensor; N]) -> bool {
     tensors.iter().all(|tensor| tensor.dims() == tensors[0].dims())
 }
@@ -546,9 +536,11 @@ impl Op<'_> {
                     scales.for_each(|it| all(&[Some(it.map), Some(it.absmax)], &[Some(it.absmax)]));
                 }
             }
-            Self::Route(op) => op.for_each_tensor(visit),
-            Self::RouteBackward(op) => op.for_each_tensor(visit),
-            Self::ScaleRows(op) => op.for_each_tensor(visit),
+            Self::Route(op) => all(&[Some(op.logits)], &[Some(op.weights)]),
+            Self::RouteBackward(op) => {
+                all(&[op.logits, op.weights, op.x, op.dx].map(Some), &[Some(op.dlogits)]);
+            }
+            Self::ScaleRows(op) => all(&[Some(op.weights), Some(op.x)], &[Some(op.x)]),
         }
     }
 
@@ -589,7 +581,7 @@ impl Op<'_> {
             Self::NormBackward(op) => {
                 let gradients = [op.dweight, op.dbias].into_iter().flatten().all(|grad| same_shapes([grad, op.weight]));
                 let biased = op.dbias.is_some() == (op.dweight.is_some() && op.settings.centers());
-                dims(op.dx) == dims(op.x)
+                op.dx.dims() == op.x.dims()
                     && (gradients && biased)
                     && op.settings.fits([op.x, op.dy], op.weight, op.mean, op.rstd)
             }
@@ -606,15 +598,15 @@ impl Op<'_> {
                 let rows = op.x.dim(0)?;
                 let bias = op.bias.is_none_or(|bias| bias.dims() == [outer]);
                 let low_rank = op.low_rank.is_none_or(|low_rank| {
-                    let [rank, width] = factor_dims(low_rank.factor);
+                    let [rank, width] = low_rank.factor.dims();
                     low_rank.low.dims() == [rows, rank] && width == outer
                 });
                 op.x.dims() == [rows, inner] && op.y.dims() == [rows, outer] && bias && low_rank
             }
             Self::Matmul(op) => {
-                let ([m, k], [depth, n]) = (factor_dims(op.a), factor_dims(op.b));
+                let ([m, k], [depth, n]) = (op.a.dims(), op.b.dims());
                 let one_type = op.a.columns.tensor().dtype() == op.b.columns.tensor().dtype();
-                k == depth && [m, n] == dims(op.c) && one_type
+                k == depth && [m, n] == op.c.dims() && one_type
             }
             Self::SumRows(op) => op.out.dims() == [op.x.dims2()?.1],
             Self::Attention(op) => {
@@ -646,7 +638,7 @@ impl Op<'_> {
             }
             Self::AddBranch(op) => same_shapes([op.stream, op.branch, op.out]),
             Self::CrossEntropy(op) => {
-                let [rows, vocab] = dims(op.logits);
+                let [rows, vocab] = op.logits.dims();
                 if let Some(target) = op.targets.iter().find(|&&target| target != IGNORE && target as usize >= vocab) {
                     bail!("target {target} is outside the model's vocabulary of {vocab}");
                 }
@@ -665,8 +657,8 @@ impl Op<'_> {
 impl NormSettings {
     /// Whether two matrices are rows of groups as wide as the weight, with statistics for each group.
     fn fits(self, x: [ColumnSlice<'_>; 2], weight: &Tensor, mean: Option<&Tensor>, rstd: &Tensor) -> bool {
-        let ([rows, columns], width) = (dims(x[0]), weight.elem_count());
-        let whole = weight.rank() == 1 && width > 0 && columns.is_multiple_of(width) && dims(x[1]) == [rows, columns];
+        let ([rows, columns], width) = (x[0].dims(), weight.elem_count());
+        let whole = weight.rank() == 1 && width > 0 && columns.is_multiple_of(width) && x[1].dims() == [rows, columns];
         let groups = |x: &Tensor| x.dtype() == DType::F32 && x.elem_count() * width == rows * columns;
         whole && mean.is_some() == self.centers() && groups(rstd) && mean.is_none_or(groups)
     }

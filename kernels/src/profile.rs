@@ -174,8 +174,8 @@ fn flops(op: &Op<'_>) -> f64 {
             product(rows, outputs, op.x.dims()[1] + rank)
         }
         Op::Matmul(op) => {
-            let a = op.a.columns;
-            rows_by(op.c, if op.a.transposed { a.rows() } else { a.count() })
+            let [_, inner] = op.a.dims();
+            rows_by(op.c, inner)
         }
         Op::Attention(op) => 4.0 * score_elements(&op.shape, op.operands.documents, 0),
         Op::AttentionBackward(op) => 10.0 * score_elements(&op.shape, op.operands.documents, 0),

@@ -5,7 +5,6 @@
 //! is multiplied with the input of the expert's last product.
 
 use crate::math::exp;
-use crate::op::Access;
 use crate::rows::{Rows, WORK, dot, for_each_part_with_scratch, max, with_scratch, write_rows};
 use crate::view::{read, write, write_f32};
 use candle_core::{DType, Result, Tensor};
@@ -78,11 +77,6 @@ fn are_weights(weights: &Tensor, rows: usize) -> bool {
 }
 
 impl Route<'_> {
-    pub(crate) fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
-        visit(self.logits, Access::Read);
-        visit(self.weights, Access::Write);
-    }
-
     pub(crate) fn fits(&self) -> Result<bool> {
         let ((tokens, experts), RouterSettings { top_k, .. }) = (self.logits.dims2()?, self.settings);
         let sizes = (1..=experts).contains(&top_k) && are_weights(self.weights, tokens * top_k);
@@ -91,13 +85,6 @@ impl Route<'_> {
 }
 
 impl RouteBackward<'_> {
-    pub(crate) fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
-        for tensor in [self.logits, self.weights, self.x, self.dx] {
-            visit(tensor, Access::Read);
-        }
-        visit(self.dlogits, Access::Write);
-    }
-
     pub(crate) fn fits(&self) -> Result<bool> {
         let ((rows, _), (tokens, experts)) = (self.x.dims2()?, self.logits.dims2()?);
         let routes = self.routes.starts.len() == experts + 1 && self.routes.rows.len() == rows;
@@ -107,12 +94,6 @@ impl RouteBackward<'_> {
 }
 
 impl ScaleRows<'_> {
-    pub(crate) fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
-        visit(self.weights, Access::Read);
-        visit(self.x, Access::Read);
-        visit(self.x, Access::Write);
-    }
-
     pub(crate) fn fits(&self) -> Result<bool> {
         Ok(are_weights(self.weights, self.x.dims2()?.0))
     }

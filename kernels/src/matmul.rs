@@ -451,7 +451,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             None
         };
         let work = part.shared.len() * part.streamed.len() * part.depth.len();
-        let tasks = tasks(work, self.threads());
+        let tasks = tasks(work, if self.serial { 1 } else { rayon::current_num_threads() });
         let plan = Plan::new(panels, part.streamed.len().div_ceil(streamed_width), streamed_width * words, tasks);
         let task = |index: usize| self.run_task(part, &plan, index, &*packed, words, partial);
         if self.serial {
@@ -459,10 +459,6 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         } else {
             (0..plan.tasks()).into_par_iter().with_max_len(1).for_each(task);
         }
-    }
-
-    fn threads(&self) -> usize {
-        if self.serial { 1 } else { rayon::current_num_threads() }
     }
 
     /// The rows and columns of C of a part.

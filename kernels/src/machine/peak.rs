@@ -134,20 +134,26 @@ fn measure(work: Loop) -> Peak {
     peak(bursts, (work.operations * ROUNDS * rayon::current_num_threads()) as f64)
 }
 
-#[cfg(target_arch = "x86_64")]
 fn f32_loop(isa: Isa) -> Loop {
     match isa {
-        Isa::Portable => Loop { run: x86::portable, operations: 2 * SUMS * 4 },
+        Isa::Portable => Loop { run: portable, operations: 2 * SUMS * 4 },
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => Loop { run: x86::avx2, operations: 2 * SUMS * 8 },
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Loop { run: x86::avx512, operations: 2 * SUMS * 16 },
+        #[cfg(target_arch = "aarch64")]
+        Isa::Neon | Isa::NeonBf16 => Loop { run: aarch64::neon, operations: 2 * SUMS * 4 },
     }
 }
 
-#[cfg(target_arch = "x86_64")]
 fn bf16_loop(isa: Isa) -> Loop {
     match isa {
+        #[cfg(target_arch = "x86_64")]
         Isa::Amx => Loop { run: amx::products::<amx::AmxTiles>, operations: amx::OPERATIONS },
+        #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 => Loop { run: x86::avx512_bf16, operations: 4 * SUMS * 16 },
+        #[cfg(target_arch = "aarch64")]
+        Isa::NeonBf16 => Loop { run: aarch64::neon_bf16, operations: 8 * SUMS * 4 },
         _ => f32_loop(isa),
     }
 }
@@ -202,22 +208,6 @@ mod x86 {
 }
 
 #[cfg(target_arch = "aarch64")]
-fn f32_loop(isa: Isa) -> Loop {
-    match isa {
-        Isa::Portable => portable_loop(),
-        Isa::Neon | Isa::NeonBf16 => Loop { run: aarch64::neon, operations: 2 * SUMS * 4 },
-    }
-}
-
-#[cfg(target_arch = "aarch64")]
-fn bf16_loop(isa: Isa) -> Loop {
-    match isa {
-        Isa::NeonBf16 => Loop { run: aarch64::neon_bf16, operations: 8 * SUMS * 4 },
-        _ => f32_loop(isa),
-    }
-}
-
-#[cfg(target_arch = "aarch64")]
 mod aarch64 {
     use std::arch::aarch64::{vdupq_n_f32, vdupq_n_u32, vfmaq_f32};
 
@@ -234,31 +224,21 @@ mod aarch64 {
     }
 }
 
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn f32_loop(_: Isa) -> Loop {
-    portable_loop()
-}
+#[cfg(target_arch = "x86_64")]
+use x86::portable;
 
 #[cfg(not(target_arch = "x86_64"))]
-fn portable_loop() -> Loop {
-    fn portable(rounds: usize) {
-        let (a, b) = (black_box([0.999f32; 4]), black_box([0.5f32; 4]));
-        let mut sums = [[0f32; 4]; SUMS];
-        for _ in 0..rounds {
-            for sum in &mut sums {
-                for lane in 0..4 {
-                    sum[lane] = a[lane] * sum[lane] + b[lane];
-                }
+fn portable(rounds: usize) {
+    let (a, b) = (black_box([0.999f32; 4]), black_box([0.5f32; 4]));
+    let mut sums = [[0f32; 4]; SUMS];
+    for _ in 0..rounds {
+        for sum in &mut sums {
+            for lane in 0..4 {
+                sum[lane] = a[lane] * sum[lane] + b[lane];
             }
         }
-        black_box(sums);
     }
-    Loop { run: portable, operations: 2 * SUMS * 4 }
-}
-
-#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-fn bf16_loop(isa: Isa) -> Loop {
-    f32_loop(isa)
+    black_box(sums);
 }
 
 #[cfg(test)]

@@ -132,21 +132,9 @@ pub enum HeadTensor {
     WeightGradient,
 }
 
-/// Sum of the losses `-log softmax(logits)[target]` in nats, over rows whose target is not [`IGNORE`]; with `gradient` its
-/// derivatives too. Calls `hook` with each tensor in the order of [`HeadTensor`].
-pub fn fused_linear_cross_entropy(
-    kernels: &dyn Kernels,
-    input: HeadInput<'_>,
-    targets: &[u32],
-    workspace: &CrossEntropyWorkspace,
-    gradient: Option<HeadGradient<'_>>,
-    hook: HeadHook<'_>,
-) -> Result<f64> {
-    write_losses(kernels, input, targets, workspace, gradient, hook)?;
-    workspace.total_loss()
-}
-
-/// Like [`fused_linear_cross_entropy`], but leaves the losses in the workspace, so that the host waits for nothing.
+/// Writes the losses `-log softmax(logits)[target]` in nats into the workspace, 0 for targets that are [`IGNORE`]; with
+/// `gradient` computes its derivatives too. The host waits for nothing. Calls `hook` with each tensor in the order of
+/// [`HeadTensor`].
 pub fn write_losses(
     kernels: &dyn Kernels,
     HeadInput { x, weight, scale, softcap }: HeadInput<'_>,

@@ -2,7 +2,7 @@
 
 use super::Decoder;
 use crate::engine::kernels::columns::{ColumnSlice, MatmulOperand, WriteMode};
-use crate::engine::kernels::cross_entropy::{self, HeadGradient, HeadInput, HeadTensor};
+use crate::engine::kernels::cross_entropy::{HeadGradient, HeadInput, HeadTensor, write_losses};
 use crate::engine::kernels::{HeadHook, WeightLayout, op, view};
 use crate::engine::model::hook::{Hook, HookPoint, TensorKind};
 use crate::engine::model::parameters::Parameters;
@@ -24,14 +24,8 @@ impl Decoder {
     /// The summed loss of the targets (FP32 softmax, f64 sum), after [`Self::forward`].
     pub fn loss(&self, weights: &Parameters, targets: &[u32], ws: &Workspace) -> Result<f64> {
         let weight = weights.weight(self.head)?;
-        cross_entropy::fused_linear_cross_entropy(
-            self.kernels(),
-            self.head_input(ws, &weight),
-            targets,
-            &ws.head,
-            None,
-            None,
-        )
+        write_losses(self.kernels(), self.head_input(ws, &weight), targets, &ws.head, None, None)?;
+        ws.head.total_loss()
     }
 
     /// Computes the loss of each target, and the head's own backward pass with it: dL/dloss = `seed` for each target, times its
@@ -60,14 +54,7 @@ impl Decoder {
         };
         let weight = weights.weight(self.head)?;
         let hook: HeadHook<'_> = if watches { Some(&mut record) } else { None };
-        cross_entropy::write_losses(
-            self.kernels(),
-            self.head_input(ws, &weight),
-            targets,
-            &ws.head,
-            Some(gradient),
-            hook,
-        )
+        write_losses(self.kernels(), self.head_input(ws, &weight), targets, &ws.head, Some(gradient), hook)
     }
 
     /// The logits `[rows, V]` (compute type, or FP32 if they are capped) of `hidden [rows, D]`, a part of [`Workspace::hidden`].

@@ -360,6 +360,16 @@ impl dyn ProcessGroup + '_ {
     }
 }
 
+/// Between two polls of an exchange in which nothing has moved since `moved`: sleeps if that is long ago.
+#[cfg(any(feature = "cuda", feature = "mpi"))]
+fn pause(moved: Instant) {
+    if moved.elapsed() > Duration::from_millis(2) {
+        std::thread::sleep(Duration::from_micros(50));
+    } else {
+        std::thread::yield_now();
+    }
+}
+
 fn to_json(message: &impl Serialize) -> Result<Vec<u8>> {
     Ok(serde_json::to_vec(message).map_err(candle_core::Error::wrap)?)
 }

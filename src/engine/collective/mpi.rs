@@ -3,7 +3,7 @@
 //! MPI is initialized only if a launcher has set its variables, so the same program also runs as a single process. Every wait has
 //! a limit: if a process sends nothing for too long, the job ends with its name.
 
-use super::{Job, LaunchEnv, Place, ProcessGroup};
+use super::{Job, LaunchEnv, Place, ProcessGroup, pause};
 use crate::{Error, Result};
 use mpi::Threading;
 use mpi::environment::{Universe, processor_name};
@@ -12,11 +12,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Destination, Source};
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
-
-/// Messages are polled without a pause for this long, then at intervals of [`POLL_INTERVAL`].
-const BUSY_POLLING: Duration = Duration::from_millis(2);
-const POLL_INTERVAL: Duration = Duration::from_micros(50);
+use std::time::Instant;
 
 /// Bytes of an MPI message. Libraries send as much over TCP without a handshake. A handshake would wait for the data in the
 /// same direction, so two processes would send large data one after the other instead of at the same time.
@@ -111,11 +107,7 @@ impl ProcessGroup for Mpi {
                     continue;
                 }
                 self.job.check_silence(moved, other);
-                if moved.elapsed() > BUSY_POLLING {
-                    std::thread::sleep(POLL_INTERVAL);
-                } else {
-                    std::thread::yield_now();
-                }
+                pause(moved);
             }
         });
         self.job.add_comm_time(began);

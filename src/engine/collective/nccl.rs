@@ -3,7 +3,7 @@
 //! The library is loaded when several processes have a GPU each, so a program for one GPU starts without it. Only its
 //! sends and receives are used, because a reduction's bits would depend on the number of processes.
 
-use super::{Job, ProcessGroup, TensorExchange};
+use super::{Job, ProcessGroup, TensorExchange, pause};
 use crate::engine::device::DeviceContext;
 use crate::engine::kernels::cuda::KernelFamily;
 use crate::{Error, Result};
@@ -25,9 +25,6 @@ const LIBRARY: &str = "libnccl.so.2";
 const OLDEST: c_int = 21_800;
 /// NCCL's variable that lets processes share a GPU.
 const SHARED_GPU_VARIABLE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
-/// An exchange is polled without a pause for this long, then at intervals of [`POLL_INTERVAL`].
-const BUSY_POLLING: Duration = Duration::from_millis(2);
-const POLL_INTERVAL: Duration = Duration::from_micros(50);
 /// The interval of checks for processes that have ended.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// The time that an exchange has to end after another process has: that may have been the last one.
@@ -292,11 +289,7 @@ impl OnGpus {
                 let seconds = limit.as_secs();
                 return Err(Error::Collective(format!("an exchange between GPUs did not end within {seconds} s")));
             }
-            if began.elapsed() > BUSY_POLLING {
-                std::thread::sleep(POLL_INTERVAL);
-            } else {
-                std::thread::yield_now();
-            }
+            pause(began);
         }
     }
 

@@ -59,11 +59,12 @@ impl Callbacks {
         if falls_back {
             callbacks.end.push(fallback::after_step);
         }
-        if config.scaler.mode == ScalerMode::Predictive {
-            callbacks.begin = Some(predict_first_scale);
+        let is_predictive = config.scaler.mode == ScalerMode::Predictive;
+        if is_predictive {
             callbacks.end.push(predict_scale_after_overflow);
-        } else if config.scaler.measure_first && config.grad_scaler().enabled {
-            callbacks.begin = Some(lower_first_scale);
+        }
+        if config.grad_scaler().enabled && (is_predictive || config.scaler.measure_first) {
+            callbacks.begin = Some(measure_first_scale);
         }
         callbacks
     }
@@ -104,24 +105,18 @@ fn report_grad_maxima(engine: &mut TrainEngine, context: &mut StepContext<'_>) -
     Ok(())
 }
 
-/// Lowers the initial scale if the first step's gradients would overflow.
-fn lower_first_scale(engine: &mut TrainEngine, batches: &[Batch]) -> Result<()> {
-    let (scale, counters) = (engine.state.scaler.scale(), engine.state.counters);
-    if counters.step == 0
-        && let Some(largest) = headroom::largest_gradient(engine, batches, counters, scale)?
-    {
-        engine.state.scaler.lower_for(largest);
-    }
-    Ok(())
-}
-
-/// Measures gradients for the predictive loss scale before the first step.
-fn predict_first_scale(engine: &mut TrainEngine, batches: &[Batch]) -> Result<()> {
-    let (scale, counters) = (engine.state.scaler.scale(), engine.state.counters);
-    if engine.state.scaler.needs_amax()
-        && let Some(largest) = headroom::largest_gradient(engine, batches, counters, scale)?
-    {
-        engine.state.scaler.set_amax(largest);
+/// Measures gradients before the first step: for the predictive loss scale, or to lower an initial scale at which they would
+/// overflow.
+fn measure_first_scale(engine: &mut TrainEngine, batches: &[Batch]) -> Result<()> {
+    let (scaler, counters) = (&engine.state.scaler, engine.state.counters);
+    let (scale, is_predictive) = (scaler.scale(), scaler.is_predictive());
+    let is_due = if is_predictive { scaler.needs_amax() } else { counters.step == 0 };
+    if is_due && let Some(largest) = headroom::largest_gradient(engine, batches, counters, scale)? {
+        if is_predictive {
+            engine.state.scaler.set_amax(largest);
+        } else {
+            engine.state.scaler.lower_for(largest);
+        }
     }
     Ok(())
 }

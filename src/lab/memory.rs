@@ -521,7 +521,7 @@ mod tests {
     fn a_gpus_stored_scores_are_counted() {
         let spec = ModelSpec { heads: 4, vocab_size: 1000, ..model_named("distilgpt2").unwrap() };
         let bytes = |on_gpu| {
-            let layout = DistributedLayout { on_gpu, ..DistributedLayout::SINGLE };
+            let layout = DistributedLayout { on_gpu, ..DistributedLayout::default() };
             let setup = TrainSetup { layout, ..setup([8, 256, 1], None) };
             total(&setup.engine(&spec, PrecisionPolicy::FP16, OptimizerKind::AdamW).unwrap())
         };

@@ -27,15 +27,10 @@ pub struct DistributedLayout {
     pub shards_on_host: bool,
 }
 
-impl DistributedLayout {
-    /// A single process on a CPU.
-    pub const SINGLE: Self =
-        Self { world_size: 1, sharding: Sharding::Optimizer, on_gpu: false, shards_on_host: false };
-}
-
 impl Default for DistributedLayout {
+    /// A single process on a CPU.
     fn default() -> Self {
-        Self::SINGLE
+        Self { world_size: 1, sharding: Sharding::Optimizer, on_gpu: false, shards_on_host: false }
     }
 }
 
@@ -431,12 +426,12 @@ mod tests {
     /// A single process in FP16.
     fn inputs(spec: &ModelSpec, shape: [usize; 3]) -> MemoryInputs<'_> {
         let (keep, optimizer) = (Checkpointing::None, OptimizerKind::AdamW);
-        let (layout, policy) = (DistributedLayout::SINGLE, PrecisionPolicy::FP16);
+        let (layout, policy) = (DistributedLayout::default(), PrecisionPolicy::FP16);
         MemoryInputs { layout, spec, policy, shape, keep, optimizer, kernels: &KERNELS }
     }
 
     fn limit(spec: &ModelSpec, available: u64) -> MemoryLimit<'_> {
-        MemoryLimit { spec, kernels: &KERNELS, layout: DistributedLayout::SINGLE, available }
+        MemoryLimit { spec, kernels: &KERNELS, layout: DistributedLayout::default(), available }
     }
 
     fn needed(config: &Config, spec: &ModelSpec) -> u64 {
@@ -498,7 +493,7 @@ mod tests {
         assert!(needed(&adapters, &adapted) >= over_base + model);
 
         // Loading it takes FP32 masters, next to buffers that a GPU has allocated.
-        let on_gpu = DistributedLayout { on_gpu: true, ..DistributedLayout::SINGLE };
+        let on_gpu = DistributedLayout { on_gpu: true, ..DistributedLayout::default() };
         let keep = config.train.recompute;
         let memory = MemoryLimit { layout: on_gpu, ..limit(&adapted, 0) };
         let on_gpu = |config: &Config| memory.required_bytes(config, 1, keep).unwrap();
@@ -549,7 +544,7 @@ mod tests {
         let spec = ModelSpec::named("tiny").unwrap();
         let parameters = spec.parameter_count();
         let bytes = |policy, world_size, shards_on_host| {
-            let layout = DistributedLayout { world_size, shards_on_host, ..DistributedLayout::SINGLE };
+            let layout = DistributedLayout { world_size, shards_on_host, ..DistributedLayout::default() };
             MemoryInputs { layout, policy, ..inputs(&spec, [1, 16, 4]) }.step().unwrap()
         };
         for (policy, shard) in [(PrecisionPolicy::FP16, 16), (PrecisionPolicy::FP32, 12)] {

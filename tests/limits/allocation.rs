@@ -21,7 +21,7 @@ use finetune::engine::optim::{AdamWConfig, MasterWeights, OptimizerKind, Shardin
 use finetune::lab::{MemoryCategory, MemoryItem, TrainSetup};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::{GgufModel, StoredModel, WeightSource};
-use finetune::train::{Config, DistributedLayout, MemoryExtras, MemoryInputs, TrainState, Trainer, WeightInit};
+use finetune::train::{Config, DistributedLayout, MemoryExtras, MemoryInputs, Trainer, WeightInit};
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
@@ -154,7 +154,7 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     // Gradients of one block instead of four, and with several micro-batches in a process no sums of whole gradients.
     for grad_accum in [4, 8] {
         let told = |sharding| {
-            let layout = DistributedLayout { world_size: 4, sharding, ..DistributedLayout::SINGLE };
+            let layout = DistributedLayout { world_size: 4, sharding, ..DistributedLayout::default() };
             let (keep, optimizer, shape) = (config.train.recompute, config.train.optimizer, [1, 16, grad_accum]);
             let (spec, policy) = (&spec, config.dtype);
             let inputs = MemoryInputs { layout, spec, policy, shape, keep, optimizer, kernels: &Fused };

@@ -3,7 +3,7 @@
 //! An illegal access poisons a CUDA context and a wrong barrier hangs, so the program starts itself again for each operation
 //! ([`worker_main`]), with a time limit. If an operation differs, crashes or hangs, candle's is used, by all processes of a run.
 
-use super::collective::{ProcessGroup, SingleProcess};
+use super::collective::ProcessGroup;
 use super::device::DeviceContext;
 use super::gpu;
 use super::kernels::cuda::{KernelFamily, before_candle, check};
@@ -117,7 +117,7 @@ fn check_graph(device: &Device) -> candle_core::Result<()> {
     let passes = |records: bool| -> candle_core::Result<Vec<Vec<u32>>> {
         let model = Decoder::new(&spec, &weights, with(records)?)?;
         let mut workspace = Workspace::for_training(&spec, policy, SHAPE, Checkpointing::None, device)?;
-        let grads = Gradients::new(&weights, policy, 1, &SingleProcess)?;
+        let grads = Gradients::new(&weights, policy, 1)?;
         let (grads, mut found) = (grads.micro_batch_grads(), Vec::new());
         // The first pass compiles the kernels, the second is recorded, and the graph is replayed from then on.
         for micro_batch in 0..4 {

@@ -6,7 +6,6 @@
 
 use crate::Result;
 use crate::data::{Batch, BatchLoader, TokenSource};
-use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::summary::TensorSummary;
 use crate::engine::model::{
@@ -221,7 +220,7 @@ struct CheckPasses<'a> {
 impl<'a> CheckPasses<'a> {
     fn new(model: &'a Decoder, policy: PrecisionPolicy, like: &Parameters, shape: (usize, usize)) -> Result<Self> {
         let workspace = Workspace::for_training(model.spec(), policy, shape, Checkpointing::PerBlock, &like.device())?;
-        Ok(Self { model, workspace, grads: Gradients::new(like, policy, 1, &SingleProcess)? })
+        Ok(Self { model, workspace, grads: Gradients::new(like, policy, 1)? })
     }
 
     fn run(&mut self, weights: &Parameters, batch: &Batch, scale: f32, hook: &mut dyn Hook) -> Result<()> {

@@ -11,7 +11,6 @@ pub(crate) use operations::MeasuredOp;
 
 use super::number::percent;
 use crate::amp::{AutocastOp, CastRule};
-use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Fused;
 use crate::engine::model::{
     Checkpointing, Decoder, ForwardMode, Hook, HookPoint, InputIds, ModelSpec, Parameters, TensorKind, Workspace,
@@ -81,7 +80,7 @@ impl DtypeReport {
         let (masters, weights) = MasterWeights::new(masters, policy, &Fused)?;
         let model = Decoder::new(&spec, &weights, Arc::new(Fused))?;
         let mut workspace = Workspace::for_training(&spec, policy, (1, TOKENS), Checkpointing::None, &Device::Cpu)?;
-        let grads = Gradients::new(&weights, policy, 1, &SingleProcess)?;
+        let grads = Gradients::new(&weights, policy, 1)?;
         let ids: Vec<u32> = (0..TOKENS as u32).collect();
         let tokens = InputIds::new(&ids, TOKENS);
         let mode = ForwardMode::Train { seed: 0, micro_batch: 0 };

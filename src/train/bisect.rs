@@ -4,7 +4,6 @@
 //! kernels compute in FP32 and round when they store, so these are the values of a step that stores those tensors in 16 bits.
 
 use crate::data::Batch;
-use crate::engine::collective::SingleProcess;
 use crate::engine::kernels::Kernels;
 use crate::engine::kernels::view::{read, to_host, zeros};
 use crate::engine::model::{
@@ -363,7 +362,7 @@ pub(super) fn bisect(
     let mut bisector = Bisector {
         weights: to_fp32(&state.weights, state.masters.parameters(), model.kernels())?,
         workspace: Workspace::for_training(model.spec(), PrecisionPolicy::FP32, shape, Checkpointing::None, &device)?,
-        grads: Gradients::new(&state.weights, PrecisionPolicy::FP32, batches.len(), &SingleProcess)?,
+        grads: Gradients::new(&state.weights, PrecisionPolicy::FP32, batches.len())?,
         engine,
         batches,
         hook,

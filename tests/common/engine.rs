@@ -9,7 +9,9 @@ use finetune::data::{Batch, IGNORE_INDEX};
 use finetune::engine::collective::{ProcessGroup, SingleProcess};
 use finetune::engine::kernels::{Fused, Kernels, view};
 use finetune::engine::model::{Checkpointing, Decoder, ForwardMode, Lora, ModelSpec, Parameters, Workspace};
-use finetune::engine::optim::{AdamWConfig, GradientStats, Gradients, LrSchedule, MasterWeights, ScheduleKind};
+use finetune::engine::optim::{
+    AdamWConfig, GradientStats, Gradients, LrSchedule, MasterWeights, ScheduleKind, Sharding,
+};
 use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::adapter::AdapterFolder;
 use finetune::store::{ModelFolder, StoredModel, WeightSource};
@@ -81,7 +83,7 @@ pub(crate) fn engine_of(
         update_counts: None,
         objective: Objective::default(),
         workspace: Workspace::for_training(spec, policy, (rows, seq_len), Checkpointing::None, &Device::Cpu).unwrap(),
-        grads: Gradients::new(&state.weights, policy, grad_accum, &SingleProcess).unwrap(),
+        grads: Gradients::new(&state.weights, policy, grad_accum).unwrap(),
         grad_stats: GradientStats::default(),
         state,
     }
@@ -273,7 +275,8 @@ pub(crate) fn in_group(group: Arc<dyn ProcessGroup>, engine: TrainEngine, grad_a
     let TrainState { masters, weights, adamw, scaler, .. } = engine.state;
     let config = adamw.config();
     let state = TrainState::new((masters.shard(&*group, &weights).unwrap(), weights), config, scaler).unwrap();
-    let grads = Gradients::new(&state.weights, PrecisionPolicy::FP32, grad_accum, &*group).unwrap();
+    let grads =
+        Gradients::sharded(&state.weights, PrecisionPolicy::FP32, grad_accum, &*group, Sharding::Optimizer).unwrap();
     TrainEngine { group, state, grads, ..engine }
 }
 

@@ -429,7 +429,7 @@ fn the_tree_costs_one_process_little() {
         };
         let step = median((0..5).map(|_| timed(&mut || trainer.advance(1).unwrap())).collect());
         let weights = &trainer.engine().state.weights;
-        let mut along_tree = Gradients::new(weights, config.dtype, micro_batches, &SingleProcess).unwrap();
+        let mut along_tree = Gradients::new(weights, config.dtype, micro_batches).unwrap();
         let sum = weights.zeros_like(DType::F32).unwrap();
         let units: BTreeSet<_> = weights.layout().iter().map(|entry| entry.layer.unit()).collect();
         let mut times = [Vec::new(), Vec::new()];

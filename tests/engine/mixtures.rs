@@ -7,7 +7,6 @@ use crate::common::engine::{read_model, unscaled};
 use crate::common::golden::{Case, json, path, tensors, with_prefix};
 use candle_core::{DType, Device};
 use finetune::data::{Batch, IGNORE_INDEX};
-use finetune::engine::collective::SingleProcess;
 use finetune::engine::model::{Checkpointing, Experts, ModelSpec, Workspace};
 use finetune::engine::optim::Gradients;
 use finetune::precision::PrecisionPolicy;
@@ -44,7 +43,7 @@ fn the_load_balancing_loss_and_its_gradients_are_those_of_transformers() {
                 let policy = PrecisionPolicy::FP32;
                 let mut engine = case.engine_over(&spec, masters, policy, rows);
                 engine.workspace = Workspace::for_training(&spec, policy, shape, keep, &Device::Cpu).unwrap();
-                engine.grads = Gradients::new(&engine.state.weights, policy, batches.len(), &SingleProcess).unwrap();
+                engine.grads = Gradients::new(&engine.state.weights, policy, batches.len()).unwrap();
                 engine.max_grad_norm = None;
                 let report = engine.step(&batches).unwrap();
                 let loss = figures["loss"].as_f64().unwrap();

@@ -372,7 +372,7 @@ fn the_base_of_adapters_is_their_reference() {
             let (spec, device) = (engine.model.spec().clone(), Device::Cpu);
             let policy = PrecisionPolicy::FP32;
             engine.workspace = Workspace::for_training(&spec, policy, shape, Checkpointing::None, &device).unwrap();
-            engine.grads = Gradients::new(&engine.state.weights, policy, 1, &SingleProcess).unwrap();
+            engine.grads = Gradients::new(&engine.state.weights, policy, 1).unwrap();
             engine.objective = dpo(reference);
             let report = engine.step(pair).unwrap();
             (report.loss, report.metrics, weights(&engine))

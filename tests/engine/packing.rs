@@ -6,7 +6,6 @@ use crate::common::engine::unscaled;
 use crate::common::golden::{Case, json, path, tensors, with_prefix};
 use candle_core::{Device, Tensor};
 use finetune::data::{Batch, BatchLoader, SequenceIndex, TokenSource};
-use finetune::engine::collective::SingleProcess;
 use finetune::engine::model::{Checkpointing, Workspace};
 use finetune::engine::optim::Gradients;
 use finetune::precision::PrecisionPolicy;
@@ -51,7 +50,7 @@ fn engine(case: &Case, policy: PrecisionPolicy, shape: (usize, usize), keep: Che
     let mut engine = case.engine(policy, shape.0);
     let spec = engine.model.spec();
     engine.workspace = Workspace::for_training(spec, policy, shape, keep, &Device::Cpu).unwrap();
-    engine.grads = Gradients::new(&engine.state.weights, policy, 2, &SingleProcess).unwrap();
+    engine.grads = Gradients::new(&engine.state.weights, policy, 2).unwrap();
     engine
 }
 

@@ -168,18 +168,13 @@ fn add_node<'a>(
 }
 
 impl Gradients {
-    /// Buffers for parameters laid out as `like`'s and on its device, with FP32 sums for steps of up to `grad_accum`
-    /// micro-batches. Each process of `group` computes a share of them.
-    pub fn new(
-        like: &Parameters,
-        policy: PrecisionPolicy,
-        grad_accum: usize,
-        group: &dyn ProcessGroup,
-    ) -> Result<Self> {
-        Self::sharded(like, policy, grad_accum, group, Sharding::Optimizer)
+    /// Buffers of a single process for parameters laid out as `like`'s and on its device, with FP32 sums for steps of up to
+    /// `grad_accum` micro-batches.
+    pub fn new(like: &Parameters, policy: PrecisionPolicy, grad_accum: usize) -> Result<Self> {
+        Self::sharded(like, policy, grad_accum, &SingleProcess, Sharding::Optimizer)
     }
 
-    /// Like [`Self::new`], with this sharding.
+    /// Like [`Self::new`], for a process of `group`, which computes a share of each step.
     pub fn sharded(
         like: &Parameters,
         policy: PrecisionPolicy,

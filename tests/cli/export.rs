@@ -172,7 +172,7 @@ fn from_gguf(path: &Path, trained: &TrainedModel) -> (Content, Parameters) {
     let mut file = File::open(path).unwrap();
     let content = Content::read(&mut file).unwrap();
     let weights = Parameters::zeros(&trained.spec.parameters(), DType::F32, &Device::Cpu).unwrap();
-    assert_eq!(content.tensor_infos.len(), weights.len());
+    assert_eq!(content.tensor_infos.len(), weights.tensors().len());
     let pairs = [
         ("attn_norm", "ln_1"),
         ("attn_qkv", "attn.c_attn"),

@@ -273,7 +273,7 @@ pub(crate) fn calm(mut engine: TrainEngine) -> TrainEngine {
 /// The same engine as one process of `group`, which keeps a shard of its masters and moments.
 pub(crate) fn in_group(group: Arc<dyn ProcessGroup>, engine: TrainEngine, grad_accum: usize) -> TrainEngine {
     let TrainState { masters, weights, adamw, scaler, .. } = engine.state;
-    let config = adamw.config();
+    let config = adamw.config;
     let state = TrainState::new((masters.shard(&*group, &weights).unwrap(), weights), config, scaler).unwrap();
     let grads =
         Gradients::sharded(&state.weights, PrecisionPolicy::FP32, grad_accum, &*group, Sharding::Optimizer).unwrap();

@@ -14,7 +14,8 @@ pub fn all_gather(whole: &Parameters, own: &Parameters, group: &dyn ProcessGroup
         return between_gpus(whole, shards, group, gpus);
     }
     let (rank, count, in_place) = (group.rank(), group.world_size(), own.shares_storage(whole));
-    let rounds: Vec<_> = (0..count).map(|owner| shards.rounds(owner, 0..whole.len(), CHUNK_ELEMENTS)).collect();
+    let rounds: Vec<_> =
+        (0..count).map(|owner| shards.rounds(owner, 0..whole.tensors().len(), CHUNK_ELEMENTS)).collect();
     for round in 0..rounds.iter().map(Vec::len).max().unwrap_or(0) {
         let pieces: Vec<_> = rounds.iter().map(|rounds| rounds.get(round).map_or(&[][..], Vec::as_slice)).collect();
         let mut here = Vec::new();
@@ -52,7 +53,7 @@ fn between_gpus(
     let (mut out, mut into) = (Vec::new(), Vec::new());
     for other in (0..group.world_size()).filter(|other| *other != group.rank()) {
         for (owner, tensors) in [(group.rank(), &mut out), (other, &mut into)] {
-            for (parameter, range) in shards.rounds(owner, 0..whole.len(), usize::MAX / 2).concat() {
+            for (parameter, range) in shards.rounds(owner, 0..whole.tensors().len(), usize::MAX / 2).concat() {
                 tensors.push((other, view::range(&whole[parameter], range)?));
             }
         }

@@ -286,16 +286,6 @@ impl Parameters {
         self.quantized.as_ref().map_or_else(first, |quantized| quantized.device().clone())
     }
 
-    /// Number of tensors.
-    pub fn len(&self) -> usize {
-        self.tensors.len()
-    }
-
-    /// Whether there is no tensor.
-    pub fn is_empty(&self) -> bool {
-        self.tensors.is_empty()
-    }
-
     /// Number of elements of all tensors.
     pub fn elements(&self) -> u64 {
         self.tensors.iter().map(|tensor| tensor.elem_count() as u64).sum()

@@ -61,7 +61,8 @@ impl AdamWConfig {
 /// Adam's moments.
 #[derive(Debug)]
 pub struct AdamW {
-    config: AdamWConfig,
+    /// Its settings.
+    pub config: AdamWConfig,
     rounding_seed: Option<u64>,
     /// First moments in FP32.
     pub exp_avg: Parameters,
@@ -132,11 +133,6 @@ impl AdamW {
             storage,
             upcast_copy,
         })
-    }
-
-    /// Its settings.
-    pub fn config(&self) -> AdamWConfig {
-        self.config
     }
 
     /// The moments in 8 bits.

@@ -429,7 +429,7 @@ impl Gradients {
         let largest = self.largest.map_or(0, |largest| u64::from(largest.to_bits()));
         words.push([self.largest.is_some().into(), largest, 0, 0, 0, 0, 0]);
         let words = group.all_gather(&words)?;
-        let rows = |rank: usize| (0..total.len()).map(|index| blocks(shards, rank, index)).sum::<usize>() + 1;
+        let rows = |rank: usize| (0..total.tensors().len()).map(|index| blocks(shards, rank, index)).sum::<usize>() + 1;
         if words.iter().enumerate().any(|(rank, words)| words.len() != rows(rank)) {
             let message =
                 "received a different number of statistics than expected; all processes must run the same build";
@@ -438,7 +438,7 @@ impl Gradients {
         let histograms = if exponents { group.all_gather_messages(&histograms)? } else { Vec::new() };
         let mut words: Vec<_> = words.iter().map(|words| words.iter()).collect();
         stats.tensors.clear();
-        for index in 0..total.len() {
+        for index in 0..total.tensors().len() {
             let of_rank = words.iter_mut().enumerate();
             let mut parts = of_rank.flat_map(|(rank, words)| words.take(blocks(shards, rank, index))).map(from_words);
             let merged = if shards.on_host {
@@ -466,7 +466,7 @@ impl Gradients {
             let of_rank = all.iter_mut().enumerate();
             of_rank.flat_map(|(rank, sums)| sums.take(shards.range(rank, index).len().div_ceil(PART))).sum()
         };
-        Ok((0..total.len()).map(&mut sum_of).collect())
+        Ok((0..total.tensors().len()).map(&mut sum_of).collect())
     }
 }
 

@@ -107,7 +107,7 @@ impl GatheredState<'_> {
         }
         let dtype = self.state.masters.dtype();
         let masters = self.state.weights.zeros_like(dtype)?;
-        for parameter in 0..masters.len() {
+        for parameter in 0..masters.tensors().len() {
             let mut start = 0;
             self.read(StateTensor::Masters, parameter, |bytes| {
                 let range = start..start + bytes.len() / dtype.size_in_bytes();

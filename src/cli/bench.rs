@@ -15,13 +15,13 @@ use crate::engine::kernels::machine::allocator::Allocations;
 use crate::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use crate::engine::kernels::profile::Profile;
 use crate::engine::kernels::{KernelBackend, Kernels};
-use crate::engine::model::{ModelSpec, ModuleOp, candle_dtype};
+use crate::engine::model::{ModelSpec, ModuleOp, Parameters, candle_dtype};
 use crate::engine::optim::MasterWeights;
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::random::{Domain, Stream};
 use crate::store::{StoredModel, WeightSource};
 use crate::telemetry::ProcessStats;
-use crate::train::{Config, ConfigLayers, StepOutcome, StepReport, TrainEngine, TrainState, WeightInit, engine};
+use crate::train::{Config, ConfigLayers, StepOutcome, StepReport, TrainEngine, WeightInit, engine};
 use crate::{Error, Result};
 use clap::Args;
 use clap::builder::RangedU64ValueParser;
@@ -167,7 +167,7 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let spec = config.with_trained_parts(args.spec()?)?;
     let open = config.device_spec()?.open(config.dtype, config.kernels, &mut |notice| print_notice(&notice))?;
     let masters = if spec.lora.is_none() {
-        TrainState::random_masters(&spec, config.seed, &open.device)?
+        Parameters::random(&spec.parameters(), config.seed, &open.device)?
     } else {
         let (weights, initial) = (WeightSource::Random(config.seed), (config.seed, false));
         weights.load_adapters(&spec, config.dtype.compute, initial, &open.device, &args.model)?.parameters

@@ -111,8 +111,7 @@ fn check_graph(device: &Device) -> candle_core::Result<()> {
         let families = KernelFamily::VARIANTS.iter().filter(|family| records || **family != KernelFamily::Graph);
         before_candle(families.copied().collect(), device)
     };
-    let masters = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
-    masters.init_weights(seed)?;
+    let masters = Parameters::random(&spec.parameters(), seed, device)?;
     let (_, weights) = MasterWeights::new(masters, policy, &*with(false)?)?;
     let passes = |records: bool| -> candle_core::Result<Vec<Vec<u32>>> {
         let model = Decoder::new(&spec, &weights, with(records)?)?;

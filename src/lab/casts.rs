@@ -4,7 +4,7 @@ mod operations;
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use serde::Serialize;
 
 pub(crate) use operations::MeasuredOp;
@@ -75,8 +75,7 @@ impl DtypeReport {
     pub(crate) fn of(policy: PrecisionPolicy) -> Result<Self> {
         const TOKENS: usize = 4;
         let spec = ModelSpec::named("tiny").ok_or_else(|| Error::config("model", "there is no `tiny`"))?;
-        let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu)?;
-        masters.init_weights(0)?;
+        let masters = Parameters::random(&spec.parameters(), 0, &Device::Cpu)?;
         let (masters, weights) = MasterWeights::new(masters, policy, &Fused)?;
         let model = Decoder::new(&spec, &weights, Arc::new(Fused))?;
         let mut workspace = Workspace::for_training(&spec, policy, (1, TOKENS), Checkpointing::None, &Device::Cpu)?;

@@ -39,8 +39,7 @@ impl WeightSource {
         device: &Device,
         origin: &str,
     ) -> Result<AdaptedModel> {
-        let own = Parameters::zeros(&spec.parameters(), DType::F32, device)?;
-        own.init_weights(seed)?;
+        let own = Parameters::random(&spec.parameters(), seed, device)?;
         let (frozen, dtype) = (spec.frozen_parameters(), candle_dtype(compute));
         let base = match self.gguf().filter(|_| in_blocks) {
             Some(gguf) => {

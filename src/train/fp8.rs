@@ -207,7 +207,6 @@ mod tests {
     use super::*;
     use crate::engine::kernels::view;
     use crate::engine::model::ModelSpec;
-    use crate::train::TrainState;
     use candle_core::{DType, Device};
 
     /// Between the two thresholds a block keeps its type, which is part of a checkpoint's state.
@@ -233,7 +232,7 @@ mod tests {
     #[test]
     fn the_passes_use_rounded_copies_of_the_blocks_weights() {
         let shape = ModelSpec::named("tiny").unwrap().resized(2, 16, 2);
-        let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
+        let masters = Parameters::random(&shape.parameters(), 5, &Device::Cpu).unwrap();
         let weights = masters.zeros_like(DType::F16).unwrap();
         let mut fp8 = Fp8Blocks::new(Fp8Config { block: Some(1.into()), ..Fp8Config::default() }, 2, &[]);
         let read = |weights: &Parameters, name: &str| -> Vec<f32> {

@@ -135,12 +135,12 @@ mod tests {
     use super::*;
     use crate::engine::collective::SingleProcess;
     use crate::engine::kernels::{KernelBackend, view};
-    use crate::engine::model::{ModuleId, ModuleOp, TensorKind};
+    use crate::engine::model::{ModuleId, ModuleOp, Parameters, TensorKind};
     use crate::engine::optim::MasterWeights;
     use crate::precision::{GradScalerConfig, PrecisionPolicy};
+    use crate::train::Config;
     use crate::train::engine::StepOutcome;
     use crate::train::setup::engine;
-    use crate::train::{Config, TrainState};
     use candle_core::Device;
     use std::sync::Arc;
 
@@ -161,7 +161,7 @@ mod tests {
         config.train.grad_accum = 2;
         config.scaler = GradScalerConfig { init_scale: scale, ..GradScalerConfig::default() };
         let shape = ModelSpec { vocab_size: 64, ..tiny().resized(2, 16, 2) };
-        let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
+        let masters = Parameters::random(&shape.parameters(), 5, &Device::Cpu).unwrap();
         for (name, change) in change {
             view::write_f32(masters.get(name).unwrap(), |values| {
                 for (i, value) in values.iter_mut().enumerate() {

@@ -1,7 +1,7 @@
 //! The training state: everything a checkpoint saves, and nothing else.
 
 use crate::Result;
-use crate::engine::model::{ModelSpec, Parameters};
+use crate::engine::model::Parameters;
 use crate::engine::optim::{AdamW, MasterWeights, OptimizerConfig};
 use crate::precision::{Fallback, Fp8Config, GradScaler, PrecisionConfig};
 use crate::train::engine::StateView;
@@ -74,12 +74,5 @@ impl TrainState {
     /// The part that an update changes.
     pub(super) fn view(&self) -> StateView<'_> {
         StateView { weights: &self.weights, masters: self.masters.parameters(), adamw: &self.adamw }
-    }
-
-    /// Random initial weights for `spec`, in FP32.
-    pub fn random_masters(spec: &ModelSpec, seed: u64, device: &candle_core::Device) -> Result<Parameters> {
-        let masters = Parameters::zeros(&spec.parameters(), candle_core::DType::F32, device)?;
-        masters.init_weights(seed)?;
-        Ok(masters)
     }
 }

@@ -12,13 +12,12 @@ use crate::common::python::{python, run_script};
 use candle_core::Device;
 use finetune::data::{DataSource, DatasetBuilder, TokenSource};
 use finetune::engine::device::DeviceContext;
-use finetune::engine::model::ModelSpec;
+use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::inference::evaluate::{Evaluation, SlidingWindow, evaluate};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
 use finetune::store::tensor_file::write_tensors;
 use finetune::telemetry::Event;
-use finetune::train::TrainState;
 use serde_json::Value;
 
 /// A folder with the golden model `name` and a tokenizer of one-letter words that fits it.
@@ -123,7 +122,7 @@ fn transformers_finds_the_same_loss_on_tiny_shakespeare() {
     // Weights this wide make a model that is sure of itself, and wrong: its loss is far from a uniform guess.
     let small = ModelSpec { max_position_embeddings: 256, ..gpt2.resized(2, 64, 4) };
     let config = ModelSpec { initializer_range: 0.2, ..small };
-    let masters = TrainState::random_masters(&config, 1, &Device::Cpu).unwrap();
+    let masters = Parameters::random(&config.parameters(), 1, &Device::Cpu).unwrap();
     let tensors: Vec<_> = masters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
     let weights = fixture.path("model.safetensors");
     write_tensors(&mut std::fs::File::create(&weights).unwrap(), &weights, &tensors).unwrap();

@@ -446,8 +446,7 @@ fn readable_relatives(folder: &Path) -> [TrainedModel; 3] {
 fn wavy_model(name: &str, folder: &Path, keys: &[(&str, serde_json::Value)]) -> TrainedModel {
     let path = with_config(name, folder, keys);
     let spec = ModelFolder::read_config(&path).unwrap();
-    let weights = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
-    weights.init_weights(7).unwrap();
+    let weights = Parameters::random(&spec.parameters(), 7, &Device::Cpu).unwrap();
     let tensors: Vec<(String, Tensor)> = (0..)
         .zip(weights.iter())
         .map(|(index, (name, tensor))| {

@@ -37,8 +37,7 @@ fn rounded(spec: &ModelSpec, masters: &Parameters, policy: PrecisionPolicy) -> (
 /// `tiny` with random weights, wide enough that it prefers different tokens at different places.
 fn tiny(policy: PrecisionPolicy) -> (Decoder, Parameters) {
     let spec = ModelSpec { initializer_range: 0.3, ..ModelSpec::named("tiny").unwrap() };
-    let masters = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
-    masters.init_weights(5).unwrap();
+    let masters = Parameters::random(&spec.parameters(), 5, &Device::Cpu).unwrap();
     rounded(&spec, &masters, policy)
 }
 

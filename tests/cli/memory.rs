@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use crate::common::cli_fixture::CliFixture;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use finetune::data::{Tokenizer, grammar};
 use finetune::engine::model::{ModelSpec, Parameters};
 use serde_json::Value;
@@ -90,8 +90,7 @@ fn save(folder: &Path, spec: &ModelSpec, tokenizer: &[u8]) -> String {
     std::fs::create_dir(&model).unwrap();
     std::fs::write(model.join("config.json"), spec.to_json("float32")).unwrap();
     std::fs::write(model.join("tokenizer.json"), tokenizer).unwrap();
-    let weights = Parameters::zeros(&spec.parameters(), DType::F32, &Device::Cpu).unwrap();
-    weights.init_weights(1).unwrap();
+    let weights = Parameters::random(&spec.parameters(), 1, &Device::Cpu).unwrap();
     let named: HashMap<String, Tensor> =
         weights.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
     candle_core::safetensors::save(&named, model.join("model.safetensors")).unwrap();

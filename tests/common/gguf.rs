@@ -9,7 +9,6 @@ use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Tensor};
 use finetune::engine::model::{ALL_LINEAR, Lora, ModelSpec, Parameters};
 use finetune::store::gguf::gguf_offset;
-use finetune::train::TrainState;
 use serde_json::Value as Json;
 
 /// Random weights of `spec` in a file without a tokenizer: matrices take their types in turn, everything else is FP32.
@@ -24,7 +23,7 @@ pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {
         other => Value::String(other.as_str().unwrap().into()),
     };
     metadata.extend(arch.keys.iter().map(|(key, value)| (format!("{}.{key}", arch.architecture), number(value))));
-    let weights: Parameters = TrainState::random_masters(spec, 7, &Device::Cpu).unwrap();
+    let weights: Parameters = Parameters::random(&spec.parameters(), 7, &Device::Cpu).unwrap();
     let mut types = types.iter().cycle();
     // Matrices by their first value in the tensor, which has one of each expert.
     let mut parts: Vec<(String, BTreeMap<usize, Tensor>)> = Vec::new();

@@ -8,9 +8,9 @@ use crate::common::processes::compute_alone;
 use candle_core::Device;
 use finetune::data::{BatchLoader, TokenSource, grammar};
 use finetune::engine::kernels::{Kernels, view};
-use finetune::engine::model::{Decoder, ModelSpec};
+use finetune::engine::model::{Decoder, ModelSpec, Parameters};
 use finetune::precision::{FloatFormat, GradScaler, GradScalerConfig, PrecisionPolicy};
-use finetune::train::{StepOutcome, TrainEngine, TrainState};
+use finetune::train::{StepOutcome, TrainEngine};
 use std::sync::Arc;
 
 const STEPS: usize = 200;
@@ -29,7 +29,7 @@ fn start(policy: PrecisionPolicy, scaler: GradScaler, lr: f64) -> (TrainEngine, 
     compute_alone();
     let config = ModelSpec::named("tiny").unwrap();
     let settings = Settings { scaler, ..Settings::new(policy, GradScalerConfig::default(), lr, BATCH) };
-    let masters = TrainState::random_masters(&config, 17, &Device::Cpu).unwrap();
+    let masters = Parameters::random(&config.parameters(), 17, &Device::Cpu).unwrap();
     let tokens = TokenSource::from_ids(grammar::text(2, 200_000).bytes().map(u32::from).collect());
     (engine(&config, masters, settings), BatchLoader::new(tokens, BATCH.0, BATCH.1, 23).unwrap())
 }

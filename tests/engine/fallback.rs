@@ -15,12 +15,12 @@ use candle_core::{DType, Device};
 use finetune::Error;
 use finetune::data::Batch;
 use finetune::engine::kernels::view;
-use finetune::engine::model::{ForwardMode, InputIds, KvCache, ModelSpec};
+use finetune::engine::model::{ForwardMode, InputIds, KvCache, ModelSpec, Parameters};
 use finetune::precision::{Dtype, FallbackRule, GradScaler, GradScalerConfig, PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, compare, latest_valid};
 use finetune::store::tensor_file::TensorFile;
 use finetune::telemetry::{Activity, DtypeChange, Emitter, Event, StepStatus, read};
-use finetune::train::{Config, ConfigLayers, TrainEngine, TrainState, Trainer, verify_resume};
+use finetune::train::{Config, ConfigLayers, TrainEngine, Trainer, verify_resume};
 
 /// `tiny` with random weights. One hidden unit of block 1's MLP is 2^10 times as large, and the weights that read it
 /// are as much smaller. The function is nearly the same; the unit's activations are an outlier channel, as large models
@@ -242,7 +242,7 @@ fn a_killed_run_goes_on_with_the_layer_in_fallback() {
 fn small(policy: PrecisionPolicy, grad_accum: usize) -> TrainEngine {
     let tiny = ModelSpec::named("tiny").unwrap();
     let shape = ModelSpec { vocab_size: 64, ..tiny.resized(2, 16, 2) };
-    let masters = TrainState::random_masters(&shape, 5, &Device::Cpu).unwrap();
+    let masters = Parameters::random(&shape.parameters(), 5, &Device::Cpu).unwrap();
     let scaler = GradScalerConfig { init_scale: 1024.0, ..GradScalerConfig::default() };
     let scaler = GradScaler::new(scaler).unwrap();
     let settings = Settings::new(policy, GradScalerConfig::default(), 1e-2, (2, 8));

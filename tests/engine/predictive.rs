@@ -9,11 +9,11 @@ use crate::common::compare::gpt2_tokenizer;
 use crate::run::advanced;
 use candle_core::Device;
 use finetune::data::grammar;
-use finetune::engine::model::ModelSpec;
+use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::precision::ScalerMode;
 use finetune::random::{Domain, Stream};
 use finetune::telemetry::{Activity, Event, ScaleCause, StepStatus};
-use finetune::train::{Config, ConfigLayers, DataSets, TrainState, verify_resume};
+use finetune::train::{Config, ConfigLayers, DataSets, verify_resume};
 
 /// The figures of a run.
 #[derive(Debug, Default)]
@@ -153,7 +153,7 @@ fn narrow_distilgpt2_on_tiny_shakespeare() {
     let Some(tokenizer) = gpt2_tokenizer() else { return };
     let folder = tempfile::tempdir().unwrap();
     let shape = ModelSpec::named("distilgpt2").unwrap().resized(6, 64, 4);
-    let masters = TrainState::random_masters(&shape, 11, &Device::Cpu).unwrap();
+    let masters = Parameters::random(&shape.parameters(), 11, &Device::Cpu).unwrap();
     let tensors: HashMap<_, _> = masters.iter().map(|(name, tensor)| (name.to_owned(), tensor.clone())).collect();
     candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
     std::fs::write(folder.path().join("config.json"), shape.to_json("float32")).unwrap();

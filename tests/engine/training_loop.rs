@@ -9,12 +9,12 @@ use finetune::data::Batch;
 use finetune::engine::collective::SingleProcess;
 use finetune::engine::device::DeviceContext;
 use finetune::engine::kernels::KernelBackend;
-use finetune::engine::model::{Checkpointing, ModelSpec, Workspace};
+use finetune::engine::model::{Checkpointing, ModelSpec, Parameters, Workspace};
 use finetune::engine::optim::MasterWeights;
 use finetune::precision::{PrecisionPolicy, PrecisionUnit};
 use finetune::store::checkpoint::{Run, latest_valid};
 use finetune::telemetry::{Activity, Command, Event, FinishReason, FlushedTensor};
-use finetune::train::{Config, DataSets, SetupEvent, TrainState, Trainer, engine, verify_resume};
+use finetune::train::{Config, DataSets, SetupEvent, Trainer, engine, verify_resume};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -123,7 +123,7 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     assert!(steps(&events).count() == 12 && steps(&events).all(|step| step.loss > 0.0));
 
     let spec = ModelSpec::named("tiny").unwrap();
-    let masters = TrainState::random_masters(&spec, 1, &Device::Cpu).unwrap();
+    let masters = Parameters::random(&spec.parameters(), 1, &Device::Cpu).unwrap();
     let kernels = DeviceContext::cpu().kernels;
     let weights = MasterWeights::new(masters, settings.dtype, &*kernels).unwrap();
     let mut engine = engine(Arc::new(SingleProcess), &settings, &spec, weights, kernels, 1).unwrap();

@@ -81,7 +81,7 @@ fn steady_state(spec: &ModelSpec, experts: usize) {
     for policy in [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16] {
         for grad_accum in [1, 2] {
             let scaler = GradScalerConfig { growth_interval: 7, ..GradScalerConfig::default() };
-            let masters = TrainState::random_masters(spec, 3, &Device::Cpu).unwrap();
+            let masters = Parameters::random(&spec.parameters(), 3, &Device::Cpu).unwrap();
             let settings = Settings {
                 policy,
                 scaler: GradScaler::new(scaler).unwrap(),

@@ -10,7 +10,7 @@ use crate::engine::model::{Decoder, ForwardMode, InputIds, KvCache, ModelSpec, M
 use crate::engine::optim::MasterWeights;
 use crate::random::{Domain, Stream};
 use crate::telemetry::ProcessStats;
-use crate::train::{Config, TrainState};
+use crate::train::Config;
 use candle_core::{DType, Tensor};
 use serde_json::json;
 use std::time::Instant;
@@ -23,7 +23,7 @@ const WARM_UP: usize = 3;
 pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result<serde_json::Value> {
     let (spec, seq_len, policy) = (args.spec()?, args.seq_len, config.dtype);
     let open = config.device_spec()?.open(policy, config.kernels, &mut |notice| print_notice(&notice))?;
-    let masters = TrainState::random_masters(&spec, config.seed, &open.device)?;
+    let masters = Parameters::random(&spec.parameters(), config.seed, &open.device)?;
     let (masters, weights) = MasterWeights::new(masters, policy, &*open.kernels)?;
     drop(masters);
     let model = Decoder::new(&spec, &weights, open.kernels.clone())?;

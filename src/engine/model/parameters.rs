@@ -101,6 +101,13 @@ impl Parameters {
         Self::of_layout(Arc::new(ParamLayout::new(entries.to_vec())), dtype, device, None)
     }
 
+    /// Random initial values in FP32 for each parameter, see [`Self::init_weights`].
+    pub fn random(entries: &[ParamSpec], seed: u64, device: &Device) -> Result<Self> {
+        let parameters = Self::zeros(entries, DType::F32, device)?;
+        parameters.init_weights(seed)?;
+        Ok(parameters)
+    }
+
     /// Zeros on `device`, for a frozen base. The matrices in `quantized` stay in their quantized blocks: either all
     /// matrices of a product, or none.
     pub fn with_quantized(

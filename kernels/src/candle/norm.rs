@@ -15,30 +15,6 @@ fn gain(settings: NormSettings, weight: &Tensor) -> Result<Tensor> {
     if offset == 0.0 { Ok(weight) } else { weight + f64::from(offset) }
 }
 
-/// FP32 rows divided by their root mean square and multiplied by the gain; and the inverse root mean square, `[N, 1]`.
-fn normalise(settings: NormSettings, x: &Tensor, weight: &Tensor) -> Result<(Tensor, Tensor)> {
-    let rstd = (row_means(&x.sqr()?)? + f64::from(settings.eps))?.sqrt()?.recip()?;
-    Ok((x.broadcast_mul(&rstd)?.broadcast_mul(&gain(settings, weight)?)?, rstd))
-}
-
-/// The gradients of `x` and the weight, given the gradient of [`normalise`]'s output.
-fn gradients(
-    settings: NormSettings,
-    dy: &Tensor,
-    x: &Tensor,
-    weight: &Tensor,
-    rstd: &Tensor,
-) -> Result<(Tensor, Tensor)> {
-    let normalised = x.broadcast_mul(rstd)?;
-    let grad = dy.broadcast_mul(&gain(settings, weight)?)?;
-    let along = row_means(&(&grad * &normalised)?)?;
-    let mut inner = (&grad - normalised.broadcast_mul(&along)?)?;
-    if settings.centers() {
-        inner = inner.broadcast_sub(&row_means(&grad)?)?;
-    }
-    Ok((inner.broadcast_mul(rstd)?, column_sums(&(dy * normalised)?)?))
-}
-
 /// The groups of some columns, which are as wide as the weight, as rows of FP32.
 fn groups(x: ColumnSlice<'_>, weight: &Tensor) -> Result<Tensor> {
     upcast_columns(x)?.reshape(((), weight.dims1()?))
@@ -51,7 +27,8 @@ pub(super) fn forward(op: &op::Norm<'_>) -> Result<()> {
         centered = centered.broadcast_sub(&mean)?;
         store(&mean.reshape(out.shape())?, out)?;
     }
-    let (mut y, rstd) = normalise(op.settings, &centered, op.weight)?;
+    let rstd = (row_means(&centered.sqr()?)? + f64::from(op.settings.eps))?.sqrt()?.recip()?;
+    let mut y = centered.broadcast_mul(&rstd)?.broadcast_mul(&gain(op.settings, op.weight)?)?;
     if let Some(bias) = op.bias {
         y = y.broadcast_add(&upcast(bias)?)?;
     }
@@ -64,12 +41,19 @@ pub(super) fn backward(op: &op::NormBackward<'_>) -> Result<()> {
     if let Some(mean) = op.mean {
         centered = centered.broadcast_sub(&mean.reshape(((), 1))?)?;
     }
-    let (mut dx, dweight) = gradients(op.settings, &dy, &centered, op.weight, &op.rstd.reshape(((), 1))?)?;
-    dx = dx.reshape((op.dx.rows(), ()))?;
+    let rstd = op.rstd.reshape(((), 1))?;
+    let normalised = centered.broadcast_mul(&rstd)?;
+    let grad = dy.broadcast_mul(&gain(op.settings, op.weight)?)?;
+    let along = row_means(&(&grad * &normalised)?)?;
+    let mut inner = (&grad - normalised.broadcast_mul(&along)?)?;
+    if op.settings.centers() {
+        inner = inner.broadcast_sub(&row_means(&grad)?)?;
+    }
+    let mut dx = inner.broadcast_mul(&rstd)?.reshape((op.dx.rows(), ()))?;
     if op.mode == WriteMode::Accumulate {
         dx = (upcast_columns(op.dx)? + dx)?;
     }
     store_columns(&dx, op.dx)?;
-    op.dweight.map_or(Ok(()), |out| store(&dweight, out))?;
+    op.dweight.map_or(Ok(()), |out| store(&column_sums(&(&dy * normalised)?)?, out))?;
     op.dbias.map_or(Ok(()), |out| store(&column_sums(&dy)?, out))
 }

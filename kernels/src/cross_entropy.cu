@@ -1,4 +1,4 @@
-// Softmax, loss and gradient of rows of logits: the counterpart of `loss_rows` in cross_entropy.rs.
+// Softmax, loss and gradient of rows of logits: the counterpart of `rows` in cross_entropy.rs.
 #include "cuda/tensor_core.cuh"
 
 struct CrossEntropy {

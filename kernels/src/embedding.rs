@@ -6,7 +6,8 @@ use crate::view::{ReadGuard, ViewMut, read, write};
 use candle_core::{DType, Result};
 use half::{bf16, f16};
 
-const MIN_ROWS_PER_TASK: usize = 16;
+/// Positions whose rows a task sums. Of tokens it sums four times as many rows.
+const ROWS_PER_TASK: usize = 16;
 
 /// √width, rounded to the type that the embedding is stored in, as Gemma was trained with it.
 pub fn scale_of_width(width: usize, dtype: DType) -> f32 {
@@ -59,9 +60,7 @@ pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
         if let Some(dropout) = dropout {
             dropout.apply(n * width, row);
         }
-        for (total, row) in total.iter_mut().zip(row.iter()) {
-            *total += row;
-        }
+        axpy(1.0, row, total);
     };
     for (n, slot) in order.iter_mut().enumerate() {
         *slot = n as u32;
@@ -78,7 +77,7 @@ pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
         for_each_part_with_scratch(
             Rows { view: dwpe, width },
             positions,
-            [MIN_ROWS_PER_TASK, width],
+            [ROWS_PER_TASK, width],
             #[inline(always)]
             |first, rows, mut dwpe, [total, row]| {
                 for i in 0..rows {
@@ -105,7 +104,7 @@ fn by_token(
     add_row: &(impl Fn(usize, &mut [f32], &mut [f32]) + Sync),
 ) {
     let token = |n: u32| ids[n as usize] as usize;
-    if order.len() > 4 * MIN_ROWS_PER_TASK {
+    if order.len() > 4 * ROWS_PER_TASK {
         let boundary = token(order[order.len() / 2]);
         let (below, above) = order.split_at(order.partition_point(|&n| token(n) < boundary));
         if !below.is_empty() {

@@ -8,7 +8,7 @@ use crate::view::{BLOCK, read, write};
 use candle_core::{Result, Tensor};
 
 /// Approximate number of elements of a task.
-const MIN_ELEMENTS_PER_TASK: usize = 8 * BLOCK;
+const ELEMENTS_PER_TASK: usize = 8 * BLOCK;
 
 /// The gates and ups of `x [N, 2·F]`: the halves of its columns.
 fn halves(x: &Tensor) -> Result<[ColumnSlice<'_>; 2]> {
@@ -23,7 +23,7 @@ pub fn forward(op: &op::Activate<'_>, function: impl Fn(f32) -> f32 + Sync) -> R
         for_each_part(
             Rows { view, width },
             rows,
-            MIN_ELEMENTS_PER_TASK / width + 1,
+            ELEMENTS_PER_TASK / width + 1,
             #[inline(always)]
             |first, rows, mut y| {
                 let (mut gates, mut ups) = ([0.0; BLOCK], [0.0; BLOCK]);
@@ -51,7 +51,7 @@ pub fn backward(op: &op::ActivateBackward<'_>, function: impl Fn(f32) -> (f32, f
         for_each_part(
             (),
             rows,
-            MIN_ELEMENTS_PER_TASK / width + 1,
+            ELEMENTS_PER_TASK / width + 1,
             #[inline(always)]
             |first, rows, ()| {
                 let (mut gates, mut ups) = ([0.0; BLOCK], [0.0; BLOCK]);
@@ -102,7 +102,7 @@ pub fn clamped(op: &op::Activate<'_>) -> Result<()> {
         for_each_part(
             Rows { view, width: 1 },
             len,
-            MIN_ELEMENTS_PER_TASK,
+            ELEMENTS_PER_TASK,
             #[inline(always)]
             |first, count, mut y| {
                 let (mut pairs, mut outputs) = ([0.0; 2 * BLOCK], [0.0; BLOCK]);
@@ -129,7 +129,7 @@ pub fn clamped_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
             for_each_part(
                 (Rows { view: dx, width: 2 }, Rows { view: y, width: 1 }),
                 len,
-                MIN_ELEMENTS_PER_TASK,
+                ELEMENTS_PER_TASK,
                 #[inline(always)]
                 |first, count, (mut dx, mut y)| {
                     let (mut pairs, mut grads, mut outputs) = ([0.0; 2 * BLOCK], [0.0; BLOCK], [0.0; BLOCK]);

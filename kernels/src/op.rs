@@ -461,7 +461,7 @@ impl Op<'_> {
         }
     }
 
-    /// Calls `visit` with the tensors that are read, then with those that are written: an updated tensor is both. Not for
+    /// Calls `visit` with each tensor that is read or written; with one that is updated first as read, then as written. Not for
     /// [`Op::Summarize`].
     pub fn for_each_tensor(&self, visit: &mut dyn FnMut(&Tensor, Access)) {
         let mut all = |reads: &[Option<&Tensor>], writes: &[Option<&Tensor>]| {

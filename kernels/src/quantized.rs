@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, Device, Result, Tensor, bail};
 use std::fmt;
 
 /// Rows that a task dequantizes at a time.
-const MIN_ROWS_PER_TASK: usize = 32;
+const ROWS_PER_TASK: usize = 32;
 
 /// A matrix whose rows are whole blocks. Matrices that one product takes together are stacked, each with its own block
 /// type.
@@ -103,7 +103,7 @@ impl QuantizedMatrix {
             }
         };
         write(out, |out| {
-            for_each_part(Rows { view: out, width }, rows, MIN_ROWS_PER_TASK, |first, count, mut out| {
+            for_each_part(Rows { view: out, width }, rows, ROWS_PER_TASK, |first, count, mut out| {
                 let ids: Vec<u32> = (first..first + count).map(|row| ids.map_or(row as u32, |ids| ids[row])).collect();
                 match blocks.embedding(&ids, part.rows, width) {
                     Ok(CpuStorage::F32(values)) => out.view.store(0, &values),

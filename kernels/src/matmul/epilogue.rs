@@ -16,7 +16,7 @@ pub(super) struct OutputMatrix<C> {
     stride: usize,
 }
 
-// SAFETY: the tasks of a product write disjoint tiles, see `OutputMatrix::tile`.
+// SAFETY: the tasks of a product write disjoint tiles, see `OutputMatrix::row`.
 unsafe impl<C: Send> Send for OutputMatrix<C> {}
 // SAFETY: as above.
 unsafe impl<C: Send> Sync for OutputMatrix<C> {}

@@ -1,6 +1,7 @@
 //! The largest difference of logits between a merged model as written and its base with adapters.
 
 use crate::engine::device::DeviceContext;
+use crate::engine::kernels::Fused;
 use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{Decoder, ForwardMode, InputIds, Parameters, Workspace};
 use crate::inference::export::{ExportFormat, WeightDtype};
@@ -47,11 +48,7 @@ pub fn merge_error(
     let unmerged = logits_of("the model with its adapters", trained.load(PrecisionPolicy::FP32, open)?)?;
     let merged = match (format, encoding) {
         (ExportFormat::Onnx(_), WeightDtype::Plain(dtype)) => {
-            let rounded = trained.weights(dtype)?;
-            let merged = rounded.zeros_like(DType::F32)?;
-            for (from, to) in rounded.tensors().iter().zip(merged.tensors()) {
-                view::copy(from, to)?;
-            }
+            let merged = trained.weights(dtype)?.to_dtype(DType::F32, &Fused)?;
             (Decoder::new(&trained.spec, &merged, open.kernels.clone())?, merged)
         }
         _ => TrainedModel::open(out, None)?.load(PrecisionPolicy::FP32, open)?,

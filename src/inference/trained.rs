@@ -2,7 +2,7 @@
 
 use crate::data::{Bos, ChatSettings, DatasetOptions, Tokenizer};
 use crate::engine::device::DeviceContext;
-use crate::engine::kernels::view;
+use crate::engine::kernels::{Fused, view};
 use crate::engine::model::{Decoder, ModelSpec, Parameters, candle_dtype, merge_adapters};
 use crate::precision::{Dtype, PrecisionPolicy};
 use crate::store::adapter::AdapterFolder;
@@ -175,11 +175,7 @@ impl TrainedModel {
         if dtype == Dtype::F32 {
             return Ok(masters);
         }
-        let weights = masters.zeros_like(candle_dtype(dtype))?;
-        for (master, weight) in masters.tensors().iter().zip(weights.tensors()) {
-            view::copy(master, weight)?;
-        }
-        Ok(weights)
+        Ok(masters.to_dtype(candle_dtype(dtype), &Fused)?)
     }
 
     /// The model, and its weights in the policy's compute type, on an open device.

@@ -75,20 +75,12 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
 
 /// The weights in FP32: the masters, over their base. Tensors that are FP32 already are shared.
 pub(super) fn to_fp32(weights: &Parameters, masters: &Parameters, kernels: &dyn Kernels) -> Result<Parameters> {
-    let is_wide = |parameters: &Parameters| parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32);
     let widened = |parameters: &Parameters| -> Result<Parameters> {
-        if is_wide(parameters) {
-            return Ok(parameters.clone());
-        }
-        let wide = parameters.zeros_like(DType::F32)?;
-        let mut pairs = parameters.tensors().iter().zip(wide.tensors());
-        pairs.try_for_each(|(from, to)| kernels.copy(from, to))?;
-        Ok(wide)
+        let is_wide = parameters.tensors().iter().all(|tensor| tensor.dtype() == DType::F32);
+        if is_wide { Ok(parameters.clone()) } else { Ok(parameters.to_dtype(DType::F32, kernels)?) }
     };
-    let wide_base = |base: &Arc<Parameters>| -> Result<Arc<Parameters>> {
-        Ok(if is_wide(base) { base.clone() } else { Arc::new(base.to_dtype(DType::F32, kernels)?) })
-    };
-    Ok(widened(masters)?.with_base(weights.base().map(wide_base).transpose()?))
+    let base = weights.base().map(|base| widened(base).map(Arc::new));
+    Ok(widened(masters)?.with_base(base.transpose()?))
 }
 
 /// The largest magnitude of each layer's output.

@@ -131,7 +131,7 @@ impl Parameters {
         Self::of_layout(layout, dtype, device, base.map(Arc::new))
     }
 
-    /// Converts a frozen base to another compute dtype. Quantized matrices are shared, other tensors converted.
+    /// Converts whole parameters to another dtype, without their base. Quantized matrices are shared.
     pub fn to_dtype(&self, dtype: DType, kernels: &dyn Kernels) -> Result<Self> {
         let quantized = self.quantized.as_ref().map(|quantized| quantized.to_dtype(dtype)).transpose()?.map(Arc::new);
         let converted = Self::of_layout(self.layout.clone(), dtype, &self.device(), quantized)?;

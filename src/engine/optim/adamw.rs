@@ -250,16 +250,12 @@ impl MasterWeights {
         let base = parameters.base().cloned();
         let mut parameters = parameters.with_base(None);
         if policy.params != Dtype::F32 {
-            let rounded = parameters.zeros_like(candle_dtype(policy.params))?;
-            copy_all(&parameters, &rounded, kernels)?;
-            parameters = rounded;
+            parameters = parameters.to_dtype(candle_dtype(policy.params), kernels)?;
         }
         let shared = policy.compute == policy.params;
         let compute = candle_dtype(policy.compute);
-        let weights = if shared { parameters.clone() } else { parameters.zeros_like(compute)? };
-        let masters = Self { parameters };
-        copy_all(&masters.parameters, &weights, kernels)?;
-        Ok((masters, weights.with_base(base)))
+        let weights = if shared { parameters.clone() } else { parameters.to_dtype(compute, kernels)? };
+        Ok((Self { parameters }, weights.with_base(base)))
     }
 
     /// Like [`Self::new`], but keeps only the shard of this process in `group`. `fill` writes FP32 values. If there are several

@@ -85,7 +85,9 @@ impl Sink for Notify {
             error =
                 Some(format!("is still running for {MAX_CHILDREN} events; it will start again after one of them ends"));
         }
-        if let Some(error) = error.filter(|_| !self.error_reported) {
+        if let Some(error) = error
+            && !self.error_reported
+        {
             self.error_reported = true;
             self.error = Some(format!("`{}` of `--notify` {error}", self.command));
         }

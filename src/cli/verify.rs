@@ -203,7 +203,9 @@ fn repeat(
     processes::start_workers(&trainer, checkpoint.as_ref(), &**group)?;
     let difference = recorded.repeat(&mut trainer, folder, to, temporary.path(), reporter.activity())?;
     trainer.stop_workers()?;
-    if let Some(path) = to_write.filter(|_| difference.is_none()) {
+    if let Some(path) = to_write
+        && difference.is_none()
+    {
         let claim = Claim {
             program: format!("finetune {}", env!("CARGO_PKG_VERSION")),
             instruction_set: Isa::current().to_string(),

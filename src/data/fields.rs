@@ -106,7 +106,9 @@ pub(super) fn with_system(row: &Value, mut messages: Vec<Value>) -> Vec<Value> {
         matches!(field(message, "role").as_ref().and_then(Value::as_str), Some("system" | "developer"))
     };
     let system = field(row, "system").filter(|text| text.as_str().is_some_and(|text| !text.is_empty()));
-    if let Some(content) = system.filter(|_| !messages.first().is_some_and(is_system)) {
+    if let Some(content) = system
+        && !messages.first().is_some_and(is_system)
+    {
         messages.insert(0, context! { role => "system", content });
     }
     messages

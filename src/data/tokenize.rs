@@ -113,7 +113,9 @@ impl TokenizeJob<'_> {
                 self.writer.start();
                 let bos = self.tokenizer.prefix(ids.first().map(|(id, _)| *id));
                 // A chat template has written its own.
-                if let Some(bos) = bos.filter(|_| chunk.end != ChunkEnd::Templated) {
+                if let Some(bos) = bos
+                    && chunk.end != ChunkEnd::Templated
+                {
                     self.writer.push(&[bos], false)?;
                 }
             }

@@ -176,7 +176,9 @@ pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
         let p = masked(&scores, &visible)?.broadcast_sub(&log_sum)?.exp()?;
         // The softmax's derivative takes Σ_j p_j · dp_j, which is dout · out, masks included.
         let delta = per_row(&(&dout * out)?.sum_keepdim(D::Minus1)?)?;
-        if let Some(sinks) = sinks.as_ref().filter(|_| dsinks.is_some()) {
+        if let Some(sinks) = sinks.as_ref()
+            && dsinks.is_some()
+        {
             let of_part = (sinks.broadcast_sub(&log_sum)?.exp()? * &delta)?.neg()?.sum((0, 2, 3))?;
             dsink = Some(dsink.map_or(Ok(of_part.clone()), |sum: Tensor| sum + of_part)?);
         }

@@ -62,7 +62,9 @@ impl<Q: Queue> CudaKernels<Q> {
         let Some(known) = known else {
             let (address, owner) = self.queue.block(&block.words)?;
             self.with_inputs(block, address, pass)?;
-            if let Some(key) = key.filter(|_| graphs.shapes.len() < MAX_SHAPES) {
+            if let Some(key) = key
+                && graphs.shapes.len() < MAX_SHAPES
+            {
                 graphs.shapes.push(Shape { key, block: (address, owner), graph: None });
             }
             return Ok(());

@@ -444,7 +444,9 @@ fn figures(scene: &Scene, step: u64) -> Vec<(String, Role)> {
     if let Some((bucket, mean)) = validation.and_then(|bucket| Some((bucket, bucket.mean()?))) {
         figures.push((format!("val {} @ {}", format::loss(mean), bucket.step), Role::Validation));
     }
-    if let Some(scale) = curves.scale.at(step).filter(|_| run.scales_losses()) {
+    if let Some(scale) = curves.scale.at(step)
+        && run.scales_losses()
+    {
         figures.push((format!("scale {}", format::scale(scale.exp2() as f32)), Role::Text));
     }
     for (plotted, curve) in PLOTTED.iter().zip(&curves.plotted) {

@@ -105,7 +105,9 @@ fn phase(scene: &Scene) -> (String, Role) {
         },
         Phase::Lost => ("✕ process gone".to_owned(), Role::Overflow),
     };
-    if let Some(playback) = scene.playback.filter(|_| !run.is_over()) {
+    if let Some(playback) = scene.playback
+        && !run.is_over()
+    {
         let glyph = if playback.paused { '‖' } else { '▶' };
         return (format!("{glyph} replay ×{}", playback.speed), role);
     }

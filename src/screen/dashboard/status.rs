@@ -38,7 +38,9 @@ fn progress(run: &RunState, canvas: &mut Canvas) {
     let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
     let mut text = format!("step {}  epoch {:.2}", format::steps(step, total), run.step.epoch);
     // A log that begins in the middle of a run, or whose first line is damaged, has no `Started` event.
-    if let Some(Started { epochs, .. }) = run.started.as_ref().filter(|_| total > 0) {
+    if let Some(Started { epochs, .. }) = run.started.as_ref()
+        && total > 0
+    {
         let eta = match run.remaining() {
             // A run that stopped early has no ETA.
             _ if run.is_over() => (step >= total).then_some(0.0),

@@ -37,7 +37,9 @@ pub fn list(run: &Path) -> Result<Vec<CheckpointEntry>> {
     for entry in std::fs::read_dir(run).map_err(Error::io("list", run))? {
         let path = entry.map_err(Error::io("list", run))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if let Some((kind, step)) = CheckpointKind::parse_directory(&name).filter(|_| path.is_dir()) {
+        if let Some((kind, step)) = CheckpointKind::parse_directory(&name)
+            && path.is_dir()
+        {
             let manifest = Manifest::read(&path);
             listed.push(CheckpointEntry { path, kind, step, manifest });
         }

@@ -274,7 +274,9 @@ impl Client {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
-        if let Some(token) = self.settings.token.as_ref().filter(|_| same_origin(url, &self.settings.endpoint)) {
+        if let Some(token) = self.settings.token.as_ref()
+            && same_origin(url, &self.settings.endpoint)
+        {
             request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
         }
         let sent = match payload {

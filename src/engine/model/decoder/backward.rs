@@ -82,7 +82,9 @@ impl Decoder {
         }
         let dpositions = self.positions.and_then(|positions| grads.trainable(positions));
         let dtable = grads.trainable(self.embedding);
-        if let Some(x) = dtable.filter(|_| !self.spec.tie_word_embeddings) {
+        if let Some(x) = dtable
+            && !self.spec.tie_word_embeddings
+        {
             op::Zero { x }.run(kernels)?;
         }
         if dtable.or(dpositions).is_some() {

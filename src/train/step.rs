@@ -3,7 +3,7 @@
 
 use crate::data::Batch;
 use crate::engine::collective::{ProcessGroup, gather};
-use crate::engine::model::{Decoder, ForwardMode, Hook, Parameters};
+use crate::engine::model::{ForwardMode, Hook, Parameters};
 use crate::engine::optim::{Collector, Gradients, Update};
 use crate::precision::{PrecisionUnit, UpdateCounts};
 use crate::train::engine::{CompleteBlocks, Passes, RankTiming, StepOutcome, StepReport, StepTimings, TrainEngine};
@@ -41,47 +41,57 @@ impl Passes<'_> {
         also: &mut dyn Hook,
         collect: &mut dyn FnMut(&Gradients, PrecisionUnit) -> Result<()>,
     ) -> Result<(BatchLosses, Duration)> {
-        let Self { model, weights, objective, grads, .. } = self;
-        let (grads, model, weights): (_, &Decoder, &Parameters) = (&**grads, model, weights);
-        let (tokens, mut narrow, pass) = (batch.tokens(), None, BatchPass { model, weights, batch });
+        let model = self.model;
+        let weights: &Parameters = &self.weights;
+        let objective = &mut *self.objective;
+        let grads: &Gradients = self.grads;
+        let out = grads.micro_batch_grads();
+        let pass = BatchPass { model, weights, batch };
+        let mut narrow = None;
         let workspace = self.workspace.for_seq_len(batch.seq_len, &mut narrow)?;
         let mode = ForwardMode::Train { seed: self.seed, micro_batch: counters.micro_batch_index(index) };
-        let (out, clock) = (grads.micro_batch_grads(), Instant::now());
         let mut blocks = CompleteBlocks { collect: &mut |block| collect(grads, block), error: None };
         let mut hook = (&mut (&mut *self.hook, also), &mut blocks);
+        let clock = Instant::now();
         objective.refer(pass, workspace, Split::Train)?;
-        let balance = model.spec().experts.map_or(0.0, |experts| experts.balance) / micro_batches as f64;
-        workspace.balance_experts(f64::from(scale) * balance, &batch.row_lens);
-        let (seed, waits) = (scale / count as f32, objective.kind().needs_log_probs());
-        if !waits {
+        let needs_log_probs = objective.kind().needs_log_probs();
+        if !needs_log_probs {
             objective.weigh(pass, workspace)?;
         }
+        let balance = model.spec().experts.map_or(0.0, |experts| experts.balance) / micro_batches as f64;
+        workspace.balance_experts(f64::from(scale) * balance, &batch.row_lens);
+        let seed = scale / count as f32;
         // A GPU may record the passes, and repeat them without the host, if that does nothing during them.
-        let host_chooses = waits || hook.is_active() || self.group.world_size() > 1 || model.spec().experts.is_some();
-        let records = !host_chooses && !weights.device().is_cpu();
-        let target_weights = objective.weights(batch).filter(|_| records).map(<[f32]>::to_vec);
-        let (targets, known) = (&batch.labels[..], (!waits).then_some(seed));
-        let targets = (targets, known, target_weights.as_deref());
+        let host_acts =
+            needs_log_probs || hook.is_active() || self.group.world_size() > 1 || model.spec().experts.is_some();
+        let records = !host_acts && !weights.device().is_cpu();
+        let target_weights = if records { objective.weights(batch).map(<[f32]>::to_vec) } else { None };
+        let known_seed = if needs_log_probs { None } else { Some(seed) };
+        let targets = (&batch.labels[..], known_seed, target_weights.as_deref());
         let buffers = records.then_some((out, &*workspace));
-        let (inputs, mut forward) = (model.pass_inputs(weights, tokens, mode, targets, buffers), Duration::ZERO);
+        let inputs = model.pass_inputs(weights, batch.tokens(), mode, targets, buffers);
+        let mut forward = Duration::ZERO;
         let done = model.kernels().pass(&inputs, &mut || {
             let hook: &mut dyn Hook = if records { &mut () } else { &mut hook };
             // 1. Forward in the compute type; the loss in FP32.
-            model.forward(weights, tokens, mode, workspace, hook)?;
+            model.forward(weights, batch.tokens(), mode, workspace, hook)?;
             forward = clock.elapsed();
             // 2. Backward from scale · dL · weight: gradients are stored in the compute type, every sum in them is FP32.
-            if waits {
+            if needs_log_probs {
                 objective.weigh(pass, workspace)?;
             }
             let seed = (seed, objective.weights(batch));
             model.loss_and_head_gradient(weights, &batch.labels, seed, workspace, out, hook)?;
-            model.backward(weights, tokens, mode, workspace, out, hook)
+            model.backward(weights, batch.tokens(), mode, workspace, out, hook)
         });
-        blocks.error.map_or(Ok(()), Err)?;
+        if let Some(error) = blocks.error {
+            return Err(error);
+        }
         done?;
         if records {
-            let trained = model.spec().first_trained_block()..model.spec().num_layers;
-            trained.rev().try_for_each(|block| collect(grads, PrecisionUnit::Block(block)))?;
+            for block in (model.spec().first_trained_block()..model.spec().num_layers).rev() {
+                collect(grads, PrecisionUnit::Block(block))?;
+            }
             return Ok((BatchLosses::OnDevice(workspace.losses().copy()?), forward));
         }
         let mut sums = objective.sums(batch, workspace.losses())?;
@@ -161,7 +171,9 @@ impl Passes<'_> {
         }
         for index in 0..micro_batches {
             let rank = self.grads.rank_of(index, micro_batches);
-            of_ranks[rank].next().into_iter().for_each(|losses| sums.add(losses));
+            if let Some(losses) = of_ranks[rank].next() {
+                sums.add(losses);
+            }
         }
         Ok(sums)
     }
@@ -196,7 +208,9 @@ impl TrainEngine {
             let kernels = masters.kernels(model.kernels());
             let update = Update { lr, grad_factor, updates: counters.updates };
             adamw.step(kernels, grads.total(), update, masters, &updated, update_counts.as_mut())?;
-            update_counts.as_mut().map_or(Ok(()), |counts| add_counts(counts, &**group))?;
+            if let Some(counts) = update_counts {
+                add_counts(counts, &**group)?;
+            }
             let clock = Instant::now();
             gather::all_gather(weights, &updated, &**group)?;
             time.comm += clock.elapsed();

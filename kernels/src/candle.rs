@@ -146,7 +146,9 @@ fn adamw(step: AdamWStep, op: AdamWTensor<'_>) -> Result<()> {
     store(&exp_avg, m)?;
     store(&exp_avg_sq, v)?;
     store(&updated, op.master)?;
-    op.weight.map_or(Ok(()), |weight| store(&updated, weight))?;
+    if let Some(weight) = op.weight {
+        store(&updated, weight)?;
+    }
     if let (Some(counts), Some(weight), Some([old, copies])) = (op.counts, counted, before) {
         let format = view::float_format(weight.dtype());
         counts.count(format, [&old, &values(op.master)?], [&copies, &values(weight)?]);

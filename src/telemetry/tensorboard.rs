@@ -72,16 +72,24 @@ impl TensorBoard {
         }
         let grads = &step.grads;
         for (tag, part) in [("gradients/zero_share", grads.zero), ("gradients/subnormal_share", grads.subnormal)] {
-            grads.share(part).into_iter().for_each(|share| scalar(tag, share));
+            if let Some(share) = grads.share(part) {
+                scalar(tag, share);
+            }
         }
         if grads.count > 0 {
             scalar("gradients/not_finite", grads.not_finite() as f64);
         }
         if let Some(counts) = &step.lost_updates {
-            counts.reach().into_iter().for_each(|share| scalar("updates/reach_share", share));
-            counts.mean_ulps().into_iter().for_each(|ulps| scalar("updates/mean_distance_ulps", ulps));
+            if let Some(share) = counts.reach() {
+                scalar("updates/reach_share", share);
+            }
+            if let Some(ulps) = counts.mean_ulps() {
+                scalar("updates/mean_distance_ulps", ulps);
+            }
         }
-        step.log2_grad_p1().into_iter().for_each(|p1| scalar("gradients/log2_p1_unscaled", p1));
+        if let Some(p1) = step.log2_grad_p1() {
+            scalar("gradients/log2_p1_unscaled", p1);
+        }
         if !grads.exponents.is_empty() {
             values.push(histogram("gradients/log2_abs_scaled", grads));
         }

@@ -270,7 +270,9 @@ impl Config {
             return Err(Error::config("data", "the list is empty; name a data set"));
         }
         let without = sets.iter().find(|(_, weight)| weight.is_none());
-        if let Some((without, _)) = without.filter(|_| sets.iter().any(|(_, weight)| weight.is_some())) {
+        if let Some((without, _)) = without
+            && sets.iter().any(|(_, weight)| weight.is_some())
+        {
             return Err(Error::config(
                 "data",
                 format!("`{without}` needs a weight, such as `{without}=0.5`, because others have one"),
@@ -427,7 +429,9 @@ impl Config {
         }
         let values = self.values()?;
         for setting in Self::settings() {
-            values.get(&setting.key).map_or(Ok(()), |value| setting.check(value))?;
+            if let Some(value) = values.get(&setting.key) {
+                setting.check(value)?;
+            }
         }
         let TelemetrySection { log_every, tensors_every, exponents_every, .. } = self.telemetry;
         for (key, every) in

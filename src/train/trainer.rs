@@ -184,7 +184,9 @@ impl Trainer {
         let config = setup::fit_memory(config, &source.spec, &open, &*group, report)?;
         let initial = source.initial(&config, (&open.device, &*open.kernels), &*group, report)?;
         let mut trainer = Self::with_parts(group, config, source, initial, open, report)?;
-        checkpoint.map_or(Ok(()), |checkpoint| trainer.load(checkpoint))?;
+        if let Some(checkpoint) = checkpoint {
+            trainer.load(checkpoint)?;
+        }
         Ok(trainer)
     }
 
@@ -620,7 +622,9 @@ impl Trainer {
         self.engine.count_exponents = is_multiple(next, self.config.telemetry.exponents_every);
         self.engine.update_counts = is_multiple(next, self.config.telemetry.lost_updates_every).then(Vec::new);
         let batches = batches_in_step(&self.micro_batches);
-        self.callbacks.begin.map_or(Ok(()), |begin| begin(&mut self.engine, batches))?;
+        if let Some(begin) = self.callbacks.begin {
+            begin(&mut self.engine, batches)?;
+        }
         let (report, waited) = self.step_overlapping_save()?;
         if let Some(why) = self.engine.model.kernels().take_notice() {
             self.warn(format!("passes run without a CUDA graph: {why}"));

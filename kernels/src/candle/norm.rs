@@ -54,6 +54,8 @@ pub(super) fn backward(op: &op::NormBackward<'_>) -> Result<()> {
         dx = (upcast_columns(op.dx)? + dx)?;
     }
     store_columns(&dx, op.dx)?;
-    op.dweight.map_or(Ok(()), |out| store(&column_sums(&(&dy * normalised)?)?, out))?;
+    if let Some(out) = op.dweight {
+        store(&column_sums(&(&dy * normalised)?)?, out)?;
+    }
     op.dbias.map_or(Ok(()), |out| store(&column_sums(&dy)?, out))
 }

@@ -347,7 +347,9 @@ impl TensorExchange for OnGpus {
         pending.ready.synchronize().w()?;
         let began = Instant::now();
         self.with_communicator(&state, |communicator| self.poll(communicator, &pending.done, began))?;
-        self.job().into_iter().for_each(|job| job.add_comm_time(began));
+        if let Some(job) = self.job() {
+            job.add_comm_time(began);
+        }
         Ok(began.elapsed())
     }
 }

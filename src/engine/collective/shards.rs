@@ -86,7 +86,9 @@ impl Shards {
                     room = elements;
                 }
                 room = room.saturating_sub(piece.len());
-                rounds.last_mut().into_iter().for_each(|round| round.push((parameter, piece.clone())));
+                if let Some(round) = rounds.last_mut() {
+                    round.push((parameter, piece.clone()));
+                }
             }
         }
         rounds

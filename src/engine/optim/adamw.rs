@@ -219,7 +219,9 @@ impl AdamW {
                 let first = masters.parameters().range(i).start;
                 stochastic::round(updated, master, first, seed, &entry.name, updates)?;
             }
-            weight.map_or(Ok(()), |weight| kernels.copy(master, weight))?;
+            if let Some(weight) = weight {
+                kernels.copy(master, weight)?;
+            }
         }
         op::AdamW { step, tensors: together }.run(kernels)
     }

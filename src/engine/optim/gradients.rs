@@ -301,7 +301,9 @@ impl Gradients {
             if turns.is_empty() {
                 turns.push(Turn::default());
             }
-            turns.last_mut().into_iter().for_each(|turn| turn.exchanged = Some(0..micro_batches));
+            if let Some(turn) = turns.last_mut() {
+                turn.exchanged = Some(0..micro_batches);
+            }
         }
         turns
     }

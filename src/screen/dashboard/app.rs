@@ -216,7 +216,9 @@ impl App {
             Action::Faster => self.play(|playback| playback.speed *= 2.0),
             Action::TrueMagnitudes => self.scene.true_magnitudes = !self.scene.true_magnitudes,
             Action::Filter if matches!(self.tab, TENSORS | EVENTS) => {
-                self.list().into_iter().for_each(|list| list.typing = true);
+                if let Some(list) = self.list() {
+                    list.typing = true;
+                }
             }
             Action::Down => self.scroll(1),
             Action::Up => self.scroll(-1),
@@ -262,7 +264,9 @@ impl App {
     }
 
     fn stop_typing(&mut self) {
-        self.list().into_iter().for_each(|list| list.typing = false);
+        if let Some(list) = self.list() {
+            list.typing = false;
+        }
     }
 
     /// Closes the topmost dialog or detail view.
@@ -275,7 +279,9 @@ impl App {
         {
             return;
         }
-        self.list().into_iter().for_each(|list| list.filter.clear());
+        if let Some(list) = self.list() {
+            list.filter.clear();
+        }
         self.notice = None;
     }
 

@@ -100,7 +100,9 @@ impl Trainer {
         self.sample_completions(cursor)?;
         self.progress.retry = Some(cursor);
         let batches = batches_in_step(&self.micro_batches);
-        self.callbacks.begin.map_or(Ok(()), |begin| begin(&mut self.engine, batches))?;
+        if let Some(begin) = self.callbacks.begin {
+            begin(&mut self.engine, batches)?;
+        }
         bisect::bisect(&mut self.engine, batches, settings, activity)
     }
 

@@ -90,10 +90,10 @@ impl SplitRows for Moments<'_> {
 impl Moments<'_> {
     /// Updates `master` and its moments, which are at `range`: up to [`WIDTH`] elements from the start of a block on.
     #[inline(always)]
-    fn update(&mut self, numbers: (AdamWStep, f32), grad: &[f32], master: &mut [f32], range: Range<usize>) {
+    fn update(&mut self, step: AdamWStep, weight_decay: f32, grad: &[f32], master: &mut [f32], range: Range<usize>) {
         match self {
             Self::Fp32([m, v]) => {
-                update_block(numbers, grad, master, [&mut m.view[range.clone()], &mut v.view[range]]);
+                update_block(step, weight_decay, grad, master, [&mut m.view[range.clone()], &mut v.view[range]]);
             }
             Self::Int8([m, v]) => {
                 let blocks = BlockwiseQuantized::blocks(&range);
@@ -103,7 +103,7 @@ impl Moments<'_> {
                 let v = (&mut v.0.view[range], &mut v.1.view[blocks]);
                 dequantize(true, (m.0, m.1), m_values);
                 dequantize(false, (v.0, v.1), v_values);
-                update_block(numbers, grad, master, [&mut *m_values, &mut *v_values]);
+                update_block(step, weight_decay, grad, master, [&mut *m_values, &mut *v_values]);
                 quantize(true, m_values, m);
                 quantize(false, v_values, v);
             }
@@ -164,13 +164,13 @@ pub fn step(step: AdamWStep, mut tensor: AdamWTensor<'_>) -> Result<()> {
                             let old = &mut old[..master.len()];
                             old.copy_from_slice(master);
                             weight.as_view().load(start, before);
-                            moments.update((step, weight_decay), grad, master, range);
+                            moments.update(step, weight_decay, grad, master, range);
                             weight.store(start, master);
                             weight.as_view().load(start, after);
                             counts.count(format, [old, master], [before, after]);
                         }
                         weight => {
-                            moments.update((step, weight_decay), grad, master, range);
+                            moments.update(step, weight_decay, grad, master, range);
                             if let Some(weight) = weight {
                                 weight.view.store(start, master);
                             }
@@ -194,7 +194,8 @@ pub fn step(step: AdamWStep, mut tensor: AdamWTensor<'_>) -> Result<()> {
 
 #[inline(always)]
 fn update_block(
-    (n, weight_decay): (AdamWStep, f32),
+    n: AdamWStep,
+    weight_decay: f32,
     grad: &[f32],
     master: &mut [f32],
     [exp_avg, exp_avg_sq]: [&mut [f32]; 2],

@@ -207,7 +207,7 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
                 let sink = sinks.as_ref().map(|sinks| sinks[head]);
                 isa::vectorize(
                     #[inline(always)]
-                    || forward_head(Sequence::new(shape, b, documents), (head, sink), sources, dropout, out, lse),
+                    || forward_head(Sequence::new(shape, b, documents), head, sink, sources, dropout, out, lse),
                 );
             });
         })
@@ -217,7 +217,8 @@ pub fn forward(op: &op::Attention<'_>) -> Result<()> {
 #[inline(always)]
 fn forward_head(
     sequence: Sequence<'_>,
-    (head, sink): (usize, Option<f32>),
+    head: usize,
+    sink: Option<f32>,
     [queries, keys, values]: [ColumnReader<'_>; 3],
     dropout: Option<Dropout>,
     out: ColumnWriter<'_>,
@@ -246,7 +247,7 @@ fn forward_head(
                 for (i, p) in (first..seq_len).zip(p.chunks_exact_mut(row)) {
                     let start = sequence.first_key(i) - lowest;
                     let seen = start..i + 1 - lowest;
-                    let (top, total) = exponentials(&mut p[..keys], seen.clone(), (shape.softcap, sink));
+                    let (top, total) = exponentials(&mut p[..keys], seen.clone(), shape.softcap, sink);
                     totals[i - first] = total;
                     lse[i] = top + total.ln();
                     if let Some(dropout) = dropout {
@@ -271,11 +272,7 @@ fn forward_head(
 /// Replaces the scores `seen` of a row by the softmax's numerators and all others by 0. Returns the largest score, or the sink's,
 /// and the softmax's denominator.
 #[inline(always)]
-pub(crate) fn exponentials(
-    p: &mut [f32],
-    seen: Range<usize>,
-    (softcap, sink): (Option<f32>, Option<f32>),
-) -> (f32, f32) {
+pub(crate) fn exponentials(p: &mut [f32], seen: Range<usize>, softcap: Option<f32>, sink: Option<f32>) -> (f32, f32) {
     p[..seen.start].fill(0.0);
     p[seen.end..].fill(0.0);
     let seen = &mut p[seen];
@@ -474,7 +471,7 @@ fn backward_head(
                         dropout.apply(mask, dp);
                     }
                     let log = lse.get(i).copied().unwrap_or(0.0);
-                    score_gradients(p, dp, (log, deltas[r]), shape.softcap);
+                    score_gradients(p, dp, log, deltas[r], shape.softcap);
                     if let Some(dropout) = saved.dropout {
                         dropout.apply(mask, p);
                     }
@@ -497,7 +494,7 @@ fn backward_head(
 /// Replaces a row's scores `p` by probabilities, and the gradients `dp` of the probabilities by the scores' gradients. `log` is the
 /// row's log-sum-exp, `delta` the scalar product of its output and the output's gradient.
 #[inline(always)]
-fn score_gradients(p: &mut [f32], dp: &mut [f32], (log, delta): (f32, f32), softcap: Option<f32>) {
+fn score_gradients(p: &mut [f32], dp: &mut [f32], log: f32, delta: f32, softcap: Option<f32>) {
     if let Some(cap) = softcap {
         for (dp, p) in dp.iter_mut().zip(p) {
             let tanh = math::tanh(*p / cap);

@@ -148,7 +148,7 @@ fn attend_group(
                     let (head, token) = place(index);
                     let position = past + token;
                     let seen = shape.first_in_window(position) - from..position + 1 - from;
-                    (_, *total) = exponentials(&mut p[..keys], seen, (shape.softcap, sinks.map(|sinks| sinks[head])));
+                    (_, *total) = exponentials(&mut p[..keys], seen, shape.softcap, sinks.map(|sinks| sinks[head]));
                 }
                 multiply([count, keys, size], by_rows(p, row), in_rows(&v[below..], size), (x, size), false);
                 for ((index, total), x) in indices.zip(totals).zip(x.chunks_exact_mut(size)) {

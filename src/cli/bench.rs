@@ -169,8 +169,8 @@ fn measure(args: &BenchArgs, config: &Config) -> Result<serde_json::Value> {
     let masters = if spec.lora.is_none() {
         Parameters::random(&spec.parameters(), config.seed, &open.device)?
     } else {
-        let (weights, initial) = (WeightSource::Random(config.seed), (config.seed, false));
-        weights.load_adapters(&spec, config.dtype.compute, initial, &open.device, &args.model)?.parameters
+        let weights = WeightSource::Random(config.seed);
+        weights.load_adapters(&spec, config.dtype.compute, config.seed, false, &open.device, &args.model)?.parameters
     };
     let weights = MasterWeights::new(masters, config.dtype, &*open.kernels)?;
     let profile = args.profile.then(|| Arc::new(Profile::new(open.kernels.clone(), &open.device)));

@@ -82,7 +82,7 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
     let (bisection, difference) = thread_pool(&config, 1)?.install(|| {
         let mut tell = |event| reporter.report(event);
         let mut trainer = Trainer::new(Arc::new(SingleProcess), config.clone(), checkpoint.as_ref(), &mut tell)?;
-        let bisection = trainer.bisect((dtype, args.tolerance), reporter.activity())?;
+        let bisection = trainer.bisect(dtype, args.tolerance, reporter.activity())?;
         let difference = if args.like.is_some() {
             recorded.repeat(&mut trainer, &folder, from + 1, temporary.path(), reporter.activity())?
         } else {

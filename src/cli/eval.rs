@@ -73,7 +73,7 @@ fn answers(args: &EvalArgs, trained: &TrainedModel, reporter: Reporter, data: &s
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     let count = examples.len() as u64;
     reporter.begin("answering");
-    let found = exact_match(trained, (&model, &weights, args.model.dtype), &examples, |done| {
+    let found = exact_match(trained, &model, &weights, args.model.dtype, &examples, |done| {
         reporter.activity().advance("answering", PhaseProgress::Items(done as u64, count));
     })?;
     drop(reporter);

@@ -33,7 +33,7 @@ pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
     let written = export(&trained, args.dtype, format, ExportScope::Merged, path)?;
     reporter.begin("comparing logits");
     let open = args.device.open(PrecisionPolicy::FP32)?;
-    let found = merge_error(&trained, (path, format, args.dtype), &open)?;
+    let found = merge_error(&trained, path, format, args.dtype, &open)?;
     drop(reporter);
     print_paths(&written, out)?;
     let (largest, logit, tokens) = (found.max_abs_diff, found.max_abs_logit, found.tokens);

@@ -276,7 +276,7 @@ impl<'a> DatasetBuilder<'a> {
         };
         let mut ignore = |_| {};
         let report = self.report.as_mut().map_or(&mut ignore as &mut dyn FnMut(LoadEvent), |report| &mut **report);
-        let (writer, text_bytes) = tokenize(documents, (tokenizer, &self.options), writer, report)?;
+        let (writer, text_bytes) = tokenize(documents, tokenizer, &self.options, writer, report)?;
         // The cache keeps the tokens under this key forever, so they must come from the hashed text.
         if self.key(documents, tokenizer)? != key {
             let origin = documents.first().map_or("data", |document| &document.origin);

@@ -34,7 +34,8 @@ struct TokenizeJob<'a> {
 /// Tokenizes `documents`; returns the writer to finish and the bytes of text in the loss.
 pub(super) fn tokenize(
     documents: &[Document],
-    (tokenizer, options): (&Tokenizer, &DatasetOptions),
+    tokenizer: &Tokenizer,
+    options: &DatasetOptions,
     writer: TokenWriter,
     report: &mut dyn FnMut(LoadEvent),
 ) -> Result<(TokenWriter, u64)> {

@@ -30,7 +30,9 @@ pub struct ExactMatch {
 /// [`Error::Data`] for a question that fills the model's context.
 pub fn exact_match(
     trained: &TrainedModel,
-    (model, weights, policy): (&Decoder, &Parameters, PrecisionPolicy),
+    model: &Decoder,
+    weights: &Parameters,
+    policy: PrecisionPolicy,
     examples: &[EvalExample],
     mut progress: impl FnMut(usize),
 ) -> Result<ExactMatch> {

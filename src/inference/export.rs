@@ -110,7 +110,7 @@ pub fn export(
             let folder = work.path().join(name);
             std::fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
             match &adapters {
-                Some((spec, adapters)) => hugging_face::write_adapters(trained, (spec, adapters), dtype, &folder)?,
+                Some((spec, adapters)) => hugging_face::write_adapters(trained, spec, adapters, dtype, &folder)?,
                 None => hugging_face::write(trained, &trained.weights(dtype)?, dtype, &folder)?,
             }
         }

@@ -28,7 +28,9 @@ pub struct MergeError {
 /// [`Error::Model`] if `out` cannot be read, or a logit is not finite.
 pub fn merge_error(
     trained: &TrainedModel,
-    (out, format, encoding): (&Path, ExportFormat, WeightDtype),
+    out: &Path,
+    format: ExportFormat,
+    encoding: WeightDtype,
     open: &DeviceContext,
 ) -> Result<MergeError> {
     const TOKENS: usize = 64;

@@ -35,7 +35,8 @@ impl WeightSource {
         &self,
         spec: &ModelSpec,
         compute: Dtype,
-        (seed, in_blocks): (u64, bool),
+        seed: u64,
+        in_blocks: bool,
         device: &Device,
         origin: &str,
     ) -> Result<AdaptedModel> {

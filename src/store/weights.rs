@@ -146,7 +146,7 @@ impl AdapterSource {
     ) -> Result<(ModelSpec, Parameters)> {
         let spec = self.spec(base)?;
         let AdaptedModel { parameters, sha256 } =
-            weights.load_adapters(&spec, compute, (0, in_blocks), &Device::Cpu, origin)?;
+            weights.load_adapters(&spec, compute, 0, in_blocks, &Device::Cpu, origin)?;
         if let Some(Base { name, sha256: wanted, .. }) = self.base().filter(|base| !base.sha256.is_empty())
             && wanted != sha256
         {

@@ -345,7 +345,8 @@ impl Bisector<'_> {
 pub(super) fn bisect(
     engine: &mut TrainEngine,
     batches: &[Batch],
-    (dtype, tolerance): (Dtype, f64),
+    dtype: Dtype,
+    tolerance: f64,
     activity: &Activity,
 ) -> Result<Bisection> {
     let (state, model) = (&engine.state, &engine.model);

@@ -32,8 +32,8 @@ pub(super) fn largest_gradient(
         let factors = LossFactors::new(tried, passes.objective, micro_batches);
         let mut largest = GradAmaxHook { max_abs: 0.0, finite: true };
         for index in share.iter().copied() {
-            let batch = (index, &micro_batches[index]);
-            passes.micro_batch(batch, counters, factors, &mut largest, &mut |_, _| Ok(()))?;
+            let batch = &micro_batches[index];
+            passes.micro_batch(index, batch, counters, factors, &mut largest, &mut |_, _| Ok(()))?;
         }
         // The maximum over all processes, which then agree.
         let mut seen = [largest.max_abs, if largest.finite { 0.0 } else { 1.0 }];

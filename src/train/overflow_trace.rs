@@ -48,7 +48,7 @@ fn search(
     for index in share {
         let batch = &micro_batches[index];
         let mut search = FirstNonFiniteHook { seq_len: batch.seq_len, found: None };
-        passes.micro_batch((index, batch), before, factors, &mut search, &mut |_, _| Ok(()))?;
+        passes.micro_batch(index, batch, before, factors, &mut search, &mut |_, _| Ok(()))?;
         if let Some(found) = search.found {
             let unit = found.place.layer.unit();
             return Ok(Some((found.first_nonfinite(passes.model.spec(), index), unit)));

@@ -183,7 +183,8 @@ impl ModelSource {
     pub fn initial(
         &self,
         config: &Config,
-        (device, kernels): (&Device, &dyn Kernels),
+        device: &Device,
+        kernels: &dyn Kernels,
         group: &dyn ProcessGroup,
         report: &mut SetupCallback<'_>,
     ) -> Result<InitialWeights> {
@@ -196,7 +197,7 @@ impl ModelSource {
                 return Err(Error::model(&self.name, "adapters need their base model"));
             };
             let AdaptedModel { parameters, sha256 } =
-                weights.load_adapters(&self.spec, policy.compute, (config.seed, true), device, &self.name)?;
+                weights.load_adapters(&self.spec, policy.compute, config.seed, true, device, &self.name)?;
             // A checkpoint contains frozen modules, but not the base of adapters.
             let base = || Base { name: self.name.clone(), revision: self.commit.clone(), sha256 };
             let base = self.spec.lora.is_some().then(base);

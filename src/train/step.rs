@@ -35,7 +35,8 @@ impl Passes<'_> {
     /// gradients of each block when they are complete. Returns the losses and the time of the forward pass.
     pub(super) fn micro_batch(
         &mut self,
-        (index, batch): (usize, &Batch),
+        index: usize,
+        batch: &Batch,
         counters: Counters,
         LossFactors { scale, count, micro_batches }: LossFactors,
         also: &mut dyn Hook,
@@ -119,9 +120,10 @@ impl Passes<'_> {
                 self.grads.begin_turn(turn);
                 if let Some(index) = index {
                     let mut collect = |grads: &Gradients, block| grads.collect(block, collector);
-                    let batch = (index, &micro_batches[index]);
-                    let (found, forward) = self.micro_batch(batch, self.counters, factors, &mut (), &mut collect)?;
-                    losses.push((batch.1, found));
+                    let batch = &micro_batches[index];
+                    let (found, forward) =
+                        self.micro_batch(index, batch, self.counters, factors, &mut (), &mut collect)?;
+                    losses.push((batch, found));
                     let waited = collector.waited().saturating_sub(waited);
                     time.forward += forward;
                     time.backward += clock.elapsed().saturating_sub(forward + waited);

@@ -182,7 +182,7 @@ impl Trainer {
             None => ModelSource::open(&config, report)?,
         };
         let config = setup::fit_memory(config, &source.spec, &open, &*group, report)?;
-        let initial = source.initial(&config, (&open.device, &*open.kernels), &*group, report)?;
+        let initial = source.initial(&config, &open.device, &*open.kernels, &*group, report)?;
         let mut trainer = Self::with_parts(group, config, source, initial, open, report)?;
         if let Some(checkpoint) = checkpoint {
             trainer.load(checkpoint)?;

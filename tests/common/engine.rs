@@ -103,7 +103,7 @@ pub(crate) fn read_model(folder: &Path) -> (ModelSpec, Parameters) {
 /// Adapters over the model in a folder, which is read in `compute`.
 pub(crate) fn over_folder(folder: &Path, spec: &ModelSpec, compute: Dtype) -> Parameters {
     let weights = WeightSource::Stored(StoredModel::open(folder).unwrap());
-    weights.load_adapters(spec, compute, (1, false), &Device::Cpu, "base").unwrap().parameters
+    weights.load_adapters(spec, compute, 1, false, &Device::Cpu, "base").unwrap().parameters
 }
 
 impl Case {

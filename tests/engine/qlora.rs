@@ -47,7 +47,7 @@ const TYPES: [&[GgmlDType]; 3] = [&[Q4_1, Q8_0, Q5_0], &[Q4_0, Q5_1], &[Q4K, Q6K
 
 fn read(spec: &ModelSpec, policy: PrecisionPolicy, path: &Path, in_blocks: bool) -> AdaptedModel {
     let weights = WeightSource::Stored(StoredModel::open(path).unwrap());
-    weights.load_adapters(spec, policy.compute, (3, in_blocks), &Device::Cpu, "base").unwrap()
+    weights.load_adapters(spec, policy.compute, 3, in_blocks, &Device::Cpu, "base").unwrap()
 }
 
 fn start(spec: &ModelSpec, over: AdaptedModel, policy: PrecisionPolicy, kernels: Arc<dyn Kernels>) -> TrainEngine {

@@ -224,7 +224,7 @@ fn a_base_in_blocks_holds_its_blocks() {
         .map(|(_, dtype, shape)| (shape.iter().product::<usize>() / dtype.block_size() * dtype.type_size()) as u64)
         .sum();
     let before = LIVE.load(Relaxed);
-    let over = weights.load_adapters(&spec, policy.compute, (3, true), &Device::Cpu, "base").unwrap();
+    let over = weights.load_adapters(&spec, policy.compute, 3, true, &Device::Cpu, "base").unwrap();
     let held = (LIVE.load(Relaxed) - before) as u64 - over.parameters.bytes();
     let (bytes, dense) = over.parameters.base().unwrap().quantization_savings().unwrap();
     // The positions' table and the norms are not quantized.

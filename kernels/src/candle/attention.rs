@@ -64,12 +64,12 @@ impl<'a> BatchSlice<'a> {
 
     /// `[count · kv_heads, group · T, head_size]` in FP32: query heads that share their keys are stacked.
     fn heads(self, x: ColumnSlice<'_>) -> Result<Tensor> {
-        split_heads(&columns_of_rows(x, self.rows())?, (self.count, self.shape))
+        split_heads(&columns_of_rows(x, self.rows())?, self.count, self.shape)
     }
 
     /// The inverse of [`BatchSlice::heads`]: rows of heads.
     fn merge(self, heads: &Tensor) -> Result<Tensor> {
-        merge_heads(heads, (self.count, self.shape))
+        merge_heads(heads, self.count, self.shape)
     }
 
     fn operands(self, qkv: [ColumnSlice<'_>; 3]) -> Result<[Tensor; 3]> {
@@ -84,12 +84,12 @@ impl<'a> BatchSlice<'a> {
 }
 
 /// Rows of heads as `[sequences · kv_heads, group · T, head_size]`, in FP32.
-fn split_heads(rows: &Tensor, (sequences, shape): (usize, &AttentionShape)) -> Result<Tensor> {
+fn split_heads(rows: &Tensor, sequences: usize, shape: &AttentionShape) -> Result<Tensor> {
     let heads = rows.reshape((sequences, shape.seq_len, (), shape.head_size))?.transpose(1, 2)?.contiguous()?;
     upcast(&heads.reshape((sequences * shape.kv_heads, (), shape.head_size))?)
 }
 
-fn merge_heads(heads: &Tensor, (sequences, shape): (usize, &AttentionShape)) -> Result<Tensor> {
+fn merge_heads(heads: &Tensor, sequences: usize, shape: &AttentionShape) -> Result<Tensor> {
     let heads = heads.reshape((sequences, (), shape.seq_len, shape.head_size))?;
     heads.transpose(1, 2)?.contiguous()?.reshape((sequences * shape.seq_len, ()))
 }
@@ -205,7 +205,7 @@ pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
     let (sinks, mut first) = (by_head(sinks)?, 0);
     for &CachedSequence { cache, past, new } in sequences {
         let shape = &AttentionShape { seq_len: new, ..*shape };
-        let heads = |x: ColumnSlice<'_>| split_heads(&columns_of_rows(x, first..first + new)?, (1, shape));
+        let heads = |x: ColumnSlice<'_>| split_heads(&columns_of_rows(x, first..first + new)?, 1, shape);
         let [queries, keys, values] = qkv;
         for (x, store) in [(keys, &cache.keys), (values, &cache.values)] {
             store.slice_set(&heads(x)?.to_dtype(store.dtype())?, 1, past)?;
@@ -216,7 +216,7 @@ pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
         let visible = visible(shape, past, None, out.device())?;
         let (probabilities, _) = softmax(&masked(&scores, &visible)?, sinks.as_ref())?;
         let attended = matmul(&grouped(&probabilities, &queries)?, &cached(&cache.values)?)?;
-        store(&merge_heads(&attended, (1, shape))?, &out.narrow(0, first, new)?)?;
+        store(&merge_heads(&attended, 1, shape)?, &out.narrow(0, first, new)?)?;
         first += new;
     }
     Ok(())

@@ -29,9 +29,9 @@ impl<Q: Queue> CudaKernels<Q> {
         let (logits, dtype, rows) = (op.logits, op.logits.tensor().dtype(), op.logits.rows());
         require(logits.first() == 0 && op.softcap.is_none())?;
         let (offset, device) = (self.offset_of(op.targets), op.losses.device());
-        let (targets, _owner) = self.words_at((Part::Targets, offset), op.targets, device)?;
+        let (targets, _owner) = self.words_at(Part::Targets, offset, op.targets, device)?;
         let factors = op.seed.map(|seed| factors(rows, seed, op.weights));
-        let factors = factors.map(|factors| self.words_at((Part::Factors, offset), &factors, device)).transpose()?;
+        let factors = factors.map(|factors| self.words_at(Part::Factors, offset, &factors, device)).transpose()?;
         let row_bytes = logits.count().next_multiple_of(PACK) * dtype.size_in_bytes();
         let is_kept = logits.stride().is_multiple_of(PACK) && SCRATCH_BYTES + row_bytes <= MAX_SHARED_BYTES;
         let arguments = CrossEntropy {

@@ -108,10 +108,10 @@ impl<Q: Queue> CudaKernels<Q> {
         if let Some(positions) = op.dpositions {
             self.zero(positions)?;
             let (places, parts) = (input.places(), [Part::PositionOrder, Part::PositionGroups]);
-            self.add_rows(op, (positions, 1.0), parts, |row| places.of(row))?;
+            self.add_rows(op, positions, 1.0, parts, |row| places.of(row))?;
         }
         let parts = [Part::TokenOrder, Part::TokenGroups];
-        let add = |table| self.add_rows(op, (table, input.scale), parts, |row| input.ids[row] as usize);
+        let add = |table| self.add_rows(op, table, input.scale, parts, |row| input.ids[row] as usize);
         op.dtable.map_or(Ok(()), add)
     }
 
@@ -119,7 +119,8 @@ impl<Q: Queue> CudaKernels<Q> {
     fn add_rows(
         &self,
         op: &op::EmbedBackward<'_>,
-        (dtable, scale): (&Tensor, f32),
+        dtable: &Tensor,
+        scale: f32,
         parts: [Part; 2],
         table_row: impl Fn(usize) -> usize,
     ) -> Attempt {

@@ -136,13 +136,14 @@ impl<Q: Queue> CudaKernels<Q> {
     /// The address of `words` and their owner, which must stay until their users are launched: their place in the pass's block,
     /// or new memory.
     pub(super) fn words(&self, part: Part, words: &[u32], device: &Device) -> Attempt<(u64, Option<Tensor>)> {
-        self.words_at((part, 0), words, device)
+        self.words_at(part, 0, words, device)
     }
 
     /// Like [`Self::words`], with the offset in a part.
     pub(super) fn words_at(
         &self,
-        (part, offset): (Part, usize),
+        part: Part,
+        offset: usize,
         words: &[u32],
         device: &Device,
     ) -> Attempt<(u64, Option<Tensor>)> {

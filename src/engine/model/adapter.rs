@@ -380,7 +380,8 @@ impl Adapter {
             return Ok(None);
         }
         let weight = weights.weight(self.weight)?;
-        let weight = (&*weight, weight.layout(self.layout));
-        dora::magnitude_scale(weights, &self.members, weight, weights.fused(self.a), (self.r, self.scale)).map(Some)
+        let layout = weight.layout(self.layout);
+        let a = weights.fused(self.a);
+        dora::magnitude_scale(weights, &self.members, &weight, layout, a, self.r, self.scale).map(Some)
     }
 }

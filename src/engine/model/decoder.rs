@@ -140,7 +140,8 @@ impl Block {
         &self,
         cx: &mut Context<'_>,
         last: impl FnOnce(&mut Context<'_>, &Tensor) -> Result<()>,
-        (norm, kept): (usize, Option<&PostNorm>),
+        norm: usize,
+        kept: Option<&PostNorm>,
         branch: &Tensor,
     ) -> Result<()> {
         let (Some(norms), Some(kept)) = (&self.post_norms, kept) else {
@@ -247,18 +248,20 @@ impl Decoder {
         &self,
         cx: &mut Context<'_>,
         i: usize,
-        (qkv, heads): (&'a Tensor, Option<&'a QkNorms>),
-        (rope_caches, positions): (&RopeCaches, PositionIds<'_>),
+        qkv: &'a Tensor,
+        heads: Option<&'a QkNorms>,
+        rope_caches: &RopeCaches,
+        positions: PositionIds<'_>,
     ) -> Result<[ColumnSlice<'a>; 3]> {
         let [query, key, value] = self.columns(qkv, heads)?;
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, heads) {
             let inputs = ColumnSlice::split(qkv, self.spec.qkv_widths())?;
             for (((norm, x), y), rstd) in norms.iter().zip(inputs).zip([query, key]).zip(&heads.rstd) {
-                norm.forward_columns(cx, x, (y, None, rstd))?;
+                norm.forward_columns(cx, x, y, None, rstd)?;
             }
         }
         if let Some(tables) = rope_caches.of(&self.spec, i) {
-            self.apply_rope(cx.kernels, [query, key], tables, (positions, Direction::Forward))?;
+            self.apply_rope(cx.kernels, [query, key], tables, positions, Direction::Forward)?;
         }
         Ok([query, key, value])
     }
@@ -269,7 +272,8 @@ impl Decoder {
         kernels: &dyn Kernels,
         query_key: [ColumnSlice<'_>; 2],
         tables: [&CosSinCache; 2],
-        (positions, direction): (PositionIds<'_>, Direction),
+        positions: PositionIds<'_>,
+        direction: Direction,
     ) -> Result<()> {
         let (head, rotated) = (self.spec.head_dim, self.spec.rotary_dim());
         for (x, table) in query_key.into_iter().zip(tables) {
@@ -356,7 +360,7 @@ impl Decoder {
     fn forward_block<'a>(&self, cx: &mut Context<'a>, i: usize, ws: &'a Workspace) -> Result<()> {
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let ((acts, scratch), sinks) = (ws.block(i)?, self.sinks(cx.weights, i));
-        self.block_pass(cx, i, (&ws.stream[i], acts, scratch), (ws.rope_caches(), ws.positions()), |qkv| {
+        self.block_pass(cx, i, (&ws.stream[i], acts, scratch), ws.rope_caches(), ws.positions(), |qkv| {
             let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
             op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
                 .run(self.kernels())
@@ -373,18 +377,19 @@ impl Decoder {
         cx: &mut Context<'a>,
         i: usize,
         (input, acts, scratch): (&Tensor, &'a BlockActivations, &'a LayerScratch),
-        positions: (&RopeCaches, PositionIds<'_>),
+        rope_caches: &RopeCaches,
+        positions: PositionIds<'_>,
         attend: impl FnOnce([ColumnSlice<'_>; 3]) -> Result<()>,
     ) -> Result<()> {
         let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
         cx.adapters = acts.adapters(scratch);
         block.attention_norm.forward(cx, input, &acts.attention_norm)?;
         block.qkv.forward(cx, &acts.attention_norm.out, &acts.qkv)?;
-        attend(self.qk_norm_and_rope(cx, i, (&acts.qkv, acts.heads.as_ref()), positions)?)?;
+        attend(self.qk_norm_and_rope(cx, i, &acts.qkv, acts.heads.as_ref(), rope_caches, positions)?)?;
         cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::Output, &acts.attended)?;
         let kept = acts.post_attention.as_ref();
         let out = |cx: &mut Context<'_>, y: &Tensor| block.out.forward(cx, &acts.attended, y);
-        block.branch_forward(cx, out, (0, kept), &scratch.branch)?;
+        block.branch_forward(cx, out, 0, kept, &scratch.branch)?;
         let dropout = mode.dropout(self.spec.dropout.residual, DropoutSites::of(i).attention_out);
         op::AddBranch { stream: input, branch: &scratch.branch, dropout, out: &acts.middle }.run(kernels)?;
         cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::AttnResidual), TensorKind::Output, &acts.middle)?;
@@ -398,7 +403,7 @@ impl Decoder {
         }
         if let Some(kept) = &acts.post_mlp {
             let down = |cx: &mut Context<'_>, y: &Tensor| block.mlp.forward_down(cx, (acts, scratch), y);
-            block.branch_forward(cx, down, (1, Some(kept)), &scratch.branch)?;
+            block.branch_forward(cx, down, 1, Some(kept), &scratch.branch)?;
         }
         Ok(())
     }

@@ -21,9 +21,11 @@ pub(super) struct MagnitudeScale {
 pub(super) fn magnitude_scale(
     weights: &Parameters,
     members: &[LoraModule],
-    (weight, layout): (&Tensor, WeightLayout),
+    weight: &Tensor,
+    layout: WeightLayout,
     a: &Tensor,
-    (r, scale): (usize, f32),
+    r: usize,
+    scale: f32,
 ) -> Result<MagnitudeScale> {
     let outputs = weight.dim(usize::from(layout == WeightLayout::InOut))?;
     let (mut factors, mut norms, mut end) = (Vec::new(), Vec::new(), 0);

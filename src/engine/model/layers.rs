@@ -77,7 +77,7 @@ impl NormLayer {
             return cx.hook.record_whole(self.layer, TensorKind::Output, &normed.out);
         }
         let y = ColumnSlice::all(&normed.out)?;
-        self.forward_columns(cx, ColumnSlice::all(x)?, (y, normed.mean.as_ref(), &normed.rstd))
+        self.forward_columns(cx, ColumnSlice::all(x)?, y, normed.mean.as_ref(), &normed.rstd)
     }
 
     /// Normalises the groups of the columns `x`, which are as wide as the weight, into the columns `y`.
@@ -85,7 +85,9 @@ impl NormLayer {
         &self,
         cx: &mut Context<'_>,
         x: ColumnSlice<'_>,
-        (y, mean, rstd): (ColumnSlice<'_>, Option<&Tensor>, &Tensor),
+        y: ColumnSlice<'_>,
+        mean: Option<&Tensor>,
+        rstd: &Tensor,
     ) -> Result<()> {
         let (weight, bias) = (cx.weights.fused(self.param()?), self.bias.map(|bias| cx.weights.fused(bias)));
         op::Norm { settings: self.settings, x, weight, bias, y, mean, rstd }.run(cx.kernels)?;

@@ -29,7 +29,8 @@ pub(super) fn write(trained: &TrainedModel, weights: &Parameters, dtype: Dtype, 
 /// Fills `folder` with the adapters, the tokenizer and the chat template.
 pub(super) fn write_adapters(
     trained: &TrainedModel,
-    (spec, adapters): (&ModelSpec, &Parameters),
+    spec: &ModelSpec,
+    adapters: &Parameters,
     dtype: Dtype,
     folder: &Path,
 ) -> Result<()> {

@@ -66,8 +66,10 @@ impl ReferenceLogps {
     /// share of the batches.
     pub(in crate::train) fn compute(
         &mut self,
-        (model, weights): (&Decoder, &Parameters),
-        (workspace, group): (&mut Workspace, &dyn ProcessGroup),
+        model: &Decoder,
+        weights: &Parameters,
+        workspace: &mut Workspace,
+        group: &dyn ProcessGroup,
         batches: impl Iterator<Item = (Split, Batch)>,
     ) -> Result<()> {
         let (mut own, mut index) = (Vec::new(), 0);

@@ -93,7 +93,7 @@ impl Trainer {
 
     /// Measures the cost of `dtype` in the next step, and searches the layers to keep in FP32 for a `tolerance`. The step remains
     /// the next one.
-    pub fn bisect(&mut self, settings: (Dtype, f64), activity: &Activity) -> Result<Bisection> {
+    pub fn bisect(&mut self, dtype: Dtype, tolerance: f64, activity: &Activity) -> Result<Bisection> {
         self.prepare_reference()?;
         let cursor = self.next_batches();
         self.loader.check()?;
@@ -103,7 +103,7 @@ impl Trainer {
         if let Some(begin) = self.callbacks.begin {
             begin(&mut self.engine, batches)?;
         }
-        bisect::bisect(&mut self.engine, batches, settings, activity)
+        bisect::bisect(&mut self.engine, batches, dtype, tolerance, activity)
     }
 
     /// Repeats the first micro-batch's backward pass in FP32. It only writes to buffers that the step overwrites, so

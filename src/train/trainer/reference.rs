@@ -120,7 +120,7 @@ impl Trainer {
         }
         let (device, kernels) = (engine.state.weights.device(), engine.model.kernels());
         let InitialWeights { weights: (masters, mut weights), base } =
-            source.initial(&config, (&device, kernels), &*engine.group, &mut |_| ())?;
+            source.initial(&config, &device, kernels, &*engine.group, &mut |_| ())?;
         let spec = source.spec;
         let PrecisionConfig { keep, fallback_dtype, .. } = &config.precision;
         let workspace = self.reference_workspace(&spec, keep)?;
@@ -145,10 +145,10 @@ impl Trainer {
                 .advance("computing reference log-probabilities", PhaseProgress::Items(done.min(total), total));
         });
         if let Some(ReferenceModel { model, weights, mut workspace }) = loaded {
-            return logps.compute((&model, &weights), (&mut workspace, &*engine.group), batches);
+            return logps.compute(&model, &weights, &mut workspace, &*engine.group, batches);
         }
         let mut workspace = self.reference_workspace(engine.model.spec(), &self.config.precision.keep)?;
-        logps.compute((&engine.model, &engine.state.weights), (&mut workspace, &*engine.group), batches)
+        logps.compute(&engine.model, &engine.state.weights, &mut workspace, &*engine.group, batches)
     }
 
     /// Buffers for the passes of a reference that keeps these units in a wider type.

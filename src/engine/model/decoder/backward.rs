@@ -19,8 +19,10 @@ impl Block {
     fn post_norm_backward<'a>(
         &self,
         cx: &mut Context<'_>,
-        (norm, kept): (usize, Option<&PostNorm>),
-        (branch, other): (&'a Tensor, Option<&'a Tensor>),
+        norm: usize,
+        kept: Option<&PostNorm>,
+        branch: &'a Tensor,
+        other: Option<&'a Tensor>,
     ) -> Result<&'a Tensor> {
         let (Some(norms), Some(kept), Some(other)) = (&self.post_norms, kept, other) else {
             return Ok(branch);
@@ -109,7 +111,7 @@ impl Decoder {
         let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.mlp_out), out: branch }.run(kernels)?;
         let other = gradients.branch.as_ref();
-        let dy = block.post_norm_backward(cx, (1, acts.post_mlp.as_ref()), (branch, other))?;
+        let dy = block.post_norm_backward(cx, 1, acts.post_mlp.as_ref(), branch, other)?;
         let down = ModuleId::in_block(i, ModuleOp::Linear(LinearRole::Down));
         cx.hook.record_whole(down, TensorKind::OutputGradient, dy)?;
         let (up, input) = (gradients.up(), &scratch.activated);
@@ -138,7 +140,7 @@ impl Decoder {
 
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.attention_out), out: branch }.run(kernels)?;
         let attended = gradients.attended();
-        let dy = block.post_norm_backward(cx, (0, acts.post_attention.as_ref()), (branch, other))?;
+        let dy = block.post_norm_backward(cx, 0, acts.post_attention.as_ref(), branch, other)?;
         cx.hook.record_whole(block.out.layer(), TensorKind::OutputGradient, dy)?;
         block.out.backward(cx, &acts.attended, dy, attended)?;
         self.attention_backward(cx, i, ws, attended, qkv)?;
@@ -184,7 +186,7 @@ impl Decoder {
             cx.hook.record_whole(ModuleId::in_block(i, ModuleOp::Attention), TensorKind::WeightGradient, dsinks)?;
         }
         if let Some(tables) = ws.rope_caches().of(&self.spec, i) {
-            self.apply_rope(kernels, [dq, dk], tables, (ws.positions(), Direction::Backward))?;
+            self.apply_rope(kernels, [dq, dk], tables, ws.positions(), Direction::Backward)?;
         }
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {
             let inputs = ColumnSlice::split(&acts.qkv, widths)?;

@@ -202,7 +202,7 @@ impl Decoder {
         for (i, dtype) in compute[..self.spec.num_layers].iter().enumerate() {
             let scratch = LayerScratch::of(blocks, *dtype)?;
             let acts = scratch.block()?;
-            self.block_pass(cx, i, (stream, acts, scratch), (&rope_caches, places), |qkv| {
+            self.block_pass(cx, i, (stream, acts, scratch), &rope_caches, places, |qkv| {
                 let sequences = cache.sequences.iter().zip(&counts);
                 let sequences = sequences.map(|(SequenceCache { layers, len, .. }, new)| CachedSequence {
                     cache: &layers[i],

@@ -126,7 +126,7 @@ impl MemoryInputs<'_> {
         let frozen = FrozenBytes::new(spec, policy, batch * seq_len);
         let WorkspaceBytes { activations, scratch } = Workspace::bytes(spec, policy, [batch, seq_len], keep, on_gpu)?;
         let (mut masters, weights) = MasterWeights::bytes(parameters, policy, world_size);
-        let (mut gradients, sum) = Gradients::bytes((parameters, one_block), policy, grad_accum, world_size, sharding);
+        let (mut gradients, sum) = Gradients::bytes(parameters, one_block, policy, grad_accum, world_size, sharding);
         let scores = kernels.score_bytes(&AttentionShape::new(batch, seq_len, spec.heads, spec.head_dim))?;
         let mut adam = AdamW::bytes(optimizer, policy, trained).div_ceil(world_size as u64);
         if world_size > 1 && shards_on_host {
@@ -182,7 +182,7 @@ impl MemoryInputs<'_> {
         let base = if policy.compute == Dtype::F32 { 0 } else { frozen.dense + frozen.buffer };
         Ok(activations
             + scratch
-            + Gradients::bytes((trained, trained), exact, 1, 1, Sharding::Optimizer).0
+            + Gradients::bytes(trained, trained, exact, 1, 1, Sharding::Optimizer).0
             + gathered
             + widened
             + base)

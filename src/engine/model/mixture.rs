@@ -43,8 +43,10 @@ impl Experts {
     pub(super) fn read(
         keys: &ConfigReader<'_>,
         count: (&str, usize),
-        (top_k, balance): (usize, f64),
-        (layers, normalized): (usize, bool),
+        top_k: usize,
+        balance: f64,
+        layers: usize,
+        normalized: bool,
     ) -> std::result::Result<Self, String> {
         let (key, default) = count;
         let (count, top_k) = (keys.positive_usize(key, default)?, keys.positive_usize(TOP_K, top_k)?);

@@ -252,7 +252,8 @@ impl Gradients {
     /// block, in each of `world_size` processes, at most. The second number is the shard's sums, which may be on the CPU even if
     /// the gradients are on a GPU.
     pub fn bytes(
-        (parameters, one_block): (u64, u64),
+        parameters: u64,
+        one_block: u64,
         policy: PrecisionPolicy,
         grad_accum: usize,
         world_size: usize,

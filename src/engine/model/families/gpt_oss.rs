@@ -104,7 +104,7 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     }
     let spec = llama::read_uniform(keys, default, [Some(8), Some(64)])?;
     let layers = llama::sliding_layers(keys, spec.num_layers, llama::alternates)?;
-    let experts = Experts::read(keys, (COUNT, 128), (4, 0.001), (spec.num_layers, true))?;
+    let experts = Experts::read(keys, (COUNT, 128), 4, 0.001, spec.num_layers, true)?;
     let attention = keys.bool("attention_bias", true)?;
     let biases = Biases { qkv: attention, out: attention, mlp: true };
     let spec = ModelSpec { biases, experts: Some(experts), ..spec };

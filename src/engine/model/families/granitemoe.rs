@@ -12,7 +12,7 @@ pub(super) static GRANITE_MOE: Family = Family {
     read: |keys| {
         let default = ModelSpec { family: &GRANITE_MOE, fused_gate_up: true, ..llama::default() };
         let spec = granite::read(keys, default)?;
-        let experts = Experts::read(keys, (COUNT, 8), (2, 0.001), (spec.num_layers, true))?;
+        let experts = Experts::read(keys, (COUNT, 8), 2, 0.001, spec.num_layers, true)?;
         Ok(ModelSpec { experts: Some(experts), ..spec })
     },
     write: |spec| {

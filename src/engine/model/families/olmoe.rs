@@ -52,6 +52,6 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
         return Err(format!("`clip_qkv` is {limit}; the engine does not clip queries, keys and values"));
     }
     let normalized = keys.bool(NORMALIZED, false)?;
-    let experts = Experts::read(keys, ("num_experts", 64), (8, 0.01), (spec.num_layers, normalized))?;
+    let experts = Experts::read(keys, ("num_experts", 64), 8, 0.01, spec.num_layers, normalized)?;
     Ok(ModelSpec { experts: Some(experts), ..spec })
 }

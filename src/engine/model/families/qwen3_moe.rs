@@ -55,6 +55,6 @@ fn read(keys: &ConfigReader<'_>) -> Result<ModelSpec, String> {
     // Newer configurations name the number as Mixtral's do.
     let count = if keys.0.contains_key("num_local_experts") { "num_local_experts" } else { "num_experts" };
     let normalized = keys.bool(NORMALIZED, false)?;
-    let experts = Experts::read(keys, (count, 128), (8, 0.001), (spec.num_layers, normalized))?;
+    let experts = Experts::read(keys, (count, 128), 8, 0.001, spec.num_layers, normalized)?;
     Ok(ModelSpec { intermediate_size: inner, experts: Some(experts), ..spec })
 }

@@ -98,9 +98,9 @@ impl<T> AdapterBuffers<T> {
         let Some(lora) = &spec.lora else { return Ok(None) };
         let rows = |columns: usize| allocate(&[tokens * columns], compute);
         let fused = spec.adapted_products();
-        let members = fused.iter().map(|(members, ..)| *members).max().unwrap_or(1);
-        let joined =
-            fused.iter().filter(|(_, parts, _)| *parts > 1).map(|(members, _, outputs)| members * outputs).max();
+        let members = fused.iter().map(|product| product.members).max().unwrap_or(1);
+        let joined = fused.iter().filter(|product| product.parts > 1);
+        let joined = joined.map(|product| product.members * product.outputs).max();
         let widest = [spec.hidden_size, spec.attn_out_size(), spec.intermediate_size].into_iter().max().unwrap_or(0);
         let outputs = [spec.qkv_width(), spec.up_width(), spec.hidden_size].into_iter().max().unwrap_or(0);
         let dropped = train && lora.dropout > 0.0;
@@ -132,19 +132,18 @@ impl Adapter {
         let owner = spec.adapter_layer(layer);
         let Some(a) = parameters.find_fused(owner, ParamRole::LoraA) else { return Ok(None) };
         let parts = parts(spec, owner);
-        let outputs = parts.iter().map(|(_, first, count)| first + count).max().unwrap_or(0);
-        let members: Vec<_> = parts.into_iter().filter(|(part, ..)| lora.targets.contains(part)).collect();
-        let out_slices =
-            members.iter().filter(|(.., count)| *count < outputs).map(|(_, first, count)| *first..first + count);
-        let member = |(part, first, count): (ModuleId, usize, usize)| {
+        let outputs = parts.iter().map(|(_, part)| part.end).max().unwrap_or(0);
+        let members: Vec<_> = parts.into_iter().filter(|(layer, _)| lora.targets.contains(layer)).collect();
+        let out_slices = members.iter().map(|(_, part)| part.clone()).filter(|part| part.len() < outputs);
+        let member = |(layer, outputs): (ModuleId, Range<usize>)| {
             Ok(LoraModule {
-                b: fused_param(parameters, part, ParamRole::LoraB)?,
-                outputs: first..first + count,
-                magnitude: parameters.find_fused(part, ParamRole::Magnitude),
+                b: fused_param(parameters, layer, ParamRole::LoraB)?,
+                outputs,
+                magnitude: parameters.find_fused(layer, ParamRole::Magnitude),
             })
         };
-        let linears = spec.adaptable_layers().into_iter().filter(|(part, ..)| lora.targets.contains(part));
-        let before = linears.filter(|(_, fused_into, _)| fused_into.block == owner.block && *fused_into < owner);
+        let adapted = spec.adaptable_layers().into_iter().filter(|it| lora.targets.contains(&it.layer));
+        let before = adapted.filter(|it| it.fused_into.block == owner.block && it.fused_into < owner);
         let Lora { r, dropout, .. } = *lora;
         Ok(Some(Self {
             layer,
@@ -156,7 +155,7 @@ impl Adapter {
             out_slices: out_slices.collect(),
             members: members.into_iter().map(member).collect::<Result<_>>()?,
             outputs,
-            a_offset: before.map(|(part, ..)| columns(spec, lora, part)).sum(),
+            a_offset: before.map(|it| columns(spec, lora, it.layer)).sum(),
             r,
             scale: lora.scale() as f32,
             dropout,

@@ -1,6 +1,6 @@
 //! The matrix products of a training step, whose operands the kernels pack.
 
-use super::spec::{ModelSpec, ModuleId, ParamRole};
+use super::spec::{AdaptableLayer, ModelSpec, ModuleId, ParamRole};
 use super::workspace::candle_dtype;
 use crate::engine::kernels::WeightLayout;
 use crate::engine::kernels::cross_entropy::CrossEntropyWorkspace;
@@ -37,7 +37,7 @@ impl ModelSpec {
         let trained: BTreeSet<ModuleId> = weights.map(|entry| entry.fused_into).collect();
         let mut linears = BTreeMap::<ModuleId, FusedLinearShape>::new();
         // A token chooses an expert at most once.
-        for (layer, fused_into, [inputs, outputs]) in self.adaptable_layers() {
+        for AdaptableLayer { layer, fused_into, inputs, outputs } in self.adaptable_layers() {
             let linear = linears.entry(fused_into).or_default();
             linear.inputs = inputs;
             linear.outputs += outputs;

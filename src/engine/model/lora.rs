@@ -9,11 +9,12 @@
 
 use super::dora;
 use super::parameters::Parameters;
-use super::spec::{LinearRole, ModelSpec, ModuleId, ModuleOp, ParamInit, ParamRole, ParamSpec};
+use super::spec::{AdaptableLayer, LinearRole, ModelSpec, ModuleId, ModuleOp, ParamInit, ParamRole, ParamSpec};
 use crate::engine::kernels::WeightLayout;
 use crate::{Error, Result};
 use candle_core::Tensor;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// The `targets` value that selects all linear layers of the blocks.
 pub const ALL_LINEAR: &str = "all-linear";
@@ -48,7 +49,7 @@ impl Lora {
     /// the names of transformers' parameters. Fails with [`Error::Config`] for `lora.targets` naming one that matches no
     /// layer.
     pub fn targets(spec: &ModelSpec, targets: &[impl AsRef<str>]) -> Result<BTreeSet<ModuleId>> {
-        let linears = spec.adaptable_layers().into_iter().map(|(layer, ..)| layer).collect();
+        let linears = spec.adaptable_layers().into_iter().map(|adaptable| adaptable.layer).collect();
         find(spec, &linears, "lora.targets", "linear layer of a block", targets)
     }
 
@@ -87,8 +88,8 @@ impl Lora {
     pub fn parameter_names(spec: &ModelSpec, layers: &BTreeSet<ModuleId>) -> Vec<String> {
         let others = spec.base_parameters().into_iter().map(|entry| (entry.name, entry.layer));
         let mut all: Vec<_> = others.filter(|(_, layer)| !is_parameter(layer.op)).collect();
-        let layers_with_names = spec.adaptable_layers().into_iter().filter(|(layer, ..)| is_parameter(layer.op));
-        all.extend(layers_with_names.map(|(layer, ..)| (target_name(spec, layer), layer)));
+        let adaptable = spec.adaptable_layers().into_iter().map(|adaptable| adaptable.layer);
+        all.extend(adaptable.filter(|layer| is_parameter(layer.op)).map(|layer| (target_name(spec, layer), layer)));
         let stored = |(name, layer): (String, ModuleId)| (spec.family.stored_name(&name), layer);
         shortest_names(&all.into_iter().map(stored).collect(), layers, false)
     }
@@ -113,8 +114,8 @@ impl Lora {
 
     /// The trained parameters: the adapters, and the parameters `saved` of modules that are trained in full.
     pub(super) fn with_adapters(&self, spec: &ModelSpec, saved: Vec<ParamSpec>) -> Vec<ParamSpec> {
-        let adapters = spec.adaptable_layers().into_iter().filter(|(layer, ..)| self.targets.contains(layer));
-        let adapters = adapters.flat_map(|(layer, fused_into, [inputs, outputs])| {
+        let adapters = spec.adaptable_layers().into_iter().filter(|it| self.targets.contains(&it.layer));
+        let adapters = adapters.flat_map(|AdaptableLayer { layer, fused_into, inputs, outputs }| {
             let count = stacked_experts(spec, layer);
             let entry = |suffix: &str, shape: Vec<usize>, role, init, fused_into| {
                 let name = format!("{}.{suffix}", self.factor_name(spec, layer));
@@ -145,16 +146,16 @@ impl ModelSpec {
     }
 }
 
-/// The parts of a product's output: each layer of the product with its first output and their number.
-pub(super) fn parts(spec: &ModelSpec, fused_into: ModuleId) -> Vec<(ModuleId, usize, usize)> {
+/// The layers of a product, each with its part of the outputs.
+pub(super) fn parts(spec: &ModelSpec, fused_into: ModuleId) -> Vec<(ModuleId, Range<usize>)> {
+    let mut layers: Vec<_> = spec.adaptable_layers().into_iter().filter(|it| it.fused_into == fused_into).collect();
+    layers.sort_by_key(|it| it.layer);
     let mut first = 0;
-    let mut parts: Vec<_> = spec.adaptable_layers().into_iter().filter(|(_, other, _)| *other == fused_into).collect();
-    parts.sort_by_key(|(layer, ..)| *layer);
-    let place = |(layer, _, [_, outputs]): (ModuleId, ModuleId, [usize; 2])| {
+    let mut part = |AdaptableLayer { layer, outputs, .. }| {
         first += outputs;
-        (layer, first - outputs, outputs)
+        (layer, first - outputs..first)
     };
-    parts.into_iter().map(place).collect()
+    layers.into_iter().map(&mut part).collect()
 }
 
 /// The columns between the factors of the adapter of `layer`, for each token.
@@ -254,14 +255,14 @@ pub(super) fn dropout_site(layer: ModuleId) -> usize {
 
 /// Sets DoRA's magnitudes in `parameters` to the weight norms of their base.
 pub fn init_dora_magnitude(spec: &ModelSpec, parameters: &Parameters) -> candle_core::Result<()> {
-    for (layer, fused_into, _) in spec.adaptable_layers() {
+    for AdaptableLayer { layer, fused_into, .. } in spec.adaptable_layers() {
         let Some(magnitude) = parameters.of_module(layer, ParamRole::Magnitude) else { continue };
         let Some(weight) = parameters.find_fused(fused_into, ParamRole::Weight) else { continue };
         let weight = parameters.weight(weight)?;
-        let place = parts(spec, fused_into).into_iter().find(|(part, ..)| *part == layer);
-        if let Some((_, first, count)) = place {
+        let part = parts(spec, fused_into).into_iter().find(|(part, _)| *part == layer);
+        if let Some((_, outputs)) = part {
             let layout = weight.layout(spec.layout_of(layer.op));
-            magnitude.slice_set(&dora::initial(&weight, layout, first, count)?, 0, 0)?;
+            magnitude.slice_set(&dora::initial(&weight, layout, outputs.start, outputs.len())?, 0, 0)?;
         }
     }
     Ok(())

@@ -17,6 +17,35 @@ use candle_core::quantized::GgmlDType;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 
+/// A product of a block.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ProductSpec {
+    pub(super) op: ModuleOp,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+    pub(super) bias: bool,
+}
+
+/// A layer that can have an adapter.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AdaptableLayer {
+    pub(super) layer: ModuleId,
+    /// The layer that computes its product, perhaps with others.
+    pub(super) fused_into: ModuleId,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+}
+
+/// A product with adapters.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct AdaptedProduct {
+    /// The number of its layers that have an adapter.
+    pub(super) members: usize,
+    /// The number of its layers.
+    pub(super) parts: usize,
+    pub(super) outputs: usize,
+}
+
 /// Which linear layers have a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Biases {
@@ -348,79 +377,100 @@ impl ModelSpec {
         if self.activation.is_gated() { 2 * self.intermediate_size } else { self.intermediate_size }
     }
 
-    /// The linear layers of a block as files have them, each with its input and output columns and its bias.
-    fn linears(&self) -> Vec<(LinearRole, [usize; 2], bool)> {
-        let (d, queries, keys) = (self.hidden_size, self.attn_out_size(), self.kv_heads * self.head_dim);
+    /// The linear layers of a block as files have them.
+    fn linears(&self) -> Vec<ProductSpec> {
+        let d = self.hidden_size;
+        let queries = self.attn_out_size();
+        let keys = self.kv_heads * self.head_dim;
         let Biases { qkv, out, mlp } = self.biases;
+        let linear = |role, inputs, outputs, bias| ProductSpec { op: ModuleOp::Linear(role), inputs, outputs, bias };
         let mut linears = if self.fused_qkv {
-            vec![(LinearRole::Qkv, [d, self.qkv_width()], qkv)]
+            vec![linear(LinearRole::Qkv, d, self.qkv_width(), qkv)]
         } else {
             vec![
-                (LinearRole::Query, [d, queries], qkv),
-                (LinearRole::Key, [d, keys], qkv),
-                (LinearRole::Value, [d, keys], qkv),
+                linear(LinearRole::Query, d, queries, qkv),
+                linear(LinearRole::Key, d, keys, qkv),
+                linear(LinearRole::Value, d, keys, qkv),
             ]
         };
-        linears.push((LinearRole::Out, [queries, d], out));
+        linears.push(linear(LinearRole::Out, queries, d, out));
         if self.experts.is_none() {
-            linears.extend(self.mlp_linears(mlp));
+            linears.extend(self.mlp_linears(ModuleOp::Linear, mlp));
         }
         linears
     }
 
     /// The linear layers of an MLP or of an expert as files have them.
-    fn mlp_linears(&self, bias: bool) -> Vec<(LinearRole, [usize; 2], bool)> {
-        let ([d, inner], mut linears) = ([self.hidden_size, self.intermediate_size], Vec::new());
+    fn mlp_linears(&self, op: impl Fn(LinearRole) -> ModuleOp, bias: bool) -> Vec<ProductSpec> {
+        let d = self.hidden_size;
+        let inner = self.intermediate_size;
+        let linear = |role, inputs, outputs| ProductSpec { op: op(role), inputs, outputs, bias };
+        let mut linears = Vec::new();
         if self.fused_gate_up {
-            linears.push((LinearRole::GateUp, [d, 2 * inner], bias));
+            linears.push(linear(LinearRole::GateUp, d, 2 * inner));
         } else {
-            linears.extend(self.activation.is_gated().then_some((LinearRole::Gate, [d, inner], bias)));
-            linears.push((LinearRole::Up, [d, inner], bias));
+            if self.activation.is_gated() {
+                linears.push(linear(LinearRole::Gate, d, inner));
+            }
+            linears.push(linear(LinearRole::Up, d, inner));
         }
-        linears.push((LinearRole::Down, [inner, d], bias));
+        linears.push(linear(LinearRole::Down, inner, d));
         linears
     }
 
-    /// All products of a block as files have them, each with its input and output columns and its bias.
-    pub(super) fn products(&self) -> Vec<(ModuleOp, [usize; 2], bool)> {
-        let linear = |(role, columns, bias)| (ModuleOp::Linear(role), columns, bias);
-        let mut products: Vec<_> = self.linears().into_iter().map(linear).collect();
+    fn router(&self, experts: Experts) -> ProductSpec {
+        let (inputs, outputs) = (self.hidden_size, experts.count);
+        ProductSpec { op: ModuleOp::Router, inputs, outputs, bias: self.biases.mlp }
+    }
+
+    /// All products of a block as files have them.
+    pub(super) fn products(&self) -> Vec<ProductSpec> {
+        let mut products = self.linears();
         if let Some(experts) = self.experts {
-            let bias = self.biases.mlp;
-            products.push((ModuleOp::Router, [self.hidden_size, experts.count], bias));
-            let expert = |i| move |(role, columns, bias)| (ModuleOp::Expert(i as u16, role), columns, bias);
-            products.extend((0..experts.count).flat_map(|i| self.mlp_linears(bias).into_iter().map(expert(i))));
+            products.push(self.router(experts));
+            for i in 0..experts.count {
+                products.extend(self.mlp_linears(|role| ModuleOp::Expert(i as u16, role), self.biases.mlp));
+            }
         }
         products
     }
 
-    /// The layers of all blocks that can have an adapter, each with the layer of its product, and its input and output columns:
-    /// linear layers as files have them, routers, and the products of the first expert, which represents all.
-    pub(super) fn adaptable_layers(&self) -> Vec<(ModuleId, ModuleId, [usize; 2])> {
-        let linear = |(role, columns, _)| (ModuleOp::Linear(role), columns);
-        let mut products: Vec<_> = self.linears().into_iter().map(linear).collect();
+    /// The layers of all blocks that can have an adapter: linear layers as files have them, routers, and the products of the first
+    /// expert, which represents all.
+    pub(super) fn adaptable_layers(&self) -> Vec<AdaptableLayer> {
+        let mut products = self.linears();
         if let Some(experts) = self.experts {
-            let [d, inner] = [self.hidden_size, self.intermediate_size];
-            products.push((ModuleOp::Router, [d, experts.count]));
-            products.push((ModuleOp::Expert(0, self.up_role()), [d, self.up_width()]));
-            products.push((ModuleOp::Expert(0, LinearRole::Down), [inner, d]));
+            let expert = |role, inputs, outputs| ProductSpec {
+                op: ModuleOp::Expert(0, role),
+                inputs,
+                outputs,
+                bias: self.biases.mlp,
+            };
+            products.push(self.router(experts));
+            products.push(expert(self.up_role(), self.hidden_size, self.up_width()));
+            products.push(expert(LinearRole::Down, self.intermediate_size, self.hidden_size));
         }
         let in_block = |block| {
-            let layer = move |op| ModuleId::in_block(block, op);
-            products.iter().map(move |(op, columns)| (layer(*op), layer(op.fused(self.activation)), *columns))
+            products.iter().map(move |&ProductSpec { op, inputs, outputs, .. }| AdaptableLayer {
+                layer: ModuleId::in_block(block, op),
+                fused_into: ModuleId::in_block(block, op.fused(self.activation)),
+                inputs,
+                outputs,
+            })
         };
         (0..self.num_layers).flat_map(in_block).collect()
     }
 
-    /// The products with adapters: how many of its layers have one, how many layers it has, and its outputs.
-    pub(super) fn adapted_products(&self) -> Vec<(usize, usize, usize)> {
-        let mut products = BTreeMap::<ModuleId, (usize, usize, usize)>::new();
-        for (layer, fused_into, [_, columns]) in self.adaptable_layers() {
-            let (members, parts, outputs) = products.entry(fused_into).or_default();
-            *members += usize::from(self.lora.as_ref().is_some_and(|lora| lora.targets.contains(&layer)));
-            (*parts, *outputs) = (*parts + 1, *outputs + columns);
+    /// The products with adapters.
+    pub(super) fn adapted_products(&self) -> Vec<AdaptedProduct> {
+        let mut products = BTreeMap::<ModuleId, AdaptedProduct>::new();
+        for AdaptableLayer { layer, fused_into, outputs, .. } in self.adaptable_layers() {
+            let product = products.entry(fused_into).or_default();
+            product.members += usize::from(self.lora.as_ref().is_some_and(|lora| lora.targets.contains(&layer)));
+            product.parts += 1;
+            product.outputs += outputs;
         }
-        products.into_values().filter(|(members, ..)| *members > 0).collect()
+        products.into_values().filter(|product| product.members > 0).collect()
     }
 
     /// Every parameter that is trained, ordered by name as strings are (`h.10.…` before `h.2.…`): all of the model except frozen
@@ -522,7 +572,7 @@ impl ModelSpec {
                 let layer = ModuleId::in_block(block, ModuleOp::Attention);
                 push(layer, false, vec![self.heads], ParamInit::Normal(std), layer);
             }
-            for (op, [rows, columns], bias) in self.products() {
+            for ProductSpec { op, inputs, outputs, bias } in self.products() {
                 let layer = ModuleId::in_block(block, op);
                 let fused_into = ModuleId::in_block(block, op.fused(self.activation));
                 let closes = |role| matches!(role, LinearRole::Out | LinearRole::Down);
@@ -531,12 +581,12 @@ impl ModelSpec {
                     _ => std,
                 };
                 let shape = match self.layout_of(op) {
-                    WeightLayout::InOut => vec![rows, columns],
-                    WeightLayout::OutIn => vec![columns, rows],
+                    WeightLayout::InOut => vec![inputs, outputs],
+                    WeightLayout::OutIn => vec![outputs, inputs],
                 };
                 push(layer, false, shape, ParamInit::Normal(std), fused_into);
                 if bias {
-                    push(layer, true, vec![columns], ParamInit::Zeros, fused_into);
+                    push(layer, true, vec![outputs], ParamInit::Zeros, fused_into);
                 }
             }
         }
@@ -559,10 +609,10 @@ impl ModelSpec {
         let [v, c, d, layers] =
             [self.vocab_size, self.max_position_embeddings, self.hidden_size, self.num_layers].map(|dim| dim as u128);
         let norm = |columns: u128| if self.norm == Norm::Layer { 2 * columns } else { columns };
-        let linear = |(_, [rows, columns], bias): (ModuleOp, [usize; 2], bool)| {
-            rows as u128 * columns as u128 + if bias { columns as u128 } else { 0 }
+        let elements = |ProductSpec { inputs, outputs, bias, .. }: ProductSpec| {
+            inputs as u128 * outputs as u128 + if bias { outputs as u128 } else { 0 }
         };
-        let linears: u128 = self.products().into_iter().map(linear).sum();
+        let linears: u128 = self.products().into_iter().map(elements).sum();
         let positions = if self.learned_positions { c * d } else { 0 };
         let head = if self.tie_word_embeddings { 0 } else { v * d };
         let norms: u128 = self.norms().into_iter().map(|(_, columns)| norm(columns as u128)).sum();

@@ -40,9 +40,11 @@ enum MetricsFormat {
 struct Number<T: Copy + Into<f64> + Serialize>(#[serde(serialize_with = "float::serialize")] T);
 
 /// The figures of a step and of the validation that followed it: a JSON object in the order of the table's columns.
-fn row((t, s, step, probe, eval): &LoggedStep) -> serde_json::Result<String> {
-    let (probe, eval, counts) = (probe.as_ref(), eval.as_ref(), step.lost_updates.as_ref());
-    let perplexity = eval.and_then(Validation::perplexity).map(Number);
+fn row(LoggedStep { t, s, step, probe, validation }: &LoggedStep) -> serde_json::Result<String> {
+    let probe = probe.as_ref();
+    let validation = validation.as_ref();
+    let counts = step.lost_updates.as_ref();
+    let perplexity = validation.and_then(Validation::perplexity).map(Number);
     let cells = [
         ("step", to_string(&step.step)),
         // Wall clock, seconds since 1970.
@@ -72,7 +74,7 @@ fn row((t, s, step, probe, eval): &LoggedStep) -> serde_json::Result<String> {
         ("updates_reach", to_string(&counts.and_then(UpdateCounts::reach))),
         ("updates_mean_ulps", to_string(&counts.and_then(UpdateCounts::mean_ulps))),
         ("resident_bytes", to_string(&step.rss_bytes)),
-        ("val_loss", to_string(&eval.map(|eval| Number(eval.loss)))),
+        ("val_loss", to_string(&validation.map(|validation| Number(validation.loss)))),
         ("val_perplexity", to_string(&perplexity)),
     ];
     let cells = cells.into_iter().map(|(name, value)| Ok(format!("\"{name}\":{}", value?)));
@@ -80,7 +82,7 @@ fn row((t, s, step, probe, eval): &LoggedStep) -> serde_json::Result<String> {
     if let Some(objective) = &step.objective {
         text = text + "," + to_string(objective)?.trim_matches(['{', '}']);
         // All rows have the same columns; a validation has some of a step's metrics.
-        let validated = eval.and_then(|eval| eval.objective).unwrap_or_default();
+        let validated = validation.and_then(|validation| validation.objective).unwrap_or_default();
         for (name, _) in objective.named() {
             let value = validated.named().find(|(one, _)| *one == name).map(|(_, value)| value);
             text = format!("{text},\"eval_{name}\":{}", to_string(&value)?);
@@ -132,8 +134,16 @@ fn tensorboard(log: &Path, folder: &Path, out: &mut dyn Write) -> Result<()> {
     written.map_err(Error::stdout)
 }
 
-/// The wall clock of a step, its seconds, its record, its FP32 probe, and the validation that followed it.
-type LoggedStep = (u64, f64, Box<StepRecord>, Option<Box<Fp32Probe>>, Option<Validation>);
+/// A step with the probe before it and the validation after it.
+struct LoggedStep {
+    /// Wall clock.
+    t: u64,
+    /// Run-relative seconds.
+    s: f64,
+    step: Box<StepRecord>,
+    probe: Option<Box<Fp32Probe>>,
+    validation: Option<Validation>,
+}
 
 fn table(
     log: &Path,
@@ -141,7 +151,9 @@ fn table(
     out: &mut dyn Write,
     failed: &dyn Fn(std::io::Error) -> Error,
 ) -> Result<()> {
-    let (mut last, mut probe, mut first): (Option<LoggedStep>, _, _) = (None, None, true);
+    let mut last: Option<LoggedStep> = None;
+    let mut probe = None;
+    let mut first = true;
     let mut finish = |last: Option<LoggedStep>| {
         let Some(last) = last else { return Ok(()) };
         let row = row(&last).map_err(std::io::Error::from);
@@ -153,11 +165,13 @@ fn table(
             Event::Fp32Probe(found) => probe = Some(found),
             Event::Step(step) => {
                 let probe = probe.take().filter(|probe| probe.step == step.step);
-                finish(last.replace((t, s, step, probe, None)))?;
+                finish(last.replace(LoggedStep { t, s, step, probe, validation: None }))?;
             }
             Event::Eval(eval) => {
-                if let Some((.., validation)) = last.as_mut().filter(|(_, _, step, ..)| step.step == eval.step) {
-                    *validation = Some(eval);
+                if let Some(last) = &mut last
+                    && last.step.step == eval.step
+                {
+                    last.validation = Some(eval);
                 }
             }
             _ => {}
@@ -202,9 +216,9 @@ mod tests {
         };
         let of_step = metrics(&[(ObjectiveMetric::Reward, 0.5), (ObjectiveMetric::Kl, f64::NAN)]);
         let objective = metrics(&[(ObjectiveMetric::Reward, 0.75)]);
-        let row = |eval| -> serde_json::Map<String, Value> {
+        let row = |validation| -> serde_json::Map<String, Value> {
             let step = Box::new(StepRecord { objective: of_step, ..StepRecord::default() });
-            serde_json::from_str(&row(&(0, 0.0, step, None, eval)).unwrap()).unwrap()
+            serde_json::from_str(&row(&LoggedStep { t: 0, s: 0.0, step, probe: None, validation }).unwrap()).unwrap()
         };
         let (validated, other) = (row(Some(Validation { objective, ..Validation::default() })), row(None));
         assert_eq!([&validated["reward"], &validated["eval_reward"]], [0.5, 0.75]);

@@ -65,8 +65,15 @@ pub(super) struct LogSource {
     over: bool,
 }
 
-/// Wall clock, run-relative seconds and step of a record.
-type LastRecord = (u64, f64, u64);
+/// The times and the step of a record.
+#[derive(Clone, Copy, Default)]
+struct LastRecord {
+    /// Wall clock.
+    t: u64,
+    /// Run-relative seconds.
+    s: f64,
+    step: u64,
+}
 
 /// Records that are not due yet.
 struct Replay {
@@ -157,8 +164,17 @@ impl LogSource {
         let tail = Tail::new(log);
         let tail = if replay.is_some() { tail } else { tail.skimming() };
         let others = logs.iter().skip(1).map(|log| Tail::new(log).skimming()).collect();
-        let (process, phase, said, last, checked) = (None, None, None, Default::default(), Instant::now());
-        Self { tail, others, replay, process, phase, said, last, checked, over: false }
+        Self {
+            tail,
+            others,
+            replay,
+            process: None,
+            phase: None,
+            said: None,
+            last: LastRecord::default(),
+            checked: Instant::now(),
+            over: false,
+        }
     }
 
     /// Passes on the records of the other runs; `true` if there are more already.
@@ -175,7 +191,7 @@ impl LogSource {
     /// Whether the training process has ended. The lock is visible in other containers, where the process id is not; on other
     /// machines neither may be, and a run counts as alive while it writes.
     fn has_ended(&self, process: &ProcessId) -> bool {
-        let writes = || wall_clock().saturating_sub(self.last.0) < SILENCE;
+        let writes = || wall_clock().saturating_sub(self.last.t) < SILENCE;
         !self.tail.path().parent().is_some_and(is_in_use) && !process.is_alive().unwrap_or_else(writes)
     }
 
@@ -280,12 +296,12 @@ impl MessageSource for LogSource {
 fn poll_lines(tail: &mut Tail, last: &mut LastRecord) -> Result<Poll> {
     let mut poll = tail.poll()?;
     for record in &poll.records {
-        *last = (record.t, record.s, record.event.step().unwrap_or(last.2));
+        *last = LastRecord { t: record.t, s: record.s, step: record.event.step().unwrap_or(last.step) };
     }
     if poll.unreadable > 0 {
         let lines = poll.unreadable;
         let message = format!("unreadable lines in the log: {lines}; they are damaged, or of a newer version");
-        let (t, s, step) = *last;
+        let LastRecord { t, s, step } = *last;
         poll.records.push(Record { v: VERSION, t, s, event: Event::Warning(Diagnostic { step, message }) });
     }
     Ok(poll)
@@ -304,7 +320,7 @@ mod tests {
         let own = ProcessId::own().unwrap();
         let ended = |process: &ProcessId, last| {
             let mut source = LogSource::new(std::slice::from_ref(&log), None);
-            source.last.0 = last;
+            source.last.t = last;
             source.has_ended(process)
         };
         let (dead, restarted) =

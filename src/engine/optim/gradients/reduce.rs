@@ -35,8 +35,13 @@ enum ReduceOp {
     Add,
 }
 
-/// The steps of a sum, and the depth of their stack.
-type Plan = (Vec<ReduceOp>, usize);
+/// The steps of a sum.
+#[derive(Debug)]
+struct Plan {
+    ops: Vec<ReduceOp>,
+    /// The depth of their stack.
+    depth: usize,
+}
 
 /// How the sums of `nodes`, left to right, become that of node `of` of the tree.
 fn reduction_plan(nodes: &[Range<usize>], of: Range<usize>) -> Plan {
@@ -53,7 +58,7 @@ fn reduction_plan(nodes: &[Range<usize>], of: Range<usize>) -> Plan {
     }
     let mut ops = Vec::new();
     let depth = descend(of, nodes, &mut ops, 0);
-    (ops, depth)
+    Plan { ops, depth }
 }
 
 #[derive(Debug)]
@@ -117,7 +122,7 @@ impl NodeChunk<'_> {
 /// Sums `width` elements of `sources`, starting at `first`, along `ops` into the start of `stack`.
 #[expect(clippy::inline_always, reason = "the loop only vectorizes for the caller if it is inlined")]
 #[inline(always)]
-fn sum_tile(stack: &mut [f32], sources: &[NodeChunk<'_>], ops: &[ReduceOp], (first, width): (usize, usize)) {
+fn sum_tile(stack: &mut [f32], sources: &[NodeChunk<'_>], ops: &[ReduceOp], first: usize, width: usize) {
     let mut top = 0;
     for op in ops {
         match op {
@@ -137,7 +142,7 @@ fn sum_tile(stack: &mut [f32], sources: &[NodeChunk<'_>], ops: &[ReduceOp], (fir
 }
 
 /// Writes the sum of `sources` along `ops` into `out`.
-fn sum(out: &Tensor, sources: &[NodeChunk<'_>], (ops, depth): &Plan) -> Result<()> {
+fn sum(out: &Tensor, sources: &[NodeChunk<'_>], plan: &Plan) -> Result<()> {
     let len = out.elem_count();
     Ok(view::write(out, |out| {
         for_each_part(
@@ -148,8 +153,8 @@ fn sum(out: &Tensor, sources: &[NodeChunk<'_>], (ops, depth): &Plan) -> Result<(
             |first, len, mut out| {
                 for start in (0..len).step_by(TILE_ELEMENTS) {
                     let width = TILE_ELEMENTS.min(len - start);
-                    with_scratch(depth * TILE_ELEMENTS, |stack| {
-                        sum_tile(stack, sources, ops, (first + start, width));
+                    with_scratch(plan.depth * TILE_ELEMENTS, |stack| {
+                        sum_tile(stack, sources, &plan.ops, first + start, width);
                         out.view.store(start, &stack[..width]);
                     });
                 }
@@ -158,9 +163,9 @@ fn sum(out: &Tensor, sources: &[NodeChunk<'_>], (ops, depth): &Plan) -> Result<(
     })?)
 }
 
-fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], (ops, _): &Plan, out: &Tensor) -> Result<()> {
+fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], plan: &Plan, out: &Tensor) -> Result<()> {
     let mut stack: Vec<(Tensor, bool)> = Vec::new();
-    for op in ops {
+    for op in &plan.ops {
         if let ReduceOp::Load(index) = op {
             stack.push((sources[*index].clone(), false));
         } else if let (Some((right, _)), Some((left, is_sum))) = (stack.pop(), stack.pop()) {

@@ -209,7 +209,8 @@ impl MemoryArgs {
         // A run on a GPU has logged the memory of its host.
         let as_it_ran = self.model.is_none() && sizes_of_run && self.processes == 1 && !on_gpu;
         if let Some(run) = run
-            && let Some(peak) = run.peak_rss_bytes.filter(|_| as_it_ran)
+            && let Some(peak) = run.peak_rss_bytes
+            && as_it_ran
         {
             let (spec, kind, recipe) = recipe_from_run(run, spec)?;
             let policy = run.started.precision();

@@ -44,7 +44,9 @@ fn main() -> Result {
     // The same loop in each type; only FP16 needs the scale.
     for (dtype, enabled) in [(DType::F32, false), (DType::F16, true), (DType::BF16, false)] {
         let outcome = run(dtype, GradScalerConfig { enabled, ..GradScalerConfig::default() })?;
-        let (first, last, zeros) = (outcome.first_loss, outcome.last_loss, 100.0 * outcome.zeros);
+        let first = outcome.first_loss;
+        let last = outcome.last_loss;
+        let zeros = 100.0 * outcome.zeros;
         println!("{dtype:>4?}: scale {enabled:>5}, loss {first:.3e} → {last:.3e}, {zeros:.1} % of dW zero");
         assert_eq!(outcome.applied, STEPS);
         assert!(outcome.zeros < 0.01);
@@ -65,7 +67,9 @@ fn run(dtype: DType, config: GradScalerConfig) -> Result<Outcome> {
     let mut optimizer = AdamW::with_decay_on_matrices(vec![weight.clone(), bias], params)?;
     let mut scaler = GradScaler::new(config)?;
 
-    let (mut losses, mut zeros, mut applied) = (vec![], vec![], 0);
+    let mut losses = vec![];
+    let mut zeros = vec![];
+    let mut applied = 0;
     for _ in 0..STEPS {
         let loss = mse(&model.forward(&x)?.to_dtype(DType::F32)?, &target)?;
         let mut grads = scaler.scale(&loss)?.backward()?;

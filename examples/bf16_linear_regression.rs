@@ -58,7 +58,8 @@ fn of_the_texts_size() -> Result {
         stream.fill_normal(site, 0, 0, &mut values);
         Tensor::from_vec(values, shape, &Device::Cpu)
     };
-    let (x, truth) = (draw(0, (POINTS, FEATURES))?, draw(1, (FEATURES, 1))?);
+    let x = draw(0, (POINTS, FEATURES))?;
+    let truth = draw(1, (FEATURES, 1))?;
     let y = x.matmul(&truth)?;
     let x = x.to_dtype(DType::BF16)?;
     let master = Var::zeros((FEATURES, 1), DType::F32, &Device::Cpu)?;

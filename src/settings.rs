@@ -103,7 +103,8 @@ fn is_number(value: &toml::Value) -> bool {
 impl Setting {
     /// A setting of type `T` without limits and flag, which a resumed run may change.
     pub(crate) fn new<T: 'static>(key: &str, comment: &'static [&'static str]) -> Self {
-        let (key, kind) = (key.to_owned(), Kind::of::<T>());
+        let key = key.to_owned();
+        let kind = Kind::of::<T>();
         let limits = (TypeId::of::<T>() == TypeId::of::<u32>()).then_some((0.0, f64::from(u32::MAX)));
         Self { key, comment, kind, fixed: false, flag: None, limits, inner: Vec::new() }
     }

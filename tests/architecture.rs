@@ -105,7 +105,8 @@ fn candle_use(source: &Source, code: &str) -> Vec<String> {
 
 /// The breaches of rules about files.
 fn habits(source: &Source) -> Vec<String> {
-    let (path, lines) = (source.path.display(), source.text.lines().count());
+    let path = source.path.display();
+    let lines = source.text.lines().count();
     let mut found = Vec::new();
     if !source.text.starts_with("//! ") {
         found.push(format!("{path}: does not open with a `//!` comment that says what and why"));
@@ -126,7 +127,8 @@ fn import_cycle(sources: &[Source], folder: &str) -> Option<String> {
     let mut imports: BTreeMap<String, Vec<String>> = files
         .map(|source| {
             let code = code_of(source.text.split("#[cfg(test)]").next().unwrap());
-            let (tokens, mut used) = (tokens(&code), Vec::new());
+            let tokens = tokens(&code);
+            let mut used = Vec::new();
             for at in (0..tokens.len()).filter(|at| tokens[*at] == "super" && (*at == 0 || tokens[at - 1] != "::")) {
                 leaves(&tokens[at + 1..], &mut used);
             }
@@ -157,7 +159,8 @@ fn used_modules(code: &str, module: &[String]) -> Vec<String> {
     let mut used = Vec::new();
     let tokens = tokens(code);
     // How many inline `mod` blocks enclose the current token: each absorbs one `super`.
-    let (mut depth, mut inline_modules) = (0_usize, Vec::new());
+    let mut depth = 0_usize;
+    let mut inline_modules = Vec::new();
     for (at, token) in tokens.iter().enumerate() {
         let before = at.checked_sub(1).map(|i| tokens[i]);
         match *token {
@@ -197,7 +200,8 @@ fn leaves(after: &[&str], used: &mut Vec<String>) {
         used.push((*first).to_owned());
         return;
     }
-    let (mut depth, mut expects_name) = (1, true);
+    let mut depth = 1;
+    let mut expects_name = true;
     for token in rest {
         match *token {
             "{" => depth += 1,
@@ -236,7 +240,8 @@ fn defined_twice(sources: &[Source]) -> Vec<String> {
 
 /// Names, `::` and single other characters, in order.
 fn tokens(code: &str) -> Vec<&str> {
-    let (mut found, mut rest) = (Vec::new(), code.trim_start());
+    let mut found = Vec::new();
+    let mut rest = code.trim_start();
     while let Some(first) = rest.chars().next() {
         let is_name = |c: char| c.is_alphanumeric() || c == '_';
         let length = if rest.starts_with("::") {
@@ -254,7 +259,8 @@ fn tokens(code: &str) -> Vec<&str> {
 
 /// `text` without comments, string literals and character literals, each replaced by a space.
 fn code_of(text: &str) -> String {
-    let (mut code, mut rest) = (String::with_capacity(text.len()), text);
+    let mut code = String::with_capacity(text.len());
+    let mut rest = text;
     while let Some(first) = rest.chars().next() {
         let skipped = comment(rest).or_else(|| raw_string(rest, &code)).or_else(|| quoted(rest));
         let length = skipped.unwrap_or(first.len_utf8());
@@ -279,7 +285,8 @@ fn comment(rest: &str) -> Option<usize> {
             [b'*', b'/', ..] => (2, -1),
             _ => (1, 0),
         };
-        (at, depth) = (at + step.0, depth + step.1);
+        at += step.0;
+        depth += step.1;
     }
     Some(at)
 }
@@ -332,7 +339,8 @@ fn sources_under(folder: &Path, root: &Path, found: &mut Vec<Source>) {
 #[test]
 fn the_source_tree_keeps_the_dependency_order_and_the_habits() {
     let [sources, kernels] = ["src", "kernels/src"].map(|folder| {
-        let (root, mut sources) = (Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), Vec::new());
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+        let mut sources = Vec::new();
         sources_under(&root, &root, &mut sources);
         assert!(sources.len() > 2, "found only {} files under {folder}/", sources.len());
         sources

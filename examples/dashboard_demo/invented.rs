@@ -137,7 +137,9 @@ impl InventedRun {
             ..StepRecord::default()
         })));
         if outcome == StepStatus::Skipped {
-            let (scale, max_abs, tensors) = (change, 65_504.0, overflowed);
+            let scale = change;
+            let max_abs = 65_504.0;
+            let tensors = overflowed;
             self.pending.push_back(Event::Overflow(Overflow {
                 step: at,
                 scale,
@@ -153,7 +155,8 @@ impl InventedRun {
     fn invent_others(&mut self, at: u64, progress: f64) {
         if at.is_multiple_of(200) {
             let loss = 3.15 + 1.25 * (-5.0 * progress).exp();
-            let (perplexity, tokens) = (loss.exp(), 8192);
+            let perplexity = loss.exp();
+            let tokens = 8192;
             self.pending.push_back(Event::Eval(Validation { step: at, loss, perplexity, tokens, objective: None }));
         }
         if at.is_multiple_of(500) {

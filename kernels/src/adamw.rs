@@ -48,7 +48,8 @@ pub struct AdamWTensor<'a> {
 impl AdamWTensor<'_> {
     /// Whether the shapes and types of the operands fit together.
     pub(crate) fn fits(&self) -> bool {
-        let (moments, len) = ([self.exp_avg, self.exp_avg_sq], self.grad.elem_count());
+        let moments = [self.exp_avg, self.exp_avg_sq];
+        let len = self.grad.elem_count();
         let moments_fit = match self.scales {
             None => same_shapes([self.grad, moments[0], moments[1]]) && moments.iter().all(|x| x.dtype() == DType::F32),
             Some(scales) => {
@@ -142,7 +143,8 @@ pub fn step(step: AdamWStep, mut tensor: AdamWTensor<'_>) -> Result<()> {
     // Integers, so their sums do not depend on the order of the threads.
     let counted = tensor.counts.is_some().then(Mutex::<UpdateCounts>::default);
     let format = tensor.weight.map_or(FloatFormat::FP32, |weight| float_format(weight.dtype()));
-    let (grad, weight_decay) = (read(tensor.grad)?, tensor.weight_decay);
+    let grad = read(tensor.grad)?;
+    let weight_decay = tensor.weight_decay;
     let grad = grad.view();
     let update = |master: &mut [f32], moments: Moments<'_>, weight: Option<ViewMut<'_>>| {
         for_each_part(
@@ -151,7 +153,8 @@ pub fn step(step: AdamWStep, mut tensor: AdamWTensor<'_>) -> Result<()> {
             32 * WIDTH / BLOCK_SIZE,
             #[inline(always)]
             |first, _, (master, (mut moments, mut weight)): (Rows<&mut [f32]>, (Moments<'_>, _))| {
-                let (mut buffer, mut counts) = ([0.0; WIDTH], UpdateCounts::default());
+                let mut buffer = [0.0; WIDTH];
+                let mut counts = UpdateCounts::default();
                 let len = master.view.len();
                 for start in (0..len).step_by(WIDTH) {
                     let range = start..(start + WIDTH).min(len);
@@ -159,7 +162,8 @@ pub fn step(step: AdamWStep, mut tensor: AdamWTensor<'_>) -> Result<()> {
                     let master = &mut master.view[range.clone()];
                     match &mut weight {
                         Some(Rows { view: weight, .. }) if counted.is_some() => {
-                            let (mut old, mut copies) = ([0.0; WIDTH], [[0.0; WIDTH]; 2]);
+                            let mut old = [0.0; WIDTH];
+                            let mut copies = [[0.0; WIDTH]; 2];
                             let [before, after] = copies.each_mut().map(|copy| &mut copy[..master.len()]);
                             let old = &mut old[..master.len()];
                             old.copy_from_slice(master);
@@ -231,7 +235,10 @@ mod tests {
                 bias_corrections: [0.1, (1.0 - beta2) as f32],
                 grad_factor: 1.0,
             };
-            let (scales, weight, weight_decay, counts) = (None, None, 0.0, None);
+            let scales = None;
+            let weight = None;
+            let weight_decay = 0.0;
+            let counts = None;
             let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
             super::step(step, tensor).unwrap();
             let update = master.to_vec1::<f32>().unwrap()[0];

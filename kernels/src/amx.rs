@@ -441,7 +441,8 @@ mod tests {
     #[test]
     fn the_model_multiplies_matrices() {
         let whole = |len: usize, step: usize| (0..len).map(|i| bf16::from_f32((i * step % 7) as f32 - 3.0)).collect();
-        let (a, b): (Vec<bf16>, Vec<bf16>) = (whole(512, 3), whole(512, 5));
+        let a: Vec<bf16> = whole(512, 3);
+        let b: Vec<bf16> = whole(512, 5);
         let sums: Vec<f32> = (0..256).map(|i| i as f32).collect();
         // SAFETY: the model needs nothing.
         let found = unsafe { product::<EmulatedTiles>(&a, &b, &sums) };
@@ -461,7 +462,8 @@ mod tests {
     fn the_cpus_tiles_compute_the_models_bits() {
         assert_eq!(super::support(), super::AmxSupport::Available);
         for seed in 0..50 {
-            let (a, b) = (values(512, seed), values(512, seed + 100));
+            let a = values(512, seed);
+            let b = values(512, seed + 100);
             let sums: Vec<f32> = values(256, seed + 200).into_iter().map(bf16::to_f32).collect();
             // SAFETY: the tiles are granted.
             let (real, model) =

@@ -289,7 +289,8 @@ pub(crate) fn exponentials(p: &mut [f32], seen: Range<usize>, softcap: Option<f3
 
 /// The values of a small tensor in FP32.
 pub(crate) fn upcast(x: &Tensor) -> Result<Vec<f32>> {
-    let (opened, mut values) = (read(x)?, vec![0.0; x.elem_count()]);
+    let opened = read(x)?;
+    let mut values = vec![0.0; x.elem_count()];
     opened.view().load(0, &mut values);
     Ok(values)
 }
@@ -466,7 +467,8 @@ fn backward_head(
                         row[seen.end..keys].fill(0.0);
                     }
                     let mask = sequence.mask_row(head, i) + lowest + seen.start;
-                    let (p, dp) = (&mut p[seen.clone()], &mut dp[seen]);
+                    let p = &mut p[seen.clone()];
+                    let dp = &mut dp[seen];
                     if let Some(dropout) = saved.dropout {
                         dropout.apply(mask, dp);
                     }
@@ -477,7 +479,9 @@ fn backward_head(
                     }
                 }
                 let below = lowest * size;
-                let (dk, dv, dq) = (&mut dk[below..], &mut dv[below..], &mut dq[block]);
+                let dk = &mut dk[below..];
+                let dv = &mut dv[below..];
+                let dq = &mut dq[block];
                 multiply([keys, QUERIES, size], by_columns(p, row), in_rows(dout, size), (dv, size), true);
                 multiply([keys, QUERIES, size], by_columns(dp, row), in_rows(query, size), (dk, size), true);
                 multiply([QUERIES, keys, size], by_rows(dp, row), in_rows(&k[below..], size), (dq, size), false);

@@ -114,7 +114,8 @@ impl BlockwiseQuantized {
     }
 
     pub(crate) fn from_values(values: &[f32], signed: bool, device: &Device) -> Result<Self> {
-        let (mut codes, mut absmax) = (vec![0; values.len()], vec![0.0; values.len().div_ceil(BLOCK_SIZE)]);
+        let mut codes = vec![0; values.len()];
+        let mut absmax = vec![0.0; values.len().div_ceil(BLOCK_SIZE)];
         quantize(signed, values, (&mut codes, &mut absmax));
         let [codes, absmax] = [Tensor::new(codes, device)?, Tensor::new(absmax, device)?];
         Ok(Self { codes, absmax, map: Tensor::new(map(signed), device)? })

@@ -121,8 +121,10 @@ fn activate_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
     if op.activation.is_interleaved() {
         return glu::clamped_backward(op);
     }
-    let ((gate, up), dy) = (halves(op.activation, op.x)?, upcast(op.dy)?);
-    let (slope, value) = (slope_of(op.activation, &gate)?, (&gate * gate_of(op.activation, &gate)?)?);
+    let (gate, up) = halves(op.activation, op.x)?;
+    let dy = upcast(op.dy)?;
+    let slope = slope_of(op.activation, &gate)?;
+    let value = (&gate * gate_of(op.activation, &gate)?)?;
     let Some(up) = up else {
         store(&value, op.y)?;
         return store(&(dy * slope)?, op.dx);

@@ -148,15 +148,19 @@ pub fn write_losses(
         op::Matmul { a, b, alpha: scale, c, mode }.run(kernels)
     };
     let mut hook = |tensor, first, values: &Tensor| hook.as_mut().map_or(Ok(()), |hook| hook(tensor, first, values));
-    let (rows, (vocab, _), tile) = (x.dim(0)?, weight.dims2()?, workspace.logits.dim(0)?);
+    let rows = x.dim(0)?;
+    let (vocab, _) = weight.dims2()?;
+    let tile = workspace.logits.dim(0)?;
     for first in (0..rows).step_by(tile) {
         let count = tile.min(rows - first);
-        let (x, losses) = (x.narrow(0, first, count)?, workspace.losses.narrow(0, first, count)?);
+        let x = x.narrow(0, first, count)?;
+        let losses = workspace.losses.narrow(0, first, count)?;
         let tile = workspace.tile(count, vocab, pads)?;
         let logits = ColumnSlice::new(&tile, 0..vocab)?;
         product(whole(&x)?, MatmulOperand::transposed(ColumnSlice::all(weight)?), logits, WriteMode::Overwrite)?;
         hook(HeadTensor::Logits, first, &tile)?;
-        let (targets, seed) = (&targets[first..first + count], gradient.map(|gradient| gradient.seed));
+        let targets = &targets[first..first + count];
+        let seed = gradient.map(|gradient| gradient.seed);
         let weights = gradient.and_then(|gradient| gradient.weights).map(|weights| &weights[first..first + count]);
         op::CrossEntropy { logits, softcap, targets, losses: &losses, seed, weights }.run(kernels)?;
         let Some(gradient) = gradient else { continue };
@@ -165,7 +169,8 @@ pub fn write_losses(
         product(MatmulOperand::plain(logits), whole(weight)?, ColumnSlice::all(&dx)?, WriteMode::Overwrite)?;
         if let Some(dweight) = gradient.dweight {
             let sum = workspace.weight_sum.as_ref().unwrap_or(dweight);
-            let (dlogits, x) = (MatmulOperand::transposed(logits), whole(&x)?);
+            let dlogits = MatmulOperand::transposed(logits);
+            let x = whole(&x)?;
             let mode = if first > 0 { WriteMode::Accumulate } else { WriteMode::Overwrite };
             if x.columns.tensor().device().is_cpu() || kernels.pads_logits() {
                 product(dlogits, x, ColumnSlice::all(sum)?, mode)?;
@@ -209,7 +214,8 @@ pub(super) fn soft_cap(op: &op::SoftCap<'_>) -> Result<()> {
 
 pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
     let &op::CrossEntropy { logits, softcap, targets, losses, seed, weights } = op;
-    let ((rows, vocab), (stride, column)) = ((logits.rows(), logits.count()), (logits.stride(), logits.first()));
+    let (rows, vocab) = (logits.rows(), logits.count());
+    let (stride, column) = (logits.stride(), logits.first());
     write(logits.tensor(), |logits| {
         write_f32(losses, |losses| {
             let out = (Rows { view: logits, width: stride }, Rows { view: losses, width: 1 });
@@ -220,7 +226,8 @@ pub(super) fn rows(op: &op::CrossEntropy<'_>) -> Result<()> {
                 #[inline(always)]
                 |first, rows, (mut logits, losses), [row]| {
                     for i in 0..rows {
-                        let (target, weight) = (targets[first + i], weights.map(|weights| weights[first + i]));
+                        let target = targets[first + i];
+                        let weight = weights.map(|weights| weights[first + i]);
                         let seed = seed.map(|seed| weight.map_or(seed, |weight| seed * weight));
                         losses.view[i] = loss_row((&mut logits.view, i * stride + column), softcap, target, seed, row);
                     }

@@ -80,7 +80,8 @@ pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
     let &op::DecodeAttention { ref shape, sequences, qkv, sinks, out } = op;
     let [queries, k, v] = qkv;
     let sinks = sinks.map(upcast).transpose()?;
-    let (mut first, mut caches) = (0, Vec::with_capacity(sequences.len()));
+    let mut first = 0;
+    let mut caches = Vec::with_capacity(sequences.len());
     for sequence in sequences {
         let rows = first..first + sequence.new;
         first = rows.end;
@@ -92,7 +93,8 @@ pub(super) fn attend(op: &op::DecodeAttention<'_>) -> Result<()> {
     let kv_heads = shape.kv_heads;
     write_columns([ColumnSlice::all(out)?], |[out]| {
         (0..caches.len() * kv_heads).into_par_iter().for_each(|task| {
-            let (kv_head, (keys, values, sequence, rows)) = (task % kv_heads, &caches[task / kv_heads]);
+            let kv_head = task % kv_heads;
+            let (keys, values, sequence, rows) = &caches[task / kv_heads];
             let heads = (kv_head, sinks.as_deref());
             isa::vectorize(
                 #[inline(always)]
@@ -112,7 +114,8 @@ fn attend_group(
     (queries, first_row, out): (ColumnReader<'_>, usize, ColumnWriter<'_>),
 ) {
     let &AttentionShape { heads, kv_heads, head_size, .. } = shape;
-    let (group, size) = (heads / kv_heads, head_size.next_multiple_of(PAD));
+    let group = heads / kv_heads;
+    let size = head_size.next_multiple_of(PAD);
     // Keys before the first new token's window are not read.
     let lowest = shape.first_in_window(past) / PAD * PAD;
     let tokens = (past + new - lowest).next_multiple_of(PAD);
@@ -129,10 +132,12 @@ fn attend_group(
             let place = |index: usize| (kv_head * group + index / new, index % new);
             for first in (0..group * new).step_by(QUERIES) {
                 let indices = first..(group * new).min(first + QUERIES);
-                let (mut from, mut to) = (usize::MAX, 0);
+                let mut from = usize::MAX;
+                let mut to = 0;
                 for (index, x) in indices.clone().zip(x.chunks_exact_mut(size)) {
                     let (head, token) = place(index);
-                    (from, to) = (from.min(past + token), to.max(past + token + 1));
+                    from = from.min(past + token);
+                    to = to.max(past + token + 1);
                     queries.load(first_row + token, head * head_size, &mut x[..head_size]);
                     x[head_size..].fill(0.0);
                     for x in x.iter_mut() {
@@ -140,7 +145,8 @@ fn attend_group(
                     }
                 }
                 let from = shape.first_in_window(from) / PAD * PAD;
-                let (count, keys) = (indices.len(), (to - from).next_multiple_of(PAD));
+                let count = indices.len();
+                let keys = (to - from).next_multiple_of(PAD);
                 let below = (from - lowest) * size;
                 multiply([count, size, keys], by_rows(x, size), in_panels(&kt[below..], size), (p, row), false);
                 let mut totals = [0.0; QUERIES];
@@ -152,7 +158,8 @@ fn attend_group(
                 }
                 multiply([count, keys, size], by_rows(p, row), in_rows(&v[below..], size), (x, size), false);
                 for ((index, total), x) in indices.zip(totals).zip(x.chunks_exact_mut(size)) {
-                    let ((head, token), x) = (place(index), &mut x[..head_size]);
+                    let (head, token) = place(index);
+                    let x = &mut x[..head_size];
                     for x in x.iter_mut() {
                         *x /= total;
                     }

@@ -22,9 +22,12 @@ pub fn scale_of_width(width: usize, dtype: DType) -> f32 {
 /// Computes [`op::Embed`].
 pub fn forward(op: &op::Embed<'_>) -> Result<()> {
     let Embedding { table, positions, ids, scale, dropout, .. } = op.input;
-    let (places, (_, width)) = (op.input.places(), table.dims2()?);
-    let (tokens, positions) = (read(table)?, positions.map(read).transpose()?);
-    let (tokens, positions) = (tokens.view(), positions.as_ref().map(ReadGuard::view));
+    let places = op.input.places();
+    let (_, width) = table.dims2()?;
+    let tokens = read(table)?;
+    let positions = positions.map(read).transpose()?;
+    let tokens = tokens.view();
+    let positions = positions.as_ref().map(ReadGuard::view);
     write_rows(
         op.out,
         #[inline(always)]
@@ -51,7 +54,8 @@ pub fn forward(op: &op::Embed<'_>) -> Result<()> {
 /// so that the sum does not depend on the threads. Positions are summed in the same way.
 pub fn backward(op: &mut op::EmbedBackward<'_>) -> Result<()> {
     let op::EmbedBackward { input, dx, order, dtable, dpositions } = op;
-    let (Embedding { ids, scale, dropout, .. }, places) = (*input, input.places());
+    let Embedding { ids, scale, dropout, .. } = *input;
+    let places = input.places();
     let (_, width) = dx.dims2()?;
     let dx = read(dx)?;
     let dx = dx.view();

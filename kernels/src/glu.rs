@@ -17,7 +17,9 @@ fn halves(x: &Tensor) -> Result<[ColumnSlice<'_>; 2]> {
 
 /// Computes [`op::Activate`] with this function of a gate.
 pub fn forward(op: &op::Activate<'_>, function: impl Fn(f32) -> f32 + Sync) -> Result<()> {
-    let ((rows, width), [gate, up], opened) = (op.y.dims2()?, halves(op.x)?, read(op.x)?);
+    let (rows, width) = op.y.dims2()?;
+    let [gate, up] = halves(op.x)?;
+    let opened = read(op.x)?;
     let (gate, up) = (gate.source(&opened), up.source(&opened));
     write(op.y, |view| {
         for_each_part(
@@ -44,9 +46,13 @@ pub fn forward(op: &op::Activate<'_>, function: impl Fn(f32) -> f32 + Sync) -> R
 
 /// Computes [`op::ActivateBackward`] with this function of a gate, which returns its derivative too.
 pub fn backward(op: &op::ActivateBackward<'_>, function: impl Fn(f32) -> (f32, f32) + Sync) -> Result<()> {
-    let ((rows, width), [gate, up], [dgate, dup]) = (op.y.dims2()?, halves(op.x)?, halves(op.dx)?);
+    let (rows, width) = op.y.dims2()?;
+    let [gate, up] = halves(op.x)?;
+    let [dgate, dup] = halves(op.dx)?;
     let (opened, dy) = (read(op.x)?, read(op.dy)?);
-    let (gate, up, dy) = (gate.source(&opened), up.source(&opened), dy.view());
+    let gate = gate.source(&opened);
+    let up = up.source(&opened);
+    let dy = dy.view();
     write_columns([dgate, dup, ColumnSlice::all(op.y)?], |[dgate, dup, y]| {
         for_each_part(
             (),
@@ -62,13 +68,16 @@ pub fn backward(op: &op::ActivateBackward<'_>, function: impl Fn(f32) -> (f32, f
                     let (gates, ups) = (&mut gates[..count], &mut ups[..count]);
                     gate.load(row, start, gates);
                     up.load(row, start, ups);
-                    let (grads, outputs) = (dy.as_f32(row * width + start, &mut grads[..count]), &mut outputs[..count]);
+                    let grads = dy.as_f32(row * width + start, &mut grads[..count]);
+                    let outputs = &mut outputs[..count];
                     for (((gate, up), dy), y) in gates.iter_mut().zip(ups.iter_mut()).zip(grads).zip(outputs.iter_mut())
                     {
                         let (value, derivative) = function(*gate);
-                        let (dgate, dup) = (dy * *up * derivative, dy * value);
+                        let dgate = dy * *up * derivative;
+                        let dup = dy * value;
                         *y = value * *up;
-                        (*gate, *up) = (dgate, dup);
+                        *gate = dgate;
+                        *up = dup;
                     }
                     // SAFETY: a row is written by this task alone, and gate and up are different columns.
                     unsafe {
@@ -96,7 +105,8 @@ fn bounded([gate, up]: [f32; 2]) -> [f32; 2] {
 
 /// Computes [`Activation::ClampedSwiGlu`](crate::Activation): `y [N, F]` of pairs of gate and up, `x [N, 2·F]`.
 pub fn clamped(op: &op::Activate<'_>) -> Result<()> {
-    let (x, len) = (read(op.x)?, op.y.elem_count());
+    let x = read(op.x)?;
+    let len = op.y.elem_count();
     let x = x.view();
     write(op.y, |view| {
         for_each_part(
@@ -105,7 +115,8 @@ pub fn clamped(op: &op::Activate<'_>) -> Result<()> {
             ELEMENTS_PER_TASK,
             #[inline(always)]
             |first, count, mut y| {
-                let (mut pairs, mut outputs) = ([0.0; 2 * BLOCK], [0.0; BLOCK]);
+                let mut pairs = [0.0; 2 * BLOCK];
+                let mut outputs = [0.0; BLOCK];
                 for start in (0..count).step_by(BLOCK) {
                     let outputs = &mut outputs[..BLOCK.min(count - start)];
                     let pairs = x.as_f32(2 * (first + start), &mut pairs[..2 * outputs.len()]);
@@ -122,7 +133,9 @@ pub fn clamped(op: &op::Activate<'_>) -> Result<()> {
 
 /// Computes the gradient `dx [N, 2·F]` of [`clamped`], and `y` again.
 pub fn clamped_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
-    let (x, dy, len) = (read(op.x)?, read(op.dy)?, op.y.elem_count());
+    let x = read(op.x)?;
+    let dy = read(op.dy)?;
+    let len = op.y.elem_count();
     let (x, dy) = (x.view(), dy.view());
     write(op.dx, |dx| {
         write(op.y, |y| {
@@ -132,7 +145,9 @@ pub fn clamped_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
                 ELEMENTS_PER_TASK,
                 #[inline(always)]
                 |first, count, (mut dx, mut y)| {
-                    let (mut pairs, mut grads, mut outputs) = ([0.0; 2 * BLOCK], [0.0; BLOCK], [0.0; BLOCK]);
+                    let mut pairs = [0.0; 2 * BLOCK];
+                    let mut grads = [0.0; BLOCK];
+                    let mut outputs = [0.0; BLOCK];
                     for start in (0..count).step_by(BLOCK) {
                         let outputs = &mut outputs[..BLOCK.min(count - start)];
                         let pairs = &mut pairs[..2 * outputs.len()];
@@ -143,10 +158,12 @@ pub fn clamped_backward(op: &op::ActivateBackward<'_>) -> Result<()> {
                         {
                             let [gate, up] = bounded(*pair);
                             let (value, slope) = math::silu_with_derivative(CLAMPED_SLOPE * gate);
-                            let (value, plus_one) = (value / CLAMPED_SLOPE, up + 1.0);
+                            let value = value / CLAMPED_SLOPE;
+                            let plus_one = up + 1.0;
                             *y = value * plus_one;
                             // A bound's derivative is 0 outside.
-                            let (dgate, dup) = (dy * plus_one * slope, dy * value);
+                            let dgate = dy * plus_one * slope;
+                            let dup = dy * value;
                             let inside = pair[1] >= -CLAMPED_LIMIT && pair[1] <= CLAMPED_LIMIT;
                             *pair = [if pair[0] > CLAMPED_LIMIT { 0.0 } else { dgate }, if inside { dup } else { 0.0 }];
                         }

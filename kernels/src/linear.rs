@@ -21,8 +21,11 @@ fn operand<T>(data: &[T], layout: WeightLayout, [inputs, outputs]: [usize; 2]) -
 /// Computes [`op::Linear`], with one rounding.
 pub fn forward(op: &op::Linear<'_>) -> Result<()> {
     let &op::Linear { layout, x, weight, bias, low_rank, y } = op;
-    let ((rows, inner), (_, outer)) = (x.dims2()?, y.dims2()?);
-    let (x, opened, bias) = (read(x)?, read(weight)?, bias.map(read).transpose()?);
+    let (rows, inner) = x.dims2()?;
+    let (_, outer) = y.dims2()?;
+    let x = read(x)?;
+    let opened = read(weight)?;
+    let bias = bias.map(read).transpose()?;
     let low = low_rank.map(|low_rank| Ok::<_, Error>([read(low_rank.low)?, read(low_rank.factor.columns.tensor())?]));
     let low = low.transpose()?;
     with_scratch(

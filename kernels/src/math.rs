@@ -174,7 +174,8 @@ mod tests {
 
     fn exact_silu_derivative(x: f64) -> f64 {
         let x = x.clamp(-700.0, 700.0);
-        let (gate, complement) = (1.0 / (1.0 + (-x).exp()), 1.0 / (1.0 + x.exp()));
+        let gate = 1.0 / (1.0 + (-x).exp());
+        let complement = 1.0 / (1.0 + x.exp());
         gate + x * gate * complement
     }
 
@@ -191,7 +192,8 @@ mod tests {
     /// The largest error of `function` over `inputs`, in ULP of FP32, and its input.
     fn worst(inputs: impl Iterator<Item = f32>, function: fn(f32) -> f32, exact: fn(f64) -> f64) -> (f64, f32) {
         inputs.fold((0.0, 0.0), |worst, x| {
-            let (found, expected) = (f64::from(function(x)), exact(f64::from(x)));
+            let found = f64::from(function(x));
+            let expected = exact(f64::from(x));
             let error = (found - expected).abs() / ulp(expected, 23, -126);
             if error > worst.0 || error.is_nan() { (error, x) } else { worst }
         })

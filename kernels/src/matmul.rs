@@ -275,7 +275,8 @@ impl<'a> Packed<'a> {
         serial: bool,
         [to_a, to_b]: &'a mut [PackBuffer; 2],
     ) -> Self {
-        let (depth, [a, b]) = (a.cols, [PackSource::rows(a), PackSource::columns(b)]);
+        let depth = a.cols;
+        let [a, b] = [PackSource::rows(a), PackSource::columns(b)];
         let [a, b] = if swapped { [b, a] } else { [a, b] };
         let pack_all = |lines: PackSource<'_, T>, layout: PanelLayout, packed: &'a mut PackBuffer| {
             let packed = packed.words(lines.count.next_multiple_of(layout.width) * kernel.words(depth));
@@ -306,7 +307,8 @@ impl<'a> Packed<'a> {
     ) {
         let kernel = ready.kernel();
         let MicroKernel { rows, cols, .. } = kernel;
-        let (all, of_c) = (kernel.words(self.depth), if self.swapped { row..row + rows } else { col..col + cols });
+        let all = kernel.words(self.depth);
+        let of_c = if self.swapped { row..row + rows } else { col..col + cols };
         let words = kernel.words_around(self.depth_of(of_c));
         if words.is_empty() {
             return;
@@ -420,7 +422,8 @@ impl<A: Element, C: Element> Product<'_, A, C> {
 
     /// Packs all of B for [`Product::panels`].
     fn pack_streamed(&self, mut panels: &mut [u32]) {
-        let (layout, mut buffer) = (self.kernel.b(), PackBuffer::new());
+        let layout = self.kernel.b();
+        let mut buffer = PackBuffer::new();
         for depth in pieces(0..self.depth, self.depth_step()) {
             let words = self.b.count.next_multiple_of(layout.width) * self.kernel.words(depth.len());
             let (part, rest) = std::mem::take(&mut panels).split_at_mut(self.kept_words(words));
@@ -496,14 +499,16 @@ impl<A: Element, C: Element> Product<'_, A, C> {
                 } else {
                     kept
                 };
-                let (kernel, prefetch) = (narrow.unwrap_or(self.kernel), Prefetch::new(lines, 0..0, 0..0, tiles));
+                let kernel = narrow.unwrap_or(self.kernel);
+                let prefetch = Prefetch::new(lines, 0..0, 0..0, tiles);
                 let product = Product { kernel, ..*self };
                 return product.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch);
             }
             let streamed = buffer.words(group.len() * width * words);
             pack(lines, first, part.depth.clone(), layout, streamed);
             let prefetch = Prefetch::new(lines, next..next + group.len() * width, part.depth.clone(), tiles);
-            let (shared, streamed) = ((shared_first, shared), (first, &*streamed));
+            let shared = (shared_first, shared);
+            let streamed = (first, &*streamed);
             let (a, b) = if self.shares_a() { (shared, streamed) } else { (streamed, shared) };
             self.multiply(part, words, a, b, partial, prefetch);
         });

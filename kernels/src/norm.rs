@@ -41,10 +41,16 @@ fn mean_of<const CENTERS: bool>(mean: Option<&[f32]>, index: usize) -> f32 {
 
 fn forward_as<const CENTERS: bool>(op: &op::Norm<'_>) -> Result<()> {
     let &op::Norm { settings, x, weight, bias, y, mean, rstd } = op;
-    let (rows, width, eps) = (x.rows(), weight.elem_count(), settings.eps);
+    let rows = x.rows();
+    let width = weight.elem_count();
+    let eps = settings.eps;
     let groups = x.count() / width;
-    let (opened, weight, bias) = (read(x.tensor())?, read(weight)?, bias.map(read).transpose()?);
-    let (x, weight, bias) = (x.source(&opened), weight.view(), bias.as_ref().map(ReadGuard::view));
+    let opened = read(x.tensor())?;
+    let weight = read(weight)?;
+    let bias = bias.map(read).transpose()?;
+    let x = x.source(&opened);
+    let weight = weight.view();
+    let bias = bias.as_ref().map(ReadGuard::view);
     write(y.tensor(), |out| {
         write_optional(mean, |mean| {
             write_f32(rstd, |rstd| {
@@ -90,7 +96,9 @@ struct BackwardInputs<'a> {
 }
 
 fn backward_as<const CENTERS: bool>(op: &op::NormBackward<'_>) -> Result<()> {
-    let (dy, x, rstd) = (read(op.dy.tensor())?, read(op.x.tensor())?, read(op.rstd)?);
+    let dy = read(op.dy.tensor())?;
+    let x = read(op.x.tensor())?;
+    let rstd = read(op.rstd)?;
     let mean = op.mean.map(read).transpose()?;
     let mean = mean.as_ref().map(ReadGuard::typed::<f32>).transpose()?;
     let inputs = BackwardInputs { dy: op.dy.source(&dy), x: op.x.source(&x), mean, rstd: rstd.typed::<f32>()? };
@@ -103,7 +111,8 @@ fn input_gradient<const CENTERS: bool>(
     &op::NormBackward { settings, x: rows, weight, dx, mode, .. }: &op::NormBackward<'_>,
     BackwardInputs { dy, x, mean, rstd }: BackwardInputs<'_>,
 ) -> Result<()> {
-    let (width, weight) = (weight.elem_count(), read(weight)?);
+    let width = weight.elem_count();
+    let weight = read(weight)?;
     let (rows, groups, weight) = (rows.rows(), rows.count() / width, weight.view());
     write(dx.tensor(), |out| {
         for_each_part_with_scratch(
@@ -115,7 +124,8 @@ fn input_gradient<const CENTERS: bool>(
                 load_gains::<CENTERS>(weight, settings.gain_offset(), gains);
                 for (i, group) in (0..rows).flat_map(|i| (0..groups).map(move |group| (i, group))) {
                     let index = (first + i) * groups + group;
-                    let (m, r) = (mean_of::<CENTERS>(mean, index), rstd[index]);
+                    let m = mean_of::<CENTERS>(mean, index);
+                    let r = rstd[index];
                     dy.load(first + i, group * width, g);
                     x.load(first + i, group * width, xhat);
                     for ((g, xhat), gain) in g.iter_mut().zip(xhat.iter_mut()).zip(&*gains) {
@@ -162,10 +172,12 @@ fn parameter_gradients<const CENTERS: bool>(
                         #[inline(always)]
                         |index, first, [dw, db]| {
                             let (mut dy_row, mut x_row) = ([0.0; STRIPE], [0.0; STRIPE]);
-                            let (row, column) = (index / groups, index % groups * width + first);
+                            let row = index / groups;
+                            let column = index % groups * width + first;
                             let dy = dy.as_f32(row, column, &mut dy_row[..columns]);
                             let x = x.as_f32(row, column, &mut x_row[..columns]);
-                            let (m, r) = (mean_of::<CENTERS>(mean, index), rstd[index]);
+                            let m = mean_of::<CENTERS>(mean, index);
+                            let r = rstd[index];
                             for (((dw, db), dy), x) in dw.iter_mut().zip(db).zip(dy).zip(x) {
                                 *dw += dy * ((x - m) * r);
                                 *db += dy;

@@ -586,7 +586,8 @@ impl Op<'_> {
                     && op.settings.fits([op.x, op.dy], op.weight, op.mean, op.rstd)
             }
             Self::Rotate(op) => {
-                let (rows, (available, half)) = (op.x.rows(), op.table.cos.dims2()?);
+                let rows = op.x.rows();
+                let (available, half) = op.table.cos.dims2()?;
                 let heads = half > 0 && op.x.count().is_multiple_of(2 * half);
                 let known = op.positions.past + op.positions.seq_len.min(rows) <= available;
                 let documents = op.positions.documents.is_none_or(|starts| starts.len() == rows);
@@ -604,7 +605,8 @@ impl Op<'_> {
                 op.x.dims() == [rows, inner] && op.y.dims() == [rows, outer] && bias && low_rank
             }
             Self::Matmul(op) => {
-                let ([m, k], [depth, n]) = (op.a.dims(), op.b.dims());
+                let [m, k] = op.a.dims();
+                let [depth, n] = op.b.dims();
                 let one_type = op.a.columns.tensor().dtype() == op.b.columns.tensor().dtype();
                 k == depth && [m, n] == op.c.dims() && one_type
             }
@@ -657,7 +659,8 @@ impl Op<'_> {
 impl NormSettings {
     /// Whether two matrices are rows of groups as wide as the weight, with statistics for each group.
     fn fits(self, x: [ColumnSlice<'_>; 2], weight: &Tensor, mean: Option<&Tensor>, rstd: &Tensor) -> bool {
-        let ([rows, columns], width) = (x[0].dims(), weight.elem_count());
+        let [rows, columns] = x[0].dims();
+        let width = weight.elem_count();
         let whole = weight.rank() == 1 && width > 0 && columns.is_multiple_of(width) && x[1].dims() == [rows, columns];
         let groups = |x: &Tensor| x.dtype() == DType::F32 && x.elem_count() * width == rows * columns;
         whole && mean.is_some() == self.centers() && groups(rstd) && mean.is_none_or(groups)

@@ -117,7 +117,9 @@ impl Kernels for Profile {
     }
 
     fn run(&self, op: &mut Op<'_>) -> Result<Ran> {
-        let (name, bytes, flops) = (op.name(), bytes(op), flops(op));
+        let name = op.name();
+        let bytes = bytes(op);
+        let flops = flops(op);
         let ran = match &self.clock {
             Clock::Host => {
                 self.measured().entry(name).or_default().begin();
@@ -222,7 +224,8 @@ fn bytes(op: &Op<'_>) -> f64 {
         }
         Op::CrossEntropy(op) => f64::from(1 + u8::from(op.seed.is_some())) * matrix(op.logits),
         op => {
-            let (mut seen, mut sum): (HashSet<(TensorId, Access)>, f64) = (HashSet::new(), 0.0);
+            let mut seen: HashSet<(TensorId, Access)> = HashSet::new();
+            let mut sum: f64 = 0.0;
             // Views of packed queries, keys and values are one tensor.
             op.for_each_tensor(&mut |x, access| {
                 if seen.insert((x.id(), access)) {
@@ -270,7 +273,10 @@ mod tests {
         let vector = |dtype| Tensor::zeros(10, dtype, &Device::Cpu).unwrap();
         let [grad, master, exp_avg, exp_avg_sq] = &[DType::F32; 4].map(vector);
         let step = AdamWStep { lr: 0.1, betas: [0.9; 2], eps: 1e-8, bias_corrections: [0.1; 2], grad_factor: 1.0 };
-        let (copy, scales, weight_decay, counts) = (vector(DType::F16), None, 0.0, None);
+        let copy = vector(DType::F16);
+        let scales = None;
+        let weight_decay = 0.0;
+        let counts = None;
         let weight = Some(&copy);
         let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
         op::AdamW { step, tensors: vec![tensor] }.run(&profile).unwrap();

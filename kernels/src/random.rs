@@ -41,7 +41,10 @@ fn philox([mut a, mut b, mut c, mut d]: [u32; 4], mut key: [u32; 2]) -> [u32; 4]
     for _ in 0..10 {
         let left = u64::from(MULTIPLIERS[0]) * u64::from(a);
         let right = u64::from(MULTIPLIERS[1]) * u64::from(c);
-        (a, b, c, d) = ((right >> 32) as u32 ^ b ^ key[0], right as u32, (left >> 32) as u32 ^ d ^ key[1], left as u32);
+        a = (right >> 32) as u32 ^ b ^ key[0];
+        b = right as u32;
+        c = (left >> 32) as u32 ^ d ^ key[1];
+        d = left as u32;
         key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
     }
     [a, b, c, d]
@@ -86,7 +89,8 @@ impl Stream {
         for (start, out) in (first..).step_by(PAIRS).zip(out.chunks_mut(2 * PAIRS)) {
             for ((block, radius), turn) in (start..).zip(&mut radii).zip(&mut turns) {
                 let [a, b, c, d] = self.block(site, draw, block);
-                (*radius, *turn) = (unit(a, b), unit(c, d));
+                *radius = unit(a, b);
+                *turn = unit(c, d);
             }
             for ((pair, radius), turn) in pairs.iter_mut().zip(&radii).zip(&turns) {
                 let radius = (-2.0 * ln(*radius)).sqrt();
@@ -128,7 +132,8 @@ fn sin_cos_of_turns(x: f64) -> (f64, f64) {
     /// Adding it rounds to an integer, which the last bits of the sum are.
     const ROUND: f64 = 1.5 * (1u64 << 52) as f64;
     let shifted = 4.0 * x + ROUND;
-    let (quarter, angle) = (shifted.to_bits(), std::f64::consts::FRAC_PI_2 * (4.0 * x - (shifted - ROUND)));
+    let quarter = shifted.to_bits();
+    let angle = std::f64::consts::FRAC_PI_2 * (4.0 * x - (shifted - ROUND));
     let square = angle * angle;
     let series = |odd: u32| {
         (0..8).rev().fold(1.0, |sum, k| {
@@ -136,7 +141,8 @@ fn sin_cos_of_turns(x: f64) -> (f64, f64) {
             1.0 - sum * square * (1.0 / factors)
         })
     };
-    let (sin, cos) = (angle * series(1), series(0));
+    let sin = angle * series(1);
+    let cos = series(0);
     let (a, b) = if quarter & 1 == 0 { (sin, cos) } else { (cos, sin) };
     let sign = |x: f64, quarters: u64| f64::from_bits(x.to_bits() ^ (quarters & 2) << 62);
     (sign(a, quarter), sign(b, quarter.wrapping_add(1)))
@@ -191,7 +197,8 @@ mod tests {
         stream.fill_normal(3, 0, 0, &mut values);
         for (block, pair) in (0..).zip(values.as_chunks::<2>().0) {
             let [a, b, c, d] = stream.block(3, 0, block);
-            let (radius, angle) = ((-2.0 * unit(a, b).ln()).sqrt(), std::f64::consts::TAU * unit(c, d));
+            let radius = (-2.0 * unit(a, b).ln()).sqrt();
+            let angle = std::f64::consts::TAU * unit(c, d);
             for (value, exact) in pair.iter().zip([radius * angle.cos(), radius * angle.sin()]) {
                 let ulp = f64::from(f32::EPSILON) * exact.abs();
                 assert!((f64::from(*value) - exact).abs() <= 0.5001 * ulp + 1e-15, "{value} for {exact}");
@@ -211,7 +218,8 @@ mod tests {
         }
         for eighths in 0..=8 {
             let x = f64::from(eighths) / 8.0;
-            let ((sin, cos), angle) = (sin_cos_of_turns(x), std::f64::consts::TAU * x);
+            let (sin, cos) = sin_cos_of_turns(x);
+            let angle = std::f64::consts::TAU * x;
             assert!((sin - angle.sin()).abs() < 1e-15 && (cos - angle.cos()).abs() < 1e-15, "{x}");
         }
     }

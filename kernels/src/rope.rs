@@ -77,7 +77,8 @@ pub enum Direction {
 /// Computes [`op::Rotate`], in FP32 with one rounding.
 pub fn apply_rope(op: &op::Rotate<'_>) -> Result<()> {
     let &op::Rotate { x, table, positions, direction } = op;
-    let (rows, half) = (x.rows(), table.cos.dim(1)?);
+    let rows = x.rows();
+    let half = table.cos.dim(1)?;
     let head_size = 2 * half;
     let (cos, sin) = (read(&table.cos)?, read(&table.sin)?);
     let (cos, sin) = (cos.typed::<f32>()?, sin.typed::<f32>()?);

@@ -78,7 +78,8 @@ fn are_weights(weights: &Tensor, rows: usize) -> bool {
 
 impl Route<'_> {
     pub(crate) fn fits(&self) -> Result<bool> {
-        let ((tokens, experts), RouterSettings { top_k, .. }) = (self.logits.dims2()?, self.settings);
+        let (tokens, experts) = self.logits.dims2()?;
+        let RouterSettings { top_k, .. } = self.settings;
         let sizes = (1..=experts).contains(&top_k) && are_weights(self.weights, tokens * top_k);
         Ok(sizes && self.logits.dtype() == DType::F32)
     }
@@ -86,7 +87,8 @@ impl Route<'_> {
 
 impl RouteBackward<'_> {
     pub(crate) fn fits(&self) -> Result<bool> {
-        let ((rows, _), (tokens, experts)) = (self.x.dims2()?, self.logits.dims2()?);
+        let (rows, _) = self.x.dims2()?;
+        let (tokens, experts) = self.logits.dims2()?;
         let routes = self.routes.starts.len() == experts + 1 && self.routes.rows.len() == rows;
         let sizes = rows == tokens * self.settings.top_k && are_weights(self.weights, rows);
         Ok(routes && sizes && self.dx.dims() == self.x.dims() && self.dlogits.dims() == self.logits.dims())
@@ -143,8 +145,10 @@ impl Routes {
 }
 
 pub(crate) fn forward(op: &mut Route<'_>) -> Result<()> {
-    let (logits, RouterSettings { top_k, normalized }) = (read(op.logits)?, op.settings);
-    let (logits, experts) = (logits.typed::<f32>()?, op.logits.dims2()?.1);
+    let logits = read(op.logits)?;
+    let RouterSettings { top_k, normalized } = op.settings;
+    let logits = logits.typed::<f32>()?;
+    let experts = op.logits.dims2()?.1;
     op.routes.choose(logits, experts, top_k);
     let routes = &*op.routes;
     write_f32(op.weights, |weights| {
@@ -168,8 +172,10 @@ pub(crate) fn forward(op: &mut Route<'_>) -> Result<()> {
 /// Computes [`RouteBackward`]. With p the softmax and s the product of a weight and its gradient, a logit's gradient is
 /// s − p · Σ s; s is the scalar product of a row and its gradient.
 pub(crate) fn backward(op: &RouteBackward<'_>) -> Result<()> {
-    let (RouterSettings { top_k, normalized }, (_, experts)) = (op.settings, op.logits.dims2()?);
-    let ((_, width), routes) = (op.x.dims2()?, op.routes);
+    let RouterSettings { top_k, normalized } = op.settings;
+    let (_, experts) = op.logits.dims2()?;
+    let (_, width) = op.x.dims2()?;
+    let routes = op.routes;
     let [x, dx, logits, weights] = [read(op.x)?, read(op.dx)?, read(op.logits)?, read(op.weights)?];
     let (x, dx) = (x.view(), dx.view());
     let (logits, weights) = (logits.typed::<f32>()?, weights.typed::<f32>()?);
@@ -215,7 +221,8 @@ pub(crate) fn backward(op: &RouteBackward<'_>) -> Result<()> {
 }
 
 pub(crate) fn scale_rows(op: &ScaleRows<'_>) -> Result<()> {
-    let ((rows, width), weights) = (op.x.dims2()?, read(op.weights)?);
+    let (rows, width) = op.x.dims2()?;
+    let weights = read(op.weights)?;
     let weights = weights.typed::<f32>()?;
     write(op.x, |x| {
         for_each_part_with_scratch(

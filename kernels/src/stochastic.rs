@@ -19,7 +19,8 @@ pub fn round(values: &Tensor, out: &Tensor, first: usize, seed: u64, name: &str,
         first.is_multiple_of(BLOCK) || values.elem_count() == 0,
         "element {first} is inside of a block of random numbers"
     );
-    let (stream, site) = (Stream::new(seed, Domain::Rounding), site_of(name));
+    let stream = Stream::new(seed, Domain::Rounding);
+    let site = site_of(name);
     let values = to_host(values)?;
     let values = read(&values)?;
     let values = values.typed::<f32>()?;

@@ -55,7 +55,8 @@ pub fn block_sums(tensor: &Tensor) -> Result<Vec<f64>> {
     let tensor = read(tensor)?;
     let view = tensor.view();
     let part = |start: usize| {
-        let (mut values, mut sum) = ([0.0; WIDTH], 0.0);
+        let mut values = [0.0; WIDTH];
+        let mut sum = 0.0;
         let end = view.len().min(start + PART);
         for start in (start..end).step_by(WIDTH) {
             let values = &mut values[..WIDTH.min(end - start)];
@@ -118,7 +119,8 @@ fn by_parts(view: View<'_>, format: FloatFormat, exponents: bool) -> TensorSumma
         );
     }
     let cut = (view.len() / 2).next_multiple_of(PART);
-    let (low, high) = (view.slice(0..cut), view.slice(cut..view.len()));
+    let low = view.slice(0..cut);
+    let high = view.slice(cut..view.len());
     let (mut low, high) = rayon::join(|| by_parts(low, format, exponents), || by_parts(high, format, exponents));
     low.merge(&high);
     low

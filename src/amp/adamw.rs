@@ -106,7 +106,8 @@ impl AdamW {
     pub fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
         let misfit = |message: String| Error::model("optimizer state", message);
         if state.len() != 4 * self.states.len() {
-            let (found, vars) = (state.len(), self.states.len());
+            let found = state.len();
+            let vars = self.states.len();
             return Err(misfit(format!("the state has {found} tensors, but {vars} variables need 4 each")));
         }
         let tensor = |i: usize, name: &str, like: &Tensor| {
@@ -171,7 +172,9 @@ impl ParamState {
         let change = ((&exp_avg / denominator)? * (lr / correction1))?;
         let master = ((&self.master * (1.0 - lr * weight_decay))? - change)?;
         self.set_master(var, master)?;
-        (self.exp_avg, self.exp_avg_sq, self.updates) = (exp_avg, exp_avg_sq, self.updates + 1);
+        self.exp_avg = exp_avg;
+        self.exp_avg_sq = exp_avg_sq;
+        self.updates += 1;
         Ok(())
     }
 

@@ -235,7 +235,8 @@ fn timed_step(
 ) -> Result<Sample> {
     let before = Allocations::now();
     let report = engine.step(batches)?;
-    let (wall, allocations) = (began.elapsed(), Allocations::now().since(before));
+    let wall = began.elapsed();
+    let allocations = Allocations::now().since(before);
     Ok(Sample { wall, report, allocations, peak: peak.map(|measure| measure()) })
 }
 
@@ -315,7 +316,8 @@ fn summary(args: &BenchArgs, spec: &ModelSpec, samples: &[Sample]) -> serde_json
 fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
     let mut values: Vec<f64> = values.collect();
     values.sort_unstable_by(f64::total_cmp);
-    let (middle, upper) = (values.len() / 2, *values.get(values.len() / 2)?);
+    let middle = values.len() / 2;
+    let upper = *values.get(values.len() / 2)?;
     Some(if values.len().is_multiple_of(2) { f64::midpoint(values[middle - 1], upper) } else { upper })
 }
 
@@ -362,8 +364,8 @@ mod tests {
     fn a_profile_has_every_operation_of_a_step() {
         let line = "bench --device cpu --model tiny --batch-size 2 --seq-len 16 --dtype fp32 --steps 2 --profile";
         let args = Line::parse_from(line.split_whitespace()).bench;
-        let (spec, report) =
-            (args.spec().unwrap(), measure(&args, &args.config(PrecisionPolicy::FP32).unwrap()).unwrap());
+        let spec = args.spec().unwrap();
+        let report = measure(&args, &args.config(PrecisionPolicy::FP32).unwrap()).unwrap();
         let sum = |key: &str, names: &[&str]| {
             let lines = report["profile"].as_array().unwrap().iter();
             let chosen = lines.filter(|line| names.is_empty() || names.contains(&line["operation"].as_str().unwrap()));

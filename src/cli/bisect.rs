@@ -51,7 +51,9 @@ pub(super) fn run(args: &BisectArgs, out: &mut dyn Write) -> Result<ExitCode> {
         return Err(Error::config("--tolerance", "must be a number of at least 0"));
     }
     let reporter = Reporter::start();
-    let (mut recorded, mut folder, mut from) = (RecordedRun::default(), PathBuf::new(), 0);
+    let mut recorded = RecordedRun::default();
+    let mut folder = PathBuf::new();
+    let mut from = 0;
     let config = if let Some(run) = &args.like {
         reporter.begin("reading the run");
         folder = run_folder(run, args.config.runs())?;
@@ -109,7 +111,9 @@ fn page(found: &Bisection, tolerance: f64, is_recorded: bool) -> Page {
     let mut page = Page::new();
     let step = if is_recorded { format!("step {} of the run", found.step) } else { "first step".to_owned() };
     page.title(format!("{step}, rounded to {} at loss scale {}", found.dtype, scale(found.loss_scale)));
-    let (loss, norm, all) = (found.loss, found.grad_norm, describe(found.all));
+    let loss = found.loss;
+    let norm = found.grad_norm;
+    let all = describe(found.all);
     page.push(Line::new().plain(format!("in FP32: loss {loss:.4}, gradient norm {}", short(norm))));
     page.push(Line::new().plain(format!("everything rounded: {all}")));
     let largest = |error: fn(&RoundingCost<Site>) -> f64| found.sites.iter().map(error).fold(0.0, f64::max);

@@ -211,7 +211,8 @@ impl ChatResponder<'_> {
             stop_token_ids: &chat.stop_token_ids,
             sampling,
         };
-        let (mut stream, mut answer) = (TextStream::new(&trained.tokenizer), String::new());
+        let mut stream = TextStream::new(&trained.tokenizer);
+        let mut answer = String::new();
         let mut say = |answer: &mut String, piece: &str| {
             answer.push_str(piece);
             out.write_all(piece.as_bytes()).and_then(|()| out.flush()).map_err(Error::stdout)

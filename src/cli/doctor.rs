@@ -47,7 +47,8 @@ fn as_text(found: &Diagnosis) -> String {
     line("GPU", &found.gpu.note);
     for folder in &found.folders {
         let held = if folder.exists { size(folder.bytes) } else { "not created yet".into() };
-        let (path, free) = (folder.path.display(), size(folder.free_bytes));
+        let path = folder.path.display();
+        let free = size(folder.free_bytes);
         line(folder.purpose, &format!("{path}: {held}, {free} free"));
     }
     line("Hub", &format!("{}: {}", found.hub.endpoint, found.hub.note));

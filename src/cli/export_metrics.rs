@@ -220,7 +220,8 @@ mod tests {
             let step = Box::new(StepRecord { objective: of_step, ..StepRecord::default() });
             serde_json::from_str(&row(&LoggedStep { t: 0, s: 0.0, step, probe: None, validation }).unwrap()).unwrap()
         };
-        let (validated, other) = (row(Some(Validation { objective, ..Validation::default() })), row(None));
+        let validated = row(Some(Validation { objective, ..Validation::default() }));
+        let other = row(None);
         assert_eq!([&validated["reward"], &validated["eval_reward"]], [0.5, 0.75]);
         assert!(validated["kl"].is_null() && validated["eval_kl"].is_null() && other["eval_reward"].is_null());
         assert!(validated.keys().eq(other.keys()));

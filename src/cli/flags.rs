@@ -31,7 +31,8 @@ struct Flags(BTreeMap<String, toml::Value>);
 /// The settings that have a flag, in the order of the help.
 fn flagged() -> Vec<(Setting, Arg)> {
     let values = |config: Result<Config>| config.and_then(|config| config.values()).unwrap_or_default();
-    let (usual, tiny) = (values(Ok(Config::default())), values(Config::resolve(&ConfigLayers::default())));
+    let usual = values(Ok(Config::default()));
+    let tiny = values(Config::resolve(&ConfigLayers::default()));
     let flag = |setting: Setting| {
         let [usual, tiny] = [&usual, &tiny].map(|values| values.get(&setting.key).map_or_else(String::new, shown));
         let default = match (usual.as_str(), tiny.as_str()) {

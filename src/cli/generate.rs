@@ -89,7 +89,8 @@ pub(super) fn run(args: &GenerateArgs, out: &mut dyn Write) -> Result<()> {
     };
 
     let mut stream = TextStream::after(&trained.tokenizer, &prompt)?;
-    let (began, mut count) = (Instant::now(), 0);
+    let began = Instant::now();
+    let mut count = 0;
     reporter.begin("reading the prompt");
     let mut reporter = Some(reporter);
     let receive = |id| {
@@ -118,10 +119,13 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
     let (model, weights) = trained.load(args.model.dtype, &open)?;
     let seeded = |number| Sampling { seed: sampling.seed.wrapping_add(number), ..sampling.clone() };
     let samplings: Vec<Sampling> = (0..rows.len() as u64).map(seeded).collect();
-    let (stop_token_ids, max_tokens) = (&trained.stop_token_ids()?[..], args.max_tokens);
+    let stop_token_ids = &trained.stop_token_ids()?[..];
+    let max_tokens = args.max_tokens;
     let request = |(prompt, sampling)| GenerationRequest { prompt, max_tokens, stop_token_ids, sampling };
     let requests: Vec<GenerationRequest<'_>> = ids.iter().map(|ids| &ids[..]).zip(&samplings).map(request).collect();
-    let (began, mut tokens, mut done) = (Instant::now(), 0, 0);
+    let began = Instant::now();
+    let mut tokens = 0;
+    let mut done = 0;
     let mut texts = vec![(String::new(), StopReason::Length); rows.len()];
     reporter.begin("generating");
     generate_batch(&model, &weights, args.model.dtype, &requests, args.batch_size, |number, found| {
@@ -130,7 +134,8 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
             Prompt::Conversation(..) => trained.tokenizer.decode(found.text_ids()),
         };
         texts[number] = (text?, found.reason);
-        (tokens, done) = (tokens + found.text_ids().len(), done + 1);
+        tokens += found.text_ids().len();
+        done += 1;
         reporter.activity().advance("generating", PhaseProgress::Items(done, requests.len() as u64));
         Ok(())
     })?;
@@ -152,7 +157,8 @@ fn run_file(args: &GenerateArgs, input: &str, sampling: &Sampling, out: &mut dyn
 fn encode(trained: &TrainedModel, rows: &[PromptRow]) -> Result<Vec<Vec<u32>>> {
     let is_conversation = |row: &PromptRow| matches!(row.prompt, Prompt::Conversation(..));
     let chat = rows.iter().any(is_conversation).then(|| Chat::new(trained, None)).transpose()?;
-    let (tokenizer, context) = (&trained.tokenizer, trained.spec.max_position_embeddings);
+    let tokenizer = &trained.tokenizer;
+    let context = trained.spec.max_position_embeddings;
     let ids = |row: &PromptRow| {
         let ids = match (&row.prompt, &chat) {
             (Prompt::Conversation(conversation, variables), Some(chat)) => {

@@ -162,7 +162,8 @@ impl LabSession {
 
     fn read(&mut self, path: &Path) -> Result<&RunData> {
         if self.read.as_ref().is_none_or(|(read, _)| read != path) {
-            (self.read, self.tokenizer) = (None, None);
+            self.read = None;
+            self.tokenizer = None;
         }
         let (_, figures) = match self.read.take() {
             Some(kept) => self.read.insert(kept),

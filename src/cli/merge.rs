@@ -24,7 +24,8 @@ pub(super) struct MergeArgs {
 
 /// Merges, writes, and prints the paths and the largest difference of logits.
 pub(super) fn run(args: &MergeArgs, out: &mut dyn Write) -> Result<()> {
-    let (format, path) = (args.out.format()?, &args.out.out);
+    let format = args.out.format()?;
+    let path = &args.out.out;
     let (trained, reporter) = args.model.open()?;
     if trained.adapted()?.is_none() {
         return Err(Error::config("MODEL", "has no adapters to merge; specify them with `--adapter FOLDER`"));

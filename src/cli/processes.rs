@@ -48,7 +48,8 @@ impl ProcessArgs {
     /// Starts the processes for a run with this configuration. Without a flag, returns `group`.
     pub(crate) fn start(&self, group: &Arc<dyn ProcessGroup>, config: &Config) -> Result<Arc<dyn ProcessGroup>> {
         if let Some(gpus) = self.gpus {
-            let (count, is_cpu) = (gpu::count(), config.device_spec()? == DeviceSpec::Cpu);
+            let count = gpu::count();
+            let is_cpu = config.device_spec()? == DeviceSpec::Cpu;
             if is_cpu || count < usize::from(gpus) {
                 let message =
                     if is_cpu { "the device is `cpu`".into() } else { format!("this program can use {count}") };

@@ -118,7 +118,8 @@ impl Summary {
     fn of(path: &Path) -> Self {
         let config = ConfigArgs::default().resolve_from_run(path).ok();
         let log = path.join("events.jsonl");
-        let (started, last) = (started(&log), last_records(&log, LOG_END).next());
+        let started = started(&log);
+        let last = last_records(&log, LOG_END).next();
         let total_steps = started.as_ref().map_or(0, |started| started.total_steps);
         let checkpoints = list(path).unwrap_or_default();
         let process = started.and_then(|started| started.process);

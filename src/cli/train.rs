@@ -176,8 +176,10 @@ fn train_and_show(
     signals.attach(trainer.interrupt(), move || {
         save_commands.send(Command::SaveNow).ok();
     });
-    let (activity, began) = (trainer.activity(), Instant::now());
-    let (log_every, prompt) = (trainer.config().telemetry.log_every, trainer.config().train.prompt.clone());
+    let activity = trainer.activity();
+    let began = Instant::now();
+    let log_every = trainer.config().telemetry.log_every;
+    let prompt = trainer.config().train.prompt.clone();
     let training = std::thread::Builder::new()
         .name("training".into())
         .spawn(move || pool.install(|| (trainer.run(), trainer.end())))
@@ -208,7 +210,8 @@ fn closing_words(end: &RunEnd, reason: FinishReason, seconds: f64, prompt: &str)
     let run = if by_name { run.file_name().unwrap_or_default().to_string_lossy() } else { run.to_string_lossy() };
     let run = quoted(&run);
     let is_best = best.is_none_or(|best| checkpoint.ends_with(CheckpointKind::Full.directory(best.step)));
-    let (command, best) = (if *chats { "chat" } else { "generate" }, if is_best { "" } else { " --best" });
+    let command = if *chats { "chat" } else { "generate" };
+    let best = if is_best { "" } else { " --best" };
     let prompt = if *chats || prompt.is_empty() { String::new() } else { format!(" --prompt {}", quoted(prompt)) };
     let more = match reason {
         FinishReason::Done => format!(" {flag} {}", 2.0 * length),

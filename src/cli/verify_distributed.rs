@@ -34,7 +34,8 @@ pub(crate) fn run(args: &VerifyDistributedArgs, out: &mut dyn Write) -> Result<E
     let steps = args.config.steps().map_or(STEPS, |steps| steps.max(1) as u64);
     config.train.steps = Some(steps);
     config.train.grad_accum = config.train.grad_accum.max(MICRO_BATCHES);
-    (config.telemetry.tensors_every, config.telemetry.exponents_every) = (1, 1);
+    config.telemetry.tensors_every = 1;
+    config.telemetry.exponents_every = 1;
     config.checkpoint.dir = folder.path().to_path_buf();
     config.checkpoint.run = None;
     let file = folder.path().join("config.toml");

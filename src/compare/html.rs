@@ -28,7 +28,9 @@ impl Comparison {
         for (i, group) in self.groups.iter().enumerate() {
             let _ = write!(out, "<h2>{} {} {}</h2>\n<ul>\n", key(i), group.label, escape(&group.name));
             for (j, run) in group.runs.iter().enumerate() {
-                let (label, name, seed) = (group.run_label(j), escape(&run.name), run.started.seed);
+                let label = group.run_label(j);
+                let name = escape(&run.name);
+                let seed = run.started.seed;
                 let _ = writeln!(out, "<li>{label}: {name}, seed {seed}, {}</li>", escape(&run.end()));
             }
             out.push_str("</ul>\n");

@@ -76,7 +76,8 @@ pub struct Batch {
 impl Batch {
     /// Buffers for a shape, to be filled by [`BatchLoader::next_batch`].
     pub fn new(batch_size: usize, seq_len: usize) -> Self {
-        let (inputs, labels) = (vec![0; batch_size * seq_len], vec![IGNORE_INDEX; batch_size * seq_len]);
+        let inputs = vec![0; batch_size * seq_len];
+        let labels = vec![IGNORE_INDEX; batch_size * seq_len];
         Self { inputs, labels, batch_size, seq_len, ..Self::default() }
     }
 
@@ -86,7 +87,8 @@ impl Batch {
         let width = padded_len(longest, seq_len);
         let mut batch = Self { sampled_logps: vec![0.0; rows * width], ..Self::new(rows, width) };
         for (row, SampledRow { prompt, ids, logps, index, role }) in completions.iter().enumerate() {
-            let (start, len) = (row * width, prompt.len() + ids.len() - 1);
+            let start = row * width;
+            let len = prompt.len() + ids.len() - 1;
             let first = start + prompt.len() - 1;
             batch.inputs[start..=first].copy_from_slice(prompt);
             batch.inputs[first + 1..start + len].copy_from_slice(&ids[..ids.len() - 1]);
@@ -230,7 +232,8 @@ impl BatchLoader {
         debug_assert_eq!(batch.batch_size, self.batch_size * self.mixture.group_rows());
         let DataPosition { epoch, row, sorted_for: began_with } = self.position;
         let rows = self.rows_per_epoch();
-        let (mut end, mut sorted_for) = ((row + self.batch_size as u64).min(rows), 0);
+        let mut end = (row + self.batch_size as u64).min(rows);
+        let mut sorted_for = 0;
         if self.mixture.is_ragged() && !self.mixture.is_packed() {
             sorted_for = if row == 0 || began_with == 0 { self.batch_size as u64 } else { began_with };
             // The bucket consists of whole batches.
@@ -585,7 +588,8 @@ mod tests {
     fn each_token_of_padding_is_a_document() {
         let index = SequenceIndex::new(TokenSource::from_samples(&samples()), 32, true, "x").unwrap();
         let mut eval = EvalLoader::from_index(index, 4, None).unwrap();
-        let (mut batch, mut padding) = (Batch::new(4, 32), 0);
+        let mut batch = Batch::new(4, 32);
+        let mut padding = 0;
         while eval.next_batch(&mut batch) {
             for (starts, len) in batch.document_starts.chunks(batch.seq_len).zip(&batch.row_lens) {
                 assert!((*len..batch.seq_len).all(|column| starts[column] as usize == column), "{starts:?}");

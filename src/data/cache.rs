@@ -100,10 +100,14 @@ impl TokenFile {
             4 => IdWidth::U32Flagged,
             other => return Err(format!("it specifies {other} bytes per token")),
         };
-        let (tokens, bytes) = (number(16), length - HEADER_BYTES as u64);
+        let tokens = number(16);
+        let bytes = length - HEADER_BYTES as u64;
         let id_bytes = tokens.checked_mul(width as u64).filter(|id_bytes| *id_bytes <= bytes);
         let id_bytes = id_bytes.ok_or_else(|| format!("its {bytes} bytes do not match its {tokens} tokens"))?;
-        let (mut hash, mut trained, mut starts, mut position) = (Sha256::new(), tokens, Vec::new(), 0);
+        let mut hash = Sha256::new();
+        let mut trained = tokens;
+        let mut starts = Vec::new();
+        let mut position = 0;
         let mut buffer = Vec::with_capacity(1 << 18);
         let mut rest = (&mut file).take(id_bytes);
         loop {
@@ -140,7 +144,8 @@ impl TokenFile {
             return Err("a document has no second one that forms a pair".to_owned());
         }
         let contents = DatasetContents { kind, samples, values };
-        let (tokens, failure) = (tokens as usize, OnceLock::new());
+        let tokens = tokens as usize;
+        let failure = OnceLock::new();
         Ok(Self { file, width, tokens, trained, text_bytes: number(24), starts, contents, failure })
     }
 
@@ -191,7 +196,10 @@ impl TokenWriter {
         let mut out = BufWriter::with_capacity(1 << 20, temporary::file(folder, UNFINISHED)?);
         out.write_all(&[0; HEADER_BYTES]).map_err(Error::io("write", folder))?;
         let (hash, bytes) = (Sha256::new(), Vec::new());
-        let (tokens, starts, documents, contents) = (0, true, [0; 2], DatasetContents::default());
+        let tokens = 0;
+        let starts = true;
+        let documents = [0; 2];
+        let contents = DatasetContents::default();
         Ok(Self { out, hash, width, tokens, starts, documents, contents, bytes })
     }
 

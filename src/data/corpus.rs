@@ -185,7 +185,8 @@ impl<'a> DatasetBuilder<'a> {
         let mut prompts = Vec::new();
         let advice = "contains text, not rows; use a file with rows of `prompt` or `messages`";
         self.for_each_row(source, advice, true, |rows, document, location, row| {
-            let (origin, location) = (document.origin.clone(), location.to_string());
+            let origin = document.origin.clone();
+            let location = location.to_string();
             let found = rows.prompt(&row).map_err(|message| document.error(format!("{location}: {message}")))?;
             prompts.push(PromptRow { origin, location, row, prompt: found });
             Ok(())
@@ -225,7 +226,8 @@ impl<'a> DatasetBuilder<'a> {
             let more = files.left_out.len().saturating_sub(LISTED);
             let more = if more > 0 { format!(" and {more} more") } else { String::new() };
             let names: Vec<_> = files.left_out.iter().take(LISTED).map(|name| format!("`{name}`")).collect();
-            let (format, names) = (read.format.name(), names.join(", "));
+            let format = read.format.name();
+            let names = names.join(", ");
             self.notice(format!("`{source}`: reading its {format} files; left out: {names}{more}"));
         }
         Ok(files)
@@ -387,7 +389,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("text.txt");
         std::fs::write(&path, "some text").unwrap();
-        let (source, tokenizer) = (path.display().to_string().parse().unwrap(), Tokenizer::byte());
+        let source = path.display().to_string().parse().unwrap();
+        let tokenizer = Tokenizer::byte();
         let refused = || {
             let options = DatasetOptions { samples: SampleKind::Preference, ..DatasetOptions::default() };
             let set = DatasetBuilder::new(folder.path()).options(options).load(&source, None, &tokenizer);
@@ -404,7 +407,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("rows.jsonl");
         std::fs::write(&path, r#"{"messages": [{"role": "assistant", "content": "b"}]}"#).unwrap();
-        let (source, tokenizer) = (path.display().to_string().parse().unwrap(), Tokenizer::byte());
+        let source = path.display().to_string().parse().unwrap();
+        let tokenizer = Tokenizer::byte();
         let first = |bos: &str| {
             let tokens = TemplateTokens { bos: Some(bos.to_owned()), eos: None };
             let template = "{{ bos_token }}{% generation %}{{ messages[0].content }}{% endgeneration %}";
@@ -452,7 +456,8 @@ mod tests {
             serde_json::json!({ "prompt": prompt, "completion": completion }).to_string() + "\n"
         };
         std::fs::write(&path, row("a", "b") + &row("", "") + &row("c", "")).unwrap();
-        let (source, tokenizer) = (path.display().to_string().parse().unwrap(), Tokenizer::byte());
+        let source = path.display().to_string().parse().unwrap();
+        let tokenizer = Tokenizer::byte();
         let (tokens, _) = DatasetBuilder::new(folder.path()).load_unsplit(&source, &tokenizer).unwrap();
         let eos = tokenizer.eos_id().unwrap();
         let mut labels = vec![0; tokens.len()];

@@ -39,7 +39,8 @@ impl Document {
                 Err(error) => {
                     let at = error.valid_up_to();
                     let line = line + line_feeds(&buffer[..at]);
-                    let (byte, position) = (buffer[at], position + at);
+                    let byte = buffer[at];
+                    let position = position + at;
                     return Err(
                         self.error(format!("not UTF-8: byte {position} (line {line}) is 0x{byte:02X}; {CONVERT}"))
                     );
@@ -49,7 +50,8 @@ impl Document {
                 self.refuse_rows(text, fields)?;
             }
             if let Some(at) = text.find('\0') {
-                let (line, position) = (line + line_feeds(&buffer[..at]), position + at);
+                let line = line + line_feeds(&buffer[..at]);
+                let position = position + at;
                 return Err(
                     self.error(format!("byte {position} (line {line}) is zero: this is a binary file, not text"))
                 );
@@ -58,7 +60,8 @@ impl Document {
             let cut = if cut == 0 && text.len() >= MAX_CHUNK_BYTES { text.len() } else { cut };
             blank &= text[..cut].trim().is_empty();
             if cut > 0 {
-                let (text, starts_document) = (text[..cut].to_owned(), position == 0);
+                let text = text[..cut].to_owned();
+                let starts_document = position == 0;
                 sink(TextChunk { text, loss_mask: LossMask::All, starts_document, end: ChunkEnd::Continues })?;
             }
             position += cut;
@@ -199,8 +202,8 @@ pub(super) mod tests {
             assert_eq!((chunk.text.as_str(), &chunk.text[parts[0].clone()]), (said, " ho<|endoftext|>"));
             assert_eq!((parts.len(), chunk.end), (1, ChunkEnd::Templated));
         }
-        let (question, answer) =
-            (r#"{"role": "user", "content": "do\n\nit"}"#, r#"{"role": "assistant", "content": "done"}"#);
+        let question = r#"{"role": "user", "content": "do\n\nit"}"#;
+        let answer = r#"{"role": "assistant", "content": "done"}"#;
         for row in [
             r#"{"instruction": "do", "input": "it", "output": "done", "system": "be"}"#,
             &format!(r#"{{"messages": [{question}, {answer}], "system": "be"}}"#),

@@ -208,7 +208,9 @@ fn mark_large_numbers(text: &str) -> Option<String> {
     if text.as_bytes().split(|byte| !byte.is_ascii_digit()).all(|digits| digits.len() < SAFE_DIGITS) {
         return None;
     }
-    let (mut out, mut rest, mut found) = (String::new(), text, false);
+    let mut out = String::new();
+    let mut rest = text;
+    let mut found = false;
     while let Some(at) = rest.find(|c: char| c == '"' || c == '-' || c.is_ascii_digit()) {
         out.push_str(&rest[..at]);
         rest = &rest[at..];
@@ -252,7 +254,8 @@ fn unmark(value: &Value) -> Value {
 /// Replaces `a % b` in a template's expressions by a filter that also formats text, because the engine's operator is
 /// for numbers. Keeps the operator after a product or before a number.
 pub(super) fn with_percent(source: &str) -> String {
-    let (mut out, mut at) = (String::with_capacity(source.len()), 0);
+    let mut out = String::with_capacity(source.len());
+    let mut at = 0;
     while let Some(start) = source[at..].find('{').map(|start| at + start) {
         let close = match source.as_bytes().get(start + 1) {
             Some(b'{') => "}}",
@@ -300,12 +303,18 @@ fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out:
                     out.extend(["|", PERCENT, "("]);
                     expression(right, 0, None, depth + 1, out);
                     out.push(')');
-                    (at, after_text) = (end, true);
+                    at = end;
+                    after_text = true;
                     continue;
                 }
-                (at, product, after_text) = (at + 1, true, false);
+                at += 1;
+                product = true;
+                after_text = false;
             }
-            b'"' | b'\'' => (at, after_text) = (string_end(text, at), true),
+            b'"' | b'\'' => {
+                at = string_end(text, at);
+                after_text = true;
+            }
             b'(' | b'[' | b'{' if depth < MAX_DEPTH => {
                 let end = group_end(text, at);
                 out.push_str(&text[at..=at]);
@@ -314,7 +323,11 @@ fn expression(text: &str, mut at: usize, close: Option<&str>, depth: usize, out:
                 (at, after_text) = (end, text[at..end].contains(['"', '\'']));
                 continue;
             }
-            b'*' | b'/' => (at, product, after_text) = (at + 1, true, false),
+            b'*' | b'/' => {
+                at += 1;
+                product = true;
+                after_text = false;
+            }
             byte => {
                 let operand = byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'.' | b'|') || byte >= 128;
                 product &= operand || byte.is_ascii_whitespace();
@@ -355,7 +368,8 @@ fn operand_end(text: &str, at: usize) -> usize {
 /// The end of the quoted text that begins at `at`.
 fn string_end(text: &str, at: usize) -> usize {
     let bytes = text.as_bytes();
-    let (quote, mut end) = (bytes[at], at + 1);
+    let quote = bytes[at];
+    let mut end = at + 1;
     while end < bytes.len() && bytes[end] != quote {
         end += if bytes[end] == b'\\' { 2 } else { 1 };
     }
@@ -364,7 +378,9 @@ fn string_end(text: &str, at: usize) -> usize {
 
 /// The end of the brackets that open at `at`.
 fn group_end(text: &str, at: usize) -> usize {
-    let (bytes, mut end, mut open) = (text.as_bytes(), at, 0);
+    let bytes = text.as_bytes();
+    let mut end = at;
+    let mut open = 0;
     while end < bytes.len() {
         match bytes[end] {
             b'"' | b'\'' => {

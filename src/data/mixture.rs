@@ -159,7 +159,8 @@ impl Mixture {
         let first = epoch * self.groups() + positions.start;
         let count = positions.end - positions.start;
         if self.sets.len() == 1 {
-            (self.drawn.0, self.drawn.1[0]) = (first, first);
+            self.drawn.0 = first;
+            self.drawn.1[0] = first;
         } else if self.drawn.0 > first {
             self.drawn = (0, vec![0; self.sets.len()]);
         }
@@ -271,7 +272,8 @@ mod tests {
     #[test]
     fn validation_reads_every_row_of_every_set_once() {
         let mut loader = EvalLoader::from_index(mixed([0.5, 0.5]), 8, None).unwrap();
-        let (mut batch, mut seen) = (loader.batch(), Vec::new());
+        let mut batch = loader.batch();
+        let mut seen = Vec::new();
         while loader.next_batch(&mut batch) {
             seen.extend(batch.inputs.chunks(batch.seq_len).map(|row| row[0]));
         }

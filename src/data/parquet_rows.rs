@@ -104,7 +104,8 @@ fn read_in_subprocess(
         .spawn()
         .map_err(|error| RowFailure::File(format!("its reader subprocess could not be started: {error}")))?;
     let result = child.stdout.take().map_or(Err(file("its reader subprocess could not be started")), |out| {
-        let (mut out, mut line) = (BufReader::with_capacity(1 << 18, out), Vec::new());
+        let mut out = BufReader::with_capacity(1 << 18, out);
+        let mut line = Vec::new();
         loop {
             line.clear();
             let read = (&mut out).take(MAX_LINE).read_until(b'\n', &mut line);

@@ -272,11 +272,9 @@ mod tests {
 
     #[test]
     fn conversations_share_their_beginning_or_follow_their_prompt() {
-        let (question, good, bad) = (
-            r#"{"role": "user", "content": "Sky?"}"#,
-            r#"{"role": "assistant", "content": "Blue."}"#,
-            r#"{"role": "assistant", "content": "Red."}"#,
-        );
+        let question = r#"{"role": "user", "content": "Sky?"}"#;
+        let good = r#"{"role": "assistant", "content": "Blue."}"#;
+        let bad = r#"{"role": "assistant", "content": "Red."}"#;
         let expected = pairs("user: Sky?", "assistant: Blue.", "assistant: Red.");
         for text in [
             format!(r#"{{"prompt": [{question}], "chosen": [{good}], "rejected": [{bad}]}}"#),

@@ -62,7 +62,8 @@ impl DatasetPreview {
     pub fn summary(&self) -> String {
         let DatasetStats { samples, tokens, loss_tokens, truncated, truncated_tokens, skipped, pairs, .. } = self.stats;
         let what = if pairs.is_some() { "pair" } else { "sample" };
-        let (samples, rows) = (counted(samples, what), counted(self.rows, "row"));
+        let samples = counted(samples, what);
+        let rows = counted(self.rows, "row");
         let mut text = format!("{samples} in {rows}, {tokens} tokens, {loss_tokens} of them in the loss");
         if truncated > 0 {
             let seq_len = self.seq_len;
@@ -125,7 +126,8 @@ fn middle_left_out(text: &str, at: usize, total: usize) -> String {
     if total <= SHOWN {
         return text.to_owned();
     }
-    let (head, tail) = (SHOWN / 2, total - SHOWN / 2);
+    let head = SHOWN / 2;
+    let tail = total - SHOWN / 2;
     let local = |position: usize| text.floor_char_boundary(position.saturating_sub(at).min(text.len()));
     let (until, from) = (local(head), local(tail));
     if until == from {

@@ -178,7 +178,9 @@ pub(super) struct RowReader<'a> {
 
 impl<'a> RowReader<'a> {
     pub(super) fn new(options: &'a DatasetOptions) -> Self {
-        let (schema, values, identical) = (None, Vec::new(), None);
+        let schema = None;
+        let values = Vec::new();
+        let identical = None;
         Self { options, schema, conversational: false, values, has_values: false, identical }
     }
 
@@ -270,7 +272,8 @@ impl<'a> RowReader<'a> {
 
     /// Passes the chunks of `sample` to `sink`. `wrong` turns a description into an error.
     fn emit(&mut self, sample: Sample, wrong: &dyn Fn(String) -> Error, sink: &mut ChunkSink) -> Result<()> {
-        let (DatasetOptions { chat, samples, .. }, loss_on) = (self.options, self.options.loss_on());
+        let DatasetOptions { chat, samples, .. } = self.options;
+        let loss_on = self.options.loss_on();
         let (conversation, prompt, variables) = match sample {
             Sample::Completion(prompt, completion) => {
                 let loss_mask = if loss_on == LossOn::All { LossMask::All } else { LossMask::None };
@@ -382,7 +385,8 @@ impl<'a> RowReader<'a> {
     fn schema_of(&self, row: &Value) -> Result<RowSchema, String> {
         let [text, prompt, completion] = self.names();
         let has = |names: &[&str]| names.iter().all(|name| field(row, name).is_some());
-        let (fields, wanted) = (&self.options.fields, self.options.samples);
+        let fields = &self.options.fields;
+        let wanted = self.options.samples;
         // Field names from the user determine the schema.
         if fields.prompt.is_some() || fields.completion.is_some() {
             return Ok(match wanted {

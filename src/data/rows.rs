@@ -119,7 +119,8 @@ impl Document {
             (None, Ok(())) => Ok(()),
             (None, Err(error)) if error.is_io() => Err(self.error(error.to_string())),
             (None, Err(error)) => {
-                let (line, text) = (error.line(), error_text(&error));
+                let line = error.line();
+                let text = error_text(&error);
                 // Every byte of JSON's own syntax is ASCII, so only a text's bytes can be wrong.
                 let text = if text == NOT_UTF8 { format!("not UTF-8; {CONVERT}") } else { text };
                 Err(self.error(format!("line {line}{}: {text}", column(&error))))

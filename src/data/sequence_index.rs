@@ -121,7 +121,8 @@ impl SequenceIndex {
 
     /// The rows of running text of any length.
     pub(super) fn of_text(tokens: TokenSource, seq_len: usize, packing: bool) -> Self {
-        let (samples, all) = (tokens.documents().len() as u64, tokens.len() as u64);
+        let samples = tokens.documents().len() as u64;
+        let all = tokens.len() as u64;
         // The first token has no predecessor, and BOS tokens are never labels.
         let is_label = |at: &usize| {
             let mut label = [IGNORE_INDEX];
@@ -161,7 +162,8 @@ impl SequenceIndex {
         let mut labels = Vec::new();
         let documents: Vec<Range<usize>> = tokens.documents().collect();
         for sample in documents.chunks(each) {
-            let (mut cut, mut loss_tokens) = (0, [0; 2]);
+            let mut cut = 0;
+            let mut loss_tokens = [0; 2];
             for (document, loss_tokens) in sample.iter().zip(&mut loss_tokens) {
                 let TokenSpan { start, len } = TokenSpan::of(document, seq_len, kind);
                 labels.resize(len, 0);

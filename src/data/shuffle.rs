@@ -36,7 +36,8 @@ impl Permutation {
 
     fn network(&self, value: u64) -> u64 {
         let mask = (1 << self.half_bits) - 1;
-        let (mut left, mut right) = (value >> self.half_bits, value & mask);
+        let mut left = value >> self.half_bits;
+        let mut right = value & mask;
         for round in 0..ROUNDS {
             (left, right) = (right, left ^ (mix(self.key ^ (round << 62) ^ right) & mask));
         }

@@ -173,7 +173,8 @@ fn hub_parts(path: &str) -> Option<(String, String, Option<String>)> {
     // A revision such as `refs/convert/parquet` has slashes.
     let slashes = if rest.split('/').next()?.ends_with("@refs") { 2 } else { 0 };
     let end = rest.match_indices('/').nth(slashes).map_or(rest.len(), |(at, _)| at);
-    let (name, file) = (&rest[..end], rest.get(end + 1..));
+    let name = &rest[..end];
+    let file = rest.get(end + 1..);
     let (name, revision) = name.split_once('@').unwrap_or((name, "main"));
     let complete = [owner, name, revision, file.unwrap_or("all")].iter().all(|part| !part.is_empty());
     let known = complete && (in_datasets.is_some() || file.is_none());
@@ -217,7 +218,8 @@ pub(crate) fn names_in(folder: &Path) -> Vec<String> {
 
 /// "did you mean …?" about a path that does not exist, if a file in the same folder has a similar name.
 fn suggest_path(path: &Path) -> String {
-    let (folder, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
+    let folder = path.parent().unwrap_or(Path::new(""));
+    let name = path.file_name().unwrap_or_default();
     let mut names = names_in(if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
     if folder.as_os_str().is_empty() {
         let built_in = BuiltInRows::NAMES.iter().map(|(name, _)| *name);

@@ -39,7 +39,9 @@ pub(super) fn tokenize(
     writer: TokenWriter,
     report: &mut dyn FnMut(LoadEvent),
 ) -> Result<(TokenWriter, u64)> {
-    let (batch, running, ended) = (Vec::new(), false, false);
+    let batch = Vec::new();
+    let running = false;
+    let ended = false;
     let (batch_bytes, text_bytes, trained_bytes, trained_tokens) = (0, 0, 0, 0);
     let mut job = TokenizeJob {
         tokenizer,
@@ -56,7 +58,8 @@ pub(super) fn tokenize(
     let total = sizes.iter().sum();
     let mut report = |done| report(LoadEvent::Progress { what: "tokenizing".into(), done, total });
     report(0);
-    let (mut before, mut rows) = (0, RowReader::new(options));
+    let mut before = 0;
+    let mut rows = RowReader::new(options);
     for (document, size) in documents.iter().zip(sizes) {
         let text_before = job.text_bytes;
         document.read(&mut rows, &mut |chunk| {

@@ -221,7 +221,8 @@ impl Job {
     /// Ends the job if nothing has moved since `moved` for too long, while process `other` has bytes to send or to take.
     fn check_silence(&self, moved: Instant, other: usize) {
         if moved.elapsed() > self.limit {
-            let (name, seconds) = (self.name(other), self.limit.as_secs());
+            let name = self.name(other);
+            let seconds = self.limit.as_secs();
             (self.on_timeout)(&format!(
                 "no message from {name} for {seconds} s; aborting the job. If this can be normal, raise {TIMEOUT_VARIABLE}"
             ));

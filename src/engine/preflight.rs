@@ -53,7 +53,9 @@ pub(crate) fn passing_families(
         };
         trials.into_iter().map(ended).collect::<Vec<_>>()
     });
-    let (mut passing, mut failed, mut unrecorded) = (BTreeSet::new(), Vec::new(), None);
+    let mut passing = BTreeSet::new();
+    let mut failed = Vec::new();
+    let mut unrecorded = None;
     for (family, result) in tried {
         match result {
             Ok(()) => drop(passing.insert(family)),
@@ -106,7 +108,8 @@ fn check_graph(device: &Device) -> candle_core::Result<()> {
     let seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
     let Some(spec) = ModelSpec::named("tiny") else { bail!("there is no model `tiny`") };
     let dropout = DropoutRates { embedding: 0.1, attention: 0.1, residual: 0.1 };
-    let (spec, policy) = (ModelSpec { dropout, ..spec.resized(1, 64, 2) }, PrecisionPolicy::FP16);
+    let spec = ModelSpec { dropout, ..spec.resized(1, 64, 2) };
+    let policy = PrecisionPolicy::FP16;
     let with = |records: bool| {
         let families = KernelFamily::VARIANTS.iter().filter(|family| records || **family != KernelFamily::Graph);
         before_candle(families.copied().collect(), device)
@@ -117,14 +120,16 @@ fn check_graph(device: &Device) -> candle_core::Result<()> {
         let model = Decoder::new(&spec, &weights, with(records)?)?;
         let mut workspace = Workspace::for_training(&spec, policy, SHAPE, Checkpointing::None, device)?;
         let grads = Gradients::new(&weights, policy, 1)?;
-        let (grads, mut found) = (grads.micro_batch_grads(), Vec::new());
+        let grads = grads.micro_batch_grads();
+        let mut found = Vec::new();
         // The first pass compiles the kernels, the second is recorded, and the graph is replayed from then on.
         for micro_batch in 0..4 {
             let random = Stream::new(seed, Domain::Bench);
             let ids: Vec<u32> = (0..(SHAPE.0 * SHAPE.1) as u32)
                 .map(|token| random.block(0, micro_batch, token)[0] % spec.vocab_size as u32)
                 .collect();
-            let (tokens, mode) = (InputIds::new(&ids, SHAPE.1), ForwardMode::Train { seed, micro_batch });
+            let tokens = InputIds::new(&ids, SHAPE.1);
+            let mode = ForwardMode::Train { seed, micro_batch };
             let scale = (micro_batch + 1) as f32;
             let buffers = Some((grads, &workspace));
             let inputs = model.pass_inputs(&weights, tokens, mode, (&ids, Some(scale), None), buffers);

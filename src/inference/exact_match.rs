@@ -37,7 +37,8 @@ pub fn exact_match(
     mut progress: impl FnMut(usize),
 ) -> Result<ExactMatch> {
     let chat = Chat::new(trained, None)?;
-    let (tokenizer, context) = (&trained.tokenizer, trained.spec.max_position_embeddings);
+    let tokenizer = &trained.tokenizer;
+    let context = trained.spec.max_position_embeddings;
     let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
     let mut prompts = Vec::with_capacity(examples.len());
     for (index, EvalExample { prompt, variables, answer }) in examples.iter().enumerate() {
@@ -56,7 +57,8 @@ pub fn exact_match(
         sampling: &sampling,
     });
     let requests: Vec<GenerationRequest<'_>> = requests.collect();
-    let (mut said, mut done) = (vec![String::new(); examples.len()], 0);
+    let mut said = vec![String::new(); examples.len()];
+    let mut done = 0;
     generate_batch(model, weights, policy, &requests, BATCH_SIZE, |number, found| {
         said[number] = tokenizer.decode(found.text_ids())?;
         done += 1;

@@ -225,9 +225,11 @@ impl<'a> CheckPasses<'a> {
 
     fn run(&mut self, weights: &Parameters, batch: &Batch, scale: f32, hook: &mut dyn Hook) -> Result<()> {
         let Self { model, workspace, grads } = self;
-        let (tokens, mut narrow) = (batch.tokens(), None);
+        let tokens = batch.tokens();
+        let mut narrow = None;
         let workspace = workspace.for_seq_len(batch.seq_len, &mut narrow)?;
-        let (seed, grads) = (scale / batch.num_label_tokens as f32, grads.micro_batch_grads());
+        let seed = scale / batch.num_label_tokens as f32;
+        let grads = grads.micro_batch_grads();
         model.forward(weights, tokens, ForwardMode::Eval, workspace, hook)?;
         model.loss_and_head_gradient(weights, &batch.labels, (seed, None), workspace, grads, hook)?;
         Ok(model.backward(weights, tokens, ForwardMode::Eval, workspace, grads, hook)?)

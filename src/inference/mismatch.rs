@@ -102,7 +102,8 @@ pub fn log_probs(
     sequences: &Sequences,
     mut progress: impl FnMut(usize),
 ) -> Result<LogProbs> {
-    let (device, batch) = (weights.device(), sequences.ids.len());
+    let device = weights.device();
+    let batch = sequences.ids.len();
     let length = sequences.ids.first().map_or(0, Vec::len);
     if sequences.prompt == 0 || length <= sequences.prompt {
         return Ok(LogProbs::default());
@@ -190,9 +191,15 @@ impl Mismatch {
 
 impl Ratios {
     fn of(ratios: impl Iterator<Item = f64>) -> Self {
-        let (mut min, mut max, mut sum, mut count) = (f64::INFINITY, f64::NEG_INFINITY, 0.0, 0u32);
+        let mut min = f64::INFINITY;
+        let mut max = f64::NEG_INFINITY;
+        let mut sum = 0.0;
+        let mut count = 0u32;
         for ratio in ratios {
-            (min, max, sum, count) = (min.min(ratio), max.max(ratio), sum + ratio, count + 1);
+            min = min.min(ratio);
+            max = max.max(ratio);
+            sum += ratio;
+            count += 1;
         }
         Self { min, mean: sum / f64::from(count), max }
     }

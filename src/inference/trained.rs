@@ -90,7 +90,8 @@ impl TrainedModel {
             let message = "it has no `tokenizer.json`; pass one with `--tokenizer FILE`";
             return Err(Error::model(path.display(), message));
         };
-        let (tokens, rows) = (tokenizer.vocab_size(), spec.vocab_size);
+        let tokens = tokenizer.vocab_size();
+        let rows = spec.vocab_size;
         if tokens > rows {
             let message = format!("it has {tokens} tokens, but the model's vocabulary has {rows}");
             return Err(Error::model(file.display(), message));

@@ -94,7 +94,8 @@ impl FailureDemo {
         }
         let square = fp16.round(activation * activation);
         let wide = f64::from((activation * activation) as f32);
-        let (mut stuck, mut master) = (fp16.round(weight), weight as f32);
+        let mut stuck = fp16.round(weight);
+        let mut master = weight as f32;
         for _ in 0..steps {
             stuck = fp16.round(stuck - fp16.round(update));
             master -= update as f32;

@@ -137,7 +137,8 @@ impl Recipe {
         let keep = if self == Self::Checkpointing { Checkpointing::PerBlock } else { Checkpointing::None };
         let kind = if self == Self::Adam8bit { OptimizerKind::AdamW8bit } else { OptimizerKind::AdamW };
         let lora = || -> Result<Lora> {
-            let (targets, saved) = (Lora::targets(spec, &[ALL_LINEAR])?, BTreeSet::new());
+            let targets = Lora::targets(spec, &[ALL_LINEAR])?;
+            let saved = BTreeSet::new();
             Ok(Lora {
                 r: rank,
                 alpha: rank as f64,

@@ -91,7 +91,8 @@ fn parse_factor(factor: &str) -> Option<f64> {
         "∞" => Some(f64::INFINITY),
         other => match other.split_once('^') {
             Some((base, exponent)) => {
-                let (base, exponent): (f64, i32) = (base.parse().ok()?, exponent.parse().ok()?);
+                let base: f64 = base.parse().ok()?;
+                let exponent: i32 = exponent.parse().ok()?;
                 Some(base.powi(exponent))
             }
             None => other.parse().ok(),

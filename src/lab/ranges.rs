@@ -198,7 +198,8 @@ impl ExponentAxis {
     fn ticks(&self) -> (String, String) {
         let span = self.window.1 - self.window.0;
         let step = [1, 2, 5, 10, 20, 50, 100].into_iter().find(|step| span / step <= 8).unwrap_or(200);
-        let (mut ticks, mut labels) = (vec!['─'; self.columns], vec![' '; self.columns]);
+        let mut ticks = vec!['─'; self.columns];
+        let mut labels = vec![' '; self.columns];
         let first = self.window.0.div_euclid(step) * step;
         for exponent in (first..=self.window.1).step_by(step as usize).filter(|e| *e >= self.window.0) {
             let column = self.column(2f64.powi(exponent));

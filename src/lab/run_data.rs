@@ -64,7 +64,9 @@ struct StepAggregates {
 
 impl StepAggregates {
     fn add(&mut self, step: &StepRecord, most: usize) {
-        let (loss_scale, max_abs, applied) = (step.loss_scale, step.grads.max_abs, step.outcome == StepStatus::Applied);
+        let loss_scale = step.loss_scale;
+        let max_abs = step.grads.max_abs;
+        let applied = step.outcome == StepStatus::Applied;
         if self.steps.len() == most {
             self.steps.pop_front();
             self.earlier += 1;
@@ -114,7 +116,8 @@ impl RunData {
             Event::Fp32Probe(probe) => drop(sums.largest.insert(probe.step, probe.grads.max_abs)),
             _ => {}
         })?;
-        let (probed, peak_rss_bytes) = (state.probed().clone(), state.figures().peak_rss);
+        let probed = state.probed().clone();
+        let peak_rss_bytes = state.figures().peak_rss;
         let of_layers = state.tensors.variances.iter().map(|(layer, (newest, _))| (layer.to_string(), *newest));
         let mut variances: Vec<_> = of_layers.collect();
         variances.sort_by(|(_, a), (_, b)| a.total_cmp(b));

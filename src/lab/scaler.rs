@@ -216,7 +216,8 @@ impl Trajectory {
                 if let (ScaleChange::BackedOff { to, .. }, Some(amax)) = (&mut change, at_least) {
                     *to = scaler.set_amax(amax);
                 }
-                let (after, clean) = (scaler.scale(), scaler.state().growth_tracker);
+                let after = scaler.scale();
+                let clean = scaler.state().growth_tracker;
                 attempts.push(Attempt { step, scale, finite, after, clean, largest, change });
                 let hopeless =
                     matches!(change, ScaleChange::AtMinScale { .. }) || attempts.len() - before > MAX_RETRIES;

@@ -169,9 +169,11 @@ impl Scaling {
     /// Draws the axis and the names of the ranges below the columns; `column` maps an exponent to its column.
     fn axis(&self, page: &mut Page, columns: usize, column: impl Fn(i32) -> usize) {
         let [least, normal, top] = self.limits();
-        let (mut marks, mut labels) = (vec!['─'; columns], String::new());
+        let mut marks = vec!['─'; columns];
+        let mut labels = String::new();
         for exponent in [least, normal, 0, top] {
-            let (label, end) = (exponent.to_string(), column(exponent) + 1);
+            let label = exponent.to_string();
+            let end = column(exponent) + 1;
             marks[end - 1] = '┴';
             if labels.is_empty() || labels.len() + label.len() < end {
                 labels.extend([format!("{label:>0$}", end - labels.len())]);
@@ -233,7 +235,9 @@ fn standard_normal_cdf(x: f64) -> f64 {
         let fraction = (1..=60).rev().fold(-x, |fraction, n| -x + f64::from(n) / fraction);
         return density / fraction;
     }
-    let (mut term, mut sum, mut n) = (x, x, 1.0);
+    let mut term = x;
+    let mut sum = x;
+    let mut n = 1.0;
     while term.abs() > 1e-17 {
         n += 2.0;
         term *= x * x / n;

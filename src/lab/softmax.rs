@@ -122,7 +122,8 @@ impl SoftmaxRow {
         };
         let logit = round(logit);
         let plain = round(exp(logit) / sum(exp(logit), exp(0.0)));
-        let (first, other) = (exp(0.0), exp(round(-logit)));
+        let first = exp(0.0);
+        let other = exp(round(-logit));
         let total = sum(first, other);
         let stored = round(position);
         let sine = round(stored.sin());
@@ -144,7 +145,8 @@ impl SoftmaxRow {
 
 /// The largest positive number of the format for which `holds`, which must be monotonic.
 fn last(format: FloatFormat, holds: impl Fn(f64) -> bool) -> f64 {
-    let (mut low, mut high) = (0, format.encode(format.max()));
+    let mut low = 0;
+    let mut high = format.encode(format.max());
     while low < high {
         let middle = low + (high - low).div_ceil(2);
         if holds(format.decode(middle)) { low = middle } else { high = middle - 1 }

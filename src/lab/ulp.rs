@@ -152,7 +152,8 @@ impl UlpGrid {
         for row in &self.formats {
             let format = row.layout;
             // In this range the update rounds back to the weight.
-            let (down, up) = (half_below(format, row.stored), half_below(format, -row.stored));
+            let down = half_below(format, row.stored);
+            let up = half_below(format, -row.stored);
             let edges = (column(row.stored - down), column(row.stored + up));
             let lost = |at: usize| at as f64 > edges.0 && (at as f64) < edges.1;
             let mut cells = vec!['·'; columns];

@@ -329,7 +329,8 @@ impl GradScaler {
         check_factors(state.growth_factor, state.backoff_factor, state.growth_interval)?;
         let StateDict { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = *state;
         *self = Self::start(GradScalerConfig { growth_factor, backoff_factor, growth_interval, ..self.config });
-        (self.state.scale, self.state.growth_tracker) = (scale, growth_tracker);
+        self.state.scale = scale;
+        self.state.growth_tracker = growth_tracker;
         Ok(())
     }
 }

@@ -43,7 +43,8 @@ fn legend(entries: &[(&str, &str)]) -> String {
 
 fn loss(run: &RunState) -> Option<String> {
     let window = smoothing_for(run.total_steps());
-    let (batches, smoothed) = (run.curves.loss.since(0), run.curves.smoothed[window].since(0));
+    let batches = run.curves.loss.since(0);
+    let smoothed = run.curves.smoothed[window].since(0);
     let validation = run.curves.validation.buckets();
     let axes = SvgAxes { x: x_of(run), y: y_of(batches.iter().chain(validation).flat_map(Bucket::ends))? };
     let mut body = String::new();

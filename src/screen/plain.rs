@@ -36,7 +36,8 @@ impl<W: Write> PlainPrinter<W> {
 
     /// Like [`PlainPrinter::new`], but prints only the events after `run`.
     pub(super) fn after(run: RunState, out: W, log_every: u64) -> Self {
-        let (losses, phases) = ((0.0, 0), PhaseLines::default());
+        let losses = (0.0, 0);
+        let phases = PhaseLines::default();
         Self { out, log_every: log_every.max(1), run, losses, due_at: 0.0, phases }
     }
 
@@ -47,7 +48,8 @@ impl<W: Write> PlainPrinter<W> {
 
     /// The line for the newest step, if one is due.
     fn due_line(&mut self) -> Option<String> {
-        let (step, s) = (&self.run.step, self.run.last_s);
+        let step = &self.run.step;
+        let s = self.run.last_s;
         if step.loss.is_finite() {
             self.losses = (self.losses.0 + f64::from(step.loss), self.losses.1 + 1);
         }
@@ -57,13 +59,16 @@ impl<W: Write> PlainPrinter<W> {
         let text = (due || edge).then(|| self.step_line());
         // The line for step 1 is extra; the mean of the next line includes step 1 too.
         if due {
-            (self.losses, self.due_at) = ((0.0, 0), s);
+            self.losses = (0.0, 0);
+            self.due_at = s;
         }
         text
     }
 
     fn step_line(&self) -> String {
-        let (step, total, (sum, count)) = (&self.run.step, self.run.total_steps(), self.losses);
+        let step = &self.run.step;
+        let total = self.run.total_steps();
+        let (sum, count) = self.losses;
         let StepRecord { step: at, epoch, loss_scale, grads, updates, skipped, tokens_per_s, .. } = step;
         // The state moves a step's exponents there.
         let counted = self.run.grads.as_ref().filter(|(counted, ..)| counted == at);
@@ -208,7 +213,8 @@ mod tests {
     }
 
     fn step(step: u64) -> Event {
-        let (min_abs, exponents) = (Some(6e-8), vec![(-24, 40), (-3, 960)]);
+        let min_abs = Some(6e-8);
+        let exponents = vec![(-24, 40), (-3, 960)];
         let (count, zero, subnormal) = (1250, 250, 40);
         let grads = GradStats {
             count,
@@ -326,7 +332,8 @@ mod tests {
     fn a_layer_that_changes_its_type_is_printed_at_once() {
         let retyped = |to: &str, overflows, variance| {
             let from = if to == "f16" { "f32" } else { "f16" }.into();
-            let (layer, restored) = ("h.1".into(), to == "f16");
+            let layer = "h.1".into();
+            let restored = to == "f16";
             Event::DtypeChange(DtypeChange { step: 9, layer, from, to: to.into(), overflows, variance, restored })
         };
         assert_eq!(

@@ -32,7 +32,8 @@ pub(crate) struct StatusLine<W: Write> {
 impl<W: Write> StatusLine<W> {
     /// A status line on `err`, which should be a terminal.
     pub(crate) fn new(err: W, ascii: bool) -> Self {
-        let (run, status) = (RunState::default(), (0.0, String::new()));
+        let run = RunState::default();
+        let status = (0.0, String::new());
         Self { err, run, drawn: None, open: false, status, since: None, ascii }
     }
 
@@ -56,7 +57,8 @@ impl<W: Write> StatusLine<W> {
         let Some(running) = self.since.map(|since| since.elapsed()).filter(|time| *time >= PhaseLines::FIRST) else {
             return Ok(());
         };
-        (self.open, self.drawn) = (true, None);
+        self.open = true;
+        self.drawn = None;
         let running = format!(" (+{:.1} s)", running.as_secs_f64());
         let line = self.line(width().saturating_sub(running.len()));
         self.put(status_line(&format!("{line}{running}")))
@@ -70,7 +72,8 @@ impl<W: Write> StatusLine<W> {
     }
 
     fn figures(&self) -> (f64, String) {
-        let (step, total) = (&self.run.step, self.run.total_steps());
+        let step = &self.run.step;
+        let total = self.run.total_steps();
         let share = if total == 0 { 0.0 } else { step.step as f64 / total as f64 };
         let eta = self.run.remaining().map_or_else(|| "--:--:--".into(), clock);
         let figures = format!(
@@ -108,7 +111,8 @@ impl<W: Write> Renderer for StatusLine<W> {
         let line = brief(&record.event);
         let stepped = matches!(record.event, Event::Step(_));
         if let Event::Started(started) = &record.event {
-            let (done, total) = (started.resumed_from.unwrap_or(0), started.total_steps);
+            let done = started.resumed_from.unwrap_or(0);
+            let total = started.total_steps;
             self.status = (done as f64 / total.max(1) as f64, format!("step {done}/{total}"));
         }
         self.run.apply(*record);

@@ -94,7 +94,8 @@ pub(crate) trait Renderer {
 /// Passes the source's messages to the renderer until it ends.
 pub(super) fn drive<R: Renderer>(source: &mut dyn MessageSource, renderer: &mut R) -> Result<Exit> {
     loop {
-        let (mut quiet, mut shown) = (true, Ok(()));
+        let mut quiet = true;
+        let mut shown = Ok(());
         let more = source.poll(R::PATIENCE, &mut |message| {
             quiet = false;
             if shown.is_ok() {

@@ -116,7 +116,8 @@ impl Replay {
 
     /// Continues from a position in run-relative seconds.
     fn continue_from(&mut self, from: f64) {
-        (self.position, self.since) = (from, Instant::now());
+        self.position = from;
+        self.since = Instant::now();
     }
 
     /// Adds records. The times of a log never decrease, so one that is above the next is damaged, and counts as the next.
@@ -142,7 +143,8 @@ impl Replay {
     }
 
     fn play(&mut self, playback: &mut Playback) {
-        let (first, now) = (self.first.unwrap_or(0.0), self.now());
+        let first = self.first.unwrap_or(0.0);
+        let now = self.now();
         let span = (self.last - first).max(f64::MIN_POSITIVE);
         if let Some(share) = playback.seek.take() {
             let target = first + share * span;
@@ -151,7 +153,8 @@ impl Replay {
         } else if (playback.speed, playback.paused) != (self.speed, self.paused) {
             self.continue_from(now.min(self.last));
         }
-        (self.speed, self.paused) = (playback.speed, playback.paused);
+        self.speed = playback.speed;
+        self.paused = playback.paused;
         playback.at = ((self.now() - first) / span).clamp(0.0, 1.0);
     }
 }
@@ -202,15 +205,22 @@ impl LogSource {
             self.checked = Instant::now();
             gone = self.process.as_ref().is_some_and(|process| self.has_ended(process));
             if gone {
-                (self.process, self.phase) = (None, None);
+                self.process = None;
+                self.phase = None;
                 // The process may have written its last records between the poll and the check.
                 poll = poll_lines(&mut self.tail, &mut self.last)?;
             }
         }
         for record in poll.records {
             match &record.event {
-                Event::Started(started) => (self.process, self.over) = (started.process.clone(), false),
-                Event::Finished(_) => (self.process, self.over) = (None, true),
+                Event::Started(started) => {
+                    self.process.clone_from(&started.process);
+                    self.over = false;
+                }
+                Event::Finished(_) => {
+                    self.process = None;
+                    self.over = true;
+                }
                 _ => {}
             }
             self.phase = match &record.event {
@@ -230,7 +240,8 @@ impl LogSource {
         let more = self.poll_others(pass)?;
         let Some(replay) = &mut self.replay else { return Ok(self.follow(pass)? || more) };
         if std::mem::take(&mut replay.rewind) {
-            (self.tail, self.last) = (Tail::new(self.tail.path()), LastRecord::default());
+            self.tail = Tail::new(self.tail.path());
+            self.last = LastRecord::default();
             replay.waiting.clear();
             pass(ScreenMessage::Rewind);
         }
@@ -323,8 +334,8 @@ mod tests {
             source.last.t = last;
             source.has_ended(process)
         };
-        let (dead, restarted) =
-            (ProcessId { start: 0, ..own.clone() }, ProcessId { boot: "other".into(), ..own.clone() });
+        let dead = ProcessId { start: 0, ..own.clone() };
+        let restarted = ProcessId { boot: "other".into(), ..own.clone() };
         let now = wall_clock();
         let all = || [ended(&own, 0), ended(&dead, now), ended(&restarted, now), ended(&restarted, 0)];
         assert_eq!(all(), [false, true, false, true]);

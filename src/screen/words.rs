@@ -79,7 +79,8 @@ fn words(event: &Event) -> Option<String> {
         Event::DtypeChange(retyped) => retyped_line(retyped),
         Event::Eval(eval @ Validation { step, loss: nats, tokens, objective: metrics, .. }) => {
             let perplexity = eval.perplexity().map(|perplexity| format!(" perplexity={}", short(perplexity)));
-            let (perplexity, metrics) = (perplexity.unwrap_or_default(), metrics.as_ref().map(objective));
+            let perplexity = perplexity.unwrap_or_default();
+            let metrics = metrics.as_ref().map(objective);
             format!(
                 "eval step={step} val_loss={}{perplexity}{} tokens={tokens}",
                 loss(*nats),
@@ -242,6 +243,7 @@ fn overflow_text(overflow: &Overflow, more: usize) -> String {
         .first_nonfinite
         .as_ref()
         .map_or_else(String::new, |origin| format!(", {} at {} ({})", origin.pass, origin.layer, origin.tensor));
-    let (names, loss) = (names.join(", "), loss(f64::from(overflow.loss)));
+    let names = names.join(", ");
+    let loss = loss(f64::from(overflow.loss));
     format!("overflow {change}, loss {loss}{began}: {names}; largest finite {}", exact(overflow.max_abs))
 }

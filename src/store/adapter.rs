@@ -193,7 +193,8 @@ impl AdapterFolder {
 /// The experts, outputs and rank of the second factors of all experts, which PEFT stores as `[outputs, r · experts]` with the
 /// experts' columns interleaved; `None` for other parameters.
 fn stacked_factors(spec: &ModelSpec, entry: &ParamSpec) -> Option<[usize; 3]> {
-    let (experts, factors) = (stacked_experts(spec, entry.layer), entry.role == ParamRole::LoraB);
+    let experts = stacked_experts(spec, entry.layer);
+    let factors = entry.role == ParamRole::LoraB;
     (factors && experts > 1).then(|| [experts, entry.shape[0] / experts, entry.shape[1]])
 }
 
@@ -279,7 +280,8 @@ impl AdapterConfig {
         let flag = |key: &str| json.get(key).and_then(Value::as_bool).unwrap_or(false);
         let text = |key: &str| json.get(key).and_then(Value::as_str).map(ToOwned::to_owned);
         let rank = |r: f64| r.fract() == 0.0 && (1.0..=f64::from(1 << 20)).contains(&r);
-        let (revision, sha256) = (text("revision"), String::new());
+        let revision = text("revision");
+        let sha256 = String::new();
         Ok(Self {
             r: number("r", 8.0, &rank, "a whole number from 1")? as usize,
             alpha: number("lora_alpha", 8.0, &|alpha| alpha.is_finite() && alpha > 0.0, "a positive number")?,

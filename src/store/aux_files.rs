@@ -74,7 +74,8 @@ impl AuxFiles {
     pub fn with_special_tokens(&mut self, tokenizer: Tokenizer, rule: Bos, id: Option<u32>) -> Result<Tokenizer> {
         let mut config = self.json(TOKENIZER_CONFIG)?;
         let tokenizer = tokenizer.with_eos(special_token(&config, "eos_token"));
-        let (add, name) = (config["add_bos_token"].as_bool(), special_token(&config, "bos_token"));
+        let add = config["add_bos_token"].as_bool();
+        let name = special_token(&config, "bos_token");
         let published = tokenizer.clone().with_bos(Bos::Auto, add, name, id)?;
         let tokenizer = tokenizer.with_bos(rule, add, name, id)?;
         if tokenizer.bos() != published.bos() {

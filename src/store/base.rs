@@ -41,7 +41,8 @@ impl WeightSource {
         origin: &str,
     ) -> Result<AdaptedModel> {
         let own = Parameters::random(&spec.parameters(), seed, device)?;
-        let (frozen, dtype) = (spec.frozen_parameters(), candle_dtype(compute));
+        let frozen = spec.frozen_parameters();
+        let dtype = candle_dtype(compute);
         let base = match self.gguf().filter(|_| in_blocks) {
             Some(gguf) => {
                 let in_blocks = spec.quantized_params();
@@ -62,7 +63,8 @@ impl WeightSource {
             let tensor =
                 own.get(&entry.name).or_else(|| base.get(&entry.name)).filter(|tensor| tensor.elem_count() > 0);
             let tensor = tensor.map(Tensor::flatten_all).transpose()?;
-            let (elements, mut stats) = (entry.shape.iter().product::<usize>(), TensorStats::default());
+            let elements = entry.shape.iter().product::<usize>();
+            let mut stats = TensorStats::default();
             let chunk = chunk_elements(&entry);
             for first in (0..elements).step_by(chunk) {
                 let wide = buffer.narrow(0, 0, chunk.min(elements - first))?;

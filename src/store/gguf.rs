@@ -150,7 +150,8 @@ impl Gguf {
 
     /// The elements `range` of a tensor, dequantized to FP32; they are whole blocks.
     fn part(&self, name: &str, range: Range<usize>) -> Result<CpuStorage> {
-        let (elements, dtype) = (range.len(), self.info(name)?.ggml_dtype);
+        let elements = range.len();
+        let dtype = self.info(name)?.ggml_dtype;
         let blocks = self.blocks(name, range)?;
         if self.mxfp4.contains(name) {
             let numbers = |block: &[u8]| dequantize(block[0], &block[1..], HALVES);

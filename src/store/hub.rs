@@ -212,7 +212,8 @@ impl<'a> Hub<'a> {
 
     /// The shards that the cache lacks. Fails if they do not fit on the disk together.
     fn missing_shards<'s>(&mut self, repo: &Repo, shards: &'s [String]) -> Result<Vec<&'s String>> {
-        let (mut missing, mut needed) = (Vec::new(), 0_u64);
+        let mut missing = Vec::new();
+        let mut needed = 0_u64;
         for shard in shards {
             let location = self.locate(repo, shard).map_err(|failure| failure.explain(&self.settings, repo, shard))?;
             if let FileLocation::Remote(metadata) = location {

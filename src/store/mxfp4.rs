@@ -46,7 +46,8 @@ pub(super) fn read_transposed([blocks, exponents]: [TensorView<'_>; 2], out: &mu
     let outputs = blocks.shape[0];
     let per_output = exponents.bytes.len() / outputs;
     for (i, (codes, exponent)) in blocks.bytes.chunks_exact(BLOCK / 2).zip(exponents.bytes).enumerate() {
-        let (output, first) = (i / per_output, i % per_output * BLOCK);
+        let output = i / per_output;
+        let first = i % per_output * BLOCK;
         for (j, number) in dequantize(*exponent, codes, NEIGHBOURS).into_iter().enumerate() {
             out[(first + j) * outputs + output] = number;
         }

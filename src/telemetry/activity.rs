@@ -130,7 +130,8 @@ impl PhaseLines {
         } else {
             ".".into()
         };
-        (self.written, self.open) = (Some(now), true);
+        self.written = Some(now);
+        self.open = true;
         Some(text)
     }
 

@@ -392,7 +392,9 @@ fn parse(line: &[u8]) -> Option<Record> {
 fn step_head(line: &[u8]) -> Option<(u32, u64, f64, Fields<'_>)> {
     let line = &line[..line.len().min(512)];
     let mut fields = Fields(std::str::from_utf8(line).ok()?.strip_prefix('{')?);
-    let (v, t, s) = (fields.number("v")?, fields.number("t")?, fields.number::<f64>("s").filter(|s| s.is_finite())?);
+    let v = fields.number("v")?;
+    let t = fields.number("t")?;
+    let s = fields.number::<f64>("s").filter(|s| s.is_finite())?;
     (fields.text("event")? == "\"step\"").then_some((v, t, s, fields))
 }
 

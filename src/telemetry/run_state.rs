@@ -148,7 +148,8 @@ impl RunState {
         if let Event::Started(started) = &event {
             self.begin(started.resumed_from);
         }
-        (self.last_t, self.last_s) = (t, s);
+        self.last_t = t;
+        self.last_s = s;
         self.tally.figures.seconds = s;
         let step = event.step().unwrap_or(self.step.step);
         if let Some(row) = EventRow::of(t, s, step, &event) {
@@ -233,7 +234,10 @@ impl RunState {
             let overflows = snapshot.iter().flat_map(|snapshot| snapshot.overflows.iter().copied());
             self.tensors.rows.iter_mut().zip(overflows.chain(repeat(0))).for_each(|(row, count)| row.overflows = count);
             match snapshot {
-                Some(snapshot) => (self.step, self.tally) = (snapshot.step.clone(), snapshot.tally.clone()),
+                Some(snapshot) => {
+                    self.step = snapshot.step.clone();
+                    self.tally = snapshot.tally.clone();
+                }
                 // There is no snapshot, because nothing was saved or the log is damaged: only the curves are left.
                 None => self.restore_from_curves(step),
             }
@@ -469,7 +473,8 @@ mod tests {
         let huge = |at| {
             let mut event = step(at, 1.0, StepStatus::Applied);
             if let Event::Step(record) = &mut event {
-                (record.grads.count, record.grads.subnormal) = (u64::MAX, u64::MAX);
+                record.grads.count = u64::MAX;
+                record.grads.subnormal = u64::MAX;
             }
             event
         };

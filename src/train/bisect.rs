@@ -303,7 +303,8 @@ impl Bisector<'_> {
         let rank = |cost: &RoundingCost<KeptSites>| (finite(cost.others.relative), -finite(cost.alone.relative));
         let mut costs = costs.to_vec();
         costs.sort_by(|a, b| rank(a).partial_cmp(&rank(b)).unwrap_or(std::cmp::Ordering::Equal));
-        let (mut keep, mut error) = (Vec::new(), all);
+        let mut keep = Vec::new();
+        let mut error = all;
         for cost in costs {
             if error.relative <= tolerance {
                 break;
@@ -315,7 +316,8 @@ impl Bisector<'_> {
             let fewer: Vec<KeptSites> = keep.iter().copied().filter(|other| *other != member).collect();
             let without = if fewer.is_empty() { all } else { self.error_without(&fewer)? };
             if without.relative <= tolerance {
-                (keep, error) = (fewer, without);
+                keep = fewer;
+                error = without;
             }
         }
         let flags = self.flags(&keep);

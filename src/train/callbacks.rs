@@ -108,7 +108,8 @@ fn report_grad_maxima(engine: &mut TrainEngine, context: &mut StepContext<'_>) -
 /// Measures gradients before the first step: for the predictive loss scale, or to lower an initial scale at which they would
 /// overflow.
 fn measure_first_scale(engine: &mut TrainEngine, batches: &[Batch]) -> Result<()> {
-    let (scaler, counters) = (&engine.state.scaler, engine.state.counters);
+    let scaler = &engine.state.scaler;
+    let counters = engine.state.counters;
     let (scale, is_predictive) = (scaler.scale(), scaler.is_predictive());
     let is_due = if is_predictive { scaler.needs_amax() } else { counters.step == 0 };
     if is_due && let Some(largest) = headroom::largest_gradient(engine, batches, counters, scale)? {
@@ -124,7 +125,8 @@ fn measure_first_scale(engine: &mut TrainEngine, batches: &[Batch]) -> Result<()
 /// Measures gradients for the predictive loss scale after an overflow, because the step itself cannot.
 fn predict_scale_after_overflow(engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
     if let ScaleChange::BackedOff { to, .. } = &mut context.report.change {
-        let (scale, counters) = (context.report.scale, engine.state.counters.before_skipped());
+        let scale = context.report.scale;
+        let counters = engine.state.counters.before_skipped();
         if let Some(largest) = headroom::largest_gradient(engine, context.batches, counters, scale)? {
             *to = engine.state.scaler.set_amax(largest);
         }

@@ -246,7 +246,8 @@ impl Config {
 
     /// [`Config::to_toml`] with a comment above each key. Keys without a value are comments themselves.
     pub fn explained(&self) -> Result<String> {
-        let (values, mut text) = (self.values()?, String::new());
+        let values = self.values()?;
+        let mut text = String::new();
         for setting in Self::settings() {
             if setting.kind == Kind::Section {
                 _ = write!(text, "\n[{}]\n", setting.key);
@@ -314,7 +315,8 @@ impl Config {
                            each other; compare the rewards of short runs with different `--lr`";
             return Err(Error::config("--find-lr", message));
         }
-        (self.train.steps, self.train.epochs) = (Some(LrRangeTest::STEPS), None);
+        self.train.steps = Some(LrRangeTest::STEPS);
+        self.train.epochs = None;
         self.scaler.measure_first = true;
         Ok(self)
     }
@@ -496,7 +498,8 @@ impl Config {
 
 /// `table` with numbers instead of texts such as `2^24`, and with whole numbers instead of floats such as `1e3`.
 fn with_numbers(table: &toml::Table) -> toml::Table {
-    let (mut out, settings) = (table.clone(), known());
+    let mut out = table.clone();
+    let settings = known();
     for (key, value) in leaves(table) {
         let kind = settings.iter().find(|setting| setting.key == key).map(|setting| setting.kind);
         let value = match (kind, value) {

@@ -221,7 +221,9 @@ impl TrainEngine {
     /// The mean loss, without dropout, over batches from `next` until it returns `false`. Uses the training buffers, but changes
     /// nothing that outlives a step.
     pub fn evaluate(&mut self, batch: &mut Batch, mut next: impl FnMut(&mut Batch) -> bool) -> Result<EvalReport> {
-        let (mut own, mut targets, mut count) = (Vec::new(), 0u64, 0);
+        let mut own = Vec::new();
+        let mut targets = 0u64;
+        let mut count = 0;
         let Self { group, model, state, workspace, objective, .. } = self;
         let (rank, world_size) = (group.rank(), group.world_size());
         for index in 0.. {

@@ -35,7 +35,8 @@ impl TrainEngine {
 pub(super) fn after_step(engine: &mut TrainEngine, context: &mut StepContext<'_>) -> Result<()> {
     let TrainEngine { state, grad_stats, .. } = engine;
     let (policy, max_scale) = (context.config.dtype, context.config.precision.fallback_max_scale);
-    let (step, wide) = (state.counters.step, state.fallback.dtype());
+    let step = state.counters.step;
+    let wide = state.fallback.dtype();
     let mut moves = Vec::new();
     if context.is_skipped() {
         let sound_scale = context.report.scale <= max_scale;

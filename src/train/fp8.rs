@@ -191,7 +191,8 @@ pub(super) fn after_step(engine: &mut TrainEngine, context: &mut StepContext<'_>
         let Some(active) = variances.get(&unit).and_then(|variance| block.switch(config, *variance)) else { continue };
         let (from, to) = (compute.to_string(), FP8.to_owned());
         let (from, to) = if active { (from, to) } else { (to, from) };
-        let (layer, variance) = (unit.to_string(), block.state.variance);
+        let layer = unit.to_string();
+        let variance = block.state.variance;
         let change = DtypeChange { step, layer, from, to, overflows: None, variance, restored: !active };
         context.events.push(Event::DtypeChange(change));
     }

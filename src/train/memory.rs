@@ -136,7 +136,8 @@ impl MemoryInputs<'_> {
         } else {
             gradients += sum;
         }
-        let (weights, scratch) = (weights + frozen.dense + frozen.blocks, scratch + frozen.buffer);
+        let weights = weights + frozen.dense + frozen.blocks;
+        let scratch = scratch + frozen.buffer;
         Ok(MemoryEstimate { weights, masters, gradients, adam, activations, scratch, scores, probe: 0 })
     }
 
@@ -150,7 +151,8 @@ impl MemoryInputs<'_> {
         if objective.reference.is_some() {
             // Its shape is not known yet; usually it is the same.
             let spec = spec.to_mut();
-            (spec.lora, spec.frozen) = (None, BTreeSet::new());
+            spec.lora = None;
+            spec.frozen = BTreeSet::new();
         }
         let (masters, weights) = MasterWeights::bytes(spec.trained_count(), policy, world_size);
         let (masters, weights) = if weights == 0 { (0, masters) } else { (masters, weights) };
@@ -226,8 +228,10 @@ struct FrozenBytes {
 
 impl FrozenBytes {
     fn new(spec: &ModelSpec, policy: PrecisionPolicy, tokens: usize) -> Self {
-        let (in_blocks, size) = (spec.quantized_params(), policy.compute.size_in_bytes() as u64);
-        let (mut frozen, mut dequantized) = (Self::default(), BTreeMap::<ModuleId, u64>::new());
+        let in_blocks = spec.quantized_params();
+        let size = policy.compute.size_in_bytes() as u64;
+        let mut frozen = Self::default();
+        let mut dequantized = BTreeMap::<ModuleId, u64>::new();
         for ParamSpec { name, shape, fused_into: pack, .. } in spec.frozen_parameters() {
             let elements = shape.iter().product::<usize>() as u64;
             let Some(dtype) = in_blocks.get(&name) else {
@@ -259,7 +263,8 @@ impl MemoryLimit<'_> {
     /// The bytes that this configuration takes in each process with batches of `batch` samples and other kept activations.
     fn required_bytes(&self, config: &Config, batch: usize, keep: Checkpointing) -> Result<u64> {
         let Self { spec, kernels, layout, .. } = *self;
-        let (train, rows) = (&config.train, config.objective.rows(batch));
+        let train = &config.train;
+        let rows = config.objective.rows(batch);
         let shape = [rows, train.seq_len, train.grad_accum * train.batch_size.div_ceil(batch)];
         let extras = MemoryExtras {
             probes: config.telemetry.probe_every > 0,
@@ -335,7 +340,8 @@ impl MemoryLimit<'_> {
                 options.push(flag.into());
             }
         }
-        let (lora, spec) = (with_lora(config), self.spec.clone());
+        let lora = with_lora(config);
+        let spec = self.spec.clone();
         let adapters_fit = |spec: ModelSpec| MemoryLimit { spec: &spec, ..*self }.fits(&lora, batch, keep);
         if config.lora.r.is_none() && lora.with_trained_parts(spec).is_ok_and(adapters_fit) {
             options.push("`--lora r=16,alpha=32`".into());
@@ -347,7 +353,8 @@ impl MemoryLimit<'_> {
     /// several times per batch size, which takes seconds for thousands of blocks. Fails with [`Error::Config`] naming the
     /// bytes needed and available.
     pub(super) fn check_weights(&self, config: &Config) -> Result<()> {
-        let (count, dtype) = (self.spec.parameter_count(), config.dtype.compute);
+        let count = self.spec.parameter_count();
+        let dtype = config.dtype.compute;
         let bytes = count.saturating_mul(dtype.size_in_bytes() as u64);
         if !self.spec.quantized.is_empty() || bytes <= self.available {
             return Ok(());
@@ -373,7 +380,9 @@ impl MemoryLimit<'_> {
                 }
                 let mut fitted = config.clone();
                 let train = &mut fitted.train;
-                (train.batch_size, train.grad_accum, train.recompute) = (smaller, batch / smaller * accum, keep);
+                train.batch_size = smaller;
+                train.grad_accum = batch / smaller * accum;
+                train.recompute = keep;
                 let recompute = if keep == config.train.recompute { "" } else { ", train.recompute = block" };
                 let said =
                     format!("to fit into memory: batch_size = {smaller}, grad_accum = {}{recompute}", train.grad_accum);
@@ -387,7 +396,8 @@ impl MemoryLimit<'_> {
 
 fn with_lora(config: &Config) -> Config {
     let mut config = config.clone();
-    (config.lora.r, config.lora.alpha) = (Some(16), Some(32.0));
+    config.lora.r = Some(16);
+    config.lora.alpha = Some(32.0);
     config
 }
 
@@ -396,7 +406,8 @@ pub fn largest_batch(budget: u64, bytes: impl Fn(usize) -> u64) -> Option<usize>
     const MOST: usize = 1 << 20;
     // Bytes grow almost linearly, so a few steps of interpolation mostly suffice.
     const INTERPOLATED: usize = 8;
-    let (mut low, mut high) = ((1, bytes(1)), (MOST, bytes(MOST)));
+    let mut low = (1, bytes(1));
+    let mut high = (MOST, bytes(MOST));
     if low.1 > budget {
         return None;
     }
@@ -426,7 +437,8 @@ mod tests {
     /// A single process in FP16.
     fn inputs(spec: &ModelSpec, shape: [usize; 3]) -> MemoryInputs<'_> {
         let (keep, optimizer) = (Checkpointing::None, OptimizerKind::AdamW);
-        let (layout, policy) = (DistributedLayout::default(), PrecisionPolicy::FP16);
+        let layout = DistributedLayout::default();
+        let policy = PrecisionPolicy::FP16;
         MemoryInputs { layout, spec, policy, shape, keep, optimizer, kernels: &KERNELS }
     }
 
@@ -460,7 +472,8 @@ mod tests {
 
         silent.train.batch_size = 8;
         let mut rewarded = silent.clone();
-        (rewarded.objective.kind, rewarded.train.batch_size) = (ObjectiveKind::Grpo, 1);
+        rewarded.objective.kind = ObjectiveKind::Grpo;
+        rewarded.train.batch_size = 1;
         assert_eq!((config.dtype, rewarded.objective.num_generations), (PrecisionPolicy::FP16, 8));
         let caches = 32 * sample_bytes(&spec, config.dtype, train.seq_len, 0);
         assert_eq!(needed(&rewarded, &spec) - needed(&silent, &spec), caches + 2 * spec.parameter_count());
@@ -470,7 +483,9 @@ mod tests {
     fn a_reference_takes_the_memory_of_a_second_model() {
         let spec = ModelSpec::named("tiny").unwrap();
         let mut config = Config::default();
-        (config.objective.kind, config.train.batch_size, config.train.seq_len) = (ObjectiveKind::Grpo, 1, 16);
+        config.objective.kind = ObjectiveKind::Grpo;
+        config.train.batch_size = 1;
+        config.train.seq_len = 16;
         let referred = |config: &Config, spec: &ModelSpec| {
             let mut with_beta = config.clone();
             with_beta.objective.beta = Some(0.1);
@@ -497,7 +512,8 @@ mod tests {
         let keep = config.train.recompute;
         let memory = MemoryLimit { layout: on_gpu, ..limit(&adapted, 0) };
         let on_gpu = |config: &Config| memory.required_bytes(config, 1, keep).unwrap();
-        (adapters.objective.kind, adapters.objective.beta) = (ObjectiveKind::Dpo, None);
+        adapters.objective.kind = ObjectiveKind::Dpo;
+        adapters.objective.beta = None;
         let other = on_gpu(&adapters);
         adapters.objective.reference = None;
         let passes = Workspace::evaluation_bytes(&spec, config.dtype, [2, 16], true).unwrap();
@@ -507,7 +523,8 @@ mod tests {
 
     #[test]
     fn a_size_that_cannot_be_computed_is_an_error() {
-        let (mut config, spec) = (Config::default(), ModelSpec::named("tiny").unwrap());
+        let mut config = Config::default();
+        let spec = ModelSpec::named("tiny").unwrap();
         config.train.seq_len = 1 << 17;
         let memory = MemoryLimit { kernels: &CandleKernels, ..limit(&spec, 1 << 50) };
         let errors = [memory.check(&config).unwrap_err(), memory.fitted(&config).unwrap_err()];
@@ -520,17 +537,22 @@ mod tests {
     fn smaller_micro_batches_are_counted_with_those_that_the_step_had() {
         let spec = ModelSpec::named("tiny").unwrap();
         let mut config = Config::default();
-        (config.train.batch_size, config.train.grad_accum) = (4, 2);
+        config.train.batch_size = 4;
+        config.train.grad_accum = 2;
         let mut split = config.clone();
-        (split.train.batch_size, split.train.grad_accum) = (1, 8);
+        split.train.batch_size = 1;
+        split.train.grad_accum = 8;
         let keep = config.train.recompute;
         assert_eq!(limit(&spec, 0).required_bytes(&config, 1, keep).unwrap(), needed(&split, &spec));
     }
 
     #[test]
     fn a_batch_is_not_split_below_what_its_objective_needs() {
-        let (mut config, spec) = (Config::default(), ModelSpec::named("tiny").unwrap());
-        (config.train.batch_size, config.train.grad_accum, config.train.seq_len) = (4, 1, 1024);
+        let mut config = Config::default();
+        let spec = ModelSpec::named("tiny").unwrap();
+        config.train.batch_size = 4;
+        config.train.grad_accum = 1;
+        config.train.seq_len = 1024;
         let available = limit(&spec, 0).required_bytes(&config, 1, config.train.recompute).unwrap();
         let batch_of = |config: &Config| limit(&spec, available).fitted(config).unwrap().0.train.batch_size;
         assert_eq!(batch_of(&config), 1);

@@ -147,7 +147,8 @@ impl LossSums {
 
     pub(super) fn push(&mut self, metric: ObjectiveMetric, value: f64) {
         let [sum, count] = &mut self.metrics[metric as usize];
-        (*sum, *count) = (*sum + value, *count + 1.0);
+        *sum += value;
+        *count += 1.0;
     }
 
     /// The metrics of an objective; `None` for plain fine-tuning.
@@ -469,7 +470,8 @@ fn mismatched(batch: &Batch) -> Batch {
     // A completion of another prompt has a number beyond those of the data.
     for (at, prompt) in batch.sequences.iter().enumerate() {
         let other = &batch.sequences[(at + 1) % batch.sequences.len()];
-        let (row, first) = (prompt.labels.start, first_target(prompt));
+        let row = prompt.labels.start;
+        let first = first_target(prompt);
         let room = batch.seq_len - (first - row) % batch.seq_len;
         let from = first_target(other);
         let count = (other.labels.end - from).min(room);

@@ -39,8 +39,11 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
     }
     // Without FP8's rounding of weights.
     passes.weights = Cow::Borrowed(state.weights);
-    let (model, counters, scale) = (passes.model, passes.counters, passes.scaler.scale());
-    let (spec, device) = (model.spec(), state.weights.device());
+    let model = passes.model;
+    let counters = passes.counters;
+    let scale = passes.scaler.scale();
+    let spec = model.spec();
+    let device = state.weights.device();
     let shape = (batch.batch_size, batch.seq_len);
     let mut workspace = Workspace::for_training(spec, PrecisionPolicy::FP32, shape, Checkpointing::None, &device)?;
     let mut exact = Gradients::new(state.weights, PrecisionPolicy::FP32, 1)?;
@@ -50,11 +53,13 @@ pub(super) fn probe(engine: &mut TrainEngine, batch: &Batch, masters: Option<&Pa
     passes.micro_batch(0, batch, counters, factors, &mut choices[0], &mut |_, _| Ok(()))?;
     let masters = to_fp32(state.weights, masters.unwrap_or(state.masters), model.kernels())?;
     let mut maxima = AmaxHook { spec, maxima: Vec::new() };
-    let (weights, hook) = (Cow::Borrowed(&masters), &mut ());
+    let weights = Cow::Borrowed(&masters);
+    let hook = &mut ();
     let mut in_fp32 = Passes { weights, hook, workspace: &mut workspace, grads: &mut exact, ..passes };
     let hook = &mut (&mut maxima, &mut choices[1]);
     in_fp32.micro_batch(0, batch, counters, exact_factors, hook, &mut |_, _| Ok(()))?;
-    let (grads, exact_grads) = (passes.grads.micro_batch_grads(), exact.micro_batch_grads());
+    let grads = passes.grads.micro_batch_grads();
+    let exact_grads = exact.micro_batch_grads();
 
     let mut stats = GradientStats::default();
     exact.compute_stats(true, &mut stats, model.kernels(), &SingleProcess)?;
@@ -92,8 +97,8 @@ struct AmaxHook<'a> {
 impl Hook for AmaxHook<'_> {
     fn record(&mut self, place: HookPoint, tensor: &Tensor) -> candle_core::Result<()> {
         if place.kind == TensorKind::Output {
-            let (name, max_abs) =
-                (self.spec.layer_name(place.layer), summarize(tensor, FloatFormat::FP32, false)?.stats.max_abs);
+            let name = self.spec.layer_name(place.layer);
+            let max_abs = summarize(tensor, FloatFormat::FP32, false)?.stats.max_abs;
             match self.maxima.last_mut() {
                 // The head computes its logits a tile at a time.
                 Some(last) if last.name == name => last.max_abs = last.max_abs.max(max_abs),

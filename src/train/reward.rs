@@ -148,7 +148,9 @@ impl RewardProgram {
     ) -> Result<Vec<Option<f32>>> {
         let encode = |it: &Answered| serde_json::to_string(it).map_err(candle_core::Error::wrap);
         let lines: Vec<String> = completions.iter().map(encode).collect::<Result<_, _>>()?;
-        let (mut rewards, mut attempts, mut problem) = (Vec::with_capacity(lines.len()), 0, String::new());
+        let mut rewards = Vec::with_capacity(lines.len());
+        let mut attempts = 0;
+        let mut problem = String::new();
         let mut running = self.running.take().filter(Running::is_silent);
         if let Some(running) = &running {
             running.send(&lines);
@@ -174,7 +176,8 @@ impl RewardProgram {
             attempts += 1;
             if attempts == ATTEMPTS {
                 if on_error == OnRewardError::Stop {
-                    let (number, total) = (rewards.len() + 1, lines.len());
+                    let number = rewards.len() + 1;
+                    let total = lines.len();
                     let message = format!("{problem}, twice, for completion {number} of {total} of a step");
                     return Err(self.error(&message));
                 }

@@ -151,7 +151,8 @@ impl Rollouts {
     pub(super) fn reuse(&mut self, batches: &mut [Batch], rows: usize) {
         let Some(kept) = &mut self.kept else { return };
         kept.left -= 1;
-        let (settings, seq_len) = (&self.settings, self.seq_len);
+        let settings = &self.settings;
+        let seq_len = self.seq_len;
         for (batch, kept) in batches.iter_mut().zip(&kept.batches) {
             *batch = kept.batch(settings, seq_len, rows);
         }
@@ -168,7 +169,8 @@ impl Rollouts {
         let groups = batches.iter().map(|batch| Group::of_batch(batch, tokenizer));
         let mut groups: Vec<Vec<Group>> = groups.collect::<Result<_>>()?;
         self.complete(engine, tokenizer, &mut groups.iter_mut().flatten().collect::<Vec<_>>(), None)?;
-        let (step, mut records) = (engine.state.counters.step + 1, Vec::new());
+        let step = engine.state.counters.step + 1;
+        let mut records = Vec::new();
         for Group { prompt, completions, .. } in groups.iter().flatten() {
             let prompt = tokenizer.decode(prompt)?;
             let rewards: Vec<f64> = completions.iter().map(Sampled::reward).collect();
@@ -253,7 +255,8 @@ impl Rollouts {
         let mut generate = || {
             generate_batch(model, weights, self.policy, &requests, BATCH_SIZE, |number, completion: Completion| {
                 let text = tokenizer.decode(completion.text_ids())?;
-                let (is_cut, seed) = (completion.reason != StopReason::EndOfText, requests[number].sampling.seed);
+                let is_cut = completion.reason != StopReason::EndOfText;
+                let seed = requests[number].sampling.seed;
                 let Completion { ids, log_probs, .. } = completion;
                 let logps = Logps(log_probs);
                 found[number] = Some(Sampled { ids, logps, is_cut, text, seed, reward: None });
@@ -299,7 +302,8 @@ impl Rollouts {
     fn score(&mut self, tokenizer: &Tokenizer, groups: &[&mut Group]) -> Result<Vec<Option<f32>>> {
         let mut answered = Vec::new();
         for group in groups {
-            let (prompt, answer) = (tokenizer.decode(&group.prompt)?, &group.answer);
+            let prompt = tokenizer.decode(&group.prompt)?;
+            let answer = &group.answer;
             let of = |it: &Sampled| Answered {
                 prompt: prompt.clone(),
                 completion: it.text.clone(),

@@ -91,7 +91,8 @@ impl ModelSource {
 
     fn find(config: &Config, report: &mut SetupCallback<'_>) -> Result<Self> {
         let given = config.tokenizer.as_ref().map(|file| Tokenizer::from_file(config.locate(file))).transpose()?;
-        let (named, random) = (ModelSpec::named(&config.model), || WeightSource::Random(config.seed));
+        let named = ModelSpec::named(&config.model);
+        let random = || WeightSource::Random(config.seed);
         if config.model == "tiny" {
             let spec = named.ok_or_else(|| Error::model("tiny", "the built-in model is missing"))?;
             let tokenizer = given.or_else(|| Some(Tokenizer::byte()));
@@ -128,7 +129,8 @@ impl ModelSource {
     /// The model of a resumed run: shape and tokenizer come from the checkpoint, so that nothing else is needed.
     pub fn from_checkpoint(config: &Config, checkpoint: &Checkpoint, report: &mut SetupCallback<'_>) -> Result<Self> {
         let tokenizer = Some(Tokenizer::from_file(checkpoint.tokenizer())?);
-        let (mut spec, aux_files) = (checkpoint.spec().clone(), AuxFiles::of_folder(checkpoint.path())?);
+        let mut spec = checkpoint.spec().clone();
+        let aux_files = AuxFiles::of_folder(checkpoint.path())?;
         let (commit, weights) = if spec.lora.is_some() {
             // The checkpoint has the tokenizer and the chat template.
             let config = Config { tokenizer: Some(checkpoint.tokenizer()), chat_template: None, ..config.clone() };
@@ -165,7 +167,8 @@ impl ModelSource {
             return Err(Error::config("tokenizer", message));
         };
         if tokenizer.vocab_size() > spec.vocab_size {
-            let (tokens, rows) = (tokenizer.vocab_size(), spec.vocab_size);
+            let tokens = tokenizer.vocab_size();
+            let rows = spec.vocab_size;
             let message = format!("has {tokens} tokens, but the vocabulary of `{}` has {rows}", config.model);
             return Err(Error::config("tokenizer", message));
         }
@@ -281,7 +284,8 @@ pub fn locate(name: &str, revision: Option<&str>, report: &mut SetupCallback<'_>
 /// `owner/name` and the file of `owner/name/file.gguf`.
 fn hub_file(name: &str) -> Option<(&str, &str)> {
     let (at, _) = name.match_indices('/').nth(1)?;
-    let (repo, file) = (&name[..at], &name[at + 1..]);
+    let repo = &name[..at];
+    let file = &name[at + 1..];
     has_gguf_extension(file).then_some((repo, file))
 }
 
@@ -326,7 +330,8 @@ pub(crate) fn check_misspelling(name: &str, local: impl IntoIterator<Item = Stri
 pub fn dataset_options(config: &Config, chat: &ChatSettings, tokenizer: &Tokenizer) -> DatasetOptions {
     let origin = config.chat_template.as_ref().unwrap_or(&config.model);
     let chat = chat.format(origin, tokenizer);
-    let (fields, loss_on) = (config.fields.clone(), config.train.loss_on);
+    let fields = config.fields.clone();
+    let loss_on = config.train.loss_on;
     DatasetOptions { format: config.format, fields, samples: config.objective.kind.samples(), loss_on, chat }
 }
 
@@ -369,7 +374,8 @@ pub(super) fn describe_data(config: &Config, sets: &[(Dataset, f64)]) -> (String
 
 /// The rows of `sets` for training, and those for validation unless the configuration has none.
 pub fn rows(config: &Config, sets: &[(Dataset, f64)]) -> Result<(Mixture, Result<Option<Mixture>>)> {
-    let (train, one) = (&config.train, sets.len() == 1);
+    let train = &config.train;
+    let one = sets.len() == 1;
     let index =
         |tokens: &TokenSource, origin: &str| SequenceIndex::new(tokens.clone(), train.seq_len, train.packing, origin);
     let mix = |origin: &str, tokens: fn(&Dataset) -> &TokenSource, sets: &[(Dataset, f64)]| {
@@ -482,7 +488,8 @@ pub(super) fn fit_memory(
     let Some(available) = available else { return Ok(config) };
     let available = available / open.processes as u64;
     let on_gpu = !open.device.is_cpu();
-    let (world_size, shards_on_host) = (group.world_size(), on_gpu && group.gpus().is_none());
+    let world_size = group.world_size();
+    let shards_on_host = on_gpu && group.gpus().is_none();
     let layout = DistributedLayout { world_size, sharding: config.train.shard, on_gpu, shards_on_host };
     let memory = MemoryLimit { spec, kernels: &*open.kernels, layout, available };
     let mut config = config;
@@ -538,7 +545,8 @@ pub fn engine(
         let message = "training with several processes on CPUs needs the fused kernels; use `auto`, or one process";
         return Err(Error::config("kernels", message));
     }
-    let (policy, train) = (config.dtype, &config.train);
+    let policy = config.dtype;
+    let train = &config.train;
     let scaler = GradScaler::new(config.grad_scaler())?;
     let mut state = TrainState::new(weights, config.optimizer(), scaler)?;
     state.fallback = Fallback::new(config.precision.clone(), BTreeMap::new());

@@ -112,11 +112,15 @@ impl Passes<'_> {
         // 3. Reduce: each process sums its shard of the gradients, in an order that does not depend on the number of processes. It
         // receives a block's while it computes those of the blocks below.
         let turns = self.grads.begin_accumulation(micro_batches.len())?;
-        let (group, kernels, measure) = (self.group, self.model.kernels(), self.scaler.is_predictive());
+        let group = self.group;
+        let kernels = self.model.kernels();
+        let measure = self.scaler.is_predictive();
         let mut losses = Vec::with_capacity(turns.len());
         Collector::with(group, kernels, measure, |collector| {
             for turn in turns {
-                let (clock, waited, index) = (Instant::now(), collector.waited(), turn.micro_batch);
+                let clock = Instant::now();
+                let waited = collector.waited();
+                let index = turn.micro_batch;
                 self.grads.begin_turn(turn);
                 if let Some(index) = index {
                     let mut collect = |grads: &Gradients, block| grads.collect(block, collector);
@@ -163,9 +167,11 @@ impl Passes<'_> {
     /// Adds the losses of all processes in the order of the micro-batches, and keeps the timings of all. `own` has the losses of
     /// this process, and `seconds` those of its passes and its exchanges.
     fn exchange(&mut self, own: &[LossSums], seconds: [f64; 2], micro_batches: usize) -> Result<LossSums> {
-        let (mut figures, len) = (seconds.to_vec(), LossSums::len(self.objective.kind()));
+        let mut figures = seconds.to_vec();
+        let len = LossSums::len(self.objective.kind());
         figures.extend(own.iter().flat_map(|sums| sums.to_array().into_iter().take(len)));
-        let (all, mut sums) = (self.group.all_gather(&figures)?, LossSums::default());
+        let all = self.group.all_gather(&figures)?;
+        let mut sums = LossSums::default();
         self.timings.clear();
         let mut of_ranks: Vec<_> = all.iter().map(|figures| figures[2..].chunks_exact(len)).collect();
         for (figures, losses) in all.iter().zip(&of_ranks) {
@@ -197,7 +203,9 @@ impl TrainEngine {
         let Self { group, model, state, grads, grad_stats, update_counts, .. } = self;
         let TrainState { weights, masters, adamw, scaler, counters, .. } = state;
         let StepGradients { sums, loss, targets, mut time } = *gradients;
-        let (scale, stats, unscale) = (scaler.scale(), &grad_stats.total.stats, scaler.inverse());
+        let scale = scaler.scale();
+        let stats = &grad_stats.total.stats;
+        let unscale = scaler.inverse();
         let finite = stats.is_finite() && (stats.max_abs * unscale).is_finite();
         // 5. Update the FP32 masters, or skip the step after an overflow.
         let clock = Instant::now();

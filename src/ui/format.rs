@@ -93,7 +93,10 @@ pub(crate) fn letter(index: usize) -> char {
 /// A duration as `hh:mm:ss`, preceded by days if there are any.
 pub(crate) fn clock(seconds: f64) -> String {
     let whole = seconds.max(0.0).round() as u64;
-    let (days, hours, minutes, seconds) = (whole / 86_400, whole / 3600 % 24, whole / 60 % 60, whole % 60);
+    let days = whole / 86_400;
+    let hours = whole / 3600 % 24;
+    let minutes = whole / 60 % 60;
+    let seconds = whole % 60;
     if days > 0 {
         format!("{days}d {hours:02}:{minutes:02}:{seconds:02}")
     } else {
@@ -139,9 +142,11 @@ pub(crate) fn share(value: f64) -> String {
 /// A sentence on the newest counts of lost updates; `None` if none was counted.
 pub(crate) fn lost_updates(run: &RunState) -> Option<String> {
     let (step, counts) = run.lost_updates?;
-    let (policy, reach) = (run.policy(), share(counts.reach()?));
+    let policy = run.policy();
+    let reach = share(counts.reach()?);
     let rest = if policy.params == policy.compute { "the rest is lost" } else { "the masters keep the rest" };
-    let (ulps, weights) = (counts.mean_ulps()?, policy.compute.format().name);
+    let ulps = counts.mean_ulps()?;
+    let weights = policy.compute.format().name;
     Some(format!("{reach} of step {step}'s updates reach the {weights} weights; {rest} ({ulps:.3} ULP apart)"))
 }
 
@@ -168,8 +173,10 @@ pub(crate) fn shortened_name(name: &str, width: usize) -> String {
     if fits(name) {
         return name.to_owned();
     }
-    let (length, kept) = (name.chars().count(), width.saturating_sub(1));
-    let (start, end) = (kept * 2 / 5, kept - kept * 2 / 5);
+    let length = name.chars().count();
+    let kept = width.saturating_sub(1);
+    let start = kept * 2 / 5;
+    let end = kept - kept * 2 / 5;
     name.chars().take(start).chain(['…']).chain(name.chars().skip(length - end)).collect()
 }
 

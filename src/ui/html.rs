@@ -143,7 +143,9 @@ impl SvgAxes {
 
     /// A bar from the bottom of the chart, between two values of x.
     pub(crate) fn bar(&self, out: &mut String, class: &str, x: (f64, f64), y: f64) {
-        let (left, right, top) = (self.left(x.0), self.left(x.1), self.top(y));
+        let left = self.left(x.0);
+        let right = self.left(x.1);
+        let top = self.top(y);
         let _ = writeln!(
             out,
             "<rect class=\"{class}\" x=\"{left:.1}\" y=\"{top:.1}\" width=\"{:.1}\" height=\"{:.1}\"/>",

@@ -122,7 +122,8 @@ impl Page {
     /// Draws on a rectangle of `width` × `height` cells, and adds them as lines. `roles` are all roles that `draw` uses.
     pub(crate) fn drawn(&mut self, (width, height): (u16, u16), roles: &[Role], draw: impl FnOnce(&mut Canvas)) {
         let area = Rect::new(0, 0, width, height);
-        let (mut buffer, theme) = (Buffer::empty(area), Theme::truecolor(ColorScheme::Dark));
+        let mut buffer = Buffer::empty(area);
+        let theme = Theme::truecolor(ColorScheme::Dark);
         draw(&mut Canvas::new(&mut buffer, area, theme));
         // A cell stores only its colour, which is unique to each of the roles.
         let role = |cell: &Cell| roles.iter().find(|role| theme.style(**role).fg == Some(cell.fg)).copied();

@@ -49,7 +49,8 @@ impl Axes<'_> {
     /// Draws the axes, and calls `curves` to draw between them.
     pub(crate) fn draw(&self, canvas: &mut Canvas, curves: impl FnOnce(&mut Plot)) {
         let (labels, margin) = (self.y_labels(), self.margin());
-        let (columns, rows) = (canvas.width().saturating_sub(margin + 1), canvas.height().saturating_sub(2));
+        let columns = canvas.width().saturating_sub(margin + 1);
+        let rows = canvas.height().saturating_sub(2);
         if columns < 2 || rows < 1 {
             return;
         }

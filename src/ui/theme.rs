@@ -304,7 +304,8 @@ mod tests {
         for (scheme, least) in [(ColorScheme::Dark, 4.5), (ColorScheme::Light, 4.5), (ColorScheme::HighContrast, 7.0)] {
             for role in ROLES {
                 let Some(Color::Rgb(r, g, b)) = Theme::truecolor(scheme).style(role).fg else { continue };
-                let (ink, paper) = (luminance((r, g, b)), luminance(scheme.page().1));
+                let ink = luminance((r, g, b));
+                let paper = luminance(scheme.page().1);
                 let ratio = (ink.max(paper) + 0.05) / (ink.min(paper) + 0.05);
                 assert!(ratio >= least, "{scheme:?} {role:?}: {ratio:.2}");
             }

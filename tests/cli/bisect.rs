@@ -107,7 +107,8 @@ fn training_accepts_the_policy() {
     let line = format!("bisect r --tolerance {}", 0.5 * all);
     let found = fixture.json(&format!("{line} --json"));
     let policy = &found["policy"];
-    let (flags, error) = (policy["flags"].as_str().unwrap(), policy["error"]["relative"].as_f64().unwrap());
+    let flags = policy["flags"].as_str().unwrap();
+    let error = policy["error"]["relative"].as_f64().unwrap();
     assert!(0.0 < error && error <= 0.5 * all && flags.contains("precision.keep="), "{found}");
     let text = fixture.said(&line);
     assert!(text.lines().last().unwrap().trim() == flags && text.contains('█'), "{text}");

@@ -266,7 +266,8 @@ fn more_than_three_consecutive_skips_falsify_the_claim() {
         arm(["a-1", "a-2", "a-3"], 20, [1, 1, 2]);
         arm(["b-1", "b-2", "b-3"], 19, streaks);
         let line = format!("{SIX} --skip-bound 3");
-        let (json, text) = (runs.json(&line), runs.text(&format!("{line} --width 200 --html page.html")));
+        let json = runs.json(&line);
+        let text = runs.text(&format!("{line} --width 200 --html page.html"));
         let said = text.lines().find(|line| line.starts_with("skipped in a row:")).unwrap().to_owned();
         assert!(std::fs::read_to_string(runs.0.path("page.html")).unwrap().contains(&said));
         (json["skip_bound"]["verdict"].as_str().unwrap().to_owned(), said)

@@ -91,7 +91,8 @@ fn transformers_finds_the_same_loss_on_the_same_windows() {
     let cases: Vec<WindowCase> = fixtures.iter().zip(&models).map(case).collect();
     let theirs = ask_transformers(&python, &cases);
     for (number, (trained, (.., context, strides))) in models.iter().zip(&cases).enumerate() {
-        let (name, tokens) = (names[number], tokens(&fixtures[number], trained));
+        let name = names[number];
+        let tokens = tokens(&fixtures[number], trained);
         for (at, stride) in strides.iter().enumerate() {
             let windows = SlidingWindow::new(*context, None, Some(*stride), Some(5)).unwrap();
             let theirs = &theirs[number][at];
@@ -173,7 +174,8 @@ fn overlapping_windows_have_more_context_and_predict_no_token_twice() {
             SlidingWindow::new(context, None, Some(stride), None).unwrap(),
         )
     };
-    let (apart, overlapping) = (of(context), of(1));
+    let apart = of(context);
+    let overlapping = of(1);
     assert_eq!(apart.tokens, overlapping.tokens);
     assert!(overlapping.windows > apart.windows);
     assert_ne!(apart.loss, overlapping.loss);

@@ -103,7 +103,8 @@ fn logits(trained: &TrainedModel, dtype: Dtype, ids: &[u32], length: usize) -> T
 
 fn logits_of(trained: &TrainedModel, weights: &Parameters, ids: &[u32], length: usize) -> Tensor {
     let model = finetune::engine::model::Decoder::new(&trained.spec, weights, Arc::new(Fused)).unwrap();
-    let (policy, rows) = (PrecisionPolicy::FP32, ids.len() / length);
+    let policy = PrecisionPolicy::FP32;
+    let rows = ids.len() / length;
     let mut workspace = Workspace::for_evaluation(&trained.spec, policy, (rows, length), &Device::Cpu).unwrap();
     model.forward(weights, InputIds::new(ids, length), ForwardMode::Eval, &mut workspace, &mut ()).unwrap();
     model.logits(weights, workspace.hidden()).unwrap()
@@ -560,7 +561,9 @@ fn onnx_logits(python: &Path, cases: &[serde_json::Value]) -> Vec<(Vec<f32>, ser
 #[test]
 fn onnxruntime_computes_the_same_for_every_batch_and_length() {
     let Some(python) = python_with("onnxruntime") else { return };
-    let (folder, mut cases, mut ours) = (tempfile::tempdir().unwrap(), Vec::new(), Vec::new());
+    let folder = tempfile::tempdir().unwrap();
+    let mut cases = Vec::new();
+    let mut ours = Vec::new();
     for name in ONNX {
         let trained = model(name, folder.path());
         // One family in every type: the rest of the graph does not depend on the type.
@@ -588,7 +591,9 @@ fn onnxruntime_computes_the_same_for_every_batch_and_length() {
 #[test]
 fn onnxruntime_decodes_with_a_cache_and_in_int8() {
     let Some(python) = python_with("onnxruntime") else { return };
-    let (folder, mut cases, mut ours) = (tempfile::tempdir().unwrap(), Vec::new(), Vec::new());
+    let folder = tempfile::tempdir().unwrap();
+    let mut cases = Vec::new();
+    let mut ours = Vec::new();
     for name in ["untied", "families/llama", "families/ministral3", "families/gemma2", "families/gemma3"] {
         let trained = model(name, folder.path());
         let ids = ids(&trained, 24);

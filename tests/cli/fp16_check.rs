@@ -54,7 +54,9 @@ fn the_verdict_is_what_training_shows() {
 
     // A hidden unit whose activations leave the range, and what reads it makes up for it: the block and tensor are named.
     let masters = model.weights(Dtype::F32).unwrap();
-    let (inner, width, factor) = (model.spec.intermediate_size, model.spec.hidden_size, 1e6);
+    let inner = model.spec.intermediate_size;
+    let width = model.spec.hidden_size;
+    let factor = 1e6;
     scale(&masters, "h.1.mlp.c_fc.weight", factor, |i| i % inner == 7);
     scale(&masters, "h.1.mlp.c_fc.bias", factor, |i| i == 7);
     scale(&masters, "h.1.mlp.c_proj.weight", 1.0 / factor, |i| i / width == 7);

@@ -67,7 +67,8 @@ fn cached_logits(cache: &mut KvCache, model: &Decoder, weights: &Parameters, ids
 
 #[test]
 fn a_prompt_without_tokens_is_an_error() {
-    let (policy, sampling) = (PrecisionPolicy::FP32, Sampling::default());
+    let policy = PrecisionPolicy::FP32;
+    let sampling = Sampling::default();
     let (model, weights) = tiny(policy);
     let request = GenerationRequest { prompt: &[], max_tokens: 3, stop_token_ids: &[], sampling: &sampling };
     let mut cache = KvCache::new(model.spec(), policy, 8, &Device::Cpu).unwrap();
@@ -163,7 +164,9 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
     // Training's samples are the same text.
     let tokenizer = Tokenizer::byte();
     let mut config = Config { dtype: PrecisionPolicy::FP32, ..Config::default() };
-    (config.train.prompt, config.train.sample_tokens, config.train.temperature) = ("the".into(), 40, 0.0);
+    config.train.prompt = "the".into();
+    config.train.sample_tokens = 40;
+    config.train.temperature = 0.0;
     let mut sampler = Sampler::new(&model.0, &config, &tokenizer, vec![256], &Device::Cpu).unwrap();
     let text = sampler.as_mut().unwrap().generate(&model.0, &model.1, &tokenizer, 9).unwrap();
     let until_eos = ids[3..].split(|&id| id == 256).next().unwrap();
@@ -174,7 +177,8 @@ fn the_likeliest_tokens_are_those_of_recomputing_everything() {
 #[test]
 fn a_dynamic_base_gives_the_text_that_transformers_gives() {
     let model = golden("families/llama-dynamic", PrecisionPolicy::FP32);
-    let (original, context) = (12, model.0.spec().max_position_embeddings);
+    let original = 12;
+    let context = model.0.spec().max_position_embeddings;
     assert_eq!(context, 36);
     let prompt = |len: u32| (0..len).map(|i| (i * i * 7 + len * 5 + 3) % 38).collect::<Vec<u32>>();
     let mut cases: Vec<Text> = Vec::new();

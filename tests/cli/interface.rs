@@ -38,7 +38,8 @@ fn describe(command: &mut clap::Command, path: &str, seen: &mut HashSet<String>,
 #[test]
 #[cfg_attr(feature = "mpi", ignore = "has a command more")]
 fn flags() {
-    let (mut command, mut text) = (definition(), String::new());
+    let mut command = definition();
+    let mut text = String::new();
     command.build();
     describe(&mut command, "finetune", &mut HashSet::new(), &mut text);
     insta::assert_snapshot!("flags", text);

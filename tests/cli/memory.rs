@@ -40,7 +40,8 @@ fn train(fixture: &CliFixture, line: &str) {
 fn predict(fixture: &CliFixture, line: &str, tolerance: f64) {
     let report = fixture.json("lab memory --run checkpoints/run --json");
     let run = &report["measured"];
-    let (policy, measured) = (format!("{}{}", run["policy"], run["recipe"]), run["peak"].as_f64().unwrap());
+    let policy = format!("{}{}", run["policy"], run["recipe"]);
+    let measured = run["peak"].as_f64().unwrap();
     let items = run["engine"].as_array().unwrap();
     let predicted: f64 = items.iter().map(|item| item["bytes"].as_f64().unwrap()).sum();
     let error = predicted / measured - 1.0;

@@ -382,8 +382,8 @@ fn nonsense_is_refused() {
     let config: Value =
         serde_json::from_slice(&fs::read(fixture.path("adapter/adapter_config.json")).unwrap()).unwrap();
     let broken = |name: &str, change: &dyn Fn(&mut Value, &mut Vec<u8>)| {
-        let (mut config, mut bytes) =
-            (config.clone(), fs::read(fixture.path("adapter/adapter_model.safetensors")).unwrap());
+        let mut config = config.clone();
+        let mut bytes = fs::read(fixture.path("adapter/adapter_model.safetensors")).unwrap();
         change(&mut config, &mut bytes);
         fixture.write(&format!("{name}/adapter_config.json"), config.to_string());
         fixture.write(&format!("{name}/adapter_model.safetensors"), bytes);

@@ -267,7 +267,8 @@ fn ten_dpo_steps_agree_with_trl() {
              --plain {more}"
         ))
     };
-    let (lora, [full_lr, adapter_lr]) = ("--lora r=4,alpha=8", ["1e-3", "1e-2"]);
+    let lora = "--lora r=4,alpha=8";
+    let [full_lr, adapter_lr] = ["1e-3", "1e-2"];
     train("full", 10, full_lr, "");
     train("adapters", 10, adapter_lr, lora);
     train("begun", 1, "1e-30", lora);

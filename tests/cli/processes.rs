@@ -28,7 +28,8 @@ fn one_of_two(mut command: Command, port: &str, rank: &str) -> Command {
 fn several_processes_compute_the_bits_of_one() {
     let fixture = CliFixture::empty();
     // In a job of two processes, which the runs of the verification do not join.
-    let (line, port) = ("verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16", free_port());
+    let line = "verify-distributed --steps 6 --init-scale 2^22 --batch-size 1 --seq-len 16";
+    let port = free_port();
     let in_job = |rank| one_of_two(fixture.command(line), &port, rank);
     let mut other = in_job("1").spawn().unwrap();
     let out = in_job("0").output().unwrap();

@@ -16,7 +16,8 @@ fn the_default_run_overflows_at_first_and_ends_within_a_tenth_of_the_entropy() {
     assert!((2..30).contains(&overflows), "{overflows} overflows");
     assert!(matches!(events.last().unwrap().event, Event::Finished(_)), "the run has not finished");
     let last = of_kind!(events.iter().map(|record| &record.event), Event::Eval).map(|eval| eval.loss).next_back();
-    let (last, entropy) = (last.unwrap(), entropy_per_token());
+    let last = last.unwrap();
+    let entropy = entropy_per_token();
     println!("validation loss {last:.4}, entropy {entropy:.4}: {:+.1} %", (last / entropy - 1.0) * 100.0);
     assert!((0.99..1.1).contains(&(last / entropy)), "validation loss {last}, entropy {entropy}");
 }

@@ -142,7 +142,8 @@ impl Case {
         let report = engine.step(&self.whole_batch(0)).unwrap();
         let gradients = unscaled(&engine, report.scale);
         let squares = gradients.values().flat_map(values).map(|x| x * x);
-        let (norm, reported) = (squares.sum::<f64>().sqrt(), norm_of(&report).unwrap());
+        let norm = squares.sum::<f64>().sqrt();
+        let reported = norm_of(&report).unwrap();
         assert!((reported / norm - 1.0).abs() < 1e-4, "{} {policy}: norm {reported}, not {norm}", self.name);
         gradients
     }
@@ -248,7 +249,8 @@ impl Case {
     pub(crate) fn assert_twenty_steps_of(&self, engine: &mut TrainEngine, rows: usize) {
         for (step, expected) in self.trajectory.fp32.iter().enumerate() {
             let report = engine.step(&self.micro_batches(step, rows)).unwrap();
-            let (error, norm) = ((report.loss - expected.loss).abs(), norm_of(&report).unwrap());
+            let error = (report.loss - expected.loss).abs();
+            let norm = norm_of(&report).unwrap();
             assert!(error < 1e-5 * expected.loss, "{}: loss {} at step {step}", self.name, report.loss);
             let norm_error = (norm / expected.norm.unwrap() - 1.0).abs();
             assert!(norm_error < 1e-4, "{}: norm {norm} at step {step}", self.name);

@@ -29,7 +29,8 @@ pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {
     let mut parts: Vec<(String, BTreeMap<usize, Tensor>)> = Vec::new();
     for (entry, tensor) in weights.layout().iter().zip(weights.tensors()) {
         let values = spec.to_gguf_layout(entry, tensor).unwrap().to_dtype(DType::F32).unwrap();
-        let (name, part) = (spec.gguf_name(entry), (gguf_offset(entry), values));
+        let name = spec.gguf_name(entry);
+        let part = (gguf_offset(entry), values);
         match parts.iter_mut().find(|(other, _)| *other == name) {
             Some((_, all)) => drop(all.insert(part.0, part.1)),
             None => parts.push((name, [part].into())),
@@ -59,7 +60,8 @@ fn quantized(values: &Tensor, dtype: GgmlDType) -> QTensor {
 
 /// `base` with adapters of rank 4 at every linear layer; without DoRA also at routers and experts, which have no dropout.
 pub(crate) fn with_lora(base: &ModelSpec, dora: bool) -> ModelSpec {
-    let (mut targets, mut dropout) = (vec![ALL_LINEAR], 0.1);
+    let mut targets = vec![ALL_LINEAR];
+    let mut dropout = 0.1;
     if base.experts.is_some() && !dora {
         targets.extend(["experts.gate_up_proj", "experts.down_proj", "gate.weight"]);
         dropout = 0.0;

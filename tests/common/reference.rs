@@ -78,7 +78,8 @@ pub(crate) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let shape = (rows, 1, half);
     let (cos, sin) = (cos.to_dtype(x.dtype())?.reshape(shape)?, sin.to_dtype(x.dtype())?.reshape(shape)?);
     let heads = x.reshape((rows, (), 2 * half))?;
-    let (low, high) = (heads.narrow(2, 0, half)?, heads.narrow(2, half, half)?);
+    let low = heads.narrow(2, 0, half)?;
+    let high = heads.narrow(2, half, half)?;
     let turned_low = (low.broadcast_mul(&cos)? - high.broadcast_mul(&sin)?)?;
     let turned_high = (high.broadcast_mul(&cos)? + low.broadcast_mul(&sin)?)?;
     Tensor::cat(&[turned_low, turned_high], 2)?.reshape(x.shape())
@@ -88,7 +89,8 @@ pub(crate) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 pub(crate) fn clamped_swiglu(x: &Tensor) -> Result<Tensor> {
     let pairs = x.reshape((x.dim(0)?, (), 2))?;
     let [gate, up] = [0, 1].map(|i| pairs.narrow(2, i, 1)?.squeeze(2)?.minimum(7.0));
-    let (slope, up) = (f64::from(1.702_f32), (up?.maximum(-7.0)? + 1.0)?);
+    let slope = f64::from(1.702_f32);
+    let up = (up?.maximum(-7.0)? + 1.0)?;
     (silu(&(gate? * slope)?)? / slope)? * up
 }
 

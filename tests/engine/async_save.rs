@@ -18,8 +18,10 @@ use std::time::{Duration, Instant};
 
 fn config(policy: PrecisionPolicy) -> Config {
     let mut config = run::config(policy, (2, 32));
-    (config.train.steps, config.train.eval_every) = (Some(4), Interval::Steps(0));
-    (config.checkpoint.save_every, config.scaler.init_scale) = (Interval::Steps(2), 1024.0);
+    config.train.steps = Some(4);
+    config.train.eval_every = Interval::Steps(0);
+    config.checkpoint.save_every = Interval::Steps(2);
+    config.scaler.init_scale = 1024.0;
     config
 }
 
@@ -85,15 +87,19 @@ fn told(events: &[Event]) -> Vec<String> {
 #[test]
 fn a_checkpoint_written_beside_the_next_steps_passes_is_that_of_its_step() {
     let exact = config(PrecisionPolicy::FP16);
-    let (mut narrow, mut fp8, mut own) = (exact.clone(), exact.clone(), config(PrecisionPolicy::FP32));
+    let mut narrow = exact.clone();
+    let mut fp8 = exact.clone();
+    let mut own = config(PrecisionPolicy::FP32);
     narrow.train.optimizer = OptimizerKind::AdamW8bit;
     fp8.precision.fp8.block = Some(1.into());
     own.checkpoint.keep_best = false;
     for config in [exact, narrow, own, fp8] {
         let folder = folder();
         let group = Arc::new(Counting::default());
-        let (passed, held) = (group.clone(), Arc::new(AtomicUsize::new(0)));
-        let (waited, first) = (held.clone(), OnceLock::new());
+        let passed = group.clone();
+        let held = Arc::new(AtomicUsize::new(0));
+        let waited = held.clone();
+        let first = OnceLock::new();
         // The first tensors of step 2 are not written before the passes of step 3 are done, and then no sooner than the update
         // would be, if it did not wait.
         let disk = Disk::with_hook(move |operation, path| {
@@ -121,9 +127,11 @@ fn a_checkpoint_written_beside_the_next_steps_passes_is_that_of_its_step() {
         alone.attach(Run::open(folder.path().join("alone/run")).unwrap(), Emitter::new(None));
         alone.advance(2).unwrap();
         alone.save().unwrap();
-        let (beside, alone) = (folder.path().join("run/step-000002"), alone.checkpoint().unwrap());
+        let beside = folder.path().join("run/step-000002");
+        let alone = alone.checkpoint().unwrap();
         assert_eq!(verify(&beside), []);
-        let (beside, alone) = (files(&beside), files(alone));
+        let beside = files(&beside);
+        let alone = files(alone);
         assert_eq!(beside.keys().collect::<Vec<_>>(), alone.keys().collect::<Vec<_>>());
         for (name, bytes) in &beside {
             assert!(*bytes == alone[name], "{name}");

@@ -57,7 +57,8 @@ fn differences_have_their_size() {
 
 #[test]
 fn a_swapped_tensor_and_an_error_of_one_percent_are_found() {
-    let (a, b) = ([1.0, 2.0, 3.0], [1.5, -2.5, 0.5]);
+    let a = [1.0, 2.0, 3.0];
+    let b = [1.5, -2.5, 0.5];
     close(&[&a, &b], &[&a, &b], 0.0);
     assert!(is_refused(|| close(&[&b, &a], &[&a, &b], 0.1)));
     assert!(is_refused(|| close(&[&a.map(|x| x * 1.01), &b], &[&a, &b], 0.0099)));

@@ -176,7 +176,8 @@ fn without_a_scale_gradients_leave_the_normal_range_of_fp16() {
         let (below, all) = stats.fold((0, 0), |(b, a), stats| (b + stats.zero + stats.subnormal, a + stats.count));
         below as f64 / all as f64
     };
-    let (without, with) = (share_below(GradScaler::disabled()), share_below(scaled()));
+    let without = share_below(GradScaler::disabled());
+    let with = share_below(scaled());
     println!("below the smallest normal number: {:.1} % at scale 1, {:.3} % at 65536", without * 100.0, with * 100.0);
     assert!(without > 0.1 && with < 0.01);
     assert!((without * 100.0 - quoted("gradients, ", "14.6")).abs() < 1.0);

@@ -165,7 +165,8 @@ fn any_number_of_processes_trains_a_mixture_of_experts_with_the_same_bits() {
     std::fs::write(model.join("config.json"), spec.to_string()).unwrap();
     std::fs::write(model.join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
     let mut config = config("fp16");
-    (config.model, config.init) = (model.to_str().unwrap().to_owned(), WeightInit::Random);
+    config.model = model.to_str().unwrap().to_owned();
+    config.init = WeightInit::Random;
     config.dropout.residual = 0.0;
     assert!(overflows(&assert_same_bits(&config, folder.path(), &[2, 3])) > 0);
 }
@@ -182,7 +183,9 @@ fn any_number_of_processes_saves_memory_with_the_same_bits() {
         (STOCHASTIC, OptimizerKind::AdamW8bit, &[3]),
     ] {
         let mut config = config(dtype);
-        (config.model, config.init, config.train.optimizer) = (model.clone(), WeightInit::Random, optimizer);
+        config.model = model.clone();
+        config.init = WeightInit::Random;
+        config.train.optimizer = optimizer;
         let runs = folder.path().join(format!("{dtype}-{optimizer:?}"));
         assert_same_bits(&config, &runs, worlds);
         for (before, after) in [(3, 1), (1, 4), (3, 2)] {
@@ -204,9 +207,12 @@ fn any_number_of_processes_trains_the_same_adapters() {
     let folder = tempfile::tempdir().unwrap();
     for dora in [false, true] {
         let mut config = config("fp16");
-        (config.lora.r, config.lora.alpha, config.lora.dropout) = (Some(3), Some(6.0), 0.1);
+        config.lora.r = Some(3);
+        config.lora.alpha = Some(6.0);
+        config.lora.dropout = 0.1;
         if dora {
-            (config.lora.dora, config.lora.modules_to_save) = (true, vec!["ln_f".into()]);
+            config.lora.dora = true;
+            config.lora.modules_to_save = vec!["ln_f".into()];
         }
         assert_same_bits(&config, &folder.path().join(dora.to_string()), &[2, 3, 4]);
     }
@@ -375,10 +381,13 @@ fn a_step_sends_the_bytes_of_the_formula() {
         let each = [(2, 2, 1), (4, 4, 1), (2, 4, 2), (2, 8, 4)].map(|it| (it, Sharding::Gradients));
         for ((world, micro_batches, nodes), sharding) in cases.into_iter().chain(each) {
             let mut config = config(dtype);
-            (config.train.grad_accum, config.scaler.init_scale) = (micro_batches, 1024.0);
+            config.train.grad_accum = micro_batches;
+            config.scaler.init_scale = 1024.0;
             config.train.shard = sharding;
             let telemetry = &mut config.telemetry;
-            (telemetry.exponents_every, telemetry.probe_every, telemetry.variance_every) = (1000, 0, 0);
+            telemetry.exponents_every = 1000;
+            telemetry.probe_every = 0;
+            telemetry.variance_every = 0;
             telemetry.lost_updates_every = 0;
             let sent = together(world, |process: Arc<dyn ProcessGroup>| {
                 let counted = Arc::new(Counted { process, sent: AtomicU64::new(0) });
@@ -414,7 +423,9 @@ fn a_step_sends_the_bytes_of_the_formula() {
 fn the_tree_costs_one_process_little() {
     const ROUNDS: usize = 15;
     let mut config = config("fp16");
-    (config.train.batch_size, config.train.seq_len, config.scaler.init_scale) = (4, 64, 1024.0);
+    config.train.batch_size = 4;
+    config.train.seq_len = 64;
+    config.scaler.init_scale = 1024.0;
     for micro_batches in [2, 3, 4, 7, 8] {
         config.train.grad_accum = micro_batches;
         let mut trainer = run::trainer(&config);

@@ -52,11 +52,15 @@ fn config(model: &Path, rule: FallbackRule, scale: f32, constant: bool) -> Confi
     let said = [("model", model.display().to_string()), ("data", "grammar".to_owned())];
     let overrides = said.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).into();
     let mut config = Config::resolve(&ConfigLayers { file: None, overrides, ..ConfigLayers::default() }).unwrap();
-    (config.train.batch_size, config.train.seq_len, config.optimizer.lr) = (2, 32, 1e-4);
-    (config.train.sample_tokens, config.train.eval_batches) = (4, 1);
+    config.train.batch_size = 2;
+    config.train.seq_len = 32;
+    config.optimizer.lr = 1e-4;
+    config.train.sample_tokens = 4;
+    config.train.eval_batches = 1;
     config.scaler.init_scale = scale;
     if constant {
-        (config.scaler.min_scale, config.scaler.max_overflows_at_min_scale) = (scale, 1000);
+        config.scaler.min_scale = scale;
+        config.scaler.max_overflows_at_min_scale = 1000;
     }
     config.precision.fallback = rule;
     config
@@ -162,7 +166,8 @@ fn a_run_resumes_bit_for_bit_with_a_layer_in_fallback_and_through_its_return() {
     let model = with_outlier(folder.path());
     for (quiet, at) in [(0, 6), (0, 2), (2, 4)] {
         let mut config = config(&model, FallbackRule::Layer, 65536.0, false);
-        (config.train.batch_size, config.train.seq_len) = (1, 16);
+        config.train.batch_size = 1;
+        config.train.seq_len = 16;
         config.precision.fallback_cooldown = quiet;
         let run = folder.path().join(format!("{quiet}-{at}"));
         let proof = verify_resume(&config, 10, at, &run, &Activity::default()).unwrap();
@@ -176,7 +181,8 @@ fn a_layer_comes_back_where_its_gradients_have_room_again() {
     let folder = tempfile::tempdir().unwrap();
     let model = with_outlier(folder.path());
     let mut config = config(&model, FallbackRule::Layer, 16384.0, true);
-    (config.precision.fallback_cooldown, config.precision.fallback_overflows) = (4, 2);
+    config.precision.fallback_cooldown = 4;
+    config.precision.fallback_overflows = 2;
     let (trainer, events) = train(config.clone(), 10, &folder.path().join("high"));
     assert_eq!(retyped(&events).len(), 1, "its gradients are beyond FP16 at every step");
     assert_eq!(trainer.engine().state.weights.get("h.1.ln_1.bias").unwrap().dtype(), DType::F32);
@@ -278,7 +284,8 @@ fn units_in_another_type_compute_as_a_run_in_that_type() {
     for (dtype, policy) in [(Dtype::F32, PrecisionPolicy::FP32), (Dtype::BF16, PrecisionPolicy::BF16)] {
         for grad_accum in [1, 2] {
             let batches = [batch(1), batch(20)];
-            let (mut fallen, mut whole) = (small(PrecisionPolicy::FP16, grad_accum), small(policy, grad_accum));
+            let mut fallen = small(PrecisionPolicy::FP16, grad_accum);
+            let mut whole = small(policy, grad_accum);
             retype_all(&mut fallen, dtype);
             for _ in 0..3 {
                 let losses = [&mut fallen, &mut whole].map(|engine| engine.step(&batches[..grad_accum]).unwrap().loss);

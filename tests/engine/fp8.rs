@@ -17,7 +17,8 @@ use finetune::train::{Config, Fp8Blocks, Trainer, verify_resume};
 
 fn config(fp8: Fp8Config) -> Config {
     let mut config = run::config(PrecisionPolicy::FP16, (1, 32));
-    (config.scaler.init_scale, config.precision.fp8) = (65536.0, fp8);
+    config.scaler.init_scale = 65536.0;
+    config.precision.fp8 = fp8;
     config
 }
 
@@ -58,7 +59,9 @@ impl Bits {
 fn only_the_inputs_of_the_blocks_products_are_fp8() {
     let (trainer, _) = advanced(&config(fp8(1)), 3);
     let engine = trainer.engine();
-    let (model, weights, grads) = (&engine.model, &engine.state.weights, engine.grads.micro_batch_grads());
+    let model = &engine.model;
+    let weights = &engine.state.weights;
+    let grads = engine.grads.micro_batch_grads();
     let ids: Vec<u32> = (0..32).map(|i| (i * 7) % 64 + 30).collect();
     let tokens = InputIds::new(&ids, 32);
     let shape = model.spec();

@@ -168,7 +168,8 @@ fn a_file_that_lies_is_refused_with_one_line() {
     let folder = tempfile::tempdir().unwrap();
     let u32s = |number: u32| number.to_le_bytes().to_vec();
     let u64s = |number: u64| number.to_le_bytes().to_vec();
-    let (huge, pad) = (1_u64 << 60, vec![0; 4096]);
+    let huge = 1_u64 << 60;
+    let pad = vec![0; 4096];
     let good = file(&metadata(), &[("a", QTensor::quantize(&values(), GgmlDType::F32).unwrap())]);
     let nested: Vec<u8> = (0..200).flat_map(|_| [u32s(9), u64s(1)].concat()).collect();
     let cases = [

@@ -374,7 +374,8 @@ proptest! {
     ) {
         let mut scaler = predictive(65536.0, interval);
         for (finite, log2) in steps {
-            let (before, largest) = (scaler.scale(), 2f32.powf(log2));
+            let before = scaler.scale();
+            let largest = 2f32.powf(log2);
             let change = scaler.update_with_amax(finite, largest * before);
             if let ScaleChange::BackedOff { from, to } = change {
                 prop_assert!(to <= from / 2.0);

@@ -80,7 +80,8 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
             let turned = |x: Tensor, turn| if turn { x.t().unwrap() } else { x };
             let b = operand("b");
             let b = columns(b.clone(), 2, b.dim(1).unwrap() - 5);
-            let (a, b) = (turned(operand("a"), transposed[0]), turned(b, transposed[1]));
+            let a = turned(operand("a"), transposed[0]);
+            let b = turned(b, transposed[1]);
             let [product, sum] = [result("the product"), difference("sum")].map(|x| columns(x, 1, n));
             assert!(relative(&sum, &product) < 1e-12);
             let compute = |x: &[Tensor]| x[0].contiguous()?.matmul(&x[1].contiguous()?)? * 0.5;
@@ -115,7 +116,8 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
         }
         // If a query has only one key, gradients of queries and keys are zero: the three inputs are compared as one.
         Operation::Attention { shape, documents, drops: false, packed, sinks, .. } => {
-            let ([queries, keys, values], AttentionShape { batch, seq_len, .. }) = (shape.widths(), shape);
+            let [queries, keys, values] = shape.widths();
+            let AttentionShape { batch, seq_len, .. } = shape;
             let joined = |all: Tensor, apart| {
                 let parts = [columns(all, 0, queries + keys), apart];
                 Tensor::cat(&parts, 1).unwrap()
@@ -176,8 +178,8 @@ fn plain(operation: Operation, [operands, results]: &Exact) -> Option<Plain> {
         Operation::Rotate { seq_len, heads, half, past, documents, direction, .. } => {
             let starts = cases::starts(seq_len, if documents { cases::ROTATED } else { &[&[], &[]] });
             let index: Vec<u32> = (0..2 * seq_len).map(|row| (past + row % seq_len) as u32 - starts[row]).collect();
-            let (table, index) =
-                (cases::angles(half, seq_len + past).unwrap(), Tensor::new(index, &Device::Cpu).unwrap());
+            let table = cases::angles(half, seq_len + past).unwrap();
+            let index = Tensor::new(index, &Device::Cpu).unwrap();
             let [cos, sin] = [table.cos, table.sin].map(|table| table.index_select(&index, 0).unwrap());
             let [x, turned] = [operand("x"), result("the heads")].map(|x| columns(x, 16, 2 * half * heads));
             let compute = move |x: &[Tensor]| reference::rotate(&x[0], &cos, &sin);
@@ -338,11 +340,13 @@ fn attend(
     inputs: &[Tensor; 3],
     dout: &Tensor,
 ) -> Result<(Tensor, [Tensor; 3])> {
-    let (out, gradients) = (dout.zeros_like()?, inputs.each_ref().map(|x| x.zeros_like().unwrap()));
+    let out = dout.zeros_like()?;
+    let gradients = inputs.each_ref().map(|x| x.zeros_like().unwrap());
     let lse = &allocate(&[shape.batch * shape.heads * shape.seq_len], DType::F32)?;
     let operands = AttentionInputs { qkv: separate(inputs), documents, dropout: None, sinks: None };
     op::Attention { shape, operands, out: &out, lse }.run(kernels)?;
-    let (out, into) = (&out, separate(&gradients));
+    let out = &out;
+    let into = separate(&gradients);
     op::AttentionBackward { shape, operands, dout, out, lse, gradients: into, dsinks: None }.run(kernels)?;
     Ok((out.clone(), gradients))
 }
@@ -351,7 +355,8 @@ fn attend(
 #[test]
 fn packed_documents_are_computed_as_if_alone() {
     let table = cases::angles(5, 64).unwrap();
-    let (lengths, seq_len) = ([13, 1, 23], 37);
+    let lengths = [13, 1, 23];
+    let seq_len = 37;
     let inputs = [40, 20, 20].map(|width| (pattern(&[seq_len, width], width as u64) * 2.0).unwrap());
     let dy = pattern(&[seq_len, 40], 9);
     let starts: Vec<u32> = [(0, 13), (13, 1), (14, 23)].iter().flat_map(|&(start, len)| vec![start; len]).collect();
@@ -394,12 +399,16 @@ fn an_rms_norms_gradient_joins_the_stream() {
     let settings = NormSettings { norm: Norm::Rms { unit_offset: false }, eps: 1e-5 };
     for kernels in KERNELS {
         let all = |tensor| ColumnSlice::all(tensor).unwrap();
-        let (y, rstd) = (x.zeros_like().unwrap(), &allocate(&[5], DType::F32).unwrap());
+        let y = x.zeros_like().unwrap();
+        let rstd = &allocate(&[5], DType::F32).unwrap();
         op::Norm { settings, x: all(&x), weight, bias: None, y: all(&y), mean: None, rstd }.run(kernels).unwrap();
         let (alone, joined) = (dy.zeros_like().unwrap(), stream.copy().unwrap());
         let dweight = Some(weight.zeros_like().unwrap());
         for (dx, mode) in [(&alone, WriteMode::Overwrite), (&joined, WriteMode::Accumulate)] {
-            let (x, dy, dx, dweight) = (all(&x), all(&dy), all(dx), dweight.as_ref());
+            let x = all(&x);
+            let dy = all(&dy);
+            let dx = all(dx);
+            let dweight = dweight.as_ref();
             let backward =
                 op::NormBackward { settings, dy, x, weight, mean: None, rstd, dx, mode, dweight, dbias: None };
             backward.run(kernels).unwrap();
@@ -429,7 +438,8 @@ fn keys_outside_of_the_window_are_not_computed() {
 #[test]
 fn positions_that_are_not_there_are_refused() {
     let x = allocate(&[14, 4], DType::F32).unwrap();
-    let (table, positions) = (&cases::angles(2, 13).unwrap(), PositionIds { seq_len: 14, past: 0, documents: None });
+    let table = &cases::angles(2, 13).unwrap();
+    let positions = PositionIds { seq_len: 14, past: 0, documents: None };
     for kernels in KERNELS {
         let x = ColumnSlice::all(&x).unwrap();
         assert!(op::Rotate { x, table, positions, direction: Direction::Forward }.run(kernels).is_err());

@@ -68,7 +68,8 @@ fn merged_weights_have_pefts_logits() {
     for name in names("lora") {
         let case = Case::lora_of(&name);
         let adapted = case.engine(PrecisionPolicy::FP32, case.rows());
-        let (spec, adapters) = (adapted.model.spec(), &adapted.state.weights);
+        let spec = adapted.model.spec();
+        let adapters = &adapted.state.weights;
         let plain = ModelSpec { lora: None, ..spec.clone() };
         let merged = Parameters::zeros(&plain.parameters(), DType::F32, &Device::Cpu).unwrap();
         for (name, tensor) in merged.iter() {
@@ -121,7 +122,8 @@ fn gradients_under_dropout_are_those_of_the_loss() {
             };
             let mut differences = Vec::new();
             for name in weights.keys().filter(|name| name.contains("lora_")) {
-                let (tensor, h) = (&weights[name], 2e-3);
+                let tensor = &weights[name];
+                let h = 2e-3;
                 let at = values(tensor);
                 let direction: Vec<f32> = (0..at.len()).map(|i| [1.0, -1.0, 0.5][i % 3]).collect();
                 let mut moved = |by: f32| {
@@ -150,7 +152,8 @@ fn a_written_adapter_reads_back() {
     for name in names("lora") {
         let case = Case::lora_of(&name);
         let trained = case.engine(PrecisionPolicy::FP32, case.rows());
-        let (spec, masters) = (trained.model.spec(), trained.state.masters.parameters());
+        let spec = trained.model.spec();
+        let masters = trained.state.masters.parameters();
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("adapter_model.safetensors");
         let mut bytes = Vec::new();
@@ -187,7 +190,8 @@ fn untrained(case: &Case, dora: bool, targets: BTreeSet<ModuleId>) -> TrainEngin
     let spec = ModelSpec { lora: Some(lora), ..base.spec().clone() };
     let over = over_folder(&case.folder, &spec, Dtype::F32);
     let mut engine = case.engine_over(&spec, over, PrecisionPolicy::FP32, case.rows());
-    (engine.schedule.peak_lr, engine.max_grad_norm) = (0.0, None);
+    engine.schedule.peak_lr = 0.0;
+    engine.max_grad_norm = None;
     engine
 }
 

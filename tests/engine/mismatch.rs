@@ -87,7 +87,8 @@ fn by_training(
             targets.resize(first + seq_len, IGNORE_INDEX);
         }
     }
-    let (rows, device) = (inputs.len() / seq_len, candle_core::Device::Cpu);
+    let rows = inputs.len() / seq_len;
+    let device = candle_core::Device::Cpu;
     let mut workspace = Workspace::for_evaluation(model.spec(), policy, (rows, seq_len), &device).unwrap();
     let ids = InputIds { ids: &inputs, seq_len, documents: packed.then_some(&starts) };
     model.forward(weights, ids, ForwardMode::Eval, &mut workspace, &mut ()).unwrap();

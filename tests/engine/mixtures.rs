@@ -22,7 +22,8 @@ fn the_load_balancing_loss_and_its_gradients_are_those_of_transformers() {
             let tensor = stored[&format!("{name}.{part}")].flatten_from(1).unwrap().to_dtype(DType::I64).unwrap();
             tensor.to_vec2::<i64>().unwrap()
         };
-        let ([inputs, labels, lengths], rows) = (["inputs", "labels", "lengths"].map(list), 2);
+        let [inputs, labels, lengths] = ["inputs", "labels", "lengths"].map(list);
+        let rows = 2;
         let batches: Vec<Batch> = (0..inputs.len())
             .map(|i| {
                 let label = |label: &i64| u32::try_from(*label).unwrap_or(IGNORE_INDEX);

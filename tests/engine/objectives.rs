@@ -113,7 +113,8 @@ fn batches(pairs: &[[Vec<u32>; 3]], pairs_per_batch: usize) -> Vec<Batch> {
     let mut batch_of = |pairs: &[[Vec<u32>; 3]]| {
         let mut batch = Batch::new(2 * pairs.len(), width);
         for (row, (prompt, answer)) in pairs.iter().flat_map(|[prompt, a, b]| [(prompt, a), (prompt, b)]).enumerate() {
-            let (whole, start) = ([&prompt[..], &answer[..]].concat(), row * width);
+            let whole = [&prompt[..], &answer[..]].concat();
+            let start = row * width;
             batch.inputs[start..start + whole.len() - 1].copy_from_slice(&whole[..whole.len() - 1]);
             let first = start + prompt.len() - 1;
             batch.labels[first..first + answer.len()].copy_from_slice(answer);
@@ -310,7 +311,8 @@ fn weights_of_samples_scale_their_losses() {
         let mut engine = engine_for(&Case::own("narrow"), &golden.adamw, (batch.batch_size, batch.seq_len), 1);
         // The divisor is the number of targets, also if their weights are 0.
         batch.num_label_tokens = 8;
-        let (mut left, mut read) = (Some(batch.clone()), batch.clone());
+        let mut left = Some(batch.clone());
+        let mut read = batch.clone();
         let validation = engine.evaluate(&mut read, |batch| {
             left.take().is_some_and(|next| {
                 *batch = next;
@@ -369,7 +371,8 @@ fn the_base_of_adapters_is_their_reference() {
         let base = [ObjectiveMetric::LogpsChosen, ObjectiveMetric::LogpsRejected].map(|it| metrics.get(it).unwrap());
         let adapted = |reference| {
             let mut engine = case.engine(PrecisionPolicy::FP32, 1);
-            let (spec, device) = (engine.model.spec().clone(), Device::Cpu);
+            let spec = engine.model.spec().clone();
+            let device = Device::Cpu;
             let policy = PrecisionPolicy::FP32;
             engine.workspace = Workspace::for_training(&spec, policy, shape, Checkpointing::None, &device).unwrap();
             engine.grads = Gradients::new(&engine.state.weights, policy, 1).unwrap();
@@ -377,7 +380,8 @@ fn the_base_of_adapters_is_their_reference() {
             let report = engine.step(pair).unwrap();
             (report.loss, report.metrics, weights(&engine))
         };
-        let (found, expected) = (adapted(Reference::Base), adapted(stored(&base)));
+        let found = adapted(Reference::Base);
+        let expected = adapted(stored(&base));
         assert_eq!(found, expected, "{lora}");
         assert!(
             found.1.unwrap().get(ObjectiveMetric::RewardsChosen).unwrap().abs() > 1e-4,
@@ -391,14 +395,21 @@ fn dpo_run(lora: bool) -> Config {
     let mut config =
         Config { data: DataSets::One("preferences".into()), dtype: PrecisionPolicy::FP16, ..Config::default() };
     let train = &mut config.train;
-    (train.batch_size, train.grad_accum, train.seq_len, train.steps) = (1, 3, 96, Some(4));
-    (train.eval_every, train.eval_batches, train.sample_tokens) = (Interval::Steps(2), 3, 0);
-    (config.checkpoint.save_every, config.checkpoint.keep_last, config.dropout.residual) =
-        (Interval::Steps(2), 10, 0.1);
+    train.batch_size = 1;
+    train.grad_accum = 3;
+    train.seq_len = 96;
+    train.steps = Some(4);
+    train.eval_every = Interval::Steps(2);
+    train.eval_batches = 3;
+    train.sample_tokens = 0;
+    config.checkpoint.save_every = Interval::Steps(2);
+    config.checkpoint.keep_last = 10;
+    config.dropout.residual = 0.1;
     config.scaler.init_scale = 4096.0;
     config.objective.kind = ObjectiveKind::Dpo;
     if lora {
-        (config.lora.r, config.lora.alpha) = (Some(3), Some(6.0));
+        config.lora.r = Some(3);
+        config.lora.alpha = Some(6.0);
     }
     config
 }
@@ -485,7 +496,8 @@ fn groups(model: &GoldenGroupModel, settings: &ObjectiveSection) -> Batch {
 /// With ratios that are clipped, completions that are left out, and a reference.
 #[test]
 fn grpo_agrees_with_pytorch() {
-    let (golden, gradients): (GoldenGroups, _) = (json(&path("grpo.json")), tensors(&path("grpo.safetensors")));
+    let golden: GoldenGroups = json(&path("grpo.json"));
+    let gradients = tensors(&path("grpo.safetensors"));
     let adamw = self::golden().adamw;
     for (name, model) in &golden.models {
         for case in Case::own(name).for_all_kernels() {
@@ -532,9 +544,11 @@ fn grpo_agrees_with_pytorch() {
 /// The steps before were larger, so the run ends later in the data than `steps` × `grad_accum` batches.
 #[test]
 fn a_resumed_run_with_smaller_steps_has_its_reference() {
-    let (folder, mut config) = (tempfile::tempdir().unwrap(), dpo_run(false));
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = dpo_run(false);
     train(1, &config, folder.path(), None);
-    (config.train.grad_accum, config.train.steps) = (1, Some(7));
+    config.train.grad_accum = 1;
+    config.train.steps = Some(7);
     let checkpoint = Checkpoint::open(folder.path().join("step-000002")).unwrap();
     let mut trainer = Trainer::new(Arc::new(SingleProcess), config, Some(&checkpoint), &mut |_| ()).unwrap();
     trainer.advance(5).unwrap();
@@ -543,12 +557,18 @@ fn a_resumed_run_with_smaller_steps_has_its_reference() {
 /// Four steps of three prompts with three completions each.
 fn grpo_run(iterations: usize, beta: f64) -> Config {
     let mut config = dpo_run(false);
-    (config.data, config.train.seq_len) = (DataSets::One("sums".into()), 40);
+    config.data = DataSets::One("sums".into());
+    config.train.seq_len = 40;
     config.checkpoint.keep_last = 20;
-    (config.dropout.residual, config.checkpoint.save_every) = (0.0, Interval::Steps(1));
+    config.dropout.residual = 0.0;
+    config.checkpoint.save_every = Interval::Steps(1);
     let objective = &mut config.objective;
-    (objective.kind, objective.beta, objective.reward) = (ObjectiveKind::Grpo, Some(beta), Some("regex:[a-z]".into()));
-    (objective.num_generations, objective.max_completion_length, objective.num_iterations) = (3, 6, iterations);
+    objective.kind = ObjectiveKind::Grpo;
+    objective.beta = Some(beta);
+    objective.reward = Some("regex:[a-z]".into());
+    objective.num_generations = 3;
+    objective.max_completion_length = 6;
+    objective.num_iterations = iterations;
     config
 }
 
@@ -559,7 +579,8 @@ fn sampled_completions_are_the_same_in_any_number_of_processes_and_after_a_resum
     for (iterations, beta, retries) in [(1, 0.0, false), (2, 0.1, false), (1, 0.0, true), (2, 0.0, true)] {
         let mut config = grpo_run(iterations, beta);
         if retries {
-            (config.scaler.init_scale, config.scaler.on_overflow) = (4_194_304.0, OnOverflow::Retry);
+            config.scaler.init_scale = 4_194_304.0;
+            config.scaler.on_overflow = OnOverflow::Retry;
             config.train.steps = Some(12);
         }
         let last = format!("step-{:06}", config.train.steps.unwrap());
@@ -607,7 +628,8 @@ fn sampled_completions_are_the_same_in_any_number_of_processes_and_after_a_resum
 
 #[test]
 fn a_step_on_old_completions_has_the_old_batches() {
-    let (folder, mut config) = (tempfile::tempdir().unwrap(), grpo_run(2, 0.0));
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = grpo_run(2, 0.0);
     train(1, &config, folder.path(), None);
     config.train.grad_accum = 2;
     let resume = |step: u64| {
@@ -631,8 +653,10 @@ fn an_epoch_of_sampled_completions_ends_once() {
     };
     std::fs::write(&data, (0..6).map(row).collect::<String>()).unwrap();
     let mut config = grpo_run(2, 0.0);
-    (config.data, config.val) = (DataSets::One(data.to_str().unwrap().to_owned()), Some("none".into()));
-    (config.train.steps, config.checkpoint.save_every) = (Some(6), Interval::Epoch);
+    config.data = DataSets::One(data.to_str().unwrap().to_owned());
+    config.val = Some("none".into());
+    config.train.steps = Some(6);
+    config.checkpoint.save_every = Interval::Epoch;
     let run = folder.path().join("run");
     train(1, &config, &run, None);
     let saved = [3, 4, 6].map(|step| run.join(format!("step-{step:06}")).exists());

@@ -79,7 +79,8 @@ fn fp16_losses_and_scales_follow_pytorch() {
         let mut skipped = 0;
         for (step, expected) in case.trajectory.fp16.iter().enumerate() {
             let report = engine.step(&case.whole_batch(step)).unwrap();
-            let (error, ratio) = ((report.loss - expected.loss).abs(), f64::from(report.scale) / expected.scale);
+            let error = (report.loss - expected.loss).abs();
+            let ratio = f64::from(report.scale) / expected.scale;
             assert!(error < 2e-2, "{}: loss {} at step {step}, not {}", case.name, report.loss, expected.loss);
             assert!((0.5..=2.0).contains(&ratio), "{}: scale {} at step {step}", case.name, report.scale);
             skipped += usize::from(report.outcome == StepOutcome::Skipped);

@@ -87,7 +87,8 @@ fn assert_predicted([dynamic, predictive]: &[Figures; 2]) {
 /// `tiny` on small batches.
 fn tiny() -> Config {
     let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
-    (config.train.batch_size, config.train.seq_len) = (4, 64);
+    config.train.batch_size = 4;
+    config.train.seq_len = 64;
     config
 }
 
@@ -116,7 +117,8 @@ fn spiked(folder: &Path, every: u32) -> String {
 #[test]
 fn the_predictive_rule_overflows_less_than_the_dynamic_one() {
     let mut config = tiny();
-    (config.train.batch_size, config.train.seq_len) = (1, 32);
+    config.train.batch_size = 1;
+    config.train.seq_len = 32;
     let [dynamic, predictive] = compare("tiny, 60 steps", &config, 60);
     assert!(dynamic.overflows >= 8, "the default run begins with overflows: {dynamic:?}");
     assert!(predictive.overflows <= 1, "{predictive:?}");
@@ -126,7 +128,8 @@ fn the_predictive_rule_overflows_less_than_the_dynamic_one() {
 #[test]
 fn a_run_resumes_bit_for_bit_with_what_was_measured() {
     let mut config = tiny();
-    (config.train.batch_size, config.train.seq_len) = (1, 16);
+    config.train.batch_size = 1;
+    config.train.seq_len = 16;
     config.scaler.mode = ScalerMode::Predictive;
     let folder = tempfile::tempdir().unwrap();
     let proof = verify_resume(&config, 16, 9, folder.path(), &Activity::default()).unwrap();
@@ -164,7 +167,8 @@ fn narrow_distilgpt2_on_tiny_shakespeare() {
     ];
     let overrides = overrides.map(|(key, value)| (key.to_owned(), toml::Value::String(value))).to_vec();
     let mut config = Config::resolve(&ConfigLayers { file: None, overrides, ..ConfigLayers::default() }).unwrap();
-    (config.train.batch_size, config.train.seq_len) = (4, 64);
+    config.train.batch_size = 4;
+    config.train.seq_len = 64;
     // An interval short enough that the dynamic rule tries a few times within the run's few steps.
     (config.scaler.growth_interval, config.optimizer.lr) = (25, 5e-4);
     assert_predicted(&compare("narrow distilgpt2, Tiny Shakespeare", &config, 150));

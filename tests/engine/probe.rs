@@ -14,30 +14,43 @@ const STEPS: u64 = 12;
 fn train(folder: &Path, name: &str, instruments: bool) -> (Vec<StepRecord>, Vec<Fp32Probe>) {
     let mut config = Config::default();
     config.train.steps = Some(STEPS);
-    (config.train.batch_size, config.train.seq_len, config.train.grad_accum) = (2, 16, 2);
-    (config.train.eval_batches, config.train.sample_tokens) = (1, 4);
-    (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.1, 0.1);
-    (config.scaler.init_scale, config.scaler.on_overflow) = (2f32.powi(24), OnOverflow::Retry);
+    config.train.batch_size = 2;
+    config.train.seq_len = 16;
+    config.train.grad_accum = 2;
+    config.train.eval_batches = 1;
+    config.train.sample_tokens = 4;
+    config.dropout.embedding = 0.1;
+    config.dropout.residual = 0.1;
+    config.dropout.attention = 0.1;
+    config.scaler.init_scale = 2f32.powi(24);
+    config.scaler.on_overflow = OnOverflow::Retry;
     let telemetry = &mut config.telemetry;
     telemetry.attribute_overflows = instruments;
     if instruments {
-        (telemetry.probe_every, telemetry.lost_updates_every) = (3, 1);
-        (telemetry.variance_every, telemetry.layer_maxima_every, telemetry.tensors_every) = (1, 1, 1);
+        telemetry.probe_every = 3;
+        telemetry.lost_updates_every = 1;
+        telemetry.variance_every = 1;
+        telemetry.layer_maxima_every = 1;
+        telemetry.tensors_every = 1;
     } else {
-        (telemetry.tensors_every, telemetry.exponents_every) = (STEPS + 1, STEPS + 1);
+        telemetry.tensors_every = STEPS + 1;
+        telemetry.exponents_every = STEPS + 1;
     }
     let mut trainer = trainer(&config);
     let path = folder.join(name);
     let run = Run::open(&path).unwrap();
     trainer.attach(run, Emitter::new(Some(EventLog::open(path.join("events.jsonl")).unwrap())));
     trainer.run().unwrap();
-    let (mut steps, mut probes, mut overflows) = (Vec::new(), Vec::new(), 0);
+    let mut steps = Vec::new();
+    let mut probes = Vec::new();
+    let mut overflows = 0;
     for record in read(path.join("events.jsonl")).unwrap() {
         match record.event {
             Event::Step(step) => {
                 let mut step = step.without_measurements();
                 assert_eq!(step.lost_updates.is_some(), instruments && step.outcome == StepStatus::Applied);
-                (step.lost_updates, step.tensors) = (None, Vec::new());
+                step.lost_updates = None;
+                step.tensors = Vec::new();
                 step.grads.exponents.clear();
                 steps.push(step);
             }

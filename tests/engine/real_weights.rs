@@ -92,7 +92,9 @@ fn numbers(json: &Value) -> Vec<f32> {
 #[ignore = "more than a minute; .ci/run runs it"]
 fn loss_logits_and_text_are_those_of_transformers() {
     let Some(bench) = Bench::new() else { return };
-    let (trained, text, prompt) = (&bench.trained, text(&bench.trained), bench.prompt());
+    let trained = &bench.trained;
+    let text = text(&bench.trained);
+    let prompt = bench.prompt();
     let theirs = bench.transformers(&bench.file, &text, NEW);
 
     let (model, weights) = trained.load(FP32, &DeviceContext::cpu()).unwrap();
@@ -107,8 +109,8 @@ fn loss_logits_and_text_are_those_of_transformers() {
     assert!(error < 1e-5, "logits differ by {error:.1e}");
 
     let mut cache = KvCache::new(&trained.spec, FP32, prompt.len() + NEW, &Device::Cpu).unwrap();
-    let (stop_token_ids, greedy) =
-        (trained.stop_token_ids().unwrap(), Sampling { temperature: 0.0, ..Sampling::default() });
+    let stop_token_ids = trained.stop_token_ids().unwrap();
+    let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
     let mut ids: Vec<u32> = Vec::new();
     let request =
         GenerationRequest { prompt: &prompt, max_tokens: NEW, stop_token_ids: &stop_token_ids, sampling: &greedy };
@@ -128,7 +130,8 @@ fn loss_logits_and_text_are_those_of_transformers() {
 #[ignore = "more than a minute; .ci/run runs it"]
 fn what_is_exported_loads_elsewhere_with_the_same_logits() {
     let Some(bench) = Bench::new() else { return };
-    let (trained, prompt) = (&bench.trained, bench.prompt());
+    let trained = &bench.trained;
+    let prompt = bench.prompt();
     let ours = last_logits(trained, &prompt);
     let template = trained.chat.template.clone();
     assert!(template.as_ref().unwrap().contains("<|im_start|>"));
@@ -225,8 +228,8 @@ fn exact_answers(bench: &Bench, model: &Path, dtype: &str) -> u64 {
 #[ignore = "minutes; .ci/full runs it"]
 fn lora_learns_the_drawers_of_the_built_in_chats() {
     let Some(bench) = Bench::new() else { return };
-    let (folder, config) =
-        (bench.path("model"), Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/smollm2-chats-lora.toml"));
+    let folder = bench.path("model");
+    let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs/smollm2-chats-lora.toml");
     export(&bench.trained, Dtype::F32, ExportFormat::from_path(&folder), ExportScope::Merged, &folder).unwrap();
     let base = exact_answers(&bench, &bench.file, "bf16");
     assert!(base < 4, "the base answers {base} of 40 already");

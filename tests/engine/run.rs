@@ -16,8 +16,10 @@ use finetune::train::{Config, ConfigLayers, ModelSource, Trainer, WeightInit};
 pub(crate) fn config(policy: PrecisionPolicy, (rows, seq_len): (usize, usize)) -> Config {
     let mut config = Config::resolve(&ConfigLayers::default()).unwrap();
     config.dtype = policy;
-    (config.train.batch_size, config.train.seq_len) = (rows, seq_len);
-    (config.train.eval_batches, config.train.sample_tokens) = (1, 0);
+    config.train.batch_size = rows;
+    config.train.seq_len = seq_len;
+    config.train.eval_batches = 1;
+    config.train.sample_tokens = 0;
     config
 }
 
@@ -42,7 +44,8 @@ pub(crate) fn events(records: &Receiver<Record>) -> Vec<Event> {
 
 /// A run after `steps` steps, and its events.
 pub(crate) fn advanced(config: &Config, steps: u64) -> (Trainer, Vec<Event>) {
-    let (folder, mut trainer) = (tempfile::tempdir().unwrap(), trainer(config));
+    let folder = tempfile::tempdir().unwrap();
+    let mut trainer = trainer(config);
     let records = attach(&mut trainer, Run::open(folder.path().join("run")).unwrap());
     trainer.advance(steps).unwrap();
     let events = events(&records);
@@ -56,11 +59,14 @@ pub(crate) fn steps(events: &[Event]) -> impl Iterator<Item = &StepRecord> {
 /// As a resumed run does that was started in another folder.
 #[test]
 fn a_model_of_random_weights_is_found_in_the_folder_of_the_run() {
-    let (folder, spec) = (tempfile::tempdir().unwrap(), ModelSpec::named("tiny").unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let spec = ModelSpec::named("tiny").unwrap();
     std::fs::create_dir(folder.path().join("shape")).unwrap();
     std::fs::write(folder.path().join("shape/config.json"), spec.to_json("float32")).unwrap();
     let mut config = config(PrecisionPolicy::FP32, (1, 8));
-    (config.model, config.init, config.tokenizer) = ("shape".into(), WeightInit::Random, Some("bytes".into()));
+    config.model = "shape".into();
+    config.init = WeightInit::Random;
+    config.tokenizer = Some("bytes".into());
     assert!(ModelSource::open(&config, &mut |_| ()).is_err());
     config.folder = Some(folder.path().to_path_buf());
     let found = ModelSource::open(&config, &mut |_| ()).unwrap();

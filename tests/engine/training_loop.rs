@@ -22,13 +22,15 @@ use std::sync::mpsc;
 
 fn config(policy: PrecisionPolicy, steps: u64) -> Config {
     let mut config = run::config(policy, (2, 32));
-    (config.train.steps, config.train.grad_accum) = (Some(steps), 2);
+    config.train.steps = Some(steps);
+    config.train.grad_accum = 2;
     config
 }
 
 /// A run's trainer and events.
 fn run(config: &Config, command: Option<Command>) -> (Trainer, Vec<Event>, FinishReason) {
-    let (folder, mut trainer) = (tempfile::tempdir().unwrap(), run::trainer(config));
+    let folder = tempfile::tempdir().unwrap();
+    let mut trainer = run::trainer(config);
     let records = attach(&mut trainer, Run::open(folder.path().join("run")).unwrap());
     let (commands, receiver) = mpsc::channel();
     for command in command.into_iter().flat_map(|command| [command; 20]) {
@@ -53,7 +55,9 @@ fn gradient_checkpointing_changes_no_bit_and_saves_memory() {
         let [kept, recomputed] = [Checkpointing::None, Checkpointing::PerBlock].map(|recompute| {
             let mut config = config(policy, 8);
             config.train.recompute = recompute;
-            (config.dropout.residual, config.dropout.attention, config.scaler.init_scale) = (0.1, 0.1, 2f32.powi(20));
+            config.dropout.residual = 0.1;
+            config.dropout.attention = 0.1;
+            config.scaler.init_scale = 2f32.powi(20);
             run(&config, None).0
         });
         for (a, b) in [
@@ -103,7 +107,9 @@ fn an_epoch_is_counted_in_samples() {
 fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
     let folder = tempfile::tempdir().unwrap();
     let mut settings = config(PrecisionPolicy::FP16, 12);
-    (settings.train.batch_size, settings.train.grad_accum, settings.train.seq_len) = (1, 1, 8);
+    settings.train.batch_size = 1;
+    settings.train.grad_accum = 1;
+    settings.train.seq_len = 8;
     settings.data = DataSets::One(prompts(folder.path(), &"long ".repeat(8)));
     let message =
         Trainer::new(Arc::new(SingleProcess), settings.clone(), None, &mut |_| ()).map(drop).unwrap_err().to_string();
@@ -135,10 +141,15 @@ fn samples_without_an_answer_in_their_row_are_left_out_and_counted() {
 /// Overflows at first, dropout, accumulation, probes, variances, attribution and a block in FP8: all that looks at tensors.
 fn everything_on(kernels: KernelBackend) -> Config {
     let mut config = Config { kernels, ..config(PrecisionPolicy::FP16, 8) };
-    (config.train.batch_size, config.train.seq_len, config.train.sample_tokens) = (1, 16, 4);
-    (config.dropout.embedding, config.dropout.residual, config.dropout.attention) = (0.1, 0.1, 0.1);
+    config.train.batch_size = 1;
+    config.train.seq_len = 16;
+    config.train.sample_tokens = 4;
+    config.dropout.embedding = 0.1;
+    config.dropout.residual = 0.1;
+    config.dropout.attention = 0.1;
     config.scaler.init_scale = 2f32.powi(24);
-    (config.telemetry.probe_every, config.telemetry.variance_every) = (2, 1);
+    config.telemetry.probe_every = 2;
+    config.telemetry.variance_every = 1;
     config.precision.fp8.block = Some(1.into());
     config
 }
@@ -184,7 +195,8 @@ fn whatever_looks_at_a_step_works_with_every_set_of_kernels() {
 fn exponents_are_counted_only_every_so_many_steps() {
     for kernels in [KernelBackend::Fused, KernelBackend::Candle] {
         let mut settings = config(PrecisionPolicy::BF16, 7);
-        (settings.kernels, settings.telemetry.exponents_every) = (kernels, 3);
+        settings.kernels = kernels;
+        settings.telemetry.exponents_every = 3;
         let (_, events, _) = run(&settings, None);
         let counted: Vec<u64> =
             steps(&events).filter(|step| !step.grads.exponents.is_empty()).map(|step| step.step).collect();
@@ -212,7 +224,8 @@ fn a_run_resumes_bit_for_bit_by_candles_kernels_and_by_no_others() {
 fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
     let folder = tempfile::tempdir().unwrap();
     let mut config = config(PrecisionPolicy::FP16, 12);
-    (config.telemetry.tensors_every, config.scaler.init_scale) = (1, 256.0);
+    config.telemetry.tensors_every = 1;
+    config.scaler.init_scale = 256.0;
     let train = |mut trainer: Trainer, steps: u64| {
         let records = attach(&mut trainer, Run::open(folder.path().join("run")).unwrap());
         trainer.advance(steps).unwrap();
@@ -245,7 +258,8 @@ fn a_tensor_that_reaches_the_least_magnitude_of_fp16_is_named_once() {
 #[test]
 fn the_largest_gradient_of_each_layer_is_recorded() {
     let mut config = config(PrecisionPolicy::FP16, 6);
-    (config.telemetry.layer_maxima_every, config.telemetry.tensors_every) = (3, 1);
+    config.telemetry.layer_maxima_every = 3;
+    config.telemetry.tensors_every = 1;
     config.scaler.init_scale = 65536.0;
     let (trainer, events, _) = run(&config, None);
     let maxima: Vec<_> = of_kind!(&events, Event::GradMax).collect();

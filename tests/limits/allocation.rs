@@ -130,11 +130,16 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     std::fs::write(folder.path().join("tokenizer.json"), Tokenizer::byte().json()).unwrap();
     let mut config =
         Config { model: folder.path().to_str().unwrap().to_owned(), init: WeightInit::Random, ..Config::default() };
-    (config.train.batch_size, config.train.seq_len, config.train.grad_accum) = (1, 16, 4);
-    (config.dtype, config.train.sample_tokens) = (PrecisionPolicy::FP16, 0);
+    config.train.batch_size = 1;
+    config.train.seq_len = 16;
+    config.train.grad_accum = 4;
+    config.dtype = PrecisionPolicy::FP16;
+    config.train.sample_tokens = 0;
     let held = |world: usize, sharding: Sharding, grad_accum: usize| {
-        let (everyone, mut config) = (Barrier::new(world), config.clone());
-        (config.train.shard, config.train.grad_accum) = (sharding, grad_accum);
+        let everyone = Barrier::new(world);
+        let mut config = config.clone();
+        config.train.shard = sharding;
+        config.train.grad_accum = grad_accum;
         let before = LIVE.load(Relaxed);
         let held = together(world, |process: Arc<dyn ProcessGroup>| {
             let trainer = Trainer::new(process, config.clone(), None, &mut |_| ()).unwrap();
@@ -155,8 +160,11 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     for grad_accum in [4, 8] {
         let told = |sharding| {
             let layout = DistributedLayout { world_size: 4, sharding, ..DistributedLayout::default() };
-            let (keep, optimizer, shape) = (config.train.recompute, config.train.optimizer, [1, 16, grad_accum]);
-            let (spec, policy) = (&spec, config.dtype);
+            let keep = config.train.recompute;
+            let optimizer = config.train.optimizer;
+            let shape = [1, 16, grad_accum];
+            let spec = &spec;
+            let policy = config.dtype;
             let inputs = MemoryInputs { layout, spec, policy, shape, keep, optimizer, kernels: &Fused };
             inputs.estimate(MemoryExtras::default()).unwrap().total() as f64
         };
@@ -193,14 +201,16 @@ fn no_process_of_several_ever_has_all_masters() {
     let _alone = alone();
     let entries = ModelSpec::named("tiny").unwrap().resized(4, 256, 4).parameters();
     let sizes = || entries.iter().map(|entry| entry.shape.iter().product::<usize>());
-    let (all, largest) = (sizes().sum::<usize>(), sizes().max().unwrap());
+    let all = sizes().sum::<usize>();
+    let largest = sizes().max().unwrap();
     let before = LIVE.load(Relaxed);
     PEAK.store(before, Relaxed);
     let policy = PrecisionPolicy::FP16;
     let draw = |one: &Parameters| Ok(one.init_weights(3)?);
     let (masters, weights) =
         MasterWeights::from_shard_fn(&entries, policy, &Device::Cpu, &SecondOfFour, &Fused, draw).unwrap();
-    let (peak, own) = (PEAK.load(Relaxed) - before, masters.parameters().elements() as usize);
+    let peak = PEAK.load(Relaxed) - before;
+    let own = masters.parameters().elements() as usize;
     assert_eq!(weights.elements() as usize, all);
     assert!(own < all / 3, "a shard of {own} of {all}");
     assert!(peak < 2 * all + 4 * (own + largest) + SMALL_THINGS, "{peak} bytes for {all} parameters");
@@ -216,7 +226,8 @@ fn a_base_in_blocks_holds_its_blocks() {
     write_random(&shape, &[Q4_1, Q8_0], &path);
     let file = GgufModel::open(&path).unwrap();
     let weights = WeightSource::Stored(StoredModel::open(&path).unwrap());
-    let (spec, policy) = (with_lora(file.spec(), false), PrecisionPolicy::BF16);
+    let spec = with_lora(file.spec(), false);
+    let policy = PrecisionPolicy::BF16;
     let in_blocks: u64 = file
         .gguf()
         .tensors()
@@ -267,7 +278,8 @@ fn stored_scores_take_what_is_predicted() {
     ] {
         let (tokens, width) = (shape.batch * shape.seq_len, shape.heads * shape.head_size);
         let (qkv, dqkv) = (zeros(&[tokens, 3 * width], DType::F32), zeros(&[tokens, 3 * width], DType::F32));
-        let (out, lse) = (zeros(&[tokens, width], DType::F32), zeros(&[tokens * shape.heads], DType::F32));
+        let out = zeros(&[tokens, width], DType::F32);
+        let lse = zeros(&[tokens * shape.heads], DType::F32);
         let operands = AttentionInputs::packed(&shape, &qkv, dropout).unwrap();
         let kernels = CandleKernels;
         let predicted = kernels.score_bytes(&shape).unwrap() as usize;

@@ -158,7 +158,9 @@ fn damaged(good: &[u8]) -> Vec<(&'static str, Vec<u8>)> {
     let header = |tensors: &[u8; 8], metadata: &[u8; 8], rest: &[&[u8]]| {
         [b"GGUF", &3_u32.to_le_bytes()[..], tensors, metadata, &rest.concat(), &[0; 64]].concat()
     };
-    let (none, one, key) = ([0; 8], 1_u64.to_le_bytes(), [&1_u64.to_le_bytes()[..], b"k"].concat());
+    let none = [0; 8];
+    let one = 1_u64.to_le_bytes();
+    let key = [&1_u64.to_le_bytes()[..], b"k"].concat();
     let list_of_texts = [&key[..], &9_u32.to_le_bytes(), &8_u32.to_le_bytes()].concat();
     vec![
         ("an empty file", Vec::new()),

@@ -44,7 +44,8 @@ fn losses(fixture: &CliFixture, run: &str) -> BTreeMap<u64, (u32, String)> {
 
 /// Asserts that the run has the losses and, at its end, the checkpoint of the undisturbed run.
 fn assert_same_as_undisturbed(fixture: &CliFixture, run: &str) {
-    let (expected, found) = (losses(fixture, "undisturbed"), losses(fixture, run));
+    let expected = losses(fixture, "undisturbed");
+    let found = losses(fixture, run);
     assert_eq!(expected.len() as u64, STEPS);
     assert_eq!(found, expected);
     assert_eq!(compare(&fixture.newest("undisturbed"), &fixture.newest(run)).unwrap(), []);

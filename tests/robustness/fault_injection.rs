@@ -73,7 +73,8 @@ fn assert_unharmed(path: &Path, newest: std::ops::RangeInclusive<u64>, context: 
 fn child() {
     let Ok(path) = std::env::var("FAULTS_RUN") else { return };
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let (kill_at, operations) = (number("FAULTS_KILL_AT"), AtomicUsize::new(0));
+    let kill_at = number("FAULTS_KILL_AT");
+    let operations = AtomicUsize::new(0);
     let disk = Disk::with_hook(move |_, _| {
         if Some(operations.fetch_add(1, Ordering::Relaxed) as u64) == kill_at {
             signal_hook::low_level::raise(SIGKILL)?;

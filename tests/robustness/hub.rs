@@ -247,7 +247,8 @@ fn text<T>(result: Result<T>) -> String {
 
 #[test]
 fn a_model_arrives_in_pythons_layout_and_is_not_asked_for_twice() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let mut progress = Vec::new();
     let mut report = |event| progress.push(event);
     let files = Hub::new(server.settings(cache.path())).report_to(&mut report).model("distilgpt2", None).unwrap();
@@ -278,7 +279,8 @@ fn a_model_arrives_in_pythons_layout_and_is_not_asked_for_twice() {
 
 #[test]
 fn offline_uses_the_cache_and_nothing_else() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let files = server.model(cache.path()).unwrap();
     server.requests();
     let offline = Settings { offline: true, ..server.settings(cache.path()) };
@@ -310,7 +312,8 @@ fn make_plain(files: &ModelFiles) {
 
 #[test]
 fn snapshots_of_plain_files_serve_offline_and_are_verified_online() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let files = server.model(cache.path()).unwrap();
     make_plain(&files);
     let offline = Settings { offline: true, ..server.settings(cache.path()) };
@@ -328,7 +331,8 @@ fn snapshots_of_plain_files_serve_offline_and_are_verified_online() {
 /// Since version 2, Python stores a large file once for all repositories of a cache.
 #[test]
 fn weights_that_python_shares_between_repositories_are_found() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let files = server.model(cache.path()).unwrap();
     let weights = fs::read(files.folder.join("model.safetensors")).unwrap();
     let blob = cache.path().join("models--distilbert--distilgpt2/blobs").join(sha256(&weights));
@@ -365,7 +369,8 @@ fn a_cached_model_serves_while_the_server_denies_access_or_fails() {
         "403 Forbidden",
         "503 Service Unavailable",
     ] {
-        let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+        let server = Server::start();
+        let cache = tempfile::tempdir().unwrap();
         server.remove("model.safetensors");
         server.put("model-1.safetensors", b"one");
         server.put("model.safetensors.index.json", br#"{"weight_map": {"a": "model-1.safetensors"}}"#);
@@ -385,7 +390,8 @@ fn a_cached_model_serves_while_the_server_denies_access_or_fails() {
 
 #[test]
 fn pythons_short_name_is_found_and_a_broken_entry_is_explained() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     server.model(cache.path()).unwrap();
     let short = cache.path().join("models--distilgpt2");
     fs::rename(cache.path().join("models--distilbert--distilgpt2"), &short).unwrap();
@@ -410,7 +416,8 @@ fn pythons_short_name_is_found_and_a_broken_entry_is_explained() {
 
 #[test]
 fn without_a_network_the_cached_copy_serves_or_three_ways_on_are_named() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let files = server.model(cache.path()).unwrap();
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let settings = Settings { endpoint: format!("http://{gone}"), ..server.settings(cache.path()) };
@@ -433,7 +440,8 @@ fn without_a_network_the_cached_copy_serves_or_three_ways_on_are_named() {
 
 #[test]
 fn a_moved_branch_is_noticed_and_the_old_commit_stays() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let old = server.model(cache.path()).unwrap();
     server.state.lock().unwrap().commit = LATER_COMMIT.to_owned();
     server.put("config.json", br#"{"model_type": "gpt2", "n_layer": 2}"#);
@@ -460,7 +468,8 @@ fn refusals_by_status_say_what_to_do_and_leave_nothing() {
         ("500 Internal Server Error", "keeps answering 500", 5),
         ("418 I'm a teapot", "the server answers 418", 1),
     ];
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     for (status, expected, requests) in cases {
         server.fault("config.json", Fault::Status(status));
         let message = text(server.model(cache.path()));
@@ -472,7 +481,8 @@ fn refusals_by_status_say_what_to_do_and_leave_nothing() {
 
 #[test]
 fn a_temporary_failure_is_retried() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     server.fault("config.json", Fault::StatusFor(2, "500 Internal Server Error"));
     server.fault("tokenizer.json", Fault::StatusFor(1, "429 Too Many Requests\r\nRetry-After: 1"));
     let start = Instant::now();
@@ -482,7 +492,8 @@ fn a_temporary_failure_is_retried() {
 
 #[test]
 fn a_dropped_connection_goes_on_where_it_broke() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     server.fault("model.safetensors", Fault::DropsOnce);
     server.model(cache.path()).unwrap();
     let requests = server.requests();
@@ -492,7 +503,8 @@ fn a_dropped_connection_goes_on_where_it_broke() {
 
 #[test]
 fn a_redirect_within_the_endpoint_is_followed() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let weights = server.state.lock().unwrap().files["model.safetensors"].clone();
     server.put("there", &weights);
     for address in ["", &server.address] {
@@ -505,7 +517,8 @@ fn a_redirect_within_the_endpoint_is_followed() {
 
 #[test]
 fn a_damaged_cache_is_repaired_and_offline_it_is_not_used() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let files = server.model(cache.path()).unwrap();
     let damage = || {
         let path = files.folder.join("model.safetensors");
@@ -524,7 +537,8 @@ fn a_damaged_cache_is_repaired_and_offline_it_is_not_used() {
 
 #[test]
 fn pickled_weights_are_refused_with_the_reason() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     server.remove("model.safetensors");
     let message = text(server.model(cache.path()));
     assert!(message.contains("neither `model.safetensors` nor"), "{message}");
@@ -536,7 +550,8 @@ fn pickled_weights_are_refused_with_the_reason() {
 
 #[test]
 fn sharded_weights_arrive_whole() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     server.remove("model.safetensors");
     server.put("model-1.safetensors", b"one");
     server.put("model-2.safetensors", b"two");
@@ -552,7 +567,8 @@ fn sharded_weights_arrive_whole() {
 
 #[test]
 fn several_at_once_share_a_cache() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..6).map(|_| scope.spawn(|| server.model(cache.path()).unwrap())).collect();
         let all: Vec<ModelFiles> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
@@ -563,7 +579,8 @@ fn several_at_once_share_a_cache() {
 
 #[test]
 fn data_sets_are_fetched_for_data() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     server.put("dir/rows.jsonl", b"{\"text\": \"x\"}");
     let mut hub = Hub::new(server.settings(cache.path()));
     let path = hub.download(HubFile { repo: "o/n", revision: "main", file: "dir/rows.jsonl" }).unwrap();
@@ -574,7 +591,8 @@ fn data_sets_are_fetched_for_data() {
 /// The data files for training of a repository, from the server and then from the cache.
 #[test]
 fn a_whole_data_set_is_its_files_for_training() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let files = [
         (".gitattributes", "*.bin lfs"),
         ("README.md", "A long text about the data set, longer than its rows."),
@@ -591,7 +609,8 @@ fn a_whole_data_set_is_its_files_for_training() {
     }
     let source: DataSource = "hf://o/n".parse().unwrap();
     let read = |settings: Settings| {
-        let (mut hub, mut notices) = (Hub::new(settings), Vec::new());
+        let mut hub = Hub::new(settings);
+        let mut notices = Vec::new();
         let mut report = |event| {
             if let LoadEvent::Notice(text) = event {
                 notices.push(text);
@@ -628,7 +647,8 @@ fn a_whole_data_set_is_its_files_for_training() {
 /// The commands that use a model take it from the Hub as training does.
 #[test]
 fn generate_eval_and_export_take_names_of_the_hub() {
-    let (server, fixture) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let fixture = tempfile::tempdir().unwrap();
     let local = fixture.path().join("local");
     fs::create_dir(&local).unwrap();
     let files =
@@ -776,7 +796,9 @@ const ATTACKS: [(&str, &str, &str, &str); 63] = [
 #[test]
 fn attacks_by_a_hub_are_refused() {
     let attack = |(file, ask, get, expected): (&str, &str, &str, &str)| {
-        let (server, elsewhere, fixture) = (Server::start(), Server::start(), tempfile::tempdir().unwrap());
+        let server = Server::start();
+        let elsewhere = Server::start();
+        let fixture = tempfile::tempdir().unwrap();
         let cache = fixture.path().join("cache");
         let raw = |text: &str| {
             let host = elsewhere.address.trim_start_matches("http://");
@@ -824,7 +846,8 @@ fn an_index_that_harms_is_refused() {
         ("{\"weight_map\": 1}".to_owned(), "not an index"),
     ];
     for (index, expected) in cases {
-        let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+        let server = Server::start();
+        let cache = tempfile::tempdir().unwrap();
         server.remove("model.safetensors");
         server.put("model.safetensors.index.json", index.as_bytes());
         let message = text(server.model(cache.path()));
@@ -836,7 +859,8 @@ fn an_index_that_harms_is_refused() {
 /// The sizes of all shards are known before the first is fetched.
 #[test]
 fn shards_that_do_not_fit_on_the_disk_are_refused_before_the_first() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     server.remove("model.safetensors");
     let index = br#"{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}"#;
     server.put("model.safetensors.index.json", index);
@@ -861,7 +885,8 @@ fn program(server: &Server, fixture: &Path, line: &str) -> std::process::Command
 
 #[test]
 fn a_killed_download_is_resumed_and_leaves_nothing() {
-    let (server, fixture) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let fixture = tempfile::tempdir().unwrap();
     let half = server.state.lock().unwrap().files["model.safetensors"][..300_000].to_vec();
     server.fault("model.safetensors", Fault::Stalls);
     let mut child = program(&server, fixture.path(), "generate distilgpt2 --prompt so").spawn().unwrap();
@@ -883,7 +908,8 @@ fn a_killed_download_is_resumed_and_leaves_nothing() {
 
 #[test]
 fn a_download_that_nobody_goes_on_with_is_deleted_after_a_day() {
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let blobs = cache.path().join("models--distilbert--distilgpt2/blobs");
     fs::create_dir_all(&blobs).unwrap();
     let day = Duration::from_hours(24);
@@ -898,7 +924,8 @@ fn a_download_that_nobody_goes_on_with_is_deleted_after_a_day() {
 #[test]
 fn blobs_have_the_mode_that_the_umask_leaves() {
     use std::os::unix::fs::PermissionsExt;
-    let (server, cache) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let cache = tempfile::tempdir().unwrap();
     let files = server.model(cache.path()).unwrap();
     fs::File::create(cache.path().join("plain")).unwrap();
     let mode = |path: PathBuf| path.metadata().unwrap().permissions().mode() & 0o777;
@@ -908,7 +935,8 @@ fn blobs_have_the_mode_that_the_umask_leaves() {
 /// A shared cache may hold links that another user made.
 #[test]
 fn links_out_of_the_cache_are_not_followed_to_write_or_delete() {
-    let (server, fixture) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let fixture = tempfile::tempdir().unwrap();
     let cache = fixture.path().join("cache");
     let files = server.model(&cache).unwrap();
     let blobs = cache.join("models--distilbert--distilgpt2/blobs");
@@ -934,7 +962,8 @@ fn links_out_of_the_cache_are_not_followed_to_write_or_delete() {
 
 #[test]
 fn a_malformed_endpoint_or_token_is_refused_at_once_and_no_password_is_shown() {
-    let (server, fixture) = (Server::start(), tempfile::tempdir().unwrap());
+    let server = Server::start();
+    let fixture = tempfile::tempdir().unwrap();
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let cases = [
         ("HF_ENDPOINT", "ftp://me:geheim@hub.test".to_owned(), "is not a Hub URL"),

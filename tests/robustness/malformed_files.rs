@@ -208,7 +208,8 @@ fn malicious_files_of_every_kind_are_read_or_refused() {
         let status = output.status;
         Err(format!("`{words}` with {name} number {number}, {} bytes, {problem} ({status}):\n{said}", bytes.len()))
     };
-    let (kinds, outcomes) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let kinds = AtomicUsize::new(0);
+    let outcomes = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {

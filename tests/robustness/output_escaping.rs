@@ -113,7 +113,8 @@ impl Trap<'_> {
     /// The command lines that may print it.
     fn channels(&self) -> Vec<Vec<String>> {
         let p = self.payload;
-        let (run, step) = (format!("runs-{p}/{p}"), |step: u64| format!("runs-{p}/{p}/step-{step:06}"));
+        let run = format!("runs-{p}/{p}");
+        let step = |step: u64| format!("runs-{p}/{p}/step-{step:06}");
         let train = |more: &[&str]| {
             let base = ["--model", "model", "--data", "text.txt", "--seq-len", "8", "--steps", "1"];
             base.iter().chain(more).map(|word| (*word).to_owned()).collect::<Vec<_>>()

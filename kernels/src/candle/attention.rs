@@ -97,7 +97,8 @@ fn merge_heads(heads: &Tensor, sequences: usize, shape: &AttentionShape) -> Resu
 /// The mask of the `past + T` keys that each of T queries attends to: `[sequences, 1, T, past + T]`, U8. Without
 /// documents one mask serves all sequences.
 fn visible(shape: &AttentionShape, past: usize, documents: Option<&[u32]>, device: &Device) -> Result<Tensor> {
-    let (queries, keys) = (shape.seq_len, past + shape.seq_len);
+    let queries = shape.seq_len;
+    let keys = past + shape.seq_len;
     let rows = documents.map_or(queries, <[u32]>::len);
     let mut visible = vec![0u8; rows * keys];
     for (row, visible) in visible.chunks_exact_mut(keys).enumerate() {
@@ -165,7 +166,8 @@ pub(super) fn forward(op: &op::Attention<'_>) -> Result<()> {
 
 pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
     let &op::AttentionBackward { ref shape, operands, dout, out, lse, gradients, dsinks } = op;
-    let (sinks, mut dsink) = (by_head(operands.sinks)?, None);
+    let sinks = by_head(operands.sinks)?;
+    let mut dsink = None;
     for part in BatchSlice::all(shape)? {
         let [queries, keys, values] = part.operands(operands.qkv)?;
         let (dout, out) = (part.heads(ColumnSlice::all(dout)?)?, part.heads(ColumnSlice::all(out)?)?);
@@ -202,7 +204,8 @@ pub(super) fn backward(op: &op::AttentionBackward<'_>) -> Result<()> {
 
 pub(super) fn decode(op: &op::DecodeAttention<'_>) -> Result<()> {
     let &op::DecodeAttention { ref shape, sequences, qkv, sinks, out } = op;
-    let (sinks, mut first) = (by_head(sinks)?, 0);
+    let sinks = by_head(sinks)?;
+    let mut first = 0;
     for &CachedSequence { cache, past, new } in sequences {
         let shape = &AttentionShape { seq_len: new, ..*shape };
         let heads = |x: ColumnSlice<'_>| split_heads(&columns_of_rows(x, first..first + new)?, 1, shape);

@@ -64,7 +64,9 @@ fn sum_groups(rows: &Tensor, mut counts: Vec<usize>) -> Result<Tensor> {
     let mut rows = rows.clone();
     while counts.iter().any(|&count| count > 1) {
         let zeros = rows.dim(0)? as u32;
-        let (mut left, mut right, mut first) = (Vec::new(), Vec::new(), 0);
+        let mut left = Vec::new();
+        let mut right = Vec::new();
+        let mut first = 0;
         for count in &mut counts {
             for i in (0..*count).step_by(2) {
                 left.push((first + i) as u32);

@@ -11,7 +11,8 @@ fn row_means(x: &Tensor) -> Result<Tensor> {
 
 /// The factor of normalised elements.
 fn gain(settings: NormSettings, weight: &Tensor) -> Result<Tensor> {
-    let (weight, offset) = (upcast(weight)?, settings.gain_offset());
+    let weight = upcast(weight)?;
+    let offset = settings.gain_offset();
     if offset == 0.0 { Ok(weight) } else { weight + f64::from(offset) }
 }
 

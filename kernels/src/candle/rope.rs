@@ -14,7 +14,8 @@ pub(super) fn apply_rope(op: &op::Rotate<'_>) -> Result<()> {
     let sin = if direction == Direction::Forward { sin } else { sin.neg()? };
     let heads = upcast_columns(x)?.reshape((x.rows(), (), 2 * half))?;
     let part = |first: usize| heads.narrow(2, first, half)?.contiguous();
-    let (low, high) = (part(0)?, part(half)?);
+    let low = part(0)?;
+    let high = part(half)?;
     let turned = [
         (low.broadcast_mul(&cos)? - high.broadcast_mul(&sin)?)?,
         (high.broadcast_mul(&cos)? + low.broadcast_mul(&sin)?)?,

@@ -11,7 +11,8 @@ fn softmax(x: &Tensor) -> Result<Tensor> {
 }
 
 pub(super) fn forward(op: &mut Route<'_>) -> Result<()> {
-    let ((tokens, experts), RouterSettings { top_k, normalized }) = (op.logits.dims2()?, op.settings);
+    let (tokens, experts) = op.logits.dims2()?;
+    let RouterSettings { top_k, normalized } = op.settings;
     let host: Vec<f32> = view::to_host(op.logits)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
     op.routes.choose(&host, experts, top_k);
     // By row: the place of its logit.
@@ -31,7 +32,8 @@ pub(super) fn forward(op: &mut Route<'_>) -> Result<()> {
 }
 
 pub(super) fn backward(op: &RouteBackward<'_>) -> Result<()> {
-    let ((tokens, experts), RouterSettings { top_k, normalized }) = (op.logits.dims2()?, op.settings);
+    let (tokens, experts) = op.logits.dims2()?;
+    let RouterSettings { top_k, normalized } = op.settings;
     let by_token = |rows: &Tensor| rows_at(rows, &op.routes.rows)?.reshape((tokens, top_k));
     let shares = by_token(&(upcast(op.x)? * upcast(op.dx)?)?.sum(1)?)?;
     let total = shares.sum_keepdim(1)?;

@@ -67,7 +67,8 @@ fn of_rows(rows: &Tensor, format: FloatFormat) -> Result<TensorStats> {
     ];
     let figures = Tensor::stack(&figures, 0)?.to_vec2::<f32>()?;
     let total = |index: usize| figures[index].iter().map(|x| f64::from(*x)).sum::<f64>();
-    let (count, [zero, below, inf, finite]) = (x.elem_count() as u64, [0, 1, 2, 3].map(|index| total(index) as u64));
+    let count = x.elem_count() as u64;
+    let [zero, below, inf, finite] = [0, 1, 2, 3].map(|index| total(index) as u64);
     let min_nonzero = figures[4].iter().copied().fold(f32::INFINITY, f32::min);
     let max_abs = figures[5].iter().copied().fold(0.0, f32::max);
     let sum_squares =

@@ -104,7 +104,8 @@ impl<Q: Queue> CudaKernels<Q> {
     /// Adds a tensor, whose counts are at `place`, to its kernel's group.
     fn add_entry(&self, tensor: &AdamWTensor<'_>, place: u32, groups: &mut BTreeMap<String, Group>) -> Attempt {
         let AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, .. } = *tensor;
-        let (len, copies) = (grad.elem_count(), weight.map_or(DType::F32, Tensor::dtype));
+        let len = grad.elem_count();
+        let copies = weight.map_or(DType::F32, Tensor::dtype);
         require(is_pair([grad.dtype(), copies]))?;
         let (kernel, moments, shared_bytes) = match scales {
             None => ("adamw", DType::F32, size_of::<u32>()),

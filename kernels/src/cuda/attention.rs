@@ -81,7 +81,8 @@ pub(super) struct KeyRangeCache {
 /// The first key that each query attends to, then the end of the queries that attend to each key, `[2, B·T]`; `None` where each
 /// query attends to all keys up to its own.
 pub(super) fn key_ranges(shape: &AttentionShape, documents: Option<&[u32]>) -> Result<Option<Vec<u32>>> {
-    let (rows, seq_len) = (shape.batch * shape.seq_len, shape.seq_len);
+    let rows = shape.batch * shape.seq_len;
+    let seq_len = shape.seq_len;
     if documents.is_none() && shape.window.is_none_or(|window| window >= seq_len) {
         return Ok(None);
     }
@@ -91,7 +92,8 @@ pub(super) fn key_ranges(shape: &AttentionShape, documents: Option<&[u32]>) -> R
     };
     let mut bounds = (0..rows).map(first_key).collect::<Result<Vec<u32>>>()?;
     for row in 0..rows {
-        let (key, first) = (row % seq_len, row - row % seq_len);
+        let key = row % seq_len;
+        let first = row - row % seq_len;
         let queries = bounds[first..first + seq_len].partition_point(|bound| *bound as usize <= key);
         bounds.push(to_u32(queries)?);
     }
@@ -242,7 +244,9 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     pub(super) fn attention(&self, op: &op::Attention<'_>) -> Attempt {
-        let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
+        let shape = &op.shape;
+        let operands = &op.operands;
+        let dtype = op.out.dtype();
         let plan = Plan::new(*shape, operands, dtype, self.has_wgmma())?;
         let (bounds, _ranges) = self.bounds(shape, operands.documents, op.out.device())?;
         let (dropout, _draw) = self.dropout(operands.dropout, op.out.device())?;
@@ -259,7 +263,9 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     pub(super) fn attention_backward(&self, op: &op::AttentionBackward<'_>) -> Attempt {
-        let (shape, operands, dtype) = (&op.shape, &op.operands, op.out.dtype());
+        let shape = &op.shape;
+        let operands = &op.operands;
+        let dtype = op.out.dtype();
         let plan = Plan::new(*shape, operands, dtype, self.has_wgmma())?;
         let (bounds, _ranges) = self.bounds(shape, operands.documents, op.out.device())?;
         let (dropout, _draw) = self.dropout(operands.dropout, op.out.device())?;

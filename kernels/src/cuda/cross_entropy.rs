@@ -26,9 +26,12 @@ arguments! {
 impl<Q: Queue> CudaKernels<Q> {
     /// Also overwrites the columns after the logits.
     pub(super) fn cross_entropy(&self, op: &op::CrossEntropy<'_>) -> Attempt {
-        let (logits, dtype, rows) = (op.logits, op.logits.tensor().dtype(), op.logits.rows());
+        let logits = op.logits;
+        let dtype = op.logits.tensor().dtype();
+        let rows = op.logits.rows();
         require(logits.first() == 0 && op.softcap.is_none())?;
-        let (offset, device) = (self.offset_of(op.targets), op.losses.device());
+        let offset = self.offset_of(op.targets);
+        let device = op.losses.device();
         let (targets, _owner) = self.words_at(Part::Targets, offset, op.targets, device)?;
         let factors = op.seed.map(|seed| factors(rows, seed, op.weights));
         let factors = factors.map(|factors| self.words_at(Part::Factors, offset, &factors, device)).transpose()?;

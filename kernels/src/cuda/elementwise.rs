@@ -55,7 +55,9 @@ impl<Q: Queue> CudaKernels<Q> {
         [x, y]: [&Tensor; 2],
         [dy, dx]: [Option<&Tensor>; 2],
     ) -> Attempt {
-        let (dtype, len, width) = (y.dtype(), y.elem_count(), y.dim(1)?);
+        let dtype = y.dtype();
+        let len = y.elem_count();
+        let width = y.dim(1)?;
         let len_of_x = if activation.is_gated() { 2 * len } else { len };
         require(serves(width))?;
         let arguments = Activate {
@@ -100,7 +102,8 @@ impl<Q: Queue> CudaKernels<Q> {
         inner: &[&Tensor],
         dropout: Option<Dropout>,
     ) -> Attempt {
-        let (wide, len) = (stream.or(out).unwrap_or(branch).dtype(), branch.elem_count());
+        let wide = stream.or(out).unwrap_or(branch).dtype();
+        let len = branch.elem_count();
         let types = [wide, branch.dtype()];
         require(is_pair(types) && inner.len() <= INNER)?;
         let (dropout, _owner) = self.dropout(dropout, branch.device())?;

@@ -44,11 +44,13 @@ arguments! {
 pub(super) fn grouped(count: usize, table_row: impl Fn(usize) -> usize) -> Result<[Vec<u32>; 2]> {
     let key = |row: u32| Ok(u64::from(to_u32(table_row(row as usize))?) << 32 | u64::from(row));
     let mut keys = (0..to_u32(count)?).map(key).collect::<Result<Vec<u64>>>()?;
-    let (mut sorted, most) = (vec![0; count], keys.iter().max().map_or(0, |key| key >> 32));
+    let mut sorted = vec![0; count];
+    let most = keys.iter().max().map_or(0, |key| key >> 32);
     // By a digit of the table's row at a time, the lowest first: keys of equal digits keep their order.
     for shift in (0..u32::BITS).step_by(DIGIT_BITS).take_while(|shift| most >> shift > 0) {
         let digit = |key: u64| (key >> (32 + shift)) as usize % (1 << DIGIT_BITS);
-        let (mut places, mut first) = ([0; 1 << DIGIT_BITS], 0);
+        let mut places = [0; 1 << DIGIT_BITS];
+        let mut first = 0;
         for &key in &keys {
             places[digit(key)] += 1;
         }
@@ -62,7 +64,8 @@ pub(super) fn grouped(count: usize, table_row: impl Fn(usize) -> usize) -> Resul
         }
         std::mem::swap(&mut keys, &mut sorted);
     }
-    let (mut ends, mut end) = (Vec::new(), 0);
+    let mut ends = Vec::new();
+    let mut end = 0;
     for group in keys.chunk_by(|a, b| a >> 32 == b >> 32) {
         end += group.len();
         ends.extend([(group[0] >> 32) as u32, to_u32(end)?]);
@@ -77,7 +80,9 @@ fn is_pair_or_wide(types: [DType; 2]) -> bool {
 
 impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn embed(&self, op: &op::Embed<'_>) -> Attempt {
-        let (input, device, (rows, width)) = (&op.input, op.out.device(), op.out.dims2()?);
+        let input = &op.input;
+        let device = op.out.device();
+        let (rows, width) = op.out.dims2()?;
         let types = [op.out.dtype(), input.table.dtype()];
         require(serves(width) && is_pair_or_wide(types))?;
         let (ids, _ids) = self.words(Part::Ids, input.ids, device)?;
@@ -107,7 +112,8 @@ impl<Q: Queue> CudaKernels<Q> {
         let input = &op.input;
         if let Some(positions) = op.dpositions {
             self.zero(positions)?;
-            let (places, parts) = (input.places(), [Part::PositionOrder, Part::PositionGroups]);
+            let places = input.places();
+            let parts = [Part::PositionOrder, Part::PositionGroups];
             self.add_rows(op, positions, 1.0, parts, |row| places.of(row))?;
         }
         let parts = [Part::TokenOrder, Part::TokenGroups];
@@ -124,7 +130,8 @@ impl<Q: Queue> CudaKernels<Q> {
         parts: [Part; 2],
         table_row: impl Fn(usize) -> usize,
     ) -> Attempt {
-        let ((rows, width), types) = (op.dx.dims2()?, [op.dx.dtype(), dtable.dtype()]);
+        let (rows, width) = op.dx.dims2()?;
+        let types = [op.dx.dtype(), dtable.dtype()];
         require(serves(width) && is_pair_or_wide(types))?;
         let (dropout, _draw) = self.dropout(op.input.dropout, op.dx.device())?;
         let ([order, groups], count, _owners) = self.groups(&op.input, parts, table_row, op.dx.device())?;

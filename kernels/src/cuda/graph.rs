@@ -46,7 +46,8 @@ struct Shape<Q: Queue> {
 impl<Q: Queue> CudaKernels<Q> {
     /// Computes [`Kernels::pass`](crate::Kernels::pass).
     pub(super) fn run_or_replay(&self, inputs: &PassInputs<'_>, pass: PassFn<'_>) -> Result<()> {
-        let (block, mut graphs) = (Resident::new(inputs)?, self.graphs.lock().unwrap_or_else(PoisonError::into_inner));
+        let block = Resident::new(inputs)?;
+        let mut graphs = self.graphs.lock().unwrap_or_else(PoisonError::into_inner);
         let graphs = &mut *graphs;
         let key = inputs.buffers.filter(|_| !graphs.refused && self.families.contains(&KernelFamily::Graph));
         let key = key.map(|buffers| Key {

@@ -60,7 +60,9 @@ fn grouped_by_position(rows: usize, places: PositionIds<'_>) -> Result<[Vec<u32>
     if places.documents.is_some() {
         return grouped(rows, |row| places.of(row));
     }
-    let (sequences, seq_len, rows) = (to_u32(rows / places.seq_len)?, to_u32(places.seq_len)?, to_u32(rows)?);
+    let sequences = to_u32(rows / places.seq_len)?;
+    let seq_len = to_u32(places.seq_len)?;
+    let rows = to_u32(rows)?;
     let order = (0..seq_len).flat_map(|position| (position..rows).step_by(places.seq_len)).collect();
     Ok([order, (0..seq_len).flat_map(|position| [position, (position + 1) * sequences]).collect()])
 }
@@ -69,7 +71,8 @@ impl Resident {
     /// The block of these inputs, without an address.
     pub(super) fn new(inputs: &PassInputs<'_>) -> Result<Self> {
         let &PassInputs { ids, seq_len, documents, targets, seed, weights, draw, windows, .. } = inputs;
-        let (parts, host) = (Vec::new(), targets.as_ptr() as usize);
+        let parts = Vec::new();
+        let host = targets.as_ptr() as usize;
         let mut block = Self { parts, words: Vec::new(), address: 0, targets: host, seq_len };
         block.push(Part::Draw, &draw_words(draw));
         block.push(Part::Ids, ids);
@@ -185,8 +188,8 @@ impl<Q: Queue> CudaKernels<Q> {
             return Ok((addresses, rows, [None, None]));
         }
         let [sorted, ends] = grouped(rows, of)?;
-        let ((order, first), (groups, second)) =
-            (self.words(parts[0], &sorted, device)?, self.words(parts[1], &ends, device)?);
+        let (order, first) = self.words(parts[0], &sorted, device)?;
+        let (groups, second) = self.words(parts[1], &ends, device)?;
         Ok(([order, groups], ends.len() / 2, [first, second]))
     }
 
@@ -216,14 +219,16 @@ mod tests {
 
     #[test]
     fn rows_are_grouped_in_their_order() {
-        let (rows, table_row) = (3000, |row: usize| row * row * 7919 % 70_001);
+        let rows = 3000;
+        let table_row = |row: usize| row * row * 7919 % 70_001;
         let [order, ends] = grouped(rows, table_row).unwrap();
         let mut sorted: Vec<u32> = (0..rows as u32).collect();
         sorted.sort_by_key(|row| table_row(*row as usize));
         assert_eq!(order, sorted);
         let mut grouped_rows = 0;
         for group in ends.chunks(2) {
-            let (first, end) = (grouped_rows, group[1] as usize);
+            let first = grouped_rows;
+            let end = group[1] as usize;
             assert!(order[first..end].iter().all(|row| table_row(*row as usize) == group[0] as usize));
             grouped_rows = end;
         }

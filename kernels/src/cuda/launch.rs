@@ -55,7 +55,8 @@ impl KernelLaunch {
         [x, y, z]: [usize; 3],
         [threads, shared_bytes]: [usize; 2],
     ) -> Result<Self> {
-        let (grid, threads) = ([to_u32(x)?, to_u32(y)?, to_u32(z)?], to_u32(threads)?);
+        let grid = [to_u32(x)?, to_u32(y)?, to_u32(z)?];
+        let threads = to_u32(threads)?;
         Ok(Self { module, kernel, grid, threads, shared_bytes: to_u32(shared_bytes)? })
     }
 

@@ -107,7 +107,9 @@ fn threads_of_row(operands: &[ColumnSlice<'_>], width: usize) -> Attempt<Option<
 
 impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn norm(&self, op: &op::Norm<'_>) -> Attempt {
-        let (x, y, width) = (op.x, op.y, op.weight.elem_count());
+        let x = op.x;
+        let y = op.y;
+        let width = op.weight.elem_count();
         let types @ [stream, compute] = [x, y].map(|columns| columns.tensor().dtype());
         require(is_pair(types))?;
         let threads = threads_of_row(&[x, y], width)?;
@@ -138,7 +140,10 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     pub(super) fn norm_backward(&self, op: &op::NormBackward<'_>) -> Attempt {
-        let (dy, x, dx, width) = (op.dy, op.x, op.dx, op.weight.elem_count());
+        let dy = op.dy;
+        let x = op.x;
+        let dx = op.dx;
+        let width = op.weight.elem_count();
         let types @ [stream, compute] = [x, dy].map(|columns| columns.tensor().dtype());
         require(is_pair(types))?;
         let threads = threads_of_row(&[x, dy, dx], width)?;
@@ -196,7 +201,8 @@ impl<Q: Queue> CudaKernels<Q> {
     }
 
     pub(super) fn sum_rows(&self, op: &op::SumRows<'_>) -> Attempt {
-        let ((rows, width), types @ [of_sums, dtype]) = (op.x.dims2()?, [op.out.dtype(), op.x.dtype()]);
+        let (rows, width) = op.x.dims2()?;
+        let types @ [of_sums, dtype] = [op.out.dtype(), op.x.dtype()];
         require(is_pair(types) && rows > 0)?;
         let tiles = width.div_ceil(SUM_THREADS);
         // Small blocks share a multiprocessor.

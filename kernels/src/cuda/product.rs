@@ -301,7 +301,8 @@ impl Products {
 /// such product.
 pub(crate) fn product(queue: &CudaQueue, op: &op::Matmul<'_>, bias: Option<&Tensor>) -> Result<bool> {
     let &op::Matmul { a, b, alpha, c, mode } = op;
-    let ([m, k], n) = (a.dims(), c.count());
+    let [m, k] = a.dims();
+    let n = c.count();
     let [a, b, c] = [Matrix::new(queue, a)?, Matrix::new(queue, b)?, Matrix::new(queue, MatmulOperand::plain(c))?];
     let [Some(a), Some(b), Some(c)] = [a, b, c] else { return Ok(false) };
     let [Some(of_factors), Some(of_result)] = [data_type(a.dtype), data_type(c.dtype)] else { return Ok(false) };

@@ -54,7 +54,8 @@ impl fmt::Debug for Graph {
 impl Graph {
     /// Whether the graph allocates or frees memory: its addresses are valid only while it runs.
     fn has_memory(&self) -> Result<bool> {
-        let (graph, mut count) = (self.0.cu_graph(), 0);
+        let graph = self.0.cu_graph();
+        let mut count = 0;
         // SAFETY: the graph exists, and the driver writes the number of its nodes, then at most as many nodes.
         unsafe { sys::cuGraphGetNodes(graph, std::ptr::null_mut(), &raw mut count) }.result().w()?;
         let mut nodes = vec![std::ptr::null_mut(); count];
@@ -133,7 +134,8 @@ impl Queue for CudaQueue {
         let mut builder = function.builder();
         builder.arg(&argument);
         let [x, y, z] = launch.grid;
-        let (block_dim, shared_mem_bytes) = ((launch.threads, 1, 1), launch.shared_bytes);
+        let block_dim = (launch.threads, 1, 1);
+        let shared_mem_bytes = launch.shared_bytes;
         // SAFETY: the caller's promise.
         unsafe { builder.launch(LaunchConfig { grid_dim: (x, y, z), block_dim, shared_mem_bytes }) }.w()?;
         Ok(())
@@ -153,7 +155,8 @@ impl Queue for CudaQueue {
 
     fn zero(&self, tensor: &Tensor) -> Result<bool> {
         let Some(address) = self.address(tensor)? else { return Ok(false) };
-        let (bytes, stream) = (tensor.elem_count() * tensor.dtype().size_in_bytes(), self.device.cuda_stream());
+        let bytes = tensor.elem_count() * tensor.dtype().size_in_bytes();
+        let stream = self.device.cuda_stream();
         // SAFETY: the tensor has no gaps, and its memory stays until the stream has cleared it.
         unsafe { result::memset_d8_async(address, 0, bytes, stream.cu_stream()) }.w()?;
         Ok(true)
@@ -198,7 +201,8 @@ impl Queue for CudaQueue {
     /// Copies from page-locked memory, because the host would wait for the launches before a copy from other memory.
     fn overwrite(&self, Block { words, staged }: &mut Block, new: &[u32]) -> Result<()> {
         if staged.is_none() {
-            let (stream, flags) = (self.device.cuda_stream(), None);
+            let stream = self.device.cuda_stream();
+            let flags = None;
             // SAFETY: the memory is written before it is read.
             let memory = unsafe { stream.context().alloc_pinned::<u32>(new.len()) }.w()?;
             *staged = Some((memory, stream.context().new_event(flags).w()?));

@@ -27,7 +27,9 @@ arguments! {
 impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn apply_rope(&self, op: &op::Rotate<'_>) -> Attempt {
         let op::Rotate { x, table, positions, direction } = *op;
-        let (dtype, rows, half) = (x.tensor().dtype(), x.rows(), table.cos.dim(1)?);
+        let dtype = x.tensor().dtype();
+        let rows = x.rows();
+        let half = table.cos.dim(1)?;
         require(half.is_multiple_of(PACK) && aligns(x, half))?;
         let starts = positions.documents.map(|starts| self.words(Part::Documents, starts, x.tensor().device()));
         let starts = starts.transpose()?;

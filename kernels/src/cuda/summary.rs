@@ -36,7 +36,9 @@ fn decode(words: &[u32; WORDS], exponents: bool, TensorSummary { stats, exponent
     };
     if exponents {
         histogram.set_binades(&words[STATS_WORDS..]);
-        (histogram.zero, histogram.inf, histogram.nan) = (stats.zero, stats.inf, stats.nan);
+        histogram.zero = stats.zero;
+        histogram.inf = stats.inf;
+        histogram.nan = stats.nan;
     } else {
         *histogram = ExponentHistogram::new();
     }
@@ -57,12 +59,16 @@ impl<Q: Queue> CudaKernels<Q> {
     pub(super) fn summarize(&self, op: &mut op::Summarize<'_>) -> Attempt {
         let Some((first, _)) = op.tensors.first() else { return Ok(()) };
         // The tensors of each type, and their chunks, follow each other.
-        let (mut table, mut groups, mut chunks) = (Vec::with_capacity(op.tensors.len() * ENTRY_WORDS), Vec::new(), 0);
+        let mut table = Vec::with_capacity(op.tensors.len() * ENTRY_WORDS);
+        let mut groups = Vec::new();
+        let mut chunks = 0;
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let (first_entry, first_chunk) = (table.len() / ENTRY_WORDS, chunks);
+            let first_entry = table.len() / ENTRY_WORDS;
+            let first_chunk = chunks;
             let of_type = op.tensors.iter().enumerate().filter(|(_, (tensor, _))| tensor.dtype() == dtype);
             for (place, (tensor, format)) in of_type {
-                let (double, len) = (|value: u64| [value as u32, (value >> 32) as u32], tensor.elem_count());
+                let double = |value: u64| [value as u32, (value >> 32) as u32];
+                let len = tensor.elem_count();
                 let address = self.address(tensor, dtype, len)?;
                 table.extend([address, len as u64, chunks as u64].map(double).as_flattened());
                 table.extend([(format.min_normal() as f32).to_bits(), to_u32(place)?]);

@@ -82,7 +82,8 @@ fn increment(part: &mut [u64]) {
         #[inline(always)]
         || {
             for (a, b) in first.iter_mut().zip(second) {
-                (*a, *b) = (a.wrapping_add(1), b.wrapping_add(1));
+                *a = a.wrapping_add(1);
+                *b = b.wrapping_add(1);
             }
         },
     );

@@ -22,7 +22,8 @@ pub fn with_spinning_workers<R>(body: impl FnOnce() -> R) -> R {
         }
     }
     let Some(own) = rayon::current_thread_index() else { return body() };
-    let (awake, done) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let awake = AtomicUsize::new(0);
+    let done = AtomicBool::new(false);
     rayon::in_place_scope(|scope| {
         let (awake, done) = (&awake, &done);
         scope.spawn_broadcast(move |_, place| {
@@ -34,7 +35,8 @@ pub fn with_spinning_workers<R>(body: impl FnOnce() -> R) -> R {
                 poll(done);
             }
         });
-        let (others, began) = (rayon::current_num_threads() - 1, Instant::now());
+        let others = rayon::current_num_threads() - 1;
+        let began = Instant::now();
         while awake.load(Ordering::Acquire) < others && began.elapsed() < PATIENCE {
             std::hint::spin_loop();
         }

@@ -452,7 +452,9 @@ fn transpose_vectors<T: Element, const WIDTH: usize>(
         }
         let source = &lines.data[line * lines.line_stride + depth.start..];
         let source = &source[..(count - 1) * lines.line_stride + depth.len()];
-        let (source, stride, target) = (source.as_ptr(), lines.line_stride, target.as_mut_ptr());
+        let source = source.as_ptr();
+        let stride = lines.line_stride;
+        let target = target.as_mut_ptr();
         // SAFETY: the CPU has AVX2, the lines have `units` units, and the target has room for them.
         unsafe {
             match unit {
@@ -512,7 +514,8 @@ unsafe fn transpose_avx2<T: Element, const WIDTH: usize, const PAIRS: bool>(
         }
         for half in 0..2 {
             for side in 0..2 {
-                let (first, second) = (pairs[4 * half], pairs[4 * half + 1]);
+                let first = pairs[4 * half];
+                let second = pairs[4 * half + 1];
                 let (third, fourth) = (pairs[4 * half + 2], pairs[4 * half + 3]);
                 let (a, b) = if side == 0 {
                     (

@@ -94,7 +94,8 @@ fn check_product<A: Element, C: Element>(
     exact: &Exact,
     epilogue: Epilogue<'_>,
 ) {
-    let (depth, alpha) = (a.cols % 7 + 1, 0.75);
+    let depth = a.cols % 7 + 1;
+    let alpha = 0.75;
     let [second_a, second_b] = [(a.rows * depth, 11), (depth * b.cols, 12)].map(|(len, seed)| random::<A>(len, seed));
     let [rows, columns] = [a.rows, b.cols];
     let term = |b, shares| LowRankTerm { a: Operand::new(&second_a, rows, depth), b, alpha, shares };
@@ -290,7 +291,8 @@ fn empty_products_are_zeros_or_nothing() {
 fn nan_and_infinity_reach_their_row_and_column_and_no_other_place() {
     fn poisoned<T: Element>(kernels: Kernels, m: usize, k: usize, is_transposed: bool) {
         let Some(kernel) = kernels.of::<T>() else { return };
-        let (n, row) = (52, m - 7);
+        let n = 52;
+        let row = m - 7;
         let mut a = vec![T::from_f32(1.0); m * k];
         let mut b = vec![T::from_f32(1.0); k * n];
         a[if is_transposed { 6 * m + row } else { row * k + 6 }] = T::from_f32(f32::INFINITY);
@@ -300,7 +302,9 @@ fn nan_and_infinity_reach_their_row_and_column_and_no_other_place() {
         let a = if is_transposed { Operand::new(&a, k, m).transposed() } else { Operand::new(&a, m, k) };
         Gemm::new(a, Operand::new(&b, k, n)).run_on(kernel, &mut c, n);
         for (index, value) in c.iter().enumerate() {
-            let (value, i, j) = (value.to_f32(), index / n, index % n);
+            let value = value.to_f32();
+            let i = index / n;
+            let j = index % n;
             match (i, j) {
                 (_, 5) => assert!(value.is_nan(), "({i}, {j}) is {value}"),
                 (_, 50) if i == row => assert!(value.is_nan(), "({i}, {j}) is {value}"),
@@ -354,7 +358,9 @@ fn held<A: Element, C: Element>(kernel: MicroKernel, [m, k, n]: [usize; 3], dept
     let (low, factor) = (vec![A::zero(); m * depth], vec![A::zero(); depth * n]);
     let term =
         LowRankTerm { a: Operand::new(&low, m, depth), b: Operand::new(&factor, depth, n), alpha: 1.0, shares: &[] };
-    let (a, b, second) = (Operand::new(&a, m, k), Operand::new(&b, k, n), (depth > 0).then_some(term));
+    let a = Operand::new(&a, m, k);
+    let b = Operand::new(&b, k, n);
+    let second = (depth > 0).then_some(term);
     let mut workspace = Workspace::new();
     pool.install(|| Gemm { second, ..Gemm::new(a, b) }.run_in(&mut workspace, kernel, OutputMatrix::new(&mut c, n)));
     let own = pool.broadcast(|_| with_thread_buffer(|buffer| buffer.bytes()));
@@ -381,7 +387,8 @@ fn buffers_take_what_is_told_of_them() {
         compare::<bf16, f32>(kernels);
     }
     // Partial sums have a bound.
-    let (kernel, sizes) = (MicroKernel::of::<f16>(Isa::current()), [2050, 1540, 2200]);
+    let kernel = MicroKernel::of::<f16>(Isa::current());
+    let sizes = [2050, 1540, 2200];
     let shape = GemmShape { sizes, second: 0, operands: candle_core::DType::F16, c: candle_core::DType::F16 };
     assert_eq!(held::<f16, f16>(kernel, sizes, 0), words(kernel, shape, 2).map(PackBuffer::bytes_of));
 }
@@ -404,7 +411,8 @@ fn tiles_of_any_size_agree_with_f64() {
 #[cfg(target_arch = "x86_64")]
 #[ignore = "needs a CPU with AMX, where .ci/run runs it"]
 fn the_cpus_tiles_and_their_model_give_the_same_products() {
-    let (real, model) = (Kernels::Of(Isa::Amx), Kernels::TileModel);
+    let real = Kernels::Of(Isa::Amx);
+    let model = Kernels::TileModel;
     let [real, model] = [real, model].map(|kernels| kernels.of::<bf16>().unwrap());
     for rows in [2..7, 0..64, 0..500] {
         assert!(bits::<bf16>(real, 2, rows.clone()) == bits::<bf16>(model, 2, rows));
@@ -423,7 +431,8 @@ fn check_rows<T: Element>(kernels: Kernels) {
         for has_second in [false, true] {
             let product = |rows: Range<usize>| {
                 let of = |x: &'_ [T], columns: usize| x[rows.start * columns..rows.end * columns].to_vec();
-                let (a, low) = (of(&a, k), of(&low, 8));
+                let a = of(&a, k);
+                let low = of(&low, 8);
                 let term = LowRankTerm {
                     a: Operand::new(&low, rows.len(), 8),
                     b: Operand::new(&factor, 8, n),
@@ -468,10 +477,11 @@ fn kept_panels_give_the_same_bits() {
                 let values = Tensor::new(random::<f32>(k * n, seed), &Device::Cpu).unwrap();
                 values.reshape(shape).unwrap().to_dtype(dtype).unwrap()
             };
-            let (weight, inputs) = (matrix(1, shape), matrix(2, (n, k)));
+            let weight = matrix(1, shape);
+            let inputs = matrix(2, (n, k));
             let product = |rows: usize| {
-                let (x, y) =
-                    (inputs.narrow(0, 0, rows).unwrap(), Tensor::zeros((rows, n), dtype, &Device::Cpu).unwrap());
+                let x = inputs.narrow(0, 0, rows).unwrap();
+                let y = Tensor::zeros((rows, n), dtype, &Device::Cpu).unwrap();
                 op::Linear { layout, x: &x, weight: &weight, bias: None, low_rank: None, y: &y }.run(&Fused).unwrap();
                 y.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap()
             };

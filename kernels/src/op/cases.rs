@@ -156,8 +156,10 @@ impl<'a> Trial<'a> {
 
     /// [`Self::numbers`] after `f` of their index and value.
     fn mapped(&self, name: Name, shape: &[usize], dtype: DType, f: impl Fn(usize, f32) -> f32) -> Result<Tensor> {
-        let (mut values, mut operands) = (vec![0.0f32; shape.iter().product()], self.operands.borrow_mut());
-        let (stream, salt) = (Stream::new(self.seed, Domain::Bench), operands.len() as u64);
+        let mut values = vec![0.0f32; shape.iter().product()];
+        let mut operands = self.operands.borrow_mut();
+        let stream = Stream::new(self.seed, Domain::Bench);
+        let salt = operands.len() as u64;
         for (block, values) in values.chunks_mut(4).enumerate() {
             let random = stream.block(1, salt, block as u32);
             for (i, (value, word)) in values.iter_mut().zip(random).enumerate() {
@@ -239,7 +241,8 @@ impl Case {
         let values = |x: &Tensor| view::to_host(x)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
         for (Output { name, tensor, bounds: [each, all] }, exact) in found.iter().zip(&exact) {
             let what = format!("{name} of {:?} (seed {seed})", self.operation);
-            let (found, exact) = (values(tensor)?, values(&exact.tensor)?);
+            let found = values(tensor)?;
+            let exact = values(&exact.tensor)?;
             let rms = |squares: f64| (squares / exact.len().max(1) as f64).sqrt();
             let known = exact.iter().filter(|x| x.is_finite());
             let typical = rms(known.map(|x| x.powi(2)).sum()).max(f64::MIN_POSITIVE);
@@ -307,12 +310,16 @@ fn attention(
     dtype: DType,
     [drops, packed, has_sinks]: [bool; 3],
 ) -> Outputs {
-    let (tokens, [width, _, values]) = (shape.batch * shape.seq_len, shape.widths());
+    let tokens = shape.batch * shape.seq_len;
+    let [width, _, values] = shape.widths();
     let columns = [tokens, shape.widths().iter().sum::<usize>()];
     let starts = (!documents.is_empty()).then(|| starts(shape.seq_len, documents));
-    let (qkv, apart) = (t.numbers("qkv", &columns, dtype)?, t.numbers("values", &[tokens, values], dtype)?);
-    let (dqkv, dv) = (t.numbers("dqkv", &columns, dtype)?, t.numbers("dv", &[tokens, values], dtype)?);
-    let (out, lse) = (&t.poisoned(&[tokens, width], dtype)?, &t.poisoned(&[tokens * shape.heads], DType::F32)?);
+    let qkv = t.numbers("qkv", &columns, dtype)?;
+    let apart = t.numbers("values", &[tokens, values], dtype)?;
+    let dqkv = t.numbers("dqkv", &columns, dtype)?;
+    let dv = t.numbers("dv", &[tokens, values], dtype)?;
+    let out = &t.poisoned(&[tokens, width], dtype)?;
+    let lse = &t.poisoned(&[tokens * shape.heads], DType::F32)?;
     let parts = |all, values| -> Result<_> {
         let mut parts = ColumnSlice::split(all, shape.widths())?;
         if !packed {
@@ -322,9 +329,11 @@ fn attention(
     };
     let sinks = has_sinks.then(|| t.sinks(shape.heads, dtype)).transpose()?;
     let dsinks = has_sinks.then(|| t.poisoned(&[shape.heads], dtype)).transpose()?;
-    let (qkv, documents) = (parts(&qkv, &apart)?, starts.as_deref());
+    let qkv = parts(&qkv, &apart)?;
+    let documents = starts.as_deref();
     let operands = AttentionInputs { qkv, documents, dropout: t.dropout(drops), sinks: sinks.as_ref() };
-    let (dout, gradients) = (&t.numbers("dout", &[tokens, width], dtype)?, parts(&dqkv, &dv)?);
+    let dout = &t.numbers("dout", &[tokens, width], dtype)?;
+    let gradients = parts(&dqkv, &dv)?;
     t.run(op::Attention { shape, operands, out, lse })?;
     t.run(op::AttentionBackward { shape, operands, dout, out, lse, gradients, dsinks: dsinks.as_ref() })?;
     let mut outputs = t.outputs([("out", out), ("dqkv", &dqkv), ("dv", &dv)], dtype);
@@ -357,7 +366,8 @@ fn decode(t: &Trial<'_>, shape: AttentionShape, dtype: DType, has_sinks: bool) -
         t.run(op::Attention { shape, operands, out: &out, lse })?;
         return Ok(vec![t.output("out", &out, dtype)]);
     }
-    let (cache, mut past) = (LayerKvCache::new(kv_heads, seq_len + 3, head_size, dtype, t.device)?, 0);
+    let cache = LayerKvCache::new(kv_heads, seq_len + 3, head_size, dtype, t.device)?;
+    let mut past = 0;
     while past < seq_len {
         let new = (past % 4 + 1).min(seq_len - past);
         let (qkv, out) = (qkv.narrow(0, past, new)?, out.narrow(0, past, new)?);
@@ -385,7 +395,8 @@ fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], softcap: Opti
     // Elements after a row's end are not read.
     let padded = t.poisoned(&[rows, stride], dtype)?;
     padded.slice_set(&values, 1, 0)?;
-    let (logits, targets) = (ColumnSlice::new(&padded, 0..vocab)?, &targets[..]);
+    let logits = ColumnSlice::new(&padded, 0..vocab)?;
+    let targets = &targets[..];
     let [losses, trained] = [(); 2].map(|()| t.poisoned(&[rows], DType::F32));
     let (losses, trained) = (&losses?, &trained?);
     t.run(op::CrossEntropy { logits, softcap, targets, losses, seed: None, weights: None })?;
@@ -414,7 +425,8 @@ fn cross_entropy(t: &Trial<'_>, [rows, vocab, stride]: [usize; 3], softcap: Opti
 
 fn activate(t: &Trial<'_>, activation: Activation, shape: [usize; 2], dtype: DType) -> Outputs {
     let shape_of_x = [shape[0], if activation.is_gated() { 2 * shape[1] } else { shape[1] }];
-    let (x, dy) = (&t.mapped("x", &shape_of_x, dtype, |_, x| 12.0 * x)?, t.numbers("dy", &shape, dtype)?);
+    let x = &t.mapped("x", &shape_of_x, dtype, |_, x| 12.0 * x)?;
+    let dy = t.numbers("dy", &shape, dtype)?;
     let (y, again) = (t.poisoned(&shape, dtype)?, t.poisoned(&shape, dtype)?);
     let dx = if activation.is_gated() { t.poisoned(&shape_of_x, dtype)? } else { dy.clone() };
     t.run(op::Activate { activation, x, y: &y })?;
@@ -425,7 +437,8 @@ fn activate(t: &Trial<'_>, activation: Activation, shape: [usize; 2], dtype: DTy
 }
 
 fn sums(t: &Trial<'_>, len: usize, [wide, narrow]: [DType; 2], drops: bool) -> Outputs {
-    let (shape, dropout) = ([1, len], t.dropout(drops));
+    let shape = [1, len];
+    let dropout = t.dropout(drops);
     let (stream, branch) = (&t.numbers("stream", &shape, wide)?, &t.numbers("branch", &shape, narrow)?);
     let (sum, widened, copy) = (&t.poisoned(&shape, wide)?, &t.poisoned(&shape, wide)?, &t.poisoned(&shape, narrow)?);
     let (total, root) = (&t.numbers("total", &shape, wide)?, &t.numbers("root", &shape, wide)?);
@@ -450,8 +463,12 @@ pub fn tokens() -> Vec<u32> {
 
 fn embed(t: &Trial<'_>, [backward, learned, drops]: [bool; 3], [stream, dtype]: [DType; 2]) -> Outputs {
     // A block of the CUDA kernel adds 1,024 columns at a time.
-    let (ids, width, vocab, seq_len) = (tokens(), if drops { 1096 } else { 136 }, 19, 33);
-    let (table, shape) = (&t.numbers("table", &[vocab, width], dtype)?, [ids.len(), width]);
+    let ids = tokens();
+    let width = if drops { 1096 } else { 136 };
+    let vocab = 19;
+    let seq_len = 33;
+    let table = &t.numbers("table", &[vocab, width], dtype)?;
+    let shape = [ids.len(), width];
     let positions = &t.numbers("positions", &[seq_len + 3, width], dtype)?;
     let (positions, dropout) = (learned.then_some(positions), t.dropout(drops));
     let starts = starts(seq_len, &[&[21], &[4, 5], &[], &[32]]);
@@ -462,8 +479,10 @@ fn embed(t: &Trial<'_>, [backward, learned, drops]: [bool; 3], [stream, dtype]: 
         t.run(op::Embed { input, out })?;
         return Ok(vec![t.output("out", out, stream)]);
     }
-    let (dx, dtable) = (&t.numbers("dx", &shape, stream)?, &t.numbers("dtable", &[vocab, width], dtype)?);
-    let (dpositions, order) = (t.poisoned(&[seq_len + 3, width], dtype)?, &mut vec![0; ids.len()]);
+    let dx = &t.numbers("dx", &shape, stream)?;
+    let dtable = &t.numbers("dtable", &[vocab, width], dtype)?;
+    let dpositions = t.poisoned(&[seq_len + 3, width], dtype)?;
+    let order = &mut vec![0; ids.len()];
     let dpositions = learned.then_some(&dpositions);
     t.run(op::EmbedBackward { input, dx, order, dtable: Some(dtable), dpositions })?;
     let mut outputs = vec![t.output("dtable", dtable, dtype)];
@@ -484,24 +503,35 @@ fn norm(
     types: [DType; 2],
     mode: WriteMode,
 ) -> Outputs {
-    let ([rows, columns], [first, width, stride], [stream, compute]) = (sizes, place, types);
-    let (settings, shape, groups) = (NormSettings { norm, eps: 1e-5 }, [rows, stride], rows * columns / width);
+    let [rows, columns] = sizes;
+    let [first, width, stride] = place;
+    let [stream, compute] = types;
+    let settings = NormSettings { norm, eps: 1e-5 };
+    let shape = [rows, stride];
+    let groups = rows * columns / width;
     // Away from zero, so that a variance by differences of squares would show.
     let x = t.mapped("x", &shape, stream, |_, x| x + 3.0)?;
     let [weight, bias] = ["weight", "bias"].map(|name| t.numbers(name, &[width], compute));
-    let (weight, bias, dy) = (&weight?, bias?, t.numbers("dy", &shape, compute)?);
+    let weight = &weight?;
+    let bias = bias?;
+    let dy = t.numbers("dy", &shape, compute)?;
     // Elements next to the columns stay.
     let (y, dx) = (t.numbers("y", &shape, compute)?, t.numbers("dx", &shape, stream)?);
-    let (mean, rstd) = (t.poisoned(&[groups], DType::F32)?, &t.poisoned(&[groups], DType::F32)?);
+    let mean = t.poisoned(&[groups], DType::F32)?;
+    let rstd = &t.poisoned(&[groups], DType::F32)?;
     let [dweight, dbias] = [(); 2].map(|()| t.poisoned(&[width], compute));
-    let (dweight, dbias, frozen) = (dweight?, dbias?, dx.copy()?);
+    let dweight = dweight?;
+    let dbias = dbias?;
+    let frozen = dx.copy()?;
     let of_layer = |x| settings.centers().then_some(x);
     let of = |x| ColumnSlice::new(x, first..first + columns);
     let mean = of_layer(&mean);
     t.run(op::Norm { settings, x: of(&x)?, weight, bias: of_layer(&bias), y: of(&y)?, mean, rstd })?;
     // A frozen norm has the same gradient.
     for (dx, dweight, dbias) in [(&dx, Some(&dweight), of_layer(&dbias)), (&frozen, None, None)] {
-        let (dy, x, dx) = (of(&dy)?, of(&x)?, of(dx)?);
+        let dy = of(&dy)?;
+        let x = of(&x)?;
+        let dx = of(dx)?;
         t.run(op::NormBackward { settings, dy, x, weight, mean, rstd, dx, mode, dweight, dbias })?;
     }
     let mut outputs = t.outputs([("y", &y), ("dweight", &dweight)], compute);
@@ -516,13 +546,16 @@ fn linear(t: &Trial<'_>, layout: WeightLayout, sizes: [usize; 3], biased: bool, 
     let [rows, inner, width] = sizes;
     let is_plain = layout == WeightLayout::InOut;
     let shape = if is_plain { [inner, width] } else { [width, inner] };
-    let (x, weight) = (&t.numbers("x", &[rows, inner], dtype)?, &t.numbers("weight", &shape, dtype)?);
-    let (row, dy) = (t.numbers("bias", &[width], dtype)?, &t.numbers("dy", &[rows, width], dtype)?);
+    let x = &t.numbers("x", &[rows, inner], dtype)?;
+    let weight = &t.numbers("weight", &shape, dtype)?;
+    let row = t.numbers("bias", &[width], dtype)?;
+    let dy = &t.numbers("dy", &[rows, width], dtype)?;
     let (low, factor) = (t.numbers("low", &[rows, rank], dtype)?, t.numbers("factor", &[width, rank], dtype)?);
     let factor = MatmulOperand::transposed(ColumnSlice::all(&factor)?);
     let low_rank = (rank > 0).then_some(LoraTerm { low: &low, factor, alpha: 1.5, shares: &[] });
     let (y, dx) = (&t.poisoned(&[rows, width], dtype)?, &t.poisoned(&[rows, inner], dtype)?);
-    let (dweight, dbias) = (&t.poisoned(&shape, dtype)?, &t.poisoned(&[width], dtype)?);
+    let dweight = &t.poisoned(&shape, dtype)?;
+    let dbias = &t.poisoned(&[width], dtype)?;
     t.run(op::Linear { layout, x, weight, bias: biased.then_some(&row), low_rank, y })?;
     t.run(op::Linear { layout: layout.transposed(), x: dy, weight, bias: None, low_rank: None, y: dx })?;
     let [left, right] = if is_plain { [x, dy] } else { [dy, x] };
@@ -535,12 +568,16 @@ fn linear(t: &Trial<'_>, layout: WeightLayout, sizes: [usize; 3], biased: bool, 
 /// Products of some columns of wider matrices, added to a sum of either type.
 fn product(t: &Trial<'_>, [m, k, n]: [usize; 3], transposed: [bool; 2], [dtype, out]: [DType; 2]) -> Outputs {
     let turned = |[rows, columns]: [usize; 2], turn| if turn { [columns, rows] } else { [rows, columns] };
-    let ([rows, columns], [depth, width]) = (turned([m, k], transposed[0]), turned([k, n], transposed[1]));
-    let (x, y) = (&t.numbers("a", &[rows, columns], dtype)?, &t.numbers("b", &[depth, width + 5], dtype)?);
+    let [rows, columns] = turned([m, k], transposed[0]);
+    let [depth, width] = turned([k, n], transposed[1]);
+    let x = &t.numbers("a", &[rows, columns], dtype)?;
+    let y = &t.numbers("b", &[depth, width + 5], dtype)?;
     let a = MatmulOperand { columns: ColumnSlice::all(x)?, transposed: transposed[0] };
     let b = MatmulOperand { columns: ColumnSlice::new(y, 2..width + 2)?, transposed: transposed[1] };
     let [sum, product] = ["sum", "product"].map(|name| t.numbers(name, &[m, n + 3], out));
-    let (sum, product, rows) = (&sum?, &product?, &t.poisoned(&[columns], out)?);
+    let sum = &sum?;
+    let product = &product?;
+    let rows = &t.poisoned(&[columns], out)?;
     for (c, mode) in [(sum, WriteMode::Accumulate), (product, WriteMode::Overwrite)] {
         t.run(op::Matmul { a, b, alpha: 0.5, c: ColumnSlice::new(c, 1..n + 1)?, mode })?;
     }
@@ -549,11 +586,14 @@ fn product(t: &Trial<'_>, [m, k, n]: [usize; 3], transposed: [bool; 2], [dtype, 
 }
 
 fn route(t: &Trial<'_>, [tokens, experts, width]: [usize; 3], settings: RouterSettings, dtype: DType) -> Outputs {
-    let (rows, routes) = (tokens * settings.top_k, &mut Routes::default());
+    let rows = tokens * settings.top_k;
+    let routes = &mut Routes::default();
     // Some logits are equal.
     let logits = &t.mapped("logits", &[tokens, experts], DType::F32, |_, x| (24.0 * x).round() / 8.0)?;
     let [x, dx] = ["x", "dx"].map(|name| t.numbers(name, &[rows, width], dtype));
-    let (x, dx, weights) = (&x?, &dx?, &t.poisoned(&[rows], DType::F32)?);
+    let x = &x?;
+    let dx = &dx?;
+    let weights = &t.poisoned(&[rows], DType::F32)?;
     let dlogits = &t.poisoned(&[tokens, experts], dtype)?;
     t.run(op::Route { settings, logits, weights, routes: &mut *routes })?;
     t.run(op::RouteBackward { settings, logits, weights, routes, x, dx, dlogits })?;
@@ -574,7 +614,9 @@ fn apply_rope(t: &Trial<'_>, operation: Operation) -> Outputs {
     let Operation::Rotate { seq_len, heads, half, past, documents, dtype, direction } = operation else {
         bail!("not a rotation: {operation:?}")
     };
-    let (rows, columns, table) = (2 * seq_len, 2 * half * heads, angles(half, seq_len + past)?);
+    let rows = 2 * seq_len;
+    let columns = 2 * half * heads;
+    let table = angles(half, seq_len + past)?;
     let table = &CosSinCache { cos: t.stored(&table.cos, DType::F32)?, sin: t.stored(&table.sin, DType::F32)? };
     let starts = starts(seq_len, ROTATED);
     let positions = PositionIds { seq_len, past, documents: documents.then_some(&starts[..]) };

@@ -112,7 +112,8 @@ impl ExponentHistogram {
     pub fn log2_quantile(&self, share: f64) -> Option<f64> {
         let mut left = share * self.finite_nonzero() as f64;
         self.iter().find_map(|(exponent, count)| {
-            let (position, count) = (left, count as f64);
+            let position = left;
+            let count = count as f64;
             left -= count;
             (position <= count).then(|| f64::from(exponent) + position / count)
         })

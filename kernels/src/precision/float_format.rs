@@ -228,7 +228,8 @@ mod tests {
     /// `decode` of every pattern equals `reference`, and encoding that value gives the pattern back.
     fn check_every_pattern(format: FloatFormat, reference: impl Fn(u32) -> f64) {
         for bits in 0..1u32 << format.bits() {
-            let (ours, theirs) = (format.decode(bits), reference(bits));
+            let ours = format.decode(bits);
+            let theirs = reference(bits);
             if theirs.is_nan() {
                 assert!(ours.is_nan(), "{} {bits:#x}: {ours}", format.name);
                 assert_eq!(format.classify(format.encode(theirs)), FloatClass::Nan);
@@ -248,7 +249,8 @@ mod tests {
             let low = low as f32;
             for x in [low, low.next_up(), middle.next_down(), middle, middle.next_up()] {
                 for x in [x, -x] {
-                    let (ours, theirs) = (format.round(f64::from(x)), reference(x));
+                    let ours = format.round(f64::from(x));
+                    let theirs = reference(x);
                     assert_eq!(ours.to_bits(), theirs.to_bits(), "{} {x:e}: {ours:e} {theirs:e}", format.name);
                 }
             }

@@ -21,7 +21,9 @@ const WARM_UP: usize = 3;
 /// Measures `count` forward passes over one sequence, with the logits of all its places, and `count` times the next token after
 /// it from the KV cache.
 pub(super) fn measure(args: &BenchArgs, config: &Config, count: usize) -> Result<serde_json::Value> {
-    let (spec, seq_len, policy) = (args.spec()?, args.seq_len, config.dtype);
+    let spec = args.spec()?;
+    let seq_len = args.seq_len;
+    let policy = config.dtype;
     let open = config.device_spec()?.open(policy, config.kernels, &mut |notice| print_notice(&notice))?;
     let masters = Parameters::random(&spec.parameters(), config.seed, &open.device)?;
     let (masters, weights) = MasterWeights::new(masters, policy, &*open.kernels)?;

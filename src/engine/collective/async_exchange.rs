@@ -21,7 +21,8 @@ pub(crate) struct AsyncExchange {
 impl AsyncExchange {
     /// Starts the thread, which ends with this value.
     pub(crate) fn spawn<'scope>(scope: &'scope Scope<'scope, '_>, group: &'scope dyn ProcessGroup) -> Self {
-        let ((requests, requested), (results, completed)) = (channel::<(Buffers, Buffers)>(), channel());
+        let (requests, requested) = channel::<(Buffers, Buffers)>();
+        let (results, completed) = channel();
         scope.spawn(move || {
             for (out, mut into) in requested {
                 let clock = Instant::now();

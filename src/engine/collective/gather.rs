@@ -13,7 +13,9 @@ pub fn all_gather(whole: &Parameters, own: &Parameters, group: &dyn ProcessGroup
     if let Some(gpus) = group.gpus() {
         return between_gpus(whole, shards, group, gpus);
     }
-    let (rank, count, in_place) = (group.rank(), group.world_size(), own.shares_storage(whole));
+    let rank = group.rank();
+    let count = group.world_size();
+    let in_place = own.shares_storage(whole);
     let rounds: Vec<_> =
         (0..count).map(|owner| shards.rounds(owner, 0..whole.tensors().len(), CHUNK_ELEMENTS)).collect();
     for round in 0..rounds.iter().map(Vec::len).max().unwrap_or(0) {

@@ -183,7 +183,9 @@ pub(crate) fn connect(group: Arc<dyn ProcessGroup>, open: &DeviceContext) -> Res
         id.0.copy_from_slice(&bytes);
     }
     device.cuda_stream().context().bind_to_thread().w()?;
-    let (mut communicator, world_size, rank) = (null_mut(), group.world_size() as c_int, group.rank() as c_int);
+    let mut communicator = null_mut();
+    let world_size = group.world_size() as c_int;
+    let rank = group.rank() as c_int;
     // SAFETY: the GPU's context is current, and all processes call it with the leader's id.
     let init = || unsafe { (functions.init)(&raw mut communicator, world_size, id, rank) };
     functions.check(watched(&*group, init))?;
@@ -244,14 +246,16 @@ impl OnGpus {
         let queue = || {
             for (rank, tensor) in out {
                 let (address, bytes) = self.memory(tensor)?;
-                let (address, rank) = (address as *const c_void, *rank as c_int);
+                let address = address as *const c_void;
+                let rank = *rank as c_int;
                 // SAFETY: the tensor has this number of bytes.
                 let queued = unsafe { (functions.send)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };
                 functions.check(queued)?;
             }
             for (rank, tensor) in into {
                 let (address, bytes) = self.memory(tensor)?;
-                let (address, rank) = (address as *mut c_void, *rank as c_int);
+                let address = address as *mut c_void;
+                let rank = *rank as c_int;
                 // SAFETY: the tensor has this number of bytes.
                 let queued =
                     unsafe { (functions.receive)(address, bytes, BYTE, rank, communicator, stream.cu_stream()) };

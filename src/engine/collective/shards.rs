@@ -31,10 +31,13 @@ impl Shards {
             units.entry(*unit).or_default().push(index);
         }
         // The ends of the shards in the units so far, and their elements.
-        let (mut cuts, mut ends, mut total) = (vec![Vec::new(); parameters.len()], vec![0; world_size + 1], 0);
+        let mut cuts = vec![Vec::new(); parameters.len()];
+        let mut ends = vec![0; world_size + 1];
+        let mut total = 0;
         for members in units.values() {
             let lengths: Vec<usize> = members.iter().map(|member| parameters[*member].1).collect();
-            let (length, mut last) = (lengths.iter().sum::<usize>(), 0);
+            let length = lengths.iter().sum::<usize>();
+            let mut last = 0;
             total += length;
             for (rank, end) in ends.iter_mut().enumerate() {
                 // This unit rounds down if earlier ones have rounded up.
@@ -76,7 +79,8 @@ impl Shards {
         parameters: impl IntoIterator<Item = usize>,
         elements: usize,
     ) -> Vec<Vec<(usize, Range<usize>)>> {
-        let (mut rounds, mut room) = (Vec::new(), 0);
+        let mut rounds = Vec::new();
+        let mut room = 0;
         for parameter in parameters {
             let range = self.range(rank, parameter);
             for start in range.clone().step_by(elements) {

@@ -218,7 +218,8 @@ impl<'a> Meeting<'a> {
         while let Some(missing) = (self.launch.rank + 1..streams.len()).find(|rank| streams[*rank].is_none()) {
             match poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&timespec(self.remaining()))) {
                 Ok(0) => {
-                    let (own, address) = (self.launch.rank, listener.local_addr().map_err(failed)?);
+                    let own = self.launch.rank;
+                    let address = listener.local_addr().map_err(failed)?;
                     let message = format!("process {missing} did not connect to process {own} at {address} in time");
                     return Err(Error::Collective(message));
                 }
@@ -378,7 +379,8 @@ mod tests {
             let mut address: libc::sockaddr_in = std::mem::zeroed();
             address.sin_family = libc::AF_INET as _;
             address.sin_addr.s_addr = u32::from(Ipv4Addr::LOCALHOST).to_be();
-            let (socket, place) = (libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0), (&raw mut address).cast());
+            let socket = libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0);
+            let place = (&raw mut address).cast();
             let mut size = size_of_val(&address) as libc::socklen_t;
             assert_eq!(libc::bind(socket, place, size), 0);
             assert_eq!(libc::getsockname(socket, place, &raw mut size), 0);
@@ -455,7 +457,8 @@ mod tests {
         let mut listener = Some(listener);
         let connected = thread::scope(|scope| {
             let all = [0, 1, 2].map(|rank| {
-                let (master, listener) = (&master, listener.take());
+                let master = &master;
+                let listener = listener.take();
                 let connect =
                     move || Tcp::connect(&launch(3, rank), master, listener, |message| panic!("{message}")).unwrap();
                 scope.spawn(connect)

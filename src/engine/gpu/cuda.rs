@@ -30,7 +30,8 @@ pub(crate) fn has_wgmma(device: &Device) -> bool {
 }
 
 pub(crate) fn peak_bytes(device: &Device) -> Option<u64> {
-    let (pool, mut most) = (memory_pool(device.as_cuda_device().ok()?).ok()?, 0u64);
+    let pool = memory_pool(device.as_cuda_device().ok()?).ok()?;
+    let mut most = 0u64;
     let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
     // SAFETY: the attribute is a 64-bit number.
     unsafe { mem_pool::get_attribute(pool, attribute, (&raw mut most).cast()) }.ok()?;
@@ -49,7 +50,8 @@ fn memory_pool(device: &CudaDevice) -> Result<sys::CUmemoryPool, DriverError> {
 pub(crate) fn all() -> Result<Vec<String>, String> {
     let described = |ordinal: i32| {
         let gpu = CudaContext::new(usize::try_from(ordinal).unwrap_or(0))?;
-        let (gib, (major, minor)) = (gpu.total_mem()? as f64 / f64::from(1 << 30), gpu.compute_capability()?);
+        let gib = gpu.total_mem()? as f64 / f64::from(1 << 30);
+        let (major, minor) = gpu.compute_capability()?;
         Ok(format!("cuda:{ordinal} {}, {gib:.1} GiB, compute capability {major}.{minor}", gpu.name()?))
     };
     let all =
@@ -97,7 +99,8 @@ fn driver_version() -> Result<u32, String> {
 
 /// Lets the driver keep freed memory for later allocations instead of releasing it at each synchronisation.
 fn set_pool_release_threshold(device: &CudaDevice) -> Result<(), DriverError> {
-    let (pool, mut threshold) = (memory_pool(device)?, u64::MAX);
+    let pool = memory_pool(device)?;
+    let mut threshold = u64::MAX;
     let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
     // SAFETY: the attribute is a 64-bit number.
     unsafe { mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast()) }

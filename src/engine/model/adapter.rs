@@ -181,7 +181,8 @@ impl Adapter {
 
     /// Adds the output of the adapter to `y`, which is FP32.
     pub(super) fn add_to_fp32(&self, cx: &mut Context<'_>, x: &Tensor, y: &Tensor) -> Result<()> {
-        let (a_out, factor) = (self.forward_a(cx, x)?, self.factor(cx)?);
+        let a_out = self.forward_a(cx, x)?;
+        let factor = self.factor(cx)?;
         let a = MatmulOperand::plain(ColumnSlice::all(&a_out)?);
         let b = MatmulOperand::transposed(ColumnSlice::all(&factor)?);
         op::Matmul { a, b, alpha: self.scale, c: ColumnSlice::all(y)?, mode: WriteMode::Accumulate }.run(cx.kernels)
@@ -189,7 +190,8 @@ impl Adapter {
 
     /// Computes `dropout(x) · Aᵀ`.
     pub(super) fn forward_a(&self, cx: &mut Context<'_>, x: &Tensor) -> Result<Tensor> {
-        let (input, a_out) = (self.dropped(cx, x)?, self.a_out(cx, x.dim(0)?)?);
+        let input = self.dropped(cx, x)?;
+        let a_out = self.a_out(cx, x.dim(0)?)?;
         let a = self.a(cx.weights.fused(self.a))?;
         let a = MatmulOperand::transposed(ColumnSlice::all(&a)?);
         cx.product(MatmulOperand::plain(ColumnSlice::all(&input)?), a, 1.0, ColumnSlice::all(&a_out)?)?;
@@ -207,7 +209,8 @@ impl Adapter {
         y: &Tensor,
     ) -> Result<()> {
         let factor = self.factor(cx)?;
-        let (factor, shares) = (MatmulOperand::transposed(ColumnSlice::all(&factor)?), &self.out_slices[..]);
+        let factor = MatmulOperand::transposed(ColumnSlice::all(&factor)?);
+        let shares = &self.out_slices[..];
         let low_rank = LoraTerm { low: a_out, factor, alpha: self.scale, shares };
         let weight = cx.weights.weight(self.weight)?;
         op::Linear { layout: weight.layout(self.layout), x, weight: &weight, bias, low_rank: Some(low_rank), y }
@@ -235,7 +238,8 @@ impl Adapter {
         dy: &Tensor,
         dx: &Tensor,
     ) -> Result<Option<MagnitudeScale>> {
-        let (magnitude_scale, rows) = (self.magnitude_scale(cx.weights)?, dy.dim(0)?);
+        let magnitude_scale = self.magnitude_scale(cx.weights)?;
+        let rows = dy.dim(0)?;
         let dy = self.grad_before_scaling(cx, magnitude_scale.as_ref(), dy)?;
         let a_out_grad = self.a_out_grad(cx, rows)?;
         for (i, member) in self.members.iter().enumerate() {
@@ -246,7 +250,8 @@ impl Adapter {
             cx.product(dy, b, self.scale, into)?;
         }
         cx.hook.record_whole(self.layer, TensorKind::LowRankGradient, &a_out_grad)?;
-        let (weight, a) = (cx.weights.weight(self.weight)?, self.a(cx.weights.fused(self.a))?);
+        let weight = cx.weights.weight(self.weight)?;
+        let a = self.a(cx.weights.fused(self.a))?;
         let a = MatmulOperand::plain(ColumnSlice::all(&a)?);
         let layout = weight.layout(self.layout).transposed();
         let Some(dropout) = cx.mode.dropout(self.dropout, self.site) else {
@@ -297,7 +302,8 @@ impl Adapter {
             }
         }
         let Some(da) = cx.grad(self.a) else { return Ok(()) };
-        let (da, input) = (self.a(da)?, self.dropped(cx, x)?);
+        let da = self.a(da)?;
+        let input = self.dropped(cx, x)?;
         let (a_out_grad, input) = (
             MatmulOperand::transposed(ColumnSlice::all(&a_out_grad)?),
             MatmulOperand::plain(ColumnSlice::all(&input)?),

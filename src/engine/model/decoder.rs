@@ -228,7 +228,8 @@ impl Decoder {
             hasher.finish()
         };
         let InputIds { ids, seq_len, documents } = tokens;
-        let (windows, buffers) = (&self.windows[..], buffers.map(identity));
+        let windows = &self.windows[..];
+        let buffers = buffers.map(identity);
         PassInputs { ids, seq_len, documents, targets, seed, weights: weights_of_targets, draw, windows, buffers }
     }
 
@@ -275,7 +276,8 @@ impl Decoder {
         positions: PositionIds<'_>,
         direction: Direction,
     ) -> Result<()> {
-        let (head, rotated) = (self.spec.head_dim, self.spec.rotary_dim());
+        let head = self.spec.head_dim;
+        let rotated = self.spec.rotary_dim();
         for (x, table) in query_key.into_iter().zip(tables) {
             // Heads that are rotated as a whole are rotated together.
             let (step, count) = if rotated == head { (x.count(), x.count()) } else { (head, rotated) };
@@ -297,7 +299,8 @@ impl Decoder {
     }
 
     fn check(&self, tokens: InputIds<'_>, workspace: &Workspace) -> Result<()> {
-        let (ids, seq_len) = (tokens.ids.len(), tokens.seq_len);
+        let ids = tokens.ids.len();
+        let seq_len = tokens.seq_len;
         if ids != workspace.batch * workspace.seq_len || seq_len != workspace.seq_len {
             bail!("{ids} tokens in rows of {seq_len} for buffers of {} × {}", workspace.batch, workspace.seq_len);
         }
@@ -344,7 +347,8 @@ impl Decoder {
         ws.documents.extend_from_slice(tokens.documents.unwrap_or_default());
         self.embed_into(weights, self.embed(weights, tokens, mode), &ws.stream[0])?;
         hook.record_whole(EMBEDDING, TensorKind::Output, &ws.stream[0])?;
-        let (ws, adapters) = (&*ws, AdapterPass::default());
+        let ws = &*ws;
+        let adapters = AdapterPass::default();
         let cx = &mut Context { kernels: self.kernels(), weights, grads: None, mode, adapters, hook };
         for i in 0..self.spec.num_layers {
             self.forward_block(cx, i, ws)?;
@@ -359,7 +363,8 @@ impl Decoder {
     /// backward pass reads.
     fn forward_block<'a>(&self, cx: &mut Context<'a>, i: usize, ws: &'a Workspace) -> Result<()> {
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
-        let ((acts, scratch), sinks) = (ws.block(i)?, self.sinks(cx.weights, i));
+        let (acts, scratch) = ws.block(i)?;
+        let sinks = self.sinks(cx.weights, i);
         self.block_pass(cx, i, (&ws.stream[i], acts, scratch), ws.rope_caches(), ws.positions(), |qkv| {
             let operands = AttentionInputs { qkv, documents: ws.documents(), dropout, sinks };
             op::Attention { shape: self.shape(i, ws.batch, ws.seq_len), operands, out: &acts.attended, lse: &acts.lse }
@@ -381,7 +386,9 @@ impl Decoder {
         positions: PositionIds<'_>,
         attend: impl FnOnce([ColumnSlice<'_>; 3]) -> Result<()>,
     ) -> Result<()> {
-        let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
+        let kernels = cx.kernels;
+        let mode = cx.mode;
+        let block = &self.blocks[i];
         cx.adapters = acts.adapters(scratch);
         block.attention_norm.forward(cx, input, &acts.attention_norm)?;
         block.qkv.forward(cx, &acts.attention_norm.out, &acts.qkv)?;
@@ -410,8 +417,8 @@ impl Decoder {
 
     /// Shows a tensor of the MLP's activation to the hook.
     fn record_activation(&self, cx: &mut Context<'_>, i: usize, kind: TensorKind, tensor: &Tensor) -> Result<()> {
-        let (layer, first_token) =
-            (ModuleId::in_block(i, ModuleOp::Activation), self.spec.experts.is_none().then_some(0));
+        let layer = ModuleId::in_block(i, ModuleOp::Activation);
+        let first_token = self.spec.experts.is_none().then_some(0);
         cx.hook.record(HookPoint { layer, kind, first_token }, tensor)
     }
 

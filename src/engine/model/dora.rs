@@ -28,11 +28,14 @@ pub(super) fn magnitude_scale(
     scale: f32,
 ) -> Result<MagnitudeScale> {
     let outputs = weight.dim(usize::from(layout == WeightLayout::InOut))?;
-    let (mut factors, mut norms, mut end) = (Vec::new(), Vec::new(), 0);
+    let mut factors = Vec::new();
+    let mut norms = Vec::new();
+    let mut end = 0;
     let ones = |count| Tensor::ones(count, DType::F32, weight.device());
     for (i, member) in members.iter().enumerate() {
         let Some(magnitude) = member.magnitude else { continue };
-        let (first, count) = (member.outputs.start, member.outputs.len());
+        let first = member.outputs.start;
+        let count = member.outputs.len();
         let delta = wide(weights.fused(member.b))?.matmul(&wide(&a.narrow(0, i * r, r)?)?)?;
         let norm = weight_norm(&(rows(weight, layout, first, count)? + (delta * f64::from(scale))?)?)?;
         if first > end {

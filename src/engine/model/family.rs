@@ -122,7 +122,8 @@ impl Family {
         let mut stacks = BTreeMap::<String, BTreeMap<usize, Tensor>>::new();
         let mut tensors = Vec::new();
         for (parameter, tensor) in parameters {
-            let (name, tensor) = (self.stored_name(parameter), tensor.clone());
+            let name = self.stored_name(parameter);
+            let tensor = tensor.clone();
             match self.stack_of(parameter) {
                 Some((_, place)) => drop(stacks.entry(name).or_default().insert(place, tensor)),
                 None => tensors.push((name, tensor)),

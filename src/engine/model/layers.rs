@@ -89,7 +89,8 @@ impl NormLayer {
         mean: Option<&Tensor>,
         rstd: &Tensor,
     ) -> Result<()> {
-        let (weight, bias) = (cx.weights.fused(self.param()?), self.bias.map(|bias| cx.weights.fused(bias)));
+        let weight = cx.weights.fused(self.param()?);
+        let bias = self.bias.map(|bias| cx.weights.fused(bias));
         op::Norm { settings: self.settings, x, weight, bias, y, mean, rstd }.run(cx.kernels)?;
         cx.hook.record_whole(self.layer, TensorKind::Output, y.tensor())
     }
@@ -104,7 +105,9 @@ impl NormLayer {
         (dx, mode): (&Tensor, WriteMode),
     ) -> Result<()> {
         if self.weight.is_some() {
-            let (x, dy, into) = (ColumnSlice::all(x)?, ColumnSlice::all(dy)?, (ColumnSlice::all(dx)?, mode));
+            let x = ColumnSlice::all(x)?;
+            let dy = ColumnSlice::all(dy)?;
+            let into = (ColumnSlice::all(dx)?, mode);
             self.backward_columns(cx, x, (normed.mean.as_ref(), &normed.rstd), dy, into)?;
         } else {
             op::Accumulate { x: dy, inner: &[], out: dx }.run(cx.kernels)?;
@@ -122,8 +125,10 @@ impl NormLayer {
         (dx, mode): (ColumnSlice<'_>, WriteMode),
     ) -> Result<()> {
         let Self { layer, settings, bias, .. } = *self;
-        let (param, dbias) = (self.param()?, bias.and_then(|bias| cx.grad(bias)));
-        let (weight, dweight) = (cx.weights.fused(param), cx.grad(param));
+        let param = self.param()?;
+        let dbias = bias.and_then(|bias| cx.grad(bias));
+        let weight = cx.weights.fused(param);
+        let dweight = cx.grad(param);
         op::NormBackward { settings, dy, x, weight, mean, rstd, dx, mode, dweight, dbias }.run(cx.kernels)?;
         record_gradients(cx, layer, param, bias)
     }
@@ -199,7 +204,8 @@ impl Linear {
             let bias = Some(cx.weights.fused(bias));
             op::Linear { layout, x, weight: &weight, bias, y, low_rank: None }.run(cx.kernels)?;
         } else {
-            let (transposed, columns) = (layout == WeightLayout::OutIn, ColumnSlice::all(&weight)?);
+            let transposed = layout == WeightLayout::OutIn;
+            let columns = ColumnSlice::all(&weight)?;
             let operand = MatmulOperand::plain(ColumnSlice::all(x)?);
             cx.product(operand, MatmulOperand { columns, transposed }, 1.0, ColumnSlice::all(y)?)?;
         }

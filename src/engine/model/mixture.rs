@@ -116,7 +116,8 @@ impl LoadBalance {
         let Some(Routing { logits, decisions, .. }) = acts.routing.as_ref().filter(|_| self.seed > 0.0) else {
             return Ok(());
         };
-        let (experts, routes) = (logits.dim(1)?, &decisions.borrow().routes);
+        let experts = logits.dim(1)?;
+        let routes = &decisions.borrow().routes;
         self.chosen.resize(experts, 0.0);
         self.probabilities.resize(experts, 0.0);
         let host = to_host(logits)?.flatten_all()?.to_vec1::<f32>()?;
@@ -185,7 +186,8 @@ impl ModelSpec {
     pub(super) fn check_normalized(&self, normalized: bool) -> std::result::Result<(), String> {
         match self.experts {
             Some(experts) if experts.router.normalized != normalized => {
-                let (found, family) = (!normalized, self.family.model_type);
+                let found = !normalized;
+                let family = self.family.model_type;
                 Err(format!("llama.cpp has `{NORMALIZED}` = {normalized} for `{family}`, not {found}; export a folder"))
             }
             _ => Ok(()),
@@ -270,7 +272,8 @@ impl ExpertMlps {
 
     /// Computes the activation's input, [`BlockActivations::up`], from the normalised stream `x [N, D]`.
     pub(super) fn forward_up(&self, cx: &mut Context<'_>, x: &Tensor, (acts, scratch): BlockBuffers<'_>) -> Result<()> {
-        let (Routing { logits, weights, decisions }, rows) = (acts.routing()?, scratch.routed()?);
+        let Routing { logits, weights, decisions } = acts.routing()?;
+        let rows = scratch.routed()?;
         let Decisions { routes, .. } = &mut *decisions.borrow_mut();
         self.router.forward_into_fp32(cx, x, logits)?;
         op::Route { settings: self.settings, logits, weights, routes: &mut *routes }.run(cx.kernels)?;
@@ -306,7 +309,8 @@ impl ExpertMlps {
 
     /// Computes the weighted output of each of a token's experts.
     fn outputs(&self, cx: &mut Context<'_>, (acts, scratch): BlockBuffers<'_>, rows: &Tensor) -> Result<()> {
-        let (Routing { weights, decisions, .. }, activated) = (acts.routing()?, &scratch.activated);
+        let Routing { weights, decisions, .. } = acts.routing()?;
+        let activated = &scratch.activated;
         self.for_each(cx, &decisions.borrow().routes, |cx, expert, range| match range {
             Some((first, count)) => {
                 expert.down.forward(cx, &activated.narrow(0, first, count)?, &rows.narrow(0, first, count)?)
@@ -324,10 +328,12 @@ impl ExpertMlps {
         (acts, scratch): BlockBuffers<'_>,
         (dy, balance): (&Tensor, &LoadBalance),
     ) -> Result<()> {
-        let (Routing { logits, weights, decisions }, rows) = (acts.routing()?, scratch.routed()?);
+        let Routing { logits, weights, decisions } = acts.routing()?;
+        let rows = scratch.routed()?;
         let Decisions { routes, .. } = &*decisions.borrow();
-        let (x, dx, dlogits) =
-            (&scratch.activated, &scratch.gradients()?.activated, scratch.gradients()?.router_logits()?);
+        let x = &scratch.activated;
+        let dx = &scratch.gradients()?.activated;
+        let dlogits = scratch.gradients()?.router_logits()?;
         gather(cx, routes, dy, rows)?;
         if self.weighs_outputs {
             let outputs = scratch.gradients()?.routed()?;
@@ -405,7 +411,8 @@ impl ExpertMlps {
 
 /// The rows of `table` by the tokens of `routes`.
 fn by_token<'a>(routes: &'a Routes, table: &'a Tensor) -> Embedding<'a> {
-    let (ids, seq_len) = (&routes.tokens[..], routes.tokens.len());
+    let ids = &routes.tokens[..];
+    let seq_len = routes.tokens.len();
     Embedding { table, positions: None, ids, seq_len, documents: None, scale: 1.0, dropout: None }
 }
 

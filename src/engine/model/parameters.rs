@@ -454,7 +454,8 @@ impl std::ops::Index<usize> for Parameters {
 
 /// Fills `out` with initial values of a parameter, starting at value `first`, a multiple of four.
 pub fn sample_init(entry: &ParamSpec, seed: u64, first: usize, out: &mut [f32]) {
-    let (stream, site) = (Stream::new(seed, Domain::Init), site_of(&entry.name));
+    let stream = Stream::new(seed, Domain::Init);
+    let site = site_of(&entry.name);
     match entry.init {
         ParamInit::Zeros | ParamInit::WeightNorm => out.fill(0.0),
         ParamInit::Ones => out.fill(1.0),

@@ -351,9 +351,11 @@ impl Rope {
                 };
                 let (mut low, mut high) = (bound(beta_fast), bound(beta_slow));
                 if truncate {
-                    (low, high) = (low.floor(), high.ceil());
+                    low = low.floor();
+                    high = high.ceil();
                 }
-                (low, high) = (low.max(0.0), high.min(size - 1.0));
+                low = low.max(0.0);
+                high = high.min(size - 1.0);
                 if low == high {
                     high += 0.001;
                 }

@@ -317,11 +317,13 @@ pub fn candle_dtype(dtype: Dtype) -> DType {
 
 impl<T> BlockActivations<T> {
     fn alloc(spec: &ModelSpec, tokens: usize, compute: DType, stream: DType, allocate: AllocFn<'_, T>) -> Result<Self> {
-        let (rows, columns) = (|columns: usize, dtype| allocate(&[tokens, columns], dtype), total_rank(spec));
+        let rows = |columns: usize, dtype| allocate(&[tokens, columns], dtype);
+        let columns = total_rank(spec);
         let norm = || NormOutput::alloc(spec.norm, tokens, spec.hidden_size, compute, allocate);
         let mlp_rows = tokens * spec.mlp_rows();
         let routing = |experts: Experts| -> Result<Routing<T>> {
-            let (logits, weights) = (rows(experts.count, DType::F32)?, allocate(&[mlp_rows], DType::F32)?);
+            let logits = rows(experts.count, DType::F32)?;
+            let weights = allocate(&[mlp_rows], DType::F32)?;
             Ok(Routing { logits, weights, decisions: RefCell::default() })
         };
         let branch = || spec.post_norms.then(|| PostNorm::alloc(spec, tokens, compute, allocate)).transpose();
@@ -411,7 +413,8 @@ impl<T> Workspace<T> {
         kept: AllocFn<'_, T>,
         scratch: AllocFn<'_, T>,
     ) -> Result<Self> {
-        let (tokens, width) = (batch * seq_len, spec.hidden_size);
+        let tokens = batch * seq_len;
+        let width = spec.hidden_size;
         let (compute, stream) = (candle_dtype(policy.compute), candle_dtype(policy.residual));
         let all = if keep == Checkpointing::None { spec.num_layers - spec.first_trained_block() } else { 0 };
         let backward = || -> Result<ResidualGrad<T>> {
@@ -596,7 +599,8 @@ impl Workspace {
         let device = self.stream[0].device().clone();
         let zeros = |shape: &[usize], dtype| view::zeros(shape, dtype, &device);
         let tokens = self.batch * self.seq_len;
-        let (dtype, stream) = (candle_dtype(compute), self.stream[0].dtype());
+        let dtype = candle_dtype(compute);
+        let stream = self.stream[0].dtype();
         match unit {
             PrecisionUnit::Block(block) if block < self.compute.len() => {
                 self.compute[block] = dtype;
@@ -613,7 +617,8 @@ impl Workspace {
                 self.head = CrossEntropyWorkspace::alloc(sizes, dtype, grads, !device.is_cpu(), &zeros)?;
             }
         }
-        let (policy, last) = (candle_dtype(self.policy.compute), self.final_norm.out.dtype());
+        let policy = candle_dtype(self.policy.compute);
+        let last = self.final_norm.out.dtype();
         let used: Vec<DType> = self.compute.iter().copied().chain([policy, last]).collect();
         self.scratch.retain(|scratch| used.contains(&scratch.compute));
         if self.scratch(dtype).is_err() {

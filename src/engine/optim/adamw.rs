@@ -197,7 +197,8 @@ impl AdamW {
             };
             // FP32 copies, which some processes have of wide layers, show every update.
             let counts = counts.as_mut().and_then(Iterator::next).filter(|_| weights[i].dtype() != DType::F32);
-            let (grad, weight_decay) = (&grads[i], config.weight_decay_for(entry));
+            let grad = &grads[i];
+            let weight_decay = config.weight_decay_for(entry);
             let master = &masters.parameters()[i];
             if master.elem_count() == 0 {
                 // Other processes have its elements.

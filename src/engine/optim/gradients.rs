@@ -109,7 +109,8 @@ impl<'a> Collector<'a> {
         measure: bool,
         body: impl FnOnce(&mut Self) -> R,
     ) -> R {
-        let (pending, waited) = (VecDeque::new(), Duration::ZERO);
+        let pending = VecDeque::new();
+        let waited = Duration::ZERO;
         let new = |thread| Self { group, kernels, measure, thread, pending, waited, largest: None };
         if group.world_size() == 1 || group.gpus().is_some() {
             return body(&mut new(None));
@@ -259,7 +260,8 @@ impl Gradients {
         world_size: usize,
         sharding: Sharding,
     ) -> (u64, u64) {
-        let (size, width) = (Dtype::F32.size_in_bytes() as u64, policy.grads.size_in_bytes() as u64);
+        let size = Dtype::F32.size_in_bytes() as u64;
+        let width = policy.grads.size_in_bytes() as u64;
         if world_size == 1 {
             let sums = live_sums(sharding, grad_accum, 0, 1) as u64;
             return (parameters * (width + sums * size), 0);

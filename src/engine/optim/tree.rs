@@ -53,7 +53,9 @@ impl ReductionTree {
     /// Starts a step of `leaves` micro-batches. This process sums `share`.
     pub(crate) fn begin(&mut self, share: Range<usize>, leaves: usize) {
         self.open.clear();
-        (self.next, self.share, self.leaves) = (share.start, share, leaves);
+        self.next = share.start;
+        self.share = share;
+        self.leaves = leaves;
     }
 
     /// The micro-batches of the step.
@@ -75,7 +77,8 @@ impl ReductionTree {
             Some(last) if adds => last.end = node.end,
             _ => self.open.push(node),
         }
-        let (at, mut merges) = (self.open.len() - 1, 0);
+        let at = self.open.len() - 1;
+        let mut merges = 0;
         while let [.., left, right] = self.open.as_mut_slice()
             && are_siblings(self.leaves, left, right)
         {
@@ -97,7 +100,8 @@ impl ReductionTree {
     }
 
     fn summed(share: Range<usize>, leaves: usize) -> (Vec<Range<usize>>, usize) {
-        let (mut nodes, mut most) = (Self::default(), 0);
+        let mut nodes = Self::default();
+        let mut most = 0;
         nodes.begin(share.clone(), leaves);
         for _ in share {
             most = most.max(nodes.push(1).at + 1);
@@ -147,7 +151,8 @@ mod tests {
 
     /// Sums a share like the engine, as text, and returns the nodes by their ranges.
     fn by_share(share: Range<usize>, leaves: usize) -> Vec<String> {
-        let (mut nodes, mut sums) = (ReductionTree::default(), Vec::<String>::new());
+        let mut nodes = ReductionTree::default();
+        let mut sums = Vec::<String>::new();
         nodes.begin(share.clone(), leaves);
         for leaf in share {
             let placed = nodes.push(1);

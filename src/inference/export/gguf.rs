@@ -47,7 +47,8 @@ pub(super) fn write(
             // candle quantizes a tensor's whole storage, and a parameter may be a view of a part of it.
             let values = trained.spec.to_gguf_layout(&entry, &values)?.force_contiguous()?;
             let columns = values.dims().last().copied().unwrap_or_default();
-            let (name, dtype) = (trained.spec.gguf_name(&entry), block_type(&entry, columns, encoding));
+            let name = trained.spec.gguf_name(&entry);
+            let dtype = block_type(&entry, columns, encoding);
             if let ModuleOp::Expert(expert, _) = entry.layer.op {
                 experts.entry(name).or_insert((dtype, BTreeMap::new())).1.insert(expert, values);
             } else {

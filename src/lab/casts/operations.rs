@@ -62,7 +62,8 @@ impl PrecisionProbe {
         operands: DType,
         compute: impl Fn(&Trial<'_>) -> candle_core::Result<[Tensor; N]>,
     ) -> candle_core::Result<Vec<MeasuredOp>> {
-        let (results, exact) = (compute(&Trial::on_cpu(&Fused))?, compute(&Trial::exact())?);
+        let results = compute(&Trial::on_cpu(&Fused))?;
+        let exact = compute(&Trial::exact())?;
         let values = |tensor: &Tensor| tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>();
         let measured = operations.into_iter().zip(results.iter().zip(&exact)).map(|((name, op), (result, exact))| {
             let rounded_once = rounded_once(&values(result)?, &values(exact)?, self.format);
@@ -82,9 +83,11 @@ impl PrecisionProbe {
         let [rows, width] = SIZE;
         let operations = [("matrix products", AutocastOp::Linear), ("gradients of biases", AutocastOp::Sum)];
         self.measure(operations, self.compute, |t| {
-            let (x, weight) = (numbers(1, SIZE)?, numbers(2, [width, rows])?);
+            let x = numbers(1, SIZE)?;
+            let weight = numbers(2, [width, rows])?;
             let (x, weight) = (&t.stored(&x, self.compute)?, &t.stored(&weight, self.compute)?);
-            let (y, sums) = (t.poisoned(&[rows, rows], self.compute)?, t.poisoned(&[width], grads)?);
+            let y = t.poisoned(&[rows, rows], self.compute)?;
+            let sums = t.poisoned(&[width], grads)?;
             t.run(op::Linear { layout: WeightLayout::InOut, x, weight, bias: None, low_rank: None, y: &y })?;
             t.run(op::SumRows { x, out: &sums })?;
             Ok([y, sums])
@@ -97,10 +100,15 @@ impl PrecisionProbe {
         self.measure(operations, residual, |t| {
             let x = t.stored(&numbers(3, SIZE)?, residual)?;
             let [weight, bias] = [4, 5].map(|salt| t.stored(&numbers(salt, [1, width])?.flatten_all()?, self.compute));
-            let (weight, bias, y) = (&weight?, &bias?, t.poisoned(&SIZE, self.compute)?);
+            let weight = &weight?;
+            let bias = &bias?;
+            let y = t.poisoned(&SIZE, self.compute)?;
             let [mean, rstd] = [(); 2].map(|()| t.poisoned(&[rows], DType::F32));
-            let (x, out, bias, mean, rstd) =
-                (ColumnSlice::all(&x)?, ColumnSlice::all(&y)?, Some(bias), Some(&mean?), rstd?);
+            let x = ColumnSlice::all(&x)?;
+            let out = ColumnSlice::all(&y)?;
+            let bias = Some(bias);
+            let mean = Some(&mean?);
+            let rstd = rstd?;
             let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
             t.run(op::Norm { settings, x, weight, bias, y: out, mean, rstd: &rstd })?;
             Ok([y, rstd])
@@ -113,7 +121,8 @@ impl PrecisionProbe {
         let operations = [("softmax's sums", AutocastOp::Softmax), ("attention", AutocastOp::Attention)];
         self.measure(operations, self.compute, |t| {
             let qkv = t.stored(&numbers(6, SIZE)?, self.compute)?;
-            let (out, lse) = (t.poisoned(&[SIZE[0], HEAD], self.compute)?, t.poisoned(&[SIZE[0]], DType::F32)?);
+            let out = t.poisoned(&[SIZE[0], HEAD], self.compute)?;
+            let lse = t.poisoned(&[SIZE[0]], DType::F32)?;
             let operands = AttentionInputs::packed(&shape, &qkv, None)?;
             t.run(op::Attention { shape, operands, out: &out, lse: &lse })?;
             Ok([lse, out])
@@ -122,7 +131,8 @@ impl PrecisionProbe {
 
     fn gelu(&self) -> candle_core::Result<Vec<MeasuredOp>> {
         self.measure([("GELU", AutocastOp::Gelu)], self.compute, |t| {
-            let (x, y) = (&t.stored(&numbers(7, SIZE)?, self.compute)?, t.poisoned(&SIZE, self.compute)?);
+            let x = &t.stored(&numbers(7, SIZE)?, self.compute)?;
+            let y = t.poisoned(&SIZE, self.compute)?;
             t.run(op::Activate { activation: Activation::Gelu, x, y: &y })?;
             Ok([y])
         })
@@ -131,12 +141,15 @@ impl PrecisionProbe {
     fn loss(&self) -> candle_core::Result<Vec<MeasuredOp>> {
         let [rows, width] = SIZE;
         let trial = Trial::on_cpu(&Fused);
-        let (x, weight) = (numbers(8, SIZE)?.to_dtype(self.compute)?, numbers(9, [rows, width])?);
-        let (weight, y) = (&weight.to_dtype(self.compute)?, &trial.poisoned(&[rows, rows], self.compute)?);
+        let x = numbers(8, SIZE)?.to_dtype(self.compute)?;
+        let weight = numbers(9, [rows, width])?;
+        let weight = &weight.to_dtype(self.compute)?;
+        let y = &trial.poisoned(&[rows, rows], self.compute)?;
         trial.run(op::Linear { layout: WeightLayout::OutIn, x: &x, weight, bias: None, low_rank: None, y })?;
         let targets: Vec<u32> = (0..rows as u32).collect();
         self.measure([("loss", AutocastOp::CrossEntropy)], self.compute, |t| {
-            let (logits, losses) = (t.stored(y, self.compute)?, t.poisoned(&[rows], DType::F32)?);
+            let logits = t.stored(y, self.compute)?;
+            let losses = t.poisoned(&[rows], DType::F32)?;
             let logits = ColumnSlice::all(&logits)?;
             t.run(op::CrossEntropy {
                 logits,

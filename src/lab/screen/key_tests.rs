@@ -57,7 +57,8 @@ impl<'a, 'e> ViewHarness<'a, 'e> {
 
 /// The keys of all views that do not work at `size`, with the defect.
 pub(crate) fn unresponsive_keys(lab_tabs: &[LabTab], size: (u16, u16), evaluate: &mut Evaluate) -> Vec<String> {
-    let (evaluate, mut wrong) = (RefCell::new(evaluate), Vec::new());
+    let evaluate = RefCell::new(evaluate);
+    let mut wrong = Vec::new();
     for (tab, lab_tab) in lab_tabs.iter().enumerate() {
         let stage = || ViewHarness::new(lab_tabs, tab, size, &evaluate);
         for (code, action) in KEYS.iter().flat_map(Binding::keys) {
@@ -150,7 +151,8 @@ fn step(mut stage: ViewHarness, field: usize, code: KeyCode, action: LabAction) 
 
 /// Any other key of all views.
 fn common(mut stage: ViewHarness, code: KeyCode, action: LabAction) -> Result<(), String> {
-    let (tab, tabs) = (stage.state.tab, stage.state.lab_tabs.len());
+    let tab = stage.state.tab;
+    let tabs = stage.state.lab_tabs.len();
     let fields = stage.state.current_tab().fields.len();
     let first = stage.picture();
     let last_line = stage.state.page.text().trim_end().lines().last().unwrap_or_default().trim().to_owned();

@@ -406,7 +406,9 @@ impl LabState {
             let index = letter as usize - 'a' as usize;
             let Some(scenario) = lab_tab.scenarios.get(index).cloned() else { return false };
             lab_tab.load(&scenario);
-            (self.scenario, self.scroll, self.playing) = (Some(index), 0, false);
+            self.scenario = Some(index);
+            self.scroll = 0;
+            self.playing = false;
         } else if code == KeyCode::Char(' ') && lab_tab.play.is_some() {
             self.playing = !self.playing;
         } else if let Some(key) = lab_tab.keys.iter().find(|key| key.code == code) {
@@ -430,7 +432,8 @@ impl LabState {
     }
 
     fn act(&mut self, action: LabAction) -> ControlFlow<()> {
-        let (tabs, fields) = (self.lab_tabs.len(), self.current_tab().fields.len());
+        let tabs = self.lab_tabs.len();
+        let fields = self.current_tab().fields.len();
         match action {
             LabAction::Tab(tab) if tab < tabs => self.show(tab),
             LabAction::NextTab => self.show((self.tab + 1) % tabs),
@@ -483,8 +486,12 @@ impl LabState {
 
     fn show(&mut self, tab: usize) {
         if tab != self.tab {
-            (self.tab, self.field, self.scroll, self.stale) = (tab, 0, 0, true);
-            (self.scenario, self.playing) = (None, false);
+            self.tab = tab;
+            self.field = 0;
+            self.scroll = 0;
+            self.stale = true;
+            self.scenario = None;
+            self.playing = false;
         }
     }
 
@@ -497,9 +504,14 @@ impl LabState {
                 // A cleared field takes the run's value again.
                 field.chosen = !value.is_empty();
                 field.value = value;
-                (self.typed, self.stale, self.scroll) = (None, true, 0);
+                self.typed = None;
+                self.stale = true;
+                self.scroll = 0;
             }
-            KeyCode::Esc => (self.typed, self.stale) = (None, true),
+            KeyCode::Esc => {
+                self.typed = None;
+                self.stale = true;
+            }
             KeyCode::Backspace => drop(typed.pop()),
             KeyCode::Char('u') if key.modifiers.contains(KeyModifiers::CONTROL) => typed.clear(),
             KeyCode::Char(c) if (key.modifiers - KeyModifiers::SHIFT).is_empty() => typed.push(c),

@@ -77,7 +77,9 @@ fn scenario_line(state: &LabState) -> Option<Line> {
 
 /// The parameters, wrapped into lines; the selected one is marked, also by brackets.
 fn field_lines(state: &LabState, width: usize) -> Vec<Line> {
-    let (mut lines, mut line, mut used) = (Vec::new(), Line::new(), 1);
+    let mut lines = Vec::new();
+    let mut line = Line::new();
+    let mut used = 1;
     let shown = |(_, field): &(usize, &Field)| state.current_tab().shows(field);
     for (i, field) in state.current_tab().fields.iter().enumerate().filter(shown) {
         let value = match &field.value {

@@ -138,11 +138,17 @@ impl App {
                     other.apply(*record);
                 }
             }
-            ScreenMessage::Rewind => (self.scene.live, self.scene.frozen) = (RunState::default(), None),
+            ScreenMessage::Rewind => {
+                self.scene.live = RunState::default();
+                self.scene.frozen = None;
+            }
             ScreenMessage::Closed if self.scene.live.is_over() => {
                 self.exit = self.stopping.map(|_| Exit::Ended).or(self.exit);
             }
-            ScreenMessage::Closed => (self.scene.live.phase, self.exit) = (Phase::Lost, Some(Exit::TrainerPanicked)),
+            ScreenMessage::Closed => {
+                self.scene.live.phase = Phase::Lost;
+                self.exit = Some(Exit::TrainerPanicked);
+            }
             ScreenMessage::Gone => self.scene.live.phase = Phase::Lost,
         }
     }
@@ -170,7 +176,8 @@ impl App {
     }
 
     pub(super) fn open(&mut self, dialog: Dialog) {
-        (self.dialog, self.opened) = (Some(dialog), self.uptime);
+        self.dialog = Some(dialog);
+        self.opened = self.uptime;
     }
 
     /// Handles a key; returns a command for training, if any.
@@ -473,7 +480,8 @@ impl App {
         for (text, role) in status::essentials(&self.scene) {
             let columns = text.chars().count() as u16;
             if x > 0 && x + columns > canvas.width() {
-                (x, y) = (0, y + 1);
+                x = 0;
+                y += 1;
             }
             x = canvas.text(x, y, &text, role) + 2;
         }

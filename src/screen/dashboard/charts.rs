@@ -110,7 +110,9 @@ impl Chart {
     /// The x axis has the last steps if a range is set; else from the first known step (0 for a run known from its start) to
     /// the last step of the longest run shown.
     pub(super) fn new(scene: &Scene, y: (f64, f64), unit: AxisUnit) -> Self {
-        let (run, charts, time) = (scene.run(), &scene.charts, scene.charts.time);
+        let run = scene.run();
+        let charts = &scene.charts;
+        let time = scene.charts.time;
         let last = scene.runs().map(|run| if time { run.last_s } else { run.step.step as f64 }).fold(0.0, f64::max);
         let first = match (charts.range, run.curves.loss.whole().buckets().first()) {
             (Some(_), _) => x_of_step(run, charts.first_step(run), time),
@@ -122,7 +124,8 @@ impl Chart {
 
     /// The chart of the loss; `None` before the first loss.
     fn loss(scene: &Scene) -> Option<Self> {
-        let (run, charts) = (scene.run(), &scene.charts);
+        let run = scene.run();
+        let charts = &scene.charts;
         let first = charts.first_step(run);
         let shown = |one: &RunState| {
             let losses = if scene.others.is_empty() { &one.curves.loss } else { charts.smoothed(run, one) };
@@ -149,7 +152,8 @@ impl Chart {
 
     /// The second chart; `None` before the first step.
     fn second(scene: &Scene) -> Option<Self> {
-        let (first, second) = (scene.charts.first_step(scene.run()), scene.charts.second);
+        let first = scene.charts.first_step(scene.run());
+        let second = scene.charts.second;
         let shown = |run: &RunState| {
             if let Some(at) = second {
                 return extent(run.curves.plotted[at].since(first).iter().flat_map(Bucket::ends));
@@ -277,7 +281,8 @@ pub(super) fn step_at(scene: &Scene, panel: Panel, width: u16, column: u16) -> O
 }
 
 pub(super) fn draw_loss(scene: &Scene, canvas: &mut Canvas) {
-    let (run, charts) = (scene.run(), &scene.charts);
+    let run = scene.run();
+    let charts = &scene.charts;
     let wide = canvas.width() >= 50;
     let gap = if wide { "   " } else { " " };
     let mut title = vec![("Loss".to_owned(), Role::Title)];
@@ -317,7 +322,9 @@ fn name(run: &RunState) -> String {
 }
 
 fn losses(scene: &Scene, chart: Chart, plot: &mut Plot) {
-    let (run, charts, to_y) = (scene.run(), &scene.charts, y_of_loss(&scene.charts));
+    let run = scene.run();
+    let charts = &scene.charts;
+    let to_y = y_of_loss(&scene.charts);
     let first = charts.first_step(run);
     let mean = |bucket: &Bucket| bucket.mean().map(to_y);
     let batches = run.curves.loss.since(first);
@@ -414,7 +421,8 @@ pub(super) fn draw_cursor_values(scene: &Scene, step: u64, canvas: &mut Canvas) 
 
 /// Each figure at the step, or the last one before it. If a bucket holds several steps: the mean, minimum and maximum.
 fn figures(scene: &Scene, step: u64) -> Vec<(String, Role)> {
-    let (run, charts) = (scene.run(), &scene.charts);
+    let run = scene.run();
+    let charts = &scene.charts;
     let curves = &run.curves;
     let mut figures = Vec::new();
     if let Some(loss) = curves.loss.at(step) {

@@ -68,7 +68,8 @@ fn pieces(scene: &Scene, tab: usize, x: u16, width: u16) -> (String, bool) {
     };
     let nothing = || (String::new(), fits("", true));
     let Some(started) = &scene.run().started else { return nothing() };
-    let (model, run) = (format::printable(format::base_name(&started.model)), format::printable(&started.run));
+    let model = format::printable(format::base_name(&started.model));
+    let run = format::printable(&started.run);
     let policy: Vec<_> = started.policy.split(',').take(2).collect();
     let long = policy.join(" ");
     let dtype = started.precision().compute.to_string();

@@ -72,7 +72,8 @@ fn axis(run: &RunState, width: u16) -> Option<VarianceAxis> {
     let histories = run.tensors.variances.values().flat_map(|(_, history)| history.buckets());
     let (mut low, mut high) = extent(histories.flat_map(Bucket::ends))?;
     for threshold in run.fp8_thresholds().iter().flat_map(|(_, at)| at) {
-        (low, high) = (low.min(threshold.log2()), high.max(threshold.log2()));
+        low = low.min(threshold.log2());
+        high = high.max(threshold.log2());
     }
     Some(VarianceAxis { range: power_range((low, high)), width: width.saturating_sub(LABELS + 2).max(2) })
 }
@@ -100,13 +101,15 @@ pub(super) fn is_measured(run: &RunState, tensor: &str) -> bool {
 
 /// Draws the variance of a tensor's layer over the run, with the lines at which a block enters FP8 and leaves it.
 pub(super) fn draw_history(scene: &Scene, tensor: &str, canvas: &mut Canvas) {
-    let (run, unit) = (scene.run(), PrecisionUnit::of(tensor));
+    let run = scene.run();
+    let unit = PrecisionUnit::of(tensor);
     let Some((newest, series)) = run.tensors.variances.get(&unit) else { return };
     let Some((low, high)) = extent(series.buckets().iter().flat_map(Bucket::ends)) else { return };
     let thresholds = run.fp8_thresholds().filter(|(blocks, _)| is_among(blocks, unit)).map(|(_, at)| at);
     let line = thresholds.map_or_else(String::new, |at| format!("   ┄ {}", describe_thresholds(at)));
     canvas.text(1, 0, &format!("gradient variance of {unit}, current {newest:.1e}{line}"), Role::Dim);
-    let (width, height) = (canvas.width(), canvas.height().saturating_sub(1));
+    let width = canvas.width();
+    let height = canvas.height().saturating_sub(1);
     let limits: Vec<f64> = thresholds.into_iter().flatten().map(f64::log2).collect();
     let (low, high) = limits.iter().fold((low, high), |(low, high), limit| (low.min(*limit), high.max(*limit)));
     let chart = Chart::new(scene, power_range((low, high)), AxisUnit::Power);

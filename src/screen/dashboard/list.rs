@@ -49,7 +49,10 @@ impl List {
             KeyCode::Char(c) if is_plain(key) => self.filter.push(c),
             KeyCode::Backspace => drop(self.filter.pop()),
             KeyCode::Enter => self.typing = false,
-            KeyCode::Esc => (self.typing, self.filter) = (false, String::new()),
+            KeyCode::Esc => {
+                self.typing = false;
+                self.filter = String::new();
+            }
             _ => return,
         }
         self.cursor = 0;

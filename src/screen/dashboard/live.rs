@@ -67,7 +67,9 @@ impl<W: Write> Live<'_, W> {
 
     /// Draws a frame; `false` if the terminal has been restored meanwhile.
     fn draw(&mut self) -> io::Result<bool> {
-        let (app, theme, mut size) = (&*self.app, self.theme, (0, 0));
+        let app = &*self.app;
+        let theme = self.theme;
+        let mut size = (0, 0);
         let drawn = self.screen.draw(|frame| {
             size = (frame.area().width, frame.area().height);
             app.draw(theme, frame.buffer_mut());
@@ -113,13 +115,17 @@ impl<W: Write> Renderer for Live<'_, W> {
         }
         let (now, activity) = (source.clock(), source.activity());
         self.changed |= now / BLINK != self.app.scene.now / BLINK || activity != self.app.activity;
-        (self.app.scene.now, self.app.activity) = (now, activity);
+        self.app.scene.now = now;
+        self.app.activity = activity;
         if self.app.exit.is_some() {
             return Ok(self.app.exit);
         }
         if self.changed && self.drawn.is_none_or(|drawn| drawn.elapsed() >= FRAME) {
             match self.draw() {
-                Ok(true) => (self.drawn, self.changed) = (Some(Instant::now()), false),
+                Ok(true) => {
+                    self.drawn = Some(Instant::now());
+                    self.changed = false;
+                }
                 // A thread panicked, and its message is on the terminal.
                 Ok(false) => return Ok(Some(Exit::TrainerPanicked)),
                 Err(_) => {

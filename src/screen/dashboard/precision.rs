@@ -187,7 +187,8 @@ fn layer_row(canvas: &mut Canvas, y: u16, ruler: &Ruler, format: FloatFormat, la
         };
         canvas.text(7, y, mark, Role::Subnormal);
         canvas.text(9, y, &format!("2^{}", low - shift), Role::Dim);
-        let (from, to) = (ruler.column(low), ruler.column(exponent_of(layer.max_abs)));
+        let from = ruler.column(low);
+        let to = ruler.column(exponent_of(layer.max_abs));
         for column in from..=to {
             canvas.glyph(column, y, '─', Role::Train);
         }

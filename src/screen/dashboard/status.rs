@@ -34,7 +34,8 @@ pub(super) fn essentials(scene: &Scene) -> Vec<(String, Role)> {
 }
 
 fn progress(run: &RunState, canvas: &mut Canvas) {
-    let (step, total) = (run.step.step, run.total_steps());
+    let step = run.step.step;
+    let total = run.total_steps();
     let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
     let mut text = format!("step {}  epoch {:.2}", format::steps(step, total), run.step.epoch);
     // A log that begins in the middle of a run, or whose first line is damaged, has no `Started` event.

@@ -111,7 +111,10 @@ impl Tab for TensorsTab {
                 let at = scene.tensors.sort as usize;
                 scene.tensors.sort = SORTS[(at + 1) % SORTS.len()];
             }
-            Action::Layers => (self.layers, self.detail) = (shown && !self.layers, None),
+            Action::Layers => {
+                self.layers = shown && !self.layers;
+                self.detail = None;
+            }
             Action::Details if shown && !self.layers => self.open(scene),
             _ => {}
         }
@@ -220,7 +223,8 @@ pub(super) fn draw_short(scene: &Scene, canvas: &mut Canvas) {
 }
 
 fn draw_table(scene: &Scene, canvas: &mut Canvas) {
-    let (run, list) = (scene.run(), &scene.tensors.list);
+    let run = scene.run();
+    let list = &scene.tensors.list;
     let title = scene.tensors.title(run, &format!(", at step {}", run.tensors.step));
     let mut inner = canvas.frame(&[(&title, Role::Title)]);
     let (columns, name) = columns(scene, usize::from(inner.width()).saturating_sub(2));
@@ -256,7 +260,8 @@ fn draw_history(scene: &Scene, name: &str, canvas: &mut Canvas) {
     let mut inner = canvas.frame(&[(name, Role::Title), (&legend, Role::Dim)]);
     let first = touched(run, name).map(|step| format!(", first at 2^-24 in step {step}")).unwrap_or_default();
     inner.text(1, 0, &format!("computes in {}{first}", run.computes_in(name)), Role::Text);
-    let (width, rows) = (inner.width(), inner.height().saturating_sub(1));
+    let width = inner.width();
+    let rows = inner.height().saturating_sub(1);
     let variance = if layers::is_measured(run, name) { rows * 2 / 5 } else { 0 };
     layers::draw_history(scene, name, &mut inner.part(0, 1 + rows - variance, width, variance));
     let mut inner = inner.part(0, 1, width, rows - variance);

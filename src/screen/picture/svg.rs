@@ -74,7 +74,10 @@ fn hex((r, g, b): Rgb) -> String {
 
 /// A braille, block or line character as a shape.
 fn shape(c: char, x: f64, y: f64, ink: &str) -> Option<String> {
-    let (right, bottom, middle, centre) = (x + WIDTH, y + HEIGHT, y + HEIGHT / 2.0, x + WIDTH / 2.0);
+    let right = x + WIDTH;
+    let bottom = y + HEIGHT;
+    let middle = y + HEIGHT / 2.0;
+    let centre = x + WIDTH / 2.0;
     let lines = |path: String| Some(format!("<path d=\"{path}\" stroke=\"{ink}\" fill=\"none\"/>\n"));
     match c {
         '\u{2800}'..='\u{28ff}' => Some(braille(c as u32 & 0xff, x, y, ink)),

@@ -53,7 +53,8 @@ enum Typed {
 impl MessageEditor {
     /// An editor that shows a hint before anything is typed.
     pub(crate) fn new(hint: &'static str) -> Self {
-        let (idle, ended) = (Arc::new(AtomicBool::new(true)), Arc::default());
+        let idle = Arc::new(AtomicBool::new(true));
+        let ended = Arc::default();
         let mut editor = Self { area: TextArea::default(), hint, history: Vec::new(), recalled: 0, idle, ended };
         editor.begin("");
         editor
@@ -132,7 +133,8 @@ impl MessageEditor {
     }
 
     fn key(&mut self, key: KeyEvent) -> Typed {
-        let (row, last) = (self.area.cursor().0, self.area.lines().len() - 1);
+        let row = self.area.cursor().0;
+        let last = self.area.lines().len() - 1;
         let control = key.modifiers.contains(KeyModifiers::CONTROL);
         match key.code {
             KeyCode::Enter if key.modifiers.is_empty() && !self.continues() => return self.accept(),

@@ -72,7 +72,8 @@ pub fn logged_checkpoints(log: &Path) -> Result<Vec<CheckpointSaved>> {
 
 /// Checks the chain of proofs in a run's log, and the files of the checkpoints that still exist; returns the differences.
 pub fn check_proofs(run: &Path, log: &Path, checkpoints: &[CheckpointSaved]) -> Result<Vec<String>> {
-    let (mut differences, mut previous) = (Vec::new(), None::<&CheckpointProof>);
+    let mut differences = Vec::new();
+    let mut previous = None::<&CheckpointProof>;
     let config = run.join(RUN_CONFIG);
     let last = checkpoints.last().and_then(|saved| saved.proof.as_ref());
     if let Some(last) = last

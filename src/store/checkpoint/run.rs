@@ -57,7 +57,8 @@ impl Run {
     /// Creates and opens the folder of a new run; `None` if the name is taken. If several processes create the same
     /// name at once, exactly one succeeds.
     pub fn create(path: impl Into<PathBuf>) -> Result<Option<Self>> {
-        let (path, disk) = (path.into(), Disk::default());
+        let path = path.into();
+        let disk = Disk::default();
         disk.create_folders(path.parent().unwrap_or(Path::new(".")))?;
         match disk.create_folder(&path) {
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::AlreadyExists => Ok(None),

@@ -109,7 +109,8 @@ impl Contents<'_> {
     }
 
     fn write_file(&self, disk: &Disk, path: &Path, name: &str, kind: CheckpointKind, done: &mut u64) -> Result<Digest> {
-        let (activity, total) = (self.activity, self.tensor_bytes(kind));
+        let activity = self.activity;
+        let total = self.tensor_bytes(kind);
         disk.write_file(path, |out| {
             let out = &mut Reporting { out, activity, done, total };
             match name {

@@ -336,7 +336,8 @@ fn rename_keys(GgufFormat { architecture, keys, .. }: &GgufFormat, message: Stri
 
 /// Translates the metadata to a `config.json`.
 fn config(family: &Family, header: &GgufHeader<'_>) -> Result<Map<String, Value>, String> {
-    let (name, format) = (header.architecture, &family.gguf);
+    let name = header.architecture;
+    let format = &family.gguf;
     let mut keys = header.keys.clone();
     let mut json = Map::new();
     for (theirs, ours, required) in format.keys.iter().copied().flatten() {
@@ -517,7 +518,8 @@ mod tests {
     fn tensors_that_llama_cpp_does_not_expect_are_refused() {
         let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
         let longrope = json!({"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]});
-        let (biased, rope) = (("attention_bias", json!(true)), |value: &Value| ("rope_parameters", value.clone()));
+        let biased = ("attention_bias", json!(true));
+        let rope = |value: &Value| ("rope_parameters", value.clone());
         for (model_type, (key, value), expected) in [
             ("llama", biased.clone(), None),
             ("llama", ("mlp_bias", json!(true)), None),

@@ -72,8 +72,10 @@ impl GgufModel {
 
     fn blocks_of(&self, entry: &ParamSpec, device: &Device) -> Result<QuantizedMatrix> {
         let name = self.spec.gguf_name(entry);
-        let (first, elements) = (gguf_offset(entry), entry.shape.iter().product::<usize>());
-        let (blocks, dtype) = (self.gguf.blocks(&name, first..first + elements)?, self.gguf.info(&name)?.ggml_dtype);
+        let first = gguf_offset(entry);
+        let elements = entry.shape.iter().product::<usize>();
+        let blocks = self.gguf.blocks(&name, first..first + elements)?;
+        let dtype = self.gguf.info(&name)?.ggml_dtype;
         let rows = self.spec.gguf_rows(entry);
         let row = blocks.len() / rows.len();
         let ours: Vec<u8> = rows.iter().flat_map(|from| &blocks[from * row..(from + 1) * row]).copied().collect();
@@ -148,7 +150,8 @@ impl GgufModel {
     }
 
     fn read_tensor(&self, entry: &ParamSpec, first: usize, out: &mut [f32]) -> Result<()> {
-        let (name, whole) = (self.spec.gguf_name(entry), entry.shape.iter().product());
+        let name = self.spec.gguf_name(entry);
+        let whole = entry.shape.iter().product();
         let expert = matches!(entry.layer.op, ModuleOp::Expert(..));
         let first = gguf_offset(entry) + first;
         let range = first..first + out.len();

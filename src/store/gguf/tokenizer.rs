@@ -104,7 +104,8 @@ fn byte_level(gguf: &Gguf, vocabulary: &GgufVocabulary<'_>) -> Result<Json> {
     let merges = merges.ok_or_else(|| gguf.type_error("tokenizer.ggml.merges", "a list of strings", None))?;
     let name = word_pattern_name(gguf)?;
     let Some(pre_tokenizer) = pre_tokenizer(name) else {
-        let (name, built) = (name.escape_debug(), WORD_PATTERNS.join("`, `"));
+        let name = name.escape_debug();
+        let built = WORD_PATTERNS.join("`, `");
         let message = format!(
             "pre-tokenizer `{name}` is not supported (supported: `{built}`); use the model's Hub folder instead"
         );

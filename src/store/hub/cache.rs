@@ -56,7 +56,8 @@ impl RepoCache {
     pub(super) fn new(cache: &Path, repo: &Repo) -> Self {
         let repo = repo.as_hub_repo(&repo.cached_as);
         let root = cache.join(repo.folder_name());
-        let (shared, locks) = (cache.join("blobs"), cache.join(".locks").join(repo.folder_name()));
+        let shared = cache.join("blobs");
+        let locks = cache.join(".locks").join(repo.folder_name());
         Self { repo: hf_hub::Cache::new(cache.to_owned()).repo(repo), root, shared, locks }
     }
 

@@ -106,7 +106,9 @@ impl Client {
 
     /// Requests the names and sizes of a data set's files.
     pub(super) fn list(&self, repo: &Repo) -> Result<HubListing> {
-        let (endpoint, id, revision) = (&self.settings.endpoint, &repo.id, percent_encode(&repo.revision));
+        let endpoint = &self.settings.endpoint;
+        let id = &repo.id;
+        let revision = percent_encode(&repo.revision);
         let url = format!("{endpoint}/api/datasets/{id}/revision/{revision}?blobs=true");
         let answer = read_json(&mut self.get(&url, None, ATTEMPTS, |_| false)?)?;
         let Some(commit) = answer["sha"].as_str().filter(|commit| is_hex(commit, 40)) else {
@@ -134,7 +136,8 @@ impl Client {
         partial: &Partial,
         on_bytes: &mut dyn FnMut(u64),
     ) -> Result<()> {
-        let (mut done, mut attempt) = (partial.len, 1);
+        let mut done = partial.len;
+        let mut attempt = 1;
         loop {
             let before = done;
             match self.receive(url, size, partial, &mut done, on_bytes) {
@@ -170,7 +173,8 @@ impl Client {
         file.set_len(*done).and_then(|()| file.seek(SeekFrom::Start(*done))).map_err(disk)?;
         let mut body = response.body_mut().as_reader();
         let mut buffer = vec![0; 128 << 10];
-        let (mut lap, mut lap_start) = (Instant::now(), *done);
+        let mut lap = Instant::now();
+        let mut lap_start = *done;
         let timeout = self.settings.timeout;
         loop {
             let read = body.read(&mut buffer).map_err(|error| self.network(&error))?;
@@ -187,7 +191,8 @@ impl Client {
                 if *done - lap_start < MIN_BYTES {
                     return Err(HubError::Network(format!("only {} bytes in {timeout:?}", *done - lap_start)));
                 }
-                (lap, lap_start) = (Instant::now(), *done);
+                lap = Instant::now();
+                lap_start = *done;
             }
         }
         if *done < size {

@@ -48,7 +48,9 @@ impl GradStats {
     pub fn histogram(&self) -> ExponentHistogram {
         let counts = self.exponents.iter().map(|&(exponent, count)| (i32::from(exponent), count));
         let mut histogram = ExponentHistogram::from_counts(counts);
-        (histogram.zero, histogram.inf, histogram.nan) = (self.zero, self.inf, self.nan);
+        histogram.zero = self.zero;
+        histogram.inf = self.inf;
+        histogram.nan = self.nan;
         histogram
     }
 

@@ -84,7 +84,8 @@ impl StepRecord {
     /// The record without times and figures of the process, which differ each time a step is taken.
     #[must_use]
     pub fn without_measurements(self) -> Self {
-        let (time, tokens_per_s) = (StepTime::default(), 0.0);
+        let time = StepTime::default();
+        let tokens_per_s = 0.0;
         let (rss_bytes, peak_rss_bytes, cpu_seconds, gpu) = (None, None, None, None);
         Self { tokens_per_s, time, rss_bytes, peak_rss_bytes, cpu_seconds, gpu, ..self }
     }

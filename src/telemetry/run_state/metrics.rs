@@ -106,7 +106,8 @@ pub(super) struct MetricsAccumulator {
 
 impl MetricsAccumulator {
     pub(super) fn step(&mut self, step: &StepRecord, started: Option<&Started>) {
-        let (figures, loss) = (&mut self.figures, f64::from(step.loss));
+        let figures = &mut self.figures;
+        let loss = f64::from(step.loss);
         let applied = step.outcome == StepStatus::Applied;
         figures.steps = step.step;
         figures.updates = step.updates;

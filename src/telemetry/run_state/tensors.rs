@@ -45,7 +45,8 @@ impl Tensors {
         if records.is_empty() {
             return;
         }
-        (self.step, self.loss_scale) = (step, loss_scale);
+        self.step = step;
+        self.loss_scale = loss_scale;
         let capacity = (HISTORIES / records.len()).clamp(32, 512);
         for record in records {
             let row = self.row(record.name, capacity);

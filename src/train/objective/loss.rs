@@ -51,7 +51,9 @@ pub struct CompletionLoss {
 
 /// The loss of a pair: a chosen completion and a rejected one.
 pub fn pair_loss(settings: &ObjectiveSection, pair: [CompletionLogp; 2]) -> PairLoss {
-    let (kind, beta, smoothing) = (settings.kind, settings.beta(), settings.label_smoothing);
+    let kind = settings.kind;
+    let beta = settings.beta();
+    let smoothing = settings.label_smoothing;
     let scales = pair.map(|side| if kind.averages() { 1.0 / side.targets.max(1) as f64 } else { 1.0 });
     let logps = [0, 1].map(|side| pair[side].logp * scales[side]);
     let rewards = [0, 1].map(|side| beta * (logps[side] - pair[side].reference * scales[side]));
@@ -100,7 +102,8 @@ pub fn completion_loss(
     desirable: bool,
     kl: f64,
 ) -> CompletionLoss {
-    let (beta, log_ratio) = (settings.beta(), completion.logp - completion.reference);
+    let beta = settings.beta();
+    let log_ratio = completion.logp - completion.reference;
     let (weight, sign) = if desirable { (settings.desirable_weight, 1.0) } else { (settings.undesirable_weight, -1.0) };
     let value = sign * beta * (log_ratio - kl);
     let slope = -sign * weight * beta * sigmoid(value) * sigmoid(-value);
@@ -134,7 +137,8 @@ pub struct TokenLoss {
 /// GRPO: the loss of a sampled token with its completion's advantage. `correction` multiplies the loss, except its divergence.
 pub fn token_loss(settings: &ObjectiveSection, token: SampledToken, advantage: f64, correction: f64) -> TokenLoss {
     let ratio = (token.logp - token.old).exp();
-    let (low, high) = (1.0 - settings.epsilon, 1.0 + settings.epsilon_high());
+    let low = 1.0 - settings.epsilon;
+    let high = 1.0 + settings.epsilon_high();
     let is_clipped = (advantage > 0.0 && ratio > high) || (advantage < 0.0 && ratio < low);
     let gain = advantage * correction;
     let (mut loss, mut slope) =

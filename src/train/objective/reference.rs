@@ -72,7 +72,8 @@ impl ReferenceLogps {
         group: &dyn ProcessGroup,
         batches: impl Iterator<Item = (Split, Batch)>,
     ) -> Result<()> {
-        let (mut own, mut index) = (Vec::new(), 0);
+        let mut own = Vec::new();
+        let mut index = 0;
         for (split, batch) in batches {
             if !self.lacks(split, &batch) {
                 continue;

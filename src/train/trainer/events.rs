@@ -45,7 +45,8 @@ impl Trainer {
         }
         self.progress.last_loss = Some(report.loss);
         let (state, grad_stats) = (&self.engine.state, &self.engine.grad_stats);
-        let (step, layout) = (state.counters.step, state.weights.layout());
+        let step = state.counters.step;
+        let layout = state.weights.layout();
         let overflow = skipped.then(|| records::overflow(report, step, layout, grad_stats, origin));
         let diverged = overflow.as_ref().filter(|_| state.scaler.is_stuck()).map(|last| self.diverged(last));
         let diverged = diverged.or_else(|| self.check_divergence(report.loss)).or_else(|| self.check_forward(report));
@@ -176,7 +177,8 @@ impl Trainer {
     }
 
     pub(super) fn started(&self, resumed_from: Option<u64>) -> Started {
-        let (config, shape) = (&self.config, self.engine.model.spec());
+        let config = &self.config;
+        let shape = self.engine.model.spec();
         let train = &config.train;
         let tokens_per_step = (config.objective.rows(train.batch_size) * train.seq_len * train.grad_accum) as u64;
         let tokens_per_epoch = self.loader.tokens_per_epoch();
@@ -232,9 +234,11 @@ impl Trainer {
 
     /// Warns if skipped steps have left the learning rate above the schedule's.
     pub(super) fn warn_about_schedule(&mut self) {
-        let (counters, schedule) = (self.engine.state.counters, &self.engine.schedule);
+        let counters = self.engine.state.counters;
+        let schedule = &self.engine.schedule;
         let (Some(updates), skipped) = (counters.updates.checked_sub(1), counters.skipped()) else { return };
-        let (last, planned) = (schedule.lr(updates), schedule.lr(counters.step - 1));
+        let last = schedule.lr(updates);
+        let planned = schedule.lr(counters.step - 1);
         if counters.step == self.total_steps && last > NOTABLE_RATE * planned {
             self.warn(format!(
                 "the learning rate ended at {last:.1e} instead of {planned:.1e}: its schedule does not count skipped \

@@ -43,7 +43,8 @@ impl LrRangeTest {
 
     /// A rate for training, with one digit: a tenth of the rate with the lowest loss; `None` if the loss did not fall.
     pub fn suggestion(&self) -> Option<f64> {
-        let ((_, first), (lr, lowest)) = (self.points.first()?, self.lowest()?);
+        let (_, first) = self.points.first()?;
+        let (lr, lowest) = self.lowest()?;
         (lowest < NOTABLE * first).then(|| format!("{:.0e}", lr / MARGIN).parse().ok()).flatten()
     }
 }

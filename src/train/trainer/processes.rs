@@ -66,7 +66,8 @@ impl Trainer {
         for (rank, theirs) in self.group().all_gather_messages(&facts)?.iter().enumerate() {
             let differs = facts.iter().zip(theirs).find(|(own, other)| own != other);
             if let Some(((what, first), (_, other))) = differs {
-                let (here, there) = (self.group().name(self.group().rank()), self.group().name(rank));
+                let here = self.group().name(self.group().rank());
+                let there = self.group().name(rank);
                 let message = format!("{what} differs between ranks: {other} on {there}, {first} on {here}");
                 return Err(Error::Collective(message));
             }

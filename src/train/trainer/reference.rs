@@ -105,20 +105,27 @@ impl Trainer {
         // A template does not change a model.
         let mut config = Config { chat_template: None, ..self.config.clone() };
         if let Some(model) = &self.config.objective.reference {
-            (config.model, config.revision, config.init) = (model.clone(), None, WeightInit::Pretrained);
-            (config.tokenizer, config.lora, config.train.freeze) = (None, Config::default().lora, None);
+            config.model.clone_from(model);
+            config.revision = None;
+            config.init = WeightInit::Pretrained;
+            config.tokenizer = None;
+            config.lora = Config::default().lora;
+            config.train.freeze = None;
             config.precision.keep = UnitSet::default();
         }
-        let (engine, wrong) = (&self.engine, |message| Err(Error::config("objective.reference", message)));
+        let engine = &self.engine;
+        let wrong = |message| Err(Error::config("objective.reference", message));
         let source = ModelSource::open(&config, &mut |_| ())?;
         if source.tokenizer.json() != self.tokenizer.json() {
             return wrong(format!("the tokenizers of `{}` and `{}` differ", config.model, self.config.model));
         }
         if source.spec.vocab_size != engine.model.spec().vocab_size {
-            let (theirs, own) = (source.spec.vocab_size, engine.model.spec().vocab_size);
+            let theirs = source.spec.vocab_size;
+            let own = engine.model.spec().vocab_size;
             return wrong(format!("the vocabulary of `{}` has {theirs} tokens, not {own}", config.model));
         }
-        let (device, kernels) = (engine.state.weights.device(), engine.model.kernels());
+        let device = engine.state.weights.device();
+        let kernels = engine.model.kernels();
         let InitialWeights { weights: (masters, mut weights), base } =
             source.initial(&config, &device, kernels, &*engine.group, &mut |_| ())?;
         let spec = source.spec;
@@ -137,7 +144,8 @@ impl Trainer {
 
     /// Computes missing log-probabilities with `loaded`, or with the run's weights if they are not trained yet.
     fn compute_reference(&self, logps: &mut ReferenceLogps, loaded: Option<ReferenceModel>) -> Result<()> {
-        let (engine, total) = (&self.engine, self.loader.batches_per_epoch() + self.eval.remaining());
+        let engine = &self.engine;
+        let total = self.loader.batches_per_epoch() + self.eval.remaining();
         let mut done = 0;
         let batches = self.reference_batches().inspect(|_| {
             done += 1;
@@ -153,7 +161,8 @@ impl Trainer {
 
     /// Buffers for the passes of a reference that keeps these units in a wider type.
     fn reference_workspace(&self, spec: &ModelSpec, keep: &UnitSet) -> Result<Workspace> {
-        let (own, device) = (&self.engine.workspace, self.engine.state.weights.device());
+        let own = &self.engine.workspace;
+        let device = self.engine.state.weights.device();
         let mut workspace = Workspace::for_evaluation(spec, self.config.dtype, (own.batch(), own.seq_len()), &device)?;
         for unit in &keep.0 {
             workspace.change_dtype(spec, *unit, self.config.precision.fallback_dtype)?;

@@ -75,7 +75,9 @@ impl Trainer {
 /// Opens the log to append, without the completions of steps after `step`, which a resumed run samples again.
 fn open(path: &Path, step: u64) -> std::io::Result<File> {
     let mut file = untrusted::open_run_file(path, OpenOptions::new().create(true).read(true).write(true))?;
-    let (mut reader, mut line, mut end) = (BufReader::new(&file), Vec::new(), 0);
+    let mut reader = BufReader::new(&file);
+    let mut line = Vec::new();
+    let mut end = 0;
     loop {
         line.clear();
         let read = reader.read_until(b'\n', &mut line)?;

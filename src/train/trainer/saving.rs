@@ -97,7 +97,8 @@ impl CheckpointWriter<'_> {
 /// Runs `save` and `passes` at the same time, and returns when both are done: the result of the passes, and the time during
 /// which only `save` ran. `save` runs first if it may not, or cannot, run `on_thread`.
 fn run_overlapped<R>(on_thread: bool, save: impl FnOnce() + Send, passes: impl FnOnce() -> R) -> (R, Duration) {
-    let (save, began) = (Mutex::new(Some(save)), Instant::now());
+    let save = Mutex::new(Some(save));
+    let began = Instant::now();
     let run_save = || {
         let save = save.lock().ok().and_then(|mut save| save.take());
         if let Some(save) = save {
@@ -169,7 +170,8 @@ impl Trainer {
         let Some((writer, engine, batches)) = self.checkpoint_writer(state, CheckpointKind::Full) else {
             return self.step_without_save();
         };
-        let (spec, on_thread) = (engine.model.spec().clone(), engine.state.weights.device().is_cpu());
+        let spec = engine.model.spec().clone();
+        let on_thread = engine.state.weights.device().is_cpu();
         let (mut written, mut waited) = (None, Duration::ZERO);
         let report = engine.step_with(batches, |state, passes| {
             let save = || written = Some(writer.write(&spec, state, None));
@@ -192,7 +194,8 @@ impl Trainer {
     /// Writes the run's last checkpoint. If that fails, retries for `checkpoint.retry_s` seconds, then tries the
     /// weights alone. Returns the error of the last full attempt.
     pub(super) fn save_last(&mut self) -> Result<()> {
-        let (began, mut warned) = (Instant::now(), false);
+        let began = Instant::now();
+        let mut warned = false;
         let limit = Duration::from_secs(self.config.checkpoint.retry_s);
         let step = self.engine.state.counters.step;
         loop {
@@ -259,9 +262,11 @@ impl Trainer {
             CheckpointKind::Weights => config.checkpoint.keep_weights,
         };
         let keep = RetentionPolicy { last, best: config.checkpoint.keep_best };
-        let (run, tokenizer) = (run.as_mut()?, tokenizer.json());
+        let run = run.as_mut()?;
+        let tokenizer = tokenizer.json();
         let previous = progress.proof.clone();
-        let (config, group) = (&*config, engine.group.clone());
+        let config = &*config;
+        let group = engine.group.clone();
         let writer =
             CheckpointWriter { run, state, tokenizer, aux_files, activity, kind, keep, config, group, previous };
         Some((writer, engine, batches_in_step(micro_batches)))
@@ -284,7 +289,9 @@ impl Trainer {
         self.activity.end();
         let CompletedSave { saved, proof, rotated, seconds } = written?;
         let checkpoint::SaveResult { path, manifest, warning } = saved;
-        let (step, bytes, weights_only) = (manifest.step, manifest.bytes(), manifest.kind == CheckpointKind::Weights);
+        let step = manifest.step;
+        let bytes = manifest.bytes();
+        let weights_only = manifest.kind == CheckpointKind::Weights;
         let name = path.display().to_string();
         self.progress.proof = proof.clone().or(self.progress.proof.take());
         let saved = CheckpointSaved { step, path: name, bytes, seconds, weights_only, proof };
@@ -305,7 +312,8 @@ impl Trainer {
     /// Rejects a checkpoint with another seed, `seq_len` or set of kernels, from which the run could not continue bit
     /// for bit; returns the other settings of the step that differ.
     pub(super) fn check_settings(&self, checkpoint: &Checkpoint) -> Result<Vec<String>> {
-        let (state, config) = (checkpoint.state(), &self.config);
+        let state = checkpoint.state();
+        let config = &self.config;
         let differs = |key: &str, now: u64| {
             // Older checkpoints lack some settings.
             let was = state.schedule.get(key)?.as_u64()?;
@@ -318,8 +326,8 @@ impl Trainer {
             return Err(Error::checkpoint(checkpoint.path(), message));
         }
         // Older checkpoints do not name their kernels; they used the fused ones.
-        let (was, now) =
-            (state.schedule.get("kernels").and_then(|name| name.as_str()), self.engine.model.kernels().name());
+        let was = state.schedule.get("kernels").and_then(|name| name.as_str());
+        let now = self.engine.model.kernels().name();
         if let was = was.unwrap_or("fused")
             && was != now
         {
@@ -336,7 +344,8 @@ impl Trainer {
 
     /// Rejects adapters whose base differs from the checkpoint's.
     pub(super) fn check_base(&self, checkpoint: &Checkpoint) -> Result<()> {
-        let (was, now) = (&checkpoint.state().base, &self.base);
+        let was = &checkpoint.state().base;
+        let now = &self.base;
         if was.as_ref().map(|base| &base.sha256) == now.as_ref().map(|base| &base.sha256) {
             return Ok(());
         }

@@ -207,7 +207,8 @@ fn test_grad_scaling_penalty() {
 /// Unscales `grads` at a scale of 4; then whether a step went ahead.
 fn unscale(grads: &[Tensor]) -> (Vec<Tensor>, bool) {
     let vars: Vec<_> = grads.iter().map(|g| Var::zeros(g.shape(), g.dtype(), &CPU).unwrap()).collect();
-    let (mut scaler, mut optimizer) = (scaler(4.0, 2000), adamw(vars.clone()));
+    let mut scaler = scaler(4.0, 2000);
+    let mut optimizer = adamw(vars.clone());
     let mut grads = store(vars.iter().zip(grads.iter().cloned()));
     scaler.unscale(&optimizer, &mut grads).unwrap();
     let unscaled = vars.iter().map(|var| grads.get(var).unwrap().clone()).collect();

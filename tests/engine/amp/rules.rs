@@ -89,7 +89,8 @@ fn c9_a_gradient_that_unscaling_makes_infinite_is_found() {
 #[test]
 fn c10_variables_without_a_gradient_are_skipped_and_none_is_an_error() {
     let [used, idle] = [(); 2].map(|()| Var::ones(2, DType::F32, &CPU).unwrap());
-    let (mut scaler, mut optimizer) = (scaler(4.0, 1), adamw(vec![used.clone(), idle.clone()]));
+    let mut scaler = scaler(4.0, 1);
+    let mut optimizer = adamw(vec![used.clone(), idle.clone()]);
     assert!(scaler.step(&mut optimizer, &mut store([(&used, full(1.0, &used))])).unwrap());
     scaler.update().unwrap();
     assert!(values(&used)[0] < 1.0);
@@ -195,7 +196,8 @@ fn c26_a_new_scale_ignores_what_was_found_and_starts_the_next_round() {
 #[test]
 fn c32_unscaling_a_micro_batch_at_a_time_is_refused() {
     let model = Model::new();
-    let (mut scaler, optimizer) = (scaler(4.0, 2000), sgd(model.vars.clone()));
+    let mut scaler = scaler(4.0, 2000);
+    let optimizer = sgd(model.vars.clone());
     let [mut first, mut second] = [0, 1].map(|i| scaler.scale(&model.loss(&batches()[i])).unwrap().backward().unwrap());
     scaler.unscale(&optimizer, &mut first).unwrap();
     assert!(scaler.unscale(&optimizer, &mut second).is_err());

@@ -23,8 +23,9 @@ fn moments_in_8_bits_are_those_of_the_host() {
         let [m, v] = &moments;
         let (exp_avg, exp_avg_sq) = (&m.codes, &v.codes);
         let (grad, master) = (&tensor(&scaled(1), &[LEN], DType::F16), &tensor(&scaled(2), &[LEN], DType::F32));
-        let (scales, weight, counts) =
-            (Some([m.scales(), v.scales()]), Some(&poisoned(&[LEN], DType::F16)).cloned(), None);
+        let scales = Some([m.scales(), v.scales()]);
+        let weight = Some(&poisoned(&[LEN], DType::F16)).cloned();
+        let counts = None;
         let weight = weight.as_ref();
         let weight_decay = 0.1;
         let tensor = AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts };
@@ -44,7 +45,8 @@ fn moments_in_8_bits_are_those_of_the_host() {
     let bits = |results: Vec<Vec<f32>>| {
         results.into_iter().map(|x| x.into_iter().map(f32::to_bits).collect()).collect::<Vec<Vec<_>>>()
     };
-    let (found, expected) = (bits(in_every_order(|order| run(false, order))), bits(run(true, 0)));
+    let found = bits(in_every_order(|order| run(false, order)));
+    let expected = bits(run(true, 0));
     assert!(found == expected, "they differ");
     let codes = |at: usize| found[at].iter().collect::<std::collections::HashSet<_>>().len();
     assert!(codes(2) > 150 && codes(4) > 150, "few codes are in use: {} and {}", codes(2), codes(4));

@@ -18,8 +18,10 @@ fn attend(
 ) -> [Vec<f32>; 3] {
     let AttentionShape { batch, seq_len, heads, head_size, .. } = shape;
     let (tokens, width) = (batch * seq_len, heads * head_size);
-    let (qkv, dout) = (tensor(qkv, &[tokens, 3 * width], dtype), tensor(dout, &[tokens, width], dtype));
-    let (out, dqkv) = (poisoned(&[tokens, width], dtype), poisoned(&[tokens, 3 * width], dtype));
+    let qkv = tensor(qkv, &[tokens, 3 * width], dtype);
+    let dout = tensor(dout, &[tokens, width], dtype);
+    let out = poisoned(&[tokens, width], dtype);
+    let dqkv = poisoned(&[tokens, 3 * width], dtype);
     let lse = poisoned(&[tokens * heads], DType::F32);
     let operands = AttentionInputs::packed(&shape, &qkv, dropout).unwrap();
     op::Attention { shape, operands, out: &out, lse: &lse }.run(kernels).unwrap();
@@ -242,7 +244,8 @@ fn what_there_is_no_kernel_for_is_refused() {
         let (width, tokens) = (shape.heads * shape.head_size, shape.batch * shape.seq_len);
         let qkv = poisoned(&[tokens, shape.widths().iter().sum()], DType::F32);
         let [out, lse] = [width, shape.heads].map(|width| poisoned(&[tokens, width], DType::F32));
-        let (lse, operands) = (lse.flatten_all().unwrap(), AttentionInputs::packed(&shape, &qkv, None).unwrap());
+        let lse = lse.flatten_all().unwrap();
+        let operands = AttentionInputs::packed(&shape, &qkv, None).unwrap();
         let op = op::Attention { shape, operands, out: &out, lse: &lse };
         kernels(0).run(&mut op.into()).unwrap()
     };

@@ -9,7 +9,8 @@ const SIZES: [usize; 2] = [5, 24];
 /// The output, the gradient, and the output that the backward pass computes again.
 fn activate(kernels: &dyn Kernels, activation: Activation, x: &Tensor, dy: &[f32]) -> Vec<Vec<f32>> {
     let dtype = x.dtype();
-    let (dy, [y, again]) = (tensor(dy, &SIZES, dtype), [(); 2].map(|()| poisoned(&SIZES, dtype)));
+    let dy = tensor(dy, &SIZES, dtype);
+    let [y, again] = [(); 2].map(|()| poisoned(&SIZES, dtype));
     // In place without a gate.
     let dx = if activation.is_gated() { poisoned(x.dims(), dtype) } else { dy.clone() };
     op::Activate { activation, x, y: &y }.run(kernels).unwrap();
@@ -27,7 +28,8 @@ fn activations() {
             let mut x: Vec<f32> = pattern(rows * width_of_x, 1, DType::F32).into_iter().map(|x| 12.0 * x).collect();
             // Beyond the range of an exponential or a cube.
             (x[0], x[1], x[2], x[3]) = (60_000.0, -60_000.0, 0.0, f32::NAN);
-            let (x, dy) = (tensor(&x, &[rows, width_of_x], dtype), pattern(rows * width, 2, dtype));
+            let x = tensor(&x, &[rows, width_of_x], dtype);
+            let dy = pattern(rows * width, 2, dtype);
             let found = in_every_order(|order| activate(&kernels(order), activation, &x, &dy));
             let expected = activate(&Fused, activation, &x, &dy);
             for (what, (found, expected)) in ["y", "dx", "y again"].into_iter().zip(found.iter().zip(&expected)) {
@@ -54,7 +56,8 @@ fn branches() {
                 vec![numbers(&sum), numbers(&grad)]
             };
             let found = in_every_order(|order| {
-                let (gpu, sum) = (kernels(order), x.copy().unwrap());
+                let gpu = kernels(order);
+                let sum = x.copy().unwrap();
                 let found = add(&gpu);
                 op::AddBranch { stream: &sum, branch: &y, dropout, out: &sum }.run(&gpu).unwrap();
                 assert_eq!(numbers(&sum), found[0], "a sum in place is another one");

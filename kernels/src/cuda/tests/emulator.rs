@@ -254,7 +254,9 @@ fn matrices_of_a_warp_have_the_layouts_of_the_hardware() {
     let element = |matrix: usize, row: usize, column: usize| (matrix * 64 + row * 8 + column) as u32;
     let words: Vec<u32> = (0..128)
         .map(|word| {
-            let (matrix, row, column) = (word / 32, word / 4 % 8, word % 4 * 2);
+            let matrix = word / 32;
+            let row = word / 4 % 8;
+            let column = word % 4 * 2;
             element(matrix, row, column) | element(matrix, row, column + 1) << 16
         })
         .collect();
@@ -300,7 +302,8 @@ fn hard_cases(upcast: impl Fn(u16) -> f32) -> Vec<f32> {
     (0..=u16::MAX)
         .step_by(7)
         .flat_map(|bits| {
-            let (value, next) = (upcast(bits), upcast(bits.wrapping_add(1)));
+            let value = upcast(bits);
+            let next = upcast(bits.wrapping_add(1));
             let middle = (f64::from(value) * 0.5 + f64::from(next) * 0.5) as f32;
             [value, middle, middle.next_up(), middle.next_down(), value.next_up(), value.next_down()]
         })

@@ -8,7 +8,8 @@ use crate::{Norm, NormSettings};
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn a_logit_that_is_no_number_shows_in_loss_and_gradient() {
     for bad in [f32::NAN, f32::INFINITY] {
-        let (logits, losses) = (tensor(&[0.0, bad, 1.0], &[1, 3], DType::F32), poisoned(&[1], DType::F32));
+        let logits = tensor(&[0.0, bad, 1.0], &[1, 3], DType::F32);
+        let losses = poisoned(&[1], DType::F32);
         let columns = ColumnSlice::all(&logits).unwrap();
         let op = op::CrossEntropy {
             logits: columns,
@@ -29,9 +30,13 @@ fn logits_of_probability_zero_change_nothing() {
     for dtype in TYPES {
         // A thread meets the infinite ones before the others, which are far below zero.
         let logits: Vec<f32> = (0..4104).map(|i| if i < 4096 { f32::NEG_INFINITY } else { -200.0 }).collect();
-        let (logits, losses) = (tensor(&logits, &[1, 4104], dtype), poisoned(&[1], DType::F32));
-        let (columns, targets) = (ColumnSlice::all(&logits).unwrap(), &[4100]);
-        let (softcap, seed, weights) = (None, Some(8.0), None);
+        let logits = tensor(&logits, &[1, 4104], dtype);
+        let losses = poisoned(&[1], DType::F32);
+        let columns = ColumnSlice::all(&logits).unwrap();
+        let targets = &[4100];
+        let softcap = None;
+        let seed = Some(8.0);
+        let weights = None;
         op::CrossEntropy { logits: columns, softcap, targets, losses: &losses, seed, weights }
             .run(&kernels(0))
             .unwrap();
@@ -45,19 +50,25 @@ fn logits_of_probability_zero_change_nothing() {
 #[test]
 #[ignore = "needs a C++ compiler with sanitizers; .ci/run runs it"]
 fn no_number_spoils_its_row_of_a_layer_norm_and_no_other() {
-    let (sizes @ [rows, width], dtype, gpu) = ([3, 24], DType::F16, kernels(0));
+    let sizes @ [rows, width] = [3, 24];
+    let dtype = DType::F16;
+    let gpu = kernels(0);
     let mut x = vec![0.5; rows * width];
     x[width + 5] = f32::NAN;
-    let (x, ones) = (tensor(&x, &sizes, dtype), tensor(&vec![1.0; rows * width], &sizes, dtype));
+    let x = tensor(&x, &sizes, dtype);
+    let ones = tensor(&vec![1.0; rows * width], &sizes, dtype);
     let [y, dx] = [(); 2].map(|()| poisoned(&sizes, dtype));
     let [weight, bias] = [1.0, 0.0].map(|value| tensor(&vec![value; width], &[width], dtype));
     let [mean, rstd] = [(); 2].map(|()| poisoned(&[rows], DType::F32));
     let [dweight, dbias] = [(); 2].map(|()| poisoned(&[width], dtype));
     let settings = NormSettings { norm: Norm::Layer, eps: 1e-5 };
     let [x_rows, dy, y_rows, dx_rows] = [&x, &ones, &y, &dx].map(|tensor| ColumnSlice::all(tensor).unwrap());
-    let (mean, rstd, weight) = (Some(&mean), &rstd, &weight);
+    let mean = Some(&mean);
+    let rstd = &rstd;
+    let weight = &weight;
     op::Norm { settings, x: x_rows, weight, bias: Some(&bias), y: y_rows, mean, rstd }.run(&gpu).unwrap();
-    let (mode, gradients) = (WriteMode::Overwrite, [Some(&dweight), Some(&dbias)]);
+    let mode = WriteMode::Overwrite;
+    let gradients = [Some(&dweight), Some(&dbias)];
     let [dweight, dbias] = gradients;
     op::NormBackward { settings, dy, x: x_rows, weight, mean, rstd, dx: dx_rows, mode, dweight, dbias }
         .run(&gpu)

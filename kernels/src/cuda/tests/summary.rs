@@ -15,7 +15,9 @@ fn gradients(dtype: DType, broken: bool) -> Vec<Vec<f32>> {
                 |(at, x): (usize, f32)| if at % 9 == 0 { 0.0 } else { x * x * x * 2f32.powi(-((at % 40) as i32)) };
             let mut values: Vec<f32> = pattern(len, i as u64, DType::F32).into_iter().enumerate().map(spread).collect();
             if broken && len > 100 {
-                (values[7], values[len - 1], values[50]) = (f32::INFINITY, f32::NAN, f32::NEG_INFINITY);
+                values[7] = f32::INFINITY;
+                values[len - 1] = f32::NAN;
+                values[50] = f32::NEG_INFINITY;
             }
             rounded(values, dtype)
         })
@@ -37,7 +39,8 @@ fn chunks(tensor: &Tensor, format: FloatFormat) -> impl Iterator<Item = TensorSt
 fn chunks_of_large_tensors_merge_in_one_order() {
     let len = (THREADS + 5) * CHUNK + 77;
     let values: Vec<f32> = (0..len).map(|at| 0.5 + ((at / 7) as f32).sin()).collect();
-    let (large, format) = (tensor(&values, &[len], DType::F32), FloatFormat::FP16);
+    let large = tensor(&values, &[len], DType::F32);
+    let format = FloatFormat::FP16;
     let found = (&kernels(0) as &dyn Kernels).summarize(&large, format, false).unwrap().stats;
     assert_eq!(merge_chunks(chunks(&large, format)), found);
     let in_a_row: f64 = chunks(&large, format).map(|chunk| chunk.sum_squares).sum();

@@ -44,7 +44,8 @@ macro_rules! micro_kernel {
                         for row in 0..LIVE {
                             let $left = _mm512_set1_ps(*a.add(row));
                             for vector in 0..VECTORS {
-                                let ($right, $sum) = (columns[vector], sums[row][vector]);
+                                let $right = columns[vector];
+                                let $sum = sums[row][vector];
                                 sums[row][vector] = $multiply_add;
                             }
                         }

@@ -34,16 +34,21 @@ pub(super) fn adamw(t: &Trial<'_>, len: usize, [grads, copies]: [DType; 2], [cou
     let copy = if counts { t.stored(&view::to_host(master)?, copies)? } else { t.poisoned(&[len], copies)? };
     let weight = (copies != DType::F32).then_some(&copy);
     let values = |x: &Tensor| view::to_host(x)?.to_dtype(DType::F32)?.to_vec1::<f32>();
-    let (before, mut counted) = ([values(master)?, values(&copy)?], [UpdateCounts::default(); 2]);
+    let before = [values(master)?, values(&copy)?];
+    let mut counted = [UpdateCounts::default(); 2];
     // Two tensors, if there are enough elements.
     let cut = if quantized { len } else { (len / 2).next_multiple_of(8).min(len) };
     let mut update = |moments: [&Tensor; 2], scales| {
         let parts = |x: &Tensor| Ok::<_, Error>([x.narrow(0, 0, cut)?, x.narrow(0, cut, len - cut)?]);
-        let (grads, masters, copies) = (parts(grad)?, parts(master)?, parts(&copy)?);
+        let grads = parts(grad)?;
+        let masters = parts(master)?;
+        let copies = parts(&copy)?;
         let [m, v] = [parts(moments[0])?, parts(moments[1])?];
         let tensors = counted.iter_mut().enumerate().filter(|(i, _)| grads[*i].elem_count() > 0).map(|(i, counted)| {
             let (grad, master, exp_avg, exp_avg_sq) = (&grads[i], &masters[i], &m[i], &v[i]);
-            let (weight, weight_decay, counts) = (weight.map(|_| &copies[i]), [0.1, 0.0][i], counts.then_some(counted));
+            let weight = weight.map(|_| &copies[i]);
+            let weight_decay = [0.1, 0.0][i];
+            let counts = counts.then_some(counted);
             AdamWTensor { grad, master, exp_avg, exp_avg_sq, scales, weight, weight_decay, counts }
         });
         t.run(op::AdamW { step, tensors: tensors.collect() })

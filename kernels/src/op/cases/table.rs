@@ -76,7 +76,8 @@ impl Cases {
                 {
                     self.add("product", [Operation::Linear { layout, sizes, biased, rank: 0, dtype }]);
                 }
-                let (sizes, transposed) = ([inner, rows, width], [true, false]);
+                let sizes = [inner, rows, width];
+                let transposed = [true, false];
                 let sums = [[dtype; 2], [dtype, DType::F32]];
                 self.add("product", sums.map(|types| Operation::Product { sizes, transposed, types }));
             }
@@ -104,7 +105,8 @@ impl Cases {
             let shape = AttentionShape { kv_heads, softcap, ..AttentionShape::new(batch, seq_len, heads, head_size) };
             // A window over which tiles are skipped.
             let windowed = AttentionShape { window: Some(seq_len / 3), ..shape };
-            let (drops, packed) = (i % 2 == 0, kv_heads == heads);
+            let drops = i % 2 == 0;
+            let packed = kv_heads == heads;
             for dtype in TYPES {
                 let attention = |(shape, documents)| {
                     let sinks = false;
@@ -163,7 +165,9 @@ impl Cases {
             }
         }
         // With more rows, or an RMS norm, results cancel and have no digits to compare.
-        let (norm, sizes, place) = (Norm::Layer, [1, 1], [0, 1, 1]);
+        let norm = Norm::Layer;
+        let sizes = [1, 1];
+        let place = [0, 1, 1];
         self.add("norm", PAIRS.map(|types| Operation::Norm { norm, sizes, place, types, mode: add }));
         // Several rows for each block that has wide ones.
         for (norm, sizes, types) in [
@@ -178,8 +182,10 @@ impl Cases {
         for (family, [rows, heads, width]) in
             heads.into_iter().chain([(Case::CPU, [40, 3, 10]), (Case::CPU, [9, 4, 130])])
         {
-            let (norm, columns) = (Norm::Rms { unit_offset: true }, heads * width);
-            let (sizes, place) = ([rows, columns], [16, width, columns + 40]);
+            let norm = Norm::Rms { unit_offset: true };
+            let columns = heads * width;
+            let sizes = [rows, columns];
+            let place = [16, width, columns + 40];
             let norm = |dtype| Operation::Norm { norm, sizes, place, types: [dtype; 2], mode: overwrite };
             self.add(family, TYPES.map(norm));
         }

@@ -103,10 +103,14 @@ impl Decoder {
     }
 
     fn backward_block<'a>(&self, cx: &mut Context<'a>, i: usize, ws: &'a Workspace, stream: &Tensor) -> Result<()> {
-        let (kernels, mode, block) = (cx.kernels, cx.mode, &self.blocks[i]);
-        let (site, rates) = (DropoutSites::of(i), self.spec.dropout);
+        let kernels = cx.kernels;
+        let mode = cx.mode;
+        let block = &self.blocks[i];
+        let site = DropoutSites::of(i);
+        let rates = self.spec.dropout;
         let (acts, scratch) = ws.block(i)?;
-        let (branch, gradients) = (&scratch.branch, scratch.gradients()?);
+        let branch = &scratch.branch;
+        let gradients = scratch.gradients()?;
         cx.adapters = acts.adapters(scratch);
         let (normed, qkv, activated) = (&gradients.normed, &gradients.qkv, &gradients.activated);
         op::Copy { x: stream, dropout: mode.dropout(rates.residual, site.mlp_out), out: branch }.run(kernels)?;
@@ -114,7 +118,8 @@ impl Decoder {
         let dy = block.post_norm_backward(cx, 1, acts.post_mlp.as_ref(), branch, other)?;
         let down = ModuleId::in_block(i, ModuleOp::Linear(LinearRole::Down));
         cx.hook.record_whole(down, TensorKind::OutputGradient, dy)?;
-        let (up, input) = (gradients.up(), &scratch.activated);
+        let up = gradients.up();
+        let input = &scratch.activated;
         let lengths = match &block.mlp {
             Mlp::Dense { down, .. } => down.backward_input(cx, dy, activated)?,
             Mlp::Mixture(mixture) => {
@@ -158,7 +163,8 @@ impl Decoder {
         attended: &Tensor,
         dqkv: &Tensor,
     ) -> Result<()> {
-        let (kernels, (acts, scratch)) = (cx.kernels, ws.block(i)?);
+        let kernels = cx.kernels;
+        let (acts, scratch) = ws.block(i)?;
         let widths = self.spec.qkv_widths();
         let dropout = cx.mode.dropout(self.spec.dropout.attention, DropoutSites::of(i).attention);
         let qkv = self.columns(&acts.qkv, acts.heads.as_ref())?;
@@ -191,7 +197,9 @@ impl Decoder {
         if let (Some(norms), Some(heads)) = (&self.blocks[i].qk_norms, &acts.heads) {
             let inputs = ColumnSlice::split(&acts.qkv, widths)?;
             for part in 0..2 {
-                let (x, rstd, dy) = (inputs[part], &heads.rstd[part], [dq, dk][part]);
+                let x = inputs[part];
+                let rstd = &heads.rstd[part];
+                let dy = [dq, dk][part];
                 norms[part].backward_columns(cx, x, (None, rstd), dy, (linear[part], WriteMode::Overwrite))?;
             }
         }

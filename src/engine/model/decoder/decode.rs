@@ -192,7 +192,8 @@ impl Decoder {
         let (positions, rope_caches, past) = cache.positions(&self.spec, &counts)?;
         let places = PositionIds { seq_len: rows, past, documents: None };
         let Some(Buffers { stream, blocks, .. }) = &cache.buffers else { bail!("the cache has no buffers") };
-        let (kernels, mode) = (self.kernels(), ForwardMode::Eval);
+        let kernels = self.kernels();
+        let mode = ForwardMode::Eval;
         let adapters = AdapterPass::default();
         let cx = &mut Context { kernels, weights, grads: None, mode, adapters, hook: &mut () };
         let positions = Tensor::new(positions, &cache.device)?;
@@ -210,7 +211,8 @@ impl Decoder {
                     new: *new,
                 });
                 let sequences = &sequences.collect::<Vec<_>>()[..];
-                let (shape, sinks) = (self.shape(i, 1, rows), self.sinks(weights, i));
+                let shape = self.shape(i, 1, rows);
+                let sinks = self.sinks(weights, i);
                 op::DecodeAttention { shape, sequences, qkv, sinks, out: &acts.attended }.run(kernels)
             })?;
             self.add_mlp(cx, i, (acts, scratch), stream)?;

@@ -61,15 +61,14 @@ impl Decoder {
     pub fn logits(&self, weights: &Parameters, hidden: &Tensor) -> Result<Tensor> {
         let weight = weights.weight(self.head)?;
         let logits = view::zeros(&[hidden.dim(0)?, weight.dim(0)?], hidden.dtype(), hidden.device())?;
-        let (layout, alpha) = (WeightLayout::OutIn, self.logits_scale());
+        let layout = WeightLayout::OutIn;
+        let alpha = self.logits_scale();
         if alpha == 1.0 {
             op::Linear { layout, x: hidden, weight: &weight, bias: None, y: &logits, low_rank: None }
                 .run(self.kernels())?;
         } else {
-            let (a, b) = (
-                MatmulOperand::plain(ColumnSlice::all(hidden)?),
-                MatmulOperand::transposed(ColumnSlice::all(&weight)?),
-            );
+            let a = MatmulOperand::plain(ColumnSlice::all(hidden)?);
+            let b = MatmulOperand::transposed(ColumnSlice::all(&weight)?);
             let c = ColumnSlice::all(&logits)?;
             op::Matmul { a, b, alpha, c, mode: WriteMode::Overwrite }.run(self.kernels())?;
         }

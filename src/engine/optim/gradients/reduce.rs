@@ -189,7 +189,8 @@ fn sum_with(kernels: &dyn Kernels, sources: &[Tensor], plan: &Plan, out: &Tensor
 impl Gradients {
     /// Begins an exchange of the sums of micro-batches `leaves`.
     pub(super) fn begin_exchange(&mut self, leaves: Range<usize>) -> Exchange {
-        let (count, of) = (self.world_size, self.nodes.leaves());
+        let count = self.world_size;
+        let of = self.nodes.leaves();
         let sent = |rank: usize| match self.sharding {
             Sharding::Optimizer => ReductionTree::nodes_of_range(local_range(rank, count, of), of),
             Sharding::Gradients => leaves.clone().skip(rank).take(1).map(|leaf| leaf..leaf + 1).collect(),
@@ -254,7 +255,8 @@ impl Gradients {
             self.limit_pending(collector)?;
             if let Some(thread) = &collector.thread {
                 thread.start(out, into)?;
-                let (exchange, data) = (exchange.clone(), ChunkData::Bytes(own));
+                let exchange = exchange.clone();
+                let data = ChunkData::Bytes(own);
                 collector.pending.push_back(PendingChunk { exchange, pieces, data });
             }
         }
@@ -380,7 +382,8 @@ impl Gradients {
                 }
             }
             gpus.start(out, into)?;
-            let (exchange, data) = (exchange.clone(), ChunkData::Tensors(sources));
+            let exchange = exchange.clone();
+            let data = ChunkData::Tensors(sources);
             collector.pending.push_back(PendingChunk { exchange, pieces, data });
         }
         Ok(())
@@ -487,7 +490,9 @@ fn to_words(stats: &TensorStats) -> [u64; 7] {
 }
 
 fn from_words(&[count, zero, subnormal, inf, nan, extremes, sum_squares]: &[u64; 7]) -> TensorStats {
-    let (min, max_abs) = (f32::from_bits((extremes >> 32) as u32), f32::from_bits(extremes as u32));
-    let (min_nonzero, sum_squares) = ((min > 0.0).then_some(min), f64::from_bits(sum_squares));
+    let min = f32::from_bits((extremes >> 32) as u32);
+    let max_abs = f32::from_bits(extremes as u32);
+    let min_nonzero = (min > 0.0).then_some(min);
+    let sum_squares = f64::from_bits(sum_squares);
     TensorStats { count, zero, subnormal, inf, nan, min_nonzero, max_abs, sum_squares }
 }

@@ -256,7 +256,8 @@ fn item_15_an_event_opens_with_all_that_is_known_of_it() {
     assert!(view.events.open.is_none() && picture(&view, FULL).contains("[4 Events]"));
     // Wide characters take two columns.
     key(&mut view, KeyCode::Esc);
-    let (prompt, text) = (String::new(), "漢".repeat(100) + "字");
+    let prompt = String::new();
+    let text = "漢".repeat(100) + "字";
     view.receive(record(Event::Sample(SampleText { step: 1801, prompt, text })));
     key(&mut view, KeyCode::Enter);
     assert!(picture(&view, FULL).contains('字'), "{}", picture(&view, FULL));
@@ -301,7 +302,8 @@ fn a_replay_that_starts_over_shows_its_first_rows() {
     press(&mut view, "5jjj");
     assert!(view.list().unwrap().cursor > 0);
     view.receive(ScreenMessage::Rewind);
-    let (prompt, text) = ("again".into(), String::new());
+    let prompt = "again".into();
+    let text = String::new();
     view.receive(record(Event::Sample(SampleText { step: 1, prompt, text })));
     assert!(picture(&view, FULL).contains("again"), "{}", picture(&view, FULL));
 }
@@ -309,7 +311,8 @@ fn a_replay_that_starts_over_shows_its_first_rows() {
 #[test]
 fn item_15_themes_change_colours_and_nothing_else() {
     let mut view = running();
-    let (dark, before) = (buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL), picture(&view, FULL));
+    let dark = buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL);
+    let before = picture(&view, FULL);
     press(&mut view, "t");
     let light = buffer(&view, Theme::truecolor(ColorScheme::Dark), FULL);
     assert_eq!(text(&light), before);

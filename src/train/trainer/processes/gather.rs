@@ -55,7 +55,8 @@ impl<'a> TensorShard<'a> {
 
     /// Values of this process, which has rank `rank`, as bytes.
     fn bytes(&self, rank: usize, range: &Range<usize>) -> Result<Vec<u8>> {
-        let (first, mut bytes) = (self.range(rank).start, Vec::new());
+        let first = self.range(rank).start;
+        let mut bytes = Vec::new();
         range_bytes(self.tensor, range.start - first..range.end - first, &mut bytes)?;
         Ok(bytes)
     }

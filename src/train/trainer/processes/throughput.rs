@@ -40,7 +40,8 @@ impl ThroughputMeter {
             sum.comm = timing.comm - comm_start;
             sum.micro_batches += timing.micro_batches;
         }
-        (self.steps, self.targets) = (self.steps + 1, self.targets + targets as u64);
+        self.steps += 1;
+        self.targets += targets as u64;
         if self.steps < STEPS {
             return None;
         }

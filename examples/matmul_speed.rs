@@ -4,12 +4,11 @@
 
 #![expect(clippy::print_stdout, reason = "the example prints its results")]
 
-use std::time::{Duration, Instant};
-
 use finetune::engine::kernels::convert::Element;
 use finetune::engine::kernels::machine::peak::{Peak, measure_peak_bf16, measure_peak_f32};
 use finetune::engine::kernels::matmul::{Gemm, Operand};
 use half::{bf16, f16};
+use std::time::{Duration, Instant};
 
 /// Weights `[in, out]` of distilgpt2, how often they occur, and the head, stored `[out, in]`.
 const WEIGHTS: [(&str, usize, usize, usize); 5] = [

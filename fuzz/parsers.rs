@@ -5,7 +5,6 @@
 use std::cell::OnceCell;
 use std::fs;
 use std::path::PathBuf;
-
 use candle_core::{DType, Device};
 use finetune::data::{Conversation, Loader, Source, Template, TemplateTokens, Tokenizer};
 use finetune::engine::model::{ModelSpec, Parameters};

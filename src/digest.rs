@@ -1,14 +1,12 @@
 //! The size and SHA-256 of files and streams, for manifests and downloads; and reading of whole files with a size limit.
 
+use crate::{Error, Result, untrusted};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 use std::fmt::Write as _;
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::Path;
-
-use serde::{Deserialize, Serialize};
-use sha2::{Digest as _, Sha256};
-
-use crate::{Error, Result, untrusted};
 
 /// Limit on the size of configurations, templates and other small files, in bytes.
 pub const MAX_SMALL_FILE: u64 = 16 << 20;

@@ -3,12 +3,10 @@
 //! [`settings!`] turns a list of settings into a section of the configuration: a struct with defaults, read and written by
 //! serde, and the [`Setting`]s that everything else is derived from (`config --explain`, flags, hints, checks).
 
-use std::any::TypeId;
-
+use crate::{Error, Result};
 use clap::{Arg, ArgAction};
 use serde::{Deserialize, Serialize};
-
-use crate::{Error, Result};
+use std::any::TypeId;
 
 /// A key of the configuration, or a section.
 #[derive(Clone, Debug)]

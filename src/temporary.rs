@@ -1,12 +1,10 @@
 //! Temporary files and folders, and the removal of those that killed processes have left.
 
+use crate::{Error, Result, untrusted};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-
 use tempfile::{Builder, NamedTempFile, TempDir};
-
-use crate::{Error, Result, untrusted};
 
 /// A process locks its new file within less than this. The age also protects files on a file system without locks.
 const YOUNG: Duration = Duration::from_mins(1);

@@ -138,15 +138,13 @@ impl Element for f16 {
 #[cfg(target_arch = "x86_64")]
 #[expect(clippy::cast_ptr_alignment, reason = "these loads and stores take any address")]
 mod avx512 {
+    use crate::rows::LANES;
+    use half::f16;
     use std::arch::x86_64::{
         __m256i, _MM_FROUND_TO_NEAREST_INT, _mm256_loadu_si256, _mm256_mask_storeu_epi16, _mm256_maskz_loadu_epi16,
         _mm256_storeu_si256, _mm512_cvtph_ps, _mm512_cvtps_ph, _mm512_loadu_ps, _mm512_mask_storeu_ps,
         _mm512_maskz_loadu_ps, _mm512_storeu_ps,
     };
-
-    use half::f16;
-
-    use crate::rows::LANES;
 
     /// The first `count` lanes, of 1 to 15.
     #[inline(always)]

@@ -138,10 +138,9 @@ pub fn silu_with_derivative(x: f32) -> (f32, f32) {
 
 #[cfg(test)]
 mod tests {
-    use half::{bf16, f16};
-
     use super::*;
     use crate::isa::vectorize;
+    use half::{bf16, f16};
 
     /// A function of this module, and its exact counterpart.
     type Named = (&'static str, fn(f32) -> f32, fn(f64) -> f64);

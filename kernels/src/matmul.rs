@@ -15,13 +15,6 @@
 //!
 //! A row's bits do not depend on the number of rows.
 
-use std::any::TypeId;
-use std::ops::Range;
-
-use bytemuck::{cast_slice, cast_slice_mut};
-use candle_core::{DType, Result};
-use rayon::prelude::*;
-
 use self::buffer::{PackBuffer, Workspace, with_thread_buffer, with_workspace};
 use self::epilogue::{OutputMatrix, Scratch, TileRect};
 use self::micro::{MAX_TILE, MicroKernel, PrefetchQueue, PreparedKernel, Tile};
@@ -31,6 +24,11 @@ use self::prepacked::with_panels;
 use super::convert::Element;
 use super::isa::{Isa, vectorize};
 use super::view::with_element;
+use bytemuck::{cast_slice, cast_slice_mut};
+use candle_core::{DType, Result};
+use rayon::prelude::*;
+use std::any::TypeId;
+use std::ops::Range;
 
 mod buffer;
 mod epilogue;

@@ -3,13 +3,11 @@
 //! candle's AdamW keeps its moments in the variable's type, where an FP16 second moment is zero below 3e-8 and a BF16
 //! weight ignores updates below 1/512 of its value; and they are private, so a program cannot resume exactly.
 
-use std::collections::{HashMap, HashSet};
-
-use candle_core::{Result as CandleResult, Tensor, Var, backprop::GradStore};
-use candle_nn::{Optimizer, ParamsAdamW};
-
 use super::{OptimizerId, ScaledOptimizer, wide};
 use crate::{Error, Result};
+use candle_core::{Result as CandleResult, Tensor, Var, backprop::GradStore};
+use candle_nn::{Optimizer, ParamsAdamW};
+use std::collections::{HashMap, HashSet};
 
 /// AdamW with FP32 masters and moments (FP64 for FP64 variables), parameter groups and accessible state.
 ///

@@ -2,12 +2,11 @@
 //!
 //! [`precision::GradScaler`]: crate::precision::GradScaler
 
-use candle_core::{Tensor, Var, backprop::GradStore};
-
 use super::stages::Stages;
 use super::{ScaledOptimizer, upcast};
 use crate::precision::{self, GradScalerConfig, ScaleChange, ScalerMode, StateDict};
 use crate::{Error, Result};
+use candle_core::{Tensor, Var, backprop::GradStore};
 
 /// Scales losses, unscales gradients, skips steps whose gradients are not finite, and adjusts the scale.
 ///

@@ -1,9 +1,8 @@
 //! The optimizer interface of the scaler, and its implementation for candle's own optimizers.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use candle_core::{Result, Var, backprop::GradStore};
 use candle_nn::Optimizer;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Identifies an optimizer; unique in the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -1,9 +1,8 @@
 //! A cast table for candle models: the operand type of each operation, as under `torch.autocast`.
 
+use super::wide;
 use candle_core::{DType, Result, Tensor};
 use strum::VariantArray;
-
-use super::wide;
 
 /// An operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, VariantArray)]
@@ -136,9 +135,8 @@ impl Autocast {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
-
     use super::*;
+    use candle_core::Device;
 
     #[test]
     fn the_table_matches_autocast() {

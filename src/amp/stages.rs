@@ -3,10 +3,9 @@
 //! The stages are PyTorch's: `Ready → Unscaled → Stepped`. Any other order is a mistake in the training loop and an
 //! error.
 
-use std::collections::BTreeMap;
-
 use super::OptimizerId;
 use crate::{Error, Result};
+use std::collections::BTreeMap;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {

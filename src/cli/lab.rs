@@ -3,17 +3,6 @@
 mod args;
 mod reports;
 
-use std::ffi::OsString;
-use std::io::{BufWriter, IsTerminal, Write};
-use std::path::{Path, PathBuf};
-use std::rc::Rc;
-use std::sync::LazyLock;
-
-use clap::builder::RangedU64ValueParser;
-use clap::parser::ValueSource;
-use clap::{ArgMatches, Args, Command, Parser, Subcommand};
-use serde::Serialize;
-
 use self::args::View;
 use crate::cli::reporter::Reporter;
 use crate::cli::run_lookup::{RunsDirArgs, find_log};
@@ -29,6 +18,15 @@ use crate::telemetry::ProcessStats;
 use crate::ui::{Page, Role, Theme};
 use crate::untrusted::SanitizingWriter;
 use crate::{Error, Result};
+use clap::builder::RangedU64ValueParser;
+use clap::parser::ValueSource;
+use clap::{ArgMatches, Args, Command, Parser, Subcommand};
+use serde::Serialize;
+use std::ffi::OsString;
+use std::io::{BufWriter, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::LazyLock;
 
 #[derive(Args, Debug)]
 #[command(subcommand_value_name = "VIEW", subcommand_help_heading = "Views")]
@@ -236,10 +234,9 @@ fn evaluate(session: &mut LabSession, view: &str, fields: &[(&str, &str)], width
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
-
     use super::*;
     use crate::ui::folded;
+    use std::collections::HashMap;
 
     #[derive(Parser)]
     struct Lab {

@@ -3,12 +3,11 @@
 //! For accessibility, groups differ by colour and by dashes, every chart has a title and a description, and the figures are a
 //! table.
 
-use std::fmt::Write;
-
 use super::metrics::Metric;
 use super::page::{means, range};
 use super::report::{Comparison, EquivalenceVerdict};
 use crate::ui::html::{SvgAxes, escape, page, power_label, table};
+use std::fmt::Write;
 
 impl Comparison {
     pub(crate) fn html(&self) -> String {

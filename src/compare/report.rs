@@ -1,16 +1,14 @@
 //! Groups runs by configuration, and computes the groups' differences and their significance.
 
-use std::collections::{BTreeMap, BTreeSet};
-
-use serde::Serialize;
-use serde_json::{Map, Value, json};
-
 use super::metrics::{METRICS, Metric, NONE};
 use super::run::RunSummary;
 use super::statistics::Estimate;
 use crate::telemetry::float;
 use crate::ui::format::letter;
 use crate::{Error, Result};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Settings that cannot change a run's numbers, and the seed: runs that differ only in these belong to one group.
 const VARIES_WITHIN_GROUP: [&str; 6] = ["seed", "threads", "folder", "checkpoint.", "telemetry.", "run."];

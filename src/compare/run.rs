@@ -1,9 +1,8 @@
 //! A run's figures and curves, from its log.
 
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-use serde_json::Value;
 
 pub(crate) use crate::telemetry::RunMetrics;
 use crate::telemetry::{Curves, FinishReason, RunState, Started};

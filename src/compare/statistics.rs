@@ -1,9 +1,8 @@
 //! Means of small samples, and the difference of two means, with 95 % confidence intervals.
 
+use crate::telemetry::float;
 use distrs::StudentsT;
 use serde::Serialize;
-
-use crate::telemetry::float;
 
 /// A mean, or a difference of two, with its interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]

@@ -8,10 +8,6 @@
 //! then shuffled. The two rows of a pair count as one in all of this, and stay together. A [`Mixture`] determines the order of
 //! the rows of several data sets.
 
-use std::ops::Range;
-
-use serde::{Deserialize, Serialize};
-
 use super::mixture::{GroupId, Mixture};
 use super::samples::SequenceRole;
 use super::sequence_index::{SequenceIndex, padded_len};
@@ -19,6 +15,8 @@ use super::shuffle::Permutation;
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::engine::model::InputIds;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 /// One sequence of a batch.
 #[derive(Clone, Debug, PartialEq)]

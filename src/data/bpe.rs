@@ -4,13 +4,11 @@
 //! byte loop finds ASCII words and a linear-time expression the others, and each thread caches the ids of words. Text
 //! repeats its words, often enough that the library's merges are seldom needed.
 
+use crate::{Error, Result};
+use regex::Regex;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-
-use regex::Regex;
 use tokenizers::{Model as _, ModelWrapper, PreTokenizerWrapper};
-
-use crate::{Error, Result};
 
 /// GPT-2's word pattern without its look-ahead `\s+(?!\S)`, which [`FastBpe::word_end`] implements.
 const WORDS: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+";

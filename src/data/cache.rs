@@ -7,18 +7,16 @@
 //! a temporary name and renamed when complete: other processes see the whole file or none, and a process that has
 //! opened an older file keeps it.
 
+use super::samples::SampleKind;
+use crate::{Error, Result, temporary};
+use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::{BufWriter, Read, Seek, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-
-use sha2::{Digest, Sha256};
 use strum::VariantArray;
 use tempfile::NamedTempFile;
-
-use super::samples::SampleKind;
-use crate::{Error, Result, temporary};
 
 const MAGIC: [u8; 8] = *b"FTTOKENS";
 const VERSION: u32 = 7;

@@ -5,11 +5,6 @@
 //! conversations, and later for every conversation of the training data. A difference is an error, so a mask is never
 //! wrong.
 
-use std::path::Path;
-
-use minijinja::Value;
-use serde_json::Value as Json;
-
 use super::harmony;
 use super::jinja_python::read_json;
 use super::template::{Conversation, Rendered, Template, TemplateTokens};
@@ -17,6 +12,9 @@ use super::template_sandbox::TemplateSandbox;
 use super::tokenizer::Tokenizer;
 use crate::digest::{Digest, MAX_SMALL_FILE, read_at_most};
 use crate::{Error, Result};
+use minijinja::Value;
+use serde_json::Value as Json;
+use std::path::Path;
 
 const CHATML: &str = include_str!("templates/chatml.jinja");
 const QWEN: &str = include_str!("templates/qwen.jinja");

@@ -16,9 +16,8 @@
 //! `preferences` are pairs about the same questions: the rejected answer has the same facts, but names the drawers first,
 //! as in `Drawer K7 has the rope and drawer B2 has the candle.`
 
-use serde_json::json;
-
 use super::shuffle::Permutation;
+use serde_json::json;
 
 /// Conversations that `--data chats` trains on.
 pub const CHATS: usize = 200;

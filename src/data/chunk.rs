@@ -1,8 +1,7 @@
 //! Chunks of text that are tokenized separately, and the positions at which a text may be split.
 
-use std::ops::Range;
-
 use crate::Result;
+use std::ops::Range;
 
 /// Bytes of text that are tokenized at a time, if they end at a split point.
 pub(super) const CHUNK_BYTES: usize = 256 << 10;

@@ -1,8 +1,5 @@
 //! Converts a [`DataSource`] to training and validation tokens, through the token cache.
 
-use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
-
 use super::cache::{IdWidth, TokenFile, TokenWriter};
 use super::format::DataFormat;
 use super::grammar;
@@ -18,6 +15,8 @@ use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::digest::Digest;
 use crate::{Error, Result, untrusted};
 use minijinja::Value;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
 /// The share of a corpus, its contiguous tail, that validates.
 pub const HELD_OUT: f64 = 0.1;

@@ -1,13 +1,12 @@
 //! Reads a file in chunks: text, so that memory does not grow with the file, or rows, which [`rows`](super::rows)
 //! reads.
 
-use std::io::Read;
-
 use super::chunk::{CHUNK_BYTES, ChunkEnd, ChunkSink, LossMask, MAX_CHUNK_BYTES, TextChunk, last_split_point};
 use super::format::{CONVERT, DataFormat};
 use super::row::{RowReader, RowSchema};
 use super::source::Document;
 use crate::{Error, Result};
+use std::io::Read;
 
 impl Document {
     /// Reads the whole file into `sink`; converts its rows with `rows`.

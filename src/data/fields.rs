@@ -1,9 +1,8 @@
 //! Fields of rows, and messages in them.
 
+use super::jinja_python::{entries, read_json};
 use minijinja::value::ValueKind;
 use minijinja::{Value, context};
-
-use super::jinja_python::{entries, read_json};
 
 /// Roles that a message may have.
 const ROLES: [&str; 7] = ["system", "developer", "user", "assistant", "tool", "function", "ipython"];

@@ -1,8 +1,7 @@
 //! The format of a file: from its name, from `--format`, and whether its content looks like a different format.
 
-use std::path::Path;
-
 use serde::{Deserialize, Serialize};
+use std::path::Path;
 use strum::IntoStaticStr;
 
 /// The formats of training data.

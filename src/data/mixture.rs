@@ -5,13 +5,12 @@
 //! within an epoch of the mixture, which has as many groups as the sets together. A position is a function of the seed and of its
 //! number, so a checkpoint needs nothing else.
 
-use std::ops::Range;
-
 use super::samples::SequenceRole;
 use super::sequence_index::SequenceIndex;
 use super::shuffle::Permutation;
 use crate::random::{Domain, Stream};
 use crate::{Error, Result};
+use std::ops::Range;
 
 /// Makes the orders of the sets independent of each other.
 const SET_SALT: u64 = 0x7365_745f_6f72_6465;

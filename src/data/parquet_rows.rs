@@ -3,12 +3,10 @@
 //! The Parquet crate trusts the sizes in a file's footer and page headers: a few hundred bytes can make it allocate
 //! gigabytes, or iterate over billions of booleans that take no bytes.
 
-use std::ffi::OsString;
-use std::io::{BufRead, BufReader, BufWriter, Read, Write};
-use std::path::Path;
-use std::process::{Command, ExitCode};
-use std::time::{Duration, Instant};
-
+use super::catch_panic::catch_panic;
+use super::format::EXPECTED_FIELDS;
+use crate::untrusted::subprocess::{self, ExitCause};
+use crate::{Error, untrusted};
 use minijinja::Value;
 use minijinja::value::Serde;
 use parquet::errors::ParquetError;
@@ -16,11 +14,11 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 use serde::{Deserialize, Serialize};
-
-use super::catch_panic::catch_panic;
-use super::format::EXPECTED_FIELDS;
-use crate::untrusted::subprocess::{self, ExitCause};
-use crate::{Error, untrusted};
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, BufWriter, Read, Write};
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
 
 /// The first argument that makes the program call [`worker_main`].
 pub const ARGUMENT: &str = "__parquet-rows";

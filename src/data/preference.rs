@@ -2,12 +2,11 @@
 //!
 //! The formats are TRL's. If `chosen` and `rejected` contain the prompt, it is their common prefix.
 
-use minijinja::Value;
-use minijinja::value::ValueKind;
-
 use super::fields::{field, is_message, json_type, list, messages, with_system};
 use super::template::Conversation;
 use crate::Error;
+use minijinja::Value;
+use minijinja::value::ValueKind;
 
 /// A prompt and its answer.
 pub(super) enum Sample {

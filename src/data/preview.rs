@@ -1,12 +1,11 @@
 //! A preview of the training samples, shown before the first step: counts, and the first sample or pair with its loss
 //! tokens marked.
 
-use std::fmt::Write as _;
-
 use super::chat_format::ChatFormat;
 use super::sequence_index::{DatasetStats, PairStats, SequenceIndex};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result, untrusted};
+use std::fmt::Write as _;
 
 /// The maximum number of bytes of a sample in the preview; the middle of a longer sample is left out.
 const SHOWN: usize = 2400;

@@ -12,12 +12,6 @@
 //!
 //! `prompt` and its answers may also be lists of messages. The `weight` of a sample multiplies its loss.
 
-use std::ops::Range;
-
-use minijinja::Value;
-use minijinja::value::ValueKind;
-use serde::{Deserialize, Serialize};
-
 use super::cache::{DatasetContents, DatasetKind};
 use super::chat_format::ChatFormat;
 use super::chunk::{ChunkEnd, ChunkSink, LossMask, TextChunk, emit};
@@ -30,6 +24,10 @@ use super::template::{Conversation, Rendered};
 use crate::settings::Heading::Text;
 use crate::settings::settings;
 use crate::{Error, Result};
+use minijinja::Value;
+use minijinja::value::ValueKind;
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 settings! {
     /// Fields of a row that do not go by their usual names.

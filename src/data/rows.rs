@@ -3,20 +3,18 @@
 //! A row is an object whose keys keep the file's order, because tools are written into prompts in that order. A row may
 //! have at most 64 MiB, a file any size.
 
-use std::cell::Cell;
-use std::fmt;
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
-use std::rc::Rc;
-
-use minijinja::Value;
-use serde::de::{Deserializer, SeqAccess, Visitor};
-
 use super::format::{CONVERT, DataFormat};
 use super::jinja_python::read_json;
 use super::parquet_rows;
 use super::source::Document;
 use crate::{Error, Result};
+use minijinja::Value;
+use serde::de::{Deserializer, SeqAccess, Visitor};
+use std::cell::Cell;
+use std::fmt;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::rc::Rc;
 
 /// The longest row in bytes; a longer one means that the file has a different format.
 const MAX_ROW_BYTES: u64 = 64 << 20;

@@ -6,16 +6,14 @@
 //! `T` first, and longer samples are truncated. The right answer after a prompt stays whole, because no pass reads it. The
 //! chosen and the rejected sample of a pair are two consecutive rows, which form a group: batches consist of whole groups.
 
-use std::cmp::Ordering;
-use std::collections::BTreeMap;
-use std::ops::Range;
-
-use serde::Serialize;
-
 use super::cache::DatasetKind;
 use super::samples::{SampleKind, SequenceRole};
 use super::tokens::{IGNORE_INDEX, TokenSource};
 use crate::{Error, Result};
+use serde::Serialize;
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Inputs in a row are padded to a multiple of this.
 const LENGTH_STEP: usize = 16;

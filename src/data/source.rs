@@ -1,18 +1,16 @@
 //! The sources that `--data` and `--val` may name, and their files.
 
+use super::chats;
+use super::format::{ARROW, DataFormat, conversion};
+use crate::untrusted::{Pipe, is_pipe};
+use crate::{Error, Result, temporary, untrusted};
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs::File;
 use std::io::{Read, Write as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-
 use tempfile::NamedTempFile;
-
-use super::chats;
-use super::format::{ARROW, DataFormat, conversion};
-use crate::untrusted::{Pipe, is_pipe};
-use crate::{Error, Result, temporary, untrusted};
 
 /// The advice at the end of errors about a source.
 const SUPPORTED_SOURCES: &str = "give `grammar`, `tiny_shakespeare`, `chats`, `preferences`, `sums`, a `.txt`, `.md`, `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` \

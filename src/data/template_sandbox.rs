@@ -2,19 +2,17 @@
 //!
 //! A template's fuel limits its instructions, not their allocations: forty times `{% set x = x + x %}` needs terabytes.
 
+use super::jinja_python::read_json;
+use super::template::{Conversation, Rendered, Template, TemplateTokens};
+use crate::untrusted::subprocess::{self, ExitCause};
+use crate::{Error, Result};
+use minijinja::Value;
+use serde::{Deserialize, Serialize};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-
-use minijinja::Value;
-use serde::{Deserialize, Serialize};
-
-use super::jinja_python::read_json;
-use super::template::{Conversation, Rendered, Template, TemplateTokens};
-use crate::untrusted::subprocess::{self, ExitCause};
-use crate::{Error, Result};
 
 /// The first argument that makes the program call [`worker_main`].
 pub const ARGUMENT: &str = "__chat-template";

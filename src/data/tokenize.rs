@@ -3,8 +3,6 @@
 //! Chunks are collected up to a few megabytes, encoded in parallel and written in order, so the result does not depend
 //! on the number of threads.
 
-use rayon::prelude::*;
-
 use super::cache::TokenWriter;
 use super::chunk::{ChunkEnd, LossMask, TextChunk};
 use super::row::{DatasetOptions, RowReader};
@@ -12,6 +10,7 @@ use super::samples::SampleKind;
 use super::source::{Document, LoadEvent};
 use super::tokenizer::Tokenizer;
 use crate::{Error, Result};
+use rayon::prelude::*;
 
 /// Bytes of text encoded between two writes.
 const BATCH_BYTES: usize = 8 << 20;

@@ -3,19 +3,17 @@
 //! The byte tokenizer is also a Hugging Face one: [`Tokenizer::json`] describes it as a byte-level BPE without merges,
 //! so that the checkpoint of a byte model loads in transformers, and [`Tokenizer::from_json`] recognizes it.
 
-use std::ops::Range;
-use std::path::Path;
-use std::sync::{Arc, OnceLock};
-
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
-use strum::EnumString;
-use tokenizers::DecoderWrapper;
-
 use super::bpe::{FastBpe, byte_level_char};
 use super::catch_panic::catch_panic;
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+use strum::EnumString;
+use tokenizers::DecoderWrapper;
 
 /// Usual names of the end-of-text token. The first one in the vocabulary is used if the model has no `eos_token`.
 const END_OF_TEXT: [&str; 7] =

@@ -1,11 +1,10 @@
 //! Tokens as the loader reads them: one immutable sequence, shared by the views that training and validation hold.
 
-use std::ops::Range;
-use std::sync::Arc;
-
 use super::cache::{DOCUMENT_START_FLAG, DatasetContents, DatasetKind, NO_LOSS_FLAG, TokenFile};
 use super::samples::{SampleKind, SequenceRole};
 use crate::{Error, Result};
+use std::ops::Range;
+use std::sync::Arc;
 
 /// The label that is excluded from the loss: padding, and prompts before an answer.
 pub const IGNORE_INDEX: u32 = u32::MAX;

@@ -40,9 +40,8 @@ fn has_symbols(frames: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::backtrace::Backtrace;
-
     use super::*;
+    use std::backtrace::Backtrace;
 
     #[test]
     fn an_internal_error_keeps_its_backtrace_out_of_its_message() {

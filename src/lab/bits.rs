@@ -1,10 +1,9 @@
 //! One number in every format: its bits, the stored value and the error.
 
-use serde::Serialize;
-
 use super::number::{exact, parse_value, serialize, short};
 use crate::precision::{FloatClass, FloatFormat};
 use crate::ui::{Line, Page, Role};
+use serde::Serialize;
 
 /// A number in every format.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -259,10 +258,9 @@ fn cut(digits: &str, room: usize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use half::{bf16, f16};
     use proptest::prelude::*;
-
-    use super::*;
 
     fn stored(input: &str, format: &str) -> StoredNumber {
         let bits = Bits::parse(input).unwrap();

@@ -3,14 +3,13 @@
 //! Scales and products are FP32, as in the libraries that the codes are compared with bit for bit (`tests/python/lab_figures.py`):
 //! PyTorch's casts for FP8 and INT8, torchao for MXFP8 and NVFP4.
 
-use serde::Serialize;
-use strum::{EnumIter, EnumString, IntoEnumIterator, VariantNames};
-
 use super::number::{percent, relative_error, short};
 use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
 use crate::ui::{Column, Line, Page, Role, plain};
 use crate::{Error, Result};
+use serde::Serialize;
+use strum::{EnumIter, EnumString, IntoEnumIterator, VariantNames};
 
 /// A quantization scheme for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, EnumString, EnumIter, VariantNames)]

@@ -2,10 +2,9 @@
 
 mod operations;
 
-use std::sync::Arc;
-
 use candle_core::{Device, Tensor};
 use serde::Serialize;
+use std::sync::Arc;
 
 pub(crate) use operations::MeasuredOp;
 

@@ -1,12 +1,11 @@
 //! The three ways FP16 training fails, each with its cause and remedy: gradients that underflow, activations that overflow,
 //! updates too small for the weight.
 
-use serde::Serialize;
-
 use super::number::{exact, percent, relative_error, serialize, short};
 use crate::Result;
 use crate::precision::{FloatFormat, GradScaler, GradScalerConfig};
 use crate::ui::{Line, Page, Role};
+use serde::Serialize;
 
 /// The inputs and outcomes of the three failures.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]

@@ -1,11 +1,10 @@
 //! The lab's guide: each view's scenarios, keys and explanation.
 
-use clap::Command;
-use ratatui::crossterm::event::KeyCode;
-
 use super::screen::{Adjust, Field, LabTab, Scenario, ViewKey};
 use super::{Bits, parse_format};
 use crate::precision::FloatFormat;
+use clap::Command;
+use ratatui::crossterm::event::KeyCode;
 
 const fn key(
     code: KeyCode,

@@ -1,8 +1,5 @@
 //! Training's memory by purpose: this engine's buffers next to the textbook estimate.
 
-use serde::Serialize;
-use std::collections::BTreeSet;
-
 use crate::engine::kernels::{CandleKernels, Fused, Kernels};
 use crate::engine::model::{ALL_LINEAR, Checkpointing, Lora, ModelSpec};
 use crate::engine::optim::OptimizerKind;
@@ -11,6 +8,8 @@ use crate::train::{DistributedLayout, MemoryEstimate, MemoryExtras, MemoryInputs
 use crate::ui::format::bytes;
 use crate::ui::{Line, Page, Role};
 use crate::{Error, Result};
+use serde::Serialize;
+use std::collections::BTreeSet;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,10 +1,9 @@
 //! Each format's range on one logarithmic axis, with the magnitudes of a value or a run.
 
-use serde::Serialize;
-
 use super::number::{serialize, short};
 use crate::precision::{FloatClass, FloatFormat};
 use crate::ui::{Column, Line, Page, Role, plain};
+use serde::Serialize;
 
 /// The formats' ranges, and the magnitudes to compare with them.
 #[derive(Debug, Clone, PartialEq, Serialize)]

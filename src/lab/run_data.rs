@@ -1,8 +1,5 @@
 //! A run's figures for the lab: its events, and the weights of its newest checkpoint.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::path::{Path, PathBuf};
-
 use super::ranges::ValueRange;
 use super::scaler::{GradientTrace, StepCondition};
 use crate::precision::{Dtype, ExponentHistogram, FloatFormat, GradScalerConfig, TensorStats};
@@ -10,6 +7,8 @@ use crate::store::tensor_file::TensorFile;
 use crate::telemetry::{Event, ProbeTotals, RunState, Started, StepRecord, StepStatus};
 use crate::{Error, Result};
 use serde::Deserialize;
+use std::collections::{BTreeMap, VecDeque};
+use std::path::{Path, PathBuf};
 
 /// A run's figures, read from its folder or its `events.jsonl`.
 #[derive(Debug)]

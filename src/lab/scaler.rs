@@ -4,13 +4,12 @@
 mod gradients;
 mod page;
 
-use serde::Serialize;
-
 use super::number::percent;
 use crate::precision::{FloatFormat, GradScaler, GradScalerConfig, OnOverflow, ScaleChange};
 use crate::random::{Domain, Stream};
 use crate::settings::{integer, number};
 use crate::{Error, Result};
+use serde::Serialize;
 
 pub(crate) use gradients::{GradientModel, Mean};
 

@@ -1,10 +1,9 @@
 //! A histogram of gradients under an adjustable loss scale: the shares that are flushed, subnormal, normal or overflow.
 
-use serde::Serialize;
-
 use super::number::percent;
 use crate::precision::{ExponentHistogram, FloatFormat, RangeShares};
 use crate::ui::{Column, Line, Page, Role, column_cell, plain};
+use serde::Serialize;
 
 /// A histogram of gradients in a format at a range of scales.
 #[derive(Debug, Clone, PartialEq, Serialize)]

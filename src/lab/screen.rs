@@ -9,18 +9,15 @@ mod keys;
 mod state;
 mod view;
 
-use std::io::{self, stdout};
-use std::time::Duration;
-
-use ratatui::crossterm::event::{Event, KeyEventKind};
-
 use crate::screen::terminal::{Screen, ShutdownFlag};
 use crate::ui::{Page, Theme};
 use crate::{Error, Result};
-
+use ratatui::crossterm::event::{Event, KeyEventKind};
 use state::LabState;
 pub(crate) use state::{Adjust, Control, Controls, Field, LabTab, Scenario, ViewKey};
 pub(crate) use state::{choose, to_args};
+use std::io::{self, stdout};
+use std::time::Duration;
 
 /// How long to wait for a key before checking for signals.
 const TICK: Duration = Duration::from_millis(200);

@@ -1,10 +1,9 @@
 //! Softmax and positions in half precision: overflow of exp, the error of a long softmax, the error of a position's sine.
 
-use serde::Serialize;
-
 use super::number::{serialize, short};
 use crate::precision::FloatFormat;
 use crate::ui::{Column, Line, Page, Role, plain};
+use serde::Serialize;
 
 /// Softmax and positions in every format.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -2,15 +2,14 @@
 //!
 //! Inputs are rounded to the format first, and the reference sums these in FP64, so that only accumulation errors count.
 
-use serde::Serialize;
-use strum::{EnumString, VariantNames};
-
 use super::number::{relative_error, serialize, short};
 use crate::Result;
 use crate::error::Error;
 use crate::precision::FloatFormat;
 use crate::random::{Domain, Stream};
 use crate::ui::{Line, Page, Role};
+use serde::Serialize;
+use strum::{EnumString, VariantNames};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, EnumString, VariantNames)]
 #[serde(rename_all = "snake_case")]

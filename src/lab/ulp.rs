@@ -3,11 +3,10 @@
 //! This is the reason for FP32 master weights: near 1, FP16's spacing is 2^-10, and a typical update is far smaller than half
 //! of that.
 
-use serde::Serialize;
-
 use super::number::{serialize, short};
 use crate::precision::FloatFormat;
 use crate::ui::{Column, Line, Page, Role, plain};
+use serde::Serialize;
 
 /// A weight, an update, and their sum in each format.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -3,15 +3,13 @@
 //! A unit that overflows repeatedly costs skipped steps, or limits the loss scale of all others. In FP32 or BF16 it
 //! does not overflow, and the others stay as fast as they were.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::str::FromStr;
-
-use serde::{Deserialize, Serialize};
-
 use super::{Dtype, Fp8Config};
 use crate::settings::settings;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::str::FromStr;
 
 /// A part of the model with its own compute dtype: a block, or everything outside the blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

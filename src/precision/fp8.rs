@@ -4,14 +4,12 @@
 //! scaling takes it from the largest magnitudes of earlier steps (Micikevicius et al., *FP8 Formats for Deep Learning*,
 //! 2022): the tensor is read only once, and values that exceed its history saturate at the format's largest value.
 
-use std::ops::RangeInclusive;
-use std::str::FromStr;
-
-use serde::{Deserialize, Serialize};
-
 use super::FloatFormat;
 use crate::settings::settings;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::ops::RangeInclusive;
+use std::str::FromStr;
 
 settings! {
     /// Settings of blocks whose matrix products use FP8 operands.
@@ -161,9 +159,8 @@ pub fn scale_for(amax: f32, format: FloatFormat) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn ranges_of_blocks_are_written_as_they_were_read() {

@@ -1,10 +1,9 @@
 //! The loss scale as a pure state machine: [`GradScaler`].
 
-use serde::{Deserialize, Serialize};
-
 use super::scaler_config::{check_factors, check_scale};
 use super::{FloatFormat, GradScalerConfig, Headroom, HysteresisRefill, ScalerMode};
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
 
 /// The change of the scale by an update, and its cause.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

@@ -4,9 +4,8 @@
 //! running mean of log2 of the largest unscaled gradient and the largest recent deviation above it, and uses the
 //! largest power of two that leaves room for both.
 
-use serde::{Deserialize, Serialize};
-
 use super::FloatFormat;
+use serde::{Deserialize, Serialize};
 
 /// Weight of a step in the running mean.
 const WEIGHT: f32 = 1.0 / 16.0;

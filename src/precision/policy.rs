@@ -1,12 +1,10 @@
 //! The precision policy: the number format of each part of training, as one value with a text form that round-trips.
 
+use super::FloatFormat;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
-
-use serde::{Deserialize, Serialize};
 use strum::{Display, EnumString};
-
-use super::FloatFormat;
 
 /// A storage type of the engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, Display, EnumString)]

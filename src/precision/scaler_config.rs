@@ -1,10 +1,9 @@
 //! The options of loss scaling, with PyTorch's names and defaults.
 
-use serde::{Deserialize, Serialize};
-
 use crate::settings::Heading::LossScale;
 use crate::settings::settings;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
 
 settings! {
     /// The initial loss scale and how it changes; the `[scaler]` table of a configuration file.

@@ -1,14 +1,12 @@
 //! The small files stored with a model's weights that chat and generation need.
 
-use std::collections::BTreeMap;
-use std::path::Path;
-
-use serde_json::{Value, json};
-
 use crate::data::{Bos, ChatSettings, TemplateTokens, Tokenizer};
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::engine::model::ModelSpec;
 use crate::{Error, Result};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
 
 /// Special tokens; in older models also the chat template.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";

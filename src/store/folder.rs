@@ -1,17 +1,15 @@
 //! A Hugging Face model folder: `config.json` and safetensors, in one file or in shards, checked against each other.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
-
-use serde::Deserialize;
-
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::engine::kernels::view;
 use crate::engine::model::{ModelSpec, ModuleId, ModuleOp, Parameters};
 use crate::store::mxfp4;
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 
 const CONFIG: &str = "config.json";
 const SINGLE_FILE: &str = "model.safetensors";
@@ -258,13 +256,12 @@ pub(super) fn check_depth(spec: &ModelSpec, tensors: usize, file: &Path) -> Resu
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device, Tensor};
-    use proptest::prelude::*;
-    use tempfile::TempDir;
-
     use super::*;
     use crate::engine::model::ParamSpec;
     use crate::store::tensor_file::write_tensors;
+    use candle_core::{DType, Device, Tensor};
+    use proptest::prelude::*;
+    use tempfile::TempDir;
 
     type Tensors = Vec<(String, Tensor)>;
 

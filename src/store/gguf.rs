@@ -13,21 +13,19 @@ pub use architectures::{GgufHeader, GgufMetadata, ROPE_FACTORS, RopeFactors, ggu
 pub use model::GgufModel;
 pub(crate) use vocabulary::vocabulary;
 
+use self::mxfp4::BLOCK_BYTES;
+use super::mxfp4::{BLOCK, HALVES, dequantize};
+use crate::data::{Tokenizer, catch_panic};
+use crate::{Error, Result};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
+use candle_core::{CpuStorage, Device, Tensor};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
-
-use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
-use candle_core::{CpuStorage, Device, Tensor};
-
-use self::mxfp4::BLOCK_BYTES;
-use super::mxfp4::{BLOCK, HALVES, dequantize};
-use crate::data::{Tokenizer, catch_panic};
-use crate::{Error, Result};
 
 /// Metadata in use takes a third of this, with a vocabulary of 262,144 tokens. A value takes up to 32 times its bytes
 /// in memory.

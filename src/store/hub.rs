@@ -12,19 +12,17 @@ mod error;
 mod push;
 mod settings;
 
-use std::path::{Path, PathBuf};
-
 use crate::data::{Downloader, HubFile, HubListing, LoadEvent, counted, files_below};
 use crate::digest::{MAX_SMALL_FILE, read_at_most};
 use crate::store::aux_files::AuxFiles;
 use crate::store::folder::weight_map;
 use crate::{Error, Result};
-
 use cache::RepoCache;
 use client::{ATTEMPTS, Client, Metadata};
 pub use connectivity::connect;
 use error::HubError;
 pub use settings::{Settings, without_password};
+use std::path::{Path, PathBuf};
 
 /// Short names of models, and their full names, which Python's cache uses.
 const ALIASES: [(&str, &str); 5] = [

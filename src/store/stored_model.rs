@@ -1,13 +1,12 @@
 //! A model on disk: a Hugging Face folder or a GGUF file.
 
-use std::ffi::OsStr;
-use std::path::Path;
-
 use super::aux_files::AuxFiles;
 use super::{GgufModel, ModelFolder};
 use crate::data::Tokenizer;
 use crate::engine::model::{ModelSpec, ParamSpec, Parameters};
 use crate::{Error, Result};
+use std::ffi::OsStr;
+use std::path::Path;
 
 /// A model in which every tensor was found with the right shape.
 #[derive(Debug)]

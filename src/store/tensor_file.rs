@@ -7,14 +7,13 @@
 mod header;
 mod write;
 
-use std::ops::Range;
-use std::path::{Path, PathBuf};
-
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use memmap2::{Mmap, UncheckedAdvice};
 use rayon::prelude::*;
 pub use safetensors::Dtype;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
 pub use self::header::{Entry, Header, MAX_HEADER_BYTES};
 pub use self::write::{write_header, write_tensors, write_values};

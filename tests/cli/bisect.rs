@@ -3,9 +3,6 @@
 //! The comparison needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one. Without it the
 //! test prints a message and passes, except in CI, where it fails.
 
-use std::collections::BTreeSet;
-use std::fs;
-
 use crate::common::cli_fixture::CliFixture;
 use crate::common::python::{python, run_script};
 use crate::common::{golden, of_kind};
@@ -13,6 +10,8 @@ use finetune::data::Tokenizer;
 use finetune::store::tensor_file::TensorFile;
 use finetune::telemetry::Event;
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::fs;
 
 /// Flags of short runs.
 const SHORT: &str =

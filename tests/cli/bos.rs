@@ -1,14 +1,13 @@
 //! The BOS and end-of-text tokens: which ones a model has, and that training, evaluation, generation, chat and export agree on
 //! them.
 
-use std::fs;
-
 use super::evaluate::{ask_transformers, with_tokenizer};
 use crate::common::cli_fixture::CliFixture;
 use crate::common::python::python;
 use finetune::data::{Bos, DataSource, DatasetBuilder, IGNORE_INDEX, SequenceIndex, TokenSource, Tokenizer};
 use finetune::inference::trained::TrainedModel;
 use serde_json::{Value, json};
+use std::fs;
 
 const BOS: u32 = 26;
 

@@ -1,11 +1,10 @@
 //! `finetune checkpoint list|show|verify|prune|diff` as a user types them.
 
-use std::fs;
-use std::path::Path;
-
 use crate::common::checkpoint::{Sample, names};
 use crate::common::cli_fixture::CliFixture;
 use finetune::store::checkpoint::{CheckpointKind, Run};
+use std::fs;
+use std::path::Path;
 
 /// Two runs: `one` with steps 1 to 4, the second the best, and the weights of step 4; `two` with step 4.
 fn runs() -> CliFixture {

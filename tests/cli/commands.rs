@@ -1,10 +1,5 @@
 //! End-to-end tests of the commands on valid input.
 
-use std::fs;
-use std::io::Write as _;
-use std::path::Path;
-use std::process::{Child, Output, Stdio};
-
 use crate::common::checkpoint::names;
 use crate::common::cli_fixture::CliFixture;
 use crate::common::{launch, of_kind};
@@ -14,6 +9,10 @@ use finetune::data::grammar;
 use finetune::store::checkpoint::{CheckpointKind, by_loss, list};
 use finetune::telemetry::Event;
 use serde_json::Value;
+use std::fs;
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Child, Output, Stdio};
 
 fn text(output: Output, line: &str) -> String {
     assert!(output.status.success(), "finetune {line}: {}", String::from_utf8_lossy(&output.stderr));

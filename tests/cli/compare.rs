@@ -1,7 +1,5 @@
 //! `finetune compare` on synthetic logs, and on a small version of the experiment in `configs/experiments`.
 
-use std::path::{Path, PathBuf};
-
 use crate::common::cli_fixture::CliFixture;
 use crate::common::markup::{assert_stands_alone, assert_well_formed};
 use finetune::telemetry::{
@@ -9,6 +7,7 @@ use finetune::telemetry::{
     ScaleUpdate, Started, StepRecord, StepStatus, StepTime, VERSION, Validation,
 };
 use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
 
 /// A folder of runs.
 struct Runs(CliFixture);

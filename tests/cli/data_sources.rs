@@ -1,13 +1,12 @@
 //! Data as a run loads it: files of every kind to tokens, the token cache, many processes at once.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-
 use finetune::Result;
 use finetune::data::{
     DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, Downloader, HubFile, HubListing, IGNORE_INDEX,
     LoadEvent, LossOn, SequenceIndex, TokenSource, Tokenizer, grammar,
 };
+use std::fs;
+use std::path::{Path, PathBuf};
 
 fn ids(tokens: &TokenSource) -> Vec<u32> {
     let mut out = vec![0; tokens.len()];

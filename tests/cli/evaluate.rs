@@ -3,8 +3,6 @@
 //! The comparison needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one.
 //! Without it the test prints a message and passes, except in CI, where it fails.
 
-use std::path::{Path, PathBuf};
-
 use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::gpt2_tokenizer;
 use crate::common::golden;
@@ -19,6 +17,7 @@ use finetune::precision::PrecisionPolicy;
 use finetune::store::tensor_file::write_tensors;
 use finetune::telemetry::Event;
 use serde_json::Value;
+use std::path::{Path, PathBuf};
 
 /// A folder with the golden model `name` and a tokenizer of one-letter words that fits it.
 pub(crate) fn with_tokenizer(name: &str) -> CliFixture {

@@ -4,10 +4,6 @@
 //! onnxruntime and the `gguf` package are looked for in the Python of `FINETUNE_PYTHON`. Without them a test prints a
 //! message and passes, except in CI, where it fails.
 
-use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
 use crate::common::compare::{distance, values};
 use crate::common::python::{python_with, run_script};
 use crate::common::{golden, launch};
@@ -23,6 +19,9 @@ use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::ModelFolder;
 use finetune::store::tensor_file::write_tensors;
 use half::f16;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A golden model of 257 rows or fewer with the byte tokenizer where it fits, else with the letters.
 fn model(name: &str, folder: &Path) -> TrainedModel {

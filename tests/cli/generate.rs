@@ -1,7 +1,5 @@
 //! The cached forward pass equals the training one, and generation is reproducible and stops as specified.
 
-use std::sync::Arc;
-
 use crate::common::cli_fixture::CliFixture;
 use crate::common::compare::{distance, values};
 use crate::common::golden::{names, path as golden_path};
@@ -16,6 +14,7 @@ use finetune::inference::generate::{GenerationRequest, Sampling, StopReason, gen
 use finetune::precision::PrecisionPolicy;
 use finetune::store::ModelFolder;
 use finetune::train::{Config, Sampler};
+use std::sync::Arc;
 
 /// A golden model with its weights in the policy's compute type.
 fn golden(name: &str, policy: PrecisionPolicy) -> (Decoder, Parameters) {

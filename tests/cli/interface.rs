@@ -1,11 +1,10 @@
 //! The list of all flags, settings and texts about them, so that none changes unnoticed.
 
-use std::collections::{BTreeSet, HashSet};
-use std::fmt::Write as _;
-
 use finetune::cli::definition;
 use finetune::train::Config;
 use serde::Deserialize;
+use std::collections::{BTreeSet, HashSet};
+use std::fmt::Write as _;
 
 /// The help of `command` and of its commands, with the flags that it hides. A flag that has the same help in an earlier
 /// command is only named.

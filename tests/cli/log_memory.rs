@@ -1,14 +1,13 @@
 //! A log of many steps: its readers need little memory, for a log of any length.
 #![cfg(target_os = "linux")]
 
+use crate::common::cli_fixture::CliFixture;
+use finetune::telemetry::{Event, Record, ScaleCause, ScaleUpdate, StepRecord, StepStatus, read};
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::process::Stdio;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
-
-use crate::common::cli_fixture::CliFixture;
-use finetune::telemetry::{Event, Record, ScaleCause, ScaleUpdate, StepRecord, StepStatus, read};
 
 /// Peak memory that every command stays below, in MiB; a program that has done nothing takes about 20.
 const MOST_MIB: u64 = 100;

@@ -1,13 +1,12 @@
 //! The prediction of `finetune lab memory` for a run matches the run's measured memory.
 
-use std::collections::HashMap;
-use std::path::Path;
-
 use crate::common::cli_fixture::CliFixture;
 use candle_core::{Device, Tensor};
 use finetune::data::{Tokenizer, grammar};
 use finetune::engine::model::{ModelSpec, Parameters};
 use serde_json::Value;
+use std::collections::HashMap;
+use std::path::Path;
 
 /// How far a prediction may be off.
 const TOLERANCE: f64 = 0.1;

@@ -3,9 +3,6 @@
 use crate::common::cli_fixture::CliFixture;
 use crate::common::python::{python_with, run_script};
 use crate::common::{launch, of_kind};
-use std::fs;
-use std::path::Path;
-
 use finetune::data::{
     BatchLoader, DataSource, Dataset, DatasetBuilder, DatasetKind, DatasetOptions, IGNORE_INDEX, SampleKind,
     SequenceRole, Tokenizer,
@@ -13,6 +10,8 @@ use finetune::data::{
 use finetune::telemetry::{Event, ObjectiveMetric};
 use finetune::train::{ObjectiveKind, ObjectiveSection};
 use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
 
 /// Loads `content` as file `name`; without validation data.
 fn load(folder: &Path, name: &str, content: &str, samples: SampleKind) -> finetune::Result<Dataset> {

@@ -1,10 +1,9 @@
 //! The run of README's first command behaves as README describes.
 
-use std::path::Path;
-
 use crate::common::of_kind;
 use finetune::data::grammar::entropy_per_token;
 use finetune::telemetry::{Event, read};
+use std::path::Path;
 
 /// `FINETUNE_QUICK_START` is the run's folder, such as `checkpoints/tiny-f16-0001`.
 #[test]

@@ -1,14 +1,13 @@
 //! Regressions from daily use, named by their number in a list.
 
+use crate::common::cli_fixture::CliFixture;
+use crate::common::{launch, of_kind};
+use finetune::telemetry::{Event, ProcessId, Record, StepRecord, StepStatus, VERSION, read};
 use std::fs;
 use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 use std::time::{Duration, Instant};
-
-use crate::common::cli_fixture::CliFixture;
-use crate::common::{launch, of_kind};
-use finetune::telemetry::{Event, ProcessId, Record, StepRecord, StepStatus, VERSION, read};
 
 /// A line that trains `model` a little in the run called `name`.
 fn training(name: &str, more: &str) -> String {

@@ -1,9 +1,8 @@
 //! Validation data, its intervals, and runs of several data sets.
 
-use std::fs;
-
 use crate::common::cli_fixture::CliFixture;
 use finetune::telemetry::Event;
+use std::fs;
 
 /// A line that trains on `data`: 840 tokens of `text.txt` are 24 rows, or three steps per epoch.
 fn training(name: &str, data: &str) -> String {

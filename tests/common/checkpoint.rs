@@ -1,7 +1,5 @@
 //! A small model's checkpoint that tests can create in a millisecond.
 
-use std::path::Path;
-
 use candle_core::{DType, Device, Tensor};
 use finetune::Result;
 use finetune::data::DataPosition;
@@ -10,6 +8,7 @@ use finetune::precision::ScalerState;
 use finetune::store::AuxFiles;
 use finetune::store::checkpoint::{CheckpointKind, Contents, FORMAT_VERSION, Fingerprint, Run, SaveResult, State};
 use finetune::telemetry::Activity;
+use std::path::Path;
 use tempfile::TempDir;
 
 /// The sample content of `tokenizer.json`.

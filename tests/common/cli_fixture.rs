@@ -1,17 +1,15 @@
 //! A user's working folder, and the program started in it.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-
+use super::checkpoint::folder;
+use super::{golden, launch, of_kind};
 use finetune::data::Tokenizer;
 use finetune::store::checkpoint::latest_valid;
 use finetune::telemetry::{Event, StepRecord, read};
 use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use tempfile::TempDir;
-
-use super::checkpoint::folder;
-use super::{golden, launch, of_kind};
 
 pub(crate) struct CliFixture(TempDir);
 

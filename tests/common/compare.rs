@@ -1,9 +1,8 @@
 //! Distances between tensors, and skipping tests whose requirements are missing.
 
+use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-use candle_core::{DType, Tensor};
 
 /// The values of `tensor` in FP64.
 pub(crate) fn values(tensor: &Tensor) -> Vec<f64> {

@@ -1,9 +1,8 @@
 //! Sets up the engine for a test: a model with its state, the engine's batches, and its tensors by name.
 
-use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::Arc;
-
+use super::compare::{assert_close, max_difference, values};
+use super::golden::{Case, Trajectory};
+use super::processes::compute_alone;
 use candle_core::{DType, Device, Tensor};
 use finetune::data::{Batch, IGNORE_INDEX};
 use finetune::engine::collective::{ProcessGroup, SingleProcess};
@@ -16,10 +15,9 @@ use finetune::precision::{Dtype, GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::adapter::AdapterFolder;
 use finetune::store::{ModelFolder, StoredModel, WeightSource};
 use finetune::train::{Objective, StepOutcome, StepReport, TrainEngine, TrainState};
-
-use super::compare::{assert_close, max_difference, values};
-use super::golden::{Case, Trajectory};
-use super::processes::compute_alone;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 
 pub(crate) const POLICIES: [PrecisionPolicy; 3] = [PrecisionPolicy::FP32, PrecisionPolicy::FP16, PrecisionPolicy::BF16];
 

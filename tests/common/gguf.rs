@@ -1,15 +1,14 @@
 //! Writes a model as a GGUF file, its matrices in block types of the test's choice.
 
-use std::collections::BTreeMap;
-use std::fs::File;
-use std::path::Path;
-
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{DType, Device, Tensor};
 use finetune::engine::model::{ALL_LINEAR, Lora, ModelSpec, Parameters};
 use finetune::store::gguf::gguf_offset;
 use serde_json::Value as Json;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::Path;
 
 /// Random weights of `spec` in a file without a tokenizer: matrices take their types in turn, everything else is FP32.
 pub(crate) fn write_random(spec: &ModelSpec, types: &[GgmlDType], path: &Path) {

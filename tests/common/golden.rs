@@ -2,16 +2,14 @@
 //!
 //! Both become a [`Case`] with the project's parameter names. `make_golden.py` in either folder documents their origin.
 
-use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
+use super::reference::IGNORED;
 use candle_core::{Device, Tensor};
 use finetune::engine::kernels::{CandleKernels, Fused, Kernels};
 use finetune::engine::optim::AdamWConfig;
 use serde::Deserialize;
-
-use super::reference::IGNORED;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The cases of GPT-2 under `tests/golden`.
 const CASES: [&str; 5] = ["narrow", "long", "head64", "untied", "deep"];

@@ -1,5 +1,7 @@
 //! Starts processes for tests: with the default actions of signals, and for a limited time.
 
+use finetune::telemetry::is_ignored;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs;
@@ -7,9 +9,6 @@ use std::process::{Command, Output};
 use std::sync::{Arc, Once};
 use std::thread;
 use std::time::{Duration, Instant};
-
-use finetune::telemetry::is_ignored;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGXCPU, SIGXFSZ};
 
 /// Seconds that a test's process may take, instead of [`LIMIT`].
 pub(crate) const LIMIT_VARIABLE: &str = "FINETUNE_TEST_LIMIT";

@@ -1,5 +1,8 @@
 //! A Python to compare with: the one in `FINETUNE_PYTHON`, as `.ci/python-env` makes it.
 
+use super::compare::skip;
+use super::launch;
+use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::iter;
@@ -7,11 +10,6 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::OnceLock;
-
-use serde_json::{Value, json};
-
-use super::compare::skip;
-use super::launch;
 
 /// The Python; `None` after printing that it is missing.
 pub(crate) fn python() -> Option<PathBuf> {

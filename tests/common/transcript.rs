@@ -3,11 +3,10 @@
 //! A transcript is the list of its cases. To add one, write its line, `$ finetune …`, into the file and store the message with
 //! `INSTA_UPDATE=always`.
 
+use super::cli_fixture::CliFixture;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-
-use super::cli_fixture::CliFixture;
 
 /// Messages of a slow preparation.
 const PHASES: [&str; 8] =

@@ -8,8 +8,6 @@ mod adamw;
 mod pytorch;
 mod rules;
 
-use std::collections::HashMap;
-
 use crate::common::checkpoint::values;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -17,6 +15,7 @@ use candle_nn::{Optimizer, ParamsAdamW, SGD, loss::mse};
 use finetune::amp::{AdamW, GradScaler, ScaledOptimizer, WithVars, clip_grad_norm};
 use finetune::precision::{GradScalerConfig, ScaleChange, StateDict};
 use half::f16;
+use std::collections::HashMap;
 
 const CPU: Device = Device::Cpu;
 const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];

@@ -2,9 +2,6 @@
 //!
 //! Its windows are one token wider than the windows of transformers, so no text here is longer than a window.
 
-use std::collections::HashMap;
-use std::sync::Arc;
-
 use crate::common::compare::distance;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
@@ -13,6 +10,8 @@ use finetune::engine::kernels::{CandleKernels, Fused, Kernels, view};
 use finetune::engine::model::{Decoder, ForwardMode, InputIds, ModelSpec, Parameters, Workspace};
 use finetune::precision::PrecisionPolicy;
 use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::sync::Arc;
 
 /// Keys that all families here share.
 fn config(model_type: &str, own: &Value) -> Value {

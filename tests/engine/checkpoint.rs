@@ -1,8 +1,5 @@
 //! Guarantees of checkpoints: order, rotation, damage reports, fallback, locking.
 
-use std::fs;
-use std::path::Path;
-
 use crate::common::checkpoint::{Sample, TOKENIZER, names, set, values, zeros};
 use finetune::engine::model::{ModelSpec, Parameters};
 use finetune::store::ModelFolder;
@@ -10,6 +7,8 @@ use finetune::store::checkpoint::{
     Checkpoint, CheckpointKind, Contents, RetentionPolicy, Run, best, compare, latest_run, latest_valid, list, verify,
 };
 use finetune::telemetry::EventLog;
+use std::fs;
+use std::path::Path;
 use tempfile::tempdir;
 
 fn steps(run: &Path) -> Vec<String> {

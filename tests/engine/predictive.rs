@@ -1,10 +1,6 @@
 //! The predictive loss scale against the dynamic one, on three runs. The long ones print the table in `docs/numerics.md`, and
 //! check its conclusions.
 
-use std::collections::HashMap;
-use std::fmt::Write as _;
-use std::path::Path;
-
 use crate::common::compare::gpt2_tokenizer;
 use crate::run::advanced;
 use candle_core::Device;
@@ -14,6 +10,9 @@ use finetune::precision::ScalerMode;
 use finetune::random::{Domain, Stream};
 use finetune::telemetry::{Activity, Event, ScaleCause, StepStatus};
 use finetune::train::{Config, ConfigLayers, DataSets, verify_resume};
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::path::Path;
 
 /// The figures of a run.
 #[derive(Debug, Default)]

@@ -1,9 +1,6 @@
 //! QLoRA: a base that stays in the blocks of its GGUF file computes the same, to the bit, as that base dequantized when
 //! it is read.
 
-use std::path::Path;
-use std::sync::Arc;
-
 use crate::common::compare::values;
 use crate::common::engine::{Settings, engine_of};
 use crate::common::gguf::{with_lora, write_random};
@@ -19,6 +16,8 @@ use finetune::store::base::AdaptedModel;
 use finetune::store::{GgufModel, StoredModel, WeightSource};
 use finetune::train::{Config, ConfigLayers, ModelSource, TrainEngine};
 use serde_json::json;
+use std::path::Path;
+use std::sync::Arc;
 
 const BATCH: (usize, usize) = (2, 16);
 

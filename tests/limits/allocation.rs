@@ -1,8 +1,5 @@
 //! A steady-state training step allocates almost nothing, because its buffers are allocated in the first step.
 
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Barrier};
-
 use crate::alone;
 use crate::common::allocator::Counting;
 use crate::common::engine::{Settings, engine};
@@ -22,6 +19,8 @@ use finetune::lab::{MemoryCategory, MemoryItem, TrainSetup};
 use finetune::precision::{GradScaler, GradScalerConfig, PrecisionPolicy};
 use finetune::store::{GgufModel, StoredModel, WeightSource};
 use finetune::train::{Config, DistributedLayout, MemoryExtras, MemoryInputs, Trainer, WeightInit};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Barrier};
 
 /// Bytes allocated since the start by all threads, not reduced by freeing.
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);

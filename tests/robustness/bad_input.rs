@@ -2,14 +2,13 @@
 //!
 //! Each test writes a folder with broken files. The command lines and their messages are in `tests/transcripts`.
 
-use std::fs;
-
 use crate::common::cli_fixture::CliFixture;
 use crate::common::launch;
 use crate::common::transcript::assert_refused;
 #[cfg(not(feature = "mpi"))]
 use crate::common::transcript::tree;
 use serde_json::{Value, json};
+use std::fs;
 
 /// A working folder with broken files, a model and a text.
 fn folder() -> CliFixture {

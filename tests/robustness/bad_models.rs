@@ -1,11 +1,5 @@
 //! Models that cannot be used: GGUF files and configurations with one thing wrong each, and the message for it.
 
-use std::collections::BTreeMap;
-use std::fmt::Write as _;
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-
 use crate::common::launch;
 use crate::common::transcript::assert_transcript;
 use candle_core::quantized::gguf_file::{self, Content, Value};
@@ -17,6 +11,11 @@ use finetune::inference::export::{self, ExportFormat, export};
 use finetune::inference::trained::TrainedModel;
 use finetune::precision::Dtype;
 use serde_json::json;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 /// A GGUF file in parts.
 #[derive(Clone)]

@@ -1,18 +1,17 @@
 //! Training itself under fire: killed and interrupted at random instants, resumed, and in the end bit for bit like an
 //! undisturbed run.
 
+use crate::common::checkpoint::Dice;
+use crate::common::cli_fixture::CliFixture;
+use finetune::store::checkpoint::{compare, latest_valid, list, verify};
+use finetune::telemetry::{Event, StepRecord};
+use signal_hook::consts::{SIGKILL, SIGTERM};
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
-
-use crate::common::checkpoint::Dice;
-use crate::common::cli_fixture::CliFixture;
-use finetune::store::checkpoint::{compare, latest_valid, list, verify};
-use finetune::telemetry::{Event, StepRecord};
-use signal_hook::consts::{SIGKILL, SIGTERM};
 
 const STEPS: u64 = 30;
 

@@ -2,18 +2,16 @@
 //!
 //! Each test runs the program like a user. Limits and signals come from the shell that starts it.
 
+use crate::common::cli_fixture::CliFixture;
+use crate::common::{launch, of_kind};
+use finetune::store::checkpoint::{CheckpointKind, latest_valid, list, verify};
+use finetune::telemetry::Event;
+use parquet::basic::{Compression, GzipLevel};
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant, SystemTime};
-
-use parquet::basic::{Compression, GzipLevel};
-
-use crate::common::cli_fixture::CliFixture;
-use crate::common::{launch, of_kind};
-use finetune::store::checkpoint::{CheckpointKind, latest_valid, list, verify};
-use finetune::telemetry::Event;
 
 /// A run of the built-in model in which little is computed.
 const SMALL: &str = "--init-scale 16384 --batch-size 2 --seq-len 16 --threads 1 --plain --set train.sample_tokens=0 \

@@ -3,14 +3,6 @@
 //! Faults come from `checkpoint::Disk`, through which a save makes all of its changes: a hook refuses an operation, or
 //! kills the process before it. A process to kill is this test program again, started for [`child`] alone.
 
-use std::fs;
-use std::io::{self, BufRead, BufReader};
-use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use crate::common::checkpoint::{Dice, Sample, folder, names};
 use crate::common::launch;
 use finetune::store::ModelFolder;
@@ -19,6 +11,13 @@ use finetune::store::checkpoint::{
 };
 use finetune::{Error, Result};
 use signal_hook::consts::SIGKILL;
+use std::fs;
+use std::io::{self, BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tempfile::TempDir;
 
 const KEEP: RetentionPolicy = RetentionPolicy { last: 2, best: false };

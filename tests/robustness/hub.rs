@@ -2,6 +2,11 @@
 
 #![allow(clippy::format_collect, clippy::assigning_clones, reason = "a test may take the short way")]
 
+use crate::common::{golden, launch};
+use finetune::data::{DataSource, DatasetBuilder, Downloader, HubFile, LoadEvent, Tokenizer};
+use finetune::store::hub::{Hub, ModelFiles, Settings};
+use finetune::{Error, Result};
+use sha1::Digest as _;
 use std::collections::HashMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,12 +14,6 @@ use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-
-use crate::common::{golden, launch};
-use finetune::data::{DataSource, DatasetBuilder, Downloader, HubFile, LoadEvent, Tokenizer};
-use finetune::store::hub::{Hub, ModelFiles, Settings};
-use finetune::{Error, Result};
-use sha1::Digest as _;
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 /// Requests for optional files of a model.

@@ -3,12 +3,6 @@
 //! `MALFORMED_FILES` sets the number of files of each kind, `MALICIOUS_FIRST` the number of the first, for files that
 //! were never tried; the long form is in `docs/faults.md`.
 
-use std::fs;
-use std::path::Path;
-use std::process::{Output, Stdio};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use crate::common::launch;
 use crate::common::mutations::{any_bytes, changed, changes, replaced, replacement};
 use finetune::untrusted::is_unsafe_char;
@@ -16,6 +10,11 @@ use proptest::collection::vec;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use serde_json::Value;
+use std::fs;
+use std::path::Path;
+use std::process::{Output, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The size of the part of a large file that holds its headers; the values after it have no meaning.
 const HEADER: usize = 4096;

@@ -1,8 +1,6 @@
 //! Guarantee 6: untrusted text reaches no terminal, log line or page with control characters. Six payloads are sent through
 //! every channel by which a name or a value is printed.
 
-use std::fs;
-
 use crate::common::checkpoint::Sample;
 use crate::common::cli_fixture::CliFixture;
 use finetune::store::checkpoint::Run;
@@ -11,6 +9,7 @@ use finetune::telemetry::{
 };
 use finetune::untrusted::is_unsafe_char;
 use serde_json::{Value, json};
+use std::fs;
 
 /// Payloads: set the title, clear the screen, a C1 sequence, a forged line, a bidirectional override, a deletion.
 const PAYLOADS: [&str; 6] = [

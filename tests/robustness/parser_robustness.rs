@@ -4,11 +4,6 @@
 //! replaced. The inputs are short, so memory beyond [`LIMIT`] means that a number in them was believed. The long form is in
 //! `docs/faults.md`.
 
-use std::cell::Cell;
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
-
 use crate::common::allocator::Counting;
 use crate::common::checkpoint;
 use crate::common::mutations::{any_bytes, changed, changes, replaced, replacement};
@@ -22,6 +17,10 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
 use serde_json::{Value, json};
+use std::cell::Cell;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 use tempfile::TempDir;
 
 /// Bytes that a parser may hold at a time. The buffers of files take a few megabytes regardless of the content, and the

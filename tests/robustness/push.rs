@@ -1,17 +1,16 @@
 //! Uploads to a local server that speaks the Hub's protocol, and to one that fails.
 
+use crate::common::cli_fixture::CliFixture;
+use crate::common::launch;
+use base64::Engine as _;
+use serde_json::{Value, json};
+use sha2::Digest as _;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-
-use crate::common::cli_fixture::CliFixture;
-use crate::common::launch;
-use base64::Engine as _;
-use serde_json::{Value, json};
-use sha2::Digest as _;
 
 const TOKEN: &str = "hf_geheim";
 

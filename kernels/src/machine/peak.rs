@@ -2,10 +2,9 @@
 //!
 //! `finetune bench` reports the engine's speed as a share of it.
 
+use rayon::prelude::*;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
-
-use rayon::prelude::*;
 
 #[cfg(target_arch = "x86_64")]
 use crate::amx;
@@ -179,13 +178,12 @@ macro_rules! sums_loop {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
+    use super::{SUMS, black_box};
     use std::arch::x86_64::{
         __m512bh, _mm_add_ps, _mm_mul_ps, _mm_set1_ps, _mm256_fmadd_ps, _mm256_set1_ps, _mm512_dpbf16_ps,
         _mm512_fmadd_ps, _mm512_set1_ps,
     };
     use std::mem::transmute;
-
-    use super::{SUMS, black_box};
 
     // SAFETY: both types are 512 bits of plain data.
     const BF16_ONES: __m512bh = unsafe { transmute([0x3f80_u16; 32]) };
@@ -210,10 +208,9 @@ mod x86 {
 
 #[cfg(target_arch = "aarch64")]
 mod aarch64 {
-    use std::arch::aarch64::{vdupq_n_f32, vdupq_n_u32, vfmaq_f32};
-
     use super::{SUMS, black_box};
     use crate::neon::multiply_bf16;
+    use std::arch::aarch64::{vdupq_n_f32, vdupq_n_u32, vfmaq_f32};
 
     sums_loop! {
         neon, "neon", vdupq_n_f32(0.0), [a = vdupq_n_f32(1.0), b = vdupq_n_f32(0.5)],

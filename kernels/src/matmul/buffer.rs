@@ -3,12 +3,11 @@
 //! Buffers only grow and are kept, so a product of a shape seen before allocates nothing. They use huge pages if the system
 //! grants them: packed operands are streamed, and with small pages address translation would limit the speed.
 
+use super::pack::CACHE_LINE;
+use crate::machine::allocator::{Allocator, HUGE_PAGE};
 use std::alloc::{GlobalAlloc, Layout, handle_alloc_error};
 use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
-
-use super::pack::CACHE_LINE;
-use crate::machine::allocator::{Allocator, HUGE_PAGE};
 
 /// Memory for plain 32-bit values that grows on demand and forgets its content when it does. It starts at a cache line or, if it
 /// fills one, at a huge page.

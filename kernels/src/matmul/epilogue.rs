@@ -1,13 +1,12 @@
 //! From a tile of sums to C: scaling, bias, the old value, and the one rounding.
 
-use std::any::TypeId;
-use std::ops::Range;
-
 use super::super::convert::Element;
 use super::super::isa::vectorize;
 use super::Epilogue;
 use super::micro::{MAX_TILE, PrefetchQueue, Tile};
 use super::pack::CACHE_LINE;
+use std::any::TypeId;
+use std::ops::Range;
 
 /// A row-major matrix that tasks write tile by tile, each tile by one task.
 #[derive(Clone, Copy, Debug)]

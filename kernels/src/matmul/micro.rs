@@ -1,11 +1,10 @@
 //! Micro-kernels: one small tile of C, held in registers, from one panel of A and one of B.
 
-use std::marker::PhantomData;
-use std::ops::Range;
-
 use super::super::convert::Element;
 use super::super::isa::Isa;
 use super::pack::{CACHE_LINE, PackUnit, PanelLayout};
+use std::marker::PhantomData;
+use std::ops::Range;
 
 #[cfg(any(target_arch = "x86_64", test))]
 mod amx;

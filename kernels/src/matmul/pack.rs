@@ -5,14 +5,12 @@
 //! each, and so on. A unit is one FP32 value, two adjacent BF16 values for the BF16 dot product, four for the product of small
 //! BF16 matrices, or as many as a row of an AMX tile has. Missing lines and units are zeros.
 
-use std::ops::Range;
-
-use half::bf16;
-
 use super::super::convert::Element;
 use super::super::isa::vectorize;
 use super::Operand;
 use super::micro::PrefetchQueue;
+use half::bf16;
+use std::ops::Range;
 
 /// An operand's lines; see the module's description.
 #[derive(Debug)]

@@ -1,14 +1,12 @@
 //! Weights whose panels are kept while they do not change: for a few rows, packing a matrix takes longer than the product.
 
-use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
-use std::rc::Rc;
-
-use candle_core::Tensor;
-
 use super::super::view::read;
 use super::Operand;
 use super::buffer::PackBuffer;
+use candle_core::Tensor;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 /// Address of the first element, then rows, columns and both strides.
 type Key = [usize; 5];

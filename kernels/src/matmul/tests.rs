@@ -1,10 +1,5 @@
 //! Every micro-kernel against sums in f64.
 
-use std::ops::Range;
-
-use candle_core::{DType, Device, Tensor};
-use half::{bf16, f16};
-
 use super::super::amx::model::EmulatedTiles;
 use super::super::convert::Element;
 use super::super::isa::Isa;
@@ -13,6 +8,9 @@ use super::epilogue::OutputMatrix;
 use super::micro::MicroKernel;
 use super::{Epilogue, Gemm, GemmShape, LowRankTerm, Operand, with_packed, words};
 use crate::{Fused, WeightLayout, op, view};
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
+use std::ops::Range;
 
 /// The micro-kernels of an instruction set of this CPU, or the one for AMX on a model of its tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,8 +1,7 @@
 //! Histogram of values by binade `[2^e, 2^(e+1))`, which shows what a number format loses.
 
-use serde::{Deserialize, Serialize};
-
 use super::FloatFormat;
+use serde::{Deserialize, Serialize};
 
 /// Counts of a tensor's magnitudes by binade, with separate counts of zeros, infinities and NaNs.
 ///

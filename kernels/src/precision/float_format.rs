@@ -220,10 +220,9 @@ impl FloatFormat {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
     use half::{bf16, f16};
     use proptest::prelude::*;
-
-    use super::*;
 
     /// `decode` of every pattern equals `reference`, and encoding that value gives the pattern back.
     fn check_every_pattern(format: FloatFormat, reference: impl Fn(u32) -> f64) {

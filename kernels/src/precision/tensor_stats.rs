@@ -6,9 +6,8 @@
 
 #![expect(clippy::inline_always, reason = "a loop only vectorizes for the caller if it is inlined")]
 
-use half::{bf16, f16};
-
 use super::{ExponentHistogram, FloatFormat};
+use half::{bf16, f16};
 
 /// Elements per block: 8 kB of FP32 patterns.
 const BLOCK: usize = 2048;
@@ -289,9 +288,8 @@ impl ExponentCounters {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
+    use proptest::prelude::*;
 
     /// The reference implementation, one value at a time.
     fn reference(values: &[f32], format: FloatFormat) -> (TensorStats, ExponentHistogram) {

@@ -1,17 +1,15 @@
 //! The arguments of `finetune lab`: the views and their flags.
 
-use std::error::Error;
-use std::str::FromStr;
-
-use clap::builder::{PossibleValuesParser, RangedI64ValueParser, TypedValueParser};
-use clap::{Args, Subcommand};
-use strum::VariantNames;
-
 use crate::engine::optim::Sharding;
 use crate::lab::screen::Adjust::{self, Among, By, Count, Double, Scale, Typed};
 use crate::lab::screen::{Control, Controls};
 use crate::lab::{Bits, FailureDemo, Scheme, Softmax, Terms, parse_format, parse_value};
 use crate::precision::{FloatFormat, PrecisionPolicy};
+use clap::builder::{PossibleValuesParser, RangedI64ValueParser, TypedValueParser};
+use clap::{Args, Subcommand};
+use std::error::Error;
+use std::str::FromStr;
+use strum::VariantNames;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum View {

@@ -1,9 +1,5 @@
 //! The reports of the views, from their arguments and the numbers of a run.
 
-use std::path::Path;
-
-use serde::Deserialize;
-
 use super::args::{
     BitsArgs, BlocksArgs, CastsArgs, CrisesArgs, MemoryArgs, RangesArgs, ScalerArgs, ScalingArgs, SoftmaxArgs,
     SumsArgs, UlpArgs,
@@ -20,6 +16,8 @@ use crate::store::{StoredModel, has_gguf_extension};
 use crate::telemetry::Started;
 use crate::train::{Config, DistributedLayout, MemoryExtras, ObjectiveSection};
 use crate::{Error, Result};
+use serde::Deserialize;
+use std::path::Path;
 
 /// The value that was typed for an argument.
 fn typed_value(argument: &str, text: &str) -> Result<f64> {

@@ -4,9 +4,6 @@
 //! when it stores a result, so nearly all results match. An operation that sums in half precision rounds at each term,
 //! and most results differ.
 
-use candle_core::{DType, Device, Tensor};
-use serde::Serialize;
-
 use crate::amp::{AutocastOp, CastRule};
 use crate::engine::kernels::attention::{AttentionInputs, AttentionShape};
 use crate::engine::kernels::columns::ColumnSlice;
@@ -15,6 +12,8 @@ use crate::engine::kernels::{Activation, Fused, Norm, NormSettings, WeightLayout
 use crate::engine::model::candle_dtype;
 use crate::precision::{FloatFormat, PrecisionPolicy};
 use crate::random::{Domain, Stream};
+use candle_core::{DType, Device, Tensor};
+use serde::Serialize;
 
 /// The types that an operation reads, computes in and stores.
 #[derive(Debug, Clone, PartialEq, Serialize)]

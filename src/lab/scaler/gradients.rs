@@ -1,9 +1,8 @@
 //! A random model of the largest gradient of each step, for simulations without a run.
 
-use serde::Serialize;
-
 use super::{GradientTrace, StepCondition};
 use crate::random::{Domain, Stream};
+use serde::Serialize;
 
 /// log2 max|g| as a normal variable around a level that drifts and jumps, with spikes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]

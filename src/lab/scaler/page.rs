@@ -1,12 +1,11 @@
 //! Renders a simulation: the loss scale as a chart under its ceiling, a table of the settings, and one step as text.
 
-use std::iter::repeat_n;
-
 use super::{Attempt, Mean, ScalerComparison, Trajectory};
 use crate::lab::number::short;
 use crate::precision::ScaleChange;
 use crate::ui::format::letter;
 use crate::ui::{Column, Line, Page, Role, column_cell, plain};
+use std::iter::repeat_n;
 
 impl ScalerComparison {
     pub(crate) fn page(&self, width: usize) -> Page {

@@ -1,16 +1,14 @@
 //! Presses every key in a view's help, and reports keys that do not work as described.
 
-use std::cell::RefCell;
-use std::ops::ControlFlow;
-
-use ratatui::crossterm::event::{KeyCode, KeyEvent};
-
 use super::keys::{KEYS, LabAction};
 use super::state::{Adjust, LabState, LabTab};
 use super::{Evaluate, view};
 use crate::lab::parse_value;
 use crate::screen::terminal::Binding;
 use crate::ui::{Palette, Theme};
+use ratatui::crossterm::event::{KeyCode, KeyEvent};
+use std::cell::RefCell;
+use std::ops::ControlFlow;
 
 /// Parameters without an effect at first, each with the parameter that enables it.
 const NEEDED: [(&str, &str, &str, &str); 5] = [

@@ -1,16 +1,14 @@
 //! The screen's state, and how keys change it.
 
-use std::ops::ControlFlow;
-
-use clap::builder::ArgExt;
-use clap::{Arg, ArgAction, Command};
-use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
-
 use super::Evaluate;
 use super::keys::{KEYS, LabAction};
 use crate::lab::parse_value;
 use crate::screen::terminal::keys::{action, is_ctrl_c, is_plain};
 use crate::ui::{Line, Page, Role};
+use clap::builder::ArgExt;
+use clap::{Arg, ArgAction, Command};
+use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use std::ops::ControlFlow;
 
 /// A tab: a view with its parameters.
 #[derive(Debug, Clone)]

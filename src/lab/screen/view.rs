@@ -1,12 +1,11 @@
 //! Draws the screen: tabs, parameters, the page, the keys.
 
-use ratatui::Frame;
-use ratatui::layout::Position;
-
 use super::keys::KEYS;
 use super::state::{Field, LabState, LabTab};
 use crate::screen::terminal::keys::{self, GAPS};
 use crate::ui::{Canvas, Line, Page, Role, Theme};
+use ratatui::Frame;
+use ratatui::layout::Position;
 
 /// Draws the whole screen at any size; clamps scrolling to the page.
 pub(super) fn draw(state: &mut LabState, theme: Theme, frame: &mut Frame) {
@@ -168,16 +167,15 @@ pub(super) use tests::text_of as picture;
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+    use crate::lab::Bits;
+    use crate::lab::screen::{Adjust, Field};
+    use crate::ui::{Palette, folded};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use ratatui::buffer::Buffer;
     use ratatui::crossterm::event::{KeyCode, KeyEvent};
     use ratatui::style::Color;
-
-    use super::*;
-    use crate::lab::Bits;
-    use crate::lab::screen::{Adjust, Field};
-    use crate::ui::{Palette, folded};
 
     const MONOCHROME: Theme = Theme::of(Palette::Monochrome, false);
 

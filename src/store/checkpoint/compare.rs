@@ -1,16 +1,14 @@
 //! Compares two checkpoints, tensor by tensor and figure by figure.
 
-use std::collections::BTreeSet;
-use std::fmt;
-use std::path::Path;
-
-use serde_json::Value;
-
 use super::manifest::{CONFIG, MASTERS, OPTIMIZER, STATE, TOKENIZER, WEIGHTS};
 use crate::digest::read_at_most;
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::Path;
 
 /// One difference.
 #[derive(Debug, Clone, PartialEq)]

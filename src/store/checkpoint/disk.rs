@@ -1,16 +1,14 @@
 //! File-system operations of a save. They all go through [`Disk`], so that a test can make any of them fail or kill the
 //! process before it.
 
+use crate::digest::{Digest, DigestWriter};
+use crate::{Error, Result};
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::Arc;
-
 use strum::IntoStaticStr;
-
-use crate::digest::{Digest, DigestWriter};
-use crate::{Error, Result};
 
 /// A file-system operation that can fail. Its text is the verb of an error: "cannot … `path`".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, IntoStaticStr)]

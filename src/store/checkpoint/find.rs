@@ -1,11 +1,10 @@
 //! Lists the checkpoints of a run, and finds the newest good one.
 
-use std::path::{Path, PathBuf};
-
 use super::manifest::{CheckpointKind, Manifest};
 use super::read::{Checkpoint, CorruptFile, verified};
 use super::run::opened_at;
 use crate::{Error, Result};
+use std::path::{Path, PathBuf};
 
 /// A step directory of a run.
 #[derive(Debug)]

@@ -1,15 +1,13 @@
 //! `manifest.json`: the exact contents of a step directory.
 
-use std::collections::BTreeMap;
-use std::path::Path;
-
-use serde::{Deserialize, Serialize};
-
 use super::state::{FORMAT_VERSION, check_version};
 use crate::digest::{Digest, read_at_most};
 use crate::store::adapter::{ADAPTER_CONFIG, ADAPTER_WEIGHTS};
 use crate::store::aux_files::AuxFiles;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
 
 pub(super) const MANIFEST: &str = "manifest.json";
 /// The training figures.
@@ -184,9 +182,8 @@ pub(super) fn missing_or(error: &std::io::Error) -> String {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
+    use proptest::prelude::*;
 
     fn manifest(kind: CheckpointKind) -> Manifest {
         let files = kind.files(false).iter().map(|name| ((*name).to_owned(), Digest::of(name.as_bytes()))).collect();

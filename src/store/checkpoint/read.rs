@@ -1,10 +1,5 @@
 //! Reads a checkpoint, after verifying every byte of it.
 
-use std::fmt;
-use std::path::{Path, PathBuf};
-
-use candle_core::DType;
-
 use super::manifest::{
     CONFIG, CheckpointKind, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS, missing_or,
 };
@@ -17,6 +12,9 @@ use crate::store::adapter::{ADAPTER_WEIGHTS, AdapterFolder};
 use crate::store::folder::{check_depth, matrix_of};
 use crate::store::tensor_file::{Dtype, TensorFile, TensorView};
 use crate::{Error, Result};
+use candle_core::DType;
+use std::fmt;
+use std::path::{Path, PathBuf};
 
 /// The maximum number of blocks of a base that is not available.
 const MAX_BLOCKS: usize = 1024;

@@ -1,16 +1,15 @@
 //! A run's folder, locked by one process at a time: saves and removes checkpoints.
 
-use std::ffi::OsStr;
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{ErrorKind, Read, Seek, Write};
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
-
 use super::disk::Disk;
 use super::find::{RetentionPolicy, expired, list, max_sequence};
 use super::manifest::{CheckpointKind, MANIFEST, MAX_SEQUENCE, Manifest};
 use super::save::Contents;
 use crate::{Error, Result, temporary, untrusted};
+use std::ffi::OsStr;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{ErrorKind, Read, Seek, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 const LOCK: &str = ".lock";
 const LATEST: &str = "latest";

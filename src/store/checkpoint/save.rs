@@ -1,12 +1,5 @@
 //! Writes the files of one checkpoint into a hidden directory.
 
-use std::collections::BTreeMap;
-use std::io::Write;
-use std::path::Path;
-
-use candle_core::{DType, Tensor};
-use serde::{Deserialize, Serialize};
-
 use super::disk::Disk;
 use super::manifest::{
     CONFIG, CheckpointKind, MANIFEST, MASTERS, MOMENTS, Manifest, OPTIMIZER, STATE, TOKENIZER, WEIGHTS,
@@ -21,6 +14,11 @@ use crate::store::aux_files::AuxFiles;
 use crate::store::tensor_file::{write_header, write_tensors, write_values};
 use crate::telemetry::{Activity, PhaseProgress};
 use crate::{Error, Result};
+use candle_core::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
 
 /// A kind of tensors that are sharded among processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,14 +1,12 @@
 //! `state.json`: everything besides tensors that a run needs to resume bit for bit.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
-
-use serde::{Deserialize, Deserializer, Serialize};
-use serde_json::Value;
-
 use crate::data::DataPosition;
 use crate::precision::{Fp8State, PrecisionUnit, ScalerState, UnitRecord};
 use crate::{Error, Result};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 /// The version of the layout and of [`State`] and [`Manifest`](super::Manifest) that this program writes, the only one
 /// that it reads.
@@ -169,9 +167,8 @@ fn one_or_more<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Resul
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
+    use proptest::prelude::*;
 
     fn state(validation_loss: f64) -> State {
         let fingerprint = Fingerprint { model: "tiny".into(), policy: "p=f32".into(), data: "abc".into() };

@@ -1,19 +1,17 @@
 //! A model in a GGUF file: its shape, its parameters, and the auxiliary files derived from its metadata.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
-
-use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::Value;
-use candle_core::{Device, Tensor};
-use serde_json::{Map, Value as Json, json};
-
 use super::{Gguf, GgufHeader, ROPE_FACTORS, RopeFactors, gguf_offset};
 use crate::Result;
 use crate::engine::kernels::quantized::QuantizedMatrix;
 use crate::engine::kernels::view::{self, read};
 use crate::engine::model::{ModelSpec, ModuleOp, ParamSpec, Parameters};
 use crate::store::aux_files::{AuxFiles, CHAT_TEMPLATE, GENERATION_CONFIG, TOKENIZER_CONFIG};
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Value;
+use candle_core::{Device, Tensor};
+use serde_json::{Map, Value as Json, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 /// A GGUF file in which every parameter was found with the right shape.
 #[derive(Debug)]

@@ -3,13 +3,11 @@
 //! Two kinds are in use: byte-level BPE with its merges (`gpt2`), whose word pattern has a name, and `SentencePiece`'s
 //! BPE (`llama`), which has scores instead of merges and falls back to bytes.
 
-use std::collections::HashMap;
-
-use candle_core::quantized::gguf_file::Value;
-use serde_json::{Map, Value as Json, json};
-
 use super::Gguf;
 use crate::Result;
+use candle_core::quantized::gguf_file::Value;
+use serde_json::{Map, Value as Json, json};
+use std::collections::HashMap;
 
 /// Kinds of tokens, by llama.cpp's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

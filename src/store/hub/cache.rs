@@ -13,19 +13,17 @@
 //! blob is a link to one. A snapshot may also have plain files, as copies and file systems without links have: only the
 //! Hub can verify them.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read};
-use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
-
-use sha1::{Digest as _, Sha1};
-
 use super::client::Metadata;
 use super::error::HubError;
 use super::{CachedFile, Repo};
 use crate::digest::{Digest, hex, read_at_most};
 use crate::temporary;
+use sha1::{Digest as _, Sha1};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The extension of an unfinished download.
 const INCOMPLETE: &str = ".incomplete";

@@ -5,23 +5,21 @@
 //! timeouts here, and redirects are followed only to the same server, to its subdomains, or from the Hub and its
 //! mirrors to the Hub's content network. The token is sent only to the endpoint.
 
-use std::fmt;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write};
-use std::path::Path;
-use std::time::{Duration, Instant};
-
-use hf_hub::api::sync::{Api, ApiBuilder};
-use serde_json::Value;
-use ureq::http::{Response, StatusCode, Uri, header};
-use ureq::{Agent, Body};
-
 use super::Repo;
 use super::cache::{Partial, is_hex};
 use super::error::HubError;
 use super::settings::{Settings, without_password};
 use crate::data::HubListing;
 use crate::digest::MAX_SMALL_FILE;
+use hf_hub::api::sync::{Api, ApiBuilder};
+use serde_json::Value;
+use std::fmt;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+use ureq::http::{Response, StatusCode, Uri, header};
+use ureq::{Agent, Body};
 
 /// Attempts per request.
 pub(super) const ATTEMPTS: u32 = 5;

@@ -1,10 +1,9 @@
 //! Checks for a network by connecting to the endpoint.
 
+use super::Settings;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
-
-use super::Settings;
 
 /// Variables that set a proxy, which may reach hosts that this machine cannot connect to.
 const PROXIES: [&str; 4] = ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"];

@@ -1,15 +1,13 @@
 //! Failures of transfers from and to the Hub, and advice for the user.
 
-use std::io;
-use std::path::{Path, PathBuf};
-
-use ureq::Body;
-use ureq::http::{Response, StatusCode};
-
 use super::client::header_text;
 use super::settings::{Settings, without_password};
 use super::{ALIASES, Repo, RepoType};
 use crate::Error;
+use std::io;
+use std::path::{Path, PathBuf};
+use ureq::Body;
+use ureq::http::{Response, StatusCode};
 
 /// Why a transfer failed.
 #[derive(Debug, thiserror::Error)]

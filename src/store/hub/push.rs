@@ -3,18 +3,16 @@
 //! A file that the server already has is not sent again, so a command that is started again continues. The model changes only with
 //! the commit.
 
-use std::path::{Path, PathBuf};
-
-use serde_json::{Value, json};
-use ureq::Body;
-use ureq::http::Response;
-
 use super::client::{Client, Payload, is_trusted, read_json};
 use super::error::HubError;
 use super::settings::without_password;
 use super::{Hub, check_name};
 use crate::digest::{Digest, read_at_most};
 use crate::{Error, Result};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use ureq::Body;
+use ureq::http::Response;
 
 /// The largest file that the Hub takes in one part.
 const MAX_PART: u64 = 5_000_000_000;

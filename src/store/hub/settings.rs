@@ -1,11 +1,9 @@
 //! Settings of the Hub from the environment variables that Python's `huggingface_hub` reads.
 
+use crate::{Error, Result};
 use std::path::PathBuf;
 use std::time::Duration;
-
 use ureq::http::Uri;
-
-use crate::{Error, Result};
 
 const HUB: &str = "https://huggingface.co";
 

@@ -1,8 +1,7 @@
 //! The header of a safetensors file, parsed and checked by the `safetensors` crate with a tighter limit on its length.
 
-use std::collections::HashMap;
-
 use safetensors::{Dtype, SafeTensorError, SafeTensors};
+use std::collections::HashMap;
 
 /// Maximum header length. The largest GPT-2's is 60 kB; parsing a header at the limit takes under 200 MB.
 pub const MAX_HEADER_BYTES: u64 = 16 << 20;

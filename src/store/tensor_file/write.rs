@@ -1,14 +1,12 @@
 //! Writes tensors one at a time, without a second copy of the model in memory.
 
-use std::io::{self, Write};
-use std::path::Path;
-
+use crate::{Error, Result};
 use bytemuck::cast_slice;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
 use safetensors::Dtype;
 use serde_json::{Map, json};
-
-use crate::{Error, Result};
+use std::io::{self, Write};
+use std::path::Path;
 
 // The values of a file are stored as they are in memory.
 const _: () = assert!(cfg!(target_endian = "little"));

@@ -4,10 +4,9 @@
 
 #![expect(clippy::needless_range_loop, reason = "as in `avx512`")]
 
-use std::arch::x86_64::{__m256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps};
-
 use super::{PrefetchQueue, Tile};
 use crate::matmul::pack::fetch;
+use std::arch::x86_64::{__m256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_store_ps};
 
 const ROWS: usize = 6;
 const VECTORS: usize = 2;

@@ -3,14 +3,13 @@
 //! Loops by index over local arrays; only intrinsics take or return vectors. The compiler does not always inline a
 //! closure or an iterator of vectors, and without inlining the kernel takes five times as long.
 
+use super::{PrefetchQueue, Tile};
+use crate::matmul::pack::fetch;
 use std::arch::x86_64::{
     __m512, __m512bh, _mm256_load_si256, _mm512_cvtph_ps, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_load_ps,
     _mm512_set1_ps, _mm512_setzero_ps, _mm512_store_ps,
 };
 use std::mem::transmute;
-
-use super::{PrefetchQueue, Tile};
-use crate::matmul::pack::fetch;
 
 const ROWS: usize = 8;
 const VECTORS: usize = 3;

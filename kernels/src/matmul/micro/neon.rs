@@ -4,13 +4,12 @@
 
 #![expect(clippy::needless_range_loop, reason = "as in `avx512`")]
 
-use std::arch::aarch64::{
-    vdupq_n_f32, vfmaq_laneq_f32, vget_high_f32, vget_low_f32, vld1q_f32, vld1q_u32, vst1_f32, vst1q_f32,
-};
-
 use super::{PrefetchQueue, Tile};
 use crate::matmul::pack::fetch;
 use crate::neon::multiply_bf16;
+use std::arch::aarch64::{
+    vdupq_n_f32, vfmaq_laneq_f32, vget_high_f32, vget_low_f32, vld1q_f32, vld1q_u32, vst1_f32, vst1q_f32,
+};
 
 const ROWS: usize = 8;
 const COLUMNS: usize = 12;

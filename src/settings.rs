@@ -7,6 +7,7 @@ use crate::{Error, Result};
 use clap::{Arg, ArgAction};
 use serde::{Deserialize, Serialize};
 use std::any::TypeId;
+use std::collections::BTreeSet;
 
 /// A key of the configuration, or a section.
 #[derive(Clone, Debug)]
@@ -294,6 +295,13 @@ pub(crate) fn is_unset<T: Serialize>(value: &T) -> bool {
 
 /// The maximum of anything that is counted: products of three such numbers do not overflow.
 pub(crate) const MOST: f64 = 1_048_576.0;
+
+/// The keys of a section whose values differ from the defaults.
+pub(crate) fn changed_keys<T: Serialize + Default>(section: &T) -> BTreeSet<String> {
+    let values = |section: &T| toml::Table::try_from(section).unwrap_or_default();
+    let default = values(&T::default());
+    values(section).into_iter().filter(|(key, value)| default.get(key) != Some(value)).map(|(key, _)| key).collect()
+}
 
 /// Defines a section. A setting is a comment and `key: type = default`, followed by methods of [`Setting`].
 macro_rules! settings {

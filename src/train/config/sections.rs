@@ -4,7 +4,7 @@ use crate::data::{LossOn, SampleKind};
 use crate::engine::model::{ALL_LINEAR, Checkpointing, ModelSpec};
 use crate::engine::optim::{OptimizerKind, ScheduleKind, Sharding};
 use crate::settings::Heading::{Along, Text, Training};
-use crate::settings::{Interval, MOST, settings};
+use crate::settings::{Interval, MOST, changed_keys, settings};
 use crate::train::objective::ObjectiveKind;
 use crate::train::reward::{OnRewardError, Reward};
 use crate::{Error, Result};
@@ -99,17 +99,11 @@ impl LoraSection {
 
     pub(super) fn validate(&self) -> Result<()> {
         const LARGEST: usize = 1 << 16;
-        let Self { r, alpha, dropout, rslora, dora, targets, modules_to_save } = self;
-        let changed = [
-            ("alpha", alpha.is_some()),
-            ("dropout", *dropout != 0.0),
-            ("rslora", *rslora),
-            ("dora", *dora),
-            ("targets", *targets != Self::default().targets),
-            ("modules_to_save", !modules_to_save.is_empty()),
-        ];
-        if let (None, Some((key, _))) = (r, changed.into_iter().find(|(_, is_changed)| *is_changed)) {
-            return Err(Self::without_rank(&format!("lora.{key}")));
+        let changed = changed_keys(self);
+        if self.r.is_none()
+            && let Some(first) = Self::settings().iter().find(|setting| changed.contains(&setting.key))
+        {
+            return Err(Self::without_rank(&format!("lora.{}", first.key)));
         }
         match (self.r, self.alpha) {
             (Some(r), _) if r == 0 || r > LARGEST => {
@@ -253,54 +247,41 @@ impl ObjectiveSection {
         let samples = self.kind.samples_completions();
         let has_margin = !samples && self.kind != ObjectiveKind::Sft;
         let smooths = matches!(self.kind, ObjectiveKind::Dpo | ObjectiveKind::Robust | ObjectiveKind::SimPo);
-        let plain = Self::default();
-        let sampling = [
-            ("num_generations", self.num_generations != plain.num_generations),
-            ("max_completion_length", self.max_completion_length != plain.max_completion_length),
-            ("num_iterations", self.num_iterations != plain.num_iterations),
-            ("epsilon", self.epsilon != plain.epsilon),
-            ("epsilon_high", self.epsilon_high.is_some()),
-            ("scale_rewards", self.scale_rewards.is_some()),
-            ("importance_sampling_cap", self.importance_sampling_cap != plain.importance_sampling_cap),
-        ];
-        let sampling =
-            sampling.map(|(key, is_set)| (key, is_set && !samples, "this objective samples no completions; remove it"));
         let is_kto = self.kind == ObjectiveKind::Kto;
-        let unused = [
+        let read: [(&[&str], bool, &str); 7] = [
             (
-                "beta",
-                self.kind == ObjectiveKind::Sft && self.beta.is_some(),
+                &["beta"],
+                self.kind != ObjectiveKind::Sft,
                 "plain fine-tuning has no such factor; remove it, or set `--objective`",
             ),
+            (&["simpo_gamma"], self.kind == ObjectiveKind::SimPo, "only `simpo` has a target margin; remove it"),
+            (&["desirable_weight", "undesirable_weight"], is_kto, "only `kto` has labels; remove it"),
             (
-                "simpo_gamma",
-                self.kind != ObjectiveKind::SimPo && self.simpo_gamma != plain.simpo_gamma,
-                "only `simpo` has a target margin; remove it",
-            ),
-            (
-                "desirable_weight",
-                !is_kto && self.desirable_weight != plain.desirable_weight,
-                "only `kto` has labels; remove it",
-            ),
-            (
-                "undesirable_weight",
-                !is_kto && self.undesirable_weight != plain.undesirable_weight,
-                "only `kto` has labels; remove it",
-            ),
-            (
-                "reference",
-                self.reference.is_some() && !self.needs_reference(),
+                &["reference"],
+                self.needs_reference(),
                 "this objective compares with no reference; remove it, or set `--beta`",
             ),
-            ("validate_margin", self.validate_margin && !has_margin, "this objective has no margin; remove it"),
+            (&["validate_margin"], has_margin, "this objective has no margin; remove it"),
+            (&["label_smoothing"], smooths, "only `dpo`, `robust` and `simpo` smooth their labels; remove it"),
             (
-                "label_smoothing",
-                self.label_smoothing > 0.0 && !smooths,
-                "only `dpo`, `robust` and `simpo` smooth their labels; remove it",
+                &[
+                    "num_generations",
+                    "max_completion_length",
+                    "num_iterations",
+                    "epsilon",
+                    "epsilon_high",
+                    "scale_rewards",
+                    "importance_sampling_cap",
+                ],
+                samples,
+                "this objective samples no completions; remove it",
             ),
         ];
-        if let Some((key, _, reason)) = unused.into_iter().chain(sampling).find(|(_, is_unused, _)| *is_unused) {
-            return Err(Error::config(format!("objective.{key}"), format!("has no use: {reason}")));
+        let changed = changed_keys(self);
+        for (keys, is_read, reason) in read {
+            if let Some(key) = keys.iter().find(|key| !is_read && changed.contains(**key)) {
+                return Err(Error::config(format!("objective.{key}"), format!("has no use: {reason}")));
+            }
         }
         if self.beta() == 0.0 && !samples {
             return Err(Error::config("objective.beta", "0 would teach nothing; use a number above 0"));

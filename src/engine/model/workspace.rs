@@ -492,7 +492,8 @@ impl<T> Workspace<T> {
     pub(super) fn has_short_ropes(&self, documents: Option<&[u32]>) -> bool {
         self.short_rope_caches.as_ref().is_some_and(|(context, _)| {
             let positions = PositionIds { documents, ..self.positions() };
-            (0..self.batch * self.seq_len).all(|row| positions.of(row) < *context)
+            let all_short = || (0..self.batch * self.seq_len).all(|row| positions.of(row) < *context);
+            self.seq_len <= *context || (documents.is_some() && all_short())
         })
     }
 

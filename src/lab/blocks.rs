@@ -14,6 +14,7 @@ use strum::{EnumIter, EnumString, IntoEnumIterator, VariantNames};
 /// A quantization scheme for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, EnumString, EnumIter, VariantNames)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "lowercase")]
 pub(crate) enum Scheme {
     /// E4M3, one FP32 scale from the tensor's amax.
     #[strum(serialize = "fp8")]
@@ -28,13 +29,10 @@ pub(crate) enum Scheme {
     #[strum(serialize = "block128")]
     Fp8Block128,
     /// E4M3, a power-of-two scale per 32 values (OCP Microscaling).
-    #[strum(serialize = "mxfp8")]
     Mxfp8,
     /// E2M1, an E4M3 scale per 16 values and an FP32 scale for the tensor.
-    #[strum(serialize = "nvfp4")]
     Nvfp4,
     /// Integers from -127 to 127, one FP32 scale.
-    #[strum(serialize = "int8")]
     Int8,
 }
 

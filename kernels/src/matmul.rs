@@ -287,11 +287,14 @@ impl<'a> Packed<'a> {
 
     /// The part of the depth that adds to any of these columns of C.
     fn depth_of(self, columns: Range<usize>) -> Range<usize> {
-        let share = self.depth / self.shares.len().max(1);
+        if self.shares.is_empty() {
+            return 0..self.depth;
+        }
+        let share = self.depth / self.shares.len();
         let meets = |range: &Range<usize>| range.start < columns.end && columns.start < range.end;
         let first = self.shares.iter().position(meets).unwrap_or(0);
         let end = self.shares.iter().rposition(meets).map_or(0, |last| last + 1);
-        if self.shares.is_empty() { 0..self.depth } else { first * share..end * share }
+        first * share..end * share
     }
 
     /// Adds the tile at (row, col) to `tile`; `second` is scratch.
@@ -369,6 +372,13 @@ struct TileRange {
     shared: Range<usize>,
     streamed: Range<usize>,
     depth: Range<usize>,
+}
+
+/// Packed panels of neighbouring lines.
+#[derive(Clone, Copy)]
+struct Panels<'a> {
+    first_line: usize,
+    words: &'a [u32],
 }
 
 impl<A: Element, C: Element> Product<'_, A, C> {
@@ -454,7 +464,7 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         let work = part.shared.len() * part.streamed.len() * part.depth.len();
         let tasks = tasks(work, if self.serial { 1 } else { rayon::current_num_threads() });
         let plan = Plan::new(panels, part.streamed.len().div_ceil(streamed_width), streamed_width * words, tasks);
-        let task = |index: usize| self.run_task(part, &plan, index, &*packed, words, partial);
+        let task = |index: usize| self.run_task(part, &plan, index, &*packed, partial);
         if self.serial {
             (0..plan.tasks()).for_each(task);
         } else {
@@ -468,57 +478,72 @@ impl<A: Element, C: Element> Product<'_, A, C> {
         if self.shares_a() { (shared, streamed) } else { (streamed, shared) }
     }
 
-    /// Packs a group of panels and multiplies it with a share of the packed ones.
+    /// Multiplies a group of the streamed operand's panels with a share of the packed ones.
     fn run_task(
         &self,
         part: &TileRange,
         plan: &Plan,
         index: usize,
         packed: &[u32],
-        words: usize,
         partial: Option<OutputMatrix<f32>>,
     ) {
         let [(_, PanelLayout { width: shared_width, .. }), (lines, layout)] = self.sides();
-        let width = layout.width;
+        let words = self.kernel.words(part.depth.len());
         let (group, share) = plan.task(index);
-        let shared = &packed[share.start * shared_width * words..share.end * shared_width * words];
-        let shared_first = part.shared.start + share.start * shared_width;
-        let first = part.streamed.start + group.start * width;
+        let shared = Panels {
+            first_line: part.shared.start + share.start * shared_width,
+            words: &packed[share.start * shared_width * words..share.end * shared_width * words],
+        };
+        let first_line = part.streamed.start + group.start * layout.width;
+        let group_lines = group.len() * layout.width;
+        let tiles = group.len() * share.len();
         with_thread_buffer(|buffer| {
-            let next = first + group.len() * width;
-            let tiles = group.len() * share.len();
-            if let Some(panels) = self.panels {
-                let before = lines.count.next_multiple_of(width) * self.kernel.words(part.depth.start) + first * words;
-                let [before, count] = [before, group.len() * width * words].map(|words| self.kept_words(words));
-                let kept = &panels[before..][..count];
-                let narrow = self.kernel.narrow().filter(|_| self.second.is_none());
-                let streamed = if self.widens() && narrow.is_none() {
-                    cast_slice(A::as_f32(cast_slice(kept), buffer.floats(group.len() * width * words)))
-                } else {
-                    kept
-                };
-                let kernel = narrow.unwrap_or(self.kernel);
-                let prefetch = Prefetch::new(lines, 0..0, 0..0, tiles);
-                let product = Product { kernel, ..*self };
-                return product.multiply(part, words, (shared_first, shared), (first, streamed), partial, prefetch);
+            if let Some(kept) = self.panels {
+                let all_lines = lines.count.next_multiple_of(layout.width);
+                let start = all_lines * self.kernel.words(part.depth.start) + first_line * words;
+                let kept = &kept[self.kept_words(start)..][..self.kept_words(group_lines * words)];
+                let nothing = Prefetch::new(lines, 0..0, 0..0, tiles);
+                return self.multiply_kept(part, shared, Panels { first_line, words: kept }, buffer, partial, nothing);
             }
-            let streamed = buffer.words(group.len() * width * words);
-            pack(lines, first, part.depth.clone(), layout, streamed);
-            let prefetch = Prefetch::new(lines, next..next + group.len() * width, part.depth.clone(), tiles);
-            let shared = (shared_first, shared);
-            let streamed = (first, &*streamed);
-            let (a, b) = if self.shares_a() { (shared, streamed) } else { (streamed, shared) };
-            self.multiply(part, words, a, b, partial, prefetch);
+            let streamed = buffer.words(group_lines * words);
+            pack(lines, first_line, part.depth.clone(), layout, streamed);
+            let streamed = Panels { first_line, words: streamed };
+            let next = first_line + group_lines;
+            let prefetch = Prefetch::new(lines, next..next + group_lines, part.depth.clone(), tiles);
+            let [a, b] = if self.shares_a() { [shared, streamed] } else { [streamed, shared] };
+            self.multiply(part, a, b, partial, prefetch);
         });
     }
 
-    /// Multiplies packed panels of A with packed panels of B, each given with its first line.
+    /// Multiplies packed panels of A with kept panels of B: as they are, if the micro-kernel reads them, or widened into `buffer`.
+    fn multiply_kept(
+        &self,
+        part: &TileRange,
+        a: Panels<'_>,
+        kept: Panels<'_>,
+        buffer: &mut PackBuffer,
+        partial: Option<OutputMatrix<f32>>,
+        prefetch: Prefetch<'_, A>,
+    ) {
+        // The second term's panels are not narrow.
+        let narrow = self.kernel.narrow().filter(|_| self.second.is_none());
+        if let Some(kernel) = narrow {
+            return Product { kernel, ..*self }.multiply(part, a, kept, partial, prefetch);
+        }
+        if !self.widens() {
+            return self.multiply(part, a, kept, partial, prefetch);
+        }
+        let narrow = cast_slice(kept.words);
+        let wide = A::as_f32(narrow, buffer.floats(narrow.len()));
+        self.multiply(part, a, Panels { words: cast_slice(wide), ..kept }, partial, prefetch);
+    }
+
+    /// Multiplies packed panels of A with packed panels of B.
     fn multiply(
         &self,
         part: &TileRange,
-        words: usize,
-        (first_row, a): (usize, &[u32]),
-        (first_col, b): (usize, &[u32]),
+        a: Panels<'_>,
+        b: Panels<'_>,
         partial: Option<OutputMatrix<f32>>,
         mut prefetch: Prefetch<'_, A>,
     ) {
@@ -543,8 +568,9 @@ impl<A: Element, C: Element> Product<'_, A, C> {
             }
             self.finish(&mut tile, area, part, partial, (&mut scratch, &mut partial_scratch));
         };
-        let all_a = || panels(a, rows * words).zip((first_row..part_rows.end).step_by(rows));
-        let all_b = || panels(b, self.kernel.b_words(words)).zip((first_col..part_cols.end).step_by(cols));
+        let words = self.kernel.words(part.depth.len());
+        let all_a = || panels(a.words, rows * words).zip((a.first_line..part_rows.end).step_by(rows));
+        let all_b = || panels(b.words, self.kernel.b_words(words)).zip((b.first_line..part_cols.end).step_by(cols));
         // The inner loop reads the panels of this task, which fit in the L2 cache; the shared ones may not.
         if self.shares_a() {
             all_a().for_each(|a| all_b().for_each(|b| multiply(a, b)));

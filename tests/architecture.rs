@@ -109,10 +109,10 @@ fn habits(source: &Source) -> Vec<String> {
     let lines = source.text.lines().count();
     let mut found = Vec::new();
     if !source.text.starts_with("//! ") {
-        found.push(format!("{path}: does not open with a `//!` comment that says what and why"));
+        found.push(format!("{path}: does not open with a `//!` comment that gives its content and purpose"));
     }
     if source.path.ends_with("mod.rs") {
-        found.push(format!("{path}: name it after its folder instead, `foo.rs` beside `foo/`"));
+        found.push(format!("{path}: name it after its folder instead, `foo.rs` next to `foo/`"));
     }
     let limit = if source.path == Path::new("main.rs") { MAX_MAIN_LINES } else { MAX_FILE_LINES };
     if lines > limit {

@@ -135,7 +135,7 @@ fn weights_alone_are_saved_thinned_out_on_their_own_and_never_resumed_from() {
     fixture.said("export checkpoints/r/weights-000010 exported --dtype fp16");
     let loss = |model: &str| fixture.json(&format!("eval {model} --data text.txt --json"))["loss"].as_f64().unwrap();
     assert_eq!(loss("exported"), loss("checkpoints/r/weights-000010"));
-    assert_eq!(loss("r"), loss("checkpoints/r"), "a run goes by its name too");
+    assert_eq!(loss("r"), loss("checkpoints/r"), "a run is also found by its name");
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn the_doctor_answers_in_json() {
     assert!(report["cpu"]["threads"].as_u64().unwrap() > 0 && report["cpu"]["isa"].is_string());
     assert!(report["cpu"]["tiles"].is_string());
     assert!(report["memory_bytes"].as_u64() > report["memory_available_bytes"].as_u64());
-    assert_eq!(report["hub"]["reachable"], Value::Null, "offline, nobody is asked");
+    assert_eq!(report["hub"]["reachable"], Value::Null, "offline, no server is asked");
     let purposes: Vec<&Value> = report["folders"].as_array().unwrap().iter().map(|folder| &folder["purpose"]).collect();
     assert_eq!(&purposes[..2], ["runs", "token caches"]);
     assert!(fixture.said("doctor").lines().count() >= 8);

@@ -93,7 +93,7 @@ fn documents_are_separated_by_the_end_of_text() {
     let eos = Tokenizer::byte().eos_id().unwrap();
     let expected = [bytes("one"), vec![eos], bytes("two"), vec![eos], bytes("end")].concat();
     assert_eq!(ids(&data.train), expected);
-    assert_eq!(targets(&data.train), expected, "all of it is learned");
+    assert_eq!(targets(&data.train), expected, "all of it counts in the loss");
     assert_eq!(data.train.documents().collect::<Vec<_>>(), [0..4, 4..8, 8..11]);
 }
 

@@ -81,7 +81,7 @@ fn open_a_log_of(steps: u64, most_seconds: f64) {
     fs::copy(runs.join("long/events.jsonl"), runs.join("other/events.jsonl")).unwrap();
     let bytes = fs::metadata(fixture.path("checkpoints/long/events.jsonl")).unwrap().len();
     println!("{steps} steps, {} MiB", bytes >> 20);
-    assert!(bytes >> 20 > MOST_MIB / 2, "the log is too short for the bound to say anything");
+    assert!(bytes >> 20 > MOST_MIB / 2, "the log is too short to test the bound");
     for line in [
         "runs",
         "watch long --svg frame.svg --size 120x36",

@@ -111,7 +111,7 @@ fn a_checkpoint_written_beside_the_next_steps_passes_is_that_of_its_step() {
             }
             let began = Instant::now();
             while passed.0.load(Ordering::SeqCst) < before + 3 {
-                assert!(began.elapsed() < Duration::from_mins(1), "no passes run beside the save");
+                assert!(began.elapsed() < Duration::from_mins(1), "no passes run during the save");
                 std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(Duration::from_millis(200));

@@ -73,7 +73,7 @@ fn scaled() -> GradScaler {
 fn quoted(before: &str, figure: &str) -> f64 {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/numerics.md");
     let text = std::fs::read_to_string(page).unwrap().replace('\n', " ");
-    assert!(text.contains(&format!("{before}{figure}")), "the page does not say `{before}{figure}`");
+    assert!(text.contains(&format!("{before}{figure}")), "the page lacks `{before}{figure}`");
     figure.parse().unwrap()
 }
 

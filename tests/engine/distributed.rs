@@ -262,7 +262,7 @@ fn a_step_sums_its_micro_batches_along_the_tree() {
     let serial = |i: usize| parts[0][i] / 4.0 + parts[1][i] / 4.0 + parts[2][i] / 4.0 + parts[3][i] / 4.0;
     let found = gradients(&whole);
     assert!((0..found.len()).all(|i| found[i].to_bits() == sums(i).to_bits()), "not the tree's sum");
-    assert!((0..found.len()).any(|i| found[i].to_bits() != serial(i).to_bits()), "nothing tells the two apart");
+    assert!((0..found.len()).any(|i| found[i].to_bits() != serial(i).to_bits()), "the two cannot be told apart");
 }
 
 /// Tensors to or from ranks.

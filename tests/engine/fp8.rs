@@ -84,7 +84,7 @@ fn only_the_inputs_of_the_blocks_products_are_fp8() {
         assert!(bits.of(&format!("h.0.{place}")) > 2, "{place}");
     }
     for place in ["h.1.mlp.c_fc output", "h.1.attn.c_attn output", "h.1.mlp.c_fc weight_gradient"] {
-        assert!(bits.of(place) > 3, "{place}: products are stored as ever");
+        assert!(bits.of(place) > 3, "{place}: products are stored as before");
     }
     let recorded = bits.recorded.iter().filter(|(place, _)| place.starts_with("h.1.")).count();
     assert!(recorded > 20 && TensorKind::Output.is_forward());

@@ -217,7 +217,7 @@ proptest! {
                 ScaleChange::Grew { from, to } => {
                     prop_assert!(finite && from == before && to == scaler.scale() && to > from);
                 }
-                ScaleChange::Lowered { .. } => prop_assert!(false, "only what is measured lowers it"),
+                ScaleChange::Lowered { .. } => prop_assert!(false, "only a measured maximum lowers it"),
                 ScaleChange::BackedOff { from, to } => {
                     prop_assert!(!finite && from == before && to == scaler.scale() && to < from);
                 }

@@ -172,7 +172,7 @@ fn own_kernels_agree_exactly_and_candles_nearly() {
     let sequences =
         Sequences::sample(&decoder, &weights, PrecisionPolicy::FP32, &prompt, (3, TOKENS), 7, |_| ()).unwrap();
     assert!(sequences.ids.iter().all(|ids| ids.len() == 4 + TOKENS && ids.starts_with(&prompt)));
-    assert_ne!(sequences.ids[0], sequences.ids[1], "each sequence has a seed of its own");
+    assert_ne!(sequences.ids[0], sequences.ids[1], "each sequence has its own seed");
 
     // Training's side is minus an evaluation's loss, generation's side comes from separate passes over each prefix.
     let found = log_probs(&decoder, &weights, PrecisionPolicy::FP32, &sequences, |_| ()).unwrap();

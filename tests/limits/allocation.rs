@@ -153,7 +153,7 @@ fn each_of_four_processes_holds_a_quarter_of_masters_and_moments() {
     let parameters: usize = spec.parameters().iter().map(|entry| entry.shape.iter().product::<usize>()).sum();
     let (alone, of_four) = (held(1, Sharding::Optimizer, 4), held(4, Sharding::Optimizer, 4));
     let saved = (alone - of_four) / parameters as f64;
-    assert!((15.9..16.1).contains(&saved), "{saved} bytes a parameter less: 9 are of masters and moments, 7 of sums");
+    assert!((15.9..16.1).contains(&saved), "{saved} bytes per parameter less: 9 are of masters and moments, 7 of sums");
 
     // Gradients of one block instead of four, and with several micro-batches in a process no sums of whole gradients.
     for grad_accum in [4, 8] {

@@ -239,7 +239,7 @@ fn a_build_for_one_process_refuses_to_be_one_of_several() {
                 "0" => {
                     assert!(said.starts_with(&format!("error: {size}: ")) && said.contains("--features mpi"), "{said}");
                 }
-                _ => assert_eq!(said, "", "process 0 says it for all"),
+                _ => assert_eq!(said, "", "process 0 reports it for all"),
             }
         }
         let mut alone = fixture.command("config");

@@ -116,7 +116,7 @@ const FILES: [(&str, Change); 43] = [
     ("a rope type without its factor", |parts| parts.set("llama.rope.scaling.type", text("linear"))),
     ("a base below 1", |parts| parts.set("llama.rope.freq_base", Value::F32(0.5))),
     ("heads rotated in part", |parts| parts.set("llama.rope.dimension_count", Value::U32(2))),
-    ("heads of values of another width", |parts| parts.set("llama.attention.value_length", Value::U32(2))),
+    ("heads of values of a different width", |parts| parts.set("llama.attention.value_length", Value::U32(2))),
     ("rope factors of no known kind", |parts| {
         let factors = Tensor::new(&[3.0_f32, 7.0], &Device::Cpu).unwrap();
         parts.tensors.insert("rope_freqs.weight".into(), factors);
@@ -126,8 +126,8 @@ const FILES: [(&str, Change); 43] = [
         parts.tensors.insert("rope_factors_long.weight".into(), factors);
     }),
     ("experts", |parts| parts.set("llama.expert_count", Value::U32(8))),
-    ("a key that nobody knows", |parts| parts.set("llama.logit_scale", Value::F32(0.5))),
-    ("another vocabulary than the embedding's", |parts| parts.set("llama.vocab_size", Value::U32(300))),
+    ("an unknown key", |parts| parts.set("llama.logit_scale", Value::F32(0.5))),
+    ("a vocabulary that differs from the embedding's", |parts| parts.set("llama.vocab_size", Value::U32(300))),
     ("no embedding", |parts| drop(parts.tensors.remove("token_embd.weight"))),
     ("a missing tensor", |parts| drop(parts.tensors.remove("blk.1.attn_k.weight"))),
     ("a tensor too many", |parts| parts.zeros("blk.0.attn_sinks.weight", &[4])),
@@ -143,7 +143,7 @@ const FILES: [(&str, Change); 43] = [
         parts.set("tokenizer.ggml.tokens", texts(300));
         parts.set("tokenizer.ggml.token_type", Value::Array(vec![Value::I32(1); 300]));
     }),
-    ("merges of tokens that are not there", |parts| {
+    ("merges of missing tokens", |parts| {
         parts.set("tokenizer.ggml.merges", Value::Array(vec![text("never there")]));
     }),
     ("an unknown kind of tokenizer", |parts| parts.set("tokenizer.ggml.model", text("rwkv"))),

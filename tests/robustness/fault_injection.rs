@@ -153,7 +153,7 @@ fn fail_every_operation(code: i32, words: &str, stays: fn(FsOp) -> bool) {
         let result = save_and_rotate(&mut run, 3);
         let reached = operations.swap(usize::MAX, Ordering::Relaxed) > at;
         match result {
-            Ok(()) if reached => panic!("operation {at} failed and nobody noticed"),
+            Ok(()) if reached => panic!("the failure of operation {at} was not reported"),
             Ok(()) => {
                 assert!(at > 80, "a save has more than {at} operations");
                 return;

@@ -941,7 +941,7 @@ fn links_out_of_the_cache_are_not_followed_to_write_or_delete() {
     let blobs = cache.join("models--distilbert--distilgpt2/blobs");
     let weights = fs::read(files.folder.join("model.safetensors")).unwrap();
     let outside = fixture.path().join(sha256(&weights));
-    let damaged = b"not what the name says".to_vec();
+    let damaged = b"damaged".to_vec();
     fs::write(&outside, &damaged).unwrap();
     // The snapshot's link leads out; the blob is a link; the unfinished download is one.
     for link in [files.folder.join("model.safetensors"), blobs.join(sha256(&weights))] {

@@ -4,7 +4,7 @@
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
-    reason = "a test stops at the first thing that is not as it should be, and prints what it has measured"
+    reason = "a test stops at the first failure and prints its measurements"
 )]
 
 #[path = "../common/mod.rs"]

@@ -201,7 +201,7 @@ fn malicious_files_of_every_kind_are_read_or_refused() {
             () if steers(out) || steers(&output.stderr) => "prints control characters",
             // It lists the damaged parts.
             () if words == "checkpoint verify" && !output.stdout.is_empty() => return Ok(!output.status.success()),
-            () if messages != usize::from(!output.status.success()) => "does not say once what is wrong",
+            () if messages != usize::from(!output.status.success()) => "does not print exactly one error",
             () => return Ok(messages > 0),
         };
         let status = output.status;

@@ -201,5 +201,5 @@ fn common(mut stage: ViewHarness, code: KeyCode, action: LabAction) -> Result<()
         }
         LabAction::Increase { .. } | LabAction::Decrease { .. } => true,
     };
-    (flow.is_continue() && done).then_some(()).ok_or("does not do what the help says".to_owned())
+    (flow.is_continue() && done).then_some(()).ok_or("differs from the help".to_owned())
 }

@@ -121,13 +121,14 @@ impl Ruler {
         let broken = histogram.inf + histogram.nan;
         let all = counts.iter().chain(&outlined).chain([&histogram.zero, &broken]);
         let top = all.copied().max().unwrap_or(0);
+        let Some(last_row) = height.checked_sub(1) else { return top };
         let eighths = |count: u64| {
             let share = (count as f64 + 1.0).log10() / (top as f64 + 1.0).log10();
             (share * f64::from(height) * 8.0).round() as u16
         };
         let mut bar = |x: u16, width: u16, count: u64, role: Role| {
             for at in 0..height {
-                let block = column_cell(eighths(count).max(1).into(), (height - 1 - at).into());
+                let block = column_cell(eighths(count).max(1).into(), (last_row - at).into());
                 if count > 0 && block != ' ' {
                     (x..x + width).for_each(|x| canvas.glyph(x, y + at, block, role));
                 }
@@ -140,9 +141,9 @@ impl Ruler {
             bar(x, self.cell_width, *count, self.role(cell));
         }
         for (cell, count) in outlined.iter().enumerate().filter(|(_, count)| **count > 0) {
-            let above = (eighths(*count) / 8).min(height.saturating_sub(1));
+            let above = (eighths(*count) / 8).min(last_row);
             let x = self.start() + cell as u16 * self.cell_width;
-            (x..x + self.cell_width).for_each(|x| canvas.glyph(x, y + height - 1 - above, '∙', Role::Validation));
+            (x..x + self.cell_width).for_each(|x| canvas.glyph(x, y + last_row - above, '∙', Role::Validation));
         }
         top
     }

@@ -311,17 +311,19 @@ fn wide_formats_fold_their_ruler() {
 
 #[test]
 fn every_size_draws() {
-    let mut view = after(Invented { total_steps: 80, init_scale: 20, ..Invented::default() }, 90);
+    let ended = after(Invented { total_steps: 80, init_scale: 20, ..Invented::default() }, 90);
+    let mut views = [ended, running()];
     let dialogs = [None, None, Some(Dialog::Help), Some(Dialog::Quit), Some(Dialog::Summary)];
     let mut turn = 0;
     for width in 1..=250 {
         for height in 1..=80 {
             turn += 1;
+            let view = &mut views[turn % 2];
             view.tab = turn % 5;
             view.dialog = dialogs[turn / 5 % 5];
             view.tensors.detail = (turn % 2 == 0).then(|| "wte.weight".into());
             view.overview.zoom = None;
-            let drawn = buffer(&view, Theme::truecolor(ColorScheme::Dark), (width, height));
+            let drawn = buffer(view, Theme::truecolor(ColorScheme::Dark), (width, height));
             assert!(drawn.content.iter().any(|cell| cell.symbol() != " "), "{width}x{height} is empty");
         }
     }

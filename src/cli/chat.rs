@@ -77,7 +77,7 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     let stopped = stopped.map_err(Error::io("watch for signals on", "terminal"))?;
     let mut speaker = ChatResponder { args, trained: &trained, model, weights, sampling, stopped, out };
     begin(&mut chat, args.system.as_deref());
-    while let Some(line) = next_message(editor.as_mut())? {
+    while let Some(line) = next_message(&mut editor)? {
         let line = line.trim();
         let before = chat.history.clone();
         let (command, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
@@ -111,24 +111,27 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
 }
 
 /// The next message or command, from the editor or as a line of standard input; `None` at the end.
-fn next_message(editor: Option<&mut MessageEditor>) -> Result<Option<String>> {
-    let message = if let Some(editor) = editor {
-        editor.read()
-    } else {
-        if stdin().is_terminal() {
-            write!(stderr(), "> ").and_then(|()| stderr().flush()).ok();
+fn next_message(editor: &mut Option<MessageEditor>) -> Result<Option<String>> {
+    if let Some(open) = editor {
+        match open.read() {
+            Ok(message) => return Ok(message),
+            // A terminal on a slow line, or `script` without one, does not report where its cursor is.
+            Err(error) => print_notice(&format!("messages are plain lines from now on: {error}")),
         }
-        let mut line = String::new();
-        let read = stdin().lock().take(MAX_LINE).read_line(&mut line);
-        if line.is_empty() && stdin().is_terminal() {
-            print_notice("");
-        }
-        if line.len() as u64 == MAX_LINE {
-            return Err(Error::config("standard input", "a line has 1 MiB or more; use shorter messages"));
-        }
-        read.map(|read| (read > 0).then_some(line))
-    };
-    message.map_err(Error::io("read from", "standard input"))
+        *editor = None;
+    }
+    if stdin().is_terminal() {
+        write!(stderr(), "> ").and_then(|()| stderr().flush()).ok();
+    }
+    let mut line = String::new();
+    let read = stdin().lock().take(MAX_LINE).read_line(&mut line).map_err(Error::io("read from", "standard input"))?;
+    if line.is_empty() && stdin().is_terminal() {
+        print_notice("");
+    }
+    if line.len() as u64 == MAX_LINE {
+        return Err(Error::config("standard input", "a line has 1 MiB or more; use shorter messages"));
+    }
+    Ok((read > 0).then_some(line))
 }
 
 /// Restarts the conversation.

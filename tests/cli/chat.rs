@@ -197,6 +197,50 @@ fn an_endless_line_is_refused() {
     assert!(code == Some(2) && complaint.contains("standard input: a line has 1 MiB or more"), "{complaint}");
 }
 
+/// Starts a chat on a pseudo-terminal after `prepare`, drives it by `script`, and prints its exit code, or minus its signal. Both
+/// are Python.
+fn chat_on_terminal(prepare: &str, script: &str) -> Option<String> {
+    let fork = r#"
+import os, pty, signal, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.environ["TERM"] = "xterm"
+    os.system("stty rows 24 columns 80")
+    "#;
+    let begin = r#"
+    os.execvp(sys.argv[1], sys.argv[1:])
+signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
+signal.alarm(120)
+def wait(text):
+    seen = b""
+    while text not in seen:
+        seen += os.read(terminal, 4096)
+"#;
+    let end = "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))";
+    let fixture = fixture(None);
+    let mut command = launch::command(python()?);
+    command.args([
+        "-c",
+        &[fork, prepare, begin, script, end].concat(),
+        env!("CARGO_BIN_EXE_finetune"),
+        "chat",
+        "model",
+    ]);
+    Some(launch::succeed(command.current_dir(fixture.folder())))
+}
+
+/// Regression: the chat ended, with its conversation, at the first message.
+#[test]
+fn a_terminal_that_does_not_answer_gives_plain_lines() {
+    let script = r#"
+wait(b"plain lines")
+os.write(terminal, b"/help\n")
+wait(b"/regenerate")
+os.write(terminal, b"/quit\n")
+"#;
+    assert!(chat_on_terminal("", script).is_none_or(|code| code == "0\n"));
+}
+
 #[test]
 fn without_a_template_turns_are_lines_and_a_notice_says_so() {
     let fixture = fixture(None);

@@ -12,7 +12,7 @@ use crate::screen::Terminal;
 use crate::screen::terminal::{MessageEditor, interrupt_flag};
 use crate::{Error, Result};
 use clap::Args;
-use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin};
+use std::io::{BufRead, IsTerminal, Read, Write, stderr, stdin, stdout};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -62,7 +62,9 @@ pub(super) fn run(args: &ChatArgs, out: &mut dyn Write) -> Result<()> {
     let mut chat = Chat::new(&trained, args.chat_template.as_deref())?;
     let (model, weights) = trained.load(args.model.dtype, &args.model.open_device()?)?;
     drop(reporter);
-    let terminal = stdin().is_terminal() && stderr().is_terminal() && !Terminal::current().dumb;
+    // The editor draws on standard error, but asks for the position of the cursor on standard output.
+    let terminal = stdin().is_terminal() && stdout().is_terminal() && stderr().is_terminal();
+    let terminal = terminal && !Terminal::current().dumb;
     if chat.plain {
         print_notice(
             "this model has no chat template; turns are formatted as lines of `role: content`, like `messages` in \

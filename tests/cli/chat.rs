@@ -241,6 +241,18 @@ os.write(terminal, b"/quit\n")
     assert!(chat_on_terminal("", script).is_none_or(|code| code == "0\n"));
 }
 
+/// Regression: control sequences were written into the file, and the chat ended.
+#[test]
+fn answers_can_go_to_a_file() {
+    let redirect = "os.dup2(os.open('answers', os.O_CREAT | os.O_WRONLY), 1)";
+    let script = r#"
+wait(b"> ")
+assert os.path.getsize("answers") == 0
+os.write(terminal, b"/quit\n")
+"#;
+    assert!(chat_on_terminal(redirect, script).is_none_or(|code| code == "0\n"));
+}
+
 #[test]
 fn without_a_template_turns_are_lines_and_a_notice_says_so() {
     let fixture = fixture(None);

@@ -7,7 +7,7 @@ use crate::data::counted;
 use crate::doctor::size_of_folder;
 use crate::store::checkpoint::{CheckpointEntry, Run, by_loss, is_in_use, list};
 use crate::telemetry::{Event, Record, Started, last_records};
-use crate::ui::format::{base_name, bytes, decimals, steps};
+use crate::ui::format::{self, base_name, bytes, decimals, steps};
 use crate::untrusted::{self, sanitize_line};
 use crate::{Error, Result};
 use chrono::DateTime;
@@ -80,10 +80,10 @@ fn listing(folder: &Path, as_json: bool, out: &mut dyn Write) -> Result<()> {
     let mut rows =
         vec![["run", "last written (UTC)", "model", "steps", "best loss", "size", "state"].map(str::to_owned)];
     rows.extend(runs.iter().map(Summary::cells));
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let width = |column: usize| rows.iter().map(|row| format::columns(&row[column])).max().unwrap_or(0);
     let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
     for row in &rows {
-        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format::padded(cell, *width));
         let row = cells.collect::<Vec<_>>().join("  ");
         writeln!(out, "{}", row.trim_end()).map_err(Error::stdout)?;
     }

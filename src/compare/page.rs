@@ -27,17 +27,21 @@ impl Comparison {
     fn list(&self, page: &mut Page, width: usize) {
         for (i, group) in self.groups.iter().enumerate() {
             let heading = Line::new().with(Role::Series(i), group.label.clone());
-            page.push(heading.with(Role::Title, format!("  {}", fit(&group.name, width.saturating_sub(3)))));
-            let names = group.runs.iter().map(|run| run.name.chars().count()).max().unwrap_or(0).min(width / 3);
+            page.push(
+                heading.with(Role::Title, format!("  {}", format::truncated(&group.name, width.saturating_sub(3)))),
+            );
+            let names = group.runs.iter().map(|run| format::columns(&run.name)).max().unwrap_or(0).min(width / 3);
             for (j, run) in group.runs.iter().enumerate() {
                 let role = if run.finished.is_some() && run.unreadable == 0 { Role::Dim } else { Role::Warn };
                 let figures = ["perplexity", "skipped"].into_iter().filter_map(Metric::named);
                 let figures = figures.fold(format!("seed {}", run.started.seed), |text, metric| {
                     text + &format!("   {} {}", metric.name, metric.show((metric.of)(&run.figures)))
                 });
-                let which = match group.runs.len() {
-                    1 => String::new(),
-                    _ => format!("{:<4}{:<names$}   ", group.run_label(j), fit(&run.name, names)),
+                let which = if group.runs.len() == 1 {
+                    String::new()
+                } else {
+                    let name = format::padded(&format::truncated(&run.name, names), names);
+                    format!("{:<4}{name}   ", group.run_label(j))
                 };
                 page.push(Line::new().plain(format!("   {which}{figures}")).with(role, format!("   {}", run.end())));
             }
@@ -276,16 +280,21 @@ fn scale(plot: &mut Plot, run: &RunSummary, role: Role, share: f64) -> Option<(f
 
 /// A table whose columns are wrapped into blocks if they do not fit.
 fn blocks(page: &mut Page, width: usize, heading: &str, columns: &[String], rows: &[(String, Vec<String>)]) {
-    let length = |text: &String| text.chars().count();
-    let names = rows.iter().map(|(name, _)| length(name)).max().unwrap_or(0).max(heading.chars().count()) + 1;
+    let length = |text: &String| format::columns(text);
+    let names = rows.iter().map(|(name, _)| length(name)).max().unwrap_or(0).max(heading.len()) + 1;
     let most = width.saturating_sub(names + 2).max(8);
     let cells = rows.iter().flat_map(|(_, cells)| cells).chain(columns).map(length).max().unwrap_or(0).min(most);
     let fitting = (width.saturating_sub(names) / (cells + 2)).max(1);
     for first in (0..columns.len()).step_by(fitting) {
         let part = first..columns.len().min(first + fitting);
         let row = |name: &str, values: &[String]| {
-            let values = values[part.clone()].iter();
-            values.fold(format!("{name:<names$}"), |row, value| row + &format!("  {:>cells$}", fit(value, cells)))
+            let mut row = format::padded(name, names);
+            for value in &values[part.clone()] {
+                let value = format::truncated(value, cells);
+                row += &" ".repeat(cells + 2 - format::columns(&value));
+                row += &value;
+            }
+            row
         };
         page.title(row(heading, columns));
         for (name, values) in rows {
@@ -293,13 +302,4 @@ fn blocks(page: &mut Page, width: usize, heading: &str, columns: &[String], rows
         }
         page.gap();
     }
-}
-
-/// Truncates to a number of columns, with an ellipsis.
-fn fit(text: &str, columns: usize) -> String {
-    let text = format::printable(text);
-    if text.chars().count() <= columns {
-        return text;
-    }
-    text.chars().take(columns.saturating_sub(1)).chain(['…']).collect()
 }

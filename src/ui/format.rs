@@ -4,6 +4,7 @@ use crate::precision::exact_log2;
 use crate::telemetry::{Quantity, RunState};
 pub(crate) use crate::telemetry::{bytes, bytes_of};
 use crate::untrusted::is_unsafe_char;
+use ratatui::text::Span;
 
 /// A loss scale or factor: `2^15` if it is a power of two, else as [`short`] writes it.
 pub(crate) fn scale(value: f32) -> String {
@@ -155,6 +156,33 @@ pub(crate) fn base_name(path: &str) -> &str {
     path.trim_end_matches('/').rsplit('/').next().unwrap_or(path)
 }
 
+/// The columns of a terminal that a text takes: an ideograph and most emoji take two.
+pub(crate) fn columns(text: &str) -> usize {
+    Span::raw(text).width()
+}
+
+/// A text with blanks after it, to fill this number of columns.
+pub(crate) fn padded(text: &str, width: usize) -> String {
+    format!("{text}{}", " ".repeat(width.saturating_sub(columns(text))))
+}
+
+/// Makes a text [`printable`], and truncates it to this number of columns, with an ellipsis.
+pub(crate) fn truncated(text: &str, width: usize) -> String {
+    let text = printable(text);
+    if columns(&text) <= width {
+        return text;
+    }
+    let mut kept = String::new();
+    for c in text.chars() {
+        kept.push(c);
+        if columns(&kept) >= width {
+            kept.pop();
+            break;
+        }
+    }
+    kept + "…"
+}
+
 /// Replaces line breaks, tabs and other control characters, which would break the layout or control the terminal.
 pub(crate) fn printable(text: &str) -> String {
     text.chars()
@@ -214,6 +242,18 @@ mod tests {
     #[test]
     fn generated_text_cannot_control_the_terminal() {
         assert_eq!(printable("a\n\u{1b}[2Jb\tc"), "a⏎ [2Jb c");
+    }
+
+    /// Regression: columns were counted as characters, so a wide name shifted the rest of its row.
+    #[test]
+    fn wide_characters_take_two_columns() {
+        assert_eq!([columns("ab"), columns("名前"), columns("🎉é")], [2, 4, 3]);
+        assert_eq!([padded("名", 4), padded("abc", 2)], ["名  ", "abc"]);
+        let widths = [0, 1, 3, 4, 5, 7, 8];
+        assert_eq!(
+            widths.map(|width| truncated("名前ab名", width)),
+            ["…", "…", "名…", "名…", "名前…", "名前ab…", "名前ab名"]
+        );
     }
 
     #[test]

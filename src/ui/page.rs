@@ -3,7 +3,7 @@
 //! Roles never carry meaning alone: the text says the same without colour.
 
 use super::ascii::{locale_lacks_unicode, to_ascii};
-use super::{Canvas, ColorScheme, Role, Theme, may_colour};
+use super::{Canvas, ColorScheme, Role, Theme, format, may_colour};
 use crate::untrusted::sanitize_line;
 use ratatui::buffer::{Buffer, Cell};
 use ratatui::layout::Rect;
@@ -94,7 +94,7 @@ impl Page {
 
     /// Adds a heading followed by an explanation, on separate lines if they do not fit on one.
     pub(crate) fn headed(&mut self, title: &str, text: &str, width: usize) {
-        if title.chars().count() + 3 + text.chars().count() <= width {
+        if format::columns(title) + 3 + format::columns(text) <= width {
             self.push(Line::new().with(Role::Title, title).dim(format!("   {text}")));
         } else {
             self.title(title);
@@ -108,7 +108,7 @@ impl Page {
         let words = text.split_whitespace().map(|word| word.chars().collect::<Vec<_>>());
         let parts = words.flat_map(|word| word.chunks(width.max(1)).map(String::from_iter).collect::<Vec<_>>());
         for word in parts {
-            if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > width {
+            if !line.is_empty() && format::columns(&line) + 1 + format::columns(&word) > width {
                 self.push(Line::new().with(role, std::mem::take(&mut line)));
             }
             if !line.is_empty() {

@@ -321,6 +321,17 @@ fn n11_runs_go_by_their_names_everywhere() {
     fixture.assert_refused("--resume r/step-000002 --plain", &["step-000002/manifest.json`: it is missing"]);
 }
 
+/// Regression: a wide name shifted the cells after it.
+#[test]
+fn a_wide_name_keeps_the_columns_of_the_list() {
+    let fixture = CliFixture::empty();
+    for name in ["名前", "b"] {
+        fixture.write(&format!("checkpoints/{name}/config.toml"), "");
+    }
+    let list = fixture.said("runs");
+    assert!(list.contains("\n名前  -  ") && list.contains("\nb     -  "), "{list}");
+}
+
 #[test]
 fn n11_runs_are_listed_and_deleted_after_a_question() {
     let fixture = CliFixture::new();

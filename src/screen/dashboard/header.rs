@@ -30,7 +30,7 @@ fn state(scene: &Scene) -> [(String, Role); 3] {
 
 /// The tab at a column of the first line.
 pub(super) fn tab_at(scene: &Scene, tab: usize, width: u16, column: u16) -> Option<usize> {
-    let x: u16 = state(scene).iter().map(|(text, _)| text.chars().count() as u16).sum();
+    let x: u16 = state(scene).iter().map(|(text, _)| format::columns(text) as u16).sum();
     let (_, named) = pieces(scene, tab, x, width);
     let mut tabs = tabs(tab, named, x, width).into_iter();
     tabs.find(|(at, label, _)| (*at..*at + label.len() as u16).contains(&column)).map(|(_, _, tab)| tab)
@@ -63,7 +63,7 @@ fn pieces(scene: &Scene, tab: usize, x: u16, width: u16) -> (String, bool) {
     let columns = |named: bool| (0..TABS.len()).map(|one| label(one, tab, named).len()).sum::<usize>();
     let room = |named: bool| usize::from(width).saturating_sub(usize::from(x) + columns(named));
     let fits = |about: &str, named: bool| {
-        let length = about.chars().count();
+        let length = format::columns(about);
         length + if length > 0 { 3 } else { 1 } <= room(named)
     };
     let nothing = || (String::new(), fits("", true));

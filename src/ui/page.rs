@@ -138,9 +138,15 @@ impl Page {
 
     /// Shows the lines on a screen, starting at row `y`.
     pub(crate) fn show(self, canvas: &mut Canvas, y: u16) {
-        let page = if canvas.theme().ascii() { self.ascii() } else { self };
+        let ascii = canvas.theme().ascii();
+        let cut = if ascii { to_ascii('…') } else { '…' };
+        let page = if ascii { self.ascii() } else { self };
         for (y, line) in (y..canvas.height()).zip(&page.lines) {
             line.spans.iter().fold(1, |x, span| canvas.text(x, y, &span.text, span.role));
+            let text: String = line.spans.iter().map(|span| span.text.as_str()).collect();
+            if format::columns(text.trim_end()) >= usize::from(canvas.width()) {
+                canvas.glyph(canvas.width().saturating_sub(1), y, cut, Role::Dim);
+            }
         }
     }
 

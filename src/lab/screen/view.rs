@@ -149,7 +149,7 @@ fn help_page(state: &LabState) -> Page {
     if !lab_tab.scenarios.is_empty() {
         page.push(key_line("a b c d", "load a scenario; its instructions are the first lines"));
     }
-    page.push(key_line("A-Z", "select the next parameter with this first letter; free small letters too"));
+    page.push(key_line("A-Z", "select the next parameter with this letter; free small ones too"));
     for binding in KEYS {
         page.push(key_line(binding.written, binding.help));
     }
@@ -225,6 +225,14 @@ mod tests {
         for (width, height) in (1..=40).map(|n| (n * 3, n)).chain([(1, 1), (250, 80), (80, 1), (1, 80)]) {
             picture(&mut state, MONOCHROME, width, height);
         }
+    }
+
+    /// Regression: nothing showed that the screen cut a line.
+    #[test]
+    fn a_cut_line_ends_with_an_ellipsis() {
+        let shown = text_of(&mut state(), MONOCHROME, 40, 24);
+        let full: Vec<_> = shown.lines().filter(|line| line.chars().count() == 40).collect();
+        assert!(full.len() > 5 && full.iter().all(|line| line.ends_with('…')), "{shown}");
     }
 
     #[test]

@@ -213,6 +213,15 @@ fn completions_and_the_manual_have_every_command() {
                     _finetune_runs finetune ga chat && [[ ${COMPREPLY[*]} == gates ]]";
         launch::succeed(launch::command("/bin/bash").args(["-c", load]).current_dir(fixture.folder()));
     }
+    if Path::new("/usr/bin/fish").exists() {
+        fs::write(fixture.path("finetune.fish"), fixture.said("completions fish")).unwrap();
+        let load = "source finetune.fish; and complete -C 'finetune chat ga'; and complete -C 'finetune --resume ga'";
+        let mut fish = launch::command("/usr/bin/fish");
+        fish.args(["--no-config", "-c", load]).current_dir(fixture.folder());
+        assert_eq!(launch::succeed(&mut fish), "gates\ngates\n");
+    }
+    let zsh = fixture.said("completions zsh");
+    assert!(zsh.starts_with("#compdef finetune\n") && zsh.matches(":_finetune_runs'").count() > 20, "{zsh}");
     let page = fixture.said("man");
     assert!(page.contains(".TH finetune"), "{page}");
     let sections: Vec<&str> = page.lines().filter(|line| line.starts_with(".SH")).collect();

@@ -50,6 +50,17 @@ pub(crate) enum EquivalenceVerdict {
     Undecided,
 }
 
+impl EquivalenceVerdict {
+    /// The verdict on whether a difference is between `least` and `most`.
+    fn new(difference: Option<Estimate>, least: f64, most: f64) -> Self {
+        match difference.and_then(|estimate| estimate.interval()) {
+            Some((low, high)) if low > most || high < least => Self::Exceeded,
+            Some((low, high)) if low >= least && high <= most => Self::NotExceeded,
+            _ => Self::Undecided,
+        }
+    }
+}
+
 #[derive(Debug, Clone)]
 pub(crate) struct Comparison {
     /// Runs by configuration, in the order they were given.
@@ -158,24 +169,14 @@ impl Comparison {
 
     pub(crate) fn verdict(&self) -> Option<(f64, EquivalenceVerdict)> {
         let bound = self.bound?;
-        let verdict = match self.perplexity().and_then(|estimate| estimate.interval()) {
-            Some((low, high)) if low > bound || high < -bound => EquivalenceVerdict::Exceeded,
-            Some((low, high)) if low >= -bound && high <= bound => EquivalenceVerdict::NotExceeded,
-            _ => EquivalenceVerdict::Undecided,
-        };
-        Some((bound, verdict))
+        Some((bound, EquivalenceVerdict::new(self.perplexity(), -bound, bound)))
     }
 
     /// Whether the second group's longest streak of skipped steps exceeds the first's by more than the bound, if there is one.
     pub(crate) fn skip_verdict(&self) -> Option<(f64, Estimate, EquivalenceVerdict)> {
         let bound = self.skip_bound?;
         let estimate = self.difference(Metric::named("longest_streak")?)?;
-        let verdict = match estimate.interval() {
-            Some((low, _)) if low > bound => EquivalenceVerdict::Exceeded,
-            Some((_, high)) if high <= bound => EquivalenceVerdict::NotExceeded,
-            _ => EquivalenceVerdict::Undecided,
-        };
-        Some((bound, estimate, verdict))
+        Some((bound, estimate, EquivalenceVerdict::new(Some(estimate), f64::NEG_INFINITY, bound)))
     }
 
     pub(crate) fn json(&self) -> Value {

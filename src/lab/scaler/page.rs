@@ -14,10 +14,8 @@ impl ScalerComparison {
         if let Some([first, .., last] | [first @ last]) = self.trajectories.first().map(|first| &first.attempts[..]) {
             page.steps = (first.step, last.step);
         }
-        let height = [8, 8, 4, 3, 2][self.trajectories.len().min(4)];
-        let range = self.range();
         for (i, trajectory) in self.trajectories.iter().enumerate() {
-            trajectory.chart(&mut page, i, (width, height), range, self);
+            trajectory.chart(&mut page, i, width, self);
         }
         let known = self.trajectories.iter().flat_map(|t| &t.attempts).any(|attempt| attempt.largest.is_some());
         if known {
@@ -87,21 +85,17 @@ impl ScalerComparison {
 impl Trajectory {
     /// Bars of log2 of the scale under the lowest ceiling of the column's steps. Overflows and the cursor, where the chart
     /// ends, are marked below.
-    fn chart(
-        &self,
-        page: &mut Page,
-        index: usize,
-        (width, height): (usize, usize),
-        (low, high): (f64, f64),
-        &ScalerComparison { max, cursor, .. }: &ScalerComparison,
-    ) {
+    fn chart(&self, page: &mut Page, index: usize, width: usize, comparison: &ScalerComparison) {
+        let height = [8, 8, 4, 3, 2][comparison.trajectories.len().min(4)];
+        let (low, high) = comparison.range();
         let room = width.saturating_sub(7).max(8);
         let count = room.min(self.attempts.len().max(1));
         // Draw few attempts wide.
         let each = (room / count).clamp(1, 3);
         let eighths = |log2: f64| 1 + ((log2 - low) / (high - low) * (height * 8 - 1) as f64).round() as usize;
         let bounds = |column: usize| column * self.attempts.len() / count..(column + 1) * self.attempts.len() / count;
-        let column = |column: usize| ChartColumn::new(&self.attempts[bounds(column)], cursor, max);
+        let column =
+            |column: usize| ChartColumn::new(&self.attempts[bounds(column)], comparison.cursor, comparison.max);
         let columns: Vec<_> = (0..count).map(column).collect();
         for row in (0..height).rev() {
             let label = match row {

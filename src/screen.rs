@@ -16,6 +16,5 @@ pub(crate) use output::{DisplayMode, Terminal};
 pub(crate) use picture::{ImageFormat, picture};
 pub(crate) use plain::PlainPrinter;
 pub(crate) use progress::{StatusLine, status_line};
-pub(crate) use renderer::follow_with;
-pub use renderer::{Exit, follow};
+pub use renderer::{Exit, LiveSource, follow};
 pub(crate) use watch::{watch, watch_plain};

@@ -8,7 +8,7 @@
 #![allow(clippy::expect_used, reason = "a program for people and tests")]
 
 use finetune::screen::terminal::SignalHandler;
-use finetune::screen::{self, Exit};
+use finetune::screen::{self, Exit, LiveSource};
 use finetune::telemetry::{
     self, Activity, CheckpointSaved, Command, Emitter, Event, EventLog, FinishReason, ProcessId, RunState,
 };
@@ -47,8 +47,9 @@ fn main() {
     let frames = if panics == "screen" { 3 } else { usize::MAX };
     let writer = PanickingWriter { frames };
     let theme = Theme::from_env(has("--ascii"), None);
-    let look = (theme, true);
-    let exit = screen::follow(writer, (&events, &Activity::default()), &commands, look, 10, RunState::default());
+    let activity = Activity::default();
+    let source = LiveSource::new(&events, &activity);
+    let exit = screen::follow(writer, source, &commands, theme, true, 10, RunState::default());
     say(&format!("exit: {exit:?}"));
     if exit == Exit::Killed {
         std::process::exit(130);

@@ -1,11 +1,11 @@
 //! Shows a run in the terminal while another thread trains.
 
-use crate::screen::{self, DisplayMode, Exit, PlainPrinter, StatusLine, Terminal};
-use crate::telemetry::{Activity, Command, Record, RunState};
+use crate::screen::{self, DisplayMode, Exit, LiveSource, PlainPrinter, StatusLine, Terminal};
+use crate::telemetry::{Command, RunState};
 use crate::ui::{ColorScheme, Theme};
 use clap::Args;
 use std::io::{Write, stderr, stdout};
-use std::sync::mpsc::{Receiver, Sender};
+use std::sync::mpsc::Sender;
 
 /// Flags for the look and mouse of the dashboard.
 #[derive(Args, Clone, Debug, Default)]
@@ -58,7 +58,7 @@ impl ShowArgs {
 
 /// Shows records and slow phases until training drops its end of the channel. `history` is the state of a resumed run.
 pub(crate) fn show(
-    (records, activity): (&Receiver<Record>, &Activity),
+    mut source: LiveSource<'_>,
     commands: &Sender<Command>,
     args: &ShowArgs,
     log_every: u64,
@@ -66,15 +66,14 @@ pub(crate) fn show(
 ) {
     match Terminal::current().output(args.asked()) {
         DisplayMode::Dashboard => {
-            let scheme = (args.scheme.theme(), !args.scheme.no_mouse);
-            if screen::follow(stdout(), (records, activity), commands, scheme, log_every, history) == Exit::Killed {
+            let (theme, mouse) = (args.scheme.theme(), !args.scheme.no_mouse);
+            let exit = screen::follow(stdout(), source, commands, theme, mouse, log_every, history);
+            if exit == Exit::Killed {
                 writeln!(stderr(), "stopped without saving the steps after the last checkpoint").ok();
                 std::process::exit(130);
             }
         }
-        DisplayMode::Progress => {
-            screen::follow_with((records, activity), &mut StatusLine::new(stderr(), args.scheme.theme().ascii()));
-        }
-        DisplayMode::Plain => screen::follow_with((records, activity), &mut PlainPrinter::new(stdout(), log_every)),
+        DisplayMode::Progress => source.follow(&mut StatusLine::new(stderr(), args.scheme.theme().ascii())),
+        DisplayMode::Plain => source.follow(&mut PlainPrinter::new(stdout(), log_every)),
     }
 }

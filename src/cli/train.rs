@@ -9,6 +9,7 @@ use crate::cli::run_lookup::{did_you_mean, is_run_or_step, is_step, run_or_path}
 use crate::cli::show::{ShowArgs, show};
 use crate::data::DataSource;
 use crate::engine::collective::ProcessGroup;
+use crate::screen::LiveSource;
 use crate::screen::terminal::{SignalHandler, ignore_stop_signals};
 use crate::store::checkpoint::{Checkpoint, CheckpointKind, Run, latest_run, latest_valid, list};
 use crate::store::hub::free_bytes;
@@ -184,7 +185,7 @@ fn train_and_show(
         .name("training".into())
         .spawn(move || pool.install(|| (trainer.run(), trainer.end())))
         .map_err(Error::io("start a thread in", "."))?;
-    show((records, &activity), &commands, &args.show, log_every, history);
+    show(LiveSource::new(records, &activity), &commands, &args.show, log_every, history);
     let Ok((reason, end)) = training.join() else {
         return Err(Error::engine("training stopped with a panic; this is a bug in finetune"));
     };

@@ -114,10 +114,24 @@ pub(super) fn wall_clock() -> u64 {
 }
 
 /// The training thread of this process.
-struct LiveSource<'a> {
+#[derive(Debug)]
+pub struct LiveSource<'a> {
     records: &'a Receiver<Record>,
     activity: &'a Activity,
     closed: bool,
+}
+
+impl<'a> LiveSource<'a> {
+    /// The thread that sends `records` and sets its `activity`.
+    pub fn new(records: &'a Receiver<Record>, activity: &'a Activity) -> Self {
+        Self { records, activity, closed: false }
+    }
+
+    /// Shows the rest of the run; returns when training has ended. A closed output does not stop it: the log has everything.
+    pub(crate) fn follow<R: Renderer>(&mut self, renderer: &mut R) {
+        let _ = drive(self, renderer);
+        self.records.iter().for_each(drop);
+    }
 }
 
 impl MessageSource for LiveSource<'_> {
@@ -151,20 +165,20 @@ impl MessageSource for LiveSource<'_> {
 
 /// Shows the dashboard on `writer`, a handle to standard output, which must be a terminal, until the run ends or the user
 /// leaves; from then until training ends, prints plain lines for every `log_every`-th step. Call it on the main thread, with
-/// training on another one that sends `records` and serves `commands` between two steps. `history` is the state of a
-/// resumed run; the flag enables the mouse.
+/// training on another one that feeds `source` and serves `commands` between two steps. `history` is the state of a
+/// resumed run.
 ///
 /// The terminal is restored before any line and before any thread's panic message is printed. If drawing panics, the result
 /// is [`Exit::Crashed`], and the run continues. [`Exit::Killed`] returns without waiting for training.
 pub fn follow<W: Write>(
     writer: W,
-    (records, activity): (&Receiver<Record>, &Activity),
+    mut source: LiveSource<'_>,
     commands: &Sender<Command>,
-    (theme, mouse): (Theme, bool),
+    theme: Theme,
+    mouse: bool,
     log_every: u64,
     history: RunState,
 ) -> Exit {
-    let mut source = LiveSource { records, activity, closed: false };
     let mut app = App::new(DashboardMode::Attached, history);
     let exit = app.run(writer, &mut source, Some(commands), theme, mouse).unwrap_or_else(|error| {
         // A closed standard error is not a failure.
@@ -188,13 +202,6 @@ pub fn follow<W: Write>(
         Exit::Terminated if !run.is_over() => drop(writeln!(stderr(), "{SAVING}")),
         _ => {}
     }
-    let _ = drive(&mut source, &mut PlainPrinter::after(run, stdout(), log_every));
-    records.iter().for_each(drop);
+    source.follow(&mut PlainPrinter::after(run, stdout(), log_every));
     exit
-}
-
-/// Shows training on another thread until it has ended. A closed output does not stop it: the log has everything.
-pub(crate) fn follow_with<R: Renderer>((records, activity): (&Receiver<Record>, &Activity), renderer: &mut R) {
-    let _ = drive(&mut LiveSource { records, activity, closed: false }, renderer);
-    records.iter().for_each(drop);
 }

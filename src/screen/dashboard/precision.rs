@@ -260,7 +260,7 @@ fn shifted(histogram: &ExponentHistogram, shift: i32) -> ExponentHistogram {
 fn draw_scales(scene: &Scene, canvas: &mut Canvas) {
     let run = scene.run();
     let mut inner = canvas.frame(&[("If the loss scale were", Role::Title)]);
-    let Some((true_gradients, source)) = unscaled(run, scene.can_command()) else {
+    let Some((true_gradients, source)) = unscaled(run) else {
         inner.text(1, 0, "no gradients yet", Role::Dim);
         return;
     };
@@ -286,10 +286,9 @@ fn draw_scales(scene: &Scene, canvas: &mut Canvas) {
             inner.text(x + 2, y, "● largest without overflow", Role::Good);
         }
     }
-    let x = inner.text(1, rows as u16 + 1, &source, Role::Dim);
-    if let Some(best) = best.filter(|best| !(first..first + rows).contains(best)) {
-        inner.text(x, rows as u16 + 1, &format!("; largest without overflow 2^{best}"), Role::Good);
-    }
+    let hidden = best.filter(|best| !(first..first + rows).contains(best));
+    let note = hidden.map_or_else(String::new, |best| format!("largest without overflow 2^{best}, "));
+    inner.spans(1, rows as u16 + 1, &[(&note, Role::Good), (&source, Role::Dim)]);
 }
 
 /// A share in percent, right-aligned in twelve columns.
@@ -298,15 +297,14 @@ fn cell(share: f64) -> String {
 }
 
 /// The unscaled gradients, from the newest probe if there is one, and a description of their source.
-fn unscaled(run: &RunState, attached: bool) -> Option<(ExponentHistogram, String)> {
+fn unscaled(run: &RunState) -> Option<(ExponentHistogram, String)> {
     if let Some(probe) = &run.probe {
-        let source = format!("of the FP32 gradients of the probe at step {}", probe.step);
+        let source = format!("of the FP32 probe at step {}", probe.step);
         return Some((probe.grads.histogram(), source));
     }
     let (step, scale, stats) = run.grads.as_ref()?;
     let unscaled = shifted(&stats.histogram(), -nearest_exponent(*scale));
-    let hint = if attached { "; press p for an FP32 probe, which includes the rest" } else { "" };
-    let source = format!("of the gradients that {} kept at step {step}{hint}", run.grad_format().name);
+    let source = format!("of the gradients that {} kept at step {step}", run.grad_format().name);
     Some((unscaled, source))
 }
 

@@ -37,7 +37,9 @@ fn progress(run: &RunState, canvas: &mut Canvas) {
     let step = run.step.step;
     let total = run.total_steps();
     let share = if total == 0 { 0.0 } else { (step as f64 / total as f64).min(1.0) };
-    let mut text = format!("step {}  epoch {:.2}", format::steps(step, total), run.step.epoch);
+    let done = format!("step {}", format::steps(step, total));
+    let mut epoch = format!("  epoch {:.2}", run.step.epoch);
+    let mut rest = String::new();
     // A log that begins in the middle of a run, or whose first line is damaged, has no `Started` event.
     if let Some(Started { epochs, .. }) = run.started.as_ref()
         && total > 0
@@ -52,8 +54,11 @@ fn progress(run: &RunState, canvas: &mut Canvas) {
         // A large text's few steps are far less than an epoch.
         let few = *epochs > 0.0 && *epochs < 0.995;
         let all = if few { &all } else { all.trim_end_matches('0').trim_end_matches('.') };
-        text.extend([format!("/{all}  {:.1}%  ETA {eta}", share * 100.0)]);
+        epoch.extend(["/", all]);
+        rest = format!("  {:.1}%  ETA {eta}", share * 100.0);
     }
+    let whole = format!("{done}{epoch}{rest}");
+    let text = if whole.len() < usize::from(canvas.width()) { whole } else { done + &rest };
     let x = canvas.text(1, 0, &text, Role::Text) + 1;
     let cells = usize::from(canvas.width().saturating_sub(x + 1));
     let full = (share * cells as f64).round() as usize;

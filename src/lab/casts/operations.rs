@@ -80,7 +80,7 @@ impl PrecisionProbe {
 
     fn products(&self, grads: DType) -> candle_core::Result<Vec<MeasuredOp>> {
         let [rows, width] = SIZE;
-        let operations = [("matrix products", AutocastOp::Linear), ("gradients of biases", AutocastOp::Sum)];
+        let operations = [("matrix products", AutocastOp::Linear), ("gradients of biases", AutocastOp::Linear)];
         self.measure(operations, self.compute, |t| {
             let x = numbers(1, SIZE)?;
             let weight = numbers(2, [width, rows])?;
